@@ -1,0 +1,41 @@
+"""The input layer of a Transformer for JAX and Haiku: look a token up, say where it stands, say who may attend to whom."""
+
+from transformer_embed.dropout import dropout
+from transformer_embed.embedder import Embedder, EmbedderConfig, make_embedder, resize_vocabulary
+from transformer_embed.lookup import check_ids, lookup, tied_logits
+from transformer_embed.masks import attention_mask, causal_mask, combine_masks, mask_to_bias, padding_mask
+from transformer_embed.modules import (
+    Learned,
+    LearnedPositionalEncoding,
+    PositionalEncoding,
+    Sinusoidal,
+    TokenEmbedding,
+    TransformerEmbedding,
+)
+from transformer_embed.sinusoidal import sinusoidal_encoding, sinusoidal_table
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Embedder",
+    "EmbedderConfig",
+    "Learned",
+    "LearnedPositionalEncoding",
+    "PositionalEncoding",
+    "Sinusoidal",
+    "TokenEmbedding",
+    "TransformerEmbedding",
+    "attention_mask",
+    "causal_mask",
+    "check_ids",
+    "combine_masks",
+    "dropout",
+    "lookup",
+    "make_embedder",
+    "mask_to_bias",
+    "padding_mask",
+    "resize_vocabulary",
+    "sinusoidal_encoding",
+    "sinusoidal_table",
+    "tied_logits",
+]

@@ -1,0 +1,187 @@
+"""One function a kind of bad argument: each error names the argument, what was wanted and what came."""
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+
+def wanted(name: str, want: str, got: Any) -> str:
+    """The message of every error of this package."""
+    return f"{name}: wanted {want}, got {got}"
+
+
+def integer(name: str, value: Any, *, at_least: int) -> int:
+    """A Python int, known while tracing."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(wanted(name, "a Python int", _describe(value)))
+    if value < at_least:
+        raise ValueError(wanted(name, f"an int of at least {at_least}", value))
+    return int(value)
+
+
+def real(name: str, value: Any, *, above: float = -math.inf) -> float:
+    """A finite Python float, known while tracing."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | np.floating):
+        raise TypeError(wanted(name, "a Python number", _describe(value)))
+    if not math.isfinite(value) or value <= above:
+        raise ValueError(wanted(name, f"a finite number above {above:g}" if above > -math.inf else "a finite number", value))
+    return float(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """A Python bool: a traced one would make two programs into one."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(
+            wanted(name, "a Python bool known while tracing (bind it with functools.partial, or make it a static argument of jit)", _describe(value))
+        )
+    return bool(value)
+
+
+def choice(name: str, value: Any, choices: Sequence[str]) -> str:
+    """One of a few words."""
+    if value not in choices:
+        raise ValueError(wanted(name, "one of " + ", ".join(map(repr, choices)), repr(value)))
+    return value
+
+
+def floating_dtype(name: str, dtype: Any) -> jnp.dtype:
+    """A dtype with a fraction."""
+    dtype = jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(wanted(name, "a floating dtype", dtype))
+    return dtype
+
+
+def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndarray:
+    """What is a jax array stays one; anything else becomes a numpy array, with the width it came in."""
+    if isinstance(value, jax.Array):
+        return value
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise ValueError(wanted(name, "an array, or nested lists of equal lengths", "lists of unequal lengths")) from error
+    if array.dtype == object:
+        raise TypeError(wanted(name, "an array of numbers", _describe(value)))
+    return array
+
+
+def as_positions(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
+    """Integers of any width, or floats that hold every integer below 2**24."""
+    array = as_array(name, value)
+    if jnp.issubdtype(array.dtype, jnp.integer) or array.dtype in (jnp.float32, jnp.float64):
+        return array
+    raise TypeError(wanted(name, "an integer dtype, or float32 (16-bit floats skip integers)", array.dtype))
+
+
+def as_int32(name: str, value: ArrayLike) -> jax.Array:
+    """Integers of any width as int32; what is outside int32 becomes its nearest end, never a wrapped value."""
+    array = as_array(name, value)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(wanted(name, "an integer dtype", array.dtype))
+    if isinstance(array, jax.Array) and array.dtype == jnp.int32 and not array.weak_type:
+        return array
+    if array.dtype == jnp.int32 or array.dtype.itemsize < 4:
+        return jnp.asarray(array, jnp.int32)
+    library = np if isinstance(array, np.ndarray) else jnp
+    info = jnp.iinfo(jnp.int32)
+    lowest = info.min if jnp.issubdtype(array.dtype, jnp.signedinteger) else 0
+    return jnp.asarray(library.clip(array, np.array(lowest, array.dtype), np.array(info.max, array.dtype)).astype(np.int32))
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, jax.core.Tracer):
+        return f"a traced {value.dtype}{list(value.shape)}"
+    if isinstance(value, jax.Array | np.ndarray):
+        return f"an array {value.dtype}{list(value.shape)}"
+    return f"{type(value).__name__} {value!r}"
+
+
+def int32(name: str, value: Any) -> int:
+    """A Python int inside int32, and not its highest value, which stands for all that lies beyond it."""
+    value = integer(name, value, at_least=-(2**31) + 1)
+    if value >= 2**31 - 1:
+        raise ValueError(wanted(name, "an int below 2**31 - 1", value))
+    return value
+
+
+def as_mask(name: str, value: ArrayLike) -> jax.Array:
+    """A bool array."""
+    array = as_array(name, value)
+    if array.dtype != jnp.bool_:
+        raise TypeError(wanted(name, "a bool array, True = may attend", array.dtype))
+    return jnp.asarray(array)
+
+
+def broadcastable(name: str, *shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that all broadcast to."""
+    try:
+        return jnp.broadcast_shapes(*shapes)
+    except ValueError as error:
+        raise ValueError(wanted(name, "shapes that broadcast", " and ".join(str(list(shape)) for shape in shapes))) from error
+
+
+def as_ordered(name: str, value: ArrayLike) -> jax.Array:
+    """Signed integers, to compare with others: what does not fit is refused, for clamped or wrapped values would compare wrongly."""
+    array = as_array(name, value)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(wanted(name, "an integer dtype", array.dtype))
+    if isinstance(array, np.ndarray):
+        return jnp.asarray(fits_int32(name, array))
+    if array.dtype.itemsize < 4:
+        return array.astype(jnp.int32)
+    if not jnp.issubdtype(array.dtype, jnp.signedinteger):
+        raise TypeError(wanted(name, "a signed integer dtype", array.dtype))
+    return array
+
+
+def fits_int32(name: str, array: np.ndarray) -> np.ndarray:
+    """Host integers as int32; a ValueError names the first that does not fit."""
+    info = np.iinfo(np.int32)
+    inside(name, array, info.min, info.max, "int32")
+    return array.astype(np.int32)
+
+
+def inside(name: str, array: np.ndarray, lowest: int, highest: int, what: str) -> None:
+    """A ValueError names the first host integer outside lowest..highest, and its index."""
+    outside = np.argwhere((array < lowest) | (array > highest))
+    if len(outside):
+        index = tuple(int(i) for i in outside[0])
+        place = f" at index {list(index)}" if index else ""
+        raise ValueError(wanted(name, f"integers inside {what}, {lowest}..{highest}", f"{int(array[index])}{place}"))
+
+
+def as_floats(name: str, value: ArrayLike) -> jax.Array:
+    """A floating jax array."""
+    array = as_array(name, value)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(wanted(name, "a floating dtype", array.dtype))
+    return jnp.asarray(array)
+
+
+def rate(name: str, value: Any) -> float:
+    """A probability of dropping, in [0, 1), known while tracing; a numpy scalar keeps its width."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
+        raise TypeError(wanted(name, "a Python float known while tracing", _describe(value)))
+    if not 0 <= value < 1:
+        raise ValueError(wanted(name, "a number in [0, 1)", value))
+    return value
+
+
+def broadcasts_to(name: str, shape: tuple[int, ...], other: str, target: tuple[int, ...]) -> None:
+    """A shape that adds nothing to the target's."""
+    if broadcastable(f"{name} and {other}", shape, target) != target:
+        raise ValueError(wanted(name, f"a shape that broadcasts to {other}'s, {list(target)}", f"shape {list(shape)}"))
+
+
+def ends_in_length(name: str, shape: tuple[int, ...], target: tuple[int, ...]) -> None:
+    """A shape that broadcasts to the target's and has its last axis."""
+    if not shape or shape[-1] != target[-1]:
+        hint = "; jax.vmap maps keyword arguments over axis 0: bind them with functools.partial" if not shape else ""
+        raise ValueError(wanted(name, f"a last axis of the ids' length, {target[-1]}", f"shape {list(shape)}{hint}"))
+    broadcasts_to(name, shape, "the ids", target)

@@ -1,0 +1,140 @@
+"""Rows of a table: what an id outside the vocabulary gives, the padding row, and the tied output layer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int32
+
+from transformer_embed import _checks
+
+OUT_OF_RANGE = ("nan", "clip", "zero")
+
+
+def lookup(table: ArrayLike, ids: ArrayLike, *, pad_id: int | None = None, out_of_range: str = "nan") -> Float[Array, "... d"]:
+    """The row of the table for each id.
+
+    Args:
+        table: [vocab_size, d], a floating dtype.
+        ids: [...], any integer dtype. Negative ids are out of range: they do not count from the end.
+        pad_id: the id of padding: its row reads as zeros and gets no gradient, whatever the table holds. It may lie outside the
+            vocabulary. None: no padding.
+        out_of_range: what an id outside [0, vocab_size) gives.
+            `"nan"`: a row of NaN, no gradient. Loud, and the only way to be loud under jit.
+            `"clip"`: the nearest row of the table, which gets the gradient.
+            `"zero"`: a row of zeros, no gradient.
+
+    Returns:
+        [..., d] of the table's dtype. Under explicit mesh axes its sharding is that of the ids, then that of the table's columns.
+
+    Raises:
+        TypeError: ids are not integers; the table has no floating dtype.
+        ValueError: the table is not of rank 2 or has no row; an unknown out_of_range; a pad_id outside int32.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> table = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+        >>> te.lookup(table, [1, 0, 2**32 + 1], pad_id=0).tolist()
+        [[3.0, 4.0], [0.0, 0.0], [nan, nan]]
+
+    Source:
+        The input embedding of Vaswani et al., "Attention Is All You Need" (2017), section 3.4, https://arxiv.org/abs/1706.03762
+    """
+    _checks.choice("out_of_range", out_of_range, OUT_OF_RANGE)
+    table = as_table("table", table)
+    ids = _checks.as_int32("ids", ids)
+    rows = _gather(table, ids)
+    if out_of_range != "clip":
+        outside = ids.astype(jnp.uint32) >= table.shape[0]
+        rows = jnp.where(outside[..., None], jnp.array(jnp.nan if out_of_range == "nan" else 0, table.dtype), rows)
+    if pad_id is not None:
+        padding = ids == _checks.int32("pad_id", pad_id)
+        rows = jnp.where(padding[..., None], jnp.zeros((), table.dtype), rows)
+    return rows
+
+
+def tied_logits(x: ArrayLike, table: ArrayLike, *, pad_id: int | None = None) -> Float[Array, "... v"]:
+    """The logits of an output layer that shares the embedding table: the product of x with every row.
+
+    Args:
+        x: [..., d], a floating dtype.
+        table: [vocab_size, d], a floating dtype.
+        pad_id: the id whose row counts as zeros, as in `lookup`: its logit is 0 and its row gets no gradient. None: none.
+
+    Returns:
+        [..., vocab_size], summed and returned in float32 (float64 if an input is).
+
+    Raises:
+        TypeError: x or the table has no floating dtype.
+        ValueError: the table is not of rank 2, or its width is not x's.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> te.tied_logits(jnp.array([1.0, 1.0]), jnp.array([[1.0, 2.0], [3.0, 4.0]])).tolist()
+        [3.0, 7.0]
+
+    Source:
+        Press and Wolf, "Using the Output Embedding to Improve Language Models" (2017), https://arxiv.org/abs/1608.05859;
+        Vaswani et al., "Attention Is All You Need" (2017), section 3.4, https://arxiv.org/abs/1706.03762
+    """
+    table, x = as_table("table", table), _checks.as_floats("x", x)
+    if x.ndim == 0 or x.shape[-1] != table.shape[1]:
+        raise ValueError(_checks.wanted("x", f"a last axis of the table's width, {table.shape[1]}", f"shape {list(x.shape)}"))
+    dtype = jnp.promote_types(jnp.float32, jnp.result_type(x, table))
+    logits = jnp.einsum("...d,vd->...v", x, table, preferred_element_type=dtype)
+    if pad_id is not None:
+        padding = jnp.arange(table.shape[0], dtype=jnp.int32) == _checks.int32("pad_id", pad_id)
+        logits = jnp.where(padding, jnp.zeros((), dtype), logits)
+    return logits
+
+
+def check_ids(ids: ArrayLike, vocab_size: int) -> None:
+    """Raises if an id lies outside the vocabulary; for the host, before a step: under jit, `lookup` answers with NaN instead.
+
+    Args:
+        ids: [...], any integer dtype; not traced.
+        vocab_size: number of rows, at least 1.
+
+    Raises:
+        TypeError: ids are not integers, or they are traced.
+        ValueError: an id outside [0, vocab_size): the message has the first one and its index.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> te.check_ids([[1, 2], [3, 50257]], vocab_size=50257)
+        Traceback (most recent call last):
+        ValueError: ids: wanted integers inside the vocabulary, 0..50256, got 50257 at index [1, 1]
+
+    Source:
+        The check that hk.Embed leaves out; own.
+    """
+    _checks.integer("vocab_size", vocab_size, at_least=1)
+    array = _checks.as_array("ids", ids)
+    if isinstance(array, jax.core.Tracer):
+        raise TypeError(_checks.wanted("ids", "values on the host, outside of jit", f"a traced {array.dtype}{list(array.shape)}"))
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(_checks.wanted("ids", "an integer dtype", array.dtype))
+    _checks.inside("ids", np.asarray(array), 0, vocab_size - 1, "the vocabulary")
+
+
+def as_table(name: str, table: ArrayLike) -> Float[Array, "v d"]:
+    """A floating array of rank 2 with at least one row."""
+    array = _checks.as_floats(name, table)
+    if array.ndim != 2 or array.shape[0] == 0:
+        raise ValueError(_checks.wanted(name, "shape [vocab_size, d] with at least one row", f"shape {list(array.shape)}"))
+    return array
+
+
+def _gather(table: Float[Array, "v d"], ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
+    """`table[ids]`, an id beyond either end giving the row at that end."""
+    sharding = jax.typeof(ids).sharding
+    explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+    if explicit:
+        columns = jax.typeof(table).sharding.spec[1]
+        by_ids = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, columns))
+        return table.at[jnp.clip(ids, 0, table.shape[0] - 1)].get(mode="promise_in_bounds", out_sharding=by_ids)
+    dimensions = jax.lax.GatherDimensionNumbers(offset_dims=(ids.ndim,), collapsed_slice_dims=(0,), start_index_map=(0,))
+    return jax.lax.gather(table, ids[..., None], dimensions, (1, table.shape[1]), mode="clip")

@@ -1,0 +1,478 @@
+"""Haiku modules: they own parameters, take a key, and call the pure functions."""
+
+import dataclasses
+import math
+
+import haiku as hk
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Float
+
+from transformer_embed import _checks
+from transformer_embed.dropout import dropout
+from transformer_embed.lookup import OUT_OF_RANGE, lookup, tied_logits
+from transformer_embed.sinusoidal import sinusoidal_channels, sinusoidal_encoding
+
+
+@dataclasses.dataclass(frozen=True)
+class Sinusoidal:
+    """Sinusoidal positions, as a field of `EmbedderConfig` and an argument of `TransformerEmbedding`.
+
+    Args:
+        base: as in `sinusoidal_encoding`, as are all fields.
+        layout: as above.
+        shift: as above.
+        odd: as above.
+        frequency_scale: as above.
+
+    Raises:
+        ValueError: as `sinusoidal_encoding`.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> te.Sinusoidal(layout="sin_cos", shift=1)
+        Sinusoidal(base=10000.0, layout='sin_cos', shift=1, odd='truncate', frequency_scale=1.0)
+
+    Source:
+        Vaswani et al., "Attention Is All You Need" (2017), section 3.5, https://arxiv.org/abs/1706.03762
+    """
+
+    base: float = 10_000.0
+    layout: str = "interleaved"
+    shift: float | None = None
+    odd: str = "truncate"
+    frequency_scale: float = 1.0
+
+    def check(self, d_model: int) -> None:
+        """Raises if these options do not make an encoding of d_model channels."""
+        sinusoidal_channels(d_model, self.base, self.layout, self.shift, self.odd, self.frequency_scale)
+
+    def module(self, d_model: int, dropout_rate: float, out_of_range: str, param_dtype: DTypeLike) -> "PositionalEncoding":
+        """The Haiku module of this scheme."""
+        del out_of_range, param_dtype
+        return PositionalEncoding(d_model, dropout_rate=dropout_rate, **dataclasses.asdict(self))
+
+
+@dataclasses.dataclass(frozen=True)
+class Learned:
+    """Learned positions, as a field of `EmbedderConfig` and an argument of `TransformerEmbedding`.
+
+    Args:
+        max_len: number of positions, at least 1.
+
+    Raises:
+        ValueError: max_len is below 1.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> te.Learned(max_len=512)
+        Learned(max_len=512)
+
+    Source:
+        Gehring et al., "Convolutional Sequence to Sequence Learning" (2017), section 3.1, https://arxiv.org/abs/1705.03122
+    """
+
+    max_len: int
+
+    def __post_init__(self):
+        _checks.integer("max_len", self.max_len, at_least=1)
+
+    def check(self, d_model: int) -> None:
+        """Any d_model will do."""
+
+    def module(self, d_model: int, dropout_rate: float, out_of_range: str, param_dtype: DTypeLike) -> "LearnedPositionalEncoding":
+        """The Haiku module of this scheme."""
+        return LearnedPositionalEncoding(
+            self.max_len, d_model, dropout_rate=dropout_rate, out_of_range=out_of_range, param_dtype=param_dtype
+        )
+
+
+class TokenEmbedding(hk.Module):
+    """Embeds token ids: rows of a table times sqrt(d_model), and the output layer tied to it.
+
+    The table is the parameter `embeddings`, [vocab_size, d_model], as in hk.Embed, so that module's checkpoints load.
+
+    Args:
+        vocab_size: number of rows, at least 1.
+        d_model: width of a row, at least 1.
+        scale: whether to multiply by sqrt(d_model), in float32, a factor that is never rounded to 16 bits.
+        pad_id: the id of padding: zeros, no gradient, whatever the initialiser, weight decay or the output layer do. May lie
+            outside the vocabulary. None: no padding.
+        out_of_range: `"nan"`, `"clip"` or `"zero"`; see `lookup`.
+        w_init: initialiser of the table. None: normal, such that the module's outputs have unit variance.
+        param_dtype: of the table.
+        dtype: of the result.
+        name: of the module.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: a size below 1, or an unknown out_of_range.
+
+    Example:
+        >>> import haiku as hk, jax
+        >>> import transformer_embed as te
+        >>> embed = hk.without_apply_rng(hk.transform(lambda ids: te.TokenEmbedding(100, 64)(ids)))
+        >>> params = embed.init(jax.random.key(0), [[1, 2, 3]])
+        >>> embed.apply(params, [[1, 2, 3]]).shape
+        (1, 3, 64)
+
+    Source:
+        Vaswani et al., "Attention Is All You Need" (2017), section 3.4, https://arxiv.org/abs/1706.03762
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_model: int,
+        *,
+        scale: bool = True,
+        pad_id: int | None = None,
+        out_of_range: str = "nan",
+        w_init: hk.initializers.Initializer | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
+        name: str | None = None,
+    ):
+        super().__init__(name=name)
+        self.vocab_size = _checks.integer("vocab_size", vocab_size, at_least=1)
+        self.d_model = _checks.integer("d_model", d_model, at_least=1)
+        self.pad_id = pad_id if pad_id is None else _checks.int32("pad_id", pad_id)
+        self.out_of_range = _checks.choice("out_of_range", out_of_range, OUT_OF_RANGE)
+        self.param_dtype = _checks.floating_dtype("param_dtype", param_dtype)
+        self.dtype = _checks.floating_dtype("dtype", dtype)
+        self.factor = math.sqrt(d_model) if _checks.flag("scale", scale) else 1.0
+        self.w_init = w_init or hk.initializers.RandomNormal(stddev=1 / self.factor)
+
+    def __call__(self, ids: ArrayLike) -> Float[Array, "... d"]:
+        """Embeds ids [...], integers, as [..., d_model] of `dtype`."""
+        rows = lookup(self._table(), ids, pad_id=self.pad_id, out_of_range=self.out_of_range)
+        return (_wide(rows) * self.factor).astype(self.dtype)
+
+    def logits(self, x: ArrayLike) -> Float[Array, "... v"]:
+        """The output layer tied to the table: x [..., d_model] times its rows, not scaled; float32 [..., vocab_size]. See `tied_logits`."""
+        return tied_logits(x, self._table(), pad_id=self.pad_id)
+
+    def _table(self) -> Float[Array, "v d"]:
+        return hk.get_parameter("embeddings", [self.vocab_size, self.d_model], self.param_dtype, self.w_init)
+
+
+class PositionalEncoding(hk.Module):
+    """Adds sinusoidal encodings to embeddings, then drops out. It has no parameter and no longest position.
+
+    Args:
+        d_model: channels, at least 1.
+        dropout_rate: in [0, 1).
+        base: as in `sinusoidal_encoding`, as are the next ones.
+        layout: as above.
+        shift: as above.
+        odd: as above.
+        frequency_scale: as above.
+        name: of the module.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: as `sinusoidal_encoding`; a rate outside [0, 1).
+
+    Example:
+        >>> import haiku as hk, jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> encode = hk.transform(lambda x: te.PositionalEncoding(8)(x, is_training=False))
+        >>> encode.apply({}, None, jnp.zeros([2, 5, 8])).shape
+        (2, 5, 8)
+
+    Source:
+        Vaswani et al., "Attention Is All You Need" (2017), sections 3.5 and 5.4, https://arxiv.org/abs/1706.03762
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        dropout_rate: float = 0.1,
+        base: float = 10_000.0,
+        layout: str = "interleaved",
+        shift: float | None = None,
+        odd: str = "truncate",
+        frequency_scale: float = 1.0,
+        name: str | None = None,
+    ):
+        super().__init__(name=name)
+        self.scheme = Sinusoidal(base, layout, shift, odd, frequency_scale)
+        self.scheme.check(d_model)
+        self.d_model = d_model
+        self.dropout_rate = float(_checks.rate("dropout_rate", dropout_rate))
+
+    def __call__(self, x: ArrayLike, *, is_training: bool, positions: ArrayLike | None = None) -> Float[Array, "... t d"]:
+        """Adds the encodings in float32, rounds once to x's dtype, then drops out where training.
+
+        Args:
+            x: [..., length, d_model], a floating dtype.
+            is_training: a Python bool. True needs a key, unless dropout_rate is 0; False draws none.
+            positions: [length], or more axes that broadcast to x's leading ones; None: 0..length-1.
+
+        Returns:
+            [..., length, d_model] of x's dtype.
+        """
+        return _add_encoding(self, x, is_training, positions)
+
+    def encoding(self, positions: ArrayLike) -> Float[Array, "... d"]:
+        """The float32 encoding [..., d_model] of positions [...]."""
+        return sinusoidal_encoding(positions, self.d_model, **dataclasses.asdict(self.scheme))
+
+    def default_positions(self, length: int) -> Array:
+        """0..length-1, for any length."""
+        return jnp.arange(length, dtype=jnp.int32)
+
+
+class LearnedPositionalEncoding(hk.Module):
+    """Adds a learned vector for each position to embeddings, then drops out.
+
+    The vectors are the parameter `embeddings`, [max_len, d_model].
+
+    Args:
+        max_len: number of positions, at least 1.
+        d_model: channels, at least 1.
+        dropout_rate: in [0, 1).
+        out_of_range: what a position outside [0, max_len) gives: `"nan"`, `"clip"` or `"zero"`; see `lookup`. (A *length* past
+            max_len is known while tracing: that is an error.)
+        w_init: initialiser of the table. None: normal with standard deviation 0.02, as BERT's and GPT-2's.
+        param_dtype: of the table.
+        name: of the module.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: a size below 1, a rate outside [0, 1), an unknown out_of_range; when called, a length past max_len.
+
+    Example:
+        >>> import haiku as hk, jax, jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> encode = hk.transform(lambda x: te.LearnedPositionalEncoding(512, 8)(x, is_training=False))
+        >>> params = encode.init(jax.random.key(0), jnp.zeros([2, 5, 8]))
+        >>> encode.apply(params, None, jnp.zeros([2, 5, 8])).shape
+        (2, 5, 8)
+
+    Source:
+        Gehring et al., "Convolutional Sequence to Sequence Learning" (2017), section 3.1, https://arxiv.org/abs/1705.03122
+    """
+
+    def __init__(
+        self,
+        max_len: int,
+        d_model: int,
+        *,
+        dropout_rate: float = 0.1,
+        out_of_range: str = "nan",
+        w_init: hk.initializers.Initializer | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        name: str | None = None,
+    ):
+        super().__init__(name=name)
+        self.max_len = _checks.integer("max_len", max_len, at_least=1)
+        self.d_model = _checks.integer("d_model", d_model, at_least=1)
+        self.dropout_rate = float(_checks.rate("dropout_rate", dropout_rate))
+        self.out_of_range = _checks.choice("out_of_range", out_of_range, OUT_OF_RANGE)
+        self.w_init = w_init or hk.initializers.RandomNormal(stddev=0.02)
+        self.param_dtype = _checks.floating_dtype("param_dtype", param_dtype)
+
+    def __call__(self, x: ArrayLike, *, is_training: bool, positions: ArrayLike | None = None) -> Float[Array, "... t d"]:
+        """Adds the vectors in float32, rounds once to x's dtype, then drops out where training.
+
+        Args:
+            x: [..., length, d_model], a floating dtype.
+            is_training: a Python bool. True needs a key, unless dropout_rate is 0; False draws none.
+            positions: [length], or more axes that broadcast to x's leading ones, integers; None: 0..length-1.
+
+        Returns:
+            [..., length, d_model] of x's dtype.
+        """
+        return _add_encoding(self, x, is_training, positions)
+
+    def encoding(self, positions: ArrayLike) -> Float[Array, "... d"]:
+        """The vectors [..., d_model] of positions [...], in float32 or wider."""
+        table = hk.get_parameter("embeddings", [self.max_len, self.d_model], self.param_dtype, self.w_init)
+        return _wide(lookup(table, _checks.as_int32("positions", positions), out_of_range=self.out_of_range))
+
+    def default_positions(self, length: int) -> Array:
+        """0..length-1, for a length of at most max_len."""
+        if length > self.max_len:
+            raise ValueError(_checks.wanted("ids or x", f"a length of at most max_len = {self.max_len}", f"length {length}"))
+        return jnp.arange(length, dtype=jnp.int32)
+
+
+class TransformerEmbedding(hk.Module):
+    """The input layer of a Transformer: tokens + positions (+ token types), a norm if asked for, dropout.
+
+    All is summed and normalised in float32, rounded once to `dtype`, then dropped out; last, where the embeddings are
+    narrower than d_model, a linear layer widens them.
+
+    Args:
+        vocab_size: number of token ids, at least 1.
+        d_model: width of the result, at least 1.
+        positions: `Sinusoidal(...)`, `Learned(max_len=...)`, or None: no positions are added.
+        dropout_rate: in [0, 1).
+        pad_id: the id of padding; see `TokenEmbedding`. Positions are added at padding too: the mask hides it.
+        scale: whether token rows are multiplied by the square root of their width.
+        num_token_types: number of token types (BERT's segments A and B: 2); None: the model has none.
+        layer_norm_eps: epsilon of a layer norm over the sum (BERT: 1e-12); None: no norm.
+        embedding_width: width of the tables, where it is not d_model (ALBERT); None: d_model.
+        out_of_range: `"nan"`, `"clip"` or `"zero"`, for ids, token types and learned positions; see `lookup`.
+        param_dtype: of the tables.
+        dtype: of the result.
+        name: of the module.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: an argument out of its range.
+
+    Example:
+        >>> import haiku as hk, jax
+        >>> import transformer_embed as te
+        >>> embed = hk.transform(lambda ids: te.TransformerEmbedding(100, 64, pad_id=0)(ids, is_training=False))
+        >>> params = embed.init(jax.random.key(0), [[1, 2, 0]])
+        >>> embed.apply(params, None, [[1, 2, 0]]).shape
+        (1, 3, 64)
+
+    Source:
+        Vaswani et al., "Attention Is All You Need" (2017), sections 3.4, 3.5 and 5.4, https://arxiv.org/abs/1706.03762. Token
+        types and norm: Devlin et al., "BERT" (2019), section 3, https://arxiv.org/abs/1810.04805. The narrower tables: Lan et
+        al., "ALBERT" (2020), section 3.1, https://arxiv.org/abs/1909.11942
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_model: int,
+        *,
+        positions: Sinusoidal | Learned | None = Sinusoidal(),
+        dropout_rate: float = 0.1,
+        pad_id: int | None = None,
+        scale: bool = True,
+        num_token_types: int | None = None,
+        layer_norm_eps: float | None = None,
+        embedding_width: int | None = None,
+        out_of_range: str = "nan",
+        param_dtype: DTypeLike = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
+        name: str | None = None,
+    ):
+        super().__init__(name=name)
+        check_embedding_options(
+            d_model, positions, dropout_rate, num_token_types, layer_norm_eps, embedding_width
+        )
+        width = d_model if embedding_width is None else embedding_width
+        self.dropout_rate = float(dropout_rate)
+        self.dtype = _checks.floating_dtype("dtype", dtype)
+        wide = jnp.promote_types(jnp.float32, dtype)
+        self.tokens = TokenEmbedding(
+            vocab_size, width, scale=scale, pad_id=pad_id, out_of_range=out_of_range, param_dtype=param_dtype, dtype=wide
+        )
+        self.positions = positions and positions.module(width, dropout_rate, out_of_range, param_dtype)
+        self.token_types = num_token_types and TokenEmbedding(
+            num_token_types,
+            width,
+            scale=False,
+            out_of_range=out_of_range,
+            w_init=hk.initializers.RandomNormal(stddev=0.02),
+            param_dtype=param_dtype,
+            dtype=wide,
+            name="token_type_embedding",
+        )
+        self.norm = None if layer_norm_eps is None else hk.LayerNorm(-1, True, True, eps=layer_norm_eps)
+        self.widen = None if embedding_width is None else hk.Linear(d_model, name="widen")
+
+    def __call__(
+        self, ids: ArrayLike, *, is_training: bool, positions: ArrayLike | None = None, token_types: ArrayLike | None = None
+    ) -> Float[Array, "... t d"]:
+        """Embeds ids.
+
+        Args:
+            ids: [..., length], any integer dtype.
+            is_training: a Python bool. True needs a key, unless dropout_rate is 0; False draws none.
+            positions: [length], or more axes that broadcast to the ids'; integers, or float32 where they are sinusoidal.
+                None: 0..length-1.
+            token_types: integers that broadcast to the ids; wanted exactly where num_token_types is set.
+
+        Returns:
+            [..., length, d_model] of `dtype`.
+        """
+        _checks.flag("is_training", is_training)
+        ids = _checks.as_int32("ids", ids)
+        if ids.ndim == 0:
+            raise ValueError(_checks.wanted("ids", "shape [..., length]", "shape []"))
+        total = self.tokens(ids)
+        if self.positions is not None:
+            total = total + _encoding(self.positions, positions, ids.shape)
+        elif positions is not None:
+            raise ValueError(_checks.wanted("positions", "None, since the model adds no positions", "an array"))
+        if (self.token_types is None) != (token_types is None):
+            want = "None, since num_token_types is not set" if self.token_types is None else "an array, since num_token_types is set"
+            raise ValueError(_checks.wanted("token_types", want, "None" if token_types is None else "an array"))
+        if self.token_types is not None:
+            types = _checks.as_int32("token_types", token_types)
+            _checks.broadcasts_to("token_types", types.shape, "ids", ids.shape)
+            total = total + self.token_types(types)
+        if self.norm is not None:
+            total = self.norm(total)
+        total = _dropped_out(total.astype(self.dtype), self.dropout_rate, is_training)
+        return total if self.widen is None else self.widen(total)
+
+    def logits(self, x: ArrayLike) -> Float[Array, "... v"]:
+        """The output layer tied to the token table; x is as wide as the table. See `tied_logits`."""
+        return self.tokens.logits(x)
+
+
+def check_embedding_options(
+    d_model: int,
+    positions: Sinusoidal | Learned | None,
+    dropout_rate: float,
+    num_token_types: int | None,
+    layer_norm_eps: float | None,
+    embedding_width: int | None,
+) -> None:
+    """Raises on what the parts of `TransformerEmbedding` do not check themselves."""
+    _checks.integer("d_model", d_model, at_least=1)
+    if positions is not None and not isinstance(positions, Sinusoidal | Learned):
+        raise TypeError(_checks.wanted("positions", "Sinusoidal(...), Learned(max_len=...) or None", repr(positions)))
+    if embedding_width is not None:
+        _checks.integer("embedding_width", embedding_width, at_least=1)
+    if positions is not None:
+        positions.check(embedding_width or d_model)
+    _checks.rate("dropout_rate", dropout_rate)
+    if num_token_types is not None:
+        _checks.integer("num_token_types", num_token_types, at_least=1)
+    if layer_norm_eps is not None:
+        _checks.real("layer_norm_eps", layer_norm_eps, above=0)
+
+
+def _add_encoding(
+    module: PositionalEncoding | LearnedPositionalEncoding, x: ArrayLike, is_training: bool, positions: ArrayLike | None
+) -> Float[Array, "... t d"]:
+    _checks.flag("is_training", is_training)
+    x = _checks.as_floats("x", x)
+    if x.ndim < 2 or x.shape[-1] != module.d_model:
+        raise ValueError(_checks.wanted("x", f"shape [..., length, d_model = {module.d_model}]", f"shape {list(x.shape)}"))
+    total = _wide(x) + _encoding(module, positions, x.shape[:-1])
+    return _dropped_out(total.astype(x.dtype), module.dropout_rate, is_training)
+
+
+def _encoding(
+    module: PositionalEncoding | LearnedPositionalEncoding, positions: ArrayLike | None, shape: tuple[int, ...]
+) -> Float[Array, "... d"]:
+    if positions is None:
+        return module.encoding(module.default_positions(shape[-1]))
+    positions = _checks.as_array("positions", positions)
+    _checks.ends_in_length("positions", positions.shape, shape)
+    return module.encoding(positions)
+
+
+def _dropped_out(x: Float[Array, "..."], rate: float, is_training: bool) -> Float[Array, "..."]:
+    if not is_training or rate == 0:
+        return x
+    rng = hk.maybe_next_rng_key()
+    if rng is None:
+        raise ValueError(_checks.wanted("rng", "a key, to train with dropout (pass is_training=False to evaluate)", "None"))
+    return dropout(rng, rate, x)
+
+
+def _wide(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    return x.astype(jnp.promote_types(jnp.float32, x.dtype))

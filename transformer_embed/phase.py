@@ -1,0 +1,215 @@
+"""Exact phases: frequency constants, position -> phase, sine of a phase.
+
+An angle `position * frequency` matters only modulo one turn, so it is kept as a *phase*: a fraction of a turn in 64-bit
+fixed point, held in two uint32 words (high, low). A frequency is held in turns per unit of position, as three words
+(whole turns, high, low) computed with arbitrary precision while tracing. Multiplying the two in integers wraps modulo one turn by itself, so
+the phase of any 32-bit position is exact to 2**-64 turns times the position, where a float32 product loses one bit of
+the angle each time the position doubles.
+"""
+
+import decimal
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Float32, Int, UInt32
+
+from transformer_embed import _checks
+
+_PI = decimal.Decimal("3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803482534")
+_PRECISION = decimal.Context(prec=80)
+
+ZERO = decimal.Decimal(0)
+
+class Channels(NamedTuple):
+    """Constants of `d_model` channels: channel c of a position p is `sin(p * frequency[c] + quarters[c] * pi / 2)`.
+
+    `turns`, `high` and `low` are the words of the frequency in turns per unit of position.
+    """
+
+    turns: np.ndarray
+    high: np.ndarray
+    low: np.ndarray
+    quarters: np.ndarray
+
+
+class _Phase(NamedTuple):
+    high: UInt32[Array, "..."]
+    low: UInt32[Array, "..."]
+
+
+@functools.lru_cache(maxsize=256)
+def geometric_frequencies(
+    count: int, base: float, denominator: float, frequency_scale: float = 1.0
+) -> tuple[decimal.Decimal, ...]:
+    """`frequency_scale * base ** (-i / denominator)` for i in 0..count-1, in radians per unit of position, to some 75 digits."""
+    with decimal.localcontext(_PRECISION):
+        frequency = decimal.Decimal(frequency_scale)
+        if count < 2:
+            return (frequency,) * count
+        ratio = (-decimal.Decimal(base).ln() / decimal.Decimal(denominator)).exp()
+        frequencies = [frequency]
+        for _ in range(count - 1):
+            frequencies.append(frequencies[-1] * ratio)
+        return tuple(frequencies)
+
+
+def channels(frequencies: Sequence[decimal.Decimal], quarters: Sequence[int]) -> Channels:
+    """Fixed-point words, rounded to 2**-64 turns, of one frequency (radians per unit of position) a channel."""
+    with decimal.localcontext(_PRECISION):
+        words = [int((f / (2 * _PI) * 2**64).to_integral_value()) for f in frequencies]
+    return Channels(
+        turns=np.array([w >> 64 for w in words], np.uint32),
+        high=np.array([w >> 32 & 0xFFFFFFFF for w in words], np.uint32),
+        low=np.array([w & 0xFFFFFFFF for w in words], np.uint32),
+        quarters=np.array(quarters, np.uint32),
+    )
+
+
+def sinusoid(positions: ArrayLike, constants: Channels) -> Float32[Array, "... d"]:
+    """The sine of each channel's phase at each position.
+
+    Args:
+        positions: [...]; any integer dtype, or float32 (float64 too where x64 is on: it is rounded to float32).
+        constants: the channels' words, [d] each.
+
+    Returns:
+        float32 [..., d], in [-1, 1]. Against the exact sine of the exact angle the error is at most 6.0e-8 for every int32 and
+        uint32 position; for float32 positions below 2**24 in magnitude at most 6.0e-8 as well, as long as no
+        frequency exceeds 1000 radians. NaN where a 64-bit position is outside int32, where a floating position is not
+        finite, and where its magnitude is 2**31 or more.
+
+    Raises:
+        TypeError: positions are neither integers nor float32 (float16 and bfloat16 cannot hold 2049 and 257).
+    """
+    positions = _checks.as_positions("positions", positions)
+    if jnp.issubdtype(positions.dtype, jnp.floating):
+        return _sine_at_float(positions.astype(jnp.float32), constants)
+    if positions.dtype.itemsize < 8:
+        wide = positions if positions.dtype == jnp.uint32 else positions.astype(jnp.int32)
+        return _sine_at_integer(wide, constants)
+    narrow = positions.astype(jnp.int32)
+    fits = (narrow == positions) if positions.dtype != jnp.uint64 else (positions < 2**31)
+    if isinstance(positions, np.ndarray) and np.all(fits):
+        return _sine_at_integer(narrow, constants)
+    return jnp.where(jnp.asarray(fits)[..., None], _sine_at_integer(narrow, constants), jnp.nan)
+
+
+def multiply_high(a: ArrayLike, b: ArrayLike) -> UInt32[Array, "..."]:
+    """The upper 32 bits of the 64-bit product of two uint32 arrays, from four 16-bit products."""
+    a, b = jnp.asarray(a, jnp.uint32), jnp.asarray(b, jnp.uint32)
+    a_low, a_high = a & 0xFFFF, a >> 16
+    b_low, b_high = b & 0xFFFF, b >> 16
+    middle = a_high * b_low + (a_low * b_low >> 16)
+    return a_high * b_high + (middle >> 16) + (a_low * b_high + (middle & 0xFFFF) >> 16)
+
+
+def _sine_at_integer(positions: Int[Array, "..."], constants: Channels) -> Float32[Array, "... d"]:
+    return _sine(_integer_phase(jnp.asarray(positions)[..., None], constants), constants.quarters)
+
+
+def _integer_phase(positions: Int[Array, "..."], constants: Channels) -> _Phase:
+    word = positions.astype(jnp.uint32)
+    high = word * constants.high + multiply_high(word, constants.low)
+    if positions.dtype == jnp.int32:
+        # A negative position reads as 2**32 too much in its word: take 2**32 * frequency off again.
+        high -= jnp.where(positions < 0, constants.low, np.uint32(0))
+    return _Phase(high, word * constants.low)
+
+
+@jax.custom_jvp
+def _sine_at_float(positions: Float32[Array, "..."], constants: Channels) -> Float32[Array, "... d"]:
+    magnitude = jnp.abs(positions)[..., None]
+    phase = _float_phase(magnitude, constants)
+    phase = _where_phase(positions[..., None] < 0, _negative(phase), phase)
+    return jnp.where(magnitude < 2.0**31, _sine(phase, constants.quarters), jnp.nan)
+
+
+@_sine_at_float.defjvp
+def _sine_at_float_jvp(primals, tangents):
+    positions, constants = primals
+    quarter_on = constants._replace(quarters=constants.quarters + np.uint32(1))
+    slope = _frequency(constants) * _sine_at_float(positions, quarter_on)
+    return _sine_at_float(positions, constants), slope * tangents[0][..., None]
+
+
+def _frequency(constants: Channels) -> Float32[Array, "d"]:
+    """Radians per unit of position, rounded to float32."""
+    turns, high, low = (jnp.asarray(word).astype(jnp.float32) for word in constants[:3])
+    return np.float32(2 * np.pi) * (turns + (high * np.float32(2**-32) + low * np.float32(2**-64)))
+
+
+def _float_phase(magnitude: Float32[Array, "..."], constants: Channels) -> _Phase:
+    """The phase of |position|: its whole part by integers, its fraction in 64-bit fixed point times the frequency."""
+    whole = jnp.floor(magnitude)
+    first, second = _fraction_words(magnitude - whole)
+    word = whole.astype(jnp.uint32)
+    phase = _Phase(word * constants.high + multiply_high(word, constants.low), word * constants.low)
+    phase = _plus(phase, first * constants.turns + multiply_high(first, constants.high), first * constants.high)
+    phase = _plus(phase, np.uint32(0), multiply_high(first, constants.low))
+    return _plus(phase, multiply_high(second, constants.turns), second * constants.turns + multiply_high(second, constants.high))
+
+
+def _fraction_words(fraction: Float32[Array, "..."]) -> tuple[UInt32[Array, "..."], UInt32[Array, "..."]]:
+    scaled = fraction * np.float32(2**32)
+    upper = jnp.floor(scaled)
+    return upper.astype(jnp.uint32), ((scaled - upper) * np.float32(2**32)).astype(jnp.uint32)
+
+
+def _plus(phase: _Phase, high: ArrayLike, low: ArrayLike) -> _Phase:
+    total = phase.low + low
+    return _Phase(phase.high + high + (total < phase.low).astype(jnp.uint32), total)
+
+
+def _negative(phase: _Phase) -> _Phase:
+    return _Phase(~phase.high + (phase.low == 0).astype(jnp.uint32), -phase.low)
+
+
+def _where_phase(condition: Array, first: _Phase, second: _Phase) -> _Phase:
+    return _Phase(*(jnp.where(condition, a, b) for a, b in zip(first, second, strict=True)))
+
+
+# 2 * pi / 2**32 in two parts: the product of the first, which has 12 bits, with a 12-bit integer is exact in float32.
+_RADIANS_PER_UNIT = 2 * np.pi / 2**32
+_RADIANS_FIRST = np.float32(np.ldexp(np.round(np.ldexp(_RADIANS_PER_UNIT, 41)), -41))
+_RADIANS_SECOND = np.float32(_RADIANS_PER_UNIT - float(_RADIANS_FIRST))
+_RADIANS = np.float32(_RADIANS_PER_UNIT)
+
+# Minimax on |angle| <= pi/4 (Remez): sin(a) = a + a**3 * S(a**2) to 1.8e-9, cos(a) = 1 - a**2 / 2 + a**4 * C(a**2) to 1e-10.
+_SINE = (-0.166666506826, 0.00833197923594, -0.000194956950035)
+_COSINE = (0.0416666468913, -0.00138873685337, 2.44385524356e-5)
+
+
+def _sine(phase: _Phase, quarters: ArrayLike) -> Float32[Array, "..."]:
+    nearest = phase.high + np.uint32(1 << 29) >> 30
+    rest = (phase.high - (nearest << 30)).astype(jnp.int32)
+    angle, residue = _radians(rest, phase.low)
+    square = angle * angle
+    sine = angle + (angle * square * _polynomial(_SINE, square) + residue)
+    half = 0.5 * square
+    leading = 1.0 - half
+    cosine = leading + (((1.0 - leading) - half) + (square * square * _polynomial(_COSINE, square) - angle * residue))
+    quadrant = nearest + quarters
+    return jnp.where(quadrant & 1 == 0, sine, cosine) * jnp.where(quadrant & 2 == 0, 1.0, -1.0).astype(jnp.float32)
+
+
+def _radians(rest: Int[Array, "..."], low: UInt32[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """(angle, residue): `rest` units of 2**-32 turns and `low` of 2**-64, as radians rounded to float32 and what that rounding left over."""
+    coarse = rest + (1 << 17) & -(1 << 18)
+    fine = (rest - coarse).astype(jnp.float32) + low.astype(jnp.float32) * np.float32(2**-32)
+    coarse = coarse.astype(jnp.float32)
+    exact = coarse * _RADIANS_FIRST
+    small = coarse * _RADIANS_SECOND + fine * _RADIANS
+    angle = exact + small
+    return angle, (exact - angle) + small
+
+
+def _polynomial(coefficients: tuple[float, ...], x: Float[Array, "..."]) -> Float[Array, "..."]:
+    value = jnp.full_like(x, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        value = value * x + np.float32(coefficient)
+    return value

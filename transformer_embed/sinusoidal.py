@@ -1,0 +1,151 @@
+"""Sinusoidal position encodings: any position, tables, every published layout and denominator."""
+
+import functools
+
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Float
+
+from transformer_embed import _checks, phase
+
+LAYOUTS = ("interleaved", "sin_cos", "cos_sin")
+ODD = ("truncate", "round_up", "zero")
+
+
+def sinusoidal_encoding(
+    positions: ArrayLike,
+    d_model: int,
+    *,
+    base: float = 10_000.0,
+    layout: str = "interleaved",
+    shift: float | None = None,
+    odd: str = "truncate",
+    frequency_scale: float = 1.0,
+    dtype: DTypeLike = jnp.float32,
+) -> Float[Array, "... d"]:
+    """The sinusoidal encoding of each position, exact at any position.
+
+    With the defaults, for i in 0..d_model//2 - 1:
+
+        encoding[..., 2i]     = sin(position * base ** (-2i / d_model))
+        encoding[..., 2i + 1] = cos(position * base ** (-2i / d_model))
+
+    There is no table and no longest position: positions may be traced, negative, fractional, of any shape.
+
+    Args:
+        positions: [...]; any integer dtype, or float32 for fractional positions.
+        d_model: channels, at least 1; odd ones too.
+        base: ratio of the longest wavelength to the shortest, above 0.
+        layout: the order of the channels.
+            `"interleaved"`: sine and cosine of each frequency side by side (Vaswani et al.; Keras, trax, XLM).
+            `"sin_cos"`: all sines, then all cosines (tensor2tensor, fairseq, Marian, CTRL, Flax's examples, MaxText, Whisper).
+            `"cos_sin"`: all cosines, then all sines (MusicGen; diffusers with `flip_sin_to_cos`).
+        shift: the denominator of the exponents. `None`: frequency i is base ** (-2i / d_model) (Vaswani et al.). A number s:
+            base ** (-i / (d_model // 2 - s)); 1 is tensor2tensor's, fairseq's and Whisper's, 0 and 1 are met in diffusers
+            (`downscale_freq_shift`).
+        odd: what an odd d_model means.
+            `"truncate"`: d_model as it is, the last cosine (in `"cos_sin"`, sine) left out (Keras; Marian and RoFormer).
+            `"round_up"`: the encoding for d_model + 1 without its last channel (the positional-encodings package).
+            `"zero"`: d_model // 2 pairs and a last channel of zeros (tensor2tensor, fairseq, MusicGen, diffusers).
+        frequency_scale: multiplies every frequency, as tensor2tensor's `min_timescale` does (its `max_timescale` is
+            `base * min_timescale`) and diffusers' `scale`. Above 0.
+        dtype: of the result; the encoding is computed in float32 and rounded once.
+
+    Returns:
+        [..., d_model] of `dtype`, in [-1, 1]. Maximum absolute error in float32: 6.0e-8, for every int32 and uint32 position
+        and for float32 positions below 2**24 in magnitude (there with frequency_scale up to 1000). NaN for a 64-bit integer outside int32, a
+        float that is not finite, or one of magnitude 2**31 or more. Differentiable in float positions, to any order.
+
+    Raises:
+        TypeError: positions are neither integers nor float32; d_model is no int; dtype is no floating dtype.
+        ValueError: an unknown layout or odd; a base or frequency_scale that is not above 0; a shift that leaves no denominator.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> print(te.sinusoidal_encoding([0, 1_000_000_000], 4))
+        [[ 0.          1.          0.          1.        ]
+         [ 0.5458434   0.8378872   0.42054778 -0.9072702 ]]
+
+    Source:
+        Vaswani et al., "Attention Is All You Need" (2017), section 3.5, https://arxiv.org/abs/1706.03762. The other
+        conventions are those of the named projects' code.
+    """
+    encoding = phase.sinusoid(positions, sinusoidal_channels(d_model, base, layout, shift, odd, frequency_scale))
+    return encoding.astype(_checks.floating_dtype("dtype", dtype))
+
+
+def sinusoidal_table(
+    length: int,
+    d_model: int,
+    *,
+    base: float = 10_000.0,
+    layout: str = "interleaved",
+    shift: float | None = None,
+    odd: str = "truncate",
+    frequency_scale: float = 1.0,
+    dtype: DTypeLike = jnp.float32,
+) -> Float[Array, "t d"]:
+    """The sinusoidal encodings of positions 0..length-1.
+
+    Args:
+        length: number of positions, at least 0.
+        d_model: as in `sinusoidal_encoding`, as are all options.
+        base: as above.
+        layout: as above.
+        shift: as above.
+        odd: as above.
+        frequency_scale: as above.
+        dtype: as above.
+
+    Returns:
+        [length, d_model] of `dtype`: `sinusoidal_encoding(jnp.arange(length), d_model, ...)`.
+
+    Raises:
+        TypeError: length is no int; and as `sinusoidal_encoding`.
+        ValueError: length is negative; and as `sinusoidal_encoding`.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> print(te.sinusoidal_table(2, 4).round(3))
+        [[0.    1.    0.    1.   ]
+         [0.841 0.54  0.01  1.   ]]
+
+    Source:
+        Vaswani et al., "Attention Is All You Need" (2017), section 3.5, https://arxiv.org/abs/1706.03762
+    """
+    positions = jnp.arange(_checks.integer("length", length, at_least=0), dtype=jnp.int32)
+    return sinusoidal_encoding(
+        positions, d_model, base=base, layout=layout, shift=shift, odd=odd, frequency_scale=frequency_scale, dtype=dtype
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def sinusoidal_channels(
+    d_model: int, base: float, layout: str, shift: float | None, odd: str, frequency_scale: float
+) -> phase.Channels:
+    """The constants of an encoding: each channel's frequency, and whether it is a sine (0) or a cosine (1)."""
+    _checks.integer("d_model", d_model, at_least=1)
+    _checks.choice("layout", layout, LAYOUTS)
+    _checks.choice("odd", odd, ODD)
+    base = _checks.real("base", base, above=0)
+    frequency_scale = _checks.real("frequency_scale", frequency_scale, above=0)
+    pairs = d_model // 2 if odd == "zero" else (d_model + 1) // 2
+    denominator = _denominator(d_model, shift, odd, pairs)
+    frequencies = phase.geometric_frequencies(pairs, base, denominator, frequency_scale)
+    if layout == "interleaved":
+        order = [(i, quarter) for i in range(pairs) for quarter in (0, 1)]
+    else:
+        order = [(i, quarter) for quarter in ((0, 1) if layout == "sin_cos" else (1, 0)) for i in range(pairs)]
+    order = order[:d_model]
+    kept = [frequencies[i] for i, _ in order] + [phase.ZERO] * (d_model - len(order))
+    quarters = [quarter for _, quarter in order] + [0] * (d_model - len(order))
+    return phase.channels(kept, quarters)
+
+
+def _denominator(d_model: int, shift: float | None, odd: str, pairs: int) -> float:
+    if shift is None:
+        return (d_model + d_model % 2 if odd == "round_up" else d_model) / 2
+    denominator = (d_model + 1 if odd == "round_up" else d_model) // 2 - _checks.real("shift", shift)
+    if pairs > 1 and denominator <= 0:
+        raise ValueError(_checks.wanted("shift", f"a number below d_model // 2 = {d_model // 2}", shift))
+    return denominator
