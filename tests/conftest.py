@@ -1,10 +1,10 @@
-"""Every test runs with shapes and dtypes checked on what the package returns, and with rank promotion an error."""
+"""Every test runs on 8 CPU devices, with the shapes and dtypes that annotations state checked on each call."""
 
 import os
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
-from jaxtyping import install_import_hook
+import jaxtyping
 
-with install_import_hook("transformer_embed", "beartype.beartype"):
+with jaxtyping.install_import_hook("transformer_embed", "typecheck.check_arrays"):
     import transformer_embed  # noqa: F401
