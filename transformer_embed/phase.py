@@ -88,15 +88,15 @@ def sinusoid(positions: ArrayLike, constants: Channels) -> Float32[Array, "... d
     """
     positions = _checks.as_positions("positions", positions)
     if jnp.issubdtype(positions.dtype, jnp.floating):
-        return _sine_at_float(positions.astype(jnp.float32), constants)
+        return _sine_at_float(jnp.asarray(positions, jnp.float32), constants)
     if positions.dtype.itemsize < 8:
-        wide = positions if positions.dtype == jnp.uint32 else positions.astype(jnp.int32)
-        return _sine_at_integer(wide, constants)
+        return _sine_at_integer(jnp.asarray(positions, jnp.uint32 if positions.dtype == jnp.uint32 else jnp.int32), constants)
     narrow = positions.astype(jnp.int32)
     fits = (narrow == positions) if positions.dtype != jnp.uint64 else (positions < 2**31)
-    if isinstance(positions, np.ndarray) and np.all(fits):
-        return _sine_at_integer(narrow, constants)
-    return jnp.where(jnp.asarray(fits)[..., None], _sine_at_integer(narrow, constants), jnp.nan)
+    sine = _sine_at_integer(jnp.asarray(narrow), constants)
+    if isinstance(fits, np.ndarray | np.bool_) and np.all(fits):
+        return sine
+    return jnp.where(jnp.asarray(fits)[..., None], sine, jnp.nan)
 
 
 def multiply_high(a: ArrayLike, b: ArrayLike) -> UInt32[Array, "..."]:
@@ -109,7 +109,7 @@ def multiply_high(a: ArrayLike, b: ArrayLike) -> UInt32[Array, "..."]:
 
 
 def _sine_at_integer(positions: Int[Array, "..."], constants: Channels) -> Float32[Array, "... d"]:
-    return _sine(_integer_phase(jnp.asarray(positions)[..., None], constants), constants.quarters)
+    return _sine(_integer_phase(positions[..., None], constants), constants.quarters)
 
 
 def _integer_phase(positions: Int[Array, "..."], constants: Channels) -> _Phase:
