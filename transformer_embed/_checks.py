@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
@@ -38,7 +39,11 @@ def flag(name: str, value: Any) -> bool:
     """A Python bool: a traced one would make two programs into one."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(
-            wanted(name, "a Python bool known while tracing (bind it with functools.partial, or make it a static argument of jit)", _describe(value))
+            wanted(
+                name,
+                "a Python bool known while tracing (bind it with functools.partial, or make it a static argument of jit)",
+                _describe(value),
+            )
         )
     return bool(value)
 
@@ -56,6 +61,11 @@ def floating_dtype(name: str, dtype: Any) -> jnp.dtype:
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(wanted(name, "a floating dtype", dtype))
     return dtype
+
+
+def is_traced(value: Any) -> bool:
+    """Whether a value is known only when the compiled program runs."""
+    return isinstance(value, jax.core.Tracer)
 
 
 def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndarray:
@@ -95,7 +105,7 @@ def as_int32(name: str, value: ArrayLike) -> jax.Array:
 
 
 def _describe(value: Any) -> str:
-    if isinstance(value, jax.core.Tracer):
+    if is_traced(value):
         return f"a traced {value.dtype}{list(value.shape)}"
     if isinstance(value, jax.Array | np.ndarray):
         return f"an array {value.dtype}{list(value.shape)}"
@@ -164,7 +174,7 @@ def as_floats(name: str, value: ArrayLike) -> jax.Array:
     return jnp.asarray(array)
 
 
-def rate(name: str, value: Any) -> float:
+def rate(name: str, value: Any) -> float | np.floating:
     """A probability of dropping, in [0, 1), known while tracing; a numpy scalar keeps its width."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
         raise TypeError(wanted(name, "a Python float known while tracing", _describe(value)))
@@ -185,3 +195,9 @@ def ends_in_length(name: str, shape: tuple[int, ...], target: tuple[int, ...]) -
         hint = "; jax.vmap maps keyword arguments over axis 0: bind them with functools.partial" if not shape else ""
         raise ValueError(wanted(name, f"a last axis of the ids' length, {target[-1]}", f"shape {list(shape)}{hint}"))
     broadcasts_to(name, shape, "the ids", target)
+
+
+def unwanted(name: str, value: Any, why: str) -> None:
+    """An argument that must be left out."""
+    if value is not None:
+        raise ValueError(wanted(name, f"None, since {why}", _describe(value)))

@@ -45,32 +45,37 @@ def dropout(rng: Array, rate: float, x: ArrayLike) -> Float[Array, "..."]:
         Srivastava et al., "Dropout" (2014), https://jmlr.org/papers/v15/srivastava14a.html. The generator: Salmon et al.,
         "Parallel Random Numbers: As Easy as 1, 2, 3" (2011), threefry-2x32 with 20 rounds, counting elements as JAX does.
     """
-    rate, x = _checks.rate("rate", rate), _checks.as_floats("x", x)
-    if rate == 0:
+    checked, x = _checks.rate("rate", rate), _checks.as_floats("x", x)
+    if checked == 0:
         return x
-    keep_rate = 1.0 - rate
+    keep_rate = 1.0 - checked
     return _keep(_typed(rng), keep_rate, x.shape) * x / keep_rate
 
 
 def _typed(rng: Array) -> Array:
+    want = "one key of jax.random.key or jax.random.PRNGKey"
     try:
-        return rng if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(rng)
+        key = rng if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(rng)
     except (AttributeError, TypeError, ValueError) as error:
-        raise TypeError(_checks.wanted("rng", "one key of jax.random.key or jax.random.PRNGKey", type(rng).__name__)) from error
+        raise TypeError(_checks.wanted("rng", want, type(rng).__name__)) from error
+    if key.shape != ():
+        raise TypeError(_checks.wanted("rng", want, f"keys of shape {list(key.shape)}"))
+    return key
 
 
-def _keep(key: Array, keep_rate: float, shape: tuple[int, ...]) -> Bool[Array, "..."]:
+def _keep(key: Array, keep_rate: float | np.floating, shape: tuple[int, ...]) -> Bool[Array, "..."]:
     """`jax.random.bernoulli(key, keep_rate, shape)`."""
     from_jax = functools.partial(jax.random.bernoulli, p=keep_rate, shape=shape)
     draws_32_bits = jnp.result_type(keep_rate) == jnp.float32
-    counts_elements = jax.config.jax_threefry_partitionable and str(jax.random.key_impl(key)) == _THREEFRY
+    partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
+    counts_elements = partitionable and str(jax.random.key_impl(key)) == _THREEFRY
     if not (draws_32_bits and counts_elements):
         return from_jax(key)
     unrolled = functools.partial(_bernoulli, keep_rate=keep_rate, shape=shape)
     return jax.lax.platform_dependent(key, cpu=unrolled, default=from_jax)
 
 
-def _bernoulli(key: Array, *, keep_rate: float, shape: tuple[int, ...]) -> Bool[Array, "..."]:
+def _bernoulli(key: Array, *, keep_rate: float | np.floating, shape: tuple[int, ...]) -> Bool[Array, "..."]:
     """A uniform float has 23 random bits, n / 2**23: it is below keep_rate where the integer n is below keep_rate * 2**23."""
     words = jax.random.key_data(key)
     first, second = _threefry(words[0], words[1], *_counters(shape))

@@ -81,7 +81,7 @@ class EmbedderConfig:
 class ApplyFn(Protocol):
     """The type of `Embedder.apply`."""
 
-    def __call__(
+    def __call__(  # noqa: D102
         self,
         params: Params,
         rng: Array | None,

@@ -113,7 +113,7 @@ def check_ids(ids: ArrayLike, vocab_size: int) -> None:
     """
     _checks.integer("vocab_size", vocab_size, at_least=1)
     array = _checks.as_array("ids", ids)
-    if isinstance(array, jax.core.Tracer):
+    if _checks.is_traced(array):
         raise TypeError(_checks.wanted("ids", "values on the host, outside of jit", f"a traced {array.dtype}{list(array.shape)}"))
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(_checks.wanted("ids", "an integer dtype", array.dtype))

@@ -66,7 +66,7 @@ def attention_mask(
     padding: ArrayLike | None = None,
     causal: bool = True,
 ) -> Bool[Array, "b 1 t s"]:
-    """The mask that an attention layer takes, built from the positions of queries and keys, in the smallest shape that broadcasts.
+    """The mask that an attention layer takes, from the positions of queries and keys, in the smallest shape that broadcasts.
 
     Query t of row b may attend to key s if `padding[b, s]` and, where causal, `key_positions[b, s] <= query_positions[b, t]`.
     With a cache, give the keys their positions 0..S-1 and the queries theirs, offset included, one row for all or one for each.
@@ -78,8 +78,8 @@ def attention_mask(
         causal: whether keys after the query are hidden.
 
     Returns:
-        bool [B or 1, 1, T or 1, S], for logits [B, heads, T, S]: the batch axis is 1 where nothing differs between rows, the query axis is 1
-        where nothing differs between queries. A row may be wholly False: see `mask_to_bias`.
+        bool [B or 1, 1, T or 1, S], for logits [B, heads, T, S]: the batch axis is 1 where nothing differs between rows,
+        the query axis is 1 where nothing differs between queries. A row may be wholly False: see `mask_to_bias`.
 
     Raises:
         TypeError: positions are not signed integers (uint8 and uint16 pass), padding is not bool, causal is no Python bool.
@@ -151,8 +151,8 @@ def combine_masks(*masks: ArrayLike) -> Bool[Array, "b h t s"]:
 def mask_to_bias(mask: ArrayLike, dtype: DTypeLike = jnp.float32) -> Float[Array, "..."]:
     """A bias to add to attention logits: 0 where attention is allowed, half of the dtype's lowest value where not.
 
-    Half leaves room to add another bias, ALiBi's for example, without an overflow to -inf. It is finite, so a row that is wholly masked
-    gives a softmax over its logits rather than NaN, in the forward pass and in the gradient.
+    Half leaves room to add another bias, ALiBi's for example, without an overflow to -inf. It is finite, so a row that is
+    wholly masked gives a softmax over its logits rather than NaN, in the forward pass and in the gradient.
 
     Args:
         mask: bool [...], True = may attend.
@@ -162,7 +162,7 @@ def mask_to_bias(mask: ArrayLike, dtype: DTypeLike = jnp.float32) -> Float[Array
         [...] of `dtype`: 0 or `jnp.finfo(dtype).min / 2`.
 
     Raises:
-        TypeError: mask is not bool (0/1 numbers and masks that are biases already would be read the wrong way round), or dtype has no fraction.
+        TypeError: mask is not bool (numbers would be read the wrong way round where they are a bias), or dtype is no floating dtype.
 
     Example:
         >>> import jax.numpy as jnp

@@ -356,9 +356,7 @@ class TransformerEmbedding(hk.Module):
         name: str | None = None,
     ):
         super().__init__(name=name)
-        check_embedding_options(
-            d_model, positions, dropout_rate, num_token_types, layer_norm_eps, embedding_width
-        )
+        check_embedding_options(d_model, positions, dropout_rate, num_token_types, layer_norm_eps, embedding_width)
         width = d_model if embedding_width is None else embedding_width
         self.dropout_rate = float(dropout_rate)
         self.dtype = _checks.floating_dtype("dtype", dtype)
@@ -366,17 +364,19 @@ class TransformerEmbedding(hk.Module):
         self.tokens = TokenEmbedding(
             vocab_size, width, scale=scale, pad_id=pad_id, out_of_range=out_of_range, param_dtype=param_dtype, dtype=wide
         )
-        self.positions = positions and positions.module(width, dropout_rate, out_of_range, param_dtype)
-        self.token_types = num_token_types and TokenEmbedding(
-            num_token_types,
-            width,
-            scale=False,
-            out_of_range=out_of_range,
-            w_init=hk.initializers.RandomNormal(stddev=0.02),
-            param_dtype=param_dtype,
-            dtype=wide,
-            name="token_type_embedding",
-        )
+        self.positions = None if positions is None else positions.module(width, dropout_rate, out_of_range, param_dtype)
+        self.token_types = None
+        if num_token_types is not None:
+            self.token_types = TokenEmbedding(
+                num_token_types,
+                width,
+                scale=False,
+                out_of_range=out_of_range,
+                w_init=hk.initializers.RandomNormal(stddev=0.02),
+                param_dtype=param_dtype,
+                dtype=wide,
+                name="token_type_embedding",
+            )
         self.norm = None if layer_norm_eps is None else hk.LayerNorm(-1, True, True, eps=layer_norm_eps)
         self.widen = None if embedding_width is None else hk.Linear(d_model, name="widen")
 
@@ -400,16 +400,17 @@ class TransformerEmbedding(hk.Module):
         if ids.ndim == 0:
             raise ValueError(_checks.wanted("ids", "shape [..., length]", "shape []"))
         total = self.tokens(ids)
-        if self.positions is not None:
+        if self.positions is None:
+            _checks.unwanted("positions", positions, "the model adds no positions")
+        else:
             total = total + _encoding(self.positions, positions, ids.shape)
-        elif positions is not None:
-            raise ValueError(_checks.wanted("positions", "None, since the model adds no positions", "an array"))
-        if (self.token_types is None) != (token_types is None):
-            want = "None, since num_token_types is not set" if self.token_types is None else "an array, since num_token_types is set"
-            raise ValueError(_checks.wanted("token_types", want, "None" if token_types is None else "an array"))
-        if self.token_types is not None:
+        if self.token_types is None:
+            _checks.unwanted("token_types", token_types, "num_token_types is not set")
+        elif token_types is None:
+            raise ValueError(_checks.wanted("token_types", "an array, since num_token_types is set", "None"))
+        else:
             types = _checks.as_int32("token_types", token_types)
-            _checks.broadcasts_to("token_types", types.shape, "ids", ids.shape)
+            _checks.broadcasts_to("token_types", types.shape, "the ids", ids.shape)
             total = total + self.token_types(types)
         if self.norm is not None:
             total = self.norm(total)

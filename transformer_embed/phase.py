@@ -1,10 +1,10 @@
 """Exact phases: frequency constants, position -> phase, sine of a phase.
 
-An angle `position * frequency` matters only modulo one turn, so it is kept as a *phase*: a fraction of a turn in 64-bit
-fixed point, held in two uint32 words (high, low). A frequency is held in turns per unit of position, as three words
-(whole turns, high, low) computed with arbitrary precision while tracing. Multiplying the two in integers wraps modulo one turn by itself, so
-the phase of any 32-bit position is exact to 2**-64 turns times the position, where a float32 product loses one bit of
-the angle each time the position doubles.
+An angle `position * frequency` matters only modulo one turn, so it is kept as a *phase*: a fraction of a turn in
+64-bit fixed point, held in two uint32 words (high, low). A frequency is held in turns per unit of position, as three
+words (whole turns, high, low) computed with arbitrary precision while tracing. Multiplying the two in integers wraps
+modulo one turn by itself: the phase of any 32-bit position is off by at most the position times 2**-65 turns, where a
+float32 product loses one bit of the angle each time the position doubles.
 """
 
 import decimal
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Float32, Int, UInt32
+from jaxtyping import Array, Float, Float32, Integer, UInt32
 
 from transformer_embed import _checks
 
@@ -24,6 +24,7 @@ _PI = decimal.Decimal("3.1415926535897932384626433832795028841971693993751058209
 _PRECISION = decimal.Context(prec=80)
 
 ZERO = decimal.Decimal(0)
+
 
 class Channels(NamedTuple):
     """Constants of `d_model` channels: channel c of a position p is `sin(p * frequency[c] + quarters[c] * pi / 2)`.
@@ -43,9 +44,7 @@ class _Phase(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def geometric_frequencies(
-    count: int, base: float, denominator: float, frequency_scale: float = 1.0
-) -> tuple[decimal.Decimal, ...]:
+def geometric_frequencies(count: int, base: float, denominator: float, frequency_scale: float = 1.0) -> tuple[decimal.Decimal, ...]:
     """`frequency_scale * base ** (-i / denominator)` for i in 0..count-1, in radians per unit of position, to some 75 digits."""
     with decimal.localcontext(_PRECISION):
         frequency = decimal.Decimal(frequency_scale)
@@ -108,11 +107,11 @@ def multiply_high(a: ArrayLike, b: ArrayLike) -> UInt32[Array, "..."]:
     return a_high * b_high + (middle >> 16) + (a_low * b_high + (middle & 0xFFFF) >> 16)
 
 
-def _sine_at_integer(positions: Int[Array, "..."], constants: Channels) -> Float32[Array, "... d"]:
+def _sine_at_integer(positions: Integer[Array, "..."], constants: Channels) -> Float32[Array, "... d"]:
     return _sine(_integer_phase(positions[..., None], constants), constants.quarters)
 
 
-def _integer_phase(positions: Int[Array, "..."], constants: Channels) -> _Phase:
+def _integer_phase(positions: Integer[Array, "..."], constants: Channels) -> _Phase:
     word = positions.astype(jnp.uint32)
     high = word * constants.high + multiply_high(word, constants.low)
     if positions.dtype == jnp.int32:
@@ -197,8 +196,8 @@ def _sine(phase: _Phase, quarters: ArrayLike) -> Float32[Array, "..."]:
     return jnp.where(quadrant & 1 == 0, sine, cosine) * jnp.where(quadrant & 2 == 0, 1.0, -1.0).astype(jnp.float32)
 
 
-def _radians(rest: Int[Array, "..."], low: UInt32[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """(angle, residue): `rest` units of 2**-32 turns and `low` of 2**-64, as radians rounded to float32 and what that rounding left over."""
+def _radians(rest: Integer[Array, "..."], low: UInt32[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """`rest` units of 2**-32 turns and `low` of 2**-64 as radians: the float32 angle, and what its rounding left over."""
     coarse = rest + (1 << 17) & -(1 << 18)
     fine = (rest - coarse).astype(jnp.float32) + low.astype(jnp.float32) * np.float32(2**-32)
     coarse = coarse.astype(jnp.float32)

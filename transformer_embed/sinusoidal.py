@@ -52,9 +52,10 @@ def sinusoidal_encoding(
         dtype: of the result; the encoding is computed in float32 and rounded once.
 
     Returns:
-        [..., d_model] of `dtype`, in [-1, 1]. Maximum absolute error in float32: 6.0e-8, for every int32 and uint32 position
-        and for float32 positions below 2**24 in magnitude (there with frequency_scale up to 1000). NaN for a 64-bit integer outside int32, a
-        float that is not finite, or one of magnitude 2**31 or more. Differentiable in float positions, to any order.
+        [..., d_model] of `dtype`, in [-1, 1]. Maximum absolute error in float32: 6.0e-8, for every int32 and uint32
+        position, and for float32 positions below 2**24 in magnitude (there with frequency_scale up to 1000). NaN for a
+        64-bit integer outside int32, and for a float that is not finite or is 2**31 or more in magnitude. Differentiable
+        in float positions, to any order.
 
     Raises:
         TypeError: positions are neither integers nor float32; d_model is no int; dtype is no floating dtype.
@@ -122,9 +123,7 @@ def sinusoidal_table(
 
 
 @functools.lru_cache(maxsize=64)
-def sinusoidal_channels(
-    d_model: int, base: float, layout: str, shift: float | None, odd: str, frequency_scale: float
-) -> phase.Channels:
+def sinusoidal_channels(d_model: int, base: float, layout: str, shift: float | None, odd: str, frequency_scale: float) -> phase.Channels:
     """The constants of an encoding: each channel's frequency, and whether it is a sine (0) or a cosine (1)."""
     _checks.integer("d_model", d_model, at_least=1)
     _checks.choice("layout", layout, LAYOUTS)

@@ -1,0 +1,28 @@
+"""Runs the example of every docstring."""
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import transformer_embed
+
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+MODULES = [module.name for module in pkgutil.iter_modules(transformer_embed.__path__) if module.name != "__main__"]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name):
+    module = importlib.import_module(f"transformer_embed.{name}")
+    assert doctest.testmod(module, optionflags=FLAGS).failed == 0
+
+
+def test_every_public_name_has_an_example():
+    found = {test.name.rsplit(".", 1)[-1] for name in MODULES for test in examples(name)}
+    assert set(transformer_embed.__all__) <= found
+
+
+def examples(name):
+    tests = doctest.DocTestFinder().find(importlib.import_module(f"transformer_embed.{name}"))
+    return [test for test in tests if test.examples]

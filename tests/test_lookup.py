@@ -1,0 +1,501 @@
+"""Rows of a table against a loop over ids and against one-hot matrices, on one device and on a mesh of eight."""
+
+import functools
+import importlib
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import transformer_embed as te
+
+# A gradient row sums at most 16 cotangents below 4 in magnitude: each sum is rounded by 2**-24 of at most 64.
+GRADIENT_ERROR = 16 * 64 * 2.0**-24
+# A float32 sum of n products of numbers below 4 in magnitude, each partial sum rounded by 2**-24.
+PRODUCT_ERROR = 16 * 2.0**-24
+
+POLICIES = ("nan", "clip", "zero")
+FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+VOCAB, WIDTH = 5, 3
+# Inside, at both ends, beyond both ends, far beyond, and repeated.
+IDS = np.array([[0, 4, 2, 2], [-1, 5, 2, 4], [1, -7, 2**31 - 1, -(2**31)]])
+PADS = (None, 0, 2, 4, 9, -1)
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+TABLE = normal(0, VOCAB, WIDTH)
+COTANGENT = normal(1, *IDS.shape, WIDTH)
+
+
+def loop_lookup(table, ids, pad_id=None, out_of_range="nan"):
+    """One id at a time."""
+    vocab_size, width = table.shape
+    flat = np.empty((np.size(ids), width), table.dtype)
+    for n, token in enumerate(int(token) for token in np.ravel(ids)):
+        if token == pad_id:
+            flat[n] = 0
+        elif 0 <= token < vocab_size:
+            flat[n] = table[token]
+        elif out_of_range == "clip":
+            flat[n] = table[0 if token < 0 else vocab_size - 1]
+        else:
+            flat[n] = np.nan if out_of_range == "nan" else 0
+    return flat.reshape(*np.shape(ids), width)
+
+
+def one_hot(ids, pad_id=None, out_of_range="nan", vocab_size=VOCAB):
+    """float64 [number of ids, vocab_size]: the row of the table that each id reads, and none where it reads a constant."""
+    matrix = np.zeros((np.size(ids), vocab_size))
+    for n, token in enumerate(int(token) for token in np.ravel(ids)):
+        inside = 0 <= token < vocab_size
+        if token != pad_id and (inside or out_of_range == "clip"):
+            matrix[n, min(max(token, 0), vocab_size - 1)] = 1
+    return matrix
+
+
+def weighted(table, ids, cotangent, **options):
+    return jnp.sum(te.lookup(table, ids, **options) * cotangent)
+
+
+def x64():
+    """The context in which jax has 64-bit types, under its name in this version of jax."""
+    home = jax if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental")
+    return home.enable_x64(True)
+
+
+# --- lookup: values
+
+
+@pytest.mark.parametrize(("policy", "pad_id"), list(itertools.product(POLICIES, PADS)))
+def test_lookup_is_a_loop_over_ids(policy, pad_id):
+    rows = te.lookup(TABLE, IDS, pad_id=pad_id, out_of_range=policy)
+    assert rows.dtype == jnp.float32
+    np.testing.assert_array_equal(rows, loop_lookup(TABLE, IDS, pad_id, policy))
+
+
+def test_lookup_answers_nan_unless_told():
+    np.testing.assert_array_equal(te.lookup(TABLE, [VOCAB]), np.full((1, WIDTH), np.nan))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_lookup_of_a_negative_id_never_counts_from_the_end(policy):
+    rows = np.asarray(te.lookup(TABLE, -np.arange(1, VOCAB + 1), out_of_range=policy))
+    expected = {"nan": np.full(WIDTH, np.nan), "clip": TABLE[0], "zero": np.zeros(WIDTH)}[policy]
+    np.testing.assert_array_equal(rows, np.broadcast_to(expected, rows.shape))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_lookup_copies_rows_of_any_floating_dtype_to_the_bit(dtype):
+    table = jnp.asarray(TABLE, dtype)
+    rows = te.lookup(table, [3, 0, 7])
+    assert rows.dtype == dtype
+    np.testing.assert_array_equal(rows[:2], np.asarray(table)[[3, 0]])
+    assert jnp.isnan(rows[2]).all()
+
+
+def test_lookup_takes_lists_numpy_and_jax_arrays():
+    expected = loop_lookup(TABLE, IDS)
+    for table, ids in ((TABLE.tolist(), IDS.tolist()), (TABLE, IDS), (jnp.asarray(TABLE), jnp.asarray(IDS, jnp.int32))):
+        np.testing.assert_array_equal(te.lookup(table, ids), expected)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 0), (2, 1, 3)])
+def test_lookup_of_ids_of_any_shape(shape):
+    rows = te.lookup(TABLE, np.full(shape, 3, np.int32))
+    assert rows.shape == (*shape, WIDTH)
+    np.testing.assert_array_equal(rows, np.broadcast_to(TABLE[3], rows.shape))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_lookup_in_a_vocabulary_of_one(policy):
+    table = np.array([[7.0, 8.0]], np.float32)
+    rows = te.lookup(table, [0, 1, -1], out_of_range=policy)
+    np.testing.assert_array_equal(rows, loop_lookup(table, [0, 1, -1], out_of_range=policy))
+
+
+def test_lookup_of_rows_without_channels():
+    assert te.lookup(np.zeros((3, 0), np.float32), [0, 5]).shape == (2, 0)
+
+
+# --- lookup: the dtypes of ids
+
+
+@pytest.mark.parametrize(
+    ("dtype", "vocab_size", "ids"),
+    [
+        (np.int8, 200, [0, 127, -1, -128]),
+        (np.uint8, 300, [0, 127, 128, 255]),
+        (np.int16, 40_000, [0, 2**15 - 1, -1, -(2**15)]),
+        (np.uint16, 70_000, [0, 2**15, 2**16 - 1]),
+        (np.uint32, 200, [0, 199, 200, 3_000_000_000, 2**32 - 1]),
+        (np.int64, 200, [0, 199, 2**32 + 5, -(2**32) + 5, 2**63 - 1, -(2**63)]),
+        (np.uint64, 200, [0, 199, 2**32 + 5, 2**64 - 1]),
+    ],
+)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_lookup_takes_ids_of_any_integer_dtype(dtype, vocab_size, ids, policy):
+    table, ids = normal(0, vocab_size, 2), np.array(ids, dtype)
+    expected = loop_lookup(table, ids, out_of_range=policy)
+    find = functools.partial(te.lookup, table, out_of_range=policy)
+    np.testing.assert_array_equal(find(ids), expected)
+    if np.dtype(dtype).itemsize < 8:
+        np.testing.assert_array_equal(find(jnp.asarray(ids)), expected)
+        np.testing.assert_array_equal(jax.jit(find)(ids), expected)
+    else:
+        with x64():
+            np.testing.assert_array_equal(find(jnp.asarray(ids)), expected)
+            np.testing.assert_array_equal(jax.jit(find)(ids), expected)
+
+
+def test_lookup_compares_pad_id_with_the_whole_id():
+    rows = te.lookup(TABLE, np.array([2**32 + 2, 2]), pad_id=2, out_of_range="clip")
+    np.testing.assert_array_equal(rows, [TABLE[-1], np.zeros(WIDTH)])
+    np.testing.assert_array_equal(te.lookup(normal(0, 300, 1), np.array([44], np.uint8), pad_id=300), normal(0, 300, 1)[44:45])
+
+
+def test_lookup_in_float64():
+    with x64():
+        table = np.random.default_rng(0).normal(size=(VOCAB, WIDTH))
+        rows = te.lookup(table, jnp.asarray(IDS), pad_id=2)
+        assert rows.dtype == jnp.float64
+        np.testing.assert_array_equal(rows, loop_lookup(table, IDS, 2))
+
+
+@pytest.mark.parametrize("ids", [[1.0], np.ones(2, np.float16), jnp.ones(2, jnp.bfloat16), [True], np.ones(1, bool), [1 + 0j]])
+def test_lookup_refuses_ids_that_are_no_integers(ids):
+    with pytest.raises(TypeError, match=r"^ids: wanted an integer dtype, got (float64|float16|bfloat16|bool|complex128)$"):
+        te.lookup(TABLE, ids)
+
+
+def test_lookup_refuses_lists_that_make_no_array():
+    with pytest.raises(ValueError, match=r"^ids: wanted an array, or nested lists of equal lengths, got lists of unequal lengths$"):
+        te.lookup(TABLE, [[1, 2], [3]])
+    with pytest.raises(TypeError, match=r"^ids: wanted an array of numbers, got NoneType None$"):
+        te.lookup(TABLE, None)
+
+
+def test_lookup_refuses_a_list_of_ids_that_jit_took_apart():
+    with pytest.raises(TypeError, match="traced array"):
+        jax.jit(te.lookup)(TABLE, [1, 2])
+
+
+def test_lookup_refuses_bad_tables_and_options():
+    with pytest.raises(TypeError, match=r"^table: wanted a floating dtype, got int32$"):
+        te.lookup(np.ones((2, 2), np.int32), [0])
+    for shape in ((), (2,), (0, 2), (1, 2, 2)):
+        message = rf"^table: wanted shape \[vocab_size, d\] with at least one row, got shape \[{', '.join(map(str, shape))}\]$"
+        with pytest.raises(ValueError, match=message):
+            te.lookup(np.ones(shape, np.float32), [0])
+    with pytest.raises(ValueError, match=r"^out_of_range: wanted one of 'nan', 'clip', 'zero', got 'wrap'$"):
+        te.lookup(TABLE, [0], out_of_range="wrap")
+    with pytest.raises(TypeError, match=r"^pad_id: wanted a Python int, got float 0.0$"):
+        te.lookup(TABLE, [0], pad_id=0.0)
+    with pytest.raises(ValueError, match=r"^pad_id: wanted an int below 2\*\*31 - 1, got 2147483647$"):
+        te.lookup(TABLE, [0], pad_id=2**31 - 1)
+    with pytest.raises(ValueError, match=r"^pad_id: wanted an int of at least -2147483647, got -2147483648$"):
+        te.lookup(TABLE, [0], pad_id=-(2**31))
+
+
+# --- lookup: derivatives
+
+
+@pytest.mark.parametrize(("policy", "pad_id"), list(itertools.product(POLICIES, PADS)))
+def test_lookup_gradient_is_the_one_hot_product(policy, pad_id):
+    gradient = jax.grad(lambda table: weighted(table, IDS, COTANGENT, pad_id=pad_id, out_of_range=policy))(TABLE)
+    expected = one_hot(IDS, pad_id, policy).T @ COTANGENT.reshape(-1, WIDTH).astype(np.float64)
+    np.testing.assert_allclose(gradient, expected, rtol=0, atol=GRADIENT_ERROR)
+    np.testing.assert_array_equal(np.asarray(gradient)[~expected.any(-1)], 0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("content", [np.nan, np.inf, -np.inf])
+def test_lookup_of_padding_is_zero_whatever_the_table_holds(policy, content):
+    table = TABLE.copy()
+    table[2] = content
+    value, gradient = jax.value_and_grad(lambda table: weighted(table, [2, 1, 2], 1.0, pad_id=2, out_of_range=policy))(table)
+    np.testing.assert_array_equal(te.lookup(table, [2, 1, 2], pad_id=2)[jnp.array([0, 2])], 0)
+    np.testing.assert_allclose(value, TABLE[1].sum(dtype=np.float64), rtol=0, atol=PRODUCT_ERROR)
+    np.testing.assert_array_equal(gradient, one_hot([1])[0][:, None] * np.ones(WIDTH))
+
+
+def test_lookup_gradient_accumulates_repeated_ids():
+    gradient = jax.grad(lambda table: weighted(table, [3] * 7 + [1], 1.0))(TABLE)
+    np.testing.assert_array_equal(gradient, np.array([0, 1, 0, 7, 0])[:, None] * np.ones(WIDTH))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_lookup_jvp_and_vjp_are_transposes(policy):
+    find = functools.partial(te.lookup, ids=IDS, pad_id=2, out_of_range=policy)
+    direction, matrix = normal(2, VOCAB, WIDTH), one_hot(IDS, 2, policy)
+    tangent = jax.jvp(find, (TABLE,), (direction,))[1]
+    np.testing.assert_array_equal(tangent, np.float32(matrix @ direction).reshape(tangent.shape))
+    (back,) = jax.vjp(find, TABLE)[1](COTANGENT)
+    np.testing.assert_allclose(back, matrix.T @ COTANGENT.reshape(-1, WIDTH), rtol=0, atol=GRADIENT_ERROR)
+
+
+def test_lookup_hessian_of_a_sum_of_cubes():
+    ids = np.array([1, 1, 3, 0])
+    hessian = jax.hessian(lambda table: jnp.sum(te.lookup(table, ids, pad_id=0) ** 3))(TABLE)
+    diagonal = 6 * one_hot(ids, 0).sum(0)[:, None] * TABLE.astype(np.float64)
+    expected = np.diag(diagonal.ravel()).reshape(hessian.shape)
+    np.testing.assert_allclose(hessian, expected, rtol=0, atol=GRADIENT_ERROR)
+
+
+# --- lookup: transformations
+
+
+@pytest.mark.parametrize(("policy", "pad_id"), list(itertools.product(POLICIES, (None, 2))))
+def test_lookup_under_jit_is_the_eager_one_to_the_bit(policy, pad_id):
+    find = functools.partial(te.lookup, pad_id=pad_id, out_of_range=policy)
+    np.testing.assert_array_equal(jax.jit(find)(TABLE, IDS), find(TABLE, IDS))
+
+
+@pytest.mark.parametrize(
+    ("axes", "tables", "ids"),
+    [
+        ((None, 0), [TABLE] * 3, list(IDS)),
+        ((0, None), list(normal(2, 4, VOCAB, WIDTH)), [IDS] * 4),
+        ((0, 0), list(normal(2, 3, VOCAB, WIDTH)), list(IDS)),
+        ((1, 1), list(normal(2, 4, VOCAB, WIDTH)), list(IDS.T)),
+    ],
+)
+def test_lookup_under_vmap_is_a_loop(axes, tables, ids):
+    stacked = [one[0] if axis is None else np.stack(one, axis) for one, axis in zip((tables, ids), axes, strict=True)]
+    expected = [te.lookup(*pair) for pair in zip(tables, ids, strict=True)]
+    np.testing.assert_array_equal(jax.vmap(te.lookup, axes)(*stacked), expected)
+
+
+def test_lookup_gradient_under_vmap_is_a_loop():
+    gradient = jax.grad(lambda table, ids: weighted(table, ids, 1.0, pad_id=2))
+    np.testing.assert_array_equal(jax.vmap(gradient, (None, 0))(TABLE, IDS), [gradient(TABLE, row) for row in IDS])
+
+
+def test_lookup_has_one_trace_for_all_ids():
+    traces = []
+
+    @jax.jit
+    def find(ids):
+        traces.append(ids)
+        return te.lookup(TABLE, ids)
+
+    for token in range(3):
+        np.testing.assert_array_equal(find(np.array([token], np.int32)), TABLE[token : token + 1])
+    assert len(traces) == 1
+
+
+@pytest.fixture
+def exported():
+    return export.export(jax.jit(functools.partial(te.lookup, pad_id=2)))(TABLE, IDS.astype(np.int32))
+
+
+def test_lookup_survives_export(exported):
+    np.testing.assert_array_equal(exported.call(TABLE, IDS.astype(np.int32)), loop_lookup(TABLE, IDS, 2))
+
+
+def test_lookup_survives_export_to_bytes(exported):
+    pytest.importorskip("flatbuffers")
+    revived = export.deserialize(exported.serialize())
+    np.testing.assert_array_equal(revived.call(TABLE, IDS.astype(np.int32)), loop_lookup(TABLE, IDS, 2))
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_lookup_and_its_gradient_lower_for_accelerators(platform):
+    step = jax.value_and_grad(lambda table, ids: weighted(table, ids, 1.0, pad_id=2))
+    text = jax.jit(step).trace(TABLE, IDS.astype(np.int32)).lower(lowering_platforms=(platform,)).as_text()
+    assert "stablehlo.gather" in text
+    assert "stablehlo.scatter" in text
+
+
+# --- lookup: meshes of eight devices
+
+SPEC = PartitionSpec
+MESH_IDS = np.array([[0, 7, 3, 3, 9, -1, 5, 2], [2, 2, 2, 1, 0, 8, 6, 4]])
+MESH_TABLE = normal(3, 8, 4)
+MESH_COTANGENT = normal(4, *MESH_IDS.shape, 4)
+PLACEMENTS = [
+    (SPEC(), SPEC(), SPEC(None, None, None)),
+    (SPEC("x"), SPEC(), SPEC("x", None, None)),
+    (SPEC("x", "y"), SPEC(), SPEC("x", "y", None)),
+    (SPEC(None, ("x", "y")), SPEC(), SPEC(None, ("x", "y"), None)),
+    (SPEC(), SPEC(None, "y"), SPEC(None, None, "y")),
+    (SPEC("x"), SPEC(None, "y"), SPEC("x", None, "y")),
+]
+
+
+def mesh_of(kind):
+    return jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind,) * 2, devices=jax.devices("cpu")[:8])
+
+
+def set_mesh(mesh):
+    """The context of a mesh, under its name in this version of jax."""
+    return (getattr(jax, "set_mesh", None) or jax.sharding.use_mesh)(mesh)
+
+
+def mesh_step(table, ids, cotangent, policy):
+    """The rows, and the gradient of the table."""
+    find = functools.partial(te.lookup, ids=ids, pad_id=2, out_of_range=policy)
+    rows, back = jax.vjp(find, table)
+    return rows, back(cotangent)[0]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("ids_spec", "table_spec", "rows_spec"), PLACEMENTS)
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_lookup_on_a_mesh_is_the_one_of_one_device(kind, ids_spec, table_spec, rows_spec, policy):
+    mesh = mesh_of(kind)
+    step = jax.jit(mesh_step, static_argnums=3)
+    with set_mesh(mesh):
+        table, ids, cotangent = (
+            jax.device_put(array, NamedSharding(mesh, spec))
+            for array, spec in ((MESH_TABLE, table_spec), (MESH_IDS.astype(np.int32), ids_spec), (MESH_COTANGENT, rows_spec))
+        )
+        rows, gradient = step(table, ids, cotangent, policy)
+    if kind == AxisType.Explicit:
+        assert rows.sharding.spec == rows_spec
+    np.testing.assert_array_equal(rows, loop_lookup(MESH_TABLE, MESH_IDS, 2, policy))
+    expected = one_hot(MESH_IDS, 2, policy, 8).T @ MESH_COTANGENT.reshape(-1, 4).astype(np.float64)
+    np.testing.assert_allclose(gradient, expected, rtol=0, atol=GRADIENT_ERROR)
+
+
+def test_lookup_on_an_explicit_mesh_without_jit():
+    mesh = mesh_of(AxisType.Explicit)
+    with set_mesh(mesh):
+        rows = te.lookup(MESH_TABLE, jax.device_put(MESH_IDS.astype(np.int32), NamedSharding(mesh, SPEC("x"))), pad_id=2)
+    assert rows.sharding.spec == SPEC("x", None, None)
+    np.testing.assert_array_equal(rows, loop_lookup(MESH_TABLE, MESH_IDS, 2))
+
+
+# --- tied_logits
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (4,), (2, 4), (0,), (2, 0)])
+@pytest.mark.parametrize("pad_id", [None, 0, 4, 9])
+def test_tied_logits_is_a_product_with_every_row(shape, pad_id):
+    x = normal(2, *shape, WIDTH)
+    expected = x.astype(np.float64) @ TABLE.astype(np.float64).T
+    if pad_id is not None and pad_id < VOCAB:
+        expected[..., pad_id] = 0
+    with jax.default_matmul_precision("highest"):
+        logits = te.tied_logits(x, TABLE, pad_id=pad_id)
+    assert logits.dtype == jnp.float32
+    assert logits.shape == (*shape, VOCAB)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=3 * PRODUCT_ERROR)
+
+
+def test_tied_logits_of_one_hot_vectors_is_the_transposed_table():
+    with jax.default_matmul_precision("highest"):
+        np.testing.assert_array_equal(te.tied_logits(np.eye(WIDTH, dtype=np.float32), TABLE), TABLE.T)
+
+
+@pytest.mark.parametrize("content", [1.0, np.nan, np.inf])
+def test_tied_logits_of_padding_is_zero_and_moves_nothing(content):
+    table, x = TABLE.copy(), normal(2, 4, WIDTH)
+    table[2] = content
+    zeroed = np.where(np.arange(VOCAB)[:, None] == 2, 0, TABLE).astype(np.float64)
+    with jax.default_matmul_precision("highest"):
+        logits, back = jax.vjp(functools.partial(te.tied_logits, pad_id=2), x, table)
+        cotangent = normal(3, 4, VOCAB)
+        x_gradient, table_gradient = back(cotangent)
+    np.testing.assert_array_equal(logits[:, 2], 0)
+    np.testing.assert_array_equal(table_gradient[2], 0)
+    np.testing.assert_allclose(x_gradient, cotangent @ zeroed, rtol=0, atol=VOCAB * PRODUCT_ERROR)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_tied_logits_of_16_bits_is_summed_in_float32(dtype):
+    # 2048 + 511 * 0.5 is exact in float32 and no number of 8 or 11 bits: they step by 16 and by 2 there.
+    table = np.full((1, 512), 0.5)
+    table[0, 0] = 2048
+    logits = te.tied_logits(jnp.ones((1, 512), dtype), jnp.asarray(table, dtype))
+    assert logits.dtype == jnp.float32
+    assert logits.tolist() == [[2048 + 511 * 0.5]]
+
+
+def test_tied_logits_widens_mixed_inputs():
+    assert te.tied_logits(jnp.ones((1, WIDTH), jnp.bfloat16), TABLE).dtype == jnp.float32
+    with x64():
+        assert te.tied_logits(np.ones((1, WIDTH)), TABLE).dtype == jnp.float64
+
+
+def test_tied_logits_under_jit_and_vmap_is_the_eager_one():
+    x = normal(2, 4, WIDTH)
+    multiply = functools.partial(te.tied_logits, pad_id=2)
+    with jax.default_matmul_precision("highest"):
+        expected = multiply(x, TABLE)
+        np.testing.assert_allclose(jax.jit(multiply)(x, TABLE), expected, rtol=0, atol=3 * PRODUCT_ERROR)
+        np.testing.assert_allclose(jax.vmap(multiply, (0, None))(x, TABLE), expected, rtol=0, atol=3 * PRODUCT_ERROR)
+
+
+def test_tied_logits_refuses_bad_shapes_and_dtypes():
+    with pytest.raises(ValueError, match=r"^x: wanted a last axis of the table's width, 3, got shape \[2, 4\]$"):
+        te.tied_logits(np.ones((2, 4), np.float32), TABLE)
+    with pytest.raises(ValueError, match=r"^x: wanted a last axis of the table's width, 3, got shape \[\]$"):
+        te.tied_logits(np.float32(1), TABLE)
+    with pytest.raises(ValueError, match=r"^table: wanted shape \[vocab_size, d\] with at least one row, got shape \[3\]$"):
+        te.tied_logits(np.ones(3, np.float32), TABLE[0])
+    with pytest.raises(TypeError, match=r"^x: wanted a floating dtype, got int32$"):
+        te.tied_logits(np.ones(3, np.int32), TABLE)
+    with pytest.raises(TypeError, match=r"^table: wanted a floating dtype, got int32$"):
+        te.tied_logits(np.ones(3, np.float32), TABLE.astype(np.int32))
+    with pytest.raises(TypeError, match=r"^pad_id: wanted a Python int, got bool True$"):
+        te.tied_logits(np.ones(3, np.float32), TABLE, pad_id=True)
+
+
+# --- check_ids
+
+
+@pytest.mark.parametrize(
+    "ids", [0, 4, np.zeros(0, int), [[0, 4], [2, 2]], np.array([4], np.uint8), np.array([4], np.uint64), jnp.arange(5)]
+)
+def test_check_ids_passes_what_lies_in_the_vocabulary(ids):
+    assert te.check_ids(ids, VOCAB) is None
+
+
+@pytest.mark.parametrize(
+    ("ids", "got"),
+    [
+        (5, r"5"),
+        ([0, -1, 5], r"-1 at index \[1\]"),
+        ([[0, 1], [2, 5], [-1, 0]], r"5 at index \[1, 1\]"),
+        (np.array([0, 2**32 + 2]), r"4294967298 at index \[1\]"),
+        (np.array([2**64 - 1], np.uint64), r"18446744073709551615 at index \[0\]"),
+        (np.array([200], np.uint8), r"200 at index \[0\]"),
+        (jnp.array([[-1]]), r"-1 at index \[0, 0\]"),
+    ],
+)
+def test_check_ids_names_the_first_bad_id_and_its_index(ids, got):
+    with pytest.raises(ValueError, match=rf"^ids: wanted integers inside the vocabulary, 0\.\.4, got {got}$"):
+        te.check_ids(ids, VOCAB)
+
+
+@pytest.mark.parametrize(("dtype", "vocab_size"), [(np.int8, 200), (np.uint8, 300)])
+def test_check_ids_does_not_narrow_the_vocabulary_to_the_dtype_of_the_ids(dtype, vocab_size):
+    highest = np.iinfo(dtype).max
+    assert te.check_ids(np.array([0, highest], dtype), vocab_size) is None
+    with pytest.raises(ValueError, match=rf"got {highest} at index \[1\]$"):
+        te.check_ids(np.array([0, highest], dtype), highest)
+
+
+def test_check_ids_refuses_traced_ids():
+    with pytest.raises(TypeError, match=r"^ids: wanted values on the host, outside of jit, got a traced int32\[2\]"):
+        jax.jit(lambda ids: te.check_ids(ids, VOCAB))(np.zeros(2, np.int32))
+
+
+@pytest.mark.parametrize("ids", [[1.0], [True], np.ones(2, np.float16)])
+def test_check_ids_refuses_ids_that_are_no_integers(ids):
+    with pytest.raises(TypeError, match=r"^ids: wanted an integer dtype, got (float64|bool|float16)$"):
+        te.check_ids(ids, VOCAB)
+
+
+def test_check_ids_refuses_a_bad_vocabulary():
+    with pytest.raises(ValueError, match=r"^vocab_size: wanted an int of at least 1, got 0$"):
+        te.check_ids([0], 0)
+    with pytest.raises(TypeError, match=r"^vocab_size: wanted a Python int, got float 5.0$"):
+        te.check_ids([0], 5.0)

@@ -1,0 +1,453 @@
+"""Masks against plain Python loops, and against the attention layers that take them."""
+
+import functools
+import itertools
+
+import haiku as hk
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as st_numpy
+
+import transformer_embed as te
+
+# In float32 a score of 4 products of numbers below 4 has an absolute error below 4 * 16 * 2**-24, which is the relative error of its
+# weight; the output, below 4, has it once for the weight and once for the sum of the weights.
+ATTENTION_ERROR = 2 * 4 * 64 * 2.0**-24
+
+FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+IDS = np.array([[5, 6, 7, 8, 0], [9, 0, 0, 0, 0], [1, 2, 3, 0, 0]])
+QUERIES = {1: np.array([1, 2, 3, 4]), 2: np.array([[1, 2, 3, 4], [0, 1, 2, 3], [2, 3, 4, 5]])}
+KEYS = {1: np.arange(5), 2: np.arange(5) + np.array([[0], [1], [2]])}
+PADDING = {0: None, 1: np.array([True, True, False, True, True]), 2: IDS != 0}
+COMBINATIONS = list(itertools.product((1, 2), (1, 2), (0, 1, 2), (True, False)))
+
+quick = hypothesis.settings(deadline=None, derandomize=True, max_examples=20)
+
+
+def loop_mask(queries, keys, padding, causal):
+    """[B, T, S] for rows of positions, one comparison at a time."""
+    return [
+        [
+            [(not causal or keys[b][s] <= queries[b][t]) and (padding is None or bool(padding[b][s])) for s in range(len(keys[b]))]
+            for t in range(len(queries[b]))
+        ]
+        for b in range(len(queries))
+    ]
+
+
+def rows(array, number):
+    return None if array is None else np.broadcast_to(array, (number, np.shape(array)[-1])).tolist()
+
+
+def smallest(full):
+    """[B, T, S] as [B or 1, 1, T or 1, S]: an axis along which nothing differs has length 1."""
+    full = np.array(full)
+    if (full == full[:1]).all():
+        full = full[:1]
+    if (full == full[:, :1]).all():
+        full = full[:, :1]
+    return full[:, None]
+
+
+def attention(q, k, v, mask):
+    """Scaled dot-product attention of [B, T or S, H, D], in float64."""
+    scores = np.einsum("bthd,bshd->bhts", *(np.asarray(x, np.float64) for x in (q, k))) / np.sqrt(q.shape[-1])
+    weights = np.where(mask, np.exp(scores), 0)
+    return np.einsum("bhts,bshd->bthd", weights / weights.sum(-1, keepdims=True), np.asarray(v, np.float64))
+
+
+# --- padding_mask
+
+
+@pytest.mark.parametrize("pad_id", [0, 3, 8])
+def test_padding_mask_is_a_comparison_with_each_id(pad_id):
+    expected = [[token != pad_id for token in row] for row in IDS.tolist()]
+    assert te.padding_mask(IDS, pad_id=pad_id).tolist() == expected
+    assert te.padding_mask(IDS.tolist(), pad_id=pad_id).tolist() == expected
+
+
+def test_padding_mask_keeps_ids_below_pad_id():
+    assert te.padding_mask([1, 3, 5], pad_id=3).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int32, np.int64])
+def test_padding_mask_with_a_negative_pad_id(dtype):
+    assert te.padding_mask(np.array([-1, 0, 1], dtype), pad_id=-1).tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize(("dtype", "highest"), [(np.uint8, 255), (np.uint16, 2**16 - 1), (np.uint32, 2**32 - 1), (np.uint64, 2**64 - 1)])
+def test_padding_mask_of_unsigned_ids_has_no_minus_one(dtype, highest):
+    assert te.padding_mask(np.array([highest, 0], dtype), pad_id=-1).tolist() == [True, True]
+
+
+def test_padding_mask_does_not_narrow_pad_id_to_the_dtype_of_the_ids():
+    assert te.padding_mask(np.array([0, 255], np.uint8), pad_id=256).tolist() == [True, True]
+
+
+def test_padding_mask_does_not_wrap_wide_ids():
+    assert te.padding_mask(np.array([2**32, 2**32 + 3, 0, -(2**32)]), pad_id=0).tolist() == [True, True, False, True]
+
+
+@pytest.mark.parametrize("ids", [[1.0, 0.0], np.zeros(2, np.float16), [True, False], "ab"])
+def test_padding_mask_refuses_what_is_no_integer(ids):
+    with pytest.raises(TypeError, match=r"^ids: wanted an integer dtype, got (float|bool|<U2)"):
+        te.padding_mask(ids)
+
+
+@pytest.mark.parametrize("pad_id", [0.0, True, None, np.array(0)])
+def test_padding_mask_refuses_a_pad_id_that_is_no_int(pad_id):
+    with pytest.raises(TypeError, match=r"^pad_id: wanted a Python int, got "):
+        te.padding_mask([1], pad_id=pad_id)
+
+
+def test_padding_mask_refuses_a_pad_id_outside_int32():
+    with pytest.raises(ValueError, match=r"^pad_id: wanted an int below 2\*\*31 - 1, got 2147483647$"):
+        te.padding_mask([1], pad_id=2**31 - 1)
+    with pytest.raises(ValueError, match=r"^pad_id: wanted an int of at least -2147483647, got -2147483648$"):
+        te.padding_mask([1], pad_id=-(2**31))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 0), (0, 3), (2, 3, 4)])
+def test_padding_mask_has_the_shape_of_the_ids(shape):
+    mask = te.padding_mask(np.zeros(shape, np.int32))
+    assert mask.shape == shape
+    assert mask.dtype == jnp.bool_
+    assert not mask.any()
+
+
+# --- causal_mask
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 7])
+def test_causal_mask_is_a_loop(length):
+    mask = te.causal_mask(length)
+    assert mask.shape == (length, length)
+    assert mask.tolist() == [[s <= t for s in range(length)] for t in range(length)]
+
+
+def test_causal_mask_refuses_bad_lengths():
+    with pytest.raises(TypeError, match=r"^length: wanted a Python int, got float 3.0$"):
+        te.causal_mask(3.0)
+    with pytest.raises(TypeError, match=r"^length: wanted a Python int, got a traced int32\[\]"):
+        jax.jit(te.causal_mask)(3)
+    with pytest.raises(ValueError, match=r"^length: wanted an int of at least 0, got -1$"):
+        te.causal_mask(-1)
+
+
+# --- attention_mask
+
+
+@pytest.mark.parametrize(("query_rank", "key_rank", "padding_rank", "causal"), COMBINATIONS)
+def test_attention_mask_is_a_loop_in_the_smallest_shape(query_rank, key_rank, padding_rank, causal):
+    queries, keys, padding = QUERIES[query_rank], KEYS[key_rank], PADDING[padding_rank]
+    mask = te.attention_mask(query_positions=queries, key_positions=keys, padding=padding, causal=causal)
+    expected = smallest(loop_mask(rows(queries, 3), rows(keys, 3), rows(padding, 3), causal))
+    assert mask.dtype == jnp.bool_
+    assert mask.shape == expected.shape
+    np.testing.assert_array_equal(mask, expected)
+
+
+@pytest.mark.parametrize(("query_rank", "key_rank", "padding_rank", "causal"), COMBINATIONS[::3])
+def test_attention_mask_under_jit_is_the_eager_one(query_rank, key_rank, padding_rank, causal):
+    build = functools.partial(te.attention_mask, causal=causal)
+    arguments = {"query_positions": QUERIES[query_rank], "key_positions": KEYS[key_rank], "padding": PADDING[padding_rank]}
+    np.testing.assert_array_equal(jax.jit(build)(**arguments), build(**arguments))
+
+
+def test_attention_mask_under_vmap_is_a_loop():
+    def build(queries, keys, padding):
+        return te.attention_mask(query_positions=queries, key_positions=keys, padding=padding)
+
+    stacked = jax.vmap(build)(QUERIES[2], KEYS[2], PADDING[2])
+    np.testing.assert_array_equal(stacked, [build(*one) for one in zip(QUERIES[2], KEYS[2], PADDING[2], strict=True)])
+
+
+def test_attention_mask_of_a_whole_sequence_is_the_causal_mask():
+    mask = te.attention_mask(query_positions=np.arange(6), key_positions=np.arange(6))
+    np.testing.assert_array_equal(mask, te.causal_mask(6)[None, None])
+
+
+def test_attention_mask_of_the_last_queries_is_the_last_rows_of_the_causal_mask():
+    mask = te.attention_mask(query_positions=np.arange(4, 6), key_positions=np.arange(6))
+    np.testing.assert_array_equal(mask[0, 0], te.causal_mask(6)[4:])
+
+
+def test_attention_mask_while_decoding_has_an_offset_for_each_row():
+    offsets = np.array([[0], [3], [4]])
+    mask = te.attention_mask(query_positions=offsets, key_positions=np.arange(5))
+    assert mask.shape == (3, 1, 1, 5)
+    assert mask.sum(-1).ravel().tolist() == [1, 4, 5]
+
+
+def test_attention_mask_has_one_trace_for_all_offsets():
+    traces = []
+
+    @jax.jit
+    def step(offset):
+        traces.append(offset)
+        return te.attention_mask(query_positions=offset + jnp.arange(2), key_positions=np.arange(6))
+
+    for offset in range(5):
+        np.testing.assert_array_equal(step(offset)[0, 0], te.causal_mask(6)[offset : offset + 2])
+    assert len(traces) == 1
+
+
+def test_attention_mask_with_left_padding_is_the_causal_mask_of_the_tokens():
+    tokens = te.padding_mask([[0, 0, 5, 6, 7]])
+    mask = te.attention_mask(query_positions=np.arange(5), key_positions=np.arange(5), padding=tokens)[0, 0]
+    np.testing.assert_array_equal(mask[2:, 2:], te.causal_mask(3))
+    assert not mask[:, :2].any()
+    assert not mask[:2].any()
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64])
+def test_attention_mask_takes_host_positions_of_any_integer_dtype(dtype):
+    mask = te.attention_mask(query_positions=np.array([1, 0], dtype), key_positions=np.arange(3, dtype=dtype))
+    assert mask[0, 0].tolist() == [[True, True, False], [True, False, False]]
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16, jnp.uint16])
+def test_attention_mask_compares_narrow_positions_with_wide_ones(dtype):
+    mask = te.attention_mask(query_positions=jnp.array([100], dtype), key_positions=[-1, 100, 356])
+    assert mask[0, 0].tolist() == [[True, True, False]]
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0, 0), (0, 3), (3, 0), (1, 1)])
+def test_attention_mask_of_empty_and_single_sequences(queries, keys):
+    mask = te.attention_mask(query_positions=np.arange(queries), key_positions=np.arange(keys), padding=np.ones((2, keys), bool))
+    assert mask.shape == (2, 1, queries, keys)
+    assert mask.all()
+
+
+def test_attention_mask_of_an_empty_batch():
+    assert te.attention_mask(query_positions=[0], key_positions=[0, 1], padding=np.ones((0, 2), bool)).shape == (0, 1, 1, 2)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_mask_of_padding_alone_is_wholly_false(causal):
+    mask = te.attention_mask(query_positions=np.arange(3), key_positions=np.arange(3), padding=[False] * 3, causal=causal)
+    assert not mask.any()
+    assert mask.shape == (1, 1, 3 if causal else 1, 3)
+
+
+def refused(error, message, **arguments):
+    with pytest.raises(error, match=message):
+        te.attention_mask(**({"query_positions": [0, 1], "key_positions": [0, 1]} | arguments))
+
+
+@pytest.mark.parametrize("name", ["query_positions", "key_positions"])
+def test_attention_mask_refuses_bad_positions(name):
+    refused(TypeError, rf"^{name}: wanted an integer dtype, got float64$", **{name: [0.0, 1.0]})
+    refused(TypeError, rf"^{name}: wanted an integer dtype, got bool$", **{name: [True, False]})
+    refused(TypeError, rf"^{name}: wanted a signed integer dtype, got uint32$", **{name: jnp.arange(2, dtype=jnp.uint32)})
+    refused(ValueError, rf"^{name}: wanted shape \[length\] or \[batch, length\], got shape \[\]$", **{name: 1})
+    refused(ValueError, rf"^{name}: wanted shape \[length\] or \[batch, length\], got shape \[1, 1, 2\]$", **{name: [[[0, 1]]]})
+    message = rf"^{name}: wanted integers inside int32, -2147483648\.\.2147483647, got 4294967296 at index \[1\]$"
+    refused(ValueError, message, **{name: np.array([0, 2**32])})
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint8])
+def test_attention_mask_refuses_padding_of_numbers(dtype):
+    refused(TypeError, rf"^padding: wanted a bool array, True = may attend, got {np.dtype(dtype)}$", padding=np.ones(2, dtype))
+
+
+def test_attention_mask_refuses_padding_of_another_shape():
+    refused(ValueError, r"^padding: wanted the length of key_positions, 2, got shape \[3\]$", padding=[True] * 3)
+    refused(ValueError, r"^padding: wanted shape \[length\] or \[batch, length\], got shape \[1, 1, 2\]$", padding=[[[True, True]]])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_mask_refuses_batches_of_unequal_sizes(causal):
+    message = r"^query_positions, key_positions, padding: wanted one number of rows, or 1, got \[(1, )?2, 3\] rows$"
+    refused(ValueError, message, query_positions=np.zeros((2, 2), int), key_positions=np.zeros((3, 2), int), causal=causal)
+    refused(ValueError, message, query_positions=np.zeros((2, 2), int), padding=np.ones((3, 2), bool), causal=causal)
+
+
+def test_attention_mask_refuses_a_causal_that_is_no_flag():
+    refused(TypeError, r"^causal: wanted a Python bool known while tracing .*, got int 1$", causal=1)
+    with pytest.raises(TypeError, match=r"^causal: wanted a Python bool known while tracing .*, got a traced bool\[\]"):
+        jax.jit(te.attention_mask)(query_positions=np.arange(2), key_positions=np.arange(2), causal=True)
+
+
+# --- combine_masks
+
+masks_of_rank_4 = st_numpy.arrays(bool, st.sampled_from([(2, 1, 3, 3), (1, 2, 3, 1), (2, 1, 1, 3), (1, 1, 1, 1)]))
+
+
+@quick
+@hypothesis.given(st.lists(masks_of_rank_4, min_size=1, max_size=4), st.randoms(use_true_random=False))
+def test_combine_masks_is_a_conjunction_in_any_order(masks, random):
+    expected = np.logical_and.reduce(np.broadcast_arrays(*masks))
+    shuffled = random.sample(masks, len(masks))
+    np.testing.assert_array_equal(te.combine_masks(*masks), expected)
+    np.testing.assert_array_equal(te.combine_masks(*shuffled, *masks), expected)
+
+
+def test_combine_masks_nests():
+    a, b = te.causal_mask(3)[None, None], te.padding_mask([[5, 0, 6], [0, 0, 0]])[:, None, None, :]
+    c = np.array([True, False, True])[None, None, :, None]
+    np.testing.assert_array_equal(te.combine_masks(te.combine_masks(a, b), c), te.combine_masks(a, te.combine_masks(b, c)))
+
+
+def test_combine_masks_of_padding_and_causal_is_the_attention_mask():
+    tokens = te.padding_mask(IDS)
+    combined = te.combine_masks(te.causal_mask(5)[None, None], tokens[:, None, None, :])
+    positions = np.arange(5)
+    np.testing.assert_array_equal(combined, te.attention_mask(query_positions=positions, key_positions=positions, padding=tokens))
+
+
+def test_combine_masks_under_jit_and_vmap_is_the_eager_one():
+    a, b = te.causal_mask(3)[None, None], np.ones((2, 4, 1, 1, 3), bool)
+    b[:, 1:3, ..., 1] = False
+    np.testing.assert_array_equal(jax.jit(te.combine_masks)(a, b[0]), te.combine_masks(a, b[0]))
+    stacked = jax.vmap(te.combine_masks, in_axes=(None, 0))(a, b)
+    np.testing.assert_array_equal(stacked, [te.combine_masks(a, one) for one in b])
+
+
+def test_combine_masks_keeps_empty_axes():
+    assert te.combine_masks(np.ones((0, 1, 1, 3), bool), np.ones((1, 1, 3, 3), bool)).shape == (0, 1, 3, 3)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (3, 3), (3, 3, 3), (1, 1, 1, 3, 3)])
+def test_combine_masks_refuses_another_rank_even_where_sizes_agree(shape):
+    message = rf"^masks\[1\]: wanted rank 4, \[batch, heads, queries, keys\], got shape \[{', '.join(map(str, shape))}\]$"
+    with pytest.raises(ValueError, match=message):
+        te.combine_masks(np.ones((3, 1, 3, 3), bool), np.ones(shape, bool))
+
+
+def test_combine_masks_refuses_no_mask_and_shapes_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"^masks: wanted at least one mask, got none$"):
+        te.combine_masks()
+    with pytest.raises(ValueError, match=r"^masks: wanted shapes that broadcast, got \[1, 1, 3, 3\] and \[1, 1, 2, 3\]$"):
+        te.combine_masks(np.ones((1, 1, 3, 3), bool), np.ones((1, 1, 2, 3), bool))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int32, np.uint8])
+def test_combine_masks_and_mask_to_bias_refuse_numbers(dtype):
+    numbers = np.ones((1, 1, 2, 2), dtype)
+    message = f"wanted a bool array, True = may attend, got {np.dtype(dtype)}$"
+    with pytest.raises(TypeError, match=r"^masks\[0\]: " + message):
+        te.combine_masks(numbers)
+    with pytest.raises(TypeError, match="^mask: " + message):
+        te.mask_to_bias(numbers)
+
+
+# --- mask_to_bias
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_mask_to_bias_is_zero_or_half_of_the_lowest(dtype):
+    bias = te.mask_to_bias([[True, False], [False, True]], dtype)
+    lowest = float(jnp.finfo(dtype).min)
+    assert bias.dtype == dtype
+    assert bias.astype(jnp.float32).tolist() == [[0, lowest / 2], [lowest / 2, 0]]
+
+
+def test_mask_to_bias_of_published_float16_limits():
+    # IEEE 754-2019, table 3.5: the largest finite binary16 is (2 - 2**-10) * 2**15 = 65504.
+    assert te.mask_to_bias(False, np.float16).tolist() == -65504 / 2
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_mask_to_bias_leaves_room_for_another_bias(dtype):
+    # ALiBi's steepest slope for 8 heads, 1/2, at a distance of 2**15; and two masks one after the other.
+    distance = jnp.array(-(2.0**14), dtype)
+    bias = te.mask_to_bias([False], dtype)
+    assert jnp.isfinite(bias + distance).all()
+    assert jnp.isfinite(bias + bias).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_mask_to_bias_of_a_wholly_masked_row_has_a_softmax_and_a_gradient(dtype):
+    logits = jnp.array([[0.5, -1.0, 2.0, 0.25]], dtype)
+    bias = te.mask_to_bias(np.zeros((1, 4), bool), dtype)
+
+    def softmax(x):
+        return jax.nn.softmax(x + bias)
+
+    # Half of the lowest value is so large that logits below half its spacing round away: four equal numbers are left.
+    assert softmax(logits).tolist() == [[0.25] * 4]
+    assert jnp.isfinite(jax.grad(lambda x: softmax(x)[0, 0].astype(jnp.float32))(logits)).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_mask_to_bias_hides_keys_to_the_bit(dtype):
+    logits = jnp.array([0.5, -1.0, 2.0, 0.25], dtype)
+    mask = np.array([True, False, True, False])
+    hidden = jax.nn.softmax(logits + te.mask_to_bias(mask, dtype))
+    np.testing.assert_array_equal(hidden[~mask], 0)
+    np.testing.assert_array_equal(hidden[mask], jax.nn.softmax(logits[mask]))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 1, 0, 3)])
+def test_mask_to_bias_keeps_the_shape(shape):
+    assert te.mask_to_bias(np.ones(shape, bool)).shape == shape
+
+
+def test_mask_to_bias_under_jit_and_vmap_is_the_eager_one():
+    mask = te.attention_mask(query_positions=QUERIES[1], key_positions=KEYS[1], padding=PADDING[2])
+    np.testing.assert_array_equal(jax.jit(te.mask_to_bias)(mask), te.mask_to_bias(mask))
+    np.testing.assert_array_equal(jax.vmap(te.mask_to_bias)(mask), [te.mask_to_bias(one) for one in mask])
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, bool])
+def test_mask_to_bias_refuses_a_dtype_without_a_fraction(dtype):
+    with pytest.raises(TypeError, match=rf"^dtype: wanted a floating dtype, got {jnp.dtype(dtype)}$"):
+        te.mask_to_bias([True], dtype)
+
+
+# --- The layers that take a mask.
+
+BATCH, HEADS, LENGTH, HEAD_DIM = 3, 2, 5, 4
+MASKS = {
+    "causal": te.attention_mask(query_positions=np.arange(LENGTH), key_positions=np.arange(LENGTH)),
+    "padding": te.attention_mask(query_positions=np.arange(LENGTH), key_positions=np.arange(LENGTH), padding=IDS != 0, causal=False),
+    "both": te.attention_mask(query_positions=np.arange(LENGTH), key_positions=np.arange(LENGTH), padding=IDS != 0),
+    "decode": te.attention_mask(query_positions=[[3], [0], [2]], key_positions=np.arange(LENGTH), padding=IDS != 0),
+}
+
+
+@pytest.fixture(params=list(MASKS))
+def example(request):
+    """(q, k, v, mask, attention in float64)."""
+    mask = MASKS[request.param]
+    random = np.random.default_rng(0)
+    queries = 1 if request.param == "decode" else LENGTH
+    q, k, v = (random.normal(size=(BATCH, n, HEADS, HEAD_DIM)).astype(np.float32) for n in (queries, LENGTH, LENGTH))
+    with jax.default_matmul_precision("highest"):
+        yield q, k, v, mask, attention(q, k, v, np.asarray(mask))
+
+
+def test_jax_attention_takes_the_mask(example):
+    q, k, v, mask, expected = example
+    np.testing.assert_allclose(jax.nn.dot_product_attention(q, k, v, mask=mask), expected, rtol=0, atol=ATTENTION_ERROR)
+
+
+def test_jax_attention_takes_the_bias(example):
+    q, k, v, mask, expected = example
+    bias = te.mask_to_bias(mask)
+    np.testing.assert_allclose(jax.nn.dot_product_attention(q, k, v, bias=bias), expected, rtol=0, atol=ATTENTION_ERROR)
+
+
+def test_flax_attention_takes_the_mask(example):
+    nnx = pytest.importorskip("flax.nnx")
+    q, k, v, mask, expected = example
+    arrays = map(jnp.asarray, (q, k, v))
+    np.testing.assert_allclose(nnx.dot_product_attention(*arrays, mask=mask), expected, rtol=0, atol=ATTENTION_ERROR)
+
+
+def test_haiku_attention_takes_the_mask(example):
+    q, k, v, mask, expected = example
+
+    def attend(*inputs):
+        layer = hk.MultiHeadAttention(HEADS, HEAD_DIM, w_init=hk.initializers.Identity(), with_bias=False)
+        return layer(*inputs, mask=mask)
+
+    joined = [x.reshape(*x.shape[:2], -1) for x in (q, k, v)]
+    module = hk.without_apply_rng(hk.transform(attend))
+    output = module.apply(module.init(jax.random.key(0), *joined), *joined)
+    np.testing.assert_allclose(output.reshape(expected.shape), expected, rtol=0, atol=ATTENTION_ERROR)
