@@ -182,7 +182,7 @@ def test_lookup_refuses_lists_that_make_no_array():
 
 
 def test_lookup_refuses_a_list_of_ids_that_jit_took_apart():
-    with pytest.raises(TypeError, match="traced array"):
+    with pytest.raises(TypeError, match="^ids: wanted one array .*, got a list of traced values"):
         jax.jit(te.lookup)(TABLE, [1, 2])
 
 
@@ -228,6 +228,15 @@ def test_lookup_of_padding_is_zero_whatever_the_table_holds(policy, content):
 def test_lookup_gradient_accumulates_repeated_ids():
     gradient = jax.grad(lambda table: weighted(table, [3] * 7 + [1], 1.0))(TABLE)
     np.testing.assert_array_equal(gradient, np.array([0, 1, 0, 7, 0])[:, None] * np.ones(WIDTH))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("repeats", [512, 4096])
+def test_lookup_gradient_counts_further_than_16_bits_do(dtype, repeats):
+    # One by one, bfloat16 counts to 256 and float16 to 2048; the sums themselves, powers of two, are exact in both.
+    gradient = jax.grad(lambda table: weighted(table, np.full(repeats, 3), 1.0))(jnp.asarray(TABLE, dtype))
+    assert gradient.dtype == dtype
+    np.testing.assert_array_equal(gradient[3].astype(jnp.float32), repeats)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -326,6 +335,7 @@ PLACEMENTS = [
     (SPEC(None, ("x", "y")), SPEC(), SPEC(None, ("x", "y"), None)),
     (SPEC(), SPEC(None, "y"), SPEC(None, None, "y")),
     (SPEC("x"), SPEC(None, "y"), SPEC("x", None, "y")),
+    (SPEC("x"), SPEC("y"), SPEC("x", None, None)),
 ]
 
 
@@ -364,12 +374,14 @@ def test_lookup_on_a_mesh_is_the_one_of_one_device(kind, ids_spec, table_spec, r
     np.testing.assert_allclose(gradient, expected, rtol=0, atol=GRADIENT_ERROR)
 
 
-def test_lookup_on_an_explicit_mesh_without_jit():
-    mesh = mesh_of(AxisType.Explicit)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_lookup_on_an_explicit_mesh_without_jit(dtype):
+    mesh, table = mesh_of(AxisType.Explicit), MESH_TABLE.astype(dtype)
     with set_mesh(mesh):
-        rows = te.lookup(MESH_TABLE, jax.device_put(MESH_IDS.astype(np.int32), NamedSharding(mesh, SPEC("x"))), pad_id=2)
+        rows = te.lookup(table, jax.device_put(MESH_IDS.astype(np.int32), NamedSharding(mesh, SPEC("x"))), pad_id=2)
     assert rows.sharding.spec == SPEC("x", None, None)
-    np.testing.assert_array_equal(rows, loop_lookup(MESH_TABLE, MESH_IDS, 2))
+    assert rows.dtype == dtype
+    np.testing.assert_array_equal(rows.astype(jnp.float32), loop_lookup(table, MESH_IDS, 2).astype(np.float32))
 
 
 # --- tied_logits
@@ -394,7 +406,7 @@ def test_tied_logits_of_one_hot_vectors_is_the_transposed_table():
         np.testing.assert_array_equal(te.tied_logits(np.eye(WIDTH, dtype=np.float32), TABLE), TABLE.T)
 
 
-@pytest.mark.parametrize("content", [1.0, np.nan, np.inf])
+@pytest.mark.parametrize("content", [1.0, -1e30])
 def test_tied_logits_of_padding_is_zero_and_moves_nothing(content):
     table, x = TABLE.copy(), normal(2, 4, WIDTH)
     table[2] = content
@@ -446,6 +458,18 @@ def test_tied_logits_refuses_bad_shapes_and_dtypes():
         te.tied_logits(np.ones(3, np.float32), TABLE.astype(np.int32))
     with pytest.raises(TypeError, match=r"^pad_id: wanted a Python int, got bool True$"):
         te.tied_logits(np.ones(3, np.float32), TABLE, pad_id=True)
+
+
+@pytest.mark.parametrize(("table_spec", "logits_spec"), [(SPEC(), SPEC("x", None, None)), (SPEC("y"), SPEC("x", None, "y"))])
+def test_tied_logits_on_an_explicit_mesh_is_the_one_of_one_device(table_spec, logits_spec):
+    mesh = mesh_of(AxisType.Explicit)
+    x = MESH_COTANGENT
+    with set_mesh(mesh), jax.default_matmul_precision("highest"):
+        placed = jax.device_put(x, NamedSharding(mesh, SPEC("x"))), jax.device_put(MESH_TABLE, NamedSharding(mesh, table_spec))
+        logits = jax.jit(functools.partial(te.tied_logits, pad_id=2))(*placed)
+    assert logits.sharding.spec == logits_spec
+    expected = np.where(np.arange(8) == 2, 0, x.astype(np.float64) @ MESH_TABLE.astype(np.float64).T)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=4 * PRODUCT_ERROR)
 
 
 # --- check_ids

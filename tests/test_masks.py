@@ -256,13 +256,13 @@ def test_attention_mask_refuses_padding_of_numbers(dtype):
 
 
 def test_attention_mask_refuses_padding_of_another_shape():
-    refused(ValueError, r"^padding: wanted the length of key_positions, 2, got shape \[3\]$", padding=[True] * 3)
+    refused(ValueError, r"^padding: wanted the length of key_positions, 2, got 3$", padding=[True] * 3)
     refused(ValueError, r"^padding: wanted shape \[length\] or \[batch, length\], got shape \[1, 1, 2\]$", padding=[[[True, True]]])
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_mask_refuses_batches_of_unequal_sizes(causal):
-    message = r"^query_positions, key_positions, padding: wanted one number of rows, or 1, got \[(1, )?2, 3\] rows$"
+    message = r"^query_positions, key_positions: wanted one number of rows, or 1, got 2, 3$"
     refused(ValueError, message, query_positions=np.zeros((2, 2), int), key_positions=np.zeros((3, 2), int), causal=causal)
     refused(ValueError, message, query_positions=np.zeros((2, 2), int), padding=np.ones((3, 2), bool), causal=causal)
 
@@ -451,3 +451,124 @@ def test_haiku_attention_takes_the_mask(example):
     module = hk.without_apply_rng(hk.transform(attend))
     output = module.apply(module.init(jax.random.key(0), *joined), *joined)
     np.testing.assert_allclose(output.reshape(expected.shape), expected, rtol=0, atol=ATTENTION_ERROR)
+
+
+# --- window, chunk, block and segment masks
+
+
+def by_loop(rule, queries, keys):
+    return np.array([[[[bool(rule(q, k)) for k in keys] for q in queries]]])
+
+
+FAR = (2**31 - 1, -(2**31), 0, 5, -7)
+
+
+@pytest.mark.parametrize("left", [None, 0, 2, 2**31, 2**33])
+@pytest.mark.parametrize("right", [None, 0, 3, 2**31])
+def test_window_mask_at_any_distance(left, right):
+    rule = lambda q, k: (left is None or k >= q - left) and (right is None or k <= q + right)
+    for queries, keys in [(range(6), range(7)), (FAR, FAR), (range(-3, 3), FAR)]:
+        np.testing.assert_array_equal(te.window_mask(list(queries), list(keys), left=left, right=right), by_loop(rule, queries, keys))
+
+
+def test_window_conventions():
+    """transformers counts oneself, tensor2tensor does not; the symmetric one has a distance."""
+    positions, w = range(6), 2
+    for options, rule in [
+        ({"window": (w - 1, 0)}, lambda q, k: q - w < k <= q),
+        ({"window": (w, 0)}, lambda q, k: q - w <= k <= q),
+        ({"window": (w, w), "causal": False}, lambda q, k: abs(q - k) <= w),
+    ]:
+        mask = te.attention_mask(query_positions=positions, key_positions=positions, **options)
+        np.testing.assert_array_equal(mask, by_loop(rule, positions, positions))
+
+
+def test_chunk_mask():
+    positions = list(range(-3, 8))
+    np.testing.assert_array_equal(
+        te.chunk_mask(positions, positions, chunk=3), by_loop(lambda q, k: q // 3 == k // 3, positions, positions)
+    )
+    mask = te.attention_mask(query_positions=positions, key_positions=positions, chunk=3)
+    np.testing.assert_array_equal(mask, by_loop(lambda q, k: q // 3 == k // 3 and k <= q, positions, positions))
+
+
+def test_prefix_inside_packing():
+    """Two sequences with a prefix each: the prefix of one must not be seen from the other, though both are block 0."""
+    segments, prefix = np.array([1, 1, 1, 2, 2, 2]), np.array([0, 0, -1, 0, 0, -1])
+    positions = np.array([0, 1, 2, 0, 1, 2])
+    mask = te.attention_mask(
+        query_positions=positions,
+        key_positions=positions,
+        query_block_ids=prefix,
+        key_block_ids=prefix,
+        query_segment_ids=segments,
+        key_segment_ids=segments,
+    )
+    one = np.array([[1, 1, 0], [1, 1, 0], [1, 1, 1]], bool)
+    np.testing.assert_array_equal(mask[0, 0], np.kron(np.eye(2, dtype=bool), one))
+
+
+def test_blocks_see_past_a_window():
+    blocks, positions = np.array([0, 0, 0, -1, -1]), np.arange(5)
+    mask = te.attention_mask(
+        query_positions=positions, key_positions=positions, window=(0, 0), query_block_ids=blocks, key_block_ids=blocks
+    )
+    np.testing.assert_array_equal(mask, by_loop(lambda q, k: q == k or max(q, k) < 3, positions, positions))
+
+
+def test_blocks_without_another_term_hide_nothing():
+    mask = te.attention_mask(
+        query_positions=range(3), key_positions=range(3), causal=False, query_block_ids=[0, -1, 1], key_block_ids=[0, -1, 1]
+    )
+    assert np.asarray(mask).all()
+
+
+def test_segment_zero_equals_zero():
+    assert te.segment_mask([0, 1], [0, 1]).tolist() == [[[[True, False], [False, True]]]]
+
+
+def test_masks_without_a_batch_term_have_no_rows():
+    for mask in (te.window_mask(range(3), range(4), left=1), te.chunk_mask(range(3), range(4), chunk=2)):
+        assert mask.shape == (1, 1, 3, 4)
+    assert te.segment_mask([[1, 2]], [[1, 2, 3]] * 2).shape == (2, 1, 2, 3)
+
+
+def test_masks_combine_by_operators():
+    positions = range(5)
+    causal, local = te.window_mask(positions, positions, right=0), te.window_mask(positions, positions, left=1, right=1)
+    np.testing.assert_array_equal(causal & ~local, by_loop(lambda q, k: k <= q and abs(q - k) > 1, positions, positions))
+    np.testing.assert_array_equal(te.combine_masks(causal, local), causal & local)
+
+
+def test_masks_at_an_offset_are_rows_of_the_whole():
+    whole = te.attention_mask(query_positions=range(8), key_positions=range(8), window=(2, 0))
+
+    @jax.jit
+    def step(offset):
+        return te.attention_mask(query_positions=offset[None], key_positions=jnp.arange(8), window=(2, 0))
+
+    for offset in range(8):
+        np.testing.assert_array_equal(step(jnp.int32(offset)), whole[:, :, offset : offset + 1])
+    assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "call"),
+    [
+        (TypeError, "window: wanted a pair (left, right), None for no limit, got 3", lambda m: m(window=3)),
+        (ValueError, "left: wanted an int of at least 0, got -1", lambda m: m(window=(-1, 0))),
+        (TypeError, "right: wanted a Python int, got float 0.5", lambda m: m(window=(1, 0.5))),
+        (ValueError, "chunk: wanted an int of at least 1, got 0", lambda m: m(chunk=0)),
+        (ValueError, "key_block_ids: wanted an array, since query_block_ids is given, got None", lambda m: m(query_block_ids=[0, 0])),
+        (ValueError, "query_segment_ids: wanted an array, since key_segment_ids is given, got None", lambda m: m(key_segment_ids=[0, 0])),
+        (
+            ValueError,
+            "query_segment_ids: wanted the length of query_positions, 2, got 1",
+            lambda m: m(query_segment_ids=[0], key_segment_ids=[0, 0]),
+        ),
+    ],
+)
+def test_errors_of_the_other_masks(kind, message, call):
+    with pytest.raises(kind) as caught:
+        call(lambda **options: te.attention_mask(query_positions=[0, 1], key_positions=[0, 1], **options))
+    assert str(caught.value).startswith(message)

@@ -1,43 +1,74 @@
 """Every notebook runs from top to bottom in a fresh kernel of this interpreter, and is stored as such a run left it."""
 
 import importlib.metadata
-import json
 import os
 import pathlib
 import sys
 
 import pytest
 
+pytest.importorskip("ipykernel")
+nbclient = pytest.importorskip("nbclient")
+nbformat = pytest.importorskip("nbformat")
+jupyter_kernelspec = pytest.importorskip("jupyter_client.kernelspec")
+jupyter_manager = pytest.importorskip("jupyter_client.manager")
+
 ROOT = pathlib.Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SECONDS_A_CELL = 120
 MOST_BYTES = 700_000
+METADATA = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}, "language_info": {"name": "python"}}
 
 by_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
-@pytest.fixture
-def execute(tmp_path):
-    """Runs a notebook in an empty folder; a cell that raises is a CellExecutionError."""
-    pytest.importorskip("ipykernel")
-    nbclient = pytest.importorskip("nbclient")
-    from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
-    from jupyter_client.manager import AsyncKernelManager
+class ThisInterpreter(jupyter_kernelspec.KernelSpecManager):
+    """Whatever kernel a notebook names, and whatever kernels are installed, this interpreter runs it."""
 
-    class ThisInterpreter(KernelSpecManager):
-        """Whatever kernel a notebook names, and whatever kernels are installed, this interpreter runs it."""
+    def get_kernel_spec(self, kernel_name):
+        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        return jupyter_kernelspec.KernelSpec(argv=argv, display_name=kernel_name, language="python")
 
-        def get_kernel_spec(self, kernel_name):
-            argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-            return KernelSpec(argv=argv, display_name=kernel_name, language="python")
 
-    def run(notebook):
-        manager = AsyncKernelManager(kernel_spec_manager=ThisInterpreter(), connection_file=str(tmp_path / "kernel.json"))
-        resources = {"metadata": {"path": str(tmp_path)}}
-        client = nbclient.NotebookClient(notebook, km=manager, timeout=SECONDS_A_CELL, resources=resources)
-        return client.execute(env=_environment(tmp_path))
+def test_there_are_notebooks():
+    assert NOTEBOOKS
 
-    return run
+
+@by_notebook
+def test_it_runs_and_draws_as_many_pictures_as_are_stored(path, tmp_path):
+    stored = nbformat.read(path, as_version=4)
+    assert len(_pictures(_run(nbformat.read(path, as_version=4), tmp_path))) == len(_pictures(stored)) > 0
+
+
+def test_an_assertion_that_fails_in_a_cell_is_a_failure(tmp_path):
+    cell = nbformat.v4.new_code_cell("import transformer_embed as te\nassert te.padding_mask([0]).all(), 'one is padding'")
+    with pytest.raises(nbclient.exceptions.CellExecutionError) as caught:
+        _run(nbformat.v4.new_notebook(cells=[cell]), tmp_path)
+    assert (caught.value.ename, caught.value.evalue) == ("AssertionError", "one is padding")
+
+
+@by_notebook
+def test_it_is_stored_with_the_outputs_of_one_clean_run(path):
+    notebook = nbformat.read(path, as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert [output for output in _outputs(notebook) if output.output_type == "error" or output.get("name") == "stderr"] == []
+    assert path.stat().st_size < MOST_BYTES
+
+
+@by_notebook
+def test_what_is_stored_names_no_machine(path):
+    notebook = nbformat.read(path, as_version=4)
+    assert notebook.metadata == METADATA
+    assert [cell.metadata for cell in notebook.cells if cell.metadata] == []
+    printed = "".join(output.text for output in _outputs(notebook) if output.output_type == "stream")
+    assert [word for word in ("/home/", "/root/", "/tmp/", "/Users/", "site-packages") if word in printed] == []
+
+
+def _run(notebook, folder: pathlib.Path):
+    manager = jupyter_manager.AsyncKernelManager(kernel_spec_manager=ThisInterpreter(), connection_file=str(folder / "kernel.json"))
+    client = nbclient.NotebookClient(notebook, km=manager, timeout=SECONDS_A_CELL, resources={"metadata": {"path": str(folder)}})
+    return client.execute(env=_environment(folder), cleanup_kc=True)
 
 
 def _environment(folder: pathlib.Path) -> dict[str, str]:
@@ -50,52 +81,9 @@ def _environment(folder: pathlib.Path) -> dict[str, str]:
     return environment
 
 
-def _read(path: pathlib.Path):
-    nbformat = pytest.importorskip("nbformat")
-    return nbformat.read(path, as_version=4)
+def _outputs(notebook) -> list:
+    return [output for cell in notebook.cells for output in cell.get("outputs", ())]
 
 
-def _outputs(cells, kind: str) -> list:
-    return [output for cell in cells for output in cell.get("outputs", ()) if output["output_type"] == kind]
-
-
-def test_there_are_notebooks():
-    assert NOTEBOOKS
-
-
-@by_notebook
-def test_it_runs(path, execute):
-    notebook = execute(_read(path))
-    streams = _outputs(notebook.cells, "stream")
-    assert [stream["text"] for stream in streams if stream["name"] == "stderr"] == []
-
-
-def test_a_failed_assertion_in_a_cell_is_a_failure(execute):
-    nbformat = pytest.importorskip("nbformat")
-    from nbclient.exceptions import CellExecutionError
-
-    cells = [nbformat.v4.new_code_cell("import transformer_embed as te\nassert te.padding_mask([0]).all(), 'seen'")]
-    with pytest.raises(CellExecutionError, match="AssertionError: seen"):
-        execute(nbformat.v4.new_notebook(cells=cells))
-
-
-@by_notebook
-def test_it_is_stored_with_the_outputs_of_one_run(path):
-    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
-    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
-    assert any("image/png" in output["data"] for output in _outputs(cells, "display_data"))
-    assert _outputs(cells, "error") == []
-    assert path.stat().st_size < MOST_BYTES
-
-
-@by_notebook
-def test_what_is_stored_names_no_machine(path):
-    notebook = json.loads(path.read_text())
-    assert notebook["metadata"] == {
-        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-        "language_info": {"name": "python"},
-    }
-    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert [cell["metadata"] for cell in cells] == [{}] * len(cells)
-    printed = "".join("".join(stream["text"]) for stream in _outputs(cells, "stream"))
-    assert not [word for word in ("/home/", "/root/", "/tmp/", "/Users/", "site-packages") if word in printed]
+def _pictures(notebook) -> list:
+    return [output for output in _outputs(notebook) if "image/png" in output.get("data", {})]

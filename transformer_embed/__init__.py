@@ -3,7 +3,17 @@
 from transformer_embed.dropout import dropout
 from transformer_embed.embedder import Embedder, EmbedderConfig, make_embedder, resize_vocabulary
 from transformer_embed.lookup import check_ids, lookup, tied_logits
-from transformer_embed.masks import attention_mask, causal_mask, combine_masks, mask_to_bias, padding_mask
+from transformer_embed.masks import (
+    attention_mask,
+    block_mask,
+    causal_mask,
+    chunk_mask,
+    combine_masks,
+    mask_to_bias,
+    padding_mask,
+    segment_mask,
+    window_mask,
+)
 from transformer_embed.modules import (
     Learned,
     LearnedPositionalEncoding,
@@ -12,6 +22,7 @@ from transformer_embed.modules import (
     TokenEmbedding,
     TransformerEmbedding,
 )
+from transformer_embed.positions import Placement, place_ids, place_lengths, place_offset, place_segments
 from transformer_embed.sinusoidal import sinusoidal_encoding, sinusoidal_table
 
 __version__ = "0.1.0"
@@ -21,21 +32,30 @@ __all__ = [
     "EmbedderConfig",
     "Learned",
     "LearnedPositionalEncoding",
+    "Placement",
     "PositionalEncoding",
     "Sinusoidal",
     "TokenEmbedding",
     "TransformerEmbedding",
     "attention_mask",
+    "block_mask",
     "causal_mask",
     "check_ids",
+    "chunk_mask",
     "combine_masks",
     "dropout",
     "lookup",
     "make_embedder",
     "mask_to_bias",
     "padding_mask",
+    "place_ids",
+    "place_lengths",
+    "place_offset",
+    "place_segments",
     "resize_vocabulary",
+    "segment_mask",
     "sinusoidal_encoding",
     "sinusoidal_table",
     "tied_logits",
+    "window_mask",
 ]

@@ -74,6 +74,10 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
         return value
     try:
         array = np.asarray(value)
+    except jax.errors.TracerArrayConversionError as error:
+        raise TypeError(
+            wanted(name, "one array (to jit, a list is many scalars: make it an array first)", "a list of traced values")
+        ) from error
     except ValueError as error:
         raise ValueError(wanted(name, "an array, or nested lists of equal lengths", "lists of unequal lengths")) from error
     if array.dtype == object:
@@ -201,3 +205,16 @@ def unwanted(name: str, value: Any, why: str) -> None:
     """An argument that must be left out."""
     if value is not None:
         raise ValueError(wanted(name, f"None, since {why}", _describe(value)))
+
+
+def same(name: str, what: str, got: int, want: int) -> None:
+    """Two sizes that must agree."""
+    if got != want:
+        raise ValueError(wanted(name, f"{what}, {want}", got))
+
+
+def rows(name: str, array: Any) -> Any:
+    """[length] or [batch, length], as [1 or batch, length]."""
+    if array.ndim not in (1, 2):
+        raise ValueError(wanted(name, "shape [length] or [batch, length]", f"shape {list(array.shape)}"))
+    return array if array.ndim == 2 else array[None]

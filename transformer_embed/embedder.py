@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
 from transformer_embed import _checks
-from transformer_embed.lookup import OUT_OF_RANGE
+from transformer_embed.lookup import LOOKUP_STYLES, OUT_OF_RANGE
 from transformer_embed.modules import Learned, Sinusoidal, TransformerEmbedding, check_embedding_options
 
 Params = Mapping[str, Mapping[str, Array]]
@@ -36,6 +36,7 @@ class EmbedderConfig:
         layer_norm_eps: epsilon of a layer norm over the sum, or None.
         embedding_width: width of the tables where it is not d_model, or None.
         out_of_range: `"nan"`, `"clip"` or `"zero"`; see `lookup`.
+        lookup_style: `"gather"` or `"one_hot"`; see `lookup`.
         param_dtype: of the tables.
         dtype: of the result.
 
@@ -62,6 +63,7 @@ class EmbedderConfig:
     layer_norm_eps: float | None = None
     embedding_width: int | None = None
     out_of_range: str = "nan"
+    lookup_style: str = "gather"
     param_dtype: DTypeLike = jnp.float32
     dtype: DTypeLike = jnp.float32
 
@@ -74,6 +76,7 @@ class EmbedderConfig:
             _checks.int32("pad_id", self.pad_id)
         _checks.flag("scale", self.scale)
         _checks.choice("out_of_range", self.out_of_range, OUT_OF_RANGE)
+        _checks.choice("lookup_style", self.lookup_style, LOOKUP_STYLES)
         for name in ("param_dtype", "dtype"):
             object.__setattr__(self, name, _checks.floating_dtype(name, getattr(self, name)))
 

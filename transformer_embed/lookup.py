@@ -1,5 +1,8 @@
 """Rows of a table: what an id outside the vocabulary gives, the padding row, and the tied output layer."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +13,12 @@ from jaxtyping import Array, Float, Int32
 from transformer_embed import _checks
 
 OUT_OF_RANGE = ("nan", "clip", "zero")
+LOOKUP_STYLES = ("gather", "one_hot")
 
 
-def lookup(table: ArrayLike, ids: ArrayLike, *, pad_id: int | None = None, out_of_range: str = "nan") -> Float[Array, "... d"]:
+def lookup(
+    table: ArrayLike, ids: ArrayLike, *, pad_id: int | None = None, out_of_range: str = "nan", lookup_style: str = "gather"
+) -> Float[Array, "... d"]:
     """The row of the table for each id.
 
     Args:
@@ -24,13 +30,17 @@ def lookup(table: ArrayLike, ids: ArrayLike, *, pad_id: int | None = None, out_o
             `"nan"`: a row of NaN, no gradient. Loud, and the only way to be loud under jit.
             `"clip"`: the nearest row of the table, which gets the gradient.
             `"zero"`: a row of zeros, no gradient.
+        lookup_style: how the rows are read; the values are the same.
+            `"gather"`: each row is copied.
+            `"one_hot"`: a product with a [..., vocab_size] matrix of zeros and ones, at full precision. Its cost grows with the
+            vocabulary: for matrix units (TPU) and small vocabularies. The table must be finite: 0 times infinity is NaN.
 
     Returns:
         [..., d] of the table's dtype. Under explicit mesh axes its sharding is that of the ids, then that of the table's columns.
 
     Raises:
         TypeError: ids are not integers; the table has no floating dtype.
-        ValueError: the table is not of rank 2 or has no row; an unknown out_of_range; a pad_id outside int32.
+        ValueError: the table is not of rank 2 or has no row; an unknown out_of_range or lookup_style; a pad_id outside int32.
 
     Example:
         >>> import jax.numpy as jnp
@@ -43,9 +53,10 @@ def lookup(table: ArrayLike, ids: ArrayLike, *, pad_id: int | None = None, out_o
         The input embedding of Vaswani et al., "Attention Is All You Need" (2017), section 3.4, https://arxiv.org/abs/1706.03762
     """
     _checks.choice("out_of_range", out_of_range, OUT_OF_RANGE)
+    read_rows = {"gather": _gather, "one_hot": _multiply_by_one_hot}[_checks.choice("lookup_style", lookup_style, LOOKUP_STYLES)]
     table = as_table("table", table)
     ids = _checks.as_int32("ids", ids)
-    rows = _gather(table, ids)
+    rows = _summing_in_float32(read_rows, table, ids) if table.dtype.itemsize < 4 else read_rows(table, ids)
     if out_of_range != "clip":
         outside = ids.astype(jnp.uint32) >= table.shape[0]
         rows = jnp.where(outside[..., None], jnp.array(jnp.nan if out_of_range == "nan" else 0, table.dtype), rows)
@@ -61,7 +72,8 @@ def tied_logits(x: ArrayLike, table: ArrayLike, *, pad_id: int | None = None) ->
     Args:
         x: [..., d], a floating dtype.
         table: [vocab_size, d], a floating dtype.
-        pad_id: the id whose row counts as zeros, as in `lookup`: its logit is 0 and its row gets no gradient. None: none.
+        pad_id: the id whose row counts as zeros, as in `lookup`: its logit is 0 and its row gets no gradient. The row must be
+            finite all the same, for x's gradient has 0 times it. None: none.
 
     Returns:
         [..., vocab_size], summed and returned in float32 (float64 if an input is).
@@ -128,13 +140,30 @@ def as_table(name: str, table: ArrayLike) -> Float[Array, "v d"]:
     return array
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _summing_in_float32(read_rows: Callable, table: Float[Array, "v d"], ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
+    """The gradient of a row is the sum over its repeats, which 16 bits would stop counting at some 256.
+
+    Compiled, the conversion fuses into the gather: no float32 table is made.
+    """
+    return read_rows(table.astype(jnp.float32), ids).astype(table.dtype)
+
+
 def _gather(table: Float[Array, "v d"], ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
     """`table[ids]`, an id beyond either end giving the row at that end."""
     sharding = jax.typeof(ids).sharding
     explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
     if explicit:
         columns = jax.typeof(table).sharding.spec[1]
+        if columns is not None and columns in sharding.spec:
+            raise ValueError(_checks.wanted("table", "columns over a mesh axis that the ids do not use", f"both over {columns!r}"))
         by_ids = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, columns))
         return table.at[jnp.clip(ids, 0, table.shape[0] - 1)].get(mode="promise_in_bounds", out_sharding=by_ids)
     dimensions = jax.lax.GatherDimensionNumbers(offset_dims=(ids.ndim,), collapsed_slice_dims=(0,), start_index_map=(0,))
     return jax.lax.gather(table, ids[..., None], dimensions, (1, table.shape[1]), mode="clip")
+
+
+def _multiply_by_one_hot(table: Float[Array, "v d"], ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
+    """As `_gather`, for a finite table."""
+    one_hot = jax.nn.one_hot(jnp.clip(ids, 0, table.shape[0] - 1), table.shape[0], dtype=table.dtype)
+    return jnp.matmul(one_hot, table, precision=jax.lax.Precision.HIGHEST)

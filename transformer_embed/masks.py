@@ -1,10 +1,11 @@
 """Attention masks: bool arrays, True = may attend, and the bias that stands for one."""
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Integer
 
 from transformer_embed import _checks
 
@@ -65,25 +66,45 @@ def attention_mask(
     key_positions: ArrayLike,
     padding: ArrayLike | None = None,
     causal: bool = True,
+    window: tuple[int | None, int | None] | None = None,
+    chunk: int | None = None,
+    query_block_ids: ArrayLike | None = None,
+    key_block_ids: ArrayLike | None = None,
+    query_segment_ids: ArrayLike | None = None,
+    key_segment_ids: ArrayLike | None = None,
 ) -> Bool[Array, "b 1 t s"]:
     """The mask that an attention layer takes, from the positions of queries and keys, in the smallest shape that broadcasts.
 
-    Query t of row b may attend to key s if `padding[b, s]` and, where causal, `key_positions[b, s] <= query_positions[b, t]`.
-    With a cache, give the keys their positions 0..S-1 and the queries theirs, offset included, one row for all or one for each.
+    Query t may attend to key s where
+
+        (causal and window and chunk, or the same block) and the same segment and padding[s]
+
+    each term that is not asked for left out. With a cache, give the keys their positions 0..S-1 and the queries theirs,
+    offset included, one row for all or one for each. A `Placement` has these arguments ready.
 
     Args:
         query_positions: [T] or [B, T] integers.
         key_positions: [S] or [B, S] integers.
-        padding: bool [S] or [B, S], True = a token, as `padding_mask` gives it; None: no padding.
+        padding: bool [S] or [B, S], True = a token, as `padding_mask` gives it; None: no padding. It hides keys; what a
+            query at padding gives is not looked at.
         causal: whether keys after the query are hidden.
+        window: (left, right), as in `window_mask`: a causal window of w tokens with oneself is (w - 1, 0).
+        chunk: as in `chunk_mask`.
+        query_block_ids: [T] or [B, T] integers, as in `block_mask`: tokens of one block see each other, whatever the
+            causal mask, the window and the chunk say. A prefix is block 0, with -1 after it.
+        key_block_ids: [S] or [B, S] integers, with the former.
+        query_segment_ids: [T] or [B, T] integers, as in `segment_mask`.
+        key_segment_ids: [S] or [B, S] integers, with the former.
 
     Returns:
         bool [B or 1, 1, T or 1, S], for logits [B, heads, T, S]: the batch axis is 1 where nothing differs between rows,
         the query axis is 1 where nothing differs between queries. A row may be wholly False: see `mask_to_bias`.
 
     Raises:
-        TypeError: positions are not signed integers (uint8 and uint16 pass), padding is not bool, causal is no Python bool.
-        ValueError: host positions outside int32, a rank other than 1 or 2, or shapes that do not fit each other.
+        TypeError: positions are not signed integers (uint8 and uint16 pass), ids are not integers, padding is not bool, causal is no
+            Python bool, a window or chunk is no Python int.
+        ValueError: host positions outside int32, a rank other than 1 or 2, shapes that do not fit each other, block or segment ids
+            of only one side.
 
     Example:
         >>> import jax.numpy as jnp
@@ -94,23 +115,146 @@ def attention_mask(
         ((2, 1, 1, 4), [[True, True, True, False], [True, True, False, False]])
 
     Source:
-        Vaswani et al., "Attention Is All You Need" (2017), section 3.2.3, https://arxiv.org/abs/1706.03762
+        Vaswani et al., "Attention Is All You Need" (2017), section 3.2.3, https://arxiv.org/abs/1706.03762; for the other
+        terms see the functions named.
     """
-    queries = _rows("query_positions", _checks.as_ordered("query_positions", query_positions))
-    keys = _rows("key_positions", _checks.as_ordered("key_positions", key_positions))
-    rows, key_length = {keys.shape[0], queries.shape[0]}, keys.shape[1]
-    terms = []
+    _check_fit(
+        {"query_positions": query_positions, "query_block_ids": query_block_ids, "query_segment_ids": query_segment_ids},
+        {"key_positions": key_positions, "padding": padding, "key_block_ids": key_block_ids, "key_segment_ids": key_segment_ids},
+    )
+    allowed = []
     if _checks.flag("causal", causal):
-        terms.append(keys[:, None, None, :] <= queries[:, None, :, None])
+        allowed.append(window_mask(query_positions, key_positions, right=0))
+    if window is not None:
+        left, right = _pair("window", window)
+        allowed.append(window_mask(query_positions, key_positions, left=left, right=right))
+    if chunk is not None:
+        allowed.append(chunk_mask(query_positions, key_positions, chunk=chunk))
+    if query_block_ids is not None and key_block_ids is not None and allowed:
+        allowed = [functools.reduce(jnp.logical_and, allowed) | block_mask(query_block_ids, key_block_ids)]
+    if query_segment_ids is not None and key_segment_ids is not None:
+        allowed.append(segment_mask(query_segment_ids, key_segment_ids))
     if padding is not None:
-        tokens = _rows("padding", _checks.as_mask("padding", padding))
-        if tokens.shape[1] != key_length:
-            raise ValueError(_checks.wanted("padding", f"the length of key_positions, {key_length}", f"shape {list(jnp.shape(padding))}"))
-        rows.add(tokens.shape[0])
-        terms.append(tokens[:, None, None, :])
-    if len(rows - {1}) > 1:
-        raise ValueError(_checks.wanted("query_positions, key_positions, padding", "one number of rows, or 1", f"{sorted(rows)} rows"))
-    return functools.reduce(jnp.logical_and, terms) if terms else jnp.ones((1, 1, 1, key_length), bool)
+        allowed.append(_checks.rows("padding", _checks.as_mask("padding", padding))[:, None, None, :])
+    if not allowed:
+        allowed.append(jnp.ones((1, 1, 1, _keys("key_positions", key_positions).shape[3]), bool))
+    return functools.reduce(jnp.logical_and, allowed)
+
+
+def window_mask(
+    query_positions: ArrayLike, key_positions: ArrayLike, *, left: int | None = None, right: int | None = None
+) -> Bool[Array, "b 1 t s"]:
+    """Which keys lie within a window around each query: `query - left <= key <= query + right`.
+
+    Args:
+        query_positions: [T] or [B, T] integers.
+        key_positions: [S] or [B, S] integers.
+        left: how many positions before its own a query sees, at least 0; None: all. (w tokens with oneself, as transformers counts: w - 1;
+            oneself and w before, as tensor2tensor and axlearn: w.)
+        right: how many after its own, at least 0; None: all. A causal window has 0, a symmetric one the same as left.
+
+    Returns:
+        bool [B or 1, 1, T, S]; masks of this module combine with `&`, `|` and `~`.
+
+    Raises:
+        TypeError: positions are not signed integers; left or right is no Python int.
+        ValueError: another rank; a negative left or right; host positions outside int32.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> te.window_mask(range(4), range(4), left=1, right=0)[0, 0].astype(int).tolist()
+        [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+
+    Source:
+        Beltagy et al., "Longformer" (2020), section 3.1, https://arxiv.org/abs/2004.05150
+    """
+    queries, keys = _queries("query_positions", query_positions), _keys("key_positions", key_positions)
+    terms = [] if right is None else [_at_most(keys, queries, _checks.integer("right", right, at_least=0))]
+    terms += [] if left is None else [_at_most(queries, keys, _checks.integer("left", left, at_least=0))]
+    everywhere = jnp.ones(_checks.broadcastable("query_positions and key_positions", queries.shape, keys.shape), bool)
+    return functools.reduce(jnp.logical_and, terms) if terms else everywhere
+
+
+def chunk_mask(query_positions: ArrayLike, key_positions: ArrayLike, *, chunk: int) -> Bool[Array, "b 1 t s"]:
+    """Which keys lie in the query's chunk, positions being cut into chunks of one length: 0..chunk-1, chunk..2*chunk-1, ...
+
+    Args:
+        query_positions: [T] or [B, T] integers.
+        key_positions: [S] or [B, S] integers.
+        chunk: length of a chunk, at least 1.
+
+    Returns:
+        bool [B or 1, 1, T, S].
+
+    Raises:
+        TypeError: positions are not signed integers; chunk is no Python int.
+        ValueError: another rank; a chunk below 1; host positions outside int32.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> te.chunk_mask([1, 2], range(4), chunk=2)[0, 0].astype(int).tolist()
+        [[1, 1, 0, 0], [0, 0, 1, 1]]
+
+    Source:
+        Child et al., "Generating Long Sequences with Sparse Transformers" (2019), section 4.3, https://arxiv.org/abs/1904.10509,
+        the block of its fixed pattern; the chunked attention of Llama 4.
+    """
+    chunk = _checks.integer("chunk", chunk, at_least=1)
+    return _queries("query_positions", query_positions) // chunk == _keys("key_positions", key_positions) // chunk
+
+
+def block_mask(query_block_ids: ArrayLike, key_block_ids: ArrayLike) -> Bool[Array, "b 1 t s"]:
+    """Which keys are of the query's block; -1 is no block. To let blocks see all of themselves, join it to a causal mask by `|`.
+
+    Args:
+        query_block_ids: [T] or [B, T] integers; any negative one: in no block. A bool prefix flag p is `jnp.where(p, 0, -1)`.
+        key_block_ids: [S] or [B, S] integers.
+
+    Returns:
+        bool [B or 1, 1, T, S].
+
+    Raises:
+        TypeError: ids are not integers.
+        ValueError: another rank.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> prefix = jnp.array([0, 0, -1])
+        >>> (te.causal_mask(3) | te.block_mask(prefix, prefix))[0, 0].astype(int).tolist()
+        [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
+
+    Source:
+        Raffel et al., "T5" (2020), section 3.2.1, on the prefix language model; https://arxiv.org/abs/1910.10683. Numbered blocks, images
+        in text for example, are those of transformers' Gemma 3.
+    """
+    queries, keys = _queries("query_block_ids", query_block_ids), _keys("key_block_ids", key_block_ids)
+    return (queries == keys) & (queries >= 0)
+
+
+def segment_mask(query_segment_ids: ArrayLike, key_segment_ids: ArrayLike) -> Bool[Array, "b 1 t s"]:
+    """Which keys are of the query's segment, for sequences packed into one row.
+
+    Args:
+        query_segment_ids: [T] or [B, T] integers. 0 equals 0: mask padding apart.
+        key_segment_ids: [S] or [B, S] integers.
+
+    Returns:
+        bool [B or 1, 1, T, S].
+
+    Raises:
+        TypeError: ids are not integers.
+        ValueError: another rank.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> te.segment_mask([1, 1, 2], [1, 1, 2])[0, 0].astype(int).tolist()
+        [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
+
+    Source:
+        Raffel et al., "T5" (2020), section 3.5.2, https://arxiv.org/abs/1910.10683
+    """
+    return _queries("query_segment_ids", query_segment_ids) == _keys("key_segment_ids", key_segment_ids)
 
 
 def combine_masks(*masks: ArrayLike) -> Bool[Array, "b h t s"]:
@@ -152,7 +296,7 @@ def mask_to_bias(mask: ArrayLike, dtype: DTypeLike = jnp.float32) -> Float[Array
     """A bias to add to attention logits: 0 where attention is allowed, half of the dtype's lowest value where not.
 
     Half leaves room to add another bias, ALiBi's for example, without an overflow to -inf. It is finite, so a row that is
-    wholly masked gives a softmax over its logits rather than NaN, in the forward pass and in the gradient.
+    wholly masked gives an even softmax rather than NaN, in the forward pass and in the gradient.
 
     Args:
         mask: bool [...], True = may attend.
@@ -179,7 +323,41 @@ def mask_to_bias(mask: ArrayLike, dtype: DTypeLike = jnp.float32) -> Float[Array
     return jnp.where(_checks.as_mask("mask", mask), jnp.zeros((), dtype), low)
 
 
-def _rows(name: str, array: Array) -> Array:
-    if array.ndim not in (1, 2):
-        raise ValueError(_checks.wanted(name, "shape [length] or [batch, length]", f"shape {list(array.shape)}"))
-    return array if array.ndim == 2 else array[None]
+def _queries(name: str, value: ArrayLike) -> Integer[Array, "b 1 t 1"]:
+    return _checks.rows(name, _checks.as_ordered(name, value))[:, None, :, None]
+
+
+def _keys(name: str, value: ArrayLike) -> Integer[Array, "b 1 1 s"]:
+    return _checks.rows(name, _checks.as_ordered(name, value))[:, None, None, :]
+
+
+def _at_most(first: Integer[Array, "..."], second: Integer[Array, "..."], distance: int) -> Bool[Array, "..."]:
+    """`first - second <= distance`, where the difference may not fit: as an unsigned number, it does where it is not negative."""
+    if distance == 0:
+        return first <= second
+    dtype = jnp.promote_types(first.dtype, second.dtype)
+    unsigned = jnp.uint64 if dtype == jnp.int64 else jnp.uint32
+    difference = first.astype(dtype).astype(unsigned) - second.astype(dtype).astype(unsigned)
+    return (first <= second) | (difference <= jnp.array(min(distance, jnp.iinfo(unsigned).max), unsigned))
+
+
+def _pair(name: str, value: Any) -> tuple[Any, Any]:
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise TypeError(_checks.wanted(name, "a pair (left, right), None for no limit", repr(value)))
+    return value
+
+
+def _check_fit(queries: dict[str, ArrayLike | None], keys: dict[str, ArrayLike | None]) -> None:
+    """Block and segment ids of both sides or none; each side of one length; all of one number of rows, or of 1."""
+    rows = {}
+    for side in (queries, keys):
+        first = next(iter(side))
+        for name, value in side.items():
+            other = name.replace("query", "key") if side is queries else name.replace("key", "query")
+            if value is None and {**queries, **keys}.get(other) is not None:
+                raise ValueError(_checks.wanted(name, f"an array, since {other} is given", "None"))
+            if value is not None:
+                rows[name], length = _checks.rows(name, _checks.as_array(name, value)).shape
+                _checks.same(name, f"the length of {first}", length, _checks.as_array(first, side[first]).shape[-1])
+    if len(set(rows.values()) - {1}) > 1:
+        raise ValueError(_checks.wanted(", ".join(rows), "one number of rows, or 1", f"{', '.join(map(str, rows.values()))}"))

@@ -1,16 +1,18 @@
 """Haiku modules: they own parameters, take a key, and call the pure functions."""
 
 import dataclasses
+import functools
 import math
 
 import haiku as hk
+import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
 from transformer_embed import _checks
 from transformer_embed.dropout import dropout
-from transformer_embed.lookup import OUT_OF_RANGE, lookup, tied_logits
+from transformer_embed.lookup import LOOKUP_STYLES, OUT_OF_RANGE, lookup, tied_logits
 from transformer_embed.sinusoidal import sinusoidal_channels, sinusoidal_encoding
 
 
@@ -99,6 +101,7 @@ class TokenEmbedding(hk.Module):
         pad_id: the id of padding: zeros, no gradient, whatever the initialiser, weight decay or the output layer do. May lie
             outside the vocabulary. None: no padding.
         out_of_range: `"nan"`, `"clip"` or `"zero"`; see `lookup`.
+        lookup_style: `"gather"` or `"one_hot"`; see `lookup`.
         w_init: initialiser of the table. None: normal, such that the module's outputs have unit variance.
         param_dtype: of the table.
         dtype: of the result.
@@ -106,7 +109,7 @@ class TokenEmbedding(hk.Module):
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: a size below 1, or an unknown out_of_range.
+        ValueError: a size below 1, an unknown out_of_range or lookup_style.
 
     Example:
         >>> import haiku as hk, jax
@@ -128,6 +131,7 @@ class TokenEmbedding(hk.Module):
         scale: bool = True,
         pad_id: int | None = None,
         out_of_range: str = "nan",
+        lookup_style: str = "gather",
         w_init: hk.initializers.Initializer | None = None,
         param_dtype: DTypeLike = jnp.float32,
         dtype: DTypeLike = jnp.float32,
@@ -138,6 +142,7 @@ class TokenEmbedding(hk.Module):
         self.d_model = _checks.integer("d_model", d_model, at_least=1)
         self.pad_id = pad_id if pad_id is None else _checks.int32("pad_id", pad_id)
         self.out_of_range = _checks.choice("out_of_range", out_of_range, OUT_OF_RANGE)
+        self.lookup_style = _checks.choice("lookup_style", lookup_style, LOOKUP_STYLES)
         self.param_dtype = _checks.floating_dtype("param_dtype", param_dtype)
         self.dtype = _checks.floating_dtype("dtype", dtype)
         self.factor = math.sqrt(d_model) if _checks.flag("scale", scale) else 1.0
@@ -145,7 +150,7 @@ class TokenEmbedding(hk.Module):
 
     def __call__(self, ids: ArrayLike) -> Float[Array, "... d"]:
         """Embeds ids [...], integers, as [..., d_model] of `dtype`."""
-        rows = lookup(self._table(), ids, pad_id=self.pad_id, out_of_range=self.out_of_range)
+        rows = lookup(self._table(), ids, pad_id=self.pad_id, out_of_range=self.out_of_range, lookup_style=self.lookup_style)
         return (_wide(rows) * self.factor).astype(self.dtype)
 
     def logits(self, x: ArrayLike) -> Float[Array, "... v"]:
@@ -316,6 +321,7 @@ class TransformerEmbedding(hk.Module):
         layer_norm_eps: epsilon of a layer norm over the sum (BERT: 1e-12); None: no norm.
         embedding_width: width of the tables, where it is not d_model (ALBERT); None: d_model.
         out_of_range: `"nan"`, `"clip"` or `"zero"`, for ids, token types and learned positions; see `lookup`.
+        lookup_style: `"gather"` or `"one_hot"`, for ids and token types; see `lookup`.
         param_dtype: of the tables.
         dtype: of the result.
         name: of the module.
@@ -351,6 +357,7 @@ class TransformerEmbedding(hk.Module):
         layer_norm_eps: float | None = None,
         embedding_width: int | None = None,
         out_of_range: str = "nan",
+        lookup_style: str = "gather",
         param_dtype: DTypeLike = jnp.float32,
         dtype: DTypeLike = jnp.float32,
         name: str | None = None,
@@ -361,22 +368,13 @@ class TransformerEmbedding(hk.Module):
         self.dropout_rate = float(dropout_rate)
         self.dtype = _checks.floating_dtype("dtype", dtype)
         wide = jnp.promote_types(jnp.float32, dtype)
-        self.tokens = TokenEmbedding(
-            vocab_size, width, scale=scale, pad_id=pad_id, out_of_range=out_of_range, param_dtype=param_dtype, dtype=wide
-        )
+        table = functools.partial(TokenEmbedding, out_of_range=out_of_range, lookup_style=lookup_style, param_dtype=param_dtype, dtype=wide)
+        self.tokens = table(vocab_size, width, scale=scale, pad_id=pad_id)
         self.positions = None if positions is None else positions.module(width, dropout_rate, out_of_range, param_dtype)
         self.token_types = None
         if num_token_types is not None:
-            self.token_types = TokenEmbedding(
-                num_token_types,
-                width,
-                scale=False,
-                out_of_range=out_of_range,
-                w_init=hk.initializers.RandomNormal(stddev=0.02),
-                param_dtype=param_dtype,
-                dtype=wide,
-                name="token_type_embedding",
-            )
+            w_init = hk.initializers.RandomNormal(stddev=0.02)
+            self.token_types = table(num_token_types, width, scale=False, w_init=w_init, name="token_type_embedding")
         self.norm = None if layer_norm_eps is None else hk.LayerNorm(-1, True, True, eps=layer_norm_eps)
         self.widen = None if embedding_width is None else hk.Linear(d_model, name="widen")
 
@@ -460,10 +458,33 @@ def _encoding(
     module: PositionalEncoding | LearnedPositionalEncoding, positions: ArrayLike | None, shape: tuple[int, ...]
 ) -> Float[Array, "... d"]:
     if positions is None:
-        return module.encoding(module.default_positions(shape[-1]))
+        positions = module.default_positions(shape[-1])
     positions = _checks.as_array("positions", positions)
     _checks.ends_in_length("positions", positions.shape, shape)
-    return module.encoding(positions)
+    encoding = module.encoding(positions)
+    one_row_for_many = positions.ndim == 1 and math.prod(shape[:-1]) > 1
+    return _computed_once(encoding) if one_row_for_many else encoding
+
+
+def _computed_once(rows: Float[Array, "t d"]) -> Float[Array, "t d"]:
+    """The same rows, behind a loop on a CPU: XLA there would fuse them into the sum and compute them again for each batch row."""
+    if len(rows) < 2 or len(_named_axes(rows)) > 0:
+        return rows
+    return jax.lax.platform_dependent(rows, cpu=_copied_in_two_steps, default=lambda rows: rows)
+
+
+def _copied_in_two_steps(rows: Float[Array, "t d"]) -> Float[Array, "t d"]:
+    half = (len(rows) + 1) // 2
+
+    def copy_half(step, copied):
+        part = jax.lax.dynamic_slice_in_dim(rows, step * half, half)
+        return jax.lax.dynamic_update_slice_in_dim(copied, part, step * half, axis=0)
+
+    return jax.lax.fori_loop(0, 2, copy_half, jnp.zeros_like(rows))
+
+
+def _named_axes(x: Array) -> tuple[str, ...]:
+    return tuple(axis for axis in jax.typeof(x).sharding.spec if axis is not None)
 
 
 def _dropped_out(x: Float[Array, "..."], rate: float, is_training: bool) -> Float[Array, "..."]:

@@ -1,0 +1,154 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import transformer_embed as te
+
+
+def count_by_hand(segment_ids, start=0, at_padding=0):
+    positions = np.full_like(segment_ids, at_padding)
+    for row, line in enumerate(segment_ids):
+        for column, segment in enumerate(line):
+            if segment != 0:
+                run = column
+                while run > 0 and line[run - 1] == segment:
+                    run -= 1
+                positions[row, column] = column - run + start
+    return positions
+
+
+SEGMENTS = np.array([[1, 1, 1, 2, 2, 0, 0], [0, 0, 5, 5, 0, 6, 6], [0] * 7, [3] * 7, [1, 2, 3, 4, 5, 6, 7]])
+
+
+@pytest.mark.parametrize(("start", "at_padding"), [(0, 0), (2, 1), (2, -1)])
+def test_segments(start, at_padding):
+    placement = te.place_segments(SEGMENTS, start=start, at_padding=at_padding)
+    np.testing.assert_array_equal(placement.positions, count_by_hand(SEGMENTS, start, at_padding))
+    np.testing.assert_array_equal(placement.segment_ids, SEGMENTS)
+    np.testing.assert_array_equal(placement.padding, SEGMENTS != 0)
+    assert placement.positions.dtype == placement.segment_ids.dtype == jnp.int32
+
+
+def test_ids_padded_on_either_side():
+    placement = te.place_ids([[9, 8, 7, 0, 0], [0, 0, 9, 8, 7], [0, 9, 8, 7, 0], [0] * 5], pad_id=0)
+    assert placement.positions.tolist() == [[0, 1, 2, 0, 0], [0, 0, 0, 1, 2], [0, 0, 1, 2, 0], [0] * 5]
+
+
+def test_padding_gets_no_negative_position():
+    assert te.place_ids([[0, 0, 5]]).positions.min() == 0
+
+
+def test_roberta():
+    """fairseq's make_positions: cumsum of the mask times the mask, plus padding_idx."""
+    ids = np.array([[0, 31414, 232, 2, 1, 1], [1, 1, 0, 5, 6, 2]])
+    mask = (ids != 1).astype(int)
+    placement = te.place_ids(ids, pad_id=1, start=2, at_padding=1)
+    np.testing.assert_array_equal(placement.positions, np.cumsum(mask, 1) * mask + 1)
+
+
+def test_opt():
+    """OPT's positions: cumsum of the mask times the mask, minus one, plus the offset of 2."""
+    mask = np.array([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]])
+    placement = te.place_ids(mask, pad_id=0, start=2, at_padding=1)
+    np.testing.assert_array_equal(placement.positions, np.cumsum(mask, 1) * mask - 1 + 2)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_lengths(side):
+    placement = te.place_lengths([0, 2, 4], 4, padding_side=side)
+    expected = [[0] * 4, [0, 0, 1, 1] if side == "left" else [1, 1, 0, 0], [1] * 4]
+    assert placement.segment_ids.tolist() == expected
+    np.testing.assert_array_equal(placement.positions, count_by_hand(np.array(expected)))
+
+
+@pytest.mark.parametrize("offset", [3, [3], [3, 0, 2**31 - 5]])
+def test_offset(offset):
+    placement = te.place_offset(offset, 2)
+    np.testing.assert_array_equal(placement.positions, np.atleast_1d(offset)[:, None] + np.arange(2))
+    assert placement.padding.all()
+
+
+def test_left_padding_equals_right_padding_after_a_shift():
+    left, right = (te.place_lengths([2, 3], 5, padding_side=side) for side in ("left", "right"))
+    for row, length in enumerate([2, 3]):
+        np.testing.assert_array_equal(left.positions[row, 5 - length :], right.positions[row, :length])
+
+
+def test_one_trace_for_all_values():
+    traces = []
+
+    @jax.jit
+    def place(ids, offset):
+        traces.append(ids)
+        return te.place_ids(ids), te.place_offset(offset, 1), te.place_lengths(offset, 4), te.place_segments(ids)
+
+    for seed in range(3):
+        ids = np.random.default_rng(seed).integers(0, 3, (2, 4))
+        compiled = place(ids, jnp.array([seed, 2 * seed]))
+        np.testing.assert_array_equal(compiled[0].positions, te.place_ids(ids).positions)
+        np.testing.assert_array_equal(compiled[3].positions, te.place_segments(ids).positions)
+    assert len(traces) == 1
+
+
+def test_vmap_over_batches():
+    ids = np.random.default_rng(0).integers(0, 3, (5, 2, 6))
+    mapped = jax.vmap(te.place_ids)(ids)
+    for batch, positions in zip(ids, mapped.positions, strict=True):
+        np.testing.assert_array_equal(positions, te.place_ids(batch).positions)
+
+
+class TestMasks:
+    """What attention_mask makes of a placement, against the rule written out token by token."""
+
+    def allowed(self, placement, row, t, s):
+        same = placement.segment_ids[row, t] == placement.segment_ids[row, s]
+        return bool(same and placement.padding[row, s] and placement.positions[row, s] <= placement.positions[row, t])
+
+    @pytest.mark.parametrize(
+        "placement",
+        [
+            te.place_segments(SEGMENTS),
+            te.place_ids([[0, 0, 7, 8], [5, 6, 7, 0]]),
+            te.place_lengths([1, 3], 4, padding_side="left"),
+        ],
+    )
+    def test_one_rule(self, placement):
+        mask = te.attention_mask(**placement.queries(), **placement.keys())
+        batch, length = placement.positions.shape
+        expected = [[[self.allowed(placement, b, t, s) for s in range(length)] for t in range(length)] for b in range(batch)]
+        np.testing.assert_array_equal(mask[:, 0], expected)
+
+    def test_decoding_with_one_offset_a_row(self):
+        step, cache = te.place_offset([5, 2], 1), te.place_lengths([6, 3], 8)
+        mask = te.attention_mask(**step.queries(), **cache.keys())
+        assert mask.shape == (2, 1, 1, 8)
+        assert mask.sum(-1).ravel().tolist() == [6, 3]
+
+
+def test_empty():
+    assert te.place_lengths([2], 0).positions.shape == (1, 0)
+    assert te.place_ids(np.zeros([2, 0], int)).positions.shape == (2, 0)
+    assert te.place_offset(3, 0).positions.shape == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "call"),
+    [
+        (TypeError, "ids: wanted an integer dtype, got float32", lambda: te.place_ids(np.ones([1, 2], np.float32))),
+        (ValueError, "ids: wanted shape [length] or [batch, length], got shape [1, 1, 1]", lambda: te.place_ids([[[1]]])),
+        (TypeError, "pad_id: wanted a Python int, got", lambda: te.place_ids([1], pad_id=None)),
+        (TypeError, "start: wanted a Python int, got float 0.5", lambda: te.place_ids([1], start=0.5)),
+        (ValueError, "lengths: wanted shape [batch], got shape []", lambda: te.place_lengths(3, 4)),
+        (ValueError, "length: wanted an int of at least 0, got -1", lambda: te.place_lengths([3], -1)),
+        (ValueError, "padding_side: wanted one of 'right', 'left', got 'both'", lambda: te.place_lengths([3], 4, padding_side="both")),
+        (TypeError, "segment_ids: wanted an integer dtype, got bool", lambda: te.place_segments(np.ones([1, 2], bool))),
+        (ValueError, "offset: wanted shape [] or [batch], got shape [1, 1]", lambda: te.place_offset([[3]], 4)),
+        (ValueError, "offset: wanted integers inside int32", lambda: te.place_offset(2**31, 4)),
+        (TypeError, "offset: wanted an integer dtype, got float64", lambda: te.place_offset(0.5, 4)),
+    ],
+)
+def test_errors(kind, message, call):
+    with pytest.raises(kind) as caught:
+        call()
+    assert str(caught.value).startswith(message)

@@ -1,0 +1,182 @@
+"""Where each token of a batch stands: its position and its segment, for padding on either side, packing and decoding."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Int32
+
+from transformer_embed import _checks
+
+
+class Placement(NamedTuple):
+    """One description of a batch, that feeds every position encoding and every mask.
+
+    Made by `place_ids`, `place_lengths`, `place_segments` and `place_offset`, inside or outside of jit.
+
+    Args:
+        positions: int32 [batch, length]; each token's place in its own sequence.
+        segment_ids: int32 [batch, length]; which sequence of its row a token belongs to, 0 = padding.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> batch = te.place_ids([[0, 0, 7, 8, 9], [5, 6, 0, 0, 0]], pad_id=0)
+        >>> batch.positions.tolist()
+        [[0, 0, 0, 1, 2], [0, 1, 0, 0, 0]]
+        >>> te.attention_mask(**batch.queries(), **batch.keys()).shape
+        (2, 1, 5, 5)
+
+    Source:
+        Raffel et al., "T5" (2020), section 3.5.2 packs several sequences into one row so; https://arxiv.org/abs/1910.10683
+    """
+
+    positions: Int32[Array, "b t"]
+    segment_ids: Int32[Array, "b t"]
+
+    @property
+    def padding(self) -> Bool[Array, "b t"]:
+        """The padding mask, bool [batch, length], True = a token."""
+        return self.segment_ids > 0
+
+    def queries(self) -> dict[str, Array]:
+        """The arguments of `attention_mask` for these tokens as queries."""
+        return {"query_positions": self.positions, "query_segment_ids": self.segment_ids}
+
+    def keys(self) -> dict[str, Array]:
+        """The arguments of `attention_mask` for these tokens as keys."""
+        return {"key_positions": self.positions, "key_segment_ids": self.segment_ids, "padding": self.padding}
+
+
+def place_ids(ids: ArrayLike, *, pad_id: int = 0, start: int = 0, at_padding: int = 0) -> Placement:
+    """The placement of a padded batch: padding on the left, on the right, or both.
+
+    Args:
+        ids: [length] or [batch, length], any integer dtype.
+        pad_id: the id of padding.
+        start: the position of the first token. RoBERTa: padding_idx + 1 = 2; OPT: 2.
+        at_padding: the position that padding gets. RoBERTa: padding_idx = 1; OPT: 1. (BERT does not place padding apart: give its
+            layers no positions at all.)
+
+    Returns:
+        Placement of [batch, length]; the tokens of a row are segment 1.
+
+    Raises:
+        TypeError: ids are not integers, or another argument is no Python int.
+        ValueError: another rank.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> te.place_ids([[5, 6, 1, 1]], pad_id=1, start=2, at_padding=1).positions.tolist()
+        [[2, 3, 1, 1]]
+
+    Source:
+        Liu et al., "RoBERTa" (2019), https://arxiv.org/abs/1907.11692, as in fairseq's make_positions.
+    """
+    ids = _checks.rows("ids", _checks.as_int32("ids", ids))
+    segment_ids = (ids != _checks.int32("pad_id", pad_id)).astype(jnp.int32)
+    return Placement(_counted(segment_ids, start, at_padding), segment_ids)
+
+
+def place_lengths(lengths: ArrayLike, length: int, *, padding_side: str = "right", start: int = 0, at_padding: int = 0) -> Placement:
+    """The placement of rows of given lengths, padded to one length.
+
+    Args:
+        lengths: [batch] integers: how many tokens each row has. Of one past `length`, `length` tokens are in view.
+        length: of the padded rows, at least 0.
+        padding_side: `"right"` or `"left"`.
+        start: the position of the first token; see `place_ids`.
+        at_padding: the position that padding gets; see `place_ids`.
+
+    Returns:
+        Placement of [batch, length]; the tokens of a row are segment 1.
+
+    Raises:
+        TypeError: lengths are not integers, or another argument is of another type.
+        ValueError: lengths are not of rank 1, length is negative, or an unknown padding_side.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> te.place_lengths([2, 3], 4, padding_side="left").padding.astype(int).tolist()
+        [[0, 0, 1, 1], [0, 1, 1, 1]]
+
+    Source:
+        The sequence lengths of `tf.sequence_mask` and of `jax.nn.dot_product_attention`, https://docs.jax.dev.
+    """
+    lengths = _checks.as_int32("lengths", lengths)
+    if lengths.ndim != 1:
+        raise ValueError(_checks.wanted("lengths", "shape [batch]", f"shape {list(lengths.shape)}"))
+    index = jnp.arange(_checks.integer("length", length, at_least=0), dtype=jnp.int32)
+    if _checks.choice("padding_side", padding_side, ("right", "left")) == "left":
+        index = index[::-1]
+    segment_ids = (index < lengths[:, None]).astype(jnp.int32)
+    return Placement(_counted(segment_ids, start, at_padding), segment_ids)
+
+
+def place_segments(segment_ids: ArrayLike, *, start: int = 0, at_padding: int = 0) -> Placement:
+    """The placement of packed sequences: positions start again with each segment.
+
+    Args:
+        segment_ids: [length] or [batch, length] integers: 0 = padding, and a number of its own for each run of tokens that is a sequence.
+        start: the position of each first token; see `place_ids`.
+        at_padding: the position that padding gets; see `place_ids`.
+
+    Returns:
+        Placement of [batch, length].
+
+    Raises:
+        TypeError: segment_ids are not integers, or another argument is no Python int.
+        ValueError: another rank.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> te.place_segments([[1, 1, 1, 2, 2, 0]]).positions.tolist()
+        [[0, 1, 2, 0, 1, 0]]
+
+    Source:
+        Raffel et al., "T5" (2020), section 3.5.2, https://arxiv.org/abs/1910.10683
+    """
+    segment_ids = _checks.rows("segment_ids", _checks.as_int32("segment_ids", segment_ids))
+    return Placement(_counted(segment_ids, start, at_padding), segment_ids)
+
+
+def place_offset(offset: ArrayLike, length: int) -> Placement:
+    """The placement of tokens that follow what a cache holds already.
+
+    Args:
+        offset: integers, [] or [batch]: the position of the first token, the same for all rows or one for each; traced as a rule. An
+            encoding that counts from elsewhere (OPT from 2) has it added by the caller.
+        length: number of tokens, 1 in step-by-step decoding; at least 0.
+
+    Returns:
+        Placement of [1 or batch, length], all of segment 1.
+
+    Raises:
+        TypeError: offset is not an integer, or length is no Python int.
+        ValueError: a rank above 1, or a negative length.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> step, cache = te.place_offset([5, 2], 1), te.place_lengths([6, 3], 8)
+        >>> te.attention_mask(**step.queries(), **cache.keys())[:, 0, 0].astype(int).tolist()
+        [[1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0, 0]]
+
+    Source:
+        Dai et al., "Transformer-XL" (2019), section 3.2, on states reused from before; https://arxiv.org/abs/1901.02860
+    """
+    offset = _checks.as_ordered("offset", offset).astype(jnp.int32)
+    if offset.ndim > 1:
+        raise ValueError(_checks.wanted("offset", "shape [] or [batch]", f"shape {list(offset.shape)}"))
+    index = jnp.arange(_checks.integer("length", length, at_least=0), dtype=jnp.int32)
+    positions = jnp.atleast_1d(offset)[:, None] + index
+    return Placement(positions, jnp.ones_like(positions))
+
+
+def _counted(segment_ids: Int32[Array, "b t"], start: int, at_padding: int) -> Int32[Array, "b t"]:
+    """How many tokens of the same run stand before each token, plus start."""
+    tokens = (segment_ids != 0).astype(jnp.int32)
+    before = jnp.cumsum(tokens, axis=1) - tokens
+    is_first = (segment_ids != jnp.roll(segment_ids, 1, axis=1)).at[:, :1].set(True)
+    at_first = jax.lax.cummax(jnp.where(is_first, before, 0), axis=1)
+    start, at_padding = _checks.int32("start", start), _checks.int32("at_padding", at_padding)
+    return jnp.where(tokens == 1, before - at_first + start, at_padding).astype(jnp.int32)
