@@ -15,8 +15,6 @@ import jmp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import transformer_embed as te
 
@@ -35,6 +33,7 @@ ROUNDINGS_WIDENED = 16
 KEY = jax.random.key(0)
 IDS = np.array([[5, 6, 7, 0, 3], [1, 2, 10, 4, 4]], np.int32)
 X = np.linspace(-1, 1, 2 * 5 * 8, dtype=np.float32).reshape(2, 5, 8)
+WEIGHTS = np.sin(np.arange(80, dtype=np.float32)).reshape(2, 5, 8)
 TYPES = np.array([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]], np.int32)
 
 
@@ -124,7 +123,8 @@ def compiled(name, is_training):
 
 
 def loss(apply, params, data):
-    return (apply(params, KEY, data).astype(jnp.float32) ** 2).sum()
+    """Weighted, for the plain sum of squares after a norm is a constant."""
+    return (apply(params, KEY, data).astype(jnp.float32) * WEIGHTS).sum()
 
 
 @functools.cache
@@ -525,8 +525,7 @@ def test_a_traced_offset_traces_once(module):
     assert len(traces) == 1
 
 
-@settings(deadline=None, derandomize=True, max_examples=15)
-@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=5, max_size=5))
+@pytest.mark.parametrize("positions", [[-(2**31), -1, 0, 1, 2**31 - 1], [10_000, 65_537, 1_000_003, 123_456_789, -987_654_321]])
 def test_any_int32_position_is_encoded(positions):
     got = encode(SINUSOIDAL, np.zeros([5, 8], np.float32), positions=np.array(positions, np.int32))
     angle = np.array(positions, np.longdouble)[:, None] / 10_000.0 ** (np.arange(0, 8, 2, dtype=np.longdouble) / 8)
@@ -890,11 +889,11 @@ def test_bad_calls_of_the_whole_are_refused():
     refused(TypeError, message("token_types", "an integer dtype", "float64"), call(IDS, typed, token_types=TYPES / 2))
     refused(
         ValueError,
-        message("token_types", "a shape that broadcasts to ids's, [5]", "shape [2, 5]"),
+        message("token_types", "a shape that broadcasts to the ids's, [5]", "shape [2, 5]"),
         call(IDS[0], typed, token_types=TYPES),
     )
     refused(
-        ValueError, message("token_types and ids", "shapes that broadcast", "[2, 4] and [2, 5]"), call(IDS, typed, token_types=TYPES[:, :4])
+        ValueError, message("token_types and the ids", "shapes that broadcast", "[2, 4] and [2, 5]"), call(IDS, typed, token_types=TYPES[:, :4])
     )
 
 

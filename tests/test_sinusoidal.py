@@ -241,3 +241,49 @@ def test_errors(kind, message, call):
     with pytest.raises(kind) as caught:
         call()
     assert str(caught.value).startswith(message)
+
+
+class TestGrid:
+    def by_hand(self, shape, d_model, axes, frequencies):
+        """Sines then cosines of each coordinate, in float64."""
+        coordinates = np.meshgrid(*(np.arange(float(n)) for n in shape), indexing="ij")
+        parts = [np.concatenate([f(coordinates[axis][..., None] * frequencies) for f in (np.sin, np.cos)], -1) for axis in axes]
+        return np.concatenate(parts, -1)
+
+    def test_mae(self):
+        """get_2d_sincos_pos_embed: width first, omega = 1 / 10000 ** (arange(d / 4) / (d / 4))."""
+        expected = self.by_hand((3, 5), 24, (1, 0), 1 / 10000 ** (np.arange(6) / 6))
+        np.testing.assert_allclose(te.sinusoidal_grid((3, 5), 24, axes=(1, 0), layout="sin_cos"), expected, **close)
+
+    def test_big_vision(self):
+        """posemb_sincos_2d: width first, omega = 1 / 10000 ** (arange(d / 4) / (d / 4 - 1))."""
+        expected = self.by_hand((4, 3), 24, (1, 0), 1 / 10000 ** (np.arange(6) / 5))
+        np.testing.assert_allclose(te.sinusoidal_grid((4, 3), 24, axes=(1, 0), layout="sin_cos", shift=1), expected, **close)
+
+    def test_tensor2tensor(self):
+        """add_timing_signal_nd: first axis first, d / (2 * axes) timescales each, log increments over one less."""
+        expected = self.by_hand((2, 3, 4), 30, (0, 1, 2), np.exp(np.arange(5) * -np.log(1e4) / 4))
+        np.testing.assert_allclose(te.sinusoidal_grid((2, 3, 4), 30, layout="sin_cos", shift=1), expected, **close)
+
+    def test_one_axis_is_a_table(self):
+        np.testing.assert_array_equal(te.sinusoidal_grid((7,), 6), te.sinusoidal_table(7, 6))
+
+    def test_empty(self):
+        assert te.sinusoidal_grid((0, 3), 4).shape == (0, 3, 4)
+
+    @pytest.mark.parametrize(
+        ("message", "call"),
+        [
+            (
+                "axes: wanted a permutation of the axes of shape (2, 2), at least one, got (0, 0)",
+                lambda: te.sinusoidal_grid((2, 2), 4, axes=(0, 0)),
+            ),
+            ("axes: wanted a permutation of the axes of shape (), at least one, got None", lambda: te.sinusoidal_grid((), 4)),
+            ("d_model: wanted a multiple of the 2 axes, got 5", lambda: te.sinusoidal_grid((2, 2), 5)),
+            ("shape[1]: wanted an int of at least 0, got -1", lambda: te.sinusoidal_grid((2, -1), 4)),
+        ],
+    )
+    def test_errors(self, message, call):
+        with pytest.raises(ValueError, match=".*") as caught:
+            call()
+        assert str(caught.value) == message

@@ -1,7 +1,7 @@
 """The input layer of a Transformer for JAX and Haiku: look a token up, say where it stands, say who may attend to whom."""
 
 from transformer_embed.dropout import dropout
-from transformer_embed.embedder import Embedder, EmbedderConfig, make_embedder, resize_vocabulary
+from transformer_embed.embedder import Embedder, EmbedderConfig, make_embedder, resize_positions, resize_vocabulary
 from transformer_embed.lookup import check_ids, lookup, tied_logits
 from transformer_embed.masks import (
     attention_mask,
@@ -23,7 +23,7 @@ from transformer_embed.modules import (
     TransformerEmbedding,
 )
 from transformer_embed.positions import Placement, place_ids, place_lengths, place_offset, place_segments
-from transformer_embed.sinusoidal import sinusoidal_encoding, sinusoidal_table
+from transformer_embed.sinusoidal import sinusoidal_encoding, sinusoidal_grid, sinusoidal_table
 
 __version__ = "0.1.0"
 
@@ -52,9 +52,11 @@ __all__ = [
     "place_lengths",
     "place_offset",
     "place_segments",
+    "resize_positions",
     "resize_vocabulary",
     "segment_mask",
     "sinusoidal_encoding",
+    "sinusoidal_grid",
     "sinusoidal_table",
     "tied_logits",
     "window_mask",

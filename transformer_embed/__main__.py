@@ -160,13 +160,12 @@ def _embed(args: argparse.Namespace) -> None:
 
 
 def _ids(line: bytes, place: str, are_ids: bool, vocab_size: int) -> np.ndarray:
-    tokens = line.split() if are_ids else line
-    ids = [_id(token) for token in tokens] if are_ids else line
-    wrong = [token for token, i in zip(tokens, ids, strict=True) if not 0 <= i < vocab_size]
-    if wrong:
-        got = wrong[0][:20].decode(errors="replace") if are_ids else f"byte {wrong[0]}"
+    ids = [_id(token) for token in line.split()] if are_ids else list(line)
+    wrong = next((n for n, i in enumerate(ids) if not 0 <= i < vocab_size), None)
+    if wrong is not None:
+        got = line.split()[wrong][:20].decode(errors="replace") if are_ids else f"byte {ids[wrong]}"
         raise UserError(f"{place}: wanted integers from 0 to {vocab_size - 1}, the vocabulary of the parameters, got {got!r}")
-    return np.array(list(ids), np.int32)
+    return np.array(ids, np.int32)
 
 
 def _id(token: bytes) -> int:
@@ -237,7 +236,7 @@ def _config_to_json(config: te.EmbedderConfig) -> str:
     kinds = {kind: name for name, kind in POSITIONS.items()}
     if config.positions is not None:
         fields["positions"] = {"kind": kinds[type(config.positions)], **dataclasses.asdict(config.positions)}
-    return json.dumps({**fields, "param_dtype": config.param_dtype.name, "dtype": config.dtype.name})
+    return json.dumps({**fields, "param_dtype": jnp.dtype(config.param_dtype).name, "dtype": jnp.dtype(config.dtype).name})
 
 
 def _config_from_json(text: str | None) -> te.EmbedderConfig | None:

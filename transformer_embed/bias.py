@@ -157,7 +157,7 @@ def relative_position_buckets(
     after, distance = _offsets(query_positions, key_positions)
     if not bidirectional:
         distance = jnp.where(after, 0, distance)
-    buckets = jnp.minimum(distance, exact).astype(jnp.int32) + _count_at_most(np.array(starts, distance.dtype), distance)
+    buckets = jnp.minimum(distance, exact).astype(jnp.int32) + _count_at_most(starts, distance)
     return buckets + jnp.where(after, each_way, 0) if bidirectional else buckets
 
 
@@ -191,7 +191,7 @@ def _bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
     return tuple(bisect.bisect_left(range(max_distance), power, key=lambda n: n**steps) for power in powers)
 
 
-@jax.jit
-def _count_at_most(starts: UInt[Array, "n"], distance: UInt[Array, "b t s"]) -> Int32[Array, "b t s"]:
-    """How many of the starts are at most the distance. Compiled, no array of [b, t, s, n] is made."""
-    return (starts <= distance[..., None]).sum(-1, dtype=jnp.int32)
+@functools.partial(jax.jit, static_argnums=0)
+def _count_at_most(starts: tuple[int, ...], distance: UInt[Array, "b t s"]) -> Int32[Array, "b t s"]:
+    """How many of the starts are at most the distance. Unrolled, for XLA makes an array of [b, t, s, starts] for a long reduction."""
+    return sum(((distance >= start).astype(jnp.int32) for start in starts), start=jnp.zeros_like(distance, jnp.int32))

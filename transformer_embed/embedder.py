@@ -211,10 +211,7 @@ def resize_vocabulary(params: Params, vocab_size: int, rng: Array | None = None)
         https://nlp.stanford.edu/~johnhew/vocab-expansion.html, with a diagonal covariance.
     """
     _checks.integer("vocab_size", vocab_size, at_least=1)
-    paths = [path for path in params if path.rsplit("/", 1)[-1] == "token_embedding"]
-    if len(paths) != 1:
-        raise ValueError(_checks.wanted("params", "one module called token_embedding", f"{len(paths)} among {sorted(params)}"))
-    table = jnp.asarray(params[paths[0]]["embeddings"])
+    path, table = _table_of(params, "token_embedding")
     more = vocab_size - table.shape[0]
     if more <= 0:
         resized = table[:vocab_size]
@@ -224,7 +221,50 @@ def resize_vocabulary(params: Params, vocab_size: int, rng: Array | None = None)
         wide = table.astype(jnp.promote_types(jnp.float32, table.dtype))
         rows = wide.mean(0) + wide.std(0) * jax.random.normal(rng, (more, table.shape[1]), wide.dtype)
         resized = jnp.concatenate([table, rows.astype(table.dtype)])
-    return {**params, paths[0]: {**params[paths[0]], "embeddings": resized}}
+    return {**params, path: {**params[path], "embeddings": resized}}
+
+
+def resize_positions(params: Params, max_len: int) -> Params:
+    """The parameters of an embedder with learned positions, interpolated to another number of positions.
+
+    Both ends of the table stretch together, as the rows of an image do: each new row is a weighted mean of the old rows near its place
+    (`jax.image.resize`, linear, with antialiasing where rows become fewer). Make the config that goes with them by
+    `dataclasses.replace(config, positions=Learned(max_len=...))`.
+
+    Args:
+        params: a Haiku parameter tree with one table of learned positions, as `Embedder.init` makes.
+        max_len: the new number of positions, at least 1.
+
+    Returns:
+        The tree, in which only that table is another.
+
+    Raises:
+        TypeError: max_len is no Python int.
+        ValueError: max_len is below 1; there is no table of learned positions, or more than one.
+
+    Example:
+        >>> import jax
+        >>> import transformer_embed as te
+        >>> embedder = te.make_embedder(te.EmbedderConfig(256, 64, positions=te.Learned(max_len=512)))
+        >>> params = te.resize_positions(embedder.init(jax.random.key(0)), 1024)
+        >>> params["transformer_embedding/~/learned_positional_encoding"]["embeddings"].shape
+        (1024, 64)
+
+    Source:
+        Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021), section 3.2, https://arxiv.org/abs/2010.11929
+    """
+    path, table = _table_of(params, "learned_positional_encoding")
+    shape = (_checks.integer("max_len", max_len, at_least=1), table.shape[1])
+    wide = table.astype(jnp.promote_types(jnp.float32, table.dtype))
+    resized = jax.image.resize(wide, shape, "linear").astype(table.dtype)
+    return {**params, path: {**params[path], "embeddings": resized}}
+
+
+def _table_of(params: Params, module: str) -> tuple[str, Float[Array, "v d"]]:
+    paths = [path for path in params if path.rsplit("/", 1)[-1] == module]
+    if len(paths) != 1:
+        raise ValueError(_checks.wanted("params", f"one module called {module}", f"{len(paths)} among {sorted(params)}"))
+    return paths[0], jnp.asarray(params[paths[0]]["embeddings"])
 
 
 def _module(config: EmbedderConfig) -> TransformerEmbedding:

@@ -73,8 +73,8 @@ def place_ids(ids: ArrayLike, *, pad_id: int = 0, start: int = 0, at_padding: in
     Source:
         Liu et al., "RoBERTa" (2019), https://arxiv.org/abs/1907.11692, as in fairseq's make_positions.
     """
-    ids = _checks.rows("ids", _checks.as_int32("ids", ids))
-    segment_ids = (ids != _checks.int32("pad_id", pad_id)).astype(jnp.int32)
+    rows = _checks.rows("ids", _checks.as_int32("ids", ids))
+    segment_ids = jnp.not_equal(rows, _checks.int32("pad_id", pad_id)).astype(jnp.int32)
     return Placement(_counted(segment_ids, start, at_padding), segment_ids)
 
 
@@ -136,8 +136,8 @@ def place_segments(segment_ids: ArrayLike, *, start: int = 0, at_padding: int = 
     Source:
         Raffel et al., "T5" (2020), section 3.5.2, https://arxiv.org/abs/1910.10683
     """
-    segment_ids = _checks.rows("segment_ids", _checks.as_int32("segment_ids", segment_ids))
-    return Placement(_counted(segment_ids, start, at_padding), segment_ids)
+    rows = _checks.rows("segment_ids", _checks.as_int32("segment_ids", segment_ids))
+    return Placement(_counted(rows, start, at_padding), rows)
 
 
 def place_offset(offset: ArrayLike, length: int) -> Placement:

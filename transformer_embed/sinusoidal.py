@@ -122,6 +122,64 @@ def sinusoidal_table(
     )
 
 
+def sinusoidal_grid(
+    shape: tuple[int, ...],
+    d_model: int,
+    *,
+    axes: tuple[int, ...] | None = None,
+    base: float = 10_000.0,
+    layout: str = "interleaved",
+    shift: float | None = None,
+    frequency_scale: float = 1.0,
+    dtype: DTypeLike = jnp.float32,
+) -> Float[Array, "... d"]:
+    """The sinusoidal encodings of a grid's points, in 2-D for images, 3-D for video: each axis has an equal part of the channels.
+
+    Part k, d_model / len(shape) channels wide, is the `sinusoidal_encoding` of the coordinate along axis axes[k].
+
+    Args:
+        shape: points along each axis, [height, width] for an image; at least one axis.
+        d_model: channels, a multiple of the number of axes.
+        axes: the axis that each part encodes, a permutation. None: the first axis first (tensor2tensor, the positional-encodings
+            package); (1, 0) is width first (MAE, diffusers, big_vision).
+        base: as in `sinusoidal_encoding`, for a part's channels, as are the next ones.
+        layout: as above; MAE's, diffusers' and big_vision's is `"sin_cos"`.
+        shift: as above; 1 in big_vision.
+        frequency_scale: as above.
+        dtype: of the result.
+
+    Returns:
+        [*shape, d_model] of `dtype`, in [-1, 1]; the error is that of `sinusoidal_encoding`.
+
+    Raises:
+        TypeError: as `sinusoidal_encoding`.
+        ValueError: a negative length, no axis, a d_model that the axes do not divide, axes that are no permutation; and as
+            `sinusoidal_encoding`.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> te.sinusoidal_grid((14, 14), 768, axes=(1, 0), layout="sin_cos").shape
+        (14, 14, 768)
+
+    Source:
+        Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021), appendix D.4, https://arxiv.org/abs/2010.11929;
+        He et al., "Masked Autoencoders Are Scalable Vision Learners" (2022), https://arxiv.org/abs/2111.06377
+    """
+    lengths = [_checks.integer(f"shape[{axis}]", length, at_least=0) for axis, length in enumerate(shape)]
+    order = tuple(range(len(lengths))) if axes is None else axes
+    if not lengths or sorted(order) != list(range(len(lengths))):
+        raise ValueError(_checks.wanted("axes", f"a permutation of the axes of shape {tuple(lengths)}, at least one", axes))
+    if _checks.integer("d_model", d_model, at_least=1) % len(lengths):
+        raise ValueError(_checks.wanted("d_model", f"a multiple of the {len(lengths)} axes", d_model))
+    width = d_model // len(lengths)
+    parts = []
+    for axis in order:
+        part = sinusoidal_table(lengths[axis], width, base=base, layout=layout, shift=shift, frequency_scale=frequency_scale, dtype=dtype)
+        along = [length if other == axis else 1 for other, length in enumerate(lengths)]
+        parts.append(jnp.broadcast_to(part.reshape(*along, width), (*lengths, width)))
+    return jnp.concatenate(parts, -1)
+
+
 @functools.lru_cache(maxsize=64)
 def sinusoidal_channels(d_model: int, base: float, layout: str, shift: float | None, odd: str, frequency_scale: float) -> phase.Channels:
     """The constants of an encoding: each channel's frequency, and whether it is a sine (0) or a cosine (1)."""
