@@ -893,7 +893,9 @@ def test_bad_calls_of_the_whole_are_refused():
         call(IDS[0], typed, token_types=TYPES),
     )
     refused(
-        ValueError, message("token_types and the ids", "shapes that broadcast", "[2, 4] and [2, 5]"), call(IDS, typed, token_types=TYPES[:, :4])
+        ValueError,
+        message("token_types and the ids", "shapes that broadcast", "[2, 4] and [2, 5]"),
+        call(IDS, typed, token_types=TYPES[:, :4]),
     )
 
 

@@ -213,7 +213,7 @@ def same(name: str, what: str, got: int, want: int) -> None:
         raise ValueError(wanted(name, f"{what}, {want}", got))
 
 
-def rows(name: str, array: Any) -> jax.Array:
+def rows(name: str, array: Any) -> Any:
     """[length] or [batch, length], as [1 or batch, length]."""
     if array.ndim not in (1, 2):
         raise ValueError(wanted(name, "shape [length] or [batch, length]", f"shape {list(array.shape)}"))

@@ -570,5 +570,6 @@ def _positions(positions: ArrayLike, target: tuple[int, ...], sections: tuple[in
         hint = "; jax.vmap maps keyword arguments over axis 0: bind them with functools.partial" if not leading else ""
         raise ValueError(_checks.wanted("positions", f"x's length, {target[-1]}, as their own", f"shape {list(shape)}{hint}"))
     _checks.broadcasts_to("positions", leading, "x's axes before the heads", target)
-    is_wide = isinstance(positions, np.ndarray) and np.issubdtype(positions.dtype, np.integer) and positions.dtype.itemsize == 8
-    return _checks.fits_int32("positions", positions) if is_wide else positions
+    if isinstance(positions, np.ndarray) and np.issubdtype(positions.dtype, np.integer) and positions.dtype.itemsize == 8:
+        return _checks.fits_int32("positions", positions)
+    return positions

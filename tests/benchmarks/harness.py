@@ -34,7 +34,7 @@ class Report:
 
     def markdown(self) -> str:
         notes = "".join(f"\n- {note}" for note in self.notes)
-        return f"\n## {self.title}\n\n{markdown_table(self.columns, self.rows)}\n{notes}"
+        return f"\n## {self.title}\n\n{markdown_table(self.columns, self.rows)}" + ("\n" + notes if notes else "")
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -78,8 +78,12 @@ def timing_report(title: str, samples: Samples, references: Sequence[str], skipp
         ratios = [f"{ratio(samples, name, reference):.2f}" for reference in references]
         report.rows.append([name, f"{np.median(times) * (1e3 if unit == 'us' else 1):.4g}", *ratios])
         report.samples[f"{name}, ms"] = [float(value) for value in times]
-    report.notes += [f"not timed: {name} ({reason})" for name, reason in skipped.items()]
+    report.notes += not_timed(skipped)
     return report
+
+
+def not_timed(skipped: Mapping[str, str]) -> list[str]:
+    return [f"not timed: {name} ({reason})" for name, reason in skipped.items()]
 
 
 def seconds_in_fresh_processes(programs: Mapping[str, str], repeats: int, label: str) -> Samples:
