@@ -837,7 +837,7 @@ def test_bad_calls_of_encodings_are_refused(module):
     )
     refused(
         ValueError,
-        message("positions", "a shape that broadcasts to the ids's, [5]", "shape [2, 5]"),
+        message("positions", "a shape that broadcasts to that of the ids, [5]", "shape [2, 5]"),
         call(X[0], positions=np.zeros([2, 5], int)),
     )
     refused(
@@ -889,7 +889,7 @@ def test_bad_calls_of_the_whole_are_refused():
     refused(TypeError, message("token_types", "an integer dtype", "float64"), call(IDS, typed, token_types=TYPES / 2))
     refused(
         ValueError,
-        message("token_types", "a shape that broadcasts to the ids's, [5]", "shape [2, 5]"),
+        message("token_types", "a shape that broadcasts to that of the ids, [5]", "shape [2, 5]"),
         call(IDS[0], typed, token_types=TYPES),
     )
     refused(

@@ -57,6 +57,8 @@ def choice(name: str, value: Any, choices: Sequence[str]) -> str:
 
 def floating_dtype(name: str, dtype: Any) -> jnp.dtype:
     """A dtype with a fraction."""
+    if dtype is None:
+        raise TypeError(wanted(name, "a floating dtype", None))
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(wanted(name, "a floating dtype", dtype))
@@ -178,7 +180,7 @@ def as_floats(name: str, value: ArrayLike) -> jax.Array:
     return jnp.asarray(array)
 
 
-def rate(name: str, value: Any) -> float | np.floating:
+def rate(name: str, value: Any) -> int | float | np.floating:
     """A probability of dropping, in [0, 1), known while tracing; a numpy scalar keeps its width."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
         raise TypeError(wanted(name, "a Python float known while tracing", _describe(value)))
@@ -190,7 +192,7 @@ def rate(name: str, value: Any) -> float | np.floating:
 def broadcasts_to(name: str, shape: tuple[int, ...], other: str, target: tuple[int, ...]) -> None:
     """A shape that adds nothing to the target's."""
     if broadcastable(f"{name} and {other}", shape, target) != target:
-        raise ValueError(wanted(name, f"a shape that broadcasts to {other}'s, {list(target)}", f"shape {list(shape)}"))
+        raise ValueError(wanted(name, f"a shape that broadcasts to that of {other}, {list(target)}", f"shape {list(shape)}"))
 
 
 def ends_in_length(name: str, shape: tuple[int, ...], target: tuple[int, ...]) -> None:

@@ -61,10 +61,9 @@ def alibi_bias(
     or, symmetric, `-slopes[h] * abs(key_positions[b, s] - query_positions[b, t])`. It comes from positions, so it holds for
     queries at an offset in a cache, for packed sequences and for padding on either side.
 
-    Without `symmetric`, keys after the query are favoured: mask them. Under a causal mask alone, a bias that differs by a
-    constant a row is as good, for a softmax ignores that: `query_positions=[0]` gives `slopes * key`, one row for all queries,
-    which is Bloom's and Falcon's (their positions at padding are 0), and `query_positions=[length - 1]` MPT's and Keras's.
-    Neither is symmetric, so neither serves attention to both sides, and none of them knows of packing unless the key positions do.
+    Without `symmetric`, keys after the query are favoured: mask them. A softmax ignores what is constant along its keys, so one
+    row for all queries gives the same weights: `query_positions=[0]` is `slopes * key`, Bloom's and Falcon's (which counts in
+    bfloat16), and `query_positions=[length - 1]` is MPT's and Keras's. No such row stands for the symmetric bias.
 
     Args:
         query_positions: [T] or [B, T] integers.

@@ -350,14 +350,15 @@ def _pair(name: str, value: Any) -> tuple[Any, Any]:
 def _check_fit(queries: dict[str, ArrayLike | None], keys: dict[str, ArrayLike | None]) -> None:
     """Block and segment ids of both sides or none; each side of one length; all of one number of rows, or of 1."""
     rows = {}
-    for side in (queries, keys):
-        first = next(iter(side))
+    for side, other in ((queries, keys), (keys, queries)):
+        first, length = next(iter(side)), None
         for name, value in side.items():
-            other = name.replace("query", "key") if side is queries else name.replace("key", "query")
-            if value is None and {**queries, **keys}.get(other) is not None:
-                raise ValueError(_checks.wanted(name, f"an array, since {other} is given", "None"))
+            twin = name.replace("query", "key") if side is queries else name.replace("key", "query")
+            if value is None and other.get(twin) is not None:
+                raise ValueError(_checks.wanted(name, f"an array, since {twin} is given", "None"))
             if value is not None:
-                rows[name], length = _checks.rows(name, _checks.as_array(name, value)).shape
-                _checks.same(name, f"the length of {first}", length, _checks.as_array(first, side[first]).shape[-1])
+                rows[name], found = _checks.rows(name, _checks.as_array(name, value)).shape
+                length = found if length is None else length
+                _checks.same(name, f"the length of {first}", found, length)
     if len(set(rows.values()) - {1}) > 1:
         raise ValueError(_checks.wanted(", ".join(rows), "one number of rows, or 1", f"{', '.join(map(str, rows.values()))}"))

@@ -45,6 +45,9 @@ class Sinusoidal:
     odd: str = "truncate"
     frequency_scale: float = 1.0
 
+    def __post_init__(self):
+        self.check(1)
+
     def check(self, d_model: int) -> None:
         """Raises if these options do not make an encoding of d_model channels."""
         sinusoidal_channels(d_model, self.base, self.layout, self.shift, self.odd, self.frequency_scale)
@@ -322,7 +325,7 @@ class TransformerEmbedding(hk.Module):
         embedding_width: width of the tables, where it is not d_model (ALBERT); None: d_model.
         out_of_range: `"nan"`, `"clip"` or `"zero"`, for ids, token types and learned positions; see `lookup`.
         lookup_style: `"gather"` or `"one_hot"`, for ids and token types; see `lookup`.
-        param_dtype: of the tables.
+        param_dtype: of the tables and of the linear layer.
         dtype: of the result.
         name: of the module.
 
@@ -367,6 +370,7 @@ class TransformerEmbedding(hk.Module):
         width = d_model if embedding_width is None else embedding_width
         self.dropout_rate = float(dropout_rate)
         self.dtype = _checks.floating_dtype("dtype", dtype)
+        self.param_dtype = _checks.floating_dtype("param_dtype", param_dtype)
         wide = jnp.promote_types(jnp.float32, dtype)
         table = functools.partial(TokenEmbedding, out_of_range=out_of_range, lookup_style=lookup_style, param_dtype=param_dtype, dtype=wide)
         self.tokens = table(vocab_size, width, scale=scale, pad_id=pad_id)
@@ -413,7 +417,7 @@ class TransformerEmbedding(hk.Module):
         if self.norm is not None:
             total = self.norm(total)
         total = _dropped_out(total.astype(self.dtype), self.dropout_rate, is_training)
-        return total if self.widen is None else self.widen(total)
+        return total if self.widen is None else self.widen(total.astype(self.param_dtype)).astype(self.dtype)
 
     def logits(self, x: ArrayLike) -> Float[Array, "... v"]:
         """The output layer tied to the token table; x is as wide as the table. See `tied_logits`."""

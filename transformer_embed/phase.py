@@ -43,7 +43,7 @@ class _Phase(NamedTuple):
     low: UInt32[Array, "..."]
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=256, typed=True)
 def geometric_frequencies(count: int, base: float, denominator: float, frequency_scale: float = 1.0) -> tuple[decimal.Decimal, ...]:
     """`frequency_scale * base ** (-i / denominator)` for i in 0..count-1, in radians per unit of position, to some 75 digits."""
     with decimal.localcontext(_PRECISION):
@@ -193,13 +193,20 @@ def _sine(phase: _Phase, quarters: ArrayLike) -> Float32[Array, "..."]:
     leading = 1.0 - half
     cosine = leading + (((1.0 - leading) - half) + (square * square * _polynomial(_COSINE, square) - angle * residue))
     quadrant = nearest + quarters
-    return jnp.where(quadrant & 1 == 0, sine, cosine) * jnp.where(quadrant & 2 == 0, 1.0, -1.0).astype(jnp.float32)
+    return _negated_where_odd(quadrant >> 1, jnp.where(quadrant & 1 == 0, sine, cosine))
+
+
+def _negated_where_odd(number: UInt32[Array, "..."], x: Float32[Array, "..."]) -> Float32[Array, "..."]:
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) ^ (number << 31)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _radians(rest: Integer[Array, "..."], low: UInt32[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     """`rest` units of 2**-32 turns and `low` of 2**-64 as radians: the float32 angle, and what its rounding left over."""
     coarse = rest + (1 << 17) & -(1 << 18)
-    fine = (rest - coarse).astype(jnp.float32) + low.astype(jnp.float32) * np.float32(2**-32)
+    # Signed integers of 24 bits: what a CPU converts to float32 in one instruction, exactly.
+    below = (low >> 8).astype(jnp.int32).astype(jnp.float32)
+    fine = (rest - coarse).astype(jnp.float32) + below * np.float32(2**-24)
     coarse = coarse.astype(jnp.float32)
     exact = coarse * _RADIANS_FIRST
     small = coarse * _RADIANS_SECOND + fine * _RADIANS

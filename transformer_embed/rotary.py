@@ -175,8 +175,8 @@ class YarnScaling:
         _checks.integer("original_length", self.original_length, at_least=1)
         _checks.real("beta_fast", self.beta_fast, above=_checks.real("beta_slow", self.beta_slow, above=0))
         _checks.flag("truncate", self.truncate)
-        for name in ("mscale", "mscale_all_dim"):
-            _checks.real(name, getattr(self, name), above=-np.finfo(float).tiny)
+        _check_not_negative("mscale", self.mscale)
+        _check_not_negative("mscale_all_dim", self.mscale_all_dim)
         _check_attention_factor(self.attention_factor)
 
     def _scaled(self, dim: int, base: float) -> "_Scaled":
@@ -461,10 +461,12 @@ def _rotated(x: Float[Array, "... t h d"], positions: Shaped[Array, "... t axes"
 
 
 def _pairs(x: Float[Array, "... d"], layout: str) -> tuple[Float[Array, "... p"], Float[Array, "... p"]]:
-    if layout == "interleaved":
-        return x[..., 0::2], x[..., 1::2]
-    half = x.shape[-1] // 2
-    return x[..., :half], x[..., half:]
+    if layout == "half":
+        first, second = jnp.split(x, 2, -1)
+        return first, second
+    # A strided index would be a gather, which explicit mesh axes refuse in older releases of jax.
+    first, second = (jax.lax.slice_in_dim(x, start, None, stride=2, axis=-1) for start in (0, 1))
+    return first, second
 
 
 def _joined(first: Float[Array, "... p"], second: Float[Array, "... p"], layout: str) -> Float[Array, "... d"]:
@@ -546,6 +548,11 @@ def _check_even(name: str, value: int) -> int:
     return value
 
 
+def _check_not_negative(name: str, value: float) -> None:
+    if _checks.real(name, value) < 0:
+        raise ValueError(_checks.wanted(name, "a finite number of at least 0", value))
+
+
 def _check_attention_factor(value: float | None) -> None:
     if value is not None:
         _checks.real("attention_factor", value, above=0)
@@ -568,8 +575,8 @@ def _positions(positions: ArrayLike, target: tuple[int, ...], sections: tuple[in
     leading = shape[:-1] if sections else shape
     if not leading or leading[-1] != target[-1]:
         hint = "; jax.vmap maps keyword arguments over axis 0: bind them with functools.partial" if not leading else ""
-        raise ValueError(_checks.wanted("positions", f"x's length, {target[-1]}, as their own", f"shape {list(shape)}{hint}"))
-    _checks.broadcasts_to("positions", leading, "x's axes before the heads", target)
+        raise ValueError(_checks.wanted("positions", f"x's length, {target[-1]}, last", f"shape {list(shape)}{hint}"))
+    _checks.broadcasts_to("positions", leading, "x before its heads", target)
     if isinstance(positions, np.ndarray) and np.issubdtype(positions.dtype, np.integer) and positions.dtype.itemsize == 8:
         return _checks.fits_int32("positions", positions)
     return positions

@@ -180,7 +180,7 @@ def sinusoidal_grid(
     return jnp.concatenate(parts, -1)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64, typed=True)
 def sinusoidal_channels(d_model: int, base: float, layout: str, shift: float | None, odd: str, frequency_scale: float) -> phase.Channels:
     """The constants of an encoding: each channel's frequency, and whether it is a sine (0) or a cosine (1)."""
     _checks.integer("d_model", d_model, at_least=1)

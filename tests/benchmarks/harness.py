@@ -7,7 +7,6 @@ import platform
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
@@ -110,12 +109,10 @@ def environment(packages: Sequence[str]) -> dict[str, Any]:
 
 def write_whole(path: Path, value: Any) -> None:
     """As JSON, beside the file, then in its place."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            json.dump(value, file, indent=1, allow_nan=False)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    text = json.dumps(value, indent=1, allow_nan=False)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -49,6 +49,7 @@ FLOAT32_TOLERANCE = 1e-4
 BFLOAT16_TOLERANCE = 4 * 2.0**-6
 # Of some 10**7 draws the share of zeros has a standard deviation of 1e-4; the norm of a gradient varies no more.
 STATISTICAL_TOLERANCE = 1e-2
+FIGURES = ((OURS, GATHER), (CONSTANT, OURS), (COMPILED, OURS))
 
 
 class Options(NamedTuple):
@@ -121,9 +122,6 @@ def mode_case(mode: str, title: str) -> Callable[[Options], Report]:
         return report
 
     return case
-
-
-FIGURES = ((OURS, GATHER), (CONSTANT, OURS), (COMPILED, OURS))
 
 
 def equal_ids(options: Options) -> Report:
@@ -230,12 +228,12 @@ def long_sequence(options: Options) -> Report:
     return timing_report(f"1 x {LONG}, eval", samples, (OURS, GATHER), skipped)
 
 
-# One row of ids: the run itself takes a millisecond or so, all else is tracing and compiling.
+# Two rows of ids: the program is that of a batch, and the run takes a millisecond or so: all else is tracing and compiling.
 FIRST_CALL = """
 import sys, time
 sys.path.insert(0, {here!r})
 import jax, peers
-call = jax.block_until_ready(peers.BUILDERS[{line!r}](peers.make_work(1))[{mode!r}])
+call = jax.block_until_ready(peers.BUILDERS[{line!r}](peers.make_work(2))[{mode!r}])
 start = time.perf_counter()
 jax.block_until_ready(call())
 print(time.perf_counter() - start)
