@@ -43,6 +43,8 @@ SCALINGS = [
     DynamicNTKScaling(2.0, original_length=2048, length=5000),
     YarnScaling(4.0, original_length=4096),
     YarnScaling(40.0, original_length=4096, truncate=False, mscale=0.7, mscale_all_dim=0.3, beta_fast=24.0, beta_slow=1.5),
+    YarnScaling(4.0, original_length=200_000),
+    YarnScaling(4.0, original_length=4096, beta_slow=1e-5),
     Llama3Scaling(8.0),
     Llama3Scaling(32.0, low_freq_factor=1.5, high_freq_factor=5.0, original_length=2000),
     LongRopeScaling(np.linspace(1, 2, 16), np.linspace(1.1, 30, 16), 32.0, original_length=4096, length=10_000),
@@ -495,14 +497,12 @@ class TestContract:
         assert rotary._rotated._cache_size() == before
 
     def test_phases_are_computed_once_for_all_heads(self):
-        """More heads add a rotation a channel, six operations a pair, and no sine, which takes forty."""
-
-        def operations(heads):
-            lowered = jax.jit(apply_rotary).lower(np.zeros([4, 64, heads, 32], np.float32), np.zeros([4, 64], np.int32))
-            return lowered.compile().cost_analysis()["flops"]
-
-        added = (operations(24) - operations(8)) / (4 * 64 * 16 * 32)
-        assert 0 < added < 10
+        """On a CPU, XLA computes what it fuses again for each head: only the loop's result is ready before the products."""
+        text = jax.jit(apply_rotary).lower(np.zeros([4, 64, 8, 32], np.float32), np.zeros([4, 64], np.int32)).compile().as_text()
+        assert " while(" in text
+        entry = text[text.index("ENTRY ") :]
+        assert "u32[4,64,16]" not in entry
+        assert "u32[4,64,8,16]" not in text
 
     def test_lowered_text_has_constants_of_the_width_only(self):
         text = [jax.jit(lambda x, n=n: apply_rotary(x, np.arange(n))).lower(jnp.zeros([n, 1, 64])).as_text() for n in (8, 9)]
@@ -513,7 +513,8 @@ class TestContract:
     def test_lowers_for_other_platforms(self, platform):
         text = jax.jit(apply_rotary).trace(np.zeros([8, 2, 16], np.float32), np.arange(8)).lower(lowering_platforms=(platform,)).as_text()
         assert "stablehlo.cosine" not in text
-        assert "stablehlo.while" not in text
+        # Older releases of jax leave the choice of the platform to the compiler.
+        assert "stablehlo.while" not in text or "stablehlo.case" in text
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto])

@@ -1,5 +1,6 @@
 """The input layer of a Transformer for JAX and Haiku: look a token up, say where it stands, say who may attend to whom."""
 
+from transformer_embed.bias import alibi_bias, alibi_slopes, relative_position_buckets
 from transformer_embed.dropout import dropout
 from transformer_embed.embedder import Embedder, EmbedderConfig, make_embedder, resize_positions, resize_vocabulary
 from transformer_embed.lookup import check_ids, lookup, tied_logits
@@ -18,6 +19,7 @@ from transformer_embed.modules import (
     Learned,
     LearnedPositionalEncoding,
     PositionalEncoding,
+    RelativePositionBias,
     Sinusoidal,
     TokenEmbedding,
     TransformerEmbedding,
@@ -34,9 +36,12 @@ __all__ = [
     "LearnedPositionalEncoding",
     "Placement",
     "PositionalEncoding",
+    "RelativePositionBias",
     "Sinusoidal",
     "TokenEmbedding",
     "TransformerEmbedding",
+    "alibi_bias",
+    "alibi_slopes",
     "attention_mask",
     "block_mask",
     "causal_mask",
@@ -52,6 +57,7 @@ __all__ = [
     "place_lengths",
     "place_offset",
     "place_segments",
+    "relative_position_buckets",
     "resize_positions",
     "resize_vocabulary",
     "segment_mask",

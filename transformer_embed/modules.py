@@ -11,6 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
 from transformer_embed import _checks
+from transformer_embed.bias import relative_position_buckets
 from transformer_embed.dropout import dropout
 from transformer_embed.lookup import LOOKUP_STYLES, OUT_OF_RANGE, lookup, tied_logits
 from transformer_embed.sinusoidal import sinusoidal_channels, sinusoidal_encoding
@@ -307,6 +308,71 @@ class LearnedPositionalEncoding(hk.Module):
         return jnp.arange(length, dtype=jnp.int32)
 
 
+class RelativePositionBias(hk.Module):
+    """T5's learned bias: a number for each head and each bucket of distance, added to attention logits.
+
+    The numbers are the parameter `embeddings`, [num_buckets, num_heads].
+
+    Args:
+        num_heads: at least 1.
+        num_buckets: as in `relative_position_buckets`.
+        max_distance: as in `relative_position_buckets`.
+        bidirectional: True in an encoder, False in a causal decoder; see `relative_position_buckets`.
+        w_init: initialiser of the table. None: uniform with variance 1 / fan_avg, as in T5X.
+        param_dtype: of the table.
+        dtype: of the result.
+        name: of the module.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: a number below 1; when called, as `relative_position_buckets`.
+
+    Example:
+        >>> import haiku as hk, jax
+        >>> import transformer_embed as te
+        >>> bias = hk.without_apply_rng(hk.transform(lambda q, k: te.RelativePositionBias(8)(q, k)))
+        >>> params = bias.init(jax.random.key(0), range(5), range(5))
+        >>> bias.apply(params, [4], range(5)).shape
+        (1, 8, 1, 5)
+
+    Source:
+        Raffel et al., "T5" (2020), section 2.1, https://arxiv.org/abs/1910.10683
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        *,
+        num_buckets: int = 32,
+        max_distance: int = 128,
+        bidirectional: bool = True,
+        w_init: hk.initializers.Initializer | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
+        name: str | None = None,
+    ):
+        super().__init__(name=name)
+        self.num_heads = _checks.integer("num_heads", num_heads, at_least=1)
+        self.num_buckets = _checks.integer("num_buckets", num_buckets, at_least=1)
+        self.max_distance = _checks.integer("max_distance", max_distance, at_least=1)
+        self.bidirectional = _checks.flag("bidirectional", bidirectional)
+        self.w_init = w_init or hk.initializers.VarianceScaling(1.0, "fan_avg", "uniform")
+        self.param_dtype = _checks.floating_dtype("param_dtype", param_dtype)
+        self.dtype = _checks.floating_dtype("dtype", dtype)
+
+    def __call__(self, query_positions: ArrayLike, key_positions: ArrayLike) -> Float[Array, "b h t s"]:
+        """The bias [B or 1, num_heads, T, S] of `dtype`, for positions [T] or [B, T] and [S] or [B, S]."""
+        buckets = relative_position_buckets(
+            query_positions,
+            key_positions,
+            num_buckets=self.num_buckets,
+            max_distance=self.max_distance,
+            bidirectional=self.bidirectional,
+        )
+        table = hk.get_parameter("embeddings", [self.num_buckets, self.num_heads], self.param_dtype, self.w_init)
+        return jnp.moveaxis(lookup(table, buckets), -1, 1).astype(self.dtype)
+
+
 class TransformerEmbedding(hk.Module):
     """The input layer of a Transformer: tokens + positions (+ token types), a norm if asked for, dropout.
 
@@ -471,20 +537,14 @@ def _encoding(
 
 
 def _computed_once(rows: Float[Array, "t d"]) -> Float[Array, "t d"]:
-    """The same rows, behind a loop on a CPU: XLA there would fuse them into the sum and compute them again for each batch row."""
-    if len(rows) < 2 or len(_named_axes(rows)) > 0:
+    """The same rows, gathered where XLA, on a CPU, would fuse their computation into the sum and repeat it for each batch row."""
+    if _named_axes(rows):
         return rows
-    return jax.lax.platform_dependent(rows, cpu=_copied_in_two_steps, default=lambda rows: rows)
+    return jax.lax.platform_dependent(rows, cpu=_gathered, default=lambda rows: rows)
 
 
-def _copied_in_two_steps(rows: Float[Array, "t d"]) -> Float[Array, "t d"]:
-    half = (len(rows) + 1) // 2
-
-    def copy_half(step, copied):
-        part = jax.lax.dynamic_slice_in_dim(rows, step * half, half)
-        return jax.lax.dynamic_update_slice_in_dim(copied, part, step * half, axis=0)
-
-    return jax.lax.fori_loop(0, 2, copy_half, jnp.zeros_like(rows))
+def _gathered(rows: Float[Array, "t d"]) -> Float[Array, "t d"]:
+    return jnp.take(rows, jnp.arange(len(rows), dtype=jnp.int32), axis=0, mode="clip")
 
 
 def _named_axes(x: Array) -> tuple[str, ...]:
