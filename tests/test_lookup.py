@@ -182,7 +182,7 @@ def test_lookup_refuses_lists_that_make_no_array():
 
 
 def test_lookup_refuses_a_list_of_ids_that_jit_took_apart():
-    with pytest.raises(TypeError, match="^ids: wanted one array .*, got a list of traced values"):
+    with pytest.raises(TypeError, match=r"^ids: wanted one array .*, got a list of traced values"):
         jax.jit(te.lookup)(TABLE, [1, 2])
 
 

@@ -902,3 +902,46 @@ def test_bad_calls_of_the_whole_are_refused():
 def test_logits_of_another_width_are_refused():
     refused(ValueError, message("x", "a last axis of the table's width, 8", "shape [2, 5, 7]"), lambda: WHOLE().logits(X[..., :7]))
     refused(TypeError, message("x", "a floating dtype", "int32"), lambda: TOKENS().logits(IDS))
+
+
+# --- RelativePositionBias
+
+
+def relative_position_bias(*arguments, **options):
+    return hk.without_apply_rng(hk.transform(lambda q, k: te.RelativePositionBias(*arguments, **options)(q, k)))
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_relative_position_bias_is_the_table_at_the_buckets(bidirectional):
+    bias = relative_position_bias(3, num_buckets=8, max_distance=20, bidirectional=bidirectional)
+    queries, keys = np.array([[4, 5], [30, 0]]), np.arange(6)
+    params = bias.init(KEY, queries, keys)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params) == {"relative_position_bias": {"embeddings": ((8, 3), jnp.float32)}}
+    buckets = te.relative_position_buckets(queries, keys, num_buckets=8, max_distance=20, bidirectional=bidirectional)
+    table = np.asarray(params["relative_position_bias"]["embeddings"])
+    np.testing.assert_array_equal(bias.apply(params, queries, keys), np.moveaxis(table[np.asarray(buckets)], -1, 1))
+
+
+def test_relative_position_bias_gradient_counts_each_pair():
+    bias = relative_position_bias(2, num_buckets=4, max_distance=5, dtype=jnp.bfloat16)
+    params = bias.init(KEY, range(6), range(6))
+    gradient = jax.grad(lambda params: bias.apply(params, range(6), range(6)).astype(jnp.float32).sum())(params)
+    buckets = np.asarray(te.relative_position_buckets(range(6), range(6), num_buckets=4, max_distance=5))
+    counts = np.bincount(buckets.ravel(), minlength=4)
+    np.testing.assert_array_equal(gradient["relative_position_bias"]["embeddings"], np.stack([counts, counts], 1))
+    assert bias.apply(params, range(6), range(6)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "options"),
+    [
+        (ValueError, "num_heads: wanted an int of at least 1, got 0", {"num_heads": 0}),
+        (ValueError, "num_buckets: wanted an int of at least 4, got 3", {"num_heads": 1, "num_buckets": 3}),
+        (ValueError, "max_distance: wanted an int of at least 9, got 8", {"num_heads": 1, "max_distance": 8}),
+        (TypeError, "bidirectional: wanted a Python bool", {"num_heads": 1, "bidirectional": 1}),
+        (TypeError, "dtype: wanted a floating dtype, got int32", {"num_heads": 1, "dtype": jnp.int32}),
+    ],
+)
+def test_relative_position_bias_errors(kind, message, options):
+    with pytest.raises(kind, match=rf"^{re.escape(message)}"):
+        relative_position_bias(**options).init(KEY, range(3), range(3))

@@ -25,23 +25,40 @@ from transformer_embed.modules import (
     TransformerEmbedding,
 )
 from transformer_embed.positions import Placement, place_ids, place_lengths, place_offset, place_segments
+from transformer_embed.rotary import (
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    NTKScaling,
+    YarnScaling,
+    apply_rotary,
+    permute_rotary_weights,
+)
 from transformer_embed.sinusoidal import sinusoidal_encoding, sinusoidal_grid, sinusoidal_table
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DynamicNTKScaling",
     "Embedder",
     "EmbedderConfig",
     "Learned",
     "LearnedPositionalEncoding",
+    "LinearScaling",
+    "Llama3Scaling",
+    "LongRopeScaling",
+    "NTKScaling",
     "Placement",
     "PositionalEncoding",
     "RelativePositionBias",
     "Sinusoidal",
     "TokenEmbedding",
     "TransformerEmbedding",
+    "YarnScaling",
     "alibi_bias",
     "alibi_slopes",
+    "apply_rotary",
     "attention_mask",
     "block_mask",
     "causal_mask",
@@ -53,6 +70,7 @@ __all__ = [
     "make_embedder",
     "mask_to_bias",
     "padding_mask",
+    "permute_rotary_weights",
     "place_ids",
     "place_lengths",
     "place_offset",

@@ -311,7 +311,8 @@ class LearnedPositionalEncoding(hk.Module):
 class RelativePositionBias(hk.Module):
     """T5's learned bias: a number for each head and each bucket of distance, added to attention logits.
 
-    The numbers are the parameter `embeddings`, [num_buckets, num_heads].
+    The numbers are the parameter `embeddings`, [num_buckets, num_heads], as in transformers; T5X's is its transpose. T5 has one
+    module for all layers of a stack, and adds the bias to logits that are not divided by sqrt(head_dim).
 
     Args:
         num_heads: at least 1.
@@ -370,7 +371,8 @@ class RelativePositionBias(hk.Module):
             bidirectional=self.bidirectional,
         )
         table = hk.get_parameter("embeddings", [self.num_buckets, self.num_heads], self.param_dtype, self.w_init)
-        return jnp.moveaxis(lookup(table, buckets), -1, 1).astype(self.dtype)
+        # A bucket is never out of range, and "clip" does not look.
+        return jnp.moveaxis(lookup(table, buckets, out_of_range="clip").astype(self.dtype), -1, 1)
 
 
 class TransformerEmbedding(hk.Module):

@@ -1,0 +1,228 @@
+"""Hand-over to attention: the same mask in three libraries, and invariances of every position scheme through a real attention layer."""
+
+import functools
+
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import transformer_embed as te
+
+HEADS, SIZE, WIDTH, LENGTH = 2, 4, 8, 6
+# Sums of at most LENGTH products of numbers near 1, in another order: a few roundings of 2**-24 each.
+CLOSE = {"rtol": 0, "atol": 2e-6}
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+QUERY, KEY, VALUE = (normal(seed, 2, LENGTH, HEADS, SIZE) for seed in range(3))
+
+
+def by_hand(query, key, value, mask):
+    """Softmax attention in float64; a wholly masked row attends evenly, as it does with a finite bias."""
+    logits = np.einsum("bthd,bshd->bhts", query.astype(np.float64), key) / np.sqrt(SIZE)
+    logits = np.where(mask, logits, np.where(mask.any(-1, keepdims=True), -np.inf, 0))
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return np.einsum("bhts,bshd->bthd", weights / weights.sum(-1, keepdims=True), value)
+
+
+def in_jax(query, key, value, mask):
+    return jax.nn.dot_product_attention(query, key, value, mask=mask)
+
+
+def in_flax(query, key, value, mask):
+    return nn.dot_product_attention(query, key, value, mask=mask)
+
+
+def in_haiku(query, key, value, mask):
+    """hk.MultiHeadAttention with identities for its projections."""
+
+    def attend(query, key, value, mask):
+        layer = hk.MultiHeadAttention(HEADS, SIZE, with_bias=False, w_init=lambda shape, dtype: jnp.eye(*shape, dtype=dtype))
+        return layer(query, key, value, mask=mask)
+
+    flat = [x.reshape(*x.shape[:2], WIDTH) for x in (query, key, value)]
+    attend = hk.without_apply_rng(hk.transform(attend))
+    return attend.apply(attend.init(jax.random.key(0), *flat, mask), *flat, mask).reshape(query.shape)
+
+
+LIBRARIES = [in_jax, in_flax, in_haiku]
+SEGMENTS = np.array([[1, 1, 1, 2, 2, 0], [0, 1, 1, 1, 1, 1]])
+
+
+def masks():
+    positions = np.arange(LENGTH)
+    packed = te.place_segments(SEGMENTS)
+    tokens = te.padding_mask([[5, 6, 7, 8, 0, 0], [5, 0, 0, 0, 0, 0]])
+    yield "causal", te.attention_mask(query_positions=positions, key_positions=positions)
+    yield "padding", te.attention_mask(query_positions=positions, key_positions=positions, padding=tokens, causal=False)
+    yield "window", te.attention_mask(query_positions=positions, key_positions=positions, padding=tokens, window=(2, 0))
+    yield "packed", te.attention_mask(**packed.queries(), **packed.keys())
+
+
+@pytest.mark.parametrize("attend", LIBRARIES)
+@pytest.mark.parametrize(("name", "mask"), list(masks()))
+def test_one_mask_in_three_libraries(attend, name, mask):
+    expected = by_hand(QUERY, KEY, VALUE, np.asarray(mask))
+    rows = np.broadcast_to(np.asarray(mask).any(-1)[:, 0, :, None, None], expected.shape)
+    np.testing.assert_allclose(np.where(rows, attend(QUERY, KEY, VALUE, mask), 0), np.where(rows, expected, 0), **CLOSE)
+
+
+@pytest.mark.parametrize("attend", LIBRARIES)
+def test_a_wholly_masked_row_is_finite(attend):
+    mask = te.attention_mask(query_positions=range(LENGTH), key_positions=range(LENGTH), padding=np.zeros((2, LENGTH), bool))
+    output, back = jax.vjp(lambda *inputs: attend(*inputs, mask), QUERY, KEY, VALUE)
+    assert np.isfinite(output).all()
+    assert all(np.isfinite(gradient).all() for gradient in back(jnp.ones_like(output)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_a_bias_for_a_mask(dtype):
+    """In every dtype, with ALiBi added to it."""
+    positions = np.arange(LENGTH)
+    mask = te.attention_mask(query_positions=positions, key_positions=positions)
+    distances = te.alibi_bias(positions, positions, num_heads=HEADS, dtype=dtype)
+    bias = te.mask_to_bias(mask, dtype) + distances
+    assert np.isfinite(np.asarray(bias, np.float32)).all()
+    inputs = [x.astype(dtype) for x in (QUERY, KEY, VALUE)]
+    with_bias = jax.nn.dot_product_attention(*inputs, bias=bias)
+    with_mask = jax.nn.dot_product_attention(*inputs, bias=distances, mask=mask)
+    np.testing.assert_array_equal(np.asarray(with_bias, np.float32), np.asarray(with_mask, np.float32))
+
+
+def test_haikus_attention_in_float16_is_not_finite():
+    """It masks with -1e30, which float16 has not: use bfloat16 there, or another attention. If this fails, Haiku was mended."""
+    mask = te.attention_mask(query_positions=range(LENGTH), key_positions=range(LENGTH))
+    half = [x.astype(np.float16) for x in (QUERY, KEY, VALUE)]
+    hidden = np.zeros((1, 1, 1, LENGTH), bool)
+    assert np.isnan(in_haiku(*half, hidden)).any()
+    assert np.isfinite(in_jax(*half, mask)).all()
+
+
+def test_ranks_that_would_mask_heads_are_refused():
+    tokens = te.padding_mask(np.ones((HEADS, LENGTH), int))
+    with pytest.raises(ValueError, match=r"masks\[1\]: wanted rank 4, \[batch, heads, queries, keys\], got shape \[2, 6\]"):
+        te.combine_masks(te.causal_mask(LENGTH)[None, None], tokens)
+
+
+# --- invariances
+
+TABLE = normal(7, 64, WIDTH)
+BUCKETS = normal(8, 32, HEADS)
+WEIGHTS = normal(9, 3, WIDTH, WIDTH) / np.sqrt(WIDTH)
+
+
+def learned(positions):
+    return te.lookup(jnp.asarray(TABLE), positions)
+
+
+def sinusoidal(positions):
+    return te.sinusoidal_encoding(positions, WIDTH)
+
+
+def t5(queries, keys):
+    return jnp.moveaxis(te.lookup(jnp.asarray(BUCKETS), te.relative_position_buckets(queries, keys, bidirectional=False)), -1, 1)
+
+
+SCHEMES = {
+    "sinusoidal": {"encode": sinusoidal},
+    "learned": {"encode": learned},
+    "rotary": {"rotate": functools.partial(te.apply_rotary, base=100.0)},
+    "alibi": {"bias": functools.partial(te.alibi_bias, num_heads=HEADS)},
+    "t5": {"bias": t5},
+}
+every_scheme = pytest.mark.parametrize("scheme", list(SCHEMES))
+
+
+def layer(scheme, x, queries, keys=None, cache=None):
+    """One attention layer; x [batch, length, width]. A cache is the keys and values of all places, x among them already."""
+    options = SCHEMES[scheme]
+    keys = queries if keys is None else keys
+    query, key, value = projected(scheme, x, queries)
+    key, value = (key, value) if cache is None else cache
+    bias = options["bias"](queries.positions, keys.positions) if "bias" in options else None
+    mask = te.attention_mask(**queries.queries(), **keys.keys())
+    return jax.nn.dot_product_attention(query, key, value, bias=bias, mask=mask).reshape(x.shape)
+
+
+def projected(scheme, x, placement):
+    options = SCHEMES[scheme]
+    if "encode" in options:
+        x = x + options["encode"](placement.positions)
+    query, key, value = ((x @ w).reshape(*x.shape[:2], HEADS, SIZE) for w in WEIGHTS)
+    if "rotate" in options:
+        query, key = (options["rotate"](part, placement.positions) for part in (query, key))
+    return query, key, value
+
+
+def values_and_gradients(function, x):
+    """The output, and the gradient of a fixed weighting of it."""
+    output, back = jax.vjp(function, x)
+    return np.asarray(output), np.asarray(back(jnp.cos(output))[0])
+
+
+@every_scheme
+def test_packed_equals_each_alone(scheme):
+    x = normal(10, 1, 7, WIDTH)
+    packed = values_and_gradients(lambda x: layer(scheme, x, te.place_segments([[1, 1, 1, 2, 2, 2, 2]])), x)
+    for part in (slice(0, 3), slice(3, 7)):
+        alone = values_and_gradients(lambda x: layer(scheme, x, te.place_segments(np.ones((1, x.shape[1]), int))), x[:, part])
+        for ours, theirs in zip(packed, alone, strict=True):
+            np.testing.assert_allclose(ours[:, part], theirs, **CLOSE)
+
+
+@every_scheme
+def test_left_padded_equals_right_padded(scheme):
+    tokens = normal(11, 1, 4, WIDTH)
+    filler = normal(12, 1, 3, WIDTH)
+    right, left = np.concatenate([tokens, filler], 1), np.concatenate([filler, tokens], 1)
+
+    def run(x, side, part):
+        placement = te.place_lengths([4], 7, padding_side=side)
+        return values_and_gradients(
+            lambda part_of_x: layer(scheme, jnp.asarray(x).at[:, part].set(part_of_x), placement)[:, part], x[:, part]
+        )
+
+    for ours, theirs in zip(run(right, "right", slice(0, 4)), run(left, "left", slice(3, 7)), strict=True):
+        np.testing.assert_allclose(ours, theirs, **CLOSE)
+
+
+@every_scheme
+def test_decoding_with_a_cache_equals_the_whole(scheme):
+    """Token by token, at one offset a row: row 1 starts two tokens later. One trace serves all offsets."""
+    x, traces = normal(13, 2, LENGTH, WIDTH), []
+    whole = np.asarray(layer(scheme, x, te.place_lengths([LENGTH, LENGTH], LENGTH)))
+    _, keys, values = projected(scheme, x, te.place_lengths([LENGTH, LENGTH], LENGTH))
+
+    @jax.jit
+    def step(token, offset, keys, values):
+        traces.append(scheme)
+        placement = te.place_offset(offset, 1)
+        _, key, value = projected(scheme, token, placement)
+        rows = jnp.arange(len(token))
+        cache = keys.at[rows, offset].set(key[:, 0]), values.at[rows, offset].set(value[:, 0])
+        return layer(scheme, token, placement, te.place_lengths(offset + 1, LENGTH), cache), cache
+
+    start = np.array([0, 2])
+    before = (np.arange(LENGTH) < start[:, None])[..., None, None]
+    cache = jnp.where(before, keys, 0), jnp.where(before, values, 0)
+    for count in range(LENGTH - 2):
+        offset = start + count
+        token = x[np.arange(2), offset][:, None]
+        output, cache = step(token, jnp.asarray(offset, jnp.int32), *cache)
+        np.testing.assert_allclose(output[:, 0], whole[np.arange(2), offset], **CLOSE)
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("scheme", ["rotary", "alibi", "t5"])
+@pytest.mark.parametrize("shift", [1, 1000, 2**30])
+def test_relative_schemes_see_differences_only(scheme, shift):
+    x = normal(14, 1, LENGTH, WIDTH)
+    here = te.place_offset(0, LENGTH)
+    there = te.place_offset(shift, LENGTH)
+    np.testing.assert_allclose(layer(scheme, x, here), layer(scheme, x, there), **CLOSE)
