@@ -908,7 +908,7 @@ def test_logits_of_another_width_are_refused():
 
 
 def relative_position_bias(*arguments, **options):
-    return hk.without_apply_rng(hk.transform(lambda q, k: te.RelativePositionBias(*arguments, **options)(q, k)))
+    return hk.without_apply_rng(hk.transform(te.RelativePositionBias(*arguments, **options)))
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])

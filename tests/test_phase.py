@@ -73,7 +73,7 @@ def test_multiply_high_is_the_upper_word(numbers, other):
 
 def test_constants_have_pi_to_their_precision():
     with mpmath.workdps(90):
-        assert str(phase._PI)[:80] == mpmath.nstr(mpmath.pi, 90)[:80]
+        assert str(phase.PI)[:80] == mpmath.nstr(mpmath.pi, 90)[:80]
 
 
 def test_frequencies_to_seventy_digits():
@@ -85,7 +85,7 @@ def test_frequencies_to_seventy_digits():
 
 def test_words_of_a_frequency():
     with decimal.localcontext(decimal.Context(prec=60)):
-        half_a_turn = phase._PI
+        half_a_turn = phase.PI
         words = phase.channels([half_a_turn, 5 * half_a_turn], [0, 1])
     assert words.turns.tolist() == [0, 2]
     assert words.high.tolist() == [2**31, 2**31]
@@ -95,7 +95,7 @@ def test_words_of_a_frequency():
 
 def test_quarter_turns_are_exact():
     with decimal.localcontext(decimal.Context(prec=60)):
-        ours = phase.channels([phase._PI / 2], [0])
+        ours = phase.channels([phase.PI / 2], [0])
     got = sinusoid(np.array([0, 1, 2, 3, 4, 2**30 + 1, -1]), ours)[:, 0]
     assert got.tolist() == [0.0, 1.0, 0.0, -1.0, 0.0, 1.0, -1.0]
 

@@ -20,8 +20,8 @@ from jaxtyping import Array, Float, Float32, Integer, UInt32
 
 from transformer_embed import _checks
 
-_PI = decimal.Decimal("3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803482534")
-_PRECISION = decimal.Context(prec=80)
+PI = decimal.Decimal("3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803482534")
+PRECISION = decimal.Context(prec=80)
 
 ZERO = decimal.Decimal(0)
 
@@ -46,7 +46,7 @@ class _Phase(NamedTuple):
 @functools.lru_cache(maxsize=256, typed=True)
 def geometric_frequencies(count: int, base: float, denominator: float, frequency_scale: float = 1.0) -> tuple[decimal.Decimal, ...]:
     """`frequency_scale * base ** (-i / denominator)` for i in 0..count-1, in radians per unit of position, to some 75 digits."""
-    with decimal.localcontext(_PRECISION):
+    with decimal.localcontext(PRECISION):
         frequency = decimal.Decimal(frequency_scale)
         if count < 2:
             return (frequency,) * count
@@ -59,8 +59,8 @@ def geometric_frequencies(count: int, base: float, denominator: float, frequency
 
 def channels(frequencies: Sequence[decimal.Decimal], quarters: Sequence[int]) -> Channels:
     """Fixed-point words, rounded to 2**-64 turns, of one frequency (radians per unit of position) a channel."""
-    with decimal.localcontext(_PRECISION):
-        words = [int((f / (2 * _PI) * 2**64).to_integral_value()) for f in frequencies]
+    with decimal.localcontext(PRECISION):
+        words = [int((f / (2 * PI) * 2**64).to_integral_value()) for f in frequencies]
     return Channels(
         turns=np.array([w >> 64 for w in words], np.uint32),
         high=np.array([w >> 32 & 0xFFFFFFFF for w in words], np.uint32),

@@ -185,7 +185,7 @@ class YarnScaling:
         log_base = _decimal(_checks.real("base", base, above=1)).ln()
 
         def index(turns: float) -> Decimal:
-            return dim * (self.original_length / (2 * phase._PI * _decimal(turns))).ln() / (2 * log_base)
+            return dim * (self.original_length / (2 * phase.PI * _decimal(turns))).ln() / (2 * log_base)
 
         low, high = index(self.beta_fast), index(self.beta_slow)
         if self.truncate:
@@ -244,7 +244,7 @@ class Llama3Scaling:
     def _scaled(self, dim: int, base: float) -> "_Scaled":
         frequencies = _unscaled(dim, base)
         low, high = _decimal(self.low_freq_factor), _decimal(self.high_freq_factor)
-        turns = [self.original_length * f / (2 * phase._PI) for f in frequencies]
+        turns = [self.original_length * f / (2 * phase.PI) for f in frequencies]
         return _Scaled(_blended(frequencies, [_clipped((high - n) / (high - low)) for n in turns], self.factor))
 
 
@@ -496,7 +496,7 @@ def _cos_and_sin(positions: Shaped[Array, "... t axes"], spec: _Spec) -> Float[A
 @functools.lru_cache(maxsize=64)
 def _constants(spec: _Spec) -> tuple[tuple[phase.Channels, ...], float]:
     """The constants of each section's sines, and the attention factor."""
-    with decimal.localcontext(phase._PRECISION):
+    with decimal.localcontext(phase.PRECISION):
         frequencies, attention_factor = (
             _Scaled(_unscaled(spec.dim, spec.base)) if spec.scaling is None else spec.scaling._scaled(spec.dim, spec.base)
         )
@@ -513,7 +513,7 @@ def _unscaled(dim: int, base: float) -> tuple[Decimal, ...]:
 def _ntk(dim: int, base: float, alpha: Decimal) -> tuple[Decimal, ...]:
     """(base * alpha ** (d / (d - 2))) ** (-2i / d) is base ** (-2i / d) * alpha ** (-i / (d / 2 - 1))."""
     pairs = dim // 2
-    slower = phase.geometric_frequencies(pairs, alpha, pairs - 1)  # pyright: ignore[reportArgumentType]
+    slower = phase.geometric_frequencies(pairs, alpha, pairs - 1)
     return tuple(f * s for f, s in zip(_unscaled(dim, base), slower, strict=True))
 
 
