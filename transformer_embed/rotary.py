@@ -198,7 +198,7 @@ class YarnScaling:
 
     def _attention(self) -> float:
         if self.attention_factor is not None:
-            return self.attention_factor
+            return float(self.attention_factor)
         log = max(_decimal(self.factor).ln(), Decimal(0)) / 10
         return float((_decimal(self.mscale) * log + 1) / (_decimal(self.mscale_all_dim) * log + 1))
 
@@ -306,7 +306,7 @@ class LongRopeScaling:
 
     def _attention(self) -> float:
         if self.attention_factor is not None:
-            return self.attention_factor
+            return float(self.attention_factor)
         log = max(_decimal(self.factor).ln(), Decimal(0))
         return float((1 + log / Decimal(self.original_length).ln()).sqrt())
 
