@@ -4,10 +4,12 @@ import functools
 
 import flax.linen as nn
 import haiku as hk
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 import transformer_embed as te
 
@@ -160,36 +162,42 @@ def projected(scheme, x, placement):
     return query, key, value
 
 
-def values_and_gradients(function, x):
-    """The output, and the gradient of a fixed weighting of it."""
-    output, back = jax.vjp(function, x)
-    return np.asarray(output), np.asarray(back(jnp.cos(output))[0])
+@functools.cache
+def compiled(scheme):
+    """(x, segment_ids) -> the output, and the gradient of a weighting of it that does not mix tokens."""
+
+    @jax.jit
+    def values_and_gradient(x, segment_ids):
+        placement = te.place_segments(segment_ids)
+        output, back = jax.vjp(lambda x: layer(scheme, x, placement), x)
+        return output, back(jnp.where(placement.padding[..., None], jnp.cos(output), 0))[0]
+
+    return values_and_gradient
+
+
+def of_segments(scheme, x, lengths, before):
+    """What sequences of given lengths, after some padding, give in one row of LENGTH + 4 tokens."""
+    segment_ids = np.repeat(np.arange(len(lengths) + 1), [before, *lengths])
+    return compiled(scheme)(x, np.pad(segment_ids, (0, x.shape[1] - len(segment_ids)))[None])
+
+
+some_lengths = st.lists(st.integers(1, 5), min_size=1, max_size=3).filter(lambda lengths: sum(lengths) <= 8)
+property_test = hypothesis.settings(deadline=None, derandomize=True, max_examples=15)
 
 
 @every_scheme
-def test_packed_equals_each_alone(scheme):
-    x = normal(10, 1, 7, WIDTH)
-    packed = values_and_gradients(lambda x: layer(scheme, x, te.place_segments([[1, 1, 1, 2, 2, 2, 2]])), x)
-    for part in (slice(0, 3), slice(3, 7)):
-        alone = values_and_gradients(lambda x: layer(scheme, x, te.place_segments(np.ones((1, x.shape[1]), int))), x[:, part])
-        for ours, theirs in zip(packed, alone, strict=True):
-            np.testing.assert_allclose(ours[:, part], theirs, **CLOSE)
-
-
-@every_scheme
-def test_left_padded_equals_right_padded(scheme):
-    tokens = normal(11, 1, 4, WIDTH)
-    filler = normal(12, 1, 3, WIDTH)
-    right, left = np.concatenate([tokens, filler], 1), np.concatenate([filler, tokens], 1)
-
-    def run(x, side, part):
-        placement = te.place_lengths([4], 7, padding_side=side)
-        return values_and_gradients(
-            lambda part_of_x: layer(scheme, jnp.asarray(x).at[:, part].set(part_of_x), placement)[:, part], x[:, part]
-        )
-
-    for ours, theirs in zip(run(right, "right", slice(0, 4)), run(left, "left", slice(3, 7)), strict=True):
-        np.testing.assert_allclose(ours, theirs, **CLOSE)
+@hypothesis.given(lengths=some_lengths, before=st.integers(0, 2), seed=st.integers(0, 99))
+@property_test
+def test_packed_equals_each_alone_wherever_it_stands(scheme, lengths, before, seed):
+    """Packing, padding on the left and padding on the right are one property: values and gradients of a sequence are its own."""
+    x = normal(seed, 1, LENGTH + 4, WIDTH)
+    packed = of_segments(scheme, x, lengths, before)
+    ends = before + np.cumsum(lengths)
+    for end, length in zip(ends, lengths, strict=True):
+        for shift in (0, x.shape[1] - length):
+            alone = of_segments(scheme, np.roll(x, shift - (end - length), axis=1), [length], shift)
+            for ours, theirs in zip(packed, alone, strict=True):
+                np.testing.assert_allclose(ours[:, end - length : end], theirs[:, shift : shift + length], **CLOSE)
 
 
 @every_scheme

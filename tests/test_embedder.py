@@ -252,7 +252,9 @@ def test_vmap_over_the_batch():
 def test_positions_that_vmap_maps_get_the_hint():
     embedder, params = made()
     by_row = jax.vmap(functools.partial(embedder.apply, is_training=False), in_axes=(None, None, 0))
-    hint = "shape []; jax.vmap maps keyword arguments over axis 0: bind them with functools.partial"
+    hint = (
+        "shape []; add jnp.arange(length) to a scalar offset; jax.vmap maps keyword arguments over axis 0: bind them with functools.partial"
+    )
     square = np.zeros([5, 5], np.int32)
     with pytest.raises(ValueError, match=message("positions", "a last axis of the ids' length, 5", hint)):
         by_row(params, None, square, positions=np.arange(5))
@@ -583,3 +585,57 @@ def test_resizing_refuses():
     two = {"a/token_embedding": {}, "b/token_embedding": {}}
     with pytest.raises(ValueError, match=message("params", "one module called token_embedding", f"2 among {sorted(two)}")):
         te.resize_vocabulary(two, 14)
+
+
+@pytest.mark.parametrize(
+    ("message", "call"),
+    [
+        (
+            "rng: wanted one key of jax.random.key or jax.random.PRNGKey, got keys of shape [3]",
+            lambda e, p: e.init(jax.random.split(KEY, 3)),
+        ),
+        ("rng: wanted one key of jax.random.key or jax.random.PRNGKey, got int 0", lambda e, p: e.init(0)),
+        ("rng: wanted one key of jax.random.key or jax.random.PRNGKey, got str 'x'", lambda e, p: e.apply(p, "x", [[1]], is_training=True)),
+        ("params: wanted a Haiku parameter tree, a dict of dicts, got list", lambda e, p: e.apply([1], None, [[1]], is_training=False)),
+        ("params: wanted a Haiku parameter tree, a dict of dicts, got list", lambda e, p: e.logits([1], jnp.ones((1, 4)))),
+        ("params: wanted a Haiku parameter tree, a dict of dicts, got NoneType", lambda e, p: te.resize_vocabulary(None, 4)),
+        ("rng: wanted one key of jax.random.key or jax.random.PRNGKey, got int 0", lambda e, p: te.resize_vocabulary(p, 400, 0)),
+    ],
+)
+def test_keys_and_params_of_another_kind_are_refused(message, call):
+    embedder = te.make_embedder(te.EmbedderConfig(8, 4))
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        call(embedder, embedder.init(KEY))
+
+
+class TestResizePositions:
+    config = te.EmbedderConfig(8, 4, positions=te.Learned(max_len=4))
+
+    def resized(self, table, max_len):
+        path = "transformer_embedding/~/learned_positional_encoding"
+        params = te.make_embedder(self.config).init(KEY)
+        params = te.resize_positions({**params, path: {"embeddings": jnp.asarray(table, jnp.float32)}}, max_len)
+        return np.asarray(params[path]["embeddings"])
+
+    def test_a_line_stays_a_line(self):
+        line = np.arange(4.0)[:, None] * np.array([1.0, -2.0, 0.5, 0.0])
+        stretched = self.resized(line, 8)
+        # Rows stand at the middles of their cells; at both ends the last row is held.
+        places = np.clip((np.arange(8) + 0.5) / 2 - 0.5, 0, 3)
+        np.testing.assert_allclose(stretched, places[:, None] * np.array([1.0, -2.0, 0.5, 0.0]), atol=1e-6)
+
+    def test_the_same_length_changes_nothing(self):
+        table = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
+        np.testing.assert_allclose(self.resized(table, 4), table, rtol=1e-6)
+
+    def test_the_longer_config_runs(self):
+        params = te.resize_positions(te.make_embedder(self.config).init(KEY), 9)
+        longer = te.make_embedder(dataclasses.replace(self.config, positions=te.Learned(max_len=9)))
+        assert np.isfinite(longer.apply(params, None, np.zeros((1, 9), int), is_training=False)).all()
+
+    def test_errors(self):
+        params = te.make_embedder(te.EmbedderConfig(8, 4)).init(KEY)
+        with pytest.raises(ValueError, match=r"^params: wanted one module called learned_positional_encoding, got 0 among "):
+            te.resize_positions(params, 9)
+        with pytest.raises(ValueError, match=r"^max_len: wanted an int of at least 1, got 0$"):
+            te.resize_positions(te.make_embedder(self.config).init(KEY), 0)

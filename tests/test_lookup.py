@@ -177,7 +177,7 @@ def test_lookup_refuses_ids_that_are_no_integers(ids):
 def test_lookup_refuses_lists_that_make_no_array():
     with pytest.raises(ValueError, match=r"^ids: wanted an array, or nested lists of equal lengths, got lists of unequal lengths$"):
         te.lookup(TABLE, [[1, 2], [3]])
-    with pytest.raises(TypeError, match=r"^ids: wanted an array of numbers, got NoneType None$"):
+    with pytest.raises(TypeError, match=r"^ids: wanted an array of numbers of at most 64 bits, got NoneType None$"):
         te.lookup(TABLE, None)
 
 
@@ -523,3 +523,14 @@ def test_check_ids_refuses_a_bad_vocabulary():
         te.check_ids([0], 0)
     with pytest.raises(TypeError, match=r"^vocab_size: wanted a Python int, got float 5.0$"):
         te.check_ids([0], 5.0)
+
+
+def test_an_empty_list_is_one_of_integers():
+    assert te.lookup(TABLE, []).shape == (0, WIDTH)
+    te.check_ids([], 4)
+
+
+def test_check_ids_of_huge_values_is_short():
+    with pytest.raises(TypeError, match=r"^ids: wanted an array of numbers of at most 64 bits, got list ") as caught:
+        te.check_ids([2**70] * 10_000, 4)
+    assert len(str(caught.value)) < 300

@@ -556,8 +556,8 @@ def test_masks_at_an_offset_are_rows_of_the_whole():
     ("kind", "message", "call"),
     [
         (TypeError, "window: wanted a pair (left, right), None for no limit, got 3", lambda m: m(window=3)),
-        (ValueError, "left: wanted an int of at least 0, got -1", lambda m: m(window=(-1, 0))),
-        (TypeError, "right: wanted a Python int, got float 0.5", lambda m: m(window=(1, 0.5))),
+        (ValueError, "window[0]: wanted an int of at least 0, got -1", lambda m: m(window=(-1, 0))),
+        (TypeError, "window[1]: wanted a Python int, got float 0.5", lambda m: m(window=(1, 0.5))),
         (ValueError, "chunk: wanted an int of at least 1, got 0", lambda m: m(chunk=0)),
         (ValueError, "key_block_ids: wanted an array, since query_block_ids is given, got None", lambda m: m(query_block_ids=[0, 0])),
         (ValueError, "query_segment_ids: wanted an array, since key_segment_ids is given, got None", lambda m: m(key_segment_ids=[0, 0])),

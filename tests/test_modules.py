@@ -817,7 +817,7 @@ def test_a_traced_rate_is_refused(module):
         jax.jit(build.init)(KEY, 0.5)
 
 
-VMAP = "; jax.vmap maps keyword arguments over axis 0: bind them with functools.partial"
+VMAP = "; add jnp.arange(length) to a scalar offset; jax.vmap maps keyword arguments over axis 0: bind them with functools.partial"
 
 
 @both_encodings
@@ -874,7 +874,7 @@ def test_bad_calls_of_the_whole_are_refused():
     typed = functools.partial(WHOLE, num_token_types=2)
     refused(TypeError, message("ids", "an integer dtype", "float32"), call(X))
     refused(TypeError, message("ids", "an integer dtype", "bool"), call(IDS == 0))
-    refused(TypeError, message("ids", "an array of numbers", "NoneType None"), call(None))
+    refused(TypeError, message("ids", "an array of numbers of at most 64 bits", "NoneType None"), call(None))
     refused(ValueError, message("ids", "shape [..., length]", "shape []"), call(3))
     refused(
         ValueError,
@@ -908,7 +908,10 @@ def test_logits_of_another_width_are_refused():
 
 
 def relative_position_bias(*arguments, **options):
-    return hk.without_apply_rng(hk.transform(te.RelativePositionBias(*arguments, **options)))
+    def bias(query_positions, key_positions):
+        return te.RelativePositionBias(*arguments, **options)(query_positions, key_positions)
+
+    return hk.without_apply_rng(hk.transform(bias))
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])

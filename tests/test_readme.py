@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import transformer_embed
+
 README = Path(__file__).parents[1] / "README.md"
 
 
@@ -15,6 +17,13 @@ def test_examples_run():
     assert namespace["train"].shape == namespace["x"].shape == (2, 5, 64)
     assert namespace["logits"].shape == (2, 5, 256)
     assert namespace["many"].shape == (3, 2, 5, 64)
-    assert namespace["step"].shape == (2, 1, 64)
+    assert namespace["step_x"].shape == (2, 1, 64)
     assert namespace["step_mask"].shape == (2, 1, 1, 8)
-    assert namespace["mask"].shape == (2, 1, 5, 5)
+    assert namespace["mask"].shape == (1, 1, 6, 6)
+    assert namespace["bias"].shape == (1, 8, 6, 6)
+    assert namespace["query"].shape == (1, 6, 8, 64)
+
+
+def test_every_public_name_is_in_it():
+    text = README.read_text()
+    assert [name for name in transformer_embed.__all__ if name not in text] == []

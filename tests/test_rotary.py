@@ -588,7 +588,8 @@ P = np.arange(3)
         (ValueError, "positions: wanted x's length, 3, last, got shape [2, 1]", lambda: apply_rotary(X, np.zeros([2, 1], int))),
         (
             ValueError,
-            "positions: wanted x's length, 3, last, got shape []; jax.vmap maps keyword arguments over axis 0: "
+            "positions: wanted x's length, 3, last, got shape []; add jnp.arange(length) to a scalar offset; "
+            "jax.vmap maps keyword arguments over axis 0: "
             "bind them with functools.partial",
             lambda: jax.vmap(apply_rotary, in_axes=0)(X[:, None].repeat(3, 0)[:3], positions=P),
         ),

@@ -287,3 +287,41 @@ class TestGrid:
         with pytest.raises(ValueError, match=r"^(axes|d_model|shape)") as caught:
             call()
         assert str(caught.value) == message
+
+
+class TestValuesThatFloat32LacksAreLoud:
+    def test_host_floats(self):
+        with pytest.raises(ValueError, match=r"^positions: wanted floats that float32 holds .*, got 123456789.0$"):
+            te.sinusoidal_encoding([0.1, 123456789.0], 4)
+        np.testing.assert_array_equal(te.sinusoidal_encoding([2.0**30], 4), te.sinusoidal_encoding([2**30], 4))
+        assert np.isnan(te.sinusoidal_encoding([2.0**40, np.inf, np.nan], 4)).all()
+
+    def test_traced_float64(self):
+        with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+            got = jax.jit(lambda p: te.sinusoidal_encoding(p, 4))(jnp.array([123456789.0, 2.0**30, 0.1]))
+        assert np.isnan(got).any(-1).tolist() == [True, False, False]
+
+    @pytest.mark.parametrize("options", [{"frequency_scale": 2.7e10}, {"frequency_scale": 1e30}, {"base": 1e-20}])
+    def test_frequencies_past_the_words(self, options):
+        with pytest.raises(ValueError, match=r"^base and frequency_scale: wanted frequencies below 2\*\*32 turns a position, got "):
+            te.sinusoidal_encoding([1], 64, **options)
+
+    @pytest.mark.parametrize(
+        ("message", "call"),
+        [
+            ("base: wanted a Python number, got a traced", lambda: jax.jit(lambda b: te.sinusoidal_table(3, 4, base=b))(4.0)),
+            ("d_model: wanted a Python int, got list [4]", lambda: te.sinusoidal_table(3, [4])),
+            ("base: wanted a Python number, got an array float32[]", lambda: te.sinusoidal_table(3, 4, base=jnp.float32(1e4))),
+            ("shape and axes: wanted tuples of ints, got 4 and None", lambda: te.sinusoidal_grid(4, 6)),
+            ("dtype: wanted a floating dtype, got str 'floaty'", lambda: te.sinusoidal_table(3, 4, dtype="floaty")),
+            ("dtype: wanted a floating dtype, got NoneType None", lambda: te.sinusoidal_table(3, 4, dtype=None)),
+        ],
+    )
+    def test_arguments_that_are_not_static(self, message, call):
+        with pytest.raises(TypeError) as caught:
+            call()
+        assert str(caught.value).startswith(message)
+
+    def test_a_layout_that_is_a_list(self):
+        with pytest.raises(ValueError, match=r"^layout: wanted one of .*, got \['sin_cos'\]$"):
+            te.sinusoidal_table(3, 4, layout=["sin_cos"])

@@ -57,6 +57,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog=PROGRAM, description=__doc__, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {te.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     train = commands.add_parser(
         "train",

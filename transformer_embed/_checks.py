@@ -2,7 +2,8 @@
 
 import math
 import numbers
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +11,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
+
+SCALAR_HINT = "; add jnp.arange(length) to a scalar offset; jax.vmap maps keyword arguments over axis 0: bind them with functools.partial"
 
 
 def wanted(name: str, want: str, got: Any) -> str:
@@ -51,15 +54,16 @@ def flag(name: str, value: Any) -> bool:
 def choice(name: str, value: Any, choices: Sequence[str]) -> str:
     """One of a few words."""
     if value not in choices:
-        raise ValueError(wanted(name, "one of " + ", ".join(map(repr, choices)), repr(value)))
+        raise ValueError(wanted(name, "one of " + ", ".join(map(repr, choices)), reprlib.repr(value)))
     return value
 
 
 def floating_dtype(name: str, dtype: Any) -> jnp.dtype:
     """A dtype with a fraction."""
-    if dtype is None:
-        raise TypeError(wanted(name, "a floating dtype", None))
-    dtype = jnp.dtype(dtype)
+    try:
+        dtype = jnp.dtype("" if dtype is None else dtype)
+    except TypeError as error:
+        raise TypeError(wanted(name, "a floating dtype", _describe(dtype))) from error
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(wanted(name, "a floating dtype", dtype))
     return dtype
@@ -83,23 +87,43 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
     except ValueError as error:
         raise ValueError(wanted(name, "an array, or nested lists of equal lengths", "lists of unequal lengths")) from error
     if array.dtype == object:
-        raise TypeError(wanted(name, "an array of numbers", _describe(value)))
+        raise TypeError(wanted(name, "an array of numbers of at most 64 bits", _describe(value)))
     return array
 
 
 def as_positions(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
     """Integers of any width, or floats that hold every integer below 2**24."""
     array = as_array(name, value)
+    if isinstance(array, np.ndarray) and array.dtype == np.float64:
+        return _as_float32(name, array)
     if jnp.issubdtype(array.dtype, jnp.integer) or array.dtype in (jnp.float32, jnp.float64):
         return array
     raise TypeError(wanted(name, "an integer dtype, or float32 (16-bit floats skip integers)", array.dtype))
 
 
-def as_int32(name: str, value: ArrayLike) -> jax.Array:
-    """Integers of any width as int32; what is outside int32 becomes its nearest end, never a wrapped value."""
+def _as_float32(name: str, array: np.ndarray) -> np.ndarray:
+    """Host floats as float32; a ValueError names the first that would become another integer."""
+    with np.errstate(over="ignore"):
+        narrow = array.astype(np.float32)
+    moved = np.isfinite(array) & (np.abs(array) >= 2**24) & (narrow != array)
+    if moved.any():
+        raise ValueError(wanted(name, "floats that float32 holds (pass large positions as integers)", array[moved][0]))
+    return narrow
+
+
+def as_integers(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
+    """Integers of any width; an empty list, which numpy takes for floats, is one of integers."""
     array = as_array(name, value)
+    if array.size == 0 and isinstance(value, list | tuple):
+        return array.astype(np.int32)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(wanted(name, "an integer dtype", array.dtype))
+    return array
+
+
+def as_int32(name: str, value: ArrayLike) -> jax.Array:
+    """Integers of any width as int32; what is outside int32 becomes its nearest end, never a wrapped value."""
+    array = as_integers(name, value)
     if isinstance(array, jax.Array) and array.dtype == jnp.int32 and not array.weak_type:
         return array
     if array.dtype == jnp.int32 or array.dtype.itemsize < 4:
@@ -115,7 +139,7 @@ def _describe(value: Any) -> str:
         return f"a traced {value.dtype}{list(value.shape)}"
     if isinstance(value, jax.Array | np.ndarray):
         return f"an array {value.dtype}{list(value.shape)}"
-    return f"{type(value).__name__} {value!r}"
+    return f"{type(value).__name__} {reprlib.repr(value)}"
 
 
 def int32(name: str, value: Any) -> int:
@@ -144,9 +168,7 @@ def broadcastable(name: str, *shapes: tuple[int, ...]) -> tuple[int, ...]:
 
 def as_ordered(name: str, value: ArrayLike) -> jax.Array:
     """Signed integers, to compare with others: what does not fit is refused, for clamped or wrapped values would compare wrongly."""
-    array = as_array(name, value)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(wanted(name, "an integer dtype", array.dtype))
+    array = as_integers(name, value)
     if isinstance(array, np.ndarray):
         return jnp.asarray(fits_int32(name, array))
     if array.dtype.itemsize < 4:
@@ -198,7 +220,7 @@ def broadcasts_to(name: str, shape: tuple[int, ...], other: str, target: tuple[i
 def ends_in_length(name: str, shape: tuple[int, ...], target: tuple[int, ...]) -> None:
     """A shape that broadcasts to the target's and has its last axis."""
     if not shape or shape[-1] != target[-1]:
-        hint = "; jax.vmap maps keyword arguments over axis 0: bind them with functools.partial" if not shape else ""
+        hint = SCALAR_HINT if not shape else ""
         raise ValueError(wanted(name, f"a last axis of the ids' length, {target[-1]}", f"shape {list(shape)}{hint}"))
     broadcasts_to(name, shape, "the ids", target)
 
@@ -220,3 +242,21 @@ def rows(name: str, array: Any) -> Any:
     if array.ndim not in (1, 2):
         raise ValueError(wanted(name, "shape [length] or [batch, length]", f"shape {list(array.shape)}"))
     return array if array.ndim == 2 else array[None]
+
+
+def as_key(name: str, rng: Any) -> jax.Array:
+    """One typed key, from a typed or a raw one."""
+    want = "one key of jax.random.key or jax.random.PRNGKey"
+    try:
+        key = rng if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(rng)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise TypeError(wanted(name, want, _describe(rng))) from error
+    if key.shape != ():
+        raise TypeError(wanted(name, want, f"keys of shape {list(key.shape)}"))
+    return key
+
+
+def params(value: Any) -> None:
+    """A Haiku parameter tree."""
+    if not isinstance(value, Mapping):
+        raise TypeError(wanted("params", "a Haiku parameter tree, a dict of dicts", type(value).__name__))

@@ -49,18 +49,7 @@ def dropout(rng: Array, rate: float, x: ArrayLike) -> Float[Array, "..."]:
     if checked == 0:
         return x
     keep_rate = 1.0 - checked
-    return _keep(_typed(rng), keep_rate, x.shape) * x / keep_rate
-
-
-def _typed(rng: Array) -> Array:
-    want = "one key of jax.random.key or jax.random.PRNGKey"
-    try:
-        key = rng if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(rng)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise TypeError(_checks.wanted("rng", want, type(rng).__name__)) from error
-    if key.shape != ():
-        raise TypeError(_checks.wanted("rng", want, f"keys of shape {list(key.shape)}"))
-    return key
+    return _keep(_checks.as_key("rng", rng), keep_rate, x.shape) * x / keep_rate
 
 
 def _keep(key: Array, keep_rate: float | np.floating, shape: tuple[int, ...]) -> Bool[Array, "..."]:

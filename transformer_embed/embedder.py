@@ -155,14 +155,17 @@ def make_embedder(config: EmbedderConfig) -> Embedder:
 
     def init(rng: Array) -> Params:
         """The parameters, drawn with rng."""
-        return _init(config, rng)
+        return _init(config, _checks.as_key("rng", rng))
 
     def apply(params, rng, ids, *, is_training, positions=None, token_types=None):
         """Embeds ids [..., length] as [..., length, d_model]; see `make_embedder`."""
-        if not _checks.flag("is_training", is_training):
+        _checks.params(params)
+        if not _checks.flag("is_training", is_training) or config.dropout_rate == 0:
             rng = None
-        elif rng is None and config.dropout_rate > 0:
+        elif rng is None:
             raise ValueError(_checks.wanted("rng", "a key such as jax.random.key(0), to train with dropout", "None"))
+        else:
+            rng = _checks.as_key("rng", rng)
         return _apply(
             config,
             bool(is_training),
@@ -175,8 +178,11 @@ def make_embedder(config: EmbedderConfig) -> Embedder:
 
     def logits(params: Params, x: ArrayLike) -> Float[Array, "... v"]:
         """x [..., width of the table] times the token table's rows; see `tied_logits`."""
+        _checks.params(params)
         return _logits(config, params, _checks.as_floats("x", x))
 
+    for function in (init, apply, logits):
+        function.__qualname__ = f"Embedder.{function.__name__}"
     return Embedder(init, apply, logits)
 
 
@@ -219,7 +225,7 @@ def resize_vocabulary(params: Params, vocab_size: int, rng: Array | None = None)
         raise ValueError(_checks.wanted("rng", f"a key, to draw {more} new rows", "None"))
     else:
         wide = table.astype(jnp.promote_types(jnp.float32, table.dtype))
-        rows = wide.mean(0) + wide.std(0) * jax.random.normal(rng, (more, table.shape[1]), wide.dtype)
+        rows = wide.mean(0) + wide.std(0) * jax.random.normal(_checks.as_key("rng", rng), (more, table.shape[1]), wide.dtype)
         resized = jnp.concatenate([table, rows.astype(table.dtype)])
     return {**params, path: {**params[path], "embeddings": resized}}
 
@@ -261,6 +267,7 @@ def resize_positions(params: Params, max_len: int) -> Params:
 
 
 def _table_of(params: Params, module: str) -> tuple[str, Float[Array, "v d"]]:
+    _checks.params(params)
     paths = [path for path in params if path.rsplit("/", 1)[-1] == module]
     if len(paths) != 1:
         raise ValueError(_checks.wanted("params", f"one module called {module}", f"{len(paths)} among {sorted(params)}"))

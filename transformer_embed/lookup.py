@@ -124,11 +124,9 @@ def check_ids(ids: ArrayLike, vocab_size: int) -> None:
         The check that hk.Embed leaves out; own.
     """
     _checks.integer("vocab_size", vocab_size, at_least=1)
-    array = _checks.as_array("ids", ids)
+    array = _checks.as_integers("ids", ids)
     if _checks.is_traced(array):
         raise TypeError(_checks.wanted("ids", "values on the host, outside of jit", f"a traced {array.dtype}{list(array.shape)}"))
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(_checks.wanted("ids", "an integer dtype", array.dtype))
     _checks.inside("ids", np.asarray(array), 0, vocab_size - 1, "the vocabulary")
 
 

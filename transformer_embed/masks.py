@@ -344,6 +344,9 @@ def _at_most(first: Integer[Array, "..."], second: Integer[Array, "..."], distan
 def _pair(name: str, value: Any) -> tuple[Any, Any]:
     if not isinstance(value, tuple) or len(value) != 2:
         raise TypeError(_checks.wanted(name, "a pair (left, right), None for no limit", repr(value)))
+    for n, distance in enumerate(value):
+        if distance is not None:
+            _checks.integer(f"{name}[{n}]", distance, at_least=0)
     return value
 
 

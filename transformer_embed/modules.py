@@ -47,13 +47,13 @@ class Sinusoidal:
     frequency_scale: float = 1.0
 
     def __post_init__(self):
-        self.check(1)
+        self._check(1)
 
-    def check(self, d_model: int) -> None:
+    def _check(self, d_model: int) -> None:
         """Raises if these options do not make an encoding of d_model channels."""
         sinusoidal_channels(d_model, self.base, self.layout, self.shift, self.odd, self.frequency_scale)
 
-    def module(self, d_model: int, dropout_rate: float, out_of_range: str, param_dtype: DTypeLike) -> "PositionalEncoding":
+    def _module(self, d_model: int, dropout_rate: float, out_of_range: str, param_dtype: DTypeLike) -> "PositionalEncoding":
         """The Haiku module of this scheme."""
         del out_of_range, param_dtype
         return PositionalEncoding(d_model, dropout_rate=dropout_rate, **dataclasses.asdict(self))
@@ -83,10 +83,10 @@ class Learned:
     def __post_init__(self):
         _checks.integer("max_len", self.max_len, at_least=1)
 
-    def check(self, d_model: int) -> None:
+    def _check(self, d_model: int) -> None:
         """Any d_model will do."""
 
-    def module(self, d_model: int, dropout_rate: float, out_of_range: str, param_dtype: DTypeLike) -> "LearnedPositionalEncoding":
+    def _module(self, d_model: int, dropout_rate: float, out_of_range: str, param_dtype: DTypeLike) -> "LearnedPositionalEncoding":
         """The Haiku module of this scheme."""
         return LearnedPositionalEncoding(
             self.max_len, d_model, dropout_rate=dropout_rate, out_of_range=out_of_range, param_dtype=param_dtype
@@ -207,7 +207,7 @@ class PositionalEncoding(hk.Module):
     ):
         super().__init__(name=name)
         self.scheme = Sinusoidal(base, layout, shift, odd, frequency_scale)
-        self.scheme.check(d_model)
+        self.scheme._check(d_model)
         self.d_model = d_model
         self.dropout_rate = float(_checks.rate("dropout_rate", dropout_rate))
 
@@ -228,7 +228,7 @@ class PositionalEncoding(hk.Module):
         """The float32 encoding [..., d_model] of positions [...]."""
         return sinusoidal_encoding(positions, self.d_model, **dataclasses.asdict(self.scheme))
 
-    def default_positions(self, length: int) -> Array:
+    def _default_positions(self, length: int) -> Array:
         """0..length-1, for any length."""
         return jnp.arange(length, dtype=jnp.int32)
 
@@ -301,7 +301,7 @@ class LearnedPositionalEncoding(hk.Module):
         table = hk.get_parameter("embeddings", [self.max_len, self.d_model], self.param_dtype, self.w_init)
         return _wide(lookup(table, _checks.as_int32("positions", positions), out_of_range=self.out_of_range))
 
-    def default_positions(self, length: int) -> Array:
+    def _default_positions(self, length: int) -> Array:
         """0..length-1, for a length of at most max_len."""
         if length > self.max_len:
             raise ValueError(_checks.wanted("ids or x", f"a length of at most max_len = {self.max_len}", f"length {length}"))
@@ -442,7 +442,7 @@ class TransformerEmbedding(hk.Module):
         wide = jnp.promote_types(jnp.float32, dtype)
         table = functools.partial(TokenEmbedding, out_of_range=out_of_range, lookup_style=lookup_style, param_dtype=param_dtype, dtype=wide)
         self.tokens = table(vocab_size, width, scale=scale, pad_id=pad_id)
-        self.positions = None if positions is None else positions.module(width, dropout_rate, out_of_range, param_dtype)
+        self.positions = None if positions is None else positions._module(width, dropout_rate, out_of_range, param_dtype)
         self.token_types = None
         if num_token_types is not None:
             w_init = hk.initializers.RandomNormal(stddev=0.02)
@@ -507,7 +507,7 @@ def check_embedding_options(
     if embedding_width is not None:
         _checks.integer("embedding_width", embedding_width, at_least=1)
     if positions is not None:
-        positions.check(embedding_width or d_model)
+        positions._check(embedding_width or d_model)
     _checks.rate("dropout_rate", dropout_rate)
     if num_token_types is not None:
         _checks.integer("num_token_types", num_token_types, at_least=1)
@@ -530,7 +530,7 @@ def _encoding(
     module: PositionalEncoding | LearnedPositionalEncoding, positions: ArrayLike | None, shape: tuple[int, ...]
 ) -> Float[Array, "... d"]:
     if positions is None:
-        positions = module.default_positions(shape[-1])
+        positions = module._default_positions(shape[-1])
     positions = _checks.as_array("positions", positions)
     _checks.ends_in_length("positions", positions.shape, shape)
     encoding = module.encoding(positions)

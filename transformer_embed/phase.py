@@ -61,6 +61,10 @@ def channels(frequencies: Sequence[decimal.Decimal], quarters: Sequence[int]) ->
     """Fixed-point words, rounded to 2**-64 turns, of one frequency (radians per unit of position) a channel."""
     with decimal.localcontext(PRECISION):
         words = [int((f / (2 * PI) * 2**64).to_integral_value()) for f in frequencies]
+    if max(words, default=0) >= 2**96:
+        raise ValueError(
+            _checks.wanted("base and frequency_scale", "frequencies below 2**32 turns a position", f"{max(frequencies):.3g} radians")
+        )
     return Channels(
         turns=np.array([w >> 64 for w in words], np.uint32),
         high=np.array([w >> 32 & 0xFFFFFFFF for w in words], np.uint32),
@@ -87,7 +91,10 @@ def sinusoid(positions: ArrayLike, constants: Channels) -> Float32[Array, "... d
     """
     positions = _checks.as_positions("positions", positions)
     if jnp.issubdtype(positions.dtype, jnp.floating):
-        return _sine_at_float(jnp.asarray(positions, jnp.float32), constants)
+        narrow = jnp.asarray(positions, jnp.float32)
+        if positions.dtype == jnp.float64:
+            narrow = jnp.where((jnp.abs(positions) < 2**24) | (narrow == positions), narrow, jnp.nan)
+        return _sine_at_float(narrow, constants)
     if positions.dtype.itemsize < 8:
         return _sine_at_integer(jnp.asarray(positions, jnp.uint32 if positions.dtype == jnp.uint32 else jnp.int32), constants)
     narrow = positions.astype(jnp.int32)

@@ -340,7 +340,7 @@ def apply_rotary(
         x: [..., length, heads, head_dim], a floating dtype. (Some libraries have heads before length: swap those axes.)
         positions: [length], or more axes that broadcast to x's before the heads; any integer dtype, or float32. With sections, one more
             axis, the last: [..., length, axes].
-        base: ratio of the longest wavelength to the shortest, above 0 ("theta").
+        base: the wavelengths grow from 2 pi towards 2 pi times this; above 0 ("theta").
         layout: which channels are a pair.
             `"half"`: i and i + d/2 (Llama, GPT-NeoX, Gemma).
             `"interleaved"`: 2i and 2i + 1 (RoFormer, GPT-J).
@@ -577,7 +577,7 @@ def _positions(positions: ArrayLike, target: tuple[int, ...], sections: tuple[in
         raise ValueError(_checks.wanted("positions", f"shape [..., length, {len(sections)}], one axis a section", f"shape {list(shape)}"))
     leading = shape[:-1] if sections else shape
     if not leading or leading[-1] != target[-1]:
-        hint = "; jax.vmap maps keyword arguments over axis 0: bind them with functools.partial" if not leading else ""
+        hint = _checks.SCALAR_HINT if not leading else ""
         raise ValueError(_checks.wanted("positions", f"x's length, {target[-1]}, last", f"shape {list(shape)}{hint}"))
     _checks.broadcasts_to("positions", leading, "x before its heads", target)
     if isinstance(positions, np.ndarray) and np.issubdtype(positions.dtype, np.integer) and positions.dtype.itemsize == 8:

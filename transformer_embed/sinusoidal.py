@@ -33,9 +33,10 @@ def sinusoidal_encoding(
     There is no table and no longest position: positions may be traced, negative, fractional, of any shape.
 
     Args:
-        positions: [...]; any integer dtype, or float32 for fractional positions.
+        positions: [...]; any integer dtype, or float32 for fractional positions. (Host float64, Python floats among them, is rounded to
+            float32, and refused where that would be another integer; so is a jax float64, which gives NaN there.)
         d_model: channels, at least 1; odd ones too.
-        base: ratio of the longest wavelength to the shortest, above 0.
+        base: the wavelengths grow from 2 pi towards 2 pi times this; above 0.
         layout: the order of the channels.
             `"interleaved"`: sine and cosine of each frequency side by side (Vaswani et al.; Keras, trax, XLM).
             `"sin_cos"`: all sines, then all cosines (tensor2tensor, fairseq, Marian, CTRL, Flax's examples, MaxText, Whisper).
@@ -165,6 +166,8 @@ def sinusoidal_grid(
         Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021), appendix D.4, https://arxiv.org/abs/2010.11929;
         He et al., "Masked Autoencoders Are Scalable Vision Learners" (2022), https://arxiv.org/abs/2111.06377
     """
+    if not isinstance(shape, tuple | list) or not isinstance(axes, tuple | list | None):
+        raise TypeError(_checks.wanted("shape and axes", "tuples of ints", f"{shape!r} and {axes!r}"))
     lengths = [_checks.integer(f"shape[{axis}]", length, at_least=0) for axis, length in enumerate(shape)]
     order = tuple(range(len(lengths))) if axes is None else axes
     if not lengths or sorted(order) != list(range(len(lengths))):
@@ -180,7 +183,6 @@ def sinusoidal_grid(
     return jnp.concatenate(parts, -1)
 
 
-@functools.lru_cache(maxsize=64, typed=True)
 def sinusoidal_channels(d_model: int, base: float, layout: str, shift: float | None, odd: str, frequency_scale: float) -> phase.Channels:
     """The constants of an encoding: each channel's frequency, and whether it is a sine (0) or a cosine (1)."""
     _checks.integer("d_model", d_model, at_least=1)
@@ -188,6 +190,12 @@ def sinusoidal_channels(d_model: int, base: float, layout: str, shift: float | N
     _checks.choice("odd", odd, ODD)
     base = _checks.real("base", base, above=0)
     frequency_scale = _checks.real("frequency_scale", frequency_scale, above=0)
+    shift = shift if shift is None else _checks.real("shift", shift)
+    return _channels(int(d_model), base, layout, shift, odd, frequency_scale)
+
+
+@functools.lru_cache(maxsize=64)
+def _channels(d_model: int, base: float, layout: str, shift: float | None, odd: str, frequency_scale: float) -> phase.Channels:
     pairs = d_model // 2 if odd == "zero" else (d_model + 1) // 2
     denominator = _denominator(d_model, shift, odd, pairs)
     frequencies = phase.geometric_frequencies(pairs, base, denominator, frequency_scale)
@@ -204,7 +212,7 @@ def sinusoidal_channels(d_model: int, base: float, layout: str, shift: float | N
 def _denominator(d_model: int, shift: float | None, odd: str, pairs: int) -> float:
     if shift is None:
         return (d_model + d_model % 2 if odd == "round_up" else d_model) / 2
-    denominator = (d_model + 1 if odd == "round_up" else d_model) // 2 - _checks.real("shift", shift)
+    denominator = (d_model + 1 if odd == "round_up" else d_model) // 2 - shift
     if pairs > 1 and denominator <= 0:
-        raise ValueError(_checks.wanted("shift", f"a number below d_model // 2 = {d_model // 2}", shift))
+        raise ValueError(_checks.wanted("shift", f"a number below d_model // 2 = {d_model // 2}", f"{shift:g}"))
     return denominator
