@@ -81,6 +81,7 @@ DESCRIPTORS = [
     embedding("sinusoidal"),
     embedding("learned", positions=te.Learned(max_len=16)),
     embedding("no_positions", positions=None),
+    embedding("grid", positions=te.SinusoidalGrid((2, 3))),
     embedding("bert", token_types=TYPES, **BERT),
     embedding("albert", token_types=TYPES, embedding_width=6, **BERT),
     embedding("layer_norm", layer_norm_eps=1e-6, dropout_rate=0.0),
@@ -781,7 +782,13 @@ BAD_ARGUMENTS = [
     (lambda: te.Learned(max_len=16.0), TypeError, "max_len", "a Python int", "float 16.0"),
     (lambda: te.TransformerEmbedding(0, 8), ValueError, "vocab_size", POSITIVE, "0"),
     (lambda: te.TransformerEmbedding(11, 0), ValueError, "d_model", POSITIVE, "0"),
-    (lambda: WHOLE(positions="sinusoidal"), TypeError, "positions", "Sinusoidal(...), Learned(max_len=...) or None", "'sinusoidal'"),
+    (
+        lambda: WHOLE(positions="sinusoidal"),
+        TypeError,
+        "positions",
+        "Sinusoidal(...), SinusoidalGrid(...), Learned(max_len=...) or None",
+        "'sinusoidal'",
+    ),
     (lambda: WHOLE(positions=te.Sinusoidal(base=-1.0)), ValueError, "base", "a finite number above 0", "-1.0"),
     (lambda: WHOLE(dropout_rate=1.5), ValueError, "dropout_rate", UNIT, "1.5"),
     (lambda: WHOLE(pad_id=0.5), TypeError, "pad_id", "a Python int", "float 0.5"),
@@ -948,3 +955,51 @@ def test_relative_position_bias_gradient_counts_each_pair():
 def test_relative_position_bias_errors(kind, message, options):
     with pytest.raises(kind, match=rf"^{re.escape(message)}"):
         relative_position_bias(**options).init(KEY, range(3), range(3))
+
+
+# --- SinusoidalGrid
+
+
+def grid_embedding(scheme, d_model=8):
+    return hk.transform(lambda ids, **options: te.TransformerEmbedding(11, d_model, positions=scheme)(ids, is_training=False, **options))
+
+
+def test_a_grid_of_tokens_is_the_flattened_grid():
+    scheme = te.SinusoidalGrid((2, 3), axes=(1, 0), layout="sin_cos")
+    embed, ids = grid_embedding(scheme), np.zeros((2, 6), int)
+    params = embed.init(KEY, ids)
+    encoding = embed.apply(params, None, ids) - embed.apply(params, None, ids[:, :1], positions=np.zeros((2, 1), int))
+    grid = te.sinusoidal_grid((2, 3), 8, axes=(1, 0), layout="sin_cos").reshape(6, 8)
+    # Both sums round once, of numbers below 4.
+    np.testing.assert_allclose(encoding, np.broadcast_to(grid - grid[0], (2, 6, 8)), rtol=0, atol=4 * 2**-23)
+    np.testing.assert_array_equal(te.sinusoidal_grid((2, 3), 8, axes=(1, 0), layout="sin_cos", positions=np.arange(6)), grid)
+
+
+def test_a_position_outside_the_grid_is_nan():
+    embed, ids = grid_embedding(te.SinusoidalGrid((2, 3))), np.zeros((1, 3), int)
+    params = embed.init(KEY, ids)
+    embedded = jax.jit(lambda positions: embed.apply(params, None, ids, positions=positions))(np.array([-1, 5, 6]))
+    assert np.isnan(embedded).all(-1).tolist() == [[True, False, True]]
+
+
+@pytest.mark.parametrize(
+    ("message", "call"),
+    [
+        ("ids: wanted a length of at most the 6 points of the grid, got length 7", lambda: grid_embedding(te.SinusoidalGrid((2, 3)))),
+        ("d_model: wanted a multiple of the 2 axes, got 7", lambda: te.EmbedderConfig(8, 7, positions=te.SinusoidalGrid((2, 3)))),
+        (
+            "axes: wanted a permutation of the axes of shape (2, 3), at least one, got (0, 0)",
+            lambda: te.SinusoidalGrid((2, 3), axes=(0, 0)),
+        ),
+        ("layout: wanted one of", lambda: te.SinusoidalGrid((2, 3), layout="rows")),
+    ],
+)
+def test_grid_errors(message, call):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        call().init(KEY, np.zeros((1, 7), int))
+
+
+def test_a_grid_that_is_no_tuple_is_refused():
+    for shape in (4, [2, 3]):
+        with pytest.raises(TypeError, match=r"^shape and axes: wanted tuples of ints, got "):
+            te.SinusoidalGrid(shape)

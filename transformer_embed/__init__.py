@@ -21,6 +21,7 @@ from transformer_embed.modules import (
     PositionalEncoding,
     RelativePositionBias,
     Sinusoidal,
+    SinusoidalGrid,
     TokenEmbedding,
     TransformerEmbedding,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "PositionalEncoding",
     "RelativePositionBias",
     "Sinusoidal",
+    "SinusoidalGrid",
     "TokenEmbedding",
     "TransformerEmbedding",
     "YarnScaling",

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from transformer_embed import _checks
 from transformer_embed.lookup import LOOKUP_STYLES, OUT_OF_RANGE
-from transformer_embed.modules import Learned, Sinusoidal, TransformerEmbedding, check_embedding_options
+from transformer_embed.modules import Scheme, Sinusoidal, TransformerEmbedding, check_embedding_options
 
 Params = Mapping[str, Mapping[str, Array]]
 
@@ -28,7 +28,7 @@ class EmbedderConfig:
     Args:
         vocab_size: number of token ids, at least 1.
         d_model: width of the result, at least 1.
-        positions: `Sinusoidal(...)`, `Learned(max_len=...)`, or None.
+        positions: `Sinusoidal(...)`, `SinusoidalGrid(...)`, `Learned(max_len=...)`, or None.
         dropout_rate: in [0, 1).
         pad_id: the id of padding, or None.
         scale: whether token rows are multiplied by the square root of their width.
@@ -55,7 +55,7 @@ class EmbedderConfig:
 
     vocab_size: int
     d_model: int
-    positions: Sinusoidal | Learned | None = Sinusoidal()
+    positions: Scheme | None = Sinusoidal()
     dropout_rate: float = 0.1
     pad_id: int | None = None
     scale: bool = True

@@ -3,10 +3,12 @@
 import dataclasses
 import functools
 import math
+from typing import NamedTuple
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
@@ -14,7 +16,7 @@ from transformer_embed import _checks
 from transformer_embed.bias import relative_position_buckets
 from transformer_embed.dropout import dropout
 from transformer_embed.lookup import LOOKUP_STYLES, OUT_OF_RANGE, lookup, tied_logits
-from transformer_embed.sinusoidal import sinusoidal_channels, sinusoidal_encoding
+from transformer_embed.sinusoidal import sinusoidal_channels, sinusoidal_encoding, sinusoidal_grid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +62,72 @@ class Sinusoidal:
 
 
 @dataclasses.dataclass(frozen=True)
+class SinusoidalGrid:
+    """Sinusoidal positions on a grid, as a field of `EmbedderConfig` and an argument of `TransformerEmbedding`: for tokens of an image.
+
+    Tokens stand row by row, the last axis fastest: position p of a grid (h, w) is the point (p // w, p % w). A position outside the
+    grid gives NaN; a length past its points is an error.
+
+    Args:
+        shape: points along each axis; see `sinusoidal_grid`, as for all fields.
+        axes: as above.
+        base: as above.
+        layout: as above.
+        shift: as above.
+        frequency_scale: as above.
+
+    Raises:
+        TypeError: shape or axes is no tuple; and as `sinusoidal_grid`.
+        ValueError: as `sinusoidal_grid`.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> te.EmbedderConfig(1024, 256, positions=te.SinusoidalGrid((16, 16), axes=(1, 0))).positions.shape
+        (16, 16)
+
+    Source:
+        Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021), appendix D.4, https://arxiv.org/abs/2010.11929
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[int, ...] | None = None
+    base: float = 10_000.0
+    layout: str = "interleaved"
+    shift: float | None = None
+    frequency_scale: float = 1.0
+
+    def __post_init__(self):
+        if not isinstance(self.shape, tuple) or not isinstance(self.axes, tuple | None):
+            raise TypeError(_checks.wanted("shape and axes", "tuples of ints", f"{self.shape!r} and {self.axes!r}"))
+        self._check(max(2 * len(self.shape), 1))
+
+    def _check(self, d_model: int) -> None:
+        """Raises if these options do not make an encoding of d_model channels."""
+        options = dataclasses.asdict(self)
+        jax.eval_shape(lambda: sinusoidal_grid(options.pop("shape"), d_model, positions=np.zeros(1, np.int32), **options))
+
+    def _module(self, d_model: int, dropout_rate: float, out_of_range: str, param_dtype: DTypeLike) -> "_Grid":
+        """What `TransformerEmbedding` asks for encodings."""
+        del dropout_rate, out_of_range, param_dtype
+        return _Grid(self, d_model)
+
+
+class _Grid(NamedTuple):
+    scheme: SinusoidalGrid
+    d_model: int
+
+    def encoding(self, positions: ArrayLike) -> Float[Array, "... d"]:
+        options = dataclasses.asdict(self.scheme)
+        return sinusoidal_grid(options.pop("shape"), self.d_model, positions=positions, **options)
+
+    def _default_positions(self, length: int) -> Array:
+        points = math.prod(self.scheme.shape)
+        if length > points:
+            raise ValueError(_checks.wanted("ids", f"a length of at most the {points} points of the grid", f"length {length}"))
+        return jnp.arange(length, dtype=jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
 class Learned:
     """Learned positions, as a field of `EmbedderConfig` and an argument of `TransformerEmbedding`.
 
@@ -91,6 +159,9 @@ class Learned:
         return LearnedPositionalEncoding(
             self.max_len, d_model, dropout_rate=dropout_rate, out_of_range=out_of_range, param_dtype=param_dtype
         )
+
+
+Scheme = Sinusoidal | SinusoidalGrid | Learned
 
 
 class TokenEmbedding(hk.Module):
@@ -384,7 +455,7 @@ class TransformerEmbedding(hk.Module):
     Args:
         vocab_size: number of token ids, at least 1.
         d_model: width of the result, at least 1.
-        positions: `Sinusoidal(...)`, `Learned(max_len=...)`, or None: no positions are added.
+        positions: `Sinusoidal(...)`, `SinusoidalGrid(...)`, `Learned(max_len=...)`, or None: no positions are added.
         dropout_rate: in [0, 1).
         pad_id: the id of padding; see `TokenEmbedding`. Positions are added at padding too: the mask hides it.
         scale: whether token rows are multiplied by the square root of their width.
@@ -420,7 +491,7 @@ class TransformerEmbedding(hk.Module):
         vocab_size: int,
         d_model: int,
         *,
-        positions: Sinusoidal | Learned | None = Sinusoidal(),
+        positions: Scheme | None = Sinusoidal(),
         dropout_rate: float = 0.1,
         pad_id: int | None = None,
         scale: bool = True,
@@ -494,7 +565,7 @@ class TransformerEmbedding(hk.Module):
 
 def check_embedding_options(
     d_model: int,
-    positions: Sinusoidal | Learned | None,
+    positions: Scheme | None,
     dropout_rate: float,
     num_token_types: int | None,
     layer_norm_eps: float | None,
@@ -502,8 +573,8 @@ def check_embedding_options(
 ) -> None:
     """Raises on what the parts of `TransformerEmbedding` do not check themselves."""
     _checks.integer("d_model", d_model, at_least=1)
-    if positions is not None and not isinstance(positions, Sinusoidal | Learned):
-        raise TypeError(_checks.wanted("positions", "Sinusoidal(...), Learned(max_len=...) or None", repr(positions)))
+    if positions is not None and not isinstance(positions, Scheme):
+        raise TypeError(_checks.wanted("positions", "Sinusoidal(...), SinusoidalGrid(...), Learned(max_len=...) or None", repr(positions)))
     if embedding_width is not None:
         _checks.integer("embedding_width", embedding_width, at_least=1)
     if positions is not None:
@@ -527,7 +598,7 @@ def _add_encoding(
 
 
 def _encoding(
-    module: PositionalEncoding | LearnedPositionalEncoding, positions: ArrayLike | None, shape: tuple[int, ...]
+    module: "PositionalEncoding | LearnedPositionalEncoding | _Grid", positions: ArrayLike | None, shape: tuple[int, ...]
 ) -> Float[Array, "... d"]:
     if positions is None:
         positions = module._default_positions(shape[-1])

@@ -1,6 +1,7 @@
 """Sinusoidal position encodings: any position, tables, every published layout and denominator."""
 
 import functools
+import math
 
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
@@ -127,6 +128,7 @@ def sinusoidal_grid(
     shape: tuple[int, ...],
     d_model: int,
     *,
+    positions: ArrayLike | None = None,
     axes: tuple[int, ...] | None = None,
     base: float = 10_000.0,
     layout: str = "interleaved",
@@ -141,6 +143,8 @@ def sinusoidal_grid(
     Args:
         shape: points along each axis, [height, width] for an image; at least one axis.
         d_model: channels, a multiple of the number of axes.
+        positions: [...] integers, points of the grid counted row by row (the last axis fastest), as a sequence of tokens has
+            them. None: all points, in the grid's shape.
         axes: the axis that each part encodes, a permutation. None: the first axis first (tensor2tensor, the positional-encodings
             package); (1, 0) is width first (MAE, diffusers, big_vision).
         base: as in `sinusoidal_encoding`, for a part's channels, as are the next ones.
@@ -150,7 +154,8 @@ def sinusoidal_grid(
         dtype: of the result.
 
     Returns:
-        [*shape, d_model] of `dtype`, in [-1, 1]; the error is that of `sinusoidal_encoding`.
+        [*shape, d_model], or [*positions.shape, d_model], of `dtype`, in [-1, 1]; the error is that of `sinusoidal_encoding`. NaN for a
+        position outside the grid.
 
     Raises:
         TypeError: as `sinusoidal_encoding`.
@@ -169,18 +174,36 @@ def sinusoidal_grid(
     if not isinstance(shape, tuple | list) or not isinstance(axes, tuple | list | None):
         raise TypeError(_checks.wanted("shape and axes", "tuples of ints", f"{shape!r} and {axes!r}"))
     lengths = [_checks.integer(f"shape[{axis}]", length, at_least=0) for axis, length in enumerate(shape)]
-    order = tuple(range(len(lengths))) if axes is None else axes
+    order = tuple(range(len(lengths))) if axes is None else tuple(axes)
     if not lengths or sorted(order) != list(range(len(lengths))):
         raise ValueError(_checks.wanted("axes", f"a permutation of the axes of shape {tuple(lengths)}, at least one", axes))
     if _checks.integer("d_model", d_model, at_least=1) % len(lengths):
         raise ValueError(_checks.wanted("d_model", f"a multiple of the {len(lengths)} axes", d_model))
-    width = d_model // len(lengths)
-    parts = []
-    for axis in order:
-        part = sinusoidal_table(lengths[axis], width, base=base, layout=layout, shift=shift, frequency_scale=frequency_scale, dtype=dtype)
-        along = [length if other == axis else 1 for other, length in enumerate(lengths)]
-        parts.append(jnp.broadcast_to(part.reshape(*along, width), (*lengths, width)))
-    return jnp.concatenate(parts, -1)
+    encode = functools.partial(
+        sinusoidal_encoding,
+        d_model=d_model // len(lengths),
+        base=base,
+        layout=layout,
+        shift=shift,
+        frequency_scale=frequency_scale,
+        dtype=dtype,
+    )
+    if positions is None:
+        axis_positions = [jnp.arange(length, dtype=jnp.int32) for length in lengths]
+        parts = [_along(encode(axis_positions[axis]), axis, lengths) for axis in order]
+        return jnp.concatenate(parts, -1)
+    points = _checks.as_int32("positions", positions)
+    coordinates = jnp.unravel_index(jnp.clip(points, 0, max(math.prod(lengths) - 1, 0)), tuple(lengths))
+    encoding = jnp.concatenate([encode(coordinates[axis].astype(jnp.int32)) for axis in order], -1)
+    inside = (points >= 0) & (points < math.prod(lengths))
+    return jnp.where(inside[..., None], encoding, jnp.nan)
+
+
+def _along(part: Float[Array, "n w"], axis: int, lengths: list[int]) -> Float[Array, "... w"]:
+    """A part that varies along one axis of the grid, on all of the grid."""
+    width = part.shape[-1]
+    shape = [length if other == axis else 1 for other, length in enumerate(lengths)]
+    return jnp.broadcast_to(part.reshape(*shape, width), (*lengths, width))
 
 
 def sinusoidal_channels(d_model: int, base: float, layout: str, shift: float | None, odd: str, frequency_scale: float) -> phase.Channels:

@@ -26,6 +26,7 @@ from transformer_embed import embedder
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import peers
+from attention_inputs import ROTARY_FIGURE, mask_bytes, rotary
 from harness import (
     Report,
     environment,
@@ -301,6 +302,8 @@ CASES: dict[str, Callable[[Options], Report]] = {
     "cold_start": cold_start,
     "temporaries": temporaries,
     "text": lowered_text,
+    "rotary": rotary,
+    "mask_bytes": mask_bytes,
 }
 
 
@@ -335,6 +338,7 @@ def targets() -> list[Target]:
         Target("lowered text, train, kB", "text: train, kB", most=200),
         Target("lowered text, eval, change with length", "text: eval, |ratio - 1|", most=0.05),
         Target("lowered text, train, change with length", "text: train, |ratio - 1|", most=0.05),
+        Target("rotary, ours / ready tables", ROTARY_FIGURE, most=1.1),
         Target("import, ours / Haiku", "import: ours / Haiku", most=1.15),
         Target("first call, eval, ours / Haiku", "first call, eval: ours / Haiku", most=1.2),
         Target("first call, train, ours / Haiku", "first call, train: ours / Haiku", most=1.2),
