@@ -22,6 +22,8 @@ FLOORS = {
     "rotary": 1,
     "bias": 1,
     "lookup": 1,
+    "cross_entropy": 1,
+    "schemes": 1,
     "dropout": 1,
     "modules": 2,
     "embedder": 3,
@@ -32,7 +34,16 @@ FLOORS = {
     "__main__": 4,
     "_train": 4,
 }
-SAME_FLOOR = {("phase", "_checks"), ("__main__", "_train")}
+SAME_FLOOR = {
+    ("phase", "_checks"),
+    ("cross_entropy", "lookup"),
+    ("schemes", "sinusoidal"),
+    ("schemes", "positions"),
+    ("sharding", "rows"),
+    ("__main__", "_train"),
+    ("__main__", "plots"),
+    ("__main__", "pretrained"),
+}
 ON_FIRST_USE = ("rows", "sharding", "pretrained", "plots")
 MAY_IMPORT_OPTAX = {"rows", "__main__", "_train"}
 MAX_PUBLIC_NAMES = 60

@@ -1,5 +1,8 @@
 """The input layer of a Transformer for JAX and Haiku: look a token up, say where it stands, say who may attend to whom."""
 
+import importlib
+from types import ModuleType
+
 from transformer_embed.bias import alibi_bias, alibi_slopes, relative_position_buckets
 from transformer_embed.dropout import dropout
 from transformer_embed.embedder import Embedder, EmbedderConfig, make_embedder, resize_positions, resize_vocabulary
@@ -87,3 +90,16 @@ __all__ = [
     "tied_logits",
     "window_mask",
 ]
+
+_ON_FIRST_USE = ("plots", "pretrained", "rows", "sharding")
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Loads a part that needs what the others do without, on its first use."""
+    if name in _ON_FIRST_USE:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ON_FIRST_USE})

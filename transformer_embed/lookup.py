@@ -16,8 +16,29 @@ OUT_OF_RANGE = ("nan", "clip", "zero")
 LOOKUP_STYLES = ("gather", "one_hot")
 
 
+class Table:
+    """A table [vocab_size, d] held in another form than one array: a leaf of a parameter tree that `lookup` and `tied_logits` read.
+
+    It has the `shape` and `dtype` of the array that it stands for, so that hk.get_parameter takes it.
+    """
+
+    shape: tuple[int, int]
+    dtype: jnp.dtype
+
+    def gather(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
+        """The row of each id, an id beyond either end giving the row at that end; repeats are summed in float32 or wider."""
+        raise NotImplementedError
+
+    def logits(self, x: Float[Array, "... d"]) -> Float[Array, "... v"]:
+        """The product of x with every row, in float32 or wider."""
+        raise NotImplementedError
+
+    def __jax_array__(self):
+        raise TypeError(_checks.wanted("table", "to be read by lookup or tied_logits alone", f"another use of {type(self).__name__}"))
+
+
 def lookup(
-    table: ArrayLike, ids: ArrayLike, *, pad_id: int | None = None, out_of_range: str = "nan", lookup_style: str = "gather"
+    table: ArrayLike | Table, ids: ArrayLike, *, pad_id: int | None = None, out_of_range: str = "nan", lookup_style: str = "gather"
 ) -> Float[Array, "... d"]:
     """The row of the table for each id.
 
@@ -56,7 +77,10 @@ def lookup(
     read_rows = {"gather": _gather, "one_hot": _multiply_by_one_hot}[_checks.choice("lookup_style", lookup_style, LOOKUP_STYLES)]
     table = as_table("table", table)
     ids = _checks.as_int32("ids", ids)
-    rows = _summing_in_float32(read_rows, table, ids) if table.dtype.itemsize < 4 else read_rows(table, ids)
+    if isinstance(table, Table):
+        rows = table.gather(ids)
+    else:
+        rows = _summing_in_float32(read_rows, table, ids) if table.dtype.itemsize < 4 else read_rows(table, ids)
     if out_of_range != "clip":
         outside = ids.astype(jnp.uint32) >= table.shape[0]
         rows = jnp.where(outside[..., None], jnp.array(jnp.nan if out_of_range == "nan" else 0, table.dtype), rows)
@@ -66,7 +90,7 @@ def lookup(
     return rows
 
 
-def tied_logits(x: ArrayLike, table: ArrayLike, *, pad_id: int | None = None) -> Float[Array, "... v"]:
+def tied_logits(x: ArrayLike, table: ArrayLike | Table, *, pad_id: int | None = None) -> Float[Array, "... v"]:
     """The logits of an output layer that shares the embedding table: the product of x with every row.
 
     Args:
@@ -95,8 +119,8 @@ def tied_logits(x: ArrayLike, table: ArrayLike, *, pad_id: int | None = None) ->
     table, x = as_table("table", table), _checks.as_floats("x", x)
     if x.ndim == 0 or x.shape[-1] != table.shape[1]:
         raise ValueError(_checks.wanted("x", f"a last axis of the table's width, {table.shape[1]}", f"shape {list(x.shape)}"))
-    dtype = jnp.promote_types(jnp.float32, jnp.result_type(x, table))
-    logits = jnp.einsum("...d,vd->...v", x, table, preferred_element_type=dtype)
+    dtype = jnp.promote_types(jnp.float32, jnp.promote_types(x.dtype, table.dtype))
+    logits = table.logits(x) if isinstance(table, Table) else jnp.einsum("...d,vd->...v", x, table, preferred_element_type=dtype)
     if pad_id is not None:
         padding = jnp.arange(table.shape[0], dtype=jnp.int32) == _checks.int32("pad_id", pad_id)
         logits = jnp.where(padding, jnp.zeros((), dtype), logits)
@@ -130,8 +154,10 @@ def check_ids(ids: ArrayLike, vocab_size: int) -> None:
     _checks.inside("ids", np.asarray(array), 0, vocab_size - 1, "the vocabulary")
 
 
-def as_table(name: str, table: ArrayLike) -> Float[Array, "v d"]:
-    """A floating array of rank 2 with at least one row."""
+def as_table(name: str, table: ArrayLike | Table) -> Float[Array, "v d"] | Table:
+    """A floating array of rank 2 with at least one row, or what stands for one."""
+    if isinstance(table, Table):
+        return table
     array = _checks.as_floats(name, table)
     if array.ndim != 2 or array.shape[0] == 0:
         raise ValueError(_checks.wanted(name, "shape [vocab_size, d] with at least one row", f"shape {list(array.shape)}"))
