@@ -41,7 +41,7 @@ def test_padding_gets_no_negative_position():
 
 def test_roberta():
     """fairseq's make_positions: cumsum of the mask times the mask, plus padding_idx."""
-    ids = np.array([[0, 31414, 232, 2, 1, 1], [1, 1, 0, 5, 6, 2]])
+    ids = np.array([[0, 31414, 232, 2, 1, 1], [1, 1, 0, 5, 6, 2], [0, 1, 5, 1, 1, 2]])
     mask = (ids != 1).astype(int)
     placement = te.place_ids(ids, pad_id=1, start=2, at_padding=1)
     np.testing.assert_array_equal(placement.positions, np.cumsum(mask, 1) * mask + 1)

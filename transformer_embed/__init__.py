@@ -19,12 +19,9 @@ from transformer_embed.masks import (
     window_mask,
 )
 from transformer_embed.modules import (
-    Learned,
     LearnedPositionalEncoding,
     PositionalEncoding,
     RelativePositionBias,
-    Sinusoidal,
-    SinusoidalGrid,
     TokenEmbedding,
     TransformerEmbedding,
 )
@@ -39,6 +36,7 @@ from transformer_embed.rotary import (
     apply_rotary,
     permute_rotary_weights,
 )
+from transformer_embed.schemes import Learned, Sinusoidal, SinusoidalGrid
 from transformer_embed.sinusoidal import sinusoidal_encoding, sinusoidal_grid, sinusoidal_table
 
 __version__ = "0.1.0"

@@ -14,7 +14,8 @@ from jaxtyping import Array, Float
 
 from transformer_embed import _checks
 from transformer_embed.lookup import LOOKUP_STYLES, OUT_OF_RANGE
-from transformer_embed.modules import Scheme, Sinusoidal, TransformerEmbedding, check_embedding_options
+from transformer_embed.modules import TransformerEmbedding, check_embedding_options
+from transformer_embed.schemes import Scheme, Sinusoidal
 
 Params = Mapping[str, Mapping[str, Array]]
 
@@ -46,8 +47,8 @@ class EmbedderConfig:
 
     Example:
         >>> import transformer_embed as te
-        >>> te.EmbedderConfig(vocab_size=256, d_model=64, pad_id=0).positions
-        Sinusoidal(base=10000.0, layout='interleaved', shift=None, odd='truncate', frequency_scale=1.0)
+        >>> te.EmbedderConfig(vocab_size=256, d_model=64, pad_id=0).positions.layout
+        'interleaved'
 
     Source:
         See `TransformerEmbedding`.

@@ -1,14 +1,12 @@
 """Haiku modules: they own parameters, take a key, and call the pure functions."""
 
-import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
@@ -16,152 +14,7 @@ from transformer_embed import _checks
 from transformer_embed.bias import relative_position_buckets
 from transformer_embed.dropout import dropout
 from transformer_embed.lookup import LOOKUP_STYLES, OUT_OF_RANGE, lookup, tied_logits
-from transformer_embed.sinusoidal import sinusoidal_channels, sinusoidal_encoding, sinusoidal_grid
-
-
-@dataclasses.dataclass(frozen=True)
-class Sinusoidal:
-    """Sinusoidal positions, as a field of `EmbedderConfig` and an argument of `TransformerEmbedding`.
-
-    Args:
-        base: as in `sinusoidal_encoding`, as are all fields.
-        layout: as above.
-        shift: as above.
-        odd: as above.
-        frequency_scale: as above.
-
-    Raises:
-        ValueError: as `sinusoidal_encoding`.
-
-    Example:
-        >>> import transformer_embed as te
-        >>> te.Sinusoidal(layout="sin_cos", shift=1)
-        Sinusoidal(base=10000.0, layout='sin_cos', shift=1, odd='truncate', frequency_scale=1.0)
-
-    Source:
-        Vaswani et al., "Attention Is All You Need" (2017), section 3.5, https://arxiv.org/abs/1706.03762
-    """
-
-    base: float = 10_000.0
-    layout: str = "interleaved"
-    shift: float | None = None
-    odd: str = "truncate"
-    frequency_scale: float = 1.0
-
-    def __post_init__(self):
-        self._check(1)
-
-    def _check(self, d_model: int) -> None:
-        """Raises if these options do not make an encoding of d_model channels."""
-        sinusoidal_channels(d_model, self.base, self.layout, self.shift, self.odd, self.frequency_scale)
-
-    def _module(self, d_model: int, dropout_rate: float, out_of_range: str, param_dtype: DTypeLike) -> "PositionalEncoding":
-        """The Haiku module of this scheme."""
-        del out_of_range, param_dtype
-        return PositionalEncoding(d_model, dropout_rate=dropout_rate, **dataclasses.asdict(self))
-
-
-@dataclasses.dataclass(frozen=True)
-class SinusoidalGrid:
-    """Sinusoidal positions on a grid, as a field of `EmbedderConfig` and an argument of `TransformerEmbedding`: for tokens of an image.
-
-    Tokens stand row by row, the last axis fastest: position p of a grid (h, w) is the point (p // w, p % w). A position outside the
-    grid gives NaN; a length past its points is an error.
-
-    Args:
-        shape: points along each axis; see `sinusoidal_grid`, as for all fields.
-        axes: as above.
-        base: as above.
-        layout: as above.
-        shift: as above.
-        frequency_scale: as above.
-
-    Raises:
-        TypeError: shape or axes is no tuple; and as `sinusoidal_grid`.
-        ValueError: as `sinusoidal_grid`.
-
-    Example:
-        >>> import transformer_embed as te
-        >>> te.EmbedderConfig(1024, 256, positions=te.SinusoidalGrid((16, 16), axes=(1, 0))).positions.shape
-        (16, 16)
-
-    Source:
-        Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021), appendix D.4, https://arxiv.org/abs/2010.11929
-    """
-
-    shape: tuple[int, ...]
-    axes: tuple[int, ...] | None = None
-    base: float = 10_000.0
-    layout: str = "interleaved"
-    shift: float | None = None
-    frequency_scale: float = 1.0
-
-    def __post_init__(self):
-        if not isinstance(self.shape, tuple) or not isinstance(self.axes, tuple | None):
-            raise TypeError(_checks.wanted("shape and axes", "tuples of ints", f"{self.shape!r} and {self.axes!r}"))
-        self._check(max(2 * len(self.shape), 1))
-
-    def _check(self, d_model: int) -> None:
-        """Raises if these options do not make an encoding of d_model channels."""
-        options = dataclasses.asdict(self)
-        jax.eval_shape(lambda: sinusoidal_grid(options.pop("shape"), d_model, positions=np.zeros(1, np.int32), **options))
-
-    def _module(self, d_model: int, dropout_rate: float, out_of_range: str, param_dtype: DTypeLike) -> "_Grid":
-        """What `TransformerEmbedding` asks for encodings."""
-        del dropout_rate, out_of_range, param_dtype
-        return _Grid(self, d_model)
-
-
-class _Grid(NamedTuple):
-    scheme: SinusoidalGrid
-    d_model: int
-
-    def encoding(self, positions: ArrayLike) -> Float[Array, "... d"]:
-        options = dataclasses.asdict(self.scheme)
-        return sinusoidal_grid(options.pop("shape"), self.d_model, positions=positions, **options)
-
-    def _default_positions(self, length: int) -> Array:
-        points = math.prod(self.scheme.shape)
-        if length > points:
-            raise ValueError(_checks.wanted("ids", f"a length of at most the {points} points of the grid", f"length {length}"))
-        return jnp.arange(length, dtype=jnp.int32)
-
-
-@dataclasses.dataclass(frozen=True)
-class Learned:
-    """Learned positions, as a field of `EmbedderConfig` and an argument of `TransformerEmbedding`.
-
-    Args:
-        max_len: number of positions, at least 1.
-
-    Raises:
-        ValueError: max_len is below 1.
-
-    Example:
-        >>> import transformer_embed as te
-        >>> te.Learned(max_len=512)
-        Learned(max_len=512)
-
-    Source:
-        Gehring et al., "Convolutional Sequence to Sequence Learning" (2017), section 3.1, https://arxiv.org/abs/1705.03122
-    """
-
-    max_len: int
-
-    def __post_init__(self):
-        _checks.integer("max_len", self.max_len, at_least=1)
-
-    def _check(self, d_model: int) -> None:
-        """Any d_model will do."""
-
-    def _module(self, d_model: int, dropout_rate: float, out_of_range: str, param_dtype: DTypeLike) -> "LearnedPositionalEncoding":
-        """The Haiku module of this scheme."""
-        return LearnedPositionalEncoding(
-            self.max_len, d_model, dropout_rate=dropout_rate, out_of_range=out_of_range, param_dtype=param_dtype
-        )
-
-
-Scheme = Sinusoidal | SinusoidalGrid | Learned
+from transformer_embed.schemes import Learned, Scheme, Sinusoidal
 
 
 class TokenEmbedding(hk.Module):
@@ -278,7 +131,7 @@ class PositionalEncoding(hk.Module):
     ):
         super().__init__(name=name)
         self.scheme = Sinusoidal(base, layout, shift, odd, frequency_scale)
-        self.scheme._check(d_model)
+        self.scheme.check(d_model)
         self.d_model = d_model
         self.dropout_rate = float(_checks.rate("dropout_rate", dropout_rate))
 
@@ -297,11 +150,7 @@ class PositionalEncoding(hk.Module):
 
     def encoding(self, positions: ArrayLike) -> Float[Array, "... d"]:
         """The float32 encoding [..., d_model] of positions [...]."""
-        return sinusoidal_encoding(positions, self.d_model, **dataclasses.asdict(self.scheme))
-
-    def _default_positions(self, length: int) -> Array:
-        """0..length-1, for any length."""
-        return jnp.arange(length, dtype=jnp.int32)
+        return self.scheme.encoding(positions, self.d_model)
 
 
 class LearnedPositionalEncoding(hk.Module):
@@ -347,7 +196,7 @@ class LearnedPositionalEncoding(hk.Module):
         name: str | None = None,
     ):
         super().__init__(name=name)
-        self.max_len = _checks.integer("max_len", max_len, at_least=1)
+        self.scheme = Learned(max_len)
         self.d_model = _checks.integer("d_model", d_model, at_least=1)
         self.dropout_rate = float(_checks.rate("dropout_rate", dropout_rate))
         self.out_of_range = _checks.choice("out_of_range", out_of_range, OUT_OF_RANGE)
@@ -369,14 +218,8 @@ class LearnedPositionalEncoding(hk.Module):
 
     def encoding(self, positions: ArrayLike) -> Float[Array, "... d"]:
         """The vectors [..., d_model] of positions [...], in float32 or wider."""
-        table = hk.get_parameter("embeddings", [self.max_len, self.d_model], self.param_dtype, self.w_init)
+        table = hk.get_parameter("embeddings", [self.scheme.max_len, self.d_model], self.param_dtype, self.w_init)
         return _wide(lookup(table, _checks.as_int32("positions", positions), out_of_range=self.out_of_range))
-
-    def _default_positions(self, length: int) -> Array:
-        """0..length-1, for a length of at most max_len."""
-        if length > self.max_len:
-            raise ValueError(_checks.wanted("ids or x", f"a length of at most max_len = {self.max_len}", f"length {length}"))
-        return jnp.arange(length, dtype=jnp.int32)
 
 
 class RelativePositionBias(hk.Module):
@@ -513,7 +356,12 @@ class TransformerEmbedding(hk.Module):
         wide = jnp.promote_types(jnp.float32, dtype)
         table = functools.partial(TokenEmbedding, out_of_range=out_of_range, lookup_style=lookup_style, param_dtype=param_dtype, dtype=wide)
         self.tokens = table(vocab_size, width, scale=scale, pad_id=pad_id)
-        self.positions = None if positions is None else positions._module(width, dropout_rate, out_of_range, param_dtype)
+        self.scheme = positions
+        if isinstance(positions, Learned):
+            learned = LearnedPositionalEncoding(positions.max_len, width, out_of_range=out_of_range, param_dtype=param_dtype)
+            self.encoding = learned.encoding
+        elif positions is not None:
+            self.encoding = functools.partial(positions.encoding, d_model=width)
         self.token_types = None
         if num_token_types is not None:
             w_init = hk.initializers.RandomNormal(stddev=0.02)
@@ -530,7 +378,7 @@ class TransformerEmbedding(hk.Module):
             ids: [..., length], any integer dtype.
             is_training: a Python bool. True needs a key, unless dropout_rate is 0; False draws none.
             positions: [length], or more axes that broadcast to the ids'; integers, or float32 where they are sinusoidal.
-                None: 0..length-1.
+                None: 0..length-1, or what the scheme's start and at_padding say.
             token_types: integers that broadcast to the ids; wanted exactly where num_token_types is set.
 
         Returns:
@@ -541,10 +389,12 @@ class TransformerEmbedding(hk.Module):
         if ids.ndim == 0:
             raise ValueError(_checks.wanted("ids", "shape [..., length]", "shape []"))
         total = self.tokens(ids)
-        if self.positions is None:
+        if self.scheme is None:
             _checks.unwanted("positions", positions, "the model adds no positions")
         else:
-            total = total + _encoding(self.positions, positions, ids.shape)
+            if positions is None:
+                positions = self.scheme.positions(ids)
+            total = total + _encoding(self.encoding, positions, ids.shape)
         if self.token_types is None:
             _checks.unwanted("token_types", token_types, "num_token_types is not set")
         elif token_types is None:
@@ -578,7 +428,7 @@ def check_embedding_options(
     if embedding_width is not None:
         _checks.integer("embedding_width", embedding_width, at_least=1)
     if positions is not None:
-        positions._check(embedding_width or d_model)
+        positions.check(embedding_width or d_model)
     _checks.rate("dropout_rate", dropout_rate)
     if num_token_types is not None:
         _checks.integer("num_token_types", num_token_types, at_least=1)
@@ -593,18 +443,16 @@ def _add_encoding(
     x = _checks.as_floats("x", x)
     if x.ndim < 2 or x.shape[-1] != module.d_model:
         raise ValueError(_checks.wanted("x", f"shape [..., length, d_model = {module.d_model}]", f"shape {list(x.shape)}"))
-    total = _wide(x) + _encoding(module, positions, x.shape[:-1])
+    if positions is None:
+        positions = module.scheme.count(x.shape[-2])
+    total = _wide(x) + _encoding(module.encoding, positions, x.shape[:-1])
     return _dropped_out(total.astype(x.dtype), module.dropout_rate, is_training)
 
 
-def _encoding(
-    module: "PositionalEncoding | LearnedPositionalEncoding | _Grid", positions: ArrayLike | None, shape: tuple[int, ...]
-) -> Float[Array, "... d"]:
-    if positions is None:
-        positions = module._default_positions(shape[-1])
+def _encoding(encode: Callable[[ArrayLike], Array], positions: ArrayLike, shape: tuple[int, ...]) -> Float[Array, "... d"]:
     positions = _checks.as_array("positions", positions)
     _checks.ends_in_length("positions", positions.shape, shape)
-    encoding = module.encoding(positions)
+    encoding = encode(positions)
     one_row_for_many = positions.ndim == 1 and math.prod(shape[:-1]) > 1
     return _computed_once(encoding) if one_row_for_many else encoding
 

@@ -59,7 +59,7 @@ def place_ids(ids: ArrayLike, *, pad_id: int = 0, start: int = 0, at_padding: in
             layers no positions at all.)
 
     Returns:
-        Placement of [batch, length]; the tokens of a row are segment 1.
+        Placement of [batch, length]; the tokens of a row are segment 1, and counted on past padding between them.
 
     Raises:
         TypeError: ids are not integers, or another argument is no Python int.
@@ -74,8 +74,15 @@ def place_ids(ids: ArrayLike, *, pad_id: int = 0, start: int = 0, at_padding: in
         Liu et al., "RoBERTa" (2019), https://arxiv.org/abs/1907.11692, as in fairseq's make_positions.
     """
     rows = _checks.rows("ids", _checks.as_int32("ids", ids))
-    segment_ids = jnp.not_equal(rows, _checks.int32("pad_id", pad_id)).astype(jnp.int32)
-    return Placement(_counted(segment_ids, start, at_padding), segment_ids)
+    tokens = rows != _checks.int32("pad_id", pad_id)
+    return Placement(positions_of_tokens(tokens, start, at_padding), tokens.astype(jnp.int32))
+
+
+def positions_of_tokens(tokens: Bool[Array, "... t"], start: int, at_padding: int) -> Int32[Array, "... t"]:
+    """How many tokens stand before each token, plus start."""
+    start, at_padding = _checks.int32("start", start), _checks.int32("at_padding", at_padding)
+    number = jnp.cumsum(tokens.astype(jnp.int32), axis=-1)
+    return jnp.where(tokens, number + (start - 1), at_padding).astype(jnp.int32)
 
 
 def place_lengths(lengths: ArrayLike, length: int, *, padding_side: str = "right", start: int = 0, at_padding: int = 0) -> Placement:
@@ -109,8 +116,8 @@ def place_lengths(lengths: ArrayLike, length: int, *, padding_side: str = "right
     index = jnp.arange(_checks.integer("length", length, at_least=0), dtype=jnp.int32)
     if _checks.choice("padding_side", padding_side, ("right", "left")) == "left":
         index = index[::-1]
-    segment_ids = (index < lengths[:, None]).astype(jnp.int32)
-    return Placement(_counted(segment_ids, start, at_padding), segment_ids)
+    tokens = index < lengths[:, None]
+    return Placement(positions_of_tokens(tokens, start, at_padding), tokens.astype(jnp.int32))
 
 
 def place_segments(segment_ids: ArrayLike, *, start: int = 0, at_padding: int = 0) -> Placement:
@@ -137,7 +144,7 @@ def place_segments(segment_ids: ArrayLike, *, start: int = 0, at_padding: int = 
         Raffel et al., "T5" (2020), section 3.5.2, https://arxiv.org/abs/1910.10683
     """
     rows = _checks.rows("segment_ids", _checks.as_int32("segment_ids", segment_ids))
-    return Placement(_counted(rows, start, at_padding), rows)
+    return Placement(_positions_in_segments(rows, start, at_padding), rows)
 
 
 def place_offset(offset: ArrayLike, length: int) -> Placement:
@@ -172,11 +179,10 @@ def place_offset(offset: ArrayLike, length: int) -> Placement:
     return Placement(positions, jnp.ones_like(positions))
 
 
-def _counted(segment_ids: Int32[Array, "b t"], start: int, at_padding: int) -> Int32[Array, "b t"]:
+def _positions_in_segments(segment_ids: Int32[Array, "b t"], start: int, at_padding: int) -> Int32[Array, "b t"]:
     """How many tokens of the same run stand before each token, plus start."""
-    tokens = (segment_ids != 0).astype(jnp.int32)
-    before = jnp.cumsum(tokens, axis=1) - tokens
+    index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
     is_first = (segment_ids != jnp.roll(segment_ids, 1, axis=1)).at[:, :1].set(True)
-    at_first = jax.lax.cummax(jnp.where(is_first, before, 0), axis=1)
+    first = jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
     start, at_padding = _checks.int32("start", start), _checks.int32("at_padding", at_padding)
-    return jnp.where(tokens == 1, before - at_first + start, at_padding).astype(jnp.int32)
+    return jnp.where(segment_ids != 0, index - first + start, at_padding).astype(jnp.int32)

@@ -1,0 +1,93 @@
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import transformer_embed as te
+
+PAD_ID = 1
+IDS = np.array([[5, 6, 7, 1, 1], [1, 1, 5, 6, 7], [5, 1, 6, 1, 7]])
+SCHEMES = [te.Sinusoidal(), te.Learned(max_len=9)]
+
+
+def embed(scheme, ids, **arguments):
+    embedder = te.make_embedder(te.EmbedderConfig(10, 8, positions=scheme, dropout_rate=0.0))
+    # No token row but zeros: what comes out is the encoding.
+    params = jax.tree.map_with_path(
+        lambda path, leaf: leaf * ("positional" in path[0].key),
+        embedder.init(jax.random.key(0)),
+        is_leaf=lambda leaf: isinstance(leaf, jax.Array),
+    )
+    return embedder.apply(params, None, ids, is_training=False, **arguments)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_positions_count_from_start(scheme):
+    np.testing.assert_array_equal(embed(dataclasses.replace(scheme, start=2), IDS), embed(scheme, IDS, positions=np.arange(2, 7)))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_only_tokens_are_counted_where_padding_has_a_position_of_its_own(scheme):
+    """RoBERTa's rule, in its own words: cumsum of the mask times the mask, plus padding_idx."""
+    mask = (IDS != PAD_ID).astype(int)
+    positions = np.cumsum(mask, 1) * mask + 1
+    np.testing.assert_array_equal(
+        embed(dataclasses.replace(scheme, start=2, at_padding=1, pad_id=PAD_ID), IDS), embed(scheme, IDS, positions=positions)
+    )
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_ids_of_any_rank(scheme):
+    roberta = dataclasses.replace(scheme, start=2, at_padding=1, pad_id=PAD_ID)
+    whole = embed(roberta, IDS)
+    np.testing.assert_array_equal(embed(roberta, IDS[0]), whole[0])
+    np.testing.assert_array_equal(embed(roberta, IDS[None]), whole[None])
+
+
+def test_given_positions_are_taken_as_they_are():
+    scheme = te.Learned(max_len=9, start=2, at_padding=1, pad_id=PAD_ID)
+    positions = np.array([4, 3, 2, 1, 0])
+    np.testing.assert_array_equal(embed(scheme, IDS, positions=positions), embed(te.Learned(max_len=9), IDS, positions=positions))
+
+
+def test_start_shortens_what_a_table_holds():
+    assert embed(te.Learned(max_len=7, start=2), IDS).shape == (3, 5, 8)
+    with pytest.raises(ValueError, match=r"^ids or x: wanted a length of at most max_len - start = 4, got length 5\b"):
+        embed(te.Learned(max_len=6, start=2), IDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"start": 1.0}, TypeError, "start: wanted a Python int, got float 1.0"),
+        ({"at_padding": True}, TypeError, "at_padding: wanted a Python int, got bool True"),
+        ({"at_padding": 1, "pad_id": 0.5}, TypeError, "pad_id: wanted a Python int, got float 0.5"),
+        ({"start": 2**31}, ValueError, f"start: wanted an int below 2**31 - 1, got {2**31}"),
+    ],
+)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_bad_starts(scheme, arguments, error, message):
+    with pytest.raises(error) as raised:
+        dataclasses.replace(scheme, **arguments)
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize("name", ["start", "at_padding"])
+@pytest.mark.parametrize("position", [-1, 9])
+def test_a_table_has_no_such_position(name, position):
+    with pytest.raises(ValueError, match=rf"^{name}: wanted an int in \[0, max_len = 9\), got {position}$"):
+        te.Learned(max_len=9, **{"pad_id": 0 if name == "at_padding" else None, name: position})
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_position_at_padding_and_its_id_come_together(scheme):
+    with pytest.raises(ValueError, match=r"^pad_id: wanted the id of padding, since at_padding is set, got None$"):
+        dataclasses.replace(scheme, at_padding=1)
+    with pytest.raises(ValueError, match=r"^pad_id: wanted None, since at_padding is not set, got int 1$"):
+        dataclasses.replace(scheme, pad_id=1)
+
+
+def test_a_start_far_out_is_exact():
+    far = te.sinusoidal_encoding(np.arange(10**9, 10**9 + 5), 8)
+    np.testing.assert_array_equal(embed(te.Sinusoidal(start=10**9), IDS), np.broadcast_to(far, (3, 5, 8)))
