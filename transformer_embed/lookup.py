@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +17,22 @@ OUT_OF_RANGE = ("nan", "clip", "zero")
 LOOKUP_STYLES = ("gather", "one_hot")
 
 
-class Table:
+class Table(np.lib.mixins.NDArrayOperatorsMixin):
     """A table [vocab_size, d] held in another form than one array: a leaf of a parameter tree that `lookup` and `tied_logits` read.
 
-    It has the `shape` and `dtype` of the array that it stands for, so that hk.get_parameter takes it.
+    It has the `shape` and `dtype` of the array that it stands for, so that hk.get_parameter takes it. Any other use of it as an
+    array is a TypeError.
     """
 
-    shape: tuple[int, int]
-    dtype: jnp.dtype
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[vocab_size, d]."""
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of its rows."""
+        raise NotImplementedError
 
     def gather(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
         """The row of each id, an id beyond either end giving the row at that end; repeats are summed in float32 or wider."""
@@ -33,8 +42,19 @@ class Table:
         """The product of x with every row, in float32 or wider."""
         raise NotImplementedError
 
-    def __jax_array__(self):
-        raise TypeError(_checks.wanted("table", "to be read by lookup or tied_logits alone", f"another use of {type(self).__name__}"))
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _NotAnArray(_checks.wanted("table", "to be read by lookup or tied_logits alone", f"another use of {type(self).__name__}"))
+
+    # Operators and numpy's functions, numpy.asarray, jax's functions, indexing.
+    __array_ufunc__ = __array__ = __jax_array__ = __getitem__ = _refuse
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """What an array has and this has not: `T`, `at`, `astype`, ..."""
+        self._refuse()
+
+
+class _NotAnArray(TypeError, AttributeError):
+    """Also an AttributeError, for hasattr to answer False."""
 
 
 def lookup(
