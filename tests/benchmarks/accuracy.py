@@ -1,11 +1,13 @@
-"""Prints the largest error of sinusoidal encodings against arbitrary precision, beside that of the usual float32 formula.
+"""Prints the largest errors of sinusoids and rotations against arbitrary precision, beside those of the usual float32 formula.
 
-Usage: python tests/benchmarks/accuracy.py [--positions N] [--d-model D] [--base B]
+Usage: python tests/benchmarks/accuracy.py [--positions N] [--d-model D] [--base B] [--head-dim H] [--rotary-base R]
 """
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,35 +19,62 @@ import transformer_embed as te
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import oracle
 
-RANGES = (
+WHOLE = (
     ("0 .. 1e3", 0, 10**3),
     ("0 .. 1e5", 0, 10**5),
     ("0 .. 1e7", 0, 10**7),
     ("0 .. 2^31 - 1", 0, 2**31 - 1),
     ("-2^31 .. -1", -(2**31), -1),
 )
+FRACTIONAL = (("0 .. 1e3, fractional", 0, 10**3), ("0 .. 2^24, fractional", 0, 2**24))
 
 
-def float32_formula(positions, d_model, base):
+class Kind(NamedTuple):
+    """An encoding of [N] positions as sines and cosines, each [N, pairs], in ours and in the float32 formula."""
+
+    name: str
+    ranges: tuple[tuple[str, int, int], ...]
+    dtype: type
+    pairs: int
+    base: float
+    ours: Callable
+
+
+def sines_and_cosines(positions, d_model, base):
+    """Of the sinusoidal encoding."""
+    table = te.sinusoidal_encoding(positions, d_model, base=base, layout="sin_cos")
+    return jnp.split(table, 2, -1)
+
+
+def rotations(positions, head_dim, base):
+    """What `apply_rotary` makes of pairs (1, 0): the sines and the cosines it multiplies by."""
+    x = jnp.concatenate([jnp.ones([head_dim // 2]), jnp.zeros([head_dim // 2])])
+    rotated = te.apply_rotary(jnp.broadcast_to(x, (len(positions), 1, head_dim)), positions, base=base)
+    cosines, sines = jnp.split(rotated[:, 0], 2, -1)
+    return sines, cosines
+
+
+def float32_formula(positions, pairs, base):
     """The angle as a float32 product, as it is usually written."""
-    frequencies = jnp.exp(jnp.arange(0, d_model, 2, dtype=jnp.float32) * np.float32(-np.log(base) / d_model))
+    frequencies = jnp.exp(jnp.arange(pairs, dtype=jnp.float32) * np.float32(-np.log(base) / pairs))
     angles = positions[:, None].astype(jnp.float32) * frequencies
-    return jnp.stack([jnp.sin(angles), jnp.cos(angles)], -1).reshape(len(positions), -1)
+    return jnp.sin(angles), jnp.cos(angles)
 
 
-def errors(low, high, options, rng):
-    """The largest errors (ours, the formula's) over random positions and both ends, in a random channel pair each and the first."""
-    positions = np.append(rng.integers(low, high + 1, options.positions), [low, high]).astype(np.int32)
-    ours = np.asarray(jax.jit(lambda p: te.sinusoidal_encoding(p, options.d_model, base=options.base))(positions))
-    theirs = np.asarray(jax.jit(lambda p: float32_formula(p, options.d_model, options.base))(positions))
+def errors(kind, low, high, count, rng):
+    """The largest errors (ours, the formula's) over random positions and both ends, in a random pair of channels each and the first."""
+    random = rng.integers(low, high + 1, count) if kind.dtype is np.int32 else rng.uniform(low, high, count)
+    positions = np.append(random, [low, high]).astype(kind.dtype)
+    encode = (lambda p: kind.ours(p, 2 * kind.pairs, kind.base), lambda p: float32_formula(p, kind.pairs, kind.base))
+    found = [np.stack([np.asarray(each) for each in jax.jit(f)(positions)]) for f in encode]
     worst = [0.0, 0.0]
-    for row, position in enumerate(tqdm(positions, desc=f"{low} .. {high}", leave=False)):
-        for pair in {0, int(rng.integers(options.d_model // 2))}:
-            frequency = oracle.frequency(pair, options.d_model / 2, options.base)
+    for row, position in enumerate(tqdm(positions.tolist(), desc=f"{low} .. {high}", leave=False)):
+        for pair in {0, int(rng.integers(kind.pairs))}:
+            frequency = oracle.frequency(pair, kind.pairs, kind.base)
             for quarters in (0, 1):
-                exact = oracle.sine(int(position), frequency, quarters)
-                for which, table in enumerate((ours, theirs)):
-                    worst[which] = max(worst[which], oracle.error(table[row, 2 * pair + quarters], exact))
+                exact = oracle.sine(position, frequency, quarters)
+                for which, values in enumerate(found):
+                    worst[which] = max(worst[which], oracle.error(values[quarters, row, pair], exact))
     return worst
 
 
@@ -53,16 +82,26 @@ def main():
     """Prints a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--positions", type=int, default=10_000, help="random positions a row (default: 10000)")
-    parser.add_argument("--d-model", type=int, default=512, help="channels, even (default: 512)")
-    parser.add_argument("--base", type=float, default=10_000.0, help="default: 10000")
+    parser.add_argument("--d-model", type=int, default=512, help="channels of the sinusoids, even (default: 512)")
+    parser.add_argument("--base", type=float, default=10_000.0, help="base of the sinusoids (default: 10000)")
+    parser.add_argument("--head-dim", type=int, default=128, help="channels of the rotations, even (default: 128)")
+    parser.add_argument("--rotary-base", type=float, default=500_000.0, help="base of the rotations (default: 500000, Llama 3's)")
     options = parser.parse_args()
     rng = np.random.default_rng(0)
-    print(f"d_model {options.d_model}, base {options.base:g}, {options.positions} positions a row, jax {jax.__version__}\n")
-    print("| positions | max error, ours | max error, float32 product |")
-    print("|---|---|---|")
-    for name, low, high in RANGES:
-        ours, theirs = errors(low, high, options, rng)
-        print(f"| {name} | {ours:.1e} | {theirs:.1e} |", flush=True)
+    sinusoids = (options.d_model // 2, options.base, sines_and_cosines)
+    kinds = (
+        Kind("sinusoidal", WHOLE, np.int32, *sinusoids),
+        Kind("sinusoidal", FRACTIONAL, np.float32, *sinusoids),
+        Kind("rotary", WHOLE, np.int32, options.head_dim // 2, options.rotary_base, rotations),
+    )
+    print(f"{options.positions} positions a row, jax {jax.__version__}\n")
+    print("| encoding | positions | max error, ours | max error, float32 product |")
+    print("|---|---|---|---|")
+    for kind in kinds:
+        name = f"{kind.name}, {2 * kind.pairs} channels, base {kind.base:g}"
+        for label, low, high in kind.ranges:
+            ours, theirs = errors(kind, low, high, options.positions, rng)
+            print(f"| {name} | {label} | {ours:.1e} | {theirs:.1e} |", flush=True)
 
 
 if __name__ == "__main__":
