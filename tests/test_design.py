@@ -15,10 +15,13 @@ PACKAGE = ROOT / "transformer_embed"
 
 FLOORS = {
     "_checks": 0,
+    "_mesh": 0,
     "phase": 0,
+    "_files": 1,
     "positions": 1,
     "masks": 1,
     "sinusoidal": 1,
+    "rotary_scaling": 1,
     "rotary": 1,
     "bias": 1,
     "lookup": 1,
@@ -26,27 +29,38 @@ FLOORS = {
     "schemes": 1,
     "dropout": 1,
     "modules": 2,
+    "_architectures": 2,
+    "_row_wise": 2,
     "embedder": 3,
     "rows": 3,
     "sharding": 3,
+    "_config_json": 4,
     "pretrained": 4,
     "plots": 4,
     "__main__": 4,
+    "_user": 4,
     "_train": 4,
+    "_show": 4,
 }
 SAME_FLOOR = {
     ("phase", "_checks"),
     ("cross_entropy", "lookup"),
+    ("rotary", "rotary_scaling"),
     ("schemes", "sinusoidal"),
     ("schemes", "positions"),
     ("sharding", "rows"),
+    ("pretrained", "_config_json"),
     ("__main__", "_train"),
+    ("__main__", "_show"),
+    ("__main__", "_user"),
+    ("_show", "_user"),
+    ("_show", "plots"),
     ("__main__", "plots"),
     ("__main__", "pretrained"),
 }
 ON_FIRST_USE = ("rows", "sharding", "pretrained", "plots")
-MAY_IMPORT_OPTAX = {"rows", "__main__", "_train"}
-MAX_PUBLIC_NAMES = 60
+MAY_IMPORT_OPTAX = {"rows", "_row_wise", "__main__", "_train"}
+MAX_PUBLIC_NAMES = 63
 TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "transformer_embed", "tests", "notebooks"}
 HEAVY = ("optax", "tqdm", "safetensors", "matplotlib")
 

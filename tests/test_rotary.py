@@ -11,16 +11,15 @@ import oracle
 import pytest
 from hypothesis import strategies as st
 
-from transformer_embed import rotary
-from transformer_embed.rotary import (
+from transformer_embed import rotary, rotary_scaling
+from transformer_embed.rotary import apply_rotary, permute_rotary_weights
+from transformer_embed.rotary_scaling import (
     DynamicNTKScaling,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
     NTKScaling,
     YarnScaling,
-    apply_rotary,
-    permute_rotary_weights,
 )
 
 LAYOUTS = ("half", "interleaved")
@@ -179,7 +178,7 @@ def test_scalings_at_any_position_against_arbitrary_precision(scaling):
 def test_published_frequencies(case):
     """Each frequency is tried where it has turned by some radian, so that the lowest count as the highest do."""
     frequencies = np.array(case["frequencies"])
-    scaling = getattr(rotary, case["scaling"])(**case["arguments"]) if case["scaling"] else None
+    scaling = getattr(rotary_scaling, case["scaling"])(**case["arguments"]) if case["scaling"] else None
     options = {"base": case["base"], "scaling": scaling}
     if "rotary_dim" in case:
         options |= {"rotary_dim": case["rotary_dim"], "partial": "proportional"}
@@ -395,6 +394,16 @@ class TestSections:
         x, grid = normal(4, 2, 8), np.array([[0, 0], [0, 0.5], [0.5, 0], [0.5, 0.5]], np.float32)
         got = apply_rotary(x, grid, sections=(2, 2), scaling=LinearScaling(0.5))
         np.testing.assert_allclose(got, apply_rotary(x, (2 * grid).astype(int), sections=(2, 2)), rtol=0, atol=4 * FUSION)
+
+
+def test_min_timescale_divides_frequencies():
+    """MaxText, praxis: timescale = min * (max / min) ** (2i / d), angle = position / timescale. (In sinusoids it multiplies.)"""
+    smallest, largest, positions = 4.0, 20_000.0, np.arange(50)
+    timescale = smallest * (largest / smallest) ** (np.arange(0, 16, 2) / 16)
+    cos, sin = cos_and_sin(positions, 16, base=largest / smallest, scaling=LinearScaling(smallest))
+    angles = positions[:, None] / timescale
+    np.testing.assert_allclose(cos, np.cos(angles), rtol=0, atol=oracle.MAX_ERROR)
+    np.testing.assert_allclose(sin, np.sin(angles), rtol=0, atol=oracle.MAX_ERROR)
 
 
 class TestMistakes:

@@ -4,6 +4,7 @@ import importlib
 from types import ModuleType
 
 from transformer_embed.bias import alibi_bias, alibi_slopes, relative_position_buckets
+from transformer_embed.cross_entropy import tied_cross_entropy
 from transformer_embed.dropout import dropout
 from transformer_embed.embedder import Embedder, EmbedderConfig, make_embedder, resize_positions, resize_vocabulary
 from transformer_embed.lookup import check_ids, lookup, tied_logits
@@ -26,15 +27,14 @@ from transformer_embed.modules import (
     TransformerEmbedding,
 )
 from transformer_embed.positions import Placement, place_ids, place_lengths, place_offset, place_segments
-from transformer_embed.rotary import (
+from transformer_embed.rotary import apply_rotary, permute_rotary_weights
+from transformer_embed.rotary_scaling import (
     DynamicNTKScaling,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
     NTKScaling,
     YarnScaling,
-    apply_rotary,
-    permute_rotary_weights,
 )
 from transformer_embed.schemes import Learned, Sinusoidal, SinusoidalGrid
 from transformer_embed.sinusoidal import sinusoidal_encoding, sinusoidal_grid, sinusoidal_table
@@ -85,6 +85,7 @@ __all__ = [
     "sinusoidal_encoding",
     "sinusoidal_grid",
     "sinusoidal_table",
+    "tied_cross_entropy",
     "tied_logits",
     "window_mask",
 ]

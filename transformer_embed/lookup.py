@@ -1,7 +1,7 @@
 """Rows of a table: what an id outside the vocabulary gives, the padding row, and the tied output layer."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -42,8 +42,16 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
         """The product of x with every row, in float32 or wider."""
         raise NotImplementedError
 
+    def shards(self, x: Float[Array, "... d"]) -> tuple[Array, Any, tuple[str, ...], tuple[str, ...], Sequence[tuple[str, ...]]]:
+        """The array that it is kept in, its mesh, and the mesh axes over which its rows, its columns and each dimension of x are split."""
+        raise TypeError(
+            _checks.wanted("table", "a whole table, or one in shards, since the output layer is tied to it", type(self).__name__)
+        )
+
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _NotAnArray(_checks.wanted("table", "to be read by lookup or tied_logits alone", f"another use of {type(self).__name__}"))
+        raise _NotAnArrayError(
+            _checks.wanted("table", "to be read by lookup or tied_logits alone", f"another use of {type(self).__name__}")
+        )
 
     # Operators and numpy's functions, numpy.asarray, jax's functions, indexing.
     __array_ufunc__ = __array__ = __jax_array__ = __getitem__ = _refuse
@@ -53,7 +61,7 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
         self._refuse()
 
 
-class _NotAnArray(TypeError, AttributeError):
+class _NotAnArrayError(TypeError, AttributeError):
     """Also an AttributeError, for hasattr to answer False."""
 
 
@@ -97,10 +105,7 @@ def lookup(
     read_rows = {"gather": _gather, "one_hot": _multiply_by_one_hot}[_checks.choice("lookup_style", lookup_style, LOOKUP_STYLES)]
     table = as_table("table", table)
     ids = _checks.as_int32("ids", ids)
-    if isinstance(table, Table):
-        rows = table.gather(ids)
-    else:
-        rows = _summing_in_float32(read_rows, table, ids) if table.dtype.itemsize < 4 else read_rows(table, ids)
+    rows = table.gather(ids) if isinstance(table, Table) else rows_at(table, ids, read_rows)
     if out_of_range != "clip":
         outside = ids.astype(jnp.uint32) >= table.shape[0]
         rows = jnp.where(outside[..., None], jnp.array(jnp.nan if out_of_range == "nan" else 0, table.dtype), rows)
@@ -120,7 +125,8 @@ def tied_logits(x: ArrayLike, table: ArrayLike | Table, *, pad_id: int | None = 
             finite all the same, for x's gradient has 0 times it. None: none.
 
     Returns:
-        [..., vocab_size], summed and returned in float32 (float64 if an input is).
+        [..., vocab_size], summed and returned in float32 (float64 if an input is). A table in shards pads the vocabulary: see
+        `sharding.Sharded`.
 
     Raises:
         TypeError: x or the table has no floating dtype.
@@ -141,8 +147,8 @@ def tied_logits(x: ArrayLike, table: ArrayLike | Table, *, pad_id: int | None = 
         raise ValueError(_checks.wanted("x", f"a last axis of the table's width, {table.shape[1]}", f"shape {list(x.shape)}"))
     dtype = jnp.promote_types(jnp.float32, jnp.promote_types(x.dtype, table.dtype))
     logits = table.logits(x) if isinstance(table, Table) else jnp.einsum("...d,vd->...v", x, table, preferred_element_type=dtype)
-    if pad_id is not None:
-        padding = jnp.arange(table.shape[0], dtype=jnp.int32) == _checks.int32("pad_id", pad_id)
+    if pad_id is not None and _checks.int32("pad_id", pad_id) < table.shape[0]:
+        padding = jnp.arange(logits.shape[-1], dtype=jnp.int32) == pad_id
         logits = jnp.where(padding, jnp.zeros((), dtype), logits)
     return logits
 
@@ -182,6 +188,14 @@ def as_table(name: str, table: ArrayLike | Table) -> Float[Array, "v d"] | Table
     if array.ndim != 2 or array.shape[0] == 0:
         raise ValueError(_checks.wanted(name, "shape [vocab_size, d] with at least one row", f"shape {list(array.shape)}"))
     return array
+
+
+def rows_at(
+    table: Float[Array, "v d"], ids: Int32[Array, "..."], read_rows: Callable[[Array, Array], Array] | None = None
+) -> Float[Array, "... d"]:
+    """`table[ids]`, an id beyond either end giving the row at that end; a row's repeats are summed in float32 or wider."""
+    read_rows = read_rows or _gather
+    return _summing_in_float32(read_rows, table, ids) if table.dtype.itemsize < 4 else read_rows(table, ids)
 
 
 @functools.partial(jax.jit, static_argnums=0)

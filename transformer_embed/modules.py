@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from transformer_embed import _checks
 from transformer_embed.bias import relative_position_buckets
 from transformer_embed.dropout import dropout
-from transformer_embed.lookup import LOOKUP_STYLES, OUT_OF_RANGE, lookup, tied_logits
+from transformer_embed.lookup import LOOKUP_STYLES, OUT_OF_RANGE, Table, lookup, tied_logits
 from transformer_embed.schemes import Learned, Scheme, Sinusoidal
 
 
@@ -85,7 +85,7 @@ class TokenEmbedding(hk.Module):
         """The output layer tied to the table: x [..., d_model] times its rows, not scaled; float32 [..., vocab_size]. See `tied_logits`."""
         return tied_logits(x, self._table(), pad_id=self.pad_id)
 
-    def _table(self) -> Float[Array, "v d"]:
+    def _table(self) -> Float[Array, "v d"] | Table:
         return hk.get_parameter("embeddings", [self.vocab_size, self.d_model], self.param_dtype, self.w_init)
 
 
