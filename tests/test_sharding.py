@@ -1,0 +1,752 @@
+"""Tables in shards, on meshes of 8 CPU devices with automatic and explicit axes, against the same on one device."""
+
+import functools
+import re
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from collectives import collectives
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import transformer_embed as te
+
+SPEC = PartitionSpec
+KINDS = (AxisType.Auto, AxisType.Explicit)
+MESHES = ((1, 8), (2, 4), (8, 1))
+# Rows over an axis, columns over one, rows over both axes of the mesh.
+SPECS = (SPEC("model"), SPEC(None, "model"), SPEC(("data", "model")))
+CASES = [(kind, shape, spec) for kind in KINDS for shape in MESHES for spec in SPECS if shape == (2, 4) or spec != SPECS[2]]
+
+VOCAB, WIDTH = 13, 8
+# A gradient row sums at most 32 cotangents below 4 in magnitude, in one order or another: each sum is rounded by 2**-24 of at most 128.
+GRADIENT_ERROR = 2 * 32 * 128 * 2.0**-24
+# A float32 sum of WIDTH products of numbers below 4 in magnitude, each partial sum rounded by 2**-24, in one order or another.
+PRODUCT_ERROR = 2 * WIDTH * 8 * 16 * 2.0**-24
+# The gradient of logits by the table sums 32 products, and that by x sums VOCAB products, of numbers below 4 and 1.
+BACK_ERROR = 2 * 32 * 32 * 4 * 2.0**-24
+# Adam's steps are at most the learning rate 0.01 a step whatever the gradient, and smooth in it away from 0: three steps from gradients
+# that differ by float32 rounding (2**-24, times some hundred sums) differ by far less than a hundredth of one step.
+TRAINED_ERROR = 1e-4
+
+NAME = "transformer_embedding/~/token_embedding"
+PATTERN = "*/token_embedding/embeddings"
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32).clip(-4, 4)
+
+
+TABLE = normal(0, VOCAB, WIDTH)
+# Inside, repeated, and out of range at both ends: VOCAB and beyond lie in the padding.
+IDS = np.random.default_rng(1).integers(-2, VOCAB + 4, (8, 4)).astype(np.int32)
+COTANGENT = normal(2, *IDS.shape, WIDTH)
+OPTIONS = ({"pad_id": 3, "out_of_range": "clip"}, {"pad_id": VOCAB + 1, "out_of_range": "zero"})
+
+
+def mesh_of(shape, kind=AxisType.Auto):
+    return jax.make_mesh(shape, ("data", "model"), axis_types=(kind,) * 2)
+
+
+def set_mesh(mesh):
+    return (getattr(jax, "set_mesh", None) or jax.sharding.use_mesh)(mesh)
+
+
+def put(mesh, array, *axes):
+    return jax.device_put(array, NamedSharding(mesh, SPEC(*axes)))
+
+
+def shard(mesh, spec, table=TABLE, **options):
+    return te.sharding.shard_params({"embed": {"embeddings": table}}, mesh, {"embed/embeddings": spec}, **options)["embed"]["embeddings"]
+
+
+def whole(table):
+    """The table, once its padding is found to be zeros."""
+    array = np.asarray(table.array)
+    assert not array[table.vocab_size :].any()
+    return array[: table.vocab_size]
+
+
+def data_axis(spec):
+    """The mesh axis that ids may be split over, under a table's spec."""
+    return None if "data" in jax.tree.leaves(tuple(spec)) else "data"
+
+
+@jax.jit
+def lookups(table, ids, cotangent):
+    """For each of OPTIONS, the rows and the gradient of the table."""
+
+    def step(options):
+        rows, back = jax.vjp(functools.partial(te.lookup, ids=ids, **options), table)
+        return rows, back(cotangent)[0]
+
+    return [step(options) for options in OPTIONS]
+
+
+@jax.jit
+def outputs(table, x, weights):
+    """The logits, and the gradients of the table and of x."""
+    logits, back = jax.vjp(lambda table, x: te.tied_logits(x, table, pad_id=3), table, x)
+    size = logits.shape[-1]
+    return logits, *back(jnp.zeros_like(logits) + jnp.concatenate([weights, jnp.ones(size)])[:size])
+
+
+def on_one_device(function, *args):
+    return jax.tree.map(np.asarray, function(*map(jnp.asarray, args)))
+
+
+WEIGHTS = np.linspace(-1, 1, VOCAB, dtype=np.float32)
+
+
+# --- lookup
+
+
+@pytest.mark.parametrize(("kind", "shape", "spec"), CASES, ids=str)
+def test_lookup_in_shards_is_the_one_of_one_device(kind, shape, spec):
+    mesh, batch = mesh_of(shape, kind), data_axis(spec)
+    table = shard(mesh, spec)
+    columns = spec[1] if len(spec) > 1 else None
+    with set_mesh(mesh):
+        found = lookups(table, put(mesh, IDS, batch), put(mesh, COTANGENT, batch, None, columns))
+    for (rows, gradient), (expected, expected_gradient) in zip(found, on_one_device(lookups, TABLE, IDS, COTANGENT), strict=True):
+        assert rows.sharding.is_equivalent_to(NamedSharding(mesh, SPEC(batch, None, columns)), 3)
+        np.testing.assert_array_equal(rows, expected)
+        assert gradient.array.sharding.is_equivalent_to(table.sharding, 2)
+        np.testing.assert_allclose(whole(gradient), expected_gradient, rtol=0, atol=GRADIENT_ERROR)
+
+
+PLACES = [(None,), (("data", "model"),), (None, "model"), (("model", "data"),), ("model", "data")]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_lookup_of_ids_of_any_placement_gives_rows_of_that_placement(place):
+    mesh = mesh_of((2, 4), AxisType.Explicit)
+    table, ids = shard(mesh, SPEC("model")), np.tile(IDS, (1, 2))
+    cotangent = np.tile(COTANGENT, (1, 2, 1))
+    with set_mesh(mesh):
+        found = lookups(table, put(mesh, ids, *place), put(mesh, cotangent, *place))
+    for (rows, gradient), (expected, expected_gradient) in zip(found, on_one_device(lookups, TABLE, ids, cotangent), strict=True):
+        assert rows.sharding.is_equivalent_to(NamedSharding(mesh, SPEC(*place)), 3)
+        np.testing.assert_array_equal(rows, expected)
+        np.testing.assert_allclose(whole(gradient), expected_gradient, rtol=0, atol=2 * GRADIENT_ERROR)
+
+
+@pytest.mark.parametrize("place", PLACES[:3], ids=str)
+def test_lookup_under_automatic_axes_takes_ids_of_any_placement(place):
+    mesh = mesh_of((2, 4))
+    rows = jax.jit(te.lookup)(shard(mesh, SPEC("model")), put(mesh, IDS, *place))
+    np.testing.assert_array_equal(rows, te.lookup(TABLE, IDS))
+
+
+def test_a_batch_over_the_axis_of_the_rows_stays_split_over_it():
+    mesh = mesh_of((2, 4))
+    table = shard(mesh, SPEC("model"), batch=("data", "model"))
+    compiled = jax.jit(te.lookup).lower(table, put(mesh, IDS, ("data", "model"))).compile()
+    rows = compiled(table, put(mesh, IDS, ("data", "model")))
+    assert rows.sharding.is_equivalent_to(NamedSharding(mesh, SPEC(("data", "model"))), 3)
+    np.testing.assert_array_equal(rows, te.lookup(TABLE, IDS))
+    assert {"all-gather", "reduce-scatter"} == {each.kind for each in collectives(compiled)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (7, 1, 2)], ids=str)
+def test_lookup_of_ids_that_do_not_divide(kind, shape):
+    mesh, ids = mesh_of((2, 4), kind), np.full(shape, 5, np.int32)
+    with set_mesh(mesh):
+        for table in (shard(mesh, SPEC("model")), shard(mesh, SPEC(None, "model"))):
+            rows = te.lookup(table, ids)
+            assert rows.shape == (*shape, WIDTH)
+            # What jax copies from a mesh of explicit axes, it cannot where there is nothing.
+            if rows.size:
+                np.testing.assert_array_equal(rows, np.broadcast_to(TABLE[5], rows.shape))
+            logits = te.tied_logits(np.zeros((*shape, WIDTH), np.float32), table)
+            assert logits.shape == (*shape, table.array.shape[0])
+
+
+@settings(deadline=None, derandomize=True, max_examples=25)
+@given(
+    ids=st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-1, VOCAB + 3), min_size=4, max_size=4),
+    policy=st.sampled_from(("nan", "clip", "zero")),
+)
+def test_lookup_of_any_ids(ids, policy):
+    table = shard(mesh_of((2, 4)), SPEC("model"))
+    ids = np.array(ids, np.int32)
+    np.testing.assert_array_equal(te.lookup(table, ids, out_of_range=policy), te.lookup(TABLE, ids, out_of_range=policy))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_16_bit_rows_are_copied_and_their_gradients_counted_in_float32(dtype):
+    mesh, count = mesh_of((2, 4)), 1024
+    table = shard(mesh, SPEC("model"), TABLE.astype(dtype))
+    rows, back = jax.vjp(lambda table: te.lookup(table, np.full(count, 5)), table)
+    assert rows.dtype == dtype
+    np.testing.assert_array_equal(rows, np.broadcast_to(TABLE.astype(dtype)[5], rows.shape))
+    gradient = whole(back(jnp.ones_like(rows))[0])
+    assert gradient.dtype == dtype
+    # 16 bits stop counting by ones at 256 (bfloat16), or at 2048 (float16): 128 to a device and then their sum would not show it.
+    np.testing.assert_array_equal(gradient[5].astype(np.float32), np.full(WIDTH, count))
+
+
+def test_a_value_that_is_not_finite_reaches_its_own_row_alone():
+    table = TABLE.copy()
+    table[2], table[9] = np.nan, np.inf
+    rows = te.lookup(shard(mesh_of((1, 8)), SPEC("model"), table), np.arange(VOCAB))
+    np.testing.assert_array_equal(rows, table)
+
+
+def test_lookup_under_vmap_over_seeds():
+    tables = normal(4, 3, VOCAB, WIDTH)
+    mesh = mesh_of((2, 4))
+    stacked = jax.tree.map(lambda *each: jnp.stack(each), *[shard(mesh, SPEC("model"), table) for table in tables])
+    rows = jax.jit(jax.vmap(te.lookup, in_axes=(0, None)))(stacked, IDS)
+    np.testing.assert_array_equal(rows, np.stack([te.lookup(table, IDS) for table in tables]))
+
+
+# --- tied_logits
+
+
+@pytest.mark.parametrize(("kind", "shape", "spec"), CASES, ids=str)
+def test_logits_in_shards_are_those_of_one_device(kind, shape, spec):
+    mesh, batch = mesh_of(shape, kind), data_axis(spec)
+    table = shard(mesh, spec)
+    with jax.default_matmul_precision("highest"):
+        expected, expected_gradient, expected_x = on_one_device(outputs, TABLE, COTANGENT, WEIGHTS)
+        with set_mesh(mesh):
+            logits, gradient, x_gradient = outputs(table, put(mesh, COTANGENT, batch), WEIGHTS)
+    axes = [axis for axis in jax.tree.leaves(tuple(spec)) if axis]
+    assert logits.sharding.is_equivalent_to(NamedSharding(mesh, SPEC(batch, None, tuple(axes))), 3)
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(np.asarray(logits)[..., :VOCAB], expected, rtol=0, atol=PRODUCT_ERROR)
+    assert gradient.array.sharding.is_equivalent_to(table.sharding, 2)
+    np.testing.assert_allclose(whole(gradient), expected_gradient, rtol=0, atol=BACK_ERROR)
+    np.testing.assert_allclose(x_gradient, expected_x, rtol=0, atol=BACK_ERROR)
+
+
+@pytest.mark.parametrize(
+    ("spec", "place"),
+    [(SPECS[0], ("model",)), (SPECS[0], (("data", "model"),)), (SPECS[0], (None, "model")), (SPECS[1], (None, None, "model"))],
+    ids=str,
+)
+def test_logits_of_any_placement_of_x(spec, place):
+    mesh, x = mesh_of((2, 4), AxisType.Explicit), np.tile(COTANGENT, (1, 2, 1))
+    with jax.default_matmul_precision("highest"):
+        expected, expected_gradient, expected_x = on_one_device(outputs, TABLE, x, WEIGHTS)
+        with set_mesh(mesh):
+            logits, gradient, x_gradient = outputs(shard(mesh, spec), put(mesh, x, *place), WEIGHTS)
+    np.testing.assert_allclose(np.asarray(logits)[..., :VOCAB], expected, rtol=0, atol=PRODUCT_ERROR)
+    np.testing.assert_allclose(whole(gradient), expected_gradient, rtol=0, atol=2 * BACK_ERROR)
+    assert x_gradient.sharding.is_equivalent_to(NamedSharding(mesh, SPEC(*place)), 3)
+    np.testing.assert_allclose(x_gradient, expected_x, rtol=0, atol=BACK_ERROR)
+
+
+def test_padded_logits_are_half_of_the_lowest_number():
+    logits = te.tied_logits(-np.ones((2, WIDTH), np.float32), shard(mesh_of((1, 8)), SPEC("model"), np.abs(TABLE)))
+    assert logits.shape == (2, 16)
+    np.testing.assert_array_equal(logits[:, VOCAB:], np.full((2, 3), jnp.finfo(jnp.float32).min / 2))
+    # Every product is negative: a padded logit of 0 would be the largest.
+    assert (np.argmax(logits, -1) < VOCAB).all()
+
+
+def test_padded_logits_leave_every_loss_as_it_is():
+    mesh, labels = mesh_of((1, 8)), np.arange(VOCAB)
+    x = -np.abs(normal(3, VOCAB, WIDTH))
+    positive = np.abs(TABLE) + 0.1
+
+    def losses(table):
+        logits = te.tied_logits(x, table)
+        likely = jax.nn.log_softmax(logits)
+        mass = jax.nn.softmax(logits)
+        return jnp.array(
+            [
+                jax.nn.logsumexp(logits, -1).sum(),
+                -(jax.nn.one_hot(labels, logits.shape[-1]) * likely).sum(),
+                optax.softmax_cross_entropy_with_integer_labels(logits, labels).sum(),
+                -(mass * likely).sum(),
+                jnp.argmax(logits, -1).sum(),
+            ]
+        )
+
+    with jax.default_matmul_precision("highest"):
+        expected, found = losses(positive), losses(shard(mesh, SPEC("model"), positive))
+        gradients = jax.jit(jax.jacrev(losses))(shard(mesh, SPEC("model"), positive))
+        expected_gradients = jax.jit(jax.jacrev(losses))(positive)
+    # Sums over VOCAB rows of logits below 8 * 16 in magnitude.
+    np.testing.assert_allclose(found, expected, rtol=0, atol=VOCAB * PRODUCT_ERROR)
+    array = np.asarray(gradients.array)
+    assert not array[:, VOCAB:].any()
+    np.testing.assert_allclose(array[:, :VOCAB], expected_gradients, rtol=0, atol=VOCAB * BACK_ERROR)
+
+
+def test_a_pad_id_in_the_padding_of_the_vocabulary_masks_no_logit():
+    table = shard(mesh_of((1, 8)), SPEC("model"))
+    logits = te.tied_logits(COTANGENT, table, pad_id=VOCAB + 1)
+    np.testing.assert_array_equal(logits, te.tied_logits(COTANGENT, table))
+
+
+# --- models
+
+
+def config(**options):
+    return te.EmbedderConfig(**{"vocab_size": 37, "d_model": 16, "pad_id": 0, "dropout_rate": 0.25, **options})
+
+
+MODEL_IDS = np.random.default_rng(5).integers(0, 37, (8, 6)).astype(np.int32)
+
+
+def training(embedder):
+    """A step of Adam on the whole parameter tree: cross-entropy of a tied output layer."""
+    optimizer = optax.adam(0.01)
+
+    def loss(params, rng, ids):
+        x = embedder.apply(params, rng, ids, is_training=True)
+        logits = embedder.logits(params, x)
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - jnp.sum(logits * jax.nn.one_hot(ids, logits.shape[-1]), -1))
+
+    @jax.jit
+    def step(params, state, rng, ids):
+        value, gradients = jax.value_and_grad(loss)(params, rng, ids)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return optimizer, step
+
+
+def train(embedder, params, ids, steps=3):
+    optimizer, step = training(embedder)
+    state, losses = optimizer.init(params), []
+    for i in range(steps):
+        params, state, loss = step(params, state, jax.random.key(i), ids)
+        losses.append(float(loss))
+    return params, state, losses
+
+
+@functools.cache
+def trained_on_one_device(param_dtype=jnp.float32):
+    embedder = te.make_embedder(config(param_dtype=param_dtype))
+    return train(embedder, embedder.init(jax.random.key(7)), MODEL_IDS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "spec"),
+    [(KINDS[0], (1, 8), SPECS[0]), (KINDS[0], (2, 4), SPECS[0]), (KINDS[1], (2, 4), SPECS[0]), (KINDS[1], (8, 1), SPECS[1])],
+    ids=str,
+)
+def test_training_in_shards_is_the_one_of_one_device(kind, shape, spec):
+    embedder, mesh = te.make_embedder(config()), mesh_of(shape, kind)
+    params = te.sharding.shard_params(embedder.init, mesh, {PATTERN: spec}, rng=jax.random.key(7))
+    with set_mesh(mesh):
+        params, state, losses = train(embedder, params, put(mesh, MODEL_IDS, "data"))
+    expected, _, expected_losses = trained_on_one_device()
+    np.testing.assert_allclose(losses, expected_losses, rtol=0, atol=TRAINED_ERROR)
+    np.testing.assert_allclose(whole(params[NAME]["embeddings"]), expected[NAME]["embeddings"], rtol=0, atol=TRAINED_ERROR)
+    momentum = state[0].mu[NAME]["embeddings"]
+    assert isinstance(momentum, te.sharding.Sharded)
+    assert momentum.array.sharding.is_equivalent_to(momentum.sharding, 2)
+    assert momentum.array.addressable_shards[0].data.size == momentum.array.size // mesh.shape["model"]
+
+
+def test_training_of_a_bfloat16_table():
+    embedder, mesh = te.make_embedder(config(param_dtype=jnp.bfloat16)), mesh_of((2, 4))
+    params = te.sharding.shard_params(embedder.init, mesh, {PATTERN: SPEC("model")}, rng=jax.random.key(7))
+    params, _, losses = train(embedder, params, put(mesh, MODEL_IDS, "data"))
+    expected, _, expected_losses = trained_on_one_device(jnp.bfloat16)
+    table = params[NAME]["embeddings"]
+    assert table.dtype == jnp.bfloat16
+    # Weights below 1 have units of at most 2**-8 in the last place: gradients that round apart move a weight by one of them a step.
+    np.testing.assert_allclose(whole(table).astype(np.float32), expected[NAME]["embeddings"].astype(np.float32), rtol=0, atol=3 * 2.0**-8)
+    # A logit sums 16 products with weights that are so apart, of elements of x below 8.
+    np.testing.assert_allclose(losses, expected_losses, rtol=0, atol=16 * 8 * 3 * 2.0**-8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_draws_what_it_draws_on_one_device(kind):
+    embedder, mesh = te.make_embedder(config()), mesh_of((2, 4), kind)
+    params = embedder.init(jax.random.key(7))
+    expected = np.asarray(embedder.apply(params, jax.random.key(3), MODEL_IDS, is_training=True))
+    with set_mesh(mesh):
+        sharded = te.sharding.shard_params(params, mesh, {PATTERN: SPEC("model")})
+        x = embedder.apply(sharded, jax.random.key(3), put(mesh, MODEL_IDS, "data"), is_training=True)
+    np.testing.assert_array_equal(np.asarray(x) == 0, expected == 0)
+    # One rounding of a product and of a sum of numbers below 8: XLA may fuse the two.
+    np.testing.assert_allclose(x, expected, rtol=0, atol=2 * 8 * 2.0**-24)
+
+
+def test_a_model_of_hk_transform():
+    def model(ids):
+        embed = te.TransformerEmbedding(37, 16, pad_id=0)
+        return embed.logits(hk.Linear(16)(embed(ids, is_training=False)))
+
+    model, mesh = hk.without_apply_rng(hk.transform(model)), mesh_of((2, 4))
+    params = model.init(jax.random.key(0), MODEL_IDS)
+    sharded = te.sharding.shard_params(params, mesh, {PATTERN: SPEC("model"), "linear/w": SPEC(None, "model")})
+    assert sharded["linear"]["w"].sharding.spec == SPEC(None, "model")
+    with jax.default_matmul_precision("highest"):
+        logits = jax.jit(model.apply)(sharded, MODEL_IDS)
+        np.testing.assert_allclose(logits[..., :37], jax.jit(model.apply)(params, MODEL_IDS), rtol=0, atol=4 * PRODUCT_ERROR)
+
+
+def test_another_reader_of_a_table_in_shards_is_told():
+    def model(ids):
+        return hk.Embed(VOCAB, WIDTH)(ids)
+
+    embed = hk.without_apply_rng(hk.transform(model))
+    params = embed.init(jax.random.key(0), IDS)
+    sharded = te.sharding.shard_params(params, mesh_of((1, 8)), {"embed/embeddings": SPEC("model")})
+    with pytest.raises(TypeError, match=r"^table: wanted to be read by lookup or tied_logits alone, got another use of Sharded$"):
+        embed.apply(sharded, IDS)
+    plain = te.sharding.shard_params(params, mesh_of((1, 8)), {"embed/embeddings": SPEC(None, "model")}, tables="")
+    np.testing.assert_array_equal(embed.apply(plain, IDS % VOCAB), embed.apply(params, IDS % VOCAB))
+
+
+# --- what is sent
+
+
+BIG, BIG_WIDTH, BATCH = 4095, 16, (8, 16)
+
+
+def compiled_step(kind, shape, spec, loss):
+    embedder, mesh = te.make_embedder(te.EmbedderConfig(BIG, BIG_WIDTH, dropout_rate=0.0)), mesh_of(shape, kind)
+    params = te.sharding.shard_params(embedder.init, mesh, {PATTERN: spec}, rng=jax.random.key(0))
+    optimizer = optax.adam(0.01)
+
+    def step(params, state, ids):
+        gradients = jax.grad(functools.partial(loss, embedder))(params, ids)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    with set_mesh(mesh):
+        ids = put(mesh, np.zeros(BATCH, np.int32), "data")
+        return jax.jit(step).lower(params, optimizer.init(params), ids).compile()
+
+
+def untied(embedder, params, ids):
+    return jnp.sum(embedder.apply(params, None, ids, is_training=True) ** 2)
+
+
+def tied(embedder, params, ids):
+    return jnp.sum(jax.nn.logsumexp(embedder.logits(params, embedder.apply(params, None, ids, is_training=True)), -1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "shape"),
+    [*((kind, SPECS[0], shape) for kind in KINDS for shape in MESHES), *((kind, SPECS[1], (2, 4)) for kind in KINDS)],
+    ids=str,
+)
+def test_no_step_sends_more_than_a_shard(kind, spec, shape):
+    shard_size = (BIG + 1) * BIG_WIDTH // shape[1] if shape[1] > 1 else BIG * BIG_WIDTH
+    for loss in (untied, tied):
+        sent = collectives(compiled_step(kind, shape, spec, loss))
+        assert sent
+        for each in sent:
+            assert each.largest <= shard_size, each.line
+        # Of the table, only its gradient is reduced, over the data axis; nothing gathers it.
+        gathered = [each for each in sent if each.kind == "all-gather"]
+        assert all(each.largest <= np.prod(BATCH) * BIG_WIDTH for each in gathered)
+
+
+def test_the_shard_of_a_mesh_without_a_data_axis_sends_ids_and_rows():
+    sent = collectives(compiled_step(AxisType.Auto, (1, 8), SPEC("model"), untied))
+    assert max(each.largest for each in sent) == np.prod(BATCH) * BIG_WIDTH
+
+
+def test_the_reader_of_collectives_sees_the_gradient_of_a_whole_table():
+    sent = collectives(compiled_step(AxisType.Auto, (8, 1), SPEC(), untied))
+    assert max(each.largest for each in sent) == BIG * BIG_WIDTH
+    assert max(each.bytes for each in sent) >= 4 * BIG * BIG_WIDTH
+
+
+@pytest.mark.parametrize("place", [(("model", "data"),), (None, None, "data")], ids=str)
+def test_x_whose_axes_would_have_to_be_reordered_is_told(place):
+    mesh = mesh_of((2, 4), AxisType.Explicit)
+    with (
+        set_mesh(mesh),
+        pytest.raises(ValueError, match=r"^x: wanted no other mesh axis after the table's in a dimension, nor over its last, \("),
+    ):
+        te.tied_logits(put(mesh, COTANGENT, *place), shard(mesh, SPEC("model")))
+
+
+# --- rows
+
+
+ROW_OPTIMIZERS = {"adam": lambda: optax.adam(0.01), "momentum": lambda: optax.sgd(0.1, momentum=0.9)}
+ROW_IDS = np.random.default_rng(6).integers(0, 37, (8, 6)).astype(np.int32)
+# Out of range at both ends, in the padding up to the mesh, padding, and a repeat on every device.
+ROW_IDS[0, :4], ROW_IDS[:, 5] = (37, -1, 39, 0), 7
+ROW_WEIGHTS = normal(7, 8, 6, 16)
+
+
+def row_training(embedder, optimizer, module, max_rows=None):
+    """A step on the rows that a batch touches, by te.rows on one device and by te.sharding on a mesh."""
+
+    def loss(params, ids, weights):
+        return jnp.sum(embedder.apply(params, None, ids, is_training=True) * weights)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, ids, weights):
+        taken = module.take(params, {NAME: {"embeddings": ids}}, max_rows=max_rows)
+        grads = jax.grad(loss, allow_int=True)(taken, ids, weights)
+        return module.update(optimizer, grads, state, params, taken)
+
+    return step
+
+
+def train_rows(embedder, name, params, ids, weights, module):
+    optimizer = ROW_OPTIMIZERS[name]()
+    step, state = row_training(embedder, optimizer, module), jax.jit(optimizer.init)(params)
+    for _ in range(3):
+        params, state = step(params, state, ids, weights)
+    return params, state
+
+
+def row_embedder(**options):
+    return te.make_embedder(config(dropout_rate=0.0, layer_norm_eps=1e-6, out_of_range="zero", **options))
+
+
+@functools.cache
+def rows_on_one_device(name, dtype):
+    embedder = row_embedder(param_dtype=dtype)
+    params, state = train_rows(embedder, name, embedder.init(jax.random.key(7)), jnp.asarray(ROW_IDS), ROW_WEIGHTS, te.rows)
+    return jax.tree.map(np.asarray, (params, state))
+
+
+def check_rows(kind, shape, name="adam", dtype=jnp.float32, spec=SPECS[0]):
+    embedder, mesh = row_embedder(param_dtype=dtype), mesh_of(shape, kind)
+    batch = data_axis(spec)
+    with set_mesh(mesh):
+        params = te.sharding.shard_params(embedder.init, mesh, {PATTERN: spec}, rng=jax.random.key(7))
+        found = train_rows(embedder, name, params, put(mesh, ROW_IDS, batch), put(mesh, ROW_WEIGHTS, batch), te.sharding)
+    found = jax.tree.map(lambda leaf: whole(leaf) if isinstance(leaf, te.sharding.Sharded) else leaf, found, is_leaf=is_sharded)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(rows_on_one_device(name, dtype)), strict=True):
+        assert one.dtype == other.dtype
+        # bfloat16 weights and moments below 8 move by a unit of their last place where gradients round apart.
+        error = TRAINED_ERROR if dtype == jnp.float32 else 3 * 8 * 2.0**-8
+        np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=0, atol=error)
+    untouched = np.setdiff1d(np.arange(37), ROW_IDS)
+    first = embedder.init(jax.random.key(7))
+    np.testing.assert_array_equal(found[0][NAME]["embeddings"][untouched], first[NAME]["embeddings"][untouched])
+
+
+def is_sharded(leaf):
+    return isinstance(leaf, te.sharding.Sharded)
+
+
+@pytest.mark.parametrize(("kind", "shape"), [(KINDS[0], (1, 8)), (KINDS[0], (2, 4)), (KINDS[0], (8, 1)), (KINDS[1], (2, 4))], ids=str)
+def test_training_by_rows_is_the_one_of_one_device(kind, shape):
+    check_rows(kind, shape)
+
+
+def test_training_by_rows_of_a_bfloat16_table():
+    check_rows(AxisType.Auto, (2, 4), dtype=jnp.bfloat16)
+
+
+def test_training_by_rows_with_momentum_of_a_table_over_the_whole_mesh():
+    check_rows(AxisType.Auto, (2, 4), "momentum", spec=SPEC(("data", "model")))
+
+
+def test_rows_are_those_of_the_table_and_shards_may_hold_none():
+    params = {"embed": {"embeddings": shard(mesh_of((1, 8)), SPEC("model"))}}
+    ids = np.array([[12, 3, 12], [-5, 99, 3]])
+    take = jax.jit(te.sharding.take, static_argnames="max_rows")
+    taken = take(params, {"embed": {"embeddings": ids}})["embed"]["embeddings"]
+    expected = te.rows.take({"embeddings": TABLE}, {"embeddings": ids})["embeddings"]
+    np.testing.assert_array_equal(taken.ids, expected.ids)
+    np.testing.assert_array_equal(taken.values[:3], TABLE[[0, 3, 12]])
+    bounded = take(params, {"embed": {"embeddings": np.array([[1, 2, 3]])}}, max_rows=2)["embed"]["embeddings"]
+    assert np.isnan(te.lookup(bounded, [3])).all()
+    np.testing.assert_array_equal(te.lookup(bounded, [1, 2]), TABLE[1:3])
+
+
+def test_what_cannot_be_taken_by_rows_is_told():
+    table = shard(mesh_of((2, 4)), SPEC(None, "model"))
+    with pytest.raises(ValueError, match=r"^table: wanted rows over mesh axes, and whole columns, got .*None, 'model'\)$"):
+        te.sharding.take({"embed": table}, {"embed": IDS})
+    with pytest.raises(TypeError, match=r"^params: wanted a Sharded, since ids has an array there, got ndarray$"):
+        te.sharding.take({"embed": TABLE}, {"embed": IDS})
+    params = {"embed": shard(mesh_of((2, 4)), SPEC("model"))}
+    taken = te.sharding.take(params, {"embed": IDS})["embed"]
+    clip = optax.clip_by_global_norm(1.0)
+    with pytest.raises(
+        ValueError, match=r"^optimizer: wanted transformations that update a row by that row alone, got clip_by_global_norm"
+    ):
+        te.sharding.update(clip, {"embed": taken}, clip.init(params), params, {"embed": taken})
+    for bad in ({"taken": {}, "grads": {"embed": taken}}, {"taken": {"embed": taken}, "grads": {}}):
+        name = next(name for name, tree in bad.items() if not tree)
+        with pytest.raises(ValueError, match=rf"^{name}: wanted a tree as params, with Rows for tables, got PyTreeDef\({{}}\)$"):
+            te.sharding.update(clip, bad["grads"], clip.init(params), params, bad["taken"])
+    with pytest.raises(TypeError, match=r"^table: wanted a whole table, trained densely, since the output layer is tied to it"):
+        te.tied_logits(COTANGENT, taken)
+
+
+@pytest.mark.parametrize(("kind", "shape"), [(KINDS[0], (1, 8)), (KINDS[0], (2, 4)), (KINDS[1], (2, 4)), (KINDS[0], (8, 1))], ids=str)
+def test_a_step_by_rows_sends_ids_and_rows(kind, shape):
+    embedder, mesh = te.make_embedder(te.EmbedderConfig(BIG, BIG_WIDTH, dropout_rate=0.0)), mesh_of(shape, kind)
+    optimizer, ids = optax.adam(0.01), np.zeros(BATCH, np.int32)
+    with set_mesh(mesh):
+        params = te.sharding.shard_params(embedder.init, mesh, {PATTERN: SPEC("model")}, rng=jax.random.key(0))
+        state = jax.jit(optimizer.init)(params)
+        weights = put(mesh, np.zeros((*BATCH, BIG_WIDTH), np.float32), "data")
+        step = row_training(embedder, optimizer, te.sharding)
+        sent = collectives(step.lower(params, state, put(mesh, ids, "data"), weights).compile())
+    assert sent
+    # The rows of the whole batch, less than the smallest shard of the table, which has an eighth.
+    batch = ids.size * BIG_WIDTH
+    assert batch < (BIG + 1) * BIG_WIDTH // 8
+    for each in sent:
+        assert each.largest <= batch, each.line
+        assert (each.kind == "all-gather") == (each.operands[0][0] == "s32"), each.line
+
+
+# --- parameter trees
+
+
+@pytest.mark.parametrize(("kind", "spec"), [(KINDS[0], SPECS[0]), (KINDS[1], SPECS[1]), (KINDS[1], SPECS[2])], ids=str)
+def test_shards_are_drawn_as_on_one_device(spec, kind):
+    embedder, mesh = te.make_embedder(config()), mesh_of((2, 4), kind)
+    params = embedder.init(jax.random.key(7))
+    drawn = te.sharding.shard_params(embedder.init, mesh, {PATTERN: spec}, rng=jax.random.key(7))
+    placed = te.sharding.shard_params(params, mesh, {PATTERN: spec})
+    assert jax.tree.structure(drawn) == jax.tree.structure(placed)
+    for one, other in zip(jax.tree.leaves(drawn), jax.tree.leaves(placed), strict=True):
+        assert one.sharding == other.sharding
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(whole(drawn[NAME]["embeddings"]), params[NAME]["embeddings"])
+
+
+def test_no_device_draws_the_whole_table(monkeypatch):
+    texts, jit = [], jax.jit
+
+    def spy(function, **options):
+        def run(rng):
+            texts.append(jit(function, **options).lower(rng).compile().as_text())
+            return jit(function, **options)(rng)
+
+        return run
+
+    embedder = te.make_embedder(te.EmbedderConfig(BIG, BIG_WIDTH))
+    monkeypatch.setattr(jax, "jit", spy)
+    te.sharding.shard_params(embedder.init, mesh_of((1, 8)), {PATTERN: SPEC("model")}, rng=jax.random.key(0))
+    (text,) = texts
+    sizes = [np.prod([int(size) for size in shape.split(",")]) for shape in re.findall(r"[fsu]32\[([\d,]+)\]", text)]
+    # A shard has an eighth; the partitioner moves its border by less than a row a device.
+    assert max(sizes) <= (BIG + 1) * BIG_WIDTH // 8 + 8 * BIG_WIDTH
+
+
+def test_names_choose_specs_and_the_first_rule_counts():
+    params = {"a/~/token_embedding": {"embeddings": TABLE}, "linear": {"w": TABLE, "b": TABLE[0], "c": TABLE}}
+    rules = {"*/embeddings": SPEC("model"), "linear/w": SPEC(None, "model"), "*/b": SPEC("data"), "linear/*": SPEC()}
+    placed = te.sharding.shard_params(params, mesh_of((2, 4)), rules)
+    assert isinstance(placed["a/~/token_embedding"]["embeddings"], te.sharding.Sharded)
+    assert placed["a/~/token_embedding"]["embeddings"].sharding.spec == SPEC("model")
+    assert {name: array.sharding.spec for name, array in placed["linear"].items()} == {
+        "w": SPEC(None, "model"),
+        "b": SPEC("data"),
+        "c": SPEC(),
+    }
+    for name, array in placed["linear"].items():
+        np.testing.assert_array_equal(array, params["linear"][name])
+
+
+def test_a_table_moves_to_another_mesh():
+    first = {"embed": {"embeddings": shard(mesh_of((1, 8)), SPEC("model"))}}
+    second = te.sharding.shard_params(first, mesh_of((2, 4)), {"*": SPEC(("data", "model"))})["embed"]["embeddings"]
+    third = te.sharding.shard_params(first, mesh_of((4, 2)), {"*": SPEC("model")})["embed"]["embeddings"]
+    for table, rows in ((second, 16), (third, 14)):
+        assert table.array.shape == (rows, WIDTH)
+        np.testing.assert_array_equal(whole(table), TABLE)
+
+
+def test_shapes_give_shapes():
+    mesh = mesh_of((2, 4))
+    table = shard(mesh, SPEC("model"), jax.ShapeDtypeStruct((VOCAB, WIDTH), jnp.bfloat16))
+    assert table.shape == (VOCAB, WIDTH)
+    assert table.dtype == jnp.bfloat16
+    assert table.array == jax.ShapeDtypeStruct((16, WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh, SPEC("model")))
+    moved = te.sharding.shard_params({"embed": {"embeddings": table}}, mesh_of((4, 2)), {"*": SPEC("model")})
+    assert moved["embed"]["embeddings"].array.shape == (14, WIDTH)
+
+
+def test_every_device_holds_its_shard_alone():
+    table = shard(mesh_of((2, 4)), SPEC("model"))
+    assert {each.data.shape for each in table.array.addressable_shards} == {(4, WIDTH)}
+    for each in table.array.addressable_shards:
+        np.testing.assert_array_equal(each.data, np.pad(TABLE, ((0, 3), (0, 0)))[each.index])
+
+
+def test_bad_trees_and_rules_are_told():
+    mesh, params = mesh_of((2, 4)), {"embed": {"embeddings": TABLE}, "linear": {"w": TABLE, "b": TABLE[0]}}
+
+    def place(rules, **options):
+        te.sharding.shard_params(params, mesh, rules, **options)
+
+    with pytest.raises(
+        ValueError, match=r"^rules: wanted patterns that match one of embed/embeddings, linear/b, linear/w, got 'embedding/\*'$"
+    ):
+        place({"embedding/*": SPEC("model")})
+    with pytest.raises(
+        ValueError, match=r"^rules and batch: wanted axes of the mesh, \('data', 'model'\), for embed/embeddings, got 'tensor'$"
+    ):
+        place({"embed/*": SPEC("tensor")})
+    with pytest.raises(ValueError, match=r"^rules and batch: wanted axes of the mesh, .*, got 'tensor'$"):
+        place({"embed/*": SPEC("model")}, batch=("tensor",))
+    with pytest.raises(ValueError, match=r"^rules: wanted at most 1 dimensions for linear/b, got .*None, 'model'\)$"):
+        place({"linear/b": SPEC(None, "model")})
+    with pytest.raises(ValueError, match=r"^rules: wanted a dimension of linear/w that 4 devices divide, got 13$"):
+        place({"linear/w": SPEC("model")})
+    with pytest.raises(ValueError, match=r"^rules: wanted a dimension of embed/embeddings that 4 devices divide, got 6$"):
+        te.sharding.shard_params({"embed": {"embeddings": TABLE[:, :6]}}, mesh, {"*": SPEC(None, "model")})
+    with pytest.raises(ValueError, match=r"^batch: wanted other axes than those of the columns of embed/embeddings, got \('model',\)$"):
+        place({"embed/*": SPEC(None, "model")}, batch=("model",))
+    with pytest.raises(TypeError, match=r"^rules: wanted a mapping of patterns to PartitionSpec, got \{'embed/\*': 'model'\}$"):
+        place({"embed/*": "model"})
+    with pytest.raises(ValueError, match=r"^rng: wanted None, since params is no function, got "):
+        place({}, rng=jax.random.key(0))
+    with pytest.raises(TypeError, match=r"^rng: wanted one key of jax.random.key or jax.random.PRNGKey, got NoneType None$"):
+        te.sharding.shard_params(lambda rng: params, mesh, {})
+    with pytest.raises(TypeError, match=r"^mesh: wanted a jax.sharding.Mesh, got tuple$"):
+        te.sharding.shard_params(params, (2, 4), {})
+    with pytest.raises(
+        TypeError,
+        match=r"^params: wanted arrays outside of jit \(a function that draws them .*\), got a traced embed",
+    ):
+        jax.jit(lambda params: te.sharding.shard_params(params, mesh, {}))(params)
+
+
+def test_columns_over_an_axis_of_the_ids_are_told():
+    mesh = mesh_of((2, 4), AxisType.Explicit)
+    with (
+        set_mesh(mesh),
+        pytest.raises(ValueError, match=r"^table: wanted columns over a mesh axis that the ids do not use, got both over .*'model'"),
+    ):
+        te.lookup(shard(mesh, SPEC(None, "model")), put(mesh, IDS, None, "model"))
+
+
+# --- checkpoints
+
+
+@pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="today's Orbax asks for a newer jax")
+@pytest.mark.parametrize("shape", [(1, 8), (4, 2)], ids=str)
+def test_a_checkpoint_of_one_mesh_is_restored_on_another(tmp_path, shape):
+    ocp = pytest.importorskip("orbax.checkpoint", reason="Orbax is of the test extra")
+    embedder, optimizer, rules = te.make_embedder(config()), optax.adam(0.01), {PATTERN: SPEC("model")}
+
+    def init(rng):
+        params = embedder.init(rng)
+        return params, jax.tree.map(lambda leaf: leaf + 1, optimizer.init(params))
+
+    saved = te.sharding.shard_params(init, mesh_of((2, 4)), rules, rng=jax.random.key(0))
+    # Padding up to another mesh is another shape: Orbax cuts and fills up with zeros where it is not strict.
+    target = te.sharding.shard_params(jax.eval_shape(init, jax.random.key(0)), mesh_of(shape), rules)
+    args = jax.tree.map(lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, strict=False), target)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "step", saved)
+        restored = checkpointer.restore(tmp_path / "step", args=ocp.args.PyTreeRestore(item=target, restore_args=args))
+    assert jax.tree.structure(restored) == jax.tree.structure(target)
+    expected = te.sharding.shard_params(init, mesh_of(shape), rules, rng=jax.random.key(0))
+    for one, other in zip(jax.tree.leaves(restored), jax.tree.leaves(expected), strict=True):
+        assert one.sharding == other.sharding
+        np.testing.assert_array_equal(one, other)

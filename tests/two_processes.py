@@ -1,0 +1,87 @@
+"""Trains a table in shards over all devices of all processes: of one process, of two on this machine, or of many on a cluster.
+
+python tests/two_processes.py ADDRESS:PORT NUM_PROCESSES PROCESS_ID [OUT.npz], once a process; ADDRESS:PORT is one of process 0.
+"""
+
+import os
+import sys
+
+ADDRESS, NUM_PROCESSES, PROCESS_ID, *OUT = sys.argv[1:]
+NUM_DEVICES = 8
+# CPU devices stand for accelerators here: where there are some, both lines go.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={NUM_DEVICES // int(NUM_PROCESSES)}"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import transformer_embed as te
+
+STEPS, VOCAB_SIZE, D_MODEL = 4, 1001, 16
+DENSE, BY_ROWS = "dense", "by_rows"
+TABLE = "transformer_embedding/~/token_embedding"
+
+
+def main():
+    if NUM_PROCESSES != "1":
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(ADDRESS, int(NUM_PROCESSES), int(PROCESS_ID))
+    found = {}
+    for name, step in ((DENSE, dense_step), (BY_ROWS, row_step)):
+        found[f"{name}_losses"], found[f"{name}_table"] = train(step)
+        print(f"process {jax.process_index()} of {jax.process_count()}, {jax.device_count()} devices, {name}: {found[f'{name}_losses']}")
+    if OUT and jax.process_index() == 0:
+        np.savez(OUT[0], **found)
+
+
+def train(step):
+    """The losses, and the table after the last step."""
+    # The first axis goes over the processes: each feeds its own rows of the batch and holds the whole table.
+    mesh = jax.make_mesh((2, NUM_DEVICES // 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    rules = {"*/token_embedding/embeddings": PartitionSpec("model")}
+    params = te.sharding.shard_params(EMBEDDER.init, mesh, rules, rng=jax.random.key(0))
+    state, losses = jax.jit(OPTIMIZER.init)(params), []
+    batch = np.random.default_rng(0).integers(0, VOCAB_SIZE, (8, 17)).astype(np.int32)
+    ids = jax.make_array_from_callback(batch.shape, NamedSharding(mesh, PartitionSpec("data")), lambda index: batch[index])
+    for i in range(STEPS):
+        params, state, loss = step(params, state, jax.random.key(i), ids)
+        losses.append(float(loss))
+    everywhere = jax.jit(lambda array: array, out_shardings=NamedSharding(mesh, PartitionSpec()))(params[TABLE]["embeddings"].array)
+    return losses, np.asarray(everywhere.addressable_data(0))[:VOCAB_SIZE]
+
+
+EMBEDDER = te.make_embedder(te.EmbedderConfig(VOCAB_SIZE, D_MODEL, pad_id=0))
+OPTIMIZER = optax.adam(0.01)
+
+
+@jax.jit
+def dense_step(params, state, rng, ids):
+    """Adam on the whole tree, for the output layer is tied to the table."""
+
+    def loss(params):
+        x = EMBEDDER.apply(params, rng, ids[:, :-1], is_training=True)
+        logits = EMBEDDER.logits(params, x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]).mean()
+
+    value, gradients = jax.value_and_grad(loss)(params)
+    updates, state = OPTIMIZER.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state, value
+
+
+@jax.jit
+def row_step(params, state, rng, ids):
+    """Lazy Adam on the rows that the batch touches."""
+
+    def loss(params):
+        return jnp.mean((EMBEDDER.apply(params, rng, ids, is_training=True) - 1) ** 2)
+
+    taken = te.sharding.take(params, {TABLE: {"embeddings": ids}})
+    value, gradients = jax.value_and_grad(loss, allow_int=True)(taken)
+    return *te.sharding.update(OPTIMIZER, gradients, state, params, taken), value
+
+
+if __name__ == "__main__":
+    main()
