@@ -19,8 +19,10 @@ from safetensors.numpy import save_file
 
 import transformer_embed as te
 from transformer_embed import __main__ as command_line
-from transformer_embed import _train
-from transformer_embed.__main__ import CONFIG, PAD_ID, main
+from transformer_embed import _files, _train
+from transformer_embed.__main__ import PAD_ID, main
+from transformer_embed._config_json import config_from_json, config_to_json
+from transformer_embed.pretrained import CONFIG
 
 LAST_LINE = re.compile(r"bits per byte: sinusoidal (\d+\.\d\d), none (\d+\.\d\d), unigram (\d+\.\d\d)")
 TABLE = "transformer_embedding/~/token_embedding/embeddings"
@@ -183,18 +185,6 @@ def test_params_hold_the_model_and_the_config(trained):
     assert [path.name for path in trained.parent.iterdir()] == [trained.name]
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        te.EmbedderConfig(7, 6, positions=None),
-        te.EmbedderConfig(7, 6, positions=te.Sinusoidal(layout="sin_cos", shift=1.0), dtype="bfloat16", pad_id=3),
-        te.EmbedderConfig(7, 6, positions=te.Learned(9), layer_norm_eps=1e-5, embedding_width=4),
-    ],
-)
-def test_config_round_trip(config):
-    assert command_line._config_from_json(command_line._config_to_json(config)) == config
-
-
 @pytest.mark.parametrize("tokens_a_batch", [1, 40, 16_384])
 def test_embed_is_the_embedder_on_padded_lines(monkeypatch, capsys, trained, tmp_path, tokens_a_batch):
     monkeypatch.setattr(command_line, "TOKENS_A_BATCH", tokens_a_batch)
@@ -214,7 +204,7 @@ def test_embed_is_the_embedder_on_padded_lines(monkeypatch, capsys, trained, tmp
     assert {name: array.dtype for name, array in got.items()} == {"ids": "i4", "mask": "?", "positions": "i4", "embeddings": "f4"}
     with safe_open(trained, framework="numpy") as file:
         table = file.get_tensor(TABLE)
-        config = command_line._config_from_json(file.metadata()[CONFIG])
+        config = config_from_json(file.metadata()[CONFIG])
     np.testing.assert_allclose(got["embeddings"], by_hand(table, ids), rtol=0, atol=BY_HAND)
     module, name = TABLE.rsplit("/", 1)
     apply = te.make_embedder(dataclasses.replace(config, pad_id=PAD_ID)).apply
@@ -266,7 +256,7 @@ def test_a_wrong_id_is_named(capsys, trained, tmp_path, wrong):
 def save_embedder(path, config, **change):
     params = te.make_embedder(config).init(jax.random.key(0))
     arrays = {f"{module}/{name}": np.asarray(leaf) for module, leaves in params.items() for name, leaf in leaves.items()}
-    save_file(change.get("arrays", arrays), path, metadata={CONFIG: change.get("text", command_line._config_to_json(config))})
+    save_file(change.get("arrays", arrays), path, metadata={CONFIG: change.get("text", config_to_json(config))})
     return path
 
 
@@ -292,14 +282,16 @@ def test_a_line_past_max_len_is_refused(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"arrays": {"a": np.zeros(3)}}, f"wanted a parameter {TABLE}, float32[7, 6], got none"),
-        ({"arrays": {TABLE: np.zeros((7, 5), np.float32)}}, f"wanted a parameter {TABLE}, float32[7, 6], got float32[7, 5]"),
-        ({"arrays": {TABLE: np.zeros((7, 6), np.float64)}}, f"wanted a parameter {TABLE}, float32[7, 6], got float64[7, 6]"),
-        ({"text": "{}"}, "describes no embedder of this program; give a file that `train --out` wrote"),
-        ({"text": "[1]"}, "describes no embedder of this program"),
-        ({"text": '{"vocab_size": 0, "d_model": 6, "positions": null}'}, "describes no embedder of this program"),
-        ({"text": '{"vocab_size": 7, "d_model": 6, "positions": {"kind": "rotary"}}'}, "describes no embedder of this program"),
-        ({"text": '{"vocab_size": 7, "d_model": 6, "positions": null, "num_token_types": 2}'}, "describes no embedder of this program"),
+        ({"arrays": {"a": np.zeros(3)}}, f"wanted a tensor '{TABLE}', got the tensors a F64[3]"),
+        ({"arrays": {TABLE: np.zeros((7, 5), np.float32)}}, "wanted shape [7, 6], as the configuration says, "),
+        ({"arrays": {TABLE: np.zeros((7, 6), np.float64)}}, "of F32, BF16 or F16, got F64[7, 6]"),
+        ({"text": "{}"}, "wanted an EmbedderConfig as JSON, got KeyError('positions'); write it again with `train --out`"),
+        ({"text": "[1]"}, "wanted an EmbedderConfig as JSON"),
+        ({"text": '{"vocab_size": 0, "d_model": 6, "positions": null}'}, "vocab_size: wanted an int of at least 1, got 0"),
+        (
+            {"text": '{"vocab_size": 7, "d_model": 6, "positions": {"kind": "rotary"}}'},
+            "wanted an EmbedderConfig as JSON, got KeyError('rotary')",
+        ),
     ],
 )
 def test_parameters_of_another_kind(capsys, tmp_path, text_file, change, message):
@@ -318,7 +310,7 @@ def test_truncated_parameters(capsys, trained, tmp_path, text_file, keep):
     params = tmp_path / "p"
     params.write_bytes(trained.read_bytes()[:keep])
     line = fails(capsys, "embed", text_file, "--params", params, "--out", tmp_path / "x.npz")
-    assert f"{params} is no whole safetensors file" in line
+    assert f"{params}: wanted a whole safetensors file" in line
     assert "write it again with `train --out`" in line
     assert list(tmp_path.iterdir()) == [params]
 
@@ -367,7 +359,7 @@ def test_a_folder_without_permission(monkeypatch, capsys, text_file, tmp_path):
             raise PermissionError(13, "Permission denied")
         return open(name, *args, **options)
 
-    monkeypatch.setattr(command_line, "open", refuse, raising=False)
+    monkeypatch.setattr(_files, "open", refuse, raising=False)
     line = fails(capsys, "train", text_file, "--out", tmp_path / "x")
     assert "Permission denied; name a file in a folder that exists and that you may write to" in line
 
@@ -419,7 +411,10 @@ def umask():
         (["train", "--steps", "0"], "argument --steps: wanted an integer from 1 to 1000000000, got '0'"),
         (["train", "--steps", "1e3"], "argument --steps: wanted an integer from 1 to 1000000000, got '1e3'"),
         (["train", "--seed", "2147483648"], "argument --seed: wanted an integer from 0 to 2147483647, got '2147483648'"),
-        (["embed", "x"], "the following arguments are required: --params, --out"),
+        (["embed", "x"], "the following arguments are required: --out"),
+        (["embed", "x", "--out", "y"], "one of the arguments --params --from is required"),
+        (["embed", "x", "--out", "y", "--params", "p", "--from", "c"], "argument --from: not allowed with argument --params"),
+        (["inspect", "c", "--stack", "both"], "argument --stack: invalid choice: 'both'"),
     ],
 )
 def test_wrong_flags(capsys, arguments, message):

@@ -1,34 +1,27 @@
-"""The command line: train a small Transformer with and without positions; embed a file with what it learned."""
+"""The command line: train a small Transformer; embed a file with what it, or a published model, learned; show pictures."""
 
 import argparse
-import contextlib
 import dataclasses
 import hashlib
-import json
-import os
 import pathlib
-import secrets
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
-from typing import IO, Any, NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import transformer_embed as te
+from transformer_embed import _files, pretrained
+from transformer_embed._show import add_show
+from transformer_embed._user import UserError, at_least_one, contents, reason, seed, writable, write_whole, writing
 
 PROGRAM = "transformer-embed"
 PAD_ID = -1
 LIBRARY_BYTES = 8_000_000
 TOKENS_A_BATCH = 16_384
-CONFIG = "transformer_embed.config"
-POSITIONS = {"sinusoidal": te.Sinusoidal, "learned": te.Learned}
-
-
-class UserError(Exception):
-    """What the user can put right; the message is the one line that says how."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,43 +63,51 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("files", nargs="*", metavar="FILE", help="text to learn (default: the source of Python's standard library)")
     train.add_argument("--out", metavar="PARAMS.safetensors", help="where to write the parameters of the model with sinusoidal positions")
-    train.add_argument("--steps", type=_steps, default=750, metavar="N", help="training steps a model (default: %(default)s)")
-    train.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the parameters and the batches (default: %(default)s)")
+    train.add_argument("--steps", type=at_least_one, default=750, metavar="N", help="training steps a model (default: %(default)s)")
+    train.add_argument("--seed", type=seed, default=0, metavar="N", help="of the parameters and the batches (default: %(default)s)")
     train.set_defaults(command=_train)
     embed = commands.add_parser(
         "embed",
         allow_abbrev=False,
-        help="embed the lines of a file with trained parameters",
+        help="embed the lines of a file with trained parameters, or with those of a published model",
         description="Embeds each line of a file and writes, as numpy arrays: embeddings [lines, length, d_model], mask [lines, length] "
         "(True = a token), positions and ids [lines, length]. Shorter lines are padded at their end with id -1; the mask hides what the "
         "embeddings hold there.",
     )
     embed.add_argument("file", metavar="FILE", help="lines of text, each byte a token; or, with --ids, lines of ids")
-    embed.add_argument("--params", required=True, metavar="PARAMS.safetensors", help="as `train --out` writes them")
+    source = embed.add_mutually_exclusive_group(required=True)
+    source.add_argument("--params", metavar="PARAMS.safetensors", help="as `train --out` writes them")
+    source.add_argument("--from", dest="checkpoint", metavar="CHECKPOINT", help="as `inspect` reads them; FILE then holds ids")
+    _add_stack(embed)
     embed.add_argument("--out", required=True, metavar="X.npz", help="where to write the arrays")
     embed.add_argument("--ids", action="store_true", help="FILE holds integer ids, separated by spaces")
     embed.set_defaults(command=_embed)
     for command in (train, embed):
         command.add_argument("--quiet", action="store_true", help="show no progress bars")
+    _add_inspect(commands)
+    add_show(commands)
     return parser
 
 
-def _steps(text: str) -> int:
-    return _number(text, 1, 10**9)
+def _add_inspect(commands: Any) -> None:
+    inspect = commands.add_parser(
+        "inspect",
+        allow_abbrev=False,
+        help="print the input layer found in a checkpoint",
+        description="Prints what the input layer of a published model's checkpoint is: the configuration, each parameter with the tensor "
+        "that it comes from, and the arguments of rotary embeddings or of a bias, where the model has them.",
+    )
+    inspect.add_argument("checkpoint", metavar="CHECKPOINT", help="a safetensors file, its index file if it is in shards, or their folder")
+    _add_stack(inspect)
+    inspect.set_defaults(command=_inspect)
 
 
-def _seed(text: str) -> int:
-    return _number(text, 0, 2**31 - 1)
-
-
-def _number(text: str, lowest: int, highest: int) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 12 and lowest <= int(text) <= highest):
-        raise argparse.ArgumentTypeError(f"wanted an integer from {lowest} to {highest}, got {text[:20]!r}")
-    return int(text)
+def _add_stack(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--stack", choices=("encoder", "decoder"), help="of a checkpoint with both (default: encoder)")
 
 
 def _train(args: argparse.Namespace) -> None:
-    out = args.out and _writable(args.out)
+    out = args.out and writable(args.out)
     text, source = _texts(args.files) if args.files else _library()
     from transformer_embed import _train as small  # noqa: PLC0415 (optax is slow to load: flags and files are checked first)
 
@@ -128,7 +129,7 @@ def _train(args: argparse.Namespace) -> None:
 
 
 def _texts(paths: Sequence[str]) -> tuple[bytes, str]:
-    return b"".join(_contents(path) for path in paths), ", ".join(paths)
+    return b"".join(contents(path) for path in paths), ", ".join(paths)
 
 
 def _library() -> tuple[bytes, str]:
@@ -141,23 +142,60 @@ def _library() -> tuple[bytes, str]:
 
 
 def _embed(args: argparse.Namespace) -> None:
-    out = _writable(args.out)
-    lines = _contents(args.file).splitlines()
-    config, params = _read_params(args.params)
+    if args.checkpoint is not None and not args.ids:
+        raise UserError(f"the tokens of {args.checkpoint} are no bytes; give a FILE of ids, as its tokenizer makes them, and --ids")
+    if args.checkpoint is None and args.stack is not None:
+        raise UserError("--stack is for --from: what `train` writes has one stack; leave it out")
+    out = writable(args.out)
+    lines = contents(args.file).splitlines()
+    config, params = _read_params(args.params) if args.checkpoint is None else _read_checkpoint(args)[:2]
     rows = [_ids(line, f"{args.file}, line {n}", args.ids, config.vocab_size) for n, line in enumerate(lines, 1)]
     ids = _padded(rows)
     if not ids.size:
         raise UserError(f"{args.file} holds no tokens; give a file of {'ids' if args.ids else 'text'}")
-    if isinstance(config.positions, te.Learned) and ids.shape[1] > config.positions.max_len:
-        raise UserError(f"{args.file}: a line has {ids.shape[1]} tokens; split lines longer than max_len = {config.positions.max_len}")
-    arrays = {
-        "embeddings": _embeddings(dataclasses.replace(config, pad_id=PAD_ID), params, ids, args.quiet),
+    longest = config.positions.max_len - config.positions.start if isinstance(config.positions, te.Learned) else None
+    if longest is not None and ids.shape[1] > longest:
+        raise UserError(f"{args.file}: a line has {ids.shape[1]} tokens; split lines longer than max_len = {longest}")
+    positions = _positions(config.positions, ids)
+    arrays: dict[str, Any] = {
+        "embeddings": _embeddings(dataclasses.replace(config, pad_id=PAD_ID), params, ids, positions, args.quiet),
         "mask": np.asarray(te.padding_mask(ids, pad_id=PAD_ID)),
-        "positions": np.tile(np.arange(ids.shape[1], dtype=np.int32), (len(ids), 1)),
+        "positions": np.tile(positions, (len(ids) // len(positions), 1)),
         "ids": ids,
     }
-    _write_whole(out, lambda file: np.savez(file, **arrays))
+    write_whole(out, lambda file: np.savez(file, **arrays))
     print(f"{out}: {len(ids):,} lines of up to {ids.shape[1]:,} tokens, {config.d_model} wide")
+
+
+def _positions(scheme: Any, ids: np.ndarray) -> np.ndarray:
+    """int32 [lines, length], or one row for all lines alike."""
+    if scheme is None:
+        return np.arange(ids.shape[1], dtype=np.int32)[None]
+    pad_id = getattr(scheme, "pad_id", None)
+    return np.atleast_2d(scheme.positions(jnp.asarray(ids if pad_id is None else np.where(ids == PAD_ID, pad_id, ids))))
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    found = _read_checkpoint(args)
+    print(args.checkpoint)
+    for field in dataclasses.fields(found.config):
+        print(f"  {field.name:<18}{getattr(found.config, field.name)}")
+    for name, tensor in sorted((found.names or {}).items()):
+        module, leaf = name.rsplit("/", 1)
+        array = found.params[module][leaf]
+        print(f"{name}\n  {array.dtype}{list(array.shape)}, from {tensor}")
+    turning = found.rotary or {}
+    by_layer = {f"rotary, {kind}": each for kind, each in turning.items() if isinstance(each, dict)} or {"rotary": turning}
+    for name, options in by_layer.items():
+        if options:
+            print(f"{name}\n  apply_rotary(x, positions, {_arguments(options)})")
+    if found.bias is not None:
+        call = "RelativePositionBias(" if "num_buckets" in found.bias else "alibi_bias(query_positions, key_positions, "
+        print(f"bias\n  {call}{_arguments(found.bias)})")
+
+
+def _arguments(options: Any) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
 def _ids(line: bytes, place: str, are_ids: bool, vocab_size: int) -> np.ndarray:
@@ -180,7 +218,7 @@ def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
     return ids
 
 
-def _embeddings(config: te.EmbedderConfig, params: Any, ids: np.ndarray, quiet: bool) -> np.ndarray:
+def _embeddings(config: te.EmbedderConfig, params: Any, ids: np.ndarray, positions: np.ndarray, quiet: bool) -> np.ndarray:
     """One shape for all batches, so one compilation: the last is filled with rows of padding, which are then dropped."""
     from tqdm import tqdm  # noqa: PLC0415
 
@@ -188,119 +226,40 @@ def _embeddings(config: te.EmbedderConfig, params: Any, ids: np.ndarray, quiet: 
     count, length = ids.shape
     size = min(count, max(1, TOKENS_A_BATCH // length))
     embeddings = np.empty((count, length, config.d_model), np.float32)
+    options = {} if config.num_token_types is None else {"token_types": np.zeros(length, np.int32)}
     for start in tqdm(range(0, count, size), desc="embedding", ncols=79, disable=quiet):
         batch = ids[start : start + size]
-        filled = np.pad(batch, ((0, size - len(batch)), (0, 0)), constant_values=PAD_ID)
-        embeddings[start : start + size] = apply(params, None, filled, is_training=False)[: len(batch)]
+        filling = ((0, size - len(batch)), (0, 0))
+        if len(positions) == count > 1:
+            options["positions"] = np.pad(positions[start : start + size], filling)
+        filled = np.pad(batch, filling, constant_values=PAD_ID)
+        embeddings[start : start + size] = apply(params, None, filled, is_training=False, **options)[: len(batch)]
     return embeddings
 
 
 def _write_params(out: pathlib.Path, config: te.EmbedderConfig, params: Any) -> None:
-    from safetensors.numpy import save  # noqa: PLC0415
-
-    arrays = {f"{module}/{name}": np.asarray(array) for module, leaves in params.items() for name, array in leaves.items()}
-    data = save(arrays, metadata={CONFIG: _config_to_json(config)})
-    _write_whole(out, lambda file: file.write(data))
+    with writing(out):
+        pretrained.save_embedder(out, config, params)
 
 
-def _read_params(path: str) -> tuple[te.EmbedderConfig, dict[str, dict[str, jax.Array]]]:
+def _read_params(path: str) -> tuple[te.EmbedderConfig, Any]:
     """The config in a file of `train --out`, and the parameters of the embedder that it describes."""
-    from safetensors import SafetensorError, safe_open  # noqa: PLC0415
-
-    _contents(path, at_most=1)
+    contents(path, at_most=1)
     try:
-        with safe_open(path, framework="numpy") as file:
-            config = _config_from_json((file.metadata() or {}).get(CONFIG))
-            if config is None:
-                raise UserError(f"{path} describes no embedder of this program; give a file that `train --out` wrote")
-            wanted = jax.eval_shape(te.make_embedder(config).init, jax.random.key(0))
-            params = {
-                module: {name: _tensor(file, path, f"{module}/{name}", leaf) for name, leaf in leaves.items()}
-                for module, leaves in wanted.items()
-            }
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is no whole safetensors file ({error}); write it again with `train --out`") from error
-    return config, params
-
-
-def _tensor(file: Any, path: str, name: str, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-    array = file.get_tensor(name) if name in set(file.keys()) else None
-    if array is None or array.shape != wanted.shape or array.dtype != wanted.dtype:
-        want = f"{wanted.dtype.name}{list(wanted.shape)}"
-        got = "none" if array is None else f"{array.dtype.name}{list(array.shape)}"
-        raise UserError(f"{path}: wanted a parameter {name}, {want}, got {got}; write the file again with `train --out`")
-    return jnp.asarray(array)
-
-
-def _config_to_json(config: te.EmbedderConfig) -> str:
-    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    kinds = {kind: name for name, kind in POSITIONS.items()}
-    if config.positions is not None:
-        fields["positions"] = {"kind": kinds[type(config.positions)], **dataclasses.asdict(config.positions)}
-    return json.dumps({**fields, "param_dtype": jnp.dtype(config.param_dtype).name, "dtype": jnp.dtype(config.dtype).name})
-
-
-def _config_from_json(text: str | None) -> te.EmbedderConfig | None:
-    """None for what is no config, or one that asks for more than a line of ids."""
-    try:
-        fields = json.loads(text or "")
-        if fields["positions"] is not None:
-            fields["positions"] = POSITIONS[fields["positions"].pop("kind")](**fields["positions"])
-        config = te.EmbedderConfig(**fields)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return None
-    return config if config.num_token_types is None else None
-
-
-def _contents(path: str, at_most: int = -1) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            data = file.read(at_most)
+        if pretrained.CONFIG not in _files.open_tensors(path).metadata:
+            raise UserError(f"{path} describes no embedder of this program; give a file that `train --out` wrote, or use --from")
+        return pretrained.load_embedder(path)[:2]
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {_reason(error)}; name a file that exists and that you may read") from error
-    if not data:
-        raise UserError(f"{path} is empty; name a file that holds something")
-    return data
+        raise UserError(f"{error}; write it again with `train --out`") from error
 
 
-def _writable(name: str) -> pathlib.Path:
-    """The path, once a file was made beside it and removed: hours of work must not end at a folder that takes no file."""
+def _read_checkpoint(args: argparse.Namespace) -> pretrained.PretrainedInput:
     try:
-        path = pathlib.Path(os.path.realpath(name))
-        if path.exists() and not path.is_file():
-            raise UserError(f"cannot write {name}: it is no regular file; name a file")
-        with _temporary(path):
-            pass
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot write {name}: {_reason(error)}; name a file in a folder that exists and that you may write to") from error
-    return path
-
-
-def _write_whole(path: pathlib.Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """Writes beside the file, then takes its place: what is there is old and whole, or new and whole."""
-    try:
-        with _temporary(path) as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(file.name, path)
+        return pretrained.load_embedder(args.checkpoint, stack=args.stack)
     except OSError as error:
-        raise UserError(f"cannot write {path}: {_reason(error)}; make room, or name a file elsewhere") from error
-
-
-@contextlib.contextmanager
-def _temporary(path: pathlib.Path) -> Iterator[IO[bytes]]:
-    """A new file beside another, gone at the end unless it was renamed."""
-    name = path.with_name(f".{secrets.token_hex(8)}.tmp")
-    try:
-        with open(name, "xb") as file:
-            yield file
-    finally:
-        name.unlink(missing_ok=True)
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
+        raise UserError(f"cannot read {args.checkpoint}: {reason(error)}; name a file that exists and that you may read") from error
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 if __name__ == "__main__":
