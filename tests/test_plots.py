@@ -1,0 +1,746 @@
+import inspect
+import math
+import subprocess
+import sys
+import warnings
+
+import jax
+import numpy as np
+import oracle
+import pytest
+
+pytest.importorskip("matplotlib")
+import matplotlib
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+
+import transformer_embed as te
+from transformer_embed import plots
+from transformer_embed.__main__ import main
+
+matplotlib.use("Agg")
+
+WORDS = ["the", "cat", "sat"]
+POSITIONS = np.arange(12)
+WAVES = np.cos(np.arange(9)[:, None] / np.arange(1, 7))
+CAUSAL = np.tri(4, dtype=bool)
+PICTURES = {
+    "plot_encoding": lambda **options: plots.plot_encoding(WAVES, **options),
+    "plot_wavelengths": lambda **options: plots.plot_wavelengths(16, **options),
+    "plot_similarity": lambda **options: plots.plot_similarity(WAVES, **options),
+    "plot_mask": lambda **options: plots.plot_mask(CAUSAL, **options),
+    "plot_rotary": lambda **options: plots.plot_rotary([0, 1, 5], 16, **options),
+    "plot_bias": lambda **options: plots.plot_bias(WAVES[:2], **options),
+    "plot_error": lambda **options: plots.plot_error(4, positions=[1, 10_000], **options),
+}
+UNITS = ("(tokens)", "(no unit)", "channel", "pair of channels", "key (token attended to)", "query (token that attends)")
+
+# Half a unit in the last place below 8, twice (the products and the sum of a rotation), of float32 at magnitudes up to 4.
+TURNED = 4 * 2.0**-22
+# An angle below 2 pi is rounded to float64 once, its sine once more.
+EXACT = 2 * 2.0**-51
+# A wavelength is rounded to float64 once by each side, the formula's power and product once each.
+WAVELENGTH = 8 * 2.0**-52
+# n <= 64 products below 1 are summed in float64 by either side, then at most 40 sums are.
+SUMS = 2 * 64 * 40 * 2.0**-52
+# Web Content Accessibility Guidelines 2.1, success criterion 1.4.11: neighbouring tones of graphics.
+LEAST_CONTRAST = 3.0
+
+every_picture = pytest.mark.parametrize("name", PICTURES)
+
+
+@pytest.fixture(autouse=True)
+def no_figure_is_left():
+    """Each test starts without a figure of pyplot's."""
+    pyplot.close("all")
+    yield
+    pyplot.close("all")
+
+
+@pytest.fixture
+def ax():
+    return Figure(layout="constrained").subplots()
+
+
+def image(ax):
+    return ax.images[0].get_array()
+
+
+def texts(labels):
+    return [label.get_text() for label in labels]
+
+
+def rendered(ax):
+    """What a reader sees, RGB in [0, 1]; a warning while drawing is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        canvas = matplotlib.backends.backend_agg.FigureCanvasAgg(ax.figure)
+        canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3] / 255
+
+
+def luminance(color):
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
+    return float(np.dot([0.2126, 0.7152, 0.0722], linear))
+
+
+def contrast(first, second):
+    low, high = sorted((luminance(first), luminance(second)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_the_public_functions():
+    found = [name for name, value in vars(plots).items() if inspect.isfunction(value) and not name.startswith("_")]
+    own = [name for name in found if getattr(plots, name).__module__ == plots.__name__]
+    assert own == list(PICTURES)
+
+
+@every_picture
+def test_a_given_axes_is_drawn_on_and_returned(name, ax):
+    before = rendered(ax)
+    assert PICTURES[name](ax=ax) is ax
+    assert pyplot.get_fignums() == []
+    assert (rendered(ax) != before).any()
+
+
+@every_picture
+def test_no_axes_makes_one_figure_that_pyplot_shows(name):
+    ax = PICTURES[name]()
+    assert isinstance(ax, Axes)
+    assert pyplot.get_fignums() == [ax.figure.number]
+    assert ax.figure.get_layout_engine() is not None
+
+
+@every_picture
+def test_axes_have_titles_with_units(name, ax):
+    PICTURES[name](ax=ax)
+    for label in (ax.get_xlabel(), ax.get_ylabel(), *(other.get_ylabel() for other in ax.figure.axes if other is not ax)):
+        assert any(unit in label for unit in UNITS), label
+    assert ax.get_title() == ""
+
+
+@every_picture
+@pytest.mark.parametrize("wrong", [3, "ax", Figure()])
+def test_what_is_no_axes_is_refused(name, wrong):
+    with pytest.raises(TypeError, match=f"^ax: wanted a matplotlib Axes, or None, got {type(wrong).__name__}$"):
+        PICTURES[name](ax=wrong)
+    assert pyplot.get_fignums() == []
+
+
+@every_picture
+def test_the_docstring_has_an_example_and_a_source(name):
+    text = inspect.cleandoc(getattr(plots, name).__doc__)
+    assert [line for line in text.splitlines() if line in ("Args:", "Returns:", "Raises:", "Example:", "Source:")] == [
+        "Args:",
+        "Returns:",
+        "Raises:",
+        "Example:",
+        "Source:",
+    ]
+    assert ">>> " in text.split("Example:")[1]
+
+
+@every_picture
+def test_a_picture_survives_a_print_in_grey(name, ax):
+    """Rendered in grey, it has all but the tones that its colours share."""
+    PICTURES[name](ax=ax)
+    grey = rendered(ax) @ [0.2126, 0.7152, 0.0722]
+    assert grey.max() - grey.min() > 0.5
+
+
+def test_the_two_tones_are_told_apart():
+    assert contrast(plots.ALLOWED, plots.HIDDEN) > LEAST_CONTRAST
+
+
+def test_lines_are_told_apart_without_colour():
+    assert all(len(set(column)) == len(plots.STYLES) for column in zip(*plots.STYLES, strict=True))
+    assert all(contrast(color, "white") > LEAST_CONTRAST for _, color, _ in plots.STYLES)
+
+
+def test_the_shades_of_a_heat_map_rise_in_lightness(ax):
+    plots.plot_encoding(WAVES, ax=ax)
+    shades = ax.images[0].get_cmap()(np.linspace(0, 1, 16))
+    assert (np.diff([luminance(shade[:3]) for shade in shades]) > 0).all()
+
+
+# plot_encoding
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_encoding_shows_the_array(ax, dtype):
+    table = np.asarray(te.sinusoidal_table(9, 6)).astype(dtype)
+    plots.plot_encoding(table, ax=ax)
+    np.testing.assert_array_equal(image(ax), table.astype(np.float64))
+    assert ax.images[0].get_clim() == (-1, 1)
+    assert ax.get_xlim() == (-0.5, 5.5)
+    assert ax.get_ylim() == (8.5, -0.5)
+
+
+def test_encoding_limits(ax):
+    plots.plot_encoding([[0.5, -3.0]], ax=ax)
+    assert ax.images[0].get_clim() == (-3, 3)
+    assert ax.images[0].colorbar.extend == "neither"
+
+
+def test_encoding_past_the_limit_is_said(ax):
+    plots.plot_encoding([[0.5, -3.0]], ax=ax, limit=2.0)
+    assert ax.images[0].get_clim() == (-2, 2)
+    assert ax.images[0].colorbar.extend == "both"
+
+
+@pytest.mark.parametrize("value", [0.0, np.nan])
+def test_encoding_of_nothing_but_one_value(ax, value):
+    plots.plot_encoding(np.full([1, 1], value), ax=ax)
+    assert ax.images[0].get_clim() == (-1, 1)
+    rendered(ax)
+
+
+def test_nan_is_left_white(ax):
+    plots.plot_encoding([[np.nan, 1.0]], ax=ax)
+    picture = rendered(ax)
+    inside = [ax.transData.transform(point).astype(int) for point in ((0.0, 0.0), (1.0, 0.0))]
+    first, second = (picture[picture.shape[0] - row, column] for column, row in inside)
+    assert (first == 1).all()
+    assert (second < 1).any()
+
+
+def test_tokens_name_the_rows(ax):
+    plots.plot_encoding(np.zeros([3, 2]), ax=ax, tokens=WORDS)
+    assert texts(ax.get_yticklabels()) == WORDS
+    assert ax.get_yticks().tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("token", "shown"), [("$x$", "$x$"), ("a\nb\t", r"a\nb\t"), ("\x00", r"\x00"), ("Ġthe", "Ġthe"), (7, "7")])
+def test_any_token_can_be_drawn(ax, token, shown):
+    plots.plot_mask([[True]], ax=ax, key_tokens=[token], query_tokens=[token])
+    rendered(ax)
+    assert texts(ax.get_xticklabels()) == texts(ax.get_yticklabels()) == [shown]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "kind", "message"),
+    [
+        ([[[1, 2]]], {}, TypeError, "encoding: wanted a floating dtype, got int64"),
+        ([[1.0, 2.0]], {}, ValueError, "encoding: wanted shape [length, d_model], at least one of both, got shape [2]"),
+        ([np.zeros([0, 4])], {}, ValueError, "encoding: wanted shape [length, d_model], at least one of both, got shape [0, 4]"),
+        ([np.zeros([4, 0])], {}, ValueError, "encoding: wanted shape [length, d_model], at least one of both, got shape [4, 0]"),
+        ([[[1.0]]], {"limit": 0}, ValueError, "limit: wanted a finite number above 0, got 0"),
+        ([[[1.0]]], {"limit": "1"}, TypeError, "limit: wanted a Python number, got str '1'"),
+        ([[[1.0]]], {"tokens": WORDS}, ValueError, "tokens: wanted one name for each of 1, got 3"),
+    ],
+)
+def test_encoding_errors(arguments, options, kind, message):
+    with pytest.raises(kind) as caught:
+        plots.plot_encoding(*arguments, **options)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("name", ["plot_encoding", "plot_similarity", "plot_mask", "plot_bias", "plot_error", "plot_rotary"])
+def test_traced_arrays_are_refused(name):
+    value = {"plot_mask": CAUSAL, "plot_error": np.array([1]), "plot_rotary": np.array([1])}.get(name, np.ones([4, 4], np.float32))
+    draw = {
+        "plot_error": lambda positions: plots.plot_error(4, positions=positions),
+        "plot_rotary": lambda positions: plots.plot_rotary(positions, 4),
+    }.get(name, getattr(plots, name))
+    with pytest.raises(TypeError, match=r"wanted values on the host, outside of jit, got a traced \w+\["):
+        jax.jit(lambda x: draw(x) and x)(value)
+
+
+# plot_wavelengths
+
+
+@pytest.mark.parametrize(("d_model", "base"), [(64, 10_000.0), (7, 500.0), (1, 10_000.0), (2, 10_000.0)])
+def test_wavelengths_are_those_of_the_formula(ax, d_model, base):
+    plots.plot_wavelengths(d_model, ax=ax, base=base)
+    pairs = np.arange((d_model + 1) // 2)
+    got = ax.lines[0].get_xydata()
+    np.testing.assert_array_equal(got[:, 0], pairs)
+    np.testing.assert_allclose(got[:, 1], 2 * np.pi * base ** (2 * pairs / d_model), rtol=64 * WAVELENGTH)
+    assert ax.get_yscale() == "log"
+
+
+def test_wavelengths_of_the_encoding_itself(ax):
+    """At its wavelength a pair is back where it was."""
+    plots.plot_wavelengths(8, ax=ax)
+    for pair, wavelength in ax.lines[0].get_xydata():
+        turn = np.asarray(te.sinusoidal_encoding(np.float32(wavelength), 8))[int(2 * pair) : int(2 * pair) + 2]
+        # The wavelength is rounded to float32: of 2 * pi radians, a part in 2**24; then the encoding's own error.
+        np.testing.assert_allclose(turn, [0, 1], rtol=0, atol=2 * np.pi * 2.0**-24 + 6.0e-8)
+
+
+def test_a_published_scaling(ax):
+    """Llama 3.1's: wavelengths up to 8192 / 4 as they were, those from 8192 on times 8 (Grattafiori et al., 2024, its published code)."""
+    plots.plot_wavelengths(128, ax=ax, base=500_000.0)
+    plots.plot_wavelengths(128, ax=ax, base=500_000.0, scaling=te.Llama3Scaling(8.0))
+    before, after = (line.get_ydata() for line in ax.lines)
+    factors = after / before
+    np.testing.assert_allclose(factors[before <= 8192 / 4], 1, rtol=WAVELENGTH)
+    np.testing.assert_allclose(factors[before >= 8192], 8, rtol=WAVELENGTH)
+    assert ((factors > 1) & (factors < 8)).sum() == ((before > 8192 / 4) & (before < 8192)).sum() > 0
+
+
+def test_several_series_differ_and_are_named(ax):
+    for n in range(4):
+        plots.plot_wavelengths(16, ax=ax, base=10.0 ** (n + 1), label=f"base {n}")
+    assert len({(line.get_marker(), line.get_color()) for line in ax.lines}) == 4
+    assert texts(ax.get_legend().get_texts()) == [f"base {n}" for n in range(4)]
+
+
+def test_no_label_no_legend(ax):
+    assert plots.plot_wavelengths(16, ax=ax).get_legend() is None
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"d_model": 0}, ValueError, "d_model: wanted an int of at least 1, got 0"),
+        ({"d_model": 8.0}, TypeError, "d_model: wanted a Python int, got float 8.0"),
+        ({"d_model": 8, "base": 0}, ValueError, "base: wanted a finite number above 0, got 0"),
+        ({"d_model": 8, "base": None}, TypeError, "base: wanted a Python number, got NoneType None"),
+        (
+            {"d_model": 8, "scaling": 2.0},
+            TypeError,
+            "scaling: wanted one of this package's, such as LinearScaling(2.0), got float",
+        ),
+        ({"d_model": 7, "scaling": te.LinearScaling(2.0)}, ValueError, "d_model: wanted an even number of channels, to scale, got 7"),
+    ],
+)
+def test_wavelength_errors(options, kind, message):
+    with pytest.raises(kind) as caught:
+        plots.plot_wavelengths(**options)
+    assert str(caught.value) == message
+
+
+# plot_similarity
+
+
+def test_similarity_is_the_mean_over_pairs(ax):
+    encoding = np.random.default_rng(0).uniform(-1, 1, (40, 64)).astype(np.float32).astype(np.float64)
+    plots.plot_similarity(encoding, ax=ax)
+    band = ax.collections[0].get_paths()[0].vertices
+    for distance in range(40):
+        products = [math.fsum(encoding[p] * encoding[p + distance]) for p in range(40 - distance)]
+        assert ax.lines[0].get_xydata()[distance] == pytest.approx([distance, np.mean(products)], abs=SUMS)
+        heights = band[band[:, 0] == distance, 1]
+        assert (heights.min(), heights.max()) == pytest.approx((min(products), max(products)), abs=SUMS)
+
+
+def test_similarity_of_sinusoids_depends_on_the_distance_alone(ax):
+    plots.plot_similarity(te.sinusoidal_table(9, 6), ax=ax)
+    expected = [sum(math.cos(k * 10_000 ** (-2 * i / 6)) for i in range(3)) for k in range(9)]
+    # Each of the 6 products has two factors that are off by up to 6.0e-8.
+    np.testing.assert_allclose(ax.lines[0].get_ydata(), expected, rtol=0, atol=6 * 2 * 6.0e-8)
+    band = ax.collections[0].get_paths()[0].vertices
+    np.testing.assert_allclose(band[:, 1], np.array(expected)[band[:, 0].astype(int)], rtol=0, atol=6 * 2 * 6.0e-8)
+
+
+def test_similarity_errors():
+    with pytest.raises(TypeError, match=r"^encoding: wanted a floating dtype, got bool$"):
+        plots.plot_similarity(CAUSAL)
+    with pytest.raises(ValueError, match=r"^encoding: wanted shape \[length, d_model\], at least one of both, got shape \[\]$"):
+        plots.plot_similarity(1.0)
+
+
+# plot_mask
+
+
+def test_mask_shows_the_array_and_a_legend_of_its_tones(ax):
+    plots.plot_mask(CAUSAL, ax=ax)
+    np.testing.assert_array_equal(image(ax), CAUSAL)
+    legend = dict(zip(texts(ax.get_legend().get_texts()), ax.get_legend().get_patches(), strict=True))
+    tones = {True: legend["may attend"].get_facecolor(), False: legend["hidden"].get_facecolor()}
+    picture = rendered(ax)
+    for (query, key), allowed in np.ndenumerate(CAUSAL):
+        column, row = ax.transData.transform((key, query)).astype(int)
+        np.testing.assert_allclose(picture[picture.shape[0] - row, column], tones[allowed][:3], rtol=0, atol=1 / 255)
+
+
+def test_a_mask_of_one_tone(ax):
+    plots.plot_mask(np.zeros([2, 2], bool), ax=ax)
+    assert ax.images[0].get_clim() == (0, 1)
+    assert len(ax.get_legend().get_texts()) == 2
+
+
+def test_mask_of_attention_mask(ax):
+    batch = te.place_ids([[5, 6, 7, 0], [8, 9, 0, 0]])
+    mask = te.attention_mask(**batch.queries(), **batch.keys())
+    plots.plot_mask(mask, ax=ax, batch_index=1, query_tokens=list("abcd"), key_tokens=list("efgh"))
+    np.testing.assert_array_equal(image(ax), mask[1, 0])
+    assert texts(ax.get_yticklabels()) == list("abcd")
+    assert texts(ax.get_xticklabels()) == list("efgh")
+
+
+def test_one_row_for_all_queries_is_drawn_for_each(ax):
+    mask = te.attention_mask(query_positions=[0, 1], key_positions=[0, 1, 2], padding=[True, True, False], causal=False)
+    assert mask.shape == (1, 1, 1, 3)
+    plots.plot_mask(mask, ax=ax, query_tokens=["a", "b"])
+    np.testing.assert_array_equal(image(ax), [[True, True, False]] * 2)
+
+
+def test_mask_picks_a_head(ax):
+    mask = np.stack([CAUSAL, ~CAUSAL])[None]
+    plots.plot_mask(mask, ax=ax, head=1)
+    np.testing.assert_array_equal(image(ax), ~CAUSAL)
+
+
+@pytest.mark.parametrize(("size", "lines"), [(64, True), (65, False)])
+def test_cells_have_lines_between_them_while_they_are_few(ax, size, lines):
+    plots.plot_mask(np.ones([size, 3], bool), ax=ax)
+    assert (len(ax.get_yticks(minor=True)) > 0) is lines
+
+
+@pytest.mark.parametrize(
+    ("mask", "options", "kind", "message"),
+    [
+        ([[1, 0]], {}, TypeError, "mask: wanted a bool array, True = may attend, got int64"),
+        ([True], {}, ValueError, "mask: wanted shape [T, S] or [B, heads, T, S], not empty, got shape [1]"),
+        (np.ones([2, 2, 2], bool), {}, ValueError, "mask: wanted shape [T, S] or [B, heads, T, S], not empty, got shape [2, 2, 2]"),
+        (np.ones([0, 2], bool), {}, ValueError, "mask: wanted shape [T, S] or [B, heads, T, S], not empty, got shape [1, 1, 0, 2]"),
+        (np.ones([3, 1, 2, 2], bool), {}, ValueError, "batch_index: wanted an int from 0 to 2, got None"),
+        (np.ones([3, 1, 2, 2], bool), {"batch_index": 3}, ValueError, "batch_index: wanted an int from 0 to 2, got 3"),
+        (np.ones([3, 1, 2, 2], bool), {"batch_index": -1}, ValueError, "batch_index: wanted an int of at least 0, got -1"),
+        (np.ones([3, 1, 2, 2], bool), {"batch_index": 1.0}, TypeError, "batch_index: wanted a Python int, got float 1.0"),
+        (np.ones([1, 2, 2, 2], bool), {}, ValueError, "head: wanted an int from 0 to 1, got None"),
+        (CAUSAL, {"head": 1}, ValueError, "head: wanted an int from 0 to 0, got 1"),
+        (CAUSAL, {"query_tokens": WORDS}, ValueError, "query_tokens: wanted one name for each of 4, got 3"),
+        (CAUSAL, {"key_tokens": WORDS}, ValueError, "key_tokens: wanted one name for each of 4, got 3"),
+        ([[True]], {"query_tokens": []}, ValueError, "query_tokens: wanted one name for each of 1, got 0"),
+    ],
+)
+def test_mask_errors(mask, options, kind, message):
+    with pytest.raises(kind) as caught:
+        plots.plot_mask(mask, **options)
+    assert str(caught.value) == message
+    assert pyplot.get_fignums() == []
+
+
+# plot_rotary
+
+
+@pytest.mark.parametrize("positions", [[0, 1, 7], [-3, 2_000_000_000], np.float32([0.5])])
+def test_rotary_points_are_turned_by_position_times_frequency(ax, positions):
+    plots.plot_rotary(positions, 32, ax=ax, pairs=[0, 3, 15])
+    for line, pair, radius in zip(ax.lines, (0, 3, 15), (3, 2, 1), strict=True):
+        frequency = oracle.frequency(pair, 16)
+        expected = [[float(radius * oracle.sine(float(position), frequency, quarters)) for quarters in (1, 0)] for position in positions]
+        np.testing.assert_allclose(line.get_xydata(), expected, rtol=0, atol=TURNED)
+    assert texts(ax.texts) == [f"{position:g}" for position in positions]
+
+
+@pytest.mark.parametrize(("head_dim", "pairs"), [(64, [0, 4, 8, 12]), (8, [0, 1, 2, 3]), (4, [0, 1]), (2, [0])])
+def test_the_pairs_that_are_drawn(ax, head_dim, pairs):
+    plots.plot_rotary([0, 1], head_dim, ax=ax)
+    assert texts(ax.get_legend().get_texts()) == [f"pair {pair}" for pair in pairs]
+
+
+def test_rotary_with_a_scaling(ax):
+    """Positions interpolated by 2 stand where half of them stood; an attention factor is seen whole."""
+    plots.plot_rotary([8], 16, ax=ax, scaling=te.LinearScaling(2.0))
+    plots.plot_rotary([4], 16, ax=ax)
+    for first, second in zip(ax.lines[:4], ax.lines[4:], strict=True):
+        np.testing.assert_allclose(first.get_xydata(), second.get_xydata(), rtol=0, atol=TURNED)
+    plots.plot_rotary([0], 16, ax=ax, scaling=te.YarnScaling(2.0, original_length=64, attention_factor=3.0))
+    assert ax.lines[8].get_xdata()[0] == 12.0 < ax.get_xlim()[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "kind", "message"),
+    [
+        ([[0], 5], {}, ValueError, "head_dim: wanted an even number of channels, to make pairs, got 5"),
+        ([[0], 1], {}, ValueError, "head_dim: wanted an int of at least 2, got 1"),
+        ([3, 4], {}, ValueError, "positions: wanted shape [n], at least one, got shape []"),
+        ([np.zeros(0, int), 4], {}, ValueError, "positions: wanted shape [n], at least one, got shape [0]"),
+        ([[True], 4], {}, TypeError, "positions: wanted an integer dtype, or float32 (16-bit floats skip integers), got bool"),
+        ([[0], 4], {"pairs": []}, ValueError, "pairs: wanted at least one of 0..1, got []"),
+        ([[0], 4], {"pairs": [2]}, ValueError, "pairs: wanted an int from 0 to 1, got 2"),
+        ([[0], 4], {"pairs": [0.5]}, TypeError, "pairs: wanted a Python int, got float 0.5"),
+        ([[0], 4], {"base": -1.0}, ValueError, "base: wanted a finite number above 0, got -1.0"),
+    ],
+)
+def test_rotary_errors(arguments, options, kind, message):
+    with pytest.raises(kind) as caught:
+        plots.plot_rotary(*arguments, **options)
+    assert str(caught.value) == message
+
+
+# plot_bias
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_bias_shows_the_head_and_leaves_out_what_is_masked(ax, dtype):
+    bias = te.alibi_bias(POSITIONS, POSITIONS, num_heads=4, dtype=dtype)
+    masked = bias + te.mask_to_bias(te.causal_mask(12), dtype)
+    plots.plot_bias(masked, ax=ax, head=2)
+    np.testing.assert_array_equal(image(ax).mask, ~np.tri(12, dtype=bool))
+    np.testing.assert_array_equal(image(ax).compressed(), np.asarray(bias[0, 2], np.float64)[np.tri(12, dtype=bool)])
+
+
+def test_infinite_bias_is_left_out(ax):
+    plots.plot_bias(np.float32([[0.0, -np.inf, -1e9]]), ax=ax)
+    assert image(ax).mask.tolist() == [[False, True, False]]
+
+
+def test_bias_with_tokens(ax):
+    plots.plot_bias(np.zeros([1, 3]), ax=ax, query_tokens=["q"], key_tokens=WORDS)
+    assert (texts(ax.get_yticklabels()), texts(ax.get_xticklabels())) == (["q"], WORDS)
+    rendered(ax)
+
+
+def test_a_bias_that_is_masked_throughout(ax):
+    plots.plot_bias(te.mask_to_bias(np.zeros([2, 2], bool)), ax=ax)
+    assert image(ax).mask.all()
+    rendered(ax)
+
+
+@pytest.mark.parametrize(
+    ("bias", "options", "kind", "message"),
+    [
+        (CAUSAL, {}, TypeError, "bias: wanted a floating dtype, got bool"),
+        (np.zeros(3), {}, ValueError, "bias: wanted shape [T, S] or [B, heads, T, S], not empty, got shape [3]"),
+        (np.zeros([1, 4, 2, 2]), {}, ValueError, "head: wanted an int from 0 to 3, got None"),
+        (np.zeros([2, 2]), {"key_tokens": WORDS}, ValueError, "key_tokens: wanted one name for each of 2, got 3"),
+    ],
+)
+def test_bias_errors(bias, options, kind, message):
+    with pytest.raises(kind) as caught:
+        plots.plot_bias(bias, **options)
+    assert str(caught.value) == message
+
+
+# plot_error
+
+
+@pytest.mark.parametrize(("d_model", "base"), [(6, 10_000.0), (5, 37.5), (1, 10_000.0)])
+def test_the_reference_is_right_to_float64(d_model, base):
+    positions = np.array([1, 12_345, 10**9 + 7, 2**31 - 1])
+    got = plots._exact_encoding(positions, d_model, base)
+    for (row, channel), value in np.ndenumerate(got):
+        exact = oracle.sine(int(positions[row]), oracle.frequency(channel // 2, d_model / 2, base), channel % 2)
+        assert oracle.error(value, exact) <= EXACT
+
+
+def test_error_draws_ours_the_product_and_the_rounding(ax):
+    positions = [1, 12_347, 9_999_991, 2_000_000_011]
+    plots.plot_error(6, positions=positions, ax=ax)
+    ours, product, rounding = ax.lines
+    assert ours.get_xdata().tolist() == product.get_xdata().tolist() == positions
+    exact = [[oracle.sine(place, oracle.frequency(channel // 2, 3), channel % 2) for channel in range(6)] for place in positions]
+    frequencies = np.float32(10_000) ** (-np.arange(3, dtype=np.float32) / np.float32(3))
+    angles = np.float32(positions)[:, None] * frequencies
+    usual = np.stack([np.sin(angles), np.cos(angles)], -1).reshape(4, 6)
+    for line, table in ((ours, np.asarray(te.sinusoidal_encoding(positions, 6))), (product, usual)):
+        worst = [max(map(oracle.error, got, wanted)) for got, wanted in zip(table, exact, strict=True)]
+        np.testing.assert_allclose(line.get_ydata(), worst, rtol=0, atol=EXACT)
+    assert ours.get_ydata().max() <= oracle.MAX_ERROR
+    # Half of float32's spacing at the last angle is 64 radians.
+    assert (np.diff(product.get_ydata()) > 0).all()
+    assert product.get_ydata()[3] > 0.5
+    assert set(rounding.get_ydata()) == {float(np.spacing(np.float32(0.5))) / 2}
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+    assert texts(ax.get_legend().get_texts()) == ["transformer_embed", "float32 product", "rounding to float32"]
+
+
+def test_the_positions_of_an_error_span_int32(ax):
+    plots.plot_error(2, ax=ax)
+    positions = ax.lines[0].get_xdata()
+    assert (positions[0], positions[-1]) == (1, 2**31 - 1)
+    assert 80 < len(positions) <= 100
+    assert (np.diff(positions) > 0).all()
+    assert ax.lines[0].get_ydata().max() <= oracle.MAX_ERROR
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"d_model": 0}, ValueError, "d_model: wanted an int of at least 1, got 0"),
+        ({"base": 0.0}, ValueError, "base: wanted a finite number above 0, got 0.0"),
+        (
+            {"positions": [0]},
+            ValueError,
+            "positions: wanted integers inside int32 and on a logarithmic axis, 1..2147483647, got 0 at index [0]",
+        ),
+        (
+            {"positions": [1, 2**31]},
+            ValueError,
+            "positions: wanted integers inside int32 and on a logarithmic axis, 1..2147483647, got 2147483648 at index [1]",
+        ),
+        ({"positions": [1.0]}, TypeError, "positions: wanted an integer dtype, got float64"),
+        ({"positions": []}, ValueError, "positions: wanted shape [n], at least one, got shape [0]"),
+        ({"positions": [[1]]}, ValueError, "positions: wanted shape [n], at least one, got shape [1, 1]"),
+    ],
+)
+def test_error_errors(options, kind, message):
+    with pytest.raises(kind) as caught:
+        plots.plot_error(**{"d_model": 4} | options)
+    assert str(caught.value) == message
+
+
+# Without matplotlib, and the command line
+
+
+WITHOUT = "import sys\nsys.modules['matplotlib'] = None\n"
+
+
+def test_without_matplotlib_the_extra_is_named():
+    code = WITHOUT + "import transformer_embed as te\ntry:\n    te.plots\nexcept ImportError as error:\n    print(error)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "transformer_embed.plots needs matplotlib: pip install 'transformer-embed[plots]'\n"
+
+
+def test_show_without_matplotlib_fails_in_one_line(tmp_path):
+    code = WITHOUT + f"from transformer_embed.__main__ import main\nsys.exit(main(['show', 'mask', '--out', {str(tmp_path / 'x.png')!r}]))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert run.stderr == "transformer-embed: error: transformer_embed.plots needs matplotlib: pip install 'transformer-embed[plots]'\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+SHOWN = {
+    "encoding": (["--length", "9", "--d-model", "6", "--layout", "sin_cos"], 'sinusoidal positions, d_model 6, layout "sin_cos"'),
+    "wavelengths": (["--d-model", "16", "--base", "500"], "wavelengths, d_model 16, base 500"),
+    "similarity": (["--length", "9", "--d-model", "6"], "dot products of sinusoidal positions, d_model 6"),
+    "rotary": (["--length", "3", "--head-dim", "8"], "pairs turned by rotary embeddings, head_dim 8"),
+    "mask": (["--length", "6", "--window", "4", "0", "--chunk", "3", "--prefix", "2"], "causal mask, window 4 0, chunk 3, prefix 2"),
+    "bias": (["--length", "5", "--num-heads", "2", "--head", "1"], "ALiBi's bias, head 1 of 2"),
+    "error": (["--d-model", "2"], "error of sinusoidal positions, d_model 2, base 10000"),
+}
+MAGIC = {"png": b"\x89PNG\r\n", "svg": b"<?xml", "pdf": b"%PDF-"}
+
+
+@pytest.mark.parametrize("picture", SHOWN)
+def test_show_writes_a_picture(capsys, tmp_path, picture):
+    flags, title = SHOWN[picture]
+    out = tmp_path / "x.png"
+    assert main(["show", picture, *flags, "--out", str(out)]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == f"{out}: {title}\n"
+    assert captured.err == ""
+    assert list(tmp_path.iterdir()) == [out]
+    width, height = (int.from_bytes(out.read_bytes()[at : at + 4]) for at in (16, 20))
+    assert (width, height) == (960, 720)
+    assert pyplot.get_fignums() == []
+
+
+@pytest.fixture
+def drawn(monkeypatch, tmp_path):
+    """The Axes that a command drew."""
+
+    def show(*arguments):
+        seen = []
+        monkeypatch.setattr(Figure, "savefig", lambda figure, file, **options: seen.append(figure))
+        assert main(["show", *arguments, "--out", str(tmp_path / "x.png")]) == 0
+        return seen[0].axes[0]
+
+    return show
+
+
+def test_show_encoding_draws_what_its_flags_ask_for(drawn):
+    shown = image(drawn("encoding", "--length", "9", "--d-model", "6", "--layout", "cos_sin", "--base", "50"))
+    np.testing.assert_array_equal(shown, np.asarray(te.sinusoidal_table(9, 6, layout="cos_sin", base=50.0), np.float64))
+
+
+def test_show_mask_draws_what_its_flags_ask_for(drawn):
+    query, key = np.mgrid[:12, :12]
+    shown = image(drawn("mask", "--length", "12", "--window", "3", "1", "--chunk", "5", "--prefix", "2"))
+    expected = (key <= query) & (key >= query - 3) & (key // 5 == query // 5) | (key < 2) & (query < 2)
+    np.testing.assert_array_equal(shown, expected)
+    np.testing.assert_array_equal(
+        image(drawn("mask", "--length", "12", "--bidirectional", "--window", "0", "2")), (key >= query) & (key <= query + 2)
+    )
+
+
+def test_show_mask_names_its_tokens(drawn):
+    ax = drawn("mask", "--bidirectional", "--tokens", *WORDS)
+    assert texts(ax.get_xticklabels()) == texts(ax.get_yticklabels()) == WORDS
+    assert image(ax).all()
+    assert image(ax).shape == (3, 3)
+
+
+def test_show_bias_draws_what_its_flags_ask_for(drawn):
+    shown = image(drawn("bias", "--length", "4", "--num-heads", "4", "--head", "1"))
+    assert shown[3].tolist() == [-3 / 16, -2 / 16, -1 / 16, 0]
+    assert shown.mask[0].tolist() == [False, True, True, True]
+    assert image(drawn("bias", "--length", "4", "--num-heads", "4", "--symmetric"))[0].tolist() == [0, -1 / 4, -2 / 4, -3 / 4]
+
+
+@pytest.mark.parametrize("kind", MAGIC)
+def test_equal_arguments_give_equal_files_of_the_kind_that_the_suffix_names(tmp_path, kind):
+    outs = [tmp_path / f"first.{kind}", tmp_path / f"second.{kind.upper()}"]
+    for out in outs:
+        assert main(["show", "rotary", "--length", "2", "--head-dim", "4", "--out", str(out)]) == 0
+    first, second = (out.read_bytes() for out in outs)
+    assert first.startswith(MAGIC[kind])
+    assert first == second
+
+
+def test_the_style_of_the_user_does_not_change_the_file(tmp_path):
+    outs = [tmp_path / "first.png", tmp_path / "second.png"]
+    for out, size in zip(outs, (10, 20), strict=True):
+        with matplotlib.rc_context({"font.size": size, "figure.figsize": (size, size)}):
+            assert main(["show", "mask", "--length", "3", "--out", str(out)]) == 0
+            assert matplotlib.rcParams["font.size"] == size
+    assert outs[0].read_bytes() == outs[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["mask", "--out", "x.gif"], "--out: wanted a name that ends in .png, .svg, .pdf, got 'x.gif'"),
+        (["mask", "--out", "png"], "--out: wanted a name that ends in .png, .svg, .pdf, got 'png'"),
+        (["mask", "--out", ""], "--out: wanted a name that ends in .png, .svg, .pdf, got ''"),
+        (["mask", "--out", "missing/x.png"], "cannot write missing/x.png: No such file or directory"),
+        (["mask"], "the following arguments are required: --out"),
+        ([], "the following arguments are required: PICTURE"),
+        (["sky", "--out", "x.png"], "invalid choice: 'sky'"),
+        (["mask", "--length", "0", "--out", "x.png"], "argument --length: wanted an integer from 1 to 4096, got '0'"),
+        (["mask", "--window", "4", "--out", "x.png"], "argument --window: expected 2 arguments"),
+        (["mask", "--chunk", "0", "--out", "x.png"], "argument --chunk: wanted an integer from 1 to 1000000000, got '0'"),
+        (["mask", "--tokens", "a", "--length", "3", "--out", "x.png"], "argument --length: not allowed with argument --tokens"),
+        (["encoding", "--layout", "up", "--out", "x.png"], "invalid choice: 'up'"),
+        (["encoding", "--base", "nan", "--out", "x.png"], "base: wanted a finite number above 0, got nan"),
+        (["rotary", "--head-dim", "3", "--out", "x.png"], "head_dim: wanted an even number of channels, to make pairs, got 3"),
+        (["bias", "--head", "8", "--out", "x.png"], "head: wanted an int from 0 to 7, got 8"),
+    ],
+)
+def test_show_errors_are_one_line(monkeypatch, capsys, tmp_path, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(["show", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("transformer-embed: error: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"), [(OSError(28, "No space left on device"), 2, "No space"), (KeyboardInterrupt(), 130, "")]
+)
+def test_a_picture_is_written_whole_or_not_at_all(monkeypatch, capsys, tmp_path, error, status, message):
+    def half(figure, file, **options):
+        file.write(b"half")
+        raise error
+
+    monkeypatch.setattr(Figure, "savefig", half)
+    out = tmp_path / "x.png"
+    out.write_bytes(b"old")
+    assert main(["show", "mask", "--out", str(out)]) == status
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+    assert out.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("arguments", [[], *([name] for name in SHOWN)])
+def test_help_fits_and_names_every_flag(capsys, monkeypatch, arguments):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as stop:
+        main(["show", *arguments, "--help"])
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    wanted = SHOWN[arguments[0]][0] + ["--out"] if arguments else list(SHOWN)
+    assert [word for word in wanted if not word.isdigit() and word not in out] == []

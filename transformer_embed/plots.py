@@ -1,0 +1,506 @@
+"""Pictures of encodings, masks and biases, for matplotlib (the extra `plots`); each function draws on an Axes and returns it.
+
+Shades come from cividis, whose lightness rises evenly; lines differ in style or marker as well as in colour: both survive a grey print
+and a colour-blind reader. Titles are left to the caller.
+"""
+
+import decimal
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from transformer_embed import _checks, phase
+from transformer_embed.rotary import Scaling, apply_rotary
+from transformer_embed.sinusoidal import sinusoidal_encoding
+
+try:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import ListedColormap
+    from matplotlib.legend import Legend
+    from matplotlib.patches import Circle, Patch
+    from matplotlib.ticker import MaxNLocator
+except ImportError as error:
+    raise ImportError("transformer_embed.plots needs matplotlib: pip install 'transformer-embed[plots]'") from error
+
+HIDDEN, ALLOWED = "#E6E6E6", "#0B3C5D"
+# Blue, vermilion, bluish green and black of Okabe and Ito's palette for the colour-blind.
+BLUE, VERMILION, GREEN, BLACK = "#0072B2", "#D55E00", "#009E73", "#000000"
+STYLES = (("o", BLUE, "-"), ("s", VERMILION, "--"), ("^", GREEN, ":"), ("D", BLACK, "-."))
+MOST_CELLS_WITH_LINES = 64
+
+
+def plot_encoding(encoding: ArrayLike, *, ax: Axes | None = None, tokens: Sequence[str] | None = None, limit: float | None = None) -> Axes:
+    """A heat map of vectors, a row for each position and a column for each channel.
+
+    Args:
+        encoding: [length, d_model], a floating dtype: an encoding, rows of a table, or their sum. NaN is left white.
+        ax: where to draw; None: a new figure of pyplot's.
+        tokens: [length] names for the rows; None: they are numbered.
+        limit: the shades run from -limit to limit, in the encoding's unit; above 0. None: the largest magnitude.
+
+    Returns:
+        The Axes, with channel across, position (tokens) down, and a colour bar beside it.
+
+    Raises:
+        TypeError: encoding has no floating dtype, or is traced; ax is no Axes; limit is no Python number.
+        ValueError: encoding is not of rank 2 or is empty; tokens are not one a row; limit is not above 0.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> ax = te.plots.plot_encoding(te.sinusoidal_table(128, 64))
+        >>> ax.get_xlabel(), ax.get_ylabel()
+        ('channel', 'position (tokens)')
+
+    Source:
+        The picture of Alammar, "The Illustrated Transformer" (2018), https://jalammar.github.io/illustrated-transformer/
+    """
+    values = _table("encoding", encoding)
+    most = np.nanmax(np.abs(values), initial=0.0) or 1.0 if limit is None else _checks.real("limit", limit, above=0)
+    names = _names("tokens", tokens, len(values))
+    ax = _axes(ax)
+    _heat_map(ax, values, (-most, most), "value (no unit)")
+    ax.set(xlabel="channel", ylabel="position (tokens)")
+    if names is not None:
+        ax.set_yticks(range(len(values)), names, parse_math=False)
+    return ax
+
+
+def plot_wavelengths(
+    d_model: int, *, ax: Axes | None = None, base: float = 10_000.0, scaling: Scaling | None = None, label: str | None = None
+) -> Axes:
+    """The wavelength of each pair of channels: how many positions a full turn takes. Several on one Axes compare bases and scalings.
+
+        wavelength[i] = 2 * pi * base ** (2i / d_model)
+
+    Args:
+        d_model: channels, at least 1: of sinusoids, or the rotated ones of a head.
+        ax: where to draw; None: a new figure of pyplot's.
+        base: as in `sinusoidal_encoding` and `apply_rotary`; above 0.
+        scaling: as in `apply_rotary`, whose d_model is even; None: the formula above.
+        label: of a legend; None: none.
+
+    Returns:
+        The Axes, with pair of channels across, wavelength (tokens, a logarithmic axis) up.
+
+    Raises:
+        TypeError: d_model is no Python int; base is no Python number; scaling is none of this package's; ax is no Axes.
+        ValueError: d_model is below 1, or odd where there is a scaling; a base that is not above 0; and as the scaling when applied.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> ax = te.plots.plot_wavelengths(128, base=500_000.0, label="as trained")
+        >>> ax = te.plots.plot_wavelengths(128, ax=ax, base=500_000.0, scaling=te.Llama3Scaling(8.0), label="Llama 3.1")
+        >>> ax.get_ylabel()
+        'wavelength (tokens)'
+
+    Source:
+        Vaswani et al., "Attention Is All You Need" (2017), section 3.5, https://arxiv.org/abs/1706.03762
+    """
+    wavelengths = [float(2 * phase.PI / f) for f in _frequencies(d_model, base, scaling)]
+    ax = _axes(ax)
+    marker, color, _ = _style(len(ax.lines))
+    ax.plot(range(len(wavelengths)), wavelengths, marker, color=color, markersize=4, label=label)
+    ax.set(xlabel="pair of channels", ylabel="wavelength (tokens)", yscale="log")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return _finished_lines(ax)
+
+
+def plot_similarity(encoding: ArrayLike, *, ax: Axes | None = None, label: str | None = None) -> Axes:
+    """The dot product of two positions' vectors over their distance: how alike near and far positions look.
+
+    The line is the mean over all pairs of positions at a distance; the band goes from the lowest to the highest of them. Sinusoids have no
+    band, for theirs depends on the distance alone; learned positions may. Takes memory for length * length numbers.
+
+    Args:
+        encoding: [length, d_model], a floating dtype: vectors of positions 0..length-1.
+        ax: where to draw; None: a new figure of pyplot's.
+        label: of a legend; None: none.
+
+    Returns:
+        The Axes, with distance (tokens) across, dot product (no unit) up.
+
+    Raises:
+        TypeError: encoding has no floating dtype, or is traced; ax is no Axes.
+        ValueError: encoding is not of rank 2, or is empty.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> ax = te.plots.plot_similarity(te.sinusoidal_table(128, 64))
+        >>> round(float(ax.lines[0].get_ydata()[0]), 3)  # a vector with itself: d_model / 2
+        32.0
+
+    Source:
+        Wang and Chen, "What Do Position Embeddings Learn?" (2020), figure 1, https://arxiv.org/abs/2010.04903, show the whole
+        matrix, of cosines.
+    """
+    values = _table("encoding", encoding)
+    products = values @ values.T
+    diagonals = [np.diagonal(products, distance) for distance in range(len(values))]
+    mean, low, high = (np.array([each(diagonal) for diagonal in diagonals]) for each in (np.mean, np.min, np.max))
+    ax = _axes(ax)
+    _, color, dash = _style(len(ax.lines))
+    ax.fill_between(range(len(mean)), low, high, color=color, alpha=0.25, linewidth=0)
+    ax.plot(range(len(mean)), mean, dash, color=color, label=label)
+    ax.set(xlabel="distance (tokens)", ylabel="dot product (no unit)")
+    return _finished_lines(ax)
+
+
+def plot_mask(
+    mask: ArrayLike,
+    *,
+    ax: Axes | None = None,
+    query_tokens: Sequence[str] | None = None,
+    key_tokens: Sequence[str] | None = None,
+    batch_index: int | None = None,
+    head: int | None = None,
+) -> Axes:
+    """Which keys each query may attend to, in two tones.
+
+    Args:
+        mask: bool [T, S], or [B, heads, T, S] as `attention_mask` makes it. True = may attend.
+        ax: where to draw; None: a new figure of pyplot's.
+        query_tokens: names for the queries. None: they are numbered. A mask with one row for all queries is drawn with a row for each.
+        key_tokens: [S] names for the keys; None: they are numbered.
+        batch_index: which one of B, from 0; None where B is 1.
+        head: which one of the heads, from 0; None where there is one for all.
+
+    Returns:
+        The Axes, with key (token attended to) across, query (token that attends) down, and a legend of the two tones beside it.
+
+    Raises:
+        TypeError: mask is not bool, or is traced; ax is no Axes; an index is no Python int.
+        ValueError: mask is of another rank or is empty; no index where there is a choice, or one outside of it; tokens that are not one a
+            row or column.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> positions = jnp.arange(6)
+        >>> mask = te.attention_mask(query_positions=positions, key_positions=positions, window=(2, 0))
+        >>> ax = te.plots.plot_mask(mask, key_tokens="the cat sat on the mat".split())
+        >>> [text.get_text() for text in ax.get_legend().get_texts()]
+        ['may attend', 'hidden']
+
+    Source:
+        Child et al., "Generating Long Sequences with Sparse Transformers" (2019), figure 3, https://arxiv.org/abs/1904.10509
+    """
+    values = _one_matrix("mask", _on_host("mask", _checks.as_mask("mask", mask)), batch_index, head)
+    if query_tokens is not None and len(values) == 1:
+        values = np.broadcast_to(values, (max(len(query_tokens), 1), values.shape[1]))
+    names = _names("query_tokens", query_tokens, values.shape[0]), _names("key_tokens", key_tokens, values.shape[1])
+    ax = _axes(ax)
+    ax.imshow(values, cmap=ListedColormap([HIDDEN, ALLOWED]), vmin=0, vmax=1, interpolation="nearest")
+    _queries_and_keys(ax, values.shape, names)
+    _legend_beside(ax, [Patch(facecolor=ALLOWED, label="may attend"), Patch(facecolor=HIDDEN, edgecolor="grey", label="hidden")])
+    return ax
+
+
+def plot_rotary(
+    positions: ArrayLike,
+    head_dim: int,
+    *,
+    ax: Axes | None = None,
+    base: float = 10_000.0,
+    scaling: Scaling | None = None,
+    pairs: Sequence[int] | None = None,
+) -> Axes:
+    """Where rotary embeddings turn a pair of channels at each position: pairs on circles, the first pair outermost.
+
+    The innermost circle's pair was (1, 0) before `apply_rotary` turned it, the next one's (2, 0), and so on.
+
+    Args:
+        positions: [length] integers, or float32.
+        head_dim: channels of a head, even.
+        ax: where to draw; None: a new figure of pyplot's.
+        base: as in `apply_rotary`.
+        scaling: as in `apply_rotary`. An attention factor moves the points off their circles.
+        pairs: which pairs to draw, in 0..head_dim // 2 - 1, from the outermost circle inwards. None: four, from the
+            first, an eighth of the head apart.
+
+    Returns:
+        The Axes, with a pair's first channel across and its second up, both without a unit; the outermost points bear their positions.
+
+    Raises:
+        TypeError: as `apply_rotary`; ax is no Axes; a pair is no Python int.
+        ValueError: as `apply_rotary`; positions are not of rank 1 or are none; pairs outside the head, or none.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> ax = te.plots.plot_rotary(range(6), 64)
+        >>> [text.get_text() for text in ax.get_legend().get_texts()]
+        ['pair 0', 'pair 4', 'pair 8', 'pair 12']
+
+    Source:
+        Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), figure 1, https://arxiv.org/abs/2104.09864
+    """
+    chosen, places = _pairs(pairs, _checks.integer("head_dim", head_dim, at_least=2) // 2), _places(positions)
+    radii = list(range(len(chosen), 0, -1))
+    turned = _turned(places, head_dim, chosen, radii, base, scaling)
+    ax = _axes(ax)
+    for n, (pair, radius) in enumerate(zip(chosen, radii, strict=True)):
+        marker, color, _ = _style(n)
+        ax.add_patch(Circle((0, 0), radius, fill=False, color="0.8", linewidth=1))
+        ax.plot(*turned[n].T, marker, color=color, label=f"pair {pair}")
+    for place, point in zip(places.tolist(), turned[0], strict=True):
+        ax.annotate(f"{place:g}", 1.12 * point, ha="center", va="center", fontsize="small")
+    edge = 1.25 * max(radii[0], np.abs(turned).max())
+    ax.set(xlabel="first channel of the pair (no unit)", ylabel="second channel of the pair (no unit)")
+    ax.set(xlim=(-edge, edge), ylim=(-edge, edge), aspect="equal")
+    _legend_beside(ax).set_title("numbers: positions")
+    return ax
+
+
+def plot_bias(
+    bias: ArrayLike,
+    *,
+    ax: Axes | None = None,
+    query_tokens: Sequence[str] | None = None,
+    key_tokens: Sequence[str] | None = None,
+    batch_index: int | None = None,
+    head: int | None = None,
+) -> Axes:
+    """A heat map of what is added to the logit of each query and key.
+
+    Args:
+        bias: [T, S] or [B, heads, T, S], a floating dtype, as `alibi_bias` and `RelativePositionBias` make it; with `mask_to_bias` added,
+            what is masked is left white.
+        ax: where to draw; None: a new figure of pyplot's.
+        query_tokens: [T] names for the queries; None: they are numbered.
+        key_tokens: [S] names for the keys; None: they are numbered.
+        batch_index: which one of B, from 0; None where B is 1.
+        head: which one of the heads, from 0; None where there is one.
+
+    Returns:
+        The Axes, with key (token attended to) across, query (token that attends) down, and a colour bar beside it.
+
+    Raises:
+        TypeError: bias has no floating dtype, or is traced; ax is no Axes; an index is no Python int.
+        ValueError: as `plot_mask`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> bias = te.alibi_bias(jnp.arange(8), jnp.arange(8), num_heads=4) + te.mask_to_bias(te.causal_mask(8))
+        >>> ax = te.plots.plot_bias(bias, head=0)
+        >>> int(ax.images[0].get_array().mask.sum())  # the keys after their query
+        28
+
+    Source:
+        Press et al., "Train Short, Test Long" (2022), figure 3, https://arxiv.org/abs/2108.12409
+    """
+    array = _checks.as_floats("bias", bias)
+    largest = min(float(jnp.finfo(array.dtype).max), float(jnp.finfo(jnp.float32).max))
+    values = _one_matrix("bias", _on_host("bias", array).astype(np.float64), batch_index, head)
+    # mask_to_bias takes half of the largest off, and what is added to it may give a quarter back.
+    shown = np.ma.masked_where(~(values > -largest / 4), values)
+    names = _names("query_tokens", query_tokens, values.shape[0]), _names("key_tokens", key_tokens, values.shape[1])
+    ax = _axes(ax)
+    _heat_map(ax, shown, None, "added to the logit (no unit)", aspect="equal")
+    _queries_and_keys(ax, values.shape, names)
+    return ax
+
+
+def plot_error(d_model: int, *, ax: Axes | None = None, positions: ArrayLike | None = None, base: float = 10_000.0) -> Axes:
+    """The largest error of any channel of a sinusoidal encoding over position: this package's, and that of the usual float32 product.
+
+    The exact values come from 50 decimal digits, with whole turns taken off before the sine.
+
+    Args:
+        d_model: channels, at least 1.
+        ax: where to draw; None: a new figure of pyplot's.
+        positions: [n] integers, at least 1, for the axis is logarithmic. None: a hundred from 1 to 2**31 - 1.
+        base: as in `sinusoidal_encoding`.
+
+    Returns:
+        The Axes, with position (tokens) across and largest error (no unit) up, both logarithmic; a dotted line where rounding to float32
+        alone puts a value near 1.
+
+    Raises:
+        TypeError: positions are not integers, or are traced; ax is no Axes; d_model is no Python int; base is no Python number.
+        ValueError: positions of another rank, none, below 1 or outside int32; d_model is below 1; a base that is not above 0.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> ax = te.plots.plot_error(16, positions=[1, 1000, 1_000_000_000])
+        >>> ours = ax.lines[0].get_ydata()
+        >>> bool(ours.max() < 6.0e-8)
+        True
+
+    Source:
+        Own measurement.
+    """
+    d_model, base = _checks.integer("d_model", d_model, at_least=1), _checks.real("base", base, above=0)
+    places = _error_positions(positions)
+    exact = _exact_encoding(places, d_model, base)
+    ours = np.asarray(sinusoidal_encoding(places, d_model, base=base), np.float64)
+    usual = _float32_encoding(places, d_model, base)
+    ax = _axes(ax)
+    for n, (encoding, label) in enumerate(((ours, "transformer_embed"), (usual, "float32 product"))):
+        marker, color, _ = _style(n)
+        ax.plot(places, np.abs(encoding - exact).max(1), f"{marker}-", color=color, markersize=3.5, linewidth=1, label=label)
+    ax.axhline(2.0**-25, color=BLACK, linestyle=":", linewidth=1, label="rounding to float32")
+    ax.set(xlabel="position (tokens)", ylabel="largest error of a channel (no unit)", xscale="log", yscale="log")
+    return _finished_lines(ax)
+
+
+def _axes(ax: Axes | None) -> Axes:
+    if ax is None:
+        from matplotlib import pyplot  # noqa: PLC0415 (it chooses a backend, which an Axes that is given has already)
+
+        return pyplot.subplots(layout="constrained")[1]
+    if not isinstance(ax, Axes):
+        raise TypeError(_checks.wanted("ax", "a matplotlib Axes, or None", type(ax).__name__))
+    return ax
+
+
+def _on_host(name: str, array: Any) -> np.ndarray:
+    if _checks.is_traced(array):
+        raise TypeError(_checks.wanted(name, "values on the host, outside of jit", f"a traced {array.dtype}{list(array.shape)}"))
+    return np.asarray(array)
+
+
+def _table(name: str, value: ArrayLike) -> np.ndarray:
+    """[length, d_model] with at least one of both, in float64."""
+    array = _on_host(name, _checks.as_floats(name, value))
+    if array.ndim != 2 or not array.size:
+        raise ValueError(_checks.wanted(name, "shape [length, d_model], at least one of both", f"shape {list(array.shape)}"))
+    return array.astype(np.float64)
+
+
+def _one_matrix(name: str, array: np.ndarray, batch_index: int | None, head: int | None) -> np.ndarray:
+    """[T, S] with at least one of both, out of a batch and its heads."""
+    if array.ndim == 2:
+        array = array[None, None]
+    if array.ndim != 4 or not array.size:
+        raise ValueError(_checks.wanted(name, "shape [T, S] or [B, heads, T, S], not empty", f"shape {list(array.shape)}"))
+    return array[_index("batch_index", batch_index, array.shape[0]), _index("head", head, array.shape[1])]
+
+
+def _index(name: str, index: int | None, size: int) -> int:
+    if index is None and size == 1:
+        return 0
+    if index is None or _checks.integer(name, index, at_least=0) >= size:
+        raise ValueError(_checks.wanted(name, f"an int from 0 to {size - 1}", index))
+    return index
+
+
+def _heat_map(
+    ax: Axes, values: np.ndarray, limits: tuple[float, float] | None, unit: str, aspect: Literal["auto", "equal"] = "auto"
+) -> None:
+    low, high = limits or (None, None)
+    image = ax.imshow(values, vmin=low, vmax=high, cmap="cividis", aspect=aspect)
+    beyond = limits is not None and bool((np.abs(values) > limits[1]).any())
+    ax.figure.colorbar(image, ax=ax, label=unit, extend="both" if beyond else "neither")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _queries_and_keys(ax: Axes, shape: tuple[int, ...], names: Sequence[list[str] | None]) -> None:
+    ax.set(xlabel="key (token attended to)", ylabel="query (token that attends)")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    query_names, key_names = names
+    if query_names is not None:
+        ax.set_yticks(range(shape[0]), query_names, parse_math=False)
+    if key_names is not None:
+        ax.set_xticks(range(shape[1]), key_names, parse_math=False, rotation=90)
+    if max(shape) <= MOST_CELLS_WITH_LINES:
+        ax.set_xticks(np.arange(shape[1] + 1) - 0.5, minor=True)
+        ax.set_yticks(np.arange(shape[0] + 1) - 0.5, minor=True)
+        ax.grid(which="minor", color="white", linewidth=1)
+        ax.tick_params(which="minor", length=0)
+
+
+def _names(name: str, tokens: Sequence[str] | None, count: int) -> list[str] | None:
+    """What to write on an axis of `count` rows or columns."""
+    if tokens is not None and len(tokens) != count:
+        raise ValueError(_checks.wanted(name, f"one name for each of {count}", len(tokens)))
+    return None if tokens is None else [_printable(token) for token in tokens]
+
+
+def _printable(token: str) -> str:
+    text = str(token)
+    return text if text.isprintable() else repr(text)[1:-1]
+
+
+def _legend_beside(ax: Axes, handles: list[Patch] | None = None) -> Legend:
+    return ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.02, 1.0), borderaxespad=0.0, frameon=False)
+
+
+def _style(n: int) -> tuple[str, str, str]:
+    """The marker, colour and dash of the n-th series."""
+    return STYLES[n % len(STYLES)]
+
+
+def _finished_lines(ax: Axes) -> Axes:
+    ax.grid(alpha=0.3)
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend(frameon=False)
+    return ax
+
+
+def _frequencies(d_model: int, base: float, scaling: Scaling | None) -> Sequence[decimal.Decimal]:
+    d_model, base = _checks.integer("d_model", d_model, at_least=1), _checks.real("base", base, above=0)
+    if scaling is None:
+        return phase.geometric_frequencies((d_model + 1) // 2, base, d_model / 2)
+    if not isinstance(scaling, Scaling):
+        raise TypeError(_checks.wanted("scaling", "one of this package's, such as LinearScaling(2.0)", type(scaling).__name__))
+    if d_model % 2:
+        raise ValueError(_checks.wanted("d_model", "an even number of channels, to scale", d_model))
+    with decimal.localcontext(phase.PRECISION):
+        return scaling.scaled(d_model, base).frequencies
+
+
+def _pairs(pairs: Sequence[int] | None, half: int) -> list[int]:
+    chosen = range(0, half, max(1, half // 8))[:4] if pairs is None else [_index("pairs", pair, half) for pair in pairs]
+    if not chosen:
+        raise ValueError(_checks.wanted("pairs", f"at least one of 0..{half - 1}", pairs))
+    return list(chosen)
+
+
+def _places(positions: ArrayLike) -> np.ndarray:
+    """[n] positions, at least one."""
+    places = _on_host("positions", _checks.as_positions("positions", positions))
+    if places.ndim != 1 or not len(places):
+        raise ValueError(_checks.wanted("positions", "shape [n], at least one", f"shape {list(places.shape)}"))
+    return places
+
+
+def _turned(
+    places: np.ndarray, head_dim: int, pairs: Sequence[int], radii: Sequence[int], base: float, scaling: Scaling | None
+) -> np.ndarray:
+    """[pairs, n, 2]: what `apply_rotary` makes of (radius, 0) in each pair."""
+    x = np.zeros([len(places), 1, head_dim], np.float32)
+    x[..., pairs] = radii
+    turned = np.asarray(apply_rotary(x, places, base=base, scaling=scaling))[:, 0]
+    return np.stack([turned[:, [pair, pair + head_dim // 2]] for pair in pairs])
+
+
+def _error_positions(positions: ArrayLike | None) -> np.ndarray:
+    if positions is None:
+        return np.unique(np.geomspace(1, 2**31 - 1, 100).round().astype(np.int64))
+    places = _places(_checks.as_integers("positions", positions))
+    _checks.inside("positions", places, 1, 2**31 - 1, "int32 and on a logarithmic axis")
+    return places
+
+
+def _exact_encoding(positions: np.ndarray, d_model: int, base: float) -> np.ndarray:
+    """[n, d_model] in float64: sines of angles whose whole turns are gone, so that no digit of theirs is lost."""
+    with decimal.localcontext(prec=50):
+        frequencies = [decimal.Decimal(base) ** (decimal.Decimal(-2 * i) / d_model) for i in range((d_model + 1) // 2)]
+        angles = np.array([[float(position * f % (2 * phase.PI)) for f in frequencies] for position in positions.tolist()])
+    return _interleaved(angles, d_model)
+
+
+def _float32_encoding(positions: np.ndarray, d_model: int, base: float) -> np.ndarray:
+    """The formula as it is mostly written."""
+    exponents = np.arange(0, d_model, 2, dtype=np.float32) / np.float32(d_model)
+    angles = positions.astype(np.float32)[:, None] * np.float32(base) ** -exponents
+    return _interleaved(angles, d_model).astype(np.float64)
+
+
+def _interleaved(angles: np.ndarray, d_model: int) -> np.ndarray:
+    return np.stack([np.sin(angles), np.cos(angles)], -1).reshape(len(angles), -1)[:, :d_model]
