@@ -16,7 +16,10 @@ LAST_ROW, ROW_5, NAN = TABLE[-1], TABLE[5], np.full(2, np.nan)
 
 
 def haiku_rows(ids):
-    embed = hk.without_apply_rng(hk.transform(lambda ids: hk.Embed(embedding_matrix=TABLE)(ids)))
+    def model(ids):
+        return hk.Embed(embedding_matrix=TABLE)(ids)
+
+    embed = hk.without_apply_rng(hk.transform(model))
     params = embed.init(jax.random.key(0), jnp.zeros(1, jnp.int32))
     return jax.jit(embed.apply)(params, ids)
 
