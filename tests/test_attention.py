@@ -106,6 +106,19 @@ def test_haikus_attention_in_float16_is_not_finite():
     assert np.isfinite(in_jax(*half, mask)).all()
 
 
+@pytest.mark.parametrize("attend", LIBRARIES)
+def test_a_mask_does_not_hide_nan_and_padding_holds_none(attend):
+    """A masked key has weight 0, and 0 times NaN is NaN in every row: what stands at padding must be finite itself."""
+    ids = np.array([[5, 6, 7, 0, 0, 0], [1, 2, 3, 4, 5, 0]])
+    tokens = te.padding_mask(ids)
+    mask = te.attention_mask(query_positions=range(LENGTH), key_positions=range(LENGTH), padding=tokens)
+    spoilt = np.where(tokens[..., None, None], VALUE, np.nan)
+    assert np.isnan(attend(QUERY, KEY, spoilt, mask)).all()
+    table = jnp.asarray(normal(3, 8, HEADS * SIZE)).at[0].set(np.nan)
+    value = te.lookup(table, ids, pad_id=0).reshape(VALUE.shape)
+    assert np.isfinite(attend(QUERY, KEY, value, mask)).all()
+
+
 def test_ranks_that_would_mask_heads_are_refused():
     tokens = te.padding_mask(np.ones((HEADS, LENGTH), int))
     with pytest.raises(ValueError, match=r"masks\[1\]: wanted rank 4, \[batch, heads, queries, keys\], got shape \[2, 6\]"):

@@ -213,7 +213,7 @@ def test_padding_outside_the_vocabulary_leaves_every_row():
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_no_counted_token_costs_nothing_and_moves_nothing(reduction):
-    for got in ours(X, TABLE, LABELS, mask=np.zeros((4, 1), bool), reduction=reduction):
+    for got in ours(X, TABLE, LABELS, mask=np.zeros(5, bool), reduction=reduction):
         np.testing.assert_array_equal(got, 0)
     for got in ours(X[:0], TABLE, LABELS[:0], reduction=reduction):
         np.testing.assert_array_equal(got, np.zeros(got.shape))
@@ -328,11 +328,12 @@ def test_lists_and_integers_of_any_width_are_taken():
         ({"labels": LABELS[0]}, ValueError, r"labels: wanted x's shape without its last axis, \[4, 5\], got shape \[5\]"),
         ({"labels": np.ones((4, 5))}, TypeError, r"labels: wanted an integer dtype, got float64"),
         ({"mask": np.ones((4, 5))}, TypeError, r"mask: wanted a bool array, True = counted, got float64"),
-        ({"mask": np.ones((2, 5), bool)}, ValueError, r"mask and labels: wanted shapes that broadcast, got \[2, 5\] and \[4, 5\]"),
+        ({"mask": np.ones((2, 5), bool)}, ValueError, r"mask and the labels: wanted shapes that broadcast, got \[2, 5\] and \[4, 5\]"),
+        ({"mask": np.ones((4, 1), bool)}, ValueError, r"mask: wanted a last axis of the labels' length, 5, got shape \[4, 1\]"),
         (
             {"mask": np.ones((3, 4, 5), bool)},
             ValueError,
-            r"mask: wanted a shape that broadcasts to that of labels, \[4, 5\], got shape \[3, 4, 5\]",
+            r"mask: wanted a shape that broadcasts to that of the labels, \[4, 5\], got shape \[3, 4, 5\]",
         ),
         ({"pad_id": 0.0}, TypeError, r"pad_id: wanted a Python int, got float 0.0"),
         ({"label_smoothing": 1.0}, ValueError, r"label_smoothing: wanted a number in \[0, 1\), got 1.0"),

@@ -196,6 +196,18 @@ def test_wide_host_ids_do_not_wrap():
     assert np.isnan(evaluate(np.array([2**64 - 1], np.uint64))).all()
 
 
+def test_wide_host_token_types_do_not_wrap():
+    types = np.array([[0, 1, 2**32 + 1, -(2**32), 2]] * 2)
+    assert np.isnan(evaluate(config=BERT, token_types=types)).all(-1).tolist() == [[False, False, True, True, True]] * 2
+
+
+def test_a_vocabulary_of_one():
+    embedder, params = made(dataclasses.replace(CONFIG, vocab_size=1, pad_id=None))
+    result = np.asarray(embedder.apply(params, None, [0, 1, -1], is_training=False))
+    assert np.isfinite(result).all(-1).tolist() == [True, False, False]
+    assert embedder.logits(params, result[:1]).shape == (1, 1)
+
+
 def test_evaluation_ignores_the_key():
     embedder, params = made()
     np.testing.assert_array_equal(embedder.apply(params, KEY, IDS, is_training=False), evaluate())
@@ -258,6 +270,14 @@ def test_positions_that_vmap_maps_get_the_hint():
     square = np.zeros([5, 5], np.int32)
     with pytest.raises(ValueError, match=message("positions", "a last axis of the ids' length, 5", hint)):
         by_row(params, None, square, positions=np.arange(5))
+
+
+def test_token_types_that_vmap_maps_are_refused():
+    """One row of types for all, mapped, would be one type for all tokens of each row."""
+    embedder, params = made(BERT)
+    by_row = jax.vmap(functools.partial(embedder.apply, is_training=False), in_axes=(None, None, 0))
+    with pytest.raises(ValueError, match=r"^token_types: wanted .*, got shape \[\]"):
+        by_row(params, None, np.zeros([5, 5], np.int32), token_types=np.array([0, 0, 1, 1, 1]))
 
 
 def test_gradients():

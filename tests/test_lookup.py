@@ -19,6 +19,7 @@ GRADIENT_ERROR = 16 * 64 * 2.0**-24
 PRODUCT_ERROR = 16 * 2.0**-24
 
 POLICIES = ("nan", "clip", "zero")
+STYLES = ("gather", "one_hot")
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 VOCAB, WIDTH = 5, 3
 # Inside, at both ends, beyond both ends, far beyond, and repeated.
@@ -91,10 +92,11 @@ def test_lookup_of_a_negative_id_never_counts_from_the_end(policy):
     np.testing.assert_array_equal(rows, np.broadcast_to(expected, rows.shape))
 
 
+@pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_lookup_copies_rows_of_any_floating_dtype_to_the_bit(dtype):
+def test_lookup_copies_rows_of_any_floating_dtype_to_the_bit(dtype, style):
     table = jnp.asarray(TABLE, dtype)
-    rows = te.lookup(table, [3, 0, 7])
+    rows = te.lookup(table, [3, 0, 7], lookup_style=style)
     assert rows.dtype == dtype
     np.testing.assert_array_equal(rows[:2], np.asarray(table)[[3, 0]])
     assert jnp.isnan(rows[2]).all()
@@ -195,6 +197,8 @@ def test_lookup_refuses_bad_tables_and_options():
             te.lookup(np.ones(shape, np.float32), [0])
     with pytest.raises(ValueError, match=r"^out_of_range: wanted one of 'nan', 'clip', 'zero', got 'wrap'$"):
         te.lookup(TABLE, [0], out_of_range="wrap")
+    with pytest.raises(ValueError, match=r"^lookup_style: wanted one of 'gather', 'one_hot', got 'matmul'$"):
+        te.lookup(TABLE, [0], lookup_style="matmul")
     with pytest.raises(TypeError, match=r"^pad_id: wanted a Python int, got float 0.0$"):
         te.lookup(TABLE, [0], pad_id=0.0)
     with pytest.raises(ValueError, match=r"^pad_id: wanted an int below 2\*\*31 - 1, got 2147483647$"):
@@ -214,6 +218,17 @@ def test_lookup_gradient_is_the_one_hot_product(policy, pad_id):
     np.testing.assert_array_equal(np.asarray(gradient)[~expected.any(-1)], 0)
 
 
+@pytest.mark.parametrize(("policy", "pad_id"), list(itertools.product(POLICIES, (None, 2))))
+def test_lookup_by_one_hot_is_the_gather_forward_and_back(policy, pad_id):
+    """A policy that one style followed and the other did not, or the gradient did not, would be two models of one config."""
+    options = {"pad_id": pad_id, "out_of_range": policy}
+    (rows, back), (expected, expected_back) = (
+        jax.vjp(functools.partial(te.lookup, ids=IDS, lookup_style=style, **options), TABLE) for style in ("one_hot", "gather")
+    )
+    np.testing.assert_array_equal(rows, expected)
+    np.testing.assert_allclose(back(COTANGENT)[0], expected_back(COTANGENT)[0], rtol=0, atol=2 * GRADIENT_ERROR)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("content", [np.nan, np.inf, -np.inf])
 def test_lookup_of_padding_is_zero_whatever_the_table_holds(policy, content):
@@ -230,11 +245,12 @@ def test_lookup_gradient_accumulates_repeated_ids():
     np.testing.assert_array_equal(gradient, np.array([0, 1, 0, 7, 0])[:, None] * np.ones(WIDTH))
 
 
+@pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("repeats", [512, 4096])
-def test_lookup_gradient_counts_further_than_16_bits_do(dtype, repeats):
+def test_lookup_gradient_counts_further_than_16_bits_do(dtype, repeats, style):
     # One by one, bfloat16 counts to 256 and float16 to 2048; the sums themselves, powers of two, are exact in both.
-    gradient = jax.grad(lambda table: weighted(table, np.full(repeats, 3), 1.0))(jnp.asarray(TABLE, dtype))
+    gradient = jax.grad(lambda table: weighted(table, np.full(repeats, 3), 1.0, lookup_style=style))(jnp.asarray(TABLE, dtype))
     assert gradient.dtype == dtype
     np.testing.assert_array_equal(gradient[3].astype(jnp.float32), repeats)
 

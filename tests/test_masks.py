@@ -508,6 +508,18 @@ def test_prefix_inside_packing():
     np.testing.assert_array_equal(mask[0, 0], np.kron(np.eye(2, dtype=bool), one))
 
 
+def test_prefix_up_to_and_with_the_first_separator():
+    """tensor2tensor's prefix language model: the tokens before a separator, and the first one itself, see each other."""
+    ids, separator, positions = np.array([[5, 6, 9, 7, 9], [9, 5, 6, 7, 8]]), 9, range(5)
+    before = np.cumsum(ids == separator, -1) - (ids == separator)
+    blocks = np.where(before == 0, 0, -1)
+    mask = te.attention_mask(query_positions=positions, key_positions=positions, query_block_ids=blocks, key_block_ids=blocks)
+    for row, last in enumerate((2, 0)):
+        np.testing.assert_array_equal(
+            mask[row, 0], by_loop(lambda q, k, last=last: k <= q or max(q, k) <= last, positions, positions)[0, 0]
+        )
+
+
 def test_blocks_see_past_a_window():
     blocks, positions = np.array([0, 0, 0, -1, -1]), np.arange(5)
     mask = te.attention_mask(

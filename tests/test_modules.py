@@ -901,7 +901,7 @@ def test_bad_calls_of_the_whole_are_refused():
     )
     refused(
         ValueError,
-        message("token_types and the ids", "shapes that broadcast", "[2, 4] and [2, 5]"),
+        message("token_types", "a last axis of the ids' length, 5", "shape [2, 4]"),
         call(IDS, typed, token_types=TYPES[:, :4]),
     )
 

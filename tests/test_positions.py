@@ -54,6 +54,20 @@ def test_opt():
     np.testing.assert_array_equal(placement.positions, np.cumsum(mask, 1) * mask - 1 + 2)
 
 
+def test_roberta_with_a_cache():
+    """Its positions in a step: cumsum of the mask plus the past length, times the mask, plus padding_idx."""
+    mask, past = np.array([[1, 1, 0], [1, 1, 1]]), np.array([[4], [7]])
+    step = te.place_ids(mask, start=2, at_padding=1)
+    positions = np.where(step.padding, step.positions + past, step.positions)
+    np.testing.assert_array_equal(positions, (np.cumsum(mask, 1) + past) * mask + 1)
+
+
+def test_wide_host_ids_are_not_padding():
+    placement = te.place_ids(np.array([2**32, 5, 0, -(2**32)]))
+    assert placement.positions.tolist() == [[0, 1, 0, 2]]
+    assert placement.padding.tolist() == [[True, True, False, True]]
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_lengths(side):
     placement = te.place_lengths([0, 2, 4], 4, padding_side=side)

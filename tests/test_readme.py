@@ -8,7 +8,8 @@ import transformer_embed
 README = Path(__file__).parents[1] / "README.md"
 
 
-def test_examples_run():
+def test_examples_run(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert len(blocks) >= 4
     namespace = {}
@@ -21,6 +22,8 @@ def test_examples_run():
     assert namespace["step_mask"].shape == (2, 1, 1, 8)
     assert namespace["mask"].shape == (1, 1, 6, 6)
     assert namespace["bias"].shape == (1, 8, 6, 6)
+    assert namespace["pretrained"].config == namespace["config"]
+    assert {path.name for path in tmp_path.iterdir()} == {"mine.safetensors", "again.safetensors"}
     assert namespace["query"].shape == (1, 6, 8, 64)
 
 

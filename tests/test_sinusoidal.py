@@ -265,6 +265,13 @@ class TestGrid:
         expected = self.by_hand((2, 3, 4), 30, (0, 1, 2), np.exp(np.arange(5) * -np.log(1e4) / 4))
         np.testing.assert_allclose(te.sinusoidal_grid((2, 3, 4), 30, layout="sin_cos", shift=1), expected, **close)
 
+    def test_positional_encodings(self):
+        """PositionalEncoding2D: the first axis first, sines and cosines interleaved, an even share of the channels each."""
+        angles = [np.arange(float(n))[:, None] / 10000 ** (np.arange(0, 6, 2) / 6) for n in (3, 5)]
+        first, second = (np.stack([np.sin(each), np.cos(each)], -1).reshape(-1, 6) for each in angles)
+        expected = np.concatenate([np.repeat(first[:, None], 5, 1), np.repeat(second[None], 3, 0)], -1)
+        np.testing.assert_allclose(te.sinusoidal_grid((3, 5), 12), expected, **close)
+
     def test_one_axis_is_a_table(self):
         np.testing.assert_array_equal(te.sinusoidal_grid((7,), 6), te.sinusoidal_table(7, 6))
 

@@ -332,6 +332,17 @@ def test_position_embedding_note_stops_at_max_len_and_learned_positions_say_so()
         module.init(jax.random.key(0), 5)
 
 
+def test_position_embedding_note_registers_no_table_and_ours_has_none_to_leave_behind():
+    # A torch tensor that is no buffer stays where it was made, and is not in what is saved.
+    x, device = np.zeros((2, 6), np.float32), jax.devices()[-1]
+    module = hk.transform(lambda x: te.PositionalEncoding(6)(x, is_training=False))
+    assert module.init(jax.random.key(0), x) == {}
+    for apply in (module.apply, jax.jit(module.apply)):
+        here, there = apply({}, None, x), apply({}, None, jax.device_put(x, device))
+        assert there.devices() == {device} != here.devices()
+        np.testing.assert_array_equal(there, here)
+
+
 def test_haiku_exercise_trains_unless_told_and_ours_must_be_told():
     module = hk.transform(lambda: te.PositionalEncoding(6)(np.zeros((2, 6), np.float32)))
     with pytest.raises(TypeError, match=r"^.*missing .* argument: 'is_training'"):

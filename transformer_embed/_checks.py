@@ -217,12 +217,12 @@ def broadcasts_to(name: str, shape: tuple[int, ...], other: str, target: tuple[i
         raise ValueError(wanted(name, f"a shape that broadcasts to that of {other}, {list(target)}", f"shape {list(shape)}"))
 
 
-def ends_in_length(name: str, shape: tuple[int, ...], target: tuple[int, ...]) -> None:
+def ends_in_length(name: str, shape: tuple[int, ...], target: tuple[int, ...], other: str = "the ids") -> None:
     """A shape that broadcasts to the target's and has its last axis."""
     if not shape or shape[-1] != target[-1]:
         hint = SCALAR_HINT if not shape else ""
-        raise ValueError(wanted(name, f"a last axis of the ids' length, {target[-1]}", f"shape {list(shape)}{hint}"))
-    broadcasts_to(name, shape, "the ids", target)
+        raise ValueError(wanted(name, f"a last axis of {other}' length, {target[-1]}", f"shape {list(shape)}{hint}"))
+    broadcasts_to(name, shape, other, target)
 
 
 def unwanted(name: str, value: Any, why: str) -> None:

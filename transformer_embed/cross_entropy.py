@@ -45,7 +45,7 @@ def tied_cross_entropy(
         x: [..., d], a floating dtype.
         table: [vocab_size, d], a floating dtype.
         labels: [...], any integer dtype: the id that each token should predict.
-        mask: bool, a shape that broadcasts to that of labels. True = counted. None: all.
+        mask: bool, [length], or more axes that broadcast to the labels'. True = counted. None: all.
         pad_id: the id of padding: a token with this label is not counted, and its row of the table counts as zeros, as in `tied_logits`:
             logit 0, no gradient, yet finite. It may lie outside the vocabulary (-100, say). To leave out labels and keep their row,
             use mask. None: none.
@@ -68,7 +68,7 @@ def tied_cross_entropy(
         TypeError: x or the table has no floating dtype; labels are not integers; mask is not bool; label_smoothing or chunk_size is no
             Python number; the table has only some of its rows (`rows.Rows`).
         ValueError: the table is not of rank 2, or its width is not x's; the shape of labels is not x's without its last axis; a mask
-            that does not broadcast to it; an argument out of its range; columns split over a mesh in more parts than divide the rows.
+            that does not end in the labels' last axis, or does not broadcast to them; an argument out of its range; columns split over a mesh in more parts than divide the rows.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -131,7 +131,10 @@ def _counted(labels: Int32[Array, "..."], mask: ArrayLike | None, pad_id: int | 
     mask = _checks.as_array("mask", mask)
     if mask.dtype != jnp.bool_:
         raise TypeError(_checks.wanted("mask", "a bool array, True = counted", mask.dtype))
-    _checks.broadcasts_to("mask", mask.shape, "labels", labels.shape)
+    if labels.ndim:
+        _checks.ends_in_length("mask", mask.shape, labels.shape, "the labels")
+    else:
+        _checks.broadcasts_to("mask", mask.shape, "labels", labels.shape)
     return counted & jnp.asarray(mask)
 
 

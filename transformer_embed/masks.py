@@ -98,7 +98,8 @@ def attention_mask(
 
     Returns:
         bool [B or 1, 1, T or 1, S], for logits [B, heads, T, S]: the batch axis is 1 where nothing differs between rows,
-        the query axis is 1 where nothing differs between queries. A row may be wholly False: see `mask_to_bias`.
+        the query axis is 1 where nothing differs between queries. A row may be wholly False: see `mask_to_bias`. No mask hides a
+        value that is NaN or infinite: a weight of 0 times it is NaN.
 
     Raises:
         TypeError: positions are not signed integers (uint8 and uint16 pass), ids are not integers, padding is not bool, causal is no

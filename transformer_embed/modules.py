@@ -379,7 +379,7 @@ class TransformerEmbedding(hk.Module):
             is_training: a Python bool. True needs a key, unless dropout_rate is 0; False draws none.
             positions: [length], or more axes that broadcast to the ids'; integers, or float32 where they are sinusoidal.
                 None: 0..length-1, or what the scheme's start and at_padding say.
-            token_types: integers that broadcast to the ids; wanted exactly where num_token_types is set.
+            token_types: integers, [length], or more axes that broadcast to the ids'; wanted exactly where num_token_types is set.
 
         Returns:
             [..., length, d_model] of `dtype`.
@@ -401,7 +401,7 @@ class TransformerEmbedding(hk.Module):
             raise ValueError(_checks.wanted("token_types", "an array, since num_token_types is set", "None"))
         else:
             types = _checks.as_int32("token_types", token_types)
-            _checks.broadcasts_to("token_types", types.shape, "the ids", ids.shape)
+            _checks.ends_in_length("token_types", types.shape, ids.shape)
             total = total + self.token_types(types)
         if self.norm is not None:
             total = self.norm(total)
