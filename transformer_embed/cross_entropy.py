@@ -68,7 +68,8 @@ def tied_cross_entropy(
         TypeError: x or the table has no floating dtype; labels are not integers; mask is not bool; label_smoothing or chunk_size is no
             Python number; the table has only some of its rows (`rows.Rows`).
         ValueError: the table is not of rank 2, or its width is not x's; the shape of labels is not x's without its last axis; a mask
-            that does not end in the labels' last axis, or does not broadcast to them; an argument out of its range; columns split over a mesh in more parts than divide the rows.
+            that does not end in the labels' last axis, or does not broadcast to them; an argument out of its range; columns split over
+            a mesh in more parts than divide the rows.
 
     Example:
         >>> import jax, jax.numpy as jnp
