@@ -2,7 +2,9 @@
 
 import os
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+DEVICES = "--xla_force_host_platform_device_count"
+FLAGS = os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] = FLAGS if DEVICES in FLAGS else f"{FLAGS} {DEVICES}=8"
 
 import jaxtyping
 

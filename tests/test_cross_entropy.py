@@ -131,6 +131,12 @@ def test_loss_of_even_logits_is_the_logarithm_of_the_vocabulary(label_smoothing)
     np.testing.assert_allclose(loss, np.log(VOCAB), rtol=ERROR)
 
 
+def test_a_vocabulary_of_one_costs_nothing():
+    loss, gradients = jax.value_and_grad(te.tied_cross_entropy, argnums=(0, 1))(jnp.array(X), jnp.array(TABLE[:1]), jnp.zeros([4, 5], int))
+    assert loss == 0
+    assert not any(jnp.any(gradient) for gradient in gradients)
+
+
 def test_loss_does_not_change_with_a_shift_of_all_logits():
     wide = np.concatenate([X, np.full((*LABELS.shape, 1), 5, np.float32)], -1)
     shifted = np.concatenate([TABLE, np.ones((VOCAB, 1), np.float32)], -1)

@@ -224,6 +224,17 @@ def test_clipped_ids_move_the_row_at_the_end():
     assert (moved[1:-1] == 0).all()
 
 
+def test_ids_of_any_width_take_the_row_that_they_name():
+    table = jnp.arange(300.0)[:, None]
+    far = te.rows.take({"t": table}, {"t": np.array([2**32 + 5, 2**32 + 7])})["t"]
+    assert 5 not in far.ids
+    assert 7 not in far.ids
+    small = te.rows.take({"t": table}, {"t": np.array([127, -128, 5], np.int8)})["t"]
+    assert small.ids.tolist() == [0, 5, 127]
+    only = te.rows.take({"t": table[:1]}, {"t": [0, 0, 3]})["t"]
+    assert (only.ids.tolist(), only.values.tolist()) == ([0], [[0]])
+
+
 def test_gradients_of_repeated_ids_sum_in_float32():
     # A bfloat16 sum of ones would stop at 256.
     params = {"t": jnp.zeros([5, 2], jnp.bfloat16)}
@@ -581,7 +592,8 @@ def test_errors_of_take():
     expect(TypeError, "params['i']: wanted a floating dtype, got int32", lambda: take(params, {"i": [1]}))
     expect(TypeError, "ids: wanted an integer dtype, got float64", lambda: take(params, {"m": {"t": [1.5]}}))
     expect(ValueError, "max_rows: wanted an int of at least 1, got 0", lambda: take(params, {"m": {"t": [1]}}, max_rows=0))
-    expect(TypeError, "params['m']['t']: wanted an array, got Rows", lambda: take(take(params, {"m": {"t": [1]}}), {"m": {"t": [1]}}))
+    taken = take(params, {"m": {"t": [1]}})
+    expect(TypeError, "params['m']['t']: wanted a whole table, got some of its rows", lambda: take(taken, {"m": {"t": [1]}}))
     huge = jax.ShapeDtypeStruct([2**31 - 2, 1], jnp.float32)
     message = "table: wanted at most 2147483645 rows, to take 2 of them, got 2147483646"
     expect(ValueError, message, lambda: jax.eval_shape(lambda table: take({"t": table}, {"t": [1, 2]}), huge))

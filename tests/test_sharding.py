@@ -480,24 +480,24 @@ ROW_IDS[0, :4], ROW_IDS[:, 5] = (37, -1, 39, 0), 7
 ROW_WEIGHTS = normal(7, 8, 6, 16)
 
 
-def row_training(embedder, optimizer, module, max_rows=None):
-    """A step on the rows that a batch touches, by te.rows on one device and by te.sharding on a mesh."""
+def row_training(embedder, optimizer):
+    """A step on the rows that a batch touches."""
 
     def loss(params, ids, weights):
         return jnp.sum(embedder.apply(params, None, ids, is_training=True) * weights)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, ids, weights):
-        taken = module.take(params, {NAME: {"embeddings": ids}}, max_rows=max_rows)
+        taken = te.rows.take(params, {NAME: {"embeddings": ids}})
         grads = jax.grad(loss, allow_int=True)(taken, ids, weights)
-        return module.update(optimizer, grads, state, params, taken)
+        return te.rows.update(optimizer, grads, state, params, taken)
 
     return step
 
 
-def train_rows(embedder, name, params, ids, weights, module):
+def train_rows(embedder, name, params, ids, weights):
     optimizer = ROW_OPTIMIZERS[name]()
-    step, state = row_training(embedder, optimizer, module), jax.jit(optimizer.init)(params)
+    step, state = row_training(embedder, optimizer), jax.jit(optimizer.init)(params)
     for _ in range(3):
         params, state = step(params, state, ids, weights)
     return params, state
@@ -510,7 +510,7 @@ def row_embedder(**options):
 @functools.cache
 def rows_on_one_device(name, dtype):
     embedder = row_embedder(param_dtype=dtype)
-    params, state = train_rows(embedder, name, embedder.init(jax.random.key(7)), jnp.asarray(ROW_IDS), ROW_WEIGHTS, te.rows)
+    params, state = train_rows(embedder, name, embedder.init(jax.random.key(7)), jnp.asarray(ROW_IDS), ROW_WEIGHTS)
     return jax.tree.map(np.asarray, (params, state))
 
 
@@ -519,7 +519,7 @@ def check_rows(kind, shape, name="adam", dtype=jnp.float32, spec=SPECS[0]):
     batch = data_axis(spec)
     with set_mesh(mesh):
         params = te.sharding.shard_params(embedder.init, mesh, {PATTERN: spec}, rng=jax.random.key(7))
-        found = train_rows(embedder, name, params, put(mesh, ROW_IDS, batch), put(mesh, ROW_WEIGHTS, batch), te.sharding)
+        found = train_rows(embedder, name, params, put(mesh, ROW_IDS, batch), put(mesh, ROW_WEIGHTS, batch))
     found = jax.tree.map(lambda leaf: whole(leaf) if isinstance(leaf, te.sharding.Sharded) else leaf, found, is_leaf=is_sharded)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(rows_on_one_device(name, dtype)), strict=True):
         assert one.dtype == other.dtype
@@ -551,7 +551,7 @@ def test_training_by_rows_with_momentum_of_a_table_over_the_whole_mesh():
 def test_rows_are_those_of_the_table_and_shards_may_hold_none():
     params = {"embed": {"embeddings": shard(mesh_of((1, 8)), SPEC("model"))}}
     ids = np.array([[12, 3, 12], [-5, 99, 3]])
-    take = jax.jit(te.sharding.take, static_argnames="max_rows")
+    take = jax.jit(te.rows.take, static_argnames="max_rows")
     taken = take(params, {"embed": {"embeddings": ids}})["embed"]["embeddings"]
     expected = te.rows.take({"embeddings": TABLE}, {"embeddings": ids})["embeddings"]
     np.testing.assert_array_equal(taken.ids, expected.ids)
@@ -564,20 +564,16 @@ def test_rows_are_those_of_the_table_and_shards_may_hold_none():
 def test_what_cannot_be_taken_by_rows_is_told():
     table = shard(mesh_of((2, 4)), SPEC(None, "model"))
     with pytest.raises(ValueError, match=r"^table: wanted rows over mesh axes, and whole columns, got .*None, 'model'\)$"):
-        te.sharding.take({"embed": table}, {"embed": IDS})
-    with pytest.raises(TypeError, match=r"^params: wanted a Sharded, since ids has an array there, got ndarray$"):
-        te.sharding.take({"embed": TABLE}, {"embed": IDS})
+        te.rows.take({"embed": table}, {"embed": IDS})
     params = {"embed": shard(mesh_of((2, 4)), SPEC("model"))}
-    taken = te.sharding.take(params, {"embed": IDS})["embed"]
+    taken = te.rows.take(params, {"embed": IDS})["embed"]
     clip = optax.clip_by_global_norm(1.0)
     with pytest.raises(
         ValueError, match=r"^optimizer: wanted transformations that update a row by that row alone, got clip_by_global_norm"
     ):
-        te.sharding.update(clip, {"embed": taken}, clip.init(params), params, {"embed": taken})
-    for bad in ({"taken": {}, "grads": {"embed": taken}}, {"taken": {"embed": taken}, "grads": {}}):
-        name = next(name for name, tree in bad.items() if not tree)
-        with pytest.raises(ValueError, match=rf"^{name}: wanted a tree as params, with Rows for tables, got PyTreeDef\({{}}\)$"):
-            te.sharding.update(clip, bad["grads"], clip.init(params), params, bad["taken"])
+        te.rows.update(clip, {"embed": taken}, clip.init(params), params, {"embed": taken})
+    with pytest.raises(TypeError, match=r"^params\['embed'\]: wanted a whole table, got some of its rows$"):
+        te.rows.take({"embed": taken}, {"embed": IDS})
     with pytest.raises(TypeError, match=r"^table: wanted a whole table, trained densely, since the output layer is tied to it"):
         te.tied_logits(COTANGENT, taken)
 
@@ -590,7 +586,7 @@ def test_a_step_by_rows_sends_ids_and_rows(kind, shape):
         params = te.sharding.shard_params(embedder.init, mesh, {PATTERN: SPEC("model")}, rng=jax.random.key(0))
         state = jax.jit(optimizer.init)(params)
         weights = put(mesh, np.zeros((*BATCH, BIG_WIDTH), np.float32), "data")
-        step = row_training(embedder, optimizer, te.sharding)
+        step = row_training(embedder, optimizer)
         sent = collectives(step.lower(params, state, put(mesh, ids, "data"), weights).compile())
     assert sent
     # The rows of the whole batch, less than the smallest shard of the table, which has an eighth.
@@ -599,6 +595,51 @@ def test_a_step_by_rows_sends_ids_and_rows(kind, shape):
     for each in sent:
         assert each.largest <= batch, each.line
         assert (each.kind == "all-gather") == (each.operands[0][0] == "s32"), each.line
+
+
+def by_columns():
+    """Gradient descent at a rate of its own for each column, which the state holds."""
+
+    def update(gradients, state, params=None):
+        return jax.tree.map(lambda g: g * -state if g.ndim == 2 and g.shape[1] == WIDTH else -0.1 * g, gradients), state
+
+    return optax.GradientTransformation(lambda params: jnp.linspace(0.1, 0.2, WIDTH), update)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("optimizer", [optax.adam(0.01), by_columns()], ids=["adam", "by_columns"])
+def test_rows_of_a_table_train_beside_another_in_shards_and_a_split_kernel(kind, optimizer):
+    params = {"kernel": normal(8, WIDTH, 512), "tokens": TABLE, "types": normal(9, VOCAB, WIDTH)}
+    specs = {"kernel": SPEC(None, "model"), "t*": SPEC("model")}
+    cotangent = normal(10, *IDS.shape, 512)
+
+    def loss(params, ids, cotangent):
+        x = te.lookup(params["tokens"], ids, out_of_range="zero") + te.lookup(params["types"], ids, out_of_range="clip")
+        return jnp.sum(x @ params["kernel"] * cotangent)
+
+    @jax.jit
+    def step(params, state, ids, cotangent):
+        taken = te.rows.take(params, {"tokens": ids})
+        grads = jax.grad(loss, allow_int=True)(taken, ids, cotangent)
+        return te.rows.update(optimizer, grads, state, params, taken)
+
+    def trained(params, ids, cotangent):
+        state = optimizer.init(params)
+        for _ in range(2):
+            params, state = step(params, state, ids, cotangent)
+        return params, state
+
+    expected = trained(jax.tree.map(jnp.asarray, params), IDS, cotangent)
+    mesh = mesh_of((2, 4), kind)
+    with set_mesh(mesh):
+        args = put(mesh, IDS, "data"), put(mesh, cotangent, "data", None, "model")
+        placed = te.sharding.shard_params(params, mesh, specs, tables="t*")
+        sent = collectives(step.lower(placed, optimizer.init(placed), *args).compile())
+        found = trained(placed, *args)
+    found = jax.tree.map(lambda leaf: whole(leaf) if is_sharded(leaf) else leaf, found, is_leaf=is_sharded)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=TRAINED_ERROR)
+    assert not any(each.kind == "all-gather" and each.operands[0][0] == "f32" for each in sent)
 
 
 # --- parameter trees

@@ -78,9 +78,9 @@ def row_step(params, state, rng, ids):
     def loss(params):
         return jnp.mean((EMBEDDER.apply(params, rng, ids, is_training=True) - 1) ** 2)
 
-    taken = te.sharding.take(params, {TABLE: {"embeddings": ids}})
+    taken = te.rows.take(params, {TABLE: {"embeddings": ids}})
     value, gradients = jax.value_and_grad(loss, allow_int=True)(taken)
-    return *te.sharding.update(OPTIMIZER, gradients, state, params, taken), value
+    return *te.rows.update(OPTIMIZER, gradients, state, params, taken), value
 
 
 if __name__ == "__main__":

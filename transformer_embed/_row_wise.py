@@ -26,7 +26,7 @@ def state_owners(
     treedef: Any,
     shapes: tuple[jax.ShapeDtypeStruct, ...],
     tables: tuple[int, ...],
-    state: list[Any],
+    state: Sequence[jax.ShapeDtypeStruct],
 ) -> tuple[int | None, ...]:
     """For each leaf of the state the table whose rows it follows, once the optimizer has proved to be one of rows."""
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
@@ -35,7 +35,7 @@ def state_owners(
         if _code(part) not in _ROW_WISE:
             _probe(part.init, part.update, treedef, shapes, tables)
     want, owners = _followers(optimizer.init, treedef, shapes, tables)
-    if [jnp.shape(leaf) for leaf in state] != list(want):
+    if [leaf.shape for leaf in state] != list(want):
         raise ValueError(_checks.wanted("state", "that of optimizer.init(params)", "leaves of other shapes"))
     return owners
 

@@ -48,6 +48,17 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
             _checks.wanted("table", "a whole table, or one in shards, since the output layer is tied to it", type(self).__name__)
         )
 
+    def take_rows(self, ids: Int32[Array, "..."], distinct: Callable[[Array], Array]) -> Any:
+        """The rows of distinct(ids), in this table's place: what `rows.take` puts there."""
+        raise NotImplementedError
+
+    def update_rows(self, update: Callable, rest: Any, taken: Any, gradient: Array, states: Sequence[Any]) -> Sequence[Any]:
+        """What `rows.update` makes of this table and of what follows it in an optimizer's state, by update(rest, rows, gradient, arrays).
+
+        The rest is what the other parameters are, their gradients and their states.
+        """
+        raise NotImplementedError
+
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise _NotAnArrayError(
             _checks.wanted("table", "to be read by lookup or tied_logits alone", f"another use of {type(self).__name__}")

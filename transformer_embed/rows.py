@@ -74,6 +74,9 @@ class Rows(Table):
 def take(params: Tree, ids: Tree, *, max_rows: int | None = None) -> Tree:
     """The parameters, each table that a batch reads by its ids replaced by the `Rows` that it touches.
 
+    Of a table in shards, they are put together from the shards that hold them, on every device: the ids of the whole batch are sent, and
+    a sum over the shards has each row once.
+
     Args:
         params: a parameter tree, of Haiku or any other.
         ids: a tree of dicts as `params`, with the integers that the model looks up, [...], where `params` has the table: all of
@@ -86,8 +89,9 @@ def take(params: Tree, ids: Tree, *, max_rows: int | None = None) -> Tree:
         a multiple of it.
 
     Raises:
-        TypeError: ids are not integers; a table has no floating dtype.
-        ValueError: `params` has nothing, or no table [vocab_size, d], where `ids` has an array; a max_rows below 1.
+        TypeError: ids are not integers; a table has no floating dtype, or is `Rows` already.
+        ValueError: `params` has nothing, or no table [vocab_size, d], where `ids` has an array; a table in shards that are not whole rows;
+            a max_rows below 1.
 
     Example:
         >>> import jax.numpy as jnp
@@ -100,17 +104,19 @@ def take(params: Tree, ids: Tree, *, max_rows: int | None = None) -> Tree:
     Source:
         Own.
     """
-    leaves, treedef = jax.tree.flatten(params, is_leaf=_is_rows)
+    leaves, treedef = jax.tree.flatten(params, is_leaf=_is_table)
     places = jax.tree.unflatten(treedef, range(len(leaves)))
+    bound = 2**31 if max_rows is None else _checks.integer("max_rows", max_rows, at_least=1)
     for path, place, some in _named(places, ids, "params"):
-        table = as_table(path, leaves[place])
+        table, integers = as_table(path, leaves[place]), _checks.as_int32("ids", some)
+        if isinstance(table, Rows):
+            raise TypeError(_checks.wanted(path, "a whole table", "some of its rows"))
+        distinct = functools.partial(_distinct, table.shape[0], bound)
         if isinstance(table, Table):
-            raise TypeError(_checks.wanted(path, "an array", type(table).__name__))
-        size = table.shape[0]
-        flat = _checks.as_int32("ids", some).reshape(-1)
-        bound = size if max_rows is None else _checks.integer("max_rows", max_rows, at_least=1)
-        held = _distinct(jnp.clip(flat, 0, size - 1), size, _rounded_up(max(1, min(flat.size, size, bound))))
-        leaves[place] = Rows(held, _read(table, held), size)
+            leaves[place] = table.take_rows(integers, distinct)
+        else:
+            held = distinct(integers)
+            leaves[place] = Rows(held, _read(table, held), table.shape[0])
     return jax.tree.unflatten(treedef, leaves)
 
 
@@ -124,7 +130,8 @@ def update(optimizer: optax.GradientTransformation, grads: Tree, state: Tree, pa
     on, and weight decay does not shrink it; step counts, and with them bias correction and schedules, go on for all rows. SGD
     without momentum and Adagrad, which leave such a row alone, train the same either way.
 
-    Under jit with params and state donated, tables and state are written in place, at a cost that follows the batch.
+    Under jit with params and state donated, tables and state are written in place, at a cost that follows the batch. A table in shards
+    is updated by each shard's own rows: only the gradient of the rows is sent, a sum over the devices that share the batch.
 
     Args:
         optimizer: of transformations that update a row by that row alone: sgd, momentum, adagrad, rmsprop, adam, adamw, lion, and
@@ -162,23 +169,26 @@ def update(optimizer: optax.GradientTransformation, grads: Tree, state: Tree, pa
         Lazy Adam: https://www.tensorflow.org/addons/api_docs/python/tfa/optimizers/LazyAdam;
         https://docs.pytorch.org/docs/stable/generated/torch.optim.SparseAdam.html. Why the rows: https://github.com/jax-ml/jax/issues/851
     """
-    leaves, treedef = jax.tree.flatten(params)
+    leaves, treedef = jax.tree.flatten(params, is_leaf=_is_table)
     taken, gradients = _leaves("rows", treedef, rows), _leaves("grads", treedef, grads)
     _check_match(leaves, taken, gradients)
-    state_leaves, state_treedef = jax.tree.flatten(state)
+    state_leaves, state_treedef = jax.tree.flatten(state, is_leaf=_is_table)
     tables = [i for i, leaf in enumerate(taken) if isinstance(leaf, Rows)]
-    owners = state_owners(optimizer, treedef, tuple(map(_struct, leaves)), tuple(tables), state_leaves)
+    owners = state_owners(optimizer, treedef, tuple(map(_struct, leaves)), tuple(tables), list(map(_struct, state_leaves)))
     step = functools.partial(_step, optimizer, treedef, state_treedef)
 
     # While one table is updated, every other has one row, whose update is not used.
-    values = [_one_row(leaf.values) if isinstance(leaf, Rows) else leaf for leaf in taken]
-    given = [_one_row(leaf.values) if isinstance(leaf, Rows) else leaf for leaf in gradients]
+    values = [_one_row(leaf) if isinstance(leaf, Rows) else leaf for leaf in taken]
+    given = [_one_row(leaf) if isinstance(leaf, Rows) else leaf for leaf in gradients]
     held = [leaf if owner is None else _one_row(leaf) for leaf, owner in zip(state_leaves, owners, strict=True)]
     new_values, new_state = step(values, given, held)
+    rest = jax.tree.map(lambda leaf: _one_row(leaf) if _is_table(leaf) else jnp.asarray(leaf), (values, given, held), is_leaf=_is_table)
     for table in tables:
         follow = [i for i, owner in enumerate(owners) if owner == table]
-        by_rows = functools.partial(_by_rows, step, values, given, held, table, follow)
-        written = _in_place(by_rows, taken[table], gradients[table].values, leaves[table], [state_leaves[i] for i in follow])
+        in_place = functools.partial(_in_place, functools.partial(_by_rows, step, table, follow))
+        whole, states = leaves[table], [state_leaves[i] for i in follow]
+        some = (rest, taken[table], gradients[table].values)
+        written = whole.update_rows(in_place, *some, states) if isinstance(whole, Table) else in_place(*some, [whole, *states])
         new_values, new_state = _put(new_values, [table], written[:1]), _put(new_state, follow, written[1:])
     return jax.tree.unflatten(treedef, new_values), jax.tree.unflatten(state_treedef, new_state)
 
@@ -190,31 +200,30 @@ def _step(
     values: Sequence[Array],
     gradients: Sequence[Array],
     state: Sequence[Array],
-) -> tuple[list[Array], list[Array]]:
+) -> tuple[list[Any], list[Any]]:
     """A step of an optimizer, from leaves to leaves."""
     params = jax.tree.unflatten(treedef, values)
     updates, after = optimizer.update(jax.tree.unflatten(treedef, gradients), jax.tree.unflatten(state_treedef, state), params)
-    return jax.tree.leaves(optax.apply_updates(params, updates)), jax.tree.leaves(after)
+    return jax.tree.leaves(optax.apply_updates(params, updates), is_leaf=_is_table), jax.tree.leaves(after, is_leaf=_is_table)
 
 
 def _by_rows(
     step: Callable,
-    values: Sequence[Array],
-    gradients: Sequence[Array],
-    state: Sequence[Array],
     table: int,
     follow: Sequence[int],
+    rest: tuple[list[Any], list[Any], list[Any]],
     rows: Float[Array, "k d"],
     gradient: Float[Array, "k d"],
     states: Sequence[Array],
 ) -> tuple[Array, list[Array]]:
     """A step with these rows in one table's place, and theirs of the state: what becomes of them."""
+    values, gradients, state = rest
     new_values, new_state = step(_put(values, [table], [rows]), _put(gradients, [table], [gradient]), _put(state, follow, states))
     return new_values[table], [new_state[i] for i in follow]
 
 
-def _in_place(by_rows: Callable, rows: Rows, gradient: Array, table: Array, states: list[Array]) -> list[Array]:
-    """The table and its states after `by_rows(rows, gradient, states' rows)`, read and written some rows at a time.
+def _in_place(by_rows: Callable, rest: Any, rows: Rows, gradient: Array, wholes: list[Array]) -> list[Array]:
+    """A table and its states after `by_rows(rest, rows, gradient, states' rows)`, read and written some rows at a time.
 
     A few rows stay in the processor's cache; all of them at once would ask the system for a new block of memory for each array.
     """
@@ -224,16 +233,16 @@ def _in_place(by_rows: Callable, rows: Rows, gradient: Array, table: Array, stat
     def update_block(i: ArrayLike, wholes: list[Array]) -> list[Array]:
         ids, values, changes = (jax.lax.dynamic_slice_in_dim(array, i * block, block) for array in (rows.ids, rows.values, gradient))
         old = [values, *(_read(whole, ids) for whole in wholes[1:])]
-        new, new_states = by_rows(values, changes, old[1:])
+        new, new_states = by_rows(rest, values, changes, old[1:])
         moved = jnp.any(changes != 0, axis=-1)[:, None]
         return [_write(whole, ids, jnp.where(moved, *pair)) for whole, *pair in zip(wholes, [new, *new_states], old, strict=True)]
 
-    wholes = [table, *states]
     return update_block(0, wholes) if size == block else jax.lax.fori_loop(0, size // block, update_block, wholes)
 
 
-def _one_row(array: Array) -> Array:
-    return jnp.zeros((1, array.shape[1]), array.dtype)
+def _one_row(table: Any) -> Array:
+    """Zeros in a table's place, as wide."""
+    return jnp.zeros((1, table.shape[1]), table.dtype)
 
 
 def _put(leaves: Sequence[Array], places: Sequence[int], new: Sequence[Array]) -> list[Array]:
@@ -246,14 +255,12 @@ def _rounded_up(size: int) -> int:
     return size if size <= BLOCK else -(-size // BLOCK) * BLOCK
 
 
-def _distinct(ids: Int32[Array, "n"], vocab_size: int, size: int) -> Int32[Array, "k"]:
-    """The first `size` distinct ids, ascending, filled up with distinct ones past the vocabulary: what is written there is dropped.
-
-    The ids lie inside the vocabulary.
-    """
+def _distinct(vocab_size: int, max_rows: int, ids: Int32[Array, "..."]) -> Int32[Array, "k"]:
+    """The distinct ids, ascending, and the nearest row for one outside, filled up with distinct ones past the vocabulary."""
+    size = _rounded_up(max(1, min(ids.size, vocab_size, max_rows)))
     if vocab_size + size > 2**31 - 1:
         raise ValueError(_checks.wanted("table", f"at most {2**31 - 1 - size} rows, to take {size} of them", vocab_size))
-    ordered = jnp.sort(ids)
+    ordered = jnp.sort(jnp.clip(ids.reshape(-1), 0, vocab_size - 1))
     first = jnp.concatenate([jnp.ones_like(ordered[:1], bool), ordered[1:] != ordered[:-1]])
     slots = jnp.cumsum(first, dtype=jnp.int32) - 1
     return jnp.arange(vocab_size, vocab_size + size, dtype=jnp.int32).at[slots].set(ordered, mode="drop", indices_are_sorted=True)
@@ -269,12 +276,13 @@ def _write(table: Array, ids: Int32[Array, "k"], rows: Array) -> Array:
     return table.at[ids].set(rows, mode="drop", unique_indices=True, indices_are_sorted=True)
 
 
-def _is_rows(leaf: Any) -> bool:
-    return isinstance(leaf, Rows)
+def _is_table(leaf: Any) -> bool:
+    return isinstance(leaf, Table)
 
 
 def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
+    shape, dtype = (leaf.shape, leaf.dtype) if isinstance(leaf, Table) else (jnp.shape(leaf), jnp.result_type(leaf))
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def _named(params: Tree, ids: Tree, path: str) -> Iterator[tuple[str, Any, Any]]:
@@ -295,7 +303,7 @@ def _named(params: Tree, ids: Tree, path: str) -> Iterator[tuple[str, Any, Any]]
 
 def _leaves(name: str, treedef: Any, tree: Tree) -> list[Any]:
     """The leaves of a tree that is as the parameters, but for its `Rows`."""
-    leaves, found = jax.tree.flatten(tree, is_leaf=_is_rows)
+    leaves, found = jax.tree.flatten(tree, is_leaf=_is_table)
     if found != treedef:
         raise ValueError(_checks.wanted(name, "a tree as params, with Rows for its tables", str(found)))
     return leaves
@@ -306,5 +314,6 @@ def _check_match(leaves: Sequence[Any], taken: Sequence[Any], gradients: Sequenc
     for leaf, rows, gradient in zip(leaves, taken, gradients, strict=True):
         if isinstance(rows, Rows) != isinstance(gradient, Rows):
             raise ValueError(_checks.wanted("grads", "the gradient by rows, a Rows where they have one", type(gradient).__name__))
-        if isinstance(rows, Rows) and rows.shape != jnp.shape(leaf):
-            raise ValueError(_checks.wanted("rows", f"rows of a table {list(jnp.shape(leaf))}", f"of one {list(rows.shape)}"))
+        want = _struct(leaf).shape
+        if isinstance(rows, Rows) and rows.shape != want:
+            raise ValueError(_checks.wanted("rows", f"rows of a table {list(want)}", f"of one {list(rows.shape)}"))

@@ -80,6 +80,30 @@ class Sharded(Table):
         """See `Table`; split as x is, less the table's axes, then over the table's axes."""
         return _logits(self, x)
 
+    def take_rows(self, ids: Int32[Array, "..."], distinct: Callable[[Array], Array]) -> rows.Rows:
+        """See `Table`; on every device. The ids of the whole batch are gathered, and a sum over the shards has each row once."""
+        mesh = self.sharding.mesh
+        if _table_axes(self)[1]:
+            raise ValueError(_checks.wanted("table", "rows over mesh axes, and whole columns", self.sharding.spec))
+        held = jax.shard_map(distinct, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())(_replicate(ids, mesh))
+        everywhere = dataclasses.replace(self, batch=())
+        return _Taken(held, everywhere.gather(held), self.vocab_size, mesh, self.batch)
+
+    def update_rows(self, update: Callable, rest: Any, taken: rows.Rows, gradient: Array, states: Sequence["Sharded"]) -> list["Sharded"]:
+        """See `Table`; each shard by its own rows. Nothing is sent."""
+        mesh, wholes = self.sharding.mesh, [self, *states]
+
+        def update_shard(rest, taken, gradient, shards):
+            size = shards[0].shape[0]
+            held, order = _own_rows(self, taken.ids, size)
+            return update(rest, rows.Rows(held, taken.values[order], size), gradient[order], shards)
+
+        whole, split = PartitionSpec(), [self.sharding.spec] * len(wholes)
+        specs = (jax.tree.map(functools.partial(_spec_inside, mesh), rest), whole, whole, split)
+        update_all = jax.shard_map(update_shard, mesh=mesh, in_specs=specs, out_specs=split)
+        written = update_all(rest, taken, gradient, [each.array for each in wholes])
+        return [dataclasses.replace(each, array=array) for each, array in zip(wholes, written, strict=True)]
+
     def shards(self, x: Float[Array, "... d"]) -> tuple[Array, Any, Axes, Axes, Sequence[Axes]]:
         """See `Table`."""
         rows, columns = _table_axes(self)
@@ -149,158 +173,9 @@ def shard_params(
     return jax.tree_util.tree_map_with_path(place, params, _partition_specs(params, rules), is_leaf=_is_table)
 
 
-def take(params: Any, ids: Any, *, max_rows: int | None = None) -> Any:
-    """As `rows.take`, of tables in shards: the rows that a batch touches are put together from the shards that hold them, on every device.
-
-    What is sent is ids and rows: the ids of the whole batch are gathered, and a sum over the shards has each row once.
-
-    Args:
-        params: a tree of dicts with a `Sharded`, split over its rows alone, where `ids` has an array.
-        ids: see `rows.take`.
-        max_rows: see `rows.take`.
-
-    Returns:
-        The tree, each such table a `rows.Rows`.
-
-    Raises:
-        TypeError: ids are not integers; there is no `Sharded` where `ids` has an array.
-        ValueError: a table with its columns split; a max_rows below 1.
-
-    Example:
-        >>> import jax, numpy as np
-        >>> from jax.sharding import Mesh, PartitionSpec
-        >>> import transformer_embed as te
-        >>> mesh = Mesh(np.array(jax.devices()[:1]), ["model"])
-        >>> params = {"embed": {"embeddings": np.arange(20.0, dtype=np.float32).reshape(10, 2)}}
-        >>> params = te.sharding.shard_params(params, mesh, {"*": PartitionSpec("model")})
-        >>> te.sharding.take(params, {"embed": {"embeddings": [[7, 2, 7]]}})["embed"]["embeddings"].values[:2].tolist()
-        [[4.0, 5.0], [14.0, 15.0]]
-
-    Source:
-        See `rows.take`.
-    """
-    if isinstance(ids, Mapping):
-        return {**params, **{key: take(params[key], some, max_rows=max_rows) for key, some in ids.items()}}
-    if not isinstance(params, Sharded):
-        raise TypeError(_checks.wanted("params", "a Sharded, since ids has an array there", type(params).__name__))
-    if _table_axes(params)[1]:
-        raise ValueError(_checks.wanted("table", "rows over mesh axes, and whole columns", params.sharding.spec))
-    whole = _replicate(_checks.as_int32("ids", ids), params.sharding.mesh)
-
-    def distinct(ids):
-        # A table without columns has no row to read: what is left of taking it are the ids.
-        return rows.take(jnp.zeros((params.vocab_size, 0)), ids, max_rows=max_rows).ids
-
-    held = jax.shard_map(distinct, mesh=params.sharding.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())(whole)
-    everywhere = dataclasses.replace(params, batch=())
-    return _Taken(held, everywhere.gather(held), params.vocab_size, params.sharding.mesh, params.batch)
-
-
-def update(optimizer: Any, grads: Any, state: Any, params: Any, taken: Any) -> tuple[Any, Any]:
-    """As `rows.update`, of tables in shards: each shard updates its own rows, and their rows of the optimizer's state, in place.
-
-    Nothing is sent: the gradient of the rows is on every device, where the batch was split, by a sum over the devices of the batch.
-
-    Args:
-        optimizer: see `rows.update`.
-        grads: see `rows.update`.
-        state: that of optimizer.init(params), in shards as the tables are.
-        params: the parameters.
-        taken: take(params, ...).
-
-    Returns:
-        (params, state).
-
-    Raises:
-        TypeError: as `rows.update`.
-        ValueError: as `rows.update`.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, numpy as np, optax
-        >>> from jax.sharding import Mesh, PartitionSpec
-        >>> import transformer_embed as te
-        >>> mesh = Mesh(np.array(jax.devices()[:1]), ["model"])
-        >>> params = te.sharding.shard_params({"embeddings": np.ones([5, 2], np.float32)}, mesh, {"*": PartitionSpec("model")}, tables="*")
-        >>> optimizer = optax.sgd(0.1)
-        >>> def step(params, state, ids):
-        ...     taken = te.sharding.take(params, {"embeddings": ids})
-        ...     grads = jax.grad(lambda rows: te.lookup(rows["embeddings"], ids).sum(), allow_int=True)(taken)
-        ...     return te.sharding.update(optimizer, grads, state, params, taken)
-        >>> params, state = jax.jit(step, donate_argnums=(0, 1))(params, optimizer.init(params), jnp.array([3, 3, 1]))
-        >>> print(params["embeddings"].array[:, 0])
-        [1.  0.9 1.  0.8 1. ]
-
-    Source:
-        See `rows.update`.
-    """
-    leaves, tree = jax.tree.flatten(params, is_leaf=_is_table)
-    some, gradients = _leaves("taken", tree, taken), _leaves("grads", tree, grads)
-    state_leaves, state_tree = jax.tree.flatten(state, is_leaf=_is_table)
-    tables = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Sharded) and isinstance(some[i], rows.Rows)]
-    owners = _owners(params, state, tables)
-
-    def step(params, taken, gradients, state):
-        """By the optimizer, from leaves to leaves."""
-        params, taken, gradients = (jax.tree.unflatten(tree, each) for each in (params, taken, gradients))
-        after, after_state = rows.update(optimizer, gradients, jax.tree.unflatten(state_tree, state), params, taken)
-        return jax.tree.leaves(after, is_leaf=_is_table), jax.tree.leaves(after_state, is_leaf=_is_table)
-
-    blank = {i: _blank(leaves[i]) for i in tables}
-    blank_state = {i: _blank(state_leaves[i]) for i, owner in enumerate(owners) if owner is not None}
-    new, new_state = step(_with(leaves, blank), _with(some, blank), _with(gradients, blank), _with(state_leaves, blank_state))
-    for table in tables:
-        follow = [i for i, owner in enumerate(owners) if owner == table]
-        written = _update_shards(step, table, follow, leaves, state_leaves, some[table], gradients[table])
-        new[table], *followers = written
-        new_state = _with(new_state, dict(zip(follow, followers, strict=True)))
-    return jax.tree.unflatten(tree, new), jax.tree.unflatten(state_tree, new_state)
-
-
-def _update_shards(
-    step: Callable, table: int, follow: list[int], leaves: list[Any], state: list[Any], taken: rows.Rows, gradient: rows.Rows
-) -> list[Sharded]:
-    """The table and what follows it in the state, each shard by a step on its own rows, in which every other parameter is zeros."""
-    wholes = [leaves[table], *(state[i] for i in follow)]
-    scalars = [i for i, leaf in enumerate(state) if not leaf.shape]
-
-    def update_shard(taken, gradient, counts, shards):
-        size = shards[0].shape[0]
-        held, order = _own_rows(leaves[table], taken.ids, size)
-        others, given = ([_blank(leaf) for leaf in each] for each in (leaves, state))
-        given = _with(given, {**dict(zip(scalars, counts, strict=True)), **dict(zip(follow, shards[1:], strict=True))})
-        values, changes = (rows.Rows(held, each[order], size) for each in (taken.values, gradient))
-        after, after_state = step(*(_with(others, {table: each}) for each in (shards[0], values, changes)), state=given)
-        return [after[table], *(after_state[i] for i in follow)]
-
-    whole, split = PartitionSpec(), [leaves[table].sharding.spec] * len(wholes)
-    update_all = jax.shard_map(
-        update_shard, mesh=leaves[table].sharding.mesh, in_specs=(whole, whole, [whole] * len(scalars), split), out_specs=split
-    )
-    written = update_all(taken, gradient.values, [state[i] for i in scalars], [each.array for each in wholes])
-    return [dataclasses.replace(each, array=array) for each, array in zip(wholes, written, strict=True)]
-
-
-def _leaves(name: str, tree: Any, other: Any) -> list[Any]:
-    leaves, found = jax.tree.flatten(other, is_leaf=_is_table)
-    if found != tree:
-        raise ValueError(_checks.wanted(name, "a tree as params, with Rows for tables", found))
-    return leaves
-
-
-def _with(leaves: list[Any], others: Mapping[int, Any]) -> list[Any]:
-    return [others.get(i, leaf) for i, leaf in enumerate(leaves)]
-
-
-def _blank(leaf: Any) -> Array:
-    """Zeros: an update of a row by that row alone asks nothing of the other parameters."""
-    return jnp.zeros((1, leaf.shape[1]) if isinstance(leaf, Sharded) else leaf.shape, leaf.dtype)
-
-
-def _owners(params: Any, state: Any, tables: list[int]) -> list[int | None]:
-    """For each leaf of the state the table that it follows: the one whose place in the parameters its own place ends in."""
-    places = [path for path, _ in jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_table)[0]]
-    found = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_table)[0]
-    return [next((i for i in tables if isinstance(leaf, Sharded) and path[-len(places[i]) :] == places[i]), None) for path, leaf in found]
+def _spec_inside(mesh: Any, leaf: Any) -> PartitionSpec:
+    """How a parameter is handed to every device: under explicit axes as it is split, else whole."""
+    return jax.typeof(leaf).sharding.spec if AxisType.Explicit in mesh.axis_types else PartitionSpec()
 
 
 def _own_rows(table: Sharded, ids: Int32[Array, "k"], size: int) -> tuple[Int32[Array, "k"], Int32[Array, "k"]]:

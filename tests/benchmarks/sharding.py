@@ -90,11 +90,11 @@ def compiled(way, data, shards, vocab_size=4096, width=16, ids=32):
     optimizer = optax.sgd(0.1)
 
     def step(params, state, tokens, weights):
-        rows = te.sharding.take(params, {"embeddings": tokens}) if way == "by rows" else params
+        rows = te.rows.take(params, {"embeddings": tokens}) if way == "by rows" else params
         loss = lambda rows: jnp.sum(te.lookup(rows["embeddings"], tokens) ** 2 * weights)
         grads = jax.grad(loss, allow_int=True)(rows)
         if way == "by rows":
-            return te.sharding.update(optimizer, grads, state, params, rows)
+            return te.rows.update(optimizer, grads, state, params, rows)
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
