@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import mpmath
 import numpy as np
 import pytest
+from contexts import x64
 from hypothesis import strategies as st
 
 import transformer_embed as te
@@ -43,10 +44,6 @@ BIASES = {
 }
 every_bias = pytest.mark.parametrize("name", list(BIASES))
 every_function = pytest.mark.parametrize("name", ["alibi", "t5"])
-
-
-def x64():
-    return jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64()
 
 
 def loop(of_pair, queries, keys):
@@ -391,7 +388,7 @@ def test_relative_position_buckets_refuse_bad_options():
     refused_buckets(ValueError, r"^max_distance: wanted an int of at least 9, got 8$", max_distance=8)
     refused_buckets(ValueError, r"^max_distance: wanted an int of at least 17, got 16$", max_distance=16, bidirectional=False)
     refused_buckets(ValueError, r"^max_distance: wanted an int below 2\*\*31 - 1, got 2147483647$", max_distance=HIGHEST)
-    refused_buckets(TypeError, r"^bidirectional: wanted a Python bool known while tracing .*, got int 1$", bidirectional=1)
+    refused_buckets(TypeError, r"^bidirectional: wanted a Python bool, got int 1$", bidirectional=1)
 
 
 # --- Both.
@@ -528,9 +525,9 @@ def test_alibi_bias_refuses_bad_options():
         build(num_heads=0)
     with pytest.raises(ValueError, match=r"^max_bias: wanted a finite number above 0, got -8$"):
         build(num_heads=8, max_bias=-8)
-    with pytest.raises(TypeError, match=r"^symmetric: wanted a Python bool known while tracing .*, got str 'yes'$"):
+    with pytest.raises(TypeError, match=r"^symmetric: wanted a Python bool, got str 'yes'$"):
         build(num_heads=8, symmetric="yes")
-    with pytest.raises(TypeError, match=r"^dtype: wanted a floating dtype, got int32$"):
+    with pytest.raises(TypeError, match=r"^dtype: wanted a floating dtype of 16 bits or more, got int32$"):
         build(num_heads=8, dtype=jnp.int32)
 
 

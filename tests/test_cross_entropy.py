@@ -7,11 +7,13 @@ import collectives
 import hypothesis
 import hypothesis.strategies as st
 import jax
+import jax.export
 import jax.numpy as jnp
 import jax.test_util
 import numpy as np
 import optax
 import pytest
+from contexts import set_mesh, x64
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import transformer_embed as te
@@ -72,12 +74,6 @@ def plain(x, table, labels, label_smoothing=0.0):
 def assert_close(got, expected, error=ERROR):
     for one, other in zip(got, expected, strict=True):
         np.testing.assert_allclose(np.asarray(one, np.float64), other, rtol=error, atol=error)
-
-
-def x64():
-    """The context in which jax has 64-bit types, under its name in this version of jax."""
-    home = jax if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental")
-    return home.enable_x64(True)
 
 
 # --- values and gradients
@@ -359,6 +355,13 @@ class SomeRows(Table):
     shape, dtype = (VOCAB, WIDTH), jnp.dtype("float32")
 
 
+def test_a_symbolic_number_of_tokens_is_refused():
+    (tokens,) = jax.export.symbolic_shape("n")
+    x, labels = jax.ShapeDtypeStruct((tokens, WIDTH), jnp.float32), jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    with pytest.raises(TypeError, match=r"^x: wanted a shape known while tracing, to be cut into chunks, got shape \[n, 3\]"):
+        jax.export.export(jax.jit(te.tied_cross_entropy))(x, TABLE, labels)
+
+
 def test_a_table_of_some_rows_is_refused():
     message = r"^table: wanted a whole table, or one in shards, since the output layer is tied to it, got SomeRows(\n|$)"
     with pytest.raises(TypeError, match=message):
@@ -376,11 +379,6 @@ MESH_OPTIONS = {"pad_id": 3, "label_smoothing": 0.1, "chunk_size": 4}
 
 def mesh_of(kind, shape):
     return jax.make_mesh(shape, ("data", "model"), axis_types=(kind,) * 2)
-
-
-def set_mesh(mesh):
-    """The context of a mesh, under its name in this version of jax."""
-    return (getattr(jax, "set_mesh", None) or jax.sharding.use_mesh)(mesh)
 
 
 @functools.cache

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from contexts import set_mesh, x64
 from hypothesis import strategies as st
 
 import transformer_embed as te
@@ -36,10 +37,6 @@ def compare(key, rate, x):
 
 def normal(shape, dtype):
     return jax.random.normal(jax.random.key(9), shape, jnp.float32).astype(dtype)
-
-
-def x64(flag):
-    return jax.enable_x64(flag) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64(flag)
 
 
 @hypothesis.given(
@@ -134,7 +131,7 @@ def test_lowers_for_other_platforms(platform):
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_haikus_bits_on_a_mesh(kind):
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)
-    with (getattr(jax, "set_mesh", None) or jax.sharding.use_mesh)(mesh):
+    with set_mesh(mesh):
         x = jax.device_put(normal((8, 16), jnp.float32), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a", "b")))
         mask = te.dropout(jax.random.key(3), 0.4, jnp.ones((8, 16))) != 0
         dropped = jax.jit(lambda k, x: te.dropout(k, 0.4, x))(jax.random.key(3), x)

@@ -11,6 +11,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from contexts import set_mesh, x64
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -33,7 +34,8 @@ BERT = te.EmbedderConfig(
 # layer over 6 channels add their sums.
 FUSION = 16 * 8 * float(np.finfo(np.float32).eps)
 
-FLAG = "a Python bool known while tracing (bind it with functools.partial, or make it a static argument of jit)"
+FLAG = "a Python bool"
+TRACED_FLAG = f"{FLAG} known while tracing (bind it with functools.partial, or make it a static argument of jit)"
 POLICIES = "one of 'nan', 'clip', 'zero'"
 POSITIVE = "an int of at least 1"
 
@@ -330,6 +332,31 @@ def test_export_and_back(is_training, serialised):
     np.testing.assert_allclose(exported.call(*arguments), function(*arguments), rtol=0, atol=FUSION)
 
 
+@pytest.mark.parametrize("positions", [te.Sinusoidal(), te.Sinusoidal(at_padding=1, pad_id=0), te.Learned(9), None], ids=str)
+def test_export_for_any_batch_and_length(positions):
+    batch, length = jax.export.symbolic_shape("b, t", constraints=["t <= 9"])
+    embedder, params = made(dataclasses.replace(CONFIG, positions=positions, dropout_rate=0.5))
+    shape = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    for is_training in (False, True):
+        function = jax.jit(of_raw_key(embedder, is_training))
+        exported = jax.export.export(function)(params, jax.random.PRNGKey(3), shape)
+        for ids in (IDS, np.tile(IDS, (3, 1))[:, :2], IDS[:1, :1]):
+            arguments = (params, jax.random.PRNGKey(3), jnp.asarray(ids))
+            np.testing.assert_allclose(exported.call(*arguments), function(*arguments), rtol=0, atol=FUSION)
+
+
+def test_positions_of_other_widths():
+    highest = np.array([2**32 - 1, 2**31, 5, 4, 3], np.uint32)
+    embedder, params = made(dataclasses.replace(CONFIG, positions=te.Sinusoidal()))
+    found = embedder.apply(params, None, IDS, is_training=False, positions=highest)
+    at_zero = embedder.apply(params, None, IDS, is_training=False, positions=np.zeros(5, int))
+    encoding = te.sinusoidal_encoding(highest, CONFIG.d_model) - te.sinusoidal_encoding(0, CONFIG.d_model)
+    np.testing.assert_allclose(found - at_zero, np.broadcast_to(encoding, found.shape), rtol=0, atol=4 * FUSION)
+    with x64():
+        lost = embedder.apply(params, None, IDS, is_training=False, positions=jnp.arange(5) + 2.0**24 + 0.5)
+    assert np.isnan(lost).all()
+
+
 @pytest.mark.parametrize("is_training", [False, True])
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 @pytest.mark.parametrize("config", [CONFIG, dataclasses.replace(CONFIG, dtype="bfloat16")], ids=["float32", "bfloat16"])
@@ -359,7 +386,6 @@ def test_no_constant_grows_with_the_length(is_training):
 
 
 def meshes():
-    set_mesh = getattr(jax, "set_mesh", None) or jax.sharding.use_mesh
     for kind in (AxisType.Explicit, AxisType.Auto):
         for shape in ((8, 1), (2, 4)):
             mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(kind, kind))
@@ -400,7 +426,7 @@ def test_training_with_dropout_needs_a_key():
 def test_the_flag_is_a_python_bool():
     embedder, params = made()
     step = jax.jit(lambda flag: embedder.apply(params, KEY, IDS, is_training=flag))
-    with pytest.raises(TypeError, match=message("is_training", FLAG, "a traced bool[]")):
+    with pytest.raises(TypeError, match=message("is_training", TRACED_FLAG, "a traced bool[]")):
         step(True)
     with pytest.raises(TypeError, match=message("is_training", FLAG, "int 0")):
         embedder.apply(params, None, IDS, is_training=0)
@@ -526,8 +552,8 @@ BAD_FIELDS = [
     ("embedding_width", "6", TypeError, "a Python int", "str '6'"),
     ("out_of_range", "wrap", ValueError, POLICIES, "'wrap'"),
     ("lookup_style", "matmul", ValueError, "one of 'gather', 'one_hot'", "'matmul'"),
-    ("param_dtype", jnp.int32, TypeError, "a floating dtype", "int32"),
-    ("dtype", "int8", TypeError, "a floating dtype", "int8"),
+    ("param_dtype", jnp.int32, TypeError, "a floating dtype of 16 bits or more", "int32"),
+    ("dtype", "int8", TypeError, "a floating dtype of 16 bits or more", "int8"),
 ]
 
 
@@ -631,10 +657,10 @@ def test_keys_and_params_of_another_kind_are_refused(message, call):
 class TestResizePositions:
     config = te.EmbedderConfig(8, 4, positions=te.Learned(max_len=4))
 
-    def resized(self, table, max_len):
+    def resized(self, table, max_len, **options):
         path = "transformer_embedding/~/learned_positional_encoding"
         params = te.make_embedder(self.config).init(KEY)
-        params = te.resize_positions({**params, path: {"embeddings": jnp.asarray(table, jnp.float32)}}, max_len)
+        params = te.resize_positions({**params, path: {"embeddings": jnp.asarray(table, jnp.float32)}}, max_len, **options)
         return np.asarray(params[path]["embeddings"])
 
     def test_a_line_stays_a_line(self):
@@ -652,6 +678,16 @@ class TestResizePositions:
         params = te.resize_positions(te.make_embedder(self.config).init(KEY), 9)
         longer = te.make_embedder(dataclasses.replace(self.config, positions=te.Learned(max_len=9)))
         assert np.isfinite(longer.apply(params, None, np.zeros((1, 9), int), is_training=False)).all()
+
+    def test_rows_before_the_start_are_kept(self):
+        table = np.array([[1000.0] * 4, [2000.0] * 4, *np.random.default_rng(0).normal(size=(3, 4))])
+        stretched = self.resized(table, 7, start=2)
+        np.testing.assert_array_equal(stretched[:2], table[:2].astype(np.float32))
+        np.testing.assert_array_equal(stretched[2:], self.resized(table[2:], 5))
+        with pytest.raises(ValueError, match=r"^max_len: wanted an int of at least 3, got 2$"):
+            self.resized(table, 2, start=2)
+        with pytest.raises(ValueError, match=r"^start: wanted an int of at most 4, got 5$"):
+            self.resized(table, 9, start=5)
 
     def test_errors(self):
         params = te.make_embedder(te.EmbedderConfig(8, 4)).init(KEY)

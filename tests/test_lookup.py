@@ -1,13 +1,13 @@
 """Rows of a table against a loop over ids and against one-hot matrices, on one device and on a mesh of eight."""
 
 import functools
-import importlib
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from contexts import set_mesh, x64
 from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -63,12 +63,6 @@ def one_hot(ids, pad_id=None, out_of_range="nan", vocab_size=VOCAB):
 
 def weighted(table, ids, cotangent, **options):
     return jnp.sum(te.lookup(table, ids, **options) * cotangent)
-
-
-def x64():
-    """The context in which jax has 64-bit types, under its name in this version of jax."""
-    home = jax if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental")
-    return home.enable_x64(True)
 
 
 # --- lookup: values
@@ -357,11 +351,6 @@ PLACEMENTS = [
 
 def mesh_of(kind):
     return jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind,) * 2, devices=jax.devices("cpu")[:8])
-
-
-def set_mesh(mesh):
-    """The context of a mesh, under its name in this version of jax."""
-    return (getattr(jax, "set_mesh", None) or jax.sharding.use_mesh)(mesh)
 
 
 def mesh_step(table, ids, cotangent, policy):

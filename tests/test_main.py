@@ -120,7 +120,7 @@ def test_training_lowers_the_bits_below_those_of_a_model_that_knows_nothing(text
 
 def test_logits_see_only_what_came_before():
     config = te.EmbedderConfig(_train.VOCAB_SIZE, _train.D_MODEL, dropout_rate=0.0)
-    model = _train.hk.without_apply_rng(_train.hk.transform(lambda ids: _train.next_byte_logits(config, ids)))
+    model = _train.hk.without_apply_rng(_train.hk.transform(lambda ids: _train.next_byte_logits(config, ids, is_training=False)))
     ids = np.arange(12, dtype=np.uint8)[None]
     other = ids.copy()
     other[0, 7] = 200
@@ -274,7 +274,7 @@ def test_a_line_past_max_len_is_refused(capsys, tmp_path):
     params = save_embedder(tmp_path / "p", te.EmbedderConfig(7, 6, positions=te.Learned(3)))
     source.write_text("1 2 3 4")
     line = fails(capsys, "embed", source, "--ids", "--params", params, "--out", out)
-    assert "a line has 4 tokens; split lines longer than max_len = 3" in line
+    assert "a line has 4 tokens (ids or x: wanted a length of at most max_len = 3, got length 4); split such lines" in line
     source.write_text("1 2 3")
     assert main(["embed", str(source), "--ids", "--params", str(params), "--out", str(out), "--quiet"]) == 0
 
@@ -463,3 +463,32 @@ def test_wrong_flags_and_help_load_nothing_slow():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
     assert done.stderr.count("\n") == 1
+
+
+def test_no_file_is_written_over_one_that_is_read(capsys, trained, text_file, tmp_path):
+    text, params, link = tmp_path / "text", tmp_path / "params", tmp_path / "link"
+    text.write_bytes(text_file.read_bytes())
+    params.write_bytes(trained.read_bytes())
+    link.symlink_to(text)
+    for out in (text, params, link):
+        assert "it is also read; name another file" in fails(capsys, "embed", text, "--params", params, "--out", out)
+    assert "it is also read; name another file" in fails(capsys, "train", text, "--out", text)
+    assert text.read_bytes() == text_file.read_bytes()
+    assert params.read_bytes() == trained.read_bytes()
+
+
+def test_a_line_past_the_grid_is_refused(capsys, tmp_path, text_file):
+    params = save_embedder(tmp_path / "p", te.EmbedderConfig(256, 8, positions=te.SinusoidalGrid((2, 2))))
+    line = fails(capsys, "embed", text_file, "--params", params, "--out", tmp_path / "x.npz")
+    assert "wanted a length of at most the 4 points of the grid, got length" in line
+
+
+def test_an_unknown_flag_names_the_help_of_its_command(capsys, text_file):
+    line = fails(capsys, "train", text_file, "--step", "3")
+    assert line.endswith("unrecognized arguments: --step 3; `transformer-embed train --help` lists what there is\n")
+
+
+def test_a_reader_that_has_enough_ends_it_in_silence(trained):
+    command = f"{sys.executable} -m transformer_embed inspect {trained}; echo $? >&2"
+    done = subprocess.run(["bash", "-c", f"({command}) | true"], capture_output=True, text=True, check=False)
+    assert done.stderr == "1\n"

@@ -92,9 +92,9 @@ def test_padding_mask_does_not_wrap_wide_ids():
     assert te.padding_mask(np.array([2**32, 2**32 + 3, 0, -(2**32)]), pad_id=0).tolist() == [True, True, False, True]
 
 
-@pytest.mark.parametrize("ids", [[1.0, 0.0], np.zeros(2, np.float16), [True, False], "ab"])
+@pytest.mark.parametrize("ids", [[1.0, 0.0], np.zeros(2, np.float16), [True, False]])
 def test_padding_mask_refuses_what_is_no_integer(ids):
-    with pytest.raises(TypeError, match=r"^ids: wanted an integer dtype, got (float|bool|<U2)"):
+    with pytest.raises(TypeError, match=r"^ids: wanted an integer dtype, got (float|bool)"):
         te.padding_mask(ids)
 
 
@@ -252,7 +252,7 @@ def test_attention_mask_refuses_bad_positions(name):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint8])
 def test_attention_mask_refuses_padding_of_numbers(dtype):
-    refused(TypeError, rf"^padding: wanted a bool array, True = may attend, got {np.dtype(dtype)}$", padding=np.ones(2, dtype))
+    refused(TypeError, rf"^padding: wanted a bool array, True = a token, got {np.dtype(dtype)}$", padding=np.ones(2, dtype))
 
 
 def test_attention_mask_refuses_padding_of_another_shape():
@@ -268,7 +268,7 @@ def test_attention_mask_refuses_batches_of_unequal_sizes(causal):
 
 
 def test_attention_mask_refuses_a_causal_that_is_no_flag():
-    refused(TypeError, r"^causal: wanted a Python bool known while tracing .*, got int 1$", causal=1)
+    refused(TypeError, r"^causal: wanted a Python bool, got int 1$", causal=1)
     with pytest.raises(TypeError, match=r"^causal: wanted a Python bool known while tracing .*, got a traced bool\[\]"):
         jax.jit(te.attention_mask)(query_positions=np.arange(2), key_positions=np.arange(2), causal=True)
 
@@ -396,7 +396,7 @@ def test_mask_to_bias_under_jit_and_vmap_is_the_eager_one():
 
 @pytest.mark.parametrize("dtype", [jnp.int32, bool])
 def test_mask_to_bias_refuses_a_dtype_without_a_fraction(dtype):
-    with pytest.raises(TypeError, match=rf"^dtype: wanted a floating dtype, got {jnp.dtype(dtype)}$"):
+    with pytest.raises(TypeError, match=rf"^dtype: wanted a floating dtype of 16 bits or more, got {jnp.dtype(dtype)}$"):
         te.mask_to_bias([True], dtype)
 
 
@@ -567,7 +567,7 @@ def test_masks_at_an_offset_are_rows_of_the_whole():
 @pytest.mark.parametrize(
     ("kind", "message", "call"),
     [
-        (TypeError, "window: wanted a pair (left, right), None for no limit, got 3", lambda m: m(window=3)),
+        (TypeError, "window: wanted a tuple (left, right), None for no limit, got 3", lambda m: m(window=3)),
         (ValueError, "window[0]: wanted an int of at least 0, got -1", lambda m: m(window=(-1, 0))),
         (TypeError, "window[1]: wanted a Python int, got float 0.5", lambda m: m(window=(1, 0.5))),
         (ValueError, "chunk: wanted an int of at least 1, got 0", lambda m: m(chunk=0)),
@@ -584,3 +584,14 @@ def test_errors_of_the_other_masks(kind, message, call):
     with pytest.raises(kind) as caught:
         call(lambda **options: te.attention_mask(query_positions=[0, 1], key_positions=[0, 1], **options))
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("chunk", [2**31, 2**40])
+def test_a_chunk_past_int32_is_refused(chunk):
+    with pytest.raises(ValueError, match=rf"^chunk: wanted an int of at most 2147483647, got {chunk}$"):
+        te.chunk_mask([0, 1], [0, 1], chunk=chunk)
+
+
+def test_a_window_is_a_tuple():
+    with pytest.raises(TypeError, match=r"^window: wanted a tuple \(left, right\), None for no limit, got \[3, 0\]$"):
+        te.attention_mask(query_positions=[0], key_positions=[0], window=[3, 0])

@@ -583,17 +583,24 @@ def test_error_errors(options, kind, message):
 WITHOUT = "import sys\nsys.modules['matplotlib'] = None\n"
 
 
-def test_without_matplotlib_the_extra_is_named():
-    code = WITHOUT + "import transformer_embed as te\ntry:\n    te.plots\nexcept ImportError as error:\n    print(error)"
+@pytest.mark.parametrize(("use", "error"), [("te.plots", "AttributeError"), ("from transformer_embed import plots", "ImportError")])
+def test_without_matplotlib_it_is_named(use, error):
+    code = WITHOUT + f"import transformer_embed as te\ntry:\n    {use}\nexcept {error} as error:\n    print(error)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout == "transformer_embed.plots needs matplotlib: pip install 'transformer-embed[plots]'\n"
+    assert run.stdout == "transformer_embed.plots needs matplotlib: pip install matplotlib\n"
+
+
+def test_without_matplotlib_the_package_can_be_looked_through():
+    code = WITHOUT + "import inspect, transformer_embed as te\nprint({name for name, _ in inspect.getmembers(te)} >= {'lookup', 'rows'})"
+    run = subprocess.run([sys.executable, "-c", code + "\nprint(hasattr(te, 'plots'))"], capture_output=True, text=True, check=True)
+    assert run.stdout == "True\nFalse\n"
 
 
 def test_show_without_matplotlib_fails_in_one_line(tmp_path):
     code = WITHOUT + f"from transformer_embed.__main__ import main\nsys.exit(main(['show', 'mask', '--out', {str(tmp_path / 'x.png')!r}]))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 2
-    assert run.stderr == "transformer-embed: error: transformer_embed.plots needs matplotlib: pip install 'transformer-embed[plots]'\n"
+    assert run.stderr == "transformer-embed: error: transformer_embed.plots needs matplotlib: pip install matplotlib\n"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -744,3 +751,23 @@ def test_help_fits_and_names_every_flag(capsys, monkeypatch, arguments):
     assert max(map(len, out.splitlines())) <= 80
     wanted = SHOWN[arguments[0]][0] + ["--out"] if arguments else list(SHOWN)
     assert [word for word in wanted if not word.isdigit() and word not in out] == []
+
+
+def test_show_refuses_a_prefix_past_the_tokens(capsys, tmp_path):
+    assert main(["show", "mask", "--length", "4", "--prefix", "5", "--out", str(tmp_path / "x.png")]) == 2
+    assert capsys.readouterr().err == "transformer-embed: error: --prefix: wanted at most the 4 tokens, got 5\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("message", "draw"),
+    [
+        ("key_tokens: wanted a sequence, got int 3", lambda: plots.plot_mask(np.ones([3, 3], bool), key_tokens=3)),
+        ("query_tokens: wanted a sequence, got int 3", lambda: plots.plot_mask(np.ones([1, 3], bool), query_tokens=3)),
+        ("pairs: wanted a sequence, got int 2", lambda: plots.plot_rotary(range(3), 8, pairs=2)),
+    ],
+)
+def test_what_is_no_sequence_is_refused(message, draw):
+    with pytest.raises(TypeError) as caught:
+        draw()
+    assert str(caught.value) == message

@@ -98,7 +98,7 @@ def test_one_trace_for_all_values():
         return te.place_ids(ids), te.place_offset(offset, 1), te.place_lengths(offset, 4), te.place_segments(ids)
 
     for seed in range(3):
-        ids = np.random.default_rng(seed).integers(0, 3, (2, 4))
+        ids = jnp.array(np.random.default_rng(seed).integers(0, 3, (2, 4)))
         compiled = place(ids, jnp.array([seed, 2 * seed]))
         np.testing.assert_array_equal(compiled[0].positions, te.place_ids(ids).positions)
         np.testing.assert_array_equal(compiled[3].positions, te.place_segments(ids).positions)
@@ -140,6 +140,21 @@ class TestMasks:
         assert mask.sum(-1).ravel().tolist() == [6, 3]
 
 
+COMES_BACK = np.array([[1, 1, 2, 0], [4, 0, 4, 0]], np.uint8)
+
+
+def test_positions_reach_the_ends_of_int32():
+    assert te.place_offset(2**31 - 3, 3).positions[0, -1] == 2**31 - 1
+    assert te.place_ids([1, 1, 1], start=2**31 - 3).positions[0, -1] == 2**31 - 1
+    assert te.place_offset(-(2**31), 1).positions.tolist() == [[-(2**31)]]
+
+
+def test_any_number_but_zero_is_a_segment():
+    placed = te.place_segments([[-1, -1, 7, 7, 0, 0]])
+    assert placed.positions.tolist() == [[0, 1, 0, 1, 0, 0]]
+    assert placed.padding.tolist() == [[True] * 4 + [False] * 2]
+
+
 def test_empty():
     assert te.place_lengths([2], 0).positions.shape == (1, 0)
     assert te.place_ids(np.zeros([2, 0], int)).positions.shape == (2, 0)
@@ -159,6 +174,12 @@ def test_empty():
         (TypeError, "segment_ids: wanted an integer dtype, got bool", lambda: te.place_segments(np.ones([1, 2], bool))),
         (ValueError, "offset: wanted shape [] or [batch], got shape [1, 1]", lambda: te.place_offset([[3]], 4)),
         (ValueError, "offset: wanted integers inside int32", lambda: te.place_offset(2**31, 4)),
+        (ValueError, "offset: wanted an int of at most 2147483645, for 3 positions", lambda: te.place_offset([0, 2**31 - 2], 3)),
+        (ValueError, "start: wanted an int of at most 2147483644, for 4 positions", lambda: te.place_ids([1] * 4, start=2**31 - 3)),
+        (ValueError, "start: wanted an int of at most 2147483644, for 4 positions", lambda: te.place_segments([1] * 4, start=2**31 - 3)),
+        (ValueError, "lengths: wanted integers of at least 0, got -3", lambda: te.place_lengths([2, -3], 4)),
+        (ValueError, "segment_ids: wanted integers inside int32", lambda: te.place_segments([[2**40, 2**41]])),
+        (ValueError, "segment_ids: wanted one run of tokens for each number, got 4 twice in row 1", lambda: te.place_segments(COMES_BACK)),
         (TypeError, "offset: wanted an integer dtype, got float64", lambda: te.place_offset(0.5, 4)),
     ],
 )

@@ -334,7 +334,7 @@ def test_a_stack_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match=r"wanted the tensors of a model t5, got the tensors .*shared\.weight F32\[12, 8\]"):
         load(tmp_path, "t5, an encoder alone") and pretrained.load_embedder(tmp_path, stack="decoder")
     pretrained.save_embedder(tmp_path / "own.safetensors", *load(tmp_path, "t5"))
-    with pytest.raises(ValueError, match=r"^stack: wanted None, since the parameters are named one by one, got str 'decoder'$"):
+    with pytest.raises(ValueError, match=r"^stack: wanted None, since each parameter is named: by .*, got str 'decoder'$"):
         pretrained.load_embedder(tmp_path / "own.safetensors", stack="decoder")
     with pytest.raises(ValueError, match=r"^stack: wanted one of 'encoder', 'decoder', got 'both'$"):
         pretrained.load_embedder(tmp_path, stack="both")
@@ -415,7 +415,7 @@ def test_a_config_that_disagrees(tmp_path, name, settings, message):
 def test_a_table_of_another_rank(tmp_path):
     change = {"wte.weight": np.zeros(12, np.float32), "wpe.weight": np.zeros((3, 4), np.float32)}
     _files.write_tensors(tmp_path / "model.safetensors", change, {})
-    with pytest.raises(ValueError, match=r"wte\.weight: wanted another rank, got F32\[12\]$"):
+    with pytest.raises(ValueError, match=r"wte\.weight: wanted a tensor of rank 2, got F32\[12\]$"):
         pretrained.load_embedder(tmp_path)
 
 
@@ -642,6 +642,37 @@ def test_extras_round_trip(scaling):
     assert extras_from_json(extras_to_json(extras)) == extras
 
 
+def test_what_stands_beside_the_input_layer_comes_back(tmp_path):
+    config = te.EmbedderConfig(7, 6)
+    params = {**te.make_embedder(config).init(jax.random.key(0)), "head": {"w": jnp.arange(6.0)}}
+    pretrained.save_embedder(tmp_path / "x.safetensors", config, params)
+    found = pretrained.load_embedder(tmp_path / "x.safetensors")
+    assert jax.tree.structure(found.params) == jax.tree.structure(params)
+    np.testing.assert_array_equal(found.params["head"]["w"], params["head"]["w"])
+
+
+def test_numbers_of_numpy_are_saved_as_pythons(tmp_path):
+    sizes = {"dropout_rate": np.float32(0.25), "scale": np.True_, "positions": te.SinusoidalGrid((np.int64(2), 3))}
+    config = te.EmbedderConfig(np.int64(7), 8, **sizes)
+    path = tmp_path / "x.safetensors"
+    pretrained.save_embedder(path, config, te.make_embedder(config).init(jax.random.key(0)), rotary={"base": np.float64(1e4)})
+    found = pretrained.load_embedder(path)
+    assert found.config == config
+    assert found.rotary == {"base": 1e4}
+
+
+def test_names_by_hand_are_those_of_the_config(tmp_path):
+    config = te.EmbedderConfig(7, 6)
+    save_file({"a": np.zeros([7, 6], np.float32)}, tmp_path / "x.safetensors")
+    names = {"transformer_embedding/~/token_embedding/embeddings": "a", "head/w": "a"}
+    with pytest.raises(ValueError, match=r"^names: wanted parameters that the config has, \['transformer_.*'\], got \['head/w'\]$"):
+        pretrained.load_embedder(tmp_path / "x.safetensors", config=config, names=names)
+    with pytest.raises(TypeError, match=r"^names: wanted a mapping, or None, got list$"):
+        pretrained.load_embedder(tmp_path / "x.safetensors", config=config, names=["a"])
+    with pytest.raises(TypeError, match=r"^path: wanted a str or a path, got NoneType$"):
+        pretrained.load_embedder(None)
+
+
 def test_parameters_that_cannot_be_saved(tmp_path):
     path = tmp_path / "x.safetensors"
     config = te.EmbedderConfig(7, 6, positions=te.Learned(9))
@@ -656,8 +687,15 @@ def test_parameters_that_cannot_be_saved(tmp_path):
         pretrained.save_embedder(path, config, {**params, "a": {"b": np.zeros(1, np.int32)}})
     with pytest.raises(ValueError, match=r"^names: wanted a tensor of its own for each parameter, got \['x', 'x'\]"):
         pretrained.save_embedder(path, config, params, names={f"{module}/embeddings": "x" for module in params})
+    with pytest.raises(ValueError, match=r"^names: wanted names of parameters, of \['transformer_.*'\], got \['embedings'\]$"):
+        pretrained.save_embedder(path, config, params, names={"embedings": "x"})
     with pytest.raises(TypeError, match=r"^params: wanted a Haiku parameter tree, a dict of dicts, got int$"):
         pretrained.save_embedder(path, config, 3)
+    with pytest.raises(TypeError, match=r"^params: wanted a Haiku parameter tree, a dict of dicts, got a dict of others$"):
+        pretrained.save_embedder(path, config, {"embeddings": np.zeros([7, 6])})
+    rows = te.rows.take(params, {"transformer_embedding/~/token_embedding": {"embeddings": [1]}})
+    with pytest.raises(TypeError, match=r"^params: .*token_embedding/embeddings: wanted a whole array, got a table held as Rows$"):
+        pretrained.save_embedder(path, config, rows)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -762,4 +800,4 @@ def test_a_line_past_the_positions_that_are_left(tmp_path):
     (tmp_path / "ids").write_text("2 " * 9)
     status, _, err = run("embed", tmp_path / "ids", "--from", tmp_path, "--ids", "--out", tmp_path / "x.npz")
     assert status == 2
-    assert "a line has 9 tokens; split lines longer than max_len = 8" in err
+    assert "a line has 9 tokens (ids or x: wanted a length of at most max_len - start = 8, got length 9); split such lines" in err

@@ -9,6 +9,7 @@ import mpmath
 import numpy as np
 import oracle
 import pytest
+from contexts import set_mesh, x64
 from hypothesis import strategies as st
 
 from transformer_embed import rotary, rotary_scaling
@@ -529,7 +530,7 @@ class TestContract:
         x, positions = normal(4, 6, 4, 8), np.arange(24, dtype=np.int32).reshape(4, 6)
         expected = np.asarray(apply_rotary(x, positions, layout=layout))
         place = lambda array, *axes: jax.device_put(array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)))
-        with jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else jax.sharding.use_mesh(mesh):
+        with set_mesh(mesh):
             for of_positions in (("rows", "length"), ()):
                 sharded = jax.jit(apply_rotary, static_argnames="layout")(
                     place(x, "rows", "length", "heads"), place(positions, *of_positions), layout=layout
@@ -544,7 +545,7 @@ class TestContract:
 
     def test_64_bit_mode(self):
         x, positions = normal(4, 2, 8), np.array([0, 3, -5, 2**31 - 1])
-        with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        with x64():
             ours = apply_rotary(jnp.asarray(x), jnp.asarray(positions))
             wide = apply_rotary(jnp.asarray(x, jnp.float64), jnp.asarray(np.array([0, 3, -5, 2**31])))
         assert (ours.dtype, wide.dtype) == (jnp.float32, jnp.float64)
@@ -629,6 +630,7 @@ P = np.arange(3)
         ),
         (ValueError, "sections: wanted numbers that add up to the pairs, 4, got 5", lambda: apply_rotary(X, P, sections=(2, 3))),
         (ValueError, "sections[1]: wanted an int of at least 0, got -2", lambda: apply_rotary(X, P, sections=(6, -2))),
+        (TypeError, "sections: wanted a sequence, got int 4", lambda: apply_rotary(X, P, sections=4)),
         (TypeError, "sections[0]: wanted a Python int, got float 2.0", lambda: apply_rotary(X, P, sections=(2.0, 2.0))),
         (ValueError, "base: wanted a finite number above 1, got 1.0", lambda: apply_rotary(X, P, base=1, scaling=SCALINGS[3])),
         (
@@ -660,7 +662,9 @@ P = np.arange(3)
         (ValueError, "high_freq_factor: wanted a finite number above 1, got 1", lambda: Llama3Scaling(8.0, high_freq_factor=1)),
         (ValueError, "original_length: wanted an int of at least 1, got 0", lambda: Llama3Scaling(8.0, original_length=0)),
         (ValueError, "short_factor[1]: wanted a finite number above 0, got 0", lambda: LongRopeScaling([1, 0], [1, 1], 2.0, 8, 8)),
-        (TypeError, "long_factor[0]: wanted a Python number, got str 'a'", lambda: LongRopeScaling([1], "a", 2.0, 8, 8)),
+        (TypeError, "long_factor[0]: wanted a Python number, got str 'a'", lambda: LongRopeScaling([1], ["a"], 2.0, 8, 8)),
+        (TypeError, "long_factor: wanted a sequence, got str '1'", lambda: LongRopeScaling([1], "1", 2.0, 8, 8)),
+        (TypeError, "short_factor: wanted a sequence, got NoneType None", lambda: LongRopeScaling(None, [1], 2.0, 8, 8)),
         (ValueError, "factor: wanted a finite number above 0, got 0", lambda: LongRopeScaling([1], [1], 0, 8, 8)),
         (ValueError, "original_length: wanted an int of at least 2, got 1", lambda: LongRopeScaling([1], [1], 2.0, 1, 8)),
         (ValueError, "length: wanted an int of at least 0, got -1", lambda: LongRopeScaling([1], [1], 2.0, 8, -1)),

@@ -91,3 +91,9 @@ def test_a_position_at_padding_and_its_id_come_together(scheme):
 def test_a_start_far_out_is_exact():
     far = te.sinusoidal_encoding(np.arange(10**9, 10**9 + 5), 8)
     np.testing.assert_array_equal(embed(te.Sinusoidal(start=10**9), IDS), np.broadcast_to(far, (3, 5, 8)))
+
+
+def test_positions_stay_inside_int32():
+    assert te.Sinusoidal(start=2**31 - 5).count(5)[-1] == 2**31 - 1
+    with pytest.raises(ValueError, match=r"^start: wanted an int of at most 2147483643, for 5 positions inside int32, got 2147483644$"):
+        te.Sinusoidal(start=2**31 - 4).count(5)

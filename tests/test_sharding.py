@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from collectives import collectives
+from contexts import set_mesh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -51,10 +52,6 @@ OPTIONS = ({"pad_id": 3, "out_of_range": "clip"}, {"pad_id": VOCAB + 1, "out_of_
 
 def mesh_of(shape, kind=AxisType.Auto):
     return jax.make_mesh(shape, ("data", "model"), axis_types=(kind,) * 2)
-
-
-def set_mesh(mesh):
-    return (getattr(jax, "set_mesh", None) or jax.sharding.use_mesh)(mesh)
 
 
 def put(mesh, array, *axes):
@@ -734,6 +731,10 @@ def test_bad_trees_and_rules_are_told():
         place({"embed/*": SPEC("tensor")})
     with pytest.raises(ValueError, match=r"^rules and batch: wanted axes of the mesh, .*, got 'tensor'$"):
         place({"embed/*": SPEC("model")}, batch=("tensor",))
+    with pytest.raises(TypeError, match=r"^batch: wanted a tuple of mesh axes, or None, got 'data'$"):
+        place({"embed/*": SPEC("model")}, batch="data")
+    with pytest.raises(TypeError, match=r"^params: wanted an array as scale, got float$"):
+        te.sharding.shard_params({"scale": 1.0}, mesh, {})
     with pytest.raises(ValueError, match=r"^rules: wanted at most 1 dimensions for linear/b, got .*None, 'model'\)$"):
         place({"linear/b": SPEC(None, "model")})
     with pytest.raises(ValueError, match=r"^rules: wanted a dimension of linear/w that 4 devices divide, got 13$"):

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from contexts import x64
 from hypothesis import strategies as st
 
 import transformer_embed as te
@@ -232,7 +233,7 @@ class TestContract:
         (TypeError, "base: wanted a Python number, got str '10000'", lambda: te.sinusoidal_table(3, 4, base="10000")),
         (ValueError, "frequency_scale: wanted a finite number above 0, got inf", lambda: te.sinusoidal_table(3, 4, frequency_scale=np.inf)),
         (ValueError, "shift: wanted a number below d_model // 2 = 2, got 2", lambda: te.sinusoidal_table(3, 4, shift=2)),
-        (TypeError, "dtype: wanted a floating dtype, got int32", lambda: te.sinusoidal_table(3, 4, dtype=jnp.int32)),
+        (TypeError, "dtype: wanted a floating dtype of 16 bits or more, got int32", lambda: te.sinusoidal_table(3, 4, dtype=jnp.int32)),
         (TypeError, "positions: wanted an integer dtype, or float32", lambda: te.sinusoidal_encoding(jnp.ones(3, jnp.bfloat16), 4)),
         (ValueError, "positions: wanted an array, or nested lists of equal lengths", lambda: te.sinusoidal_encoding([[1], [2, 3]], 4)),
     ],
@@ -304,7 +305,7 @@ class TestValuesThatFloat32LacksAreLoud:
         assert np.isnan(te.sinusoidal_encoding([2.0**40, np.inf, np.nan], 4)).all()
 
     def test_traced_float64(self):
-        with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        with x64():
             got = jax.jit(lambda p: te.sinusoidal_encoding(p, 4))(jnp.array([123456789.0, 2.0**30, 0.1]))
         assert np.isnan(got).any(-1).tolist() == [True, False, False]
 
@@ -320,8 +321,8 @@ class TestValuesThatFloat32LacksAreLoud:
             ("d_model: wanted a Python int, got list [4]", lambda: te.sinusoidal_table(3, [4])),
             ("base: wanted a Python number, got an array float32[]", lambda: te.sinusoidal_table(3, 4, base=jnp.float32(1e4))),
             ("shape and axes: wanted tuples of ints, got 4 and None", lambda: te.sinusoidal_grid(4, 6)),
-            ("dtype: wanted a floating dtype, got str 'floaty'", lambda: te.sinusoidal_table(3, 4, dtype="floaty")),
-            ("dtype: wanted a floating dtype, got NoneType None", lambda: te.sinusoidal_table(3, 4, dtype=None)),
+            ("dtype: wanted a floating dtype of 16 bits or more, got str 'floaty'", lambda: te.sinusoidal_table(3, 4, dtype="floaty")),
+            ("dtype: wanted a floating dtype of 16 bits or more, got NoneType None", lambda: te.sinusoidal_table(3, 4, dtype=None)),
         ],
     )
     def test_arguments_that_are_not_static(self, message, call):

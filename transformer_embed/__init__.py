@@ -96,7 +96,10 @@ _ON_FIRST_USE = ("plots", "pretrained", "rows", "sharding")
 def __getattr__(name: str) -> ModuleType:
     """Loads a part that needs what the others do without, on its first use."""
     if name in _ON_FIRST_USE:
-        return importlib.import_module(f"{__name__}.{name}")
+        try:
+            return importlib.import_module(f"{__name__}.{name}")
+        except ImportError as error:
+            raise AttributeError(str(error)) from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,8 +1,9 @@
-"""The command line: train a small Transformer; embed a file with what it, or a published model, learned; show pictures."""
+"""Train a small Transformer; embed a file with what it, or a published model, learned; inspect a checkpoint; show pictures."""
 
 import argparse
 import dataclasses
 import hashlib
+import os
 import pathlib
 import sys
 import sysconfig
@@ -27,8 +28,15 @@ TOKENS_A_BATCH = 16_384
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0, 2 after bad input, 130 after Ctrl-C."""
     try:
-        args = _parser().parse_args(argv)
+        args, unknown = _parser().parse_known_args(argv)
+        if unknown:
+            raise UserError(f"unrecognized arguments: {' '.join(unknown)}; `{PROGRAM} {args.name} --help` lists what there is")
         args.command(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What read the output has ended; Python would flush the rest once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except UserError as error:
         return _failed(f"error: {error}", 2)
     except MemoryError:
@@ -51,7 +59,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog=PROGRAM, description=__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"%(prog)s {te.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, dest="name", metavar="COMMAND")
     train = commands.add_parser(
         "train",
         allow_abbrev=False,
@@ -107,7 +115,7 @@ def _add_stack(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(args: argparse.Namespace) -> None:
-    out = args.out and writable(args.out)
+    out = args.out and writable(args.out, *args.files)
     text, source = _texts(args.files) if args.files else _library()
     from transformer_embed import _train as small  # noqa: PLC0415 (optax is slow to load: flags and files are checked first)
 
@@ -146,17 +154,17 @@ def _embed(args: argparse.Namespace) -> None:
         raise UserError(f"the tokens of {args.checkpoint} are no bytes; give a FILE of ids, as its tokenizer makes them, and --ids")
     if args.checkpoint is None and args.stack is not None:
         raise UserError("--stack is for --from: what `train` writes has one stack; leave it out")
-    out = writable(args.out)
+    out = writable(args.out, args.file, args.params, args.checkpoint)
     lines = contents(args.file).splitlines()
     config, params = _read_params(args.params) if args.checkpoint is None else _read_checkpoint(args)[:2]
     rows = [_ids(line, f"{args.file}, line {n}", args.ids, config.vocab_size) for n, line in enumerate(lines, 1)]
     ids = _padded(rows)
     if not ids.size:
         raise UserError(f"{args.file} holds no tokens; give a file of {'ids' if args.ids else 'text'}")
-    longest = config.positions.max_len - config.positions.start if isinstance(config.positions, te.Learned) else None
-    if longest is not None and ids.shape[1] > longest:
-        raise UserError(f"{args.file}: a line has {ids.shape[1]} tokens; split lines longer than max_len = {longest}")
-    positions = _positions(config.positions, ids)
+    try:
+        positions = _positions(config.positions, ids)
+    except ValueError as error:
+        raise UserError(f"{args.file}: a line has {ids.shape[1]} tokens ({error}); split such lines") from error
     arrays: dict[str, Any] = {
         "embeddings": _embeddings(dataclasses.replace(config, pad_id=PAD_ID), params, ids, positions, args.quiet),
         "mask": np.asarray(te.padding_mask(ids, pad_id=PAD_ID)),

@@ -3,13 +3,14 @@
 import math
 import numbers
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.typing import ArrayLike
 
 SCALAR_HINT = "; add jnp.arange(length) to a scalar offset; jax.vmap maps keyword arguments over axis 0: bind them with functools.partial"
@@ -20,13 +21,21 @@ def wanted(name: str, want: str, got: Any) -> str:
     return f"{name}: wanted {want}, got {got}"
 
 
-def integer(name: str, value: Any, *, at_least: int) -> int:
+def integer(name: str, value: Any, *, at_least: int, at_most: int | None = None) -> int:
     """A Python int, known while tracing."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(wanted(name, "a Python int", _describe(value)))
+    value = int(value)
     if value < at_least:
         raise ValueError(wanted(name, f"an int of at least {at_least}", value))
-    return int(value)
+    if at_most is not None and value > at_most:
+        raise ValueError(wanted(name, f"an int of at most {at_most}", value))
+    return value
+
+
+def length(name: str, value: Any) -> Any:
+    """A number of positions, known while tracing, or a symbolic dimension of jax.export."""
+    return value if export.is_symbolic_dim(value) else integer(name, value, at_least=0)
 
 
 def real(name: str, value: Any, *, above: float = -math.inf) -> float:
@@ -41,19 +50,21 @@ def real(name: str, value: Any, *, above: float = -math.inf) -> float:
 def flag(name: str, value: Any) -> bool:
     """A Python bool: a traced one would make two programs into one."""
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(
-            wanted(
-                name,
-                "a Python bool known while tracing (bind it with functools.partial, or make it a static argument of jit)",
-                _describe(value),
-            )
-        )
+        hint = " known while tracing (bind it with functools.partial, or make it a static argument of jit)" if is_traced(value) else ""
+        raise TypeError(wanted(name, f"a Python bool{hint}", _describe(value)))
     return bool(value)
+
+
+def sequence(name: str, value: Any) -> tuple[Any, ...]:
+    """A few values in order."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(wanted(name, "a sequence", _describe(value)))
+    return tuple(value)
 
 
 def choice(name: str, value: Any, choices: Sequence[str]) -> str:
     """One of a few words."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(wanted(name, "one of " + ", ".join(map(repr, choices)), reprlib.repr(value)))
     return value
 
@@ -63,9 +74,9 @@ def floating_dtype(name: str, dtype: Any) -> jnp.dtype:
     try:
         dtype = jnp.dtype("" if dtype is None else dtype)
     except TypeError as error:
-        raise TypeError(wanted(name, "a floating dtype", _describe(dtype))) from error
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(wanted(name, "a floating dtype", dtype))
+        raise TypeError(wanted(name, "a floating dtype of 16 bits or more", _describe(dtype))) from error
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+        raise TypeError(wanted(name, "a floating dtype of 16 bits or more", dtype))
     return dtype
 
 
@@ -86,7 +97,7 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
         ) from error
     except ValueError as error:
         raise ValueError(wanted(name, "an array, or nested lists of equal lengths", "lists of unequal lengths")) from error
-    if array.dtype == object:
+    if array.dtype.kind in "OSUMm":
         raise TypeError(wanted(name, "an array of numbers of at most 64 bits", _describe(value)))
     return array
 
@@ -134,6 +145,20 @@ def as_int32(name: str, value: ArrayLike) -> jax.Array:
     return jnp.asarray(library.clip(array, np.array(lowest, array.dtype), np.array(info.max, array.dtype)).astype(np.int32))
 
 
+def as_fitting_int32(name: str, value: ArrayLike) -> jax.Array:
+    """As `as_int32`, but a ValueError names the first that int32 does not hold, where values are known."""
+    array = as_integers(name, value)
+    if array.dtype.itemsize >= 4 and array.dtype != jnp.int32 and not is_traced(array):
+        return jnp.asarray(fits_int32(name, np.asarray(array)))
+    return as_int32(name, array)
+
+
+def last_position_fits(name: str, first: int, length: int) -> None:
+    """A ValueError where positions from the first on would run past int32; a symbolic length is taken to be small enough."""
+    if not export.is_symbolic_dim(length) and first + length > 2**31:
+        raise ValueError(wanted(name, f"an int of at most {2**31 - length}, for {length} positions inside int32", first))
+
+
 def _describe(value: Any) -> str:
     if is_traced(value):
         return f"a traced {value.dtype}{list(value.shape)}"
@@ -150,15 +175,15 @@ def int32(name: str, value: Any) -> int:
     return value
 
 
-def as_mask(name: str, value: ArrayLike) -> jax.Array:
+def as_mask(name: str, value: ArrayLike, is_true: str = "may attend") -> jax.Array:
     """A bool array."""
     array = as_array(name, value)
     if array.dtype != jnp.bool_:
-        raise TypeError(wanted(name, "a bool array, True = may attend", array.dtype))
+        raise TypeError(wanted(name, f"a bool array, True = {is_true}", array.dtype))
     return jnp.asarray(array)
 
 
-def broadcastable(name: str, *shapes: tuple[int, ...]) -> tuple[int, ...]:
+def broadcastable(name: str, *shapes: tuple[int, ...]) -> tuple[Any, ...]:
     """The shape that all broadcast to."""
     try:
         return jnp.broadcast_shapes(*shapes)
@@ -258,5 +283,6 @@ def as_key(name: str, rng: Any) -> jax.Array:
 
 def params(value: Any) -> None:
     """A Haiku parameter tree."""
-    if not isinstance(value, Mapping):
-        raise TypeError(wanted("params", "a Haiku parameter tree, a dict of dicts", type(value).__name__))
+    if not isinstance(value, Mapping) or not all(isinstance(module, Mapping) for module in value.values()):
+        got = "a dict of others" if isinstance(value, Mapping) else type(value).__name__
+        raise TypeError(wanted("params", "a Haiku parameter tree, a dict of dicts", got))

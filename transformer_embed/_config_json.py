@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from transformer_embed.embedder import EmbedderConfig
 from transformer_embed.rotary_scaling import Scaling
@@ -22,7 +23,8 @@ def config_to_json(config: EmbedderConfig) -> str:
     kinds = {kind: name for name, kind in SCHEMES.items()}
     if config.positions is not None:
         fields["positions"] = {"kind": kinds[type(config.positions)], **dataclasses.asdict(config.positions)}
-    return json.dumps({**fields, "param_dtype": jnp.dtype(config.param_dtype).name, "dtype": jnp.dtype(config.dtype).name})
+    dtypes = {name: jnp.dtype(fields[name]).name for name in ("param_dtype", "dtype")}
+    return json.dumps(fields | dtypes, default=_number)
 
 
 def config_from_json(text: str) -> EmbedderConfig:
@@ -38,12 +40,17 @@ def config_from_json(text: str) -> EmbedderConfig:
 
 def extras_to_json(extras: Mapping[str, Any]) -> str:
     """Nested mappings; a scaling as one whose `scaling` is its name."""
-    return json.dumps(_to_fields(extras))
+    return json.dumps(_to_fields(extras), default=_number)
 
 
 def extras_from_json(text: str) -> dict[str, Any]:
     """What `extras_to_json` was given; errors as in `config_from_json`."""
     return _from_fields(json.loads(text))
+
+
+def _number(value: np.generic) -> Any:
+    """A numpy scalar as Python's."""
+    return value.item()
 
 
 def _to_fields(value: Any) -> Any:

@@ -67,6 +67,8 @@ class Tensors:
 
 def open_tensors(path: str | os.PathLike[str]) -> Tensors:
     """The tensors of a safetensors file, of an index file with its shards, or of a folder that holds one of the two."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(_checks.wanted("path", "a str or a path", type(path).__name__))
     found = _find(pathlib.Path(path))
     if found.name.endswith(".json"):
         return Tensors(found, _shards(found), {})

@@ -21,7 +21,7 @@ def add_show(commands: Any) -> None:
         allow_abbrev=False,
         help="draw a picture of an encoding, a mask or an error",
         description="Draws one picture of what this package computes and writes it to a file: as PNG, SVG or PDF, by the file's suffix. "
-        "Equal arguments give equal files. Needs matplotlib: pip install 'transformer-embed[plots]'.",
+        "Equal arguments give equal files. Needs matplotlib: pip install matplotlib.",
     )
     pictures = show.add_subparsers(required=True, metavar="PICTURE")
 
@@ -71,7 +71,7 @@ def _show(args: argparse.Namespace) -> None:
     out = writable(args.out)
     try:
         te.plots  # noqa: B018 (it loads on first use)
-    except ImportError as error:
+    except AttributeError as error:
         raise UserError(str(error)) from error
     import matplotlib.style  # noqa: PLC0415 (slow to load)
     from matplotlib.figure import Figure  # noqa: PLC0415
@@ -111,6 +111,8 @@ def _draw_rotary(args: argparse.Namespace, ax: Any) -> str:
 
 def _draw_mask(args: argparse.Namespace, ax: Any) -> str:
     positions = np.arange(len(args.tokens) if args.tokens else args.length)
+    if args.prefix > len(positions):
+        raise UserError(f"--prefix: wanted at most the {len(positions)} tokens, got {args.prefix}")
     prefix = np.where(positions < args.prefix, 0, -1) if args.prefix else None
     mask = te.attention_mask(
         query_positions=positions,

@@ -22,12 +22,12 @@ SHORTEST_TEXT = math.ceil((CONTEXT + 1) / HELD_OUT)
 Params = Mapping[str, Mapping[str, Array]]
 
 
-def next_byte_logits(config: te.EmbedderConfig, ids: UInt8[Array, "b t"]) -> Float[Array, "b t v"]:
+def next_byte_logits(config: te.EmbedderConfig, ids: UInt8[Array, "b t"], *, is_training: bool) -> Float[Array, "b t v"]:
     """A causal Transformer, normed before each block (Xiong et al., 2020, https://arxiv.org/abs/2002.04745), its output layer tied."""
     embed = te.TransformerEmbedding(config.vocab_size, config.d_model, positions=config.positions, dropout_rate=config.dropout_rate)
     positions = jnp.arange(ids.shape[1])
     mask = te.attention_mask(query_positions=positions, key_positions=positions)
-    x = embed(ids, is_training=True)
+    x = embed(ids, is_training=is_training)
     for _ in range(NUM_LAYERS):
         x = x + _attention(_norm(x), mask)
         x = x + _feed_forward(_norm(x))
@@ -63,25 +63,25 @@ def train(text: bytes, positions: te.Sinusoidal | None, name: str, *, steps: int
     model = hk.without_apply_rng(hk.transform(functools.partial(next_byte_logits, config)))
     optimizer = _optimizer(steps)
 
-    def bits(params: Params, windows: UInt8[Array, "b t"]) -> Float[Array, "b"]:
+    def bits(params: Params, windows: UInt8[Array, "b t"], *, is_training: bool) -> Float[Array, "b"]:
+        logits = model.apply(params, windows[:, :-1], is_training=is_training)
         targets = windows[:, 1:].astype(jnp.int32)
-        losses = optax.softmax_cross_entropy_with_integer_labels(model.apply(params, windows[:, :-1]), targets)
-        return losses.mean(-1) / math.log(2)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean(-1) / math.log(2)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, windows):
-        gradient = jax.grad(lambda params: bits(params, windows).mean())(params)
+        gradient = jax.grad(lambda params: bits(params, windows, is_training=True).mean())(params)
         updates, state = optimizer.update(gradient, state, params)
         return optax.apply_updates(params, updates), state
 
     training, held_out = split(text)
-    params = model.init(jax.random.key(seed), jnp.zeros([1, CONTEXT], jnp.uint8))
+    params = model.init(jax.random.key(seed), jnp.zeros([1, CONTEXT], jnp.uint8), is_training=False)
     state, rng = optimizer.init(params), np.random.default_rng(seed)
     for _ in _bar(range(steps), f"{name}, training", quiet):
         params, state = step(params, state, _windows(training, rng.integers(0, len(training) - CONTEXT, BATCH_SIZE)))
     starts = _held_out_starts(held_out)
     batches = np.resize(starts, (math.ceil(len(starts) / EVALUATION_BATCH_SIZE), EVALUATION_BATCH_SIZE))
-    score = jax.jit(bits)
+    score = jax.jit(functools.partial(bits, is_training=False))
     each = [np.asarray(score(params, _windows(held_out, batch))) for batch in _bar(batches, f"{name}, held-out text", quiet)]
     return Result(config, params, float(np.concatenate(each)[: len(starts)].mean(dtype=np.float64)))
 

@@ -48,10 +48,15 @@ def contents(path: str, at_most: int = -1) -> bytes:
     return data
 
 
-def writable(name: str) -> pathlib.Path:
-    """The path, once a file was made beside it and removed: hours of work must not end at a folder that takes no file."""
+def writable(name: str, *inputs: str | None) -> pathlib.Path:
+    """The path, once a file was made beside it and removed: hours of work must not end at a folder that takes no file.
+
+    It is none of the inputs.
+    """
     try:
         path = pathlib.Path(os.path.realpath(name))
+        if path.exists() and any(_is_file(path, each) for each in inputs):
+            raise UserError(f"cannot write {name}: it is also read; name another file")
         if path.exists() and not path.is_file():
             raise UserError(f"cannot write {name}: it is no regular file; name a file")
         with _files.temporary(path):
@@ -59,6 +64,13 @@ def writable(name: str) -> pathlib.Path:
     except (OSError, ValueError) as error:
         raise UserError(f"cannot write {name}: {reason(error)}; name a file in a folder that exists and that you may write to") from error
     return path
+
+
+def _is_file(path: pathlib.Path, other: str | None) -> bool:
+    try:
+        return other is not None and path.samefile(other)
+    except (OSError, ValueError):
+        return False
 
 
 def write_whole(path: pathlib.Path, write: Callable[[IO[bytes]], Any]) -> None:

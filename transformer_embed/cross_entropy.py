@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import export
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int32
 
 from transformer_embed import _checks
 from transformer_embed._mesh import Axes, leading_without, per_dimension, spec_of
-from transformer_embed.lookup import Table, as_table
+from transformer_embed.lookup import Table, as_wide_as_table
 
 REDUCTIONS = ("mean", "sum")
 # Below 256 tokens a chunk's sum into the table's gradient costs more than the chunk's logits; beyond 1024 nothing gets faster.
@@ -86,10 +87,10 @@ def tied_cross_entropy(
         gradient in the forward pass: Hsu et al., "Liger Kernel" (2024), section 3.2, https://arxiv.org/abs/2410.10989. The loss over a
         split vocabulary: Shoeybi et al., "Megatron-LM" (2019), section 3, https://arxiv.org/abs/1909.08053
     """
-    table, x = as_table("table", table), _checks.as_floats("x", x)
-    if x.ndim == 0 or x.shape[-1] != table.shape[1]:
-        raise ValueError(_checks.wanted("x", f"a last axis of the table's width, {table.shape[1]}", f"shape {list(x.shape)}"))
+    x, table = as_wide_as_table(x, table)
     labels = _checks.as_int32("labels", labels)
+    if any(export.is_symbolic_dim(size) for size in x.shape):
+        raise TypeError(_checks.wanted("x", "a shape known while tracing, to be cut into chunks", f"shape {list(x.shape)}"))
     if labels.shape != x.shape[:-1]:
         raise ValueError(_checks.wanted("labels", f"x's shape without its last axis, {list(x.shape[:-1])}", f"shape {list(labels.shape)}"))
     pad_id = None if pad_id is None else _checks.int32("pad_id", pad_id)
@@ -129,14 +130,12 @@ def _counted(labels: Int32[Array, "..."], mask: ArrayLike | None, pad_id: int | 
     counted = jnp.ones_like(labels, bool) if pad_id is None else labels != pad_id
     if mask is None:
         return counted
-    mask = _checks.as_array("mask", mask)
-    if mask.dtype != jnp.bool_:
-        raise TypeError(_checks.wanted("mask", "a bool array, True = counted", mask.dtype))
+    mask = _checks.as_mask("mask", mask, "counted")
     if labels.ndim:
         _checks.ends_in_length("mask", mask.shape, labels.shape, "the labels")
     else:
         _checks.broadcasts_to("mask", mask.shape, "labels", labels.shape)
-    return counted & jnp.asarray(mask)
+    return counted & mask
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

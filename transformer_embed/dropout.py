@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, UInt32
 
@@ -58,7 +59,8 @@ def _keep(key: Array, keep_rate: float | np.floating, shape: tuple[int, ...]) ->
     draws_32_bits = jnp.result_type(keep_rate) == jnp.float32
     partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
     counts_elements = partitionable and str(jax.random.key_impl(key)) == _THREEFRY
-    if not (draws_32_bits and counts_elements):
+    is_symbolic = any(export.is_symbolic_dim(size) for size in shape)
+    if is_symbolic or not (draws_32_bits and counts_elements):
         return from_jax(key)
     unrolled = functools.partial(_bernoulli, keep_rate=keep_rate, shape=shape)
     return jax.lax.platform_dependent(key, cpu=unrolled, default=from_jax)

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
 from transformer_embed import _checks
-from transformer_embed.lookup import LOOKUP_STYLES, OUT_OF_RANGE
+from transformer_embed.lookup import LOOKUP_STYLES, OUT_OF_RANGE, Table
 from transformer_embed.modules import TransformerEmbedding, check_embedding_options
 from transformer_embed.schemes import Scheme, Sinusoidal
 
@@ -38,7 +38,7 @@ class EmbedderConfig:
         embedding_width: width of the tables where it is not d_model, or None.
         out_of_range: `"nan"`, `"clip"` or `"zero"`; see `lookup`.
         lookup_style: `"gather"` or `"one_hot"`; see `lookup`.
-        param_dtype: of the tables.
+        param_dtype: of the parameters, but for the layer norm's, which are float32.
         dtype: of the result.
 
     Raises:
@@ -124,8 +124,9 @@ def make_embedder(config: EmbedderConfig) -> Embedder:
     """The input layer that a config describes, as pure, compiled functions.
 
     `apply` takes lists, numpy arrays and jax arrays, works inside `jax.jit`, `jax.vmap` (bind keyword arguments with
-    `functools.partial`: vmap would map them), `jax.grad` and `jax.export`, and traces once a shape: another offset in `positions`
-    or another integer dtype is no new trace (but for uint32 positions on a device, which int32 cannot hold).
+    `functools.partial`: vmap would map them), `jax.grad` and `jax.export` (of symbolic shapes too, a length being bounded by learned
+    positions), and traces once a shape: another offset in `positions`
+    or another integer dtype is no new trace (but for uint32 positions that int32 cannot hold).
 
     Args:
         config: what to build.
@@ -231,7 +232,7 @@ def resize_vocabulary(params: Params, vocab_size: int, rng: Array | None = None)
     return {**params, path: {**params[path], "embeddings": resized}}
 
 
-def resize_positions(params: Params, max_len: int) -> Params:
+def resize_positions(params: Params, max_len: int, *, start: int = 0) -> Params:
     """The parameters of an embedder with learned positions, interpolated to another number of positions.
 
     Both ends of the table stretch together, as the rows of an image do: each new row is a weighted mean of the old rows near its place
@@ -240,14 +241,15 @@ def resize_positions(params: Params, max_len: int) -> Params:
 
     Args:
         params: a Haiku parameter tree with one table of learned positions, as `Embedder.init` makes.
-        max_len: the new number of positions, at least 1.
+        max_len: the new number of positions, above `start`.
+        start: the scheme's: where it counts from. The rows before it, those of padding for example, are kept as they are.
 
     Returns:
         The tree, in which only that table is another.
 
     Raises:
-        TypeError: max_len is no Python int.
-        ValueError: max_len is below 1; there is no table of learned positions, or more than one.
+        TypeError: max_len or start is no Python int.
+        ValueError: max_len is not above start; start outside the table; there is no table of learned positions, or more than one.
 
     Example:
         >>> import jax
@@ -261,9 +263,11 @@ def resize_positions(params: Params, max_len: int) -> Params:
         Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021), section 3.2, https://arxiv.org/abs/2010.11929
     """
     path, table = _table_of(params, "learned_positional_encoding")
-    shape = (_checks.integer("max_len", max_len, at_least=1), table.shape[1])
-    wide = table.astype(jnp.promote_types(jnp.float32, table.dtype))
-    resized = jax.image.resize(wide, shape, "linear").astype(table.dtype)
+    start = _checks.integer("start", start, at_least=0, at_most=table.shape[0] - 1)
+    rows = _checks.integer("max_len", max_len, at_least=start + 1) - start
+    wide = table[start:].astype(jnp.promote_types(jnp.float32, table.dtype))
+    stretched = jax.image.resize(wide, (rows, table.shape[1]), "linear").astype(table.dtype)
+    resized = jnp.concatenate([table[:start], stretched])
     return {**params, path: {**params[path], "embeddings": resized}}
 
 
@@ -272,7 +276,11 @@ def _table_of(params: Params, module: str) -> tuple[str, Float[Array, "v d"]]:
     paths = [path for path in params if path.rsplit("/", 1)[-1] == module]
     if len(paths) != 1:
         raise ValueError(_checks.wanted("params", f"one module called {module}", f"{len(paths)} among {sorted(params)}"))
-    return paths[0], jnp.asarray(params[paths[0]]["embeddings"])
+    table = params[paths[0]].get("embeddings")
+    if table is None or isinstance(table, Table):
+        got = "none" if table is None else f"a table held as {type(table).__name__}"
+        raise ValueError(_checks.wanted(f"params: {paths[0]}/embeddings", "a whole array", got))
+    return paths[0], jnp.asarray(table)
 
 
 def _module(config: EmbedderConfig) -> TransformerEmbedding:
@@ -301,8 +309,10 @@ def _door_positions(positions: ArrayLike) -> Array:
     """One dtype for all integers that int32 holds, so that they share a trace."""
     array = _checks.as_positions("positions", positions)
     if jnp.issubdtype(array.dtype, jnp.floating):
-        return jnp.asarray(array, jnp.float32)
-    if isinstance(array, np.ndarray):
+        return jnp.asarray(array)
+    if isinstance(array, np.ndarray) and array.dtype != np.uint32:
         return jnp.asarray(_checks.fits_int32("positions", array))
+    if isinstance(array, np.ndarray):
+        return jnp.asarray(array, jnp.int32 if array.size == 0 or array.max() < 2**31 else jnp.uint32)
     narrow = array.dtype.itemsize < 4 or array.dtype == jnp.int32
     return _checks.as_int32("positions", array) if narrow else array

@@ -153,9 +153,7 @@ def tied_logits(x: ArrayLike, table: ArrayLike | Table, *, pad_id: int | None = 
         Press and Wolf, "Using the Output Embedding to Improve Language Models" (2017), https://arxiv.org/abs/1608.05859;
         Vaswani et al., "Attention Is All You Need" (2017), section 3.4, https://arxiv.org/abs/1706.03762
     """
-    table, x = as_table("table", table), _checks.as_floats("x", x)
-    if x.ndim == 0 or x.shape[-1] != table.shape[1]:
-        raise ValueError(_checks.wanted("x", f"a last axis of the table's width, {table.shape[1]}", f"shape {list(x.shape)}"))
+    x, table = as_wide_as_table(x, table)
     dtype = jnp.promote_types(jnp.float32, jnp.promote_types(x.dtype, table.dtype))
     logits = table.logits(x) if isinstance(table, Table) else jnp.einsum("...d,vd->...v", x, table, preferred_element_type=dtype)
     if pad_id is not None and _checks.int32("pad_id", pad_id) < table.shape[0]:
@@ -199,6 +197,14 @@ def as_table(name: str, table: ArrayLike | Table) -> Float[Array, "v d"] | Table
     if array.ndim != 2 or array.shape[0] == 0:
         raise ValueError(_checks.wanted(name, "shape [vocab_size, d] with at least one row", f"shape {list(array.shape)}"))
     return array
+
+
+def as_wide_as_table(x: ArrayLike, table: ArrayLike | Table) -> tuple[Float[Array, "... d"], Float[Array, "v d"] | Table]:
+    """Floating x with a last axis as wide as the table."""
+    table, x = as_table("table", table), _checks.as_floats("x", x)
+    if x.ndim == 0 or x.shape[-1] != table.shape[1]:
+        raise ValueError(_checks.wanted("x", f"a last axis of the table's width, {table.shape[1]}", f"shape {list(x.shape)}"))
+    return x, table
 
 
 def rows_at(

@@ -56,7 +56,7 @@ def causal_mask(length: int) -> Bool[Array, "t t"]:
     Source:
         Vaswani et al., "Attention Is All You Need" (2017), section 3.2.3, https://arxiv.org/abs/1706.03762
     """
-    positions = jnp.arange(_checks.integer("length", length, at_least=0), dtype=jnp.int32)
+    positions = jnp.arange(_checks.length("length", length), dtype=jnp.int32)
     return positions <= positions[:, None]
 
 
@@ -136,7 +136,7 @@ def attention_mask(
     if query_segment_ids is not None and key_segment_ids is not None:
         allowed.append(segment_mask(query_segment_ids, key_segment_ids))
     if padding is not None:
-        allowed.append(_checks.rows("padding", _checks.as_mask("padding", padding))[:, None, None, :])
+        allowed.append(_checks.rows("padding", _checks.as_mask("padding", padding, "a token"))[:, None, None, :])
     if not allowed:
         allowed.append(jnp.ones((1, 1, 1, _keys("key_positions", key_positions).shape[3]), bool))
     return functools.reduce(jnp.logical_and, allowed)
@@ -189,7 +189,7 @@ def chunk_mask(query_positions: ArrayLike, key_positions: ArrayLike, *, chunk: i
 
     Raises:
         TypeError: positions are not signed integers; chunk is no Python int.
-        ValueError: another rank; a chunk below 1; host positions outside int32.
+        ValueError: another rank; a chunk below 1 or past int32; host positions outside int32.
 
     Example:
         >>> import transformer_embed as te
@@ -200,7 +200,7 @@ def chunk_mask(query_positions: ArrayLike, key_positions: ArrayLike, *, chunk: i
         Child et al., "Generating Long Sequences with Sparse Transformers" (2019), section 4.3, https://arxiv.org/abs/1904.10509,
         the block of its fixed pattern; the chunked attention of Llama 4.
     """
-    chunk = _checks.integer("chunk", chunk, at_least=1)
+    chunk = _checks.integer("chunk", chunk, at_least=1, at_most=2**31 - 1)
     return _queries("query_positions", query_positions) // chunk == _keys("key_positions", key_positions) // chunk
 
 
@@ -344,7 +344,7 @@ def _at_most(first: Integer[Array, "..."], second: Integer[Array, "..."], distan
 
 def _pair(name: str, value: Any) -> tuple[Any, Any]:
     if not isinstance(value, tuple) or len(value) != 2:
-        raise TypeError(_checks.wanted(name, "a pair (left, right), None for no limit", repr(value)))
+        raise TypeError(_checks.wanted(name, "a tuple (left, right), None for no limit", repr(value)))
     for n, distance in enumerate(value):
         if distance is not None:
             _checks.integer(f"{name}[{n}]", distance, at_least=0)

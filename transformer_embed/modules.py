@@ -453,7 +453,7 @@ def _encoding(encode: Callable[[ArrayLike], Array], positions: ArrayLike, shape:
     positions = _checks.as_array("positions", positions)
     _checks.ends_in_length("positions", positions.shape, shape)
     encoding = encode(positions)
-    one_row_for_many = positions.ndim == 1 and math.prod(shape[:-1]) > 1
+    one_row_for_many = positions.ndim == 1 and any(size != 1 for size in shape[:-1])
     return _computed_once(encoding) if one_row_for_many else encoding
 
 
@@ -465,7 +465,7 @@ def _computed_once(rows: Float[Array, "t d"]) -> Float[Array, "t d"]:
 
 
 def _gathered(rows: Float[Array, "t d"]) -> Float[Array, "t d"]:
-    return jnp.take(rows, jnp.arange(len(rows), dtype=jnp.int32), axis=0, mode="clip")
+    return jnp.take(rows, jnp.arange(rows.shape[0], dtype=jnp.int32), axis=0, mode="clip")
 
 
 def _named_axes(x: Array) -> tuple[str, ...]:

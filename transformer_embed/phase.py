@@ -93,12 +93,12 @@ def sinusoid(positions: ArrayLike, constants: Channels) -> Float32[Array, "... d
     if jnp.issubdtype(positions.dtype, jnp.floating):
         narrow = jnp.asarray(positions, jnp.float32)
         if positions.dtype == jnp.float64:
-            narrow = jnp.where((jnp.abs(positions) < 2**24) | (narrow == positions), narrow, jnp.nan)
+            narrow = jnp.where((jnp.abs(positions) < 2**24) | (narrow.astype(jnp.float64) == positions), narrow, jnp.nan)
         return _sine_at_float(narrow, constants)
     if positions.dtype.itemsize < 8:
         return _sine_at_integer(jnp.asarray(positions, jnp.uint32 if positions.dtype == jnp.uint32 else jnp.int32), constants)
     narrow = positions.astype(jnp.int32)
-    fits = (narrow == positions) if positions.dtype != jnp.uint64 else (positions < 2**31)
+    fits = (narrow.astype(positions.dtype) == positions) if positions.dtype != jnp.uint64 else (positions < 2**31)
     sine = _sine_at_integer(jnp.asarray(narrow), constants)
     if isinstance(fits, np.ndarray | np.bool_) and np.all(fits):
         return sine

@@ -13,7 +13,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from transformer_embed import _checks, phase
-from transformer_embed.rotary import Scaling, apply_rotary
+from transformer_embed.rotary import apply_rotary
+from transformer_embed.rotary_scaling import Scaling
 from transformer_embed.sinusoidal import sinusoidal_encoding
 
 try:
@@ -23,7 +24,7 @@ try:
     from matplotlib.patches import Circle, Patch
     from matplotlib.ticker import MaxNLocator
 except ImportError as error:
-    raise ImportError("transformer_embed.plots needs matplotlib: pip install 'transformer-embed[plots]'") from error
+    raise ImportError("transformer_embed.plots needs matplotlib: pip install matplotlib") from error
 
 HIDDEN, ALLOWED = "#E6E6E6", "#0B3C5D"
 # Blue, vermilion, bluish green and black of Okabe and Ito's palette for the colour-blind.
@@ -189,7 +190,7 @@ def plot_mask(
     """
     values = _one_matrix("mask", _on_host("mask", _checks.as_mask("mask", mask)), batch_index, head)
     if query_tokens is not None and len(values) == 1:
-        values = np.broadcast_to(values, (max(len(query_tokens), 1), values.shape[1]))
+        values = np.broadcast_to(values, (max(len(_checks.sequence("query_tokens", query_tokens)), 1), values.shape[1]))
     names = _names("query_tokens", query_tokens, values.shape[0]), _names("key_tokens", key_tokens, values.shape[1])
     ax = _axes(ax)
     ax.imshow(values, cmap=ListedColormap([HIDDEN, ALLOWED]), vmin=0, vmax=1, interpolation="nearest")
@@ -416,9 +417,12 @@ def _queries_and_keys(ax: Axes, shape: tuple[int, ...], names: Sequence[list[str
 
 def _names(name: str, tokens: Sequence[str] | None, count: int) -> list[str] | None:
     """What to write on an axis of `count` rows or columns."""
-    if tokens is not None and len(tokens) != count:
+    if tokens is None:
+        return None
+    tokens = _checks.sequence(name, tokens)
+    if len(tokens) != count:
         raise ValueError(_checks.wanted(name, f"one name for each of {count}", len(tokens)))
-    return None if tokens is None else [_printable(token) for token in tokens]
+    return [_printable(token) for token in tokens]
 
 
 def _printable(token: str) -> str:
@@ -455,10 +459,12 @@ def _frequencies(d_model: int, base: float, scaling: Scaling | None) -> Sequence
 
 
 def _pairs(pairs: Sequence[int] | None, half: int) -> list[int]:
-    chosen = range(0, half, max(1, half // 8))[:4] if pairs is None else [_index("pairs", pair, half) for pair in pairs]
+    if pairs is None:
+        return list(range(0, half, max(1, half // 8))[:4])
+    chosen = [_index("pairs", pair, half) for pair in _checks.sequence("pairs", pairs)]
     if not chosen:
         raise ValueError(_checks.wanted("pairs", f"at least one of 0..{half - 1}", pairs))
-    return list(chosen)
+    return chosen
 
 
 def _places(positions: ArrayLike) -> np.ndarray:

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int32
 
@@ -37,7 +38,7 @@ class Placement(NamedTuple):
     @property
     def padding(self) -> Bool[Array, "b t"]:
         """The padding mask, bool [batch, length], True = a token."""
-        return self.segment_ids > 0
+        return self.segment_ids != 0
 
     def queries(self) -> dict[str, Array]:
         """The arguments of `attention_mask` for these tokens as queries."""
@@ -63,7 +64,7 @@ def place_ids(ids: ArrayLike, *, pad_id: int = 0, start: int = 0, at_padding: in
 
     Raises:
         TypeError: ids are not integers, or another argument is no Python int.
-        ValueError: another rank.
+        ValueError: ids of another rank; a start from which positions would leave int32.
 
     Example:
         >>> import transformer_embed as te
@@ -81,6 +82,7 @@ def place_ids(ids: ArrayLike, *, pad_id: int = 0, start: int = 0, at_padding: in
 def positions_of_tokens(tokens: Bool[Array, "... t"], start: int, at_padding: int) -> Int32[Array, "... t"]:
     """How many tokens stand before each token, plus start."""
     start, at_padding = _checks.int32("start", start), _checks.int32("at_padding", at_padding)
+    _checks.last_position_fits("start", start, tokens.shape[-1])
     number = jnp.cumsum(tokens.astype(jnp.int32), axis=-1)
     return jnp.where(tokens, number + (start - 1), at_padding).astype(jnp.int32)
 
@@ -89,7 +91,8 @@ def place_lengths(lengths: ArrayLike, length: int, *, padding_side: str = "right
     """The placement of rows of given lengths, padded to one length.
 
     Args:
-        lengths: [batch] integers: how many tokens each row has. Of one past `length`, `length` tokens are in view.
+        lengths: [batch] integers: how many tokens each row has. Of one past `length`, `length` tokens are in view; of a negative one, on
+            a device, none.
         length: of the padded rows, at least 0.
         padding_side: `"right"` or `"left"`.
         start: the position of the first token; see `place_ids`.
@@ -100,7 +103,8 @@ def place_lengths(lengths: ArrayLike, length: int, *, padding_side: str = "right
 
     Raises:
         TypeError: lengths are not integers, or another argument is of another type.
-        ValueError: lengths are not of rank 1, length is negative, or an unknown padding_side.
+        ValueError: lengths are not of rank 1; length, or one of the lengths on the host, is negative; an unknown padding_side; a start
+            from which positions would leave int32.
 
     Example:
         >>> import transformer_embed as te
@@ -110,10 +114,13 @@ def place_lengths(lengths: ArrayLike, length: int, *, padding_side: str = "right
     Source:
         The sequence lengths of `tf.sequence_mask` and of `jax.nn.dot_product_attention`, https://docs.jax.dev.
     """
+    given = _checks.as_array("lengths", lengths)
     lengths = _checks.as_int32("lengths", lengths)
     if lengths.ndim != 1:
         raise ValueError(_checks.wanted("lengths", "shape [batch]", f"shape {list(lengths.shape)}"))
-    index = jnp.arange(_checks.integer("length", length, at_least=0), dtype=jnp.int32)
+    if isinstance(given, np.ndarray) and (given < 0).any():
+        raise ValueError(_checks.wanted("lengths", "integers of at least 0", int(given.min())))
+    index = jnp.arange(_checks.length("length", length), dtype=jnp.int32)
     if _checks.choice("padding_side", padding_side, ("right", "left")) == "left":
         index = index[::-1]
     tokens = index < lengths[:, None]
@@ -124,7 +131,8 @@ def place_segments(segment_ids: ArrayLike, *, start: int = 0, at_padding: int = 
     """The placement of packed sequences: positions start again with each segment.
 
     Args:
-        segment_ids: [length] or [batch, length] integers: 0 = padding, and a number of its own for each run of tokens that is a sequence.
+        segment_ids: [length] or [batch, length] integers: 0 = padding, and another number for each run of tokens that is a sequence. To
+            the masks, a number that comes back in a row is one sequence: on the host it is refused.
         start: the position of each first token; see `place_ids`.
         at_padding: the position that padding gets; see `place_ids`.
 
@@ -133,7 +141,8 @@ def place_segments(segment_ids: ArrayLike, *, start: int = 0, at_padding: int = 
 
     Raises:
         TypeError: segment_ids are not integers, or another argument is no Python int.
-        ValueError: another rank.
+        ValueError: segment_ids of another rank, outside int32, or with a number that comes back; a start from which positions would
+            leave int32.
 
     Example:
         >>> import transformer_embed as te
@@ -143,7 +152,10 @@ def place_segments(segment_ids: ArrayLike, *, start: int = 0, at_padding: int = 
     Source:
         Raffel et al., "T5" (2020), section 3.5.2, https://arxiv.org/abs/1910.10683
     """
-    rows = _checks.rows("segment_ids", _checks.as_int32("segment_ids", segment_ids))
+    given = _checks.as_array("segment_ids", segment_ids)
+    rows = _checks.rows("segment_ids", _checks.as_fitting_int32("segment_ids", given))
+    if isinstance(given, np.ndarray):
+        _check_runs(np.atleast_2d(given))
     return Placement(_positions_in_segments(rows, start, at_padding), rows)
 
 
@@ -152,7 +164,8 @@ def place_offset(offset: ArrayLike, length: int) -> Placement:
 
     Args:
         offset: integers, [] or [batch]: the position of the first token, the same for all rows or one for each; traced as a rule. An
-            encoding that counts from elsewhere (OPT from 2) has it added by the caller.
+            encoding that counts from elsewhere (OPT from 2) has it added by the caller. Positions must fit int32: on the host that is
+            checked, on a device their sum wraps.
         length: number of tokens, 1 in step-by-step decoding; at least 0.
 
     Returns:
@@ -160,7 +173,7 @@ def place_offset(offset: ArrayLike, length: int) -> Placement:
 
     Raises:
         TypeError: offset is not an integer, or length is no Python int.
-        ValueError: a rank above 1, or a negative length.
+        ValueError: a rank above 1, or a negative length; a host offset from which positions would leave int32.
 
     Example:
         >>> import transformer_embed as te
@@ -171,12 +184,23 @@ def place_offset(offset: ArrayLike, length: int) -> Placement:
     Source:
         Dai et al., "Transformer-XL" (2019), section 3.2, on states reused from before; https://arxiv.org/abs/1901.02860
     """
-    offset = _checks.as_ordered("offset", offset).astype(jnp.int32)
+    length = _checks.length("length", length)
+    given = _checks.as_array("offset", offset)
+    offset = _checks.as_fitting_int32("offset", given)
     if offset.ndim > 1:
         raise ValueError(_checks.wanted("offset", "shape [] or [batch]", f"shape {list(offset.shape)}"))
-    index = jnp.arange(_checks.integer("length", length, at_least=0), dtype=jnp.int32)
-    positions = jnp.atleast_1d(offset)[:, None] + index
+    if isinstance(given, np.ndarray) and given.size:
+        _checks.last_position_fits("offset", int(given.max()), length)
+    positions = jnp.atleast_1d(offset)[:, None] + jnp.arange(length, dtype=jnp.int32)
     return Placement(positions, jnp.ones_like(positions))
+
+
+def _check_runs(rows: np.ndarray) -> None:
+    for number, row in enumerate(rows):
+        seen, count = np.unique(row[np.diff(row, prepend=~row[:1]) != 0], return_counts=True)
+        back = seen[(count > 1) & (seen != 0)]
+        if back.size:
+            raise ValueError(_checks.wanted("segment_ids", "one run of tokens for each number", f"{int(back[0])} twice in row {number}"))
 
 
 def _positions_in_segments(segment_ids: Int32[Array, "b t"], start: int, at_padding: int) -> Int32[Array, "b t"]:
@@ -185,4 +209,5 @@ def _positions_in_segments(segment_ids: Int32[Array, "b t"], start: int, at_padd
     is_first = (segment_ids != jnp.roll(segment_ids, 1, axis=1)).at[:, :1].set(True)
     first = jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
     start, at_padding = _checks.int32("start", start), _checks.int32("at_padding", at_padding)
+    _checks.last_position_fits("start", start, segment_ids.shape[1])
     return jnp.where(segment_ids != 0, index - first + start, at_padding).astype(jnp.int32)

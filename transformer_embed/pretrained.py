@@ -16,6 +16,7 @@ from transformer_embed import _checks
 from transformer_embed._config_json import config_from_json, config_to_json, extras_from_json, extras_to_json
 from transformer_embed._files import DTYPES, Tensors, open_tensors, read_json, write_tensors
 from transformer_embed.embedder import EmbedderConfig, Params, make_embedder
+from transformer_embed.lookup import Table
 
 CONFIG = "transformer_embed.config"
 EXTRAS = "transformer_embed.extras"
@@ -110,14 +111,20 @@ def load_embedder(
     """
     if stack is not None:
         _checks.choice("stack", stack, known.STACKS)
+    for name, value in (("settings", settings), ("names", names)):
+        if not isinstance(value, Mapping | None):
+            raise TypeError(_checks.wanted(name, "a mapping, or None", type(value).__name__))
     if (config is None) != (names is None):
         raise ValueError(_checks.wanted("config and names", "both or neither", "one of them"))
     tensors = open_tensors(path)
     is_own = settings is None and CONFIG in tensors.metadata
     if config is not None or is_own:
-        _checks.unwanted("stack", stack, "the parameters are named one by one")
+        _checks.unwanted("stack", stack, "each parameter is named: by the file, where save_embedder wrote it, or by names")
     if config is not None and names is not None:
-        return _loaded(tensors, PretrainedInput(config, {}, names=dict(names)))
+        by_hand = PretrainedInput(config, {}, names=dict(names))
+        if unknown := sorted(set(names) - set(_wanted(by_hand))):
+            raise ValueError(_checks.wanted("names", f"parameters that the config has, {sorted(_wanted(by_hand))}", unknown))
+        return _loaded(tensors, by_hand)
     if is_own:
         return _loaded(tensors, _from_metadata(tensors))
     return _loaded(tensors, _recognised(tensors, stack, dict(settings or {})))
@@ -164,12 +171,14 @@ def save_embedder(
         The safetensors format, https://github.com/huggingface/safetensors
     """
     _checks.params(params)
-    leaves = {f"{module}/{name}": np.asarray(leaf) for module, group in params.items() for name, leaf in group.items()}
+    leaves = {f"{module}/{name}": _on_host(f"{module}/{name}", leaf) for module, group in params.items() for name, leaf in group.items()}
+    if unknown := sorted(set(names or {}) - set(leaves)):
+        raise ValueError(_checks.wanted("names", f"names of parameters, of {sorted(leaves)}", unknown))
     names = {name: (names or {}).get(name, name) for name in leaves}
     found = PretrainedInput(config, params, rotary, bias, names)
     for name, shape in _wanted(found).items():
         if name not in leaves or leaves[name].shape != shape:
-            got = str(list(leaves[name].shape)) if name in leaves else "none"
+            got = f"shape {list(leaves[name].shape)}" if name in leaves else f"none among {sorted(leaves)}"
             raise ValueError(_checks.wanted(f"params: {name}", f"shape {list(shape)}, as the config says", got))
     for name, leaf in leaves.items():
         if leaf.dtype not in DTYPES.values():
@@ -181,25 +190,31 @@ def save_embedder(
     write_tensors(pathlib.Path(os.path.realpath(path)), arrays, {"format": "pt", CONFIG: config_to_json(config), EXTRAS: extras})
 
 
+def _on_host(name: str, leaf: Any) -> np.ndarray:
+    if isinstance(leaf, Table):
+        raise TypeError(_checks.wanted(f"params: {name}", "a whole array", f"a table held as {type(leaf).__name__}"))
+    return np.asarray(leaf)
+
+
 def _loaded(tensors: Tensors, found: PretrainedInput) -> PretrainedInput:
     """The description with its parameters, once all shapes and dtypes are seen to be right."""
     wanted, names = _wanted(found), found.names or {}
     if unnamed := sorted(set(wanted) - set(names)):
         raise ValueError(_checks.wanted("names", f"a tensor for each parameter, {sorted(wanted)}", f"none for {unnamed}"))
-    for name in wanted:
-        tensor = names[name]
+    for name, tensor in names.items():
         if tensor not in tensors.files:
             raise ValueError(_checks.wanted(str(tensors.path), f"a tensor {tensor!r}", _listed(tensors)))
-        shape = wanted[name][::-1] if _is_turned(name, tensor) else wanted[name]
         entry = tensors.entry(tensor)
+        expected = wanted.get(name, entry.shape)
+        shape = expected[::-1] if _is_turned(name, tensor) else expected
         if entry.shape != shape or entry.dtype not in DTYPES:
             want = f"shape {list(shape)}, as the configuration says, of F32, BF16 or F16"
             raise ValueError(_checks.wanted(f"{tensors.path}: {tensor}", want, entry))
     params: dict[str, dict[str, Array]] = {}
-    for name in wanted:
+    for name in names:
         module, leaf = name.rsplit("/", 1)
         params.setdefault(module, {})[leaf] = tensors.read(names[name], transposed=_is_turned(name, names[name]))
-    return found._replace(params=params, names={name: names[name] for name in wanted})
+    return found._replace(params=params)
 
 
 def _wanted(found: PretrainedInput) -> dict[str, tuple[int, ...]]:
@@ -229,19 +244,21 @@ def _recognised(tensors: Tensors, stack: str | None, settings: dict[str, Any]) -
     read = known.Settings(entries, has_file, stack or known.STACKS[0])
     shapes = {name: tensors.entry(tensor).shape for name, tensor in names.items()}
     source = str(beside) if has_file else "settings"
-    if wrong := [tensor for name, tensor in names.items() if len(shapes[name]) != (1 if name in known.VECTORS else 2)]:
-        raise ValueError(_checks.wanted(f"{tensors.path}: {wrong[0]}", "another rank", tensors.entry(wrong[0])))
+    for name, tensor in names.items():
+        rank = 1 if name in known.VECTORS else 2
+        if len(shapes[name]) != rank:
+            raise ValueError(_checks.wanted(f"{tensors.path}: {tensor}", f"a tensor of rank {rank}", tensors.entry(tensor)))
     try:
         described = kind.describe(read, shapes)
         dtype = DTYPES.get(tensors.entry(names[known.TOKENS]).dtype, jnp.dtype("float32"))
         config = EmbedderConfig(**described.options, param_dtype=dtype, dtype=dtype)
-        _wanted(PretrainedInput(config, {}, bias=described.bias))
+        wanted = _wanted(PretrainedInput(config, {}, bias=described.bias))
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{source}, for a model {kind.model_types[0]}: {error}") from error
     if read.missing:
         want = f"{sorted(set(read.missing))} of a model {kind.model_types[0]}, from a config.json beside the tensors or as settings={{...}}"
         raise ValueError(_checks.wanted(str(tensors.path), want, "none of them" if has_file else "no config.json"))
-    return PretrainedInput(config, {}, described.rotary, described.bias, names)
+    return PretrainedInput(config, {}, described.rotary, described.bias, {name: names[name] for name in wanted if name in names})
 
 
 def _kind(tensors: Tensors, model_types: list[Any], stack: str) -> tuple[known.Architecture, dict[str, str]]:

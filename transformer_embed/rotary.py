@@ -227,7 +227,7 @@ def _check_even(name: str, value: int) -> int:
 def _sections(sections: Sequence[int] | None, pairs: int) -> tuple[int, ...]:
     if sections is None:
         return ()
-    sections = tuple(_checks.integer(f"sections[{n}]", size, at_least=0) for n, size in enumerate(sections))
+    sections = tuple(_checks.integer(f"sections[{n}]", size, at_least=0) for n, size in enumerate(_checks.sequence("sections", sections)))
     _checks.same("sections", "numbers that add up to the pairs", sum(sections), pairs)
     return sections
 

@@ -292,8 +292,8 @@ class LongRopeScaling:
 
     def __post_init__(self):
         for name in ("short_factor", "long_factor"):
-            factors = tuple(_checks.real(f"{name}[{n}]", value, above=0) for n, value in enumerate(getattr(self, name)))
-            object.__setattr__(self, name, factors)
+            factors = _checks.sequence(name, getattr(self, name))
+            object.__setattr__(self, name, tuple(_checks.real(f"{name}[{n}]", each, above=0) for n, each in enumerate(factors)))
         _checks.real("factor", self.factor, above=0)
         _checks.integer("original_length", self.original_length, at_least=2)
         _checks.integer("length", self.length, at_least=0)

@@ -136,7 +136,8 @@ def update(optimizer: optax.GradientTransformation, grads: Tree, state: Tree, pa
     Args:
         optimizer: of transformations that update a row by that row alone: sgd, momentum, adagrad, rmsprop, adam, adamw, lion, and
             chains of what these are made of. Any other is probed when the step is traced: on tables of 256 rows, with gradients
-            of many magnitudes.
+            of many magnitudes. A row's state that depends on a step counter is refused too, AMSGrad's for one, though its rows
+            are apart: the probe cannot tell it from an accumulation of gradients.
         grads: the gradient by `rows`: jax.grad(loss, allow_int=True)(rows, ...), since a `Rows` has integers.
         state: that of optimizer.init(params).
         params: the parameters.

@@ -66,12 +66,12 @@ class Sinusoidal:
 
     def count(self, length: int) -> Int32[Array, "t"]:
         """The positions of a row without padding."""
+        _checks.last_position_fits("start", self.start, length)
         return jnp.arange(self.start, self.start + length, dtype=jnp.int32)
 
     def positions(self, ids: Int32[Array, "... t"]) -> Int32[Array, "... t"]:
         """The positions of ids, where none are given."""
-        counted = self.count(ids.shape[-1])
-        return counted if self.at_padding is None else positions_of_tokens(ids != self.pad_id, self.start, self.at_padding)
+        return _positions(self, ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +110,9 @@ class SinusoidalGrid:
     frequency_scale: float = 1.0
 
     def __post_init__(self):
-        if not isinstance(self.shape, tuple) or not isinstance(self.axes, tuple | None):
-            raise TypeError(_checks.wanted("shape and axes", "tuples of ints", f"{self.shape!r} and {self.axes!r}"))
+        for name, value, wanted in (("shape", self.shape, tuple), ("axes", self.axes, tuple | None)):
+            if not isinstance(value, wanted):
+                raise TypeError(_checks.wanted(name, "a tuple of ints", repr(value)))
         self.check(max(2 * len(self.shape), 1))
 
     def check(self, d_model: int) -> None:
@@ -182,11 +183,15 @@ class Learned:
 
     def positions(self, ids: Int32[Array, "... t"]) -> Int32[Array, "... t"]:
         """The positions of ids, where none are given."""
-        counted = self.count(ids.shape[-1])
-        return counted if self.at_padding is None else positions_of_tokens(ids != self.pad_id, self.start, self.at_padding)
+        return _positions(self, ids)
 
 
 Scheme = Sinusoidal | SinusoidalGrid | Learned
+
+
+def _positions(scheme: Sinusoidal | Learned, ids: Int32[Array, "... t"]) -> Int32[Array, "... t"]:
+    counted = scheme.count(ids.shape[-1])
+    return counted if scheme.at_padding is None else positions_of_tokens(ids != scheme.pad_id, scheme.start, scheme.at_padding)
 
 
 def _check_start(start: int, at_padding: int | None, pad_id: int | None) -> None:

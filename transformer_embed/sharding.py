@@ -169,6 +169,8 @@ def shard_params(
         key = _checks.as_key("rng", rng)
         return _draw(params, key, shard_params(jax.eval_shape(params, key), mesh, rules, tables=tables, batch=batch), mesh)
     _checks.unwanted("rng", rng, "params is no function")
+    if not isinstance(batch, tuple | None):
+        raise TypeError(_checks.wanted("batch", "a tuple of mesh axes, or None", repr(batch)))
     place = functools.partial(_place, mesh=mesh, tables=tables, batch=batch)
     return jax.tree_util.tree_map_with_path(place, params, _partition_specs(params, rules), is_leaf=_is_table)
 
@@ -223,7 +225,11 @@ def _partition_specs(params: Any, rules: Mapping[str, PartitionSpec]) -> Any:
     if not isinstance(rules, Mapping) or not all(isinstance(spec, PartitionSpec) for spec in rules.values()):
         raise TypeError(_checks.wanted("rules", "a mapping of patterns to PartitionSpec", rules))
     leaves, tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_table)
-    shapes = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape for path, leaf in leaves}
+    named = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    for name, leaf in named.items():
+        if not hasattr(leaf, "shape"):
+            raise TypeError(_checks.wanted("params", f"an array as {name}", type(leaf).__name__))
+    shapes = {name: leaf.shape for name, leaf in named.items()}
     for pattern in rules:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in shapes):
             raise ValueError(_checks.wanted("rules", f"patterns that match one of {', '.join(shapes)}", repr(pattern)))

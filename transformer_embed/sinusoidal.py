@@ -118,7 +118,7 @@ def sinusoidal_table(
     Source:
         Vaswani et al., "Attention Is All You Need" (2017), section 3.5, https://arxiv.org/abs/1706.03762
     """
-    positions = jnp.arange(_checks.integer("length", length, at_least=0), dtype=jnp.int32)
+    positions = jnp.arange(_checks.length("length", length), dtype=jnp.int32)
     return sinusoidal_encoding(
         positions, d_model, base=base, layout=layout, shift=shift, odd=odd, frequency_scale=frequency_scale, dtype=dtype
     )
