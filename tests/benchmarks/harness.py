@@ -50,7 +50,17 @@ def interleave(calls: Mapping[str, Callable[[], Any]], rounds: int, label: str, 
         shuffle(order)
         for name in order:
             samples[name].append(_milliseconds(calls[name], repeats))
+            _settle()
     return {name: np.array(values) for name, values in samples.items()}
+
+
+def _settle() -> None:
+    """Waits, at most 0.5 s, for 20 idle ms: a line must not pay for memory that another gives back, nor for its threads."""
+    end, idle = time.perf_counter() + 0.5, 0
+    while idle < 4 and time.perf_counter() < end:
+        before = time.process_time()
+        time.sleep(0.005)
+        idle = idle + 1 if time.process_time() - before < 0.0005 else 0
 
 
 def _milliseconds(call: Callable[[], Any], repeats: int) -> float:

@@ -28,6 +28,8 @@ PACKAGES = ("jax", "optax", "torch", "numpy")
 BATCH, WIDTH, NARROW, RATE = 16384, 128, 32, 1e-3
 # More batches than a cache holds rows of.
 BATCHES = 32
+# One after another, as in training.
+STEPS = 4
 OPTIMIZER = optax.adam(RATE)
 OURS, DENSE, TORCH = "rows", "dense optax", "PyTorch SparseAdam"
 
@@ -104,7 +106,7 @@ def torch_line(vocab_size: int, width: int) -> Callable[[], Any]:
 def against_dense(sizes: Sizes) -> Report:
     """Each step's time and temporaries at one large vocabulary."""
     calls = {name: jax_line(step, sizes.vocab_size, WIDTH) for name, step in ((OURS, row_step), (DENSE, dense_step))}
-    samples = interleave(calls, sizes.rounds, "dense")
+    samples = interleave(calls, sizes.rounds, "dense", STEPS)
     report = timing_report(f"Adam, table [{sizes.vocab_size}, {WIDTH}], {BATCH} ids", samples, (OURS, DENSE), {})
     report.figures["dense / rows"] = ratio(samples, DENSE, OURS)
     memory = {name: temporaries(step, sizes.vocab_size) for name, step in ((OURS, row_step), (DENSE, dense_step))}
@@ -130,7 +132,7 @@ def against_torch(sizes: Sizes) -> Report:
     tables = [np.asarray(jax.tree.leaves(call())[0])[:1000] for call in calls.values()]
     # Both took the same two steps, of at most RATE a coordinate, on values below 8.
     np.testing.assert_allclose(*tables, rtol=0, atol=1e-5)
-    samples = interleave(calls, sizes.rounds, "PyTorch")
+    samples = interleave(calls, sizes.rounds, "PyTorch", STEPS)
     report = timing_report(title, samples, (OURS,), {})
     report.figures["PyTorch / rows"] = ratio(samples, TORCH, OURS)
     return report
@@ -140,7 +142,7 @@ def against_vocabulary(sizes: Sizes) -> Report:
     """The same batch in a small and in a large table: what is left is the latency of memory."""
     names = [f"{OURS}, table [{size}, {NARROW}]" for size in (sizes.least, sizes.most)]
     calls = {name: jax_line(row_step, size, NARROW) for name, size in zip(names, (sizes.least, sizes.most), strict=True)}
-    samples = interleave(calls, sizes.rounds, "vocabulary")
+    samples = interleave(calls, sizes.rounds, "vocabulary", STEPS)
     report = timing_report(f"Adam by rows, {BATCH} ids, two vocabularies", samples, names, {})
     report.figures["large / small vocabulary"] = ratio(samples, names[1], names[0])
     return report
