@@ -13,12 +13,10 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from harness import environment, markdown_table
 from tqdm import tqdm
 
 from transformer_embed import _files
-
-sys.path.insert(0, str(Path(__file__).parent))
-from harness import environment, markdown_table
 
 WIDTH = 1024
 SMALL, LARGE = "small", "large"
@@ -65,7 +63,7 @@ def write_checkpoint(folder: Path, rows: int, dtype: str) -> Path:
 
 def measure(load: str, *paths: Path) -> dict[str, float]:
     command = [sys.executable, "-c", PROGRAM.format(load=load), *map(str, paths)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
 def main():

@@ -7,14 +7,9 @@ import argparse
 import functools
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-sys.path.insert(0, str(HERE.parents[1]))
 
 import jax
 import jax.numpy as jnp
