@@ -55,12 +55,20 @@ def interleave(calls: Mapping[str, Callable[[], Any]], rounds: int, label: str, 
 
 
 def _settle() -> None:
-    """Waits, at most 0.5 s, for 20 idle ms: a line must not pay for memory that another gives back, nor for its threads."""
+    """Waits, at most 0.5 s, until other threads have been idle for 20 ms: a line must not pay for memory that another gives back.
+
+    It keeps its own processor busy meanwhile, for one that slept is slow at first.
+    """
     end, idle = time.perf_counter() + 0.5, 0
     while idle < 4 and time.perf_counter() < end:
-        before = time.process_time()
-        time.sleep(0.005)
-        idle = idle + 1 if time.process_time() - before < 0.0005 else 0
+        before, soon = _of_other_threads(), time.perf_counter() + 0.005
+        while time.perf_counter() < soon:
+            pass
+        idle = idle + 1 if _of_other_threads() - before < 0.0005 else 0
+
+
+def _of_other_threads() -> float:
+    return time.process_time() - time.thread_time()
 
 
 def _milliseconds(call: Callable[[], Any], repeats: int) -> float:
