@@ -224,6 +224,14 @@ def test_clipped_ids_move_the_row_at_the_end():
     assert (moved[1:-1] == 0).all()
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 9, 64])
+def test_every_id_finds_its_row_or_none(size):
+    held = np.sort(np.random.default_rng(size).permutation(100)[:size]).astype(np.int32)
+    rows = te.rows.Rows(jnp.asarray(held), jnp.asarray(held, jnp.float32)[:, None], 100)
+    found = te.lookup(rows, np.arange(100))[:, 0]
+    np.testing.assert_array_equal(found, np.where(np.isin(np.arange(100), held), np.arange(100), np.nan))
+
+
 def test_ids_of_any_width_take_the_row_that_they_name():
     table = jnp.arange(300.0)[:, None]
     far = te.rows.take({"t": table}, {"t": np.array([2**32 + 5, 2**32 + 7])})["t"]

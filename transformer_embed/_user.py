@@ -55,7 +55,7 @@ def writable(name: str, *inputs: str | None) -> pathlib.Path:
     """
     try:
         path = pathlib.Path(os.path.realpath(name))
-        if path.exists() and any(_is_file(path, each) for each in inputs):
+        if path.exists() and any(_is_same(path, each) for each in inputs):
             raise UserError(f"cannot write {name}: it is also read; name another file")
         if path.exists() and not path.is_file():
             raise UserError(f"cannot write {name}: it is no regular file; name a file")
@@ -66,7 +66,7 @@ def writable(name: str, *inputs: str | None) -> pathlib.Path:
     return path
 
 
-def _is_file(path: pathlib.Path, other: str | None) -> bool:
+def _is_same(path: pathlib.Path, other: str | None) -> bool:
     try:
         return other is not None and path.samefile(other)
     except (OSError, ValueError):

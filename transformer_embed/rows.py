@@ -62,7 +62,7 @@ class Rows(Table):
     def gather(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
         """The row of each id, or NaN; an id beyond either end is the id at that end."""
         ids = jnp.clip(ids, 0, self.vocab_size - 1)
-        slots = jnp.minimum(jnp.searchsorted(self.ids, ids), len(self.ids) - 1).astype(jnp.int32)
+        slots = jnp.minimum(_count_below(self.ids, ids), len(self.ids) - 1)
         rows = rows_at(self.values, slots)
         return jnp.where((self.ids[slots] == ids)[..., None], rows, jnp.array(jnp.nan, rows.dtype))
 
@@ -265,6 +265,17 @@ def _distinct(vocab_size: int, max_rows: int, ids: Int32[Array, "..."]) -> Int32
     first = jnp.concatenate([jnp.ones_like(ordered[:1], bool), ordered[1:] != ordered[:-1]])
     slots = jnp.cumsum(first, dtype=jnp.int32) - 1
     return jnp.arange(vocab_size, vocab_size + size, dtype=jnp.int32).at[slots].set(ordered, mode="drop", indices_are_sorted=True)
+
+
+def _count_below(ascending: Int32[Array, "k"], values: Int32[Array, "..."]) -> Int32[Array, "..."]:
+    """How many of the ascending ids are below each value: `jnp.searchsorted`, which older jax does not trace inside of a shard_map."""
+    size = len(ascending)
+    count = jnp.zeros_like(values)
+    for step in (2**bit for bit in reversed(range(size.bit_length()))):
+        further = count + step
+        is_below = ascending[jnp.minimum(further, size) - 1] < values
+        count = jnp.where((further <= size) & is_below, further, count)
+    return count
 
 
 def _read(table: Array, ids: Int32[Array, "k"]) -> Array:

@@ -183,7 +183,7 @@ def _spec_inside(mesh: Any, leaf: Any) -> PartitionSpec:
 def _own_rows(table: Sharded, ids: Int32[Array, "k"], size: int) -> tuple[Int32[Array, "k"], Int32[Array, "k"]]:
     """The ids that this shard holds, counted from its first row, then ids past its end, so that all ascend; and where they came from."""
     first = _index(_table_axes(table)[0]) * size
-    order = (jnp.arange(len(ids), dtype=jnp.int32) + jnp.searchsorted(ids, first).astype(jnp.int32)) % len(ids)
+    order = (jnp.arange(len(ids), dtype=jnp.int32) + jnp.sum(ids < first, dtype=jnp.int32)) % len(ids)
     own = ids[order] - first
     here = (own >= 0) & (own < size) & (ids[order] < table.vocab_size)
     return jnp.where(here, own, jnp.arange(size, size + len(ids), dtype=jnp.int32)), order
