@@ -21,7 +21,8 @@ def dropout(rng: Array, rate: float, x: ArrayLike) -> Float[Array, "..."]:
 
     Compiled, the result is `hk.dropout`'s to the bit on finite x, for every key: it draws the same bits. Haiku spends its time
     in drawing them, for on a CPU jax runs its generator as a loop over memory; here, where jax draws 32-bit floats with its
-    default generator, each element computes its own bits in registers.
+    default generator, each element computes its own bits in registers. A compiled gradient draws them again where XLA finds that
+    cheaper than to keep a byte an element; the one is as fast as the other.
 
     Args:
         rng: a key of `jax.random.key` or `jax.random.PRNGKey`.
