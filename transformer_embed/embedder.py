@@ -125,8 +125,8 @@ def make_embedder(config: EmbedderConfig) -> Embedder:
 
     `apply` takes lists, numpy arrays and jax arrays, works inside `jax.jit`, `jax.vmap` (bind keyword arguments with
     `functools.partial`: vmap would map them), `jax.grad` and `jax.export` (of symbolic shapes too, a length being bounded by learned
-    positions), and traces once a shape: another offset in `positions`
-    or another integer dtype is no new trace (but for uint32 positions that int32 cannot hold).
+    positions), and traces once a shape: another offset in `positions` or another integer dtype is no new trace (but for uint32
+    positions that int32 cannot hold).
 
     Args:
         config: what to build.

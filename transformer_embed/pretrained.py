@@ -122,8 +122,9 @@ def load_embedder(
         _checks.unwanted("stack", stack, "each parameter is named: by the file, where save_embedder wrote it, or by names")
     if config is not None and names is not None:
         by_hand = PretrainedInput(config, {}, names=dict(names))
-        if unknown := sorted(set(names) - set(_wanted(by_hand))):
-            raise ValueError(_checks.wanted("names", f"parameters that the config has, {sorted(_wanted(by_hand))}", unknown))
+        wanted = _wanted(by_hand)
+        if unknown := sorted(set(names) - set(wanted)):
+            raise ValueError(_checks.wanted("names", f"parameters that the config has, {sorted(wanted)}", unknown))
         return _loaded(tensors, by_hand)
     if is_own:
         return _loaded(tensors, _from_metadata(tensors))
