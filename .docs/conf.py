@@ -39,8 +39,8 @@ MORE_FILES = {"rotary": ("rotary_scaling",), "lookup": ("cross_entropy",)}
 
 def add_public_names(app, docname: str, content: list[str]) -> None:
     """A page lists the public names that its files of the package bring to te: by the name to import, not by where it lives."""
-    files = {f"{te.__name__}.{file}" for file in (docname, *MORE_FILES.get(docname, ()))}
-    for name in (name for name in te.__all__ if getattr(te, name).__module__ in files):
+    files = {docname, *MORE_FILES.get(docname, ())}
+    for name in (name for name in te.__all__ if getattr(te, name).__module__.rsplit(".", 1)[-1] in files):
         kind = "class" if inspect.isclass(getattr(te, name)) else "function"
         content[0] += f"\n.. auto{kind}:: {te.__name__}.{name}\n"
 

@@ -9,12 +9,16 @@ import pytest
 import transformer_embed
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-MODULES = [module.name for module in pkgutil.iter_modules(transformer_embed.__path__) if module.name != "__main__"]
+MODULES = [
+    module.name
+    for module in pkgutil.walk_packages(transformer_embed.__path__, "transformer_embed.")
+    if module.name != "transformer_embed.__main__"
+]
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name):
-    module = importlib.import_module(f"transformer_embed.{name}")
+    module = importlib.import_module(name)
     assert doctest.testmod(module, optionflags=FLAGS).failed == 0
 
 
@@ -24,5 +28,5 @@ def test_every_public_name_has_an_example():
 
 
 def examples(name):
-    tests = doctest.DocTestFinder().find(importlib.import_module(f"transformer_embed.{name}"))
+    tests = doctest.DocTestFinder().find(importlib.import_module(name))
     return [test for test in tests if test.examples]

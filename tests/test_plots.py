@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 import transformer_embed as te
 from transformer_embed import plots
-from transformer_embed.__main__ import main
+from transformer_embed.cli.main import main
 
 matplotlib.use("Agg")
 
@@ -597,7 +597,7 @@ def test_without_matplotlib_the_package_can_be_looked_through():
 
 
 def test_show_without_matplotlib_fails_in_one_line(tmp_path):
-    code = WITHOUT + f"from transformer_embed.__main__ import main\nsys.exit(main(['show', 'mask', '--out', {str(tmp_path / 'x.png')!r}]))"
+    code = WITHOUT + f"from transformer_embed.cli.main import main\nsys.exit(main(['show', 'mask', '--out', {str(tmp_path / 'x.png')!r}]))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 2
     assert run.stderr == "transformer-embed: error: transformer_embed.plots needs matplotlib: pip install matplotlib\n"

@@ -3,12 +3,11 @@
 import importlib
 from types import ModuleType
 
-from transformer_embed.bias import alibi_bias, alibi_slopes, relative_position_buckets
-from transformer_embed.cross_entropy import tied_cross_entropy
-from transformer_embed.dropout import dropout
-from transformer_embed.embedder import Embedder, EmbedderConfig, make_embedder, resize_positions, resize_vocabulary
-from transformer_embed.lookup import check_ids, lookup, tied_logits
-from transformer_embed.masks import (
+from transformer_embed.functional.bias import alibi_bias, alibi_slopes, relative_position_buckets
+from transformer_embed.functional.cross_entropy import tied_cross_entropy
+from transformer_embed.functional.dropout import dropout
+from transformer_embed.functional.lookup import check_ids, lookup, tied_logits
+from transformer_embed.functional.masks import (
     attention_mask,
     block_mask,
     causal_mask,
@@ -19,16 +18,9 @@ from transformer_embed.masks import (
     segment_mask,
     window_mask,
 )
-from transformer_embed.modules import (
-    LearnedPositionalEncoding,
-    PositionalEncoding,
-    RelativePositionBias,
-    TokenEmbedding,
-    TransformerEmbedding,
-)
-from transformer_embed.positions import Placement, place_ids, place_lengths, place_offset, place_segments
-from transformer_embed.rotary import apply_rotary, permute_rotary_weights
-from transformer_embed.rotary_scaling import (
+from transformer_embed.functional.positions import Placement, place_ids, place_lengths, place_offset, place_segments
+from transformer_embed.functional.rotary import apply_rotary, permute_rotary_weights
+from transformer_embed.functional.rotary_scaling import (
     DynamicNTKScaling,
     LinearScaling,
     Llama3Scaling,
@@ -36,8 +28,16 @@ from transformer_embed.rotary_scaling import (
     NTKScaling,
     YarnScaling,
 )
-from transformer_embed.schemes import Learned, Sinusoidal, SinusoidalGrid
-from transformer_embed.sinusoidal import sinusoidal_encoding, sinusoidal_grid, sinusoidal_table
+from transformer_embed.functional.sinusoidal import sinusoidal_encoding, sinusoidal_grid, sinusoidal_table
+from transformer_embed.layers.embedder import Embedder, EmbedderConfig, make_embedder, resize_positions, resize_vocabulary
+from transformer_embed.layers.modules import (
+    LearnedPositionalEncoding,
+    PositionalEncoding,
+    RelativePositionBias,
+    TokenEmbedding,
+    TransformerEmbedding,
+)
+from transformer_embed.layers.schemes import Learned, Sinusoidal, SinusoidalGrid
 
 __version__ = "0.1.0"
 
@@ -90,14 +90,14 @@ __all__ = [
     "window_mask",
 ]
 
-_ON_FIRST_USE = ("plots", "pretrained", "rows", "sharding")
+_ON_FIRST_USE = {"plots": "plots", "pretrained": "pretrained", "rows": "large_tables.rows", "sharding": "large_tables.sharding"}
 
 
 def __getattr__(name: str) -> ModuleType:
     """Loads a part that needs what the others do without, on its first use."""
     if name in _ON_FIRST_USE:
         try:
-            return importlib.import_module(f"{__name__}.{name}")
+            return importlib.import_module(f"{__name__}.{_ON_FIRST_USE[name]}")
         except ImportError as error:
             raise AttributeError(str(error)) from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from transformer_embed import _checks, phase
-from transformer_embed.rotary import apply_rotary
-from transformer_embed.rotary_scaling import Scaling
-from transformer_embed.sinusoidal import sinusoidal_encoding
+from transformer_embed import _checks
+from transformer_embed.functional import phase
+from transformer_embed.functional.rotary import apply_rotary
+from transformer_embed.functional.rotary_scaling import Scaling
+from transformer_embed.functional.sinusoidal import sinusoidal_encoding
 
 try:
     from matplotlib.axes import Axes

@@ -21,7 +21,7 @@ import numpy as np
 from tqdm import tqdm
 
 import transformer_embed as te
-from transformer_embed import embedder
+from transformer_embed.layers import embedder
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))

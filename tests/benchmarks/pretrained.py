@@ -16,7 +16,7 @@ import numpy as np
 from harness import environment, markdown_table
 from tqdm import tqdm
 
-from transformer_embed import _files
+from transformer_embed.pretrained import files as _files
 
 WIDTH = 1024
 SMALL, LARGE = "small", "large"

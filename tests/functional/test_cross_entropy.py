@@ -1,0 +1,493 @@
+"""The tied cross-entropy against float64 arithmetic, against optax over whole logits, and on meshes of eight devices."""
+
+import functools
+import importlib
+
+import collectives
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.export
+import jax.numpy as jnp
+import jax.test_util
+import numpy as np
+import optax
+import pytest
+from contexts import set_mesh, x64
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import transformer_embed as te
+from transformer_embed.functional import cross_entropy as implementation
+from transformer_embed.functional.lookup import Table
+
+SPEC = PartitionSpec
+# What is promised of values and gradients of magnitude 1; float32 sums of some 100 terms are within 100 * 2**-24 = 6e-6.
+ERROR = 1e-5
+VOCAB, WIDTH = 7, 3
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+TABLE = normal(0, VOCAB, WIDTH)
+X = normal(1, 4, 5, WIDTH)
+LABELS = np.random.default_rng(2).integers(0, VOCAB, (4, 5))
+MASK = np.random.default_rng(3).random((4, 5)) < 0.7
+
+
+def oracle(x, table, labels, *, mask=True, pad_id=None, label_smoothing=0.0, reduction="mean", chunk_size=None):
+    """Loss, x's gradient and the table's, one token at a time in float64."""
+    del chunk_size
+    table = np.array(table, np.float64)
+    flat, vocab = np.asarray(x, np.float64).reshape(-1, table.shape[1]), len(table)
+    if pad_id is not None and 0 <= pad_id < vocab:
+        table[pad_id] = 0
+    counted = (np.broadcast_to(mask, np.shape(labels)) & (np.asarray(labels) != pad_id)).ravel()
+    weight = 1 / max(counted.sum(), 1) if reduction == "mean" else 1
+    loss, x_gradient, table_gradient = 0.0, np.zeros_like(flat), np.zeros_like(table)
+    for n in np.flatnonzero(counted):
+        logits = table @ flat[n]
+        log_sum = logits.max() + np.log(np.exp(logits - logits.max()).sum())
+        target = np.full(vocab, label_smoothing / vocab)
+        target[np.ravel(labels)[n]] += 1 - label_smoothing
+        loss += weight * (log_sum - target @ logits)
+        slope = weight * (np.exp(logits - log_sum) - target)
+        if pad_id is not None and 0 <= pad_id < vocab:
+            slope[pad_id] = 0
+        x_gradient[n] = slope @ table
+        table_gradient += np.outer(slope, flat[n])
+    return loss, x_gradient.reshape(np.shape(x)), table_gradient
+
+
+def ours(x, table, labels, **options):
+    loss, (x_gradient, table_gradient) = jax.value_and_grad(te.tied_cross_entropy, (0, 1))(x, table, labels, **options)
+    return loss, x_gradient, table_gradient
+
+
+def plain(x, table, labels, label_smoothing=0.0):
+    """With all the logits at once."""
+    targets = optax.smooth_labels(jax.nn.one_hot(labels, table.shape[0]), label_smoothing)
+    return optax.softmax_cross_entropy(te.tied_logits(x, table), targets).mean()
+
+
+def assert_close(got, expected, error=ERROR):
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(one, np.float64), other, rtol=error, atol=error)
+
+
+# --- values and gradients
+
+
+@hypothesis.settings(deadline=None, derandomize=True, max_examples=12)
+@hypothesis.given(
+    shape=st.sampled_from([(), (1,), (5,), (2, 3)]),
+    sizes=st.sampled_from([(1, 1), (2, 3), (9, 2)]),
+    seed=st.integers(0, 99),
+    masked=st.booleans(),
+    options=st.fixed_dictionaries(
+        {
+            "pad_id": st.sampled_from([None, 0, 1, -100]),
+            "label_smoothing": st.sampled_from([0.0, 0.1, 0.9]),
+            "reduction": st.sampled_from(["mean", "sum"]),
+            "chunk_size": st.sampled_from([None, 1, 2, 4]),
+        }
+    ),
+)
+def test_loss_and_gradients_are_those_of_a_loop_in_float64(shape, sizes, seed, masked, options):
+    (vocab, width), rng = sizes, np.random.default_rng(seed)
+    x, table, labels = normal(seed, *shape, width), normal(seed + 1, vocab, width), rng.integers(0, vocab, shape)
+    if masked:
+        options = {**options, "mask": np.array(rng.random(shape) < 0.6)}
+    assert_close(ours(x, table, labels, **options), oracle(x, table, labels, **options))
+
+
+@pytest.mark.parametrize(("chunk_size", "label_smoothing"), [(1, 0.0), (3, 0.1), (20, 0.0), (1000, 0.1), (None, 0.0)])
+def test_loss_and_gradients_are_those_of_whole_logits(chunk_size, label_smoothing):
+    loss, gradients = jax.value_and_grad(plain, (0, 1))(X, TABLE, LABELS, label_smoothing)
+    assert_close(ours(X, TABLE, LABELS, chunk_size=chunk_size, label_smoothing=label_smoothing), (loss, *gradients))
+
+
+def test_loss_of_integer_labels_is_that_of_optax():
+    losses = optax.softmax_cross_entropy_with_integer_labels(te.tied_logits(X, TABLE, pad_id=2), LABELS)
+    loss = te.tied_cross_entropy(X, TABLE, LABELS, pad_id=2, reduction="sum")
+    np.testing.assert_allclose(loss, jnp.where(LABELS != 2, losses, 0).sum(), rtol=ERROR)
+
+
+def test_loss_of_one_token_in_a_published_example():
+    # Stanford CS231n, linear classification notes, softmax classifier: scores -2.85, 0.86, 0.28 with label 2 cost 1.04.
+    # https://cs231n.github.io/linear-classify/
+    loss = te.tied_cross_entropy([[-2.85, 0.86, 0.28]], np.eye(3, dtype=np.float32), [2])
+    assert round(float(loss), 2) == 1.04
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.3])
+def test_loss_of_even_logits_is_the_logarithm_of_the_vocabulary(label_smoothing):
+    loss = te.tied_cross_entropy(X, np.zeros_like(TABLE), LABELS, label_smoothing=label_smoothing)
+    np.testing.assert_allclose(loss, np.log(VOCAB), rtol=ERROR)
+
+
+def test_a_vocabulary_of_one_costs_nothing():
+    loss, gradients = jax.value_and_grad(te.tied_cross_entropy, argnums=(0, 1))(jnp.array(X), jnp.array(TABLE[:1]), jnp.zeros([4, 5], int))
+    assert loss == 0
+    assert not any(jnp.any(gradient) for gradient in gradients)
+
+
+def test_loss_does_not_change_with_a_shift_of_all_logits():
+    wide = np.concatenate([X, np.full((*LABELS.shape, 1), 5, np.float32)], -1)
+    shifted = np.concatenate([TABLE, np.ones((VOCAB, 1), np.float32)], -1)
+    np.testing.assert_allclose(te.tied_cross_entropy(wide, shifted, LABELS), te.tied_cross_entropy(X, TABLE, LABELS), rtol=ERROR)
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_loss_of_large_logits_is_finite_and_right(label_smoothing):
+    x, table = np.float32([[1e4], [-1e4], [1e4]]), np.float32([[1], [-1], [0.9999]])
+    options = {"label_smoothing": label_smoothing}
+    got, expected = ours(x, table, [0, 0, 2], **options), oracle(x, table, [0, 0, 2], **options)
+    # Logits and gradients are of magnitude 1e4 here, and 2**-24 of that is 6e-4.
+    assert_close(got, expected, error=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_16_bits_are_summed_in_float32_and_cast_once(dtype):
+    tokens = 4096
+    x, table = jnp.asarray(normal(4, tokens, 2), dtype), jnp.asarray(normal(5, 3, 2), dtype)
+    labels = np.arange(tokens) % 3
+    loss, x_gradient, table_gradient = ours(x, table, labels, reduction="sum", chunk_size=16)
+    expected = oracle(np.float32(x), np.float32(table), labels, reduction="sum")
+    assert (loss.dtype, x_gradient.dtype, table_gradient.dtype) == (jnp.float32, dtype, dtype)
+    np.testing.assert_allclose(loss, expected[0], rtol=ERROR)
+    # One rounding to the dtype, and float32 sums of 4096 terms of both signs.
+    half_ulp = float(jnp.finfo(dtype).eps) / 2
+    np.testing.assert_allclose(np.float32(x_gradient), expected[1], rtol=half_ulp + ERROR, atol=float(jnp.finfo(dtype).tiny))
+    np.testing.assert_allclose(np.float32(table_gradient), expected[2], rtol=half_ulp + ERROR, atol=tokens * 2.0**-24 * 4)
+
+
+def test_a_scale_on_the_loss_reaches_float16_gradients_before_they_are_rounded():
+    tokens, scale = 2**14, 2.0**15
+    x, table = jnp.full((tokens, 1), 2.0**-8, jnp.float16), jnp.array([[1.0], [-1.0]], jnp.float16)
+    scaled = jax.grad(lambda x: scale * te.tied_cross_entropy(x, table, np.zeros(tokens, int)))(x)
+    # About -1 / tokens each: below float16's normal numbers, above them when scaled.
+    np.testing.assert_allclose(np.float32(scaled), scale * oracle([[2.0**-8]], table, [0])[1][0, 0] / tokens, rtol=2.0**-11 + ERROR)
+
+
+def test_float64_inputs_are_computed_in_float64():
+    with x64():
+        x, table = np.float64(X), np.float64(TABLE)
+        got = ours(x, table, LABELS, pad_id=1, label_smoothing=0.1, chunk_size=3)
+        assert {array.dtype for array in got} == {jnp.dtype("float64")}
+        assert_close(got, oracle(x, table, LABELS, pad_id=1, label_smoothing=0.1), error=1e-13)
+
+
+# --- tokens that are not counted
+
+
+@pytest.mark.parametrize("content", [np.nan, np.inf, 1e30])
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_what_stands_at_a_token_that_is_not_counted_changes_nothing(content, chunk_size):
+    x, labels = X.copy(), LABELS.copy()
+    x[~MASK], labels[~MASK] = content, 10**6
+    got = ours(x, TABLE, labels, mask=MASK, chunk_size=chunk_size)
+    assert_close(got, oracle(X, TABLE, LABELS, mask=MASK))
+    np.testing.assert_array_equal(got[1][~MASK], 0)
+
+
+def test_mask_broadcasts_to_the_labels():
+    np.testing.assert_array_equal(
+        te.tied_cross_entropy(X, TABLE, LABELS, mask=MASK[:1]),
+        te.tied_cross_entropy(X, TABLE, LABELS, mask=np.broadcast_to(MASK[:1], LABELS.shape)),
+    )
+
+
+def test_the_row_of_padding_counts_as_zeros_and_gets_no_gradient():
+    table = TABLE.copy()
+    table[2] = 1e4
+    got = ours(X, table, LABELS, pad_id=2, label_smoothing=0.1)
+    assert_close(got, oracle(X, TABLE, LABELS, pad_id=2, label_smoothing=0.1))
+    np.testing.assert_array_equal(got[2][2], 0)
+
+
+def test_padding_outside_the_vocabulary_leaves_every_row():
+    labels = np.where(MASK, LABELS, -100)
+    for got, expected in zip(ours(X, TABLE, labels, pad_id=-100), ours(X, TABLE, LABELS, mask=MASK), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_no_counted_token_costs_nothing_and_moves_nothing(reduction):
+    for got in ours(X, TABLE, LABELS, mask=np.zeros(5, bool), reduction=reduction):
+        np.testing.assert_array_equal(got, 0)
+    for got in ours(X[:0], TABLE, LABELS[:0], reduction=reduction):
+        np.testing.assert_array_equal(got, np.zeros(got.shape))
+
+
+@pytest.mark.parametrize("label", [VOCAB, -1, 2**32 + 1, -(2**31)])
+def test_a_counted_label_outside_the_vocabulary_makes_all_nan(label):
+    labels = LABELS.copy()
+    labels[1, 2] = label
+    loss, x_gradient, table_gradient = ours(X, TABLE, labels, chunk_size=4)
+    assert np.isnan(loss)
+    assert np.isnan(table_gradient).all()
+    assert np.isnan(x_gradient[1, 2]).all()
+    assert np.isnan(te.tied_cross_entropy(X, TABLE, labels))
+
+
+# --- transformations
+
+
+def test_first_and_second_derivatives_are_finite_differences():
+    with x64():
+        some = {"labels": LABELS[0], "mask": MASK[0], "pad_id": 1, "label_smoothing": 0.1, "chunk_size": 3}
+        loss = functools.partial(te.tied_cross_entropy, **some)
+        # Central differences of step 1e-4 are off by its square times third derivatives, and by 1e-16 / 1e-4 rounding.
+        jax.test_util.check_grads(loss, (np.float64(X[0]), np.float64(TABLE)), order=2, atol=1e-6, rtol=1e-6, eps=1e-4)
+
+
+def test_jit_and_vmap_are_the_eager_one():
+    xs, tables, labels = normal(6, 3, 4, WIDTH), normal(7, 3, VOCAB, WIDTH), LABELS[:3, :4]
+    step = functools.partial(ours, pad_id=1, chunk_size=2)
+    expected = [step(*each) for each in zip(xs, tables, labels, strict=True)]
+    assert_close(jax.jit(step)(xs[0], tables[0], labels[0]), expected[0])
+    assert_close(jax.vmap(step)(xs, tables, labels), [np.stack(each) for each in zip(*expected, strict=True)])
+
+
+def products(function, *arguments):
+    """Number of products in the program, those in loops and calls once each."""
+    return str(jax.make_jaxpr(function)(*arguments)).count("dot_general[")
+
+
+def test_only_what_is_asked_for_is_computed():
+    loss = functools.partial(te.tied_cross_entropy, labels=LABELS)
+    assert products(loss, X, TABLE) == 1
+    assert products(jax.value_and_grad(loss, 0), X, TABLE) == 2
+    assert products(jax.value_and_grad(loss, 1), X, TABLE) == 2
+    assert products(jax.value_and_grad(loss, (0, 1)), X, TABLE) == 3
+
+
+def temporaries(function, *arguments):
+    return jax.jit(function).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"pad_id": 3}], ids=str)
+def test_temporaries_are_an_eighth_of_whole_logits_or_less(options):
+    x, table = jax.ShapeDtypeStruct((8, 512, 8), jnp.float32), jax.ShapeDtypeStruct((512, 8), jnp.float32)
+    labels = jax.ShapeDtypeStruct((8, 512), jnp.int32)
+    whole = temporaries(
+        jax.value_and_grad(lambda *a: optax.softmax_cross_entropy_with_integer_labels(te.tied_logits(*a[:2]), a[2]).mean(), (0, 1)),
+        x,
+        table,
+        labels,
+    )
+    loss = functools.partial(te.tied_cross_entropy, **options)
+    assert 8 * temporaries(jax.value_and_grad(loss, (0, 1)), x, table, labels) <= whole
+    assert 8 * temporaries(loss, x, table, labels) <= whole
+    assert 4 * temporaries(jax.value_and_grad(loss), x, table, labels) <= whole
+
+
+def test_products_with_the_hessian_keep_the_memory_of_chunks():
+    x, table, labels = normal(8, 2048, 2), normal(9, 256, 2), np.zeros(2048, int)
+    gradient = jax.grad(lambda table: te.tied_cross_entropy(x, table, labels, chunk_size=32))
+    assert 8 * temporaries(lambda table: jax.jvp(gradient, (table,), (table,)), table) < 2048 * 256 * 4
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(1, 1), (200, 200), (4096, 256), (8192, 512), (10**6, 1024)])
+def test_a_chunk_is_a_sixteenth_of_the_tokens_within_bounds(tokens, size):
+    options = implementation._Options(VOCAB, None, 0.0, None)
+    assert implementation._chunk_count(options, tokens) == -(-tokens // size)
+
+
+def test_loss_has_one_trace_for_all_labels():
+    traces = []
+
+    @jax.jit
+    def loss(labels):
+        traces.append(labels)
+        return te.tied_cross_entropy(X, TABLE, labels)
+
+    for label in range(3):
+        loss(np.full(LABELS.shape, label, np.int32))
+    assert len(traces) == 1
+
+
+def test_lists_and_integers_of_any_width_are_taken():
+    expected = te.tied_cross_entropy(X, TABLE, LABELS)
+    for dtype in (np.int8, np.uint8, np.uint32, np.int64):
+        np.testing.assert_array_equal(te.tied_cross_entropy(X.tolist(), TABLE.tolist(), LABELS.astype(dtype)), expected)
+    np.testing.assert_array_equal(te.tied_cross_entropy(jnp.asarray(X), jnp.asarray(TABLE), LABELS.tolist()), expected)
+
+
+# --- errors
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"x": X[..., :2]}, ValueError, r"x: wanted a last axis of the table's width, 3, got shape \[4, 5, 2\]"),
+        ({"x": np.float32(1)}, ValueError, r"x: wanted a last axis of the table's width, 3, got shape \[\]"),
+        ({"x": np.ones((4, 5, 3), int)}, TypeError, r"x: wanted a floating dtype, got int64"),
+        ({"table": TABLE[0]}, ValueError, r"table: wanted shape \[vocab_size, d\] with at least one row, got shape \[3\]"),
+        ({"table": TABLE.astype(int)}, TypeError, r"table: wanted a floating dtype, got int64"),
+        ({"labels": LABELS[0]}, ValueError, r"labels: wanted x's shape without its last axis, \[4, 5\], got shape \[5\]"),
+        ({"labels": np.ones((4, 5))}, TypeError, r"labels: wanted an integer dtype, got float64"),
+        ({"mask": np.ones((4, 5))}, TypeError, r"mask: wanted a bool array, True = counted, got float64"),
+        ({"mask": np.ones((2, 5), bool)}, ValueError, r"mask and the labels: wanted shapes that broadcast, got \[2, 5\] and \[4, 5\]"),
+        ({"mask": np.ones((4, 1), bool)}, ValueError, r"mask: wanted a last axis of the labels' length, 5, got shape \[4, 1\]"),
+        (
+            {"mask": np.ones((3, 4, 5), bool)},
+            ValueError,
+            r"mask: wanted a shape that broadcasts to that of the labels, \[4, 5\], got shape \[3, 4, 5\]",
+        ),
+        ({"pad_id": 0.0}, TypeError, r"pad_id: wanted a Python int, got float 0.0"),
+        ({"label_smoothing": 1.0}, ValueError, r"label_smoothing: wanted a number in \[0, 1\), got 1.0"),
+        ({"label_smoothing": "a"}, TypeError, r"label_smoothing: wanted a Python float known while tracing, got str 'a'"),
+        ({"reduction": "none"}, ValueError, r"reduction: wanted one of 'mean', 'sum', got 'none'"),
+        ({"chunk_size": 0}, ValueError, r"chunk_size: wanted an int of at least 1, got 0"),
+        ({"chunk_size": 1.5}, TypeError, r"chunk_size: wanted a Python int, got float 1.5"),
+    ],
+)
+def test_bad_arguments_are_refused(changes, error, message):
+    with pytest.raises(error, match=f"^{message}$"):
+        te.tied_cross_entropy(**{"x": X, "table": TABLE, "labels": LABELS, **changes})
+
+
+@jax.tree_util.register_static
+class SomeRows(Table):
+    shape, dtype = (VOCAB, WIDTH), jnp.dtype("float32")
+
+
+def test_a_symbolic_number_of_tokens_is_refused():
+    (tokens,) = jax.export.symbolic_shape("n")
+    x, labels = jax.ShapeDtypeStruct((tokens, WIDTH), jnp.float32), jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    with pytest.raises(TypeError, match=r"^x: wanted a shape known while tracing, to be cut into chunks, got shape \[n, 3\]"):
+        jax.export.export(jax.jit(te.tied_cross_entropy))(x, TABLE, labels)
+
+
+def test_a_table_of_some_rows_is_refused():
+    message = r"^table: wanted a whole table, or one in shards, since the output layer is tied to it, got SomeRows(\n|$)"
+    with pytest.raises(TypeError, match=message):
+        te.tied_cross_entropy(X, SomeRows(), LABELS)
+
+
+# --- meshes
+
+SHAPES = [(1, 8), (2, 4), (8, 1)]
+# Divided by eight in every direction, and a vocabulary in shards that eight does not divide.
+MESH_X, MESH_TABLE = normal(10, 8, 8, 8), normal(11, 64, 8)
+MESH_LABELS = np.random.default_rng(12).integers(0, 13, (8, 8)).astype(np.int32)
+MESH_OPTIONS = {"pad_id": 3, "label_smoothing": 0.1, "chunk_size": 4}
+
+
+def mesh_of(kind, shape):
+    return jax.make_mesh(shape, ("data", "model"), axis_types=(kind,) * 2)
+
+
+@functools.cache
+def one_device(rows):
+    return oracle(MESH_X, MESH_TABLE[:rows], MESH_LABELS, **MESH_OPTIONS)
+
+
+def mesh_loss(x, table, labels):
+    return te.tied_cross_entropy(x, table, labels, **MESH_OPTIONS)
+
+
+mesh_step = jax.jit(jax.value_and_grad(mesh_loss, (0, 1)))
+
+PLACEMENTS = [
+    (SPEC("data"), SPEC()),
+    (SPEC("data"), SPEC("model")),
+    (SPEC("data"), SPEC("data")),
+    (SPEC("data", None, "model"), SPEC("data", "model")),
+    (SPEC(("data", "model")), SPEC(None, "model")),
+    (SPEC(("model", "data")), SPEC("model")),
+    (SPEC(None, "model"), SPEC(("model", "data"))),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "x_spec", "table_spec"),
+    [(AxisType.Explicit, *placement) for placement in PLACEMENTS] + [(AxisType.Auto, *placement) for placement in PLACEMENTS[:3]],
+)
+def test_split_arrays_give_what_one_device_gives(kind, x_spec, table_spec):
+    mesh = mesh_of(kind, (2, 4))
+    with set_mesh(mesh):
+        x, table = jax.device_put(MESH_X, NamedSharding(mesh, x_spec)), jax.device_put(MESH_TABLE, NamedSharding(mesh, table_spec))
+        loss, gradients = mesh_step(x, table, MESH_LABELS)
+    assert_close((loss, *gradients), one_device(64))
+    if kind == AxisType.Explicit:
+        assert gradients[0].sharding.is_equivalent_to(x.sharding, 3)
+        assert gradients[1].sharding.is_equivalent_to(table.sharding, 2)
+
+
+def in_shards(mesh, spec, rows=13):
+    return te.sharding.shard_params({"embeddings": MESH_TABLE[:rows]}, mesh, {"*": spec}, tables="*")["embeddings"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [
+        (AxisType.Auto, SPEC("model")),
+        (AxisType.Explicit, SPEC("model")),
+        (AxisType.Auto, SPEC("model", "data")),
+        (AxisType.Explicit, SPEC(("data", "model"))),
+    ],
+)
+def test_a_table_in_shards_gives_what_one_device_gives(kind, spec, shape):
+    mesh = mesh_of(kind, shape)
+    with set_mesh(mesh):
+        table = in_shards(mesh, spec)
+        x = jax.device_put(MESH_X, NamedSharding(mesh, SPEC("data")))
+        loss, (x_gradient, table_gradient) = mesh_step(x, table, MESH_LABELS)
+    rows = np.asarray(table_gradient.array)
+    assert_close((loss, x_gradient, rows[:13]), one_device(13))
+    np.testing.assert_array_equal(rows[13:], 0)
+    assert table_gradient.array.sharding.is_equivalent_to(table.array.sharding, 2)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_shards_send_no_table_and_no_logits(kind):
+    mesh, chunks = mesh_of(kind, (2, 4)), 16
+    with set_mesh(mesh):
+        table = in_shards(mesh, SPEC("model"), rows=64)
+        x = jax.device_put(MESH_X, NamedSharding(mesh, SPEC("data")))
+        compiled = mesh_step.lower(x, table, jax.device_put(MESH_LABELS, NamedSharding(mesh, SPEC("data")))).compile()
+    sent = collectives.collectives(compiled)
+    assert sent
+    assert {each.kind for each in sent} == {"all-reduce"}
+    # x's gradient of half of the tokens, the gradient of a quarter of the rows: never 64 rows of 8, or a token's 64 logits.
+    assert max(max(np.prod(shape, dtype=int) for _, shape in each.operands) for each in sent) <= 32 * 8
+    assert chunks * 4 == MESH_LABELS.size
+
+
+def shard_map():
+    """Under its name in this version of jax."""
+    return (jax if hasattr(jax, "shard_map") else importlib.import_module("jax.experimental.shard_map")).shard_map
+
+
+def test_inside_a_shard_map_each_device_has_the_loss_of_its_tokens():
+    mesh = mesh_of(AxisType.Auto, (8, 1))
+
+    def mean(x, table, labels):
+        return jax.lax.pmean(te.tied_cross_entropy(x, table, labels, label_smoothing=0.1, chunk_size=4), "data")
+
+    loss = shard_map()(mean, mesh=mesh, in_specs=(SPEC("data"), SPEC(), SPEC("data")), out_specs=SPEC())
+    value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(MESH_X, MESH_TABLE, MESH_LABELS)
+    assert_close((value, *gradients), oracle(MESH_X, MESH_TABLE, MESH_LABELS, label_smoothing=0.1))
+
+
+def test_products_with_the_hessian_of_shards_are_those_of_one_device():
+    def product(x, table, labels):
+        return jax.jvp(jax.grad(lambda x: mesh_loss(x, table, labels)), (x,), (x,))[1]
+
+    mesh = mesh_of(AxisType.Explicit, (2, 4))
+    with set_mesh(mesh):
+        x = jax.device_put(MESH_X, NamedSharding(mesh, SPEC("data")))
+        got = jax.jit(product)(x, in_shards(mesh, SPEC("model")), MESH_LABELS)
+    np.testing.assert_allclose(got, product(MESH_X, MESH_TABLE[:13], MESH_LABELS), rtol=ERROR, atol=ERROR)
+
+
+def test_columns_split_in_more_parts_than_rows_are_refused():
+    mesh = mesh_of(AxisType.Explicit, (2, 4))
+    message = r"^table: wanted a number of rows that the 4 parts of its columns divide, got 13(\n|$)"
+    with set_mesh(mesh), pytest.raises(ValueError, match=message):
+        mesh_step(MESH_X, jax.device_put(MESH_TABLE[:13], NamedSharding(mesh, SPEC(None, "model"))), MESH_LABELS)

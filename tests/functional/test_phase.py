@@ -1,0 +1,210 @@
+import decimal
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import mpmath
+import numpy as np
+import oracle
+import pytest
+from contexts import x64
+from hypothesis import strategies as st
+
+from transformer_embed.functional import phase
+
+BASES = (2.0, 10_000.0, 1e7)
+BOUNDARIES = [0, 1, -1, 2, 2**15, 2**16 - 1, 2**16, 2**24 - 1, 2**24, 2**30, 2**31 - 1, -(2**24), -(2**31) + 1, -(2**31)]
+
+sinusoid = jax.jit(phase.sinusoid)
+
+
+def constants(pairs, base, frequency_scale=1.0):
+    frequencies = phase.geometric_frequencies(pairs, base, pairs, frequency_scale)
+    return phase.channels([f for f in frequencies for _ in range(2)], [0, 1] * pairs)
+
+
+def worst_error(positions, pairs, base, columns, frequency_scale=1.0):
+    got = np.asarray(sinusoid(positions, constants(pairs, base, frequency_scale)))
+    return max(
+        oracle.error(got[n, c], oracle.sine(p.item(), oracle.frequency(c // 2, pairs, base, frequency_scale), c % 2))
+        for n, p in enumerate(np.asarray(positions))
+        for c in columns
+    )
+
+
+def some_columns(pairs, rng, count=24):
+    return sorted({0, 1, 2 * pairs - 2, 2 * pairs - 1, *rng.integers(0, 2 * pairs, count).tolist()})
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("pairs", [1, 2, 32, 256, 4096])
+def test_integer_positions_against_arbitrary_precision(pairs, base):
+    rng = np.random.default_rng(pairs)
+    positions = np.concatenate([BOUNDARIES, rng.integers(-(2**31), 2**31, 40), rng.integers(-5000, 5000, 40)]).astype(np.int32)
+    assert worst_error(positions, pairs, base, some_columns(pairs, rng)) <= oracle.MAX_ERROR
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_unsigned_positions_against_arbitrary_precision(base):
+    rng = np.random.default_rng(1)
+    positions = np.concatenate([[0, 2**31 - 1, 2**31, 2**32 - 1], rng.integers(0, 2**32, 60)]).astype(np.uint32)
+    assert worst_error(positions, 32, base, some_columns(32, rng)) <= oracle.MAX_ERROR
+
+
+@pytest.mark.parametrize("frequency_scale", [1.0, 0.125, 1000.0])
+def test_float_positions_against_arbitrary_precision(frequency_scale):
+    rng = np.random.default_rng(2)
+    positions = np.concatenate([[0.5, -0.5, 2**24 - 1], *(rng.uniform(-m, m, 30) for m in (1e-6, 1e-3, 1.0, 1e3, 2.0**24))])
+    assert worst_error(positions.astype(np.float32), 32, 10_000.0, some_columns(32, rng), frequency_scale) <= oracle.MAX_ERROR
+
+
+def test_whole_floats_equal_integers():
+    positions = np.array([0, 1, -1, 77, -4096, 2**24, -(2**24)])
+    ours = constants(16, 10_000.0)
+    # The same phase, reached as p and as -(-p): its low words may differ by one unit of 2**-64, the sine by a rounding.
+    np.testing.assert_allclose(sinusoid(positions.astype(np.float32), ours), sinusoid(positions, ours), rtol=0, atol=2**-23)
+
+
+@hypothesis.given(st.lists(st.integers(0, 2**32 - 1), min_size=8, max_size=8), st.integers(0, 2**32 - 1))
+@hypothesis.settings(deadline=None, derandomize=True, max_examples=50)
+def test_multiply_high_is_the_upper_word(numbers, other):
+    got = phase.multiply_high(np.array(numbers, np.uint32), np.uint32(other))
+    assert got.tolist() == [n * other >> 32 for n in numbers]
+
+
+def test_constants_have_pi_to_their_precision():
+    with mpmath.workdps(90):
+        assert str(phase.PI)[:80] == mpmath.nstr(mpmath.pi, 90)[:80]
+
+
+def test_frequencies_to_seventy_digits():
+    with mpmath.workdps(90):
+        for i, frequency in enumerate(phase.geometric_frequencies(5, 10_000.0, 2.5)):
+            exact = mpmath.mpf(10_000) ** (-mpmath.mpf(i) / mpmath.mpf("2.5"))
+            assert abs(mpmath.mpf(str(frequency)) / exact - 1) < mpmath.mpf(10) ** -70
+
+
+def test_words_of_a_frequency():
+    with decimal.localcontext(decimal.Context(prec=60)):
+        half_a_turn = phase.PI
+        words = phase.channels([half_a_turn, 5 * half_a_turn], [0, 1])
+    assert words.turns.tolist() == [0, 2]
+    assert words.high.tolist() == [2**31, 2**31]
+    assert words.low.tolist() == [0, 0]
+    assert words.quarters.tolist() == [0, 1]
+
+
+def test_quarter_turns_are_exact():
+    with decimal.localcontext(decimal.Context(prec=60)):
+        ours = phase.channels([phase.PI / 2], [0])
+    got = sinusoid(np.array([0, 1, 2, 3, 4, 2**30 + 1, -1]), ours)[:, 0]
+    assert got.tolist() == [0.0, 1.0, 0.0, -1.0, 0.0, 1.0, -1.0]
+
+
+def test_small_angles_keep_their_relative_accuracy():
+    ours = constants(2, 1e7 * 1e7)
+    exact = oracle.sine(1, oracle.frequency(1, 2, 1e14))
+    assert oracle.error(sinusoid(np.array([1]), ours)[0, 2], exact) / float(exact) < 2**-22
+
+
+def test_odd_symmetry():
+    positions = np.random.default_rng(3).integers(0, 2**31 - 1, 500)
+    ours = constants(8, 10_000.0)
+    forward, backward = sinusoid(positions, ours)[:, 0::2], sinusoid(-positions, ours)[:, 0::2]
+    # One rounding of a result below 1, either way.
+    np.testing.assert_allclose(backward, -forward, rtol=0, atol=2**-23)
+
+
+def test_all_integer_dtypes_agree():
+    ours = constants(4, 10_000.0)
+    for dtype in (np.int8, np.uint8, np.int16, np.uint16, np.uint32, np.int64, np.uint64):
+        np.testing.assert_array_equal(sinusoid(np.arange(100, dtype=dtype), ours), sinusoid(np.arange(100, dtype=np.int32), ours))
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+def test_wide_host_positions_outside_int32_give_nan(dtype):
+    got = phase.sinusoid(np.array([5, 2**31, 2**32 + 5], dtype), constants(1, 10_000.0))
+    assert np.isnan(got).tolist() == [[False] * 2, [True] * 2, [True] * 2]
+    np.testing.assert_array_equal(got[0], phase.sinusoid(5, constants(1, 10_000.0)))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 2.0**31, -(2.0**31), 1e30])
+def test_float_positions_without_a_phase_give_nan(bad):
+    assert np.isnan(sinusoid(np.float32(bad), constants(2, 10_000.0))).all()
+
+
+def test_large_float_positions_have_a_phase():
+    exact = oracle.sine(2**31 - 128, oracle.frequency(1, 2))
+    assert oracle.error(sinusoid(np.float32(2**31 - 128), constants(2, 10_000.0))[2], exact) <= oracle.MAX_ERROR
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_positions_are_refused(dtype):
+    with pytest.raises(TypeError, match=r"positions: wanted an integer dtype, or float32 .*, got b?float16"):
+        phase.sinusoid(jnp.ones(3, dtype), constants(1, 10_000.0))
+
+
+@pytest.mark.parametrize("bad", [np.array([True]), np.array([1j])])
+def test_positions_that_are_no_numbers_are_refused(bad):
+    with pytest.raises(TypeError, match="positions: wanted an integer dtype"):
+        phase.sinusoid(bad, constants(1, 10_000.0))
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+@pytest.mark.parametrize("frequency_scale", [1.0, 1000.0])
+def test_derivatives_in_float_positions(order, frequency_scale):
+    ours = constants(3, 10_000.0, frequency_scale)
+    derivative = phase.sinusoid
+    for _ in range(order):
+        derivative = jax.jacfwd(derivative)
+    at = np.array([0.3, -7.25, 1000.5], np.float32)
+    got = np.asarray(jax.jit(jax.vmap(lambda p: derivative(p, ours)))(at))
+    for n, p in enumerate(at):
+        for c in range(6):
+            frequency = oracle.frequency(c // 2, 3, 10_000.0, frequency_scale)
+            exact = frequency**order * oracle.sine(p.item(), frequency, 0 if (c + order) % 2 == 0 else 1)
+            exact *= (-1) ** ((order + c % 2) // 2)
+            # Each factor is a float32 product: two roundings a derivative, beside the sine's own error.
+            assert oracle.error(got[n, c], exact) <= float(frequency) ** order * (oracle.MAX_ERROR + order * 2**-22)
+
+
+def test_gradient_reverse_mode_equals_forward_mode():
+    ours = constants(3, 10_000.0)
+    total = lambda p: phase.sinusoid(p, ours).sum()
+    p = np.float32(2.5)
+    np.testing.assert_allclose(jax.grad(total)(p), jax.jacfwd(total)(p), rtol=1e-6)
+    assert np.isfinite(jax.hessian(total)(p))
+
+
+def test_derivative_where_there_is_no_phase_is_nan():
+    assert np.isnan(jax.grad(lambda p: phase.sinusoid(p, constants(1, 2.0)).sum())(np.float32(np.inf)))
+
+
+def test_64_bit_mode_changes_nothing():
+    ours = constants(8, 10_000.0)
+    positions = np.array([0, 3, -5, 2**31 - 1])
+    with x64():
+        traced = sinusoid(jnp.asarray(np.append(positions, 2**31)), ours)
+        fraction = sinusoid(jnp.float64(0.25), ours)
+    assert traced.dtype == fraction.dtype == jnp.float32
+    assert np.isnan(traced[-1]).all()
+    np.testing.assert_array_equal(traced[:-1], sinusoid(positions, ours))
+    np.testing.assert_array_equal(fraction, sinusoid(np.float32(0.25), ours))
+
+
+def test_vmap_and_shapes():
+    ours = constants(4, 10_000.0)
+    positions = np.arange(12).reshape(3, 4)
+    # XLA may contract a product and a sum when it fuses: one rounding of a value up to 1.
+    np.testing.assert_allclose(jax.vmap(lambda p: phase.sinusoid(p, ours))(positions), sinusoid(positions, ours), rtol=0, atol=2**-23)
+    assert phase.sinusoid(np.zeros([0], np.int32), ours).shape == (0, 8)
+    assert phase.sinusoid(7, ours).shape == (8,)
+
+
+@pytest.mark.parametrize("scalar", [2**40, 2.0**24 + 0.5])
+def test_scalars_that_32_bits_lack_are_nan_with_x64(scalar):
+    with x64():
+        weak = jnp.zeros((), int) + scalar
+        for position in (jnp.asarray(scalar), weak):
+            assert position.dtype.itemsize == 8
+            assert np.isnan(phase.sinusoid(position, constants(2, 10_000.0))).all()

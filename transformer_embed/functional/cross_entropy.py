@@ -1,0 +1,345 @@
+"""The cross-entropy of the tied output layer, a chunk of tokens at a time: the [tokens, vocabulary] logits are never there at once."""
+
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import export
+from jax.custom_derivatives import SymbolicZero
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int32
+
+from transformer_embed import _checks
+from transformer_embed.functional.lookup import Table, as_wide_as_table
+from transformer_embed.functional.mesh import Axes, leading_without, per_dimension, spec_of
+
+REDUCTIONS = ("mean", "sum")
+# Below 256 tokens a chunk's sum into the table's gradient costs more than the chunk's logits; beyond 1024 nothing gets faster.
+SMALLEST_CHUNK, LARGEST_CHUNK, CHUNKS = 256, 1024, 16
+
+
+def tied_cross_entropy(
+    x: ArrayLike,
+    table: ArrayLike | Table,
+    labels: ArrayLike,
+    *,
+    mask: ArrayLike | None = None,
+    pad_id: int | None = None,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    chunk_size: int | None = None,
+) -> Float[Array, ""]:
+    """The cross-entropy of `tied_logits(x, table, pad_id=pad_id)` with the labels, with the memory of one chunk of logits.
+
+    For a token with logits z and label y, over a vocabulary of V ids and with smoothing s,
+    `loss = log(sum(exp(z))) - (1 - s) * z[y] - s * sum(z) / V`.
+
+    Where a gradient is asked for, it is taken in the same pass over the chunks as the value: three products with the table, as
+    without chunks. Forward mode and second derivatives work too: `jax.jvp` of `jax.grad`, a product with the Hessian, has the memory
+    of a chunk as well.
+
+    Args:
+        x: [..., d], a floating dtype.
+        table: [vocab_size, d], a floating dtype.
+        labels: [...], any integer dtype: the id that each token should predict.
+        mask: bool, [length], or more axes that broadcast to the labels'. True = counted. None: all.
+        pad_id: the id of padding: a token with this label is not counted, and its row of the table counts as zeros, as in `tied_logits`:
+            logit 0, no gradient, yet finite. It may lie outside the vocabulary (-100, say). To leave out labels and keep their row,
+            use mask. None: none.
+        label_smoothing: in [0, 1), a Python float: the part of each label's weight that is spread evenly over the vocabulary.
+        reduction: `"mean"` over the counted tokens, or `"sum"`.
+        chunk_size: tokens a chunk, at most; on a mesh with explicit axes, of one device. None: a sixteenth of the tokens, though at least
+            256 and at most 1024.
+
+    Returns:
+        A scalar, computed in float32 (float64 if an input is). 0 where no token is counted, and no gradient. NaN where a counted label
+        lies outside the vocabulary, and NaN gradients. What x holds at a token that is not counted changes nothing, be it NaN, and its
+        gradient is 0. Gradients are summed in float32 or wider over all chunks, then cast once to the dtypes of x and table.
+
+        A table in shards, and on a mesh with explicit axes any array, stays where it is: no device gathers a table or logits. Devices
+        that share tokens exchange three numbers a token, and the gradients of x, once; those that share rows, the gradient of the rows,
+        once; x is gathered over the mesh axes that also split the table. For plain arrays on automatic axes the value is the same,
+        and what is sent is up to the compiler.
+
+    Raises:
+        TypeError: x or the table has no floating dtype; labels are not integers; mask is not bool; label_smoothing or chunk_size is no
+            Python number; the table has only some of its rows (`rows.Rows`).
+        ValueError: the table is not of rank 2, or its width is not x's; the shape of labels is not x's without its last axis; a mask
+            that does not end in the labels' last axis, or does not broadcast to them; an argument out of its range; columns split over
+            a mesh in more parts than divide the rows.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> table = jnp.array([[1.0, 2.0], [3.0, 4.0], [0.0, 0.0]])
+        >>> x = jnp.array([[0.0, 0.0], [0.0, 0.0], [5.0, 5.0]])
+        >>> print(te.tied_cross_entropy(x, table, [1, 2, -1], pad_id=-1))  # log(3)
+        1.0986123
+        >>> jax.grad(te.tied_cross_entropy)(x, table, [1, 2, -1], pad_id=-1)[2].tolist()
+        [0.0, 0.0]
+
+    Source:
+        Label smoothing: Szegedy et al., "Rethinking the Inception Architecture" (2016), section 7, https://arxiv.org/abs/1512.00567. The
+        gradient in the forward pass: Hsu et al., "Liger Kernel" (2024), section 3.2, https://arxiv.org/abs/2410.10989. The loss over a
+        split vocabulary: Shoeybi et al., "Megatron-LM" (2019), section 3, https://arxiv.org/abs/1909.08053
+    """
+    x, table = as_wide_as_table(x, table)
+    labels = _checks.as_int32("labels", labels)
+    if any(export.is_symbolic_dim(size) for size in x.shape):
+        raise TypeError(_checks.wanted("x", "a shape known while tracing, to be cut into chunks", f"shape {list(x.shape)}"))
+    if labels.shape != x.shape[:-1]:
+        raise ValueError(_checks.wanted("labels", f"x's shape without its last axis, {list(x.shape[:-1])}", f"shape {list(labels.shape)}"))
+    pad_id = None if pad_id is None else _checks.int32("pad_id", pad_id)
+    options = _Options(
+        table.shape[0],
+        pad_id,
+        float(_checks.rate("label_smoothing", label_smoothing)),
+        None if chunk_size is None else _checks.integer("chunk_size", chunk_size, at_least=1),
+    )
+    by_count = _checks.choice("reduction", reduction, REDUCTIONS) == "mean"
+    return _total(options, by_count, x, table, labels, _counted(labels, mask, pad_id))
+
+
+class _Options(NamedTuple):
+    vocab_size: int
+    pad_id: int | None
+    label_smoothing: float
+    chunk_size: int | None
+
+
+class _Layout(NamedTuple):
+    """The axes of a mesh that the table's rows, its columns and each dimension of x are split over."""
+
+    mesh: Any
+    rows: Axes
+    columns: Axes
+    split: tuple[Axes, ...]
+
+
+class _Chunk(NamedTuple):
+    x: Float[Array, "t d"]
+    labels: Int32[Array, "t"]
+    weights: Float[Array, "t"]
+
+
+def _counted(labels: Int32[Array, "..."], mask: ArrayLike | None, pad_id: int | None) -> Bool[Array, "..."]:
+    counted = jnp.ones_like(labels, bool) if pad_id is None else labels != pad_id
+    if mask is None:
+        return counted
+    mask = _checks.as_mask("mask", mask, "counted")
+    if labels.ndim:
+        _checks.ends_in_length("mask", mask.shape, labels.shape, "the labels")
+    else:
+        _checks.broadcasts_to("mask", mask.shape, "labels", labels.shape)
+    return counted & mask
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _total(
+    options: _Options,
+    by_count: bool,
+    x: Float[Array, "... d"],
+    table: Float[Array, "v d"] | Table,
+    labels: Int32[Array, "..."],
+    counted: Bool[Array, "..."],
+) -> Float[Array, ""]:
+    dtype = jnp.promote_types(jnp.float32, jnp.promote_types(x.dtype, table.dtype))
+    # Under explicit axes, all take the sharding of x by meeting it.
+    counted = counted | jnp.zeros_like(x, bool).any(-1)
+    # Zeros give finite logits, so that their weight of 0 leaves nothing of them.
+    x = jnp.where(counted[..., None], x, jnp.zeros((), x.dtype))
+    labels = labels + jnp.zeros_like(counted, jnp.int32)
+    outside = labels.astype(jnp.uint32) >= options.vocab_size
+    weights = jnp.where(counted, jnp.where(outside, jnp.array(jnp.nan, dtype), 1), 0)
+    if by_count:
+        weights = weights / jnp.maximum(jnp.sum(counted, dtype=jnp.int32), 1).astype(dtype)
+    array, layout = _split(x, table)
+    return _loss(options, layout, x, array, labels, weights)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _loss(options, layout, x, table, labels, weights):
+    """The sum of each token's loss times its weight."""
+    return _on_each_device(options, layout, (False, False), x, table, labels, weights)[0]
+
+
+def _loss_jvp(options, layout, primals, tangents):
+    """The tangent is linear in those of x and the table, with the gradients as coefficients: its transpose only scales them."""
+    wanted = tuple(not isinstance(tangent, SymbolicZero) for tangent in tangents[:2])
+    loss, *gradients = _on_each_device(options, layout, wanted, *primals)
+    terms = [jnp.sum(g * t.astype(g.dtype)) for g, t in zip(gradients, tangents, strict=False) if g is not None]
+    return loss, functools.reduce(operator.add, terms, jnp.zeros_like(loss))
+
+
+_loss.defjvp(_loss_jvp, symbolic_zeros=True)
+
+
+def _on_each_device(options, layout, wanted, x, table, labels, weights):
+    """The loss, the gradient of x and that of the table, each of these two None unless wanted."""
+    if layout is None:
+        return _in_chunks(options, (), wanted, table, _Chunk(x, labels, weights))
+    tokens, columns = layout.split[:-1], spec_of(layout.rows, layout.columns)
+    in_specs = (spec_of(*layout.split), columns, spec_of(*tokens), spec_of(*tokens))
+    out_specs = (spec_of(), in_specs[0] if wanted[0] else None, columns if wanted[1] else None)
+    program = functools.partial(_on_one_device, options, layout, wanted)
+    # Unchecked: that sums over axes of what was gathered over them are alike everywhere is not seen from their types.
+    run = jax.shard_map(program, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return run(x, table, labels, weights)
+
+
+def _on_one_device(options, layout, wanted, x, shard, labels, weights):
+    """Tokens are gathered over the axes that split the table, and columns change hands for rows: then each row is on one device."""
+    over = (*layout.rows, *layout.columns)
+    kept = [leading_without(axes, over) for axes in layout.split]
+    gathered = [axes[len(some) :] for axes, some in zip(layout.split, kept, strict=True)]
+    gathered[-1] = layout.split[-1]
+    x, labels, weights = (_gather(array, gathered[: array.ndim]) for array in (x, labels, weights))
+    if layout.columns:
+        parts = math.prod(layout.mesh.shape[axis] for axis in layout.columns)
+        if shard.shape[0] % parts:
+            raise ValueError(_checks.wanted("table", f"a number of rows that the {parts} parts of its columns divide", shard.shape[0]))
+        shard = jax.lax.all_to_all(shard, layout.columns, split_axis=0, concat_axis=1, tiled=True)
+    loss, x_gradient, table_gradient = _in_chunks(options, over, wanted, shard, _Chunk(x, labels, weights))
+    tokens = tuple(axis for axes in kept[:-1] for axis in axes)
+    if x_gradient is not None:
+        x_gradient = _scatter_sum(x_gradient, gathered, over, layout.mesh)
+    if table_gradient is not None:
+        table_gradient = jax.lax.psum(table_gradient, tokens)
+        if layout.columns:
+            table_gradient = jax.lax.all_to_all(table_gradient, layout.columns, split_axis=1, concat_axis=0, tiled=True)
+    return jax.lax.psum(loss, tokens), x_gradient, table_gradient
+
+
+def _in_chunks(options, over, wanted, table, tokens):
+    """As `_on_each_device`, for all the tokens of one device and the rows that it has, the others being over the axes `over`."""
+    step = functools.partial(_step, options, over, wanted, table)
+    dtype, flat = tokens.weights.dtype, _flat(tokens)
+    start = (_zeros((), dtype, tokens, table), _zeros(table.shape, dtype, tokens, table) if wanted[1] else None)
+    (loss, table_gradient), x_gradient = jax.lax.scan(step, start, _cut(flat, _chunk_count(options, len(flat.labels))))
+    if x_gradient is not None:
+        x_gradient = _uncut(x_gradient, len(flat.labels)).reshape(tokens.x.shape)
+    return loss, x_gradient, table_gradient
+
+
+def _step(options, over, wanted, table, sums, chunk):
+    """The sums with those of a chunk, and its x's gradient."""
+    losses, slopes = _softmax(options, over, table, chunk)
+    loss, table_gradient = sums
+    x_gradient = None
+    if wanted[0]:
+        x_gradient = jnp.einsum("tv,vd->td", slopes, table, preferred_element_type=slopes.dtype)
+    if wanted[1]:
+        table_gradient += jnp.einsum("tv,td->vd", slopes, chunk.x, preferred_element_type=slopes.dtype)
+    return (loss + jnp.sum(losses * chunk.weights), table_gradient), x_gradient
+
+
+def _softmax(options, over, table, chunk):
+    """Each token's loss [t], and the slope [t, v] of its weighted loss in each logit.
+
+    On a CPU a `where` before a reduction is a buffer of its own: hence gathers, scatters and, for shards of unequal use alone, masks.
+    """
+    first = jax.lax.axis_index(over) * table.shape[0] if over else 0
+    padded = _over(jax.lax.psum, over, 1) * table.shape[0] > options.vocab_size
+    ids = first + jnp.arange(table.shape[0], dtype=jnp.int32)
+    inside = ids < options.vocab_size
+    logits = jnp.einsum("td,vd->tv", chunk.x, table, preferred_element_type=chunk.weights.dtype)
+    if options.pad_id is not None:
+        logits = _zero_column(logits, options.pad_id - first)
+    if padded:
+        logits = jnp.where(inside, logits, -jnp.inf)
+    top = _over(jax.lax.pmax, over, jax.lax.stop_gradient(logits.max(-1)))
+    # Differences of logits: their rounding does not grow with the logits.
+    shifted = logits - top[:, None]
+    exponentials = jnp.exp(shifted)
+    kept, spread = 1 - options.label_smoothing, options.label_smoothing / options.vocab_size
+    target = kept * _at_label(shifted, chunk.labels - first)
+    if spread:
+        target += spread * (jnp.where(inside, shifted, 0) if padded else shifted).sum(-1)
+    total, target = _over(jax.lax.psum, over, (exponentials.sum(-1), target))
+    weights = chunk.weights[:, None]
+    at_label = jnp.where(ids == chunk.labels[:, None], (kept + spread) * weights, spread * weights)
+    slopes = exponentials * (weights / total[:, None]) - at_label
+    if padded:
+        slopes = jnp.where(inside, slopes, 0)
+    if options.pad_id is not None:
+        slopes = _zero_column(slopes, options.pad_id - first)
+    return jnp.log(total) - target, slopes
+
+
+def _at_label(logits, rows):
+    """logits[t, rows[t]], and 0 where there is no such row."""
+    found = (rows >= 0) & (rows < logits.shape[1])
+    values = jnp.take_along_axis(logits, jnp.clip(rows, 0, logits.shape[1] - 1)[:, None], axis=1, mode="promise_in_bounds")[:, 0]
+    return jnp.where(found, values, 0)
+
+
+def _zero_column(logits, column):
+    """0 in a column, should there be one of this number."""
+    return logits.at[:, jnp.where(jnp.array(column) >= 0, column, logits.shape[1])].set(0, mode="drop")
+
+
+def _over(reduce, axes, values):
+    return reduce(values, axes) if axes else values
+
+
+def _flat(tokens: _Chunk) -> _Chunk:
+    count = tokens.labels.size
+    return _Chunk(tokens.x.reshape(count, tokens.x.shape[-1]), tokens.labels.reshape(count), tokens.weights.reshape(count))
+
+
+def _chunk_count(options: _Options, tokens: int) -> int:
+    size = options.chunk_size or min(max(SMALLEST_CHUNK, tokens // CHUNKS), LARGEST_CHUNK)
+    return -(-tokens // size)
+
+
+def _cut(flat: _Chunk, count: int) -> _Chunk:
+    """[count, size, ...]: every count-th token is of one chunk, so that each device has its part of each chunk of a batch-split x.
+
+    Tokens of weight 0 fill up the last ones.
+    """
+    size = -(-len(flat.labels) // max(count, 1))
+
+    def cut(array):
+        array = jnp.pad(array, [(0, count * size - len(array)), *[(0, 0)] * (array.ndim - 1)])
+        return array.reshape(size, count, *array.shape[1:]).swapaxes(0, 1)
+
+    return _Chunk(*map(cut, flat))
+
+
+def _uncut(chunks: Float[Array, "n t d"], tokens: int) -> Float[Array, "s d"]:
+    return chunks.swapaxes(0, 1).reshape(-1, chunks.shape[-1])[:tokens]
+
+
+def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, *like: Any) -> Float[Array, "..."]:
+    """Zeros made of the data, so that in a shard_map around the call they vary over the mesh axes that it varies over."""
+    return jnp.full(shape, sum(jnp.sum(leaf.ravel()[:1] > 0) & 0 for leaf in jax.tree.leaves(like)), dtype)
+
+
+def _split(x: Float[Array, "... d"], table: Float[Array, "v d"] | Table) -> tuple[Float[Array, "v d"], _Layout | None]:
+    """The array that the table is kept in, and how it and x are split: None where explicit axes, if any, leave them whole."""
+    if isinstance(table, Table):
+        array, mesh, rows, columns, split = table.shards(x)
+        return array, _Layout(mesh, rows, columns, tuple(split))
+    split, (rows, columns) = (tuple(per_dimension(jax.typeof(array).sharding.spec, array.ndim)) for array in (x, table))
+    layout = _Layout(jax.typeof(x).sharding.mesh, rows, columns, split)
+    return table, layout if any((rows, columns, *split)) else None
+
+
+def _gather(array: Array, gathered: Sequence[Axes]) -> Array:
+    for dimension, axes in enumerate(gathered):
+        array = jax.lax.all_gather(array, axes, axis=dimension, tiled=True) if axes else array
+    return array
+
+
+def _scatter_sum(x: Float[Array, "... d"], gathered: Sequence[Axes], over: Axes, mesh: Any) -> Float[Array, "..."]:
+    """The sum over the axes that split the table, each device's block of it where `gathered` made one of many."""
+    again = [axis for axes in gathered for axis in axes]
+    x = jax.lax.psum(x, tuple(axis for axis in over if axis not in again))
+    x = x / math.prod(mesh.shape[axis] for axis in again if axis not in over)
+    for dimension, axes in enumerate(gathered):
+        x = jax.lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True) if axes else x
+    return x

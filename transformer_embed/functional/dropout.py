@@ -1,0 +1,106 @@
+"""hk.dropout's exact result at the speed of memory."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, UInt32
+
+from transformer_embed import _checks
+from transformer_embed.functional.phase import multiply_high
+
+_THREEFRY = "threefry2x32"
+
+
+def dropout(rng: Array, rate: float, x: ArrayLike) -> Float[Array, "..."]:
+    """Zeroes elements of x at random with probability `rate` and divides the others by `1 - rate`.
+
+    Compiled, the result is `hk.dropout`'s to the bit on finite x, for every key: it draws the same bits. Haiku spends its time
+    in drawing them, for on a CPU jax runs its generator as a loop over memory; here, where jax draws 32-bit floats with its
+    default generator, each element computes its own bits in registers. A compiled gradient draws them again where XLA finds that
+    cheaper than to keep a byte an element; the one is as fast as the other.
+
+    Args:
+        rng: a key of `jax.random.key` or `jax.random.PRNGKey`.
+        rate: in [0, 1), a Python float; 0 returns x as it is. (A numpy scalar is taken as Haiku takes it: one of 16 bits
+            draws 16-bit floats, and one of any width promotes a narrower x.)
+        x: [...], a floating dtype.
+
+    Returns:
+        [...], of x's dtype.
+
+    Raises:
+        TypeError: rate is traced or no number; x has no floating dtype; rng is no key.
+        ValueError: rate is outside [0, 1).
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> te.dropout(jax.random.key(0), 0.5, jnp.ones(6)).tolist()
+        [0.0, 0.0, 2.0, 2.0, 0.0, 2.0]
+
+    Source:
+        Srivastava et al., "Dropout" (2014), https://jmlr.org/papers/v15/srivastava14a.html. The generator: Salmon et al.,
+        "Parallel Random Numbers: As Easy as 1, 2, 3" (2011), threefry-2x32 with 20 rounds, counting elements as JAX does.
+    """
+    checked, x = _checks.rate("rate", rate), _checks.as_floats("x", x)
+    if checked == 0:
+        return x
+    keep_rate = 1.0 - checked
+    return _keep(_checks.as_key("rng", rng), keep_rate, x.shape) * x / keep_rate
+
+
+def _keep(key: Array, keep_rate: float | np.floating, shape: tuple[int, ...]) -> Bool[Array, "..."]:
+    """`jax.random.bernoulli(key, keep_rate, shape)`."""
+    from_jax = functools.partial(jax.random.bernoulli, p=keep_rate, shape=shape)
+    draws_32_bits = jnp.result_type(keep_rate) == jnp.float32
+    partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
+    counts_elements = partitionable and str(jax.random.key_impl(key)) == _THREEFRY
+    is_symbolic = any(export.is_symbolic_dim(size) for size in shape)
+    if is_symbolic or not (draws_32_bits and counts_elements):
+        return from_jax(key)
+    unrolled = functools.partial(_bernoulli, keep_rate=keep_rate, shape=shape)
+    return jax.lax.platform_dependent(key, cpu=unrolled, default=from_jax)
+
+
+def _bernoulli(key: Array, *, keep_rate: float | np.floating, shape: tuple[int, ...]) -> Bool[Array, "..."]:
+    """A uniform float has 23 random bits, n / 2**23: it is below keep_rate where the integer n is below keep_rate * 2**23."""
+    words = jax.random.key_data(key)
+    first, second = _threefry(words[0], words[1], *_counters(shape))
+    threshold = math.ceil(float(np.float32(keep_rate)) * 2**23)
+    return (first ^ second) >> 9 < np.uint32(threshold)
+
+
+def _counters(shape: tuple[int, ...]) -> tuple[UInt32[Array, "..."], UInt32[Array, "..."]]:
+    """Each element's place in the flattened array, as the two words of a 64-bit integer."""
+    high = low = jnp.zeros(shape, jnp.uint32)
+    stride = math.prod(shape)
+    more_than_a_word = stride > 2**32
+    for axis, length in enumerate(shape):
+        stride //= max(length, 1)
+        index = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        part = index * np.uint32(stride % 2**32)
+        low = low + part
+        if more_than_a_word:
+            carry = (low < part).astype(jnp.uint32)
+            high = high + index * np.uint32(stride >> 32) + multiply_high(index, np.uint32(stride % 2**32)) + carry
+    return high, low
+
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+
+
+def _threefry(key_0: Array, key_1: Array, x_0: Array, x_1: Array) -> tuple[UInt32[Array, "..."], UInt32[Array, "..."]]:
+    keys = (key_0, key_1, key_0 ^ key_1 ^ np.uint32(0x1BD11BDA))
+    x_0, x_1 = x_0 + keys[0], x_1 + keys[1]
+    for group in range(5):
+        for rotation in _ROTATIONS[group % 2]:
+            x_0 = x_0 + x_1
+            x_1 = (x_1 << rotation | x_1 >> 32 - rotation) ^ x_0
+        x_0 = x_0 + keys[(group + 1) % 3]
+        x_1 = x_1 + keys[(group + 2) % 3] + np.uint32(group + 1)
+    return x_0, x_1

@@ -1,0 +1,249 @@
+"""Rotary position embeddings: queries and keys turned by their positions, exactly at any position, as any published model turns them."""
+
+import decimal
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Shaped
+
+from transformer_embed import _checks
+from transformer_embed.functional import phase
+from transformer_embed.functional.rotary_scaling import Scaled, Scaling, unscaled
+
+LAYOUTS = ("half", "interleaved")
+PARTIAL = ("first", "proportional")
+
+
+def apply_rotary(
+    x: ArrayLike,
+    positions: ArrayLike,
+    *,
+    base: float = 10_000.0,
+    layout: str = "half",
+    rotary_dim: int | None = None,
+    partial: str = "first",
+    scaling: Scaling | None = None,
+    sections: Sequence[int] | None = None,
+) -> Float[Array, "... t h d"]:
+    """Turns each pair of channels of queries or keys by an angle proportional to the position, exact at any position.
+
+    With the defaults, for i in 0..head_dim//2 - 1 and angle = position * base ** (-2i / head_dim), the channels a = i and
+    b = i + head_dim//2 become
+
+        x[..., a] * cos(angle) - x[..., b] * sin(angle)
+        x[..., b] * cos(angle) + x[..., a] * sin(angle)
+
+    The dot product of a query and a key, both rotated, depends on the difference of their positions only. Rotations add up: what is
+    rotated already, such as keys in a cache, must not be rotated again. There is no table and no longest position.
+
+    Args:
+        x: [..., length, heads, head_dim], a floating dtype. (Some libraries have heads before length: swap those axes.)
+        positions: [length], or more axes that broadcast to x's before the heads; any integer dtype, or float32. With sections, one more
+            axis, the last: [..., length, axes].
+        base: the wavelengths grow from 2 pi towards 2 pi times this; above 0 ("theta").
+        layout: which channels are a pair.
+            `"half"`: i and i + d/2 (Llama, GPT-NeoX, Gemma).
+            `"interleaved"`: 2i and 2i + 1 (RoFormer, GPT-J).
+        rotary_dim: how many channels are rotated, even; None: all of them.
+        partial: what a rotary_dim below head_dim means.
+            `"first"`: the first rotary_dim channels are rotated as a head of that size (GPT-J, GPT-NeoX).
+            `"proportional"`: the whole head is paired, with head_dim in the exponents, and the first rotary_dim / 2 pairs turn (Gemma).
+        scaling: of the frequencies, for contexts longer than in training: `LinearScaling`, `NTKScaling`, `DynamicNTKScaling`,
+            `YarnScaling`, `Llama3Scaling` or `LongRopeScaling`; None: none.
+        sections: how many successive pairs turn by each axis of the positions, (16, 24, 24) for time, height and width in Qwen2-VL:
+            one row of frequencies, cut into sections. None: one axis.
+
+    Returns:
+        [..., length, heads, head_dim] of x's dtype, computed in float32 and rounded once. The error of a cosine or sine is at most
+        6.0e-8 for every int32 and uint32 position, and for float32 ones below 2**24 in magnitude; where the scaling has an attention
+        factor, that times the factor, beside float32's rounding of the product. NaN for a 64-bit jax integer outside int32, and for a
+        float that is not finite or is 2**31 or more in magnitude. Differentiable in x and in float positions.
+
+    Raises:
+        TypeError: x has no floating dtype; positions are neither integers nor float32; another argument is of another type.
+        ValueError: a shape that does not fit, an odd number of channels to pair, a host position outside int32, an unknown layout or
+            partial, sections that do not add up to the pairs.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> query, key = jnp.ones([3, 2, 64]), jnp.ones([3, 2, 64])
+        >>> near = te.apply_rotary(query, [7, 8, 9]) * te.apply_rotary(key, [5, 6, 7])
+        >>> far = te.apply_rotary(query, [2_000_000_007, 8, 9]) * te.apply_rotary(key, [2_000_000_005, 6, 7])
+        >>> bool(jnp.allclose(near.sum(-1), far.sum(-1)))
+        True
+
+    Source:
+        Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), section 3.4.2, equation 34,
+        https://arxiv.org/abs/2104.09864. Sections: Wang et al., "Qwen2-VL" (2024), section 2.1, https://arxiv.org/abs/2409.12191
+    """
+    x = _checks.as_floats("x", x)
+    if x.ndim < 3:
+        raise ValueError(_checks.wanted("x", "shape [..., length, heads, head_dim]", f"shape {list(x.shape)}"))
+    _checks.choice("layout", layout, LAYOUTS)
+    rotated = _rotary_dim(rotary_dim, x.shape[-1])
+    dim = x.shape[-1] if _checks.choice("partial", partial, PARTIAL) == "proportional" else rotated
+    _check_even("head_dim", dim)
+    if scaling is not None and not isinstance(scaling, Scaling):
+        raise TypeError(_checks.wanted("scaling", "LinearScaling(...), another scaling of this package, or None", repr(scaling)))
+    sections = _sections(sections, dim // 2)
+    positions = _positions(positions, x.shape[:-2], sections)
+    spec = _Spec(dim, rotated // 2, _checks.real("base", base, above=0), scaling, sections or (dim // 2,))
+    return _rotated(x, positions if sections else positions[..., None], layout, spec)
+
+
+def permute_rotary_weights(
+    weights: ArrayLike, num_heads: int, *, source: str, target: str, rotary_dim: int | None = None
+) -> Shaped[Array, "... hd"]:
+    """A projection's weights or biases with each head's channels in the order of another rotary layout.
+
+    Queries and keys projected by permuted weights and rotated in the target's layout have the dot products that they had before.
+    Permute the query's and the key's projection (and a norm's scale between projection and rotation); the value's stays.
+
+    Args:
+        weights: [..., num_heads * head_dim]: the output channels are the last axis, as in hk.Linear (torch has them first: transpose).
+        num_heads: at least 1; of the key's projection, its own number.
+        source: the layout that the weights are in: `"half"` or `"interleaved"`; see `apply_rotary`.
+        target: the layout wanted.
+        rotary_dim: how many channels, the first ones of each head, are paired; None: all of them, as in
+            `apply_rotary(..., partial="proportional")` too.
+
+    Returns:
+        The weights' shape and dtype.
+
+    Raises:
+        TypeError: num_heads or rotary_dim is no Python int.
+        ValueError: the last axis is no multiple of num_heads, an odd number of channels to pair, or an unknown layout.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> te.permute_rotary_weights([0, 1, 2, 3, 4, 5], 1, source="half", target="interleaved").tolist()
+        [0, 3, 1, 4, 2, 5]
+
+    Source:
+        The conversion of Llama's published checkpoints, interleaved, to the transformers library, in halves.
+    """
+    array = jnp.asarray(_checks.as_array("weights", weights))
+    num_heads = _checks.integer("num_heads", num_heads, at_least=1)
+    if array.ndim == 0 or array.shape[-1] % num_heads or array.shape[-1] == 0:
+        raise ValueError(_checks.wanted("weights", f"a last axis of {num_heads} heads times head_dim", f"shape {list(array.shape)}"))
+    head_dim = array.shape[-1] // num_heads
+    dim = _rotary_dim(rotary_dim, head_dim)
+    of_target, of_source = (_order(_checks.choice(name, layout, LAYOUTS), dim) for name, layout in (("target", target), ("source", source)))
+    order = np.arange(head_dim)
+    order[of_target] = of_source
+    heads = np.arange(num_heads)[:, None] * head_dim
+    return array[..., (heads + order).reshape(-1)]
+
+
+class _Spec(NamedTuple):
+    """What decides the constants: `dim` channels are paired, the first `turning` pairs turn, and the sections add up to dim // 2."""
+
+    dim: int
+    turning: int
+    base: float
+    scaling: Scaling | None
+    sections: tuple[int, ...]
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "spec"))
+def _rotated(x: Float[Array, "... t h d"], positions: Shaped[Array, "... t axes"], layout: str, spec: _Spec) -> Float[Array, "... t h d"]:
+    """Compiled even where the caller is not: the loop in `_cos_and_sin` would be compiled again at each call."""
+    cos, sin = (each[..., None, :] for each in _cos_and_sin(positions, spec))
+    wide = x[..., : spec.dim].astype(jnp.promote_types(jnp.float32, x.dtype))
+    first, second = _pairs(wide, layout)
+    turned = _joined(first * cos - second * sin, second * cos + first * sin, layout).astype(x.dtype)
+    return turned if spec.dim == x.shape[-1] else jnp.concatenate([turned, x[..., spec.dim :]], -1)
+
+
+def _pairs(x: Float[Array, "... d"], layout: str) -> tuple[Float[Array, "... p"], Float[Array, "... p"]]:
+    if layout == "half":
+        first, second = jnp.split(x, 2, -1)
+        return first, second
+    # A strided index would be a gather, which explicit mesh axes refuse in older releases of jax.
+    first, second = (jax.lax.slice_in_dim(x, start, None, stride=2, axis=-1) for start in (0, 1))
+    return first, second
+
+
+def _joined(first: Float[Array, "... p"], second: Float[Array, "... p"], layout: str) -> Float[Array, "... d"]:
+    if layout == "half":
+        return jnp.concatenate([first, second], -1)
+    return jnp.stack([first, second], -1).reshape(*first.shape[:-1], -1)
+
+
+def _cos_and_sin(positions: Shaped[Array, "... t axes"], spec: _Spec) -> Float[Array, "2 ... t p"]:
+    constants, attention_factor = _constants(spec)
+
+    def waves(quarter: Array | int) -> Float[Array, "... t p"]:
+        parts = [phase.sinusoid(positions[..., axis], part._replace(quarters=quarter)) for axis, part in enumerate(constants)]
+        wave = parts[0] if len(parts) == 1 else jnp.concatenate(parts, -1)
+        return wave if attention_factor == 1 else wave * np.float32(attention_factor)
+
+    # On a CPU, XLA fuses the phases into the products and computes them again for each head; it cannot fuse through a loop.
+    quarters = np.array([1, 0], np.uint32)
+    return jax.lax.platform_dependent(
+        quarters, cpu=lambda quarters: jax.lax.map(waves, quarters), default=lambda quarters: jnp.stack([waves(q) for q in quarters])
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _constants(spec: _Spec) -> tuple[tuple[phase.Channels, ...], float]:
+    """The constants of each section's sines, and the attention factor."""
+    with decimal.localcontext(phase.PRECISION):
+        frequencies, attention_factor = (
+            Scaled(unscaled(spec.dim, spec.base)) if spec.scaling is None else spec.scaling.scaled(spec.dim, spec.base)
+        )
+    frequencies = frequencies[: spec.turning] + (phase.ZERO,) * (spec.dim // 2 - spec.turning)
+    ends = np.cumsum(spec.sections)
+    sections = [frequencies[end - size : end] for end, size in zip(ends, spec.sections, strict=True)]
+    return tuple(phase.channels(section, [0] * len(section)) for section in sections), float(attention_factor)
+
+
+def _order(layout: str, dim: int) -> np.ndarray:
+    """The channels of a layout: the pairs' first ones, then their second ones."""
+    channels = np.arange(dim)
+    return channels if layout == "half" else channels.reshape(-1, 2).T.reshape(-1)
+
+
+def _rotary_dim(rotary_dim: int | None, head_dim: int) -> int:
+    if rotary_dim is None:
+        return _check_even("head_dim", head_dim)
+    rotary_dim = _check_even("rotary_dim", _checks.integer("rotary_dim", rotary_dim, at_least=2))
+    if rotary_dim > head_dim:
+        raise ValueError(_checks.wanted("rotary_dim", f"an int up to head_dim = {head_dim}", rotary_dim))
+    return rotary_dim
+
+
+def _check_even(name: str, value: int) -> int:
+    if value % 2 or value == 0:
+        raise ValueError(_checks.wanted(name, "an even number of channels, to make pairs", value))
+    return value
+
+
+def _sections(sections: Sequence[int] | None, pairs: int) -> tuple[int, ...]:
+    if sections is None:
+        return ()
+    sections = tuple(_checks.integer(f"sections[{n}]", size, at_least=0) for n, size in enumerate(_checks.sequence("sections", sections)))
+    _checks.same("sections", "numbers that add up to the pairs", sum(sections), pairs)
+    return sections
+
+
+def _positions(positions: ArrayLike, target: tuple[int, ...], sections: tuple[int, ...]) -> jax.Array | np.ndarray:
+    """Positions that fit x's axes before the heads, and that jit will not narrow unseen."""
+    positions = _checks.as_positions("positions", positions)
+    shape = positions.shape
+    if sections and (len(shape) < 2 or shape[-1] != len(sections)):
+        raise ValueError(_checks.wanted("positions", f"shape [..., length, {len(sections)}], one axis a section", f"shape {list(shape)}"))
+    leading = shape[:-1] if sections else shape
+    if not leading or leading[-1] != target[-1]:
+        hint = _checks.SCALAR_HINT if not leading else ""
+        raise ValueError(_checks.wanted("positions", f"x's length, {target[-1]}, last", f"shape {list(shape)}{hint}"))
+    _checks.broadcasts_to("positions", leading, "x before its heads", target)
+    if isinstance(positions, np.ndarray) and np.issubdtype(positions.dtype, np.integer) and positions.dtype.itemsize == 8:
+        return _checks.fits_int32("positions", positions)
+    return positions

@@ -1,0 +1,1 @@
+"""Training of large tables by rows, and tables sharded over a mesh."""

@@ -1,0 +1,1 @@
+"""Haiku modules, the position schemes that they take, and the compiled embedder."""
