@@ -25,6 +25,7 @@ from safetensors.numpy import load_file, save_file
 
 import transformer_embed as te
 from transformer_embed.cli.main import main
+from transformer_embed.pretrained import architectures
 from transformer_embed.pretrained import files as _files
 from transformer_embed.pretrained.config_json import config_from_json, config_to_json, extras_from_json, extras_to_json
 
@@ -187,7 +188,7 @@ def test_bloom_bias_is_the_originals(tmp_path):
 
 def test_every_model_named_is_tested():
     tested = {case["settings"]["model_type"] for case in CASES.values()}
-    known = {name for each in pretrained.known.ARCHITECTURES for name in each.model_types}
+    known = {name for each in architectures.ARCHITECTURES for name in each.model_types}
     # CLIP's and Gemma 3's text models go under two names each.
     assert known - tested == {"gemma3"}
 
@@ -764,7 +765,7 @@ def test_inspect_of_what_is_not_known(tmp_path):
 
 @pytest.mark.parametrize(("name", "tokens_a_batch"), [("roberta", 6), ("roberta", 10_000), ("bert", 6), ("m2m100", 10_000), ("gpt2", 6)])
 def test_embed_from_a_checkpoint(tmp_path, monkeypatch, name, tokens_a_batch):
-    monkeypatch.setattr("transformer_embed.__main__.TOKENS_A_BATCH", tokens_a_batch)
+    monkeypatch.setattr("transformer_embed.cli.main.TOKENS_A_BATCH", tokens_a_batch)
     case = CASES[name]
     found = load(tmp_path, name)
     rows = [[5, 6, 7, 8, 9, 3], [4, 5, 6], [PAD, 10]]
