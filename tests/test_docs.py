@@ -62,7 +62,7 @@ def test_every_public_name_is_on_a_page(pages):
     assert set(PUBLIC) <= found
     # A class is known by the file that it lives in too.
     assert {name.rsplit(".", 1)[-1] for name in found} == {name.rsplit(".", 1)[-1] for name in PUBLIC}
-    assert {("Placement.queries", "py:method"), ("PositionalEncoding.__call__", "py:method")} <= entries
+    assert {("TokenPositions.queries", "py:method"), ("PositionalEncoding.__call__", "py:method")} <= entries
 
 
 def inventory(pages):

@@ -18,7 +18,7 @@ from transformer_embed.functional.masks import (
     segment_mask,
     window_mask,
 )
-from transformer_embed.functional.positions import Placement, place_ids, place_lengths, place_offset, place_segments
+from transformer_embed.functional.positions import TokenPositions
 from transformer_embed.functional.rotary import apply_rotary, permute_rotary_weights
 from transformer_embed.functional.rotary_scaling import (
     DynamicNTKScaling,
@@ -51,12 +51,12 @@ __all__ = [
     "Llama3Scaling",
     "LongRopeScaling",
     "NTKScaling",
-    "Placement",
     "PositionalEncoding",
     "RelativePositionBias",
     "Sinusoidal",
     "SinusoidalGrid",
     "TokenEmbedding",
+    "TokenPositions",
     "TransformerEmbedding",
     "YarnScaling",
     "alibi_bias",
@@ -74,10 +74,6 @@ __all__ = [
     "mask_to_bias",
     "padding_mask",
     "permute_rotary_weights",
-    "place_ids",
-    "place_lengths",
-    "place_offset",
-    "place_segments",
     "relative_position_buckets",
     "resize_positions",
     "resize_vocabulary",

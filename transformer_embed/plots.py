@@ -181,7 +181,7 @@ def plot_mask(
         >>> import jax.numpy as jnp
         >>> import transformer_embed as te
         >>> positions = jnp.arange(6)
-        >>> mask = te.attention_mask(query_positions=positions, key_positions=positions, window=(2, 0))
+        >>> mask = te.attention_mask(query_positions=positions, key_positions=positions, causal=True, window=(2, 0))
         >>> ax = te.plots.plot_mask(mask, key_tokens="the cat sat on the mat".split())
         >>> [text.get_text() for text in ax.get_legend().get_texts()]
         ['may attend', 'hidden']

@@ -54,12 +54,16 @@ def mask_bytes(options) -> Report:
     batch, length = 32, 2048
     rows = jax.ShapeDtypeStruct((batch, length), jnp.int32)
     cases = {
-        "causal": lambda ids: te.attention_mask(query_positions=jnp.arange(length), key_positions=jnp.arange(length)),
+        "causal": lambda ids: te.attention_mask(query_positions=jnp.arange(length), key_positions=jnp.arange(length), causal=True),
         "padding": lambda ids: te.attention_mask(
             query_positions=jnp.arange(length), key_positions=jnp.arange(length), padding=te.padding_mask(ids), causal=False
         ),
-        "packed": lambda ids: te.attention_mask(**te.place_segments(ids).queries(), **te.place_segments(ids).keys()),
-        "decoding": lambda ids: te.attention_mask(**te.place_offset(ids[:, 0], 1).queries(), **te.place_ids(ids).keys()),
+        "packed": lambda ids: te.attention_mask(
+            **te.TokenPositions.from_segment_ids(ids).queries(), **te.TokenPositions.from_segment_ids(ids).keys(), causal=True
+        ),
+        "decoding": lambda ids: te.attention_mask(
+            **te.TokenPositions.from_offset(ids[:, 0], 1).queries(), **te.TokenPositions.from_ids(ids).keys(), causal=True
+        ),
     }
     report = Report(f"Masks, {batch} x {length}", ["mask", "shape", "ours, MB", "float32 [batch, 1, queries, length], MB"])
     for name, mask in cases.items():

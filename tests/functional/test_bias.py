@@ -188,7 +188,7 @@ def test_alibi_bias_published():
 @pytest.mark.parametrize("num_heads", GOLDEN["bloom"])
 def test_alibi_bias_of_blooms_key_row(num_heads):
     # A whole row, and one with two tokens of padding on the left, where Bloom multiplies the positions by the mask.
-    placed = te.place_ids([[5, 6, 7, 8, 9], [0, 0, 7, 8, 9]], pad_id=0)
+    placed = te.TokenPositions.from_ids([[5, 6, 7, 8, 9], [0, 0, 7, 8, 9]], pad_id=0)
     bias = alibi_bias([0], placed.positions, num_heads=int(num_heads))
     np.testing.assert_allclose(bias[:, :, 0], GOLDEN["bloom"][num_heads], rtol=PEER_ERROR, atol=0)
 
@@ -240,7 +240,7 @@ def test_alibi_bias_does_not_count_in_bfloat16():
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_alibi_bias_and_the_masks_bias_are_finite_and_hide_at_any_distance(dtype, symmetric):
     positions = np.array([LOWEST, -70_000, 0, 5, 40_000, 2**20, HIGHEST])
-    mask = te.attention_mask(query_positions=positions, key_positions=positions)
+    mask = te.attention_mask(query_positions=positions, key_positions=positions, causal=True)
     total = te.mask_to_bias(mask, dtype) + alibi_bias(positions, positions, num_heads=12, symmetric=symmetric, dtype=dtype)
     assert jnp.isfinite(total).all()
     weights = jax.nn.softmax(total)
@@ -570,8 +570,10 @@ both_masks = pytest.mark.parametrize("causal", [True, False])
 @both_masks
 def test_packed_sequences_attend_as_alone(name, causal):
     first, second = qkv(4), qkv(5, seed=1)
-    packed = attend(name, te.place_segments([[1, 1, 1, 1, 2, 2, 2, 2, 2]]), *np.concatenate([first, second], 2), causal=causal)
-    alone = [attend(name, te.place_lengths([len(x[0, 0])], len(x[0, 0])), *x, causal=causal) for x in (first, second)]
+    packed = attend(
+        name, te.TokenPositions.from_segment_ids([[1, 1, 1, 1, 2, 2, 2, 2, 2]]), *np.concatenate([first, second], 2), causal=causal
+    )
+    alone = [attend(name, te.TokenPositions.from_lengths([len(x[0, 0])], len(x[0, 0])), *x, causal=causal) for x in (first, second)]
     np.testing.assert_allclose(packed, np.concatenate(alone, 1), rtol=0, atol=ATTENTION_ERROR)
 
 
@@ -579,16 +581,16 @@ def test_packed_sequences_attend_as_alone(name, causal):
 @both_masks
 def test_left_padding_attends_as_right_padding(name, causal):
     tokens, padding = qkv(4), qkv(3, seed=2)
-    left = attend(name, te.place_lengths([4], 7, padding_side="left"), *np.concatenate([padding, tokens], 2), causal=causal)
-    right = attend(name, te.place_lengths([4], 7), *np.concatenate([tokens, padding], 2), causal=causal)
+    left = attend(name, te.TokenPositions.from_lengths([4], 7, padding_side="left"), *np.concatenate([padding, tokens], 2), causal=causal)
+    right = attend(name, te.TokenPositions.from_lengths([4], 7), *np.concatenate([tokens, padding], 2), causal=causal)
     np.testing.assert_allclose(left[:, 3:], right[:, :4], rtol=0, atol=ATTENTION_ERROR)
 
 
 @every_added
 def test_decoding_attends_as_the_whole_sequence(name):
     q, k, v = qkv(6)
-    whole = attend(name, te.place_lengths([6], 6), q, k, v, causal=True)
+    whole = attend(name, te.TokenPositions.from_lengths([6], 6), q, k, v, causal=True)
     for offset in range(6):
-        mask = te.attention_mask(query_positions=[offset], key_positions=np.arange(6))
+        mask = te.attention_mask(query_positions=[offset], key_positions=np.arange(6), causal=True)
         step = attention(q[:, offset : offset + 1], k, v, mask, ADDED[name]([offset], np.arange(6)))
         np.testing.assert_allclose(step, whole[:, offset : offset + 1], rtol=0, atol=ATTENTION_ERROR)

@@ -160,25 +160,25 @@ def test_attention_mask_under_jit_is_the_eager_one(query_rank, key_rank, padding
 
 def test_attention_mask_under_vmap_is_a_loop():
     def build(queries, keys, padding):
-        return te.attention_mask(query_positions=queries, key_positions=keys, padding=padding)
+        return te.attention_mask(query_positions=queries, key_positions=keys, padding=padding, causal=True)
 
     stacked = jax.vmap(build)(QUERIES[2], KEYS[2], PADDING[2])
     np.testing.assert_array_equal(stacked, [build(*one) for one in zip(QUERIES[2], KEYS[2], PADDING[2], strict=True)])
 
 
 def test_attention_mask_of_a_whole_sequence_is_the_causal_mask():
-    mask = te.attention_mask(query_positions=np.arange(6), key_positions=np.arange(6))
+    mask = te.attention_mask(query_positions=np.arange(6), key_positions=np.arange(6), causal=True)
     np.testing.assert_array_equal(mask, te.causal_mask(6)[None, None])
 
 
 def test_attention_mask_of_the_last_queries_is_the_last_rows_of_the_causal_mask():
-    mask = te.attention_mask(query_positions=np.arange(4, 6), key_positions=np.arange(6))
+    mask = te.attention_mask(query_positions=np.arange(4, 6), key_positions=np.arange(6), causal=True)
     np.testing.assert_array_equal(mask[0, 0], te.causal_mask(6)[4:])
 
 
 def test_attention_mask_while_decoding_has_an_offset_for_each_row():
     offsets = np.array([[0], [3], [4]])
-    mask = te.attention_mask(query_positions=offsets, key_positions=np.arange(5))
+    mask = te.attention_mask(query_positions=offsets, key_positions=np.arange(5), causal=True)
     assert mask.shape == (3, 1, 1, 5)
     assert mask.sum(-1).ravel().tolist() == [1, 4, 5]
 
@@ -189,7 +189,7 @@ def test_attention_mask_has_one_trace_for_all_offsets():
     @jax.jit
     def step(offset):
         traces.append(offset)
-        return te.attention_mask(query_positions=offset + jnp.arange(2), key_positions=np.arange(6))
+        return te.attention_mask(query_positions=offset + jnp.arange(2), key_positions=np.arange(6), causal=True)
 
     for offset in range(5):
         np.testing.assert_array_equal(step(offset)[0, 0], te.causal_mask(6)[offset : offset + 2])
@@ -198,7 +198,7 @@ def test_attention_mask_has_one_trace_for_all_offsets():
 
 def test_attention_mask_with_left_padding_is_the_causal_mask_of_the_tokens():
     tokens = te.padding_mask([[0, 0, 5, 6, 7]])
-    mask = te.attention_mask(query_positions=np.arange(5), key_positions=np.arange(5), padding=tokens)[0, 0]
+    mask = te.attention_mask(query_positions=np.arange(5), key_positions=np.arange(5), padding=tokens, causal=True)[0, 0]
     np.testing.assert_array_equal(mask[2:, 2:], te.causal_mask(3))
     assert not mask[:, :2].any()
     assert not mask[:2].any()
@@ -206,25 +206,27 @@ def test_attention_mask_with_left_padding_is_the_causal_mask_of_the_tokens():
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64])
 def test_attention_mask_takes_host_positions_of_any_integer_dtype(dtype):
-    mask = te.attention_mask(query_positions=np.array([1, 0], dtype), key_positions=np.arange(3, dtype=dtype))
+    mask = te.attention_mask(query_positions=np.array([1, 0], dtype), key_positions=np.arange(3, dtype=dtype), causal=True)
     assert mask[0, 0].tolist() == [[True, True, False], [True, False, False]]
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16, jnp.uint16])
 def test_attention_mask_compares_narrow_positions_with_wide_ones(dtype):
-    mask = te.attention_mask(query_positions=jnp.array([100], dtype), key_positions=[-1, 100, 356])
+    mask = te.attention_mask(query_positions=jnp.array([100], dtype), key_positions=[-1, 100, 356], causal=True)
     assert mask[0, 0].tolist() == [[True, True, False]]
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(0, 0), (0, 3), (3, 0), (1, 1)])
 def test_attention_mask_of_empty_and_single_sequences(queries, keys):
-    mask = te.attention_mask(query_positions=np.arange(queries), key_positions=np.arange(keys), padding=np.ones((2, keys), bool))
+    mask = te.attention_mask(
+        query_positions=np.arange(queries), key_positions=np.arange(keys), padding=np.ones((2, keys), bool), causal=True
+    )
     assert mask.shape == (2, 1, queries, keys)
     assert mask.all()
 
 
 def test_attention_mask_of_an_empty_batch():
-    assert te.attention_mask(query_positions=[0], key_positions=[0, 1], padding=np.ones((0, 2), bool)).shape == (0, 1, 1, 2)
+    assert te.attention_mask(query_positions=[0], key_positions=[0, 1], padding=np.ones((0, 2), bool), causal=True).shape == (0, 1, 1, 2)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -236,7 +238,7 @@ def test_attention_mask_of_padding_alone_is_wholly_false(causal):
 
 def refused(error, message, **arguments):
     with pytest.raises(error, match=message):
-        te.attention_mask(**({"query_positions": [0, 1], "key_positions": [0, 1]} | arguments))
+        te.attention_mask(**({"query_positions": [0, 1], "key_positions": [0, 1], "causal": True} | arguments))
 
 
 @pytest.mark.parametrize("name", ["query_positions", "key_positions"])
@@ -297,7 +299,9 @@ def test_combine_masks_of_padding_and_causal_is_the_attention_mask():
     tokens = te.padding_mask(IDS)
     combined = te.combine_masks(te.causal_mask(5)[None, None], tokens[:, None, None, :])
     positions = np.arange(5)
-    np.testing.assert_array_equal(combined, te.attention_mask(query_positions=positions, key_positions=positions, padding=tokens))
+    np.testing.assert_array_equal(
+        combined, te.attention_mask(query_positions=positions, key_positions=positions, padding=tokens, causal=True)
+    )
 
 
 def test_combine_masks_under_jit_and_vmap_is_the_eager_one():
@@ -389,7 +393,7 @@ def test_mask_to_bias_keeps_the_shape(shape):
 
 
 def test_mask_to_bias_under_jit_and_vmap_is_the_eager_one():
-    mask = te.attention_mask(query_positions=QUERIES[1], key_positions=KEYS[1], padding=PADDING[2])
+    mask = te.attention_mask(query_positions=QUERIES[1], key_positions=KEYS[1], padding=PADDING[2], causal=True)
     np.testing.assert_array_equal(jax.jit(te.mask_to_bias)(mask), te.mask_to_bias(mask))
     np.testing.assert_array_equal(jax.vmap(te.mask_to_bias)(mask), [te.mask_to_bias(one) for one in mask])
 
@@ -404,10 +408,10 @@ def test_mask_to_bias_refuses_a_dtype_without_a_fraction(dtype):
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 3, 2, 5, 4
 MASKS = {
-    "causal": te.attention_mask(query_positions=np.arange(LENGTH), key_positions=np.arange(LENGTH)),
+    "causal": te.attention_mask(query_positions=np.arange(LENGTH), key_positions=np.arange(LENGTH), causal=True),
     "padding": te.attention_mask(query_positions=np.arange(LENGTH), key_positions=np.arange(LENGTH), padding=IDS != 0, causal=False),
-    "both": te.attention_mask(query_positions=np.arange(LENGTH), key_positions=np.arange(LENGTH), padding=IDS != 0),
-    "decode": te.attention_mask(query_positions=[[3], [0], [2]], key_positions=np.arange(LENGTH), padding=IDS != 0),
+    "both": te.attention_mask(query_positions=np.arange(LENGTH), key_positions=np.arange(LENGTH), padding=IDS != 0, causal=True),
+    "decode": te.attention_mask(query_positions=[[3], [0], [2]], key_positions=np.arange(LENGTH), padding=IDS != 0, causal=True),
 }
 
 
@@ -479,7 +483,7 @@ def test_window_conventions():
         ({"window": (w, 0)}, lambda q, k: q - w <= k <= q),
         ({"window": (w, w), "causal": False}, lambda q, k: abs(q - k) <= w),
     ]:
-        mask = te.attention_mask(query_positions=positions, key_positions=positions, **options)
+        mask = te.attention_mask(query_positions=positions, key_positions=positions, **({"causal": True} | options))
         np.testing.assert_array_equal(mask, by_loop(rule, positions, positions))
 
 
@@ -488,7 +492,7 @@ def test_chunk_mask():
     np.testing.assert_array_equal(
         te.chunk_mask(positions, positions, chunk=3), by_loop(lambda q, k: q // 3 == k // 3, positions, positions)
     )
-    mask = te.attention_mask(query_positions=positions, key_positions=positions, chunk=3)
+    mask = te.attention_mask(query_positions=positions, key_positions=positions, chunk=3, causal=True)
     np.testing.assert_array_equal(mask, by_loop(lambda q, k: q // 3 == k // 3 and k <= q, positions, positions))
 
 
@@ -503,6 +507,7 @@ def test_prefix_inside_packing():
         key_block_ids=prefix,
         query_segment_ids=segments,
         key_segment_ids=segments,
+        causal=True,
     )
     one = np.array([[1, 1, 0], [1, 1, 0], [1, 1, 1]], bool)
     np.testing.assert_array_equal(mask[0, 0], np.kron(np.eye(2, dtype=bool), one))
@@ -513,7 +518,7 @@ def test_prefix_up_to_and_with_the_first_separator():
     ids, separator, positions = np.array([[5, 6, 9, 7, 9], [9, 5, 6, 7, 8]]), 9, range(5)
     before = np.cumsum(ids == separator, -1) - (ids == separator)
     blocks = np.where(before == 0, 0, -1)
-    mask = te.attention_mask(query_positions=positions, key_positions=positions, query_block_ids=blocks, key_block_ids=blocks)
+    mask = te.attention_mask(query_positions=positions, key_positions=positions, query_block_ids=blocks, key_block_ids=blocks, causal=True)
     for row, last in enumerate((2, 0)):
         np.testing.assert_array_equal(
             mask[row, 0], by_loop(lambda q, k, last=last: k <= q or max(q, k) <= last, positions, positions)[0, 0]
@@ -523,7 +528,7 @@ def test_prefix_up_to_and_with_the_first_separator():
 def test_blocks_see_past_a_window():
     blocks, positions = np.array([0, 0, 0, -1, -1]), np.arange(5)
     mask = te.attention_mask(
-        query_positions=positions, key_positions=positions, window=(0, 0), query_block_ids=blocks, key_block_ids=blocks
+        query_positions=positions, key_positions=positions, window=(0, 0), query_block_ids=blocks, key_block_ids=blocks, causal=True
     )
     np.testing.assert_array_equal(mask, by_loop(lambda q, k: q == k or max(q, k) < 3, positions, positions))
 
@@ -553,11 +558,11 @@ def test_masks_combine_by_operators():
 
 
 def test_masks_at_an_offset_are_rows_of_the_whole():
-    whole = te.attention_mask(query_positions=range(8), key_positions=range(8), window=(2, 0))
+    whole = te.attention_mask(query_positions=range(8), key_positions=range(8), window=(2, 0), causal=True)
 
     @jax.jit
     def step(offset):
-        return te.attention_mask(query_positions=offset[None], key_positions=jnp.arange(8), window=(2, 0))
+        return te.attention_mask(query_positions=offset[None], key_positions=jnp.arange(8), window=(2, 0), causal=True)
 
     for offset in range(8):
         np.testing.assert_array_equal(step(jnp.int32(offset)), whole[:, :, offset : offset + 1])
@@ -582,8 +587,13 @@ def test_masks_at_an_offset_are_rows_of_the_whole():
 )
 def test_errors_of_the_other_masks(kind, message, call):
     with pytest.raises(kind) as caught:
-        call(lambda **options: te.attention_mask(query_positions=[0, 1], key_positions=[0, 1], **options))
+        call(lambda **options: te.attention_mask(query_positions=[0, 1], key_positions=[0, 1], **options, causal=True))
     assert str(caught.value).startswith(message)
+
+
+def test_a_mask_that_does_not_say_whether_it_is_causal_is_an_error():
+    with pytest.raises(TypeError, match="'causal'"):
+        te.attention_mask(query_positions=[0, 1], key_positions=[0, 1])
 
 
 @pytest.mark.parametrize("chunk", [2**31, 2**40])
@@ -594,4 +604,4 @@ def test_a_chunk_past_int32_is_refused(chunk):
 
 def test_a_window_is_a_tuple():
     with pytest.raises(TypeError, match=r"^window: wanted a tuple \(left, right\), None for no limit, got \[3, 0\]$"):
-        te.attention_mask(query_positions=[0], key_positions=[0], window=[3, 0])
+        te.attention_mask(query_positions=[0], key_positions=[0], window=[3, 0], causal=True)

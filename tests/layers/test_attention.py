@@ -59,12 +59,12 @@ SEGMENTS = np.array([[1, 1, 1, 2, 2, 0], [0, 1, 1, 1, 1, 1]])
 
 def masks():
     positions = np.arange(LENGTH)
-    packed = te.place_segments(SEGMENTS)
+    packed = te.TokenPositions.from_segment_ids(SEGMENTS)
     tokens = te.padding_mask([[5, 6, 7, 8, 0, 0], [5, 0, 0, 0, 0, 0]])
-    yield "causal", te.attention_mask(query_positions=positions, key_positions=positions)
+    yield "causal", te.attention_mask(query_positions=positions, key_positions=positions, causal=True)
     yield "padding", te.attention_mask(query_positions=positions, key_positions=positions, padding=tokens, causal=False)
-    yield "window", te.attention_mask(query_positions=positions, key_positions=positions, padding=tokens, window=(2, 0))
-    yield "packed", te.attention_mask(**packed.queries(), **packed.keys())
+    yield "window", te.attention_mask(query_positions=positions, key_positions=positions, padding=tokens, window=(2, 0), causal=True)
+    yield "packed", te.attention_mask(**packed.queries(), **packed.keys(), causal=True)
 
 
 @pytest.mark.parametrize("attend", LIBRARIES)
@@ -77,7 +77,7 @@ def test_one_mask_in_three_libraries(attend, name, mask):
 
 @pytest.mark.parametrize("attend", LIBRARIES)
 def test_a_wholly_masked_row_is_finite(attend):
-    mask = te.attention_mask(query_positions=range(LENGTH), key_positions=range(LENGTH), padding=np.zeros((2, LENGTH), bool))
+    mask = te.attention_mask(query_positions=range(LENGTH), key_positions=range(LENGTH), padding=np.zeros((2, LENGTH), bool), causal=True)
     output, back = jax.vjp(lambda *inputs: attend(*inputs, mask), QUERY, KEY, VALUE)
     assert np.isfinite(output).all()
     assert all(np.isfinite(gradient).all() for gradient in back(jnp.ones_like(output)))
@@ -87,7 +87,7 @@ def test_a_wholly_masked_row_is_finite(attend):
 def test_a_bias_for_a_mask(dtype):
     """In every dtype, with ALiBi added to it."""
     positions = np.arange(LENGTH)
-    mask = te.attention_mask(query_positions=positions, key_positions=positions)
+    mask = te.attention_mask(query_positions=positions, key_positions=positions, causal=True)
     distances = te.alibi_bias(positions, positions, num_heads=HEADS, dtype=dtype)
     bias = te.mask_to_bias(mask, dtype) + distances
     assert np.isfinite(np.asarray(bias, np.float32)).all()
@@ -99,7 +99,7 @@ def test_a_bias_for_a_mask(dtype):
 
 def test_haikus_attention_in_float16_is_not_finite():
     """It masks with -1e30, which float16 has not: use bfloat16 there, or another attention. If this fails, Haiku was mended."""
-    mask = te.attention_mask(query_positions=range(LENGTH), key_positions=range(LENGTH))
+    mask = te.attention_mask(query_positions=range(LENGTH), key_positions=range(LENGTH), causal=True)
     half = [x.astype(np.float16) for x in (QUERY, KEY, VALUE)]
     hidden = np.zeros((1, 1, 1, LENGTH), bool)
     assert np.isnan(in_haiku(*half, hidden)).any()
@@ -111,7 +111,7 @@ def test_a_mask_does_not_hide_nan_and_padding_holds_none(attend):
     """A masked key has weight 0, and 0 times NaN is NaN in every row: what stands at padding must be finite itself."""
     ids = np.array([[5, 6, 7, 0, 0, 0], [1, 2, 3, 4, 5, 0]])
     tokens = te.padding_mask(ids)
-    mask = te.attention_mask(query_positions=range(LENGTH), key_positions=range(LENGTH), padding=tokens)
+    mask = te.attention_mask(query_positions=range(LENGTH), key_positions=range(LENGTH), padding=tokens, causal=True)
     spoilt = np.where(tokens[..., None, None], VALUE, np.nan)
     assert np.isnan(attend(QUERY, KEY, spoilt, mask)).all()
     table = jnp.asarray(normal(3, 8, HEADS * SIZE)).at[0].set(np.nan)
@@ -161,17 +161,17 @@ def layer(scheme, x, queries, keys=None, cache=None):
     query, key, value = projected(scheme, x, queries)
     key, value = (key, value) if cache is None else cache
     bias = options["bias"](queries.positions, keys.positions) if "bias" in options else None
-    mask = te.attention_mask(**queries.queries(), **keys.keys())
+    mask = te.attention_mask(**queries.queries(), **keys.keys(), causal=True)
     return jax.nn.dot_product_attention(query, key, value, bias=bias, mask=mask).reshape(x.shape)
 
 
-def projected(scheme, x, placement):
+def projected(scheme, x, token_positions):
     options = SCHEMES[scheme]
     if "encode" in options:
-        x = x + options["encode"](placement.positions)
+        x = x + options["encode"](token_positions.positions)
     query, key, value = ((x @ w).reshape(*x.shape[:2], HEADS, SIZE) for w in WEIGHTS)
     if "rotate" in options:
-        query, key = (options["rotate"](part, placement.positions) for part in (query, key))
+        query, key = (options["rotate"](part, token_positions.positions) for part in (query, key))
     return query, key, value
 
 
@@ -181,9 +181,9 @@ def compiled(scheme):
 
     @jax.jit
     def values_and_gradient(x, segment_ids):
-        placement = te.place_segments(segment_ids)
-        output, back = jax.vjp(lambda x: layer(scheme, x, placement), x)
-        return output, back(jnp.where(placement.padding[..., None], jnp.cos(output), 0))[0]
+        token_positions = te.TokenPositions.from_segment_ids(segment_ids)
+        output, back = jax.vjp(lambda x: layer(scheme, x, token_positions), x)
+        return output, back(jnp.where(token_positions.padding[..., None], jnp.cos(output), 0))[0]
 
     return values_and_gradient
 
@@ -217,17 +217,17 @@ def test_packed_equals_each_alone_wherever_it_stands(scheme, lengths, before, se
 def test_decoding_with_a_cache_equals_the_whole(scheme):
     """Token by token, at one offset a row: row 1 starts two tokens later. One trace serves all offsets."""
     x, traces = normal(13, 2, LENGTH, WIDTH), []
-    whole = np.asarray(layer(scheme, x, te.place_lengths([LENGTH, LENGTH], LENGTH)))
-    _, keys, values = projected(scheme, x, te.place_lengths([LENGTH, LENGTH], LENGTH))
+    whole = np.asarray(layer(scheme, x, te.TokenPositions.from_lengths([LENGTH, LENGTH], LENGTH)))
+    _, keys, values = projected(scheme, x, te.TokenPositions.from_lengths([LENGTH, LENGTH], LENGTH))
 
     @jax.jit
     def step(token, offset, keys, values):
         traces.append(scheme)
-        placement = te.place_offset(offset, 1)
-        _, key, value = projected(scheme, token, placement)
+        token_positions = te.TokenPositions.from_offset(offset, 1)
+        _, key, value = projected(scheme, token, token_positions)
         rows = jnp.arange(len(token))
         cache = keys.at[rows, offset].set(key[:, 0]), values.at[rows, offset].set(value[:, 0])
-        return layer(scheme, token, placement, te.place_lengths(offset + 1, LENGTH), cache), cache
+        return layer(scheme, token, token_positions, te.TokenPositions.from_lengths(offset + 1, LENGTH), cache), cache
 
     start = np.array([0, 2])
     before = (np.arange(LENGTH) < start[:, None])[..., None, None]
@@ -244,6 +244,6 @@ def test_decoding_with_a_cache_equals_the_whole(scheme):
 @pytest.mark.parametrize("shift", [1, 1000, 2**30])
 def test_relative_schemes_see_differences_only(scheme, shift):
     x = normal(14, 1, LENGTH, WIDTH)
-    here = te.place_offset(0, LENGTH)
-    there = te.place_offset(shift, LENGTH)
+    here = te.TokenPositions.from_offset(0, LENGTH)
+    there = te.TokenPositions.from_offset(shift, LENGTH)
     np.testing.assert_allclose(layer(scheme, x, here), layer(scheme, x, there), **CLOSE)

@@ -181,7 +181,7 @@ def test_t5_bias_is_the_originals(tmp_path, name):
 def test_bloom_bias_is_the_originals(tmp_path):
     case = CASES["bloom"]
     found = load(tmp_path, "bloom")
-    keys = te.place_ids(case["ids"], pad_id=PAD)
+    keys = te.TokenPositions.from_ids(case["ids"], pad_id=PAD)
     ours = np.asarray(te.alibi_bias(np.zeros((3, 1), int), keys.positions, **found.bias))[:, :, 0]
     np.testing.assert_allclose(ours, unpack(case["bias"]), rtol=0, atol=SAME)
 

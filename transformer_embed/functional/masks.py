@@ -64,8 +64,8 @@ def attention_mask(
     *,
     query_positions: ArrayLike,
     key_positions: ArrayLike,
+    causal: bool,
     padding: ArrayLike | None = None,
-    causal: bool = True,
     window: tuple[int | None, int | None] | None = None,
     chunk: int | None = None,
     query_block_ids: ArrayLike | None = None,
@@ -79,15 +79,16 @@ def attention_mask(
 
         (causal and window and chunk, or the same block) and the same segment and padding[s]
 
-    each term that is not asked for left out. With a cache, give the keys their positions 0..S-1 and the queries theirs,
-    offset included, one row for all or one for each. A `Placement` has these arguments ready.
+    and a term that you do not ask for is left out. With a cache, the keys have positions 0..S-1 and the queries have theirs, offset
+    included; one row of positions may serve the whole batch. `TokenPositions.queries()` and `.keys()` return these arguments.
 
     Args:
         query_positions: [T] or [B, T] integers.
         key_positions: [S] or [B, S] integers.
-        padding: bool [S] or [B, S], True = a token, as `padding_mask` gives it; None: no padding. It hides keys; what a
-            query at padding gives is not looked at.
-        causal: whether keys after the query are hidden.
+        causal: True: keys after the query are hidden (a decoder, GPT). False: a query sees keys on both sides (an encoder, BERT).
+            There is no default.
+        padding: bool [S] or [B, S], True = a token, as `padding_mask` returns; None: no padding. It hides keys; outputs of queries at
+            padding are yours to ignore.
         window: (left, right), as in `window_mask`: a causal window of w tokens with oneself is (w - 1, 0).
         chunk: as in `chunk_mask`.
         query_block_ids: [T] or [B, T] integers, as in `block_mask`: tokens of one block see each other, whatever the
@@ -102,7 +103,7 @@ def attention_mask(
         value that is NaN or infinite: a weight of 0 times it is NaN.
 
     Raises:
-        TypeError: positions are not signed integers (uint8 and uint16 pass), ids are not integers, padding is not bool, causal is no
+        TypeError: positions are not signed integers (uint8 and uint16 pass), ids are not integers, padding is not bool, causal is not a
             Python bool, a window or chunk is no Python int.
         ValueError: host positions outside int32, a rank other than 1 or 2, shapes that do not fit each other, block or segment ids
             of only one side.
@@ -111,7 +112,8 @@ def attention_mask(
         >>> import jax.numpy as jnp
         >>> import transformer_embed as te
         >>> ids = jnp.array([[5, 6, 7, 0], [8, 9, 0, 0]])
-        >>> mask = te.attention_mask(query_positions=[2], key_positions=jnp.arange(4), padding=te.padding_mask(ids))
+        >>> mask = te.attention_mask(query_positions=[2], key_positions=jnp.arange(4), causal=True,
+        ...     padding=te.padding_mask(ids))
         >>> mask.shape, mask[:, 0, 0].tolist()
         ((2, 1, 1, 4), [[True, True, True, False], [True, True, False, False]])
 

@@ -1,35 +1,37 @@
-"""Where each token of a batch stands: its position and its segment, for padding on either side, packing and decoding."""
+"""The position and the segment of each token, for batches with padding on either side, packed sequences and decoding."""
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int32
 
 from transformer_embed import _checks
 
 
-class Placement(NamedTuple):
-    """One description of a batch, that feeds every position encoding and every mask.
+class TokenPositions(NamedTuple):
+    """The position and the segment of each token in a batch: what position encodings and attention masks are made from.
 
-    Made by `place_ids`, `place_lengths`, `place_segments` and `place_offset`, inside or outside of jit.
+    Use one of the constructors `from_ids`, `from_lengths`, `from_segment_ids` and `from_offset`, inside or outside jit. The class is
+    a pytree, so it passes through `jit`, `vmap` and `scan` and can be serialised by `jax.export`.
 
     Args:
-        positions: int32 [batch, length]; each token's place in its own sequence.
-        segment_ids: int32 [batch, length]; which sequence of its row a token belongs to, 0 = padding.
+        positions: int32 [batch, length]; the position of each token in its own sequence.
+        segment_ids: int32 [batch, length]; the sequence that each token belongs to, 0 = padding.
 
     Example:
         >>> import transformer_embed as te
-        >>> batch = te.place_ids([[0, 0, 7, 8, 9], [5, 6, 0, 0, 0]], pad_id=0)
+        >>> batch = te.TokenPositions.from_ids([[0, 0, 7, 8, 9], [5, 6, 0, 0, 0]], pad_id=0)
         >>> batch.positions.tolist()
         [[0, 0, 0, 1, 2], [0, 1, 0, 0, 0]]
-        >>> te.attention_mask(**batch.queries(), **batch.keys()).shape
+        >>> te.attention_mask(**batch.queries(), **batch.keys(), causal=True).shape
         (2, 1, 5, 5)
 
     Source:
-        Raffel et al., "T5" (2020), section 3.5.2 packs several sequences into one row so; https://arxiv.org/abs/1910.10683
+        Raffel et al., "T5" (2020), section 3.5.2, packs several sequences into one row; https://arxiv.org/abs/1910.10683
     """
 
     positions: Int32[Array, "b t"]
@@ -37,46 +39,160 @@ class Placement(NamedTuple):
 
     @property
     def padding(self) -> Bool[Array, "b t"]:
-        """The padding mask, bool [batch, length], True = a token."""
+        """The padding mask: bool [batch, length], True = a token."""
         return self.segment_ids != 0
 
     def queries(self) -> dict[str, Array]:
-        """The arguments of `attention_mask` for these tokens as queries."""
+        """The keyword arguments of `attention_mask` that describe these tokens as queries."""
         return {"query_positions": self.positions, "query_segment_ids": self.segment_ids}
 
     def keys(self) -> dict[str, Array]:
-        """The arguments of `attention_mask` for these tokens as keys."""
+        """The keyword arguments of `attention_mask` that describe these tokens as keys."""
         return {"key_positions": self.positions, "key_segment_ids": self.segment_ids, "padding": self.padding}
 
+    @classmethod
+    def from_ids(cls, ids: ArrayLike, *, pad_id: int = 0, start: int = 0, at_padding: int = 0) -> "TokenPositions":
+        """For a padded batch of ids: padding may be on the left, on the right, or both.
 
-def place_ids(ids: ArrayLike, *, pad_id: int = 0, start: int = 0, at_padding: int = 0) -> Placement:
-    """The placement of a padded batch: padding on the left, on the right, or both.
+        Args:
+            ids: [length] or [batch, length], any integer dtype.
+            pad_id: the id of padding.
+            start: the position of the first token. RoBERTa: padding_idx + 1 = 2; OPT: 2.
+            at_padding: the position of padding. RoBERTa: padding_idx = 1; OPT: 1. (BERT counts padding like tokens: give its layers
+                no positions at all.)
 
-    Args:
-        ids: [length] or [batch, length], any integer dtype.
-        pad_id: the id of padding.
-        start: the position of the first token. RoBERTa: padding_idx + 1 = 2; OPT: 2.
-        at_padding: the position that padding gets. RoBERTa: padding_idx = 1; OPT: 1. (BERT does not place padding apart: give its
-            layers no positions at all.)
+        Returns:
+            TokenPositions of [batch, length]. The tokens of a row are segment 1. Padding between tokens is not counted.
 
-    Returns:
-        Placement of [batch, length]; the tokens of a row are segment 1, and counted on past padding between them.
+        Raises:
+            TypeError: ids are not integers, or another argument is not a Python int.
+            ValueError: ids do not have rank 1 or 2; positions counted from start would not fit int32.
 
-    Raises:
-        TypeError: ids are not integers, or another argument is no Python int.
-        ValueError: ids of another rank; a start from which positions would leave int32.
+        Example:
+            >>> import transformer_embed as te
+            >>> te.TokenPositions.from_ids([[5, 6, 1, 1]], pad_id=1, start=2, at_padding=1).positions.tolist()
+            [[2, 3, 1, 1]]
 
-    Example:
-        >>> import transformer_embed as te
-        >>> te.place_ids([[5, 6, 1, 1]], pad_id=1, start=2, at_padding=1).positions.tolist()
-        [[2, 3, 1, 1]]
+        Source:
+            Liu et al., "RoBERTa" (2019), https://arxiv.org/abs/1907.11692, as in fairseq's make_positions.
+        """
+        rows = _checks.rows("ids", _checks.as_int32("ids", ids))
+        tokens = rows != _checks.int32("pad_id", pad_id)
+        return cls(positions_of_tokens(tokens, start, at_padding), tokens.astype(jnp.int32))
 
-    Source:
-        Liu et al., "RoBERTa" (2019), https://arxiv.org/abs/1907.11692, as in fairseq's make_positions.
-    """
-    rows = _checks.rows("ids", _checks.as_int32("ids", ids))
-    tokens = rows != _checks.int32("pad_id", pad_id)
-    return Placement(positions_of_tokens(tokens, start, at_padding), tokens.astype(jnp.int32))
+    @classmethod
+    def from_lengths(
+        cls, lengths: ArrayLike, length: int, *, padding_side: str = "right", start: int = 0, at_padding: int = 0
+    ) -> "TokenPositions":
+        """For rows of given lengths, all padded to one length.
+
+        Args:
+            lengths: [batch] integers: how many tokens each row has. A number above `length` counts as `length`; on a device, a negative
+                one counts as 0.
+            length: of the padded rows, at least 0.
+            padding_side: `"right"` or `"left"`.
+            start: the position of the first token; see `from_ids`.
+            at_padding: the position of padding; see `from_ids`.
+
+        Returns:
+            TokenPositions of [batch, length]. The tokens of a row are segment 1.
+
+        Raises:
+            TypeError: lengths are not integers, or another argument has the wrong type.
+            ValueError: lengths do not have rank 1; length is negative, or one of lengths is negative (checked on the host only); an
+                unknown padding_side; positions counted from start would not fit int32.
+
+        Example:
+            >>> import transformer_embed as te
+            >>> te.TokenPositions.from_lengths([2, 3], 4, padding_side="left").padding.astype(int).tolist()
+            [[0, 0, 1, 1], [0, 1, 1, 1]]
+
+        Source:
+            The sequence lengths of `tf.sequence_mask` and of `jax.nn.dot_product_attention`, https://docs.jax.dev.
+        """
+        given = _checks.as_array("lengths", lengths)
+        lengths = _checks.as_int32("lengths", lengths)
+        if lengths.ndim != 1:
+            raise ValueError(_checks.wanted("lengths", "shape [batch]", f"shape {list(lengths.shape)}"))
+        if isinstance(given, np.ndarray) and (given < 0).any():
+            raise ValueError(_checks.wanted("lengths", "integers of at least 0", int(given.min())))
+        index = jnp.arange(_checks.length("length", length), dtype=jnp.int32)
+        if _checks.choice("padding_side", padding_side, ("right", "left")) == "left":
+            index = index[::-1]
+        tokens = index < lengths[:, None]
+        return cls(positions_of_tokens(tokens, start, at_padding), tokens.astype(jnp.int32))
+
+    @classmethod
+    def from_segment_ids(cls, segment_ids: ArrayLike, *, start: int = 0, at_padding: int = 0) -> "TokenPositions":
+        """For packed sequences: positions restart at each segment.
+
+        Args:
+            segment_ids: [length] or [batch, length] integers: 0 = padding, and another number for each sequence. The tokens of a
+                sequence stand together: a number that comes back later in the row is an error where the values are known.
+            start: the position of the first token of each segment; see `from_ids`.
+            at_padding: the position of padding; see `from_ids`.
+
+        Returns:
+            TokenPositions of [batch, length].
+
+        Raises:
+            TypeError: segment_ids are not integers, or another argument is not a Python int.
+            ValueError: segment_ids do not have rank 1 or 2, do not fit int32, or hold a number that comes back in a row; positions
+                counted from start would not fit int32.
+
+        Example:
+            >>> import transformer_embed as te
+            >>> te.TokenPositions.from_segment_ids([[1, 1, 1, 2, 2, 0]]).positions.tolist()
+            [[0, 1, 2, 0, 1, 0]]
+
+        Source:
+            Raffel et al., "T5" (2020), section 3.5.2, https://arxiv.org/abs/1910.10683
+        """
+        given = _checks.as_array("segment_ids", segment_ids)
+        rows = _checks.rows("segment_ids", _checks.as_fitting_int32("segment_ids", given))
+        if isinstance(given, np.ndarray):
+            _check_runs(np.atleast_2d(given))
+        return cls(_positions_in_segments(rows, start, at_padding), rows)
+
+    @classmethod
+    def from_offset(cls, offset: ArrayLike, length: int) -> "TokenPositions":
+        """For tokens that follow those in a cache.
+
+        Args:
+            offset: integers, [] or [batch]: the position of the first token, one for all rows or one for each. It may be traced, so
+                decoding at a new offset does not recompile. Positions must fit int32: this is checked on the host; on a device their
+                sum wraps. For models that count from another number (OPT from 2), add it to the offset.
+            length: number of tokens, 1 in step-by-step decoding; at least 0.
+
+        Returns:
+            TokenPositions of [1 or batch, length], all in segment 1.
+
+        Raises:
+            TypeError: offset is not an integer array, or length is not a Python int.
+            ValueError: offset has a rank above 1; length is negative; positions would not fit int32 (checked on the host only).
+
+        Example:
+            >>> import transformer_embed as te
+            >>> step = te.TokenPositions.from_offset([5, 2], 1)
+            >>> cache = te.TokenPositions.from_lengths([6, 3], 8)
+            >>> te.attention_mask(**step.queries(), **cache.keys(), causal=True)[:, 0, 0].astype(int).tolist()
+            [[1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0, 0]]
+
+        Source:
+            Dai et al., "Transformer-XL" (2019), section 3.2, on states reused from before; https://arxiv.org/abs/1901.02860
+        """
+        length = _checks.length("length", length)
+        given = _checks.as_array("offset", offset)
+        offset = _checks.as_fitting_int32("offset", given)
+        if offset.ndim > 1:
+            raise ValueError(_checks.wanted("offset", "shape [] or [batch]", f"shape {list(offset.shape)}"))
+        if isinstance(given, np.ndarray) and given.size:
+            _checks.last_position_fits("offset", int(given.max()), length)
+        positions = jnp.atleast_1d(offset)[:, None] + jnp.arange(length, dtype=jnp.int32)
+        return cls(positions, jnp.ones_like(positions))
+
+
+export.register_namedtuple_serialization(TokenPositions, serialized_name="transformer_embed.TokenPositions")
 
 
 def positions_of_tokens(tokens: Bool[Array, "... t"], start: int, at_padding: int) -> Int32[Array, "... t"]:
@@ -85,114 +201,6 @@ def positions_of_tokens(tokens: Bool[Array, "... t"], start: int, at_padding: in
     _checks.last_position_fits("start", start, tokens.shape[-1])
     number = jnp.cumsum(tokens.astype(jnp.int32), axis=-1)
     return jnp.where(tokens, number + (start - 1), at_padding).astype(jnp.int32)
-
-
-def place_lengths(lengths: ArrayLike, length: int, *, padding_side: str = "right", start: int = 0, at_padding: int = 0) -> Placement:
-    """The placement of rows of given lengths, padded to one length.
-
-    Args:
-        lengths: [batch] integers: how many tokens each row has. Of one past `length`, `length` tokens are in view; of a negative one, on
-            a device, none.
-        length: of the padded rows, at least 0.
-        padding_side: `"right"` or `"left"`.
-        start: the position of the first token; see `place_ids`.
-        at_padding: the position that padding gets; see `place_ids`.
-
-    Returns:
-        Placement of [batch, length]; the tokens of a row are segment 1.
-
-    Raises:
-        TypeError: lengths are not integers, or another argument is of another type.
-        ValueError: lengths are not of rank 1; length, or one of the lengths on the host, is negative; an unknown padding_side; a start
-            from which positions would leave int32.
-
-    Example:
-        >>> import transformer_embed as te
-        >>> te.place_lengths([2, 3], 4, padding_side="left").padding.astype(int).tolist()
-        [[0, 0, 1, 1], [0, 1, 1, 1]]
-
-    Source:
-        The sequence lengths of `tf.sequence_mask` and of `jax.nn.dot_product_attention`, https://docs.jax.dev.
-    """
-    given = _checks.as_array("lengths", lengths)
-    lengths = _checks.as_int32("lengths", lengths)
-    if lengths.ndim != 1:
-        raise ValueError(_checks.wanted("lengths", "shape [batch]", f"shape {list(lengths.shape)}"))
-    if isinstance(given, np.ndarray) and (given < 0).any():
-        raise ValueError(_checks.wanted("lengths", "integers of at least 0", int(given.min())))
-    index = jnp.arange(_checks.length("length", length), dtype=jnp.int32)
-    if _checks.choice("padding_side", padding_side, ("right", "left")) == "left":
-        index = index[::-1]
-    tokens = index < lengths[:, None]
-    return Placement(positions_of_tokens(tokens, start, at_padding), tokens.astype(jnp.int32))
-
-
-def place_segments(segment_ids: ArrayLike, *, start: int = 0, at_padding: int = 0) -> Placement:
-    """The placement of packed sequences: positions start again with each segment.
-
-    Args:
-        segment_ids: [length] or [batch, length] integers: 0 = padding, and another number for each run of tokens that is a sequence. To
-            the masks, a number that comes back in a row is one sequence: on the host it is refused.
-        start: the position of each first token; see `place_ids`.
-        at_padding: the position that padding gets; see `place_ids`.
-
-    Returns:
-        Placement of [batch, length].
-
-    Raises:
-        TypeError: segment_ids are not integers, or another argument is no Python int.
-        ValueError: segment_ids of another rank, outside int32, or with a number that comes back; a start from which positions would
-            leave int32.
-
-    Example:
-        >>> import transformer_embed as te
-        >>> te.place_segments([[1, 1, 1, 2, 2, 0]]).positions.tolist()
-        [[0, 1, 2, 0, 1, 0]]
-
-    Source:
-        Raffel et al., "T5" (2020), section 3.5.2, https://arxiv.org/abs/1910.10683
-    """
-    given = _checks.as_array("segment_ids", segment_ids)
-    rows = _checks.rows("segment_ids", _checks.as_fitting_int32("segment_ids", given))
-    if isinstance(given, np.ndarray):
-        _check_runs(np.atleast_2d(given))
-    return Placement(_positions_in_segments(rows, start, at_padding), rows)
-
-
-def place_offset(offset: ArrayLike, length: int) -> Placement:
-    """The placement of tokens that follow what a cache holds already.
-
-    Args:
-        offset: integers, [] or [batch]: the position of the first token, the same for all rows or one for each; traced as a rule. An
-            encoding that counts from elsewhere (OPT from 2) has it added by the caller. Positions must fit int32: on the host that is
-            checked, on a device their sum wraps.
-        length: number of tokens, 1 in step-by-step decoding; at least 0.
-
-    Returns:
-        Placement of [1 or batch, length], all of segment 1.
-
-    Raises:
-        TypeError: offset is not an integer, or length is no Python int.
-        ValueError: a rank above 1, or a negative length; a host offset from which positions would leave int32.
-
-    Example:
-        >>> import transformer_embed as te
-        >>> step, cache = te.place_offset([5, 2], 1), te.place_lengths([6, 3], 8)
-        >>> te.attention_mask(**step.queries(), **cache.keys())[:, 0, 0].astype(int).tolist()
-        [[1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0, 0]]
-
-    Source:
-        Dai et al., "Transformer-XL" (2019), section 3.2, on states reused from before; https://arxiv.org/abs/1901.02860
-    """
-    length = _checks.length("length", length)
-    given = _checks.as_array("offset", offset)
-    offset = _checks.as_fitting_int32("offset", given)
-    if offset.ndim > 1:
-        raise ValueError(_checks.wanted("offset", "shape [] or [batch]", f"shape {list(offset.shape)}"))
-    if isinstance(given, np.ndarray) and given.size:
-        _checks.last_position_fits("offset", int(given.max()), length)
-    positions = jnp.atleast_1d(offset)[:, None] + jnp.arange(length, dtype=jnp.int32)
-    return Placement(positions, jnp.ones_like(positions))
 
 
 def _check_runs(rows: np.ndarray) -> None:

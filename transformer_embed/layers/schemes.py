@@ -24,8 +24,8 @@ class Sinusoidal:
         shift: as above.
         odd: as above.
         frequency_scale: as above.
-        start: the first position, where none are given; see `place_ids`.
-        at_padding: the position of padding, which is then not counted; see `place_ids`. None: padding is counted as tokens are.
+        start: the first position, where none are given; see `TokenPositions.from_ids`.
+        at_padding: the position of padding, which is then not counted. None: padding is counted like tokens.
         pad_id: the id of padding, wanted exactly where at_padding is set. (That the token table's row of an id reads as zeros is
             another thing, and another pad_id.)
 
@@ -138,9 +138,8 @@ class Learned:
 
     Args:
         max_len: number of positions, at least 1.
-        start: the first position, where none are given: BART and OPT count from 2; see `place_ids`.
-        at_padding: the position of padding, which is then not counted (RoBERTa and OPT: 1); see `place_ids`. None: padding is
-            counted as tokens are.
+        start: the first position, where none are given: BART and OPT count from 2; see `TokenPositions.from_ids`.
+        at_padding: the position of padding, which is then not counted (RoBERTa and OPT: 1). None: padding is counted like tokens.
         pad_id: the id of padding, wanted exactly where at_padding is set. (That the token table's row of an id reads as zeros is
             another thing, and another pad_id.)
 
