@@ -1,5 +1,6 @@
-"""The pages of the API documentation are built without a warning and leave no public name out."""
+"""The documentation under notebooks/ builds without a warning, has every public name, and names no machine."""
 
+import functools
 import inspect
 import os
 import pathlib
@@ -11,18 +12,18 @@ import zlib
 
 import pytest
 
-pytest.importorskip("sphinx")
-pytest.importorskip("matplotlib")
+for package in ("sphinx", "myst_nb", "furo", "matplotlib"):
+    pytest.importorskip(package)
 
 import transformer_embed as te
 
 ROOT = pathlib.Path(__file__).parents[1]
-SOURCE = ROOT / ".docs"
+SOURCE = ROOT / "notebooks"
 PARTS = ["plots", "pretrained", "rows", "sharding"]
 
 
 def build(source, out):
-    """The command of README, from elsewhere: a fresh interpreter, for the tests' type checker changes annotations."""
+    """Runs the command of Contributing in a fresh interpreter, since the tests' type checker changes annotations."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(source), str(out)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -30,7 +31,7 @@ def build(source, out):
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    out = tmp_path_factory.mktemp("docs")
+    out = tmp_path_factory.mktemp("docs") / "html"
     done = build(SOURCE, out)
     assert done.stderr == ""
     assert done.returncode == 0
@@ -38,7 +39,7 @@ def pages(tmp_path_factory):
 
 
 def part_names(part):
-    """Functions and classes of a part's own, without a leading underscore."""
+    """The functions and classes that a part defines, without those that start with an underscore."""
     module = getattr(te, part)
     own = ((name, value) for name, value in vars(module).items() if str(getattr(value, "__module__", "")).startswith(module.__name__))
     return [name for name, value in own if not name.startswith("_") and (inspect.isclass(value) or inspect.isfunction(value))]
@@ -50,57 +51,102 @@ PUBLIC = [*te.__all__, *(f"{part}.{name}" for part in PARTS for name in part_nam
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_docstring_has_an_example(name):
     """tests/test_doctests.py runs them."""
-    value = te
-    for attribute in name.split("."):
-        value = getattr(value, attribute)
+    value = functools.reduce(getattr, name.split("."), te)
     assert re.search(r"Example:\n\s+>>> \S", value.__doc__)
 
 
-def test_every_public_name_is_on_a_page(pages):
+@pytest.mark.slow
+def test_every_public_name_is_on_a_page_as_users_write_it(pages):
     entries = inventory(pages)
     found = {name for name, kind in entries if kind in ("py:function", "py:class")}
     assert set(PUBLIC) <= found
     # A class is known by the file that it lives in too.
     assert {name.rsplit(".", 1)[-1] for name in found} == {name.rsplit(".", 1)[-1] for name in PUBLIC}
-    assert {("TokenPositions.queries", "py:method"), ("PositionalEncoding.__call__", "py:method")} <= entries
+    assert ("PositionalEncoding.__call__", "py:method") in entries
+    assert "te.</span></span>" in read(pages / "reference" / "rotary.html")
 
 
 def inventory(pages):
     """What other projects' pages may refer to: names without the package's, and their kinds."""
     body = (pages / "objects.inv").read_bytes().split(b"\n", 4)[4]
-    return {
-        tuple(line.removeprefix("transformer_embed.").removeprefix("large_tables.").split()[:2])
-        for line in zlib.decompress(body).decode().splitlines()
-    }
+    return {tuple(line.removeprefix("transformer_embed.").split()[:2]) for line in zlib.decompress(body).decode().splitlines()}
 
 
-def test_pages_show_the_sections_the_formulas_and_the_types_as_written(pages):
-    html = {page.stem: page.read_text(encoding="utf-8") for page in pages.glob("*.html")}
-    text = re.sub(r"<[^>]*>", "", html["sinusoidal"])
+def read(page):
+    return page.read_text(encoding="utf-8")
+
+
+def text_of(html):
+    return re.sub(r"<[^>]*>", "", html)
+
+
+@pytest.mark.slow
+def test_a_reference_page_starts_with_a_table_of_one_line_summaries(pages):
+    text = text_of(read(pages / "reference" / "rotary.html"))
+    assert text.index("te.permute_rotary_weights") < text.index("te.apply_rotary(")
+
+
+@pytest.mark.slow
+def test_reference_pages_show_sections_formulas_and_types_as_written(pages):
+    text = text_of(read(pages / "reference" / "positions.html"))
     assert all(section in text for section in ("Parameters", "Returns", "Raises", "Example", "Source", "&gt;&gt;&gt; "))
     assert "encoding[..., 2i]     = sin(position * base ** (-2i / d_model))\nencoding[..., 2i + 1] = cos(" in text
     assert "[*shape, d_model]" in text
     assert "positions: ArrayLike" in text
+    html = {page.stem: read(page) for page in pages.rglob("*.html")}
     assert [page for page, content in html.items() if "jaxlib" in content or "Alias for field" in content] == []
-    assert 'href="#transformer_embed.sinusoidal_encoding" title="transformer_embed.sinusoidal_encoding">' in html["sinusoidal"]
     assert 'href="rotary.html#transformer_embed.apply_rotary" title="transformer_embed.apply_rotary">' in html["plots"]
 
 
+@pytest.mark.slow
+def test_the_command_line_page_has_the_help_of_each_command(pages):
+    text = text_of(read(pages / "command_line.html"))
+    assert all(f"usage: transformer-embed {command} " in text for command in ("train", "embed", "inspect", "show"))
+
+
+@pytest.mark.slow
+def test_formulas_are_mathml_and_pages_load_nothing_from_elsewhere(pages):
+    html = [read(page) for page in pages.rglob("*.html")]
+    assert sum("<math " in page for page in html) >= 4
+    assert [found for page in html for found in re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=\"(https?:[^\"]*)\"", page)] == []
+
+
+@pytest.mark.slow
 def test_pages_name_no_machine(pages):
-    written = "".join(page.read_text(encoding="utf-8") for page in pages.glob("*.html"))
+    written = "".join(read(page) for page in pages.rglob("*.html"))
     assert [word for word in ("/home/", "/root/", "/tmp/", "site-packages", str(ROOT)) if word in written] == []
 
 
-def test_a_warning_is_an_error(tmp_path):
+@pytest.mark.slow
+def test_building_leaves_the_source_as_it_was(pages):
+    assert {path.suffix for path in SOURCE.iterdir() if path.is_file()} <= {".py", ".md", ".ipynb", ".toml"}
+    assert {path.name for path in SOURCE.iterdir() if path.is_dir()} <= {"reference", "pictures", "static", "__pycache__"}
+    assert pages.joinpath("index.html").exists()
+
+
+@pytest.mark.slow
+def test_an_unknown_name_on_a_reference_page_or_an_unknown_command_in_a_formula_fails_the_build(tmp_path):
     source = tmp_path / "source"
-    source.mkdir()
+    shutil.copytree(SOURCE / "static", source / "static")
     shutil.copy(SOURCE / "conf.py", source)
-    (source / "index.rst").write_text("Title\n=====\n\n.. autofunction:: transformer_embed.nothing_of_this_name\n", encoding="utf-8")
+    (source / "index.rst").write_text("Title\n=====\n\n:math:`\\nosuchcommand`\n\n.. public:: nothing_of_this_name\n", encoding="utf-8")
     done = build(source, tmp_path / "out")
-    assert "nothing_of_this_name" in done.stderr
+    assert "te.nothing_of_this_name: there is no such name" in done.stderr
+    assert "nosuchcommand" in done.stderr
     assert done.returncode != 0
 
 
-def test_building_leaves_the_source_as_it_was(pages):
-    assert {path.suffix for path in SOURCE.iterdir()} == {".py", ".rst"}
-    assert pages.joinpath("index.html").exists()
+@pytest.mark.slow
+def test_a_browser_opens_every_page_link_and_picture_and_finds_what_is_searched(pages):
+    pytest.importorskip("selenium")
+    import browse_docs  # noqa: PLC0415
+
+    if not browse_docs.chromium():
+        pytest.skip("Chromium and its driver are not installed")
+    assert browse_docs.browse(pages) == []
+
+
+def test_every_page_is_in_the_index_with_a_line():
+    index = read(SOURCE / "index.md")
+    files = [path.relative_to(SOURCE).as_posix() for pattern in ("*.md", "*.ipynb", "reference/*.rst") for path in SOURCE.glob(pattern)]
+    assert [file for file in files if file != "index.md" and not re.search(rf"\]\({re.escape(file)}\): \S", index)] == []

@@ -1,32 +1,25 @@
-"""Runs the README's examples, in order, in one namespace."""
+"""The README and the pages of the documentation: their Python blocks run, in order, each document in a namespace of its own."""
 
 import re
 from pathlib import Path
 
-import transformer_embed
+import pytest
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [
+    path
+    for path in [ROOT / "README.md", *sorted((ROOT / "notebooks").glob("*.md"))]
+    if "```python\n" in path.read_text(encoding="utf-8")
+]
 
 
-def test_examples_run(monkeypatch, tmp_path):
+def blocks_of(path):
+    return re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
+def test_python_blocks_run(path, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) >= 4
     namespace = {}
-    for block in blocks:
-        exec(block, namespace)
-    assert namespace["train"].shape == namespace["x"].shape == (2, 5, 64)
-    assert namespace["logits"].shape == (2, 5, 256)
-    assert namespace["many"].shape == (3, 2, 5, 64)
-    assert namespace["step_x"].shape == (2, 1, 64)
-    assert namespace["step_mask"].shape == (2, 1, 1, 8)
-    assert namespace["mask"].shape == (1, 1, 6, 6)
-    assert namespace["bias"].shape == (1, 8, 6, 6)
-    assert namespace["pretrained"].config == namespace["config"]
-    assert {path.name for path in tmp_path.iterdir()} == {"mine.safetensors", "again.safetensors"}
-    assert namespace["query"].shape == (1, 6, 8, 64)
-
-
-def test_every_public_name_is_in_it():
-    text = README.read_text()
-    assert [name for name in transformer_embed.__all__ if name not in text] == []
+    for block in blocks_of(path):
+        exec(compile(block, f"{path.name}: {block.splitlines()[0]}", "exec"), namespace)

@@ -1,0 +1,164 @@
+"""Opens the built documentation in headless Chromium: `python tests/browse_docs.py build/docs [--screenshots FOLDER]`.
+
+Needs Chromium with its driver, and the package selenium. Every page has to open without an error in the console, all of its
+links and pictures have to be there, no page may be wider than a phone, and the search has to find `apply_rotary`.
+"""
+
+import argparse
+import contextlib
+import functools
+import http.server
+import pathlib
+import shutil
+import sys
+import tempfile
+import threading
+
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    " --disable-component-update --disable-sync --hide-scrollbars"
+).split()
+DESKTOP, PHONE = (1280, 900), (390, 844)
+PICTURED = ("index", "quick_start", "02_positions", "reference/rotary", "conventions", "performance", "numerics", "command_line")
+SEARCHED, FOUND = "apply_rotary", "reference/rotary.html"
+SECONDS = 30
+
+LINKS = "return [...document.querySelectorAll('a[href]')].map(a => a.href)"
+PICTURES = """
+const pictures = [...document.querySelectorAll('article img')];
+pictures.forEach(picture => picture.loading = 'eager');
+return Promise.all(pictures.map(p => p.decode().then(() => null, () => p.src))).then(broken => [pictures.length, broken.filter(src => src)])
+"""
+WIDTHS = "return [document.documentElement.scrollWidth, window.innerWidth]"
+IDS = "return [...document.querySelectorAll('[id]')].map(element => element.id)"
+RESULTS = "return [...document.querySelectorAll('ul.search li a')].map(a => a.href)"
+
+
+def browse(docs: pathlib.Path, screenshots: pathlib.Path | None = None) -> list[str]:
+    """What is wrong with the pages in a folder: a line each."""
+    with _server(docs) as address, _browser() as driver:
+        pages = sorted(path.relative_to(docs).as_posix() for path in docs.rglob("*.html") if "_static" not in path.parts)
+        faults, links, ids, pictures = [], {}, {}, 0
+        for page in pages:
+            driver.get(f"{address}/{page}")
+            links[page], ids[page] = driver.execute_script(LINKS), set(driver.execute_script(IDS))
+            count, broken = driver.execute_script(PICTURES)
+            pictures += count
+            faults += [f"{page}: {source} does not load" for source in broken]
+            faults += [f"{page}: {entry['message']}" for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
+        faults += _broken_links(address, links, ids)
+        faults += _too_wide(driver, address, pages)
+        faults += _unfound(driver, address)
+        if screenshots:
+            _take(driver, address, screenshots)
+    print(f"{len(pages)} pages, {sum(map(len, links.values()))} links, {pictures} pictures, {len(faults)} faults")
+    return faults
+
+
+def _broken_links(address: str, links: dict[str, list[str]], ids: dict[str, set[str]]) -> list[str]:
+    """Links to pages or places of this documentation that are not there."""
+    faults = []
+    for page, targets in links.items():
+        for target in sorted({target.removeprefix(f"{address}/") for target in targets if target.startswith(address)}):
+            goal, _, place = target.partition("#")
+            goal = goal or "index.html"
+            if goal not in ids or (place and place not in ids[goal]):
+                faults.append(f"{page}: {target} is not there")
+    return faults
+
+
+def _too_wide(driver, address: str, pages: list[str]) -> list[str]:
+    """Pages that have to be pushed sideways on a phone."""
+    faults = []
+    _resize(driver, PHONE)
+    for page in pages:
+        driver.get(f"{address}/{page}")
+        wide, window = driver.execute_script(WIDTHS)
+        if wide > window:
+            faults.append(f"{page}: {wide} pixels wide on a phone of {window}")
+    return faults
+
+
+def _unfound(driver, address: str) -> list[str]:
+    """Whether the search finds a function on the page that describes it."""
+    from selenium.webdriver.support.ui import WebDriverWait  # noqa: PLC0415
+
+    driver.get(f"{address}/search.html?q={SEARCHED}")
+    results = WebDriverWait(driver, SECONDS).until(lambda driver: driver.execute_script(RESULTS))
+    return [] if any(FOUND in result for result in results) else [f"search: {SEARCHED} is not found on {FOUND}"]
+
+
+def _take(driver, address: str, folder: pathlib.Path) -> None:
+    """Pictures of some pages, at the width of a desk and of a phone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for width, size in {"desktop": DESKTOP, "phone": PHONE}.items():
+        _resize(driver, size)
+        for page in PICTURED:
+            driver.get(f"{address}/{page}.html")
+            driver.save_screenshot(str(folder / f"{page.replace('/', '_')}_{width}.png"))
+
+
+def _resize(driver, size: tuple[int, int]) -> None:
+    """Headless Chromium has a least window width, so a phone is emulated."""
+    metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size == PHONE}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+
+@contextlib.contextmanager
+def _server(folder: pathlib.Path):
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *arguments):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextlib.contextmanager
+def _browser():
+    from selenium import webdriver  # noqa: PLC0415
+
+    options, service = webdriver.ChromeOptions(), webdriver.ChromeService(shutil.which("chromedriver"))
+    options.binary_location = chromium()
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    with tempfile.TemporaryDirectory() as profile:
+        for flag in (*FLAGS, f"--user-data-dir={profile}"):
+            options.add_argument(flag)
+        driver = webdriver.Chrome(options, service)
+        driver.set_script_timeout(SECONDS)
+        try:
+            _resize(driver, DESKTOP)
+            yield driver
+        finally:
+            driver.quit()
+
+
+def chromium() -> str | None:
+    """The path of Chromium where it and its driver are installed."""
+    return shutil.which("chromedriver") and (shutil.which("chromium") or shutil.which("google-chrome"))
+
+
+def main() -> int:
+    """Prints what is wrong; 1 if anything is."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("docs", type=pathlib.Path, help="folder of the built pages")
+    parser.add_argument("--screenshots", type=pathlib.Path, metavar="FOLDER", help="save pictures of some pages here")
+    arguments = parser.parse_args()
+    if not chromium():
+        parser.error("wanted Chromium and its driver on the path; on Debian: apt-get install chromium chromium-driver")
+    if not (arguments.docs / "index.html").exists():
+        parser.error(f"{arguments.docs}: wanted built pages; run: python -m sphinx -W --keep-going notebooks {arguments.docs}")
+    faults = browse(arguments.docs, arguments.screenshots)
+    print(*faults, sep="\n", end="\n" if faults else "")
+    return int(bool(faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
