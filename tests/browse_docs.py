@@ -14,10 +14,17 @@ import sys
 import tempfile
 import threading
 
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-    " --disable-component-update --disable-sync --hide-scrollbars"
-).split()
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+]
 DESKTOP, PHONE = (1280, 900), (390, 844)
 PICTURED = ("index", "quick_start", "02_positions", "reference/rotary", "conventions", "performance", "numerics", "command_line")
 SEARCHED, FOUND = "apply_rotary", "reference/rotary.html"

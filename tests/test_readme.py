@@ -7,9 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
-    path
-    for path in [ROOT / "README.md", *sorted((ROOT / "notebooks").glob("*.md"))]
-    if "```python\n" in path.read_text(encoding="utf-8")
+    path for path in [ROOT / "README.md", *sorted((ROOT / "notebooks").glob("*.md"))] if "```python\n" in path.read_text(encoding="utf-8")
 ]
 
 
