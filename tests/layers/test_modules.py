@@ -344,6 +344,21 @@ def test_default_outputs_have_unit_variance(scale):
     assert abs(outputs.var() - 1) < 5 * (2 / outputs.size) ** 0.5
 
 
+@pytest.mark.parametrize("scale", [12, 12.0, np.float32(12), 0.5])
+def test_a_free_multiplier_scales_rows(scale):
+    table = jnp.arange(99.0).reshape(11, 9)
+    got = embed(IDS, 11, 9, {"token_embedding": {"embeddings": table}}, scale=scale)
+    np.testing.assert_array_equal(got, np.asarray(table)[IDS] * np.float32(scale))
+
+
+def test_a_multiplier_of_one_is_no_scaling_and_never_taken_for_true():
+    config = te.EmbedderConfig(11, 9, positions=None, scale=1.0)
+    assert config.scale is False
+    assert config != te.EmbedderConfig(11, 9, positions=None, scale=True)
+    with pytest.raises(ValueError, match=r"^scale: wanted a finite number above 0, got 0\.0$"):
+        te.EmbedderConfig(11, 9, scale=0.0)
+
+
 @pytest.mark.parametrize("scale", [True, False])
 def test_a_checkpoint_of_hk_embed_loads(scale):
     haiku = hk.transform(lambda: hk.Embed(11, 9)(IDS))

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from transformer_embed import _checks
 from transformer_embed.functional.lookup import LOOKUP_STYLES, OUT_OF_RANGE, Table
-from transformer_embed.layers.modules import TransformerEmbedding, check_embedding_options
+from transformer_embed.layers.modules import TransformerEmbedding, check_embedding_options, checked_scale
 from transformer_embed.layers.schemes import Scheme, Sinusoidal
 
 Params = Mapping[str, Mapping[str, Array]]
@@ -32,7 +32,7 @@ class EmbedderConfig:
         positions: `Sinusoidal(...)`, `SinusoidalGrid(...)`, `Learned(max_len=...)`, or None.
         dropout_rate: in [0, 1).
         pad_id: the id of padding, or None.
-        scale: whether token rows are multiplied by the square root of their width.
+        scale: True multiplies token rows by the square root of their width, False by 1, and a number above 0 by that number.
         num_token_types: number of token types, or None.
         layer_norm_eps: epsilon of a layer norm over the sum, or None.
         embedding_width: width of the tables where it is not d_model, or None.
@@ -59,7 +59,7 @@ class EmbedderConfig:
     positions: Scheme | None = Sinusoidal()
     dropout_rate: float = 0.1
     pad_id: int | None = None
-    scale: bool = True
+    scale: bool | float = True
     num_token_types: int | None = None
     layer_norm_eps: float | None = None
     embedding_width: int | None = None
@@ -75,7 +75,7 @@ class EmbedderConfig:
         )
         if self.pad_id is not None:
             _checks.int32("pad_id", self.pad_id)
-        _checks.flag("scale", self.scale)
+        object.__setattr__(self, "scale", checked_scale(self.scale))
         _checks.choice("out_of_range", self.out_of_range, OUT_OF_RANGE)
         _checks.choice("lookup_style", self.lookup_style, LOOKUP_STYLES)
         for name in ("param_dtype", "dtype"):

@@ -2,11 +2,13 @@
 
 import functools
 import math
+import numbers
 from collections.abc import Callable
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
@@ -25,7 +27,8 @@ class TokenEmbedding(hk.Module):
     Args:
         vocab_size: number of rows, at least 1.
         d_model: width of a row, at least 1.
-        scale: whether to multiply by sqrt(d_model), in float32, a factor that is never rounded to 16 bits.
+        scale: True multiplies rows by sqrt(d_model), False by 1, and a number above 0 by that number (Granite's multiplier); in
+            float32, so that the factor is never rounded to 16 bits.
         pad_id: the id of padding: zeros, no gradient, whatever the initialiser, weight decay or the output layer do. May lie
             outside the vocabulary. None: no padding.
         out_of_range: `"nan"`, `"clip"` or `"zero"`; see `lookup`.
@@ -56,7 +59,7 @@ class TokenEmbedding(hk.Module):
         vocab_size: int,
         d_model: int,
         *,
-        scale: bool = True,
+        scale: bool | float = True,
         pad_id: int | None = None,
         out_of_range: str = "nan",
         lookup_style: str = "gather",
@@ -73,7 +76,8 @@ class TokenEmbedding(hk.Module):
         self.lookup_style = _checks.choice("lookup_style", lookup_style, LOOKUP_STYLES)
         self.param_dtype = _checks.floating_dtype("param_dtype", param_dtype)
         self.dtype = _checks.floating_dtype("dtype", dtype)
-        self.factor = math.sqrt(d_model) if _checks.flag("scale", scale) else 1.0
+        scale = checked_scale(scale)
+        self.factor = math.sqrt(d_model) if scale is True else scale or 1.0
         self.w_init = w_init or hk.initializers.RandomNormal(stddev=1 / self.factor)
 
     def __call__(self, ids: ArrayLike) -> Float[Array, "... d"]:
@@ -87,6 +91,17 @@ class TokenEmbedding(hk.Module):
 
     def _table(self) -> Float[Array, "v d"] | Table:
         return hk.get_parameter("embeddings", [self.vocab_size, self.d_model], self.param_dtype, self.w_init)
+
+
+def checked_scale(scale: bool | float) -> bool | float:
+    """A bool, or a number above 0.
+
+    1.0 becomes False: as an equal of True it would share True's compiled functions. The ints 0 and 1 could mean either: refused.
+    """
+    is_number = isinstance(scale, numbers.Real | np.floating) and not isinstance(scale, bool | np.bool_)
+    if not is_number or (isinstance(scale, numbers.Integral) and scale in (0, 1)):
+        return _checks.flag("scale", scale)
+    return False if scale == 1 else _checks.real("scale", scale, above=0)
 
 
 class PositionalEncoding(hk.Module):
@@ -301,7 +316,7 @@ class TransformerEmbedding(hk.Module):
         positions: `Sinusoidal(...)`, `SinusoidalGrid(...)`, `Learned(max_len=...)`, or None: no positions are added.
         dropout_rate: in [0, 1).
         pad_id: the id of padding; see `TokenEmbedding`. Positions are added at padding too: the mask hides it.
-        scale: whether token rows are multiplied by the square root of their width.
+        scale: True multiplies token rows by the square root of their width, False by 1, and a number above 0 by that number.
         num_token_types: number of token types (BERT's segments A and B: 2); None: the model has none.
         layer_norm_eps: epsilon of a layer norm over the sum (BERT: 1e-12); None: no norm.
         embedding_width: width of the tables, where it is not d_model (ALBERT); None: d_model.
@@ -337,7 +352,7 @@ class TransformerEmbedding(hk.Module):
         positions: Scheme | None = Sinusoidal(),
         dropout_rate: float = 0.1,
         pad_id: int | None = None,
-        scale: bool = True,
+        scale: bool | float = True,
         num_token_types: int | None = None,
         layer_norm_eps: float | None = None,
         embedding_width: int | None = None,
