@@ -26,7 +26,7 @@ exclude_patterns = ["**.ipynb_checkpoints"]
 
 html_theme = "furo"
 html_title = f"transformer-embed {te.__version__}"
-html_show_sourcelink = html_copy_source = False
+html_show_sourcelink = html_copy_source = html_show_copyright = html_show_sphinx = False
 html_favicon = "static/icon.svg"
 html_static_path, html_css_files = ["static"], ["pages.css"]
 # A date would make two builds of the same source differ.
