@@ -156,7 +156,7 @@ MISTAKES = [
 def encode(x, **options):
     """PositionalEncoding in evaluation."""
     x = jnp.asarray(x)
-    module = hk.transform(lambda: te.PositionalEncoding(x.shape[-1], **options)(x, is_training=False))
+    module = hk.transform(lambda: te.PositionalEncoding(te.Sinusoidal(**options), x.shape[-1])(x, is_training=False))
     return module.apply({}, None)
 
 
@@ -275,7 +275,7 @@ def test_haiku_exercise_scales_the_rows_of_hk_embed():
 def test_haiku_exercise_drops_out_after_the_sum():
     x, rate = normal(0, 2, 12, 64), 0.1
     theirs = hk.transform(lambda: hk.dropout(hk.next_rng_key(), rate, x + te.sinusoidal_table(12, 64)))
-    ours = hk.transform(lambda: te.PositionalEncoding(64, dropout_rate=rate)(x, is_training=True))
+    ours = hk.transform(lambda: te.PositionalEncoding(te.Sinusoidal(), 64, dropout_rate=rate)(x, is_training=True))
     theirs, ours = (np.asarray(jax.jit(module.apply)({}, jax.random.key(1))) for module in (theirs, ours))
     np.testing.assert_array_equal(theirs == 0, ours == 0)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=SUM_ERROR)
@@ -311,10 +311,10 @@ def test_haiku_exercise_table_is_zero_and_ours_is_not():
     assert np.asarray(te.sinusoidal_table(12, 64))[1:].any(axis=-1).all()
 
 
-@pytest.mark.parametrize("module", [te.PositionalEncoding, functools.partial(te.LearnedPositionalEncoding, 512)])
-def test_position_embedding_note_adds_encodings_to_ids_and_ours_refuse(module):
+@pytest.mark.parametrize("scheme", [te.Sinusoidal(), te.Learned(512)])
+def test_position_embedding_note_adds_encodings_to_ids_and_ours_refuse(scheme):
     ids = np.array(BATCH, np.int32)
-    added = hk.transform(lambda: module(8)(ids, is_training=False))
+    added = hk.transform(lambda: te.PositionalEncoding(scheme, 8)(ids, is_training=False))
     with pytest.raises(TypeError, match=r"^x: wanted a floating dtype, got int32$"):
         added.init(jax.random.key(0))
 
@@ -326,16 +326,16 @@ def test_position_embedding_note_stops_at_max_len_and_sinusoids_do_not():
 
 
 def test_position_embedding_note_stops_at_max_len_and_learned_positions_say_so():
-    module = hk.transform(lambda length: te.LearnedPositionalEncoding(4, 6)(np.zeros((length, 6), np.float32), is_training=False))
+    module = hk.transform(lambda length: te.PositionalEncoding(te.Learned(4), 6)(np.zeros((length, 6), np.float32), is_training=False))
     assert module.apply(module.init(jax.random.key(0), 4), None, 4).shape == (4, 6)
-    with pytest.raises(ValueError, match=r"^ids or x: wanted a length of at most max_len = 4, got length 5$"):
+    with pytest.raises(ValueError, match=r"^x: wanted a length of at most max_len = 4, got length 5$"):
         module.init(jax.random.key(0), 5)
 
 
 def test_position_embedding_note_registers_no_table_and_ours_has_none_to_leave_behind():
     # A torch tensor that is no buffer stays where it was made, and is not in what is saved.
     x, device = np.zeros((2, 6), np.float32), jax.devices()[-1]
-    module = hk.transform(lambda x: te.PositionalEncoding(6)(x, is_training=False))
+    module = hk.transform(lambda x: te.PositionalEncoding(te.Sinusoidal(), 6)(x, is_training=False))
     assert module.init(jax.random.key(0), x) == {}
     for apply in (module.apply, jax.jit(module.apply)):
         here, there = apply({}, None, x), apply({}, None, jax.device_put(x, device))
@@ -344,6 +344,6 @@ def test_position_embedding_note_registers_no_table_and_ours_has_none_to_leave_b
 
 
 def test_haiku_exercise_trains_unless_told_and_ours_must_be_told():
-    module = hk.transform(lambda: te.PositionalEncoding(6)(np.zeros((2, 6), np.float32)))
+    module = hk.transform(lambda: te.PositionalEncoding(te.Sinusoidal(), 6)(np.zeros((2, 6), np.float32)))
     with pytest.raises(TypeError, match=r"^.*missing .* argument: 'is_training'"):
         module.init(jax.random.key(0))

@@ -29,14 +29,9 @@ from transformer_embed.functional.rotary_scaling import (
     YarnScaling,
 )
 from transformer_embed.functional.sinusoidal import sinusoidal_encoding, sinusoidal_grid, sinusoidal_table
-from transformer_embed.layers.embedder import Embedder, EmbedderConfig, make_embedder, resize_positions, resize_vocabulary
-from transformer_embed.layers.modules import (
-    LearnedPositionalEncoding,
-    PositionalEncoding,
-    RelativePositionBias,
-    TokenEmbedding,
-    TransformerEmbedding,
-)
+from transformer_embed.layers.config import EmbedderConfig
+from transformer_embed.layers.embedder import Embedder, make_embedder, resize_positions, resize_vocabulary
+from transformer_embed.layers.modules import PositionalEncoding, RelativePositionBias, TokenEmbedding, TransformerEmbedding
 from transformer_embed.layers.schemes import Learned, Sinusoidal, SinusoidalGrid
 
 __version__ = "0.1.0"
@@ -46,7 +41,6 @@ __all__ = [
     "Embedder",
     "EmbedderConfig",
     "Learned",
-    "LearnedPositionalEncoding",
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",

@@ -281,8 +281,19 @@ def as_key(name: str, rng: Any) -> jax.Array:
     return key
 
 
-def params(value: Any) -> None:
+def params(value: Any, argument: str = "params") -> None:
     """A Haiku parameter tree."""
     if not isinstance(value, Mapping) or not all(isinstance(module, Mapping) for module in value.values()):
         got = "a dict of others" if isinstance(value, Mapping) else type(value).__name__
-        raise TypeError(wanted("params", "a Haiku parameter tree, a dict of dicts", got))
+        raise TypeError(wanted(argument, "a Haiku parameter tree, a dict of dicts", got))
+    for path, module in value.items():
+        for leaf_name, leaf in module.items():
+            if not hasattr(leaf, "shape"):
+                raise TypeError(wanted(f"{argument}: {path}/{leaf_name}", "an array (use jnp.asarray)", _describe(leaf)))
+
+
+def name(argument: str, value: Any) -> str | None:
+    """The name of a module; Haiku refuses the strings that are not identifiers."""
+    if value is not None and not isinstance(value, str):
+        raise TypeError(wanted(argument, "a string or None", _describe(value)))
+    return value

@@ -317,13 +317,15 @@ def test_blocks_of_rows_give_what_all_at_once_give(monkeypatch):
 
 
 def model(ids, types):
-    embed = te.TransformerEmbedding(VOCAB_SIZE, 8, pad_id=0, num_token_types=2, positions=te.Learned(16), layer_norm_eps=1e-6)
+    embed = te.TransformerEmbedding(
+        te.EmbedderConfig(VOCAB_SIZE, 8, pad_id=0, num_token_types=2, positions=te.Learned(16), layer_norm_eps=1e-6)
+    )
     x = embed(ids, is_training=False, token_types=types)
     return hk.Linear(1)(x).astype(jnp.float32)
 
 
 def stacked(ids, types):
-    embed = te.TransformerEmbedding(VOCAB_SIZE, 8, pad_id=0, num_token_types=2, positions=te.Learned(16))
+    embed = te.TransformerEmbedding(te.EmbedderConfig(VOCAB_SIZE, 8, pad_id=0, num_token_types=2, positions=te.Learned(16)))
     x = embed(ids, is_training=False, token_types=types)
     return hk.experimental.layer_stack(2)(lambda x: jax.nn.tanh(hk.Linear(8)(x)))(x)
 

@@ -375,7 +375,7 @@ def test_dropout_draws_what_it_draws_on_one_device(kind):
 
 def test_a_model_of_hk_transform():
     def model(ids):
-        embed = te.TransformerEmbedding(37, 16, pad_id=0)
+        embed = te.TransformerEmbedding(te.EmbedderConfig(37, 16, pad_id=0))
         return embed.logits(hk.Linear(16)(embed(ids, is_training=False)))
 
     model, mesh = hk.without_apply_rng(hk.transform(model)), mesh_of((2, 4))

@@ -37,6 +37,18 @@ WEIGHTS = np.sin(np.arange(80, dtype=np.float32)).reshape(2, 5, 8)
 TYPES = np.array([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]], np.int32)
 
 
+def sinusoidal(d_model, *, dropout_rate=0.1, **fields):
+    return te.PositionalEncoding(te.Sinusoidal(**fields), d_model, dropout_rate=dropout_rate)
+
+
+def learned(max_len, d_model, **options):
+    return te.PositionalEncoding(te.Learned(max_len), d_model, **options)
+
+
+def whole(*sizes, **fields):
+    return te.TransformerEmbedding(te.EmbedderConfig(*sizes, **fields))
+
+
 class Descriptor(NamedTuple):
     name: str
     module: Callable[[], hk.Module]
@@ -52,7 +64,7 @@ class Descriptor(NamedTuple):
 
 
 def embedding(name, dtype=jnp.float32, token_types=None, **arguments):
-    build = functools.partial(te.TransformerEmbedding, 11, 8, pad_id=0, dtype=dtype, **arguments)
+    build = functools.partial(whole, 11, 8, pad_id=0, dtype=dtype, **arguments)
     return Descriptor(f"transformer_embedding_{name}", build, dtype=dtype, token_types=token_types)
 
 
@@ -68,13 +80,13 @@ DESCRIPTORS = [
     tokens("_bfloat16", dtype=jnp.bfloat16),
     tokens("_bfloat16_table", param_dtype=jnp.bfloat16, out_of_range="clip"),
     tokens("_one_hot", lookup_style="one_hot"),
-    Descriptor("positional_encoding", functools.partial(te.PositionalEncoding, 8), X),
-    Descriptor("positional_encoding_sin_cos", functools.partial(te.PositionalEncoding, 8, layout="sin_cos", shift=1), X),
-    Descriptor("positional_encoding_bfloat16", functools.partial(te.PositionalEncoding, 8), X.astype(jnp.bfloat16), jnp.bfloat16),
-    Descriptor("learned_positional_encoding", functools.partial(te.LearnedPositionalEncoding, 16, 8), X),
+    Descriptor("positional_encoding", functools.partial(sinusoidal, 8), X),
+    Descriptor("positional_encoding_sin_cos", functools.partial(sinusoidal, 8, layout="sin_cos", shift=1), X),
+    Descriptor("positional_encoding_bfloat16", functools.partial(sinusoidal, 8), X.astype(jnp.bfloat16), jnp.bfloat16),
+    Descriptor("learned_positional_encoding", functools.partial(learned, 16, 8), X),
     Descriptor(
         "learned_positional_encoding_float16",
-        functools.partial(te.LearnedPositionalEncoding, 16, 8, param_dtype=jnp.bfloat16),
+        functools.partial(learned, 16, 8, param_dtype=jnp.bfloat16),
         X.astype(np.float16),
         jnp.float16,
     ),
@@ -285,13 +297,194 @@ def test_mixed_precision_policy(descriptor):
     assert {text.split("[")[0] for leaf in tree.values() for text in leaf.values()} <= {"float32"}
 
 
+# The 7 products of a model behind its input layer, each on what the layer before it returns: query, key, value, scores, the weighted sum,
+# a feed-forward layer, the logits.
+
+
+class Model(hk.Module):
+    """A small model; what stands in for the input layer is one of ours, or hk.Embed."""
+
+    def __init__(self, build):
+        super().__init__(name="model")
+        self.build = build
+
+    def __call__(self, ids):
+        x, logits = self.build(ids)
+        query, key, value = (hk.Linear(8, name=name)(x) for name in ("query", "key", "value"))
+        weights = jax.nn.softmax(jnp.einsum("btd,bsd->bts", query, key))
+        return logits(hk.Linear(8)(jnp.einsum("bts,bsd->btd", weights, value)))
+
+
+def model(build):
+    def function(ids):
+        return Model(build)(ids)
+
+    return hk.transform(function)
+
+
+def by_hk_embed(ids):
+    embed = hk.Embed(11, 8)
+    return embed(ids), lambda x: x @ embed.embeddings.T
+
+
+def by_tokens(ids):
+    embed = te.TokenEmbedding(11, 8, pad_id=0)
+    return embed(ids), embed.logits
+
+
+def by_tokens_and_positions(ids):
+    embed = te.TokenEmbedding(11, 8)
+    return te.PositionalEncoding(te.Learned(16), 8, dropout_rate=0.5)(embed(ids), is_training=True), embed.logits
+
+
+def by_the_whole(ids, **fields):
+    embed = whole(11, 8, pad_id=0, **fields)
+    return embed(ids, is_training=True), embed.logits
+
+
+def products(build, params):
+    """The dtypes that each matrix product of the model's program takes, the input layer's own left out."""
+    equations = jax.make_jaxpr(model(build).apply)(params, KEY, IDS).jaxpr.eqns
+    return [tuple(v.aval.dtype for v in e.invars) for e in flat(equations) if e.primitive.name == "dot_general"]
+
+
+def flat(equations):
+    for equation in equations:
+        yield equation
+        for leaf in jax.tree.leaves(list(equation.params.values())):
+            yield from flat(getattr(getattr(leaf, "jaxpr", leaf), "eqns", ()))
+
+
+BUILDS = {
+    "hk_embed": by_hk_embed,
+    "tokens": by_tokens,
+    "tokens_and_positions": by_tokens_and_positions,
+    "whole": by_the_whole,
+    "norm": functools.partial(by_the_whole, positions=te.Learned(16), layer_norm_eps=1e-6),
+}
+
+
+@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+def test_every_product_behind_the_layer_is_bfloat16_under_a_policy_on_the_model(build):
+    with hk.mixed_precision.push_policy(Model, jmp.get_policy("params=float32,compute=bfloat16,output=float32")):
+        params = model(build).init(KEY, IDS)
+        assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.float32)}
+        assert products(build, params) == [(jnp.bfloat16, jnp.bfloat16)] * 7
+    assert products(build, params) == [(jnp.float32, jnp.float32)] * 7
+
+
+def test_a_narrow_table_is_widened_in_the_dtype_of_the_policy():
+    build = functools.partial(by_the_whole, embedding_width=8)
+    with hk.mixed_precision.push_policy(Model, jmp.get_policy("params=float32,compute=bfloat16,output=float32")):
+        params = model(build).init(KEY, IDS)
+        assert products(build, params) == [(jnp.bfloat16, jnp.bfloat16)] * 8
+
+
+def test_a_dtype_asked_for_by_name_wins_over_the_policy():
+    build = functools.partial(by_the_whole, dtype="float32")
+    with hk.mixed_precision.push_policy(Model, jmp.get_policy("params=float32,compute=bfloat16,output=float32")):
+        assert products(build, model(build).init(KEY, IDS))[0][0] == jnp.float32
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_without_a_policy_the_result_has_the_dtype_of_the_table(dtype):
+    assert embed(IDS, 11, 8, param_dtype=dtype).dtype == dtype
+    assert (
+        evaluate(lambda ids: whole(11, 8, param_dtype=dtype, num_token_types=2)(ids, is_training=False, token_types=TYPES), IDS).dtype
+        == dtype
+    )
+    assert relative_position_bias(2, param_dtype=dtype).init(KEY, [0], [0])["relative_position_bias"]["embeddings"].dtype == dtype
+
+
+def test_parameters_cast_by_hand_are_a_policy_too():
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params_of("transformer_embedding_learned"))
+    module = hk.transform(lambda ids: whole(11, 8, pad_id=0, positions=te.Learned(16))(ids, is_training=False))
+    assert module.apply(params, None, IDS).dtype == jnp.bfloat16
+
+
+# The loss of the tied output layer.
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"mask": IDS > 3, "label_smoothing": 0.1, "reduction": "sum", "chunk_size": 3}], ids=["", "options"]
+)
+def test_cross_entropy_of_the_modules_is_that_of_their_table(options):
+    def of_tokens(x):
+        return te.TokenEmbedding(11, 8, pad_id=0).cross_entropy(x, IDS, **options)
+
+    def of_the_whole(x):
+        return whole(11, 8, pad_id=0).cross_entropy(x, IDS, **options)
+
+    embedder = te.make_embedder(te.EmbedderConfig(11, 8, pad_id=0))
+    params = embedder.init(KEY)
+    table = params["transformer_embedding/~/token_embedding"]["embeddings"]
+    value, gradient = jax.value_and_grad(lambda table: te.tied_cross_entropy(X, table, IDS, pad_id=0, **options))(table)
+    assert gradient.any()
+    for function, own in (
+        (lambda params: hk.transform(of_tokens).apply(params, None, X), {"token_embedding": {"embeddings": table}}),
+        (lambda params: hk.transform(of_the_whole).apply(params, None, X), params),
+        (lambda params: embedder.cross_entropy(params, X, IDS, **options), params),
+    ):
+        found, gradients = jax.value_and_grad(function)(own)
+        np.testing.assert_array_equal(found, value)
+        (found,) = jax.tree.leaves(gradients)
+        np.testing.assert_array_equal(found, gradient)
+
+
+# The parameters of a checkpoint under the module's own path.
+
+
+CHECKPOINT = te.EmbedderConfig(11, 8, num_token_types=2, layer_norm_eps=1e-6, embedding_width=6, positions=te.Learned(16))
+
+
+def in_a_model(initial_params, config=CHECKPOINT):
+    def model(ids, token_types=TYPES):
+        embed = te.TransformerEmbedding(config, initial_params=initial_params, name="embed")
+        return hk.Linear(3)(embed(ids, is_training=False, token_types=token_types))
+
+    def transformed(ids):
+        return hk.to_module(model)("decoder")(ids)
+
+    return hk.transform(transformed)
+
+
+def test_a_checkpoint_s_parameters_start_a_module_inside_a_model():
+    params = randomised(te.make_embedder(CHECKPOINT).init(KEY))
+    started = in_a_model(params).init(KEY, IDS)
+    inside = {path.replace("transformer_embedding", "decoder/embed"): leaf for path, leaf in params.items()}
+    assert started.keys() == {*inside, "decoder/linear"}
+    jax.tree.map(np.testing.assert_array_equal, {path: started[path] for path in inside}, inside)
+    # What is trained wins over what it started from.
+    moved = jax.tree.map(lambda leaf: leaf + 1, started)
+    assert not np.array_equal(in_a_model(params).apply(moved, None, IDS), in_a_model(params).apply(started, None, IDS))
+    np.testing.assert_array_equal(in_a_model(params).apply(moved, None, IDS), in_a_model(None).apply(moved, None, IDS))
+
+
+def test_initial_parameters_of_another_config_are_refused():
+    params = te.make_embedder(CHECKPOINT).init(KEY)
+    tokens = "transformer_embedding/~/token_embedding"
+    modules = "the modules token_embedding, learned_positional_encoding, token_type_embedding, layer_norm, widen"
+
+    def start(initial_params):
+        return in_a_model(initial_params).init(KEY, IDS)
+
+    with pytest.raises(ValueError, match=message("initial_params", modules, tokens)):
+        start({tokens: params[tokens]})
+    with pytest.raises(ValueError, match=message("initial_params", f"{tokens}/embeddings", "only w there")):
+        start({**params, tokens: {"w": params[tokens]["embeddings"]}})
+    with pytest.raises(ValueError, match=message(f"initial_params: {tokens}/embeddings", "shape [11, 6]", "shape [10, 6]")):
+        start({**params, tokens: {"embeddings": params[tokens]["embeddings"][:10]}})
+    with pytest.raises(TypeError, match=message("initial_params", "a Haiku parameter tree, a dict of dicts", "list")):
+        start([params])
+
+
 # Layers.
 
 
 def stacked(is_training, dropout_rate=0.5):
     def function(x):
         def layer(x):
-            return te.PositionalEncoding(8, dropout_rate=dropout_rate)(x, is_training=is_training)
+            return sinusoidal(8, dropout_rate=dropout_rate)(x, is_training=is_training)
 
         return hk.layer_stack(3)(layer)(x)
 
@@ -315,7 +508,7 @@ def test_layer_stack_gives_each_layer_its_key():
 
 def test_two_dropouts_use_two_keys():
     def function(x):
-        first, second = te.PositionalEncoding(8, dropout_rate=0.5), te.PositionalEncoding(8, dropout_rate=0.5)
+        first, second = sinusoidal(8, dropout_rate=0.5), sinusoidal(8, dropout_rate=0.5)
         return first(x, is_training=True), second(x, is_training=True)
 
     first, second = hk.transform(function).apply({}, KEY, np.full([4, 8, 8], 9, np.float32))
@@ -384,7 +577,7 @@ def test_logits_are_tied_to_the_table():
 
 def test_transformer_embedding_ties_its_token_table():
     def function(ids):
-        embed = te.TransformerEmbedding(11, 8, pad_id=0)
+        embed = whole(11, 8, pad_id=0)
         return embed.logits(embed(ids, is_training=False)), embed(ids, is_training=False)
 
     pair = hk.transform(function)
@@ -465,22 +658,22 @@ def encode(module, x, **options):
     return evaluate(lambda x: module()(x, is_training=False, **options), x)
 
 
-LEARNED = functools.partial(te.LearnedPositionalEncoding, 16, 8)
-SINUSOIDAL = functools.partial(te.PositionalEncoding, 8)
+LEARNED = functools.partial(learned, 16, 8)
+SINUSOIDAL = functools.partial(sinusoidal, 8)
 both_encodings = pytest.mark.parametrize("module", [SINUSOIDAL, LEARNED], ids=["sinusoidal", "learned"])
 
 
 def test_a_fixed_table_is_no_parameter():
-    pair = hk.transform(lambda x: te.PositionalEncoding(8)(x, is_training=False))
+    pair = hk.transform(lambda x: sinusoidal(8)(x, is_training=False))
     assert pair.init(KEY, X) == {}
-    params = hk.transform(lambda ids: te.TransformerEmbedding(11, 8)(ids, is_training=False)).init(KEY, IDS)
+    params = hk.transform(lambda ids: whole(11, 8)(ids, is_training=False)).init(KEY, IDS)
     assert list(params) == ["transformer_embedding/~/token_embedding"]
 
 
 def test_the_encoding_is_added_after_the_scaling():
     def function(ids):
         embed = te.TokenEmbedding(11, 8)
-        return te.PositionalEncoding(8)(embed(ids), is_training=False), embed(ids)
+        return sinusoidal(8)(embed(ids), is_training=False), embed(ids)
 
     total, scaled = evaluate(function, IDS)
     np.testing.assert_array_equal(total, scaled + te.sinusoidal_table(5, 8))
@@ -490,7 +683,7 @@ def test_the_encoding_is_added_after_the_scaling():
 def test_16_bit_sums_round_once(dtype):
     x = jax.random.normal(KEY, [4, 64, 32], dtype)
     table = te.sinusoidal_table(64, 32)
-    got = encode(functools.partial(te.PositionalEncoding, 32), x)
+    got = encode(functools.partial(sinusoidal, 32), x)
     np.testing.assert_array_equal(got, (np.asarray(x, np.float32) + table).astype(dtype))
     rounded_twice = x + table.astype(dtype)
     assert not np.array_equal(rounded_twice, got)
@@ -498,7 +691,7 @@ def test_16_bit_sums_round_once(dtype):
 
 def test_a_16_bit_embedding_rounds_once():
     def function(ids):
-        embed = te.TransformerEmbedding(11, 64, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, num_token_types=2, scale=False)
+        embed = whole(11, 64, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, num_token_types=2, scale=False)
         return embed(ids, is_training=False, token_types=TYPES)
 
     pair = hk.transform(function)
@@ -562,20 +755,20 @@ def test_lengths_0_and_1_and_any_leading_axes(module, shape):
 @pytest.mark.parametrize("d_model", [1, 7])
 def test_odd_widths(d_model):
     x = np.ones([5, d_model], np.float32)
-    np.testing.assert_array_equal(encode(functools.partial(te.PositionalEncoding, d_model), x), x + te.sinusoidal_table(5, d_model))
-    result = evaluate(lambda ids: te.TransformerEmbedding(11, d_model)(ids, is_training=False), IDS)
+    np.testing.assert_array_equal(encode(functools.partial(sinusoidal, d_model), x), x + te.sinusoidal_table(5, d_model))
+    result = evaluate(lambda ids: whole(11, d_model)(ids, is_training=False), IDS)
     assert result.shape == (2, 5, d_model)
     assert np.isfinite(result).all()
 
 
 def test_all_padding_leaves_the_positions():
-    result = evaluate(lambda ids: te.TransformerEmbedding(11, 8, pad_id=0)(ids, is_training=False), np.zeros([2, 5], np.int8))
+    result = evaluate(lambda ids: whole(11, 8, pad_id=0)(ids, is_training=False), np.zeros([2, 5], np.int8))
     np.testing.assert_array_equal(result, np.stack([te.sinusoidal_table(5, 8)] * 2))
 
 
 @pytest.mark.parametrize("policy", ["nan", "clip", "zero"])
 def test_a_position_past_max_len_follows_the_policy(policy):
-    module = functools.partial(te.LearnedPositionalEncoding, 5, 8, out_of_range=policy)
+    module = functools.partial(learned, 5, 8, out_of_range=policy)
     whole = encode(module, np.zeros([5, 8], np.float32))
     pair = hk.transform(lambda x, offset: module()(x, is_training=False, positions=offset + jnp.arange(5)))
     zeros = np.zeros([5, 8], np.float32)
@@ -630,9 +823,7 @@ def test_training_equals_hk_dropout_of_evaluation(descriptor):
 
 
 def test_no_rate_needs_no_key():
-    trained, evaluated = (
-        evaluate(lambda x, flag=flag: te.PositionalEncoding(8, dropout_rate=0)(x, is_training=flag), X) for flag in (True, False)
-    )
+    trained, evaluated = (evaluate(lambda x, flag=flag: sinusoidal(8, dropout_rate=0)(x, is_training=flag), X) for flag in (True, False))
     np.testing.assert_array_equal(trained, evaluated)
 
 
@@ -694,7 +885,7 @@ def test_by_hand_vaswani():
         want = rows + sinusoids(5, 8)
         return want, np.abs(rows).max() + 1
 
-    assert_equals_reference(lambda ids: te.TransformerEmbedding(11, 8, pad_id=0)(ids, is_training=False), reference, ROUNDINGS)
+    assert_equals_reference(lambda ids: whole(11, 8, pad_id=0)(ids, is_training=False), reference, ROUNDINGS)
 
 
 def bert_sum(params):
@@ -714,7 +905,7 @@ def test_by_hand_bert():
         want = normed(total, params, 1e-12)
         return want, largest_after_norm(total, want)
 
-    build = functools.partial(te.TransformerEmbedding, 11, 8, **BERT)
+    build = functools.partial(whole, 11, 8, **BERT)
     assert_equals_reference(lambda ids: build()(ids, is_training=False, token_types=TYPES), reference, ROUNDINGS)
 
 
@@ -725,12 +916,12 @@ def test_by_hand_albert():
         want = norm @ wide(params, "widen", "w") + wide(params, "widen", "b")
         return want, largest_after_norm(total, norm) * np.abs(wide(params, "widen", "w")).sum(0).max()
 
-    build = functools.partial(te.TransformerEmbedding, 11, 8, embedding_width=6, **BERT)
+    build = functools.partial(whole, 11, 8, embedding_width=6, **BERT)
     assert_equals_reference(lambda ids: build()(ids, is_training=False, token_types=TYPES), reference, ROUNDINGS_WIDENED)
 
 
 def test_the_scale_follows_the_width_of_the_table():
-    build = functools.partial(te.TransformerEmbedding, 11, 8, embedding_width=4, positions=None)
+    build = functools.partial(whole, 11, 8, embedding_width=4, positions=None)
 
     def reference(params):
         rows = wide(params, "token_embedding")[IDS] * 2
@@ -743,12 +934,12 @@ def test_the_scale_follows_the_width_of_the_table():
 def test_the_modules_compose_to_the_whole():
     def parts(ids):
         x = te.TokenEmbedding(11, 8, pad_id=0)(ids)
-        return te.LearnedPositionalEncoding(16, 8)(x, is_training=True)
+        return learned(16, 8)(x, is_training=True)
 
-    whole = hk.transform(lambda ids: te.TransformerEmbedding(11, 8, pad_id=0, positions=te.Learned(16))(ids, is_training=True))
-    params = whole.init(KEY, IDS)
+    composed = hk.transform(lambda ids: whole(11, 8, pad_id=0, positions=te.Learned(16))(ids, is_training=True))
+    params = composed.init(KEY, IDS)
     own = {path.rsplit("/", 1)[-1]: leaf for path, leaf in params.items()}
-    np.testing.assert_array_equal(hk.transform(parts).apply(own, KEY, IDS), whole.apply(params, KEY, IDS))
+    np.testing.assert_array_equal(hk.transform(parts).apply(own, KEY, IDS), composed.apply(params, KEY, IDS))
 
 
 # Errors, by message.
@@ -763,7 +954,15 @@ POLICIES = "one of 'nan', 'clip', 'zero'"
 UNIT = "a number in [0, 1)"
 POSITIVE = "an int of at least 1"
 TOKENS = functools.partial(te.TokenEmbedding, 11, 8)
-WHOLE = functools.partial(te.TransformerEmbedding, 11, 8)
+WHOLE = functools.partial(whole, 11, 8)
+
+INITIALISER = "a function of a shape and a dtype, such as hk.initializers.RandomNormal()"
+NAMED_BY_A_LIST = [
+    lambda: TOKENS(name=[1]),
+    lambda: LEARNED(name=[1]),
+    lambda: te.RelativePositionBias(2, name=[1]),
+    lambda: te.TransformerEmbedding(te.EmbedderConfig(11, 8), name=[1]),
+]
 
 BAD_ARGUMENTS = [
     (lambda: te.TokenEmbedding(0, 8), ValueError, "vocab_size", POSITIVE, "0"),
@@ -778,8 +977,8 @@ BAD_ARGUMENTS = [
     (lambda: TOKENS(lookup_style="sum"), ValueError, "lookup_style", "one of 'gather', 'one_hot'", "'sum'"),
     (lambda: TOKENS(param_dtype=jnp.int32), TypeError, "param_dtype", "a floating dtype of 16 bits or more", "int32"),
     (lambda: TOKENS(dtype=jnp.int8), TypeError, "dtype", "a floating dtype of 16 bits or more", "int8"),
-    (lambda: te.PositionalEncoding(0), ValueError, "d_model", POSITIVE, "0"),
-    (lambda: te.PositionalEncoding("8"), TypeError, "d_model", "a Python int", "str '8'"),
+    (lambda: sinusoidal(0), ValueError, "d_model", POSITIVE, "0"),
+    (lambda: sinusoidal("8"), TypeError, "d_model", "a Python int", "str '8'"),
     (lambda: SINUSOIDAL(dropout_rate=1.0), ValueError, "dropout_rate", UNIT, "1.0"),
     (lambda: SINUSOIDAL(dropout_rate=-0.1), ValueError, "dropout_rate", UNIT, "-0.1"),
     (lambda: SINUSOIDAL(dropout_rate=float("nan")), ValueError, "dropout_rate", UNIT, "nan"),
@@ -789,15 +988,35 @@ BAD_ARGUMENTS = [
     (lambda: SINUSOIDAL(shift=4), ValueError, "shift", "a number below d_model // 2 = 4", "4"),
     (lambda: SINUSOIDAL(odd="drop"), ValueError, "odd", "one of 'truncate', 'round_up', 'zero'", "'drop'"),
     (lambda: SINUSOIDAL(frequency_scale=-1.0), ValueError, "frequency_scale", "a finite number above 0", "-1.0"),
-    (lambda: te.LearnedPositionalEncoding(0, 8), ValueError, "max_len", POSITIVE, "0"),
-    (lambda: te.LearnedPositionalEncoding(16, 0), ValueError, "d_model", POSITIVE, "0"),
+    (lambda: learned(0, 8), ValueError, "max_len", POSITIVE, "0"),
+    (lambda: learned(16, 0), ValueError, "d_model", POSITIVE, "0"),
     (lambda: LEARNED(dropout_rate=1), ValueError, "dropout_rate", UNIT, "1"),
     (lambda: LEARNED(out_of_range="raise"), ValueError, "out_of_range", POLICIES, "'raise'"),
     (lambda: LEARNED(param_dtype=jnp.uint8), TypeError, "param_dtype", "a floating dtype of 16 bits or more", "uint8"),
+    (lambda: te.PositionalEncoding(8, 8), TypeError, "scheme", "Sinusoidal(...), SinusoidalGrid(...) or Learned(max_len=...)", "8"),
+    (
+        lambda: te.PositionalEncoding(te.Sinusoidal(), 8, w_init="zeros"),
+        ValueError,
+        "w_init",
+        "None, since the scheme has no parameters",
+        "str 'zeros'",
+    ),
+    (lambda: TOKENS(w_init="abc"), TypeError, "w_init", INITIALISER, "str 'abc'"),
+    (lambda: TOKENS(w_init=0), TypeError, "w_init", INITIALISER, "int 0"),
+    (lambda: LEARNED(w_init=[1]), TypeError, "w_init", INITIALISER, "list [1]"),
+    (lambda: te.RelativePositionBias(2, w_init=""), TypeError, "w_init", INITIALISER, "str ''"),
+    *((build, TypeError, "name", "a string or None", "list [1]") for build in NAMED_BY_A_LIST),
     (lambda: te.Learned(max_len=0), ValueError, "max_len", POSITIVE, "0"),
     (lambda: te.Learned(max_len=16.0), TypeError, "max_len", "a Python int", "float 16.0"),
-    (lambda: te.TransformerEmbedding(0, 8), ValueError, "vocab_size", POSITIVE, "0"),
-    (lambda: te.TransformerEmbedding(11, 0), ValueError, "d_model", POSITIVE, "0"),
+    (
+        lambda: te.TransformerEmbedding(11),
+        TypeError,
+        "config",
+        "an EmbedderConfig, such as te.EmbedderConfig(vocab_size=256, d_model=64)",
+        "int 11",
+    ),
+    (lambda: whole(0, 8), ValueError, "vocab_size", POSITIVE, "0"),
+    (lambda: whole(11, 0), ValueError, "d_model", POSITIVE, "0"),
     (
         lambda: WHOLE(positions="sinusoidal"),
         TypeError,
@@ -830,7 +1049,7 @@ def test_bad_arguments_are_refused(build, error, name, want, got):
 @pytest.mark.parametrize("d_model", [8.0, np.float32(8)])
 def test_a_float_d_model_is_refused_after_its_integer_was_taken(d_model):
     encode(SINUSOIDAL, X)
-    refused(TypeError, "^d_model: wanted a Python int, got ", lambda: te.PositionalEncoding(d_model))
+    refused(TypeError, "^d_model: wanted a Python int, got ", lambda: sinusoidal(d_model))
 
 
 @both_encodings
@@ -848,7 +1067,7 @@ def test_bad_calls_of_encodings_are_refused(module):
     def call(x, **options):
         return lambda: module()(x, is_training=False, **options)
 
-    length = "a last axis of the ids' length, 5"
+    length = "a last axis of x's tokens' length, 5"
     refused(TypeError, message("x", "a floating dtype", "int32"), call(IDS))
     refused(ValueError, message("x", "shape [..., length, d_model = 8]", "shape [2, 5, 7]"), call(X[..., :7]))
     refused(ValueError, message("x", "shape [..., length, d_model = 8]", "shape [8]"), call(X[0, 0]))
@@ -856,11 +1075,13 @@ def test_bad_calls_of_encodings_are_refused(module):
     refused(ValueError, message("positions", length, "shape [4]"), call(X, positions=np.arange(4)))
     refused(ValueError, message("positions", length, "shape [2, 1]"), call(X, positions=[[0], [1]]))
     refused(
-        ValueError, message("positions and the ids", "shapes that broadcast", "[3, 5] and [2, 5]"), call(X, positions=np.zeros([3, 5], int))
+        ValueError,
+        message("positions and x's tokens", "shapes that broadcast", "[3, 5] and [2, 5]"),
+        call(X, positions=np.zeros([3, 5], int)),
     )
     refused(
         ValueError,
-        message("positions", "a shape that broadcasts to that of the ids, [5]", "shape [2, 5]"),
+        message("positions", "a shape that broadcasts to that of x's tokens, [5]", "shape [2, 5]"),
         call(X[0], positions=np.zeros([2, 5], int)),
     )
     refused(
@@ -884,9 +1105,11 @@ def test_positions_of_a_wrong_dtype_are_refused():
 
 def test_a_length_past_max_len_is_refused():
     long = np.zeros([17, 8], np.float32)
-    text = message("ids or x", "a length of at most max_len = 16", "length 17")
-    refused(ValueError, text, lambda: LEARNED()(long, is_training=False))
-    refused(ValueError, text, lambda: WHOLE(positions=te.Learned(16))(np.zeros([2, 17], int), is_training=False))
+    want = "a length of at most max_len = 16"
+    refused(ValueError, message("x", want, "length 17"), lambda: LEARNED()(long, is_training=False))
+    refused(
+        ValueError, message("ids", want, "length 17"), lambda: WHOLE(positions=te.Learned(16))(np.zeros([2, 17], int), is_training=False)
+    )
 
 
 def test_bad_calls_of_the_whole_are_refused():
@@ -920,6 +1143,16 @@ def test_bad_calls_of_the_whole_are_refused():
         message("token_types", "a last axis of the ids' length, 5", "shape [2, 4]"),
         call(IDS, typed, token_types=TYPES[:, :4]),
     )
+
+
+def test_a_scheme_that_counts_padding_apart_needs_positions_where_there_are_no_ids():
+    scheme = te.Learned(16, at_padding=1, pad_id=0)
+
+    def call(**options):
+        return lambda: te.PositionalEncoding(scheme, 8)(X, is_training=False, **options)
+
+    refused(ValueError, message("positions", "an array, since the scheme's at_padding depends on the ids", "None"), call())
+    hk.transform(call(positions=[0, 1, 2, 3, 4])).init(KEY)
 
 
 def test_logits_of_another_width_are_refused():
@@ -976,8 +1209,27 @@ def test_relative_position_bias_errors(kind, message, options):
 # --- SinusoidalGrid
 
 
+def test_a_grid_is_added_to_embeddings_too():
+    scheme = te.SinusoidalGrid((2, 3), axes=(1, 0))
+    encode = hk.transform(lambda x: te.PositionalEncoding(scheme, 8)(x, is_training=False))
+    assert encode.init(KEY, X) == {}
+    np.testing.assert_array_equal(encode.apply({}, None, X), X + te.sinusoidal_grid((2, 3), 8, axes=(1, 0)).reshape(6, 8)[:5])
+    refused(
+        ValueError,
+        message("x", "a length of at most the 6 points of the grid", "length 7"),
+        lambda: te.PositionalEncoding(scheme, 8)(np.zeros([7, 8], np.float32), is_training=False),
+    )
+
+
+def test_a_grid_with_more_points_than_int32_counts_is_refused():
+    points = f"at most 2**31 - 1 = {2**31 - 1} points"
+    with pytest.raises(ValueError, match=message("shape", points, "(46341, 46341), 2147488281")):
+        te.SinusoidalGrid((46341, 46341))
+    te.SinusoidalGrid((46341, 46340))
+
+
 def grid_embedding(scheme, d_model=8):
-    return hk.transform(lambda ids, **options: te.TransformerEmbedding(11, d_model, positions=scheme)(ids, is_training=False, **options))
+    return hk.transform(lambda ids, **options: whole(11, d_model, positions=scheme)(ids, is_training=False, **options))
 
 
 def test_a_grid_of_tokens_is_the_flattened_grid():

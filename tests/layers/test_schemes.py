@@ -53,7 +53,7 @@ def test_given_positions_are_taken_as_they_are():
 
 def test_start_shortens_what_a_table_holds():
     assert embed(te.Learned(max_len=7, start=2), IDS).shape == (3, 5, 8)
-    with pytest.raises(ValueError, match=r"^ids or x: wanted a length of at most max_len - start = 4, got length 5\b"):
+    with pytest.raises(ValueError, match=r"^ids: wanted a length of at most max_len - start = 4, got length 5\b"):
         embed(te.Learned(max_len=6, start=2), IDS)
 
 
@@ -94,6 +94,6 @@ def test_a_start_far_out_is_exact():
 
 
 def test_positions_stay_inside_int32():
-    assert te.Sinusoidal(start=2**31 - 5).count(5)[-1] == 2**31 - 1
+    assert te.Sinusoidal(start=2**31 - 5).count(5, "ids")[-1] == 2**31 - 1
     with pytest.raises(ValueError, match=r"^start: wanted an int of at most 2147483643, for 5 positions inside int32, got 2147483644$"):
-        te.Sinusoidal(start=2**31 - 4).count(5)
+        te.Sinusoidal(start=2**31 - 4).count(5, "ids")

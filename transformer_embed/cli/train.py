@@ -24,7 +24,7 @@ Params = Mapping[str, Mapping[str, Array]]
 
 def next_byte_logits(config: te.EmbedderConfig, ids: UInt8[Array, "b t"], *, is_training: bool) -> Float[Array, "b t v"]:
     """A causal Transformer, normed before each block (Xiong et al., 2020, https://arxiv.org/abs/2002.04745), its output layer tied."""
-    embed = te.TransformerEmbedding(config.vocab_size, config.d_model, positions=config.positions, dropout_rate=config.dropout_rate)
+    embed = te.TransformerEmbedding(config)
     positions = jnp.arange(ids.shape[1])
     mask = te.attention_mask(query_positions=positions, key_positions=positions, causal=True)
     x = embed(ids, is_training=is_training)

@@ -1,85 +1,20 @@
-"""EmbedderConfig -> Embedder(init, apply, logits): the input layer as compiled functions."""
+"""EmbedderConfig -> Embedder(init, apply, logits, cross_entropy): the input layer as compiled functions."""
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from transformer_embed import _checks
-from transformer_embed.functional.lookup import LOOKUP_STYLES, OUT_OF_RANGE, Table
-from transformer_embed.layers.modules import TransformerEmbedding, check_embedding_options, checked_scale
-from transformer_embed.layers.schemes import Scheme, Sinusoidal
-
-Params = Mapping[str, Mapping[str, Array]]
-
-
-@dataclasses.dataclass(frozen=True)
-class EmbedderConfig:
-    """What an embedder is: the arguments of `TransformerEmbedding`, frozen, hashable, checked.
-
-    Equal configs share their compiled functions. `dataclasses.replace` makes a changed copy.
-
-    Args:
-        vocab_size: number of token ids, at least 1.
-        d_model: width of the result, at least 1.
-        positions: `Sinusoidal(...)`, `SinusoidalGrid(...)`, `Learned(max_len=...)`, or None.
-        dropout_rate: in [0, 1).
-        pad_id: the id of padding, or None.
-        scale: True multiplies token rows by the square root of their width, False by 1, and a number above 0 by that number.
-        num_token_types: number of token types, or None.
-        layer_norm_eps: epsilon of a layer norm over the sum, or None.
-        embedding_width: width of the tables where it is not d_model, or None.
-        out_of_range: `"nan"`, `"clip"` or `"zero"`; see `lookup`.
-        lookup_style: `"gather"` or `"one_hot"`; see `lookup`.
-        param_dtype: of the parameters, but for the layer norm's, which are float32.
-        dtype: of the result.
-
-    Raises:
-        TypeError: a field of another type.
-        ValueError: a field out of its range.
-
-    Example:
-        >>> import transformer_embed as te
-        >>> te.EmbedderConfig(vocab_size=256, d_model=64, pad_id=0).positions.layout
-        'interleaved'
-
-    Source:
-        See `TransformerEmbedding`.
-    """
-
-    vocab_size: int
-    d_model: int
-    positions: Scheme | None = Sinusoidal()
-    dropout_rate: float = 0.1
-    pad_id: int | None = None
-    scale: bool | float = True
-    num_token_types: int | None = None
-    layer_norm_eps: float | None = None
-    embedding_width: int | None = None
-    out_of_range: str = "nan"
-    lookup_style: str = "gather"
-    param_dtype: DTypeLike = jnp.float32
-    dtype: DTypeLike = jnp.float32
-
-    def __post_init__(self):
-        _checks.integer("vocab_size", self.vocab_size, at_least=1)
-        check_embedding_options(
-            self.d_model, self.positions, self.dropout_rate, self.num_token_types, self.layer_norm_eps, self.embedding_width
-        )
-        if self.pad_id is not None:
-            _checks.int32("pad_id", self.pad_id)
-        object.__setattr__(self, "scale", checked_scale(self.scale))
-        _checks.choice("out_of_range", self.out_of_range, OUT_OF_RANGE)
-        _checks.choice("lookup_style", self.lookup_style, LOOKUP_STYLES)
-        for name in ("param_dtype", "dtype"):
-            object.__setattr__(self, name, _checks.floating_dtype(name, getattr(self, name)))
+from transformer_embed.functional.lookup import Table
+from transformer_embed.layers.config import EmbedderConfig
+from transformer_embed.layers.modules import Params, TransformerEmbedding
 
 
 class ApplyFn(Protocol):
@@ -97,19 +32,38 @@ class ApplyFn(Protocol):
     ) -> Float[Array, "... t d"]: ...
 
 
+class CrossEntropyFn(Protocol):
+    """The type of `Embedder.cross_entropy`."""
+
+    def __call__(  # noqa: D102
+        self,
+        params: Params,
+        x: ArrayLike,
+        labels: ArrayLike,
+        *,
+        mask: ArrayLike | None = None,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        chunk_size: int | None = None,
+    ) -> Float[Array, ""]: ...
+
+
 class Embedder(NamedTuple):
-    """Three pure functions, as `make_embedder` returns them.
+    """Four pure functions, as `make_embedder` returns them.
 
     Args:
         init: `init(rng) -> params`, a Haiku parameter tree.
         apply: `apply(params, rng, ids, *, is_training, positions=None, token_types=None)` -> [..., length, d_model]; compiled once for each
             shape and value of is_training. To evaluate, pass rng=None.
         logits: `logits(params, x)` -> [..., vocab_size]: the output layer tied to the token table.
+        cross_entropy: `cross_entropy(params, x, labels, *, mask=None, label_smoothing=0.0, reduction="mean", chunk_size=None)` -> the loss
+            of those logits, with the memory of one chunk of them; tokens whose label is `config.pad_id` are not counted. See
+            `tied_cross_entropy`.
 
     Example:
         >>> import transformer_embed as te
         >>> te.Embedder._fields
-        ('init', 'apply', 'logits')
+        ('init', 'apply', 'logits', 'cross_entropy')
 
     Source:
         The shape of optax.GradientTransformation, https://github.com/google-deepmind/optax
@@ -118,26 +72,27 @@ class Embedder(NamedTuple):
     init: Callable[[Array], Params]
     apply: ApplyFn
     logits: Callable[[Params, ArrayLike], Float[Array, "... v"]]
+    cross_entropy: CrossEntropyFn
 
 
 def make_embedder(config: EmbedderConfig) -> Embedder:
     """The input layer that a config describes, as pure, compiled functions.
 
-    `apply` takes lists, numpy arrays and jax arrays, works inside `jax.jit`, `jax.vmap` (bind keyword arguments with
-    `functools.partial`: vmap would map them), `jax.grad` and `jax.export` (of symbolic shapes too, a length being bounded by learned
-    positions), and traces once a shape: another offset in `positions` or another integer dtype is no new trace (but for uint32
-    positions that int32 cannot hold).
+    `apply` takes lists, numpy arrays and jax arrays. It works inside `jax.jit`, `jax.vmap` (bind keyword arguments with
+    `functools.partial`: vmap would map them), `jax.grad` and `jax.export` (symbolic shapes too; learned positions bound the length).
+    It traces once for each shape: another offset in `positions` or another integer dtype does not retrace (except uint32 positions
+    that int32 cannot hold).
 
     Args:
         config: what to build.
 
     Returns:
-        Embedder(init, apply, logits).
+        Embedder(init, apply, logits, cross_entropy).
 
     Raises:
-        TypeError: config is no EmbedderConfig. In apply: is_training is traced or no bool; ids are not integers.
+        TypeError: config is not an EmbedderConfig. In apply: is_training is traced or not a bool; ids are not integers.
         ValueError: in apply: training with dropout and rng=None; positions that do not end in the ids' length, or that lie outside
-            int32 (host values); token types given and not wanted, or the reverse.
+            int32 (host values); token types missing, or given although the config has none.
 
     Example:
         >>> import jax
@@ -146,8 +101,9 @@ def make_embedder(config: EmbedderConfig) -> Embedder:
         >>> params = embedder.init(jax.random.key(0))
         >>> embedder.apply(params, None, [[5, 6, 0]], is_training=False).shape
         (1, 3, 64)
-        >>> embedder.apply(params, jax.random.key(1), [[5, 6, 0]], is_training=True).shape
-        (1, 3, 64)
+        >>> x = embedder.apply(params, jax.random.key(1), [[5, 6, 0]], is_training=True)
+        >>> embedder.cross_entropy(params, x, labels=[[6, 7, 0]]).shape
+        ()
 
     Source:
         See `TransformerEmbedding`.
@@ -183,27 +139,33 @@ def make_embedder(config: EmbedderConfig) -> Embedder:
         _checks.params(params)
         return _logits(config, params, _checks.as_floats("x", x))
 
-    for function in (init, apply, logits):
+    def cross_entropy(params, x, labels, *, mask=None, label_smoothing=0.0, reduction="mean", chunk_size=None):
+        """The loss of logits(params, x) for labels [...]; see `tied_cross_entropy`."""
+        _checks.params(params)
+        options = {"mask": mask, "label_smoothing": label_smoothing, "reduction": reduction, "chunk_size": chunk_size}
+        return hk.transform(lambda: TransformerEmbedding(config).cross_entropy(x, labels, **options)).apply(params, None)
+
+    for function in (init, apply, logits, cross_entropy):
         function.__qualname__ = f"Embedder.{function.__name__}"
-    return Embedder(init, apply, logits)
+    return Embedder(init, apply, logits, cross_entropy)
 
 
 def resize_vocabulary(params: Params, vocab_size: int, rng: Array | None = None) -> Params:
-    """The parameters of an embedder with rows added to, or taken off, the end of its token table.
+    """The parameters of an embedder, with rows added to the end of its token table or removed from it.
 
-    New rows are drawn from a normal distribution with the mean and the standard deviation that each channel has over the old rows. Make
-    the config that goes with them by `dataclasses.replace(config, vocab_size=...)`.
+    New rows are drawn from a normal distribution with the mean and the standard deviation that each channel has over the old rows. The
+    matching config is `dataclasses.replace(config, vocab_size=...)`.
 
     Args:
         params: a Haiku parameter tree with one token table, as `Embedder.init` makes.
         vocab_size: the new number of rows, at least 1; fewer than now drops the last ones.
-        rng: a key; None will do where no row is added.
+        rng: a key; None will do if no row is added.
 
     Returns:
-        The tree, in which only the table is another.
+        The tree, in which only that table is replaced.
 
     Raises:
-        TypeError: vocab_size is no Python int.
+        TypeError: vocab_size is not a Python int.
         ValueError: there is no token table, or more than one; rows to add and no key.
 
     Example:
@@ -235,20 +197,20 @@ def resize_vocabulary(params: Params, vocab_size: int, rng: Array | None = None)
 def resize_positions(params: Params, max_len: int, *, start: int = 0) -> Params:
     """The parameters of an embedder with learned positions, interpolated to another number of positions.
 
-    Both ends of the table stretch together, as the rows of an image do: each new row is a weighted mean of the old rows near its place
-    (`jax.image.resize`, linear, with antialiasing where rows become fewer). Make the config that goes with them by
+    The table is resized like the rows of an image: each new row is a weighted mean of the old rows near its place (`jax.image.resize`,
+    linear, with antialiasing when rows become fewer). The matching config is
     `dataclasses.replace(config, positions=Learned(max_len=...))`.
 
     Args:
         params: a Haiku parameter tree with one table of learned positions, as `Embedder.init` makes.
         max_len: the new number of positions, above `start`.
-        start: the scheme's: where it counts from. The rows before it, those of padding for example, are kept as they are.
+        start: the `start` of the scheme. The rows before it (that of padding, for example) are kept as they are.
 
     Returns:
-        The tree, in which only that table is another.
+        The tree, in which only that table is replaced.
 
     Raises:
-        TypeError: max_len or start is no Python int.
+        TypeError: max_len or start is not a Python int.
         ValueError: max_len is not above start; start outside the table; there is no table of learned positions, or more than one.
 
     Example:
@@ -283,26 +245,22 @@ def _table_of(params: Params, module: str) -> tuple[str, Float[Array, "v d"]]:
     return paths[0], jnp.asarray(table)
 
 
-def _module(config: EmbedderConfig) -> TransformerEmbedding:
-    return TransformerEmbedding(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def _init(config: EmbedderConfig, rng: Array) -> Params:
     ids = jnp.zeros([1, 1], jnp.int32)
     token_types = None if config.num_token_types is None else ids
-    return hk.transform(lambda: _module(config)(ids, is_training=False, token_types=token_types)).init(rng)
+    return hk.transform(lambda: TransformerEmbedding(config)(ids, is_training=False, token_types=token_types)).init(rng)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _apply(config, is_training, params, rng, ids, positions, token_types):
-    embed = hk.transform(lambda: _module(config)(ids, is_training=is_training, positions=positions, token_types=token_types))
+    embed = hk.transform(lambda: TransformerEmbedding(config)(ids, is_training=is_training, positions=positions, token_types=token_types))
     return embed.apply(params, rng)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(config, params, x):
-    return hk.transform(lambda: _module(config).logits(x)).apply(params, None)
+    return hk.transform(lambda: TransformerEmbedding(config).logits(x)).apply(params, None)
 
 
 def _door_positions(positions: ArrayLike) -> Array:

@@ -2,21 +2,25 @@
 
 import functools
 import math
-import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
 from transformer_embed import _checks
 from transformer_embed.functional.bias import relative_position_buckets
+from transformer_embed.functional.cross_entropy import tied_cross_entropy
 from transformer_embed.functional.dropout import dropout
 from transformer_embed.functional.lookup import LOOKUP_STYLES, OUT_OF_RANGE, Table, lookup, tied_logits
-from transformer_embed.layers.schemes import Learned, Scheme, Sinusoidal
+from transformer_embed.layers.config import EmbedderConfig, checked_scale
+from transformer_embed.layers.schemes import Learned, Scheme
+
+Initializer = hk.initializers.Initializer
+Params = Mapping[str, Mapping[str, Array]]
 
 
 class TokenEmbedding(hk.Module):
@@ -35,7 +39,7 @@ class TokenEmbedding(hk.Module):
         lookup_style: `"gather"` or `"one_hot"`; see `lookup`.
         w_init: initialiser of the table. None: normal, such that the module's outputs have unit variance.
         param_dtype: of the table.
-        dtype: of the result.
+        dtype: of the result. None: the dtype of the table, as Haiku's mixed-precision policy hands it over.
         name: of the module.
 
     Raises:
@@ -63,178 +67,154 @@ class TokenEmbedding(hk.Module):
         pad_id: int | None = None,
         out_of_range: str = "nan",
         lookup_style: str = "gather",
-        w_init: hk.initializers.Initializer | None = None,
+        w_init: Initializer | None = None,
         param_dtype: DTypeLike = jnp.float32,
-        dtype: DTypeLike = jnp.float32,
+        dtype: DTypeLike | None = None,
         name: str | None = None,
     ):
-        super().__init__(name=name)
+        super().__init__(name=_checks.name("name", name))
         self.vocab_size = _checks.integer("vocab_size", vocab_size, at_least=1)
         self.d_model = _checks.integer("d_model", d_model, at_least=1)
         self.pad_id = pad_id if pad_id is None else _checks.int32("pad_id", pad_id)
         self.out_of_range = _checks.choice("out_of_range", out_of_range, OUT_OF_RANGE)
         self.lookup_style = _checks.choice("lookup_style", lookup_style, LOOKUP_STYLES)
         self.param_dtype = _checks.floating_dtype("param_dtype", param_dtype)
-        self.dtype = _checks.floating_dtype("dtype", dtype)
+        self.dtype = dtype if dtype is None else _checks.floating_dtype("dtype", dtype)
         scale = checked_scale(scale)
         self.factor = math.sqrt(d_model) if scale is True else scale or 1.0
-        self.w_init = w_init or hk.initializers.RandomNormal(stddev=1 / self.factor)
+        self.w_init = _initializer(w_init, hk.initializers.RandomNormal(stddev=1 / self.factor))
 
     def __call__(self, ids: ArrayLike) -> Float[Array, "... d"]:
         """Embeds ids [...], integers, as [..., d_model] of `dtype`."""
-        rows = lookup(self._table(), ids, pad_id=self.pad_id, out_of_range=self.out_of_range, lookup_style=self.lookup_style)
-        return (_wide(rows) * self.factor).astype(self.dtype)
+        rows, table_dtype = self._wide_rows(ids)
+        return rows.astype(table_dtype if self.dtype is None else self.dtype)
 
     def logits(self, x: ArrayLike) -> Float[Array, "... v"]:
         """The output layer tied to the table: x [..., d_model] times its rows, not scaled; float32 [..., vocab_size]. See `tied_logits`."""
         return tied_logits(x, self._table(), pad_id=self.pad_id)
 
+    def cross_entropy(
+        self,
+        x: ArrayLike,
+        labels: ArrayLike,
+        *,
+        mask: ArrayLike | None = None,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        chunk_size: int | None = None,
+    ) -> Float[Array, ""]:
+        """The cross-entropy of `logits(x)` with labels [...], with the memory of one chunk of logits; see `tied_cross_entropy`.
+
+        Tokens whose label is the module's `pad_id` are not counted; to leave out others, use mask.
+        """
+        options = {"label_smoothing": label_smoothing, "reduction": reduction, "chunk_size": chunk_size}
+        return tied_cross_entropy(x, self._table(), labels, mask=mask, pad_id=self.pad_id, **options)
+
+    def _wide_rows(self, ids: ArrayLike) -> tuple[Float[Array, "... d"], jnp.dtype]:
+        """The scaled rows in float32 or wider, and the dtype of the table."""
+        table = self._table()
+        rows = lookup(table, ids, pad_id=self.pad_id, out_of_range=self.out_of_range, lookup_style=self.lookup_style)
+        return _wide(rows) * self.factor, table.dtype
+
     def _table(self) -> Float[Array, "v d"] | Table:
         return hk.get_parameter("embeddings", [self.vocab_size, self.d_model], self.param_dtype, self.w_init)
 
 
-def checked_scale(scale: bool | float) -> bool | float:
-    """A bool, or a number above 0.
-
-    1.0 becomes False: as an equal of True it would share True's compiled functions. The ints 0 and 1 could mean either: refused.
-    """
-    is_number = isinstance(scale, numbers.Real | np.floating) and not isinstance(scale, bool | np.bool_)
-    if not is_number or (isinstance(scale, numbers.Integral) and scale in (0, 1)):
-        return _checks.flag("scale", scale)
-    return False if scale == 1 else _checks.real("scale", scale, above=0)
-
-
 class PositionalEncoding(hk.Module):
-    """Adds sinusoidal encodings to embeddings, then drops out. It has no parameter and no longest position.
+    """Adds the encodings of positions to embeddings, then drops out.
+
+    Sinusoidal encodings have no parameter. Learned ones are the parameter `embeddings`, [max_len, d_model].
 
     Args:
+        scheme: `Sinusoidal(...)`, `SinusoidalGrid(...)` or `Learned(max_len=...)`.
         d_model: channels, at least 1.
         dropout_rate: in [0, 1).
-        base: as in `sinusoidal_encoding`, as are the next ones.
-        layout: as above.
-        shift: as above.
-        odd: as above.
-        frequency_scale: as above.
-        name: of the module.
+        out_of_range: what a position outside the table of learned ones gives: `"nan"`, `"clip"` or `"zero"`; see `lookup`. (A
+            *length* beyond the table is known while tracing: it is an error.)
+        w_init: initialiser of learned positions. None: normal with standard deviation 0.02, as in BERT and GPT-2.
+        param_dtype: of learned positions.
+        name: of the module. None: `learned_positional_encoding` or `positional_encoding`.
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: as `sinusoidal_encoding`; a rate outside [0, 1).
+        ValueError: an argument out of its range; w_init for a scheme without parameters; when called, a length that the scheme does
+            not hold.
 
     Example:
         >>> import haiku as hk, jax.numpy as jnp
         >>> import transformer_embed as te
-        >>> encode = hk.transform(lambda x: te.PositionalEncoding(8)(x, is_training=False))
+        >>> encode = hk.transform(lambda x: te.PositionalEncoding(te.Sinusoidal(), 8)(x, is_training=False))
         >>> encode.apply({}, None, jnp.zeros([2, 5, 8])).shape
         (2, 5, 8)
 
     Source:
-        Vaswani et al., "Attention Is All You Need" (2017), sections 3.5 and 5.4, https://arxiv.org/abs/1706.03762
-    """
-
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        dropout_rate: float = 0.1,
-        base: float = 10_000.0,
-        layout: str = "interleaved",
-        shift: float | None = None,
-        odd: str = "truncate",
-        frequency_scale: float = 1.0,
-        name: str | None = None,
-    ):
-        super().__init__(name=name)
-        self.scheme = Sinusoidal(base, layout, shift, odd, frequency_scale)
-        self.scheme.check(d_model)
-        self.d_model = d_model
-        self.dropout_rate = float(_checks.rate("dropout_rate", dropout_rate))
-
-    def __call__(self, x: ArrayLike, *, is_training: bool, positions: ArrayLike | None = None) -> Float[Array, "... t d"]:
-        """Adds the encodings in float32, rounds once to x's dtype, then drops out where training.
-
-        Args:
-            x: [..., length, d_model], a floating dtype.
-            is_training: a Python bool. True needs a key, unless dropout_rate is 0; False draws none.
-            positions: [length], or more axes that broadcast to x's leading ones; None: 0..length-1.
-
-        Returns:
-            [..., length, d_model] of x's dtype.
-        """
-        return _add_encoding(self, x, is_training, positions)
-
-    def encoding(self, positions: ArrayLike) -> Float[Array, "... d"]:
-        """The float32 encoding [..., d_model] of positions [...]."""
-        return self.scheme.encoding(positions, self.d_model)
-
-
-class LearnedPositionalEncoding(hk.Module):
-    """Adds a learned vector for each position to embeddings, then drops out.
-
-    The vectors are the parameter `embeddings`, [max_len, d_model].
-
-    Args:
-        max_len: number of positions, at least 1.
-        d_model: channels, at least 1.
-        dropout_rate: in [0, 1).
-        out_of_range: what a position outside [0, max_len) gives: `"nan"`, `"clip"` or `"zero"`; see `lookup`. (A *length* past
-            max_len is known while tracing: that is an error.)
-        w_init: initialiser of the table. None: normal with standard deviation 0.02, as BERT's and GPT-2's.
-        param_dtype: of the table.
-        name: of the module.
-
-    Raises:
-        TypeError: an argument of another type.
-        ValueError: a size below 1, a rate outside [0, 1), an unknown out_of_range; when called, a length past max_len.
-
-    Example:
-        >>> import haiku as hk, jax, jax.numpy as jnp
-        >>> import transformer_embed as te
-        >>> encode = hk.transform(lambda x: te.LearnedPositionalEncoding(512, 8)(x, is_training=False))
-        >>> params = encode.init(jax.random.key(0), jnp.zeros([2, 5, 8]))
-        >>> encode.apply(params, None, jnp.zeros([2, 5, 8])).shape
-        (2, 5, 8)
-
-    Source:
+        Vaswani et al., "Attention Is All You Need" (2017), sections 3.5 and 5.4, https://arxiv.org/abs/1706.03762. Learned positions:
         Gehring et al., "Convolutional Sequence to Sequence Learning" (2017), section 3.1, https://arxiv.org/abs/1705.03122
     """
 
     def __init__(
         self,
-        max_len: int,
+        scheme: Scheme,
         d_model: int,
         *,
         dropout_rate: float = 0.1,
         out_of_range: str = "nan",
-        w_init: hk.initializers.Initializer | None = None,
+        w_init: Initializer | None = None,
         param_dtype: DTypeLike = jnp.float32,
         name: str | None = None,
     ):
-        super().__init__(name=name)
-        self.scheme = Learned(max_len)
+        learned = isinstance(scheme, Learned)
+        super().__init__(name=_checks.name("name", name) or ("learned_positional_encoding" if learned else "positional_encoding"))
+        if not isinstance(scheme, Scheme):
+            raise TypeError(_checks.wanted("scheme", "Sinusoidal(...), SinusoidalGrid(...) or Learned(max_len=...)", repr(scheme)))
+        if not learned:
+            _checks.unwanted("w_init", w_init, "the scheme has no parameters")
         self.d_model = _checks.integer("d_model", d_model, at_least=1)
+        scheme.check(self.d_model)
+        self.scheme = scheme
         self.dropout_rate = float(_checks.rate("dropout_rate", dropout_rate))
         self.out_of_range = _checks.choice("out_of_range", out_of_range, OUT_OF_RANGE)
-        self.w_init = w_init or hk.initializers.RandomNormal(stddev=0.02)
+        self.w_init = _initializer(w_init, hk.initializers.RandomNormal(stddev=0.02))
         self.param_dtype = _checks.floating_dtype("param_dtype", param_dtype)
 
     def __call__(self, x: ArrayLike, *, is_training: bool, positions: ArrayLike | None = None) -> Float[Array, "... t d"]:
-        """Adds the vectors in float32, rounds once to x's dtype, then drops out where training.
+        """Adds the encodings in float32, rounds once to x's dtype, then drops out when training.
 
         Args:
             x: [..., length, d_model], a floating dtype.
             is_training: a Python bool. True needs a key, unless dropout_rate is 0; False draws none.
-            positions: [length], or more axes that broadcast to x's leading ones, integers; None: 0..length-1.
+            positions: [length], or more axes that broadcast to x's leading ones; integers, or float32 if they are sinusoidal. None:
+                counted from the scheme's `start`. (A scheme with `at_padding` needs them: x does not show what is padding.)
 
         Returns:
             [..., length, d_model] of x's dtype.
         """
-        return _add_encoding(self, x, is_training, positions)
+        _checks.flag("is_training", is_training)
+        x = _checks.as_floats("x", x)
+        if x.ndim < 2 or x.shape[-1] != self.d_model:
+            raise ValueError(_checks.wanted("x", f"shape [..., length, d_model = {self.d_model}]", f"shape {list(x.shape)}"))
+        if positions is None:
+            if getattr(self.scheme, "at_padding", None) is not None:
+                raise ValueError(_checks.wanted("positions", "an array, since the scheme's at_padding depends on the ids", "None"))
+            positions = self.scheme.count(x.shape[-2], "x")
+        total = _wide(x) + self._broadcast_encoding(positions, x.shape[:-1], "x's tokens")
+        return _dropped_out(total.astype(x.dtype), self.dropout_rate, is_training)
 
     def encoding(self, positions: ArrayLike) -> Float[Array, "... d"]:
-        """The vectors [..., d_model] of positions [...], in float32 or wider."""
+        """The encodings [..., d_model] of positions [...], in float32 or wider."""
+        if not isinstance(self.scheme, Learned):
+            return self.scheme.encoding(positions, self.d_model)
         table = hk.get_parameter("embeddings", [self.scheme.max_len, self.d_model], self.param_dtype, self.w_init)
         return _wide(lookup(table, _checks.as_int32("positions", positions), out_of_range=self.out_of_range))
+
+    def _broadcast_encoding(self, positions: ArrayLike, shape: tuple[int, ...], tokens: str) -> Float[Array, "... d"]:
+        """The encodings of positions that broadcast to the shape of the tokens, with as many axes as these have."""
+        positions = _checks.as_array("positions", positions)
+        _checks.ends_in_length("positions", positions.shape, shape, tokens)
+        encoding = self.encoding(positions)
+        if positions.ndim == 1 and any(size != 1 for size in shape[:-1]):
+            encoding = _computed_once(encoding)
+        return _of_rank(encoding, len(shape) + 1)
 
 
 class RelativePositionBias(hk.Module):
@@ -250,7 +230,7 @@ class RelativePositionBias(hk.Module):
         bidirectional: True in an encoder, False in a causal decoder; see `relative_position_buckets`.
         w_init: initialiser of the table. None: uniform with variance 1 / fan_avg, as in T5X.
         param_dtype: of the table.
-        dtype: of the result.
+        dtype: of the result. None: the dtype of the table, as Haiku's mixed-precision policy hands it over.
         name: of the module.
 
     Raises:
@@ -276,19 +256,19 @@ class RelativePositionBias(hk.Module):
         num_buckets: int = 32,
         max_distance: int = 128,
         bidirectional: bool = True,
-        w_init: hk.initializers.Initializer | None = None,
+        w_init: Initializer | None = None,
         param_dtype: DTypeLike = jnp.float32,
-        dtype: DTypeLike = jnp.float32,
+        dtype: DTypeLike | None = None,
         name: str | None = None,
     ):
-        super().__init__(name=name)
+        super().__init__(name=_checks.name("name", name))
         self.num_heads = _checks.integer("num_heads", num_heads, at_least=1)
         self.num_buckets = _checks.integer("num_buckets", num_buckets, at_least=1)
         self.max_distance = _checks.integer("max_distance", max_distance, at_least=1)
         self.bidirectional = _checks.flag("bidirectional", bidirectional)
-        self.w_init = w_init or hk.initializers.VarianceScaling(1.0, "fan_avg", "uniform")
+        self.w_init = _initializer(w_init, hk.initializers.VarianceScaling(1.0, "fan_avg", "uniform"))
         self.param_dtype = _checks.floating_dtype("param_dtype", param_dtype)
-        self.dtype = _checks.floating_dtype("dtype", dtype)
+        self.dtype = dtype if dtype is None else _checks.floating_dtype("dtype", dtype)
 
     def __call__(self, query_positions: ArrayLike, key_positions: ArrayLike) -> Float[Array, "b h t s"]:
         """The bias [B or 1, num_heads, T, S] of `dtype`, for positions [T] or [B, T] and [S] or [B, S]."""
@@ -301,39 +281,39 @@ class RelativePositionBias(hk.Module):
         )
         table = hk.get_parameter("embeddings", [self.num_buckets, self.num_heads], self.param_dtype, self.w_init)
         # A bucket is never out of range, and "clip" does not look.
-        return jnp.moveaxis(lookup(table, buckets, out_of_range="clip").astype(self.dtype), -1, 1)
+        bias = jnp.moveaxis(lookup(table, buckets, out_of_range="clip"), -1, 1)
+        return bias if self.dtype is None else bias.astype(self.dtype)
 
 
 class TransformerEmbedding(hk.Module):
-    """The input layer of a Transformer: tokens + positions (+ token types), a norm if asked for, dropout.
+    """The input layer of a Transformer: tokens + positions (+ token types), an optional layer norm, dropout.
 
-    All is summed and normalised in float32, rounded once to `dtype`, then dropped out; last, where the embeddings are
-    narrower than d_model, a linear layer widens them.
+    All is summed and normalised in float32, rounded once to `config.dtype`, then dropped out; last, if the embeddings are narrower
+    than d_model, a linear layer widens them.
+
+    A loaded checkpoint in a model of one's own: the module's parameters start as the checkpoint's, whatever the path of the module.
+
+        found = te.pretrained.load_embedder("checkpoint/")
+        embed = te.TransformerEmbedding(found.config, initial_params=found.params)  # in the function that hk.transform takes
+
+    Left-padded ids: padding is counted unless the scheme says otherwise, so tokens do not start at position 0. Use
+    `positions=te.Sinusoidal(at_padding=0, pad_id=0)` in the config, or call the module with `positions=`; see `EmbedderConfig`.
 
     Args:
-        vocab_size: number of token ids, at least 1.
-        d_model: width of the result, at least 1.
-        positions: `Sinusoidal(...)`, `SinusoidalGrid(...)`, `Learned(max_len=...)`, or None: no positions are added.
-        dropout_rate: in [0, 1).
-        pad_id: the id of padding; see `TokenEmbedding`. Positions are added at padding too: the mask hides it.
-        scale: True multiplies token rows by the square root of their width, False by 1, and a number above 0 by that number.
-        num_token_types: number of token types (BERT's segments A and B: 2); None: the model has none.
-        layer_norm_eps: epsilon of a layer norm over the sum (BERT: 1e-12); None: no norm.
-        embedding_width: width of the tables, where it is not d_model (ALBERT); None: d_model.
-        out_of_range: `"nan"`, `"clip"` or `"zero"`, for ids, token types and learned positions; see `lookup`.
-        lookup_style: `"gather"` or `"one_hot"`, for ids and token types; see `lookup`.
-        param_dtype: of the tables and of the linear layer.
-        dtype: of the result.
+        config: what the layer is; see `EmbedderConfig`.
+        initial_params: what `Embedder.init` of this config returns, or a checkpoint's parameters: the values with which the module's
+            parameters start. Call `init` outside of `jax.jit` then, for inside they become constants of the program. None: drawn.
         name: of the module.
 
     Raises:
-        TypeError: an argument of another type.
-        ValueError: an argument out of its range.
+        TypeError: config is not an EmbedderConfig, initial_params not a parameter tree.
+        ValueError: initial_params are not those of this config: other modules; in `init`, other shapes.
 
     Example:
         >>> import haiku as hk, jax
         >>> import transformer_embed as te
-        >>> embed = hk.transform(lambda ids: te.TransformerEmbedding(100, 64, pad_id=0)(ids, is_training=False))
+        >>> config = te.EmbedderConfig(vocab_size=100, d_model=64, pad_id=0)
+        >>> embed = hk.transform(lambda ids: te.TransformerEmbedding(config)(ids, is_training=False))
         >>> params = embed.init(jax.random.key(0), [[1, 2, 0]])
         >>> embed.apply(params, None, [[1, 2, 0]]).shape
         (1, 3, 64)
@@ -344,45 +324,35 @@ class TransformerEmbedding(hk.Module):
         al., "ALBERT" (2020), section 3.1, https://arxiv.org/abs/1909.11942
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        d_model: int,
-        *,
-        positions: Scheme | None = Sinusoidal(),
-        dropout_rate: float = 0.1,
-        pad_id: int | None = None,
-        scale: bool | float = True,
-        num_token_types: int | None = None,
-        layer_norm_eps: float | None = None,
-        embedding_width: int | None = None,
-        out_of_range: str = "nan",
-        lookup_style: str = "gather",
-        param_dtype: DTypeLike = jnp.float32,
-        dtype: DTypeLike = jnp.float32,
-        name: str | None = None,
-    ):
-        super().__init__(name=name)
-        check_embedding_options(d_model, positions, dropout_rate, num_token_types, layer_norm_eps, embedding_width)
-        width = d_model if embedding_width is None else embedding_width
-        self.dropout_rate = float(dropout_rate)
-        self.dtype = _checks.floating_dtype("dtype", dtype)
-        self.param_dtype = _checks.floating_dtype("param_dtype", param_dtype)
-        wide = jnp.promote_types(jnp.float32, dtype)
-        table = functools.partial(TokenEmbedding, out_of_range=out_of_range, lookup_style=lookup_style, param_dtype=param_dtype, dtype=wide)
-        self.tokens = table(vocab_size, width, scale=scale, pad_id=pad_id)
-        self.scheme = positions
-        if isinstance(positions, Learned):
-            learned = LearnedPositionalEncoding(positions.max_len, width, out_of_range=out_of_range, param_dtype=param_dtype)
-            self.encoding = learned.encoding
-        elif positions is not None:
-            self.encoding = functools.partial(positions.encoding, d_model=width)
+    def __init__(self, config: EmbedderConfig, *, initial_params: Params | None = None, name: str | None = None):
+        super().__init__(name=_checks.name("name", name))
+        if not isinstance(config, EmbedderConfig):
+            hint = "an EmbedderConfig, such as te.EmbedderConfig(vocab_size=256, d_model=64)"
+            raise TypeError(_checks.wanted("config", hint, f"{type(config).__name__} {config!r}"))
+        self.config = config
+        initial = _initial_values(config, initial_params)
+        width, param_dtype = config.table_width, config.param_dtype
+        table = functools.partial(
+            TokenEmbedding, d_model=width, out_of_range=config.out_of_range, lookup_style=config.lookup_style, param_dtype=param_dtype
+        )
+        self.tokens = table(config.vocab_size, scale=config.scale, pad_id=config.pad_id, w_init=initial("token_embedding", "embeddings"))
+        self.encoding = None
+        if config.positions is not None:
+            w_init = initial("learned_positional_encoding", "embeddings")
+            options = {"out_of_range": config.out_of_range, "w_init": w_init, "param_dtype": param_dtype}
+            self.encoding = PositionalEncoding(config.positions, width, **options)
         self.token_types = None
-        if num_token_types is not None:
-            w_init = hk.initializers.RandomNormal(stddev=0.02)
-            self.token_types = table(num_token_types, width, scale=False, w_init=w_init, name="token_type_embedding")
-        self.norm = None if layer_norm_eps is None else hk.LayerNorm(-1, True, True, eps=layer_norm_eps)
-        self.widen = None if embedding_width is None else hk.Linear(d_model, name="widen")
+        if config.num_token_types is not None:
+            name = "token_type_embedding"
+            w_init = initial(name, "embeddings") or hk.initializers.RandomNormal(stddev=0.02)
+            self.token_types = table(config.num_token_types, scale=False, w_init=w_init, name=name)
+        self.norm = None
+        if config.layer_norm_eps is not None:
+            starts = {"scale_init": initial("layer_norm", "scale"), "offset_init": initial("layer_norm", "offset")}
+            self.norm = hk.LayerNorm(-1, True, True, eps=config.layer_norm_eps, **starts)
+        self.widen = None
+        if config.embedding_width is not None:
+            self.widen = hk.Linear(config.d_model, w_init=initial("widen", "w"), b_init=initial("widen", "b"), name="widen")
 
     def __call__(
         self, ids: ArrayLike, *, is_training: bool, positions: ArrayLike | None = None, token_types: ArrayLike | None = None
@@ -392,84 +362,105 @@ class TransformerEmbedding(hk.Module):
         Args:
             ids: [..., length], any integer dtype.
             is_training: a Python bool. True needs a key, unless dropout_rate is 0; False draws none.
-            positions: [length], or more axes that broadcast to the ids'; integers, or float32 where they are sinusoidal.
-                None: 0..length-1, or what the scheme's start and at_padding say.
-            token_types: integers, [length], or more axes that broadcast to the ids'; wanted exactly where num_token_types is set.
+            positions: [length], or more axes that broadcast to the ids'; integers, or float32 if they are sinusoidal. None:
+                0..length-1, padding counted like tokens, unless the scheme's start and at_padding say otherwise.
+            token_types: integers, [length], or more axes that broadcast to the ids'; required if num_token_types is set; otherwise must
+                be None.
 
         Returns:
-            [..., length, d_model] of `dtype`.
+            [..., length, d_model] of `config.dtype`.
         """
         _checks.flag("is_training", is_training)
         ids = _checks.as_int32("ids", ids)
         if ids.ndim == 0:
             raise ValueError(_checks.wanted("ids", "shape [..., length]", "shape []"))
-        total = self.tokens(ids)
-        if self.scheme is None:
+        total, table_dtype = self.tokens._wide_rows(ids)
+        if self.encoding is None:
             _checks.unwanted("positions", positions, "the model adds no positions")
         else:
             if positions is None:
-                positions = self.scheme.positions(ids)
-            total = total + _encoding(self.encoding, positions, ids.shape)
+                positions = self.encoding.scheme.positions(ids)
+            total = total + self.encoding._broadcast_encoding(positions, ids.shape, "the ids")
         if self.token_types is None:
             _checks.unwanted("token_types", token_types, "num_token_types is not set")
-        elif token_types is None:
-            raise ValueError(_checks.wanted("token_types", "an array, since num_token_types is set", "None"))
         else:
-            types = _checks.as_int32("token_types", token_types)
-            _checks.ends_in_length("token_types", types.shape, ids.shape)
-            total = total + self.token_types(types)
+            total = total + _rows_of_types(self.token_types, token_types, ids.shape)
         if self.norm is not None:
             total = self.norm(total)
-        total = _dropped_out(total.astype(self.dtype), self.dropout_rate, is_training)
-        return total if self.widen is None else self.widen(total.astype(self.param_dtype)).astype(self.dtype)
+        dtype = table_dtype if self.config.dtype is None else self.config.dtype
+        total = _dropped_out(total.astype(dtype), self.config.dropout_rate, is_training)
+        return total if self.widen is None else self.widen(total.astype(table_dtype)).astype(dtype)
 
     def logits(self, x: ArrayLike) -> Float[Array, "... v"]:
         """The output layer tied to the token table; x is as wide as the table. See `tied_logits`."""
         return self.tokens.logits(x)
 
-
-def check_embedding_options(
-    d_model: int,
-    positions: Scheme | None,
-    dropout_rate: float,
-    num_token_types: int | None,
-    layer_norm_eps: float | None,
-    embedding_width: int | None,
-) -> None:
-    """Raises on what the parts of `TransformerEmbedding` do not check themselves."""
-    _checks.integer("d_model", d_model, at_least=1)
-    if positions is not None and not isinstance(positions, Scheme):
-        raise TypeError(_checks.wanted("positions", "Sinusoidal(...), SinusoidalGrid(...), Learned(max_len=...) or None", repr(positions)))
-    if embedding_width is not None:
-        _checks.integer("embedding_width", embedding_width, at_least=1)
-    if positions is not None:
-        positions.check(embedding_width or d_model)
-    _checks.rate("dropout_rate", dropout_rate)
-    if num_token_types is not None:
-        _checks.integer("num_token_types", num_token_types, at_least=1)
-    if layer_norm_eps is not None:
-        _checks.real("layer_norm_eps", layer_norm_eps, above=0)
+    def cross_entropy(
+        self,
+        x: ArrayLike,
+        labels: ArrayLike,
+        *,
+        mask: ArrayLike | None = None,
+        label_smoothing: float = 0.0,
+        reduction: str = "mean",
+        chunk_size: int | None = None,
+    ) -> Float[Array, ""]:
+        """The cross-entropy of `logits(x)` with labels [...]; see `TokenEmbedding.cross_entropy`."""
+        options = {"label_smoothing": label_smoothing, "reduction": reduction, "chunk_size": chunk_size}
+        return self.tokens.cross_entropy(x, labels, mask=mask, **options)
 
 
-def _add_encoding(
-    module: PositionalEncoding | LearnedPositionalEncoding, x: ArrayLike, is_training: bool, positions: ArrayLike | None
-) -> Float[Array, "... t d"]:
-    _checks.flag("is_training", is_training)
-    x = _checks.as_floats("x", x)
-    if x.ndim < 2 or x.shape[-1] != module.d_model:
-        raise ValueError(_checks.wanted("x", f"shape [..., length, d_model = {module.d_model}]", f"shape {list(x.shape)}"))
-    if positions is None:
-        positions = module.scheme.count(x.shape[-2])
-    total = _wide(x) + _encoding(module.encoding, positions, x.shape[:-1])
-    return _dropped_out(total.astype(x.dtype), module.dropout_rate, is_training)
+def _rows_of_types(embed: TokenEmbedding, token_types: ArrayLike | None, shape: tuple[int, ...]) -> Float[Array, "... d"]:
+    if token_types is None:
+        raise ValueError(_checks.wanted("token_types", "an array, since num_token_types is set", "None"))
+    token_types = _checks.as_int32("token_types", token_types)
+    _checks.ends_in_length("token_types", token_types.shape, shape)
+    rows, _ = embed._wide_rows(token_types)
+    return _of_rank(rows, len(shape) + 1)
 
 
-def _encoding(encode: Callable[[ArrayLike], Array], positions: ArrayLike, shape: tuple[int, ...]) -> Float[Array, "... d"]:
-    positions = _checks.as_array("positions", positions)
-    _checks.ends_in_length("positions", positions.shape, shape)
-    encoding = encode(positions)
-    one_row_for_many = positions.ndim == 1 and any(size != 1 for size in shape[:-1])
-    return _computed_once(encoding) if one_row_for_many else encoding
+def _initial_values(config: EmbedderConfig, params: Params | None) -> Callable[[str, str], Initializer | None]:
+    """A function from a module and a parameter of `TransformerEmbedding` to the initialiser that gives it its value in params, or None."""
+    if params is None:
+        return lambda module, name: None
+    _checks.params(params, "initial_params")
+    wanted = ["token_embedding"]
+    wanted += ["learned_positional_encoding"] if isinstance(config.positions, Learned) else []
+    wanted += [] if config.num_token_types is None else ["token_type_embedding"]
+    wanted += [] if config.layer_norm_eps is None else ["layer_norm"]
+    wanted += [] if config.embedding_width is None else ["widen"]
+    found = {path.rsplit("/", 1)[-1]: path for path in params}
+    if sorted(path.rsplit("/", 1)[-1] for path in params) != sorted(wanted):
+        raise ValueError(_checks.wanted("initial_params", f"the modules {', '.join(wanted)}", ", ".join(sorted(params))))
+
+    def initial(module: str, name: str) -> Initializer | None:
+        if module not in found:
+            return None
+        path = f"{found[module]}/{name}"
+        if name not in params[found[module]]:
+            raise ValueError(_checks.wanted("initial_params", path, f"only {', '.join(sorted(params[found[module]]))} there"))
+        return functools.partial(_given_value, f"initial_params: {path}", params[found[module]][name])
+
+    return initial
+
+
+def _given_value(name: str, value: Any, shape: Sequence[int], dtype: Any) -> Any:
+    """An initialiser, once its first two arguments are bound."""
+    if tuple(value.shape) != tuple(shape):
+        raise ValueError(_checks.wanted(name, f"shape {list(shape)}", f"shape {list(value.shape)}"))
+    return value if isinstance(value, Table) and value.dtype == dtype else jnp.asarray(value, dtype)
+
+
+def _initializer(given: Initializer | None, default: Initializer) -> Initializer:
+    if given is not None and not callable(given):
+        want = "a function of a shape and a dtype, such as hk.initializers.RandomNormal()"
+        raise TypeError(_checks.wanted("w_init", want, f"{type(given).__name__} {given!r}"))
+    return default if given is None else given
+
+
+def _of_rank(x: Float[Array, "..."], rank: int) -> Float[Array, "..."]:
+    """The same values with leading axes of size 1, for sums that are to pass jax's strict rank promotion."""
+    return x if x.ndim == rank else jax.lax.expand_dims(x, range(rank - x.ndim))
 
 
 def _computed_once(rows: Float[Array, "t d"]) -> Float[Array, "t d"]:

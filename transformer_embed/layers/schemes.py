@@ -1,4 +1,4 @@
-"""Position schemes: what `TransformerEmbedding` adds to the tokens, as small frozen dataclasses."""
+"""Position schemes: how `TransformerEmbedding` and `PositionalEncoding` encode positions, as small frozen dataclasses."""
 
 import dataclasses
 import math
@@ -13,25 +13,62 @@ from transformer_embed import _checks
 from transformer_embed.functional.positions import positions_of_tokens
 from transformer_embed.functional.sinusoidal import sinusoidal_channels, sinusoidal_encoding, sinusoidal_grid
 
+MOST_POINTS = 2**31 - 1
 
-@dataclasses.dataclass(frozen=True)
-class Sinusoidal:
-    """Sinusoidal positions, as a field of `EmbedderConfig` and an argument of `TransformerEmbedding`.
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Sinusoids:
+    """The options of `sinusoidal_encoding` that `sinusoidal_grid` shares."""
+
+    base: float = 10_000.0
+    layout: str = "interleaved"
+    shift: float | None = None
+    frequency_scale: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Counting:
+    """How positions are counted when none are given."""
+
+    start: int = 0
+    at_padding: int | None = None
+    pad_id: int | None = None
+
+    def count(self, length: int, name: str) -> Int32[Array, "t"]:
+        """The positions of a row without padding; an error calls what has this length by the name."""
+        raise NotImplementedError
+
+    def positions(self, ids: Int32[Array, "... t"]) -> Int32[Array, "... t"]:
+        """The positions of ids, when none are given."""
+        counted = self.count(ids.shape[-1], "ids")
+        return counted if self.at_padding is None else positions_of_tokens(ids != self.pad_id, self.start, self.at_padding)
+
+    def _check_counting(self) -> None:
+        _checks.int32("start", self.start)
+        if self.at_padding is None:
+            _checks.unwanted("pad_id", self.pad_id, "at_padding is not set")
+            return
+        _checks.int32("at_padding", self.at_padding)
+        if self.pad_id is None:
+            raise ValueError(_checks.wanted("pad_id", "the id of padding, since at_padding is set", "None"))
+        _checks.int32("pad_id", self.pad_id)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sinusoidal(_Counting, _Sinusoids):
+    """Sinusoidal positions, for `EmbedderConfig` and `PositionalEncoding`.
 
     Args:
-        base: as in `sinusoidal_encoding`, as are the next ones.
-        layout: as above.
-        shift: as above.
-        odd: as above.
-        frequency_scale: as above.
-        start: the first position, where none are given; see `TokenPositions.from_ids`.
-        at_padding: the position of padding, which is then not counted. None: padding is counted like tokens.
-        pad_id: the id of padding, wanted exactly where at_padding is set. (That the token table's row of an id reads as zeros is
-            another thing, and another pad_id.)
+        base, layout, shift, odd, frequency_scale: see `sinusoidal_encoding`.
+        start: the first position, when none are given.
+        at_padding: the position of padding, which is then not counted: the first token has position `start` wherever padding stands.
+            None: padding is counted like tokens.
+        pad_id: the id of padding, required if `at_padding` is set; otherwise must be None. It is independent of the `pad_id` of
+            `EmbedderConfig`, which zeroes a row of the token table.
 
     Raises:
-        TypeError: start, at_padding or pad_id is no Python int.
-        ValueError: as `sinusoidal_encoding`; at_padding without pad_id, or the reverse.
+        TypeError: start, at_padding or pad_id is not a Python int; and as `sinusoidal_encoding`.
+        ValueError: at_padding without pad_id, or the reverse; and as `sinusoidal_encoding`.
 
     Example:
         >>> import transformer_embed as te
@@ -42,18 +79,11 @@ class Sinusoidal:
         Vaswani et al., "Attention Is All You Need" (2017), section 3.5, https://arxiv.org/abs/1706.03762
     """
 
-    base: float = 10_000.0
-    layout: str = "interleaved"
-    shift: float | None = None
     odd: str = "truncate"
-    frequency_scale: float = 1.0
-    start: int = 0
-    at_padding: int | None = None
-    pad_id: int | None = None
 
     def __post_init__(self):
         self.check(1)
-        _check_start(self.start, self.at_padding, self.pad_id)
+        self._check_counting()
 
     def check(self, d_model: int) -> None:
         """Raises if these options do not make an encoding of d_model channels."""
@@ -61,37 +91,30 @@ class Sinusoidal:
 
     def encoding(self, positions: ArrayLike, d_model: int) -> Float[Array, "... d"]:
         """The float32 encoding of positions."""
-        options = {"base": self.base, "layout": self.layout, "shift": self.shift, "odd": self.odd}
-        return sinusoidal_encoding(positions, d_model, frequency_scale=self.frequency_scale, **options)
+        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(_Sinusoids)}
+        return sinusoidal_encoding(positions, d_model, odd=self.odd, **options)
 
-    def count(self, length: int) -> Int32[Array, "t"]:
+    def count(self, length: int, name: str) -> Int32[Array, "t"]:
         """The positions of a row without padding."""
         _checks.last_position_fits("start", self.start, length)
         return jnp.arange(self.start, self.start + length, dtype=jnp.int32)
 
-    def positions(self, ids: Int32[Array, "... t"]) -> Int32[Array, "... t"]:
-        """The positions of ids, where none are given."""
-        return _positions(self, ids)
-
 
 @dataclasses.dataclass(frozen=True)
-class SinusoidalGrid:
-    """Sinusoidal positions on a grid, as a field of `EmbedderConfig` and an argument of `TransformerEmbedding`: for tokens of an image.
+class SinusoidalGrid(_Sinusoids):
+    """Sinusoidal positions on a grid, for `EmbedderConfig` and `PositionalEncoding`: for the tokens of an image or a video.
 
     Tokens stand row by row, the last axis fastest: position p of a grid (h, w) is the point (p // w, p % w). A position outside the
-    grid gives NaN; a length past its points is an error.
+    grid gives NaN; a length beyond its number of points is an error.
 
     Args:
-        shape: points along each axis; see `sinusoidal_grid`, as for all fields.
-        axes: as above.
-        base: as above.
-        layout: as above.
-        shift: as above.
-        frequency_scale: as above.
+        shape: points along each axis, a tuple of ints; at most 2**31 - 1 points in all.
+        axes: the order of the axes; see `sinusoidal_grid`.
+        base, layout, shift, frequency_scale: see `sinusoidal_encoding`.
 
     Raises:
-        TypeError: shape or axes is no tuple; and as `sinusoidal_grid`.
-        ValueError: as `sinusoidal_grid`.
+        TypeError: shape or axes is not a tuple; and as `sinusoidal_grid`.
+        ValueError: too many points; and as `sinusoidal_grid`.
 
     Example:
         >>> import transformer_embed as te
@@ -104,15 +127,15 @@ class SinusoidalGrid:
 
     shape: tuple[int, ...]
     axes: tuple[int, ...] | None = None
-    base: float = 10_000.0
-    layout: str = "interleaved"
-    shift: float | None = None
-    frequency_scale: float = 1.0
 
     def __post_init__(self):
         for name, value, wanted in (("shape", self.shape, tuple), ("axes", self.axes, tuple | None)):
             if not isinstance(value, wanted):
                 raise TypeError(_checks.wanted(name, "a tuple of ints", repr(value)))
+        for axis, length in enumerate(self.shape):
+            _checks.integer(f"shape[{axis}]", length, at_least=0)
+        if math.prod(self.shape) > MOST_POINTS:
+            raise ValueError(_checks.wanted("shape", f"at most 2**31 - 1 = {MOST_POINTS} points", f"{self.shape}, {math.prod(self.shape)}"))
         self.check(max(2 * len(self.shape), 1))
 
     def check(self, d_model: int) -> None:
@@ -124,27 +147,30 @@ class SinusoidalGrid:
         options = dataclasses.asdict(self)
         return sinusoidal_grid(options.pop("shape"), d_model, positions=positions, **options)
 
-    def positions(self, ids: Int32[Array, "... t"]) -> Int32[Array, "t"]:
-        """0..length-1, for a length of at most the points of the grid."""
-        length, points = ids.shape[-1], math.prod(self.shape)
+    def count(self, length: int, name: str) -> Int32[Array, "t"]:
+        """0..length-1; an error calls what has this length by the name."""
+        points = math.prod(self.shape)
         if length > points:
-            raise ValueError(_checks.wanted("ids", f"a length of at most the {points} points of the grid", f"length {length}"))
+            raise ValueError(_checks.wanted(name, f"a length of at most the {points} points of the grid", f"length {length}"))
         return jnp.arange(length, dtype=jnp.int32)
+
+    def positions(self, ids: Int32[Array, "... t"]) -> Int32[Array, "t"]:
+        """The positions of ids, when none are given."""
+        return self.count(ids.shape[-1], "ids")
 
 
 @dataclasses.dataclass(frozen=True)
-class Learned:
-    """Learned positions, as a field of `EmbedderConfig` and an argument of `TransformerEmbedding`.
+class Learned(_Counting):
+    """Learned positions, for `EmbedderConfig` and `PositionalEncoding`: a vector for each position.
 
     Args:
         max_len: number of positions, at least 1.
-        start: the first position, where none are given: BART and OPT count from 2; see `TokenPositions.from_ids`.
-        at_padding: the position of padding, which is then not counted (RoBERTa and OPT: 1). None: padding is counted like tokens.
-        pad_id: the id of padding, wanted exactly where at_padding is set. (That the token table's row of an id reads as zeros is
-            another thing, and another pad_id.)
+        start: the first position, when none are given (BART, OPT and RoBERTa count from 2).
+        at_padding: the position of padding, which is then not counted (OPT and RoBERTa: 1). None: padding is counted like tokens.
+        pad_id: the id of padding, as in `Sinusoidal`: required if `at_padding` is set; otherwise must be None.
 
     Raises:
-        TypeError: an argument is no Python int.
+        TypeError: an argument is not a Python int.
         ValueError: max_len is below 1; start or at_padding outside [0, max_len); at_padding without pad_id, or the reverse.
 
     Example:
@@ -158,13 +184,10 @@ class Learned:
     """
 
     max_len: int
-    start: int = 0
-    at_padding: int | None = None
-    pad_id: int | None = None
 
     def __post_init__(self):
         _checks.integer("max_len", self.max_len, at_least=1)
-        _check_start(self.start, self.at_padding, self.pad_id)
+        self._check_counting()
         for name, position in (("start", self.start), ("at_padding", self.at_padding)):
             if position is not None and not 0 <= position < self.max_len:
                 raise ValueError(_checks.wanted(name, f"an int in [0, max_len = {self.max_len})", position))
@@ -172,33 +195,13 @@ class Learned:
     def check(self, d_model: int) -> None:
         """Any d_model will do."""
 
-    def count(self, length: int) -> Int32[Array, "t"]:
-        """The positions of a row without padding, for a length that the table holds."""
+    def count(self, length: int, name: str) -> Int32[Array, "t"]:
+        """The positions of a row without padding, for a length that the table holds; an error calls what has it by the name."""
         rows = self.max_len - self.start
         if length > rows:
             what = "max_len" if self.start == 0 else "max_len - start"
-            raise ValueError(_checks.wanted("ids or x", f"a length of at most {what} = {rows}", f"length {length}"))
+            raise ValueError(_checks.wanted(name, f"a length of at most {what} = {rows}", f"length {length}"))
         return jnp.arange(self.start, self.start + length, dtype=jnp.int32)
-
-    def positions(self, ids: Int32[Array, "... t"]) -> Int32[Array, "... t"]:
-        """The positions of ids, where none are given."""
-        return _positions(self, ids)
 
 
 Scheme = Sinusoidal | SinusoidalGrid | Learned
-
-
-def _positions(scheme: Sinusoidal | Learned, ids: Int32[Array, "... t"]) -> Int32[Array, "... t"]:
-    counted = scheme.count(ids.shape[-1])
-    return counted if scheme.at_padding is None else positions_of_tokens(ids != scheme.pad_id, scheme.start, scheme.at_padding)
-
-
-def _check_start(start: int, at_padding: int | None, pad_id: int | None) -> None:
-    _checks.int32("start", start)
-    if at_padding is None:
-        _checks.unwanted("pad_id", pad_id, "at_padding is not set")
-        return
-    _checks.int32("at_padding", at_padding)
-    if pad_id is None:
-        raise ValueError(_checks.wanted("pad_id", "the id of padding, since at_padding is set", "None"))
-    _checks.int32("pad_id", pad_id)

@@ -13,7 +13,8 @@ from jaxtyping import Array
 
 from transformer_embed import _checks
 from transformer_embed.functional.lookup import Table
-from transformer_embed.layers.embedder import EmbedderConfig, Params, make_embedder
+from transformer_embed.layers.config import EmbedderConfig
+from transformer_embed.layers.embedder import Params, make_embedder
 from transformer_embed.pretrained import architectures as known
 from transformer_embed.pretrained.config_json import config_from_json, config_to_json, extras_from_json, extras_to_json
 from transformer_embed.pretrained.files import DTYPES, Tensors, open_tensors, read_json, write_tensors

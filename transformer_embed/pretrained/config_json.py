@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_embed.functional.rotary_scaling import Scaling
-from transformer_embed.layers.embedder import EmbedderConfig
+from transformer_embed.layers.config import EmbedderConfig
 from transformer_embed.layers.schemes import Learned, Sinusoidal, SinusoidalGrid
 
 SCHEMES = {"sinusoidal": Sinusoidal, "sinusoidal_grid": SinusoidalGrid, "learned": Learned}
@@ -23,7 +23,7 @@ def config_to_json(config: EmbedderConfig) -> str:
     kinds = {kind: name for name, kind in SCHEMES.items()}
     if config.positions is not None:
         fields["positions"] = {"kind": kinds[type(config.positions)], **dataclasses.asdict(config.positions)}
-    dtypes = {name: jnp.dtype(fields[name]).name for name in ("param_dtype", "dtype")}
+    dtypes = {name: jnp.dtype(fields[name]).name for name in ("param_dtype", "dtype") if fields[name] is not None}
     return json.dumps(fields | dtypes, default=_number)
 
 

@@ -1,0 +1,105 @@
+"""EmbedderConfig: what an input layer is, checked once."""
+
+import dataclasses
+import numbers
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from transformer_embed import _checks
+from transformer_embed.functional.lookup import LOOKUP_STYLES, OUT_OF_RANGE
+from transformer_embed.layers.schemes import Scheme, Sinusoidal
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbedderConfig:
+    """What an input layer is: the argument of `make_embedder` and `TransformerEmbedding`; frozen, hashable, checked.
+
+    Equal configs share their compiled functions. `dataclasses.replace` makes a changed copy.
+
+    Padding takes part in counting unless the scheme says otherwise, so left padding shifts the positions of tokens. To count from the
+    first token, name the padding in the scheme too: `positions=te.Sinusoidal(at_padding=0, pad_id=0)`.
+
+    Args:
+        vocab_size: number of token ids, at least 1.
+        d_model: width of the result, at least 1.
+        positions: `Sinusoidal(...)`, `SinusoidalGrid(...)`, `Learned(max_len=...)`, or None: no positions are added.
+        dropout_rate: in [0, 1).
+        pad_id: the id of padding: its row of the token table reads as zeros; see `TokenEmbedding`. Positions are added at padding too
+            (the mask hides it) and count it: see above. None: no padding.
+        scale: True multiplies token rows by the square root of their width, False by 1, and a number above 0 by that number.
+        num_token_types: number of token types (BERT's segments A and B: 2); None: the model has none.
+        layer_norm_eps: epsilon of a layer norm over the sum (BERT: 1e-12); None: no norm.
+        embedding_width: width of the tables if it is not d_model (ALBERT); None: d_model.
+        out_of_range: `"nan"`, `"clip"` or `"zero"`, for ids, token types and learned positions; see `lookup`.
+        lookup_style: `"gather"` or `"one_hot"`, for ids and token types; see `lookup`.
+        param_dtype: of the tables and of the linear layer; the layer norm's parameters are float32.
+        dtype: of the result. None: the dtype of the token table, as Haiku's mixed-precision policy hands it over.
+
+    Raises:
+        TypeError: a field of another type.
+        ValueError: a field out of its range.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> te.EmbedderConfig(vocab_size=256, d_model=64, pad_id=0).positions.layout
+        'interleaved'
+
+    Source:
+        See `TransformerEmbedding`.
+    """
+
+    vocab_size: int
+    d_model: int
+    positions: Scheme | None = Sinusoidal()
+    dropout_rate: float = 0.1
+    pad_id: int | None = None
+    scale: bool | float = True
+    num_token_types: int | None = None
+    layer_norm_eps: float | None = None
+    embedding_width: int | None = None
+    out_of_range: str = "nan"
+    lookup_style: str = "gather"
+    param_dtype: DTypeLike = jnp.float32
+    dtype: DTypeLike | None = None
+
+    def __post_init__(self):
+        _checks.integer("vocab_size", self.vocab_size, at_least=1)
+        _checks.integer("d_model", self.d_model, at_least=1)
+        if self.embedding_width is not None:
+            _checks.integer("embedding_width", self.embedding_width, at_least=1)
+        if self.positions is not None:
+            if not isinstance(self.positions, Scheme):
+                wanted = "Sinusoidal(...), SinusoidalGrid(...), Learned(max_len=...) or None"
+                raise TypeError(_checks.wanted("positions", wanted, repr(self.positions)))
+            self.positions.check(self.table_width)
+        _checks.rate("dropout_rate", self.dropout_rate)
+        if self.pad_id is not None:
+            _checks.int32("pad_id", self.pad_id)
+        object.__setattr__(self, "scale", checked_scale(self.scale))
+        if self.num_token_types is not None:
+            _checks.integer("num_token_types", self.num_token_types, at_least=1)
+        if self.layer_norm_eps is not None:
+            _checks.real("layer_norm_eps", self.layer_norm_eps, above=0)
+        _checks.choice("out_of_range", self.out_of_range, OUT_OF_RANGE)
+        _checks.choice("lookup_style", self.lookup_style, LOOKUP_STYLES)
+        object.__setattr__(self, "param_dtype", _checks.floating_dtype("param_dtype", self.param_dtype))
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", _checks.floating_dtype("dtype", self.dtype))
+
+    @property
+    def table_width(self) -> int:
+        """The width of the tables, and of the input of the tied output layer."""
+        return self.d_model if self.embedding_width is None else self.embedding_width
+
+
+def checked_scale(scale: bool | float) -> bool | float:
+    """A bool, or a number above 0.
+
+    1.0 becomes False: as an equal of True it would share True's compiled functions. The ints 0 and 1 could mean either: refused.
+    """
+    is_number = isinstance(scale, numbers.Real | np.floating) and not isinstance(scale, bool | np.bool_)
+    if not is_number or (isinstance(scale, numbers.Integral) and scale in (0, 1)):
+        return _checks.flag("scale", scale)
+    return False if scale == 1 else _checks.real("scale", scale, above=0)
