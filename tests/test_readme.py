@@ -1,23 +1,63 @@
-"""The README and the pages of the documentation: their Python blocks run, in order, each document in a namespace of its own."""
+"""The README and the pages of the documentation: each Python block runs, in order, in one namespace a document."""
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [
-    path for path in [ROOT / "README.md", *sorted((ROOT / "notebooks").glob("*.md"))] if "```python\n" in path.read_text(encoding="utf-8")
-]
+README = ROOT / "README.md"
+PAGES = [page for page in sorted((ROOT / "notebooks").glob("*.md")) if "```python\n" in page.read_text(encoding="utf-8")]
+MOST_LINES = 180
 
 
 def blocks_of(path):
     return re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
-def test_python_blocks_run(path, monkeypatch, tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [README, *PAGES], ids=lambda path: path.stem)
+def test_python_blocks_run_as_pasted(path, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     namespace = {}
     for block in blocks_of(path):
         exec(compile(block, f"{path.name}: {block.splitlines()[0]}", "exec"), namespace)
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+
+
+def test_each_block_of_the_readme_says_whether_it_runs_alone_or_continues():
+    said = re.findall(r"((?:.+\n)+)\n```python\n", README.read_text(encoding="utf-8"))
+    assert len(said) == len(blocks_of(README)) >= 5
+    assert [text for text in said if not re.search(r"\b(runs alone|continues from)\b", text)] == []
+
+
+def test_no_name_of_the_readme_means_two_things():
+    """A name that a block assigns or defines at its top level is not assigned again by a later block."""
+    owners = {}
+    for number, block in enumerate(blocks_of(README)):
+        for name in assigned(ast.parse(block)):
+            assert owners.setdefault(name, number) == number, name
+
+
+def assigned(tree):
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name
+        yield from (
+            name.id
+            for part in ast.walk(node)
+            if isinstance(part, ast.Assign) and not isinstance(node, ast.FunctionDef)
+            for target in part.targets
+            for name in ast.walk(target)
+            if isinstance(name, ast.Name)
+        )
+
+
+def test_links_of_the_readme_lead_to_files():
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", README.read_text(encoding="utf-8"))
+    assert len(links) > 10
+    assert [link for link in links if not (ROOT / link).exists()] == []
