@@ -39,10 +39,11 @@ def pages(tmp_path_factory):
 
 
 def part_names(part):
-    """The functions and classes that a part defines, without those that start with an underscore."""
+    """The functions and classes that `te.rows`, `te.plots`, ... show: those of `__all__`, or else the part's own."""
     module = getattr(te, part)
     own = ((name, value) for name, value in vars(module).items() if str(getattr(value, "__module__", "")).startswith(module.__name__))
-    return [name for name, value in own if not name.startswith("_") and (inspect.isclass(value) or inspect.isfunction(value))]
+    names = [name for name, value in own if not name.startswith("_") and (inspect.isclass(value) or inspect.isfunction(value))]
+    return getattr(module, "__all__", names)
 
 
 PUBLIC = [*te.__all__, *(f"{part}.{name}" for part in PARTS for name in part_names(part))]
@@ -53,6 +54,15 @@ def test_every_public_docstring_has_an_example(name):
     """tests/test_doctests.py runs them."""
     value = functools.reduce(getattr, name.split("."), te)
     assert re.search(r"Example:\n\s+>>> \S", value.__doc__)
+
+
+def test_every_public_name_has_one_entry_in_the_reference():
+    listed = [
+        name
+        for page in (SOURCE / "reference").glob("*.rst")
+        for name in " ".join(re.findall(r"(?m)^\.\. public:: (.*)$", read(page))).split()
+    ]
+    assert sorted(listed) == sorted(PUBLIC)
 
 
 @pytest.mark.slow
