@@ -112,7 +112,7 @@ def test_m2m100_at_padding_differs_by_the_encoding_of_position_1(tmp_path):
 def test_gemma_in_bfloat16_ours_is_the_exact_one(tmp_path):
     case = CASES["gemma, bfloat16"]
     found = load(tmp_path, "gemma, bfloat16")
-    assert (found.config.param_dtype, found.config.dtype) == (jnp.bfloat16, jnp.bfloat16)
+    assert (found.config.param_dtype, found.config.dtype) == (jnp.bfloat16, None)
     rows = np.asarray(found.params["transformer_embedding/~/token_embedding"]["embeddings"], np.float64)[np.asarray(case["ids"])]
     width = found.config.d_model
     rounded_factor = float(np.sqrt(width).astype(ml_dtypes.bfloat16))
@@ -251,43 +251,51 @@ print(np.abs(np.asarray(ours) - theirs).max())
 # --- What is recognised.
 
 
-@pytest.mark.parametrize("name", ["bert with a head", "albert", "gpt2", "opt", "t5", "bart", "clip", "gpt_neox", "bloom"])
+@pytest.mark.parametrize("name", ["albert", "gpt2", "clip", "gpt_neox", "bloom"])
 def test_without_a_config_names_and_shapes_tell(tmp_path, name):
     """All but what they cannot tell, which an error names and settings give."""
     case = CASES[name]
     with_config = load(tmp_path, name)
     (tmp_path / "config.json").unlink()
     asked = {
-        "bert with a head": ["layer_norm_eps"],
         "albert": ["layer_norm_eps"],
-        "opt": ["pad_token_id"],
-        "t5": ["relative_attention_max_distance"],
-        "bart": ["scale_embedding"],
-        "gpt_neox": ["hidden_size", "num_attention_heads", "partial_rotary_factor", "rope_theta"],
+        "gpt_neox": ["num_attention_heads", "rotary_emb_base", "rotary_pct"],
         "bloom": ["layer_norm_epsilon", "n_head"],
     }.get(name, [])
     if asked:
-        message = re.escape(f"wanted {asked} of a model ") + r"\w+, from a config\.json beside .* got no config\.json$"
+        message = r"config\.json: wanted " + ", ".join(asked) + r" of a model \w+, as settings=\{\.\.\.\} .* got no config\.json$"
         with pytest.raises(ValueError, match=message):
             pretrained.load_embedder(tmp_path)
-    settings = {key: case["settings"].get(key) for key in asked} | case["settings"].get("rope_parameters", {})
+    entries = case["settings"]
+    rope = entries.get("rope_parameters", {"rope_theta": None, "partial_rotary_factor": None})
+    entries = entries | {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope["partial_rotary_factor"]}
+    settings = {key: entries[key] for key in asked}
     found = pretrained.load_embedder(tmp_path, settings=settings)
     rate = {"dropout_rate": with_config.config.dropout_rate}
     assert is_same(with_config, found._replace(config=dataclasses.replace(found.config, **rate)))
 
 
-@pytest.mark.parametrize("name", ["bert", "llama", "marian"])
+def read_by(case):
+    """The entries of a config.json that its architecture reads."""
+    kind = architectures.by_model_type(case["settings"]["model_type"])
+    known = {"model_type", *(name for names in kind.settings.names().values() for name in names)}
+    return {name: value for name, value in case["settings"].items() if name in known}
+
+
+@pytest.mark.parametrize("name", ["bert", "bert with a head", "llama", "marian", "opt", "t5", "bart"])
 def test_names_that_models_share_want_a_model_type(tmp_path, name):
-    checkpoint(tmp_path, CASES[name], settings={})
-    with pytest.raises(ValueError, match=r"^settings: wanted an entry model_type, for these tensors are those of \[.*'" + name):
-        pretrained.load_embedder(tmp_path)
-    is_same(load(tmp_path, name), pretrained.load_embedder(tmp_path, settings=CASES[name]["settings"]))
+    path = checkpoint(tmp_path, CASES[name], settings={})
+    message = rf"^no config\.json beside {re.escape(str(path))}: it names the architecture; or pass settings=\{{'model_type': '\w+'\}} "
+    with pytest.raises(ValueError, match=message + rf"\(the names of the tensors fit .*\b{name.split()[0]}\b"):
+        pretrained.load_embedder(path)
+    alone = pretrained.load_embedder(path, settings=read_by(CASES[name]))
+    is_same(load(tmp_path, name), alone)
 
 
 def test_settings_go_before_the_file(tmp_path):
     path = checkpoint(tmp_path, CASES["bert"])
     assert pretrained.load_embedder(path, settings={"layer_norm_eps": 1e-3}).config.layer_norm_eps == 1e-3
-    assert pretrained.load_embedder(path, settings={"model_type": "roberta", "pad_token_id": 3}).config.positions == te.Learned(10, 4, 3, 3)
+    assert pretrained.load_embedder(path, settings={"model_type": "roberta", "pad_token_id": 3}).config.positions == te.Learned(10, start=4, at_padding=3, pad_id=3)
 
 
 def test_a_setting_left_out_of_a_config_is_the_architectures(tmp_path):
@@ -325,17 +333,19 @@ def test_an_unknown_outer_model_with_a_known_text_model(tmp_path):
 def test_two_models_in_one_file(tmp_path):
     case = CASES["bert"]
     twice = {f"{side}.{name}": value for side in ("query", "context") for name, value in case["tensors"].items()}
-    with pytest.raises(ValueError, match=r"wanted the tensors of a model bert, got 2 sets of them, below \['context\.', 'query\.'\]"):
+    with pytest.raises(ValueError, match=r"wanted one model bert in a file .*, got 2 of them, below \['context\.', 'query\.'\]"):
         pretrained.load_embedder(checkpoint(tmp_path, case | {"tensors": twice}))
 
 
 def test_a_stack_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match=r"^stack: wanted None, since bert has one stack, got 'decoder'$"):
         load(tmp_path, "bert") and pretrained.load_embedder(tmp_path, stack="decoder")
-    with pytest.raises(ValueError, match=r"wanted the tensors of a model t5, got the tensors .*shared\.weight F32\[12, 8\]"):
+    with pytest.raises(
+        ValueError, match=r"wanted the tensors of a model t5, or by hand: .*; got the tensors .*shared\.weight F32\[12, 8\]"
+    ):
         load(tmp_path, "t5, an encoder alone") and pretrained.load_embedder(tmp_path, stack="decoder")
     pretrained.save_embedder(tmp_path / "own.safetensors", *load(tmp_path, "t5"))
-    with pytest.raises(ValueError, match=r"^stack: wanted None, since each parameter is named: by .*, got str 'decoder'$"):
+    with pytest.raises(ValueError, match=r"^stack: wanted None, since the file, which save_embedder wrote, .*, got str 'decoder'$"):
         pretrained.load_embedder(tmp_path / "own.safetensors", stack="decoder")
     with pytest.raises(ValueError, match=r"^stack: wanted one of 'encoder', 'decoder', got 'both'$"):
         pretrained.load_embedder(tmp_path, stack="both")
@@ -344,21 +354,21 @@ def test_a_stack_that_is_not_there(tmp_path):
 def test_an_unknown_model_lists_its_tensors_and_the_way_by_hand(tmp_path):
     change = {f"h.{n}.w": np.zeros((2, 2), np.float32) for n in range(3)} | {"weird.table": np.zeros((5, 4), np.float32)}
     _files.write_tensors(tmp_path / "model.safetensors", change, {})
-    pattern = r"wanted the tensors of one model that is known, got the tensors weird\.table F32\[5, 4\], h\.\*\.w F32\[2, 2\]; map another"
+    pattern = r"wanted the tensors of a known model, or by hand: .*; got the tensors weird\.table F32\[5, 4\], h\.\*\.w F32\[2, 2\]$"
     with pytest.raises(ValueError, match=pattern) as error:
         pretrained.load_embedder(tmp_path)
-    by_hand = str(error.value).split("by hand: ")[1].replace("embedding.weight", "weird.table")
+    by_hand = str(error.value).split("by hand: ")[1].split("; got")[0].replace("embedding.weight", "weird.table")
     known = {"load_embedder": pretrained.load_embedder, "EmbedderConfig": te.EmbedderConfig}
     found = eval(by_hand, known | {"path": tmp_path, "vocab_size": 5, "d_model": 4})
     assert found.params["transformer_embedding/~/token_embedding"]["embeddings"].shape == (5, 4)
-    with pytest.raises(ValueError, match=r"model_type: wanted one of albert, .*, got 'mamba', with the tensors weird\.table"):
+    with pytest.raises(ValueError, match=r"^model_type: wanted one of albert, .*, got 'mamba'$"):
         pretrained.load_embedder(tmp_path, settings={"model_type": "mamba"})
 
 
 def test_a_long_list_is_cut(tmp_path):
     tensors = {f"{first}{chr(97 + n)}": np.zeros(1, np.float32) for first in "tu" for n in range(26)}
     _files.write_tensors(tmp_path / "x.safetensors", tensors, {})
-    with pytest.raises(ValueError, match=r"ta F32\[1\], .* and 12 more; map"):
+    with pytest.raises(ValueError, match=r"got the tensors ta F32\[1\], tb F32\[1\], tc F32\[1\] and 49 more$"):
         pretrained.load_embedder(tmp_path / "x.safetensors")
 
 
@@ -376,9 +386,11 @@ def test_names_by_hand_that_are_wrong(tmp_path):
     config = te.EmbedderConfig(12, 8, positions=te.Learned(10))
     with pytest.raises(ValueError, match=r"^config and names: wanted both or neither, got one of them$"):
         pretrained.load_embedder(path, config=config)
-    with pytest.raises(ValueError, match=r"^names: wanted a tensor for each parameter, .*, got none for \['.*learned_positional_encoding"):
+    with pytest.raises(
+        ValueError, match=r"^names: wanted a tensor for each parameter, also for learned_positional_encoding/embeddings, got only"
+    ):
         pretrained.load_embedder(path, config=config, names={TOKENS: "embeddings.word_embeddings.weight"})
-    with pytest.raises(ValueError, match=r"wanted a tensor 'x', got the tensors embeddings"):
+    with pytest.raises(ValueError, match=r"wanted a tensor x, got the tensors embeddings"):
         pretrained.load_embedder(path, config=dataclasses.replace(config, positions=None), names={TOKENS: "x"})
 
 
@@ -395,16 +407,24 @@ def test_names_by_hand_that_are_wrong(tmp_path):
         ("albert", {"hidden_size": 9}, r"embedding_hidden_mapping_in\.\w+: wanted shape \[9"),
         ("opt", {"max_position_embeddings": 9}, r"embed_positions\.weight: wanted shape \[11, 8\]"),
         ("t5", {"num_heads": 3}, r"relative_attention_bias\.weight: wanted shape \[32, 3\]"),
-        ("bert", {"vocab_size": "12"}, r"for a model bert: vocab_size: wanted a Python int, got str '12'"),
+        ("bert", {"vocab_size": "12"}, r"for a model bert: vocab_size: wanted an int or null, got '12'"),
         ("bert", {"vocab_size": 10**30}, r"config\.json, for a model bert: |wanted shape \[1000000"),
         ("llama, dynamic", {"hidden_size": float("inf"), "partial_rotary_factor": 0.5}, r"config\.json, for a model llama: "),
         ("bert", {"layer_norm_eps": -1}, r"for a model bert: .*wanted a finite number above 0, got -1"),
         ("bert", {"position_embedding_type": "relative_key"}, r"position_embedding_type: wanted 'absolute', .* got 'relative_key'"),
         ("llama", {"rope_parameters": {"rope_type": "quantum"}}, r"rope_type: wanted one of 'default', .*, got 'quantum'"),
-        ("llama", {"rope_parameters": {"rope_type": "linear"}}, r"rope_parameters: wanted an entry factor, got only \['rope_type'\]"),
-        ("llama", {"rope_parameters": [1]}, r"config\.json, for a model llama: 'list' object"),
-        ("phi", {"num_attention_heads": 0, "rope_parameters": None, "partial_rotary_factor": 0.5}, r"for a model phi: .*zero"),
-        ("bloom", {"n_head": None}, r"wanted \['n_head'\] of a model bloom, from a config\.json beside .*, got none of them$"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear"}},
+            r"rope_scaling: wanted an entry factor for the rope_type 'linear', got none",
+        ),
+        ("llama", {"rope_parameters": [1]}, r"config\.json, for a model llama: rope_parameters: wanted an object, got \[1\]"),
+        (
+            "phi",
+            {"num_attention_heads": 0, "rope_parameters": None, "partial_rotary_factor": 0.5},
+            r"for a model phi: num_attention_heads: wanted an int of at least 1, got 0",
+        ),
+        ("bloom", {"n_head": None}, r"for a model bloom: num_attention_heads: wanted an int, got None$"),
     ],
 )
 def test_a_config_that_disagrees(tmp_path, name, settings, message):
@@ -422,16 +442,17 @@ def test_a_table_of_another_rank(tmp_path):
 
 def test_opt_that_widens_before_positions(tmp_path):
     extra = {"model.decoder.project_in.weight": np.zeros((8, 4), np.float32)}
-    with pytest.raises(
-        ValueError, match=r"wanted a model opt that EmbedderConfig can say, got it widens tokens before positions are added"
-    ):
+    with pytest.raises(ValueError, match=r"wanted an input layer like that of opt, got it widens tokens before positions are added"):
         pretrained.load_embedder(checkpoint(tmp_path, CASES["opt"], change=extra))
 
 
 def test_a_dtype_that_is_not_read(tmp_path):
     tensors = tensors_of(CASES["gpt2"])
     save_file({name: array.astype(np.float64) for name, array in tensors.items()}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"wanted shape \[.*\], as the configuration says, of F32, BF16 or F16, got F64\["):
+    with pytest.raises(
+        ValueError,
+        match=r"wanted shape \[.*\], as the configuration says, of F32, BF16 or F16 \(config and names load it by hand, .*\), got F64\[",
+    ):
         pretrained.load_embedder(tmp_path)
 
 
@@ -445,7 +466,10 @@ def test_a_pickle_is_not_opened(tmp_path, monkeypatch, protocol):
     monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
     path = tmp_path / "pytorch_model.bin"
     path.write_bytes(b"PK\x03\x04" + bytes(60) if protocol == "zip" else pickle.dumps(Bomb(), protocol=protocol))
-    with pytest.raises(ValueError, match=r"wanted a whole safetensors file, got a pickle, which may run code and is not opened; save its"):
+    with pytest.raises(
+        ValueError,
+        match=r"wanted a whole safetensors file, got a pickle, which may run code and is not opened; convert it with safetensors",
+    ):
         pretrained.load_embedder(path)
     assert not (tmp_path / "exploded").exists()
 
@@ -538,7 +562,7 @@ def test_shards_are_the_same_and_only_those_needed_are_opened(tmp_path, name):
         ({"weight_map": {"a": "../a.safetensors"}}, "wanted files of the same folder, got '../a.safetensors'"),
         ({"weight_map": {"a": "/etc/passwd"}}, "wanted files of the same folder, got '/etc/passwd'"),
         ({"weight_map": {"wte.weight": "s", "wpe.weight": "s"}}, "s: wanted the tensor wte.weight, as model.safetensors.index.json says"),
-        ({"weight_map": {"a.b": "s"}}, "got the tensors a.b; map another"),
+        ({"weight_map": {"a.b": "s"}}, "got the tensors a.b$"),
     ],
 )
 def test_a_damaged_index(tmp_path, change, message):
@@ -554,7 +578,7 @@ def test_dtypes_are_kept_bit_for_bit(tmp_path, name, dtype):
     case = CASES[name]
     tensors = {key: array.astype(dtype) for key, array in tensors_of(case).items()}
     found = pretrained.load_embedder(checkpoint(tmp_path, case, change=tensors), stack=case["stack"])
-    assert found.config.param_dtype == found.config.dtype == dtype
+    assert (found.config.param_dtype, found.config.dtype) == (dtype, None)
     for parameter, tensor in found.names.items():
         module, leaf = parameter.rsplit("/", 1)
         expected = tensors[tensor].T if parameter.endswith("/w") else tensors[tensor]
@@ -563,7 +587,7 @@ def test_dtypes_are_kept_bit_for_bit(tmp_path, name, dtype):
 
 def test_no_file_is_read_that_is_not_a_parameter(tmp_path, monkeypatch):
     read = []
-    monkeypatch.setattr(_files, "_copied", lambda entry, dtype: read.append(entry) or np.zeros(entry.shape, dtype))
+    monkeypatch.setattr(_files, "_copied", lambda name, entry, dtype: read.append(name) or np.zeros(entry.shape, dtype))
     found = load(tmp_path, "bert with a head")
     assert len(read) == len(found.names) == 5
     assert len(CASES["bert with a head"]["tensors"]) > 20
@@ -579,8 +603,8 @@ def test_what_is_read_becomes_an_array_without_another_copy(tmp_path, monkeypatc
     copied = _files._copied
     addresses = []
 
-    def copy(entry, dtype):
-        array = copied(entry, dtype)
+    def copy(name, entry, dtype):
+        array = copied(name, entry, dtype)
         addresses.append(array.ctypes.data)
         return array
 
@@ -639,8 +663,13 @@ def test_own_parameters_and_back(tmp_path, config):
     ],
 )
 def test_extras_round_trip(scaling):
-    extras = {"rotary": {"base": 1e4, "scaling": scaling}, "by_layer": {"full": {"scaling": scaling}}, "bias": None}
-    assert extras_from_json(extras_to_json(extras)) == extras
+    extras = {
+        "rotary": {"full": {"base": 1e4, "scaling": scaling}, "sliding": {"scaling": scaling}},
+        "bias": {"num_heads": 2},
+        "names": None,
+    }
+    found = extras_from_json("x", extras_to_json(extras))
+    assert dataclasses.asdict(found) == dataclasses.asdict(type(found)(**extras))
 
 
 def test_what_stands_beside_the_input_layer_comes_back(tmp_path):
@@ -666,7 +695,7 @@ def test_names_by_hand_are_those_of_the_config(tmp_path):
     config = te.EmbedderConfig(7, 6)
     save_file({"a": np.zeros([7, 6], np.float32)}, tmp_path / "x.safetensors")
     names = {"transformer_embedding/~/token_embedding/embeddings": "a", "head/w": "a"}
-    with pytest.raises(ValueError, match=r"^names: wanted parameters that the config has, \['transformer_.*'\], got \['head/w'\]$"):
+    with pytest.raises(ValueError, match=r"^names: wanted parameters by their paths, .* of token_embedding/embeddings, got 'head/w'$"):
         pretrained.load_embedder(tmp_path / "x.safetensors", config=config, names=names)
     with pytest.raises(TypeError, match=r"^names: wanted a mapping, or None, got list$"):
         pretrained.load_embedder(tmp_path / "x.safetensors", config=config, names=["a"])
@@ -688,7 +717,9 @@ def test_parameters_that_cannot_be_saved(tmp_path):
         pretrained.save_embedder(path, config, {**params, "a": {"b": np.zeros(1, np.int32)}})
     with pytest.raises(ValueError, match=r"^names: wanted a tensor of its own for each parameter, got \['x', 'x'\]"):
         pretrained.save_embedder(path, config, params, names={f"{module}/embeddings": "x" for module in params})
-    with pytest.raises(ValueError, match=r"^names: wanted names of parameters, of \['transformer_.*'\], got \['embedings'\]$"):
+    with pytest.raises(
+        ValueError, match=r"^names: wanted parameters by their paths, or by ends .* of .*token_embedding/embeddings.*, got 'embedings'$"
+    ):
         pretrained.save_embedder(path, config, params, names={"embedings": "x"})
     with pytest.raises(TypeError, match=r"^params: wanted a Haiku parameter tree, a dict of dicts, got int$"):
         pretrained.save_embedder(path, config, 3)
@@ -719,7 +750,7 @@ def test_a_file_half_written_leaves_the_old_one(tmp_path, monkeypatch):
 def test_metadata_that_is_no_config(tmp_path):
     path = tmp_path / "x.safetensors"
     _files.write_tensors(path, {"a": np.zeros(1, np.float32)}, {pretrained.CONFIG: "{}"})
-    with pytest.raises(ValueError, match=r"transformer_embed\.config: wanted an EmbedderConfig as JSON, got KeyError\('positions'\)$"):
+    with pytest.raises(ValueError, match=r"transformer_embed\.config: wanted an entry vocab_size, got only \[\]$"):
         pretrained.load_embedder(path)
 
 
@@ -757,7 +788,7 @@ def test_inspect_of_what_is_not_known(tmp_path):
     save_file({"a.b": np.zeros(3, np.float32)}, tmp_path / "x.safetensors")
     status, out, err = run("inspect", tmp_path / "x.safetensors")
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert "got the tensors a.b F32[3]; map another model by hand" in err
+    assert "got the tensors a.b F32[3]" in err
     status, _, err = run("inspect", tmp_path / "none")
     assert status == 2
     assert "none: No such file or directory; name a file that exists" in err
@@ -801,4 +832,4 @@ def test_a_line_past_the_positions_that_are_left(tmp_path):
     (tmp_path / "ids").write_text("2 " * 9)
     status, _, err = run("embed", tmp_path / "ids", "--from", tmp_path, "--ids", "--out", tmp_path / "x.npz")
     assert status == 2
-    assert "a line has 9 tokens (ids or x: wanted a length of at most max_len - start = 8, got length 9); split such lines" in err
+    assert "a line has 9 tokens (ids: wanted a length of at most max_len - start = 8, got length 9); split such lines" in err

@@ -1,13 +1,12 @@
 """What is known of published models: the names of their input layer's tensors, and what their config.json says of it."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 from transformer_embed import _checks
-from transformer_embed.functional import rotary_scaling
-from transformer_embed.layers.schemes import Learned, Sinusoidal
+from transformer_embed.layers.schemes import Learned, Scheme, Sinusoidal
+from transformer_embed.pretrained import rope, schema
 
 ROOT = "transformer_embedding/~/"
 TOKENS = f"{ROOT}token_embedding/embeddings"
@@ -24,50 +23,377 @@ VECTORS = (NORM_SCALE, NORM_OFFSET, WIDEN_OFFSET)
 STACKS = ("encoder", "decoder")
 
 
-class Settings:
-    """The entries of a config.json. What is missing has the architecture's default, and is noted where there is no config.json."""
-
-    def __init__(self, entries: Mapping[str, Any], is_complete: bool, stack: str):
-        self.entries = entries
-        self.is_complete = is_complete
-        self.stack = stack
-        self.missing: list[str] = []
-
-    def get(self, *names: str) -> Any:
-        """The first entry there is, or None."""
-        return next((self.entries[name] for name in names if self.entries.get(name) is not None), None)
-
-    def read(self, *names: str, default: Any) -> Any:
-        """An entry that decides the numbers."""
-        value = self.get(*names)
-        if value is None and not self.is_complete:
-            self.missing.append(names[0])
-        return default if value is None else value
-
-    def needed(self, *names: str) -> Any:
-        """An entry without a default: 1, noted as missing, where there is none."""
-        value = self.get(*names)
-        if value is None:
-            self.missing.append(names[0])
-        return 1 if value is None else value
-
-    def size(self, *names: str, shape: int) -> int:
-        """An entry that the tensors' shapes say too."""
-        value = self.get(*names)
-        return shape if value is None else value
-
-    def rate(self, *names: str, default: float = 0.1) -> float:
-        """A dropout rate, which evaluation does without: never noted as missing."""
-        value = self.get(*names)
-        return default if value is None else value
-
-
 class Described(NamedTuple):
     """The arguments of `EmbedderConfig`, of `apply_rotary`, and of `RelativePositionBias` or `alibi_bias`."""
 
     options: dict[str, Any]
     rotary: dict[str, Any] | None = None
     bias: dict[str, Any] | None = None
+
+
+def decides(default: Any) -> Any:
+    """A field that changes the numbers. Its default may stand in only where config.json names the model type."""
+    return dataclasses.field(default=default, metadata={"decides": True})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The entries of a config.json that a kind of model reads. A size that is not given is that of the tensors.
+
+    Each subclass lists its own entries, with the type, and the default of the transformers library; `describe` says what they mean.
+    """
+
+    # Names that a model's config.json has for a field, before the field's own.
+    aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    vocab_size: int | None = None
+    hidden_size: int | None = None
+
+    @classmethod
+    def names(cls) -> dict[str, tuple[str, ...]]:
+        """The names of each entry, the model's own first."""
+        known = (field.name for field in dataclasses.fields(cls) if not field.metadata.get("is_internal"))
+        return {name: (*cls.aliases.get(name, ()), name) for name in known}
+
+    @classmethod
+    def entries(cls, given: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
+        """The entries among those of a config.json, or of `settings=`, under the names of the fields."""
+        named = {field: [name for name in names if name in given] for field, names in cls.names().items()}
+        return {field: next((given[n] for n in names if given[n] is not None), None) for field, names in named.items() if names}
+
+    @classmethod
+    def deciding(cls) -> list[str]:
+        """The entries that change the numbers, and have a default only where config.json names the model type."""
+        return [field.name for field in dataclasses.fields(cls) if field.metadata.get("decides")]
+
+    def describe(self, shapes: Shapes, stack: str) -> Described:
+        """What the entries mean, for tensors of these shapes."""
+        raise NotImplementedError
+
+    def options(self, shapes: Shapes, **others: Any) -> dict[str, Any]:
+        """The arguments of `EmbedderConfig`."""
+        sizes = {"vocab_size": _given(self.vocab_size, shapes[TOKENS][0]), "d_model": _given(self.hidden_size, shapes[TOKENS][1])}
+        return sizes | {"positions": None, "scale": False, "dropout_rate": 0.0} | others
+
+
+def _given(value: int | None, shape: int) -> int:
+    return shape if value is None else value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bert(Settings):
+    """Tokens, positions and token types, then a layer norm."""
+
+    max_position_embeddings: int | None = None
+    type_vocab_size: int | None = None
+    layer_norm_eps: float = decides(1e-12)
+    position_embedding_type: str | None = None
+    hidden_dropout_prob: float = 0.1
+
+    def describe(self, shapes: Shapes, stack: str) -> Described:
+        """Learned positions, counted from 0."""
+        if self.position_embedding_type not in (None, "absolute"):
+            got = schema.shown(self.position_embedding_type)
+            raise ValueError(_checks.wanted("position_embedding_type", "'absolute', since others are not part of the input layer", got))
+        return self.described(shapes, Learned(_given(self.max_position_embeddings, shapes[POSITIONS][0])))
+
+    def described(self, shapes: Shapes, positions: Learned) -> Described:
+        """The layer with these positions."""
+        types = _given(self.type_vocab_size, shapes[TOKEN_TYPES][0])
+        options = {"layer_norm_eps": self.layer_norm_eps, "num_token_types": types, "dropout_rate": self.hidden_dropout_prob}
+        return Described(self.options(shapes, positions=positions, **options))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Albert(Bert):
+    """As BERT, from narrow tables, which a linear layer widens."""
+
+    embedding_size: int | None = None
+
+    def options(self, shapes: Shapes, **others: Any) -> dict[str, Any]:
+        """With both widths; ELECTRA has no linear layer where they are equal."""
+        options = super().options(shapes, **others)
+        if WIDEN not in shapes:
+            return options
+        sizes = (_given(self.hidden_size, shapes[WIDEN][0]), _given(self.embedding_size, shapes[TOKENS][1]))
+        return options | dict(zip(("d_model", "embedding_width"), sizes, strict=True))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Roberta(Bert):
+    """As BERT, with positions counted from pad_token_id + 1."""
+
+    pad_token_id: int = decides(1)
+
+    def described(self, shapes: Shapes, positions: Learned) -> Described:
+        """Padding stands at the position pad_token_id."""
+        pad_id = self.pad_token_id
+        return super().described(shapes, dataclasses.replace(positions, start=pad_id + 1, at_padding=pad_id, pad_id=pad_id))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistilBert(Settings):
+    """BERT without token types; its epsilon is fixed."""
+
+    aliases: ClassVar = {"hidden_size": ("dim",)}
+    max_position_embeddings: int | None = None
+    dropout: float = 0.1
+
+    def describe(self, shapes: Shapes, stack: str) -> Described:
+        """Learned positions, counted from 0."""
+        positions = Learned(_given(self.max_position_embeddings, shapes[POSITIONS][0]))
+        return Described(self.options(shapes, positions=positions, layer_norm_eps=1e-12, dropout_rate=self.dropout))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpt2(Settings):
+    """Tokens and learned positions."""
+
+    aliases: ClassVar = {"hidden_size": ("n_embd",), "max_position_embeddings": ("n_positions",)}
+    max_position_embeddings: int | None = None
+    embd_pdrop: float = 0.1
+
+    def describe(self, shapes: Shapes, stack: str) -> Described:
+        """Learned positions, counted from 0."""
+        positions = Learned(_given(self.max_position_embeddings, shapes[POSITIONS][0]))
+        return Described(self.options(shapes, positions=positions, dropout_rate=self.embd_pdrop))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Clip(Settings):
+    """Tokens and learned positions."""
+
+    max_position_embeddings: int | None = None
+
+    def describe(self, shapes: Shapes, stack: str) -> Described:
+        """Learned positions, counted from 0."""
+        return Described(self.options(shapes, positions=Learned(_given(self.max_position_embeddings, shapes[POSITIONS][0]))))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Opt(Settings):
+    """Tokens and learned positions, counted from 2."""
+
+    max_position_embeddings: int | None = None
+    pad_token_id: int | None = decides(1)
+
+    def describe(self, shapes: Shapes, stack: str) -> Described:
+        """Padding, where there is an id for it, stands at position 1."""
+        rows = _given(self.max_position_embeddings, shapes[POSITIONS][0] - 2) + 2
+        padding = {} if self.pad_token_id is None else {"at_padding": 1, "pad_id": self.pad_token_id}
+        return Described(self.options(shapes, positions=Learned(rows, start=2, **padding)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class T5(Settings):
+    """Tokens alone; positions are a bias of the attention."""
+
+    aliases: ClassVar = {"hidden_size": ("d_model",), "num_attention_heads": ("num_heads",)}
+    num_attention_heads: int | None = None
+    relative_attention_num_buckets: int | None = None
+    relative_attention_max_distance: int = decides(128)
+    dropout_rate: float = 0.1
+
+    def describe(self, shapes: Shapes, stack: str) -> Described:
+        """The bias looks both ways in the encoder."""
+        bias = {
+            "num_heads": _given(self.num_attention_heads, shapes[BIAS][1]),
+            "num_buckets": _given(self.relative_attention_num_buckets, shapes[BIAS][0]),
+            "max_distance": self.relative_attention_max_distance,
+            "bidirectional": stack == "encoder",
+        }
+        return Described(self.options(shapes, dropout_rate=self.dropout_rate), bias=bias)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seq2Seq(Settings):
+    """Tokens, in some models times the square root of their width, and positions."""
+
+    aliases: ClassVar = {"hidden_size": ("d_model",)}
+    scale_embedding: bool = decides(False)
+    dropout: float = 0.1
+
+    def describe(self, shapes: Shapes, stack: str) -> Described:
+        """Both stacks alike."""
+        return Described(self.options(shapes, positions=self.positions(shapes), scale=self.scale_embedding, dropout_rate=self.dropout))
+
+    def positions(self, shapes: Shapes) -> Scheme:
+        """The position scheme."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Marian(Seq2Seq):
+    """Sinusoids, all sines first."""
+
+    decoder_vocab_size: int | None = None
+
+    def describe(self, shapes: Shapes, stack: str) -> Described:
+        """The decoder may have a vocabulary of its own."""
+        own = stack == "decoder" and self.decoder_vocab_size is not None
+        same = dataclasses.replace(self, decoder_vocab_size=None, vocab_size=self.decoder_vocab_size if own else self.vocab_size)
+        return super(Marian, same).describe(shapes, stack)
+
+    def positions(self, shapes: Shapes) -> Scheme:
+        """Counted from 0."""
+        return Sinusoidal(layout="sin_cos")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class M2m100(Seq2Seq):
+    """The sinusoids of fairseq."""
+
+    scale_embedding: bool = decides(True)
+    pad_token_id: int = decides(1)
+
+    def positions(self, shapes: Shapes) -> Scheme:
+        """Counted from pad_token_id + 1."""
+        pad_id = self.pad_token_id
+        return Sinusoidal(layout="sin_cos", shift=1, odd="zero", start=pad_id + 1, at_padding=pad_id, pad_id=pad_id)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bart(Seq2Seq):
+    """Learned positions, then a layer norm with a fixed epsilon."""
+
+    max_position_embeddings: int | None = None
+
+    def options(self, shapes: Shapes, **others: Any) -> dict[str, Any]:
+        """With the layer norm."""
+        return super().options(shapes, **others) | {"layer_norm_eps": 1e-5}
+
+    def positions(self, shapes: Shapes) -> Scheme:
+        """Counted from 2: the table has two more rows than positions."""
+        return Learned(_given(self.max_position_embeddings, shapes[POSITIONS][0] - 2) + 2, start=2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bloom(Settings):
+    """Tokens and a layer norm; positions are ALiBi's bias."""
+
+    aliases: ClassVar = {"num_attention_heads": ("n_head",)}
+    num_attention_heads: int
+    layer_norm_epsilon: float = decides(1e-5)
+
+    def describe(self, shapes: Shapes, stack: str) -> Described:
+        """The bias has a slope for each head."""
+        return Described(self.options(shapes, layer_norm_eps=self.layer_norm_epsilon), bias={"num_heads": self.num_attention_heads})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama(Settings):
+    """Tokens alone; queries and keys are rotated, by halves."""
+
+    rope_theta: float = decides(10_000.0)
+    rope_scaling: rope.RopeScaling | None = None
+    rope_parameters: None = None
+    max_position_embeddings: int | None = None
+    original_max_position_embeddings: int | None = None
+
+    @classmethod
+    def entries(cls, given: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
+        """In the old form, so that an entry of `settings=` replaces the file's whichever form the two have."""
+        found = rope.flat(super().entries(given, is_file=is_file), is_file=is_file)
+        inside = (found.get("rope_scaling") or {}).get(rope.ORIGINAL)
+        if inside is not None and not is_file:
+            found.setdefault(rope.ORIGINAL, inside)
+        return {name: value for name, value in found.items() if name in cls.names() or not is_file}
+
+    def describe(self, shapes: Shapes, stack: str) -> Described:
+        """Every channel of a head is rotated."""
+        return Described(self.options(shapes), rotary=self.rotary())
+
+    def rotary(self, **others: Any) -> dict[str, Any]:
+        """The arguments of `apply_rotary`."""
+        scaling = self.rope_scaling and self.rope_scaling.scaling(self.max_position_embeddings, self.original_max_position_embeddings)
+        return _rotary(self.rope_theta, scaling) | others
+
+
+def _rotary(theta: float, scaling: Any) -> dict[str, Any]:
+    rope.Rotary(base=theta)
+    return {"base": theta, "layout": "half"} | ({} if scaling is None else {"scaling": scaling})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma(Llama):
+    """As Llama, with tokens times the square root of their width."""
+
+    def options(self, shapes: Shapes, **others: Any) -> dict[str, Any]:
+        """The width's square root is not rounded to 16 bits."""
+        return super().options(shapes, **others) | {"scale": True}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma3(Settings):
+    """As Gemma, with one rotation for the layers of full attention and another for those with a sliding window."""
+
+    rope_theta: float = decides(1_000_000.0)
+    rope_local_base_freq: float = decides(10_000.0)
+    rope_scaling: rope.RopeScaling | None = None
+    rope_parameters: None = None
+    sliding_rope_scaling: rope.RopeScaling | None = dataclasses.field(default=None, metadata={"is_internal": True})
+    max_position_embeddings: int | None = None
+
+    @classmethod
+    def entries(cls, given: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
+        """In the old form, as for Llama."""
+        return rope.by_layer(super().entries(given, is_file=is_file), is_file=is_file)
+
+    def describe(self, shapes: Shapes, stack: str) -> Described:
+        """The arguments of `apply_rotary` for each kind of layer."""
+        layers = {rope.FULL: (self.rope_theta, self.rope_scaling), rope.SLIDING: (self.rope_local_base_freq, self.sliding_rope_scaling)}
+        rotary = {
+            layer: _rotary(theta, scaling and scaling.scaling(self.max_position_embeddings)) for layer, (theta, scaling) in layers.items()
+        }
+        return Described(self.options(shapes, scale=True), rotary=rotary)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Phi(Llama):
+    """As Llama, with only the first channels of a head rotated."""
+
+    partial_rotary_factor: float = decides(0.5)
+    num_attention_heads: int | None = decides(None)
+    head_dim: int | None = None
+    embd_pdrop: float = 0.0
+
+    def describe(self, shapes: Shapes, stack: str) -> Described:
+        """Heads share the model's width, unless their own is given."""
+        if _checks.real("partial_rotary_factor", self.partial_rotary_factor, above=0) == 1:
+            return Described(self.options(shapes, dropout_rate=self.embd_pdrop), rotary=self.rotary())
+        part = rope.rotary_dim(int(self._head_dim(shapes) * self.partial_rotary_factor))
+        return Described(self.options(shapes, dropout_rate=self.embd_pdrop), rotary=self.rotary(rotary_dim=part))
+
+    def _head_dim(self, shapes: Shapes) -> int:
+        if self.head_dim is not None:
+            return _checks.integer("head_dim", self.head_dim, at_least=1)
+        if self.num_attention_heads is None:
+            raise ValueError(_checks.wanted("num_attention_heads", "an int, to know the channels of a head", "None"))
+        heads = _checks.integer("num_attention_heads", self.num_attention_heads, at_least=1)
+        return _given(self.hidden_size, shapes[TOKENS][1]) // heads
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Phi3(Phi):
+    """As Phi, with another default, and the length of its first training beside `rope_scaling`, not in it."""
+
+    partial_rotary_factor: float = decides(1.0)
+    original_max_position_embeddings: int = decides(4096)
+
+    @classmethod
+    def entries(cls, given: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
+        """What early files call yarn is LongRoPE."""
+        found = super().entries(given, is_file=is_file)
+        scaling = found.get("rope_scaling")
+        return found | ({"rope_scaling": scaling | {"rope_type": "longrope"}} if scaling and scaling.get("rope_type") == "yarn" else {})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GptNeox(Phi):
+    """As Phi, under other names."""
+
+    aliases: ClassVar = {"rope_theta": ("rotary_emb_base",), "partial_rotary_factor": ("rotary_pct",), "embd_pdrop": ("hidden_dropout",)}
+    partial_rotary_factor: float = decides(0.25)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,16 +403,16 @@ class Architecture:
     Args:
         model_types: as config.json calls the models.
         tensors: for each parameter, the names that its tensor may have, below the checkpoint's prefix; `{stack}` stands for
-            encoder or decoder. What begins with "?" some of the models lack.
-        describe: from the settings and the shapes of the tensors, in the order of the parameters.
+            encoder or decoder. A name that begins with "?" may be missing.
+        settings: what its config.json says, and what that means.
         prefixes: the checkpoint's prefixes that no other architecture has.
-        alone: whether the names of `tensors` are no other architecture's.
+        alone: whether the names of `tensors` belong to no other architecture.
         refused: tensors that mean another input layer, with the reason.
     """
 
     model_types: tuple[str, ...]
     tensors: Mapping[str, tuple[str, ...]]
-    describe: Callable[[Settings, Shapes], Described]
+    settings: type[Settings]
     prefixes: tuple[str, ...] = ()
     alone: bool = False
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -97,215 +423,9 @@ class Architecture:
         return any("{stack}" in name for names in self.tensors.values() for name in names)
 
     def is_certain(self, prefix: str) -> bool:
-        """Whether tensors of these names below a prefix are no other architecture's."""
-        return self.alone or any(prefix == own or prefix.endswith(f".{own}") for own in self.prefixes)
+        """Whether tensors of these names below a prefix belong to no other architecture."""
+        return self.alone or any(prefix == own or (own and prefix.endswith(f".{own}")) for own in self.prefixes)
 
-
-def _bert(settings: Settings, shapes: Shapes) -> Described:
-    if settings.get("position_embedding_type") not in (None, "absolute"):
-        got = repr(settings.get("position_embedding_type"))
-        raise ValueError(_checks.wanted("position_embedding_type", "'absolute', for the others are no part of an input layer", got))
-    max_len = settings.size("max_position_embeddings", shape=shapes[POSITIONS][0])
-    return Described(_encoder(settings, shapes, Learned(max_len), settings.read("layer_norm_eps", default=1e-12)))
-
-
-def _roberta(settings: Settings, shapes: Shapes) -> Described:
-    pad_id = settings.read("pad_token_id", default=1)
-    max_len = settings.size("max_position_embeddings", shape=shapes[POSITIONS][0])
-    positions = Learned(max_len, start=pad_id + 1, at_padding=pad_id, pad_id=pad_id)
-    return Described(_encoder(settings, shapes, positions, settings.read("layer_norm_eps", default=1e-12)))
-
-
-def _distilbert(settings: Settings, shapes: Shapes) -> Described:
-    max_len = settings.size("max_position_embeddings", shape=shapes[POSITIONS][0])
-    return Described(_encoder(settings, shapes, Learned(max_len), 1e-12))
-
-
-def _encoder(settings: Settings, shapes: Shapes, positions: Learned, eps: float) -> dict[str, Any]:
-    width = settings.size("embedding_size", shape=shapes[TOKENS][1])
-    return _tokens(settings, shapes) | {
-        "d_model": settings.size("hidden_size", "dim", shape=shapes[WIDEN][0] if WIDEN in shapes else shapes[TOKENS][1]),
-        "embedding_width": width if WIDEN in shapes else None,
-        "positions": positions,
-        "num_token_types": settings.size("type_vocab_size", shape=shapes[TOKEN_TYPES][0]) if TOKEN_TYPES in shapes else None,
-        "layer_norm_eps": eps,
-        "dropout_rate": settings.rate("hidden_dropout_prob", "dropout"),
-    }
-
-
-def _tokens(settings: Settings, shapes: Shapes) -> dict[str, Any]:
-    return {
-        "vocab_size": settings.size("vocab_size", shape=shapes[TOKENS][0]),
-        "d_model": settings.size("hidden_size", "n_embd", "d_model", shape=shapes[TOKENS][1]),
-        "positions": None,
-        "scale": False,
-        "dropout_rate": 0.0,
-    }
-
-
-def _gpt2(settings: Settings, shapes: Shapes) -> Described:
-    positions = Learned(settings.size("n_positions", "max_position_embeddings", shape=shapes[POSITIONS][0]))
-    return Described(_tokens(settings, shapes) | {"positions": positions, "dropout_rate": settings.rate("embd_pdrop")})
-
-
-def _clip(settings: Settings, shapes: Shapes) -> Described:
-    positions = Learned(settings.size("max_position_embeddings", shape=shapes[POSITIONS][0]))
-    return Described(_tokens(settings, shapes) | {"positions": positions})
-
-
-def _opt(settings: Settings, shapes: Shapes) -> Described:
-    rows = settings.size("max_position_embeddings", shape=shapes[POSITIONS][0] - 2) + 2
-    positions = Learned(rows, start=2, at_padding=1, pad_id=settings.read("pad_token_id", default=1))
-    return Described(_tokens(settings, shapes) | {"positions": positions})
-
-
-def _t5(settings: Settings, shapes: Shapes) -> Described:
-    bias = {
-        "num_heads": settings.size("num_heads", shape=shapes[BIAS][1]),
-        "num_buckets": settings.size("relative_attention_num_buckets", shape=shapes[BIAS][0]),
-        "max_distance": settings.read("relative_attention_max_distance", default=128),
-        "bidirectional": settings.stack == "encoder",
-    }
-    return Described(_tokens(settings, shapes) | {"dropout_rate": settings.rate("dropout_rate")}, bias=bias)
-
-
-def _marian(settings: Settings, shapes: Shapes) -> Described:
-    return _seq2seq(settings, shapes, Sinusoidal(layout="sin_cos"), scale=False)
-
-
-def _m2m100(settings: Settings, shapes: Shapes) -> Described:
-    pad_id = settings.read("pad_token_id", default=1)
-    sinusoids = Sinusoidal(layout="sin_cos", shift=1, odd="zero", start=pad_id + 1, at_padding=pad_id, pad_id=pad_id)
-    return _seq2seq(settings, shapes, sinusoids, scale=True)
-
-
-def _bart(settings: Settings, shapes: Shapes) -> Described:
-    rows = settings.size("max_position_embeddings", shape=shapes[POSITIONS][0] - 2) + 2
-    return _seq2seq(settings, shapes, Learned(rows, start=2), scale=False, layer_norm_eps=1e-5)
-
-
-def _seq2seq(settings: Settings, shapes: Shapes, positions: Learned | Sinusoidal, *, scale: bool, **options: Any) -> Described:
-    scale = settings.read("scale_embedding", default=scale)
-    return Described(
-        _tokens(settings, shapes) | options | {"positions": positions, "scale": scale, "dropout_rate": settings.rate("dropout")}
-    )
-
-
-def _bloom(settings: Settings, shapes: Shapes) -> Described:
-    bias = {"num_heads": settings.needed("n_head", "num_attention_heads")}
-    return Described(_tokens(settings, shapes) | {"layer_norm_eps": settings.read("layer_norm_epsilon", default=1e-5)}, bias=bias)
-
-
-def _rotary_model(settings: Settings, shapes: Shapes, share: float = 1.0) -> Described:
-    dropout_rate = settings.rate("embd_pdrop", "hidden_dropout", default=0.0)
-    return Described(_tokens(settings, shapes) | {"dropout_rate": dropout_rate}, rotary=_rotary(settings, share))
-
-
-def _gemma(settings: Settings, shapes: Shapes) -> Described:
-    return Described(_tokens(settings, shapes) | {"scale": True}, rotary=_rotary(settings))
-
-
-def _gemma3(settings: Settings, shapes: Shapes) -> Described:
-    if settings.get("rope_parameters"):
-        return _gemma(settings, shapes)
-    full = {"rope_theta": settings.read("rope_theta", default=1_000_000.0)} | (settings.get("rope_scaling") or {})
-    sliding = {"rope_theta": settings.read("rope_local_base_freq", default=10_000.0)}
-    by_layer = {"full_attention": _rotary_of(settings, full), "sliding_attention": _rotary_of(settings, sliding)}
-    return Described(_tokens(settings, shapes) | {"scale": True}, rotary=by_layer)
-
-
-def _rotary(settings: Settings, share: float = 1.0) -> dict[str, Any]:
-    """The arguments of `apply_rotary`; where layers differ, those of each kind of layer."""
-    parameters = settings.get("rope_parameters", "rope_scaling") or {}
-    by_layer = {kind: entry for kind, entry in parameters.items() if isinstance(entry, Mapping)}
-    if by_layer:
-        return {kind: _rotary_of(settings, entry, share) for kind, entry in by_layer.items()}
-    return _rotary_of(settings, parameters, share)
-
-
-def _rotary_of(settings: Settings, parameters: Mapping[str, Any], share: float = 1.0) -> dict[str, Any]:
-    base = parameters.get("rope_theta") or settings.read("rope_theta", "rotary_emb_base", default=10_000.0)
-    names = ("partial_rotary_factor", "rotary_pct")
-    part = parameters.get(names[0]) or (settings.get(*names) or 1.0 if share == 1 else settings.read(*names, default=share))
-    scaling = _scaling(settings, parameters)
-    found = {"base": float(base), "layout": "half"}
-    if part != 1:
-        head_dim = settings.get("head_dim") or settings.needed("hidden_size") // settings.needed("num_attention_heads")
-        found["rotary_dim"] = int(head_dim * part)
-    return found if scaling is None else found | {"scaling": scaling}
-
-
-def _scaling(settings: Settings, parameters: Mapping[str, Any]) -> rotary_scaling.Scaling | None:
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind not in SCALINGS:
-        raise ValueError(_checks.wanted("rope_type", "one of " + ", ".join(map(repr, SCALINGS)), repr(kind)))
-    make = SCALINGS[kind]
-    return None if make is None else make(settings, parameters)
-
-
-def _linear(settings: Settings, parameters: Mapping[str, Any]) -> rotary_scaling.LinearScaling:
-    return rotary_scaling.LinearScaling(_entry(parameters, "factor"))
-
-
-def _dynamic(settings: Settings, parameters: Mapping[str, Any]) -> rotary_scaling.DynamicNTKScaling:
-    length = settings.needed("max_position_embeddings")
-    return rotary_scaling.DynamicNTKScaling(_entry(parameters, "factor"), original_length=length, length=length)
-
-
-def _yarn(settings: Settings, parameters: Mapping[str, Any]) -> rotary_scaling.YarnScaling:
-    original = _original_length(settings, parameters)
-    factor = parameters.get("factor") or settings.needed("max_position_embeddings") / original
-    both = parameters.get("mscale") and parameters.get("mscale_all_dim")
-    return rotary_scaling.YarnScaling(
-        factor,
-        original,
-        beta_fast=parameters.get("beta_fast") or 32.0,
-        beta_slow=parameters.get("beta_slow") or 1.0,
-        truncate=parameters.get("truncate", True),
-        mscale=parameters["mscale"] if both else 1.0,
-        mscale_all_dim=parameters["mscale_all_dim"] if both else 0.0,
-        attention_factor=parameters.get("attention_factor"),
-    )
-
-
-def _llama3(settings: Settings, parameters: Mapping[str, Any]) -> rotary_scaling.Llama3Scaling:
-    factors = (_entry(parameters, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
-    return rotary_scaling.Llama3Scaling(*factors, original_length=_original_length(settings, parameters))
-
-
-def _longrope(settings: Settings, parameters: Mapping[str, Any]) -> rotary_scaling.LongRopeScaling:
-    """For lengths up to the trained one: the caller replaces `length` to go beyond."""
-    original = _original_length(settings, parameters)
-    return rotary_scaling.LongRopeScaling(
-        _entry(parameters, "short_factor"),
-        _entry(parameters, "long_factor"),
-        parameters.get("factor") or settings.needed("max_position_embeddings") / original,
-        original_length=original,
-        length=original,
-        attention_factor=parameters.get("attention_factor"),
-    )
-
-
-def _original_length(settings: Settings, parameters: Mapping[str, Any]) -> int:
-    name = "original_max_position_embeddings"
-    return settings.get(name) or parameters.get(name) or settings.needed("max_position_embeddings")
-
-
-def _entry(parameters: Mapping[str, Any], name: str) -> Any:
-    if parameters.get(name) is None:
-        raise ValueError(_checks.wanted("rope_parameters", f"an entry {name}", f"only {sorted(parameters)}"))
-    return parameters[name]
-
-
-SCALINGS = {
-    "default": None,
-    "linear": _linear,
-    "dynamic": _dynamic,
-    "yarn": _yarn,
-    "llama3": _llama3,
-    "longrope": _longrope,
-    "su": _longrope,
-}
 
 _BERT = {
     TOKENS: ("embeddings.word_embeddings.weight",),
@@ -314,14 +434,15 @@ _BERT = {
     NORM_SCALE: ("embeddings.LayerNorm.weight", "embeddings.LayerNorm.gamma"),
     NORM_OFFSET: ("embeddings.LayerNorm.bias", "embeddings.LayerNorm.beta"),
 }
-_STACKED_TOKENS = ("shared.weight", "{stack}.embed_tokens.weight")
+# A stack's own table first: where the two are not tied, the shared one is not used.
+_STACKED_TOKENS = ("{stack}.embed_tokens.weight", "shared.weight")
 _DECODER_ONLY = {TOKENS: ("embed_tokens.weight",)}
 
 # Where no config.json says which it is, names that are one architecture's alone decide; others share theirs and are asked for.
 ARCHITECTURES = (
-    Architecture(("bert",), _BERT, _bert, prefixes=("bert.",)),
-    Architecture(("roberta", "xlm-roberta", "camembert"), _BERT, _roberta, prefixes=("roberta.",)),
-    Architecture(("distilbert",), {name: _BERT[name] for name in _BERT if name != TOKEN_TYPES}, _distilbert, prefixes=("distilbert.",)),
+    Architecture(("bert",), _BERT, Bert),
+    Architecture(("roberta", "xlm-roberta", "camembert"), _BERT, Roberta, prefixes=("roberta.",)),
+    Architecture(("distilbert",), {name: _BERT[name] for name in _BERT if name != TOKEN_TYPES}, DistilBert, prefixes=("distilbert.",)),
     Architecture(
         ("albert",),
         _BERT
@@ -329,31 +450,30 @@ ARCHITECTURES = (
             WIDEN: ("encoder.embedding_hidden_mapping_in.weight",),
             WIDEN_OFFSET: ("encoder.embedding_hidden_mapping_in.bias",),
         },
-        _bert,
+        Albert,
         alone=True,
     ),
     Architecture(
         ("electra",),
         _BERT | {WIDEN: ("?embeddings_project.weight",), WIDEN_OFFSET: ("?embeddings_project.bias",)},
-        _bert,
+        Albert,
         prefixes=("electra.",),
     ),
-    Architecture(("gpt2",), {TOKENS: ("wte.weight",), POSITIONS: ("wpe.weight",)}, _gpt2, alone=True),
+    Architecture(("gpt2",), {TOKENS: ("wte.weight",), POSITIONS: ("wpe.weight",)}, Gpt2, prefixes=("", "transformer.")),
     Architecture(
         ("opt",),
         {TOKENS: ("decoder.embed_tokens.weight",), POSITIONS: ("decoder.embed_positions.weight",)},
-        _opt,
-        alone=True,
+        Opt,
         refused={"decoder.project_in.weight": "it widens tokens before positions are added"},
     ),
     Architecture(
         ("t5", "mt5"),
         {TOKENS: _STACKED_TOKENS, BIAS: ("{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",)},
-        _t5,
-        alone=True,
+        T5,
+        refused={"{stack}.block.1.layer.0.SelfAttention.relative_attention_bias.weight": "every layer has a bias of its own, as in UMT5"},
     ),
-    Architecture(("marian",), {TOKENS: _STACKED_TOKENS}, _marian),
-    Architecture(("m2m_100",), {TOKENS: _STACKED_TOKENS}, _m2m100),
+    Architecture(("marian",), {TOKENS: _STACKED_TOKENS}, Marian),
+    Architecture(("m2m_100",), {TOKENS: _STACKED_TOKENS}, M2m100),
     Architecture(
         ("bart", "mbart"),
         {
@@ -362,20 +482,20 @@ ARCHITECTURES = (
             NORM_SCALE: ("{stack}.layernorm_embedding.weight",),
             NORM_OFFSET: ("{stack}.layernorm_embedding.bias",),
         },
-        _bart,
-        alone=True,
+        Bart,
     ),
     Architecture(
         ("clip", "clip_text_model"),
         {TOKENS: ("embeddings.token_embedding.weight",), POSITIONS: ("embeddings.position_embedding.weight",)},
-        _clip,
+        Clip,
         alone=True,
     ),
-    Architecture(("llama", "mistral", "qwen2", "qwen3", "phi3"), _DECODER_ONLY, _rotary_model),
-    Architecture(("gemma", "gemma2"), _DECODER_ONLY, _gemma),
-    Architecture(("gemma3", "gemma3_text"), _DECODER_ONLY, _gemma3),
-    Architecture(("phi",), _DECODER_ONLY, functools.partial(_rotary_model, share=0.5)),
-    Architecture(("gpt_neox",), {TOKENS: ("embed_in.weight",)}, functools.partial(_rotary_model, share=0.25), alone=True),
+    Architecture(("llama", "mistral", "qwen2", "qwen3"), _DECODER_ONLY, Llama),
+    Architecture(("gemma", "gemma2"), _DECODER_ONLY, Gemma),
+    Architecture(("gemma3", "gemma3_text"), _DECODER_ONLY, Gemma3),
+    Architecture(("phi",), _DECODER_ONLY, Phi),
+    Architecture(("phi3",), _DECODER_ONLY, Phi3),
+    Architecture(("gpt_neox",), {TOKENS: ("embed_in.weight",)}, GptNeox, alone=True),
     Architecture(
         ("bloom",),
         {
@@ -383,12 +503,12 @@ ARCHITECTURES = (
             NORM_SCALE: ("word_embeddings_layernorm.weight",),
             NORM_OFFSET: ("word_embeddings_layernorm.bias",),
         },
-        _bloom,
+        Bloom,
         alone=True,
     ),
 )
 
 
-def by_model_type(model_type: str) -> Architecture | None:
+def by_model_type(model_type: Any) -> Architecture | None:
     """The architecture of config.json's model_type."""
     return next((each for each in ARCHITECTURES if model_type in each.model_types), None)

@@ -1,9 +1,9 @@
 """Input layers of published checkpoints, from safetensors files and back."""
 
+import dataclasses
 import os
 import pathlib
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,18 +14,18 @@ from jaxtyping import Array
 from transformer_embed import _checks
 from transformer_embed.functional.lookup import Table
 from transformer_embed.layers.config import EmbedderConfig
-from transformer_embed.layers.embedder import Params, make_embedder
+from transformer_embed.layers.embedder import Params
+from transformer_embed.layers.schemes import Learned, Sinusoidal
 from transformer_embed.pretrained import architectures as known
-from transformer_embed.pretrained.config_json import config_from_json, config_to_json, extras_from_json, extras_to_json
-from transformer_embed.pretrained.files import DTYPES, Tensors, open_tensors, read_json, write_tensors
+from transformer_embed.pretrained import schema
+from transformer_embed.pretrained.config_json import config_to_json, extras_from_json, extras_to_json, options_from_json
+from transformer_embed.pretrained.files import DTYPES, FLOAT64, Tensors, open_tensors, read_json, shown_path, write_tensors
+from transformer_embed.pretrained.recognition import listed, recognised
 
 CONFIG = "transformer_embed.config"
 EXTRAS = "transformer_embed.extras"
-LISTED = 40
-BY_HAND = (
-    "; map another model by hand: load_embedder(path, config=EmbedderConfig(vocab_size, d_model, positions=None, scale=False), "
-    f"names={{{known.TOKENS!r}: 'embedding.weight'}})"
-)
+# What a published model may lack: zeros do the same.
+OFFSETS = (known.NORM_OFFSET, known.WIDEN_OFFSET)
 
 
 class PretrainedInput(NamedTuple):
@@ -115,20 +115,17 @@ def load_embedder(
     for name, value in (("settings", settings), ("names", names)):
         if not isinstance(value, Mapping | None):
             raise TypeError(_checks.wanted(name, "a mapping, or None", type(value).__name__))
+    if not isinstance(config, EmbedderConfig | None):
+        raise TypeError(_checks.wanted("config", "an EmbedderConfig, or None", type(config).__name__))
     if (config is None) != (names is None):
         raise ValueError(_checks.wanted("config and names", "both or neither", "one of them"))
     tensors = open_tensors(path)
-    is_own = settings is None and CONFIG in tensors.metadata
-    if config is not None or is_own:
-        _checks.unwanted("stack", stack, "each parameter is named: by the file, where save_embedder wrote it, or by names")
     if config is not None and names is not None:
-        by_hand = PretrainedInput(config, {}, names=dict(names))
-        wanted = _wanted(by_hand)
-        if unknown := sorted(set(names) - set(wanted)):
-            raise ValueError(_checks.wanted("names", f"parameters that the config has, {sorted(wanted)}", unknown))
-        return _loaded(tensors, by_hand)
-    if is_own:
-        return _loaded(tensors, _from_metadata(tensors))
+        _checks.unwanted("stack", stack, "names says the tensor of each parameter")
+        return _loaded(tensors, _by_hand(config, names))
+    if settings is None and CONFIG in tensors.metadata:
+        _checks.unwanted("stack", stack, "the file, which save_embedder wrote, says the tensor of each parameter")
+        return _loaded(tensors, _from_metadata(shown_path(tensors.path), tensors.metadata))
     return _loaded(tensors, _recognised(tensors, stack, dict(settings or {})))
 
 
@@ -172,159 +169,248 @@ def save_embedder(
     Source:
         The safetensors format, https://github.com/huggingface/safetensors
     """
+    if not isinstance(config, EmbedderConfig):
+        raise TypeError(_checks.wanted("config", "an EmbedderConfig", type(config).__name__))
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(_checks.wanted("path", "a str or a path", type(path).__name__))
     _checks.params(params)
-    leaves = {f"{module}/{name}": _on_host(f"{module}/{name}", leaf) for module, group in params.items() for name, leaf in group.items()}
-    if unknown := sorted(set(names or {}) - set(leaves)):
-        raise ValueError(_checks.wanted("names", f"names of parameters, of {sorted(leaves)}", unknown))
-    names = {name: (names or {}).get(name, name) for name in leaves}
-    found = PretrainedInput(config, params, rotary, bias, names)
-    for name, shape in _wanted(found).items():
-        if name not in leaves or leaves[name].shape != shape:
-            got = f"shape {list(leaves[name].shape)}" if name in leaves else f"none among {sorted(leaves)}"
-            raise ValueError(_checks.wanted(f"params: {name}", f"shape {list(shape)}, as the config says", got))
-    for name, leaf in leaves.items():
-        if leaf.dtype not in DTYPES.values():
-            raise ValueError(_checks.wanted(f"params: {name}", "float32, bfloat16 or float16", leaf.dtype))
-    arrays = {tensor: leaves[name].T if _is_turned(name, tensor) else leaves[name] for name, tensor in names.items()}
+    for name, value in (("rotary", rotary), ("bias", bias), ("names", names)):
+        if not isinstance(value, Mapping | None):
+            raise TypeError(_checks.wanted(name, "a mapping, or None", type(value).__name__))
+    leaves = {
+        _leaf_name(module, name): _on_host(f"{module}/{name}", leaf) for module, group in params.items() for name, leaf in group.items()
+    }
+    own = {name: name for name in leaves}
+    names = own | {name: _tensor_name(tensor) for name, tensor in _resolved(names or {}, leaves).items()}
+    arrays = {tensor: leaves[name].T if _is_transposed(name, tensor) else leaves[name] for name, tensor in names.items()}
     if len(arrays) < len(leaves):
-        raise ValueError(_checks.wanted("names", "a tensor of its own for each parameter", sorted(names.values())))
-    extras = extras_to_json({"rotary": rotary, "bias": bias, "names": names})
-    write_tensors(pathlib.Path(os.path.realpath(path)), arrays, {"format": "pt", CONFIG: config_to_json(config), EXTRAS: extras})
+        raise ValueError(_checks.wanted("names", "a tensor of its own for each parameter", schema.shown(sorted(names.values()))))
+    metadata = {CONFIG: config_to_json(config), EXTRAS: extras_to_json({"rotary": rotary, "bias": bias, "names": names})}
+    extras = extras_from_json("save_embedder", metadata[EXTRAS])
+    for name, shape in _shapes(_Found("", _options(config), bias=extras.bias)).items():
+        if name not in leaves or leaves[name].shape != shape:
+            got = f"shape {list(leaves[name].shape)}" if name in leaves else f"none among {schema.shown(sorted(leaves))}"
+            raise ValueError(_checks.wanted(f"params: {schema.cut(name)}", f"shape {list(shape)}, as the config says", got))
+    # All that the reader checks: what passes will load.
+    found = _from_metadata("save_embedder", metadata)
+    schema.construct(found.where, EmbedderConfig, found.options)
+    write_tensors(pathlib.Path(os.path.realpath(path)), arrays, {"format": "pt"} | metadata)
+
+
+def _leaf_name(module: Any, name: Any) -> str:
+    """A parameter's path, from which module and name can be told again, and which UTF-8 holds."""
+    for each in (module, name):
+        if not isinstance(each, str):
+            raise TypeError(_checks.wanted("params", "names that are strings", schema.shown(each)))
+    if not name or "/" in name:
+        raise ValueError(_checks.wanted("params", "names of parameters without a slash", schema.shown(f"{module}/{name}")))
+    return _tensor_name(f"{module}/{name}")
+
+
+def _tensor_name(name: Any) -> str:
+    """A name that a safetensors file can hold."""
+    if not isinstance(name, str):
+        raise TypeError(_checks.wanted("names", "tensors' names as strings", schema.shown(name)))
+    if name == "__metadata__" or any(0xD800 <= ord(letter) < 0xE000 for letter in name):
+        raise ValueError(_checks.wanted("names", "names that UTF-8 holds, other than '__metadata__'", schema.shown(name)))
+    return name
 
 
 def _on_host(name: str, leaf: Any) -> np.ndarray:
+    want = "an array of float32, bfloat16 or float16"
     if isinstance(leaf, Table):
-        raise TypeError(_checks.wanted(f"params: {name}", "a whole array", f"a table held as {type(leaf).__name__}"))
-    return np.asarray(leaf)
+        raise TypeError(_checks.wanted(f"params: {schema.cut(name)}", "a whole array", f"a table held as {type(leaf).__name__}"))
+    if isinstance(leaf, np.ma.MaskedArray) or not isinstance(leaf, np.ndarray | np.generic | jax.Array):
+        raise TypeError(_checks.wanted(f"params: {schema.cut(name)}", want, type(leaf).__name__))
+    if _checks.is_traced(leaf):
+        raise TypeError(_checks.wanted(f"params: {schema.cut(name)}", f"{want}, outside jit", "a traced array"))
+    if leaf.dtype.newbyteorder("=") not in DTYPES.values():
+        raise ValueError(_checks.wanted(f"params: {schema.cut(name)}", "float32, bfloat16 or float16", leaf.dtype))
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        raise ValueError(
+            _checks.wanted(f"params: {schema.cut(name)}", "an array on this process's devices (gather it first)", "one on others too")
+        )
+    return np.asarray(leaf, leaf.dtype.newbyteorder("="))
 
 
-def _loaded(tensors: Tensors, found: PretrainedInput) -> PretrainedInput:
+class _Found(NamedTuple):
+    """What was said of a checkpoint, before anything of its size is made: the config's arguments, and a tensor for each parameter."""
+
+    where: str
+    options: Mapping[str, Any]
+    rotary: Mapping[str, Any] | None = None
+    bias: Mapping[str, Any] | None = None
+    names: Mapping[str, str | None] | None = None
+    is_by_hand: bool = False
+
+
+def _by_hand(config: EmbedderConfig, names: Mapping[str, str | None]) -> _Found:
+    found = _Found("names", _options(config), is_by_hand=True)
+    wanted = _shapes(found)
+    full = _resolved(names, wanted)
+    for name, tensor in full.items():
+        if not isinstance(tensor, str) and not (tensor is None and name in OFFSETS):
+            want = "a tensor's name" + (", or None for zeros" if name in OFFSETS else "")
+            raise TypeError(_checks.wanted(f"names: {name}", want, schema.shown(tensor)))
+    if missing := [_short(name) for name in wanted if name not in full]:
+        raise ValueError(
+            _checks.wanted("names", f"a tensor for each parameter, also for {', '.join(missing)}", f"only {schema.shown(sorted(names))}")
+        )
+    return found._replace(names=full)
+
+
+def _options(config: EmbedderConfig) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+
+
+def _resolved(names: Mapping[Any, Any], paths: Iterable[str]) -> dict[str, Any]:
+    """The names under full paths: each name is a path, or the end of just one."""
+    full = {}
+    for name, value in names.items():
+        ends = [path for path in paths if isinstance(name, str) and path.endswith(f"/{name}")]
+        found = [name] if name in paths else ends
+        if len(found) != 1 or found[0] in full:
+            want = f"parameters by their paths, or by ends that no two share, of {', '.join(map(_short, paths))}"
+            raise ValueError(_checks.wanted("names", want[:250], schema.shown(name)))
+        full[found[0]] = value
+    return full
+
+
+def _short(path: str) -> str:
+    """The last two words of a path."""
+    return "/".join(path.split("/")[-2:])
+
+
+def _loaded(tensors: Tensors, found: _Found) -> PretrainedInput:
     """The description with its parameters, once all shapes and dtypes are seen to be right."""
-    wanted, names = _wanted(found), found.names or {}
-    if unnamed := sorted(set(wanted) - set(names)):
-        raise ValueError(_checks.wanted("names", f"a tensor for each parameter, {sorted(wanted)}", f"none for {unnamed}"))
-    for name, tensor in names.items():
-        if tensor not in tensors.files:
-            raise ValueError(_checks.wanted(str(tensors.path), f"a tensor {tensor!r}", _listed(tensors)))
-        entry = tensors.entry(tensor)
-        expected = wanted.get(name, entry.shape)
-        shape = expected[::-1] if _is_turned(name, tensor) else expected
-        if entry.shape != shape or entry.dtype not in DTYPES:
-            want = f"shape {list(shape)}, as the configuration says, of F32, BF16 or F16"
-            raise ValueError(_checks.wanted(f"{tensors.path}: {tensor}", want, entry))
+    wanted, names = _shapes(found), found.names or {}
+    for tensor in names.values():
+        if tensor is not None and tensor not in tensors.files:
+            raise ValueError(_checks.wanted(shown_path(tensors.path), f"a tensor {schema.cut(tensor)}", listed(tensors)))
+    given = {name: tensor for name, tensor in names.items() if tensor is not None}
+    shapes = {name: wanted[name] if name in wanted else tensors.entry(tensor).shape for name, tensor in given.items()}
+    for name, tensor in given.items():
+        _check_entry(tensors, tensor, shapes[name][::-1] if _is_transposed(name, tensor) else shapes[name], found)
+    config = schema.construct(found.where, EmbedderConfig, found.options)
     params: dict[str, dict[str, Array]] = {}
-    for name in names:
+    for name, tensor in names.items():
         module, leaf = name.rsplit("/", 1)
-        params.setdefault(module, {})[leaf] = tensors.read(names[name], transposed=_is_turned(name, names[name]))
-    return found._replace(params=params)
+        if tensor is None:
+            array = jnp.zeros(wanted[name], _dtype_of(name, config))
+        else:
+            array = tensors.read(tensor, shapes[name], _dtype_of(name, config), transposed=_is_transposed(name, tensor))
+        params.setdefault(module, {})[leaf] = array
+    return PretrainedInput(config, params, found.rotary, found.bias, given)
 
 
-def _wanted(found: PretrainedInput) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter."""
-    tree = jax.eval_shape(make_embedder(found.config).init, jax.random.key(0))
-    shapes = {f"{module}/{name}": leaf.shape for module, leaves in tree.items() for name, leaf in leaves.items()}
+def _check_entry(tensors: Tensors, tensor: str, shape: tuple[int, ...], found: _Found) -> None:
+    entry = tensors.entry(tensor)
+    ones = len(entry.shape) - len(shape)
+    same = entry.shape == shape or (found.is_by_hand and ones > 0 and entry.shape == (1,) * ones + shape)
+    dtypes = (*DTYPES, FLOAT64) if found.is_by_hand else tuple(DTYPES)
+    if not same or entry.dtype not in dtypes:
+        want = f"shape {list(shape)}, as the configuration says, of {', '.join(dtypes[:-1])} or {dtypes[-1]}"
+        if same and entry.dtype == FLOAT64:
+            want += " (config and names load it by hand, rounded to the config's param_dtype)"
+        raise ValueError(_checks.wanted(f"{shown_path(tensors.path)}: {schema.cut(tensor)}", want, entry))
+
+
+def _dtype_of(name: str, config: EmbedderConfig) -> np.dtype:
+    """What a module makes the parameter: the layer norm is float32."""
+    return jnp.dtype("float32") if name in (known.NORM_SCALE, known.NORM_OFFSET) else jnp.dtype(config.param_dtype)
+
+
+def _shapes(found: _Found) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter, from the sizes alone: nothing of these sizes is made."""
+    options, positions = found.options, found.options.get("positions", Sinusoidal())
+    d_model = options["d_model"]
+    width = options.get("embedding_width") or d_model
+    shapes = {known.TOKENS: (options["vocab_size"], width)}
+    if isinstance(positions, Learned):
+        shapes[known.POSITIONS] = (positions.max_len, width)
+    if options.get("num_token_types") is not None:
+        shapes[known.TOKEN_TYPES] = (options["num_token_types"], width)
+    if options.get("layer_norm_eps") is not None:
+        shapes |= {known.NORM_SCALE: (width,), known.NORM_OFFSET: (width,)}
+    if options.get("embedding_width") is not None:
+        shapes |= {known.WIDEN: (width, d_model), known.WIDEN_OFFSET: (d_model,)}
     if found.bias is not None and "num_buckets" in found.bias:
         shapes[known.BIAS] = (found.bias["num_buckets"], found.bias["num_heads"])
     return shapes
 
 
-def _is_turned(name: str, tensor: str) -> bool:
+def _is_transposed(name: str, tensor: str | None) -> bool:
     """A linear layer's weights are [out, in] wherever they do not have our own name."""
     return name == known.WIDEN and tensor != name
 
 
-def _recognised(tensors: Tensors, stack: str | None, settings: dict[str, Any]) -> PretrainedInput:
+def _recognised(tensors: Tensors, stack: str | None, settings: dict[str, Any]) -> _Found:
     beside = tensors.path.parent / "config.json"
-    has_file = beside.is_file()
-    entries = read_json(beside) if has_file else {}
-    text = entries.get("text_config")
-    types = [settings.get("model_type"), entries.get("model_type"), text.get("model_type") if isinstance(text, dict) else None]
-    entries = entries | (text if isinstance(text, dict) else {}) | settings
-    kind, names = _kind(tensors, [each for each in types if each is not None], stack or known.STACKS[0])
+    in_file = read_json(beside) if beside.is_file() else {}
+    text = in_file.get("text_config")
+    text = text if isinstance(text, dict) else {}
+    said = [each for each in (in_file.get("model_type"), text.get("model_type")) if each is not None]
+    chosen = [settings.pop("model_type")] if settings.get("model_type") is not None else said
+    kind, names = recognised(tensors, chosen, stack or known.STACKS[0], beside)
+    model = kind.model_types[0]
     if stack is not None and not kind.has_stacks:
-        raise ValueError(_checks.wanted("stack", f"None, since {kind.model_types[0]} has one stack", repr(stack)))
-    read = known.Settings(entries, has_file, stack or known.STACKS[0])
+        raise ValueError(_checks.wanted("stack", f"None, since {model} has one stack", repr(stack)))
+    where = f"{shown_path(beside) if in_file else 'settings'}, for a model {model}"
+    read = _read(where, kind, in_file | text, settings)
+    is_named = any(each in kind.model_types for each in said)
+    if missing := [kind.settings.names()[name][0] for name in _required(kind, is_named) if name not in read]:
+        want = f"{', '.join(sorted(missing))} of a model {model}, as settings={{...}} or in a config.json that names the model_type"
+        got = "none" if is_named else "a config.json without model_type" if in_file else "no config.json"
+        raise ValueError(_checks.wanted(shown_path(beside), want, got))
     shapes = {name: tensors.entry(tensor).shape for name, tensor in names.items()}
-    source = str(beside) if has_file else "settings"
     for name, tensor in names.items():
         rank = 1 if name in known.VECTORS else 2
         if len(shapes[name]) != rank:
-            raise ValueError(_checks.wanted(f"{tensors.path}: {tensor}", f"a tensor of rank {rank}", tensors.entry(tensor)))
+            want = f"a tensor of rank {rank}"
+            raise ValueError(_checks.wanted(f"{shown_path(tensors.path)}: {schema.cut(tensor)}", want, tensors.entry(tensor)))
     try:
-        described = kind.describe(read, shapes)
-        dtype = DTYPES.get(tensors.entry(names[known.TOKENS]).dtype, jnp.dtype("float32"))
-        config = EmbedderConfig(**described.options, param_dtype=dtype, dtype=dtype)
-        wanted = _wanted(PretrainedInput(config, {}, bias=described.bias))
-    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{source}, for a model {kind.model_types[0]}: {error}") from error
-    if read.missing:
-        want = f"{sorted(set(read.missing))} of a model {kind.model_types[0]}, from a config.json beside the tensors or as settings={{...}}"
-        raise ValueError(_checks.wanted(str(tensors.path), want, "none of them" if has_file else "no config.json"))
-    return PretrainedInput(config, {}, described.rotary, described.bias, {name: names[name] for name in wanted if name in names})
+        described = kind.settings(**read).describe(shapes, stack or known.STACKS[0])
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {str(error)[:200]}") from error
+    dtype = DTYPES.get(tensors.entry(names[known.TOKENS]).dtype, jnp.dtype("float32"))
+    options = described.options | {"param_dtype": dtype}
+    return _Found(where, options, described.rotary, described.bias, names)
 
 
-def _kind(tensors: Tensors, model_types: list[Any], stack: str) -> tuple[known.Architecture, dict[str, str]]:
-    """The architecture, and the tensor of each of its parameters."""
-    named = next((kind for kind in map(known.by_model_type, model_types) if kind is not None), None)
-    if model_types and named is None:
-        what = "one of " + ", ".join(sorted(name for each in known.ARCHITECTURES for name in each.model_types))
-        raise ValueError(_checks.wanted("model_type", what, f"{model_types[0]!r}, with {_listed(tensors)}{BY_HAND}"))
-    kinds = known.ARCHITECTURES if named is None else (named,)
-    matches = [(kind, prefix, names) for kind in kinds for prefix, names in _matches(kind, tensors.files, stack)]
-    if named is None and matches:
-        certain = [match for match in matches if match[0].is_certain(match[1])]
-        if not certain:
-            types = sorted({name for kind, *_ in matches for name in kind.model_types})
-            raise ValueError(_checks.wanted("settings", f"an entry model_type, for these tensors are those of {types}", _listed(tensors)))
-        most = max(len(names) for _, _, names in certain)
-        matches = [match for match in certain if len(match[2]) == most]
-    if len(matches) != 1:
-        what = "the tensors of " + (f"a model {named.model_types[0]}" if named else "one model that is known")
-        got = f"{len(matches)} sets of them, below {[prefix for _, prefix, _ in matches]}" if matches else _listed(tensors)
-        raise ValueError(_checks.wanted(str(tensors.path), what, got + BY_HAND))
-    kind, prefix, names = matches[0]
-    refused = next((reason for tensor, reason in kind.refused.items() if prefix + tensor in tensors.files), None)
-    if refused is not None:
-        raise ValueError(_checks.wanted(str(tensors.path), f"a model {kind.model_types[0]} that EmbedderConfig can say", refused))
-    return kind, names
+def _read(where: str, kind: known.Architecture, in_file: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of config.json, and those of settings in their place, each checked where it stands."""
+    own = kind.settings
+    accepted = [name for names in own.names().values() for name in names]
+    if unknown := [name for name in settings if name not in accepted]:
+        reads = ", ".join(names[0] for names in own.names().values())
+        raise ValueError(f"settings: wanted entries that a model {kind.model_types[0]} reads ({reads}), got {schema.shown(unknown[0])}")
+    found: dict[str, Any] = {}
+    for source, entries in ((where, in_file), ("settings", settings)):
+        try:
+            given = own.entries(entries, is_file=entries is in_file)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from error
+        found |= schema.fields(source, own, given, is_partial=True)
+    return found
 
 
-def _matches(kind: known.Architecture, files: Mapping[str, pathlib.Path], stack: str) -> list[tuple[str, dict[str, str]]]:
-    """Each prefix below which all tensors of an architecture are, with the tensor of each parameter."""
-    ends = [end.format(stack=stack) for end in kind.tensors[known.TOKENS]]
-    prefixes = dict.fromkeys(name[: -len(end)] for end in ends for name in files if name == end or name.endswith(f".{end}"))
-    found = ((prefix, _below(prefix, kind, files, stack)) for prefix in prefixes)
-    return [(prefix, names) for prefix, names in found if names is not None]
+def _required(kind: known.Architecture, is_named: bool) -> list[str]:
+    """The entries without a default; all that change the numbers, where config.json does not name the model type."""
+    required = [field.name for field in dataclasses.fields(kind.settings) if schema.is_required(field)]
+    return required if is_named else required + kind.settings.deciding()
 
 
-def _below(prefix: str, kind: known.Architecture, files: Mapping[str, pathlib.Path], stack: str) -> dict[str, str] | None:
-    names = {}
-    for parameter, ends in kind.tensors.items():
-        candidates = (prefix + end.removeprefix("?").format(stack=stack) for end in ends)
-        tensor = next((candidate for candidate in candidates if candidate in files), None)
-        if tensor is not None:
-            names[parameter] = tensor
-        elif not ends[0].startswith("?"):
-            return None
-    return names
-
-
-def _listed(tensors: Tensors) -> str:
-    """The tensors' names, layers' numbers left out."""
-    is_open = set(tensors.files.values()) == {tensors.path}
-    seen = {re.sub(r"\b\d+\b", "*", name): f" {tensors.entry(name)}" if is_open else "" for name in sorted(tensors.files)}
-    # Those of an input layer first.
-    order = sorted(seen, key=lambda name: ("*" in name, name))
-    more = f" and {len(order) - LISTED} more" if len(order) > LISTED else ""
-    return "the tensors " + (", ".join(name + seen[name] for name in order[:LISTED]) + more if order else "of an empty file")
-
-
-def _from_metadata(tensors: Tensors) -> PretrainedInput:
+def _from_metadata(where: str, metadata: Mapping[str, str]) -> _Found:
     """What `save_embedder` wrote about its parameters."""
-    try:
-        config = config_from_json(tensors.metadata[CONFIG])
-        extras = extras_from_json(tensors.metadata.get(EXTRAS, "{}"))
-        found = PretrainedInput(config, {}, extras.get("rotary"), extras.get("bias"))
-        return found._replace(names=extras.get("names") or {name: name for name in _wanted(found)})
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(_checks.wanted(f"{tensors.path}: {CONFIG}", "an EmbedderConfig as JSON", repr(error))) from error
+    options = options_from_json(f"{where}: {CONFIG}", metadata[CONFIG])
+    extras = extras_from_json(f"{where}: {EXTRAS}", metadata.get(EXTRAS, "{}"))
+    found = _Found(f"{where}: {CONFIG}", options, extras.rotary, extras.bias)
+    wanted = _shapes(found)
+    names = {name: name for name in wanted} if extras.names is None else extras.names
+    for name in names:
+        module, _, leaf = name.rpartition("/")
+        if not module or not leaf:
+            raise ValueError(_checks.wanted(f"{where}: {EXTRAS}: names", "parameters as module/name", schema.shown(name)))
+    if missing := [_short(name) for name in wanted if name not in names]:
+        raise ValueError(_checks.wanted(f"{where}: {EXTRAS}: names", "a tensor for each parameter", f"none for {missing[0]}"))
+    return found._replace(names=names)

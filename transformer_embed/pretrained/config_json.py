@@ -1,67 +1,91 @@
-"""An `EmbedderConfig`, and what stands beside it in a checkpoint, as JSON and back."""
+"""What `save_embedder` writes beside the tensors: an `EmbedderConfig`, and the arguments of rotary embeddings and biases."""
 
 import dataclasses
-import json
-import typing
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-
-from transformer_embed.functional.rotary_scaling import Scaling
+from transformer_embed import _checks
 from transformer_embed.layers.config import EmbedderConfig
-from transformer_embed.layers.schemes import Learned, Sinusoidal, SinusoidalGrid
+from transformer_embed.pretrained import rope, schema
 
-SCHEMES = {"sinusoidal": Sinusoidal, "sinusoidal_grid": SinusoidalGrid, "learned": Learned}
-SCALINGS = {kind.__name__: kind for kind in typing.get_args(Scaling)}
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """The arguments of `RelativePositionBias`."""
+
+    num_heads: int
+    num_buckets: int = 32
+    max_distance: int = 128
+    bidirectional: bool = True
+
+    def __post_init__(self):
+        _checks.integer("num_heads", self.num_heads, at_least=1)
+        buckets = _checks.integer("num_buckets", self.num_buckets, at_least=4 if self.bidirectional else 2)
+        _checks.integer("max_distance", self.max_distance, at_least=buckets // (4 if self.bidirectional else 2) + 1, at_most=2**31 - 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Alibi:
+    """The arguments of `alibi_bias`."""
+
+    num_heads: int
+    symmetric: bool = False
+    max_bias: float = 8.0
+
+    def __post_init__(self):
+        _checks.integer("num_heads", self.num_heads, at_least=1)
+        _checks.real("max_bias", self.max_bias, above=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Extras:
+    """What stands beside a config."""
+
+    rotary: Mapping[str, Any] | None = None
+    bias: Mapping[str, Any] | None = None
+    names: Mapping[str, str] | None = None
 
 
 def config_to_json(config: EmbedderConfig) -> str:
-    """The fields; the scheme with its kind, the dtypes by name."""
-    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    kinds = {kind: name for name, kind in SCHEMES.items()}
-    if config.positions is not None:
-        fields["positions"] = {"kind": kinds[type(config.positions)], **dataclasses.asdict(config.positions)}
-    dtypes = {name: jnp.dtype(fields[name]).name for name in ("param_dtype", "dtype") if fields[name] is not None}
-    return json.dumps(fields | dtypes, default=_number)
+    """The fields; the position scheme with its kind, the dtypes by name."""
+    return schema.to_json(config)
 
 
 def config_from_json(text: str) -> EmbedderConfig:
-    """The config; an AttributeError, KeyError, TypeError or ValueError for any other text."""
-    fields = json.loads(text)
-    if fields["positions"] is not None:
-        kind = SCHEMES[fields["positions"].pop("kind")]
-        fields["positions"] = kind(
-            **{name: tuple(value) if isinstance(value, list) else value for name, value in fields["positions"].items()}
-        )
-    return EmbedderConfig(**fields)
+    """The config; a ValueError for any other text."""
+    return schema.construct("config", EmbedderConfig, options_from_json("config", text))
+
+
+def options_from_json(name: str, text: str) -> dict[str, Any]:
+    """The arguments of the config: a size can be held against the tensors before anything of that size is made."""
+    return schema.fields(name, EmbedderConfig, schema.parse(name, text))
 
 
 def extras_to_json(extras: Mapping[str, Any]) -> str:
-    """Nested mappings; a scaling as one whose `scaling` is its name."""
-    return json.dumps(_to_fields(extras), default=_number)
+    """Rotary, bias and names; a scaling says its kind."""
+    return schema.to_json(extras)
 
 
-def extras_from_json(text: str) -> dict[str, Any]:
-    """What `extras_to_json` was given; errors as in `config_from_json`."""
-    return _from_fields(json.loads(text))
+def extras_from_json(name: str, text: str) -> Extras:
+    """What `extras_to_json` was given; a ValueError for any other text."""
+    found = schema.fields(name, Extras, schema.parse(name, text))
+    rotary, bias = found.get("rotary"), found.get("bias")
+    if rotary is not None:
+        rotary = _rotary(f"{name}: rotary", rotary)
+    if bias is not None:
+        bias = _arguments(f"{name}: bias", Buckets if "num_buckets" in bias else Alibi, bias)
+    return Extras(rotary, bias, found.get("names"))
 
 
-def _number(value: np.generic) -> Any:
-    """A numpy scalar as Python's."""
-    return value.item()
+def _rotary(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `apply_rotary`, or those of each kind of layer."""
+    if not set(value) <= {field.name for field in dataclasses.fields(rope.Rotary)}:
+        return {layer: _arguments(f"{name}: {schema.shown(layer)}", rope.Rotary, each) for layer, each in value.items()}
+    return _arguments(name, rope.Rotary, value)
 
 
-def _to_fields(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _to_fields(each) for name, each in value.items()}
-    return {"scaling": type(value).__name__, **dataclasses.asdict(value)} if isinstance(value, Scaling) else value
-
-
-def _from_fields(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    if isinstance(value.get("scaling"), str):
-        return SCALINGS[value["scaling"]](**{name: each for name, each in value.items() if name != "scaling"})
-    return {name: _from_fields(each) for name, each in value.items()}
+def _arguments(name: str, kind: type, value: Any) -> dict[str, Any]:
+    """What is given of a dataclass' fields, once they are seen to make one."""
+    found = schema.fields(name, kind, value)
+    schema.construct(name, kind, found)
+    return found

@@ -2,12 +2,15 @@
 
 import contextlib
 import dataclasses
+import errno
+import functools
 import json
 import math
 import mmap
 import os
 import pathlib
 import secrets
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any, NamedTuple
 
@@ -16,19 +19,28 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_embed import _checks
+from transformer_embed.pretrained import schema
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp.dtype("float16")}
+FLOAT64 = "F64"
 INDEX = ".index.json"
 WHOLE = "model.safetensors"
-PIECE = 2**25
+PICKLE = "pytorch_model.bin"
+PIECE = 2**23
 PICKLE_STARTS = (b"PK\x03\x04", *(b"\x80" + bytes([protocol]) for protocol in range(2, 6)))
+TEMPORARY = ".transformer_embed-"
+CONVERT = "convert it with safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
 
 
 class Entry(NamedTuple):
-    """Where one tensor lies."""
+    """What the header says of a tensor."""
 
     file: pathlib.Path
-    start: int
     dtype: str
     shape: tuple[int, ...]
 
@@ -46,21 +58,20 @@ class Tensors:
     _opened: dict[pathlib.Path, dict[str, Entry]] = dataclasses.field(default_factory=dict)
 
     def entry(self, name: str) -> Entry:
-        """Where a tensor lies; a ValueError if its file lacks it."""
+        """What is known of a tensor before it is read; a ValueError if its file lacks it."""
         file = self.files[name]
         if file not in self._opened:
             self._opened[file] = _header(file)[0]
         entries = self._opened[file]
         if name not in entries:
-            raise ValueError(_checks.wanted(str(file), f"the tensor {name}, as {self.path.name} says", f"{len(entries)} others"))
+            want = f"the tensor {schema.cut(name)}, as {schema.cut(self.path.name)} says"
+            raise ValueError(_checks.wanted(shown_path(file), want, f"{len(entries)} others"))
         return entries[name]
 
-    def read(self, name: str, *, transposed: bool = False) -> jax.Array:
-        """The tensor, copied once from the mapped file."""
+    def read(self, name: str, shape: tuple[int, ...], dtype: np.dtype, *, transposed: bool = False) -> jax.Array:
+        """The tensor, of this shape but for leading axes of 1, and of its own dtype, or float64 rounded to `dtype`."""
         entry = self.entry(name)
-        if entry.dtype not in DTYPES:
-            raise ValueError(_checks.wanted(f"{entry.file}: {name}", "a dtype among F32, BF16 and F16", entry))
-        array = _copied(entry, DTYPES[entry.dtype])
+        array = _copied(name, entry, DTYPES.get(entry.dtype, dtype)).reshape(shape[::-1] if transposed else shape)
         # Unlike jnp.asarray, this makes no copy on a CPU.
         return jax.device_put(np.ascontiguousarray(array.T) if transposed else array)
 
@@ -76,81 +87,103 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
     return Tensors(found, dict.fromkeys(entries, found), metadata, {found: entries})
 
 
+def shown_path(path: str | os.PathLike[str]) -> str:
+    """A path in a message."""
+    return schema.cut(os.fspath(path))
+
+
 def _find(path: pathlib.Path) -> pathlib.Path:
+    if "\0" in str(path):
+        raise ValueError(_checks.wanted("path", "a path without null characters", schema.shown(str(path))))
     if not path.is_dir():
+        if not path.exists():
+            raise FileNotFoundError(errno.ENOENT, _not_there(path), shown_path(path))
         return path
     found = next((path / name for name in (WHOLE, WHOLE + INDEX) if (path / name).is_file()), None)
-    if found is None:
-        raise ValueError(_checks.wanted(str(path), f"a folder with {WHOLE} or {WHOLE}{INDEX}", "neither"))
-    return found
+    if found is not None:
+        return found
+    what = f"a folder with {WHOLE} or {WHOLE}{INDEX}"
+    if (path / PICKLE).is_file():
+        raise ValueError(f"{shown_path(path)}: {CONVERT.replace('FILE', repr(PICKLE))}: a pickle may run code and is not opened")
+    others = sorted(each.name for each in path.iterdir() if each.suffix == ".safetensors")
+    hint = f" (or pass the file: {shown_path(others[0])})" if others else ""
+    raise ValueError(_checks.wanted(shown_path(path), what + hint, "neither"))
+
+
+def _not_there(path: pathlib.Path) -> str:
+    """What to say of a path to nothing. A model's name on a hub is one or two words without a suffix."""
+    is_name = not path.is_absolute() and len(path.parts) <= 2 and path.suffix not in (".safetensors", ".json", ".bin")
+    hint = " (for a model's name, pass the folder that huggingface_hub.snapshot_download(name) returns)" if is_name else ""
+    return os.strerror(errno.ENOENT) + hint
 
 
 def _shards(path: pathlib.Path) -> dict[str, pathlib.Path]:
     names = read_json(path).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
-        raise ValueError(_checks.wanted(str(path), "a weight_map from tensors to files", "none"))
-    elsewhere = next((name for name in names.values() if name != pathlib.Path(name).name or name in ("", "..")), None)
+        raise ValueError(_checks.wanted(shown_path(path), "a weight_map from tensors to files", "none"))
+    elsewhere = next((name for name in names.values() if name != pathlib.Path(name).name or name in ("", "..") or "\0" in name), None)
     if elsewhere is not None:
-        raise ValueError(_checks.wanted(str(path), "files of the same folder", repr(elsewhere)))
+        raise ValueError(_checks.wanted(shown_path(path), "files of the same folder", schema.shown(elsewhere)))
     return {tensor: path.parent / name for tensor, name in names.items()}
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """A JSON object; a ValueError if the file holds anything else."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(_checks.wanted(str(path), "JSON", str(error))) from error
+    value = schema.parse(shown_path(path), path.read_bytes())
     if not isinstance(value, dict):
-        raise ValueError(_checks.wanted(str(path), "a JSON object", type(value).__name__))
+        raise ValueError(_checks.wanted(shown_path(path), "a JSON object", type(value).__name__))
     return value
 
 
 def _header(path: pathlib.Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Each tensor's place, and the metadata. The package checks the header: offsets without holes that end where the file does."""
+    """Each tensor's dtype and shape, and the metadata."""
     from safetensors import SafetensorError, safe_open  # noqa: PLC0415 (slow to load)
 
     with open(path, "rb") as file:
         start = file.read(64)
-        try:
-            with safe_open(path, framework="numpy") as checked:
-                metadata = checked.metadata() or {}
-        except (SafetensorError, OSError) as error:
-            raise ValueError(_checks.wanted(str(path), "a whole safetensors file", _instead(start, error))) from error
-        size = int.from_bytes(start[:8], "little")
-        file.seek(8)
-        header = json.loads(file.read(size))
-    header.pop("__metadata__", None)
-    places = {
-        name: Entry(path, 8 + size + tensor["data_offsets"][0], tensor["dtype"], tuple(tensor["shape"])) for name, tensor in header.items()
-    }
-    return places, metadata
+    try:
+        with safe_open(path, framework="numpy") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is not a mapping)
+            entries = {name: Entry(path, each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
+            return entries, file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(_checks.wanted(shown_path(path), "a whole safetensors file", _instead(start, error))) from error
 
 
 def _instead(start: bytes, error: Exception) -> str:
     if start.startswith(PICKLE_STARTS):
-        return "a pickle, which may run code and is not opened; save its state_dict with safetensors.torch.save_file"
+        return f"a pickle, which may run code and is not opened; {CONVERT}"
     if start.startswith(b"version https://git-lfs"):
         return "a pointer of git-lfs; fetch the file itself with `git lfs pull`"
-    return str(error)
+    return str(error)[:150]
 
 
-def _copied(entry: Entry, dtype: np.dtype) -> np.ndarray:
-    """By pieces, each mapped for itself: pages of the file that were read leave the memory again.
+def _copied(name: str, entry: Entry, dtype: np.dtype) -> np.ndarray:
+    """A tensor in memory of its own, by pieces of its longest leading axis.
 
-    The copy begins with a page of memory, so that jax takes it as it is on a CPU, and is not made of the huge pages that numpy asks
-    for, which a busy machine is slow to find.
+    Each piece opens the file anew: pages of the file that were read leave the memory with the piece. The copy begins with a page of
+    memory, so that jax takes it as it is on a CPU, and is not made of the huge pages that numpy asks for, which a busy machine is
+    slow to find.
     """
-    size = math.prod(entry.shape) * dtype.itemsize
-    buffer = np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8, size)
-    for at in range(0, size, PIECE):
-        piece = buffer[at : at + PIECE]
-        piece[:] = np.memmap(entry.file, np.uint8, "r", entry.start + at, piece.shape)
-    return buffer.view(dtype).reshape(entry.shape)
+    from safetensors import safe_open  # noqa: PLC0415 (slow to load)
+
+    size = math.prod(entry.shape)
+    buffer = np.frombuffer(mmap.mmap(-1, max(size * dtype.itemsize, 1)), dtype, size).reshape(entry.shape)
+    ones = next((n for n, length in enumerate(entry.shape) if length != 1), 0)
+    rows = max(1, PIECE // max(1, math.prod(entry.shape[ones + 1 :]) * dtype.itemsize))
+    count = entry.shape[ones] if size else 0
+    for start in range(0, count, rows):
+        piece = (slice(0, 1),) * ones + (slice(start, min(start + rows, count)),)
+        with safe_open(entry.file, framework="numpy") as file:
+            buffer[piece] = file.get_slice(name)[piece]
+    return buffer
 
 
 def write_tensors(path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
-    """A safetensors file, written whole or not at all; no copy of the arrays is made."""
+    """A safetensors file, written whole or not at all.
+
+    The package's own `save_file` reports a full disk without its errno, and before 0.8 copies all arrays.
+    """
     codes = {dtype: code for code, dtype in DTYPES.items()}
     # Wider ones first, so that each array starts at a multiple of its item's size.
     names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
@@ -181,10 +214,65 @@ def write_whole(path: pathlib.Path, write: Callable[[IO[bytes]], Any]) -> None:
 
 @contextlib.contextmanager
 def temporary(path: pathlib.Path) -> Iterator[IO[bytes]]:
-    """A new file beside another, gone at the end unless it was renamed."""
-    name = path.with_name(f".{secrets.token_hex(8)}.tmp")
-    try:
-        with open(name, "xb") as file:
+    """A new file beside another, with the mode of the other, gone at the end unless it was renamed.
+
+    Files that a killed process left are removed first. The lock on a file says that its process lives.
+    """
+    mode = _mode(path)
+    _remove_stale(path.parent)
+    with _new(path.parent, mode) as file:
+        try:
             yield file
-    finally:
-        name.unlink(missing_ok=True)
+        finally:
+            pathlib.Path(file.name).unlink(missing_ok=True)
+
+
+def _new(folder: pathlib.Path, mode: int | None) -> IO[bytes]:
+    """A new file, locked."""
+    # Nobody else may read what replaces a private file, not even while it is written.
+    opener = functools.partial(os.open, mode=0o666 if mode is None else 0o600)
+    while True:
+        name = folder / f"{TEMPORARY}{secrets.token_hex(8)}.tmp"
+        file = open(name, "xb", opener=opener)  # noqa: SIM115 (the caller closes it)
+        _lock(file.fileno(), waits=True)
+        if name.exists():
+            if mode is not None:
+                name.chmod(mode)
+            return file
+        # Another process took it for a stale one before it had its lock.
+        file.close()
+
+
+def _mode(path: pathlib.Path) -> int | None:
+    """The mode of a regular file; None if there is none."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+        got = f"{kinds.get(stat.S_IFMT(mode), 'a device')}, {shown_path(path)}"
+        raise ValueError(_checks.wanted("path", "a regular file, or a new name in a folder that exists", got))
+    return stat.S_IMODE(mode)
+
+
+def _lock(descriptor: int, *, waits: bool = False) -> bool:
+    """Whether the lock of this file is ours; the system takes it back when the process ends."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+    except OSError:
+        return False
+    return True
+
+
+def _remove_stale(folder: pathlib.Path) -> None:
+    for name in folder.glob(f"{TEMPORARY}*.tmp"):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(name, os.O_RDONLY)
+            try:
+                if _lock(descriptor):
+                    name.unlink()
+            finally:
+                os.close(descriptor)

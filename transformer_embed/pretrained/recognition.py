@@ -1,0 +1,97 @@
+"""Which known model a checkpoint holds: by the model type, or by names of tensors that belong to one model alone."""
+
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from transformer_embed import _checks
+from transformer_embed.pretrained import architectures as known
+from transformer_embed.pretrained import schema
+from transformer_embed.pretrained.files import Tensors, shown_path
+
+LISTED = 3
+BY_HAND = (
+    "by hand: load_embedder(path, config=EmbedderConfig(vocab_size, d_model, positions=None, scale=False), "
+    "names={'token_embedding/embeddings': 'embedding.weight'})"
+)
+
+
+def recognised(tensors: Tensors, model_types: Sequence[Any], stack: str, config: pathlib.Path) -> tuple[known.Architecture, dict[str, str]]:
+    """The architecture, and the tensor of each of its parameters.
+
+    Args:
+        tensors: of the checkpoint.
+        model_types: what settings or config.json say; the first that is known counts.
+        stack: encoder or decoder.
+        config: where a config.json would be.
+    """
+    named = next((kind for kind in map(known.by_model_type, model_types) if kind is not None), None)
+    if model_types and named is None:
+        types = sorted(name for each in known.ARCHITECTURES for name in each.model_types)
+        raise ValueError(f"model_type: wanted one of {', '.join(types)}, got {schema.shown(model_types[0])}")
+    kinds = known.ARCHITECTURES if named is None else (named,)
+    matches = [(kind, prefix, names) for kind in kinds for prefix, names in _matches(kind, tensors.files, stack)]
+    if not matches:
+        _unknown(tensors, named)
+    if named is None:
+        matches = _certain(tensors, matches, config)
+    if len(matches) != 1:
+        prefixes = schema.shown([prefix for _, prefix, _ in matches])
+        what = f"one model {matches[0][0].model_types[0]} in a file (save each alone, or load it by hand with config and names)"
+        raise ValueError(_checks.wanted(shown_path(tensors.path), what, f"{len(matches)} of them, below {prefixes}"))
+    kind, prefix, names = matches[0]
+    refused = (reason for tensor, reason in kind.refused.items() if prefix + tensor.format(stack=stack) in tensors.files)
+    if reason := next(refused, None):
+        raise ValueError(_checks.wanted(shown_path(tensors.path), f"an input layer like that of {kind.model_types[0]}", reason))
+    return kind, names
+
+
+Match = tuple[known.Architecture, str, dict[str, str]]
+
+
+def _certain(tensors: Tensors, matches: list[Match], config: pathlib.Path) -> list[Match]:
+    """Those whose names belong to one model alone; of these, those with the most tensors."""
+    certain = [(kind, prefix, names) for kind, prefix, names in matches if kind.is_certain(prefix)]
+    if not certain:
+        types = [kind.model_types[0] for kind, *_ in matches]
+        hint = f"pass settings={{'model_type': {types[0]!r}}} (the names of the tensors fit {', '.join(dict.fromkeys(types))})"
+        if config.is_file():
+            raise ValueError(f"no model_type in {shown_path(config)}: it names the architecture; add it, or {hint}")
+        raise ValueError(f"no config.json beside {shown_path(tensors.path)}: it names the architecture; or {hint}")
+    most = max(len(names) for _, _, names in certain)
+    return [match for match in certain if len(match[2]) == most]
+
+
+def _unknown(tensors: Tensors, named: known.Architecture | None) -> NoReturn:
+    model = "a known model" if named is None else f"a model {named.model_types[0]}"
+    raise ValueError(f"{schema.cut(str(tensors.path), 60)}: wanted the tensors of {model}, or {BY_HAND}; got {listed(tensors)}")
+
+
+def _matches(kind: known.Architecture, files: Mapping[str, pathlib.Path], stack: str) -> list[tuple[str, dict[str, str]]]:
+    """Each prefix below which all tensors of an architecture are, with the tensor of each parameter."""
+    ends = [end.format(stack=stack) for end in kind.tensors[known.TOKENS]]
+    prefixes = dict.fromkeys(name[: -len(end)] for end in ends for name in files if name == end or name.endswith(f".{end}"))
+    found = ((prefix, _below(prefix, kind, files, stack)) for prefix in prefixes)
+    return [(prefix, names) for prefix, names in found if names is not None]
+
+
+def _below(prefix: str, kind: known.Architecture, files: Mapping[str, pathlib.Path], stack: str) -> dict[str, str] | None:
+    names = {}
+    for parameter, ends in kind.tensors.items():
+        candidates = (prefix + end.removeprefix("?").format(stack=stack) for end in ends)
+        tensor = next((candidate for candidate in candidates if candidate in files), None)
+        if tensor is not None:
+            names[parameter] = tensor
+        elif not ends[0].startswith("?"):
+            return None
+    return names
+
+
+def listed(tensors: Tensors) -> str:
+    """A few of the tensors, without the numbers of layers; those of an input layer first."""
+    is_open = set(tensors.files.values()) == {tensors.path}
+    seen = {re.sub(r"\b\d+\b", "*", name): f" {tensors.entry(name)}" if is_open else "" for name in sorted(tensors.files)}
+    order = sorted(seen, key=lambda name: ("*" in name, name))
+    more = f" and {len(order) - LISTED} more" if len(order) > LISTED else ""
+    return "the tensors " + ", ".join(schema.cut(name, 30) + seen[name] for name in order[:LISTED]) + more if order else "an empty file"
