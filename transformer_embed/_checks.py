@@ -1,4 +1,4 @@
-"""One function a kind of bad argument: each error names the argument, what was wanted and what came."""
+"""Checks of arguments, one function for each kind: an error names the argument, what was wanted and what came."""
 
 import math
 import numbers
@@ -22,7 +22,7 @@ def wanted(name: str, want: str, got: Any) -> str:
 
 
 def integer(name: str, value: Any, *, at_least: int, at_most: int | None = None) -> int:
-    """A Python int, known while tracing."""
+    """A Python int that is known while tracing."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(wanted(name, "a Python int", _describe(value)))
     value = int(value)
@@ -33,18 +33,23 @@ def integer(name: str, value: Any, *, at_least: int, at_most: int | None = None)
     return value
 
 
-def length(name: str, value: Any) -> Any:
-    """A number of positions, known while tracing, or a symbolic dimension of jax.export."""
-    return value if export.is_symbolic_dim(value) else integer(name, value, at_least=0)
+def length(name: str, value: Any, *, at_most: int = 2**31) -> Any:
+    """A number of int32 positions 0, 1, ... that is known while tracing, or a symbolic dimension of jax.export."""
+    return value if export.is_symbolic_dim(value) else integer(name, value, at_least=0, at_most=at_most)
 
 
 def real(name: str, value: Any, *, above: float = -math.inf) -> float:
-    """A finite Python float, known while tracing."""
+    """A finite Python float that is known while tracing."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real | np.floating):
         raise TypeError(wanted(name, "a Python number", _describe(value)))
-    if not math.isfinite(value) or value <= above:
-        raise ValueError(wanted(name, f"a finite number above {above:g}" if above > -math.inf else "a finite number", value))
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or number <= above:
+        want = f"a finite number above {above:g}" if above > -math.inf else "a finite number"
+        raise ValueError(wanted(name, want, reprlib.repr(value) if isinstance(value, int) else value))
+    return number
 
 
 def flag(name: str, value: Any) -> bool:
@@ -56,8 +61,8 @@ def flag(name: str, value: Any) -> bool:
 
 
 def sequence(name: str, value: Any) -> tuple[Any, ...]:
-    """A few values in order."""
-    if isinstance(value, str) or not isinstance(value, Iterable):
+    """Several values in order."""
+    if isinstance(value, str) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
         raise TypeError(wanted(name, "a sequence", _describe(value)))
     return tuple(value)
 
@@ -70,7 +75,7 @@ def choice(name: str, value: Any, choices: Sequence[str]) -> str:
 
 
 def floating_dtype(name: str, dtype: Any) -> jnp.dtype:
-    """A dtype with a fraction."""
+    """A floating dtype of 16 bits or more."""
     try:
         dtype = jnp.dtype("" if dtype is None else dtype)
     except TypeError as error:
@@ -80,36 +85,64 @@ def floating_dtype(name: str, dtype: Any) -> jnp.dtype:
     return dtype
 
 
+def result_dtype(name: str, dtype: Any) -> jnp.dtype:
+    """As `floating_dtype`. Where jax has no 64-bit types, float64 becomes float32, with jax's own warning."""
+    dtype = floating_dtype(name, dtype)
+    return dtype if jax.dtypes.canonicalize_dtype(dtype) == dtype else jnp.zeros(0, dtype).dtype
+
+
 def is_traced(value: Any) -> bool:
     """Whether a value is known only when the compiled program runs."""
     return isinstance(value, jax.core.Tracer)
 
 
 def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndarray:
-    """What is a jax array stays one; anything else becomes a numpy array, with the width it came in."""
+    """A jax array as it is; anything else as a numpy array of its own width, in the byte order of this machine."""
     if isinstance(value, jax.Array):
         return value
+    if hasattr(type(value), "__jax_array__"):
+        # Flax's nnx.Param, for example. (numpy would take its values, which a traced one has not got.)
+        return as_array(name, value.__jax_array__())  # pyright: ignore[reportAttributeAccessIssue]
+    _check_no_named_tuple(name, value)
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(wanted(name, "an array without a mask (fill it first: x.filled(...))", "a masked array of numpy"))
     try:
         array = np.asarray(value)
     except jax.errors.TracerArrayConversionError as error:
-        raise TypeError(
-            wanted(name, "one array (to jit, a list is many scalars: make it an array first)", "a list of traced values")
-        ) from error
+        hint = "one array (jit takes a list apart into scalars: make it an array first, by jnp.stack for example)"
+        raise TypeError(wanted(name, hint, f"a {type(value).__name__} of traced values")) from error
     except ValueError as error:
         raise ValueError(wanted(name, "an array, or nested lists of equal lengths", "lists of unequal lengths")) from error
-    if array.dtype.kind in "OSUMm":
+    bits = array.dtype.itemsize * 8 // (2 if array.dtype.kind == "c" else 1)
+    if array.dtype != np.bool_ and (bits > 64 or not jnp.issubdtype(array.dtype, np.number)):
         raise TypeError(wanted(name, "an array of numbers of at most 64 bits", _describe(value)))
-    return array
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _check_no_named_tuple(name: str, value: Any) -> None:
+    """`TokenPositions` and its kind: numpy would stack its fields into one array."""
+    fields = getattr(value, "_fields", None) if isinstance(value, tuple) else None
+    if fields:
+        named = [field for field in fields if name.endswith(field)] or fields
+        hint = " or ".join(f".{field}" for field in named)
+        raise TypeError(wanted(name, "an array", f"a {type(value).__name__}: pass its {hint}"))
 
 
 def as_positions(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
-    """Integers of any width, or floats that hold every integer below 2**24."""
+    """Positions: integers of any width, or float32."""
     array = as_array(name, value)
     if isinstance(array, np.ndarray) and array.dtype == np.float64:
         return _as_float32(name, array)
     if jnp.issubdtype(array.dtype, jnp.integer) or array.dtype in (jnp.float32, jnp.float64):
         return array
     raise TypeError(wanted(name, "an integer dtype, or float32 (16-bit floats skip integers)", array.dtype))
+
+
+def as_fitting_positions(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
+    """As `as_positions`, in a dtype that jit does not narrow: host integers outside int32 are a ValueError."""
+    array = as_positions(name, value)
+    is_wide = isinstance(array, np.ndarray) and array.dtype.itemsize == 8
+    return fits_int32(name, np.asarray(array)) if is_wide else array
 
 
 def _as_float32(name: str, array: np.ndarray) -> np.ndarray:
@@ -123,17 +156,19 @@ def _as_float32(name: str, array: np.ndarray) -> np.ndarray:
 
 
 def as_integers(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
-    """Integers of any width; an empty list, which numpy takes for floats, is one of integers."""
+    """Integers of any width. An empty list, which is float64 to numpy, counts as one of integers."""
     array = as_array(name, value)
     if array.size == 0 and isinstance(value, list | tuple):
         return array.astype(np.int32)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(wanted(name, "an integer dtype", array.dtype))
-    return array
+    # numpy cannot compare the 2-bit and 4-bit integers of ml_dtypes with others.
+    is_narrow = isinstance(array, np.ndarray) and array.dtype.kind == "V"
+    return array.astype(np.int8 if jnp.issubdtype(array.dtype, jnp.signedinteger) else np.uint8) if is_narrow else array
 
 
 def as_int32(name: str, value: ArrayLike) -> jax.Array:
-    """Integers of any width as int32; what is outside int32 becomes its nearest end, never a wrapped value."""
+    """Integers of any width as int32. Those outside int32 become its lowest or highest value; they never wrap."""
     array = as_integers(name, value)
     if isinstance(array, jax.Array) and array.dtype == jnp.int32 and not array.weak_type:
         return array
@@ -146,15 +181,17 @@ def as_int32(name: str, value: ArrayLike) -> jax.Array:
 
 
 def as_fitting_int32(name: str, value: ArrayLike) -> jax.Array:
-    """As `as_int32`, but a ValueError names the first that int32 does not hold, where values are known."""
+    """Integers as int32. Those outside int32 are a ValueError, and traced ones of a wider dtype, which may be outside, a TypeError."""
     array = as_integers(name, value)
-    if array.dtype.itemsize >= 4 and array.dtype != jnp.int32 and not is_traced(array):
-        return jnp.asarray(fits_int32(name, np.asarray(array)))
-    return as_int32(name, array)
+    if array.dtype == jnp.int32 or array.dtype.itemsize < 4:
+        return as_int32(name, array)
+    if is_traced(array):
+        raise TypeError(wanted(name, "an int32 array (convert it by .astype(jnp.int32): int32 may not hold its values)", _describe(array)))
+    return jnp.asarray(fits_int32(name, jax.device_get(array)))
 
 
 def last_position_fits(name: str, first: int, length: int) -> None:
-    """A ValueError where positions from the first on would run past int32; a symbolic length is taken to be small enough."""
+    """A ValueError if positions first, first + 1, ... would leave int32. (A symbolic length is assumed to be small enough.)"""
     if not export.is_symbolic_dim(length) and first + length > 2**31:
         raise ValueError(wanted(name, f"an int of at most {2**31 - length}, for {length} positions inside int32", first))
 
@@ -168,7 +205,7 @@ def _describe(value: Any) -> str:
 
 
 def int32(name: str, value: Any) -> int:
-    """A Python int inside int32, and not its highest value, which stands for all that lies beyond it."""
+    """A Python int inside int32, below its highest value: `as_int32` gives that value to everything beyond it."""
     value = integer(name, value, at_least=-(2**31) + 1)
     if value >= 2**31 - 1:
         raise ValueError(wanted(name, "an int below 2**31 - 1", value))
@@ -192,7 +229,7 @@ def broadcastable(name: str, *shapes: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 def as_ordered(name: str, value: ArrayLike) -> jax.Array:
-    """Signed integers, to compare with others: what does not fit is refused, for clamped or wrapped values would compare wrongly."""
+    """Signed integers, to be compared. Values that may not fit are an error: clamped or wrapped, they would compare wrongly."""
     array = as_integers(name, value)
     if isinstance(array, np.ndarray):
         return jnp.asarray(fits_int32(name, array))
@@ -220,15 +257,26 @@ def inside(name: str, array: np.ndarray, lowest: int, highest: int, what: str) -
 
 
 def as_floats(name: str, value: ArrayLike) -> jax.Array:
-    """A floating jax array."""
+    """A floating jax array of 16 bits or more: 8-bit and 4-bit floats lack the NaN or the zero that results may need."""
     array = as_array(name, value)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(wanted(name, "a floating dtype", array.dtype))
+    if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
+        more = " of 16 bits or more" if array.dtype.itemsize < 2 and array.dtype.kind == "V" else ""
+        raise TypeError(wanted(name, f"a floating dtype{more}", array.dtype))
+    return jnp.asarray(array)
+
+
+def as_given(name: str, value: ArrayLike) -> jax.Array:
+    """A jax array of the dtype that came; lists and Python numbers get the dtype that jax gives them."""
+    array = as_array(name, value)
+    if isinstance(array, np.ndarray) and jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
+        if not isinstance(value, list | tuple | int | float | complex):
+            raise TypeError(wanted(name, "at most 32 bits, for jax_enable_x64 is off (cast them first)", array.dtype))
+        return jnp.asarray(fits_int32(name, array) if array.dtype.kind in "iu" else array)
     return jnp.asarray(array)
 
 
 def rate(name: str, value: Any) -> int | float | np.floating:
-    """A probability of dropping, in [0, 1), known while tracing; a numpy scalar keeps its width."""
+    """A probability in [0, 1) that is known while tracing. A numpy scalar keeps its width."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
         raise TypeError(wanted(name, "a Python float known while tracing", _describe(value)))
     if not 0 <= value < 1:
@@ -237,13 +285,13 @@ def rate(name: str, value: Any) -> int | float | np.floating:
 
 
 def broadcasts_to(name: str, shape: tuple[int, ...], other: str, target: tuple[int, ...]) -> None:
-    """A shape that adds nothing to the target's."""
+    """A shape that broadcasts to the target."""
     if broadcastable(f"{name} and {other}", shape, target) != target:
         raise ValueError(wanted(name, f"a shape that broadcasts to that of {other}, {list(target)}", f"shape {list(shape)}"))
 
 
 def ends_in_length(name: str, shape: tuple[int, ...], target: tuple[int, ...], other: str = "the ids") -> None:
-    """A shape that broadcasts to the target's and has its last axis."""
+    """A shape that broadcasts to the target and has the same last axis."""
     if not shape or shape[-1] != target[-1]:
         hint = SCALAR_HINT if not shape else ""
         raise ValueError(wanted(name, f"a last axis of {other}' length, {target[-1]}", f"shape {list(shape)}{hint}"))
@@ -257,21 +305,32 @@ def unwanted(name: str, value: Any, why: str) -> None:
 
 
 def same(name: str, what: str, got: int, want: int) -> None:
-    """Two sizes that must agree."""
+    """Two sizes that must be equal."""
     if got != want:
         raise ValueError(wanted(name, f"{what}, {want}", got))
 
 
 def rows(name: str, array: Any) -> Any:
-    """[length] or [batch, length], as [1 or batch, length]."""
+    """An array [length] or [batch, length], as [1 or batch, length]."""
     if array.ndim not in (1, 2):
         raise ValueError(wanted(name, "shape [length] or [batch, length]", f"shape {list(array.shape)}"))
     return array if array.ndim == 2 else array[None]
 
 
+def comparable_rows(**sides: ArrayLike) -> list[jax.Array]:
+    """Integers of queries and of keys to be compared, [length] or [batch, length] each, as [1 or batch, length]."""
+    arrays = [rows(name, as_ordered(name, value)) for name, value in sides.items()]
+    counts = [array.shape[0] for array in arrays]
+    if len(set(counts) - {1}) > 1:
+        raise ValueError(wanted(" and ".join(sides), "the same number of rows, or 1", " and ".join(map(str, counts))))
+    return arrays
+
+
 def as_key(name: str, rng: Any) -> jax.Array:
-    """One typed key, from a typed or a raw one."""
+    """One typed key, made from a typed or a raw one."""
     want = "one key of jax.random.key or jax.random.PRNGKey"
+    if not isinstance(rng, jax.Array) and hasattr(type(rng), "__jax_array__"):
+        rng = rng.__jax_array__()
     try:
         key = rng if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(rng)
     except (AttributeError, TypeError, ValueError) as error:

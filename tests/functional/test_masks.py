@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from contexts import x64
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
@@ -605,3 +606,28 @@ def test_a_chunk_past_int32_is_refused(chunk):
 def test_a_window_is_a_tuple():
     with pytest.raises(TypeError, match=r"^window: wanted a tuple \(left, right\), None for no limit, got \[3, 0\]$"):
         te.attention_mask(query_positions=[0], key_positions=[0], window=[3, 0], causal=True)
+
+
+class TestValueOfTheBias:
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+    def test_can_be_that_of_transformers_and_of_t5x(self, dtype):
+        lowest = jnp.finfo(dtype).min
+        got = te.mask_to_bias([True, False], dtype, value=float(lowest))
+        assert got.dtype == jnp.dtype(dtype)
+        assert got.tolist() == [0.0, float(lowest)]
+        assert te.mask_to_bias([False]).tolist() == [float(jnp.finfo(jnp.float32).min) / 2]
+        assert te.mask_to_bias([False], value=-1e9).tolist() == [-1e9]
+
+    @pytest.mark.parametrize(("value", "dtype"), [(-1e9, "float16"), (0.0, "float32"), (1.0, "float32"), (-1e39, "float32")])
+    def test_is_below_zero_and_finite_in_the_dtype(self, value, dtype):
+        with pytest.raises(ValueError, match=rf"^value: wanted a number below 0 that {dtype} holds, at least -"):
+            te.mask_to_bias([True], dtype, value=value)
+
+    @pytest.mark.parametrize("enabled", [False, True])
+    @pytest.mark.filterwarnings("ignore:Explicitly requested dtype")
+    def test_is_finite_in_float64_in_either_mode(self, enabled):
+        with x64(enabled):
+            bias = te.mask_to_bias([True, False], "float64")
+        assert bias.dtype == (jnp.float64 if enabled else jnp.float32)
+        assert np.isfinite(bias).all()
+        assert bias[1] < -1e38

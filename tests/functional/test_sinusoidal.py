@@ -1,6 +1,9 @@
+import math
+
 import hypothesis
 import jax
 import jax.numpy as jnp
+import mpmath
 import numpy as np
 import oracle
 import pytest
@@ -174,6 +177,51 @@ def test_encoding_of_any_position(positions, d_model, layout):
             assert oracle.error(got[row, column], exact) <= oracle.MAX_ERROR
 
 
+@pytest.mark.parametrize(
+    ("position", "d_model", "options"),
+    [
+        (2**31 - 1, 64, {"layout": "sin_cos", "shift": 0.1, "frequency_scale": 1e6}),
+        (2**31 - 1, 64, {"layout": "sin_cos", "shift": 0.1, "frequency_scale": 1e9}),
+        (2**31 - 1, 17, {"layout": "sin_cos", "shift": -3.7, "base": 1.5, "odd": "round_up"}),
+    ],
+)
+def test_a_fractional_shift_keeps_the_bound(position, d_model, options):
+    check_against_arbitrary_precision(position, d_model, **options)
+
+
+@hypothesis.given(
+    st.integers(-(2**31), 2**31 - 1),
+    st.sampled_from([2, 5, 9]),
+    st.fixed_dictionaries(
+        {"layout": st.just("sin_cos"), "odd": st.sampled_from(["truncate", "round_up", "zero"])},
+        optional={
+            "base": st.floats(1e-2, 1e9, exclude_min=True),
+            "frequency_scale": st.floats(1e-9, 1e9),
+            "shift": st.floats(-1e3, 0.999),
+        },
+    ),
+)
+@hypothesis.settings(deadline=None, derandomize=True, max_examples=30)
+def test_the_bound_holds_for_any_constants(position, d_model, options):
+    check_against_arbitrary_precision(position, d_model, **options)
+
+
+def check_against_arbitrary_precision(position, d_model, *, layout, odd="truncate", base=1e4, shift=None, frequency_scale=1.0):
+    """Every channel, in the layout of sines then cosines, where the exponents are taken with mpmath too."""
+    got = np.asarray(
+        te.sinusoidal_encoding(
+            np.array([position]), d_model, layout=layout, odd=odd, base=base, shift=shift, frequency_scale=frequency_scale
+        )
+    )[0]
+    pairs = d_model // 2 if odd == "zero" else (d_model + 1) // 2
+    width = d_model + d_model % 2 if odd == "round_up" else d_model
+    with mpmath.workprec(200):
+        denominator = mpmath.mpf(width) / 2 if shift is None else width // 2 - mpmath.mpf(shift)
+    for channel in range(min(d_model, 2 * pairs)):
+        exact = oracle.sine(position, oracle.frequency(channel % pairs, denominator, base, frequency_scale), channel // pairs)
+        assert oracle.error(got[channel], exact) <= oracle.MAX_ERROR
+
+
 class TestContract:
     def test_jit_and_vmap_and_eval_shape(self):
         positions = np.arange(-6, 6).reshape(3, 4)
@@ -273,6 +321,43 @@ class TestGrid:
         expected = np.concatenate([np.repeat(first[:, None], 5, 1), np.repeat(second[None], 3, 0)], -1)
         np.testing.assert_allclose(te.sinusoidal_grid((3, 5), 12), expected, **close)
 
+    @pytest.mark.parametrize("d_model", [12, 14, 15, 17])
+    def test_positional_encodings_where_the_axes_do_not_divide_the_channels(self, d_model):
+        """Each axis has 2 * ceil(d / 4) channels; both are concatenated and cut to d."""
+        even = 2 * math.ceil(d_model / 4)
+        angles = [np.arange(float(n))[:, None] / 10000 ** (np.arange(0, even, 2) / even) for n in (3, 5)]
+        first, second = (np.stack([np.sin(each), np.cos(each)], -1).reshape(-1, even) for each in angles)
+        expected = np.concatenate([np.repeat(first[:, None], 5, 1), np.repeat(second[None], 3, 0)], -1)[..., :d_model]
+        np.testing.assert_allclose(te.sinusoidal_grid((3, 5), d_model, odd="round_up"), expected, **close)
+
+    @pytest.mark.parametrize("d_model", [3, 12, 14, 15])
+    def test_tensor2tensor_where_the_axes_do_not_divide_the_channels(self, d_model):
+        count = d_model // 4
+        expected = self.by_hand((2, 3), d_model, (0, 1), np.exp(np.arange(count) * -np.log(1e4) / max(count - 1, 1)))
+        expected = np.pad(expected, [(0, 0), (0, 0), (0, d_model - 4 * count)])
+        np.testing.assert_allclose(te.sinusoidal_grid((2, 3), d_model, layout="sin_cos", shift=1, odd="zero"), expected, **close)
+
+    def test_diffusers(self):
+        """get_2d_sincos_pos_embed: width first, indices times base_size / grid / interpolation_scale."""
+        (height, width), base_size, scale = (3, 5), 16, 2.0
+        rows, columns = (np.arange(n, dtype=np.float32) / np.float32(n / base_size) / np.float32(scale) for n in (height, width))
+        angles = [each.astype(float)[:, None] / 10000 ** (np.arange(6) / 6) for each in (rows, columns)]
+        of_rows, of_columns = (np.concatenate([np.sin(each), np.cos(each)], -1) for each in angles)
+        expected = np.concatenate([np.repeat(of_columns[None], height, 0), np.repeat(of_rows[:, None], width, 1)], -1)
+        options = {"axes": (1, 0), "layout": "sin_cos", "axis_positions": (rows, columns)}
+        ours = te.sinusoidal_grid((height, width), 24, **options)
+        np.testing.assert_allclose(ours, expected, **close)
+        points = np.array([[0, 7], [14, 15]])
+        some = te.sinusoidal_grid((height, width), 24, positions=points, **options)
+        np.testing.assert_array_equal(some[0], ours.reshape(-1, 24)[np.array([0, 7])])
+        np.testing.assert_array_equal(some[1], [ours[-1, -1], np.full(24, np.nan)])
+
+    def test_axis_positions_are_one_for_each_point(self):
+        with pytest.raises(ValueError, match=r"^axis_positions\[1\]: wanted shape \[3\], got shape \[2\]$"):
+            te.sinusoidal_grid((2, 3), 4, axis_positions=([0, 1], [0, 1]))
+        with pytest.raises(ValueError, match=r"^axis_positions: wanted one array for each axis of shape, 2, got 1$"):
+            te.sinusoidal_grid((2, 3), 4, axis_positions=([0, 1],))
+
     def test_one_axis_is_a_table(self):
         np.testing.assert_array_equal(te.sinusoidal_grid((7,), 6), te.sinusoidal_table(7, 6))
 
@@ -287,7 +372,7 @@ class TestGrid:
                 lambda: te.sinusoidal_grid((2, 2), 4, axes=(0, 0)),
             ),
             ("axes: wanted a permutation of the axes of shape (), at least one, got None", lambda: te.sinusoidal_grid((), 4)),
-            ("d_model: wanted a multiple of the 2 axes, got 5", lambda: te.sinusoidal_grid((2, 2), 5)),
+            ("d_model: wanted a multiple of the 2 axes (or odd='round_up' or 'zero'), got 5", lambda: te.sinusoidal_grid((2, 2), 5)),
             ("shape[1]: wanted an int of at least 0, got -1", lambda: te.sinusoidal_grid((2, -1), 4)),
         ],
     )

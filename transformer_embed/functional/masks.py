@@ -1,17 +1,20 @@
-"""Attention masks: bool arrays, True = may attend, and the bias that stands for one."""
+"""Attention masks: bool arrays, True = may attend, and the bias that has the effect of a mask."""
 
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Integer
 
 from transformer_embed import _checks
 
+MOST_QUERIES = 2**30
+
 
 def padding_mask(ids: ArrayLike, *, pad_id: int = 0) -> Bool[Array, "..."]:
-    """Which ids are tokens rather than padding.
+    """Which ids are tokens and not padding.
 
     Args:
         ids: [..., length], any integer dtype.
@@ -21,7 +24,8 @@ def padding_mask(ids: ArrayLike, *, pad_id: int = 0) -> Bool[Array, "..."]:
         bool [..., length]: `ids != pad_id`.
 
     Raises:
-        TypeError: ids are not integers, or pad_id is no Python int.
+        TypeError: ids are not integers, or pad_id is not a Python int.
+        ValueError: pad_id is outside int32.
 
     Example:
         >>> import transformer_embed as te
@@ -30,23 +34,23 @@ def padding_mask(ids: ArrayLike, *, pad_id: int = 0) -> Bool[Array, "..."]:
 
     Source:
         Vaswani et al., "Attention Is All You Need" (2017), section 3.2.3, https://arxiv.org/abs/1706.03762, masks illegal connections;
-        the padding mask is its case for batches of unequal sequences.
+        the padding mask does so for batches of unequal sequences.
     """
-    return _checks.as_int32("ids", ids) != _checks.int32("pad_id", pad_id)
+    return _is_other(_checks.as_int32("ids", ids), _checks.int32("pad_id", pad_id))
 
 
 def causal_mask(length: int) -> Bool[Array, "t t"]:
-    """The look-ahead mask of one whole sequence: each position attends to itself and what came before it.
+    """The look-ahead mask of one whole sequence: each position attends to itself and to those before it.
 
     Args:
-        length: T, at least 0. For queries at an offset in a cache, use `attention_mask`.
+        length: T, at least 0 and at most 2**30. For queries at an offset in a cache, use `attention_mask`.
 
     Returns:
         bool [T, T]; entry [t, s] is `s <= t`.
 
     Raises:
-        TypeError: length is no Python int.
-        ValueError: length is negative.
+        TypeError: length is not a Python int.
+        ValueError: length is out of its range.
 
     Example:
         >>> import transformer_embed as te
@@ -56,8 +60,8 @@ def causal_mask(length: int) -> Bool[Array, "t t"]:
     Source:
         Vaswani et al., "Attention Is All You Need" (2017), section 3.2.3, https://arxiv.org/abs/1706.03762
     """
-    positions = jnp.arange(_checks.length("length", length), dtype=jnp.int32)
-    return positions <= positions[:, None]
+    # XLA ends the process where the number of elements overflows.
+    return _lower_triangle(_checks.length("length", length, at_most=MOST_QUERIES))
 
 
 def attention_mask(
@@ -73,7 +77,7 @@ def attention_mask(
     query_segment_ids: ArrayLike | None = None,
     key_segment_ids: ArrayLike | None = None,
 ) -> Bool[Array, "b 1 t s"]:
-    """The mask that an attention layer takes, from the positions of queries and keys, in the smallest shape that broadcasts.
+    """The mask of an attention layer, made from the positions of queries and keys, in the smallest shape that broadcasts.
 
     Query t may attend to key s where
 
@@ -89,24 +93,24 @@ def attention_mask(
             There is no default.
         padding: bool [S] or [B, S], True = a token, as `padding_mask` returns; None: no padding. It hides keys; outputs of queries at
             padding are yours to ignore.
-        window: (left, right), as in `window_mask`: a causal window of w tokens with oneself is (w - 1, 0).
+        window: (left, right), as in `window_mask`: a causal window of w tokens, the query's own among them, is (w - 1, 0).
         chunk: as in `chunk_mask`.
-        query_block_ids: [T] or [B, T] integers, as in `block_mask`: tokens of one block see each other, whatever the
-            causal mask, the window and the chunk say. A prefix is block 0, with -1 after it.
-        key_block_ids: [S] or [B, S] integers, with the former.
+        query_block_ids: [T] or [B, T] integers, as in `block_mask`: tokens of one block see each other even where the causal mask, the
+            window or the chunk forbids it. A prefix is block 0, with -1 after it.
+        key_block_ids: [S] or [B, S] integers, given with query_block_ids.
         query_segment_ids: [T] or [B, T] integers, as in `segment_mask`.
-        key_segment_ids: [S] or [B, S] integers, with the former.
+        key_segment_ids: [S] or [B, S] integers, given with query_segment_ids.
 
     Returns:
-        bool [B or 1, 1, T or 1, S], for logits [B, heads, T, S]: the batch axis is 1 where nothing differs between rows,
-        the query axis is 1 where nothing differs between queries. A row may be wholly False: see `mask_to_bias`. No mask hides a
-        value that is NaN or infinite: a weight of 0 times it is NaN.
+        bool [B or 1, 1, T or 1, S], for logits [B, heads, T, S]: the batch axis is 1 if all rows have the same mask, the query axis
+        is 1 if all queries have. A row may be False throughout: see `mask_to_bias`. A mask does not protect from keys or values that
+        are NaN or infinite: 0 times them is NaN.
 
     Raises:
         TypeError: positions are not signed integers (uint8 and uint16 pass), ids are not integers, padding is not bool, causal is not a
-            Python bool, a window or chunk is no Python int.
-        ValueError: host positions outside int32, a rank other than 1 or 2, shapes that do not fit each other, block or segment ids
-            of only one side.
+            Python bool, or a window or chunk is not a Python int.
+        ValueError: host positions outside int32, a rank other than 1 or 2, shapes that do not fit each other, or block or segment
+            ids of only one side.
 
     Example:
         >>> import jax.numpy as jnp
@@ -119,29 +123,20 @@ def attention_mask(
 
     Source:
         Vaswani et al., "Attention Is All You Need" (2017), section 3.2.3, https://arxiv.org/abs/1706.03762; for the other
-        terms see the functions named.
+        terms see the functions named above.
     """
-    _check_fit(
-        {"query_positions": query_positions, "query_block_ids": query_block_ids, "query_segment_ids": query_segment_ids},
-        {"key_positions": key_positions, "padding": padding, "key_block_ids": key_block_ids, "key_segment_ids": key_segment_ids},
-    )
-    allowed = []
-    if _checks.flag("causal", causal):
-        allowed.append(window_mask(query_positions, key_positions, right=0))
-    if window is not None:
-        left, right = _pair("window", window)
-        allowed.append(window_mask(query_positions, key_positions, left=left, right=right))
-    if chunk is not None:
-        allowed.append(chunk_mask(query_positions, key_positions, chunk=chunk))
-    if query_block_ids is not None and key_block_ids is not None and allowed:
-        allowed = [functools.reduce(jnp.logical_and, allowed) | block_mask(query_block_ids, key_block_ids)]
-    if query_segment_ids is not None and key_segment_ids is not None:
-        allowed.append(segment_mask(query_segment_ids, key_segment_ids))
+    queries = {"query_positions": query_positions, "query_block_ids": query_block_ids, "query_segment_ids": query_segment_ids}
+    keys = {"key_positions": key_positions, "padding": padding, "key_block_ids": key_block_ids, "key_segment_ids": key_segment_ids}
+    _check_fit(queries, keys)
+    arrays = {
+        name: _checks.rows(name, _checks.as_ordered(name, value))
+        for name, value in (queries | keys).items()
+        if value is not None and name != "padding"
+    }
     if padding is not None:
-        allowed.append(_checks.rows("padding", _checks.as_mask("padding", padding, "a token"))[:, None, None, :])
-    if not allowed:
-        allowed.append(jnp.ones((1, 1, 1, _keys("key_positions", key_positions).shape[3]), bool))
-    return functools.reduce(jnp.logical_and, allowed)
+        arrays["padding"] = _checks.rows("padding", _checks.as_mask("padding", padding, "a token"))
+    causal = _checks.flag("causal", causal)
+    return _attention_mask(arrays, causal, None if window is None else _pair("window", window), None if chunk is None else _chunk(chunk))
 
 
 def window_mask(
@@ -152,16 +147,17 @@ def window_mask(
     Args:
         query_positions: [T] or [B, T] integers.
         key_positions: [S] or [B, S] integers.
-        left: how many positions before its own a query sees, at least 0; None: all. (w tokens with oneself, as transformers counts: w - 1;
-            oneself and w before, as tensor2tensor and axlearn: w.)
-        right: how many after its own, at least 0; None: all. A causal window has 0, a symmetric one the same as left.
+        left: how many positions before its own a query sees, at least 0; None: all. (transformers' window counts the query's own token: w
+            there is w - 1 here. tensor2tensor and axlearn do not count it: w.)
+        right: how many positions after its own a query sees, at least 0; None: all. 0 in a causal window, the same as left in a
+            symmetric one.
 
     Returns:
-        bool [B or 1, 1, T, S]; masks of this module combine with `&`, `|` and `~`.
+        bool [B or 1, 1, T, S]. Combine masks with `&`, `|` and `~`.
 
     Raises:
-        TypeError: positions are not signed integers; left or right is no Python int.
-        ValueError: another rank; a negative left or right; host positions outside int32.
+        TypeError: positions are not signed integers; left or right is not a Python int.
+        ValueError: a rank other than 1 or 2, or unequal numbers of rows; a negative left or right; host positions outside int32.
 
     Example:
         >>> import transformer_embed as te
@@ -171,15 +167,14 @@ def window_mask(
     Source:
         Beltagy et al., "Longformer" (2020), section 3.1, https://arxiv.org/abs/2004.05150
     """
-    queries, keys = _queries("query_positions", query_positions), _keys("key_positions", key_positions)
-    terms = [] if right is None else [_at_most(keys, queries, _checks.integer("right", right, at_least=0))]
-    terms += [] if left is None else [_at_most(queries, keys, _checks.integer("left", left, at_least=0))]
-    everywhere = jnp.ones(_checks.broadcastable("query_positions and key_positions", queries.shape, keys.shape), bool)
-    return functools.reduce(jnp.logical_and, terms) if terms else everywhere
+    pair = _checks.comparable_rows(query_positions=query_positions, key_positions=key_positions)
+    return _in_window(*pair, _distance("left", left), _distance("right", right))
 
 
 def chunk_mask(query_positions: ArrayLike, key_positions: ArrayLike, *, chunk: int) -> Bool[Array, "b 1 t s"]:
-    """Which keys lie in the query's chunk, positions being cut into chunks of one length: 0..chunk-1, chunk..2*chunk-1, ...
+    """Which keys lie in the query's chunk: positions 0..chunk-1, chunk..2*chunk-1, ...
+
+    Positions from `TokenPositions.from_ids` count chunks from the first token that is not padding, as transformers does.
 
     Args:
         query_positions: [T] or [B, T] integers.
@@ -190,8 +185,8 @@ def chunk_mask(query_positions: ArrayLike, key_positions: ArrayLike, *, chunk: i
         bool [B or 1, 1, T, S].
 
     Raises:
-        TypeError: positions are not signed integers; chunk is no Python int.
-        ValueError: another rank; a chunk below 1 or past int32; host positions outside int32.
+        TypeError: positions are not signed integers; chunk is not a Python int.
+        ValueError: a rank other than 1 or 2, or unequal numbers of rows; a chunk below 1 or past int32; host positions outside int32.
 
     Example:
         >>> import transformer_embed as te
@@ -199,26 +194,25 @@ def chunk_mask(query_positions: ArrayLike, key_positions: ArrayLike, *, chunk: i
         [[1, 1, 0, 0], [0, 0, 1, 1]]
 
     Source:
-        Child et al., "Generating Long Sequences with Sparse Transformers" (2019), section 4.3, https://arxiv.org/abs/1904.10509,
-        the block of its fixed pattern; the chunked attention of Llama 4.
+        The block of the fixed pattern of Child et al., "Generating Long Sequences with Sparse Transformers" (2019), section 4.3,
+        https://arxiv.org/abs/1904.10509; the chunked attention of Llama 4.
     """
-    chunk = _checks.integer("chunk", chunk, at_least=1, at_most=2**31 - 1)
-    return _queries("query_positions", query_positions) // chunk == _keys("key_positions", key_positions) // chunk
+    return _in_chunk(*_checks.comparable_rows(query_positions=query_positions, key_positions=key_positions), _chunk(chunk))
 
 
 def block_mask(query_block_ids: ArrayLike, key_block_ids: ArrayLike) -> Bool[Array, "b 1 t s"]:
-    """Which keys are of the query's block; -1 is no block. To let blocks see all of themselves, join it to a causal mask by `|`.
+    """Which keys belong to the query's block; -1 belongs to none. `causal | block_mask(...)` lets each block see all of itself.
 
     Args:
-        query_block_ids: [T] or [B, T] integers; any negative one: in no block. A bool prefix flag p is `jnp.where(p, 0, -1)`.
+        query_block_ids: [T] or [B, T] integers; negative: in no block. For a bool prefix flag p: `jnp.where(p, 0, -1)`.
         key_block_ids: [S] or [B, S] integers.
 
     Returns:
         bool [B or 1, 1, T, S].
 
     Raises:
-        TypeError: ids are not integers.
-        ValueError: another rank.
+        TypeError: ids are not signed integers.
+        ValueError: a rank other than 1 or 2, or unequal numbers of rows.
 
     Example:
         >>> import jax.numpy as jnp
@@ -228,26 +222,25 @@ def block_mask(query_block_ids: ArrayLike, key_block_ids: ArrayLike) -> Bool[Arr
         [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
 
     Source:
-        Raffel et al., "T5" (2020), section 3.2.1, on the prefix language model; https://arxiv.org/abs/1910.10683. Numbered blocks, images
-        in text for example, are those of transformers' Gemma 3.
+        Raffel et al., "T5" (2020), section 3.2.1, on the prefix language model; https://arxiv.org/abs/1910.10683. Numbered blocks (images
+        in text, for example) as in transformers' Gemma 3.
     """
-    queries, keys = _queries("query_block_ids", query_block_ids), _keys("key_block_ids", key_block_ids)
-    return (queries == keys) & (queries >= 0)
+    return _in_block(*_checks.comparable_rows(query_block_ids=query_block_ids, key_block_ids=key_block_ids))
 
 
 def segment_mask(query_segment_ids: ArrayLike, key_segment_ids: ArrayLike) -> Bool[Array, "b 1 t s"]:
-    """Which keys are of the query's segment, for sequences packed into one row.
+    """Which keys belong to the query's segment, for sequences packed into one row.
 
     Args:
-        query_segment_ids: [T] or [B, T] integers. 0 equals 0: mask padding apart.
+        query_segment_ids: [T] or [B, T] integers. Padding (0) sees padding: mask it separately.
         key_segment_ids: [S] or [B, S] integers.
 
     Returns:
         bool [B or 1, 1, T, S].
 
     Raises:
-        TypeError: ids are not integers.
-        ValueError: another rank.
+        TypeError: ids are not signed integers.
+        ValueError: a rank other than 1 or 2, or unequal numbers of rows.
 
     Example:
         >>> import transformer_embed as te
@@ -257,23 +250,23 @@ def segment_mask(query_segment_ids: ArrayLike, key_segment_ids: ArrayLike) -> Bo
     Source:
         Raffel et al., "T5" (2020), section 3.5.2, https://arxiv.org/abs/1910.10683
     """
-    return _queries("query_segment_ids", query_segment_ids) == _keys("key_segment_ids", key_segment_ids)
+    return _is_same(*_checks.comparable_rows(query_segment_ids=query_segment_ids, key_segment_ids=key_segment_ids))
 
 
 def combine_masks(*masks: ArrayLike) -> Bool[Array, "b h t s"]:
     """Where every one of the masks is True.
 
-    Only masks of rank 4 are taken: a [B, S] beside a [T, S] would broadcast without a word wherever B happens to equal T.
+    The masks must have rank 4: a [B, S] next to a [T, S] would broadcast silently whenever B equals T.
 
     Args:
         *masks: at least one; bool [B or 1, H or 1, T or 1, S or 1].
 
     Returns:
-        bool, of the broadcast shape of all.
+        bool, of the shape to which all of them broadcast.
 
     Raises:
-        TypeError: a mask that is not bool.
-        ValueError: no mask, a rank other than 4, or shapes that do not broadcast.
+        TypeError: a mask is not bool.
+        ValueError: there is no mask, a rank is not 4, or the shapes do not broadcast.
 
     Example:
         >>> import jax.numpy as jnp
@@ -292,55 +285,137 @@ def combine_masks(*masks: ArrayLike) -> Bool[Array, "b h t s"]:
         if array.ndim != 4:
             raise ValueError(_checks.wanted(f"masks[{n}]", "rank 4, [batch, heads, queries, keys]", f"shape {list(array.shape)}"))
     _checks.broadcastable("masks", *(array.shape for array in arrays))
-    return functools.reduce(jnp.logical_and, arrays)
+    return _all(arrays)
 
 
-def mask_to_bias(mask: ArrayLike, dtype: DTypeLike = jnp.float32) -> Float[Array, "..."]:
-    """A bias to add to attention logits: 0 where attention is allowed, half of the dtype's lowest value where not.
+def mask_to_bias(mask: ArrayLike, dtype: DTypeLike = jnp.float32, *, value: float | None = None) -> Float[Array, "..."]:
+    """A bias to add to attention logits: 0 where attention is allowed, a large negative number elsewhere.
 
-    Half leaves room to add another bias, ALiBi's for example, without an overflow to -inf. It is finite, so a row that is
-    wholly masked gives an even softmax rather than NaN, in the forward pass and in the gradient.
+    The number is half of the dtype's lowest: it leaves room to add another bias, ALiBi's for example, without an overflow to -inf. The
+    bias is finite, so a fully masked row gives an even softmax rather than NaN, in the forward pass and in the gradient.
 
     Args:
         mask: bool [...], True = may attend.
         dtype: of the logits, a floating dtype.
+        value: the bias where the mask is False, below 0 and finite in the dtype. None: `jnp.finfo(dtype).min / 2`. transformers has
+            `float(jnp.finfo(dtype).min)`, T5X and tensor2tensor -1e9.
 
     Returns:
-        [...] of `dtype`: 0 or `jnp.finfo(dtype).min / 2`.
+        [...] of `dtype`: 0 or the value. If jax_enable_x64 is off, float64 becomes float32, with JAX's warning.
 
     Raises:
-        TypeError: mask is not bool (numbers would be read the wrong way round where they are a bias), or dtype is no floating dtype.
+        TypeError: mask is not bool (a bias or 0/1 floats would be read the wrong way round), dtype is not a floating dtype, or value is
+            not a Python number.
+        ValueError: value is not below 0, or is not finite in the dtype.
 
     Example:
         >>> import jax.numpy as jnp
         >>> import transformer_embed as te
         >>> te.mask_to_bias([True, False], jnp.float16).tolist()
         [0.0, -32752.0]
+        >>> te.mask_to_bias([True, False], value=-1e9).tolist()
+        [0.0, -1000000000.0]
 
     Source:
         The additive form of the mask of Vaswani et al., "Attention Is All You Need" (2017), section 3.2.3, https://arxiv.org/abs/1706.03762,
-        with a finite value for its minus infinity.
+        with a finite number for its minus infinity.
     """
-    dtype = _checks.floating_dtype("dtype", dtype)
-    low = jnp.array(jnp.finfo(dtype).min / 2, dtype)
-    return jnp.where(_checks.as_mask("mask", mask), jnp.zeros((), dtype), low)
+    dtype = _checks.result_dtype("dtype", dtype)
+    if value is not None:
+        lowest = float(jnp.finfo(dtype).min)
+        if not lowest <= _checks.real("value", value) < 0:
+            raise ValueError(_checks.wanted("value", f"a number below 0 that {dtype} holds, at least {lowest:g}", f"{value:g}"))
+    return _bias(_checks.as_mask("mask", mask), dtype, None if value is None else float(value))
 
 
-def _queries(name: str, value: ArrayLike) -> Integer[Array, "b 1 t 1"]:
-    return _checks.rows(name, _checks.as_ordered(name, value))[:, None, :, None]
+def _distance(name: str, value: int | None) -> int | None:
+    return None if value is None else _checks.integer(name, value, at_least=0)
 
 
-def _keys(name: str, value: ArrayLike) -> Integer[Array, "b 1 1 s"]:
-    return _checks.rows(name, _checks.as_ordered(name, value))[:, None, None, :]
+def _chunk(value: int) -> int:
+    return _checks.integer("chunk", value, at_least=1, at_most=2**31 - 1)
+
+
+# What follows is compiled even where the caller is not.
+@functools.partial(jax.jit, inline=True, static_argnums=1)
+def _is_other(ids: Integer[Array, "..."], pad_id: int) -> Bool[Array, "..."]:
+    return ids != pad_id
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=0)
+def _lower_triangle(length: int) -> Bool[Array, "t t"]:
+    positions = jnp.arange(length, dtype=jnp.int32)
+    return positions[None, :] <= positions[:, None]
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=(1, 2, 3))
+def _attention_mask(
+    arrays: dict[str, Array], causal: bool, window: tuple[int | None, int | None] | None, chunk: int | None
+) -> Bool[Array, "b 1 t s"]:
+    positions = arrays["query_positions"], arrays["key_positions"]
+    allowed = [_in_window(*positions, None, 0)] if causal else []
+    if window is not None:
+        allowed.append(_in_window(*positions, *window))
+    if chunk is not None:
+        allowed.append(_in_chunk(*positions, chunk))
+    if "query_block_ids" in arrays and allowed:
+        allowed = [_all(allowed) | _in_block(arrays["query_block_ids"], arrays["key_block_ids"])]
+    if "query_segment_ids" in arrays:
+        allowed.append(_is_same(arrays["query_segment_ids"], arrays["key_segment_ids"]))
+    if "padding" in arrays:
+        allowed.append(arrays["padding"][:, None, None, :])
+    return _all(allowed) if allowed else jnp.ones((1, 1, 1, positions[1].shape[1]), bool)
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=(2, 3))
+def _in_window(queries: Integer[Array, "q t"], keys: Integer[Array, "k s"], left: int | None, right: int | None) -> Bool[Array, "b 1 t s"]:
+    queries, keys = _crossed(queries, keys)
+    terms = [] if right is None else [_at_most(keys, queries, right)]
+    terms += [] if left is None else [_at_most(queries, keys, left)]
+    return _all(terms) if terms else jnp.ones(jnp.broadcast_shapes(queries.shape, keys.shape), bool)
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=2)
+def _in_chunk(queries: Integer[Array, "q t"], keys: Integer[Array, "k s"], chunk: int) -> Bool[Array, "b 1 t s"]:
+    queries, keys = _crossed(queries, keys)
+    return queries // chunk == keys // chunk
+
+
+@functools.partial(jax.jit, inline=True)
+def _in_block(queries: Integer[Array, "q t"], keys: Integer[Array, "k s"]) -> Bool[Array, "b 1 t s"]:
+    queries, keys = _crossed(queries, keys)
+    return (queries == keys) & (queries >= 0)
+
+
+@functools.partial(jax.jit, inline=True)
+def _is_same(queries: Integer[Array, "q t"], keys: Integer[Array, "k s"]) -> Bool[Array, "b 1 t s"]:
+    queries, keys = _crossed(queries, keys)
+    return queries == keys
+
+
+@functools.partial(jax.jit, inline=True)
+def _all(masks: list[Bool[Array, "b h t s"]]) -> Bool[Array, "b h t s"]:
+    return functools.reduce(jnp.logical_and, masks)
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=(1, 2))
+def _bias(mask: Bool[Array, "..."], dtype: jnp.dtype, value: float | None) -> Float[Array, "..."]:
+    low = jnp.finfo(dtype).min / 2 if value is None else value
+    return jnp.where(mask, jnp.zeros((), dtype), jnp.array(low, dtype))
+
+
+def _crossed(queries: Integer[Array, "q t"], keys: Integer[Array, "k s"]) -> tuple[Integer[Array, "q 1 t 1"], Integer[Array, "k 1 1 s"]]:
+    """Both as one dtype, in shapes that broadcast to [batch, 1, queries, keys]."""
+    dtype = jnp.promote_types(queries.dtype, keys.dtype)
+    return queries.astype(dtype)[:, None, :, None], keys.astype(dtype)[:, None, None, :]
 
 
 def _at_most(first: Integer[Array, "..."], second: Integer[Array, "..."], distance: int) -> Bool[Array, "..."]:
-    """`first - second <= distance`, where the difference may not fit: as an unsigned number, it does where it is not negative."""
+    """`first - second <= distance`. The difference may not fit the dtype, but it fits the unsigned one if it is not negative."""
     if distance == 0:
         return first <= second
-    dtype = jnp.promote_types(first.dtype, second.dtype)
-    unsigned = jnp.uint64 if dtype == jnp.int64 else jnp.uint32
-    difference = first.astype(dtype).astype(unsigned) - second.astype(dtype).astype(unsigned)
+    unsigned = jnp.uint64 if first.dtype == jnp.int64 else jnp.uint32
+    difference = first.astype(unsigned) - second.astype(unsigned)
     return (first <= second) | (difference <= jnp.array(min(distance, jnp.iinfo(unsigned).max), unsigned))
 
 
@@ -354,7 +429,7 @@ def _pair(name: str, value: Any) -> tuple[Any, Any]:
 
 
 def _check_fit(queries: dict[str, ArrayLike | None], keys: dict[str, ArrayLike | None]) -> None:
-    """Block and segment ids of both sides or none; each side of one length; all of one number of rows, or of 1."""
+    """Checks that block and segment ids are given for both sides, and that lengths and numbers of rows agree."""
     rows = {}
     for side, other in ((queries, keys), (keys, queries)):
         first, length = next(iter(side)), None
@@ -367,4 +442,4 @@ def _check_fit(queries: dict[str, ArrayLike | None], keys: dict[str, ArrayLike |
                 length = found if length is None else length
                 _checks.same(name, f"the length of {first}", found, length)
     if len(set(rows.values()) - {1}) > 1:
-        raise ValueError(_checks.wanted(", ".join(rows), "one number of rows, or 1", f"{', '.join(map(str, rows.values()))}"))
+        raise ValueError(_checks.wanted(", ".join(rows), "the same number of rows, or 1", f"{', '.join(map(str, rows.values()))}"))

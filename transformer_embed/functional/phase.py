@@ -21,7 +21,8 @@ from jaxtyping import Array, Float, Float32, Integer, UInt32
 from transformer_embed import _checks
 
 PI = decimal.Decimal("3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803482534")
-PRECISION = decimal.Context(prec=80)
+# A frequency past the largest decimal becomes infinite, and is refused with the others that are too high.
+PRECISION = decimal.Context(prec=80, traps=[decimal.InvalidOperation, decimal.DivisionByZero])
 
 ZERO = decimal.Decimal(0)
 
@@ -44,7 +45,9 @@ class _Phase(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256, typed=True)
-def geometric_frequencies(count: int, base: float, denominator: float, frequency_scale: float = 1.0) -> tuple[decimal.Decimal, ...]:
+def geometric_frequencies(
+    count: int, base: float | decimal.Decimal, denominator: float | decimal.Decimal, frequency_scale: float = 1.0
+) -> tuple[decimal.Decimal, ...]:
     """`frequency_scale * base ** (-i / denominator)` for i in 0..count-1, in radians per unit of position, to some 75 digits."""
     with decimal.localcontext(PRECISION):
         frequency = decimal.Decimal(frequency_scale)
@@ -59,12 +62,11 @@ def geometric_frequencies(count: int, base: float, denominator: float, frequency
 
 def channels(frequencies: Sequence[decimal.Decimal], quarters: Sequence[int]) -> Channels:
     """Fixed-point words, rounded to 2**-64 turns, of one frequency (radians per unit of position) a channel."""
+    highest = max(frequencies, default=ZERO)
+    if highest >= 2**33 * PI:
+        raise ValueError(_checks.wanted("base and frequency_scale", "frequencies below 2**32 turns a position", f"{highest:.3g} radians"))
     with decimal.localcontext(PRECISION):
-        words = [int((f / (2 * PI) * 2**64).to_integral_value()) for f in frequencies]
-    if max(words, default=0) >= 2**96:
-        raise ValueError(
-            _checks.wanted("base and frequency_scale", "frequencies below 2**32 turns a position", f"{max(frequencies):.3g} radians")
-        )
+        words = [min(int((f / (2 * PI) * 2**64).to_integral_value()), 2**96 - 1) for f in frequencies]
     return Channels(
         turns=np.array([w >> 64 for w in words], np.uint32),
         high=np.array([w >> 32 & 0xFFFFFFFF for w in words], np.uint32),

@@ -1,5 +1,6 @@
 """The position and the segment of each token, for batches with padding on either side, packed sequences and decoding."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -66,7 +67,7 @@ class TokenPositions(NamedTuple):
 
         Raises:
             TypeError: ids are not integers, or another argument is not a Python int.
-            ValueError: ids do not have rank 1 or 2; positions counted from start would not fit int32.
+            ValueError: ids do not have rank 1 or 2; pad_id is outside int32; positions counted from start would not fit int32.
 
         Example:
             >>> import transformer_embed as te
@@ -77,8 +78,7 @@ class TokenPositions(NamedTuple):
             Liu et al., "RoBERTa" (2019), https://arxiv.org/abs/1907.11692, as in fairseq's make_positions.
         """
         rows = _checks.rows("ids", _checks.as_int32("ids", ids))
-        tokens = rows != _checks.int32("pad_id", pad_id)
-        return cls(positions_of_tokens(tokens, start, at_padding), tokens.astype(jnp.int32))
+        return cls(*_of_ids(rows, _checks.int32("pad_id", pad_id), *_counting(start, at_padding, rows.shape[1])))
 
     @classmethod
     def from_lengths(
@@ -116,11 +116,8 @@ class TokenPositions(NamedTuple):
             raise ValueError(_checks.wanted("lengths", "shape [batch]", f"shape {list(lengths.shape)}"))
         if isinstance(given, np.ndarray) and (given < 0).any():
             raise ValueError(_checks.wanted("lengths", "integers of at least 0", int(given.min())))
-        index = jnp.arange(_checks.length("length", length), dtype=jnp.int32)
-        if _checks.choice("padding_side", padding_side, ("right", "left")) == "left":
-            index = index[::-1]
-        tokens = index < lengths[:, None]
-        return cls(positions_of_tokens(tokens, start, at_padding), tokens.astype(jnp.int32))
+        length, padding_side = _checks.length("length", length), _checks.choice("padding_side", padding_side, ("right", "left"))
+        return cls(*_of_lengths(lengths, length, padding_side, *_counting(start, at_padding, length)))
 
     @classmethod
     def from_segment_ids(cls, segment_ids: ArrayLike, *, start: int = 0, at_padding: int = 0) -> "TokenPositions":
@@ -136,7 +133,7 @@ class TokenPositions(NamedTuple):
             TokenPositions of [batch, length].
 
         Raises:
-            TypeError: segment_ids are not integers, or another argument is not a Python int.
+            TypeError: segment_ids are not integers, or are traced and of a dtype wider than int32; another argument is not a Python int.
             ValueError: segment_ids do not have rank 1 or 2, do not fit int32, or hold a number that comes back in a row; positions
                 counted from start would not fit int32.
 
@@ -152,7 +149,7 @@ class TokenPositions(NamedTuple):
         rows = _checks.rows("segment_ids", _checks.as_fitting_int32("segment_ids", given))
         if isinstance(given, np.ndarray):
             _check_runs(np.atleast_2d(given))
-        return cls(_positions_in_segments(rows, start, at_padding), rows)
+        return cls(_positions_in_segments(rows, *_counting(start, at_padding, rows.shape[1])), rows)
 
     @classmethod
     def from_offset(cls, offset: ArrayLike, length: int) -> "TokenPositions":
@@ -168,7 +165,7 @@ class TokenPositions(NamedTuple):
             TokenPositions of [1 or batch, length], all in segment 1.
 
         Raises:
-            TypeError: offset is not an integer array, or length is not a Python int.
+            TypeError: offset is not an integer, or is traced and of a dtype wider than int32; length is not a Python int.
             ValueError: offset has a rank above 1; length is negative; positions would not fit int32 (checked on the host only).
 
         Example:
@@ -188,19 +185,21 @@ class TokenPositions(NamedTuple):
             raise ValueError(_checks.wanted("offset", "shape [] or [batch]", f"shape {list(offset.shape)}"))
         if isinstance(given, np.ndarray) and given.size:
             _checks.last_position_fits("offset", int(given.max()), length)
-        positions = jnp.atleast_1d(offset)[:, None] + jnp.arange(length, dtype=jnp.int32)
-        return cls(positions, jnp.ones_like(positions))
+        return cls(*_of_offset(offset, length))
 
 
 export.register_namedtuple_serialization(TokenPositions, serialized_name="transformer_embed.TokenPositions")
 
 
 def positions_of_tokens(tokens: Bool[Array, "... t"], start: int, at_padding: int) -> Int32[Array, "... t"]:
-    """How many tokens stand before each token, plus start."""
+    """For each token, how many tokens are before it, plus start."""
+    return _counted(tokens, *_counting(start, at_padding, tokens.shape[-1]))
+
+
+def _counting(start: int, at_padding: int, length: int) -> tuple[int, int]:
     start, at_padding = _checks.int32("start", start), _checks.int32("at_padding", at_padding)
-    _checks.last_position_fits("start", start, tokens.shape[-1])
-    number = jnp.cumsum(tokens.astype(jnp.int32), axis=-1)
-    return jnp.where(tokens, number + (start - 1), at_padding).astype(jnp.int32)
+    _checks.last_position_fits("start", start, length)
+    return start, at_padding
 
 
 def _check_runs(rows: np.ndarray) -> None:
@@ -211,11 +210,40 @@ def _check_runs(rows: np.ndarray) -> None:
             raise ValueError(_checks.wanted("segment_ids", "one run of tokens for each number", f"{int(back[0])} twice in row {number}"))
 
 
+# What follows is compiled even where the caller is not.
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=(1, 2))
+def _counted(tokens: Bool[Array, "... t"], start: int, at_padding: int) -> Int32[Array, "... t"]:
+    number = jnp.cumsum(tokens.astype(jnp.int32), axis=-1, dtype=jnp.int32)
+    return jnp.where(tokens, number + (start - 1), at_padding)
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=(1, 2, 3))
+def _of_ids(ids: Int32[Array, "b t"], pad_id: int, start: int, at_padding: int) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:
+    tokens = ids != pad_id
+    return _counted(tokens, start, at_padding), tokens.astype(jnp.int32)
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=(1, 2, 3, 4))
+def _of_lengths(
+    lengths: Int32[Array, "b"], length: int, padding_side: str, start: int, at_padding: int
+) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:
+    index = jnp.arange(length, dtype=jnp.int32)
+    tokens = (index if padding_side == "right" else index[::-1])[None] < lengths[:, None]
+    return _counted(tokens, start, at_padding), tokens.astype(jnp.int32)
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=(1, 2))
 def _positions_in_segments(segment_ids: Int32[Array, "b t"], start: int, at_padding: int) -> Int32[Array, "b t"]:
-    """How many tokens of the same run stand before each token, plus start."""
-    index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
-    is_first = (segment_ids != jnp.roll(segment_ids, 1, axis=1)).at[:, :1].set(True)
+    """For each token, how many tokens of its run are before it, plus start."""
+    index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
+    is_first = (index == 0) | (segment_ids != jnp.roll(segment_ids, 1, axis=1))
     first = jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
-    start, at_padding = _checks.int32("start", start), _checks.int32("at_padding", at_padding)
-    _checks.last_position_fits("start", start, segment_ids.shape[1])
-    return jnp.where(segment_ids != 0, index - first + start, at_padding).astype(jnp.int32)
+    return jnp.where(segment_ids != 0, index - first + start, at_padding)
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=1)
+def _of_offset(offset: Int32[Array, "..."], length: int) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:
+    positions = jnp.atleast_1d(offset)[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+    return positions, jnp.ones_like(positions)

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: queries and keys turned by their positions, exactly at any position, as any published model turns them."""
+"""Rotary position embeddings: queries and keys rotated by their positions, exact at any position, in every published layout."""
 
 import decimal
 import functools
@@ -30,7 +30,7 @@ def apply_rotary(
     scaling: Scaling | None = None,
     sections: Sequence[int] | None = None,
 ) -> Float[Array, "... t h d"]:
-    """Turns each pair of channels of queries or keys by an angle proportional to the position, exact at any position.
+    """Rotates each pair of channels of queries or keys by an angle proportional to the position, exact at any position.
 
     With the defaults, for i in 0..head_dim//2 - 1 and angle = position * base ** (-2i / head_dim), the channels a = i and
     b = i + head_dim//2 become
@@ -38,36 +38,37 @@ def apply_rotary(
         x[..., a] * cos(angle) - x[..., b] * sin(angle)
         x[..., b] * cos(angle) + x[..., a] * sin(angle)
 
-    The dot product of a query and a key, both rotated, depends on the difference of their positions only. Rotations add up: what is
-    rotated already, such as keys in a cache, must not be rotated again. There is no table and no longest position.
+    The dot product of a rotated query and a rotated key depends on the difference of their positions only. Rotations add up, so do not
+    rotate the keys in a cache again. There is no table and no longest position.
 
     Args:
         x: [..., length, heads, head_dim], a floating dtype. (Some libraries have heads before length: swap those axes.)
-        positions: [length], or more axes that broadcast to x's before the heads; any integer dtype, or float32. With sections, one more
-            axis, the last: [..., length, axes].
-        base: the wavelengths grow from 2 pi towards 2 pi times this; above 0 ("theta").
-        layout: which channels are a pair.
+        positions: [length], or more axes that broadcast to those of x before the heads; any integer dtype, or float32. With sections,
+            there is one more axis at the end: [..., length, axes].
+        base: above 0, often called theta. The wavelengths grow from 2 pi towards 2 pi times this.
+        layout: which channels form a pair.
             `"half"`: i and i + d/2 (Llama, GPT-NeoX, Gemma).
             `"interleaved"`: 2i and 2i + 1 (RoFormer, GPT-J).
-        rotary_dim: how many channels are rotated, even; None: all of them.
-        partial: what a rotary_dim below head_dim means.
+        rotary_dim: how many channels are rotated, an even number. None: all of them.
+        partial: what a rotary_dim smaller than head_dim means.
             `"first"`: the first rotary_dim channels are rotated as a head of that size (GPT-J, GPT-NeoX).
-            `"proportional"`: the whole head is paired, with head_dim in the exponents, and the first rotary_dim / 2 pairs turn (Gemma).
+            `"proportional"`: pairs span the whole head, with head_dim in the exponents; the first rotary_dim / 2 pairs rotate (Gemma).
         scaling: of the frequencies, for contexts longer than in training: `LinearScaling`, `NTKScaling`, `DynamicNTKScaling`,
-            `YarnScaling`, `Llama3Scaling` or `LongRopeScaling`; None: none.
-        sections: how many successive pairs turn by each axis of the positions, (16, 24, 24) for time, height and width in Qwen2-VL:
-            one row of frequencies, cut into sections. None: one axis.
+            `YarnScaling`, `Llama3Scaling` or `LongRopeScaling`. None: no scaling.
+        sections: how many successive pairs are rotated by each axis of the positions: (16, 24, 24) for time, height and width in
+            Qwen2-VL. The frequencies are those of a single axis, cut into sections. None: one axis.
 
     Returns:
         [..., length, heads, head_dim] of x's dtype, computed in float32 and rounded once. The error of a cosine or sine is at most
-        6.0e-8 for every int32 and uint32 position, and for float32 ones below 2**24 in magnitude; where the scaling has an attention
-        factor, that times the factor, beside float32's rounding of the product. NaN for a 64-bit jax integer outside int32, and for a
-        float that is not finite or is 2**31 or more in magnitude. Differentiable in x and in float positions.
+        6.0e-8 for every int32 and uint32 position, and for float32 ones below 2**24 in magnitude. If the scaling has an attention
+        factor, the error is multiplied by it, and float32's rounding of the product is added. NaN for a 64-bit jax integer outside
+        int32, and for a float that is not finite or is 2**31 or more in magnitude. Differentiable in x and in float positions.
 
     Raises:
-        TypeError: x has no floating dtype; positions are neither integers nor float32; another argument is of another type.
+        TypeError: x does not have a floating dtype of 16 bits or more; positions are neither integers nor float32; another argument
+            has the wrong type.
         ValueError: a shape that does not fit, an odd number of channels to pair, a host position outside int32, an unknown layout or
-            partial, sections that do not add up to the pairs.
+            partial, or sections that do not add up to the number of pairs.
 
     Example:
         >>> import jax.numpy as jnp
@@ -100,25 +101,26 @@ def apply_rotary(
 def permute_rotary_weights(
     weights: ArrayLike, num_heads: int, *, source: str, target: str, rotary_dim: int | None = None
 ) -> Shaped[Array, "... hd"]:
-    """A projection's weights or biases with each head's channels in the order of another rotary layout.
+    """Reorders each head's channels of a projection's weights or biases for another rotary layout.
 
-    Queries and keys projected by permuted weights and rotated in the target's layout have the dot products that they had before.
-    Permute the query's and the key's projection (and a norm's scale between projection and rotation); the value's stays.
+    Queries and keys projected by permuted weights and rotated in the target layout have the same dot products as before. Permute the
+    projections of queries and keys (and the scale of a norm between projection and rotation), not that of values.
 
     Args:
-        weights: [..., num_heads * head_dim]: the output channels are the last axis, as in hk.Linear (torch has them first: transpose).
-        num_heads: at least 1; of the key's projection, its own number.
+        weights: [..., num_heads * head_dim], of any dtype that jax holds. The output channels are the last axis, as in hk.Linear (in
+            PyTorch they are the first: transpose).
+        num_heads: at least 1. With grouped queries, keys have their own number.
         source: the layout that the weights are in: `"half"` or `"interleaved"`; see `apply_rotary`.
-        target: the layout wanted.
-        rotary_dim: how many channels, the first ones of each head, are paired; None: all of them, as in
+        target: the layout to bring them to.
+        rotary_dim: how many channels, the first ones of each head, form pairs. None: all of them, as with
             `apply_rotary(..., partial="proportional")` too.
 
     Returns:
-        The weights' shape and dtype.
+        An array of the weights' shape and dtype.
 
     Raises:
-        TypeError: num_heads or rotary_dim is no Python int.
-        ValueError: the last axis is no multiple of num_heads, an odd number of channels to pair, or an unknown layout.
+        TypeError: num_heads or rotary_dim is not a Python int; weights are a 64-bit numpy array, and jax_enable_x64 is off.
+        ValueError: the last axis is not a multiple of num_heads, an odd number of channels to pair, or an unknown layout.
 
     Example:
         >>> import transformer_embed as te
@@ -126,23 +128,20 @@ def permute_rotary_weights(
         [0, 3, 1, 4, 2, 5]
 
     Source:
-        The conversion of Llama's published checkpoints, interleaved, to the transformers library, in halves.
+        The conversion of Llama's published checkpoints (interleaved) for the transformers library (half).
     """
-    array = jnp.asarray(_checks.as_array("weights", weights))
+    array = _checks.as_given("weights", weights)
     num_heads = _checks.integer("num_heads", num_heads, at_least=1)
     if array.ndim == 0 or array.shape[-1] % num_heads or array.shape[-1] == 0:
         raise ValueError(_checks.wanted("weights", f"a last axis of {num_heads} heads times head_dim", f"shape {list(array.shape)}"))
     head_dim = array.shape[-1] // num_heads
     dim = _rotary_dim(rotary_dim, head_dim)
-    of_target, of_source = (_order(_checks.choice(name, layout, LAYOUTS), dim) for name, layout in (("target", target), ("source", source)))
-    order = np.arange(head_dim)
-    order[of_target] = of_source
-    heads = np.arange(num_heads)[:, None] * head_dim
-    return array[..., (heads + order).reshape(-1)]
+    source, target = _checks.choice("source", source, LAYOUTS), _checks.choice("target", target, LAYOUTS)
+    return _permuted(array, head_dim, dim, source, target)
 
 
 class _Spec(NamedTuple):
-    """What decides the constants: `dim` channels are paired, the first `turning` pairs turn, and the sections add up to dim // 2."""
+    """What the constants depend on: `dim` channels are paired, the first `turning` pairs rotate, and the sections add up to dim // 2."""
 
     dim: int
     turning: int
@@ -159,6 +158,14 @@ def _rotated(x: Float[Array, "... t h d"], positions: Shaped[Array, "... t axes"
     first, second = _pairs(wide, layout)
     turned = _joined(first * cos - second * sin, second * cos + first * sin, layout).astype(x.dtype)
     return turned if spec.dim == x.shape[-1] else jnp.concatenate([turned, x[..., spec.dim :]], -1)
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=(1, 2, 3, 4))
+def _permuted(weights: Shaped[Array, "... hd"], head_dim: int, dim: int, source: str, target: str) -> Shaped[Array, "... hd"]:
+    order = np.arange(head_dim)
+    order[_order(target, dim)] = _order(source, dim)
+    heads = np.arange(0, weights.shape[-1], head_dim)[:, None]
+    return weights[..., (heads + order).reshape(-1)]
 
 
 def _pairs(x: Float[Array, "... d"], layout: str) -> tuple[Float[Array, "... p"], Float[Array, "... p"]]:
@@ -205,7 +212,7 @@ def _constants(spec: _Spec) -> tuple[tuple[phase.Channels, ...], float]:
 
 
 def _order(layout: str, dim: int) -> np.ndarray:
-    """The channels of a layout: the pairs' first ones, then their second ones."""
+    """The channels in a layout's order: the first of each pair, then the second of each pair."""
     channels = np.arange(dim)
     return channels if layout == "half" else channels.reshape(-1, 2).T.reshape(-1)
 
@@ -229,13 +236,13 @@ def _sections(sections: Sequence[int] | None, pairs: int) -> tuple[int, ...]:
     if sections is None:
         return ()
     sections = tuple(_checks.integer(f"sections[{n}]", size, at_least=0) for n, size in enumerate(_checks.sequence("sections", sections)))
-    _checks.same("sections", "numbers that add up to the pairs", sum(sections), pairs)
+    _checks.same("sections", "numbers that add up to the number of pairs", sum(sections), pairs)
     return sections
 
 
 def _positions(positions: ArrayLike, target: tuple[int, ...], sections: tuple[int, ...]) -> jax.Array | np.ndarray:
-    """Positions that fit x's axes before the heads, and that jit will not narrow unseen."""
-    positions = _checks.as_positions("positions", positions)
+    """Positions that fit the axes of x before the heads, in a dtype that jit does not narrow."""
+    positions = _checks.as_fitting_positions("positions", positions)
     shape = positions.shape
     if sections and (len(shape) < 2 or shape[-1] != len(sections)):
         raise ValueError(_checks.wanted("positions", f"shape [..., length, {len(sections)}], one axis a section", f"shape {list(shape)}"))
@@ -244,6 +251,4 @@ def _positions(positions: ArrayLike, target: tuple[int, ...], sections: tuple[in
         hint = _checks.SCALAR_HINT if not leading else ""
         raise ValueError(_checks.wanted("positions", f"x's length, {target[-1]}, last", f"shape {list(shape)}{hint}"))
     _checks.broadcasts_to("positions", leading, "x before its heads", target)
-    if isinstance(positions, np.ndarray) and np.issubdtype(positions.dtype, np.integer) and positions.dtype.itemsize == 8:
-        return _checks.fits_int32("positions", positions)
     return positions

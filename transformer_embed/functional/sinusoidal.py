@@ -1,17 +1,23 @@
-"""Sinusoidal position encodings: any position, tables, every published layout and denominator."""
+"""Sinusoidal position encodings: of any positions, as tables and on grids, in every published layout."""
 
+import decimal
 import functools
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from transformer_embed import _checks
 from transformer_embed.functional import phase
 
 LAYOUTS = ("interleaved", "sin_cos", "cos_sin")
 ODD = ("truncate", "round_up", "zero")
+MOST_AXES = 32
 
 
 def sinusoidal_encoding(
@@ -32,37 +38,38 @@ def sinusoidal_encoding(
         encoding[..., 2i]     = sin(position * base ** (-2i / d_model))
         encoding[..., 2i + 1] = cos(position * base ** (-2i / d_model))
 
-    There is no table and no longest position: positions may be traced, negative, fractional, of any shape.
+    There is no table and no longest position. Positions may be traced, negative, fractional, and of any shape.
 
     Args:
-        positions: [...]; any integer dtype, or float32 for fractional positions. (Host float64, Python floats among them, is rounded to
-            float32, and refused where that would be another integer; so is a jax float64, which gives NaN there.)
-        d_model: channels, at least 1; odd ones too.
-        base: the wavelengths grow from 2 pi towards 2 pi times this; above 0.
+        positions: [...]; any integer dtype, or float32 for fractional positions. float64 is rounded to float32. If that would change an
+            integer, it is an error on the host and gives NaN on a device.
+        d_model: number of channels, at least 1, even or odd.
+        base: above 0. The wavelengths grow from 2 pi towards 2 pi times this.
         layout: the order of the channels.
             `"interleaved"`: sine and cosine of each frequency side by side (Vaswani et al.; Keras, trax, XLM).
             `"sin_cos"`: all sines, then all cosines (tensor2tensor, fairseq, Marian, CTRL, Flax's examples, MaxText, Whisper).
             `"cos_sin"`: all cosines, then all sines (MusicGen; diffusers with `flip_sin_to_cos`).
-        shift: the denominator of the exponents. `None`: frequency i is base ** (-2i / d_model) (Vaswani et al.). A number s:
-            base ** (-i / (d_model // 2 - s)); 1 is tensor2tensor's, fairseq's and Whisper's, 0 and 1 are met in diffusers
+        shift: the denominator of the exponents. `None`: frequency i is base ** (-2i / d_model) (Vaswani et al.). A number s: it is
+            base ** (-i / (d_model // 2 - s)). tensor2tensor, fairseq and Whisper have s = 1; diffusers has 0 or 1
             (`downscale_freq_shift`).
         odd: what an odd d_model means.
-            `"truncate"`: d_model as it is, the last cosine (in `"cos_sin"`, sine) left out (Keras; Marian and RoFormer).
+            `"truncate"`: the exponents have d_model as it is, and the last cosine (in `"cos_sin"`, sine) is left out (Keras; Marian and
+            RoFormer).
             `"round_up"`: the encoding for d_model + 1 without its last channel (the positional-encodings package).
             `"zero"`: d_model // 2 pairs and a last channel of zeros (tensor2tensor, fairseq, MusicGen, diffusers).
-        frequency_scale: multiplies every frequency, as tensor2tensor's `min_timescale` does (its `max_timescale` is
-            `base * min_timescale`) and diffusers' `scale`. Above 0.
-        dtype: of the result; the encoding is computed in float32 and rounded once.
+        frequency_scale: above 0; multiplies every frequency, like tensor2tensor's `min_timescale` (its `max_timescale` is
+            `base * min_timescale`) and diffusers' `scale`.
+        dtype: of the result. The encoding is computed in float32 and rounded once.
 
     Returns:
-        [..., d_model] of `dtype`, in [-1, 1]. Maximum absolute error in float32: 6.0e-8, for every int32 and uint32
-        position, and for float32 positions below 2**24 in magnitude (there with frequency_scale up to 1000). NaN for a
-        64-bit integer outside int32, and for a float that is not finite or is 2**31 or more in magnitude. Differentiable
-        in float positions, to any order.
+        [..., d_model] of `dtype`, in [-1, 1]. The absolute error in float32 is at most 6.0e-8, for every int32 and uint32 position, and
+        for float32 positions below 2**24 in magnitude (these with frequency_scale up to 1000). NaN for a 64-bit integer outside int32,
+        and for a float that is not finite or is 2**31 or more in magnitude. Differentiable in float positions, to any order.
 
     Raises:
-        TypeError: positions are neither integers nor float32; d_model is no int; dtype is no floating dtype.
-        ValueError: an unknown layout or odd; a base or frequency_scale that is not above 0; a shift that leaves no denominator.
+        TypeError: positions are neither integers nor float32; d_model is not a Python int; dtype is not a floating dtype.
+        ValueError: an unknown layout or odd; a base or frequency_scale that is not above 0, or for which a frequency passes 2**32 turns
+            a position; a shift of d_model // 2 or more.
 
     Example:
         >>> import transformer_embed as te
@@ -75,8 +82,8 @@ def sinusoidal_encoding(
         Vaswani et al., "Attention Is All You Need" (2017), section 3.5, https://arxiv.org/abs/1706.03762. The other
         conventions are those of the named projects' code.
     """
-    encoding = phase.sinusoid(positions, sinusoidal_channels(d_model, base, layout, shift, odd, frequency_scale))
-    return encoding.astype(_checks.floating_dtype("dtype", dtype))
+    options = _checked_options(d_model, base, layout, shift, odd, frequency_scale)
+    return _encoding(*_narrowed(_checks.as_positions("positions", positions)), options, _checks.result_dtype("dtype", dtype))
 
 
 def sinusoidal_table(
@@ -93,21 +100,15 @@ def sinusoidal_table(
     """The sinusoidal encodings of positions 0..length-1.
 
     Args:
-        length: number of positions, at least 0.
-        d_model: as in `sinusoidal_encoding`, as are all options.
-        base: as above.
-        layout: as above.
-        shift: as above.
-        odd: as above.
-        frequency_scale: as above.
-        dtype: as above.
+        length: number of positions, at least 0 and at most 2**31.
+        d_model, base, layout, shift, odd, frequency_scale, dtype: see `sinusoidal_encoding`.
 
     Returns:
         [length, d_model] of `dtype`: `sinusoidal_encoding(jnp.arange(length), d_model, ...)`.
 
     Raises:
-        TypeError: length is no int; and as `sinusoidal_encoding`.
-        ValueError: length is negative; and as `sinusoidal_encoding`.
+        TypeError: length is not a Python int; and as `sinusoidal_encoding`.
+        ValueError: length is out of its range; and as `sinusoidal_encoding`.
 
     Example:
         >>> import transformer_embed as te
@@ -119,10 +120,8 @@ def sinusoidal_table(
     Source:
         Vaswani et al., "Attention Is All You Need" (2017), section 3.5, https://arxiv.org/abs/1706.03762
     """
-    positions = jnp.arange(_checks.length("length", length), dtype=jnp.int32)
-    return sinusoidal_encoding(
-        positions, d_model, base=base, layout=layout, shift=shift, odd=odd, frequency_scale=frequency_scale, dtype=dtype
-    )
+    options = _checked_options(d_model, base, layout, shift, odd, frequency_scale)
+    return _table(_checks.length("length", length), options, _checks.result_dtype("dtype", dtype))
 
 
 def sinusoidal_grid(
@@ -131,37 +130,43 @@ def sinusoidal_grid(
     *,
     positions: ArrayLike | None = None,
     axes: tuple[int, ...] | None = None,
+    axis_positions: Sequence[ArrayLike] | None = None,
     base: float = 10_000.0,
     layout: str = "interleaved",
     shift: float | None = None,
+    odd: str = "truncate",
     frequency_scale: float = 1.0,
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "... d"]:
-    """The sinusoidal encodings of a grid's points, in 2-D for images, 3-D for video: each axis has an equal part of the channels.
+    """The sinusoidal encodings of the points of a grid, in 2-D for images or 3-D for video: each axis has an equal part of the channels.
 
-    Part k, d_model / len(shape) channels wide, is the `sinusoidal_encoding` of the coordinate along axis axes[k].
+    Part k of the channels is the `sinusoidal_encoding` of the coordinate along axis axes[k].
 
     Args:
-        shape: points along each axis, [height, width] for an image; at least one axis.
-        d_model: channels, a multiple of the number of axes.
-        positions: [...] integers, points of the grid counted row by row (the last axis fastest), as a sequence of tokens has
+        shape: number of points along each axis, [height, width] for an image; 1 to 32 axes, at most 2**31 - 1 points.
+        d_model: number of channels.
+        positions: [...] integers: points of the grid, counted row by row (the last axis fastest), as a sequence of image tokens has
             them. None: all points, in the grid's shape.
         axes: the axis that each part encodes, a permutation. None: the first axis first (tensor2tensor, the positional-encodings
             package); (1, 0) is width first (MAE, diffusers, big_vision).
-        base: as in `sinusoidal_encoding`, for a part's channels, as are the next ones.
-        layout: as above; MAE's, diffusers' and big_vision's is `"sin_cos"`.
-        shift: as above; 1 in big_vision.
-        frequency_scale: as above.
-        dtype: of the result.
+        axis_positions: for each axis of shape, the coordinates of its points, [shape[axis]], integers or float32. None: 0, 1, 2, ...
+            diffusers' are `np.arange(n) * base_size / n / interpolation_scale` for an axis of n points.
+        base, layout, shift, frequency_scale, dtype: see `sinusoidal_encoding`, for the channels of one part. MAE, diffusers and
+            big_vision have `layout="sin_cos"`, big_vision with `shift=1`.
+        odd: how d_model channels are split over n axes.
+            `"truncate"`: d_model / n channels for each axis; d_model is a multiple of n.
+            `"round_up"`: d_model / n rounded up to an even number for each axis, and the concatenation cut to d_model (the
+            positional-encodings package).
+            `"zero"`: d_model / n rounded down to an even number for each axis, and zeros in the last channels (tensor2tensor).
 
     Returns:
-        [*shape, d_model], or [*positions.shape, d_model], of `dtype`, in [-1, 1]; the error is that of `sinusoidal_encoding`. NaN for a
+        [*shape, d_model], or [*positions.shape, d_model], of `dtype`, in [-1, 1], with the error of `sinusoidal_encoding`. NaN for a
         position outside the grid.
 
     Raises:
-        TypeError: as `sinusoidal_encoding`.
-        ValueError: a negative length, no axis, a d_model that the axes do not divide, axes that are no permutation; and as
-            `sinusoidal_encoding`.
+        TypeError: shape or axes is not a tuple of ints; and as `sinusoidal_encoding`.
+        ValueError: a shape out of its range; axes that are not a permutation; axis_positions of another shape; a d_model that does not
+            split; and as `sinusoidal_encoding`.
 
     Example:
         >>> import transformer_embed as te
@@ -172,57 +177,102 @@ def sinusoidal_grid(
         Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021), appendix D.4, https://arxiv.org/abs/2010.11929;
         He et al., "Masked Autoencoders Are Scalable Vision Learners" (2022), https://arxiv.org/abs/2111.06377
     """
-    if not isinstance(shape, tuple | list) or not isinstance(axes, tuple | list | None):
-        raise TypeError(_checks.wanted("shape and axes", "tuples of ints", f"{shape!r} and {axes!r}"))
-    lengths = [_checks.integer(f"shape[{axis}]", length, at_least=0) for axis, length in enumerate(shape)]
-    order = tuple(range(len(lengths))) if axes is None else tuple(axes)
-    if not lengths or sorted(order) != list(range(len(lengths))):
-        raise ValueError(_checks.wanted("axes", f"a permutation of the axes of shape {tuple(lengths)}, at least one", axes))
-    if _checks.integer("d_model", d_model, at_least=1) % len(lengths):
-        raise ValueError(_checks.wanted("d_model", f"a multiple of the {len(lengths)} axes", d_model))
-    encode = functools.partial(
-        sinusoidal_encoding,
-        d_model=d_model // len(lengths),
-        base=base,
-        layout=layout,
-        shift=shift,
-        frequency_scale=frequency_scale,
-        dtype=dtype,
-    )
-    if positions is None:
-        axis_positions = [jnp.arange(length, dtype=jnp.int32) for length in lengths]
-        parts = [_along(encode(axis_positions[axis]), axis, lengths) for axis in order]
-        return jnp.concatenate(parts, -1)
-    points = _checks.as_int32("positions", positions)
-    coordinates = jnp.unravel_index(jnp.clip(points, 0, max(math.prod(lengths) - 1, 0)), tuple(lengths))
-    encoding = jnp.concatenate([encode(coordinates[axis].astype(jnp.int32)) for axis in order], -1)
-    inside = (points >= 0) & (points < math.prod(lengths))
-    return jnp.where(inside[..., None], encoding, jnp.nan)
+    lengths, order = _checked_axes(shape, axes)
+    width = _part_width(d_model, len(lengths), odd)
+    # A part of no channels still has its options checked.
+    options = _checked_options(max(width, 1), base, layout, shift, "truncate", frequency_scale)
+    coordinates = _checked_coordinates(lengths, axis_positions)
+    points = None if positions is None else _checks.as_int32("positions", positions)
+    grid = _Grid(lengths, order, width, int(d_model))
+    return _grid_encoding(points, coordinates, grid, options, _checks.result_dtype("dtype", dtype))
 
 
-def _along(part: Float[Array, "n w"], axis: int, lengths: list[int]) -> Float[Array, "... w"]:
-    """A part that varies along one axis of the grid, on all of the grid."""
-    width = part.shape[-1]
-    shape = [length if other == axis else 1 for other, length in enumerate(lengths)]
-    return jnp.broadcast_to(part.reshape(*shape, width), (*lengths, width))
+class _Options(NamedTuple):
+    d_model: int
+    base: float
+    layout: str
+    shift: float | None
+    odd: str
+    frequency_scale: float
+
+
+class _Grid(NamedTuple):
+    lengths: tuple[int, ...]
+    order: tuple[int, ...]
+    width: int
+    d_model: int
 
 
 def sinusoidal_channels(d_model: int, base: float, layout: str, shift: float | None, odd: str, frequency_scale: float) -> phase.Channels:
     """The constants of an encoding: each channel's frequency, and whether it is a sine (0) or a cosine (1)."""
-    _checks.integer("d_model", d_model, at_least=1)
-    _checks.choice("layout", layout, LAYOUTS)
+    return _channels(_checked_options(d_model, base, layout, shift, odd, frequency_scale))
+
+
+def _checked_options(d_model: int, base: float, layout: str, shift: float | None, odd: str, frequency_scale: float) -> _Options:
+    options = _Options(
+        _checks.integer("d_model", d_model, at_least=1),
+        _checks.real("base", base, above=0),
+        _checks.choice("layout", layout, LAYOUTS),
+        shift if shift is None else _checks.real("shift", shift),
+        _checks.choice("odd", odd, ODD),
+        _checks.real("frequency_scale", frequency_scale, above=0),
+    )
+    _channels(options)
+    return options
+
+
+def _narrowed(positions: Shaped[Array | np.ndarray, "..."]) -> tuple[Shaped[Array | np.ndarray, "..."], np.ndarray | None]:
+    """Host positions as jit may take them, and which of them are outside int32, if any are: jit would narrow 64 bits unseen."""
+    if not (isinstance(positions, np.ndarray) and positions.dtype.itemsize == 8):
+        return positions, None
+    narrow = positions.astype(np.int32)
+    outside = (narrow != positions) | ((narrow < 0) & (positions > 0))
+    return narrow, outside if outside.any() else None
+
+
+def _checked_axes(shape: tuple[int, ...], axes: tuple[int, ...] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if not isinstance(shape, tuple | list) or not isinstance(axes, tuple | list | None):
+        raise TypeError(_checks.wanted("shape and axes", "tuples of ints", f"{shape!r} and {axes!r}"))
+    lengths = tuple(_checks.integer(f"shape[{axis}]", length, at_least=0) for axis, length in enumerate(shape))
+    if len(lengths) > MOST_AXES:
+        raise ValueError(_checks.wanted("shape", f"at most {MOST_AXES} axes", len(lengths)))
+    if math.prod(lengths) >= 2**31:
+        raise ValueError(_checks.wanted("shape", f"a grid of at most {2**31 - 1} points", f"{lengths}, {math.prod(lengths)} points"))
+    order = tuple(range(len(lengths)) if axes is None else axes)
+    if not lengths or len(order) != len(lengths) or not set(range(len(lengths))) <= {axis for axis in order if isinstance(axis, int)}:
+        raise ValueError(_checks.wanted("axes", f"a permutation of the axes of shape {lengths}, at least one", axes))
+    return lengths, order
+
+
+def _part_width(d_model: int, parts: int, odd: str) -> int:
+    """The channels of each axis."""
     _checks.choice("odd", odd, ODD)
-    base = _checks.real("base", base, above=0)
-    frequency_scale = _checks.real("frequency_scale", frequency_scale, above=0)
-    shift = shift if shift is None else _checks.real("shift", shift)
-    return _channels(int(d_model), base, layout, shift, odd, frequency_scale)
+    if _checks.integer("d_model", d_model, at_least=1) % parts and odd == "truncate":
+        raise ValueError(_checks.wanted("d_model", f"a multiple of the {parts} axes (or odd='round_up' or 'zero')", d_model))
+    pairs = {"round_up": -(-d_model // (2 * parts)), "zero": d_model // (2 * parts)}
+    return d_model // parts if odd == "truncate" else 2 * pairs[odd]
+
+
+def _checked_coordinates(lengths: tuple[int, ...], axis_positions: Sequence[ArrayLike] | None) -> tuple[ArrayLike, ...] | None:
+    if axis_positions is None:
+        return None
+    given = _checks.sequence("axis_positions", axis_positions)
+    _checks.same("axis_positions", "one array for each axis of shape", len(given), len(lengths))
+    coordinates = []
+    for axis, (each, length) in enumerate(zip(given, lengths, strict=True)):
+        name = f"axis_positions[{axis}]"
+        array = _checks.as_fitting_positions(name, each)
+        if array.shape != (length,):
+            raise ValueError(_checks.wanted(name, f"shape [{length}]", f"shape {list(array.shape)}"))
+        coordinates.append(array)
+    return tuple(coordinates)
 
 
 @functools.lru_cache(maxsize=64)
-def _channels(d_model: int, base: float, layout: str, shift: float | None, odd: str, frequency_scale: float) -> phase.Channels:
+def _channels(options: _Options) -> phase.Channels:
+    d_model, base, layout, _, odd, frequency_scale = options
     pairs = d_model // 2 if odd == "zero" else (d_model + 1) // 2
-    denominator = _denominator(d_model, shift, odd, pairs)
-    frequencies = phase.geometric_frequencies(pairs, base, denominator, frequency_scale)
+    frequencies = phase.geometric_frequencies(pairs, base, _denominator(options, pairs), frequency_scale)
     if layout == "interleaved":
         order = [(i, quarter) for i in range(pairs) for quarter in (0, 1)]
     else:
@@ -233,10 +283,58 @@ def _channels(d_model: int, base: float, layout: str, shift: float | None, odd: 
     return phase.channels(kept, quarters)
 
 
-def _denominator(d_model: int, shift: float | None, odd: str, pairs: int) -> float:
-    if shift is None:
-        return (d_model + d_model % 2 if odd == "round_up" else d_model) / 2
-    denominator = (d_model + 1 if odd == "round_up" else d_model) // 2 - shift
+def _denominator(options: _Options, pairs: int) -> decimal.Decimal:
+    width = options.d_model + options.d_model % 2 if options.odd == "round_up" else options.d_model
+    if options.shift is None:
+        return decimal.Decimal(width) / 2
+    with decimal.localcontext(phase.PRECISION):
+        denominator = width // 2 - decimal.Decimal(options.shift)
     if pairs > 1 and denominator <= 0:
-        raise ValueError(_checks.wanted("shift", f"a number below d_model // 2 = {d_model // 2}", f"{shift:g}"))
+        raise ValueError(_checks.wanted("shift", f"a number below d_model // 2 = {width // 2}", f"{options.shift:g}"))
     return denominator
+
+
+# What follows is compiled even where the caller is not.
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=(2, 3))
+def _encoding(
+    positions: Shaped[Array, "..."], outside: Bool[Array, "..."] | None, options: _Options, dtype: jnp.dtype
+) -> Float[Array, "... d"]:
+    encoding = phase.sinusoid(positions, _channels(options)).astype(dtype)
+    return encoding if outside is None else jnp.where(outside[..., None], jnp.array(jnp.nan, dtype), encoding)
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=(0, 1, 2))
+def _table(length: int, options: _Options, dtype: jnp.dtype) -> Float[Array, "t d"]:
+    return _encoding(jnp.arange(length, dtype=jnp.int32), None, options, dtype)
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=(2, 3, 4))
+def _grid_encoding(
+    points: Int32[Array, "..."] | None, coordinates: tuple[Array, ...] | None, grid: _Grid, options: _Options, dtype: jnp.dtype
+) -> Float[Array, "... d"]:
+    lengths, count = grid.lengths, math.prod(grid.lengths)
+    if points is None:
+        leading = lengths
+        along = [jnp.arange(n, dtype=jnp.int32) for n in lengths] if coordinates is None else coordinates
+        at = [jnp.expand_dims(each, [k for k in range(len(lengths)) if k != axis]) for axis, each in enumerate(along)]
+    else:
+        leading = points.shape
+        at = _unravelled(jnp.clip(points, 0, max(count - 1, 0)), lengths)
+        if coordinates is not None and count:
+            at = [jnp.take(each, index, mode="clip") for each, index in zip(coordinates, at, strict=True)]
+    order = grid.order if grid.width else ()
+    parts = [jnp.broadcast_to(_encoding(at[axis], None, options, dtype), (*leading, grid.width)) for axis in order]
+    zeros = jnp.zeros((*leading, max(grid.d_model - len(parts) * grid.width, 0)), dtype)
+    encoding = jnp.concatenate([*parts, zeros], -1)[..., : grid.d_model]
+    return encoding if points is None else jnp.where(((points >= 0) & (points < count))[..., None], encoding, jnp.array(jnp.nan, dtype))
+
+
+def _unravelled(points: Int32[Array, "..."], lengths: tuple[int, ...]) -> list[Int32[Array, "..."]]:
+    """The index along each axis of points counted row by row."""
+    indices = []
+    for length in reversed(lengths):
+        indices.append(points % max(length, 1))
+        points = points // max(length, 1)
+    return indices[::-1]

@@ -1,0 +1,233 @@
+"""What every public function does with the arrays that it is given: whatever holds numbers is read right, or refused by our own error."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from contexts import x64
+
+import transformer_embed as te
+
+TABLE = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
+IDS = np.array([[1, 0, 3], [2, 2, 0]], np.int32)
+POSITIONS = np.array([0, 1, 2], np.int32)
+SEGMENTS = np.array([[1, 1, 2]], np.int32)
+PADDING = np.array([True, True, False])
+X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(1, 3, 2, 4)
+
+# Every public function that takes arrays, as a function of arrays alone.
+CALLS = {
+    "alibi_bias": (functools.partial(te.alibi_bias, num_heads=2), (POSITIONS, POSITIONS)),
+    "apply_rotary": (te.apply_rotary, (X, POSITIONS)),
+    "apply_rotary_sections": (functools.partial(te.apply_rotary, sections=(1, 1)), (X, np.stack([POSITIONS, POSITIONS], -1))),
+    "attention_mask": (
+        lambda queries, keys, padding, segments: te.attention_mask(
+            query_positions=queries,
+            key_positions=keys,
+            causal=True,
+            padding=padding,
+            window=(1, 0),
+            query_segment_ids=segments,
+            key_segment_ids=segments,
+        ),
+        (POSITIONS, POSITIONS, PADDING, SEGMENTS),
+    ),
+    "block_mask": (te.block_mask, (SEGMENTS, SEGMENTS)),
+    "chunk_mask": (functools.partial(te.chunk_mask, chunk=2), (POSITIONS, POSITIONS)),
+    "combine_masks": (te.combine_masks, (PADDING[None, None, None], PADDING[None, None, :, None])),
+    "dropout": (lambda x: te.dropout(jax.random.key(0), 0.5, x), (X,)),
+    "from_ids": (te.TokenPositions.from_ids, (IDS,)),
+    "from_lengths": (functools.partial(te.TokenPositions.from_lengths, length=4), (IDS[0],)),
+    "from_offset": (functools.partial(te.TokenPositions.from_offset, length=2), (IDS[0],)),
+    "from_segment_ids": (te.TokenPositions.from_segment_ids, (SEGMENTS,)),
+    "lookup": (te.lookup, (TABLE, IDS)),
+    "lookup_one_hot": (functools.partial(te.lookup, lookup_style="one_hot", pad_id=0), (TABLE, IDS)),
+    "mask_to_bias": (te.mask_to_bias, (PADDING,)),
+    "padding_mask": (te.padding_mask, (IDS,)),
+    "permute_rotary_weights": (functools.partial(te.permute_rotary_weights, num_heads=1, source="half", target="interleaved"), (X,)),
+    "relative_position_buckets": (te.relative_position_buckets, (POSITIONS, POSITIONS)),
+    "segment_mask": (te.segment_mask, (SEGMENTS, SEGMENTS)),
+    "sinusoidal_encoding": (lambda positions: te.sinusoidal_encoding(positions, 4), (POSITIONS,)),
+    "sinusoidal_grid": (lambda positions: te.sinusoidal_grid((2, 2), 4, positions=positions), (POSITIONS,)),
+    "tied_cross_entropy": (te.tied_cross_entropy, (X[..., :3], TABLE, IDS[:1, :, None] + np.zeros(2, np.int32))),
+    "tied_logits": (te.tied_logits, (X[..., :3], TABLE)),
+    "window_mask": (functools.partial(te.window_mask, left=1, right=0), (POSITIONS, POSITIONS)),
+}
+every_function = pytest.mark.parametrize("name", CALLS)
+
+
+class Wrapped(NamedTuple):
+    """Not an array, but jax takes it for one: Flax's nnx.Param in small. A tree, for jit."""
+
+    array: jax.Array
+
+    def __jax_array__(self):
+        return self.array
+
+
+def expect_equal(got, expected):
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@every_function
+def test_jax_array_protocol_is_honoured_under_jit_too(name):
+    function, arrays = CALLS[name]
+    expected = function(*arrays)
+    expect_equal(function(*(Wrapped(jnp.asarray(array)) for array in arrays)), expected)
+    got = jax.jit(function)(*(Wrapped(jnp.asarray(array)) for array in arrays))
+    expected = jax.jit(function)(*arrays)
+    # XLA may fuse a product and a sum.
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_a_param_of_flax_is_a_table_under_jit():
+    nnx = pytest.importorskip("flax.nnx")
+    table = nnx.Param(jnp.asarray(TABLE))
+    read = lambda table: te.lookup(nnx.Param(table), IDS)
+    np.testing.assert_array_equal(te.lookup(table, IDS), TABLE[IDS])
+    np.testing.assert_array_equal(jax.jit(read)(jnp.asarray(TABLE)), TABLE[IDS])
+    np.testing.assert_array_equal(jax.jit(lambda table: te.lookup(table, IDS))(table), TABLE[IDS])
+
+
+@every_function
+def test_arrays_in_the_other_byte_order_are_read_right(name):
+    function, arrays = CALLS[name]
+    expected = function(*arrays)  # At the same shapes before: jax's fast path ignores the byte order.
+    expect_equal(function(*(array.astype(array.dtype.newbyteorder()) for array in arrays)), expected)
+
+
+def test_unsigned_positions_in_the_other_byte_order():
+    positions = np.array([2**31 + 5], ">u4")
+    np.testing.assert_array_equal(te.sinusoidal_encoding(positions, 4), te.sinusoidal_encoding(np.array([2**31 + 5], np.uint32), 4))
+
+
+@every_function
+def test_masked_arrays_do_not_lose_their_mask_in_silence(name):
+    function, arrays = CALLS[name]
+    with pytest.raises(TypeError, match=r"wanted an array without a mask \(fill it first: x.filled\(...\)\), got a masked array of numpy"):
+        function(*(np.ma.masked_array(array, mask=np.ones_like(array, bool)) for array in arrays))
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.int4, ml_dtypes.uint4, ml_dtypes.int2, np.int8, np.uint16])
+@every_function
+def test_narrow_integers_are_integers(name, dtype):
+    function, arrays = CALLS[name]
+    narrow = [
+        array.astype(dtype) if array.dtype == np.int32 and array.max() < (2 if "2" in dtype.__name__ else 4) else array for array in arrays
+    ]
+    expect_equal(function(*narrow), function(*arrays))
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, ml_dtypes.float4_e2m1fn])
+@pytest.mark.parametrize("name", ["apply_rotary", "dropout", "lookup", "tied_cross_entropy", "tied_logits"])
+def test_floats_of_8_bits_and_less_are_refused(name, dtype):
+    function, arrays = CALLS[name]
+    with pytest.raises(TypeError, match=r"^\w+: wanted a floating dtype of 16 bits or more, got float"):
+        function(*(array.astype(dtype) if array.dtype == np.float32 else array for array in arrays))
+
+
+@pytest.mark.parametrize("value", [np.longdouble([1.0, 2.0, 0.5]), [2**70, 1, 0], np.zeros(3, [("a", int)]), ["a", "b", "c"], object()])
+@every_function
+def test_what_holds_no_numbers_is_refused_by_our_error(name, value):
+    function, arrays = CALLS[name]
+    with pytest.raises(TypeError, match=r"^[\w\[\]]+: wanted "):
+        function(*(value for _ in arrays))
+
+
+@every_function
+def test_token_positions_given_as_an_array_say_which_field_to_pass(name):
+    function, arrays = CALLS[name]
+    with pytest.raises(TypeError, match=r"^[\w\[\]]+: wanted an array, got a TokenPositions: pass its \.(positions|segment_ids)"):
+        function(*(te.TokenPositions.from_ids(IDS) for _ in arrays))
+
+
+def test_token_positions_given_as_positions_say_to_pass_positions():
+    token_positions = te.TokenPositions.from_ids(IDS)
+    with pytest.raises(TypeError, match=r"^positions: wanted an array, got a TokenPositions: pass its \.positions$"):
+        te.sinusoidal_encoding(token_positions, 4)
+    with pytest.raises(TypeError, match=r"^query_segment_ids: wanted an array, got a TokenPositions: pass its \.segment_ids$"):
+        te.segment_mask(token_positions, SEGMENTS)
+
+
+class TestTracedIntegersThatInt32DoesNotHold:
+    """On the host they are refused by value; traced, by dtype, for clamped or wrapped they would be other numbers."""
+
+    @pytest.mark.parametrize("dtype", [np.uint32, np.int64, np.uint64])
+    @pytest.mark.parametrize(("argument", "function"), [("segment_ids", CALLS["from_segment_ids"][0]), ("offset", CALLS["from_offset"][0])])
+    def test_are_refused(self, argument, function, dtype):
+        message = rf"^{argument}: wanted an int32 array \(.*astype.*\), got a traced {np.dtype(dtype)}\[2\]"
+        with x64(), pytest.raises(TypeError, match=message):
+            jax.jit(function)(np.array([3_000_000_000, 3_000_000_001], dtype))
+
+    def test_on_the_host_pass_where_int32_holds_them(self):
+        with x64():
+            assert te.TokenPositions.from_offset(jnp.array([5, 2]), 1).positions.tolist() == [[5], [2]]
+            with pytest.raises(ValueError, match=r"^offset: wanted integers inside int32"):
+                te.TokenPositions.from_offset(jnp.array([2**40]), 1)
+
+
+@pytest.mark.parametrize("make", [lambda n: te.sinusoidal_table(n, 4), te.causal_mask, lambda n: te.TokenPositions.from_offset(0, n)])
+def test_a_length_past_int32_is_refused_and_ends_no_process(make):
+    with pytest.raises(ValueError, match=r"^length: wanted an int of at most \d+, got 2147483656"):
+        jax.jit(lambda: make(2**31 + 8))()
+
+
+class TestPermutedWeights:
+    def test_of_64_bits_are_not_narrowed_in_silence(self):
+        permute = CALLS["permute_rotary_weights"][0]
+        for weights in (np.ones(4), np.arange(4), np.array([2**40, 0, 0, 0])):
+            with pytest.raises(
+                TypeError, match=r"^weights: wanted at most 32 bits, for jax_enable_x64 is off \(cast them first\), got (float|int)64$"
+            ):
+                permute(weights)
+        with x64():
+            assert permute(np.arange(4.0)).dtype == jnp.float64
+
+    def test_of_python_numbers_have_the_dtype_that_jax_gives_these(self):
+        permute = CALLS["permute_rotary_weights"][0]
+        assert permute([0, 1, 2, 3]).dtype == jnp.int32
+        assert permute([0.5, 1, 2, 3]).dtype == jnp.float32
+        with pytest.raises(ValueError, match=r"^weights: wanted integers inside int32"):
+            permute([2**40, 0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "call"),
+    [
+        (
+            ValueError,
+            "query_positions and key_positions: wanted the same number of rows, or 1, got 2 and 3",
+            lambda: te.window_mask(np.ones((2, 3), int), np.ones((3, 3), int), left=1),
+        ),
+        (
+            ValueError,
+            "query_positions and key_positions: wanted the same number of rows, or 1, got 2 and 3",
+            lambda: te.chunk_mask(np.ones((2, 3), int), np.ones((3, 3), int), chunk=1),
+        ),
+        (
+            ValueError,
+            "query_segment_ids and key_segment_ids: wanted the same number of rows, or 1, got 2 and 3",
+            lambda: te.segment_mask(np.ones((2, 3), int), np.ones((3, 3), int)),
+        ),
+        (
+            ValueError,
+            "query_block_ids and key_block_ids: wanted the same number of rows, or 1, got 2 and 3",
+            lambda: te.block_mask(np.ones((2, 3), int), np.ones((3, 3), int)),
+        ),
+        (ValueError, "axes: wanted a permutation", lambda: te.sinusoidal_grid((2, 2), 4, axes=(None, None))),
+        (TypeError, "sections: wanted a sequence, got an array int64[]", lambda: te.apply_rotary(X, POSITIONS, sections=np.array(2))),
+        (ValueError, "base: wanted a finite number above 0, got 1000", lambda: te.sinusoidal_table(3, 4, base=10**400)),
+        (ValueError, "alpha: wanted a finite number above 0, got 1000", lambda: te.NTKScaling(10**400)),
+        (ValueError, "shape: wanted a grid of at most 2147483647 points", lambda: te.sinusoidal_grid((46341, 46341), 4, positions=[0])),
+    ],
+)
+def test_errors_are_ours(kind, message, call):
+    with pytest.raises(kind) as caught:
+        call()
+    assert str(caught.value).startswith(message)
