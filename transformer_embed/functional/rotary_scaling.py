@@ -1,4 +1,4 @@
-"""Scalings of rotary frequencies that extend a model's context, by their published formulas, in arbitrary precision."""
+"""Scalings of rotary frequencies that extend a model's context: the published formulas, in arbitrary precision."""
 
 import dataclasses
 import decimal
@@ -11,7 +11,7 @@ from transformer_embed.functional import phase
 
 
 class Scaled(NamedTuple):
-    """Frequencies in radians per unit of position, and what multiplies cosines and sines."""
+    """Frequencies in radians per unit of position, and the factor of cosines and sines."""
 
     frequencies: tuple[Decimal, ...]
     attention_factor: float = 1.0
@@ -19,13 +19,13 @@ class Scaled(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
-    """Position interpolation: every frequency divided by `factor`.
+    """Position interpolation: divides every frequency by `factor`.
 
     Args:
-        factor: above 0; how many times longer than in training the context is.
+        factor: how many times longer the context is than in training; above 0.
 
     Raises:
-        TypeError: factor is no Python number.
+        TypeError: factor is not a Python number.
         ValueError: factor is not above 0.
 
     Example:
@@ -51,15 +51,15 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True)
 class NTKScaling:
-    """NTK-aware scaling: the base times `alpha ** (d / (d - 2))`, for d rotated channels.
+    """NTK-aware scaling: multiplies the base by `alpha ** (d / (d - 2))`, for d rotated channels.
 
-    The highest frequency stays as it is, the lowest is divided by alpha.
+    The highest frequency does not change; the lowest is divided by alpha.
 
     Args:
-        alpha: above 0; how many times longer than in training the context is.
+        alpha: how many times longer the context is than in training; above 0.
 
     Raises:
-        TypeError: alpha is no Python number.
+        TypeError: alpha is not a Python number.
         ValueError: alpha is not above 0.
 
     Example:
@@ -86,16 +86,15 @@ class NTKScaling:
 class DynamicNTKScaling:
     """NTK-aware scaling by the current length: `alpha = factor * length / original_length - (factor - 1)`, 1 up to the trained length.
 
-    The length is known while tracing, since the frequencies are: each length is a program of its own, and keys rotated for one
-    length do not fit queries rotated for another.
+    The length is a Python int, so each new length recompiles. Keys rotated for one length do not fit queries rotated for another.
 
     Args:
         factor: above 0.
-        original_length: the length of the training, at least 1.
+        original_length: the trained length, at least 1.
         length: the current length, at least 0.
 
     Raises:
-        TypeError: factor is no Python number; a length is traced, or no Python int.
+        TypeError: factor is not a Python number; a length is traced or not a Python int.
         ValueError: factor is not above 0, or a length is below its lowest.
 
     Example:
@@ -128,9 +127,9 @@ class DynamicNTKScaling:
 
 @dataclasses.dataclass(frozen=True)
 class YarnScaling:
-    """YaRN: high frequencies kept, low ones divided by `factor`, a linear ramp between; cosines and sines times an attention factor.
+    """YaRN: keeps high frequencies, divides low ones by `factor`, with a linear ramp between, and scales cosines and sines.
 
-    With `index(n) = d * ln(original_length / (2 * pi * n)) / (2 * ln(base))`, the index of the frequency that turns n times
+    With `index(n) = d * ln(original_length / (2 * pi * n)) / (2 * ln(base))`, the index of the frequency that makes n turns
     over the trained length, the ramp rises from 0 at max(index(beta_fast), 0) to 1 at min(index(beta_slow), d - 1), and
 
         frequency[i] = base ** (-2i / d) * (ramp[i] / factor + 1 - ramp[i])
@@ -138,14 +137,15 @@ class YarnScaling:
     The attention factor is m(mscale) / m(mscale_all_dim), where m(s) = 0.1 * s * ln(factor) + 1, and 1 for a factor up to 1.
 
     Args:
-        factor: above 0; how many times longer than in training the context is.
-        original_length: the length of the training, at least 1.
-        beta_fast: turns over the trained length from which on a frequency is kept; above beta_slow.
-        beta_slow: turns up to which a frequency is divided; above 0.
-        truncate: whether the ramp's ends are rounded outwards to integers (gpt-oss: False).
-        mscale: as above (DeepSeek's name).
-        mscale_all_dim: as above. (The transformers library ignores both where either is 0 or missing; 1 and 0 are the same as that.)
-        attention_factor: in place of the formula, above 0; None: the formula.
+        factor: how many times longer the context is than in training; above 0.
+        original_length: the trained length, at least 1.
+        beta_fast: frequencies that make at least this many turns over the trained length are kept; above beta_slow.
+        beta_slow: frequencies that make at most this many turns are divided by factor; above 0.
+        truncate: round the ends of the ramp outwards to integers (gpt-oss: False).
+        mscale: in the formula above; the name is DeepSeek's.
+        mscale_all_dim: in the formula above. (The transformers library ignores both if either is 0 or missing. The defaults, 1 and
+            0, give the same.)
+        attention_factor: replaces the formula; above 0. None: the formula.
 
     Raises:
         TypeError: an argument of another type.
@@ -207,17 +207,17 @@ class YarnScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's scaling: high frequencies kept, low ones divided by `factor`, between them blended by their wavelength.
+    """Llama 3.1's scaling: keeps high frequencies, divides low ones by `factor`, and blends between them by wavelength.
 
-    A frequency f turns `n = original_length * f / (2 * pi)` times over the trained length, and becomes
+    A frequency f makes `n = original_length * f / (2 * pi)` turns over the trained length, and becomes
 
         f * ((1 - s) / factor + s), where s = (n - low_freq_factor) / (high_freq_factor - low_freq_factor) clipped to [0, 1]
 
     Args:
-        factor: above 0; 8 in Llama 3.1, 32 in Llama 3.2.
-        low_freq_factor: turns up to which a frequency is divided, above 0.
-        high_freq_factor: turns from which on a frequency is kept, above low_freq_factor.
-        original_length: the length of the training, at least 1.
+        factor: 8 in Llama 3.1, 32 in Llama 3.2; above 0.
+        low_freq_factor: frequencies that make at most this many turns are divided by factor; above 0.
+        high_freq_factor: frequencies that make at least this many turns are kept; above low_freq_factor.
+        original_length: the trained length, at least 1.
 
     Raises:
         TypeError: an argument of another type.
@@ -253,23 +253,23 @@ class Llama3Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class LongRopeScaling:
-    """LongRoPE: each frequency divided by a factor of its own; cosines and sines times an attention factor.
+    """LongRoPE: divides each frequency by its own factor, and scales cosines and sines.
 
-    The factors are the long ones where length > original_length, the short ones elsewhere. The attention factor is
-    sqrt(1 + ln(factor) / ln(original_length)), and 1 for a factor up to 1. The length is known while tracing, as in
-    `DynamicNTKScaling`.
+    The long factors hold if length > original_length, the short ones otherwise. Cosines and sines are multiplied by an attention
+    factor, sqrt(1 + ln(factor) / ln(original_length)), or 1 for a factor up to 1. The length is a Python int, so each new length
+    recompiles.
 
     Args:
         short_factor: d / 2 numbers above 0, for d rotated channels.
         long_factor: d / 2 numbers above 0.
-        factor: above 0; how many times longer than in training the context may grow (Phi-3: max_position_embeddings /
-            original_max_position_embeddings).
-        original_length: the length of the training, at least 2.
+        factor: how many times longer the context may be than in training; above 0. Phi-3: max_position_embeddings /
+            original_max_position_embeddings.
+        original_length: the trained length, at least 2.
         length: the current length, at least 0.
-        attention_factor: in place of the formula, above 0; None: the formula.
+        attention_factor: replaces the formula; above 0. None: the formula.
 
     Raises:
-        TypeError: an argument of another type; a length is traced, or no Python int.
+        TypeError: an argument of another type; a length is traced or not a Python int.
         ValueError: an argument out of its range; when applied, factors that are not d / 2.
 
     Example:
