@@ -1,5 +1,6 @@
 import inspect
 import math
+import os
 import subprocess
 import sys
 import warnings
@@ -18,7 +19,6 @@ from matplotlib.figure import Figure
 
 import transformer_embed as te
 from transformer_embed import plots
-from transformer_embed.cli.main import main
 
 matplotlib.use("Agg")
 
@@ -35,10 +35,14 @@ PICTURES = {
     "plot_bias": lambda **options: plots.plot_bias(WAVES[:2], **options),
     "plot_error": lambda **options: plots.plot_error(4, positions=[1, 10_000], **options),
 }
-UNITS = ("(tokens)", "(no unit)", "channel", "pair of channels", "key (token attended to)", "query (token that attends)")
+LABELS = (
+    *("wavelength (tokens)", "position (tokens)", "distance (tokens)", "dot product", "largest error of any channel", "value"),
+    *("channel", "pair of channels", "first channel of the pair", "second channel of the pair", "added to the logit"),
+    *("key (token attended to)", "query (token that attends)"),
+)
 
 # Half a unit in the last place below 8, twice (the products and the sum of a rotation), of float32 at magnitudes up to 4.
-TURNED = 4 * 2.0**-22
+ROTATED = 4 * 2.0**-22
 # An angle below 2 pi is rounded to float64 once, its sine once more.
 EXACT = 2 * 2.0**-51
 # A wavelength is rounded to float64 once by each side, the formula's power and product once each.
@@ -114,10 +118,10 @@ def test_no_axes_makes_one_figure_that_pyplot_shows(name):
 
 
 @every_picture
-def test_axes_have_titles_with_units(name, ax):
+def test_axes_are_named_with_their_units(name, ax):
     PICTURES[name](ax=ax)
     for label in (ax.get_xlabel(), ax.get_ylabel(), *(other.get_ylabel() for other in ax.figure.axes if other is not ax)):
-        assert any(unit in label for unit in UNITS), label
+        assert label in LABELS
     assert ax.get_title() == ""
 
 
@@ -132,13 +136,10 @@ def test_what_is_no_axes_is_refused(name, wrong):
 @every_picture
 def test_the_docstring_has_an_example_and_a_source(name):
     text = inspect.cleandoc(getattr(plots, name).__doc__)
-    assert [line for line in text.splitlines() if line in ("Args:", "Returns:", "Raises:", "Example:", "Source:")] == [
-        "Args:",
-        "Returns:",
-        "Raises:",
-        "Example:",
-        "Source:",
-    ]
+    sections = ["Args:", "Returns:", "Raises:", "Example:", "Source:"]
+    # The error over position is a measurement of our own.
+    wanted = sections[:-1] if name == "plot_error" else sections
+    assert [line for line in text.splitlines() if line in sections] == wanted
     assert ">>> " in text.split("Example:")[1]
 
 
@@ -159,10 +160,49 @@ def test_lines_are_told_apart_without_colour():
     assert all(contrast(color, "white") > LEAST_CONTRAST for _, color, _ in plots.STYLES)
 
 
-def test_the_shades_of_a_heat_map_rise_in_lightness(ax):
-    plots.plot_encoding(WAVES, ax=ax)
+def test_the_shades_of_values_of_one_sign_rise_in_lightness(ax):
+    plots.plot_bias(-np.abs(WAVES), ax=ax)
     shades = ax.images[0].get_cmap()(np.linspace(0, 1, 16))
     assert (np.diff([luminance(shade[:3]) for shade in shades]) > 0).all()
+
+
+@pytest.mark.parametrize("draw", [plots.plot_encoding, plots.plot_bias])
+def test_zero_is_white_and_either_sign_has_a_colour_of_its_own(ax, draw):
+    draw(np.array([[-2.0, -1.0, 0.0, 1.0]]), ax=ax)
+    assert ax.images[0].get_clim() == (-2, 2)
+    low, zero, high = (np.array(ax.images[0].get_cmap()(share)[:3]) for share in (0.0, 0.5, 1.0))
+    assert zero.min() > 0.95
+    assert low[2] > 2 * low[0]
+    assert high[0] > 2 * high[2]
+    assert abs(luminance(low) - luminance(high)) < 0.1
+
+
+WITHOUT_MATPLOTLIB = """
+import inspect, os, sys
+sys.modules["matplotlib"] = None
+import transformer_embed as te
+from transformer_embed.cli.main import main
+
+try:
+    te.plots
+except AttributeError as error:
+    print(error)
+try:
+    from transformer_embed import plots
+except ImportError as error:
+    print(error)
+print({name for name, _ in inspect.getmembers(te)} >= {"lookup", "rows"}, hasattr(te, "plots"))
+print(main(["show", "mask", "--out", "x.png"]), os.listdir())
+"""
+
+
+def test_without_matplotlib_it_is_named_and_the_package_works(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", WITHOUT_MATPLOTLIB]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment)
+    needs = "transformer_embed.plots needs matplotlib: pip install matplotlib"
+    assert run.stdout.splitlines() == [needs, needs, "True False", "2 []"]
+    assert run.stderr == f"transformer-embed: error: {needs}\n"
 
 
 # plot_encoding
@@ -197,13 +237,14 @@ def test_encoding_of_nothing_but_one_value(ax, value):
     rendered(ax)
 
 
-def test_nan_is_left_white(ax):
-    plots.plot_encoding([[np.nan, 1.0]], ax=ax)
+def test_cells_without_a_value_are_hatched(ax):
+    plots.plot_encoding([[np.nan, 0.0]], ax=ax)
     picture = rendered(ax)
-    inside = [ax.transData.transform(point).astype(int) for point in ((0.0, 0.0), (1.0, 0.0))]
-    first, second = (picture[picture.shape[0] - row, column] for column, row in inside)
-    assert (first == 1).all()
-    assert (second < 1).any()
+    left, middle, right = (ax.transData.transform((x, 0.0)).astype(int) for x in (-0.5, 0.5, 1.5))
+    row = picture[picture.shape[0] - left[1]]
+    nan, zero = row[left[0] + 3 : middle[0] - 3].min(1), row[middle[0] + 3 : right[0] - 3].min(1)
+    assert nan.max() == 1
+    assert nan.min() < 0.9 < zero.min()
 
 
 def test_tokens_name_the_rows(ax):
@@ -302,7 +343,7 @@ def test_no_label_no_legend(ax):
         (
             {"d_model": 8, "scaling": 2.0},
             TypeError,
-            "scaling: wanted one of this package's, such as LinearScaling(2.0), got float",
+            "scaling: wanted a scaling of this package such as LinearScaling(2.0), got float",
         ),
         ({"d_model": 7, "scaling": te.LinearScaling(2.0)}, ValueError, "d_model: wanted an even number of channels, to scale, got 7"),
     ],
@@ -420,13 +461,13 @@ def test_mask_errors(mask, options, kind, message):
 
 
 @pytest.mark.parametrize("positions", [[0, 1, 7], [-3, 2_000_000_000], np.float32([0.5])])
-def test_rotary_points_are_turned_by_position_times_frequency(ax, positions):
+def test_rotary_points_are_rotated_by_position_times_frequency(ax, positions):
     plots.plot_rotary(positions, 32, ax=ax, pairs=[0, 3, 15])
-    for line, pair, radius in zip(ax.lines, (0, 3, 15), (3, 2, 1), strict=True):
+    for line, pair, radius in zip(ax.lines, (0, 3, 15), (1, 2, 3), strict=True):
         frequency = oracle.frequency(pair, 16)
         expected = [[float(radius * oracle.sine(float(position), frequency, quarters)) for quarters in (1, 0)] for position in positions]
-        np.testing.assert_allclose(line.get_xydata(), expected, rtol=0, atol=TURNED)
-    assert texts(ax.texts) == [f"{position:g}" for position in positions]
+        np.testing.assert_allclose(line.get_xydata(), expected, rtol=0, atol=ROTATED)
+    assert [text for text in texts(ax.texts) if not text.startswith("pair")] == [f"{position:g}" for position in positions]
 
 
 @pytest.mark.parametrize(("head_dim", "pairs"), [(64, [0, 4, 8, 12]), (8, [0, 1, 2, 3]), (4, [0, 1]), (2, [0])])
@@ -440,9 +481,25 @@ def test_rotary_with_a_scaling(ax):
     plots.plot_rotary([8], 16, ax=ax, scaling=te.LinearScaling(2.0))
     plots.plot_rotary([4], 16, ax=ax)
     for first, second in zip(ax.lines[:4], ax.lines[4:], strict=True):
-        np.testing.assert_allclose(first.get_xydata(), second.get_xydata(), rtol=0, atol=TURNED)
+        np.testing.assert_allclose(first.get_xydata(), second.get_xydata(), rtol=0, atol=ROTATED)
     plots.plot_rotary([0], 16, ax=ax, scaling=te.YarnScaling(2.0, original_length=64, attention_factor=3.0))
-    assert ax.lines[8].get_xdata()[0] == 12.0 < ax.get_xlim()[1]
+    assert ax.lines[11].get_xdata()[0] == 12.0 < ax.get_xlim()[1]
+
+
+@pytest.mark.parametrize(("length", "head_dim", "inches"), [(6, 64, 6.4), (50, 64, 6.4), (12, 8, 4.5), (1, 2, 3)])
+def test_no_text_of_a_rotary_picture_lies_on_another(length, head_dim, inches):
+    ax = Figure((inches, 0.75 * inches), layout="constrained").subplots()
+    plots.plot_rotary(np.arange(length), head_dim, ax=ax)
+    rendered(ax)
+    boxes = [text.get_window_extent() for text in ax.texts]
+    assert len(boxes) > 1
+    assert not any(one.overlaps(other) for n, one in enumerate(boxes) for other in boxes[:n])
+
+
+def test_each_circle_with_room_bears_its_pair(ax):
+    plots.plot_rotary([0, 1], 64, ax=ax)
+    assert texts(ax.texts) == ["0", "1", "pair 0", "pair 4", "pair 8", "pair 12"]
+    assert ax.get_legend().get_title().get_text() == "A circle for each pair;\nradii keep them apart.\nNumbers: positions."
 
 
 @pytest.mark.parametrize(
@@ -575,188 +632,6 @@ def test_error_errors(options, kind, message):
     with pytest.raises(kind) as caught:
         plots.plot_error(**{"d_model": 4} | options)
     assert str(caught.value) == message
-
-
-# Without matplotlib, and the command line
-
-
-WITHOUT = "import sys\nsys.modules['matplotlib'] = None\n"
-
-
-@pytest.mark.parametrize(("use", "error"), [("te.plots", "AttributeError"), ("from transformer_embed import plots", "ImportError")])
-def test_without_matplotlib_it_is_named(use, error):
-    code = WITHOUT + f"import transformer_embed as te\ntry:\n    {use}\nexcept {error} as error:\n    print(error)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout == "transformer_embed.plots needs matplotlib: pip install matplotlib\n"
-
-
-def test_without_matplotlib_the_package_can_be_looked_through():
-    code = WITHOUT + "import inspect, transformer_embed as te\nprint({name for name, _ in inspect.getmembers(te)} >= {'lookup', 'rows'})"
-    run = subprocess.run([sys.executable, "-c", code + "\nprint(hasattr(te, 'plots'))"], capture_output=True, text=True, check=True)
-    assert run.stdout == "True\nFalse\n"
-
-
-def test_show_without_matplotlib_fails_in_one_line(tmp_path):
-    code = WITHOUT + f"from transformer_embed.cli.main import main\nsys.exit(main(['show', 'mask', '--out', {str(tmp_path / 'x.png')!r}]))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert run.returncode == 2
-    assert run.stderr == "transformer-embed: error: transformer_embed.plots needs matplotlib: pip install matplotlib\n"
-    assert list(tmp_path.iterdir()) == []
-
-
-SHOWN = {
-    "encoding": (["--length", "9", "--d-model", "6", "--layout", "sin_cos"], 'sinusoidal positions, d_model 6, layout "sin_cos"'),
-    "wavelengths": (["--d-model", "16", "--base", "500"], "wavelengths, d_model 16, base 500"),
-    "similarity": (["--length", "9", "--d-model", "6"], "dot products of sinusoidal positions, d_model 6"),
-    "rotary": (["--length", "3", "--head-dim", "8"], "pairs turned by rotary embeddings, head_dim 8"),
-    "mask": (["--length", "6", "--window", "4", "0", "--chunk", "3", "--prefix", "2"], "causal mask, window 4 0, chunk 3, prefix 2"),
-    "bias": (["--length", "5", "--num-heads", "2", "--head", "1"], "ALiBi's bias, head 1 of 2"),
-    "error": (["--d-model", "2"], "error of sinusoidal positions, d_model 2, base 10000"),
-}
-MAGIC = {"png": b"\x89PNG\r\n", "svg": b"<?xml", "pdf": b"%PDF-"}
-
-
-@pytest.mark.parametrize("picture", SHOWN)
-def test_show_writes_a_picture(capsys, tmp_path, picture):
-    flags, title = SHOWN[picture]
-    out = tmp_path / "x.png"
-    assert main(["show", picture, *flags, "--out", str(out)]) == 0
-    captured = capsys.readouterr()
-    assert captured.out == f"{out}: {title}\n"
-    assert captured.err == ""
-    assert list(tmp_path.iterdir()) == [out]
-    width, height = (int.from_bytes(out.read_bytes()[at : at + 4]) for at in (16, 20))
-    assert (width, height) == (960, 720)
-    assert pyplot.get_fignums() == []
-
-
-@pytest.fixture
-def drawn(monkeypatch, tmp_path):
-    """The Axes that a command drew."""
-
-    def show(*arguments):
-        seen = []
-        monkeypatch.setattr(Figure, "savefig", lambda figure, file, **options: seen.append(figure))
-        assert main(["show", *arguments, "--out", str(tmp_path / "x.png")]) == 0
-        return seen[0].axes[0]
-
-    return show
-
-
-def test_show_encoding_draws_what_its_flags_ask_for(drawn):
-    shown = image(drawn("encoding", "--length", "9", "--d-model", "6", "--layout", "cos_sin", "--base", "50"))
-    np.testing.assert_array_equal(shown, np.asarray(te.sinusoidal_table(9, 6, layout="cos_sin", base=50.0), np.float64))
-
-
-def test_show_mask_draws_what_its_flags_ask_for(drawn):
-    query, key = np.mgrid[:12, :12]
-    shown = image(drawn("mask", "--length", "12", "--window", "3", "1", "--chunk", "5", "--prefix", "2"))
-    expected = (key <= query) & (key >= query - 3) & (key // 5 == query // 5) | (key < 2) & (query < 2)
-    np.testing.assert_array_equal(shown, expected)
-    np.testing.assert_array_equal(
-        image(drawn("mask", "--length", "12", "--bidirectional", "--window", "0", "2")), (key >= query) & (key <= query + 2)
-    )
-
-
-def test_show_mask_names_its_tokens(drawn):
-    ax = drawn("mask", "--bidirectional", "--tokens", *WORDS)
-    assert texts(ax.get_xticklabels()) == texts(ax.get_yticklabels()) == WORDS
-    assert image(ax).all()
-    assert image(ax).shape == (3, 3)
-
-
-def test_show_bias_draws_what_its_flags_ask_for(drawn):
-    shown = image(drawn("bias", "--length", "4", "--num-heads", "4", "--head", "1"))
-    assert shown[3].tolist() == [-3 / 16, -2 / 16, -1 / 16, 0]
-    assert shown.mask[0].tolist() == [False, True, True, True]
-    assert image(drawn("bias", "--length", "4", "--num-heads", "4", "--symmetric"))[0].tolist() == [0, -1 / 4, -2 / 4, -3 / 4]
-
-
-@pytest.mark.parametrize("kind", MAGIC)
-def test_equal_arguments_give_equal_files_of_the_kind_that_the_suffix_names(tmp_path, kind):
-    outs = [tmp_path / f"first.{kind}", tmp_path / f"second.{kind.upper()}"]
-    for out in outs:
-        assert main(["show", "rotary", "--length", "2", "--head-dim", "4", "--out", str(out)]) == 0
-    first, second = (out.read_bytes() for out in outs)
-    assert first.startswith(MAGIC[kind])
-    assert first == second
-
-
-def test_the_style_of_the_user_does_not_change_the_file(tmp_path):
-    outs = [tmp_path / "first.png", tmp_path / "second.png"]
-    for out, size in zip(outs, (10, 20), strict=True):
-        with matplotlib.rc_context({"font.size": size, "figure.figsize": (size, size)}):
-            assert main(["show", "mask", "--length", "3", "--out", str(out)]) == 0
-            assert matplotlib.rcParams["font.size"] == size
-    assert outs[0].read_bytes() == outs[1].read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["mask", "--out", "x.gif"], "--out: wanted a name that ends in .png, .svg, .pdf, got 'x.gif'"),
-        (["mask", "--out", "png"], "--out: wanted a name that ends in .png, .svg, .pdf, got 'png'"),
-        (["mask", "--out", ""], "--out: wanted a name that ends in .png, .svg, .pdf, got ''"),
-        (["mask", "--out", "missing/x.png"], "cannot write missing/x.png: No such file or directory"),
-        (["mask"], "the following arguments are required: --out"),
-        ([], "the following arguments are required: PICTURE"),
-        (["sky", "--out", "x.png"], "invalid choice: 'sky'"),
-        (["mask", "--length", "0", "--out", "x.png"], "argument --length: wanted an integer from 1 to 4096, got '0'"),
-        (["mask", "--window", "4", "--out", "x.png"], "argument --window: expected 2 arguments"),
-        (["mask", "--chunk", "0", "--out", "x.png"], "argument --chunk: wanted an integer from 1 to 1000000000, got '0'"),
-        (["mask", "--tokens", "a", "--length", "3", "--out", "x.png"], "argument --length: not allowed with argument --tokens"),
-        (["encoding", "--layout", "up", "--out", "x.png"], "invalid choice: 'up'"),
-        (["encoding", "--base", "nan", "--out", "x.png"], "base: wanted a finite number above 0, got nan"),
-        (["rotary", "--head-dim", "3", "--out", "x.png"], "head_dim: wanted an even number of channels, to make pairs, got 3"),
-        (["bias", "--head", "8", "--out", "x.png"], "head: wanted an int from 0 to 7, got 8"),
-    ],
-)
-def test_show_errors_are_one_line(monkeypatch, capsys, tmp_path, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    assert main(["show", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("transformer-embed: error: ")
-    assert captured.err.count("\n") == 1
-    assert message in captured.err
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "message"), [(OSError(28, "No space left on device"), 2, "No space"), (KeyboardInterrupt(), 130, "")]
-)
-def test_a_picture_is_written_whole_or_not_at_all(monkeypatch, capsys, tmp_path, error, status, message):
-    def half(figure, file, **options):
-        file.write(b"half")
-        raise error
-
-    monkeypatch.setattr(Figure, "savefig", half)
-    out = tmp_path / "x.png"
-    out.write_bytes(b"old")
-    assert main(["show", "mask", "--out", str(out)]) == status
-    captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1
-    assert message in captured.err
-    assert out.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [out]
-
-
-@pytest.mark.parametrize("arguments", [[], *([name] for name in SHOWN)])
-def test_help_fits_and_names_every_flag(capsys, monkeypatch, arguments):
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit) as stop:
-        main(["show", *arguments, "--help"])
-    assert stop.value.code == 0
-    out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= 80
-    wanted = SHOWN[arguments[0]][0] + ["--out"] if arguments else list(SHOWN)
-    assert [word for word in wanted if not word.isdigit() and word not in out] == []
-
-
-def test_show_refuses_a_prefix_past_the_tokens(capsys, tmp_path):
-    assert main(["show", "mask", "--length", "4", "--prefix", "5", "--out", str(tmp_path / "x.png")]) == 2
-    assert capsys.readouterr().err == "transformer-embed: error: --prefix: wanted at most the 4 tokens, got 5\n"
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""Pictures of encodings, masks and biases, for matplotlib (the extra `plots`); each function draws on an Axes and returns it.
+"""Pictures of encodings, masks and biases, for matplotlib (the extra `plots`). Each function draws on an Axes and returns it.
 
-Shades come from cividis, whose lightness rises evenly; lines differ in style or marker as well as in colour: both survive a grey print
-and a colour-blind reader. Titles are left to the caller.
+Values of both signs take a diverging colour map: white is zero, red is above it, blue below. Values of one sign take cividis, whose
+lightness rises evenly. Cells without a value are hatched. Lines differ in style or marker as well as in colour. The pictures can be read
+in a grey print and by colour-blind readers, but a grey print of a diverging map shows magnitudes alone. Titles are left to the caller.
 """
 
 import decimal
@@ -19,6 +20,7 @@ from transformer_embed.functional.rotary_scaling import Scaling
 from transformer_embed.functional.sinusoidal import sinusoidal_encoding
 
 try:
+    from matplotlib import rcParams
     from matplotlib.axes import Axes
     from matplotlib.colors import ListedColormap
     from matplotlib.legend import Legend
@@ -28,27 +30,30 @@ except ImportError as error:
     raise ImportError("transformer_embed.plots needs matplotlib: pip install matplotlib") from error
 
 HIDDEN, ALLOWED = "#E6E6E6", "#0B3C5D"
+DIVERGING, SEQUENTIAL = "RdBu_r", "cividis"
 # Blue, vermilion, bluish green and black of Okabe and Ito's palette for the colour-blind.
 BLUE, VERMILION, GREEN, BLACK = "#0072B2", "#D55E00", "#009E73", "#000000"
 STYLES = (("o", BLUE, "-"), ("s", VERMILION, "--"), ("^", GREEN, ":"), ("D", BLACK, "-."))
 MOST_CELLS_WITH_LINES = 64
+# The room that a letter of a small label takes, as shares of the font's size in points, with a margin.
+LETTER_WIDTH, LETTER_HEIGHT = 0.65, 1.0
 
 
 def plot_encoding(encoding: ArrayLike, *, ax: Axes | None = None, tokens: Sequence[str] | None = None, limit: float | None = None) -> Axes:
     """A heat map of vectors, a row for each position and a column for each channel.
 
     Args:
-        encoding: [length, d_model], a floating dtype: an encoding, rows of a table, or their sum. NaN is left white.
-        ax: where to draw; None: a new figure of pyplot's.
-        tokens: [length] names for the rows; None: they are numbered.
-        limit: the shades run from -limit to limit, in the encoding's unit; above 0. None: the largest magnitude.
+        encoding: [length, d_model], a floating dtype: an encoding, rows of a table, or their sum. Cells that are NaN are hatched.
+        ax: where to draw; None: a new pyplot figure.
+        tokens: [length] names for the rows; None: rows are numbered.
+        limit: the colours run from -limit to limit; above 0. None: the largest magnitude.
 
     Returns:
         The Axes, with channel across, position (tokens) down, and a colour bar beside it.
 
     Raises:
-        TypeError: encoding has no floating dtype, or is traced; ax is no Axes; limit is no Python number.
-        ValueError: encoding is not of rank 2 or is empty; tokens are not one a row; limit is not above 0.
+        TypeError: encoding does not have a floating dtype, or is traced; ax is not an Axes; limit is not a Python number.
+        ValueError: encoding is not of rank 2 or is empty; there is not one token for each row; limit is not above 0.
 
     Example:
         >>> import transformer_embed as te
@@ -63,7 +68,7 @@ def plot_encoding(encoding: ArrayLike, *, ax: Axes | None = None, tokens: Sequen
     most = np.nanmax(np.abs(values), initial=0.0) or 1.0 if limit is None else _checks.real("limit", limit, above=0)
     names = _names("tokens", tokens, len(values))
     ax = _axes(ax)
-    _heat_map(ax, values, (-most, most), "value (no unit)")
+    _heat_map(ax, values, most, "value")
     ax.set(xlabel="channel", ylabel="position (tokens)")
     if names is not None:
         ax.set_yticks(range(len(values)), names, parse_math=False)
@@ -73,23 +78,23 @@ def plot_encoding(encoding: ArrayLike, *, ax: Axes | None = None, tokens: Sequen
 def plot_wavelengths(
     d_model: int, *, ax: Axes | None = None, base: float = 10_000.0, scaling: Scaling | None = None, label: str | None = None
 ) -> Axes:
-    """The wavelength of each pair of channels: how many positions a full turn takes. Several on one Axes compare bases and scalings.
+    """The wavelength of each pair of channels: after how many positions it repeats. Draw several on one Axes to compare them.
 
         wavelength[i] = 2 * pi * base ** (2i / d_model)
 
     Args:
-        d_model: channels, at least 1: of sinusoids, or the rotated ones of a head.
-        ax: where to draw; None: a new figure of pyplot's.
+        d_model: number of channels, at least 1: of an encoding, or the rotated channels of a head.
+        ax: where to draw; None: a new pyplot figure.
         base: as in `sinusoidal_encoding` and `apply_rotary`; above 0.
-        scaling: as in `apply_rotary`, whose d_model is even; None: the formula above.
-        label: of a legend; None: none.
+        scaling: as in `apply_rotary`; needs an even d_model. None: the formula above.
+        label: name in the legend; None: no legend.
 
     Returns:
-        The Axes, with pair of channels across, wavelength (tokens, a logarithmic axis) up.
+        The Axes, with pair of channels across and wavelength (tokens, logarithmic) up.
 
     Raises:
-        TypeError: d_model is no Python int; base is no Python number; scaling is none of this package's; ax is no Axes.
-        ValueError: d_model is below 1, or odd where there is a scaling; a base that is not above 0; and as the scaling when applied.
+        TypeError: d_model is not a Python int; base is not a Python number; scaling is not a scaling of this package; ax is not an Axes.
+        ValueError: d_model is below 1, or odd with a scaling; base is not above 0; the scaling does not fit d_model.
 
     Example:
         >>> import transformer_embed as te
@@ -111,21 +116,21 @@ def plot_wavelengths(
 
 
 def plot_similarity(encoding: ArrayLike, *, ax: Axes | None = None, label: str | None = None) -> Axes:
-    """The dot product of two positions' vectors over their distance: how alike near and far positions look.
+    """The dot product of two positions' vectors over their distance: how alike near and far positions are.
 
-    The line is the mean over all pairs of positions at a distance; the band goes from the lowest to the highest of them. Sinusoids have no
-    band, for theirs depends on the distance alone; learned positions may. Takes memory for length * length numbers.
+    The line is the mean over all pairs of positions at a distance; the band goes from their lowest to their highest. Sinusoids have no
+    band, because their dot product depends on the distance alone. Needs memory for length * length numbers.
 
     Args:
         encoding: [length, d_model], a floating dtype: vectors of positions 0..length-1.
-        ax: where to draw; None: a new figure of pyplot's.
-        label: of a legend; None: none.
+        ax: where to draw; None: a new pyplot figure.
+        label: name in the legend; None: no legend.
 
     Returns:
-        The Axes, with distance (tokens) across, dot product (no unit) up.
+        The Axes, with distance (tokens) across and dot product up.
 
     Raises:
-        TypeError: encoding has no floating dtype, or is traced; ax is no Axes.
+        TypeError: encoding does not have a floating dtype, or is traced; ax is not an Axes.
         ValueError: encoding is not of rank 2, or is empty.
 
     Example:
@@ -135,8 +140,8 @@ def plot_similarity(encoding: ArrayLike, *, ax: Axes | None = None, label: str |
         32.0
 
     Source:
-        Wang and Chen, "What Do Position Embeddings Learn?" (2020), figure 1, https://arxiv.org/abs/2010.04903, show the whole
-        matrix, of cosines.
+        Wang and Chen, "What Do Position Embeddings Learn?" (2020), figure 1, https://arxiv.org/abs/2010.04903, who show the whole
+        matrix of cosines.
     """
     values = _table("encoding", encoding)
     products = values @ values.T
@@ -146,7 +151,7 @@ def plot_similarity(encoding: ArrayLike, *, ax: Axes | None = None, label: str |
     _, color, dash = _style(len(ax.lines))
     ax.fill_between(range(len(mean)), low, high, color=color, alpha=0.25, linewidth=0)
     ax.plot(range(len(mean)), mean, dash, color=color, label=label)
-    ax.set(xlabel="distance (tokens)", ylabel="dot product (no unit)")
+    ax.set(xlabel="distance (tokens)", ylabel="dot product")
     return _finished_lines(ax)
 
 
@@ -163,19 +168,19 @@ def plot_mask(
 
     Args:
         mask: bool [T, S], or [B, heads, T, S] as `attention_mask` makes it. True = may attend.
-        ax: where to draw; None: a new figure of pyplot's.
-        query_tokens: names for the queries. None: they are numbered. A mask with one row for all queries is drawn with a row for each.
-        key_tokens: [S] names for the keys; None: they are numbered.
-        batch_index: which one of B, from 0; None where B is 1.
-        head: which one of the heads, from 0; None where there is one for all.
+        ax: where to draw; None: a new pyplot figure.
+        query_tokens: [T] names for the queries; None: queries are numbered. A mask with one row for all queries (T = 1) is drawn with a
+            row for each name.
+        key_tokens: [S] names for the keys; None: keys are numbered.
+        batch_index: the row of the batch to draw, from 0; may be None if B is 1.
+        head: the head to draw, from 0; may be None if there is one mask for all heads.
 
     Returns:
         The Axes, with key (token attended to) across, query (token that attends) down, and a legend of the two tones beside it.
 
     Raises:
-        TypeError: mask is not bool, or is traced; ax is no Axes; an index is no Python int.
-        ValueError: mask is of another rank or is empty; no index where there is a choice, or one outside of it; tokens that are not one a
-            row or column.
+        TypeError: mask is not bool, or is traced; ax is not an Axes; an index is not a Python int.
+        ValueError: mask is of another rank or is empty; an index is missing or out of range; there is not one token for each row or column.
 
     Example:
         >>> import jax.numpy as jnp
@@ -209,25 +214,27 @@ def plot_rotary(
     scaling: Scaling | None = None,
     pairs: Sequence[int] | None = None,
 ) -> Axes:
-    """Where rotary embeddings turn a pair of channels at each position: pairs on circles, the first pair outermost.
+    """Where rotary embeddings rotate a point: a circle for each pair of channels, a dot on it for each position.
 
-    The innermost circle's pair was (1, 0) before `apply_rotary` turned it, the next one's (2, 0), and so on.
+    Before `apply_rotary` rotated it, the point was at (1, 0) in the pair of the innermost circle, at (2, 0) in that of the next, and so
+    on: the radii only keep the circles apart. The first pair rotates fastest and is innermost.
 
     Args:
         positions: [length] integers, or float32.
         head_dim: channels of a head, even.
-        ax: where to draw; None: a new figure of pyplot's.
+        ax: where to draw; None: a new pyplot figure.
         base: as in `apply_rotary`.
-        scaling: as in `apply_rotary`. An attention factor moves the points off their circles.
-        pairs: which pairs to draw, in 0..head_dim // 2 - 1, from the outermost circle inwards. None: four, from the
-            first, an eighth of the head apart.
+        scaling: as in `apply_rotary`. An attention factor moves the dots off their circles.
+        pairs: the pairs to draw, in 0..head_dim // 2 - 1, from the innermost circle outwards. None: four, from the first, an eighth of
+            the head apart.
 
     Returns:
-        The Axes, with a pair's first channel across and its second up, both without a unit; the outermost points bear their positions.
+        The Axes, with the first channel of a pair across and its second channel up. Each circle bears the number of its pair if it has
+        room; the dots of the innermost circle bear their positions, as far as the numbers do not overlap.
 
     Raises:
-        TypeError: as `apply_rotary`; ax is no Axes; a pair is no Python int.
-        ValueError: as `apply_rotary`; positions are not of rank 1 or are none; pairs outside the head, or none.
+        TypeError: as `apply_rotary`; ax is not an Axes; a pair is not a Python int.
+        ValueError: as `apply_rotary`; positions are not of rank 1 or are empty; pairs are empty or outside the head.
 
     Example:
         >>> import transformer_embed as te
@@ -239,19 +246,21 @@ def plot_rotary(
         Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), figure 1, https://arxiv.org/abs/2104.09864
     """
     chosen, places = _pairs(pairs, _checks.integer("head_dim", head_dim, at_least=2) // 2), _places(positions)
-    radii = list(range(len(chosen), 0, -1))
-    turned = _turned(places, head_dim, chosen, radii, base, scaling)
+    radii = range(1, len(chosen) + 1)
+    points = _rotated(places, head_dim, chosen, radii, base, scaling)
+    edge = max(len(chosen) + 0.75, 1.1 * np.abs(points).max())
     ax = _axes(ax)
     for n, (pair, radius) in enumerate(zip(chosen, radii, strict=True)):
         marker, color, _ = _style(n)
-        ax.add_patch(Circle((0, 0), radius, fill=False, color="0.8", linewidth=1))
-        ax.plot(*turned[n].T, marker, color=color, label=f"pair {pair}")
-    for place, point in zip(places.tolist(), turned[0], strict=True):
-        ax.annotate(f"{place:g}", 1.12 * point, ha="center", va="center", fontsize="small")
-    edge = 1.25 * max(radii[0], np.abs(turned).max())
-    ax.set(xlabel="first channel of the pair (no unit)", ylabel="second channel of the pair (no unit)")
+        ax.add_patch(Circle((0, 0), radius, fill=False, color="0.8", linewidth=1, zorder=0))
+        ax.plot(*points[n].T, marker, color=color, markersize=3.5, label=f"pair {pair}")
+    labels = _Labels(ax, edge)
+    labels.number_points([f"{place:g}" for place in places.tolist()], points[0])
+    for n, pair in enumerate(chosen):
+        labels.name_circle(f"pair {pair}", points[n], _style(n)[1])
+    ax.set(xlabel="first channel of the pair", ylabel="second channel of the pair")
     ax.set(xlim=(-edge, edge), ylim=(-edge, edge), aspect="equal")
-    _legend_beside(ax).set_title("numbers: positions")
+    _legend_beside(ax).set_title("A circle for each pair;\nradii keep them apart.\nNumbers: positions.")
     return ax
 
 
@@ -264,22 +273,22 @@ def plot_bias(
     batch_index: int | None = None,
     head: int | None = None,
 ) -> Axes:
-    """A heat map of what is added to the logit of each query and key.
+    """A heat map of the bias that is added to the logit of each query and key.
 
     Args:
-        bias: [T, S] or [B, heads, T, S], a floating dtype, as `alibi_bias` and `RelativePositionBias` make it; with `mask_to_bias` added,
-            what is masked is left white.
-        ax: where to draw; None: a new figure of pyplot's.
-        query_tokens: [T] names for the queries; None: they are numbered.
-        key_tokens: [S] names for the keys; None: they are numbered.
-        batch_index: which one of B, from 0; None where B is 1.
-        head: which one of the heads, from 0; None where there is one.
+        bias: [T, S] or [B, heads, T, S], a floating dtype, as `alibi_bias` and `RelativePositionBias` make it. After `mask_to_bias` is
+            added, masked cells are hatched.
+        ax: where to draw; None: a new pyplot figure.
+        query_tokens: [T] names for the queries; None: queries are numbered.
+        key_tokens: [S] names for the keys; None: keys are numbered.
+        batch_index: the row of the batch to draw, from 0; may be None if B is 1.
+        head: the head to draw, from 0; may be None if there is only one.
 
     Returns:
         The Axes, with key (token attended to) across, query (token that attends) down, and a colour bar beside it.
 
     Raises:
-        TypeError: bias has no floating dtype, or is traced; ax is no Axes; an index is no Python int.
+        TypeError: bias does not have a floating dtype, or is traced; ax is not an Axes; an index is not a Python int.
         ValueError: as `plot_mask`.
 
     Example:
@@ -300,29 +309,30 @@ def plot_bias(
     shown = np.ma.masked_where(~(values > -largest / 4), values)
     names = _names("query_tokens", query_tokens, values.shape[0]), _names("key_tokens", key_tokens, values.shape[1])
     ax = _axes(ax)
-    _heat_map(ax, shown, None, "added to the logit (no unit)", aspect="equal")
+    signed = bool((shown < 0).any() and (shown > 0).any())
+    _heat_map(ax, shown, float(np.abs(shown).max()) if signed else None, "added to the logit", aspect="equal")
     _queries_and_keys(ax, values.shape, names)
     return ax
 
 
 def plot_error(d_model: int, *, ax: Axes | None = None, positions: ArrayLike | None = None, base: float = 10_000.0) -> Axes:
-    """The largest error of any channel of a sinusoidal encoding over position: this package's, and that of the usual float32 product.
+    """The largest error of any channel of a sinusoidal encoding over position: of this package and of the usual float32 product.
 
-    The exact values come from 50 decimal digits, with whole turns taken off before the sine.
+    The exact values are computed with 50 decimal digits, and whole turns are subtracted before the sine.
 
     Args:
-        d_model: channels, at least 1.
-        ax: where to draw; None: a new figure of pyplot's.
-        positions: [n] integers, at least 1, for the axis is logarithmic. None: a hundred from 1 to 2**31 - 1.
+        d_model: number of channels, at least 1.
+        ax: where to draw; None: a new pyplot figure.
+        positions: [n] integers, at least 1 because the axis is logarithmic. None: a hundred from 1 to 2**31 - 1.
         base: as in `sinusoidal_encoding`.
 
     Returns:
-        The Axes, with position (tokens) across and largest error (no unit) up, both logarithmic; a dotted line where rounding to float32
-        alone puts a value near 1.
+        The Axes, with position (tokens) across and largest error up, both logarithmic, and a dotted line at the error that rounding to
+        float32 alone makes in a value near 1.
 
     Raises:
-        TypeError: positions are not integers, or are traced; ax is no Axes; d_model is no Python int; base is no Python number.
-        ValueError: positions of another rank, none, below 1 or outside int32; d_model is below 1; a base that is not above 0.
+        TypeError: positions are not integers, or are traced; ax is not an Axes; d_model is not a Python int; base is not a Python number.
+        ValueError: positions are not of rank 1, are empty, below 1 or outside int32; d_model is below 1; base is not above 0.
 
     Example:
         >>> import transformer_embed as te
@@ -330,9 +340,6 @@ def plot_error(d_model: int, *, ax: Axes | None = None, positions: ArrayLike | N
         >>> ours = ax.lines[0].get_ydata()
         >>> bool(ours.max() < 6.0e-8)
         True
-
-    Source:
-        Own measurement.
     """
     d_model, base = _checks.integer("d_model", d_model, at_least=1), _checks.real("base", base, above=0)
     places = _error_positions(positions)
@@ -344,13 +351,13 @@ def plot_error(d_model: int, *, ax: Axes | None = None, positions: ArrayLike | N
         marker, color, _ = _style(n)
         ax.plot(places, np.abs(encoding - exact).max(1), f"{marker}-", color=color, markersize=3.5, linewidth=1, label=label)
     ax.axhline(2.0**-25, color=BLACK, linestyle=":", linewidth=1, label="rounding to float32")
-    ax.set(xlabel="position (tokens)", ylabel="largest error of a channel (no unit)", xscale="log", yscale="log")
+    ax.set(xlabel="position (tokens)", ylabel="largest error of any channel", xscale="log", yscale="log")
     return _finished_lines(ax)
 
 
 def _axes(ax: Axes | None) -> Axes:
     if ax is None:
-        from matplotlib import pyplot  # noqa: PLC0415 (it chooses a backend, which an Axes that is given has already)
+        from matplotlib import pyplot  # noqa: PLC0415 (it chooses a backend, and a given Axes already has one)
 
         return pyplot.subplots(layout="constrained")[1]
     if not isinstance(ax, Axes):
@@ -365,7 +372,7 @@ def _on_host(name: str, array: Any) -> np.ndarray:
 
 
 def _table(name: str, value: ArrayLike) -> np.ndarray:
-    """[length, d_model] with at least one of both, in float64."""
+    """[length, d_model], not empty, in float64."""
     array = _on_host(name, _checks.as_floats(name, value))
     if array.ndim != 2 or not array.size:
         raise ValueError(_checks.wanted(name, "shape [length, d_model], at least one of both", f"shape {list(array.shape)}"))
@@ -373,7 +380,7 @@ def _table(name: str, value: ArrayLike) -> np.ndarray:
 
 
 def _one_matrix(name: str, array: np.ndarray, batch_index: int | None, head: int | None) -> np.ndarray:
-    """[T, S] with at least one of both, out of a batch and its heads."""
+    """[T, S], not empty: one head of one row of the batch."""
     if array.ndim == 2:
         array = array[None, None]
     if array.ndim != 4 or not array.size:
@@ -389,12 +396,12 @@ def _index(name: str, index: int | None, size: int) -> int:
     return index
 
 
-def _heat_map(
-    ax: Axes, values: np.ndarray, limits: tuple[float, float] | None, unit: str, aspect: Literal["auto", "equal"] = "auto"
-) -> None:
-    low, high = limits or (None, None)
-    image = ax.imshow(values, vmin=low, vmax=high, cmap="cividis", aspect=aspect)
-    beyond = limits is not None and bool((np.abs(values) > limits[1]).any())
+def _heat_map(ax: Axes, values: np.ndarray, limit: float | None, unit: str, aspect: Literal["auto", "equal"] = "auto") -> None:
+    """Diverging colours from -limit to limit, or, without a limit, sequential ones over the values."""
+    low, high, colors = (None, None, SEQUENTIAL) if limit is None else (-limit, limit, DIVERGING)
+    image = ax.imshow(values, vmin=low, vmax=high, cmap=colors, aspect=aspect)
+    ax.patch.set(hatch="////", edgecolor="0.75", linewidth=0)
+    beyond = limit is not None and bool((np.abs(values) > limit).any())
     ax.figure.colorbar(image, ax=ax, label=unit, extend="both" if beyond else "neither")
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True))
@@ -417,7 +424,7 @@ def _queries_and_keys(ax: Axes, shape: tuple[int, ...], names: Sequence[list[str
 
 
 def _names(name: str, tokens: Sequence[str] | None, count: int) -> list[str] | None:
-    """What to write on an axis of `count` rows or columns."""
+    """The labels of an axis with `count` rows or columns."""
     if tokens is None:
         return None
     tokens = _checks.sequence(name, tokens)
@@ -452,7 +459,7 @@ def _frequencies(d_model: int, base: float, scaling: Scaling | None) -> Sequence
     if scaling is None:
         return phase.geometric_frequencies((d_model + 1) // 2, base, d_model / 2)
     if not isinstance(scaling, Scaling):
-        raise TypeError(_checks.wanted("scaling", "one of this package's, such as LinearScaling(2.0)", type(scaling).__name__))
+        raise TypeError(_checks.wanted("scaling", "a scaling of this package such as LinearScaling(2.0)", type(scaling).__name__))
     if d_model % 2:
         raise ValueError(_checks.wanted("d_model", "an even number of channels, to scale", d_model))
     with decimal.localcontext(phase.PRECISION):
@@ -469,21 +476,58 @@ def _pairs(pairs: Sequence[int] | None, half: int) -> list[int]:
 
 
 def _places(positions: ArrayLike) -> np.ndarray:
-    """[n] positions, at least one."""
+    """[n] positions, not empty."""
     places = _on_host("positions", _checks.as_positions("positions", positions))
     if places.ndim != 1 or not len(places):
         raise ValueError(_checks.wanted("positions", "shape [n], at least one", f"shape {list(places.shape)}"))
     return places
 
 
-def _turned(
+def _rotated(
     places: np.ndarray, head_dim: int, pairs: Sequence[int], radii: Sequence[int], base: float, scaling: Scaling | None
 ) -> np.ndarray:
-    """[pairs, n, 2]: what `apply_rotary` makes of (radius, 0) in each pair."""
+    """[pairs, n, 2]: (radius, 0) in each pair, rotated by `apply_rotary`."""
     x = np.zeros([len(places), 1, head_dim], np.float32)
     x[..., pairs] = radii
-    turned = np.asarray(apply_rotary(x, places, base=base, scaling=scaling))[:, 0]
-    return np.stack([turned[:, [pair, pair + head_dim // 2]] for pair in pairs])
+    rotated = np.asarray(apply_rotary(x, places, base=base, scaling=scaling))[:, 0]
+    return np.stack([rotated[:, [pair, pair + head_dim // 2]] for pair in pairs])
+
+
+class _Labels:
+    """Small labels on axes that go from -edge to edge: each is written if it lies inside them and not on an earlier one."""
+
+    def __init__(self, ax: Axes, edge: float):
+        points = 72 * min(ax.bbox.width, ax.bbox.height) / ax.figure.dpi
+        self.ax, self.edge, self.boxes = ax, edge, []
+        self.letter = np.array([LETTER_WIDTH, LETTER_HEIGHT]) * rcParams["font.size"] * 2 * edge / points
+
+    def number_points(self, numbers: Sequence[str], points: np.ndarray) -> None:
+        """Writes a number outside each point."""
+        for number, point in zip(numbers, points, strict=True):
+            distance = (self.letter * [len(number), 1]).max()
+            self._write(number, point * (1 + distance / np.hypot(*point)))
+
+    def name_circle(self, name: str, points: np.ndarray, color: str) -> None:
+        """Writes the name of a circle in the widest gap between its points, as near the gap's middle as there is room."""
+        angles, radius = np.sort(np.arctan2(points[:, 1], points[:, 0])), np.hypot(*points[0])
+        gaps = np.diff(angles, append=angles[0] + 2 * np.pi)
+        widest = gaps.argmax()
+        if gaps[widest] * radius < 1.5 * len(name) * self.letter[0]:
+            return
+        box = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}
+        for share in (1 / 2, 3 / 8, 5 / 8, 1 / 4, 3 / 4):
+            angle = angles[widest] + share * gaps[widest]
+            if self._write(name, radius * np.array([np.cos(angle), np.sin(angle)]), color=color, bbox=box):
+                return
+
+    def _write(self, text: str, place: np.ndarray, **style: Any) -> bool:
+        size = self.letter * [len(text), 1]
+        is_free = all((np.abs(place - other) > (size + other_size) / 2).any() for other, other_size in self.boxes)
+        if not is_free or (np.abs(place) + size / 2 > self.edge).any():
+            return False
+        self.ax.annotate(text, (place[0], place[1]), ha="center", va="center", fontsize="small", **style)
+        self.boxes.append((place, size))
+        return True
 
 
 def _error_positions(positions: ArrayLike | None) -> np.ndarray:
@@ -495,7 +539,7 @@ def _error_positions(positions: ArrayLike | None) -> np.ndarray:
 
 
 def _exact_encoding(positions: np.ndarray, d_model: int, base: float) -> np.ndarray:
-    """[n, d_model] in float64: sines of angles whose whole turns are gone, so that no digit of theirs is lost."""
+    """[n, d_model] in float64: sines of angles without their whole turns, which would cost digits."""
     with decimal.localcontext(prec=50):
         frequencies = [decimal.Decimal(base) ** (decimal.Decimal(-2 * i) / d_model) for i in range((d_model + 1) // 2)]
         angles = np.array([[float(position * f % (2 * phase.PI)) for f in frequencies] for position in positions.tolist()])
@@ -503,7 +547,7 @@ def _exact_encoding(positions: np.ndarray, d_model: int, base: float) -> np.ndar
 
 
 def _float32_encoding(positions: np.ndarray, d_model: int, base: float) -> np.ndarray:
-    """The formula as it is mostly written."""
+    """The formula as it is usually written."""
     exponents = np.arange(0, d_model, 2, dtype=np.float32) / np.float32(d_model)
     angles = positions.astype(np.float32)[:, None] * np.float32(base) ** -exponents
     return _interleaved(angles, d_model).astype(np.float64)
