@@ -1,7 +1,5 @@
-"""`python -m transformer_embed`."""
+"""`python -m transformer_embed`: the command line."""
 
-import sys
+from transformer_embed.cli.main import run
 
-from transformer_embed.cli.main import main
-
-sys.exit(main())
+run()

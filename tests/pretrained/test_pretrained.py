@@ -796,7 +796,7 @@ def test_inspect_of_what_is_not_known(tmp_path):
 
 @pytest.mark.parametrize(("name", "tokens_a_batch"), [("roberta", 6), ("roberta", 10_000), ("bert", 6), ("m2m100", 10_000), ("gpt2", 6)])
 def test_embed_from_a_checkpoint(tmp_path, monkeypatch, name, tokens_a_batch):
-    monkeypatch.setattr("transformer_embed.cli.main.TOKENS_A_BATCH", tokens_a_batch)
+    monkeypatch.setattr("transformer_embed.cli.embed.TOKENS_A_BATCH", tokens_a_batch)
     case = CASES[name]
     found = load(tmp_path, name)
     rows = [[5, 6, 7, 8, 9, 3], [4, 5, 6], [PAD, 10]]
@@ -812,19 +812,6 @@ def test_embed_from_a_checkpoint(tmp_path, monkeypatch, name, tokens_a_batch):
         assert got["mask"][n].tolist() == [True] * len(row) + [False] * (6 - len(row))
         positions = np.broadcast_to(found.config.positions.positions(jnp.asarray([row])), (1, len(row)))[0]
         assert got["positions"][n, : len(row)].tolist() == positions.tolist()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["embed", "x", "--out", "y", "--params", "p", "--stack", "decoder"], "--stack is for --from: what `train` writes has one stack"),
-        (["embed", "x", "--out", "y", "--from", "c"], "the tokens of c are no bytes; give a FILE of ids, as its tokenizer makes them"),
-    ],
-)
-def test_flags_that_do_not_go_together(arguments, message):
-    status, out, err = run(*arguments)
-    assert (status, out) == (2, "")
-    assert message in err
 
 
 def test_a_line_past_the_positions_that_are_left(tmp_path):

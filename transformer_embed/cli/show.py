@@ -1,35 +1,47 @@
-"""The command `show`: pictures of encodings, masks and errors."""
+"""The command `show`: draws a picture of an encoding, a mask, a bias or an error."""
 
 import argparse
+import contextlib
+import math
 import pathlib
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 import transformer_embed as te
-from transformer_embed.cli.user import UserError, at_least_one, distance, number, writable, write_whole
+from transformer_embed.cli.arguments import UserError, at_least_one, distance, number, real, writable, write_whole
 from transformer_embed.functional.sinusoidal import LAYOUTS
 
-# Formats of pictures, and the metadata that would tell two runs apart.
-PICTURES = {"png": ("Software",), "svg": ("Date", "Creator"), "pdf": ("CreationDate", "Creator", "Producer")}
+# The metadata of each format that would make equal pictures differ.
+PICTURES = {".png": ("Software",), ".svg": ("Date", "Creator"), ".pdf": ("CreationDate", "Creator", "Producer")}
+PIXELS_WIDE, WIDTH, TITLE_LETTERS_AN_INCH = 960, 6.4, 9.5
+FONT = "DejaVu Sans"
 
 
-def add_show(commands: Any) -> None:
+def add_to(commands: Any) -> None:
     """Adds the command to the parser's."""
     show = commands.add_parser(
         "show",
         allow_abbrev=False,
-        help="draw a picture of an encoding, a mask or an error",
-        description="Draws one picture of what this package computes and writes it to a file: as PNG, SVG or PDF, by the file's suffix. "
-        "Equal arguments give equal files. Needs matplotlib: pip install matplotlib.",
+        help="draw a picture of an encoding, a mask, a bias or an error",
+        description="Draws a picture of what this package computes and writes it to a PNG, SVG or PDF file. Equal arguments give equal "
+        "files. Needs matplotlib: pip install matplotlib.",
     )
     pictures = show.add_subparsers(required=True, metavar="PICTURE")
 
     def picture(draw: Callable[[argparse.Namespace, Any], str], about: str) -> argparse.ArgumentParser:
         parser = pictures.add_parser(draw.__name__.removeprefix("_draw_"), allow_abbrev=False, help=about, description=f"Draws {about}.")
-        parser.add_argument("--out", required=True, metavar="X.png", help="where to write the picture; X.svg and X.pdf will do too")
-        parser.set_defaults(command=_show, draw=draw)
+        parser.add_argument("--out", required=True, metavar="X.png", help="file to write; X.svg and X.pdf choose those formats")
+        parser.add_argument(
+            "--width",
+            type=lambda text: real(text, 2, 40),
+            default=WIDTH,
+            metavar="INCHES",
+            help="width of the picture; in a narrower one, text is larger beside the rest (default: %(default)s)",
+        )
+        parser.set_defaults(run=run, draw=draw)
         return parser
 
     def size(parser: Any, flag: str, default: int, about: str, highest: int = 4096, lowest: int = 1) -> None:
@@ -39,81 +51,98 @@ def add_show(commands: Any) -> None:
 
     encoding = picture(_draw_encoding, "a heat map of sinusoidal positions")
     encoding.add_argument("--layout", choices=LAYOUTS, default=LAYOUTS[0], help="order of the channels (default: %(default)s)")
-    wavelengths = picture(_draw_wavelengths, "how many positions a full turn of each pair of channels takes")
+    wavelengths = picture(_draw_wavelengths, "the wavelength of each pair of channels, in positions")
     similarity = picture(_draw_similarity, "the dot product of two sinusoidal positions over their distance")
-    rotary = picture(_draw_rotary, "where rotary embeddings turn a pair of channels")
-    error = picture(_draw_error, "the error of sinusoidal positions beside that of the usual float32 product, from 1 to 2**31 - 1")
+    rotary = picture(_draw_rotary, "where rotary embeddings rotate a point in some pairs of channels")
+    error = picture(_draw_error, "the error of sinusoidal positions, and of the usual float32 product, from 1 to 2**31 - 1")
     for each, length in ((encoding, 128), (similarity, 512), (rotary, 6)):
-        size(each, "--length", length, "positions")
+        size(each, "--length", length, "number of positions")
     for each in (encoding, wavelengths, similarity, error):
-        size(each, "--d-model", 64, "channels")
-    size(rotary, "--head-dim", 64, "channels of a head, even")
+        size(each, "--d-model", 64, "number of channels")
+    size(rotary, "--head-dim", 64, "number of channels of a head, even")
     for each in (encoding, wavelengths, similarity, rotary, error):
-        each.add_argument("--base", type=float, default=10_000.0, metavar="X", help="of the wavelengths (default: %(default)s)")
-    mask = picture(_draw_mask, "which keys each query may attend to; causal unless told otherwise")
+        each.add_argument("--base", type=float, default=10_000.0, metavar="X", help="base of the wavelengths (default: %(default)s)")
+    mask = picture(_draw_mask, "which keys each query may attend to")
     queries = mask.add_mutually_exclusive_group()
-    size(queries, "--length", 16, "positions")
-    queries.add_argument("--tokens", nargs="+", metavar="TOKEN", help="names for the positions, in place of their number")
-    mask.add_argument("--bidirectional", action="store_true", help="hide no key for being after its query")
-    mask.add_argument("--window", nargs=2, type=distance, metavar=("LEFT", "RIGHT"), help="how far before and after itself a query looks")
+    size(queries, "--length", 16, "number of positions")
+    queries.add_argument("--tokens", nargs="+", metavar="TOKEN", help="tokens to write at the positions, in place of their numbers")
+    mask.add_argument("--font", default=FONT, metavar="NAME", help="font to write the tokens in (default: %(default)s)")
+    mask.add_argument("--bidirectional", action="store_true", help="let queries attend to later keys too (default: causal)")
+    mask.add_argument(
+        "--window", nargs=2, type=distance, metavar=("BACK", "AHEAD"), help="how many keys before and after itself a query sees"
+    )
     mask.add_argument("--chunk", type=at_least_one, metavar="N", help="hide keys outside the query's chunk of N positions")
-    mask.add_argument("--prefix", type=distance, default=0, metavar="N", help="the first N positions all see each other")
-    bias = picture(_draw_bias, "ALiBi's bias of one head")
-    size(bias, "--length", 16, "positions", 512)
-    size(bias, "--num-heads", 8, "heads", 128)
+    mask.add_argument("--prefix", type=distance, default=0, metavar="N", help="let the first N positions all attend to each other")
+    bias = picture(_draw_bias, "the ALiBi bias of one head")
+    size(bias, "--length", 16, "number of positions", 512)
+    size(bias, "--num-heads", 8, "number of heads", 128)
     size(bias, "--head", 0, "which head, from 0", 127, lowest=0)
-    bias.add_argument("--symmetric", action="store_true", help="keys after the query are as far as those before it, and none is hidden")
+    bias.add_argument("--symmetric", action="store_true", help="bias later keys as much as earlier ones, rather than hide them")
 
 
-def _show(args: argparse.Namespace) -> None:
-    kind = pathlib.Path(args.out).suffix.lower().removeprefix(".")
-    if kind not in PICTURES:
-        raise UserError(f"--out: wanted a name that ends in {', '.join(f'.{known}' for known in PICTURES)}, got {args.out!r}")
-    out = writable(args.out)
+def run(args: argparse.Namespace) -> None:
+    """Writes the picture and prints its title."""
+    out = writable(args.out, tuple(PICTURES))
+    kind = pathlib.Path(args.out).suffix.lower()
     try:
         te.plots  # noqa: B018 (it loads on first use)
     except AttributeError as error:
         raise UserError(str(error)) from error
-    import matplotlib.style  # noqa: PLC0415 (slow to load)
-    from matplotlib.figure import Figure  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415 (slow to load)
 
-    with matplotlib.style.context("default"), matplotlib.rc_context({"svg.hashsalt": "transformer-embed"}):
-        figure = Figure(layout="constrained", dpi=150)
+    with _style(getattr(args, "font", FONT)):
+        figure = Figure((args.width, 0.75 * args.width), layout="constrained", dpi=PIXELS_WIDE / args.width)
         ax = figure.subplots()
         try:
             title = args.draw(args, ax)
         except (TypeError, ValueError) as error:
             raise UserError(str(error)) from error
-        ax.set_title(title)
-        write_whole(out, lambda file: figure.savefig(file, format=kind, metadata=dict.fromkeys(PICTURES[kind])))
-    print(f"{out}: {title}")
+        ax.set_title(_wrapped(title, round(TITLE_LETTERS_AN_INCH * args.width)))
+        write_whole(out, lambda file: figure.savefig(file, format=kind[1:], metadata=dict.fromkeys(PICTURES[kind])))
+    print(f"{args.out}: {title}")
+
+
+def _wrapped(title: str, letters: int) -> str:
+    """The title in lines of at most so many letters, about equally long."""
+    lines = math.ceil(len(title) / letters)
+    return textwrap.fill(title, min(letters, len(title) // lines + 6))
+
+
+@contextlib.contextmanager
+def _style(font: str) -> Any:
+    """matplotlib's own style, whatever the user's, with a font for the tokens."""
+    import matplotlib.style  # noqa: PLC0415 (slow to load)
+
+    with matplotlib.style.context("default"), matplotlib.rc_context({"svg.hashsalt": "transformer-embed", "font.family": [font, FONT]}):
+        yield
 
 
 def _draw_encoding(args: argparse.Namespace, ax: Any) -> str:
     table = te.sinusoidal_table(args.length, args.d_model, base=args.base, layout=args.layout)
     te.plots.plot_encoding(table, ax=ax)
-    return f'sinusoidal positions, d_model {args.d_model}, layout "{args.layout}"'
+    return f'sinusoidal positions (d_model {args.d_model}, layout "{args.layout}")'
 
 
 def _draw_wavelengths(args: argparse.Namespace, ax: Any) -> str:
     te.plots.plot_wavelengths(args.d_model, ax=ax, base=args.base)
-    return f"wavelengths, d_model {args.d_model}, base {args.base:g}"
+    return f"wavelength of each pair of channels (d_model {args.d_model}, base {args.base:,g})"
 
 
 def _draw_similarity(args: argparse.Namespace, ax: Any) -> str:
     te.plots.plot_similarity(te.sinusoidal_table(args.length, args.d_model, base=args.base), ax=ax)
-    return f"dot products of sinusoidal positions, d_model {args.d_model}"
+    return f"dot product of two sinusoidal positions (d_model {args.d_model})"
 
 
 def _draw_rotary(args: argparse.Namespace, ax: Any) -> str:
     te.plots.plot_rotary(np.arange(args.length), args.head_dim, ax=ax, base=args.base)
-    return f"pairs turned by rotary embeddings, head_dim {args.head_dim}"
+    return f"points rotated by rotary embeddings (head_dim {args.head_dim})"
 
 
 def _draw_mask(args: argparse.Namespace, ax: Any) -> str:
     positions = np.arange(len(args.tokens) if args.tokens else args.length)
     if args.prefix > len(positions):
         raise UserError(f"--prefix: wanted at most the {len(positions)} tokens, got {args.prefix}")
+    _check_font(args.tokens or (), args.font)
     prefix = np.where(positions < args.prefix, 0, -1) if args.prefix else None
     mask = te.attention_mask(
         query_positions=positions,
@@ -126,9 +155,36 @@ def _draw_mask(args: argparse.Namespace, ax: Any) -> str:
     )
     full = np.broadcast_to(mask, (1, 1, len(positions), len(positions)))
     te.plots.plot_mask(full, ax=ax, query_tokens=args.tokens, key_tokens=args.tokens)
-    options = {"window": args.window, "chunk": args.chunk, "prefix": args.prefix}
-    asked = "".join(f", {name} {' '.join(map(str, np.atleast_1d(value)))}" for name, value in options.items() if value)
-    return ("bidirectional" if args.bidirectional else "causal") + " mask" + asked
+    return ", ".join([f"{'bidirectional' if args.bidirectional else 'causal'} mask", *_options_in_words(args)])
+
+
+def _options_in_words(args: argparse.Namespace) -> list[str]:
+    words = []
+    if args.window:
+        back, ahead = args.window
+        words.append(f"window: {back} back" + (f" and {ahead} ahead" if args.bidirectional else ""))
+    if args.chunk:
+        words.append(f"chunks of {args.chunk}")
+    if args.prefix:
+        words.append(f"prefix: {args.prefix} tokens" if args.prefix > 1 else "prefix: 1 token")
+    return words
+
+
+def _check_font(tokens: Sequence[str], name: str) -> None:
+    """Raises for a letter that would be drawn as a box."""
+    from matplotlib import font_manager  # noqa: PLC0415 (slow to load)
+
+    try:
+        fonts = [font_manager.get_font(font_manager.findfont(each, fallback_to_default=False)) for each in (name, FONT)]
+    except ValueError as error:
+        raise UserError(f"--font: wanted the name of an installed font, got {name!r}; `fc-list : family` lists them") from error
+    letters = [letter for token in tokens for letter in token if letter.isprintable()]
+    lacking = next((letter for letter in letters if not any(font.get_char_index(ord(letter)) for font in fonts)), None)
+    if lacking is not None:
+        raise UserError(
+            f"--tokens: the font {name} cannot draw {lacking!r} (U+{ord(lacking):04X}); name a font that can, such as "
+            "--font 'Noto Sans CJK JP'"
+        )
 
 
 def _draw_bias(args: argparse.Namespace, ax: Any) -> str:
@@ -137,9 +193,9 @@ def _draw_bias(args: argparse.Namespace, ax: Any) -> str:
     if not args.symmetric:
         bias = bias + te.mask_to_bias(te.causal_mask(args.length))
     te.plots.plot_bias(bias, ax=ax, head=args.head)
-    return f"ALiBi's bias, head {args.head} of {args.num_heads}"
+    return f"ALiBi bias, head {args.head} of {args.num_heads}" + ("" if args.symmetric else " (hatched: hidden)")
 
 
 def _draw_error(args: argparse.Namespace, ax: Any) -> str:
     te.plots.plot_error(args.d_model, ax=ax, base=args.base)
-    return f"error of sinusoidal positions, d_model {args.d_model}, base {args.base:g}"
+    return f"error of sinusoidal positions (d_model {args.d_model}, base {args.base:,g})"

@@ -1,17 +1,17 @@
-"""What a user says on the command line: numbers, files to read, files to write; and what is said of those that will not do."""
+"""Arguments of the commands: numbers, files to read, files to write, and the error for those that will not do."""
 
 import argparse
 import contextlib
 import os
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
 from transformer_embed.pretrained import files as _files
 
 
 class UserError(Exception):
-    """What the user can put right; the message is the one line that says how."""
+    """A mistake that the user can correct; the message is one line that says how."""
 
 
 def at_least_one(text: str) -> int:
@@ -20,7 +20,7 @@ def at_least_one(text: str) -> int:
 
 
 def seed(text: str) -> int:
-    """What a key is made from."""
+    """The seed of a key."""
     return number(text, 0, 2**31 - 1)
 
 
@@ -31,13 +31,21 @@ def number(text: str, lowest: int, highest: int) -> int:
     return int(text)
 
 
+def real(text: str, lowest: float, highest: float) -> float:
+    """A number in lowest..highest."""
+    with contextlib.suppress(ValueError):
+        if lowest <= float(text) <= highest:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"wanted a number from {lowest} to {highest}, got {text[:20]!r}")
+
+
 def distance(text: str) -> int:
-    """A number of tokens, or none."""
+    """A number of tokens, from 0."""
     return number(text, 0, 10**9)
 
 
 def contents(path: str, at_most: int = -1) -> bytes:
-    """The bytes of a file, which has some."""
+    """The bytes of a file that is not empty."""
     try:
         with open(path, "rb") as file:
             data = file.read(at_most)
@@ -48,17 +56,19 @@ def contents(path: str, at_most: int = -1) -> bytes:
     return data
 
 
-def writable(name: str, *inputs: str | None) -> pathlib.Path:
-    """The path, once a file was made beside it and removed: hours of work must not end at a folder that takes no file.
+def writable(name: str, suffixes: Sequence[str], *inputs: str | None) -> pathlib.Path:
+    """The path of a file to write, checked before the work: its suffix, that it is not one of the inputs, and that its folder takes files.
 
-    It is none of the inputs.
+    A file is made beside it and removed, because hours of work must not end at a folder that cannot be written to.
     """
+    if pathlib.Path(name).suffix.lower() not in suffixes:
+        raise UserError(f"--out: wanted a name that ends in {', '.join(suffixes)}, got {name!r}")
     try:
         path = pathlib.Path(os.path.realpath(name))
         if path.exists() and any(_is_same(path, each) for each in inputs):
             raise UserError(f"cannot write {name}: it is also read; name another file")
         if path.exists() and not path.is_file():
-            raise UserError(f"cannot write {name}: it is no regular file; name a file")
+            raise UserError(f"cannot write {name}: it is not a regular file; name a file")
         with _files.temporary(path):
             pass
     except (OSError, ValueError) as error:
@@ -74,14 +84,14 @@ def _is_same(path: pathlib.Path, other: str | None) -> bool:
 
 
 def write_whole(path: pathlib.Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """Writes a file whole or not at all."""
+    """Writes a whole file, or none."""
     with writing(path):
         _files.write_whole(path, write)
 
 
 @contextlib.contextmanager
 def writing(path: pathlib.Path) -> Iterator[None]:
-    """Says of a file that could not be written what to do."""
+    """Tells the user what to do about a file that could not be written."""
     try:
         yield
     except OSError as error:
@@ -89,5 +99,5 @@ def writing(path: pathlib.Path) -> Iterator[None]:
 
 
 def reason(error: Exception) -> str:
-    """What the system said, without its number."""
+    """The system's message, without its number."""
     return getattr(error, "strerror", None) or str(error)

@@ -1,0 +1,107 @@
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from transformer_embed.cli.ctrl_c import interruptible
+from transformer_embed.cli.main import main
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["train", "--wrong"], "unrecognized arguments: --wrong"),
+        (["train", "--step", "3"], "unrecognized arguments: --step"),
+        (["train", "--steps", "0"], "argument --steps: wanted an integer from 1 to 1000000000, got '0'"),
+        (["train", "--steps", "1e3"], "argument --steps: wanted an integer from 1 to 1000000000, got '1e3'"),
+        (["train", "--seed", "2147483648"], "argument --seed: wanted an integer from 0 to 2147483647, got '2147483648'"),
+        (["embed", "x"], "the following arguments are required: --out"),
+        (["embed", "x", "--out", "y"], "one of the arguments --params --from is required"),
+        (["embed", "x", "--out", "y", "--params", "p", "--from", "c"], "argument --from: not allowed with argument --params"),
+        (["inspect", "c", "--stack", "both"], "argument --stack: invalid choice: 'both'"),
+    ],
+)
+def test_wrong_flags(fails, arguments, message):
+    line = fails(*arguments)
+    assert message in line
+    assert "--help` lists the arguments" in line
+
+
+def test_an_unknown_flag_names_the_help_of_its_command(fails, text_file):
+    line = fails("train", text_file, "--step", "3")
+    assert line.endswith("unrecognized arguments: --step 3; `transformer-embed train --help` lists the arguments\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["train", "embed", "inspect", "show", "with and without positions"]),
+        (
+            ["train"],
+            ["FILE", "--out", "--steps", "--seed", "--quiet", "the last 5%", "bits per byte: lower is better", "standard library"],
+        ),
+        (
+            ["embed"],
+            ["FILE", "--params", "--from", "--model-type", "--settings", "--out", "--ids", "--quiet", "embeddings [lines,", "id"],
+        ),
+        (["inspect"], ["CHECKPOINT", "--stack", "--model-type", "--settings", "config.json"]),
+    ],
+)
+def test_help_explains(capsys, arguments, words):
+    with pytest.raises(SystemExit) as stop:
+        main([*arguments, "--help"])
+    assert stop.value.code == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert [word for word in words if word not in out] == []
+
+
+def test_wrong_flags_and_help_load_nothing_slow():
+    code = (
+        "import sys\nfrom transformer_embed.cli.main import main\nassert main(['train', '--wrong']) == 2\n"
+        "print([name for name in ('optax', 'tqdm', 'safetensors', 'matplotlib') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_reader_that_has_enough_ends_it_in_silence(model_file):
+    command = f"{sys.executable} -m transformer_embed inspect {model_file}; echo $? >&2"
+    done = subprocess.run(["bash", "-c", f"({command}) | true"], capture_output=True, text=True, check=False)
+    assert done.stderr == "1\n"
+
+
+@pytest.fixture
+def ctrl_c():
+    """Ctrl-C as a program in the foreground hears it, whoever runs the tests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_waits_until_an_item_is_done():
+    done = []
+
+    def work():
+        for item in interruptible(range(3)):
+            if item == 1:
+                signal.raise_signal(signal.SIGINT)
+            done.append(item)
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == [0, 1]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_stays_ignored_where_it_is(ctrl_c):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for _ in interruptible(range(2)):
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

@@ -1,0 +1,56 @@
+"""A checkpoint named on the command line: the flags that say what it is, and reading it."""
+
+import argparse
+import json
+import pathlib
+from typing import Any
+
+from transformer_embed import pretrained
+from transformer_embed.cli.arguments import UserError, contents, reason
+from transformer_embed.pretrained import files
+
+
+def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
+    """What the files of a checkpoint may leave open."""
+    parser.add_argument("--stack", choices=("encoder", "decoder"), help="for a checkpoint that has both (default: encoder)")
+    parser.add_argument("--model-type", metavar="NAME", help="model_type, such as bert or llama, if no config.json says it")
+    parser.add_argument("--settings", metavar="FILE.json", help="entries of a config.json, which override those beside the checkpoint")
+
+
+def is_ours(path: str) -> bool:
+    """Whether this package wrote a checkpoint (`train --out`, `save_embedder`), which then describes itself."""
+    if not pathlib.Path(path).is_dir():
+        contents(path, at_most=1)
+    try:
+        return pretrained.CONFIG in files.open_tensors(path).metadata
+    except (OSError, ValueError) as error:
+        raise _refused(path, error) from error
+
+
+def read_checkpoint(path: str, args: argparse.Namespace) -> pretrained.PretrainedInput:
+    """The input layer of a checkpoint, as the flags say what it is."""
+    settings = _settings(args.settings, args.model_type)
+    try:
+        return pretrained.load_embedder(path, stack=args.stack, settings=settings)
+    except (OSError, ValueError) as error:
+        raise _refused(path, error) from error
+
+
+def _refused(path: str, error: OSError | ValueError) -> UserError:
+    if isinstance(error, OSError):
+        return UserError(f"cannot read {path}: {reason(error)}; name a file that exists and that you may read")
+    hint = " (on the command line: --model-type NAME, --settings FILE.json)" if "settings" in str(error) else ""
+    return UserError(f"{error}{hint}")
+
+
+def _settings(path: str | None, model_type: str | None) -> dict[str, Any] | None:
+    """The entries of --settings, and --model-type."""
+    if path is None:
+        return None if model_type is None else {"model_type": model_type}
+    try:
+        settings = json.loads(contents(path))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--settings: {path} is not JSON ({error}); name a file such as config.json") from error
+    if not isinstance(settings, dict):
+        raise UserError(f"--settings: wanted a JSON object such as config.json holds, got a {type(settings).__name__} in {path}")
+    return settings if model_type is None else settings | {"model_type": model_type}

@@ -1,0 +1,140 @@
+"""The command `embed`: embeds the lines of a file with a trained or a published model."""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import transformer_embed as te
+from transformer_embed.cli.arguments import UserError, contents, writable, write_whole
+from transformer_embed.cli.checkpoint import add_checkpoint_flags, is_ours, read_checkpoint
+from transformer_embed.cli.ctrl_c import interruptible
+from transformer_embed.pretrained import PretrainedInput
+
+# Fills up short lines where a model has no padding id of its own.
+PAD_ID = -1
+TOKENS_A_BATCH = 16_384
+BYTES = 256
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the parser's."""
+    parser = commands.add_parser(
+        "embed",
+        allow_abbrev=False,
+        help="embed the lines of a file with a trained model, or with a published one",
+        description="Embeds each line of FILE and writes four numpy arrays: embeddings [lines, length, d_model], mask [lines, length] "
+        "(True = a token, False = padding), positions and ids [lines, length]. Shorter lines are padded at their end with the model's "
+        "padding id, or with -1 if it has none; ignore the embeddings where the mask is False.",
+    )
+    parser.add_argument("file", metavar="FILE", help="lines of text, each byte a token; or, with --ids, lines of token ids")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--params", metavar="PARAMS.safetensors", help="a model that `train --out` wrote")
+    source.add_argument(
+        "--from", dest="checkpoint", metavar="CHECKPOINT", help="a published model, as `inspect` reads it; FILE then holds ids"
+    )
+    add_checkpoint_flags(parser)
+    parser.add_argument("--out", required=True, metavar="X.npz", help="file to write the arrays to")
+    parser.add_argument("--ids", action="store_true", help="FILE holds integer token ids, separated by spaces")
+    parser.add_argument("--quiet", action="store_true", help="show no progress bars")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Writes the arrays and prints their sizes."""
+    if args.checkpoint is None:
+        for flag, value in (("--stack", args.stack), ("--model-type", args.model_type), ("--settings", args.settings)):
+            if value is not None:
+                raise UserError(f"{flag} is for --from; leave it out: what `train` writes describes itself")
+    out = writable(args.out, (".npz",), args.file, args.params, args.checkpoint, args.settings)
+    lines = contents(args.file).splitlines()
+    config, params = _model(args)
+    rows = [_ids(line, f"{args.file}, line {n}", args.ids, config.vocab_size) for n, line in enumerate(lines, 1)]
+    pad_id = PAD_ID if config.pad_id is None else config.pad_id
+    ids = _padded(rows, pad_id)
+    if not ids.size:
+        raise UserError(f"{args.file} holds no tokens; give a file of {'ids' if args.ids else 'text'}")
+    try:
+        positions = _positions(config.positions, ids)
+    except ValueError as error:
+        raise UserError(f"{args.file}: a line has {ids.shape[1]} tokens ({error}); split such lines") from error
+    arrays: dict[str, Any] = {
+        "embeddings": _embeddings(config, params, ids, positions, pad_id, args.quiet),
+        "mask": np.asarray(te.padding_mask(ids, pad_id=pad_id)),
+        "positions": np.tile(positions, (len(ids) // len(positions), 1)),
+        "ids": ids,
+    }
+    write_whole(out, lambda file: np.savez(file, **arrays))
+    print(f"{args.out}: {len(ids):,} lines of up to {ids.shape[1]:,} tokens, {config.d_model} wide")
+
+
+def _model(args: argparse.Namespace) -> tuple[te.EmbedderConfig, Any]:
+    """The model that --params or --from names, if its tokens are what FILE holds."""
+    path = args.checkpoint if args.params is None else args.params
+    not_bytes = UserError(f"the tokens of {path} are not bytes; give a FILE of ids, as its tokenizer makes them, and --ids")
+    if args.params is None and not args.ids and not is_ours(path):
+        raise not_bytes
+    config, params, *_ = read_checkpoint(path, args) if args.params is None else _read_params(args)
+    if not args.ids and config.vocab_size > BYTES:
+        raise not_bytes
+    return config, params
+
+
+def _read_params(args: argparse.Namespace) -> PretrainedInput:
+    contents(args.params, at_most=1)
+    try:
+        if is_ours(args.params):
+            return read_checkpoint(args.params, args)
+    except UserError as error:
+        raise UserError(f"{error}; write it again with `train --out`") from error
+    raise UserError(f"{args.params} was not written by `train --out`; if it is a published model, use --from {args.params}")
+
+
+def _positions(scheme: Any, ids: np.ndarray) -> np.ndarray:
+    """int32 [lines, length], or one row for all lines alike."""
+    if scheme is None:
+        return np.arange(ids.shape[1], dtype=np.int32)[None]
+    own = getattr(scheme, "pad_id", None)
+    return np.atleast_2d(scheme.positions(jnp.asarray(ids if own is None else np.where(ids == PAD_ID, own, ids))))
+
+
+def _ids(line: bytes, place: str, are_ids: bool, vocab_size: int) -> np.ndarray:
+    ids = [_id(token) for token in line.split()] if are_ids else list(line)
+    wrong = next((n for n, i in enumerate(ids) if not 0 <= i < vocab_size), None)
+    if wrong is not None:
+        got = line.split()[wrong][:20].decode(errors="replace") if are_ids else f"byte {ids[wrong]}"
+        raise UserError(f"{place}: wanted integers from 0 to {vocab_size - 1}, the vocabulary of the parameters, got {got!r}")
+    return np.array(ids, np.int32)
+
+
+def _id(token: bytes) -> int:
+    return int(token) if token.isdigit() and len(token) < 12 else -1
+
+
+def _padded(rows: Sequence[np.ndarray], pad_id: int) -> np.ndarray:
+    ids = np.full((len(rows), max(map(len, rows), default=0)), pad_id, np.int32)
+    for padded, row in zip(ids, rows, strict=True):
+        padded[: len(row)] = row
+    return ids
+
+
+def _embeddings(config: te.EmbedderConfig, params: Any, ids: np.ndarray, positions: np.ndarray, pad_id: int, quiet: bool) -> np.ndarray:
+    """All batches have one shape, so there is one compilation: the last is filled with rows of padding, which are then dropped."""
+    from tqdm import tqdm  # noqa: PLC0415 (slow to load)
+
+    apply = te.make_embedder(dataclasses.replace(config, pad_id=pad_id)).apply
+    count, length = ids.shape
+    size = min(count, max(1, TOKENS_A_BATCH // length))
+    embeddings = np.empty((count, length, config.d_model), np.float32)
+    options = {} if config.num_token_types is None else {"token_types": np.zeros(length, np.int32)}
+    for start in interruptible(tqdm(range(0, count, size), desc="embedding", ncols=79, disable=quiet)):
+        batch = ids[start : start + size]
+        filling = ((0, size - len(batch)), (0, 0))
+        if len(positions) == count > 1:
+            options["positions"] = np.pad(positions[start : start + size], filling)
+        filled = np.pad(batch, filling, constant_values=pad_id)
+        embeddings[start : start + size] = apply(params, None, filled, is_training=False, **options)[: len(batch)]
+    return embeddings

@@ -1,0 +1,49 @@
+"""The command `inspect`: prints the input layer found in a checkpoint."""
+
+import argparse
+import dataclasses
+from typing import Any
+
+from transformer_embed.cli.checkpoint import add_checkpoint_flags, read_checkpoint
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the parser's."""
+    parser = commands.add_parser(
+        "inspect",
+        allow_abbrev=False,
+        help="print the input layer found in a checkpoint",
+        description="Prints the input layer of a published model's checkpoint, or of a file that `train --out` wrote: its configuration, "
+        "each parameter with the tensor that it comes from, and the arguments of rotary embeddings or of a position bias if the model "
+        "has them.",
+    )
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="a safetensors file, the index file of a checkpoint in several files, or their folder"
+    )
+    add_checkpoint_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Prints what the checkpoint holds."""
+    found = read_checkpoint(args.checkpoint, args)
+    print(args.checkpoint)
+    for field in dataclasses.fields(found.config):
+        print(f"  {field.name:<18}{getattr(found.config, field.name)}")
+    for name, tensor in sorted((found.names or {}).items()):
+        module, leaf = name.rsplit("/", 1)
+        array = found.params[module][leaf]
+        origin = "" if tensor == name else f", from {tensor}"
+        print(f"{name}\n  {array.dtype}{list(array.shape)}{origin}")
+    rotary = found.rotary or {}
+    by_layer = {f"rotary, {kind}": each for kind, each in rotary.items() if isinstance(each, dict)} or {"rotary": rotary}
+    for name, options in by_layer.items():
+        if options:
+            print(f"{name}\n  apply_rotary(x, positions, {_arguments(options)})")
+    if found.bias is not None:
+        call = "RelativePositionBias(" if "num_buckets" in found.bias else "alibi_bias(query_positions, key_positions, "
+        print(f"bias\n  {call}{_arguments(found.bias)})")
+
+
+def _arguments(options: Any) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())

@@ -1,0 +1,136 @@
+"""The small language model that `train` trains: an example of how the parts of this package go together."""
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Bool, Float, UInt8
+from tqdm import tqdm
+
+import transformer_embed as te
+from transformer_embed.cli.ctrl_c import interruptible
+
+VOCAB_SIZE, D_MODEL, NUM_HEADS, NUM_LAYERS, CONTEXT = 256, 128, 4, 2, 128
+BATCH_SIZE, EVALUATION_BATCH_SIZE, PEAK_LEARNING_RATE, HELD_OUT = 4, 64, 5e-3, 0.05
+# The progress bar shows the loss of every so many steps: reading one waits for the step.
+STEPS_A_LOSS = 10
+SHORTEST_TEXT = math.ceil((CONTEXT + 1) / HELD_OUT)
+
+Params = Mapping[str, Mapping[str, Array]]
+
+
+def next_byte_logits(config: te.EmbedderConfig, ids: UInt8[Array, "b t"], *, is_training: bool) -> Float[Array, "b t v"]:
+    """A causal Transformer, normed before each block (Xiong et al., 2020, https://arxiv.org/abs/2002.04745), its output layer tied."""
+    embed = te.TransformerEmbedding(config)
+    positions = jnp.arange(ids.shape[1])
+    mask = te.attention_mask(query_positions=positions, key_positions=positions, causal=True)
+    x = embed(ids, is_training=is_training)
+    for _ in range(NUM_LAYERS):
+        x = x + _attention(_norm(x), mask)
+        x = x + _feed_forward(_norm(x))
+    return embed.logits(_norm(x))
+
+
+def _attention(x: Float[Array, "b t d"], mask: Bool[Array, "1 1 t t"]) -> Float[Array, "b t d"]:
+    heads = (*x.shape[:2], NUM_HEADS, D_MODEL // NUM_HEADS)
+    query, key, value = (hk.Linear(D_MODEL, with_bias=False, name=name)(x).reshape(heads) for name in ("query", "key", "value"))
+    return hk.Linear(D_MODEL, name="attended")(jax.nn.dot_product_attention(query, key, value, mask=mask).reshape(x.shape))
+
+
+def _feed_forward(x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+    """Squared ReLU (So et al., "Primer", 2021, https://arxiv.org/abs/2109.08668) learns faster than GELU and is cheaper on a CPU."""
+    return hk.Linear(D_MODEL, name="narrow")(jnp.square(jax.nn.relu(hk.Linear(4 * D_MODEL, name="wide")(x))))
+
+
+def _norm(x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+    return hk.LayerNorm(-1, create_scale=True, create_offset=True)(x)
+
+
+class Result(NamedTuple):
+    """A trained model: its input layer, its parameters, and bits per byte on held-out text."""
+
+    config: te.EmbedderConfig
+    params: Params
+    bits: float
+
+
+def train(text: bytes, positions: te.Sinusoidal | None, name: str, *, steps: int, seed: int, quiet: bool) -> Result:
+    """Trains on all of a text but its held-out end; equal arguments give equal results on one machine."""
+    config = te.EmbedderConfig(VOCAB_SIZE, D_MODEL, positions=positions, dropout_rate=0.0)
+    training, held_out = split(text)
+    params = model(config).init(jax.random.key(seed), jnp.zeros([1, CONTEXT], jnp.uint8), is_training=False)
+    state, rng = _optimizer(steps).init(params), np.random.default_rng(seed)
+    with tqdm(range(steps), desc=f"{name}, training", ncols=79, disable=quiet) as bar:
+        for done in interruptible(bar):
+            windows = _windows(training, rng.integers(0, len(training) - CONTEXT, BATCH_SIZE))
+            params, state, loss = _step(config, steps, params, state, windows)
+            if done % STEPS_A_LOSS == 0:
+                bar.set_postfix(loss=f"{loss:.2f}", refresh=False)
+    starts = _held_out_starts(held_out)
+    batches = np.resize(starts, (math.ceil(len(starts) / EVALUATION_BATCH_SIZE), EVALUATION_BATCH_SIZE))
+    scored = tqdm(batches, desc=f"{name}, held-out text", ncols=79, disable=quiet)
+    each = [np.asarray(_score(config, params, _windows(held_out, batch))) for batch in interruptible(scored)]
+    return Result(config, params, float(np.concatenate(each)[: len(starts)].mean(dtype=np.float64)))
+
+
+def model(config: te.EmbedderConfig) -> hk.Transformed:
+    """`next_byte_logits` as init(rng, ids) and apply(params, ids)."""
+    return hk.without_apply_rng(hk.transform(functools.partial(next_byte_logits, config)))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3))
+def _step(
+    config: te.EmbedderConfig, steps: int, params: optax.Params, state: optax.OptState, windows: UInt8[Array, "b t"]
+) -> tuple[optax.Params, optax.OptState, Float[Array, ""]]:
+    """One step of training, and the loss before it in bits per byte."""
+    loss, gradient = jax.value_and_grad(lambda params: _bits(config, params, windows, is_training=True).mean())(params)
+    updates, state = _optimizer(steps).update(gradient, state, params)
+    return optax.apply_updates(params, updates), state, loss
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _score(config: te.EmbedderConfig, params: Params, windows: UInt8[Array, "b t"]) -> Float[Array, "b"]:
+    return _bits(config, params, windows, is_training=False)
+
+
+def _bits(config: te.EmbedderConfig, params: Params, windows: UInt8[Array, "b t"], *, is_training: bool) -> Float[Array, "b"]:
+    """Bits per byte of each window: the mean over its bytes but the first."""
+    logits = model(config).apply(params, windows[:, :-1], is_training=is_training)
+    targets = windows[:, 1:].astype(jnp.int32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean(-1) / math.log(2)
+
+
+def unigram_bits(text: bytes) -> float:
+    """Bits per byte, on the bytes that the models are scored on, of the frequencies of bytes in training, one added to each count."""
+    training, held_out = split(text)
+    counts = np.bincount(training, minlength=VOCAB_SIZE) + 1
+    targets = held_out[1 : len(_held_out_starts(held_out)) * CONTEXT + 1]
+    return float(-np.log2(counts / counts.sum())[targets].mean())
+
+
+def split(text: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """The bytes to train on, and the held-out end of a text of at least SHORTEST_TEXT bytes."""
+    held_out = max(CONTEXT + 1, int(len(text) * HELD_OUT))
+    ids = np.frombuffer(text, np.uint8)
+    return ids[:-held_out], ids[-held_out:]
+
+
+def _optimizer(steps: int) -> optax.GradientTransformation:
+    schedule = optax.warmup_cosine_decay_schedule(0.0, PEAK_LEARNING_RATE, max(1, steps // 10), max(2, steps))
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
+
+
+def _held_out_starts(held_out: np.ndarray) -> np.ndarray:
+    """Where windows begin that score each byte once, but the first and an end too short for a window."""
+    return np.arange(0, len(held_out) - CONTEXT, CONTEXT)
+
+
+def _windows(ids: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """[batch, CONTEXT + 1]: the context, and the byte after it."""
+    return ids[starts[:, None] + np.arange(CONTEXT + 1)]
