@@ -78,9 +78,8 @@ def row_step(params, state, rng, ids):
     def loss(params):
         return jnp.mean((EMBEDDER.apply(params, rng, ids, is_training=True) - 1) ** 2)
 
-    taken = te.rows.take(params, {TABLE: {"embeddings": ids}})
-    value, gradients = jax.value_and_grad(loss, allow_int=True)(taken)
-    return *te.rows.update(OPTIMIZER, gradients, state, params, taken), value
+    value, gradients = te.rows.value_and_grad(loss, ids={TABLE: {"embeddings": ids}})(params)
+    return *te.rows.update(OPTIMIZER, gradients, state, params), value
 
 
 if __name__ == "__main__":

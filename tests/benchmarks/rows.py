@@ -43,9 +43,8 @@ def loss(params: Any, ids: jax.Array, weights: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, donate_argnums=(0, 1))
 def row_step(params, state, ids, weights):
-    rows = te.rows.take(params, {"embeddings": ids})
-    grads = jax.grad(loss, allow_int=True)(rows, ids, weights)
-    return te.rows.update(OPTIMIZER, grads, state, params, rows)
+    _, grads = te.rows.value_and_grad(loss, ids={"embeddings": ids})(params, ids, weights)
+    return te.rows.update(OPTIMIZER, grads, state, params)
 
 
 @functools.partial(jax.jit, donate_argnums=(0, 1))

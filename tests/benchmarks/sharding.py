@@ -90,12 +90,11 @@ def compiled(way, data, shards, vocab_size=4096, width=16, ids=32):
     optimizer = optax.sgd(0.1)
 
     def step(params, state, tokens, weights):
-        rows = te.rows.take(params, {"embeddings": tokens}) if way == "by rows" else params
-        loss = lambda rows: jnp.sum(te.lookup(rows["embeddings"], tokens) ** 2 * weights)
-        grads = jax.grad(loss, allow_int=True)(rows)
+        loss = lambda params: jnp.sum(te.lookup(params["embeddings"], tokens) ** 2 * weights)
         if way == "by rows":
-            return te.rows.update(optimizer, grads, state, params, rows)
-        updates, state = optimizer.update(grads, state, params)
+            _, grads = te.rows.value_and_grad(loss, ids={"embeddings": tokens})(params)
+            return te.rows.update(optimizer, grads, state, params)
+        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
         return optax.apply_updates(params, updates), state
 
     program = jax.jit(step).lower(params, optimizer.init(params), tokens, weights).compile()

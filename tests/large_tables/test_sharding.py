@@ -485,9 +485,8 @@ def row_training(embedder, optimizer):
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, ids, weights):
-        taken = te.rows.take(params, {NAME: {"embeddings": ids}})
-        grads = jax.grad(loss, allow_int=True)(taken, ids, weights)
-        return te.rows.update(optimizer, grads, state, params, taken)
+        _, grads = te.rows.value_and_grad(loss, ids={NAME: {"embeddings": ids}})(params, ids, weights)
+        return te.rows.update(optimizer, grads, state, params)
 
     return step
 
@@ -545,14 +544,20 @@ def test_training_by_rows_with_momentum_of_a_table_over_the_whole_mesh():
     check_rows(AxisType.Auto, (2, 4), "momentum", spec=SPEC(("data", "model")))
 
 
+def taken(params, ids, max_rows=None):
+    """The parameters as a loss sees them."""
+    see = te.rows.value_and_grad(lambda params: (jnp.zeros([]), params), ids=ids, has_aux=True, max_rows=max_rows)
+    return see(params)[0][1]
+
+
 def test_rows_are_those_of_the_table_and_shards_may_hold_none():
     params = {"embed": {"embeddings": shard(mesh_of((1, 8)), SPEC("model"))}}
     ids = np.array([[12, 3, 12], [-5, 99, 3]])
-    take = jax.jit(te.rows.take, static_argnames="max_rows")
-    taken = take(params, {"embed": {"embeddings": ids}})["embed"]["embeddings"]
-    expected = te.rows.take({"embeddings": TABLE}, {"embeddings": ids})["embeddings"]
-    np.testing.assert_array_equal(taken.ids, expected.ids)
-    np.testing.assert_array_equal(taken.values[:3], TABLE[[0, 3, 12]])
+    take = jax.jit(taken, static_argnames="max_rows")
+    rows = take(params, {"embed": {"embeddings": ids}})["embed"]["embeddings"]
+    expected = taken({"embeddings": jnp.asarray(TABLE)}, {"embeddings": ids})["embeddings"]
+    np.testing.assert_array_equal(rows.ids, expected.ids)
+    np.testing.assert_array_equal(rows.values[:3], TABLE[[0, 3, 12]])
     bounded = take(params, {"embed": {"embeddings": np.array([[1, 2, 3]])}}, max_rows=2)["embed"]["embeddings"]
     assert np.isnan(te.lookup(bounded, [3])).all()
     np.testing.assert_array_equal(te.lookup(bounded, [1, 2]), TABLE[1:3])
@@ -561,18 +566,15 @@ def test_rows_are_those_of_the_table_and_shards_may_hold_none():
 def test_what_cannot_be_taken_by_rows_is_told():
     table = shard(mesh_of((2, 4)), SPEC(None, "model"))
     with pytest.raises(ValueError, match=r"^table: wanted rows over mesh axes, and whole columns, got .*None, 'model'\)$"):
-        te.rows.take({"embed": table}, {"embed": IDS})
+        taken({"embed": table}, {"embed": IDS})
     params = {"embed": shard(mesh_of((2, 4)), SPEC("model"))}
-    taken = te.rows.take(params, {"embed": IDS})["embed"]
-    clip = optax.clip_by_global_norm(1.0)
-    with pytest.raises(
-        ValueError, match=r"^optimizer: wanted transformations that update a row by that row alone, got clip_by_global_norm"
-    ):
-        te.rows.update(clip, {"embed": taken}, clip.init(params), params, {"embed": taken})
+    clip, rows = optax.clip_by_global_norm(1.0), taken(params, {"embed": IDS})["embed"]
+    with pytest.raises(ValueError, match=r"^optimizer: wanted each row updated from that row alone, got clip_by_global_norm: reduce_sum"):
+        te.rows.update(clip, {"embed": rows.gradient(rows.values)}, clip.init(params), params)
     with pytest.raises(TypeError, match=r"^params\['embed'\]: wanted a whole table, got some of its rows$"):
-        te.rows.take({"embed": taken}, {"embed": IDS})
+        taken({"embed": rows}, {"embed": IDS})
     with pytest.raises(TypeError, match=r"^table: wanted a whole table, trained densely, since the output layer is tied to it"):
-        te.tied_logits(COTANGENT, taken)
+        te.tied_logits(COTANGENT, rows)
 
 
 @pytest.mark.parametrize(("kind", "shape"), [(KINDS[0], (1, 8)), (KINDS[0], (2, 4)), (KINDS[1], (2, 4)), (KINDS[0], (8, 1))], ids=str)
@@ -616,9 +618,8 @@ def test_rows_of_a_table_train_beside_another_in_shards_and_a_split_kernel(kind,
 
     @jax.jit
     def step(params, state, ids, cotangent):
-        taken = te.rows.take(params, {"tokens": ids})
-        grads = jax.grad(loss, allow_int=True)(taken, ids, cotangent)
-        return te.rows.update(optimizer, grads, state, params, taken)
+        _, grads = te.rows.value_and_grad(loss, ids={"tokens": ids})(params, ids, cotangent)
+        return te.rows.update(optimizer, grads, state, params)
 
     def trained(params, ids, cotangent):
         state = optimizer.init(params)

@@ -49,13 +49,13 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
         )
 
     def take_rows(self, ids: Int32[Array, "..."], distinct: Callable[[Array], Array]) -> Any:
-        """The rows of distinct(ids), in this table's place: what `rows.take` puts there."""
+        """The rows of distinct(ids), for a loss to read in this table's place: a `rows.TakenRows`."""
         raise NotImplementedError
 
-    def update_rows(self, update: Callable, rest: Any, taken: Any, gradient: Array, states: Sequence[Any]) -> Sequence[Any]:
-        """What `rows.update` makes of this table and of what follows it in an optimizer's state, by update(rest, rows, gradient, arrays).
+    def update_rows(self, step: Callable, needed: Sequence[Array], gradient: Any, states: Sequence[Any]) -> Sequence[Any]:
+        """This table and what follows it in an optimizer's state, after step(needed, ids, values, arrays) on the arrays that hold them.
 
-        The rest is what the other parameters are, their gradients and their states.
+        `needed` are values that all rows share; ids count from an array's first row, and those past its end are of no row.
         """
         raise NotImplementedError
 

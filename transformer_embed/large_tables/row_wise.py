@@ -1,215 +1,510 @@
-"""Whether an optax transformation updates a row of a table by that row alone: a list of those that do, and a probe for the others."""
+"""Proves that an optimizer updates each row of a table from that row alone, and takes its step apart by tables.
 
-import functools
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+The step is traced twice: with each table at its real size, and with the number of rows that are updated at a time. Nothing is computed.
+The two programs must be the same but for that size, and the data is followed through them: an array that has an axis of rows must get each
+row from the same row of its operands, and from values that all rows share. So what the second program makes of some rows is what the first
+makes of them in their table.
+"""
+
+import dataclasses
+import math
+import re
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.typing import ArrayLike
+from jax.extend.core import Literal
+from jax.sharding import AxisType
 from jaxtyping import Array
 
 from transformer_embed import _checks
+from transformer_embed.large_tables.program import Equation, Operand, Program, run, same_operand, same_value, trace
 
-PROBE_ROWS, PROBE_WIDTH, PROBE_STEPS, PROBE_WATCHED = 256, 128, 3, 64
-OTHER_MAGNITUDES = (0.0, 1e-6, 1e6, 1e15, np.inf, np.nan)
-COUNTS = (2, 0, 1, 3, 7)
-# Rounding may differ with the number of rows; what looks at other rows differs by more.
-PROBE_TOLERANCE = 1e-3
+ELEMENTWISE = frozenset(
+    re.findall(
+        r"\w+",
+        """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp complex conj
+    convert_element_type copy cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a
+    igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul mulhi ne neg nextafter not or
+    pcast polygamma population_count pow pvary real reduce_precision regularized_incomplete_beta rem round rsqrt select_n
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor zeta
+    """,
+    )
+)
+REDUCTIONS = frozenset(re.findall(r"\w+", "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor"))
+CUMULATIVE = frozenset(re.findall(r"\w+", "cumlogsumexp cummax cummin cumprod cumsum"))
+CONTROL_FLOW = frozenset(["cond", "scan", "while"])
+# A number made of conditions by these alone is a condition still; multiplied by another number it is a step size.
+KEEP_CONDITIONS = frozenset(
+    re.findall(r"\w+", "add and broadcast_in_dim convert_element_type copy max min mul neg not or reshape squeeze sub xor")
+)
+# The params of an equation that have the sizes of arrays in them, and those that say how an array is sharded.
+SIZES = ("shape", "new_sizes", "limit_indices", "sizes", "dimensions")
+SHARDINGS = ("sharding", "out_sharding")
+
+# Owners of an array, where no table is.
+SHARED, UNKNOWN = -1, -2
+WAY_OUT = "Train the table densely, or keep that transformation off it with optax.multi_transform"
+
+
+class Problem(Exception):  # noqa: N818
+    """Why an optimizer is not row-wise, and the equation that shows it."""
+
+    def __init__(self, reason: str, equation: Equation | None = None):
+        super().__init__(reason)
+        self.equation = equation
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """What is known of a value.
+
+    Attributes:
+        axis: the axis of rows. None: the rows share the value.
+        table: the table that the rows are of. None: of none, each row being the same.
+        may: the inputs that a row of it may depend on.
+        must: those that it depends on whatever a condition says that is not the row's own.
+        is_condition: whether it is such a condition.
+        waits: the equation where a condition came in.
+    """
+
+    axis: int | None = None
+    table: int | None = None
+    may: frozenset[int] = frozenset()
+    must: frozenset[int] = frozenset()
+    is_condition: bool = False
+    waits: Equation | None = None
+
+
+class Split(NamedTuple):
+    """A step of an optimizer, taken apart. By table, as in `split_step`.
+
+    Attributes:
+        program: all equations, with as many rows as are updated at a time.
+        results: the structure of (new parameters, new state).
+        owners_in: for each input the table that it has a row for each row of, or SHARED.
+        owners_out: the same of the outputs.
+        shared: the equations of what the rows share.
+        rows: those of each table's rows.
+        needs: the shared values that each table's rows are computed from.
+    """
+
+    program: Program
+    results: Any
+    owners_in: Sequence[int]
+    owners_out: Sequence[int]
+    shared: list[Equation]
+    rows: Mapping[int, list[Equation]]
+    needs: Mapping[int, list[int]]
+
+    def run_shared(self, arguments: Any) -> tuple[Any, dict[int, list[Any]]]:
+        """(new parameters, new state), with shapes where rows belong, and what each table's rows need; of rows nothing is read."""
+        inputs = zip(self.program.inputs, jax.tree.leaves(arguments), self.owners_in, strict=True)
+        known = self.program.constants | {number: jnp.asarray(value) for number, value, owner in inputs if owner == SHARED}
+        outputs = [output for output, owner in zip(self.program.outputs, self.owners_out, strict=True) if owner == SHARED]
+        found = iter(run(self.shared, known, [*outputs, *(number for numbers in self.needs.values() for number in numbers)]))
+        results = [next(found) if owner == SHARED else self.program.type_of(output) for output, owner in self._outputs()]
+        return jax.tree.unflatten(self.results, results), {table: [next(found) for _ in numbers] for table, numbers in self.needs.items()}
+
+    def run_rows(self, table: int, needed: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        """The outputs that are rows of a table, from what they need and the inputs that are rows of it."""
+        own = [number for number, owner in zip(self.program.inputs, self.owners_in, strict=True) if owner == table]
+        known = dict(zip(own, inputs, strict=True)) | dict(zip(self.needs[table], needed, strict=True))
+        return run(self.rows[table], known, [output for output, owner in self._outputs() if owner == table], without=SHARDINGS)
+
+    def _outputs(self) -> Iterator[tuple[Operand, int]]:
+        return zip(self.program.outputs, self.owners_out, strict=True)
+
+
+def split_step(optimizer: Any, arguments: Any, owners: Any, sizes: Mapping[int, tuple[int, int]]) -> Split:
+    """A step of an optimizer, taken apart once it is proved that each row is updated from that row alone.
+
+    Args:
+        optimizer: an optax optimizer.
+        arguments: trees (gradients, state, parameters, extra arguments), of arrays or shapes; tables that are updated by rows are shapes.
+        owners: the same trees: for each array the table that it has a row for each row of, or SHARED.
+        sizes: for each table its number of rows, and how many are updated at a time: another number.
+
+    Raises:
+        ValueError: the optimizer's update of a row is not shown to need that row alone.
+    """
+    leaves, treedef = jax.tree.flatten(arguments)
+    shapes, owners_in = tuple(map(_typed, leaves)), tuple(jax.tree.leaves(owners))
+    key = ("split", treedef, shapes, owners_in, tuple(sizes.items()), _settings())
+    return _remembered(optimizer.update, key, lambda: _split(optimizer.update, treedef, shapes, owners_in, sizes))
+
+
+def _split(update: Callable, treedef: Any, shapes: Sequence[Any], owners_in: Sequence[int], sizes: Mapping[int, tuple[int, int]]) -> Split:
+    places, state_places, params_places, _ = jax.tree.unflatten(treedef, range(len(shapes)))
+    # A new table must not lose its gradient, nor new state the old one.
+    keeps = jax.tree.leaves((places, state_places))
+    owners_out = [owners_in[place] for place in jax.tree.leaves((params_places, state_places))]
+    fewer = [_resized(*each, sizes) for each in zip(shapes, owners_in, strict=True)]
+    try:
+        whole, few = _traced(update, treedef, shapes, ""), _traced(update, treedef, fewer, "with fewer rows ")
+        facts = _follow(whole, few, owners_in, sizes)
+        for output, owner, kept in zip(few.outputs, owners_out, keeps, strict=True):
+            _check_output(few, facts, output, owner, few.inputs[kept])
+    except Problem as problem:
+        name, where = _origin(problem.equation, update)
+        raise ValueError(refusal(f"{name}: {problem}{where}")) from problem.__cause__
+    results = jax.tree.structure((params_places, state_places))
+    return _taken_apart(few, facts, results, owners_in, owners_out)
+
+
+def _remembered(update: Callable, key: Any, make: Callable) -> Any:
+    """What `make` gives, kept as long as the optimizer is there, unless it holds values of a trace that is under way."""
+    try:
+        proofs = _PROOFS.setdefault(update, {})
+    except TypeError:
+        return make()
+    if key in proofs:
+        return proofs[key]
+    found = make()
+    if not (isinstance(found, Split) and found.program.holds_tracers):
+        proofs[key] = found
+    return found
+
+
+_PROOFS: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def _settings() -> tuple[Any, ...]:
+    """What a trace depends on besides its arguments."""
+    names = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_default_prng_impl")
+    return tuple(getattr(jax.config, name) for name in names)
+
+
+def _typed(leaf: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of an array, and under explicit mesh axes how it is split."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    aval = jax.typeof(jnp.asarray(leaf))
+    explicit = AxisType.Explicit in aval.sharding.mesh.axis_types
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=aval.sharding if explicit else None, weak_type=aval.weak_type)
+
+
+def refusal(found: str) -> str:
+    """What is said of an optimizer that is not row-wise."""
+    return f"{_checks.wanted('optimizer', 'each row updated from that row alone', found)}. {WAY_OUT}."
+
+
+def _traced(update: Callable, treedef: Any, shapes: Sequence[jax.ShapeDtypeStruct], how: str) -> Program:
+    """The step from the leaves of its arguments to those of (new parameters, new state)."""
+
+    def step(*leaves: Array) -> list[Array]:
+        grads, state, params, extra_args = jax.tree.unflatten(treedef, leaves)
+        updates, after = update(grads, state, params, **extra_args)
+        results, want = (optax.apply_updates(params, updates), after), (params, state)
+        if jax.tree.structure(results) != jax.tree.structure(want):
+            raise TypeError("updates and state have another structure than parameters and state")
+        return jax.tree.leaves(results)
+
+    try:
+        return trace(step, shapes)
+    except Exception as error:
+        raise Problem(f"update cannot be traced {how}({_summary(error)})") from error
+
+
+def _summary(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).split(chr(10), 1)[0][:100]}"
+
+
+def _resized(shape: jax.ShapeDtypeStruct, owner: int, sizes: Mapping[int, tuple[int, int]]) -> jax.ShapeDtypeStruct:
+    return shape if owner == SHARED else jax.ShapeDtypeStruct((sizes[owner][1], *shape.shape[1:]), shape.dtype)
+
+
+def _taken_apart(program: Program, facts: Mapping[int, Fact], results: Any, owners_in: Sequence[int], owners_out: Sequence[int]) -> Split:
+    """The equations of each table's rows, and the others."""
+    rows, needs = {}, {}
+    for table in sorted({*owners_in} - {SHARED}):
+        outputs = [output for output, owner in zip(program.outputs, owners_out, strict=True) if owner == table]
+        rows[table] = [each for each in program.needed(outputs) if each.outputs and facts[each.outputs[0]].axis is not None]
+        read = [operand for equation in rows[table] for operand in equation.inputs]
+        needs[table] = sorted({each for each in read if not isinstance(each, Literal) and facts[each].axis is None})
+    outputs = [output for output, owner in zip(program.outputs, owners_out, strict=True) if owner == SHARED]
+    shared = program.needed([*outputs, *(number for numbers in needs.values() for number in numbers)])
+    return Split(program, results, owners_in, owners_out, shared, rows, needs)
+
+
+def _check_output(program: Program, facts: Mapping[int, Fact], output: Operand, owner: int, kept: int) -> None:
+    """Rows where rows are wanted, and none that a condition keeps from what they must not lose."""
+    fact = _fact(facts, output)
+    if owner == SHARED:
+        if fact.axis is not None:
+            raise Problem("parameters or state that are not rows of the table get a row for each of its rows")
+        return
+    if fact.axis != 0 or fact.table not in (None, owner):
+        raise Problem("a new row is not made from the same row of the table")
+    if program.type_of(output).shape != program.types[kept].shape:
+        raise Problem("new state has another shape than the state")
+    if kept in fact.may - fact.must:
+        name = fact.waits.primitive.name if fact.waits else "a branch"
+        raise Problem(f"{name} by a condition outside of the row decides whether its gradients count", fact.waits)
+
+
+# Following the data.
+
+
+def _follow(whole: Program, few: Program, owners_in: Sequence[int], sizes: Mapping[int, tuple[int, int]]) -> dict[int, Fact]:
+    """What is known of each value that an output needs, once the two programs are the same but for the number of rows."""
+    differ = "a program that depends on the number of rows"
+    if len(whole.equations) != len(few.equations) or len(whole.outputs) != len(few.outputs):
+        raise Problem(differ)
+    facts = {n: Fact() for n in few.constants}
+    for number, value in few.constants.items():
+        if number not in whole.constants or not same_value(whole.constants[number], value):
+            raise Problem("a constant that depends on the number of rows")
+    for number, owner in zip(few.inputs, owners_in, strict=True):
+        if owner == SHARED:
+            facts[number] = Fact(is_condition=few.types[number].dtype == jnp.bool_)
+        else:
+            own = frozenset([number])
+            facts[number] = Fact(axis=0, table=owner, may=own, must=own)
+    live = {id(equation) for equation in few.needed(few.outputs)}
+    for one, other in zip(whole.equations, few.equations, strict=True):
+        if one.primitive is not other.primitive or one.outputs != other.outputs or not all(map(same_operand, one.inputs, other.inputs)):
+            raise Problem(differ, other)
+        if id(other) in live:
+            facts |= zip(other.outputs, _follow_equation(whole, few, one, other, facts, sizes), strict=True)
+    if not all(map(same_operand, whole.outputs, few.outputs)):
+        raise Problem(differ)
+    return facts
+
+
+def _fact(facts: Mapping[int, Fact], operand: Operand) -> Fact:
+    return Fact() if isinstance(operand, Literal) else facts[operand]
+
+
+def _follow_equation(
+    whole: Program, few: Program, one: Equation, other: Equation, facts: Mapping[int, Fact], sizes: Mapping[int, tuple[int, int]]
+) -> list[Fact]:
+    """What is known of an equation's results."""
+    operands = [_fact(facts, operand) for operand in other.inputs]
+    grown = [_row_axis(whole.types[n].shape, few.types[n].shape, other) for n in other.outputs]
+    name = other.primitive.name
+    if other.has_effects and any(fact.axis is not None for fact in operands):
+        raise Problem(f"{name} has a side effect on rows", other)
+    has_rows = any(fact.axis is not None for fact in operands)
+    if name in CONTROL_FLOW and has_rows:
+        raise Problem(f"{name} on a value outside of the row decides what happens to it", other)
+    if not _same_params(one, other, any(axis is not None for axis in grown), set(sizes.values())):
+        raise Problem(f"{name} over the rows" if has_rows else f"{name} depends on the number of rows", other)
+    if not has_rows:
+        if any(axis is not None for axis in grown):
+            _check_broadcast(few, other, grown[0])
+        return [_joined(other, operands, axis, few.types[n].dtype == jnp.bool_) for axis, n in zip(grown, other.outputs, strict=True)]
+    if len({fact.table for fact in operands} - {None}) > 1:
+        raise Problem(f"{name} mixes the rows of two tables", other)
+    axis = _result_axis(whole, one, operands)
+    if axis is None or any(each != axis for each in grown):
+        raise Problem(f"{name} over the rows", other)
+    return [_joined(other, operands, axis, few.types[n].dtype == jnp.bool_) for n in other.outputs]
+
+
+def _row_axis(whole: Sequence[int], few: Sequence[int], equation: Equation) -> int | None:
+    """The axis that has the number of rows."""
+    if len(whole) != len(few):
+        raise Problem("a program that depends on the number of rows", equation)
+    axes = [axis for axis, sizes in enumerate(zip(whole, few, strict=True)) if sizes[0] != sizes[1]]
+    if len(axes) > 1:
+        raise Problem(f"{equation.primitive.name} pairs rows with rows", equation)
+    return axes[0] if axes else None
+
+
+def _same_params(one: Equation, other: Equation, grows: bool, sizes: set[tuple[int, int]]) -> bool:
+    """Whether they are the same in both programs, but for the number of rows in the size of an array."""
+
+    def same(name: str, before: Any, after: Any) -> bool:
+        if same_value(before, after) or (grows and name in SHARDINGS):
+            return True
+        if not (grows and name in SIZES and isinstance(after, tuple) and len(before) == len(after)):
+            return False
+        return all(a == b or (a, b) in sizes for a, b in zip(before, after, strict=True))
+
+    return all(same(name, one.params[name], after) for name, after in other.params.items())
+
+
+def _check_broadcast(program: Program, equation: Equation, axis: int | None) -> None:
+    """Rows made of what is no row are all the same."""
+    name, params = equation.primitive.name, equation.params
+    if name == "broadcast_in_dim":
+        sources = dict(zip(params["broadcast_dimensions"], program.type_of(equation.inputs[0]).shape, strict=True))
+        if sources.get(axis, 1) == 1:
+            return
+    if name == "iota" and params["dimension"] != axis:
+        return
+    raise Problem(f"{name} tells rows apart by their place in the table", equation)
+
+
+def _joined(equation: Equation, operands: Sequence[Fact], axis: int | None, is_bool: bool) -> Fact:
+    """What a result depends on, and whether it waits for a condition."""
+    name = equation.primitive.name
+    table = next((fact.table for fact in operands if fact.table is not None), None)
+    may, must = (frozenset().union(*(getattr(fact, which) for fact in operands)) for which in ("may", "must"))
+    waits = next((fact.waits for fact in operands if fact.waits is not None), None)
+    conditions = [fact.is_condition for fact in operands]
+    if name == "select_n" and operands[0].is_condition:
+        must = frozenset.intersection(*(fact.must for fact in operands[1:]))
+    elif name in ("mul", "and", "div") and any(conditions):
+        must = frozenset()
+    if must != may and waits is None:
+        waits = equation
+    is_condition = table is None and (is_bool or _stays_condition(equation, conditions))
+    return Fact(axis, table, may, must, is_condition, waits)
+
+
+def _stays_condition(equation: Equation, conditions: Sequence[bool]) -> bool:
+    """Whether a number is still a condition: `1 - emit` is one, `0.1 * emit` is a step size."""
+    rest = [operand for operand, is_condition in zip(equation.inputs, conditions, strict=True) if not is_condition]
+    shifts = equation.primitive.name in ("add", "sub", "max", "min") and all(isinstance(operand, Literal) for operand in rest)
+    return equation.primitive.name in KEEP_CONDITIONS and any(conditions) and (not rest or shifts)
+
+
+def _result_axis(program: Program, equation: Equation, operands: Sequence[Fact]) -> int | None:
+    """The axis of rows of an equation's results. None: they have none, or not every row comes from the same row."""
+    name, params = equation.primitive.name, equation.params
+    axes = [fact.axis for fact in operands]
+    shapes = [program.type_of(operand).shape for operand in equation.inputs]
+    if name == "dot_general":
+        return _dot_axis(params["dimension_numbers"], axes, shapes)
+    axis, *others = {axis for axis in axes if axis is not None}
+    if others:
+        return None
+    if name in ELEMENTWISE:
+        return axis
+    if name in REDUCED:
+        over = params[REDUCED[name]]
+        return None if axis in over else axis - sum(each < axis for each in over)
+    if name in ALONG:
+        return None if axis == params[ALONG[name]] else axis
+    if name in MOVED:
+        return MOVED[name](params, shapes[0], axis)
+    raise Problem(f"{name} does not keep rows apart", equation)
+
+
+def _sliced_axis(params: Mapping[str, Any], shape: Sequence[int], axis: int) -> int | None:
+    strides = params["strides"] or [1] * len(shape)
+    whole = (params["start_indices"][axis], params["limit_indices"][axis], strides[axis]) == (0, shape[axis], 1)
+    return axis if whole else None
+
+
+def _reshaped_axis(params: Mapping[str, Any], shape: Sequence[int], axis: int) -> int | None:
+    """The axis that has the same size and as many entries before it."""
+    sizes, before = params["new_sizes"], math.prod(shape[:axis])
+    fit = (place for place, size in enumerate(sizes) if size == shape[axis] and math.prod(sizes[:place]) == before)
+    return next(fit, None) if params["dimensions"] is None else None
+
+
+def _dot_axis(numbers: Any, axes: Sequence[int | None], shapes: Sequence[Sequence[int]]) -> int | None:
+    contracting, batch = numbers
+    sides = [side for side, axis in enumerate(axes) if axis is not None]
+    if any(axes[side] in contracting[side] for side in sides):
+        return None
+    places = {batch[side].index(axes[side]) if axes[side] in batch[side] else None for side in sides}
+    if len(sides) == 2:
+        return places.pop() if len(places) == 1 else None
+    if places != {None}:
+        return None
+    axis = axes[sides[0]]
+    free = [[i for i in range(len(shape)) if i not in (*c, *b)] for shape, c, b in zip(shapes, contracting, batch, strict=True)]
+    return len(batch[0]) + (len(free[0]) if sides[0] else 0) + [i == axis for i in free[sides[0]]].index(True)
+
+
+# Equations that lose axes, and the param that names them.
+REDUCED = dict.fromkeys(REDUCTIONS, "axes") | {"squeeze": "dimensions"}
+# Equations along one axis, and the param that names it.
+ALONG = {"concatenate": "dimension", "sort": "dimension", "split": "axis"} | dict.fromkeys(CUMULATIVE, "axis")
+# Equations that move axes, and where the axis of rows comes to lie.
+MOVED: Mapping[str, Callable[[Mapping[str, Any], Sequence[int], int], int | None]] = {
+    "broadcast_in_dim": lambda params, _, axis: params["broadcast_dimensions"][axis],
+    "transpose": lambda params, _, axis: params["permutation"].index(axis),
+    "rev": lambda params, _, axis: None if axis in params["dimensions"] else axis,
+    "pad": lambda params, _, axis: axis if tuple(params["padding_config"][axis]) == (0, 0, 0) else None,
+    "slice": _sliced_axis,
+    "reshape": _reshaped_axis,
+}
+
+
+# Names.
+
+UPDATE = re.compile(r"(?:^|\.)(\w+)(?:\.<locals>)?\.update\w*(?:\.|$)")
+INSIDE_JAX = re.compile(r"[\\/]jax[\\/](_src|numpy|lax|_)")
+
+
+def _origin(equation: Equation | None, update: Callable) -> tuple[str, str]:
+    """The transformation that wrote an equation, and the file and line."""
+    for source in equation.sources if equation else ():
+        frames = [frame for frame in _frames(source) if not INSIDE_JAX.search(frame.file_name)]
+        for frame in frames:
+            if match := UPDATE.search(frame.function_name):
+                file = re.split(r"[\\/]", frames[0].file_name)
+                return match[1], f" ({'/'.join(file[-2:])}:{frames[0].line_num})"
+    return _name(update), ""
+
+
+def _name(function: Callable) -> str:
+    return getattr(function, "__qualname__", type(function).__name__).split(".")[0]
+
+
+def _frames(source: Any) -> Iterator[Any]:
+    """From the innermost call outwards, as far as the step."""
+    for frame in getattr(source.traceback, "frames", ()):
+        if frame.file_name == __file__:
+            return
+        yield frame
+
+
+# The rows of an optimizer's state.
 
 
 def state_owners(
-    optimizer: optax.GradientTransformation,
-    treedef: Any,
-    shapes: tuple[jax.ShapeDtypeStruct, ...],
-    tables: tuple[int, ...],
-    state: Sequence[jax.ShapeDtypeStruct],
+    optimizer: Any, treedef: Any, params: Sequence[Any], tables: tuple[int, ...], state: Sequence[Any], is_leaf: Callable
 ) -> tuple[int | None, ...]:
-    """For each leaf of the state the table whose rows it follows, once the optimizer has proved to be one of rows."""
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise TypeError(_checks.wanted("optimizer", "an optax.GradientTransformation", type(optimizer).__name__))
-    for part in _parts(optimizer):
-        if _code(part) not in _ROW_WISE:
-            _probe(part.init, part.update, treedef, shapes, tables)
-    want, owners = _followers(optimizer.init, treedef, shapes, tables)
-    if [leaf.shape for leaf in state] != list(want):
-        raise ValueError(_checks.wanted("state", "that of optimizer.init(params)", "leaves of other shapes"))
-    return owners
+    """For each leaf of the state the table that it has a row for each row of.
 
-
-def _code(part: optax.GradientTransformation) -> Any:
-    """The code of an update: what a transformation is, whatever its options."""
-    return getattr(part.update, "__code__", None)
-
-
-def _name(update: Callable) -> str:
-    """The name under which optax has it."""
-    return getattr(update, "__qualname__", type(update).__name__).split(".")[0]
-
-
-def _parts(optimizer: optax.GradientTransformation) -> Iterator[optax.GradientTransformation]:
-    """What a chain is made of, and the chains in it."""
-    if _code(optimizer) is _CHAIN:
-        inits = inspect.getclosurevars(optimizer.init).nonlocals["init_fns"]
-        updates = inspect.getclosurevars(optimizer.update).nonlocals["update_fns"]
-        for pair in zip(inits, updates, strict=True):
-            yield from _parts(optax.GradientTransformation(*pair))
-    elif _code(optimizer) is _WRAPPED:
-        yield from _parts(inspect.getclosurevars(optimizer.update).nonlocals["tx"])
-    else:
-        yield optimizer
-
-
-_WRAPPED = _code(optax.with_extra_args_support(optax.identity()))
-_CHAIN = _code(optax.chain(optax.identity()))
-# Each of these is held by a test against the same optimizer on whole tables.
-_ROW_WISE = frozenset(
-    _code(part)
-    for part in (
-        optax.identity(),
-        optax.scale(1.0),
-        optax.scale_by_schedule(optax.constant_schedule(1.0)),
-        optax.trace(0.9),
-        optax.scale_by_rss(),
-        optax.scale_by_rms(),
-        optax.scale_by_stddev(),
-        optax.scale_by_adam(),
-        optax.scale_by_lion(),
-        optax.add_decayed_weights(0.1),
-    )
-)
-
-
-@functools.lru_cache(maxsize=64)
-def _followers(
-    init: Callable, treedef: Any, shapes: tuple[jax.ShapeDtypeStruct, ...], tables: tuple[int, ...]
-) -> tuple[tuple[tuple[int, ...], ...], tuple[int | None, ...]]:
-    """The shape of each leaf of the state, and the table that it follows: the one whose rows and columns it has, and grows with."""
-
-    def state(shapes: Sequence[jax.ShapeDtypeStruct]) -> list[tuple[int, ...]]:
-        return [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(init, jax.tree.unflatten(treedef, shapes)))]
-
-    here = state(shapes)
-    owners: list[int | None] = [None] * len(here)
-    for table in tables:
-        for axis in range(2):
-            grown = [jax.ShapeDtypeStruct(_longer(s.shape, axis), s.dtype) if i == table else s for i, s in enumerate(shapes)]
-            for leaf, (shape, other) in enumerate(zip(here, state(grown), strict=True)):
-                if shape != other:
-                    if shape != shapes[table].shape or other != grown[table].shape:
-                        raise ValueError(_not_row_wise(init, f"whose state has a leaf of shape {list(shape)}, not the table's"))
-                    owners[leaf] = table
-    return tuple(here), tuple(owners)
-
-
-def _longer(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    return tuple(n + (i == axis) for i, n in enumerate(shape))
-
-
-def _not_row_wise(function: Callable, what: str) -> str:
-    return _checks.wanted("optimizer", "transformations that update a row by that row alone", f"{_name(function)}, {what}")
-
-
-@functools.lru_cache(maxsize=64)
-def _probe(init: Callable, update: Callable, treedef: Any, shapes: tuple[jax.ShapeDtypeStruct, ...], tables: tuple[int, ...]) -> None:
-    """Raises if a row's update, or its row of the state, changes with another row's gradient, with the rows that there are besides,
-    or with a step counter in the state, as where gradients are accumulated.
-
-    A trial is some steps, the gradients of the rows that are not watched of another magnitude in each.
+    A table of some more rows has state of as many more. `params` are leaves, or shapes for the tables; `state` are shapes.
     """
-    shapes = tuple(_probe_shape(shape, i in tables) for i, shape in enumerate(shapes))
-    owners = _followers(init, treedef, shapes, tables)[1]
-    trial = jax.jit(functools.partial(_trial, init, update, treedef, tables, owners))
-    rng = np.random.default_rng(0)
-    watched = np.sort(rng.permutation(PROBE_ROWS)[:PROBE_WATCHED])
-    params, gradients = _probe_values(rng, shapes, tables)
-
-    def inputs(magnitude: float, count: int, rows: Any = slice(None)) -> tuple[list[np.ndarray], list[np.ndarray], np.int32]:
-        given = [_scaled_but(watched, gradient, magnitude) if i in tables else gradient * magnitude for i, gradient in enumerate(gradients)]
-        given = [gradient[:, rows] if i in tables else gradient for i, gradient in enumerate(given)]
-        return [leaf[rows] if i in tables else leaf for i, leaf in enumerate(params)], given, np.int32(count)
-
-    def outcome(found: Any, rows: Any = watched) -> list[list[np.ndarray]]:
-        return [[np.asarray(leaf, np.float64)[rows] for leaf in leaves] for leaves in found]
-
-    with np.errstate(all="ignore"):
-        first, few = inputs(1.0, COUNTS[0]), inputs(1.0, COUNTS[0], watched)
-        try:
-            # Compiled ahead: called by its name, it would become a part of the step that is being traced.
-            run, run_few = trial.lower(*first).compile(), trial.lower(*few).compile()
-        except Exception as error:
-            raise ValueError(_not_row_wise(update, f"which raised {type(error).__name__}")) from error
-        want, alone = outcome(run(*first)), outcome(run_few(*few), slice(None))
-        others = [outcome(run(*inputs(magnitude, COUNTS[0]))) for magnitude in OTHER_MAGNITUDES]
-        counted = [outcome(run(*inputs(1.0, count)))[1] for count in COUNTS]
-    if not all(_equal(want, other) for other in others):
-        raise ValueError(_not_row_wise(update, "whose update of a row changes with another row's gradient"))
-    if not _equal(want, alone, PROBE_TOLERANCE):
-        raise ValueError(_not_row_wise(update, "whose update of a row changes with the rows beside it"))
-    if not all(_equal([want[1]], [other]) for other in counted):
-        raise ValueError(_not_row_wise(update, "whose state of a row changes with a step counter, as where gradients are accumulated"))
+    flat, inner = jax.tree.flatten(list(params))
+    shapes = jax.tree.unflatten(inner, list(map(_typed, flat)))
+    key = ("owners", optimizer.init, treedef, inner, tuple(map(_typed, flat)), tables, tuple(state), _settings())
+    return _remembered(optimizer.update, key, lambda: _owners(optimizer.init, treedef, shapes, tables, state, is_leaf))
 
 
-def _probe_shape(shape: jax.ShapeDtypeStruct, is_table: bool) -> jax.ShapeDtypeStruct:
-    """A table wide enough for what factors large ones only, in a dtype for the magnitudes; the rest of the tree costs nothing."""
-    if is_table:
-        return jax.ShapeDtypeStruct((PROBE_ROWS, max(shape.shape[1], PROBE_WIDTH)), jnp.float32)
-    return jax.ShapeDtypeStruct(tuple(min(n, 2) for n in shape.shape), shape.dtype)
+def _owners(
+    init: Callable, treedef: Any, params: Sequence[Any], tables: tuple[int, ...], state: Sequence[Any], is_leaf: Callable
+) -> tuple[int | None, ...]:
+    more = {table: n for n, table in enumerate(tables, 1)}
+    try:
+        longer = jax.eval_shape(init, jax.tree.unflatten(treedef, [_longer(leaf, more.get(i, 0)) for i, leaf in enumerate(params)]))
+    except Exception as error:
+        raise ValueError(refusal(f"{_name(init)}: init cannot be traced ({_summary(error)})")) from error
+    given, grown = [leaf.shape for leaf in state], _shapes(longer, is_leaf)
+    owners = [_owner_of(*each, params, more) for each in zip(given, grown, strict=True)] if len(given) == len(grown) else [UNKNOWN]
+    if UNKNOWN not in owners:
+        return tuple(None if owner == SHARED else owner for owner in owners)
+    if given != _shapes(jax.eval_shape(init, jax.tree.unflatten(treedef, params)), is_leaf):
+        raise ValueError(_checks.wanted("state", "that of optimizer.init(params)", "arrays of other shapes"))
+    place = owners.index(UNKNOWN)
+    raise ValueError(refusal(f"{_name(init)}: a state of shape {list(given[place])}, which has no row for each row of a table"))
 
 
-def _probe_values(
-    rng: np.random.Generator, shapes: Sequence[jax.ShapeDtypeStruct], tables: Sequence[int]
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Parameters, and gradients with an axis of steps in front, the rows of a table over twelve magnitudes."""
-    params = [rng.normal(size=shape.shape).astype(shape.dtype) for shape in shapes]
-    gradients = [rng.normal(size=(PROBE_STEPS, *shape.shape)).astype(shape.dtype) for shape in shapes]
-    for table in tables:
-        gradients[table] *= 10.0 ** rng.uniform(-6, 6, (1, PROBE_ROWS, 1)).astype(shapes[table].dtype)
-    return params, gradients
+def _shapes(state: Any, is_leaf: Callable) -> list[tuple[int, ...]]:
+    return [leaf.shape for leaf in jax.tree.leaves(state, is_leaf=is_leaf)]
 
 
-def _scaled_but(watched: np.ndarray, gradient: np.ndarray, magnitude: float) -> np.ndarray:
-    scaled = gradient * np.array(magnitude, gradient.dtype)
-    scaled[:, watched] = gradient[:, watched]
-    return scaled
+def _owner_of(have: Sequence[int], want: Sequence[int], params: Sequence[Any], more: Mapping[int, int]) -> int:
+    """The table whose rows an array has; UNKNOWN where it grows with a table in another way."""
+    grown = [b - a for a, b in zip(have, want, strict=True)] if len(have) == len(want) else [UNKNOWN]
+    if not any(grown):
+        return SHARED
+    fits = (table for table, n in more.items() if grown == [n] + [0] * (len(have) - 1) and have[0] == params[table].shape[0])
+    return next(fits, UNKNOWN)
 
 
-def _trial(
-    init: Callable,
-    update: Callable,
-    treedef: Any,
-    tables: Sequence[int],
-    owners: Sequence[int | None],
-    params: Sequence[Array],
-    gradients: Sequence[Array],
-    count: ArrayLike,
-) -> tuple[list[Array], list[Array]]:
-    """The last updates of the tables, and the leaves of the state that follow them, the counters having been set before the last step."""
-    params = jax.tree.unflatten(treedef, params)
-    state = init(params)
-    updates = params
-    for step in range(PROBE_STEPS):
-        if step == PROBE_STEPS - 1:
-            state = jax.tree.map(lambda leaf: jnp.full_like(leaf, count) if _is_counter(leaf) else leaf, state)
-        updates, state = update(jax.tree.unflatten(treedef, [gradient[step] for gradient in gradients]), state, params)
-    followers = [leaf for leaf, owner in zip(jax.tree.leaves(state), owners, strict=True) if owner is not None]
-    return [jax.tree.leaves(updates)[table] for table in tables], followers
-
-
-def _is_counter(leaf: Array) -> bool:
-    return leaf.ndim == 0 and jnp.issubdtype(leaf.dtype, jnp.integer)
-
-
-def _equal(some: list[list[np.ndarray]], others: list[list[np.ndarray]], tolerance: float = 0.0) -> bool:
-    """Whether all agree, to a part of the row's largest entry; NaN agrees with NaN."""
-    pairs = [pair for leaves in zip(some, others, strict=True) for pair in zip(*leaves, strict=True)]
-    return all(_close(a, b, tolerance) for a, b in pairs)
-
-
-def _close(a: np.ndarray, b: np.ndarray, tolerance: float) -> bool:
-    with np.errstate(invalid="ignore"):
-        near = np.abs(a - b) <= tolerance * np.max(np.abs(a), axis=-1, keepdims=True)
-    return bool(np.all(near | (a == b) | (np.isnan(a) & np.isnan(b))))
+def _longer(leaf: Any, rows: int) -> Any:
+    return jax.ShapeDtypeStruct((leaf.shape[0] + rows, *leaf.shape[1:]), leaf.dtype) if rows else leaf

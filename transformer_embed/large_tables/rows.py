@@ -2,47 +2,130 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed import _checks
 from transformer_embed.functional.lookup import Table, as_table, rows_at
-from transformer_embed.large_tables.row_wise import state_owners
+from transformer_embed.large_tables import row_wise
+from transformer_embed.large_tables.row_wise import SHARED
+
+__all__ = ["Rows", "add", "update", "value_and_grad"]
 
 Tree = Any
 
 BLOCK = 1024
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rows:
+    """The gradient of some rows of a table [vocab_size, d], in the table's place in a tree of gradients. All other rows have zeros.
+
+    A pytree with `values` as its one leaf: `jax.tree.map`, `optax.global_norm` and the like see the numbers of the dense gradient that
+    are not zero. The ids go along unseen, and belong to the trace that made them. To carry a gradient out of jit, or through a loop,
+    return its `ids` and `values` and make a `Rows` of them again. `add` adds gradients of different rows; `jax.tree.map` refuses to.
+
+    Args:
+        ids: [k], int32, ascending and distinct; those past the vocabulary fill up and are of no row.
+        values: [k, d], the gradient of each row; zeros where an id fills up.
+        vocab_size: number of rows of the table.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> import transformer_embed as te
+        >>> grads = {"t": te.rows.Rows(jnp.array([1, 3]), jnp.array([[3.0], [4.0]]), vocab_size=10)}
+        >>> float(optax.global_norm(grads)), jax.tree.map(lambda g: g / 2, grads)["t"].values.tolist()
+        (5.0, [[1.5], [2.0]])
+
+    Source:
+        TensorFlow's IndexedSlices, https://www.tensorflow.org/api_docs/python/tf/IndexedSlices
+    """
+
+    ids: Any
+    values: Any
+    vocab_size: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """That of the table."""
+        return (self.vocab_size, self.values.shape[-1])
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """That of the values."""
+        return self.values.dtype
+
+    def __add__(self, other: "Rows") -> "Rows":
+        """The sum, which has the rows of both."""
+        if not isinstance(other, Rows) or other.shape != self.shape:
+            raise TypeError(_checks.wanted("grads", f"rows of the same table, {list(self.shape)}", type(other).__name__))
+        if _Ids(self.ids) == _Ids(other.ids):
+            return dataclasses.replace(self, values=self.values + other.values)
+        ids = _distinct(self.vocab_size + 1, 2**31, jnp.concatenate([self.ids, other.ids]))
+        # Ids that fill up are all taken for the one after the last: of no row.
+        zeros = jnp.zeros((len(ids), self.shape[1]), jnp.promote_types(self.dtype, other.dtype))
+        slots = [jnp.where(each.ids < self.vocab_size, _count_below(ids, each.ids), len(ids)) for each in (self, other)]
+        values = zeros.at[slots[0]].set(self.values, mode="drop").at[slots[1]].add(other.values, mode="drop")
+        return dataclasses.replace(self, ids=ids, values=values)
+
+
+class _Ids:
+    """The ids of a gradient in the structure of its tree: equal if they are one array, or have the same numbers outside of jit."""
+
+    def __init__(self, ids: Any):
+        self.ids = ids
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Ids):
+            return False
+        if self.ids is other.ids:
+            return True
+        both = (self.ids, other.ids)
+        if not all(isinstance(ids, jax.Array | np.ndarray) and not _checks.is_traced(ids) for ids in both):
+            return False
+        with jax.transfer_guard("allow"):
+            return np.array_equal(np.asarray(self.ids), np.asarray(other.ids))
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return "the ids of one batch (te.rows.add adds gradients of different ids)"
+
+
+def _flatten_with_keys(rows: Rows) -> tuple[Any, Any]:
+    return ((jax.tree_util.GetAttrKey("values"), rows.values),), (type(rows), _Ids(rows.ids), rows.vocab_size)
+
+
+def _unflatten(kept: Any, values: Any) -> Rows:
+    kind, ids, vocab_size = kept
+    return kind(ids.ids, *values, vocab_size)
+
+
+jax.tree_util.register_pytree_with_keys(Rows, _flatten_with_keys, _unflatten)
+
+
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["ids", "values"], meta_fields=["vocab_size"])
 @dataclasses.dataclass(frozen=True, eq=False)
-class Rows(Table):
-    """Some rows of a table [vocab_size, d], in its place in a parameter tree: what `take` makes.
+class TakenRows(Table):
+    """Some rows of a table, in its place in the parameters that a loss reads.
 
-    `lookup`, and with it every module of this package, reads it as it reads the table. An id inside the vocabulary whose row is
-    not held reads as NaN. Any other use is a TypeError: a model that also multiplies by the table, as a tied output layer does,
-    has a gradient for every row, and must train the table densely.
+    `lookup`, and with it every module of this package, reads it as it reads the table. An id inside the vocabulary whose row is not
+    held reads as NaN. Any other use is a TypeError: a model that also multiplies by the table, as a tied output layer does, has a
+    gradient for every row, and must train the table densely.
 
     Args:
         ids: [k], int32, ascending and distinct; those past the vocabulary fill up and hold no row.
         values: [k, d], the rows.
         vocab_size: number of rows of the table.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import transformer_embed as te
-        >>> rows = te.rows.Rows(jnp.array([1, 3]), jnp.array([[1.0], [3.0]]), vocab_size=10)
-        >>> rows.shape, te.lookup(rows, [3, 1, 2]).tolist()
-        ((10, 1), [[3.0], [1.0], [nan]])
-
-    Source:
-        Own. The rows of a sparse gradient: TensorFlow's IndexedSlices, https://www.tensorflow.org/api_docs/python/tf/IndexedSlices
     """
 
     ids: Any
@@ -61,6 +144,8 @@ class Rows(Table):
 
     def gather(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
         """The row of each id, or NaN; an id beyond either end is the id at that end."""
+        if self.ids.dtype != jnp.int32:
+            raise TypeError(_checks.wanted("table", "rows with int32 ids (map over floating leaves only)", f"ids of {self.ids.dtype}"))
         ids = jnp.clip(ids, 0, self.vocab_size - 1)
         slots = jnp.minimum(_count_below(self.ids, ids), len(self.ids) - 1)
         rows = rows_at(self.values, slots)
@@ -70,86 +155,124 @@ class Rows(Table):
         """A TypeError: the gradient of an output layer has every row."""
         raise TypeError(_checks.wanted("table", "a whole table, trained densely, since the output layer is tied to it", "some of its rows"))
 
+    def gradient(self, values: Float[Array, "k d"]) -> Rows:
+        """The gradient of these rows."""
+        # XLA copies a table that it overwrites before another use has read it: these zeros are known only once the rows are read.
+        zero = jnp.isnan(self.values[0, 0]).astype(jnp.int32) >> 1
+        return Rows(self.ids + zero, values, self.vocab_size)
 
-def take(params: Tree, ids: Tree, *, max_rows: int | None = None) -> Tree:
-    """The parameters, each table that a batch reads by its ids replaced by the `Rows` that it touches.
 
-    Of a table in shards, they are put together from the shards that hold them, on every device: the ids of the whole batch are sent, and
-    a sum over the shards has each row once.
+def value_and_grad(loss: Callable, *, ids: Tree, has_aux: bool = False, max_rows: int | Tree | None = None) -> Callable:
+    """A function that gives the value of a loss and its gradient, by rows in the tables that a batch reads by its ids.
+
+    As `jax.value_and_grad`, with respect to the first argument. For a sharded table, every device receives the rows of the whole batch:
+    ids are all-gathered and one all-reduce over the shards collects the rows.
 
     Args:
-        params: a parameter tree, of Haiku or any other.
-        ids: a tree of dicts as `params`, with the integers that the model looks up, [...], where `params` has the table: all of
-            them, padding and what lies outside the vocabulary among them. Repeats are welcome.
-        max_rows: the most distinct ids of a table in a batch, where that is known to be less than their number: a smaller step. If
-            a batch has more, the highest of them read as NaN: no row is left out in silence.
+        loss: a function of (params, ...) to a scalar, or to (scalar, aux). It reads tables that have ids by `lookup` alone.
+        ids: a tree of dicts as `params`, with the integers that the loss looks up, [...], where `params` has the table: all of them,
+            padding and ids outside the vocabulary included. Repeats are welcome.
+        has_aux: whether the loss returns (scalar, aux).
+        max_rows: the most distinct ids of a table in a batch, if that is known to be less than their number: a smaller step. An int, or
+            a tree as `ids` with an int where a table has a bound of its own. If a batch has more, the highest of them read as NaN.
 
     Returns:
-        The tree, each such table [vocab_size, d] a `Rows` of min(number of ids, vocab_size, max_rows) rows, at least 1; beyond 1024
-        a multiple of it.
+        A function of (params, ...) to (value, gradients), or to ((value, aux), gradients). The gradients are a tree as `params`, with
+        `Rows` for each table that has ids: of min(number of ids, vocab_size, max_rows) rows, at least 1; beyond 1024 a multiple of it.
 
     Raises:
-        TypeError: ids are not integers; a table has no floating dtype, or is `Rows` already.
-        ValueError: `params` has nothing, or no table [vocab_size, d], where `ids` has an array; a table in shards that are not whole rows;
-            a max_rows below 1.
+        TypeError: ids are not integers; a table does not have a floating dtype; the loss reads a table otherwise than by `lookup`.
+        ValueError: `params` has nothing, or no table [vocab_size, d], where `ids` has an array; a sharded table that is not split by
+            whole rows; a max_rows below 1.
 
     Example:
         >>> import jax.numpy as jnp
         >>> import transformer_embed as te
         >>> params = {"embed": {"embeddings": jnp.arange(20.0).reshape(10, 2)}}
-        >>> rows = te.rows.take(params, {"embed": {"embeddings": [[7, 2, 7]]}})["embed"]["embeddings"]
-        >>> rows.ids.tolist(), rows.values[:2].tolist()
-        ([2, 7, 12], [[4.0, 5.0], [14.0, 15.0]])
-
-    Source:
-        Own.
+        >>> ids = jnp.array([7, 2, 7])
+        >>> loss = lambda params: jnp.sum(te.lookup(params["embed"]["embeddings"], ids))
+        >>> value, grads = te.rows.value_and_grad(loss, ids={"embed": {"embeddings": ids}})(params)
+        >>> rows = grads["embed"]["embeddings"]
+        >>> float(value), rows.ids.tolist(), rows.values.tolist()
+        (67.0, [2, 7, 12], [[1.0, 1.0], [2.0, 2.0], [0.0, 0.0]])
     """
-    leaves, treedef = jax.tree.flatten(params, is_leaf=_is_table)
-    places = jax.tree.unflatten(treedef, range(len(leaves)))
-    bound = 2**31 if max_rows is None else _checks.integer("max_rows", max_rows, at_least=1)
-    for path, place, some in _named(places, ids, "params"):
-        table, integers = as_table(path, leaves[place]), _checks.as_int32("ids", some)
-        if isinstance(table, Rows):
-            raise TypeError(_checks.wanted(path, "a whole table", "some of its rows"))
-        distinct = functools.partial(_distinct, table.shape[0], bound)
-        if isinstance(table, Table):
-            leaves[place] = table.take_rows(integers, distinct)
-        else:
-            held = distinct(integers)
-            leaves[place] = Rows(held, _read(table, held), table.shape[0])
-    return jax.tree.unflatten(treedef, leaves)
+
+    @functools.wraps(loss)
+    def value_and_row_grads(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
+        leaves, treedef = jax.tree.flatten(params, is_leaf=_is_table)
+        taken = _take(leaves, treedef, ids, max_rows)
+
+        def loss_of(leaves: Sequence[Any]) -> Any:
+            filled = [dataclasses.replace(taken[i], values=leaf) if i in taken else leaf for i, leaf in enumerate(leaves)]
+            return loss(jax.tree.unflatten(treedef, filled), *args, **kwargs)
+
+        floats = [taken[i].values if i in taken else leaf for i, leaf in enumerate(leaves)]
+        value, gradients = jax.value_and_grad(loss_of, has_aux=has_aux)(floats)
+        gradients = [taken[i].gradient(leaf) if i in taken else leaf for i, leaf in enumerate(gradients)]
+        return value, jax.tree.unflatten(treedef, gradients)
+
+    return value_and_row_grads
 
 
-def update(optimizer: optax.GradientTransformation, grads: Tree, state: Tree, params: Tree, rows: Tree) -> tuple[Tree, Tree]:
-    """The parameters and the state of an optimizer after one step, the tables' by the rows that the batch touches.
+def add(grads: Tree, more: Tree) -> Tree:
+    """The sum of two gradients of the same parameters, which may be of different rows: to accumulate them.
 
-    What is no `Rows` trains as by `optimizer.update` and `optax.apply_updates`. Of a table, the rows with a gradient that is not
-    all zeros are updated, with their rows of the state; every other row, and its rows of the state, stay as they are, bit for bit:
-    those that the batch does not hold, the padding row, what is out of range. That is lazy, and differs from the dense optimizer
-    where that moves a row without a gradient. Until its next gradient a row's moments do not decay, so momentum does not carry it
-    on, and weight decay does not shrink it; step counts, and with them bias correction and schedules, go on for all rows. SGD
-    without momentum and Adagrad, which leave such a row alone, train the same either way.
-
-    Under jit with params and state donated, tables and state are written in place, at a cost that follows the batch. A table in shards
-    is updated by each shard's own rows: only the gradient of the rows is sent, a sum over the devices that share the batch.
+    Gradients of the same ids are added by `jax.tree.map(jax.numpy.add, grads, more)` as well.
 
     Args:
-        optimizer: of transformations that update a row by that row alone: sgd, momentum, adagrad, rmsprop, adam, adamw, lion, and
-            chains of what these are made of. Any other is probed when the step is traced: on tables of 256 rows, with gradients
-            of many magnitudes. A row's state that depends on a step counter is refused too, AMSGrad's for one, though its rows
-            are apart: the probe cannot tell it from an accumulation of gradients.
-        grads: the gradient by `rows`: jax.grad(loss, allow_int=True)(rows, ...), since a `Rows` has integers.
+        grads: a gradient by `value_and_grad`.
+        more: another.
+
+    Returns:
+        The sum; where both have `Rows`, one with the rows of both, at most vocab_size of them.
+
+    Raises:
+        TypeError: rows of different tables.
+        ValueError: trees that do not fit together.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> one = {"t": te.rows.Rows(jnp.array([1, 3]), jnp.array([[1.0], [3.0]]), vocab_size=10)}
+        >>> other = {"t": te.rows.Rows(jnp.array([3, 8]), jnp.array([[0.5], [8.0]]), vocab_size=10)}
+        >>> total = te.rows.add(one, other)["t"]
+        >>> total.ids[:3].tolist(), total.values[:3].tolist()
+        ([1, 3, 8], [[1.0], [3.5], [8.0]])
+    """
+    return jax.tree.map(operator.add, grads, more, is_leaf=_is_rows)
+
+
+def update(optimizer: optax.GradientTransformation, grads: Tree, state: Tree, params: Tree, **extra_args: Any) -> tuple[Tree, Tree]:
+    """The parameters and the state of an optimizer after one step, the tables' by the rows that have a gradient.
+
+    Where the gradient is not `Rows`, parameters train by `optimizer.update` and `optax.apply_updates` as usual. In a table, only the
+    rows with a gradient that is not all zeros change, together with their rows of the state. Every other row stays as it is, bit for
+    bit: rows that the batch does not touch, the padding row, ids out of range. That is lazy, and differs from the dense optimizer where
+    that moves a row without a gradient. Until its next gradient a row's moments do not decay, so momentum does not carry it on, and
+    weight decay does not shrink it; step counts, and with them bias correction and schedules, go on for all rows. SGD without momentum
+    and Adagrad, which leave such a row alone, train the same either way.
+
+    Under jit with params and state donated, tables and state are written in place, at a cost that follows the batch. A sharded table is
+    updated by each shard's own rows: only the gradient of the rows is sent, by one all-reduce over the devices that share the batch.
+
+    When a step is traced, the optimizer is proved to update each row from that row alone: its update is traced, and the data followed
+    through it. Adam, Adagrad, Lion and most others are, with schedules, masks and labels. A global norm, Adafactor or noise is not, nor
+    what gathers gradients until a counter lets them pass. To clip by a global norm, clip the gradients before `update`.
+
+    Args:
+        optimizer: an optax optimizer.
+        grads: the gradient by `value_and_grad`.
         state: that of optimizer.init(params).
         params: the parameters.
-        rows: take(params, ...).
+        **extra_args: handed to optimizer.update.
 
     Returns:
         (params, state).
 
     Raises:
-        TypeError: the optimizer is none.
-        ValueError: the optimizer's update of a row needs more than that row, as do clipping by a global norm, Adafactor, SM3, noise
-            and the accumulation of gradients: the message names what does; trees that do not fit together.
+        TypeError: the optimizer is not one of optax.
+        ValueError: the optimizer is not shown to update each row from that row alone: the message names the transformation and why;
+            trees that do not fit together; a gradient from another trace.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -159,10 +282,10 @@ def update(optimizer: optax.GradientTransformation, grads: Tree, state: Tree, pa
         >>> optimizer = optax.sgd(0.1)
         >>> state = optimizer.init(params)
         >>> def step(params, state, ids):
-        ...     rows = te.rows.take(params, {"embeddings": ids})
-        ...     grads = jax.grad(loss, allow_int=True)(rows, ids)
-        ...     return te.rows.update(optimizer, grads, state, params, rows)
-        >>> params, state = jax.jit(step, donate_argnums=(0, 1))(params, state, jnp.array([3, 3, 1]))
+        ...     value, grads = te.rows.value_and_grad(loss, ids={"embeddings": ids})(params, ids)
+        ...     params, state = te.rows.update(optimizer, grads, state, params)
+        ...     return params, state, value
+        >>> params, state, value = jax.jit(step, donate_argnums=(0, 1))(params, state, jnp.array([3, 3, 1]))
         >>> print(params["embeddings"][:, 0], params["scale"])
         [1.  0.8 1.  0.6 1. ] 1.4
 
@@ -170,80 +293,93 @@ def update(optimizer: optax.GradientTransformation, grads: Tree, state: Tree, pa
         Lazy Adam: https://www.tensorflow.org/addons/api_docs/python/tfa/optimizers/LazyAdam;
         https://docs.pytorch.org/docs/stable/generated/torch.optim.SparseAdam.html. Why the rows: https://github.com/jax-ml/jax/issues/851
     """
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise TypeError(_checks.wanted("optimizer", "an optax.GradientTransformation", type(optimizer).__name__))
     leaves, treedef = jax.tree.flatten(params, is_leaf=_is_table)
-    taken, gradients = _leaves("rows", treedef, rows), _leaves("grads", treedef, grads)
-    _check_match(leaves, taken, gradients)
+    gradients = _gradients(leaves, treedef, grads)
+    tables = {place: leaf for place, leaf in enumerate(gradients) if isinstance(leaf, Rows)}
     state_leaves, state_treedef = jax.tree.flatten(state, is_leaf=_is_table)
-    tables = [i for i, leaf in enumerate(taken) if isinstance(leaf, Rows)]
-    owners = state_owners(optimizer, treedef, tuple(map(_struct, leaves)), tuple(tables), list(map(_struct, state_leaves)))
-    step = functools.partial(_step, optimizer, treedef, state_treedef)
+    plain = [_struct(leaf) if place in tables else leaf for place, leaf in enumerate(leaves)]
+    follows = row_wise.state_owners(optimizer, treedef, plain, tuple(tables), list(map(_struct, state_leaves)), _is_table)
 
-    # While one table is updated, every other has one row, whose update is not used.
-    values = [_one_row(leaf) if isinstance(leaf, Rows) else leaf for leaf in taken]
-    given = [_one_row(leaf) if isinstance(leaf, Rows) else leaf for leaf in gradients]
-    held = [leaf if owner is None else _one_row(leaf) for leaf, owner in zip(state_leaves, owners, strict=True)]
-    new_values, new_state = step(values, given, held)
-    rest = jax.tree.map(lambda leaf: _one_row(leaf) if _is_table(leaf) else jnp.asarray(leaf), (values, given, held), is_leaf=_is_table)
-    for table in tables:
-        follow = [i for i, owner in enumerate(owners) if owner == table]
-        in_place = functools.partial(_in_place, functools.partial(_by_rows, step, table, follow))
-        whole, states = leaves[table], [state_leaves[i] for i in follow]
-        some = (rest, taken[table], gradients[table].values)
-        written = whole.update_rows(in_place, *some, states) if isinstance(whole, Table) else in_place(*some, [whole, *states])
-        new_values, new_state = _put(new_values, [table], written[:1]), _put(new_state, follow, written[1:])
-    return jax.tree.unflatten(treedef, new_values), jax.tree.unflatten(state_treedef, new_state)
+    # To the optimizer, a table that is updated by rows and what follows it in the state are plain arrays, whatever holds them.
+    own = [place if place in tables else None for place in range(len(leaves))]
+    trees = (treedef, gradients, own), (state_treedef, state_leaves, follows), (treedef, leaves, own)
+    arguments = (*(_plain_tree(*each) for each in trees), extra_args)
+    owners = (*(_owner_tree(*each) for each in trees), jax.tree.map(lambda _: SHARED, extra_args))
+    sizes = {place: (leaves[place].shape[0], _block(len(rows.ids), leaves[place].shape[0])) for place, rows in tables.items()}
+    split = row_wise.split_step(optimizer, arguments, owners, sizes)
 
-
-def _step(
-    optimizer: optax.GradientTransformation,
-    treedef: Any,
-    state_treedef: Any,
-    values: Sequence[Array],
-    gradients: Sequence[Array],
-    state: Sequence[Array],
-) -> tuple[list[Any], list[Any]]:
-    """A step of an optimizer, from leaves to leaves."""
-    params = jax.tree.unflatten(treedef, values)
-    updates, after = optimizer.update(jax.tree.unflatten(treedef, gradients), jax.tree.unflatten(state_treedef, state), params)
-    return jax.tree.leaves(optax.apply_updates(params, updates), is_leaf=_is_table), jax.tree.leaves(after, is_leaf=_is_table)
+    (new_params, new_state), needs = split.run_shared(arguments)
+    new_leaves, new_states = (jax.tree.leaves(tree, is_leaf=_is_table) for tree in (new_params, new_state))
+    for place, rows in tables.items():
+        whole, follow = leaves[place], [i for i, owner in enumerate(follows) if owner == place]
+        step = functools.partial(_in_place, functools.partial(split.run_rows, place), sizes[place][1])
+        states = [state_leaves[i] for i in follow]
+        if isinstance(whole, Table):
+            written = whole.update_rows(step, needs[place], rows, states)
+        else:
+            written = step(needs[place], rows.ids, rows.values, [whole, *states])
+        new_leaves[place], new_states = written[0], _put(new_states, follow, written[1:])
+    return jax.tree.unflatten(treedef, new_leaves), jax.tree.unflatten(state_treedef, new_states)
 
 
-def _by_rows(
-    step: Callable,
-    table: int,
-    follow: Sequence[int],
-    rest: tuple[list[Any], list[Any], list[Any]],
-    rows: Float[Array, "k d"],
-    gradient: Float[Array, "k d"],
-    states: Sequence[Array],
-) -> tuple[Array, list[Array]]:
-    """A step with these rows in one table's place, and theirs of the state: what becomes of them."""
-    values, gradients, state = rest
-    new_values, new_state = step(_put(values, [table], [rows]), _put(gradients, [table], [gradient]), _put(state, follow, states))
-    return new_values[table], [new_state[i] for i in follow]
+def _take(leaves: Sequence[Any], treedef: Any, ids: Tree, max_rows: int | Tree | None) -> dict[int, TakenRows]:
+    """The rows that a batch reads of each table that has ids, by the table's place among the leaves."""
+    places = jax.tree.unflatten(treedef, range(len(leaves)))
+    named = list(_named(places, ids, "params"))
+    if isinstance(max_rows, Mapping):
+        bounds = {place: bound for _, place, bound in _named(places, max_rows, "params")}
+    else:
+        bounds = dict.fromkeys((place for _, place, _ in named), max_rows)
+    taken = {}
+    for path, place, some in named:
+        table, integers = as_table(path, leaves[place]), _checks.as_int32("ids", some)
+        if isinstance(table, TakenRows):
+            raise TypeError(_checks.wanted(path, "a whole table", "some of its rows"))
+        bound = bounds.get(place)
+        bound = 2**31 if bound is None else _checks.integer("max_rows", bound, at_least=1)
+        distinct = functools.partial(_distinct, table.shape[0], bound)
+        if isinstance(table, Table):
+            taken[place] = table.take_rows(integers, distinct)
+        else:
+            held = distinct(integers)
+            taken[place] = TakenRows(held, _read(table, held), table.shape[0])
+    return taken
 
 
-def _in_place(by_rows: Callable, rest: Any, rows: Rows, gradient: Array, wholes: list[Array]) -> list[Array]:
-    """A table and its states after `by_rows(rest, rows, gradient, states' rows)`, read and written some rows at a time.
+def _in_place(
+    by_rows: Callable, block: int, needed: Any, ids: Int32[Array, "k"], gradient: Float[Array, "k d"], wholes: Sequence[Array]
+) -> list[Array]:
+    """A table and its states after `by_rows(needed, [gradient, *states' rows, rows])`, read and written some rows at a time.
 
-    A few rows stay in the processor's cache; all of them at once would ask the system for a new block of memory for each array.
+    A few rows stay in the processor's cache; all of them at once would ask the system for a new block of memory for each array. Ids may
+    be any number; they ascend, and those past the end of the table are of no row.
     """
-    size = len(rows.ids)
-    block = BLOCK if size % BLOCK == 0 else size
+    padding = -len(ids) % block
+    if padding:
+        past = jnp.maximum(ids[-1] + 1, wholes[0].shape[0]) + jnp.arange(padding, dtype=jnp.int32)
+        ids, gradient = jnp.concatenate([ids, past]), jnp.pad(gradient, ((0, padding), (0, 0)))
 
     def update_block(i: ArrayLike, wholes: list[Array]) -> list[Array]:
-        ids, values, changes = (jax.lax.dynamic_slice_in_dim(array, i * block, block) for array in (rows.ids, rows.values, gradient))
-        old = [values, *(_read(whole, ids) for whole in wholes[1:])]
-        new, new_states = by_rows(rest, values, changes, old[1:])
-        moved = jnp.any(changes != 0, axis=-1)[:, None]
-        return [_write(whole, ids, jnp.where(moved, *pair)) for whole, *pair in zip(wholes, [new, *new_states], old, strict=True)]
+        some, changes = (jax.lax.dynamic_slice_in_dim(array, i * block, block) for array in (ids, gradient))
+        old = [_read(whole, some) for whole in wholes]
+        new = by_rows(needed, [changes, *old[1:], old[0]])
+        moved = jnp.any(changes != 0, axis=-1)
+        return [_write(whole, some, jnp.where(_along(moved, b), b, a)) for whole, a, b in zip(wholes, old, new, strict=True)]
 
-    return update_block(0, wholes) if size == block else jax.lax.fori_loop(0, size // block, update_block, wholes)
+    wholes = list(wholes)
+    return update_block(0, wholes) if len(ids) == block else jax.lax.fori_loop(0, len(ids) // block, update_block, wholes)
 
 
-def _one_row(table: Any) -> Array:
-    """Zeros in a table's place, as wide."""
-    return jnp.zeros((1, table.shape[1]), table.dtype)
+def _along(moved: Array, rows: Array) -> Array:
+    return moved.reshape(-1, *[1] * (rows.ndim - 1))
+
+
+def _block(size: int, vocab_size: int) -> int:
+    """How many rows are updated at a time: another number than the table has, for the proof to tell them apart."""
+    block = min(size, BLOCK)
+    return block + 1 if block == vocab_size else block
 
 
 def _put(leaves: Sequence[Array], places: Sequence[int], new: Sequence[Array]) -> list[Array]:
@@ -292,9 +428,25 @@ def _is_table(leaf: Any) -> bool:
     return isinstance(leaf, Table)
 
 
+def _is_rows(leaf: Any) -> bool:
+    return isinstance(leaf, Rows)
+
+
 def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    shape, dtype = (leaf.shape, leaf.dtype) if isinstance(leaf, Table) else (jnp.shape(leaf), jnp.result_type(leaf))
+    """The table that it stands for, or the array that it is."""
+    shape, dtype = (leaf.shape, leaf.dtype) if isinstance(leaf, Table | Rows) else (jnp.shape(leaf), jnp.result_type(leaf))
     return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _plain_tree(treedef: Any, leaves: Sequence[Any], owners: Sequence[int | None]) -> Tree:
+    """A tree with the shapes of what is updated by rows."""
+    return jax.tree.unflatten(treedef, [leaf if owner is None else _struct(leaf) for leaf, owner in zip(leaves, owners, strict=True)])
+
+
+def _owner_tree(treedef: Any, leaves: Sequence[Any], owners: Sequence[int | None]) -> Tree:
+    """A tree with the owner of each array."""
+    marked = [jax.tree.map(lambda _: SHARED, leaf) if owner is None else owner for leaf, owner in zip(leaves, owners, strict=True)]
+    return jax.tree.unflatten(treedef, marked)
 
 
 def _named(params: Tree, ids: Tree, path: str) -> Iterator[tuple[str, Any, Any]]:
@@ -313,19 +465,30 @@ def _named(params: Tree, ids: Tree, path: str) -> Iterator[tuple[str, Any, Any]]
         yield from _named(inner, some, here)
 
 
-def _leaves(name: str, treedef: Any, tree: Tree) -> list[Any]:
-    """The leaves of a tree that is as the parameters, but for its `Rows`."""
-    leaves, found = jax.tree.flatten(tree, is_leaf=_is_table)
+def _gradients(leaves: Sequence[Any], treedef: Any, grads: Tree) -> list[Any]:
+    """The leaves of a gradient of the parameters: `Rows` for some tables."""
+    gradients, found = jax.tree.flatten(grads, is_leaf=lambda leaf: isinstance(leaf, Rows | Table))
     if found != treedef:
-        raise ValueError(_checks.wanted(name, "a tree as params, with Rows for its tables", str(found)))
-    return leaves
-
-
-def _check_match(leaves: Sequence[Any], taken: Sequence[Any], gradients: Sequence[Any]) -> None:
-    """Rows of the tables that params has, and their gradients."""
-    for leaf, rows, gradient in zip(leaves, taken, gradients, strict=True):
-        if isinstance(rows, Rows) != isinstance(gradient, Rows):
-            raise ValueError(_checks.wanted("grads", "the gradient by rows, a Rows where they have one", type(gradient).__name__))
+        raise ValueError(_checks.wanted("grads", "a tree as params, with Rows for some tables", str(found)))
+    for leaf, rows in zip(leaves, gradients, strict=True):
+        if not isinstance(rows, Rows):
+            continue
         want = _struct(leaf).shape
-        if isinstance(rows, Rows) and rows.shape != want:
-            raise ValueError(_checks.wanted("rows", f"rows of a table {list(want)}", f"of one {list(rows.shape)}"))
+        if rows.shape != want:
+            raise ValueError(_checks.wanted("grads", f"rows of a table {list(want)}", f"of one {list(rows.shape)}"))
+        if len(rows.ids) != len(rows.values):
+            raise ValueError(_checks.wanted("grads", f"a row for each of {len(rows.ids)} ids", f"{len(rows.values)} rows"))
+        _check_trace(rows.ids)
+    return gradients
+
+
+def _check_trace(ids: Any) -> None:
+    """Raises if a gradient's ids were left behind where it was made, or would become constants of a program."""
+    remedy = "(its ids stay behind: return .ids and .values, and make Rows of them)"
+    want = "a gradient made by value_and_grad in the same jit, scan or shard_map"
+    try:
+        now = jnp.add(ids, 0)
+    except jax.errors.UnexpectedTracerError as error:
+        raise ValueError(_checks.wanted("grads", want, f"one from another {remedy}")) from error
+    if _checks.is_traced(now) and not _checks.is_traced(ids):
+        raise ValueError(_checks.wanted("grads", want, f"one from outside {remedy}"))

@@ -81,7 +81,7 @@ class Sharded(Table):
         """See `Table`; split as x is, less the table's axes, then over the table's axes."""
         return _logits(self, x)
 
-    def take_rows(self, ids: Int32[Array, "..."], distinct: Callable[[Array], Array]) -> rows.Rows:
+    def take_rows(self, ids: Int32[Array, "..."], distinct: Callable[[Array], Array]) -> rows.TakenRows:
         """See `Table`; on every device. The ids of the whole batch are gathered, and a sum over the shards has each row once."""
         mesh = self.sharding.mesh
         if _table_axes(self)[1]:
@@ -90,19 +90,18 @@ class Sharded(Table):
         everywhere = dataclasses.replace(self, batch=())
         return _Taken(held, everywhere.gather(held), self.vocab_size, mesh, self.batch)
 
-    def update_rows(self, update: Callable, rest: Any, taken: rows.Rows, gradient: Array, states: Sequence["Sharded"]) -> list["Sharded"]:
-        """See `Table`; each shard by its own rows. Nothing is sent."""
+    def update_rows(self, step: Callable, needed: Sequence[Array], gradient: rows.Rows, states: Sequence["Sharded"]) -> list["Sharded"]:
+        """See `Table`; each shard updates its own rows. Nothing is sent."""
         mesh, wholes = self.sharding.mesh, [self, *states]
 
-        def update_shard(rest, taken, gradient, shards):
-            size = shards[0].shape[0]
-            held, order = _own_rows(self, taken.ids, size)
-            return update(rest, rows.Rows(held, taken.values[order], size), gradient[order], shards)
+        def update_shard(needed, ids, values, shards):
+            own, order = _own_rows(self, ids, shards[0].shape[0])
+            return step(needed, own, values[order], shards)
 
         whole, split = PartitionSpec(), [self.sharding.spec] * len(wholes)
-        specs = (jax.tree.map(functools.partial(_spec_inside, mesh), rest), whole, whole, split)
+        specs = ([_spec_inside(mesh, array) for array in needed], whole, whole, split)
         update_all = jax.shard_map(update_shard, mesh=mesh, in_specs=specs, out_specs=split)
-        written = update_all(rest, taken, gradient, [each.array for each in wholes])
+        written = update_all(list(needed), gradient.ids, gradient.values, [each.array for each in wholes])
         return [dataclasses.replace(each, array=array) for each, array in zip(wholes, written, strict=True)]
 
     def shards(self, x: Float[Array, "... d"]) -> tuple[Array, Any, Axes, Axes, Sequence[Axes]]:
@@ -304,7 +303,7 @@ def _is_table(leaf: Any) -> bool:
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["ids", "values"], meta_fields=["vocab_size", "mesh", "batch"])
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Taken(rows.Rows):
+class _Taken(rows.TakenRows):
     """Rows on every device; each finds those of its own part of the batch, and the gradient is summed over the parts."""
 
     mesh: Any
@@ -319,7 +318,7 @@ def _gather_taken(taken: _Taken, ids: Int32[Array, "..."]) -> Float[Array, "... 
     split = _split(taken.mesh, taken.batch, ids, ids.ndim)
 
     def read(held, values, ids):
-        return rows.Rows(held, values, taken.vocab_size).gather(ids).astype(taken.dtype)
+        return rows.TakenRows(held, values, taken.vocab_size).gather(ids).astype(taken.dtype)
 
     specs = (PartitionSpec(), PartitionSpec(), spec_of(*split))
     wide = taken.values.astype(jnp.promote_types(jnp.float32, taken.dtype))

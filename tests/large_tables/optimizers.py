@@ -1,0 +1,232 @@
+"""Every transformation and optimizer that optax exports, made with plain arguments, and the page that lists which can train by rows.
+
+Usage: python tests/large_tables/optimizers.py writes notebooks/rows_optimizers.md; `test_row_wise.py` checks it.
+"""
+
+import functools
+import inspect
+import re
+import sys
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+
+import transformer_embed as te
+
+PAGE = Path(__file__).parents[2] / "notebooks" / "rows_optimizers.md"
+VOCAB_SIZE, OTHER_SIZE, WIDTH = 23, 11, 4
+
+
+def tables_only(params):
+    return jax.tree.map_with_path(lambda path, _: "table" in str(path) or "other" in str(path), params)
+
+
+def labels(params):
+    return jax.tree.map(lambda is_table: "rows" if is_table else "rest", tables_only(params))
+
+
+# What stands for an argument without a default, by its name.
+ARGUMENTS = {
+    "learning_rate": 0.1,
+    "decay": 0.9,
+    "clipping": 0.1,
+    "eta": 0.1,
+    "gamma": 0.5,
+    "seed": 0,
+    "key": 0,
+    "step_size": -0.1,
+    "step_size_fn": lambda count: -0.1 / (count + 1),
+    "max_delta": 0.5,
+    "max_norm": 1.0,
+    "threshold": 1.0,
+    "inner": optax.adam(0.1),
+    "opt": optax.adam(0.1),
+    "tx": optax.adam(0.1),
+    "optimizer": optax.adam(0.1),
+    "base_optimizer": optax.adam(0.1),
+    "fast_optimizer": optax.adam(0.1),
+    "adv_optimizer": optax.sgd(0.1),
+    "inner_factory": optax.adam,
+    "max_consecutive_errors": 3,
+    "should_transform_fn": lambda step: step % 2 == 0,
+    "every_k_schedule": 3,
+    "sync_period": 3,
+    "slow_step_size": 0.5,
+    "mask": tables_only,
+    "freeze_mask": tables_only,
+    "transforms": {"rows": optax.adam(0.1), "rest": optax.sgd(0.1)},
+    "param_labels": labels,
+    "measure_name": "norm",
+    "measure": optax.global_norm,
+    "measures": {"norm": optax.global_norm},
+    "max_backtracking_steps": 3,
+    "max_linesearch_steps": 3,
+    "l2_norm_clip": 1.0,
+    "noise_multiplier": 0.1,
+}
+FUNCTIONS = {
+    "stateless": lambda updates, params: jax.tree.map(lambda g: -0.1 * g, updates),
+    "stateless_with_tree_map": lambda g, p: -0.1 * g,
+}
+POSITIONAL = {
+    "chain": (optax.scale_by_adam(), optax.scale(-0.1)),
+    "named_chain": (("adam", optax.scale_by_adam()), ("scale", optax.scale(-0.1))),
+}
+# Arguments by which small tables are treated as large ones are.
+OPTIONS = {name: {"min_dim_size_to_factor": 2} for name in ("adafactor", "scale_by_factored_rms")}
+# Those that give a function to make the optimizer with.
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+FACTORIES = {"inject_hyperparams", "inject_stateful_hyperparams"}
+# These take functions or describe themselves; they transform nothing.
+NOT_OPTIMIZERS = {"GradientTransformation", "GradientTransformationExtraArgs", "WrappedSchedule"}
+
+
+def exported():
+    """A name and a function that makes the optimizer, for all of optax and optax.contrib."""
+    for module in (optax, optax.contrib):
+        for name in sorted(dir(module)):
+            maker = getattr(module, name)
+            if name.startswith("_") or name in NOT_OPTIMIZERS or not callable(maker):
+                continue
+            said = "GradientTransformation" in str(_signature(maker).return_annotation) or name == "MultiSteps"
+            required = [p.name for p in _signature(maker).parameters.values() if p.default is p.empty and p.kind not in VARIADIC]
+            arguments = {"f": FUNCTIONS.get(name)} if name in FUNCTIONS else ARGUMENTS
+            known = all(each in arguments for each in required)
+            assert known or not said, f"{name}: say how to make it, from {required}"
+            if not known or (inspect.isclass(maker) and not said):
+                continue
+            options = {each: arguments[each] for each in required} | OPTIONS.get(name, {})
+            make = functools.partial(maker, *POSITIONAL.get(name, ()), **options)
+            if name in FACTORIES:
+                make = functools.partial(make(), 0.1)
+            if said or _is_optimizer(make):
+                yield f"{'contrib.' if module is optax.contrib else ''}{name}", make
+
+
+def _signature(maker):
+    try:
+        return inspect.signature(maker)
+    except (TypeError, ValueError):
+        return inspect.Signature()
+
+
+def _is_optimizer(make):
+    try:
+        found = quietly(make)
+    except Exception:
+        return False
+    return hasattr(found, "init") and hasattr(found, "update")
+
+
+def quietly(call, *args):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return call(*args)
+
+
+def make_params(seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = {"embed": {"table": (VOCAB_SIZE, WIDTH)}, "other": (OTHER_SIZE, 2), "w": (WIDTH, 3), "b": (3,)}
+    return jax.tree.map(lambda shape: jnp.asarray(rng.normal(size=shape)), shapes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+
+
+def loss(params, batch):
+    ids, more, weights, extra = batch
+    x = te.lookup(params["embed"]["table"], ids, out_of_range="zero") * weights
+    y = te.lookup(params["other"], more, out_of_range="zero") * extra
+    return jnp.sum(jnp.tanh(x @ params["w"] + params["b"])) + jnp.sum(y**2)
+
+
+def make_batch(seed):
+    rng = np.random.default_rng(seed)
+    # Repeats, and ids out of range.
+    ids, more = rng.integers(-1, 10, 7), rng.integers(0, OTHER_SIZE + 1, 5)
+    return jnp.asarray(ids), jnp.asarray(more), jnp.asarray(rng.normal(size=(7, WIDTH))), jnp.asarray(rng.normal(size=(5, 2)))
+
+
+def row_step(optimizer, params, state, batch, **extra):
+    ids = {"embed": {"table": batch[0]}, "other": batch[1]}
+    _, grads = te.rows.value_and_grad(loss, ids=ids)(params, batch)
+    return te.rows.update(optimizer, grads, state, params, **extra)
+
+
+def lazy_step(optimizer, params, state, batch, **extra):
+    """The oracle: the dense step, then every row without a gradient put back, in the tables and in what has their rows in the state."""
+    grads = jax.grad(loss)(params, batch)
+    updates, after = optimizer.update(grads, state, params, **extra)
+    moved = {
+        VOCAB_SIZE: (grads["embed"]["table"] != 0).any(1),
+        OTHER_SIZE: (grads["other"] != 0).any(1),
+    }
+
+    def put_back(old, new):
+        if new.ndim == 0 or new.shape[0] not in moved:
+            return new
+        touched = moved[new.shape[0]].reshape(-1, *[1] * (new.ndim - 1))
+        return jnp.where(touched, new, old)
+
+    return jax.tree.map(put_back, (params, state), (optax.apply_updates(params, updates), after))
+
+
+def extra_arguments(optimizer):
+    """The value of the loss, for an optimizer that asks for it."""
+    return {"value": jnp.asarray(1.0)} if isinstance(optimizer, optax.GradientTransformationExtraArgs) else {}
+
+
+def refusal(optimizer):
+    """Why an optimizer cannot train by rows; None where it can."""
+    params = make_params()
+    try:
+        state = quietly(optimizer.init, params)
+        step = functools.partial(row_step, optimizer, batch=make_batch(0), **extra_arguments(optimizer))
+        quietly(jax.eval_shape, step, params, state)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def page():
+    """notebooks/rows_optimizers.md."""
+    can, cannot = [], []
+    for name, make in exported():
+        found = refusal(quietly(make))
+        if found is None:
+            can.append(f"`{name}`")
+        else:
+            reason = re.search(r"got (.*?)( \([\w./-]+:\d+\))?\. Train the table", found)
+            cannot.append((f"`{name}`", (reason[1] if reason else found).replace("|", "\\|")))
+    rows = "\n".join(f"| {name} | {reason} |" for name, reason in cannot)
+    return f"""# Optimizers that train by rows
+
+`te.rows.update` proves, when a step is traced, that an optimizer updates each row of a table from that row alone, and raises a ValueError
+if it cannot. This page lists what it says of every transformation and optimizer of optax {optax.__version__}, each with plain arguments.
+What these are combined to (`optax.chain`, `optax.multi_transform`, masks, schedules, injected hyperparameters) is proved in the same way.
+
+Those that can train by rows follow the lazy rule: a row with a gradient is updated as by the dense optimizer, with its rows of the
+state; every other row, and its rows of the state, stay as they are.
+
+## They can
+
+{", ".join(can)}.
+
+## They cannot
+
+Train the table densely, or keep the transformation off the table with `optax.multi_transform`. To clip by a global norm, clip the
+gradients before `te.rows.update`, by `optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())`: the norm is that of the dense
+gradients.
+
+| optimizer | why |
+| --- | --- |
+{rows}
+"""
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_enable_x64", True)
+    PAGE.write_text(page(), encoding="utf-8")
+    sys.stdout.write(f"{PAGE}\n")

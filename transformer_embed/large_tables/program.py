@@ -1,0 +1,212 @@
+"""A traced function as a flat list of equations: to be compared, followed and run in parts."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
+
+from transformer_embed import _checks
+
+# Equations that only call another program, under the names that they have had since jax 0.6.
+CALLS = frozenset(
+    re.findall(
+        r"\w+",
+        "jit pjit closed_call core_call core_closed_call checkpoint remat remat2 custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr",
+    )
+)
+# Where an equation keeps the program that it calls.
+CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+
+Operand = int | Literal
+
+
+class Equation(NamedTuple):
+    """`outputs = primitive(*inputs, **params)`: values by their numbers.
+
+    `sources` says where it was written: the outermost call first, for what is inside a call may have been traced for another caller.
+    """
+
+    primitive: Primitive
+    params: dict[str, Any]
+    inputs: tuple[Operand, ...]
+    outputs: tuple[int, ...]
+    sources: tuple[Any, ...]
+    has_effects: bool
+
+
+@dataclasses.dataclass(eq=False)
+class Program:
+    """Equations in order, calls written out. Values are numbered; `types` and `constants` are by number."""
+
+    types: list[Any] = dataclasses.field(default_factory=list)
+    constants: dict[int, Any] = dataclasses.field(default_factory=dict)
+    equations: list[Equation] = dataclasses.field(default_factory=list)
+    inputs: Sequence[int] = ()
+    outputs: Sequence[Operand] = ()
+
+    @property
+    def holds_tracers(self) -> bool:
+        """Whether a constant belongs to a trace that is under way."""
+        return any(map(_checks.is_traced, self.constants.values()))
+
+    def type_of(self, operand: Operand) -> Any:
+        """Its shape and dtype."""
+        return operand.aval if isinstance(operand, Literal) else self.types[operand]
+
+    def needed(self, outputs: Iterable[Operand]) -> list[Equation]:
+        """The equations that some outputs depend on, and those with side effects."""
+        wanted = {output for output in outputs if not isinstance(output, Literal)}
+        found = []
+        for equation in reversed(self.equations):
+            if equation.has_effects or not wanted.isdisjoint(equation.outputs):
+                wanted.update(operand for operand in equation.inputs if not isinstance(operand, Literal))
+                found.append(equation)
+        return found[::-1]
+
+    def _number(self, aval: Any) -> int:
+        self.types.append(aval)
+        return len(self.types) - 1
+
+    def _constant(self, value: Any, aval: Any) -> int:
+        number = self._number(aval)
+        self.constants[number] = value
+        return number
+
+    def _write(self, jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Operand], sources: tuple[Any, ...]) -> list[Operand]:
+        """Appends a jaxpr's equations, calls written out; the numbers of its results."""
+        values: dict[Any, Operand] = dict(zip(jaxpr.invars, arguments, strict=True))
+        values |= {var: self._constant(value, var.aval) for var, value in zip(jaxpr.constvars, constants, strict=True)}
+
+        def read(atom: Any) -> Operand:
+            return atom if isinstance(atom, Literal) else values[atom]
+
+        for equation in jaxpr.eqns:
+            inputs, here = tuple(map(read, equation.invars)), (*sources, equation.source_info)
+            called = _called(equation)
+            if called is not None:
+                inner, inner_constants = called
+                outputs = self._write(inner, inner_constants, inputs, here)
+            else:
+                outputs = tuple(self._number(var.aval) for var in equation.outvars)
+                self.equations.append(Equation(equation.primitive, equation.params, inputs, outputs, here, bool(equation.effects)))
+            values.update(zip(equation.outvars, outputs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+
+def trace(function: Callable, arguments: Sequence[jax.ShapeDtypeStruct]) -> Program:
+    """The program of a function from arrays to a list of arrays. Nothing is computed."""
+    return from_jaxpr(jax.make_jaxpr(function)(*arguments))
+
+
+def from_jaxpr(closed: ClosedJaxpr | Jaxpr) -> Program:
+    """A jaxpr's equations, calls written out."""
+    jaxpr, constants = (closed.jaxpr, closed.consts) if isinstance(closed, ClosedJaxpr) else (closed, ())
+    program = Program()
+    if len(constants) != len(jaxpr.constvars):
+        raise ValueError("a jaxpr without its constants")
+    program.inputs = [program._number(var.aval) for var in jaxpr.invars]
+    program.outputs = program._write(jaxpr, constants, program.inputs, ())
+    return program
+
+
+def run(equations: Iterable[Equation], values: dict[int, Any], outputs: Sequence[Operand], without: Collection[str] = ()) -> list[Any]:
+    """What some outputs come to, given the values that the equations start from.
+
+    `without`: params that are left out (set to None).
+    """
+    values = dict(values)
+
+    def read(operand: Operand) -> Any:
+        return operand.val if isinstance(operand, Literal) else values[operand]
+
+    for equation in equations:
+        params = {name: None if name in without else value for name, value in equation.params.items()}
+        bound = equation.primitive.get_bind_params(params)
+        # jax 0.6 to 0.8 give functions apart.
+        functions, params = bound if isinstance(bound, tuple) else ((), bound)
+        results = equation.primitive.bind(*functions, *_varying_alike([read(operand) for operand in equation.inputs]), **params)
+        values.update(zip(equation.outputs, results if equation.primitive.multiple_results else [results], strict=True))
+    return [read(output) for output in outputs]
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether a parameter of an equation, or a constant, is the same in two traces of one function."""
+    if isinstance(one, tuple | list):
+        return isinstance(other, tuple | list) and len(one) == len(other) and all(map(same_value, one, other))
+    if isinstance(one, ClosedJaxpr | Jaxpr):
+        return isinstance(other, ClosedJaxpr | Jaxpr) and _same_program(from_jaxpr(one), from_jaxpr(other))
+    if isinstance(one, np.ndarray | np.generic | jax.Array):
+        return one is other or (isinstance(other, np.ndarray | np.generic | jax.Array) and _same_numbers(one, other))
+    # A function made anew by each trace has the same code.
+    return one is other or bool(getattr(one, "__code__", one) == getattr(other, "__code__", other))
+
+
+def _same_numbers(one: Any, other: Any) -> bool:
+    if any(_checks.is_traced(value) or jnp.issubdtype(value.dtype, jax.dtypes.extended) for value in (one, other)):
+        return False
+    with jax.transfer_guard("allow"):
+        one, other = np.asarray(one), np.asarray(other)
+    return (one.shape, one.dtype) == (other.shape, other.dtype) and one.tobytes() == other.tobytes()
+
+
+def same_operand(one: Operand, other: Operand) -> bool:
+    """Whether two traces of one function read the same value at a place."""
+    if isinstance(one, Literal) and isinstance(other, Literal):
+        return str(one.aval) == str(other.aval) and _same_numbers(np.asarray(one.val), np.asarray(other.val))
+    return not isinstance(one, Literal) and not isinstance(other, Literal) and one == other
+
+
+def _called(equation: Any) -> tuple[Jaxpr, Sequence[Any]] | None:
+    """The program that an equation calls, and its constants."""
+    if equation.primitive.name not in CALLS:
+        return None
+    inner = next((equation.params[name] for name in CALLED if name in equation.params), None)
+    if inner is None:
+        return None
+    return (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, ())
+
+
+def _same_program(one: Program, other: Program) -> bool:
+    return (
+        len(one.equations) == len(other.equations)
+        and [(t.shape, t.dtype) for t in one.types] == [(t.shape, t.dtype) for t in other.types]
+        and all(map(same_operand, one.outputs, other.outputs))
+        and all(same_value(value, other.constants.get(number)) for number, value in one.constants.items())
+        and all(map(_same_equation, one.equations, other.equations))
+    )
+
+
+def _same_equation(one: Equation, other: Equation) -> bool:
+    return (
+        one.primitive is other.primitive
+        and len(one.inputs) == len(other.inputs)
+        and all(map(same_operand, one.inputs, other.inputs))
+        and one.params.keys() == other.params.keys()
+        and all(same_value(value, other.params[name]) for name, value in one.params.items())
+    )
+
+
+def _varying_alike(operands: list[Any]) -> list[Any]:
+    """Inside a shard_map that checks its types, the operands of an equation vary over the same mesh axes."""
+    axes = [_axes_of(operand) for operand in operands]
+    together = frozenset().union(*axes)
+    return [operand if own == together else _vary(operand, together - own) for operand, own in zip(operands, axes, strict=True)]
+
+
+def _axes_of(operand: Any) -> frozenset[str]:
+    """The mesh axes over which it varies inside a shard_map."""
+    aval = jax.typeof(operand)
+    # Before jax 0.10, the type has them by another name.
+    return frozenset(aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else getattr(aval, "vma", ()))
+
+
+def _vary(operand: Any, axes: frozenset[str]) -> Any:
+    # jax 0.6 to 0.8 have pcast under another name.
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(operand, tuple(axes), to="varying")
+    return getattr(jax.lax, "pvary")(operand, tuple(axes))  # noqa: B009
