@@ -54,7 +54,24 @@ LLAMA = BERT | {"hidden_size": 32, "num_key_value_heads": 2, "max_position_embed
 NEOX = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
 GEMMA3 = LLAMA | {"head_dim": 16, "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+ORIGINAL = "original_max_position_embeddings"
 LONG = {"short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [1.5 + i for i in range(8)]}
+
+
+def untied():
+    """Encoder-decoders whose stacks have tables of their own beside an unused shared one, at random sizes."""
+    cases = []
+    conditional = "ForConditionalGeneration"
+    kinds = {"bart": f"Bart{conditional}", "marian": "MarianMTModel", "m2m100": f"M2M100{conditional}", "mbart": f"MBart{conditional}"}
+    for seed, (name, kind) in enumerate(kinds.items()):
+        random = np.random.default_rng(seed)
+        sizes = {"d_model": 4 * int(random.integers(2, 6)), "vocab_size": int(random.integers(12, 20))}
+        sizes |= {"max_position_embeddings": int(random.integers(8, 16)), "scale_embedding": bool(random.integers(2))}
+        arguments = SEQ2SEQ | sizes | {"tie_word_embeddings": False}
+        for stack in ("encoder", "decoder"):
+            cases.append((f"{name}, untied {stack}", kind, arguments, f"model.{stack}.layers.0", {"stack": stack}))
+    return cases
+
 
 # Name, class of the model, arguments of its config, and where its first layer is; "old" has the entries of an older config.json.
 CASES = [
@@ -125,6 +142,17 @@ CASES = [
     ("gpt_neox, older", "GPTNeoXForCausalLM", NEOX, "gpt_neox.layers.0", {"old": {"rotary_pct": 0.5, "rotary_emb_base": 20_000}}),
     ("bloom", "BloomForCausalLM", {"vocab_size": 12, "hidden_size": 24, "n_layer": 1, "n_head": 6, "bos_token_id": 0, "eos_token_id": 2,
      "pad_token_id": PAD}, "transformer.h.0", {}),
+    ("opt, no padding", "OPTForCausalLM", {"vocab_size": 12, "hidden_size": 8, "ffn_dim": 8, "num_hidden_layers": 1,
+     "num_attention_heads": 2, "max_position_embeddings": 10, "word_embed_proj_dim": 8, "pad_token_id": None},
+     "model.decoder.layers.0", {}),
+    ("llama, a stray factor", "LlamaForCausalLM", LLAMA, "model.layers.0", {"old": {"partial_rotary_factor": 0.5}}),
+    ("phi3, length inside", "Phi3ForCausalLM", LLAMA | {"pad_token_id": PAD, "max_position_embeddings": 8192}, "model.layers.0",
+     {"old": {"rope_scaling": {"type": "longrope", "original_max_position_embeddings": 64} | LONG}, "left": ORIGINAL}),
+    ("phi3, half a head", "Phi3ForCausalLM", LLAMA | {"pad_token_id": PAD}, "model.layers.0", {"old": {"partial_rotary_factor": 0.5}}),
+    ("marian, two vocabularies", "MarianMTModel", SEQ2SEQ | {"decoder_vocab_size": 15, "share_encoder_decoder_embeddings": False,
+     "tie_word_embeddings": False}, "model.decoder.layers.0", {"stack": "decoder"}),
+    ("bert, large values", "BertModel", BERT | {"hidden_size": 32}, "encoder.layer.0", {"noise": 3.0}),
+    *untied(),
 ]  # fmt: skip
 
 
@@ -159,14 +187,14 @@ def case_of(name, kind, arguments, where, options):
     for parameter in model.parameters():
         # A norm of ones and a padding row of zeros would hide a wrong tensor; sinusoids are fixed.
         if parameter.requires_grad:
-            parameter.data += 0.1 * torch.randn_like(parameter)
+            parameter.data += options.get("noise", 0.1) * torch.randn_like(parameter)
     model.to(options.get("dtype", torch.float32))
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         tensors = load_file(f"{folder}/model.safetensors")
         settings = json.loads(pathlib.Path(folder, "config.json").read_text())
     if "old" in options:
-        settings = {key: value for key, value in settings.items() if key not in ("rope_parameters",)} | options["old"]
+        settings = {key: value for key, value in settings.items() if key not in ("rope_parameters", options.get("left"))} | options["old"]
     wanted = ("architectures", "dtype", "transformers_version", "id2label", "label2id")
     settings = {key: value for key, value in settings.items() if key not in wanted}
     ids = torch.tensor(IDS)

@@ -1,6 +1,5 @@
 """Goldens: small models of the transformers library, made by tests/golden/make_pretrained.py, which names versions and seed."""
 
-import base64
 import contextlib
 import dataclasses
 import importlib.util
@@ -12,7 +11,6 @@ import pickle
 import re
 import subprocess
 import sys
-import zlib
 
 import haiku as hk
 import jax
@@ -20,6 +18,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from checkpoints import CASES, GOLDEN, PAD, assert_same, checkpoint, load, read_by, tensors_of, unpack
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -31,44 +30,15 @@ from transformer_embed.pretrained import files as _files
 from transformer_embed.pretrained.config_json import config_from_json, config_to_json, extras_from_json, extras_to_json
 
 pretrained = te.pretrained
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
-CASES = {case["name"]: case for case in json.loads((GOLDEN / "pretrained.json").read_text())["cases"]}
 MINILM = json.loads((GOLDEN / "minilm.json").read_text())["cases"][0]
-PAD = 1
 TOKENS = "transformer_embedding/~/token_embedding/embeddings"
 
-# What the issue asks for. Layer norms of 8 channels are sums of 8 float32 terms below 4: each library rounds by some 1e-7.
+# Of rotated heads, of at most 1 and a few roundings.
 SAME = 1e-6
 # The original rounds a frequency three times (power, reciprocal, scaling) and its product with the position once, to 24 bits each.
 THEIR_ANGLE = 4 * 2.0**-24
 # Sines and cosines of one table built in float64 and rounded once; ours are within 6e-8.
 TABLE = 2e-7
-
-
-def unpack(value):
-    if "data" not in value:
-        return np.zeros(value["shape"], np.float32)
-    return np.frombuffer(zlib.decompress(base64.b85decode(value["data"])), "<f4").reshape(value["shape"])
-
-
-def tensors_of(case):
-    dtype = np.dtype(case.get("dtype", "float32"))
-    return {name: unpack(value).astype(dtype) for name, value in case["tensors"].items()}
-
-
-def checkpoint(folder, case, *, settings=None, drop=(), change=None):
-    """A folder with the tensors and the config.json of a case; settings=None: as they are, {}: no file."""
-    tensors = {name: array for name, array in tensors_of(case).items() if name not in drop} | (change or {})
-    _files.write_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
-    settings = case["settings"] if settings is None else settings
-    if settings:
-        (folder / "config.json").write_text(json.dumps(settings))
-    return folder / "model.safetensors"
-
-
-def load(folder, name, **options):
-    case = CASES[name]
-    return pretrained.load_embedder(checkpoint(folder, case), stack=case["stack"], **options)
 
 
 def embed(found, case):
@@ -97,7 +67,7 @@ def test_input_embeddings_are_the_originals(tmp_path, name):
     tokens = np.asarray(case["ids"]) != PAD
     # Of padding, M2M100 has zeros for a position.
     seen = tokens if name.startswith("m2m100") else np.ones_like(tokens)
-    np.testing.assert_allclose(ours[seen], theirs[seen], rtol=0, atol=SAME)
+    assert_same(ours[seen], theirs[seen])
     assert np.abs(theirs).max() > 0.1
 
 
@@ -184,7 +154,7 @@ def test_bloom_bias_is_the_originals(tmp_path):
     found = load(tmp_path, "bloom")
     keys = te.TokenPositions.from_ids(case["ids"], pad_id=PAD)
     ours = np.asarray(te.alibi_bias(np.zeros((3, 1), int), keys.positions, **found.bias))[:, :, 0]
-    np.testing.assert_allclose(ours, unpack(case["bias"]), rtol=0, atol=SAME)
+    assert_same(ours, unpack(case["bias"]))
 
 
 def test_every_model_named_is_tested():
@@ -217,13 +187,13 @@ def test_minilm_rows_give_the_originals_embeddings(tmp_path):
     settings = {"model_type": "bert", "layer_norm_eps": MINILM["layer_norm_eps"]}
     found = pretrained.load_embedder(tmp_path, settings=settings)
     ours = embed(found, {"ids": [[0, 1, 2, 3]], "token_types": MINILM["token_types"]})
-    np.testing.assert_allclose(ours, unpack(MINILM["embeddings"]), rtol=0, atol=SAME)
+    assert_same(ours, unpack(MINILM["embeddings"]))
 
 
 def test_minilm_package_gives_the_originals_embeddings():
     found = pretrained.load_embedder(minilm_file())
     assert (found.config.vocab_size, found.config.d_model, found.config.layer_norm_eps) == (30522, 384, 1e-12)
-    np.testing.assert_allclose(embed(found, MINILM), unpack(MINILM["embeddings"]), rtol=0, atol=SAME)
+    assert_same(embed(found, MINILM), unpack(MINILM["embeddings"]))
     rows = np.asarray(found.params["transformer_embedding/~/token_embedding"]["embeddings"])[np.asarray(MINILM["ids"][0])]
     np.testing.assert_array_equal(rows, unpack(MINILM["token_rows"]))
 
@@ -276,13 +246,6 @@ def test_without_a_config_names_and_shapes_tell(tmp_path, name):
     assert is_same(with_config, found._replace(config=dataclasses.replace(found.config, **rate)))
 
 
-def read_by(case):
-    """The entries of a config.json that its architecture reads."""
-    kind = architectures.by_model_type(case["settings"]["model_type"])
-    known = {"model_type", *(name for names in kind.settings.names().values() for name in names)}
-    return {name: value for name, value in case["settings"].items() if name in known}
-
-
 @pytest.mark.parametrize("name", ["bert", "bert with a head", "llama", "marian", "opt", "t5", "bart"])
 def test_names_that_models_share_want_a_model_type(tmp_path, name):
     path = checkpoint(tmp_path, CASES[name], settings={})
@@ -296,7 +259,9 @@ def test_names_that_models_share_want_a_model_type(tmp_path, name):
 def test_settings_go_before_the_file(tmp_path):
     path = checkpoint(tmp_path, CASES["bert"])
     assert pretrained.load_embedder(path, settings={"layer_norm_eps": 1e-3}).config.layer_norm_eps == 1e-3
-    assert pretrained.load_embedder(path, settings={"model_type": "roberta", "pad_token_id": 3}).config.positions == te.Learned(10, start=4, at_padding=3, pad_id=3)
+    assert pretrained.load_embedder(path, settings={"model_type": "roberta", "pad_token_id": 3}).config.positions == te.Learned(
+        10, start=4, at_padding=3, pad_id=3
+    )
 
 
 def test_a_setting_left_out_of_a_config_is_the_architectures(tmp_path):
@@ -369,7 +334,7 @@ def test_an_unknown_model_lists_its_tensors_and_the_way_by_hand(tmp_path):
 def test_a_long_list_is_cut(tmp_path):
     tensors = {f"{first}{chr(97 + n)}": np.zeros(1, np.float32) for first in "tu" for n in range(26)}
     _files.write_tensors(tmp_path / "x.safetensors", tensors, {})
-    with pytest.raises(ValueError, match=r"got the tensors ta F32\[1\], tb F32\[1\], tc F32\[1\] and 49 more$"):
+    with pytest.raises(ValueError, match=r"got the tensors ta F32\[1\], tb F32\[1\], tc F32\[1\], .* and \d+ more$"):
         pretrained.load_embedder(tmp_path / "x.safetensors")
 
 

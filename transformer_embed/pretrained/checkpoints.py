@@ -32,11 +32,11 @@ class PretrainedInput(NamedTuple):
     """The input layer of a checkpoint, as `load_embedder` returns it; `save_embedder(path, *pretrained)` writes all of it.
 
     Args:
-        config: for `make_embedder`.
-        params: for the `apply` of that embedder; and, under `relative_position_bias`, T5's table.
-        rotary: arguments of `apply_rotary`; None: the model does not rotate. Where layers differ (Gemma 3), one such dict for each
-            kind of layer.
-        bias: arguments of `RelativePositionBias` (T5), or of `alibi_bias` (Bloom); None: the model has no bias.
+        config: for `make_embedder` and `TransformerEmbedding`.
+        params: for the `apply` of that embedder; T5's table of biases stands under `relative_position_bias`.
+        rotary: the keyword arguments of `apply_rotary`; None if the model does not rotate. Where layers differ (Gemma 3), one such dict
+            for each kind of layer.
+        bias: the keyword arguments of `RelativePositionBias` (T5) or `alibi_bias` (Bloom); None if the model has no bias.
         names: the tensor that each parameter came from.
 
     Example:
@@ -65,34 +65,40 @@ def load_embedder(
 ) -> PretrainedInput:
     """The parameters and the configuration of a checkpoint's input layer.
 
-    The tensors' names and the `config.json` beside them say what the layer is. Only its own tensors are read, each copied once from
-    the mapped file; no code in the file is ever run, and either all is loaded or nothing.
+    The names of the tensors and the `config.json` beside them say what the layer is. Only its own tensors are read, each copied once;
+    peak memory is at most 1.25 times the tables. No code in the file is run, and either everything is loaded or nothing.
 
-    Known are: BERT (MiniLM too), RoBERTa, XLM-R, CamemBERT, DistilBERT, ALBERT, ELECTRA, GPT-2, OPT, T5, mT5, Marian, M2M100, BART,
-    mBART, CLIP's text model, Llama, Mistral, Qwen 2 and 3, Phi, Phi-3, Gemma 1 to 3, GPT-NeoX and Bloom, as the transformers library
-    names their tensors. In float32 the numbers are that library's to 1e-6, but for what it rounds itself: long rotary positions,
-    T5's bucket at some boundaries, and Gemma's factor in bfloat16. At padding, M2M100's sinusoid is here that of position 1, there
-    zeros: the mask hides it.
+    These models are known, by the names that the transformers library gives their tensors: BERT (MiniLM too), RoBERTa, XLM-R, CamemBERT,
+    DistilBERT, ALBERT, ELECTRA, GPT-2, OPT, T5, mT5, Marian, M2M100, BART, mBART, CLIP's text model, Llama, Mistral, Qwen 2 and 3, Phi,
+    Phi-3, Gemma 1 to 3, GPT-NeoX and Bloom. Embeddings in float32 agree with that library's to 3 units in the last place of the largest
+    value. Four things differ, because ours are exact or because a mask hides them: long rotary positions, T5's bucket at some boundaries,
+    Gemma's factor in bfloat16, and M2M100's sinusoid at padding (here that of position 1, there zeros).
 
-    `config.pad_id` is None, for the row of padding is read as it is stored. Models with token types want `token_types`, as ever:
-    zeros, where the original has none given.
+    `config.pad_id` is None, since the row of padding is read as it is stored. Models with token types need `token_types`; pass zeros
+    where the original is given none.
 
     Args:
-        path: a safetensors file, an index file (`model.safetensors.index.json`) with its shards, or a folder with one of them under
-            its usual name.
-        stack: `"encoder"` or `"decoder"`, for models with both; None: the encoder.
-        settings: entries of `config.json`, taken before those of the file, or in its place: {"model_type": "bert", ...}.
-        config: with names, of a model that is not known, such as a tutorial's own.
-        names: the tensor of each parameter of `make_embedder(config).init`; no other tensor and no setting is looked at.
+        path: a safetensors file, an index file (`model.safetensors.index.json`) beside its shards, or a folder that holds one of them
+            under its usual name.
+        stack: `"encoder"` or `"decoder"`, for models with both; None: the encoder. A stack's own table goes before a shared one.
+        settings: entries of `config.json` that replace the file's, or stand in for a missing file: {"model_type": "bert", ...}. A
+            scaling (`rope_scaling`, `rope_parameters`) replaces the file's whole; a base or a share that it does not give stays the
+            file's. Where no config.json names the model type, entries that change the numbers have no defaults.
+        config: with `names`, loads any other model by hand, such as a tutorial's own.
+        names: the tensor of each parameter of `make_embedder(config).init`. A parameter's path may be shortened to an end that no other
+            parameter has ("token_embedding/embeddings"). None in place of a tensor gives zeros, for the offset of a layer norm or of
+            `widen`, which some models lack. Leading axes of 1 are dropped; float64 is rounded to the config's `param_dtype`.
 
     Returns:
-        PretrainedInput(config, params, rotary, bias, names), with parameters of the tensors' dtypes and a config of the token table's.
+        PretrainedInput(config, params, rotary, bias, names). Parameters have the dtypes of their tensors, `config.param_dtype` is that of
+        the token table, and `config.dtype` is None.
 
     Raises:
         FileNotFoundError: there is no such file.
         TypeError: an argument of another type.
-        ValueError: a damaged file, or one of another format; shapes that disagree with the configuration; another dtype than float32,
-            bfloat16 and float16; a model that is not known; settings that no file says.
+        ValueError: a damaged file, or one of another format; shapes that disagree with the configuration; a dtype other than float32,
+            bfloat16 and float16; a model that is not known; settings that the model does not read, that mean nothing, or that are
+            missing.
 
     Example:
         >>> import pathlib, tempfile
@@ -102,7 +108,7 @@ def load_embedder(
         >>> path = pathlib.Path(tempfile.mkdtemp(), "tutorial.safetensors")
         >>> safetensors.numpy.save_file({"embedding.weight": np.ones([9, 4], np.float32)}, path)
         >>> config = te.EmbedderConfig(9, 4, positions=te.Sinusoidal())
-        >>> names = {"transformer_embedding/~/token_embedding/embeddings": "embedding.weight"}
+        >>> names = {"token_embedding/embeddings": "embedding.weight"}
         >>> config, params, *_ = te.pretrained.load_embedder(path, config=config, names=names)
         >>> te.make_embedder(config).apply(params, None, [[1, 2, 3]], is_training=False).shape
         (1, 3, 4)
@@ -137,23 +143,26 @@ def save_embedder(
     bias: Mapping[str, Any] | None = None,
     names: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes a safetensors file that `load_embedder` reads back bit for bit; whole, or not at all.
+    """Writes a safetensors file that `load_embedder` reads back bit for bit; the file is written whole or not at all.
 
-    The configuration stands in the file's metadata. With the names that `load_embedder` gave, other libraries find the tensors under
-    the names of the original.
+    The configuration stands in the file's metadata. With the names that `load_embedder` returned, other libraries find the tensors under
+    their original names. The checks of `load_embedder` run before anything is written. A file that is replaced keeps its mode, and what
+    a killed save left in the folder is removed.
 
     Args:
-        path: the file to write, or to replace.
+        path: the file to write or to replace; a regular file.
         config: as for `make_embedder`.
-        params: all that it wants, and what else there is (T5's table); arrays of float32, bfloat16 or float16.
-        rotary: as in `PretrainedInput`, as are the next ones.
-        bias: as above.
-        names: as above; None: the parameters' own names.
+        params: all parameters of the config, and any others (T5's table); arrays of float32, bfloat16 or float16.
+        rotary: see `PretrainedInput`, also for `bias`.
+        bias: see `PretrainedInput`.
+        names: a tensor name for each parameter; see `load_embedder` for shortened paths. Parameters that are not named keep their own
+            names.
 
     Raises:
         OSError: the file cannot be written.
         TypeError: an argument of another type.
-        ValueError: parameters that disagree with the config; two of one name; another dtype.
+        ValueError: parameters that disagree with the config; names that are used twice or that a file cannot hold; another dtype;
+            arguments in `rotary` or `bias` that their functions do not take; a path to a folder, a pipe or a device.
 
     Example:
         >>> import pathlib, tempfile
@@ -224,13 +233,14 @@ def _on_host(name: str, leaf: Any) -> np.ndarray:
         raise TypeError(_checks.wanted(f"params: {schema.cut(name)}", want, type(leaf).__name__))
     if _checks.is_traced(leaf):
         raise TypeError(_checks.wanted(f"params: {schema.cut(name)}", f"{want}, outside jit", "a traced array"))
-    if leaf.dtype.newbyteorder("=") not in DTYPES.values():
+    dtype = leaf.dtype.newbyteorder("=") if isinstance(leaf.dtype, np.dtype) else None
+    if dtype not in DTYPES.values():
         raise ValueError(_checks.wanted(f"params: {schema.cut(name)}", "float32, bfloat16 or float16", leaf.dtype))
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         raise ValueError(
             _checks.wanted(f"params: {schema.cut(name)}", "an array on this process's devices (gather it first)", "one on others too")
         )
-    return np.asarray(leaf, leaf.dtype.newbyteorder("="))
+    return np.asarray(leaf, dtype)
 
 
 class _Found(NamedTuple):

@@ -71,7 +71,11 @@ class Tensors:
     def read(self, name: str, shape: tuple[int, ...], dtype: np.dtype, *, transposed: bool = False) -> jax.Array:
         """The tensor, of this shape but for leading axes of 1, and of its own dtype, or float64 rounded to `dtype`."""
         entry = self.entry(name)
-        array = _copied(name, entry, DTYPES.get(entry.dtype, dtype)).reshape(shape[::-1] if transposed else shape)
+        with np.errstate(over="ignore"):
+            array = _copied(name, entry, DTYPES.get(entry.dtype, dtype)).reshape(shape[::-1] if transposed else shape)
+        if entry.dtype not in DTYPES and np.isinf(array).any():
+            want = f"numbers that {dtype} holds"
+            raise ValueError(_checks.wanted(f"{shown_path(entry.file)}: {schema.cut(name)}", want, "others"))
         # Unlike jnp.asarray, this makes no copy on a CPU.
         return jax.device_put(np.ascontiguousarray(array.T) if transposed else array)
 

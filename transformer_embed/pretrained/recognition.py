@@ -10,7 +10,8 @@ from transformer_embed.pretrained import architectures as known
 from transformer_embed.pretrained import schema
 from transformer_embed.pretrained.files import Tensors, shown_path
 
-LISTED = 3
+# Characters.
+LISTED = 90
 BY_HAND = (
     "by hand: load_embedder(path, config=EmbedderConfig(vocab_size, d_model, positions=None, scale=False), "
     "names={'token_embedding/embeddings': 'embedding.weight'})"
@@ -31,16 +32,16 @@ def recognised(tensors: Tensors, model_types: Sequence[Any], stack: str, config:
         types = sorted(name for each in known.ARCHITECTURES for name in each.model_types)
         raise ValueError(f"model_type: wanted one of {', '.join(types)}, got {schema.shown(model_types[0])}")
     kinds = known.ARCHITECTURES if named is None else (named,)
-    matches = [(kind, prefix, names) for kind in kinds for prefix, names in _matches(kind, tensors.files, stack)]
-    if not matches:
+    found = [(kind, prefix, names) for kind in kinds for prefix, names in matches(kind, tensors.files, stack)]
+    if not found:
         _unknown(tensors, named)
     if named is None:
-        matches = _certain(tensors, matches, config)
-    if len(matches) != 1:
-        prefixes = schema.shown([prefix for _, prefix, _ in matches])
-        what = f"one model {matches[0][0].model_types[0]} in a file (save each alone, or load it by hand with config and names)"
-        raise ValueError(_checks.wanted(shown_path(tensors.path), what, f"{len(matches)} of them, below {prefixes}"))
-    kind, prefix, names = matches[0]
+        found = _certain(tensors, found, config)
+    if len(found) != 1:
+        prefixes = schema.shown([prefix for _, prefix, _ in found])
+        what = f"one model {found[0][0].model_types[0]} in a file (save each alone, or load it by hand with config and names)"
+        raise ValueError(_checks.wanted(shown_path(tensors.path), what, f"{len(found)} of them, below {prefixes}"))
+    kind, prefix, names = found[0]
     refused = (reason for tensor, reason in kind.refused.items() if prefix + tensor.format(stack=stack) in tensors.files)
     if reason := next(refused, None):
         raise ValueError(_checks.wanted(shown_path(tensors.path), f"an input layer like that of {kind.model_types[0]}", reason))
@@ -50,11 +51,11 @@ def recognised(tensors: Tensors, model_types: Sequence[Any], stack: str, config:
 Match = tuple[known.Architecture, str, dict[str, str]]
 
 
-def _certain(tensors: Tensors, matches: list[Match], config: pathlib.Path) -> list[Match]:
+def _certain(tensors: Tensors, found: list[Match], config: pathlib.Path) -> list[Match]:
     """Those whose names belong to one model alone; of these, those with the most tensors."""
-    certain = [(kind, prefix, names) for kind, prefix, names in matches if kind.is_certain(prefix)]
+    certain = [(kind, prefix, names) for kind, prefix, names in found if kind.is_certain(prefix)]
     if not certain:
-        types = [kind.model_types[0] for kind, *_ in matches]
+        types = [kind.model_types[0] for kind, *_ in found]
         hint = f"pass settings={{'model_type': {types[0]!r}}} (the names of the tensors fit {', '.join(dict.fromkeys(types))})"
         if config.is_file():
             raise ValueError(f"no model_type in {shown_path(config)}: it names the architecture; add it, or {hint}")
@@ -68,7 +69,7 @@ def _unknown(tensors: Tensors, named: known.Architecture | None) -> NoReturn:
     raise ValueError(f"{schema.cut(str(tensors.path), 60)}: wanted the tensors of {model}, or {BY_HAND}; got {listed(tensors)}")
 
 
-def _matches(kind: known.Architecture, files: Mapping[str, pathlib.Path], stack: str) -> list[tuple[str, dict[str, str]]]:
+def matches(kind: known.Architecture, files: Mapping[str, pathlib.Path], stack: str) -> list[tuple[str, dict[str, str]]]:
     """Each prefix below which all tensors of an architecture are, with the tensor of each parameter."""
     ends = [end.format(stack=stack) for end in kind.tensors[known.TOKENS]]
     prefixes = dict.fromkeys(name[: -len(end)] for end in ends for name in files if name == end or name.endswith(f".{end}"))
@@ -92,6 +93,7 @@ def listed(tensors: Tensors) -> str:
     """A few of the tensors, without the numbers of layers; those of an input layer first."""
     is_open = set(tensors.files.values()) == {tensors.path}
     seen = {re.sub(r"\b\d+\b", "*", name): f" {tensors.entry(name)}" if is_open else "" for name in sorted(tensors.files)}
-    order = sorted(seen, key=lambda name: ("*" in name, name))
-    more = f" and {len(order) - LISTED} more" if len(order) > LISTED else ""
-    return "the tensors " + ", ".join(schema.cut(name, 30) + seen[name] for name in order[:LISTED]) + more if order else "an empty file"
+    order = [schema.cut(name, 40) + seen[name] for name in sorted(seen, key=lambda name: ("*" in name, name))]
+    count = next((n for n in range(1, len(order)) if len(", ".join(order[: n + 1])) > LISTED), len(order))
+    more = f" and {len(order) - count} more" if len(order) > count else ""
+    return "the tensors " + ", ".join(order[:count]) + more if order else "an empty file"

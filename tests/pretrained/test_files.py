@@ -1,0 +1,448 @@
+"""Hostile and unusual files: each gives a right result or an error of ours that is short and says what to do."""
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import CASES, checkpoint, load
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+import transformer_embed as te
+from transformer_embed.pretrained import architectures, checkpoints, files, rope
+
+load_embedder, save_embedder = te.pretrained.load_embedder, te.pretrained.save_embedder
+CONFIG, EXTRAS = checkpoints.CONFIG, checkpoints.EXTRAS
+SMALL = te.EmbedderConfig(7, 6)
+PARAMS = te.make_embedder(SMALL).init(jax.random.key(0))
+MOST = 400
+ROOT = pathlib.Path(te.__file__).parents[1]
+
+
+def refused(*arguments, **options):
+    """The message of a refusal, which is short."""
+    with pytest.raises((TypeError, ValueError, FileNotFoundError)) as error:
+        load_embedder(*arguments, **options)
+    assert len(str(error.value)) < MOST
+    return str(error.value)
+
+
+# --- What a newcomer meets first.
+
+
+def test_a_lone_file_says_that_config_json_is_missing(tmp_path):
+    path = checkpoint(tmp_path, CASES["bert"], settings={})
+    assert refused(path).startswith(f"no config.json beside {path}: it names the architecture; or pass settings={{'model_type': 'bert'}}")
+
+
+def test_a_folder_with_a_pickle_alone_says_how_to_convert_it(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04")
+    message = refused(tmp_path)
+    assert f"{tmp_path.name}: convert it with safetensors.torch.save_file(torch.load('pytorch_model.bin', weights_only=True)" in message
+    assert message.endswith("a pickle may run code and is not opened")
+
+
+@pytest.mark.parametrize("name", ["bert-base-uncased", "meta-llama/Llama-3.2-1B"])
+def test_a_model_name_in_place_of_a_path_says_to_download_it(name):
+    assert "No such file or directory (for a model's name, pass the folder that huggingface_hub.snapshot_download(name)" in refused(name)
+
+
+def test_a_folder_with_another_name_says_to_pass_the_file(tmp_path):
+    save_file({"a": np.zeros(1, np.float32)}, tmp_path / "weights.safetensors")
+    assert refused(tmp_path).endswith("(or pass the file: weights.safetensors), got neither")
+
+
+def test_an_unknown_model_with_long_names_is_refused_briefly(tmp_path):
+    names = {f"{'deep.' * 30}{n}.{'x' * 100}{chr(97 + n)}": np.zeros((2, 2), np.float32) for n in range(26)}
+    save_file(names, tmp_path / "model.safetensors")
+    assert "or by hand: load_embedder(path, config=" in refused(tmp_path)
+
+
+# --- By hand.
+
+
+def by_hand(folder, tensors, config, names):
+    save_file(tensors, folder / "x.safetensors")
+    return load_embedder(folder / "x.safetensors", config=config, names=names)
+
+
+def test_a_layer_norm_without_offset_is_loaded_with_zeros(tmp_path):
+    config = te.EmbedderConfig(5, 4, positions=None, scale=False, layer_norm_eps=1e-5)
+    names = {"token_embedding/embeddings": "t", "layer_norm/scale": "n", "layer_norm/offset": None}
+    found = by_hand(tmp_path, {"t": np.eye(5, 4, dtype=np.float32), "n": np.full(4, 2, np.float32)}, config, names)
+    np.testing.assert_array_equal(found.params["transformer_embedding/~/layer_norm"]["offset"], np.zeros(4))
+    x = te.make_embedder(config).apply(found.params, None, [[0]], is_training=False)
+    rows = np.array([1.0, 0, 0, 0])
+    np.testing.assert_allclose(x[0, 0], 2 * (rows - 0.25) / np.sqrt(0.1875 + 1e-5), rtol=1e-6)
+    assert "layer_norm/offset" not in str(found.names)
+    with pytest.raises(TypeError, match=r"^names: .*layer_norm/scale: wanted a tensor's name, got None$"):
+        by_hand(tmp_path, {"t": np.eye(5, 4, dtype=np.float32)}, config, names | {"layer_norm/scale": None})
+
+
+def test_leading_axes_of_one_are_dropped(tmp_path):
+    config = te.EmbedderConfig(5, 4, positions=te.Learned(3))
+    positions = np.arange(12, dtype=np.float32).reshape(1, 3, 4)
+    names = {"token_embedding/embeddings": "t", "learned_positional_encoding/embeddings": "p"}
+    found = by_hand(tmp_path, {"t": np.eye(5, 4, dtype=np.float32), "p": positions}, config, names)
+    np.testing.assert_array_equal(found.params["transformer_embedding/~/learned_positional_encoding"]["embeddings"], positions[0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_float64_table_is_rounded_to_the_configs_dtype(tmp_path, dtype):
+    table = np.random.default_rng(0).random((5, 4))
+    config = te.EmbedderConfig(5, 4, param_dtype=dtype)
+    found = by_hand(tmp_path, {"t": table}, config, {"token_embedding/embeddings": "t"})
+    got = found.params["transformer_embedding/~/token_embedding"]["embeddings"]
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(got), table.astype(jnp.dtype(dtype)))
+
+
+def test_a_float64_number_that_float32_does_not_hold_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"x\.safetensors: t: wanted numbers that float32 holds, got others$"):
+        by_hand(tmp_path, {"t": np.full((5, 4), 1e300)}, te.EmbedderConfig(5, 4), {"token_embedding/embeddings": "t"})
+
+
+def test_the_end_of_a_path_names_a_parameter_if_no_other_has_it(tmp_path):
+    config = te.EmbedderConfig(5, 4, positions=te.Learned(3))
+    tensors = {"t": np.eye(5, 4, dtype=np.float32), "p": np.zeros((3, 4), np.float32)}
+    for name in ("embeddings", "bedding/embeddings", "token_embedding", 3):
+        with pytest.raises(ValueError, match=r"^names: wanted parameters by their paths, or by ends that no two share, of .*, got "):
+            by_hand(tmp_path, tensors, config, {name: "t"})
+    twice = {"token_embedding/embeddings": "t", architectures.TOKENS: "p"}
+    with pytest.raises(ValueError, match=r"^names: wanted parameters by their paths"):
+        by_hand(tmp_path, tensors, config, twice)
+    found = by_hand(tmp_path, tensors, config, {"token_embedding/embeddings": "t", architectures.POSITIONS: "p"})
+    assert found.names == {architectures.TOKENS: "t", architectures.POSITIONS: "p"}
+    save_embedder(tmp_path / "y", config, found.params, names={"token_embedding/embeddings": "wte.weight"})
+    assert set(load_file(tmp_path / "y")) == {"wte.weight", architectures.POSITIONS}
+
+
+def test_a_free_multiplier_is_saved_and_loaded(tmp_path):
+    config = te.EmbedderConfig(7, 6, scale=12.0)
+    save_embedder(tmp_path / "x", config, PARAMS)
+    assert load_embedder(tmp_path / "x").config == config
+
+
+# --- What cannot be saved is refused before a good file is touched.
+
+HEAD = {"head": {"w": np.zeros(2, np.float32)}}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"names": {architectures.TOKENS: "__metadata__"}}, "other than '__metadata__'"),
+        ({"names": {architectures.TOKENS: 5}}, "names: wanted tensors' names as strings, got 5"),
+        ({"names": {architectures.TOKENS: None}}, "names: wanted tensors' names as strings, got None"),
+        ({"names": {architectures.TOKENS: "\ud800"}}, "names that UTF-8 holds"),
+        ({"names": ["x"]}, "names: wanted a mapping, or None, got list"),
+        ({"rotary": {"base": "x"}}, "rotary: base: wanted a number, got 'x'"),
+        ({"rotary": {"base": -1.0}}, "base: wanted a finite number above 0, got -1.0"),
+        ({"rotary": {"layout": "thirds"}}, "layout: wanted one of 'half', 'interleaved', got 'thirds'"),
+        ({"rotary": {"full": {"rotary_dim": 3}}}, "rotary: 'full': rotary_dim: wanted an even int, got 3"),
+        ({"rotary": {"scaling": 2.0}}, "rotary: scaling: wanted an object or null, got 2.0"),
+        ({"rotary": {"base": jnp.ones(1)}}, "rotary and bias: wanted numbers, words and scalings, got ArrayImpl"),
+        ({"rotary": 3}, "rotary: wanted a mapping, or None, got int"),
+        ({"bias": {"num_heads": 0}}, "bias: num_heads: wanted an int of at least 1, got 0"),
+        ({"bias": {"num_heads": 2, "num_buckets": 32, "max_distance": 3}}, "max_distance: wanted an int of at least 9, got 3"),
+        ({"bias": {}}, "bias: wanted an entry num_heads, got only []"),
+        ({"params": PARAMS | {"a": {"b/c": np.zeros(1, np.float32)}}}, "names of parameters without a slash, got 'a/b/c'"),
+        ({"params": PARAMS | {"a": {5: np.zeros(1, np.float32)}}}, "params: wanted names that are strings, got 5"),
+        (
+            {"params": PARAMS | {"a": {"b": np.ma.masked_array([1.0], [True])}}},
+            "wanted an array of float32, bfloat16 or float16, got Masked",
+        ),
+        ({"params": PARAMS | {"a": {"b": [1.0]}}}, "params: "),
+        ({"params": PARAMS | {"a": {"b": np.zeros(1, ml_dtypes.float8_e4m3fn)}}}, "float32, bfloat16 or float16, got float8_e4m3fn"),
+        ({"params": PARAMS | {"a": {"b": jax.random.key(0)}}}, "wanted float32, bfloat16 or float16, got key<fry>"),
+        ({"config": 3}, "config: wanted an EmbedderConfig, got int"),
+    ],
+)
+def test_what_would_not_load_again_is_not_saved(tmp_path, options, message):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(b"good")
+    with pytest.raises((TypeError, ValueError)) as error:
+        save_embedder(path, **({"config": SMALL, "params": PARAMS} | options))
+    assert message in str(error.value)
+    assert len(str(error.value)) < MOST
+    assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"good"]
+
+
+def test_traced_parameters_are_not_saved(tmp_path):
+    with pytest.raises(TypeError, match=r"wanted an array of float32, bfloat16 or float16, outside jit, got a traced array"):
+        jax.jit(lambda params: save_embedder(tmp_path / "x", SMALL, params))(PARAMS)
+
+
+def test_arrays_of_the_other_byte_order_are_saved_by_value(tmp_path):
+    save_embedder(tmp_path / "x", SMALL, PARAMS | {"a": {"b": np.array([1.5, -2], ">f4")}})
+    np.testing.assert_array_equal(load_embedder(tmp_path / "x").params["a"]["b"], [1.5, -2])
+
+
+# --- Where a file is written.
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])
+def test_saving_keeps_the_mode_of_a_file(tmp_path, mode):
+    path = tmp_path / "x"
+    path.touch()
+    path.chmod(mode)
+    save_embedder(path, SMALL, PARAMS)
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+
+
+def test_a_new_file_has_the_mode_of_new_files(tmp_path):
+    (tmp_path / "plain").touch()
+    save_embedder(tmp_path / "x", SMALL, PARAMS)
+    assert (tmp_path / "x").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_only_a_regular_file_is_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for name, got in (("pipe", "a pipe"), ("..", "a folder")):
+        with pytest.raises(ValueError, match=rf"^path: wanted a regular file, or a new name in a folder that exists, got {got}, "):
+            save_embedder(tmp_path / name, SMALL, PARAMS)
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+def test_a_link_stays_a_link(tmp_path):
+    (tmp_path / "target").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    save_embedder(tmp_path / "link", SMALL, PARAMS)
+    assert (tmp_path / "link").is_symlink()
+    assert load_embedder(tmp_path / "target").config == SMALL
+
+
+STOPPED = """
+import os, pathlib, signal, sys
+from transformer_embed.pretrained import files
+def stop(file):
+    print("written", flush=True)
+    signal.pause()
+files.write_whole(pathlib.Path(sys.argv[1]), stop)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_save_leaves_a_file_that_the_next_one_removes(tmp_path):
+    """One that still runs keeps its own."""
+    path = tmp_path / "x"
+    with contextlib.ExitStack() as stack:
+        children = [
+            stack.enter_context(subprocess.Popen([sys.executable, "-c", STOPPED, str(path)], stdout=subprocess.PIPE, cwd=ROOT))
+            for _ in range(2)
+        ]
+        for child in children:
+            stack.callback(child.kill)
+            assert child.stdout.readline() == b"written\n"
+        children[0].send_signal(signal.SIGKILL)
+        children[0].wait()
+        assert len(list(tmp_path.iterdir())) == 2
+        save_embedder(path, SMALL, PARAMS)
+        assert len(list(tmp_path.iterdir())) == 2
+    save_embedder(path, SMALL, PARAMS)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+# --- Hostile files.
+
+
+def written(path, metadata, tensors=None):
+    tensors = {architectures.TOKENS: np.ones((7, 6), np.float32)} if tensors is None else tensors
+    save_file(tensors, path, metadata=metadata)
+    return path
+
+
+CONFIG_TEXT = json.dumps({"vocab_size": 7, "d_model": 6})
+
+
+@pytest.mark.parametrize(
+    ("config", "extras", "message"),
+    [
+        ("[" * 100_000, "{}", "config: wanted JSON"),
+        ('{"a":' * 100_000, "{}", "config: wanted JSON"),
+        (CONFIG_TEXT, "[" * 100_000, "extras: wanted JSON"),
+        ({"vocab_size": 2**40}, {}, "wanted shape [1099511627776, 6]"),
+        ({"vocab_size": 10**4000}, {}, "vocab_size: wanted an int, got 1000000"),
+        ({"d_model": 10**8}, {}, "wanted shape [7, 100000000]"),
+        ({"d_model": "6"}, {}, "d_model: wanted an int, got '6'"),
+        ({"d_model": True}, {}, "d_model: wanted an int, got True"),
+        ({"scale": "yes"}, {}, "scale: wanted true or false or a number, got 'yes'"),
+        ({"dropout_rate": float("nan")}, {}, "dropout_rate: wanted a number, got nan"),
+        ({"param_dtype": "float31"}, {}, "param_dtype: wanted a floating dtype"),
+        ({"unknown": 1}, {}, "wanted entries among vocab_size, d_model, "),
+        ({"positions": {"kind": "SinusoidalGrid", "shape": [2] * 500}}, {}, "shape: wanted at most 64 entries, got 500"),
+        ({"positions": {"kind": "Learned", "max_len": 2**60}}, {}, "wanted a tensor"),
+        ({"positions": {"kind": ["Learned"]}}, {}, "positions: kind: wanted one of Sinusoidal, SinusoidalGrid, Learned, got ['Learned']"),
+        ({"positions": "sinusoidal"}, {}, "positions: wanted an object or null, got 'sinusoidal'"),
+        ({}, {"names": ["a"]}, "names: wanted an object or null, got ['a']"),
+        ({}, {"names": {"a": ["b"]}}, "names: 'a': wanted a string, got ['b']"),
+        ({}, {"names": {"noslash": architectures.TOKENS}}, "wanted parameters as module/name, got 'noslash'"),
+        ({}, {"names": {"a/b": architectures.TOKENS}}, "wanted a tensor for each parameter, got none for token_embedding/embeddings"),
+        ({}, {"rotary": "base"}, "rotary: wanted an object or null, got 'base'"),
+        ({}, {"rotary": {"base": [1]}}, "rotary: base: wanted a number, got [1]"),
+        ({}, {"rotary": {"scaling": {"kind": "YarnScaling", "factor": 0, "original_length": 4}}}, "factor: wanted a finite number above 0"),
+        ({}, {"rotary": {"scaling": {"kind": "os.system"}}}, "scaling: kind: wanted one of LinearScaling, "),
+        ({}, {"rotary": {"x": {"scaling": {"kind": "LinearScaling", "factor": 1e400}}}}, "factor: wanted a number, got inf"),
+        ({}, {"bias": {"num_heads": 2**40, "num_buckets": 32}}, "wanted a tensor"),
+        ({}, {"bias": [1, 2]}, "bias: wanted an object or null, got [1, 2]"),
+    ],
+)
+def test_hostile_metadata_is_refused_at_once(tmp_path, config, extras, message):
+    config = json.dumps(json.loads(CONFIG_TEXT) | config) if isinstance(config, dict) else config
+    names = {architectures.TOKENS: architectures.TOKENS}
+    if "names" not in extras and "bias" in extras and isinstance(extras["bias"], dict):
+        names |= {architectures.BIAS: "bias"}
+    if '"Learned"' in config and "max_len" in config:
+        names |= {architectures.POSITIONS: "positions"}
+    extras = json.dumps({"names": names} | extras) if isinstance(extras, dict) else extras
+    path = written(tmp_path / "x.safetensors", {CONFIG: config, EXTRAS: extras})
+    start = time.process_time()
+    assert message in refused(path)
+    assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "message"),
+    [
+        ("bert", {"model_type": ["bert"]}, "model_type: wanted one of albert, "),
+        ("bert", {"hidden_size": 2**40}, "as the configuration says"),
+        ("bert", {"vocab_size": {}}, "vocab_size: wanted an int or null, got {}"),
+        ("marian", {"d_model": 10**8}, "wanted shape [12, 100000000]"),
+        ("llama", {"rope_scaling": "linear"}, "rope_scaling: wanted an object, got 'linear'"),
+        ("llama", {"rope_parameters": {"rope_type": {"a": 1}}}, "rope_type: wanted a string or null, got {'a': 1}"),
+        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1] * 5000, "long_factor": [1]}}, "wanted at most 4096 entries"),
+        ("phi", {"head_dim": 2**62}, None),
+    ],
+)
+def test_hostile_config_json_is_refused_at_once(tmp_path, name, entries, message):
+    path = checkpoint(tmp_path, CASES[name], settings=CASES[name]["settings"] | entries)
+    start = time.process_time()
+    if message is None:
+        assert load_embedder(path).rotary["rotary_dim"] == 2**61
+    else:
+        assert message in refused(path)
+    assert time.process_time() - start < 5
+
+
+def test_the_shapes_are_those_of_the_module():
+    """They are told from the sizes alone, so that a hostile size costs nothing."""
+    for name in ("bert", "albert", "marian"):
+        with tempfile.TemporaryDirectory() as folder:
+            config = load(pathlib.Path(folder), name).config
+        tree = jax.eval_shape(te.make_embedder(config).init, jax.random.key(0))
+        expected = {f"{module}/{leaf}": array.shape for module, leaves in tree.items() for leaf, array in leaves.items()}
+        assert checkpoints._shapes(checkpoints._Found("", checkpoints._options(config))) == expected
+
+
+def test_the_rotary_arguments_that_a_file_holds_are_all_there_are():
+    import inspect  # noqa: PLC0415
+
+    named = [each.name for each in inspect.signature(te.apply_rotary).parameters.values() if each.kind == each.KEYWORD_ONLY]
+    assert [field.name for field in rope.dataclasses.fields(rope.Rotary)] == named
+
+
+def original():
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "x.safetensors")
+        save_embedder(
+            path,
+            te.EmbedderConfig(7, 6, layer_norm_eps=1e-5),
+            te.make_embedder(te.EmbedderConfig(7, 6, layer_norm_eps=1e-5)).init(jax.random.key(0)),
+            rotary={"base": 1e4, "scaling": te.LinearScaling(2.0)},
+        )
+        return path.read_bytes()
+
+
+SAVED = original()
+HEADER = 8 + struct.unpack("<Q", SAVED[:8])[0]
+TOKEN = st.sampled_from([b"0", b"9", b"-", b"[", b"{", b"}", b'"', b",", b"e9", b"null", b"NaN", b"1e999", b"\\ud800", b"true", b"\xff"])
+CHANGES = st.lists(st.tuples(st.integers(0, HEADER + 40), TOKEN), min_size=1, max_size=3)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def right_or_refused(path):
+    """What loads is what the file says, as the package's own reader has it; all else is an error of ours."""
+    try:
+        found = load_embedder(path)
+    except (TypeError, ValueError, FileNotFoundError) as error:
+        message = str(error)
+    else:
+        message = ""
+    assert len(message) < MOST
+    if message:
+        return
+    tensors = load_file(path)
+    for parameter, tensor in found.names.items():
+        module, leaf = parameter.rsplit("/", 1)
+        got = np.asarray(found.params[module][leaf])
+        assert got.tobytes() == tensors[tensor].tobytes()
+        assert got.shape == tensors[tensor].shape
+    assert found.params[architectures.TOKENS.rsplit("/", 1)[0]]["embeddings"].shape == (found.config.vocab_size, found.config.d_model)
+
+
+@settings(max_examples=100, deadline=None)
+@given(CHANGES, st.integers(0, len(SAVED)), st.booleans())
+def test_flipped_and_truncated_files(changes, keep, truncate):
+    data = bytearray(SAVED)
+    for at, token in changes:
+        data[at : at + len(token)] = token
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "x.safetensors")
+        path.write_bytes(bytes(data[:keep] if truncate else data))
+        right_or_refused(path)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(list(te.EmbedderConfig.__dataclass_fields__)), JSON, max_size=3),
+    st.dictionaries(st.sampled_from(["rotary", "bias", "names"]), JSON, max_size=2),
+)
+def test_crafted_metadata(config, extras):
+    with tempfile.TemporaryDirectory() as folder:
+        config = {"vocab_size": 7, "d_model": 6, "positions": None} | config
+        path = pathlib.Path(folder, "x.safetensors")
+        right_or_refused(written(path, {CONFIG: json.dumps(config), EXTRAS: json.dumps(extras)}))
+
+
+NAMES = ["vocab_size", "hidden_size", "model_type", "rope_theta", "rope_scaling", "rope_parameters", "text_config", "layer_norm_eps"]
+NAMES += ["pad_token_id", "max_position_embeddings", "head_dim", "num_attention_heads", "partial_rotary_factor", "scale_embedding"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(["bert", "roberta", "phi", "llama, llama3", "gemma3", "m2m100"]),
+    st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3),
+)
+def test_crafted_config_json(name, entries):
+    with tempfile.TemporaryDirectory() as folder:
+        path = checkpoint(pathlib.Path(folder), CASES[name], settings=CASES[name]["settings"] | entries)
+        right_or_refused(path)
+
+
+def test_the_largest_piece_is_bounded(tmp_path, monkeypatch):
+    """Pieces of one row, and of a leading axis of 1, join to the whole."""
+    monkeypatch.setattr(files, "PIECE", 1)
+    table = np.random.default_rng(0).random((1, 1, 9, 4), np.float32)
+    save_file({"t": table}, tmp_path / "x")
+    entry = files.open_tensors(tmp_path / "x").entry("t")
+    np.testing.assert_array_equal(files._copied("t", entry, np.dtype("float32")), table)
+    assert math.prod(entry.shape) == 36
