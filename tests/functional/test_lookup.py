@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import transformer_embed as te
+from transformer_embed.functional import lookup as lookup_module
 
 # A gradient row sums at most 16 cotangents below 4 in magnitude: each sum is rounded by 2**-24 of at most 64.
 GRADIENT_ERROR = 16 * 64 * 2.0**-24
@@ -330,6 +332,72 @@ def test_lookup_and_its_gradient_lower_for_accelerators(platform):
     text = jax.jit(step).trace(TABLE, IDS.astype(np.int32)).lower(lowering_platforms=(platform,)).as_text()
     assert "stablehlo.gather" in text
     assert "stablehlo.scatter" in text
+
+
+# --- lookup: the gradient on a GPU
+
+
+def gradient_of_once(index, cotangent, vocab_size):
+    """The gradient that a GPU computes, here on the CPU."""
+    read = functools.partial(lookup_module._read_each_row_once, index=jnp.asarray(index, jnp.uint32))
+    return jax.linear_transpose(read, jnp.zeros((vocab_size, cotangent.shape[-1])))(cotangent)[0]
+
+
+gradient_on_a_gpu = jax.jit(gradient_of_once, static_argnums=2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 33, 1000])
+@pytest.mark.parametrize("distinct", [1, 7, 900])
+def test_gradient_on_a_gpu_is_the_float64_sum_of_repeats(size, distinct):
+    rng = np.random.default_rng(size + distinct)
+    index, cotangent = rng.integers(0, distinct, size), normal(1, size, WIDTH)
+    index[::5] = 2**32 - 1 - rng.integers(0, 3)
+    inside = index < 900
+    expected, magnitude = np.zeros((2, 900, WIDTH))
+    np.add.at(expected, index[inside], cotangent[inside].astype(np.float64))
+    np.add.at(magnitude, index[inside], np.abs(cotangent[inside], dtype=np.float64))
+    # A sum over a tree of at most 10 levels, each of which rounds by 2**-24 of the magnitudes below it.
+    assert np.all(np.abs(gradient_on_a_gpu(index, cotangent, 900) - expected) <= 10 * 2.0**-24 * magnitude)
+
+
+def test_gradient_on_a_gpu_is_the_same_in_every_run():
+    rng = np.random.default_rng(0)
+    index, cotangent = rng.integers(0, 9, 500), normal(1, 500, WIDTH)
+    runs = [np.asarray(gradient_on_a_gpu(index, cotangent, 9)) for _ in range(10)]
+    for run in runs[1:]:
+        np.testing.assert_array_equal(run, runs[0])
+
+
+def test_gradient_on_a_gpu_keeps_what_is_not_finite_in_its_own_row():
+    cotangent = normal(1, 6, WIDTH)
+    cotangent[3] = np.nan
+    gradient = np.asarray(gradient_on_a_gpu(np.array([4, 1, 4, 2, 0, 1]), cotangent, VOCAB))
+    np.testing.assert_array_equal(np.isnan(gradient).all(-1), np.arange(VOCAB) == 2)
+    np.testing.assert_array_equal(np.isnan(gradient).any(-1), np.arange(VOCAB) == 2)
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_gradient_lowered_for_a_gpu_scatters_to_distinct_rows_alone(manual):
+    """A scatter to repeated rows is atomic there: slow, and not the same from run to run."""
+    mesh = jax.make_mesh((8 if manual else 1,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[: 8 if manual else 1])
+    step = lambda table, ids: jax.grad(lambda table: weighted(table, ids, 1.0, pad_id=2))(table)
+    if manual:
+        step = jax.shard_map(step, mesh=mesh, in_specs=(PartitionSpec(), PartitionSpec("x")), out_specs=PartitionSpec())
+    with set_mesh(mesh):
+        traced = jax.jit(step).trace(jnp.asarray(TABLE), jnp.zeros((8, 2), jnp.int32))
+        text = {platform: traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("cuda", "cpu", "tpu")}
+    assert set(re.findall(r"stablehlo\.scatter.*?unique_indices = (\w+)", text["cuda"])) == {"true"}
+    assert "stablehlo.sort" in text["cuda"]
+    for platform in ("cpu", "tpu"):
+        assert "stablehlo.sort" not in text[platform]
+
+
+def test_gradient_lowered_for_gpus_that_the_compiler_splits_the_batch_over_sorts_nothing():
+    """A sort of the whole batch would bring all of it to each device."""
+    with set_mesh(mesh_of(AxisType.Auto)):
+        traced = jax.jit(jax.grad(lambda table, ids: weighted(table, ids, 1.0))).trace(TABLE, IDS.astype(np.int32))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "stablehlo.sort" not in text
 
 
 # --- lookup: meshes of eight devices

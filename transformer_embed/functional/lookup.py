@@ -7,9 +7,10 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, Integer, UInt32
 
 from transformer_embed import _checks
 
@@ -113,17 +114,14 @@ def lookup(
         The input embedding of Vaswani et al., "Attention Is All You Need" (2017), section 3.4, https://arxiv.org/abs/1706.03762
     """
     _checks.choice("out_of_range", out_of_range, OUT_OF_RANGE)
-    read_rows = {"gather": _gather, "one_hot": _multiply_by_one_hot}[_checks.choice("lookup_style", lookup_style, LOOKUP_STYLES)]
+    _checks.choice("lookup_style", lookup_style, LOOKUP_STYLES)
+    pad_id = None if pad_id is None else _checks.int32("pad_id", pad_id)
     table = as_table("table", table)
     ids = _checks.as_int32("ids", ids)
-    rows = table.gather(ids) if isinstance(table, Table) else rows_at(table, ids, read_rows)
-    if out_of_range != "clip":
-        outside = ids.astype(jnp.uint32) >= table.shape[0]
-        rows = jnp.where(outside[..., None], jnp.array(jnp.nan if out_of_range == "nan" else 0, table.dtype), rows)
-    if pad_id is not None:
-        padding = ids == _checks.int32("pad_id", pad_id)
-        rows = jnp.where(padding[..., None], jnp.zeros((), table.dtype), rows)
-    return rows
+    if lookup_style == "gather" and not isinstance(table, Table):
+        return _gather(table, ids, pad_id, out_of_range)
+    rows = table.gather(ids) if isinstance(table, Table) else _multiply_by_one_hot(table, ids)
+    return _replace_special_rows(rows, ids, table.shape[0], pad_id, out_of_range)
 
 
 def tied_logits(x: ArrayLike, table: ArrayLike | Table, *, pad_id: int | None = None) -> Float[Array, "... v"]:
@@ -207,38 +205,124 @@ def as_wide_as_table(x: ArrayLike, table: ArrayLike | Table) -> tuple[Float[Arra
     return x, table
 
 
-def rows_at(
-    table: Float[Array, "v d"], ids: Int32[Array, "..."], read_rows: Callable[[Array, Array], Array] | None = None
-) -> Float[Array, "... d"]:
+def rows_at(table: Float[Array, "v d"], ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
     """`table[ids]`, an id beyond either end giving the row at that end; a row's repeats are summed in float32 or wider."""
-    read_rows = read_rows or _gather
-    return _summing_in_float32(read_rows, table, ids) if table.dtype.itemsize < 4 else read_rows(table, ids)
+    return _gather(table, ids, None, "clip")
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _summing_in_float32(read_rows: Callable, table: Float[Array, "v d"], ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
-    """The gradient of a row is the sum over its repeats, which 16 bits would stop counting at some 256.
+def _replace_special_rows(
+    rows: Float[Array, "... d"], ids: Int32[Array, "..."], vocab_size: int, pad_id: int | None, out_of_range: str
+) -> Float[Array, "... d"]:
+    """The rows, with NaN or zeros at ids out of range and zeros at padding."""
+    if out_of_range != "clip":
+        outside = ids.astype(jnp.uint32) >= vocab_size
+        rows = jnp.where(outside[..., None], jnp.array(jnp.nan if out_of_range == "nan" else 0, rows.dtype), rows)
+    if pad_id is not None:
+        rows = jnp.where((ids == pad_id)[..., None], jnp.zeros((), rows.dtype), rows)
+    return rows
 
-    Compiled, the conversion fuses into the gather: no float32 table is made.
-    """
-    return read_rows(table.astype(jnp.float32), ids).astype(table.dtype)
 
-
-def _gather(table: Float[Array, "v d"], ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
-    """`table[ids]`, an id beyond either end giving the row at that end."""
-    sharding = jax.typeof(ids).sharding
-    explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _gather(table: Float[Array, "v d"], ids: Int32[Array, "..."], pad_id: int | None, out_of_range: str) -> Float[Array, "... d"]:
+    """`lookup` in a plain table."""
+    index = jnp.clip(ids, 0, table.shape[0] - 1)
+    explicit = _explicit_sharding(table, ids)
     if explicit:
-        columns = jax.typeof(table).sharding.spec[1]
-        if columns is not None and columns in sharding.spec:
-            raise ValueError(_checks.wanted("table", "columns over a mesh axis that the ids do not use", f"both over {columns!r}"))
-        by_ids = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, columns))
-        return table.at[jnp.clip(ids, 0, table.shape[0] - 1)].get(mode="promise_in_bounds", out_sharding=by_ids)
-    dimensions = jax.lax.GatherDimensionNumbers(offset_dims=(ids.ndim,), collapsed_slice_dims=(0,), start_index_map=(0,))
-    return jax.lax.gather(table, ids[..., None], dimensions, (1, table.shape[1]), mode="clip")
+        rows = table.at[index].get(mode="promise_in_bounds", out_sharding=explicit)
+    else:
+        dimensions = jax.lax.GatherDimensionNumbers(offset_dims=(ids.ndim,), collapsed_slice_dims=(0,), start_index_map=(0,))
+        rows = jax.lax.gather(table, ids[..., None], dimensions, (1, table.shape[1]), mode="clip")
+    return _replace_special_rows(rows, ids, table.shape[0], pad_id, out_of_range)
 
 
+@_gather.defjvp
+def _gather_jvp(pad_id, out_of_range, primals, tangents):
+    table, ids = primals
+    index = jnp.clip(ids, 0, table.shape[0] - 1) if out_of_range == "clip" else ids
+    index = index.astype(jnp.uint32)
+    if pad_id is not None:
+        index = jnp.where(ids == pad_id, np.uint32(2**32 - 1), index)
+    return _gather(table, ids, pad_id, out_of_range), read_or_zero(tangents[0], index)
+
+
+@jax.jit
+def read_or_zero(table: Float[Array, "v d"], index: UInt32[Array, "..."]) -> Float[Array, "... d"]:
+    """`table[index]`, zeros past the end: linear in the table, and what its transpose makes of rows is the table's gradient.
+
+    Reading past the end transposes to dropping: the gradient needs no mask of the rows' size. A row's gradient is the sum over its
+    repeats, which 16 bits would stop counting at some 256; compiled, the conversion fuses into the read: no float32 table is made.
+    """
+    wide = table.astype(jnp.promote_types(jnp.float32, table.dtype))
+    explicit = _explicit_sharding(table, index)
+    if explicit:
+        rows = wide.at[index].get(mode="fill", fill_value=0, out_sharding=explicit)
+    elif _is_on_one_device() and index.size * table.size and not any(map(export.is_symbolic_dim, (*table.shape, *index.shape))):
+        by_runs = jax.checkpoint(_read_each_row_once)
+        rows = jax.lax.platform_dependent(wide, index, cuda=by_runs, rocm=by_runs, default=_read_each_repeat)
+    else:
+        rows = _read_each_repeat(wide, index)
+    return rows.astype(table.dtype)
+
+
+def _read_each_repeat(table: Float[Array, "v d"], index: UInt32[Array, "..."]) -> Float[Array, "... d"]:
+    """Its transpose is a scatter-add, in which an index may repeat: on a GPU a matter of atomic sums."""
+    return table.at[index].get(mode="fill", fill_value=0)
+
+
+def _read_each_row_once(table: Float[Array, "v d"], index: UInt32[Array, "..."]) -> Float[Array, "... d"]:
+    """Its transpose sorts the rows by index, sums each run of one index, and writes each sum once.
+
+    So a gradient on a GPU is the same from run to run, and takes the same time however often an index repeats.
+    """
+    vocab_size, size = table.shape[0], index.size
+    order = jnp.argsort(index.reshape(-1), stable=True)
+    ordered = index.reshape(-1)[order]
+    changes, edge = ordered[1:] != ordered[:-1], jnp.ones((1,), bool)
+    starts, ends = jnp.concatenate([edge, changes]), jnp.concatenate([changes, edge])
+    # All distinct, those past the end too.
+    once = jnp.where(ends & (ordered < vocab_size), ordered, vocab_size + jnp.arange(size, dtype=jnp.uint32))
+    at_ends = table.at[once].get(mode="fill", fill_value=0, unique_indices=True)
+    (spread,) = jax.linear_transpose(functools.partial(_sum_runs, starts), at_ends)(at_ends)
+    rows = jnp.zeros_like(spread).at[order].add(spread, mode="promise_in_bounds", unique_indices=True)
+    return rows.reshape(*index.shape, table.shape[1])
+
+
+def _sum_runs(starts: Bool[Array, "n"], rows: Float[Array, "n d"]) -> Float[Array, "n d"]:
+    """At each row, the sum of its run up to it; `starts` has where runs start."""
+
+    def join(left, right):
+        (left_starts, left_sum), (right_starts, right_sum) = left, right
+        return left_starts | right_starts, jnp.where(right_starts, right_sum, left_sum + right_sum)
+
+    return jax.lax.associative_scan(join, (starts[:, None], rows))[1]
+
+
+def _is_on_one_device() -> bool:
+    """Whether it is known while tracing that the program, or what a shard_map makes of it, runs on one device.
+
+    Where the compiler may split the batch over devices, a sort would bring all of it to each of them.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jax.device_count() == 1
+    manual = jax.sharding.AxisType.Manual
+    return all(kind == manual or size == 1 for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True))
+
+
+def _explicit_sharding(table: Float[Array, "v d"], ids: Integer[Array, "..."]) -> NamedSharding | None:
+    """Under explicit mesh axes, the sharding of the rows: that of the ids, then that of the table's columns."""
+    sharding = jax.typeof(ids).sharding
+    if jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    columns = jax.typeof(table).sharding.spec[1]
+    if columns is not None and columns in sharding.spec:
+        raise ValueError(_checks.wanted("table", "columns over a mesh axis that the ids do not use", f"both over {columns!r}"))
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, columns))
+
+
+@jax.jit
 def _multiply_by_one_hot(table: Float[Array, "v d"], ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
-    """As `_gather`, for a finite table."""
-    one_hot = jax.nn.one_hot(jnp.clip(ids, 0, table.shape[0] - 1), table.shape[0], dtype=table.dtype)
-    return jnp.matmul(one_hot, table, precision=jax.lax.Precision.HIGHEST)
+    """`rows_at`, for a finite table."""
+    wide = table.astype(jnp.promote_types(jnp.float32, table.dtype))
+    one_hot = jax.nn.one_hot(jnp.clip(ids, 0, table.shape[0] - 1), table.shape[0], dtype=wide.dtype)
+    return jnp.matmul(one_hot, wide, precision=jax.lax.Precision.HIGHEST).astype(table.dtype)
