@@ -154,9 +154,10 @@ class _Spec(NamedTuple):
 def _rotated(x: Float[Array, "... t h d"], positions: Shaped[Array, "... t axes"], layout: str, spec: _Spec) -> Float[Array, "... t h d"]:
     """Compiled even where the caller is not: the loop in `_cos_and_sin` would be compiled again at each call."""
     cos, sin = (each[..., None, :] for each in _cos_and_sin(positions, spec))
-    wide = x[..., : spec.dim].astype(jnp.promote_types(jnp.float32, x.dtype))
-    first, second = _pairs(wide, layout)
-    turned = _joined(first * cos - second * sin, second * cos + first * sin, layout).astype(x.dtype)
+    # A TPU splits and joins 16 bits as they are; of float32 that it has to widen first, it makes passes of their own.
+    wide = jnp.promote_types(jnp.float32, x.dtype)
+    first, second = (half.astype(wide) for half in _pairs(x[..., : spec.dim], layout))
+    turned = _joined(*(half.astype(x.dtype) for half in (first * cos - second * sin, second * cos + first * sin)), layout)
     return turned if spec.dim == x.shape[-1] else jnp.concatenate([turned, x[..., spec.dim :]], -1)
 
 
