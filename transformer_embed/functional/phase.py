@@ -122,11 +122,18 @@ def _sine_at_integer(positions: Integer[Array, "..."], constants: Channels) -> F
 
 def _integer_phase(positions: Integer[Array, "..."], constants: Channels) -> _Phase:
     word = positions.astype(jnp.uint32)
-    high = word * constants.high + multiply_high(word, constants.low)
-    if positions.dtype == jnp.int32:
-        # A negative position reads as 2**32 too much in its word: take 2**32 * frequency off again.
-        high -= jnp.where(positions < 0, constants.low, np.uint32(0))
+    # The upper half of a negative position is negative: so is its product, and 2**32 * frequency is not counted too much.
+    upper = positions >> 16 if positions.dtype == jnp.int32 else word >> 16
+    high = word * constants.high + _multiply_high(word & 0xFFFF, upper, constants.low)
     return _Phase(high, word * constants.low)
+
+
+def _multiply_high(lower: UInt32[Array, "..."], upper: Integer[Array, "..."], constant: np.ndarray) -> UInt32[Array, "..."]:
+    """The upper word of `(upper * 2**16 + lower) * constant`: each partial product has the sign of `upper`."""
+    constant_lower, constant_upper = constant & 0xFFFF, constant >> 16
+    middle = upper * constant_lower.astype(upper.dtype) + (lower * constant_lower >> 16).astype(upper.dtype)
+    carry = lower * constant_upper + (middle & 0xFFFF).astype(jnp.uint32) >> 16
+    return (upper * constant_upper.astype(upper.dtype) + (middle >> 16)).astype(jnp.uint32) + carry
 
 
 @jax.custom_jvp
@@ -192,21 +199,27 @@ _SINE = (-0.166666506826, 0.00833197923594, -0.000194956950035)
 _COSINE = (0.0416666468913, -0.00138873685337, 2.44385524356e-5)
 
 
+# The bits of a phase that is turned by an eighth: which quarter turn is nearest, its sign and whether it is odd, and how far on from it.
+_SIGN, _IS_ODD, _REST = np.uint32(1 << 31), np.uint32(1 << 30), np.uint32((1 << 30) - 1)
+_EIGHTH = np.uint32(1 << 29)
+
+
 def _sine(phase: _Phase, quarters: ArrayLike) -> Float32[Array, "..."]:
-    nearest = phase.high + np.uint32(1 << 29) >> 30
-    rest = (phase.high - (nearest << 30)).astype(jnp.int32)
-    angle, residue = _radians(rest, phase.low)
+    """One polynomial an element: the sine's near an even number of quarter turns, the cosine's near an odd one."""
+    turned = phase.high + ((quarters << 30) + _EIGHTH)
+    is_sine = turned & _IS_ODD == 0
+    angle, residue = _radians((turned & _REST).astype(jnp.int32) - (1 << 29), phase.low)
     square = angle * angle
-    sine = angle + (angle * square * _polynomial(_SINE, square) + residue)
+    # The cosine's first two terms, and what their sum lost.
     half = 0.5 * square
     leading = 1.0 - half
-    cosine = leading + (((1.0 - leading) - half) + (square * square * _polynomial(_COSINE, square) - angle * residue))
-    quadrant = nearest + quarters
-    return _negated_where_odd(quadrant >> 1, jnp.where(quadrant & 1 == 0, sine, cosine))
-
-
-def _negated_where_odd(number: UInt32[Array, "..."], x: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) ^ (number << 31)
+    lost = (1.0 - leading) - half
+    first = jnp.where(is_sine, angle, leading)
+    last = jnp.where(is_sine, residue, lost - angle * residue)
+    factor = jnp.where(is_sine, angle, square) * square
+    coefficients = [jnp.where(is_sine, np.float32(s), np.float32(c)) for s, c in zip(_SINE, _COSINE, strict=True)]
+    value = first + (factor * _polynomial(coefficients, square) + last)
+    bits = jax.lax.bitcast_convert_type(value, jnp.uint32) ^ (turned & _SIGN)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
@@ -223,8 +236,8 @@ def _radians(rest: Integer[Array, "..."], low: UInt32[Array, "..."]) -> tuple[Fl
     return angle, (exact - angle) + small
 
 
-def _polynomial(coefficients: tuple[float, ...], x: Float[Array, "..."]) -> Float[Array, "..."]:
-    value = jnp.full_like(x, coefficients[-1])
+def _polynomial(coefficients: Sequence[Float32[Array, "..."]], x: Float[Array, "..."]) -> Float[Array, "..."]:
+    value = coefficients[-1]
     for coefficient in reversed(coefficients[:-1]):
-        value = value * x + np.float32(coefficient)
+        value = value * x + coefficient
     return value
