@@ -84,16 +84,14 @@ class Target:
         devices = np.array(self.devices[: math.prod(axes.values())]).reshape(*axes.values())
         return Mesh(devices, tuple(axes), axis_types=(kind,) * len(axes))
 
-    def array(self, shape: tuple[int, ...], dtype: Any = jnp.float32, mesh: Mesh | None = None, spec: PartitionSpec = PartitionSpec()):
-        """An argument of a program: on one device, or split over a mesh."""
-        sharding = SingleDeviceSharding(self.devices[0]) if mesh is None else NamedSharding(mesh, spec)
+    def array(self, shape: tuple[int, ...], dtype: Any = jnp.float32, mesh: Mesh | None = None, spec: Any = None) -> Any:
+        """An argument of a program: on one device, or split over a mesh as a PartitionSpec says (None: whole on each device)."""
+        sharding = SingleDeviceSharding(self.devices[0]) if mesh is None else NamedSharding(mesh, spec or PartitionSpec())
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def like(self, tree: Any) -> Any:
         """Arguments, on one device, of the shapes and dtypes of a tree's arrays."""
-        return jax.tree.map(
-            lambda leaf: self.array(jnp.shape(leaf), jax.dtypes.result_type(leaf) if np.isscalar(leaf) else leaf.dtype), tree
-        )
+        return jax.tree.map(lambda leaf: self.array(leaf.shape, leaf.dtype), tree)
 
     def compile(self, function: Callable, *arguments: Any, donate: tuple[int, ...] = ()) -> Any:
         """The compiled program."""
@@ -105,9 +103,27 @@ class Target:
         start = time.perf_counter()
         compiled = self.compile(function, *arguments, donate=donate)
         seconds, text = time.perf_counter() - start, compiled.as_text()
-        cycles = [int(number) for number in re.findall(r'"estimated_cycles":"(\d+)"', text)]
         temporaries = compiled.memory_analysis().temp_size_in_bytes
-        return Facts(_kernels(text), temporaries, sum(cycles) if cycles else None, collectives(compiled), seconds, text)
+        return Facts(_kernels(text), temporaries, _cycles(text), collectives(compiled), seconds, text)
+
+
+def _cycles(text: str) -> int | None:
+    """Of the entry computation: a loop's body counts as often as it runs, where XLA knows that, and else once."""
+    if "estimated_cycles" not in text:
+        return None
+    computations = dict(re.findall(r"^(?:ENTRY )?%?([\w.-]+) \(.*?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL))
+
+    @functools.cache
+    def of(name: str) -> int:
+        total = 0
+        for line in computations[name].splitlines():
+            total += sum(int(number) for number in re.findall(r'"estimated_cycles":"(\d+)"', line))
+            loop, trips = re.search(r"\bbody=%?([\w.-]+)", line), re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line)
+            if loop:
+                total += of(loop[1]) * (int(trips[1]) if trips else 1)
+        return total
+
+    return of(re.findall(r"^ENTRY %?([\w.-]+)", text, re.MULTILINE)[0])
 
 
 def _kernels(text: str) -> int:
