@@ -204,7 +204,7 @@ _SIGN, _IS_ODD, _REST = np.uint32(1 << 31), np.uint32(1 << 30), np.uint32((1 << 
 _EIGHTH = np.uint32(1 << 29)
 
 
-def _sine(phase: _Phase, quarters: ArrayLike) -> Float32[Array, "..."]:
+def _sine(phase: _Phase, quarters: Array | np.ndarray) -> Float32[Array, "..."]:
     """One polynomial an element: the sine's near an even number of quarter turns, the cosine's near an odd one."""
     turned = phase.high + ((quarters << 30) + _EIGHTH)
     is_sine = turned & _IS_ODD == 0

@@ -157,7 +157,7 @@ def _rotated(x: Float[Array, "... t h d"], positions: Shaped[Array, "... t axes"
     # A TPU splits and joins 16 bits as they are; of float32 that it has to widen first, it makes passes of their own.
     wide = jnp.promote_types(jnp.float32, x.dtype)
     first, second = (half.astype(wide) for half in _pairs(x[..., : spec.dim], layout))
-    turned = _joined(*(half.astype(x.dtype) for half in (first * cos - second * sin, second * cos + first * sin)), layout)
+    turned = _joined((first * cos - second * sin).astype(x.dtype), (second * cos + first * sin).astype(x.dtype), layout)
     return turned if spec.dim == x.shape[-1] else jnp.concatenate([turned, x[..., spec.dim :]], -1)
 
 
