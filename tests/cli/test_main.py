@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from transformer_embed.cli.ctrl_c import interruptible
 from transformer_embed.cli.main import main
+from transformer_embed.cli.progress import progress
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_ctrl_c_waits_until_an_item_is_done():
     done = []
 
     def work():
-        for item in interruptible(range(3)):
+        for item in progress(range(3), "", quiet=True):
             if item == 1:
                 signal.raise_signal(signal.SIGINT)
             done.append(item)
@@ -102,6 +102,6 @@ def test_ctrl_c_waits_until_an_item_is_done():
 
 def test_ctrl_c_stays_ignored_where_it_is(ctrl_c):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for _ in interruptible(range(2)):
+    for _ in progress(range(2), "", quiet=True):
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

@@ -46,6 +46,7 @@ def trained(tmp_path_factory, text_file):
     return out.getvalue(), err.getvalue(), path
 
 
+@pytest.mark.slow
 def test_train_prints_a_table(trained, text_file):
     lines = trained[0].splitlines()
     assert lines[1] == f"sha256: {hashlib.sha256(text_file.read_bytes()).hexdigest()}"
@@ -54,6 +55,7 @@ def test_train_prints_a_table(trained, text_file):
     assert [line.split()[-1] for line in lines[4:7]] == list(figures.groups())
 
 
+@pytest.mark.slow
 def test_train_says_in_a_sentence_what_positions_are_worth(trained):
     lines = trained[0].splitlines()
     with_positions, without, _ = map(float, LAST_LINE.fullmatch(lines[-1]).groups())
@@ -72,6 +74,7 @@ def test_the_verdict_agrees_with_the_figures_of_the_table(with_positions, withou
     assert train.verdict(with_positions, without, 1000) == sentence
 
 
+@pytest.mark.slow
 def test_train_says_where_the_model_is_or_how_to_keep_it(monkeypatch, capsys, trained, text_file):
     assert trained[0].splitlines()[-3] == f"The model with sinusoidal positions is in {trained[2]}."
     monkeypatch.setattr(language_model, "train", lambda *_, **__: language_model.Result(te.EmbedderConfig(1, 1), {}, 2.0))
@@ -79,12 +82,14 @@ def test_train_says_where_the_model_is_or_how_to_keep_it(monkeypatch, capsys, tr
     assert capsys.readouterr().out.splitlines()[-3] == "The model is not kept; `--out PARAMS.safetensors` writes it to a file."
 
 
+@pytest.mark.slow
 def test_the_progress_bar_shows_the_loss_falling(trained):
     losses = [float(loss) for loss in re.findall(r"sinusoidal, training: 100%.*loss=(\d+\.\d\d)\]", trained[1])]
     assert losses[-1] < 8.0
     assert "none, held-out text: 100%" in trained[1]
 
 
+@pytest.mark.slow
 def test_training_twice_gives_the_same_output_and_parameters(capsys, trained, text_file, tmp_path):
     printed, _, params = trained
     again = tmp_path / "again.safetensors"
@@ -95,6 +100,7 @@ def test_training_twice_gives_the_same_output_and_parameters(capsys, trained, te
     assert again.read_bytes() == params.read_bytes()
 
 
+@pytest.mark.slow
 def test_another_seed_gives_another_model(trained, text_file):
     result = language_model.train(text_file.read_bytes(), te.Sinusoidal(), "sinusoidal", steps=STEPS, seed=1, quiet=True)
     with safe_open(trained[2], framework="numpy") as file:
@@ -110,6 +116,7 @@ def test_unigram_bits_are_those_of_counts(text_file):
     assert language_model.unigram_bits(text) == pytest.approx(math.fsum(bits) / len(bits), rel=FLOAT64_MEAN)
 
 
+@pytest.mark.slow
 def test_training_lowers_the_bits_below_those_of_a_model_that_knows_nothing(trained, text_file):
     bits = float(LAST_LINE.fullmatch(trained[0].splitlines()[-1]).group(1))
     # The printed figure is rounded by at most half a hundredth.
@@ -129,6 +136,7 @@ def test_logits_see_only_what_came_before():
     assert (first[:, 7:] != second[:, 7:]).any(-1).all()
 
 
+@pytest.mark.slow
 def test_the_shortest_text_is_enough(trained):
     text = b"abc" * (language_model.SHORTEST_TEXT // 3)
     assert math.isfinite(language_model.train(text, None, "none", steps=STEPS, seed=0, quiet=True).bits)
@@ -165,6 +173,7 @@ def test_no_standard_library(monkeypatch, fails, tmp_path):
     assert f"{tmp_path} does not hold the source of the standard library; name a FILE to train on" in fails("train")
 
 
+@pytest.mark.slow
 def test_params_hold_the_model_and_the_config(trained):
     path = trained[2]
     with safe_open(path, framework="numpy") as file:
@@ -177,6 +186,7 @@ def test_params_hold_the_model_and_the_config(trained):
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", ["--params", "--from"])
 def test_embed_takes_what_train_wrote(capsys, trained, tmp_path, flag):
     (tmp_path / "text").write_text("abc\n")
@@ -220,6 +230,7 @@ def ctrl_c_is_heard():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ctrl_c_is_heard")
 def test_ctrl_c_stops_training_with_one_line_and_no_file(text_file, tmp_path):
     out = tmp_path / "x.safetensors"

@@ -63,8 +63,14 @@ def test_two_processes_train_as_one(results, name):
 
 def test_every_process_sees_every_device_and_the_same_losses(results):
     printed, _ = results
-    lines = [[line for line in text.splitlines() if line.startswith("process ")] for text in printed[2]]
-    for i, name in enumerate(("dense", "by_rows")):
+    lines = [text.splitlines() for text in printed[2]]
+    for i, name in enumerate(("dense Adam, cross entropy of the tied output", "lazy Adam by rows, squared error of the embeddings")):
         heads, losses = zip(*(each[i].split(": ") for each in lines), strict=True)
         assert heads == tuple(f"process {process} of 2, 8 devices, {name}" for process in range(2))
         assert losses[0] == losses[1]
+
+
+def test_the_output_explains_itself_and_holds_nothing_else(results):
+    (first, second), (alone,) = (results[0][count] for count in (2, 1))
+    assert [len(text.splitlines()) for text in (first, second, alone)] == [3, 2, 3]
+    assert "they fall, and every process prints the same. The two trainings have different losses." in first.splitlines()[-1]

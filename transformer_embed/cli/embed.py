@@ -11,7 +11,7 @@ import numpy as np
 import transformer_embed as te
 from transformer_embed.cli.arguments import UserError, contents, writable, write_whole
 from transformer_embed.cli.checkpoint import add_checkpoint_flags, is_ours, read_checkpoint
-from transformer_embed.cli.ctrl_c import interruptible
+from transformer_embed.cli.progress import progress
 from transformer_embed.pretrained import PretrainedInput
 
 # Fills up short lines where a model has no padding id of its own.
@@ -123,14 +123,12 @@ def _padded(rows: Sequence[np.ndarray], pad_id: int) -> np.ndarray:
 
 def _embeddings(config: te.EmbedderConfig, params: Any, ids: np.ndarray, positions: np.ndarray, pad_id: int, quiet: bool) -> np.ndarray:
     """All batches have one shape, so there is one compilation: the last is filled with rows of padding, which are then dropped."""
-    from tqdm import tqdm  # noqa: PLC0415 (slow to load)
-
     apply = te.make_embedder(dataclasses.replace(config, pad_id=pad_id)).apply
     count, length = ids.shape
     size = min(count, max(1, TOKENS_A_BATCH // length))
     embeddings = np.empty((count, length, config.d_model), np.float32)
     options = {} if config.num_token_types is None else {"token_types": np.zeros(length, np.int32)}
-    for start in interruptible(tqdm(range(0, count, size), desc="embedding", ncols=79, disable=quiet)):
+    for start in progress(range(0, count, size), "embedding", quiet=quiet):
         batch = ids[start : start + size]
         filling = ((0, size - len(batch)), (0, 0))
         if len(positions) == count > 1:

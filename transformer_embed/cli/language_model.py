@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, UInt8
-from tqdm import tqdm
 
 import transformer_embed as te
-from transformer_embed.cli.ctrl_c import interruptible
+from transformer_embed.cli.progress import progress
 
 VOCAB_SIZE, D_MODEL, NUM_HEADS, NUM_LAYERS, CONTEXT = 256, 128, 4, 2, 128
 BATCH_SIZE, EVALUATION_BATCH_SIZE, PEAK_LEARNING_RATE, HELD_OUT = 4, 64, 5e-3, 0.05
@@ -66,16 +65,16 @@ def train(text: bytes, positions: te.Sinusoidal | None, name: str, *, steps: int
     training, held_out = split(text)
     params = model(config).init(jax.random.key(seed), jnp.zeros([1, CONTEXT], jnp.uint8), is_training=False)
     state, rng = _optimizer(steps).init(params), np.random.default_rng(seed)
-    with tqdm(range(steps), desc=f"{name}, training", ncols=79, disable=quiet) as bar:
-        for done in interruptible(bar):
-            windows = _windows(training, rng.integers(0, len(training) - CONTEXT, BATCH_SIZE))
-            params, state, loss = _step(config, steps, params, state, windows)
-            if done % STEPS_A_LOSS == 0:
-                bar.set_postfix(loss=f"{loss:.2f}", refresh=False)
+    losses = []
+    for done in progress(range(steps), f"{name}, training", quiet=quiet, status=lambda: f"loss={losses[-1]:.2f}"):
+        windows = _windows(training, rng.integers(0, len(training) - CONTEXT, BATCH_SIZE))
+        params, state, loss = _step(config, steps, params, state, windows)
+        if done % STEPS_A_LOSS == 0:
+            losses.append(float(loss))
     starts = _held_out_starts(held_out)
     batches = np.resize(starts, (math.ceil(len(starts) / EVALUATION_BATCH_SIZE), EVALUATION_BATCH_SIZE))
-    scored = tqdm(batches, desc=f"{name}, held-out text", ncols=79, disable=quiet)
-    each = [np.asarray(_score(config, params, _windows(held_out, batch))) for batch in interruptible(scored)]
+    scored = progress(batches, f"{name}, held-out text", quiet=quiet)
+    each = [np.asarray(_score(config, params, _windows(held_out, batch))) for batch in scored]
     return Result(config, params, float(np.concatenate(each)[: len(starts)].mean(dtype=np.float64)))
 
 
