@@ -20,7 +20,7 @@ from transformer_embed.pretrained import files as _files
 
 WIDTH = 1024
 SMALL, LARGE = "small", "large"
-BOUND = 1.2
+BOUND = 1.25
 PACKAGES = ("jax", "jaxlib", "numpy", "safetensors", "transformer-embed")
 LOADS = {
     "ours, load_embedder": "loaded = te.pretrained.load_embedder(path).params",
