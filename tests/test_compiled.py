@@ -1,0 +1,222 @@
+"""Programs compiled for a TPU that is not there, and lowered for an NVIDIA GPU: passes over memory, temporaries, collectives.
+
+What compiles for a TPU needs libtpu (the extra `tpu-check`) and is skipped without it.
+"""
+
+import functools
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from collectives import collectives
+from contexts import set_mesh
+from jax.sharding import NamedSharding, PartitionSpec
+from targets import TargetError, target
+
+import transformer_embed as te
+
+ROOT = Path(__file__).parents[1]
+BATCH, LENGTH, WIDTH, VOCAB = 16, 128, 128, 1000
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (the extra tpu-check)")
+P = PartitionSpec
+
+CONFIG = te.EmbedderConfig(VOCAB, WIDTH, pad_id=0)
+EMBEDDER = te.make_embedder(CONFIG)
+PARAMS = jax.eval_shape(EMBEDDER.init, jax.random.key(0))
+LEARNED = te.make_embedder(te.EmbedderConfig(VOCAB, WIDTH, positions=te.Learned(LENGTH), num_token_types=2, layer_norm_eps=1e-6))
+
+
+def of(dtype, *shape):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+IDS, KEY, TABLE = of(jnp.int32, BATCH, LENGTH), of(jnp.uint32, 2), of(jnp.float32, VOCAB, WIDTH)
+X, HEADS, ROW = of(jnp.float32, BATCH, LENGTH, WIDTH), of(jnp.bfloat16, BATCH, LENGTH, 2, 64), of(jnp.int32, LENGTH)
+
+
+def init_with_output(make, *arguments):
+    """A Haiku module's parameters and its output, drawn and computed in one program."""
+
+    def program(rng, *arguments):
+        module = hk.transform(lambda *arguments: make()(*arguments))  # noqa: PLW0108
+        return module.apply(module.init(rng, *arguments), rng, *arguments)
+
+    return program, (KEY, *arguments)
+
+
+def row_step(table, state, ids):
+    loss = lambda params, ids: jnp.sum(te.lookup(params["table"], ids) ** 2)
+    params = {"table": table}
+    _, grads = te.rows.value_and_grad(loss, ids={"table": ids})(params, ids)
+    return te.rows.update(optax.adam(1e-3), grads, state, params)
+
+
+# A program for each public function that computes; the others make values that these programs take.
+FUNCTIONS = {
+    "PositionalEncoding": init_with_output(lambda: functools.partial(te.PositionalEncoding(te.Sinusoidal(), WIDTH), is_training=True), X),
+    "RelativePositionBias": init_with_output(lambda: te.RelativePositionBias(4), ROW, ROW),
+    "TokenEmbedding": init_with_output(lambda: te.TokenEmbedding(VOCAB, WIDTH), IDS),
+    "TransformerEmbedding": init_with_output(lambda: functools.partial(te.TransformerEmbedding(CONFIG), is_training=True), IDS),
+    "TokenPositions": (lambda ids: te.TokenPositions.from_ids(ids, pad_id=0), (IDS,)),
+    "alibi_bias": (functools.partial(te.alibi_bias, num_heads=4), (ROW, ROW)),
+    "alibi_slopes": (lambda: te.alibi_slopes(4), ()),
+    "apply_rotary": (te.apply_rotary, (HEADS, of(jnp.int32, BATCH, LENGTH))),
+    "attention_mask": (lambda ids: te.attention_mask(query_positions=ids[0], key_positions=ids[0], padding=ids == 0, causal=True), (IDS,)),
+    "block_mask": (te.block_mask, (IDS, IDS)),
+    "causal_mask": (lambda: te.causal_mask(LENGTH), ()),
+    "chunk_mask": (functools.partial(te.chunk_mask, chunk=8), (IDS, IDS)),
+    "combine_masks": (te.combine_masks, (of(jnp.bool_, 1, 1, 8, 8), of(jnp.bool_, 2, 1, 8, 8))),
+    "dropout": (lambda rng, x: te.dropout(rng, 0.1, x), (KEY, X)),
+    "lookup": (jax.value_and_grad(lambda table, ids: jnp.sum(te.lookup(table, ids, pad_id=0) ** 2)), (TABLE, IDS)),
+    "make_embedder": (lambda params, rng, ids: EMBEDDER.apply(params, rng, ids, is_training=True), (PARAMS, KEY, IDS)),
+    "mask_to_bias": (te.mask_to_bias, (of(jnp.bool_, 1, 1, 8, 8),)),
+    "padding_mask": (te.padding_mask, (IDS,)),
+    "permute_rotary_weights": (
+        lambda weights: te.permute_rotary_weights(weights, 2, source="half", target="interleaved"),
+        (of(jnp.float32, 8, WIDTH),),
+    ),
+    "relative_position_buckets": (te.relative_position_buckets, (ROW, ROW)),
+    "resize_positions": (lambda params: te.resize_positions(params, 2 * LENGTH), (jax.eval_shape(LEARNED.init, jax.random.key(0)),)),
+    "resize_vocabulary": (lambda params, rng: te.resize_vocabulary(params, VOCAB + 8, rng), (PARAMS, KEY)),
+    "segment_mask": (te.segment_mask, (IDS, IDS)),
+    "sinusoidal_encoding": (lambda positions: te.sinusoidal_encoding(positions, WIDTH), (IDS,)),
+    "sinusoidal_grid": (lambda: te.sinusoidal_grid((8, 8), WIDTH), ()),
+    "sinusoidal_table": (lambda: te.sinusoidal_table(LENGTH, WIDTH), ()),
+    "tied_cross_entropy": (jax.value_and_grad(te.tied_cross_entropy, (0, 1)), (X, TABLE, IDS)),
+    "tied_logits": (te.tied_logits, (X, TABLE)),
+    "window_mask": (functools.partial(te.window_mask, left=3, right=0), (IDS, IDS)),
+    "rows.update": (row_step, (TABLE, jax.eval_shape(optax.adam(1e-3).init, {"table": TABLE}), IDS)),
+}
+# Classes of options, and what reads values on the host.
+NOTHING_TO_COMPILE = {
+    *("DynamicNTKScaling", "LinearScaling", "Llama3Scaling", "LongRopeScaling", "NTKScaling", "YarnScaling"),
+    *("Embedder", "EmbedderConfig", "Learned", "Sinusoidal", "SinusoidalGrid", "check_ids"),
+}
+
+
+def test_each_public_function_has_a_program():
+    assert set(te.__all__) - NOTHING_TO_COMPILE == {name for name in FUNCTIONS if "." not in name}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_each_public_function_lowers_for_an_nvidia_gpu(name):
+    function, arguments = FUNCTIONS[name]
+    with set_mesh(one_device()):
+        text = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    # Where indices may repeat, a sum would be atomic; to write one value twice is harmless.
+    scatters = re.findall(r'"stablehlo\.scatter"\(.*?unique_indices = (\w+)\}> \(\{(.*?)\}\)', text, re.DOTALL)
+    assert not [body for unique, body in scatters if unique == "false" and "stablehlo.add" in body]
+
+
+def one_device():
+    return jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:1])
+
+
+# --- for a TPU
+
+
+@pytest.fixture(scope="module")
+def tpu():
+    return target("tpu:v5e:2x2")
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_each_public_function_compiles_for_a_tpu(name, tpu):
+    function, arguments = FUNCTIONS[name]
+    tpu.compile(function, *tpu.like(arguments))
+
+
+@needs_libtpu
+def test_evaluation_on_a_tpu_writes_its_output_once(tpu):
+    """One gather into the chip's own memory, which is S(1), and one fusion from there to the output; nothing else is as large."""
+    evaluate = lambda params, ids: EMBEDDER.apply(params, None, ids, is_training=False)
+    params, ids = tpu.like((jax.eval_shape(EMBEDDER.init, jax.random.key(0)), of(jnp.int32, 32, 512)))
+    facts = tpu.facts(evaluate, params, ids)
+    entry = facts.text[facts.text.index("\nENTRY") :]
+    passes = re.findall(rf"= f32\[(?:32,512|16384),{WIDTH}\](?!\S*S\(1\))\S* (?:fusion|copy|add|multiply|select|transpose)\(", entry)
+    assert len(passes) == 1
+    assert facts.temporaries < 2**20
+
+
+@needs_libtpu
+@pytest.mark.parametrize("pad_id", [None, 0])
+def test_the_gradient_on_a_tpu_masks_no_rows(tpu, pad_id):
+    """Ids out of range and padding are dropped by the scatter itself, so that a weighted sum's gradient is one scatter of the weights."""
+    gradient = jax.grad(lambda table, ids, weights: jnp.vdot(te.lookup(table, ids, pad_id=pad_id), weights))
+    facts = tpu.facts(gradient, *tpu.like((TABLE, IDS, X)))
+    assert not re.search(rf"= f32\[(?:{BATCH},{LENGTH}|{BATCH * LENGTH}),{WIDTH}\]\S* (?:fusion|select)\(", facts.text)
+    assert facts.temporaries < 2**20
+
+
+@needs_libtpu
+def test_the_tied_loss_on_a_tpu_holds_no_logits_of_all_tokens(tpu):
+    function, _ = FUNCTIONS["tied_cross_entropy"]
+    facts = tpu.facts(function, *tpu.like((of(jnp.float32, 8, 512, WIDTH), TABLE, of(jnp.int32, 8, 512))))
+    assert not re.search(rf"f32\[(?:8,512|4096),{VOCAB}\]", facts.text)
+    assert facts.temporaries < 4 * 8 * 512 * VOCAB / 4
+
+
+@needs_libtpu
+def test_a_step_by_rows_on_a_tpu_makes_nothing_of_the_size_of_the_table(tpu):
+    table = of(jnp.float32, 100_000, WIDTH)
+    state = jax.eval_shape(optax.adam(1e-3).init, {"table": table})
+    facts = tpu.facts(row_step, *tpu.like((table, state, of(jnp.int32, 512))), donate=(0, 1))
+    assert facts.temporaries < 100_000 * WIDTH * 4 / 10
+
+
+@needs_libtpu
+def test_a_sharded_program_on_a_tpu_sends_nothing_of_the_size_of_a_table(tpu):
+    mesh, vocab = tpu.mesh(data=2, model=2), 100_000
+    tables = {"embeddings": of(jnp.float32, vocab, WIDTH)}
+    params = te.sharding.shard_params(tables, mesh, {"embeddings": P("model")}, tables="embeddings")
+    ids = jax.ShapeDtypeStruct((32, 64), jnp.int32, sharding=NamedSharding(mesh, P("data")))
+    read = tpu.compile(lambda params, ids: te.lookup(params["embeddings"], ids), params, ids)
+    for each in collectives(read):
+        assert each.largest <= 32 * 64 * WIDTH
+    x = jax.ShapeDtypeStruct((32, 64, WIDTH), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    loss = lambda x, params, labels: te.tied_cross_entropy(x, params["embeddings"], labels)
+    for each in collectives(tpu.compile(jax.value_and_grad(loss, (0, 1)), x, params, ids)):
+        assert each.largest <= vocab * WIDTH / 2
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize("name", ["gpu", "tpu", "tpu:", "cuda:h100", ""])
+def test_an_unknown_target_is_told_which_there_are(name):
+    with pytest.raises(TargetError, match=r"^target: wanted a name such as tpu:v5e:2x2, .*, cuda:h200, got "):
+        target(name)
+
+
+@pytest.mark.parametrize(("name", "package"), [("tpu:v5e:2x2", "libtpu"), ("cuda:h200", "jax_cuda12_plugin")])
+def test_a_missing_compiler_is_told_what_to_install(name, package, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    target.cache_clear()
+    with pytest.raises(TargetError, match=r'pip install "jax') as caught:
+        target(name)
+    assert "\n" not in str(caught.value)
+    target.cache_clear()
+
+
+@needs_libtpu
+@pytest.mark.parametrize("topology", ["v9:2x2", "v5e:3x77"])
+def test_a_topology_that_xla_refuses_is_one_line(topology):
+    with pytest.raises(TargetError, match=r"^target: wanted a topology that XLA compiles for, such as .*, got 'tpu:") as caught:
+        target(f"tpu:{topology}")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_command_ends_in_one_line_where_the_target_is_unknown():
+    command = [sys.executable, "tests/benchmarks/compiled.py", "--target", "gpu"]
+    ran = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    assert re.fullmatch(r"target: wanted a name such as .*, got 'gpu'\n", ran.stderr)
