@@ -49,7 +49,7 @@ def part_names(part):
     module = getattr(te, part)
     own = ((name, value) for name, value in vars(module).items() if str(getattr(value, "__module__", "")).startswith(module.__name__))
     names = [name for name, value in own if not name.startswith("_") and (inspect.isclass(value) or inspect.isfunction(value))]
-    return [name for name in names if name in getattr(module, "__all__", names)]
+    return list(getattr(module, "__all__", names))
 
 
 PUBLIC = [*te.__all__, *(f"{part}.{name}" for part in PARTS for name in part_names(part))]

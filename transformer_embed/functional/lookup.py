@@ -49,6 +49,14 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
             _checks.wanted("table", "a whole table, or one in shards, since the output layer is tied to it", type(self).__name__)
         )
 
+    def in_vocabulary_order(self) -> np.ndarray | None:
+        """All rows, on the host; None if it does not hold them all."""
+        return None
+
+    def with_rows(self, rows: np.ndarray) -> "Table":
+        """A table of these rows, in vocabulary order, that is held in the same way."""
+        raise NotImplementedError
+
     def take_rows(self, ids: Int32[Array, "..."], distinct: Callable[[Array], Array]) -> Any:
         """The rows of distinct(ids), for a loss to read in this table's place: a `rows.TakenRows`."""
         raise NotImplementedError

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int32
 from transformer_embed import _checks
 from transformer_embed.functional.lookup import Table, as_table, rows_at
 from transformer_embed.large_tables import row_wise
+from transformer_embed.large_tables.exchange import count_below
 from transformer_embed.large_tables.row_wise import SHARED
 
 __all__ = ["Rows", "add", "update", "value_and_grad"]
@@ -72,7 +73,7 @@ class Rows:
         ids = _distinct(self.vocab_size + 1, 2**31, jnp.concatenate([self.ids, other.ids]))
         # Ids that fill up are all taken for the one after the last: of no row.
         zeros = jnp.zeros((len(ids), self.shape[1]), jnp.promote_types(self.dtype, other.dtype))
-        slots = [jnp.where(each.ids < self.vocab_size, _count_below(ids, each.ids), len(ids)) for each in (self, other)]
+        slots = [jnp.where(each.ids < self.vocab_size, count_below(ids, each.ids), len(ids)) for each in (self, other)]
         values = zeros.at[slots[0]].set(self.values, mode="drop").at[slots[1]].add(other.values, mode="drop")
         return dataclasses.replace(self, ids=ids, values=values)
 
@@ -101,7 +102,8 @@ class _Ids:
         return "the ids of one batch (te.rows.add adds gradients of different ids)"
 
 
-def _flatten_with_keys(rows: Rows) -> tuple[Any, Any]:
+def flatten_with_keys(rows: Rows) -> tuple[Any, Any]:
+    """The values, and what goes along unseen."""
     return ((jax.tree_util.GetAttrKey("values"), rows.values),), (type(rows), _Ids(rows.ids), rows.vocab_size)
 
 
@@ -110,7 +112,7 @@ def _unflatten(kept: Any, values: Any) -> Rows:
     return kind(ids.ids, *values, vocab_size)
 
 
-jax.tree_util.register_pytree_with_keys(Rows, _flatten_with_keys, _unflatten)
+jax.tree_util.register_pytree_with_keys(Rows, flatten_with_keys, _unflatten)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["ids", "values"], meta_fields=["vocab_size"])
@@ -147,7 +149,7 @@ class TakenRows(Table):
         if self.ids.dtype != jnp.int32:
             raise TypeError(_checks.wanted("table", "rows with int32 ids (map over floating leaves only)", f"ids of {self.ids.dtype}"))
         ids = jnp.clip(ids, 0, self.vocab_size - 1)
-        slots = jnp.minimum(_count_below(self.ids, ids), len(self.ids) - 1)
+        slots = jnp.minimum(count_below(self.ids, ids), len(self.ids) - 1)
         rows = rows_at(self.values, slots)
         return jnp.where((self.ids[slots] == ids)[..., None], rows, jnp.array(jnp.nan, rows.dtype))
 
@@ -401,17 +403,6 @@ def _distinct(vocab_size: int, max_rows: int, ids: Int32[Array, "..."]) -> Int32
     first = jnp.concatenate([jnp.ones_like(ordered[:1], bool), ordered[1:] != ordered[:-1]])
     slots = jnp.cumsum(first, dtype=jnp.int32) - 1
     return jnp.arange(vocab_size, vocab_size + size, dtype=jnp.int32).at[slots].set(ordered, mode="drop", indices_are_sorted=True)
-
-
-def _count_below(ascending: Int32[Array, "k"], values: Int32[Array, "..."]) -> Int32[Array, "..."]:
-    """How many of the ascending ids are below each value: `jnp.searchsorted`, which older jax does not trace inside of a shard_map."""
-    size = len(ascending)
-    count = jnp.zeros_like(values)
-    for step in (2**bit for bit in reversed(range(size.bit_length()))):
-        further = count + step
-        is_below = ascending[jnp.minimum(further, size) - 1] < values
-        count = jnp.where((further <= size) & is_below, further, count)
-    return count
 
 
 def _read(table: Array, ids: Int32[Array, "k"]) -> Array:

@@ -1,113 +1,35 @@
-"""Tables sharded over a device mesh, by rows of the vocabulary, by columns, or by both: no device holds, sends or receives a whole one."""
+"""Parameter trees on a device mesh: every parameter is placed as a rule for its name says, and tables become `Sharded`.
+
+Read on from here: `shard_params` places a tree, or has each device draw its own part of one; `exchange_load` tells, for a batch, how many
+rows each device has to send. `sharded` says what a table does on the mesh; `dealing` and `exchange` are what a dealt one needs.
+"""
 
 import dataclasses
 import fnmatch
 import functools
-import importlib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int32
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
+from jaxtyping import Array
 
 from transformer_embed import _checks
 from transformer_embed.functional.lookup import Table
-from transformer_embed.functional.mesh import Axes, leading_without, per_dimension, spec_of
-from transformer_embed.large_tables import rows
+from transformer_embed.functional.mesh import Axes, per_dimension
+from transformer_embed.large_tables import dealing
+from transformer_embed.large_tables.sharded import Sharded, load_of, place_rows
+
+__all__ = ["ExchangeLoad", "Sharded", "exchange_load", "shard_params"]
 
 TABLES = "*/embeddings"
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["vocab_size", "sharding", "batch"])
-@dataclasses.dataclass(frozen=True, eq=False)
-class Sharded(Table):
-    """A table in shards: a leaf of a parameter tree that `lookup`, `tied_logits` and so every module of this package read.
-
-    `shard_params` makes it. It is a pytree with the padded array as its one leaf: gradients, optimizer states and
-    checkpoints have its form and stay in the shards. Rows past vocab_size are padding up to the mesh: no id reads them, they get no
-    gradient, and their logits are half of the dtype's lowest number, which no softmax, argmax or cross-entropy sees.
-
-    `lookup` of ids sends ids and rows: each shard reads the rows that it holds and the sum over the shards has one term that is not zero,
-    so values are those of one device to the bit. `tied_logits` gives [..., padded vocab_size], split over the table's axes, and sends
-    gradients of x; a table with columns over a mesh axis changes its columns for rows first. A gradient of the table is summed over the
-    axes that the batch is split over and stays in the shard.
-
-    Args:
-        array: [padded vocab_size, d].
-        vocab_size: number of rows that are no padding.
-        sharding: of the array.
-        batch: under automatic axes, the mesh axes that the first dimension of ids and x is split over, where it divides by them. Under
-            explicit axes their own types say.
-
-    Example:
-        >>> import jax, numpy as np
-        >>> from jax.sharding import Mesh, PartitionSpec
-        >>> import transformer_embed as te
-        >>> mesh = Mesh(np.array(jax.devices()[:1]), ["model"])
-        >>> params = {"embed": {"embeddings": np.ones([5, 2], np.float32)}}
-        >>> table = te.sharding.shard_params(params, mesh, {"embed/*": PartitionSpec("model")})["embed"]["embeddings"]
-        >>> type(table).__name__, table.shape, te.lookup(table, [4]).tolist()
-        ('Sharded', (5, 2), [[1.0, 1.0]])
-
-    Source:
-        Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism" (2019), section 3,
-        https://arxiv.org/abs/1909.08053
-    """
-
-    array: Any
-    vocab_size: int
-    sharding: NamedSharding
-    batch: Axes
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(vocab_size, d), without the padding."""
-        return (self.vocab_size, self.array.shape[-1])
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """Of the rows."""
-        return self.array.dtype
-
-    def gather(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
-        """See `Table`; split as the ids are, then as the columns are."""
-        return _gather(self, ids)
-
-    def logits(self, x: Float[Array, "... d"]) -> Float[Array, "... v"]:
-        """See `Table`; split as x is, less the table's axes, then over the table's axes."""
-        return _logits(self, x)
-
-    def take_rows(self, ids: Int32[Array, "..."], distinct: Callable[[Array], Array]) -> rows.TakenRows:
-        """See `Table`; on every device. The ids of the whole batch are gathered, and a sum over the shards has each row once."""
-        mesh = self.sharding.mesh
-        if _table_axes(self)[1]:
-            raise ValueError(_checks.wanted("table", "rows over mesh axes, and whole columns", self.sharding.spec))
-        held = jax.shard_map(distinct, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())(_replicate(ids, mesh))
-        everywhere = dataclasses.replace(self, batch=())
-        return _Taken(held, everywhere.gather(held), self.vocab_size, mesh, self.batch)
-
-    def update_rows(self, step: Callable, needed: Sequence[Array], gradient: rows.Rows, states: Sequence["Sharded"]) -> list["Sharded"]:
-        """See `Table`; each shard updates its own rows. Nothing is sent."""
-        mesh, wholes = self.sharding.mesh, [self, *states]
-
-        def update_shard(needed, ids, values, shards):
-            own, order = _own_rows(self, ids, shards[0].shape[0])
-            return step(needed, own, values[order], shards)
-
-        whole, split = PartitionSpec(), [self.sharding.spec] * len(wholes)
-        specs = ([_spec_inside(mesh, array) for array in needed], whole, whole, split)
-        update_all = jax.shard_map(update_shard, mesh=mesh, in_specs=specs, out_specs=split)
-        written = update_all(list(needed), gradient.ids, gradient.values, [each.array for each in wholes])
-        return [dataclasses.replace(each, array=array) for each, array in zip(wholes, written, strict=True)]
-
-    def shards(self, x: Float[Array, "... d"]) -> tuple[Array, Any, Axes, Axes, Sequence[Axes]]:
-        """See `Table`."""
-        rows, columns = _table_axes(self)
-        return self.array, self.sharding.mesh, rows, columns, _split(self.sharding.mesh, self.batch, x, x.ndim - 1)
+VIRTUAL_SHARDS = 4096
+# Positions are int32, and those past the end fill up buffers.
+MAX_SIZE = 2**31 - 2**26
 
 
 def shard_params(
@@ -118,35 +40,51 @@ def shard_params(
     rng: Array | None = None,
     tables: str = TABLES,
     batch: Axes | None = None,
+    deal: str | None = None,
+    virtual_shards: int = VIRTUAL_SHARDS,
+    capacity: float = 1.0,
 ) -> Any:
-    """A parameter tree on a mesh: its tables as `Sharded`, the other parameters as arrays, each split as its name says.
+    """A parameter tree on a mesh: its tables as `Sharded`, the other parameters as arrays, each split as the rule for its name says.
 
-    A name is the parameter's place in the tree, such as `"transformer_embedding/~/token_embedding/embeddings"`. The first rule whose
-    pattern matches it (`*` stands for any characters, slashes among them) says how it is split. What no rule matches is whole on every
-    device.
+    A name is the parameter's path in the tree, such as `"transformer_embedding/~/token_embedding/embeddings"`. The first rule whose
+    pattern matches it decides (`*` stands for any characters, slashes included). A parameter that no rule matches is whole on every device.
+
+    Tables are cut into contiguous blocks of rows, or dealt. Training a cut table by rows sends every distinct row of the whole batch to
+    every device, which pays up to some dozens of devices. Training a dealt table by rows, or looking up its ids, exchanges rows: each
+    device asks the owners for the rows that its own part of the batch reads, and sends their gradients back. What a device sends then
+    hardly grows with the number of devices, and not with the table. A dealt table needs a batch that is split over its rows' mesh axes.
 
     Args:
-        params: a parameter tree, or a function that draws one from a key, which is compiled so that each device draws its own shards
-            and holds no whole table: the numbers are those of one device. A tree is one of arrays that this process holds whole, of
-            `Sharded` (to move them to another mesh), or of what jax.eval_shape gives: then the result has the shapes and shardings to
-            compile for, or to restore a checkpoint into. A state of an optimizer will do: it has the names of the parameters. Of many
-            processes, every one gives the same.
+        params: a parameter tree, or a function that draws one from a key. The function is compiled so that each device draws its own shards
+            and no device holds a whole table; the values are those of one device. A tree holds arrays that this process has whole,
+            `Sharded` tables (to move them to another mesh), or the result of jax.eval_shape; then the result has the shapes and
+            shardings to compile for, or to restore a checkpoint into. An optimizer state works too: it has the names of the
+            parameters. With many processes, every process passes the same tree.
         mesh: of any shape, with automatic or explicit axes.
         rules: patterns and their specs: for each dimension a mesh axis, a tuple of them, or None.
-        rng: a key, where params is a function. None: otherwise.
+        rng: a key, required if params is a function; otherwise must be None.
         tables: the pattern of the names of tables: of rank 2, split by a rule, and read by `lookup` and `tied_logits` alone. Another
-            reader, hk.Embed for one, takes a plain array: leave its table out of the pattern.
-        batch: under automatic axes, the mesh axes that the first dimension of ids is split over. With an axis of the table's rows among
-            them, the ids of all its devices are gathered and the sums of rows scattered. None: the axes that the table does not use.
+            reader, such as hk.Embed, takes a plain array: leave its table out of the pattern.
+        batch: under automatic axes, the mesh axes that the first dimension of ids is split over. None: the axes that the table does not
+            use; for a dealt table, all axes of the mesh. If a cut table's rows use one of them, the ids along it are all-gathered and the
+            rows reduce-scattered.
+        deal: the pattern of the names of tables whose rows are dealt over virtual shards, so that the frequent ids of a vocabulary
+            sorted by frequency do not meet on one device. None: no table. A table that a tied output layer reads cannot be dealt.
+        virtual_shards: a power of two that the number of devices along the rows' axes divides. A dealt table's array is
+            the same on every such mesh, and so is a checkpoint of it.
+        capacity: of a dealt table. A device can send a fixed number of ids to each other one: the mean load of a batch without
+            repeats, and a margin that hashed ids exceed in less than one step in 1e9. A capacity c makes it at least c times the
+            mean load. An id that finds no room reads as NaN and gets no update; `exchange_load` counts them for a batch.
 
     Returns:
         A tree like params.
 
     Raises:
-        TypeError: mesh is no Mesh; rules are no mapping of patterns to PartitionSpec; a traced parameter; a function and no key.
-        ValueError: a pattern that matches no parameter; a spec of more dimensions than its parameter; an axis that the mesh lacks; a
-            dimension, other than a table's rows, that its axes do not divide; a batch over the axes of a table's columns; a key and no
-            function.
+        TypeError: mesh is not a Mesh; rules are not a mapping of patterns to PartitionSpec; a traced parameter; a function without a key.
+        ValueError: a pattern that matches no parameter; a spec with more dimensions than its parameter; an axis that the mesh lacks; a
+            dimension, other than a table's rows, that its axes do not divide; a batch over the axes of a table's columns; a key without
+            a function; a dealt table whose columns are split, whose batch is not split over the axes of its rows, or whose
+            virtual shards the devices do not divide; a capacity that is not positive.
 
     Example:
         >>> import jax, numpy as np
@@ -160,80 +98,111 @@ def shard_params(
         (1, 3, 64)
 
     Source:
-        Xu et al., "GSPMD: General and Scalable Parallelization for ML Computation Graphs" (2021), https://arxiv.org/abs/2105.04663, whose
-        annotations these are; that names choose them is own.
+        Xu et al., "GSPMD: General and Scalable Parallelization for ML Computation Graphs" (2021), https://arxiv.org/abs/2105.04663, for
+        the annotations; choosing them by name is ours.
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(_checks.wanted("mesh", "a jax.sharding.Mesh", type(mesh).__name__))
-    if callable(params):
-        key = _checks.as_key("rng", rng)
-        return _draw(params, key, shard_params(jax.eval_shape(params, key), mesh, rules, tables=tables, batch=batch), mesh)
-    _checks.unwanted("rng", rng, "params is no function")
     if not isinstance(batch, tuple | None):
         raise TypeError(_checks.wanted("batch", "a tuple of mesh axes, or None", repr(batch)))
-    place = functools.partial(_place, mesh=mesh, tables=tables, batch=batch)
-    return jax.tree_util.tree_map_with_path(place, params, _partition_specs(params, rules), is_leaf=_is_table)
+    if _checks.integer("virtual_shards", virtual_shards, at_least=2, at_most=2**20).bit_count() != 1:
+        raise ValueError(_checks.wanted("virtual_shards", "a power of two", virtual_shards))
+    if not isinstance(deal, str | None):
+        raise TypeError(_checks.wanted("deal", "a pattern of names, or None", repr(deal)))
+    plan = _Plan(mesh, tables, batch, deal, virtual_shards, _checks.real("capacity", capacity, above=0))
+    if callable(params):
+        key = _checks.as_key("rng", rng)
+        return _draw(params, key, plan, _placed(jax.eval_shape(params, key), rules, plan))
+    _checks.unwanted("rng", rng, "params is not a function")
+    return _placed(params, rules, plan)
 
 
-def _spec_inside(mesh: Any, leaf: Any) -> PartitionSpec:
-    """How a parameter is handed to every device: under explicit axes as it is split, else whole."""
-    return jax.typeof(leaf).sharding.spec if AxisType.Explicit in mesh.axis_types else PartitionSpec()
+class ExchangeLoad(NamedTuple):
+    """What an exchange of rows asks of the devices for one batch, as `exchange_load` counts it.
 
+    Args:
+        rows: int64, [size of each mesh axis of the batch, ...], the rows that each device is asked for: an id counts once for each device
+            that asks, or, if the exchange goes over one mesh axis after the other, for each line of devices.
+        dropped: the number of requests that find no room: these ids read as NaN.
 
-def _own_rows(table: Sharded, ids: Int32[Array, "k"], size: int) -> tuple[Int32[Array, "k"], Int32[Array, "k"]]:
-    """The ids that this shard holds, counted from its first row, then ids past its end, so that all ascend; and where they came from."""
-    first = _index(_table_axes(table)[0]) * size
-    order = (jnp.arange(len(ids), dtype=jnp.int32) + jnp.sum(ids < first, dtype=jnp.int32)) % len(ids)
-    own = ids[order] - first
-    here = (own >= 0) & (own < size) & (ids[order] < table.vocab_size)
-    return jnp.where(here, own, jnp.arange(size, size + len(ids), dtype=jnp.int32)), order
-
-
-def _replicate(ids: Int32[Array, "..."], mesh: Any) -> Int32[Array, "..."]:
-    """On every device: few and small, the ids of the whole batch."""
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    if AxisType.Explicit not in mesh.axis_types:
-        return jax.lax.with_sharding_constraint(ids, everywhere)
-    home = jax.sharding if hasattr(jax.sharding, "reshard") else importlib.import_module("jax.experimental.shard")
-    return home.reshard(ids, everywhere)
-
-
-def _draw(init: Callable, rng: Array, targets: Any, mesh: Mesh) -> Any:
-    """What init draws, in the form of its targets.
-
-    Only the automatic partitioner splits the drawing of one array; explicit axes would draw it whole on every device.
+    Example:
+        >>> import transformer_embed as te
+        >>> te.sharding.ExchangeLoad._fields
+        ('rows', 'dropped')
     """
-    automatic = Mesh(mesh.devices, mesh.axis_names)
-    shardings = jax.tree.map(lambda target: NamedSharding(automatic, target.sharding.spec), targets)
 
-    def hold(array: Array, target: Any) -> Any:
-        if not isinstance(target, Sharded):
-            return array
-        padding = target.array.shape[0] - target.vocab_size
-        return dataclasses.replace(target, array=jnp.pad(array, ((0, padding), (0, 0))))
-
-    # The key of the surrounding mesh has its explicit axes in its type: as numbers of the host it has not.
-    numbers, kind = np.asarray(jax.random.key_data(rng)), jax.random.key_impl(rng)
-    with _set_mesh(automatic):
-        draw = jax.jit(lambda key: jax.tree.map(hold, init(key), targets), out_shardings=shardings)
-        drawn = draw(jax.random.wrap_key_data(jnp.asarray(numbers), impl=kind))
-    return jax.tree.map(lambda array, target: jax.device_put(array, target.sharding), drawn, targets)
+    rows: np.ndarray
+    dropped: int
 
 
-def _partition_specs(params: Any, rules: Mapping[str, PartitionSpec]) -> Any:
+def exchange_load(table: Sharded, ids: ArrayLike) -> ExchangeLoad:
+    """How many rows of a dealt table each device has to send for a batch, and how many ids find no room; for the host.
+
+    Args:
+        table: a dealt table, or its shape as `shard_params` makes it from jax.eval_shape.
+        ids: [batch, ...], any integer dtype, not traced: the ids of all devices, whose first dimension is split over `table.batch`.
+
+    Returns:
+        ExchangeLoad(rows, dropped).
+
+    Raises:
+        TypeError: the table is not a `Sharded`; ids are not integers, or are traced.
+        ValueError: the table is not dealt; a batch that the devices do not divide.
+
+    Example:
+        >>> import jax, numpy as np
+        >>> from jax.sharding import Mesh, PartitionSpec
+        >>> import transformer_embed as te
+        >>> mesh = Mesh(np.array(jax.devices()[:1]), ["model"])
+        >>> params = {"embed": {"embeddings": np.ones([5, 2], np.float32)}}
+        >>> params = te.sharding.shard_params(params, mesh, {"*": PartitionSpec("model")}, deal="embed/*", virtual_shards=2)
+        >>> load = te.sharding.exchange_load(params["embed"]["embeddings"], np.array([4, 1, 4]))
+        >>> load.rows.tolist(), load.dropped
+        ([2], 0)
+    """
+    if not isinstance(table, Sharded):
+        raise TypeError(_checks.wanted("table", "a dealt Sharded table", type(table).__name__))
+    array = _checks.as_integers("ids", ids)
+    if _checks.is_traced(array):
+        raise TypeError(_checks.wanted("ids", "values on the host, outside of jit", f"a traced {array.dtype}{list(array.shape)}"))
+    return ExchangeLoad(*load_of(table, np.asarray(array)))
+
+
+class _Plan(NamedTuple):
+    """The arguments of `shard_params` that hold for every parameter."""
+
+    mesh: Mesh
+    tables: str
+    batch: Axes | None
+    deal: str | None
+    virtual_shards: int
+    capacity: float
+
+
+def _placed(params: Any, rules: Mapping[str, PartitionSpec], plan: _Plan) -> Any:
+    place = functools.partial(_place, plan=plan)
+    return jax.tree_util.tree_map_with_path(place, params, _partition_specs(params, rules, plan.deal), is_leaf=_is_table)
+
+
+def _partition_specs(params: Any, rules: Mapping[str, PartitionSpec], deal: str | None) -> Any:
     """A tree like params, of PartitionSpec."""
     if not isinstance(rules, Mapping) or not all(isinstance(spec, PartitionSpec) for spec in rules.values()):
         raise TypeError(_checks.wanted("rules", "a mapping of patterns to PartitionSpec", rules))
     leaves, tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_table)
-    named = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    named = {_name(path): leaf for path, leaf in leaves}
     for name, leaf in named.items():
         if not hasattr(leaf, "shape"):
             raise TypeError(_checks.wanted("params", f"an array as {name}", type(leaf).__name__))
     shapes = {name: leaf.shape for name, leaf in named.items()}
-    for pattern in rules:
+    for pattern in [*rules, *([] if deal is None else [deal])]:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in shapes):
-            raise ValueError(_checks.wanted("rules", f"patterns that match one of {', '.join(shapes)}", repr(pattern)))
+            argument = "rules" if pattern in rules else "deal"
+            raise ValueError(_checks.wanted(argument, f"patterns that match one of {', '.join(shapes)}", repr(pattern)))
     return jax.tree.unflatten(tree, [_spec_of(name, shape, rules) for name, shape in shapes.items()])
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _spec_of(name: str, shape: tuple[int, ...], rules: Mapping[str, PartitionSpec]) -> PartitionSpec:
@@ -243,31 +212,47 @@ def _spec_of(name: str, shape: tuple[int, ...], rules: Mapping[str, PartitionSpe
     return spec
 
 
-def _place(path: Any, leaf: Any, spec: PartitionSpec, *, mesh: Mesh, tables: str, batch: Axes | None) -> Any:
+def _place(path: Any, leaf: Any, spec: PartitionSpec, *, plan: _Plan) -> Any:
     """A parameter on the mesh."""
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    name, mesh, batch = _name(path), plan.mesh, plan.batch
     axes = per_dimension(spec, len(leaf.shape))
     used = [axis for some in axes for axis in some]
     for axis in (*used, *(batch or ())):
         if axis not in mesh.axis_names:
             raise ValueError(_checks.wanted("rules and batch", f"axes of the mesh, {mesh.axis_names}, for {name}", repr(axis)))
     if _checks.is_traced(leaf.array if isinstance(leaf, Sharded) else leaf):
-        raise TypeError(
-            _checks.wanted(
-                "params", "arrays outside of jit (a function that draws them is compiled by shard_params itself)", f"a traced {name}"
-            )
-        )
+        want = "arrays outside of jit (a function that draws them is compiled by shard_params itself)"
+        raise TypeError(_checks.wanted("params", want, f"a traced {name}"))
     sharding = NamedSharding(mesh, spec)
-    if not (used and len(leaf.shape) == 2 and fnmatch.fnmatchcase(name, tables)):
+    if not (used and len(leaf.shape) == 2 and fnmatch.fnmatchcase(name, plan.tables)):
         _check_divides(name, leaf.shape, axes, mesh)
         return _put(leaf, leaf.shape, sharding)
     _check_divides(name, leaf.shape[1:], axes[1:], mesh)
     if batch is not None and set(batch) & set(axes[1]):
         raise ValueError(_checks.wanted("batch", f"other axes than those of the columns of {name}", batch))
-    rows, shards = leaf.shape[0], math.prod(mesh.shape[axis] for axis in used)
+    parts = math.prod(mesh.shape[axis] for axis in used)
+    if plan.deal is not None and fnmatch.fnmatchcase(name, plan.deal):
+        return _deal(name, leaf, axes, parts, sharding, plan)
     others = tuple(axis for axis in mesh.axis_names if axis not in used)
-    array = _put(leaf, (-(-rows // shards) * shards, leaf.shape[1]), sharding)
-    return Sharded(array, rows, sharding, others if batch is None else tuple(batch))
+    array = _put(leaf, (-(-leaf.shape[0] // parts) * parts, leaf.shape[1]), sharding)
+    return Sharded(array, leaf.shape[0], sharding, others if batch is None else tuple(batch))
+
+
+def _deal(name: str, leaf: Any, axes: list[Axes], parts: int, sharding: NamedSharding, plan: _Plan) -> Sharded:
+    """A dealt table on the mesh."""
+    batch = plan.mesh.axis_names if plan.batch is None else tuple(plan.batch)
+    if axes[1]:
+        raise ValueError(_checks.wanted("deal", f"rows over mesh axes, and whole columns, for {name}", sharding.spec))
+    if not set(axes[0]) <= set(batch):
+        raise ValueError(_checks.wanted("batch", f"the mesh axes of the rows of {name}, {axes[0]}, among others, since it is dealt", batch))
+    if plan.virtual_shards % parts:
+        want = f"a number of devices along {axes[0]} that divides {plan.virtual_shards} virtual shards, to deal {name}"
+        raise ValueError(_checks.wanted("mesh", want, parts))
+    deal = dealing.Deal(leaf.shape[0], plan.virtual_shards)
+    if deal.size > MAX_SIZE:
+        raise ValueError(_checks.wanted("params", f"at most {MAX_SIZE} rows for {name}, padding included, to deal it", deal.size))
+    array = _put(leaf, (deal.size, leaf.shape[1]), sharding, deal)
+    return Sharded(array, leaf.shape[0], sharding, batch, plan.virtual_shards, plan.capacity)
 
 
 def _check_divides(name: str, shape: tuple[int, ...], axes: list[Axes], mesh: Mesh) -> None:
@@ -277,127 +262,39 @@ def _check_divides(name: str, shape: tuple[int, ...], axes: list[Axes], mesh: Me
             raise ValueError(_checks.wanted("rules", f"a dimension of {name} that {parts} devices divide", size))
 
 
-def _put(leaf: Any, shape: tuple[int, ...], sharding: NamedSharding) -> Any:
-    """Zeros after the leaf's rows up to the shape; each device is sent its own part."""
-    if isinstance(leaf, jax.ShapeDtypeStruct):
+def _put(leaf: Any, shape: tuple[int, ...], sharding: NamedSharding, deal: dealing.Deal | None = None) -> Any:
+    """The leaf on the mesh; or, of a shape, the shape to compile for."""
+    if isinstance(leaf.array if isinstance(leaf, Sharded) else leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
-    if isinstance(leaf, Sharded):
-        return _put(leaf.array, shape, sharding) if isinstance(leaf.array, jax.ShapeDtypeStruct) else _put(_whole(leaf), shape, sharding)
-    host = np.asarray(leaf)
-
-    def part(index):
-        some = host[index]
-        full = [len(range(*each.indices(size))) for each, size in zip(index, shape, strict=True)]
-        return np.pad(some, [(0, size - have) for size, have in zip(full, some.shape, strict=True)])
-
-    return jax.make_array_from_callback(shape, sharding, part)
+    rows = leaf.in_vocabulary_order() if isinstance(leaf, Sharded) else np.asarray(leaf)
+    return place_rows(rows, shape, sharding, deal)
 
 
-def _whole(table: Sharded) -> np.ndarray:
-    return np.asarray(table.array)[: table.vocab_size]
+def _draw(init: Callable, rng: Array, plan: _Plan, targets: Any) -> Any:
+    """What init draws, in the form of its targets.
+
+    Only the automatic partitioner splits the drawing of one array; explicit axes would draw it whole on every device.
+    """
+    automatic = Mesh(plan.mesh.devices, plan.mesh.axis_names)
+    shardings = jax.tree.map(lambda target: NamedSharding(automatic, target.sharding.spec), targets)
+
+    def hold(array: Array, target: Any) -> Any:
+        if not isinstance(target, Sharded):
+            return array
+        if target.deal is None:
+            return dataclasses.replace(target, array=jnp.pad(array, ((0, target.array.shape[0] - target.vocab_size), (0, 0))))
+        return dataclasses.replace(target, array=dealing.deal_rows(target.deal, automatic, target.axes[0], array))
+
+    # The key of the surrounding mesh has its explicit axes in its type: as numbers of the host it has not.
+    numbers, kind = np.asarray(jax.random.key_data(rng)), jax.random.key_impl(rng)
+    with _set_mesh(automatic):
+        draw = jax.jit(lambda key: jax.tree.map(hold, init(key), targets), out_shardings=shardings)
+        drawn = draw(jax.random.wrap_key_data(jnp.asarray(numbers), impl=kind))
+    return jax.tree.map(lambda array, target: jax.device_put(array, target.sharding), drawn, targets)
 
 
 def _is_table(leaf: Any) -> bool:
     return isinstance(leaf, Table)
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["ids", "values"], meta_fields=["vocab_size", "mesh", "batch"])
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Taken(rows.TakenRows):
-    """Rows on every device; each finds those of its own part of the batch, and the gradient is summed over the parts."""
-
-    mesh: Any
-    batch: Axes
-
-    def gather(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
-        return _gather_taken(self, ids)
-
-
-@jax.jit
-def _gather_taken(taken: _Taken, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
-    split = _split(taken.mesh, taken.batch, ids, ids.ndim)
-
-    def read(held, values, ids):
-        return rows.TakenRows(held, values, taken.vocab_size).gather(ids).astype(taken.dtype)
-
-    specs = (PartitionSpec(), PartitionSpec(), spec_of(*split))
-    wide = taken.values.astype(jnp.promote_types(jnp.float32, taken.dtype))
-    return jax.shard_map(read, mesh=taken.mesh, in_specs=specs, out_specs=spec_of(*split, ()))(taken.ids, wide, ids)
-
-
-@jax.jit
-def _gather(table: Sharded, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
-    """Every shard looks up the ids that it holds, zeros for the others; the sum over the shards has one term that is not zero."""
-    row_axes, column_axes = _table_axes(table)
-    split = _split(table.sharding.mesh, table.batch, ids, ids.ndim)
-    if set(column_axes) & {axis for axes in split for axis in axes}:
-        raise ValueError(_checks.wanted("table", "columns over a mesh axis that the ids do not use", f"both over {column_axes!r}"))
-    by_dimension = [tuple(axis for axis in axes if axis in row_axes) for axes in split]
-    elsewhere = tuple(axis for axis in row_axes if not any(axis in axes for axes in by_dimension))
-
-    def read(shard, ids):
-        for dimension, axes in enumerate(by_dimension):
-            ids = jax.lax.all_gather(ids, axes, axis=dimension, tiled=True) if axes else ids
-        row = jnp.clip(ids, 0, table.vocab_size - 1) - _index(row_axes) * shard.shape[0]
-        # Unsigned, for a negative index would count from the end.
-        rows = shard.at[row.astype(jnp.uint32)].get(mode="fill", fill_value=0).astype(table.dtype)
-        rows = jax.lax.psum(rows, elsewhere) if elsewhere else rows
-        for dimension, axes in enumerate(by_dimension):
-            rows = jax.lax.psum_scatter(rows, axes, scatter_dimension=dimension, tiled=True) if axes else rows
-        return rows
-
-    # A row's gradient is summed in float32 over its repeats and over the devices, as on one device.
-    wide = table.array.astype(jnp.promote_types(jnp.float32, table.dtype))
-    specs = (spec_of(row_axes, column_axes), spec_of(*split))
-    return jax.shard_map(read, mesh=table.sharding.mesh, in_specs=specs, out_specs=spec_of(*split, column_axes))(wide, ids)
-
-
-@jax.jit
-def _logits(table: Sharded, x: Float[Array, "... d"]) -> Float[Array, "... v"]:
-    """Every shard multiplies by its rows; columns change hands for rows first, since a shard of the table is less than partial logits."""
-    row_axes, column_axes = _table_axes(table)
-    table_axes = (*row_axes, *column_axes)
-    split = _split(table.sharding.mesh, table.batch, x, x.ndim - 1)
-    kept = [leading_without(axes, table_axes) for axes in split[:-1]]
-    gathered = [axes[len(some) :] for axes, some in zip(split[:-1], kept, strict=True)] + [split[-1]]
-    if not {axis for axes in gathered for axis in axes} <= set(table_axes):
-        raise ValueError(
-            _checks.wanted("x", f"no other mesh axis after the table's in a dimension, nor over its last, {table_axes}", split)
-        )
-    dtype = jnp.promote_types(jnp.float32, jnp.promote_types(x.dtype, table.dtype))
-
-    def multiply(shard, x):
-        for dimension, axes in enumerate(gathered):
-            x = jax.lax.all_gather(x, axes, axis=dimension, tiled=True) if axes else x
-        if column_axes:
-            shard = jax.lax.all_to_all(shard, column_axes, split_axis=0, concat_axis=1, tiled=True)
-        logits = jnp.einsum("...d,vd->...v", x, shard, preferred_element_type=dtype)
-        if table.array.shape[0] == table.vocab_size:
-            return logits
-        row = _index(table_axes) * shard.shape[0] + jnp.arange(shard.shape[0], dtype=jnp.int32)
-        return jnp.where(row < table.vocab_size, logits, jnp.finfo(dtype).min / 2)
-
-    specs = (spec_of(row_axes, column_axes), spec_of(*split))
-    return jax.shard_map(multiply, mesh=table.sharding.mesh, in_specs=specs, out_specs=spec_of(*kept, table_axes))(table.array, x)
-
-
-def _table_axes(table: Sharded) -> tuple[Axes, Axes]:
-    """The mesh axes that the rows are over, and those of the columns."""
-    rows, columns = per_dimension(table.sharding.spec, 2)
-    return rows, columns
-
-
-def _split(mesh: Any, batch: Axes, array: Array, batch_dimensions: int) -> list[Axes]:
-    """The mesh axes that each dimension is split over: under explicit axes its type says, else `batch` does, for the first one."""
-    if AxisType.Explicit in mesh.axis_types:
-        return per_dimension(jax.typeof(array).sharding.spec, array.ndim)
-    size = math.prod(mesh.shape[axis] for axis in batch)
-    first = batch if batch_dimensions and array.shape[0] % size == 0 else ()
-    return [first, *[()] * (array.ndim - 1)][: array.ndim]
-
-
-def _index(axes: Axes) -> Int32[Array, ""] | int:
-    return jax.lax.axis_index(axes) if axes else 0
 
 
 def _set_mesh(mesh: Mesh) -> Any:

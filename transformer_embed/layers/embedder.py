@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import haiku as hk
 import jax
@@ -157,7 +157,8 @@ def resize_vocabulary(params: Params, vocab_size: int, rng: Array | None = None)
     matching config is `dataclasses.replace(config, vocab_size=...)`.
 
     Args:
-        params: a Haiku parameter tree with one token table, as `Embedder.init` makes.
+        params: a Haiku parameter tree with one token table, as `Embedder.init` makes. A sharded table stays split, and dealt, as it is; its
+            rows pass through this host, which must see all shards.
         vocab_size: the new number of rows, at least 1; fewer than now drops the last ones.
         rng: a key; None will do if no row is added.
 
@@ -182,15 +183,19 @@ def resize_vocabulary(params: Params, vocab_size: int, rng: Array | None = None)
     """
     _checks.integer("vocab_size", vocab_size, at_least=1)
     path, table = _table_of(params, "token_embedding")
-    more = vocab_size - table.shape[0]
-    if more <= 0:
-        resized = table[:vocab_size]
-    elif rng is None:
-        raise ValueError(_checks.wanted("rng", f"a key, to draw {more} new rows", "None"))
-    else:
-        wide = table.astype(jnp.promote_types(jnp.float32, table.dtype))
-        rows = wide.mean(0) + wide.std(0) * jax.random.normal(_checks.as_key("rng", rng), (more, table.shape[1]), wide.dtype)
-        resized = jnp.concatenate([table, rows.astype(table.dtype)])
+    rows = table.in_vocabulary_order() if isinstance(table, Table) else table
+    if rows is None:
+        raise _not_whole(path, table)
+    more = vocab_size - rows.shape[0]
+    if more > 0:
+        if rng is None:
+            raise ValueError(_checks.wanted("rng", f"a key, to draw {more} new rows", "None"))
+        wide = rows.astype(jnp.promote_types(jnp.float32, rows.dtype))
+        drawn = wide.mean(0) + wide.std(0) * jax.random.normal(_checks.as_key("rng", rng), (more, rows.shape[1]), wide.dtype)
+        rows = (np if isinstance(table, Table) else jnp).concatenate([rows, drawn.astype(rows.dtype)])
+    resized: Any = rows[:vocab_size]
+    if isinstance(table, Table):
+        resized = table.with_rows(resized)
     return {**params, path: {**params[path], "embeddings": resized}}
 
 
@@ -225,6 +230,8 @@ def resize_positions(params: Params, max_len: int, *, start: int = 0) -> Params:
         Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021), section 3.2, https://arxiv.org/abs/2010.11929
     """
     path, table = _table_of(params, "learned_positional_encoding")
+    if isinstance(table, Table):
+        raise _not_whole(path, table)
     start = _checks.integer("start", start, at_least=0, at_most=table.shape[0] - 1)
     rows = _checks.integer("max_len", max_len, at_least=start + 1) - start
     wide = table[start:].astype(jnp.promote_types(jnp.float32, table.dtype))
@@ -233,16 +240,20 @@ def resize_positions(params: Params, max_len: int, *, start: int = 0) -> Params:
     return {**params, path: {**params[path], "embeddings": resized}}
 
 
-def _table_of(params: Params, module: str) -> tuple[str, Float[Array, "v d"]]:
+def _table_of(params: Params, module: str) -> tuple[str, Float[Array, "v d"] | Table]:
     _checks.params(params)
     paths = [path for path in params if path.rsplit("/", 1)[-1] == module]
     if len(paths) != 1:
         raise ValueError(_checks.wanted("params", f"one module called {module}", f"{len(paths)} among {sorted(params)}"))
     table = params[paths[0]].get("embeddings")
-    if table is None or isinstance(table, Table):
-        got = "none" if table is None else f"a table held as {type(table).__name__}"
-        raise ValueError(_checks.wanted(f"params: {paths[0]}/embeddings", "a whole array", got))
-    return paths[0], jnp.asarray(table)
+    if table is None:
+        raise _not_whole(paths[0], table)
+    return paths[0], table if isinstance(table, Table) else jnp.asarray(table)
+
+
+def _not_whole(path: str, table: Any) -> ValueError:
+    got = "none" if table is None else f"a table held as {type(table).__name__}"
+    return ValueError(_checks.wanted(f"params: {path}/embeddings", "a whole array", got))
 
 
 @functools.partial(jax.jit, static_argnums=0)

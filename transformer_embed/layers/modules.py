@@ -20,7 +20,7 @@ from transformer_embed.layers.config import EmbedderConfig, checked_scale
 from transformer_embed.layers.schemes import Learned, Scheme
 
 Initializer = hk.initializers.Initializer
-Params = Mapping[str, Mapping[str, Array]]
+Params = Mapping[str, Mapping[str, Array | Table]]
 
 
 class TokenEmbedding(hk.Module):

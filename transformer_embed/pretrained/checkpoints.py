@@ -228,7 +228,10 @@ def _tensor_name(name: Any) -> str:
 def _on_host(name: str, leaf: Any) -> np.ndarray:
     want = "an array of float32, bfloat16 or float16"
     if isinstance(leaf, Table):
-        raise TypeError(_checks.wanted(f"params: {schema.cut(name)}", "a whole array", f"a table held as {type(leaf).__name__}"))
+        rows = leaf.in_vocabulary_order()
+        if rows is None:
+            raise TypeError(_checks.wanted(f"params: {schema.cut(name)}", "a whole array", f"a table held as {type(leaf).__name__}"))
+        leaf = rows
     if isinstance(leaf, np.ma.MaskedArray) or not isinstance(leaf, np.ndarray | np.generic | jax.Array):
         raise TypeError(_checks.wanted(f"params: {schema.cut(name)}", want, type(leaf).__name__))
     if _checks.is_traced(leaf):
