@@ -761,7 +761,7 @@ def test_bad_trees_and_rules_are_told():
         place({"embed/*": SPEC(None, "model")}, batch=("model",))
     with pytest.raises(TypeError, match=r"^rules: wanted a mapping of patterns to PartitionSpec, got \{'embed/\*': 'model'\}$"):
         place({"embed/*": "model"})
-    with pytest.raises(ValueError, match=r"^rng: wanted None, since params is no function, got "):
+    with pytest.raises(ValueError, match=r"^rng: wanted None, since params is not a function, got "):
         place({}, rng=jax.random.key(0))
     with pytest.raises(TypeError, match=r"^rng: wanted one key of jax.random.key or jax.random.PRNGKey, got NoneType None$"):
         te.sharding.shard_params(lambda rng: params, mesh, {})
