@@ -41,7 +41,7 @@ def draw(results: dict, case: str) -> Figure:
     ax.bar_label(bars, labels, padding=3)
     ax.margins(x=0.65)
     ax.invert_yaxis()
-    ax.set(xlabel=f"milliseconds, {results['machine']['cpus']} CPU cores, float32")
+    ax.set(xlabel=f"ms on {results['machine']['cpus']} CPU cores, float32")
     ax.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"input layer, {TITLES[case]}", fontsize="large")
     return figure
