@@ -433,17 +433,18 @@ MOVED: Mapping[str, Callable[[Mapping[str, Any], Sequence[int], int], int | None
 # Names.
 
 UPDATE = re.compile(r"(?:^|\.)(\w+)(?:\.<locals>)?\.update\w*(?:\.|$)")
-INSIDE_JAX = re.compile(r"[\\/]jax[\\/](_src|numpy|lax|_)")
+SLASH = r"[\\/]"
+INSIDE_JAX = re.compile(rf"{SLASH}jax{SLASH}(_src|numpy|lax|_)")
 
 
 def _origin(equation: Equation | None, update: Callable) -> tuple[str, str]:
     """The transformation that wrote an equation, and the file and line."""
     for source in equation.sources if equation else ():
-        frames = [frame for frame in _frames(source) if not INSIDE_JAX.search(frame.file_name)]
-        for frame in frames:
-            if match := UPDATE.search(frame.function_name):
-                file = re.split(r"[\\/]", frames[0].file_name)
-                return match[1], f" ({'/'.join(file[-2:])}:{frames[0].line_num})"
+        frames = list(_frames(source))
+        for name, _, _ in frames:
+            if match := UPDATE.search(name):
+                _, file, line = frames[0]
+                return match[1], f" ({'/'.join(re.split(SLASH, file)[-2:])}:{line})"
     return _name(update), ""
 
 
@@ -451,12 +452,16 @@ def _name(function: Callable) -> str:
     return getattr(function, "__qualname__", type(function).__name__).split(".")[0]
 
 
-def _frames(source: Any) -> Iterator[Any]:
-    """From the innermost call outwards, as far as the step."""
-    for frame in getattr(source.traceback, "frames", ()):
+def _frames(source: Any) -> Iterator[tuple[str, str, int]]:
+    """The full name, file and line of each call outside of jax, from the innermost outwards, as far as the step."""
+    if source.traceback is None:
+        return
+    # Before jax 0.7, a frame has no full name; its code has.
+    for code, frame in zip(source.traceback.raw_frames()[0], source.traceback.frames, strict=True):
         if frame.file_name == __file__:
             return
-        yield frame
+        if not INSIDE_JAX.search(frame.file_name):
+            yield code.co_qualname, frame.file_name, frame.line_num
 
 
 # The rows of an optimizer's state.

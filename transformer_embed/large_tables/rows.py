@@ -40,11 +40,12 @@ class Rows:
         vocab_size: number of rows of the table.
 
     Example:
-        >>> import jax, jax.numpy as jnp, optax
+        >>> import jax, jax.numpy as jnp
         >>> import transformer_embed as te
         >>> grads = {"t": te.rows.Rows(jnp.array([1, 3]), jnp.array([[3.0], [4.0]]), vocab_size=10)}
-        >>> float(optax.global_norm(grads)), jax.tree.map(lambda g: g / 2, grads)["t"].values.tolist()
-        (5.0, [[1.5], [2.0]])
+        >>> halves = jax.tree.map(lambda g: g / 2, grads)["t"]
+        >>> halves.ids.tolist(), halves.values.tolist()
+        ([1, 3], [[1.5], [2.0]])
 
     Source:
         TensorFlow's IndexedSlices, https://www.tensorflow.org/api_docs/python/tf/IndexedSlices
