@@ -13,7 +13,7 @@ from transformer_embed.cli import embed, language_model
 from transformer_embed.cli.embed import PAD_ID
 from transformer_embed.cli.main import main
 from transformer_embed.pretrained import CONFIG
-from transformer_embed.pretrained.config_json import config_from_json
+from transformer_embed.pretrained.config_json import options_from_json
 
 # float32 values below 8 are rounded by at most 2**-22: the factor, the product, the encoding and the sum are.
 BY_HAND = 4 * 2.0**-22
@@ -56,7 +56,7 @@ def test_embed_is_the_embedder_on_padded_lines(monkeypatch, capsys, model_file, 
     assert {name: array.dtype for name, array in got.items()} == {"ids": "i4", "mask": "?", "positions": "i4", "embeddings": "f4"}
     with safe_open(model_file, framework="numpy") as file:
         table = file.get_tensor(TABLE)
-        config = config_from_json(file.metadata()[CONFIG])
+        config = te.EmbedderConfig(**options_from_json("x", file.metadata()[CONFIG]))
     np.testing.assert_allclose(got["embeddings"], by_hand(table, ids), rtol=0, atol=BY_HAND)
     module, name = TABLE.rsplit("/", 1)
     apply = te.make_embedder(dataclasses.replace(config, pad_id=PAD_ID)).apply

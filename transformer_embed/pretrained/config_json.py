@@ -51,11 +51,6 @@ def config_to_json(config: EmbedderConfig) -> str:
     return schema.to_json(config)
 
 
-def config_from_json(text: str) -> EmbedderConfig:
-    """The config; a ValueError for any other text."""
-    return schema.construct("config", EmbedderConfig, options_from_json("config", text))
-
-
 def options_from_json(name: str, text: str) -> dict[str, Any]:
     """The arguments of the config: a size can be held against the tensors before anything of that size is made."""
     return schema.fields(name, EmbedderConfig, schema.parse(name, text))
