@@ -1,5 +1,6 @@
 """The Haiku modules: one descriptor list through every contract, then what each module promises."""
 
+import contextlib
 import functools
 import json
 import os
@@ -177,6 +178,7 @@ def embed(ids, vocab_size, d_model, params=None, **options):
 # The matrix.
 
 
+@pytest.mark.slow
 @every_module
 @both_flags
 def test_jit_equals_eager(descriptor, is_training):
@@ -193,6 +195,7 @@ def test_eval_shape(descriptor, is_training):
     assert (shape.shape, shape.dtype) == ((2, 5, 8), descriptor.dtype)
 
 
+@pytest.mark.slow
 @every_module
 def test_vmap_over_models_and_keys_equals_a_loop(descriptor):
     params = jax.tree.map(lambda a: jnp.stack([a, -a, 2 * a]), params_of(descriptor.name))
@@ -204,6 +207,7 @@ def test_vmap_over_models_and_keys_equals_a_loop(descriptor):
     assert not np.array_equal(loop[0], loop[1])
 
 
+@pytest.mark.slow
 @every_module
 def test_gradients_are_finite(descriptor):
     leaves = jax.tree.leaves(training_gradient(descriptor.name))
@@ -251,6 +255,7 @@ def test_golden_parameter_tree(descriptor):
     assert tree == parameter_tree(descriptor, length=1)
 
 
+@pytest.mark.slow
 @every_module
 def test_remat(descriptor):
     def rematerialised(data):
@@ -267,6 +272,7 @@ def test_remat(descriptor):
         np.testing.assert_allclose(leaf, wanted, rtol=0, atol=10 * eps * np.abs(wanted).max())
 
 
+@pytest.mark.slow
 @every_module
 def test_haiku_vmap_over_the_batch(descriptor):
     def mapped(data):
@@ -476,6 +482,42 @@ def test_initial_parameters_of_another_config_are_refused():
         start({**params, tokens: {"embeddings": params[tokens]["embeddings"][:10]}})
     with pytest.raises(TypeError, match=message("initial_params", "a Haiku parameter tree, a dict of dicts", "list")):
         start([params])
+
+
+# jax's strict modes.
+
+STRICT = {
+    "jax_debug_nans": True,
+    "jax_debug_key_reuse": True,
+    "jax_legacy_prng_key": "error",
+    "jax_transfer_guard": "disallow",
+}
+
+
+@contextlib.contextmanager
+def strict(option):
+    before = getattr(jax.config, option)
+    jax.config.update(option, STRICT[option])
+    try:
+        yield
+    finally:
+        jax.config.update(option, before)
+
+
+@pytest.mark.parametrize("option", STRICT)
+@every_module
+def test_strict_modes_of_jax(descriptor, option):
+    """Compiled, for jax itself transfers the constants of what runs operation by operation."""
+    params, (evaluation, training) = params_of(descriptor.name), jax.random.split(KEY)
+    data = jax.device_put(descriptor.data)
+    with strict(option):
+        for is_training, key in ((False, evaluation), (True, training)):
+            jax.jit(transformed(descriptor, is_training).apply).lower(params, key, data)
+    if option in ("jax_debug_nans", "jax_transfer_guard"):
+        apply, _ = compiled(descriptor.name, True)
+        apply(params, training, data)
+        with strict(option):
+            apply(params, training, data)
 
 
 # Layers.

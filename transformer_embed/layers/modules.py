@@ -488,4 +488,5 @@ def _dropped_out(x: Float[Array, "..."], rate: float, is_training: bool) -> Floa
 
 
 def _wide(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    return x.astype(jnp.promote_types(jnp.float32, x.dtype))
+    """In float32 or wider. (`jnp.promote_types` refuses 16 bits under jax's strict dtype promotion.)"""
+    return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
