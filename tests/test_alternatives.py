@@ -45,6 +45,7 @@ def test_ids_outside_the_vocabulary(rows, below, above, past_int32):
     np.testing.assert_array_equal(rows(PAST_INT32)[0], past_int32)
 
 
+@pytest.mark.slow
 def test_ids_over_an_explicit_mesh_axis():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     ids = jax.device_put(np.zeros([8, 4], np.int32), NamedSharding(mesh, PartitionSpec("data")))

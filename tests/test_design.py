@@ -54,6 +54,7 @@ def test_public_names_have_a_docstring_with_example_and_source(name):
     assert ">>> " in text.split("Example:")[1].split("Source:")[0]
 
 
+@pytest.mark.slow
 def test_importing_the_package_loads_nothing_heavy():
     code = f"""
 import sys

@@ -37,6 +37,7 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
+@pytest.mark.slow
 @by_notebook
 def test_it_runs_and_draws_as_many_pictures_as_are_stored(path, tmp_path):
     if path.stem in NEEDS and importlib.util.find_spec(NEEDS[path.stem]) is None:
@@ -45,6 +46,7 @@ def test_it_runs_and_draws_as_many_pictures_as_are_stored(path, tmp_path):
     assert len(_pictures(_run(nbformat.read(path, as_version=4), tmp_path))) == len(_pictures(stored)) > 0
 
 
+@pytest.mark.slow
 def test_an_assertion_that_fails_in_a_cell_is_a_failure(tmp_path):
     cell = nbformat.v4.new_code_cell("import transformer_embed as te\nassert te.padding_mask([0]).all(), 'one is padding'")
     with pytest.raises(nbclient.exceptions.CellExecutionError) as caught:

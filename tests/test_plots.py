@@ -101,6 +101,7 @@ def test_the_public_functions():
     assert own == list(PICTURES)
 
 
+@pytest.mark.slow
 @every_picture
 def test_a_given_axes_is_drawn_on_and_returned(name, ax):
     before = rendered(ax)
@@ -208,6 +209,7 @@ def test_without_matplotlib_it_is_named_and_the_package_works(tmp_path):
 # plot_encoding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_encoding_shows_the_array(ax, dtype):
     table = np.asarray(te.sinusoidal_table(9, 6)).astype(dtype)
@@ -302,6 +304,7 @@ def test_wavelengths_are_those_of_the_formula(ax, d_model, base):
     assert ax.get_yscale() == "log"
 
 
+@pytest.mark.slow
 def test_wavelengths_of_the_encoding_itself(ax):
     """At its wavelength a pair is back where it was."""
     plots.plot_wavelengths(8, ax=ax)
@@ -404,6 +407,7 @@ def test_a_mask_of_one_tone(ax):
     assert len(ax.get_legend().get_texts()) == 2
 
 
+@pytest.mark.slow
 def test_mask_of_attention_mask(ax):
     batch = te.TokenPositions.from_ids([[5, 6, 7, 0], [8, 9, 0, 0]])
     mask = te.attention_mask(**batch.queries(), **batch.keys(), causal=True)
@@ -578,6 +582,7 @@ def test_the_reference_is_right_to_float64(d_model, base):
         assert oracle.error(value, exact) <= EXACT
 
 
+@pytest.mark.slow
 def test_error_draws_ours_the_product_and_the_rounding(ax):
     positions = [1, 12_347, 9_999_991, 2_000_000_011]
     plots.plot_error(6, positions=positions, ax=ax)
@@ -599,6 +604,7 @@ def test_error_draws_ours_the_product_and_the_rounding(ax):
     assert texts(ax.get_legend().get_texts()) == ["transformer_embed", "float32 product", "rounding to float32"]
 
 
+@pytest.mark.slow
 def test_the_positions_of_an_error_span_int32(ax):
     plots.plot_error(2, ax=ax)
     positions = ax.lines[0].get_xdata()

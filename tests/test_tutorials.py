@@ -198,6 +198,7 @@ def test_word_embedding_notebook_prints_one_vector_for_each_id():
     assert embed(table_of(PRINTED_IDS, EMBEDDED), BATCH, scale=False).shape == (3, 8, 6)
 
 
+@pytest.mark.slow
 def test_word_embedding_notebook_prints_embeddings_plus_encodings():
     encodings = np.asarray(te.sinusoidal_encoding(PRINTED_POSITIONS, 6), np.float64)
     table = table_of(PRINTED_IDS, ENCODED - encodings)
@@ -221,6 +222,7 @@ def test_word_embedding_notebook_one_id_at_one_place_is_one_vector():
     np.testing.assert_array_equal(output[0, 0], output[1, 0])
 
 
+@pytest.mark.slow
 def test_encoding_walk_through_prints_this_table():
     np.testing.assert_allclose(te.sinusoidal_table(10, 6), WALK_THROUGH_TABLE, rtol=0, atol=PRINTED_ERROR)
     np.testing.assert_allclose(encode(np.zeros((10, 6), np.float32)), WALK_THROUGH_TABLE, rtol=0, atol=PRINTED_ERROR)
@@ -233,10 +235,12 @@ def test_encoding_walk_through_prints_these_shapes():
     np.testing.assert_array_equal(np.stack([halves[:, :3], halves[:, 3:]], -1).reshape(10, 6), table)
 
 
+@pytest.mark.slow
 def test_encoding_walk_through_prints_these_denominators():
     np.testing.assert_allclose(denominators(6), EVEN_DENOMINATOR, rtol=POWER_ERROR, atol=PRINTED_ERROR)
 
 
+@pytest.mark.slow
 def test_datacamp_slides_print_these_shapes():
     ids = [[1, 2, 3, 4], [5, 6, 7, 8]]
     embedded = embed(normal(0, 10_000, 512), ids)
@@ -244,6 +248,7 @@ def test_datacamp_slides_print_these_shapes():
     assert encode(embedded).shape == (2, 4, 512)
 
 
+@pytest.mark.slow
 def test_haiku_exercise_prints_this_shape():
     ids = jax.random.randint(jax.random.key(0), (4, 3), 0, 5)
     module = hk.without_apply_rng(hk.transform(lambda: te.TokenEmbedding(100, 64)(ids)))
@@ -253,6 +258,7 @@ def test_haiku_exercise_prints_this_shape():
 # --- What they state.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "d_model"), [(10, 6), (512, 6), (4, 512), (5000, 64)])
 def test_all_state_the_formula_of_the_paper(length, d_model):
     np.testing.assert_allclose(te.sinusoidal_table(length, d_model), paper(length, d_model), rtol=0, atol=ENCODING_ERROR)
@@ -264,6 +270,7 @@ def test_datacamp_slides_scale_embeddings_and_then_add_the_encoding():
     np.testing.assert_allclose(encode(embed(table, ids)), expected, rtol=0, atol=SUM_ERROR)
 
 
+@pytest.mark.slow
 def test_haiku_exercise_scales_the_rows_of_hk_embed():
     ids = np.array([[3, 1], [0, 4]])
     theirs = hk.without_apply_rng(hk.transform(lambda: hk.Embed(100, 64, name="token_embedding")(ids) * jnp.sqrt(64)))
@@ -292,11 +299,13 @@ def test_the_mistake_differs_and_ours_is_the_paper(mistake):
     assert np.abs(np.asarray(table) - mistake(10, 6)).max() > VISIBLE
 
 
+@pytest.mark.slow
 def test_position_embedding_note_has_one_denominator_too_many_for_its_example():
     # It lists 1, 100 and 10000 for d_model = 4, where its own code has 1 and 10000, and the paper 1 and 100.
     np.testing.assert_allclose(denominators(4), [1, 100], rtol=2.0**-23)
 
 
+@pytest.mark.slow
 def test_encoding_walk_through_odd_denominators_are_not_ours():
     np.testing.assert_allclose(10_000.0 ** (np.array([1, 3, 5]) / 6), ODD_DENOMINATOR, rtol=POWER_ERROR, atol=PRINTED_ERROR)
     half_turns = np.pi * np.float64([EVEN_DENOMINATOR, ODD_DENOMINATOR])
@@ -306,6 +315,7 @@ def test_encoding_walk_through_odd_denominators_are_not_ours():
     assert (np.abs(odd + 1) > VISIBLE).all()
 
 
+@pytest.mark.slow
 def test_haiku_exercise_table_is_zero_and_ours_is_not():
     assert not dropped_set(12, 64).any()
     assert np.asarray(te.sinusoidal_table(12, 64))[1:].any(axis=-1).all()
@@ -319,6 +329,7 @@ def test_position_embedding_note_adds_encodings_to_ids_and_ours_refuse(scheme):
         added.init(jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_position_embedding_note_stops_at_max_len_and_sinusoids_do_not():
     max_len = 5000
     encoded = encode(np.zeros((max_len + 2, 6), np.float32))

@@ -200,6 +200,7 @@ def test_alibi_bias_of_mpts_key_row(num_heads):
         np.testing.assert_allclose(bias[0, :, 0], expected, rtol=PEER_ERROR, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [[0], [9]])
 @pytest.mark.parametrize("causal", [True, False])
 def test_alibi_bias_of_one_row_gives_the_same_weights_but_not_the_symmetric_ones(row, causal):
@@ -289,6 +290,7 @@ def test_relative_position_buckets_by_rational_arithmetic(num_buckets, max_dista
     assert buckets[0, 0].tolist() == [paper_bucket(0, key, **options) for key in keys]
 
 
+@pytest.mark.slow
 @quick
 @hypothesis.given(st.integers(4, 40), st.integers(1, 3000), st.booleans(), st.integers(LOWEST, HIGHEST), st.integers(LOWEST, HIGHEST))
 def test_relative_position_buckets_of_any_setting_and_positions(num_buckets, more, bidirectional, query, key):
@@ -394,6 +396,7 @@ def test_relative_position_buckets_refuse_bad_options():
 # --- Both.
 
 
+@pytest.mark.slow
 @every_bias
 def test_bias_under_jit_and_vmap_is_the_eager_one(name):
     build = BIASES[name]
@@ -466,6 +469,7 @@ def test_bias_of_narrow_positions_does_not_overflow(name, dtype):
     np.testing.assert_array_equal(BIASES[name](jnp.array(ends, dtype), jnp.array(ends, dtype)), BIASES[name](ends, ends))
 
 
+@pytest.mark.slow
 @every_bias
 def test_bias_of_64_bit_positions(name):
     near = BIASES[name]([0, 7], [5, 6, 40])
@@ -484,6 +488,7 @@ def test_bias_of_64_bit_distances():
         assert relative_position_buckets(query, keys).ravel().tolist() == [15, 31]
 
 
+@pytest.mark.slow
 @every_bias
 def test_bias_on_an_explicit_mesh_is_the_one_of_one_device(name):
     axis = jax.sharding.AxisType.Explicit
@@ -566,6 +571,7 @@ def attend(name, placed, q, k, v, causal):
 both_masks = pytest.mark.parametrize("causal", [True, False])
 
 
+@pytest.mark.slow
 @every_added
 @both_masks
 def test_packed_sequences_attend_as_alone(name, causal):
@@ -586,6 +592,7 @@ def test_left_padding_attends_as_right_padding(name, causal):
     np.testing.assert_allclose(left[:, 3:], right[:, :4], rtol=0, atol=ATTENTION_ERROR)
 
 
+@pytest.mark.slow
 @every_added
 def test_decoding_attends_as_the_whole_sequence(name):
     q, k, v = qkv(6)

@@ -79,6 +79,7 @@ def assert_close(got, expected, error=ERROR):
 # --- values and gradients
 
 
+@pytest.mark.slow
 @hypothesis.settings(deadline=None, derandomize=True, max_examples=12)
 @hypothesis.given(
     shape=st.sampled_from([(), (1,), (5,), (2, 3)]),
@@ -102,12 +103,14 @@ def test_loss_and_gradients_are_those_of_a_loop_in_float64(shape, sizes, seed, m
     assert_close(ours(x, table, labels, **options), oracle(x, table, labels, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chunk_size", "label_smoothing"), [(1, 0.0), (3, 0.1), (20, 0.0), (1000, 0.1), (None, 0.0)])
 def test_loss_and_gradients_are_those_of_whole_logits(chunk_size, label_smoothing):
     loss, gradients = jax.value_and_grad(plain, (0, 1))(X, TABLE, LABELS, label_smoothing)
     assert_close(ours(X, TABLE, LABELS, chunk_size=chunk_size, label_smoothing=label_smoothing), (loss, *gradients))
 
 
+@pytest.mark.slow
 def test_loss_of_integer_labels_is_that_of_optax():
     losses = optax.softmax_cross_entropy_with_integer_labels(te.tied_logits(X, TABLE, pad_id=2), LABELS)
     loss = te.tied_cross_entropy(X, TABLE, LABELS, pad_id=2, reduction="sum")
@@ -148,6 +151,7 @@ def test_loss_of_large_logits_is_finite_and_right(label_smoothing):
     assert_close(got, expected, error=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_16_bits_are_summed_in_float32_and_cast_once(dtype):
     tokens = 4096
@@ -163,6 +167,7 @@ def test_16_bits_are_summed_in_float32_and_cast_once(dtype):
     np.testing.assert_allclose(np.float32(table_gradient), expected[2], rtol=half_ulp + ERROR, atol=tokens * 2.0**-24 * 4)
 
 
+@pytest.mark.slow
 def test_a_scale_on_the_loss_reaches_float16_gradients_before_they_are_rounded():
     tokens, scale = 2**14, 2.0**15
     x, table = jnp.full((tokens, 1), 2.0**-8, jnp.float16), jnp.array([[1.0], [-1.0]], jnp.float16)
@@ -235,6 +240,7 @@ def test_a_counted_label_outside_the_vocabulary_makes_all_nan(label):
 # --- transformations
 
 
+@pytest.mark.slow
 def test_first_and_second_derivatives_are_finite_differences():
     with x64():
         some = {"labels": LABELS[0], "mask": MASK[0], "pad_id": 1, "label_smoothing": 0.1, "chunk_size": 3}
@@ -243,6 +249,7 @@ def test_first_and_second_derivatives_are_finite_differences():
         jax.test_util.check_grads(loss, (np.float64(X[0]), np.float64(TABLE)), order=2, atol=1e-6, rtol=1e-6, eps=1e-4)
 
 
+@pytest.mark.slow
 def test_jit_and_vmap_are_the_eager_one():
     xs, tables, labels = normal(6, 3, 4, WIDTH), normal(7, 3, VOCAB, WIDTH), LABELS[:3, :4]
     step = functools.partial(ours, pad_id=1, chunk_size=2)
@@ -268,6 +275,7 @@ def temporaries(function, *arguments):
     return jax.jit(function).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"pad_id": 3}], ids=str)
 def test_temporaries_are_an_eighth_of_whole_logits_or_less(options):
     x, table = jax.ShapeDtypeStruct((8, 512, 8), jnp.float32), jax.ShapeDtypeStruct((512, 8), jnp.float32)
@@ -403,6 +411,7 @@ PLACEMENTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "x_spec", "table_spec"),
     [(AxisType.Explicit, *placement) for placement in PLACEMENTS] + [(AxisType.Auto, *placement) for placement in PLACEMENTS[:3]],
@@ -422,6 +431,7 @@ def in_shards(mesh, spec, rows=13):
     return te.sharding.shard_params({"embeddings": MESH_TABLE[:rows]}, mesh, {"*": spec}, tables="*")["embeddings"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     ("kind", "spec"),
@@ -444,6 +454,7 @@ def test_a_table_in_shards_gives_what_one_device_gives(kind, spec, shape):
     assert table_gradient.array.sharding.is_equivalent_to(table.array.sharding, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_shards_send_no_table_and_no_logits(kind):
     mesh, chunks = mesh_of(kind, (2, 4)), 16
@@ -475,6 +486,7 @@ def test_inside_a_shard_map_each_device_has_the_loss_of_its_tokens():
     assert_close((value, *gradients), oracle(MESH_X, MESH_TABLE, MESH_LABELS, label_smoothing=0.1))
 
 
+@pytest.mark.slow
 def test_products_with_the_hessian_of_shards_are_those_of_one_device():
     def product(x, table, labels):
         return jax.jvp(jax.grad(lambda x: mesh_loss(x, table, labels)), (x,), (x,))[1]

@@ -39,6 +39,7 @@ def normal(shape, dtype):
     return jax.random.normal(jax.random.key(9), shape, jnp.float32).astype(dtype)
 
 
+@pytest.mark.slow
 @hypothesis.given(
     shape=st.sampled_from(SHAPES),
     rate=st.sampled_from(RATES),
@@ -54,11 +55,13 @@ def test_haikus_bits(shape, rate, dtype, kind, seed, wide, partitionable):
         compare(KEYS[kind](seed), rate, normal(shape, dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.1, 0.5, 1 / 3, 0.999, 1e-9])
 def test_haikus_bits_on_many_elements(rate):
     compare(jax.random.key(4), rate, normal((64, 1024), jnp.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.1, np.float16(0.1)])
 def test_haikus_bits_under_vmap(rate):
     keys, x = jax.random.split(jax.random.key(1), 3), normal((3, 4, 5), jnp.float32)
@@ -128,6 +131,7 @@ def test_lowers_for_other_platforms(platform):
     assert drop.trace(jax.random.key(0), jnp.ones((4, 4))).lower(lowering_platforms=(platform,)).as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_haikus_bits_on_a_mesh(kind):
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)

@@ -125,6 +125,7 @@ def test_lookup_of_rows_without_channels():
 # --- lookup: the dtypes of ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "vocab_size", "ids"),
     [
@@ -241,6 +242,7 @@ def test_lookup_gradient_accumulates_repeated_ids():
     np.testing.assert_array_equal(gradient, np.array([0, 1, 0, 7, 0])[:, None] * np.ones(WIDTH))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("repeats", [512, 4096])
@@ -261,6 +263,7 @@ def test_lookup_jvp_and_vjp_are_transposes(policy):
     np.testing.assert_allclose(back, matrix.T @ COTANGENT.reshape(-1, WIDTH), rtol=0, atol=GRADIENT_ERROR)
 
 
+@pytest.mark.slow
 def test_lookup_hessian_of_a_sum_of_cubes():
     ids = np.array([1, 1, 3, 0])
     hessian = jax.hessian(lambda table: jnp.sum(te.lookup(table, ids, pad_id=0) ** 3))(TABLE)
@@ -293,6 +296,7 @@ def test_lookup_under_vmap_is_a_loop(axes, tables, ids):
     np.testing.assert_array_equal(jax.vmap(te.lookup, axes)(*stacked), expected)
 
 
+@pytest.mark.slow
 def test_lookup_gradient_under_vmap_is_a_loop():
     gradient = jax.grad(lambda table, ids: weighted(table, ids, 1.0, pad_id=2))
     np.testing.assert_array_equal(jax.vmap(gradient, (None, 0))(TABLE, IDS), [gradient(TABLE, row) for row in IDS])
@@ -428,6 +432,7 @@ def mesh_step(table, ids, cotangent, policy):
     return rows, back(cotangent)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("ids_spec", "table_spec", "rows_spec"), PLACEMENTS)
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])

@@ -281,6 +281,7 @@ def test_attention_mask_refuses_a_causal_that_is_no_flag():
 masks_of_rank_4 = st_numpy.arrays(bool, st.sampled_from([(2, 1, 3, 3), (1, 2, 3, 1), (2, 1, 1, 3), (1, 1, 1, 1)]))
 
 
+@pytest.mark.slow
 @quick
 @hypothesis.given(st.lists(masks_of_rank_4, min_size=1, max_size=4), st.randoms(use_true_random=False))
 def test_combine_masks_is_a_conjunction_in_any_order(masks, random):
@@ -366,6 +367,7 @@ def test_mask_to_bias_leaves_room_for_another_bias(dtype):
     assert jnp.isfinite(bias + bias).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_mask_to_bias_of_a_wholly_masked_row_has_a_softmax_and_a_gradient(dtype):
     logits = jnp.array([[0.5, -1.0, 2.0, 0.25]], dtype)
@@ -379,6 +381,7 @@ def test_mask_to_bias_of_a_wholly_masked_row_has_a_softmax_and_a_gradient(dtype)
     assert jnp.isfinite(jax.grad(lambda x: softmax(x)[0, 0].astype(jnp.float32))(logits)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_mask_to_bias_hides_keys_to_the_bit(dtype):
     logits = jnp.array([0.5, -1.0, 2.0, 0.25], dtype)
@@ -427,6 +430,7 @@ def example(request):
         yield q, k, v, mask, attention(q, k, v, np.asarray(mask))
 
 
+@pytest.mark.slow
 def test_jax_attention_takes_the_mask(example):
     q, k, v, mask, expected = example
     np.testing.assert_allclose(jax.nn.dot_product_attention(q, k, v, mask=mask), expected, rtol=0, atol=ATTENTION_ERROR)
@@ -445,6 +449,7 @@ def test_flax_attention_takes_the_mask(example):
     np.testing.assert_allclose(nnx.dot_product_attention(*arrays, mask=mask), expected, rtol=0, atol=ATTENTION_ERROR)
 
 
+@pytest.mark.slow
 def test_haiku_attention_takes_the_mask(example):
     q, k, v, mask, expected = example
 

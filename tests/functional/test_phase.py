@@ -121,6 +121,7 @@ def test_all_integer_dtypes_agree():
         np.testing.assert_array_equal(sinusoid(np.arange(100, dtype=dtype), ours), sinusoid(np.arange(100, dtype=np.int32), ours))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64])
 def test_wide_host_positions_outside_int32_give_nan(dtype):
     got = phase.sinusoid(np.array([5, 2**31, 2**32 + 5], dtype), constants(1, 10_000.0))
@@ -150,6 +151,7 @@ def test_positions_that_are_no_numbers_are_refused(bad):
         phase.sinusoid(bad, constants(1, 10_000.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [1, 2, 3])
 @pytest.mark.parametrize("frequency_scale", [1.0, 1000.0])
 def test_derivatives_in_float_positions(order, frequency_scale):
@@ -168,6 +170,7 @@ def test_derivatives_in_float_positions(order, frequency_scale):
             assert oracle.error(got[n, c], exact) <= float(frequency) ** order * (oracle.MAX_ERROR + order * 2**-22)
 
 
+@pytest.mark.slow
 def test_gradient_reverse_mode_equals_forward_mode():
     ours = constants(3, 10_000.0)
     total = lambda p: phase.sinusoid(p, ours).sum()
@@ -180,6 +183,7 @@ def test_derivative_where_there_is_no_phase_is_nan():
     assert np.isnan(jax.grad(lambda p: phase.sinusoid(p, constants(1, 2.0)).sum())(np.float32(np.inf)))
 
 
+@pytest.mark.slow
 def test_64_bit_mode_changes_nothing():
     ours = constants(8, 10_000.0)
     positions = np.array([0, 3, -5, 2**31 - 1])
@@ -192,6 +196,7 @@ def test_64_bit_mode_changes_nothing():
     np.testing.assert_array_equal(fraction, sinusoid(np.float32(0.25), ours))
 
 
+@pytest.mark.slow
 def test_vmap_and_shapes():
     ours = constants(4, 10_000.0)
     positions = np.arange(12).reshape(3, 4)
@@ -201,6 +206,7 @@ def test_vmap_and_shapes():
     assert phase.sinusoid(7, ours).shape == (8,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scalar", [2**40, 2.0**24 + 0.5])
 def test_scalars_that_32_bits_lack_are_nan_with_x64(scalar):
     with x64():

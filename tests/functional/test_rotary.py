@@ -88,6 +88,7 @@ def cos_and_sin(positions, head_dim, **options):
 
 
 class TestOracle:
+    @pytest.mark.slow
     @pytest.mark.parametrize("layout", LAYOUTS)
     @pytest.mark.parametrize(("head_dim", "base"), [(2, 10_000.0), (8, 2.0), (64, 10_000.0), (128, 1e6)])
     def test_equation_34(self, layout, head_dim, base):
@@ -99,6 +100,7 @@ class TestOracle:
         x, positions = normal(2, 5, 3, 8), np.random.default_rng(1).integers(-50, 5000, [2, 5])
         assert_rotated(apply_rotary(x, positions), x, by_equation_34(x, positions))
 
+    @pytest.mark.slow
     @hypothesis.given(
         st.lists(st.integers(-(2**31), 2**31 - 1), min_size=5, max_size=5), st.sampled_from([2, 64]), st.sampled_from([2.0, 1e7])
     )
@@ -162,6 +164,7 @@ def llama_3(frequency, scaling):
     return (1 - smooth) * frequency / mpmath.mpf(scaling.factor) + smooth * frequency
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", SCALINGS, ids=lambda s: type(s).__name__)
 def test_scalings_at_any_position_against_arbitrary_precision(scaling):
     positions = [1, 4095, 2**20 + 1, 2**31 - 1, -(2**31)]
@@ -175,6 +178,7 @@ def test_scalings_at_any_position_against_arbitrary_precision(scaling):
                 assert oracle.error(sin[n, i], attention * oracle.sine(position, frequency)) <= bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: f"{case['source'].split('.')[-1].split(',')[0]}")
 def test_published_frequencies(case):
     """Each frequency is tried where it has turned by some radian, so that the lowest count as the highest do."""
@@ -216,6 +220,7 @@ class TestIdentities:
         size = np.linalg.norm(query, axis=-1) * np.linalg.norm(key, axis=-1)
         assert (np.abs(score(far) - score(0)) / size).max() <= 1e-6
 
+    @pytest.mark.slow
     @hypothesis.given(st.integers(-(2**31), 2**31 - 1), st.sampled_from(LAYOUTS), st.sampled_from([(8, 6), (16, 16)]))
     @hypothesis.settings(deadline=None, derandomize=True, max_examples=30)
     def test_a_rotation_keeps_lengths(self, position, layout, sizes):
@@ -305,6 +310,7 @@ class TestPermutation:
         np.testing.assert_allclose(scores("half", *permuted), scores("interleaved", query, key), rtol=0, atol=1e-4)
         assert np.abs(scores("half", query, key) - scores("interleaved", query, key)).max() > 1
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("options", [{}, {"rotary_dim": 4}, {"scaling": Llama3Scaling(8.0)}, {"partial": "proportional"}])
     def test_rotation_commutes_with_permutation(self, options):
         x, positions = normal(4, 3, 8), [1, 20, 300, 4000]
@@ -358,6 +364,7 @@ class TestPartial:
         x = normal(5, 2, 7)
         np.testing.assert_array_equal(apply_rotary(x, np.arange(5), rotary_dim=4)[..., 4:], x[..., 4:])
 
+    @pytest.mark.slow
     def test_scalings_see_the_rotated_channels_only(self):
         x, positions = normal(5, 2, 16), np.arange(5) * 100
         for scaling in (NTKScaling(4.0), LongRopeScaling([1.0] * 4, [2.0] * 4, 8.0, original_length=8, length=9)):
@@ -369,6 +376,7 @@ class TestPartial:
 class TestSections:
     sections = (2, 3, 3)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_equal_positions_on_every_axis_are_one_axis(self, layout):
         x, positions = normal(2, 5, 3, 16), np.arange(10).reshape(2, 5) * 1000
@@ -426,6 +434,7 @@ class TestMistakes:
         whole = np.asarray(apply_rotary(x[..., [0, 1, 2, 2, 3, 4, 5, 5]], [1, 2, 3]))
         assert np.abs(np.asarray(apply_rotary(x, [1, 2, 3], rotary_dim=4))[..., 1] - whole[..., 1]).max() > 1e-2
 
+    @pytest.mark.slow
     def test_16_bit_result_is_the_float32_result_rounded(self):
         for dtype in (jnp.bfloat16, jnp.float16):
             x = jnp.asarray(normal(300, 2, 8)).astype(dtype)
@@ -451,6 +460,7 @@ class TestContract:
         "options", [{}, {"layout": "interleaved", "rotary_dim": 4}, {"scaling": YarnScaling(4.0, original_length=64)}]
     )
 
+    @pytest.mark.slow
     @options
     def test_jit_vmap_and_eval_shape(self, options):
         x, positions = normal(3, 5, 2, 8), np.arange(15).reshape(3, 5)
@@ -461,6 +471,7 @@ class TestContract:
         np.testing.assert_allclose(jax.vmap(rotate, in_axes=(0, None))(x, positions[1])[1], eager[1], rtol=0, atol=4 * FUSION)
         assert jax.eval_shape(rotate, x, positions) == jax.ShapeDtypeStruct((3, 5, 2, 8), jnp.float32)
 
+    @pytest.mark.slow
     def test_lists_and_one_row_for_all(self):
         x, positions = normal(3, 5, 2, 8), np.arange(5)
         eager = apply_rotary(x, positions)
@@ -475,6 +486,7 @@ class TestContract:
         _, pullback = jax.vjp(lambda x: apply_rotary(x, positions, **options), x)
         np.testing.assert_allclose(pullback(back)[0], apply_rotary(back, -positions, **options), rtol=0, atol=TWICE)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("sections", [None, (4,)])
     def test_the_gradient_in_float_positions(self, sections):
         x, positions = normal(2, 3, 8), np.array([0.25, -70.5], np.float32)
@@ -523,6 +535,7 @@ class TestContract:
         # Older releases of jax leave the choice of the platform to the compiler.
         assert "stablehlo.while" not in text or "stablehlo.case" in text
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("layout", LAYOUTS)
     @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto])
     def test_on_a_mesh(self, layout, kind):
@@ -553,6 +566,7 @@ class TestContract:
         np.testing.assert_allclose(wide[:3], ours[:3], rtol=0, atol=1e-6)
         assert np.isnan(wide[3]).all()
 
+    @pytest.mark.slow
     def test_scalings_are_static_arguments(self):
         for scaling in SCALINGS:
             assert hash(scaling) == hash(dataclasses.replace(scaling))

@@ -27,7 +27,8 @@ def free_port():
 
 def run(num_processes, out):
     """What each process printed, once all have ended well; none is left running."""
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+    left_out = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
+    environment = {key: value for key, value in os.environ.items() if key not in left_out} | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(SCRIPT), f"127.0.0.1:{free_port()}", str(num_processes)]
     processes = [
         subprocess.Popen([*command, str(i), str(out)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -51,6 +52,7 @@ def results(tmp_path_factory):
     return printed, {count: dict(np.load(folder / f"{count}.npz")) for count in (1, 2)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dense", "by_rows"])
 def test_two_processes_train_as_one(results, name):
     _, found = results

@@ -138,6 +138,7 @@ def batches(ids_of, seed=1):
         yield ids, rng.normal(size=(*ids.shape, WIDTH)).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_with_every_row_touched_rows_train_as_the_whole_table(name):
     optimizer = OPTIMIZERS[name][0]
@@ -154,6 +155,7 @@ def test_with_every_row_touched_rows_train_as_the_whole_table(name):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=DENSE_TOLERANCE * max(1, np.abs(theirs).max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_rows_touched_at_random_follow_the_lazy_rule(name):
     optimizer, rule, start = OPTIMIZERS[name]
@@ -203,6 +205,7 @@ MOVES_WITHOUT_A_GRADIENT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MOVES_WITHOUT_A_GRADIENT)
 @pytest.mark.parametrize("policy", ["nan", "zero"])
 def test_padding_ids_beyond_the_ends_and_rows_not_held_move_nothing(name, policy):
@@ -244,6 +247,7 @@ def test_every_id_finds_its_row_or_none(size):
     np.testing.assert_array_equal(found, np.where(np.isin(np.arange(100), held), np.arange(100), np.nan))
 
 
+@pytest.mark.slow
 def test_ids_of_any_width_take_the_row_that_they_name():
     table = jnp.arange(300.0)[:, None]
     far = taken({"t": table}, {"t": np.array([2**32 + 5, 2**32 + 7])})[0]["t"]
@@ -255,6 +259,7 @@ def test_ids_of_any_width_take_the_row_that_they_name():
     assert (only.ids.tolist(), only.values.tolist()) == ([0], [[0]])
 
 
+@pytest.mark.slow
 def test_gradients_of_repeated_ids_sum_in_float32():
     # A bfloat16 sum of ones would stop at 256.
     params = {"t": jnp.zeros([5, 2], jnp.bfloat16)}
@@ -276,6 +281,7 @@ def test_the_ids_that_fill_up_hit_no_row():
     assert (state[0].mu["t"] != 0).all(axis=1).tolist() == [False, True, False, False]
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True, max_examples=30)
 @given(st.lists(st.integers(-3, 12), min_size=8, max_size=8), st.sampled_from([1, 3, 8, None]))
 def test_taken_rows_are_the_distinct_ones(ids, max_rows):
@@ -297,6 +303,7 @@ def test_a_bound_too_small_is_loud():
     assert np.isnan(loss(rows, jnp.array([1, 2, 3]), weights))
 
 
+@pytest.mark.slow
 def test_a_bound_that_suffices_changes_nothing():
     params, optimizer = make_params(), optax.adam(RATE)
     ids, weights = np.array([9, 2, 9, 2, 9]), np.random.default_rng(0).normal(size=(5, WIDTH)).astype(np.float32)
@@ -311,6 +318,7 @@ def test_no_ids_change_no_table():
     np.testing.assert_array_equal(table_of(after), table_of(params))
 
 
+@pytest.mark.slow
 def test_blocks_of_rows_give_what_all_at_once_give(monkeypatch):
     params, optimizer = make_params(), optax.adamw(RATE)
     ids, weights = np.arange(17) % 11 + 6, np.random.default_rng(0).normal(size=(17, WIDTH)).astype(np.float32)
@@ -373,6 +381,7 @@ def tables_of(params):
     return ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_models_read_rows_as_they_read_tables(name):
     """Several tables in a tree, each with ids of its own; the optimizer is SGD, for which lazy is dense."""
@@ -397,6 +406,7 @@ def test_models_read_rows_as_they_read_tables(name):
     assert jax.tree.structure(after) == jax.tree.structure(params)
 
 
+@pytest.mark.slow
 def test_seeds_are_mapped_over():
     optimizer = optax.adam(RATE)
     params = [make_params(seed) for seed in range(3)]
@@ -425,6 +435,7 @@ def compiled_step(vocab_size, block=1024):
     return step.lower(*shapes, ids, weights).compile()
 
 
+@pytest.mark.slow
 def test_tables_and_states_are_written_in_place_and_the_memory_of_a_step_does_not_know_the_vocabulary():
     memory = {vocab_size: compiled_step(vocab_size).memory_analysis() for vocab_size in (20_000, 200_000)}
     for vocab_size, found in memory.items():
@@ -501,6 +512,7 @@ def test_ids_that_a_map_made_floats_are_told():
         te.lookup(cast, [1])
 
 
+@pytest.mark.slow
 def test_a_tied_table_is_refused():
     message = "table: wanted a whole table, trained densely, since the output layer is tied to it, got some of its rows"
     with pytest.raises(TypeError, match=message):

@@ -103,6 +103,7 @@ WEIGHTS = np.linspace(-1, 1, VOCAB, dtype=np.float32)
 # --- lookup
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "shape", "spec"), CASES, ids=str)
 def test_lookup_in_shards_is_the_one_of_one_device(kind, shape, spec):
     mesh, batch = mesh_of(shape, kind), data_axis(spec)
@@ -150,6 +151,7 @@ def test_a_batch_over_the_axis_of_the_rows_stays_split_over_it():
     assert {"all-gather", "reduce-scatter"} == {each.kind for each in collectives(compiled)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (7, 1, 2)], ids=str)
 def test_lookup_of_ids_that_do_not_divide(kind, shape):
@@ -207,6 +209,7 @@ def test_lookup_under_vmap_over_seeds():
 # --- tied_logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "shape", "spec"), CASES, ids=str)
 def test_logits_in_shards_are_those_of_one_device(kind, shape, spec):
     mesh, batch = mesh_of(shape, kind), data_axis(spec)
@@ -249,6 +252,7 @@ def test_padded_logits_are_half_of_the_lowest_number():
     assert (np.argmax(logits, -1) < VOCAB).all()
 
 
+@pytest.mark.slow
 def test_padded_logits_leave_every_loss_as_it_is():
     mesh, labels = mesh_of((1, 8)), np.arange(VOCAB)
     x = -np.abs(normal(3, VOCAB, WIDTH))
@@ -328,6 +332,7 @@ def trained_on_one_device(param_dtype=jnp.float32):
     return train(embedder, embedder.init(jax.random.key(7)), MODEL_IDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "shape", "spec"),
     [(KINDS[0], (1, 8), SPECS[0]), (KINDS[0], (2, 4), SPECS[0]), (KINDS[1], (2, 4), SPECS[0]), (KINDS[1], (8, 1), SPECS[1])],
@@ -347,6 +352,7 @@ def test_training_in_shards_is_the_one_of_one_device(kind, shape, spec):
     assert momentum.array.addressable_shards[0].data.size == momentum.array.size // mesh.shape["model"]
 
 
+@pytest.mark.slow
 def test_training_of_a_bfloat16_table():
     embedder, mesh = te.make_embedder(config(param_dtype=jnp.bfloat16)), mesh_of((2, 4))
     params = te.sharding.shard_params(embedder.init, mesh, {PATTERN: SPEC("model")}, rng=jax.random.key(7))
@@ -373,6 +379,7 @@ def test_dropout_draws_what_it_draws_on_one_device(kind):
     np.testing.assert_allclose(x, expected, rtol=0, atol=2 * 8 * 2.0**-24)
 
 
+@pytest.mark.slow
 def test_a_model_of_hk_transform():
     def model(ids):
         embed = te.TransformerEmbedding(te.EmbedderConfig(37, 16, pad_id=0))
@@ -429,6 +436,7 @@ def tied(embedder, params, ids):
     return jnp.sum(jax.nn.logsumexp(embedder.logits(params, embedder.apply(params, None, ids, is_training=True)), -1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "spec", "shape"),
     [*((kind, SPECS[0], shape) for kind in KINDS for shape in MESHES), *((kind, SPECS[1], (2, 4)) for kind in KINDS)],
@@ -546,15 +554,18 @@ def is_sharded(leaf):
     return isinstance(leaf, te.sharding.Sharded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "shape"), [(KINDS[0], (1, 8)), (KINDS[0], (2, 4)), (KINDS[0], (8, 1)), (KINDS[1], (2, 4))], ids=str)
 def test_training_by_rows_is_the_one_of_one_device(kind, shape):
     check_rows(kind, shape)
 
 
+@pytest.mark.slow
 def test_training_by_rows_of_a_bfloat16_table():
     check_rows(AxisType.Auto, (2, 4), dtype=jnp.bfloat16)
 
 
+@pytest.mark.slow
 def test_training_by_rows_with_momentum_of_a_table_over_the_whole_mesh():
     check_rows(AxisType.Auto, (2, 4), "momentum", spec=SPEC(("data", "model")))
 
@@ -565,6 +576,7 @@ def taken(params, ids, max_rows=None):
     return see(params)[0][1]
 
 
+@pytest.mark.slow
 def test_rows_are_those_of_the_table_and_shards_may_hold_none():
     params = {"embed": {"embeddings": shard(mesh_of((1, 8)), SPEC("model"))}}
     ids = np.array([[12, 3, 12], [-5, 99, 3]])
@@ -578,6 +590,7 @@ def test_rows_are_those_of_the_table_and_shards_may_hold_none():
     np.testing.assert_array_equal(te.lookup(bounded, [1, 2]), TABLE[1:3])
 
 
+@pytest.mark.slow
 def test_what_cannot_be_taken_by_rows_is_told():
     table = shard(mesh_of((2, 4)), SPEC(None, "model"))
     with pytest.raises(ValueError, match=r"^table: wanted rows over mesh axes, and whole columns, got .*None, 'model'\)$"):
@@ -592,6 +605,7 @@ def test_what_cannot_be_taken_by_rows_is_told():
         te.tied_logits(COTANGENT, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "shape"), [(KINDS[0], (1, 8)), (KINDS[0], (2, 4)), (KINDS[1], (2, 4)), (KINDS[0], (8, 1))], ids=str)
 def test_a_step_by_rows_sends_ids_and_rows(kind, shape):
     embedder, mesh = te.make_embedder(te.EmbedderConfig(BIG, BIG_WIDTH, dropout_rate=0.0)), mesh_of(shape, kind)
@@ -620,6 +634,7 @@ def by_columns():
     return optax.GradientTransformation(lambda params: jnp.linspace(0.1, 0.2, WIDTH), update)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("optimizer", [optax.adam(0.01), by_columns()], ids=["adam", "by_columns"])
 def test_rows_of_a_table_train_beside_another_in_shards_and_a_split_kernel(kind, optimizer):
@@ -786,6 +801,7 @@ def test_columns_over_an_axis_of_the_ids_are_told():
 # --- checkpoints
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="today's Orbax asks for a newer jax")
 @pytest.mark.parametrize("shape", [(1, 8), (4, 2)], ids=str)
 def test_a_checkpoint_of_one_mesh_is_restored_on_another(tmp_path, shape):

@@ -67,6 +67,7 @@ def masks():
     yield "packed", te.attention_mask(**packed.queries(), **packed.keys(), causal=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attend", LIBRARIES)
 @pytest.mark.parametrize(("name", "mask"), list(masks()))
 def test_one_mask_in_three_libraries(attend, name, mask):
@@ -75,6 +76,7 @@ def test_one_mask_in_three_libraries(attend, name, mask):
     np.testing.assert_allclose(np.where(rows, attend(QUERY, KEY, VALUE, mask), 0), np.where(rows, expected, 0), **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attend", LIBRARIES)
 def test_a_wholly_masked_row_is_finite(attend):
     mask = te.attention_mask(query_positions=range(LENGTH), key_positions=range(LENGTH), padding=np.zeros((2, LENGTH), bool), causal=True)
@@ -83,6 +85,7 @@ def test_a_wholly_masked_row_is_finite(attend):
     assert all(np.isfinite(gradient).all() for gradient in back(jnp.ones_like(output)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_a_bias_for_a_mask(dtype):
     """In every dtype, with ALiBi added to it."""
@@ -97,6 +100,7 @@ def test_a_bias_for_a_mask(dtype):
     np.testing.assert_array_equal(np.asarray(with_bias, np.float32), np.asarray(with_mask, np.float32))
 
 
+@pytest.mark.slow
 def test_haikus_attention_in_float16_is_not_finite():
     """It masks with -1e30, which float16 has not: use bfloat16 there, or another attention. If this fails, Haiku was mended."""
     mask = te.attention_mask(query_positions=range(LENGTH), key_positions=range(LENGTH), causal=True)
@@ -198,6 +202,7 @@ some_lengths = st.lists(st.integers(1, 5), min_size=1, max_size=3).filter(lambda
 property_test = hypothesis.settings(deadline=None, derandomize=True, max_examples=15)
 
 
+@pytest.mark.slow
 @every_scheme
 @hypothesis.given(lengths=some_lengths, before=st.integers(0, 2), seed=st.integers(0, 99))
 @property_test
@@ -213,6 +218,7 @@ def test_packed_equals_each_alone_wherever_it_stands(scheme, lengths, before, se
                 np.testing.assert_allclose(ours[:, end - length : end], theirs[:, shift : shift + length], **CLOSE)
 
 
+@pytest.mark.slow
 @every_scheme
 def test_decoding_with_a_cache_equals_the_whole(scheme):
     """Token by token, at one offset a row: row 1 starts two tokens later. One trace serves all offsets."""
@@ -240,6 +246,7 @@ def test_decoding_with_a_cache_equals_the_whole(scheme):
     assert len(traces) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["rotary", "alibi", "t5"])
 @pytest.mark.parametrize("shift", [1, 1000, 2**30])
 def test_relative_schemes_see_differences_only(scheme, shift):

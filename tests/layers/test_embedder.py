@@ -85,6 +85,7 @@ def test_equal_configs_share_their_compilations(traces):
     assert len(traces) == 3
 
 
+@pytest.mark.slow
 def test_one_trace_a_shape_and_flag(traces):
     embedder = te.make_embedder(fresh())
     params = embedder.init(KEY)
@@ -103,6 +104,7 @@ def test_one_trace_a_shape_and_flag(traces):
     assert len(traces) == 3
 
 
+@pytest.mark.slow
 def test_every_integer_dtype_of_ids_shares_a_trace(traces):
     embedder = te.make_embedder(fresh())
     params = embedder.init(KEY)
@@ -124,6 +126,7 @@ def weak(shape):
     return threes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", [te.Sinusoidal(), te.Learned(max_len=16)], ids=["sinusoidal", "learned"])
 def test_an_offset_and_its_dtype_are_no_new_trace(traces, positions):
     embedder = te.make_embedder(fresh(positions=positions))
@@ -142,6 +145,7 @@ def test_an_offset_and_its_dtype_are_no_new_trace(traces, positions):
     assert traces == []
 
 
+@pytest.mark.slow
 def test_every_integer_dtype_of_token_types_shares_a_trace(traces):
     config = dataclasses.replace(BERT, d_model=fresh().d_model)
     embedder = te.make_embedder(config)
@@ -161,6 +165,7 @@ def test_every_integer_dtype_of_token_types_shares_a_trace(traces):
 # Values.
 
 
+@pytest.mark.slow
 def test_the_embedder_is_the_module():
     _, params = made()
     module = hk.transform(lambda ids: te.TransformerEmbedding(CONFIG)(ids, is_training=False))
@@ -197,6 +202,7 @@ def test_wide_host_ids_do_not_wrap():
     assert np.isnan(evaluate(np.array([2**64 - 1], np.uint64))).all()
 
 
+@pytest.mark.slow
 def test_wide_host_token_types_do_not_wrap():
     types = np.array([[0, 1, 2**32 + 1, -(2**32), 2]] * 2)
     assert np.isnan(evaluate(config=BERT, token_types=types)).all(-1).tolist() == [[False, False, True, True, True]] * 2
@@ -224,6 +230,7 @@ def test_logits_are_tied():
     assert got.dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_no_dropout_needs_no_key():
     config = dataclasses.replace(CONFIG, dropout_rate=0.0)
     embedder, params = made(config)
@@ -238,6 +245,7 @@ def test_short_sequences(length):
 # Transformations.
 
 
+@pytest.mark.slow
 def test_vmap_over_seeds():
     embedder, _ = made()
     keys = jax.random.split(KEY, 3)
@@ -281,6 +289,7 @@ def test_token_types_that_vmap_maps_are_refused():
         by_row(params, None, np.zeros([5, 5], np.int32), token_types=np.array([0, 0, 1, 1, 1]))
 
 
+@pytest.mark.slow
 def test_gradients():
     embedder, params = made(BERT)
 
@@ -317,6 +326,7 @@ def of_raw_key(embedder, is_training):
     return function
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("serialised", [False, True])
 @pytest.mark.parametrize("is_training", [False, True])
 def test_export_and_back(is_training, serialised):
@@ -331,6 +341,7 @@ def test_export_and_back(is_training, serialised):
     np.testing.assert_allclose(exported.call(*arguments), function(*arguments), rtol=0, atol=FUSION)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", [te.Sinusoidal(), te.Sinusoidal(at_padding=1, pad_id=0), te.Learned(9), None], ids=str)
 def test_export_for_any_batch_and_length(positions):
     batch, length = jax.export.symbolic_shape("b, t", constraints=["t <= 9"])
@@ -344,6 +355,7 @@ def test_export_for_any_batch_and_length(positions):
             np.testing.assert_allclose(exported.call(*arguments), function(*arguments), rtol=0, atol=FUSION)
 
 
+@pytest.mark.slow
 def test_positions_of_other_widths():
     highest = np.array([2**32 - 1, 2**31, 5, 4, 3], np.uint32)
     embedder, params = made(dataclasses.replace(CONFIG, positions=te.Sinusoidal()))
@@ -399,6 +411,7 @@ def spread(mesh, columns):
     return jax.tree.map(lambda a: jax.device_put(a, table), params), jax.device_put(ids, NamedSharding(mesh, P("data"))), ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_training", [False, True])
 @pytest.mark.parametrize("columns", [None, "model"], ids=["replicated", "columns"])
 @pytest.mark.parametrize(("mesh", "set_mesh"), list(meshes()))
@@ -479,6 +492,7 @@ BAD_CALLS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "options", "error", "parts"), BAD_CALLS, ids=[f"{n}-{bad[3][0]}" for n, bad in enumerate(BAD_CALLS)])
 def test_bad_calls_are_refused(config, options, error, parts):
     with pytest.raises(error, match=message(*parts)):
@@ -568,6 +582,7 @@ def test_options_of_positions_are_checked_with_the_config():
 PATH = "transformer_embedding/~/token_embedding"
 
 
+@pytest.mark.slow
 def test_a_grown_vocabulary_keeps_its_rows_and_draws_like_them():
     big = te.make_embedder(dataclasses.replace(CONFIG, vocab_size=200, d_model=16))
     params = big.init(KEY)
@@ -581,6 +596,7 @@ def test_a_grown_vocabulary_keeps_its_rows_and_draws_like_them():
     assert (np.abs(new.std(0) / old.std(0) - 1) < 5 * 8000**-0.5).all()
 
 
+@pytest.mark.slow
 def test_a_resized_vocabulary_fits_its_config():
     _, params = made()
     for size in (9, 11, 14):
@@ -601,6 +617,7 @@ def test_resizing_touches_only_the_table():
     assert params[PATH]["embeddings"].shape == (11, 6)
 
 
+@pytest.mark.slow
 def test_a_resized_table_keeps_its_dtype():
     _, params = made(dataclasses.replace(CONFIG, param_dtype=jnp.bfloat16))
     for size in (5, 15):
@@ -662,6 +679,7 @@ class TestResizePositions:
         params = te.resize_positions({**params, path: {"embeddings": jnp.asarray(table, jnp.float32)}}, max_len, **options)
         return np.asarray(params[path]["embeddings"])
 
+    @pytest.mark.slow
     def test_a_line_stays_a_line(self):
         line = np.arange(4.0)[:, None] * np.array([1.0, -2.0, 0.5, 0.0])
         stretched = self.resized(line, 8)

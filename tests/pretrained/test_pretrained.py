@@ -60,6 +60,7 @@ def is_same(left, right):
 # --- The numbers of the original.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case["dtype"] == "float32"])
 def test_input_embeddings_are_the_originals(tmp_path, name):
     case = CASES[name]
@@ -71,6 +72,7 @@ def test_input_embeddings_are_the_originals(tmp_path, name):
     assert np.abs(theirs).max() > 0.1
 
 
+@pytest.mark.slow
 def test_m2m100_at_padding_differs_by_the_encoding_of_position_1(tmp_path):
     case = CASES["m2m100"]
     found = load(tmp_path, "m2m100")
@@ -107,6 +109,7 @@ def rotated(found, golden):
     return np.asarray(te.apply_rotary(heads, golden["positions"], **options)), heads, options
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "n"), ROTARY)
 def test_rotated_heads_are_the_originals(tmp_path, name, n):
     golden = CASES[name]["rotary"][n]
@@ -338,6 +341,7 @@ def test_a_long_list_is_cut(tmp_path):
         pretrained.load_embedder(tmp_path / "x.safetensors")
 
 
+@pytest.mark.slow
 def test_a_state_dict_of_a_tutorial_maps_by_one_line(tmp_path):
     state_dict = {"embedding.weight": np.arange(18, dtype=np.float32).reshape(6, 3), "pos_encoder.pe": np.ones((1, 5, 3), np.float32)}
     path = tmp_path / "tutorial.safetensors"
@@ -599,6 +603,7 @@ def test_saved_under_the_originals_names_and_back_bit_for_bit(tmp_path, name):
             np.testing.assert_array_equal(array, original[tensor])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
@@ -669,6 +674,7 @@ def test_names_by_hand_are_those_of_the_config(tmp_path):
         pretrained.load_embedder(None)
 
 
+@pytest.mark.slow
 def test_parameters_that_cannot_be_saved(tmp_path):
     path = tmp_path / "x.safetensors"
     config = te.EmbedderConfig(7, 6, positions=te.Learned(9))
@@ -761,6 +767,7 @@ def test_inspect_of_what_is_not_known(tmp_path):
     assert "none: No such file or directory; name a file that exists" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tokens_a_batch"), [("roberta", 6), ("roberta", 10_000), ("bert", 6), ("m2m100", 10_000), ("gpt2", 6)])
 def test_embed_from_a_checkpoint(tmp_path, monkeypatch, name, tokens_a_batch):
     monkeypatch.setattr("transformer_embed.cli.embed.TOKENS_A_BATCH", tokens_a_batch)
