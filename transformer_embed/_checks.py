@@ -91,6 +91,11 @@ def result_dtype(name: str, dtype: Any) -> jnp.dtype:
     return dtype if jax.dtypes.canonicalize_dtype(dtype) == dtype else jnp.zeros(0, dtype).dtype
 
 
+def wide(*dtypes: Any) -> jnp.dtype:
+    """The dtype of sums: float32, or float64 if one of the dtypes is. (jnp.promote_types raises under strict promotion.)"""
+    return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)
+
+
 def is_traced(value: Any) -> bool:
     """Whether a value is known only when the compiled program runs."""
     return isinstance(value, jax.core.Tracer)

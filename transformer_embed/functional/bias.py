@@ -187,7 +187,7 @@ def _as_constant(num_heads: int, max_bias: float) -> Float32[Array, "h"]:
 def _alibi(
     queries: Integer[Array, "q t"], keys: Integer[Array, "k s"], num_heads: int, max_bias: float, symmetric: bool, dtype: jnp.dtype
 ) -> Float[Array, "b h t s"]:
-    wide = jnp.promote_types(jnp.float32, dtype)
+    wide = _checks.wide(dtype)
     slopes = _slopes(num_heads, max_bias).astype(wide)[None, :, None, None]
     after, distance = _offsets(queries, keys)
     far = distance.astype(wide)

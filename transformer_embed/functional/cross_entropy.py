@@ -127,15 +127,19 @@ class _Chunk(NamedTuple):
 
 
 def _counted(labels: Int32[Array, "..."], mask: ArrayLike | None, pad_id: int | None) -> Bool[Array, "..."]:
+    if mask is not None:
+        mask = _checks.as_mask("mask", mask, "counted")
+        if labels.ndim:
+            _checks.ends_in_length("mask", mask.shape, labels.shape, "the labels")
+        else:
+            _checks.broadcasts_to("mask", mask.shape, "labels", labels.shape)
+    return _is_counted(labels, mask, pad_id)
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=2)
+def _is_counted(labels: Int32[Array, "..."], mask: Bool[Array, "..."] | None, pad_id: int | None) -> Bool[Array, "..."]:
     counted = jnp.ones_like(labels, bool) if pad_id is None else labels != pad_id
-    if mask is None:
-        return counted
-    mask = _checks.as_mask("mask", mask, "counted")
-    if labels.ndim:
-        _checks.ends_in_length("mask", mask.shape, labels.shape, "the labels")
-    else:
-        _checks.broadcasts_to("mask", mask.shape, "labels", labels.shape)
-    return counted & mask
+    return counted if mask is None else counted & jnp.expand_dims(mask, tuple(range(labels.ndim - mask.ndim)))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -147,7 +151,7 @@ def _total(
     labels: Int32[Array, "..."],
     counted: Bool[Array, "..."],
 ) -> Float[Array, ""]:
-    dtype = jnp.promote_types(jnp.float32, jnp.promote_types(x.dtype, table.dtype))
+    dtype = _checks.wide(x.dtype, table.dtype)
     # Under explicit axes, all take the sharding of x by meeting it.
     counted = counted | jnp.zeros_like(x, bool).any(-1)
     # Zeros give finite logits, so that their weight of 0 leaves nothing of them.
@@ -261,7 +265,7 @@ def _softmax(options, over, table, chunk):
         target += spread * (jnp.where(inside, shifted, 0) if padded else shifted).sum(-1)
     total, target = _over(jax.lax.psum, over, (exponentials.sum(-1), target))
     weights = chunk.weights[:, None]
-    at_label = jnp.where(ids == chunk.labels[:, None], (kept + spread) * weights, spread * weights)
+    at_label = jnp.where(ids[None] == chunk.labels[:, None], (kept + spread) * weights, spread * weights)
     slopes = exponentials * (weights / total[:, None]) - at_label
     if padded:
         slopes = jnp.where(inside, slopes, 0)

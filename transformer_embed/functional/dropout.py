@@ -1,4 +1,4 @@
-"""hk.dropout's exact result at the speed of memory."""
+"""Dropout: the result of hk.dropout, at the speed of memory."""
 
 import functools
 import math
@@ -19,22 +19,22 @@ _THREEFRY = "threefry2x32"
 def dropout(rng: Array, rate: float, x: ArrayLike) -> Float[Array, "..."]:
     """Zeroes elements of x at random with probability `rate` and divides the others by `1 - rate`.
 
-    Compiled, the result is `hk.dropout`'s to the bit on finite x, for every key: it draws the same bits. Haiku spends its time
-    in drawing them, for on a CPU jax runs its generator as a loop over memory; here, where jax draws 32-bit floats with its
-    default generator, each element computes its own bits in registers. A compiled gradient draws them again where XLA finds that
-    cheaper than to keep a byte an element; the one is as fast as the other.
+    The result equals that of a compiled `hk.dropout` bit for bit on finite x, for every key, since both draw the same random bits. On
+    a CPU, hk.dropout spends most of its time drawing them, because JAX runs its generator as a loop over memory. Here, each element
+    computes its own bits in registers (with JAX's default generator and 32-bit floats). A compiled gradient draws the bits again if XLA
+    finds that cheaper than keeping a byte for each element; both are equally fast.
 
     Args:
         rng: a key of `jax.random.key` or `jax.random.PRNGKey`.
-        rate: in [0, 1), a Python float; 0 returns x as it is. (A numpy scalar is taken as Haiku takes it: one of 16 bits
-            draws 16-bit floats, and one of any width promotes a narrower x.)
+        rate: in [0, 1), a Python float; 0 returns x as it is. (A numpy scalar acts as in Haiku: one of 16 bits draws 16-bit floats, and
+            one of any width promotes a narrower x.)
         x: [...], a floating dtype.
 
     Returns:
         [...], of x's dtype.
 
     Raises:
-        TypeError: rate is traced or no number; x has no floating dtype; rng is no key.
+        TypeError: rate is traced or not a number; x does not have a floating dtype of 16 bits or more; rng is not a PRNG key.
         ValueError: rate is outside [0, 1).
 
     Example:
@@ -51,7 +51,16 @@ def dropout(rng: Array, rate: float, x: ArrayLike) -> Float[Array, "..."]:
     if checked == 0:
         return x
     keep_rate = 1.0 - checked
-    return _keep(_checks.as_key("rng", rng), keep_rate, x.shape) * x / keep_rate
+    # Apart, for 0.5 and numpy.float16(0.5) are one static argument to jit.
+    width = keep_rate.dtype if isinstance(keep_rate, np.floating) else None
+    return _dropped(_checks.as_key("rng", rng), x, float(keep_rate), width)
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=(2, 3))
+def _dropped(key: Array, x: Float[Array, "..."], keep_rate: float, width: np.dtype | None) -> Float[Array, "..."]:
+    """Compiled even where the caller is not: jax then counts the key as used, which jax_debug_key_reuse checks."""
+    rate = keep_rate if width is None else width.type(keep_rate)
+    return _keep(key, rate, x.shape).astype(x.dtype) * x / rate
 
 
 def _keep(key: Array, keep_rate: float | np.floating, shape: tuple[int, ...]) -> Bool[Array, "..."]:
@@ -76,7 +85,7 @@ def _bernoulli(key: Array, *, keep_rate: float | np.floating, shape: tuple[int, 
 
 
 def _counters(shape: tuple[int, ...]) -> tuple[UInt32[Array, "..."], UInt32[Array, "..."]]:
-    """Each element's place in the flattened array, as the two words of a 64-bit integer."""
+    """The index of each element in the flattened array, as the two words of a 64-bit integer."""
     high = low = jnp.zeros(shape, jnp.uint32)
     stride = math.prod(shape)
     more_than_a_word = stride > 2**32

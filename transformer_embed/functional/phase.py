@@ -92,6 +92,7 @@ def sinusoid(positions: ArrayLike, constants: Channels) -> Float32[Array, "... d
         TypeError: positions are neither integers nor float32 (float16 and bfloat16 cannot hold 2049 and 257).
     """
     positions = _checks.as_positions("positions", positions)
+    constants = _of_rank(constants, positions.ndim + 1)
     if jnp.issubdtype(positions.dtype, jnp.floating):
         narrow = jnp.asarray(positions, jnp.float32)
         if positions.dtype == jnp.float64:
@@ -105,6 +106,11 @@ def sinusoid(positions: ArrayLike, constants: Channels) -> Float32[Array, "... d
     if isinstance(fits, np.ndarray | np.bool_) and np.all(fits):
         return sine
     return jnp.where(jnp.asarray(fits)[..., None], sine, jnp.nan)
+
+
+def _of_rank(constants: Channels, rank: int) -> Channels:
+    """Constants that multiply positions of a rank without a promotion of rank, which jax may be told to refuse."""
+    return Channels(*(word if word.ndim == 0 else word.reshape(*[1] * (rank - word.ndim), -1) for word in constants))
 
 
 def multiply_high(a: ArrayLike, b: ArrayLike) -> UInt32[Array, "..."]:
@@ -152,7 +158,7 @@ def _sine_at_float_jvp(primals, tangents):
     return _sine_at_float(positions, constants), slope * tangents[0][..., None]
 
 
-def _frequency(constants: Channels) -> Float32[Array, "d"]:
+def _frequency(constants: Channels) -> Float32[Array, "... d"]:
     """Radians per unit of position, rounded to float32."""
     turns, high, low = (jnp.asarray(word).astype(jnp.float32) for word in constants[:3])
     return np.float32(2 * np.pi) * (turns + (high * np.float32(2**-32) + low * np.float32(2**-64)))

@@ -41,7 +41,7 @@ class TokenPositions(NamedTuple):
     @property
     def padding(self) -> Bool[Array, "b t"]:
         """The padding mask: bool [batch, length], True = a token."""
-        return self.segment_ids != 0
+        return _is_token(self.segment_ids)
 
     def queries(self) -> dict[str, Array]:
         """The keyword arguments of `attention_mask` that describe these tokens as queries."""
@@ -211,6 +211,11 @@ def _check_runs(rows: np.ndarray) -> None:
 
 
 # What follows is compiled even where the caller is not.
+
+
+@functools.partial(jax.jit, inline=True)
+def _is_token(segment_ids: Int32[Array, "b t"]) -> Bool[Array, "b t"]:
+    return segment_ids != 0
 
 
 @functools.partial(jax.jit, inline=True, static_argnums=(1, 2))

@@ -153,9 +153,11 @@ class _Spec(NamedTuple):
 @functools.partial(jax.jit, static_argnames=("layout", "spec"))
 def _rotated(x: Float[Array, "... t h d"], positions: Shaped[Array, "... t axes"], layout: str, spec: _Spec) -> Float[Array, "... t h d"]:
     """Compiled even where the caller is not: the loop in `_cos_and_sin` would be compiled again at each call."""
-    cos, sin = (each[..., None, :] for each in _cos_and_sin(positions, spec))
+    # Of x's rank: jax may be told to refuse a promotion of rank.
+    axes = tuple(range(x.ndim - positions.ndim - 1))
+    cos, sin = (jnp.expand_dims(each, (*axes, -2)) for each in _cos_and_sin(positions, spec))
     # A TPU splits and joins 16 bits as they are; of float32 that it has to widen first, it makes passes of their own.
-    wide = jnp.promote_types(jnp.float32, x.dtype)
+    wide = _checks.wide(x.dtype)
     first, second = (half.astype(wide) for half in _pairs(x[..., : spec.dim], layout))
     turned = _joined((first * cos - second * sin).astype(x.dtype), (second * cos + first * sin).astype(x.dtype), layout)
     return turned if spec.dim == x.shape[-1] else jnp.concatenate([turned, x[..., spec.dim :]], -1)

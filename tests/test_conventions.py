@@ -1,0 +1,461 @@
+"""Each row of the tables of notebooks/conventions.md, against a formula written out from the project that it names."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import transformer_embed as te
+
+POSITIONS = np.arange(40.0)[:, None]
+close = {"rtol": 0, "atol": oracle.MAX_ERROR}
+# A rotation is two products of values up to 1 and a sum, each rounded in float32.
+rotated_close = {"rtol": 0, "atol": 4 * 2**-24 + 2 * oracle.MAX_ERROR}
+
+
+def halves(frequencies, d_model, first=np.sin, second=np.cos, positions=POSITIONS):
+    """All of the first, then all of the second, zeros after them up to d_model."""
+    table = np.concatenate([first(positions * frequencies), second(positions * frequencies)], -1)
+    return np.pad(table, [(0, 0), (0, d_model - table.shape[1])])
+
+
+def log_timescales(count, smallest=1.0, largest=1e4):
+    """tensor2tensor's: `min_timescale * exp(-i * increment)`."""
+    return smallest * np.exp(np.arange(count) * -np.log(largest / smallest) / max(count - 1, 1))
+
+
+def interleaved(angles):
+    return np.stack([np.sin(angles), np.cos(angles)], -1).reshape(len(angles), -1)
+
+
+# --- Sinusoids
+
+
+@pytest.mark.parametrize("d_model", [6, 7])
+def test_the_paper_keras_trax_xlm(d_model):
+    angles = POSITIONS / 10000 ** (2 * (np.arange(d_model) // 2) / d_model)
+    expected = np.where(np.arange(d_model) % 2, np.cos(angles), np.sin(angles))
+    np.testing.assert_allclose(te.sinusoidal_table(40, d_model), expected, **close)
+
+
+@pytest.mark.parametrize("d_model", [2, 3, 8, 9])
+def test_tensor2tensor_fairseq_m2m100_flaxformer_flax_pegasusx_axlearn_praxis(d_model):
+    ours = te.sinusoidal_table(40, d_model, layout="sin_cos", shift=1, odd="zero")
+    np.testing.assert_allclose(ours, halves(log_timescales(d_model // 2), d_model), **close)
+
+
+def test_whisper_maxtext():
+    """Whisper's `sinusoids`: exp(-log(10000) / (channels // 2 - 1) * arange(channels // 2))."""
+    frequencies = np.exp(-np.log(10000) / (16 // 2 - 1) * np.arange(16 // 2))
+    np.testing.assert_allclose(te.sinusoidal_table(40, 16, layout="sin_cos", shift=1), halves(frequencies, 16), **close)
+
+
+@pytest.mark.parametrize("d_model", [6, 7])
+def test_marian_roformer_ctrl_xlnet(d_model):
+    """ceil(d / 2) sines, then floor(d / 2) cosines, with d as it is in the exponents."""
+    angles = POSITIONS / 10000 ** (2 * (np.arange(d_model) // 2) / d_model)
+    expected = np.concatenate([np.sin(angles[:, 0::2]), np.cos(angles[:, 1::2])], -1)
+    np.testing.assert_allclose(te.sinusoidal_table(40, d_model, layout="sin_cos"), expected, **close)
+
+
+def test_musicgen():
+    expected = halves(np.exp(np.arange(8) * -(np.log(10000) / (8 - 1))), 17, np.cos, np.sin)
+    np.testing.assert_allclose(te.sinusoidal_table(40, 17, layout="cos_sin", shift=1, odd="zero"), expected, **close)
+
+
+@pytest.mark.parametrize("d_model", [6, 7])
+def test_positional_encodings_1d(d_model):
+    even = 2 * int(np.ceil(d_model / 2))
+    expected = interleaved(POSITIONS / 10000 ** (np.arange(0, even, 2) / even))[:, :d_model]
+    np.testing.assert_allclose(te.sinusoidal_table(40, d_model, odd="round_up"), expected, **close)
+
+
+@pytest.mark.parametrize("flip", [False, True])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_diffusers_time_steps(flip, shift):
+    times = np.array([0.0, 0.25, 999.5], np.float32)
+    frequencies = 2.0 * np.exp(-np.log(10000) * np.arange(4) / (4 - shift))
+    expected = halves(frequencies, 9, *((np.cos, np.sin) if flip else (np.sin, np.cos)), positions=times[:, None].astype(float))
+    layout = "cos_sin" if flip else "sin_cos"
+    np.testing.assert_allclose(
+        te.sinusoidal_encoding(times, 9, layout=layout, shift=shift, odd="zero", frequency_scale=2.0), expected, **close
+    )
+
+
+def test_timescales_of_tensor2tensor():
+    smallest, largest = 0.5, 2e4
+    ours = te.sinusoidal_table(40, 32, layout="sin_cos", shift=1, frequency_scale=smallest, base=largest / smallest)
+    np.testing.assert_allclose(ours, halves(log_timescales(16, smallest, largest), 32), **close)
+
+
+# --- Grids
+
+
+def grid(shape, order, encode):
+    """Each point's encodings of its coordinates, point by point."""
+    expected = [np.concatenate([encode(float(point[axis])) for axis in order]) for point in np.ndindex(*shape)]
+    return np.array(expected).reshape(*shape, -1)
+
+
+def sines_then_cosines(frequencies):
+    return lambda p: np.concatenate([np.sin(p * frequencies), np.cos(p * frequencies)])
+
+
+@pytest.mark.parametrize("d_model", [12, 14])
+def test_tensor2tensor_2d(d_model):
+    expected = grid((3, 5), (0, 1), sines_then_cosines(log_timescales(d_model // 4)))
+    expected = np.pad(expected, [(0, 0), (0, 0), (0, d_model - expected.shape[-1])])
+    np.testing.assert_allclose(te.sinusoidal_grid((3, 5), d_model, layout="sin_cos", shift=1, odd="zero"), expected, **close)
+
+
+@pytest.mark.parametrize(("shape", "d_model"), [((3, 5), 12), ((3, 5), 14), ((3, 5), 15), ((2, 3, 4), 12), ((2, 3, 4), 16)])
+def test_positional_encodings_2d_and_3d(shape, d_model):
+    channels = 2 * int(np.ceil(d_model / (2 * len(shape))))
+    angle = lambda p: p / 10000 ** (np.arange(0, channels, 2) / channels)
+    encode = lambda p: np.stack([np.sin(angle(p)), np.cos(angle(p))], -1).reshape(-1)
+    expected = grid(shape, range(len(shape)), encode)[..., :d_model]
+    np.testing.assert_allclose(te.sinusoidal_grid(shape, d_model, odd="round_up"), expected, **close)
+
+
+def test_mae():
+    """get_2d_sincos_pos_embed: width first, omega = 1 / 10000 ** (arange(d / 4) / (d / 4))."""
+    expected = grid((3, 5), (1, 0), sines_then_cosines(1 / 10000 ** (np.arange(6) / 6)))
+    np.testing.assert_allclose(te.sinusoidal_grid((3, 5), 24, axes=(1, 0), layout="sin_cos"), expected, **close)
+
+
+def test_big_vision():
+    """posemb_sincos_2d: width first, omega = 1 / 10000 ** (arange(d / 4) / (d / 4 - 1))."""
+    expected = grid((3, 5), (1, 0), sines_then_cosines(1 / 10000 ** (np.arange(6) / 5)))
+    np.testing.assert_allclose(te.sinusoidal_grid((3, 5), 24, axes=(1, 0), layout="sin_cos", shift=1), expected, **close)
+
+
+def test_diffusers_2d():
+    """get_2d_sincos_pos_embed: indices / (grid / base_size) / interpolation_scale, width first."""
+    (h, w), base_size, scale = (4, 8), 16, 2.0
+    coordinates = [np.arange(n) * base_size / n / scale for n in (h, w)]
+    frequencies = 1 / 10000 ** (np.arange(6) / 6)
+    encode = sines_then_cosines(frequencies)
+    expected = [[np.concatenate([encode(coordinates[1][x]), encode(coordinates[0][y])]) for x in range(w)] for y in range(h)]
+    ours = te.sinusoidal_grid((h, w), 24, axes=(1, 0), layout="sin_cos", axis_positions=coordinates)
+    np.testing.assert_allclose(ours, expected, **close)
+
+
+# --- Rotary embeddings
+
+HEAD = np.sin(np.arange(40 * 2 * 8)).reshape(40, 2, 8)
+
+
+def rotated(frequencies, pairs, x=HEAD, positions=POSITIONS, factor=1.0):
+    """Channels (a, b) of each pair rotated by position * frequency, in float64."""
+    out, angles = x.copy(), positions * frequencies
+    for (a, b), angle in zip(pairs, angles.T, strict=True):
+        cos, sin = factor * np.cos(angle)[:, None], factor * np.sin(angle)[:, None]
+        out[..., a], out[..., b] = x[..., a] * cos - x[..., b] * sin, x[..., b] * cos + x[..., a] * sin
+    return out
+
+
+def half(dim, start=None):
+    return [(i, i + dim // 2) for i in range(dim // 2 if start is None else start)]
+
+
+def check_rotary(expected, **options):
+    x = HEAD.astype(np.float32)
+    np.testing.assert_allclose(te.apply_rotary(x, np.arange(40), **options), expected, **rotated_close)
+
+
+def geometric(dim, base=10000.0):
+    return base ** (-np.arange(0, dim, 2) / dim)
+
+
+def test_llama_neox_gemma_keras_flaxformer():
+    check_rotary(rotated(geometric(8), half(8)))
+
+
+def test_gptj_roformer_cohere_torchtune_diffusers():
+    check_rotary(rotated(geometric(8), [(2 * i, 2 * i + 1) for i in range(4)]), layout="interleaved")
+
+
+def test_partial_rotary_of_gptj_and_neox():
+    check_rotary(rotated(geometric(4), half(4)), rotary_dim=4)
+
+
+def test_proportional_rotary_of_gemma():
+    check_rotary(rotated(geometric(8)[:2], half(8, 2)), rotary_dim=4, partial="proportional")
+
+
+def test_sections_of_qwen2_vl():
+    positions = np.stack([np.arange(40), np.arange(40) // 8, np.arange(40) % 8], -1)
+    by_pair = positions[:, [0, 0, 1, 2]]
+    ours = te.apply_rotary(HEAD.astype(np.float32), positions, sections=(2, 1, 1))
+    np.testing.assert_allclose(ours, rotated(geometric(8), half(8), positions=by_pair), **rotated_close)
+
+
+def test_rotary_timescales():
+    """Praxis: timescale = min * (max / min) ** (2i / d), angle = position / timescale."""
+    smallest, largest = 2.0, 5e4
+    timescale = smallest * (largest / smallest) ** (np.arange(0, 8, 2) / 8)
+    check_rotary(rotated(1 / timescale, half(8)), base=largest / smallest, scaling=te.LinearScaling(smallest))
+
+
+def test_position_interpolation():
+    check_rotary(rotated(geometric(8) / 4, half(8)), scaling=te.LinearScaling(4.0))
+
+
+def test_ntk_aware_scaling():
+    check_rotary(rotated(geometric(8, 10000 * 4.0 ** (8 / 6)), half(8)), scaling=te.NTKScaling(4.0))
+
+
+def test_dynamic_ntk_scaling():
+    """transformers: base * (factor * length / original - (factor - 1)) ** (d / (d - 2))."""
+    base = 10000 * (2.0 * 64 / 16 - (2.0 - 1)) ** (8 / 6)
+    check_rotary(rotated(geometric(8, base), half(8)), scaling=te.DynamicNTKScaling(2.0, original_length=16, length=64))
+
+
+def test_yarn():
+    """transformers' _compute_yarn_parameters, with beta_fast 32 and beta_slow 1."""
+    factor, original, base, dim = 4.0, 4096, 10000.0, 8
+    where = lambda turns: dim * np.log(original / (turns * 2 * np.pi)) / (2 * np.log(base))
+    low, high = max(np.floor(where(32.0)), 0), min(np.ceil(where(1.0)), dim - 1)
+    ramp = np.clip((np.arange(4) - low) / (high - low), 0, 1)
+    frequencies = geometric(8) / factor * ramp + geometric(8) * (1 - ramp)
+    expected = rotated(frequencies, half(8), factor=0.1 * np.log(factor) + 1)
+    check_rotary(expected, scaling=te.YarnScaling(factor, original_length=original))
+
+
+def test_llama3():
+    """Meta's apply_scaling, frequency by frequency."""
+    expected = []
+    for f in geometric(8, 500000.0):
+        wavelength = 2 * np.pi / f
+        smooth = (8192 / wavelength - 1) / (4 - 1)
+        expected.append(f if wavelength < 8192 / 4 else f / 8 if wavelength > 8192 else (1 - smooth) * f / 8 + smooth * f)
+    check_rotary(rotated(np.array(expected), half(8)), base=500000.0, scaling=te.Llama3Scaling(8.0))
+
+
+@pytest.mark.parametrize("length", [16, 64])
+def test_longrope_of_phi3(length):
+    short, long = [1.0, 1.5, 2.0, 2.5], [4.0, 5.0, 6.0, 7.0]
+    frequencies = geometric(8) / np.array(long if length > 32 else short)
+    factor = np.sqrt(1 + np.log(4.0) / np.log(32))
+    scaling = te.LongRopeScaling(short, long, factor=4.0, original_length=32, length=length)
+    check_rotary(rotated(frequencies, half(8), factor=factor), scaling=scaling)
+
+
+def test_dynamic_rope_of_keras_hub():
+    """It divides every frequency by factor ** (d / (d - 2)), at every length."""
+    check_rotary(rotated(geometric(8) / 4.0 ** (8 / 6), half(8)), scaling=te.LinearScaling(4.0 ** (8 / (8 - 2))))
+
+
+def test_ntk_factor_of_diffusers():
+    """get_1d_rotary_pos_embed: theta = theta * ntk_factor."""
+    check_rotary(rotated(geometric(8, 10000.0 * 3.0), half(8)), base=10000.0 * 3.0)
+
+
+# --- Biases
+
+
+def slopes(heads, max_bias=8.0):
+    return 2.0 ** (-max_bias * np.arange(1, heads + 1) / heads)[:, None, None]
+
+
+DISTANCE = np.arange(6)[None] - np.arange(6)[:, None]
+in_float32 = {"rtol": 2e-7}
+
+
+def test_alibi():
+    np.testing.assert_allclose(te.alibi_bias(range(6), range(6), num_heads=4)[0], slopes(4) * DISTANCE, **in_float32)
+
+
+def test_alibi_of_mpt_and_keras():
+    """`-slope * (length - 1 - key)`, with a maximum of its own."""
+    expected = slopes(4, 6.0) * (np.arange(6) - 5)[None, None]
+    np.testing.assert_allclose(te.alibi_bias([5], range(6), num_heads=4, max_bias=6.0)[0], expected, **in_float32)
+
+
+def test_symmetric_alibi():
+    np.testing.assert_allclose(te.alibi_bias(range(6), range(6), num_heads=4, symmetric=True)[0], -slopes(4) * abs(DISTANCE), **in_float32)
+
+
+def test_alibi_of_bloom():
+    """build_alibi_tensor: slope * (cumsum(mask) - 1) * mask."""
+    ids = np.array([[0, 0, 5, 6, 7]])
+    tokens = te.TokenPositions.from_ids(ids)
+    mask = ids != 0
+    expected = slopes(4) * ((np.cumsum(mask, -1) - 1) * mask)[:, None, :]
+    np.testing.assert_allclose(te.alibi_bias([0], tokens.positions, num_heads=4)[0, :, 0], expected[:, 0], **in_float32)
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_t5(bidirectional):
+    """transformers' _relative_position_bucket, in float64."""
+    relative = np.arange(-300, 301)
+    buckets, count = np.zeros(len(relative), int), 32
+    if bidirectional:
+        count //= 2
+        buckets += (relative > 0) * count
+        distance = abs(relative)
+    else:
+        distance = -np.minimum(relative, 0)
+    exact = count // 2
+    with np.errstate(divide="ignore"):
+        # A hair above, for float64 falls short at exact boundaries as float32 does.
+        large = exact + np.log(distance / exact) / np.log(128 / exact) * (count - exact) * (1 + 1e-12)
+    buckets += np.where(distance < exact, distance, np.minimum(large, count - 1).clip(0)).astype(int)
+    ours = te.relative_position_buckets([300], relative + 300, bidirectional=bidirectional)
+    np.testing.assert_array_equal(ours[0, 0], buckets)
+
+
+# --- Masks
+
+WHERE = np.arange(6)
+
+
+def mask(**options):
+    return te.attention_mask(query_positions=WHERE, key_positions=WHERE, **({"causal": True} | options))[0, 0]
+
+
+def rule(allowed):
+    return [[allowed(q, k) for k in range(6)] for q in range(6)]
+
+
+def test_window_of_transformers():
+    """sliding_window_overlay and the causal mask: key > query - window."""
+    np.testing.assert_array_equal(mask(window=(3 - 1, 0)), rule(lambda q, k: q - 3 < k <= q))
+
+
+def test_window_of_axlearn_and_tensor2tensor():
+    np.testing.assert_array_equal(mask(window=(2, 0)), rule(lambda q, k: q - 2 <= k <= q))
+
+
+def test_bidirectional_window_of_transformers():
+    np.testing.assert_array_equal(mask(window=(2, 2), causal=False), rule(lambda q, k: abs(q - k) <= 2))
+
+
+def test_chunks_of_llama4_are_counted_from_the_first_token():
+    """transformers' chunked_overlay: (key - left_padding) // chunk == (query - left_padding) // chunk."""
+    tokens = te.TokenPositions.from_ids([[0, 0, 5, 6, 7, 8]])
+    ours = te.attention_mask(**tokens.queries(), **tokens.keys(), causal=True, chunk=3)[0, 0]
+    expected = rule(lambda q, k: k <= q and (k - 2) // 3 == (q - 2) // 3 and k >= 2)
+    np.testing.assert_array_equal(ours[2:], expected[2:])
+
+
+def test_prefix_up_to_the_separator_of_tensor2tensor():
+    ids = jnp.array([4, 5, 1, 6, 7, 8])
+    blocks = jnp.where(jnp.cumsum(ids == 1, -1) - (ids == 1) == 0, 0, -1)
+    ours = mask(query_block_ids=blocks, key_block_ids=blocks)
+    np.testing.assert_array_equal(ours, rule(lambda q, k: k <= q or (q <= 2 and k <= 2)))
+
+
+def test_flagged_prefix_of_t5x_and_blocks_of_transformers():
+    blocks = np.array([0, 0, -1, 1, 1, -1])
+    ours = mask(query_block_ids=blocks, key_block_ids=blocks)
+    np.testing.assert_array_equal(ours, rule(lambda q, k: k <= q or (blocks[q] == blocks[k] and blocks[q] >= 0)))
+
+
+def test_padding_masks_keys_only_in_transformers_keras_and_trax():
+    tokens = np.array([True, True, True, True, False, False])
+    np.testing.assert_array_equal(mask(padding=tokens, causal=False)[0], tokens)
+
+
+def test_padding_masks_queries_too_in_flax_and_t5x():
+    """make_attention_mask(tokens, tokens): the outer product."""
+    tokens = np.array([[True, True, True, True, False, False]])
+    ours = te.combine_masks(mask(padding=tokens, causal=False)[None, None], tokens[:, None, :, None])
+    np.testing.assert_array_equal(ours[0, 0], np.outer(tokens, tokens))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, np.finfo(np.float32).min / 2),
+        (float(jnp.finfo(jnp.float32).min), np.finfo(np.float32).min),
+        (-1e9, np.float32(-1e9)),
+    ],
+    ids=["here", "transformers", "t5x_tensor2tensor"],
+)
+def test_added_to_the_logits(value, expected):
+    np.testing.assert_array_equal(te.mask_to_bias([True, False], jnp.float32, value=value), [0, expected])
+
+
+# --- Position ids
+
+IDS = np.array([[1, 1, 5, 6, 7], [5, 6, 7, 1, 1]])
+
+
+def test_roberta_and_opt():
+    """cumsum(mask) * mask + padding_idx."""
+    mask = IDS != 1
+    ours = te.TokenPositions.from_ids(IDS, pad_id=1, start=2, at_padding=1)
+    np.testing.assert_array_equal(ours.positions, np.cumsum(mask, 1) * mask + 1)
+
+
+@pytest.mark.parametrize("at_padding", [0, 1])
+def test_0_or_1_at_padding(at_padding):
+    """transformers: position_ids = cumsum(mask) - 1; masked_fill(mask == 0, 0 or 1)."""
+    mask = IDS != 1
+    ours = te.TokenPositions.from_ids(IDS, pad_id=1, at_padding=at_padding)
+    np.testing.assert_array_equal(ours.positions, np.where(mask, np.cumsum(mask, 1) - 1, at_padding))
+
+
+def test_a_past_length_added_before_padding_is_set_apart():
+    """OPT: (cumsum(mask) * mask - 1)[:, past:] + offset; the past moves tokens alone."""
+    tokens = te.TokenPositions.from_ids(IDS, pad_id=1)
+    ours = jnp.where(tokens.padding, tokens.positions + 7, tokens.positions)
+    mask = IDS != 1
+    np.testing.assert_array_equal(ours, np.where(mask, np.cumsum(mask, 1) - 1 + 7, 0))
+
+
+def test_bart_counts_padding_from_2():
+    assert te.Learned(9, start=2).positions(jnp.asarray(IDS)).tolist() == [2, 3, 4, 5, 6]
+
+
+def test_fairseq_sinusoids_count_from_padding_idx_plus_1():
+    scheme = te.Sinusoidal(layout="sin_cos", shift=1, odd="zero", start=2, at_padding=1, pad_id=1)
+    mask = IDS != 1
+    np.testing.assert_array_equal(scheme.positions(jnp.asarray(IDS)), np.cumsum(mask, 1) * mask + 1)
+
+
+# --- A cache behind left padding
+
+
+def test_decoding_behind_left_padding_compiles_once_and_equals_the_unpadded_run():
+    """The recipe of the README: a cache of fixed room, written by dynamic_update_slice; 32 steps."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    table, projections = jax.random.normal(keys[0], (16, 8)), jax.random.normal(keys[1], (3, 8, 2, 4)) / 3
+    prompts, steps = [[5, 6], [7, 8, 9, 4]], 32
+    length = max(map(len, prompts))
+    room = length + steps
+    ids = np.array([[0] * (length - len(prompt)) + prompt for prompt in prompts])
+    written = np.random.default_rng(0).integers(1, 16, (2, steps))
+    traces = []
+
+    def attend(ids, tokens, cache, slot):
+        query, key, value = jnp.einsum("btd,pdhk->pbthk", te.lookup(table, ids), projections)
+        query, key = te.apply_rotary(query, tokens.positions), te.apply_rotary(key, tokens.positions)
+        new = {"key": key, "value": value, "tokens": tokens}
+        cache = jax.tree.map(lambda held, part: jax.lax.dynamic_update_slice_in_dim(held, part, slot, axis=1), cache, new)
+        mask = te.attention_mask(**tokens.queries(), **cache["tokens"].keys(), causal=True)
+        out = jax.nn.dot_product_attention(query, cache["key"], cache["value"], mask=mask)
+        return te.tied_logits(out.reshape(*out.shape[:2], -1), table), cache
+
+    @jax.jit
+    def step(cache, ids, offset, slot):
+        traces.append(slot)
+        return attend(ids, te.TokenPositions.from_offset(offset, 1), cache, slot)
+
+    def empty(batch):
+        store = jnp.zeros((batch, room, 2, 4))
+        return {"key": store, "value": store, "tokens": te.TokenPositions.from_lengths(np.zeros(batch, int), room)}
+
+    prompt = te.TokenPositions.from_ids(ids, pad_id=0)
+    _, cache = attend(ids, prompt, empty(2), 0)
+    offset, got = prompt.padding.sum(1), []
+    for n in range(steps):
+        logits, cache = step(cache, written[:, n : n + 1], offset + n, length + n)
+        got.append(logits[:, 0])
+    assert len(traces) == 1
+    for row, prompt in enumerate(prompts):
+        whole = np.array([[*prompt, *written[row]]])
+        alone, _ = attend(whole, te.TokenPositions.from_ids(whole, pad_id=0), empty(1), 0)
+        np.testing.assert_allclose(np.stack(got, 1)[row], alone[0, len(prompt) :], rtol=0, atol=2e-5)
