@@ -1,4 +1,7 @@
-"""Settings of the documentation; `python -m sphinx -W --keep-going notebooks build/docs` writes its pages."""
+"""Settings of the documentation, which this command builds:
+
+python -m sphinx -W --keep-going notebooks build/docs
+"""
 
 import contextlib
 import inspect
@@ -55,7 +58,7 @@ TYPES = {"ArrayLike": ArrayLike, "DTypeLike": DTypeLike, "Array": Array}
 
 
 class PublicNames(SphinxDirective):
-    """`.. public:: apply_rotary rows.update`: a table with a one-line summary of each name of te, then an entry for each."""
+    """`.. public:: apply_rotary rows.update`: a table of summaries, then an entry for each name."""
 
     required_arguments = 1
     final_argument_whitespace = True
@@ -63,9 +66,13 @@ class PublicNames(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Returns the table and the entries."""
         objects = {name: self._find(name) for name in self.arguments[0].split()}
-        rows = [f"   * - `te.{name} <{te.__name__}.{name}>`\n     - {_summary(value)}" for name, value in objects.items()]
+        rows = [
+            f"   * - `te.{name} <{te.__name__}.{name}>`\n     - {_summary(value)}"
+            for name, value in objects.items()
+        ]
         entries = [
-            f".. auto{'class' if inspect.isclass(value) else 'function'}:: {te.__name__}.{name}\n" for name, value in objects.items()
+            f".. auto{'class' if inspect.isclass(value) else 'function'}:: {te.__name__}.{name}\n"
+            for name, value in objects.items()
         ]
         table = ".. list-table::\n   :widths: 35 65\n   :class: names\n\n" + "\n".join(rows)
         return self.parse_text_to_nodes("\n\n".join([table, *entries]))
@@ -88,7 +95,11 @@ class CommandHelp(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Returns a literal block."""
         printed = io.StringIO()
-        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit), mock.patch.dict(os.environ, COLUMNS="88"):
+        with (
+            contextlib.redirect_stdout(printed),
+            contextlib.suppress(SystemExit),
+            mock.patch.dict(os.environ, COLUMNS="88"),
+        ):
             command_line.main([*self.arguments[0].split(), "--help"])
         return [nodes.literal_block(text=printed.getvalue(), language="none")]
 
@@ -99,31 +110,39 @@ def _summary(value: object) -> str:
 
 
 def _markup(text: str) -> str:
-    """Docstrings write shapes such as [*shape, d] as text, which reStructuredText takes for emphasis."""
+    """Docstrings write shapes such as [*shape, d], which reStructuredText takes for emphasis."""
     return "\n".join(line if ">>>" in line else line.replace("[*", r"[\*") for line in text.split("\n"))
 
 
 def make_markup(app, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Sets a docstring's formulas, which are the blocks indented from its left edge, as they are written."""
+    """Sets a docstring's formulas, the blocks indented from its left edge, as they are written."""
     text = re.sub(r"(?m)^(\S.*)\n\n(?=    )", r"\1\n\n::\n\n", "\n".join(lines))
     lines[:] = _markup(text).split("\n")
 
 
-def shorten_types(app, what: str, name: str, obj: object, options: object, signature: str | None, returns: str | None) -> tuple:
+def shorten_types(
+    app, what: str, name: str, obj: object, options: object, signature: str | None, returns: str | None
+) -> tuple:
     """Writes types and dtypes by the names that the code has for them."""
     return _shortened(signature), _shortened(returns)
 
 
 def _shortened(text: str | None) -> str | None:
     for name, kind in TYPES.items():
-        text = text and text.replace(stringify_annotation(kind, "smart"), name).replace(stringify_annotation(kind), name)
+        text = text and text.replace(stringify_annotation(kind, "smart"), name).replace(
+            stringify_annotation(kind), name
+        )
     return text and re.sub(r"<class 'jax\.numpy\.(\w+)'>", r"\1", text)
 
 
 def shorten_names(app, doctree: nodes.document) -> None:
     """Writes `te.lookup`, as users do, and `Array` where jaxtyping names the class of jaxlib."""
     for text in list(doctree.findall(nodes.Text)):
-        if text.astext() == f"{te.__name__}." and isinstance(text.parent, nodes.Element) and text.parent.tagname == "desc_addname":
+        if (
+            text.astext() == f"{te.__name__}."
+            and isinstance(text.parent, nodes.Element)
+            and text.parent.tagname == "desc_addname"
+        ):
             text.parent.replace(text, nodes.Text("te."))
         elif "jaxlib." in text:
             text.parent.replace(text, nodes.Text(re.sub(r"jaxlib\.[\w.]+\.Array\b", "Array", text)))
