@@ -53,7 +53,7 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dense", "by_rows"])
+@pytest.mark.parametrize("name", ["dense", "by_rows", "by_exchange"])
 def test_two_processes_train_as_one(results, name):
     _, found = results
     one, two = ({part: found[count][f"{name}_{part}"] for part in ("losses", "table")} for count in (1, 2))
@@ -63,10 +63,18 @@ def test_two_processes_train_as_one(results, name):
     assert one["losses"][-1] < one["losses"][0]
 
 
+@pytest.mark.slow
+def test_two_processes_by_exchange_train_as_by_replicated_rows(results):
+    _, found = results
+    np.testing.assert_allclose(found[2]["by_exchange_losses"], found[2]["by_rows_losses"], rtol=0, atol=LOSS_ERROR)
+    np.testing.assert_allclose(found[2]["by_exchange_table"], found[2]["by_rows_table"], rtol=0, atol=TABLE_ERROR)
+
+
 def test_every_process_sees_every_device_and_the_same_losses(results):
     printed, _ = results
     lines = [text.splitlines() for text in printed[2]]
-    for i, name in enumerate(("dense Adam, cross entropy of the tied output", "lazy Adam by rows, squared error of the embeddings")):
+    rows = ("lazy Adam by rows, squared error of the embeddings", "lazy Adam by exchanged rows, squared error of the embeddings")
+    for i, name in enumerate(("dense Adam, cross entropy of the tied output", *rows)):
         heads, losses = zip(*(each[i].split(": ") for each in lines), strict=True)
         assert heads == tuple(f"process {process} of 2, 8 devices, {name}" for process in range(2))
         assert losses[0] == losses[1]
@@ -74,5 +82,6 @@ def test_every_process_sees_every_device_and_the_same_losses(results):
 
 def test_the_output_explains_itself_and_holds_nothing_else(results):
     (first, second), (alone,) = (results[0][count] for count in (2, 1))
-    assert [len(text.splitlines()) for text in (first, second, alone)] == [3, 2, 3]
-    assert "they fall, and every process prints the same. The two trainings have different losses." in first.splitlines()[-1]
+    assert [len(text.splitlines()) for text in (first, second, alone)] == [4, 3, 4]
+    last = first.splitlines()[-1]
+    assert "they fall, and every process prints the same. The dense training has another loss than the two by rows." in last
