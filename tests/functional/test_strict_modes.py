@@ -57,7 +57,7 @@ FUNCTIONS = CALLS | {
         for name, scaling in SCALINGS.items()
     },
 }
-every_function = pytest.mark.parametrize("name", [name for name in FUNCTIONS if not name.startswith(("lookup", "tied_logits"))])
+every_function = pytest.mark.parametrize("name", FUNCTIONS)
 
 
 def on_device(arrays):

@@ -212,7 +212,7 @@ def _buckets(
 
 def _offsets(queries: Integer[Array, "q t"], keys: Integer[Array, "k s"]) -> tuple[Bool[Array, "b t s"], UInt[Array, "b t s"]]:
     """Whether each key is after the query, and their distance, which fits the unsigned dtype of their width."""
-    dtype = jnp.promote_types(queries.dtype, keys.dtype)
+    dtype = max(queries.dtype, keys.dtype, key=lambda dtype: dtype.itemsize)
     queries, keys = queries.astype(dtype)[:, :, None], keys.astype(dtype)[:, None, :]
     unsigned = jnp.uint64 if dtype == jnp.int64 else jnp.uint32
     after = keys > queries

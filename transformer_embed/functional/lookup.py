@@ -95,8 +95,8 @@ def lookup(
         ids: [...], any integer dtype. Negative ids are out of range: they do not count from the end.
         pad_id: the id of padding: its row reads as zeros and gets no gradient, whatever the table holds. It may lie outside the
             vocabulary. None: no padding.
-        out_of_range: what an id outside [0, vocab_size) gives.
-            `"nan"`: a row of NaN, no gradient. Loud, and the only way to be loud under jit.
+        out_of_range: what to return for an id outside [0, vocab_size).
+            `"nan"`: a row of NaN, no gradient: the error cannot be missed, under jit too.
             `"clip"`: the nearest row of the table, which gets the gradient.
             `"zero"`: a row of zeros, no gradient.
         lookup_style: how the rows are read; the values are the same.
@@ -108,8 +108,8 @@ def lookup(
         [..., d] of the table's dtype. Under explicit mesh axes its sharding is that of the ids, then that of the table's columns.
 
     Raises:
-        TypeError: ids are not integers; the table has no floating dtype.
-        ValueError: the table is not of rank 2 or has no row; an unknown out_of_range or lookup_style; a pad_id outside int32.
+        TypeError: ids are not integers; the table does not have a floating dtype of 16 bits or more.
+        ValueError: the table does not have rank 2, or has no row; an unknown out_of_range or lookup_style; a pad_id outside int32.
 
     Example:
         >>> import jax.numpy as jnp
@@ -126,10 +126,9 @@ def lookup(
     pad_id = None if pad_id is None else _checks.int32("pad_id", pad_id)
     table = as_table("table", table)
     ids = _checks.as_int32("ids", ids)
-    if lookup_style == "gather" and not isinstance(table, Table):
-        return _gather(table, ids, pad_id, out_of_range)
-    rows = table.gather(ids) if isinstance(table, Table) else _multiply_by_one_hot(table, ids)
-    return _replace_special_rows(rows, ids, table.shape[0], pad_id, out_of_range)
+    if isinstance(table, Table):
+        return _replace_special_rows(table.gather(ids), ids, table.shape[0], pad_id, out_of_range)
+    return _looked_up(table, ids, pad_id, out_of_range, lookup_style)
 
 
 def tied_logits(x: ArrayLike, table: ArrayLike | Table, *, pad_id: int | None = None) -> Float[Array, "... v"]:
@@ -142,12 +141,12 @@ def tied_logits(x: ArrayLike, table: ArrayLike | Table, *, pad_id: int | None = 
             finite all the same, for x's gradient has 0 times it. None: none.
 
     Returns:
-        [..., vocab_size], summed and returned in float32 (float64 if an input is). A table in shards pads the vocabulary: see
+        [..., vocab_size], summed and returned in float32 (float64 if an input is). A sharded table pads the vocabulary: see
         `sharding.Sharded`.
 
     Raises:
-        TypeError: x or the table has no floating dtype.
-        ValueError: the table is not of rank 2, or its width is not x's.
+        TypeError: x or the table does not have a floating dtype of 16 bits or more.
+        ValueError: the table does not have rank 2, or its width is not that of x.
 
     Example:
         >>> import jax.numpy as jnp
@@ -160,16 +159,13 @@ def tied_logits(x: ArrayLike, table: ArrayLike | Table, *, pad_id: int | None = 
         Vaswani et al., "Attention Is All You Need" (2017), section 3.4, https://arxiv.org/abs/1706.03762
     """
     x, table = as_wide_as_table(x, table)
-    dtype = jnp.promote_types(jnp.float32, jnp.promote_types(x.dtype, table.dtype))
-    logits = table.logits(x) if isinstance(table, Table) else jnp.einsum("...d,vd->...v", x, table, preferred_element_type=dtype)
-    if pad_id is not None and _checks.int32("pad_id", pad_id) < table.shape[0]:
-        padding = jnp.arange(logits.shape[-1], dtype=jnp.int32) == pad_id
-        logits = jnp.where(padding, jnp.zeros((), dtype), logits)
-    return logits
+    pad_id = None if pad_id is None else _checks.int32("pad_id", pad_id)
+    logits = table.logits(x) if isinstance(table, Table) else _product(x, table)
+    return logits if pad_id is None or pad_id >= table.shape[0] else _with_zero_at(logits, pad_id)
 
 
 def check_ids(ids: ArrayLike, vocab_size: int) -> None:
-    """Raises if an id lies outside the vocabulary; for the host, before a step: under jit, `lookup` answers with NaN instead.
+    """Raises if an id is outside the vocabulary. Use it on the host, before a step: under jit, `lookup` returns NaN instead.
 
     Args:
         ids: [...], any integer dtype; not traced.
@@ -177,22 +173,19 @@ def check_ids(ids: ArrayLike, vocab_size: int) -> None:
 
     Raises:
         TypeError: ids are not integers, or they are traced.
-        ValueError: an id outside [0, vocab_size): the message has the first one and its index.
+        ValueError: an id is outside [0, vocab_size); the message has the first such id and its index.
 
     Example:
         >>> import transformer_embed as te
         >>> te.check_ids([[1, 2], [3, 50257]], vocab_size=50257)
         Traceback (most recent call last):
         ValueError: ids: wanted integers inside the vocabulary, 0..50256, got 50257 at index [1, 1]
-
-    Source:
-        The check that hk.Embed leaves out; own.
     """
     _checks.integer("vocab_size", vocab_size, at_least=1)
     array = _checks.as_integers("ids", ids)
     if _checks.is_traced(array):
         raise TypeError(_checks.wanted("ids", "values on the host, outside of jit", f"a traced {array.dtype}{list(array.shape)}"))
-    _checks.inside("ids", np.asarray(array), 0, vocab_size - 1, "the vocabulary")
+    _checks.inside("ids", jax.device_get(array), 0, vocab_size - 1, "the vocabulary")
 
 
 def as_table(name: str, table: ArrayLike | Table) -> Float[Array, "v d"] | Table:
@@ -216,6 +209,30 @@ def as_wide_as_table(x: ArrayLike, table: ArrayLike | Table) -> tuple[Float[Arra
 def rows_at(table: Float[Array, "v d"], ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
     """`table[ids]`, an id beyond either end giving the row at that end; a row's repeats are summed in float32 or wider."""
     return _gather(table, ids, None, "clip")
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=(2, 3, 4))
+def _looked_up(
+    table: Float[Array, "v d"], ids: Int32[Array, "..."], pad_id: int | None, out_of_range: str, lookup_style: str
+) -> Float[Array, "... d"]:
+    """Compiled even where the caller is not."""
+    if lookup_style == "gather":
+        return _gather(table, ids, pad_id, out_of_range)
+    return _replace_special_rows(_multiply_by_one_hot(table, ids), ids, table.shape[0], pad_id, out_of_range)
+
+
+@functools.partial(jax.jit, inline=True)
+def _product(x: Float[Array, "... d"], table: Float[Array, "v d"]) -> Float[Array, "... v"]:
+    dtype = _checks.wide(x.dtype, table.dtype)
+    if x.dtype != table.dtype:
+        x, table = x.astype(dtype), table.astype(dtype)
+    return jnp.einsum("...d,vd->...v", x, table, preferred_element_type=dtype)
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=1)
+def _with_zero_at(logits: Float[Array, "... v"], pad_id: int) -> Float[Array, "... v"]:
+    padding = jnp.arange(logits.shape[-1], dtype=jnp.int32) == pad_id
+    return jnp.where(jnp.expand_dims(padding, range(logits.ndim - 1)), jnp.zeros((), logits.dtype), logits)
 
 
 def _replace_special_rows(
@@ -260,7 +277,7 @@ def read_or_zero(table: Float[Array, "v d"], index: UInt32[Array, "..."]) -> Flo
     Reading past the end transposes to dropping: the gradient needs no mask of the rows' size. A row's gradient is the sum over its
     repeats, which 16 bits would stop counting at some 256; compiled, the conversion fuses into the read: no float32 table is made.
     """
-    wide = table.astype(jnp.promote_types(jnp.float32, table.dtype))
+    wide = table.astype(_checks.wide(table.dtype))
     explicit = _explicit_sharding(table, index)
     if explicit:
         rows = wide.at[index].get(mode="fill", fill_value=0, out_sharding=explicit)
@@ -331,6 +348,6 @@ def _explicit_sharding(table: Float[Array, "v d"], ids: Integer[Array, "..."]) -
 @jax.jit
 def _multiply_by_one_hot(table: Float[Array, "v d"], ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
     """`rows_at`, for a finite table."""
-    wide = table.astype(jnp.promote_types(jnp.float32, table.dtype))
+    wide = table.astype(_checks.wide(table.dtype))
     one_hot = jax.nn.one_hot(jnp.clip(ids, 0, table.shape[0] - 1), table.shape[0], dtype=wide.dtype)
     return jnp.matmul(one_hot, wide, precision=jax.lax.Precision.HIGHEST).astype(table.dtype)

@@ -406,7 +406,7 @@ def _bias(mask: Bool[Array, "..."], dtype: jnp.dtype, value: float | None) -> Fl
 
 def _crossed(queries: Integer[Array, "q t"], keys: Integer[Array, "k s"]) -> tuple[Integer[Array, "q 1 t 1"], Integer[Array, "k 1 1 s"]]:
     """Both as one dtype, in shapes that broadcast to [batch, 1, queries, keys]."""
-    dtype = jnp.promote_types(queries.dtype, keys.dtype)
+    dtype = max(queries.dtype, keys.dtype, key=lambda dtype: dtype.itemsize)
     return queries.astype(dtype)[:, None, :, None], keys.astype(dtype)[:, None, None, :]
 
 

@@ -227,7 +227,7 @@ def _narrowed(positions: Shaped[Array | np.ndarray, "..."]) -> tuple[Shaped[Arra
         return positions, None
     narrow = positions.astype(np.int32)
     outside = (narrow != positions) | ((narrow < 0) & (positions > 0))
-    return narrow, outside if outside.any() else None
+    return narrow, np.asarray(outside) if np.any(outside) else None
 
 
 def _checked_axes(shape: tuple[int, ...], axes: tuple[int, ...] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
