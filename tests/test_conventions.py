@@ -1,5 +1,9 @@
 """Each row of the tables of notebooks/conventions.md, against a formula written out from the project that it names."""
 
+import re
+from pathlib import Path
+
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -459,3 +463,98 @@ def test_decoding_behind_left_padding_compiles_once_and_equals_the_unpadded_run(
         whole = np.array([[*prompt, *written[row]]])
         alone, _ = attend(whole, te.TokenPositions.from_ids(whole, pad_id=0), empty(1), 0)
         np.testing.assert_allclose(np.stack(got, 1)[row], alone[0, len(prompt) :], rtol=0, atol=2e-5)
+
+
+# --- Token rows, and other defaults
+
+TABLE = np.random.default_rng(1).normal(size=(8, 4)).astype(np.float32)
+
+
+def test_rows_times_the_root_of_d_model_in_the_paper_ctrl_and_marian():
+    embed = hk.transform(lambda: te.TokenEmbedding(8, 4, w_init=lambda *_: jnp.asarray(TABLE))(IDS))
+    np.testing.assert_array_equal(embed.apply(embed.init(None), None), TABLE[IDS] * 2)
+
+
+def test_rows_as_they_are_in_bert_gpt2_and_llama():
+    embed = hk.transform(lambda: te.TokenEmbedding(8, 4, scale=False, w_init=lambda *_: jnp.asarray(TABLE))(IDS))
+    np.testing.assert_array_equal(embed.apply(embed.init(None), None), TABLE[IDS])
+
+
+def test_bert_and_gpt2_count_padding_from_0():
+    assert te.Learned(9).positions(jnp.asarray(IDS)).tolist() == te.Sinusoidal().positions(jnp.asarray(IDS)).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_masks_of_floats_in_flax_and_t5x():
+    """make_causal_mask(x, dtype): 1.0 = may attend."""
+    np.testing.assert_array_equal(te.causal_mask(4).astype(float), np.tri(4))
+
+
+# --- The page: each row has its test
+
+PAGE = Path(__file__).parents[1] / "notebooks" / "conventions.md"
+ROWS = {
+    "Vaswani et al. (2017), Keras, trax, XLM": test_the_paper_keras_trax_xlm,
+    "tensor2tensor, fairseq, M2M100, flaxformer, Flax's wmt and lm1b examples, PegasusX, axlearn, praxis": (
+        test_tensor2tensor_fairseq_m2m100_flaxformer_flax_pegasusx_axlearn_praxis
+    ),
+    "Whisper, MaxText": test_whisper_maxtext,
+    "Marian, RoFormer, CTRL, XLNet": test_marian_roformer_ctrl_xlnet,
+    "MusicGen": test_musicgen,
+    "positional-encodings, 1-D": test_positional_encodings_1d,
+    "diffusers, time steps": test_diffusers_time_steps,
+    "tensor2tensor's `min_timescale` m and `max_timescale` M": test_timescales_of_tensor2tensor,
+    "tensor2tensor, 2-D (height first)": test_tensor2tensor_2d,
+    "positional-encodings, 2-D (height first)": test_positional_encodings_2d_and_3d,
+    "positional-encodings, 3-D": test_positional_encodings_2d_and_3d,
+    "MAE (width first)": test_mae,
+    "big_vision (width first)": test_big_vision,
+    "diffusers, 2-D (width first)": test_diffusers_2d,
+    "Llama, Mistral, Qwen, GPT-NeoX, Gemma, Keras, flaxformer": test_llama_neox_gemma_keras_flaxformer,
+    "GPT-J, RoFormer, Cohere, GLM, Helium, ERNIE 4.5, DeepSeek, torchtune, diffusers": test_gptj_roformer_cohere_torchtune_diffusers,
+    "GPT-J and GPT-NeoX, partial rotary": test_partial_rotary_of_gptj_and_neox,
+    "Gemma, proportional rotary": test_proportional_rotary_of_gemma,
+    "Qwen2-VL, multi-axis rotary": test_sections_of_qwen2_vl,
+    "rotary code with a `min_timescale` m and `max_timescale` M": test_rotary_timescales,
+    'position interpolation ("linear")': test_position_interpolation,
+    "NTK-aware scaling": test_ntk_aware_scaling,
+    "dynamic NTK scaling": test_dynamic_ntk_scaling,
+    "YaRN": test_yarn,
+    "Llama 3": test_llama3,
+    "LongRoPE (Phi-3)": test_longrope_of_phi3,
+    'keras-hub\'s rope type `"dynamic"`': test_dynamic_rope_of_keras_hub,
+    "diffusers' `ntk_factor`": test_ntk_factor_of_diffusers,
+    "ALiBi (Press et al.)": test_alibi,
+    "MPT, Keras (`alibi_bias_max`)": test_alibi_of_mpt_and_keras,
+    "ALiBi without a causal mask": test_symmetric_alibi,
+    "Bloom": test_alibi_of_bloom,
+    "T5 encoder": test_t5,
+    "T5 decoder": test_t5,
+    "causal window of w tokens that counts the query itself (transformers)": test_window_of_transformers,
+    "the query and w tokens to its left (axlearn, tensor2tensor)": test_window_of_axlearn_and_tensor2tensor,
+    "tokens within w on both sides (transformers, bidirectional)": test_bidirectional_window_of_transformers,
+    "chunked attention (Llama 4), chunks counted from the first token": test_chunks_of_llama4_are_counted_from_the_first_token,
+    "prefix up to and including the first separator (tensor2tensor)": test_prefix_up_to_the_separator_of_tensor2tensor,
+    "prefix of flagged tokens (T5X), block ids with -1 = causal (transformers)": test_flagged_prefix_of_t5x_and_blocks_of_transformers,
+    "padding masks keys only (transformers, Keras, trax)": test_padding_masks_keys_only_in_transformers_keras_and_trax,
+    "padding masks queries too (Flax, T5X)": test_padding_masks_queries_too_in_flax_and_t5x,
+    "0/1 floats (Flax, T5X)": test_masks_of_floats_in_flax_and_t5x,
+    "added to the logits: half of the dtype's lowest value (here)": test_added_to_the_logits,
+    "added to the logits: the dtype's lowest value (transformers)": test_added_to_the_logits,
+    "added to the logits: -1e9 (T5X, tensor2tensor)": test_added_to_the_logits,
+    "BERT, GPT-2 (0..length - 1, also at padding)": test_bert_and_gpt2_count_padding_from_0,
+    "RoBERTa and OPT (padding at 1, tokens from 2)": test_roberta_and_opt,
+    "BART (from 2, also at padding)": test_bart_counts_padding_from_2,
+    "fairseq's sinusoids (from `padding_idx + 1`)": test_fairseq_sinusoids_count_from_padding_idx_plus_1,
+    "0 at padding": test_0_or_1_at_padding,
+    "1 at padding": test_0_or_1_at_padding,
+    "the cache's length is added before padding is set apart": test_a_past_length_added_before_padding_is_set_apart,
+    "Vaswani et al. (2017), CTRL, Marian (rows times sqrt(d_model))": test_rows_times_the_root_of_d_model_in_the_paper_ctrl_and_marian,
+    "BERT, GPT-2, Llama (rows as they are)": test_rows_as_they_are_in_bert_gpt2_and_llama,
+}
+
+
+def test_each_row_of_the_page_has_its_test():
+    """Of all tables but the last, whose names tests/test_tutorials.py uses."""
+    tables = PAGE.read_text(encoding="utf-8").split("## Names in tutorials")[0]
+    cells = re.findall(r"(?m)^\| (.*?) \| .* \|$", tables)
+    assert sorted(cell for cell in cells if cell != "project") == sorted(ROWS)
