@@ -383,7 +383,7 @@ def test_random_chains_masks_and_labels_are_lazy_or_refused(names, rest, wrapped
     assert (message is not None) == bool(REFUSED & set(names))
 
 
-@settings(deadline=None, derandomize=True, max_examples=40)
+@settings(deadline=None, derandomize=True, max_examples=15)
 @given(
     st.lists(st.sampled_from(list(PARTS)), max_size=4),
     st.lists(st.sampled_from(list(PARTS)), max_size=2),
