@@ -32,7 +32,9 @@ import peers
 import rows
 from attention_inputs import BASE, SHAPE
 from harness import environment, markdown_table
+from jax.sharding import NamedSharding, PartitionSpec
 from peers import BATCH, D_MODEL, LENGTH, RATE, VOCAB_SIZE
+from sharding import IDS, WIDTH, all_reduce, by_rows, in_shards
 from targets import Facts, Target, TargetError, target
 from tqdm import tqdm
 
@@ -207,6 +209,67 @@ def _cells(facts: Facts, ours: Facts) -> list[str]:
     return [str(facts.kernels), f"{facts.temporaries / 1e6:.1f}", *cycles, f"{facts.seconds:.1f}"]
 
 
+def table_step(on: Target, way: str, data: int, shards: int, vocab_size: int) -> Facts:
+    """An Adam step of one table, rows split over `shards`, the batch over `data`."""
+    mesh = on.mesh(data=data, model=shards)
+    table = {"embeddings": jax.ShapeDtypeStruct((vocab_size, WIDTH), jnp.float32)}
+    params = te.sharding.shard_params(table, mesh, {"embeddings": PartitionSpec("model")}, tables="embeddings")
+    specs = {0: PartitionSpec(), 2: PartitionSpec("model")}
+    state = jax.tree.map(lambda leaf: on.array(leaf.shape, leaf.dtype, mesh, specs[leaf.ndim]), jax.eval_shape(rows.OPTIMIZER.init, params))
+    count = IDS * data * shards
+    ids = on.array((count,), jnp.int32, mesh, PartitionSpec("data"))
+    weights = on.array((count, WIDTH), jnp.float32, mesh, PartitionSpec("data"))
+
+    def loss(params, ids, weights):
+        # Not linear in the rows: they are read too.
+        return jnp.sum(te.lookup(params["embeddings"], ids) ** 2 * weights)
+
+    def dense_step(params, state, ids, weights):
+        updates, state = rows.OPTIMIZER.update(jax.grad(loss)(params, ids, weights), state, params)
+        return optax.apply_updates(params, updates), state
+
+    step = rows.row_step if way == "by rows" else jax.jit(dense_step, donate_argnums=(0, 1))
+    return on.facts(step, params, state, ids, weights)
+
+
+def sharded_loss(on: Target, data: int, shards: int, vocab_size: int, tokens: int) -> Facts:
+    """Value and gradients of the tied loss, `tokens` to each part of the batch, in one chunk: what a loop sends is counted once."""
+    mesh = on.mesh(data=data, model=shards)
+    table = te.sharding.shard_params(
+        {"embeddings": jax.ShapeDtypeStruct((vocab_size, WIDTH), jnp.float32)}, mesh, {"*": PartitionSpec("model")}, tables="embeddings"
+    )["embeddings"]
+    x = jax.ShapeDtypeStruct((data * tokens, WIDTH), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    labels = jax.ShapeDtypeStruct((data * tokens,), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    return on.facts(jax.value_and_grad(functools.partial(te.tied_cross_entropy, chunk_size=data * tokens), (0, 1)), x, table, labels)
+
+
+def loss_on_paper(data: int, shards: int, vocab_size: int, tokens: int) -> float:
+    """Three numbers and the gradient of x for each token, summed over the shards; the gradient of a shard, over the data axis."""
+    padded = -(-vocab_size // shards)
+    return all_reduce(4 * tokens * (3 + WIDTH), shards) + all_reduce(4 * padded * WIDTH, data) + 2 * all_reduce(4, data)
+
+
+def pod_table(on: Target) -> str:
+    """What each chip sends and holds beside its arguments, as compiled and on paper."""
+    chips = len(on.devices)
+    shards = 2 ** (chips.bit_length() // 2)
+    # On v5e, 16 GB a chip hold the rows, both moments and what the steps need beside them.
+    data, vocab_size = chips // shards, 10**8 * min(chips, 256) // 256
+    lines = []
+    for way, paper in (("in shards", in_shards), ("by rows", by_rows)):
+        facts = table_step(on, way, data, shards, vocab_size)
+        lines.append([f"Adam step {way}, table [{vocab_size:.2g}, {WIDTH}]", *_sent(facts, paper(vocab_size, data, shards))])
+    facts = sharded_loss(on, data, shards, 262_144, 1024)
+    lines.append([f"tied cross-entropy, table [262144, {WIDTH}]", *_sent(facts, loss_on_paper(data, shards, 262_144, 1024))])
+    columns = [f"program, {data} x {shards}", "sent by a chip, MB", "on paper, MB", "temporaries, MB", "compiled in, s", "collectives"]
+    return markdown_table(columns, lines)
+
+
+def _sent(facts: Facts, paper: float) -> list[str]:
+    sends = [f"{each.kind} of {', '.join(f'{dtype}{list(shape)}' for dtype, shape in each.operands)}" for each in facts.collectives]
+    return [f"{facts.sent / 1e6:,.1f}", f"{paper / 1e6:,.1f}", f"{facts.temporaries / 1e6:,.1f}", f"{facts.seconds:.1f}", "; ".join(sends)]
+
+
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--target", default="tpu:v5e:2x2", help="cuda:h200, or a TPU topology (default: %(default)s)")
@@ -225,7 +288,7 @@ def main():
         sys.exit(str(error))
     versions = ", ".join(f"{name} {version}" for name, version in environment(PACKAGES)["versions"].items())
     print(f"Compiled, not run, for {arguments.target} ({len(on.devices)} chips); {versions}\n")
-    print(programs_table(on, arguments.only))
+    print(programs_table(on, arguments.only) if len(on.devices) <= FEW else pod_table(on))
 
 
 if __name__ == "__main__":

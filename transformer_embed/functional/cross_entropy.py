@@ -1,4 +1,20 @@
-"""The cross-entropy of the tied output layer, a chunk of tokens at a time: the [tokens, vocabulary] logits are never there at once."""
+"""The cross-entropy of the tied output layer, one chunk of tokens at a time, so that [tokens, vocabulary] logits never exist at once.
+
+Read it as data. The tokens (x, labels, weights) are cut into chunks, and a `scan` carries two sums over them: the loss, and the table's
+gradient [rows, d]. A chunk's step computes its logits [chunk, rows]; from them the losses and the slopes (the gradient of each logit); and
+from the slopes the gradient of the chunk's x and its part of the table's gradient. Then the logits are forgotten.
+
+On a mesh, each device first receives two things. It gets the tokens of all devices that share its part of the batch: x, labels and
+weights are all-gathered over the axes that also split the table, and stay split over the others. And it gets whole rows: a table with
+split columns trades columns for rows in an all-to-all. From then on each device holds some rows of the vocabulary. Within a chunk, the
+devices that share tokens exchange three numbers a token: the largest logit, the sum of exponentials and the label's logit. At the end the
+gradient of x is summed over the devices that share tokens and scattered to where x came from; the gradient of the rows is summed over the
+parts of the batch and returns to its columns.
+
+In reading order: `tied_cross_entropy` checks its arguments; `_total` gives each token its weight; `_loss` and its rule define the gradient;
+`_on_each_device` splits the work over the mesh; `_on_one_device` sends and receives; `_in_chunks` scans `_step`; `_losses_and_slopes` is
+the arithmetic.
+"""
 
 import functools
 import math
@@ -161,7 +177,7 @@ def _total(
     weights = jnp.where(counted, jnp.where(outside, jnp.array(jnp.nan, dtype), 1), 0)
     if by_count:
         weights = weights / jnp.maximum(jnp.sum(counted, dtype=jnp.int32), 1).astype(dtype)
-    array, layout = _split(x, table)
+    array, layout = _array_and_layout(x, table)
     return _loss(options, layout, x, array, labels, weights)
 
 
@@ -201,7 +217,7 @@ def _on_one_device(options, layout, wanted, x, shard, labels, weights):
     kept = [leading_without(axes, over) for axes in layout.split]
     gathered = [axes[len(some) :] for axes, some in zip(layout.split, kept, strict=True)]
     gathered[-1] = layout.split[-1]
-    x, labels, weights = (_gather(array, gathered[: array.ndim]) for array in (x, labels, weights))
+    x, labels, weights = (_all_gather(array, gathered[: array.ndim]) for array in (x, labels, weights))
     if layout.columns:
         parts = math.prod(layout.mesh.shape[axis] for axis in layout.columns)
         if shard.shape[0] % parts:
@@ -210,7 +226,7 @@ def _on_one_device(options, layout, wanted, x, shard, labels, weights):
     loss, x_gradient, table_gradient = _in_chunks(options, over, wanted, shard, _Chunk(x, labels, weights))
     tokens = tuple(axis for axes in kept[:-1] for axis in axes)
     if x_gradient is not None:
-        x_gradient = _scatter_sum(x_gradient, gathered, over, layout.mesh)
+        x_gradient = _sum_and_scatter(x_gradient, gathered, over, layout.mesh)
     if table_gradient is not None:
         table_gradient = jax.lax.psum(table_gradient, tokens)
         if layout.columns:
@@ -221,17 +237,17 @@ def _on_one_device(options, layout, wanted, x, shard, labels, weights):
 def _in_chunks(options, over, wanted, table, tokens):
     """As `_on_each_device`, for all the tokens of one device and the rows that it has, the others being over the axes `over`."""
     step = functools.partial(_step, options, over, wanted, table)
-    dtype, flat = tokens.weights.dtype, _flat(tokens)
-    start = (_zeros((), dtype, tokens, table), _zeros(table.shape, dtype, tokens, table) if wanted[1] else None)
-    (loss, table_gradient), x_gradient = jax.lax.scan(step, start, _cut(flat, _chunk_count(options, len(flat.labels))))
+    dtype, flat = tokens.weights.dtype, _flatten_tokens(tokens)
+    start = (_zeros_varying_like((), dtype, tokens, table), _zeros_varying_like(table.shape, dtype, tokens, table) if wanted[1] else None)
+    (loss, table_gradient), x_gradient = jax.lax.scan(step, start, _cut_into_chunks(flat, _chunk_count(options, len(flat.labels))))
     if x_gradient is not None:
-        x_gradient = _uncut(x_gradient, len(flat.labels)).reshape(tokens.x.shape)
+        x_gradient = _join_chunks(x_gradient, len(flat.labels)).reshape(tokens.x.shape)
     return loss, x_gradient, table_gradient
 
 
 def _step(options, over, wanted, table, sums, chunk):
     """The sums with those of a chunk, and its x's gradient."""
-    losses, slopes = _softmax(options, over, table, chunk)
+    losses, slopes = _losses_and_slopes(options, over, table, chunk)
     loss, table_gradient = sums
     x_gradient = None
     if wanted[0]:
@@ -241,13 +257,13 @@ def _step(options, over, wanted, table, sums, chunk):
     return (loss + jnp.sum(losses * chunk.weights), table_gradient), x_gradient
 
 
-def _softmax(options, over, table, chunk):
+def _losses_and_slopes(options, over, table, chunk):
     """Each token's loss [t], and the slope [t, v] of its weighted loss in each logit.
 
     On a CPU a `where` before a reduction is a buffer of its own: hence gathers, scatters and, for shards of unequal use alone, masks.
     """
     first = jax.lax.axis_index(over) * table.shape[0] if over else 0
-    padded = _over(jax.lax.psum, over, 1) * table.shape[0] > options.vocab_size
+    padded = _reduce_over(jax.lax.psum, over, 1) * table.shape[0] > options.vocab_size
     ids = first + jnp.arange(table.shape[0], dtype=jnp.int32)
     inside = ids < options.vocab_size
     logits = jnp.einsum("td,vd->tv", chunk.x, table, preferred_element_type=chunk.weights.dtype)
@@ -255,15 +271,15 @@ def _softmax(options, over, table, chunk):
         logits = _zero_column(logits, options.pad_id - first)
     if padded:
         logits = jnp.where(inside, logits, -jnp.inf)
-    top = _over(jax.lax.pmax, over, jax.lax.stop_gradient(logits.max(-1)))
+    top = _reduce_over(jax.lax.pmax, over, jax.lax.stop_gradient(logits.max(-1)))
     # Differences of logits: their rounding does not grow with the logits.
     shifted = logits - top[:, None]
     exponentials = jnp.exp(shifted)
     kept, spread = 1 - options.label_smoothing, options.label_smoothing / options.vocab_size
-    target = kept * _at_label(shifted, chunk.labels - first)
+    target = kept * _logit_of_label(shifted, chunk.labels - first)
     if spread:
         target += spread * (jnp.where(inside, shifted, 0) if padded else shifted).sum(-1)
-    total, target = _over(jax.lax.psum, over, (exponentials.sum(-1), target))
+    total, target = _reduce_over(jax.lax.psum, over, (exponentials.sum(-1), target))
     weights = chunk.weights[:, None]
     at_label = jnp.where(ids[None] == chunk.labels[:, None], (kept + spread) * weights, spread * weights)
     slopes = exponentials * (weights / total[:, None]) - at_label
@@ -274,7 +290,7 @@ def _softmax(options, over, table, chunk):
     return jnp.log(total) - target, slopes
 
 
-def _at_label(logits, rows):
+def _logit_of_label(logits, rows):
     """logits[t, rows[t]], and 0 where there is no such row."""
     found = (rows >= 0) & (rows < logits.shape[1])
     values = jnp.take_along_axis(logits, jnp.clip(rows, 0, logits.shape[1] - 1)[:, None], axis=1, mode="promise_in_bounds")[:, 0]
@@ -286,11 +302,11 @@ def _zero_column(logits, column):
     return logits.at[:, jnp.where(jnp.array(column) >= 0, column, logits.shape[1])].set(0, mode="drop")
 
 
-def _over(reduce, axes, values):
+def _reduce_over(reduce, axes, values):
     return reduce(values, axes) if axes else values
 
 
-def _flat(tokens: _Chunk) -> _Chunk:
+def _flatten_tokens(tokens: _Chunk) -> _Chunk:
     count = tokens.labels.size
     return _Chunk(tokens.x.reshape(count, tokens.x.shape[-1]), tokens.labels.reshape(count), tokens.weights.reshape(count))
 
@@ -300,7 +316,7 @@ def _chunk_count(options: _Options, tokens: int) -> int:
     return -(-tokens // size)
 
 
-def _cut(flat: _Chunk, count: int) -> _Chunk:
+def _cut_into_chunks(flat: _Chunk, count: int) -> _Chunk:
     """[count, size, ...]: every count-th token is of one chunk, so that each device has its part of each chunk of a batch-split x.
 
     Tokens of weight 0 fill up the last ones.
@@ -314,16 +330,16 @@ def _cut(flat: _Chunk, count: int) -> _Chunk:
     return _Chunk(*map(cut, flat))
 
 
-def _uncut(chunks: Float[Array, "n t d"], tokens: int) -> Float[Array, "s d"]:
+def _join_chunks(chunks: Float[Array, "n t d"], tokens: int) -> Float[Array, "s d"]:
     return chunks.swapaxes(0, 1).reshape(-1, chunks.shape[-1])[:tokens]
 
 
-def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, *like: Any) -> Float[Array, "..."]:
+def _zeros_varying_like(shape: tuple[int, ...], dtype: jnp.dtype, *like: Any) -> Float[Array, "..."]:
     """Zeros made of the data, so that in a shard_map around the call they vary over the mesh axes that it varies over."""
     return jnp.full(shape, sum(jnp.sum(leaf.ravel()[:1] > 0) & 0 for leaf in jax.tree.leaves(like)), dtype)
 
 
-def _split(x: Float[Array, "... d"], table: Float[Array, "v d"] | Table) -> tuple[Float[Array, "v d"], _Layout | None]:
+def _array_and_layout(x: Float[Array, "... d"], table: Float[Array, "v d"] | Table) -> tuple[Float[Array, "v d"], _Layout | None]:
     """The array that the table is kept in, and how it and x are split: None where explicit axes, if any, leave them whole."""
     if isinstance(table, Table):
         array, mesh, rows, columns, split = table.shards(x)
@@ -333,13 +349,13 @@ def _split(x: Float[Array, "... d"], table: Float[Array, "v d"] | Table) -> tupl
     return table, layout if any((rows, columns, *split)) else None
 
 
-def _gather(array: Array, gathered: Sequence[Axes]) -> Array:
+def _all_gather(array: Array, gathered: Sequence[Axes]) -> Array:
     for dimension, axes in enumerate(gathered):
         array = jax.lax.all_gather(array, axes, axis=dimension, tiled=True) if axes else array
     return array
 
 
-def _scatter_sum(x: Float[Array, "... d"], gathered: Sequence[Axes], over: Axes, mesh: Any) -> Float[Array, "..."]:
+def _sum_and_scatter(x: Float[Array, "... d"], gathered: Sequence[Axes], over: Axes, mesh: Any) -> Float[Array, "..."]:
     """The sum over the axes that split the table, each device's block of it where `gathered` made one of many."""
     again = [axis for axes in gathered for axis in axes]
     x = jax.lax.psum(x, tuple(axis for axis in over if axis not in again))
