@@ -47,9 +47,9 @@ def sources():
 def part_names(part):
     """The functions and classes that `te.rows`, `te.plots`, ... show: those of `__all__`, or else the part's own."""
     module = getattr(te, part)
-    own = ((name, value) for name, value in vars(module).items() if str(getattr(value, "__module__", "")).startswith(module.__name__))
-    names = [name for name, value in own if not name.startswith("_") and (inspect.isclass(value) or inspect.isfunction(value))]
-    return list(getattr(module, "__all__", names))
+    own = [name for name, value in vars(module).items() if str(getattr(value, "__module__", "")).startswith(module.__name__)]
+    shown = [(name, getattr(module, name)) for name in getattr(module, "__all__", own) if not name.startswith("_")]
+    return [name for name, value in shown if inspect.isclass(value) or inspect.isfunction(value)]
 
 
 PUBLIC = [*te.__all__, *(f"{part}.{name}" for part in PARTS for name in part_names(part))]
