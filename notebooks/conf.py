@@ -14,6 +14,7 @@ from docutils import nodes
 from docutils.utils.math import MathError, latex2mathml
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
+from sphinx import addnodes
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 from sphinx.util.typing import stringify_annotation
@@ -138,12 +139,8 @@ def _shortened(text: str | None) -> str | None:
 def shorten_names(app, doctree: nodes.document) -> None:
     """Writes `te.lookup`, as users do, and `Array` where jaxtyping names the class of jaxlib."""
     for text in list(doctree.findall(nodes.Text)):
-        if (
-            text.astext() == f"{te.__name__}."
-            and isinstance(text.parent, nodes.Element)
-            and text.parent.tagname == "desc_addname"
-        ):
-            text.parent.replace(text, nodes.Text("te."))
+        if isinstance(text.parent, addnodes.desc_addname):
+            text.parent.replace(text, nodes.Text(text.replace(f"{te.__name__}.", "te.")))
         elif "jaxlib." in text:
             text.parent.replace(text, nodes.Text(re.sub(r"jaxlib\.[\w.]+\.Array\b", "Array", text)))
 

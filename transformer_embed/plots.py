@@ -316,7 +316,7 @@ def plot_bias(
 
 
 def plot_error(d_model: int, *, ax: Axes | None = None, positions: ArrayLike | None = None, base: float = 10_000.0) -> Axes:
-    """The largest error of any channel of a sinusoidal encoding over position: of this package and of the usual float32 product.
+    """The largest error of a sinusoidal encoding over position, for this package and for the usual float32 product.
 
     The exact values are computed with 50 decimal digits, and whole turns are subtracted before the sine.
 

@@ -49,7 +49,7 @@ def tied_cross_entropy(
     reduction: str = "mean",
     chunk_size: int | None = None,
 ) -> Float[Array, ""]:
-    """The cross-entropy of `tied_logits(x, table, pad_id=pad_id)` with the labels, with the memory of one chunk of logits.
+    """The cross-entropy of `tied_logits(x, table, pad_id=pad_id)` with the labels, computed one chunk of tokens at a time.
 
     For a token with logits z and label y, over a vocabulary of V ids and with smoothing s,
     `loss = log(sum(exp(z))) - (1 - s) * z[y] - s * sum(z) / V`.

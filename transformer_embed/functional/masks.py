@@ -254,7 +254,7 @@ def segment_mask(query_segment_ids: ArrayLike, key_segment_ids: ArrayLike) -> Bo
 
 
 def combine_masks(*masks: ArrayLike) -> Bool[Array, "b h t s"]:
-    """Where every one of the masks is True.
+    """The logical and of masks: True where every one of them is.
 
     The masks must have rank 4: a [B, S] next to a [T, S] would broadcast silently whenever B equals T.
 

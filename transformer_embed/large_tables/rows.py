@@ -28,7 +28,7 @@ BLOCK = 1024
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rows:
-    """The gradient of some rows of a table [vocab_size, d], in the table's place in a tree of gradients. All other rows have zeros.
+    """The gradient of some rows of a table [vocab_size, d], in the table's place in a tree; the other rows have a gradient of zero.
 
     A pytree with `values` as its one leaf: `jax.tree.map`, `optax.global_norm` and the like see the numbers of the dense gradient that
     are not zero. The ids go along unseen, and belong to the trace that made them. To carry a gradient out of jit, or through a loop,
@@ -166,7 +166,7 @@ class TakenRows(Table):
 
 
 def value_and_grad(loss: Callable, *, ids: Tree, has_aux: bool = False, max_rows: int | Tree | None = None) -> Callable:
-    """A function that gives the value of a loss and its gradient, by rows in the tables that a batch reads by its ids.
+    """`jax.value_and_grad` for a loss that reads large tables: of a table, the gradient holds only the rows that the batch reads.
 
     As `jax.value_and_grad`, with respect to the first argument. For a sharded table, every device receives the rows of the whole batch:
     ids are all-gathered and one all-reduce over the shards collects the rows.
@@ -218,7 +218,7 @@ def value_and_grad(loss: Callable, *, ids: Tree, has_aux: bool = False, max_rows
 
 
 def add(grads: Tree, more: Tree) -> Tree:
-    """The sum of two gradients of the same parameters, which may be of different rows: to accumulate them.
+    """Adds two gradients of the same parameters, which may hold different rows: to accumulate gradients.
 
     Gradients of the same ids are added by `jax.tree.map(jax.numpy.add, grads, more)` as well.
 
@@ -246,7 +246,7 @@ def add(grads: Tree, more: Tree) -> Tree:
 
 
 def update(optimizer: optax.GradientTransformation, grads: Tree, state: Tree, params: Tree, **extra_args: Any) -> tuple[Tree, Tree]:
-    """The parameters and the state of an optimizer after one step, the tables' by the rows that have a gradient.
+    """One step of an optimizer that updates, in each table, only the rows with a gradient.
 
     Where the gradient is not `Rows`, parameters train by `optimizer.update` and `optax.apply_updates` as usual. In a table, only the
     rows with a gradient that is not all zeros change, together with their rows of the state. Every other row stays as it is, bit for

@@ -41,7 +41,7 @@ from transformer_embed.large_tables.dealing import Deal
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sharded(Table):
-    """A sharded table: a leaf of a parameter tree that `lookup`, `tied_logits` and so every module of this package read.
+    """A sharded table, as a leaf of a parameter tree; `lookup`, `tied_logits` and every module of this package read it.
 
     `shard_params` makes it. It is a pytree whose one leaf is the padded array, so gradients, optimizer states and checkpoints have the same
     form and the same sharding. Rows of padding are never read and get no gradient. Their logits are half of the dtype's lowest

@@ -44,7 +44,7 @@ def shard_params(
     virtual_shards: int = VIRTUAL_SHARDS,
     capacity: float = 1.0,
 ) -> Any:
-    """A parameter tree on a mesh: its tables as `Sharded`, the other parameters as arrays, each split as the rule for its name says.
+    """Puts a parameter tree on a mesh: tables become `Sharded`, and the rule for a parameter's name says how it is split.
 
     A name is the parameter's path in the tree, such as `"transformer_embedding/~/token_embedding/embeddings"`. The first rule whose
     pattern matches it decides (`*` stands for any characters, slashes included). A parameter that no rule matches is whole on every device.
@@ -118,7 +118,7 @@ def shard_params(
 
 
 class ExchangeLoad(NamedTuple):
-    """What an exchange of rows asks of the devices for one batch, as `exchange_load` counts it.
+    """How many rows each device sends for one batch, as `exchange_load` counts them.
 
     Args:
         rows: int64, [size of each mesh axis of the batch, ...], the rows that each device is asked for: an id counts once for each device
@@ -136,7 +136,7 @@ class ExchangeLoad(NamedTuple):
 
 
 def exchange_load(table: Sharded, ids: ArrayLike) -> ExchangeLoad:
-    """How many rows of a dealt table each device has to send for a batch, and how many ids find no room; for the host.
+    """Counts, on the host, how many rows of a dealt table each device sends for a batch, and how many ids find no room.
 
     Args:
         table: a dealt table, or its shape as `shard_params` makes it from jax.eval_shape.

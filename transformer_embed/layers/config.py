@@ -14,7 +14,7 @@ from transformer_embed.layers.schemes import Scheme, Sinusoidal
 
 @dataclasses.dataclass(frozen=True)
 class EmbedderConfig:
-    """What an input layer is: the argument of `make_embedder` and `TransformerEmbedding`; frozen, hashable, checked.
+    """Describes an input layer, for `make_embedder` and `TransformerEmbedding`; frozen, hashable and checked.
 
     Equal configs share their compiled functions. `dataclasses.replace` makes a changed copy.
 
