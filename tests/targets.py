@@ -108,7 +108,7 @@ class Target:
 
 
 def _cycles(text: str) -> int | None:
-    """Of the entry computation: a loop's body counts as often as it runs, where XLA knows that, and else once."""
+    """Of the entry computation: a loop's body counts as often as it runs, where its condition compares with a constant, and else once."""
     if "estimated_cycles" not in text:
         return None
     computations = dict(re.findall(r"^(?:ENTRY )?%?([\w.-]+) \(.*?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL))
@@ -118,9 +118,10 @@ def _cycles(text: str) -> int | None:
         total = 0
         for line in computations[name].splitlines():
             total += sum(int(number) for number in re.findall(r'"estimated_cycles":"(\d+)"', line))
-            loop, trips = re.search(r"\bbody=%?([\w.-]+)", line), re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line)
+            loop = re.search(r"\bcondition=%?([\w.-]+), body=%?([\w.-]+)", line)
             if loop:
-                total += of(loop[1]) * (int(trips[1]) if trips else 1)
+                trips = re.findall(r"\bconstant\((\d+)\)", computations[loop[1]])
+                total += of(loop[2]) * (int(trips[0]) if len(trips) == 1 else 1)
         return total
 
     return of(re.findall(r"^ENTRY %?([\w.-]+)", text, re.MULTILINE)[0])

@@ -188,6 +188,15 @@ def test_a_sharded_program_on_a_tpu_sends_nothing_of_the_size_of_a_table(tpu):
         assert each.largest <= vocab * WIDTH / 2
 
 
+@needs_libtpu
+def test_the_cycles_of_a_loop_count_each_of_its_rounds(tpu):
+    def program(rounds):
+        return lambda x: jax.lax.fori_loop(0, rounds, lambda i, x: jnp.tanh(x @ x), x)
+
+    few, many = (tpu.facts(program(rounds), tpu.array((256, 256))).cycles for rounds in (10, 100))
+    assert many > 5 * few
+
+
 # --- bad input
 
 
