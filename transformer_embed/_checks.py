@@ -78,13 +78,13 @@ def floating_dtype(name: str, dtype: Any) -> jnp.dtype:
     """A floating dtype of 16 bits or more."""
     try:
         dtype = jnp.dtype("" if dtype is None else dtype)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise TypeError(wanted(name, "a floating dtype of 16 bits or more", _describe(dtype))) from error
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize not in (2, 4, 8):
         raise TypeError(
             wanted(name, "a floating dtype of 16 bits or more" if dtype.itemsize < 16 else "a floating dtype of 16 to 64 bits", dtype)
         )
-    return dtype
+    return dtype.newbyteorder("=") if not dtype.isnative else dtype
 
 
 def result_dtype(name: str, dtype: Any) -> jnp.dtype:
@@ -284,7 +284,7 @@ def as_given(name: str, value: ArrayLike) -> jax.Array:
 
 def rate(name: str, value: Any) -> int | float | np.floating:
     """A probability in [0, 1) that is known while tracing. A numpy scalar keeps its width."""
-    if isinstance(value, bool | np.longdouble) or not isinstance(value, int | float | np.floating):
+    if isinstance(value, bool) or not isinstance(value, int | float | np.floating) or getattr(value, "itemsize", 8) > 8:
         raise TypeError(wanted(name, "a Python float known while tracing", _describe(value)))
     if not 0 <= value < 1:
         raise ValueError(wanted(name, "a number in [0, 1)", value))

@@ -322,10 +322,10 @@ def mask_to_bias(mask: ArrayLike, dtype: DTypeLike = jnp.float32, *, value: floa
     """
     dtype = _checks.result_dtype("dtype", dtype)
     if value is not None:
-        lowest = float(jnp.finfo(dtype).min)
-        if not lowest <= _checks.real("value", value) < 0:
+        lowest, value = float(jnp.finfo(dtype).min), _checks.real("value", value)
+        if not lowest <= value < 0:
             raise ValueError(_checks.wanted("value", f"a number below 0 that {dtype} holds, at least {lowest:g}", f"{value:g}"))
-    return _bias(_checks.as_mask("mask", mask), dtype, None if value is None else float(value))
+    return _bias(_checks.as_mask("mask", mask), dtype, value)
 
 
 def _distance(name: str, value: int | None) -> int | None:

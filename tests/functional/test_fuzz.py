@@ -1,0 +1,191 @@
+"""Any arguments at all: a public function gives what a slow oracle gives, or raises a TypeError or ValueError of ours, which names one."""
+
+import fractions
+import inspect
+import re
+import warnings
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import transformer_embed as te
+
+OURS = re.compile(r"^[\w. ,\[\]']+: wanted ")
+MISSING = re.compile(r"(missing|unexpected|required).* argument")
+
+NUMBERS = [
+    0,
+    1,
+    2,
+    -1,
+    3,
+    0.5,
+    -0.25,
+    1e30,
+    2**31 - 1,
+    2**31,
+    -(2**31),
+    2**64,
+    10**400,
+    float("nan"),
+    float("inf"),
+    fractions.Fraction(1, 3),
+]
+NUMBERS += [True, np.int8(3), np.float16(0.5), np.longdouble(0.5), jnp.int32(2), 1j]
+WORDS = ["half", "interleaved", "sin_cos", "first", "proportional", "zero", "round_up", "nan", "gather", "left", "mean", "", "abc", b"half"]
+DTYPES = ["float32", "bfloat16", "float16", "int32", jnp.bfloat16, np.dtype(">f4"), float, int, "float8_e4m3fn"]
+ARRAYS = [
+    np.arange(3),
+    np.arange(6).reshape(2, 3),
+    np.arange(9).reshape(3, 3) % 2 == 0,
+    np.array([0, 1, 1], np.uint8),
+    np.array([2**40, 0, -1]),
+    np.array([3_000_000_000, 1, 0], np.uint32),
+    np.arange(3, dtype=">i4"),
+    np.linspace(0, 1, 3),
+    np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3),
+    np.linspace(-1, 1, 24, dtype=np.float32).reshape(1, 3, 2, 4),
+    np.zeros((0, 3), np.float32),
+    np.ones((1, 1, 3, 3), bool),
+    np.ma.masked_array([1, 2, 3], mask=[0, 1, 0]),
+    np.array([1, 2, 3], ml_dtypes.int4),
+    np.array([1, 2, 3], ml_dtypes.float8_e4m3fn),
+    np.array(2),
+    jnp.arange(3),
+    jnp.arange(3.0),
+    jnp.ones((4, 3), jnp.bfloat16),
+]
+OTHERS = [
+    None,
+    [],
+    [1, 2, 3],
+    [[1], [2, 3]],
+    (1, 0),
+    (None, None),
+    (2, 3),
+    "abc",
+    {},
+    {1: 2},
+    object(),
+    te.LinearScaling(2.0),
+    jax.random.key(0),
+]
+OTHERS += [te.TokenPositions.from_offset(0, 3), jax.random.PRNGKey(0), range(3), (1, 1)]
+VALUES = [*NUMBERS, *WORDS, *DTYPES, *ARRAYS, *OTHERS]
+
+# What makes a call that works; the fuzzer puts other values in some places.
+X, TABLE, IDS, POSITIONS = ARRAYS[9], ARRAYS[8], ARRAYS[1] % 4, np.arange(3)
+GOOD = {
+    te.alibi_bias: {"query_positions": POSITIONS, "key_positions": POSITIONS, "num_heads": 2},
+    te.alibi_slopes: {"num_heads": 2},
+    te.apply_rotary: {"x": X, "positions": POSITIONS},
+    te.attention_mask: {"query_positions": POSITIONS, "key_positions": POSITIONS, "causal": True},
+    te.block_mask: {"query_block_ids": POSITIONS, "key_block_ids": POSITIONS},
+    te.causal_mask: {"length": 3},
+    te.check_ids: {"ids": IDS, "vocab_size": 4},
+    te.chunk_mask: {"query_positions": POSITIONS, "key_positions": POSITIONS, "chunk": 2},
+    te.dropout: {"rng": jax.random.key(0), "rate": 0.5, "x": X},
+    te.lookup: {"table": TABLE, "ids": IDS},
+    te.mask_to_bias: {"mask": ARRAYS[2]},
+    te.padding_mask: {"ids": IDS},
+    te.permute_rotary_weights: {"weights": X, "num_heads": 1, "source": "half", "target": "interleaved"},
+    te.relative_position_buckets: {"query_positions": POSITIONS, "key_positions": POSITIONS},
+    te.segment_mask: {"query_segment_ids": POSITIONS, "key_segment_ids": POSITIONS},
+    te.sinusoidal_encoding: {"positions": POSITIONS, "d_model": 4},
+    te.sinusoidal_grid: {"shape": (2, 3), "d_model": 4},
+    te.sinusoidal_table: {"length": 3, "d_model": 4},
+    te.tied_cross_entropy: {"x": TABLE[:2], "table": TABLE, "labels": np.array([1, 2])},
+    te.tied_logits: {"x": TABLE[:2], "table": TABLE},
+    te.window_mask: {"query_positions": POSITIONS, "key_positions": POSITIONS, "left": 1},
+    te.TokenPositions.from_ids: {"ids": IDS},
+    te.TokenPositions.from_lengths: {"lengths": np.array([1, 2]), "length": 3},
+    te.TokenPositions.from_offset: {"offset": np.array([1, 2]), "length": 3},
+    te.TokenPositions.from_segment_ids: {"segment_ids": np.array([1, 1, 2])},
+    te.LinearScaling: {"factor": 2.0},
+    te.NTKScaling: {"alpha": 2.0},
+    te.DynamicNTKScaling: {"factor": 2.0, "original_length": 4, "length": 8},
+    te.YarnScaling: {"factor": 2.0, "original_length": 4},
+    te.Llama3Scaling: {"factor": 8.0},
+    te.LongRopeScaling: {"short_factor": [1.0], "long_factor": [2.0], "factor": 2.0, "original_length": 4, "length": 8},
+}
+ORACLES = {
+    te.padding_mask: lambda ids, pad_id=0: np.asarray(ids) != pad_id,
+    te.causal_mask: lambda length: np.tri(int(length), dtype=bool),
+    te.block_mask: lambda q, k: (rows(q)[:, None, :, None] == rows(k)[:, None, None, :]) & (rows(q) >= 0)[:, None, :, None],
+    te.segment_mask: lambda q, k: rows(q)[:, None, :, None] == rows(k)[:, None, None, :],
+    te.chunk_mask: lambda q, k, chunk: rows(q)[:, None, :, None] // int(chunk) == rows(k)[:, None, None, :] // int(chunk),
+}
+
+
+def rows(array):
+    return np.atleast_2d(np.asarray(array).astype(np.int64))
+
+
+def too_large(value):
+    """Numbers for which a right answer would fill the memory."""
+    try:
+        return bool(np.ndim(value) == 0 and abs(value) > 64)
+    except (TypeError, ValueError):
+        return False
+
+
+def call(function, arguments):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return function(**arguments)
+        except (TypeError, ValueError) as error:
+            message = str(error)
+            if not (OURS.match(message) or MISSING.search(message)):
+                raise AssertionError(f"not our error: {type(error).__name__}: {message[:300]}") from error
+            return None
+
+
+SIZES = {"length", "num_heads", "num_buckets", "max_distance", "d_model"}
+
+
+def check(function, data):
+    arguments = dict(GOOD[function])
+    names = [name for name in inspect.signature(function).parameters if name != "masks"]
+    for name in data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=2, unique=True)):
+        value = data.draw(st.sampled_from(VALUES), label=name)
+        if name in SIZES and not isinstance(value, bool) and too_large(value) and not isinstance(value, float):
+            value = 5
+        arguments[name] = value
+    result = call(function, arguments)
+    oracle = ORACLES.get(function)
+    if result is not None and oracle is not None:
+        np.testing.assert_array_equal(result, oracle(*arguments.values()))
+
+
+every_function = pytest.mark.parametrize("function", GOOD, ids=lambda function: function.__qualname__)
+
+
+@every_function
+@hypothesis.given(st.data())
+@hypothesis.settings(deadline=None, derandomize=True, max_examples=8, suppress_health_check=list(hypothesis.HealthCheck))
+def test_any_argument_gives_a_right_result_or_our_error(function, data):
+    check(function, data)
+
+
+@pytest.mark.slow
+@every_function
+@hypothesis.given(st.data())
+@hypothesis.settings(deadline=None, max_examples=400, suppress_health_check=list(hypothesis.HealthCheck))
+def test_any_argument_gives_a_right_result_or_our_error_thoroughly(function, data):
+    check(function, data)
+
+
+@pytest.mark.slow
+@every_function
+def test_every_value_in_every_place_gives_a_result_or_our_error(function):
+    """Traced only: what is compiled for it is compiled above."""
+    for name in inspect.signature(function).parameters:
+        for value in VALUES:
+            arguments = GOOD[function] | {name: 5 if name in SIZES and not isinstance(value, bool) and too_large(value) else value}
+            call(lambda given=arguments: jax.eval_shape(lambda: jax.tree.leaves(function(**given)) and 0), {})
