@@ -9,9 +9,7 @@ from transformer_embed.functional.dropout import dropout
 from transformer_embed.functional.lookup import check_ids, lookup, tied_logits
 from transformer_embed.functional.masks import (
     attention_mask,
-    block_mask,
     causal_mask,
-    chunk_mask,
     combine_masks,
     mask_to_bias,
     padding_mask,
@@ -57,10 +55,8 @@ __all__ = [
     "alibi_slopes",
     "apply_rotary",
     "attention_mask",
-    "block_mask",
     "causal_mask",
     "check_ids",
-    "chunk_mask",
     "combine_masks",
     "dropout",
     "lookup",

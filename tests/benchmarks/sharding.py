@@ -224,7 +224,7 @@ def zipf(vocab_size=10**6, exponent=1.05, ids=IDS):
         array = jax.ShapeDtypeStruct((dealing.Deal(vocab_size, shards).size, WIDTH), jnp.float32)
         table = te.sharding.Sharded(array, vocab_size, NamedSharding(mesh, PartitionSpec(axes)), axes, shards)
         batch = np.searchsorted(steps, rng.random((mesh.size, ids))).clip(0, vocab_size - 1)
-        load = te.sharding.exchange_load(table, batch)
+        load = table.exchange_load(batch)
         rows.append(
             [f"{shape[0]} x {shape[1]}", f"{load.rows.mean():,.0f}", f"{load.rows.max() / load.rows.mean():.2f}", str(load.dropped)]
         )

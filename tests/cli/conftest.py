@@ -7,7 +7,7 @@ from safetensors.numpy import save_file
 
 import transformer_embed as te
 from transformer_embed.cli.main import main
-from transformer_embed.pretrained import CONFIG
+from transformer_embed.pretrained.checkpoints import CONFIG
 from transformer_embed.pretrained.config_json import config_to_json
 
 

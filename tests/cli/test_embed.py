@@ -12,7 +12,7 @@ import transformer_embed as te
 from transformer_embed.cli import embed, language_model
 from transformer_embed.cli.embed import PAD_ID
 from transformer_embed.cli.main import main
-from transformer_embed.pretrained import CONFIG
+from transformer_embed.pretrained.checkpoints import CONFIG
 from transformer_embed.pretrained.config_json import options_from_json
 
 # float32 values below 8 are rounded by at most 2**-22: the factor, the product, the encoding and the sum are.

@@ -19,8 +19,8 @@ import transformer_embed as te
 from transformer_embed.cli import language_model, train
 from transformer_embed.cli.arguments import UserError
 from transformer_embed.cli.main import main
-from transformer_embed.pretrained import CONFIG
 from transformer_embed.pretrained import files as _files
+from transformer_embed.pretrained.checkpoints import CONFIG
 
 LAST_LINE = re.compile(r"bits per byte: sinusoidal (\d+\.\d\d), none (\d+\.\d\d), unigram (\d+\.\d\d)")
 # Enough to beat the frequencies of bytes on the text. All trainings share it, and so what they compile.

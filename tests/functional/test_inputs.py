@@ -36,8 +36,12 @@ CALLS = {
         ),
         (POSITIONS, POSITIONS, PADDING, SEGMENTS),
     ),
-    "block_mask": (te.block_mask, (SEGMENTS, SEGMENTS)),
-    "chunk_mask": (functools.partial(te.chunk_mask, chunk=2), (POSITIONS, POSITIONS)),
+    "attention_mask, chunks and blocks": (
+        lambda queries, keys, blocks: te.attention_mask(
+            query_positions=queries, key_positions=keys, causal=False, chunk=2, query_block_ids=blocks, key_block_ids=blocks
+        ),
+        (POSITIONS, POSITIONS, SEGMENTS),
+    ),
     "combine_masks": (te.combine_masks, (PADDING[None, None, None], PADDING[None, None, :, None])),
     "dropout": (lambda x: te.dropout(jax.random.key(0), 0.5, x), (X,)),
     "from_ids": (te.TokenPositions.from_ids, (IDS,)),
@@ -207,18 +211,8 @@ class TestPermutedWeights:
         ),
         (
             ValueError,
-            "query_positions and key_positions: wanted the same number of rows, or 1, got 2 and 3",
-            lambda: te.chunk_mask(np.ones((2, 3), int), np.ones((3, 3), int), chunk=1),
-        ),
-        (
-            ValueError,
             "query_segment_ids and key_segment_ids: wanted the same number of rows, or 1, got 2 and 3",
             lambda: te.segment_mask(np.ones((2, 3), int), np.ones((3, 3), int)),
-        ),
-        (
-            ValueError,
-            "query_block_ids and key_block_ids: wanted the same number of rows, or 1, got 2 and 3",
-            lambda: te.block_mask(np.ones((2, 3), int), np.ones((3, 3), int)),
         ),
         (ValueError, "axes: wanted a permutation", lambda: te.sinusoidal_grid((2, 2), 4, axes=(None, None))),
         (TypeError, "sections: wanted a sequence, got an array int64[]", lambda: te.apply_rotary(X, POSITIONS, sections=np.array(2))),

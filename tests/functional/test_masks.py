@@ -493,10 +493,11 @@ def test_window_conventions():
         np.testing.assert_array_equal(mask, by_loop(rule, positions, positions))
 
 
-def test_chunk_mask():
+def test_chunks():
     positions = list(range(-3, 8))
     np.testing.assert_array_equal(
-        te.chunk_mask(positions, positions, chunk=3), by_loop(lambda q, k: q // 3 == k // 3, positions, positions)
+        te.attention_mask(query_positions=positions, key_positions=positions, causal=False, chunk=3),
+        by_loop(lambda q, k: q // 3 == k // 3, positions, positions),
     )
     mask = te.attention_mask(query_positions=positions, key_positions=positions, chunk=3, causal=True)
     np.testing.assert_array_equal(mask, by_loop(lambda q, k: q // 3 == k // 3 and k <= q, positions, positions))
@@ -551,7 +552,10 @@ def test_segment_zero_equals_zero():
 
 
 def test_masks_without_a_batch_term_have_no_rows():
-    for mask in (te.window_mask(range(3), range(4), left=1), te.chunk_mask(range(3), range(4), chunk=2)):
+    for mask in (
+        te.window_mask(range(3), range(4), left=1),
+        te.attention_mask(query_positions=range(3), key_positions=range(4), causal=False, chunk=2),
+    ):
         assert mask.shape == (1, 1, 3, 4)
     assert te.segment_mask([[1, 2]], [[1, 2, 3]] * 2).shape == (2, 1, 2, 3)
 
@@ -605,7 +609,7 @@ def test_a_mask_that_does_not_say_whether_it_is_causal_is_an_error():
 @pytest.mark.parametrize("chunk", [2**31, 2**40])
 def test_a_chunk_past_int32_is_refused(chunk):
     with pytest.raises(ValueError, match=rf"^chunk: wanted an int of at most 2147483647, got {chunk}$"):
-        te.chunk_mask([0, 1], [0, 1], chunk=chunk)
+        te.attention_mask(query_positions=[0, 1], key_positions=[0, 1], causal=False, chunk=chunk)
 
 
 def test_a_window_is_a_tuple():

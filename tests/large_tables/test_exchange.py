@@ -333,10 +333,10 @@ def test_ids_that_find_no_room_read_as_nan_and_get_no_update():
     crowded, roomy = deal(mesh), deal(mesh, capacity=8.0)
     room = exchange.plan_hops(36, mesh.axis_names, (1, 8), crowded.array.shape[0] // 8, 8, 1.0)[0].room
     assert room < len(same)
-    load = te.sharding.exchange_load(crowded, ids)
+    load = crowded.exchange_load(ids)
     assert load.dropped == 8 * (len(same) - room)
     assert load.rows.tolist() == [[0, 0, 8 * room, 0, 0, 0, 0, 0]]
-    assert te.sharding.exchange_load(roomy, ids).dropped == 0
+    assert roomy.exchange_load(ids).dropped == 0
     look = jax.jit(te.lookup)
     rows = np.asarray(look(crowded, put(mesh, ids)))
     held = same[np.argsort(crowded.deal.positions(same))[:room]]
@@ -369,7 +369,7 @@ def test_the_load_on_the_host_counts_what_the_devices_do(shape):
         for device, id_, row in zip(np.repeat(np.arange(8), 36), ids.ravel(), np.asarray(rows).reshape(-1, WIDTH), strict=True)
         if np.isnan(row).any()
     }
-    load = te.sharding.exchange_load(table, ids)
+    load = table.exchange_load(ids)
     assert load.rows.shape == shape
     assert (load.dropped > 0) == bool(lost)
     if len(exchange.plan_hops(36, mesh.axis_names, shape, table.array.shape[0] // 8, 8, 1.0)) == 1:
@@ -384,7 +384,7 @@ def test_the_busiest_device_under_zipf_distributed_ids(shape):
     mesh = AbstractMesh(shape, ("data", "model"), axis_types=(AUTO,) * 2)
     array = jax.ShapeDtypeStruct((Deal(vocab_size, 4096).size, WIDTH), jnp.float32)
     table = te.sharding.Sharded(array, vocab_size, NamedSharding(mesh, SPEC(("data", "model"))), ("data", "model"), 4096)
-    load = te.sharding.exchange_load(table, batch)
+    load = table.exchange_load(batch)
     assert load.dropped == 0
     assert load.rows.max() <= 1.5 * load.rows.mean()
 
@@ -526,13 +526,11 @@ def test_what_cannot_be_dealt_or_exchanged_is_told():
     ):
         te.rows.value_and_grad(lambda params: 0.0, ids={"t": np.arange(5)})({"t": table})
     with pytest.raises(ValueError, match=r"^table: wanted a dealt table \(see `deal` of shard_params\), got a table in vocabulary order$"):
-        te.sharding.exchange_load(te.sharding.shard_params({"t": TABLE}, mesh, {"*": SPEC("model")}, tables="t")["t"], BATCHES[0])
-    with pytest.raises(TypeError, match=r"^table: wanted a dealt Sharded table, got ndarray$"):
-        te.sharding.exchange_load(TABLE, BATCHES[0])
+        te.sharding.shard_params({"t": TABLE}, mesh, {"*": SPEC("model")}, tables="t")["t"].exchange_load(BATCHES[0])
     with pytest.raises(ValueError, match=r"^ids: wanted a first dimension that 8 devices divide, got shape \[5\]$"):
-        te.sharding.exchange_load(table, np.arange(5))
+        table.exchange_load(np.arange(5))
     with pytest.raises(TypeError, match=r"^ids: wanted values on the host, outside of jit, got a traced int32\[8\]"):
-        jax.jit(lambda ids: te.sharding.exchange_load(table, ids).dropped)(jnp.zeros(8, jnp.int32))
+        jax.jit(lambda ids: table.exchange_load(ids).dropped)(jnp.zeros(8, jnp.int32))
 
 
 def test_another_lookup_than_the_ids_given_is_told_or_reads_as_nan():

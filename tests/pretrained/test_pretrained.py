@@ -27,6 +27,7 @@ from transformer_embed.cli.main import main
 from transformer_embed.large_tables.rows import TakenRows
 from transformer_embed.pretrained import architectures
 from transformer_embed.pretrained import files as _files
+from transformer_embed.pretrained.checkpoints import CONFIG
 from transformer_embed.pretrained.config_json import config_to_json, extras_from_json, extras_to_json, options_from_json
 
 pretrained = te.pretrained
@@ -722,7 +723,7 @@ def test_a_file_half_written_leaves_the_old_one(tmp_path, monkeypatch):
 
 def test_metadata_that_is_no_config(tmp_path):
     path = tmp_path / "x.safetensors"
-    _files.write_tensors(path, {"a": np.zeros(1, np.float32)}, {pretrained.CONFIG: "{}"})
+    _files.write_tensors(path, {"a": np.zeros(1, np.float32)}, {CONFIG: "{}"})
     with pytest.raises(ValueError, match=r"transformer_embed\.config: wanted an entry vocab_size, got only \[\]$"):
         pretrained.load_embedder(path)
 

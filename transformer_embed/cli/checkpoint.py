@@ -8,6 +8,7 @@ from typing import Any
 from transformer_embed import pretrained
 from transformer_embed.cli.arguments import UserError, contents, reason
 from transformer_embed.pretrained import files
+from transformer_embed.pretrained.checkpoints import CONFIG
 
 
 def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +23,7 @@ def is_ours(path: str) -> bool:
     if not pathlib.Path(path).is_dir():
         contents(path, at_most=1)
     try:
-        return pretrained.CONFIG in files.open_tensors(path).metadata
+        return CONFIG in files.open_tensors(path).metadata
     except (OSError, ValueError) as error:
         raise _refused(path, error) from error
 

@@ -94,9 +94,10 @@ def attention_mask(
         padding: bool [S] or [B, S], True = a token, as `padding_mask` returns; None: no padding. It hides keys; outputs of queries at
             padding are yours to ignore.
         window: (left, right), as in `window_mask`: a causal window of w tokens, the query's own among them, is (w - 1, 0).
-        chunk: as in `chunk_mask`.
-        query_block_ids: [T] or [B, T] integers, as in `block_mask`: tokens of one block see each other even where the causal mask, the
-            window or the chunk forbids it. A prefix is block 0, with -1 after it.
+        chunk: length of a chunk, at least 1: a query sees only the keys of its own chunk, positions 0..chunk-1, chunk..2*chunk-1, ...
+            (Llama 4). Positions from `TokenPositions.from_ids` count chunks from the first token that is not padding, as transformers does.
+        query_block_ids: [T] or [B, T] integers, negative: in no block. Tokens of one block see each other even where the causal mask,
+            the window or the chunk forbids it. A prefix is block 0, with -1 after it: `jnp.where(is_prefix, 0, -1)`.
         key_block_ids: [S] or [B, S] integers, given with query_block_ids.
         query_segment_ids: [T] or [B, T] integers, as in `segment_mask`.
         key_segment_ids: [S] or [B, S] integers, given with query_segment_ids.
@@ -122,8 +123,10 @@ def attention_mask(
         ((2, 1, 1, 4), [[True, True, True, False], [True, True, False, False]])
 
     Source:
-        Vaswani et al., "Attention Is All You Need" (2017), section 3.2.3, https://arxiv.org/abs/1706.03762; for the other
-        terms see the functions named above.
+        Vaswani et al., "Attention Is All You Need" (2017), section 3.2.3, https://arxiv.org/abs/1706.03762. Chunks: the block of the
+        fixed pattern of Child et al., "Generating Long Sequences with Sparse Transformers" (2019), section 4.3,
+        https://arxiv.org/abs/1904.10509. Blocks: the prefix language model of Raffel et al., "T5" (2020), section 3.2.1,
+        https://arxiv.org/abs/1910.10683; numbered blocks (images in text, for example) as in transformers' Gemma 3.
     """
     queries = {"query_positions": query_positions, "query_block_ids": query_block_ids, "query_segment_ids": query_segment_ids}
     keys = {"key_positions": key_positions, "padding": padding, "key_block_ids": key_block_ids, "key_segment_ids": key_segment_ids}
@@ -169,63 +172,6 @@ def window_mask(
     """
     pair = _checks.comparable_rows(query_positions=query_positions, key_positions=key_positions)
     return _in_window(*pair, _distance("left", left), _distance("right", right))
-
-
-def chunk_mask(query_positions: ArrayLike, key_positions: ArrayLike, *, chunk: int) -> Bool[Array, "b 1 t s"]:
-    """Which keys lie in the query's chunk: positions 0..chunk-1, chunk..2*chunk-1, ...
-
-    Positions from `TokenPositions.from_ids` count chunks from the first token that is not padding, as transformers does.
-
-    Args:
-        query_positions: [T] or [B, T] integers.
-        key_positions: [S] or [B, S] integers.
-        chunk: length of a chunk, at least 1.
-
-    Returns:
-        bool [B or 1, 1, T, S].
-
-    Raises:
-        TypeError: positions are not signed integers; chunk is not a Python int.
-        ValueError: a rank other than 1 or 2, or unequal numbers of rows; a chunk below 1 or past int32; host positions outside int32.
-
-    Example:
-        >>> import transformer_embed as te
-        >>> te.chunk_mask([1, 2], range(4), chunk=2)[0, 0].astype(int).tolist()
-        [[1, 1, 0, 0], [0, 0, 1, 1]]
-
-    Source:
-        The block of the fixed pattern of Child et al., "Generating Long Sequences with Sparse Transformers" (2019), section 4.3,
-        https://arxiv.org/abs/1904.10509; the chunked attention of Llama 4.
-    """
-    return _in_chunk(*_checks.comparable_rows(query_positions=query_positions, key_positions=key_positions), _chunk(chunk))
-
-
-def block_mask(query_block_ids: ArrayLike, key_block_ids: ArrayLike) -> Bool[Array, "b 1 t s"]:
-    """Which keys belong to the query's block; -1 belongs to none. `causal | block_mask(...)` lets each block see all of itself.
-
-    Args:
-        query_block_ids: [T] or [B, T] integers; negative: in no block. For a bool prefix flag p: `jnp.where(p, 0, -1)`.
-        key_block_ids: [S] or [B, S] integers.
-
-    Returns:
-        bool [B or 1, 1, T, S].
-
-    Raises:
-        TypeError: ids are not signed integers.
-        ValueError: a rank other than 1 or 2, or unequal numbers of rows.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import transformer_embed as te
-        >>> prefix = jnp.array([0, 0, -1])
-        >>> (te.causal_mask(3) | te.block_mask(prefix, prefix))[0, 0].astype(int).tolist()
-        [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
-
-    Source:
-        Raffel et al., "T5" (2020), section 3.2.1, on the prefix language model; https://arxiv.org/abs/1910.10683. Numbered blocks (images
-        in text, for example) as in transformers' Gemma 3.
-    """
-    return _in_block(*_checks.comparable_rows(query_block_ids=query_block_ids, key_block_ids=key_block_ids))
 
 
 def segment_mask(query_segment_ids: ArrayLike, key_segment_ids: ArrayLike) -> Bool[Array, "b 1 t s"]:

@@ -19,12 +19,13 @@ import functools
 import importlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed import _checks
@@ -32,6 +33,13 @@ from transformer_embed.functional.lookup import Table, rows_at
 from transformer_embed.functional.mesh import Axes, leading_without, per_dimension, spec_of
 from transformer_embed.large_tables import exchange, rows
 from transformer_embed.large_tables.dealing import Deal
+
+
+class ExchangeLoad(NamedTuple):
+    """What an exchange of rows asks of the devices for one batch; see `Sharded.exchange_load`."""
+
+    rows: np.ndarray
+    dropped: int
 
 
 @functools.partial(
@@ -147,6 +155,41 @@ class Sharded(Table):
         update_all = jax.shard_map(update_shard, mesh=mesh, in_specs=specs, out_specs=split)
         written = update_all(list(needed), gradient.ids, gradient.values, [each.array for each in wholes])
         return [dataclasses.replace(each, array=array) for each, array in zip(wholes, written, strict=True)]
+
+    def exchange_load(self, ids: ArrayLike) -> "ExchangeLoad":
+        """Counts, on the host, how many rows of a dealt table each device sends for a batch, and how many ids find no room.
+
+        The table may also be its shape, as `shard_params` makes it from jax.eval_shape.
+
+        Args:
+            ids: [batch, ...], any integer dtype, not traced: the ids of all devices, whose first dimension is split over `batch`.
+
+        Returns:
+            rows: int64, [size of each mesh axis of the batch, ...], the rows that each device is asked for: an id counts once for each
+            device that asks, or, if the exchange goes over one mesh axis after the other, for each line of devices.
+            dropped: the number of requests that find no room: these ids read as NaN.
+
+        Raises:
+            TypeError: ids are not integers, or are traced.
+            ValueError: the table is not dealt; a batch that the devices do not divide.
+
+        Example:
+            >>> import jax, numpy as np
+            >>> from jax.sharding import Mesh, PartitionSpec
+            >>> import transformer_embed as te
+            >>> mesh = Mesh(np.array(jax.devices()[:1]), ["model"])
+            >>> params = {"embed": {"embeddings": np.ones([5, 2], np.float32)}}
+            >>> params = te.sharding.shard_params(params, mesh, {"*": PartitionSpec("model")}, deal="embed/*", virtual_shards=2)
+            >>> load = params["embed"]["embeddings"].exchange_load(np.array([4, 1, 4]))
+            >>> load.rows.tolist(), load.dropped
+            ([2], 0)
+        """
+        array = _checks.as_integers("ids", ids)
+        if _checks.is_traced(array):
+            raise TypeError(_checks.wanted("ids", "values on the host, outside of jit", f"a traced {array.dtype}{list(array.shape)}"))
+        if self.deal is None:
+            raise ValueError(_checks.wanted("table", "a dealt table (see `deal` of shard_params)", "a table in vocabulary order"))
+        return _load(self, self.deal, np.asarray(array))
 
     def in_vocabulary_order(self) -> np.ndarray:
         """See `Table`; this process must be able to see all shards."""
@@ -364,18 +407,15 @@ def _read_held(held: Int32[Array, "k"], values: Float[Array, "k d"], positions: 
     return jnp.where((held[slots] == positions)[..., None], rows_at(values, slots), jnp.nan)
 
 
-def load_of(table: Sharded, ids: np.ndarray) -> tuple[np.ndarray, int]:
-    """See `exchange.simulate`; of a lookup of these ids, whose first dimension is split over the batch's axes."""
-    if table.deal is None:
-        raise ValueError(_checks.wanted("table", "a dealt table (see `deal` of shard_params)", "a table in vocabulary order"))
+def _load(table: Sharded, deal: Deal, ids: np.ndarray) -> ExchangeLoad:
+    """Of a lookup of these ids, whose first dimension is split over the batch's axes; see `exchange.simulate`."""
     sizes = dict(table.sharding.mesh.shape)
     devices = math.prod(sizes[axis] for axis in table.batch)
     if ids.ndim == 0 or ids.shape[0] % devices:
         raise ValueError(_checks.wanted("ids", f"a first dimension that {devices} devices divide", f"shape {list(ids.shape)}"))
-    positions = table.deal.positions(np.clip(ids, 0, table.vocab_size - 1).astype(np.int32))
+    positions = deal.positions(np.clip(ids, 0, table.vocab_size - 1).astype(np.int32))
     asked = max(1, min(ids.size // devices, table.vocab_size))
-    hops = _hops(table, devices, asked)
-    return exchange.simulate(hops, positions.reshape(devices, -1), sizes, table.batch)
+    return ExchangeLoad(*exchange.simulate(_hops(table, devices, asked), positions.reshape(devices, -1), sizes, table.batch))
 
 
 @functools.partial(jax.jit, static_argnums=2)

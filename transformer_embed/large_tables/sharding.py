@@ -1,7 +1,7 @@
 """Parameter trees on a device mesh: every parameter is placed as a rule for its name says, and tables become `Sharded`.
 
-Read on from here: `shard_params` places a tree, or has each device draw its own part of one; `exchange_load` tells, for a batch, how many
-rows each device has to send. `sharded` says what a table does on the mesh; `dealing` and `exchange` are what a dealt one needs.
+Read on from here: `shard_params` places a tree, or has each device draw its own part of one. `sharded` says what a table does on the mesh;
+`dealing` and `exchange` are what a dealt one needs.
 """
 
 import dataclasses
@@ -15,16 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from transformer_embed import _checks
 from transformer_embed.functional.lookup import Table
 from transformer_embed.functional.mesh import Axes, per_dimension
 from transformer_embed.large_tables import dealing
-from transformer_embed.large_tables.sharded import Sharded, load_of, place_rows
+from transformer_embed.large_tables.sharded import Sharded, place_rows
 
-__all__ = ["ExchangeLoad", "Sharded", "exchange_load", "shard_params"]
+__all__ = ["Sharded", "shard_params"]
 
 TABLES = "*/embeddings"
 VIRTUAL_SHARDS = 4096
@@ -74,7 +73,7 @@ def shard_params(
             the same on every such mesh, and so is a checkpoint of it.
         capacity: of a dealt table. A device can send a fixed number of ids to each other one: the mean load of a batch without
             repeats, and a margin that hashed ids exceed in less than one step in 1e9. A capacity c makes it at least c times the
-            mean load. An id that finds no room reads as NaN and gets no update; `exchange_load` counts them for a batch.
+            mean load. An id that finds no room reads as NaN and gets no update; `Sharded.exchange_load` counts them for a batch.
 
     Returns:
         A tree like params.
@@ -115,57 +114,6 @@ def shard_params(
         return _draw(params, key, plan, _placed(jax.eval_shape(params, key), rules, plan))
     _checks.unwanted("rng", rng, "params is not a function")
     return _placed(params, rules, plan)
-
-
-class ExchangeLoad(NamedTuple):
-    """How many rows each device sends for one batch, as `exchange_load` counts them.
-
-    Args:
-        rows: int64, [size of each mesh axis of the batch, ...], the rows that each device is asked for: an id counts once for each device
-            that asks, or, if the exchange goes over one mesh axis after the other, for each line of devices.
-        dropped: the number of requests that find no room: these ids read as NaN.
-
-    Example:
-        >>> import transformer_embed as te
-        >>> te.sharding.ExchangeLoad._fields
-        ('rows', 'dropped')
-    """
-
-    rows: np.ndarray
-    dropped: int
-
-
-def exchange_load(table: Sharded, ids: ArrayLike) -> ExchangeLoad:
-    """Counts, on the host, how many rows of a dealt table each device sends for a batch, and how many ids find no room.
-
-    Args:
-        table: a dealt table, or its shape as `shard_params` makes it from jax.eval_shape.
-        ids: [batch, ...], any integer dtype, not traced: the ids of all devices, whose first dimension is split over `table.batch`.
-
-    Returns:
-        ExchangeLoad(rows, dropped).
-
-    Raises:
-        TypeError: the table is not a `Sharded`; ids are not integers, or are traced.
-        ValueError: the table is not dealt; a batch that the devices do not divide.
-
-    Example:
-        >>> import jax, numpy as np
-        >>> from jax.sharding import Mesh, PartitionSpec
-        >>> import transformer_embed as te
-        >>> mesh = Mesh(np.array(jax.devices()[:1]), ["model"])
-        >>> params = {"embed": {"embeddings": np.ones([5, 2], np.float32)}}
-        >>> params = te.sharding.shard_params(params, mesh, {"*": PartitionSpec("model")}, deal="embed/*", virtual_shards=2)
-        >>> load = te.sharding.exchange_load(params["embed"]["embeddings"], np.array([4, 1, 4]))
-        >>> load.rows.tolist(), load.dropped
-        ([2], 0)
-    """
-    if not isinstance(table, Sharded):
-        raise TypeError(_checks.wanted("table", "a dealt Sharded table", type(table).__name__))
-    array = _checks.as_integers("ids", ids)
-    if _checks.is_traced(array):
-        raise TypeError(_checks.wanted("ids", "values on the host, outside of jit", f"a traced {array.dtype}{list(array.shape)}"))
-    return ExchangeLoad(*load_of(table, np.asarray(array)))
 
 
 class _Plan(NamedTuple):

@@ -3,6 +3,6 @@
 A loaded layer gives the embeddings of the original model, in float32 to 3 units in the last place of the largest value.
 """
 
-from transformer_embed.pretrained.checkpoints import CONFIG, PretrainedInput, load_embedder, save_embedder
+from transformer_embed.pretrained.checkpoints import PretrainedInput, load_embedder, save_embedder
 
-__all__ = ["CONFIG", "PretrainedInput", "load_embedder", "save_embedder"]
+__all__ = ["PretrainedInput", "load_embedder", "save_embedder"]
