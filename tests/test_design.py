@@ -15,6 +15,8 @@ PACKAGE = ROOT / "transformer_embed"
 
 ON_FIRST_USE = ("plots", "pretrained", "rows", "sharding")
 MAX_PUBLIC_NAMES = 55
+# Nobody published these before.
+OWN = {"check_ids"}
 TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "transformer_embed", "tests", "notebooks"}
 HEAVY = ("optax", "tqdm", "safetensors", "matplotlib")
 
@@ -50,7 +52,7 @@ def test_public_names_have_a_docstring_with_example_and_source(name):
     # An inherited docstring says nothing about the name at hand.
     text = inspect.cleandoc(getattr(te, name).__doc__ or "")
     sections = [line for line in text.splitlines() if line in ("Example:", "Source:")]
-    assert sections == ["Example:", "Source:"]
+    assert sections == (["Example:"] if name in OWN else ["Example:", "Source:"])
     assert ">>> " in text.split("Example:")[1].split("Source:")[0]
 
 

@@ -265,7 +265,7 @@ def test_attention_mask_refuses_padding_of_another_shape():
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_mask_refuses_batches_of_unequal_sizes(causal):
-    message = r"^query_positions, key_positions(, padding)?: wanted one number of rows, or 1, got 2, (1, )?3$"
+    message = r"^query_positions, key_positions(, padding)?: wanted the same number of rows, or 1, got 2, (1, )?3$"
     refused(ValueError, message, query_positions=np.zeros((2, 2), int), key_positions=np.zeros((3, 2), int), causal=causal)
     refused(ValueError, message, query_positions=np.zeros((2, 2), int), padding=np.ones((3, 2), bool), causal=causal)
 
