@@ -85,10 +85,8 @@ GOOD = {
     te.alibi_slopes: {"num_heads": 2},
     te.apply_rotary: {"x": X, "positions": POSITIONS},
     te.attention_mask: {"query_positions": POSITIONS, "key_positions": POSITIONS, "causal": True},
-    te.block_mask: {"query_block_ids": POSITIONS, "key_block_ids": POSITIONS},
     te.causal_mask: {"length": 3},
     te.check_ids: {"ids": IDS, "vocab_size": 4},
-    te.chunk_mask: {"query_positions": POSITIONS, "key_positions": POSITIONS, "chunk": 2},
     te.dropout: {"rng": jax.random.key(0), "rate": 0.5, "x": X},
     te.lookup: {"table": TABLE, "ids": IDS},
     te.mask_to_bias: {"mask": ARRAYS[2]},
@@ -116,9 +114,7 @@ GOOD = {
 ORACLES = {
     te.padding_mask: lambda ids, pad_id=0: np.asarray(ids) != pad_id,
     te.causal_mask: lambda length: np.tri(int(length), dtype=bool),
-    te.block_mask: lambda q, k: (rows(q)[:, None, :, None] == rows(k)[:, None, None, :]) & (rows(q) >= 0)[:, None, :, None],
     te.segment_mask: lambda q, k: rows(q)[:, None, :, None] == rows(k)[:, None, None, :],
-    te.chunk_mask: lambda q, k, chunk: rows(q)[:, None, :, None] // int(chunk) == rows(k)[:, None, None, :] // int(chunk),
 }
 
 
