@@ -322,7 +322,7 @@ class TestPermutation:
         np.testing.assert_allclose(back, apply_rotary(x, positions, layout="interleaved", **options), rtol=0, atol=4 * FUSION)
 
     def test_there_and_back(self):
-        bias = np.arange(24)
+        bias = np.arange(24, dtype=np.int32)
         there = permute_rotary_weights(bias, 3, source="half", target="interleaved", rotary_dim=6)
         assert there[:8].tolist() == [0, 3, 1, 4, 2, 5, 6, 7]
         assert there[8:16].tolist() == [8, 11, 9, 12, 10, 13, 14, 15]
@@ -642,7 +642,7 @@ P = np.arange(3)
             "positions: wanted x's length, 3, last, got shape [4, 2]",
             lambda: apply_rotary(X, np.zeros([4, 2], int), sections=(2, 2)),
         ),
-        (ValueError, "sections: wanted numbers that add up to the pairs, 4, got 5", lambda: apply_rotary(X, P, sections=(2, 3))),
+        (ValueError, "sections: wanted numbers that add up to the number of pairs, 4, got 5", lambda: apply_rotary(X, P, sections=(2, 3))),
         (ValueError, "sections[1]: wanted an int of at least 0, got -2", lambda: apply_rotary(X, P, sections=(6, -2))),
         (TypeError, "sections: wanted a sequence, got int 4", lambda: apply_rotary(X, P, sections=4)),
         (TypeError, "sections[0]: wanted a Python int, got float 2.0", lambda: apply_rotary(X, P, sections=(2.0, 2.0))),
@@ -695,7 +695,7 @@ P = np.arange(3)
         (
             ValueError,
             "weights: wanted a last axis of 3 heads times head_dim, got shape [2, 8]",
-            lambda: permute_rotary_weights(np.ones([2, 8]), 3, source="half", target="half"),
+            lambda: permute_rotary_weights(np.ones([2, 8], np.float32), 3, source="half", target="half"),
         ),
         (
             ValueError,
@@ -705,27 +705,27 @@ P = np.arange(3)
         (
             ValueError,
             "num_heads: wanted an int of at least 1, got 0",
-            lambda: permute_rotary_weights(np.ones(8), 0, source="half", target="half"),
+            lambda: permute_rotary_weights(np.ones(8, np.float32), 0, source="half", target="half"),
         ),
         (
             ValueError,
             "source: wanted one of 'half', 'interleaved', got 'llama'",
-            lambda: permute_rotary_weights(np.ones(8), 1, source="llama", target="half"),
+            lambda: permute_rotary_weights(np.ones(8, np.float32), 1, source="llama", target="half"),
         ),
         (
             ValueError,
             "target: wanted one of 'half', 'interleaved', got None",
-            lambda: permute_rotary_weights(np.ones(8), 1, source="half", target=None),
+            lambda: permute_rotary_weights(np.ones(8, np.float32), 1, source="half", target=None),
         ),
         (
             ValueError,
             "head_dim: wanted an even number of channels, to make pairs, got 3",
-            lambda: permute_rotary_weights(np.ones(9), 3, source="half", target="interleaved"),
+            lambda: permute_rotary_weights(np.ones(9, np.float32), 3, source="half", target="interleaved"),
         ),
         (
             ValueError,
             "rotary_dim: wanted an int up to head_dim = 4, got 6",
-            lambda: permute_rotary_weights(np.ones(8), 2, source="half", target="interleaved", rotary_dim=6),
+            lambda: permute_rotary_weights(np.ones(8, np.float32), 2, source="half", target="interleaved", rotary_dim=6),
         ),
     ],
 )
