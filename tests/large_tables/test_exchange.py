@@ -533,6 +533,15 @@ def test_what_cannot_be_dealt_or_exchanged_is_told():
         jax.jit(lambda ids: table.exchange_load(ids).dropped)(jnp.zeros(8, jnp.int32))
 
 
+def test_a_gradient_that_does_not_know_the_owners_is_refused():
+    params, sgd = {"t": deal(mesh_of((1, 8)))}, optax.sgd(1.0)
+    grads = {"t": te.rows.Rows(jnp.array([1, 3]), jnp.ones([2, WIDTH]), vocab_size=VOCAB)}
+    with pytest.raises(
+        TypeError, match=r"^grads: wanted the gradient of a dealt table as `value_and_grad` returns it: .*, got plain"
+    ):
+        te.rows.update(sgd, grads, sgd.init(params), params)
+
+
 def test_another_lookup_than_the_ids_given_is_told_or_reads_as_nan():
     mesh = mesh_of((2, 4))
     params, ids = {"t": deal(mesh)}, put(mesh, np.zeros((8, 2), np.int32))

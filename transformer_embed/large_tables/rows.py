@@ -33,6 +33,7 @@ class Rows:
     A pytree with `values` as its one leaf: `jax.tree.map`, `optax.global_norm` and the like see the numbers of the dense gradient that
     are not zero. The ids go along unseen, and belong to the trace that made them. To carry a gradient out of jit, or through a loop,
     return its `ids` and `values` and make a `Rows` of them again. `add` adds gradients of different rows; `jax.tree.map` refuses to.
+    Inside a `shard_map` of your own, `jax.lax.psum` would add rows of different ids: sum the loss there, not its gradient.
 
     Args:
         ids: [k], int32, ascending and distinct; those past the vocabulary fill up and are of no row.

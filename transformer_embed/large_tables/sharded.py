@@ -141,6 +141,9 @@ class Sharded(Table):
 
     def update_rows(self, step: Callable, needed: Sequence[Array], gradient: rows.Rows, states: Sequence["Sharded"]) -> list["Sharded"]:
         """See `Table`; each shard updates its own rows. Nothing is sent."""
+        if self.deal is not None and not isinstance(gradient, _OwnedRows):
+            want = "the gradient of a dealt table as `value_and_grad` returns it: each device has those of its own rows"
+            raise TypeError(_checks.wanted("grads", want, f"plain {type(gradient).__name__}"))
         mesh, deal, wholes = self.sharding.mesh, self.deal, [self, *states]
 
         def update_shard(needed, ids, values, shards):
