@@ -1296,7 +1296,10 @@ def test_a_position_outside_the_grid_is_nan():
     ("message", "call"),
     [
         ("ids: wanted a length of at most the 6 points of the grid, got length 7", lambda: grid_embedding(te.SinusoidalGrid((2, 3)))),
-        ("d_model: wanted a multiple of the 2 axes, got 7", lambda: te.EmbedderConfig(8, 7, positions=te.SinusoidalGrid((2, 3)))),
+        (
+            "d_model: wanted a multiple of the 2 axes (or odd='round_up' or 'zero'), got 7",
+            lambda: te.EmbedderConfig(8, 7, positions=te.SinusoidalGrid((2, 3))),
+        ),
         (
             "axes: wanted a permutation of the axes of shape (2, 3), at least one, got (0, 0)",
             lambda: te.SinusoidalGrid((2, 3), axes=(0, 0)),
@@ -1307,6 +1310,11 @@ def test_a_position_outside_the_grid_is_nan():
 def test_grid_errors(message, call):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         call().init(KEY, np.zeros((1, 7), int))
+
+
+def test_a_grid_splits_its_channels_as_the_function_does():
+    scheme = te.SinusoidalGrid((2, 3), odd="round_up")
+    np.testing.assert_array_equal(scheme.encoding(np.arange(6), 7), te.sinusoidal_grid((2, 3), 7, odd="round_up").reshape(6, 7))
 
 
 def test_a_grid_that_is_no_tuple_is_refused():

@@ -110,6 +110,7 @@ class SinusoidalGrid(_Sinusoids):
     Args:
         shape: points along each axis, a tuple of ints; at most 2**31 - 1 points in all.
         axes: the order of the axes; see `sinusoidal_grid`.
+        odd: how d_model channels are split over the axes; see `sinusoidal_grid`.
         base, layout, shift, frequency_scale: see `sinusoidal_encoding`.
 
     Raises:
@@ -127,6 +128,7 @@ class SinusoidalGrid(_Sinusoids):
 
     shape: tuple[int, ...]
     axes: tuple[int, ...] | None = None
+    odd: str = "truncate"
 
     def __post_init__(self):
         for name, value, wanted in (("shape", self.shape, tuple), ("axes", self.axes, tuple | None)):
