@@ -1,4 +1,4 @@
-"""Cases of what goes into attention: rotary embeddings beside ready tables, and the size of masks."""
+"""Cases of what goes into attention: rotary embeddings beside precomputed tables, and the size of masks."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import transformer_embed as te
 
 SHAPE = (8, 2048, 16, 64)
 BASE = 10_000.0
-ROTARY_FIGURE = "rotary: ours / ready tables"
+ROTARY_FIGURE = "rotary: ours / precomputed tables"
 # cos and sin of angles up to 2048, taken from a table made in float64: two roundings of numbers up to some 5.
 TOLERANCE = 1e-5
 
@@ -37,14 +37,14 @@ def rotary(options) -> Report:
     ours = jax.jit(te.apply_rotary)
     calls = {
         "ours": lambda: ours(x, positions),
-        "ready tables of cos and sin": lambda: ready(x, positions, cos, sin),
+        "precomputed tables of cos and sin": lambda: ready(x, positions, cos, sin),
         "float32 cos and sin in place": lambda: in_place(x, positions),
     }
     results = [np.asarray(call()) for call in calls.values()]
     np.testing.assert_allclose(results[0], results[1], rtol=0, atol=TOLERANCE)
     samples = interleave(calls, options.rounds, "rotary")
-    report = timing_report(f"Rotary on {list(SHAPE)}, positions of each token's own", samples, ["ready tables of cos and sin"], {})
-    report.figures[ROTARY_FIGURE] = ratio(samples, "ours", "ready tables of cos and sin")
+    report = timing_report(f"Rotary on {list(SHAPE)}, positions of each token's own", samples, ["precomputed tables of cos and sin"], {})
+    report.figures[ROTARY_FIGURE] = ratio(samples, "ours", "precomputed tables of cos and sin")
     return report
 
 

@@ -256,7 +256,7 @@ def pod_table(on: Target) -> str:
     # On v5e, 16 GB a chip hold the rows, both moments and what the steps need beside them.
     data, vocab_size = chips // shards, 10**8 * min(chips, 256) // 256
     lines = []
-    for way, paper in (("in shards", in_shards), ("by rows", by_rows)):
+    for way, paper in (("sharded", in_shards), ("by rows", by_rows)):
         facts = table_step(on, way, data, shards, vocab_size)
         lines.append([f"Adam step {way}, table [{vocab_size:.2g}, {WIDTH}]", *_sent(facts, paper(vocab_size, data, shards))])
     facts = sharded_loss(on, data, shards, 262_144, 1024)

@@ -151,17 +151,17 @@ def token_positions(options: Options) -> Report:
     layer = jax.jit(lambda table, ready, ids, positions: table[ids] * np.float32(work.factor) + ready[positions])
     calls = {
         "ours, encoding": lambda: encode(positions),
-        "gather from a ready table": lambda: rows(ready, positions),
+        "gather from a precomputed table": lambda: rows(ready, positions),
         "ours, apply": lambda: apply(params, None, ids, is_training=False, positions=positions),
         "two gathers, scale and sum": lambda: layer(table, ready, ids, positions),
     }
     results = {name: np.asarray(call()) for name, call in calls.items()}
-    pairs = (("ours, encoding", "gather from a ready table"), ("ours, apply", "two gathers, scale and sum"))
+    pairs = (("ours, encoding", "gather from a precomputed table"), ("ours, apply", "two gathers, scale and sum"))
     for ours, theirs in pairs:
         np.testing.assert_allclose(results[ours], results[theirs], rtol=0, atol=FLOAT32_TOLERANCE)
     samples = interleave(calls, options.rounds, "token positions")
     report = timing_report(
-        f"Positions of each token's own, eval, a ready table of [{LENGTH}, {D_MODEL}]", samples, [b for _, b in pairs], {}
+        f"Positions of each token's own, eval, a precomputed table of [{LENGTH}, {D_MODEL}]", samples, [b for _, b in pairs], {}
     )
     report.figures = {f"token positions: {a} / {b}": ratio(samples, a, b) for a, b in pairs}
     return report
@@ -190,7 +190,7 @@ def decoding(options: Options) -> Report:
         "ours, apply": lambda: apply(params, None, ids, is_training=False, positions=offset),
         # The compiled function behind the door, for what the door costs.
         "ours, compiled function": lambda: embedder._apply(config, False, params, None, ids, offset, None),
-        "hk.Embed and a row of a ready table": lambda: embed(theirs, ready, ids, offset),
+        "hk.Embed and a row of a precomputed table": lambda: embed(theirs, ready, ids, offset),
     }
     results = [np.asarray(call()) for call in calls.values()]
     np.testing.assert_allclose(results[0], results[2], rtol=0, atol=FLOAT32_TOLERANCE)
@@ -330,7 +330,7 @@ def targets() -> list[Target]:
         Target("train, PyTorch compiled / ours", f"train: {COMPILED} / {OURS}", least=2.5),
         Target("forward and backward, Haiku with a constant table / ours", f"grad: {CONSTANT} / {OURS}", least=backward),
         Target("forward and backward, all ids equal / uniform, ours", "equal ids: ours / uniform", most=1.5),
-        Target("positions of each token, encoding / gather", "token positions: ours, encoding / gather from a ready table", most=1.3),
+        Target("positions of each token, encoding / gather", "token positions: ours, encoding / gather from a precomputed table", most=1.3),
         Target("positions of each token, apply / two gathers", "token positions: ours, apply / two gathers, scale and sum", most=1.3),
         Target("one token, ours compiled / Haiku", "decoding: ours / Haiku", most=1.3),
         Target("one token, the Python door, us", "decoding: door, us", most=15),
@@ -338,7 +338,7 @@ def targets() -> list[Target]:
         Target("lowered text, train, kB", "text: train, kB", most=200),
         Target("lowered text, eval, change with length", "text: eval, |ratio - 1|", most=0.05),
         Target("lowered text, train, change with length", "text: train, |ratio - 1|", most=0.05),
-        Target("rotary, ours / ready tables", ROTARY_FIGURE, most=1.1),
+        Target("rotary, ours / precomputed tables", ROTARY_FIGURE, most=1.1),
         Target("import, ours / Haiku", "import: ours / Haiku", most=1.15),
         Target("first call, eval, ours / Haiku", "first call, eval: ours / Haiku", most=1.2),
         Target("first call, train, ours / Haiku", "first call, train: ours / Haiku", most=1.2),

@@ -65,7 +65,7 @@ def by_exchange(vocab_size, data, shards, width=WIDTH, ids=IDS):
     return sum((4 + 2 * 4 * width) * hop.room * (hop.parts - 1) for hop in hops)
 
 
-WAYS = {"dense": dense, "in shards": in_shards, "by rows": by_rows, "by exchange": by_exchange}
+WAYS = {"dense": dense, "sharded": in_shards, "by rows": by_rows, "by exchange": by_exchange}
 
 
 def best(way, vocab_size, devices):
@@ -117,7 +117,7 @@ def arguments_of(way, mesh, optimizer, vocab_size, width, ids):
     params = {"embeddings": jax.ShapeDtypeStruct((vocab_size, width), jnp.float32)}
     trees = params, jax.eval_shape(optimizer.init, params)
     placed = te.sharding.shard_params(trees, mesh, {"*embeddings": spec}, **options)
-    batch = NamedSharding(mesh, PartitionSpec("data" if way in ("in shards", "by rows") else mesh.axis_names))
+    batch = NamedSharding(mesh, PartitionSpec("data" if way in ("sharded", "by rows") else mesh.axis_names))
     return (
         *placed,
         jax.ShapeDtypeStruct((tokens,), jnp.int32, sharding=batch),

@@ -371,7 +371,7 @@ def test_a_symbolic_number_of_tokens_is_refused():
 
 
 def test_a_table_of_some_rows_is_refused():
-    message = r"^table: wanted a whole table, or one in shards, since the output layer is tied to it, got SomeRows(\n|$)"
+    message = r"^table: wanted a whole table, or a sharded one, since the output layer is tied to it, got SomeRows(\n|$)"
     with pytest.raises(TypeError, match=message):
         te.tied_cross_entropy(X, SomeRows(), LABELS)
 
@@ -379,7 +379,7 @@ def test_a_table_of_some_rows_is_refused():
 # --- meshes
 
 SHAPES = [(1, 8), (2, 4), (8, 1)]
-# Divided by eight in every direction, and a vocabulary in shards that eight does not divide.
+# Divided by eight in every direction, and a sharded vocabulary that eight does not divide.
 MESH_X, MESH_TABLE = normal(10, 8, 8, 8), normal(11, 64, 8)
 MESH_LABELS = np.random.default_rng(12).integers(0, 13, (8, 8)).astype(np.int32)
 MESH_OPTIONS = {"pad_id": 3, "label_smoothing": 0.1, "chunk_size": 4}

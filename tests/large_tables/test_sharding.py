@@ -1,4 +1,4 @@
-"""Tables in shards, on meshes of 8 CPU devices with automatic and explicit axes, against the same on one device."""
+"""Sharded tables on meshes of 8 CPU devices with automatic and explicit axes, against the same on one device."""
 
 import functools
 import re

@@ -76,14 +76,14 @@ def tied_cross_entropy(
         lies outside the vocabulary, and NaN gradients. What x holds at a token that is not counted changes nothing, be it NaN, and its
         gradient is 0. Gradients are summed in float32 or wider over all chunks, then cast once to the dtypes of x and table.
 
-        A table in shards, and on a mesh with explicit axes any array, stays where it is: no device gathers a table or logits. Devices
+        A sharded table, and on a mesh with explicit axes any array, stays where it is: no device gathers a table or logits. Devices
         that share tokens exchange three numbers a token, and the gradients of x, once; those that share rows, the gradient of the rows,
         once; x is gathered over the mesh axes that also split the table. For plain arrays on automatic axes the value is the same,
         and what is sent is up to the compiler.
 
     Raises:
-        TypeError: x or the table has no floating dtype; labels are not integers; mask is not bool; label_smoothing or chunk_size is no
-            Python number; the table has only some of its rows (`rows.Rows`).
+        TypeError: x or the table does not have a floating dtype; labels are not integers; mask is not bool; label_smoothing or
+            chunk_size is not a Python number; the table has only some of its rows, as inside `te.rows.value_and_grad`.
         ValueError: the table is not of rank 2, or its width is not x's; the shape of labels is not x's without its last axis; a mask
             that does not end in the labels' last axis, or does not broadcast to them; an argument out of its range; columns split over
             a mesh in more parts than divide the rows.

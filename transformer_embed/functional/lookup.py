@@ -46,7 +46,7 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
     def shards(self, x: Float[Array, "... d"]) -> tuple[Array, Any, tuple[str, ...], tuple[str, ...], Sequence[tuple[str, ...]]]:
         """The array that it is kept in, its mesh, and the mesh axes over which its rows, its columns and each dimension of x are split."""
         raise TypeError(
-            _checks.wanted("table", "a whole table, or one in shards, since the output layer is tied to it", type(self).__name__)
+            _checks.wanted("table", "a whole table, or a sharded one, since the output layer is tied to it", type(self).__name__)
         )
 
     def in_vocabulary_order(self) -> np.ndarray | None:

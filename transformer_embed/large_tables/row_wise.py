@@ -330,7 +330,7 @@ def _same_params(one: Equation, other: Equation, grows: bool, sizes: set[tuple[i
 
 
 def _check_broadcast(program: Program, equation: Equation, axis: int | None) -> None:
-    """Rows made of what is no row are all the same."""
+    """Rows that are broadcast from values without rows are all the same."""
     name, params = equation.primitive.name, equation.params
     if name == "broadcast_in_dim":
         sources = dict(zip(params["broadcast_dimensions"], program.type_of(equation.inputs[0]).shape, strict=True))
