@@ -468,12 +468,13 @@ def test_the_reader_of_collectives_sees_the_gradient_of_a_whole_table():
 @pytest.mark.parametrize("place", [(("model", "data"),), (None, None, "data"), (("data", "model"),)], ids=str)
 def test_logits_take_every_placement_of_x_that_the_loss_takes(place):
     mesh, x = mesh_of((2, 4), AxisType.Explicit), np.tile(COTANGENT, (1, 2, 1))
+    with jax.default_matmul_precision("highest"):
+        expected, expected_gradient, expected_x = on_one_device(outputs, TABLE, x, WEIGHTS)
     with jax.default_matmul_precision("highest"), set_mesh(mesh):
         for spec in (SPEC("model"), SPEC("data")):
             table = shard(mesh, spec)
             logits, gradient, x_gradient = outputs(table, put(mesh, x, *place), WEIGHTS)
             assert np.isfinite(te.tied_cross_entropy(put(mesh, x, *place), table, np.zeros(x.shape[:2], np.int32)))
-            expected, expected_gradient, expected_x = on_one_device(outputs, TABLE, x, WEIGHTS)
             np.testing.assert_allclose(np.asarray(logits)[..., :VOCAB], expected, rtol=0, atol=PRODUCT_ERROR)
             np.testing.assert_allclose(whole(gradient), expected_gradient, rtol=0, atol=2 * BACK_ERROR)
             np.testing.assert_allclose(x_gradient, expected_x, rtol=0, atol=BACK_ERROR)
