@@ -69,14 +69,13 @@ FUNCTIONS = {
     "alibi_bias": (functools.partial(te.alibi_bias, num_heads=4), (ROW, ROW)),
     "alibi_slopes": (lambda: te.alibi_slopes(4), ()),
     "apply_rotary": (te.apply_rotary, (HEADS, of(jnp.int32, BATCH, LENGTH))),
-    "attention_mask": (lambda ids: te.attention_mask(query_positions=ids[0], key_positions=ids[0], padding=ids == 0, causal=True), (IDS,)),
-    "causal_mask": (lambda: te.causal_mask(LENGTH), ()),
-    "attention_mask, chunks and blocks": (
+    "attention_mask": (
         lambda ids: te.attention_mask(
-            query_positions=ids, key_positions=ids, causal=False, chunk=8, query_block_ids=ids, key_block_ids=ids
+            query_positions=ids[0], key_positions=ids[0], causal=True, padding=ids == 0, chunk=8, query_block_ids=ids, key_block_ids=ids
         ),
         (IDS,),
     ),
+    "causal_mask": (lambda: te.causal_mask(LENGTH), ()),
     "combine_masks": (te.combine_masks, (of(jnp.bool_, 1, 1, 8, 8), of(jnp.bool_, 2, 1, 8, 8))),
     "dropout": (lambda rng, x: te.dropout(rng, 0.1, x), (KEY, X)),
     "lookup": (jax.value_and_grad(lambda table, ids: jnp.sum(te.lookup(table, ids, pad_id=0) ** 2)), (TABLE, IDS)),
