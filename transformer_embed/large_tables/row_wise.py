@@ -48,7 +48,10 @@ SHARDINGS = ("sharding", "out_sharding")
 
 # Owners of an array, where no table is.
 SHARED, UNKNOWN = -1, -2
-WAY_OUT = "Train the table densely, or keep that transformation off it with optax.multi_transform"
+WAY_OUT = (
+    "Train the table densely, or keep that transformation off it with optax.multi_transform. To clip by a global norm, clip the gradients "
+    "before update"
+)
 
 
 class Problem(Exception):  # noqa: N818
