@@ -1,4 +1,4 @@
-"""Draws the times of `input_layer.py --json RESULTS.json` as bars: the milliseconds of each library's input layer.
+"""Draws the times of `input_layer.py --json RESULTS.json` as bars: how many times as long as ours each library's input layer takes.
 
 Usage: python tests/benchmarks/chart.py RESULTS.json --out notebooks/pictures/speed.png [--case grad]
 """
@@ -18,17 +18,18 @@ OUR_COLOR, OTHER_COLOR = "#0072B2", "#B0B0B0"
 INCHES, PIXELS_WIDE = (4.0, 3.0), 960
 
 
-def milliseconds(results: dict, case: str) -> dict[str, float]:
-    """The median of each line that was timed, the fastest first."""
-    samples = results["cases"][case]["samples"]
-    return dict(sorted(((name.removesuffix(", ms"), float(np.median(times))) for name, times in samples.items()), key=lambda item: item[1]))
+def ratios(results: dict, case: str) -> dict[str, float]:
+    """Of each line that was timed, the median over the rounds of its time divided by ours, the fastest first."""
+    samples = {name.removesuffix(", ms"): np.asarray(times) for name, times in results["cases"][case]["samples"].items()}
+    if OURS not in samples:
+        raise SystemExit(f"the case {case} has no line '{OURS}'; run input_layer.py with --only {case}")
+    medians = {name: float(np.median(times / samples[OURS])) for name, times in samples.items()}
+    return dict(sorted(medians.items(), key=lambda item: item[1]))
 
 
 def draw(results: dict, case: str) -> Figure:
-    """A bar for each line, with its milliseconds and how many times as long as ours it takes."""
-    times = milliseconds(results, case)
-    if OURS not in times:
-        raise SystemExit(f"the case {case} has no line '{OURS}'; run input_layer.py with --only {case}")
+    """A bar for each line."""
+    times = ratios(results, case)
     figure = Figure(INCHES, layout="constrained", dpi=PIXELS_WIDE / INCHES[0])
     ax = figure.subplots()
     bars = ax.barh(
@@ -36,12 +37,10 @@ def draw(results: dict, case: str) -> Figure:
         list(times.values()),
         color=[OUR_COLOR if name == OURS else OTHER_COLOR for name in times],
     )
-    shown = {name: f"{time:,.0f}" if time >= 100 else f"{time:.3g}" for name, time in times.items()}
-    labels = [shown[name] if name == OURS else f"{shown[name]} ({time / times[OURS]:.1f}x)" for name, time in times.items()]
-    ax.bar_label(bars, labels, padding=3)
-    ax.margins(x=0.65)
+    ax.bar_label(bars, [f"{time:.1f}" for time in times.values()], padding=3)
+    ax.margins(x=0.15)
     ax.invert_yaxis()
-    ax.set(xlabel=f"ms on {results['machine']['cpus']} CPU cores, float32")
+    ax.set(xlabel=f"time / {PACKAGE}'s\n({results['machine']['cpus']} CPU cores, float32)")
     ax.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"input layer, {TITLES[case]}", fontsize="large")
     return figure
