@@ -141,8 +141,10 @@ def test_diffusers_2d():
     frequencies = 1 / 10000 ** (np.arange(6) / 6)
     encode = sines_then_cosines(frequencies)
     expected = [[np.concatenate([encode(coordinates[1][x]), encode(coordinates[0][y])]) for x in range(w)] for y in range(h)]
-    ours = te.sinusoidal_grid((h, w), 24, axes=(1, 0), layout="sin_cos", axis_positions=coordinates)
-    np.testing.assert_allclose(ours, expected, **close)
+    options = {"axes": (1, 0), "layout": "sin_cos", "axis_positions": coordinates}
+    np.testing.assert_allclose(te.sinusoidal_grid((h, w), 24, **options), expected, **close)
+    ours = te.SinusoidalGrid((h, w), **options).encoding(np.arange(h * w), 24)
+    np.testing.assert_allclose(ours.reshape(h, w, 24), expected, **close)
 
 
 # --- Rotary embeddings

@@ -1318,6 +1318,38 @@ def test_a_grid_splits_its_channels_as_the_function_does():
     np.testing.assert_array_equal(scheme.encoding(np.arange(6), 7), te.sinusoidal_grid((2, 3), 7, odd="round_up").reshape(6, 7))
 
 
+def test_a_grid_with_coordinates_of_its_own_as_in_diffusers():
+    """get_2d_sincos_pos_embed: indices times base_size / grid / interpolation_scale."""
+    coordinates = [np.arange(n) * 16 / n / 2.0 for n in (4, 8)]
+    options = {"axes": (1, 0), "layout": "sin_cos"}
+    scheme = te.SinusoidalGrid((4, 8), axis_positions=coordinates, **options)
+    assert hash(scheme) == hash(te.SinusoidalGrid((4, 8), axis_positions=tuple(map(tuple, coordinates)), **options))
+    assert scheme.axis_positions[0] == (0.0, 2.0, 4.0, 6.0)
+    grid = te.sinusoidal_grid((4, 8), 24, axis_positions=coordinates, **options).reshape(32, 24)
+    embed, ids = grid_embedding(scheme, 24), np.zeros((1, 32), int)
+    params = embed.init(KEY, ids)
+    (table,) = jax.tree.leaves(params)
+    tokens = table[0] * np.sqrt(24).astype(np.float32)
+    # The token's row, times the factor, and its sum with the encoding: two roundings of numbers below 8.
+    np.testing.assert_allclose(embed.apply(params, None, ids)[0], tokens + grid, rtol=0, atol=8 * 2**-23)
+
+
+@pytest.mark.parametrize(
+    ("coordinates", "error", "text"),
+    [
+        ([[0, 1]], ValueError, "axis_positions: wanted one array for each axis of shape, 2, got 1"),
+        ([[0, 1], [0, 1]], ValueError, "axis_positions[1]: wanted shape [3], got shape [2]"),
+        (2, TypeError, "axis_positions: wanted a sequence, got int 2"),
+        ([0, 1], TypeError, "axis_positions[0]: wanted a sequence, got int 0"),
+        ([[0, "a"], [0, 1, 2]], TypeError, "axis_positions[0][1]: wanted a Python number, got str 'a'"),
+        ([[0, np.nan], [0, 1, 2]], ValueError, "axis_positions[0][1]: wanted a finite number, got nan"),
+    ],
+)
+def test_coordinates_of_a_grid_are_checked(coordinates, error, text):
+    with pytest.raises(error, match=f"^{re.escape(text)}"):
+        te.SinusoidalGrid((2, 3), axis_positions=coordinates)
+
+
 def test_a_grid_that_is_no_tuple_is_refused():
     for shape in (4, [2, 3]):
         with pytest.raises(TypeError, match=r"^(shape|axes): wanted a tuple of ints, got "):

@@ -612,6 +612,7 @@ def test_saved_under_the_originals_names_and_back_bit_for_bit(tmp_path, name):
         te.EmbedderConfig(7, 6, positions=te.Sinusoidal(layout="sin_cos", shift=1.0), dtype="bfloat16", pad_id=3),
         te.EmbedderConfig(7, 6, positions=te.Learned(9, start=2, at_padding=1, pad_id=1), layer_norm_eps=1e-5, embedding_width=4),
         te.EmbedderConfig(7, 8, positions=te.SinusoidalGrid((3, 4), axes=(1, 0)), num_token_types=2, param_dtype="float16"),
+        te.EmbedderConfig(7, 8, positions=te.SinusoidalGrid((2, 3), axis_positions=[[0, 0.1], np.arange(3) / 3])),
     ],
 )
 def test_own_parameters_and_back(tmp_path, config):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -111,10 +112,12 @@ class SinusoidalGrid(_Sinusoids):
         shape: points along each axis, a tuple of ints; at most 2**31 - 1 points in all.
         axes: the order of the axes; see `sinusoidal_grid`.
         odd: how d_model channels are split over the axes; see `sinusoidal_grid`.
+        axis_positions: for each axis of shape, the coordinates of its points, as numbers that are known while tracing; kept as tuples of
+            floats. None: 0, 1, 2, ... See `sinusoidal_grid`.
         base, layout, shift, frequency_scale: see `sinusoidal_encoding`.
 
     Raises:
-        TypeError: shape or axes is not a tuple; and as `sinusoidal_grid`.
+        TypeError: shape or axes is not a tuple; axis_positions are not sequences of Python numbers; and as `sinusoidal_grid`.
         ValueError: too many points; and as `sinusoidal_grid`.
 
     Example:
@@ -129,6 +132,7 @@ class SinusoidalGrid(_Sinusoids):
     shape: tuple[int, ...]
     axes: tuple[int, ...] | None = None
     odd: str = "truncate"
+    axis_positions: Sequence[Sequence[float]] | None = None
 
     def __post_init__(self):
         for name, value, wanted in (("shape", self.shape, tuple), ("axes", self.axes, tuple | None)):
@@ -138,6 +142,9 @@ class SinusoidalGrid(_Sinusoids):
             _checks.integer(f"shape[{axis}]", length, at_least=0)
         if math.prod(self.shape) > MOST_POINTS:
             raise ValueError(_checks.wanted("shape", f"at most 2**31 - 1 = {MOST_POINTS} points", f"{self.shape}, {math.prod(self.shape)}"))
+        if self.axis_positions is not None:
+            axes = enumerate(_checks.sequence("axis_positions", self.axis_positions))
+            object.__setattr__(self, "axis_positions", tuple(_coordinates(f"axis_positions[{n}]", each) for n, each in axes))
         self.check(max(2 * len(self.shape), 1))
 
     def check(self, d_model: int) -> None:
@@ -159,6 +166,10 @@ class SinusoidalGrid(_Sinusoids):
     def positions(self, ids: Int32[Array, "... t"]) -> Int32[Array, "t"]:
         """The positions of ids, when none are given."""
         return self.count(ids.shape[-1], "ids")
+
+
+def _coordinates(name: str, values: Sequence[float]) -> tuple[float, ...]:
+    return tuple(_checks.real(f"{name}[{n}]", each) for n, each in enumerate(_checks.sequence(name, values)))
 
 
 @dataclasses.dataclass(frozen=True)
