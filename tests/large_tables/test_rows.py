@@ -540,8 +540,10 @@ def expect(kind, message, call):
 
 def test_errors_of_value_and_grad():
     params = {"m": {"t": jnp.ones([5, 2])}, "i": jnp.ones([5, 2], jnp.int32), "v": jnp.ones(5)}
-    expect(ValueError, "params['m']['x']: wanted a table, since ids has it, got nothing", lambda: taken(params, {"m": {"x": [1]}}))
-    expect(ValueError, "params['m']: wanted a table, since ids has an array there, got a dict", lambda: taken(params, {"m": [1]}))
+    message = "params['m']['x']: wanted a table, since ids has it, got nothing (params['m'] holds ['t'])"
+    expect(ValueError, message, lambda: taken(params, {"m": {"x": [1]}}))
+    message = "params['m']: wanted a table, since ids has an array there, got a dict that holds ['t']; name it in ids as well"
+    expect(ValueError, message, lambda: taken(params, {"m": [1]}))
     expect(ValueError, "params['v']: wanted shape [vocab_size, d] with at least one row, got shape [5]", lambda: taken(params, {"v": [1]}))
     expect(TypeError, "params['i']: wanted a floating dtype, got int32", lambda: taken(params, {"i": [1]}))
     expect(TypeError, "ids: wanted an integer dtype, got float64", lambda: taken(params, {"m": {"t": [1.5]}}))
@@ -551,6 +553,21 @@ def test_errors_of_value_and_grad():
     huge = jax.ShapeDtypeStruct([2**31 - 2, 1], jnp.float32)
     message = "table: wanted at most 2147483645 rows, to take 2 of them, got 2147483646"
     expect(ValueError, message, lambda: jax.eval_shape(lambda table: taken({"t": table}, {"t": [1, 2]}), huge))
+
+
+def test_ids_that_name_no_parameter_are_told_the_first_few_that_there_are():
+    params = {f"layer_{n}": {"embeddings": jnp.ones([5, 2])} for n in range(9)}
+    paths = ", ".join(f"['layer_{n}']['embeddings']" for n in range(4))
+    message = f"params['layer']: wanted a table, since ids has it, got nothing (params holds {paths} and 5 more)"
+    expect(ValueError, message, lambda: taken(params, {"layer": {"embeddings": [1]}}))
+
+
+def test_rows_added_to_a_table_as_optax_does_name_the_function_to_call():
+    params, grads = {"t": jnp.ones([5, 2])}, {"t": te.rows.Rows(jnp.array([1]), jnp.ones([1, 2]), 5)}
+    message = "params: wanted a step by te.rows.update(optimizer, grads, state, params), got the sum of ArrayImpl and Rows"
+    optimizer = optax.sgd(RATE)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    expect(TypeError, message, lambda: optax.apply_updates(params, updates))
 
 
 def test_errors_of_update():

@@ -34,7 +34,10 @@ def add_to(commands: Any) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--params", metavar="PARAMS.safetensors", help="a model that `train --out` wrote")
     source.add_argument(
-        "--from", dest="checkpoint", metavar="CHECKPOINT", help="a published model, as `inspect` reads it; FILE then holds ids"
+        "--from",
+        dest="checkpoint",
+        metavar="CHECKPOINT",
+        help="a published model, as `inspect` reads it, with --ids; or a model that `train --out` wrote",
     )
     add_checkpoint_flags(parser)
     parser.add_argument("--out", required=True, metavar="X.npz", help="file to write the arrays to")

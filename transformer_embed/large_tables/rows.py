@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ class Rows:
     A pytree with `values` as its one leaf: `jax.tree.map`, `optax.global_norm` and the like see the numbers of the dense gradient that
     are not zero. The ids go along unseen, and belong to the trace that made them. To carry a gradient out of jit, or through a loop,
     return its `ids` and `values` and make a `Rows` of them again. `add` adds gradients of different rows; `jax.tree.map` refuses to.
+    Train by `te.rows.update`: `optimizer.update` and `optax.apply_updates` do not take a gradient with `Rows`.
     Inside a `shard_map` of your own, `jax.lax.psum` would add rows of different ids: sum the loss there, not its gradient.
 
     Args:
@@ -78,6 +79,11 @@ class Rows:
         slots = [jnp.where(each.ids < self.vocab_size, count_below(ids, each.ids), len(ids)) for each in (self, other)]
         values = zeros.at[slots[0]].set(self.values, mode="drop").at[slots[1]].add(other.values, mode="drop")
         return dataclasses.replace(self, ids=ids, values=values)
+
+    def __radd__(self, other: Any) -> NoReturn:
+        """What `optax.apply_updates` does with it."""
+        want = "a step by te.rows.update(optimizer, grads, state, params)"
+        raise TypeError(_checks.wanted("params", want, f"the sum of {type(other).__name__} and Rows"))
 
 
 class _Ids:
@@ -446,7 +452,8 @@ def _named(params: Tree, ids: Tree, path: str) -> Iterator[tuple[str, Any, Any]]
     """Where `ids` has something other than a dict: the path, what `params` has there, and it."""
     if not isinstance(ids, Mapping):
         if not isinstance(params, int):
-            raise ValueError(_checks.wanted(path, "a table, since ids has an array there", f"a {type(params).__name__}"))
+            got = f"a {type(params).__name__} that holds {_paths(params)}; name it in ids as well"
+            raise ValueError(_checks.wanted(path, "a table, since ids has an array there", got))
         yield path, params, ids
         return
     for key, some in ids.items():
@@ -454,8 +461,14 @@ def _named(params: Tree, ids: Tree, path: str) -> Iterator[tuple[str, Any, Any]]
         try:
             inner = params[key]
         except (KeyError, IndexError, TypeError) as error:
-            raise ValueError(_checks.wanted(here, "a table, since ids has it", "nothing")) from error
+            raise ValueError(_checks.wanted(here, "a table, since ids has it", f"nothing ({path} holds {_paths(params)})")) from error
         yield from _named(inner, some, here)
+
+
+def _paths(params: Tree) -> str:
+    """The first few paths of a tree of parameters."""
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    return ", ".join(path or "an array" for path in paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "") or "nothing"
 
 
 def _gradients(leaves: Sequence[Any], treedef: Any, grads: Tree) -> list[Any]:
