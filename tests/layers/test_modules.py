@@ -487,6 +487,8 @@ def test_initial_parameters_of_another_config_are_refused():
 # jax's strict modes.
 
 STRICT = {
+    "jax_numpy_rank_promotion": "raise",
+    "jax_numpy_dtype_promotion": "strict",
     "jax_debug_nans": True,
     "jax_debug_key_reuse": True,
     "jax_legacy_prng_key": "error",
@@ -495,29 +497,69 @@ STRICT = {
 
 
 @contextlib.contextmanager
-def strict(option):
-    before = getattr(jax.config, option)
-    jax.config.update(option, STRICT[option])
+def strict(*options):
+    before = {option: getattr(jax.config, option) for option in options}
+    for option in options:
+        jax.config.update(option, STRICT[option])
     try:
         yield
     finally:
-        jax.config.update(option, before)
+        for option, value in before.items():
+            jax.config.update(option, value)
 
 
+def total(x):
+    return sum(leaf.astype(jnp.float32).sum() for leaf in jax.tree.leaves(x))
+
+
+def trace_all_of(descriptor):
+    """Initialisation, evaluation, and training with its gradient."""
+    params, data = params_of(descriptor.name), jax.device_put(descriptor.data)
+    evaluate, train = (transformed(descriptor, is_training) for is_training in (False, True))
+    jax.make_jaxpr(evaluate.init)(KEY, data)
+    jax.make_jaxpr(evaluate.apply)(params, KEY, data)
+    jax.make_jaxpr(jax.value_and_grad(lambda params: total(train.apply(params, KEY, data))))(params)
+
+
+@every_module
+def test_all_strict_modes_of_jax_at_once(descriptor):
+    """Traced and compiled, for jax itself transfers the constants of what runs operation by operation."""
+    params, key, data = params_of(descriptor.name), jax.random.key(1), jax.device_put(descriptor.data)
+    with strict(*STRICT):
+        trace_all_of(descriptor)
+    apply, _ = compiled(descriptor.name, True)
+    apply(params, key, data)
+    with strict("jax_transfer_guard"):
+        apply(params, key, data)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("option", STRICT)
 @every_module
-def test_strict_modes_of_jax(descriptor, option):
-    """Compiled, for jax itself transfers the constants of what runs operation by operation."""
-    params, (evaluation, training) = params_of(descriptor.name), jax.random.split(KEY)
-    data = jax.device_put(descriptor.data)
+def test_each_strict_mode_of_jax(descriptor, option):
+    params, key, data = params_of(descriptor.name), jax.random.key(1), jax.device_put(descriptor.data)
     with strict(option):
-        for is_training, key in ((False, evaluation), (True, training)):
-            jax.jit(transformed(descriptor, is_training).apply).lower(params, key, data)
-    if option in ("jax_debug_nans", "jax_transfer_guard"):
-        apply, _ = compiled(descriptor.name, True)
-        apply(params, training, data)
+        trace_all_of(descriptor)
+    if option == "jax_debug_nans":
         with strict(option):
-            apply(params, training, data)
+            jax.block_until_ready(compiled(descriptor.name, True)[0](params, key, data))
+
+
+HEADS = {
+    "logits": lambda x: whole(11, 8, pad_id=0).logits(x),
+    "cross_entropy": lambda x: whole(11, 8, pad_id=0).cross_entropy(x, IDS, mask=IDS != 3, label_smoothing=0.1),
+    "relative_position_bias": lambda x: te.RelativePositionBias(8)(range(5), range(5)),
+    "relative_position_bias_16_bits": lambda x: te.RelativePositionBias(8, bidirectional=False, dtype=jnp.bfloat16)([[7]], range(5)),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_output_layers_and_biases_under_all_strict_modes_of_jax_at_once(name):
+    pair, x = hk.without_apply_rng(hk.transform(HEADS[name])), jax.device_put(X.astype(jnp.bfloat16))
+    params = pair.init(KEY, x)
+    with strict(*STRICT):
+        jax.make_jaxpr(pair.init)(KEY, x)
+        jax.make_jaxpr(jax.value_and_grad(lambda params, x: total(pair.apply(params, x)), argnums=(0, 1)))(params, x)
 
 
 # Layers.
