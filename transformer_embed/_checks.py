@@ -11,7 +11,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jax.typing import ArrayLike
+
+from transformer_embed._typing import ArrayLike
 
 SCALAR_HINT = "; add jnp.arange(length) to a scalar offset; jax.vmap maps keyword arguments over axis 0: bind them with functools.partial"
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int32, Integer, UInt32
 
 from transformer_embed import _checks
+from transformer_embed._typing import ArrayLike
 
 OUT_OF_RANGE = ("nan", "clip", "zero")
 LOOKUP_STYLES = ("gather", "one_hot")

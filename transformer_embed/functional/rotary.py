@@ -8,10 +8,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Shaped
 
 from transformer_embed import _checks
+from transformer_embed._typing import ArrayLike
 from transformer_embed.functional import phase
 from transformer_embed.functional.rotary_scaling import Scaled, Scaling, unscaled
 

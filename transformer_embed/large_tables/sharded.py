@@ -25,10 +25,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed import _checks
+from transformer_embed._typing import ArrayLike
 from transformer_embed.functional.lookup import Table, rows_at
 from transformer_embed.functional.mesh import Axes, leading_without, per_dimension, spec_of
 from transformer_embed.large_tables import exchange, rows
