@@ -392,7 +392,7 @@ def _block(size: int, vocab_size: int) -> int:
     return block + 1 if block == vocab_size else block
 
 
-def _put(leaves: Sequence[Array], places: Sequence[int], new: Sequence[Array]) -> list[Array]:
+def _put(leaves: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
     """The leaves, some of them replaced."""
     return [*(dict(enumerate(leaves)) | dict(zip(places, new, strict=True))).values()]
 
