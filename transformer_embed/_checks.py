@@ -77,6 +77,8 @@ def choice(name: str, value: Any, choices: Sequence[str]) -> str:
 
 def floating_dtype(name: str, dtype: Any) -> jnp.dtype:
     """A floating dtype of 16 bits or more."""
+    if isinstance(dtype, jax.Array | np.ndarray | np.generic):
+        raise TypeError(wanted(name, "a floating dtype of 16 bits or more, not an array", _describe(dtype)))
     try:
         dtype = jnp.dtype("" if dtype is None else dtype)
     except (TypeError, ValueError) as error:
