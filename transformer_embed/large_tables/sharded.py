@@ -363,7 +363,8 @@ def _plan(table: Sharded, ids: Int32[Array, "..."], distinct: Callable[[Array], 
         want = f"split over the mesh axes of the table's rows, {owners}, to exchange them (the batch must divide by the devices)"
         raise ValueError(_checks.wanted("ids", want, f"shape {list(ids.shape)} split over {tuple(askers)}"))
     devices = math.prod(mesh.shape[axis] for axis in askers)
-    asked = jax.eval_shape(distinct, jax.ShapeDtypeStruct((ids.size // devices,), ids.dtype)).shape[0]
+    on_device = jax.shard_map(distinct, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
+    asked = jax.eval_shape(on_device, jax.ShapeDtypeStruct((ids.size // devices,), ids.dtype)).shape[0]
     return _Traffic(mesh, owners, table.batch, split, _route(table, devices, asked), deal)
 
 
