@@ -26,16 +26,16 @@ import jax
 import jax.numpy as jnp
 from jax import export
 from jax.custom_derivatives import SymbolicZero
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int32
 
 from transformer_embed import _checks
-from transformer_embed._typing import ArrayLike
 from transformer_embed.functional.lookup import Table, as_wide_as_table
 from transformer_embed.functional.mesh import Axes, leading_without, per_dimension, spec_of
 
 REDUCTIONS = ("mean", "sum")
-# Below 256 tokens a chunk's sum into the table's gradient costs more than the chunk's logits; beyond 1024 nothing gets faster.
-SMALLEST_CHUNK, LARGEST_CHUNK, CHUNKS = 256, 1024, 16
+# Below 256 tokens a chunk's sum into the table's gradient costs more than the chunk's logits; beyond 512 nothing gets faster.
+SMALLEST_CHUNK, LARGEST_CHUNK, CHUNKS = 256, 512, 12
 
 
 def tied_cross_entropy(
@@ -68,8 +68,8 @@ def tied_cross_entropy(
             use mask. None: none.
         label_smoothing: in [0, 1), a Python float: the part of each label's weight that is spread evenly over the vocabulary.
         reduction: `"mean"` over the counted tokens, or `"sum"`.
-        chunk_size: tokens a chunk, at most; on a mesh with explicit axes, of one device. None: a sixteenth of the tokens, though at least
-            256 and at most 1024.
+        chunk_size: tokens a chunk, at most; on a mesh with explicit axes, of one device. None: a twelfth of the tokens, though at least
+            256 and at most 512.
 
     Returns:
         A scalar, computed in float32 (float64 if an input is). 0 where no token is counted, and no gradient. NaN where a counted label
@@ -117,7 +117,9 @@ def tied_cross_entropy(
         None if chunk_size is None else _checks.integer("chunk_size", chunk_size, at_least=1),
     )
     by_count = _checks.choice("reduction", reduction, REDUCTIONS) == "mean"
-    return _total(options, by_count, x, table, labels, _counted(labels, mask, pad_id))
+    if mask is not None:
+        mask = _checked_mask(mask, labels)
+    return _total(options, by_count, x, table, labels, mask)
 
 
 class _Options(NamedTuple):
@@ -142,20 +144,13 @@ class _Chunk(NamedTuple):
     weights: Float[Array, "t"]
 
 
-def _counted(labels: Int32[Array, "..."], mask: ArrayLike | None, pad_id: int | None) -> Bool[Array, "..."]:
-    if mask is not None:
-        mask = _checks.as_mask("mask", mask, "counted")
-        if labels.ndim:
-            _checks.ends_in_length("mask", mask.shape, labels.shape, "the labels")
-        else:
-            _checks.broadcasts_to("mask", mask.shape, "labels", labels.shape)
-    return _is_counted(labels, mask, pad_id)
-
-
-@functools.partial(jax.jit, inline=True, static_argnums=2)
-def _is_counted(labels: Int32[Array, "..."], mask: Bool[Array, "..."] | None, pad_id: int | None) -> Bool[Array, "..."]:
-    counted = jnp.ones_like(labels, bool) if pad_id is None else labels != pad_id
-    return counted if mask is None else counted & jnp.expand_dims(mask, tuple(range(labels.ndim - mask.ndim)))
+def _checked_mask(mask: ArrayLike, labels: Int32[Array, "..."]) -> Bool[Array, "..."]:
+    mask = _checks.as_mask("mask", mask, "counted")
+    if labels.ndim:
+        _checks.ends_in_length("mask", mask.shape, labels.shape, "the labels")
+    else:
+        _checks.broadcasts_to("mask", mask.shape, "labels", labels.shape)
+    return mask
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -165,9 +160,10 @@ def _total(
     x: Float[Array, "... d"],
     table: Float[Array, "v d"] | Table,
     labels: Int32[Array, "..."],
-    counted: Bool[Array, "..."],
+    mask: Bool[Array, "..."] | None,
 ) -> Float[Array, ""]:
     dtype = _checks.wide(x.dtype, table.dtype)
+    counted = _counted(labels, mask, options.pad_id)
     # Under explicit axes, all take the sharding of x by meeting it.
     counted = counted | jnp.zeros_like(x, bool).any(-1)
     # Zeros give finite logits, so that their weight of 0 leaves nothing of them.
@@ -179,6 +175,11 @@ def _total(
         weights = weights / jnp.maximum(jnp.sum(counted, dtype=jnp.int32), 1).astype(dtype)
     array, layout = _array_and_layout(x, table)
     return _loss(options, layout, x, array, labels, weights)
+
+
+def _counted(labels: Int32[Array, "..."], mask: Bool[Array, "..."] | None, pad_id: int | None) -> Bool[Array, "..."]:
+    counted = jnp.ones_like(labels, bool) if pad_id is None else labels != pad_id
+    return counted if mask is None else counted & jnp.expand_dims(mask, tuple(range(labels.ndim - mask.ndim)))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -312,7 +313,7 @@ def _flatten_tokens(tokens: _Chunk) -> _Chunk:
 
 
 def _chunk_count(options: _Options, tokens: int) -> int:
-    size = options.chunk_size or min(max(SMALLEST_CHUNK, tokens // CHUNKS), LARGEST_CHUNK)
+    size = options.chunk_size or min(max(SMALLEST_CHUNK, -(-tokens // CHUNKS)), LARGEST_CHUNK)
     return -(-tokens // size)
 
 

@@ -1,0 +1,90 @@
+"""Times the first eager call of each public function, beside its first call under jit, each in a fresh process.
+
+Usage: python tests/benchmarks/first_call.py [--repeats N] [NAME ...]
+
+The processes alternate; medians are printed. Small arrays: what is timed is tracing and compiling. The process has imported the package
+and has run a first small program of jax.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from harness import environment, markdown_table, seconds_in_fresh_processes
+
+PACKAGES = ("transformer-embed", "jax", "jaxlib", "numpy")
+BOUND_MS = 300
+# The arrays first: what jit traces. Then what it must know.
+CALLS = {
+    "alibi_bias": "lambda q, k: te.alibi_bias(q, k, num_heads=4), positions, positions",
+    "apply_rotary": "te.apply_rotary, heads, positions",
+    "attention_mask": "lambda q, k: te.attention_mask(query_positions=q, key_positions=k, causal=True), positions, positions",
+    "causal_mask": "lambda: te.causal_mask(32),",
+    "check_ids": "lambda: te.check_ids(ids, 100),",
+    "dropout": "lambda rng, x: te.dropout(rng, 0.1, x), rng, x",
+    "lookup": "te.lookup, table, ids",
+    "mask_to_bias": "te.mask_to_bias, mask",
+    "padding_mask": "te.padding_mask, ids",
+    "permute_rotary_weights": "lambda w: te.permute_rotary_weights(w, num_heads=4, source='half', target='interleaved'), weights",
+    "relative_position_buckets": "te.relative_position_buckets, positions, positions",
+    "segment_mask": "te.segment_mask, ids, ids",
+    "sinusoidal_encoding": "lambda p: te.sinusoidal_encoding(p, 64), positions",
+    "sinusoidal_grid": "lambda: te.sinusoidal_grid((4, 8), 64),",
+    "sinusoidal_table": "lambda: te.sinusoidal_table(32, 64),",
+    "tied_cross_entropy": "te.tied_cross_entropy, x, table, ids",
+    "tied_logits": "te.tied_logits, x, table",
+    "window_mask": "lambda q, k: te.window_mask(q, k, left=3), positions, positions",
+    "TokenPositions.from_ids": "te.TokenPositions.from_ids, ids",
+    "TokenPositions.from_lengths": "lambda n: te.TokenPositions.from_lengths(n, 32), lengths",
+    "TokenPositions.from_offset": "lambda n: te.TokenPositions.from_offset(n, 32), lengths",
+    "TokenPositions.from_segment_ids": "te.TokenPositions.from_segment_ids, ids",
+}
+PROGRAM = """
+import time
+import jax, jax.numpy as jnp, numpy as np
+import transformer_embed as te
+ids, positions, lengths, rng = np.ones((2, 32), np.int32), np.arange(32), np.array([32, 5]), jax.random.key(0)
+x, table, weights = np.ones((2, 32, 64), np.float32), np.ones((100, 64), np.float32), np.ones((64, 64), np.float32)
+heads, mask = np.ones((2, 32, 4, 16), np.float32), np.ones((2, 1, 32, 32), bool)
+jax.block_until_ready(jnp.ones(3) * 2)
+function, *arguments = ({call})
+start = time.perf_counter()
+jax.block_until_ready({wrapped}(*arguments))
+print(time.perf_counter() - start)
+"""
+EAGER, JITTED = "first eager call, ms", "first call under jit, ms"
+
+
+def main():
+    """Prints a Markdown table and whether each eager call is within the bound."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"functions to time (default: all): {', '.join(CALLS)}")
+    parser.add_argument("--repeats", type=int, default=5, help="processes a line (default: 5)")
+    arguments = parser.parse_args()
+    if unknown := [name for name in arguments.names if name not in CALLS]:
+        parser.error(f"unknown function {unknown[0]}; there are {', '.join(CALLS)}")
+    if arguments.repeats < 1:
+        parser.error("--repeats: wanted 1 or more")
+    machine = environment(PACKAGES)
+    print(
+        f"{machine['cpus']} CPUs, {machine['platform']}, " + ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    )
+    rows, slow = [], []
+    for name in arguments.names or CALLS:
+        wrapped = {EAGER: "function", JITTED: "jax.jit(function)"}
+        if name == "check_ids":
+            del wrapped[JITTED]
+        programs = {title: PROGRAM.format(call=CALLS[name], wrapped=each) for title, each in wrapped.items()}
+        medians = {title: float(np.median(times)) for title, times in seconds_in_fresh_processes(programs, arguments.repeats, name).items()}
+        rows.append([name, *(f"{medians[title]:.0f}" if title in medians else "" for title in (EAGER, JITTED))])
+        if medians[EAGER] > BOUND_MS:
+            slow.append(name)
+    print(markdown_table(["function", EAGER, JITTED], rows))
+    print(f"over {BOUND_MS} ms: {', '.join(slow) if slow else 'none'}")
+
+
+if __name__ == "__main__":
+    main()
