@@ -53,7 +53,7 @@ def real(name: str, value: Any, *, above: float = -math.inf) -> float:
 
 
 def flag(name: str, value: Any) -> bool:
-    """A Python bool: a traced one would make two programs into one."""
+    """A Python bool, known while tracing."""
     if not isinstance(value, bool | np.bool_):
         hint = " known while tracing (bind it with functools.partial, or make it a static argument of jit)" if is_traced(value) else ""
         raise TypeError(wanted(name, f"a Python bool{hint}", _describe(value)))
@@ -108,7 +108,7 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
     if isinstance(value, jax.Array):
         return value
     if hasattr(type(value), "__jax_array__"):
-        # Flax's nnx.Param, for example. (numpy would take its values, which a traced one has not got.)
+        # Flax's nnx.Param, for example. (numpy.asarray would ask for its values, which a traced array does not have.)
         return as_array(name, value.__jax_array__())  # pyright: ignore[reportAttributeAccessIssue]
     _check_no_named_tuple(name, value)
     if isinstance(value, np.ma.MaskedArray):
@@ -127,7 +127,7 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
 
 
 def _check_no_named_tuple(name: str, value: Any) -> None:
-    """`TokenPositions` and its kind: numpy would stack its fields into one array."""
+    """Refuses named tuples such as `TokenPositions`: numpy would stack their fields into one array."""
     fields = getattr(value, "_fields", None) if isinstance(value, tuple) else None
     if fields:
         named = [field for field in fields if name.endswith(field)] or fields
@@ -153,7 +153,7 @@ def as_fitting_positions(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
 
 
 def _as_float32(name: str, array: np.ndarray) -> np.ndarray:
-    """Host floats as float32; a ValueError names the first that would become another integer."""
+    """Host floats as float32. A ValueError names the first that float32 would round to another integer."""
     with np.errstate(over="ignore"):
         narrow = array.astype(np.float32)
     moved = np.isfinite(array) & (np.abs(array) >= 2**24) & (narrow != array)
@@ -163,7 +163,7 @@ def _as_float32(name: str, array: np.ndarray) -> np.ndarray:
 
 
 def as_integers(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
-    """Integers of any width. An empty list, which is float64 to numpy, counts as one of integers."""
+    """Integers of any width. An empty list counts as integers, although numpy makes it float64."""
     array = as_array(name, value)
     if array.size == 0 and isinstance(value, list | tuple):
         return array.astype(np.int32)
@@ -212,7 +212,7 @@ def _describe(value: Any) -> str:
 
 
 def int32(name: str, value: Any) -> int:
-    """A Python int inside int32, below its highest value: `as_int32` gives that value to everything beyond it."""
+    """A Python int inside int32 and below its highest value, which `as_int32` gives to everything beyond it."""
     value = integer(name, value, at_least=-(2**31) + 1)
     if value >= 2**31 - 1:
         raise ValueError(wanted(name, "an int below 2**31 - 1", value))
@@ -236,7 +236,7 @@ def broadcastable(name: str, *shapes: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 def as_ordered(name: str, value: ArrayLike) -> jax.Array:
-    """Signed integers, to be compared. Values that may not fit are an error: clamped or wrapped, they would compare wrongly."""
+    """Signed integers to compare. Values that may not fit are an error: clamped or wrapped, they would compare wrongly."""
     array = as_integers(name, value)
     if isinstance(array, np.ndarray):
         return jnp.asarray(fits_int32(name, array))

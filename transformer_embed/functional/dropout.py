@@ -51,14 +51,14 @@ def dropout(rng: Array, rate: float, x: ArrayLike) -> Float[Array, "..."]:
     if checked == 0:
         return x
     keep_rate = 1.0 - checked
-    # Apart, for 0.5 and numpy.float16(0.5) are one static argument to jit.
+    # The width is an argument of its own: to jit, 0.5 and numpy.float16(0.5) are the same static value.
     width = keep_rate.dtype if isinstance(keep_rate, np.floating) else None
     return _dropped(_checks.as_key("rng", rng), x, float(keep_rate), width)
 
 
 @functools.partial(jax.jit, inline=True, static_argnums=(2, 3))
 def _dropped(key: Array, x: Float[Array, "..."], keep_rate: float, width: np.dtype | None) -> Float[Array, "..."]:
-    """Compiled even where the caller is not: jax then counts the key as used, which jax_debug_key_reuse checks."""
+    """Compiled for eager callers too, so that jax counts the key as used; jax_debug_key_reuse checks that."""
     rate = keep_rate if width is None else width.type(keep_rate)
     return _keep(key, rate, x.shape).astype(x.dtype) * x / rate
 

@@ -1,4 +1,4 @@
-"""Rows of a table: what an id outside the vocabulary gives, the padding row, and the tied output layer."""
+"""Lookup in an embedding table: rows, ids out of range, the padding row, and the tied output layer."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -32,11 +32,11 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of its rows."""
+        """The dtype of its rows."""
         raise NotImplementedError
 
     def gather(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
-        """The row of each id, an id beyond either end giving the row at that end; repeats are summed in float32 or wider."""
+        """The row of each id; an id out of range reads the nearest row. Gradients of repeated ids are summed in float32 or wider."""
         raise NotImplementedError
 
     def logits(self, x: Float[Array, "... d"]) -> Float[Array, "... v"]:
@@ -44,7 +44,7 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
         raise NotImplementedError
 
     def shards(self, x: Float[Array, "... d"]) -> tuple[Array, Any, tuple[str, ...], tuple[str, ...], Sequence[tuple[str, ...]]]:
-        """The array that it is kept in, its mesh, and the mesh axes over which its rows, its columns and each dimension of x are split."""
+        """The array that holds the table, its mesh, and the mesh axes that split its rows, its columns and each dimension of x."""
         raise TypeError(
             _checks.wanted("table", "a whole table, or a sharded one, since the output layer is tied to it", type(self).__name__)
         )
@@ -62,9 +62,9 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
         raise NotImplementedError
 
     def update_rows(self, step: Callable, needed: Sequence[Array], gradient: Any, states: Sequence[Any]) -> Sequence[Any]:
-        """This table and what follows it in an optimizer's state, after step(needed, ids, values, arrays) on the arrays that hold them.
+        """Applies step(needed, ids, values, arrays) to the arrays that hold this table and its optimizer state, and returns both.
 
-        `needed` are values that all rows share; ids count from an array's first row, and those past its end are of no row.
+        `needed` holds the values that all rows share. Ids count from the first row of an array; an id past its end names no row.
         """
         raise NotImplementedError
 
@@ -77,7 +77,7 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
     __array_ufunc__ = __array__ = __jax_array__ = __getitem__ = _refuse
 
     def __getattr__(self, name: str) -> NoReturn:
-        """What an array has and this has not: `T`, `at`, `astype`, ..."""
+        """Refuses what only an array has: `T`, `at`, `astype`, ..."""
         self._refuse()
 
 
@@ -189,7 +189,7 @@ def check_ids(ids: ArrayLike, vocab_size: int) -> None:
 
 
 def as_table(name: str, table: ArrayLike | Table) -> Float[Array, "v d"] | Table:
-    """A floating array of rank 2 with at least one row, or what stands for one."""
+    """A floating array of rank 2 with at least one row, or a `Table`."""
     if isinstance(table, Table):
         return table
     array = _checks.as_floats(name, table)
@@ -207,7 +207,7 @@ def as_wide_as_table(x: ArrayLike, table: ArrayLike | Table) -> tuple[Float[Arra
 
 
 def rows_at(table: Float[Array, "v d"], ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
-    """`table[ids]`, an id beyond either end giving the row at that end; a row's repeats are summed in float32 or wider."""
+    """`table[ids]`; an id out of range reads the nearest row. Gradients of repeated ids are summed in float32 or wider."""
     return _gather(table, ids, None, "clip")
 
 
@@ -215,7 +215,7 @@ def rows_at(table: Float[Array, "v d"], ids: Int32[Array, "..."]) -> Float[Array
 def _looked_up(
     table: Float[Array, "v d"], ids: Int32[Array, "..."], pad_id: int | None, out_of_range: str, lookup_style: str
 ) -> Float[Array, "... d"]:
-    """Compiled even where the caller is not."""
+    """Compiled for eager callers too."""
     if lookup_style == "gather":
         return _gather(table, ids, pad_id, out_of_range)
     return _replace_special_rows(_multiply_by_one_hot(table, ids), ids, table.shape[0], pad_id, out_of_range)
@@ -272,10 +272,11 @@ def _gather_jvp(pad_id, out_of_range, primals, tangents):
 
 @jax.jit
 def read_or_zero(table: Float[Array, "v d"], index: UInt32[Array, "..."]) -> Float[Array, "... d"]:
-    """`table[index]`, zeros past the end: linear in the table, and what its transpose makes of rows is the table's gradient.
+    """`table[index]`, and zeros where the index is past the end. It is linear in the table, and its transpose is the table's gradient.
 
-    Reading past the end transposes to dropping: the gradient needs no mask of the rows' size. A row's gradient is the sum over its
-    repeats, which 16 bits would stop counting at some 256; compiled, the conversion fuses into the read: no float32 table is made.
+    The transpose drops what belongs to an index past the end, so that the gradient needs no mask of the rows' size. It sums the repeats
+    of a row in float32 or wider, because a 16-bit sum stops growing after some 256 of them. XLA fuses the conversion into the read, so
+    no float32 copy of the table exists.
     """
     wide = table.astype(_checks.wide(table.dtype))
     explicit = _explicit_sharding(table, index)
@@ -290,21 +291,21 @@ def read_or_zero(table: Float[Array, "v d"], index: UInt32[Array, "..."]) -> Flo
 
 
 def _read_each_repeat(table: Float[Array, "v d"], index: UInt32[Array, "..."]) -> Float[Array, "... d"]:
-    """Its transpose is a scatter-add, in which an index may repeat: on a GPU a matter of atomic sums."""
+    """Its transpose is a scatter-add whose indices may repeat. On a GPU that takes atomic additions."""
     return table.at[index].get(mode="fill", fill_value=0)
 
 
 def _read_each_row_once(table: Float[Array, "v d"], index: UInt32[Array, "..."]) -> Float[Array, "... d"]:
     """Its transpose sorts the rows by index, sums each run of one index, and writes each sum once.
 
-    So a gradient on a GPU is the same from run to run, and takes the same time however often an index repeats.
+    On a GPU the gradient is therefore the same from run to run, and takes the same time however often an index repeats.
     """
     vocab_size, size = table.shape[0], index.size
     order = jnp.argsort(index.reshape(-1), stable=True)
     ordered = index.reshape(-1)[order]
     changes, edge = ordered[1:] != ordered[:-1], jnp.ones((1,), bool)
     starts, ends = jnp.concatenate([edge, changes]), jnp.concatenate([changes, edge])
-    # All distinct, those past the end too.
+    # All are distinct, also those past the end.
     once = jnp.where(ends & (ordered < vocab_size), ordered, vocab_size + jnp.arange(size, dtype=jnp.uint32))
     at_ends = table.at[once].get(mode="fill", fill_value=0, unique_indices=True)
     (spread,) = jax.linear_transpose(functools.partial(_sum_runs, starts), at_ends)(at_ends)
@@ -313,7 +314,7 @@ def _read_each_row_once(table: Float[Array, "v d"], index: UInt32[Array, "..."])
 
 
 def _sum_runs(starts: Bool[Array, "n"], rows: Float[Array, "n d"]) -> Float[Array, "n d"]:
-    """At each row, the sum of its run up to it; `starts` has where runs start."""
+    """For each row, the sum of its run up to that row. `starts` says where runs start."""
 
     def join(left, right):
         (left_starts, left_sum), (right_starts, right_sum) = left, right

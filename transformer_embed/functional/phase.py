@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Float32, Integer, UInt32
 from transformer_embed import _checks
 
 PI = decimal.Decimal("3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803482534")
-# A frequency past the largest decimal becomes infinite, and is refused with the others that are too high.
+# A frequency beyond the largest decimal becomes infinite, and `channels` refuses it as too high.
 PRECISION = decimal.Context(prec=80, traps=[decimal.InvalidOperation, decimal.DivisionByZero])
 
 ZERO = decimal.Decimal(0)
@@ -48,7 +48,7 @@ class _Phase(NamedTuple):
 def geometric_frequencies(
     count: int, base: float | decimal.Decimal, denominator: float | decimal.Decimal, frequency_scale: float = 1.0
 ) -> tuple[decimal.Decimal, ...]:
-    """`frequency_scale * base ** (-i / denominator)` for i in 0..count-1, in radians per unit of position, to some 75 digits."""
+    """`frequency_scale * base ** (-i / denominator)` for i in 0..count-1, in radians per unit of position, to about 75 digits."""
     with decimal.localcontext(PRECISION):
         frequency = decimal.Decimal(frequency_scale)
         if count < 2:
@@ -61,7 +61,7 @@ def geometric_frequencies(
 
 
 def channels(frequencies: Sequence[decimal.Decimal], quarters: Sequence[int]) -> Channels:
-    """Fixed-point words, rounded to 2**-64 turns, of one frequency (radians per unit of position) a channel."""
+    """The words of one frequency per channel (in radians per unit of position), rounded to 2**-64 turns."""
     highest = max(frequencies, default=ZERO)
     if highest >= 2**33 * PI:
         raise ValueError(_checks.wanted("base and frequency_scale", "frequencies below 2**32 turns a position", f"{highest:.3g} radians"))
@@ -109,7 +109,7 @@ def sinusoid(positions: ArrayLike, constants: Channels) -> Float32[Array, "... d
 
 
 def _of_rank(constants: Channels, rank: int) -> Channels:
-    """Constants that multiply positions of a rank without a promotion of rank, which jax may be told to refuse."""
+    """The constants reshaped to a rank: jax can be told to refuse rank promotion."""
     return Channels(*(word if word.ndim == 0 else word.reshape(*[1] * (rank - word.ndim), -1) for word in constants))
 
 
@@ -128,14 +128,14 @@ def _sine_at_integer(positions: Integer[Array, "..."], constants: Channels) -> F
 
 def _integer_phase(positions: Integer[Array, "..."], constants: Channels) -> _Phase:
     word = positions.astype(jnp.uint32)
-    # The upper half of a negative position is negative: so is its product, and 2**32 * frequency is not counted too much.
+    # `>>` keeps the sign of a negative position, so that its product has no extra 2**32 * frequency.
     upper = positions >> 16 if positions.dtype == jnp.int32 else word >> 16
     high = word * constants.high + _multiply_high(word & 0xFFFF, upper, constants.low)
     return _Phase(high, word * constants.low)
 
 
 def _multiply_high(lower: UInt32[Array, "..."], upper: Integer[Array, "..."], constant: np.ndarray) -> UInt32[Array, "..."]:
-    """The upper word of `(upper * 2**16 + lower) * constant`: each partial product has the sign of `upper`."""
+    """The upper word of `(upper * 2**16 + lower) * constant`. Each partial product has the sign of `upper`."""
     constant_lower, constant_upper = constant & 0xFFFF, constant >> 16
     middle = upper * constant_lower.astype(upper.dtype) + (lower * constant_lower >> 16).astype(upper.dtype)
     carry = lower * constant_upper + (middle & 0xFFFF).astype(jnp.uint32) >> 16
@@ -165,7 +165,7 @@ def _frequency(constants: Channels) -> Float32[Array, "... d"]:
 
 
 def _float_phase(magnitude: Float32[Array, "..."], constants: Channels) -> _Phase:
-    """The phase of |position|: its whole part by integers, its fraction in 64-bit fixed point times the frequency."""
+    """The phase of |position|: that of its whole part, as for integers, plus that of its fraction in 64-bit fixed point."""
     whole = jnp.floor(magnitude)
     first, second = _fraction_words(magnitude - whole)
     word = whole.astype(jnp.uint32)
@@ -194,7 +194,7 @@ def _where_phase(condition: Array, first: _Phase, second: _Phase) -> _Phase:
     return _Phase(*(jnp.where(condition, a, b) for a, b in zip(first, second, strict=True)))
 
 
-# 2 * pi / 2**32 in two parts: the product of the first, which has 12 bits, with a 12-bit integer is exact in float32.
+# 2 * pi / 2**32 in two parts. The first has 12 bits, so that its product with a 12-bit integer is exact in float32.
 _RADIANS_PER_UNIT = 2 * np.pi / 2**32
 _RADIANS_FIRST = np.float32(np.ldexp(np.round(np.ldexp(_RADIANS_PER_UNIT, 41)), -41))
 _RADIANS_SECOND = np.float32(_RADIANS_PER_UNIT - float(_RADIANS_FIRST))
@@ -205,18 +205,19 @@ _SINE = (-0.166666506826, 0.00833197923594, -0.000194956950035)
 _COSINE = (0.0416666468913, -0.00138873685337, 2.44385524356e-5)
 
 
-# The bits of a phase that is turned by an eighth: which quarter turn is nearest, its sign and whether it is odd, and how far on from it.
+# An eighth of a turn is added to a phase. Its top two bits then say which quarter turn is nearest (the sign of the sine there, and
+# whether the quarter is odd); the other bits are the distance from that quarter turn, plus an eighth.
 _SIGN, _IS_ODD, _REST = np.uint32(1 << 31), np.uint32(1 << 30), np.uint32((1 << 30) - 1)
 _EIGHTH = np.uint32(1 << 29)
 
 
 def _sine(phase: _Phase, quarters: Array | np.ndarray) -> Float32[Array, "..."]:
-    """One polynomial an element: the sine's near an even number of quarter turns, the cosine's near an odd one."""
+    """Each element evaluates one polynomial: the sine's near an even number of quarter turns, the cosine's near an odd one."""
     turned = phase.high + ((quarters << 30) + _EIGHTH)
     is_sine = turned & _IS_ODD == 0
     angle, residue = _radians((turned & _REST).astype(jnp.int32) - (1 << 29), phase.low)
     square = angle * angle
-    # The cosine's first two terms, and what their sum lost.
+    # The first two terms of the cosine, and the rounding error of their sum.
     half = 0.5 * square
     leading = 1.0 - half
     lost = (1.0 - leading) - half
@@ -230,9 +231,9 @@ def _sine(phase: _Phase, quarters: Array | np.ndarray) -> Float32[Array, "..."]:
 
 
 def _radians(rest: Integer[Array, "..."], low: UInt32[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """`rest` units of 2**-32 turns and `low` of 2**-64 as radians: the float32 angle, and what its rounding left over."""
+    """`rest` units of 2**-32 turns and `low` of 2**-64 in radians: the float32 angle and its rounding error."""
     coarse = rest + (1 << 17) & -(1 << 18)
-    # Signed integers of 24 bits: what a CPU converts to float32 in one instruction, exactly.
+    # A CPU converts a signed 24-bit integer to float32 exactly, in one instruction.
     below = (low >> 8).astype(jnp.int32).astype(jnp.float32)
     fine = (rest - coarse).astype(jnp.float32) + below * np.float32(2**-24)
     coarse = coarse.astype(jnp.float32)
