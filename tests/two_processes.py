@@ -66,7 +66,7 @@ def train(step, exchange):
     name, over = "*/token_embedding/embeddings", ("data", "model") if exchange else "model"
     deal = name if exchange else None
     params = te.sharding.shard_params(EMBEDDER.init, mesh, {name: PartitionSpec(over)}, rng=jax.random.key(0), deal=deal)
-    state, losses = jax.jit(OPTIMIZER.init)(params), []
+    state, losses = init_state(params, mesh), []
     batch = np.random.default_rng(0).integers(0, VOCAB_SIZE, (8, 17)).astype(np.int32)
     ids = jax.make_array_from_callback(
         batch.shape, NamedSharding(mesh, PartitionSpec(over if exchange else "data")), lambda index: batch[index]
@@ -77,6 +77,13 @@ def train(step, exchange):
     table = params[TABLE]["embeddings"]
     everywhere = jax.jit(lambda array: array, out_shardings=NamedSharding(mesh, PartitionSpec()))(table.array)
     return losses, np.asarray(everywhere.addressable_data(0))[table.positions(np.arange(VOCAB_SIZE, dtype=np.int32))]
+
+
+def init_state(params, mesh):
+    """The optimizer's state, placed as a step leaves it: each device holds the moments of its own rows, and the step compiles once."""
+    (table,) = jax.tree.leaves(params)
+    place = lambda leaf: table.sharding if leaf.shape == table.shape else NamedSharding(mesh, PartitionSpec())
+    return jax.jit(OPTIMIZER.init, out_shardings=jax.tree.map(place, jax.eval_shape(OPTIMIZER.init, params)))(params)
 
 
 EMBEDDER = te.make_embedder(te.EmbedderConfig(VOCAB_SIZE, D_MODEL, pad_id=0))

@@ -14,6 +14,7 @@ from contexts import set_mesh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from placed import placed_state
 
 import transformer_embed as te
 from transformer_embed.large_tables import exchange
@@ -90,7 +91,7 @@ def oracle(batches=BATCHES, table=TABLE):
 
 def train(mesh, table, batches=BATCHES):
     params, losses, norms = {"t": table}, [], []
-    state = jax.jit(OPTIMIZER.init)(params)
+    state = placed_state(OPTIMIZER, params)
     for ids, weights in zip(batches, WEIGHTS, strict=True):
         params, state, value, norm = row_step(params, state, put(mesh, ids), put(mesh, weights))
         losses.append(float(value))
@@ -468,7 +469,7 @@ def test_a_hundred_steps_of_a_language_model_by_exchange_are_those_by_replicated
     def losses(options, batch):
         params = {"embed": embedder.init(jax.random.key(0)), "out": normal(1, 8, 37)}
         params = te.sharding.shard_params(params, mesh, {PATTERN: SPEC(options.pop("axes"))}, **options)
-        state = jax.jit(adam.init)(params)
+        state = placed_state(adam, params)
 
         @functools.partial(jax.jit, donate_argnums=(0, 1))
         def step(params, state, ids):

@@ -14,6 +14,7 @@ from contexts import set_mesh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from placed import placed_state
 
 import transformer_embed as te
 
@@ -319,7 +320,7 @@ def training(embedder):
 
 def train(embedder, params, ids, steps=3):
     optimizer, step = training(embedder)
-    state, losses = optimizer.init(params), []
+    state, losses = placed_state(optimizer, params), []
     for i in range(steps):
         params, state, loss = step(params, state, jax.random.key(i), ids)
         losses.append(float(loss))
@@ -517,7 +518,7 @@ def row_training(embedder, optimizer):
 
 def train_rows(embedder, name, params, ids, weights):
     optimizer = ROW_OPTIMIZERS[name]()
-    step, state = row_training(embedder, optimizer), jax.jit(optimizer.init)(params)
+    step, state = row_training(embedder, optimizer), placed_state(optimizer, params)
     for _ in range(3):
         params, state = step(params, state, ids, weights)
     return params, state
@@ -613,7 +614,7 @@ def test_a_step_by_rows_sends_ids_and_rows(kind, shape):
     optimizer, ids = optax.adam(0.01), np.zeros(BATCH, np.int32)
     with set_mesh(mesh):
         params = te.sharding.shard_params(embedder.init, mesh, {PATTERN: SPEC("model")}, rng=jax.random.key(0))
-        state = jax.jit(optimizer.init)(params)
+        state = placed_state(optimizer, params)
         weights = put(mesh, np.zeros((*BATCH, BIG_WIDTH), np.float32), "data")
         step = row_training(embedder, optimizer)
         sent = collectives(step.lower(params, state, put(mesh, ids, "data"), weights).compile())
@@ -653,7 +654,7 @@ def test_rows_of_a_table_train_beside_another_in_shards_and_a_split_kernel(kind,
         return te.rows.update(optimizer, grads, state, params)
 
     def trained(params, ids, cotangent):
-        state = optimizer.init(params)
+        state = placed_state(optimizer, params)
         for _ in range(2):
             params, state = step(params, state, ids, cotangent)
         return params, state
