@@ -79,8 +79,13 @@ def _run(notebook, folder: pathlib.Path):
 
 
 def _environment(folder: pathlib.Path) -> dict[str, str]:
-    """Pictures go into the notebook, IPython's history into the folder; the package comes from the root where it is not installed."""
-    environment = os.environ | {"MPLBACKEND": "module://matplotlib_inline.backend_inline", "IPYTHONDIR": str(folder / "ipython")}
+    """XLA as for a reader, pictures in the notebook, IPython's history in the folder, and, where it is not installed, the package's root."""
+    environment = os.environ | {
+        "XLA_FLAGS": "",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+        "IPYTHONDIR": str(folder / "ipython"),
+    }
     try:
         importlib.metadata.distribution("transformer-embed")
     except importlib.metadata.PackageNotFoundError:

@@ -13,7 +13,7 @@ NUM_DEVICES = 8
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 # CPU devices stand for accelerators here: on a machine with accelerators, delete the next two lines.
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={NUM_DEVICES // int(NUM_PROCESSES)}"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={NUM_DEVICES // int(NUM_PROCESSES)}"
 
 import jax
 import jax.numpy as jnp

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import os
 
 import jax
 import jax.numpy as jnp
@@ -402,6 +403,14 @@ def place(params, mesh, **options):
     return te.sharding.shard_params(params, mesh, {PATTERN: SPEC(mesh.axis_names)}, deal=PATTERN, virtual_shards=16, **options)
 
 
+def assert_same_draws(found, wanted):
+    """Bit for bit in programs that XLA optimizes; else it may round a product and a sum once in one program and twice in another."""
+    if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and jnp.issubdtype(wanted.dtype, jnp.floating):
+        np.testing.assert_array_max_ulp(np.asarray(found), np.asarray(wanted), maxulp=4)
+    else:
+        np.testing.assert_array_equal(found, wanted)
+
+
 def test_dealt_rows_are_drawn_as_on_one_device():
     embedder, mesh = te.make_embedder(CONFIG), mesh_of((2, 4), EXPLICIT)
     drawn, params = place(embedder.init, mesh, rng=jax.random.key(7)), embedder.init(jax.random.key(7))
@@ -409,8 +418,8 @@ def test_dealt_rows_are_drawn_as_on_one_device():
     assert jax.tree.structure(drawn) == jax.tree.structure(placed)
     for one, other in zip(jax.tree.leaves(drawn), jax.tree.leaves(placed), strict=True):
         assert one.sharding == other.sharding
-        np.testing.assert_array_equal(one, other)
-    np.testing.assert_array_equal(drawn[NAME]["embeddings"].in_vocabulary_order(), params[NAME]["embeddings"])
+        assert_same_draws(one, other)
+    assert_same_draws(drawn[NAME]["embeddings"].in_vocabulary_order(), params[NAME]["embeddings"])
 
 
 @pytest.mark.parametrize("spec", ["dealt", "cut"])
@@ -452,7 +461,7 @@ def test_a_dealt_checkpoint_of_one_mesh_is_restored_on_another_and_on_one_device
             assert jax.tree.structure(restored) == jax.tree.structure(expected)
             for found, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(expected), strict=True):
                 assert found.sharding == wanted.sharding
-                np.testing.assert_array_equal(found, wanted)
+                assert_same_draws(found, wanted)
 
 
 @pytest.mark.slow

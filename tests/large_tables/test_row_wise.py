@@ -94,8 +94,8 @@ def refused_or_lazy(optimizer, refusal=made.refusal):
         ours = lazy = params, made.quietly(optimizer.init, params)
         for grads in gradients():
             ours, lazy = made.quietly(both_steps, ours, lazy, *grads)
-        for ours, theirs in zip(jax.tree.leaves(ours), jax.tree.leaves(lazy), strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+        for found, wanted in zip(jax.tree.leaves(ours), jax.tree.leaves(lazy), strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
         return None
 
 
