@@ -12,7 +12,6 @@ from unittest import mock
 
 from docutils import nodes
 from docutils.utils.math import MathError, latex2mathml
-from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 from sphinx import addnodes
 from sphinx.util import logging
@@ -55,7 +54,7 @@ autodoc_typehints = "signature"
 napoleon_google_docstring, napoleon_numpy_docstring = True, False
 napoleon_use_rtype = False
 napoleon_custom_sections = ["Source"]
-TYPES = {"ArrayLike": ArrayLike, "DTypeLike": DTypeLike, "Array": Array}
+TYPES = {"Array": Array}
 
 
 class PublicNames(SphinxDirective):

@@ -27,10 +27,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
-import jaxtyping
+import typecheck
 
-with jaxtyping.install_import_hook("transformer_embed", "typecheck.check_arrays"):
-    import transformer_embed  # noqa: F401
+typecheck.install("transformer_embed._checks", "transformer_embed.functional", "transformer_embed.layers")
 
 
 def pytest_unconfigure():

@@ -1,6 +1,16 @@
 """Arbitrary-precision references."""
 
+import fractions
+
 import mpmath
+
+from transformer_embed.functional.rotary_scaling import DynamicNTKScaling, LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
+
+
+def mpf(value):
+    """Any real number of Python or numpy, as a float64 holds it."""
+    return value if isinstance(value, mpmath.mpf) else mpmath.mpf(float(value))
+
 
 # 6.0e-8 is promised: half a unit in the last place below 1 (2.98e-8, which no float32 result can beat), the two roundings of
 # the polynomial (together below half of it again) and the minimax error (1.8e-9).
@@ -11,8 +21,8 @@ def frequency(i, denominator, base=10_000.0, frequency_scale=1.0):
     """frequency_scale * base ** (-i / denominator), to 200 bits."""
     with mpmath.workprec(200):
         if i == 0:
-            return mpmath.mpf(frequency_scale)
-        return mpmath.mpf(frequency_scale) * mpmath.mpf(base) ** (-mpmath.mpf(i) / mpmath.mpf(denominator))
+            return mpf(frequency_scale)
+        return mpf(frequency_scale) * mpf(base) ** (-mpmath.mpf(i) / mpf(denominator))
 
 
 def sine(position, radians_per_unit, quarters=0):
@@ -26,3 +36,88 @@ def error(got, exact):
     """|got - exact| as a float."""
     with mpmath.workprec(200):
         return float(abs(mpmath.mpf(float(got)) - exact))
+
+
+def encoding(position, d_model, *, layout="interleaved", odd="truncate", **constants):
+    """Each channel of the sinusoidal encoding of one position."""
+    frequencies = sinusoidal_frequencies(d_model, odd=odd, **constants)
+    sines, cosines = ([sine(position, each, n) for each in frequencies] for n in (0, 1))
+    if layout == "interleaved":
+        values = [value for pair in zip(sines, cosines, strict=True) for value in pair]
+    else:
+        values = sines + cosines if layout == "sin_cos" else cosines + sines
+    return [*values, mpmath.mpf(0)][:d_model]
+
+
+def sinusoidal_frequencies(d_model, *, odd="truncate", base=1e4, shift=None, frequency_scale=1.0, **_):
+    """The frequency of each pair of channels."""
+    pairs = d_model // 2 if odd == "zero" else (d_model + 1) // 2
+    width = d_model + d_model % 2 if odd == "round_up" else d_model
+    with mpmath.workprec(200):
+        denominator = mpmath.mpf(width) / 2 if shift is None else width // 2 - mpf(shift)
+    return [frequency(i, denominator, base, frequency_scale) for i in range(pairs)]
+
+
+@mpmath.workprec(200)
+def scaled_frequencies(scaling, dim, base):
+    """The published formulas: frequencies and attention factor."""
+    plain = [frequency(i, mpf(dim) / 2, base) for i in range(dim // 2)]
+    log = lambda factor: mpmath.log(mpf(factor)) if factor > 1 else mpf(0)
+    given = getattr(scaling, "attention_factor", None)
+    if isinstance(scaling, LinearScaling):
+        return [f / mpf(scaling.factor) for f in plain], 1
+    if isinstance(scaling, NTKScaling | DynamicNTKScaling):
+        if isinstance(scaling, NTKScaling):
+            alpha = mpf(scaling.alpha)
+        else:
+            longest = max(scaling.length, scaling.original_length)
+            alpha = mpf(scaling.factor) * longest / scaling.original_length - (mpf(scaling.factor) - 1)
+        stretched = mpf(base) * alpha ** (mpf(dim) / (dim - 2)) if dim > 2 else mpf(base)
+        return [stretched ** (-mpf(2 * i) / dim) for i in range(dim // 2)], 1
+    if isinstance(scaling, YarnScaling):
+        index = lambda turns: dim * mpmath.log(scaling.original_length / (mpf(turns) * 2 * mpmath.pi)) / (2 * mpmath.log(mpf(base)))
+        low, high = index(scaling.beta_fast), index(scaling.beta_slow)
+        low, high = (mpmath.floor(low), mpmath.ceil(high)) if scaling.truncate else (low, high)
+        low, high = max(low, mpf(0)), min(high, mpf(dim - 1))
+        high = high + mpf("0.001") if low == high else high
+        ramp = [min(max((i - low) / (high - low), 0), 1) for i in range(dim // 2)]
+        mscale = lambda s: mpf(s) * log(scaling.factor) / 10 + 1
+        blend = [f / mpf(scaling.factor) * r + f * (1 - r) for f, r in zip(plain, ramp, strict=True)]
+        return blend, mscale(scaling.mscale) / mscale(scaling.mscale_all_dim) if given is None else mpf(given)
+    if isinstance(scaling, Llama3Scaling):
+        return [_llama_3(f, scaling) for f in plain], 1
+    factors = scaling.long_factor if scaling.length > scaling.original_length else scaling.short_factor
+    attention = mpmath.sqrt(1 + log(scaling.factor) / mpmath.log(scaling.original_length)) if given is None else mpf(given)
+    return [f / mpf(factor) for f, factor in zip(plain, factors, strict=True)], attention
+
+
+def _llama_3(frequency, scaling):
+    """`apply_scaling` of the published code, by wavelengths."""
+    wavelength, low, high = 2 * mpmath.pi / frequency, mpf(scaling.low_freq_factor), mpf(scaling.high_freq_factor)
+    if wavelength < scaling.original_length / high:
+        return frequency
+    if wavelength > scaling.original_length / low:
+        return frequency / mpf(scaling.factor)
+    smooth = (scaling.original_length / wavelength - low) / (high - low)
+    return (1 - smooth) * frequency / mpf(scaling.factor) + smooth * frequency
+
+
+def alibi_slopes(num_heads, max_bias=8):
+    """To 200 bits: a geometric sequence for a power of two; else that of the power below, and every other one of twice that power."""
+    power = max(2**n for n in range(12) if 2**n <= num_heads)
+    with mpmath.workprec(200):
+        ratios = {n: mpmath.mpf(2) ** (-mpf(max_bias) / n) for n in (power, 2 * power)}
+        sequences = {n: [ratio**i for i in range(1, n + 1)] for n, ratio in ratios.items()}
+    return sequences[power] + sequences[2 * power][::2][: num_heads - power]
+
+
+def t5_bucket(query, key, num_buckets, max_distance, bidirectional):
+    """T5's bucket; the floor of the logarithm is the number of powers of max_distance / e that the distance has reached."""
+    after, buckets = key > query, num_buckets // 2 if bidirectional else num_buckets
+    distance = abs(key - query) if bidirectional or not after else 0
+    exact = buckets // 2
+    if distance >= exact:
+        steps, base = buckets - exact, fractions.Fraction(max_distance, exact)
+        reached = sum(fractions.Fraction(distance, exact) ** steps >= base**j for j in range(1, steps))
+        distance = exact + reached
+    return distance + (buckets if after and bidirectional else 0)

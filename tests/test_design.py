@@ -3,6 +3,7 @@
 import ast
 import inspect
 import pathlib
+import pydoc
 import subprocess
 import sys
 
@@ -54,6 +55,23 @@ def test_public_names_have_a_docstring_with_example_and_source(name):
     sections = [line for line in text.splitlines() if line in ("Example:", "Source:")]
     assert sections == (["Example:"] if name in OWN else ["Example:", "Source:"])
     assert ">>> " in text.split("Example:")[1].split("Source:")[0]
+
+
+def signatures_of(value):
+    """What `help` shows of a function, or of a class and its methods."""
+    methods = [each for name, each in vars(value).items() if inspect.isfunction(each)] if inspect.isclass(value) else []
+    return [str(inspect.signature(each)) for each in [value, *methods]]
+
+
+@pytest.mark.parametrize("part", ["", *ON_FIRST_USE])
+def test_help_shows_array_like_and_not_the_union_that_it_expands_to(part):
+    if part == "plots":
+        pytest.importorskip("matplotlib")
+    module, names = (getattr(te, part), public_names(part)) if part else (te, te.__all__)
+    shown = [text for name in names for text in signatures_of(getattr(module, name))]
+    assert not [text for text in shown if "numpy.number" in text or "SupportsDType" in text]
+    if not part:
+        assert "table: jax.typing.ArrayLike | " in pydoc.plain(pydoc.render_doc(te.lookup))
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jax.typing import ArrayLike
+
+from transformer_embed._typing import ArrayLike
 
 SCALAR_HINT = "; add jnp.arange(length) to a scalar offset; jax.vmap maps keyword arguments over axis 0: bind them with functools.partial"
 
@@ -76,6 +77,8 @@ def choice(name: str, value: Any, choices: Sequence[str]) -> str:
 
 def floating_dtype(name: str, dtype: Any) -> jnp.dtype:
     """A floating dtype of 16 bits or more."""
+    if isinstance(dtype, jax.Array | np.ndarray | np.generic):
+        raise TypeError(wanted(name, "a floating dtype of 16 bits or more, not an array", _describe(dtype)))
     try:
         dtype = jnp.dtype("" if dtype is None else dtype)
     except (TypeError, ValueError) as error:

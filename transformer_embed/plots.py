@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from transformer_embed import _checks
+from transformer_embed._typing import ArrayLike
 from transformer_embed.functional import phase
 from transformer_embed.functional.rotary import apply_rotary
 from transformer_embed.functional.rotary_scaling import Scaling

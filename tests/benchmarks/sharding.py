@@ -26,7 +26,7 @@ from harness import environment, interleave, markdown_table, ratio
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import transformer_embed as te
-from transformer_embed.large_tables import dealing, exchange
+from transformer_embed.large_tables import dealing, routes
 
 WIDTH, IDS, MEMORY = 128, 16384, 64e9
 DEVICES, VOCABULARIES = (2, 64, 4096), (10**6, 10**8, 10**9)
@@ -61,8 +61,8 @@ def by_exchange(vocab_size, data, shards, width=WIDTH, ids=IDS):
     """For each hop: the ids of the rows that are asked for, the rows, and their gradients. The table is split over all devices."""
     devices = data * shards
     shard = dealing.Deal(vocab_size, te.sharding.VIRTUAL_SHARDS).size // devices
-    hops = exchange.plan_hops(min(ids, vocab_size), ("data", "model"), (data, shards), shard, devices, 1.0)
-    return sum((4 + 2 * 4 * width) * hop.room * (hop.parts - 1) for hop in hops)
+    route = routes.plan_route(min(ids, vocab_size), ("data", "model"), (data, shards), shard, devices, 1.0)
+    return sum((4 + 2 * 4 * width) * hop.room * (hop.parts - 1) for hop in route.every_hop)
 
 
 WAYS = {"dense": dense, "sharded": in_shards, "by rows": by_rows, "by exchange": by_exchange}

@@ -1,6 +1,5 @@
 """Position biases against plain Python loops, exact rational arithmetic, published values, and a small attention."""
 
-import fractions
 import functools
 import itertools
 import json
@@ -9,8 +8,8 @@ import pathlib
 import hypothesis
 import jax
 import jax.numpy as jnp
-import mpmath
 import numpy as np
+import oracle
 import pytest
 from contexts import x64
 from hypothesis import strategies as st
@@ -55,27 +54,6 @@ def loop(of_pair, queries, keys):
     return [[[of_pair(q, k) for k in keys[b]] for q in queries[b]] for b in range(number)]
 
 
-def paper_slopes(num_heads, max_bias=8):
-    """To 200 bits: a geometric sequence for a power of two; else that of the power below, and every other one of twice that power."""
-    power = max(2**n for n in range(12) if 2**n <= num_heads)
-    with mpmath.workprec(200):
-        ratios = {n: mpmath.mpf(2) ** (-mpmath.mpf(max_bias) / n) for n in (power, 2 * power)}
-        sequences = {n: [ratio**i for i in range(1, n + 1)] for n, ratio in ratios.items()}
-    return sequences[power] + sequences[2 * power][::2][: num_heads - power]
-
-
-def paper_bucket(query, key, num_buckets, max_distance, bidirectional):
-    """T5's bucket; the floor of the logarithm is the number of powers of max_distance / e that the distance has reached."""
-    after, buckets = key > query, num_buckets // 2 if bidirectional else num_buckets
-    distance = abs(key - query) if bidirectional or not after else 0
-    exact = buckets // 2
-    if distance >= exact:
-        steps, base = buckets - exact, fractions.Fraction(max_distance, exact)
-        reached = sum(fractions.Fraction(distance, exact) ** steps >= base**j for j in range(1, steps))
-        distance = exact + reached
-    return distance + (buckets if after and bidirectional else 0)
-
-
 # --- alibi_slopes
 
 
@@ -84,7 +62,7 @@ def paper_bucket(query, key, num_buckets, max_distance, bidirectional):
 def test_alibi_slopes_are_the_papers_rounded_once(num_heads, max_bias):
     slopes = alibi_slopes(num_heads, max_bias=max_bias)
     assert slopes.dtype == jnp.float32
-    assert slopes.tolist() == [np.float32(float(slope)) for slope in paper_slopes(num_heads, max_bias)]
+    assert slopes.tolist() == [np.float32(float(slope)) for slope in oracle.alibi_slopes(num_heads, max_bias)]
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 5, 6, 8, 12, 17, 31, 71, 112])
@@ -138,7 +116,7 @@ def test_alibi_slopes_at_the_largest_max_bias_are_normal_numbers():
 def test_alibi_bias_is_a_loop(query_rank, key_rank, num_heads, symmetric):
     queries, keys = QUERIES[query_rank], KEYS[key_rank]
     distances = np.array(loop(lambda q, k: -abs(k - q) if symmetric else k - q, queries, keys), np.float64)
-    slopes = np.array([float(slope) for slope in paper_slopes(num_heads)])
+    slopes = np.array([float(slope) for slope in oracle.alibi_slopes(num_heads)])
     expected = slopes[:, None, None] * distances[:, None]
     bias = alibi_bias(queries, keys, num_heads=num_heads, symmetric=symmetric)
     assert bias.dtype == jnp.float32
@@ -151,7 +129,7 @@ def test_alibi_bias_is_a_loop(query_rank, key_rank, num_heads, symmetric):
 def test_alibi_bias_of_any_two_positions(query, key, symmetric):
     bias = np.asarray(alibi_bias([query], [key], num_heads=3, symmetric=symmetric), np.float64).ravel()
     distance = -abs(key - query) if symmetric else key - query
-    np.testing.assert_allclose(bias, [float(slope) * distance for slope in paper_slopes(3)], rtol=BIAS_ERROR, atol=0)
+    np.testing.assert_allclose(bias, [float(slope) * distance for slope in oracle.alibi_slopes(3)], rtol=BIAS_ERROR, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
@@ -261,7 +239,7 @@ def test_alibi_bias_in_float64():
         bias = alibi_bias([2**31 - 1], [0], num_heads=3, dtype=jnp.float64)
         assert bias.dtype == jnp.float64
         # Two roundings to float64, the power's among them.
-        np.testing.assert_allclose(bias.ravel(), [float(-s * (2**31 - 1)) for s in paper_slopes(3)], rtol=2**-51, atol=0)
+        np.testing.assert_allclose(bias.ravel(), [float(-s * (2**31 - 1)) for s in oracle.alibi_slopes(3)], rtol=2**-51, atol=0)
 
 
 # --- relative_position_buckets
@@ -275,7 +253,7 @@ def test_relative_position_buckets_are_a_loop(query_rank, key_rank, bidirectiona
     buckets = relative_position_buckets(queries, keys, **options)
     assert buckets.dtype == jnp.int32
     assert buckets.shape == (1 if query_rank == key_rank == 1 else 3, 4, 5)
-    assert buckets.tolist() == loop(functools.partial(paper_bucket, **options), queries, keys)
+    assert buckets.tolist() == loop(functools.partial(oracle.t5_bucket, **options), queries, keys)
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
@@ -287,7 +265,7 @@ def test_relative_position_buckets_by_rational_arithmetic(num_buckets, max_dista
     distances = [*range(150), max_distance - 1, max_distance, max_distance + 1]
     keys = [*distances, *(-distance for distance in distances)]
     buckets = relative_position_buckets([0], keys, **options)
-    assert buckets[0, 0].tolist() == [paper_bucket(0, key, **options) for key in keys]
+    assert buckets[0, 0].tolist() == [oracle.t5_bucket(0, key, **options) for key in keys]
 
 
 @pytest.mark.slow
@@ -297,7 +275,7 @@ def test_relative_position_buckets_of_any_setting_and_positions(num_buckets, mor
     exact = num_buckets // (4 if bidirectional else 2)
     options = {"num_buckets": num_buckets, "max_distance": exact + more, "bidirectional": bidirectional}
     for keys in ([key], [max(query - exact - more // 2, LOWEST)]):
-        assert relative_position_buckets([query], keys, **options).item() == paper_bucket(query, keys[0], **options)
+        assert relative_position_buckets([query], keys, **options).item() == oracle.t5_bucket(query, keys[0], **options)
 
 
 def test_relative_position_buckets_where_logarithms_are_whole():
@@ -355,7 +333,7 @@ def test_relative_position_buckets_do_not_wrap(query, key):
     far = {"num_buckets": 8, "max_distance": HIGHEST - 1}
     for options in ({}, far, {"bidirectional": False}, {**far, "bidirectional": False}):
         full = {"num_buckets": 32, "max_distance": 128, "bidirectional": True} | options
-        assert relative_position_buckets([query], [key], **options).item() == paper_bucket(query, key, **full)
+        assert relative_position_buckets([query], [key], **options).item() == oracle.t5_bucket(query, key, **full)
 
 
 def test_relative_position_buckets_at_the_least():

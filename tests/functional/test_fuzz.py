@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from references import CHECKS
 
 import transformer_embed as te
 
@@ -87,6 +88,7 @@ GOOD = {
     te.attention_mask: {"query_positions": POSITIONS, "key_positions": POSITIONS, "causal": True},
     te.causal_mask: {"length": 3},
     te.check_ids: {"ids": IDS, "vocab_size": 4},
+    te.combine_masks: {"masks": (ARRAYS[11], ARRAYS[11])},
     te.dropout: {"rng": jax.random.key(0), "rate": 0.5, "x": X},
     te.lookup: {"table": TABLE, "ids": IDS},
     te.mask_to_bias: {"mask": ARRAYS[2]},
@@ -111,15 +113,6 @@ GOOD = {
     te.Llama3Scaling: {"factor": 8.0},
     te.LongRopeScaling: {"short_factor": [1.0], "long_factor": [2.0], "factor": 2.0, "original_length": 4, "length": 8},
 }
-ORACLES = {
-    te.padding_mask: lambda ids, pad_id=0: np.asarray(ids) != pad_id,
-    te.causal_mask: lambda length: np.tri(int(length), dtype=bool),
-    te.segment_mask: lambda q, k: rows(q)[:, None, :, None] == rows(k)[:, None, None, :],
-}
-
-
-def rows(array):
-    return np.atleast_2d(np.asarray(array).astype(np.int64))
 
 
 def too_large(value):
@@ -131,15 +124,16 @@ def too_large(value):
 
 
 def call(function, arguments):
+    """Whether it returns, and what."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return function(**arguments)
+            return True, function(*arguments["masks"]) if "masks" in arguments else function(**arguments)
         except (TypeError, ValueError) as error:
             message = str(error)
             if not (OURS.match(message) or MISSING.search(message)):
                 raise AssertionError(f"not our error: {type(error).__name__}: {message[:300]}") from error
-            return None
+            return False, None
 
 
 SIZES = {"length", "num_heads", "num_buckets", "max_distance", "d_model"}
@@ -147,16 +141,24 @@ SIZES = {"length", "num_heads", "num_buckets", "max_distance", "d_model"}
 
 def check(function, data):
     arguments = dict(GOOD[function])
-    names = [name for name in inspect.signature(function).parameters if name != "masks"]
+    names = list(inspect.signature(function).parameters)
     for name in data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=2, unique=True)):
-        value = data.draw(st.sampled_from(VALUES), label=name)
+        if name == "masks":
+            value = data.draw(st.lists(st.sampled_from(VALUES), max_size=3), label=name)
+        else:
+            value = data.draw(st.sampled_from(VALUES), label=name)
         if name in SIZES and not isinstance(value, bool) and too_large(value) and not isinstance(value, float):
             value = 5
         arguments[name] = value
-    result = call(function, arguments)
-    oracle = ORACLES.get(function)
-    if result is not None and oracle is not None:
-        np.testing.assert_array_equal(result, oracle(*arguments.values()))
+    expect_right(function, arguments)
+
+
+def expect_right(function, arguments):
+    returned, result = call(function, arguments)
+    if returned:
+        full = inspect.signature(function).bind(*arguments.get("masks", ()), **{k: v for k, v in arguments.items() if k != "masks"})
+        full.apply_defaults()
+        CHECKS[function](result, *full.args, **full.kwargs)
 
 
 every_function = pytest.mark.parametrize("function", GOOD, ids=lambda function: function.__qualname__)
@@ -177,11 +179,23 @@ def test_any_argument_gives_a_right_result_or_our_error_thoroughly(function, dat
     check(function, data)
 
 
+@every_function
+def test_the_arguments_that_the_fuzzer_starts_from_give_a_right_result(function):
+    returned, _ = call(function, GOOD[function])
+    assert returned
+    expect_right(function, GOOD[function])
+
+
 @pytest.mark.slow
 @every_function
-def test_every_value_in_every_place_gives_a_result_or_our_error(function):
-    """Traced only: what is compiled for it is compiled above."""
+def test_every_value_in_every_place_gives_a_right_result_or_our_error(function):
     for name in inspect.signature(function).parameters:
         for value in VALUES:
-            arguments = GOOD[function] | {name: 5 if name in SIZES and not isinstance(value, bool) and too_large(value) else value}
-            call(lambda given=arguments: jax.eval_shape(lambda: jax.tree.leaves(function(**given)) and 0), {})
+            is_size = name in SIZES and not isinstance(value, bool) and too_large(value)
+            expect_right(function, GOOD[function] | {name: (value,) if name == "masks" else 5 if is_size else value})
+
+
+def test_every_public_function_is_fuzzed():
+    functions = {name for name in te.__all__ if inspect.isfunction(getattr(te, name))}
+    assert functions - {function.__name__ for function in CHECKS} == {"make_embedder", "resize_positions", "resize_vocabulary"}
+    assert set(GOOD) == set(CHECKS)

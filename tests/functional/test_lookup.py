@@ -452,6 +452,27 @@ def test_lookup_on_a_mesh_is_the_one_of_one_device(kind, ids_spec, table_spec, r
     np.testing.assert_allclose(gradient, expected, rtol=0, atol=GRADIENT_ERROR)
 
 
+@pytest.mark.parametrize(("ids_spec", "table_spec", "rows_spec"), [PLACEMENTS[1], pytest.param(*PLACEMENTS[5], marks=pytest.mark.slow)])
+def test_gradient_on_an_explicit_mesh_of_gpus_is_the_one_of_one_device(ids_spec, table_spec, rows_spec):
+    """The gradient that GPUs compute, here on CPU devices."""
+    mesh = mesh_of(AxisType.Explicit)
+    rows_sharding = NamedSharding(mesh.abstract_mesh, rows_spec)
+
+    @jax.jit
+    def gradient(table, index, cotangent):
+        read = functools.partial(lookup_module._read_each_row_once_a_device, rows_sharding, index=index)
+        return jax.linear_transpose(read, table)(cotangent)[0]
+
+    with set_mesh(mesh):
+        found = gradient(
+            jax.device_put(MESH_TABLE, NamedSharding(mesh, table_spec)),
+            jax.device_put(MESH_IDS.astype(np.uint32), NamedSharding(mesh, ids_spec)),
+            jax.device_put(MESH_COTANGENT, NamedSharding(mesh, rows_spec)),
+        )
+    expected = one_hot(MESH_IDS, None, "zero", 8).T @ MESH_COTANGENT.reshape(-1, 4).astype(np.float64)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=GRADIENT_ERROR)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_lookup_on_an_explicit_mesh_without_jit(dtype):
     mesh, table = mesh_of(AxisType.Explicit), MESH_TABLE.astype(dtype)

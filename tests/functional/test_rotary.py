@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 
 import hypothesis
 import jax
@@ -11,6 +12,7 @@ import oracle
 import pytest
 from contexts import set_mesh, x64
 from hypothesis import strategies as st
+from references import check_words
 
 from transformer_embed.functional import rotary, rotary_scaling
 from transformer_embed.functional.rotary import apply_rotary, permute_rotary_weights
@@ -122,60 +124,95 @@ class TestOracle:
                     assert oracle.error(sin[n, i], oracle.sine(position, oracle.frequency(i, 4))) <= oracle.MAX_ERROR
 
 
-def published(scaling, dim, base):
-    """The published formulas with 200 bits: frequencies and attention factor."""
-    mpf, pi = mpmath.mpf, mpmath.pi
-    plain = [oracle.frequency(i, dim / 2, base) for i in range(dim // 2)]
-    log = lambda factor: mpmath.log(factor) if factor > 1 else mpf(0)
-    if isinstance(scaling, LinearScaling):
-        return [f / mpf(scaling.factor) for f in plain], 1
-    if isinstance(scaling, NTKScaling | DynamicNTKScaling):
-        if isinstance(scaling, NTKScaling):
-            alpha = mpf(scaling.alpha)
-        else:
-            longest = max(scaling.length, scaling.original_length)
-            alpha = mpf(scaling.factor) * longest / scaling.original_length - (mpf(scaling.factor) - 1)
-        stretched = base * alpha ** (mpf(dim) / (dim - 2))
-        return [stretched ** (-mpf(2 * i) / dim) for i in range(dim // 2)], 1
-    if isinstance(scaling, YarnScaling):
-        index = lambda turns: dim * mpmath.log(scaling.original_length / (mpf(turns) * 2 * pi)) / (2 * mpmath.log(base))
-        low, high = index(scaling.beta_fast), index(scaling.beta_slow)
-        low, high = (mpmath.floor(low), mpmath.ceil(high)) if scaling.truncate else (low, high)
-        low, high = max(low, 0), min(high, dim - 1)
-        ramp = [min(max((i - low) / (high - low), 0), 1) for i in range(dim // 2)]
-        mscale = lambda s: mpf(s) * log(scaling.factor) / 10 + 1
-        blend = [f / mpf(scaling.factor) * r + f * (1 - r) for f, r in zip(plain, ramp, strict=True)]
-        return blend, mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
-    if isinstance(scaling, Llama3Scaling):
-        return [llama_3(f, scaling) for f in plain], 1
-    factors = scaling.long_factor if scaling.length > scaling.original_length else scaling.short_factor
-    attention = mpmath.sqrt(1 + log(scaling.factor) / mpmath.log(scaling.original_length))
-    return [f / mpf(factor) for f, factor in zip(plain, factors, strict=True)], attention
-
-
-def llama_3(frequency, scaling):
-    """`apply_scaling` of the published code, by wavelengths."""
-    wavelength, low, high = 2 * mpmath.pi / frequency, mpmath.mpf(scaling.low_freq_factor), mpmath.mpf(scaling.high_freq_factor)
-    if wavelength < scaling.original_length / high:
-        return frequency
-    if wavelength > scaling.original_length / low:
-        return frequency / mpmath.mpf(scaling.factor)
-    smooth = (scaling.original_length / wavelength - low) / (high - low)
-    return (1 - smooth) * frequency / mpmath.mpf(scaling.factor) + smooth * frequency
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("scaling", SCALINGS, ids=lambda s: type(s).__name__)
 def test_scalings_at_any_position_against_arbitrary_precision(scaling):
     positions = [1, 4095, 2**20 + 1, 2**31 - 1, -(2**31)]
     cos, sin = cos_and_sin(positions, 32, scaling=scaling)
     with mpmath.workprec(200):
-        frequencies, attention = published(scaling, 32, 10_000.0)
+        frequencies, attention = oracle.scaled_frequencies(scaling, 32, 10_000.0)
         bound = float(attention) * (oracle.MAX_ERROR + (OF_A_FACTOR if attention != 1 else 0))
         for n, position in enumerate(positions):
             for i, frequency in enumerate(frequencies):
                 assert oracle.error(cos[n, i], attention * oracle.sine(position, frequency, 1)) <= bound
                 assert oracle.error(sin[n, i], attention * oracle.sine(position, frequency)) <= bound
+
+
+positive = st.one_of(st.floats(1e-9, 1e-2), st.floats(0.01, 100), st.floats(100, 1e12))
+lengths = st.one_of(st.integers(2, 100), st.integers(2, 2**40))
+half_of_8 = st.lists(positive, min_size=4, max_size=4)
+maybe = lambda values: st.one_of(st.none(), values)
+not_negative = st.one_of(st.just(0.0), positive)
+two_in_order = st.tuples(positive, positive).map(sorted).filter(lambda pair: pair[0] < pair[1])
+ANY_SCALING = {
+    "linear": st.builds(LinearScaling, positive),
+    "ntk": st.builds(NTKScaling, positive),
+    "dynamic": st.builds(DynamicNTKScaling, positive, lengths, st.one_of(st.just(0), lengths)),
+    "yarn": st.builds(
+        lambda betas, *rest: YarnScaling(*rest[:2], betas[1], betas[0], *rest[2:]),
+        *(two_in_order, positive, lengths, st.booleans(), not_negative, not_negative, maybe(positive)),
+    ),
+    "llama3": st.builds(lambda factor, freqs, length: Llama3Scaling(factor, *freqs, length), positive, two_in_order, lengths),
+    "longrope": st.builds(LongRopeScaling, half_of_8, half_of_8, positive, lengths, st.one_of(st.just(0), lengths), maybe(positive)),
+}
+any_base = st.one_of(st.floats(1.001, 100), st.floats(100, 1e15))
+every_scaling = pytest.mark.parametrize("name", ANY_SCALING)
+
+
+def accepted(frequencies):
+    """Whether no frequency passes 2**32 turns a position."""
+    return max(frequencies) < 2**33 * mpmath.pi
+
+
+@every_scaling
+@hypothesis.given(st.data())
+@hypothesis.settings(deadline=None, derandomize=True, max_examples=30)
+def test_the_frequencies_of_any_scaling_are_rounded_once(name, data):
+    """Fractional, tiny and huge constants: each is a float64, and nothing after it is."""
+    scaling, base = data.draw(ANY_SCALING[name]), data.draw(any_base)
+    if accepted(oracle.scaled_frequencies(scaling, 8, base)[0]):
+        check_words(scaling, 8, base)
+    else:
+        with pytest.raises(ValueError, match=r"wanted frequencies below 2\*\*32 turns a position"):
+            check_words(scaling, 8, base)
+
+
+@pytest.mark.slow
+@every_scaling
+@hypothesis.given(st.data(), st.one_of(st.integers(-(2**31), 2**31 - 1), st.floats(-(2.0**24), 2.0**24, width=32)))
+@hypothesis.settings(deadline=None, derandomize=True, max_examples=12)
+def test_any_scaling_keeps_the_bound_at_any_position(name, data, position):
+    scaling, base = data.draw(ANY_SCALING[name]), data.draw(any_base)
+    frequencies, attention = oracle.scaled_frequencies(scaling, 8, base)
+    hypothesis.assume(max(frequencies) < 1000 if isinstance(position, float) else accepted(frequencies))
+    cos, sin = cos_and_sin(np.array([position]), 8, base=base, scaling=scaling)
+    bound = float(attention) * (oracle.MAX_ERROR + (OF_A_FACTOR if attention != 1 else 0))
+    for i, frequency in enumerate(frequencies):
+        with mpmath.workprec(200):
+            exact = [attention * oracle.sine(position, frequency, quarter) for quarter in (1, 0)]
+        assert oracle.error(cos[0, i], exact[0]) <= bound
+        assert oracle.error(sin[0, i], exact[1]) <= bound
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        DynamicNTKScaling(2.0, np.int8(5), np.int64(7)),
+        YarnScaling(2.0, np.uint8(11)),
+        Llama3Scaling(8.0, original_length=np.int16(13)),
+        LongRopeScaling([1.0] * 4, [2.0] * 4, 2.0, np.int8(17), np.int8(19)),
+    ],
+    ids=lambda s: type(s).__name__,
+)
+def test_lengths_that_are_integers_of_numpy_are_pythons(scaling):
+    check_words(scaling, 8, 10_000.0)
+
+
+@pytest.mark.parametrize("factor", [1e39, 1e-39])
+def test_an_attention_factor_that_float32_does_not_hold_is_refused(factor):
+    scaling = YarnScaling(2.0, 64, attention_factor=factor)
+    with pytest.raises(ValueError, match=re.escape(f"scaling: wanted an attention factor that float32 holds, got {factor:g}")):
+        apply_rotary(normal(3, 2, 8), range(3), scaling=scaling)
 
 
 @pytest.mark.slow

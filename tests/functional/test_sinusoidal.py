@@ -189,37 +189,41 @@ def test_a_fractional_shift_keeps_the_bound(position, d_model, options):
     check_against_arbitrary_precision(position, d_model, **options)
 
 
-@hypothesis.given(
-    st.integers(-(2**31), 2**31 - 1),
-    st.sampled_from([2, 5, 9]),
-    st.fixed_dictionaries(
-        {"layout": st.just("sin_cos"), "odd": st.sampled_from(["truncate", "round_up", "zero"])},
-        optional={
-            "base": st.floats(1e-2, 1e9, exclude_min=True),
-            "frequency_scale": st.floats(1e-9, 1e9),
-            "shift": st.floats(-1e3, 0.999),
-        },
-    ),
+POSITIONS = st.integers(-(2**31), 2**31 - 1)
+CONSTANTS = st.fixed_dictionaries(
+    {"layout": st.sampled_from(LAYOUTS), "odd": st.sampled_from(["truncate", "round_up", "zero"])},
+    optional={
+        "base": st.one_of(st.floats(1e-9, 1, exclude_min=True), st.floats(1, 100), st.floats(100, 1e30)),
+        "frequency_scale": st.one_of(st.floats(1e-30, 1), st.floats(1, 1e9), st.floats(1e9, 1e12)),
+        "shift": st.one_of(st.floats(-4, 0.999), st.floats(-1e12, 0), st.integers(-(2**40), 0)),
+    },
 )
+
+
+@hypothesis.given(POSITIONS, st.sampled_from([2, 5, 9]), CONSTANTS)
 @hypothesis.settings(deadline=None, derandomize=True, max_examples=30)
 def test_the_bound_holds_for_any_constants(position, d_model, options):
+    """Fractional, negative, tiny and huge ones."""
     check_against_arbitrary_precision(position, d_model, **options)
 
 
-def check_against_arbitrary_precision(position, d_model, *, layout, odd="truncate", base=1e4, shift=None, frequency_scale=1.0):
-    """Every channel, in the layout of sines then cosines, where the exponents are taken with mpmath too."""
-    got = np.asarray(
-        te.sinusoidal_encoding(
-            np.array([position]), d_model, layout=layout, odd=odd, base=base, shift=shift, frequency_scale=frequency_scale
-        )
-    )[0]
-    pairs = d_model // 2 if odd == "zero" else (d_model + 1) // 2
-    width = d_model + d_model % 2 if odd == "round_up" else d_model
-    with mpmath.workprec(200):
-        denominator = mpmath.mpf(width) / 2 if shift is None else width // 2 - mpmath.mpf(shift)
-    for channel in range(min(d_model, 2 * pairs)):
-        exact = oracle.sine(position, oracle.frequency(channel % pairs, denominator, base, frequency_scale), channel // pairs)
-        assert oracle.error(got[channel], exact) <= oracle.MAX_ERROR
+@pytest.mark.slow
+@hypothesis.given(POSITIONS, st.sampled_from([1, 2, 5, 9, 34]), CONSTANTS)
+@hypothesis.settings(deadline=None, max_examples=150)
+def test_the_bound_holds_for_any_constants_thoroughly(position, d_model, options):
+    check_against_arbitrary_precision(position, d_model, **options)
+
+
+def check_against_arbitrary_precision(position, d_model, **options):
+    """Every channel; or, where a frequency passes 2**32 turns a position, the error that says so."""
+    try:
+        got = np.asarray(te.sinusoidal_encoding(np.array([position]), d_model, **options))[0]
+    except ValueError as error:
+        assert str(error).startswith("base and frequency_scale: wanted frequencies below 2**32 turns a position")  # noqa: PT017
+        assert max(oracle.sinusoidal_frequencies(d_model, **options)) >= 2**33 * mpmath.pi
+        return
+    for channel, exact in zip(got, oracle.encoding(position, d_model, **options), strict=True):
+        assert oracle.error(channel, exact) <= oracle.MAX_ERROR
 
 
 class TestContract:
@@ -407,6 +411,10 @@ class TestValuesThatFloat32LacksAreLoud:
             ("base: wanted a Python number, got an array float32[]", lambda: te.sinusoidal_table(3, 4, base=jnp.float32(1e4))),
             ("shape and axes: wanted tuples of ints, got 4 and None", lambda: te.sinusoidal_grid(4, 6)),
             ("dtype: wanted a floating dtype of 16 bits or more, got str 'floaty'", lambda: te.sinusoidal_table(3, 4, dtype="floaty")),
+            (
+                "dtype: wanted a floating dtype of 16 bits or more, not an array, got an array float32[2]",
+                lambda: te.sinusoidal_table(3, 4, dtype=np.zeros(2, np.float32)),
+            ),
             ("dtype: wanted a floating dtype of 16 bits or more, got NoneType None", lambda: te.sinusoidal_table(3, 4, dtype=None)),
         ],
     )

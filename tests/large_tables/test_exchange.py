@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from placed import placed_state
 
 import transformer_embed as te
-from transformer_embed.large_tables import exchange
+from transformer_embed.large_tables import exchange, routes
 from transformer_embed.large_tables.dealing import Deal
 
 SPEC = PartitionSpec
@@ -151,7 +151,7 @@ def test_a_dealt_array_is_the_same_on_every_mesh():
 @pytest.mark.parametrize(("trials", "share"), [(16384, 1 / 256), (16384, 1 / 4096), (1024, 1 / 8), (10, 1 / 2)], ids=str)
 def test_buffers_are_the_smallest_with_the_stated_probability(trials, share):
     checks = 100_000
-    room = exchange._room(trials, share, checks, 1.0)
+    room = routes._room(trials, share, checks, 1.0)
 
     def beyond(count):
         with mpmath.workprec(200):
@@ -164,16 +164,53 @@ def test_buffers_are_the_smallest_with_the_stated_probability(trials, share):
 
 
 def test_capacity_raises_and_never_lowers():
-    rooms = [exchange.plan_hops(1024, ("a",), (8,), 10**6, 8, capacity)[0].room for capacity in (0.1, 1.0, 2.0, 8.0, math.inf)]
+    rooms = [routes.plan_route(1024, ("a",), (8,), 10**6, 8, capacity).hops[0].room for capacity in (0.1, 1.0, 2.0, 8.0, math.inf)]
     assert rooms[0] == rooms[1] < rooms[2] == 256 < rooms[3] == rooms[4] == 1024
 
 
 def test_one_axis_after_the_other_where_that_is_smaller():
     sizes = ("data", "model"), (64, 64)
-    hops = exchange.plan_hops(16384, *sizes, 250_000, 4096, 1.0)
-    assert [hop.axes for hop in hops] == [("data",), ("model",)]
-    assert sum(hop.parts * hop.room for hop in hops) < 16384 * 3.2
-    assert [hop.axes for hop in exchange.plan_hops(16384, ("data", "model"), (2, 4), 250_000, 8, 1.0)] == [("data", "model")]
+    route = routes.plan_route(16384, *sizes, 250_000, 4096, 1.0)
+    assert route.straight is None
+    assert [hop.axes for hop in route.hops] == [("data",), ("model",)]
+    assert route.places < 16384 * 3.2
+    few = routes.plan_route(16384, ("data", "model"), (2, 4), 250_000, 8, 1.0)
+    assert few.straight is None
+    assert [hop.axes for hop in few.hops] == [("data", "model")]
+
+
+@pytest.mark.parametrize(("devices", "shape"), [(256, (16, 16)), (512, (16, 32))], ids=str)
+def test_what_a_pair_has_on_average_goes_straight_and_the_rest_over_hops(devices, shape):
+    route = routes.plan_route(16384, ("data", "model"), shape, 10**9 // devices, devices, 1.0)
+    assert route.straight is not None
+    assert (route.straight.room, route.straight.axes) == (16384 // devices, ("data", "model"))
+    assert [hop.axes for hop in route.hops] == [("data",), ("model",)]
+    assert route.places < 16384 * 1.7
+
+
+@pytest.mark.parametrize(("straight", "pairs"), [(32, 1), (32, 16), (32, 512), (48, 32)], ids=str)
+def test_room_for_the_rest_has_the_stated_probability(straight, pairs):
+    trials, share, checks = 16384, 1 / 512, 100_000
+    room = routes._room_for_rest(trials, share, straight, pairs, checks, 1.0)
+    chances = np.exp([routes._log_binomial(trials, share, count) for count in range(200)])
+    rest = np.concatenate([[chances[: straight + 1].sum()], chances[straight + 1 :]])
+    total = functools.reduce(lambda sum_, _: np.convolve(sum_, rest)[: room + 400], range(pairs - 1), rest)
+    assert 0 < total[room + 1 :].sum() <= 1e-9 / checks
+    # Chernoff's bound is some hundred times the tail: one or two standard deviations.
+    mean = pairs * rest @ np.arange(len(rest))
+    deviation = math.sqrt(pairs * rest @ (np.arange(len(rest)) - mean / pairs) ** 2)
+    assert total[round(room - max(2 * deviation, 8)) :].sum() > 1e-9 / checks
+
+
+@pytest.mark.parametrize("hot_rows", [1024, 2048, 8192, 10**6], ids=str)
+def test_positions_that_devices_share_need_no_more_room_than_others(hot_rows):
+    asked, shape, rng = 1024, (8, 8), np.random.default_rng(0)
+    route = routes.plan_route(asked, ("data", "model"), shape, 10**6, 64, 1.0)
+    assert route.straight is not None
+    hot = rng.choice(64 * 10**6, hot_rows, replace=False)
+    drawn = hot[rng.integers(0, hot_rows, (64, asked))] if hot_rows > asked else np.tile(hot, (64, 1))
+    narrow = route._replace(hops=tuple(hop._replace(room=hop.room * 2 // 3) for hop in route.hops))
+    assert routes.simulate(narrow, drawn, dict(zip(("data", "model"), shape, strict=True)), ("data", "model"))[1] == 0
 
 
 # --- values, gradients, steps
@@ -202,6 +239,63 @@ def test_training_by_exchange_is_lazy_adam_in_float64(kind, shape, axes):
     untouched = np.setdiff1d(np.arange(VOCAB), np.setdiff1d(moved, [PAD]))
     np.testing.assert_array_equal(table.in_vocabulary_order()[untouched], TABLE[untouched])
     assert not np.asarray(table.array)[table.deal.ids(np.arange(table.array.shape[0], dtype=np.int32)) >= VOCAB].any()
+
+
+def straight_first(asked, axes, sizes, shard, devices, capacity):
+    """A route that plans choose for more devices only: one position of each pair goes straight."""
+    straight = routes.Hop(axes, math.prod(sizes), shard, 1, math.prod(sizes))
+    return routes._straight_first(asked, straight, [((axis,), size) for axis, size in zip(axes, sizes, strict=True)], devices, capacity)
+
+
+def test_what_goes_straight_and_the_rest_come_back_in_place():
+    axes, shard, size, asked = ("data", "model"), 38, 304, 12
+    mesh, route = mesh_of((2, 4)), straight_first(asked, axes, (2, 4), shard, 8, 1.0)
+    rng = np.random.default_rng(0)
+    positions = np.stack([np.sort(rng.choice(size, asked, replace=False)) for _ in range(8)]).astype(np.int32)
+    # A filler, and on one device more positions of one owner than find room.
+    positions[0, -1], positions[3] = size, np.arange(shard, shard + asked)
+    route = route._replace(hops=(route.hops[0]._replace(room=8), route.hops[1]))
+
+    def exchanged(rows, positions, gradients):
+        sent, asked = exchange.ask(route, positions[0], size)
+        own = asked - jax.lax.axis_index(axes) * shard
+        answers = exchange.answer(route, sent, rows.at[own].get(mode="fill", fill_value=0))
+        sums = jnp.zeros_like(rows).at[own].add(exchange.return_gradients(route, sent, gradients[0]), mode="drop")
+        return answers[None], sums
+
+    rows, gradients = normal(1, size, 2), normal(2, 8, asked, 2)
+    everyone = SPEC(axes)
+    answers, sums = jax.jit(jax.shard_map(exchanged, mesh=mesh, in_specs=everyone, out_specs=everyone))(rows, positions, gradients)
+    # One goes straight and eight over hops, which leaves three; and the filler.
+    lost = np.isnan(np.asarray(answers)).any(-1)
+    assert np.argwhere(lost).tolist() == [[0, 11], [3, 9], [3, 10], [3, 11]]
+    np.testing.assert_array_equal(np.asarray(answers)[~lost], rows[positions[~lost]])
+    assert routes.simulate(route, np.where(positions < size, positions, -1), dict(mesh.shape), axes)[1] == 3
+    expected = np.zeros_like(rows)
+    np.add.at(expected, positions[~lost], gradients[~lost])
+    np.testing.assert_allclose(sums, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 4), (2, 2, 2)], ids=str)
+def test_straight_first_trains_and_looks_up_as_one_hop_does(shape, monkeypatch):
+    monkeypatch.setattr(routes, "plan_route", straight_first)
+    # No other test has this capacity, and so the programs of this one.
+    mesh, capacity = mesh_of(shape), 1.0625
+    table, _, losses, _ = train(mesh, deal(mesh, capacity=capacity))
+    expected, _, _, expected_losses, _ = oracle()
+    np.testing.assert_allclose(losses, expected_losses, rtol=0, atol=1e-3)
+    np.testing.assert_allclose(table.in_vocabulary_order(), expected, rtol=0, atol=TRAINED_ERROR)
+    # What finds no room is NaN, and counted on the host.
+    ids = np.concatenate([np.tile(owned_by_one(36)[:18], (8, 1)), BATCHES[0][:8]], axis=1)
+    ids = np.where((ids >= 0) & (ids < VOCAB), ids, 7)
+    weights, table = normal(1, *ids.shape, WIDTH), deal(mesh, capacity=capacity)
+    rows, gradient = lookup_and_gradient(table, put(mesh, ids), put(mesh, weights))
+    lost = np.isnan(np.asarray(rows)).any(-1)
+    expected, expected_gradient = lookup_and_gradient(jnp.asarray(TABLE), ids, np.where(lost[..., None], 0, weights))
+    assert bool(lost.any()) == (table.exchange_load(ids).dropped > 0)
+    np.testing.assert_array_equal(np.asarray(rows)[~lost], np.asarray(expected)[~lost])
+    np.testing.assert_allclose(gradient.in_vocabulary_order(), expected_gradient, rtol=0, atol=1e-4)
 
 
 @jax.jit
@@ -309,7 +403,7 @@ def test_a_step_by_exchange_sends_all_to_alls_of_the_stated_sizes_and_nothing_la
         return te.rows.update(OPTIMIZER, grads, state, params)
 
     sent = collectives(jax.jit(step, donate_argnums=(0, 1)).lower(params, state, tokens, weights).compile())
-    hops = exchange.plan_hops(ids, mesh.axis_names, shape, vocab_size // 8, 8, 1.0)
+    hops = routes.plan_route(ids, mesh.axis_names, shape, vocab_size // 8, 8, 1.0).hops
     assert {each.kind for each in sent} == {"all-to-all"}
     assert len(sent) == 3 * len(hops)
     places = [hop.parts * hop.room for hop in hops]
@@ -333,7 +427,7 @@ def test_ids_that_find_no_room_read_as_nan_and_get_no_update():
     same = owned_by_one(36)
     ids = np.tile(same, (8, 1))
     crowded, roomy = deal(mesh), deal(mesh, capacity=8.0)
-    room = exchange.plan_hops(36, mesh.axis_names, (1, 8), crowded.array.shape[0] // 8, 8, 1.0)[0].room
+    room = routes.plan_route(36, mesh.axis_names, (1, 8), crowded.array.shape[0] // 8, 8, 1.0).hops[0].room
     assert room < len(same)
     load = crowded.exchange_load(ids)
     assert load.dropped == 8 * (len(same) - room)
@@ -374,7 +468,7 @@ def test_the_load_on_the_host_counts_what_the_devices_do(shape):
     load = table.exchange_load(ids)
     assert load.rows.shape == shape
     assert (load.dropped > 0) == bool(lost)
-    if len(exchange.plan_hops(36, mesh.axis_names, shape, table.array.shape[0] // 8, 8, 1.0)) == 1:
+    if len(routes.plan_route(36, mesh.axis_names, shape, table.array.shape[0] // 8, 8, 1.0).hops) == 1:
         assert load.dropped == len(lost)
 
 

@@ -6,10 +6,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32, Integer, UInt
 
 from transformer_embed import _checks
+from transformer_embed._typing import ArrayLike, DTypeLike
 
 
 def alibi_slopes(num_heads: int, *, max_bias: float = 8.0) -> Float32[Array, "h"]:

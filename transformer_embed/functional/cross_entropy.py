@@ -26,10 +26,10 @@ import jax
 import jax.numpy as jnp
 from jax import export
 from jax.custom_derivatives import SymbolicZero
-from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int32
 
 from transformer_embed import _checks
+from transformer_embed._typing import ArrayLike
 from transformer_embed.functional.lookup import Table, as_wide_as_table
 from transformer_embed.functional.mesh import Axes, leading_without, per_dimension, spec_of
 

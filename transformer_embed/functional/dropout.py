@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, UInt32
 
 from transformer_embed import _checks
+from transformer_embed._typing import ArrayLike
 from transformer_embed.functional.phase import multiply_high
 
 _THREEFRY = "threefry2x32"

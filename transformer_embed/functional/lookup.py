@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int32, Integer, UInt32
 
 from transformer_embed import _checks
+from transformer_embed._typing import ArrayLike
 
 OUT_OF_RANGE = ("nan", "clip", "zero")
 LOOKUP_STYLES = ("gather", "one_hot")
@@ -280,19 +280,39 @@ def read_or_zero(table: Float[Array, "v d"], index: UInt32[Array, "..."]) -> Flo
     """
     wide = table.astype(_checks.wide(table.dtype))
     explicit = _explicit_sharding(table, index)
-    if explicit:
-        rows = wide.at[index].get(mode="fill", fill_value=0, out_sharding=explicit)
-    elif _is_on_one_device() and index.size * table.size and not any(map(export.is_symbolic_dim, (*table.shape, *index.shape))):
-        by_runs = jax.checkpoint(_read_each_row_once)
-        rows = jax.lax.platform_dependent(wide, index, cuda=by_runs, rocm=by_runs, default=_read_each_repeat)
+    by_repeats, by_runs = (functools.partial(read, explicit) for read in (_read_each_repeat, _read_each_row_once_a_device))
+    if _is_sortable(table, index, explicit):
+        rows = jax.lax.platform_dependent(wide, index, cuda=by_runs, rocm=by_runs, default=by_repeats)
     else:
-        rows = _read_each_repeat(wide, index)
+        rows = by_repeats(wide, index)
     return rows.astype(table.dtype)
 
 
-def _read_each_repeat(table: Float[Array, "v d"], index: UInt32[Array, "..."]) -> Float[Array, "... d"]:
+def _is_sortable(table: Float[Array, "v d"], index: UInt32[Array, "..."], explicit: NamedSharding | None) -> bool:
+    """Whether each device has the whole vocabulary and a part of the index that is known while tracing, and so can be sorted."""
+    if not index.size * table.size or any(map(export.is_symbolic_dim, (*table.shape, *index.shape))):
+        return False
+    if explicit is None:
+        return _is_on_one_device()
+    all_explicit = set(explicit.mesh.axis_types) == {jax.sharding.AxisType.Explicit}
+    # Before jax 0.7, a shard_map under explicit axes has no transpose.
+    return all_explicit and jax.typeof(table).sharding.spec[0] is None and hasattr(jax, "set_mesh")
+
+
+def _read_each_repeat(explicit: NamedSharding | None, table: Float[Array, "v d"], index: UInt32[Array, "..."]) -> Float[Array, "... d"]:
     """Its transpose is a scatter-add whose indices may repeat. On a GPU that takes atomic additions."""
-    return table.at[index].get(mode="fill", fill_value=0)
+    return table.at[index].get(mode="fill", fill_value=0, out_sharding=explicit)
+
+
+def _read_each_row_once_a_device(
+    explicit: NamedSharding | None, table: Float[Array, "v d"], index: UInt32[Array, "..."]
+) -> Float[Array, "... d"]:
+    """Under explicit mesh axes, each device sums the repeats of its own part of the index."""
+    read = jax.checkpoint(_read_each_row_once)
+    if explicit is None:
+        return read(table, index)
+    specs = (jax.typeof(table).sharding.spec, jax.typeof(index).sharding.spec)
+    return jax.shard_map(read, mesh=explicit.mesh, in_specs=specs, out_specs=explicit.spec)(table, index)
 
 
 def _read_each_row_once(table: Float[Array, "v d"], index: UInt32[Array, "..."]) -> Float[Array, "... d"]:

@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Integer
 
 from transformer_embed import _checks
+from transformer_embed._typing import ArrayLike, DTypeLike
 
 MOST_QUERIES = 2**30
 

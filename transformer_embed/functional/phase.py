@@ -15,10 +15,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Float32, Integer, UInt32
 
 from transformer_embed import _checks
+from transformer_embed._typing import ArrayLike
 
 PI = decimal.Decimal("3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803482534")
 # A frequency beyond the largest decimal becomes infinite, and `channels` refuses it as too high.

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int32
 
 from transformer_embed import _checks
+from transformer_embed._typing import ArrayLike
 
 
 class TokenPositions(NamedTuple):

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Shaped
 
 from transformer_embed import _checks
+from transformer_embed._typing import ArrayLike
 from transformer_embed.functional import phase
 from transformer_embed.functional.rotary_scaling import Scaled, Scaling, unscaled
 
@@ -68,7 +68,8 @@ def apply_rotary(
         TypeError: x does not have a floating dtype of 16 bits or more; positions are neither integers nor float32; another argument
             has the wrong type.
         ValueError: a shape that does not fit, an odd number of channels to pair, a host position outside int32, an unknown layout or
-            partial, or sections that do not add up to the number of pairs.
+            partial, or sections that do not add up to the number of pairs; an attention factor that float32 does not hold, or a base
+            and a scaling for which a frequency passes 2**32 turns a position.
 
     Example:
         >>> import jax.numpy as jnp
@@ -208,6 +209,8 @@ def _constants(spec: _Spec) -> tuple[tuple[phase.Channels, ...], float]:
         frequencies, attention_factor = (
             Scaled(unscaled(spec.dim, spec.base)) if spec.scaling is None else spec.scaling.scaled(spec.dim, spec.base)
         )
+    if not float(np.finfo(np.float32).tiny) <= attention_factor <= float(np.finfo(np.float32).max):
+        raise ValueError(_checks.wanted("scaling", "an attention factor that float32 holds", f"{attention_factor:g}"))
     frequencies = frequencies[: spec.turning] + (phase.ZERO,) * (spec.dim // 2 - spec.turning)
     ends = np.cumsum(spec.sections)
     sections = [frequencies[end - size : end] for end, size in zip(ends, spec.sections, strict=True)]

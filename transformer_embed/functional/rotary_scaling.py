@@ -4,7 +4,7 @@ import dataclasses
 import decimal
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformer_embed import _checks
 from transformer_embed.functional import phase
@@ -115,8 +115,7 @@ class DynamicNTKScaling:
 
     def __post_init__(self):
         _checks.real("factor", self.factor, above=0)
-        _checks.integer("original_length", self.original_length, at_least=1)
-        _checks.integer("length", self.length, at_least=0)
+        _set_lengths(self, original_length=1, length=0)
 
     def scaled(self, dim: int, base: float) -> Scaled:
         """The frequencies of dim channels."""
@@ -175,7 +174,7 @@ class YarnScaling:
 
     def __post_init__(self):
         _checks.real("factor", self.factor, above=0)
-        _checks.integer("original_length", self.original_length, at_least=1)
+        _set_lengths(self, original_length=1)
         _checks.real("beta_fast", self.beta_fast, above=_checks.real("beta_slow", self.beta_slow, above=0))
         _checks.flag("truncate", self.truncate)
         _check_not_negative("mscale", self.mscale)
@@ -241,7 +240,7 @@ class Llama3Scaling:
     def __post_init__(self):
         _checks.real("factor", self.factor, above=0)
         _checks.real("high_freq_factor", self.high_freq_factor, above=_checks.real("low_freq_factor", self.low_freq_factor, above=0))
-        _checks.integer("original_length", self.original_length, at_least=1)
+        _set_lengths(self, original_length=1)
 
     def scaled(self, dim: int, base: float) -> Scaled:
         """The frequencies of dim channels."""
@@ -296,8 +295,7 @@ class LongRopeScaling:
             factors = _checks.sequence(name, getattr(self, name))
             object.__setattr__(self, name, tuple(_checks.real(f"{name}[{n}]", each, above=0) for n, each in enumerate(factors)))
         _checks.real("factor", self.factor, above=0)
-        _checks.integer("original_length", self.original_length, at_least=2)
-        _checks.integer("length", self.length, at_least=0)
+        _set_lengths(self, original_length=2, length=0)
         _check_attention_factor(self.attention_factor)
 
     def scaled(self, dim: int, base: float) -> Scaled:
@@ -341,6 +339,12 @@ def _clipped(share: Decimal) -> Decimal:
 
 def _decimal(value: float) -> Decimal:
     return Decimal(float(value))
+
+
+def _set_lengths(scaling: Any, **at_least: int) -> None:
+    """Makes lengths Python ints, which decimals take, of whatever integers they are."""
+    for name, lowest in at_least.items():
+        object.__setattr__(scaling, name, _checks.integer(name, getattr(scaling, name), at_least=lowest))
 
 
 def _check_not_negative(name: str, value: float) -> None:

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from transformer_embed import _checks
+from transformer_embed._typing import ArrayLike, DTypeLike
 from transformer_embed.functional import phase
 
 LAYOUTS = ("interleaved", "sin_cos", "cos_sin")

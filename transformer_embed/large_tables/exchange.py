@@ -8,44 +8,19 @@ device's shard is a range of positions and an ascending list of positions is gro
     rows                <--- all-to-all -----  rows of the shard                       (`ask`, then `answer`)
     gradients of rows   ---- all-to-all ---->  one gradient a row, repeats summed      (`return_gradients`)
 
-Buffers have a fixed size: a device can send `room` positions to each other one. `plan_hops` sizes them so that hashed ids overflow in less
-than one step in 1e9, and goes over one mesh axis after the other where that takes smaller buffers: a first hop to the device of the owner's
-row of the mesh, which merges what its peers ask for, then a second one to the owner. A position that finds no room is
-answered with NaN and its gradient is dropped.
+Each arrow is one all-to-all for each hop of the route (see `routes`): a straight one, others one after the other, or both. Buffers have a
+fixed size; a position that finds no room is answered with NaN and its gradient is dropped.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
-from transformer_embed.functional.mesh import Axes
-
-OVERFLOW_PROBABILITY = 1e-9
-# Rows of a buffer come in whole tiles of a TPU.
-TILE = 8
-
-
-class Hop(NamedTuple):
-    """One all-to-all of an exchange: static.
-
-    Args:
-        axes: the mesh axes that it goes over.
-        parts: number of devices along them.
-        stride: consecutive positions that belong to one part.
-        room: positions that a device can send to each part.
-        distinct: different positions that a device can receive.
-    """
-
-    axes: Axes
-    parts: int
-    stride: int
-    room: int
-    distinct: int
+from transformer_embed.functional.lookup import read_or_zero
+from transformer_embed.large_tables.routes import Hop, Route
 
 
 class Sent(NamedTuple):
@@ -53,7 +28,7 @@ class Sent(NamedTuple):
 
     Args:
         starts: [parts + 1], the index of the first position sent to each part.
-        slots: [asked], the place in the send buffer of each position asked for; past its end where there was no room.
+        slots: [asked], the place in the send buffer of each position asked for; past its end, and distinct, where there was no room.
         found: [parts * room], which of the distinct positions received each place of the receive buffer asks for; past the end: none.
     """
 
@@ -62,143 +37,122 @@ class Sent(NamedTuple):
     found: Int32[Array, "s"]
 
 
-# --- sizes, on the host
+class SentOnRoute(NamedTuple):
+    """Where the positions that went over a route are in its buffers, on one device.
 
-
-def plan_hops(asked: int, axes: Axes, sizes: Sequence[int], shard: int, devices: int, capacity: float) -> tuple[Hop, ...]:
-    """The hops with the smallest buffers for `asked` distinct positions a device, over axes of these sizes with `shard` rows a device."""
-    plans = [_plan(asked, grouping, shard, devices, capacity) for grouping in _groupings([*zip(axes, sizes, strict=True)])]
-    return min(plans, key=lambda hops: sum(hop.parts * hop.room for hop in hops))
-
-
-def _groupings(axes: Sequence[tuple[str, int]]) -> list[list[tuple[Axes, int]]]:
-    """Every way to go over the axes in order, some of them together in one hop."""
-    if not axes:
-        return [[]]
-    groupings = []
-    for head in range(1, len(axes) + 1):
-        names, sizes = zip(*axes[:head], strict=True)
-        groupings += [[(names, math.prod(sizes)), *rest] for rest in _groupings(axes[head:])]
-    return groupings
-
-
-def _plan(asked: int, grouping: list[tuple[Axes, int]], shard: int, devices: int, capacity: float) -> tuple[Hop, ...]:
-    checks = sum(devices * (parts + 1) for _, parts in grouping)
-    hops, before, reachable = [], 1, shard * math.prod(parts for _, parts in grouping)
-    most = min(asked, reachable)
-    for axes, parts in grouping:
-        stride, reached = reachable // parts, before * parts
-        room = min(_room(asked * before, 1 / reached, checks, capacity), most, stride)
-        room = -(-room // TILE) * TILE
-        distinct = min(_room(asked * reached, 1 / reached, checks, capacity), parts * room, stride)
-        hops.append(Hop(axes, parts, stride, room, distinct))
-        before, reachable, most = reached, stride, distinct
-    return tuple(hops)
-
-
-def _room(trials: int, share: float, checks: int, capacity: float) -> int:
-    """Places for those of `trials` positions that go one way with probability `share`.
-
-    The smallest number that a binomial variable exceeds with a probability of at most OVERFLOW_PROBABILITY / checks, by the bound of its
-    upper tail by a geometric series; at least `capacity` times its mean.
+    Args:
+        straight: of the straight hop. Its buffers are followed by those of the rest: `slots` and `found` count on into them.
+        left: [rest], the index of each position of the rest among those asked for; past their end: none.
+        over_hops: of each hop.
     """
-    if share == 1:
-        return trials
-    limit = math.log(OVERFLOW_PROBABILITY / checks)
-    room = max(math.ceil(trials * share), 1)
-    while room < trials:
-        first = room + 1
-        ratio = (trials - first) / (first + 1) * share / (1 - share)
-        if ratio < 1 and _log_binomial(trials, share, first) - math.log1p(-ratio) <= limit:
-            break
-        room += 1
-    return min(trials, max(room, math.ceil(min(capacity * trials * share, trials))))
+
+    straight: Sent | None
+    left: Int32[Array, "r"] | None
+    over_hops: list[Sent]
 
 
-def _log_binomial(trials: int, share: float, count: int) -> float:
-    ways = math.lgamma(trials + 1) - math.lgamma(count + 1) - math.lgamma(trials - count + 1)
-    return ways + count * math.log(share) + (trials - count) * math.log1p(-share)
-
-
-def simulate(hops: Sequence[Hop], asked: np.ndarray, sizes: Mapping[str, int], batch: Axes) -> tuple[np.ndarray, int]:
-    """What an exchange does with the positions [devices, asked] of a batch, on the host; -1 marks no position.
-
-    Returns:
-        The number of positions that each device is asked for over the last hop, [size of each axis of the batch, ...], and how many
-        found no room.
-    """
-    shape = tuple(sizes[axis] for axis in batch)
-    wanted = {device: _distinct_on_host(row) for device, row in zip(np.ndindex(shape), asked, strict=True)}
-    load, dropped = np.zeros(shape, np.int64), 0
-    for hop in hops:
-        places = [batch.index(axis) for axis in hop.axes]
-        received = {device: [] for device in wanted}
-        for device, positions in wanted.items():
-            parts = positions // hop.stride % hop.parts
-            for part in np.unique(parts):
-                some = positions[parts == part]
-                to = list(device)
-                for place, index in zip(places, np.unravel_index(part, [shape[place] for place in places]), strict=True):
-                    to[place] = int(index)
-                received[tuple(to)].append(some[: hop.room])
-                dropped += max(len(some) - hop.room, 0)
-        for device, some in received.items():
-            load[device] = sum(map(len, some))
-            distinct = _distinct_on_host(np.concatenate([*some, np.zeros(0, np.int64)]))
-            wanted[device] = distinct[: hop.distinct]
-            dropped += len(distinct) - len(wanted[device])
-    return load, dropped
-
-
-def _distinct_on_host(positions: np.ndarray) -> np.ndarray:
-    return np.unique(positions[positions >= 0]).astype(np.int64)
-
-
-# --- on one device
-
-
-def ask(hops: Sequence[Hop], positions: Int32[Array, "k"], size: int) -> tuple[list[Sent], Int32[Array, "m"]]:
+def ask(route: Route, positions: Int32[Array, "k"], size: int) -> tuple[SentOnRoute, Int32[Array, "m"]]:
     """Sends ascending, distinct positions to their owners; those from `size` on fill up and are not sent.
 
     Returns:
-        What was sent over each hop, and the positions that this device is asked for, in the form of the argument.
+        What was sent, and the positions that this device is asked for, in the form of the argument.
     """
+    if route.straight is None:
+        over_hops, asked = _ask_over_hops(route.hops, positions, size)
+        return SentOnRoute(None, None, over_hops), asked
+    hop, count = route.straight, len(positions)
+    places = hop.parts * hop.room
+    starts, slots, arrived = _send_positions(hop, positions, size)
+    goes = slots < places
+    in_rest = ~goes & (positions < size)
+    left = _packed(jnp.arange(count, dtype=jnp.int32), in_rest, count, route.rest)
+    rest = jnp.where(left < count, positions.at[left].get(mode="clip"), size + jnp.arange(route.rest, dtype=jnp.int32))
+    over_hops, of_rest = _ask_over_hops(route.hops, rest, size)
+    slots = jnp.where(in_rest, places + jnp.cumsum(in_rest, dtype=jnp.int32) - 1, jnp.where(goes, slots, slots + route.rest))
+    asked, found = _merged(jnp.concatenate([arrived, of_rest]), size, route.distinct)
+    return SentOnRoute(Sent(starts, slots, found), left, over_hops), asked
+
+
+def answer(route: Route, sent: SentOnRoute, rows: Float[Array, "m d"]) -> Float[Array, "k d"]:
+    """Sends the rows that this device was asked for back to those who asked; NaN for a position that found no room."""
+    if route.straight is None or sent.straight is None:
+        return _answer_over_hops(route.hops, sent.over_hops, rows)
+    answers, places = _rows_found(rows, sent.straight.found), route.straight.parts * route.straight.room
+    straight, rest = _to_parts(route.straight, answers[:places]), _answer_over_hops(route.hops, sent.over_hops, answers[places:])
+    return _rows_in_slots(jnp.concatenate([straight, rest]), sent.straight.slots)
+
+
+def return_gradients(route: Route, sent: SentOnRoute, gradients: Float[Array, "k d"]) -> Float[Array, "m d"]:
+    """The gradient of each row that this device was asked for, summed over those who asked: the transpose of `answer`."""
+    if route.straight is None or sent.straight is None:
+        return _return_over_hops(route.hops, sent.over_hops, gradients)
+    straight = _to_parts(route.straight, _bucket(route.straight, sent.straight.starts, gradients, 0))
+    rest = _return_over_hops(route.hops, sent.over_hops, gradients.at[sent.left].get(mode="fill", fill_value=0))
+    return _summed(jnp.concatenate([straight, rest]), sent.straight.found, route.distinct)
+
+
+def _ask_over_hops(hops: Sequence[Hop], positions: Int32[Array, "k"], size: int) -> tuple[list[Sent], Int32[Array, "m"]]:
     sent = []
     for hop in hops:
-        parts = jnp.where(positions < size, positions // hop.stride % hop.parts, hop.parts)
-        starts = count_below(parts, jnp.arange(hop.parts + 1, dtype=jnp.int32))
-        rank = jnp.arange(len(positions), dtype=jnp.int32) - starts[parts]
-        fits = (parts < hop.parts) & (rank < hop.room)
-        slots = jnp.where(fits, parts * hop.room + rank, hop.parts * hop.room)
-        received = _to_parts(hop, _bucket(hop, starts, positions, size))
-        positions = distinct_ascending(received, size, hop.distinct)
-        found = count_below(positions, received)
-        known = (received < size) & (positions[jnp.minimum(found, hop.distinct - 1)] == received)
-        sent.append(Sent(starts, slots, jnp.where(known, found, hop.distinct)))
+        starts, slots, received = _send_positions(hop, positions, size)
+        positions, found = _merged(received, size, hop.distinct)
+        sent.append(Sent(starts, slots, found))
     return sent, positions
 
 
-def answer(hops: Sequence[Hop], sent: Sequence[Sent], rows: Float[Array, "m d"]) -> Float[Array, "k d"]:
-    """Sends the rows that this device was asked for back to those who asked; NaN for a position that found no room."""
+def _answer_over_hops(hops: Sequence[Hop], sent: Sequence[Sent], rows: Float[Array, "m d"]) -> Float[Array, "k d"]:
     for hop, (_, slots, found) in reversed([*zip(hops, sent, strict=True)]):
-        answers = rows.at[found].get(mode="fill", fill_value=jnp.nan)
-        rows = _to_parts(hop, answers).at[slots].get(mode="fill", fill_value=jnp.nan)
+        rows = _rows_in_slots(_to_parts(hop, _rows_found(rows, found)), slots)
     return rows
 
 
-def return_gradients(hops: Sequence[Hop], sent: Sequence[Sent], gradients: Float[Array, "k d"]) -> Float[Array, "m d"]:
-    """The gradient of each row that this device was asked for, summed over those who asked: the transpose of `answer`."""
+def _return_over_hops(hops: Sequence[Hop], sent: Sequence[Sent], gradients: Float[Array, "k d"]) -> Float[Array, "m d"]:
     for hop, (starts, _, found) in zip(hops, sent, strict=True):
-        received = _to_parts(hop, _bucket(hop, starts, gradients, 0))
-        gradients = jnp.zeros((hop.distinct, gradients.shape[1]), gradients.dtype).at[found].add(received, mode="drop")
+        gradients = _summed(_to_parts(hop, _bucket(hop, starts, gradients, 0)), found, hop.distinct)
     return gradients
+
+
+def _send_positions(hop: Hop, positions: Int32[Array, "k"], size: int) -> tuple[Int32[Array, "p"], Int32[Array, "k"], Int32[Array, "s"]]:
+    """Where the first position to each part is, the slot of each position, and the positions received."""
+    parts = jnp.where(positions < size, positions // hop.stride % hop.parts, hop.parts)
+    starts = count_below(parts, jnp.arange(hop.parts + 1, dtype=jnp.int32))
+    index = jnp.arange(len(positions), dtype=jnp.int32)
+    rank = index - starts[parts]
+    fits = (parts < hop.parts) & (rank < hop.room)
+    slots = jnp.where(fits, parts * hop.room + rank, hop.parts * hop.room + index)
+    return starts, slots, _to_parts(hop, _bucket(hop, starts, positions, size))
+
+
+def _merged(received: Int32[Array, "s"], size: int, room: int) -> tuple[Int32[Array, "m"], Int32[Array, "s"]]:
+    """The distinct positions received, and which of them each place asks for; past the end: none."""
+    positions = distinct_ascending(received, size, room)
+    found = count_below(positions, received)
+    known = (received < size) & (positions[jnp.minimum(found, room - 1)] == received)
+    return positions, jnp.where(known, found, room)
+
+
+def _rows_found(rows: Float[Array, "m d"], found: Int32[Array, "s"]) -> Float[Array, "s d"]:
+    """The row for each place; NaN for none."""
+    return jnp.where((found < len(rows))[:, None], read_or_zero(rows, found.astype(jnp.uint32)), jnp.nan)
+
+
+def _rows_in_slots(buffer: Float[Array, "s d"], slots: Int32[Array, "k"]) -> Float[Array, "k d"]:
+    """The row in each slot; NaN for one past the end."""
+    return buffer.at[slots].get(mode="fill", fill_value=jnp.nan, unique_indices=True)
+
+
+def _summed(rows: Float[Array, "s d"], found: Int32[Array, "s"], count: int) -> Float[Array, "m d"]:
+    """The sum of the rows with each number below count: the transpose of a read, which says how a GPU sums."""
+    # Only its type is used: it varies over the mesh as the rows do, so that the sum is not one over devices.
+    sums = jnp.broadcast_to(rows[:1], (count, rows.shape[1]))
+    return jax.linear_transpose(lambda sums: read_or_zero(sums, found.astype(jnp.uint32)), sums)(rows)[0]
 
 
 def sum_repeats(positions: Int32[Array, "n"], gradients: Float[Array, "n d"], size: int) -> tuple[Int32[Array, "m"], Float[Array, "m d"]]:
     """The distinct positions below `size`, ascending and filled up, and the sum of the gradients of each."""
     distinct = distinct_ascending(positions, size, min(len(positions), size))
     found = jnp.where(positions < size, count_below(distinct, positions), len(distinct))
-    return distinct, jnp.zeros((len(distinct), gradients.shape[1]), gradients.dtype).at[found].add(gradients, mode="drop")
+    return distinct, _summed(gradients, found, len(distinct))
 
 
 def _bucket(hop: Hop, starts: Int32[Array, "p"], values: Array, fill: int) -> Array:
@@ -217,8 +171,13 @@ def distinct_ascending(values: Int32[Array, "..."], size: int, room: int) -> Int
     """The `room` smallest distinct values below `size`, ascending, filled up with distinct ones from `size` on."""
     ordered = jnp.sort(values.reshape(-1))
     first = jnp.concatenate([jnp.ones_like(ordered[:1], bool), ordered[1:] != ordered[:-1]])
-    slots = jnp.where(ordered < size, jnp.cumsum(first, dtype=jnp.int32) - 1, room)
-    return jnp.arange(size, size + room, dtype=jnp.int32).at[slots].set(ordered, mode="drop", indices_are_sorted=True)
+    return _packed(ordered, first & (ordered < size), size, room)
+
+
+def _packed(values: Int32[Array, "n"], kept: Bool[Array, "n"], size: int, room: int) -> Int32[Array, "k"]:
+    """The first `room` values that are kept, in order, filled up with distinct ones from `size` on."""
+    slots = jnp.where(kept, jnp.cumsum(kept, dtype=jnp.int32) - 1, room)
+    return jnp.arange(size, size + room, dtype=jnp.int32).at[slots].set(values, mode="drop")
 
 
 def count_below(ascending: Int32[Array, "k"], values: Int32[Array, "..."]) -> Int32[Array, "..."]:

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed import _checks
+from transformer_embed._typing import ArrayLike
 from transformer_embed.functional.lookup import Table, as_table, rows_at
 from transformer_embed.large_tables import row_wise
 from transformer_embed.large_tables.exchange import count_below
@@ -392,7 +392,7 @@ def _block(size: int, vocab_size: int) -> int:
     return block + 1 if block == vocab_size else block
 
 
-def _put(leaves: Sequence[Array], places: Sequence[int], new: Sequence[Array]) -> list[Array]:
+def _put(leaves: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
     """The leaves, some of them replaced."""
     return [*(dict(enumerate(leaves)) | dict(zip(places, new, strict=True))).values()]
 

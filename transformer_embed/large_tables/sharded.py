@@ -25,13 +25,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed import _checks
-from transformer_embed.functional.lookup import Table, rows_at
+from transformer_embed._typing import ArrayLike
+from transformer_embed.functional.lookup import Table, read_or_zero, rows_at
 from transformer_embed.functional.mesh import Axes, leading_without, per_dimension, spec_of
-from transformer_embed.large_tables import exchange, rows
+from transformer_embed.large_tables import exchange, routes, rows
 from transformer_embed.large_tables.dealing import Deal
 
 
@@ -254,7 +254,7 @@ def _gather_from_shards(table: Sharded, ids: Int32[Array, "..."]) -> Float[Array
             ids = jax.lax.all_gather(ids, axes, axis=dimension, tiled=True) if axes else ids
         row = table.positions(ids) - _index(row_axes) * shard.shape[0]
         # Unsigned, for a negative index would count from the end.
-        rows = shard.at[row.astype(jnp.uint32)].get(mode="fill", fill_value=0).astype(table.dtype)
+        rows = read_or_zero(shard, row.astype(jnp.uint32)).astype(table.dtype)
         rows = jax.lax.psum(rows, elsewhere) if elsewhere else rows
         for dimension, axes in enumerate(by_dimension):
             rows = jax.lax.psum_scatter(rows, axes, scatter_dimension=dimension, tiled=True) if axes else rows
@@ -331,7 +331,7 @@ class _Traffic:
         owners: the mesh axes that the rows are split over.
         batch: as of `Sharded`.
         split: the mesh axes that each dimension of the ids is split over.
-        hops: of the exchange.
+        route: of the exchange.
         deal: the table's.
     """
 
@@ -339,7 +339,7 @@ class _Traffic:
     owners: Axes
     batch: Axes
     split: tuple[Axes, ...]
-    hops: tuple[exchange.Hop, ...]
+    route: routes.Route
     deal: Deal
 
     @property
@@ -363,23 +363,25 @@ def _plan(table: Sharded, ids: Int32[Array, "..."], distinct: Callable[[Array], 
         want = f"split over the mesh axes of the table's rows, {owners}, to exchange them (the batch must divide by the devices)"
         raise ValueError(_checks.wanted("ids", want, f"shape {list(ids.shape)} split over {tuple(askers)}"))
     devices = math.prod(mesh.shape[axis] for axis in askers)
-    asked = jax.eval_shape(distinct, jax.ShapeDtypeStruct((ids.size // devices,), ids.dtype)).shape[0]
-    return _Traffic(mesh, owners, table.batch, split, _hops(table, devices, asked), deal)
+    on_device = jax.shard_map(distinct, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
+    asked = jax.eval_shape(on_device, jax.ShapeDtypeStruct((ids.size // devices,), ids.dtype)).shape[0]
+    return _Traffic(mesh, owners, table.batch, split, _route(table, devices, asked), deal)
 
 
-def _hops(table: Sharded, devices: int, asked: int) -> tuple[exchange.Hop, ...]:
-    """The hops for so many devices that each ask for so many distinct rows at most."""
+def _route(table: Sharded, devices: int, asked: int) -> routes.Route:
+    """The route for so many devices that each ask for so many distinct rows at most."""
     owners = table.axes[0]
-    sizes = [table.sharding.mesh.shape[axis] for axis in owners]
-    return exchange.plan_hops(asked, owners, sizes, table.array.shape[0] // math.prod(sizes), devices, table.capacity)
+    sizes = tuple(table.sharding.mesh.shape[axis] for axis in owners)
+    return routes.plan_route(asked, owners, sizes, table.array.shape[0] // math.prod(sizes), devices, table.capacity)
 
 
 def _ask_owners(traffic: _Traffic, positions: Int32[Array, "k"], shard: Float[Array, "s d"]):
     """The rows at ascending, distinct positions; what was sent for them; and the positions in this shard that others ask for."""
     size = traffic.deal.size
-    sent, asked = exchange.ask(traffic.hops, positions, size)
+    sent, asked = exchange.ask(traffic.route, positions, size)
     own = asked - _index(traffic.owners) * shard.shape[0]
-    answers = exchange.answer(traffic.hops, sent, shard.at[own].get(mode="fill", fill_value=0))
+    own_rows = shard.at[own].get(mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True)
+    answers = exchange.answer(traffic.route, sent, own_rows)
     # A filler has no room either, but only a row that was asked for is NaN.
     return jnp.where((positions < size)[:, None], answers, 0), sent, own
 
@@ -411,14 +413,14 @@ def _read_held(held: Int32[Array, "k"], values: Float[Array, "k d"], positions: 
 
 
 def _load(table: Sharded, deal: Deal, ids: np.ndarray) -> ExchangeLoad:
-    """Of a lookup of these ids, whose first dimension is split over the batch's axes; see `exchange.simulate`."""
+    """Of a lookup of these ids, whose first dimension is split over the batch's axes; see `routes.simulate`."""
     sizes = dict(table.sharding.mesh.shape)
     devices = math.prod(sizes[axis] for axis in table.batch)
     if ids.ndim == 0 or ids.shape[0] % devices:
         raise ValueError(_checks.wanted("ids", f"a first dimension that {devices} devices divide", f"shape {list(ids.shape)}"))
     positions = deal.positions(np.clip(ids, 0, table.vocab_size - 1).astype(np.int32))
     asked = max(1, min(ids.size // devices, table.vocab_size))
-    return ExchangeLoad(*exchange.simulate(_hops(table, devices, asked), positions.reshape(devices, -1), sizes, table.batch))
+    return ExchangeLoad(*routes.simulate(_route(table, devices, asked), positions.reshape(devices, -1), sizes, table.batch))
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -459,7 +461,7 @@ class _ExchangedRows(rows.TakenRows):
     """
 
     row_dtype: Any
-    sent: list[exchange.Sent]
+    sent: exchange.SentOnRoute
     asked: Any
     traffic: _Traffic
 
@@ -498,10 +500,10 @@ def _gather_exchanged(taken: _ExchangedRows, ids: Int32[Array, "..."]) -> Float[
 def _return_gradients(taken: _ExchangedRows, gradient: Float[Array, "k d"]) -> tuple[Int32[Array, "m"], Float[Array, "m d"]]:
     """On each device, the ids of its shard that were asked for, and the sum of their gradients."""
     traffic = taken.traffic
-    shard = traffic.hops[-1].stride
+    shard = traffic.route.hops[-1].stride
 
     def send(sent, own, gradient):
-        sums = exchange.return_gradients(traffic.hops, sent, gradient)
+        sums = exchange.return_gradients(traffic.route, sent, gradient)
         if traffic.twins:
             own, sums = (jax.lax.all_gather(each, traffic.twins, tiled=True) for each in (own, sums))
             own, sums = exchange.sum_repeats(own, sums, shard)
@@ -524,7 +526,7 @@ class _OwnedRows(rows.Rows):
         if self.ids is other.ids or not isinstance(other, _OwnedRows):
             return super().__add__(other)
         traffic = self.traffic
-        shard = traffic.hops[-1].stride
+        shard = traffic.route.hops[-1].stride
 
         def merge(ids, values):
             ids, values = jnp.concatenate(ids), jnp.concatenate(values)

@@ -5,9 +5,9 @@ import numbers
 
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from transformer_embed import _checks
+from transformer_embed._typing import DTypeLike
 from transformer_embed.functional.lookup import LOOKUP_STYLES, OUT_OF_RANGE
 from transformer_embed.layers.schemes import Scheme, Sinusoidal
 

@@ -8,10 +8,10 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from transformer_embed import _checks
+from transformer_embed._typing import ArrayLike
 from transformer_embed.functional.lookup import Table
 from transformer_embed.layers.config import EmbedderConfig
 from transformer_embed.layers.modules import Params, TransformerEmbedding

@@ -8,10 +8,10 @@ from typing import Any
 import haiku as hk
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
 from transformer_embed import _checks
+from transformer_embed._typing import ArrayLike, DTypeLike
 from transformer_embed.functional.bias import relative_position_buckets
 from transformer_embed.functional.cross_entropy import tied_cross_entropy
 from transformer_embed.functional.dropout import dropout

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed import _checks
+from transformer_embed._typing import ArrayLike
 from transformer_embed.functional.positions import positions_of_tokens
 from transformer_embed.functional.sinusoidal import sinusoidal_channels, sinusoidal_encoding, sinusoidal_grid
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from transformer_embed import _checks
+from transformer_embed._typing import DTypeLike
 
 KIND = "kind"
 # More axes than numpy allows an array, and more numbers than any head has channels, are a mistake or an attack.
@@ -116,12 +116,8 @@ def checked(name: str, annotation: Any, value: Any) -> Any:
 
 
 def _options(annotation: Any) -> list[Any]:
-    """What a union allows; `DTypeLike`, a union too, counts as one."""
-    left = list(typing.get_args(annotation)) if typing.get_origin(annotation) in (types.UnionType, typing.Union) else [annotation]
-    dtypes = typing.get_args(DTypeLike)
-    if not set(dtypes) <= set(left):
-        return left
-    return [DTypeLike, *(option for option in left if option not in dtypes)]
+    """What a union allows."""
+    return list(typing.get_args(annotation)) if typing.get_origin(annotation) in (types.UnionType, typing.Union) else [annotation]
 
 
 def _tuple(name: str, item: Any, values: list[Any]) -> tuple[Any, ...]:

@@ -1,0 +1,233 @@
+"""Routes of an exchange of rows: over which mesh axes positions go to the owners of their rows, and with buffers of what size.
+
+Buffers have a fixed size: over a hop, a device can send `room` positions to each other one. Of the routes that hashed ids overflow in less
+than one step in 1e9, `plan_route` chooses the one with the smallest buffers:
+
+    one hop                  from every device to every other. Good for few devices, whose loads are large and thus nearly equal.
+    one axis, then another   a first hop to the device of the owner's row of the mesh, which merges what its peers ask for; a second one to
+                             the owner. The loads of a hop are larger and so more equal, but each row is sent twice.
+    straight, then the rest  in one hop, as many positions as a pair of devices has on average. What is left, some 7 % if that is 32, goes
+                             over one axis after the other.
+
+All of this happens on the host, while a step is traced. `exchange` is what the devices do.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from transformer_embed.functional.mesh import Axes
+
+OVERFLOW_PROBABILITY = 1e-9
+# Rows of a buffer come in whole tiles of a TPU.
+TILE = 8
+
+
+class Hop(NamedTuple):
+    """One all-to-all of an exchange: static.
+
+    Args:
+        axes: the mesh axes that it goes over.
+        parts: number of devices along them.
+        stride: consecutive positions that belong to one part.
+        room: positions that a device can send to each part.
+        distinct: different positions that a device can receive.
+    """
+
+    axes: Axes
+    parts: int
+    stride: int
+    room: int
+    distinct: int
+
+
+class Route(NamedTuple):
+    """How positions reach their owners: static.
+
+    Args:
+        straight: a hop to the owner, for the first `room` positions of each pair of devices; None: all go over `hops`.
+        hops: for the rest, one after the other; the last one ends at the owner.
+        rest: positions that a device can send over `hops`.
+        distinct: different positions that an owner can be asked for.
+    """
+
+    straight: Hop | None
+    hops: tuple[Hop, ...]
+    rest: int
+    distinct: int
+
+    @property
+    def every_hop(self) -> tuple[Hop, ...]:
+        """The straight one too."""
+        return self.hops if self.straight is None else (self.straight, *self.hops)
+
+    @property
+    def places(self) -> int:
+        """Positions that a device's send buffers hold."""
+        return sum(hop.parts * hop.room for hop in self.every_hop)
+
+
+@functools.lru_cache
+def plan_route(asked: int, axes: Axes, sizes: tuple[int, ...], shard: int, devices: int, capacity: float) -> Route:
+    """The route with the smallest buffers for `asked` distinct positions a device, over axes of these sizes with `shard` rows a device."""
+    groupings, straight = _groupings([*zip(axes, sizes, strict=True)]), _straight_hop(asked, axes, math.prod(sizes), shard, capacity)
+    routes = [_over_hops(asked, grouping, shard, devices, capacity) for grouping in groupings]
+    if straight.room and straight.parts > 1:
+        routes += [_straight_first(asked, straight, grouping, devices, capacity) for grouping in groupings if len(grouping) > 1]
+    return min(routes, key=lambda route: route.places)
+
+
+def _groupings(axes: Sequence[tuple[str, int]]) -> list[list[tuple[Axes, int]]]:
+    """Every way to go over the axes in order, some of them together in one hop."""
+    if not axes:
+        return [[]]
+    groupings = []
+    for head in range(1, len(axes) + 1):
+        names, sizes = zip(*axes[:head], strict=True)
+        groupings += [[(names, math.prod(sizes)), *rest] for rest in _groupings(axes[head:])]
+    return groupings
+
+
+def _straight_hop(asked: int, axes: Axes, parts: int, shard: int, capacity: float) -> Hop:
+    """A hop with room for as many positions as a pair of devices has on average, in whole tiles."""
+    room = int(min(asked / parts * max(capacity, 1), asked, shard)) // TILE * TILE
+    return Hop(axes, parts, shard, room, parts * room)
+
+
+def _over_hops(asked: int, grouping: list[tuple[Axes, int]], shard: int, devices: int, capacity: float) -> Route:
+    """The route over these axes one after the other."""
+    owners = math.prod(parts for _, parts in grouping)
+    checks = sum(devices * (parts + 1) for _, parts in grouping)
+
+    def room(senders: int, receivers: int) -> int:
+        return _room(asked * senders, receivers / owners, checks, capacity)
+
+    hops = _hops(grouping, shard, min(asked, shard * owners), room)
+    return Route(None, hops, asked, hops[-1].distinct)
+
+
+def _straight_first(asked: int, straight: Hop, grouping: list[tuple[Axes, int]], devices: int, capacity: float) -> Route:
+    """The route straight to the owner, and for the rest over these axes one after the other."""
+    owners, shard = straight.parts, straight.stride
+    checks = devices * (2 + sum(parts + 1 for _, parts in grouping))
+
+    def room(senders: int, receivers: int) -> int:
+        return _room_for_rest(asked, 1 / owners, straight.room, senders * receivers, checks, capacity)
+
+    rest = min(room(1, owners), asked)
+    hops = _hops(grouping, shard, rest, room)
+    distinct = min(_room(asked * owners, 1 / owners, checks, capacity), straight.distinct + hops[-1].distinct, shard)
+    return Route(straight, hops, rest, distinct)
+
+
+def _hops(grouping: list[tuple[Axes, int]], shard: int, most: int, room_for: Callable[[int, int], int]) -> tuple[Hop, ...]:
+    """The hops over these axes of at most `most` positions a device; room_for(senders, receivers): what so many have for so many owners."""
+    owners = math.prod(parts for _, parts in grouping)
+    hops, senders, receivers = [], 1, owners
+    for axes, parts in grouping:
+        receivers //= parts
+        stride = shard * receivers
+        room = min(room_for(senders, receivers), most, stride)
+        room = -(-room // TILE) * TILE
+        senders *= parts
+        most = min(room_for(senders, receivers), parts * room, stride)
+        hops.append(Hop(axes, parts, stride, room, most))
+    return tuple(hops)
+
+
+def _room(trials: int, share: float, checks: int, capacity: float) -> int:
+    """Places for those of `trials` positions that go one way with probability `share`.
+
+    The smallest number that a binomial variable exceeds with a probability of at most OVERFLOW_PROBABILITY / checks, by the bound of its
+    upper tail by a geometric series; at least `capacity` times its mean.
+    """
+    if share == 1:
+        return trials
+    limit = math.log(OVERFLOW_PROBABILITY / checks)
+    room = max(math.ceil(trials * share), 1)
+    while room < trials:
+        first = room + 1
+        ratio = (trials - first) / (first + 1) * share / (1 - share)
+        if ratio < 1 and _log_binomial(trials, share, first) - math.log1p(-ratio) <= limit:
+            break
+        room += 1
+    return min(trials, max(room, math.ceil(min(capacity * trials * share, trials))))
+
+
+def _log_binomial(trials: int, share: float, count: int) -> float:
+    ways = math.lgamma(trials + 1) - math.lgamma(count + 1) - math.lgamma(trials - count + 1)
+    return ways + count * math.log(share) + (trials - count) * math.log1p(-share)
+
+
+def _room_for_rest(trials: int, share: float, straight: int, pairs: int, checks: int, capacity: float) -> int:
+    """Places for what `pairs` binomial variables have beyond `straight`, summed; at least `capacity` times its mean.
+
+    The sum exceeds them with a probability of at most OVERFLOW_PROBABILITY / checks, by Chernoff's bound: the variables of one device are
+    negatively associated, and those of devices that ask for different positions are independent, so the moment of the sum is at most the
+    product of theirs. Devices that ask for the same positions have loads that go together, but these positions are merged: they need less.
+    """
+    mean = trials * share
+    # Above `top`, a tilted variable has a probability below 1e-20 for every slope.
+    top = min(trials, math.ceil(mean + 40 * math.sqrt(mean) + 200))
+    counts = np.arange(1, top + 1)
+    logs = np.cumsum(np.log((trials - counts + 1) / counts * share / (1 - share))) + trials * math.log1p(-share)
+    beyond, chances = counts[straight:] - straight, np.exp(logs[straight:])
+    limit, bounds = math.log(OVERFLOW_PROBABILITY / checks), []
+    for slope in np.geomspace(1e-3, 0.5, 64) * math.log(top / mean):
+        with np.errstate(over="ignore"):
+            moment = np.log1p(np.sum(np.exp(logs[straight:] + slope * beyond) - chances))
+        bounds.append((pairs * moment - limit) / slope)
+    return min(trials * pairs, math.ceil(max(min(bounds), min(capacity, trials) * pairs * np.sum(chances * beyond))))
+
+
+# --- what a route does with a batch, on the host
+
+
+def simulate(route: Route, asked: np.ndarray, sizes: Mapping[str, int], batch: Axes) -> tuple[np.ndarray, int]:
+    """What an exchange does with the positions [devices, asked] of a batch, on the host; -1 marks no position.
+
+    Returns:
+        The number of positions that each device is asked for, by those straight to it and over the last hop, [size of each axis of the
+        batch, ...], and how many found no room.
+    """
+    shape = tuple(sizes[axis] for axis in batch)
+    wanted = {device: _distinct_on_host(row) for device, row in zip(np.ndindex(shape), asked, strict=True)}
+    received, load, dropped = {}, np.zeros(shape, np.int64), 0
+    if route.straight is not None:
+        received, left = _sent_on_host(route.straight, wanted, sizes, batch)
+        load += _counts(received, shape)
+        wanted = {device: positions[: route.rest] for device, positions in left.items()}
+        dropped += int(np.sum(_counts(left, shape) - _counts(wanted, shape)))
+    for hop in route.hops:
+        received, left = _sent_on_host(hop, wanted, sizes, batch)
+        distinct = {device: np.unique(positions) for device, positions in received.items()}
+        wanted = {device: positions[: hop.distinct] for device, positions in distinct.items()}
+        dropped += int(np.sum(_counts(left, shape) + _counts(distinct, shape) - _counts(wanted, shape)))
+    return load + _counts(received, shape), dropped
+
+
+def _sent_on_host(hop: Hop, wanted: Mapping[Any, np.ndarray], sizes: Mapping[str, int], batch: Axes) -> tuple[dict, dict]:
+    """What each device receives over a hop, and what found no room there."""
+    places, shape = [batch.index(axis) for axis in hop.axes], [sizes[axis] for axis in hop.axes]
+    received, left = {device: [] for device in wanted}, {}
+    for device, positions in wanted.items():
+        parts = positions // hop.stride % hop.parts
+        fits = np.arange(len(parts)) - np.searchsorted(parts, parts) < hop.room
+        left[device] = positions[~fits]
+        for part in np.unique(parts):
+            to = list(device)
+            for place, index in zip(places, np.unravel_index(part, shape), strict=True):
+                to[place] = int(index)
+            received[tuple(to)].append(positions[fits & (parts == part)])
+    return {device: np.concatenate([*some, np.zeros(0, np.int64)]) for device, some in received.items()}, left
+
+
+def _counts(positions: Mapping[Any, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    return np.array([len(some) for some in positions.values()], np.int64).reshape(shape)
+
+
+def _distinct_on_host(positions: np.ndarray) -> np.ndarray:
+    return np.unique(positions[positions >= 0]).astype(np.int64)
