@@ -74,11 +74,15 @@ class Rows:
         if _Ids(self.ids) == _Ids(other.ids):
             return dataclasses.replace(self, values=self.values + other.values)
         ids = _distinct(self.vocab_size + 1, 2**31, jnp.concatenate([self.ids, other.ids]))
-        # Ids that fill up are all taken for the one after the last: of no row.
         zeros = jnp.zeros((len(ids), self.shape[1]), jnp.promote_types(self.dtype, other.dtype))
-        slots = [jnp.where(each.ids < self.vocab_size, count_below(ids, each.ids), len(ids)) for each in (self, other)]
-        values = zeros.at[slots[0]].set(self.values, mode="drop").at[slots[1]].add(other.values, mode="drop")
+        first, second = (each._places_in(ids) for each in (self, other))
+        values = zeros.at[first].set(self.values, mode="drop").at[second].add(other.values, mode="drop", unique_indices=True)
         return dataclasses.replace(self, ids=ids, values=values)
+
+    def _places_in(self, ids: Int32[Array, "m"]) -> Int32[Array, "k"]:
+        """Where other ids have these; those that fill up go past the end, each to another place, so that a sum on a GPU is not atomic."""
+        past = len(ids) + jnp.arange(len(self.ids), dtype=jnp.int32)
+        return jnp.where(self.ids < self.vocab_size, count_below(ids, self.ids), past)
 
     def __radd__(self, other: Any) -> NoReturn:
         """What `optax.apply_updates` does with it."""
