@@ -179,8 +179,9 @@ class TakenRows(Table):
 def value_and_grad(loss: Callable, *, ids: Tree, has_aux: bool = False, max_rows: int | Tree | None = None) -> Callable:
     """`jax.value_and_grad` for a loss that reads large tables: of a table, the gradient holds only the rows that the batch reads.
 
-    As `jax.value_and_grad`, with respect to the first argument. For a sharded table, every device receives the rows of the whole batch:
-    ids are all-gathered and one all-reduce over the shards collects the rows.
+    As `jax.value_and_grad`, with respect to the first argument. Of a sharded table, every device receives the rows of the whole batch:
+    ids are all-gathered and one all-reduce over the shards collects the rows. Of a dealt one, each device receives the rows of its own
+    part of the batch from their owners (see `deal` of `sharding.shard_params`).
 
     Args:
         loss: a function of (params, ...) to a scalar, or to (scalar, aux). It reads tables that have ids by `lookup` alone.
@@ -188,11 +189,13 @@ def value_and_grad(loss: Callable, *, ids: Tree, has_aux: bool = False, max_rows
             padding and ids outside the vocabulary included. Repeats are welcome.
         has_aux: whether the loss returns (scalar, aux).
         max_rows: the most distinct ids of a table in a batch, if that is known to be less than their number: a smaller step. An int, or
-            a tree as `ids` with an int where a table has a bound of its own. If a batch has more, the highest of them read as NaN.
+            a tree as `ids` with an int where a table has a bound of its own. If a batch has more, the highest of them read as NaN. For a
+            dealt table it bounds the distinct ids of each device's part of the batch, and with them the buffers of the exchange.
 
     Returns:
         A function of (params, ...) to (value, gradients), or to ((value, aux), gradients). The gradients are a tree as `params`, with
         `Rows` for each table that has ids: of min(number of ids, vocab_size, max_rows) rows, at least 1; beyond 1024 a multiple of it.
+            Those of a dealt table have, for each device, as many as it can be asked for.
 
     Raises:
         TypeError: ids are not integers; a table does not have a floating dtype; the loss reads a table otherwise than by `lookup`.

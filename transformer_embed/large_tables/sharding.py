@@ -48,10 +48,16 @@ def shard_params(
     A name is the parameter's path in the tree, such as `"transformer_embedding/~/token_embedding/embeddings"`. The first rule whose
     pattern matches it decides (`*` stands for any characters, slashes included). A parameter that no rule matches is whole on every device.
 
-    Tables are cut into contiguous blocks of rows, or dealt. Training a cut table by rows sends every distinct row of the whole batch to
-    every device, which pays up to some dozens of devices. Training a dealt table by rows, or looking up its ids, exchanges rows: each
-    device asks the owners for the rows that its own part of the batch reads, and sends their gradients back. What a device sends then
-    hardly grows with the number of devices, and not with the table. A dealt table needs a batch that is split over its rows' mesh axes.
+    Tables are cut into contiguous blocks of rows, or dealt: `deal` says which. That is also the choice between replicating and
+    exchanging rows:
+
+    - A cut table replicates. Training it by rows sends every distinct row of the whole batch to every device, which pays up to some dozens
+      of devices; any batch will do. It does not exchange, even if the batch is split over its rows' axes: buffers of an exchange have a
+      fixed size, for loads that are nearly equal, and in vocabulary order the frequent ids, and thus most of the load, are on one device.
+    - A dealt table exchanges. In training by rows, in `lookup` and in its dense gradient, each device asks the owners for the rows that its
+      own part of the batch reads, and sends their gradients back. What a device sends then hardly grows with the number of devices, and not
+      with the table. It needs a batch that is split over its rows' mesh axes. A `lookup` of other ids, whose number the devices do not
+      divide, say, is read from all shards as in a cut table; training by rows raises an error.
 
     Args:
         params: a parameter tree, or a function that draws one from a key. The function is compiled so that each device draws its own shards
@@ -68,7 +74,8 @@ def shard_params(
             use; for a dealt table, all axes of the mesh. If a cut table's rows use one of them, the ids along it are all-gathered and the
             rows reduce-scattered.
         deal: the pattern of the names of tables whose rows are dealt over virtual shards, so that the frequent ids of a vocabulary
-            sorted by frequency do not meet on one device. None: no table. A table that a tied output layer reads cannot be dealt.
+            sorted by frequency do not meet on one device; they exchange rows. None: no table, all replicate. A table that a tied output
+            layer reads cannot be dealt.
         virtual_shards: a power of two that the number of devices along the rows' axes divides. A dealt table's array is
             the same on every such mesh, and so is a checkpoint of it.
         capacity: of a dealt table. A device can send a fixed number of ids to each other one: the mean load of a batch without
