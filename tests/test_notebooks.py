@@ -79,7 +79,7 @@ def _run(notebook, folder: pathlib.Path):
 
 
 def _environment(folder: pathlib.Path) -> dict[str, str]:
-    """XLA as for a reader, pictures in the notebook, IPython's history in the folder, and, where it is not installed, the package's root."""
+    """XLA as for a reader, pictures in the notebook, IPython's history in the folder, and the package's root where it is not installed."""
     environment = os.environ | {
         "XLA_FLAGS": "",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
