@@ -145,7 +145,7 @@ def token_positions(options: Options) -> Report:
     config, params = _ours(work)
     apply = te.make_embedder(config).apply
     positions = jnp.asarray(np.random.default_rng(1).integers(0, LENGTH, (BATCH, LENGTH)), jnp.int32)
-    ids, table, ready = jnp.asarray(work.ids), work.device_table(), jnp.asarray(work.sinusoid())
+    ids, table, ready = jnp.asarray(work.ids), work.device_table, jnp.asarray(work.sinusoid())
     encode = jax.jit(lambda positions: te.sinusoidal_encoding(positions, D_MODEL))
     rows = jax.jit(lambda ready, positions: ready[positions])
     layer = jax.jit(lambda table, ready, ids, positions: table[ids] * np.float32(work.factor) + ready[positions])
@@ -169,7 +169,7 @@ def token_positions(options: Options) -> Report:
 
 def _ours(work: peers.Work) -> tuple[te.EmbedderConfig, Any]:
     config = te.EmbedderConfig(VOCAB_SIZE, work.d_model, dropout_rate=RATE, param_dtype=work.dtype, dtype=work.dtype)
-    return config, peers.our_params(config, work.device_table())
+    return config, peers.our_params(config, work.device_table)
 
 
 def decoding(options: Options) -> Report:
@@ -179,7 +179,7 @@ def decoding(options: Options) -> Report:
     apply = te.make_embedder(config).apply
     ids, offset = jnp.array([[5]], jnp.int32), jnp.array([[77]], jnp.int32)
     ready = jnp.asarray(peers.usual_sinusoid(MAX_LEN, D_MODEL))
-    theirs = {"embed": {"embeddings": work.device_table()}}
+    theirs = {"embed": {"embeddings": work.device_table}}
 
     def embed(params, ready, ids, offset):
         forward = hk.transform(lambda: hk.Embed(VOCAB_SIZE, D_MODEL, name="embed")(ids) * np.float32(work.factor) + ready[offset])
