@@ -2,8 +2,9 @@
 
 Usage: python tests/benchmarks/compiled.py [--target NAME] [--only PROGRAM ...]
 
-NAME is cuda:h200, or any TPU topology: tpu:v5e:2x2, tpu:v5p:8x8x8, ... A target of one chip or a few prints the main programs; one of
-many chips prints what a training step of a big table sends, beside the formulae of sharding.py. Nothing is run, so nothing is timed.
+NAME is cuda:h200, or any TPU topology: tpu:v5e:2x2, tpu:v5p:8x8x8, ... A target of at most four chips prints the main programs, compiled
+for one of them. One of several chips also prints what a training step of a big table and the tied loss send, beside the formulae of
+sharding.py. Nothing is run, so nothing is timed.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from attention_inputs import BASE, SHAPE
 from harness import environment, markdown_table
 from jax.sharding import NamedSharding, PartitionSpec
 from peers import BATCH, D_MODEL, LENGTH, RATE, VOCAB_SIZE
-from sharding import IDS, WIDTH, all_reduce, by_rows, in_shards
+from sharding import IDS, WAYS, WIDTH, all_reduce, arguments_of, step_of
 from targets import Facts, Target, TargetError, target
 from tqdm import tqdm
 
@@ -209,29 +210,6 @@ def _cells(facts: Facts, ours: Facts) -> list[str]:
     return [str(facts.kernels), f"{facts.temporaries / 1e6:.1f}", *cycles, f"{facts.seconds:.1f}"]
 
 
-def table_step(on: Target, way: str, data: int, shards: int, vocab_size: int) -> Facts:
-    """An Adam step of one table, rows split over `shards`, the batch over `data`."""
-    mesh = on.mesh(data=data, model=shards)
-    table = {"embeddings": jax.ShapeDtypeStruct((vocab_size, WIDTH), jnp.float32)}
-    params = te.sharding.shard_params(table, mesh, {"embeddings": PartitionSpec("model")}, tables="embeddings")
-    specs = {0: PartitionSpec(), 2: PartitionSpec("model")}
-    state = jax.tree.map(lambda leaf: on.array(leaf.shape, leaf.dtype, mesh, specs[leaf.ndim]), jax.eval_shape(rows.OPTIMIZER.init, params))
-    count = IDS * data * shards
-    ids = on.array((count,), jnp.int32, mesh, PartitionSpec("data"))
-    weights = on.array((count, WIDTH), jnp.float32, mesh, PartitionSpec("data"))
-
-    def loss(params, ids, weights):
-        # Not linear in the rows: they are read too.
-        return jnp.sum(te.lookup(params["embeddings"], ids) ** 2 * weights)
-
-    def dense_step(params, state, ids, weights):
-        updates, state = rows.OPTIMIZER.update(jax.grad(loss)(params, ids, weights), state, params)
-        return optax.apply_updates(params, updates), state
-
-    step = rows.row_step if way == "by rows" else jax.jit(dense_step, donate_argnums=(0, 1))
-    return on.facts(step, params, state, ids, weights)
-
-
 def sharded_loss(on: Target, data: int, shards: int, vocab_size: int, tokens: int) -> Facts:
     """Value and gradients of the tied loss, `tokens` to each part of the batch, in one chunk: what a loop sends is counted once."""
     mesh = on.mesh(data=data, model=shards)
@@ -249,16 +227,17 @@ def loss_on_paper(data: int, shards: int, vocab_size: int, tokens: int) -> float
     return all_reduce(4 * tokens * (3 + WIDTH), shards) + all_reduce(4 * padded * WIDTH, data) + 2 * all_reduce(4, data)
 
 
-def pod_table(on: Target) -> str:
+def mesh_table(on: Target) -> str:
     """What each chip sends and holds beside its arguments, as compiled and on paper."""
     chips = len(on.devices)
     shards = 2 ** (chips.bit_length() // 2)
     # On v5e, 16 GB a chip hold the rows, both moments and what the steps need beside them.
     data, vocab_size = chips // shards, 10**8 * min(chips, 256) // 256
     lines = []
-    for way, paper in (("sharded", in_shards), ("by rows", by_rows)):
-        facts = table_step(on, way, data, shards, vocab_size)
-        lines.append([f"Adam step {way}, table [{vocab_size:.2g}, {WIDTH}]", *_sent(facts, paper(vocab_size, data, shards))])
+    for way in ("sharded", "by rows", "by exchange"):
+        arguments = arguments_of(way, on.mesh(data=data, model=shards), rows.OPTIMIZER, vocab_size, WIDTH, IDS)
+        facts = on.facts(step_of(way, rows.OPTIMIZER), *arguments)
+        lines.append([f"Adam step {way}, table [{vocab_size:.2g}, {WIDTH}]", *_sent(facts, WAYS[way](vocab_size, data, shards))])
     facts = sharded_loss(on, data, shards, 262_144, 1024)
     lines.append([f"tied cross-entropy, table [262144, {WIDTH}]", *_sent(facts, loss_on_paper(data, shards, 262_144, 1024))])
     columns = [f"program, {data} x {shards}", "sent by a chip, MB", "on paper, MB", "temporaries, MB", "compiled in, s", "collectives"]
@@ -288,7 +267,10 @@ def main():
         sys.exit(str(error))
     versions = ", ".join(f"{name} {version}" for name, version in environment(PACKAGES)["versions"].items())
     print(f"Compiled, not run, for {arguments.target} ({len(on.devices)} chips); {versions}\n")
-    print(programs_table(on, arguments.only) if len(on.devices) <= FEW else pod_table(on))
+    if len(on.devices) <= FEW:
+        print(programs_table(on, arguments.only))
+    if len(on.devices) > 1 and arguments.only == list(PROGRAMS):
+        print(f"\n{mesh_table(on)}")
 
 
 if __name__ == "__main__":
