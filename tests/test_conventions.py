@@ -436,6 +436,7 @@ def test_decoding_behind_left_padding_compiles_once_and_equals_the_unpadded_run(
     written = np.random.default_rng(0).integers(1, 16, (2, steps))
     traces = []
 
+    @jax.jit
     def attend(ids, tokens, cache, slot):
         query, key, value = jnp.einsum("btd,pdhk->pbthk", te.lookup(table, ids), projections)
         query, key = te.apply_rotary(query, tokens.positions), te.apply_rotary(key, tokens.positions)

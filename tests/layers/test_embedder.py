@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from contexts import set_mesh, x64
+from drawn import drawn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -42,7 +43,7 @@ POSITIVE = "an int of at least 1"
 @functools.cache
 def made(config=CONFIG):
     embedder = te.make_embedder(config)
-    return embedder, embedder.init(KEY)
+    return embedder, drawn(embedder.init)
 
 
 def evaluate(ids=IDS, config=CONFIG, **options):
@@ -173,15 +174,19 @@ def test_the_embedder_is_the_module():
     assert jax.tree.structure(params) == jax.tree.structure(module.init(KEY, IDS))
 
 
+def initial():
+    return te.make_embedder(CONFIG).init(KEY)
+
+
 def test_init_is_deterministic():
-    embedder, params = made()
+    embedder, params = te.make_embedder(CONFIG), initial()
     jax.tree.map(np.testing.assert_array_equal, embedder.init(KEY), params)
     other = embedder.init(jax.random.key(1))
     assert not any(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(other), jax.tree.leaves(params), strict=True))
 
 
 def test_both_kinds_of_keys_give_the_same():
-    embedder, params = made()
+    embedder, params = te.make_embedder(CONFIG), initial()
     jax.tree.map(np.testing.assert_array_equal, embedder.init(jax.random.PRNGKey(0)), params)
     typed, raw = (embedder.apply(params, key, IDS, is_training=True) for key in (KEY, jax.random.PRNGKey(0)))
     np.testing.assert_array_equal(typed, raw)

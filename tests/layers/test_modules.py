@@ -16,6 +16,7 @@ import jmp
 import numpy as np
 import optax
 import pytest
+from drawn import drawn
 
 import transformer_embed as te
 
@@ -121,7 +122,7 @@ def transformed(descriptor, is_training=False):
 
 @functools.cache
 def params_of(name):
-    return transformed(BY_NAME[name]).init(KEY, BY_NAME[name].data)
+    return drawn(transformed(BY_NAME[name]).init, BY_NAME[name].data)
 
 
 @functools.cache
@@ -163,9 +164,9 @@ def message(name, want, got):
 
 
 def evaluate(function, data, params=None):
-    """The value of a function that makes a module, without a key; parameters drawn from a fixed one."""
+    """The value of a function that makes a module, without a key."""
     pair = hk.transform(function)
-    return pair.apply(pair.init(KEY, data) if params is None else params, None, data)
+    return pair.apply(drawn(pair.init, data) if params is None else params, None, data)
 
 
 def embed(ids, vocab_size, d_model, params=None, **options):
@@ -373,7 +374,7 @@ BUILDS = {
 @pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
 def test_every_product_behind_the_layer_is_bfloat16_under_a_policy_on_the_model(build):
     with hk.mixed_precision.push_policy(Model, jmp.get_policy("params=float32,compute=bfloat16,output=float32")):
-        params = model(build).init(KEY, IDS)
+        params = drawn(model(build).init, IDS)
         assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.float32)}
         assert products(build, params) == [(jnp.bfloat16, jnp.bfloat16)] * 7
     assert products(build, params) == [(jnp.float32, jnp.float32)] * 7
@@ -382,14 +383,14 @@ def test_every_product_behind_the_layer_is_bfloat16_under_a_policy_on_the_model(
 def test_a_narrow_table_is_widened_in_the_dtype_of_the_policy():
     build = functools.partial(by_the_whole, embedding_width=8)
     with hk.mixed_precision.push_policy(Model, jmp.get_policy("params=float32,compute=bfloat16,output=float32")):
-        params = model(build).init(KEY, IDS)
+        params = drawn(model(build).init, IDS)
         assert products(build, params) == [(jnp.bfloat16, jnp.bfloat16)] * 8
 
 
 def test_a_dtype_asked_for_by_name_wins_over_the_policy():
     build = functools.partial(by_the_whole, dtype="float32")
     with hk.mixed_precision.push_policy(Model, jmp.get_policy("params=float32,compute=bfloat16,output=float32")):
-        assert products(build, model(build).init(KEY, IDS))[0][0] == jnp.float32
+        assert products(build, drawn(model(build).init, IDS))[0][0] == jnp.float32
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
@@ -455,7 +456,7 @@ def in_a_model(initial_params, config=CHECKPOINT):
 
 
 def test_a_checkpoint_s_parameters_start_a_module_inside_a_model():
-    params = randomised(te.make_embedder(CHECKPOINT).init(KEY))
+    params = drawn(te.make_embedder(CHECKPOINT).init)
     started = in_a_model(params).init(KEY, IDS)
     inside = {path.replace("transformer_embedding", "decoder/embed"): leaf for path, leaf in params.items()}
     assert started.keys() == {*inside, "decoder/linear"}
@@ -467,7 +468,7 @@ def test_a_checkpoint_s_parameters_start_a_module_inside_a_model():
 
 
 def test_initial_parameters_of_another_config_are_refused():
-    params = te.make_embedder(CHECKPOINT).init(KEY)
+    params = drawn(te.make_embedder(CHECKPOINT).init)
     tokens = "transformer_embedding/~/token_embedding"
     modules = "the modules token_embedding, learned_positional_encoding, token_type_embedding, layer_norm, widen"
 
@@ -615,7 +616,8 @@ def test_the_factor_is_not_rounded_to_bfloat16():
 
 @pytest.mark.parametrize("scale", [True, False])
 def test_default_outputs_have_unit_variance(scale):
-    outputs = np.asarray(embed(np.arange(500), 500, 256, scale=scale), np.float64)
+    pair = hk.transform(lambda: te.TokenEmbedding(500, 256, scale=scale)(np.arange(500)))
+    outputs = np.asarray(pair.apply(pair.init(KEY), None), np.float64)
     # Of n normal samples the mean has deviation n**-0.5 and the variance (2 / n)**0.5; five of each.
     assert abs(outputs.mean()) < 5 * outputs.size**-0.5
     assert abs(outputs.var() - 1) < 5 * (2 / outputs.size) ** 0.5
@@ -639,7 +641,7 @@ def test_a_multiplier_of_one_is_no_scaling_and_never_taken_for_true():
 @pytest.mark.parametrize("scale", [True, False])
 def test_a_checkpoint_of_hk_embed_loads(scale):
     haiku = hk.transform(lambda: hk.Embed(11, 9)(IDS))
-    params = haiku.init(KEY)
+    params = drawn(haiku.init)
     got = embed(IDS, 11, 9, {"token_embedding": params["embed"]}, scale=scale)
     np.testing.assert_array_equal(got, haiku.apply(params, None) * (3 if scale else 1))
 
@@ -808,7 +810,7 @@ def test_a_traced_offset_traces_once(module):
         return module()(x, is_training=False, positions=offset + jnp.arange(x.shape[-2]))
 
     pair = hk.transform(function)
-    params = pair.init(KEY, X, 0)
+    params = drawn(pair.init, X, 0)
     whole = encode(module, np.zeros([1, 16, 8], np.float32))[0]
     traces.clear()
     apply = jax.jit(pair.apply)
@@ -856,7 +858,7 @@ def test_a_position_past_max_len_follows_the_policy(policy):
     whole = encode(module, np.zeros([5, 8], np.float32))
     pair = hk.transform(lambda x, offset: module()(x, is_training=False, positions=offset + jnp.arange(5)))
     zeros = np.zeros([5, 8], np.float32)
-    got = np.asarray(jax.jit(pair.apply)(pair.init(KEY, zeros, 0), None, zeros, 2))
+    got = np.asarray(jax.jit(pair.apply)(drawn(pair.init, zeros, 0), None, zeros, 2))
     np.testing.assert_array_equal(got[:3], whole[2:])
     wanted = {"nan": np.full([2, 8], np.nan), "clip": np.stack([whole[-1]] * 2), "zero": np.zeros([2, 8])}[policy]
     np.testing.assert_array_equal(got[3:], wanted)
@@ -943,14 +945,6 @@ def wide(params, name, leaf="embeddings"):
     return np.asarray(params[f"transformer_embedding/~/{name}"][leaf], np.float64)
 
 
-def randomised(params):
-    """Values that no initialiser gives, so that a norm's scale and offset are seen."""
-    leaves, tree = jax.tree.flatten(params)
-    return tree.unflatten(
-        [0.5 + jax.random.normal(key, a.shape, a.dtype) for key, a in zip(jax.random.split(KEY, len(leaves)), leaves, strict=True)]
-    )
-
-
 def normed(total, params, eps):
     centred = total - total.mean(-1, keepdims=True)
     unit = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps)
@@ -959,7 +953,7 @@ def normed(total, params, eps):
 
 def assert_equals_reference(function, reference, roundings):
     pair = hk.transform(function)
-    params = randomised(pair.init(KEY, IDS))
+    params = drawn(pair.init, IDS)
     want, largest = reference(params)
     np.testing.assert_allclose(pair.apply(params, None, IDS), want, rtol=0, atol=roundings * np.finfo(np.float32).eps * largest)
 

@@ -3,6 +3,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from drawn import drawn
 
 import transformer_embed as te
 
@@ -16,7 +17,7 @@ def embed(scheme, ids, **arguments):
     # No token row but zeros: what comes out is the encoding.
     params = jax.tree.map_with_path(
         lambda path, leaf: leaf * ("positional" in path[0].key),
-        embedder.init(jax.random.key(0)),
+        drawn(embedder.init),
         is_leaf=lambda leaf: isinstance(leaf, jax.Array),
     )
     return embedder.apply(params, None, ids, is_training=False, **arguments)

@@ -20,6 +20,7 @@ import numpy as np
 import oracle
 import pytest
 from checkpoints import CASES, checkpoint, load
+from drawn import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -31,7 +32,7 @@ from transformer_embed.pretrained import architectures, checkpoints, files, rope
 load_embedder, save_embedder = te.pretrained.load_embedder, te.pretrained.save_embedder
 CONFIG, EXTRAS = checkpoints.CONFIG, checkpoints.EXTRAS
 SMALL = te.EmbedderConfig(7, 6)
-PARAMS = te.make_embedder(SMALL).init(jax.random.key(0))
+PARAMS = drawn(te.make_embedder(SMALL).init)
 MOST = 400
 ROOT = pathlib.Path(te.__file__).parents[1]
 
@@ -364,7 +365,7 @@ def original():
         save_embedder(
             path,
             te.EmbedderConfig(7, 6, layer_norm_eps=1e-5),
-            te.make_embedder(te.EmbedderConfig(7, 6, layer_norm_eps=1e-5)).init(jax.random.key(0)),
+            drawn(te.make_embedder(te.EmbedderConfig(7, 6, layer_norm_eps=1e-5)).init),
             rotary={"base": 1e4, "scaling": te.LinearScaling(2.0)},
         )
         return path.read_bytes()

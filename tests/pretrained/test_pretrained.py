@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import CASES, GOLDEN, PAD, ULPS, assert_same, checkpoint, load, read_by, tensors_of, unpack
+from drawn import drawn
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -622,7 +623,7 @@ def test_saved_under_the_originals_names_and_back_bit_for_bit(tmp_path, name):
     ],
 )
 def test_own_parameters_and_back(tmp_path, config):
-    params = te.make_embedder(config).init(jax.random.key(0))
+    params = drawn(te.make_embedder(config).init)
     path = tmp_path / "mine.safetensors"
     pretrained.save_embedder(str(path), config, params)
     own = {f"{module}/{leaf}": f"{module}/{leaf}" for module, leaves in params.items() for leaf in leaves}
@@ -653,7 +654,7 @@ def test_extras_round_trip(scaling):
 
 def test_what_stands_beside_the_input_layer_comes_back(tmp_path):
     config = te.EmbedderConfig(7, 6)
-    params = {**te.make_embedder(config).init(jax.random.key(0)), "head": {"w": jnp.arange(6.0)}}
+    params = {**drawn(te.make_embedder(config).init), "head": {"w": jnp.arange(6.0)}}
     pretrained.save_embedder(tmp_path / "x.safetensors", config, params)
     found = pretrained.load_embedder(tmp_path / "x.safetensors")
     assert jax.tree.structure(found.params) == jax.tree.structure(params)
@@ -664,7 +665,7 @@ def test_numbers_of_numpy_are_saved_as_pythons(tmp_path):
     sizes = {"dropout_rate": np.float32(0.25), "scale": np.True_, "positions": te.SinusoidalGrid((np.int64(2), 3))}
     config = te.EmbedderConfig(np.int64(7), 8, **sizes)
     path = tmp_path / "x.safetensors"
-    pretrained.save_embedder(path, config, te.make_embedder(config).init(jax.random.key(0)), rotary={"base": np.float64(1e4)})
+    pretrained.save_embedder(path, config, drawn(te.make_embedder(config).init), rotary={"base": np.float64(1e4)})
     found = pretrained.load_embedder(path)
     assert found.config == config
     assert found.rotary == {"base": 1e4}
@@ -686,7 +687,7 @@ def test_names_by_hand_are_those_of_the_config(tmp_path):
 def test_parameters_that_cannot_be_saved(tmp_path):
     path = tmp_path / "x.safetensors"
     config = te.EmbedderConfig(7, 6, positions=te.Learned(9))
-    params = te.make_embedder(config).init(jax.random.key(0))
+    params = drawn(te.make_embedder(config).init)
     with pytest.raises(
         ValueError, match=r"^params: .*learned_positional_encoding/embeddings: wanted shape \[8, 6\], as the config says, got"
     ):
@@ -714,7 +715,7 @@ def test_parameters_that_cannot_be_saved(tmp_path):
 
 def test_a_file_half_written_leaves_the_old_one(tmp_path, monkeypatch):
     config = te.EmbedderConfig(7, 6)
-    params = te.make_embedder(config).init(jax.random.key(0))
+    params = drawn(te.make_embedder(config).init)
     path = tmp_path / "x.safetensors"
     path.write_bytes(b"old")
 
