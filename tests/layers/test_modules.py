@@ -604,7 +604,7 @@ def test_two_dropouts_use_two_keys():
 
 
 def test_the_factor_is_not_rounded_to_bfloat16():
-    table = jax.random.normal(KEY, [4, 3072], jnp.bfloat16)
+    table = jnp.asarray(np.random.default_rng(0).normal(size=[4, 3072]), jnp.bfloat16)
     params = {"token_embedding": {"embeddings": table}}
     got = embed(np.arange(4), 4, 3072, params, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)
     product = np.asarray(table, np.float32) * np.float32(np.sqrt(3072.0))
@@ -767,7 +767,7 @@ def test_the_encoding_is_added_after_the_scaling():
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_16_bit_sums_round_once(dtype):
-    x = jax.random.normal(KEY, [4, 64, 32], dtype)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=[4, 64, 32]), dtype)
     table = te.sinusoidal_table(64, 32)
     got = encode(functools.partial(sinusoidal, 32), x)
     np.testing.assert_array_equal(got, (np.asarray(x, np.float32) + table).astype(dtype))
