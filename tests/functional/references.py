@@ -362,7 +362,64 @@ def dropped_out(got, rng, rate, x):
     return None
 
 
+# --- what config and parameters are made of
+
+
+def sinusoids(got, *, start, at_padding, pad_id, **options):
+    ids = jnp.array([[5, 5 if pad_id is None else pad_id]], jnp.int32)
+    tokens = [at_padding is None or int(each) != pad_id for each in ids[0]]
+    try:
+        positions, values = got.positions(ids), got.encoding(np.array([start]), 4)
+    except ValueError:
+        # Two positions from start on leave int32, or the shift does not fit 4 channels.
+        assert start + 2 > 2**31 or options["shift"] is not None
+        return
+    same(positions, np.array(counted(tokens, start, at_padding), np.int64))
+    encoding(values, np.array([start]), 4, dtype=np.float32, **options)
+
+
+def sinusoids_of_a_grid(got, shape, axes, odd, axis_positions, **options):
+    d_model = 2 * len(shape)
+    try:
+        values = got.encoding(np.arange(-1, 3), d_model)
+    except ValueError:
+        assert options["shift"] is not None
+        return
+    grid(values, shape, d_model, positions=np.arange(-1, 3), axes=axes, axis_positions=axis_positions, odd=odd, dtype=np.float32, **options)
+
+
+def learned(got, max_len, *, start, at_padding, pad_id):
+    length = min(2, max_len - start)
+    same(got.count(length, "ids"), np.arange(start, start + length))
+
+
+def resized_vocabulary(got, params, vocab_size, rng):
+    ((path, leaves),) = params.items()
+    old, new = floats(leaves["embeddings"]), floats(got[path]["embeddings"])
+    assert new.shape == (vocab_size, old.shape[1])
+    same(new[: len(old)], old[:vocab_size])
+    # A normal number stays within eight deviations.
+    assert np.all(np.abs(new[len(old) :] - old.mean(0)) <= 8 * old.std(0) + 1e-6)
+
+
+def resized_positions(got, params, max_len, *, start):
+    """Weights of a triangle, as wide as the steps are long where rows become fewer."""
+    ((path, leaves),) = params.items()
+    old, new = floats(leaves["embeddings"]), floats(got[path]["embeddings"])
+    assert new.shape == (max_len, old.shape[1])
+    same(new[:start], old[:start])
+    rows, step = old[start:], (len(old) - start) / (max_len - start)
+    for n in range(max_len - start):
+        weights = np.maximum(0, 1 - np.abs((n + 0.5) * step - 0.5 - np.arange(len(rows))) / max(step, 1))
+        np.testing.assert_allclose(new[start + n], weights @ rows / weights.sum(), rtol=1e-5, atol=1e-5)
+
+
 CHECKS = {
+    te.Learned: learned,
+    te.Sinusoidal: sinusoids,
+    te.SinusoidalGrid: sinusoids_of_a_grid,
+    te.resize_positions: resized_positions,
+    te.resize_vocabulary: resized_vocabulary,
     te.alibi_bias: alibi,
     te.alibi_slopes: slopes,
     te.apply_rotary: rotated,

@@ -153,7 +153,7 @@ class SinusoidalGrid(_Sinusoids):
 
     def encoding(self, positions: ArrayLike, d_model: int) -> Float[Array, "... d"]:
         """The float32 encoding of positions."""
-        options = dataclasses.asdict(self)
+        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return sinusoidal_grid(options.pop("shape"), d_model, positions=positions, **options)
 
     def count(self, length: int, name: str) -> Int32[Array, "t"]:
