@@ -299,6 +299,11 @@ def _is_sortable(table: Float[Array, "v d"], index: UInt32[Array, "..."], explic
     return all_explicit and jax.typeof(table).sharding.spec[0] is None and hasattr(jax, "set_mesh")
 
 
+def widened(table: Float[Array, "v d"]) -> Float[Array, "v d"]:
+    """Float32 or wider: a row's gradient is summed so over its repeats, and over devices."""
+    return table.astype(_checks.wide(table.dtype))
+
+
 def _read_each_repeat(explicit: NamedSharding | None, table: Float[Array, "v d"], index: UInt32[Array, "..."]) -> Float[Array, "... d"]:
     """Its transpose is a scatter-add whose indices may repeat. On a GPU that takes atomic additions."""
     return table.at[index].get(mode="fill", fill_value=0, out_sharding=explicit)

@@ -1,6 +1,11 @@
 """Mesh axes, as many for each dimension of an array as split it."""
 
-from jax.sharding import PartitionSpec
+import math
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import Array, Int32
 
 Axes = tuple[str, ...]
 
@@ -19,3 +24,17 @@ def spec_of(*axes: Axes) -> PartitionSpec:
 def leading_without(axes: Axes, others: Axes) -> Axes:
     """The leading ones that are none of the others: an array split over these alone is one block."""
     return axes[: next((i for i, axis in enumerate(axes) if axis in others), len(axes))]
+
+
+def split_over(mesh: Any, batch: Axes, array: Array, batch_dimensions: int) -> list[Axes]:
+    """The mesh axes that each dimension is split over: under explicit axes its type says, else `batch` does, for the first one."""
+    if AxisType.Explicit in mesh.axis_types:
+        return per_dimension(jax.typeof(array).sharding.spec, array.ndim)
+    size = math.prod(mesh.shape[axis] for axis in batch)
+    first = batch if batch_dimensions and array.shape[0] % size == 0 else ()
+    return [first, *[()] * (array.ndim - 1)][: array.ndim]
+
+
+def index_along(axes: Axes) -> Int32[Array, ""] | int:
+    """Inside shard_map, which of the blocks of an array that is split over these axes this device has."""
+    return jax.lax.axis_index(axes) if axes else 0

@@ -1,7 +1,7 @@
 """Parameter trees on a device mesh: every parameter is placed as a rule for its name says, and tables become `Sharded`.
 
 Read on from here: `shard_params` places a tree, or has each device draw its own part of one. `sharded` says what a table does on the mesh;
-`dealing` and `exchange` are what a dealt one needs.
+`replicated_rows` and `exchanged_rows` say how rows of a cut and of a dealt one are read and trained.
 """
 
 import dataclasses

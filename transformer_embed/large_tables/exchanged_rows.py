@@ -1,0 +1,292 @@
+"""Rows of a dealt table on a mesh: each device has those that its own part of the batch reads, asked for from their owners.
+
+The rows are dealt over the devices (see `dealing`), and the batch is split over at least the same mesh axes.
+
+    a device                                      the owners of the rows
+    distinct positions of its part  ----------->  asked: rows of the shard
+    rows                            <-----------                                  (`gather_from_owners`, `take_from_owners`)
+    gradients of these rows         ----------->  owned: ids and summed gradients  (`OwnedRows`), for the shard's own update
+
+Each arrow is an exchange over a route (see `exchange` and `routes`). Ids are what the user sees; a position is where the dealt array has
+the row of an id; "own" counts rows from the first one of a device's shard. In each list, numbers ascend, and numbers past the end fill up.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int32
+
+from transformer_embed import _checks
+from transformer_embed.functional.lookup import rows_at, widened
+from transformer_embed.functional.mesh import Axes, index_along, spec_of, split_over
+from transformer_embed.large_tables import exchange, routes, rows
+from transformer_embed.large_tables.dealing import Deal
+
+if TYPE_CHECKING:
+    from transformer_embed.large_tables.sharded import Sharded
+
+
+# --- lookup
+
+
+@jax.jit
+def gather_from_owners(table: "Sharded", ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
+    """Each device asks for the distinct rows of its part of the ids; the gradient goes back the same way."""
+
+    def distinct(positions):
+        return exchange.distinct_ascending(positions, table.array.shape[0], max(1, min(positions.size, table.vocab_size)))
+
+    traffic = _plan(table, ids, distinct)
+
+    def read(shard, ids):
+        positions = table.positions(ids)
+        held = distinct(positions)
+        values, *_ = _ask_owners(traffic, held, shard)
+        return _read_held(held, values, positions)
+
+    specs = (spec_of(traffic.owners), spec_of(*traffic.split))
+    wide = jax.shard_map(read, mesh=traffic.mesh, in_specs=specs, out_specs=spec_of(*traffic.split, ()))(widened(table.array), ids)
+    return wide.astype(table.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Traffic:
+    """How a batch of ids reaches the owners of its rows.
+
+    Args:
+        mesh: the devices.
+        owners: the mesh axes that the rows are split over.
+        batch: as of `Sharded`.
+        split: the mesh axes that each dimension of the ids is split over.
+        route: of the exchange.
+        deal: the table's.
+    """
+
+    mesh: Any
+    owners: Axes
+    batch: Axes
+    split: tuple[Axes, ...]
+    route: routes.Route
+    deal: Deal
+
+    @property
+    def askers(self) -> Axes:
+        """The mesh axes that the ids are split over."""
+        return tuple(axis for axes in self.split for axis in axes)
+
+    @property
+    def twins(self) -> Axes:
+        """The mesh axes that the ids are split over and the rows are not: devices along them hold the same rows."""
+        return tuple(axis for axis in self.askers if axis not in self.owners)
+
+
+def _plan(table: "Sharded", ids: Int32[Array, "..."], distinct: Callable[[Array], Array]) -> _Traffic:
+    """The traffic of a batch whose devices each read at most the ids that `distinct` leaves of their part."""
+    mesh, owners, deal = table.sharding.mesh, table.axes[0], table.deal
+    assert deal is not None
+    split = tuple(split_over(mesh, table.batch, ids, ids.ndim))
+    askers = [axis for axes in split for axis in axes]
+    if not set(owners) <= set(askers):
+        want = f"split over the mesh axes of the table's rows, {owners}, to exchange them (the batch must divide by the devices)"
+        raise ValueError(_checks.wanted("ids", want, f"shape {list(ids.shape)} split over {tuple(askers)}"))
+    devices = math.prod(mesh.shape[axis] for axis in askers)
+    on_device = jax.shard_map(distinct, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
+    asked = jax.eval_shape(on_device, jax.ShapeDtypeStruct((ids.size // devices,), ids.dtype)).shape[0]
+    return _Traffic(mesh, owners, table.batch, split, _route(table, devices, asked), deal)
+
+
+def _route(table: "Sharded", devices: int, asked: int) -> routes.Route:
+    """The route for so many devices that each ask for so many distinct rows at most."""
+    owners = table.axes[0]
+    sizes = tuple(table.sharding.mesh.shape[axis] for axis in owners)
+    return routes.plan_route(asked, owners, sizes, table.array.shape[0] // math.prod(sizes), devices, table.capacity)
+
+
+def _ask_owners(traffic: _Traffic, positions: Int32[Array, "k"], shard: Float[Array, "s d"]):
+    """The rows at ascending, distinct positions; what was sent for them; and the positions in this shard that others ask for."""
+    size = traffic.deal.size
+    sent, asked = exchange.ask(traffic.route, positions, size)
+    own = asked - index_along(traffic.owners) * shard.shape[0]
+    own_rows = shard.at[own].get(mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True)
+    answers = exchange.answer(traffic.route, sent, own_rows)
+    # A filler has no room either, but only a row that was asked for is NaN.
+    return jnp.where((positions < size)[:, None], answers, 0), sent, own
+
+
+def _read_held(held: Int32[Array, "k"], values: Float[Array, "k d"], positions: Int32[Array, "..."]) -> Float[Array, "... d"]:
+    """The row at each position, one of those held; NaN at any other."""
+    slots = jnp.minimum(exchange.count_below(held, positions), len(held) - 1)
+    return jnp.where((held[slots] == positions)[..., None], rows_at(values, slots), jnp.nan)
+
+
+# --- training by rows
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def take_from_owners(table: "Sharded", ids: Int32[Array, "..."], distinct: Callable[[Array], Array]) -> "_ExchangedRows":
+    """On each device, the distinct rows of its part of the ids."""
+    traffic = _plan(table, ids, distinct)
+
+    def take(shard, ids):
+        held = distinct(ids)
+        places = jnp.arange(len(held), dtype=jnp.int32)
+        positions = jnp.sort(jnp.where(held < table.vocab_size, table.positions(held), traffic.deal.size + places))
+        values, sent, own = _ask_owners(traffic, positions, shard)
+        return positions, widened(values), sent, own
+
+    specs = (spec_of(traffic.owners), spec_of(*traffic.split))
+    take_all = jax.shard_map(take, mesh=traffic.mesh, in_specs=specs, out_specs=spec_of(traffic.askers))
+    positions, values, sent, asked = take_all(table.array, ids)
+    return _ExchangedRows(positions, values, table.vocab_size, table.dtype, sent, asked, traffic)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["ids", "values", "sent", "asked"],
+    meta_fields=["vocab_size", "row_dtype", "traffic"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _ExchangedRows(rows.TakenRows):
+    """On each device, the rows that its part of a batch reads.
+
+    Args:
+        ids: [devices * k], positions in the dealt array, ascending and distinct on each device.
+        values: [devices * k, d], the rows, in float32 or wider: their gradient is summed over devices before it is rounded.
+        vocab_size: number of rows of the table.
+        row_dtype: dtype of the table.
+        sent: what each device sent for them.
+        asked: [devices * m], the rows that each device was asked for, counted from its first.
+        traffic: how they came.
+    """
+
+    row_dtype: Any
+    sent: exchange.SentOnRoute
+    asked: Any
+    traffic: _Traffic
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """That of the table."""
+        return self.row_dtype
+
+    def gather(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
+        """See `Table`; of ids that are split as those of the batch are."""
+        return _gather_exchanged(self, ids)
+
+    def gradient(self, values: Float[Array, "k d"]) -> rows.Rows:
+        """On each device, the gradient of its shard's rows, summed over all devices."""
+        ids, sums = _return_gradients(self, values)
+        return OwnedRows(ids, sums.astype(self.dtype), self.vocab_size, self.traffic)
+
+
+@jax.jit
+def _gather_exchanged(taken: _ExchangedRows, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
+    traffic = taken.traffic
+    split = split_over(traffic.mesh, traffic.batch, ids, ids.ndim)
+    if {axis for axes in split for axis in axes} != set(traffic.askers):
+        want = f"split over the mesh axes of the ids given to te.rows, {traffic.askers}"
+        raise ValueError(_checks.wanted("ids", want, f"shape {list(ids.shape)} split over {tuple(split)}"))
+
+    def read(held, values, ids):
+        return _read_held(held, values, traffic.deal.positions(jnp.clip(ids, 0, taken.vocab_size - 1)))
+
+    everyone = spec_of(traffic.askers)
+    read_all = jax.shard_map(read, mesh=traffic.mesh, in_specs=(everyone, everyone, spec_of(*split)), out_specs=spec_of(*split, ()))
+    return read_all(taken.ids, taken.values, ids).astype(taken.dtype)
+
+
+@jax.jit
+def _return_gradients(taken: _ExchangedRows, gradient: Float[Array, "k d"]) -> tuple[Int32[Array, "m"], Float[Array, "m d"]]:
+    """On each device, the ids of its shard that were asked for, and the sum of their gradients."""
+    traffic = taken.traffic
+    shard = traffic.route.hops[-1].stride
+
+    def send(sent, own, gradient):
+        sums = exchange.return_gradients(traffic.route, sent, gradient)
+        if traffic.twins:
+            own, sums = (jax.lax.all_gather(each, traffic.twins, tiled=True) for each in (own, sums))
+            own, sums = exchange.sum_repeats(own, sums, shard)
+        return _ids_of_own(traffic.deal, traffic.owners, own, shard), sums
+
+    everyone, owners = spec_of(traffic.askers), spec_of(traffic.owners)
+    # Unchecked: that what was gathered over an axis is alike along it is not seen from the types.
+    send_all = jax.shard_map(send, mesh=traffic.mesh, in_specs=everyone, out_specs=(owners, owners), check_vma=False)
+    return send_all(taken.sent, taken.asked, gradient)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OwnedRows(rows.Rows):
+    """On each device, the gradient of some of its shard's rows: ids ascend by their position in the shard."""
+
+    traffic: _Traffic
+
+    def __add__(self, other: rows.Rows) -> rows.Rows:
+        """See `rows.Rows`; each device adds its own."""
+        if self.ids is other.ids or not isinstance(other, OwnedRows):
+            return super().__add__(other)
+        traffic = self.traffic
+        shard = traffic.route.hops[-1].stride
+
+        def merge(ids, values):
+            ids, values = jnp.concatenate(ids), jnp.concatenate(values)
+            own, sums = exchange.sum_repeats(own_of_ids(traffic.deal, traffic.owners, ids, shard), values, shard)
+            return _ids_of_own(traffic.deal, traffic.owners, own, shard), sums
+
+        owners = spec_of(traffic.owners)
+        merge_all = jax.shard_map(merge, mesh=traffic.mesh, in_specs=owners, out_specs=owners)
+        ids, values = merge_all([self.ids, other.ids], [self.values, other.values])
+        return dataclasses.replace(self, ids=ids, values=values)
+
+
+def _flatten_owned(owned: OwnedRows) -> tuple[Any, Any]:
+    values, kept = rows.flatten_with_keys(owned)
+    return values, (kept, owned.traffic)
+
+
+def _unflatten_owned(kept: Any, children: Any) -> OwnedRows:
+    (_, ids, vocab_size), traffic = kept
+    (values,) = children
+    return OwnedRows(ids=ids.ids, values=values, vocab_size=vocab_size, traffic=traffic)
+
+
+jax.tree_util.register_pytree_with_keys(OwnedRows, _flatten_owned, _unflatten_owned)
+
+
+def own_of_ids(deal: Deal, owners: Axes, ids: Int32[Array, "k"], shard: int) -> Int32[Array, "k"]:
+    """The rows of this device's shard that have these ids, counted from its first; rows past its end for ids outside the vocabulary."""
+    own = deal.positions(jnp.minimum(ids, deal.vocab_size - 1)) - index_along(owners) * shard
+    return jnp.where(ids < deal.vocab_size, own, shard + jnp.arange(len(ids), dtype=jnp.int32))
+
+
+def _ids_of_own(deal: Deal, owners: Axes, own: Int32[Array, "k"], shard: int) -> Int32[Array, "k"]:
+    """The inverse of `own_of_ids`."""
+    ids = deal.ids(jnp.minimum(own, shard - 1) + index_along(owners) * shard)
+    return jnp.where(own < shard, ids, deal.vocab_size + jnp.arange(len(own), dtype=jnp.int32))
+
+
+# --- the load of a batch, on the host
+
+
+class ExchangeLoad(NamedTuple):
+    """What an exchange of rows asks of the devices for one batch; see `Sharded.exchange_load`."""
+
+    rows: np.ndarray
+    dropped: int
+
+
+def load_of(table: "Sharded", deal: Deal, ids: np.ndarray) -> ExchangeLoad:
+    """Of a lookup of these ids, whose first dimension is split over the batch's axes; see `routes.simulate`."""
+    sizes = dict(table.sharding.mesh.shape)
+    devices = math.prod(sizes[axis] for axis in table.batch)
+    if ids.ndim == 0 or ids.shape[0] % devices:
+        raise ValueError(_checks.wanted("ids", f"a first dimension that {devices} devices divide", f"shape {list(ids.shape)}"))
+    positions = deal.positions(np.clip(ids, 0, table.vocab_size - 1).astype(np.int32))
+    asked = max(1, min(ids.size // devices, table.vocab_size))
+    return ExchangeLoad(*routes.simulate(_route(table, devices, asked), positions.reshape(devices, -1), sizes, table.batch))

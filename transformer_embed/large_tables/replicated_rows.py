@@ -1,0 +1,106 @@
+"""Rows of a cut table on a mesh: a sum over the shards has each row once.
+
+The table's rows lie in vocabulary order, a contiguous block on each device.
+
+    a device that holds some rows                     devices that want rows
+    ids of all of them         <--- all-gather -----  ids, each of its own part of the batch
+    its rows, zeros for others ---- sum ----------->  all rows                              (`gather_from_shards`)
+
+In training by rows (`take_everywhere`), what is asked for are the distinct rows of the whole batch, and every device gets them all. It
+reads those of its own part of the batch. Their gradient is summed over the devices that split the batch, and each device then updates
+the rows that it holds (`own_rows`). So what a device sends follows the whole batch, which pays up to some dozens of devices.
+"""
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int32
+
+from transformer_embed import _checks
+from transformer_embed.functional.lookup import read_or_zero, widened
+from transformer_embed.functional.mesh import Axes, index_along, spec_of, split_over
+from transformer_embed.large_tables import rows
+
+if TYPE_CHECKING:
+    from transformer_embed.large_tables.sharded import Sharded
+
+
+@jax.jit
+def gather_from_shards(table: "Sharded", ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
+    """Every shard looks up the ids that it holds, zeros for the others; the sum over the shards has one term that is not zero."""
+    row_axes, column_axes = table.axes
+    split = split_over(table.sharding.mesh, table.batch, ids, ids.ndim)
+    if set(column_axes) & {axis for axes in split for axis in axes}:
+        raise ValueError(_checks.wanted("table", "columns over a mesh axis that the ids do not use", f"both over {column_axes!r}"))
+    by_dimension = [tuple(axis for axis in axes if axis in row_axes) for axes in split]
+    elsewhere = tuple(axis for axis in row_axes if not any(axis in axes for axes in by_dimension))
+
+    def read(shard, ids):
+        for dimension, axes in enumerate(by_dimension):
+            ids = jax.lax.all_gather(ids, axes, axis=dimension, tiled=True) if axes else ids
+        row = table.positions(ids) - index_along(row_axes) * shard.shape[0]
+        # Unsigned, for a negative index would count from the end.
+        rows = read_or_zero(shard, row.astype(jnp.uint32)).astype(table.dtype)
+        rows = jax.lax.psum(rows, elsewhere) if elsewhere else rows
+        for dimension, axes in enumerate(by_dimension):
+            rows = jax.lax.psum_scatter(rows, axes, scatter_dimension=dimension, tiled=True) if axes else rows
+        return rows
+
+    specs = (spec_of(row_axes, column_axes), spec_of(*split))
+    return jax.shard_map(read, mesh=table.sharding.mesh, in_specs=specs, out_specs=spec_of(*split, column_axes))(widened(table.array), ids)
+
+
+def take_everywhere(table: "Sharded", ids: Int32[Array, "..."], distinct: Callable[[Array], Array]) -> "_RowsEverywhere":
+    """The distinct rows of the whole batch, on every device."""
+    mesh = table.sharding.mesh
+    held = jax.shard_map(distinct, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())(_replicate(ids, mesh))
+    everywhere = dataclasses.replace(table, batch=())
+    return _RowsEverywhere(held, everywhere.gather(held), table.vocab_size, mesh, table.batch)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["ids", "values"], meta_fields=["vocab_size", "mesh", "batch"])
+@dataclasses.dataclass(frozen=True, eq=False)
+class _RowsEverywhere(rows.TakenRows):
+    """Rows on every device; each finds those of its own part of the batch, and the gradient is summed over the parts."""
+
+    mesh: Any
+    batch: Axes
+
+    def gather(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
+        return _gather_from_everywhere(self, ids)
+
+
+@jax.jit
+def _gather_from_everywhere(taken: _RowsEverywhere, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
+    split = split_over(taken.mesh, taken.batch, ids, ids.ndim)
+
+    def read(held, values, ids):
+        return rows.TakenRows(held, values, taken.vocab_size).gather(ids).astype(taken.dtype)
+
+    specs = (PartitionSpec(), PartitionSpec(), spec_of(*split))
+    read_all = jax.shard_map(read, mesh=taken.mesh, in_specs=specs, out_specs=spec_of(*split, ()))
+    return read_all(taken.ids, widened(taken.values), ids)
+
+
+def own_rows(table: "Sharded", ids: Int32[Array, "k"], size: int) -> tuple[Int32[Array, "k"], Int32[Array, "k"]]:
+    """The ids that this shard holds, counted from its first row, then ids past its end, so that all ascend; and where they came from."""
+    first = index_along(table.axes[0]) * size
+    order = (jnp.arange(len(ids), dtype=jnp.int32) + jnp.sum(ids < first, dtype=jnp.int32)) % len(ids)
+    own = ids[order] - first
+    here = (own >= 0) & (own < size) & (ids[order] < table.vocab_size)
+    return jnp.where(here, own, jnp.arange(size, size + len(ids), dtype=jnp.int32)), order
+
+
+def _replicate(ids: Int32[Array, "..."], mesh: Any) -> Int32[Array, "..."]:
+    """On every device: few and small, the ids of the whole batch."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    if AxisType.Explicit not in mesh.axis_types:
+        return jax.lax.with_sharding_constraint(ids, everywhere)
+    home = jax.sharding if hasattr(jax.sharding, "reshard") else importlib.import_module("jax.experimental.shard")
+    return home.reshard(ids, everywhere)
