@@ -195,7 +195,7 @@ def value_and_grad(loss: Callable, *, ids: Tree, has_aux: bool = False, max_rows
     Returns:
         A function of (params, ...) to (value, gradients), or to ((value, aux), gradients). The gradients are a tree as `params`, with
         `Rows` for each table that has ids: of min(number of ids, vocab_size, max_rows) rows, at least 1; beyond 1024 a multiple of it.
-            Those of a dealt table have, for each device, as many as it can be asked for.
+        Those of a dealt table have, for each device, as many as it can be asked for.
 
     Raises:
         TypeError: ids are not integers; a table does not have a floating dtype; the loss reads a table otherwise than by `lookup`.
