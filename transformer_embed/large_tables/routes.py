@@ -1,8 +1,8 @@
 """Routes of an exchange of rows: over which mesh axes positions go to the owners of their rows, and with buffers of what size.
 
-Buffers have a fixed size: over a hop, a device can send `room` positions to each other one. `plan_route` chooses the route with the smallest
-buffers of those that overflow in less than one step in 1e9. That bound is for hashed ids that each device draws on its own. Where devices
-ask for the same rows, `simulate` has found more room left, not less. The routes:
+Buffers have a fixed size: over a hop, a device can send `room` positions to each other one. Of the routes that overflow in less than one
+step in 1e9, `plan_route` chooses the one with the smallest buffers. That bound is for hashed ids that each device draws on its own. Where
+devices ask for the same rows, `simulate` has found more room left, not less. The routes:
 
     one hop                  from every device to every other. Good for few devices, whose loads are large and thus nearly equal.
     one axis, then another   a first hop to the device of the owner's row of the mesh, which merges what its peers ask for; a second one to
