@@ -143,7 +143,9 @@ def as_positions(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
     array = as_array(name, value)
     if isinstance(array, np.ndarray) and array.dtype == np.float64:
         return _as_float32(name, array)
-    if jnp.issubdtype(array.dtype, jnp.integer) or array.dtype in (jnp.float32, jnp.float64):
+    if jnp.issubdtype(array.dtype, jnp.integer):
+        return _at_least_8_bits(array)
+    if array.dtype in (jnp.float32, jnp.float64):
         return array
     raise TypeError(wanted(name, "an integer dtype, or float32 (16-bit floats skip integers)", array.dtype))
 
@@ -172,7 +174,11 @@ def as_integers(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
         return array.astype(np.int32)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(wanted(name, "an integer dtype", array.dtype))
-    # numpy cannot compare the 2-bit and 4-bit integers of ml_dtypes with others.
+    return _at_least_8_bits(array)
+
+
+def _at_least_8_bits(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
+    """Integers that numpy can compare with others, as it cannot the 2-bit and 4-bit ones of ml_dtypes."""
     is_narrow = isinstance(array, np.ndarray) and array.dtype.kind == "V"
     return array.astype(np.int8 if jnp.issubdtype(array.dtype, jnp.signedinteger) else np.uint8) if is_narrow else array
 
