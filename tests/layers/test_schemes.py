@@ -113,3 +113,11 @@ def test_positions_stay_inside_int32():
     assert te.Sinusoidal(start=2**31 - 5).count(5, "ids")[-1] == 2**31 - 1
     with pytest.raises(ValueError, match=r"^start: wanted an int of at most 2147483643, for 5 positions inside int32, got 2147483644$"):
         te.Sinusoidal(start=2**31 - 4).count(5, "ids")
+
+
+def test_narrow_integers_of_numpy_do_not_wrap():
+    scheme = te.Learned(max_len=np.int16(200), start=np.int8(100))
+    assert scheme == te.Learned(max_len=200, start=100)
+    assert scheme.count(100, "ids")[-1] == 199
+    assert te.Sinusoidal(start=np.int8(100)).count(100, "ids")[-1] == 199
+    assert len(te.SinusoidalGrid((np.int8(100), np.int8(2))).count(200, "ids")) == 200

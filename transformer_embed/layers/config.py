@@ -2,6 +2,7 @@
 
 import dataclasses
 import numbers
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -65,10 +66,9 @@ class EmbedderConfig:
     dtype: DTypeLike | None = None
 
     def __post_init__(self):
-        _checks.integer("vocab_size", self.vocab_size, at_least=1)
-        _checks.integer("d_model", self.d_model, at_least=1)
-        if self.embedding_width is not None:
-            _checks.integer("embedding_width", self.embedding_width, at_least=1)
+        for name in ("vocab_size", "d_model", "embedding_width", "num_token_types"):
+            if name in ("vocab_size", "d_model") or getattr(self, name) is not None:
+                self._keep(name, _checks.integer(name, getattr(self, name), at_least=1))
         if self.positions is not None:
             if not isinstance(self.positions, Scheme):
                 wanted = "Sinusoidal(...), SinusoidalGrid(...), Learned(max_len=...) or None"
@@ -76,17 +76,18 @@ class EmbedderConfig:
             self.positions.check(self.table_width)
         _checks.rate("dropout_rate", self.dropout_rate)
         if self.pad_id is not None:
-            _checks.int32("pad_id", self.pad_id)
-        object.__setattr__(self, "scale", checked_scale(self.scale))
-        if self.num_token_types is not None:
-            _checks.integer("num_token_types", self.num_token_types, at_least=1)
+            self._keep("pad_id", _checks.int32("pad_id", self.pad_id))
+        self._keep("scale", checked_scale(self.scale))
         if self.layer_norm_eps is not None:
-            _checks.real("layer_norm_eps", self.layer_norm_eps, above=0)
+            self._keep("layer_norm_eps", _checks.real("layer_norm_eps", self.layer_norm_eps, above=0))
         _checks.choice("out_of_range", self.out_of_range, OUT_OF_RANGE)
         _checks.choice("lookup_style", self.lookup_style, LOOKUP_STYLES)
-        object.__setattr__(self, "param_dtype", _checks.floating_dtype("param_dtype", self.param_dtype))
+        self._keep("param_dtype", _checks.floating_dtype("param_dtype", self.param_dtype))
         if self.dtype is not None:
-            object.__setattr__(self, "dtype", _checks.floating_dtype("dtype", self.dtype))
+            self._keep("dtype", _checks.floating_dtype("dtype", self.dtype))
+
+    def _keep(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     @property
     def table_width(self) -> int:

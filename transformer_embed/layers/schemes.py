@@ -45,14 +45,18 @@ class _Counting:
         return counted if self.at_padding is None else positions_of_tokens(ids != self.pad_id, self.start, self.at_padding)
 
     def _check_counting(self) -> None:
-        _checks.int32("start", self.start)
+        self._keep_int32("start")
         if self.at_padding is None:
             _checks.unwanted("pad_id", self.pad_id, "at_padding is not set")
             return
-        _checks.int32("at_padding", self.at_padding)
+        self._keep_int32("at_padding")
         if self.pad_id is None:
             raise ValueError(_checks.wanted("pad_id", "the id of padding, since at_padding is set", "None"))
-        _checks.int32("pad_id", self.pad_id)
+        self._keep_int32("pad_id")
+
+    def _keep_int32(self, name: str) -> None:
+        """Keeps a Python int: sums with a narrow integer of numpy would wrap."""
+        object.__setattr__(self, name, _checks.int32(name, getattr(self, name)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,8 +142,8 @@ class SinusoidalGrid(_Sinusoids):
         for name, value, wanted in (("shape", self.shape, tuple), ("axes", self.axes, tuple | None)):
             if not isinstance(value, wanted):
                 raise TypeError(_checks.wanted(name, "a tuple of ints", repr(value)))
-        for axis, length in enumerate(self.shape):
-            _checks.integer(f"shape[{axis}]", length, at_least=0)
+        shape = tuple(_checks.integer(f"shape[{axis}]", length, at_least=0) for axis, length in enumerate(self.shape))
+        object.__setattr__(self, "shape", shape)
         if math.prod(self.shape) > MOST_POINTS:
             raise ValueError(_checks.wanted("shape", f"at most 2**31 - 1 = {MOST_POINTS} points", f"{self.shape}, {math.prod(self.shape)}"))
         if self.axis_positions is not None:
@@ -199,7 +203,7 @@ class Learned(_Counting):
     max_len: int
 
     def __post_init__(self):
-        _checks.integer("max_len", self.max_len, at_least=1)
+        object.__setattr__(self, "max_len", _checks.integer("max_len", self.max_len, at_least=1))
         self._check_counting()
         for name, position in (("start", self.start), ("at_padding", self.at_padding)):
             if position is not None and not 0 <= position < self.max_len:
