@@ -1,0 +1,99 @@
+"""Any arguments at all, for functions that give a right result or raise a TypeError or ValueError of ours, which names an argument."""
+
+import fractions
+import re
+import warnings
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+import transformer_embed as te
+
+OURS = re.compile(r"^[\w. ,\[\]']+: wanted ")
+MISSING = re.compile(r"(missing|unexpected|required).* argument")
+
+NUMBERS = [
+    0,
+    1,
+    2,
+    -1,
+    3,
+    0.5,
+    -0.25,
+    1e30,
+    2**31 - 1,
+    2**31,
+    -(2**31),
+    2**64,
+    10**400,
+    float("nan"),
+    float("inf"),
+    fractions.Fraction(1, 3),
+]
+NUMBERS += [True, np.int8(3), np.float16(0.5), np.longdouble(0.5), jnp.int32(2), 1j]
+WORDS = ["half", "interleaved", "sin_cos", "first", "proportional", "zero", "round_up", "nan", "gather", "left", "mean", "", "abc", b"half"]
+DTYPES = ["float32", "bfloat16", "float16", "int32", jnp.bfloat16, np.dtype(">f4"), float, int, "float8_e4m3fn"]
+ARRAYS = [
+    np.arange(3),
+    np.arange(6).reshape(2, 3),
+    np.arange(9).reshape(3, 3) % 2 == 0,
+    np.array([0, 1, 1], np.uint8),
+    np.array([2**40, 0, -1]),
+    np.array([3_000_000_000, 1, 0], np.uint32),
+    np.arange(3, dtype=">i4"),
+    np.linspace(0, 1, 3),
+    np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3),
+    np.linspace(-1, 1, 24, dtype=np.float32).reshape(1, 3, 2, 4),
+    np.zeros((0, 3), np.float32),
+    np.ones((1, 1, 3, 3), bool),
+    np.ma.masked_array([1, 2, 3], mask=[0, 1, 0]),
+    np.array([1, 2, 3], ml_dtypes.int4),
+    np.array([1, 2, 3], ml_dtypes.float8_e4m3fn),
+    np.array(2),
+    jnp.arange(3),
+    jnp.arange(3.0),
+    jnp.ones((4, 3), jnp.bfloat16),
+]
+OTHERS = [
+    None,
+    [],
+    [1, 2, 3],
+    [[1], [2, 3]],
+    (1, 0),
+    (None, None),
+    (2, 3),
+    "abc",
+    {},
+    {1: 2},
+    object(),
+    te.LinearScaling(2.0),
+    jax.random.key(0),
+]
+OTHERS += [te.TokenPositions.from_offset(0, 3), jax.random.PRNGKey(0), range(3), (1, 1)]
+VALUES = [*NUMBERS, *WORDS, *DTYPES, *ARRAYS, *OTHERS]
+
+SETTINGS = {"deadline": None, "suppress_health_check": list(hypothesis.HealthCheck)}
+
+
+def too_large(value):
+    """Numbers for which a right answer would fill the memory."""
+    try:
+        return bool(np.ndim(value) == 0 and abs(value) > 64)
+    except (TypeError, ValueError):
+        return False
+
+
+def call(function, arguments):
+    """Whether it returns, and what."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return True, function(*arguments["masks"]) if "masks" in arguments else function(**arguments)
+        except (TypeError, ValueError) as error:
+            message = str(error)
+            if not (OURS.match(message) or MISSING.search(message)):
+                raise AssertionError(f"not our error: {type(error).__name__}: {message[:300]}") from error
+            return False, None
