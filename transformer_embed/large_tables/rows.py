@@ -256,7 +256,11 @@ def add(grads: Tree, more: Tree) -> Tree:
         >>> total.ids[:3].tolist(), total.values[:3].tolist()
         ([1, 3, 8], [[1.0], [3.5], [8.0]])
     """
-    return jax.tree.map(operator.add, grads, more, is_leaf=_is_rows)
+    some, treedef = jax.tree.flatten(grads, is_leaf=_is_rows)
+    others, found = jax.tree.flatten(more, is_leaf=_is_rows)
+    if found != treedef:
+        raise ValueError(_checks.wanted("more", f"a tree as grads, {treedef}", str(found)))
+    return jax.tree.unflatten(treedef, map(operator.add, some, others))
 
 
 def update(optimizer: optax.GradientTransformation, grads: Tree, state: Tree, params: Tree, **extra_args: Any) -> tuple[Tree, Tree]:
@@ -317,7 +321,7 @@ def update(optimizer: optax.GradientTransformation, grads: Tree, state: Tree, pa
     tables = {place: leaf for place, leaf in enumerate(gradients) if isinstance(leaf, Rows)}
     state_leaves, state_treedef = jax.tree.flatten(state, is_leaf=_is_table)
     plain = [_struct(leaf) if place in tables else leaf for place, leaf in enumerate(leaves)]
-    follows = row_wise.state_owners(optimizer, treedef, plain, tuple(tables), list(map(_struct, state_leaves)), _is_table)
+    follows = row_wise.state_owners(optimizer, treedef, plain, tuple(tables), list(map(_struct_of_state, state_leaves)), _is_table)
 
     # To the optimizer, a table that is updated by rows and what follows it in the state are plain arrays, whatever holds them.
     own = [place if place in tables else None for place in range(len(leaves))]
@@ -385,7 +389,7 @@ def _in_place(
         moved = jnp.any(changes != 0, axis=-1)
         return [_write(whole, some, jnp.where(_along(moved, b), b, a)) for whole, a, b in zip(wholes, old, new, strict=True)]
 
-    wholes = list(wholes)
+    wholes = list(map(jnp.asarray, wholes))
     return update_block(0, wholes) if len(ids) == block else jax.lax.fori_loop(0, len(ids) // block, update_block, wholes)
 
 
@@ -442,6 +446,13 @@ def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
     """The table that it stands for, or the array that it is."""
     shape, dtype = (leaf.shape, leaf.dtype) if isinstance(leaf, Table | Rows) else (jnp.shape(leaf), jnp.result_type(leaf))
     return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _struct_of_state(leaf: Any) -> jax.ShapeDtypeStruct:
+    try:
+        return _struct(leaf)
+    except TypeError as error:
+        raise TypeError(_checks.wanted("state", "the arrays of optimizer.init(params)", f"a {type(leaf).__name__}")) from error
 
 
 def _plain_tree(treedef: Any, leaves: Sequence[Any], owners: Sequence[int | None]) -> Tree:
