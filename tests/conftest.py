@@ -27,17 +27,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
-import pytest
 import typecheck
 
 typecheck.install("transformer_embed._checks", "transformer_embed.functional", "transformer_embed.layers")
-
-
-def pytest_collection_modifyitems(items):
-    """One worker runs a whole file, which shares fixtures and compiled programs; notebooks share nothing."""
-    for item in items:
-        if item.path.stem != "test_notebooks":
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def pytest_unconfigure():

@@ -35,6 +35,7 @@ def test_the_chart_of_speeds_is_drawn_from_the_results(monkeypatch, tmp_path):
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_accuracy():
     command = [sys.executable, "tests/benchmarks/accuracy.py", "--positions=20", "--d-model=8", "--head-dim=4"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -151,6 +151,7 @@ def test_the_sum_of_gradients_of_different_rows_is_not_atomic():
 AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "layout", "kind"),
     [

@@ -425,6 +425,7 @@ def test_fairseq_sinusoids_count_from_padding_idx_plus_1():
 # --- A cache behind left padding
 
 
+@pytest.mark.slow
 def test_decoding_behind_left_padding_compiles_once_and_equals_the_unpadded_run():
     """The recipe of the README: a cache of fixed room, written by dynamic_update_slice; 32 steps."""
     random = np.random.default_rng(0)

@@ -197,6 +197,7 @@ print(main(["show", "mask", "--out", "x.png"]), os.listdir())
 """
 
 
+@pytest.mark.slow
 def test_without_matplotlib_it_is_named_and_the_package_works(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", WITHOUT_MATPLOTLIB]

@@ -250,6 +250,7 @@ def straight_first(asked, axes, sizes, shard, devices, capacity):
     return routes._straight_first(asked, straight, [((axis,), size) for axis, size in zip(axes, sizes, strict=True)], devices, capacity)
 
 
+@pytest.mark.slow
 def test_what_goes_straight_and_the_rest_come_back_in_place():
     axes, shard, size, asked = ("data", "model"), 38, 304, 12
     mesh, route = mesh_of((2, 4)), straight_first(asked, axes, (2, 4), shard, 8, 1.0)
@@ -341,6 +342,7 @@ def roomy_table():
     return deal(mesh_of((2, 4)), capacity=8.0)
 
 
+@pytest.mark.slow
 def test_a_bfloat16_table_sums_the_gradients_of_all_devices_before_it_rounds():
     mesh = mesh_of((2, 4))
     table = deal(mesh, table=TABLE.astype(jnp.bfloat16))
@@ -362,6 +364,7 @@ def test_a_bfloat16_table_sums_the_gradients_of_all_devices_before_it_rounds():
     )
 
 
+@pytest.mark.slow
 def test_several_tables_two_lookups_of_one_and_accumulated_gradients():
     mesh = mesh_of((2, 4))
     other = normal(30, 50, 4)

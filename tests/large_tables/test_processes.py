@@ -69,6 +69,7 @@ def test_two_processes_by_exchange_train_as_by_replicated_rows(results):
     np.testing.assert_allclose(found[2]["by_exchange_table"], found[2]["by_rows_table"], rtol=0, atol=TABLE_ERROR)
 
 
+@pytest.mark.slow
 def test_every_process_sees_every_device_and_the_same_losses(results):
     printed, _ = results
     lines = [text.splitlines() for text in printed[2]]
@@ -79,6 +80,7 @@ def test_every_process_sees_every_device_and_the_same_losses(results):
         assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_the_output_explains_itself_and_holds_nothing_else(results):
     (first, second), (alone,) = (results[0][count] for count in (2, 1))
     assert [len(text.splitlines()) for text in (first, second, alone)] == [4, 3, 4]

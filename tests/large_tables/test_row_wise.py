@@ -267,6 +267,7 @@ def test_a_gradient_that_left_its_trace_is_told():
 STRICT = {"jax_debug_nans": True, "jax_disable_jit": True, "jax_transfer_guard": "disallow"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", STRICT)
 def test_the_proof_holds_in_strict_modes(flag):
     optimizer = optax.adam(0.1)
@@ -390,6 +391,7 @@ def test_random_chains_masks_and_labels_are_lazy_or_refused(names, rest, wrapped
     assert (message is not None) == bool(REFUSED & set(names))
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True, max_examples=15)
 @given(
     st.lists(st.sampled_from(list(PARTS)), max_size=4),
