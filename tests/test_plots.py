@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import oracle
 import pytest
+from fuzzing import VALUES, call, too_large
 
 pytest.importorskip("matplotlib")
 import matplotlib
@@ -653,3 +654,26 @@ def test_what_is_no_sequence_is_refused(message, draw):
     with pytest.raises(TypeError) as caught:
         draw()
     assert str(caught.value) == message
+
+
+GOOD = {
+    plots.plot_encoding: {"encoding": WAVES},
+    plots.plot_wavelengths: {"d_model": 16},
+    plots.plot_similarity: {"encoding": WAVES},
+    plots.plot_mask: {"mask": CAUSAL},
+    plots.plot_rotary: {"positions": [0, 1, 5], "head_dim": 16},
+    plots.plot_bias: {"bias": WAVES[:2]},
+    plots.plot_error: {"d_model": 4, "positions": [1, 10_000]},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plot", GOOD, ids=lambda plot: plot.__name__)
+def test_any_argument_is_drawn_or_named(plot):
+    for name in inspect.signature(plot).parameters:
+        for value in VALUES:
+            if name in {"d_model", "head_dim", "batch_index", "head_index"} and too_large(value):
+                continue
+            ax = Figure().subplots()
+            call(plot, GOOD[plot] | {"ax": ax} | {name: value})
+            pyplot.close("all")

@@ -368,7 +368,7 @@ def params(value: Any, argument: str = "params") -> None:
 
 
 def name(argument: str, value: Any) -> str | None:
-    """The name of a module; Haiku refuses the strings that are not identifiers."""
+    """A name of a module or a line, or None. Haiku refuses the strings that are not identifiers."""
     if value is not None and not isinstance(value, str):
         raise TypeError(wanted(argument, "a string or None", _describe(value)))
     return value

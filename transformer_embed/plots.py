@@ -93,7 +93,7 @@ def plot_wavelengths(
         The Axes, with pair of channels across and wavelength (tokens, logarithmic) up.
 
     Raises:
-        TypeError: d_model is not a Python int; base is not a Python number; scaling is not a scaling of this package; ax is not an Axes.
+        TypeError: d_model is not a Python int; base is not a Python number; scaling is not a scaling of this package; ax is not an Axes; label is not a string.
         ValueError: d_model is below 1, or odd with a scaling; base is not above 0; the scaling does not fit d_model.
 
     Example:
@@ -106,6 +106,7 @@ def plot_wavelengths(
     Source:
         Vaswani et al., "Attention Is All You Need" (2017), section 3.5, https://arxiv.org/abs/1706.03762
     """
+    label = _checks.name("label", label)
     wavelengths = [float(2 * phase.PI / f) for f in _frequencies(d_model, base, scaling)]
     ax = _axes(ax)
     marker, color, _ = _style(len(ax.lines))
@@ -130,7 +131,7 @@ def plot_similarity(encoding: ArrayLike, *, ax: Axes | None = None, label: str |
         The Axes, with distance (tokens) across and dot product up.
 
     Raises:
-        TypeError: encoding does not have a floating dtype, or is traced; ax is not an Axes.
+        TypeError: encoding does not have a floating dtype, or is traced; ax is not an Axes; label is not a string.
         ValueError: encoding is not of rank 2, or is empty.
 
     Example:
@@ -143,7 +144,7 @@ def plot_similarity(encoding: ArrayLike, *, ax: Axes | None = None, label: str |
         Wang and Chen, "What Do Position Embeddings Learn?" (2020), figure 1, https://arxiv.org/abs/2010.04903, who show the whole
         matrix of cosines.
     """
-    values = _table("encoding", encoding)
+    values, label = _table("encoding", encoding), _checks.name("label", label)
     products = values @ values.T
     diagonals = [np.diagonal(products, distance) for distance in range(len(values))]
     mean, low, high = (np.array([each(diagonal) for diagonal in diagonals]) for each in (np.mean, np.min, np.max))

@@ -113,6 +113,8 @@ def shard_params(
         raise TypeError(_checks.wanted("batch", "a tuple of mesh axes, or None", repr(batch)))
     if _checks.integer("virtual_shards", virtual_shards, at_least=2, at_most=2**20).bit_count() != 1:
         raise ValueError(_checks.wanted("virtual_shards", "a power of two", virtual_shards))
+    if not isinstance(tables, str):
+        raise TypeError(_checks.wanted("tables", "a pattern of names", repr(tables)))
     if not isinstance(deal, str | None):
         raise TypeError(_checks.wanted("deal", "a pattern of names, or None", repr(deal)))
     plan = _Plan(mesh, tables, batch, deal, virtual_shards, _checks.real("capacity", capacity, above=0))
