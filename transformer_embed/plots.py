@@ -93,7 +93,8 @@ def plot_wavelengths(
         The Axes, with pair of channels across and wavelength (tokens, logarithmic) up.
 
     Raises:
-        TypeError: d_model is not a Python int; base is not a Python number; scaling is not a scaling of this package; ax is not an Axes; label is not a string.
+        TypeError: d_model is not a Python int; base is not a Python number; scaling is not a scaling of this package; ax is not an Axes;
+            label is not a string.
         ValueError: d_model is below 1, or odd with a scaling; base is not above 0; the scaling does not fit d_model.
 
     Example:

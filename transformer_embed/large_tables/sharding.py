@@ -86,7 +86,8 @@ def shard_params(
         A tree like params.
 
     Raises:
-        TypeError: mesh is not a Mesh; rules are not a mapping of patterns to PartitionSpec; a traced parameter; a function without a key.
+        TypeError: mesh is not a Mesh; rules are not a mapping of patterns to PartitionSpec; tables or deal is not a string; a traced
+            parameter; a function without a key.
         ValueError: a pattern that matches no parameter; a spec with more dimensions than its parameter; an axis that the mesh lacks; a
             dimension, other than a table's rows, that its axes do not divide; a batch over the axes of a table's columns; a key without
             a function; a dealt table whose columns are split, whose batch is not split over the axes of its rows, or whose
