@@ -245,10 +245,9 @@ def test_ctrl_c_stops_training_with_one_line_and_no_file(text_file, tmp_path):
 def test_ctrl_c_is_heard_where_the_tests_run_in_the_background():
     """Under `nohup pytest &` SIGINT is ignored, and a child inherits that."""
     test = f"{__file__}::{test_ctrl_c_stops_training_with_one_line_and_no_file.__name__}"
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", test]
-    run = subprocess.run(
-        command, capture_output=True, text=True, check=False, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)
-    )
+    deaf = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    command = [sys.executable, "-c", deaf, "-m", "pytest", "-q", "-n", "0", test]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout
 
 

@@ -115,8 +115,10 @@ def embedded(config, short, ids, positions, token_types):
     if config.num_token_types is not None:
         total = total + rows(config, short["token_type_embedding/embeddings"], np.asarray(token_types))
     if config.layer_norm_eps is not None:
-        centred = total - total.mean(-1, keepdims=True)
-        total = centred / np.sqrt(total.var(-1, keepdims=True) + config.layer_norm_eps)
+        centred, variance = total - total.mean(-1, keepdims=True), total.var(-1, keepdims=True)
+        # A square that leaves float32 is infinite.
+        variance = np.where(variance > np.finfo(np.float32).max, np.inf, variance)
+        total = centred / np.sqrt(variance + config.layer_norm_eps)
         total = total * short["layer_norm/scale"] + short["layer_norm/offset"]
     return total
 
