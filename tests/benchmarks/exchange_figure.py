@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 import sharding
 
 VOCAB_SIZE, DEVICES = 10**8, [2**i for i in range(13)]
-NAMES = {"sharded": "dense gradient, in shards", "by rows": "by replicated rows", "by exchange": "by exchanged rows"}
+NAMES = {"sharded": "dense gradient, sharded", "by rows": "by replicated rows", "by exchange": "by exchanged rows"}
 
 
 def draw_bytes(axes):

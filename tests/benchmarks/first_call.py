@@ -17,7 +17,7 @@ from harness import environment, markdown_table, seconds_in_fresh_processes
 
 PACKAGES = ("transformer-embed", "jax", "jaxlib", "numpy")
 BOUND_MS = 300
-# The arrays first: what jit traces. Then what it must know.
+# Each function, and the arrays that it is called with.
 CALLS = {
     "alibi_bias": "lambda q, k: te.alibi_bias(q, k, num_heads=4), positions, positions",
     "apply_rotary": "te.apply_rotary, heads, positions",

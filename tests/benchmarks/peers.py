@@ -27,7 +27,7 @@ Calls = dict[str, Callable[[], Any]]
 class Work(NamedTuple):
     """One table [vocab_size, d_model], in float32, and ids [batch, length], on the host; `dtype` is that of tables and results.
 
-    All lines of jax read the same `device_table`: where a table lies in memory changes the time of a lookup by several percent.
+    All lines of jax read the same `device_table`, so that none of them gains from where its table lies in memory.
     """
 
     table: np.ndarray

@@ -278,7 +278,7 @@ def read_or_zero(table: Float[Array, "v d"], index: UInt32[Array, "..."]) -> Flo
     of a row in float32 or wider, because a 16-bit sum stops growing after some 256 of them. XLA fuses the conversion into the read, so
     no float32 copy of the table exists.
     """
-    wide = table.astype(_checks.wide(table.dtype))
+    wide = widened(table)
     explicit = _explicit_sharding(table, index)
     by_repeats, by_runs = (functools.partial(read, explicit) for read in (_read_each_repeat, _read_each_row_once_a_device))
     if _is_sortable(table, index, explicit):
@@ -374,6 +374,6 @@ def _explicit_sharding(table: Float[Array, "v d"], ids: Integer[Array, "..."]) -
 @jax.jit
 def _multiply_by_one_hot(table: Float[Array, "v d"], ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
     """`rows_at`, for a finite table."""
-    wide = table.astype(_checks.wide(table.dtype))
+    wide = widened(table)
     one_hot = jax.nn.one_hot(jnp.clip(ids, 0, table.shape[0] - 1), table.shape[0], dtype=wide.dtype)
     return jnp.matmul(one_hot, wide, precision=jax.lax.Precision.HIGHEST).astype(table.dtype)

@@ -66,9 +66,9 @@ class EmbedderConfig:
     dtype: DTypeLike | None = None
 
     def __post_init__(self):
-        for name in ("vocab_size", "d_model", "embedding_width", "num_token_types"):
-            if name in ("vocab_size", "d_model") or getattr(self, name) is not None:
-                self._keep(name, _checks.integer(name, getattr(self, name), at_least=1))
+        given = [name for name in ("embedding_width", "num_token_types") if getattr(self, name) is not None]
+        for name in ("vocab_size", "d_model", *given):
+            self._keep(name, _checks.integer(name, getattr(self, name), at_least=1))
         if self.positions is not None:
             if not isinstance(self.positions, Scheme):
                 wanted = "Sinusoidal(...), SinusoidalGrid(...), Learned(max_len=...) or None"
