@@ -248,20 +248,22 @@ def _in_chunks(options, over, wanted, table, tokens):
 
 def _step(options, over, wanted, table, sums, chunk):
     """The sums with those of a chunk, and its x's gradient."""
-    losses, slopes = _losses_and_slopes(options, over, table, chunk)
+    losses, slopes, scale = _losses_and_slopes(options, over, table, chunk)
     loss, table_gradient = sums
     x_gradient = None
     if wanted[0]:
-        x_gradient = jnp.einsum("tv,vd->td", slopes, table, preferred_element_type=slopes.dtype)
+        x_gradient = scale[:, None] * jnp.einsum("tv,vd->td", slopes, table, preferred_element_type=slopes.dtype)
     if wanted[1]:
-        table_gradient += jnp.einsum("tv,td->vd", slopes, chunk.x, preferred_element_type=slopes.dtype)
+        scaled = scale[:, None] * chunk.x.astype(scale.dtype)
+        table_gradient += jnp.einsum("tv,td->vd", slopes, scaled, preferred_element_type=slopes.dtype)
     return (loss + jnp.sum(losses * chunk.weights), table_gradient), x_gradient
 
 
 def _losses_and_slopes(options, over, table, chunk):
-    """Each token's loss [t], and the slope [t, v] of its weighted loss in each logit.
+    """Each token's loss [t]; slopes [t, v] and a scale [t], whose product is the gradient of its weighted loss in each logit.
 
-    On a CPU a `where` before a reduction is a buffer of its own: hence gathers, scatters and, for shards of unequal use alone, masks.
+    A pass over the slopes costs more than scaling what they are multiplied with. For the same reason, a CPU reads and writes single
+    columns, and compares each with the vocabulary's size only where shards are of unequal use.
     """
     first = jax.lax.axis_index(over) * table.shape[0] if over else 0
     padded = _reduce_over(jax.lax.psum, over, 1) * table.shape[0] > options.vocab_size
@@ -281,14 +283,28 @@ def _losses_and_slopes(options, over, table, chunk):
     if spread:
         target += spread * (jnp.where(inside, shifted, 0) if padded else shifted).sum(-1)
     total, target = _reduce_over(jax.lax.psum, over, (exponentials.sum(-1), target))
-    weights = chunk.weights[:, None]
-    at_label = jnp.where(ids[None] == chunk.labels[:, None], (kept + spread) * weights, spread * weights)
-    slopes = exponentials * (weights / total[:, None]) - at_label
-    if padded:
-        slopes = jnp.where(inside, slopes, 0)
+    slopes = exponentials
+    if spread:
+        slopes -= (jnp.where(inside, spread, 0) if padded else spread) * total[:, None]
+    slopes = _subtract_at_label(slopes, chunk.labels - first, kept * total)
     if options.pad_id is not None:
         slopes = _zero_column(slopes, options.pad_id - first)
-    return jnp.log(total) - target, slopes
+    return jnp.log(total) - target, slopes, chunk.weights / total
+
+
+def _subtract_at_label(slopes, rows, amounts):
+    """`slopes[t, rows[t]]` less `amounts[t]`, should there be such a row: in place on a CPU, as part of a larger pass elsewhere."""
+    columns = jnp.arange(slopes.shape[1], dtype=jnp.int32)
+
+    def in_place(slopes, rows, amounts):
+        tokens = jnp.arange(len(rows), dtype=jnp.int32)
+        at_label = slopes.at[tokens, jnp.where(rows >= 0, rows, len(columns))]
+        return at_label.add(-amounts, mode="drop", indices_are_sorted=True, unique_indices=True)
+
+    def in_a_pass(slopes, rows, amounts):
+        return jnp.where(columns[None] == rows[:, None], slopes - amounts[:, None], slopes)
+
+    return jax.lax.platform_dependent(slopes, rows, amounts, cpu=in_place, default=in_a_pass)
 
 
 def _logit_of_label(logits, rows):
