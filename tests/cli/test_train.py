@@ -241,14 +241,22 @@ def test_ctrl_c_stops_training_with_one_line_and_no_file(text_file, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-def test_ctrl_c_is_heard_where_the_tests_run_in_the_background():
+@pytest.fixture
+def in_the_background():
     """Under `nohup pytest &` SIGINT is ignored, and a child inherits that."""
-    test = f"{__file__}::{test_ctrl_c_stops_training_with_one_line_and_no_file.__name__}"
-    deaf = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-    command = [sys.executable, "-c", deaf, "-m", "pytest", "-q", "-n", "0", test]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+WAITS = "import sys, time; print('training:   0%', file=sys.stderr, flush=True); time.sleep(60)"
+
+
+@pytest.mark.usefixtures("in_the_background", "ctrl_c_is_heard")
+def test_ctrl_c_is_heard_where_the_tests_run_in_the_background():
+    status, shown = interrupted([sys.executable, "-c", WAITS])
+    assert status == -signal.SIGINT
+    assert shown.splitlines()[-1] == "KeyboardInterrupt"
 
 
 def test_a_command_that_does_not_hear_ctrl_c_never_outlives_the_test(monkeypatch):
@@ -260,8 +268,7 @@ def test_a_command_that_does_not_hear_ctrl_c_never_outlives_the_test(monkeypatch
             return super().communicate(input, timeout and 0.1)
 
     monkeypatch.setattr(subprocess, "Popen", Impatient)
-    deaf = "import signal, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN)"
-    deaf += "; print('training:   0%', file=sys.stderr, flush=True); time.sleep(60)"
+    deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
     with pytest.raises(subprocess.TimeoutExpired):
-        interrupted([sys.executable, "-c", deaf])
+        interrupted([sys.executable, "-c", f"{deaf}; {WAITS}"])
     assert started[0].poll() is not None
