@@ -288,6 +288,7 @@ def test_a_topology_that_xla_refuses_is_one_line(topology):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_command_ends_in_one_line_where_the_target_is_unknown():
     command = [sys.executable, "tests/benchmarks/compiled.py", "--target", "gpu"]
     ran = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)

@@ -58,6 +58,7 @@ def test_help_explains(capsys, arguments, words):
     assert [word for word in words if word not in out] == []
 
 
+@pytest.mark.slow
 def test_wrong_flags_and_help_load_nothing_slow():
     code = (
         "import sys\nfrom transformer_embed.cli.main import main\nassert main(['train', '--wrong']) == 2\n"
@@ -68,6 +69,7 @@ def test_wrong_flags_and_help_load_nothing_slow():
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_enough_ends_it_in_silence(model_file):
     command = f"{sys.executable} -m transformer_embed inspect {model_file}; echo $? >&2"
     done = subprocess.run(["bash", "-c", f"({command}) | true"], capture_output=True, text=True, check=False)
