@@ -202,22 +202,23 @@ def page(refusal_of):
     rows = "\n".join(f"| {name} | {reason} |" for name, reason in cannot)
     return f"""# Optimizers that train by rows
 
-`te.rows.update` proves, when a step is traced, that an optimizer updates each row of a table from that row alone, and raises a ValueError
-if it cannot. This page lists what it says of every transformation and optimizer of optax {optax.__version__}, each with plain arguments.
-What these are combined to (`optax.chain`, `optax.multi_transform`, masks, schedules, injected hyperparameters) is proved in the same way.
+When a step is traced, `te.rows.update` proves that the optimizer updates each row of a table from that row alone. If it
+cannot, it raises a ValueError.
+This page lists the result for every transformation and optimizer of optax {optax.__version__}, each with plain arguments.
+Combinations (`optax.chain`, `optax.multi_transform`, masks, schedules, injected hyperparameters) are proved in the same way.
 
-Those that can train by rows follow the lazy rule: a row with a gradient is updated as by the dense optimizer, with its rows of the
-state; every other row, and its rows of the state, stay as they are.
+Training by rows is lazy: a row with a gradient and its optimizer state are updated as by the dense optimizer. All other rows and their
+optimizer state do not change.
 
-## They can
+## These can train by rows
 
 {", ".join(can)}.
 
-## They cannot
+## These cannot
 
 Train the table densely, or keep the transformation off the table with `optax.multi_transform`. To clip by a global norm, clip the
-gradients before `te.rows.update`, by `optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())`: the norm is that of the dense
-gradients.
+gradients before `te.rows.update` with `optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())`; the norm equals that of the
+dense gradients.
 
 | optimizer | why |
 | --- | --- |

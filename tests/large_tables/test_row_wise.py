@@ -103,7 +103,7 @@ def refused_or_lazy(optimizer, refusal=made.refusal):
 def test_every_optimizer_of_optax_is_the_lazy_one_or_refused(name):
     message = refused_or_lazy(made.quietly(EXPORTED[name]), lambda _: refusal_of(name))
     assert name not in FEW or (message is not None) == (name in FEW[7:])
-    listed = made.PAGE.read_text(encoding="utf-8").split("## They cannot")[0 if message is None else 1]
+    listed = made.PAGE.read_text(encoding="utf-8").split("## These cannot")[0 if message is None else 1]
     assert f"`{name}`" in listed or optax.__version__ not in made.PAGE.read_text(encoding="utf-8")
 
 

@@ -1,6 +1,6 @@
-"""Where a dealt table keeps each row: rows are dealt over virtual shards like cards, so that frequent ids do not meet on one device.
+"""The order of rows in a dealt table: rows are dealt to virtual shards like cards, so that frequent ids are not all on one device.
 
-A vocabulary is usually sorted by frequency. Cut into contiguous shards, its first shard would answer for most of a batch. A dealt table
+A vocabulary is usually sorted by frequency. In contiguous shards, most of a batch would read the first one. A dealt table
 has S virtual shards, a power of two, and every S consecutive ids go to S different ones. The array in memory is [S * R, d], virtual shard
 after virtual shard, with R = ceil(vocab_size / S) rows each; rows that no id uses are zeros. A mesh whose size divides S holds whole
 virtual shards on each device, so the array is the same on every such mesh, and so is a checkpoint of it.
@@ -53,7 +53,7 @@ class Deal(NamedTuple):
 
 
 def deal_rows(deal: Deal, mesh: Mesh, axes: Axes, table: Float[Array, "v d"]) -> Float[Array, "m d"]:
-    """The dealt array of a table in vocabulary order, both split over these axes, under jit: no device holds more than a few shards.
+    """Deals a table in vocabulary order, under jit; both arrays are split over these axes, and no device holds more than a few shards.
 
     Each device holds some rounds of dealing, sorts their rows by virtual shard, and sends each device the virtual shards that live there:
     one all-to-all.

@@ -9,7 +9,7 @@ device's shard is a range of positions and an ascending list of positions is gro
     gradients of rows   ---- all-to-all ---->  one gradient a row, repeats summed      (`return_gradients`)
 
 Each arrow is one all-to-all for each hop of the route (see `routes`): a straight one, others one after the other, or both. Buffers have a
-fixed size; a position that finds no room is answered with NaN and its gradient is dropped.
+fixed size; the answer to a position that does not fit is NaN, and its gradient is dropped.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ class Sent(NamedTuple):
 
     Args:
         starts: [parts + 1], the index of the first position sent to each part.
-        slots: [asked], the place in the send buffer of each position asked for; past its end, and distinct, where there was no room.
-        found: [parts * room], which of the distinct positions received each place of the receive buffer asks for; past the end: none.
+        slots: [asked], the slot of each position in the send buffer; positions that do not fit have distinct slots past its end.
+        found: [parts * room], for each slot of the receive buffer, the index of its position among the distinct ones; past the end: none.
     """
 
     starts: Int32[Array, "p"]
@@ -41,9 +41,9 @@ class SentOnRoute(NamedTuple):
     """Where the positions that went over a route are in its buffers, on one device.
 
     Args:
-        straight: of the straight hop. Its buffers are followed by those of the rest: `slots` and `found` count on into them.
+        straight: for the straight hop. Its `slots` and `found` also count the buffers of the rest, which follow its own.
         left: [rest], the index of each position of the rest among those asked for; past their end: none.
-        over_hops: of each hop.
+        over_hops: for each hop.
     """
 
     straight: Sent | None
@@ -52,10 +52,10 @@ class SentOnRoute(NamedTuple):
 
 
 def ask(route: Route, positions: Int32[Array, "k"], size: int) -> tuple[SentOnRoute, Int32[Array, "m"]]:
-    """Sends ascending, distinct positions to their owners; those from `size` on fill up and are not sent.
+    """Sends ascending, distinct positions to their owners; positions of `size` or above are padding and not sent.
 
     Returns:
-        What was sent, and the positions that this device is asked for, in the form of the argument.
+        What was sent, and the positions that this device is asked for, ascending and padded in the same way.
     """
     if route.straight is None:
         over_hops, asked = _ask_over_hops(route.hops, positions, size)
@@ -74,7 +74,7 @@ def ask(route: Route, positions: Int32[Array, "k"], size: int) -> tuple[SentOnRo
 
 
 def answer(route: Route, sent: SentOnRoute, rows: Float[Array, "m d"]) -> Float[Array, "k d"]:
-    """Sends the rows that this device was asked for back to those who asked; NaN for a position that found no room."""
+    """Sends the rows that this device was asked for back to the devices that asked; NaN for a position that did not fit."""
     if route.straight is None or sent.straight is None:
         return _answer_over_hops(route.hops, sent.over_hops, rows)
     answers, places = _rows_found(rows, sent.straight.found), route.straight.parts * route.straight.room
@@ -83,7 +83,7 @@ def answer(route: Route, sent: SentOnRoute, rows: Float[Array, "m d"]) -> Float[
 
 
 def return_gradients(route: Route, sent: SentOnRoute, gradients: Float[Array, "k d"]) -> Float[Array, "m d"]:
-    """The gradient of each row that this device was asked for, summed over those who asked: the transpose of `answer`."""
+    """The gradient of each row that this device was asked for, summed over the devices that asked: the transpose of `answer`."""
     if route.straight is None or sent.straight is None:
         return _return_over_hops(route.hops, sent.over_hops, gradients)
     straight = _to_parts(route.straight, _bucket(route.straight, sent.straight.starts, gradients, 0))
@@ -113,7 +113,7 @@ def _return_over_hops(hops: Sequence[Hop], sent: Sequence[Sent], gradients: Floa
 
 
 def _send_positions(hop: Hop, positions: Int32[Array, "k"], size: int) -> tuple[Int32[Array, "p"], Int32[Array, "k"], Int32[Array, "s"]]:
-    """Where the first position to each part is, the slot of each position, and the positions received."""
+    """The index of the first position sent to each part, the slot of each position, and the positions received."""
     parts = jnp.where(positions < size, positions // hop.stride % hop.parts, hop.parts)
     starts = count_below(parts, jnp.arange(hop.parts + 1, dtype=jnp.int32))
     index = jnp.arange(len(positions), dtype=jnp.int32)
@@ -124,7 +124,7 @@ def _send_positions(hop: Hop, positions: Int32[Array, "k"], size: int) -> tuple[
 
 
 def _merged(received: Int32[Array, "s"], size: int, room: int) -> tuple[Int32[Array, "m"], Int32[Array, "s"]]:
-    """The distinct positions received, and which of them each place asks for; past the end: none."""
+    """The distinct positions received, and for each slot the index of its position among them; past the end: none."""
     positions = distinct_ascending(received, size, room)
     found = count_below(positions, received)
     known = (received < size) & (positions[jnp.minimum(found, room - 1)] == received)
@@ -132,7 +132,7 @@ def _merged(received: Int32[Array, "s"], size: int, room: int) -> tuple[Int32[Ar
 
 
 def _rows_found(rows: Float[Array, "m d"], found: Int32[Array, "s"]) -> Float[Array, "s d"]:
-    """The row for each place; NaN for none."""
+    """The row for each slot; NaN if there is none."""
     return jnp.where((found < len(rows))[:, None], read_or_zero(rows, found.astype(jnp.uint32)), jnp.nan)
 
 
@@ -142,40 +142,40 @@ def _rows_in_slots(buffer: Float[Array, "s d"], slots: Int32[Array, "k"]) -> Flo
 
 
 def _summed(rows: Float[Array, "s d"], found: Int32[Array, "s"], count: int) -> Float[Array, "m d"]:
-    """The sum of the rows with each number below count: the transpose of a read, which says how a GPU sums."""
-    # Only its type is used: it varies over the mesh as the rows do, so that the sum is not one over devices.
+    """The sum of the rows of each index below count, as the transpose of `read_or_zero`, which chooses how to sum on a GPU."""
+    # Only the type is used: it varies over the mesh as the rows do, so that the transpose does not sum over devices.
     sums = jnp.broadcast_to(rows[:1], (count, rows.shape[1]))
     return jax.linear_transpose(lambda sums: read_or_zero(sums, found.astype(jnp.uint32)), sums)(rows)[0]
 
 
 def sum_repeats(positions: Int32[Array, "n"], gradients: Float[Array, "n d"], size: int) -> tuple[Int32[Array, "m"], Float[Array, "m d"]]:
-    """The distinct positions below `size`, ascending and filled up, and the sum of the gradients of each."""
+    """The distinct positions below `size`, ascending and padded, and the sum of each one's gradients."""
     distinct = distinct_ascending(positions, size, min(len(positions), size))
     found = jnp.where(positions < size, count_below(distinct, positions), len(distinct))
     return distinct, _summed(gradients, found, len(distinct))
 
 
 def _bucket(hop: Hop, starts: Int32[Array, "p"], values: Array, fill: int) -> Array:
-    """[parts * room, ...]: the values that go to each part, which lie together, and fill."""
+    """[parts * room, ...]: the values for each part, which are contiguous, padded with `fill`."""
     place = starts[:-1, None] + jnp.arange(hop.room, dtype=jnp.int32)
     place = jnp.where(place < starts[1:, None], place, len(values)).reshape(-1)
     return values.at[place].get(mode="fill", fill_value=fill)
 
 
 def _to_parts(hop: Hop, buffer: Array) -> Array:
-    """The blocks that each part has for this device."""
+    """Sends each part its block of the buffer; returns the blocks received."""
     return jax.lax.all_to_all(buffer, hop.axes, split_axis=0, concat_axis=0, tiled=True)
 
 
 def distinct_ascending(values: Int32[Array, "..."], size: int, room: int) -> Int32[Array, "k"]:
-    """The `room` smallest distinct values below `size`, ascending, filled up with distinct ones from `size` on."""
+    """The `room` smallest distinct values below `size`, ascending, then distinct values of `size` or above as padding."""
     ordered = jnp.sort(values.reshape(-1))
     first = jnp.concatenate([jnp.ones_like(ordered[:1], bool), ordered[1:] != ordered[:-1]])
     return _packed(ordered, first & (ordered < size), size, room)
 
 
 def _packed(values: Int32[Array, "n"], kept: Bool[Array, "n"], size: int, room: int) -> Int32[Array, "k"]:
-    """The first `room` values that are kept, in order, filled up with distinct ones from `size` on."""
+    """The first `room` values that are kept, in order, then distinct values of `size` or above as padding."""
     slots = jnp.where(kept, jnp.cumsum(kept, dtype=jnp.int32) - 1, room)
     return jnp.arange(size, size + room, dtype=jnp.int32).at[slots].set(values, mode="drop")
 

@@ -1,4 +1,4 @@
-"""Rows of a dealt table on a mesh: each device has those that its own part of the batch reads, asked for from their owners.
+"""Rows of a dealt table on a mesh: each device asks the owners for the rows that its own part of the batch reads.
 
 The rows are dealt over the devices (see `dealing`), and the batch is split over at least the same mesh axes.
 
@@ -7,8 +7,8 @@ The rows are dealt over the devices (see `dealing`), and the batch is split over
     rows                            <-----------                                  (`gather_from_owners`, `take_from_owners`)
     gradients of these rows         ----------->  owned: ids and summed gradients  (`OwnedRows`), for the shard's own update
 
-Each arrow is an exchange over a route (see `exchange` and `routes`). Ids are what the user sees; a position is where the dealt array has
-the row of an id; "own" counts rows from the first one of a device's shard. In each list, numbers ascend, and numbers past the end fill up.
+Each arrow is an exchange over a route (see `exchange` and `routes`). Ids are what the user sees. A position is the index of an
+id's row in the dealt array. "own" counts rows from the start of a device's shard. Each list ascends, and numbers past the end are padding.
 """
 
 import dataclasses
@@ -63,10 +63,10 @@ class _Traffic:
     Args:
         mesh: the devices.
         owners: the mesh axes that the rows are split over.
-        batch: as of `Sharded`.
+        batch: as in `Sharded`.
         split: the mesh axes that each dimension of the ids is split over.
-        route: of the exchange.
-        deal: the table's.
+        route: the route of the exchange.
+        deal: how the table is dealt.
     """
 
     mesh: Any
@@ -88,7 +88,7 @@ class _Traffic:
 
 
 def _plan(table: "Sharded", ids: Int32[Array, "..."], distinct: Callable[[Array], Array]) -> _Traffic:
-    """The traffic of a batch whose devices each read at most the ids that `distinct` leaves of their part."""
+    """The traffic of a batch, of which each device reads the ids that `distinct` returns for its part."""
     mesh, owners, deal = table.sharding.mesh, table.axes[0], table.deal
     assert deal is not None
     split = tuple(split_over(mesh, table.batch, ids, ids.ndim))
@@ -103,25 +103,25 @@ def _plan(table: "Sharded", ids: Int32[Array, "..."], distinct: Callable[[Array]
 
 
 def _route(table: "Sharded", devices: int, asked: int) -> routes.Route:
-    """The route for so many devices that each ask for so many distinct rows at most."""
+    """The route for `devices` devices that each ask for at most `asked` distinct rows."""
     owners = table.axes[0]
     sizes = tuple(table.sharding.mesh.shape[axis] for axis in owners)
     return routes.plan_route(asked, owners, sizes, table.array.shape[0] // math.prod(sizes), devices, table.capacity)
 
 
 def _ask_owners(traffic: _Traffic, positions: Int32[Array, "k"], shard: Float[Array, "s d"]):
-    """The rows at ascending, distinct positions; what was sent for them; and the positions in this shard that others ask for."""
+    """The rows at ascending, distinct positions; what was sent to get them; and the rows of this shard that devices ask for."""
     size = traffic.deal.size
     sent, asked = exchange.ask(traffic.route, positions, size)
     own = asked - index_along(traffic.owners) * shard.shape[0]
     own_rows = shard.at[own].get(mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True)
     answers = exchange.answer(traffic.route, sent, own_rows)
-    # A filler has no room either, but only a row that was asked for is NaN.
+    # Padding does not fit either, but only a row that was asked for may read as NaN.
     return jnp.where((positions < size)[:, None], answers, 0), sent, own
 
 
 def _read_held(held: Int32[Array, "k"], values: Float[Array, "k d"], positions: Int32[Array, "..."]) -> Float[Array, "... d"]:
-    """The row at each position, one of those held; NaN at any other."""
+    """The row at each position; NaN for a position that is not held."""
     slots = jnp.minimum(exchange.count_below(held, positions), len(held) - 1)
     return jnp.where((held[slots] == positions)[..., None], rows_at(values, slots), jnp.nan)
 
@@ -161,9 +161,9 @@ class _ExchangedRows(rows.TakenRows):
         values: [devices * k, d], the rows, in float32 or wider: their gradient is summed over devices before it is rounded.
         vocab_size: number of rows of the table.
         row_dtype: dtype of the table.
-        sent: what each device sent for them.
-        asked: [devices * m], the rows that each device was asked for, counted from its first.
-        traffic: how they came.
+        sent: what each device sent to get them.
+        asked: [devices * m], the rows that each device was asked for, counted from the start of its shard.
+        traffic: how they were exchanged.
     """
 
     row_dtype: Any
@@ -177,7 +177,7 @@ class _ExchangedRows(rows.TakenRows):
         return self.row_dtype
 
     def gather(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
-        """See `Table`; of ids that are split as those of the batch are."""
+        """See `Table`; the ids must be split as the batch is."""
         return _gather_exchanged(self, ids)
 
     def gradient(self, values: Float[Array, "k d"]) -> rows.Rows:
@@ -216,7 +216,7 @@ def _return_gradients(taken: _ExchangedRows, gradient: Float[Array, "k d"]) -> t
         return _ids_of_own(traffic.deal, traffic.owners, own, shard), sums
 
     everyone, owners = spec_of(traffic.askers), spec_of(traffic.owners)
-    # Unchecked: that what was gathered over an axis is alike along it is not seen from the types.
+    # Unchecked: the types do not show that gathered values are equal along the axis that they were gathered over.
     send_all = jax.shard_map(send, mesh=traffic.mesh, in_specs=everyone, out_specs=(owners, owners), check_vma=False)
     return send_all(taken.sent, taken.asked, gradient)
 
@@ -228,7 +228,7 @@ class OwnedRows(rows.Rows):
     traffic: _Traffic
 
     def __add__(self, other: rows.Rows) -> rows.Rows:
-        """See `rows.Rows`; each device adds its own."""
+        """See `rows.Rows`; each device adds its own rows."""
         if self.ids is other.ids or not isinstance(other, OwnedRows):
             return super().__add__(other)
         traffic = self.traffic
@@ -260,7 +260,7 @@ jax.tree_util.register_pytree_with_keys(OwnedRows, _flatten_owned, _unflatten_ow
 
 
 def own_of_ids(deal: Deal, owners: Axes, ids: Int32[Array, "k"], shard: int) -> Int32[Array, "k"]:
-    """The rows of this device's shard that have these ids, counted from its first; rows past its end for ids outside the vocabulary."""
+    """The row of each id, counted from the start of this device's shard; past its end for ids outside the vocabulary."""
     own = deal.positions(jnp.minimum(ids, deal.vocab_size - 1)) - index_along(owners) * shard
     return jnp.where(ids < deal.vocab_size, own, shard + jnp.arange(len(ids), dtype=jnp.int32))
 
@@ -282,7 +282,7 @@ class ExchangeLoad(NamedTuple):
 
 
 def load_of(table: "Sharded", deal: Deal, ids: np.ndarray) -> ExchangeLoad:
-    """Of a lookup of these ids, whose first dimension is split over the batch's axes; see `routes.simulate`."""
+    """The load of a lookup of these ids, whose first dimension is split over the batch's axes; see `routes.simulate`."""
     sizes = dict(table.sharding.mesh.shape)
     devices = math.prod(sizes[axis] for axis in table.batch)
     if ids.ndim == 0 or ids.shape[0] % devices:

@@ -1,4 +1,4 @@
-"""A traced function as a flat list of equations: to be compared, followed and run in parts."""
+"""A traced function as a flat list of equations, which can be compared, analysed and run in parts."""
 
 import dataclasses
 import re
@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 
 from transformer_embed import _checks
 
-# Equations that only call another program, under the names that they have had since jax 0.6.
+# Equations that only call another program, by the names that jax has given them since 0.6.
 CALLS = frozenset(
     re.findall(
         r"\w+",
@@ -26,9 +26,9 @@ Operand = int | Literal
 
 
 class Equation(NamedTuple):
-    """`outputs = primitive(*inputs, **params)`: values by their numbers.
+    """`outputs = primitive(*inputs, **params)`; values are given by number.
 
-    `sources` says where it was written: the outermost call first, for what is inside a call may have been traced for another caller.
+    `sources` says where it was written, outermost call first: the body of a call may have been traced for another caller.
     """
 
     primitive: Primitive
@@ -41,7 +41,7 @@ class Equation(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Program:
-    """Equations in order, calls written out. Values are numbered; `types` and `constants` are by number."""
+    """Equations in order, with calls inlined. Values are numbered; `types` and `constants` are indexed by number."""
 
     types: list[Any] = dataclasses.field(default_factory=list)
     constants: dict[int, Any] = dataclasses.field(default_factory=dict)
@@ -78,7 +78,7 @@ class Program:
         return number
 
     def _write(self, jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Operand], sources: tuple[Any, ...]) -> list[Operand]:
-        """Appends a jaxpr's equations, calls written out; the numbers of its results."""
+        """Appends a jaxpr's equations, with calls inlined; returns the numbers of its results."""
         values: dict[Any, Operand] = dict(zip(jaxpr.invars, arguments, strict=True))
         values |= {var: self._constant(value, var.aval) for var, value in zip(jaxpr.constvars, constants, strict=True)}
 
@@ -104,7 +104,7 @@ def trace(function: Callable, arguments: Sequence[jax.ShapeDtypeStruct]) -> Prog
 
 
 def from_jaxpr(closed: ClosedJaxpr | Jaxpr) -> Program:
-    """A jaxpr's equations, calls written out."""
+    """A jaxpr's equations, with calls inlined."""
     jaxpr, constants = (closed.jaxpr, closed.consts) if isinstance(closed, ClosedJaxpr) else (closed, ())
     program = Program()
     if len(constants) != len(jaxpr.constvars):
@@ -115,9 +115,9 @@ def from_jaxpr(closed: ClosedJaxpr | Jaxpr) -> Program:
 
 
 def run(equations: Iterable[Equation], values: dict[int, Any], outputs: Sequence[Operand], without: Collection[str] = ()) -> list[Any]:
-    """What some outputs come to, given the values that the equations start from.
+    """The values of some outputs, given the values that the equations start from.
 
-    `without`: params that are left out (set to None).
+    `without`: params to set to None.
     """
     values = dict(values)
 
@@ -127,7 +127,7 @@ def run(equations: Iterable[Equation], values: dict[int, Any], outputs: Sequence
     for equation in equations:
         params = {name: None if name in without else value for name, value in equation.params.items()}
         bound = equation.primitive.get_bind_params(params)
-        # jax 0.6 to 0.8 give functions apart.
+        # jax 0.6 to 0.8 return functions separately.
         functions, params = bound if isinstance(bound, tuple) else ((), bound)
         results = equation.primitive.bind(*functions, *_varying_alike([read(operand) for operand in equation.inputs]), **params)
         values.update(zip(equation.outputs, results if equation.primitive.multiple_results else [results], strict=True))
@@ -142,7 +142,7 @@ def same_value(one: Any, other: Any) -> bool:
         return isinstance(other, ClosedJaxpr | Jaxpr) and _same_program(from_jaxpr(one), from_jaxpr(other))
     if isinstance(one, np.ndarray | np.generic | jax.Array):
         return one is other or (isinstance(other, np.ndarray | np.generic | jax.Array) and _same_numbers(one, other))
-    # A function made anew by each trace has the same code.
+    # Each trace makes new functions, but with the same code.
     return one is other or bool(getattr(one, "__code__", one) == getattr(other, "__code__", other))
 
 
@@ -155,7 +155,7 @@ def _same_numbers(one: Any, other: Any) -> bool:
 
 
 def same_operand(one: Operand, other: Operand) -> bool:
-    """Whether two traces of one function read the same value at a place."""
+    """Whether two operands are the same value in two traces of one function."""
     if isinstance(one, Literal) and isinstance(other, Literal):
         return str(one.aval) == str(other.aval) and _same_numbers(np.asarray(one.val), np.asarray(other.val))
     return not isinstance(one, Literal) and not isinstance(other, Literal) and one == other
@@ -192,16 +192,16 @@ def _same_equation(one: Equation, other: Equation) -> bool:
 
 
 def _varying_alike(operands: list[Any]) -> list[Any]:
-    """Inside a shard_map that checks its types, the operands of an equation vary over the same mesh axes."""
+    """Makes operands vary over the same mesh axes, as a shard_map that checks types requires of an equation."""
     axes = [_axes_of(operand) for operand in operands]
     together = frozenset().union(*axes)
     return [operand if own == together else _vary(operand, together - own) for operand, own in zip(operands, axes, strict=True)]
 
 
 def _axes_of(operand: Any) -> frozenset[str]:
-    """The mesh axes over which it varies inside a shard_map."""
+    """The mesh axes that a value varies over inside a shard_map."""
     aval = jax.typeof(operand)
-    # Before jax 0.10, the type has them by another name.
+    # Before jax 0.10, the type has them under another name.
     return frozenset(aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else getattr(aval, "vma", ()))
 
 

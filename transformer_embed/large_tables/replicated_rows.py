@@ -1,4 +1,4 @@
-"""Rows of a cut table on a mesh: a sum over the shards has each row once.
+"""Rows of a cut table on a mesh, collected by a sum over the shards: each row is nonzero in only one of them.
 
 The table's rows lie in vocabulary order, a contiguous block on each device.
 
@@ -6,9 +6,9 @@ The table's rows lie in vocabulary order, a contiguous block on each device.
     ids of all of them         <--- all-gather -----  ids, each of its own part of the batch
     its rows, zeros for others ---- sum ----------->  all rows                              (`gather_from_shards`)
 
-In training by rows (`take_everywhere`), what is asked for are the distinct rows of the whole batch, and every device gets them all. It
-reads those of its own part of the batch. Their gradient is summed over the devices that split the batch, and each device then updates
-the rows that it holds (`own_rows`). So what a device sends follows the whole batch, which pays up to some dozens of devices.
+In training by rows (`take_everywhere`), every device gets all distinct rows of the whole batch, and reads those of its own part of the
+batch. Their gradient is summed over the devices that the batch is split over, and each device then updates the rows that it holds
+(`own_rows`). So what a device sends grows with the whole batch, which is cheaper than an exchange up to some dozens of devices.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @jax.jit
 def gather_from_shards(table: "Sharded", ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
-    """Every shard looks up the ids that it holds, zeros for the others; the sum over the shards has one term that is not zero."""
+    """Every shard looks up the ids that it holds and reads zeros for the others; a sum over the shards collects the rows."""
     row_axes, column_axes = table.axes
     split = split_over(table.sharding.mesh, table.batch, ids, ids.ndim)
     if set(column_axes) & {axis for axes in split for axis in axes}:
@@ -89,7 +89,7 @@ def _gather_from_everywhere(taken: _RowsEverywhere, ids: Int32[Array, "..."]) ->
 
 
 def own_rows(table: "Sharded", ids: Int32[Array, "k"], size: int) -> tuple[Int32[Array, "k"], Int32[Array, "k"]]:
-    """The ids that this shard holds, counted from its first row, then ids past its end, so that all ascend; and where they came from."""
+    """The rows of this shard among the ids, counted from its start, then ids past its end as padding; and the index of each in `ids`."""
     first = index_along(table.axes[0]) * size
     order = (jnp.arange(len(ids), dtype=jnp.int32) + jnp.sum(ids < first, dtype=jnp.int32)) % len(ids)
     own = ids[order] - first
@@ -98,7 +98,7 @@ def own_rows(table: "Sharded", ids: Int32[Array, "k"], size: int) -> tuple[Int32
 
 
 def _replicate(ids: Int32[Array, "..."], mesh: Any) -> Int32[Array, "..."]:
-    """On every device: few and small, the ids of the whole batch."""
+    """Replicates the ids of the whole batch, which are few and small."""
     everywhere = NamedSharding(mesh, PartitionSpec())
     if AxisType.Explicit not in mesh.axis_types:
         return jax.lax.with_sharding_constraint(ids, everywhere)

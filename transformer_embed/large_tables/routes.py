@@ -1,14 +1,14 @@
-"""Routes of an exchange of rows: over which mesh axes positions go to the owners of their rows, and with buffers of what size.
+"""Routes of an exchange of rows: the mesh axes over which positions go to the owners of their rows, and the size of the buffers.
 
 Buffers have a fixed size: over a hop, a device can send `room` positions to each other one. Of the routes that overflow in less than one
-step in 1e9, `plan_route` chooses the one with the smallest buffers. That bound is for hashed ids that each device draws on its own. Where
+step in 1e9, `plan_route` chooses the one with the smallest buffers. That bound is for hashed ids that each device draws independently. If
 devices ask for the same rows, `simulate` has found more room left, not less. The routes:
 
     one hop                  from every device to every other. Good for few devices, whose loads are large and thus nearly equal.
-    one axis, then another   a first hop to the device of the owner's row of the mesh, which merges what its peers ask for; a second one to
+    one axis, then another   a first hop to the device in the owner's row of the mesh, which merges what its peers ask for; a second one to
                              the owner. The loads of a hop are larger and so more equal, but each row is sent twice.
-    straight, then the rest  in one hop, as many positions as a pair of devices has on average. What is left, some 7 % if that is 32, goes
-                             over one axis after the other.
+    straight, then the rest  one hop for as many positions as a pair of devices has on average. The rest, some 7 % if the average is 32,
+                             goes over one axis after the other.
 
 All of this happens on the host, while a step is traced. `exchange` is what the devices do.
 """
@@ -28,7 +28,7 @@ TILE = 8
 
 
 class Hop(NamedTuple):
-    """One all-to-all of an exchange: static.
+    """One all-to-all of an exchange; static.
 
     Args:
         axes: the mesh axes that it goes over.
@@ -46,7 +46,7 @@ class Hop(NamedTuple):
 
 
 class Route(NamedTuple):
-    """How positions reach their owners: static.
+    """How positions reach their owners; static.
 
     Args:
         straight: a hop to the owner, for the first `room` positions of each pair of devices; None: all go over `hops`.
@@ -62,7 +62,7 @@ class Route(NamedTuple):
 
     @property
     def every_hop(self) -> tuple[Hop, ...]:
-        """The straight one too."""
+        """All hops, including the straight one."""
         return self.hops if self.straight is None else (self.straight, *self.hops)
 
     @property
@@ -125,7 +125,7 @@ def _straight_first(asked: int, straight: Hop, grouping: list[tuple[Axes, int]],
 
 
 def _hops(grouping: list[tuple[Axes, int]], shard: int, most: int, room_for: Callable[[int, int], int]) -> tuple[Hop, ...]:
-    """The hops over these axes of at most `most` positions a device; room_for(senders, receivers): what so many have for so many owners."""
+    """The hops for at most `most` positions a device; `room_for(senders, receivers)` bounds what `senders` send to `receivers` owners."""
     owners = math.prod(parts for _, parts in grouping)
     hops, senders, receivers = [], 1, owners
     for axes, parts in grouping:
@@ -140,10 +140,10 @@ def _hops(grouping: list[tuple[Axes, int]], shard: int, most: int, room_for: Cal
 
 
 def _room(trials: int, share: float, checks: int, capacity: float) -> int:
-    """Places for those of `trials` positions that go one way with probability `share`.
+    """Room for `trials` positions, each of which goes this way with probability `share`.
 
-    The smallest number that a binomial variable exceeds with a probability of at most OVERFLOW_PROBABILITY / checks, by the bound of its
-    upper tail by a geometric series; at least `capacity` times its mean.
+    The smallest number that a binomial variable exceeds with a probability of at most OVERFLOW_PROBABILITY / checks, where a geometric
+    series bounds its upper tail; at least `capacity` times its mean.
     """
     if share == 1:
         return trials
@@ -164,11 +164,11 @@ def _log_binomial(trials: int, share: float, count: int) -> float:
 
 
 def _room_for_rest(trials: int, share: float, straight: int, pairs: int, checks: int, capacity: float) -> int:
-    """Places for what `pairs` binomial variables have beyond `straight`, summed; at least `capacity` times its mean.
+    """Room for the sum of what `pairs` binomial variables have beyond `straight`; at least `capacity` times the mean of the sum.
 
-    The sum exceeds them with a probability of at most OVERFLOW_PROBABILITY / checks, by Chernoff's bound: the variables of one device are
+    The sum exceeds it with a probability of at most OVERFLOW_PROBABILITY / checks, by Chernoff's bound: the variables of one device are
     negatively associated, and those of devices that ask for different positions are independent, so the moment of the sum is at most the
-    product of theirs. Devices that ask for the same positions have loads that go together, but these positions are merged: they need less.
+    product of their moments. If devices ask for the same positions, their loads are correlated, but the positions are merged and need less.
     """
     mean = trials * share
     # Above `top`, a tilted variable has a probability below 1e-20 for every slope.
@@ -191,8 +191,8 @@ def simulate(route: Route, asked: np.ndarray, sizes: Mapping[str, int], batch: A
     """What an exchange does with the positions [devices, asked] of a batch, on the host; -1 marks no position.
 
     Returns:
-        The number of positions that each device is asked for, by those straight to it and over the last hop, [size of each axis of the
-        batch, ...], and how many found no room.
+        The number of positions that each device is asked for over the straight and the last hop, [size of each axis of the batch, ...],
+        and how many did not fit.
     """
     shape = tuple(sizes[axis] for axis in batch)
     wanted = {device: _distinct_on_host(row) for device, row in zip(np.ndindex(shape), asked, strict=True)}
@@ -211,7 +211,7 @@ def simulate(route: Route, asked: np.ndarray, sizes: Mapping[str, int], batch: A
 
 
 def _sent_on_host(hop: Hop, wanted: Mapping[Any, np.ndarray], sizes: Mapping[str, int], batch: Axes) -> tuple[dict, dict]:
-    """What each device receives over a hop, and what found no room there."""
+    """The positions that each device receives over a hop, and those that did not fit."""
     places, shape = [batch.index(axis) for axis in hop.axes], [sizes[axis] for axis in hop.axes]
     received, left = {device: [] for device in wanted}, {}
     for device, positions in wanted.items():

@@ -1,9 +1,8 @@
-"""Proves that an optimizer updates each row of a table from that row alone, and takes its step apart by tables.
+"""Proves that an optimizer updates each row of a table from that row alone, and splits its step by table.
 
 The step is traced twice: with each table at its real size, and with the number of rows that are updated at a time. Nothing is computed.
-The two programs must be the same but for that size, and the data is followed through them: an array that has an axis of rows must get each
-row from the same row of its operands, and from values that all rows share. So what the second program makes of some rows is what the first
-makes of them in their table.
+The two programs must differ only in that size. The data is then followed through them: each row of an array must be computed from the same
+row of its operands and from values that all rows share. So the second program computes the same new rows as the first.
 """
 
 import dataclasses
@@ -38,15 +37,15 @@ ELEMENTWISE = frozenset(
 REDUCTIONS = frozenset(re.findall(r"\w+", "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor"))
 CUMULATIVE = frozenset(re.findall(r"\w+", "cumlogsumexp cummax cummin cumprod cumsum"))
 CONTROL_FLOW = frozenset(["cond", "scan", "while"])
-# A number made of conditions by these alone is a condition still; multiplied by another number it is a step size.
+# A number computed from conditions by only these is still a condition; multiplied by another number it is a step size.
 KEEP_CONDITIONS = frozenset(
     re.findall(r"\w+", "add and broadcast_in_dim convert_element_type copy max min mul neg not or reshape squeeze sub xor")
 )
-# The params of an equation that have the sizes of arrays in them, and those that say how an array is sharded.
+# The params of an equation that contain sizes of arrays, and those that say how an array is sharded.
 SIZES = ("shape", "new_sizes", "limit_indices", "sizes", "dimensions")
 SHARDINGS = ("sharding", "out_sharding")
 
-# Owners of an array, where no table is.
+# Owners of an array that no table owns.
 SHARED, UNKNOWN = -1, -2
 WAY_OUT = (
     "Train the table densely, or keep that transformation off it with optax.multi_transform. To clip by a global norm, clip the gradients "
@@ -64,15 +63,15 @@ class Problem(Exception):  # noqa: N818
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """What is known of a value.
+    """What is known about a value.
 
     Attributes:
-        axis: the axis of rows. None: the rows share the value.
-        table: the table that the rows are of. None: of none, each row being the same.
-        may: the inputs that a row of it may depend on.
-        must: those that it depends on whatever a condition says that is not the row's own.
-        is_condition: whether it is such a condition.
-        waits: the equation where a condition came in.
+        axis: the axis of rows. None: all rows share the value.
+        table: the table that the rows belong to. None: no table; all rows are equal.
+        may: the inputs that a row may depend on.
+        must: the inputs that a row depends on whatever the shared conditions are.
+        is_condition: whether it is a shared condition.
+        waits: the equation that first used a condition.
     """
 
     axis: int | None = None
@@ -84,15 +83,15 @@ class Fact:
 
 
 class Split(NamedTuple):
-    """A step of an optimizer, taken apart. By table, as in `split_step`.
+    """A step of an optimizer, split by table.
 
     Attributes:
-        program: all equations, with as many rows as are updated at a time.
+        program: all equations, for the number of rows that are updated at a time.
         results: the structure of (new parameters, new state).
-        owners_in: for each input the table that it has a row for each row of, or SHARED.
-        owners_out: the same of the outputs.
-        shared: the equations of what the rows share.
-        rows: those of each table's rows.
+        owners_in: for each input, the table whose rows it has, or SHARED.
+        owners_out: the same for each output.
+        shared: the equations whose results all rows share.
+        rows: the equations of each table's rows.
         needs: the shared values that each table's rows are computed from.
     """
 
@@ -105,7 +104,7 @@ class Split(NamedTuple):
     needs: Mapping[int, list[int]]
 
     def run_shared(self, arguments: Any) -> tuple[Any, dict[int, list[Any]]]:
-        """(new parameters, new state), with shapes where rows belong, and what each table's rows need; of rows nothing is read."""
+        """(new parameters, new state), with shapes in place of rows, and the shared values that each table's rows need. Reads no rows."""
         inputs = zip(self.program.inputs, jax.tree.leaves(arguments), self.owners_in, strict=True)
         known = self.program.constants | {number: jnp.asarray(value) for number, value, owner in inputs if owner == SHARED}
         outputs = [output for output, owner in zip(self.program.outputs, self.owners_out, strict=True) if owner == SHARED]
@@ -114,7 +113,7 @@ class Split(NamedTuple):
         return jax.tree.unflatten(self.results, results), {table: [next(found) for _ in numbers] for table, numbers in self.needs.items()}
 
     def run_rows(self, table: int, needed: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        """The outputs that are rows of a table, from what they need and the inputs that are rows of it."""
+        """The new rows of a table and its state, from the shared values that they need and the old rows."""
         own = [number for number, owner in zip(self.program.inputs, self.owners_in, strict=True) if owner == table]
         known = dict(zip(own, inputs, strict=True)) | dict(zip(self.needs[table], needed, strict=True))
         return run(self.rows[table], known, [output for output, owner in self._outputs() if owner == table], without=SHARDINGS)
@@ -124,16 +123,16 @@ class Split(NamedTuple):
 
 
 def split_step(optimizer: Any, arguments: Any, owners: Any, sizes: Mapping[int, tuple[int, int]]) -> Split:
-    """A step of an optimizer, taken apart once it is proved that each row is updated from that row alone.
+    """Splits a step of an optimizer by table, once it is proved that each row is updated from that row alone.
 
     Args:
         optimizer: an optax optimizer.
-        arguments: trees (gradients, state, parameters, extra arguments), of arrays or shapes; tables that are updated by rows are shapes.
-        owners: the same trees: for each array the table that it has a row for each row of, or SHARED.
-        sizes: for each table its number of rows, and how many are updated at a time: another number.
+        arguments: trees (gradients, state, parameters, extra arguments) of arrays or shapes; tables that are updated by rows are shapes.
+        owners: the same trees, with the table whose rows each array has, or SHARED.
+        sizes: for each table, its number of rows and the number that is updated at a time, which must differ.
 
     Raises:
-        ValueError: the optimizer's update of a row is not shown to need that row alone.
+        ValueError: the proof fails: an update of a row may need more than that row.
     """
     leaves, treedef = jax.tree.flatten(arguments)
     shapes, owners_in = tuple(map(_typed, leaves)), tuple(jax.tree.leaves(owners))
@@ -143,7 +142,7 @@ def split_step(optimizer: Any, arguments: Any, owners: Any, sizes: Mapping[int, 
 
 def _split(update: Callable, treedef: Any, shapes: Sequence[Any], owners_in: Sequence[int], sizes: Mapping[int, tuple[int, int]]) -> Split:
     places, state_places, params_places, _ = jax.tree.unflatten(treedef, range(len(shapes)))
-    # A new table must not lose its gradient, nor new state the old one.
+    # A new table must depend on its gradient, and new state on the old state.
     keeps = jax.tree.leaves((places, state_places))
     owners_out = [owners_in[place] for place in jax.tree.leaves((params_places, state_places))]
     fewer = [_resized(*each, sizes) for each in zip(shapes, owners_in, strict=True)]
@@ -160,7 +159,7 @@ def _split(update: Callable, treedef: Any, shapes: Sequence[Any], owners_in: Seq
 
 
 def _remembered(update: Callable, key: Any, make: Callable) -> Any:
-    """What `make` gives, kept as long as the optimizer is there, unless it holds values of a trace that is under way."""
+    """The result of `make`, cached as long as the optimizer lives, unless it holds tracers."""
     try:
         proofs = _PROOFS.setdefault(update, {})
     except TypeError:
@@ -177,7 +176,7 @@ _PROOFS: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDiction
 
 
 def _settings() -> tuple[Any, ...]:
-    """What a trace depends on besides its arguments."""
+    """The settings of jax that a trace depends on."""
     names = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_default_prng_impl")
     return tuple(getattr(jax.config, name) for name in names)
 
@@ -192,7 +191,7 @@ def _typed(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def refusal(found: str) -> str:
-    """What is said of an optimizer that is not row-wise."""
+    """The message for an optimizer that is not row-wise."""
     return f"{_checks.wanted('optimizer', 'each row updated from that row alone', found)}. {WAY_OUT}."
 
 
@@ -204,7 +203,7 @@ def _traced(update: Callable, treedef: Any, shapes: Sequence[jax.ShapeDtypeStruc
         updates, after = update(grads, state, params, **extra_args)
         results, want = (optax.apply_updates(params, updates), after), (params, state)
         if jax.tree.structure(results) != jax.tree.structure(want):
-            raise TypeError("updates and state have another structure than parameters and state")
+            raise TypeError("updates and state do not have the structure of parameters and state")
         return jax.tree.leaves(results)
 
     try:
@@ -235,26 +234,26 @@ def _taken_apart(program: Program, facts: Mapping[int, Fact], results: Any, owne
 
 
 def _check_output(program: Program, facts: Mapping[int, Fact], output: Operand, owner: int, kept: int) -> None:
-    """Rows where rows are wanted, and none that a condition keeps from what they must not lose."""
+    """Raises if an output does not have the rows that it should, or if a shared condition can make it ignore `kept`."""
     fact = _fact(facts, output)
     if owner == SHARED:
         if fact.axis is not None:
-            raise Problem("parameters or state that are not rows of the table get a row for each of its rows")
+            raise Problem("parameters or state outside the table become one row for each of its rows")
         return
     if fact.axis != 0 or fact.table not in (None, owner):
         raise Problem("a new row is not made from the same row of the table")
     if program.type_of(output).shape != program.types[kept].shape:
-        raise Problem("new state has another shape than the state")
+        raise Problem("the new state does not have the shape of the state")
     if kept in fact.may - fact.must:
         name = fact.waits.primitive.name if fact.waits else "a branch"
-        raise Problem(f"{name} by a condition outside of the row decides whether its gradients count", fact.waits)
+        raise Problem(f"{name} by a condition outside of the row decides whether its gradient is used", fact.waits)
 
 
 # Following the data.
 
 
 def _follow(whole: Program, few: Program, owners_in: Sequence[int], sizes: Mapping[int, tuple[int, int]]) -> dict[int, Fact]:
-    """What is known of each value that an output needs, once the two programs are the same but for the number of rows."""
+    """What is known about each value that an output needs. Raises if the programs differ in more than the number of rows."""
     differ = "a program that depends on the number of rows"
     if len(whole.equations) != len(few.equations) or len(whole.outputs) != len(few.outputs):
         raise Problem(differ)
@@ -286,7 +285,7 @@ def _fact(facts: Mapping[int, Fact], operand: Operand) -> Fact:
 def _follow_equation(
     whole: Program, few: Program, one: Equation, other: Equation, facts: Mapping[int, Fact], sizes: Mapping[int, tuple[int, int]]
 ) -> list[Fact]:
-    """What is known of an equation's results."""
+    """What is known about an equation's results."""
     operands = [_fact(facts, operand) for operand in other.inputs]
     grown = [_row_axis(whole.types[n].shape, few.types[n].shape, other) for n in other.outputs]
     name = other.primitive.name
@@ -294,7 +293,7 @@ def _follow_equation(
         raise Problem(f"{name} has a side effect on rows", other)
     has_rows = any(fact.axis is not None for fact in operands)
     if name in CONTROL_FLOW and has_rows:
-        raise Problem(f"{name} on a value outside of the row decides what happens to it", other)
+        raise Problem(f"{name} on a value outside of the row decides how the row is updated", other)
     if not _same_params(one, other, any(axis is not None for axis in grown), set(sizes.values())):
         raise Problem(f"{name} over the rows" if has_rows else f"{name} depends on the number of rows", other)
     if not has_rows:
@@ -310,7 +309,7 @@ def _follow_equation(
 
 
 def _row_axis(whole: Sequence[int], few: Sequence[int], equation: Equation) -> int | None:
-    """The axis that has the number of rows."""
+    """The axis whose size differs between the two programs, which is the axis of rows."""
     if len(whole) != len(few):
         raise Problem("a program that depends on the number of rows", equation)
     axes = [axis for axis, sizes in enumerate(zip(whole, few, strict=True)) if sizes[0] != sizes[1]]
@@ -320,7 +319,7 @@ def _row_axis(whole: Sequence[int], few: Sequence[int], equation: Equation) -> i
 
 
 def _same_params(one: Equation, other: Equation, grows: bool, sizes: set[tuple[int, int]]) -> bool:
-    """Whether they are the same in both programs, but for the number of rows in the size of an array."""
+    """Whether the params are the same in both programs, except for the number of rows in the size of an array."""
 
     def same(name: str, before: Any, after: Any) -> bool:
         if same_value(before, after) or (grows and name in SHARDINGS):
@@ -333,7 +332,7 @@ def _same_params(one: Equation, other: Equation, grows: bool, sizes: set[tuple[i
 
 
 def _check_broadcast(program: Program, equation: Equation, axis: int | None) -> None:
-    """Rows that are broadcast from values without rows are all the same."""
+    """Raises unless all rows of a result are equal, if its operands have no rows."""
     name, params = equation.primitive.name, equation.params
     if name == "broadcast_in_dim":
         sources = dict(zip(params["broadcast_dimensions"], program.type_of(equation.inputs[0]).shape, strict=True))
@@ -345,7 +344,7 @@ def _check_broadcast(program: Program, equation: Equation, axis: int | None) -> 
 
 
 def _joined(equation: Equation, operands: Sequence[Fact], axis: int | None, is_bool: bool) -> Fact:
-    """What a result depends on, and whether it waits for a condition."""
+    """What a result depends on, and whether a condition decides about it."""
     name = equation.primitive.name
     table = next((fact.table for fact in operands if fact.table is not None), None)
     may, must = (frozenset().union(*(getattr(fact, which) for fact in operands)) for which in ("may", "must"))
@@ -369,7 +368,7 @@ def _stays_condition(equation: Equation, conditions: Sequence[bool]) -> bool:
 
 
 def _result_axis(program: Program, equation: Equation, operands: Sequence[Fact]) -> int | None:
-    """The axis of rows of an equation's results. None: they have none, or not every row comes from the same row."""
+    """The axis of rows of an equation's results. None: there is none, or a row is not computed from the same row of the operands."""
     name, params = equation.primitive.name, equation.params
     axes = [fact.axis for fact in operands]
     shapes = [program.type_of(operand).shape for operand in equation.inputs]
@@ -397,7 +396,7 @@ def _sliced_axis(params: Mapping[str, Any], shape: Sequence[int], axis: int) -> 
 
 
 def _reshaped_axis(params: Mapping[str, Any], shape: Sequence[int], axis: int) -> int | None:
-    """The axis that has the same size and as many entries before it."""
+    """The new axis with the same size and the same number of entries before it."""
     sizes, before = params["new_sizes"], math.prod(shape[:axis])
     fit = (place for place, size in enumerate(sizes) if size == shape[axis] and math.prod(sizes[:place]) == before)
     return next(fit, None) if params["dimensions"] is None else None
@@ -418,11 +417,11 @@ def _dot_axis(numbers: Any, axes: Sequence[int | None], shapes: Sequence[Sequenc
     return len(batch[0]) + (len(free[0]) if sides[0] else 0) + [i == axis for i in free[sides[0]]].index(True)
 
 
-# Equations that lose axes, and the param that names them.
+# Equations that remove axes, and the param that names these.
 REDUCED = dict.fromkeys(REDUCTIONS, "axes") | {"squeeze": "dimensions"}
 # Equations along one axis, and the param that names it.
 ALONG = {"concatenate": "dimension", "sort": "dimension", "split": "axis"} | dict.fromkeys(CUMULATIVE, "axis")
-# Equations that move axes, and where the axis of rows comes to lie.
+# Equations that move axes, and the new place of the axis of rows.
 MOVED: Mapping[str, Callable[[Mapping[str, Any], Sequence[int], int], int | None]] = {
     "broadcast_in_dim": lambda params, _, axis: params["broadcast_dimensions"][axis],
     "transpose": lambda params, _, axis: params["permutation"].index(axis),
@@ -456,10 +455,10 @@ def _name(function: Callable) -> str:
 
 
 def _frames(source: Any) -> Iterator[tuple[str, str, int]]:
-    """The full name, file and line of each call outside of jax, from the innermost outwards, as far as the step."""
+    """The qualified name, file and line of each call outside of jax, from the innermost call to the step."""
     if source.traceback is None:
         return
-    # Before jax 0.7, a frame has no full name; its code has.
+    # Before jax 0.7, frames have no qualified names; their code objects do.
     for code, frame in zip(source.traceback.raw_frames()[0], source.traceback.frames, strict=True):
         if frame.file_name == __file__:
             return
@@ -473,9 +472,9 @@ def _frames(source: Any) -> Iterator[tuple[str, str, int]]:
 def state_owners(
     optimizer: Any, treedef: Any, params: Sequence[Any], tables: tuple[int, ...], state: Sequence[Any], is_leaf: Callable
 ) -> tuple[int | None, ...]:
-    """For each leaf of the state the table that it has a row for each row of.
+    """For each leaf of the state, the table whose rows it has, or None.
 
-    A table of some more rows has state of as many more. `params` are leaves, or shapes for the tables; `state` are shapes.
+    A leaf belongs to a table if it gains as many rows as the table does. `params` are leaves, or shapes for tables; `state` are shapes.
     """
     flat, inner = jax.tree.flatten(list(params))
     shapes = jax.tree.unflatten(inner, list(map(_typed, flat)))
@@ -498,7 +497,7 @@ def _owners(
     if given != _shapes(jax.eval_shape(init, jax.tree.unflatten(treedef, params)), is_leaf):
         raise ValueError(_checks.wanted("state", "that of optimizer.init(params)", "arrays of other shapes"))
     place = owners.index(UNKNOWN)
-    raise ValueError(refusal(f"{_name(init)}: a state of shape {list(given[place])}, which has no row for each row of a table"))
+    raise ValueError(refusal(f"{_name(init)}: a state of shape {list(given[place])}, which does not have one row for each row of a table"))
 
 
 def _shapes(state: Any, is_leaf: Callable) -> list[tuple[int, ...]]:
@@ -506,7 +505,7 @@ def _shapes(state: Any, is_leaf: Callable) -> list[tuple[int, ...]]:
 
 
 def _owner_of(have: Sequence[int], want: Sequence[int], params: Sequence[Any], more: Mapping[int, int]) -> int:
-    """The table whose rows an array has; UNKNOWN where it grows with a table in another way."""
+    """The table whose rows an array has; UNKNOWN if its shape changes in another way."""
     grown = [b - a for a, b in zip(have, want, strict=True)] if len(have) == len(want) else [UNKNOWN]
     if not any(grown):
         return SHARED

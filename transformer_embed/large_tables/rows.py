@@ -1,4 +1,4 @@
-"""Training of large tables by the rows that a batch touches: the cost of a step follows the batch, not the vocabulary."""
+"""Trains only the rows of a large table that a batch reads: the cost of a step follows the batch, not the vocabulary."""
 
 import dataclasses
 import functools
@@ -28,17 +28,17 @@ BLOCK = 1024
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rows:
-    """The gradient of some rows of a table [vocab_size, d], in the table's place in a tree; the other rows have a gradient of zero.
+    """The gradient of some rows of a table [vocab_size, d]; all other rows have a gradient of zero. It replaces the table in the gradients.
 
-    A pytree with `values` as its one leaf: `jax.tree.map`, `optax.global_norm` and the like see the numbers of the dense gradient that
-    are not zero. The ids go along unseen, and belong to the trace that made them. To carry a gradient out of jit, or through a loop,
-    return its `ids` and `values` and make a `Rows` of them again. `add` adds gradients of different rows; `jax.tree.map` refuses to.
-    Train by `te.rows.update`: `optimizer.update` and `optax.apply_updates` do not take a gradient with `Rows`.
-    Inside a `shard_map` of your own, `jax.lax.psum` would add rows of different ids: sum the loss there, not its gradient.
+    `Rows` is a pytree whose one leaf is `values`, so `jax.tree.map`, `optax.global_norm` and the like see the nonzero numbers of the
+    dense gradient. The ids are static and belong to the trace that made them. To return a gradient from jit, or carry it through a loop,
+    return its `ids` and `values` and make a new `Rows` from them. `add` adds gradients of different rows; `jax.tree.map` raises an error.
+    Train with `te.rows.update`: `optimizer.update` and `optax.apply_updates` do not take a gradient with `Rows`.
+    Inside your own `shard_map`, `jax.lax.psum` would add rows of different ids: sum the loss there, not its gradient.
 
     Args:
-        ids: [k], int32, ascending and distinct; those past the vocabulary fill up and are of no row.
-        values: [k, d], the gradient of each row; zeros where an id fills up.
+        ids: [k], int32, ascending and distinct; ids of vocab_size or above are padding.
+        values: [k, d], the gradient of each row; zeros for padding.
         vocab_size: number of rows of the table.
 
     Example:
@@ -68,7 +68,7 @@ class Rows:
         return self.values.dtype
 
     def __add__(self, other: "Rows") -> "Rows":
-        """The sum, which has the rows of both."""
+        """The sum; it has the rows of both."""
         if not isinstance(other, Rows) or other.shape != self.shape:
             raise TypeError(_checks.wanted("grads", f"rows of the same table, {list(self.shape)}", type(other).__name__))
         if _Ids(self.ids) == _Ids(other.ids):
@@ -80,18 +80,18 @@ class Rows:
         return dataclasses.replace(self, ids=ids, values=values)
 
     def _places_in(self, ids: Int32[Array, "m"]) -> Int32[Array, "k"]:
-        """Where other ids have these; those that fill up go past the end, each to another place, so that a sum on a GPU is not atomic."""
+        """The index of each own id in `ids`; padding gets distinct indices past the end, so that a GPU needs no atomic sum."""
         past = len(ids) + jnp.arange(len(self.ids), dtype=jnp.int32)
         return jnp.where(self.ids < self.vocab_size, count_below(ids, self.ids), past)
 
     def __radd__(self, other: Any) -> NoReturn:
-        """What `optax.apply_updates` does with it."""
+        """Raises a TypeError: `optax.apply_updates` does not take `Rows`."""
         want = "a step by te.rows.update(optimizer, grads, state, params)"
         raise TypeError(_checks.wanted("params", want, f"the sum of {type(other).__name__} and Rows"))
 
 
 class _Ids:
-    """The ids of a gradient in the structure of its tree: equal if they are one array, or have the same numbers outside of jit."""
+    """Ids as static data of a pytree: equal if they are the same array or, outside of jit, have the same values."""
 
     def __init__(self, ids: Any):
         self.ids = ids
@@ -115,7 +115,7 @@ class _Ids:
 
 
 def flatten_with_keys(rows: Rows) -> tuple[Any, Any]:
-    """The values, and what goes along unseen."""
+    """The values, and the static data."""
     return ((jax.tree_util.GetAttrKey("values"), rows.values),), (type(rows), _Ids(rows.ids), rows.vocab_size)
 
 
@@ -130,14 +130,14 @@ jax.tree_util.register_pytree_with_keys(Rows, flatten_with_keys, _unflatten)
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["ids", "values"], meta_fields=["vocab_size"])
 @dataclasses.dataclass(frozen=True, eq=False)
 class TakenRows(Table):
-    """Some rows of a table, in its place in the parameters that a loss reads.
+    """Some rows of a table. It replaces the table in the parameters that a loss reads.
 
-    `lookup`, and with it every module of this package, reads it as it reads the table. An id inside the vocabulary whose row is not
-    held reads as NaN. Any other use is a TypeError: a model that also multiplies by the table, as a tied output layer does, has a
-    gradient for every row, and must train the table densely.
+    `lookup`, and so every module of this package, reads it like the table. An id inside the vocabulary whose row is not held reads as
+    NaN. Any other use is a TypeError: a model that also multiplies by the table, as a tied output layer does, has a gradient for every
+    row, and must train the table densely.
 
     Args:
-        ids: [k], int32, ascending and distinct; those past the vocabulary fill up and hold no row.
+        ids: [k], int32, ascending and distinct; ids of vocab_size or above are padding.
         values: [k, d], the rows.
         vocab_size: number of rows of the table.
     """
@@ -157,7 +157,7 @@ class TakenRows(Table):
         return self.values.dtype
 
     def gather(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
-        """The row of each id, or NaN; an id beyond either end is the id at that end."""
+        """The row of each id, or NaN; an id outside the vocabulary reads the first or the last row."""
         if self.ids.dtype != jnp.int32:
             raise TypeError(_checks.wanted("table", "rows with int32 ids (map over floating leaves only)", f"ids of {self.ids.dtype}"))
         ids = jnp.clip(ids, 0, self.vocab_size - 1)
@@ -166,41 +166,41 @@ class TakenRows(Table):
         return jnp.where((self.ids[slots] == ids)[..., None], rows, jnp.array(jnp.nan, rows.dtype))
 
     def logits(self, x: Float[Array, "... d"]) -> Float[Array, "... v"]:
-        """A TypeError: the gradient of an output layer has every row."""
+        """Raises a TypeError: the gradient of an output layer has every row."""
         raise TypeError(_checks.wanted("table", "a whole table, trained densely, since the output layer is tied to it", "some of its rows"))
 
     def gradient(self, values: Float[Array, "k d"]) -> Rows:
         """The gradient of these rows."""
-        # XLA copies a table that it overwrites before another use has read it: these zeros are known only once the rows are read.
+        # XLA copies a table that may be overwritten before it is read: with this zero, the update waits for the read.
         zero = jnp.isnan(self.values[0, 0]).astype(jnp.int32) >> 1
         return Rows(self.ids + zero, values, self.vocab_size)
 
 
 def value_and_grad(loss: Callable, *, ids: Tree, has_aux: bool = False, max_rows: int | Tree | None = None) -> Callable:
-    """`jax.value_and_grad` for a loss that reads large tables: of a table, the gradient holds only the rows that the batch reads.
+    """`jax.value_and_grad` for a loss that reads large tables: a table's gradient holds only the rows that the batch reads.
 
-    As `jax.value_and_grad`, with respect to the first argument. Of a sharded table, every device receives the rows of the whole batch:
-    ids are all-gathered and one all-reduce over the shards collects the rows. Of a dealt one, each device receives the rows of its own
-    part of the batch from their owners (see `deal` of `sharding.shard_params`).
+    Like `jax.value_and_grad`, it differentiates the first argument. For a sharded table, every device receives the rows of the whole
+    batch: ids are all-gathered and one all-reduce over the shards collects the rows. For a dealt table, each device receives the rows of
+    its own part of the batch from their owners (see `deal` of `sharding.shard_params`).
 
     Args:
-        loss: a function of (params, ...) to a scalar, or to (scalar, aux). It reads tables that have ids by `lookup` alone.
-        ids: a tree of dicts as `params`, with the integers that the loss looks up, [...], where `params` has the table: all of them,
-            padding and ids outside the vocabulary included. Repeats are welcome.
+        loss: a function of (params, ...) to a scalar, or to (scalar, aux). It reads the tables in `ids` only by `lookup`.
+        ids: a tree of dicts like `params`. In a table's place it has all ids that the loss looks up, [...], including padding and ids
+            outside the vocabulary. Ids may repeat.
         has_aux: whether the loss returns (scalar, aux).
-        max_rows: the most distinct ids of a table in a batch, if that is known to be less than their number: a smaller step. An int, or
-            a tree as `ids` with an int where a table has a bound of its own. If a batch has more, the highest of them read as NaN. For a
-            dealt table it bounds the distinct ids of each device's part of the batch, and with them the buffers of the exchange.
+        max_rows: a bound on the distinct ids of a table in a batch; a bound below the number of ids makes the step cheaper. An int, or
+            a tree like `ids` with an int for each table that has a bound. If a batch has more, the highest ids read as NaN. For a
+            dealt table it bounds the distinct ids of each device's part of the batch, and so the buffers of the exchange.
 
     Returns:
-        A function of (params, ...) to (value, gradients), or to ((value, aux), gradients). The gradients are a tree as `params`, with
-        `Rows` for each table that has ids: of min(number of ids, vocab_size, max_rows) rows, at least 1; beyond 1024 a multiple of it.
-        Those of a dealt table have, for each device, as many as it can be asked for.
+        A function of (params, ...) to (value, gradients), or to ((value, aux), gradients). The gradients are a tree like `params`, with
+        `Rows` for each table in `ids`: min(number of ids, vocab_size, max_rows) rows, at least 1, and above 1024 rounded up to a multiple
+        of 1024. For a dealt table, each device has as many rows as it can be asked for.
 
     Raises:
-        TypeError: ids are not integers; a table does not have a floating dtype; the loss reads a table otherwise than by `lookup`.
-        ValueError: `params` has nothing, or no table [vocab_size, d], where `ids` has an array; a sharded table that is not split by
-            whole rows; a max_rows below 1.
+        TypeError: ids are not integers; a table does not have a floating dtype; the loss uses a table other than by `lookup`.
+        ValueError: `params` has no table [vocab_size, d] where `ids` has an array; a sharded table whose columns are split; a max_rows
+            below 1.
 
     Example:
         >>> import jax.numpy as jnp
@@ -232,16 +232,16 @@ def value_and_grad(loss: Callable, *, ids: Tree, has_aux: bool = False, max_rows
 
 
 def add(grads: Tree, more: Tree) -> Tree:
-    """Adds two gradients of the same parameters, which may hold different rows: to accumulate gradients.
+    """Adds two gradients of the same parameters, which may hold different rows. Use it to accumulate gradients.
 
-    Gradients of the same ids are added by `jax.tree.map(jax.numpy.add, grads, more)` as well.
+    If both have the same ids, `jax.tree.map(jax.numpy.add, grads, more)` works as well.
 
     Args:
         grads: a gradient by `value_and_grad`.
         more: another.
 
     Returns:
-        The sum; where both have `Rows`, one with the rows of both, at most vocab_size of them.
+        The sum. A sum of `Rows` has the rows of both, at most vocab_size.
 
     Raises:
         TypeError: rows of different tables.
@@ -266,19 +266,19 @@ def add(grads: Tree, more: Tree) -> Tree:
 def update(optimizer: optax.GradientTransformation, grads: Tree, state: Tree, params: Tree, **extra_args: Any) -> tuple[Tree, Tree]:
     """One step of an optimizer that updates, in each table, only the rows with a gradient.
 
-    Where the gradient is not `Rows`, parameters train by `optimizer.update` and `optax.apply_updates` as usual. In a table, only the
-    rows with a gradient that is not all zeros change, together with their rows of the state. Every other row stays as it is, bit for
-    bit: rows that the batch does not touch, the padding row, ids out of range. That is lazy, and differs from the dense optimizer where
-    that moves a row without a gradient. Until its next gradient a row's moments do not decay, so momentum does not carry it on, and
-    weight decay does not shrink it; step counts, and with them bias correction and schedules, go on for all rows. SGD without momentum
-    and Adagrad, which leave such a row alone, train the same either way.
+    Parameters whose gradient is not `Rows` are updated by `optimizer.update` and `optax.apply_updates` as usual. In a table, only the
+    rows with a nonzero gradient change, together with their optimizer state. Every other row stays the same bit for bit, including rows
+    that the batch does not read and the padding row; ids out of range change nothing. Such a lazy update differs from the dense one if
+    the dense optimizer moves rows without a gradient: until its next gradient, a row's moments do not decay, momentum does not move it,
+    and weight decay does not shrink it. Step counts, and so bias correction and schedules, advance for all rows. SGD without momentum and
+    Adagrad leave rows without a gradient alone, so they train the same either way.
 
-    Under jit with params and state donated, tables and state are written in place, at a cost that follows the batch. A sharded table is
-    updated by each shard's own rows: only the gradient of the rows is sent, by one all-reduce over the devices that share the batch.
+    Under jit with params and state donated, tables and state are written in place, at a cost that follows the batch. In a sharded table,
+    each shard updates its own rows: only their gradient is sent, by one all-reduce over the devices that share the batch.
 
-    When a step is traced, the optimizer is proved to update each row from that row alone: its update is traced, and the data followed
-    through it. Adam, Adagrad, Lion and most others are, with schedules, masks and labels. A global norm, Adafactor or noise is not, nor
-    what gathers gradients until a counter lets them pass. To clip by a global norm, clip the gradients before `update`.
+    When a step is traced, `update` traces the optimizer and follows the data to prove that each row is updated from that row alone. Adam,
+    Adagrad, Lion and most others pass, with schedules, masks and labels. Global norms, Adafactor, noise and gradient accumulation
+    (`optax.MultiSteps`) do not. To clip by a global norm, clip the gradients before `update`.
 
     Args:
         optimizer: an optax optimizer.
@@ -292,8 +292,8 @@ def update(optimizer: optax.GradientTransformation, grads: Tree, state: Tree, pa
 
     Raises:
         TypeError: the optimizer is not one of optax.
-        ValueError: the optimizer is not shown to update each row from that row alone: the message names the transformation and why;
-            trees that do not fit together; a gradient from another trace.
+        ValueError: the optimizer may update a row from other rows (the message names the transformation and the reason); trees that do
+            not fit together; a gradient from another trace.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -323,7 +323,7 @@ def update(optimizer: optax.GradientTransformation, grads: Tree, state: Tree, pa
     plain = [_struct(leaf) if place in tables else leaf for place, leaf in enumerate(leaves)]
     follows = row_wise.state_owners(optimizer, treedef, plain, tuple(tables), list(map(_struct_of_state, state_leaves)), _is_table)
 
-    # To the optimizer, a table that is updated by rows and what follows it in the state are plain arrays, whatever holds them.
+    # The optimizer sees tables that are updated by rows, and their state, as plain arrays.
     own = [place if place in tables else None for place in range(len(leaves))]
     trees = (treedef, gradients, own), (state_treedef, state_leaves, follows), (treedef, leaves, own)
     arguments = (*(_plain_tree(*each) for each in trees), extra_args)
@@ -346,7 +346,7 @@ def update(optimizer: optax.GradientTransformation, grads: Tree, state: Tree, pa
 
 
 def _take(leaves: Sequence[Any], treedef: Any, ids: Tree, max_rows: int | Tree | None) -> dict[int, TakenRows]:
-    """The rows that a batch reads of each table that has ids, by the table's place among the leaves."""
+    """The rows that a batch reads from each table in `ids`, by the table's index among the leaves."""
     places = jax.tree.unflatten(treedef, range(len(leaves)))
     named = list(_named(places, ids, "params"))
     if isinstance(max_rows, Mapping):
@@ -372,10 +372,10 @@ def _take(leaves: Sequence[Any], treedef: Any, ids: Tree, max_rows: int | Tree |
 def _in_place(
     by_rows: Callable, block: int, needed: Any, ids: Int32[Array, "k"], gradient: Float[Array, "k d"], wholes: Sequence[Array]
 ) -> list[Array]:
-    """A table and its states after `by_rows(needed, [gradient, *states' rows, rows])`, read and written some rows at a time.
+    """A table and its states after `by_rows(needed, [gradient, *states' rows, rows])`, read and written one block of rows at a time.
 
-    A few rows stay in the processor's cache; all of them at once would ask the system for a new block of memory for each array. Ids may
-    be any number; they ascend, and those past the end of the table are of no row.
+    A block stays in the processor's cache; all rows at once would allocate new memory for each array. There may be any number of ids.
+    They ascend, and ids past the end of the table are padding.
     """
     padding = -len(ids) % block
     if padding:
@@ -398,7 +398,7 @@ def _along(moved: Array, rows: Array) -> Array:
 
 
 def _block(size: int, vocab_size: int) -> int:
-    """How many rows are updated at a time: another number than the table has, for the proof to tell them apart."""
+    """How many rows are updated at a time. Never the table's size, so that the proof can tell the two apart."""
     block = min(size, BLOCK)
     return block + 1 if block == vocab_size else block
 
@@ -409,12 +409,12 @@ def _put(leaves: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> li
 
 
 def _rounded_up(size: int) -> int:
-    """To blocks, where there is more than one."""
+    """A multiple of the block size if there is more than one block."""
     return size if size <= BLOCK else -(-size // BLOCK) * BLOCK
 
 
 def _distinct(vocab_size: int, max_rows: int, ids: Int32[Array, "..."]) -> Int32[Array, "k"]:
-    """The distinct ids, ascending, and the nearest row for one outside, filled up with distinct ones past the vocabulary."""
+    """The distinct ids, ascending and clipped to the vocabulary, then distinct ids of vocab_size or above as padding."""
     size = _rounded_up(max(1, min(ids.size, vocab_size, max_rows)))
     if vocab_size + size > 2**31 - 1:
         raise ValueError(_checks.wanted("table", f"at most {2**31 - 1 - size} rows, to take {size} of them", vocab_size))
@@ -425,12 +425,12 @@ def _distinct(vocab_size: int, max_rows: int, ids: Int32[Array, "..."]) -> Int32
 
 
 def _read(table: Array, ids: Int32[Array, "k"]) -> Array:
-    """The rows of ascending ids, anything for those past the vocabulary."""
+    """The rows of ascending ids; an id past the vocabulary reads an arbitrary row."""
     return table.at[ids].get(mode="clip", indices_are_sorted=True)
 
 
 def _write(table: Array, ids: Int32[Array, "k"], rows: Array) -> Array:
-    """The table with other rows at ascending, distinct ids; what is past the vocabulary is dropped."""
+    """The table with new rows at ascending, distinct ids; ids past the vocabulary are dropped."""
     return table.at[ids].set(rows, mode="drop", unique_indices=True, indices_are_sorted=True)
 
 
@@ -443,7 +443,7 @@ def _is_rows(leaf: Any) -> bool:
 
 
 def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The table that it stands for, or the array that it is."""
+    """The shape and dtype of an array, or of the table that a leaf stands for."""
     shape, dtype = (leaf.shape, leaf.dtype) if isinstance(leaf, Table | Rows) else (jnp.shape(leaf), jnp.result_type(leaf))
     return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -456,7 +456,7 @@ def _struct_of_state(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _plain_tree(treedef: Any, leaves: Sequence[Any], owners: Sequence[int | None]) -> Tree:
-    """A tree with the shapes of what is updated by rows."""
+    """The tree, with shapes in place of arrays that are updated by rows."""
     return jax.tree.unflatten(treedef, [leaf if owner is None else _struct(leaf) for leaf, owner in zip(leaves, owners, strict=True)])
 
 
@@ -467,7 +467,7 @@ def _owner_tree(treedef: Any, leaves: Sequence[Any], owners: Sequence[int | None
 
 
 def _named(params: Tree, ids: Tree, path: str) -> Iterator[tuple[str, Any, Any]]:
-    """Where `ids` has something other than a dict: the path, what `params` has there, and it."""
+    """For each leaf of `ids` (anything but a dict): its path, the entry of `params` at that path, and the leaf."""
     if not isinstance(ids, Mapping):
         if not isinstance(params, int):
             got = f"a {type(params).__name__} that holds {_paths(params)}; name it in ids as well"
@@ -507,7 +507,7 @@ def _gradients(leaves: Sequence[Any], treedef: Any, grads: Tree) -> list[Any]:
 
 
 def _check_trace(ids: Any) -> None:
-    """Raises if a gradient's ids were left behind where it was made, or would become constants of a program."""
+    """Raises if a gradient's ids belong to another trace, or would become constants of this one."""
     remedy = "(its ids stay behind: return .ids and .values, and make Rows of them)"
     want = "a gradient made by value_and_grad in the same jit, scan or shard_map"
     try:

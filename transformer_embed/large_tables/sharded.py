@@ -1,4 +1,4 @@
-"""A table on a mesh: who holds which rows, and what is sent when they are read, trained, or multiplied by.
+"""A table on a mesh: which device holds which rows, and what is sent when they are read, trained, or multiplied by.
 
 The array of a `Sharded` table is split over mesh axes, by rows, by columns, or by both. No device holds, sends or receives a whole table.
 
@@ -11,7 +11,7 @@ A *cut* table keeps its rows in vocabulary order, a contiguous block on each dev
 A *dealt* table (see `dealing`) is for batches that are split over the axes of its rows, on many devices (see `exchanged_rows`).
     lookup      each device asks the owners of the rows that its part of the batch reads (see `exchange`). Other ids are read as above.
     rows        the same, and the gradients go back to the owners, who sum repeats.
-    logits      an error: the output layer wants the vocabulary in order.
+    logits      an error: the output layer needs rows in vocabulary order.
 """
 
 import dataclasses
@@ -44,21 +44,22 @@ class Sharded(Table):
     """A sharded table, as a leaf of a parameter tree; `lookup`, `tied_logits` and every module of this package read it.
 
     `shard_params` makes it. It is a pytree whose one leaf is the padded array, so gradients, optimizer states and checkpoints have the same
-    form and the same sharding. Rows of padding are never read and get no gradient. Their logits are half of the dtype's lowest
-    number, so no softmax, argmax or cross-entropy sees them.
+    structure and sharding. Padding rows are never read and get no gradient. Their logits are half of the dtype's lowest number, so
+    they do not affect softmax, argmax or cross-entropy.
 
-    `lookup` returns the values of one device bit for bit. `tied_logits` returns [..., padded vocab_size], split over the table's axes;
-    x is all-gathered over the mesh axes from the first that also splits the table on, and a table whose columns are split exchanges
-    columns for rows first. A gradient of the table is summed over the axes that the batch is split over and stays in the shard.
+    `lookup` returns the same values as on one device, bit for bit. `tied_logits` returns [..., padded vocab_size], split over the table's
+    axes. In each dimension of x, it all-gathers x over the first mesh axis that also splits the table and all axes after it. If columns
+    are split, an all-to-all first splits the table by rows instead. A gradient of the table is summed over the axes that the batch is
+    split over and stays in its shard.
 
     Args:
         array: [padded vocab_size, d].
         vocab_size: number of rows without padding.
         sharding: of the array.
         batch: under automatic axes, the mesh axes that the first dimension of ids and x is split over, if it divides by their size. Under
-            explicit axes the arrays' own types say.
+            explicit axes, the arrays' own shardings are used instead.
         virtual_shards: the rows are dealt over this many virtual shards (see `shard_params`). None: they are in vocabulary order.
-        capacity: of a dealt table; see `shard_params`.
+        capacity: for a dealt table; see `shard_params`.
 
     Example:
         >>> import jax, numpy as np
@@ -90,12 +91,12 @@ class Sharded(Table):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the rows."""
+        """The dtype of the rows."""
         return self.array.dtype
 
     @property
     def deal(self) -> Deal | None:
-        """Where a dealt table keeps its rows."""
+        """How the rows of a dealt table are ordered; None for a cut table."""
         return None if self.virtual_shards is None else Deal(self.vocab_size, self.virtual_shards)
 
     @property
@@ -105,7 +106,7 @@ class Sharded(Table):
         return row_axes, column_axes
 
     def positions(self, ids: Int32[Array, "..."]) -> Int32[Array, "..."]:
-        """Where the array has the row of each id; an id beyond either end counts as the one at that end."""
+        """The index of each id's row in the array; an id outside the vocabulary counts as the first or the last."""
         inside = ids.clip(0, self.vocab_size - 1)
         return inside if self.deal is None else self.deal.positions(inside)
 
@@ -126,7 +127,7 @@ class Sharded(Table):
         return self.array, self.sharding.mesh, *self.axes, split_over(self.sharding.mesh, self.batch, x, x.ndim - 1)
 
     def take_rows(self, ids: Int32[Array, "..."], distinct: Callable[[Array], Array]) -> rows.TakenRows:
-        """See `Table`; of a dealt table, each device takes the rows of its part of the ids, otherwise every device takes those of all."""
+        """See `Table`; each device takes the rows of its part of the ids if the table is dealt, otherwise those of all ids."""
         if self.axes[1]:
             raise ValueError(_checks.wanted("table", "rows over mesh axes, and whole columns", self.sharding.spec))
         return (
@@ -156,17 +157,17 @@ class Sharded(Table):
         return [dataclasses.replace(each, array=array) for each, array in zip(wholes, written, strict=True)]
 
     def exchange_load(self, ids: ArrayLike) -> exchanged_rows.ExchangeLoad:
-        """Counts, on the host, how many rows of a dealt table each device sends for a batch, and how many ids find no room.
+        """Counts, on the host, how many rows of a dealt table each device sends for a batch, and how many ids do not fit.
 
-        The table may also be its shape, as `shard_params` makes it from jax.eval_shape.
+        It also works on a table of shapes, which `shard_params` makes from the result of jax.eval_shape.
 
         Args:
             ids: [batch, ...], any integer dtype, not traced: the ids of all devices, whose first dimension is split over `batch`.
 
         Returns:
-            rows: int64, [size of each mesh axis of the batch, ...], the rows that each device is asked for: an id counts once for each
-            device that asks, or, if the exchange goes over one mesh axis after the other, for each line of devices.
-            dropped: the number of requests that find no room: these ids read as NaN.
+            rows: int64, [size of each mesh axis of the batch, ...], the rows that each device is asked for. An id counts once for each
+            device that asks; if the exchange goes over one mesh axis after the other, once for each line of devices.
+            dropped: the number of requests that do not fit; these ids read as NaN.
 
         Raises:
             TypeError: ids are not integers, or are traced.
@@ -210,13 +211,13 @@ class Sharded(Table):
 
 
 def _spec_inside(mesh: Any, leaf: Any) -> PartitionSpec:
-    """How a parameter is handed to every device: under explicit axes as it is split, else whole."""
+    """The spec of an array inside shard_map: its own sharding under explicit axes, otherwise replicated."""
     return jax.typeof(leaf).sharding.spec if AxisType.Explicit in mesh.axis_types else PartitionSpec()
 
 
 @jax.jit
 def _logits(table: Sharded, x: Float[Array, "... d"]) -> Float[Array, "... v"]:
-    """Every shard multiplies by its rows; columns change hands for rows first, since a shard of the table is less than partial logits."""
+    """Every shard multiplies by its rows. Split columns become split rows first: a shard of the table is smaller than partial logits."""
     row_axes, column_axes = table.axes
     table_axes = (*row_axes, *column_axes)
     split = split_over(table.sharding.mesh, table.batch, x, x.ndim - 1)
@@ -236,13 +237,13 @@ def _logits(table: Sharded, x: Float[Array, "... d"]) -> Float[Array, "... v"]:
         return jnp.where(row < table.vocab_size, logits, jnp.finfo(dtype).min / 2)
 
     specs = (spec_of(row_axes, column_axes), spec_of(*split))
-    # Unchecked: that logits of what was gathered over another axis than the table's are alike along it is not seen from the types.
+    # Unchecked: the types do not show that logits are equal along an axis that x was gathered over and the table is not split over.
     run = jax.shard_map(multiply, mesh=table.sharding.mesh, in_specs=specs, out_specs=spec_of(*kept, table_axes), check_vma=False)
     return run(table.array, x)
 
 
 def place_rows(rows: np.ndarray, shape: tuple[int, ...], sharding: NamedSharding, deal: Deal | None) -> Array:
-    """Rows of the host on a mesh, dealt or in order, with zeros where the shape has more; each device is sent its own part."""
+    """Puts rows from the host on a mesh, dealt or in order, padded with zeros to the shape; each device receives only its own part."""
 
     def part(index):
         full = [len(range(*each.indices(size))) for each, size in zip(index, shape, strict=True)]

@@ -1,7 +1,7 @@
-"""Parameter trees on a device mesh: every parameter is placed as a rule for its name says, and tables become `Sharded`.
+"""Parameter trees on a device mesh: a rule for each parameter's name says how it is split, and tables become `Sharded`.
 
-Read on from here: `shard_params` places a tree, or has each device draw its own part of one. `sharded` says what a table does on the mesh;
-`replicated_rows` and `exchanged_rows` say how rows of a cut and of a dealt one are read and trained.
+`shard_params` places a tree, or lets each device draw its own part of one. The module `sharded` says what a table does on the mesh.
+`replicated_rows` and `exchanged_rows` say how the rows of cut and of dealt tables are read and trained.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ __all__ = ["Sharded", "shard_params"]
 
 TABLES = "*/embeddings"
 VIRTUAL_SHARDS = 4096
-# Positions are int32, and those past the end fill up buffers.
+# Positions are int32, and positions past the end pad buffers.
 MAX_SIZE = 2**31 - 2**26
 
 
@@ -46,50 +46,49 @@ def shard_params(
     """Puts a parameter tree on a mesh: tables become `Sharded`, and the rule for a parameter's name says how it is split.
 
     A name is the parameter's path in the tree, such as `"transformer_embedding/~/token_embedding/embeddings"`. The first rule whose
-    pattern matches it decides (`*` stands for any characters, slashes included). A parameter that no rule matches is whole on every device.
+    pattern matches it decides (`*` stands for any characters, slashes included). A parameter that no rule matches is replicated.
 
-    Tables are cut into contiguous blocks of rows, or dealt: `deal` says which. That is also the choice between replicating and
-    exchanging rows:
+    A table is either cut into contiguous blocks of rows, or dealt (see `deal`). This also decides how its rows travel:
 
-    - A cut table replicates. Training it by rows sends every distinct row of the whole batch to every device, which pays up to some dozens
-      of devices; any batch will do. It does not exchange, even if the batch is split over its rows' axes: buffers of an exchange have a
-      fixed size, for loads that are nearly equal, and in vocabulary order the frequent ids, and thus most of the load, are on one device.
-    - A dealt table exchanges. In training by rows, in `lookup` and in its dense gradient, each device asks the owners for the rows that its
-      own part of the batch reads, and sends their gradients back. What a device sends then hardly grows with the number of devices, and not
-      with the table. It needs a batch that is split over its rows' mesh axes. A `lookup` of other ids, whose number the devices do not
-      divide, say, is read from all shards as in a cut table; training by rows raises an error.
+    - Rows of a cut table are replicated. Training by rows sends every distinct row of the whole batch to every device, which is cheaper up
+      to some dozens of devices and works for any batch. Rows are not exchanged, even if the batch is split over their mesh axes: an
+      exchange has buffers of a fixed size, and in vocabulary order the frequent ids, and so most of the load, are on one device.
+    - Rows of a dealt table are exchanged. In training by rows, in `lookup` and in its dense gradient, each device asks the owners for the
+      rows that its own part of the batch reads, and sends their gradients back. What a device sends hardly grows with the number of
+      devices, and not with the table. The batch must be split over the mesh axes of the rows. For other ids (if the devices do not divide
+      their number, for example), `lookup` reads from all shards as in a cut table, and training by rows raises an error.
 
     Args:
         params: a parameter tree, or a function that draws one from a key. The function is compiled so that each device draws its own shards
-            and no device holds a whole table; the values are those of one device. A tree holds arrays that this process has whole,
-            `Sharded` tables (to move them to another mesh), or the result of jax.eval_shape; then the result has the shapes and
-            shardings to compile for, or to restore a checkpoint into. An optimizer state works too: it has the names of the
-            parameters. With many processes, every process passes the same tree.
+            and no device holds a whole table; the values are the same as on one device. A tree holds whole arrays, `Sharded` tables (to
+            move them to another mesh), or shapes from jax.eval_shape: then the result has the shapes and shardings to compile for, or
+            to restore a checkpoint into. An optimizer state works too, because its paths end in the parameters' names. With many
+            processes, every process passes the same tree.
         mesh: of any shape, with automatic or explicit axes.
         rules: patterns and their specs: for each dimension a mesh axis, a tuple of them, or None.
         rng: a key, required if params is a function; otherwise must be None.
-        tables: the pattern of the names of tables: of rank 2, split by a rule, and read by `lookup` and `tied_logits` alone. Another
-            reader, such as hk.Embed, takes a plain array: leave its table out of the pattern.
+        tables: a pattern for the names of tables: of rank 2, split by a rule, and read only by `lookup` and `tied_logits`. Other
+            modules, such as hk.Embed, need a plain array: leave their tables out of the pattern.
         batch: under automatic axes, the mesh axes that the first dimension of ids is split over. None: the axes that the table does not
             use; for a dealt table, all axes of the mesh. If a cut table's rows use one of them, the ids along it are all-gathered and the
             rows reduce-scattered.
-        deal: the pattern of the names of tables whose rows are dealt over virtual shards, so that the frequent ids of a vocabulary
-            sorted by frequency do not meet on one device; they exchange rows. None: no table, all replicate. A table that a tied output
-            layer reads cannot be dealt.
-        virtual_shards: a power of two that the number of devices along the rows' axes divides. A dealt table's array is
-            the same on every such mesh, and so is a checkpoint of it.
-        capacity: of a dealt table. A device can send a fixed number of ids to each other one: the mean load of a batch without
-            repeats, and a margin that hashed ids exceed in less than one step in 1e9. A capacity c makes it at least c times the
-            mean load. An id that finds no room reads as NaN and gets no update; `Sharded.exchange_load` counts them for a batch.
+        deal: a pattern for the names of tables to deal: their rows are spread over virtual shards, so that the frequent ids of a
+            vocabulary sorted by frequency are not all on one device, and rows are exchanged. None: all tables are cut. A table that a
+            tied output layer reads cannot be dealt.
+        virtual_shards: a power of two that the number of devices along the rows' axes divides. A dealt table's array, and so its
+            checkpoint, is the same on every such mesh.
+        capacity: for dealt tables. Each device can send a fixed number of ids to each other device: the mean load of a batch without
+            repeats, plus a margin that hashed ids exceed in less than one step in 1e9. A capacity c makes it at least c times the
+            mean load. An id that does not fit reads as NaN and gets no update; `Sharded.exchange_load` counts these for a batch.
 
     Returns:
         A tree like params.
 
     Raises:
         TypeError: mesh is not a Mesh; rules are not a mapping of patterns to PartitionSpec; tables or deal is not a string; a traced
-            parameter; a function without a key.
+            parameter; params is a function and rng is None.
         ValueError: a pattern that matches no parameter; a spec with more dimensions than its parameter; an axis that the mesh lacks; a
-            dimension, other than a table's rows, that its axes do not divide; a batch over the axes of a table's columns; a key without
+            dimension, other than a table's rows, that its axes do not divide; a batch over the axes of a table's columns; rng without
             a function; a dealt table whose columns are split, whose batch is not split over the axes of its rows, or whose
             virtual shards the devices do not divide; a capacity that is not positive.
 
@@ -221,7 +220,7 @@ def _check_divides(name: str, shape: tuple[int, ...], axes: list[Axes], mesh: Me
 
 
 def _put(leaf: Any, shape: tuple[int, ...], sharding: NamedSharding, deal: dealing.Deal | None = None) -> Any:
-    """The leaf on the mesh; or, of a shape, the shape to compile for."""
+    """The leaf on the mesh; for a shape, the shape to compile for."""
     if isinstance(leaf.array if isinstance(leaf, Sharded) else leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
     rows = leaf.in_vocabulary_order() if isinstance(leaf, Sharded) else np.asarray(leaf)
@@ -229,9 +228,9 @@ def _put(leaf: Any, shape: tuple[int, ...], sharding: NamedSharding, deal: deali
 
 
 def _draw(init: Callable, rng: Array, plan: _Plan, targets: Any) -> Any:
-    """What init draws, in the form of its targets.
+    """The tree that init draws, sharded and padded like its targets.
 
-    Only the automatic partitioner splits the drawing of one array; explicit axes would draw it whole on every device.
+    Under explicit axes, every device would draw whole arrays; only automatic axes split the drawing.
     """
     automatic = Mesh(plan.mesh.devices, plan.mesh.axis_names)
     shardings = jax.tree.map(lambda target: NamedSharding(automatic, target.sharding.spec), targets)
@@ -243,7 +242,7 @@ def _draw(init: Callable, rng: Array, plan: _Plan, targets: Any) -> Any:
             return dataclasses.replace(target, array=jnp.pad(array, ((0, target.array.shape[0] - target.vocab_size), (0, 0))))
         return dataclasses.replace(target, array=dealing.deal_rows(target.deal, automatic, target.axes[0], array))
 
-    # The key of the surrounding mesh has its explicit axes in its type: as numbers of the host it has not.
+    # A key's type contains the explicit axes of the surrounding mesh; its data on the host does not.
     numbers, kind = np.asarray(jax.random.key_data(rng)), jax.random.key_impl(rng)
     with _set_mesh(automatic):
         draw = jax.jit(lambda key: jax.tree.map(hold, init(key), targets), out_shardings=shardings)
