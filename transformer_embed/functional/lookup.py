@@ -343,7 +343,9 @@ def _sum_runs(starts: Bool[Array, "n"], rows: Float[Array, "n d"]) -> Float[Arra
 
     def join(left, right):
         (left_starts, left_sum), (right_starts, right_sum) = left, right
-        return left_starts | right_starts, jnp.where(right_starts, right_sum, left_sum + right_sum)
+        starts_anew = jax.lax.broadcast_in_dim(right_starts, right_sum.shape, (0, 1))
+        # Not by functions of jax.numpy: a call of each is traced and transposed by itself, which was most of the tracing of a step.
+        return jax.lax.bitwise_or(left_starts, right_starts), jax.lax.select(starts_anew, right_sum, jax.lax.add(left_sum, right_sum))
 
     return jax.lax.associative_scan(join, (starts[:, None], rows))[1]
 
