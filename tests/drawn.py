@@ -1,7 +1,6 @@
 """Parameters for tests in which any values do."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 
@@ -9,4 +8,4 @@ def drawn(init, *arguments):
     """In the tree, shapes and dtypes that an init gives, drawn by NumPy: an init is compiled for each shape, in half a second."""
     shapes = jax.eval_shape(lambda: init(jax.random.key(0), *arguments))
     random = np.random.default_rng(0)
-    return jax.tree.map(lambda leaf: jnp.asarray(random.normal(0.5, 1, leaf.shape).astype(leaf.dtype)), shapes)
+    return jax.tree.map(lambda leaf: jax.device_put(random.normal(0.5, 1, leaf.shape).astype(leaf.dtype)), shapes)

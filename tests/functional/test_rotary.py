@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import json
 import pathlib
 import re
@@ -156,6 +157,7 @@ ANY_SCALING = {
     "longrope": st.builds(LongRopeScaling, half_of_8, half_of_8, positive, lengths, st.one_of(st.just(0), lengths), maybe(positive)),
 }
 any_base = st.one_of(st.floats(1.001, 100), st.floats(100, 1e15))
+five_of = lambda values: st.lists(values, min_size=5, max_size=5)
 every_scaling = pytest.mark.parametrize("name", ANY_SCALING)
 
 
@@ -179,19 +181,20 @@ def test_the_frequencies_of_any_scaling_are_rounded_once(name, data):
 
 @pytest.mark.slow
 @every_scaling
-@hypothesis.given(st.data(), st.one_of(st.integers(-(2**31), 2**31 - 1), st.floats(-(2.0**24), 2.0**24, width=32)))
-@hypothesis.settings(deadline=None, derandomize=True, max_examples=12)
-def test_any_scaling_keeps_the_bound_at_any_position(name, data, position):
+@hypothesis.given(st.data(), st.one_of(five_of(st.integers(-(2**31), 2**31 - 1)), five_of(st.floats(-(2.0**24), 2.0**24, width=32))))
+@hypothesis.settings(deadline=None, derandomize=True, max_examples=6)
+def test_any_scaling_keeps_the_bound_at_any_position(name, data, positions):
+    """Five positions for a scaling: each scaling is a program."""
     scaling, base = data.draw(ANY_SCALING[name]), data.draw(any_base)
     frequencies, attention = oracle.scaled_frequencies(scaling, 8, base)
-    hypothesis.assume(max(frequencies) < 1000 if isinstance(position, float) else accepted(frequencies))
-    cos, sin = cos_and_sin(np.array([position]), 8, base=base, scaling=scaling)
+    hypothesis.assume(max(frequencies) < 1000 if isinstance(positions[0], float) else accepted(frequencies))
+    cos, sin = cos_and_sin(np.array(positions), 8, base=base, scaling=scaling)
     bound = float(attention) * (oracle.MAX_ERROR + (OF_A_FACTOR if attention != 1 else 0))
-    for i, frequency in enumerate(frequencies):
+    for (n, position), (i, frequency) in itertools.product(enumerate(positions), enumerate(frequencies)):
         with mpmath.workprec(200):
             exact = [attention * oracle.sine(position, frequency, quarter) for quarter in (1, 0)]
-        assert oracle.error(cos[0, i], exact[0]) <= bound
-        assert oracle.error(sin[0, i], exact[1]) <= bound
+        assert oracle.error(cos[n, i], exact[0]) <= bound
+        assert oracle.error(sin[n, i], exact[1]) <= bound
 
 
 @pytest.mark.parametrize(

@@ -352,12 +352,12 @@ def test_export_for_any_batch_and_length(positions):
     batch, length = jax.export.symbolic_shape("b, t", constraints=["t <= 9"])
     embedder, params = made(dataclasses.replace(CONFIG, positions=positions, dropout_rate=0.5))
     shape = jax.ShapeDtypeStruct((batch, length), jnp.int32)
-    for is_training in (False, True):
-        function = jax.jit(of_raw_key(embedder, is_training))
-        exported = jax.export.export(function)(params, jax.random.PRNGKey(3), shape)
-        for ids in (IDS, np.tile(IDS, (3, 1))[:, :2], IDS[:1, :1]):
-            arguments = (params, jax.random.PRNGKey(3), jnp.asarray(ids))
-            np.testing.assert_allclose(exported.call(*arguments), function(*arguments), rtol=0, atol=FUSION)
+    function = jax.jit(lambda *arguments: [of_raw_key(embedder, is_training)(*arguments) for is_training in (False, True)])
+    exported = jax.export.export(function)(params, jax.random.PRNGKey(3), shape)
+    for ids in (IDS, np.tile(IDS, (3, 1))[:, :2], IDS[:1, :1]):
+        arguments = (params, jax.random.PRNGKey(3), jnp.asarray(ids))
+        for got, expected in zip(exported.call(*arguments), function(*arguments), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=0, atol=FUSION)
 
 
 @pytest.mark.slow

@@ -60,11 +60,23 @@ def config_of(fields):
     return call(te.EmbedderConfig, GOOD | small)
 
 
-def parameters(config):
-    """By the end of their path, in float64 too."""
+MADE = {}
+
+
+def made(config):
+    """The embedder of a config, and its parameters: as drawn, and by the end of their path in float64."""
+    # By what it says of itself: True == 1, but a scale of True is another than 1.
+    key = repr(config)
+    if key not in MADE:
+        embedder = te.make_embedder(config)
+        MADE[key] = embedder, *parameters(embedder)
+    return MADE[key]
+
+
+def parameters(embedder):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        params = drawn(te.make_embedder(config).init)
+        params = drawn(embedder.init)
     short = {
         f"{path.rsplit('/', 1)[-1]}/{name}": np.asarray(leaf).astype(np.float64)
         for path, group in params.items()
@@ -136,7 +148,7 @@ def close(got, expected, dtype):
 
 def expect_right(config, name, changes):
     """Calls one of an embedder's functions with its usual arguments, some of them changed."""
-    embedder, (params, short) = te.make_embedder(config), parameters(config)
+    embedder, params, short = made(config)
     arguments = {"params": params, **CALLS[name]}
     if name == "apply" and config.num_token_types is not None:
         arguments["token_types"] = IDS % config.num_token_types
@@ -157,9 +169,9 @@ def check_apply(config, short, result, *, rng, ids, is_training, positions, toke
         return
     total = embedded(config, short, ids, positions, token_types)
     if dropped:
-        got = np.asarray(result).astype(np.float64)
+        got = np.asarray(result)
         kept = np.isnan(got) | (got != 0)
-        result, total = jnp.where(kept, result, 0), np.where(kept, total / (1 - config.dropout_rate), 0)
+        result, total = np.where(kept, got, np.zeros_like(got)), np.where(kept, total / (1 - config.dropout_rate), 0)
     close(result, total, dtype)
 
 
