@@ -26,6 +26,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     OWN_CACHE = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="transformer-embed-programs-")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# To leave jax's own frames out of a traceback takes a millisecond an error, and most of the tests' errors are wanted.
+os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
 
 import typecheck
 

@@ -1,6 +1,7 @@
 """Any config and any arguments of an embedder's functions: the result of a formula in float64, or a TypeError or ValueError of ours."""
 
 import dataclasses
+import functools
 import warnings
 
 import hypothesis
@@ -45,6 +46,17 @@ CALLS = {
 
 def values_for(name):
     return [*VALUES, *LIKELY.get(name, [])]
+
+
+# Made once: hypothesis takes longer to make a strategy of many values than to draw from it.
+@functools.cache
+def any_value_for(name):
+    return st.sampled_from(values_for(name))
+
+
+@functools.cache
+def any_value_of_argument(name):
+    return st.sampled_from(values_of_argument(name))
 
 
 def values_of_argument(name):
@@ -202,14 +214,11 @@ every_call = pytest.mark.parametrize("name", CALLS)
 
 
 def check(name, data):
-    fields = {
-        field: data.draw(st.sampled_from(values_for(field)), label=field)
-        for field in data.draw(st.lists(st.sampled_from(FIELDS), max_size=2))
-    }
+    fields = {field: data.draw(any_value_for(field), label=field) for field in data.draw(st.lists(st.sampled_from(FIELDS), max_size=2))}
     exists, config = config_of(fields)
     if exists:
         some = st.lists(st.sampled_from(["params", *CALLS[name]]), max_size=2)
-        expect_right(config, name, {key: data.draw(st.sampled_from(values_of_argument(key)), label=key) for key in data.draw(some)})
+        expect_right(config, name, {key: data.draw(any_value_of_argument(key), label=key) for key in data.draw(some)})
 
 
 @pytest.mark.parametrize("field", FIELDS)
