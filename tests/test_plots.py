@@ -268,12 +268,12 @@ def test_any_token_can_be_drawn(ax, token, shown):
     ("arguments", "options", "kind", "message"),
     [
         ([[[1, 2]]], {}, TypeError, "encoding: wanted a floating dtype, got int64"),
-        ([[1.0, 2.0]], {}, ValueError, "encoding: wanted shape [length, d_model], at least one of both, got shape [2]"),
-        ([np.zeros([0, 4])], {}, ValueError, "encoding: wanted shape [length, d_model], at least one of both, got shape [0, 4]"),
-        ([np.zeros([4, 0])], {}, ValueError, "encoding: wanted shape [length, d_model], at least one of both, got shape [4, 0]"),
+        ([[1.0, 2.0]], {}, ValueError, "encoding: wanted shape [length, d_model], not empty, got shape [2]"),
+        ([np.zeros([0, 4])], {}, ValueError, "encoding: wanted shape [length, d_model], not empty, got shape [0, 4]"),
+        ([np.zeros([4, 0])], {}, ValueError, "encoding: wanted shape [length, d_model], not empty, got shape [4, 0]"),
         ([[[1.0]]], {"limit": 0}, ValueError, "limit: wanted a finite number above 0, got 0"),
         ([[[1.0]]], {"limit": "1"}, TypeError, "limit: wanted a Python number, got str '1'"),
-        ([[[1.0]]], {"tokens": WORDS}, ValueError, "tokens: wanted one name for each of 1, got 3"),
+        ([[[1.0]]], {"tokens": WORDS}, ValueError, "tokens: wanted a sequence of length 1, got length 3"),
     ],
 )
 def test_encoding_errors(arguments, options, kind, message):
@@ -385,7 +385,7 @@ def test_similarity_of_sinusoids_depends_on_the_distance_alone(ax):
 def test_similarity_errors():
     with pytest.raises(TypeError, match=r"^encoding: wanted a floating dtype, got bool$"):
         plots.plot_similarity(CAUSAL)
-    with pytest.raises(ValueError, match=r"^encoding: wanted shape \[length, d_model\], at least one of both, got shape \[\]$"):
+    with pytest.raises(ValueError, match=r"^encoding: wanted shape \[length, d_model\], not empty, got shape \[\]$"):
         plots.plot_similarity(1.0)
 
 
@@ -451,9 +451,9 @@ def test_cells_have_lines_between_them_while_they_are_few(ax, size, lines):
         (np.ones([3, 1, 2, 2], bool), {"batch_index": 1.0}, TypeError, "batch_index: wanted a Python int, got float 1.0"),
         (np.ones([1, 2, 2, 2], bool), {}, ValueError, "head: wanted an int from 0 to 1, got None"),
         (CAUSAL, {"head": 1}, ValueError, "head: wanted an int from 0 to 0, got 1"),
-        (CAUSAL, {"query_tokens": WORDS}, ValueError, "query_tokens: wanted one name for each of 4, got 3"),
-        (CAUSAL, {"key_tokens": WORDS}, ValueError, "key_tokens: wanted one name for each of 4, got 3"),
-        ([[True]], {"query_tokens": []}, ValueError, "query_tokens: wanted one name for each of 1, got 0"),
+        (CAUSAL, {"query_tokens": WORDS}, ValueError, "query_tokens: wanted a sequence of length 4, got length 3"),
+        (CAUSAL, {"key_tokens": WORDS}, ValueError, "key_tokens: wanted a sequence of length 4, got length 3"),
+        ([[True]], {"query_tokens": []}, ValueError, "query_tokens: wanted a sequence of length 1, got length 0"),
     ],
 )
 def test_mask_errors(mask, options, kind, message):
@@ -563,7 +563,7 @@ def test_a_bias_that_is_masked_throughout(ax):
         (CAUSAL, {}, TypeError, "bias: wanted a floating dtype, got bool"),
         (np.zeros(3), {}, ValueError, "bias: wanted shape [T, S] or [B, heads, T, S], not empty, got shape [3]"),
         (np.zeros([1, 4, 2, 2]), {}, ValueError, "head: wanted an int from 0 to 3, got None"),
-        (np.zeros([2, 2]), {"key_tokens": WORDS}, ValueError, "key_tokens: wanted one name for each of 2, got 3"),
+        (np.zeros([2, 2]), {"key_tokens": WORDS}, ValueError, "key_tokens: wanted a sequence of length 2, got length 3"),
     ],
 )
 def test_bias_errors(bias, options, kind, message):

@@ -1,8 +1,8 @@
-"""Pictures of encodings, masks and biases, for matplotlib (the extra `plots`). Each function draws on an Axes and returns it.
+"""Plots of encodings, masks and biases with matplotlib (the extra `plots`). Each function draws on an Axes and returns it.
 
-Values of both signs take a diverging colour map: white is zero, red is above it, blue below. Values of one sign take cividis, whose
-lightness rises evenly. Cells without a value are hatched. Lines differ in style or marker as well as in colour. The pictures can be read
-in a grey print and by colour-blind readers, but a grey print of a diverging map shows magnitudes alone. Titles are left to the caller.
+Values of both signs use a diverging colour map: white is zero, red is above, blue is below. Values of one sign use cividis, whose
+lightness rises evenly. Cells without a value are hatched. Lines differ in style or marker as well as in colour. So the plots can be read
+in grey and by colour-blind readers, but in grey a diverging map only shows magnitudes. Titles are left to the caller.
 """
 
 import decimal
@@ -31,11 +31,11 @@ except ImportError as error:
 
 HIDDEN, ALLOWED = "#E6E6E6", "#0B3C5D"
 DIVERGING, SEQUENTIAL = "RdBu_r", "cividis"
-# Blue, vermilion, bluish green and black of Okabe and Ito's palette for the colour-blind.
+# Blue, vermilion, bluish green and black from Okabe and Ito's colour-blind-safe palette.
 BLUE, VERMILION, GREEN, BLACK = "#0072B2", "#D55E00", "#009E73", "#000000"
 STYLES = (("o", BLUE, "-"), ("s", VERMILION, "--"), ("^", GREEN, ":"), ("D", BLACK, "-."))
 MOST_CELLS_WITH_LINES = 64
-# The room that a letter of a small label takes, as shares of the font's size in points, with a margin.
+# The width and height of a letter in a small label, with a margin, as fractions of the font size in points.
 LETTER_WIDTH, LETTER_HEIGHT = 0.65, 1.0
 
 
@@ -78,7 +78,7 @@ def plot_encoding(encoding: ArrayLike, *, ax: Axes | None = None, tokens: Sequen
 def plot_wavelengths(
     d_model: int, *, ax: Axes | None = None, base: float = 10_000.0, scaling: Scaling | None = None, label: str | None = None
 ) -> Axes:
-    """The wavelength of each pair of channels: after how many positions it repeats. Draw several on one Axes to compare them.
+    """The wavelength of each pair of channels, in positions. Draw several on one Axes to compare them.
 
         wavelength[i] = 2 * pi * base ** (2i / d_model)
 
@@ -118,10 +118,10 @@ def plot_wavelengths(
 
 
 def plot_similarity(encoding: ArrayLike, *, ax: Axes | None = None, label: str | None = None) -> Axes:
-    """The dot product of two positions' vectors over their distance: how alike near and far positions are.
+    """The dot product of the vectors of two positions, over their distance. It shows how similar near and far positions are.
 
-    The line is the mean over all pairs of positions at a distance; the band goes from their lowest to their highest. Sinusoids have no
-    band, because their dot product depends on the distance alone. Needs memory for length * length numbers.
+    The line is the mean over all pairs of positions at a distance; the band goes from the minimum to the maximum. Sinusoids have no band,
+    because their dot product depends only on the distance. Needs memory for length * length numbers.
 
     Args:
         encoding: [length, d_model], a floating dtype: vectors of positions 0..length-1.
@@ -166,7 +166,7 @@ def plot_mask(
     batch_index: int | None = None,
     head: int | None = None,
 ) -> Axes:
-    """Which keys each query may attend to, in two tones.
+    """A mask in two tones: which keys each query may attend to.
 
     Args:
         mask: bool [T, S], or [B, heads, T, S] as `attention_mask` makes it. True = may attend.
@@ -216,10 +216,10 @@ def plot_rotary(
     scaling: Scaling | None = None,
     pairs: Sequence[int] | None = None,
 ) -> Axes:
-    """Where rotary embeddings rotate a point: a circle for each pair of channels, a dot on it for each position.
+    """Points rotated by rotary embeddings: a circle for each pair of channels, with a dot for each position.
 
-    Before `apply_rotary` rotated it, the point was at (1, 0) in the pair of the innermost circle, at (2, 0) in that of the next, and so
-    on: the radii only keep the circles apart. The first pair rotates fastest and is innermost.
+    `apply_rotary` rotates the point (1, 0) in the pair of the innermost circle, (2, 0) in the next pair, and so on; the radii only keep
+    the circles apart. The first pair rotates fastest and is innermost.
 
     Args:
         positions: [length] integers, or float32.
@@ -231,8 +231,8 @@ def plot_rotary(
             the head apart.
 
     Returns:
-        The Axes, with the first channel of a pair across and its second channel up. Each circle bears the number of its pair if it has
-        room; the dots of the innermost circle bear their positions, as far as the numbers do not overlap.
+        The Axes, with the first channel of a pair across and its second channel up. Circles are labelled with their pair if there is
+        room; dots of the innermost circle are labelled with their positions unless labels would overlap.
 
     Raises:
         TypeError: as `apply_rotary`; ax is not an Axes; a pair is not a Python int.
@@ -307,7 +307,7 @@ def plot_bias(
     array = _checks.as_floats("bias", bias)
     largest = min(float(jnp.finfo(array.dtype).max), float(jnp.finfo(jnp.float32).max))
     values = _one_matrix("bias", _on_host("bias", array).astype(np.float64), batch_index, head)
-    # mask_to_bias takes half of the largest off, and what is added to it may give a quarter back.
+    # mask_to_bias adds minus half of the largest number; a bias added to that may raise it by up to a quarter.
     shown = np.ma.masked_where(~(values > -largest / 4), values)
     names = _names("query_tokens", query_tokens, values.shape[0]), _names("key_tokens", key_tokens, values.shape[1])
     ax = _axes(ax)
@@ -320,7 +320,7 @@ def plot_bias(
 def plot_error(d_model: int, *, ax: Axes | None = None, positions: ArrayLike | None = None, base: float = 10_000.0) -> Axes:
     """The largest error of a sinusoidal encoding over position, for this package and for the usual float32 product.
 
-    The exact values are computed with 50 decimal digits, and whole turns are subtracted before the sine.
+    Exact values are computed with 50 decimal digits, and whole turns are subtracted before the sine.
 
     Args:
         d_model: number of channels, at least 1.
@@ -329,8 +329,8 @@ def plot_error(d_model: int, *, ax: Axes | None = None, positions: ArrayLike | N
         base: as in `sinusoidal_encoding`.
 
     Returns:
-        The Axes, with position (tokens) across and largest error up, both logarithmic, and a dotted line at the error that rounding to
-        float32 alone makes in a value near 1.
+        The Axes, with position (tokens) across and largest error up, both logarithmic, and a dotted line at the error of rounding a
+        value near 1 to float32.
 
     Raises:
         TypeError: positions are not integers, or are traced; ax is not an Axes; d_model is not a Python int; base is not a Python number.
@@ -377,7 +377,7 @@ def _table(name: str, value: ArrayLike) -> np.ndarray:
     """[length, d_model], not empty, in float64."""
     array = _on_host(name, _checks.as_floats(name, value))
     if array.ndim != 2 or not array.size:
-        raise ValueError(_checks.wanted(name, "shape [length, d_model], at least one of both", f"shape {list(array.shape)}"))
+        raise ValueError(_checks.wanted(name, "shape [length, d_model], not empty", f"shape {list(array.shape)}"))
     return array.astype(np.float64)
 
 
@@ -399,7 +399,7 @@ def _index(name: str, index: int | None, size: int) -> int:
 
 
 def _heat_map(ax: Axes, values: np.ndarray, limit: float | None, unit: str, aspect: Literal["auto", "equal"] = "auto") -> None:
-    """Diverging colours from -limit to limit, or, without a limit, sequential ones over the values."""
+    """A heat map with diverging colours from -limit to limit or, if limit is None, sequential colours over the range of the values."""
     low, high, colors = (None, None, SEQUENTIAL) if limit is None else (-limit, limit, DIVERGING)
     image = ax.imshow(values, vmin=low, vmax=high, cmap=colors, aspect=aspect)
     ax.patch.set(hatch="////", edgecolor="0.75", linewidth=0)
@@ -431,7 +431,7 @@ def _names(name: str, tokens: Sequence[str] | None, count: int) -> list[str] | N
         return None
     tokens = _checks.sequence(name, tokens)
     if len(tokens) != count:
-        raise ValueError(_checks.wanted(name, f"one name for each of {count}", len(tokens)))
+        raise ValueError(_checks.wanted(name, f"a sequence of length {count}", f"length {len(tokens)}"))
     return [_printable(token) for token in tokens]
 
 
@@ -496,7 +496,7 @@ def _rotated(
 
 
 class _Labels:
-    """Small labels on axes that go from -edge to edge: each is written if it lies inside them and not on an earlier one."""
+    """Small labels on axes from -edge to edge. A label is only drawn if it is inside the axes and does not overlap an earlier one."""
 
     def __init__(self, ax: Axes, edge: float):
         points = 72 * min(ax.bbox.width, ax.bbox.height) / ax.figure.dpi
@@ -510,7 +510,7 @@ class _Labels:
             self._write(number, point * (1 + distance / np.hypot(*point)))
 
     def name_circle(self, name: str, points: np.ndarray, color: str) -> None:
-        """Writes the name of a circle in the widest gap between its points, as near the gap's middle as there is room."""
+        """Writes the name of a circle in the widest gap between its points, as near to its middle as there is room."""
         angles, radius = np.sort(np.arctan2(points[:, 1], points[:, 0])), np.hypot(*points[0])
         gaps = np.diff(angles, append=angles[0] + 2 * np.pi)
         widest = gaps.argmax()
@@ -541,7 +541,7 @@ def _error_positions(positions: ArrayLike | None) -> np.ndarray:
 
 
 def _exact_encoding(positions: np.ndarray, d_model: int, base: float) -> np.ndarray:
-    """[n, d_model] in float64: sines of angles without their whole turns, which would cost digits."""
+    """[n, d_model] in float64; whole turns are subtracted from the angles first, because they would cost digits."""
     with decimal.localcontext(prec=50):
         frequencies = [decimal.Decimal(base) ** (decimal.Decimal(-2 * i) / d_model) for i in range((d_model + 1) // 2)]
         angles = np.array([[float(position * f % (2 * phase.PI)) for f in frequencies] for position in positions.tolist()])
@@ -549,7 +549,7 @@ def _exact_encoding(positions: np.ndarray, d_model: int, base: float) -> np.ndar
 
 
 def _float32_encoding(positions: np.ndarray, d_model: int, base: float) -> np.ndarray:
-    """The formula as it is usually written."""
+    """The formula in float32, as it is usually written."""
     exponents = np.arange(0, d_model, 2, dtype=np.float32) / np.float32(d_model)
     angles = positions.astype(np.float32)[:, None] * np.float32(base) ** -exponents
     return _interleaved(angles, d_model).astype(np.float64)

@@ -74,7 +74,7 @@ def test_settings_that_cannot_be_read(fails, bert, tmp_path, content, message):
 @pytest.mark.parametrize("flag", [["--stack", "decoder"], ["--model-type", "bert"], ["--settings", "x.json"]])
 def test_flags_of_a_checkpoint_are_refused_with_params(fails, text_file, model_file, tmp_path, flag):
     line = fails("embed", text_file, "--params", model_file, "--out", tmp_path / "x.npz", *flag)
-    assert f"{flag[0]} is for --from; leave it out: what `train` writes describes itself" in line
+    assert f"{flag[0]} is for --from; leave it out: a file that `train` wrote needs no such flag" in line
 
 
 def test_the_tokens_of_a_published_model_are_not_bytes(fails, text_file, bert, tmp_path):

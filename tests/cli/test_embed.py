@@ -242,7 +242,7 @@ def test_a_file_to_write_is_named_by_what_it_will_hold(fails, text_file, tmp_pat
 @pytest.mark.parametrize(
     ("error", "status", "message"),
     [
-        (OSError(28, "No space left on device"), 2, "No space left on device; make room, or name a file elsewhere"),
+        (OSError(28, "No space left on device"), 2, "No space left on device; free some space, or name a file elsewhere"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (MemoryError(), 2, "out of memory; give a smaller FILE, or split it and its longest lines"),
     ],

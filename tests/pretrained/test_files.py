@@ -50,7 +50,9 @@ def refused(*arguments, **options):
 
 def test_a_lone_file_says_that_config_json_is_missing(tmp_path):
     path = checkpoint(tmp_path, CASES["bert"], settings={})
-    assert refused(path).startswith(f"no config.json beside {path}: it names the architecture; or pass settings={{'model_type': 'bert'}}")
+    assert refused(path).startswith(
+        f"no config.json beside {path}: it would name the architecture; add one, or pass settings={{'model_type': 'bert'}}"
+    )
 
 
 def test_a_folder_with_a_pickle_alone_says_how_to_convert_it(tmp_path):
@@ -116,7 +118,7 @@ def test_a_float64_table_is_rounded_to_the_configs_dtype(tmp_path, dtype):
 
 
 def test_a_float64_number_that_float32_does_not_hold_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"x\.safetensors: t: wanted numbers that float32 holds, got others$"):
+    with pytest.raises(ValueError, match=r"x\.safetensors: t: wanted numbers that fit into float32, got larger ones$"):
         by_hand(tmp_path, {"t": np.full((5, 4), 1e300)}, te.EmbedderConfig(5, 4), {"token_embedding/embeddings": "t"})
 
 
@@ -124,10 +126,10 @@ def test_the_end_of_a_path_names_a_parameter_if_no_other_has_it(tmp_path):
     config = te.EmbedderConfig(5, 4, positions=te.Learned(3))
     tensors = {"t": np.eye(5, 4, dtype=np.float32), "p": np.zeros((3, 4), np.float32)}
     for name in ("embeddings", "bedding/embeddings", "token_embedding", 3):
-        with pytest.raises(ValueError, match=r"^names: wanted parameters by their paths, or by ends that no two share, of .*, got "):
+        with pytest.raises(ValueError, match=r"^names: wanted a parameter's path, or an end that only one path has, among .*, got "):
             by_hand(tmp_path, tensors, config, {name: "t"})
     twice = {"token_embedding/embeddings": "t", architectures.TOKENS: "p"}
-    with pytest.raises(ValueError, match=r"^names: wanted parameters by their paths"):
+    with pytest.raises(ValueError, match=r"^names: wanted a parameter's path"):
         by_hand(tmp_path, tensors, config, twice)
     found = by_hand(tmp_path, tensors, config, {"token_embedding/embeddings": "t", architectures.POSITIONS: "p"})
     assert found.names == {architectures.TOKENS: "t", architectures.POSITIONS: "p"}
@@ -152,7 +154,7 @@ HEAD = {"head": {"w": np.zeros(2, np.float32)}}
         ({"names": {architectures.TOKENS: "__metadata__"}}, "other than '__metadata__'"),
         ({"names": {architectures.TOKENS: 5}}, "names: wanted tensors' names as strings, got 5"),
         ({"names": {architectures.TOKENS: None}}, "names: wanted tensors' names as strings, got None"),
-        ({"names": {architectures.TOKENS: "\ud800"}}, "names that UTF-8 holds"),
+        ({"names": {architectures.TOKENS: "\ud800"}}, "names that UTF-8 can encode"),
         ({"names": ["x"]}, "names: wanted a mapping, or None, got list"),
         ({"rotary": {"base": "x"}}, "rotary: base: wanted a number, got 'x'"),
         ({"rotary": {"base": -1.0}}, "base: wanted a finite number above 0, got -1.0"),

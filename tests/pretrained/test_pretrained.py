@@ -260,7 +260,8 @@ def test_without_a_config_names_and_shapes_tell(tmp_path, name):
 @pytest.mark.parametrize("name", ["bert", "bert with a head", "llama", "marian", "opt", "t5", "bart"])
 def test_names_that_models_share_want_a_model_type(tmp_path, name):
     path = checkpoint(tmp_path, CASES[name], settings={})
-    message = rf"^no config\.json beside {re.escape(str(path))}: it names the architecture; or pass settings=\{{'model_type': '\w+'\}} "
+    message = rf"^no config\.json beside {re.escape(str(path))}: it would name the architecture; "
+    message += r"add one, or pass settings=\{'model_type': '\w+'\} "
     with pytest.raises(ValueError, match=message + rf"\(the names of the tensors fit .*\b{name.split()[0]}\b"):
         pretrained.load_embedder(path)
     alone = pretrained.load_embedder(path, settings=read_by(CASES[name]))
@@ -310,7 +311,7 @@ def test_an_unknown_outer_model_with_a_known_text_model(tmp_path):
 def test_two_models_in_one_file(tmp_path):
     case = CASES["bert"]
     twice = {f"{side}.{name}": value for side in ("query", "context") for name, value in case["tensors"].items()}
-    with pytest.raises(ValueError, match=r"wanted one model bert in a file .*, got 2 of them, below \['context\.', 'query\.'\]"):
+    with pytest.raises(ValueError, match=r"wanted one model bert in a file .*, got 2 of them, under \['context\.', 'query\.'\]"):
         pretrained.load_embedder(checkpoint(tmp_path, case | {"tensors": twice}))
 
 
@@ -537,8 +538,8 @@ def test_shards_are_the_same_and_only_those_needed_are_opened(tmp_path, name):
         ({"weight_map": {}}, "wanted a weight_map from tensors to files, got none"),
         ({"weight_map": {"a": 1}}, "wanted a weight_map from tensors to files, got none"),
         ({}, "wanted a weight_map from tensors to files, got none"),
-        ({"weight_map": {"a": "../a.safetensors"}}, "wanted files of the same folder, got '../a.safetensors'"),
-        ({"weight_map": {"a": "/etc/passwd"}}, "wanted files of the same folder, got '/etc/passwd'"),
+        ({"weight_map": {"a": "../a.safetensors"}}, "wanted files in the same folder, got '../a.safetensors'"),
+        ({"weight_map": {"a": "/etc/passwd"}}, "wanted files in the same folder, got '/etc/passwd'"),
         ({"weight_map": {"wte.weight": "s", "wpe.weight": "s"}}, "s: wanted the tensor wte.weight, as model.safetensors.index.json says"),
         ({"weight_map": {"a.b": "s"}}, "got the tensors a.b$"),
     ],
@@ -675,7 +676,7 @@ def test_names_by_hand_are_those_of_the_config(tmp_path):
     config = te.EmbedderConfig(7, 6)
     save_file({"a": np.zeros([7, 6], np.float32)}, tmp_path / "x.safetensors")
     names = {"transformer_embedding/~/token_embedding/embeddings": "a", "head/w": "a"}
-    with pytest.raises(ValueError, match=r"^names: wanted parameters by their paths, .* of token_embedding/embeddings, got 'head/w'$"):
+    with pytest.raises(ValueError, match=r"^names: wanted a parameter's path, .* among token_embedding/embeddings, got 'head/w'$"):
         pretrained.load_embedder(tmp_path / "x.safetensors", config=config, names=names)
     with pytest.raises(TypeError, match=r"^names: wanted a mapping, or None, got list$"):
         pretrained.load_embedder(tmp_path / "x.safetensors", config=config, names=["a"])
@@ -699,7 +700,7 @@ def test_parameters_that_cannot_be_saved(tmp_path):
     with pytest.raises(ValueError, match=r"^names: wanted a tensor of its own for each parameter, got \['x', 'x'\]"):
         pretrained.save_embedder(path, config, params, names={f"{module}/embeddings": "x" for module in params})
     with pytest.raises(
-        ValueError, match=r"^names: wanted parameters by their paths, or by ends .* of .*token_embedding/embeddings.*, got 'embedings'$"
+        ValueError, match=r"^names: wanted a parameter's path, or an end .* among .*token_embedding/embeddings.*, got 'embedings'$"
     ):
         pretrained.save_embedder(path, config, params, names={"embedings": "x"})
     with pytest.raises(TypeError, match=r"^params: wanted a Haiku parameter tree, a dict of dicts, got int$"):

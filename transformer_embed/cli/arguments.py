@@ -1,4 +1,4 @@
-"""Arguments of the commands: numbers, files to read, files to write, and the error for those that will not do."""
+"""Arguments of the commands: numbers, files to read, files to write, and the error for invalid ones."""
 
 import argparse
 import contextlib
@@ -11,7 +11,7 @@ from transformer_embed.pretrained import files as _files
 
 
 class UserError(Exception):
-    """A mistake that the user can correct; the message is one line that says how."""
+    """A mistake that the user can correct; the message is one line and says how."""
 
 
 def at_least_one(text: str) -> int:
@@ -57,9 +57,9 @@ def contents(path: str, at_most: int = -1) -> bytes:
 
 
 def writable(name: str, suffixes: Sequence[str], *inputs: str | None) -> pathlib.Path:
-    """The path of a file to write, checked before the work: its suffix, that it is not one of the inputs, and that its folder takes files.
+    """The path of a file to write, after checking its suffix, that it is not one of the inputs, and that its folder is writable.
 
-    A file is made beside it and removed, because hours of work must not end at a folder that cannot be written to.
+    A temporary file tests the folder, so that hours of work are not lost because the result cannot be written.
     """
     if pathlib.Path(name).suffix.lower() not in suffixes:
         raise UserError(f"--out: wanted a name that ends in {', '.join(suffixes)}, got {name!r}")
@@ -84,18 +84,18 @@ def _is_same(path: pathlib.Path, other: str | None) -> bool:
 
 
 def write_whole(path: pathlib.Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """Writes a whole file, or none."""
+    """Writes a file whole or not at all."""
     with writing(path):
         _files.write_whole(path, write)
 
 
 @contextlib.contextmanager
 def writing(path: pathlib.Path) -> Iterator[None]:
-    """Tells the user what to do about a file that could not be written."""
+    """Turns an OSError of writing into a message that says what to do."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot write {path}: {reason(error)}; make room, or name a file elsewhere") from error
+        raise UserError(f"cannot write {path}: {reason(error)}; free some space, or name a file elsewhere") from error
 
 
 def reason(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""A checkpoint named on the command line: the flags that say what it is, and reading it."""
+"""Reads a checkpoint that the command line names, with flags that describe it."""
 
 import argparse
 import json
@@ -12,14 +12,14 @@ from transformer_embed.pretrained.checkpoints import CONFIG
 
 
 def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
-    """What the files of a checkpoint may leave open."""
+    """Adds flags for what the files of a checkpoint may not say."""
     parser.add_argument("--stack", choices=("encoder", "decoder"), help="for a checkpoint that has both (default: encoder)")
     parser.add_argument("--model-type", metavar="NAME", help="model_type, such as bert or llama, if no config.json says it")
     parser.add_argument("--settings", metavar="FILE.json", help="entries of a config.json, which override those beside the checkpoint")
 
 
 def is_ours(path: str) -> bool:
-    """Whether this package wrote a checkpoint (`train --out`, `save_embedder`), which then describes itself."""
+    """Whether this package wrote a checkpoint (`train --out`, `save_embedder`), which then contains its configuration."""
     if not pathlib.Path(path).is_dir():
         contents(path, at_most=1)
     try:
@@ -29,7 +29,7 @@ def is_ours(path: str) -> bool:
 
 
 def read_checkpoint(path: str, args: argparse.Namespace) -> pretrained.PretrainedInput:
-    """The input layer of a checkpoint, as the flags say what it is."""
+    """The input layer of a checkpoint, which the flags may describe."""
     settings = _settings(args.settings, args.model_type)
     try:
         return pretrained.load_embedder(path, stack=args.stack, settings=settings)

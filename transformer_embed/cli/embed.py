@@ -14,7 +14,7 @@ from transformer_embed.cli.checkpoint import add_checkpoint_flags, is_ours, read
 from transformer_embed.cli.progress import progress
 from transformer_embed.pretrained import PretrainedInput
 
-# Fills up short lines where a model has no padding id of its own.
+# Pads short lines if the model has no padding id.
 PAD_ID = -1
 TOKENS_A_BATCH = 16_384
 BYTES = 256
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
     if args.checkpoint is None:
         for flag, value in (("--stack", args.stack), ("--model-type", args.model_type), ("--settings", args.settings)):
             if value is not None:
-                raise UserError(f"{flag} is for --from; leave it out: what `train` writes describes itself")
+                raise UserError(f"{flag} is for --from; leave it out: a file that `train` wrote needs no such flag")
     out = writable(args.out, (".npz",), args.file, args.params, args.checkpoint, args.settings)
     lines = contents(args.file).splitlines()
     config, params = _model(args)
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _model(args: argparse.Namespace) -> tuple[te.EmbedderConfig, Any]:
-    """The model that --params or --from names, if its tokens are what FILE holds."""
+    """The model that --params or --from names. An error if FILE holds text and the model's tokens are not bytes."""
     path = args.checkpoint if args.params is None else args.params
     not_bytes = UserError(f"the tokens of {path} are not bytes; give a FILE of ids, as its tokenizer makes them, and --ids")
     if args.params is None and not args.ids and not is_ours(path):
@@ -97,7 +97,7 @@ def _read_params(args: argparse.Namespace) -> PretrainedInput:
 
 
 def _positions(scheme: Any, ids: np.ndarray) -> np.ndarray:
-    """int32 [lines, length], or one row for all lines alike."""
+    """int32 [lines, length], or one row if the positions of all lines are equal."""
     if scheme is None:
         return np.arange(ids.shape[1], dtype=np.int32)[None]
     own = getattr(scheme, "pad_id", None)
@@ -125,7 +125,7 @@ def _padded(rows: Sequence[np.ndarray], pad_id: int) -> np.ndarray:
 
 
 def _embeddings(config: te.EmbedderConfig, params: Any, ids: np.ndarray, positions: np.ndarray, pad_id: int, quiet: bool) -> np.ndarray:
-    """All batches have one shape, so there is one compilation: the last is filled with rows of padding, which are then dropped."""
+    """Embeds in batches of one shape, so that it compiles once; the last batch is filled with rows of padding, which are dropped."""
     apply = te.make_embedder(dataclasses.replace(config, pad_id=pad_id)).apply
     count, length = ids.shape
     size = min(count, max(1, TOKENS_A_BATCH // length))

@@ -1,4 +1,4 @@
-"""The small language model that `train` trains: an example of how the parts of this package go together."""
+"""The small language model that `train` trains, which is also an example of how to use this package."""
 
 import functools
 import math
@@ -17,7 +17,7 @@ from transformer_embed.cli.progress import progress
 
 VOCAB_SIZE, D_MODEL, NUM_HEADS, NUM_LAYERS, CONTEXT = 256, 128, 4, 2, 128
 BATCH_SIZE, EVALUATION_BATCH_SIZE, PEAK_LEARNING_RATE, HELD_OUT = 4, 64, 5e-3, 0.05
-# The progress bar shows the loss of every so many steps: reading one waits for the step.
+# The progress bar shows the loss of every tenth step, because reading a loss waits for its step.
 STEPS_A_LOSS = 10
 SHORTEST_TEXT = math.ceil((CONTEXT + 1) / HELD_OUT)
 
@@ -25,7 +25,7 @@ Params = Mapping[str, Mapping[str, Array]]
 
 
 def next_byte_logits(config: te.EmbedderConfig, ids: UInt8[Array, "b t"], *, is_training: bool) -> Float[Array, "b t v"]:
-    """A causal Transformer, normed before each block (Xiong et al., 2020, https://arxiv.org/abs/2002.04745), its output layer tied."""
+    """A causal pre-norm Transformer (Xiong et al., 2020, https://arxiv.org/abs/2002.04745) with a tied output layer."""
     embed = te.TransformerEmbedding(config)
     positions = jnp.arange(ids.shape[1])
     mask = te.attention_mask(query_positions=positions, key_positions=positions, causal=True)
@@ -60,7 +60,7 @@ class Result(NamedTuple):
 
 
 def train(text: bytes, positions: te.Sinusoidal | None, name: str, *, steps: int, seed: int, quiet: bool) -> Result:
-    """Trains on all of a text but its held-out end; equal arguments give equal results on one machine."""
+    """Trains on a text except its held-out end; equal arguments give equal results on one machine."""
     config = te.EmbedderConfig(VOCAB_SIZE, D_MODEL, positions=positions, dropout_rate=0.0)
     training, held_out = split(text)
     params = model(config).init(jax.random.key(seed), jnp.zeros([1, CONTEXT], jnp.uint8), is_training=False)
@@ -99,14 +99,14 @@ def _score(config: te.EmbedderConfig, params: Params, windows: UInt8[Array, "b t
 
 
 def _bits(config: te.EmbedderConfig, params: Params, windows: UInt8[Array, "b t"], *, is_training: bool) -> Float[Array, "b"]:
-    """Bits per byte of each window: the mean over its bytes but the first."""
+    """Bits per byte of each window: the mean over all its bytes except the first."""
     logits = model(config).apply(params, windows[:, :-1], is_training=is_training)
     targets = windows[:, 1:].astype(jnp.int32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean(-1) / math.log(2)
 
 
 def unigram_bits(text: bytes) -> float:
-    """Bits per byte, on the bytes that the models are scored on, of the frequencies of bytes in training, one added to each count."""
+    """Bits per byte of a unigram model with add-one smoothing, on the same bytes that the other models are scored on."""
     training, held_out = split(text)
     counts = np.bincount(training, minlength=VOCAB_SIZE) + 1
     targets = held_out[1 : len(_held_out_starts(held_out)) * CONTEXT + 1]
@@ -126,7 +126,7 @@ def _optimizer(steps: int) -> optax.GradientTransformation:
 
 
 def _held_out_starts(held_out: np.ndarray) -> np.ndarray:
-    """Where windows begin that score each byte once, but the first and an end too short for a window."""
+    """Starts of windows that score each byte once, except the first byte and a remainder shorter than a window."""
     return np.arange(0, len(held_out) - CONTEXT, CONTEXT)
 
 

@@ -1,4 +1,4 @@
-"""The parser of the command line: dispatches to a command, and says what went wrong in one line."""
+"""The parser of the command line: runs a command, and reports errors in one line."""
 
 import argparse
 import os
@@ -21,10 +21,10 @@ INTERRUPTED = 130
 
 
 def run() -> NoReturn:
-    """The program: runs the command that the user typed, and ends."""
+    """Runs the command that the user typed, then exits."""
     status = main()
     if status == INTERRUPTED:
-        # Python may crash while it ends if it was interrupted while jax compiled.
+        # Python may crash at exit if it was interrupted while jax compiled.
         os._exit(status)
     sys.exit(status)
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The program that reads the output has ended. Python would flush the rest once more.
+        # The reader of the output has exited. Python would try to flush the rest at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except UserError as error:

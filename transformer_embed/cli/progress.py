@@ -1,6 +1,6 @@
 """A progress bar that Ctrl-C stops between two items.
 
-A KeyboardInterrupt while jax compiles gets lost, or crashes Python when it ends; so Ctrl-C waits until an item is done.
+A KeyboardInterrupt while jax compiles may get lost or crash Python at exit, so Ctrl-C waits until an item is done.
 """
 
 import contextlib

@@ -14,7 +14,7 @@ import transformer_embed as te
 from transformer_embed.cli.arguments import UserError, at_least_one, distance, number, real, writable, write_whole
 from transformer_embed.functional.sinusoidal import LAYOUTS
 
-# The metadata of each format that would make equal pictures differ.
+# Metadata that would make files of equal pictures differ, by format.
 PICTURES = {".png": ("Software",), ".svg": ("Date", "Creator"), ".pdf": ("CreationDate", "Creator", "Producer")}
 PIXELS_WIDE, WIDTH, TITLE_LETTERS_AN_INCH = 960, 6.4, 9.5
 FONT = "DejaVu Sans"
@@ -39,7 +39,7 @@ def add_to(commands: Any) -> None:
             type=lambda text: real(text, 2, 40),
             default=WIDTH,
             metavar="INCHES",
-            help="width of the picture; in a narrower one, text is larger beside the rest (default: %(default)s)",
+            help="width of the picture; text is relatively larger in a narrower one (default: %(default)s)",
         )
         parser.set_defaults(run=run, draw=draw)
         return parser
@@ -103,14 +103,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _wrapped(title: str, letters: int) -> str:
-    """The title in lines of at most so many letters, about equally long."""
+    """The title in lines of at most `letters` letters and about equal length."""
     lines = math.ceil(len(title) / letters)
     return textwrap.fill(title, min(letters, len(title) // lines + 6))
 
 
 @contextlib.contextmanager
 def _style(font: str) -> Any:
-    """matplotlib's own style, whatever the user's, with a font for the tokens."""
+    """matplotlib's default style, whatever the user's settings, with a font for the tokens."""
     import matplotlib.style  # noqa: PLC0415 (slow to load)
 
     with matplotlib.style.context("default"), matplotlib.rc_context({"svg.hashsalt": "transformer-embed", "font.family": [font, FONT]}):

@@ -29,7 +29,9 @@ def add_to(commands: Any) -> None:
         "Equal arguments give equal figures on one machine.",
     )
     parser.add_argument("files", nargs="*", metavar="FILE", help="text to train on (default: the source of Python's standard library)")
-    parser.add_argument("--out", metavar="PARAMS.safetensors", help="file to write the model with sinusoidal positions to, for `embed`")
+    parser.add_argument(
+        "--out", metavar="PARAMS.safetensors", help="file to write the model with sinusoidal positions to; `embed` reads it"
+    )
     parser.add_argument("--steps", type=at_least_one, default=750, metavar="N", help="training steps for each model (default: %(default)s)")
     parser.add_argument("--seed", type=seed, default=0, metavar="N", help="seed of the parameters and batches (default: %(default)s)")
     parser.add_argument("--quiet", action="store_true", help="show no progress bars")
@@ -40,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
     """Prints the scores and, with --out, writes the model."""
     out = args.out and writable(args.out, (".safetensors",), *args.files)
     text, source = _texts(args.files) if args.files else _library()
-    # optax is slow to load: arguments and files are checked first.
+    # optax is slow to load, so arguments and files are checked first.
     from transformer_embed.cli import language_model  # noqa: PLC0415
 
     if len(text) < language_model.SHORTEST_TEXT:
@@ -73,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def verdict(with_positions: float, without: float, steps: int) -> str:
-    """What positions are worth, in hundredths of a bit as the table shows them."""
+    """A sentence on what positions are worth, rounded like the table."""
     saved = round(without, 2) - round(with_positions, 2)
     if abs(saved) < 0.005:
         return f"Positions make no difference after {steps:,} steps."
@@ -87,7 +89,7 @@ def _texts(paths: Sequence[str]) -> tuple[bytes, str]:
 
 
 def _library() -> tuple[bytes, str]:
-    """The modules at the top of the standard library, in sorted order; its packages, tests among them, are left out."""
+    """The top-level modules of the standard library, in sorted order, without its packages (such as the tests)."""
     folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))[:LIBRARY_BYTES]
     if not text:

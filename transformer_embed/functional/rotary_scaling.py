@@ -147,7 +147,7 @@ class YarnScaling:
         attention_factor: replaces the formula; above 0. None: the formula.
 
     Raises:
-        TypeError: an argument of another type.
+        TypeError: an argument has the wrong type.
         ValueError: an argument out of its range; when applied, a base that is not above 1.
 
     Example:
@@ -219,7 +219,7 @@ class Llama3Scaling:
         original_length: the trained length, at least 1.
 
     Raises:
-        TypeError: an argument of another type.
+        TypeError: an argument has the wrong type.
         ValueError: an argument out of its range.
 
     Example:

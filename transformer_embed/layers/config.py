@@ -1,4 +1,4 @@
-"""EmbedderConfig: what an input layer is, checked once."""
+"""EmbedderConfig: the description of an input layer, checked once."""
 
 import dataclasses
 import numbers
@@ -19,16 +19,16 @@ class EmbedderConfig:
 
     Equal configs share their compiled functions. `dataclasses.replace` makes a changed copy.
 
-    Padding takes part in counting unless the scheme says otherwise, so left padding shifts the positions of tokens. To count from the
-    first token, name the padding in the scheme too: `positions=te.Sinusoidal(at_padding=0, pad_id=0)`.
+    By default, padding is counted like tokens, so left padding shifts the positions of tokens. To count from the first token, set the
+    padding id in the scheme too: `positions=te.Sinusoidal(at_padding=0, pad_id=0)`.
 
     Args:
         vocab_size: number of token ids, at least 1.
         d_model: width of the result, at least 1.
         positions: `Sinusoidal(...)`, `SinusoidalGrid(...)`, `Learned(max_len=...)`, or None: no positions are added.
         dropout_rate: in [0, 1).
-        pad_id: the id of padding: its row of the token table reads as zeros; see `TokenEmbedding`. Positions are added at padding too
-            (the mask hides it) and count it: see above. None: no padding.
+        pad_id: the id of padding, whose row of the token table reads as zeros; see `TokenEmbedding`. Positions are added at padding too
+            (the mask hides it). None: no padding.
         scale: True multiplies token rows by the square root of their width, False by 1, and a number above 0 by that number.
         num_token_types: number of token types (BERT's segments A and B: 2); None: the model has none.
         layer_norm_eps: epsilon of a layer norm over the sum (BERT: 1e-12); None: no norm.
@@ -36,11 +36,11 @@ class EmbedderConfig:
         out_of_range: `"nan"`, `"clip"` or `"zero"`, for ids, token types and learned positions; see `lookup`.
         lookup_style: `"gather"` or `"one_hot"`, for ids and token types; see `lookup`.
         param_dtype: of the tables and of the linear layer; the layer norm's parameters are float32.
-        dtype: of the result. None: the dtype of the token table, as Haiku's mixed-precision policy hands it over.
+        dtype: of the result. None: the dtype of the token table, after a Haiku mixed-precision policy has cast it.
 
     Raises:
-        TypeError: a field of another type.
-        ValueError: a field out of its range.
+        TypeError: a field has the wrong type.
+        ValueError: a field is out of range.
 
     Example:
         >>> import transformer_embed as te
@@ -98,7 +98,7 @@ class EmbedderConfig:
 def checked_scale(scale: bool | float) -> bool | float:
     """A bool, or a number above 0.
 
-    1.0 becomes False: as an equal of True it would share True's compiled functions. The ints 0 and 1 could mean either: refused.
+    1.0 becomes False, because 1.0 == True and it would share True's compiled functions. The ints 0 and 1 are ambiguous and raise an error.
     """
     is_number = isinstance(scale, numbers.Real | np.floating) and not isinstance(scale, bool | np.bool_)
     if not is_number or (isinstance(scale, numbers.Integral) and scale in (0, 1)):

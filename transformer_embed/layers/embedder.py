@@ -57,7 +57,7 @@ class Embedder(NamedTuple):
             shape and value of is_training. To evaluate, pass rng=None.
         logits: `logits(params, x)` -> [..., vocab_size]: the output layer tied to the token table.
         cross_entropy: `cross_entropy(params, x, labels, *, mask=None, label_smoothing=0.0, reduction="mean", chunk_size=None)` -> the loss
-            of those logits, with the memory of one chunk of them; tokens whose label is `config.pad_id` are not counted. See
+            of those logits, computed one chunk of tokens at a time; tokens whose label is `config.pad_id` are not counted. See
             `tied_cross_entropy`.
 
     Example:
@@ -66,7 +66,7 @@ class Embedder(NamedTuple):
         ('init', 'apply', 'logits', 'cross_entropy')
 
     Source:
-        The shape of optax.GradientTransformation, https://github.com/google-deepmind/optax
+        The design of optax.GradientTransformation, https://github.com/google-deepmind/optax
     """
 
     init: Callable[[Array], Params]
@@ -76,15 +76,15 @@ class Embedder(NamedTuple):
 
 
 def make_embedder(config: EmbedderConfig) -> Embedder:
-    """The input layer that a config describes, as pure, compiled functions.
+    """Makes pure, compiled functions of the input layer that a config describes.
 
     `apply` takes lists, numpy arrays and jax arrays. It works inside `jax.jit`, `jax.vmap` (bind keyword arguments with
     `functools.partial`: vmap would map them), `jax.grad` and `jax.export` (symbolic shapes too; learned positions bound the length).
-    It traces once for each shape: another offset in `positions` or another integer dtype does not retrace (except uint32 positions
-    that int32 cannot hold).
+    It is traced once for each shape: a new offset in `positions` or a new integer dtype does not retrace (except for uint32 positions
+    outside int32).
 
     Args:
-        config: what to build.
+        config: the description of the layer.
 
     Returns:
         Embedder(init, apply, logits, cross_entropy).
@@ -151,23 +151,23 @@ def make_embedder(config: EmbedderConfig) -> Embedder:
 
 
 def resize_vocabulary(params: Params, vocab_size: int, rng: Array | None = None) -> Params:
-    """The parameters of an embedder, with rows added to the end of its token table or removed from it.
+    """Adds rows to the end of an embedder's token table, or removes rows from its end.
 
-    New rows are drawn from a normal distribution with the mean and the standard deviation that each channel has over the old rows. The
-    matching config is `dataclasses.replace(config, vocab_size=...)`.
+    New rows are drawn from a normal distribution with each channel's mean and standard deviation over the old rows. The matching config is
+    `dataclasses.replace(config, vocab_size=...)`.
 
     Args:
-        params: a Haiku parameter tree with one token table, as `Embedder.init` makes. A sharded table stays split, and dealt, as it is; its
-            rows pass through this host, which must see all shards.
-        vocab_size: the new number of rows, at least 1; fewer than now drops the last ones.
-        rng: a key; None will do if no row is added.
+        params: a Haiku parameter tree with one token table, as `Embedder.init` makes. A sharded table keeps its sharding; its
+            rows pass through this host, which must have access to all shards.
+        vocab_size: the new number of rows, at least 1; a smaller number drops the last rows.
+        rng: a key; may be None if no row is added.
 
     Returns:
         The tree, in which only that table is replaced.
 
     Raises:
         TypeError: vocab_size is not a Python int.
-        ValueError: there is no token table, or more than one; rows to add and no key.
+        ValueError: there is no token table, or more than one; rows are added and rng is None.
 
     Example:
         >>> import jax
@@ -200,23 +200,23 @@ def resize_vocabulary(params: Params, vocab_size: int, rng: Array | None = None)
 
 
 def resize_positions(params: Params, max_len: int, *, start: int = 0) -> Params:
-    """The parameters of an embedder with learned positions, interpolated to another number of positions.
+    """Interpolates an embedder's learned positions to another number of positions.
 
-    The table is resized like the rows of an image: each new row is a weighted mean of the old rows near its place (`jax.image.resize`,
-    linear, with antialiasing when rows become fewer). The matching config is
+    The table is resized like the rows of an image: each new row is a weighted mean of nearby old rows (`jax.image.resize`, linear, with
+    antialiasing if there are fewer rows). The matching config is
     `dataclasses.replace(config, positions=Learned(max_len=...))`.
 
     Args:
         params: a Haiku parameter tree with one table of learned positions, as `Embedder.init` makes.
         max_len: the new number of positions, above `start`.
-        start: the `start` of the scheme. The rows before it (that of padding, for example) are kept as they are.
+        start: the `start` of the scheme. The rows before it (for padding, for example) do not change.
 
     Returns:
         The tree, in which only that table is replaced.
 
     Raises:
         TypeError: max_len or start is not a Python int.
-        ValueError: max_len is not above start; start outside the table; there is no table of learned positions, or more than one.
+        ValueError: max_len is not above start; start is outside the table; there is no table of learned positions, or more than one.
 
     Example:
         >>> import jax
@@ -275,7 +275,7 @@ def _logits(config, params, x):
 
 
 def _door_positions(positions: ArrayLike) -> Array:
-    """One dtype for all integers that int32 holds, so that they share a trace."""
+    """Positions with one dtype for all integers that fit into int32, so that they share a trace."""
     array = _checks.as_positions("positions", positions)
     if jnp.issubdtype(array.dtype, jnp.floating):
         return jnp.asarray(array)

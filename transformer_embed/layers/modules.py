@@ -1,4 +1,4 @@
-"""Haiku modules: they own parameters, take a key, and call the pure functions."""
+"""Haiku modules, which own the parameters and call the pure functions."""
 
 import functools
 import math
@@ -24,26 +24,26 @@ Params = Mapping[str, Mapping[str, Array | Table]]
 
 
 class TokenEmbedding(hk.Module):
-    """Embeds token ids: rows of a table times sqrt(d_model), and the output layer tied to it.
+    """Embeds token ids as rows of a table times sqrt(d_model), with an output layer tied to the table.
 
-    The table is the parameter `embeddings`, [vocab_size, d_model], as in hk.Embed, so that module's checkpoints load.
+    The table is the parameter `embeddings`, [vocab_size, d_model], as in hk.Embed, so checkpoints of hk.Embed can be loaded.
 
     Args:
         vocab_size: number of rows, at least 1.
         d_model: width of a row, at least 1.
-        scale: True multiplies rows by sqrt(d_model), False by 1, and a number above 0 by that number (Granite's multiplier); in
-            float32, so that the factor is never rounded to 16 bits.
-        pad_id: the id of padding: zeros, no gradient, whatever the initialiser, weight decay or the output layer do. May lie
-            outside the vocabulary. None: no padding.
+        scale: True multiplies rows by sqrt(d_model), False by 1, and a number above 0 by that number (Granite's multiplier). The product
+            is in float32, so the factor is never rounded to 16 bits.
+        pad_id: the id of padding. Its row reads as zeros and gets no gradient, whatever the initialiser, weight decay or the output layer
+            do. It may be outside the vocabulary. None: no padding.
         out_of_range: `"nan"`, `"clip"` or `"zero"`; see `lookup`.
         lookup_style: `"gather"` or `"one_hot"`; see `lookup`.
-        w_init: initialiser of the table. None: normal, such that the module's outputs have unit variance.
+        w_init: initialiser of the table. None: normal, scaled so that the module's outputs have unit variance.
         param_dtype: of the table.
-        dtype: of the result. None: the dtype of the table, as Haiku's mixed-precision policy hands it over.
+        dtype: of the result. None: the dtype of the table, after a Haiku mixed-precision policy has cast it.
         name: of the module.
 
     Raises:
-        TypeError: an argument of another type.
+        TypeError: an argument has the wrong type.
         ValueError: a size below 1, an unknown out_of_range or lookup_style.
 
     Example:
@@ -103,9 +103,9 @@ class TokenEmbedding(hk.Module):
         reduction: str = "mean",
         chunk_size: int | None = None,
     ) -> Float[Array, ""]:
-        """The cross-entropy of `logits(x)` with labels [...], with the memory of one chunk of logits; see `tied_cross_entropy`.
+        """The cross-entropy of `logits(x)` with labels [...], computed one chunk of tokens at a time; see `tied_cross_entropy`.
 
-        Tokens whose label is the module's `pad_id` are not counted; to leave out others, use mask.
+        Tokens whose label is the module's `pad_id` are not counted; use `mask` to leave out others.
         """
         options = {"label_smoothing": label_smoothing, "reduction": reduction, "chunk_size": chunk_size}
         return tied_cross_entropy(x, self._table(), labels, mask=mask, pad_id=self.pad_id, **options)
@@ -121,24 +121,24 @@ class TokenEmbedding(hk.Module):
 
 
 class PositionalEncoding(hk.Module):
-    """Adds the encodings of positions to embeddings, then drops out.
+    """Adds the encodings of positions to embeddings, then applies dropout.
 
-    Sinusoidal encodings have no parameter. Learned ones are the parameter `embeddings`, [max_len, d_model].
+    Sinusoidal encodings have no parameters. Learned ones are the parameter `embeddings`, [max_len, d_model].
 
     Args:
         scheme: `Sinusoidal(...)`, `SinusoidalGrid(...)` or `Learned(max_len=...)`.
         d_model: channels, at least 1.
         dropout_rate: in [0, 1).
-        out_of_range: what a position outside the table of learned ones gives: `"nan"`, `"clip"` or `"zero"`; see `lookup`. (A
-            *length* beyond the table is known while tracing: it is an error.)
+        out_of_range: `"nan"`, `"clip"` or `"zero"`, for positions outside the table of learned ones; see `lookup`. (A *length* beyond
+            the table is an error, because it is known while tracing.)
         w_init: initialiser of learned positions. None: normal with standard deviation 0.02, as in BERT and GPT-2.
         param_dtype: of learned positions.
         name: of the module. None: `learned_positional_encoding` or `positional_encoding`.
 
     Raises:
-        TypeError: an argument of another type.
-        ValueError: an argument out of its range; w_init for a scheme without parameters; when called, a length that the scheme does
-            not hold.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range; w_init is given for a scheme without parameters; when called, the length is beyond the
+            table or grid of the scheme.
 
     Example:
         >>> import haiku as hk, jax.numpy as jnp
@@ -178,13 +178,13 @@ class PositionalEncoding(hk.Module):
         self.param_dtype = _checks.floating_dtype("param_dtype", param_dtype)
 
     def __call__(self, x: ArrayLike, *, is_training: bool, positions: ArrayLike | None = None) -> Float[Array, "... t d"]:
-        """Adds the encodings in float32, rounds once to x's dtype, then drops out when training.
+        """Adds the encodings in float32, rounds once to x's dtype, then applies dropout if is_training is True.
 
         Args:
             x: [..., length, d_model], a floating dtype.
-            is_training: a Python bool. True needs a key, unless dropout_rate is 0; False draws none.
+            is_training: a Python bool. True needs a key unless dropout_rate is 0; False uses none.
             positions: [length], or more axes that broadcast to x's leading ones; integers, or float32 if they are sinusoidal. None:
-                counted from the scheme's `start`. (A scheme with `at_padding` needs them: x does not show what is padding.)
+                counted from the scheme's `start`. (Required for a scheme with `at_padding`, because x does not show what is padding.)
 
         Returns:
             [..., length, d_model] of x's dtype.
@@ -218,10 +218,10 @@ class PositionalEncoding(hk.Module):
 
 
 class RelativePositionBias(hk.Module):
-    """T5's learned bias: a number for each head and each bucket of distance, added to attention logits.
+    """T5's learned bias: a number for each head and each bucket of distances, added to attention logits.
 
-    The numbers are the parameter `embeddings`, [num_buckets, num_heads], as in transformers; T5X's is its transpose. T5 has one
-    module for all layers of a stack, and adds the bias to logits that are not divided by sqrt(head_dim).
+    The numbers are the parameter `embeddings`, [num_buckets, num_heads], as in transformers; T5X has the transpose. T5 shares one module
+    between all layers of a stack, and adds the bias to logits that are not divided by sqrt(head_dim).
 
     Args:
         num_heads: at least 1.
@@ -230,11 +230,11 @@ class RelativePositionBias(hk.Module):
         bidirectional: True in an encoder, False in a causal decoder; see `relative_position_buckets`.
         w_init: initialiser of the table. None: uniform with variance 1 / fan_avg, as in T5X.
         param_dtype: of the table.
-        dtype: of the result. None: the dtype of the table, as Haiku's mixed-precision policy hands it over.
+        dtype: of the result. None: the dtype of the table, after a Haiku mixed-precision policy has cast it.
         name: of the module.
 
     Raises:
-        TypeError: an argument of another type.
+        TypeError: an argument has the wrong type.
         ValueError: a number below 1; when called, as `relative_position_buckets`.
 
     Example:
@@ -280,7 +280,7 @@ class RelativePositionBias(hk.Module):
             bidirectional=self.bidirectional,
         )
         table = hk.get_parameter("embeddings", [self.num_buckets, self.num_heads], self.param_dtype, self.w_init)
-        # A bucket is never out of range, and "clip" does not look.
+        # A bucket is never out of range, and "clip" skips the check.
         bias = jnp.moveaxis(lookup(table, buckets, out_of_range="clip"), -1, 1)
         return bias if self.dtype is None else bias.astype(self.dtype)
 
@@ -288,26 +288,26 @@ class RelativePositionBias(hk.Module):
 class TransformerEmbedding(hk.Module):
     """The input layer of a Transformer: tokens + positions (+ token types), an optional layer norm, dropout.
 
-    All is summed and normalised in float32, rounded once to `config.dtype`, then dropped out; last, if the embeddings are narrower
-    than d_model, a linear layer widens them.
+    The sum and the norm are computed in float32 and rounded once to `config.dtype`, then dropout is applied. If the tables are narrower
+    than d_model, a linear layer widens the result at the end.
 
-    A loaded checkpoint in a model of one's own: the module's parameters start as the checkpoint's, whatever the path of the module.
+    To use a loaded checkpoint in your own model, start from its parameters, whatever the path of the module:
 
         found = te.pretrained.load_embedder("checkpoint/")
         embed = te.TransformerEmbedding(found.config, initial_params=found.params)  # in the function that hk.transform takes
 
-    Left-padded ids: padding is counted unless the scheme says otherwise, so tokens do not start at position 0. Use
+    With left-padded ids, tokens do not start at position 0 by default, because padding is counted too. Use
     `positions=te.Sinusoidal(at_padding=0, pad_id=0)` in the config, or call the module with `positions=`; see `EmbedderConfig`.
 
     Args:
-        config: what the layer is; see `EmbedderConfig`.
-        initial_params: what `Embedder.init` of this config returns, or a checkpoint's parameters: the values with which the module's
-            parameters start. Call `init` outside of `jax.jit` then, for inside they become constants of the program. None: drawn.
+        config: the description of the layer; see `EmbedderConfig`.
+        initial_params: initial values of the module's parameters: the result of `Embedder.init` for this config, or a checkpoint's
+            parameters. Call `init` outside of `jax.jit`, where they would become constants of the program. None: drawn at random.
         name: of the module.
 
     Raises:
-        TypeError: config is not an EmbedderConfig, initial_params not a parameter tree.
-        ValueError: initial_params are not those of this config: other modules; in `init`, other shapes.
+        TypeError: config is not an EmbedderConfig; initial_params is not a parameter tree.
+        ValueError: initial_params do not have the modules of this config; in `init`, they do not have its shapes.
 
     Example:
         >>> import haiku as hk, jax
@@ -361,9 +361,9 @@ class TransformerEmbedding(hk.Module):
 
         Args:
             ids: [..., length], any integer dtype.
-            is_training: a Python bool. True needs a key, unless dropout_rate is 0; False draws none.
+            is_training: a Python bool. True needs a key unless dropout_rate is 0; False uses none.
             positions: [length], or more axes that broadcast to the ids'; integers, or float32 if they are sinusoidal. None:
-                0..length-1, padding counted like tokens, unless the scheme's start and at_padding say otherwise.
+                0..length-1, with padding counted like tokens, unless the scheme sets `start` or `at_padding`.
             token_types: integers, [length], or more axes that broadcast to the ids'; required if num_token_types is set; otherwise must
                 be None.
 
@@ -420,7 +420,7 @@ def _rows_of_types(embed: TokenEmbedding, token_types: ArrayLike | None, shape: 
 
 
 def _initial_values(config: EmbedderConfig, params: Params | None) -> Callable[[str, str], Initializer | None]:
-    """A function from a module and a parameter of `TransformerEmbedding` to the initialiser that gives it its value in params, or None."""
+    """A function that returns the initialiser of a parameter, given its module and name, or None if it has no value in params."""
     if params is None:
         return lambda module, name: None
     _checks.params(params, "initial_params")
@@ -445,7 +445,7 @@ def _initial_values(config: EmbedderConfig, params: Params | None) -> Callable[[
 
 
 def _given_value(name: str, value: Any, shape: Sequence[int], dtype: Any) -> Any:
-    """An initialiser, once its first two arguments are bound."""
+    """An initialiser that returns a given value, once its first two arguments are bound."""
     if tuple(value.shape) != tuple(shape):
         raise ValueError(_checks.wanted(name, f"shape {list(shape)}", f"shape {list(value.shape)}"))
     return value if isinstance(value, Table) and value.dtype == dtype else jnp.asarray(value, dtype)
@@ -459,12 +459,12 @@ def _initializer(given: Initializer | None, default: Initializer) -> Initializer
 
 
 def _of_rank(x: Float[Array, "..."], rank: int) -> Float[Array, "..."]:
-    """The same values with leading axes of size 1, for sums that are to pass jax's strict rank promotion."""
+    """The same values with leading axes of size 1, so that sums work under jax's strict rank promotion."""
     return x if x.ndim == rank else jax.lax.expand_dims(x, range(rank - x.ndim))
 
 
 def _computed_once(rows: Float[Array, "t d"]) -> Float[Array, "t d"]:
-    """The same rows, gathered where XLA, on a CPU, would fuse their computation into the sum and repeat it for each batch row."""
+    """The same rows; on a CPU, a gather keeps XLA from fusing their computation into the sum and repeating it for each batch row."""
     if _named_axes(rows):
         return rows
     return jax.lax.platform_dependent(rows, cpu=_gathered, default=lambda rows: rows)

@@ -36,7 +36,7 @@ class _Counting:
     pad_id: int | None = None
 
     def count(self, length: int, name: str) -> Int32[Array, "t"]:
-        """The positions of a row without padding; an error calls what has this length by the name."""
+        """The positions of a row without padding; `name` is the argument to blame in an error."""
         raise NotImplementedError
 
     def positions(self, ids: Int32[Array, "... t"]) -> Int32[Array, "... t"]:
@@ -55,7 +55,7 @@ class _Counting:
         self._keep_int32("pad_id")
 
     def _keep_int32(self, name: str) -> None:
-        """Keeps a Python int: sums with a narrow integer of numpy would wrap."""
+        """Keeps a Python int, because sums with a narrow numpy integer would wrap."""
         object.__setattr__(self, name, _checks.int32(name, getattr(self, name)))
 
 
@@ -66,7 +66,7 @@ class Sinusoidal(_Counting, _Sinusoids):
     Args:
         base, layout, shift, odd, frequency_scale: see `sinusoidal_encoding`.
         start: the first position, when none are given.
-        at_padding: the position of padding, which is then not counted: the first token has position `start` wherever padding stands.
+        at_padding: the position of padding, which is then not counted: the first token has position `start` wherever the padding is.
             None: padding is counted like tokens.
         pad_id: the id of padding, required if `at_padding` is set; otherwise must be None. It is independent of the `pad_id` of
             `EmbedderConfig`, which zeroes a row of the token table.
@@ -109,8 +109,8 @@ class Sinusoidal(_Counting, _Sinusoids):
 class SinusoidalGrid(_Sinusoids):
     """Sinusoidal positions on a grid, for `EmbedderConfig` and `PositionalEncoding`: for the tokens of an image or a video.
 
-    Tokens stand row by row, the last axis fastest: position p of a grid (h, w) is the point (p // w, p % w). A position outside the
-    grid gives NaN; a length beyond its number of points is an error.
+    Tokens are in row-major order: position p of a grid (h, w) is the point (p // w, p % w). A position outside the grid gives NaN; a
+    length beyond its number of points is an error.
 
     Args:
         shape: points along each axis, a tuple of ints; at most 2**31 - 1 points in all.
@@ -161,7 +161,7 @@ class SinusoidalGrid(_Sinusoids):
         return sinusoidal_grid(options.pop("shape"), d_model, positions=positions, **options)
 
     def count(self, length: int, name: str) -> Int32[Array, "t"]:
-        """0..length-1; an error calls what has this length by the name."""
+        """0..length-1; `name` is the argument to blame in an error."""
         points = math.prod(self.shape)
         if length > points:
             raise ValueError(_checks.wanted(name, f"a length of at most the {points} points of the grid", f"length {length}"))
@@ -210,10 +210,10 @@ class Learned(_Counting):
                 raise ValueError(_checks.wanted(name, f"an int in [0, max_len = {self.max_len})", position))
 
     def check(self, d_model: int) -> None:
-        """Any d_model will do."""
+        """Accepts any d_model."""
 
     def count(self, length: int, name: str) -> Int32[Array, "t"]:
-        """The positions of a row without padding, for a length that the table holds; an error calls what has it by the name."""
+        """The positions of a row without padding, if the table has that many; `name` is the argument to blame in an error."""
         rows = self.max_len - self.start
         if length > rows:
             what = "max_len" if self.start == 0 else "max_len - start"

@@ -1,4 +1,4 @@
-"""What is known of published models: the names of their input layer's tensors, and what their config.json says of it."""
+"""The registry of published models: the tensor names of their input layers, and the meaning of their config.json."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -32,18 +32,18 @@ class Described(NamedTuple):
 
 
 def decides(default: Any) -> Any:
-    """A field that changes the numbers. Its default may stand in only where config.json names the model type."""
+    """A field that changes the embeddings. Its default is used only if config.json names the model type."""
     return dataclasses.field(default=default, metadata={"decides": True})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The entries of a config.json that a kind of model reads. A size that is not given is that of the tensors.
+    """The entries of a config.json that a model reads. A size that is not given is taken from the tensors.
 
-    Each subclass lists its own entries, with the type, and the default of the transformers library; `describe` says what they mean.
+    Each subclass lists its own entries with their types and the defaults of the transformers library; `describe` interprets them.
     """
 
-    # Names that a model's config.json has for a field, before the field's own.
+    # Names of a field in a model's config.json; they take precedence over the field's own name.
     aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     vocab_size: int | None = None
@@ -57,17 +57,17 @@ class Settings:
 
     @classmethod
     def entries(cls, given: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
-        """The entries among those of a config.json, or of `settings=`, under the names of the fields."""
+        """The entries that this model reads from a config.json or from `settings=`, by field name."""
         named = {field: [name for name in names if name in given] for field, names in cls.names().items()}
         return {field: next((given[n] for n in names if given[n] is not None), None) for field, names in named.items() if names}
 
     @classmethod
     def deciding(cls) -> list[str]:
-        """The entries that change the numbers, and have a default only where config.json names the model type."""
+        """The entries that change the embeddings, which have a default only if config.json names the model type."""
         return [field.name for field in dataclasses.fields(cls) if field.metadata.get("decides")]
 
     def describe(self, shapes: Shapes, stack: str) -> Described:
-        """What the entries mean, for tensors of these shapes."""
+        """The input layer that these entries describe, for tensors of these shapes."""
         raise NotImplementedError
 
     def options(self, shapes: Shapes, **others: Any) -> dict[str, Any]:
@@ -106,12 +106,12 @@ class Bert(Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Albert(Bert):
-    """As BERT, from narrow tables, which a linear layer widens."""
+    """Like BERT, but with narrow tables that a linear layer widens."""
 
     embedding_size: int | None = None
 
     def options(self, shapes: Shapes, **others: Any) -> dict[str, Any]:
-        """With both widths; ELECTRA has no linear layer where they are equal."""
+        """With both widths; ELECTRA has no linear layer if they are equal."""
         options = super().options(shapes, **others)
         if WIDEN not in shapes:
             return options
@@ -121,12 +121,12 @@ class Albert(Bert):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Roberta(Bert):
-    """As BERT, with positions counted from pad_token_id + 1."""
+    """Like BERT, with positions counted from pad_token_id + 1."""
 
     pad_token_id: int = decides(1)
 
     def described(self, shapes: Shapes, positions: Learned) -> Described:
-        """Padding stands at the position pad_token_id."""
+        """Padding has the position pad_token_id."""
         pad_id = self.pad_token_id
         return super().described(shapes, dataclasses.replace(positions, start=pad_id + 1, at_padding=pad_id, pad_id=pad_id))
 
@@ -178,7 +178,7 @@ class Opt(Settings):
     pad_token_id: int | None = decides(1)
 
     def describe(self, shapes: Shapes, stack: str) -> Described:
-        """Padding, where there is an id for it, stands at position 1."""
+        """Padding has position 1, if there is a padding id."""
         rows = _given(self.max_position_embeddings, shapes[POSITIONS][0] - 2) + 2
         padding = {} if self.pad_token_id is None else {"at_padding": 1, "pad_id": self.pad_token_id}
         return Described(self.options(shapes, positions=Learned(rows, start=2, **padding)))
@@ -186,7 +186,7 @@ class Opt(Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class T5(Settings):
-    """Tokens alone; positions are a bias of the attention."""
+    """Tokens only; positions are a bias in the attention."""
 
     aliases: ClassVar = {"hidden_size": ("d_model",), "num_attention_heads": ("num_heads",)}
     num_attention_heads: int | None = None
@@ -214,7 +214,7 @@ class Seq2Seq(Settings):
     dropout: float = 0.1
 
     def describe(self, shapes: Shapes, stack: str) -> Described:
-        """Both stacks alike."""
+        """Both stacks are alike."""
         return Described(self.options(shapes, positions=self.positions(shapes), scale=self.scale_embedding, dropout_rate=self.dropout))
 
     def positions(self, shapes: Shapes) -> Scheme:
@@ -282,7 +282,7 @@ class Bloom(Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama(Settings):
-    """Tokens alone; queries and keys are rotated, by halves."""
+    """Tokens only; queries and keys are rotated in the half layout."""
 
     rope_theta: float = decides(10_000.0)
     rope_scaling: rope.RopeScaling | None = None
@@ -292,7 +292,7 @@ class Llama(Settings):
 
     @classmethod
     def entries(cls, given: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
-        """In the old form, so that an entry of `settings=` replaces the file's whichever form the two have."""
+        """Entries in the old form, so that `settings=` can replace the file's entries whichever form each uses."""
         found = rope.flat(super().entries(given, is_file=is_file), is_file=is_file)
         inside = (found.get("rope_scaling") or {}).get(rope.ORIGINAL)
         if inside is not None and not is_file:
@@ -316,7 +316,7 @@ def _rotary(theta: float, scaling: Any) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma(Llama):
-    """As Llama, with tokens times the square root of their width."""
+    """Like Llama, with tokens times the square root of their width."""
 
     def options(self, shapes: Shapes, **others: Any) -> dict[str, Any]:
         """The width's square root is not rounded to 16 bits."""
@@ -325,7 +325,7 @@ class Gemma(Llama):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma3(Settings):
-    """As Gemma, with one rotation for the layers of full attention and another for those with a sliding window."""
+    """Like Gemma, with one rotation for layers with full attention and another for those with a sliding window."""
 
     rope_theta: float = decides(1_000_000.0)
     rope_local_base_freq: float = decides(10_000.0)
@@ -336,7 +336,7 @@ class Gemma3(Settings):
 
     @classmethod
     def entries(cls, given: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
-        """In the old form, as for Llama."""
+        """Entries in the old form, as for Llama."""
         return rope.by_layer(super().entries(given, is_file=is_file), is_file=is_file)
 
     def describe(self, shapes: Shapes, stack: str) -> Described:
@@ -350,7 +350,7 @@ class Gemma3(Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Phi(Llama):
-    """As Llama, with only the first channels of a head rotated."""
+    """Like Llama, with only the first channels of a head rotated."""
 
     partial_rotary_factor: float = decides(0.5)
     num_attention_heads: int | None = decides(None)
@@ -358,7 +358,7 @@ class Phi(Llama):
     embd_pdrop: float = 0.0
 
     def describe(self, shapes: Shapes, stack: str) -> Described:
-        """Heads share the model's width, unless their own is given."""
+        """Heads split the model's width, unless head_dim is given."""
         if _checks.real("partial_rotary_factor", self.partial_rotary_factor, above=0) == 1:
             return Described(self.options(shapes, dropout_rate=self.embd_pdrop), rotary=self.rotary())
         part = rope.rotary_dim(int(self._head_dim(shapes) * self.partial_rotary_factor))
@@ -368,21 +368,21 @@ class Phi(Llama):
         if self.head_dim is not None:
             return _checks.integer("head_dim", self.head_dim, at_least=1)
         if self.num_attention_heads is None:
-            raise ValueError(_checks.wanted("num_attention_heads", "an int, to know the channels of a head", "None"))
+            raise ValueError(_checks.wanted("num_attention_heads", "an int, to compute head_dim", "None"))
         heads = _checks.integer("num_attention_heads", self.num_attention_heads, at_least=1)
         return _given(self.hidden_size, shapes[TOKENS][1]) // heads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Phi3(Phi):
-    """As Phi, with another default, and the length of its first training beside `rope_scaling`, not in it."""
+    """Like Phi, with another default, and with the original length beside `rope_scaling` instead of in it."""
 
     partial_rotary_factor: float = decides(1.0)
     original_max_position_embeddings: int = decides(4096)
 
     @classmethod
     def entries(cls, given: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
-        """What early files call yarn is LongRoPE."""
+        """Early files call LongRoPE yarn."""
         found = super().entries(given, is_file=is_file)
         scaling = found.get("rope_scaling")
         return found | ({"rope_scaling": scaling | {"rope_type": "longrope"}} if scaling and scaling.get("rope_type") == "yarn" else {})
@@ -390,7 +390,7 @@ class Phi3(Phi):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GptNeox(Phi):
-    """As Phi, under other names."""
+    """Like Phi, with other names."""
 
     aliases: ClassVar = {"rope_theta": ("rotary_emb_base",), "partial_rotary_factor": ("rotary_pct",), "embd_pdrop": ("hidden_dropout",)}
     partial_rotary_factor: float = decides(0.25)
@@ -405,9 +405,9 @@ class Architecture:
         tensors: for each parameter, the names that its tensor may have, below the checkpoint's prefix; `{stack}` stands for
             encoder or decoder. A name that begins with "?" may be missing.
         settings: what its config.json says, and what that means.
-        prefixes: the checkpoint's prefixes that no other architecture has.
-        alone: whether the names of `tensors` belong to no other architecture.
-        refused: tensors that mean another input layer, with the reason.
+        prefixes: prefixes of checkpoints that no other architecture has.
+        alone: whether no other architecture has the names of `tensors`.
+        refused: tensors that show that the input layer is different, with the reason.
     """
 
     model_types: tuple[str, ...]
@@ -423,7 +423,7 @@ class Architecture:
         return any("{stack}" in name for names in self.tensors.values() for name in names)
 
     def is_certain(self, prefix: str) -> bool:
-        """Whether tensors of these names below a prefix belong to no other architecture."""
+        """Whether no other architecture has tensors of these names below a prefix."""
         return self.alone or any(prefix == own or (own and prefix.endswith(f".{own}")) for own in self.prefixes)
 
 
@@ -434,11 +434,11 @@ _BERT = {
     NORM_SCALE: ("embeddings.LayerNorm.weight", "embeddings.LayerNorm.gamma"),
     NORM_OFFSET: ("embeddings.LayerNorm.bias", "embeddings.LayerNorm.beta"),
 }
-# A stack's own table first: where the two are not tied, the shared one is not used.
+# A stack's own table comes first: if the two are not tied, the shared one is not used.
 _STACKED_TOKENS = ("{stack}.embed_tokens.weight", "shared.weight")
 _DECODER_ONLY = {TOKENS: ("embed_tokens.weight",)}
 
-# Where no config.json says which it is, names that are one architecture's alone decide; others share theirs and are asked for.
+# Without a config.json, only names that a single architecture has are recognised; for others, the user must give the model type.
 ARCHITECTURES = (
     Architecture(("bert",), _BERT, Bert),
     Architecture(("roberta", "xlm-roberta", "camembert"), _BERT, Roberta, prefixes=("roberta.",)),

@@ -1,4 +1,4 @@
-"""Input layers of published checkpoints, from safetensors files and back."""
+"""Loads the input layers of published checkpoints from safetensors files, and saves them."""
 
 import dataclasses
 import os
@@ -24,7 +24,7 @@ from transformer_embed.pretrained.recognition import listed, recognised
 
 CONFIG = "transformer_embed.config"
 EXTRAS = "transformer_embed.extras"
-# What a published model may lack: zeros do the same.
+# Parameters that a published model may lack; zeros are equivalent.
 OFFSETS = (known.NORM_OFFSET, known.WIDEN_OFFSET)
 
 
@@ -33,11 +33,11 @@ class PretrainedInput(NamedTuple):
 
     Args:
         config: for `make_embedder` and `TransformerEmbedding`.
-        params: for the `apply` of that embedder; T5's table of biases stands under `relative_position_bias`.
-        rotary: the keyword arguments of `apply_rotary`; None if the model does not rotate. Where layers differ (Gemma 3), one such dict
-            for each kind of layer.
+        params: for the `apply` of that embedder; T5's table of biases is under `relative_position_bias`.
+        rotary: the keyword arguments of `apply_rotary`; None if the model has no rotary embeddings. If layers differ (Gemma 3), a dict
+            with such arguments for each kind of layer.
         bias: the keyword arguments of `RelativePositionBias` (T5) or `alibi_bias` (Bloom); None if the model has no bias.
-        names: the tensor that each parameter came from.
+        names: the name of the tensor that each parameter came from.
 
     Example:
         >>> import transformer_embed as te
@@ -63,31 +63,32 @@ def load_embedder(
     config: EmbedderConfig | None = None,
     names: Mapping[str, str] | None = None,
 ) -> PretrainedInput:
-    """The parameters and the configuration of a checkpoint's input layer.
+    """Loads the parameters and the configuration of a checkpoint's input layer.
 
-    The names of the tensors and the `config.json` beside them say what the layer is. Only its own tensors are read, each copied once;
-    peak memory is at most 1.25 times the tables. No code in the file is run, and either everything is loaded or nothing.
+    The layer is recognised by the names of the tensors and the `config.json` beside them. Only its own tensors are read, each copied once;
+    peak memory is at most 1.25 times the tables. No code in the file is run. Either everything is loaded or an error is raised.
 
-    These models are known, by the names that the transformers library gives their tensors: BERT (MiniLM too), RoBERTa, XLM-R, CamemBERT,
-    DistilBERT, ALBERT, ELECTRA, GPT-2, OPT, T5, mT5, Marian, M2M100, BART, mBART, CLIP's text model, Llama, Mistral, Qwen 2 and 3, Phi,
-    Phi-3, Gemma 1 to 3, GPT-NeoX and Bloom. Embeddings in float32 agree with that library's to 3 units in the last place of the largest
-    value. Four things differ, because ours are exact or because a mask hides them: long rotary positions, T5's bucket at some boundaries,
-    Gemma's factor in bfloat16, and M2M100's sinusoid at padding (here that of position 1, there zeros).
+    Known models, with the tensor names of the transformers library: BERT (and MiniLM), RoBERTa, XLM-R, CamemBERT, DistilBERT, ALBERT,
+    ELECTRA, GPT-2, OPT, T5, mT5, Marian, M2M100, BART, mBART, CLIP's text model, Llama, Mistral, Qwen 2 and 3, Phi, Phi-3, Gemma 1 to 3,
+    GPT-NeoX and Bloom. Embeddings in float32 agree with that library's to 3 units in the last place of the largest value. Four things
+    differ. Long rotary positions, T5's bucket at some boundaries and Gemma's factor in bfloat16 are exact here. M2M100's sinusoid at
+    padding is that of position 1 here and zeros there; the mask hides it.
 
-    `config.pad_id` is None, since the row of padding is read as it is stored. Models with token types need `token_types`; pass zeros
-    where the original is given none.
+    `config.pad_id` is None, because the padding row is read as it is stored. Models with token types need `token_types`; pass zeros if
+    the original model is called without them.
 
     Args:
-        path: a safetensors file, an index file (`model.safetensors.index.json`) beside its shards, or a folder that holds one of them
-            under its usual name.
-        stack: `"encoder"` or `"decoder"`, for models with both; None: the encoder. A stack's own table goes before a shared one.
-        settings: entries of `config.json` that replace the file's, or stand in for a missing file: {"model_type": "bert", ...}. A
-            scaling (`rope_scaling`, `rope_parameters`) replaces the file's whole; a base or a share that it does not give stays the
-            file's. Where no config.json names the model type, entries that change the numbers have no defaults.
-        config: with `names`, loads any other model by hand, such as a tutorial's own.
-        names: the tensor of each parameter of `make_embedder(config).init`. A parameter's path may be shortened to an end that no other
-            parameter has ("token_embedding/embeddings"). None in place of a tensor gives zeros, for the offset of a layer norm or of
-            `widen`, which some models lack. Leading axes of 1 are dropped; float64 is rounded to the config's `param_dtype`.
+        path: a safetensors file, an index file (`model.safetensors.index.json`) beside its shards, or a folder that holds
+            `model.safetensors` or that index file.
+        stack: `"encoder"` or `"decoder"`, for models with both; None: the encoder. A stack's own table takes precedence over a shared one.
+        settings: entries of `config.json` that replace the file's, or all of them if there is no file: {"model_type": "bert", ...}. A
+            scaling (`rope_scaling`, `rope_parameters`) replaces the file's as a whole, except for a `rope_theta` or
+            `partial_rotary_factor` that it leaves out. If no config.json names the model type, entries that change the embeddings are
+            required.
+        config: with `names`, loads any other model, such as one from a tutorial.
+        names: the tensor name for each parameter of `make_embedder(config).init`. A parameter's path may be shortened to an end that no
+            other parameter has ("token_embedding/embeddings"). None instead of a name gives zeros, for models without an offset in the
+            layer norm or in `widen`. Leading axes of 1 are dropped; float64 is rounded to the config's `param_dtype`.
 
     Returns:
         PretrainedInput(config, params, rotary, bias, names). Parameters have the dtypes of their tensors, `config.param_dtype` is that of
@@ -95,10 +96,9 @@ def load_embedder(
 
     Raises:
         FileNotFoundError: there is no such file.
-        TypeError: an argument of another type.
-        ValueError: a damaged file, or one of another format; shapes that disagree with the configuration; a dtype other than float32,
-            bfloat16 and float16; a model that is not known; settings that the model does not read, that mean nothing, or that are
-            missing.
+        TypeError: an argument has the wrong type.
+        ValueError: the file is damaged or has another format; shapes disagree with the configuration; a dtype is not float32, bfloat16
+            or float16; the model is not known; settings are missing, invalid, or not read by the model.
 
     Example:
         >>> import pathlib, tempfile
@@ -145,24 +145,24 @@ def save_embedder(
 ) -> None:
     """Writes a safetensors file that `load_embedder` reads back bit for bit; the file is written whole or not at all.
 
-    The configuration stands in the file's metadata. With the names that `load_embedder` returned, other libraries find the tensors under
-    their original names. The checks of `load_embedder` run before anything is written. A file that is replaced keeps its mode, and what
-    a killed save left in the folder is removed.
+    The configuration is stored in the file's metadata. With the names that `load_embedder` returned, other libraries find the tensors
+    under their original names. The checks of `load_embedder` run before anything is written. A replaced file keeps its permissions, and
+    temporary files of a save that was killed are removed from the folder.
 
     Args:
-        path: the file to write or to replace; a regular file.
+        path: the file to write or replace.
         config: as for `make_embedder`.
         params: all parameters of the config, and any others (T5's table); arrays of float32, bfloat16 or float16.
-        rotary: see `PretrainedInput`, also for `bias`.
+        rotary: see `PretrainedInput`.
         bias: see `PretrainedInput`.
-        names: a tensor name for each parameter; see `load_embedder` for shortened paths. Parameters that are not named keep their own
+        names: a tensor name for each parameter; see `load_embedder` for shortened paths. Parameters that are left out keep their own
             names.
 
     Raises:
         OSError: the file cannot be written.
-        TypeError: an argument of another type.
-        ValueError: parameters that disagree with the config; names that are used twice or that a file cannot hold; another dtype;
-            arguments in `rotary` or `bias` that their functions do not take; a path to a folder, a pipe or a device.
+        TypeError: an argument has the wrong type.
+        ValueError: parameters disagree with the config; a name is used twice or cannot be stored; a dtype is not supported; `rotary` or
+            `bias` has arguments that their functions do not take; the path is a folder, a pipe or a device.
 
     Example:
         >>> import pathlib, tempfile
@@ -200,14 +200,14 @@ def save_embedder(
         if name not in leaves or leaves[name].shape != shape:
             got = f"shape {list(leaves[name].shape)}" if name in leaves else f"none among {schema.shown(sorted(leaves))}"
             raise ValueError(_checks.wanted(f"params: {schema.cut(name)}", f"shape {list(shape)}, as the config says", got))
-    # All that the reader checks: what passes will load.
+    # The checks of load_embedder: a file that passes them can be loaded.
     found = _from_metadata("save_embedder", metadata)
     schema.construct(found.where, EmbedderConfig, found.options)
     write_tensors(pathlib.Path(os.path.realpath(path)), arrays, {"format": "pt"} | metadata)
 
 
 def _leaf_name(module: Any, name: Any) -> str:
-    """A parameter's path, from which module and name can be told again, and which UTF-8 holds."""
+    """A parameter's path: valid UTF-8 that can be split into module and name again."""
     for each in (module, name):
         if not isinstance(each, str):
             raise TypeError(_checks.wanted("params", "names that are strings", schema.shown(each)))
@@ -221,7 +221,7 @@ def _tensor_name(name: Any) -> str:
     if not isinstance(name, str):
         raise TypeError(_checks.wanted("names", "tensors' names as strings", schema.shown(name)))
     if name == "__metadata__" or any(0xD800 <= ord(letter) < 0xE000 for letter in name):
-        raise ValueError(_checks.wanted("names", "names that UTF-8 holds, other than '__metadata__'", schema.shown(name)))
+        raise ValueError(_checks.wanted("names", "names that UTF-8 can encode, other than '__metadata__'", schema.shown(name)))
     return name
 
 
@@ -241,13 +241,15 @@ def _on_host(name: str, leaf: Any) -> np.ndarray:
         raise ValueError(_checks.wanted(f"params: {schema.cut(name)}", "float32, bfloat16 or float16", leaf.dtype))
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         raise ValueError(
-            _checks.wanted(f"params: {schema.cut(name)}", "an array on this process's devices (gather it first)", "one on others too")
+            _checks.wanted(
+                f"params: {schema.cut(name)}", "an array on this process's devices (gather it first)", "one on other processes too"
+            )
         )
     return np.asarray(leaf, dtype)
 
 
 class _Found(NamedTuple):
-    """What was said of a checkpoint, before anything of its size is made: the config's arguments, and a tensor for each parameter."""
+    """The description of a checkpoint, before arrays are allocated: the config's arguments, and a tensor for each parameter."""
 
     where: str
     options: Mapping[str, Any]
@@ -277,25 +279,25 @@ def _options(config: EmbedderConfig) -> dict[str, Any]:
 
 
 def _resolved(names: Mapping[Any, Any], paths: Iterable[str]) -> dict[str, Any]:
-    """The names under full paths: each name is a path, or the end of just one."""
+    """The same mapping with full paths; a key is a path, or the end of exactly one path."""
     full = {}
     for name, value in names.items():
         ends = [path for path in paths if isinstance(name, str) and path.endswith(f"/{name}")]
         found = [name] if name in paths else ends
         if len(found) != 1 or found[0] in full:
-            want = f"parameters by their paths, or by ends that no two share, of {', '.join(map(_short, paths))}"
+            want = f"a parameter's path, or an end that only one path has, among {', '.join(map(_short, paths))}"
             raise ValueError(_checks.wanted("names", want[:250], schema.shown(name)))
         full[found[0]] = value
     return full
 
 
 def _short(path: str) -> str:
-    """The last two words of a path."""
+    """The last two parts of a path."""
     return "/".join(path.split("/")[-2:])
 
 
 def _loaded(tensors: Tensors, found: _Found) -> PretrainedInput:
-    """The description with its parameters, once all shapes and dtypes are seen to be right."""
+    """Checks all shapes and dtypes, then reads the parameters."""
     wanted, names = _shapes(found), found.names or {}
     for tensor in names.values():
         if tensor is not None and tensor not in tensors.files:
@@ -329,12 +331,12 @@ def _check_entry(tensors: Tensors, tensor: str, shape: tuple[int, ...], found: _
 
 
 def _dtype_of(name: str, config: EmbedderConfig) -> np.dtype:
-    """What a module makes the parameter: the layer norm is float32."""
+    """The dtype that the module gives the parameter; the layer norm is float32."""
     return jnp.dtype("float32") if name in (known.NORM_SCALE, known.NORM_OFFSET) else jnp.dtype(config.param_dtype)
 
 
 def _shapes(found: _Found) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter, from the sizes alone: nothing of these sizes is made."""
+    """The shape of each parameter, computed without allocating any array."""
     options, positions = found.options, found.options.get("positions", Sinusoidal())
     d_model = options["d_model"]
     width = options.get("embedding_width") or d_model
@@ -353,7 +355,7 @@ def _shapes(found: _Found) -> dict[str, tuple[int, ...]]:
 
 
 def _is_transposed(name: str, tensor: str | None) -> bool:
-    """A linear layer's weights are [out, in] wherever they do not have our own name."""
+    """Whether a tensor is [out, in], as a linear layer's weights are unless they have this package's own name."""
     return name == known.WIDEN and tensor != name
 
 
@@ -391,7 +393,7 @@ def _recognised(tensors: Tensors, stack: str | None, settings: dict[str, Any]) -
 
 
 def _read(where: str, kind: known.Architecture, in_file: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of config.json, and those of settings in their place, each checked where it stands."""
+    """The entries of config.json, overridden by settings; an error names the source of a wrong entry."""
     own = kind.settings
     accepted = [name for names in own.names().values() for name in names]
     if unknown := [name for name in settings if name not in accepted]:
@@ -408,13 +410,13 @@ def _read(where: str, kind: known.Architecture, in_file: Mapping[str, Any], sett
 
 
 def _required(kind: known.Architecture, is_named: bool) -> list[str]:
-    """The entries without a default; all that change the numbers, where config.json does not name the model type."""
+    """The required entries; if config.json does not name the model type, also those that change the embeddings."""
     required = [field.name for field in dataclasses.fields(kind.settings) if schema.is_required(field)]
     return required if is_named else required + kind.settings.deciding()
 
 
 def _from_metadata(where: str, metadata: Mapping[str, str]) -> _Found:
-    """What `save_embedder` wrote about its parameters."""
+    """The description that `save_embedder` wrote into the metadata."""
     options = options_from_json(f"{where}: {CONFIG}", metadata[CONFIG])
     extras = extras_from_json(f"{where}: {EXTRAS}", metadata.get(EXTRAS, "{}"))
     found = _Found(f"{where}: {CONFIG}", options, extras.rotary, extras.bias)

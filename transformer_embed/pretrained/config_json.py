@@ -1,4 +1,4 @@
-"""What `save_embedder` writes beside the tensors: an `EmbedderConfig`, and the arguments of rotary embeddings and biases."""
+"""The metadata that `save_embedder` writes: an `EmbedderConfig`, and the arguments of rotary embeddings and biases."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ class Alibi:
 
 @dataclasses.dataclass(frozen=True)
 class Extras:
-    """What stands beside a config."""
+    """The metadata besides the config."""
 
     rotary: Mapping[str, Any] | None = None
     bias: Mapping[str, Any] | None = None
@@ -47,22 +47,22 @@ class Extras:
 
 
 def config_to_json(config: EmbedderConfig) -> str:
-    """The fields; the position scheme with its kind, the dtypes by name."""
+    """The config's fields; the position scheme has its class name, and dtypes are names."""
     return schema.to_json(config)
 
 
 def options_from_json(name: str, text: str) -> dict[str, Any]:
-    """The arguments of the config: a size can be held against the tensors before anything of that size is made."""
+    """The config's arguments, so that sizes can be compared with the tensors before an array is allocated."""
     return schema.fields(name, EmbedderConfig, schema.parse(name, text))
 
 
 def extras_to_json(extras: Mapping[str, Any]) -> str:
-    """Rotary, bias and names; a scaling says its kind."""
+    """Rotary, bias and names; a scaling has its class name."""
     return schema.to_json(extras)
 
 
 def extras_from_json(name: str, text: str) -> Extras:
-    """What `extras_to_json` was given; a ValueError for any other text."""
+    """The inverse of `extras_to_json`; a ValueError for any other text."""
     found = schema.fields(name, Extras, schema.parse(name, text))
     rotary, bias = found.get("rotary"), found.get("bias")
     if rotary is not None:
@@ -80,7 +80,7 @@ def _rotary(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(name: str, kind: type, value: Any) -> dict[str, Any]:
-    """What is given of a dataclass' fields, once they are seen to make one."""
+    """The given fields of a dataclass, after checking that it can be made from them."""
     found = schema.fields(name, kind, value)
     schema.construct(name, kind, found)
     return found

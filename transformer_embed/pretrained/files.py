@@ -1,4 +1,4 @@
-"""Files: safetensors read by pieces, and files that are written whole or not at all."""
+"""Files: reads safetensors in pieces, and writes files whole or not at all."""
 
 import contextlib
 import dataclasses
@@ -38,7 +38,7 @@ CONVERT = "convert it with safetensors.torch.save_file(torch.load(FILE, weights_
 
 
 class Entry(NamedTuple):
-    """What the header says of a tensor."""
+    """A tensor's entry in the header."""
 
     file: pathlib.Path
     dtype: str
@@ -50,7 +50,7 @@ class Entry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tensors:
-    """The tensors of a checkpoint, by name; a shard is opened when one of its tensors is asked for."""
+    """The tensors of a checkpoint, by name; a shard is opened when one of its tensors is needed."""
 
     path: pathlib.Path
     files: Mapping[str, pathlib.Path]
@@ -58,7 +58,7 @@ class Tensors:
     _opened: dict[pathlib.Path, dict[str, Entry]] = dataclasses.field(default_factory=dict)
 
     def entry(self, name: str) -> Entry:
-        """What is known of a tensor before it is read; a ValueError if its file lacks it."""
+        """A tensor's file, dtype and shape; a ValueError if its file does not contain it."""
         file = self.files[name]
         if file not in self._opened:
             self._opened[file] = _header(file)[0]
@@ -69,13 +69,13 @@ class Tensors:
         return entries[name]
 
     def read(self, name: str, shape: tuple[int, ...], dtype: np.dtype, *, transposed: bool = False) -> jax.Array:
-        """The tensor, of this shape but for leading axes of 1, and of its own dtype, or float64 rounded to `dtype`."""
+        """Reads a tensor of this shape, apart from leading axes of 1. It keeps its dtype, but float64 is rounded to `dtype`."""
         entry = self.entry(name)
         with np.errstate(over="ignore"):
             array = _copied(name, entry, DTYPES.get(entry.dtype, dtype)).reshape(shape[::-1] if transposed else shape)
         if entry.dtype not in DTYPES and np.isinf(array).any():
-            want = f"numbers that {dtype} holds"
-            raise ValueError(_checks.wanted(f"{shown_path(entry.file)}: {schema.cut(name)}", want, "others"))
+            want = f"numbers that fit into {dtype}"
+            raise ValueError(_checks.wanted(f"{shown_path(entry.file)}: {schema.cut(name)}", want, "larger ones"))
         # Unlike jnp.asarray, this makes no copy on a CPU.
         return jax.device_put(np.ascontiguousarray(array.T) if transposed else array)
 
@@ -92,7 +92,7 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
 
 
 def shown_path(path: str | os.PathLike[str]) -> str:
-    """A path in a message."""
+    """A path for a message."""
     return schema.cut(os.fspath(path))
 
 
@@ -115,7 +115,7 @@ def _find(path: pathlib.Path) -> pathlib.Path:
 
 
 def _not_there(path: pathlib.Path) -> str:
-    """What to say of a path to nothing. A model's name on a hub is one or two words without a suffix."""
+    """The message for a path that does not exist, with a hint if it may be a model's name: one or two words without a suffix."""
     is_name = not path.is_absolute() and len(path.parts) <= 2 and path.suffix not in (".safetensors", ".json", ".bin")
     hint = " (for a model's name, pass the folder that huggingface_hub.snapshot_download(name) returns)" if is_name else ""
     return os.strerror(errno.ENOENT) + hint
@@ -127,7 +127,7 @@ def _shards(path: pathlib.Path) -> dict[str, pathlib.Path]:
         raise ValueError(_checks.wanted(shown_path(path), "a weight_map from tensors to files", "none"))
     elsewhere = next((name for name in names.values() if name != pathlib.Path(name).name or name in ("", "..") or "\0" in name), None)
     if elsewhere is not None:
-        raise ValueError(_checks.wanted(shown_path(path), "files of the same folder", schema.shown(elsewhere)))
+        raise ValueError(_checks.wanted(shown_path(path), "files in the same folder", schema.shown(elsewhere)))
     return {tensor: path.parent / name for tensor, name in names.items()}
 
 
@@ -163,11 +163,10 @@ def _instead(start: bytes, error: Exception) -> str:
 
 
 def _copied(name: str, entry: Entry, dtype: np.dtype) -> np.ndarray:
-    """A tensor in memory of its own, by pieces of its longest leading axis.
+    """A copy of a tensor, read in pieces along its first axis that is not 1.
 
-    Each piece opens the file anew: pages of the file that were read leave the memory with the piece. The copy begins with a page of
-    memory, so that jax takes it as it is on a CPU, and is not made of the huge pages that numpy asks for, which a busy machine is
-    slow to find.
+    The file is opened again for each piece, so that its pages leave memory once they are copied. The copy starts at a page boundary, so
+    that jax does not copy it again on a CPU. It avoids the huge pages that numpy asks for, which are slow to get on a busy machine.
     """
     from safetensors import safe_open  # noqa: PLC0415 (slow to load)
 
@@ -184,12 +183,12 @@ def _copied(name: str, entry: Entry, dtype: np.dtype) -> np.ndarray:
 
 
 def write_tensors(path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
-    """A safetensors file, written whole or not at all.
+    """Writes a safetensors file, whole or not at all.
 
-    The package's own `save_file` reports a full disk without its errno, and before 0.8 copies all arrays.
+    `save_file` of safetensors reports a full disk without an errno, and before 0.8 it copies all arrays.
     """
     codes = {dtype: code for code, dtype in DTYPES.items()}
-    # Wider ones first, so that each array starts at a multiple of its item's size.
+    # Wider dtypes first, so that each array starts at a multiple of its item size.
     names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
     ends = np.cumsum([0, *(arrays[name].nbytes for name in names)]).tolist()
     header = {"__metadata__": dict(metadata)} | {
@@ -208,7 +207,7 @@ def write_tensors(path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata
 
 
 def write_whole(path: pathlib.Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """Writes beside the file, then takes its place: what is there is old and whole, or new and whole."""
+    """Writes a temporary file and renames it, so that the path always has a whole file, old or new."""
     with temporary(path) as file:
         write(file)
         file.flush()
@@ -218,9 +217,9 @@ def write_whole(path: pathlib.Path, write: Callable[[IO[bytes]], Any]) -> None:
 
 @contextlib.contextmanager
 def temporary(path: pathlib.Path) -> Iterator[IO[bytes]]:
-    """A new file beside another, with the mode of the other, gone at the end unless it was renamed.
+    """A new file in the same folder, with the mode of the file at `path`; removed at the end unless it was renamed.
 
-    Files that a killed process left are removed first. The lock on a file says that its process lives.
+    Files left by a killed process are removed first. A locked file belongs to a live process.
     """
     mode = _mode(path)
     _remove_stale(path.parent)
@@ -233,7 +232,7 @@ def temporary(path: pathlib.Path) -> Iterator[IO[bytes]]:
 
 def _new(folder: pathlib.Path, mode: int | None) -> IO[bytes]:
     """A new file, locked."""
-    # Nobody else may read what replaces a private file, not even while it is written.
+    # A private file's replacement must not be readable by others, not even while it is written.
     opener = functools.partial(os.open, mode=0o666 if mode is None else 0o600)
     while True:
         name = folder / f"{TEMPORARY}{secrets.token_hex(8)}.tmp"
@@ -243,7 +242,7 @@ def _new(folder: pathlib.Path, mode: int | None) -> IO[bytes]:
             if mode is not None:
                 name.chmod(mode)
             return file
-        # Another process took it for a stale one before it had its lock.
+        # Another process removed it as stale before it was locked.
         file.close()
 
 
@@ -261,7 +260,7 @@ def _mode(path: pathlib.Path) -> int | None:
 
 
 def _lock(descriptor: int, *, waits: bool = False) -> bool:
-    """Whether the lock of this file is ours; the system takes it back when the process ends."""
+    """Locks a file, and returns whether it worked; the system releases the lock when the process ends."""
     if fcntl is None:
         return False
     try:

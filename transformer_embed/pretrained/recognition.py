@@ -1,4 +1,4 @@
-"""Which known model a checkpoint holds: by the model type, or by names of tensors that belong to one model alone."""
+"""Recognises the model of a checkpoint: by the model type, or by tensor names that only one model has."""
 
 import pathlib
 import re
@@ -19,13 +19,13 @@ BY_HAND = (
 
 
 def recognised(tensors: Tensors, model_types: Sequence[Any], stack: str, config: pathlib.Path) -> tuple[known.Architecture, dict[str, str]]:
-    """The architecture, and the tensor of each of its parameters.
+    """The architecture, and the tensor name for each of its parameters.
 
     Args:
-        tensors: of the checkpoint.
-        model_types: what settings or config.json say; the first that is known counts.
+        tensors: the tensors of the checkpoint.
+        model_types: from settings or config.json; the first known one is used.
         stack: encoder or decoder.
-        config: where a config.json would be.
+        config: the path that a config.json would have.
     """
     named = next((kind for kind in map(known.by_model_type, model_types) if kind is not None), None)
     if model_types and named is None:
@@ -39,8 +39,8 @@ def recognised(tensors: Tensors, model_types: Sequence[Any], stack: str, config:
         found = _certain(tensors, found, config)
     if len(found) != 1:
         prefixes = schema.shown([prefix for _, prefix, _ in found])
-        what = f"one model {found[0][0].model_types[0]} in a file (save each alone, or load it by hand with config and names)"
-        raise ValueError(_checks.wanted(shown_path(tensors.path), what, f"{len(found)} of them, below {prefixes}"))
+        what = f"one model {found[0][0].model_types[0]} in a file (save each to its own file, or load one with config and names)"
+        raise ValueError(_checks.wanted(shown_path(tensors.path), what, f"{len(found)} of them, under {prefixes}"))
     kind, prefix, names = found[0]
     refused = (reason for tensor, reason in kind.refused.items() if prefix + tensor.format(stack=stack) in tensors.files)
     if reason := next(refused, None):
@@ -52,14 +52,14 @@ Match = tuple[known.Architecture, str, dict[str, str]]
 
 
 def _certain(tensors: Tensors, found: list[Match], config: pathlib.Path) -> list[Match]:
-    """Those whose names belong to one model alone; of these, those with the most tensors."""
+    """The matches with tensor names that only one model has; of these, those with the most tensors."""
     certain = [(kind, prefix, names) for kind, prefix, names in found if kind.is_certain(prefix)]
     if not certain:
         types = [kind.model_types[0] for kind, *_ in found]
         hint = f"pass settings={{'model_type': {types[0]!r}}} (the names of the tensors fit {', '.join(dict.fromkeys(types))})"
         if config.is_file():
             raise ValueError(f"no model_type in {shown_path(config)}: it names the architecture; add it, or {hint}")
-        raise ValueError(f"no config.json beside {shown_path(tensors.path)}: it names the architecture; or {hint}")
+        raise ValueError(f"no config.json beside {shown_path(tensors.path)}: it would name the architecture; add one, or {hint}")
     most = max(len(names) for _, _, names in certain)
     return [match for match in certain if len(match[2]) == most]
 
@@ -70,7 +70,7 @@ def _unknown(tensors: Tensors, named: known.Architecture | None) -> NoReturn:
 
 
 def matches(kind: known.Architecture, files: Mapping[str, pathlib.Path], stack: str) -> list[tuple[str, dict[str, str]]]:
-    """Each prefix below which all tensors of an architecture are, with the tensor of each parameter."""
+    """Each prefix that has all tensors of an architecture, with the tensor name for each parameter."""
     ends = [end.format(stack=stack) for end in kind.tensors[known.TOKENS]]
     prefixes = dict.fromkeys(name[: -len(end)] for end in ends for name in files if name == end or name.endswith(f".{end}"))
     found = ((prefix, _below(prefix, kind, files, stack)) for prefix in prefixes)
@@ -90,7 +90,7 @@ def _below(prefix: str, kind: known.Architecture, files: Mapping[str, pathlib.Pa
 
 
 def listed(tensors: Tensors) -> str:
-    """A few of the tensors, without the numbers of layers; those of an input layer first."""
+    """A few tensor names for a message, without layer numbers; tensors outside of numbered layers come first."""
     is_open = set(tensors.files.values()) == {tensors.path}
     seen = {re.sub(r"\b\d+\b", "*", name): f" {tensors.entry(name)}" if is_open else "" for name in sorted(tensors.files)}
     order = [schema.cut(name, 40) + seen[name] for name in sorted(seen, key=lambda name: ("*" in name, name))]

@@ -1,4 +1,4 @@
-"""What config.json says of rotary embeddings, in its old form and in its new one, as arguments of `apply_rotary`."""
+"""The entries of config.json for rotary embeddings, in the old and the new form, as arguments of `apply_rotary`."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ def rotary_dim(value: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """The entries of `rope_scaling`, or of the new `rope_parameters` but for those that stand at the top in the old form."""
+    """The entries of `rope_scaling`, or of the new `rope_parameters` without those that the old form has at the top level."""
 
     rope_type: str | None = None
     factor: float | None = None
@@ -67,7 +67,7 @@ class RopeScaling:
         return [field.name for field in dataclasses.fields(cls)]
 
     def scaling(self, max_len: int | None, original: int | None = None) -> rotary_scaling.Scaling | None:
-        """The scaling of a model for `max_len` positions, which was first trained on `original`; None: see the entries."""
+        """The scaling for a model of `max_len` positions, first trained on `original` positions (None: as the entries say)."""
         make = SCALINGS[self.rope_type or "default"]
         return None if make is None else make(self, max_len, self.original_max_position_embeddings if original is None else original)
 
@@ -90,7 +90,7 @@ def _dynamic(entries: RopeScaling, max_len: int | None, original: int | None) ->
 def _yarn(entries: RopeScaling, max_len: int | None, original: int | None) -> rotary_scaling.YarnScaling:
     original = _length(max_len) if original is None else _at_least_one(ORIGINAL, original)
     names = ("beta_fast", "beta_slow", "truncate", "attention_factor")
-    # The transformers library takes the two together, or neither.
+    # The transformers library uses these two only if both are given.
     pair = ("mscale", "mscale_all_dim") if entries.mscale and entries.mscale_all_dim else ()
     given = {name: getattr(entries, name) for name in (*names, *pair) if getattr(entries, name) is not None}
     return rotary_scaling.YarnScaling(_factor(entries, max_len, original), original, **given)
@@ -102,7 +102,7 @@ def _llama3(entries: RopeScaling, max_len: int | None, original: int | None) -> 
 
 
 def _longrope(entries: RopeScaling, max_len: int | None, original: int | None) -> rotary_scaling.LongRopeScaling:
-    """For lengths up to the trained one: the caller replaces `length` to go beyond."""
+    """For lengths up to the trained one; replace `length` for longer ones."""
     original = _length(max_len) if original is None else _at_least_one(ORIGINAL, original)
     return rotary_scaling.LongRopeScaling(
         entries.get("short_factor"),
@@ -140,9 +140,9 @@ SCALINGS = {
 
 
 def flat(entries: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
-    """Entries in the old form: `rope_theta`, `partial_rotary_factor` and `rope_scaling`, in place of `rope_parameters`.
+    """Entries in the old form: `rope_theta`, `partial_rotary_factor` and `rope_scaling` instead of `rope_parameters`.
 
-    Within one source, what stands inside `rope_parameters` goes before what stands beside it, and `rope_scaling` before
+    Within one source, entries inside `rope_parameters` take precedence over those beside it, and `rope_scaling` over
     `rope_parameters`, as in the transformers library.
     """
     given = [name for name in ("rope_scaling", "rope_parameters") if name in entries]
@@ -155,7 +155,7 @@ def flat(entries: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
 
 
 def by_layer(entries: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
-    """As `flat`, where layers differ: `rope_scaling` is that of the full layers, `sliding_rope_scaling` that of the others."""
+    """Like `flat`, for models whose layers differ: `rope_scaling` is for full layers, `sliding_rope_scaling` for the others."""
     found = {name: value for name, value in entries.items() if name not in ("rope_scaling", "rope_parameters")}
     parameters = entries.get("rope_parameters")
     if parameters is not None:
@@ -175,7 +175,7 @@ def by_layer(entries: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
 
 
 def parted(name: str, value: Any, *, is_file: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Entries that the old form has at the top, and those of a scaling; what a file says beyond them is not read."""
+    """The entries that the old form has at the top level, and those of a scaling; other entries of a file are ignored."""
     if value is None:
         return {}, {}
     if not isinstance(value, Mapping):

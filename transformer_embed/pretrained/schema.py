@@ -1,4 +1,4 @@
-"""One checker for what files say of themselves: JSON is read into Python values by the annotations of the classes that they become."""
+"""Reads JSON into dataclasses, and checks each value against the annotation of its field."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from transformer_embed import _checks
 from transformer_embed._typing import DTypeLike
 
 KIND = "kind"
-# More axes than numpy allows an array, and more numbers than any head has channels, are a mistake or an attack.
+# numpy has no array with more axes, and no head has more channels: longer lists are a mistake or an attack.
 MOST_INTS = 64
 MOST_FLOATS = 4096
 WORDS = {bool: "true or false", int: "an int", float: "a number", str: "a string", types.NoneType: "null"}
@@ -48,7 +48,7 @@ def shown(value: Any) -> str:
 
 
 def cut(text: str, most: int = 100) -> str:
-    """A path or a name for a message: its end, if it is long."""
+    """A path or a name for a message; only its end if it is long."""
     return text if len(text) <= most else f"...{text[3 - most :]}"
 
 
@@ -66,7 +66,7 @@ def build(name: str, kind: type, value: Any) -> Any:
 
 
 def construct(name: str, kind: type, arguments: Mapping[str, Any]) -> Any:
-    """An instance of a class; its own errors become a ValueError that says where."""
+    """An instance of a class; errors become a ValueError that starts with the name."""
     try:
         return kind(**arguments)
     except (ArithmeticError, TypeError, ValueError) as error:
@@ -74,7 +74,7 @@ def construct(name: str, kind: type, arguments: Mapping[str, Any]) -> Any:
 
 
 def fields(name: str, kind: type, value: Any, *, is_partial: bool = False) -> dict[str, Any]:
-    """The arguments of a dataclass that a JSON object gives, each checked against the annotation of its field.
+    """The arguments of a dataclass from a JSON object, each checked against the annotation of its field.
 
     With `is_partial`, entries without a default may be missing.
     """
@@ -96,10 +96,10 @@ def is_required(field: dataclasses.Field) -> bool:
 
 
 def checked(name: str, annotation: Any, value: Any) -> Any:
-    """A JSON value as its annotation has it: a number, a word, a tuple, a mapping, or a dataclass; a ValueError for another."""
+    """A JSON value converted to its annotation (a number, a string, a tuple, a mapping or a dataclass), or a ValueError."""
     if annotation is Any:
         return value
-    # A dtype is written by name; the class that it goes to knows the names.
+    # A dtype is a name in JSON; the class that takes it checks the name.
     options = [str if option is DTypeLike else option for option in _options(annotation)]
     for option in options:
         if option in SCALARS and SCALARS[option](value):
@@ -116,7 +116,7 @@ def checked(name: str, annotation: Any, value: Any) -> Any:
 
 
 def _options(annotation: Any) -> list[Any]:
-    """What a union allows."""
+    """The types of a union."""
     return list(typing.get_args(annotation)) if typing.get_origin(annotation) in (types.UnionType, typing.Union) else [annotation]
 
 
@@ -141,7 +141,7 @@ def _word(option: Any) -> str:
 
 
 def to_json(value: Any) -> str:
-    """A dataclass, or mappings of numbers, words, tuples and dataclasses, as JSON; a dataclass inside says its kind."""
+    """JSON of a dataclass, or of mappings of numbers, strings, tuples and dataclasses. An inner dataclass stores its class name."""
     plain = {key: each for key, each in _plain(value).items() if key != KIND} if dataclasses.is_dataclass(value) else _plain(value)
     return json.dumps(plain)
 
