@@ -81,13 +81,13 @@ def test_lengths(side):
 def test_offset(offset):
     token_positions = te.TokenPositions.from_offset(offset, 2)
     np.testing.assert_array_equal(token_positions.positions, np.atleast_1d(offset)[:, None] + np.arange(2))
-    assert token_positions.padding.all()
+    assert np.asarray(token_positions.padding).all()
 
 
 def test_left_padding_equals_right_padding_after_a_shift():
     left, right = (te.TokenPositions.from_lengths([2, 3], 5, padding_side=side) for side in ("left", "right"))
     for row, length in enumerate([2, 3]):
-        np.testing.assert_array_equal(left.positions[row, 5 - length :], right.positions[row, :length])
+        np.testing.assert_array_equal(np.asarray(left.positions)[row, 5 - length :], np.asarray(right.positions)[row, :length])
 
 
 def test_one_trace_for_all_values():
@@ -122,8 +122,10 @@ class TestMasks:
     """What attention_mask makes of token positions, against the rule written out token by token."""
 
     def allowed(self, token_positions, row, t, s):
-        same = token_positions.segment_ids[row, t] == token_positions.segment_ids[row, s]
-        return bool(same and token_positions.padding[row, s] and token_positions.positions[row, s] <= token_positions.positions[row, t])
+        segments, padding, positions = (
+            np.asarray(each)[row] for each in (token_positions.segment_ids, token_positions.padding, token_positions.positions)
+        )
+        return bool(segments[t] == segments[s] and padding[s] and positions[s] <= positions[t])
 
     @pytest.mark.parametrize(
         "token_positions",

@@ -16,7 +16,7 @@ def embed(scheme, ids, **arguments):
     embedder = te.make_embedder(te.EmbedderConfig(10, 8, positions=scheme, dropout_rate=0.0))
     # No token row but zeros: what comes out is the encoding.
     params = jax.tree.map_with_path(
-        lambda path, leaf: leaf * ("positional" in path[0].key),
+        lambda path, leaf: np.asarray(leaf) * ("positional" in path[0].key),
         drawn(embedder.init),
         is_leaf=lambda leaf: isinstance(leaf, jax.Array),
     )
