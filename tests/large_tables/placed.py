@@ -1,13 +1,15 @@
-"""The state of an optimizer for parameters on a mesh."""
+"""The state of an optimizer, placed as a step leaves it: with a state that is placed otherwise, the first step would compile twice."""
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 
 def placed_state(optimizer, params):
-    """The state, placed as a step leaves it: under automatic axes, a first step with a state of one device would compile twice."""
+    """On a mesh, where the parameters are. On one device, uncommitted as they are: a step returns all of it committed if any is."""
     shardings = {leaf.shape: leaf.sharding for leaf in jax.tree.leaves(params)}
     (some, *_) = shardings.values()
-    everywhere = NamedSharding(some.mesh, PartitionSpec()) if isinstance(some, NamedSharding) else some
+    if not isinstance(some, NamedSharding):
+        return jax.jit(optimizer.init)(params)
+    everywhere = NamedSharding(some.mesh, PartitionSpec())
     shapes = jax.eval_shape(optimizer.init, params)
     return jax.jit(optimizer.init, out_shardings=jax.tree.map(lambda leaf: shardings.get(leaf.shape, everywhere), shapes))(params)

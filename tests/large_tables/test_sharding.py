@@ -278,7 +278,7 @@ def test_padded_logits_leave_every_loss_as_it_is():
         )
 
     with jax.default_matmul_precision("highest"):
-        expected, found = losses(positive), losses(shard(mesh, SPEC("model"), positive))
+        expected, found = jax.jit(losses)(positive), jax.jit(losses)(shard(mesh, SPEC("model"), positive))
         gradients = jax.jit(jax.jacrev(losses))(shard(mesh, SPEC("model"), positive))
         expected_gradients = jax.jit(jax.jacrev(losses))(positive)
     # Sums over VOCAB rows of logits below 8 * 16 in magnitude.
@@ -420,8 +420,7 @@ BIG, BIG_WIDTH, BATCH = 4095, 16, (8, 16)
 
 def compiled_step(kind, shape, spec, loss):
     embedder, mesh = te.make_embedder(te.EmbedderConfig(BIG, BIG_WIDTH, dropout_rate=0.0)), mesh_of(shape, kind)
-    params = te.sharding.shard_params(embedder.init, mesh, {PATTERN: spec}, rng=jax.random.key(0))
-    optimizer = optax.adam(0.01)
+    params, state, optimizer = big_shapes(embedder, mesh, spec)
 
     def step(params, state, ids):
         gradients = jax.grad(functools.partial(loss, embedder))(params, ids)
@@ -430,7 +429,18 @@ def compiled_step(kind, shape, spec, loss):
 
     with set_mesh(mesh):
         ids = put(mesh, np.zeros(BATCH, np.int32), "data")
-        return jax.jit(step).lower(params, optimizer.init(params), ids).compile()
+        return jax.jit(step).lower(params, state, ids).compile()
+
+
+def big_shapes(embedder, mesh, spec):
+    """Of the parameters and of Adam's state, on the mesh; and Adam."""
+    optimizer = optax.adam(0.01)
+
+    def init(rng):
+        params = embedder.init(rng)
+        return params, optimizer.init(params)
+
+    return *te.sharding.shard_params(jax.eval_shape(init, jax.random.key(0)), mesh, {PATTERN: spec}), optimizer
 
 
 def untied(embedder, params, ids):
@@ -588,9 +598,9 @@ def test_rows_are_those_of_the_table_and_shards_may_hold_none():
     ids = np.array([[12, 3, 12], [-5, 99, 3]])
     take = jax.jit(taken, static_argnames="max_rows")
     rows = take(params, {"embed": {"embeddings": ids}})["embed"]["embeddings"]
-    expected = taken({"embeddings": jnp.asarray(TABLE)}, {"embeddings": ids})["embeddings"]
+    expected = take({"embeddings": jnp.asarray(TABLE)}, {"embeddings": ids})["embeddings"]
     np.testing.assert_array_equal(rows.ids, expected.ids)
-    np.testing.assert_array_equal(rows.values[:3], TABLE[[0, 3, 12]])
+    np.testing.assert_array_equal(np.asarray(rows.values)[:3], TABLE[[0, 3, 12]])
     bounded = take(params, {"embed": {"embeddings": np.array([[1, 2, 3]])}}, max_rows=2)["embed"]["embeddings"]
     assert np.isnan(te.lookup(bounded, [3])).all()
     np.testing.assert_array_equal(te.lookup(bounded, [1, 2]), TABLE[1:3])
@@ -615,10 +625,9 @@ def test_what_cannot_be_taken_by_rows_is_told():
 @pytest.mark.parametrize(("kind", "shape"), [(KINDS[0], (1, 8)), (KINDS[0], (2, 4)), (KINDS[1], (2, 4)), (KINDS[0], (8, 1))], ids=str)
 def test_a_step_by_rows_sends_ids_and_rows(kind, shape):
     embedder, mesh = te.make_embedder(te.EmbedderConfig(BIG, BIG_WIDTH, dropout_rate=0.0)), mesh_of(shape, kind)
-    optimizer, ids = optax.adam(0.01), np.zeros(BATCH, np.int32)
+    ids = np.zeros(BATCH, np.int32)
     with set_mesh(mesh):
-        params = te.sharding.shard_params(embedder.init, mesh, {PATTERN: SPEC("model")}, rng=jax.random.key(0))
-        state = placed_state(optimizer, params)
+        params, state, optimizer = big_shapes(embedder, mesh, SPEC("model"))
         weights = put(mesh, np.zeros((*BATCH, BIG_WIDTH), np.float32), "data")
         step = row_training(embedder, optimizer)
         sent = collectives(step.lower(params, state, put(mesh, ids, "data"), weights).compile())
@@ -668,7 +677,7 @@ def test_rows_of_a_table_train_beside_another_in_shards_and_a_split_kernel(kind,
     with set_mesh(mesh):
         args = put(mesh, IDS, "data"), put(mesh, cotangent, "data", None, "model")
         placed = te.sharding.shard_params(params, mesh, specs, tables="t*")
-        sent = collectives(step.lower(placed, optimizer.init(placed), *args).compile())
+        sent = collectives(step.lower(placed, placed_state(optimizer, placed), *args).compile())
         found = trained(placed, *args)
     found = jax.tree.map(lambda leaf: whole(leaf) if is_sharded(leaf) else leaf, found, is_leaf=is_sharded)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
