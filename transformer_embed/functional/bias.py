@@ -61,8 +61,8 @@ def alibi_bias(
     or, if symmetric, `-slopes[h] * abs(key_positions[b, s] - query_positions[b, t])`. It is made from positions, so it is right for
     queries at an offset in a cache, for packed sequences and for padding on either side.
 
-    Without `symmetric`, keys after the query get a positive bias: mask them. A softmax ignores what is constant over the keys, so
-    one row can serve all queries: `query_positions=[0]` gives `slopes * key`, the bias of Bloom and Falcon (which computes it in
+    Without `symmetric`, keys after the query get a positive bias: mask them. A softmax ignores a term that is constant over the keys,
+    so one row can serve all queries: `query_positions=[0]` gives `slopes * key`, the bias of Bloom and Falcon (which computes it in
     bfloat16), and `query_positions=[length - 1]` that of MPT and Keras. The symmetric bias has no such row.
 
     Args:
@@ -75,8 +75,8 @@ def alibi_bias(
 
     Returns:
         [B or 1, num_heads, T, S] of `dtype`. Distances are exact integers for any two positions; the product is computed in float32
-        (relative error below 1.8e-7) and rounded once. Values are limited to a quarter of the dtype's largest, which matters in
-        float16 only (16376): with `mask_to_bias` added nothing overflows, and what is masked stays masked.
+        (relative error below 1.8e-7) and rounded once. Values are limited to a quarter of the dtype's largest number, which
+        matters only in float16 (16376): after adding `mask_to_bias`, nothing overflows and masked keys stay masked.
 
     Raises:
         TypeError: positions are not signed integers (uint8 and uint16 pass); symmetric is not a Python bool; dtype is not a floating
@@ -116,13 +116,13 @@ def relative_position_buckets(
         n                                                                     if n < e
         min(m - 1, e + floor(log(n / e) / log(max_distance / e) * (m - e)))   otherwise
 
-    computed in exact integers, where float32 logarithms fall one bucket short at some distances.
+    computed in exact integers, because float32 logarithms are one bucket too low at some distances.
 
     Args:
         query_positions: [T] or [B, T] integers.
         key_positions: [S] or [B, S] integers.
         num_buckets: rows of the table, at least 4 (2 if not bidirectional). If bidirectional, an odd number leaves the last row unused.
-        max_distance: from here on all distances share the last bucket. Larger than e, above.
+        max_distance: all distances from this one on share the last bucket. Must be larger than e above.
         bidirectional: True (T5's encoder): buckets 0..m-1, m = num_buckets // 2, are for keys at or before the query, m..2m-1 for keys
             after it. False (its decoder): all m = num_buckets are for keys at or before the query; those after it get 0, since a mask
             hides them.
@@ -175,7 +175,7 @@ def _slopes(num_heads: int, max_bias: float) -> np.ndarray:
     return np.array([2.0 ** (-max_bias * fraction) for fraction in fractions])
 
 
-# What follows is compiled even where the caller is not.
+# The functions below are compiled even if the caller is not.
 
 
 @functools.partial(jax.jit, inline=True, static_argnums=(0, 1))
@@ -204,7 +204,7 @@ def _buckets(
     after, distance = _offsets(queries, keys)
     if not bidirectional:
         distance = jnp.where(after, 0, distance)
-    # One comparison a start, written out: for a long reduction XLA makes an array of [b, t, s, starts].
+    # Unrolled, with one comparison for each start: for a reduction, XLA would make an array [b, t, s, starts].
     past = (jnp.array(distance >= start, jnp.int32) for start in starts)
     buckets = sum(past, start=jnp.minimum(distance, each_way // 2).astype(jnp.int32))
     return buckets + jnp.where(after, each_way, 0) if bidirectional else buckets

@@ -1,12 +1,12 @@
 """The cross-entropy of the tied output layer, one chunk of tokens at a time, so that [tokens, vocabulary] logits never exist at once.
 
-Read it as data. The tokens (x, labels, weights) are cut into chunks, and a `scan` carries two sums over them: the loss, and the table's
-gradient [rows, d]. A chunk's step computes its logits [chunk, rows]; from them the losses and the slopes (the gradient of each logit); and
-from the slopes the gradient of the chunk's x and its part of the table's gradient. Then the logits are forgotten.
+The tokens (x, labels, weights) are cut into chunks, and a `scan` over them carries two sums: the loss, and the table's gradient [rows, d].
+The step for a chunk computes its logits [chunk, rows], then its losses and slopes (the gradients of the logits), and from the slopes the
+gradient of the chunk's x and its part of the table's gradient. Then the logits are freed.
 
-On a mesh, each device first receives two things. It gets the tokens of all devices that share its part of the batch: x, labels and
-weights are all-gathered over the axes that also split the table, and stay split over the others. And it gets whole rows: a table with
-split columns trades columns for rows in an all-to-all. From then on each device holds some rows of the vocabulary. Within a chunk, the
+On a mesh, each device first receives two things. One is tokens: x, labels and weights are all-gathered over the axes that also split the
+table, and stay split over the others. The other is whole rows: if the table's columns are split, an all-to-all splits its rows instead.
+From then on, each device holds some rows of the vocabulary. Within a chunk, the
 devices that share tokens exchange three numbers a token: the largest logit, the sum of exponentials and the label's logit. At the end the
 gradient of x is summed over the devices that share tokens and scattered to where x came from; the gradient of the rows is summed over the
 parts of the batch and returns to its columns.
@@ -54,32 +54,32 @@ def tied_cross_entropy(
     For a token with logits z and label y, over a vocabulary of V ids and with smoothing s,
     `loss = log(sum(exp(z))) - (1 - s) * z[y] - s * sum(z) / V`.
 
-    Where a gradient is asked for, it is taken in the same pass over the chunks as the value: three products with the table, as
-    without chunks. Forward mode and second derivatives work too: `jax.jvp` of `jax.grad`, a product with the Hessian, has the memory
-    of a chunk as well.
+    The gradient is computed in the same pass over the chunks as the value, with three products with the table, as without chunks.
+    Forward mode and second derivatives work too: a product with the Hessian (`jax.jvp` of `jax.grad`) also needs the memory of only
+    one chunk.
 
     Args:
         x: [..., d], a floating dtype.
         table: [vocab_size, d], a floating dtype.
         labels: [...], any integer dtype: the id that each token should predict.
         mask: bool, [length], or more axes that broadcast to the labels'. True = counted. None: all.
-        pad_id: the id of padding: a token with this label is not counted, and its row of the table counts as zeros, as in `tied_logits`:
-            logit 0, no gradient, yet finite. It may lie outside the vocabulary (-100, say). To leave out labels and keep their row,
-            use mask. None: none.
+        pad_id: the id of padding. Tokens with this label are not counted, and its row of the table counts as zeros, as in `tied_logits`:
+            its logit is 0 and it gets no gradient, but it must be finite. It may be outside the vocabulary (such as -100). To leave out
+            labels and keep their row, use mask. None: no padding.
         label_smoothing: in [0, 1), a Python float: the part of each label's weight that is spread evenly over the vocabulary.
         reduction: `"mean"` over the counted tokens, or `"sum"`.
-        chunk_size: tokens a chunk, at most; on a mesh with explicit axes, of one device. None: a twelfth of the tokens, though at least
-            256 and at most 512.
+        chunk_size: the largest number of tokens in a chunk (on a mesh with explicit axes, on each device). None: a twelfth of the tokens,
+            but at least 256 and at most 512.
 
     Returns:
-        A scalar, computed in float32 (float64 if an input is). 0 where no token is counted, and no gradient. NaN where a counted label
-        lies outside the vocabulary, and NaN gradients. What x holds at a token that is not counted changes nothing, be it NaN, and its
-        gradient is 0. Gradients are summed in float32 or wider over all chunks, then cast once to the dtypes of x and table.
+        A scalar, computed in float32 (float64 if an input is). The loss and its gradients are 0 if no token is counted, and NaN if a
+        counted label is outside the vocabulary. At tokens that are not counted, x has no effect, even if it is NaN, and its gradient is 0.
+        Gradients are summed in float32 or wider over all chunks, then cast once to the dtypes of x and table.
 
-        A sharded table, and on a mesh with explicit axes any array, stays where it is: no device gathers a table or logits. Devices
-        that share tokens exchange three numbers a token, and the gradients of x, once; those that share rows, the gradient of the rows,
-        once; x is gathered over the mesh axes that also split the table. For plain arrays on automatic axes the value is the same,
-        and what is sent is up to the compiler.
+        With a sharded table, or any array on a mesh with explicit axes, no device gathers a table or logits. x is all-gathered over the
+        mesh axes that also split the table. Devices that share tokens exchange three numbers a token and, once, the gradients of x.
+        Devices that share rows exchange the gradient of the rows once. For plain arrays on automatic axes the value is the same, and
+        the compiler chooses what is sent.
 
     Raises:
         TypeError: x or the table does not have a floating dtype; labels are not integers; mask is not bool; label_smoothing or
@@ -189,7 +189,7 @@ def _loss(options, layout, x, table, labels, weights):
 
 
 def _loss_jvp(options, layout, primals, tangents):
-    """The tangent is linear in those of x and the table, with the gradients as coefficients: its transpose only scales them."""
+    """The tangent is linear in the tangents of x and the table, with the gradients as coefficients, so its transpose only scales them."""
     wanted = tuple(not isinstance(tangent, SymbolicZero) for tangent in tangents[:2])
     loss, *gradients = _on_each_device(options, layout, wanted, *primals)
     terms = [jnp.sum(g * t.astype(g.dtype)) for g, t in zip(gradients, tangents, strict=False) if g is not None]
@@ -200,7 +200,7 @@ _loss.defjvp(_loss_jvp, symbolic_zeros=True)
 
 
 def _on_each_device(options, layout, wanted, x, table, labels, weights):
-    """The loss, the gradient of x and that of the table, each of these two None unless wanted."""
+    """The loss, and the gradients of x and the table (None if not wanted)."""
     if layout is None:
         return _in_chunks(options, (), wanted, table, _Chunk(x, labels, weights))
     tokens, columns = layout.split[:-1], spec_of(layout.rows, layout.columns)
@@ -213,7 +213,7 @@ def _on_each_device(options, layout, wanted, x, table, labels, weights):
 
 
 def _on_one_device(options, layout, wanted, x, shard, labels, weights):
-    """Tokens are gathered over the axes that split the table, and columns change hands for rows: then each row is on one device."""
+    """Gathers tokens over the axes that split the table, and turns split columns into split rows, so that each row is on one device."""
     over = (*layout.rows, *layout.columns)
     kept = [leading_without(axes, over) for axes in layout.split]
     gathered = [axes[len(some) :] for axes, some in zip(layout.split, kept, strict=True)]
@@ -236,7 +236,7 @@ def _on_one_device(options, layout, wanted, x, shard, labels, weights):
 
 
 def _in_chunks(options, over, wanted, table, tokens):
-    """As `_on_each_device`, for all the tokens of one device and the rows that it has, the others being over the axes `over`."""
+    """Like `_on_each_device`, for all tokens of one device and its own rows; the other rows are on other devices along the axes `over`."""
     step = functools.partial(_step, options, over, wanted, table)
     dtype, flat = tokens.weights.dtype, _flatten_tokens(tokens)
     start = (_zeros_varying_like((), dtype, tokens, table), _zeros_varying_like(table.shape, dtype, tokens, table) if wanted[1] else None)
@@ -247,7 +247,7 @@ def _in_chunks(options, over, wanted, table, tokens):
 
 
 def _step(options, over, wanted, table, sums, chunk):
-    """The sums with those of a chunk, and its x's gradient."""
+    """The sums after adding those of a chunk, and the gradient of the chunk's x."""
     losses, slopes, scale = _losses_and_slopes(options, over, table, chunk)
     loss, table_gradient = sums
     x_gradient = None
@@ -262,8 +262,8 @@ def _step(options, over, wanted, table, sums, chunk):
 def _losses_and_slopes(options, over, table, chunk):
     """Each token's loss [t]; slopes [t, v] and a scale [t], whose product is the gradient of its weighted loss in each logit.
 
-    A pass over the slopes costs more than scaling what they are multiplied with. For the same reason, a CPU reads and writes single
-    columns, and compares each with the vocabulary's size only where shards are of unequal use.
+    Scaling the slopes themselves would cost another pass over them. For the same reason, a CPU reads and writes single columns, and
+    compares each with the vocabulary's size only if the shards have padding rows.
     """
     first = jax.lax.axis_index(over) * table.shape[0] if over else 0
     padded = _reduce_over(jax.lax.psum, over, 1) * table.shape[0] > options.vocab_size
@@ -293,7 +293,7 @@ def _losses_and_slopes(options, over, table, chunk):
 
 
 def _subtract_at_label(slopes, rows, amounts):
-    """`slopes[t, rows[t]]` less `amounts[t]`, should there be such a row: in place on a CPU, as part of a larger pass elsewhere."""
+    """Subtracts `amounts[t]` from `slopes[t, rows[t]]` if there is such a row: in place on a CPU, in a larger pass elsewhere."""
     columns = jnp.arange(slopes.shape[1], dtype=jnp.int32)
 
     def in_place(slopes, rows, amounts):
@@ -308,14 +308,14 @@ def _subtract_at_label(slopes, rows, amounts):
 
 
 def _logit_of_label(logits, rows):
-    """logits[t, rows[t]], and 0 where there is no such row."""
+    """`logits[t, rows[t]]`, or 0 if there is no such row."""
     found = (rows >= 0) & (rows < logits.shape[1])
     values = jnp.take_along_axis(logits, jnp.clip(rows, 0, logits.shape[1] - 1)[:, None], axis=1, mode="promise_in_bounds")[:, 0]
     return jnp.where(found, values, 0)
 
 
 def _zero_column(logits, column):
-    """0 in a column, should there be one of this number."""
+    """Sets a column to 0 if it exists."""
     return logits.at[:, jnp.where(jnp.array(column) >= 0, column, logits.shape[1])].set(0, mode="drop")
 
 
@@ -334,9 +334,9 @@ def _chunk_count(options: _Options, tokens: int) -> int:
 
 
 def _cut_into_chunks(flat: _Chunk, count: int) -> _Chunk:
-    """[count, size, ...]: every count-th token is of one chunk, so that each device has its part of each chunk of a batch-split x.
+    """[count, size, ...]: each chunk takes every count-th token, so that each device has a part of each chunk if the batch is split.
 
-    Tokens of weight 0 fill up the last ones.
+    The last chunks are padded with tokens of weight 0.
     """
     size = -(-len(flat.labels) // max(count, 1))
 
@@ -352,12 +352,12 @@ def _join_chunks(chunks: Float[Array, "n t d"], tokens: int) -> Float[Array, "s 
 
 
 def _zeros_varying_like(shape: tuple[int, ...], dtype: jnp.dtype, *like: Any) -> Float[Array, "..."]:
-    """Zeros made of the data, so that in a shard_map around the call they vary over the mesh axes that it varies over."""
+    """Zeros made from the data, so that they vary over the same mesh axes inside a shard_map."""
     return jnp.full(shape, sum(jnp.sum(leaf.ravel()[:1] > 0) & 0 for leaf in jax.tree.leaves(like)), dtype)
 
 
 def _array_and_layout(x: Float[Array, "... d"], table: Float[Array, "v d"] | Table) -> tuple[Float[Array, "v d"], _Layout | None]:
-    """The array that the table is kept in, and how it and x are split: None where explicit axes, if any, leave them whole."""
+    """The table's array, and how it and x are split (None for plain arrays that no explicit axis splits)."""
     if isinstance(table, Table):
         array, mesh, rows, columns, split = table.shards(x)
         return array, _Layout(mesh, rows, columns, tuple(split))
@@ -373,7 +373,7 @@ def _all_gather(array: Array, gathered: Sequence[Axes]) -> Array:
 
 
 def _sum_and_scatter(x: Float[Array, "... d"], gathered: Sequence[Axes], over: Axes, mesh: Any) -> Float[Array, "..."]:
-    """The sum over the axes that split the table, each device's block of it where `gathered` made one of many."""
+    """The sum over the axes that split the table; over the axes in `gathered`, each device keeps only its own block."""
     again = [axis for axes in gathered for axis in axes]
     x = jax.lax.psum(x, tuple(axis for axis in over if axis not in again))
     x = x / math.prod(mesh.shape[axis] for axis in again if axis not in over)

@@ -1,4 +1,4 @@
-"""Dropout: the result of hk.dropout, at the speed of memory."""
+"""Dropout with the result of hk.dropout, limited only by memory bandwidth."""
 
 import functools
 import math
@@ -51,7 +51,7 @@ def dropout(rng: Array, rate: float, x: ArrayLike) -> Float[Array, "..."]:
     if checked == 0:
         return x
     keep_rate = 1.0 - checked
-    # The width is an argument of its own: to jit, 0.5 and numpy.float16(0.5) are the same static value.
+    # The width is a separate argument, because jit takes 0.5 and numpy.float16(0.5) for the same static value.
     width = keep_rate.dtype if isinstance(keep_rate, np.floating) else None
     return _dropped(_checks.as_key("rng", rng), x, float(keep_rate), width)
 

@@ -19,10 +19,10 @@ LOOKUP_STYLES = ("gather", "one_hot")
 
 
 class Table(np.lib.mixins.NDArrayOperatorsMixin):
-    """A table [vocab_size, d] held in another form than one array: a leaf of a parameter tree that `lookup` and `tied_logits` read.
+    """A table [vocab_size, d] that is not stored as one plain array: a leaf of a parameter tree that `lookup` and `tied_logits` read.
 
-    It has the `shape` and `dtype` of the array that it stands for, so that hk.get_parameter takes it. Any other use of it as an
-    array is a TypeError.
+    It has the `shape` and `dtype` of the array that it replaces, so that hk.get_parameter accepts it. Any other use as an array is a
+    TypeError.
     """
 
     @property
@@ -54,7 +54,7 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
         return None
 
     def with_rows(self, rows: np.ndarray) -> "Table":
-        """A table of these rows, in vocabulary order, that is held in the same way."""
+        """A table of the same kind and sharding with these rows, which are in vocabulary order."""
         raise NotImplementedError
 
     def take_rows(self, ids: Int32[Array, "..."], distinct: Callable[[Array], Array]) -> Any:
@@ -77,12 +77,12 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
     __array_ufunc__ = __array__ = __jax_array__ = __getitem__ = _refuse
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Refuses what only an array has: `T`, `at`, `astype`, ..."""
+        """Raises an error for attributes that only an array has: `T`, `at`, `astype`, ..."""
         self._refuse()
 
 
 class _NotAnArrayError(TypeError, AttributeError):
-    """Also an AttributeError, for hasattr to answer False."""
+    """Also an AttributeError, so that hasattr returns False."""
 
 
 def lookup(
@@ -102,7 +102,7 @@ def lookup(
         lookup_style: how the rows are read; the values are the same.
             `"gather"`: each row is copied.
             `"one_hot"`: a product with a [..., vocab_size] matrix of zeros and ones, at full precision. Its cost grows with the
-            vocabulary: for matrix units (TPU) and small vocabularies. The table must be finite: 0 times infinity is NaN.
+            vocabulary, so use it for small vocabularies on matrix units (TPU). The table must be finite: 0 times infinity is NaN.
 
     Returns:
         [..., d] of the table's dtype. Under explicit mesh axes its sharding is that of the ids, then that of the table's columns.
@@ -137,8 +137,8 @@ def tied_logits(x: ArrayLike, table: ArrayLike | Table, *, pad_id: int | None = 
     Args:
         x: [..., d], a floating dtype.
         table: [vocab_size, d], a floating dtype.
-        pad_id: the id whose row counts as zeros, as in `lookup`: its logit is 0 and its row gets no gradient. The row must be
-            finite all the same, for x's gradient has 0 times it. None: none.
+        pad_id: the id whose row counts as zeros, as in `lookup`: its logit is 0 and its row gets no gradient. The row must still be
+            finite, because 0 times the row enters x's gradient. None: no padding.
 
     Returns:
         [..., vocab_size], summed and returned in float32 (float64 if an input is). A sharded table pads the vocabulary: see
@@ -173,7 +173,7 @@ def check_ids(ids: ArrayLike, vocab_size: int) -> None:
 
     Raises:
         TypeError: ids are not integers, or they are traced.
-        ValueError: an id is outside [0, vocab_size); the message has the first such id and its index.
+        ValueError: an id is outside [0, vocab_size); the message gives the first such id and its index.
 
     Example:
         >>> import transformer_embed as te
@@ -272,9 +272,9 @@ def _gather_jvp(pad_id, out_of_range, primals, tangents):
 
 @jax.jit
 def read_or_zero(table: Float[Array, "v d"], index: UInt32[Array, "..."]) -> Float[Array, "... d"]:
-    """`table[index]`, and zeros where the index is past the end. It is linear in the table, and its transpose is the table's gradient.
+    """`table[index]`, and zeros for an index past the end. It is linear in the table, and its transpose is the table's gradient.
 
-    The transpose drops what belongs to an index past the end, so that the gradient needs no mask of the rows' size. It sums the repeats
+    The transpose drops rows whose index is past the end, so the gradient needs no mask of the rows' size. It sums the repeats
     of a row in float32 or wider, because a 16-bit sum stops growing after some 256 of them. XLA fuses the conversion into the read, so
     no float32 copy of the table exists.
     """
@@ -289,7 +289,7 @@ def read_or_zero(table: Float[Array, "v d"], index: UInt32[Array, "..."]) -> Flo
 
 
 def _is_sortable(table: Float[Array, "v d"], index: UInt32[Array, "..."], explicit: NamedSharding | None) -> bool:
-    """Whether each device has the whole vocabulary and a part of the index that is known while tracing, and so can be sorted."""
+    """Whether each device can sort its index: it has the whole vocabulary, and its part of the index is known while tracing."""
     if not index.size * table.size or any(map(export.is_symbolic_dim, (*table.shape, *index.shape))):
         return False
     if explicit is None:
@@ -300,12 +300,12 @@ def _is_sortable(table: Float[Array, "v d"], index: UInt32[Array, "..."], explic
 
 
 def widened(table: Float[Array, "v d"]) -> Float[Array, "v d"]:
-    """Float32 or wider: a row's gradient is summed so over its repeats, and over devices."""
+    """The table in float32 or wider, so that a row's gradient is summed in that dtype over repeats and devices."""
     return table.astype(_checks.wide(table.dtype))
 
 
 def _read_each_repeat(explicit: NamedSharding | None, table: Float[Array, "v d"], index: UInt32[Array, "..."]) -> Float[Array, "... d"]:
-    """Its transpose is a scatter-add whose indices may repeat. On a GPU that takes atomic additions."""
+    """A read whose transpose is a scatter-add with repeated indices, which uses atomic additions on a GPU."""
     return table.at[index].get(mode="fill", fill_value=0, out_sharding=explicit)
 
 
@@ -321,9 +321,9 @@ def _read_each_row_once_a_device(
 
 
 def _read_each_row_once(table: Float[Array, "v d"], index: UInt32[Array, "..."]) -> Float[Array, "... d"]:
-    """Its transpose sorts the rows by index, sums each run of one index, and writes each sum once.
+    """A read whose transpose sorts the rows by index, sums each run of equal indices, and writes each sum once.
 
-    On a GPU the gradient is therefore the same from run to run, and takes the same time however often an index repeats.
+    So the gradient on a GPU is the same from run to run, and its time does not depend on how often an index repeats.
     """
     vocab_size, size = table.shape[0], index.size
     order = jnp.argsort(index.reshape(-1), stable=True)
@@ -344,16 +344,16 @@ def _sum_runs(starts: Bool[Array, "n"], rows: Float[Array, "n d"]) -> Float[Arra
     def join(left, right):
         (left_starts, left_sum), (right_starts, right_sum) = left, right
         starts_anew = jax.lax.broadcast_in_dim(right_starts, right_sum.shape, (0, 1))
-        # Not by functions of jax.numpy: a call of each is traced and transposed by itself, which was most of the tracing of a step.
+        # Not with jax.numpy functions: each call is traced and transposed separately, which took most of the tracing time of a step.
         return jax.lax.bitwise_or(left_starts, right_starts), jax.lax.select(starts_anew, right_sum, jax.lax.add(left_sum, right_sum))
 
     return jax.lax.associative_scan(join, (starts[:, None], rows))[1]
 
 
 def _is_on_one_device() -> bool:
-    """Whether it is known while tracing that the program, or what a shard_map makes of it, runs on one device.
+    """Whether it is known while tracing that the program, or its part inside a shard_map, runs on one device.
 
-    Where the compiler may split the batch over devices, a sort would bring all of it to each of them.
+    If the compiler may split the batch over devices, a sort would gather all of it on each device.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:

@@ -1,4 +1,4 @@
-"""Attention masks: bool arrays, True = may attend, and the bias that has the effect of a mask."""
+"""Attention masks, which are bool arrays with True = may attend, and their conversion to a bias."""
 
 import functools
 from typing import Any
@@ -60,7 +60,7 @@ def causal_mask(length: int) -> Bool[Array, "t t"]:
     Source:
         Vaswani et al., "Attention Is All You Need" (2017), section 3.2.3, https://arxiv.org/abs/1706.03762
     """
-    # XLA ends the process where the number of elements overflows.
+    # XLA aborts the process if the number of elements overflows.
     return _lower_triangle(_checks.length("length", length, at_most=MOST_QUERIES))
 
 
@@ -83,17 +83,17 @@ def attention_mask(
 
         (causal and window and chunk, or the same block) and the same segment and padding[s]
 
-    and a term that you do not ask for is left out. With a cache, the keys have positions 0..S-1 and the queries have theirs, offset
-    included; one row of positions may serve the whole batch. `TokenPositions.queries()` and `.keys()` return these arguments.
+    and terms whose arguments are not given are left out. With a cache, the keys have positions 0..S-1 and the positions of the queries
+    include the offset; one row of positions may serve the whole batch. `TokenPositions.queries()` and `.keys()` return these arguments.
 
     Args:
         query_positions: [T] or [B, T] integers.
         key_positions: [S] or [B, S] integers.
         causal: True: keys after the query are hidden (a decoder, GPT). False: a query sees keys on both sides (an encoder, BERT).
             There is no default.
-        padding: bool [S] or [B, S], True = a token, as `padding_mask` returns; None: no padding. It hides keys; outputs of queries at
-            padding are yours to ignore.
-        window: (left, right), as in `window_mask`: a causal window of w tokens, the query's own among them, is (w - 1, 0).
+        padding: bool [S] or [B, S], True = a token, as `padding_mask` returns; None: no padding. It hides keys; ignore the outputs of
+            queries at padding.
+        window: (left, right), as in `window_mask`. A causal window of w tokens that includes the query's own is (w - 1, 0).
         chunk: length of a chunk, at least 1: a query sees only the keys of its own chunk, positions 0..chunk-1, chunk..2*chunk-1, ...
             (Llama 4). Positions from `TokenPositions.from_ids` count chunks from the first token that is not padding, as transformers does.
         query_block_ids: [T] or [B, T] integers, negative: in no block. Tokens of one block see each other even where the causal mask,
@@ -104,8 +104,8 @@ def attention_mask(
 
     Returns:
         bool [B or 1, 1, T or 1, S], for logits [B, heads, T, S]: the batch axis is 1 if all rows have the same mask, the query axis
-        is 1 if all queries have. A row may be False throughout: see `mask_to_bias`. A mask does not protect from keys or values that
-        are NaN or infinite: 0 times them is NaN.
+        is 1 if all queries have the same mask. A row may be all False: see `mask_to_bias`. A mask does not protect against keys or
+        values that are NaN or infinite, because 0 times them is NaN.
 
     Raises:
         TypeError: positions are not signed integers (uint8 and uint16 pass), ids are not integers, padding is not bool, causal is not a
@@ -200,7 +200,7 @@ def segment_mask(query_segment_ids: ArrayLike, key_segment_ids: ArrayLike) -> Bo
 
 
 def combine_masks(*masks: ArrayLike) -> Bool[Array, "b h t s"]:
-    """The logical and of masks: True where every one of them is.
+    """The logical and of masks: True where all masks are True.
 
     The masks must have rank 4: a [B, S] next to a [T, S] would broadcast silently whenever B equals T.
 
@@ -243,7 +243,7 @@ def mask_to_bias(mask: ArrayLike, dtype: DTypeLike = jnp.float32, *, value: floa
     Args:
         mask: bool [...], True = may attend.
         dtype: of the logits, a floating dtype.
-        value: the bias where the mask is False, below 0 and finite in the dtype. None: `jnp.finfo(dtype).min / 2`. transformers has
+        value: the bias where the mask is False, below 0 and finite in the dtype. None: `jnp.finfo(dtype).min / 2`. transformers uses
             `float(jnp.finfo(dtype).min)`, T5X and tensor2tensor -1e9.
 
     Returns:
@@ -282,7 +282,7 @@ def _chunk(value: int) -> int:
     return _checks.integer("chunk", value, at_least=1, at_most=2**31 - 1)
 
 
-# What follows is compiled even where the caller is not.
+# The functions below are compiled even if the caller is not.
 @functools.partial(jax.jit, inline=True, static_argnums=1)
 def _is_other(ids: Integer[Array, "..."], pad_id: int) -> Bool[Array, "..."]:
     return ids != pad_id
@@ -351,7 +351,7 @@ def _bias(mask: Bool[Array, "..."], dtype: jnp.dtype, value: float | None) -> Fl
 
 
 def _crossed(queries: Integer[Array, "q t"], keys: Integer[Array, "k s"]) -> tuple[Integer[Array, "q 1 t 1"], Integer[Array, "k 1 1 s"]]:
-    """Both as one dtype, in shapes that broadcast to [batch, 1, queries, keys]."""
+    """Both arrays in one dtype, with shapes that broadcast to [batch, 1, queries, keys]."""
     dtype = max(queries.dtype, keys.dtype, key=lambda dtype: dtype.itemsize)
     return queries.astype(dtype)[:, None, :, None], keys.astype(dtype)[:, None, None, :]
 

@@ -1,4 +1,4 @@
-"""Mesh axes, as many for each dimension of an array as split it."""
+"""The mesh axes that each dimension of an array is split over, and conversions between them and a PartitionSpec."""
 
 import math
 from typing import Any
@@ -27,7 +27,7 @@ def leading_without(axes: Axes, others: Axes) -> Axes:
 
 
 def split_over(mesh: Any, batch: Axes, array: Array, batch_dimensions: int) -> list[Axes]:
-    """The mesh axes that each dimension is split over: under explicit axes its type says, else `batch` does, for the first one."""
+    """The mesh axes that each dimension is split over: from the array's type under explicit axes, else `batch` for the first one."""
     if AxisType.Explicit in mesh.axis_types:
         return per_dimension(jax.typeof(array).sharding.spec, array.ndim)
     size = math.prod(mesh.shape[axis] for axis in batch)
@@ -36,5 +36,5 @@ def split_over(mesh: Any, batch: Axes, array: Array, batch_dimensions: int) -> l
 
 
 def index_along(axes: Axes) -> Int32[Array, ""] | int:
-    """Inside shard_map, which of the blocks of an array that is split over these axes this device has."""
+    """Inside shard_map, the index of this device's block of an array that is split over these axes."""
     return jax.lax.axis_index(axes) if axes else 0

@@ -2,8 +2,8 @@
 
 An angle `position * frequency` matters only modulo one turn, so it is kept as a *phase*: a fraction of a turn in
 64-bit fixed point, held in two uint32 words (high, low). A frequency is held in turns per unit of position, as three
-words (whole turns, high, low) computed with arbitrary precision while tracing. Multiplying the two in integers wraps
-modulo one turn by itself: the phase of any 32-bit position is off by at most the position times 2**-65 turns, where a
+words (whole turns, high, low) computed with arbitrary precision while tracing. Their integer product wraps modulo one
+turn by itself. The phase of a 32-bit position has an error of at most the position times 2**-65 turns, whereas a
 float32 product loses one bit of the angle each time the position doubles.
 """
 
@@ -21,7 +21,7 @@ from transformer_embed import _checks
 from transformer_embed._typing import ArrayLike
 
 PI = decimal.Decimal("3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803482534")
-# A frequency beyond the largest decimal becomes infinite, and `channels` refuses it as too high.
+# A frequency beyond the largest decimal becomes infinite, and `channels` raises an error for it.
 PRECISION = decimal.Context(prec=80, traps=[decimal.InvalidOperation, decimal.DivisionByZero])
 
 ZERO = decimal.Decimal(0)
@@ -85,8 +85,8 @@ def sinusoid(positions: ArrayLike, constants: Channels) -> Float32[Array, "... d
     Returns:
         float32 [..., d], in [-1, 1]. Against the exact sine of the exact angle the error is at most 6.0e-8 for every int32 and
         uint32 position; for float32 positions below 2**24 in magnitude at most 6.0e-8 as well, as long as no
-        frequency exceeds 1000 radians. NaN where a 64-bit position is outside int32, where a floating position is not
-        finite, and where its magnitude is 2**31 or more.
+        frequency exceeds 1000 radians. NaN for a 64-bit position outside int32, and for a floating position that is
+        not finite or has a magnitude of 2**31 or more.
 
     Raises:
         TypeError: positions are neither integers nor float32 (float16 and bfloat16 cannot hold 2049 and 257).
@@ -109,7 +109,7 @@ def sinusoid(positions: ArrayLike, constants: Channels) -> Float32[Array, "... d
 
 
 def _of_rank(constants: Channels, rank: int) -> Channels:
-    """The constants reshaped to a rank: jax can be told to refuse rank promotion."""
+    """The constants reshaped to a rank, because users may disable jax's rank promotion."""
     return Channels(*(word if word.ndim == 0 else word.reshape(*[1] * (rank - word.ndim), -1) for word in constants))
 
 
@@ -165,7 +165,7 @@ def _frequency(constants: Channels) -> Float32[Array, "... d"]:
 
 
 def _float_phase(magnitude: Float32[Array, "..."], constants: Channels) -> _Phase:
-    """The phase of |position|: that of its whole part, as for integers, plus that of its fraction in 64-bit fixed point."""
+    """The phase of |position|: the phase of its whole part plus the phase of its fraction, which is in 64-bit fixed point."""
     whole = jnp.floor(magnitude)
     first, second = _fraction_words(magnitude - whole)
     word = whole.astype(jnp.uint32)

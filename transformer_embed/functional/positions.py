@@ -14,7 +14,7 @@ from transformer_embed._typing import ArrayLike
 
 
 class TokenPositions(NamedTuple):
-    """The position and the segment of each token in a batch: what position encodings and attention masks are made from.
+    """The position and the segment of each token in a batch. Position encodings and attention masks are made from these.
 
     Use one of the constructors `from_ids`, `from_lengths`, `from_segment_ids` and `from_offset`, inside or outside jit. The class is
     a pytree, so it passes through `jit`, `vmap` and `scan` and can be serialised by `jax.export`.
@@ -87,8 +87,8 @@ class TokenPositions(NamedTuple):
         """For rows of given lengths, all padded to one length.
 
         Args:
-            lengths: [batch] integers: how many tokens each row has. A number above `length` counts as `length`; on a device, a negative
-                one counts as 0.
+            lengths: [batch] integers: how many tokens each row has. A number above `length` counts as `length`; a negative number on
+                a device counts as 0.
             length: of the padded rows, at least 0.
             padding_side: `"right"` or `"left"`.
             start: the position of the first token; see `from_ids`.
@@ -124,8 +124,8 @@ class TokenPositions(NamedTuple):
         """For packed sequences: positions restart at each segment.
 
         Args:
-            segment_ids: [length] or [batch, length] integers: 0 = padding, and another number for each sequence. The tokens of a
-                sequence stand together: a number that comes back later in the row is an error where the values are known.
+            segment_ids: [length] or [batch, length] integers: 0 = padding, and a different number for each sequence. The tokens of a
+                sequence must be contiguous: a number that reappears later in the row is an error if the values are on the host.
             start: the position of the first token of each segment; see `from_ids`.
             at_padding: the position of padding; see `from_ids`.
 
@@ -153,12 +153,12 @@ class TokenPositions(NamedTuple):
 
     @classmethod
     def from_offset(cls, offset: ArrayLike, length: int) -> "TokenPositions":
-        """For tokens that follow those in a cache.
+        """For new tokens that follow those in a cache.
 
         Args:
             offset: integers, [] or [batch]: the position of the first token, one for all rows or one for each. It may be traced, so
-                decoding at a new offset does not recompile. Positions must fit int32: this is checked on the host; on a device their
-                sum wraps. For models that count from another number (OPT from 2), add it to the offset.
+                decoding at a new offset does not recompile. Positions must fit into int32; this is checked on the host, and wraps on a
+                device. For models that count from another number (OPT from 2), add it to the offset.
             length: number of tokens, 1 in step-by-step decoding; at least 0.
 
         Returns:
@@ -210,7 +210,7 @@ def _check_runs(rows: np.ndarray) -> None:
             raise ValueError(_checks.wanted("segment_ids", "one run of tokens for each number", f"{int(back[0])} twice in row {number}"))
 
 
-# What follows is compiled even where the caller is not.
+# The functions below are compiled even if the caller is not.
 
 
 @functools.partial(jax.jit, inline=True)

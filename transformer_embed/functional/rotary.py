@@ -50,12 +50,12 @@ def apply_rotary(
             `"half"`: i and i + d/2 (Llama, GPT-NeoX, Gemma).
             `"interleaved"`: 2i and 2i + 1 (RoFormer, GPT-J).
         rotary_dim: how many channels are rotated, an even number. None: all of them.
-        partial: what a rotary_dim smaller than head_dim means.
+        partial: which channels rotate if rotary_dim is smaller than head_dim.
             `"first"`: the first rotary_dim channels are rotated as a head of that size (GPT-J, GPT-NeoX).
             `"proportional"`: pairs span the whole head, with head_dim in the exponents; the first rotary_dim / 2 pairs rotate (Gemma).
         scaling: of the frequencies, for contexts longer than in training: `LinearScaling`, `NTKScaling`, `DynamicNTKScaling`,
             `YarnScaling`, `Llama3Scaling` or `LongRopeScaling`. None: no scaling.
-        sections: how many successive pairs are rotated by each axis of the positions: (16, 24, 24) for time, height and width in
+        sections: the number of consecutive pairs that each axis of the positions rotates: (16, 24, 24) for time, height and width in
             Qwen2-VL. The frequencies are those of a single axis, cut into sections. None: one axis.
 
     Returns:
@@ -67,9 +67,9 @@ def apply_rotary(
     Raises:
         TypeError: x does not have a floating dtype of 16 bits or more; positions are neither integers nor float32; another argument
             has the wrong type.
-        ValueError: a shape that does not fit, an odd number of channels to pair, a host position outside int32, an unknown layout or
-            partial, or sections that do not add up to the number of pairs; an attention factor that float32 does not hold, or a base
-            and a scaling for which a frequency passes 2**32 turns a position.
+        ValueError: a shape that does not fit; an odd number of channels to pair; a host position outside int32; an unknown layout or
+            partial; sections that do not add up to the number of pairs; an attention factor outside float32; a base and a scaling
+            that make a frequency of 2**32 turns a position or more.
 
     Example:
         >>> import jax.numpy as jnp
@@ -112,9 +112,9 @@ def permute_rotary_weights(
             PyTorch they are the first: transpose).
         num_heads: at least 1. With grouped queries, keys have their own number.
         source: the layout that the weights are in: `"half"` or `"interleaved"`; see `apply_rotary`.
-        target: the layout to bring them to.
-        rotary_dim: how many channels, the first ones of each head, form pairs. None: all of them, as with
-            `apply_rotary(..., partial="proportional")` too.
+        target: the layout to convert them to.
+        rotary_dim: how many channels of each head, from the first, form pairs. None: all of them, which is also right for
+            `apply_rotary(..., partial="proportional")`.
 
     Returns:
         An array of the weights' shape and dtype.
@@ -142,7 +142,7 @@ def permute_rotary_weights(
 
 
 class _Spec(NamedTuple):
-    """What the constants depend on: `dim` channels are paired, the first `turning` pairs rotate, and the sections add up to dim // 2."""
+    """The options of the constants: `dim` channels are paired, the first `turning` pairs rotate, and the sections add up to dim // 2."""
 
     dim: int
     turning: int
@@ -153,11 +153,11 @@ class _Spec(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("layout", "spec"))
 def _rotated(x: Float[Array, "... t h d"], positions: Shaped[Array, "... t axes"], layout: str, spec: _Spec) -> Float[Array, "... t h d"]:
-    """Compiled even where the caller is not: the loop in `_cos_and_sin` would be compiled again at each call."""
-    # Of x's rank: jax may be told to refuse a promotion of rank.
+    """Compiled even if the caller is not; otherwise the loop in `_cos_and_sin` would compile again at each call."""
+    # Expanded to x's rank, because users may disable jax's rank promotion.
     axes = tuple(range(x.ndim - positions.ndim - 1))
     cos, sin = (jnp.expand_dims(each, (*axes, -2)) for each in _cos_and_sin(positions, spec))
-    # A TPU splits and joins 16 bits as they are; of float32 that it has to widen first, it makes passes of their own.
+    # A TPU splits and joins 16-bit arrays directly; widening to float32 first would take extra passes over memory.
     wide = _checks.wide(x.dtype)
     first, second = (half.astype(wide) for half in _pairs(x[..., : spec.dim], layout))
     turned = _joined((first * cos - second * sin).astype(x.dtype), (second * cos + first * sin).astype(x.dtype), layout)
@@ -176,7 +176,7 @@ def _pairs(x: Float[Array, "... d"], layout: str) -> tuple[Float[Array, "... p"]
     if layout == "half":
         first, second = jnp.split(x, 2, -1)
         return first, second
-    # A strided index would be a gather, which explicit mesh axes refuse in older releases of jax.
+    # A strided index would be a gather, which fails under explicit mesh axes in older releases of jax.
     first, second = (jax.lax.slice_in_dim(x, start, None, stride=2, axis=-1) for start in (0, 1))
     return first, second
 

@@ -142,8 +142,8 @@ class YarnScaling:
         beta_slow: frequencies that make at most this many turns are divided by factor; above 0.
         truncate: round the ends of the ramp outwards to integers (gpt-oss: False).
         mscale: in the formula above; the name is DeepSeek's.
-        mscale_all_dim: in the formula above. (The transformers library ignores both if either is 0 or missing. The defaults, 1 and
-            0, give the same.)
+        mscale_all_dim: in the formula above. (The transformers library ignores both if either is 0 or missing, which is equal to the
+            defaults, 1 and 0.)
         attention_factor: replaces the formula; above 0. None: the formula.
 
     Raises:
@@ -329,7 +329,7 @@ def _ntk(dim: int, base: float, alpha: Decimal) -> tuple[Decimal, ...]:
 
 
 def _blended(frequencies: Sequence[Decimal], shares: Sequence[Decimal], factor: float) -> tuple[Decimal, ...]:
-    """Each frequency divided by `factor` for its share, and as it is for the rest."""
+    """A blend of each frequency and the same frequency divided by `factor`, weighted by its share."""
     return tuple(f * (share / _decimal(factor) + 1 - share) for f, share in zip(frequencies, shares, strict=True))
 
 
@@ -342,7 +342,7 @@ def _decimal(value: float) -> Decimal:
 
 
 def _set_lengths(scaling: Any, **at_least: int) -> None:
-    """Makes lengths Python ints, which decimals take, of whatever integers they are."""
+    """Converts lengths to Python ints, which decimals accept, from any integer type."""
     for name, lowest in at_least.items():
         object.__setattr__(scaling, name, _checks.integer(name, getattr(scaling, name), at_least=lowest))
 

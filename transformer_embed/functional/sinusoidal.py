@@ -53,7 +53,7 @@ def sinusoidal_encoding(
             base ** (-i / (d_model // 2 - s)). tensor2tensor, fairseq and Whisper have s = 1; diffusers has 0 or 1
             (`downscale_freq_shift`).
         odd: what an odd d_model means.
-            `"truncate"`: the exponents have d_model as it is, and the last cosine (in `"cos_sin"`, sine) is left out (Keras; Marian and
+            `"truncate"`: the exponents use d_model itself, and the last cosine (in `"cos_sin"`, sine) is left out (Keras, Marian,
             RoFormer).
             `"round_up"`: the encoding for d_model + 1 without its last channel (the positional-encodings package).
             `"zero"`: d_model // 2 pairs and a last channel of zeros (tensor2tensor, fairseq, MusicGen, diffusers).
@@ -68,8 +68,8 @@ def sinusoidal_encoding(
 
     Raises:
         TypeError: positions are neither integers nor float32; d_model is not a Python int; dtype is not a floating dtype.
-        ValueError: an unknown layout or odd; a base or frequency_scale that is not above 0, or for which a frequency passes 2**32 turns
-            a position; a shift of d_model // 2 or more.
+        ValueError: layout or odd is unknown; base or frequency_scale is not above 0, or makes a frequency of 2**32 turns a position or
+            more; shift is d_model // 2 or more.
 
     Example:
         >>> import transformer_embed as te
@@ -108,7 +108,7 @@ def sinusoidal_table(
 
     Raises:
         TypeError: length is not a Python int; and as `sinusoidal_encoding`.
-        ValueError: length is out of its range; and as `sinusoidal_encoding`.
+        ValueError: length is out of range; and as `sinusoidal_encoding`.
 
     Example:
         >>> import transformer_embed as te
@@ -138,15 +138,15 @@ def sinusoidal_grid(
     frequency_scale: float = 1.0,
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "... d"]:
-    """The sinusoidal encodings of the points of a grid, in 2-D for images or 3-D for video: each axis has an equal part of the channels.
+    """The sinusoidal encodings of the points of a grid, 2-D for images or 3-D for video. Each axis gets an equal part of the channels.
 
     Part k of the channels is the `sinusoidal_encoding` of the coordinate along axis axes[k].
 
     Args:
         shape: number of points along each axis, [height, width] for an image; 1 to 32 axes, at most 2**31 - 1 points.
         d_model: number of channels.
-        positions: [...] integers: points of the grid, counted row by row (the last axis fastest), as a sequence of image tokens has
-            them. None: all points, in the grid's shape.
+        positions: [...] integers: points of the grid, numbered in row-major order like a sequence of image tokens. None: all points,
+            in the grid's shape.
         axes: the axis that each part encodes, a permutation. None: the first axis first (tensor2tensor, the positional-encodings
             package); (1, 0) is width first (MAE, diffusers, big_vision).
         axis_positions: for each axis of shape, the coordinates of its points, [shape[axis]], integers or float32. None: 0, 1, 2, ...
@@ -165,8 +165,8 @@ def sinusoidal_grid(
 
     Raises:
         TypeError: shape or axes is not a tuple of ints; and as `sinusoidal_encoding`.
-        ValueError: a shape out of its range; axes that are not a permutation; axis_positions of another shape; a d_model that does not
-            split; and as `sinusoidal_encoding`.
+        ValueError: shape is out of range; axes is not a permutation; axis_positions do not fit the shape; d_model cannot be split; and as
+            `sinusoidal_encoding`.
 
     Example:
         >>> import transformer_embed as te
@@ -179,7 +179,7 @@ def sinusoidal_grid(
     """
     lengths, order = _checked_axes(shape, axes)
     width = _part_width(d_model, len(lengths), odd)
-    # A part of no channels still has its options checked.
+    # The options are checked even if a part has no channels.
     options = _checked_options(max(width, 1), base, layout, shift, "truncate", frequency_scale)
     coordinates = _checked_coordinates(lengths, axis_positions)
     points = None if positions is None else _checks.as_int32("positions", positions)
@@ -222,7 +222,7 @@ def _checked_options(d_model: int, base: float, layout: str, shift: float | None
 
 
 def _narrowed(positions: Shaped[Array | np.ndarray, "..."]) -> tuple[Shaped[Array | np.ndarray, "..."], np.ndarray | None]:
-    """Host positions as jit may take them, and which of them are outside int32, if any are: jit would narrow 64 bits unseen."""
+    """Host positions as int32 for jit, which would silently narrow 64 bits, and a mask of those outside int32 (None if there are none)."""
     if not (isinstance(positions, np.ndarray) and positions.dtype.itemsize == 8):
         return positions, None
     narrow = positions.astype(np.int32)
@@ -294,7 +294,7 @@ def _denominator(options: _Options, pairs: int) -> decimal.Decimal:
     return denominator
 
 
-# What follows is compiled even where the caller is not.
+# The functions below are compiled even if the caller is not.
 
 
 @functools.partial(jax.jit, inline=True, static_argnums=(2, 3))
