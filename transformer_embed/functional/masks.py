@@ -315,7 +315,7 @@ def _attention_mask(
 
 @functools.partial(jax.jit, inline=True, static_argnums=(2, 3))
 def _in_window(queries: Integer[Array, "q t"], keys: Integer[Array, "k s"], left: int | None, right: int | None) -> Bool[Array, "b 1 t s"]:
-    queries, keys = _crossed(queries, keys)
+    queries, keys = _broadcastable(queries, keys)
     terms = [] if right is None else [_at_most(keys, queries, right)]
     terms += [] if left is None else [_at_most(queries, keys, left)]
     return _all(terms) if terms else jnp.ones(jnp.broadcast_shapes(queries.shape, keys.shape), bool)
@@ -323,19 +323,19 @@ def _in_window(queries: Integer[Array, "q t"], keys: Integer[Array, "k s"], left
 
 @functools.partial(jax.jit, inline=True, static_argnums=2)
 def _in_chunk(queries: Integer[Array, "q t"], keys: Integer[Array, "k s"], chunk: int) -> Bool[Array, "b 1 t s"]:
-    queries, keys = _crossed(queries, keys)
+    queries, keys = _broadcastable(queries, keys)
     return queries // chunk == keys // chunk
 
 
 @functools.partial(jax.jit, inline=True)
 def _in_block(queries: Integer[Array, "q t"], keys: Integer[Array, "k s"]) -> Bool[Array, "b 1 t s"]:
-    queries, keys = _crossed(queries, keys)
+    queries, keys = _broadcastable(queries, keys)
     return (queries == keys) & (queries >= 0)
 
 
 @functools.partial(jax.jit, inline=True)
 def _is_same(queries: Integer[Array, "q t"], keys: Integer[Array, "k s"]) -> Bool[Array, "b 1 t s"]:
-    queries, keys = _crossed(queries, keys)
+    queries, keys = _broadcastable(queries, keys)
     return queries == keys
 
 
@@ -350,7 +350,9 @@ def _bias(mask: Bool[Array, "..."], dtype: jnp.dtype, value: float | None) -> Fl
     return jnp.where(mask, jnp.zeros((), dtype), jnp.array(low, dtype))
 
 
-def _crossed(queries: Integer[Array, "q t"], keys: Integer[Array, "k s"]) -> tuple[Integer[Array, "q 1 t 1"], Integer[Array, "k 1 1 s"]]:
+def _broadcastable(
+    queries: Integer[Array, "q t"], keys: Integer[Array, "k s"]
+) -> tuple[Integer[Array, "q 1 t 1"], Integer[Array, "k 1 1 s"]]:
     """Both arrays in one dtype, with shapes that broadcast to [batch, 1, queries, keys]."""
     dtype = max(queries.dtype, keys.dtype, key=lambda dtype: dtype.itemsize)
     return queries.astype(dtype)[:, None, :, None], keys.astype(dtype)[:, None, None, :]

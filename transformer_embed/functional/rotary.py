@@ -142,10 +142,10 @@ def permute_rotary_weights(
 
 
 class _Spec(NamedTuple):
-    """The options of the constants: `dim` channels are paired, the first `turning` pairs rotate, and the sections add up to dim // 2."""
+    """The options of the constants: `dim` channels are paired, the first `rotating_pairs` rotate, and the sections add up to dim // 2."""
 
     dim: int
-    turning: int
+    rotating_pairs: int
     base: float
     scaling: Scaling | None
     sections: tuple[int, ...]
@@ -211,7 +211,7 @@ def _constants(spec: _Spec) -> tuple[tuple[phase.Channels, ...], float]:
         )
     if not float(np.finfo(np.float32).tiny) <= attention_factor <= float(np.finfo(np.float32).max):
         raise ValueError(_checks.wanted("scaling", "an attention factor that float32 holds", f"{attention_factor:g}"))
-    frequencies = frequencies[: spec.turning] + (phase.ZERO,) * (spec.dim // 2 - spec.turning)
+    frequencies = frequencies[: spec.rotating_pairs] + (phase.ZERO,) * (spec.dim // 2 - spec.rotating_pairs)
     ends = np.cumsum(spec.sections)
     sections = [frequencies[end - size : end] for end, size in zip(ends, spec.sections, strict=True)]
     return tuple(phase.channels(section, [0] * len(section)) for section in sections), float(attention_factor)

@@ -137,7 +137,7 @@ def split_step(optimizer: Any, arguments: Any, owners: Any, sizes: Mapping[int, 
     leaves, treedef = jax.tree.flatten(arguments)
     shapes, owners_in = tuple(map(_typed, leaves)), tuple(jax.tree.leaves(owners))
     key = ("split", treedef, shapes, owners_in, tuple(sizes.items()), _settings())
-    return _remembered(optimizer.update, key, lambda: _split(optimizer.update, treedef, shapes, owners_in, sizes))
+    return _cached(optimizer.update, key, lambda: _split(optimizer.update, treedef, shapes, owners_in, sizes))
 
 
 def _split(update: Callable, treedef: Any, shapes: Sequence[Any], owners_in: Sequence[int], sizes: Mapping[int, tuple[int, int]]) -> Split:
@@ -155,10 +155,10 @@ def _split(update: Callable, treedef: Any, shapes: Sequence[Any], owners_in: Seq
         name, where = _origin(problem.equation, update)
         raise ValueError(refusal(f"{name}: {problem}{where}")) from problem.__cause__
     results = jax.tree.structure((params_places, state_places))
-    return _taken_apart(few, facts, results, owners_in, owners_out)
+    return _split_by_table(few, facts, results, owners_in, owners_out)
 
 
-def _remembered(update: Callable, key: Any, make: Callable) -> Any:
+def _cached(update: Callable, key: Any, make: Callable) -> Any:
     """The result of `make`, cached as long as the optimizer lives, unless it holds tracers."""
     try:
         proofs = _PROOFS.setdefault(update, {})
@@ -220,7 +220,9 @@ def _resized(shape: jax.ShapeDtypeStruct, owner: int, sizes: Mapping[int, tuple[
     return shape if owner == SHARED else jax.ShapeDtypeStruct((sizes[owner][1], *shape.shape[1:]), shape.dtype)
 
 
-def _taken_apart(program: Program, facts: Mapping[int, Fact], results: Any, owners_in: Sequence[int], owners_out: Sequence[int]) -> Split:
+def _split_by_table(
+    program: Program, facts: Mapping[int, Fact], results: Any, owners_in: Sequence[int], owners_out: Sequence[int]
+) -> Split:
     """The equations of each table's rows, and the others."""
     rows, needs = {}, {}
     for table in sorted({*owners_in} - {SHARED}):
@@ -479,7 +481,7 @@ def state_owners(
     flat, inner = jax.tree.flatten(list(params))
     shapes = jax.tree.unflatten(inner, list(map(_typed, flat)))
     key = ("owners", optimizer.init, treedef, inner, tuple(map(_typed, flat)), tables, tuple(state), _settings())
-    return _remembered(optimizer.update, key, lambda: _owners(optimizer.init, treedef, shapes, tables, state, is_leaf))
+    return _cached(optimizer.update, key, lambda: _owners(optimizer.init, treedef, shapes, tables, state, is_leaf))
 
 
 def _owners(
@@ -487,7 +489,7 @@ def _owners(
 ) -> tuple[int | None, ...]:
     more = {table: n for n, table in enumerate(tables, 1)}
     try:
-        longer = jax.eval_shape(init, jax.tree.unflatten(treedef, [_longer(leaf, more.get(i, 0)) for i, leaf in enumerate(params)]))
+        longer = jax.eval_shape(init, jax.tree.unflatten(treedef, [_with_more_rows(leaf, more.get(i, 0)) for i, leaf in enumerate(params)]))
     except Exception as error:
         raise ValueError(refusal(f"{_name(init)}: init cannot be traced ({_summary(error)})")) from error
     given, grown = [leaf.shape for leaf in state], _shapes(longer, is_leaf)
@@ -513,5 +515,5 @@ def _owner_of(have: Sequence[int], want: Sequence[int], params: Sequence[Any], m
     return next(fits, UNKNOWN)
 
 
-def _longer(leaf: Any, rows: int) -> Any:
+def _with_more_rows(leaf: Any, rows: int) -> Any:
     return jax.ShapeDtypeStruct((leaf.shape[0] + rows, *leaf.shape[1:]), leaf.dtype) if rows else leaf

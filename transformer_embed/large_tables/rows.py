@@ -335,13 +335,13 @@ def update(optimizer: optax.GradientTransformation, grads: Tree, state: Tree, pa
     new_leaves, new_states = (jax.tree.leaves(tree, is_leaf=_is_table) for tree in (new_params, new_state))
     for place, rows in tables.items():
         whole, follow = leaves[place], [i for i, owner in enumerate(follows) if owner == place]
-        step = functools.partial(_in_place, functools.partial(split.run_rows, place), sizes[place][1])
+        step = functools.partial(_update_in_blocks, functools.partial(split.run_rows, place), sizes[place][1])
         states = [state_leaves[i] for i in follow]
         if isinstance(whole, Table):
             written = whole.update_rows(step, needs[place], rows, states)
         else:
             written = step(needs[place], rows.ids, rows.values, [whole, *states])
-        new_leaves[place], new_states = written[0], _put(new_states, follow, written[1:])
+        new_leaves[place], new_states = written[0], _replace_at(new_states, follow, written[1:])
     return jax.tree.unflatten(treedef, new_leaves), jax.tree.unflatten(state_treedef, new_states)
 
 
@@ -369,7 +369,7 @@ def _take(leaves: Sequence[Any], treedef: Any, ids: Tree, max_rows: int | Tree |
     return taken
 
 
-def _in_place(
+def _update_in_blocks(
     by_rows: Callable, block: int, needed: Any, ids: Int32[Array, "k"], gradient: Float[Array, "k d"], wholes: Sequence[Array]
 ) -> list[Array]:
     """A table and its states after `by_rows(needed, [gradient, *states' rows, rows])`, read and written one block of rows at a time.
@@ -387,13 +387,13 @@ def _in_place(
         old = [_read(whole, some) for whole in wholes]
         new = by_rows(needed, [changes, *old[1:], old[0]])
         moved = jnp.any(changes != 0, axis=-1)
-        return [_write(whole, some, jnp.where(_along(moved, b), b, a)) for whole, a, b in zip(wholes, old, new, strict=True)]
+        return [_write(whole, some, jnp.where(_expand_like(moved, b), b, a)) for whole, a, b in zip(wholes, old, new, strict=True)]
 
     wholes = list(map(jnp.asarray, wholes))
     return update_block(0, wholes) if len(ids) == block else jax.lax.fori_loop(0, len(ids) // block, update_block, wholes)
 
 
-def _along(moved: Array, rows: Array) -> Array:
+def _expand_like(moved: Array, rows: Array) -> Array:
     return moved.reshape(-1, *[1] * (rows.ndim - 1))
 
 
@@ -403,7 +403,7 @@ def _block(size: int, vocab_size: int) -> int:
     return block + 1 if block == vocab_size else block
 
 
-def _put(leaves: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
+def _replace_at(leaves: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
     """The leaves, some of them replaced."""
     return [*(dict(enumerate(leaves)) | dict(zip(places, new, strict=True))).values()]
 

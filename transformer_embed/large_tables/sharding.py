@@ -120,9 +120,9 @@ def shard_params(
     plan = _Plan(mesh, tables, batch, deal, virtual_shards, _checks.real("capacity", capacity, above=0))
     if callable(params):
         key = _checks.as_key("rng", rng)
-        return _draw(params, key, plan, _placed(jax.eval_shape(params, key), rules, plan))
+        return _draw(params, key, plan, _place_tree(jax.eval_shape(params, key), rules, plan))
     _checks.unwanted("rng", rng, "params is not a function")
-    return _placed(params, rules, plan)
+    return _place_tree(params, rules, plan)
 
 
 class _Plan(NamedTuple):
@@ -136,8 +136,8 @@ class _Plan(NamedTuple):
     capacity: float
 
 
-def _placed(params: Any, rules: Mapping[str, PartitionSpec], plan: _Plan) -> Any:
-    place = functools.partial(_place, plan=plan)
+def _place_tree(params: Any, rules: Mapping[str, PartitionSpec], plan: _Plan) -> Any:
+    place = functools.partial(_place_leaf, plan=plan)
     return jax.tree_util.tree_map_with_path(place, params, _partition_specs(params, rules, plan.deal), is_leaf=_is_table)
 
 
@@ -169,7 +169,7 @@ def _spec_of(name: str, shape: tuple[int, ...], rules: Mapping[str, PartitionSpe
     return spec
 
 
-def _place(path: Any, leaf: Any, spec: PartitionSpec, *, plan: _Plan) -> Any:
+def _place_leaf(path: Any, leaf: Any, spec: PartitionSpec, *, plan: _Plan) -> Any:
     """A parameter on the mesh."""
     name, mesh, batch = _name(path), plan.mesh, plan.batch
     axes = per_dimension(spec, len(leaf.shape))

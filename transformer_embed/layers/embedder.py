@@ -130,7 +130,7 @@ def make_embedder(config: EmbedderConfig) -> Embedder:
             params,
             rng,
             _checks.as_int32("ids", ids),
-            None if positions is None else _door_positions(positions),
+            None if positions is None else _canonical_positions(positions),
             None if token_types is None else _checks.as_int32("token_types", token_types),
         )
 
@@ -274,7 +274,7 @@ def _logits(config, params, x):
     return hk.transform(lambda: TransformerEmbedding(config).logits(x)).apply(params, None)
 
 
-def _door_positions(positions: ArrayLike) -> Array:
+def _canonical_positions(positions: ArrayLike) -> Array:
     """Positions with one dtype for all integers that fit into int32, so that they share a trace."""
     array = _checks.as_positions("positions", positions)
     if jnp.issubdtype(array.dtype, jnp.floating):

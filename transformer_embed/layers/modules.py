@@ -198,7 +198,7 @@ class PositionalEncoding(hk.Module):
                 raise ValueError(_checks.wanted("positions", "an array, since the scheme's at_padding depends on the ids", "None"))
             positions = self.scheme.count(x.shape[-2], "x")
         total = _wide(x) + self._broadcast_encoding(positions, x.shape[:-1], "x's tokens")
-        return _dropped_out(total.astype(x.dtype), self.dropout_rate, is_training)
+        return _apply_dropout(total.astype(x.dtype), self.dropout_rate, is_training)
 
     def encoding(self, positions: ArrayLike) -> Float[Array, "... d"]:
         """The encodings [..., d_model] of positions [...], in float32 or wider."""
@@ -388,7 +388,7 @@ class TransformerEmbedding(hk.Module):
         if self.norm is not None:
             total = self.norm(total)
         dtype = table_dtype if self.config.dtype is None else self.config.dtype
-        total = _dropped_out(total.astype(dtype), self.config.dropout_rate, is_training)
+        total = _apply_dropout(total.astype(dtype), self.config.dropout_rate, is_training)
         return total if self.widen is None else self.widen(total.astype(table_dtype)).astype(dtype)
 
     def logits(self, x: ArrayLike) -> Float[Array, "... v"]:
@@ -478,7 +478,7 @@ def _named_axes(x: Array) -> tuple[str, ...]:
     return tuple(axis for axis in jax.typeof(x).sharding.spec if axis is not None)
 
 
-def _dropped_out(x: Float[Array, "..."], rate: float, is_training: bool) -> Float[Array, "..."]:
+def _apply_dropout(x: Float[Array, "..."], rate: float, is_training: bool) -> Float[Array, "..."]:
     if not is_training or rate == 0:
         return x
     rng = hk.maybe_next_rng_key()

@@ -151,10 +151,10 @@ def _header(path: pathlib.Path) -> tuple[dict[str, Entry], dict[str, str]]:
             entries = {name: Entry(path, each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
             return entries, file.metadata() or {}
     except (SafetensorError, OSError) as error:
-        raise ValueError(_checks.wanted(shown_path(path), "a whole safetensors file", _instead(start, error))) from error
+        raise ValueError(_checks.wanted(shown_path(path), "a whole safetensors file", _describe_contents(start, error))) from error
 
 
-def _instead(start: bytes, error: Exception) -> str:
+def _describe_contents(start: bytes, error: Exception) -> str:
     if start.startswith(PICKLE_STARTS):
         return f"a pickle, which may run code and is not opened; {CONVERT}"
     if start.startswith(b"version https://git-lfs"):

@@ -150,7 +150,7 @@ def flat(entries: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
     if not given:
         return others
     name = next((name for name in given if entries[name]), given[0])
-    moved, scaling = parted(name, entries[name], is_file=is_file)
+    moved, scaling = split_entries(name, entries[name], is_file=is_file)
     return others | moved | {"rope_scaling": scaling}
 
 
@@ -165,16 +165,16 @@ def by_layer(entries: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
             )
         for layer, theta, scaling in ((FULL, "rope_theta", "rope_scaling"), (SLIDING, "rope_local_base_freq", "sliding_rope_scaling")):
             if layer in parameters:
-                moved, found[scaling] = parted(f"rope_parameters: {layer}", parameters[layer], is_file=is_file)
+                moved, found[scaling] = split_entries(f"rope_parameters: {layer}", parameters[layer], is_file=is_file)
                 found |= {theta: moved.pop("rope_theta")} if "rope_theta" in moved else {}
                 if moved and not is_file:
                     raise ValueError(_checks.wanted(f"rope_parameters: {layer}", "no entry partial_rotary_factor", moved))
     if "rope_scaling" in entries and (entries["rope_scaling"] is not None or "rope_scaling" not in found):
-        found["rope_scaling"] = parted("rope_scaling", entries["rope_scaling"], is_file=is_file)[1]
+        found["rope_scaling"] = split_entries("rope_scaling", entries["rope_scaling"], is_file=is_file)[1]
     return found
 
 
-def parted(name: str, value: Any, *, is_file: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_entries(name: str, value: Any, *, is_file: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """The entries that the old form has at the top level, and those of a scaling; other entries of a file are ignored."""
     if value is None:
         return {}, {}

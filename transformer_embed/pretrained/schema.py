@@ -112,7 +112,7 @@ def checked(name: str, annotation: Any, value: Any) -> Any:
     classes = {option.__name__: option for option in options if dataclasses.is_dataclass(option)}
     if classes and isinstance(value, dict):
         return _instance(name, classes, value)
-    raise ValueError(_checks.wanted(name, " or ".join(dict.fromkeys(_word(option) for option in options)), shown(value)))
+    raise ValueError(_checks.wanted(name, " or ".join(dict.fromkeys(_type_in_words(option) for option in options)), shown(value)))
 
 
 def _options(annotation: Any) -> list[Any]:
@@ -134,7 +134,7 @@ def _instance(name: str, classes: Mapping[str, type], value: dict[str, Any]) -> 
     return build(name, classes[kind], {key: each for key, each in value.items() if key != KIND})
 
 
-def _word(option: Any) -> str:
+def _type_in_words(option: Any) -> str:
     if typing.get_origin(option) in (tuple, Sequence):
         return "a list"
     return WORDS.get(option, "an object")
