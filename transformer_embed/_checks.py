@@ -1,4 +1,4 @@
-"""Checks of arguments, one function for each kind: an error names the argument, what was wanted and what came."""
+"""Checks of arguments, one function for each kind: an error names the argument, what was wanted and what was passed."""
 
 import math
 import numbers
@@ -91,7 +91,7 @@ def floating_dtype(name: str, dtype: Any) -> jnp.dtype:
 
 
 def result_dtype(name: str, dtype: Any) -> jnp.dtype:
-    """As `floating_dtype`. Where jax has no 64-bit types, float64 becomes float32, with jax's own warning."""
+    """Like `floating_dtype`, but if jax_enable_x64 is off, float64 becomes float32, with jax's own warning."""
     dtype = floating_dtype(name, dtype)
     return dtype if jax.dtypes.canonicalize_dtype(dtype) == dtype else jnp.zeros(0, dtype).dtype
 
@@ -130,7 +130,7 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
 
 
 def _check_no_named_tuple(name: str, value: Any) -> None:
-    """Refuses named tuples such as `TokenPositions`: numpy would stack their fields into one array."""
+    """Raises for named tuples such as `TokenPositions`, because numpy would stack their fields into one array."""
     fields = getattr(value, "_fields", None) if isinstance(value, tuple) else None
     if fields:
         named = [field for field in fields if name.endswith(field)] or fields
@@ -178,7 +178,7 @@ def as_integers(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
 
 
 def _at_least_8_bits(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
-    """Integers that numpy can compare with others, as it cannot the 2-bit and 4-bit ones of ml_dtypes."""
+    """Integers in a dtype that numpy can compare; it cannot compare the 2-bit and 4-bit ones of ml_dtypes."""
     is_narrow = isinstance(array, np.ndarray) and array.dtype.kind == "V"
     return array.astype(np.int8 if jnp.issubdtype(array.dtype, jnp.signedinteger) else np.uint8) if is_narrow else array
 
@@ -197,7 +197,7 @@ def as_int32(name: str, value: ArrayLike) -> jax.Array:
 
 
 def as_fitting_int32(name: str, value: ArrayLike) -> jax.Array:
-    """Integers as int32. Those outside int32 are a ValueError, and traced ones of a wider dtype, which may be outside, a TypeError."""
+    """Integers as int32; a ValueError if one does not fit, and a TypeError if they are traced and of a wider dtype."""
     array = as_integers(name, value)
     if array.dtype == jnp.int32 or array.dtype.itemsize < 4:
         return as_int32(name, array)
@@ -237,7 +237,7 @@ def as_mask(name: str, value: ArrayLike, is_true: str = "may attend") -> jax.Arr
 
 
 def broadcastable(name: str, *shapes: tuple[int, ...]) -> tuple[Any, ...]:
-    """The shape that all broadcast to."""
+    """The shape that all shapes broadcast to."""
     try:
         return jnp.broadcast_shapes(*shapes)
     except ValueError as error:
@@ -368,7 +368,7 @@ def params(value: Any, argument: str = "params") -> None:
 
 
 def name(argument: str, value: Any) -> str | None:
-    """A name of a module or a line, or None. Haiku refuses the strings that are not identifiers."""
+    """A string or None, for the name of a module or a line. Haiku itself raises for strings that are not identifiers."""
     if value is not None and not isinstance(value, str):
         raise TypeError(wanted(argument, "a string or None", _describe(value)))
     return value
