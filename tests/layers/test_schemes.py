@@ -50,7 +50,7 @@ def test_ids_of_any_rank(scheme):
 def test_the_remedy_for_left_padding_stands_in_the_docstrings_and_works(documented):
     """Padding on the left is counted, although the config knows pad_id."""
     text = " ".join(documented.__doc__.split())
-    assert "Left-padded" in text or "left padding shifts the positions" in text
+    assert "With left-padded ids, tokens do not start at position 0" in text or "left padding shifts the positions" in text
     assert "positions=te.Sinusoidal(at_padding=0, pad_id=0)" in text
     left, alone = np.array([[0, 0, 5, 6, 7]]), np.array([[5, 6, 7]])
     counted = embed(te.Sinusoidal(), left)[:, 2:]
