@@ -84,7 +84,8 @@ def evaluation(params, state, ids, weights):
     return te.lookup(params["table"], ids)
 
 
-@pytest.mark.parametrize("program", [evaluation, pytest.param(dense_step(optax.sgd(RATE)), marks=pytest.mark.slow)], ids=["eval", "train"])
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [evaluation, dense_step(optax.sgd(RATE))], ids=["eval", "train"])
 def test_evaluation_and_dense_steps_of_a_dealt_table_exchange_and_send_less(program):
     mesh = mesh_of(1, 8)
     dealt, cut = (
@@ -123,6 +124,7 @@ def test_tables_of_16_bits_by_exchange_are_the_oracle_but_for_their_rounding(dty
     np.testing.assert_array_equal(found[untouched], TABLE.astype(dtype)[untouched])
 
 
+@pytest.mark.slow
 def test_a_step_reuses_the_buffers_of_a_dealt_table_and_its_state():
     mesh, adam, vocab_size = mesh_of(1, 8), optax.adam(RATE), 2**18
     arguments = shapes(mesh, "*table", adam, vocab_size, 16)

@@ -57,7 +57,7 @@ def check(changes):
 
 
 @hypothesis.given(st.dictionaries(st.sampled_from(list(STEP)), st.sampled_from(VALUES), max_size=2))
-@hypothesis.settings(derandomize=True, max_examples=8, **SETTINGS)
+@hypothesis.settings(derandomize=True, max_examples=4, **SETTINGS)
 def test_any_step_is_that_of_plain_loops_or_our_error(changes):
     check(changes)
 

@@ -42,9 +42,7 @@ with ocp.PyTreeCheckpointer() as checkpointer:
 
 
 def environment(devices):
-    left_out = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
-    kept = {key: value for key, value in os.environ.items() if key not in left_out}
-    return kept | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    return os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
 
 
 @pytest.fixture(scope="module", autouse=True)

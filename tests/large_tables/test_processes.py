@@ -27,7 +27,7 @@ def free_port():
 
 def run(num_processes, out):
     """What each process printed, once all have ended well; none is left running."""
-    environment = {key: value for key, value in os.environ.items() if key != "JAX_COMPILATION_CACHE_DIR"} | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(SCRIPT), f"127.0.0.1:{free_port()}", str(num_processes)]
     processes = [
         subprocess.Popen([*command, str(i), str(out)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -251,6 +251,7 @@ def test_a_gradient_of_rows_means_what_the_dense_one_means(jit):
     assert leaves == 2
 
 
+@pytest.mark.slow
 def test_a_gradient_that_left_its_trace_is_told():
     optimizer = optax.sgd(0.1)
     grad = te.rows.value_and_grad(lambda p: jnp.sum(te.lookup(p["t"], IDS)), ids={"t": IDS})

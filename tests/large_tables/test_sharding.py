@@ -183,7 +183,7 @@ def test_lookup_of_any_ids(ids, policy):
     np.testing.assert_array_equal(te.lookup(table, ids, out_of_range=policy), te.lookup(TABLE, ids, out_of_range=policy))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.bfloat16, marks=pytest.mark.slow), jnp.float16])
 def test_16_bit_rows_are_copied_and_their_gradients_counted_in_float32(dtype):
     mesh, count = mesh_of((2, 4)), 1024
     table = shard(mesh, SPEC("model"), TABLE.astype(dtype))
