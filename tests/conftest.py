@@ -3,7 +3,7 @@
 Most of XLA's optimizations for the CPU are off: programs that run once compile in less than half of the time. To test what users get, as
 .ci/run does on the newest Python, set JAX_DISABLE_MOST_OPTIMIZATIONS=0.
 
-Compiled programs are not cached on disk: few are compiled twice, and to hash and write each one takes longer.
+Compiled programs are not cached on disk: few are compiled twice, and hashing and writing all of them takes longer.
 """
 
 import importlib.metadata

@@ -126,13 +126,10 @@ def mode_case(mode: str, title: str) -> Callable[[Options], Report]:
 
 
 def beside_gather(options: Options) -> Report:
-    """Evaluation and the bare gather alone, in five times as many rounds: they differ by less than one run differs from the next."""
-    work = peers.make_work()
-    calls = {name: BUILDERS[name](work)["eval"] for name in (OURS, GATHER)}
-    for call in calls.values():
-        jax.block_until_ready(call())
-    samples = interleave(calls, 5 * options.rounds, "beside the gather")
-    report = timing_report("Eval beside the bare gather", samples, (GATHER,), {})
+    """Evaluation and the bare gather alone, in five times as many rounds, since they differ by less than one run from the next."""
+    lines, skipped = ready_lines(peers.make_work(), ("eval",), (OURS, GATHER))
+    samples = interleave({name: calls["eval"] for name, calls in lines.items()}, 5 * options.rounds, "beside the gather")
+    report = timing_report("Eval beside the bare gather", samples, (GATHER,), skipped)
     report.figures["beside the gather: eval"] = ratio(samples, OURS, GATHER)
     return report
 

@@ -293,7 +293,7 @@ def _losses_and_slopes(options, over, table, chunk):
 
 
 def _subtract_at_label(slopes, rows, amounts):
-    """Subtracts `amounts[t]` from `slopes[t, rows[t]]` if there is such a row: in place on a CPU, in a larger pass elsewhere."""
+    """Subtracts `amounts[t]` from `slopes[t, rows[t]]` where that exists: in place on a CPU, fused into a larger pass elsewhere."""
     columns = jnp.arange(slopes.shape[1], dtype=jnp.int32)
 
     def in_place(slopes, rows, amounts):
@@ -308,7 +308,7 @@ def _subtract_at_label(slopes, rows, amounts):
 
 
 def _logit_of_label(logits, rows):
-    """`logits[t, rows[t]]`, or 0 if there is no such row."""
+    """`logits[t, rows[t]]`, or 0 where `rows[t]` is not a column of the logits."""
     found = (rows >= 0) & (rows < logits.shape[1])
     values = jnp.take_along_axis(logits, jnp.clip(rows, 0, logits.shape[1] - 1)[:, None], axis=1, mode="promise_in_bounds")[:, 0]
     return jnp.where(found, values, 0)

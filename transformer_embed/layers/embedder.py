@@ -167,7 +167,7 @@ def resize_vocabulary(params: Params, vocab_size: int, rng: Array | None = None)
 
     Raises:
         TypeError: vocab_size is not a Python int.
-        ValueError: there is no token table, or more than one; rows are added and rng is None.
+        ValueError: params does not have exactly one token table; rows are added and rng is None.
 
     Example:
         >>> import jax
@@ -216,7 +216,7 @@ def resize_positions(params: Params, max_len: int, *, start: int = 0) -> Params:
 
     Raises:
         TypeError: max_len or start is not a Python int.
-        ValueError: max_len is not above start; start is outside the table; there is no table of learned positions, or more than one.
+        ValueError: max_len is not above start; start is outside the table; params does not have exactly one table of learned positions.
 
     Example:
         >>> import jax

@@ -81,7 +81,7 @@ def load_embedder(
         path: a safetensors file, an index file (`model.safetensors.index.json`) beside its shards, or a folder that holds
             `model.safetensors` or that index file.
         stack: `"encoder"` or `"decoder"`, for models with both; None: the encoder. A stack's own table takes precedence over a shared one.
-        settings: entries of `config.json` that replace the file's, or all of them if there is no file: {"model_type": "bert", ...}. A
+        settings: `config.json` entries, such as {"model_type": "bert"}. They override those in the file; there may be no file. A
             scaling (`rope_scaling`, `rope_parameters`) replaces the file's as a whole, except for a `rope_theta` or
             `partial_rotary_factor` that it leaves out. If no config.json names the model type, entries that change the embeddings are
             required.
