@@ -279,9 +279,11 @@ def _losses_and_slopes(options, over, table, chunk):
     shifted = logits - top[:, None]
     exponentials = jnp.exp(shifted)
     kept, spread = 1 - options.label_smoothing, options.label_smoothing / options.vocab_size
-    target = kept * _logit_of_label(shifted, chunk.labels - first)
     if spread:
-        target += spread * (jnp.where(inside, shifted, 0) if padded else shifted).sum(-1)
+        summed = (jnp.where(inside, shifted, 0) if padded else shifted).sum(-1)
+        target = kept * _logit_of_label(shifted, chunk.labels - first) + spread * summed
+    else:
+        target = _shifted_logit_of_label(logits, top, chunk.labels - first)
     total, target = _reduce_over(jax.lax.psum, over, (exponentials.sum(-1), target))
     slopes = exponentials
     if spread:
@@ -307,11 +309,26 @@ def _subtract_at_label(slopes, rows, amounts):
     return jax.lax.platform_dependent(slopes, rows, amounts, cpu=in_place, default=in_a_pass)
 
 
-def _logit_of_label(logits, rows):
-    """`logits[t, rows[t]]`, or 0 where `rows[t]` is not a column of the logits."""
+def _shifted_logit_of_label(logits, top, rows):
+    """`logits[t, rows[t]] - top[t]`, or 0 where `rows[t]` is not a column of the logits.
+
+    A CPU would write whole shifted logits only for this. A TPU writes them faster than it repeats their exponentials.
+    """
+
+    def read_then_shift(logits, top, rows):
+        return _logit_of_label(logits, rows, top)
+
+    def shift_then_read(logits, top, rows):
+        return _logit_of_label(logits - top[:, None], rows)
+
+    return jax.lax.platform_dependent(logits, top, rows, cpu=read_then_shift, default=shift_then_read)
+
+
+def _logit_of_label(logits, rows, top=0):
+    """`logits[t, rows[t]] - top[t]`, or 0 where `rows[t]` is not a column of the logits."""
     found = (rows >= 0) & (rows < logits.shape[1])
     values = jnp.take_along_axis(logits, jnp.clip(rows, 0, logits.shape[1] - 1)[:, None], axis=1, mode="promise_in_bounds")[:, 0]
-    return jnp.where(found, values, 0)
+    return jnp.where(found, values - top, 0)
 
 
 def _zero_column(logits, column):
