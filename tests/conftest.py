@@ -6,6 +6,7 @@ Most of XLA's optimizations for the CPU are off: programs that run once compile 
 Compiled programs are not cached on disk: few are compiled twice, and hashing and writing all of them takes longer.
 """
 
+import gc
 import importlib.metadata
 import os
 
@@ -25,3 +26,10 @@ os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
 import typecheck
 
 typecheck.install("transformer_embed._checks", "transformer_embed.functional", "transformer_embed.layers")
+
+
+def pytest_collection_finish():
+    """Spares the garbage collector what lives to the end, such as modules and tests: going through it took a tenth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
