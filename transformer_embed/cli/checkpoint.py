@@ -25,7 +25,7 @@ def is_ours(path: str) -> bool:
     try:
         return CONFIG in files.open_tensors(path).metadata
     except (OSError, ValueError) as error:
-        raise _refused(path, error) from error
+        raise _user_error(path, error) from error
 
 
 def read_checkpoint(path: str, args: argparse.Namespace) -> pretrained.PretrainedInput:
@@ -34,10 +34,10 @@ def read_checkpoint(path: str, args: argparse.Namespace) -> pretrained.Pretraine
     try:
         return pretrained.load_embedder(path, stack=args.stack, settings=settings)
     except (OSError, ValueError) as error:
-        raise _refused(path, error) from error
+        raise _user_error(path, error) from error
 
 
-def _refused(path: str, error: OSError | ValueError) -> UserError:
+def _user_error(path: str, error: OSError | ValueError) -> UserError:
     if isinstance(error, OSError):
         return UserError(f"cannot read {path}: {reason(error)}; name a file that exists and that you may read")
     hint = " (on the command line: --model-type NAME, --settings FILE.json)" if "settings" in str(error) else ""

@@ -43,13 +43,13 @@ class Deal(NamedTuple):
 
     def positions(self, ids: Any) -> Any:
         """The position of each id inside the vocabulary; numpy or jax int32."""
-        turn, card = ids // self.virtual_shards, ids % self.virtual_shards
-        return (_reverse_bits(self, card) ^ _shift(self, turn)) * self.rounds + turn
+        round_number, slot = ids // self.virtual_shards, ids % self.virtual_shards
+        return (_reverse_bits(self, slot) ^ _shift(self, round_number)) * self.rounds + round_number
 
     def ids(self, positions: Any) -> Any:
         """The id at each position; an id of vocab_size or above marks padding."""
-        shard, turn = positions // self.rounds, positions % self.rounds
-        return turn * self.virtual_shards + _reverse_bits(self, shard ^ _shift(self, turn))
+        shard, round_number = positions // self.rounds, positions % self.rounds
+        return round_number * self.virtual_shards + _reverse_bits(self, shard ^ _shift(self, round_number))
 
 
 def deal_rows(deal: Deal, mesh: Mesh, axes: Axes, table: Float[Array, "v d"]) -> Float[Array, "m d"]:
@@ -65,8 +65,8 @@ def deal_rows(deal: Deal, mesh: Mesh, axes: Axes, table: Float[Array, "v d"]) ->
     def send(rows):
         first = jax.lax.axis_index(axes) * each if axes else 0
         rounds = first + jnp.arange(each, dtype=jnp.int32)[:, None]
-        cards = _reverse_bits(deal, jnp.arange(deal.virtual_shards, dtype=jnp.int32) ^ _shift(deal, rounds))
-        dealt = jnp.take_along_axis(rows.reshape(each, deal.virtual_shards, width), cards[..., None], axis=1).swapaxes(0, 1)
+        slots = _reverse_bits(deal, jnp.arange(deal.virtual_shards, dtype=jnp.int32) ^ _shift(deal, rounds))
+        dealt = jnp.take_along_axis(rows.reshape(each, deal.virtual_shards, width), slots[..., None], axis=1).swapaxes(0, 1)
         dealt = jax.lax.all_to_all(dealt, axes, split_axis=0, concat_axis=1, tiled=True)
         return dealt[:, : deal.rounds].reshape(-1, width)
 
@@ -83,7 +83,7 @@ def _reverse_bits(deal: Deal, values: Any) -> Any:
     return reverse
 
 
-def _shift(deal: Deal, turn: Any) -> Any:
+def _shift(deal: Deal, round_number: Any) -> Any:
     """A hash of the round of dealing, below virtual_shards; 0 for the first round."""
     bits = deal.virtual_shards.bit_length() - 1
-    return ((turn.astype("uint32") * np.uint32(HASH)) >> np.uint32(32 - bits)).astype("int32")
+    return ((round_number.astype("uint32") * np.uint32(HASH)) >> np.uint32(32 - bits)).astype("int32")

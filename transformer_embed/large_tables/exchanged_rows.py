@@ -77,14 +77,14 @@ class _Traffic:
     deal: Deal
 
     @property
-    def askers(self) -> Axes:
+    def id_axes(self) -> Axes:
         """The mesh axes that the ids are split over."""
         return tuple(axis for axes in self.split for axis in axes)
 
     @property
-    def twins(self) -> Axes:
+    def replica_axes(self) -> Axes:
         """The mesh axes that the ids are split over and the rows are not: devices along them hold the same rows."""
-        return tuple(axis for axis in self.askers if axis not in self.owners)
+        return tuple(axis for axis in self.id_axes if axis not in self.owners)
 
 
 def _plan(table: "Sharded", ids: Int32[Array, "..."], distinct: Callable[[Array], Array]) -> _Traffic:
@@ -92,11 +92,11 @@ def _plan(table: "Sharded", ids: Int32[Array, "..."], distinct: Callable[[Array]
     mesh, owners, deal = table.sharding.mesh, table.axes[0], table.deal
     assert deal is not None
     split = tuple(split_over(mesh, table.batch, ids, ids.ndim))
-    askers = [axis for axes in split for axis in axes]
-    if not set(owners) <= set(askers):
+    id_axes = [axis for axes in split for axis in axes]
+    if not set(owners) <= set(id_axes):
         want = f"split over the mesh axes of the table's rows, {owners}, to exchange them (the batch must divide by the devices)"
-        raise ValueError(_checks.wanted("ids", want, f"shape {list(ids.shape)} split over {tuple(askers)}"))
-    devices = math.prod(mesh.shape[axis] for axis in askers)
+        raise ValueError(_checks.wanted("ids", want, f"shape {list(ids.shape)} split over {tuple(id_axes)}"))
+    devices = math.prod(mesh.shape[axis] for axis in id_axes)
     on_device = jax.shard_map(distinct, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
     asked = jax.eval_shape(on_device, jax.ShapeDtypeStruct((ids.size // devices,), ids.dtype)).shape[0]
     return _Traffic(mesh, owners, table.batch, split, _route(table, devices, asked), deal)
@@ -142,7 +142,7 @@ def take_from_owners(table: "Sharded", ids: Int32[Array, "..."], distinct: Calla
         return positions, widened(values), sent, own
 
     specs = (spec_of(traffic.owners), spec_of(*traffic.split))
-    take_all = jax.shard_map(take, mesh=traffic.mesh, in_specs=specs, out_specs=spec_of(traffic.askers))
+    take_all = jax.shard_map(take, mesh=traffic.mesh, in_specs=specs, out_specs=spec_of(traffic.id_axes))
     positions, values, sent, asked = take_all(table.array, ids)
     return _ExchangedRows(positions, values, table.vocab_size, table.dtype, sent, asked, traffic)
 
@@ -190,14 +190,14 @@ class _ExchangedRows(rows.TakenRows):
 def _gather_exchanged(taken: _ExchangedRows, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
     traffic = taken.traffic
     split = split_over(traffic.mesh, traffic.batch, ids, ids.ndim)
-    if {axis for axes in split for axis in axes} != set(traffic.askers):
-        want = f"split over the mesh axes of the ids given to te.rows, {traffic.askers}"
+    if {axis for axes in split for axis in axes} != set(traffic.id_axes):
+        want = f"split over the mesh axes of the ids given to te.rows, {traffic.id_axes}"
         raise ValueError(_checks.wanted("ids", want, f"shape {list(ids.shape)} split over {tuple(split)}"))
 
     def read(held, values, ids):
         return _read_held(held, values, traffic.deal.positions(jnp.clip(ids, 0, taken.vocab_size - 1)))
 
-    everyone = spec_of(traffic.askers)
+    everyone = spec_of(traffic.id_axes)
     read_all = jax.shard_map(read, mesh=traffic.mesh, in_specs=(everyone, everyone, spec_of(*split)), out_specs=spec_of(*split, ()))
     return read_all(taken.ids, taken.values, ids).astype(taken.dtype)
 
@@ -210,12 +210,12 @@ def _return_gradients(taken: _ExchangedRows, gradient: Float[Array, "k d"]) -> t
 
     def send(sent, own, gradient):
         sums = exchange.return_gradients(traffic.route, sent, gradient)
-        if traffic.twins:
-            own, sums = (jax.lax.all_gather(each, traffic.twins, tiled=True) for each in (own, sums))
+        if traffic.replica_axes:
+            own, sums = (jax.lax.all_gather(each, traffic.replica_axes, tiled=True) for each in (own, sums))
             own, sums = exchange.sum_repeats(own, sums, shard)
         return _ids_of_own(traffic.deal, traffic.owners, own, shard), sums
 
-    everyone, owners = spec_of(traffic.askers), spec_of(traffic.owners)
+    everyone, owners = spec_of(traffic.id_axes), spec_of(traffic.owners)
     # Unchecked: the types do not show that gathered values are equal along the axis that they were gathered over.
     send_all = jax.shard_map(send, mesh=traffic.mesh, in_specs=everyone, out_specs=(owners, owners), check_vma=False)
     return send_all(taken.sent, taken.asked, gradient)

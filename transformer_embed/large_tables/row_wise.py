@@ -68,18 +68,18 @@ class Fact:
     Attributes:
         axis: the axis of rows. None: all rows share the value.
         table: the table that the rows belong to. None: no table; all rows are equal.
-        may: the inputs that a row may depend on.
-        must: the inputs that a row depends on whatever the shared conditions are.
+        possible_inputs: the inputs that a row may depend on.
+        certain_inputs: the inputs that a row depends on whatever the shared conditions are.
         is_condition: whether it is a shared condition.
-        waits: the equation that first used a condition.
+        first_conditional: the equation that first used a condition.
     """
 
     axis: int | None = None
     table: int | None = None
-    may: frozenset[int] = frozenset()
-    must: frozenset[int] = frozenset()
+    possible_inputs: frozenset[int] = frozenset()
+    certain_inputs: frozenset[int] = frozenset()
     is_condition: bool = False
-    waits: Equation | None = None
+    first_conditional: Equation | None = None
 
 
 class Split(NamedTuple):
@@ -246,9 +246,9 @@ def _check_output(program: Program, facts: Mapping[int, Fact], output: Operand, 
         raise Problem("a new row is not made from the same row of the table")
     if program.type_of(output).shape != program.types[kept].shape:
         raise Problem("the new state does not have the shape of the state")
-    if kept in fact.may - fact.must:
-        name = fact.waits.primitive.name if fact.waits else "a branch"
-        raise Problem(f"{name} by a condition outside of the row decides whether its gradient is used", fact.waits)
+    if kept in fact.possible_inputs - fact.certain_inputs:
+        name = fact.first_conditional.primitive.name if fact.first_conditional else "a branch"
+        raise Problem(f"{name} by a condition outside of the row decides whether its gradient is used", fact.first_conditional)
 
 
 # Following the data.
@@ -268,7 +268,7 @@ def _follow(whole: Program, few: Program, owners_in: Sequence[int], sizes: Mappi
             facts[number] = Fact(is_condition=few.types[number].dtype == jnp.bool_)
         else:
             own = frozenset([number])
-            facts[number] = Fact(axis=0, table=owner, may=own, must=own)
+            facts[number] = Fact(axis=0, table=owner, possible_inputs=own, certain_inputs=own)
     live = {id(equation) for equation in few.needed(few.outputs)}
     for one, other in zip(whole.equations, few.equations, strict=True):
         if one.primitive is not other.primitive or one.outputs != other.outputs or not all(map(same_operand, one.inputs, other.inputs)):
@@ -349,17 +349,18 @@ def _joined(equation: Equation, operands: Sequence[Fact], axis: int | None, is_b
     """What a result depends on, and whether a condition decides about it."""
     name = equation.primitive.name
     table = next((fact.table for fact in operands if fact.table is not None), None)
-    may, must = (frozenset().union(*(getattr(fact, which) for fact in operands)) for which in ("may", "must"))
-    waits = next((fact.waits for fact in operands if fact.waits is not None), None)
+    possible = frozenset().union(*(fact.possible_inputs for fact in operands))
+    certain = frozenset().union(*(fact.certain_inputs for fact in operands))
+    first_conditional = next((fact.first_conditional for fact in operands if fact.first_conditional is not None), None)
     conditions = [fact.is_condition for fact in operands]
     if name == "select_n" and operands[0].is_condition:
-        must = frozenset.intersection(*(fact.must for fact in operands[1:]))
+        certain = frozenset.intersection(*(fact.certain_inputs for fact in operands[1:]))
     elif name in ("mul", "and", "div") and any(conditions):
-        must = frozenset()
-    if must != may and waits is None:
-        waits = equation
+        certain = frozenset()
+    if certain != possible and first_conditional is None:
+        first_conditional = equation
     is_condition = table is None and (is_bool or _stays_condition(equation, conditions))
-    return Fact(axis, table, may, must, is_condition, waits)
+    return Fact(axis, table, possible, certain, is_condition, first_conditional)
 
 
 def _stays_condition(equation: Equation, conditions: Sequence[bool]) -> bool:

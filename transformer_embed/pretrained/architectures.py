@@ -293,7 +293,7 @@ class Llama(Settings):
     @classmethod
     def entries(cls, given: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
         """Entries in the old form, so that `settings=` can replace the file's entries whichever form each uses."""
-        found = rope.flat(super().entries(given, is_file=is_file), is_file=is_file)
+        found = rope.to_old_form(super().entries(given, is_file=is_file), is_file=is_file)
         inside = (found.get("rope_scaling") or {}).get(rope.ORIGINAL)
         if inside is not None and not is_file:
             found.setdefault(rope.ORIGINAL, inside)

@@ -101,7 +101,7 @@ def _find(path: pathlib.Path) -> pathlib.Path:
         raise ValueError(_checks.wanted("path", "a path without null characters", schema.shown(str(path))))
     if not path.is_dir():
         if not path.exists():
-            raise FileNotFoundError(errno.ENOENT, _not_there(path), shown_path(path))
+            raise FileNotFoundError(errno.ENOENT, _missing_file_message(path), shown_path(path))
         return path
     found = next((path / name for name in (WHOLE, WHOLE + INDEX) if (path / name).is_file()), None)
     if found is not None:
@@ -114,7 +114,7 @@ def _find(path: pathlib.Path) -> pathlib.Path:
     raise ValueError(_checks.wanted(shown_path(path), what + hint, "neither"))
 
 
-def _not_there(path: pathlib.Path) -> str:
+def _missing_file_message(path: pathlib.Path) -> str:
     """The message for a path that does not exist, with a hint if it may be a model's name: one or two words without a suffix."""
     is_name = not path.is_absolute() and len(path.parts) <= 2 and path.suffix not in (".safetensors", ".json", ".bin")
     hint = " (for a model's name, pass the folder that huggingface_hub.snapshot_download(name) returns)" if is_name else ""

@@ -139,7 +139,7 @@ SCALINGS = {
 }
 
 
-def flat(entries: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
+def to_old_form(entries: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
     """Entries in the old form: `rope_theta`, `partial_rotary_factor` and `rope_scaling` instead of `rope_parameters`.
 
     Within one source, entries inside `rope_parameters` take precedence over those beside it, and `rope_scaling` over
@@ -155,7 +155,7 @@ def flat(entries: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
 
 
 def by_layer(entries: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
-    """Like `flat`, for models whose layers differ: `rope_scaling` is for full layers, `sliding_rope_scaling` for the others."""
+    """Like `to_old_form`, for models whose layers differ: `rope_scaling` is for full layers, `sliding_rope_scaling` for the others."""
     found = {name: value for name, value in entries.items() if name not in ("rope_scaling", "rope_parameters")}
     parameters = entries.get("rope_parameters")
     if parameters is not None:
