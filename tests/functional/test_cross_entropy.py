@@ -265,6 +265,22 @@ def test_jit_and_vmap_are_the_eager_one():
     assert_close(jax.vmap(step)(xs, tables, labels), [np.stack(each) for each in zip(*expected, strict=True)])
 
 
+@pytest.mark.parametrize("options", [{}, {"pad_id": 1}, {"label_smoothing": 0.1}], ids=str)
+def test_the_arithmetic_of_accelerators_is_right_too(monkeypatch, options):
+    chosen = []
+
+    def choose_default(*arguments, cpu, default):
+        chosen.append(default)
+        return default(*arguments)
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", choose_default)
+    implementation._total.clear_cache()
+    result = ours(X, TABLE, LABELS, **options)
+    implementation._total.clear_cache()
+    assert len(chosen) >= 1
+    assert_close(result, oracle(X, TABLE, LABELS, **options))
+
+
 def products(function, *arguments):
     """Number of products in the program, those in loops and calls once each."""
     return str(jax.make_jaxpr(function)(*arguments)).count("dot_general[")
