@@ -310,10 +310,8 @@ def test_temporaries_are_an_eighth_of_whole_logits_or_less(options):
         labels,
     )
     loss = functools.partial(te.tied_cross_entropy, **options)
-    # With label smoothing, jax 0.6 keeps one more array for each chunk.
-    share = 6 if options.get("label_smoothing") and jax.__version_info__ < (0, 7) else 8
-    assert share * temporaries(jax.value_and_grad(loss, (0, 1)), x, table, labels) <= whole
-    assert share * temporaries(loss, x, table, labels) <= whole
+    assert 8 * temporaries(jax.value_and_grad(loss, (0, 1)), x, table, labels) <= whole
+    assert 8 * temporaries(loss, x, table, labels) <= whole
     assert 4 * temporaries(jax.value_and_grad(loss), x, table, labels) <= whole
 
 

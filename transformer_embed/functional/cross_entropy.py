@@ -283,7 +283,7 @@ def _losses_and_slopes(options, over, table, chunk):
         summed = (jnp.where(inside, shifted, 0) if padded else shifted).sum(-1)
         target = kept * _logit_of_label(shifted, chunk.labels - first) + spread * summed
     else:
-        target = _shifted_logit_of_label(logits, top, chunk.labels - first)
+        target = _shifted_logit_of_label(logits, top, shifted, chunk.labels - first)
     total, target = _reduce_over(jax.lax.psum, over, (exponentials.sum(-1), target))
     slopes = exponentials
     if spread:
@@ -309,26 +309,26 @@ def _subtract_at_label(slopes, rows, amounts):
     return jax.lax.platform_dependent(slopes, rows, amounts, cpu=in_place, default=in_a_pass)
 
 
-def _shifted_logit_of_label(logits, top, rows):
-    """`logits[t, rows[t]] - top[t]`, or 0 where `rows[t]` is not a column of the logits.
+def _shifted_logit_of_label(logits, top, shifted, rows):
+    """The logit of each label minus `top`, from the array that is cheaper to read.
 
     A CPU would write whole shifted logits only for this. A TPU writes them faster than it repeats their exponentials.
     """
 
-    def read_then_shift(logits, top, rows):
+    def from_logits(logits, top, shifted, rows):
         return _logit_of_label(logits, rows, top)
 
-    def shift_then_read(logits, top, rows):
-        return _logit_of_label(logits - top[:, None], rows)
+    def from_shifted(logits, top, shifted, rows):
+        return _logit_of_label(shifted, rows)
 
-    return jax.lax.platform_dependent(logits, top, rows, cpu=read_then_shift, default=shift_then_read)
+    return jax.lax.platform_dependent(logits, top, shifted, rows, cpu=from_logits, default=from_shifted)
 
 
-def _logit_of_label(logits, rows, top=0):
-    """`logits[t, rows[t]] - top[t]`, or 0 where `rows[t]` is not a column of the logits."""
+def _logit_of_label(logits, rows, shift=0):
+    """`logits[t, rows[t]] - shift[t]`, or 0 where `rows[t]` is not a column of the logits."""
     found = (rows >= 0) & (rows < logits.shape[1])
     values = jnp.take_along_axis(logits, jnp.clip(rows, 0, logits.shape[1] - 1)[:, None], axis=1, mode="promise_in_bounds")[:, 0]
-    return jnp.where(found, values - top, 0)
+    return jnp.where(found, values - shift, 0)
 
 
 def _zero_column(logits, column):
