@@ -25,11 +25,12 @@ def check_arrays(function):
         bare = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
         bare.__kwdefaults__, bare.__qualname__, bare.__module__ = function.__kwdefaults__, function.__qualname__, function.__module__
         bare.__annotations__ = kinds
-        return jaxtyping.jaxtyped(beartype.beartype(bare), typechecker=None)
+        return beartype.beartype(bare)
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        return checked()(*args, **kwargs)
+        with jaxtyping.jaxtyped("context"):
+            return checked()(*args, **kwargs)
 
     return call
 

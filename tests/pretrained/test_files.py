@@ -419,7 +419,8 @@ def embeds_as_the_formula(found, given):
     config, ids = found.config, np.array([0, found.config.vocab_size - 1])
     if isinstance(config.positions, te.SinusoidalGrid) or config.dtype not in (None, np.float32):
         return
-    given = {name: array.astype(np.float64) for name, array in given.items()}
+    with np.errstate(invalid="ignore"):  # A flipped bit can make a signaling NaN.
+        given = {name: array.astype(np.float64) for name, array in given.items()}
     if any(not np.all(np.abs(array) < 1e6) for array in given.values()):
         return
     positions, scheme = None, config.positions
