@@ -1,10 +1,10 @@
 """Any arguments at all, for functions that give a right result or raise a TypeError or ValueError of ours, which names an argument."""
 
+import contextlib
 import fractions
 import re
 import warnings
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -75,8 +75,6 @@ OTHERS = [
 OTHERS += [te.TokenPositions.from_offset(0, 3), jax.random.PRNGKey(0), range(3), (1, 1)]
 VALUES = [*NUMBERS, *WORDS, *DTYPES, *ARRAYS, *OTHERS]
 
-SETTINGS = {"deadline": None, "suppress_health_check": list(hypothesis.HealthCheck)}
-
 
 def too_large(value):
     """Numbers for which a right answer would fill the memory."""
@@ -84,6 +82,16 @@ def too_large(value):
         return bool(np.ndim(value) == 0 and abs(value) > 64)
     except (TypeError, ValueError):
         return False
+
+
+@contextlib.contextmanager
+def named_on_failure(arguments):
+    """Adds the arguments to whatever goes wrong with them."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"with {arguments}")
+        raise
 
 
 def call(function, arguments):
