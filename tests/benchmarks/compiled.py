@@ -183,7 +183,7 @@ def step_by_rows(on: Target) -> dict[str, Program]:
 PROGRAMS: Mapping[str, Callable[[Target], dict[str, Program]]] = {
     "eval": functools.partial(input_layer, mode="eval"),
     "train": functools.partial(input_layer, mode="train"),
-    "forward and backward": functools.partial(input_layer, mode="grad"),
+    "backward pass": functools.partial(input_layer, mode="grad"),
     "positions per token": token_positions,
     "eval, positions per token": input_layer_by_positions,
     "decoding one token": decoding,

@@ -105,7 +105,7 @@ def against_dense(sizes: Sizes) -> Report:
     report.figures["dense / rows"] = ratio(samples, DENSE, OURS)
     memory = {name: temporaries(step, sizes.vocab_size) for name, step in ((OURS, row_step), (DENSE, dense_step))}
     report.figures["temporaries: rows / dense"] = memory[OURS] / memory[DENSE]
-    report.notes += [f"compiled temporaries, {name}: {size / 2**20:.1f} MiB" for name, size in memory.items()]
+    report.notes += [f"compiled temporaries, {name}: {size / 1e6:.1f} MB" for name, size in memory.items()]
     return report
 
 
