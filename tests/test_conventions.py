@@ -542,7 +542,7 @@ ROWS = {
     "padding masks keys only (transformers, Keras, trax)": test_padding_masks_keys_only_in_transformers_keras_and_trax,
     "padding masks queries too (Flax, T5X)": test_padding_masks_queries_too_in_flax_and_t5x,
     "0/1 floats (Flax, T5X)": test_masks_of_floats_in_flax_and_t5x,
-    "added to the logits: half of the dtype's lowest value (here)": test_added_to_the_logits,
+    "added to the logits: half of the dtype's lowest value (this package)": test_added_to_the_logits,
     "added to the logits: the dtype's lowest value (transformers)": test_added_to_the_logits,
     "added to the logits: -1e9 (T5X, tensor2tensor)": test_added_to_the_logits,
     "BERT, GPT-2 (0..length - 1, also at padding)": test_bert_and_gpt2_count_padding_from_0,
@@ -551,7 +551,7 @@ ROWS = {
     "fairseq's sinusoids (from `padding_idx + 1`)": test_fairseq_sinusoids_count_from_padding_idx_plus_1,
     "0 at padding": test_0_or_1_at_padding,
     "1 at padding": test_0_or_1_at_padding,
-    "the cache's length is added before padding is set apart": test_a_past_length_added_before_padding_is_set_apart,
+    "RoBERTa with a KV cache (the past length is added to tokens, not to padding)": test_a_past_length_added_before_padding_is_set_apart,
     "Vaswani et al. (2017), CTRL, Marian (rows times sqrt(d_model))": test_rows_times_the_root_of_d_model_in_the_paper_ctrl_and_marian,
     "BERT, GPT-2, Llama (rows as they are)": test_rows_as_they_are_in_bert_gpt2_and_llama,
 }
