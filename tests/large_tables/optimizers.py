@@ -191,24 +191,28 @@ def refusal(optimizer):
 
 def page(refusal_of):
     """notebooks/rows_optimizers.md, from what `refusal` says of each name."""
-    can, cannot = [], []
+    can, cannot, unknown = [], [], []
     for name, _ in exported():
         found = refusal_of(name)
         if found is None:
             can.append(f"`{name}`")
+        elif "update cannot be traced" in found:
+            unknown.append(f"`{name}`")
         else:
             reason = re.search(r"got (.*?)( \([\w./-]+:\d+\))?\. Train the table", found)
-            cannot.append((f"`{name}`", (reason[1] if reason else found).replace("|", "\\|")))
+            text = re.sub(r"a state of shape \[[\d, ]*\], which does", "a state that does", reason[1] if reason else found)
+            cannot.append((f"`{name}`", text.replace("|", "\\|")))
     rows = "\n".join(f"| {name} | {reason} |" for name, reason in cannot)
     return f"""# Optimizers that train by rows
 
-When a step is traced, `te.rows.update` proves that the optimizer updates each row of a table from that row alone. If it
-cannot, it raises a ValueError.
-This page lists the result for every transformation and optimizer of optax {optax.__version__}, each with plain arguments.
-Combinations (`optax.chain`, `optax.multi_transform`, masks, schedules, injected hyperparameters) are proved in the same way.
+This page lists which optimizers of optax can train the tables of `te.rows`. When a step is traced, `te.rows.update` proves that the
+optimizer updates each row of a table from that row alone. If it cannot, it raises a ValueError. The lists have the result for every
+transformation and optimizer of optax {optax.__version__}, each with plain arguments. Combinations (`optax.chain`,
+`optax.multi_transform`, masks, schedules, injected hyperparameters) are proved in the same way.
 
-Training by rows is lazy: a row with a gradient and its optimizer state are updated as by the dense optimizer. All other rows and their
-optimizer state do not change.
+Training by rows is lazy: rows with a gradient get the same update as from the dense optimizer, and so does their optimizer state. All
+other rows and their optimizer state do not change. A table that is also the output layer has a gradient in every row, so no optimizer
+can train it by rows: train it densely.
 
 ## These can train by rows
 
@@ -223,6 +227,13 @@ dense gradients.
 | optimizer | why |
 | --- | --- |
 {rows}
+
+### Not checked
+
+`te.rows.update` cannot trace these with the plain arguments of this page, so the page does not say whether they can train by rows. Some
+need the loss function, the gradients of each example or parameters of their own kind.
+
+{", ".join(unknown)}.
 """
 
 
