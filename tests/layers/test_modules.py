@@ -126,15 +126,15 @@ def params_of(name):
 
 
 @functools.cache
-def compiled(name, is_training):
-    """The compiled apply of a descriptor, and the shapes that it was traced with."""
+def compiled(name):
+    """The compiled apply of a descriptor, to an evaluated and a trained result, and the shapes that it was traced with."""
     descriptor, traces = BY_NAME[name], []
 
-    def count(data):
+    def apply(params, key, data):
         traces.append(data.shape)
-        return descriptor.call(descriptor.module(), data, is_training)
+        return tuple(transformed(descriptor, is_training).apply(params, key, data) for is_training in (False, True))
 
-    return jax.jit(hk.transform(count).apply), traces
+    return jax.jit(apply), traces
 
 
 def loss(apply, params, data):
@@ -184,7 +184,7 @@ def embed(ids, vocab_size, d_model, params=None, **options):
 @both_flags
 def test_jit_equals_eager(descriptor, is_training):
     arguments = params_of(descriptor.name), jax.random.key(1), descriptor.data
-    got, want = (apply(*arguments) for apply in (compiled(descriptor.name, is_training)[0], transformed(descriptor, is_training).apply))
+    got, want = compiled(descriptor.name)[0](*arguments)[is_training], transformed(descriptor, is_training).apply(*arguments)
     assert_within_ulps(got, want, descriptor.dtype)
 
 
@@ -202,8 +202,8 @@ def test_vmap_over_models_and_keys_equals_a_loop(descriptor):
     each = [jax.tree.map(lambda a, factor=factor: factor * np.asarray(a), params_of(descriptor.name)) for factor in (1, -1, 2)]
     params = jax.tree.map(lambda *leaves: np.stack(leaves), *each)
     keys = jax.random.split(KEY, 3)
-    apply, _ = compiled(descriptor.name, True)
-    loop = np.stack([apply(params, key, descriptor.data) for params, key in zip(each, keys, strict=True)])
+    loop = np.stack([compiled(descriptor.name)[0](params, key, descriptor.data)[True] for params, key in zip(each, keys, strict=True)])
+    apply = transformed(descriptor, is_training=True).apply
     mapped = jax.jit(jax.vmap(apply, in_axes=(0, 0, None)))(params, keys, descriptor.data)
     assert_within_ulps(mapped, loop, descriptor.dtype)
     assert not np.array_equal(loop[0], loop[1])
@@ -220,7 +220,7 @@ def test_gradients_are_finite(descriptor):
 
 @every_module
 def test_no_retrace(descriptor):
-    apply, traces = compiled(descriptor.name, True)
+    apply, traces = compiled(descriptor.name)
     for seed, data in enumerate((descriptor.data, descriptor.data[::-1].copy())):
         apply(params_of(descriptor.name), jax.random.key(seed), data)
     assert traces == [descriptor.data.shape]
@@ -286,7 +286,7 @@ def test_haiku_vmap_over_the_batch(descriptor):
         return hk.vmap(one, split_rng=False)(data, descriptor.token_types)
 
     apply = jax.jit(hk.transform(mapped).apply)
-    want = compiled(descriptor.name, False)[0](params_of(descriptor.name), None, descriptor.data)
+    want, _ = compiled(descriptor.name)[0](params_of(descriptor.name), KEY, descriptor.data)
     assert_within_ulps(apply(params_of(descriptor.name), None, descriptor.data), want, descriptor.dtype)
 
 
@@ -396,18 +396,19 @@ def test_a_dtype_asked_for_by_name_wins_over_the_policy():
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_without_a_policy_the_result_has_the_dtype_of_the_table(dtype):
-    assert embed(IDS, 11, 8, param_dtype=dtype).dtype == dtype
-    assert (
-        evaluate(lambda ids: whole(11, 8, param_dtype=dtype, num_token_types=2)(ids, is_training=False, token_types=TYPES), IDS).dtype
-        == dtype
-    )
-    assert relative_position_bias(2, param_dtype=dtype).init(KEY, [0], [0])["relative_position_bias"]["embeddings"].dtype == dtype
+    def by_the_whole(ids):
+        return whole(11, 8, param_dtype=dtype, num_token_types=2)(ids, is_training=False, token_types=TYPES)
+
+    assert jax.eval_shape(lambda: embed(IDS, 11, 8, param_dtype=dtype)).dtype == dtype
+    assert jax.eval_shape(lambda: evaluate(by_the_whole, IDS)).dtype == dtype
+    params = jax.eval_shape(lambda: relative_position_bias(2, param_dtype=dtype).init(KEY, [0], [0]))
+    assert params["relative_position_bias"]["embeddings"].dtype == dtype
 
 
 def test_parameters_cast_by_hand_are_a_policy_too():
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params_of("transformer_embedding_learned"))
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), params_of("transformer_embedding_learned"))
     module = hk.transform(lambda ids: whole(11, 8, pad_id=0, positions=te.Learned(16))(ids, is_training=False))
-    assert module.apply(params, None, IDS).dtype == jnp.bfloat16
+    assert jax.eval_shape(module.apply, params, None, IDS).dtype == jnp.bfloat16
 
 
 # The loss of the tied output layer.
@@ -424,10 +425,10 @@ def test_cross_entropy_of_the_modules_is_that_of_their_table(options):
         return whole(11, 8, pad_id=0).cross_entropy(x, IDS, **options)
 
     embedder = te.make_embedder(te.EmbedderConfig(11, 8, pad_id=0))
-    params = embedder.init(KEY)
+    params = drawn(embedder.init)
     table = params["transformer_embedding/~/token_embedding"]["embeddings"]
     value, gradient = jax.value_and_grad(lambda table: te.tied_cross_entropy(X, table, IDS, pad_id=0, **options))(table)
-    assert gradient.any()
+    assert np.asarray(gradient).any()
     for function, own in (
         (lambda params: hk.transform(of_tokens).apply(params, None, X), {"token_embedding": {"embeddings": table}}),
         (lambda params: hk.transform(of_the_whole).apply(params, None, X), params),
@@ -529,7 +530,7 @@ def test_all_strict_modes_of_jax_at_once(descriptor):
     params, key, data = params_of(descriptor.name), jax.random.key(1), jax.device_put(descriptor.data)
     with strict(*STRICT):
         trace_all_of(descriptor)
-    apply, _ = compiled(descriptor.name, True)
+    apply, _ = compiled(descriptor.name)
     apply(params, key, data)
     with strict("jax_transfer_guard"):
         apply(params, key, data)
@@ -544,7 +545,7 @@ def test_each_strict_mode_of_jax(descriptor, option):
         trace_all_of(descriptor)
     if option == "jax_debug_nans":
         with strict(option):
-            jax.block_until_ready(compiled(descriptor.name, True)[0](params, key, data))
+            jax.block_until_ready(compiled(descriptor.name)[0](params, key, data))
 
 
 HEADS = {
@@ -558,7 +559,7 @@ HEADS = {
 @pytest.mark.parametrize("name", HEADS)
 def test_output_layers_and_biases_under_all_strict_modes_of_jax_at_once(name):
     pair, x = hk.without_apply_rng(hk.transform(HEADS[name])), jax.device_put(X.astype(jnp.bfloat16))
-    params = pair.init(KEY, x)
+    params = drawn(pair.init, x)
     with strict(*STRICT):
         jax.make_jaxpr(pair.init)(KEY, x)
         jax.make_jaxpr(jax.value_and_grad(lambda params, x: total(pair.apply(params, x)), argnums=(0, 1)))(params, x)
@@ -579,7 +580,7 @@ def stacked(is_training, dropout_rate=0.5):
 
 def test_layer_stack_adds_once_a_layer():
     pair = stacked(is_training=False)
-    assert hk.data_structures.tree_size(pair.init(KEY, X)) == 0
+    assert hk.data_structures.tree_size(jax.eval_shape(pair.init, KEY, X)) == 0
     table = np.asarray(te.sinusoidal_table(5, 8))
     assert_within_ulps(pair.apply({}, None, X), ((X + table) + table) + table, jnp.float32)
 
@@ -597,7 +598,7 @@ def test_two_dropouts_use_two_keys():
         first, second = sinusoidal(8, dropout_rate=0.5), sinusoidal(8, dropout_rate=0.5)
         return first(x, is_training=True), second(x, is_training=True)
 
-    first, second = hk.transform(function).apply({}, KEY, np.full([4, 8, 8], 9, np.float32))
+    first, second = hk.transform(function).apply({}, KEY, np.full_like(X, 9))
     assert not np.array_equal(first == 0, second == 0)
 
 
@@ -605,14 +606,14 @@ def test_two_dropouts_use_two_keys():
 
 
 def test_the_factor_is_not_rounded_to_bfloat16():
-    table = jnp.asarray(np.random.default_rng(0).normal(size=[4, 3072]), jnp.bfloat16)
-    params = {"token_embedding": {"embeddings": table}}
+    table = np.random.default_rng(0).normal(size=[4, 3072]).astype(jnp.bfloat16)
+    params = {"token_embedding": {"embeddings": jax.device_put(table)}}
     got = embed(np.arange(4), 4, 3072, params, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)
     product = np.asarray(table, np.float32) * np.float32(np.sqrt(3072.0))
     np.testing.assert_array_equal(got, product.astype(jnp.bfloat16))
-    rounded_factor = table * jnp.bfloat16(np.sqrt(3072.0))
-    assert float(jnp.bfloat16(np.sqrt(3072.0))) == 55.5
-    assert not np.array_equal(rounded_factor, got)
+    rounded_factor = np.sqrt(3072.0).astype(jnp.bfloat16)
+    assert rounded_factor == 55.5
+    assert not np.array_equal(table * rounded_factor, got)
 
 
 @pytest.mark.parametrize("scale", [True, False])
@@ -626,9 +627,9 @@ def test_default_outputs_have_unit_variance(scale):
 
 @pytest.mark.parametrize("scale", [12, 12.0, np.float32(12), 0.5])
 def test_a_free_multiplier_scales_rows(scale):
-    table = jnp.arange(99.0).reshape(11, 9)
-    got = embed(IDS, 11, 9, {"token_embedding": {"embeddings": table}}, scale=scale)
-    np.testing.assert_array_equal(got, np.asarray(table)[IDS] * np.float32(scale))
+    table = np.arange(99, dtype=np.float32).reshape(11, 9)
+    got = embed(IDS, 11, 9, {"token_embedding": {"embeddings": jax.device_put(table)}}, scale=scale)
+    np.testing.assert_array_equal(got, table[IDS] * np.float32(scale))
 
 
 def test_a_multiplier_of_one_is_no_scaling_and_never_taken_for_true():
@@ -639,12 +640,13 @@ def test_a_multiplier_of_one_is_no_scaling_and_never_taken_for_true():
         te.EmbedderConfig(11, 9, scale=0.0)
 
 
-@pytest.mark.parametrize("scale", [True, False])
-def test_a_checkpoint_of_hk_embed_loads(scale):
+def test_a_checkpoint_of_hk_embed_loads():
     haiku = hk.transform(lambda: hk.Embed(11, 9)(IDS))
     params = drawn(haiku.init)
-    got = embed(IDS, 11, 9, {"token_embedding": params["embed"]}, scale=scale)
-    np.testing.assert_array_equal(got, haiku.apply(params, None) * (3 if scale else 1))
+    rows = np.asarray(jax.jit(haiku.apply)(params, None))
+    for scale, factor in ((True, 3), (False, 1)):
+        got = embed(IDS, 11, 9, {"token_embedding": params["embed"]}, scale=scale)
+        np.testing.assert_array_equal(got, rows * factor, err_msg=f"{scale=}")
 
 
 def test_logits_are_tied_to_the_table():
@@ -653,7 +655,7 @@ def test_logits_are_tied_to_the_table():
         return embed(IDS), embed.logits(x)
 
     pair = hk.transform(function)
-    params = pair.init(KEY, X)
+    params = drawn(pair.init, X)
     assert hk.data_structures.tree_size(params) == 11 * 8
     table = np.asarray(params["token_embedding"]["embeddings"], np.float64)
     table[3] = 0
@@ -668,10 +670,10 @@ def test_transformer_embedding_ties_its_token_table():
         return embed.logits(embed(ids, is_training=False)), embed(ids, is_training=False)
 
     pair = hk.transform(function)
-    params = pair.init(KEY, IDS)
+    params = drawn(pair.init, IDS)
     logits, x = pair.apply(params, None, IDS)
     np.testing.assert_array_equal(logits, te.tied_logits(x, params["transformer_embedding/~/token_embedding"]["embeddings"], pad_id=0))
-    assert not logits[..., 0].any()
+    assert not np.asarray(logits)[..., 0].any()
 
 
 def padded():
@@ -683,8 +685,10 @@ def padded():
     return hk.transform(function)
 
 
-def padding_loss(pair, params):
-    x, logits = pair.apply(params, None, IDS)
+@jax.jit
+@jax.grad
+def padding_gradient(params):
+    x, logits = padded().apply(params, None, IDS)
     return (x**2).sum() + (logits**2).sum()
 
 
@@ -700,14 +704,18 @@ def test_the_padding_row_stays_zero(optimiser):
     pair, update = padded(), OPTIMISERS[optimiser]
     params = pair.init(KEY, IDS)
     state = update.init(params)
-    gradient_of, update_of = jax.jit(jax.grad(functools.partial(padding_loss, pair))), jax.jit(update.update)
+
+    @jax.jit
+    def step(gradient, state, params):
+        steps, state = update.update(gradient, state, params)
+        return optax.apply_updates(params, steps), state
+
     for _ in range(2):
-        gradient = gradient_of(params)
+        gradient = padding_gradient(params)
         table_gradient = np.asarray(gradient["token_embedding"]["embeddings"])
         assert not table_gradient[4].any()
         assert table_gradient[5].any()
-        steps, state = update_of(gradient, state, params)
-        params = optax.apply_updates(params, steps)
+        params, state = step(gradient, state, params)
     x, logits = map(np.asarray, pair.apply(params, None, IDS))
     assert not x[IDS == 4].any()
     assert x[IDS != 4].all()
@@ -717,7 +725,7 @@ def test_the_padding_row_stays_zero(optimiser):
 def test_the_table_of_the_weight_decay_test_moves_at_padding():
     pair, update = padded(), OPTIMISERS["weight_decay"]
     params = pair.init(KEY, IDS)
-    steps, _ = jax.jit(update.update)(jax.tree.map(np.zeros_like, params), update.init(params), params)
+    steps, _ = jax.jit(lambda params: update.update(jax.tree.map(jnp.zeros_like, params), update.init(params), params))(params)
     assert np.asarray(steps["token_embedding"]["embeddings"])[4].all()
 
 
@@ -754,7 +762,7 @@ both_encodings = pytest.mark.parametrize("module", [SINUSOIDAL, LEARNED], ids=["
 def test_a_fixed_table_is_no_parameter():
     pair = hk.transform(lambda x: sinusoidal(8)(x, is_training=False))
     assert pair.init(KEY, X) == {}
-    params = hk.transform(lambda ids: whole(11, 8)(ids, is_training=False)).init(KEY, IDS)
+    params = jax.eval_shape(hk.transform(lambda ids: whole(11, 8)(ids, is_training=False)).init, KEY, IDS)
     assert list(params) == ["transformer_embedding/~/token_embedding"]
 
 
@@ -764,7 +772,7 @@ def test_the_encoding_is_added_after_the_scaling():
         return sinusoidal(8)(embed(ids), is_training=False), embed(ids)
 
     total, scaled = evaluate(function, IDS)
-    np.testing.assert_array_equal(total, scaled + te.sinusoidal_table(5, 8))
+    np.testing.assert_array_equal(total, np.asarray(scaled) + te.sinusoidal_table(5, 8))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -783,7 +791,7 @@ def test_a_16_bit_embedding_rounds_once():
         return embed(ids, is_training=False, token_types=TYPES)
 
     pair = hk.transform(function)
-    params = pair.init(KEY, IDS)
+    params = drawn(pair.init, IDS)
     table, types = (
         np.asarray(params[f"transformer_embedding/~/{name}"]["embeddings"], np.float32)
         for name in ("token_embedding", "token_type_embedding")
@@ -813,7 +821,7 @@ def test_a_traced_offset_traces_once(module):
 
     pair = hk.transform(function)
     params = drawn(pair.init, X, 0)
-    whole = encode(module, np.zeros([1, 16, 8], np.float32))[0]
+    whole = np.asarray(encode(module, np.zeros([1, 16, 8], np.float32)))[0]
     traces.clear()
     apply = jax.jit(pair.apply)
     for offset in (0, 4, 11):
@@ -857,7 +865,7 @@ def test_all_padding_leaves_the_positions():
 @pytest.mark.parametrize("policy", ["nan", "clip", "zero"])
 def test_a_position_past_max_len_follows_the_policy(policy):
     module = functools.partial(learned, 5, 8, out_of_range=policy)
-    whole = encode(module, np.zeros([5, 8], np.float32))
+    whole = np.asarray(encode(module, np.zeros([5, 8], np.float32)))
     pair = hk.transform(lambda x, offset: module()(x, is_training=False, positions=offset + jnp.arange(5)))
     zeros = np.zeros([5, 8], np.float32)
     got = np.asarray(jax.jit(pair.apply)(drawn(pair.init, zeros, 0), None, zeros, 2))
@@ -892,7 +900,7 @@ def test_training_draws_one_key(module):
 
     pair = hk.transform(function)
     second = hk.transform(lambda: (hk.next_rng_key(), hk.next_rng_key())[1]).apply({}, KEY)
-    assert pair.apply(pair.init(KEY, X), KEY, X) == second
+    assert pair.apply(drawn(pair.init, X), KEY, X) == second
 
 
 @dropping_modules
@@ -1018,7 +1026,7 @@ def test_the_modules_compose_to_the_whole():
         return learned(16, 8)(x, is_training=True)
 
     composed = hk.transform(lambda ids: whole(11, 8, pad_id=0, positions=te.Learned(16))(ids, is_training=True))
-    params = composed.init(KEY, IDS)
+    params = drawn(composed.init, IDS)
     own = {path.rsplit("/", 1)[-1]: leaf for path, leaf in params.items()}
     np.testing.assert_array_equal(hk.transform(parts).apply(own, KEY, IDS), composed.apply(params, KEY, IDS))
 
@@ -1255,7 +1263,7 @@ def relative_position_bias(*arguments, **options):
 def test_relative_position_bias_is_the_table_at_the_buckets(bidirectional):
     bias = relative_position_bias(3, num_buckets=8, max_distance=20, bidirectional=bidirectional)
     queries, keys = np.array([[4, 5], [30, 0]]), np.arange(6)
-    params = bias.init(KEY, queries, keys)
+    params = drawn(bias.init, queries, keys)
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params) == {"relative_position_bias": {"embeddings": ((8, 3), jnp.float32)}}
     buckets = te.relative_position_buckets(queries, keys, num_buckets=8, max_distance=20, bidirectional=bidirectional)
     table = np.asarray(params["relative_position_bias"]["embeddings"])
@@ -1264,12 +1272,12 @@ def test_relative_position_bias_is_the_table_at_the_buckets(bidirectional):
 
 def test_relative_position_bias_gradient_counts_each_pair():
     bias = relative_position_bias(2, num_buckets=4, max_distance=5, dtype=jnp.bfloat16)
-    params = bias.init(KEY, range(6), range(6))
+    params = drawn(bias.init, range(6), range(6))
     gradient = jax.jit(jax.grad(lambda params: bias.apply(params, range(6), range(6)).astype(jnp.float32).sum()))(params)
     buckets = np.asarray(te.relative_position_buckets(range(6), range(6), num_buckets=4, max_distance=5))
     counts = np.bincount(buckets.ravel(), minlength=4)
     np.testing.assert_array_equal(gradient["relative_position_bias"]["embeddings"], np.stack([counts, counts], 1))
-    assert bias.apply(params, range(6), range(6)).dtype == jnp.bfloat16
+    assert jax.eval_shape(lambda: bias.apply(params, range(6), range(6))).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -1294,7 +1302,8 @@ def test_a_grid_is_added_to_embeddings_too():
     scheme = te.SinusoidalGrid((2, 3), axes=(1, 0))
     encode = hk.transform(lambda x: te.PositionalEncoding(scheme, 8)(x, is_training=False))
     assert encode.init(KEY, X) == {}
-    np.testing.assert_array_equal(encode.apply({}, None, X), X + te.sinusoidal_grid((2, 3), 8, axes=(1, 0)).reshape(6, 8)[:5])
+    grid = np.asarray(te.sinusoidal_grid((2, 3), 8, axes=(1, 0))).reshape(6, 8)
+    np.testing.assert_array_equal(encode.apply({}, None, X), X + grid[:5])
     refused(
         ValueError,
         message("x", "a length of at most the 6 points of the grid", "length 7"),
@@ -1316,9 +1325,15 @@ def grid_embedding(scheme, d_model=8):
 def test_a_grid_of_tokens_is_the_flattened_grid():
     scheme = te.SinusoidalGrid((2, 3), axes=(1, 0), layout="sin_cos")
     embed, ids = grid_embedding(scheme), np.zeros((2, 6), int)
-    params = embed.init(KEY, ids)
-    encoding = embed.apply(params, None, ids) - embed.apply(params, None, ids[:, :1], positions=np.zeros((2, 1), int))
-    grid = te.sinusoidal_grid((2, 3), 8, axes=(1, 0), layout="sin_cos").reshape(6, 8)
+    params = drawn(embed.init, ids)
+
+    @jax.jit
+    def of_all_and_of_the_first(params):
+        return embed.apply(params, None, ids), embed.apply(params, None, ids[:, :1], positions=np.zeros((2, 1), int))
+
+    whole, first = of_all_and_of_the_first(params)
+    encoding = np.asarray(whole) - np.asarray(first)
+    grid = np.asarray(te.sinusoidal_grid((2, 3), 8, axes=(1, 0), layout="sin_cos")).reshape(6, 8)
     # Both sums round once, of numbers below 4.
     np.testing.assert_allclose(encoding, np.broadcast_to(grid - grid[0], (2, 6, 8)), rtol=0, atol=4 * 2**-23)
     np.testing.assert_array_equal(te.sinusoidal_grid((2, 3), 8, axes=(1, 0), layout="sin_cos", positions=np.arange(6)), grid)
@@ -1326,7 +1341,7 @@ def test_a_grid_of_tokens_is_the_flattened_grid():
 
 def test_a_position_outside_the_grid_is_nan():
     embed, ids = grid_embedding(te.SinusoidalGrid((2, 3))), np.zeros((1, 3), int)
-    params = embed.init(KEY, ids)
+    params = drawn(embed.init, ids)
     embedded = jax.jit(lambda positions: embed.apply(params, None, ids, positions=positions))(np.array([-1, 5, 6]))
     assert np.isnan(embedded).all(-1).tolist() == [[True, False, True]]
 
@@ -1353,7 +1368,8 @@ def test_grid_errors(message, call):
 
 def test_a_grid_splits_its_channels_as_the_function_does():
     scheme = te.SinusoidalGrid((2, 3), odd="round_up")
-    np.testing.assert_array_equal(scheme.encoding(np.arange(6), 7), te.sinusoidal_grid((2, 3), 7, odd="round_up").reshape(6, 7))
+    grid = np.asarray(te.sinusoidal_grid((2, 3), 7, odd="round_up")).reshape(6, 7)
+    np.testing.assert_array_equal(scheme.encoding(np.arange(6), 7), grid)
 
 
 def test_a_grid_with_coordinates_of_its_own_as_in_diffusers():
@@ -1363,13 +1379,14 @@ def test_a_grid_with_coordinates_of_its_own_as_in_diffusers():
     scheme = te.SinusoidalGrid((4, 8), axis_positions=coordinates, **options)
     assert hash(scheme) == hash(te.SinusoidalGrid((4, 8), axis_positions=tuple(map(tuple, coordinates)), **options))
     assert scheme.axis_positions[0] == (0.0, 2.0, 4.0, 6.0)
-    grid = te.sinusoidal_grid((4, 8), 24, axis_positions=coordinates, **options).reshape(32, 24)
+    grid = np.asarray(te.sinusoidal_grid((4, 8), 24, axis_positions=coordinates, **options)).reshape(32, 24)
     embed, ids = grid_embedding(scheme, 24), np.zeros((1, 32), int)
-    params = embed.init(KEY, ids)
+    params = drawn(embed.init, ids)
     (table,) = jax.tree.leaves(params)
-    tokens = table[0] * np.sqrt(24).astype(np.float32)
+    tokens = np.asarray(table)[0] * np.sqrt(24).astype(np.float32)
     # The token's row, times the factor, and its sum with the encoding: two roundings of numbers below 8.
-    np.testing.assert_allclose(embed.apply(params, None, ids)[0], tokens + grid, rtol=0, atol=8 * 2**-23)
+    (embedded,) = np.asarray(embed.apply(params, None, ids))
+    np.testing.assert_allclose(embedded, tokens + grid, rtol=0, atol=8 * 2**-23)
 
 
 @pytest.mark.parametrize(
