@@ -133,7 +133,7 @@ def test_an_offset_and_its_dtype_are_no_new_trace(traces, positions):
     embedder = te.make_embedder(fresh(positions=positions))
     params = drawn(embedder.init)
     call = functools.partial(embedder.apply, params, None, IDS, is_training=False)
-    call(positions=jnp.arange(5, dtype=jnp.int32))
+    call(positions=np.arange(5, dtype=np.int32))
     traces.clear()
     for offset in (1, 3, 9):
         row = np.arange(5) + offset
@@ -155,7 +155,7 @@ def test_every_integer_dtype_of_token_types_shares_a_trace(traces):
     types = (IDS > 4).astype(np.int32)
     first, *others = (
         embedder.apply(params, None, IDS, is_training=False, token_types=same)
-        for same in (types, types.tolist(), types.astype(np.int64), jnp.asarray(types, jnp.int8))
+        for same in (types, types.tolist(), types.astype(np.int64), jax.device_put(types.astype(np.int8)))
     )
     embedder.apply(params, None, IDS, is_training=False, token_types=weak([2, 5]))
     assert len(traces) == 1
@@ -170,10 +170,11 @@ def test_every_integer_dtype_of_token_types_shares_a_trace(traces):
 def test_the_embedder_is_the_module():
     _, params = made()
     module = hk.transform(lambda ids: te.TransformerEmbedding(CONFIG)(ids, is_training=False))
-    np.testing.assert_allclose(evaluate(), module.apply(params, None, IDS), rtol=0, atol=FUSION)
-    assert jax.tree.structure(params) == jax.tree.structure(module.init(KEY, IDS))
+    np.testing.assert_allclose(evaluate(), jax.jit(module.apply)(params, None, IDS), rtol=0, atol=FUSION)
+    assert jax.tree.structure(params) == jax.tree.structure(jax.eval_shape(module.init, KEY, IDS))
 
 
+@functools.cache
 def initial():
     return te.make_embedder(CONFIG).init(KEY)
 
@@ -256,9 +257,9 @@ def test_vmap_over_seeds():
     keys = jax.random.split(KEY, 3)
     params = jax.vmap(embedder.init)(keys)
     train = functools.partial(embedder.apply, is_training=True, positions=np.arange(3, 8))
-    got = jax.vmap(train, in_axes=(0, 0, None))(params, keys, IDS)
+    got = np.asarray(jax.vmap(train, in_axes=(0, 0, None))(params, keys, IDS))
     for n, key in enumerate(keys):
-        want = train(embedder.init(key), key, IDS)
+        want = np.asarray(train(embedder.init(key), key, IDS))
         np.testing.assert_allclose(got[n], want, rtol=0, atol=FUSION)
         np.testing.assert_array_equal(got[n] == 0, want == 0)
 
@@ -339,7 +340,7 @@ def test_export_and_back(is_training, serialised):
     if serialised:
         pytest.importorskip("flatbuffers", reason="jax serialises with it")
     embedder, params = made()
-    arguments = (params, jax.random.PRNGKey(3), jnp.asarray(IDS))
+    arguments = (params, jax.random.PRNGKey(3), IDS)
     function = jax.jit(of_raw_key(embedder, is_training))
     exported = jax.export.export(function)(*arguments)
     if serialised:
@@ -355,22 +356,26 @@ def test_export_for_any_batch_and_length(positions):
     shape = jax.ShapeDtypeStruct((batch, length), jnp.int32)
     function = jax.jit(lambda *arguments: [of_raw_key(embedder, is_training)(*arguments) for is_training in (False, True)])
     exported = jax.export.export(function)(params, jax.random.PRNGKey(3), shape)
-    for ids in (IDS, np.tile(IDS, (3, 1))[:, :2], IDS[:1, :1]):
-        arguments = (params, jax.random.PRNGKey(3), jnp.asarray(ids))
-        for got, expected in zip(exported.call(*arguments), function(*arguments), strict=True):
-            np.testing.assert_allclose(got, expected, rtol=0, atol=FUSION)
+    batches = (IDS, np.tile(IDS, (3, 1))[:, :2], IDS[:1, :1])
+
+    def of_each_batch(function):
+        return jax.jit(lambda params, key, batches: [function(params, key, ids) for ids in batches])(params, jax.random.PRNGKey(3), batches)
+
+    for ids, *results in zip(batches, of_each_batch(exported.call), of_each_batch(function), strict=True):
+        for got, expected in zip(*results, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=0, atol=FUSION, err_msg=f"ids of shape {ids.shape}")
 
 
 @pytest.mark.slow
 def test_positions_of_other_widths():
     highest = np.array([2**32 - 1, 2**31, 5, 4, 3], np.uint32)
     embedder, params = made(dataclasses.replace(CONFIG, positions=te.Sinusoidal()))
-    found = embedder.apply(params, None, IDS, is_training=False, positions=highest)
-    at_zero = embedder.apply(params, None, IDS, is_training=False, positions=np.zeros(5, int))
-    encoding = te.sinusoidal_encoding(highest, CONFIG.d_model) - te.sinusoidal_encoding(0, CONFIG.d_model)
-    np.testing.assert_allclose(found - at_zero, np.broadcast_to(encoding, found.shape), rtol=0, atol=4 * FUSION)
+    both = highest, np.zeros_like(highest)
+    found, at_zero = (np.asarray(embedder.apply(params, None, IDS, is_training=False, positions=each)) for each in both)
+    encoding, of_zero = (np.asarray(te.sinusoidal_encoding(each, CONFIG.d_model)) for each in both)
+    np.testing.assert_allclose(found - at_zero, np.broadcast_to(encoding - of_zero, found.shape), rtol=0, atol=4 * FUSION)
     with x64():
-        lost = embedder.apply(params, None, IDS, is_training=False, positions=jnp.arange(5) + 2.0**24 + 0.5)
+        lost = embedder.apply(params, None, IDS, is_training=False, positions=jax.device_put(np.arange(5) + 2.0**24 + 0.5))
     assert np.isnan(lost).all()
 
 
@@ -593,10 +598,10 @@ def test_a_grown_vocabulary_keeps_its_rows_and_draws_like_them():
     big = te.make_embedder(dataclasses.replace(CONFIG, vocab_size=200, d_model=16))
     params = drawn(big.init)
     # Channels of different means and deviations show whether new rows follow each channel's own.
-    old = params[PATH]["embeddings"] * jnp.arange(1.0, 17.0) + jnp.arange(16.0)
-    grown = te.resize_vocabulary({PATH: {"embeddings": old}}, 4200, jax.random.key(1))[PATH]["embeddings"]
+    old = np.asarray(params[PATH]["embeddings"]) * np.arange(1, 17, dtype=np.float32) + np.arange(16, dtype=np.float32)
+    grown = np.asarray(te.resize_vocabulary({PATH: {"embeddings": jax.device_put(old)}}, 4200, jax.random.key(1))[PATH]["embeddings"])
     np.testing.assert_array_equal(grown[:200], old)
-    new, old = np.asarray(grown[200:], np.float64), np.asarray(old, np.float64)
+    new, old = grown[200:].astype(np.float64), old.astype(np.float64)
     # Of 4000 normal samples the mean has deviation 4000**-0.5 and the deviation 8000**-0.5; five of each.
     assert (np.abs(new.mean(0) - old.mean(0)) < 5 * 4000**-0.5 * old.std(0)).all()
     assert (np.abs(new.std(0) / old.std(0) - 1) < 5 * 8000**-0.5).all()
@@ -612,7 +617,8 @@ def test_a_resized_vocabulary_fits_its_config():
         assert np.isfinite(last).all()
         assert np.isnan(past).all()
         kept = min(size, 11)
-        np.testing.assert_array_equal(resized[PATH]["embeddings"][:kept], params[PATH]["embeddings"][:kept])
+        got, expected = (np.asarray(each[PATH]["embeddings"])[:kept] for each in (resized, params))
+        np.testing.assert_array_equal(got, expected)
 
 
 def test_resizing_touches_only_the_table():
@@ -662,18 +668,18 @@ def as_lists(params):
         ("rng: wanted one key of jax.random.key or jax.random.PRNGKey, got int 0", lambda e, p: e.init(0)),
         ("rng: wanted one key of jax.random.key or jax.random.PRNGKey, got str 'x'", lambda e, p: e.apply(p, "x", [[1]], is_training=True)),
         ("params: wanted a Haiku parameter tree, a dict of dicts, got list", lambda e, p: e.apply([1], None, [[1]], is_training=False)),
-        ("params: wanted a Haiku parameter tree, a dict of dicts, got list", lambda e, p: e.logits([1], jnp.ones((1, 4)))),
+        ("params: wanted a Haiku parameter tree, a dict of dicts, got list", lambda e, p: e.logits([1], np.ones((1, 4), np.float32))),
         ("params: wanted a Haiku parameter tree, a dict of dicts, got NoneType", lambda e, p: te.resize_vocabulary(None, 4)),
         ("rng: wanted one key of jax.random.key or jax.random.PRNGKey, got int 0", lambda e, p: te.resize_vocabulary(p, 400, 0)),
         (LISTED, lambda e, p: e.apply(as_lists(p), None, [[1]], is_training=False)),
-        (LISTED, lambda e, p: e.logits(as_lists(p), jnp.ones((1, 4)))),
-        (LISTED, lambda e, p: e.cross_entropy(as_lists(p), jnp.ones((1, 4)), [1])),
+        (LISTED, lambda e, p: e.logits(as_lists(p), np.ones((1, 4), np.float32))),
+        (LISTED, lambda e, p: e.cross_entropy(as_lists(p), np.ones((1, 4), np.float32), [1])),
     ],
 )
 def test_keys_and_params_of_another_kind_are_refused(message, call):
     embedder = te.make_embedder(te.EmbedderConfig(8, 4))
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
-        call(embedder, embedder.init(KEY))
+        call(embedder, drawn(embedder.init))
 
 
 class TestResizePositions:
@@ -682,7 +688,7 @@ class TestResizePositions:
     def resized(self, table, max_len, **options):
         path = "transformer_embedding/~/learned_positional_encoding"
         params = drawn(te.make_embedder(self.config).init)
-        params = te.resize_positions({**params, path: {"embeddings": jnp.asarray(table, jnp.float32)}}, max_len, **options)
+        params = te.resize_positions({**params, path: {"embeddings": jax.device_put(table.astype(np.float32))}}, max_len, **options)
         return np.asarray(params[path]["embeddings"])
 
     @pytest.mark.slow
