@@ -142,10 +142,23 @@ def test_causal_mask_refuses_bad_lengths():
 # --- attention_mask
 
 
+@functools.cache
+def compiled_masks():
+    """The mask of each combination, from one program."""
+
+    def build(queries, keys, padding):
+        return [
+            te.attention_mask(query_positions=queries[q], key_positions=keys[k], padding=padding[p], causal=causal)
+            for q, k, p, causal in COMBINATIONS
+        ]
+
+    return dict(zip(COMBINATIONS, jax.jit(build)(QUERIES, KEYS, PADDING), strict=True))
+
+
 @pytest.mark.parametrize(("query_rank", "key_rank", "padding_rank", "causal"), COMBINATIONS)
 def test_attention_mask_is_a_loop_in_the_smallest_shape(query_rank, key_rank, padding_rank, causal):
     queries, keys, padding = QUERIES[query_rank], KEYS[key_rank], PADDING[padding_rank]
-    mask = te.attention_mask(query_positions=queries, key_positions=keys, padding=padding, causal=causal)
+    mask = compiled_masks()[query_rank, key_rank, padding_rank, causal]
     expected = smallest(loop_mask(rows(queries, 3), rows(keys, 3), rows(padding, 3), causal))
     assert mask.dtype == jnp.bool_
     assert mask.shape == expected.shape
@@ -154,9 +167,9 @@ def test_attention_mask_is_a_loop_in_the_smallest_shape(query_rank, key_rank, pa
 
 @pytest.mark.parametrize(("query_rank", "key_rank", "padding_rank", "causal"), COMBINATIONS[::3])
 def test_attention_mask_under_jit_is_the_eager_one(query_rank, key_rank, padding_rank, causal):
-    build = functools.partial(te.attention_mask, causal=causal)
-    arguments = {"query_positions": QUERIES[query_rank], "key_positions": KEYS[key_rank], "padding": PADDING[padding_rank]}
-    np.testing.assert_array_equal(jax.jit(build)(**arguments), build(**arguments))
+    queries, keys, padding = QUERIES[query_rank], KEYS[key_rank], PADDING[padding_rank]
+    eager = te.attention_mask(query_positions=queries, key_positions=keys, padding=padding, causal=causal)
+    np.testing.assert_array_equal(compiled_masks()[query_rank, key_rank, padding_rank, causal], eager)
 
 
 def test_attention_mask_under_vmap_is_a_loop():
@@ -169,19 +182,19 @@ def test_attention_mask_under_vmap_is_a_loop():
 
 def test_attention_mask_of_a_whole_sequence_is_the_causal_mask():
     mask = te.attention_mask(query_positions=np.arange(6), key_positions=np.arange(6), causal=True)
-    np.testing.assert_array_equal(mask, te.causal_mask(6)[None, None])
+    np.testing.assert_array_equal(mask, np.asarray(te.causal_mask(6))[None, None])
 
 
 def test_attention_mask_of_the_last_queries_is_the_last_rows_of_the_causal_mask():
     mask = te.attention_mask(query_positions=np.arange(4, 6), key_positions=np.arange(6), causal=True)
-    np.testing.assert_array_equal(mask[0, 0], te.causal_mask(6)[4:])
+    np.testing.assert_array_equal(np.asarray(mask)[0, 0], np.asarray(te.causal_mask(6))[4:])
 
 
 def test_attention_mask_while_decoding_has_an_offset_for_each_row():
     offsets = np.array([[0], [3], [4]])
     mask = te.attention_mask(query_positions=offsets, key_positions=np.arange(5), causal=True)
     assert mask.shape == (3, 1, 1, 5)
-    assert mask.sum(-1).ravel().tolist() == [1, 4, 5]
+    assert np.sum(np.asarray(mask), -1).ravel().tolist() == [1, 4, 5]
 
 
 def test_attention_mask_has_one_trace_for_all_offsets():
@@ -192,14 +205,15 @@ def test_attention_mask_has_one_trace_for_all_offsets():
         traces.append(offset)
         return te.attention_mask(query_positions=offset + jnp.arange(2), key_positions=np.arange(6), causal=True)
 
+    whole = np.asarray(te.causal_mask(6))
     for offset in range(5):
-        np.testing.assert_array_equal(step(offset)[0, 0], te.causal_mask(6)[offset : offset + 2])
+        np.testing.assert_array_equal(np.asarray(step(offset))[0, 0], whole[offset : offset + 2])
     assert len(traces) == 1
 
 
 def test_attention_mask_with_left_padding_is_the_causal_mask_of_the_tokens():
     tokens = te.padding_mask([[0, 0, 5, 6, 7]])
-    mask = te.attention_mask(query_positions=np.arange(5), key_positions=np.arange(5), padding=tokens, causal=True)[0, 0]
+    mask = np.asarray(te.attention_mask(query_positions=np.arange(5), key_positions=np.arange(5), padding=tokens, causal=True))[0, 0]
     np.testing.assert_array_equal(mask[2:, 2:], te.causal_mask(3))
     assert not mask[:, :2].any()
     assert not mask[:2].any()
@@ -208,13 +222,14 @@ def test_attention_mask_with_left_padding_is_the_causal_mask_of_the_tokens():
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64])
 def test_attention_mask_takes_host_positions_of_any_integer_dtype(dtype):
     mask = te.attention_mask(query_positions=np.array([1, 0], dtype), key_positions=np.arange(3, dtype=dtype), causal=True)
-    assert mask[0, 0].tolist() == [[True, True, False], [True, False, False]]
+    assert mask.tolist() == [[[[True, True, False], [True, False, False]]]]
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16, jnp.uint16])
 def test_attention_mask_compares_narrow_positions_with_wide_ones(dtype):
-    mask = te.attention_mask(query_positions=jnp.array([100], dtype), key_positions=[-1, 100, 356], causal=True)
-    assert mask[0, 0].tolist() == [[True, True, False]]
+    narrow = jax.device_put(np.array([100], dtype))
+    mask = te.attention_mask(query_positions=narrow, key_positions=[-1, 100, 356], causal=True)
+    assert mask.tolist() == [[[[True, True, False]]]]
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(0, 0), (0, 3), (3, 0), (1, 1)])
@@ -223,7 +238,7 @@ def test_attention_mask_of_empty_and_single_sequences(queries, keys):
         query_positions=np.arange(queries), key_positions=np.arange(keys), padding=np.ones((2, keys), bool), causal=True
     )
     assert mask.shape == (2, 1, queries, keys)
-    assert mask.all()
+    assert np.asarray(mask).all()
 
 
 def test_attention_mask_of_an_empty_batch():
@@ -233,7 +248,7 @@ def test_attention_mask_of_an_empty_batch():
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_mask_of_padding_alone_is_wholly_false(causal):
     mask = te.attention_mask(query_positions=np.arange(3), key_positions=np.arange(3), padding=[False] * 3, causal=causal)
-    assert not mask.any()
+    assert not np.asarray(mask).any()
     assert mask.shape == (1, 1, 3 if causal else 1, 3)
 
 
@@ -246,7 +261,7 @@ def refused(error, message, **arguments):
 def test_attention_mask_refuses_bad_positions(name):
     refused(TypeError, rf"^{name}: wanted an integer dtype, got float64$", **{name: [0.0, 1.0]})
     refused(TypeError, rf"^{name}: wanted an integer dtype, got bool$", **{name: [True, False]})
-    refused(TypeError, rf"^{name}: wanted a signed integer dtype, got uint32$", **{name: jnp.arange(2, dtype=jnp.uint32)})
+    refused(TypeError, rf"^{name}: wanted a signed integer dtype, got uint32$", **{name: jax.device_put(np.arange(2, dtype=np.uint32))})
     refused(ValueError, rf"^{name}: wanted shape \[length\] or \[batch, length\], got shape \[\]$", **{name: 1})
     refused(ValueError, rf"^{name}: wanted shape \[length\] or \[batch, length\], got shape \[1, 1, 2\]$", **{name: [[[0, 1]]]})
     message = rf"^{name}: wanted integers inside int32, -2147483648\.\.2147483647, got 4294967296 at index \[1\]$"
@@ -292,14 +307,14 @@ def test_combine_masks_is_a_conjunction_in_any_order(masks, random):
 
 
 def test_combine_masks_nests():
-    a, b = te.causal_mask(3)[None, None], te.padding_mask([[5, 0, 6], [0, 0, 0]])[:, None, None, :]
+    a, b = np.tri(3, dtype=bool)[None, None], np.array([[True, False, True], [False] * 3])[:, None, None, :]
     c = np.array([True, False, True])[None, None, :, None]
     np.testing.assert_array_equal(te.combine_masks(te.combine_masks(a, b), c), te.combine_masks(a, te.combine_masks(b, c)))
 
 
 def test_combine_masks_of_padding_and_causal_is_the_attention_mask():
     tokens = te.padding_mask(IDS)
-    combined = te.combine_masks(te.causal_mask(5)[None, None], tokens[:, None, None, :])
+    combined = te.combine_masks(np.asarray(te.causal_mask(5))[None, None], np.asarray(tokens)[:, None, None, :])
     positions = np.arange(5)
     np.testing.assert_array_equal(
         combined, te.attention_mask(query_positions=positions, key_positions=positions, padding=tokens, causal=True)
@@ -307,7 +322,7 @@ def test_combine_masks_of_padding_and_causal_is_the_attention_mask():
 
 
 def test_combine_masks_under_jit_and_vmap_is_the_eager_one():
-    a, b = te.causal_mask(3)[None, None], np.ones((2, 4, 1, 1, 3), bool)
+    a, b = np.tri(3, dtype=bool)[None, None], np.ones((2, 4, 1, 1, 3), bool)
     b[:, 1:3, ..., 1] = False
     np.testing.assert_array_equal(jax.jit(te.combine_masks)(a, b[0]), te.combine_masks(a, b[0]))
     stacked = jax.vmap(te.combine_masks, in_axes=(None, 0))(a, b)
@@ -371,15 +386,19 @@ def test_mask_to_bias_leaves_room_for_another_bias(dtype):
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_mask_to_bias_of_a_wholly_masked_row_has_a_softmax_and_a_gradient(dtype):
     logits = np.array([[0.5, -1.0, 2.0, 0.25]], dtype)
-    bias = te.mask_to_bias(np.zeros((1, 4), bool), dtype)
 
     @jax.jit
-    def softmax(x):
-        return jax.nn.softmax(x + bias)
+    def softmax_and_gradient(x):
+        def first(x):
+            weights = jax.nn.softmax(x + te.mask_to_bias(np.zeros((1, 4), bool), dtype))
+            return weights[0, 0].astype(jnp.float32), weights
 
+        gradient, weights = jax.grad(first, has_aux=True)(x)
+        return weights, gradient
+
+    weights, gradient = softmax_and_gradient(logits)
     # Half of the lowest value is so large that logits below half its spacing round away: four equal numbers are left.
-    assert softmax(logits).tolist() == [[0.25] * 4]
-    gradient = jax.jit(jax.grad(lambda x: softmax(x)[0, 0].astype(jnp.float32)))(logits)
+    assert weights.tolist() == [[0.25] * 4]
     assert np.isfinite(np.asarray(gradient, np.float32)).all()
 
 
@@ -402,7 +421,7 @@ def test_mask_to_bias_keeps_the_shape(shape):
 def test_mask_to_bias_under_jit_and_vmap_is_the_eager_one():
     mask = te.attention_mask(query_positions=QUERIES[1], key_positions=KEYS[1], padding=PADDING[2], causal=True)
     np.testing.assert_array_equal(jax.jit(te.mask_to_bias)(mask), te.mask_to_bias(mask))
-    np.testing.assert_array_equal(jax.vmap(te.mask_to_bias)(mask), [te.mask_to_bias(one) for one in mask])
+    np.testing.assert_array_equal(jax.vmap(te.mask_to_bias)(mask), [te.mask_to_bias(one) for one in np.asarray(mask)])
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, bool])
@@ -478,12 +497,21 @@ def by_loop(rule, queries, keys):
 FAR = (2**31 - 1, -(2**31), 0, 5, -7)
 
 
-@pytest.mark.parametrize("left", [None, 0, 2, 2**31, 2**33])
-@pytest.mark.parametrize("right", [None, 0, 3, 2**31])
+WINDOWS = list(itertools.product([None, 0, 2, 2**31, 2**33], [None, 0, 3, 2**31]))
+WINDOW_QUERIES, WINDOW_KEYS = [*range(-3, 6), *FAR], [*range(7), *FAR]
+
+
+@functools.cache
+def compiled_windows():
+    """The mask of each window, from one program."""
+    build = lambda queries, keys: [te.window_mask(queries, keys, left=left, right=right) for left, right in WINDOWS]
+    return dict(zip(WINDOWS, jax.jit(build)(np.array(WINDOW_QUERIES), np.array(WINDOW_KEYS)), strict=True))
+
+
+@pytest.mark.parametrize(("left", "right"), WINDOWS)
 def test_window_mask_at_any_distance(left, right):
     rule = lambda q, k: (left is None or k >= q - left) and (right is None or k <= q + right)
-    queries, keys = [*range(-3, 6), *FAR], [*range(7), *FAR]
-    np.testing.assert_array_equal(te.window_mask(queries, keys, left=left, right=right), by_loop(rule, queries, keys))
+    np.testing.assert_array_equal(compiled_windows()[left, right], by_loop(rule, WINDOW_QUERIES, WINDOW_KEYS))
 
 
 def test_window_conventions():
@@ -522,7 +550,7 @@ def test_prefix_inside_packing():
         causal=True,
     )
     one = np.array([[1, 1, 0], [1, 1, 0], [1, 1, 1]], bool)
-    np.testing.assert_array_equal(mask[0, 0], np.kron(np.eye(2, dtype=bool), one))
+    np.testing.assert_array_equal(np.asarray(mask)[0, 0], np.kron(np.eye(2, dtype=bool), one))
 
 
 def test_prefix_up_to_and_with_the_first_separator():
@@ -531,10 +559,8 @@ def test_prefix_up_to_and_with_the_first_separator():
     before = np.cumsum(ids == separator, -1) - (ids == separator)
     blocks = np.where(before == 0, 0, -1)
     mask = te.attention_mask(query_positions=positions, key_positions=positions, query_block_ids=blocks, key_block_ids=blocks, causal=True)
-    for row, last in enumerate((2, 0)):
-        np.testing.assert_array_equal(
-            mask[row, 0], by_loop(lambda q, k, last=last: k <= q or max(q, k) <= last, positions, positions)[0, 0]
-        )
+    for row, last in zip(np.asarray(mask), (2, 0), strict=True):
+        np.testing.assert_array_equal(row[None], by_loop(lambda q, k, last=last: k <= q or max(q, k) <= last, positions, positions))
 
 
 def test_blocks_see_past_a_window():
@@ -573,14 +599,14 @@ def test_masks_combine_by_operators():
 
 
 def test_masks_at_an_offset_are_rows_of_the_whole():
-    whole = te.attention_mask(query_positions=range(8), key_positions=range(8), window=(2, 0), causal=True)
+    whole = np.asarray(te.attention_mask(query_positions=range(8), key_positions=range(8), window=(2, 0), causal=True))
 
     @jax.jit
     def step(offset):
-        return te.attention_mask(query_positions=offset[None], key_positions=jnp.arange(8), window=(2, 0), causal=True)
+        return te.attention_mask(query_positions=offset[None], key_positions=np.arange(8), window=(2, 0), causal=True)
 
     for offset in range(8):
-        np.testing.assert_array_equal(step(jnp.int32(offset)), whole[:, :, offset : offset + 1])
+        np.testing.assert_array_equal(step(np.int32(offset)), whole[:, :, offset : offset + 1])
     assert step._cache_size() == 1
 
 
