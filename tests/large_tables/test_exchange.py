@@ -118,6 +118,11 @@ def test_dealing_gives_every_id_a_position_of_its_own(vocab_size, bits):
     np.testing.assert_array_equal(np.sort(every), np.arange(dealt.size))
 
 
+def test_a_device_deals_as_the_host_does():
+    dealt, ids = Deal(10**6, 4096), np.arange(10**6, dtype=np.int32)
+    np.testing.assert_array_equal(jax.jit(dealt.positions)(ids), dealt.positions(ids))
+
+
 @pytest.mark.parametrize("devices", [2, 8, 64, 4096])
 def test_neighbouring_ids_reach_different_devices_on_every_mesh(devices):
     dealt = Deal(10**6, 4096)
@@ -125,7 +130,6 @@ def test_neighbouring_ids_reach_different_devices_on_every_mesh(devices):
     for start in (0, 4096, 4096 * 17):
         assert len(np.unique(owners[start : start + devices])) == devices
     assert np.bincount(owners, minlength=devices).max() <= 10**6 // devices + 1
-    np.testing.assert_array_equal(dealt.positions(jnp.arange(10**6, dtype=jnp.int32)) // (dealt.size // devices), owners)
     # So do ids that are a round of dealing apart: as evenly as hashed ones.
     apart = np.bincount(owners[:: 4096 // 8], minlength=devices)
     assert apart.max() <= max(4 * apart.mean(), 8)
@@ -283,22 +287,24 @@ def test_what_goes_straight_and_the_rest_come_back_in_place():
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 4), (2, 2, 2)], ids=str)
 def test_straight_first_trains_and_looks_up_as_one_hop_does(shape, monkeypatch):
-    monkeypatch.setattr(routes, "plan_route", straight_first)
+    # Two positions of a device go over hops: enough for the batches, not for four that one device owns.
+    monkeypatch.setattr(routes, "plan_route", lambda *args: straight_first(*args)._replace(rest=2))
     # No other test has this capacity, and so the programs of this one.
     mesh, capacity = mesh_of(shape), 1.0625
+    table = deal(mesh, capacity=capacity)
+    assert not any(table.exchange_load(ids).dropped for ids in BATCHES)
     with set_mesh(mesh):
-        table, _, losses, _ = train(mesh, deal(mesh, capacity=capacity))
+        trained, _, losses, _ = train(mesh, table)
     expected, _, _, expected_losses, _ = oracle()
     np.testing.assert_allclose(losses, expected_losses, rtol=0, atol=1e-3)
-    np.testing.assert_allclose(table.in_vocabulary_order(), expected, rtol=0, atol=TRAINED_ERROR)
+    np.testing.assert_allclose(trained.in_vocabulary_order(), expected, rtol=0, atol=TRAINED_ERROR)
     # What finds no room is NaN, and counted on the host.
-    ids = np.concatenate([np.tile(owned_by_one(36)[:18], (8, 1)), BATCHES[0]], axis=1)
-    ids = np.where((ids >= 0) & (ids < VOCAB), ids, 7)
-    weights, table = normal(1, *ids.shape, WIDTH), deal(mesh, capacity=capacity)
-    rows, gradient = lookup_and_gradient(table, put(mesh, ids), put(mesh, weights))
+    ids, table = BATCHES[0].clip(0, VOCAB - 1), deal(mesh, capacity=capacity)
+    ids[::2] = owned_by_one(16).reshape(4, 4)
+    rows, gradient = lookup_and_gradient(table, put(mesh, ids), put(mesh, WEIGHTS[0]))
     lost = np.isnan(np.asarray(rows)).any(-1)
-    expected, expected_gradient = lookup_and_gradient(jnp.asarray(TABLE), ids, np.where(lost[..., None], 0, weights))
-    assert bool(lost.any()) == (table.exchange_load(ids).dropped > 0)
+    assert lost.sum() == table.exchange_load(ids).dropped == 4
+    expected, expected_gradient = lookup_and_gradient(jnp.asarray(TABLE), ids, np.where(lost[..., None], 0, WEIGHTS[0]))
     np.testing.assert_array_equal(np.asarray(rows)[~lost], np.asarray(expected)[~lost])
     np.testing.assert_allclose(gradient.in_vocabulary_order(), expected_gradient, rtol=0, atol=1e-4)
 
@@ -325,7 +331,7 @@ def test_lookup_by_exchange_gives_the_rows_bit_for_bit_and_their_gradient(kind, 
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (5, 2)], ids=str)
 def test_ids_that_the_devices_do_not_divide_are_looked_up_in_every_shard(shape):
     ids = np.full(shape, 5, np.int32)
-    np.testing.assert_array_equal(te.lookup(deal(mesh_of((2, 4))), ids), te.lookup(TABLE, ids))
+    np.testing.assert_array_equal(jax.jit(te.lookup)(deal(mesh_of((2, 4))), ids), TABLE[ids])
 
 
 @settings(deadline=None, derandomize=True, max_examples=20)
@@ -335,7 +341,10 @@ def test_ids_that_the_devices_do_not_divide_are_looked_up_in_every_shard(shape):
 )
 def test_lookup_by_exchange_of_any_ids(ids, policy):
     ids = np.array(ids, np.int32)
-    np.testing.assert_array_equal(te.lookup(roomy_table(), ids, out_of_range=policy), te.lookup(TABLE, ids, out_of_range=policy))
+    expected = TABLE[ids.clip(0, VOCAB - 1)]
+    if policy != "clip":
+        expected[(ids < 0) | (ids >= VOCAB)] = np.nan if policy == "nan" else 0
+    np.testing.assert_array_equal(te.lookup(roomy_table(), ids, out_of_range=policy), expected)
 
 
 @functools.cache
@@ -353,16 +362,14 @@ def test_a_bfloat16_table_sums_the_gradients_of_all_devices_before_it_rounds():
     @jax.jit
     def step(params, ids):
         value = lambda params: jnp.sum(te.lookup(params["t"], ids).astype(jnp.float32))
-        grads = te.rows.value_and_grad(value, ids={"t": ids})(params)[1]
+        grads = te.rows.value_and_grad(value, ids={"t": ids}, max_rows=1)(params)[1]
         return te.rows.update(sgd, grads, sgd.init(params), params)[0], grads["t"].values
 
     params, values = step({"t": table}, put(mesh, ids))
     assert params["t"].dtype == values.dtype == jnp.bfloat16
     # 16 bits would stop counting at 256.
-    assert float(values.max()) == 1024
-    np.testing.assert_array_equal(
-        params["t"].in_vocabulary_order()[5].astype(np.float32), (TABLE.astype(jnp.bfloat16)[5] - jnp.bfloat16(1)).astype(np.float32)
-    )
+    assert np.asarray(values).max() == 1024
+    np.testing.assert_array_equal(params["t"].in_vocabulary_order()[5], TABLE.astype(jnp.bfloat16)[5] - np.ones((), jnp.bfloat16))
 
 
 @pytest.mark.slow
@@ -395,23 +402,21 @@ def test_several_tables_two_lookups_of_one_and_accumulated_gradients():
 # --- what is sent
 
 
-@pytest.mark.parametrize("shape", [(1, 8), pytest.param((2, 4), marks=pytest.mark.slow)], ids=str)
-def test_a_step_by_exchange_sends_all_to_alls_of_the_stated_sizes_and_nothing_larger(shape):
-    mesh, vocab_size, ids = mesh_of(shape), 4096, 256
-    table = deal(mesh, table=jax.ShapeDtypeStruct((vocab_size, WIDTH), jnp.float32), shards=4096)
-    params = {"t": table}
-    state = te.sharding.shard_params(jax.eval_shape(OPTIMIZER.init, params), mesh, {"*/t": SPEC(mesh.axis_names)}, tables="*/t", deal="*/t")
-    batch = NamedSharding(mesh, SPEC(mesh.axis_names))
-    tokens = jax.ShapeDtypeStruct((8 * ids, 1), jnp.int32, sharding=batch)
-    weights = jax.ShapeDtypeStruct((8 * ids, 1, WIDTH), jnp.float32, sharding=batch)
-
-    def step(params, state, ids, weights):
-        squares = lambda params: jnp.sum(te.lookup(params["t"], ids) ** 2 * weights)
-        grads = te.rows.value_and_grad(squares, ids={"t": ids})(params)[1]
-        return te.rows.update(OPTIMIZER, grads, state, params)
-
-    sent = collectives(jax.jit(step, donate_argnums=(0, 1)).lower(params, state, tokens, weights).compile())
-    hops = routes.plan_route(ids, mesh.axis_names, shape, vocab_size // 8, 8, 1.0).hops
+# Of the programs that other tests run.
+@pytest.mark.parametrize(("kind", "shape", "ids"), [(AUTO, (1, 8), 18), (AUTO, (2, 4), 4), (EXPLICIT, (2, 2, 2), 4)], ids=str)
+def test_a_step_by_exchange_sends_all_to_alls_of_the_stated_sizes_and_nothing_larger(kind, shape, ids):
+    mesh = mesh_of(shape, kind)
+    params = {"t": deal(mesh)}
+    batch, weights = put(mesh, np.zeros((8, ids), np.int32)), put(mesh, np.zeros((8, ids, WIDTH), np.float32))
+    with set_mesh(mesh):
+        program = row_step.lower(params, placed_state(OPTIMIZER, params), batch, weights).compile()
+    sent = collectives(program)
+    # The loss and the norm of its gradient are sums of a number from each device.
+    sums = [each for each in sent if each.largest == 1]
+    assert {each.kind for each in sums} == {"all-reduce"}
+    assert sum(len(each.operands) for each in sums) == 2
+    sent = [each for each in sent if each not in sums]
+    hops = routes.plan_route(ids, mesh.axis_names, shape, params["t"].array.shape[0] // 8, 8, 1.0).hops
     assert {each.kind for each in sent} == {"all-to-all"}
     assert len(sent) == 3 * len(hops)
     places = [hop.parts * hop.room for hop in hops]
@@ -433,10 +438,10 @@ def owned_by_one(count, devices=8):
 @pytest.mark.slow
 def test_ids_that_find_no_room_read_as_nan_and_get_no_update():
     mesh = mesh_of((1, 8))
-    same = owned_by_one(36)
+    same = owned_by_one(18)
     ids = np.tile(same, (8, 1))
     crowded, roomy = deal(mesh), deal(mesh, capacity=8.0)
-    room = routes.plan_route(36, mesh.axis_names, (1, 8), crowded.array.shape[0] // 8, 8, 1.0).hops[0].room
+    room = routes.plan_route(18, mesh.axis_names, (1, 8), crowded.array.shape[0] // 8, 8, 1.0).hops[0].room
     assert room < len(same)
     load = crowded.exchange_load(ids)
     assert load.dropped == 8 * (len(same) - room)
@@ -449,35 +454,32 @@ def test_ids_that_find_no_room_read_as_nan_and_get_no_update():
     np.testing.assert_array_equal(rows[np.isin(ids, held)], TABLE[ids[np.isin(ids, held)]])
     np.testing.assert_array_equal(look(roomy, put(mesh, ids)), TABLE[ids])
 
-    sgd = optax.sgd(1.0)
-
-    @jax.jit
-    def step(params, ids):
-        value, grads = te.rows.value_and_grad(lambda params: jnp.sum(te.lookup(params["t"], ids)), ids={"t": ids})(params)
-        return te.rows.update(sgd, grads, sgd.init(params), params)[0]["t"], value
-
-    table, value = step({"t": crowded}, put(mesh, ids))
+    params, ones = {"t": crowded}, np.ones((*ids.shape, WIDTH), np.float32)
+    with set_mesh(mesh):
+        params, state, value, _ = row_step(params, placed_state(OPTIMIZER, params), put(mesh, ids), put(mesh, ones))
     assert np.isnan(value)
-    expected = TABLE.copy()
-    expected[held] -= 8
-    np.testing.assert_allclose(table.in_vocabulary_order(), expected, rtol=0, atol=1e-5)
+    gradient, expected = np.zeros_like(TABLE), TABLE.copy()
+    gradient[held], expected[held] = 8, TABLE[held] - RATE
+    np.testing.assert_allclose(state[0].mu["t"].in_vocabulary_order(), 0.1 * gradient, rtol=1e-6, atol=0)
+    np.testing.assert_allclose(params["t"].in_vocabulary_order(), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (2, 2, 2)], ids=str)
 def test_the_load_on_the_host_counts_what_the_devices_do(shape):
     mesh = mesh_of(shape)
     table = deal(mesh)
-    ids = np.random.default_rng(5).choice(owned_by_one(36), (16, 18)).astype(np.int32)
+    rng = np.random.default_rng(5)
+    ids = np.stack([rng.permutation(owned_by_one(36))[:18].reshape(2, 9) for _ in range(8)]).reshape(16, 9)
     rows = jax.jit(te.lookup)(table, put(mesh, ids))
     lost = {
         (device, id_)
-        for device, id_, row in zip(np.repeat(np.arange(8), 36), ids.ravel(), np.asarray(rows).reshape(-1, WIDTH), strict=True)
+        for device, id_, row in zip(np.repeat(np.arange(8), 18), ids.ravel(), np.asarray(rows).reshape(-1, WIDTH), strict=True)
         if np.isnan(row).any()
     }
     load = table.exchange_load(ids)
     assert load.rows.shape == shape
     assert (load.dropped > 0) == bool(lost)
-    if len(routes.plan_route(36, mesh.axis_names, shape, table.array.shape[0] // 8, 8, 1.0).hops) == 1:
+    if len(routes.plan_route(18, mesh.axis_names, shape, table.array.shape[0] // 8, 8, 1.0).hops) == 1:
         assert load.dropped == len(lost)
 
 
@@ -536,7 +538,7 @@ def test_resizing_and_saving_a_sharded_table_speak_in_vocabulary_order(tmp_path,
     assert resized.sharding == placed[NAME]["embeddings"].sharding
     # The mean and the spread are summed in another order.
     np.testing.assert_allclose(resized.in_vocabulary_order(), expected, rtol=0, atol=1e-6)
-    np.testing.assert_array_equal(te.lookup(resized, np.arange(40)), resized.in_vocabulary_order()[:40])
+    np.testing.assert_array_equal(jax.jit(te.lookup)(resized, np.arange(40)), resized.in_vocabulary_order()[:40])
     smaller = te.resize_vocabulary(placed, 20)[NAME]["embeddings"]
     np.testing.assert_array_equal(smaller.in_vocabulary_order(), params[NAME]["embeddings"][:20])
     te.pretrained.save_embedder(tmp_path / "model.safetensors", CONFIG, placed)
@@ -561,11 +563,10 @@ def test_a_dealt_checkpoint_of_one_mesh_is_restored_on_another_and_on_one_device
             target = place(jax.eval_shape(init, jax.random.key(0)), mesh)
             args = jax.tree.map(lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape), target)
             restored = checkpointer.restore(tmp_path / "step", args=ocp.args.PyTreeRestore(item=target, restore_args=args))
-            expected = place(init, mesh, rng=jax.random.key(0))
-            assert jax.tree.structure(restored) == jax.tree.structure(expected)
-            for found, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(expected), strict=True):
-                assert found.sharding == wanted.sharding
-                assert_same_draws(found, wanted)
+            assert jax.tree.structure(restored) == jax.tree.structure(target)
+            for found, leaf, kept in zip(*map(jax.tree.leaves, (restored, target, saved)), strict=True):
+                assert found.sharding == leaf.sharding
+                np.testing.assert_array_equal(found, kept)
 
 
 @pytest.mark.slow
@@ -584,17 +585,14 @@ def test_a_hundred_steps_of_a_language_model_by_exchange_are_those_by_replicated
         params = te.sharding.shard_params(params, mesh, {PATTERN: SPEC(options.pop("axes"))}, **options)
         state = placed_state(adam, params)
 
-        @functools.partial(jax.jit, donate_argnums=(0, 1))
-        def step(params, state, ids):
+        def step(carry, ids):
+            params, state = carry
             ids_of = {"embed": {NAME: {"embeddings": ids[:, :-1]}}}
             value, grads = te.rows.value_and_grad(negative_log_likelihood, ids=ids_of)(params, ids)
-            return *te.rows.update(adam, grads, state, params), value
+            return te.rows.update(adam, grads, state, params), value
 
-        found = []
-        for ids in tokens:
-            params, state, value = step(params, state, put(mesh, ids, batch))
-            found.append(float(value))
-        return found, params["embed"][NAME]["embeddings"].in_vocabulary_order()
+        (params, _), found = jax.jit(functools.partial(jax.lax.scan, step))((params, state), put(mesh, tokens, None, batch))
+        return np.asarray(found), params["embed"][NAME]["embeddings"].in_vocabulary_order()
 
     # All 37 ids of a batch of 8: a room of its own for each.
     exchanged = losses({"axes": mesh.axis_names, "deal": PATTERN, "virtual_shards": 16, "capacity": 8.0}, mesh.axis_names)
@@ -661,8 +659,6 @@ def test_another_lookup_than_the_ids_given_is_told_or_reads_as_nan():
     with pytest.raises(
         ValueError, match=r"^ids: wanted split over the mesh axes of the ids given to te.rows, \('data', 'model'\), got shape"
     ):
-        te.rows.value_and_grad(lambda params: te.lookup(params["t"], np.arange(5)).sum(), ids={"t": ids})(params)
-    value, _ = jax.jit(lambda params, ids: te.rows.value_and_grad(lambda p: te.lookup(p["t"], ids + 1).sum(), ids={"t": ids})(params))(
-        params, ids
-    )
-    assert np.isnan(value)
+        jax.eval_shape(te.rows.value_and_grad(lambda params: te.lookup(params["t"], np.arange(5)).sum(), ids={"t": ids}), params)
+    shifted = lambda params, ids: te.rows.value_and_grad(lambda params: te.lookup(params["t"], ids + 1).sum(), ids={"t": ids})(params)[0]
+    assert np.isnan(jax.jit(shifted)(params, ids))
