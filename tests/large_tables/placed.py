@@ -1,6 +1,7 @@
 """The state of an optimizer, placed as a step leaves it: with a state that is placed otherwise, the first step would compile twice."""
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 
@@ -9,7 +10,7 @@ def placed_state(optimizer, params):
     shardings = {leaf.shape: leaf.sharding for leaf in jax.tree.leaves(params)}
     (some, *_) = shardings.values()
     if not isinstance(some, NamedSharding):
-        return jax.jit(optimizer.init)(params)
+        return optimizer.init(params)
     everywhere = NamedSharding(some.mesh, PartitionSpec())
-    shapes = jax.eval_shape(optimizer.init, params)
-    return jax.jit(optimizer.init, out_shardings=jax.tree.map(lambda leaf: shardings.get(leaf.shape, everywhere), shapes))(params)
+    state = optimizer.init(jax.tree.map(np.asarray, params))
+    return jax.device_put(state, jax.tree.map(lambda leaf: shardings.get(leaf.shape, everywhere), state))
