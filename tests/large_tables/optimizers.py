@@ -149,10 +149,10 @@ def make_batch(seed):
     return jnp.asarray(ids), jnp.asarray(more), jnp.asarray(rng.normal(size=(7, WIDTH))), jnp.asarray(rng.normal(size=(5, 2)))
 
 
-def row_step(optimizer, params, state, batch, **extra):
-    ids = {"embed": {"table": batch[0]}, "other": batch[1]}
-    _, grads = te.rows.value_and_grad(loss, ids=ids)(params, batch)
-    return te.rows.update(optimizer, grads, state, params, **extra)
+def by_rows(grads):
+    """Gradients with Rows, from those that have ids and values in their place."""
+    table = te.rows.Rows(*grads["embed"]["table"], VOCAB_SIZE)
+    return {**grads, "embed": {"table": table}, "other": te.rows.Rows(*grads["other"], OTHER_SIZE)}
 
 
 def lazy_step(optimizer, params, state, grads, **extra):
@@ -180,10 +180,14 @@ def extra_arguments(optimizer):
 def refusal(optimizer):
     """Why an optimizer cannot train by rows; None where it can."""
     params = make_params()
+    table, other = (np.arange(7), np.ones((7, WIDTH))), (np.arange(5), np.ones((5, 2)))
+
+    def step(params, state, grads):
+        return te.rows.update(optimizer, by_rows(grads), state, params, **extra_arguments(optimizer))
+
     try:
         state = quietly(optimizer.init, params)
-        step = functools.partial(row_step, optimizer, batch=make_batch(0), **extra_arguments(optimizer))
-        quietly(jax.eval_shape, step, params, state)
+        quietly(jax.eval_shape, step, params, state, {**params, "embed": {"table": table}, "other": other})
     except ValueError as error:
         return str(error)
     return None
