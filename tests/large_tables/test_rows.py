@@ -148,10 +148,12 @@ def batches(ids_of, seed=1):
 def test_with_every_row_touched_rows_train_as_the_whole_table(name):
     optimizer = OPTIMIZERS[name][0]
     steps = [functools.partial(step, optimizer) for step in (row_step, dense_step)]
-    params = [make_params()] * 2
-    states = [optimizer.init(each) for each in params]
+    params = make_params()
+    states = [optimizer.init(params)] * 2
     # Every row, twice some; padding has no gradient, so weight decay must be nothing there: its row is zeros.
-    params = [{**each, "embed": {"embeddings": each["embed"]["embeddings"].at[PAD].set(0)}} for each in params]
+    table = table_of(params).copy()
+    table[PAD] = 0
+    params = [{**params, "embed": {"embeddings": jnp.asarray(table)}}] * 2
     for ids, weights in batches(lambda rng: np.concatenate([rng.permutation(VOCAB_SIZE), [3, 3, 7]])):
         params, states = zip(
             *(step(each, state, ids, weights) for step, each, state in zip(steps, params, states, strict=True)), strict=True
@@ -170,8 +172,9 @@ def test_rows_touched_at_random_follow_the_lazy_rule(name):
     step = functools.partial(row_step, optimizer)
     table = table_of(params).astype(np.float64)
     states = {row: [np.full(WIDTH, value) for value in start] for row in range(VOCAB_SIZE)}
-    # Repeats, padding, and ids beyond either end.
-    for t, (ids, weights) in enumerate(batches(lambda rng: np.append(rng.integers(0, 12, 8), [PAD, PAD, -1, VOCAB_SIZE, 2**31 - 1])), 1):
+    special = [PAD, PAD, -1, VOCAB_SIZE, 2**31 - 1]
+    # Repeats, padding, and ids beyond either end; as many as in the test above, for the same program.
+    for t, (ids, weights) in enumerate(batches(lambda rng: np.tile(np.append(rng.integers(0, 12, 8), special), 2)), 1):
         scale = float(params["scale"])
         params, state = step(params, state, ids, weights)
         for row in set(ids.tolist()) & set(range(VOCAB_SIZE)) - {PAD}:
@@ -216,9 +219,9 @@ MOVES_WITHOUT_A_GRADIENT = {
 def test_padding_ids_beyond_the_ends_and_rows_not_held_move_nothing(name, policy):
     """Rows and their states, bit for bit: rows 0 and 22 lie where a clipped id would."""
     optimizer = MOVES_WITHOUT_A_GRADIENT[name]
-    params, ids = make_params(), jnp.array([5, PAD, -3, 7, VOCAB_SIZE, 2**31 - 1, 5])
+    params, ids = make_params(), np.array([5, PAD, -3, 7, VOCAB_SIZE, 2**31 - 1, 5])
     # As after steps in which all rows had gradients.
-    state = jax.tree.map(lambda leaf: leaf if leaf.ndim == 0 else jnp.full_like(leaf, 0.25), optimizer.init(params))
+    state = jax.tree.map(lambda leaf: leaf if leaf.ndim == 0 else np.full(leaf.shape, 0.25, leaf.dtype), optimizer.init(params))
 
     def masked_loss(params):
         rows = te.lookup(params["embed"]["embeddings"], ids, pad_id=PAD, out_of_range=policy)
@@ -247,8 +250,8 @@ def test_clipped_ids_move_the_row_at_the_end():
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 9, 64])
 def test_every_id_finds_its_row_or_none(size):
     held = np.sort(np.random.default_rng(size).permutation(100)[:size]).astype(np.int32)
-    rows = TakenRows(jnp.asarray(held), jnp.asarray(held, jnp.float32)[:, None], 100)
-    found = te.lookup(rows, np.arange(100))[:, 0]
+    rows = TakenRows(held, held.astype(np.float32)[:, None], 100)
+    found = np.asarray(jax.jit(te.lookup)(rows, np.arange(100)))[:, 0]
     np.testing.assert_array_equal(found, np.where(np.isin(np.arange(100), held), np.arange(100), np.nan))
 
 
@@ -268,8 +271,8 @@ def test_ids_of_any_width_take_the_row_that_they_name():
 @pytest.mark.slow
 def test_gradients_of_repeated_ids_sum_in_float32():
     # A bfloat16 sum of ones would stop at 256.
-    params = {"t": jnp.zeros([5, 2], jnp.bfloat16)}
-    ids = jnp.full([300], 4)
+    params = {"t": np.zeros([5, 2], jnp.bfloat16)}
+    ids = np.full([300], 4)
     after, _ = trained(optax.sgd(1.0), lambda p: te.lookup(p["t"], ids).astype(jnp.float32).sum(), {"t": ids}, params)
     assert after["t"].dtype == jnp.bfloat16
     assert np.asarray(after["t"])[4].tolist() == [-300, -300]
@@ -306,11 +309,16 @@ def test_taken_rows_are_the_distinct_ones(ids, max_rows):
 
 
 def test_a_bound_too_small_is_loud():
-    params, weights = make_params(), np.ones((3, WIDTH), np.float32)
-    rows, _ = taken(params, {"embed": {"embeddings": [1, 2, 3]}}, max_rows=2)
-    read = te.lookup(rows["embed"]["embeddings"], [1, 2, 3])
-    assert np.isnan(read).all(axis=1).tolist() == [False, False, True]
-    assert np.isnan(loss(rows, jnp.array([1, 2, 3]), weights))
+    ids, weights = np.array([1, 2, 3]), np.ones((3, WIDTH), np.float32)
+
+    @jax.jit
+    def read(params):
+        rows, _ = taken(params, {"embed": {"embeddings": ids}}, max_rows=2)
+        return te.lookup(rows["embed"]["embeddings"], ids), loss(rows, ids, weights)
+
+    rows, value = read(make_params())
+    assert np.isnan(rows).all(axis=1).tolist() == [False, False, True]
+    assert np.isnan(value)
 
 
 @pytest.mark.slow
@@ -373,8 +381,8 @@ def mixed(ids, types):
 
 
 MODELS = {"layer_stack": stacked, "remat": rematerialised, "mixed_precision": mixed}
-IDS = jnp.array([[5, 9, 5, 0], [11, 1, 0, 0]])
-KINDS = jnp.array([[0, 1, 1, 0], [0, 0, 0, 0]])
+IDS = np.array([[5, 9, 5, 0], [11, 1, 0, 0]])
+KINDS = np.array([[0, 1, 1, 0], [0, 0, 0, 0]])
 
 
 def tables_of(params):
@@ -387,7 +395,7 @@ def tables_of(params):
             elif leaf.shape == (2, 8) and name == "embeddings":
                 ids[module] = {name: KINDS}
             elif leaf.shape == (16, 8) and name != "w":
-                ids[module] = {name: jnp.arange(4)}
+                ids[module] = {name: np.arange(4)}
     assert len(ids) == 3
     return ids
 
@@ -397,7 +405,8 @@ def tables_of(params):
 def test_models_read_rows_as_they_read_tables(name):
     """Several tables in a tree, each with ids of its own; the optimizer is SGD, for which lazy is dense."""
     net = hk.without_apply_rng(hk.transform(MODELS[name]))
-    params = jax.jit(net.init)(jax.random.key(0), IDS, KINDS)
+    rng, shapes = np.random.default_rng(0), jax.eval_shape(net.init, jax.random.key(0), IDS, KINDS)
+    params = jax.tree.map(lambda leaf: jnp.asarray(0.3 * rng.normal(size=leaf.shape), leaf.dtype), shapes)
     optimizer = optax.sgd(RATE)
 
     def total(params):
@@ -408,11 +417,15 @@ def test_models_read_rows_as_they_read_tables(name):
         value, grads = te.rows.value_and_grad(total, ids=tables_of(params))(params)
         return te.rows.update(optimizer, grads, state, params), value
 
+    @jax.jit
+    def whole_step(params):
+        value, grads = jax.value_and_grad(total)(params)
+        return optax.apply_updates(params, jax.tree.map(lambda g: -RATE * g, grads)), value
+
     (after, _), value = step(params, optimizer.init(params))
-    dense_value, dense_grads = jax.jit(jax.value_and_grad(total))(params)
+    want, dense_value = whole_step(params)
     tolerance = 2e-2 if name == "mixed_precision" else 1e-5
     np.testing.assert_allclose(value, dense_value, rtol=tolerance)
-    want = optax.apply_updates(params, jax.tree.map(lambda g: -RATE * g, dense_grads))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), after, want)
     assert jax.tree.structure(after) == jax.tree.structure(params)
 
@@ -424,9 +437,9 @@ def test_seeds_are_mapped_over():
     ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, (3, 6))
     weights = np.random.default_rng(1).normal(size=(3, 6, WIDTH)).astype(np.float32)
     each = [row_step(optimizer, p, optimizer.init(p), i, w) for p, i, w in zip(params, ids, weights, strict=True)]
-    stack = lambda *leaves: jnp.stack(leaves)
-    together = jax.tree.map(stack, *params)
-    mapped = jax.vmap(functools.partial(row_step, optimizer))(together, jax.vmap(optimizer.init)(together), ids, weights)
+    stack = lambda *leaves: np.stack(leaves)
+    together = jax.tree.map(stack, *((p, optimizer.init(p)) for p in params))
+    mapped = jax.vmap(functools.partial(row_step, optimizer))(*together, ids, weights)
     for ours, theirs in zip(jax.tree.leaves(mapped), jax.tree.leaves(jax.tree.map(stack, *each)), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=DENSE_TOLERANCE, atol=DENSE_TOLERANCE)
 
@@ -438,7 +451,7 @@ def test_each_table_may_have_a_bound_of_its_own():
 
 
 def compiled_step(vocab_size, block=1024):
-    params = {"embed": {"embeddings": jnp.ones([vocab_size, 16])}, "scale": jnp.ones([])}
+    params = {"embed": {"embeddings": jax.ShapeDtypeStruct([vocab_size, 16], jnp.float32)}, "scale": jax.ShapeDtypeStruct([], jnp.float32)}
     optimizer = optax.adam(RATE)
     step = jax.jit(functools.partial(traced_row_step, optimizer), donate_argnums=(0, 1))
     shapes = jax.eval_shape(lambda params: (params, optimizer.init(params)), params)
@@ -527,17 +540,17 @@ def test_ids_that_a_map_made_floats_are_told():
 def test_a_tied_table_is_refused():
     message = "table: wanted a whole table, trained densely, since the output layer is tied to it, got some of its rows"
     with pytest.raises(TypeError, match=message):
-        te.tied_logits(jnp.ones(3), ROWS)
+        te.tied_logits(np.ones(3, np.float32), ROWS)
 
     def tied(ids):
         embed = te.TokenEmbedding(5, 3)
         return embed.logits(embed(ids))
 
     net = hk.without_apply_rng(hk.transform(tied))
-    params = jax.jit(net.init)(jax.random.key(0), np.array([1]))
+    params = jax.eval_shape(net.init, jax.random.key(0), np.array([1]))
     step = te.rows.value_and_grad(lambda params: net.apply(params, [1]).sum(), ids={"token_embedding": {"embeddings": [1]}})
     with pytest.raises(TypeError, match=message):
-        step(params)
+        jax.eval_shape(step, params)
 
 
 # Arguments.
@@ -559,7 +572,7 @@ def test_errors_of_value_and_grad():
     expect(TypeError, "params['i']: wanted a floating dtype, got int32", lambda: taken(params, {"i": [1]}))
     expect(TypeError, "ids: wanted an integer dtype, got float64", lambda: taken(params, {"m": {"t": [1.5]}}))
     expect(ValueError, "max_rows: wanted an int of at least 1, got 0", lambda: taken(params, {"m": {"t": [1]}}, max_rows=0))
-    seen, _ = taken({"m": params["m"]}, {"m": {"t": [1]}})
+    seen = {"m": {"t": taken_rows(params["m"]["t"], np.array([1]))}}
     expect(TypeError, "params['m']['t']: wanted a whole table, got some of its rows", lambda: taken(seen, {"m": {"t": [1]}}))
     huge = jax.ShapeDtypeStruct([2**31 - 2, 1], jnp.float32)
     message = "table: wanted at most 2147483645 rows, to take 2 of them, got 2147483646"
