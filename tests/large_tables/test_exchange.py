@@ -402,8 +402,12 @@ def test_several_tables_two_lookups_of_one_and_accumulated_gradients():
 # --- what is sent
 
 
-# Of the programs that other tests run.
-@pytest.mark.parametrize(("kind", "shape", "ids"), [(AUTO, (1, 8), 18), (AUTO, (2, 4), 4), (EXPLICIT, (2, 2, 2), 4)], ids=str)
+# Programs that tests of training and of overflow run as well: jax compiles them once.
+@pytest.mark.parametrize(
+    ("kind", "shape", "ids"),
+    [(AUTO, (1, 8), 18), pytest.param(AUTO, (2, 4), 4, marks=pytest.mark.slow), (EXPLICIT, (2, 2, 2), 4)],
+    ids=str,
+)
 def test_a_step_by_exchange_sends_all_to_alls_of_the_stated_sizes_and_nothing_larger(kind, shape, ids):
     mesh = mesh_of(shape, kind)
     params = {"t": deal(mesh)}
