@@ -203,7 +203,7 @@ def test_without_matplotlib_it_is_named_and_the_package_works(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", WITHOUT_MATPLOTLIB]
     run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment)
-    needs = "transformer_embed.plots needs matplotlib: pip install matplotlib"
+    needs = "transformer_embed.plots needs matplotlib: pip install 'transformer-embed[plots]'"
     assert run.stdout.splitlines() == [needs, needs, "True False", "2 []"]
     assert run.stderr == f"transformer-embed: error: {needs}\n"
 

@@ -1,4 +1,4 @@
-"""The input layer of a Transformer for JAX and Haiku: look a token up, say where it stands, say who may attend to whom."""
+"""The input layer of a Transformer for JAX and Haiku: token lookup, positions and attention masks."""
 
 import importlib
 from types import ModuleType

@@ -27,7 +27,17 @@ try:
     from matplotlib.patches import Circle, Patch
     from matplotlib.ticker import MaxNLocator
 except ImportError as error:
-    raise ImportError("transformer_embed.plots needs matplotlib: pip install matplotlib") from error
+    raise ImportError("transformer_embed.plots needs matplotlib: pip install 'transformer-embed[plots]'") from error
+
+__all__ = [
+    "plot_bias",
+    "plot_encoding",
+    "plot_error",
+    "plot_mask",
+    "plot_rotary",
+    "plot_similarity",
+    "plot_wavelengths",
+]
 
 HIDDEN, ALLOWED = "#E6E6E6", "#0B3C5D"
 DIVERGING, SEQUENTIAL = "RdBu_r", "cividis"
@@ -118,7 +128,7 @@ def plot_wavelengths(
 
 
 def plot_similarity(encoding: ArrayLike, *, ax: Axes | None = None, label: str | None = None) -> Axes:
-    """The dot product of the vectors of two positions, over their distance. It shows how similar near and far positions are.
+    """The dot product of two positions' vectors as a function of their distance. It shows how similar near and far positions are.
 
     The line is the mean over all pairs of positions at a distance; the band goes from the minimum to the maximum. Sinusoids have no band,
     because their dot product depends only on the distance. Needs memory for length * length numbers.
@@ -318,7 +328,7 @@ def plot_bias(
 
 
 def plot_error(d_model: int, *, ax: Axes | None = None, positions: ArrayLike | None = None, base: float = 10_000.0) -> Axes:
-    """The largest error of a sinusoidal encoding over position, for this package and for the usual float32 product.
+    """The largest error of a sinusoidal encoding at each position, for this package and for the usual float32 product.
 
     Exact values are computed with 50 decimal digits, and whole turns are subtracted before the sine.
 

@@ -400,7 +400,7 @@ def test_a_symbolic_number_of_tokens_is_refused():
 
 
 def test_a_table_of_some_rows_is_refused():
-    message = r"^table: wanted a whole table, or a sharded one, since the output layer is tied to it, got SomeRows(\n|$)"
+    message = r"^table: wanted a whole table, trained densely, since the output layer is tied to it, got some of its rows(\n|$)"
     with pytest.raises(TypeError, match=message):
         te.tied_cross_entropy(X, SomeRows(), LABELS)
 

@@ -175,7 +175,7 @@ def test_the_frequencies_of_any_scaling_are_rounded_once(name, data):
     if accepted(oracle.scaled_frequencies(scaling, 8, base)[0]):
         check_words(scaling, 8, base)
     else:
-        with pytest.raises(ValueError, match=r"wanted frequencies below 2\*\*32 turns a position"):
+        with pytest.raises(ValueError, match=r"wanted frequencies below 2\*\*32 turns per position"):
             check_words(scaling, 8, base)
 
 
@@ -679,7 +679,7 @@ P = np.arange(3)
         ),
         (
             ValueError,
-            "positions: wanted shape [..., length, 2], one axis a section, got shape [3]",
+            "positions: wanted shape [..., length, 2], one axis per section, got shape [3]",
             lambda: apply_rotary(X, P, sections=(2, 2)),
         ),
         (

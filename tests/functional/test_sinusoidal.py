@@ -220,7 +220,7 @@ def check_against_arbitrary_precision(positions, d_model, **options):
     try:
         got = np.asarray(te.sinusoidal_encoding(np.array(positions), d_model, **options))
     except ValueError as error:
-        assert str(error).startswith("base and frequency_scale: wanted frequencies below 2**32 turns a position")  # noqa: PT017
+        assert str(error).startswith("base and frequency_scale: wanted frequencies below 2**32 turns per position")  # noqa: PT017
         assert max(oracle.sinusoidal_frequencies(d_model, **options)) >= 2**33 * mpmath.pi
         return
     for row, position in zip(got, positions, strict=True):
@@ -402,7 +402,7 @@ class TestValuesThatFloat32LacksAreLoud:
 
     @pytest.mark.parametrize("options", [{"frequency_scale": 2.7e10}, {"frequency_scale": 1e30}, {"base": 1e-20}])
     def test_frequencies_past_the_words(self, options):
-        with pytest.raises(ValueError, match=r"^base and frequency_scale: wanted frequencies below 2\*\*32 turns a position, got "):
+        with pytest.raises(ValueError, match=r"^base and frequency_scale: wanted frequencies below 2\*\*32 turns per position, got "):
             te.sinusoidal_encoding([1], 64, **options)
 
     @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from transformer_embed.pretrained.checkpoints import CONFIG
 
 def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     """Adds flags for what the files of a checkpoint may not say."""
-    parser.add_argument("--stack", choices=("encoder", "decoder"), help="for a checkpoint that has both (default: encoder)")
-    parser.add_argument("--model-type", metavar="NAME", help="model_type, such as bert or llama, if no config.json says it")
+    parser.add_argument("--stack", choices=("encoder", "decoder"), help="stack to read if the checkpoint has both (default: encoder)")
+    parser.add_argument("--model-type", metavar="NAME", help="model type, such as bert or llama, if no config.json has it")
     parser.add_argument("--settings", metavar="FILE.json", help="entries of a config.json, which override those beside the checkpoint")
 
 

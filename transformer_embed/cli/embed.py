@@ -37,7 +37,7 @@ def add_to(commands: Any) -> None:
         "--from",
         dest="checkpoint",
         metavar="CHECKPOINT",
-        help="a published model, as `inspect` reads it, with --ids; or a model that `train --out` wrote",
+        help="any checkpoint that `inspect` reads; a published model needs --ids",
     )
     add_checkpoint_flags(parser)
     parser.add_argument("--out", required=True, metavar="X.npz", help="file to write the arrays to")

@@ -18,7 +18,9 @@ def add_to(commands: Any) -> None:
         "has them.",
     )
     parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="a safetensors file, the index file of a checkpoint in several files, or their folder"
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="a safetensors file, the index file of a sharded checkpoint, or a folder with one of them",
     )
     add_checkpoint_flags(parser)
     parser.set_defaults(run=run)

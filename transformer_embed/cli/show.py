@@ -27,7 +27,7 @@ def add_to(commands: Any) -> None:
         allow_abbrev=False,
         help="draw a picture of an encoding, a mask, a bias or an error",
         description="Draws a picture of what this package computes and writes it to a PNG, SVG or PDF file. Equal arguments give equal "
-        "files. Needs matplotlib: pip install matplotlib.",
+        "files. Needs matplotlib: pip install 'transformer-embed[plots]'.",
     )
     pictures = show.add_subparsers(required=True, metavar="PICTURE")
 
@@ -52,7 +52,7 @@ def add_to(commands: Any) -> None:
     encoding = picture(_draw_encoding, "a heat map of sinusoidal positions")
     encoding.add_argument("--layout", choices=LAYOUTS, default=LAYOUTS[0], help="order of the channels (default: %(default)s)")
     wavelengths = picture(_draw_wavelengths, "the wavelength of each pair of channels, in positions")
-    similarity = picture(_draw_similarity, "the dot product of two sinusoidal positions over their distance")
+    similarity = picture(_draw_similarity, "the dot product of two sinusoidal positions by distance")
     rotary = picture(_draw_rotary, "where rotary embeddings rotate a point in some pairs of channels")
     error = picture(_draw_error, "the error of sinusoidal positions, and of the usual float32 product, from 1 to 2**31 - 1")
     for each, length in ((encoding, 128), (similarity, 512), (rotary, 6)):
@@ -69,7 +69,11 @@ def add_to(commands: Any) -> None:
     mask.add_argument("--font", default=FONT, metavar="NAME", help="font to write the tokens in (default: %(default)s)")
     mask.add_argument("--bidirectional", action="store_true", help="let queries attend to later keys too (default: causal)")
     mask.add_argument(
-        "--window", nargs=2, type=distance, metavar=("BACK", "AHEAD"), help="how many keys before and after itself a query sees"
+        "--window",
+        nargs=2,
+        type=distance,
+        metavar=("BACK", "AHEAD"),
+        help="how many keys before and after its position a query may attend to",
     )
     mask.add_argument("--chunk", type=at_least_one, metavar="N", help="hide keys outside the query's chunk of N positions")
     mask.add_argument("--prefix", type=distance, default=0, metavar="N", help="let the first N positions all attend to each other")
@@ -77,7 +81,7 @@ def add_to(commands: Any) -> None:
     size(bias, "--length", 16, "number of positions", 512)
     size(bias, "--num-heads", 8, "number of heads", 128)
     size(bias, "--head", 0, "which head, from 0", 127, lowest=0)
-    bias.add_argument("--symmetric", action="store_true", help="bias later keys as much as earlier ones, rather than hide them")
+    bias.add_argument("--symmetric", action="store_true", help="give later keys the same bias as earlier ones instead of hiding them")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -122,7 +122,7 @@ def relative_position_buckets(
         query_positions: [T] or [B, T] integers.
         key_positions: [S] or [B, S] integers.
         num_buckets: rows of the table, at least 4 (2 if not bidirectional). If bidirectional, an odd number leaves the last row unused.
-        max_distance: all distances from this one on share the last bucket. Must be larger than e above.
+        max_distance: distances of at least this share the last bucket. Must be larger than e above.
         bidirectional: True (T5's encoder): buckets 0..m-1, m = num_buckets // 2, are for keys at or before the query, m..2m-1 for keys
             after it. False (its decoder): all m = num_buckets are for keys at or before the query; those after it get 0, since a mask
             hides them.

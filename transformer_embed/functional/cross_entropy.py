@@ -6,10 +6,9 @@ gradient of the chunk's x and its part of the table's gradient. Then the logits 
 
 On a mesh, each device first receives two things. One is tokens: x, labels and weights are all-gathered over the axes that also split the
 table, and stay split over the others. The other is whole rows: if the table's columns are split, an all-to-all splits its rows instead.
-From then on, each device holds some rows of the vocabulary. Within a chunk, the
-devices that share tokens exchange three numbers a token: the largest logit, the sum of exponentials and the label's logit. At the end the
-gradient of x is summed over the devices that share tokens and scattered to where x came from; the gradient of the rows is summed over the
-parts of the batch and returns to its columns.
+From then on, each device holds some rows of the vocabulary. Within a chunk, devices with the same tokens exchange three numbers per token:
+the largest logit, the sum of exponentials and the label's logit. At the end the gradient of x is summed over the devices with the same
+tokens and scattered to where x came from; the gradient of the rows is summed over the parts of the batch and returns to its columns.
 
 In reading order: `tied_cross_entropy` checks its arguments; `_total` gives each token its weight; `_loss` and its rule define the gradient;
 `_on_each_device` splits the work over the mesh; `_on_one_device` sends and receives; `_in_chunks` scans `_step`; `_losses_and_slopes` is
@@ -54,9 +53,8 @@ def tied_cross_entropy(
     For a token with logits z and label y, over a vocabulary of V ids and with smoothing s,
     `loss = log(sum(exp(z))) - (1 - s) * z[y] - s * sum(z) / V`.
 
-    The gradient is computed in the same pass over the chunks as the value, with three products with the table, as without chunks.
-    Forward mode and second derivatives work too: a product with the Hessian (`jax.jvp` of `jax.grad`) also needs the memory of only
-    one chunk.
+    One pass over the chunks computes value and gradient, with three products with the table, as many as without chunks. Forward mode
+    and second derivatives work too: a product with the Hessian (`jax.jvp` of `jax.grad`) also needs the memory of only one chunk.
 
     Args:
         x: [..., d], a floating dtype.
@@ -77,8 +75,8 @@ def tied_cross_entropy(
         Gradients are summed in float32 or wider over all chunks, then cast once to the dtypes of x and table.
 
         With a sharded table, or any array on a mesh with explicit axes, no device gathers a table or logits. x is all-gathered over the
-        mesh axes that also split the table. Devices that share tokens exchange three numbers a token and, once, the gradients of x.
-        Devices that share rows exchange the gradient of the rows once. For plain arrays on automatic axes the value is the same, and
+        mesh axes that also split the table. Devices with the same tokens exchange three numbers per token and, once, the gradients of x.
+        Devices with the same rows exchange the gradient of the rows once. For plain arrays on automatic axes the value is the same, and
         the compiler chooses what is sent.
 
     Raises:
@@ -86,7 +84,7 @@ def tied_cross_entropy(
             chunk_size is not a Python number; the table has only some of its rows, as inside `te.rows.value_and_grad`.
         ValueError: the table is not of rank 2, or its width is not x's; the shape of labels is not x's without its last axis; a mask
             that does not end in the labels' last axis, or does not broadcast to them; an argument out of its range; columns split over
-            a mesh in more parts than divide the rows.
+            a number of devices that does not divide the number of rows.
 
     Example:
         >>> import jax, jax.numpy as jnp

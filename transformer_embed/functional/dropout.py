@@ -21,17 +21,17 @@ def dropout(rng: Array, rate: float, x: ArrayLike) -> Float[Array, "..."]:
 
     The result equals that of a compiled `hk.dropout` bit for bit on finite x, for every key, since both draw the same random bits. On
     a CPU, hk.dropout spends most of its time drawing them, because JAX runs its generator as a loop over memory. Here, each element
-    computes its own bits in registers (with JAX's default generator and 32-bit floats). A compiled gradient draws the bits again if XLA
-    finds that cheaper than keeping a byte for each element; both are equally fast.
+    computes its own bits in registers (with JAX's default generator and 32-bit floats). A compiled gradient either draws the bits again
+    or keeps a byte for each element, as XLA chooses; both are equally fast.
 
     Args:
         rng: a key of `jax.random.key` or `jax.random.PRNGKey`.
-        rate: in [0, 1), a Python float; 0 returns x as it is. (A numpy scalar acts as in Haiku: one of 16 bits draws 16-bit floats, and
-            one of any width promotes a narrower x.)
+        rate: in [0, 1), a Python float; 0 returns x as it is. (A numpy scalar acts as in Haiku: a 16-bit scalar draws 16-bit
+            floats, and any numpy scalar promotes a narrower x.)
         x: [...], a floating dtype.
 
     Returns:
-        [...], of x's dtype.
+        [...], of x's dtype (if rate is a numpy scalar: of the dtype that x is promoted to).
 
     Raises:
         TypeError: rate is traced or not a number; x does not have a floating dtype of 16 bits or more; rng is not a PRNG key.

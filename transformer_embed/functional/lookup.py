@@ -45,9 +45,7 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
 
     def shards(self, x: Float[Array, "... d"]) -> tuple[Array, Any, tuple[str, ...], tuple[str, ...], Sequence[tuple[str, ...]]]:
         """The array that holds the table, its mesh, and the mesh axes that split its rows, its columns and each dimension of x."""
-        raise TypeError(
-            _checks.wanted("table", "a whole table, or a sharded one, since the output layer is tied to it", type(self).__name__)
-        )
+        raise not_whole_error()
 
     def in_vocabulary_order(self) -> np.ndarray | None:
         """All rows, on the host; None if it does not hold them all."""
@@ -81,6 +79,12 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
         self._refuse()
 
 
+def not_whole_error() -> TypeError:
+    """The error of an output layer that is tied to only some rows of a table."""
+    want = "a whole table, trained densely, since the output layer is tied to it"
+    return TypeError(_checks.wanted("table", want, "some of its rows"))
+
+
 class _NotAnArrayError(TypeError, AttributeError):
     """Also an AttributeError, so that hasattr returns False."""
 
@@ -105,7 +109,8 @@ def lookup(
             vocabulary, so use it for small vocabularies on matrix units (TPU). The table must be finite: 0 times infinity is NaN.
 
     Returns:
-        [..., d] of the table's dtype. Under explicit mesh axes its sharding is that of the ids, then that of the table's columns.
+        [..., d] of the table's dtype. Under explicit mesh axes, leading axes are sharded like the ids and the last axis like the
+        table's columns.
 
     Raises:
         TypeError: ids are not integers; the table does not have a floating dtype of 16 bits or more.

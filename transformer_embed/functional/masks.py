@@ -150,8 +150,8 @@ def window_mask(
     Args:
         query_positions: [T] or [B, T] integers.
         key_positions: [S] or [B, S] integers.
-        left: how many positions before its own a query sees, at least 0; None: all. (transformers' window counts the query's own token: w
-            there is w - 1 here. tensor2tensor and axlearn do not count it: w.)
+        left: how many positions before its own a query sees, at least 0; None: all. (A window of w in transformers includes the query's
+            own token: pass w - 1. In tensor2tensor and axlearn it does not: pass w.)
         right: how many positions after its own a query sees, at least 0; None: all. 0 in a causal window, the same as left in a
             symmetric one.
 
@@ -178,7 +178,7 @@ def segment_mask(query_segment_ids: ArrayLike, key_segment_ids: ArrayLike) -> Bo
     """Which keys belong to the query's segment, for sequences packed into one row.
 
     Args:
-        query_segment_ids: [T] or [B, T] integers. Padding (0) sees padding: mask it separately.
+        query_segment_ids: [T] or [B, T] integers. Padding (segment 0) attends to padding; mask it separately.
         key_segment_ids: [S] or [B, S] integers.
 
     Returns:

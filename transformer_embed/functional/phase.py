@@ -64,7 +64,7 @@ def channels(frequencies: Sequence[decimal.Decimal], quarters: Sequence[int]) ->
     """The words of one frequency per channel (in radians per unit of position), rounded to 2**-64 turns."""
     highest = max(frequencies, default=ZERO)
     if highest >= 2**33 * PI:
-        raise ValueError(_checks.wanted("base and frequency_scale", "frequencies below 2**32 turns a position", f"{highest:.3g} radians"))
+        raise ValueError(_checks.wanted("base and frequency_scale", "frequencies below 2**32 turns per position", f"{highest:.3g} radians"))
     with decimal.localcontext(PRECISION):
         words = [min(int((f / (2 * PI) * 2**64).to_integral_value()), 2**96 - 1) for f in frequencies]
     return Channels(

@@ -59,8 +59,8 @@ class TokenPositions(NamedTuple):
             ids: [length] or [batch, length], any integer dtype.
             pad_id: the id of padding.
             start: the position of the first token. RoBERTa: padding_idx + 1 = 2; OPT: 2.
-            at_padding: the position of padding. RoBERTa: padding_idx = 1; OPT: 1. (BERT counts padding like tokens: give its layers
-                no positions at all.)
+            at_padding: the position of padding. RoBERTa: padding_idx = 1; OPT: 1. (For BERT, which counts padding like tokens, do
+                not pass positions.)
 
         Returns:
             TokenPositions of [batch, length]. The tokens of a row are segment 1. Padding between tokens is not counted.
@@ -87,8 +87,8 @@ class TokenPositions(NamedTuple):
         """For rows of given lengths, all padded to one length.
 
         Args:
-            lengths: [batch] integers: how many tokens each row has. A number above `length` counts as `length`; a negative number on
-                a device counts as 0.
+            lengths: [batch] integers: how many tokens each row has. Numbers above `length` are clipped to `length`; negative numbers
+                on a device are clipped to 0.
             length: of the padded rows, at least 0.
             padding_side: `"right"` or `"left"`.
             start: the position of the first token; see `from_ids`.
@@ -134,7 +134,7 @@ class TokenPositions(NamedTuple):
 
         Raises:
             TypeError: segment_ids are not integers, or are traced and of a dtype wider than int32; another argument is not a Python int.
-            ValueError: segment_ids do not have rank 1 or 2, do not fit int32, or hold a number that comes back in a row; positions
+            ValueError: segment_ids do not have rank 1 or 2, do not fit int32, or repeat a number after a gap; positions
                 counted from start would not fit int32.
 
         Example:
@@ -157,8 +157,8 @@ class TokenPositions(NamedTuple):
 
         Args:
             offset: integers, [] or [batch]: the position of the first token, one for all rows or one for each. It may be traced, so
-                decoding at a new offset does not recompile. Positions must fit into int32; this is checked on the host, and wraps on a
-                device. For models that count from another number (OPT from 2), add it to the offset.
+                decoding at a new offset does not recompile. Positions must fit into int32: on the host this is checked, on a device
+                they wrap. For models that count from another number (OPT from 2), add it to the offset.
             length: number of tokens, 1 in step-by-step decoding; at least 0.
 
         Returns:

@@ -69,7 +69,7 @@ def apply_rotary(
             has the wrong type.
         ValueError: a shape that does not fit; an odd number of channels to pair; a host position outside int32; an unknown layout or
             partial; sections that do not add up to the number of pairs; an attention factor outside float32; a base and a scaling
-            that make a frequency of 2**32 turns a position or more.
+            that make a frequency of 2**32 turns per position or more.
 
     Example:
         >>> import jax.numpy as jnp
@@ -251,7 +251,7 @@ def _positions(positions: ArrayLike, target: tuple[int, ...], sections: tuple[in
     positions = _checks.as_fitting_positions("positions", positions)
     shape = positions.shape
     if sections and (len(shape) < 2 or shape[-1] != len(sections)):
-        raise ValueError(_checks.wanted("positions", f"shape [..., length, {len(sections)}], one axis a section", f"shape {list(shape)}"))
+        raise ValueError(_checks.wanted("positions", f"shape [..., length, {len(sections)}], one axis per section", f"shape {list(shape)}"))
     leading = shape[:-1] if sections else shape
     if not leading or leading[-1] != target[-1]:
         hint = _checks.SCALAR_HINT if not leading else ""

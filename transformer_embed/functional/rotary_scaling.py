@@ -84,9 +84,10 @@ class NTKScaling:
 
 @dataclasses.dataclass(frozen=True)
 class DynamicNTKScaling:
-    """NTK-aware scaling by the current length: `alpha = factor * length / original_length - (factor - 1)`, 1 up to the trained length.
+    """NTK-aware scaling by the current length.
 
-    The length is a Python int, so each new length recompiles. Keys rotated for one length do not fit queries rotated for another.
+    `alpha = factor * length / original_length - (factor - 1)`, or 1 if length <= original_length. The length is a Python int, so each
+    new length recompiles. Keys rotated for one length do not fit queries rotated for another.
 
     Args:
         factor: above 0.
@@ -95,7 +96,7 @@ class DynamicNTKScaling:
 
     Raises:
         TypeError: factor is not a Python number; a length is traced or not a Python int.
-        ValueError: factor is not above 0, or a length is below its lowest.
+        ValueError: factor is not above 0, or a length is too low.
 
     Example:
         >>> import dataclasses
@@ -142,8 +143,7 @@ class YarnScaling:
         beta_slow: frequencies that make at most this many turns are divided by factor; above 0.
         truncate: round the ends of the ramp outwards to integers (gpt-oss: False).
         mscale: in the formula above; the name is DeepSeek's.
-        mscale_all_dim: in the formula above. (The transformers library ignores both if either is 0 or missing, which is equal to the
-            defaults, 1 and 0.)
+        mscale_all_dim: in the formula above. (If either is 0 or missing, the transformers library uses the defaults, 1 and 0, for both.)
         attention_factor: replaces the formula; above 0. None: the formula.
 
     Raises:
@@ -254,9 +254,9 @@ class Llama3Scaling:
 class LongRopeScaling:
     """LongRoPE: divides each frequency by its own factor, and scales cosines and sines.
 
-    The long factors hold if length > original_length, the short ones otherwise. Cosines and sines are multiplied by an attention
-    factor, sqrt(1 + ln(factor) / ln(original_length)), or 1 for a factor up to 1. The length is a Python int, so each new length
-    recompiles.
+    The long factors are used if length > original_length, otherwise the short ones. Cosines and sines are multiplied by an
+    attention factor, sqrt(1 + ln(factor) / ln(original_length)), or 1 for a factor up to 1. The length is a Python int, so each
+    new length recompiles.
 
     Args:
         short_factor: d / 2 numbers above 0, for d rotated channels.
@@ -269,7 +269,7 @@ class LongRopeScaling:
 
     Raises:
         TypeError: an argument of another type; a length is traced or not a Python int.
-        ValueError: an argument out of its range; when applied, factors that are not d / 2.
+        ValueError: an argument out of its range; when applied, a number of factors other than d / 2.
 
     Example:
         >>> import numpy as np

@@ -49,9 +49,9 @@ def sinusoidal_encoding(
             `"interleaved"`: sine and cosine of each frequency side by side (Vaswani et al.; Keras, trax, XLM).
             `"sin_cos"`: all sines, then all cosines (tensor2tensor, fairseq, Marian, CTRL, Flax's examples, MaxText, Whisper).
             `"cos_sin"`: all cosines, then all sines (MusicGen; diffusers with `flip_sin_to_cos`).
-        shift: the denominator of the exponents. `None`: frequency i is base ** (-2i / d_model) (Vaswani et al.). A number s: it is
-            base ** (-i / (d_model // 2 - s)). tensor2tensor, fairseq and Whisper have s = 1; diffusers has 0 or 1
-            (`downscale_freq_shift`).
+        shift: a number to subtract from the denominator of the exponents. `None`: frequency i is base ** (-2i / d_model) (Vaswani
+            et al.). A number s: it is base ** (-i / (d_model // 2 - s)). tensor2tensor, fairseq and Whisper have s = 1; diffusers
+            has 0 or 1 (`downscale_freq_shift`).
         odd: what an odd d_model means.
             `"truncate"`: the exponents use d_model itself, and the last cosine (in `"cos_sin"`, sine) is left out (Keras, Marian,
             RoFormer).
@@ -62,14 +62,14 @@ def sinusoidal_encoding(
         dtype: of the result. The encoding is computed in float32 and rounded once.
 
     Returns:
-        [..., d_model] of `dtype`, in [-1, 1]. The absolute error in float32 is at most 6.0e-8, for every int32 and uint32 position, and
-        for float32 positions below 2**24 in magnitude (these with frequency_scale up to 1000). NaN for a 64-bit integer outside int32,
+        [..., d_model] of `dtype`, in [-1, 1]. The absolute error in float32 is at most 6.0e-8 for every int32 and uint32 position, and
+        for float32 positions below 2**24 in magnitude if frequency_scale is at most 1000. NaN for a 64-bit integer outside int32,
         and for a float that is not finite or is 2**31 or more in magnitude. Differentiable in float positions, to any order.
 
     Raises:
         TypeError: positions are neither integers nor float32; d_model is not a Python int; dtype is not a floating dtype.
-        ValueError: layout or odd is unknown; base or frequency_scale is not above 0, or makes a frequency of 2**32 turns a position or
-            more; shift is d_model // 2 or more.
+        ValueError: layout or odd is unknown; base or frequency_scale is not above 0, or makes a frequency of 2**32 turns per position
+            or more; shift is d_model // 2 or more.
 
     Example:
         >>> import transformer_embed as te

@@ -6,7 +6,7 @@ device's shard is a range of positions and an ascending list of positions is gro
     this device                          the owners of the rows
     distinct positions  ---- all-to-all ---->  positions asked for, repeats merged
     rows                <--- all-to-all -----  rows of the shard                       (`ask`, then `answer`)
-    gradients of rows   ---- all-to-all ---->  one gradient a row, repeats summed      (`return_gradients`)
+    gradients of rows   ---- all-to-all ---->  one gradient per row, repeats summed    (`return_gradients`)
 
 Each arrow is one all-to-all for each hop of the route (see `routes`): a straight one, others one after the other, or both. Buffers have a
 fixed size; the answer to a position that does not fit is NaN, and its gradient is dropped.

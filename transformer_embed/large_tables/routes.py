@@ -73,7 +73,7 @@ class Route(NamedTuple):
 
 @functools.lru_cache
 def plan_route(asked: int, axes: Axes, sizes: tuple[int, ...], shard: int, devices: int, capacity: float) -> Route:
-    """The route with the smallest buffers for `asked` distinct positions a device, over axes of these sizes with `shard` rows a device."""
+    """The route with the smallest buffers for `asked` distinct positions per device, over axes of these sizes with `shard` rows each."""
     groupings, straight = _groupings([*zip(axes, sizes, strict=True)]), _straight_hop(asked, axes, math.prod(sizes), shard, capacity)
     routes = [_over_hops(asked, grouping, shard, devices, capacity) for grouping in groupings]
     if straight.room and straight.parts > 1:
@@ -125,7 +125,7 @@ def _straight_first(asked: int, straight: Hop, grouping: list[tuple[Axes, int]],
 
 
 def _hops(grouping: list[tuple[Axes, int]], shard: int, most: int, room_for: Callable[[int, int], int]) -> tuple[Hop, ...]:
-    """The hops for at most `most` positions a device; `room_for(senders, receivers)` bounds what `senders` send to `receivers` owners."""
+    """The hops for at most `most` positions per device; `room_for(senders, receivers)` bounds what `senders` send to `receivers` owners."""
     owners = math.prod(parts for _, parts in grouping)
     hops, senders, receivers = [], 1, owners
     for axes, parts in grouping:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int32
 
 from transformer_embed import _checks
 from transformer_embed._typing import ArrayLike
-from transformer_embed.functional.lookup import Table, as_table, rows_at
+from transformer_embed.functional.lookup import Table, as_table, not_whole_error, rows_at
 from transformer_embed.large_tables import row_wise
 from transformer_embed.large_tables.exchange import count_below
 from transformer_embed.large_tables.row_wise import SHARED
@@ -167,7 +167,7 @@ class TakenRows(Table):
 
     def logits(self, x: Float[Array, "... d"]) -> Float[Array, "... v"]:
         """Raises a TypeError: the gradient of an output layer has every row."""
-        raise TypeError(_checks.wanted("table", "a whole table, trained densely, since the output layer is tied to it", "some of its rows"))
+        raise not_whole_error()
 
     def gradient(self, values: Float[Array, "k d"]) -> Rows:
         """The gradient of these rows."""
@@ -195,7 +195,7 @@ def value_and_grad(loss: Callable, *, ids: Tree, has_aux: bool = False, max_rows
     Returns:
         A function of (params, ...) to (value, gradients), or to ((value, aux), gradients). The gradients are a tree like `params`, with
         `Rows` for each table in `ids`: min(number of ids, vocab_size, max_rows) rows, at least 1, and above 1024 rounded up to a multiple
-        of 1024. For a dealt table, each device has as many rows as it can be asked for.
+        of 1024. For a dealt table, the number of rows on each device is the largest number that it can be asked for.
 
     Raises:
         TypeError: ids are not integers; a table does not have a floating dtype; the loss uses a table other than by `lookup`.
@@ -237,8 +237,8 @@ def add(grads: Tree, more: Tree) -> Tree:
     If both have the same ids, `jax.tree.map(jax.numpy.add, grads, more)` works as well.
 
     Args:
-        grads: a gradient by `value_and_grad`.
-        more: another.
+        grads: gradients that `value_and_grad` returned.
+        more: others, of the same parameters.
 
     Returns:
         The sum. A sum of `Rows` has the rows of both, at most vocab_size.
@@ -282,7 +282,7 @@ def update(optimizer: optax.GradientTransformation, grads: Tree, state: Tree, pa
 
     Args:
         optimizer: an optax optimizer.
-        grads: the gradient by `value_and_grad`.
+        grads: the gradients that `value_and_grad` returned.
         state: that of optimizer.init(params).
         params: the parameters.
         **extra_args: handed to optimizer.update.
@@ -291,7 +291,7 @@ def update(optimizer: optax.GradientTransformation, grads: Tree, state: Tree, pa
         (params, state).
 
     Raises:
-        TypeError: the optimizer is not one of optax.
+        TypeError: the optimizer does not have `init` and `update`, as those of optax do.
         ValueError: the optimizer may update a row from other rows (the message names the transformation and the reason); trees that do
             not fit together; a gradient from another trace.
 

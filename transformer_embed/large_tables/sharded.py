@@ -48,16 +48,16 @@ class Sharded(Table):
     they do not affect softmax, argmax or cross-entropy.
 
     `lookup` returns the same values as on one device, bit for bit. `tied_logits` returns [..., padded vocab_size], split over the table's
-    axes. In each dimension of x, it all-gathers x over the first mesh axis that also splits the table and all axes after it. If columns
-    are split, an all-to-all first splits the table by rows instead. A gradient of the table is summed over the axes that the batch is
-    split over and stays in its shard.
+    axes. It all-gathers x over the mesh axes that split x's channels or the table, and, in a dimension split over several axes, over those
+    that follow one of these. If columns are split, an all-to-all first splits the table by rows instead. A gradient of the table is summed
+    over the axes that the batch is split over and stays in its shard.
 
     Args:
         array: [padded vocab_size, d].
         vocab_size: number of rows without padding.
         sharding: of the array.
-        batch: under automatic axes, the mesh axes that the first dimension of ids and x is split over, if it divides by their size. Under
-            explicit axes, the arrays' own shardings are used instead.
+        batch: under automatic axes, the mesh axes that the first dimension of ids and x is split over, if the number of devices along
+            them divides it. Under explicit axes, the arrays' own shardings are used instead.
         virtual_shards: the rows are dealt over this many virtual shards (see `shard_params`). None: they are in vocabulary order.
         capacity: for a dealt table; see `shard_params`.
 
@@ -165,8 +165,8 @@ class Sharded(Table):
             ids: [batch, ...], any integer dtype, not traced: the ids of all devices, whose first dimension is split over `batch`.
 
         Returns:
-            rows: int64, [size of each mesh axis of the batch, ...], the rows that each device is asked for. An id counts once for each
-            device that asks; if the exchange goes over one mesh axis after the other, once for each line of devices.
+            rows: int64, [size of each mesh axis of the batch, ...], the rows that each device is asked for. An id counts once per
+            device that asks, or once per group of devices whose requests are merged on the way.
             dropped: the number of requests that do not fit; these ids read as NaN.
 
         Raises:

@@ -70,16 +70,16 @@ def shard_params(
         tables: a pattern for the names of tables: of rank 2, split by a rule, and read only by `lookup` and `tied_logits`. Other
             modules, such as hk.Embed, need a plain array: leave their tables out of the pattern.
         batch: under automatic axes, the mesh axes that the first dimension of ids is split over. None: the axes that the table does not
-            use; for a dealt table, all axes of the mesh. If a cut table's rows use one of them, the ids along it are all-gathered and the
-            rows reduce-scattered.
+            use; for a dealt table, all axes of the mesh. If a cut table's rows are split over a batch axis, ids are all-gathered and rows
+            reduce-scattered over that axis.
         deal: a pattern for the names of tables to deal: their rows are spread over virtual shards, so that the frequent ids of a
             vocabulary sorted by frequency are not all on one device, and rows are exchanged. None: all tables are cut. A table that a
             tied output layer reads cannot be dealt.
         virtual_shards: a power of two that the number of devices along the rows' axes divides. A dealt table's array, and so its
             checkpoint, is the same on every such mesh.
         capacity: for dealt tables. Each device can send a fixed number of ids to each other device: the mean load of a batch without
-            repeats, plus a margin that hashed ids exceed in less than one step in 1e9. A capacity c makes it at least c times the
-            mean load. An id that does not fit reads as NaN and gets no update; `Sharded.exchange_load` counts these for a batch.
+            repeats, plus a margin that randomly spread ids exceed in less than one step in 1e9. A capacity c makes it at least c times
+            the mean load. An id that does not fit reads as NaN and gets no update; `Sharded.exchange_load` counts these for a batch.
 
     Returns:
         A tree like params.
@@ -88,9 +88,9 @@ def shard_params(
         TypeError: mesh is not a Mesh; rules are not a mapping of patterns to PartitionSpec; tables or deal is not a string; a traced
             parameter; params is a function and rng is None.
         ValueError: a pattern that matches no parameter; a spec with more dimensions than its parameter; an axis that the mesh lacks; a
-            dimension, other than a table's rows, that its axes do not divide; a batch over the axes of a table's columns; rng without
-            a function; a dealt table whose columns are split, whose batch is not split over the axes of its rows, or whose
-            virtual shards the devices do not divide; a capacity that is not positive.
+            dimension, other than a table's rows, that the number of devices along its axes does not divide; a batch over the axes of a
+            table's columns; rng without a function; a dealt table whose columns are split, whose batch is not split over the axes of
+            its rows, or whose virtual shards the devices do not divide; a capacity that is not positive.
 
     Example:
         >>> import jax, numpy as np
@@ -104,8 +104,7 @@ def shard_params(
         (1, 3, 64)
 
     Source:
-        Xu et al., "GSPMD: General and Scalable Parallelization for ML Computation Graphs" (2021), https://arxiv.org/abs/2105.04663, for
-        the annotations; choosing them by name is ours.
+        Xu et al., "GSPMD: General and Scalable Parallelization for ML Computation Graphs" (2021), https://arxiv.org/abs/2105.04663
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(_checks.wanted("mesh", "a jax.sharding.Mesh", type(mesh).__name__))

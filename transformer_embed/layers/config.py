@@ -35,7 +35,7 @@ class EmbedderConfig:
         embedding_width: width of the tables if it is not d_model (ALBERT); None: d_model.
         out_of_range: `"nan"`, `"clip"` or `"zero"`, for ids, token types and learned positions; see `lookup`.
         lookup_style: `"gather"` or `"one_hot"`, for ids and token types; see `lookup`.
-        param_dtype: of the tables and of the linear layer; the layer norm's parameters are float32.
+        param_dtype: of the tables and of the linear layer that `embedding_width` adds; the layer norm's parameters are float32.
         dtype: of the result. None: the dtype of the token table, after a Haiku mixed-precision policy has cast it.
 
     Raises:

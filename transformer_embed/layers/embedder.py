@@ -49,16 +49,16 @@ class CrossEntropyFn(Protocol):
 
 
 class Embedder(NamedTuple):
-    """Four pure functions, as `make_embedder` returns them.
+    """The four pure functions that `make_embedder` returns.
 
     Args:
         init: `init(rng) -> params`, a Haiku parameter tree.
         apply: `apply(params, rng, ids, *, is_training, positions=None, token_types=None)` -> [..., length, d_model]; compiled once for each
             shape and value of is_training. To evaluate, pass rng=None.
         logits: `logits(params, x)` -> [..., vocab_size]: the output layer tied to the token table.
-        cross_entropy: `cross_entropy(params, x, labels, *, mask=None, label_smoothing=0.0, reduction="mean", chunk_size=None)` -> the loss
-            of those logits, computed one chunk of tokens at a time; tokens whose label is `config.pad_id` are not counted. See
-            `tied_cross_entropy`.
+        cross_entropy: `cross_entropy(params, x, labels, *, mask=None, label_smoothing=0.0, reduction="mean", chunk_size=None)` -> the
+            cross-entropy of these logits and the labels, computed one chunk of tokens at a time; tokens whose label is `config.pad_id`
+            are not counted. See `tied_cross_entropy`.
 
     Example:
         >>> import transformer_embed as te

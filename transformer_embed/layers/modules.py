@@ -302,7 +302,7 @@ class TransformerEmbedding(hk.Module):
     Args:
         config: the description of the layer; see `EmbedderConfig`.
         initial_params: initial values of the module's parameters: the result of `Embedder.init` for this config, or a checkpoint's
-            parameters. Call `init` outside of `jax.jit`, where they would become constants of the program. None: drawn at random.
+            parameters. Call `init` outside `jax.jit`; inside it, they would become constants of the program. None: drawn at random.
         name: of the module.
 
     Raises:

@@ -81,14 +81,15 @@ def load_embedder(
         path: a safetensors file, an index file (`model.safetensors.index.json`) beside its shards, or a folder that holds
             `model.safetensors` or that index file.
         stack: `"encoder"` or `"decoder"`, for models with both; None: the encoder. A stack's own table takes precedence over a shared one.
-        settings: `config.json` entries, such as {"model_type": "bert"}. They override those in the file; there may be no file. A
-            scaling (`rope_scaling`, `rope_parameters`) replaces the file's as a whole, except for a `rope_theta` or
-            `partial_rotary_factor` that it leaves out. If no config.json names the model type, entries that change the embeddings are
-            required.
+        settings: `config.json` entries, such as {"model_type": "bert"}. They override those in the checkpoint's
+            config.json, which may be missing. A scaling (`rope_scaling`, `rope_parameters`) replaces the file's as a whole, except for a
+            `rope_theta` or `partial_rotary_factor` that it leaves out. If no config.json names the model type, entries that change the
+            embeddings are required.
         config: with `names`, loads any other model, such as one from a tutorial.
-        names: the tensor name for each parameter of `make_embedder(config).init`. A parameter's path may be shortened to an end that no
-            other parameter has ("token_embedding/embeddings"). None instead of a name gives zeros, for models without an offset in the
-            layer norm or in `widen`. Leading axes of 1 are dropped; float64 is rounded to the config's `param_dtype`.
+        names: the tensor name for each parameter of `make_embedder(config).init`. A path may be shortened to a suffix that no other
+            parameter has ("token_embedding/embeddings"). None instead of a name gives zeros, for models without an offset in the layer
+            norm or in the linear layer of `embedding_width`. Leading axes of 1 are dropped; float64 is rounded to the config's
+            `param_dtype`.
 
     Returns:
         PretrainedInput(config, params, rotary, bias, names). Parameters have the dtypes of their tensors, `config.param_dtype` is that of
