@@ -155,7 +155,7 @@ def scaling(got, *_, **__):
 
 
 def check_words(scaling, dim, base):
-    (words,), attention = rotary._constants(rotary._Spec(dim, dim // 2, base, scaling, (dim // 2,)))
+    (words,), attention = rotary._constants(rotary._Options(dim, dim // 2, base, scaling, (dim // 2,)))
     frequencies, exact_attention = oracle.scaled_frequencies(scaling, dim, base)
     with mpmath.workprec(300):
         for turns, high, low, frequency in zip(words.turns, words.high, words.low, frequencies, strict=True):

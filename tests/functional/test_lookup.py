@@ -482,7 +482,7 @@ def test_gradient_on_an_explicit_mesh_of_gpus_is_the_one_of_one_device(ids_spec,
 
     @jax.jit
     def gradient(table, index, cotangent):
-        read = functools.partial(lookup_module._read_each_row_once_a_device, rows_sharding, index=index)
+        read = functools.partial(lookup_module._read_each_row_once_per_device, rows_sharding, index=index)
         return jax.linear_transpose(read, table)(cotangent)[0]
 
     with set_mesh(mesh):

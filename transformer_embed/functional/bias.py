@@ -42,7 +42,7 @@ def alibi_slopes(num_heads: int, *, max_bias: float = 8.0) -> Float32[Array, "h"
         Press et al., "Train Short, Test Long" (2022), section 3, https://arxiv.org/abs/2108.12409; head counts that are not a power of
         two as in the authors' code. MPT's rule looks different and gives the same slopes in the same order.
     """
-    return _as_constant(*_checked_heads(num_heads, max_bias))
+    return _slopes_array(*_checked_alibi_options(num_heads, max_bias))
 
 
 def alibi_bias(
@@ -92,7 +92,7 @@ def alibi_bias(
         Press et al., "Train Short, Test Long" (2022), section 3, https://arxiv.org/abs/2108.12409
     """
     dtype = _checks.result_dtype("dtype", dtype)
-    heads = _checked_heads(num_heads, max_bias)
+    heads = _checked_alibi_options(num_heads, max_bias)
     return _alibi(
         *_checks.comparable_rows(query_positions=query_positions, key_positions=key_positions),
         *heads,
@@ -153,7 +153,7 @@ def relative_position_buckets(
     return _buckets(*_checks.comparable_rows(query_positions=query_positions, key_positions=key_positions), each_way, starts, bidirectional)
 
 
-def _checked_heads(num_heads: int, max_bias: float) -> tuple[int, float]:
+def _checked_alibi_options(num_heads: int, max_bias: float) -> tuple[int, float]:
     max_bias = _checks.real("max_bias", max_bias, above=0)
     if max_bias > 126:
         raise ValueError(_checks.wanted("max_bias", "a number above 0, at most 126", max_bias))
@@ -179,7 +179,7 @@ def _slopes(num_heads: int, max_bias: float) -> np.ndarray:
 
 
 @functools.partial(jax.jit, inline=True, static_argnums=(0, 1))
-def _as_constant(num_heads: int, max_bias: float) -> Float32[Array, "h"]:
+def _slopes_array(num_heads: int, max_bias: float) -> Float32[Array, "h"]:
     return jnp.asarray(_slopes(num_heads, max_bias), jnp.float32)
 
 
@@ -189,7 +189,7 @@ def _alibi(
 ) -> Float[Array, "b h t s"]:
     wide = _checks.wide(dtype)
     slopes = _slopes(num_heads, max_bias).astype(wide)[None, :, None, None]
-    after, distance = _offsets(queries, keys)
+    after, distance = _after_and_distance(queries, keys)
     far = distance.astype(wide)
     # 0 - 0 is 0, where -(0) would be -0.
     relative = 0 - far if symmetric else jnp.where(after, far, 0 - far)
@@ -201,7 +201,7 @@ def _alibi(
 def _buckets(
     queries: Integer[Array, "q t"], keys: Integer[Array, "k s"], each_way: int, starts: tuple[int, ...], bidirectional: bool
 ) -> Int32[Array, "b t s"]:
-    after, distance = _offsets(queries, keys)
+    after, distance = _after_and_distance(queries, keys)
     if not bidirectional:
         distance = jnp.where(after, 0, distance)
     # Unrolled, with one comparison for each start: for a reduction, XLA would make an array [b, t, s, starts].
@@ -210,7 +210,7 @@ def _buckets(
     return buckets + jnp.where(after, each_way, 0) if bidirectional else buckets
 
 
-def _offsets(queries: Integer[Array, "q t"], keys: Integer[Array, "k s"]) -> tuple[Bool[Array, "b t s"], UInt[Array, "b t s"]]:
+def _after_and_distance(queries: Integer[Array, "q t"], keys: Integer[Array, "k s"]) -> tuple[Bool[Array, "b t s"], UInt[Array, "b t s"]]:
     """Whether each key is after the query, and their distance, which fits the unsigned dtype of their width."""
     dtype = max(queries.dtype, keys.dtype, key=lambda dtype: dtype.itemsize)
     queries, keys = queries.astype(dtype)[:, :, None], keys.astype(dtype)[:, None, :]

@@ -1,7 +1,7 @@
 """The cross-entropy of the tied output layer, one chunk of tokens at a time, so that [tokens, vocabulary] logits never exist at once.
 
 The tokens (x, labels, weights) are cut into chunks, and a `scan` over them carries two sums: the loss, and the table's gradient [rows, d].
-The step for a chunk computes its logits [chunk, rows], then its losses and slopes (the gradients of the logits), and from the slopes the
+The step for a chunk computes its logits [chunk, rows], then its losses and the gradients of the logits, and from these the
 gradient of the chunk's x and its part of the table's gradient. Then the logits are freed.
 
 On a mesh, each device first receives two things. One is tokens: x, labels and weights are all-gathered over the axes that also split the
@@ -10,9 +10,9 @@ From then on, each device holds some rows of the vocabulary. Within a chunk, dev
 the largest logit, the sum of exponentials and the label's logit. At the end the gradient of x is summed over the devices with the same
 tokens and scattered to where x came from; the gradient of the rows is summed over the parts of the batch and returns to its columns.
 
-In reading order: `tied_cross_entropy` checks its arguments; `_total` gives each token its weight; `_loss` and its rule define the gradient;
-`_on_each_device` splits the work over the mesh; `_on_one_device` sends and receives; `_in_chunks` scans `_step`; `_losses_and_slopes` is
-the arithmetic.
+In reading order: `tied_cross_entropy` checks its arguments; `_weighted_loss` gives each token its weight; `_loss` and its rule define the
+gradient; `_loss_on_mesh` splits the work over the mesh; `_loss_on_device` sends and receives; `_loss_in_chunks` scans `_add_chunk`;
+`_losses_and_logit_gradients` is the arithmetic.
 """
 
 import functools
@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from transformer_embed import _checks
 from transformer_embed._typing import ArrayLike
 from transformer_embed.functional.lookup import Table, as_wide_as_table
-from transformer_embed.functional.mesh import Axes, leading_without, per_dimension, spec_of
+from transformer_embed.functional.mesh import Axes, leading_axes_outside, partition_spec, spec_axes
 
 REDUCTIONS = ("mean", "sum")
 # Below 256 tokens a chunk's sum into the table's gradient costs more than the chunk's logits; beyond 512 nothing gets faster.
@@ -117,7 +117,7 @@ def tied_cross_entropy(
     by_count = _checks.choice("reduction", reduction, REDUCTIONS) == "mean"
     if mask is not None:
         mask = _checked_mask(mask, labels)
-    return _total(options, by_count, x, table, labels, mask)
+    return _weighted_loss(options, by_count, x, table, labels, mask)
 
 
 class _Options(NamedTuple):
@@ -152,7 +152,7 @@ def _checked_mask(mask: ArrayLike, labels: Int32[Array, "..."]) -> Bool[Array, "
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _total(
+def _weighted_loss(
     options: _Options,
     by_count: bool,
     x: Float[Array, "... d"],
@@ -161,7 +161,7 @@ def _total(
     mask: Bool[Array, "..."] | None,
 ) -> Float[Array, ""]:
     dtype = _checks.wide(x.dtype, table.dtype)
-    counted = _counted(labels, mask, options.pad_id)
+    counted = _counted_tokens(labels, mask, options.pad_id)
     # Under explicit axes, all take the sharding of x by meeting it.
     counted = counted | jnp.zeros_like(x, bool).any(-1)
     # Zeros give finite logits, so that their weight of 0 leaves nothing of them.
@@ -175,7 +175,7 @@ def _total(
     return _loss(options, layout, x, array, labels, weights)
 
 
-def _counted(labels: Int32[Array, "..."], mask: Bool[Array, "..."] | None, pad_id: int | None) -> Bool[Array, "..."]:
+def _counted_tokens(labels: Int32[Array, "..."], mask: Bool[Array, "..."] | None, pad_id: int | None) -> Bool[Array, "..."]:
     counted = jnp.ones_like(labels, bool) if pad_id is None else labels != pad_id
     return counted if mask is None else counted & jnp.expand_dims(mask, tuple(range(labels.ndim - mask.ndim)))
 
@@ -183,13 +183,13 @@ def _counted(labels: Int32[Array, "..."], mask: Bool[Array, "..."] | None, pad_i
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _loss(options, layout, x, table, labels, weights):
     """The sum of each token's loss times its weight."""
-    return _on_each_device(options, layout, (False, False), x, table, labels, weights)[0]
+    return _loss_on_mesh(options, layout, (False, False), x, table, labels, weights)[0]
 
 
 def _loss_jvp(options, layout, primals, tangents):
     """The tangent is linear in the tangents of x and the table, with the gradients as coefficients, so its transpose only scales them."""
-    wanted = tuple(not isinstance(tangent, SymbolicZero) for tangent in tangents[:2])
-    loss, *gradients = _on_each_device(options, layout, wanted, *primals)
+    needs_gradient = tuple(not isinstance(tangent, SymbolicZero) for tangent in tangents[:2])
+    loss, *gradients = _loss_on_mesh(options, layout, needs_gradient, *primals)
     terms = [jnp.sum(g * t.astype(g.dtype)) for g, t in zip(gradients, tangents, strict=False) if g is not None]
     return loss, functools.reduce(operator.add, terms, jnp.zeros_like(loss))
 
@@ -197,23 +197,23 @@ def _loss_jvp(options, layout, primals, tangents):
 _loss.defjvp(_loss_jvp, symbolic_zeros=True)
 
 
-def _on_each_device(options, layout, wanted, x, table, labels, weights):
-    """The loss, and the gradients of x and the table (None if not wanted)."""
+def _loss_on_mesh(options, layout, needs_gradient, x, table, labels, weights):
+    """The loss, and the gradients of x and the table (None where not needed)."""
     if layout is None:
-        return _in_chunks(options, (), wanted, table, _Chunk(x, labels, weights))
-    tokens, columns = layout.split[:-1], spec_of(layout.rows, layout.columns)
-    in_specs = (spec_of(*layout.split), columns, spec_of(*tokens), spec_of(*tokens))
-    out_specs = (spec_of(), in_specs[0] if wanted[0] else None, columns if wanted[1] else None)
-    program = functools.partial(_on_one_device, options, layout, wanted)
+        return _loss_in_chunks(options, (), needs_gradient, table, _Chunk(x, labels, weights))
+    tokens, columns = layout.split[:-1], partition_spec(layout.rows, layout.columns)
+    in_specs = (partition_spec(*layout.split), columns, partition_spec(*tokens), partition_spec(*tokens))
+    out_specs = (partition_spec(), in_specs[0] if needs_gradient[0] else None, columns if needs_gradient[1] else None)
+    program = functools.partial(_loss_on_device, options, layout, needs_gradient)
     # Unchecked: that sums over axes of what was gathered over them are alike everywhere is not seen from their types.
     run = jax.shard_map(program, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return run(x, table, labels, weights)
 
 
-def _on_one_device(options, layout, wanted, x, shard, labels, weights):
+def _loss_on_device(options, layout, needs_gradient, x, shard, labels, weights):
     """Gathers tokens over the axes that split the table, and turns split columns into split rows, so that each row is on one device."""
     over = (*layout.rows, *layout.columns)
-    kept = [leading_without(axes, over) for axes in layout.split]
+    kept = [leading_axes_outside(axes, over) for axes in layout.split]
     gathered = [axes[len(some) :] for axes, some in zip(layout.split, kept, strict=True)]
     gathered[-1] = layout.split[-1]
     x, labels, weights = (_all_gather(array, gathered[: array.ndim]) for array in (x, labels, weights))
@@ -222,7 +222,7 @@ def _on_one_device(options, layout, wanted, x, shard, labels, weights):
         if shard.shape[0] % parts:
             raise ValueError(_checks.wanted("table", f"a number of rows that the {parts} parts of its columns divide", shard.shape[0]))
         shard = jax.lax.all_to_all(shard, layout.columns, split_axis=0, concat_axis=1, tiled=True)
-    loss, x_gradient, table_gradient = _in_chunks(options, over, wanted, shard, _Chunk(x, labels, weights))
+    loss, x_gradient, table_gradient = _loss_in_chunks(options, over, needs_gradient, shard, _Chunk(x, labels, weights))
     tokens = tuple(axis for axes in kept[:-1] for axis in axes)
     if x_gradient is not None:
         x_gradient = _sum_and_scatter(x_gradient, gathered, over, layout.mesh)
@@ -233,34 +233,37 @@ def _on_one_device(options, layout, wanted, x, shard, labels, weights):
     return jax.lax.psum(loss, tokens), x_gradient, table_gradient
 
 
-def _in_chunks(options, over, wanted, table, tokens):
-    """Like `_on_each_device`, for all tokens of one device and its own rows; the other rows are on other devices along the axes `over`."""
-    step = functools.partial(_step, options, over, wanted, table)
+def _loss_in_chunks(options, over, needs_gradient, table, tokens):
+    """Like `_loss_on_mesh`, for all tokens of one device and its own rows; the other rows are on other devices along the axes `over`."""
+    step = functools.partial(_add_chunk, options, over, needs_gradient, table)
     dtype, flat = tokens.weights.dtype, _flatten_tokens(tokens)
-    start = (_zeros_varying_like((), dtype, tokens, table), _zeros_varying_like(table.shape, dtype, tokens, table) if wanted[1] else None)
+    start = (
+        _zeros_varying_like((), dtype, tokens, table),
+        _zeros_varying_like(table.shape, dtype, tokens, table) if needs_gradient[1] else None,
+    )
     (loss, table_gradient), x_gradient = jax.lax.scan(step, start, _cut_into_chunks(flat, _chunk_count(options, len(flat.labels))))
     if x_gradient is not None:
         x_gradient = _join_chunks(x_gradient, len(flat.labels)).reshape(tokens.x.shape)
     return loss, x_gradient, table_gradient
 
 
-def _step(options, over, wanted, table, sums, chunk):
+def _add_chunk(options, over, needs_gradient, table, sums, chunk):
     """The sums after adding those of a chunk, and the gradient of the chunk's x."""
-    losses, slopes, scale = _losses_and_slopes(options, over, table, chunk)
+    losses, logit_gradients, scale = _losses_and_logit_gradients(options, over, table, chunk)
     loss, table_gradient = sums
     x_gradient = None
-    if wanted[0]:
-        x_gradient = scale[:, None] * jnp.einsum("tv,vd->td", slopes, table, preferred_element_type=slopes.dtype)
-    if wanted[1]:
+    if needs_gradient[0]:
+        x_gradient = scale[:, None] * jnp.einsum("tv,vd->td", logit_gradients, table, preferred_element_type=logit_gradients.dtype)
+    if needs_gradient[1]:
         scaled = scale[:, None] * chunk.x.astype(scale.dtype)
-        table_gradient += jnp.einsum("tv,td->vd", slopes, scaled, preferred_element_type=slopes.dtype)
+        table_gradient += jnp.einsum("tv,td->vd", logit_gradients, scaled, preferred_element_type=logit_gradients.dtype)
     return (loss + jnp.sum(losses * chunk.weights), table_gradient), x_gradient
 
 
-def _losses_and_slopes(options, over, table, chunk):
-    """Each token's loss [t]; slopes [t, v] and a scale [t], whose product is the gradient of its weighted loss in each logit.
+def _losses_and_logit_gradients(options, over, table, chunk):
+    """Each token's loss [t]; logit_gradients [t, v] and a scale [t], whose product is the gradient of its weighted loss in each logit.
 
-    Scaling the slopes themselves would cost another pass over them. For the same reason, a CPU reads and writes single columns, and
+    Scaling the gradients themselves would cost another pass over them. For the same reason, a CPU reads and writes single columns, and
     compares each with the vocabulary's size only if the shards have padding rows.
     """
     first = jax.lax.axis_index(over) * table.shape[0] if over else 0
@@ -283,28 +286,29 @@ def _losses_and_slopes(options, over, table, chunk):
     else:
         target = _shifted_logit_of_label(logits, top, shifted, chunk.labels - first)
     total, target = _reduce_over(jax.lax.psum, over, (exponentials.sum(-1), target))
-    slopes = exponentials
+    logit_gradients = exponentials
     if spread:
-        slopes -= (jnp.where(inside, spread, 0) if padded else spread) * total[:, None]
-    slopes = _subtract_at_label(slopes, chunk.labels - first, kept * total)
+        logit_gradients -= (jnp.where(inside, spread, 0) if padded else spread) * total[:, None]
+    logit_gradients = _subtract_at_label(logit_gradients, chunk.labels - first, kept * total)
     if options.pad_id is not None:
-        slopes = _zero_column(slopes, options.pad_id - first)
-    return jnp.log(total) - target, slopes, chunk.weights / total
+        logit_gradients = _zero_column(logit_gradients, options.pad_id - first)
+    return jnp.log(total) - target, logit_gradients, chunk.weights / total
 
 
-def _subtract_at_label(slopes, rows, amounts):
-    """Subtracts `amounts[t]` from `slopes[t, rows[t]]` where that exists: in place on a CPU, fused into a larger pass elsewhere."""
-    columns = jnp.arange(slopes.shape[1], dtype=jnp.int32)
+def _subtract_at_label(logit_gradients, rows, amounts):
+    """Subtracts `amounts[t]` from `logit_gradients[t, rows[t]]` where that exists: in place on a CPU, fused into a larger
+    pass elsewhere."""
+    columns = jnp.arange(logit_gradients.shape[1], dtype=jnp.int32)
 
-    def in_place(slopes, rows, amounts):
+    def in_place(logit_gradients, rows, amounts):
         tokens = jnp.arange(len(rows), dtype=jnp.int32)
-        at_label = slopes.at[tokens, jnp.where(rows >= 0, rows, len(columns))]
+        at_label = logit_gradients.at[tokens, jnp.where(rows >= 0, rows, len(columns))]
         return at_label.add(-amounts, mode="drop", indices_are_sorted=True, unique_indices=True)
 
-    def in_a_pass(slopes, rows, amounts):
-        return jnp.where(columns[None] == rows[:, None], slopes - amounts[:, None], slopes)
+    def fused(logit_gradients, rows, amounts):
+        return jnp.where(columns[None] == rows[:, None], logit_gradients - amounts[:, None], logit_gradients)
 
-    return jax.lax.platform_dependent(slopes, rows, amounts, cpu=in_place, default=in_a_pass)
+    return jax.lax.platform_dependent(logit_gradients, rows, amounts, cpu=in_place, default=fused)
 
 
 def _shifted_logit_of_label(logits, top, shifted, rows):
@@ -376,7 +380,7 @@ def _array_and_layout(x: Float[Array, "... d"], table: Float[Array, "v d"] | Tab
     if isinstance(table, Table):
         array, mesh, rows, columns, split = table.shards(x)
         return array, _Layout(mesh, rows, columns, tuple(split))
-    split, (rows, columns) = (tuple(per_dimension(jax.typeof(array).sharding.spec, array.ndim)) for array in (x, table))
+    split, (rows, columns) = (tuple(spec_axes(jax.typeof(array).sharding.spec, array.ndim)) for array in (x, table))
     layout = _Layout(jax.typeof(x).sharding.mesh, rows, columns, split)
     return table, layout if any((rows, columns, *split)) else None
 

@@ -53,17 +53,17 @@ def dropout(rng: Array, rate: float, x: ArrayLike) -> Float[Array, "..."]:
     keep_rate = 1.0 - checked
     # The width is a separate argument, because jit takes 0.5 and numpy.float16(0.5) for the same static value.
     width = keep_rate.dtype if isinstance(keep_rate, np.floating) else None
-    return _dropped(_checks.as_key("rng", rng), x, float(keep_rate), width)
+    return _drop_elements(_checks.as_key("rng", rng), x, float(keep_rate), width)
 
 
 @functools.partial(jax.jit, inline=True, static_argnums=(2, 3))
-def _dropped(key: Array, x: Float[Array, "..."], keep_rate: float, width: np.dtype | None) -> Float[Array, "..."]:
+def _drop_elements(key: Array, x: Float[Array, "..."], keep_rate: float, width: np.dtype | None) -> Float[Array, "..."]:
     """Compiled for eager callers too, so that jax counts the key as used; jax_debug_key_reuse checks that."""
     rate = keep_rate if width is None else width.type(keep_rate)
-    return _keep(key, rate, x.shape).astype(x.dtype) * x / rate
+    return _keep_mask(key, rate, x.shape).astype(x.dtype) * x / rate
 
 
-def _keep(key: Array, keep_rate: float | np.floating, shape: tuple[int, ...]) -> Bool[Array, "..."]:
+def _keep_mask(key: Array, keep_rate: float | np.floating, shape: tuple[int, ...]) -> Bool[Array, "..."]:
     """`jax.random.bernoulli(key, keep_rate, shape)`."""
     from_jax = functools.partial(jax.random.bernoulli, p=keep_rate, shape=shape)
     draws_32_bits = jnp.result_type(keep_rate) == jnp.float32
@@ -72,11 +72,11 @@ def _keep(key: Array, keep_rate: float | np.floating, shape: tuple[int, ...]) ->
     is_symbolic = any(export.is_symbolic_dim(size) for size in shape)
     if is_symbolic or not (draws_32_bits and counts_elements):
         return from_jax(key)
-    unrolled = functools.partial(_bernoulli, keep_rate=keep_rate, shape=shape)
+    unrolled = functools.partial(_keep_mask_in_registers, keep_rate=keep_rate, shape=shape)
     return jax.lax.platform_dependent(key, cpu=unrolled, default=from_jax)
 
 
-def _bernoulli(key: Array, *, keep_rate: float | np.floating, shape: tuple[int, ...]) -> Bool[Array, "..."]:
+def _keep_mask_in_registers(key: Array, *, keep_rate: float | np.floating, shape: tuple[int, ...]) -> Bool[Array, "..."]:
     """A uniform float has 23 random bits, n / 2**23: it is below keep_rate where the integer n is below keep_rate * 2**23."""
     words = jax.random.key_data(key)
     first, second = _threefry(words[0], words[1], *_counters(shape))

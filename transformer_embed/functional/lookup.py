@@ -66,17 +66,17 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
         """
         raise NotImplementedError
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def _raise_not_an_array(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise _NotAnArrayError(
             _checks.wanted("table", "to be read by lookup or tied_logits alone", f"another use of {type(self).__name__}")
         )
 
     # Operators and numpy's functions, numpy.asarray, jax's functions, indexing.
-    __array_ufunc__ = __array__ = __jax_array__ = __getitem__ = _refuse
+    __array_ufunc__ = __array__ = __jax_array__ = __getitem__ = _raise_not_an_array
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raises an error for attributes that only an array has: `T`, `at`, `astype`, ..."""
-        self._refuse()
+        self._raise_not_an_array()
 
 
 def not_whole_error() -> TypeError:
@@ -133,7 +133,7 @@ def lookup(
     ids = _checks.as_int32("ids", ids)
     if isinstance(table, Table):
         return _replace_special_rows(table.gather(ids), ids, table.shape[0], pad_id, out_of_range)
-    return _looked_up(table, ids, pad_id, out_of_range, lookup_style)
+    return _lookup_in_array(table, ids, pad_id, out_of_range, lookup_style)
 
 
 def tied_logits(x: ArrayLike, table: ArrayLike | Table, *, pad_id: int | None = None) -> Float[Array, "... v"]:
@@ -165,8 +165,8 @@ def tied_logits(x: ArrayLike, table: ArrayLike | Table, *, pad_id: int | None = 
     """
     x, table = as_wide_as_table(x, table)
     pad_id = None if pad_id is None else _checks.int32("pad_id", pad_id)
-    logits = table.logits(x) if isinstance(table, Table) else _product(x, table)
-    return logits if pad_id is None or pad_id >= table.shape[0] else _with_zero_at(logits, pad_id)
+    logits = table.logits(x) if isinstance(table, Table) else _logits_of_array(x, table)
+    return logits if pad_id is None or pad_id >= table.shape[0] else _zero_column(logits, pad_id)
 
 
 def check_ids(ids: ArrayLike, vocab_size: int) -> None:
@@ -217,7 +217,7 @@ def rows_at(table: Float[Array, "v d"], ids: Int32[Array, "..."]) -> Float[Array
 
 
 @functools.partial(jax.jit, inline=True, static_argnums=(2, 3, 4))
-def _looked_up(
+def _lookup_in_array(
     table: Float[Array, "v d"], ids: Int32[Array, "..."], pad_id: int | None, out_of_range: str, lookup_style: str
 ) -> Float[Array, "... d"]:
     """Compiled for eager callers too."""
@@ -227,7 +227,7 @@ def _looked_up(
 
 
 @functools.partial(jax.jit, inline=True)
-def _product(x: Float[Array, "... d"], table: Float[Array, "v d"]) -> Float[Array, "... v"]:
+def _logits_of_array(x: Float[Array, "... d"], table: Float[Array, "v d"]) -> Float[Array, "... v"]:
     dtype = _checks.wide(x.dtype, table.dtype)
     if x.dtype != table.dtype:
         x, table = x.astype(dtype), table.astype(dtype)
@@ -235,7 +235,7 @@ def _product(x: Float[Array, "... d"], table: Float[Array, "v d"]) -> Float[Arra
 
 
 @functools.partial(jax.jit, inline=True, static_argnums=1)
-def _with_zero_at(logits: Float[Array, "... v"], pad_id: int) -> Float[Array, "... v"]:
+def _zero_column(logits: Float[Array, "... v"], pad_id: int) -> Float[Array, "... v"]:
     padding = jnp.arange(logits.shape[-1], dtype=jnp.int32) == pad_id
     return jnp.where(jnp.expand_dims(padding, range(logits.ndim - 1)), jnp.zeros((), logits.dtype), logits)
 
@@ -285,15 +285,15 @@ def read_or_zero(table: Float[Array, "v d"], index: UInt32[Array, "..."]) -> Flo
     """
     wide = widened(table)
     explicit = _explicit_sharding(table, index)
-    by_repeats, by_runs = (functools.partial(read, explicit) for read in (_read_each_repeat, _read_each_row_once_a_device))
-    if _is_sortable(table, index, explicit):
+    by_repeats, by_runs = (functools.partial(read, explicit) for read in (_read_each_repeat, _read_each_row_once_per_device))
+    if _can_sort_index(table, index, explicit):
         rows = jax.lax.platform_dependent(wide, index, cuda=by_runs, rocm=by_runs, default=by_repeats)
     else:
         rows = by_repeats(wide, index)
     return rows.astype(table.dtype)
 
 
-def _is_sortable(table: Float[Array, "v d"], index: UInt32[Array, "..."], explicit: NamedSharding | None) -> bool:
+def _can_sort_index(table: Float[Array, "v d"], index: UInt32[Array, "..."], explicit: NamedSharding | None) -> bool:
     """Whether each device can sort its index: it has the whole vocabulary, and its part of the index is known while tracing."""
     if not index.size * table.size or any(map(export.is_symbolic_dim, (*table.shape, *index.shape))):
         return False
@@ -314,7 +314,7 @@ def _read_each_repeat(explicit: NamedSharding | None, table: Float[Array, "v d"]
     return table.at[index].get(mode="fill", fill_value=0, out_sharding=explicit)
 
 
-def _read_each_row_once_a_device(
+def _read_each_row_once_per_device(
     explicit: NamedSharding | None, table: Float[Array, "v d"], index: UInt32[Array, "..."]
 ) -> Float[Array, "... d"]:
     """Under explicit mesh axes, each device sums the repeats of its own part of the index."""

@@ -36,7 +36,7 @@ def padding_mask(ids: ArrayLike, *, pad_id: int = 0) -> Bool[Array, "..."]:
         Vaswani et al., "Attention Is All You Need" (2017), section 3.2.3, https://arxiv.org/abs/1706.03762, masks illegal connections;
         the padding mask does so for batches of unequal sequences.
     """
-    return _is_other(_checks.as_int32("ids", ids), _checks.int32("pad_id", pad_id))
+    return _is_token(_checks.as_int32("ids", ids), _checks.int32("pad_id", pad_id))
 
 
 def causal_mask(length: int) -> Bool[Array, "t t"]:
@@ -130,7 +130,7 @@ def attention_mask(
     """
     queries = {"query_positions": query_positions, "query_block_ids": query_block_ids, "query_segment_ids": query_segment_ids}
     keys = {"key_positions": key_positions, "padding": padding, "key_block_ids": key_block_ids, "key_segment_ids": key_segment_ids}
-    _check_fit(queries, keys)
+    _check_queries_and_keys(queries, keys)
     arrays = {
         name: _checks.rows(name, _checks.as_ordered(name, value))
         for name, value in (queries | keys).items()
@@ -139,7 +139,9 @@ def attention_mask(
     if padding is not None:
         arrays["padding"] = _checks.rows("padding", _checks.as_mask("padding", padding, "a token"))
     causal = _checks.flag("causal", causal)
-    return _attention_mask(arrays, causal, None if window is None else _pair("window", window), None if chunk is None else _chunk(chunk))
+    return _attention_mask(
+        arrays, causal, None if window is None else _checked_window("window", window), None if chunk is None else _checked_chunk(chunk)
+    )
 
 
 def window_mask(
@@ -171,7 +173,7 @@ def window_mask(
         Beltagy et al., "Longformer" (2020), section 3.1, https://arxiv.org/abs/2004.05150
     """
     pair = _checks.comparable_rows(query_positions=query_positions, key_positions=key_positions)
-    return _in_window(*pair, _distance("left", left), _distance("right", right))
+    return _in_window(*pair, _checked_distance("left", left), _checked_distance("right", right))
 
 
 def segment_mask(query_segment_ids: ArrayLike, key_segment_ids: ArrayLike) -> Bool[Array, "b 1 t s"]:
@@ -196,7 +198,7 @@ def segment_mask(query_segment_ids: ArrayLike, key_segment_ids: ArrayLike) -> Bo
     Source:
         Raffel et al., "T5" (2020), section 3.5.2, https://arxiv.org/abs/1910.10683
     """
-    return _is_same(*_checks.comparable_rows(query_segment_ids=query_segment_ids, key_segment_ids=key_segment_ids))
+    return _in_segment(*_checks.comparable_rows(query_segment_ids=query_segment_ids, key_segment_ids=key_segment_ids))
 
 
 def combine_masks(*masks: ArrayLike) -> Bool[Array, "b h t s"]:
@@ -274,17 +276,17 @@ def mask_to_bias(mask: ArrayLike, dtype: DTypeLike = jnp.float32, *, value: floa
     return _bias(_checks.as_mask("mask", mask), dtype, value)
 
 
-def _distance(name: str, value: int | None) -> int | None:
+def _checked_distance(name: str, value: int | None) -> int | None:
     return None if value is None else _checks.integer(name, value, at_least=0)
 
 
-def _chunk(value: int) -> int:
+def _checked_chunk(value: int) -> int:
     return _checks.integer("chunk", value, at_least=1, at_most=2**31 - 1)
 
 
 # The functions below are compiled even if the caller is not.
 @functools.partial(jax.jit, inline=True, static_argnums=1)
-def _is_other(ids: Integer[Array, "..."], pad_id: int) -> Bool[Array, "..."]:
+def _is_token(ids: Integer[Array, "..."], pad_id: int) -> Bool[Array, "..."]:
     return ids != pad_id
 
 
@@ -307,7 +309,7 @@ def _attention_mask(
     if "query_block_ids" in arrays and allowed:
         allowed = [_all(allowed) | _in_block(arrays["query_block_ids"], arrays["key_block_ids"])]
     if "query_segment_ids" in arrays:
-        allowed.append(_is_same(arrays["query_segment_ids"], arrays["key_segment_ids"]))
+        allowed.append(_in_segment(arrays["query_segment_ids"], arrays["key_segment_ids"]))
     if "padding" in arrays:
         allowed.append(arrays["padding"][:, None, None, :])
     return _all(allowed) if allowed else jnp.ones((1, 1, 1, positions[1].shape[1]), bool)
@@ -316,8 +318,8 @@ def _attention_mask(
 @functools.partial(jax.jit, inline=True, static_argnums=(2, 3))
 def _in_window(queries: Integer[Array, "q t"], keys: Integer[Array, "k s"], left: int | None, right: int | None) -> Bool[Array, "b 1 t s"]:
     queries, keys = _broadcastable(queries, keys)
-    terms = [] if right is None else [_at_most(keys, queries, right)]
-    terms += [] if left is None else [_at_most(queries, keys, left)]
+    terms = [] if right is None else [_is_within(keys, queries, right)]
+    terms += [] if left is None else [_is_within(queries, keys, left)]
     return _all(terms) if terms else jnp.ones(jnp.broadcast_shapes(queries.shape, keys.shape), bool)
 
 
@@ -334,7 +336,7 @@ def _in_block(queries: Integer[Array, "q t"], keys: Integer[Array, "k s"]) -> Bo
 
 
 @functools.partial(jax.jit, inline=True)
-def _is_same(queries: Integer[Array, "q t"], keys: Integer[Array, "k s"]) -> Bool[Array, "b 1 t s"]:
+def _in_segment(queries: Integer[Array, "q t"], keys: Integer[Array, "k s"]) -> Bool[Array, "b 1 t s"]:
     queries, keys = _broadcastable(queries, keys)
     return queries == keys
 
@@ -358,7 +360,7 @@ def _broadcastable(
     return queries.astype(dtype)[:, None, :, None], keys.astype(dtype)[:, None, None, :]
 
 
-def _at_most(first: Integer[Array, "..."], second: Integer[Array, "..."], distance: int) -> Bool[Array, "..."]:
+def _is_within(first: Integer[Array, "..."], second: Integer[Array, "..."], distance: int) -> Bool[Array, "..."]:
     """`first - second <= distance`. The difference may not fit the dtype, but it fits the unsigned one if it is not negative."""
     if distance == 0:
         return first <= second
@@ -367,7 +369,7 @@ def _at_most(first: Integer[Array, "..."], second: Integer[Array, "..."], distan
     return (first <= second) | (difference <= jnp.array(min(distance, jnp.iinfo(unsigned).max), unsigned))
 
 
-def _pair(name: str, value: Any) -> tuple[Any, Any]:
+def _checked_window(name: str, value: Any) -> tuple[Any, Any]:
     if not isinstance(value, tuple) or len(value) != 2:
         raise TypeError(_checks.wanted(name, "a tuple (left, right), None for no limit", repr(value)))
     for n, distance in enumerate(value):
@@ -376,7 +378,7 @@ def _pair(name: str, value: Any) -> tuple[Any, Any]:
     return value
 
 
-def _check_fit(queries: dict[str, ArrayLike | None], keys: dict[str, ArrayLike | None]) -> None:
+def _check_queries_and_keys(queries: dict[str, ArrayLike | None], keys: dict[str, ArrayLike | None]) -> None:
     """Checks that block and segment ids are given for both sides, and that lengths and numbers of rows agree."""
     rows = {}
     for side, other in ((queries, keys), (keys, queries)):

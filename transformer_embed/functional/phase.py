@@ -92,7 +92,7 @@ def sinusoid(positions: ArrayLike, constants: Channels) -> Float32[Array, "... d
         TypeError: positions are neither integers nor float32 (float16 and bfloat16 cannot hold 2049 and 257).
     """
     positions = _checks.as_positions("positions", positions)
-    constants = _of_rank(constants, positions.ndim + 1)
+    constants = _expanded_to_rank(constants, positions.ndim + 1)
     if jnp.issubdtype(positions.dtype, jnp.floating):
         narrow = jnp.asarray(positions, jnp.float32)
         if positions.dtype == jnp.float64:
@@ -108,7 +108,7 @@ def sinusoid(positions: ArrayLike, constants: Channels) -> Float32[Array, "... d
     return jnp.where(jnp.asarray(fits)[..., None], sine, jnp.nan)
 
 
-def _of_rank(constants: Channels, rank: int) -> Channels:
+def _expanded_to_rank(constants: Channels, rank: int) -> Channels:
     """The constants reshaped to a rank, because users may disable jax's rank promotion."""
     return Channels(*(word if word.ndim == 0 else word.reshape(*[1] * (rank - word.ndim), -1) for word in constants))
 
@@ -123,18 +123,18 @@ def multiply_high(a: ArrayLike, b: ArrayLike) -> UInt32[Array, "..."]:
 
 
 def _sine_at_integer(positions: Integer[Array, "..."], constants: Channels) -> Float32[Array, "... d"]:
-    return _sine(_integer_phase(positions[..., None], constants), constants.quarters)
+    return _sine_of_phase(_integer_phase(positions[..., None], constants), constants.quarters)
 
 
 def _integer_phase(positions: Integer[Array, "..."], constants: Channels) -> _Phase:
     word = positions.astype(jnp.uint32)
     # `>>` keeps the sign of a negative position, so that its product has no extra 2**32 * frequency.
     upper = positions >> 16 if positions.dtype == jnp.int32 else word >> 16
-    high = word * constants.high + _multiply_high(word & 0xFFFF, upper, constants.low)
+    high = word * constants.high + _upper_word_of_product(word & 0xFFFF, upper, constants.low)
     return _Phase(high, word * constants.low)
 
 
-def _multiply_high(lower: UInt32[Array, "..."], upper: Integer[Array, "..."], constant: np.ndarray) -> UInt32[Array, "..."]:
+def _upper_word_of_product(lower: UInt32[Array, "..."], upper: Integer[Array, "..."], constant: np.ndarray) -> UInt32[Array, "..."]:
     """The upper word of `(upper * 2**16 + lower) * constant`. Each partial product has the sign of `upper`."""
     constant_lower, constant_upper = constant & 0xFFFF, constant >> 16
     middle = upper * constant_lower.astype(upper.dtype) + (lower * constant_lower >> 16).astype(upper.dtype)
@@ -146,8 +146,8 @@ def _multiply_high(lower: UInt32[Array, "..."], upper: Integer[Array, "..."], co
 def _sine_at_float(positions: Float32[Array, "..."], constants: Channels) -> Float32[Array, "... d"]:
     magnitude = jnp.abs(positions)[..., None]
     phase = _float_phase(magnitude, constants)
-    phase = _where_phase(positions[..., None] < 0, _negative(phase), phase)
-    return jnp.where(magnitude < 2.0**31, _sine(phase, constants.quarters), jnp.nan)
+    phase = _where_phase(positions[..., None] < 0, _negated_phase(phase), phase)
+    return jnp.where(magnitude < 2.0**31, _sine_of_phase(phase, constants.quarters), jnp.nan)
 
 
 @_sine_at_float.defjvp
@@ -170,9 +170,9 @@ def _float_phase(magnitude: Float32[Array, "..."], constants: Channels) -> _Phas
     first, second = _fraction_words(magnitude - whole)
     word = whole.astype(jnp.uint32)
     phase = _Phase(word * constants.high + multiply_high(word, constants.low), word * constants.low)
-    phase = _plus(phase, first * constants.turns + multiply_high(first, constants.high), first * constants.high)
-    phase = _plus(phase, np.uint32(0), multiply_high(first, constants.low))
-    return _plus(phase, multiply_high(second, constants.turns), second * constants.turns + multiply_high(second, constants.high))
+    phase = _add_to_phase(phase, first * constants.turns + multiply_high(first, constants.high), first * constants.high)
+    phase = _add_to_phase(phase, np.uint32(0), multiply_high(first, constants.low))
+    return _add_to_phase(phase, multiply_high(second, constants.turns), second * constants.turns + multiply_high(second, constants.high))
 
 
 def _fraction_words(fraction: Float32[Array, "..."]) -> tuple[UInt32[Array, "..."], UInt32[Array, "..."]]:
@@ -181,12 +181,12 @@ def _fraction_words(fraction: Float32[Array, "..."]) -> tuple[UInt32[Array, "...
     return upper.astype(jnp.uint32), ((scaled - upper) * np.float32(2**32)).astype(jnp.uint32)
 
 
-def _plus(phase: _Phase, high: ArrayLike, low: ArrayLike) -> _Phase:
+def _add_to_phase(phase: _Phase, high: ArrayLike, low: ArrayLike) -> _Phase:
     total = phase.low + low
     return _Phase(phase.high + high + (total < phase.low).astype(jnp.uint32), total)
 
 
-def _negative(phase: _Phase) -> _Phase:
+def _negated_phase(phase: _Phase) -> _Phase:
     return _Phase(~phase.high + (phase.low == 0).astype(jnp.uint32), -phase.low)
 
 
@@ -211,11 +211,11 @@ _SIGN, _IS_ODD, _REST = np.uint32(1 << 31), np.uint32(1 << 30), np.uint32((1 << 
 _EIGHTH = np.uint32(1 << 29)
 
 
-def _sine(phase: _Phase, quarters: Array | np.ndarray) -> Float32[Array, "..."]:
+def _sine_of_phase(phase: _Phase, quarters: Array | np.ndarray) -> Float32[Array, "..."]:
     """Each element evaluates one polynomial: the sine's near an even number of quarter turns, the cosine's near an odd one."""
-    turned = phase.high + ((quarters << 30) + _EIGHTH)
-    is_sine = turned & _IS_ODD == 0
-    angle, residue = _radians((turned & _REST).astype(jnp.int32) - (1 << 29), phase.low)
+    shifted = phase.high + ((quarters << 30) + _EIGHTH)
+    is_sine = shifted & _IS_ODD == 0
+    angle, residue = _radians((shifted & _REST).astype(jnp.int32) - (1 << 29), phase.low)
     square = angle * angle
     # The first two terms of the cosine, and the rounding error of their sum.
     half = 0.5 * square
@@ -226,7 +226,7 @@ def _sine(phase: _Phase, quarters: Array | np.ndarray) -> Float32[Array, "..."]:
     factor = jnp.where(is_sine, angle, square) * square
     coefficients = [jnp.where(is_sine, np.float32(s), np.float32(c)) for s, c in zip(_SINE, _COSINE, strict=True)]
     value = first + (factor * _polynomial(coefficients, square) + last)
-    bits = jax.lax.bitcast_convert_type(value, jnp.uint32) ^ (turned & _SIGN)
+    bits = jax.lax.bitcast_convert_type(value, jnp.uint32) ^ (shifted & _SIGN)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 

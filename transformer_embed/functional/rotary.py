@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Shaped
 from transformer_embed import _checks
 from transformer_embed._typing import ArrayLike
 from transformer_embed.functional import phase
-from transformer_embed.functional.rotary_scaling import Scaled, Scaling, unscaled
+from transformer_embed.functional.rotary_scaling import ScaledFrequencies, Scaling, unscaled
 
 LAYOUTS = ("half", "interleaved")
 PARTIAL = ("first", "proportional")
@@ -88,15 +88,15 @@ def apply_rotary(
     if x.ndim < 3:
         raise ValueError(_checks.wanted("x", "shape [..., length, heads, head_dim]", f"shape {list(x.shape)}"))
     _checks.choice("layout", layout, LAYOUTS)
-    rotated = _rotary_dim(rotary_dim, x.shape[-1])
+    rotated = _checked_rotary_dim(rotary_dim, x.shape[-1])
     dim = x.shape[-1] if _checks.choice("partial", partial, PARTIAL) == "proportional" else rotated
     _check_even("head_dim", dim)
     if scaling is not None and not isinstance(scaling, Scaling):
         raise TypeError(_checks.wanted("scaling", "LinearScaling(...), another scaling of this package, or None", repr(scaling)))
-    sections = _sections(sections, dim // 2)
-    positions = _positions(positions, x.shape[:-2], sections)
-    spec = _Spec(dim, rotated // 2, _checks.real("base", base, above=0), scaling, sections or (dim // 2,))
-    return _rotated(x, positions if sections else positions[..., None], layout, spec)
+    sections = _checked_sections(sections, dim // 2)
+    positions = _checked_positions(positions, x.shape[:-2], sections)
+    options = _Options(dim, rotated // 2, _checks.real("base", base, above=0), scaling, sections or (dim // 2,))
+    return _rotated(x, positions if sections else positions[..., None], layout, options)
 
 
 def permute_rotary_weights(
@@ -136,12 +136,12 @@ def permute_rotary_weights(
     if array.ndim == 0 or array.shape[-1] % num_heads or array.shape[-1] == 0:
         raise ValueError(_checks.wanted("weights", f"a last axis of {num_heads} heads times head_dim", f"shape {list(array.shape)}"))
     head_dim = array.shape[-1] // num_heads
-    dim = _rotary_dim(rotary_dim, head_dim)
+    dim = _checked_rotary_dim(rotary_dim, head_dim)
     source, target = _checks.choice("source", source, LAYOUTS), _checks.choice("target", target, LAYOUTS)
     return _permuted(array, head_dim, dim, source, target)
 
 
-class _Spec(NamedTuple):
+class _Options(NamedTuple):
     """The options of the constants: `dim` channels are paired, the first `rotating_pairs` rotate, and the sections add up to dim // 2."""
 
     dim: int
@@ -151,28 +151,30 @@ class _Spec(NamedTuple):
     sections: tuple[int, ...]
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "spec"))
-def _rotated(x: Float[Array, "... t h d"], positions: Shaped[Array, "... t axes"], layout: str, spec: _Spec) -> Float[Array, "... t h d"]:
+@functools.partial(jax.jit, static_argnames=("layout", "options"))
+def _rotated(
+    x: Float[Array, "... t h d"], positions: Shaped[Array, "... t axes"], layout: str, options: _Options
+) -> Float[Array, "... t h d"]:
     """Compiled even if the caller is not; otherwise the loop in `_cos_and_sin` would compile again at each call."""
     # Expanded to x's rank, because users may disable jax's rank promotion.
     axes = tuple(range(x.ndim - positions.ndim - 1))
-    cos, sin = (jnp.expand_dims(each, (*axes, -2)) for each in _cos_and_sin(positions, spec))
+    cos, sin = (jnp.expand_dims(each, (*axes, -2)) for each in _cos_and_sin(positions, options))
     # A TPU splits and joins 16-bit arrays directly; widening to float32 first would take extra passes over memory.
     wide = _checks.wide(x.dtype)
-    first, second = (half.astype(wide) for half in _pairs(x[..., : spec.dim], layout))
-    turned = _joined((first * cos - second * sin).astype(x.dtype), (second * cos + first * sin).astype(x.dtype), layout)
-    return turned if spec.dim == x.shape[-1] else jnp.concatenate([turned, x[..., spec.dim :]], -1)
+    first, second = (half.astype(wide) for half in _split_pairs(x[..., : options.dim], layout))
+    rotated = _join_pairs((first * cos - second * sin).astype(x.dtype), (second * cos + first * sin).astype(x.dtype), layout)
+    return rotated if options.dim == x.shape[-1] else jnp.concatenate([rotated, x[..., options.dim :]], -1)
 
 
 @functools.partial(jax.jit, inline=True, static_argnums=(1, 2, 3, 4))
 def _permuted(weights: Shaped[Array, "... hd"], head_dim: int, dim: int, source: str, target: str) -> Shaped[Array, "... hd"]:
     order = np.arange(head_dim)
-    order[_order(target, dim)] = _order(source, dim)
+    order[_channel_order(target, dim)] = _channel_order(source, dim)
     heads = np.arange(0, weights.shape[-1], head_dim)[:, None]
     return weights[..., (heads + order).reshape(-1)]
 
 
-def _pairs(x: Float[Array, "... d"], layout: str) -> tuple[Float[Array, "... p"], Float[Array, "... p"]]:
+def _split_pairs(x: Float[Array, "... d"], layout: str) -> tuple[Float[Array, "... p"], Float[Array, "... p"]]:
     if layout == "half":
         first, second = jnp.split(x, 2, -1)
         return first, second
@@ -181,14 +183,14 @@ def _pairs(x: Float[Array, "... d"], layout: str) -> tuple[Float[Array, "... p"]
     return first, second
 
 
-def _joined(first: Float[Array, "... p"], second: Float[Array, "... p"], layout: str) -> Float[Array, "... d"]:
+def _join_pairs(first: Float[Array, "... p"], second: Float[Array, "... p"], layout: str) -> Float[Array, "... d"]:
     if layout == "half":
         return jnp.concatenate([first, second], -1)
     return jnp.stack([first, second], -1).reshape(*first.shape[:-1], -1)
 
 
-def _cos_and_sin(positions: Shaped[Array, "... t axes"], spec: _Spec) -> Float[Array, "2 ... t p"]:
-    constants, attention_factor = _constants(spec)
+def _cos_and_sin(positions: Shaped[Array, "... t axes"], options: _Options) -> Float[Array, "2 ... t p"]:
+    constants, attention_factor = _constants(options)
 
     def waves(quarter: Array | int) -> Float[Array, "... t p"]:
         parts = [phase.sinusoid(positions[..., axis], part._replace(quarters=quarter)) for axis, part in enumerate(constants)]
@@ -203,27 +205,29 @@ def _cos_and_sin(positions: Shaped[Array, "... t axes"], spec: _Spec) -> Float[A
 
 
 @functools.lru_cache(maxsize=64)
-def _constants(spec: _Spec) -> tuple[tuple[phase.Channels, ...], float]:
+def _constants(options: _Options) -> tuple[tuple[phase.Channels, ...], float]:
     """The constants of each section's sines, and the attention factor."""
     with decimal.localcontext(phase.PRECISION):
         frequencies, attention_factor = (
-            Scaled(unscaled(spec.dim, spec.base)) if spec.scaling is None else spec.scaling.scaled(spec.dim, spec.base)
+            ScaledFrequencies(unscaled(options.dim, options.base))
+            if options.scaling is None
+            else options.scaling.scaled(options.dim, options.base)
         )
     if not float(np.finfo(np.float32).tiny) <= attention_factor <= float(np.finfo(np.float32).max):
         raise ValueError(_checks.wanted("scaling", "an attention factor that float32 holds", f"{attention_factor:g}"))
-    frequencies = frequencies[: spec.rotating_pairs] + (phase.ZERO,) * (spec.dim // 2 - spec.rotating_pairs)
-    ends = np.cumsum(spec.sections)
-    sections = [frequencies[end - size : end] for end, size in zip(ends, spec.sections, strict=True)]
+    frequencies = frequencies[: options.rotating_pairs] + (phase.ZERO,) * (options.dim // 2 - options.rotating_pairs)
+    ends = np.cumsum(options.sections)
+    sections = [frequencies[end - size : end] for end, size in zip(ends, options.sections, strict=True)]
     return tuple(phase.channels(section, [0] * len(section)) for section in sections), float(attention_factor)
 
 
-def _order(layout: str, dim: int) -> np.ndarray:
+def _channel_order(layout: str, dim: int) -> np.ndarray:
     """The channels in a layout's order: the first of each pair, then the second of each pair."""
     channels = np.arange(dim)
     return channels if layout == "half" else channels.reshape(-1, 2).T.reshape(-1)
 
 
-def _rotary_dim(rotary_dim: int | None, head_dim: int) -> int:
+def _checked_rotary_dim(rotary_dim: int | None, head_dim: int) -> int:
     if rotary_dim is None:
         return _check_even("head_dim", head_dim)
     rotary_dim = _check_even("rotary_dim", _checks.integer("rotary_dim", rotary_dim, at_least=2))
@@ -238,7 +242,7 @@ def _check_even(name: str, value: int) -> int:
     return value
 
 
-def _sections(sections: Sequence[int] | None, pairs: int) -> tuple[int, ...]:
+def _checked_sections(sections: Sequence[int] | None, pairs: int) -> tuple[int, ...]:
     if sections is None:
         return ()
     sections = tuple(_checks.integer(f"sections[{n}]", size, at_least=0) for n, size in enumerate(_checks.sequence("sections", sections)))
@@ -246,7 +250,7 @@ def _sections(sections: Sequence[int] | None, pairs: int) -> tuple[int, ...]:
     return sections
 
 
-def _positions(positions: ArrayLike, target: tuple[int, ...], sections: tuple[int, ...]) -> jax.Array | np.ndarray:
+def _checked_positions(positions: ArrayLike, target: tuple[int, ...], sections: tuple[int, ...]) -> jax.Array | np.ndarray:
     """Positions that fit the axes of x before the heads, in a dtype that jit does not narrow."""
     positions = _checks.as_fitting_positions("positions", positions)
     shape = positions.shape

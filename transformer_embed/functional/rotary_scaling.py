@@ -10,7 +10,7 @@ from transformer_embed import _checks
 from transformer_embed.functional import phase
 
 
-class Scaled(NamedTuple):
+class ScaledFrequencies(NamedTuple):
     """Frequencies in radians per unit of position, and the factor of cosines and sines."""
 
     frequencies: tuple[Decimal, ...]
@@ -44,9 +44,9 @@ class LinearScaling:
     def __post_init__(self):
         _checks.real("factor", self.factor, above=0)
 
-    def scaled(self, dim: int, base: float) -> Scaled:
+    def scaled(self, dim: int, base: float) -> ScaledFrequencies:
         """The frequencies of dim channels."""
-        return Scaled(_blended(unscaled(dim, base), [Decimal(1)] * (dim // 2), self.factor))
+        return ScaledFrequencies(_blended(unscaled(dim, base), [Decimal(1)] * (dim // 2), self.factor))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +77,9 @@ class NTKScaling:
     def __post_init__(self):
         _checks.real("alpha", self.alpha, above=0)
 
-    def scaled(self, dim: int, base: float) -> Scaled:
+    def scaled(self, dim: int, base: float) -> ScaledFrequencies:
         """The frequencies of dim channels."""
-        return Scaled(_ntk(dim, base, _decimal(self.alpha)))
+        return ScaledFrequencies(_ntk(dim, base, _decimal(self.alpha)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,13 +116,13 @@ class DynamicNTKScaling:
 
     def __post_init__(self):
         _checks.real("factor", self.factor, above=0)
-        _set_lengths(self, original_length=1, length=0)
+        _convert_lengths(self, original_length=1, length=0)
 
-    def scaled(self, dim: int, base: float) -> Scaled:
+    def scaled(self, dim: int, base: float) -> ScaledFrequencies:
         """The frequencies of dim channels."""
         longer = Decimal(max(self.length, self.original_length)) / Decimal(self.original_length)
         factor = _decimal(self.factor)
-        return Scaled(_ntk(dim, base, factor * longer - (factor - 1)))
+        return ScaledFrequencies(_ntk(dim, base, factor * longer - (factor - 1)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,14 +174,14 @@ class YarnScaling:
 
     def __post_init__(self):
         _checks.real("factor", self.factor, above=0)
-        _set_lengths(self, original_length=1)
+        _convert_lengths(self, original_length=1)
         _checks.real("beta_fast", self.beta_fast, above=_checks.real("beta_slow", self.beta_slow, above=0))
         _checks.flag("truncate", self.truncate)
         _check_not_negative("mscale", self.mscale)
         _check_not_negative("mscale_all_dim", self.mscale_all_dim)
         _check_attention_factor(self.attention_factor)
 
-    def scaled(self, dim: int, base: float) -> Scaled:
+    def scaled(self, dim: int, base: float) -> ScaledFrequencies:
         """The frequencies of dim channels."""
         log_base = _decimal(_checks.real("base", base, above=1)).ln()
 
@@ -195,9 +195,9 @@ class YarnScaling:
         if low == high:
             high += Decimal("0.001")
         ramp = [_clipped((i - low) / (high - low)) for i in range(dim // 2)]
-        return Scaled(_blended(unscaled(dim, base), ramp, self.factor), self._attention())
+        return ScaledFrequencies(_blended(unscaled(dim, base), ramp, self.factor), self._resolved_attention_factor())
 
-    def _attention(self) -> float:
+    def _resolved_attention_factor(self) -> float:
         if self.attention_factor is not None:
             return float(self.attention_factor)
         log = max(_decimal(self.factor).ln(), Decimal(0)) / 10
@@ -240,14 +240,14 @@ class Llama3Scaling:
     def __post_init__(self):
         _checks.real("factor", self.factor, above=0)
         _checks.real("high_freq_factor", self.high_freq_factor, above=_checks.real("low_freq_factor", self.low_freq_factor, above=0))
-        _set_lengths(self, original_length=1)
+        _convert_lengths(self, original_length=1)
 
-    def scaled(self, dim: int, base: float) -> Scaled:
+    def scaled(self, dim: int, base: float) -> ScaledFrequencies:
         """The frequencies of dim channels."""
         frequencies = unscaled(dim, base)
         low, high = _decimal(self.low_freq_factor), _decimal(self.high_freq_factor)
         turns = [self.original_length * f / (2 * phase.PI) for f in frequencies]
-        return Scaled(_blended(frequencies, [_clipped((high - n) / (high - low)) for n in turns], self.factor))
+        return ScaledFrequencies(_blended(frequencies, [_clipped((high - n) / (high - low)) for n in turns], self.factor))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,18 +295,18 @@ class LongRopeScaling:
             factors = _checks.sequence(name, getattr(self, name))
             object.__setattr__(self, name, tuple(_checks.real(f"{name}[{n}]", each, above=0) for n, each in enumerate(factors)))
         _checks.real("factor", self.factor, above=0)
-        _set_lengths(self, original_length=2, length=0)
+        _convert_lengths(self, original_length=2, length=0)
         _check_attention_factor(self.attention_factor)
 
-    def scaled(self, dim: int, base: float) -> Scaled:
+    def scaled(self, dim: int, base: float) -> ScaledFrequencies:
         """The frequencies of dim channels."""
         name = "long_factor" if self.length > self.original_length else "short_factor"
         factors = getattr(self, name)
         _checks.same(name, "half as many numbers as rotated channels", len(factors), dim // 2)
         frequencies = tuple(f / _decimal(factor) for f, factor in zip(unscaled(dim, base), factors, strict=True))
-        return Scaled(frequencies, self._attention())
+        return ScaledFrequencies(frequencies, self._resolved_attention_factor())
 
-    def _attention(self) -> float:
+    def _resolved_attention_factor(self) -> float:
         if self.attention_factor is not None:
             return float(self.attention_factor)
         log = max(_decimal(self.factor).ln(), Decimal(0))
@@ -341,7 +341,7 @@ def _decimal(value: float) -> Decimal:
     return Decimal(float(value))
 
 
-def _set_lengths(scaling: Any, **at_least: int) -> None:
+def _convert_lengths(scaling: Any, **at_least: int) -> None:
     """Converts lengths to Python ints, which decimals accept, from any integer type."""
     for name, lowest in at_least.items():
         object.__setattr__(scaling, name, _checks.integer(name, getattr(scaling, name), at_least=lowest))

@@ -83,7 +83,7 @@ def sinusoidal_encoding(
         conventions are those of the named projects' code.
     """
     options = _checked_options(d_model, base, layout, shift, odd, frequency_scale)
-    return _encoding(*_narrowed(_checks.as_positions("positions", positions)), options, _checks.result_dtype("dtype", dtype))
+    return _encoding(*_narrowed_and_outside(_checks.as_positions("positions", positions)), options, _checks.result_dtype("dtype", dtype))
 
 
 def sinusoidal_table(
@@ -221,7 +221,7 @@ def _checked_options(d_model: int, base: float, layout: str, shift: float | None
     return options
 
 
-def _narrowed(positions: Shaped[Array | np.ndarray, "..."]) -> tuple[Shaped[Array | np.ndarray, "..."], np.ndarray | None]:
+def _narrowed_and_outside(positions: Shaped[Array | np.ndarray, "..."]) -> tuple[Shaped[Array | np.ndarray, "..."], np.ndarray | None]:
     """Host positions as int32 for jit, which would silently narrow 64 bits, and a mask of those outside int32 (None if there are none)."""
     if not (isinstance(positions, np.ndarray) and positions.dtype.itemsize == 8):
         return positions, None

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from transformer_embed.functional.mesh import Axes, spec_of
+from transformer_embed.functional.mesh import Axes, partition_spec
 
 # 2**32 divided by the golden ratio: the multiplier of Fibonacci hashing.
 HASH = 0x9E3779B1
@@ -70,7 +70,7 @@ def deal_rows(deal: Deal, mesh: Mesh, axes: Axes, table: Float[Array, "v d"]) ->
         dealt = jax.lax.all_to_all(dealt, axes, split_axis=0, concat_axis=1, tiled=True)
         return dealt[:, : deal.rounds].reshape(-1, width)
 
-    spec = spec_of(axes)
+    spec = partition_spec(axes)
     return jax.shard_map(send, mesh=mesh, in_specs=spec, out_specs=spec)(padded)
 
 

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int32
 
 from transformer_embed import _checks
 from transformer_embed.functional.lookup import rows_at, widened
-from transformer_embed.functional.mesh import Axes, index_along, spec_of, split_over
+from transformer_embed.functional.mesh import Axes, array_axes, index_along, partition_spec
 from transformer_embed.large_tables import exchange, routes, rows
 from transformer_embed.large_tables.dealing import Deal
 
@@ -51,8 +51,8 @@ def gather_from_owners(table: "Sharded", ids: Int32[Array, "..."]) -> Float[Arra
         values, *_ = _ask_owners(traffic, held, shard)
         return _read_held(held, values, positions)
 
-    specs = (spec_of(traffic.owners), spec_of(*traffic.split))
-    wide = jax.shard_map(read, mesh=traffic.mesh, in_specs=specs, out_specs=spec_of(*traffic.split, ()))(widened(table.array), ids)
+    specs = (partition_spec(traffic.owners), partition_spec(*traffic.split))
+    wide = jax.shard_map(read, mesh=traffic.mesh, in_specs=specs, out_specs=partition_spec(*traffic.split, ()))(widened(table.array), ids)
     return wide.astype(table.dtype)
 
 
@@ -91,7 +91,7 @@ def _plan(table: "Sharded", ids: Int32[Array, "..."], distinct: Callable[[Array]
     """The traffic of a batch, of which each device reads the ids that `distinct` returns for its part."""
     mesh, owners, deal = table.sharding.mesh, table.axes[0], table.deal
     assert deal is not None
-    split = tuple(split_over(mesh, table.batch, ids, ids.ndim))
+    split = tuple(array_axes(mesh, table.batch, ids, ids.ndim))
     id_axes = [axis for axes in split for axis in axes]
     if not set(owners) <= set(id_axes):
         want = f"split over the mesh axes of the table's rows, {owners}, to exchange them (the batch must divide by the devices)"
@@ -141,8 +141,8 @@ def take_from_owners(table: "Sharded", ids: Int32[Array, "..."], distinct: Calla
         values, sent, own = _ask_owners(traffic, positions, shard)
         return positions, widened(values), sent, own
 
-    specs = (spec_of(traffic.owners), spec_of(*traffic.split))
-    take_all = jax.shard_map(take, mesh=traffic.mesh, in_specs=specs, out_specs=spec_of(traffic.id_axes))
+    specs = (partition_spec(traffic.owners), partition_spec(*traffic.split))
+    take_all = jax.shard_map(take, mesh=traffic.mesh, in_specs=specs, out_specs=partition_spec(traffic.id_axes))
     positions, values, sent, asked = take_all(table.array, ids)
     return _ExchangedRows(positions, values, table.vocab_size, table.dtype, sent, asked, traffic)
 
@@ -189,7 +189,7 @@ class _ExchangedRows(rows.TakenRows):
 @jax.jit
 def _gather_exchanged(taken: _ExchangedRows, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
     traffic = taken.traffic
-    split = split_over(traffic.mesh, traffic.batch, ids, ids.ndim)
+    split = array_axes(traffic.mesh, traffic.batch, ids, ids.ndim)
     if {axis for axes in split for axis in axes} != set(traffic.id_axes):
         want = f"split over the mesh axes of the ids given to te.rows, {traffic.id_axes}"
         raise ValueError(_checks.wanted("ids", want, f"shape {list(ids.shape)} split over {tuple(split)}"))
@@ -197,8 +197,10 @@ def _gather_exchanged(taken: _ExchangedRows, ids: Int32[Array, "..."]) -> Float[
     def read(held, values, ids):
         return _read_held(held, values, traffic.deal.positions(jnp.clip(ids, 0, taken.vocab_size - 1)))
 
-    everyone = spec_of(traffic.id_axes)
-    read_all = jax.shard_map(read, mesh=traffic.mesh, in_specs=(everyone, everyone, spec_of(*split)), out_specs=spec_of(*split, ()))
+    everyone = partition_spec(traffic.id_axes)
+    read_all = jax.shard_map(
+        read, mesh=traffic.mesh, in_specs=(everyone, everyone, partition_spec(*split)), out_specs=partition_spec(*split, ())
+    )
     return read_all(taken.ids, taken.values, ids).astype(taken.dtype)
 
 
@@ -215,7 +217,7 @@ def _return_gradients(taken: _ExchangedRows, gradient: Float[Array, "k d"]) -> t
             own, sums = exchange.sum_repeats(own, sums, shard)
         return _ids_of_own(traffic.deal, traffic.owners, own, shard), sums
 
-    everyone, owners = spec_of(traffic.id_axes), spec_of(traffic.owners)
+    everyone, owners = partition_spec(traffic.id_axes), partition_spec(traffic.owners)
     # Unchecked: the types do not show that gathered values are equal along the axis that they were gathered over.
     send_all = jax.shard_map(send, mesh=traffic.mesh, in_specs=everyone, out_specs=(owners, owners), check_vma=False)
     return send_all(taken.sent, taken.asked, gradient)
@@ -239,7 +241,7 @@ class OwnedRows(rows.Rows):
             own, sums = exchange.sum_repeats(own_of_ids(traffic.deal, traffic.owners, ids, shard), values, shard)
             return _ids_of_own(traffic.deal, traffic.owners, own, shard), sums
 
-        owners = spec_of(traffic.owners)
+        owners = partition_spec(traffic.owners)
         merge_all = jax.shard_map(merge, mesh=traffic.mesh, in_specs=owners, out_specs=owners)
         ids, values = merge_all([self.ids, other.ids], [self.values, other.values])
         return dataclasses.replace(self, ids=ids, values=values)

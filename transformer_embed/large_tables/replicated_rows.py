@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int32
 
 from transformer_embed import _checks
 from transformer_embed.functional.lookup import read_or_zero, widened
-from transformer_embed.functional.mesh import Axes, index_along, spec_of, split_over
+from transformer_embed.functional.mesh import Axes, array_axes, index_along, partition_spec
 from transformer_embed.large_tables import rows
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def gather_from_shards(table: "Sharded", ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
     """Every shard looks up the ids that it holds and reads zeros for the others; a sum over the shards collects the rows."""
     row_axes, column_axes = table.axes
-    split = split_over(table.sharding.mesh, table.batch, ids, ids.ndim)
+    split = array_axes(table.sharding.mesh, table.batch, ids, ids.ndim)
     if set(column_axes) & {axis for axes in split for axis in axes}:
         raise ValueError(_checks.wanted("table", "columns over a mesh axis that the ids do not use", f"both over {column_axes!r}"))
     by_dimension = [tuple(axis for axis in axes if axis in row_axes) for axes in split]
@@ -52,8 +52,10 @@ def gather_from_shards(table: "Sharded", ids: Int32[Array, "..."]) -> Float[Arra
             rows = jax.lax.psum_scatter(rows, axes, scatter_dimension=dimension, tiled=True) if axes else rows
         return rows
 
-    specs = (spec_of(row_axes, column_axes), spec_of(*split))
-    return jax.shard_map(read, mesh=table.sharding.mesh, in_specs=specs, out_specs=spec_of(*split, column_axes))(widened(table.array), ids)
+    specs = (partition_spec(row_axes, column_axes), partition_spec(*split))
+    return jax.shard_map(read, mesh=table.sharding.mesh, in_specs=specs, out_specs=partition_spec(*split, column_axes))(
+        widened(table.array), ids
+    )
 
 
 def take_everywhere(table: "Sharded", ids: Int32[Array, "..."], distinct: Callable[[Array], Array]) -> "_RowsEverywhere":
@@ -78,13 +80,13 @@ class _RowsEverywhere(rows.TakenRows):
 
 @jax.jit
 def _gather_from_everywhere(taken: _RowsEverywhere, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
-    split = split_over(taken.mesh, taken.batch, ids, ids.ndim)
+    split = array_axes(taken.mesh, taken.batch, ids, ids.ndim)
 
     def read(held, values, ids):
         return rows.TakenRows(held, values, taken.vocab_size).gather(ids).astype(taken.dtype)
 
-    specs = (PartitionSpec(), PartitionSpec(), spec_of(*split))
-    read_all = jax.shard_map(read, mesh=taken.mesh, in_specs=specs, out_specs=spec_of(*split, ()))
+    specs = (PartitionSpec(), PartitionSpec(), partition_spec(*split))
+    read_all = jax.shard_map(read, mesh=taken.mesh, in_specs=specs, out_specs=partition_spec(*split, ()))
     return read_all(taken.ids, widened(taken.values), ids)
 
 

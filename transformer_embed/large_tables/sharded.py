@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int32
 from transformer_embed import _checks
 from transformer_embed._typing import ArrayLike
 from transformer_embed.functional.lookup import Table
-from transformer_embed.functional.mesh import Axes, index_along, leading_without, per_dimension, spec_of, split_over
+from transformer_embed.functional.mesh import Axes, array_axes, index_along, leading_axes_outside, partition_spec, spec_axes
 from transformer_embed.large_tables import exchanged_rows, replicated_rows, rows
 from transformer_embed.large_tables.dealing import Deal
 
@@ -102,7 +102,7 @@ class Sharded(Table):
     @property
     def axes(self) -> tuple[Axes, Axes]:
         """The mesh axes that the rows are split over, and those of the columns."""
-        row_axes, column_axes = per_dimension(self.sharding.spec, 2)
+        row_axes, column_axes = spec_axes(self.sharding.spec, 2)
         return row_axes, column_axes
 
     def positions(self, ids: Int32[Array, "..."]) -> Int32[Array, "..."]:
@@ -112,7 +112,7 @@ class Sharded(Table):
 
     def gather(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
         """See `Table`; split as the ids are, then as the columns are."""
-        split = split_over(self.sharding.mesh, self.batch, ids, ids.ndim)
+        split = array_axes(self.sharding.mesh, self.batch, ids, ids.ndim)
         by_exchange = self.deal is not None and set(self.axes[0]) <= {axis for axes in split for axis in axes}
         return exchanged_rows.gather_from_owners(self, ids) if by_exchange else replicated_rows.gather_from_shards(self, ids)
 
@@ -124,7 +124,7 @@ class Sharded(Table):
     def shards(self, x: Float[Array, "... d"]) -> tuple[Array, Any, Axes, Axes, Sequence[Axes]]:
         """See `Table`."""
         self._check_in_order()
-        return self.array, self.sharding.mesh, *self.axes, split_over(self.sharding.mesh, self.batch, x, x.ndim - 1)
+        return self.array, self.sharding.mesh, *self.axes, array_axes(self.sharding.mesh, self.batch, x, x.ndim - 1)
 
     def take_rows(self, ids: Int32[Array, "..."], distinct: Callable[[Array], Array]) -> rows.TakenRows:
         """See `Table`; each device takes the rows of its part of the ids if the table is dealt, otherwise those of all ids."""
@@ -150,7 +150,7 @@ class Sharded(Table):
             own, order = replicated_rows.own_rows(self, ids, size)
             return step(needed, own, values[order], shards)
 
-        given, split = PartitionSpec() if deal is None else spec_of(self.axes[0]), [self.sharding.spec] * len(wholes)
+        given, split = PartitionSpec() if deal is None else partition_spec(self.axes[0]), [self.sharding.spec] * len(wholes)
         specs = ([_spec_inside(mesh, array) for array in needed], given, given, split)
         update_all = jax.shard_map(update_shard, mesh=mesh, in_specs=specs, out_specs=split)
         written = update_all(list(needed), gradient.ids, gradient.values, [each.array for each in wholes])
@@ -220,8 +220,8 @@ def _logits(table: Sharded, x: Float[Array, "... d"]) -> Float[Array, "... v"]:
     """Every shard multiplies by its rows. Split columns become split rows first: a shard of the table is smaller than partial logits."""
     row_axes, column_axes = table.axes
     table_axes = (*row_axes, *column_axes)
-    split = split_over(table.sharding.mesh, table.batch, x, x.ndim - 1)
-    kept = [leading_without(axes, table_axes) for axes in split[:-1]]
+    split = array_axes(table.sharding.mesh, table.batch, x, x.ndim - 1)
+    kept = [leading_axes_outside(axes, table_axes) for axes in split[:-1]]
     gathered = [axes[len(some) :] for axes, some in zip(split[:-1], kept, strict=True)] + [split[-1]]
     dtype = jnp.promote_types(jnp.float32, jnp.promote_types(x.dtype, table.dtype))
 
@@ -236,9 +236,9 @@ def _logits(table: Sharded, x: Float[Array, "... d"]) -> Float[Array, "... v"]:
         row = index_along(table_axes) * shard.shape[0] + jnp.arange(shard.shape[0], dtype=jnp.int32)
         return jnp.where(row < table.vocab_size, logits, jnp.finfo(dtype).min / 2)
 
-    specs = (spec_of(row_axes, column_axes), spec_of(*split))
+    specs = (partition_spec(row_axes, column_axes), partition_spec(*split))
     # Unchecked: the types do not show that logits are equal along an axis that x was gathered over and the table is not split over.
-    run = jax.shard_map(multiply, mesh=table.sharding.mesh, in_specs=specs, out_specs=spec_of(*kept, table_axes), check_vma=False)
+    run = jax.shard_map(multiply, mesh=table.sharding.mesh, in_specs=specs, out_specs=partition_spec(*kept, table_axes), check_vma=False)
     return run(table.array, x)
 
 

@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from transformer_embed import _checks
 from transformer_embed.functional.lookup import Table
-from transformer_embed.functional.mesh import Axes, per_dimension
+from transformer_embed.functional.mesh import Axes, spec_axes
 from transformer_embed.large_tables import dealing
 from transformer_embed.large_tables.sharded import Sharded, place_rows
 
@@ -171,7 +171,7 @@ def _spec_of(name: str, shape: tuple[int, ...], rules: Mapping[str, PartitionSpe
 def _place_leaf(path: Any, leaf: Any, spec: PartitionSpec, *, plan: _Plan) -> Any:
     """A parameter on the mesh."""
     name, mesh, batch = _name(path), plan.mesh, plan.batch
-    axes = per_dimension(spec, len(leaf.shape))
+    axes = spec_axes(spec, len(leaf.shape))
     used = [axis for some in axes for axis in some]
     for axis in (*used, *(batch or ())):
         if axis not in mesh.axis_names:
