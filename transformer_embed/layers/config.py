@@ -68,25 +68,25 @@ class EmbedderConfig:
     def __post_init__(self):
         given = [name for name in ("embedding_width", "num_token_types") if getattr(self, name) is not None]
         for name in ("vocab_size", "d_model", *given):
-            self._keep(name, _checks.integer(name, getattr(self, name), at_least=1))
+            self._set_field(name, _checks.integer(name, getattr(self, name), at_least=1))
         if self.positions is not None:
             if not isinstance(self.positions, Scheme):
-                wanted = "Sinusoidal(...), SinusoidalGrid(...), Learned(max_len=...) or None"
-                raise TypeError(_checks.wanted("positions", wanted, repr(self.positions)))
+                want = "Sinusoidal(...), SinusoidalGrid(...), Learned(max_len=...) or None"
+                raise TypeError(_checks.wanted("positions", want, repr(self.positions)))
             self.positions.check(self.table_width)
         _checks.rate("dropout_rate", self.dropout_rate)
         if self.pad_id is not None:
-            self._keep("pad_id", _checks.int32("pad_id", self.pad_id))
-        self._keep("scale", checked_scale(self.scale))
+            self._set_field("pad_id", _checks.int32("pad_id", self.pad_id))
+        self._set_field("scale", checked_scale(self.scale))
         if self.layer_norm_eps is not None:
-            self._keep("layer_norm_eps", _checks.real("layer_norm_eps", self.layer_norm_eps, above=0))
+            self._set_field("layer_norm_eps", _checks.real("layer_norm_eps", self.layer_norm_eps, above=0))
         _checks.choice("out_of_range", self.out_of_range, OUT_OF_RANGE)
         _checks.choice("lookup_style", self.lookup_style, LOOKUP_STYLES)
-        self._keep("param_dtype", _checks.floating_dtype("param_dtype", self.param_dtype))
+        self._set_field("param_dtype", _checks.floating_dtype("param_dtype", self.param_dtype))
         if self.dtype is not None:
-            self._keep("dtype", _checks.floating_dtype("dtype", self.dtype))
+            self._set_field("dtype", _checks.floating_dtype("dtype", self.dtype))
 
-    def _keep(self, name: str, value: Any) -> None:
+    def _set_field(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
     @property

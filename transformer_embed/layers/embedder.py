@@ -185,7 +185,7 @@ def resize_vocabulary(params: Params, vocab_size: int, rng: Array | None = None)
     path, table = _table_of(params, "token_embedding")
     rows = table.in_vocabulary_order() if isinstance(table, Table) else table
     if rows is None:
-        raise _not_whole(path, table)
+        raise _not_whole_error(path, table)
     more = vocab_size - rows.shape[0]
     if more > 0:
         if rng is None:
@@ -231,7 +231,7 @@ def resize_positions(params: Params, max_len: int, *, start: int = 0) -> Params:
     """
     path, table = _table_of(params, "learned_positional_encoding")
     if isinstance(table, Table):
-        raise _not_whole(path, table)
+        raise _not_whole_error(path, table)
     start = _checks.integer("start", start, at_least=0, at_most=table.shape[0] - 1)
     rows = _checks.integer("max_len", max_len, at_least=start + 1) - start
     wide = table[start:].astype(jnp.promote_types(jnp.float32, table.dtype))
@@ -247,11 +247,11 @@ def _table_of(params: Params, module: str) -> tuple[str, Float[Array, "v d"] | T
         raise ValueError(_checks.wanted("params", f"one module called {module}", f"{len(paths)} among {sorted(params)}"))
     table = params[paths[0]].get("embeddings")
     if table is None:
-        raise _not_whole(paths[0], table)
+        raise _not_whole_error(paths[0], table)
     return paths[0], table if isinstance(table, Table) else jnp.asarray(table)
 
 
-def _not_whole(path: str, table: Any) -> ValueError:
+def _not_whole_error(path: str, table: Any) -> ValueError:
     got = "none" if table is None else f"a table held as {type(table).__name__}"
     return ValueError(_checks.wanted(f"params: {path}/embeddings", "a whole array", got))
 

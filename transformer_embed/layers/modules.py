@@ -86,7 +86,7 @@ class TokenEmbedding(hk.Module):
 
     def __call__(self, ids: ArrayLike) -> Float[Array, "... d"]:
         """Embeds ids [...], integers, as [..., d_model] of `dtype`."""
-        rows, table_dtype = self._wide_rows(ids)
+        rows, table_dtype = self._scaled_rows(ids)
         return rows.astype(table_dtype if self.dtype is None else self.dtype)
 
     def logits(self, x: ArrayLike) -> Float[Array, "... v"]:
@@ -110,11 +110,11 @@ class TokenEmbedding(hk.Module):
         options = {"label_smoothing": label_smoothing, "reduction": reduction, "chunk_size": chunk_size}
         return tied_cross_entropy(x, self._table(), labels, mask=mask, pad_id=self.pad_id, **options)
 
-    def _wide_rows(self, ids: ArrayLike) -> tuple[Float[Array, "... d"], jnp.dtype]:
+    def _scaled_rows(self, ids: ArrayLike) -> tuple[Float[Array, "... d"], jnp.dtype]:
         """The scaled rows in float32 or wider, and the dtype of the table."""
         table = self._table()
         rows = lookup(table, ids, pad_id=self.pad_id, out_of_range=self.out_of_range, lookup_style=self.lookup_style)
-        return _wide(rows) * self.factor, table.dtype
+        return _at_least_float32(rows) * self.factor, table.dtype
 
     def _table(self) -> Float[Array, "v d"] | Table:
         return hk.get_parameter("embeddings", [self.vocab_size, self.d_model], self.param_dtype, self.w_init)
@@ -197,7 +197,7 @@ class PositionalEncoding(hk.Module):
             if getattr(self.scheme, "at_padding", None) is not None:
                 raise ValueError(_checks.wanted("positions", "an array, since the scheme's at_padding depends on the ids", "None"))
             positions = self.scheme.count(x.shape[-2], "x")
-        total = _wide(x) + self._broadcast_encoding(positions, x.shape[:-1], "x's tokens")
+        total = _at_least_float32(x) + self._broadcast_encoding(positions, x.shape[:-1], "x's tokens")
         return _apply_dropout(total.astype(x.dtype), self.dropout_rate, is_training)
 
     def encoding(self, positions: ArrayLike) -> Float[Array, "... d"]:
@@ -205,7 +205,7 @@ class PositionalEncoding(hk.Module):
         if not isinstance(self.scheme, Learned):
             return self.scheme.encoding(positions, self.d_model)
         table = hk.get_parameter("embeddings", [self.scheme.max_len, self.d_model], self.param_dtype, self.w_init)
-        return _wide(lookup(table, _checks.as_int32("positions", positions), out_of_range=self.out_of_range))
+        return _at_least_float32(lookup(table, _checks.as_int32("positions", positions), out_of_range=self.out_of_range))
 
     def _broadcast_encoding(self, positions: ArrayLike, shape: tuple[int, ...], tokens: str) -> Float[Array, "... d"]:
         """The encodings of positions that broadcast to the shape of the tokens, with as many axes as these have."""
@@ -213,8 +213,8 @@ class PositionalEncoding(hk.Module):
         _checks.ends_in_length("positions", positions.shape, shape, tokens)
         encoding = self.encoding(positions)
         if positions.ndim == 1 and any(size != 1 for size in shape[:-1]):
-            encoding = _computed_once(encoding)
-        return _of_rank(encoding, len(shape) + 1)
+            encoding = _fusion_barrier(encoding)
+        return _expanded_to_rank(encoding, len(shape) + 1)
 
 
 class RelativePositionBias(hk.Module):
@@ -330,7 +330,7 @@ class TransformerEmbedding(hk.Module):
             hint = "an EmbedderConfig, such as te.EmbedderConfig(vocab_size=256, d_model=64)"
             raise TypeError(_checks.wanted("config", hint, f"{type(config).__name__} {config!r}"))
         self.config = config
-        initial = _initial_values(config, initial_params)
+        initial = _initial_value_getter(config, initial_params)
         width, param_dtype = config.table_width, config.param_dtype
         table = functools.partial(
             TokenEmbedding, d_model=width, out_of_range=config.out_of_range, lookup_style=config.lookup_style, param_dtype=param_dtype
@@ -374,7 +374,7 @@ class TransformerEmbedding(hk.Module):
         ids = _checks.as_int32("ids", ids)
         if ids.ndim == 0:
             raise ValueError(_checks.wanted("ids", "shape [..., length]", "shape []"))
-        total, table_dtype = self.tokens._wide_rows(ids)
+        total, table_dtype = self.tokens._scaled_rows(ids)
         if self.encoding is None:
             _checks.unwanted("positions", positions, "the model adds no positions")
         else:
@@ -415,23 +415,23 @@ def _rows_of_types(embed: TokenEmbedding, token_types: ArrayLike | None, shape: 
         raise ValueError(_checks.wanted("token_types", "an array, since num_token_types is set", "None"))
     token_types = _checks.as_int32("token_types", token_types)
     _checks.ends_in_length("token_types", token_types.shape, shape)
-    rows, _ = embed._wide_rows(token_types)
-    return _of_rank(rows, len(shape) + 1)
+    rows, _ = embed._scaled_rows(token_types)
+    return _expanded_to_rank(rows, len(shape) + 1)
 
 
-def _initial_values(config: EmbedderConfig, params: Params | None) -> Callable[[str, str], Initializer | None]:
+def _initial_value_getter(config: EmbedderConfig, params: Params | None) -> Callable[[str, str], Initializer | None]:
     """A function that returns the initialiser of a parameter, given its module and name, or None if it has no value in params."""
     if params is None:
         return lambda module, name: None
     _checks.params(params, "initial_params")
-    wanted = ["token_embedding"]
-    wanted += ["learned_positional_encoding"] if isinstance(config.positions, Learned) else []
-    wanted += [] if config.num_token_types is None else ["token_type_embedding"]
-    wanted += [] if config.layer_norm_eps is None else ["layer_norm"]
-    wanted += [] if config.embedding_width is None else ["widen"]
+    required = ["token_embedding"]
+    required += ["learned_positional_encoding"] if isinstance(config.positions, Learned) else []
+    required += [] if config.num_token_types is None else ["token_type_embedding"]
+    required += [] if config.layer_norm_eps is None else ["layer_norm"]
+    required += [] if config.embedding_width is None else ["widen"]
     found = {path.rsplit("/", 1)[-1]: path for path in params}
-    if sorted(path.rsplit("/", 1)[-1] for path in params) != sorted(wanted):
-        raise ValueError(_checks.wanted("initial_params", f"the modules {', '.join(wanted)}", ", ".join(sorted(params))))
+    if sorted(path.rsplit("/", 1)[-1] for path in params) != sorted(required):
+        raise ValueError(_checks.wanted("initial_params", f"the modules {', '.join(required)}", ", ".join(sorted(params))))
 
     def initial(module: str, name: str) -> Initializer | None:
         if module not in found:
@@ -458,19 +458,19 @@ def _initializer(given: Initializer | None, default: Initializer) -> Initializer
     return default if given is None else given
 
 
-def _of_rank(x: Float[Array, "..."], rank: int) -> Float[Array, "..."]:
+def _expanded_to_rank(x: Float[Array, "..."], rank: int) -> Float[Array, "..."]:
     """The same values with leading axes of size 1, so that sums work under jax's strict rank promotion."""
     return x if x.ndim == rank else jax.lax.expand_dims(x, range(rank - x.ndim))
 
 
-def _computed_once(rows: Float[Array, "t d"]) -> Float[Array, "t d"]:
+def _fusion_barrier(rows: Float[Array, "t d"]) -> Float[Array, "t d"]:
     """The same rows; on a CPU, a gather keeps XLA from fusing their computation into the sum and repeating it for each batch row."""
     if _named_axes(rows):
         return rows
-    return jax.lax.platform_dependent(rows, cpu=_gathered, default=lambda rows: rows)
+    return jax.lax.platform_dependent(rows, cpu=_identity_gather, default=lambda rows: rows)
 
 
-def _gathered(rows: Float[Array, "t d"]) -> Float[Array, "t d"]:
+def _identity_gather(rows: Float[Array, "t d"]) -> Float[Array, "t d"]:
     return jnp.take(rows, jnp.arange(rows.shape[0], dtype=jnp.int32), axis=0, mode="clip")
 
 
@@ -487,6 +487,6 @@ def _apply_dropout(x: Float[Array, "..."], rate: float, is_training: bool) -> Fl
     return dropout(rng, rate, x)
 
 
-def _wide(x: Float[Array, "..."]) -> Float[Array, "..."]:
+def _at_least_float32(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """In float32 or wider. (`jnp.promote_types` refuses 16 bits under jax's strict dtype promotion.)"""
     return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x

@@ -28,7 +28,7 @@ class _Sinusoids:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Counting:
+class _CountedPositions:
     """How positions are counted when none are given."""
 
     start: int = 0
@@ -45,22 +45,22 @@ class _Counting:
         return counted if self.at_padding is None else positions_of_tokens(ids != self.pad_id, self.start, self.at_padding)
 
     def _check_counting(self) -> None:
-        self._keep_int32("start")
+        self._set_int32("start")
         if self.at_padding is None:
             _checks.unwanted("pad_id", self.pad_id, "at_padding is not set")
             return
-        self._keep_int32("at_padding")
+        self._set_int32("at_padding")
         if self.pad_id is None:
             raise ValueError(_checks.wanted("pad_id", "the id of padding, since at_padding is set", "None"))
-        self._keep_int32("pad_id")
+        self._set_int32("pad_id")
 
-    def _keep_int32(self, name: str) -> None:
-        """Keeps a Python int, because sums with a narrow numpy integer would wrap."""
+    def _set_int32(self, name: str) -> None:
+        """Sets a field to a Python int, because sums with a narrow numpy integer would wrap."""
         object.__setattr__(self, name, _checks.int32(name, getattr(self, name)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sinusoidal(_Counting, _Sinusoids):
+class Sinusoidal(_CountedPositions, _Sinusoids):
     """Sinusoidal positions, for `EmbedderConfig` and `PositionalEncoding`.
 
     Args:
@@ -139,8 +139,8 @@ class SinusoidalGrid(_Sinusoids):
     axis_positions: Sequence[Sequence[float]] | None = None
 
     def __post_init__(self):
-        for name, value, wanted in (("shape", self.shape, tuple), ("axes", self.axes, tuple | None)):
-            if not isinstance(value, wanted):
+        for name, value, kind in (("shape", self.shape, tuple), ("axes", self.axes, tuple | None)):
+            if not isinstance(value, kind):
                 raise TypeError(_checks.wanted(name, "a tuple of ints", repr(value)))
         shape = tuple(_checks.integer(f"shape[{axis}]", length, at_least=0) for axis, length in enumerate(self.shape))
         object.__setattr__(self, "shape", shape)
@@ -177,7 +177,7 @@ def _coordinates(name: str, values: Sequence[float]) -> tuple[float, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Learned(_Counting):
+class Learned(_CountedPositions):
     """Learned positions, for `EmbedderConfig` and `PositionalEncoding`: a vector for each position.
 
     Args:
