@@ -175,21 +175,21 @@ def test_capacity_raises_and_never_lowers():
 def test_one_axis_after_the_other_where_that_is_smaller():
     sizes = ("data", "model"), (64, 64)
     route = routes.plan_route(16384, *sizes, 250_000, 4096, 1.0)
-    assert route.straight is None
+    assert route.direct is None
     assert [hop.axes for hop in route.hops] == [("data",), ("model",)]
-    assert route.places < 16384 * 3.2
+    assert route.slots < 16384 * 3.2
     few = routes.plan_route(16384, ("data", "model"), (2, 4), 250_000, 8, 1.0)
-    assert few.straight is None
+    assert few.direct is None
     assert [hop.axes for hop in few.hops] == [("data", "model")]
 
 
 @pytest.mark.parametrize(("devices", "shape"), [(256, (16, 16)), (512, (16, 32))], ids=str)
 def test_what_a_pair_has_on_average_goes_straight_and_the_rest_over_hops(devices, shape):
     route = routes.plan_route(16384, ("data", "model"), shape, 10**9 // devices, devices, 1.0)
-    assert route.straight is not None
-    assert (route.straight.room, route.straight.axes) == (16384 // devices, ("data", "model"))
+    assert route.direct is not None
+    assert (route.direct.room, route.direct.axes) == (16384 // devices, ("data", "model"))
     assert [hop.axes for hop in route.hops] == [("data",), ("model",)]
-    assert route.places < 16384 * 1.7
+    assert route.slots < 16384 * 1.7
 
 
 @pytest.mark.parametrize(("straight", "pairs"), [(32, 1), (32, 16), (32, 512), (48, 32)], ids=str)
@@ -210,7 +210,7 @@ def test_room_for_the_rest_has_the_stated_probability(straight, pairs):
 def test_positions_that_devices_share_need_no_more_room_than_others(hot_rows):
     asked, shape, rng = 1024, (8, 8), np.random.default_rng(0)
     route = routes.plan_route(asked, ("data", "model"), shape, 10**6, 64, 1.0)
-    assert route.straight is not None
+    assert route.direct is not None
     hot = rng.choice(64 * 10**6, hot_rows, replace=False)
     drawn = hot[rng.integers(0, hot_rows, (64, asked))] if hot_rows > asked else np.tile(hot, (64, 1))
     narrow = route._replace(hops=tuple(hop._replace(room=hop.room * 2 // 3) for hop in route.hops))
@@ -251,7 +251,7 @@ def test_training_by_exchange_is_lazy_adam_in_float64(kind, shape, axes):
 def straight_first(asked, axes, sizes, shard, devices, capacity):
     """A route that plans choose for more devices only: one position of each pair goes straight."""
     straight = routes.Hop(axes, math.prod(sizes), shard, 1, math.prod(sizes))
-    return routes._straight_first(asked, straight, [((axis,), size) for axis, size in zip(axes, sizes, strict=True)], devices, capacity)
+    return routes._direct_then_hops(asked, straight, [((axis,), size) for axis, size in zip(axes, sizes, strict=True)], devices, capacity)
 
 
 @pytest.mark.slow

@@ -44,12 +44,12 @@ class Deal(NamedTuple):
     def positions(self, ids: Any) -> Any:
         """The position of each id inside the vocabulary; numpy or jax int32."""
         round_number, slot = ids // self.virtual_shards, ids % self.virtual_shards
-        return (_reverse_bits(self, slot) ^ _shift(self, round_number)) * self.rounds + round_number
+        return (_reverse_bits(self, slot) ^ _round_hash(self, round_number)) * self.rounds + round_number
 
     def ids(self, positions: Any) -> Any:
         """The id at each position; an id of vocab_size or above marks padding."""
         shard, round_number = positions // self.rounds, positions % self.rounds
-        return round_number * self.virtual_shards + _reverse_bits(self, shard ^ _shift(self, round_number))
+        return round_number * self.virtual_shards + _reverse_bits(self, shard ^ _round_hash(self, round_number))
 
 
 def deal_rows(deal: Deal, mesh: Mesh, axes: Axes, table: Float[Array, "v d"]) -> Float[Array, "m d"]:
@@ -65,7 +65,7 @@ def deal_rows(deal: Deal, mesh: Mesh, axes: Axes, table: Float[Array, "v d"]) ->
     def send(rows):
         first = jax.lax.axis_index(axes) * each if axes else 0
         rounds = first + jnp.arange(each, dtype=jnp.int32)[:, None]
-        slots = _reverse_bits(deal, jnp.arange(deal.virtual_shards, dtype=jnp.int32) ^ _shift(deal, rounds))
+        slots = _reverse_bits(deal, jnp.arange(deal.virtual_shards, dtype=jnp.int32) ^ _round_hash(deal, rounds))
         dealt = jnp.take_along_axis(rows.reshape(each, deal.virtual_shards, width), slots[..., None], axis=1).swapaxes(0, 1)
         dealt = jax.lax.all_to_all(dealt, axes, split_axis=0, concat_axis=1, tiled=True)
         return dealt[:, : deal.rounds].reshape(-1, width)
@@ -83,7 +83,7 @@ def _reverse_bits(deal: Deal, values: Any) -> Any:
     return reverse
 
 
-def _shift(deal: Deal, round_number: Any) -> Any:
+def _round_hash(deal: Deal, round_number: Any) -> Any:
     """A hash of the round of dealing, below virtual_shards; 0 for the first round."""
     bits = deal.virtual_shards.bit_length() - 1
     return ((round_number.astype("uint32") * np.uint32(HASH)) >> np.uint32(32 - bits)).astype("int32")

@@ -8,7 +8,7 @@ device's shard is a range of positions and an ascending list of positions is gro
     rows                <--- all-to-all -----  rows of the shard                       (`ask`, then `answer`)
     gradients of rows   ---- all-to-all ---->  one gradient per row, repeats summed    (`return_gradients`)
 
-Each arrow is one all-to-all for each hop of the route (see `routes`): a straight one, others one after the other, or both. Buffers have a
+Each arrow is one all-to-all for each hop of the route (see `routes`): a direct one, others one after the other, or both. Buffers have a
 fixed size; the answer to a position that does not fit is NaN, and its gradient is dropped.
 """
 
@@ -41,12 +41,12 @@ class SentOnRoute(NamedTuple):
     """Where the positions that went over a route are in its buffers, on one device.
 
     Args:
-        straight: for the straight hop. Its `slots` and `found` also count the buffers of the rest, which follow its own.
+        direct: for the direct hop. Its `slots` and `found` also count the buffers of the rest, which follow its own.
         left: [rest], the index of each position of the rest among those asked for; past their end: none.
         over_hops: for each hop.
     """
 
-    straight: Sent | None
+    direct: Sent | None
     left: Int32[Array, "r"] | None
     over_hops: list[Sent]
 
@@ -57,58 +57,58 @@ def ask(route: Route, positions: Int32[Array, "k"], size: int) -> tuple[SentOnRo
     Returns:
         What was sent, and the positions that this device is asked for, ascending and padded in the same way.
     """
-    if route.straight is None:
+    if route.direct is None:
         over_hops, asked = _ask_over_hops(route.hops, positions, size)
         return SentOnRoute(None, None, over_hops), asked
-    hop, count = route.straight, len(positions)
-    places = hop.parts * hop.room
+    hop, count = route.direct, len(positions)
+    direct_slots = hop.parts * hop.room
     starts, slots, arrived = _send_positions(hop, positions, size)
-    goes = slots < places
+    goes = slots < direct_slots
     in_rest = ~goes & (positions < size)
-    left = _packed(jnp.arange(count, dtype=jnp.int32), in_rest, count, route.rest)
+    left = _compacted(jnp.arange(count, dtype=jnp.int32), in_rest, count, route.rest)
     rest = jnp.where(left < count, positions.at[left].get(mode="clip"), size + jnp.arange(route.rest, dtype=jnp.int32))
     over_hops, of_rest = _ask_over_hops(route.hops, rest, size)
-    slots = jnp.where(in_rest, places + jnp.cumsum(in_rest, dtype=jnp.int32) - 1, jnp.where(goes, slots, slots + route.rest))
-    asked, found = _merged(jnp.concatenate([arrived, of_rest]), size, route.distinct)
+    slots = jnp.where(in_rest, direct_slots + jnp.cumsum(in_rest, dtype=jnp.int32) - 1, jnp.where(goes, slots, slots + route.rest))
+    asked, found = _merge_requests(jnp.concatenate([arrived, of_rest]), size, route.distinct)
     return SentOnRoute(Sent(starts, slots, found), left, over_hops), asked
 
 
 def answer(route: Route, sent: SentOnRoute, rows: Float[Array, "m d"]) -> Float[Array, "k d"]:
     """Sends the rows that this device was asked for back to the devices that asked; NaN for a position that did not fit."""
-    if route.straight is None or sent.straight is None:
+    if route.direct is None or sent.direct is None:
         return _answer_over_hops(route.hops, sent.over_hops, rows)
-    answers, places = _rows_found(rows, sent.straight.found), route.straight.parts * route.straight.room
-    straight, rest = _to_parts(route.straight, answers[:places]), _answer_over_hops(route.hops, sent.over_hops, answers[places:])
-    return _rows_in_slots(jnp.concatenate([straight, rest]), sent.straight.slots)
+    answers, direct_slots = _rows_found(rows, sent.direct.found), route.direct.parts * route.direct.room
+    direct, rest = _all_to_all(route.direct, answers[:direct_slots]), _answer_over_hops(route.hops, sent.over_hops, answers[direct_slots:])
+    return _rows_in_slots(jnp.concatenate([direct, rest]), sent.direct.slots)
 
 
 def return_gradients(route: Route, sent: SentOnRoute, gradients: Float[Array, "k d"]) -> Float[Array, "m d"]:
     """The gradient of each row that this device was asked for, summed over the devices that asked: the transpose of `answer`."""
-    if route.straight is None or sent.straight is None:
+    if route.direct is None or sent.direct is None:
         return _return_over_hops(route.hops, sent.over_hops, gradients)
-    straight = _to_parts(route.straight, _bucket(route.straight, sent.straight.starts, gradients, 0))
+    direct = _all_to_all(route.direct, _send_buffer(route.direct, sent.direct.starts, gradients, 0))
     rest = _return_over_hops(route.hops, sent.over_hops, gradients.at[sent.left].get(mode="fill", fill_value=0))
-    return _summed(jnp.concatenate([straight, rest]), sent.straight.found, route.distinct)
+    return _sum_by_index(jnp.concatenate([direct, rest]), sent.direct.found, route.distinct)
 
 
 def _ask_over_hops(hops: Sequence[Hop], positions: Int32[Array, "k"], size: int) -> tuple[list[Sent], Int32[Array, "m"]]:
     sent = []
     for hop in hops:
         starts, slots, received = _send_positions(hop, positions, size)
-        positions, found = _merged(received, size, hop.distinct)
+        positions, found = _merge_requests(received, size, hop.distinct)
         sent.append(Sent(starts, slots, found))
     return sent, positions
 
 
 def _answer_over_hops(hops: Sequence[Hop], sent: Sequence[Sent], rows: Float[Array, "m d"]) -> Float[Array, "k d"]:
     for hop, (_, slots, found) in reversed([*zip(hops, sent, strict=True)]):
-        rows = _rows_in_slots(_to_parts(hop, _rows_found(rows, found)), slots)
+        rows = _rows_in_slots(_all_to_all(hop, _rows_found(rows, found)), slots)
     return rows
 
 
 def _return_over_hops(hops: Sequence[Hop], sent: Sequence[Sent], gradients: Float[Array, "k d"]) -> Float[Array, "m d"]:
     for hop, (starts, _, found) in zip(hops, sent, strict=True):
-        gradients = _summed(_to_parts(hop, _bucket(hop, starts, gradients, 0)), found, hop.distinct)
+        gradients = _sum_by_index(_all_to_all(hop, _send_buffer(hop, starts, gradients, 0)), found, hop.distinct)
     return gradients
 
 
@@ -120,10 +120,10 @@ def _send_positions(hop: Hop, positions: Int32[Array, "k"], size: int) -> tuple[
     rank = index - starts[parts]
     fits = (parts < hop.parts) & (rank < hop.room)
     slots = jnp.where(fits, parts * hop.room + rank, hop.parts * hop.room + index)
-    return starts, slots, _to_parts(hop, _bucket(hop, starts, positions, size))
+    return starts, slots, _all_to_all(hop, _send_buffer(hop, starts, positions, size))
 
 
-def _merged(received: Int32[Array, "s"], size: int, room: int) -> tuple[Int32[Array, "m"], Int32[Array, "s"]]:
+def _merge_requests(received: Int32[Array, "s"], size: int, room: int) -> tuple[Int32[Array, "m"], Int32[Array, "s"]]:
     """The distinct positions received, and for each slot the index of its position among them; past the end: none."""
     positions = distinct_ascending(received, size, room)
     found = count_below(positions, received)
@@ -141,7 +141,7 @@ def _rows_in_slots(buffer: Float[Array, "s d"], slots: Int32[Array, "k"]) -> Flo
     return buffer.at[slots].get(mode="fill", fill_value=jnp.nan, unique_indices=True)
 
 
-def _summed(rows: Float[Array, "s d"], found: Int32[Array, "s"], count: int) -> Float[Array, "m d"]:
+def _sum_by_index(rows: Float[Array, "s d"], found: Int32[Array, "s"], count: int) -> Float[Array, "m d"]:
     """The sum of the rows of each index below count, as the transpose of `read_or_zero`, which chooses how to sum on a GPU."""
     # Only the type is used: it varies over the mesh as the rows do, so that the transpose does not sum over devices.
     sums = jnp.broadcast_to(rows[:1], (count, rows.shape[1]))
@@ -152,17 +152,17 @@ def sum_repeats(positions: Int32[Array, "n"], gradients: Float[Array, "n d"], si
     """The distinct positions below `size`, ascending and padded, and the sum of each one's gradients."""
     distinct = distinct_ascending(positions, size, min(len(positions), size))
     found = jnp.where(positions < size, count_below(distinct, positions), len(distinct))
-    return distinct, _summed(gradients, found, len(distinct))
+    return distinct, _sum_by_index(gradients, found, len(distinct))
 
 
-def _bucket(hop: Hop, starts: Int32[Array, "p"], values: Array, fill: int) -> Array:
+def _send_buffer(hop: Hop, starts: Int32[Array, "p"], values: Array, fill: int) -> Array:
     """[parts * room, ...]: the values for each part, which are contiguous, padded with `fill`."""
-    place = starts[:-1, None] + jnp.arange(hop.room, dtype=jnp.int32)
-    place = jnp.where(place < starts[1:, None], place, len(values)).reshape(-1)
-    return values.at[place].get(mode="fill", fill_value=fill)
+    index = starts[:-1, None] + jnp.arange(hop.room, dtype=jnp.int32)
+    index = jnp.where(index < starts[1:, None], index, len(values)).reshape(-1)
+    return values.at[index].get(mode="fill", fill_value=fill)
 
 
-def _to_parts(hop: Hop, buffer: Array) -> Array:
+def _all_to_all(hop: Hop, buffer: Array) -> Array:
     """Sends each part its block of the buffer; returns the blocks received."""
     return jax.lax.all_to_all(buffer, hop.axes, split_axis=0, concat_axis=0, tiled=True)
 
@@ -171,10 +171,10 @@ def distinct_ascending(values: Int32[Array, "..."], size: int, room: int) -> Int
     """The `room` smallest distinct values below `size`, ascending, then distinct values of `size` or above as padding."""
     ordered = jnp.sort(values.reshape(-1))
     first = jnp.concatenate([jnp.ones_like(ordered[:1], bool), ordered[1:] != ordered[:-1]])
-    return _packed(ordered, first & (ordered < size), size, room)
+    return _compacted(ordered, first & (ordered < size), size, room)
 
 
-def _packed(values: Int32[Array, "n"], kept: Bool[Array, "n"], size: int, room: int) -> Int32[Array, "k"]:
+def _compacted(values: Int32[Array, "n"], kept: Bool[Array, "n"], size: int, room: int) -> Int32[Array, "k"]:
     """The first `room` values that are kept, in order, then distinct values of `size` or above as padding."""
     slots = jnp.where(kept, jnp.cumsum(kept, dtype=jnp.int32) - 1, room)
     return jnp.arange(size, size + room, dtype=jnp.int32).at[slots].set(values, mode="drop")

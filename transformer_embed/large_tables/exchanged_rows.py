@@ -8,7 +8,8 @@ The rows are dealt over the devices (see `dealing`), and the batch is split over
     gradients of these rows         ----------->  owned: ids and summed gradients  (`OwnedRows`), for the shard's own update
 
 Each arrow is an exchange over a route (see `exchange` and `routes`). Ids are what the user sees. A position is the index of an
-id's row in the dealt array. "own" counts rows from the start of a device's shard. Each list ascends, and numbers past the end are padding.
+id's row in the dealt array. `shard_rows` count rows from the start of a device's shard. Each list ascends, and numbers past the end are
+padding.
 """
 
 import dataclasses
@@ -43,21 +44,21 @@ def gather_from_owners(table: "Sharded", ids: Int32[Array, "..."]) -> Float[Arra
     def distinct(positions):
         return exchange.distinct_ascending(positions, table.array.shape[0], max(1, min(positions.size, table.vocab_size)))
 
-    traffic = _plan(table, ids, distinct)
+    plan = _exchange_plan(table, ids, distinct)
 
     def read(shard, ids):
         positions = table.positions(ids)
         held = distinct(positions)
-        values, *_ = _ask_owners(traffic, held, shard)
-        return _read_held(held, values, positions)
+        values, *_ = _ask_owners(plan, held, shard)
+        return _rows_at_positions(held, values, positions)
 
-    specs = (partition_spec(traffic.owners), partition_spec(*traffic.split))
-    wide = jax.shard_map(read, mesh=traffic.mesh, in_specs=specs, out_specs=partition_spec(*traffic.split, ()))(widened(table.array), ids)
+    specs = (partition_spec(plan.owners), partition_spec(*plan.split))
+    wide = jax.shard_map(read, mesh=plan.mesh, in_specs=specs, out_specs=partition_spec(*plan.split, ()))(widened(table.array), ids)
     return wide.astype(table.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Traffic:
+class _ExchangePlan:
     """How a batch of ids reaches the owners of its rows.
 
     Args:
@@ -87,8 +88,8 @@ class _Traffic:
         return tuple(axis for axis in self.id_axes if axis not in self.owners)
 
 
-def _plan(table: "Sharded", ids: Int32[Array, "..."], distinct: Callable[[Array], Array]) -> _Traffic:
-    """The traffic of a batch, of which each device reads the ids that `distinct` returns for its part."""
+def _exchange_plan(table: "Sharded", ids: Int32[Array, "..."], distinct: Callable[[Array], Array]) -> _ExchangePlan:
+    """The plan for a batch, of which each device reads the ids that `distinct` returns for its part."""
     mesh, owners, deal = table.sharding.mesh, table.axes[0], table.deal
     assert deal is not None
     split = tuple(array_axes(mesh, table.batch, ids, ids.ndim))
@@ -99,7 +100,7 @@ def _plan(table: "Sharded", ids: Int32[Array, "..."], distinct: Callable[[Array]
     devices = math.prod(mesh.shape[axis] for axis in id_axes)
     on_device = jax.shard_map(distinct, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
     asked = jax.eval_shape(on_device, jax.ShapeDtypeStruct((ids.size // devices,), ids.dtype)).shape[0]
-    return _Traffic(mesh, owners, table.batch, split, _route(table, devices, asked), deal)
+    return _ExchangePlan(mesh, owners, table.batch, split, _route(table, devices, asked), deal)
 
 
 def _route(table: "Sharded", devices: int, asked: int) -> routes.Route:
@@ -109,18 +110,18 @@ def _route(table: "Sharded", devices: int, asked: int) -> routes.Route:
     return routes.plan_route(asked, owners, sizes, table.array.shape[0] // math.prod(sizes), devices, table.capacity)
 
 
-def _ask_owners(traffic: _Traffic, positions: Int32[Array, "k"], shard: Float[Array, "s d"]):
+def _ask_owners(plan: _ExchangePlan, positions: Int32[Array, "k"], shard: Float[Array, "s d"]):
     """The rows at ascending, distinct positions; what was sent to get them; and the rows of this shard that devices ask for."""
-    size = traffic.deal.size
-    sent, asked = exchange.ask(traffic.route, positions, size)
-    own = asked - index_along(traffic.owners) * shard.shape[0]
-    own_rows = shard.at[own].get(mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True)
-    answers = exchange.answer(traffic.route, sent, own_rows)
+    size = plan.deal.size
+    sent, asked = exchange.ask(plan.route, positions, size)
+    shard_rows = asked - index_along(plan.owners) * shard.shape[0]
+    values = shard.at[shard_rows].get(mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True)
+    answers = exchange.answer(plan.route, sent, values)
     # Padding does not fit either, but only a row that was asked for may read as NaN.
-    return jnp.where((positions < size)[:, None], answers, 0), sent, own
+    return jnp.where((positions < size)[:, None], answers, 0), sent, shard_rows
 
 
-def _read_held(held: Int32[Array, "k"], values: Float[Array, "k d"], positions: Int32[Array, "..."]) -> Float[Array, "... d"]:
+def _rows_at_positions(held: Int32[Array, "k"], values: Float[Array, "k d"], positions: Int32[Array, "..."]) -> Float[Array, "... d"]:
     """The row at each position; NaN for a position that is not held."""
     slots = jnp.minimum(exchange.count_below(held, positions), len(held) - 1)
     return jnp.where((held[slots] == positions)[..., None], rows_at(values, slots), jnp.nan)
@@ -132,25 +133,25 @@ def _read_held(held: Int32[Array, "k"], values: Float[Array, "k d"], positions: 
 @functools.partial(jax.jit, static_argnums=2)
 def take_from_owners(table: "Sharded", ids: Int32[Array, "..."], distinct: Callable[[Array], Array]) -> "_ExchangedRows":
     """On each device, the distinct rows of its part of the ids."""
-    traffic = _plan(table, ids, distinct)
+    plan = _exchange_plan(table, ids, distinct)
 
     def take(shard, ids):
         held = distinct(ids)
-        places = jnp.arange(len(held), dtype=jnp.int32)
-        positions = jnp.sort(jnp.where(held < table.vocab_size, table.positions(held), traffic.deal.size + places))
-        values, sent, own = _ask_owners(traffic, positions, shard)
-        return positions, widened(values), sent, own
+        index = jnp.arange(len(held), dtype=jnp.int32)
+        positions = jnp.sort(jnp.where(held < table.vocab_size, table.positions(held), plan.deal.size + index))
+        values, sent, shard_rows = _ask_owners(plan, positions, shard)
+        return positions, widened(values), sent, shard_rows
 
-    specs = (partition_spec(traffic.owners), partition_spec(*traffic.split))
-    take_all = jax.shard_map(take, mesh=traffic.mesh, in_specs=specs, out_specs=partition_spec(traffic.id_axes))
+    specs = (partition_spec(plan.owners), partition_spec(*plan.split))
+    take_all = jax.shard_map(take, mesh=plan.mesh, in_specs=specs, out_specs=partition_spec(plan.id_axes))
     positions, values, sent, asked = take_all(table.array, ids)
-    return _ExchangedRows(positions, values, table.vocab_size, table.dtype, sent, asked, traffic)
+    return _ExchangedRows(positions, values, table.vocab_size, table.dtype, sent, asked, plan)
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["ids", "values", "sent", "asked"],
-    meta_fields=["vocab_size", "row_dtype", "traffic"],
+    meta_fields=["vocab_size", "row_dtype", "plan"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class _ExchangedRows(rows.TakenRows):
@@ -163,13 +164,13 @@ class _ExchangedRows(rows.TakenRows):
         row_dtype: dtype of the table.
         sent: what each device sent to get them.
         asked: [devices * m], the rows that each device was asked for, counted from the start of its shard.
-        traffic: how they were exchanged.
+        plan: how they were exchanged.
     """
 
     row_dtype: Any
     sent: exchange.SentOnRoute
     asked: Any
-    traffic: _Traffic
+    plan: _ExchangePlan
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -183,23 +184,23 @@ class _ExchangedRows(rows.TakenRows):
     def gradient(self, values: Float[Array, "k d"]) -> rows.Rows:
         """On each device, the gradient of its shard's rows, summed over all devices."""
         ids, sums = _return_gradients(self, values)
-        return OwnedRows(ids, sums.astype(self.dtype), self.vocab_size, self.traffic)
+        return OwnedRows(ids, sums.astype(self.dtype), self.vocab_size, self.plan)
 
 
 @jax.jit
 def _gather_exchanged(taken: _ExchangedRows, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
-    traffic = taken.traffic
-    split = array_axes(traffic.mesh, traffic.batch, ids, ids.ndim)
-    if {axis for axes in split for axis in axes} != set(traffic.id_axes):
-        want = f"split over the mesh axes of the ids given to te.rows, {traffic.id_axes}"
+    plan = taken.plan
+    split = array_axes(plan.mesh, plan.batch, ids, ids.ndim)
+    if {axis for axes in split for axis in axes} != set(plan.id_axes):
+        want = f"split over the mesh axes of the ids given to te.rows, {plan.id_axes}"
         raise ValueError(_checks.wanted("ids", want, f"shape {list(ids.shape)} split over {tuple(split)}"))
 
     def read(held, values, ids):
-        return _read_held(held, values, traffic.deal.positions(jnp.clip(ids, 0, taken.vocab_size - 1)))
+        return _rows_at_positions(held, values, plan.deal.positions(jnp.clip(ids, 0, taken.vocab_size - 1)))
 
-    everyone = partition_spec(traffic.id_axes)
+    everyone = partition_spec(plan.id_axes)
     read_all = jax.shard_map(
-        read, mesh=traffic.mesh, in_specs=(everyone, everyone, partition_spec(*split)), out_specs=partition_spec(*split, ())
+        read, mesh=plan.mesh, in_specs=(everyone, everyone, partition_spec(*split)), out_specs=partition_spec(*split, ())
     )
     return read_all(taken.ids, taken.values, ids).astype(taken.dtype)
 
@@ -207,19 +208,19 @@ def _gather_exchanged(taken: _ExchangedRows, ids: Int32[Array, "..."]) -> Float[
 @jax.jit
 def _return_gradients(taken: _ExchangedRows, gradient: Float[Array, "k d"]) -> tuple[Int32[Array, "m"], Float[Array, "m d"]]:
     """On each device, the ids of its shard that were asked for, and the sum of their gradients."""
-    traffic = taken.traffic
-    shard = traffic.route.hops[-1].stride
+    plan = taken.plan
+    shard = plan.route.hops[-1].stride
 
-    def send(sent, own, gradient):
-        sums = exchange.return_gradients(traffic.route, sent, gradient)
-        if traffic.replica_axes:
-            own, sums = (jax.lax.all_gather(each, traffic.replica_axes, tiled=True) for each in (own, sums))
-            own, sums = exchange.sum_repeats(own, sums, shard)
-        return _ids_of_own(traffic.deal, traffic.owners, own, shard), sums
+    def send(sent, shard_rows, gradient):
+        sums = exchange.return_gradients(plan.route, sent, gradient)
+        if plan.replica_axes:
+            shard_rows, sums = (jax.lax.all_gather(each, plan.replica_axes, tiled=True) for each in (shard_rows, sums))
+            shard_rows, sums = exchange.sum_repeats(shard_rows, sums, shard)
+        return _ids_of_shard_rows(plan.deal, plan.owners, shard_rows, shard), sums
 
-    everyone, owners = partition_spec(traffic.id_axes), partition_spec(traffic.owners)
+    everyone, owners = partition_spec(plan.id_axes), partition_spec(plan.owners)
     # Unchecked: the types do not show that gathered values are equal along the axis that they were gathered over.
-    send_all = jax.shard_map(send, mesh=traffic.mesh, in_specs=everyone, out_specs=(owners, owners), check_vma=False)
+    send_all = jax.shard_map(send, mesh=plan.mesh, in_specs=everyone, out_specs=(owners, owners), check_vma=False)
     return send_all(taken.sent, taken.asked, gradient)
 
 
@@ -227,50 +228,50 @@ def _return_gradients(taken: _ExchangedRows, gradient: Float[Array, "k d"]) -> t
 class OwnedRows(rows.Rows):
     """On each device, the gradient of some of its shard's rows: ids ascend by their position in the shard."""
 
-    traffic: _Traffic
+    plan: _ExchangePlan
 
     def __add__(self, other: rows.Rows) -> rows.Rows:
         """See `rows.Rows`; each device adds its own rows."""
         if self.ids is other.ids or not isinstance(other, OwnedRows):
             return super().__add__(other)
-        traffic = self.traffic
-        shard = traffic.route.hops[-1].stride
+        plan = self.plan
+        shard = plan.route.hops[-1].stride
 
         def merge(ids, values):
             ids, values = jnp.concatenate(ids), jnp.concatenate(values)
-            own, sums = exchange.sum_repeats(own_of_ids(traffic.deal, traffic.owners, ids, shard), values, shard)
-            return _ids_of_own(traffic.deal, traffic.owners, own, shard), sums
+            shard_rows, sums = exchange.sum_repeats(shard_rows_of_ids(plan.deal, plan.owners, ids, shard), values, shard)
+            return _ids_of_shard_rows(plan.deal, plan.owners, shard_rows, shard), sums
 
-        owners = partition_spec(traffic.owners)
-        merge_all = jax.shard_map(merge, mesh=traffic.mesh, in_specs=owners, out_specs=owners)
+        owners = partition_spec(plan.owners)
+        merge_all = jax.shard_map(merge, mesh=plan.mesh, in_specs=owners, out_specs=owners)
         ids, values = merge_all([self.ids, other.ids], [self.values, other.values])
         return dataclasses.replace(self, ids=ids, values=values)
 
 
 def _flatten_owned(owned: OwnedRows) -> tuple[Any, Any]:
     values, kept = rows.flatten_with_keys(owned)
-    return values, (kept, owned.traffic)
+    return values, (kept, owned.plan)
 
 
 def _unflatten_owned(kept: Any, children: Any) -> OwnedRows:
-    (_, ids, vocab_size), traffic = kept
+    (_, ids, vocab_size), plan = kept
     (values,) = children
-    return OwnedRows(ids=ids.ids, values=values, vocab_size=vocab_size, traffic=traffic)
+    return OwnedRows(ids=ids.ids, values=values, vocab_size=vocab_size, plan=plan)
 
 
 jax.tree_util.register_pytree_with_keys(OwnedRows, _flatten_owned, _unflatten_owned)
 
 
-def own_of_ids(deal: Deal, owners: Axes, ids: Int32[Array, "k"], shard: int) -> Int32[Array, "k"]:
+def shard_rows_of_ids(deal: Deal, owners: Axes, ids: Int32[Array, "k"], shard: int) -> Int32[Array, "k"]:
     """The row of each id, counted from the start of this device's shard; past its end for ids outside the vocabulary."""
-    own = deal.positions(jnp.minimum(ids, deal.vocab_size - 1)) - index_along(owners) * shard
-    return jnp.where(ids < deal.vocab_size, own, shard + jnp.arange(len(ids), dtype=jnp.int32))
+    shard_rows = deal.positions(jnp.minimum(ids, deal.vocab_size - 1)) - index_along(owners) * shard
+    return jnp.where(ids < deal.vocab_size, shard_rows, shard + jnp.arange(len(ids), dtype=jnp.int32))
 
 
-def _ids_of_own(deal: Deal, owners: Axes, own: Int32[Array, "k"], shard: int) -> Int32[Array, "k"]:
-    """The inverse of `own_of_ids`."""
-    ids = deal.ids(jnp.minimum(own, shard - 1) + index_along(owners) * shard)
-    return jnp.where(own < shard, ids, deal.vocab_size + jnp.arange(len(own), dtype=jnp.int32))
+def _ids_of_shard_rows(deal: Deal, owners: Axes, shard_rows: Int32[Array, "k"], shard: int) -> Int32[Array, "k"]:
+    """The inverse of `shard_rows_of_ids`."""
+    ids = deal.ids(jnp.minimum(shard_rows, shard - 1) + index_along(owners) * shard)
+    return jnp.where(shard_rows < shard, ids, deal.vocab_size + jnp.arange(len(shard_rows), dtype=jnp.int32))
 
 
 # --- the load of a batch, on the host
@@ -283,7 +284,7 @@ class ExchangeLoad(NamedTuple):
     dropped: int
 
 
-def load_of(table: "Sharded", deal: Deal, ids: np.ndarray) -> ExchangeLoad:
+def exchange_load(table: "Sharded", deal: Deal, ids: np.ndarray) -> ExchangeLoad:
     """The load of a lookup of these ids, whose first dimension is split over the batch's axes; see `routes.simulate`."""
     sizes = dict(table.sharding.mesh.shape)
     devices = math.prod(sizes[axis] for axis in table.batch)

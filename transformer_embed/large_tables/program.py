@@ -60,39 +60,39 @@ class Program:
 
     def needed(self, outputs: Iterable[Operand]) -> list[Equation]:
         """The equations that some outputs depend on, and those with side effects."""
-        wanted = {output for output in outputs if not isinstance(output, Literal)}
+        required = {output for output in outputs if not isinstance(output, Literal)}
         found = []
         for equation in reversed(self.equations):
-            if equation.has_effects or not wanted.isdisjoint(equation.outputs):
-                wanted.update(operand for operand in equation.inputs if not isinstance(operand, Literal))
+            if equation.has_effects or not required.isdisjoint(equation.outputs):
+                required.update(operand for operand in equation.inputs if not isinstance(operand, Literal))
                 found.append(equation)
         return found[::-1]
 
-    def _number(self, aval: Any) -> int:
+    def _new_value(self, aval: Any) -> int:
         self.types.append(aval)
         return len(self.types) - 1
 
-    def _constant(self, value: Any, aval: Any) -> int:
-        number = self._number(aval)
+    def _new_constant(self, value: Any, aval: Any) -> int:
+        number = self._new_value(aval)
         self.constants[number] = value
         return number
 
-    def _write(self, jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Operand], sources: tuple[Any, ...]) -> list[Operand]:
+    def _inline(self, jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Operand], sources: tuple[Any, ...]) -> list[Operand]:
         """Appends a jaxpr's equations, with calls inlined; returns the numbers of its results."""
         values: dict[Any, Operand] = dict(zip(jaxpr.invars, arguments, strict=True))
-        values |= {var: self._constant(value, var.aval) for var, value in zip(jaxpr.constvars, constants, strict=True)}
+        values |= {var: self._new_constant(value, var.aval) for var, value in zip(jaxpr.constvars, constants, strict=True)}
 
         def read(atom: Any) -> Operand:
             return atom if isinstance(atom, Literal) else values[atom]
 
         for equation in jaxpr.eqns:
             inputs, here = tuple(map(read, equation.invars)), (*sources, equation.source_info)
-            called = _called(equation)
+            called = _inner_jaxpr(equation)
             if called is not None:
                 inner, inner_constants = called
-                outputs = self._write(inner, inner_constants, inputs, here)
+                outputs = self._inline(inner, inner_constants, inputs, here)
             else:
-                outputs = tuple(self._number(var.aval) for var in equation.outvars)
+                outputs = tuple(self._new_value(var.aval) for var in equation.outvars)
                 self.equations.append(Equation(equation.primitive, equation.params, inputs, outputs, here, bool(equation.effects)))
             values.update(zip(equation.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
@@ -109,8 +109,8 @@ def from_jaxpr(closed: ClosedJaxpr | Jaxpr) -> Program:
     program = Program()
     if len(constants) != len(jaxpr.constvars):
         raise ValueError("a jaxpr without its constants")
-    program.inputs = [program._number(var.aval) for var in jaxpr.invars]
-    program.outputs = program._write(jaxpr, constants, program.inputs, ())
+    program.inputs = [program._new_value(var.aval) for var in jaxpr.invars]
+    program.outputs = program._inline(jaxpr, constants, program.inputs, ())
     return program
 
 
@@ -129,7 +129,7 @@ def run(equations: Iterable[Equation], values: dict[int, Any], outputs: Sequence
         bound = equation.primitive.get_bind_params(params)
         # jax 0.6 to 0.8 return functions separately.
         functions, params = bound if isinstance(bound, tuple) else ((), bound)
-        results = equation.primitive.bind(*functions, *_varying_alike([read(operand) for operand in equation.inputs]), **params)
+        results = equation.primitive.bind(*functions, *_vary_over_same_axes([read(operand) for operand in equation.inputs]), **params)
         values.update(zip(equation.outputs, results if equation.primitive.multiple_results else [results], strict=True))
     return [read(output) for output in outputs]
 
@@ -161,7 +161,7 @@ def same_operand(one: Operand, other: Operand) -> bool:
     return not isinstance(one, Literal) and not isinstance(other, Literal) and one == other
 
 
-def _called(equation: Any) -> tuple[Jaxpr, Sequence[Any]] | None:
+def _inner_jaxpr(equation: Any) -> tuple[Jaxpr, Sequence[Any]] | None:
     """The program that an equation calls, and its constants."""
     if equation.primitive.name not in CALLS:
         return None
@@ -191,7 +191,7 @@ def _same_equation(one: Equation, other: Equation) -> bool:
     )
 
 
-def _varying_alike(operands: list[Any]) -> list[Any]:
+def _vary_over_same_axes(operands: list[Any]) -> list[Any]:
     """Makes operands vary over the same mesh axes, as a shard_map that checks types requires of an equation."""
     axes = [_axes_of(operand) for operand in operands]
     together = frozenset().union(*axes)

@@ -6,9 +6,9 @@ The table's rows lie in vocabulary order, a contiguous block on each device.
     ids of all of them         <--- all-gather -----  ids, each of its own part of the batch
     its rows, zeros for others ---- sum ----------->  all rows                              (`gather_from_shards`)
 
-In training by rows (`take_everywhere`), every device gets all distinct rows of the whole batch, and reads those of its own part of the
+In training by rows (`take_replicated`), every device gets all distinct rows of the whole batch, and reads those of its own part of the
 batch. Their gradient is summed over the devices that the batch is split over, and each device then updates the rows that it holds
-(`own_rows`). So what a device sends grows with the whole batch, which is cheaper than an exchange up to some dozens of devices.
+(`rows_of_this_shard`). So what a device sends grows with the whole batch, which is cheaper than an exchange up to some dozens of devices.
 """
 
 import dataclasses
@@ -58,28 +58,28 @@ def gather_from_shards(table: "Sharded", ids: Int32[Array, "..."]) -> Float[Arra
     )
 
 
-def take_everywhere(table: "Sharded", ids: Int32[Array, "..."], distinct: Callable[[Array], Array]) -> "_RowsEverywhere":
+def take_replicated(table: "Sharded", ids: Int32[Array, "..."], distinct: Callable[[Array], Array]) -> "_ReplicatedRows":
     """The distinct rows of the whole batch, on every device."""
     mesh = table.sharding.mesh
     held = jax.shard_map(distinct, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())(_replicate(ids, mesh))
     everywhere = dataclasses.replace(table, batch=())
-    return _RowsEverywhere(held, everywhere.gather(held), table.vocab_size, mesh, table.batch)
+    return _ReplicatedRows(held, everywhere.gather(held), table.vocab_size, mesh, table.batch)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["ids", "values"], meta_fields=["vocab_size", "mesh", "batch"])
 @dataclasses.dataclass(frozen=True, eq=False)
-class _RowsEverywhere(rows.TakenRows):
+class _ReplicatedRows(rows.TakenRows):
     """Rows on every device; each finds those of its own part of the batch, and the gradient is summed over the parts."""
 
     mesh: Any
     batch: Axes
 
     def gather(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
-        return _gather_from_everywhere(self, ids)
+        return _gather_replicated(self, ids)
 
 
 @jax.jit
-def _gather_from_everywhere(taken: _RowsEverywhere, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
+def _gather_replicated(taken: _ReplicatedRows, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
     split = array_axes(taken.mesh, taken.batch, ids, ids.ndim)
 
     def read(held, values, ids):
@@ -90,7 +90,7 @@ def _gather_from_everywhere(taken: _RowsEverywhere, ids: Int32[Array, "..."]) ->
     return read_all(taken.ids, widened(taken.values), ids)
 
 
-def own_rows(table: "Sharded", ids: Int32[Array, "k"], size: int) -> tuple[Int32[Array, "k"], Int32[Array, "k"]]:
+def rows_of_this_shard(table: "Sharded", ids: Int32[Array, "k"], size: int) -> tuple[Int32[Array, "k"], Int32[Array, "k"]]:
     """The rows of this shard among the ids, counted from its start, then ids past its end as padding; and the index of each in `ids`."""
     first = index_along(table.axes[0]) * size
     order = (jnp.arange(len(ids), dtype=jnp.int32) + jnp.sum(ids < first, dtype=jnp.int32)) % len(ids)

@@ -47,13 +47,13 @@ SHARDINGS = ("sharding", "out_sharding")
 
 # Owners of an array that no table owns.
 SHARED, UNKNOWN = -1, -2
-WAY_OUT = (
+ADVICE = (
     "Train the table densely, or keep that transformation off it with optax.multi_transform. To clip by a global norm, clip the gradients "
     "before update"
 )
 
 
-class Problem(Exception):  # noqa: N818
+class NotRowWiseError(Exception):
     """Why an optimizer is not row-wise, and the equation that shows it."""
 
     def __init__(self, reason: str, equation: Equation | None = None):
@@ -135,27 +135,27 @@ def split_step(optimizer: Any, arguments: Any, owners: Any, sizes: Mapping[int, 
         ValueError: the proof fails: an update of a row may need more than that row.
     """
     leaves, treedef = jax.tree.flatten(arguments)
-    shapes, owners_in = tuple(map(_typed, leaves)), tuple(jax.tree.leaves(owners))
-    key = ("split", treedef, shapes, owners_in, tuple(sizes.items()), _settings())
+    shapes, owners_in = tuple(map(_shape_and_sharding, leaves)), tuple(jax.tree.leaves(owners))
+    key = ("split", treedef, shapes, owners_in, tuple(sizes.items()), _jax_settings())
     return _cached(optimizer.update, key, lambda: _split(optimizer.update, treedef, shapes, owners_in, sizes))
 
 
 def _split(update: Callable, treedef: Any, shapes: Sequence[Any], owners_in: Sequence[int], sizes: Mapping[int, tuple[int, int]]) -> Split:
-    places, state_places, params_places, _ = jax.tree.unflatten(treedef, range(len(shapes)))
+    grads_indices, state_indices, params_indices, _ = jax.tree.unflatten(treedef, range(len(shapes)))
     # A new table must depend on its gradient, and new state on the old state.
-    keeps = jax.tree.leaves((places, state_places))
-    owners_out = [owners_in[place] for place in jax.tree.leaves((params_places, state_places))]
-    fewer = [_resized(*each, sizes) for each in zip(shapes, owners_in, strict=True)]
+    keeps = jax.tree.leaves((grads_indices, state_indices))
+    owners_out = [owners_in[index] for index in jax.tree.leaves((params_indices, state_indices))]
+    shrunk = [_resized(*each, sizes) for each in zip(shapes, owners_in, strict=True)]
     try:
-        whole, few = _traced(update, treedef, shapes, ""), _traced(update, treedef, fewer, "with fewer rows ")
-        facts = _follow(whole, few, owners_in, sizes)
-        for output, owner, kept in zip(few.outputs, owners_out, keeps, strict=True):
-            _check_output(few, facts, output, owner, few.inputs[kept])
-    except Problem as problem:
-        name, where = _origin(problem.equation, update)
+        full, small = _traced(update, treedef, shapes, ""), _traced(update, treedef, shrunk, "with fewer rows ")
+        facts = _follow(full, small, owners_in, sizes)
+        for output, owner, kept in zip(small.outputs, owners_out, keeps, strict=True):
+            _check_output(small, facts, output, owner, small.inputs[kept])
+    except NotRowWiseError as problem:
+        name, where = _transformation_and_line(problem.equation, update)
         raise ValueError(refusal(f"{name}: {problem}{where}")) from problem.__cause__
-    results = jax.tree.structure((params_places, state_places))
-    return _split_by_table(few, facts, results, owners_in, owners_out)
+    results = jax.tree.structure((params_indices, state_indices))
+    return _split_by_table(small, facts, results, owners_in, owners_out)
 
 
 def _cached(update: Callable, key: Any, make: Callable) -> Any:
@@ -175,13 +175,13 @@ def _cached(update: Callable, key: Any, make: Callable) -> Any:
 _PROOFS: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
-def _settings() -> tuple[Any, ...]:
+def _jax_settings() -> tuple[Any, ...]:
     """The settings of jax that a trace depends on."""
     names = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_default_prng_impl")
     return tuple(getattr(jax.config, name) for name in names)
 
 
-def _typed(leaf: Any) -> jax.ShapeDtypeStruct:
+def _shape_and_sharding(leaf: Any) -> jax.ShapeDtypeStruct:
     """The shape and dtype of an array, and under explicit mesh axes how it is split."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
@@ -192,7 +192,7 @@ def _typed(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def refusal(found: str) -> str:
     """The message for an optimizer that is not row-wise."""
-    return f"{_checks.wanted('optimizer', 'each row updated from that row alone', found)}. {WAY_OUT}."
+    return f"{_checks.wanted('optimizer', 'each row updated from that row alone', found)}. {ADVICE}."
 
 
 def _traced(update: Callable, treedef: Any, shapes: Sequence[jax.ShapeDtypeStruct], how: str) -> Program:
@@ -209,7 +209,7 @@ def _traced(update: Callable, treedef: Any, shapes: Sequence[jax.ShapeDtypeStruc
     try:
         return trace(step, shapes)
     except Exception as error:
-        raise Problem(f"update cannot be traced {how}({_summary(error)})") from error
+        raise NotRowWiseError(f"update cannot be traced {how}({_summary(error)})") from error
 
 
 def _summary(error: Exception) -> str:
@@ -240,43 +240,47 @@ def _check_output(program: Program, facts: Mapping[int, Fact], output: Operand, 
     fact = _fact(facts, output)
     if owner == SHARED:
         if fact.axis is not None:
-            raise Problem("parameters or state outside the table become one row for each of its rows")
+            raise NotRowWiseError("parameters or state outside the table become one row for each of its rows")
         return
     if fact.axis != 0 or fact.table not in (None, owner):
-        raise Problem("a new row is not made from the same row of the table")
+        raise NotRowWiseError("a new row is not made from the same row of the table")
     if program.type_of(output).shape != program.types[kept].shape:
-        raise Problem("the new state does not have the shape of the state")
+        raise NotRowWiseError("the new state does not have the shape of the state")
     if kept in fact.possible_inputs - fact.certain_inputs:
         name = fact.first_conditional.primitive.name if fact.first_conditional else "a branch"
-        raise Problem(f"{name} by a condition outside of the row decides whether its gradient is used", fact.first_conditional)
+        raise NotRowWiseError(f"{name} by a condition outside of the row decides whether its gradient is used", fact.first_conditional)
 
 
 # Following the data.
 
 
-def _follow(whole: Program, few: Program, owners_in: Sequence[int], sizes: Mapping[int, tuple[int, int]]) -> dict[int, Fact]:
+def _follow(full: Program, small: Program, owners_in: Sequence[int], sizes: Mapping[int, tuple[int, int]]) -> dict[int, Fact]:
     """What is known about each value that an output needs. Raises if the programs differ in more than the number of rows."""
     differ = "a program that depends on the number of rows"
-    if len(whole.equations) != len(few.equations) or len(whole.outputs) != len(few.outputs):
-        raise Problem(differ)
-    facts = {n: Fact() for n in few.constants}
-    for number, value in few.constants.items():
-        if number not in whole.constants or not same_value(whole.constants[number], value):
-            raise Problem("a constant that depends on the number of rows")
-    for number, owner in zip(few.inputs, owners_in, strict=True):
+    if len(full.equations) != len(small.equations) or len(full.outputs) != len(small.outputs):
+        raise NotRowWiseError(differ)
+    facts = {n: Fact() for n in small.constants}
+    for number, value in small.constants.items():
+        if number not in full.constants or not same_value(full.constants[number], value):
+            raise NotRowWiseError("a constant that depends on the number of rows")
+    for number, owner in zip(small.inputs, owners_in, strict=True):
         if owner == SHARED:
-            facts[number] = Fact(is_condition=few.types[number].dtype == jnp.bool_)
+            facts[number] = Fact(is_condition=small.types[number].dtype == jnp.bool_)
         else:
             own = frozenset([number])
             facts[number] = Fact(axis=0, table=owner, possible_inputs=own, certain_inputs=own)
-    live = {id(equation) for equation in few.needed(few.outputs)}
-    for one, other in zip(whole.equations, few.equations, strict=True):
-        if one.primitive is not other.primitive or one.outputs != other.outputs or not all(map(same_operand, one.inputs, other.inputs)):
-            raise Problem(differ, other)
-        if id(other) in live:
-            facts |= zip(other.outputs, _follow_equation(whole, few, one, other, facts, sizes), strict=True)
-    if not all(map(same_operand, whole.outputs, few.outputs)):
-        raise Problem(differ)
+    live = {id(equation) for equation in small.needed(small.outputs)}
+    for full_equation, equation in zip(full.equations, small.equations, strict=True):
+        if (
+            full_equation.primitive is not equation.primitive
+            or full_equation.outputs != equation.outputs
+            or not all(map(same_operand, full_equation.inputs, equation.inputs))
+        ):
+            raise NotRowWiseError(differ, equation)
+        if id(equation) in live:
+            facts |= zip(equation.outputs, _follow_equation(full, small, full_equation, equation, facts, sizes), strict=True)
+    if not all(map(same_operand, full.outputs, small.outputs)):
+        raise NotRowWiseError(differ)
     return facts
 
 
@@ -285,42 +289,50 @@ def _fact(facts: Mapping[int, Fact], operand: Operand) -> Fact:
 
 
 def _follow_equation(
-    whole: Program, few: Program, one: Equation, other: Equation, facts: Mapping[int, Fact], sizes: Mapping[int, tuple[int, int]]
+    full: Program,
+    small: Program,
+    full_equation: Equation,
+    equation: Equation,
+    facts: Mapping[int, Fact],
+    sizes: Mapping[int, tuple[int, int]],
 ) -> list[Fact]:
-    """What is known about an equation's results."""
-    operands = [_fact(facts, operand) for operand in other.inputs]
-    grown = [_row_axis(whole.types[n].shape, few.types[n].shape, other) for n in other.outputs]
-    name = other.primitive.name
-    if other.has_effects and any(fact.axis is not None for fact in operands):
-        raise Problem(f"{name} has a side effect on rows", other)
+    """What is known about an equation's results; `full_equation` is the same equation of the full program."""
+    operands = [_fact(facts, operand) for operand in equation.inputs]
+    grown = [_row_axis(full.types[n].shape, small.types[n].shape, equation) for n in equation.outputs]
+    name = equation.primitive.name
+    if equation.has_effects and any(fact.axis is not None for fact in operands):
+        raise NotRowWiseError(f"{name} has a side effect on rows", equation)
     has_rows = any(fact.axis is not None for fact in operands)
     if name in CONTROL_FLOW and has_rows:
-        raise Problem(f"{name} on a value outside of the row decides how the row is updated", other)
-    if not _same_params(one, other, any(axis is not None for axis in grown), set(sizes.values())):
-        raise Problem(f"{name} over the rows" if has_rows else f"{name} depends on the number of rows", other)
+        raise NotRowWiseError(f"{name} on a value outside of the row decides how the row is updated", equation)
+    if not _same_params(full_equation, equation, any(axis is not None for axis in grown), set(sizes.values())):
+        raise NotRowWiseError(f"{name} over the rows" if has_rows else f"{name} depends on the number of rows", equation)
     if not has_rows:
         if any(axis is not None for axis in grown):
-            _check_broadcast(few, other, grown[0])
-        return [_joined(other, operands, axis, few.types[n].dtype == jnp.bool_) for axis, n in zip(grown, other.outputs, strict=True)]
+            _check_broadcast(small, equation, grown[0])
+        return [
+            _combined_fact(equation, operands, axis, small.types[n].dtype == jnp.bool_)
+            for axis, n in zip(grown, equation.outputs, strict=True)
+        ]
     if len({fact.table for fact in operands} - {None}) > 1:
-        raise Problem(f"{name} mixes the rows of two tables", other)
-    axis = _result_axis(whole, one, operands)
+        raise NotRowWiseError(f"{name} mixes the rows of two tables", equation)
+    axis = _result_axis(full, full_equation, operands)
     if axis is None or any(each != axis for each in grown):
-        raise Problem(f"{name} over the rows", other)
-    return [_joined(other, operands, axis, few.types[n].dtype == jnp.bool_) for n in other.outputs]
+        raise NotRowWiseError(f"{name} over the rows", equation)
+    return [_combined_fact(equation, operands, axis, small.types[n].dtype == jnp.bool_) for n in equation.outputs]
 
 
-def _row_axis(whole: Sequence[int], few: Sequence[int], equation: Equation) -> int | None:
+def _row_axis(full: Sequence[int], small: Sequence[int], equation: Equation) -> int | None:
     """The axis whose size differs between the two programs, which is the axis of rows."""
-    if len(whole) != len(few):
-        raise Problem("a program that depends on the number of rows", equation)
-    axes = [axis for axis, sizes in enumerate(zip(whole, few, strict=True)) if sizes[0] != sizes[1]]
+    if len(full) != len(small):
+        raise NotRowWiseError("a program that depends on the number of rows", equation)
+    axes = [axis for axis, sizes in enumerate(zip(full, small, strict=True)) if sizes[0] != sizes[1]]
     if len(axes) > 1:
-        raise Problem(f"{equation.primitive.name} pairs rows with rows", equation)
+        raise NotRowWiseError(f"{equation.primitive.name} pairs rows with rows", equation)
     return axes[0] if axes else None
 
 
-def _same_params(one: Equation, other: Equation, grows: bool, sizes: set[tuple[int, int]]) -> bool:
+def _same_params(full_equation: Equation, equation: Equation, grows: bool, sizes: set[tuple[int, int]]) -> bool:
     """Whether the params are the same in both programs, except for the number of rows in the size of an array."""
 
     def same(name: str, before: Any, after: Any) -> bool:
@@ -330,7 +342,7 @@ def _same_params(one: Equation, other: Equation, grows: bool, sizes: set[tuple[i
             return False
         return all(a == b or (a, b) in sizes for a, b in zip(before, after, strict=True))
 
-    return all(same(name, one.params[name], after) for name, after in other.params.items())
+    return all(same(name, full_equation.params[name], after) for name, after in equation.params.items())
 
 
 def _check_broadcast(program: Program, equation: Equation, axis: int | None) -> None:
@@ -342,10 +354,10 @@ def _check_broadcast(program: Program, equation: Equation, axis: int | None) -> 
             return
     if name == "iota" and params["dimension"] != axis:
         return
-    raise Problem(f"{name} tells rows apart by their place in the table", equation)
+    raise NotRowWiseError(f"{name} tells rows apart by their place in the table", equation)
 
 
-def _joined(equation: Equation, operands: Sequence[Fact], axis: int | None, is_bool: bool) -> Fact:
+def _combined_fact(equation: Equation, operands: Sequence[Fact], axis: int | None, is_bool: bool) -> Fact:
     """What a result depends on, and whether a condition decides about it."""
     name = equation.primitive.name
     table = next((fact.table for fact in operands if fact.table is not None), None)
@@ -382,26 +394,26 @@ def _result_axis(program: Program, equation: Equation, operands: Sequence[Fact])
         return None
     if name in ELEMENTWISE:
         return axis
-    if name in REDUCED:
-        over = params[REDUCED[name]]
+    if name in REMOVED_AXES_PARAM:
+        over = params[REMOVED_AXES_PARAM[name]]
         return None if axis in over else axis - sum(each < axis for each in over)
-    if name in ALONG:
-        return None if axis == params[ALONG[name]] else axis
-    if name in MOVED:
-        return MOVED[name](params, shapes[0], axis)
-    raise Problem(f"{name} does not keep rows apart", equation)
+    if name in ALONG_AXIS_PARAM:
+        return None if axis == params[ALONG_AXIS_PARAM[name]] else axis
+    if name in NEW_AXIS:
+        return NEW_AXIS[name](params, shapes[0], axis)
+    raise NotRowWiseError(f"{name} does not keep rows apart", equation)
 
 
 def _sliced_axis(params: Mapping[str, Any], shape: Sequence[int], axis: int) -> int | None:
     strides = params["strides"] or [1] * len(shape)
-    whole = (params["start_indices"][axis], params["limit_indices"][axis], strides[axis]) == (0, shape[axis], 1)
-    return axis if whole else None
+    is_whole = (params["start_indices"][axis], params["limit_indices"][axis], strides[axis]) == (0, shape[axis], 1)
+    return axis if is_whole else None
 
 
 def _reshaped_axis(params: Mapping[str, Any], shape: Sequence[int], axis: int) -> int | None:
     """The new axis with the same size and the same number of entries before it."""
     sizes, before = params["new_sizes"], math.prod(shape[:axis])
-    fit = (place for place, size in enumerate(sizes) if size == shape[axis] and math.prod(sizes[:place]) == before)
+    fit = (new for new, size in enumerate(sizes) if size == shape[axis] and math.prod(sizes[:new]) == before)
     return next(fit, None) if params["dimensions"] is None else None
 
 
@@ -410,10 +422,10 @@ def _dot_axis(numbers: Any, axes: Sequence[int | None], shapes: Sequence[Sequenc
     sides = [side for side, axis in enumerate(axes) if axis is not None]
     if any(axes[side] in contracting[side] for side in sides):
         return None
-    places = {batch[side].index(axes[side]) if axes[side] in batch[side] else None for side in sides}
+    batch_axes = {batch[side].index(axes[side]) if axes[side] in batch[side] else None for side in sides}
     if len(sides) == 2:
-        return places.pop() if len(places) == 1 else None
-    if places != {None}:
+        return batch_axes.pop() if len(batch_axes) == 1 else None
+    if batch_axes != {None}:
         return None
     axis = axes[sides[0]]
     free = [[i for i in range(len(shape)) if i not in (*c, *b)] for shape, c, b in zip(shapes, contracting, batch, strict=True)]
@@ -421,11 +433,11 @@ def _dot_axis(numbers: Any, axes: Sequence[int | None], shapes: Sequence[Sequenc
 
 
 # Equations that remove axes, and the param that names these.
-REDUCED = dict.fromkeys(REDUCTIONS, "axes") | {"squeeze": "dimensions"}
+REMOVED_AXES_PARAM = dict.fromkeys(REDUCTIONS, "axes") | {"squeeze": "dimensions"}
 # Equations along one axis, and the param that names it.
-ALONG = {"concatenate": "dimension", "sort": "dimension", "split": "axis"} | dict.fromkeys(CUMULATIVE, "axis")
-# Equations that move axes, and the new place of the axis of rows.
-MOVED: Mapping[str, Callable[[Mapping[str, Any], Sequence[int], int], int | None]] = {
+ALONG_AXIS_PARAM = {"concatenate": "dimension", "sort": "dimension", "split": "axis"} | dict.fromkeys(CUMULATIVE, "axis")
+# Equations that move axes, and the new index of the axis of rows.
+NEW_AXIS: Mapping[str, Callable[[Mapping[str, Any], Sequence[int], int], int | None]] = {
     "broadcast_in_dim": lambda params, _, axis: params["broadcast_dimensions"][axis],
     "transpose": lambda params, _, axis: params["permutation"].index(axis),
     "rev": lambda params, _, axis: None if axis in params["dimensions"] else axis,
@@ -442,7 +454,7 @@ SLASH = r"[\\/]"
 INSIDE_JAX = re.compile(rf"{SLASH}jax{SLASH}(_src|numpy|lax|_)")
 
 
-def _origin(equation: Equation | None, update: Callable) -> tuple[str, str]:
+def _transformation_and_line(equation: Equation | None, update: Callable) -> tuple[str, str]:
     """The transformation that wrote an equation, and the file and line."""
     for source in equation.sources if equation else ():
         frames = list(_frames(source))
@@ -480,8 +492,8 @@ def state_owners(
     A leaf belongs to a table if it gains as many rows as the table does. `params` are leaves, or shapes for tables; `state` are shapes.
     """
     flat, inner = jax.tree.flatten(list(params))
-    shapes = jax.tree.unflatten(inner, list(map(_typed, flat)))
-    key = ("owners", optimizer.init, treedef, inner, tuple(map(_typed, flat)), tables, tuple(state), _settings())
+    shapes = jax.tree.unflatten(inner, list(map(_shape_and_sharding, flat)))
+    key = ("owners", optimizer.init, treedef, inner, tuple(map(_shape_and_sharding, flat)), tables, tuple(state), _jax_settings())
     return _cached(optimizer.update, key, lambda: _owners(optimizer.init, treedef, shapes, tables, state, is_leaf))
 
 
@@ -499,8 +511,8 @@ def _owners(
         return tuple(None if owner == SHARED else owner for owner in owners)
     if given != _shapes(jax.eval_shape(init, jax.tree.unflatten(treedef, params)), is_leaf):
         raise ValueError(_checks.wanted("state", "that of optimizer.init(params)", "arrays of other shapes"))
-    place = owners.index(UNKNOWN)
-    raise ValueError(refusal(f"{_name(init)}: a state of shape {list(given[place])}, which does not have one row for each row of a table"))
+    index = owners.index(UNKNOWN)
+    raise ValueError(refusal(f"{_name(init)}: a state of shape {list(given[index])}, which does not have one row for each row of a table"))
 
 
 def _shapes(state: Any, is_leaf: Callable) -> list[tuple[int, ...]]:

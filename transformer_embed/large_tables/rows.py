@@ -75,11 +75,11 @@ class Rows:
             return dataclasses.replace(self, values=self.values + other.values)
         ids = _distinct(self.vocab_size + 1, 2**31, jnp.concatenate([self.ids, other.ids]))
         zeros = jnp.zeros((len(ids), self.shape[1]), jnp.promote_types(self.dtype, other.dtype))
-        first, second = (each._places_in(ids) for each in (self, other))
+        first, second = (each._indices_in(ids) for each in (self, other))
         values = zeros.at[first].set(self.values, mode="drop").at[second].add(other.values, mode="drop", unique_indices=True)
         return dataclasses.replace(self, ids=ids, values=values)
 
-    def _places_in(self, ids: Int32[Array, "m"]) -> Int32[Array, "k"]:
+    def _indices_in(self, ids: Int32[Array, "m"]) -> Int32[Array, "k"]:
         """The index of each own id in `ids`; padding gets distinct indices past the end, so that a GPU needs no atomic sum."""
         past = len(ids) + jnp.arange(len(self.ids), dtype=jnp.int32)
         return jnp.where(self.ids < self.vocab_size, count_below(ids, self.ids), past)
@@ -217,7 +217,7 @@ def value_and_grad(loss: Callable, *, ids: Tree, has_aux: bool = False, max_rows
     @functools.wraps(loss)
     def value_and_row_grads(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
         leaves, treedef = jax.tree.flatten(params, is_leaf=_is_table)
-        taken = _take(leaves, treedef, ids, max_rows)
+        taken = _take_tables(leaves, treedef, ids, max_rows)
 
         def loss_of(leaves: Sequence[Any]) -> Any:
             filled = [dataclasses.replace(taken[i], values=leaf) if i in taken else leaf for i, leaf in enumerate(leaves)]
@@ -317,55 +317,55 @@ def update(optimizer: optax.GradientTransformation, grads: Tree, state: Tree, pa
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise TypeError(_checks.wanted("optimizer", "an optax.GradientTransformation", type(optimizer).__name__))
     leaves, treedef = jax.tree.flatten(params, is_leaf=_is_table)
-    gradients = _gradients(leaves, treedef, grads)
-    tables = {place: leaf for place, leaf in enumerate(gradients) if isinstance(leaf, Rows)}
+    gradients = _checked_gradients(leaves, treedef, grads)
+    tables = {index: leaf for index, leaf in enumerate(gradients) if isinstance(leaf, Rows)}
     state_leaves, state_treedef = jax.tree.flatten(state, is_leaf=_is_table)
-    plain = [_struct(leaf) if place in tables else leaf for place, leaf in enumerate(leaves)]
-    follows = row_wise.state_owners(optimizer, treedef, plain, tuple(tables), list(map(_struct_of_state, state_leaves)), _is_table)
+    plain = [_shape_and_dtype(leaf) if index in tables else leaf for index, leaf in enumerate(leaves)]
+    follows = row_wise.state_owners(optimizer, treedef, plain, tuple(tables), list(map(_state_shape_and_dtype, state_leaves)), _is_table)
 
     # The optimizer sees tables that are updated by rows, and their state, as plain arrays.
-    own = [place if place in tables else None for place in range(len(leaves))]
+    own = [index if index in tables else None for index in range(len(leaves))]
     trees = (treedef, gradients, own), (state_treedef, state_leaves, follows), (treedef, leaves, own)
     arguments = (*(_plain_tree(*each) for each in trees), extra_args)
     owners = (*(_owner_tree(*each) for each in trees), jax.tree.map(lambda _: SHARED, extra_args))
-    sizes = {place: (leaves[place].shape[0], _block(len(rows.ids), leaves[place].shape[0])) for place, rows in tables.items()}
+    sizes = {index: (leaves[index].shape[0], _block_size(len(rows.ids), leaves[index].shape[0])) for index, rows in tables.items()}
     split = row_wise.split_step(optimizer, arguments, owners, sizes)
 
     (new_params, new_state), needs = split.run_shared(arguments)
     new_leaves, new_states = (jax.tree.leaves(tree, is_leaf=_is_table) for tree in (new_params, new_state))
-    for place, rows in tables.items():
-        whole, follow = leaves[place], [i for i, owner in enumerate(follows) if owner == place]
-        step = functools.partial(_update_in_blocks, functools.partial(split.run_rows, place), sizes[place][1])
+    for index, rows in tables.items():
+        whole, follow = leaves[index], [i for i, owner in enumerate(follows) if owner == index]
+        step = functools.partial(_update_in_blocks, functools.partial(split.run_rows, index), sizes[index][1])
         states = [state_leaves[i] for i in follow]
         if isinstance(whole, Table):
-            written = whole.update_rows(step, needs[place], rows, states)
+            written = whole.update_rows(step, needs[index], rows, states)
         else:
-            written = step(needs[place], rows.ids, rows.values, [whole, *states])
-        new_leaves[place], new_states = written[0], _replace_at(new_states, follow, written[1:])
+            written = step(needs[index], rows.ids, rows.values, [whole, *states])
+        new_leaves[index], new_states = written[0], _replace_at(new_states, follow, written[1:])
     return jax.tree.unflatten(treedef, new_leaves), jax.tree.unflatten(state_treedef, new_states)
 
 
-def _take(leaves: Sequence[Any], treedef: Any, ids: Tree, max_rows: int | Tree | None) -> dict[int, TakenRows]:
+def _take_tables(leaves: Sequence[Any], treedef: Any, ids: Tree, max_rows: int | Tree | None) -> dict[int, TakenRows]:
     """The rows that a batch reads from each table in `ids`, by the table's index among the leaves."""
-    places = jax.tree.unflatten(treedef, range(len(leaves)))
-    named = list(_named(places, ids, "params"))
+    indices = jax.tree.unflatten(treedef, range(len(leaves)))
+    named = list(_tables_at_ids(indices, ids, "params"))
     if isinstance(max_rows, Mapping):
-        bounds = {place: bound for _, place, bound in _named(places, max_rows, "params")}
+        bounds = {index: bound for _, index, bound in _tables_at_ids(indices, max_rows, "params")}
     else:
-        bounds = dict.fromkeys((place for _, place, _ in named), max_rows)
+        bounds = dict.fromkeys((index for _, index, _ in named), max_rows)
     taken = {}
-    for path, place, some in named:
-        table, integers = as_table(path, leaves[place]), _checks.as_int32("ids", some)
+    for path, index, some in named:
+        table, integers = as_table(path, leaves[index]), _checks.as_int32("ids", some)
         if isinstance(table, TakenRows):
             raise TypeError(_checks.wanted(path, "a whole table", "some of its rows"))
-        bound = bounds.get(place)
+        bound = bounds.get(index)
         bound = 2**31 if bound is None else _checks.integer("max_rows", bound, at_least=1)
         distinct = functools.partial(_distinct, table.shape[0], bound)
         if isinstance(table, Table):
-            taken[place] = table.take_rows(integers, distinct)
+            taken[index] = table.take_rows(integers, distinct)
         else:
             held = distinct(integers)
-            taken[place] = TakenRows(held, _read(table, held), table.shape[0])
+            taken[index] = TakenRows(held, _read(table, held), table.shape[0])
     return taken
 
 
@@ -397,15 +397,15 @@ def _expand_like(moved: Array, rows: Array) -> Array:
     return moved.reshape(-1, *[1] * (rows.ndim - 1))
 
 
-def _block(size: int, vocab_size: int) -> int:
+def _block_size(size: int, vocab_size: int) -> int:
     """How many rows are updated at a time. Never the table's size, so that the proof can tell the two apart."""
     block = min(size, BLOCK)
     return block + 1 if block == vocab_size else block
 
 
-def _replace_at(leaves: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
+def _replace_at(leaves: Sequence[Any], indices: Sequence[int], new: Sequence[Any]) -> list[Any]:
     """The leaves, some of them replaced."""
-    return [*(dict(enumerate(leaves)) | dict(zip(places, new, strict=True))).values()]
+    return [*(dict(enumerate(leaves)) | dict(zip(indices, new, strict=True))).values()]
 
 
 def _rounded_up(size: int) -> int:
@@ -442,22 +442,24 @@ def _is_rows(leaf: Any) -> bool:
     return isinstance(leaf, Rows)
 
 
-def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
+def _shape_and_dtype(leaf: Any) -> jax.ShapeDtypeStruct:
     """The shape and dtype of an array, or of the table that a leaf stands for."""
     shape, dtype = (leaf.shape, leaf.dtype) if isinstance(leaf, Table | Rows) else (jnp.shape(leaf), jnp.result_type(leaf))
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _struct_of_state(leaf: Any) -> jax.ShapeDtypeStruct:
+def _state_shape_and_dtype(leaf: Any) -> jax.ShapeDtypeStruct:
     try:
-        return _struct(leaf)
+        return _shape_and_dtype(leaf)
     except TypeError as error:
         raise TypeError(_checks.wanted("state", "the arrays of optimizer.init(params)", f"a {type(leaf).__name__}")) from error
 
 
 def _plain_tree(treedef: Any, leaves: Sequence[Any], owners: Sequence[int | None]) -> Tree:
     """The tree, with shapes in place of arrays that are updated by rows."""
-    return jax.tree.unflatten(treedef, [leaf if owner is None else _struct(leaf) for leaf, owner in zip(leaves, owners, strict=True)])
+    return jax.tree.unflatten(
+        treedef, [leaf if owner is None else _shape_and_dtype(leaf) for leaf, owner in zip(leaves, owners, strict=True)]
+    )
 
 
 def _owner_tree(treedef: Any, leaves: Sequence[Any], owners: Sequence[int | None]) -> Tree:
@@ -466,7 +468,7 @@ def _owner_tree(treedef: Any, leaves: Sequence[Any], owners: Sequence[int | None
     return jax.tree.unflatten(treedef, marked)
 
 
-def _named(params: Tree, ids: Tree, path: str) -> Iterator[tuple[str, Any, Any]]:
+def _tables_at_ids(params: Tree, ids: Tree, path: str) -> Iterator[tuple[str, Any, Any]]:
     """For each leaf of `ids` (anything but a dict): its path, the entry of `params` at that path, and the leaf."""
     if not isinstance(ids, Mapping):
         if not isinstance(params, int):
@@ -480,7 +482,7 @@ def _named(params: Tree, ids: Tree, path: str) -> Iterator[tuple[str, Any, Any]]
             inner = params[key]
         except (KeyError, IndexError, TypeError) as error:
             raise ValueError(_checks.wanted(here, "a table, since ids has it", f"nothing ({path} holds {_paths(params)})")) from error
-        yield from _named(inner, some, here)
+        yield from _tables_at_ids(inner, some, here)
 
 
 def _paths(params: Tree) -> str:
@@ -489,7 +491,7 @@ def _paths(params: Tree) -> str:
     return ", ".join(path or "an array" for path in paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "") or "nothing"
 
 
-def _gradients(leaves: Sequence[Any], treedef: Any, grads: Tree) -> list[Any]:
+def _checked_gradients(leaves: Sequence[Any], treedef: Any, grads: Tree) -> list[Any]:
     """The leaves of a gradient of the parameters: `Rows` for some tables."""
     gradients, found = jax.tree.flatten(grads, is_leaf=lambda leaf: isinstance(leaf, Rows | Table))
     if found != treedef:
@@ -497,7 +499,7 @@ def _gradients(leaves: Sequence[Any], treedef: Any, grads: Tree) -> list[Any]:
     for leaf, rows in zip(leaves, gradients, strict=True):
         if not isinstance(rows, Rows):
             continue
-        want = _struct(leaf).shape
+        want = _shape_and_dtype(leaf).shape
         if rows.shape != want:
             raise ValueError(_checks.wanted("grads", f"rows of a table {list(want)}", f"of one {list(rows.shape)}"))
         if len(rows.ids) != len(rows.values):

@@ -118,12 +118,12 @@ class Sharded(Table):
 
     def logits(self, x: Float[Array, "... d"]) -> Float[Array, "... v"]:
         """See `Table`; split as x is, less the table's axes, then over the table's axes."""
-        self._check_in_order()
+        self._check_not_dealt()
         return _logits(self, x)
 
     def shards(self, x: Float[Array, "... d"]) -> tuple[Array, Any, Axes, Axes, Sequence[Axes]]:
         """See `Table`."""
-        self._check_in_order()
+        self._check_not_dealt()
         return self.array, self.sharding.mesh, *self.axes, array_axes(self.sharding.mesh, self.batch, x, x.ndim - 1)
 
     def take_rows(self, ids: Int32[Array, "..."], distinct: Callable[[Array], Array]) -> rows.TakenRows:
@@ -131,7 +131,7 @@ class Sharded(Table):
         if self.axes[1]:
             raise ValueError(_checks.wanted("table", "rows over mesh axes, and whole columns", self.sharding.spec))
         return (
-            replicated_rows.take_everywhere(self, ids, distinct)
+            replicated_rows.take_replicated(self, ids, distinct)
             if self.deal is None
             else exchanged_rows.take_from_owners(self, ids, distinct)
         )
@@ -146,12 +146,12 @@ class Sharded(Table):
         def update_shard(needed, ids, values, shards):
             size = shards[0].shape[0]
             if deal is not None:
-                return step(needed, exchanged_rows.own_of_ids(deal, self.axes[0], ids, size), values, shards)
-            own, order = replicated_rows.own_rows(self, ids, size)
+                return step(needed, exchanged_rows.shard_rows_of_ids(deal, self.axes[0], ids, size), values, shards)
+            own, order = replicated_rows.rows_of_this_shard(self, ids, size)
             return step(needed, own, values[order], shards)
 
         given, split = PartitionSpec() if deal is None else partition_spec(self.axes[0]), [self.sharding.spec] * len(wholes)
-        specs = ([_spec_inside(mesh, array) for array in needed], given, given, split)
+        specs = ([_spec_in_shard_map(mesh, array) for array in needed], given, given, split)
         update_all = jax.shard_map(update_shard, mesh=mesh, in_specs=specs, out_specs=split)
         written = update_all(list(needed), gradient.ids, gradient.values, [each.array for each in wholes])
         return [dataclasses.replace(each, array=array) for each, array in zip(wholes, written, strict=True)]
@@ -189,7 +189,7 @@ class Sharded(Table):
             raise TypeError(_checks.wanted("ids", "values on the host, outside of jit", f"a traced {array.dtype}{list(array.shape)}"))
         if self.deal is None:
             raise ValueError(_checks.wanted("table", "a dealt table (see `deal` of shard_params)", "a table in vocabulary order"))
-        return exchanged_rows.load_of(self, self.deal, np.asarray(array))
+        return exchanged_rows.exchange_load(self, self.deal, np.asarray(array))
 
     def in_vocabulary_order(self) -> np.ndarray:
         """See `Table`; this process must be able to see all shards."""
@@ -203,14 +203,14 @@ class Sharded(Table):
         padded = -(-len(rows) // size) * size if resized.deal is None else resized.deal.size
         return dataclasses.replace(resized, array=place_rows(rows, (padded, rows.shape[1]), self.sharding, resized.deal))
 
-    def _check_in_order(self) -> None:
+    def _check_not_dealt(self) -> None:
         if self.deal is not None:
             raise TypeError(
                 _checks.wanted("table", "rows in vocabulary order for a tied output layer: leave it out of `deal`", "a dealt table")
             )
 
 
-def _spec_inside(mesh: Any, leaf: Any) -> PartitionSpec:
+def _spec_in_shard_map(mesh: Any, leaf: Any) -> PartitionSpec:
     """The spec of an array inside shard_map: its own sharding under explicit axes, otherwise replicated."""
     return jax.typeof(leaf).sharding.spec if AxisType.Explicit in mesh.axis_types else PartitionSpec()
 

@@ -116,15 +116,15 @@ def shard_params(
         raise TypeError(_checks.wanted("tables", "a pattern of names", repr(tables)))
     if not isinstance(deal, str | None):
         raise TypeError(_checks.wanted("deal", "a pattern of names, or None", repr(deal)))
-    plan = _Plan(mesh, tables, batch, deal, virtual_shards, _checks.real("capacity", capacity, above=0))
+    options = _Options(mesh, tables, batch, deal, virtual_shards, _checks.real("capacity", capacity, above=0))
     if callable(params):
         key = _checks.as_key("rng", rng)
-        return _draw(params, key, plan, _place_tree(jax.eval_shape(params, key), rules, plan))
+        return _init_on_mesh(params, key, options, _place_tree(jax.eval_shape(params, key), rules, options))
     _checks.unwanted("rng", rng, "params is not a function")
-    return _place_tree(params, rules, plan)
+    return _place_tree(params, rules, options)
 
 
-class _Plan(NamedTuple):
+class _Options(NamedTuple):
     """The arguments of `shard_params` that hold for every parameter."""
 
     mesh: Mesh
@@ -135,9 +135,9 @@ class _Plan(NamedTuple):
     capacity: float
 
 
-def _place_tree(params: Any, rules: Mapping[str, PartitionSpec], plan: _Plan) -> Any:
-    place = functools.partial(_place_leaf, plan=plan)
-    return jax.tree_util.tree_map_with_path(place, params, _partition_specs(params, rules, plan.deal), is_leaf=_is_table)
+def _place_tree(params: Any, rules: Mapping[str, PartitionSpec], options: _Options) -> Any:
+    place = functools.partial(_place_leaf, options=options)
+    return jax.tree_util.tree_map_with_path(place, params, _partition_specs(params, rules, options.deal), is_leaf=_is_table)
 
 
 def _partition_specs(params: Any, rules: Mapping[str, PartitionSpec], deal: str | None) -> Any:
@@ -154,23 +154,23 @@ def _partition_specs(params: Any, rules: Mapping[str, PartitionSpec], deal: str 
         if not any(fnmatch.fnmatchcase(name, pattern) for name in shapes):
             argument = "rules" if pattern in rules else "deal"
             raise ValueError(_checks.wanted(argument, f"patterns that match one of {', '.join(shapes)}", repr(pattern)))
-    return jax.tree.unflatten(tree, [_spec_of(name, shape, rules) for name, shape in shapes.items()])
+    return jax.tree.unflatten(tree, [_matching_spec(name, shape, rules) for name, shape in shapes.items()])
 
 
 def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _spec_of(name: str, shape: tuple[int, ...], rules: Mapping[str, PartitionSpec]) -> PartitionSpec:
+def _matching_spec(name: str, shape: tuple[int, ...], rules: Mapping[str, PartitionSpec]) -> PartitionSpec:
     spec = next((spec for pattern, spec in rules.items() if fnmatch.fnmatchcase(name, pattern)), PartitionSpec())
     if len(spec) > len(shape):
         raise ValueError(_checks.wanted("rules", f"at most {len(shape)} dimensions for {name}", spec))
     return spec
 
 
-def _place_leaf(path: Any, leaf: Any, spec: PartitionSpec, *, plan: _Plan) -> Any:
+def _place_leaf(path: Any, leaf: Any, spec: PartitionSpec, *, options: _Options) -> Any:
     """A parameter on the mesh."""
-    name, mesh, batch = _name(path), plan.mesh, plan.batch
+    name, mesh, batch = _name(path), options.mesh, options.batch
     axes = spec_axes(spec, len(leaf.shape))
     used = [axis for some in axes for axis in some]
     for axis in (*used, *(batch or ())):
@@ -180,35 +180,35 @@ def _place_leaf(path: Any, leaf: Any, spec: PartitionSpec, *, plan: _Plan) -> An
         want = "arrays outside of jit (a function that draws them is compiled by shard_params itself)"
         raise TypeError(_checks.wanted("params", want, f"a traced {name}"))
     sharding = NamedSharding(mesh, spec)
-    if not (used and len(leaf.shape) == 2 and fnmatch.fnmatchcase(name, plan.tables)):
+    if not (used and len(leaf.shape) == 2 and fnmatch.fnmatchcase(name, options.tables)):
         _check_divides(name, leaf.shape, axes, mesh)
-        return _put(leaf, leaf.shape, sharding)
+        return _put_on_mesh(leaf, leaf.shape, sharding)
     _check_divides(name, leaf.shape[1:], axes[1:], mesh)
     if batch is not None and set(batch) & set(axes[1]):
         raise ValueError(_checks.wanted("batch", f"other axes than those of the columns of {name}", batch))
     parts = math.prod(mesh.shape[axis] for axis in used)
-    if plan.deal is not None and fnmatch.fnmatchcase(name, plan.deal):
-        return _deal(name, leaf, axes, parts, sharding, plan)
+    if options.deal is not None and fnmatch.fnmatchcase(name, options.deal):
+        return _deal(name, leaf, axes, parts, sharding, options)
     others = tuple(axis for axis in mesh.axis_names if axis not in used)
-    array = _put(leaf, (-(-leaf.shape[0] // parts) * parts, leaf.shape[1]), sharding)
+    array = _put_on_mesh(leaf, (-(-leaf.shape[0] // parts) * parts, leaf.shape[1]), sharding)
     return Sharded(array, leaf.shape[0], sharding, others if batch is None else tuple(batch))
 
 
-def _deal(name: str, leaf: Any, axes: list[Axes], parts: int, sharding: NamedSharding, plan: _Plan) -> Sharded:
+def _deal(name: str, leaf: Any, axes: list[Axes], parts: int, sharding: NamedSharding, options: _Options) -> Sharded:
     """A dealt table on the mesh."""
-    batch = plan.mesh.axis_names if plan.batch is None else tuple(plan.batch)
+    batch = options.mesh.axis_names if options.batch is None else tuple(options.batch)
     if axes[1]:
         raise ValueError(_checks.wanted("deal", f"rows over mesh axes, and whole columns, for {name}", sharding.spec))
     if not set(axes[0]) <= set(batch):
         raise ValueError(_checks.wanted("batch", f"the mesh axes of the rows of {name}, {axes[0]}, among others, since it is dealt", batch))
-    if plan.virtual_shards % parts:
-        want = f"a number of devices along {axes[0]} that divides {plan.virtual_shards} virtual shards, to deal {name}"
+    if options.virtual_shards % parts:
+        want = f"a number of devices along {axes[0]} that divides {options.virtual_shards} virtual shards, to deal {name}"
         raise ValueError(_checks.wanted("mesh", want, parts))
-    deal = dealing.Deal(leaf.shape[0], plan.virtual_shards)
+    deal = dealing.Deal(leaf.shape[0], options.virtual_shards)
     if deal.size > MAX_SIZE:
         raise ValueError(_checks.wanted("params", f"at most {MAX_SIZE} rows for {name}, padding included, to deal it", deal.size))
-    array = _put(leaf, (deal.size, leaf.shape[1]), sharding, deal)
-    return Sharded(array, leaf.shape[0], sharding, batch, plan.virtual_shards, plan.capacity)
+    array = _put_on_mesh(leaf, (deal.size, leaf.shape[1]), sharding, deal)
+    return Sharded(array, leaf.shape[0], sharding, batch, options.virtual_shards, options.capacity)
 
 
 def _check_divides(name: str, shape: tuple[int, ...], axes: list[Axes], mesh: Mesh) -> None:
@@ -218,7 +218,7 @@ def _check_divides(name: str, shape: tuple[int, ...], axes: list[Axes], mesh: Me
             raise ValueError(_checks.wanted("rules", f"a dimension of {name} that {parts} devices divide", size))
 
 
-def _put(leaf: Any, shape: tuple[int, ...], sharding: NamedSharding, deal: dealing.Deal | None = None) -> Any:
+def _put_on_mesh(leaf: Any, shape: tuple[int, ...], sharding: NamedSharding, deal: dealing.Deal | None = None) -> Any:
     """The leaf on the mesh; for a shape, the shape to compile for."""
     if isinstance(leaf.array if isinstance(leaf, Sharded) else leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
@@ -226,15 +226,15 @@ def _put(leaf: Any, shape: tuple[int, ...], sharding: NamedSharding, deal: deali
     return place_rows(rows, shape, sharding, deal)
 
 
-def _draw(init: Callable, rng: Array, plan: _Plan, targets: Any) -> Any:
+def _init_on_mesh(init: Callable, rng: Array, options: _Options, targets: Any) -> Any:
     """The tree that init draws, sharded and padded like its targets.
 
     Under explicit axes, every device would draw whole arrays; only automatic axes split the drawing.
     """
-    automatic = Mesh(plan.mesh.devices, plan.mesh.axis_names)
+    automatic = Mesh(options.mesh.devices, options.mesh.axis_names)
     shardings = jax.tree.map(lambda target: NamedSharding(automatic, target.sharding.spec), targets)
 
-    def hold(array: Array, target: Any) -> Any:
+    def pad_or_deal(array: Array, target: Any) -> Any:
         if not isinstance(target, Sharded):
             return array
         if target.deal is None:
@@ -244,7 +244,7 @@ def _draw(init: Callable, rng: Array, plan: _Plan, targets: Any) -> Any:
     # A key's type contains the explicit axes of the surrounding mesh; its data on the host does not.
     numbers, kind = np.asarray(jax.random.key_data(rng)), jax.random.key_impl(rng)
     with _set_mesh(automatic):
-        draw = jax.jit(lambda key: jax.tree.map(hold, init(key), targets), out_shardings=shardings)
+        draw = jax.jit(lambda key: jax.tree.map(pad_or_deal, init(key), targets), out_shardings=shardings)
         drawn = draw(jax.random.wrap_key_data(jnp.asarray(numbers), impl=kind))
     return jax.tree.map(lambda array, target: jax.device_put(array, target.sharding), drawn, targets)
 
