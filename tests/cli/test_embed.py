@@ -39,7 +39,7 @@ def test_bars_are_on_stderr_until_quiet(capsys, model_file, text_file, tmp_path)
 
 @pytest.mark.parametrize("tokens_a_batch", [1, 40, 16_384])
 def test_embed_is_the_embedder_on_padded_lines(monkeypatch, capsys, model_file, tmp_path, tokens_a_batch):
-    monkeypatch.setattr(embed, "TOKENS_A_BATCH", tokens_a_batch)
+    monkeypatch.setattr(embed, "TOKENS_PER_BATCH", tokens_a_batch)
     lines = ["short", "", "a longer line", "ünï"]
     source, out = tmp_path / "lines.txt", tmp_path / "x.npz"
     source.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -77,7 +77,7 @@ def test_all_batches_have_one_shape(monkeypatch, model_file, text_file, tmp_path
 
     real = te.make_embedder
     monkeypatch.setattr(te, "make_embedder", make_embedder)
-    monkeypatch.setattr(embed, "TOKENS_A_BATCH", 1_000)
+    monkeypatch.setattr(embed, "TOKENS_PER_BATCH", 1_000)
     assert main(["embed", str(text_file), "--params", str(model_file), "--out", str(tmp_path / "x.npz"), "--quiet"]) == 0
     assert len(shapes) > 1
     assert len(set(shapes)) == 1

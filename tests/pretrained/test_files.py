@@ -126,7 +126,7 @@ def test_the_end_of_a_path_names_a_parameter_if_no_other_has_it(tmp_path):
     config = te.EmbedderConfig(5, 4, positions=te.Learned(3))
     tensors = {"t": np.eye(5, 4, dtype=np.float32), "p": np.zeros((3, 4), np.float32)}
     for name in ("embeddings", "bedding/embeddings", "token_embedding", 3):
-        with pytest.raises(ValueError, match=r"^names: wanted a parameter's path, or an end that only one path has, among .*, got "):
+        with pytest.raises(ValueError, match=r"^names: wanted a parameter's path, or a suffix that only one path has, among .*, got "):
             by_hand(tmp_path, tensors, config, {name: "t"})
     twice = {"token_embedding/embeddings": "t", architectures.TOKENS: "p"}
     with pytest.raises(ValueError, match=r"^names: wanted a parameter's path"):
@@ -351,7 +351,7 @@ def test_the_shapes_are_those_of_the_module():
             config = load(pathlib.Path(folder), name).config
         tree = jax.eval_shape(te.make_embedder(config).init, jax.random.key(0))
         expected = {f"{module}/{leaf}": array.shape for module, leaves in tree.items() for leaf, array in leaves.items()}
-        assert checkpoints._shapes(checkpoints._Found("", checkpoints._options(config))) == expected
+        assert checkpoints._shapes(checkpoints._Description("", checkpoints._options(config))) == expected
 
 
 def test_the_rotary_arguments_that_a_file_holds_are_all_there_are():
@@ -537,5 +537,5 @@ def test_the_largest_piece_is_bounded(tmp_path, monkeypatch):
     table = np.random.default_rng(0).random((1, 1, 9, 4), np.float32)
     save_file({"t": table}, tmp_path / "x")
     entry = files.open_tensors(tmp_path / "x").entry("t")
-    np.testing.assert_array_equal(files._copied("t", entry, np.dtype("float32")), table)
+    np.testing.assert_array_equal(files._read_in_pieces("t", entry, np.dtype("float32")), table)
     assert math.prod(entry.shape) == 36

@@ -566,7 +566,7 @@ def test_dtypes_are_kept_bit_for_bit(tmp_path, name, dtype):
 
 def test_no_file_is_read_that_is_not_a_parameter(tmp_path, monkeypatch):
     read = []
-    monkeypatch.setattr(_files, "_copied", lambda name, entry, dtype: read.append(name) or np.zeros(entry.shape, dtype))
+    monkeypatch.setattr(_files, "_read_in_pieces", lambda name, entry, dtype: read.append(name) or np.zeros(entry.shape, dtype))
     found = load(tmp_path, "bert with a head")
     assert len(read) == len(found.names) == 5
     assert len(CASES["bert with a head"]["tensors"]) > 20
@@ -579,7 +579,7 @@ def test_pieces_join_to_the_whole(tmp_path, monkeypatch):
 
 
 def test_what_is_read_becomes_an_array_without_another_copy(tmp_path, monkeypatch):
-    copied = _files._copied
+    copied = _files._read_in_pieces
     addresses = []
 
     def copy(name, entry, dtype):
@@ -587,7 +587,7 @@ def test_what_is_read_becomes_an_array_without_another_copy(tmp_path, monkeypatc
         addresses.append(array.ctypes.data)
         return array
 
-    monkeypatch.setattr(_files, "_copied", copy)
+    monkeypatch.setattr(_files, "_read_in_pieces", copy)
     found = load(tmp_path, "gpt2")
     leaves = jax.tree.leaves(found.params)
     assert {leaf.unsafe_buffer_pointer() for leaf in leaves} == set(addresses)
@@ -700,7 +700,7 @@ def test_parameters_that_cannot_be_saved(tmp_path):
     with pytest.raises(ValueError, match=r"^names: wanted a tensor of its own for each parameter, got \['x', 'x'\]"):
         pretrained.save_embedder(path, config, params, names={f"{module}/embeddings": "x" for module in params})
     with pytest.raises(
-        ValueError, match=r"^names: wanted a parameter's path, or an end .* among .*token_embedding/embeddings.*, got 'embedings'$"
+        ValueError, match=r"^names: wanted a parameter's path, or a suffix .* among .*token_embedding/embeddings.*, got 'embedings'$"
     ):
         pretrained.save_embedder(path, config, params, names={"embedings": "x"})
     with pytest.raises(TypeError, match=r"^params: wanted a Haiku parameter tree, a dict of dicts, got int$"):
@@ -780,7 +780,7 @@ def test_inspect_of_what_is_not_known(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "tokens_a_batch"), [("roberta", 6), ("roberta", 10_000), ("bert", 6), ("m2m100", 10_000), ("gpt2", 6)])
 def test_embed_from_a_checkpoint(tmp_path, monkeypatch, name, tokens_a_batch):
-    monkeypatch.setattr("transformer_embed.cli.embed.TOKENS_A_BATCH", tokens_a_batch)
+    monkeypatch.setattr("transformer_embed.cli.embed.TOKENS_PER_BATCH", tokens_a_batch)
     case = CASES[name]
     found = load(tmp_path, name)
     rows = [[5, 6, 7, 8, 9, 3], [4, 5, 6], [PAD, 10]]

@@ -16,7 +16,7 @@ from transformer_embed.pretrained import PretrainedInput
 
 # Pads short lines if the model has no padding id.
 PAD_ID = -1
-TOKENS_A_BATCH = 16_384
+TOKENS_PER_BATCH = 16_384
 BYTES = 256
 
 
@@ -128,7 +128,7 @@ def _embeddings(config: te.EmbedderConfig, params: Any, ids: np.ndarray, positio
     """Embeds in batches of one shape, so that it compiles once; the last batch is filled with rows of padding, which are dropped."""
     apply = te.make_embedder(dataclasses.replace(config, pad_id=pad_id)).apply
     count, length = ids.shape
-    size = min(count, max(1, TOKENS_A_BATCH // length))
+    size = min(count, max(1, TOKENS_PER_BATCH // length))
     embeddings = np.empty((count, length, config.d_model), np.float32)
     options = {} if config.num_token_types is None else {"token_types": np.zeros(length, np.int32)}
     for start in progress(range(0, count, size), "embedding", quiet=quiet):

@@ -16,7 +16,7 @@ from transformer_embed.functional.sinusoidal import LAYOUTS
 
 # Metadata that would make files of equal pictures differ, by format.
 PICTURES = {".png": ("Software",), ".svg": ("Date", "Creator"), ".pdf": ("CreationDate", "Creator", "Producer")}
-PIXELS_WIDE, WIDTH, TITLE_LETTERS_AN_INCH = 960, 6.4, 9.5
+PIXELS_WIDE, WIDTH, TITLE_LETTERS_PER_INCH = 960, 6.4, 9.5
 FONT = "DejaVu Sans"
 
 
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> None:
             title = args.draw(args, ax)
         except (TypeError, ValueError) as error:
             raise UserError(str(error)) from error
-        ax.set_title(_wrapped(title, round(TITLE_LETTERS_AN_INCH * args.width)))
+        ax.set_title(_wrapped(title, round(TITLE_LETTERS_PER_INCH * args.width)))
         write_whole(out, lambda file: figure.savefig(file, format=kind[1:], metadata=dict.fromkeys(PICTURES[kind])))
     print(f"{args.out}: {title}")
 

@@ -23,7 +23,7 @@ VECTORS = (NORM_SCALE, NORM_OFFSET, WIDEN_OFFSET)
 STACKS = ("encoder", "decoder")
 
 
-class Described(NamedTuple):
+class LayerArguments(NamedTuple):
     """The arguments of `EmbedderConfig`, of `apply_rotary`, and of `RelativePositionBias` or `alibi_bias`."""
 
     options: dict[str, Any]
@@ -31,9 +31,9 @@ class Described(NamedTuple):
     bias: dict[str, Any] | None = None
 
 
-def decides(default: Any) -> Any:
+def changes_embeddings(default: Any) -> Any:
     """A field that changes the embeddings. Its default is used only if config.json names the model type."""
-    return dataclasses.field(default=default, metadata={"decides": True})
+    return dataclasses.field(default=default, metadata={"changes_embeddings": True})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,21 +62,24 @@ class Settings:
         return {field: next((given[n] for n in names if given[n] is not None), None) for field, names in named.items() if names}
 
     @classmethod
-    def deciding(cls) -> list[str]:
+    def fields_that_change_embeddings(cls) -> list[str]:
         """The entries that change the embeddings, which have a default only if config.json names the model type."""
-        return [field.name for field in dataclasses.fields(cls) if field.metadata.get("decides")]
+        return [field.name for field in dataclasses.fields(cls) if field.metadata.get("changes_embeddings")]
 
-    def describe(self, shapes: Shapes, stack: str) -> Described:
+    def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
         """The input layer that these entries describe, for tensors of these shapes."""
         raise NotImplementedError
 
     def options(self, shapes: Shapes, **others: Any) -> dict[str, Any]:
         """The arguments of `EmbedderConfig`."""
-        sizes = {"vocab_size": _given(self.vocab_size, shapes[TOKENS][0]), "d_model": _given(self.hidden_size, shapes[TOKENS][1])}
+        sizes = {
+            "vocab_size": _or_tensor_size(self.vocab_size, shapes[TOKENS][0]),
+            "d_model": _or_tensor_size(self.hidden_size, shapes[TOKENS][1]),
+        }
         return sizes | {"positions": None, "scale": False, "dropout_rate": 0.0} | others
 
 
-def _given(value: int | None, shape: int) -> int:
+def _or_tensor_size(value: int | None, shape: int) -> int:
     return shape if value is None else value
 
 
@@ -86,22 +89,22 @@ class Bert(Settings):
 
     max_position_embeddings: int | None = None
     type_vocab_size: int | None = None
-    layer_norm_eps: float = decides(1e-12)
+    layer_norm_eps: float = changes_embeddings(1e-12)
     position_embedding_type: str | None = None
     hidden_dropout_prob: float = 0.1
 
-    def describe(self, shapes: Shapes, stack: str) -> Described:
+    def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
         """Learned positions, counted from 0."""
         if self.position_embedding_type not in (None, "absolute"):
-            got = schema.shown(self.position_embedding_type)
+            got = schema.short_repr(self.position_embedding_type)
             raise ValueError(_checks.wanted("position_embedding_type", "'absolute', since others are not part of the input layer", got))
-        return self.described(shapes, Learned(_given(self.max_position_embeddings, shapes[POSITIONS][0])))
+        return self.described(shapes, Learned(_or_tensor_size(self.max_position_embeddings, shapes[POSITIONS][0])))
 
-    def described(self, shapes: Shapes, positions: Learned) -> Described:
+    def described(self, shapes: Shapes, positions: Learned) -> LayerArguments:
         """The layer with these positions."""
-        types = _given(self.type_vocab_size, shapes[TOKEN_TYPES][0])
+        types = _or_tensor_size(self.type_vocab_size, shapes[TOKEN_TYPES][0])
         options = {"layer_norm_eps": self.layer_norm_eps, "num_token_types": types, "dropout_rate": self.hidden_dropout_prob}
-        return Described(self.options(shapes, positions=positions, **options))
+        return LayerArguments(self.options(shapes, positions=positions, **options))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +118,7 @@ class Albert(Bert):
         options = super().options(shapes, **others)
         if WIDEN not in shapes:
             return options
-        sizes = (_given(self.hidden_size, shapes[WIDEN][0]), _given(self.embedding_size, shapes[TOKENS][1]))
+        sizes = (_or_tensor_size(self.hidden_size, shapes[WIDEN][0]), _or_tensor_size(self.embedding_size, shapes[TOKENS][1]))
         return options | dict(zip(("d_model", "embedding_width"), sizes, strict=True))
 
 
@@ -123,9 +126,9 @@ class Albert(Bert):
 class Roberta(Bert):
     """Like BERT, with positions counted from pad_token_id + 1."""
 
-    pad_token_id: int = decides(1)
+    pad_token_id: int = changes_embeddings(1)
 
-    def described(self, shapes: Shapes, positions: Learned) -> Described:
+    def described(self, shapes: Shapes, positions: Learned) -> LayerArguments:
         """Padding has the position pad_token_id."""
         pad_id = self.pad_token_id
         return super().described(shapes, dataclasses.replace(positions, start=pad_id + 1, at_padding=pad_id, pad_id=pad_id))
@@ -139,10 +142,10 @@ class DistilBert(Settings):
     max_position_embeddings: int | None = None
     dropout: float = 0.1
 
-    def describe(self, shapes: Shapes, stack: str) -> Described:
+    def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
         """Learned positions, counted from 0."""
-        positions = Learned(_given(self.max_position_embeddings, shapes[POSITIONS][0]))
-        return Described(self.options(shapes, positions=positions, layer_norm_eps=1e-12, dropout_rate=self.dropout))
+        positions = Learned(_or_tensor_size(self.max_position_embeddings, shapes[POSITIONS][0]))
+        return LayerArguments(self.options(shapes, positions=positions, layer_norm_eps=1e-12, dropout_rate=self.dropout))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,10 +156,10 @@ class Gpt2(Settings):
     max_position_embeddings: int | None = None
     embd_pdrop: float = 0.1
 
-    def describe(self, shapes: Shapes, stack: str) -> Described:
+    def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
         """Learned positions, counted from 0."""
-        positions = Learned(_given(self.max_position_embeddings, shapes[POSITIONS][0]))
-        return Described(self.options(shapes, positions=positions, dropout_rate=self.embd_pdrop))
+        positions = Learned(_or_tensor_size(self.max_position_embeddings, shapes[POSITIONS][0]))
+        return LayerArguments(self.options(shapes, positions=positions, dropout_rate=self.embd_pdrop))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,9 +168,9 @@ class Clip(Settings):
 
     max_position_embeddings: int | None = None
 
-    def describe(self, shapes: Shapes, stack: str) -> Described:
+    def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
         """Learned positions, counted from 0."""
-        return Described(self.options(shapes, positions=Learned(_given(self.max_position_embeddings, shapes[POSITIONS][0]))))
+        return LayerArguments(self.options(shapes, positions=Learned(_or_tensor_size(self.max_position_embeddings, shapes[POSITIONS][0]))))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,13 +178,13 @@ class Opt(Settings):
     """Tokens and learned positions, counted from 2."""
 
     max_position_embeddings: int | None = None
-    pad_token_id: int | None = decides(1)
+    pad_token_id: int | None = changes_embeddings(1)
 
-    def describe(self, shapes: Shapes, stack: str) -> Described:
+    def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
         """Padding has position 1, if there is a padding id."""
-        rows = _given(self.max_position_embeddings, shapes[POSITIONS][0] - 2) + 2
+        rows = _or_tensor_size(self.max_position_embeddings, shapes[POSITIONS][0] - 2) + 2
         padding = {} if self.pad_token_id is None else {"at_padding": 1, "pad_id": self.pad_token_id}
-        return Described(self.options(shapes, positions=Learned(rows, start=2, **padding)))
+        return LayerArguments(self.options(shapes, positions=Learned(rows, start=2, **padding)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,18 +194,18 @@ class T5(Settings):
     aliases: ClassVar = {"hidden_size": ("d_model",), "num_attention_heads": ("num_heads",)}
     num_attention_heads: int | None = None
     relative_attention_num_buckets: int | None = None
-    relative_attention_max_distance: int = decides(128)
+    relative_attention_max_distance: int = changes_embeddings(128)
     dropout_rate: float = 0.1
 
-    def describe(self, shapes: Shapes, stack: str) -> Described:
+    def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
         """The bias looks both ways in the encoder."""
         bias = {
-            "num_heads": _given(self.num_attention_heads, shapes[BIAS][1]),
-            "num_buckets": _given(self.relative_attention_num_buckets, shapes[BIAS][0]),
+            "num_heads": _or_tensor_size(self.num_attention_heads, shapes[BIAS][1]),
+            "num_buckets": _or_tensor_size(self.relative_attention_num_buckets, shapes[BIAS][0]),
             "max_distance": self.relative_attention_max_distance,
             "bidirectional": stack == "encoder",
         }
-        return Described(self.options(shapes, dropout_rate=self.dropout_rate), bias=bias)
+        return LayerArguments(self.options(shapes, dropout_rate=self.dropout_rate), bias=bias)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,12 +213,12 @@ class Seq2Seq(Settings):
     """Tokens, in some models times the square root of their width, and positions."""
 
     aliases: ClassVar = {"hidden_size": ("d_model",)}
-    scale_embedding: bool = decides(False)
+    scale_embedding: bool = changes_embeddings(False)
     dropout: float = 0.1
 
-    def describe(self, shapes: Shapes, stack: str) -> Described:
+    def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
         """Both stacks are alike."""
-        return Described(self.options(shapes, positions=self.positions(shapes), scale=self.scale_embedding, dropout_rate=self.dropout))
+        return LayerArguments(self.options(shapes, positions=self.positions(shapes), scale=self.scale_embedding, dropout_rate=self.dropout))
 
     def positions(self, shapes: Shapes) -> Scheme:
         """The position scheme."""
@@ -228,7 +231,7 @@ class Marian(Seq2Seq):
 
     decoder_vocab_size: int | None = None
 
-    def describe(self, shapes: Shapes, stack: str) -> Described:
+    def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
         """The decoder may have a vocabulary of its own."""
         own = stack == "decoder" and self.decoder_vocab_size is not None
         same = dataclasses.replace(self, decoder_vocab_size=None, vocab_size=self.decoder_vocab_size if own else self.vocab_size)
@@ -243,8 +246,8 @@ class Marian(Seq2Seq):
 class M2m100(Seq2Seq):
     """The sinusoids of fairseq."""
 
-    scale_embedding: bool = decides(True)
-    pad_token_id: int = decides(1)
+    scale_embedding: bool = changes_embeddings(True)
+    pad_token_id: int = changes_embeddings(1)
 
     def positions(self, shapes: Shapes) -> Scheme:
         """Counted from pad_token_id + 1."""
@@ -264,7 +267,7 @@ class Bart(Seq2Seq):
 
     def positions(self, shapes: Shapes) -> Scheme:
         """Counted from 2: the table has two more rows than positions."""
-        return Learned(_given(self.max_position_embeddings, shapes[POSITIONS][0] - 2) + 2, start=2)
+        return Learned(_or_tensor_size(self.max_position_embeddings, shapes[POSITIONS][0] - 2) + 2, start=2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -273,18 +276,18 @@ class Bloom(Settings):
 
     aliases: ClassVar = {"num_attention_heads": ("n_head",)}
     num_attention_heads: int
-    layer_norm_epsilon: float = decides(1e-5)
+    layer_norm_epsilon: float = changes_embeddings(1e-5)
 
-    def describe(self, shapes: Shapes, stack: str) -> Described:
+    def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
         """The bias has a slope for each head."""
-        return Described(self.options(shapes, layer_norm_eps=self.layer_norm_epsilon), bias={"num_heads": self.num_attention_heads})
+        return LayerArguments(self.options(shapes, layer_norm_eps=self.layer_norm_epsilon), bias={"num_heads": self.num_attention_heads})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama(Settings):
     """Tokens only; queries and keys are rotated in the half layout."""
 
-    rope_theta: float = decides(10_000.0)
+    rope_theta: float = changes_embeddings(10_000.0)
     rope_scaling: rope.RopeScaling | None = None
     rope_parameters: None = None
     max_position_embeddings: int | None = None
@@ -299,9 +302,9 @@ class Llama(Settings):
             found.setdefault(rope.ORIGINAL, inside)
         return {name: value for name, value in found.items() if name in cls.names() or not is_file}
 
-    def describe(self, shapes: Shapes, stack: str) -> Described:
+    def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
         """Every channel of a head is rotated."""
-        return Described(self.options(shapes), rotary=self.rotary())
+        return LayerArguments(self.options(shapes), rotary=self.rotary())
 
     def rotary(self, **others: Any) -> dict[str, Any]:
         """The arguments of `apply_rotary`."""
@@ -327,8 +330,8 @@ class Gemma(Llama):
 class Gemma3(Settings):
     """Like Gemma, with one rotation for layers with full attention and another for those with a sliding window."""
 
-    rope_theta: float = decides(1_000_000.0)
-    rope_local_base_freq: float = decides(10_000.0)
+    rope_theta: float = changes_embeddings(1_000_000.0)
+    rope_local_base_freq: float = changes_embeddings(10_000.0)
     rope_scaling: rope.RopeScaling | None = None
     rope_parameters: None = None
     sliding_rope_scaling: rope.RopeScaling | None = dataclasses.field(default=None, metadata={"is_internal": True})
@@ -339,30 +342,30 @@ class Gemma3(Settings):
         """Entries in the old form, as for Llama."""
         return rope.by_layer(super().entries(given, is_file=is_file), is_file=is_file)
 
-    def describe(self, shapes: Shapes, stack: str) -> Described:
+    def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
         """The arguments of `apply_rotary` for each kind of layer."""
         layers = {rope.FULL: (self.rope_theta, self.rope_scaling), rope.SLIDING: (self.rope_local_base_freq, self.sliding_rope_scaling)}
         rotary = {
             layer: _rotary(theta, scaling and scaling.scaling(self.max_position_embeddings)) for layer, (theta, scaling) in layers.items()
         }
-        return Described(self.options(shapes, scale=True), rotary=rotary)
+        return LayerArguments(self.options(shapes, scale=True), rotary=rotary)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Phi(Llama):
     """Like Llama, with only the first channels of a head rotated."""
 
-    partial_rotary_factor: float = decides(0.5)
-    num_attention_heads: int | None = decides(None)
+    partial_rotary_factor: float = changes_embeddings(0.5)
+    num_attention_heads: int | None = changes_embeddings(None)
     head_dim: int | None = None
     embd_pdrop: float = 0.0
 
-    def describe(self, shapes: Shapes, stack: str) -> Described:
+    def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
         """Heads split the model's width, unless head_dim is given."""
         if _checks.real("partial_rotary_factor", self.partial_rotary_factor, above=0) == 1:
-            return Described(self.options(shapes, dropout_rate=self.embd_pdrop), rotary=self.rotary())
+            return LayerArguments(self.options(shapes, dropout_rate=self.embd_pdrop), rotary=self.rotary())
         part = rope.rotary_dim(int(self._head_dim(shapes) * self.partial_rotary_factor))
-        return Described(self.options(shapes, dropout_rate=self.embd_pdrop), rotary=self.rotary(rotary_dim=part))
+        return LayerArguments(self.options(shapes, dropout_rate=self.embd_pdrop), rotary=self.rotary(rotary_dim=part))
 
     def _head_dim(self, shapes: Shapes) -> int:
         if self.head_dim is not None:
@@ -370,15 +373,15 @@ class Phi(Llama):
         if self.num_attention_heads is None:
             raise ValueError(_checks.wanted("num_attention_heads", "an int, to compute head_dim", "None"))
         heads = _checks.integer("num_attention_heads", self.num_attention_heads, at_least=1)
-        return _given(self.hidden_size, shapes[TOKENS][1]) // heads
+        return _or_tensor_size(self.hidden_size, shapes[TOKENS][1]) // heads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Phi3(Phi):
     """Like Phi, with another default, and with the original length beside `rope_scaling` instead of in it."""
 
-    partial_rotary_factor: float = decides(1.0)
-    original_max_position_embeddings: int = decides(4096)
+    partial_rotary_factor: float = changes_embeddings(1.0)
+    original_max_position_embeddings: int = changes_embeddings(4096)
 
     @classmethod
     def entries(cls, given: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
@@ -393,7 +396,7 @@ class GptNeox(Phi):
     """Like Phi, with other names."""
 
     aliases: ClassVar = {"rope_theta": ("rotary_emb_base",), "partial_rotary_factor": ("rotary_pct",), "embd_pdrop": ("hidden_dropout",)}
-    partial_rotary_factor: float = decides(0.25)
+    partial_rotary_factor: float = changes_embeddings(0.25)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -406,7 +409,7 @@ class Architecture:
             encoder or decoder. A name that begins with "?" may be missing.
         settings: what its config.json says, and what that means.
         prefixes: prefixes of checkpoints that no other architecture has.
-        alone: whether no other architecture has the names of `tensors`.
+        has_unique_names: whether no other architecture has the names of `tensors`.
         refused: tensors that show that the input layer is different, with the reason.
     """
 
@@ -414,7 +417,7 @@ class Architecture:
     tensors: Mapping[str, tuple[str, ...]]
     settings: type[Settings]
     prefixes: tuple[str, ...] = ()
-    alone: bool = False
+    has_unique_names: bool = False
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -422,9 +425,9 @@ class Architecture:
         """Whether it has an encoder and a decoder."""
         return any("{stack}" in name for names in self.tensors.values() for name in names)
 
-    def is_certain(self, prefix: str) -> bool:
+    def is_unambiguous(self, prefix: str) -> bool:
         """Whether no other architecture has tensors of these names below a prefix."""
-        return self.alone or any(prefix == own or (own and prefix.endswith(f".{own}")) for own in self.prefixes)
+        return self.has_unique_names or any(prefix == own or (own and prefix.endswith(f".{own}")) for own in self.prefixes)
 
 
 _BERT = {
@@ -451,7 +454,7 @@ ARCHITECTURES = (
             WIDEN_OFFSET: ("encoder.embedding_hidden_mapping_in.bias",),
         },
         Albert,
-        alone=True,
+        has_unique_names=True,
     ),
     Architecture(
         ("electra",),
@@ -488,14 +491,14 @@ ARCHITECTURES = (
         ("clip", "clip_text_model"),
         {TOKENS: ("embeddings.token_embedding.weight",), POSITIONS: ("embeddings.position_embedding.weight",)},
         Clip,
-        alone=True,
+        has_unique_names=True,
     ),
     Architecture(("llama", "mistral", "qwen2", "qwen3"), _DECODER_ONLY, Llama),
     Architecture(("gemma", "gemma2"), _DECODER_ONLY, Gemma),
     Architecture(("gemma3", "gemma3_text"), _DECODER_ONLY, Gemma3),
     Architecture(("phi",), _DECODER_ONLY, Phi),
     Architecture(("phi3",), _DECODER_ONLY, Phi3),
-    Architecture(("gpt_neox",), {TOKENS: ("embed_in.weight",)}, GptNeox, alone=True),
+    Architecture(("gpt_neox",), {TOKENS: ("embed_in.weight",)}, GptNeox, has_unique_names=True),
     Architecture(
         ("bloom",),
         {
@@ -504,7 +507,7 @@ ARCHITECTURES = (
             NORM_OFFSET: ("word_embeddings_layernorm.bias",),
         },
         Bloom,
-        alone=True,
+        has_unique_names=True,
     ),
 )
 

@@ -191,19 +191,19 @@ def save_embedder(
         _leaf_name(module, name): _on_host(f"{module}/{name}", leaf) for module, group in params.items() for name, leaf in group.items()
     }
     own = {name: name for name in leaves}
-    names = own | {name: _tensor_name(tensor) for name, tensor in _resolved(names or {}, leaves).items()}
+    names = own | {name: _tensor_name(tensor) for name, tensor in _full_paths(names or {}, leaves).items()}
     arrays = {tensor: leaves[name].T if _is_transposed(name, tensor) else leaves[name] for name, tensor in names.items()}
     if len(arrays) < len(leaves):
-        raise ValueError(_checks.wanted("names", "a tensor of its own for each parameter", schema.shown(sorted(names.values()))))
+        raise ValueError(_checks.wanted("names", "a tensor of its own for each parameter", schema.short_repr(sorted(names.values()))))
     metadata = {CONFIG: config_to_json(config), EXTRAS: extras_to_json({"rotary": rotary, "bias": bias, "names": names})}
     extras = extras_from_json("save_embedder", metadata[EXTRAS])
-    for name, shape in _shapes(_Found("", _options(config), bias=extras.bias)).items():
+    for name, shape in _shapes(_Description("", _options(config), bias=extras.bias)).items():
         if name not in leaves or leaves[name].shape != shape:
-            got = f"shape {list(leaves[name].shape)}" if name in leaves else f"none among {schema.shown(sorted(leaves))}"
-            raise ValueError(_checks.wanted(f"params: {schema.cut(name)}", f"shape {list(shape)}, as the config says", got))
+            got = f"shape {list(leaves[name].shape)}" if name in leaves else f"none among {schema.short_repr(sorted(leaves))}"
+            raise ValueError(_checks.wanted(f"params: {schema.shorten(name)}", f"shape {list(shape)}, as the config says", got))
     # The checks of load_embedder: a file that passes them can be loaded.
     found = _from_metadata("save_embedder", metadata)
-    schema.construct(found.where, EmbedderConfig, found.options)
+    schema.call_with_named_errors(found.where, EmbedderConfig, found.options)
     write_tensors(pathlib.Path(os.path.realpath(path)), arrays, {"format": "pt"} | metadata)
 
 
@@ -211,18 +211,18 @@ def _leaf_name(module: Any, name: Any) -> str:
     """A parameter's path: valid UTF-8 that can be split into module and name again."""
     for each in (module, name):
         if not isinstance(each, str):
-            raise TypeError(_checks.wanted("params", "names that are strings", schema.shown(each)))
+            raise TypeError(_checks.wanted("params", "names that are strings", schema.short_repr(each)))
     if not name or "/" in name:
-        raise ValueError(_checks.wanted("params", "names of parameters without a slash", schema.shown(f"{module}/{name}")))
+        raise ValueError(_checks.wanted("params", "names of parameters without a slash", schema.short_repr(f"{module}/{name}")))
     return _tensor_name(f"{module}/{name}")
 
 
 def _tensor_name(name: Any) -> str:
     """A name that a safetensors file can hold."""
     if not isinstance(name, str):
-        raise TypeError(_checks.wanted("names", "tensors' names as strings", schema.shown(name)))
+        raise TypeError(_checks.wanted("names", "tensors' names as strings", schema.short_repr(name)))
     if name == "__metadata__" or any(0xD800 <= ord(letter) < 0xE000 for letter in name):
-        raise ValueError(_checks.wanted("names", "names that UTF-8 can encode, other than '__metadata__'", schema.shown(name)))
+        raise ValueError(_checks.wanted("names", "names that UTF-8 can encode, other than '__metadata__'", schema.short_repr(name)))
     return name
 
 
@@ -231,25 +231,25 @@ def _on_host(name: str, leaf: Any) -> np.ndarray:
     if isinstance(leaf, Table):
         rows = leaf.in_vocabulary_order()
         if rows is None:
-            raise TypeError(_checks.wanted(f"params: {schema.cut(name)}", "a whole array", f"a table held as {type(leaf).__name__}"))
+            raise TypeError(_checks.wanted(f"params: {schema.shorten(name)}", "a whole array", f"a table held as {type(leaf).__name__}"))
         leaf = rows
     if isinstance(leaf, np.ma.MaskedArray) or not isinstance(leaf, np.ndarray | np.generic | jax.Array):
-        raise TypeError(_checks.wanted(f"params: {schema.cut(name)}", want, type(leaf).__name__))
+        raise TypeError(_checks.wanted(f"params: {schema.shorten(name)}", want, type(leaf).__name__))
     if _checks.is_traced(leaf):
-        raise TypeError(_checks.wanted(f"params: {schema.cut(name)}", f"{want}, outside jit", "a traced array"))
+        raise TypeError(_checks.wanted(f"params: {schema.shorten(name)}", f"{want}, outside jit", "a traced array"))
     dtype = leaf.dtype.newbyteorder("=") if isinstance(leaf.dtype, np.dtype) else None
     if dtype not in DTYPES.values():
-        raise ValueError(_checks.wanted(f"params: {schema.cut(name)}", "float32, bfloat16 or float16", leaf.dtype))
+        raise ValueError(_checks.wanted(f"params: {schema.shorten(name)}", "float32, bfloat16 or float16", leaf.dtype))
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         raise ValueError(
             _checks.wanted(
-                f"params: {schema.cut(name)}", "an array on this process's devices (gather it first)", "one on other processes too"
+                f"params: {schema.shorten(name)}", "an array on this process's devices (gather it first)", "one on other processes too"
             )
         )
     return np.asarray(leaf, dtype)
 
 
-class _Found(NamedTuple):
+class _Description(NamedTuple):
     """The description of a checkpoint, before arrays are allocated: the config's arguments, and a tensor for each parameter."""
 
     where: str
@@ -260,17 +260,19 @@ class _Found(NamedTuple):
     is_by_hand: bool = False
 
 
-def _by_hand(config: EmbedderConfig, names: Mapping[str, str | None]) -> _Found:
-    found = _Found("names", _options(config), is_by_hand=True)
-    wanted = _shapes(found)
-    full = _resolved(names, wanted)
+def _by_hand(config: EmbedderConfig, names: Mapping[str, str | None]) -> _Description:
+    found = _Description("names", _options(config), is_by_hand=True)
+    expected = _shapes(found)
+    full = _full_paths(names, expected)
     for name, tensor in full.items():
         if not isinstance(tensor, str) and not (tensor is None and name in OFFSETS):
             want = "a tensor's name" + (", or None for zeros" if name in OFFSETS else "")
-            raise TypeError(_checks.wanted(f"names: {name}", want, schema.shown(tensor)))
-    if missing := [_short(name) for name in wanted if name not in full]:
+            raise TypeError(_checks.wanted(f"names: {name}", want, schema.short_repr(tensor)))
+    if missing := [_short_path(name) for name in expected if name not in full]:
         raise ValueError(
-            _checks.wanted("names", f"a tensor for each parameter, also for {', '.join(missing)}", f"only {schema.shown(sorted(names))}")
+            _checks.wanted(
+                "names", f"a tensor for each parameter, also for {', '.join(missing)}", f"only {schema.short_repr(sorted(names))}"
+            )
         )
     return found._replace(names=full)
 
@@ -279,47 +281,47 @@ def _options(config: EmbedderConfig) -> dict[str, Any]:
     return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
 
 
-def _resolved(names: Mapping[Any, Any], paths: Iterable[str]) -> dict[str, Any]:
-    """The same mapping with full paths; a key is a path, or the end of exactly one path."""
+def _full_paths(names: Mapping[Any, Any], paths: Iterable[str]) -> dict[str, Any]:
+    """The same mapping with full paths; a key is a path, or a suffix of exactly one path."""
     full = {}
     for name, value in names.items():
         ends = [path for path in paths if isinstance(name, str) and path.endswith(f"/{name}")]
         found = [name] if name in paths else ends
         if len(found) != 1 or found[0] in full:
-            want = f"a parameter's path, or an end that only one path has, among {', '.join(map(_short, paths))}"
-            raise ValueError(_checks.wanted("names", want[:250], schema.shown(name)))
+            want = f"a parameter's path, or a suffix that only one path has, among {', '.join(map(_short_path, paths))}"
+            raise ValueError(_checks.wanted("names", want[:250], schema.short_repr(name)))
         full[found[0]] = value
     return full
 
 
-def _short(path: str) -> str:
+def _short_path(path: str) -> str:
     """The last two parts of a path."""
     return "/".join(path.split("/")[-2:])
 
 
-def _loaded(tensors: Tensors, found: _Found) -> PretrainedInput:
+def _loaded(tensors: Tensors, found: _Description) -> PretrainedInput:
     """Checks all shapes and dtypes, then reads the parameters."""
-    wanted, names = _shapes(found), found.names or {}
+    expected, names = _shapes(found), found.names or {}
     for tensor in names.values():
         if tensor is not None and tensor not in tensors.files:
-            raise ValueError(_checks.wanted(shown_path(tensors.path), f"a tensor {schema.cut(tensor)}", listed(tensors)))
+            raise ValueError(_checks.wanted(shown_path(tensors.path), f"a tensor {schema.shorten(tensor)}", listed(tensors)))
     given = {name: tensor for name, tensor in names.items() if tensor is not None}
-    shapes = {name: wanted[name] if name in wanted else tensors.entry(tensor).shape for name, tensor in given.items()}
+    shapes = {name: expected[name] if name in expected else tensors.entry(tensor).shape for name, tensor in given.items()}
     for name, tensor in given.items():
         _check_entry(tensors, tensor, shapes[name][::-1] if _is_transposed(name, tensor) else shapes[name], found)
-    config = schema.construct(found.where, EmbedderConfig, found.options)
+    config = schema.call_with_named_errors(found.where, EmbedderConfig, found.options)
     params: dict[str, dict[str, Array]] = {}
     for name, tensor in names.items():
         module, leaf = name.rsplit("/", 1)
         if tensor is None:
-            array = jnp.zeros(wanted[name], _dtype_of(name, config))
+            array = jnp.zeros(expected[name], _dtype_of(name, config))
         else:
             array = tensors.read(tensor, shapes[name], _dtype_of(name, config), transposed=_is_transposed(name, tensor))
         params.setdefault(module, {})[leaf] = array
     return PretrainedInput(config, params, found.rotary, found.bias, given)
 
 
-def _check_entry(tensors: Tensors, tensor: str, shape: tuple[int, ...], found: _Found) -> None:
+def _check_entry(tensors: Tensors, tensor: str, shape: tuple[int, ...], found: _Description) -> None:
     entry = tensors.entry(tensor)
     ones = len(entry.shape) - len(shape)
     same = entry.shape == shape or (found.is_by_hand and ones > 0 and entry.shape == (1,) * ones + shape)
@@ -328,7 +330,7 @@ def _check_entry(tensors: Tensors, tensor: str, shape: tuple[int, ...], found: _
         want = f"shape {list(shape)}, as the configuration says, of {', '.join(dtypes[:-1])} or {dtypes[-1]}"
         if same and entry.dtype == FLOAT64:
             want += " (config and names load it by hand, rounded to the config's param_dtype)"
-        raise ValueError(_checks.wanted(f"{shown_path(tensors.path)}: {schema.cut(tensor)}", want, entry))
+        raise ValueError(_checks.wanted(f"{shown_path(tensors.path)}: {schema.shorten(tensor)}", want, entry))
 
 
 def _dtype_of(name: str, config: EmbedderConfig) -> np.dtype:
@@ -336,7 +338,7 @@ def _dtype_of(name: str, config: EmbedderConfig) -> np.dtype:
     return jnp.dtype("float32") if name in (known.NORM_SCALE, known.NORM_OFFSET) else jnp.dtype(config.param_dtype)
 
 
-def _shapes(found: _Found) -> dict[str, tuple[int, ...]]:
+def _shapes(found: _Description) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter, computed without allocating any array."""
     options, positions = found.options, found.options.get("positions", Sinusoidal())
     d_model = options["d_model"]
@@ -360,7 +362,7 @@ def _is_transposed(name: str, tensor: str | None) -> bool:
     return name == known.WIDEN and tensor != name
 
 
-def _recognised(tensors: Tensors, stack: str | None, settings: dict[str, Any]) -> _Found:
+def _recognised(tensors: Tensors, stack: str | None, settings: dict[str, Any]) -> _Description:
     beside = tensors.path.parent / "config.json"
     in_file = read_json(beside) if beside.is_file() else {}
     text = in_file.get("text_config")
@@ -372,7 +374,7 @@ def _recognised(tensors: Tensors, stack: str | None, settings: dict[str, Any]) -
     if stack is not None and not kind.has_stacks:
         raise ValueError(_checks.wanted("stack", f"None, since {model} has one stack", repr(stack)))
     where = f"{shown_path(beside) if in_file else 'settings'}, for a model {model}"
-    read = _read(where, kind, in_file | text, settings)
+    read = _config_entries(where, kind, in_file | text, settings)
     is_named = any(each in kind.model_types for each in said)
     if missing := [kind.settings.names()[name][0] for name in _required(kind, is_named) if name not in read]:
         want = f"{', '.join(sorted(missing))} of a model {model}, as settings={{...}} or in a config.json that names the model_type"
@@ -383,23 +385,25 @@ def _recognised(tensors: Tensors, stack: str | None, settings: dict[str, Any]) -
         rank = 1 if name in known.VECTORS else 2
         if len(shapes[name]) != rank:
             want = f"a tensor of rank {rank}"
-            raise ValueError(_checks.wanted(f"{shown_path(tensors.path)}: {schema.cut(tensor)}", want, tensors.entry(tensor)))
+            raise ValueError(_checks.wanted(f"{shown_path(tensors.path)}: {schema.shorten(tensor)}", want, tensors.entry(tensor)))
     try:
         described = kind.settings(**read).describe(shapes, stack or known.STACKS[0])
     except (ArithmeticError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: {str(error)[:200]}") from error
     dtype = DTYPES.get(tensors.entry(names[known.TOKENS]).dtype, jnp.dtype("float32"))
     options = described.options | {"param_dtype": dtype}
-    return _Found(where, options, described.rotary, described.bias, names)
+    return _Description(where, options, described.rotary, described.bias, names)
 
 
-def _read(where: str, kind: known.Architecture, in_file: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+def _config_entries(where: str, kind: known.Architecture, in_file: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of config.json, overridden by settings; an error names the source of a wrong entry."""
     own = kind.settings
     accepted = [name for names in own.names().values() for name in names]
     if unknown := [name for name in settings if name not in accepted]:
         reads = ", ".join(names[0] for names in own.names().values())
-        raise ValueError(f"settings: wanted entries that a model {kind.model_types[0]} reads ({reads}), got {schema.shown(unknown[0])}")
+        raise ValueError(
+            f"settings: wanted entries that a model {kind.model_types[0]} reads ({reads}), got {schema.short_repr(unknown[0])}"
+        )
     found: dict[str, Any] = {}
     for source, entries in ((where, in_file), ("settings", settings)):
         try:
@@ -413,20 +417,20 @@ def _read(where: str, kind: known.Architecture, in_file: Mapping[str, Any], sett
 def _required(kind: known.Architecture, is_named: bool) -> list[str]:
     """The required entries; if config.json does not name the model type, also those that change the embeddings."""
     required = [field.name for field in dataclasses.fields(kind.settings) if schema.is_required(field)]
-    return required if is_named else required + kind.settings.deciding()
+    return required if is_named else required + kind.settings.fields_that_change_embeddings()
 
 
-def _from_metadata(where: str, metadata: Mapping[str, str]) -> _Found:
+def _from_metadata(where: str, metadata: Mapping[str, str]) -> _Description:
     """The description that `save_embedder` wrote into the metadata."""
     options = options_from_json(f"{where}: {CONFIG}", metadata[CONFIG])
     extras = extras_from_json(f"{where}: {EXTRAS}", metadata.get(EXTRAS, "{}"))
-    found = _Found(f"{where}: {CONFIG}", options, extras.rotary, extras.bias)
-    wanted = _shapes(found)
-    names = {name: name for name in wanted} if extras.names is None else extras.names
+    found = _Description(f"{where}: {CONFIG}", options, extras.rotary, extras.bias)
+    expected = _shapes(found)
+    names = {name: name for name in expected} if extras.names is None else extras.names
     for name in names:
         module, _, leaf = name.rpartition("/")
         if not module or not leaf:
-            raise ValueError(_checks.wanted(f"{where}: {EXTRAS}: names", "parameters as module/name", schema.shown(name)))
-    if missing := [_short(name) for name in wanted if name not in names]:
+            raise ValueError(_checks.wanted(f"{where}: {EXTRAS}: names", "parameters as module/name", schema.short_repr(name)))
+    if missing := [_short_path(name) for name in expected if name not in names]:
         raise ValueError(_checks.wanted(f"{where}: {EXTRAS}: names", "a tensor for each parameter", f"none for {missing[0]}"))
     return found._replace(names=names)

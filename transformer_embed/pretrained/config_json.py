@@ -10,7 +10,7 @@ from transformer_embed.pretrained import rope, schema
 
 
 @dataclasses.dataclass(frozen=True)
-class Buckets:
+class T5BiasArguments:
     """The arguments of `RelativePositionBias`."""
 
     num_heads: int
@@ -25,7 +25,7 @@ class Buckets:
 
 
 @dataclasses.dataclass(frozen=True)
-class Alibi:
+class AlibiArguments:
     """The arguments of `alibi_bias`."""
 
     num_heads: int
@@ -68,19 +68,19 @@ def extras_from_json(name: str, text: str) -> Extras:
     if rotary is not None:
         rotary = _rotary(f"{name}: rotary", rotary)
     if bias is not None:
-        bias = _arguments(f"{name}: bias", Buckets if "num_buckets" in bias else Alibi, bias)
+        bias = _arguments(f"{name}: bias", T5BiasArguments if "num_buckets" in bias else AlibiArguments, bias)
     return Extras(rotary, bias, found.get("names"))
 
 
 def _rotary(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `apply_rotary`, or those of each kind of layer."""
     if not set(value) <= {field.name for field in dataclasses.fields(rope.Rotary)}:
-        return {layer: _arguments(f"{name}: {schema.shown(layer)}", rope.Rotary, each) for layer, each in value.items()}
+        return {layer: _arguments(f"{name}: {schema.short_repr(layer)}", rope.Rotary, each) for layer, each in value.items()}
     return _arguments(name, rope.Rotary, value)
 
 
 def _arguments(name: str, kind: type, value: Any) -> dict[str, Any]:
     """The given fields of a dataclass, after checking that it can be made from them."""
     found = schema.fields(name, kind, value)
-    schema.construct(name, kind, found)
+    schema.call_with_named_errors(name, kind, found)
     return found

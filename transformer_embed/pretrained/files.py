@@ -64,7 +64,7 @@ class Tensors:
             self._opened[file] = _header(file)[0]
         entries = self._opened[file]
         if name not in entries:
-            want = f"the tensor {schema.cut(name)}, as {schema.cut(self.path.name)} says"
+            want = f"the tensor {schema.shorten(name)}, as {schema.shorten(self.path.name)} says"
             raise ValueError(_checks.wanted(shown_path(file), want, f"{len(entries)} others"))
         return entries[name]
 
@@ -72,10 +72,10 @@ class Tensors:
         """Reads a tensor of this shape, apart from leading axes of 1. It keeps its dtype, but float64 is rounded to `dtype`."""
         entry = self.entry(name)
         with np.errstate(over="ignore"):
-            array = _copied(name, entry, DTYPES.get(entry.dtype, dtype)).reshape(shape[::-1] if transposed else shape)
+            array = _read_in_pieces(name, entry, DTYPES.get(entry.dtype, dtype)).reshape(shape[::-1] if transposed else shape)
         if entry.dtype not in DTYPES and np.isinf(array).any():
             want = f"numbers that fit into {dtype}"
-            raise ValueError(_checks.wanted(f"{shown_path(entry.file)}: {schema.cut(name)}", want, "larger ones"))
+            raise ValueError(_checks.wanted(f"{shown_path(entry.file)}: {schema.shorten(name)}", want, "larger ones"))
         # Unlike jnp.asarray, this makes no copy on a CPU.
         return jax.device_put(np.ascontiguousarray(array.T) if transposed else array)
 
@@ -93,12 +93,12 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
 
 def shown_path(path: str | os.PathLike[str]) -> str:
     """A path for a message."""
-    return schema.cut(os.fspath(path))
+    return schema.shorten(os.fspath(path))
 
 
 def _find(path: pathlib.Path) -> pathlib.Path:
     if "\0" in str(path):
-        raise ValueError(_checks.wanted("path", "a path without null characters", schema.shown(str(path))))
+        raise ValueError(_checks.wanted("path", "a path without null characters", schema.short_repr(str(path))))
     if not path.is_dir():
         if not path.exists():
             raise FileNotFoundError(errno.ENOENT, _missing_file_message(path), shown_path(path))
@@ -127,7 +127,7 @@ def _shards(path: pathlib.Path) -> dict[str, pathlib.Path]:
         raise ValueError(_checks.wanted(shown_path(path), "a weight_map from tensors to files", "none"))
     elsewhere = next((name for name in names.values() if name != pathlib.Path(name).name or name in ("", "..") or "\0" in name), None)
     if elsewhere is not None:
-        raise ValueError(_checks.wanted(shown_path(path), "files in the same folder", schema.shown(elsewhere)))
+        raise ValueError(_checks.wanted(shown_path(path), "files in the same folder", schema.short_repr(elsewhere)))
     return {tensor: path.parent / name for tensor, name in names.items()}
 
 
@@ -162,7 +162,7 @@ def _describe_contents(start: bytes, error: Exception) -> str:
     return str(error)[:150]
 
 
-def _copied(name: str, entry: Entry, dtype: np.dtype) -> np.ndarray:
+def _read_in_pieces(name: str, entry: Entry, dtype: np.dtype) -> np.ndarray:
     """A copy of a tensor, read in pieces along its first axis that is not 1.
 
     The file is opened again for each piece, so that its pages leave memory once they are copied. The copy starts at a page boundary, so
@@ -221,16 +221,16 @@ def temporary(path: pathlib.Path) -> Iterator[IO[bytes]]:
 
     Files left by a killed process are removed first. A locked file belongs to a live process.
     """
-    mode = _mode(path)
+    mode = _file_mode(path)
     _remove_stale(path.parent)
-    with _new(path.parent, mode) as file:
+    with _new_locked_file(path.parent, mode) as file:
         try:
             yield file
         finally:
             pathlib.Path(file.name).unlink(missing_ok=True)
 
 
-def _new(folder: pathlib.Path, mode: int | None) -> IO[bytes]:
+def _new_locked_file(folder: pathlib.Path, mode: int | None) -> IO[bytes]:
     """A new file, locked."""
     # A private file's replacement must not be readable by others, not even while it is written.
     opener = functools.partial(os.open, mode=0o666 if mode is None else 0o600)
@@ -246,7 +246,7 @@ def _new(folder: pathlib.Path, mode: int | None) -> IO[bytes]:
         file.close()
 
 
-def _mode(path: pathlib.Path) -> int | None:
+def _file_mode(path: pathlib.Path) -> int | None:
     """The mode of a regular file; None if there is none."""
     try:
         mode = path.stat().st_mode

@@ -30,15 +30,15 @@ def recognised(tensors: Tensors, model_types: Sequence[Any], stack: str, config:
     named = next((kind for kind in map(known.by_model_type, model_types) if kind is not None), None)
     if model_types and named is None:
         types = sorted(name for each in known.ARCHITECTURES for name in each.model_types)
-        raise ValueError(f"model_type: wanted one of {', '.join(types)}, got {schema.shown(model_types[0])}")
+        raise ValueError(f"model_type: wanted one of {', '.join(types)}, got {schema.short_repr(model_types[0])}")
     kinds = known.ARCHITECTURES if named is None else (named,)
     found = [(kind, prefix, names) for kind in kinds for prefix, names in matches(kind, tensors.files, stack)]
     if not found:
-        _unknown(tensors, named)
+        _raise_unknown_model(tensors, named)
     if named is None:
-        found = _certain(tensors, found, config)
+        found = _unambiguous(tensors, found, config)
     if len(found) != 1:
-        prefixes = schema.shown([prefix for _, prefix, _ in found])
+        prefixes = schema.short_repr([prefix for _, prefix, _ in found])
         what = f"one model {found[0][0].model_types[0]} in a file (save each to its own file, or load one with config and names)"
         raise ValueError(_checks.wanted(shown_path(tensors.path), what, f"{len(found)} of them, under {prefixes}"))
     kind, prefix, names = found[0]
@@ -51,9 +51,9 @@ def recognised(tensors: Tensors, model_types: Sequence[Any], stack: str, config:
 Match = tuple[known.Architecture, str, dict[str, str]]
 
 
-def _certain(tensors: Tensors, found: list[Match], config: pathlib.Path) -> list[Match]:
+def _unambiguous(tensors: Tensors, found: list[Match], config: pathlib.Path) -> list[Match]:
     """The matches with tensor names that only one model has; of these, those with the most tensors."""
-    certain = [(kind, prefix, names) for kind, prefix, names in found if kind.is_certain(prefix)]
+    certain = [(kind, prefix, names) for kind, prefix, names in found if kind.is_unambiguous(prefix)]
     if not certain:
         types = [kind.model_types[0] for kind, *_ in found]
         hint = f"pass settings={{'model_type': {types[0]!r}}} (the names of the tensors fit {', '.join(dict.fromkeys(types))})"
@@ -64,20 +64,20 @@ def _certain(tensors: Tensors, found: list[Match], config: pathlib.Path) -> list
     return [match for match in certain if len(match[2]) == most]
 
 
-def _unknown(tensors: Tensors, named: known.Architecture | None) -> NoReturn:
+def _raise_unknown_model(tensors: Tensors, named: known.Architecture | None) -> NoReturn:
     model = "a known model" if named is None else f"a model {named.model_types[0]}"
-    raise ValueError(f"{schema.cut(str(tensors.path), 60)}: wanted the tensors of {model}, or {BY_HAND}; got {listed(tensors)}")
+    raise ValueError(f"{schema.shorten(str(tensors.path), 60)}: wanted the tensors of {model}, or {BY_HAND}; got {listed(tensors)}")
 
 
 def matches(kind: known.Architecture, files: Mapping[str, pathlib.Path], stack: str) -> list[tuple[str, dict[str, str]]]:
     """Each prefix that has all tensors of an architecture, with the tensor name for each parameter."""
     ends = [end.format(stack=stack) for end in kind.tensors[known.TOKENS]]
     prefixes = dict.fromkeys(name[: -len(end)] for end in ends for name in files if name == end or name.endswith(f".{end}"))
-    found = ((prefix, _below(prefix, kind, files, stack)) for prefix in prefixes)
+    found = ((prefix, _names_under_prefix(prefix, kind, files, stack)) for prefix in prefixes)
     return [(prefix, names) for prefix, names in found if names is not None]
 
 
-def _below(prefix: str, kind: known.Architecture, files: Mapping[str, pathlib.Path], stack: str) -> dict[str, str] | None:
+def _names_under_prefix(prefix: str, kind: known.Architecture, files: Mapping[str, pathlib.Path], stack: str) -> dict[str, str] | None:
     names = {}
     for parameter, ends in kind.tensors.items():
         candidates = (prefix + end.removeprefix("?").format(stack=stack) for end in ends)
@@ -93,7 +93,7 @@ def listed(tensors: Tensors) -> str:
     """A few tensor names for a message, without layer numbers; tensors outside of numbered layers come first."""
     is_open = set(tensors.files.values()) == {tensors.path}
     seen = {re.sub(r"\b\d+\b", "*", name): f" {tensors.entry(name)}" if is_open else "" for name in sorted(tensors.files)}
-    order = [schema.cut(name, 40) + seen[name] for name in sorted(seen, key=lambda name: ("*" in name, name))]
+    order = [schema.shorten(name, 40) + seen[name] for name in sorted(seen, key=lambda name: ("*" in name, name))]
     count = next((n for n in range(1, len(order)) if len(", ".join(order[: n + 1])) > LISTED), len(order))
     more = f" and {len(order) - count} more" if len(order) > count else ""
     return "the tensors " + ", ".join(order[:count]) + more if order else "an empty file"

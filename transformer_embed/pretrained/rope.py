@@ -83,42 +83,42 @@ def _linear(entries: RopeScaling, max_len: int | None, original: int | None) -> 
 
 
 def _dynamic(entries: RopeScaling, max_len: int | None, original: int | None) -> rotary_scaling.DynamicNTKScaling:
-    length = _length(max_len)
+    length = _required_max_len(max_len)
     return rotary_scaling.DynamicNTKScaling(entries.get("factor"), original_length=length, length=length)
 
 
 def _yarn(entries: RopeScaling, max_len: int | None, original: int | None) -> rotary_scaling.YarnScaling:
-    original = _length(max_len) if original is None else _at_least_one(ORIGINAL, original)
+    original = _required_max_len(max_len) if original is None else _at_least_one(ORIGINAL, original)
     names = ("beta_fast", "beta_slow", "truncate", "attention_factor")
     # The transformers library uses these two only if both are given.
     pair = ("mscale", "mscale_all_dim") if entries.mscale and entries.mscale_all_dim else ()
     given = {name: getattr(entries, name) for name in (*names, *pair) if getattr(entries, name) is not None}
-    return rotary_scaling.YarnScaling(_factor(entries, max_len, original), original, **given)
+    return rotary_scaling.YarnScaling(_context_factor(entries, max_len, original), original, **given)
 
 
 def _llama3(entries: RopeScaling, max_len: int | None, original: int | None) -> rotary_scaling.Llama3Scaling:
     factors = (entries.get(name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
-    return rotary_scaling.Llama3Scaling(*factors, original_length=_length(max_len) if original is None else original)
+    return rotary_scaling.Llama3Scaling(*factors, original_length=_required_max_len(max_len) if original is None else original)
 
 
 def _longrope(entries: RopeScaling, max_len: int | None, original: int | None) -> rotary_scaling.LongRopeScaling:
     """For lengths up to the trained one; replace `length` for longer ones."""
-    original = _length(max_len) if original is None else _at_least_one(ORIGINAL, original)
+    original = _required_max_len(max_len) if original is None else _at_least_one(ORIGINAL, original)
     return rotary_scaling.LongRopeScaling(
         entries.get("short_factor"),
         entries.get("long_factor"),
-        _factor(entries, max_len, original),
+        _context_factor(entries, max_len, original),
         original_length=original,
         length=original,
         attention_factor=entries.attention_factor,
     )
 
 
-def _factor(entries: RopeScaling, max_len: int | None, original: int) -> float:
-    return _length(max_len) / original if entries.factor is None else entries.factor
+def _context_factor(entries: RopeScaling, max_len: int | None, original: int) -> float:
+    return _required_max_len(max_len) / original if entries.factor is None else entries.factor
 
 
-def _length(max_len: int | None) -> int:
+def _required_max_len(max_len: int | None) -> int:
     if max_len is None:
         raise ValueError(_checks.wanted("rope_scaling", "an entry max_position_embeddings beside it", "none"))
     return _at_least_one("max_position_embeddings", max_len)
@@ -161,7 +161,7 @@ def by_layer(entries: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
     if parameters is not None:
         if not isinstance(parameters, Mapping) or not parameters or not set(parameters) <= {FULL, SLIDING}:
             raise ValueError(
-                _checks.wanted("rope_parameters", f"an object with the entries {FULL} and {SLIDING}", schema.shown(parameters))
+                _checks.wanted("rope_parameters", f"an object with the entries {FULL} and {SLIDING}", schema.short_repr(parameters))
             )
         for layer, theta, scaling in ((FULL, "rope_theta", "rope_scaling"), (SLIDING, "rope_local_base_freq", "sliding_rope_scaling")):
             if layer in parameters:
@@ -179,14 +179,16 @@ def split_entries(name: str, value: Any, *, is_file: bool) -> tuple[dict[str, An
     if value is None:
         return {}, {}
     if not isinstance(value, Mapping):
-        raise ValueError(_checks.wanted(name, "an object", schema.shown(value)))
+        raise ValueError(_checks.wanted(name, "an object", schema.short_repr(value)))
     value = {"rope_type" if key == "type" and "rope_type" not in value else key: each for key, each in value.items() if each is not None}
     moved = {key: value.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in value}
     known = RopeScaling._names()
     unknown = [key for key in value if key not in known and key != "type"]
     if unknown and not is_file:
-        raise ValueError(_checks.wanted(name, f"entries among {', '.join(known)}", schema.shown(unknown[0])))
+        raise ValueError(_checks.wanted(name, f"entries among {', '.join(known)}", schema.short_repr(unknown[0])))
     scaling = {key: each for key, each in value.items() if key in known}
     if not is_file and "rope_type" not in scaling:
-        raise ValueError(_checks.wanted(name, "an entry rope_type ('default': no scaling)", f"only {schema.shown([*moved, *scaling])}"))
+        raise ValueError(
+            _checks.wanted(name, "an entry rope_type ('default': no scaling)", f"only {schema.short_repr([*moved, *scaling])}")
+        )
     return moved, scaling

@@ -42,12 +42,12 @@ SCALARS = {
 }
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """A value's repr, cut to a few dozen characters."""
     return _SHORT.repr(value)[:120]
 
 
-def cut(text: str, most: int = 100) -> str:
+def shorten(text: str, most: int = 100) -> str:
     """A path or a name for a message; only its end if it is long."""
     return text if len(text) <= most else f"...{text[3 - most :]}"
 
@@ -60,12 +60,12 @@ def parse(name: str, text: str | bytes) -> Any:
         raise ValueError(_checks.wanted(name, "JSON", str(error)[:100])) from error
 
 
-def build(name: str, kind: type, value: Any) -> Any:
+def from_json(name: str, kind: type, value: Any) -> Any:
     """An instance of a dataclass, from a JSON object with its fields."""
-    return construct(name, kind, fields(name, kind, value))
+    return call_with_named_errors(name, kind, fields(name, kind, value))
 
 
-def construct(name: str, kind: type, arguments: Mapping[str, Any]) -> Any:
+def call_with_named_errors(name: str, kind: type, arguments: Mapping[str, Any]) -> Any:
     """An instance of a class; errors become a ValueError that starts with the name."""
     try:
         return kind(**arguments)
@@ -79,14 +79,14 @@ def fields(name: str, kind: type, value: Any, *, is_partial: bool = False) -> di
     With `is_partial`, entries without a default may be missing.
     """
     if not isinstance(value, dict):
-        raise ValueError(_checks.wanted(name, "a JSON object", shown(value)))
+        raise ValueError(_checks.wanted(name, "a JSON object", short_repr(value)))
     annotations = typing.get_type_hints(kind)
     known = {field.name: field for field in dataclasses.fields(kind)}
     if unknown := [key for key in value if key not in known]:
-        raise ValueError(_checks.wanted(name, f"entries among {', '.join(known)}", shown(unknown[0])))
+        raise ValueError(_checks.wanted(name, f"entries among {', '.join(known)}", short_repr(unknown[0])))
     missing = [key for key, field in known.items() if key not in value and is_required(field)]
     if missing and not is_partial:
-        raise ValueError(_checks.wanted(name, f"an entry {missing[0]}", f"only {shown(sorted(value))}"))
+        raise ValueError(_checks.wanted(name, f"an entry {missing[0]}", f"only {short_repr(sorted(value))}"))
     return {key: checked(f"{name}: {key}", annotations[key], each) for key, each in value.items()}
 
 
@@ -108,11 +108,11 @@ def checked(name: str, annotation: Any, value: Any) -> Any:
         if typing.get_origin(option) in (tuple, Sequence) and isinstance(value, list):
             return _tuple(name, arguments[0], value)
         if typing.get_origin(option) is Mapping and isinstance(value, dict):
-            return {key: checked(f"{name}: {shown(key)}", arguments[1], each) for key, each in value.items()}
+            return {key: checked(f"{name}: {short_repr(key)}", arguments[1], each) for key, each in value.items()}
     classes = {option.__name__: option for option in options if dataclasses.is_dataclass(option)}
     if classes and isinstance(value, dict):
         return _instance(name, classes, value)
-    raise ValueError(_checks.wanted(name, " or ".join(dict.fromkeys(_type_in_words(option) for option in options)), shown(value)))
+    raise ValueError(_checks.wanted(name, " or ".join(dict.fromkeys(_type_in_words(option) for option in options)), short_repr(value)))
 
 
 def _options(annotation: Any) -> list[Any]:
@@ -130,8 +130,8 @@ def _tuple(name: str, item: Any, values: list[Any]) -> tuple[Any, ...]:
 def _instance(name: str, classes: Mapping[str, type], value: dict[str, Any]) -> Any:
     kind = value.get(KIND) if len(classes) > 1 else next(iter(classes))
     if not isinstance(kind, str) or kind not in classes:
-        raise ValueError(_checks.wanted(f"{name}: {KIND}", "one of " + ", ".join(classes), shown(kind)))
-    return build(name, classes[kind], {key: each for key, each in value.items() if key != KIND})
+        raise ValueError(_checks.wanted(f"{name}: {KIND}", "one of " + ", ".join(classes), short_repr(kind)))
+    return from_json(name, classes[kind], {key: each for key, each in value.items() if key != KIND})
 
 
 def _type_in_words(option: Any) -> str:
