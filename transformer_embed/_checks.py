@@ -96,8 +96,8 @@ def result_dtype(name: str, dtype: Any) -> jnp.dtype:
     return dtype if jax.dtypes.canonicalize_dtype(dtype) == dtype else jnp.zeros(0, dtype).dtype
 
 
-def wide(*dtypes: Any) -> jnp.dtype:
-    """The dtype of sums: float32, or float64 if one of the dtypes is. (jnp.promote_types raises under strict promotion.)"""
+def compute_dtype(*dtypes: Any) -> jnp.dtype:
+    """The dtype to compute in: float32, or float64 if one of the dtypes is. (jnp.promote_types raises under strict promotion.)"""
     return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)
 
 

@@ -187,7 +187,7 @@ def _slopes_array(num_heads: int, max_bias: float) -> Float32[Array, "h"]:
 def _alibi(
     queries: Integer[Array, "q t"], keys: Integer[Array, "k s"], num_heads: int, max_bias: float, symmetric: bool, dtype: jnp.dtype
 ) -> Float[Array, "b h t s"]:
-    wide = _checks.wide(dtype)
+    wide = _checks.compute_dtype(dtype)
     slopes = _slopes(num_heads, max_bias).astype(wide)[None, :, None, None]
     after, distance = _after_and_distance(queries, keys)
     far = distance.astype(wide)

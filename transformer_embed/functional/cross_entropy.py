@@ -160,7 +160,7 @@ def _weighted_loss(
     labels: Int32[Array, "..."],
     mask: Bool[Array, "..."] | None,
 ) -> Float[Array, ""]:
-    dtype = _checks.wide(x.dtype, table.dtype)
+    dtype = _checks.compute_dtype(x.dtype, table.dtype)
     counted = _counted_tokens(labels, mask, options.pad_id)
     # Under explicit axes, all take the sharding of x by meeting it.
     counted = counted | jnp.zeros_like(x, bool).any(-1)

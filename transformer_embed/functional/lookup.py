@@ -228,7 +228,7 @@ def _lookup_in_array(
 
 @functools.partial(jax.jit, inline=True)
 def _logits_of_array(x: Float[Array, "... d"], table: Float[Array, "v d"]) -> Float[Array, "... v"]:
-    dtype = _checks.wide(x.dtype, table.dtype)
+    dtype = _checks.compute_dtype(x.dtype, table.dtype)
     if x.dtype != table.dtype:
         x, table = x.astype(dtype), table.astype(dtype)
     return jnp.einsum("...d,vd->...v", x, table, preferred_element_type=dtype)
@@ -283,7 +283,7 @@ def read_or_zero(table: Float[Array, "v d"], index: UInt32[Array, "..."]) -> Flo
     of a row in float32 or wider, because a 16-bit sum stops growing after some 256 of them. XLA fuses the conversion into the read, so
     no float32 copy of the table exists.
     """
-    wide = widened(table)
+    wide = in_compute_dtype(table)
     explicit = _explicit_sharding(table, index)
     by_repeats, by_runs = (functools.partial(read, explicit) for read in (_read_each_repeat, _read_each_row_once_per_device))
     if _can_sort_index(table, index, explicit):
@@ -304,9 +304,9 @@ def _can_sort_index(table: Float[Array, "v d"], index: UInt32[Array, "..."], exp
     return all_explicit and jax.typeof(table).sharding.spec[0] is None and hasattr(jax, "set_mesh")
 
 
-def widened(table: Float[Array, "v d"]) -> Float[Array, "v d"]:
+def in_compute_dtype(table: Float[Array, "v d"]) -> Float[Array, "v d"]:
     """The table in float32 or wider, so that a row's gradient is summed in that dtype over repeats and devices."""
-    return table.astype(_checks.wide(table.dtype))
+    return table.astype(_checks.compute_dtype(table.dtype))
 
 
 def _read_each_repeat(explicit: NamedSharding | None, table: Float[Array, "v d"], index: UInt32[Array, "..."]) -> Float[Array, "... d"]:
@@ -381,6 +381,6 @@ def _explicit_sharding(table: Float[Array, "v d"], ids: Integer[Array, "..."]) -
 @jax.jit
 def _multiply_by_one_hot(table: Float[Array, "v d"], ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
     """`rows_at`, for a finite table."""
-    wide = widened(table)
+    wide = in_compute_dtype(table)
     one_hot = jax.nn.one_hot(jnp.clip(ids, 0, table.shape[0] - 1), table.shape[0], dtype=wide.dtype)
     return jnp.matmul(one_hot, wide, precision=jax.lax.Precision.HIGHEST).astype(table.dtype)

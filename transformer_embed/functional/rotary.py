@@ -160,7 +160,7 @@ def _rotated(
     axes = tuple(range(x.ndim - positions.ndim - 1))
     cos, sin = (jnp.expand_dims(each, (*axes, -2)) for each in _cos_and_sin(positions, options))
     # A TPU splits and joins 16-bit arrays directly; widening to float32 first would take extra passes over memory.
-    wide = _checks.wide(x.dtype)
+    wide = _checks.compute_dtype(x.dtype)
     first, second = (half.astype(wide) for half in _split_pairs(x[..., : options.dim], layout))
     rotated = _join_pairs((first * cos - second * sin).astype(x.dtype), (second * cos + first * sin).astype(x.dtype), layout)
     return rotated if options.dim == x.shape[-1] else jnp.concatenate([rotated, x[..., options.dim :]], -1)

@@ -5,7 +5,7 @@ has S virtual shards, a power of two, and every S consecutive ids go to S differ
 after virtual shard, with R = ceil(vocab_size / S) rows each; rows that no id uses are zeros. A mesh whose size divides S holds whole
 virtual shards on each device, so the array is the same on every such mesh, and so is a checkpoint of it.
 
-The place of an id in that array is its *position*. Neighbouring ids reach different devices on every mesh because the order of the
+The index of an id's row in that array is its *position*. Neighbouring ids reach different devices on every mesh because the order of the
 virtual shards within a round of dealing is bit-reversed: the device of an id depends on its low bits. Each round of S ids is also
 shifted by a hash of its number, so that ids a multiple of S apart spread as well.
 """

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed import _checks
-from transformer_embed.functional.lookup import rows_at, widened
+from transformer_embed.functional.lookup import in_compute_dtype, rows_at
 from transformer_embed.functional.mesh import Axes, array_axes, index_along, partition_spec
 from transformer_embed.large_tables import exchange, routes, rows
 from transformer_embed.large_tables.dealing import Deal
@@ -53,7 +53,9 @@ def gather_from_owners(table: "Sharded", ids: Int32[Array, "..."]) -> Float[Arra
         return _rows_at_positions(held, values, positions)
 
     specs = (partition_spec(plan.owners), partition_spec(*plan.split))
-    wide = jax.shard_map(read, mesh=plan.mesh, in_specs=specs, out_specs=partition_spec(*plan.split, ()))(widened(table.array), ids)
+    wide = jax.shard_map(read, mesh=plan.mesh, in_specs=specs, out_specs=partition_spec(*plan.split, ()))(
+        in_compute_dtype(table.array), ids
+    )
     return wide.astype(table.dtype)
 
 
@@ -140,7 +142,7 @@ def take_from_owners(table: "Sharded", ids: Int32[Array, "..."], distinct: Calla
         index = jnp.arange(len(held), dtype=jnp.int32)
         positions = jnp.sort(jnp.where(held < table.vocab_size, table.positions(held), plan.deal.size + index))
         values, sent, shard_rows = _ask_owners(plan, positions, shard)
-        return positions, widened(values), sent, shard_rows
+        return positions, in_compute_dtype(values), sent, shard_rows
 
     specs = (partition_spec(plan.owners), partition_spec(*plan.split))
     take_all = jax.shard_map(take, mesh=plan.mesh, in_specs=specs, out_specs=partition_spec(plan.id_axes))

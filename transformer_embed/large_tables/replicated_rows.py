@@ -23,7 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed import _checks
-from transformer_embed.functional.lookup import read_or_zero, widened
+from transformer_embed.functional.lookup import in_compute_dtype, read_or_zero
 from transformer_embed.functional.mesh import Axes, array_axes, index_along, partition_spec
 from transformer_embed.large_tables import rows
 
@@ -54,7 +54,7 @@ def gather_from_shards(table: "Sharded", ids: Int32[Array, "..."]) -> Float[Arra
 
     specs = (partition_spec(row_axes, column_axes), partition_spec(*split))
     return jax.shard_map(read, mesh=table.sharding.mesh, in_specs=specs, out_specs=partition_spec(*split, column_axes))(
-        widened(table.array), ids
+        in_compute_dtype(table.array), ids
     )
 
 
@@ -87,7 +87,7 @@ def _gather_replicated(taken: _ReplicatedRows, ids: Int32[Array, "..."]) -> Floa
 
     specs = (PartitionSpec(), PartitionSpec(), partition_spec(*split))
     read_all = jax.shard_map(read, mesh=taken.mesh, in_specs=specs, out_specs=partition_spec(*split, ()))
-    return read_all(taken.ids, widened(taken.values), ids)
+    return read_all(taken.ids, in_compute_dtype(taken.values), ids)
 
 
 def rows_of_this_shard(table: "Sharded", ids: Int32[Array, "k"], size: int) -> tuple[Int32[Array, "k"], Int32[Array, "k"]]:
