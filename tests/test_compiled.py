@@ -72,7 +72,13 @@ FUNCTIONS = {
     "apply_rotary": (te.apply_rotary, (HEADS, of(jnp.int32, BATCH, LENGTH))),
     "attention_mask": (
         lambda ids: te.attention_mask(
-            query_positions=ids[0], key_positions=ids[0], causal=True, padding=ids == 0, chunk=8, query_block_ids=ids, key_block_ids=ids
+            query_positions=ids[0],
+            key_positions=ids[0],
+            causal=True,
+            padding_mask=ids != 0,
+            chunk=8,
+            query_block_ids=ids,
+            key_block_ids=ids,
         ),
         (IDS,),
     ),
@@ -160,7 +166,7 @@ AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
         *itertools.product([lookup_gradient], ["whole", "whole rows"], [EXPLICIT]),
     ],
 )
-def test_gradients_of_tables_on_a_mesh_of_gpus_are_no_atomic_sums(program, layout, kind):
+def test_gradients_of_tables_on_a_mesh_of_gpus_are_not_atomic_sums(program, layout, kind):
     if layout.startswith("whole") and not hasattr(jax, "set_mesh"):
         pytest.skip("jax 0.6 does not transpose shard_map under explicit axes")
     mesh, shape = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2), (VOCAB, 8)
@@ -265,13 +271,13 @@ def test_the_cycles_of_a_loop_count_each_of_its_rounds(tpu):
 
 
 @pytest.mark.parametrize("name", ["gpu", "tpu", "tpu:", "cuda:h100", ""])
-def test_an_unknown_target_is_told_which_there_are(name):
+def test_an_unknown_target_is_an_error_that_lists_the_known_ones(name):
     with pytest.raises(TargetError, match=r"^target: wanted a name such as tpu:v5e:2x2, .*, cuda:h200, got "):
         target(name)
 
 
 @pytest.mark.parametrize(("name", "package"), [("tpu:v5e:2x2", "libtpu"), ("cuda:h200", "jax_cuda12_plugin")])
-def test_a_missing_compiler_is_told_what_to_install(name, package, monkeypatch):
+def test_a_missing_compiler_is_an_error_that_says_what_to_install(name, package, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     target.cache_clear()
     with pytest.raises(TargetError, match=r'pip install "jax') as caught:

@@ -361,13 +361,13 @@ def test_flagged_prefix_of_t5x_and_blocks_of_transformers():
 
 def test_padding_masks_keys_only_in_transformers_keras_and_trax():
     tokens = np.array([True, True, True, True, False, False])
-    np.testing.assert_array_equal(mask(padding=tokens, causal=False)[0], tokens)
+    np.testing.assert_array_equal(mask(padding_mask=tokens, causal=False)[0], tokens)
 
 
 def test_padding_masks_queries_too_in_flax_and_t5x():
     """make_attention_mask(tokens, tokens): the outer product."""
     tokens = np.array([[True, True, True, True, False, False]])
-    ours = te.combine_masks(mask(padding=tokens, causal=False)[None, None], tokens[:, None, :, None])
+    ours = te.combine_masks(mask(padding_mask=tokens, causal=False)[None, None], tokens[:, None, :, None])
     np.testing.assert_array_equal(ours[0, 0], np.outer(tokens, tokens))
 
 
@@ -407,7 +407,7 @@ def test_0_or_1_at_padding(at_padding):
 def test_a_past_length_added_before_padding_is_set_apart():
     """OPT: (cumsum(mask) * mask - 1)[:, past:] + offset; the past moves tokens alone."""
     tokens = te.TokenPositions.from_ids(IDS, pad_id=1)
-    ours = jnp.where(tokens.padding, tokens.positions + 7, tokens.positions)
+    ours = jnp.where(tokens.padding_mask, tokens.positions + 7, tokens.positions)
     mask = IDS != 1
     np.testing.assert_array_equal(ours, np.where(mask, np.cumsum(mask, 1) - 1 + 7, 0))
 
@@ -458,7 +458,7 @@ def test_decoding_behind_left_padding_compiles_once_and_equals_the_unpadded_run(
 
     prompt = te.TokenPositions.from_ids(ids, pad_id=0)
     _, cache = attend(ids, prompt, empty(2), 0)
-    offset, got = prompt.padding.sum(1), []
+    offset, got = prompt.padding_mask.sum(1), []
     for n in range(steps):
         logits, cache = step(cache, written[:, n : n + 1], offset + n, length + n)
         got.append(logits[:, 0])
@@ -479,7 +479,7 @@ def test_rows_times_the_root_of_d_model_in_the_paper_ctrl_and_marian():
     np.testing.assert_array_equal(embed.apply(embed.init(None), None), TABLE[IDS] * 2)
 
 
-def test_rows_as_they_are_in_bert_gpt2_and_llama():
+def test_bert_gpt2_and_llama_do_not_scale_rows():
     embed = hk.transform(lambda: te.TokenEmbedding(8, 4, scale=False, w_init=lambda *_: jnp.asarray(TABLE))(IDS))
     np.testing.assert_array_equal(embed.apply(embed.init(None), None), TABLE[IDS])
 
@@ -553,7 +553,7 @@ ROWS = {
     "1 at padding": test_0_or_1_at_padding,
     "RoBERTa with a KV cache (the past length is added to tokens, not to padding)": test_a_past_length_added_before_padding_is_set_apart,
     "Vaswani et al. (2017), CTRL, Marian (rows times sqrt(d_model))": test_rows_times_the_root_of_d_model_in_the_paper_ctrl_and_marian,
-    "BERT, GPT-2, Llama (rows as they are)": test_rows_as_they_are_in_bert_gpt2_and_llama,
+    "BERT, GPT-2, Llama (rows as they are)": test_bert_gpt2_and_llama_do_not_scale_rows,
 }
 
 

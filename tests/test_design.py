@@ -22,7 +22,7 @@ TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "transformer_embed", "tes
 HEAVY = ("optax", "tqdm", "safetensors", "matplotlib")
 
 
-def test_the_front_door_shows_what_it_imports():
+def test_all_lists_every_imported_public_name():
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
     nodes = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module.startswith("transformer_embed.")]
     names = [alias.asname or alias.name for node in nodes for alias in node.names]

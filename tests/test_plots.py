@@ -129,7 +129,7 @@ def test_axes_are_named_with_their_units(name, ax):
 
 @every_picture
 @pytest.mark.parametrize("wrong", [3, "ax", Figure()])
-def test_what_is_no_axes_is_refused(name, wrong):
+def test_anything_but_an_axes_is_refused(name, wrong):
     with pytest.raises(TypeError, match=f"^ax: wanted a matplotlib Axes, or None, got {type(wrong).__name__}$"):
         PICTURES[name](ax=wrong)
     assert pyplot.get_fignums() == []
@@ -276,7 +276,7 @@ def test_any_token_can_be_drawn(ax, token, shown):
         ([[[1.0]]], {"tokens": WORDS}, ValueError, "tokens: wanted a sequence of length 1, got length 3"),
     ],
 )
-def test_encoding_errors(arguments, options, kind, message):
+def test_bad_arguments_of_plot_encoding_raise_errors(arguments, options, kind, message):
     with pytest.raises(kind) as caught:
         plots.plot_encoding(*arguments, **options)
     assert str(caught.value) == message
@@ -353,7 +353,7 @@ def test_no_label_no_legend(ax):
         ({"d_model": 7, "scaling": te.LinearScaling(2.0)}, ValueError, "d_model: wanted an even number of channels, to scale, got 7"),
     ],
 )
-def test_wavelength_errors(options, kind, message):
+def test_bad_arguments_of_plot_wavelengths_raise_errors(options, kind, message):
     with pytest.raises(kind) as caught:
         plots.plot_wavelengths(**options)
     assert str(caught.value) == message
@@ -382,7 +382,7 @@ def test_similarity_of_sinusoids_depends_on_the_distance_alone(ax):
     np.testing.assert_allclose(band[:, 1], np.array(expected)[band[:, 0].astype(int)], rtol=0, atol=6 * 2 * 6.0e-8)
 
 
-def test_similarity_errors():
+def test_bad_arguments_of_plot_similarity_raise_errors():
     with pytest.raises(TypeError, match=r"^encoding: wanted a floating dtype, got bool$"):
         plots.plot_similarity(CAUSAL)
     with pytest.raises(ValueError, match=r"^encoding: wanted shape \[length, d_model\], not empty, got shape \[\]$"):
@@ -420,7 +420,7 @@ def test_mask_of_attention_mask(ax):
 
 
 def test_one_row_for_all_queries_is_drawn_for_each(ax):
-    mask = te.attention_mask(query_positions=[0, 1], key_positions=[0, 1, 2], padding=[True, True, False], causal=False)
+    mask = te.attention_mask(query_positions=[0, 1], key_positions=[0, 1, 2], padding_mask=[True, True, False], causal=False)
     assert mask.shape == (1, 1, 1, 3)
     plots.plot_mask(mask, ax=ax, query_tokens=["a", "b"])
     np.testing.assert_array_equal(image(ax), [[True, True, False]] * 2)
@@ -456,7 +456,7 @@ def test_cells_have_lines_between_them_while_they_are_few(ax, size, lines):
         ([[True]], {"query_tokens": []}, ValueError, "query_tokens: wanted a sequence of length 1, got length 0"),
     ],
 )
-def test_mask_errors(mask, options, kind, message):
+def test_bad_arguments_of_plot_mask_raise_errors(mask, options, kind, message):
     with pytest.raises(kind) as caught:
         plots.plot_mask(mask, **options)
     assert str(caught.value) == message
@@ -522,7 +522,7 @@ def test_each_circle_with_room_bears_its_pair(ax):
         ([[0], 4], {"base": -1.0}, ValueError, "base: wanted a finite number above 0, got -1.0"),
     ],
 )
-def test_rotary_errors(arguments, options, kind, message):
+def test_bad_arguments_of_plot_rotary_raise_errors(arguments, options, kind, message):
     with pytest.raises(kind) as caught:
         plots.plot_rotary(*arguments, **options)
     assert str(caught.value) == message
@@ -566,7 +566,7 @@ def test_a_bias_that_is_masked_throughout(ax):
         (np.zeros([2, 2]), {"key_tokens": WORDS}, ValueError, "key_tokens: wanted a sequence of length 2, got length 3"),
     ],
 )
-def test_bias_errors(bias, options, kind, message):
+def test_bad_arguments_of_plot_bias_raise_errors(bias, options, kind, message):
     with pytest.raises(kind) as caught:
         plots.plot_bias(bias, **options)
     assert str(caught.value) == message
@@ -636,7 +636,7 @@ def test_the_positions_of_an_error_span_int32(ax):
         ({"positions": [[1]]}, ValueError, "positions: wanted shape [n], at least one, got shape [1, 1]"),
     ],
 )
-def test_error_errors(options, kind, message):
+def test_bad_arguments_of_plot_error_raise_errors(options, kind, message):
     with pytest.raises(kind) as caught:
         plots.plot_error(**{"d_model": 4} | options)
     assert str(caught.value) == message
@@ -650,7 +650,7 @@ def test_error_errors(options, kind, message):
         ("pairs: wanted a sequence, got int 2", lambda: plots.plot_rotary(range(3), 8, pairs=2)),
     ],
 )
-def test_what_is_no_sequence_is_refused(message, draw):
+def test_anything_but_a_sequence_is_refused(message, draw):
     with pytest.raises(TypeError) as caught:
         draw()
     assert str(caught.value) == message

@@ -56,7 +56,7 @@ def mask_bytes(options) -> Report:
     cases = {
         "causal": lambda ids: te.attention_mask(query_positions=jnp.arange(length), key_positions=jnp.arange(length), causal=True),
         "padding": lambda ids: te.attention_mask(
-            query_positions=jnp.arange(length), key_positions=jnp.arange(length), padding=te.padding_mask(ids), causal=False
+            query_positions=jnp.arange(length), key_positions=jnp.arange(length), padding_mask=te.padding_mask(ids), causal=False
         ),
         "packed": lambda ids: te.attention_mask(
             **te.TokenPositions.from_segment_ids(ids).queries(), **te.TokenPositions.from_segment_ids(ids).keys(), causal=True

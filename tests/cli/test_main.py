@@ -70,7 +70,7 @@ def test_wrong_flags_and_help_load_nothing_slow():
 
 
 @pytest.mark.slow
-def test_a_reader_that_has_enough_ends_it_in_silence(model_file):
+def test_a_closed_pipe_ends_the_command_without_a_message(model_file):
     command = f"{sys.executable} -m transformer_embed inspect {model_file}; echo $? >&2"
     done = subprocess.run(["bash", "-c", f"({command}) | true"], capture_output=True, text=True, check=False)
     assert done.stderr == "1\n"

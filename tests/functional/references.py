@@ -207,10 +207,10 @@ def bias(got, mask, dtype, *, value):
     same(got, np.where(np.asarray(mask), 0.0, low).astype(dtype))
 
 
-def attention(got, *, query_positions, key_positions, causal, padding, window, chunk, **ids):
+def attention(got, *, query_positions, key_positions, causal, padding_mask, window, chunk, **ids):
     arrays = [query_positions, key_positions, *(each for each in ids.values() if each is not None)]
-    arrays += [] if padding is None else [np.asarray(padding).astype(int)]
-    names = ["q", "k", *(name for name, each in ids.items() if each is not None), *([] if padding is None else ["padding"])]
+    arrays += [] if padding_mask is None else [np.asarray(padding_mask).astype(int)]
+    names = ["q", "k", *(name for name, each in ids.items() if each is not None), *([] if padding_mask is None else ["padding_mask"])]
     side = dict(zip(names, rows_of(*arrays), strict=True))
     left, right = window or (None, None)
 
@@ -223,7 +223,7 @@ def attention(got, *, query_positions, key_positions, causal, padding, window, c
             seen = seen or side["query_block_ids"][b][t] == side["key_block_ids"][b][s] >= 0
         if "query_segment_ids" in side:
             seen = seen and side["query_segment_ids"][b][t] == side["key_segment_ids"][b][s]
-        return bool(seen and ("padding" not in side or side["padding"][b][s]))
+        return bool(seen and ("padding_mask" not in side or side["padding_mask"][b][s]))
 
     batch, queries, keys = len(side["q"]), np.shape(query_positions)[-1], np.shape(key_positions)[-1]
     expected = [[[allowed(b, t, s) for s in range(keys)] for t in range(queries)] for b in range(batch)]

@@ -498,7 +498,7 @@ def test_bias_of_64_bit_distances():
 
 @pytest.mark.slow
 @every_bias
-def test_bias_on_an_explicit_mesh_is_the_one_of_one_device(name):
+def test_bias_on_an_explicit_mesh_equals_bias_on_one_device(name):
     axis = jax.sharding.AxisType.Explicit
     mesh = jax.make_mesh((4,), ("data",), axis_types=(axis,))
     rows = np.arange(8)[:, None] + np.arange(3)

@@ -445,7 +445,7 @@ PLACEMENTS = [
     ("kind", "x_spec", "table_spec"),
     [(AxisType.Explicit, *placement) for placement in PLACEMENTS] + [(AxisType.Auto, *placement) for placement in PLACEMENTS[:3]],
 )
-def test_split_arrays_give_what_one_device_gives(kind, x_spec, table_spec):
+def test_sharded_arrays_give_the_loss_of_one_device(kind, x_spec, table_spec):
     mesh = mesh_of(kind, (2, 4))
     with set_mesh(mesh):
         x, table = jax.device_put(MESH_X, NamedSharding(mesh, x_spec)), jax.device_put(MESH_TABLE, NamedSharding(mesh, table_spec))
@@ -471,7 +471,7 @@ def in_shards(mesh, spec, rows=13):
         (AxisType.Explicit, SPEC(("data", "model"))),
     ],
 )
-def test_a_table_in_shards_gives_what_one_device_gives(kind, spec, shape):
+def test_a_sharded_table_gives_the_loss_of_one_device(kind, spec, shape):
     mesh = mesh_of(kind, shape)
     with set_mesh(mesh):
         table = in_shards(mesh, spec)

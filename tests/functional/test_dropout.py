@@ -50,25 +50,25 @@ def normal(shape, dtype):
     partitionable=st.booleans(),
 )
 @hypothesis.settings(deadline=None, derandomize=True, max_examples=60)
-def test_haikus_bits(shape, rate, dtype, kind, seed, wide, partitionable):
+def test_dropout_equals_hk_dropout_bit_for_bit(shape, rate, dtype, kind, seed, wide, partitionable):
     with x64(wide), jax.threefry_partitionable(partitionable):
         compare(KEYS[kind](seed), rate, normal(shape, dtype))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.1, 0.5, 1 / 3, 0.999, 1e-9])
-def test_haikus_bits_on_many_elements(rate):
+def test_dropout_of_many_elements_equals_hk_dropout_bit_for_bit(rate):
     compare(jax.random.key(4), rate, normal((64, 1024), jnp.float32))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.1, np.float16(0.1)])
-def test_haikus_bits_under_vmap(rate):
+def test_dropout_under_vmap_equals_hk_dropout_bit_for_bit(rate):
     keys, x = jax.random.split(jax.random.key(1), 3), normal((3, 4, 5), jnp.float32)
     same_bits(*jax.jit(jax.vmap(lambda k, x: (te.dropout(k, rate, x), hk.dropout(k, rate, x))))(keys, x))
 
 
-def test_haikus_gradient():
+def test_the_gradient_equals_that_of_hk_dropout():
     key, x = jax.random.key(2), normal((40, 30), jnp.float32)
     ours, theirs = (jax.jit(jax.grad(lambda x, f=f: (f(key, 0.3, x) ** 2).sum()))(x) for f in (te.dropout, hk.dropout))
     same_bits(ours, theirs)
@@ -89,7 +89,7 @@ def test_counters_are_places_in_the_flattened_array():
     np.testing.assert_array_equal(low, np.arange(60).reshape(3, 4, 5))
 
 
-def test_counters_past_a_word():
+def test_counters_of_large_arrays_carry_into_the_high_word():
     shape = (3, 5, 2**31 - 1)
     for index in [(0, 0, 0), (0, 2, 1), (1, 0, 77), (2, 4, 2**31 - 2), (2, 3, 5)]:
         with_strides = sum(i * math.prod(shape[axis + 1 :]) for axis, i in enumerate(index))
@@ -111,7 +111,7 @@ def test_rate_zero_returns_x():
     assert te.dropout(jax.random.key(0), 0.0, x) is x
 
 
-def test_expectation_and_values():
+def test_elements_are_dropped_at_the_given_rate():
     x = jnp.ones(100_000)
     dropped = np.asarray(te.dropout(jax.random.key(0), 0.25, x))
     assert set(np.unique(dropped)) == {np.float32(0), np.float32(1 / 0.75)}
@@ -132,7 +132,7 @@ def test_lowers_for_other_platforms(platform):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
-def test_haikus_bits_on_a_mesh(kind):
+def test_dropout_on_a_mesh_equals_hk_dropout_bit_for_bit(kind):
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)
     with set_mesh(mesh):
         x = jax.device_put(normal((8, 16), jnp.float32), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a", "b")))
@@ -166,7 +166,7 @@ def test_haikus_bits_on_a_mesh(kind):
         ),
     ],
 )
-def test_errors(kind, message, call):
+def test_bad_arguments_raise_errors(kind, message, call):
     with pytest.raises(kind) as caught:
         call(jax.random.key(0), jnp.ones(4))
     assert str(caught.value).startswith(message)

@@ -92,7 +92,7 @@ def test_lookup_is_a_loop_over_ids(policy, pad_id):
     np.testing.assert_array_equal(rows, loop_lookup(TABLE, IDS, pad_id, policy))
 
 
-def test_lookup_answers_nan_unless_told():
+def test_lookup_of_an_id_out_of_range_is_nan_by_default():
     np.testing.assert_array_equal(te.lookup(TABLE, [VOCAB]), np.full((1, WIDTH), np.nan))
 
 
@@ -182,12 +182,12 @@ def test_lookup_in_float64():
 
 
 @pytest.mark.parametrize("ids", [[1.0], np.ones(2, np.float16), jnp.ones(2, jnp.bfloat16), [True], np.ones(1, bool), [1 + 0j]])
-def test_lookup_refuses_ids_that_are_no_integers(ids):
+def test_lookup_refuses_ids_that_are_not_integers(ids):
     with pytest.raises(TypeError, match=r"^ids: wanted an integer dtype, got (float64|float16|bfloat16|bool|complex128)$"):
         te.lookup(TABLE, ids)
 
 
-def test_lookup_refuses_lists_that_make_no_array():
+def test_lookup_refuses_lists_of_unequal_lengths():
     with pytest.raises(ValueError, match=r"^ids: wanted an array, or nested lists of equal lengths, got lists of unequal lengths$"):
         te.lookup(TABLE, [[1, 2], [3]])
     with pytest.raises(TypeError, match=r"^ids: wanted an array of numbers of at most 64 bits, got NoneType None$"):
@@ -458,7 +458,7 @@ def mesh_step(table, ids, cotangent, policies):
 @pytest.mark.slow
 @pytest.mark.parametrize(("ids_spec", "table_spec", "rows_spec"), PLACEMENTS)
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
-def test_lookup_on_a_mesh_is_the_one_of_one_device(kind, ids_spec, table_spec, rows_spec):
+def test_lookup_on_a_mesh_equals_lookup_on_one_device(kind, ids_spec, table_spec, rows_spec):
     mesh = mesh_of(kind)
     with set_mesh(mesh):
         table, ids, cotangent = (
@@ -475,7 +475,7 @@ def test_lookup_on_a_mesh_is_the_one_of_one_device(kind, ids_spec, table_spec, r
 
 
 @pytest.mark.parametrize(("ids_spec", "table_spec", "rows_spec"), [PLACEMENTS[1], pytest.param(*PLACEMENTS[5], marks=pytest.mark.slow)])
-def test_gradient_on_an_explicit_mesh_of_gpus_is_the_one_of_one_device(ids_spec, table_spec, rows_spec):
+def test_gradient_on_an_explicit_mesh_of_gpus_equals_that_of_one_device(ids_spec, table_spec, rows_spec):
     """The gradient that GPUs compute, here on CPU devices."""
     mesh = mesh_of(AxisType.Explicit)
     rows_sharding = NamedSharding(mesh.abstract_mesh, rows_spec)
@@ -582,7 +582,7 @@ def test_tied_logits_refuses_bad_shapes_and_dtypes():
 
 
 @pytest.mark.parametrize(("table_spec", "logits_spec"), [(SPEC(), SPEC("x", None, None)), (SPEC("y"), SPEC("x", None, "y"))])
-def test_tied_logits_on_an_explicit_mesh_is_the_one_of_one_device(table_spec, logits_spec):
+def test_tied_logits_on_an_explicit_mesh_equals_that_of_one_device(table_spec, logits_spec):
     mesh = mesh_of(AxisType.Explicit)
     x = MESH_COTANGENT
     with set_mesh(mesh), jax.default_matmul_precision("highest"):
@@ -634,7 +634,7 @@ def test_check_ids_refuses_traced_ids():
 
 
 @pytest.mark.parametrize("ids", [[1.0], [True], np.ones(2, np.float16)])
-def test_check_ids_refuses_ids_that_are_no_integers(ids):
+def test_check_ids_refuses_ids_that_are_not_integers(ids):
     with pytest.raises(TypeError, match=r"^ids: wanted an integer dtype, got (float64|bool|float16)$"):
         te.check_ids(ids, VOCAB)
 

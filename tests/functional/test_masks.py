@@ -94,13 +94,13 @@ def test_padding_mask_does_not_wrap_wide_ids():
 
 
 @pytest.mark.parametrize("ids", [[1.0, 0.0], np.zeros(2, np.float16), [True, False]])
-def test_padding_mask_refuses_what_is_no_integer(ids):
+def test_padding_mask_refuses_ids_that_are_not_integers(ids):
     with pytest.raises(TypeError, match=r"^ids: wanted an integer dtype, got (float|bool)"):
         te.padding_mask(ids)
 
 
 @pytest.mark.parametrize("pad_id", [0.0, True, None, np.array(0)])
-def test_padding_mask_refuses_a_pad_id_that_is_no_int(pad_id):
+def test_padding_mask_refuses_a_pad_id_that_is_not_an_int(pad_id):
     with pytest.raises(TypeError, match=r"^pad_id: wanted a Python int, got "):
         te.padding_mask([1], pad_id=pad_id)
 
@@ -148,7 +148,7 @@ def compiled_masks():
 
     def build(queries, keys, padding):
         return [
-            te.attention_mask(query_positions=queries[q], key_positions=keys[k], padding=padding[p], causal=causal)
+            te.attention_mask(query_positions=queries[q], key_positions=keys[k], padding_mask=padding[p], causal=causal)
             for q, k, p, causal in COMBINATIONS
         ]
 
@@ -168,13 +168,13 @@ def test_attention_mask_is_a_loop_in_the_smallest_shape(query_rank, key_rank, pa
 @pytest.mark.parametrize(("query_rank", "key_rank", "padding_rank", "causal"), COMBINATIONS[::3])
 def test_attention_mask_under_jit_is_the_eager_one(query_rank, key_rank, padding_rank, causal):
     queries, keys, padding = QUERIES[query_rank], KEYS[key_rank], PADDING[padding_rank]
-    eager = te.attention_mask(query_positions=queries, key_positions=keys, padding=padding, causal=causal)
+    eager = te.attention_mask(query_positions=queries, key_positions=keys, padding_mask=padding, causal=causal)
     np.testing.assert_array_equal(compiled_masks()[query_rank, key_rank, padding_rank, causal], eager)
 
 
 def test_attention_mask_under_vmap_is_a_loop():
     def build(queries, keys, padding):
-        return te.attention_mask(query_positions=queries, key_positions=keys, padding=padding, causal=True)
+        return te.attention_mask(query_positions=queries, key_positions=keys, padding_mask=padding, causal=True)
 
     stacked = jax.vmap(build)(QUERIES[2], KEYS[2], PADDING[2])
     np.testing.assert_array_equal(stacked, [build(*one) for one in zip(QUERIES[2], KEYS[2], PADDING[2], strict=True)])
@@ -213,7 +213,7 @@ def test_attention_mask_has_one_trace_for_all_offsets():
 
 def test_attention_mask_with_left_padding_is_the_causal_mask_of_the_tokens():
     tokens = te.padding_mask([[0, 0, 5, 6, 7]])
-    mask = np.asarray(te.attention_mask(query_positions=np.arange(5), key_positions=np.arange(5), padding=tokens, causal=True))[0, 0]
+    mask = np.asarray(te.attention_mask(query_positions=np.arange(5), key_positions=np.arange(5), padding_mask=tokens, causal=True))[0, 0]
     np.testing.assert_array_equal(mask[2:, 2:], te.causal_mask(3))
     assert not mask[:, :2].any()
     assert not mask[:2].any()
@@ -235,19 +235,24 @@ def test_attention_mask_compares_narrow_positions_with_wide_ones(dtype):
 @pytest.mark.parametrize(("queries", "keys"), [(0, 0), (0, 3), (3, 0), (1, 1)])
 def test_attention_mask_of_empty_and_single_sequences(queries, keys):
     mask = te.attention_mask(
-        query_positions=np.arange(queries), key_positions=np.arange(keys), padding=np.ones((2, keys), bool), causal=True
+        query_positions=np.arange(queries), key_positions=np.arange(keys), padding_mask=np.ones((2, keys), bool), causal=True
     )
     assert mask.shape == (2, 1, queries, keys)
     assert np.asarray(mask).all()
 
 
 def test_attention_mask_of_an_empty_batch():
-    assert te.attention_mask(query_positions=[0], key_positions=[0, 1], padding=np.ones((0, 2), bool), causal=True).shape == (0, 1, 1, 2)
+    assert te.attention_mask(query_positions=[0], key_positions=[0, 1], padding_mask=np.ones((0, 2), bool), causal=True).shape == (
+        0,
+        1,
+        1,
+        2,
+    )
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_mask_of_padding_alone_is_wholly_false(causal):
-    mask = te.attention_mask(query_positions=np.arange(3), key_positions=np.arange(3), padding=[False] * 3, causal=causal)
+    mask = te.attention_mask(query_positions=np.arange(3), key_positions=np.arange(3), padding_mask=[False] * 3, causal=causal)
     assert not np.asarray(mask).any()
     assert mask.shape == (1, 1, 3 if causal else 1, 3)
 
@@ -270,22 +275,24 @@ def test_attention_mask_refuses_bad_positions(name):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint8])
 def test_attention_mask_refuses_padding_of_numbers(dtype):
-    refused(TypeError, rf"^padding: wanted a bool array, True = a token, got {np.dtype(dtype)}$", padding=np.ones(2, dtype))
+    refused(TypeError, rf"^padding_mask: wanted a bool array, True = a token, got {np.dtype(dtype)}$", padding_mask=np.ones(2, dtype))
 
 
 def test_attention_mask_refuses_padding_of_another_shape():
-    refused(ValueError, r"^padding: wanted the length of key_positions, 2, got 3$", padding=[True] * 3)
-    refused(ValueError, r"^padding: wanted shape \[length\] or \[batch, length\], got shape \[1, 1, 2\]$", padding=[[[True, True]]])
+    refused(ValueError, r"^padding_mask: wanted the length of key_positions, 2, got 3$", padding_mask=[True] * 3)
+    refused(
+        ValueError, r"^padding_mask: wanted shape \[length\] or \[batch, length\], got shape \[1, 1, 2\]$", padding_mask=[[[True, True]]]
+    )
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_mask_refuses_batches_of_unequal_sizes(causal):
-    message = r"^query_positions, key_positions(, padding)?: wanted the same number of rows, or 1, got 2, (1, )?3$"
+    message = r"^query_positions, key_positions(, padding_mask)?: wanted the same number of rows, or 1, got 2, (1, )?3$"
     refused(ValueError, message, query_positions=np.zeros((2, 2), int), key_positions=np.zeros((3, 2), int), causal=causal)
-    refused(ValueError, message, query_positions=np.zeros((2, 2), int), padding=np.ones((3, 2), bool), causal=causal)
+    refused(ValueError, message, query_positions=np.zeros((2, 2), int), padding_mask=np.ones((3, 2), bool), causal=causal)
 
 
-def test_attention_mask_refuses_a_causal_that_is_no_flag():
+def test_attention_mask_refuses_a_causal_that_is_not_a_bool():
     refused(TypeError, r"^causal: wanted a Python bool, got int 1$", causal=1)
     with pytest.raises(TypeError, match=r"^causal: wanted a Python bool known while tracing .*, got a traced bool\[\]"):
         jax.jit(te.attention_mask)(query_positions=np.arange(2), key_positions=np.arange(2), causal=True)
@@ -317,7 +324,7 @@ def test_combine_masks_of_padding_and_causal_is_the_attention_mask():
     combined = te.combine_masks(np.asarray(te.causal_mask(5))[None, None], np.asarray(tokens)[:, None, None, :])
     positions = np.arange(5)
     np.testing.assert_array_equal(
-        combined, te.attention_mask(query_positions=positions, key_positions=positions, padding=tokens, causal=True)
+        combined, te.attention_mask(query_positions=positions, key_positions=positions, padding_mask=tokens, causal=True)
     )
 
 
@@ -419,7 +426,7 @@ def test_mask_to_bias_keeps_the_shape(shape):
 
 
 def test_mask_to_bias_under_jit_and_vmap_is_the_eager_one():
-    mask = te.attention_mask(query_positions=QUERIES[1], key_positions=KEYS[1], padding=PADDING[2], causal=True)
+    mask = te.attention_mask(query_positions=QUERIES[1], key_positions=KEYS[1], padding_mask=PADDING[2], causal=True)
     np.testing.assert_array_equal(jax.jit(te.mask_to_bias)(mask), te.mask_to_bias(mask))
     np.testing.assert_array_equal(jax.vmap(te.mask_to_bias)(mask), [te.mask_to_bias(one) for one in np.asarray(mask)])
 
@@ -435,9 +442,9 @@ def test_mask_to_bias_refuses_a_dtype_without_a_fraction(dtype):
 BATCH, HEADS, LENGTH, HEAD_DIM = 3, 2, 5, 4
 MASKS = {
     "causal": te.attention_mask(query_positions=np.arange(LENGTH), key_positions=np.arange(LENGTH), causal=True),
-    "padding": te.attention_mask(query_positions=np.arange(LENGTH), key_positions=np.arange(LENGTH), padding=IDS != 0, causal=False),
-    "both": te.attention_mask(query_positions=np.arange(LENGTH), key_positions=np.arange(LENGTH), padding=IDS != 0, causal=True),
-    "decode": te.attention_mask(query_positions=[[3], [0], [2]], key_positions=np.arange(LENGTH), padding=IDS != 0, causal=True),
+    "padding": te.attention_mask(query_positions=np.arange(LENGTH), key_positions=np.arange(LENGTH), padding_mask=IDS != 0, causal=False),
+    "both": te.attention_mask(query_positions=np.arange(LENGTH), key_positions=np.arange(LENGTH), padding_mask=IDS != 0, causal=True),
+    "decode": te.attention_mask(query_positions=[[3], [0], [2]], key_positions=np.arange(LENGTH), padding_mask=IDS != 0, causal=True),
 }
 
 
@@ -578,7 +585,7 @@ def test_blocks_without_another_term_hide_nothing():
     assert np.asarray(mask).all()
 
 
-def test_segment_zero_equals_zero():
+def test_segment_mask_lets_segment_0_attend_to_itself():
     assert te.segment_mask([0, 1], [0, 1]).tolist() == [[[[True, False], [False, True]]]]
 
 

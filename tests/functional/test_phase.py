@@ -152,7 +152,7 @@ def test_half_precision_positions_are_refused(dtype):
 
 
 @pytest.mark.parametrize("bad", [np.array([True]), np.array([1j])])
-def test_positions_that_are_no_numbers_are_refused(bad):
+def test_positions_that_are_not_numbers_are_refused(bad):
     with pytest.raises(TypeError, match="positions: wanted an integer dtype"):
         phase.sinusoid(bad, constants(1, 10_000.0))
 

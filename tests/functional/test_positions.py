@@ -23,11 +23,11 @@ SEGMENTS = np.array([[1, 1, 1, 2, 2, 0, 0], [0, 0, 5, 5, 0, 6, 6], [0] * 7, [3] 
 
 
 @pytest.mark.parametrize(("start", "at_padding"), [(0, 0), (2, 1), (2, -1)])
-def test_segments(start, at_padding):
+def test_positions_restart_at_each_segment(start, at_padding):
     token_positions = te.TokenPositions.from_segment_ids(SEGMENTS, start=start, at_padding=at_padding)
     np.testing.assert_array_equal(token_positions.positions, count_by_hand(SEGMENTS, start, at_padding))
     np.testing.assert_array_equal(token_positions.segment_ids, SEGMENTS)
-    np.testing.assert_array_equal(token_positions.padding, SEGMENTS != 0)
+    np.testing.assert_array_equal(token_positions.padding_mask, SEGMENTS != 0)
     assert token_positions.positions.dtype == token_positions.segment_ids.dtype == jnp.int32
 
 
@@ -40,7 +40,7 @@ def test_padding_gets_no_negative_position():
     assert te.TokenPositions.from_ids([[0, 0, 5]]).positions.min() == 0
 
 
-def test_roberta():
+def test_positions_equal_fairseqs_for_roberta():
     """fairseq's make_positions: cumsum of the mask times the mask, plus padding_idx."""
     ids = np.array([[0, 31414, 232, 2, 1, 1], [1, 1, 0, 5, 6, 2], [0, 1, 5, 1, 1, 2]])
     mask = (ids != 1).astype(int)
@@ -48,7 +48,7 @@ def test_roberta():
     np.testing.assert_array_equal(token_positions.positions, np.cumsum(mask, 1) * mask + 1)
 
 
-def test_opt():
+def test_positions_equal_fairseqs_for_opt():
     """OPT's positions: cumsum of the mask times the mask, minus one, plus the offset of 2."""
     mask = np.array([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]])
     token_positions = te.TokenPositions.from_ids(mask, pad_id=0, start=2, at_padding=1)
@@ -59,18 +59,18 @@ def test_roberta_with_a_cache():
     """Its positions in a step: cumsum of the mask plus the past length, times the mask, plus padding_idx."""
     mask, past = np.array([[1, 1, 0], [1, 1, 1]]), np.array([[4], [7]])
     step = te.TokenPositions.from_ids(mask, start=2, at_padding=1)
-    positions = np.where(step.padding, step.positions + past, step.positions)
+    positions = np.where(step.padding_mask, step.positions + past, step.positions)
     np.testing.assert_array_equal(positions, (np.cumsum(mask, 1) + past) * mask + 1)
 
 
 def test_wide_host_ids_are_not_padding():
     token_positions = te.TokenPositions.from_ids(np.array([2**32, 5, 0, -(2**32)]))
     assert token_positions.positions.tolist() == [[0, 1, 0, 2]]
-    assert token_positions.padding.tolist() == [[True, True, False, True]]
+    assert token_positions.padding_mask.tolist() == [[True, True, False, True]]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_lengths(side):
+def test_from_lengths_marks_the_padding_side(side):
     token_positions = te.TokenPositions.from_lengths([0, 2, 4], 4, padding_side=side)
     expected = [[0] * 4, [0, 0, 1, 1] if side == "left" else [1, 1, 0, 0], [1] * 4]
     assert token_positions.segment_ids.tolist() == expected
@@ -78,10 +78,10 @@ def test_lengths(side):
 
 
 @pytest.mark.parametrize("offset", [3, [3], [3, 0, 2**31 - 5]])
-def test_offset(offset):
+def test_from_offset_counts_from_the_offset(offset):
     token_positions = te.TokenPositions.from_offset(offset, 2)
     np.testing.assert_array_equal(token_positions.positions, np.atleast_1d(offset)[:, None] + np.arange(2))
-    assert np.asarray(token_positions.padding).all()
+    assert np.asarray(token_positions.padding_mask).all()
 
 
 def test_left_padding_equals_right_padding_after_a_shift():
@@ -123,7 +123,7 @@ class TestMasks:
 
     def allowed(self, token_positions, row, t, s):
         segments, padding, positions = (
-            np.asarray(each)[row] for each in (token_positions.segment_ids, token_positions.padding, token_positions.positions)
+            np.asarray(each)[row] for each in (token_positions.segment_ids, token_positions.padding_mask, token_positions.positions)
         )
         return bool(segments[t] == segments[s] and padding[s] and positions[s] <= positions[t])
 
@@ -135,7 +135,7 @@ class TestMasks:
             te.TokenPositions.from_lengths([1, 3], 4, padding_side="left"),
         ],
     )
-    def test_one_rule(self, token_positions):
+    def test_the_mask_of_any_token_positions_follows_the_rule(self, token_positions):
         mask = te.attention_mask(**token_positions.queries(), **token_positions.keys(), causal=True)
         batch, length = token_positions.positions.shape
         expected = [[[self.allowed(token_positions, b, t, s) for s in range(length)] for t in range(length)] for b in range(batch)]
@@ -160,14 +160,14 @@ def test_positions_reach_the_ends_of_int32():
 def test_any_number_but_zero_is_a_segment():
     placed = te.TokenPositions.from_segment_ids([[-1, -1, 7, 7, 0, 0]])
     assert placed.positions.tolist() == [[0, 1, 0, 1, 0, 0]]
-    assert placed.padding.tolist() == [[True] * 4 + [False] * 2]
+    assert placed.padding_mask.tolist() == [[True] * 4 + [False] * 2]
 
 
 def test_they_pass_through_scan_and_the_serialisation_of_an_exported_program():
     offset = jnp.array([3, 5])
 
     def advance(held, _):
-        return held._replace(positions=held.positions + 1), held.padding
+        return held._replace(positions=held.positions + 1), held.padding_mask
 
     held, _ = jax.lax.scan(advance, te.TokenPositions.from_offset(offset, 2), length=4)
     exported = jax.export.export(jax.jit(lambda held: advance(held, None)[0]))(held)
@@ -178,7 +178,7 @@ def test_they_pass_through_scan_and_the_serialisation_of_an_exported_program():
 
 
 def test_empty():
-    assert te.TokenPositions.from_lengths([2], 0).positions.shape == (1, 0)
+    assert te.TokenPositions.from_lengths([0], 0).positions.shape == (1, 0)
     assert te.TokenPositions.from_ids(np.zeros([2, 0], int)).positions.shape == (2, 0)
     assert te.TokenPositions.from_offset(3, 0).positions.shape == (1, 0)
 
@@ -215,7 +215,8 @@ def test_empty():
             "start: wanted an int of at most 2147483644, for 4 positions",
             lambda: te.TokenPositions.from_segment_ids([1] * 4, start=2**31 - 3),
         ),
-        (ValueError, "lengths: wanted integers of at least 0, got -3", lambda: te.TokenPositions.from_lengths([2, -3], 4)),
+        (ValueError, "lengths: wanted integers from 0 to length, 4, got -3", lambda: te.TokenPositions.from_lengths([2, -3], 4)),
+        (ValueError, "lengths: wanted integers from 0 to length, 4, got 5", lambda: te.TokenPositions.from_lengths([4, 5], 4)),
         (ValueError, "segment_ids: wanted integers inside int32", lambda: te.TokenPositions.from_segment_ids([[2**40, 2**41]])),
         (
             ValueError,
@@ -225,7 +226,7 @@ def test_empty():
         (TypeError, "offset: wanted an integer dtype, got float64", lambda: te.TokenPositions.from_offset(0.5, 4)),
     ],
 )
-def test_errors(kind, message, call):
+def test_bad_arguments_raise_errors(kind, message, call):
     with pytest.raises(kind) as caught:
         call()
     assert str(caught.value).startswith(message)

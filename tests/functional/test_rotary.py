@@ -94,7 +94,7 @@ class TestOracle:
     @pytest.mark.slow
     @pytest.mark.parametrize("layout", LAYOUTS)
     @pytest.mark.parametrize(("head_dim", "base"), [(2, 10_000.0), (8, 2.0), (64, 10_000.0), (128, 1e6)])
-    def test_equation_34(self, layout, head_dim, base):
+    def test_rotation_equals_equation_34_of_the_paper(self, layout, head_dim, base):
         x, positions = normal(2, 9, 3, head_dim), np.arange(9) * 37
         got = apply_rotary(x, positions, base=base, layout=layout)
         assert_rotated(got, x, by_equation_34(x, positions, base=base, layout=layout), layout)
@@ -162,7 +162,7 @@ every_scaling = pytest.mark.parametrize("name", ANY_SCALING)
 
 
 def accepted(frequencies):
-    """Whether no frequency passes 2**32 turns a position."""
+    """Whether no frequency passes 2**32 turns per position."""
     return max(frequencies) < 2**33 * mpmath.pi
 
 
@@ -277,7 +277,7 @@ class TestIdentities:
         np.testing.assert_allclose(twice, apply_rotary(x, np.arange(5, 9) + 2**30), rtol=0, atol=TWICE)
         assert np.abs(twice - np.asarray(apply_rotary(x, [5, 6, 7, 8]))).max() > 0.1
 
-    def test_a_negative_position_turns_back(self):
+    def test_a_negative_position_undoes_the_rotation(self):
         x = normal(4, 2, 8)
         back = apply_rotary(apply_rotary(x, [3, 99, 10**6, 2**30]), [-3, -99, -(10**6), -(2**30)])
         np.testing.assert_allclose(back, x, rtol=0, atol=TWICE)
@@ -361,7 +361,7 @@ class TestPermutation:
         back = permute(half, "half", "interleaved")
         np.testing.assert_allclose(back, apply_rotary(x, positions, layout="interleaved", **options), rtol=0, atol=4 * FUSION)
 
-    def test_there_and_back(self):
+    def test_permuting_to_the_other_layout_and_back_is_the_identity(self):
         bias = np.arange(24, dtype=np.int32)
         there = permute_rotary_weights(bias, 3, source="half", target="interleaved", rotary_dim=6)
         assert there.tolist()[:8] == [0, 3, 1, 4, 2, 5, 6, 7]
@@ -386,7 +386,7 @@ class TestPartial:
         assert_rotated(got[..., :6], x[..., :6], by_equation_34(x[..., :6], positions, layout=layout), layout)
 
     @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_proportional_turns_the_first_pairs_of_the_whole_head(self, layout):
+    def test_proportional_rotates_the_first_pairs_of_the_whole_head(self, layout):
         x, positions = normal(5, 2, 16), np.arange(5) * 100
         got = np.asarray(apply_rotary(x, positions, layout=layout, rotary_dim=4, partial="proportional"))
         whole = np.asarray(apply_rotary(x, positions, layout=layout))
@@ -487,7 +487,7 @@ class TestMistakes:
         with_16_bit_product = np.ones([], jnp.bfloat16) * np.cos(np.array(299.0, jnp.bfloat16))
         assert abs(float(with_16_bit_product) - np.cos(299.0)) > 0.1
 
-    def test_float32_angles_lose_a_million(self):
+    def test_float32_angles_are_wrong_at_position_one_million(self):
         angles = np.float32(10**6 + 1) * np.float32(10_000.0 ** (-2 / 64))
         cos, _ = cos_and_sin([10**6 + 1], 64)
         exact = oracle.sine(10**6 + 1, oracle.frequency(1, 32), 1)
@@ -523,7 +523,7 @@ class TestContract:
             np.testing.assert_allclose(other, eager, rtol=0, atol=4 * FUSION)
 
     @options
-    def test_the_gradient_turns_back(self, options):
+    def test_the_gradient_is_rotated_by_the_negative_position(self, options):
         x, back = normal(5, 2, 8), normal(5, 2, 8, seed=1)
         positions = np.array([0, 3, -9, 10**6, 2**31 - 1])
         (pulled,) = jax.jit(lambda x, back: jax.vjp(lambda x: apply_rotary(x, positions, **options), x)[1](back))(x, back)
@@ -541,7 +541,7 @@ class TestContract:
             np.testing.assert_allclose(np.asarray(gradient)[n], slope, rtol=1e-4)
         assert np.isfinite(hessian).all()
 
-    def test_an_offset_is_data(self):
+    def test_a_traced_offset_does_not_recompile(self):
         traces = []
 
         @jax.jit
@@ -582,7 +582,7 @@ class TestContract:
     @pytest.mark.slow
     @pytest.mark.parametrize("layout", LAYOUTS)
     @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto])
-    def test_on_a_mesh(self, layout, kind):
+    def test_rotation_on_a_mesh_equals_rotation_on_one_device(self, layout, kind):
         mesh = jax.make_mesh((2, 2, 2), ("rows", "length", "heads"), axis_types=(kind,) * 3)
         x, positions = normal(4, 6, 4, 8), np.arange(24, dtype=np.int32).reshape(4, 6)
         expected = np.asarray(apply_rotary(x, positions, layout=layout))
@@ -595,7 +595,7 @@ class TestContract:
                 assert rotated.sharding.is_equivalent_to(sharded_x.sharding, 4)
 
     @pytest.mark.parametrize("shape", [(0, 2, 8), (1, 2, 8), (3, 1, 8), (3, 0, 8), (0, 3, 2, 8), (2, 3, 2, 2)])
-    def test_edges(self, shape):
+    def test_empty_and_single_tokens_and_heads_are_rotated(self, shape):
         x, positions = normal(*shape), np.arange(shape[-3])
         assert_rotated(apply_rotary(x, positions), x, by_equation_34(x, positions))
 
@@ -774,7 +774,7 @@ P = np.arange(3)
         ),
     ],
 )
-def test_errors(kind, message, call):
+def test_bad_arguments_raise_errors(kind, message, call):
     with pytest.raises(kind) as caught:
         call()
     assert str(caught.value).startswith(message)

@@ -30,7 +30,7 @@ close = {"rtol": 0, "atol": oracle.MAX_ERROR}
 
 
 @pytest.mark.parametrize("d_model", [1, 2, 3, 6, 7, 64, 513])
-def test_the_paper(d_model):
+def test_the_table_equals_the_papers_formula(d_model):
     np.testing.assert_allclose(te.sinusoidal_table(50, d_model), by_the_formula(range(50), d_model), **close)
 
 
@@ -141,7 +141,7 @@ class TestMistakes:
         doubled = np.sin(1 / 10000 ** (2 * 2 / 6))
         assert abs(np.asarray(te.sinusoidal_table(2, 6))[1, 2] - doubled) > 0.04
 
-    def test_no_sine_for_both(self):
+    def test_position_0_alternates_0_and_1(self):
         np.testing.assert_array_equal(te.sinusoidal_table(1, 4), [[0, 1, 0, 1]])
 
     def test_no_zero_division_at_two_channels(self):
@@ -216,7 +216,7 @@ def test_the_bound_holds_for_any_constants_thoroughly(positions, d_model, option
 
 
 def check_against_arbitrary_precision(positions, d_model, **options):
-    """Every channel of every position; or, where a frequency passes 2**32 turns a position, the error that says so."""
+    """Every channel of every position; or, where a frequency passes 2**32 turns per position, the error that says so."""
     try:
         got = np.asarray(te.sinusoidal_encoding(np.array(positions), d_model, **options))
     except ValueError as error:
@@ -238,7 +238,7 @@ class TestContract:
         np.testing.assert_allclose(jax.vmap(encode)(positions), eager, rtol=0, atol=2**-23)
         assert jax.eval_shape(encode, positions) == jax.ShapeDtypeStruct((3, 4, 10), jnp.float32)
 
-    def test_an_offset_is_data(self):
+    def test_a_traced_offset_does_not_recompile(self):
         traces = []
 
         @jax.jit
@@ -389,7 +389,7 @@ class TestGrid:
 
 
 class TestValuesThatFloat32LacksAreLoud:
-    def test_host_floats(self):
+    def test_host_floats_that_float32_cannot_hold_raise_an_error(self):
         with pytest.raises(ValueError, match=r"^positions: wanted floats that float32 holds .*, got 123456789.0$"):
             te.sinusoidal_encoding([0.1, 123456789.0], 4)
         np.testing.assert_array_equal(te.sinusoidal_encoding([2.0**30] * 3, 4), te.sinusoidal_encoding([2**30] * 3, 4))
@@ -401,7 +401,7 @@ class TestValuesThatFloat32LacksAreLoud:
         assert np.isnan(got).any(-1).tolist() == [True, False, False]
 
     @pytest.mark.parametrize("options", [{"frequency_scale": 2.7e10}, {"frequency_scale": 1e30}, {"base": 1e-20}])
-    def test_frequencies_past_the_words(self, options):
+    def test_frequencies_of_2_to_the_32_turns_raise_an_error(self, options):
         with pytest.raises(ValueError, match=r"^base and frequency_scale: wanted frequencies below 2\*\*32 turns per position, got "):
             te.sinusoidal_encoding([1], 64, **options)
 

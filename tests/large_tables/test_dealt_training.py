@@ -26,7 +26,7 @@ def mesh_of(*shape):
 
 
 def placed(tree, mesh, deal="*table"):
-    return te.sharding.shard_params(tree, mesh, {"*table": SPEC(mesh.axis_names)}, tables="*table", batch=mesh.axis_names, deal=deal)
+    return te.sharding.shard_params(tree, mesh, {"*table": SPEC(mesh.axis_names)}, tables="*table", batch_axes=mesh.axis_names, deal=deal)
 
 
 def on(mesh, array):

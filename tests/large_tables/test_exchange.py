@@ -172,7 +172,7 @@ def test_capacity_raises_and_never_lowers():
     assert rooms[0] == rooms[1] < rooms[2] == 256 < rooms[3] == rooms[4] == 1024
 
 
-def test_one_axis_after_the_other_where_that_is_smaller():
+def test_large_meshes_route_over_one_axis_after_another():
     sizes = ("data", "model"), (64, 64)
     route = routes.plan_route(16384, *sizes, 250_000, 4096, 1.0)
     assert route.direct is None
@@ -184,7 +184,7 @@ def test_one_axis_after_the_other_where_that_is_smaller():
 
 
 @pytest.mark.parametrize(("devices", "shape"), [(256, (16, 16)), (512, (16, 32))], ids=str)
-def test_what_a_pair_has_on_average_goes_straight_and_the_rest_over_hops(devices, shape):
+def test_the_average_load_goes_directly_and_the_excess_over_hops(devices, shape):
     route = routes.plan_route(16384, ("data", "model"), shape, 10**9 // devices, devices, 1.0)
     assert route.direct is not None
     assert (route.direct.room, route.direct.axes) == (16384 // devices, ("data", "model"))
@@ -255,7 +255,7 @@ def straight_first(asked, axes, sizes, shard, devices, capacity):
 
 
 @pytest.mark.slow
-def test_what_goes_straight_and_the_rest_come_back_in_place():
+def test_direct_and_excess_rows_return_to_their_slots():
     axes, shard, size, asked = ("data", "model"), 38, 304, 12
     mesh, route = mesh_of((2, 4)), straight_first(asked, axes, (2, 4), shard, 8, 1.0)
     rng = np.random.default_rng(0)
@@ -286,7 +286,7 @@ def test_what_goes_straight_and_the_rest_come_back_in_place():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 4), (2, 2, 2)], ids=str)
-def test_straight_first_trains_and_looks_up_as_one_hop_does(shape, monkeypatch):
+def test_the_direct_first_route_trains_like_a_single_hop(shape, monkeypatch):
     # Two positions of a device go over hops: enough for the batches, not for four that one device owns.
     monkeypatch.setattr(routes, "plan_route", lambda *args: straight_first(*args)._replace(rest=2))
     # No other test has this capacity, and so the programs of this one.
@@ -373,7 +373,7 @@ def test_a_bfloat16_table_sums_the_gradients_of_all_devices_before_it_rounds():
 
 
 @pytest.mark.slow
-def test_several_tables_two_lookups_of_one_and_accumulated_gradients():
+def test_gradients_accumulate_over_several_dealt_tables_and_lookups():
     mesh = mesh_of((2, 4))
     other = normal(30, 50, 4)
     params = te.sharding.shard_params({"t": TABLE, "u": other}, mesh, {"*": SPEC(mesh.axis_names)}, tables="?", deal="?", virtual_shards=16)
@@ -488,7 +488,7 @@ def test_the_load_on_the_host_counts_what_the_devices_do(shape):
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (8, 8)], ids=str)
-def test_the_busiest_device_under_zipf_distributed_ids(shape):
+def test_zipf_ids_load_no_device_more_than_1_5_times_the_mean(shape):
     vocab_size, ids, devices = 100_000, 1024, math.prod(shape)
     weights = np.cumsum(np.arange(1, vocab_size + 1) ** -1.05)
     batch = np.searchsorted(weights / weights[-1], np.random.default_rng(0).random((devices, ids)))
@@ -532,7 +532,7 @@ def test_dealt_rows_are_drawn_as_on_one_device():
 
 
 @pytest.mark.parametrize("spec", [pytest.param("dealt", marks=pytest.mark.slow), "cut"])
-def test_resizing_and_saving_a_sharded_table_speak_in_vocabulary_order(tmp_path, spec):
+def test_resizing_and_saving_use_vocabulary_order(tmp_path, spec):
     embedder, mesh = te.make_embedder(CONFIG), mesh_of((2, 4))
     params = embedder.init(jax.random.key(7))
     placed = place(params, mesh) if spec == "dealt" else te.sharding.shard_params(params, mesh, {PATTERN: SPEC("model")})
@@ -610,12 +610,14 @@ def test_a_hundred_steps_of_a_language_model_by_exchange_are_those_by_replicated
 # --- errors
 
 
-def test_what_cannot_be_dealt_or_exchanged_is_told():
+def test_invalid_deals_and_exchanges_raise_errors():
     mesh = mesh_of((2, 4))
     with pytest.raises(ValueError, match=r"^deal: wanted rows over mesh axes, and whole columns, for t, got .*None, 'model'\)$"):
         deal(mesh, SPEC(None, "model"))
-    with pytest.raises(ValueError, match=r"^batch: wanted the mesh axes of the rows of t, \('model',\), among others.*got \('data',\)$"):
-        deal(mesh, SPEC("model"), batch=("data",))
+    with pytest.raises(
+        ValueError, match=r"^batch_axes: wanted the mesh axes of the rows of t, \('model',\), among others.*got \('data',\)$"
+    ):
+        deal(mesh, SPEC("model"), batch_axes=("data",))
     three = jax.sharding.Mesh(np.array(jax.devices()[:3]), ("data",))
     with pytest.raises(
         ValueError, match=r"^mesh: wanted a number of devices along \('data',\) that divides 16 virtual shards, to deal t, got 3$"
@@ -657,7 +659,7 @@ def test_a_gradient_that_does_not_know_the_owners_is_refused():
 
 
 @pytest.mark.slow
-def test_another_lookup_than_the_ids_given_is_told_or_reads_as_nan():
+def test_looking_up_other_ids_than_given_raises_an_error_or_reads_nan():
     mesh = mesh_of((2, 4))
     params, ids = {"t": deal(mesh)}, put(mesh, np.zeros((8, 2), np.int32))
     with pytest.raises(

@@ -191,7 +191,7 @@ SHARED = {
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_what_is_no_table_is_not_computed_from_a_stand_in(name):
+def test_leaves_that_are_not_tables_never_depend_on_rows(name):
     make, message = SHARED[name]
     if name == "global norm" and not hasattr(optax, "snapshot"):
         pytest.skip("this optax has no snapshot")
@@ -225,7 +225,7 @@ def dense(ids, values):
     return table[:1000]
 
 
-def test_gradients_of_rows_do_not_meet_other_rows():
+def test_tree_map_refuses_to_add_gradients_of_different_rows():
     with pytest.raises(ValueError, match=r"te\.rows\.add adds gradients of different ids"):
         jax.tree.map(jnp.add, rows([1, 2]), rows([3, 4]))
     same = jax.tree.map(np.add, rows([1, 2]), rows([1, 2], 2.0))
@@ -252,7 +252,7 @@ def test_a_gradient_of_rows_means_what_the_dense_one_means(jit):
 
 
 @pytest.mark.slow
-def test_a_gradient_that_left_its_trace_is_told():
+def test_a_gradient_from_another_trace_raises_an_error():
     optimizer = optax.sgd(0.1)
     grad = te.rows.value_and_grad(lambda p: jnp.sum(te.lookup(p["t"], IDS)), ids={"t": IDS})
     left = jax.jit(lambda params: grad(params)[1])(PARAMS)
@@ -331,7 +331,7 @@ def test_tables_of_16_bits_train(dtype):
 
 
 @pytest.mark.parametrize("size", [1, 2, 1024, 1025])
-def test_as_many_ids_as_the_table_has_rows(size):
+def test_a_batch_may_have_as_many_ids_as_the_table_has_rows(size):
     """The proof tells rows from other sizes: the number that is updated at a time is never the table's."""
     after, _ = step(optax.sgd(0.25), np.arange(size), {"t": np.ones([size, 2], np.float32), "w": PARAMS["w"]})
     np.testing.assert_array_equal(after["t"], 0.75)

@@ -145,7 +145,7 @@ def batches(ids_of, seed=1):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_with_every_row_touched_rows_train_as_the_whole_table(name):
+def test_training_by_rows_equals_dense_training_if_every_row_is_read(name):
     optimizer = OPTIMIZERS[name][0]
     steps = [functools.partial(step, optimizer) for step in (row_step, dense_step)]
     params = make_params()
@@ -216,7 +216,7 @@ MOVES_WITHOUT_A_GRADIENT = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MOVES_WITHOUT_A_GRADIENT)
 @pytest.mark.parametrize("policy", ["nan", "zero"])
-def test_padding_ids_beyond_the_ends_and_rows_not_held_move_nothing(name, policy):
+def test_padding_and_out_of_range_ids_change_no_row_or_state(name, policy):
     """Rows and their states, bit for bit: rows 0 and 22 lie where a clipped id would."""
     optimizer = MOVES_WITHOUT_A_GRADIENT[name]
     params, ids = make_params(), np.array([5, PAD, -3, 7, VOCAB_SIZE, 2**31 - 1, 5])
@@ -279,7 +279,7 @@ def test_gradients_of_repeated_ids_sum_in_float32():
     assert not np.asarray(after["t"])[:4].any()
 
 
-def test_the_ids_that_fill_up_hit_no_row():
+def test_fill_ids_update_no_row():
     optimizer = optax.adamw(1.0)
 
     @jax.jit
@@ -308,7 +308,7 @@ def test_taken_rows_are_the_distinct_ones(ids, max_rows):
     np.testing.assert_array_equal(np.asarray(rows.values)[: len(want), 0], want)
 
 
-def test_a_bound_too_small_is_loud():
+def test_ids_beyond_max_rows_read_as_nan():
     ids, weights = np.array([1, 2, 3]), np.ones((3, WIDTH), np.float32)
 
     @jax.jit
@@ -330,14 +330,14 @@ def test_a_bound_that_suffices_changes_nothing():
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_no_ids_change_no_table():
+def test_an_empty_batch_changes_no_table():
     params, optimizer = make_params(), optax.adamw(RATE)
     after, _ = row_step(optimizer, params, optimizer.init(params), np.zeros([0], np.int32), np.zeros([0, WIDTH], np.float32))
     np.testing.assert_array_equal(table_of(after), table_of(params))
 
 
 @pytest.mark.slow
-def test_blocks_of_rows_give_what_all_at_once_give(monkeypatch):
+def test_updating_in_blocks_equals_updating_all_rows_at_once(monkeypatch):
     params, optimizer = make_params(), optax.adamw(RATE)
     ids, weights = np.arange(17) % 11 + 6, np.random.default_rng(0).normal(size=(17, WIDTH)).astype(np.float32)
     count = lambda: jax.eval_shape(lambda params: taken(params, {"embed": {"embeddings": ids}})[1], params)["embed"]["embeddings"].ids.shape
@@ -431,7 +431,7 @@ def test_models_read_rows_as_they_read_tables(name):
 
 
 @pytest.mark.slow
-def test_seeds_are_mapped_over():
+def test_a_step_works_under_vmap_over_seeds():
     optimizer = optax.adam(RATE)
     params = [make_params(seed) for seed in range(3)]
     ids = np.random.default_rng(0).integers(0, VOCAB_SIZE, (3, 6))
@@ -460,7 +460,7 @@ def compiled_step(vocab_size, block=1024):
 
 
 @pytest.mark.slow
-def test_tables_and_states_are_written_in_place_and_the_memory_of_a_step_does_not_know_the_vocabulary():
+def test_a_step_updates_in_place_and_its_memory_does_not_grow_with_the_vocabulary():
     memory = {vocab_size: compiled_step(vocab_size).memory_analysis() for vocab_size in (20_000, 200_000)}
     for vocab_size, found in memory.items():
         assert found.alias_size_in_bytes >= 3 * vocab_size * 16 * 4
@@ -513,7 +513,7 @@ OTHER_USES = {
 
 @pytest.mark.parametrize("name", OTHER_USES)
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_any_other_use_is_a_type_error(name, jit):
+def test_any_other_use_of_rows_is_a_type_error(name, jit):
     # jax 0.6.0 has its own TypeError for a sum.
     ours, jaxs = (
         "table: wanted to be read by lookup or tied_logits alone, got another use of TakenRows",
@@ -530,7 +530,7 @@ def test_rows_look_like_the_table():
     assert copied.shape == (5, 3)
 
 
-def test_ids_that_a_map_made_floats_are_told():
+def test_rows_whose_ids_were_cast_to_floats_raise_an_error():
     cast = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), ROWS)
     with pytest.raises(TypeError, match=r"^table: wanted rows with int32 ids \(map over floating leaves only\), got ids of bfloat16"):
         te.lookup(cast, [1])
@@ -562,7 +562,7 @@ def expect(kind, message, call):
     assert message in str(error.value)
 
 
-def test_errors_of_value_and_grad():
+def test_bad_arguments_of_value_and_grad_raise_errors():
     params = {"m": {"t": jnp.ones([5, 2])}, "i": jnp.ones([5, 2], jnp.int32), "v": jnp.ones(5)}
     message = "params['m']['x']: wanted a table, since ids has it, got nothing (params['m'] holds ['t'])"
     expect(ValueError, message, lambda: taken(params, {"m": {"x": [1]}}))
@@ -579,7 +579,7 @@ def test_errors_of_value_and_grad():
     expect(ValueError, message, lambda: jax.eval_shape(lambda table: taken({"t": table}, {"t": [1, 2]}), huge))
 
 
-def test_ids_that_name_no_parameter_are_told_the_first_few_that_there_are():
+def test_ids_for_an_unknown_parameter_raise_an_error_that_lists_the_known_ones():
     params = {f"layer_{n}": {"embeddings": jnp.ones([5, 2])} for n in range(9)}
     paths = ", ".join(f"['layer_{n}']['embeddings']" for n in range(4))
     message = f"params['layer']: wanted a table, since ids has it, got nothing (params holds {paths} and 5 more)"
@@ -594,7 +594,7 @@ def test_rows_added_to_a_table_as_optax_does_name_the_function_to_call():
     expect(TypeError, message, lambda: optax.apply_updates(params, updates))
 
 
-def test_errors_of_update():
+def test_bad_arguments_of_update_raise_errors():
     params, optimizer = {"t": jnp.ones([5, 2])}, optax.adam(RATE)
     state, grads = optimizer.init(params), {"t": te.rows.Rows(jnp.array([1]), jnp.ones([1, 2]), 5)}
     update = functools.partial(te.rows.update, optimizer)

@@ -125,7 +125,7 @@ WEIGHTS = np.linspace(-1, 1, VOCAB, dtype=np.float32)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "shape", "spec"), CASES, ids=str)
-def test_lookup_in_shards_is_the_one_of_one_device(kind, shape, spec):
+def test_lookup_in_a_sharded_table_equals_lookup_on_one_device(kind, shape, spec):
     mesh, batch = mesh_of(shape, kind), data_axis(spec)
     table = shard(mesh, spec)
     columns = spec[1] if len(spec) > 1 else None
@@ -142,7 +142,7 @@ PLACES = [(None,), (("data", "model"),), (None, "model"), (("model", "data"),), 
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_lookup_of_ids_of_any_placement_gives_rows_of_that_placement(place):
+def test_lookup_returns_rows_sharded_like_the_ids(place):
     mesh = mesh_of((2, 4), AxisType.Explicit)
     table, ids = shard(mesh, SPEC("model")), np.tile(IDS, (1, 2))
     cotangent = np.tile(COTANGENT, (1, 2, 1))
@@ -155,7 +155,7 @@ def test_lookup_of_ids_of_any_placement_gives_rows_of_that_placement(place):
 
 
 @pytest.mark.parametrize("place", PLACES[:3], ids=str)
-def test_lookup_under_automatic_axes_takes_ids_of_any_placement(place):
+def test_lookup_under_automatic_axes_takes_ids_of_any_sharding(place):
     mesh = mesh_of((2, 4))
     rows = jax.jit(te.lookup)(shard(mesh, SPEC("model")), put(mesh, IDS, *place))
     np.testing.assert_array_equal(rows, rows_of(TABLE, IDS))
@@ -163,7 +163,7 @@ def test_lookup_under_automatic_axes_takes_ids_of_any_placement(place):
 
 def test_a_batch_over_the_axis_of_the_rows_stays_split_over_it():
     mesh = mesh_of((2, 4))
-    table = shard(mesh, SPEC("model"), batch=("data", "model"))
+    table = shard(mesh, SPEC("model"), batch_axes=("data", "model"))
     compiled = jax.jit(te.lookup).lower(table, put(mesh, IDS, ("data", "model"))).compile()
     rows = compiled(table, put(mesh, IDS, ("data", "model")))
     assert rows.sharding.is_equivalent_to(NamedSharding(mesh, SPEC(("data", "model"))), 3)
@@ -174,7 +174,7 @@ def test_a_batch_over_the_axis_of_the_rows_stays_split_over_it():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (7, 1, 2)], ids=str)
-def test_lookup_of_ids_that_do_not_divide(kind, shape):
+def test_lookup_works_if_the_devices_do_not_divide_the_ids(kind, shape):
     mesh, ids = mesh_of((2, 4), kind), np.full(shape, 5, np.int32)
     tables = [shard(mesh, SPEC("model")), shard(mesh, SPEC(None, "model"))]
 
@@ -196,7 +196,7 @@ def test_lookup_of_ids_that_do_not_divide(kind, shape):
     ids=st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-1, VOCAB + 3), min_size=4, max_size=4),
     policy=st.sampled_from(("nan", "clip", "zero")),
 )
-def test_lookup_of_any_ids(ids, policy):
+def test_a_sharded_table_treats_any_ids_like_a_plain_one(ids, policy):
     ids = np.array(ids, np.int32)
     expected = TABLE[ids.clip(0, VOCAB - 1)] if policy == "clip" else rows_of(TABLE, ids, np.nan if policy == "nan" else 0)
     np.testing.assert_array_equal(te.lookup(cut_table(), ids, out_of_range=policy), expected)
@@ -251,7 +251,7 @@ def test_lookup_under_vmap_over_seeds():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "shape", "spec"), CASES, ids=str)
-def test_logits_in_shards_are_those_of_one_device(kind, shape, spec):
+def test_logits_of_a_sharded_table_equal_those_of_one_device(kind, shape, spec):
     mesh, batch = mesh_of(shape, kind), data_axis(spec)
     table = shard(mesh, spec)
     with jax.default_matmul_precision("highest"):
@@ -272,7 +272,7 @@ def test_logits_in_shards_are_those_of_one_device(kind, shape, spec):
     [(SPECS[0], ("model",)), (SPECS[0], (("data", "model"),)), (SPECS[0], (None, "model")), (SPECS[1], (None, None, "model"))],
     ids=str,
 )
-def test_logits_of_any_placement_of_x(spec, place):
+def test_logits_are_right_for_any_sharding_of_x(spec, place):
     mesh, x = mesh_of((2, 4), AxisType.Explicit), np.tile(COTANGENT, (1, 2, 1))
     with jax.default_matmul_precision("highest"):
         expected, expected_gradient, expected_x = on_one_device(outputs, TABLE, x, WEIGHTS)
@@ -388,7 +388,7 @@ def trained_on_one_device(param_dtype=jnp.float32):
     [(KINDS[0], (1, 8), SPECS[0]), (KINDS[0], (2, 4), SPECS[0]), (KINDS[1], (2, 4), SPECS[0]), (KINDS[1], (8, 1), SPECS[1])],
     ids=str,
 )
-def test_training_in_shards_is_the_one_of_one_device(kind, shape, spec):
+def test_training_a_sharded_table_equals_training_on_one_device(kind, shape, spec):
     embedder, mesh = te.make_embedder(config()), mesh_of(shape, kind)
     params = te.sharding.shard_params(first_params(), mesh, {PATTERN: spec})
     with set_mesh(mesh):
@@ -403,7 +403,7 @@ def test_training_in_shards_is_the_one_of_one_device(kind, shape, spec):
 
 
 @pytest.mark.slow
-def test_training_of_a_bfloat16_table():
+def test_a_sharded_bfloat16_table_trains_like_one_on_one_device():
     embedder, mesh = te.make_embedder(config(param_dtype=jnp.bfloat16)), mesh_of((2, 4))
     params = te.sharding.shard_params(first_params(jnp.bfloat16), mesh, {PATTERN: SPEC("model")})
     params, _, losses = train(embedder, params, put(mesh, MODEL_IDS, "data"))
@@ -430,7 +430,7 @@ def test_dropout_draws_what_it_draws_on_one_device(kind):
 
 
 @pytest.mark.slow
-def test_a_model_of_hk_transform():
+def test_a_haiku_model_runs_on_sharded_parameters():
     def model(ids):
         embed = te.TransformerEmbedding(te.EmbedderConfig(37, 16, pad_id=0))
         return embed.logits(hk.Linear(16)(embed(ids, is_training=False)))
@@ -444,7 +444,7 @@ def test_a_model_of_hk_transform():
         np.testing.assert_allclose(logits[..., :37], jax.jit(model.apply)(params, MODEL_IDS), rtol=0, atol=4 * PRODUCT_ERROR)
 
 
-def test_another_reader_of_a_table_in_shards_is_told():
+def test_hk_embed_raises_an_error_for_a_sharded_table():
     def model(ids):
         return hk.Embed(VOCAB, WIDTH)(ids)
 
@@ -510,7 +510,7 @@ def test_no_step_sends_more_than_a_shard(kind, spec, shape):
         assert all(each.largest <= np.prod(BATCH) * BIG_WIDTH for each in gathered)
 
 
-def test_the_shard_of_a_mesh_without_a_data_axis_sends_ids_and_rows():
+def test_a_mesh_without_data_parallelism_sends_only_ids_and_rows():
     sent = collectives(compiled_step(AxisType.Auto, (1, 8), SPEC("model"), untied))
     assert max(each.largest for each in sent) == np.prod(BATCH) * BIG_WIDTH
 
@@ -522,7 +522,7 @@ def test_the_reader_of_collectives_sees_the_gradient_of_a_whole_table():
 
 
 @pytest.mark.parametrize("place", [(("model", "data"),), (None, None, "data"), (("data", "model"),)], ids=str)
-def test_logits_take_every_placement_of_x_that_the_loss_takes(place):
+def test_logits_accept_every_sharding_of_x_that_the_loss_accepts(place):
     mesh, x = mesh_of((2, 4), AxisType.Explicit), np.tile(COTANGENT, (1, 2, 1))
     with jax.default_matmul_precision("highest"):
         expected, expected_gradient, expected_x = on_one_device(outputs, TABLE, x, WEIGHTS)
@@ -538,7 +538,7 @@ def test_logits_take_every_placement_of_x_that_the_loss_takes(place):
 
 def test_logits_of_a_batch_over_both_axes_and_a_table_over_the_first():
     mesh = mesh_of((2, 4))
-    table = shard(mesh, SPEC("data"), batch=("data", "model"))
+    table = shard(mesh, SPEC("data"), batch_axes=("data", "model"))
     with jax.default_matmul_precision("highest"):
         logits, gradient, x_gradient = outputs(table, put(mesh, COTANGENT, ("data", "model")), WEIGHTS)
         expected, expected_gradient, expected_x = on_one_device(outputs, TABLE, COTANGENT, WEIGHTS)
@@ -615,12 +615,12 @@ def check_rows(kind, shape, name="adam", dtype=jnp.float32, spec=SPECS[0]):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "shape"), [(KINDS[0], (1, 8)), (KINDS[0], (2, 4)), (KINDS[0], (8, 1)), (KINDS[1], (2, 4))], ids=str)
-def test_training_by_rows_is_the_one_of_one_device(kind, shape):
+def test_training_by_rows_equals_training_on_one_device(kind, shape):
     check_rows(kind, shape)
 
 
 @pytest.mark.slow
-def test_training_by_rows_of_a_bfloat16_table():
+def test_a_sharded_bfloat16_table_trains_by_rows_like_one_on_one_device():
     check_rows(AxisType.Auto, (2, 4), dtype=jnp.bfloat16)
 
 
@@ -637,7 +637,7 @@ def taken(params, ids, max_rows=None):
 
 
 @pytest.mark.slow
-def test_rows_are_those_of_the_table_and_shards_may_hold_none():
+def test_taken_rows_equal_table_rows_even_if_a_shard_has_none():
     params = {"embed": {"embeddings": shard(mesh_of((1, 8)), SPEC("model"))}}
     ids = np.array([[12, 3, 12], [-5, 99, 3]])
     rows = taken(params, {"embed": {"embeddings": ids}})["embed"]["embeddings"]
@@ -651,7 +651,7 @@ def test_rows_are_those_of_the_table_and_shards_may_hold_none():
 
 
 @pytest.mark.slow
-def test_what_cannot_be_taken_by_rows_is_told():
+def test_rows_raises_an_error_for_tables_it_cannot_train():
     table = shard(mesh_of((2, 4)), SPEC(None, "model"))
     with pytest.raises(ValueError, match=r"^table: wanted rows over mesh axes, and whole columns, got .*None, 'model'\)$"):
         taken({"embed": table}, {"embed": IDS})
@@ -723,7 +723,7 @@ def beside_on_one_device(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", BESIDE_OPTIMIZERS)
-def test_rows_of_a_table_train_beside_another_in_shards_and_a_split_kernel(kind, name):
+def test_a_table_trains_by_rows_beside_a_sharded_table_and_a_sharded_kernel(kind, name):
     mesh, specs = mesh_of((2, 4), kind), {"kernel": SPEC(None, "model"), "t*": SPEC("model")}
     with set_mesh(mesh):
         args = put(mesh, IDS, "data"), put(mesh, BESIDE_COTANGENT, "data", None, "model")
@@ -803,7 +803,7 @@ def test_a_table_moves_to_another_mesh():
         np.testing.assert_array_equal(whole(table), TABLE)
 
 
-def test_shapes_give_shapes():
+def test_shard_params_maps_shapes_to_shapes():
     mesh = mesh_of((2, 4))
     table = shard(mesh, SPEC("model"), jax.ShapeDtypeStruct((VOCAB, WIDTH), jnp.bfloat16))
     assert table.shape == (VOCAB, WIDTH)
@@ -820,7 +820,14 @@ def test_every_device_holds_its_shard_alone():
         np.testing.assert_array_equal(each.data, np.pad(TABLE, ((0, 3), (0, 0)))[each.index])
 
 
-def test_bad_trees_and_rules_are_told():
+def test_numbers_in_a_tree_are_placed():
+    state = optax.adam(0.1).init({"embed": {"embeddings": TABLE}})
+    placed = te.sharding.shard_params(state, mesh_of((2, 4)), {"*/embeddings": SPEC("model")})
+    assert placed[0].count.tolist() == 0
+    np.testing.assert_array_equal(whole(placed[0].mu["embed"]["embeddings"]), np.zeros_like(TABLE))
+
+
+def test_bad_trees_and_rules_raise_errors():
     mesh, params = mesh_of((2, 4)), {"embed": {"embeddings": TABLE}, "linear": {"w": TABLE, "b": TABLE[0]}}
 
     def place(rules, **options):
@@ -831,13 +838,13 @@ def test_bad_trees_and_rules_are_told():
     ):
         place({"embedding/*": SPEC("model")})
     with pytest.raises(
-        ValueError, match=r"^rules and batch: wanted axes of the mesh, \('data', 'model'\), for embed/embeddings, got 'tensor'$"
+        ValueError, match=r"^rules and batch_axes: wanted axes of the mesh, \('data', 'model'\), for embed/embeddings, got 'tensor'$"
     ):
         place({"embed/*": SPEC("tensor")})
-    with pytest.raises(ValueError, match=r"^rules and batch: wanted axes of the mesh, .*, got 'tensor'$"):
-        place({"embed/*": SPEC("model")}, batch=("tensor",))
-    with pytest.raises(TypeError, match=r"^batch: wanted a tuple of mesh axes, or None, got 'data'$"):
-        place({"embed/*": SPEC("model")}, batch="data")
+    with pytest.raises(ValueError, match=r"^rules and batch_axes: wanted axes of the mesh, .*, got 'tensor'$"):
+        place({"embed/*": SPEC("model")}, batch_axes=("tensor",))
+    with pytest.raises(TypeError, match=r"^batch_axes: wanted a tuple of mesh axes, or None, got 'data'$"):
+        place({"embed/*": SPEC("model")}, batch_axes="data")
     with pytest.raises(TypeError, match=r"^params: wanted an array as scale, got float$"):
         te.sharding.shard_params({"scale": 1.0}, mesh, {})
     with pytest.raises(ValueError, match=r"^rules: wanted at most 1 dimensions for linear/b, got .*None, 'model'\)$"):
@@ -846,8 +853,10 @@ def test_bad_trees_and_rules_are_told():
         place({"linear/w": SPEC("model")})
     with pytest.raises(ValueError, match=r"^rules: wanted a dimension of embed/embeddings that 4 devices divide, got 6$"):
         te.sharding.shard_params({"embed": {"embeddings": TABLE[:, :6]}}, mesh, {"*": SPEC(None, "model")})
-    with pytest.raises(ValueError, match=r"^batch: wanted other axes than those of the columns of embed/embeddings, got \('model',\)$"):
-        place({"embed/*": SPEC(None, "model")}, batch=("model",))
+    with pytest.raises(
+        ValueError, match=r"^batch_axes: wanted other axes than those of the columns of embed/embeddings, got \('model',\)$"
+    ):
+        place({"embed/*": SPEC(None, "model")}, batch_axes=("model",))
     with pytest.raises(TypeError, match=r"^rules: wanted a mapping of patterns to PartitionSpec, got \{'embed/\*': 'model'\}$"):
         place({"embed/*": "model"})
     with pytest.raises(ValueError, match=r"^rng: wanted None, since params is not a function, got "):
@@ -863,7 +872,7 @@ def test_bad_trees_and_rules_are_told():
         jax.jit(lambda params: te.sharding.shard_params(params, mesh, {}))(params)
 
 
-def test_columns_over_an_axis_of_the_ids_are_told():
+def test_columns_over_an_axis_of_the_ids_raise_an_error():
     mesh = mesh_of((2, 4), AxisType.Explicit)
     with (
         set_mesh(mesh),

@@ -65,8 +65,8 @@ def masks():
     packed = te.TokenPositions.from_segment_ids(SEGMENTS)
     tokens = te.padding_mask([[5, 6, 7, 8, 0, 0], [5, 0, 0, 0, 0, 0]])
     yield "causal", te.attention_mask(query_positions=positions, key_positions=positions, causal=True)
-    yield "padding", te.attention_mask(query_positions=positions, key_positions=positions, padding=tokens, causal=False)
-    yield "window", te.attention_mask(query_positions=positions, key_positions=positions, padding=tokens, window=(2, 0), causal=True)
+    yield "padding", te.attention_mask(query_positions=positions, key_positions=positions, padding_mask=tokens, causal=False)
+    yield "window", te.attention_mask(query_positions=positions, key_positions=positions, padding_mask=tokens, window=(2, 0), causal=True)
     yield "packed", te.attention_mask(**packed.queries(), **packed.keys(), causal=True)
 
 
@@ -82,7 +82,9 @@ def test_one_mask_in_three_libraries(attend, name, mask):
 @pytest.mark.slow
 @pytest.mark.parametrize("attend", LIBRARIES)
 def test_a_wholly_masked_row_is_finite(attend):
-    mask = te.attention_mask(query_positions=range(LENGTH), key_positions=range(LENGTH), padding=np.zeros((2, LENGTH), bool), causal=True)
+    mask = te.attention_mask(
+        query_positions=range(LENGTH), key_positions=range(LENGTH), padding_mask=np.zeros((2, LENGTH), bool), causal=True
+    )
 
     @jax.jit
     def values_and_gradients(*inputs):
@@ -124,7 +126,7 @@ def test_a_mask_does_not_hide_nan_and_padding_holds_none(attend):
     """A masked key has weight 0, and 0 times NaN is NaN in every row: what stands at padding must be finite itself."""
     ids = np.array([[5, 6, 7, 0, 0, 0], [1, 2, 3, 4, 5, 0]])
     tokens = te.padding_mask(ids)
-    mask = te.attention_mask(query_positions=range(LENGTH), key_positions=range(LENGTH), padding=tokens, causal=True)
+    mask = te.attention_mask(query_positions=range(LENGTH), key_positions=range(LENGTH), padding_mask=tokens, causal=True)
     spoilt = np.where(tokens[..., None, None], VALUE, np.nan)
     assert np.isnan(attend(QUERY, KEY, spoilt, mask)).all()
     table = jnp.asarray(normal(3, 8, HEADS * SIZE)).at[0].set(np.nan)
@@ -201,7 +203,7 @@ def compiled(scheme):
     def values_and_gradient(x, segment_ids):
         token_positions = te.TokenPositions.from_segment_ids(segment_ids)
         output, back = jax.vjp(lambda x: layer(scheme, x, token_positions), x)
-        return output, back(jnp.where(token_positions.padding[..., None], jnp.cos(output), 0))[0]
+        return output, back(jnp.where(token_positions.padding_mask[..., None], jnp.cos(output), 0))[0]
 
     return values_and_gradient
 

@@ -129,7 +129,7 @@ def weak(shape):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("positions", [te.Sinusoidal(), te.Learned(max_len=16)], ids=["sinusoidal", "learned"])
-def test_an_offset_and_its_dtype_are_no_new_trace(traces, positions):
+def test_another_offset_or_offset_dtype_does_not_retrace(traces, positions):
     embedder = te.make_embedder(fresh(positions=positions))
     params = drawn(embedder.init)
     call = functools.partial(embedder.apply, params, None, IDS, is_training=False)
@@ -518,7 +518,7 @@ def test_logits_refuse_bad_inputs():
         embedder.logits(params, IDS.astype(np.float32))
 
 
-def test_a_config_is_wanted():
+def test_make_embedder_refuses_anything_but_a_config():
     with pytest.raises(TypeError, match=message("config", "an EmbedderConfig", "dict")):
         te.make_embedder({"vocab_size": 11, "d_model": 8})
 
@@ -636,7 +636,7 @@ def test_a_resized_table_keeps_its_dtype():
         assert te.resize_vocabulary(params, size, KEY)[PATH]["embeddings"].dtype == jnp.bfloat16
 
 
-def test_resizing_refuses():
+def test_resize_vocabulary_refuses_bad_arguments():
     _, params = made()
     with pytest.raises(ValueError, match=message("vocab_size", POSITIVE, "0")):
         te.resize_vocabulary(params, 0)
@@ -718,7 +718,7 @@ class TestResizePositions:
         with pytest.raises(ValueError, match=r"^start: wanted an int of at most 4, got 5$"):
             self.resized(table, 9, start=5)
 
-    def test_errors(self):
+    def test_bad_arguments_raise_errors(self):
         params = drawn(te.make_embedder(te.EmbedderConfig(8, 4)).init)
         with pytest.raises(ValueError, match=r"^params: wanted one module called learned_positional_encoding, got 0 among "):
             te.resize_positions(params, 9)

@@ -190,7 +190,7 @@ def test_jit_equals_eager(descriptor, is_training):
 
 @every_module
 @both_flags
-def test_eval_shape(descriptor, is_training):
+def test_eval_shape_gives_the_shape_and_dtype_of_the_call(descriptor, is_training):
     apply = transformed(descriptor, is_training).apply
     shape = jax.eval_shape(apply, params_of(descriptor.name), KEY, descriptor.data)
     assert (shape.shape, shape.dtype) == ((2, 5, 8), descriptor.dtype)
@@ -219,7 +219,7 @@ def test_gradients_are_finite(descriptor):
 
 
 @every_module
-def test_no_retrace(descriptor):
+def test_a_module_is_traced_once_for_a_shape(descriptor):
     apply, traces = compiled(descriptor.name)
     for seed, data in enumerate((descriptor.data, descriptor.data[::-1].copy())):
         apply(params_of(descriptor.name), jax.random.key(seed), data)
@@ -259,7 +259,7 @@ def test_golden_parameter_tree(descriptor):
 
 @pytest.mark.slow
 @every_module
-def test_remat(descriptor):
+def test_remat_changes_neither_values_nor_gradients(descriptor):
     def rematerialised(data):
         module = descriptor.module()
         return hk.remat(lambda data: descriptor.call(module, data, is_training=True))(data)
@@ -632,7 +632,7 @@ def test_a_free_multiplier_scales_rows(scale):
     np.testing.assert_array_equal(got, table[IDS] * np.float32(scale))
 
 
-def test_a_multiplier_of_one_is_no_scaling_and_never_taken_for_true():
+def test_a_multiplier_of_one_does_not_scale_and_is_not_taken_for_true():
     config = te.EmbedderConfig(11, 9, positions=None, scale=1.0)
     assert config.scale is False
     assert config != te.EmbedderConfig(11, 9, positions=None, scale=True)
@@ -759,7 +759,7 @@ SINUSOIDAL = functools.partial(sinusoidal, 8)
 both_encodings = pytest.mark.parametrize("module", [SINUSOIDAL, LEARNED], ids=["sinusoidal", "learned"])
 
 
-def test_a_fixed_table_is_no_parameter():
+def test_a_fixed_table_is_not_a_parameter():
     pair = hk.transform(lambda x: sinusoidal(8)(x, is_training=False))
     assert pair.init(KEY, X) == {}
     params = jax.eval_shape(hk.transform(lambda ids: whole(11, 8)(ids, is_training=False)).init, KEY, IDS)
@@ -849,7 +849,7 @@ def test_lengths_0_and_1_and_any_leading_axes(module, shape):
 
 
 @pytest.mark.parametrize("d_model", [1, 7])
-def test_odd_widths(d_model):
+def test_odd_widths_are_encoded(d_model):
     x = np.ones([5, d_model], np.float32)
     np.testing.assert_array_equal(encode(functools.partial(sinusoidal, d_model), x), x + te.sinusoidal_table(5, d_model))
     result = evaluate(lambda ids: whole(11, d_model)(ids, is_training=False), IDS)
@@ -968,7 +968,7 @@ def assert_equals_reference(function, reference, roundings):
     np.testing.assert_allclose(pair.apply(params, None, IDS), want, rtol=0, atol=roundings * np.finfo(np.float32).eps * largest)
 
 
-def test_by_hand_vaswani():
+def test_transformer_embedding_equals_a_numpy_reference_for_vaswani():
     def reference(params):
         rows = wide(params, "token_embedding")[IDS] * (IDS != 0)[..., None] * np.sqrt(8)
         want = rows + sinusoids(5, 8)
@@ -988,7 +988,7 @@ def largest_after_norm(total, want):
     return np.abs(want).max() * (1 + np.abs(total).max() / total.std(-1).min())
 
 
-def test_by_hand_bert():
+def test_transformer_embedding_equals_a_numpy_reference_for_bert():
     def reference(params):
         total = bert_sum(params)
         want = normed(total, params, 1e-12)
@@ -998,7 +998,7 @@ def test_by_hand_bert():
     assert_equals_reference(lambda ids: build()(ids, is_training=False, token_types=TYPES), reference, ROUNDINGS)
 
 
-def test_by_hand_albert():
+def test_transformer_embedding_equals_a_numpy_reference_for_albert():
     def reference(params):
         total = bert_sum(params)
         norm = normed(total, params, 1e-12)
@@ -1290,7 +1290,7 @@ def test_relative_position_bias_gradient_counts_each_pair():
         (TypeError, "dtype: wanted a floating dtype of 16 bits or more, got int32", {"num_heads": 1, "dtype": jnp.int32}),
     ],
 )
-def test_relative_position_bias_errors(kind, message, options):
+def test_bad_arguments_of_relative_position_bias_raise_errors(kind, message, options):
     with pytest.raises(kind, match=rf"^{re.escape(message)}"):
         relative_position_bias(**options).init(KEY, range(3), range(3))
 
@@ -1361,7 +1361,7 @@ def test_a_position_outside_the_grid_is_nan():
         ("layout: wanted one of", lambda: te.SinusoidalGrid((2, 3), layout="rows")),
     ],
 )
-def test_grid_errors(message, call):
+def test_bad_arguments_of_grids_raise_errors(message, call):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         call().init(KEY, np.zeros((1, 7), int))
 
@@ -1405,7 +1405,7 @@ def test_coordinates_of_a_grid_are_checked(coordinates, error, text):
         te.SinusoidalGrid((2, 3), axis_positions=coordinates)
 
 
-def test_a_grid_that_is_no_tuple_is_refused():
+def test_a_grid_that_is_not_a_tuple_is_refused():
     for shape in (4, [2, 3]):
         with pytest.raises(TypeError, match=r"^(shape|axes): wanted a tuple of ints, got "):
             te.SinusoidalGrid(shape)

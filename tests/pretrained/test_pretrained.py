@@ -730,7 +730,7 @@ def test_a_file_half_written_leaves_the_old_one(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_metadata_that_is_no_config(tmp_path):
+def test_metadata_that_is_not_a_config_raises_an_error(tmp_path):
     path = tmp_path / "x.safetensors"
     _files.write_tensors(path, {"a": np.zeros(1, np.float32)}, {CONFIG: "{}"})
     with pytest.raises(ValueError, match=r"transformer_embed\.config: wanted an entry vocab_size, got only \[\]$"):

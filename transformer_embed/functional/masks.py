@@ -69,7 +69,7 @@ def attention_mask(
     query_positions: ArrayLike,
     key_positions: ArrayLike,
     causal: bool,
-    padding: ArrayLike | None = None,
+    padding_mask: ArrayLike | None = None,
     window: tuple[int | None, int | None] | None = None,
     chunk: int | None = None,
     query_block_ids: ArrayLike | None = None,
@@ -81,7 +81,7 @@ def attention_mask(
 
     Query t may attend to key s where
 
-        (causal and window and chunk, or the same block) and the same segment and padding[s]
+        (causal and window and chunk, or the same block) and the same segment and padding_mask[s]
 
     and terms whose arguments are not given are left out. With a cache, the keys have positions 0..S-1 and the positions of the queries
     include the offset; one row of positions may serve the whole batch. `TokenPositions.queries()` and `.keys()` return these arguments.
@@ -91,8 +91,8 @@ def attention_mask(
         key_positions: [S] or [B, S] integers.
         causal: True: keys after the query are hidden (a decoder, GPT). False: a query sees keys on both sides (an encoder, BERT).
             There is no default.
-        padding: bool [S] or [B, S], True = a token, as `padding_mask` returns; None: no padding. It hides keys; ignore the outputs of
-            queries at padding.
+        padding_mask: bool [S] or [B, S], True = a token, as `te.padding_mask` returns; None: no padding. It hides keys; ignore the
+            outputs of queries at padding.
         window: (left, right), as in `window_mask`. A causal window of w tokens that includes the query's own is (w - 1, 0).
         chunk: length of a chunk, at least 1: a query sees only the keys of its own chunk, positions 0..chunk-1, chunk..2*chunk-1, ...
             (Llama 4). Positions from `TokenPositions.from_ids` count chunks from the first token that is not padding, as transformers does.
@@ -108,8 +108,8 @@ def attention_mask(
         values that are NaN or infinite, because 0 times them is NaN.
 
     Raises:
-        TypeError: positions are not signed integers (uint8 and uint16 pass), ids are not integers, padding is not bool, causal is not a
-            Python bool, or a window or chunk is not a Python int.
+        TypeError: positions are not signed integers (uint8 and uint16 pass), ids are not integers, padding_mask is not bool, causal is not
+            a Python bool, or a window or chunk is not a Python int.
         ValueError: host positions outside int32, a rank other than 1 or 2, shapes that do not fit each other, or block or segment
             ids of only one side.
 
@@ -118,7 +118,7 @@ def attention_mask(
         >>> import transformer_embed as te
         >>> ids = jnp.array([[5, 6, 7, 0], [8, 9, 0, 0]])
         >>> mask = te.attention_mask(query_positions=[2], key_positions=jnp.arange(4), causal=True,
-        ...     padding=te.padding_mask(ids))
+        ...     padding_mask=te.padding_mask(ids))
         >>> mask.shape, mask[:, 0, 0].tolist()
         ((2, 1, 1, 4), [[True, True, True, False], [True, True, False, False]])
 
@@ -129,15 +129,20 @@ def attention_mask(
         https://arxiv.org/abs/1910.10683; numbered blocks (images in text, for example) as in transformers' Gemma 3.
     """
     queries = {"query_positions": query_positions, "query_block_ids": query_block_ids, "query_segment_ids": query_segment_ids}
-    keys = {"key_positions": key_positions, "padding": padding, "key_block_ids": key_block_ids, "key_segment_ids": key_segment_ids}
+    keys = {
+        "key_positions": key_positions,
+        "padding_mask": padding_mask,
+        "key_block_ids": key_block_ids,
+        "key_segment_ids": key_segment_ids,
+    }
     _check_queries_and_keys(queries, keys)
     arrays = {
         name: _checks.rows(name, _checks.as_ordered(name, value))
         for name, value in (queries | keys).items()
-        if value is not None and name != "padding"
+        if value is not None and name != "padding_mask"
     }
-    if padding is not None:
-        arrays["padding"] = _checks.rows("padding", _checks.as_mask("padding", padding, "a token"))
+    if padding_mask is not None:
+        arrays["padding_mask"] = _checks.rows("padding_mask", _checks.as_mask("padding_mask", padding_mask, "a token"))
     causal = _checks.flag("causal", causal)
     return _attention_mask(
         arrays, causal, None if window is None else _checked_window("window", window), None if chunk is None else _checked_chunk(chunk)
@@ -310,8 +315,8 @@ def _attention_mask(
         allowed = [_all(allowed) | _in_block(arrays["query_block_ids"], arrays["key_block_ids"])]
     if "query_segment_ids" in arrays:
         allowed.append(_in_segment(arrays["query_segment_ids"], arrays["key_segment_ids"]))
-    if "padding" in arrays:
-        allowed.append(arrays["padding"][:, None, None, :])
+    if "padding_mask" in arrays:
+        allowed.append(arrays["padding_mask"][:, None, None, :])
     return _all(allowed) if allowed else jnp.ones((1, 1, 1, positions[1].shape[1]), bool)
 
 

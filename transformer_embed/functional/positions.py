@@ -39,8 +39,8 @@ class TokenPositions(NamedTuple):
     segment_ids: Int32[Array, "b t"]
 
     @property
-    def padding(self) -> Bool[Array, "b t"]:
-        """The padding mask: bool [batch, length], True = a token."""
+    def padding_mask(self) -> Bool[Array, "b t"]:
+        """bool [batch, length], True = a token."""
         return _is_token(self.segment_ids)
 
     def queries(self) -> dict[str, Array]:
@@ -49,7 +49,7 @@ class TokenPositions(NamedTuple):
 
     def keys(self) -> dict[str, Array]:
         """The keyword arguments of `attention_mask` that describe these tokens as keys."""
-        return {"key_positions": self.positions, "key_segment_ids": self.segment_ids, "padding": self.padding}
+        return {"key_positions": self.positions, "key_segment_ids": self.segment_ids, "padding_mask": self.padding_mask}
 
     @classmethod
     def from_ids(cls, ids: ArrayLike, *, pad_id: int = 0, start: int = 0, at_padding: int = 0) -> "TokenPositions":
@@ -87,8 +87,8 @@ class TokenPositions(NamedTuple):
         """For rows of given lengths, all padded to one length.
 
         Args:
-            lengths: [batch] integers: how many tokens each row has. Numbers above `length` are clipped to `length`; negative numbers
-                on a device are clipped to 0.
+            lengths: [batch] integers from 0 to `length`: how many tokens each row has. Only the host can check this: on a device,
+                numbers outside are clipped to 0 or `length`.
             length: of the padded rows, at least 0.
             padding_side: `"right"` or `"left"`.
             start: the position of the first token; see `from_ids`.
@@ -99,12 +99,12 @@ class TokenPositions(NamedTuple):
 
         Raises:
             TypeError: lengths are not integers, or another argument has the wrong type.
-            ValueError: lengths do not have rank 1; length is negative, or one of lengths is negative (checked on the host only); an
-                unknown padding_side; positions counted from start would not fit int32.
+            ValueError: lengths do not have rank 1; one of lengths is negative or above length (checked on the host only); length is
+                negative; an unknown padding_side; positions counted from start would not fit int32.
 
         Example:
             >>> import transformer_embed as te
-            >>> te.TokenPositions.from_lengths([2, 3], 4, padding_side="left").padding.astype(int).tolist()
+            >>> te.TokenPositions.from_lengths([2, 3], 4, padding_side="left").padding_mask.astype(int).tolist()
             [[0, 0, 1, 1], [0, 1, 1, 1]]
 
         Source:
@@ -114,9 +114,9 @@ class TokenPositions(NamedTuple):
         lengths = _checks.as_int32("lengths", lengths)
         if lengths.ndim != 1:
             raise ValueError(_checks.wanted("lengths", "shape [batch]", f"shape {list(lengths.shape)}"))
-        if isinstance(given, np.ndarray) and (given < 0).any():
-            raise ValueError(_checks.wanted("lengths", "integers of at least 0", int(given.min())))
         length, padding_side = _checks.length("length", length), _checks.choice("padding_side", padding_side, ("right", "left"))
+        if isinstance(given, np.ndarray):
+            _check_lengths(given, length)
         return cls(*_of_lengths(lengths, length, padding_side, *_counting(start, at_padding, length)))
 
     @classmethod
@@ -194,6 +194,14 @@ export.register_namedtuple_serialization(TokenPositions, serialized_name="transf
 def positions_of_tokens(tokens: Bool[Array, "... t"], start: int, at_padding: int) -> Int32[Array, "... t"]:
     """For each token, how many tokens are before it, plus start."""
     return _counted(tokens, *_counting(start, at_padding, tokens.shape[-1]))
+
+
+def _check_lengths(lengths: np.ndarray, length: int) -> None:
+    """Raises for a length outside 0..length. (A symbolic length is assumed to be large enough.)"""
+    highest = 2**31 - 1 if export.is_symbolic_dim(length) else length
+    outside = lengths[(lengths < 0) | (lengths > highest)]
+    if outside.size:
+        raise ValueError(_checks.wanted("lengths", f"integers from 0 to length, {length}", int(outside[0])))
 
 
 def _counting(start: int, at_padding: int, length: int) -> tuple[int, int]:

@@ -66,7 +66,7 @@ class _ExchangePlan:
     Args:
         mesh: the devices.
         owners: the mesh axes that the rows are split over.
-        batch: as in `Sharded`.
+        batch_axes: as in `Sharded`.
         split: the mesh axes that each dimension of the ids is split over.
         route: the route of the exchange.
         deal: how the table is dealt.
@@ -74,7 +74,7 @@ class _ExchangePlan:
 
     mesh: Any
     owners: Axes
-    batch: Axes
+    batch_axes: Axes
     split: tuple[Axes, ...]
     route: routes.Route
     deal: Deal
@@ -94,7 +94,7 @@ def _exchange_plan(table: "Sharded", ids: Int32[Array, "..."], distinct: Callabl
     """The plan for a batch, of which each device reads the ids that `distinct` returns for its part."""
     mesh, owners, deal = table.sharding.mesh, table.axes[0], table.deal
     assert deal is not None
-    split = tuple(array_axes(mesh, table.batch, ids, ids.ndim))
+    split = tuple(array_axes(mesh, table.batch_axes, ids, ids.ndim))
     id_axes = [axis for axes in split for axis in axes]
     if not set(owners) <= set(id_axes):
         want = f"split over the mesh axes of the table's rows, {owners}, to exchange them (the batch must divide by the devices)"
@@ -102,7 +102,7 @@ def _exchange_plan(table: "Sharded", ids: Int32[Array, "..."], distinct: Callabl
     devices = math.prod(mesh.shape[axis] for axis in id_axes)
     on_device = jax.shard_map(distinct, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
     asked = jax.eval_shape(on_device, jax.ShapeDtypeStruct((ids.size // devices,), ids.dtype)).shape[0]
-    return _ExchangePlan(mesh, owners, table.batch, split, _route(table, devices, asked), deal)
+    return _ExchangePlan(mesh, owners, table.batch_axes, split, _route(table, devices, asked), deal)
 
 
 def _route(table: "Sharded", devices: int, asked: int) -> routes.Route:
@@ -192,7 +192,7 @@ class _ExchangedRows(rows.TakenRows):
 @jax.jit
 def _gather_exchanged(taken: _ExchangedRows, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
     plan = taken.plan
-    split = array_axes(plan.mesh, plan.batch, ids, ids.ndim)
+    split = array_axes(plan.mesh, plan.batch_axes, ids, ids.ndim)
     if {axis for axes in split for axis in axes} != set(plan.id_axes):
         want = f"split over the mesh axes of the ids given to te.rows, {plan.id_axes}"
         raise ValueError(_checks.wanted("ids", want, f"shape {list(ids.shape)} split over {tuple(split)}"))
@@ -289,9 +289,9 @@ class ExchangeLoad(NamedTuple):
 def exchange_load(table: "Sharded", deal: Deal, ids: np.ndarray) -> ExchangeLoad:
     """The load of a lookup of these ids, whose first dimension is split over the batch's axes; see `routes.simulate`."""
     sizes = dict(table.sharding.mesh.shape)
-    devices = math.prod(sizes[axis] for axis in table.batch)
+    devices = math.prod(sizes[axis] for axis in table.batch_axes)
     if ids.ndim == 0 or ids.shape[0] % devices:
         raise ValueError(_checks.wanted("ids", f"a first dimension that {devices} devices divide", f"shape {list(ids.shape)}"))
     positions = deal.positions(np.clip(ids, 0, table.vocab_size - 1).astype(np.int32))
     asked = max(1, min(ids.size // devices, table.vocab_size))
-    return ExchangeLoad(*routes.simulate(_route(table, devices, asked), positions.reshape(devices, -1), sizes, table.batch))
+    return ExchangeLoad(*routes.simulate(_route(table, devices, asked), positions.reshape(devices, -1), sizes, table.batch_axes))

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def gather_from_shards(table: "Sharded", ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
     """Every shard looks up the ids that it holds and reads zeros for the others; a sum over the shards collects the rows."""
     row_axes, column_axes = table.axes
-    split = array_axes(table.sharding.mesh, table.batch, ids, ids.ndim)
+    split = array_axes(table.sharding.mesh, table.batch_axes, ids, ids.ndim)
     if set(column_axes) & {axis for axes in split for axis in axes}:
         raise ValueError(_checks.wanted("table", "columns over a mesh axis that the ids do not use", f"both over {column_axes!r}"))
     by_dimension = [tuple(axis for axis in axes if axis in row_axes) for axes in split]
@@ -62,17 +62,17 @@ def take_replicated(table: "Sharded", ids: Int32[Array, "..."], distinct: Callab
     """The distinct rows of the whole batch, on every device."""
     mesh = table.sharding.mesh
     held = jax.shard_map(distinct, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())(_replicate(ids, mesh))
-    everywhere = dataclasses.replace(table, batch=())
-    return _ReplicatedRows(held, everywhere.gather(held), table.vocab_size, mesh, table.batch)
+    everywhere = dataclasses.replace(table, batch_axes=())
+    return _ReplicatedRows(held, everywhere.gather(held), table.vocab_size, mesh, table.batch_axes)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["ids", "values"], meta_fields=["vocab_size", "mesh", "batch"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["ids", "values"], meta_fields=["vocab_size", "mesh", "batch_axes"])
 @dataclasses.dataclass(frozen=True, eq=False)
 class _ReplicatedRows(rows.TakenRows):
     """Rows on every device; each finds those of its own part of the batch, and the gradient is summed over the parts."""
 
     mesh: Any
-    batch: Axes
+    batch_axes: Axes
 
     def gather(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
         return _gather_replicated(self, ids)
@@ -80,7 +80,7 @@ class _ReplicatedRows(rows.TakenRows):
 
 @jax.jit
 def _gather_replicated(taken: _ReplicatedRows, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
-    split = array_axes(taken.mesh, taken.batch, ids, ids.ndim)
+    split = array_axes(taken.mesh, taken.batch_axes, ids, ids.ndim)
 
     def read(held, values, ids):
         return rows.TakenRows(held, values, taken.vocab_size).gather(ids).astype(taken.dtype)

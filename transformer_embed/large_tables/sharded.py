@@ -37,7 +37,7 @@ from transformer_embed.large_tables.dealing import Deal
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["array"],
-    meta_fields=["vocab_size", "sharding", "batch", "virtual_shards", "capacity"],
+    meta_fields=["vocab_size", "sharding", "batch_axes", "virtual_shards", "capacity"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sharded(Table):
@@ -56,7 +56,7 @@ class Sharded(Table):
         array: [padded vocab_size, d].
         vocab_size: number of rows without padding.
         sharding: of the array.
-        batch: under automatic axes, the mesh axes that the first dimension of ids and x is split over, if the number of devices along
+        batch_axes: under automatic axes, the mesh axes that the first dimension of ids and x is split over, if the number of devices along
             them divides it. Under explicit axes, the arrays' own shardings are used instead.
         virtual_shards: the rows are dealt over this many virtual shards (see `shard_params`). None: they are in vocabulary order.
         capacity: for a dealt table; see `shard_params`.
@@ -80,7 +80,7 @@ class Sharded(Table):
     array: Any
     vocab_size: int
     sharding: NamedSharding
-    batch: Axes
+    batch_axes: Axes
     virtual_shards: int | None = None
     capacity: float = 1.0
 
@@ -112,7 +112,7 @@ class Sharded(Table):
 
     def gather(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
         """See `Table`; split as the ids are, then as the columns are."""
-        split = array_axes(self.sharding.mesh, self.batch, ids, ids.ndim)
+        split = array_axes(self.sharding.mesh, self.batch_axes, ids, ids.ndim)
         by_exchange = self.deal is not None and set(self.axes[0]) <= {axis for axes in split for axis in axes}
         return exchanged_rows.gather_from_owners(self, ids) if by_exchange else replicated_rows.gather_from_shards(self, ids)
 
@@ -124,7 +124,7 @@ class Sharded(Table):
     def shards(self, x: Float[Array, "... d"]) -> tuple[Array, Any, Axes, Axes, Sequence[Axes]]:
         """See `Table`."""
         self._check_not_dealt()
-        return self.array, self.sharding.mesh, *self.axes, array_axes(self.sharding.mesh, self.batch, x, x.ndim - 1)
+        return self.array, self.sharding.mesh, *self.axes, array_axes(self.sharding.mesh, self.batch_axes, x, x.ndim - 1)
 
     def take_rows(self, ids: Int32[Array, "..."], distinct: Callable[[Array], Array]) -> rows.TakenRows:
         """See `Table`; each device takes the rows of its part of the ids if the table is dealt, otherwise those of all ids."""
@@ -162,7 +162,7 @@ class Sharded(Table):
         It also works on a table of shapes, which `shard_params` makes from the result of jax.eval_shape.
 
         Args:
-            ids: [batch, ...], any integer dtype, not traced: the ids of all devices, whose first dimension is split over `batch`.
+            ids: [batch, ...], any integer dtype, not traced: the ids of all devices, whose first dimension is split over `batch_axes`.
 
         Returns:
             rows: int64, [size of each mesh axis of the batch, ...], the rows that each device is asked for. An id counts once per
@@ -220,7 +220,7 @@ def _logits(table: Sharded, x: Float[Array, "... d"]) -> Float[Array, "... v"]:
     """Every shard multiplies by its rows. Split columns become split rows first: a shard of the table is smaller than partial logits."""
     row_axes, column_axes = table.axes
     table_axes = (*row_axes, *column_axes)
-    split = array_axes(table.sharding.mesh, table.batch, x, x.ndim - 1)
+    split = array_axes(table.sharding.mesh, table.batch_axes, x, x.ndim - 1)
     kept = [leading_axes_outside(axes, table_axes) for axes in split[:-1]]
     gathered = [axes[len(some) :] for axes, some in zip(split[:-1], kept, strict=True)] + [split[-1]]
     dtype = jnp.promote_types(jnp.float32, jnp.promote_types(x.dtype, table.dtype))
@@ -249,7 +249,8 @@ def place_rows(rows: np.ndarray, shape: tuple[int, ...], sharding: NamedSharding
         full = [len(range(*each.indices(size))) for each, size in zip(index, shape, strict=True)]
         if deal is None:
             some = rows[index]
-            return np.pad(some, [(0, size - have) for size, have in zip(full, some.shape, strict=True)])
+            missing = [(0, size - have) for size, have in zip(full, some.shape, strict=True)]
+            return np.pad(some, missing) if missing else some
         ids = deal.ids(np.arange(*index[0].indices(shape[0]), dtype=np.int32))
         return np.where((ids < len(rows))[:, None], rows[np.minimum(ids, len(rows) - 1)], np.zeros((), rows.dtype))
 

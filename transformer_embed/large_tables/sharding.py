@@ -38,7 +38,7 @@ def shard_params(
     *,
     rng: Array | None = None,
     tables: str = TABLES,
-    batch: Axes | None = None,
+    batch_axes: Axes | None = None,
     deal: str | None = None,
     virtual_shards: int = VIRTUAL_SHARDS,
     capacity: float = 1.0,
@@ -69,9 +69,9 @@ def shard_params(
         rng: a key, required if params is a function; otherwise must be None.
         tables: a pattern for the names of tables: of rank 2, split by a rule, and read only by `lookup` and `tied_logits`. Other
             modules, such as hk.Embed, need a plain array: leave their tables out of the pattern.
-        batch: under automatic axes, the mesh axes that the first dimension of ids is split over. None: the axes that the table does not
-            use; for a dealt table, all axes of the mesh. If a cut table's rows are split over a batch axis, ids are all-gathered and rows
-            reduce-scattered over that axis.
+        batch_axes: under automatic axes, the mesh axes that the first dimension of ids is split over. None: the axes that the table does
+            not use; for a dealt table, all axes of the mesh. If a cut table's rows are split over a batch axis, ids are all-gathered and
+            rows reduce-scattered over that axis.
         deal: a pattern for the names of tables to deal: their rows are spread over virtual shards, so that the frequent ids of a
             vocabulary sorted by frequency are not all on one device, and rows are exchanged. None: all tables are cut. A table that a
             tied output layer reads cannot be dealt.
@@ -108,15 +108,15 @@ def shard_params(
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(_checks.wanted("mesh", "a jax.sharding.Mesh", type(mesh).__name__))
-    if not isinstance(batch, tuple | None):
-        raise TypeError(_checks.wanted("batch", "a tuple of mesh axes, or None", repr(batch)))
+    if not isinstance(batch_axes, tuple | None):
+        raise TypeError(_checks.wanted("batch_axes", "a tuple of mesh axes, or None", repr(batch_axes)))
     if _checks.integer("virtual_shards", virtual_shards, at_least=2, at_most=2**20).bit_count() != 1:
         raise ValueError(_checks.wanted("virtual_shards", "a power of two", virtual_shards))
     if not isinstance(tables, str):
         raise TypeError(_checks.wanted("tables", "a pattern of names", repr(tables)))
     if not isinstance(deal, str | None):
         raise TypeError(_checks.wanted("deal", "a pattern of names, or None", repr(deal)))
-    options = _Options(mesh, tables, batch, deal, virtual_shards, _checks.real("capacity", capacity, above=0))
+    options = _Options(mesh, tables, batch_axes, deal, virtual_shards, _checks.real("capacity", capacity, above=0))
     if callable(params):
         key = _checks.as_key("rng", rng)
         return _init_on_mesh(params, key, options, _place_tree(jax.eval_shape(params, key), rules, options))
@@ -129,7 +129,7 @@ class _Options(NamedTuple):
 
     mesh: Mesh
     tables: str
-    batch: Axes | None
+    batch_axes: Axes | None
     deal: str | None
     virtual_shards: int
     capacity: float
@@ -170,12 +170,12 @@ def _matching_spec(name: str, shape: tuple[int, ...], rules: Mapping[str, Partit
 
 def _place_leaf(path: Any, leaf: Any, spec: PartitionSpec, *, options: _Options) -> Any:
     """A parameter on the mesh."""
-    name, mesh, batch = _name(path), options.mesh, options.batch
+    name, mesh, batch_axes = _name(path), options.mesh, options.batch_axes
     axes = spec_axes(spec, len(leaf.shape))
     used = [axis for some in axes for axis in some]
-    for axis in (*used, *(batch or ())):
+    for axis in (*used, *(batch_axes or ())):
         if axis not in mesh.axis_names:
-            raise ValueError(_checks.wanted("rules and batch", f"axes of the mesh, {mesh.axis_names}, for {name}", repr(axis)))
+            raise ValueError(_checks.wanted("rules and batch_axes", f"axes of the mesh, {mesh.axis_names}, for {name}", repr(axis)))
     if _checks.is_traced(leaf.array if isinstance(leaf, Sharded) else leaf):
         want = "arrays outside of jit (a function that draws them is compiled by shard_params itself)"
         raise TypeError(_checks.wanted("params", want, f"a traced {name}"))
@@ -184,23 +184,25 @@ def _place_leaf(path: Any, leaf: Any, spec: PartitionSpec, *, options: _Options)
         _check_divides(name, leaf.shape, axes, mesh)
         return _put_on_mesh(leaf, leaf.shape, sharding)
     _check_divides(name, leaf.shape[1:], axes[1:], mesh)
-    if batch is not None and set(batch) & set(axes[1]):
-        raise ValueError(_checks.wanted("batch", f"other axes than those of the columns of {name}", batch))
+    if batch_axes is not None and set(batch_axes) & set(axes[1]):
+        raise ValueError(_checks.wanted("batch_axes", f"other axes than those of the columns of {name}", batch_axes))
     parts = math.prod(mesh.shape[axis] for axis in used)
     if options.deal is not None and fnmatch.fnmatchcase(name, options.deal):
         return _deal(name, leaf, axes, parts, sharding, options)
     others = tuple(axis for axis in mesh.axis_names if axis not in used)
     array = _put_on_mesh(leaf, (-(-leaf.shape[0] // parts) * parts, leaf.shape[1]), sharding)
-    return Sharded(array, leaf.shape[0], sharding, others if batch is None else tuple(batch))
+    return Sharded(array, leaf.shape[0], sharding, others if batch_axes is None else tuple(batch_axes))
 
 
 def _deal(name: str, leaf: Any, axes: list[Axes], parts: int, sharding: NamedSharding, options: _Options) -> Sharded:
     """A dealt table on the mesh."""
-    batch = options.mesh.axis_names if options.batch is None else tuple(options.batch)
+    batch_axes = options.mesh.axis_names if options.batch_axes is None else tuple(options.batch_axes)
     if axes[1]:
         raise ValueError(_checks.wanted("deal", f"rows over mesh axes, and whole columns, for {name}", sharding.spec))
-    if not set(axes[0]) <= set(batch):
-        raise ValueError(_checks.wanted("batch", f"the mesh axes of the rows of {name}, {axes[0]}, among others, since it is dealt", batch))
+    if not set(axes[0]) <= set(batch_axes):
+        raise ValueError(
+            _checks.wanted("batch_axes", f"the mesh axes of the rows of {name}, {axes[0]}, among others, since it is dealt", batch_axes)
+        )
     if options.virtual_shards % parts:
         want = f"a number of devices along {axes[0]} that divides {options.virtual_shards} virtual shards, to deal {name}"
         raise ValueError(_checks.wanted("mesh", want, parts))
@@ -208,7 +210,7 @@ def _deal(name: str, leaf: Any, axes: list[Axes], parts: int, sharding: NamedSha
     if deal.size > MAX_SIZE:
         raise ValueError(_checks.wanted("params", f"at most {MAX_SIZE} rows for {name}, padding included, to deal it", deal.size))
     array = _put_on_mesh(leaf, (deal.size, leaf.shape[1]), sharding, deal)
-    return Sharded(array, leaf.shape[0], sharding, batch, options.virtual_shards, options.capacity)
+    return Sharded(array, leaf.shape[0], sharding, batch_axes, options.virtual_shards, options.capacity)
 
 
 def _check_divides(name: str, shape: tuple[int, ...], axes: list[Axes], mesh: Mesh) -> None:
