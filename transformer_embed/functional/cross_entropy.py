@@ -296,8 +296,7 @@ def _losses_and_logit_gradients(options, over, table, chunk):
 
 
 def _subtract_at_label(logit_gradients, rows, amounts):
-    """Subtracts `amounts[t]` from `logit_gradients[t, rows[t]]` where that exists: in place on a CPU, fused into a larger
-    pass elsewhere."""
+    """Subtracts `amounts[t]` from `logit_gradients[t, rows[t]]` where that exists: in place on a CPU, in one pass elsewhere."""
     columns = jnp.arange(logit_gradients.shape[1], dtype=jnp.int32)
 
     def in_place(logit_gradients, rows, amounts):
