@@ -1,8 +1,9 @@
-"""Arbitrary-precision references."""
+"""Slow references: arbitrary precision, and loops."""
 
 import fractions
 
 import mpmath
+import numpy as np
 
 from transformer_embed.functional.rotary_scaling import DynamicNTKScaling, LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
 
@@ -121,3 +122,19 @@ def t5_bucket(query, key, num_buckets, max_distance, bidirectional):
         reached = sum(fractions.Fraction(distance, exact) ** steps >= base**j for j in range(1, steps))
         distance = exact + reached
     return distance + (buckets if after and bidirectional else 0)
+
+
+def loop_lookup(table, ids, pad_id=None, out_of_range="nan"):
+    """The rows of a NumPy table, one id at a time."""
+    vocab_size, width = table.shape
+    flat = np.empty((np.size(ids), width), table.dtype)
+    for n, token in enumerate(int(token) for token in np.ravel(ids)):
+        if token == pad_id:
+            flat[n] = 0
+        elif 0 <= token < vocab_size:
+            flat[n] = table[token]
+        elif out_of_range == "clip":
+            flat[n] = table[0 if token < 0 else vocab_size - 1]
+        else:
+            flat[n] = np.nan if out_of_range == "nan" else 0
+    return flat.reshape(*np.shape(ids), width)

@@ -11,6 +11,7 @@ import pytest
 from contexts import set_mesh, x64
 from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from oracle import loop_lookup
 
 import transformer_embed as te
 from transformer_embed.functional import lookup as lookup_module
@@ -35,22 +36,6 @@ def normal(seed, *shape):
 
 TABLE = normal(0, VOCAB, WIDTH)
 COTANGENT = normal(1, *IDS.shape, WIDTH)
-
-
-def loop_lookup(table, ids, pad_id=None, out_of_range="nan"):
-    """One id at a time."""
-    vocab_size, width = table.shape
-    flat = np.empty((np.size(ids), width), table.dtype)
-    for n, token in enumerate(int(token) for token in np.ravel(ids)):
-        if token == pad_id:
-            flat[n] = 0
-        elif 0 <= token < vocab_size:
-            flat[n] = table[token]
-        elif out_of_range == "clip":
-            flat[n] = table[0 if token < 0 else vocab_size - 1]
-        else:
-            flat[n] = np.nan if out_of_range == "nan" else 0
-    return flat.reshape(*np.shape(ids), width)
 
 
 def one_hot(ids, pad_id=None, out_of_range="nan", vocab_size=VOCAB):

@@ -215,8 +215,16 @@ def test_empty():
             "start: wanted an int of at most 2147483644, for 4 positions",
             lambda: te.TokenPositions.from_segment_ids([1] * 4, start=2**31 - 3),
         ),
-        (ValueError, "lengths: wanted integers from 0 to length, 4, got -3", lambda: te.TokenPositions.from_lengths([2, -3], 4)),
-        (ValueError, "lengths: wanted integers from 0 to length, 4, got 5", lambda: te.TokenPositions.from_lengths([4, 5], 4)),
+        (
+            ValueError,
+            "lengths: wanted integers inside the padded length, 0..4, got -3 at index [1]",
+            lambda: te.TokenPositions.from_lengths([2, -3], 4),
+        ),
+        (
+            ValueError,
+            "lengths: wanted integers inside the padded length, 0..4, got 5 at index [1]",
+            lambda: te.TokenPositions.from_lengths([4, 5], 4),
+        ),
         (ValueError, "segment_ids: wanted integers inside int32", lambda: te.TokenPositions.from_segment_ids([[2**40, 2**41]])),
         (
             ValueError,

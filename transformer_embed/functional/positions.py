@@ -116,7 +116,8 @@ class TokenPositions(NamedTuple):
             raise ValueError(_checks.wanted("lengths", "shape [batch]", f"shape {list(lengths.shape)}"))
         length, padding_side = _checks.length("length", length), _checks.choice("padding_side", padding_side, ("right", "left"))
         if isinstance(given, np.ndarray):
-            _check_lengths(given, length)
+            # A symbolic length is assumed to be large enough.
+            _checks.inside("lengths", given, 0, length if isinstance(length, int) else 2**31 - 1, "the padded length")
         return cls(*_of_lengths(lengths, length, padding_side, *_counting(start, at_padding, length)))
 
     @classmethod
@@ -194,14 +195,6 @@ export.register_namedtuple_serialization(TokenPositions, serialized_name="transf
 def positions_of_tokens(tokens: Bool[Array, "... t"], start: int, at_padding: int) -> Int32[Array, "... t"]:
     """For each token, how many tokens are before it, plus start."""
     return _counted(tokens, *_counting(start, at_padding, tokens.shape[-1]))
-
-
-def _check_lengths(lengths: np.ndarray, length: int) -> None:
-    """Raises for a length outside 0..length. (A symbolic length is assumed to be large enough.)"""
-    highest = 2**31 - 1 if export.is_symbolic_dim(length) else length
-    outside = lengths[(lengths < 0) | (lengths > highest)]
-    if outside.size:
-        raise ValueError(_checks.wanted("lengths", f"integers from 0 to length, {length}", int(outside[0])))
 
 
 def _counting(start: int, at_padding: int, length: int) -> tuple[int, int]:
