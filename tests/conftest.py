@@ -3,12 +3,14 @@
 Most of XLA's optimizations for the CPU are off: programs that run once compile in less than half of the time. To test what users get, as
 .ci/run does on the newest Python, set JAX_DISABLE_MOST_OPTIMIZATIONS=0.
 
-Compiled programs are not cached on disk: few are compiled twice, and hashing and writing all of them takes longer.
+Compiled programs are kept in .jax_cache, so that the next run compiles only what changed.
 """
 
 import gc
 import importlib.metadata
 import os
+import pathlib
+import shutil
 
 # The programs are too small for several threads to compile one of them.
 FLAGS = {"--xla_force_host_platform_device_count": "8", "--xla_cpu_parallel_codegen_split_count": "1"}
@@ -23,14 +25,21 @@ os.environ["XLA_FLAGS"] = " ".join([GIVEN, *(f"{name}={value}" for name, value i
 # Filtering jax's own frames out of a traceback takes a millisecond an error, and the tests raise thousands of errors on purpose.
 os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
 
+CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
+CACHE_BYTES = 500_000_000
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
 import typecheck
 
 typecheck.install("transformer_embed._checks", "transformer_embed.functional", "transformer_embed.layers")
 
 
-def pytest_collection_modifyitems(items):
-    """Puts the longest file first: started last, it would keep one core busy alone."""
-    items.sort(key=lambda item: item.path.name != "test_notebooks.py")
+def pytest_configure(config):
+    """Empties the cache once it is large: no entry is ever removed from it otherwise."""
+    is_worker = hasattr(config, "workerinput")
+    if not is_worker and sum(path.stat().st_size for path in CACHE.glob("*")) > CACHE_BYTES:
+        shutil.rmtree(CACHE)
 
 
 def pytest_collection_finish():

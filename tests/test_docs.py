@@ -72,6 +72,7 @@ def test_every_public_name_has_one_entry_in_the_reference():
 
 
 @pytest.mark.slow
+@pytest.mark.documentation
 def test_every_public_name_is_on_a_page_as_users_write_it(pages):
     entries = inventory(pages)
     found = {name for name, kind in entries if kind in ("py:function", "py:class")}
@@ -98,12 +99,14 @@ def text_of(html):
 
 
 @pytest.mark.slow
+@pytest.mark.documentation
 def test_a_reference_page_starts_with_a_table_of_one_line_summaries(pages):
     text = text_of(read(pages / "reference" / "rotary.html"))
     assert text.index("te.permute_rotary_weights") < text.index("te.apply_rotary(")
 
 
 @pytest.mark.slow
+@pytest.mark.documentation
 def test_reference_pages_show_sections_formulas_and_types_as_written(pages):
     text = text_of(read(pages / "reference" / "positions.html"))
     assert all(section in text for section in ("Parameters", "Returns", "Raises", "Example", "Source", "&gt;&gt;&gt; "))
@@ -116,12 +119,14 @@ def test_reference_pages_show_sections_formulas_and_types_as_written(pages):
 
 
 @pytest.mark.slow
+@pytest.mark.documentation
 def test_the_command_line_page_has_the_help_of_each_command(pages):
     text = text_of(read(pages / "command_line.html"))
     assert all(f"usage: transformer-embed {command} " in text for command in ("train", "embed", "inspect", "show"))
 
 
 @pytest.mark.slow
+@pytest.mark.documentation
 def test_formulas_are_mathml_and_pages_load_nothing_from_elsewhere(pages):
     html = [read(page) for page in pages.rglob("*.html")]
     assert sum("<math " in page for page in html) >= 4
@@ -129,12 +134,14 @@ def test_formulas_are_mathml_and_pages_load_nothing_from_elsewhere(pages):
 
 
 @pytest.mark.slow
+@pytest.mark.documentation
 def test_pages_name_no_machine(pages):
     written = "".join(read(page) for page in pages.rglob("*.html"))
     assert [word for word in ("/home/", "/root/", "/tmp/", "site-packages", str(ROOT)) if word in written] == []
 
 
 @pytest.mark.slow
+@pytest.mark.documentation
 def test_an_unknown_name_on_a_reference_page_or_an_unknown_command_in_a_formula_fails_the_build(tmp_path):
     source = tmp_path / "source"
     shutil.copytree(SOURCE / "static", source / "static")
@@ -147,6 +154,7 @@ def test_an_unknown_name_on_a_reference_page_or_an_unknown_command_in_a_formula_
 
 
 @pytest.mark.slow
+@pytest.mark.documentation
 def test_a_browser_opens_every_page_link_and_picture_and_finds_what_is_searched(pages):
     pytest.importorskip("selenium")
     import browse_docs  # noqa: PLC0415

@@ -43,6 +43,7 @@ def test_there_are_notebooks():
 
 
 @pytest.mark.slow
+@pytest.mark.documentation
 @by_notebook
 def test_it_runs_and_draws_as_many_pictures_as_are_stored(path, tmp_path):
     if path.stem in NEEDS and importlib.util.find_spec(NEEDS[path.stem]) is None:
@@ -53,6 +54,7 @@ def test_it_runs_and_draws_as_many_pictures_as_are_stored(path, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.documentation
 def test_an_assertion_that_fails_in_a_cell_is_a_failure(tmp_path):
     cell = nbformat.v4.new_code_cell("import transformer_embed as te\nassert te.padding_mask([0]).all(), 'one is padding'")
     with pytest.raises(nbclient.exceptions.CellExecutionError) as caught:
