@@ -129,6 +129,11 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
+def unshared(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
+    """A jax array as it is, and a copy of a host array: jax may share its memory, and read it after the caller has changed it."""
+    return array if isinstance(array, jax.Array) else array.copy()
+
+
 def _check_no_named_tuple(name: str, value: Any) -> None:
     """Raises for named tuples such as `TokenPositions`, because numpy would stack their fields into one array."""
     fields = getattr(value, "_fields", None) if isinstance(value, tuple) else None
@@ -154,7 +159,7 @@ def as_fitting_positions(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
     """As `as_positions`, in a dtype that jit does not narrow: host integers outside int32 are a ValueError."""
     array = as_positions(name, value)
     is_wide = isinstance(array, np.ndarray) and array.dtype.itemsize == 8
-    return fits_int32(name, np.asarray(array)) if is_wide else array
+    return fits_int32(name, np.asarray(array)) if is_wide else unshared(array)
 
 
 def _as_float32(name: str, array: np.ndarray) -> np.ndarray:
@@ -189,7 +194,7 @@ def as_int32(name: str, value: ArrayLike) -> jax.Array:
     if isinstance(array, jax.Array) and array.dtype == jnp.int32 and not array.weak_type:
         return array
     if array.dtype == jnp.int32 or array.dtype.itemsize < 4:
-        return jnp.asarray(array, jnp.int32)
+        return jnp.asarray(unshared(array), jnp.int32)
     library = np if isinstance(array, np.ndarray) else jnp
     info = jnp.iinfo(jnp.int32)
     lowest = info.min if jnp.issubdtype(array.dtype, jnp.signedinteger) else 0
@@ -233,7 +238,7 @@ def as_mask(name: str, value: ArrayLike, is_true: str = "may attend") -> jax.Arr
     array = as_array(name, value)
     if array.dtype != jnp.bool_:
         raise TypeError(wanted(name, f"a bool array, True = {is_true}", array.dtype))
-    return jnp.asarray(array)
+    return jnp.asarray(unshared(array))
 
 
 def broadcastable(name: str, *shapes: tuple[int, ...]) -> tuple[Any, ...]:
@@ -278,7 +283,7 @@ def as_floats(name: str, value: ArrayLike) -> jax.Array:
     if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
         more = " of 16 bits or more" if array.dtype.itemsize < 2 and array.dtype.kind == "V" else ""
         raise TypeError(wanted(name, f"a floating dtype{more}", array.dtype))
-    return jnp.asarray(array)
+    return jnp.asarray(unshared(array))
 
 
 def as_given(name: str, value: ArrayLike) -> jax.Array:
@@ -288,7 +293,7 @@ def as_given(name: str, value: ArrayLike) -> jax.Array:
         if not isinstance(value, list | tuple | int | float | complex):
             raise TypeError(wanted(name, "at most 32 bits, for jax_enable_x64 is off (cast them first)", array.dtype))
         return jnp.asarray(fits_int32(name, array) if array.dtype.kind in "iu" else array)
-    return jnp.asarray(array)
+    return jnp.asarray(unshared(array))
 
 
 def rate(name: str, value: Any) -> int | float | np.floating:

@@ -106,6 +106,31 @@ def test_arrays_in_the_other_byte_order_are_read_right(name):
     expect_equal(function(*(array.astype(array.dtype.newbyteorder()) for array in arrays)), expected)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        functools.partial(te.lookup, TABLE),
+        functools.partial(te.sinusoidal_encoding, d_model=4),
+        lambda ids: te.sinusoidal_grid((2, 2), 4, positions=ids),
+        lambda ids: te.apply_rotary(jnp.ones((len(ids), 1, 4)), ids),
+        lambda ids: te.TokenPositions.from_ids(ids, pad_id=2).positions,
+        lambda ids: te.TokenPositions.from_segment_ids(ids).positions,
+    ],
+    ids=["lookup", "sinusoidal_encoding", "sinusoidal_grid", "apply_rotary", "from_ids", "from_segment_ids"],
+)
+def test_a_host_array_that_changes_after_the_call_changes_no_result(call):
+    """jax shares the memory of host arrays that are aligned to 64 bytes, such as those of memory-mapped files, and computes later."""
+    size = 2**18
+    memory = np.zeros(size + 16, np.int32)
+    ids = memory[-memory.ctypes.data % 64 // 4 :][:size]
+    wanted = np.asarray(call(np.ones(size, np.int32)))
+    for _ in range(4):
+        ids[:] = 1
+        found = call(ids)
+        ids[:] = np.arange(size) % 3
+        np.testing.assert_array_equal(found, wanted)
+
+
 def test_unsigned_positions_in_the_other_byte_order():
     positions = np.array([2**31 + 5], ">u4")
     np.testing.assert_array_equal(te.sinusoidal_encoding(positions, 4), te.sinusoidal_encoding(np.array([2**31 + 5], np.uint32), 4))
