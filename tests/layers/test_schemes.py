@@ -96,6 +96,14 @@ def test_a_table_has_no_such_position(name, position):
         te.Learned(max_len=9, **{"pad_id": 0 if name == "at_padding" else None, name: position})
 
 
+@pytest.mark.parametrize("odd", ["truncate", "round_up", "zero"])
+def test_a_frequency_that_is_too_high_is_refused_before_the_width_is_known(odd):
+    with pytest.raises(
+        ValueError, match=r"^base and frequency_scale: wanted frequencies below 2\*\*32 turns per position, got 1.00e\+30 radians$"
+    ):
+        te.Sinusoidal(odd=odd, frequency_scale=1e30)
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_position_at_padding_and_its_id_come_together(scheme):
     with pytest.raises(ValueError, match=r"^pad_id: wanted the id of padding, since at_padding is set, got None$"):
