@@ -107,7 +107,10 @@ def is_traced(value: Any) -> bool:
 
 
 def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndarray:
-    """A jax array as it is; anything else as a numpy array of its own width, in the byte order of this machine."""
+    """A jax array as it is; anything else as a numpy array of its own width, in the byte order of this machine.
+
+    The numpy array is always a copy, since jax may share its memory and read it after the caller has changed it.
+    """
     if isinstance(value, jax.Array):
         return value
     if hasattr(type(value), "__jax_array__"):
@@ -126,12 +129,7 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
     bits = array.dtype.itemsize * 8 // (2 if array.dtype.kind == "c" else 1)
     if array.dtype != np.bool_ and (bits > 64 or not jnp.issubdtype(array.dtype, np.number)):
         raise TypeError(wanted(name, "an array of numbers of at most 64 bits", _describe(value)))
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
-
-
-def unshared(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
-    """A jax array as it is, and a copy of a host array: jax may share its memory, and read it after the caller has changed it."""
-    return array if isinstance(array, jax.Array) else array.copy()
+    return array.astype(array.dtype.newbyteorder("="))
 
 
 def _check_no_named_tuple(name: str, value: Any) -> None:
@@ -159,7 +157,7 @@ def as_fitting_positions(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
     """As `as_positions`, in a dtype that jit does not narrow: host integers outside int32 are a ValueError."""
     array = as_positions(name, value)
     is_wide = isinstance(array, np.ndarray) and array.dtype.itemsize == 8
-    return fits_int32(name, np.asarray(array)) if is_wide else unshared(array)
+    return fits_int32(name, np.asarray(array)) if is_wide else array
 
 
 def _as_float32(name: str, array: np.ndarray) -> np.ndarray:
@@ -194,7 +192,7 @@ def as_int32(name: str, value: ArrayLike) -> jax.Array:
     if isinstance(array, jax.Array) and array.dtype == jnp.int32 and not array.weak_type:
         return array
     if array.dtype == jnp.int32 or array.dtype.itemsize < 4:
-        return jnp.asarray(unshared(array), jnp.int32)
+        return jnp.asarray(array, jnp.int32)
     library = np if isinstance(array, np.ndarray) else jnp
     info = jnp.iinfo(jnp.int32)
     lowest = info.min if jnp.issubdtype(array.dtype, jnp.signedinteger) else 0
@@ -238,7 +236,7 @@ def as_mask(name: str, value: ArrayLike, is_true: str = "may attend") -> jax.Arr
     array = as_array(name, value)
     if array.dtype != jnp.bool_:
         raise TypeError(wanted(name, f"a bool array, True = {is_true}", array.dtype))
-    return jnp.asarray(unshared(array))
+    return jnp.asarray(array)
 
 
 def broadcastable(name: str, *shapes: tuple[int, ...]) -> tuple[Any, ...]:
@@ -283,7 +281,7 @@ def as_floats(name: str, value: ArrayLike) -> jax.Array:
     if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
         more = " of 16 bits or more" if array.dtype.itemsize < 2 and array.dtype.kind == "V" else ""
         raise TypeError(wanted(name, f"a floating dtype{more}", array.dtype))
-    return jnp.asarray(unshared(array))
+    return jnp.asarray(array)
 
 
 def as_given(name: str, value: ArrayLike) -> jax.Array:
@@ -293,7 +291,7 @@ def as_given(name: str, value: ArrayLike) -> jax.Array:
         if not isinstance(value, list | tuple | int | float | complex):
             raise TypeError(wanted(name, "at most 32 bits, for jax_enable_x64 is off (cast them first)", array.dtype))
         return jnp.asarray(fits_int32(name, array) if array.dtype.kind in "iu" else array)
-    return jnp.asarray(unshared(array))
+    return jnp.asarray(array)
 
 
 def rate(name: str, value: Any) -> int | float | np.floating:

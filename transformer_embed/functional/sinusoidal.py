@@ -224,7 +224,7 @@ def _checked_options(d_model: int, base: float, layout: str, shift: float | None
 def _narrowed_and_outside(positions: Shaped[Array | np.ndarray, "..."]) -> tuple[Shaped[Array | np.ndarray, "..."], np.ndarray | None]:
     """Host positions as int32 for jit, which would silently narrow 64 bits, and a mask of those outside int32 (None if there are none)."""
     if not (isinstance(positions, np.ndarray) and positions.dtype.itemsize == 8):
-        return _checks.unshared(positions), None
+        return positions, None
     narrow = positions.astype(np.int32)
     outside = (narrow != positions) | ((narrow < 0) & (positions > 0))
     return narrow, np.asarray(outside) if np.any(outside) else None

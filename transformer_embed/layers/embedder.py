@@ -278,10 +278,10 @@ def _canonical_positions(positions: ArrayLike) -> Array:
     """Positions with one dtype for all integers that fit into int32, so that they share a trace."""
     array = _checks.as_positions("positions", positions)
     if jnp.issubdtype(array.dtype, jnp.floating):
-        return jnp.asarray(_checks.unshared(array))
+        return jnp.asarray(array)
     if isinstance(array, np.ndarray) and array.dtype != np.uint32:
         return jnp.asarray(_checks.fits_int32("positions", array))
     if isinstance(array, np.ndarray):
-        return jnp.asarray(array.astype(jnp.int32 if array.size == 0 or array.max() < 2**31 else jnp.uint32))
+        return jnp.asarray(array, jnp.int32 if array.size == 0 or array.max() < 2**31 else jnp.uint32)
     narrow = array.dtype.itemsize < 4 or array.dtype == jnp.int32
     return _checks.as_int32("positions", array) if narrow else array
