@@ -54,6 +54,7 @@ ARGUMENTS = {
     "inner_factory": optax.adam,
     "max_consecutive_errors": 3,
     "should_transform_fn": lambda step: step % 2 == 0,
+    "should_update_fn": lambda step: step % 2 == 0,  # its name in optax 0.2.4
     "every_k_schedule": 3,
     "sync_period": 3,
     "slow_step_size": 0.5,
@@ -79,6 +80,7 @@ POSITIONAL = {
 }
 # Arguments by which small tables are treated as large ones are.
 OPTIONS = {name: {"min_dim_size_to_factor": 2} for name in ("adafactor", "scale_by_factored_rms")}
+OPTIONS["adadelta"] = {"learning_rate": 0.1}  # optax 0.2.4 fails without one
 # Those that give a function to make the optimizer with.
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 FACTORIES = {"inject_hyperparams", "inject_stateful_hyperparams"}
