@@ -1,5 +1,6 @@
 import decimal
 import functools
+import re
 
 import hypothesis
 import jax
@@ -226,3 +227,11 @@ def test_scalars_that_32_bits_lack_are_nan_with_x64(scalar):
         for position in (jnp.asarray(scalar), weak):
             assert position.dtype.itemsize == 8
             assert np.isnan(sinusoid(position, constants(2, 10_000.0))).all()
+
+
+def test_no_constant_is_in_a_program_twice():
+    """With two more, XLA split the phases of one token over the threads of a CPU, which took longer than computing them."""
+    ours = constants(32, 10_000.0)
+    text = jax.jit(lambda positions: phase.sinusoid(positions, ours)).lower(np.int32([7])).as_text()
+    arrays = re.findall(r"dense<(\[\[.*?\]\])>", text)
+    assert 0 < len(arrays) == len(set(arrays)) <= 5

@@ -137,9 +137,10 @@ def _integer_phase(positions: Integer[Array, "..."], constants: Channels) -> _Ph
 def _upper_word_of_product(lower: UInt32[Array, "..."], upper: Integer[Array, "..."], constant: np.ndarray) -> UInt32[Array, "..."]:
     """The upper word of `(upper * 2**16 + lower) * constant`. Each partial product has the sign of `upper`."""
     constant_lower, constant_upper = constant & 0xFFFF, constant >> 16
-    middle = upper * constant_lower.astype(upper.dtype) + (lower * constant_lower >> 16).astype(upper.dtype)
-    carry = lower * constant_upper + (middle & 0xFFFF).astype(jnp.uint32) >> 16
-    return (upper * constant_upper.astype(upper.dtype) + (middle >> 16)).astype(jnp.uint32) + carry
+    word = upper.astype(jnp.uint32)
+    middle = word * constant_lower + (lower * constant_lower >> 16)
+    carry = lower * constant_upper + (middle & 0xFFFF) >> 16
+    return word * constant_upper + (middle.astype(upper.dtype) >> 16).astype(jnp.uint32) + carry
 
 
 @jax.custom_jvp
