@@ -135,7 +135,7 @@ def _integer_phase(positions: Integer[Array, "..."], constants: Channels) -> _Ph
 
 
 def _upper_word_of_product(lower: UInt32[Array, "..."], upper: Integer[Array, "..."], constant: np.ndarray) -> UInt32[Array, "..."]:
-    """The upper word of `(upper * 2**16 + lower) * constant`. Each partial product has the sign of `upper`."""
+    """The upper word of `(upper * 2**16 + lower) * constant`. Products wrap in uint32; the shift of `middle` keeps its sign."""
     constant_lower, constant_upper = constant & 0xFFFF, constant >> 16
     word = upper.astype(jnp.uint32)
     middle = word * constant_lower + (lower * constant_lower >> 16)
