@@ -34,7 +34,6 @@ FEW = [
     "zero_nans",
     "snapshot",
 ]
-QUICK = [name for name in FEW if name in EXPORTED]
 
 
 def global_norm(tree):
@@ -95,7 +94,7 @@ def refused_or_lazy(optimizer, refusal=made.refusal):
         return None
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in EXPORTED if name not in QUICK)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in EXPORTED])
 def test_every_optimizer_of_optax_is_the_lazy_one_or_refused(name):
     message = refused_or_lazy(made.quietly(EXPORTED[name]), lambda _: refusal_of(name))
     assert name not in FEW or (message is not None) == (name in FEW[7:])
