@@ -76,6 +76,8 @@ multiply_high = jax.jit(phase.multiply_high)
 def test_multiply_high_is_the_upper_word(numbers, other):
     got = multiply_high(np.array(numbers, np.uint32), np.uint32(other))
     assert got.tolist() == [n * other >> 32 for n in numbers]
+    signed = np.array(numbers, np.uint32).astype(np.int32)
+    assert multiply_high(signed, np.uint32(other)).tolist() == [(n * other >> 32) % 2**32 for n in signed.tolist()]
 
 
 def test_constants_have_pi_to_their_precision():

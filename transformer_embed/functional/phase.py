@@ -113,13 +113,14 @@ def _expanded_to_rank(constants: Channels, rank: int) -> Channels:
     return Channels(*(word if word.ndim == 0 else word.reshape(*[1] * (rank - word.ndim), -1) for word in constants))
 
 
-def multiply_high(a: ArrayLike, b: ArrayLike) -> UInt32[Array, "..."]:
-    """The upper 32 bits of the 64-bit product of two uint32 arrays, from four 16-bit products."""
-    a, b = jnp.asarray(a, jnp.uint32), jnp.asarray(b, jnp.uint32)
-    a_low, a_high = a & 0xFFFF, a >> 16
+def multiply_high(a: Integer[Array, "..."], b: Array | np.ndarray | np.uint32) -> UInt32[Array, "..."]:
+    """The upper 32 bits of the 64-bit product of an int32 or uint32 array `a` and uint32 `b`, from four 16-bit products."""
+    a_low, a_high = (a & 0xFFFF).astype(jnp.uint32), (a >> 16).astype(jnp.uint32)
     b_low, b_high = b & 0xFFFF, b >> 16
     middle = a_high * b_low + (a_low * b_low >> 16)
-    return a_high * b_high + (middle >> 16) + (a_low * b_high + (middle & 0xFFFF) >> 16)
+    # If `a` is negative, so is `middle`: a signed shift keeps its sign.
+    middle_high = (middle.astype(a.dtype) >> 16).astype(jnp.uint32)
+    return a_high * b_high + middle_high + (a_low * b_high + (middle & 0xFFFF) >> 16)
 
 
 def _sine_at_integer(positions: Integer[Array, "..."], constants: Channels) -> Float32[Array, "... d"]:
@@ -128,19 +129,7 @@ def _sine_at_integer(positions: Integer[Array, "..."], constants: Channels) -> F
 
 def _integer_phase(positions: Integer[Array, "..."], constants: Channels) -> _Phase:
     word = positions.astype(jnp.uint32)
-    # `>>` keeps the sign of a negative position, so that its product has no extra 2**32 * frequency.
-    upper = positions >> 16 if positions.dtype == jnp.int32 else word >> 16
-    high = word * constants.high + _upper_word_of_product(word & 0xFFFF, upper, constants.low)
-    return _Phase(high, word * constants.low)
-
-
-def _upper_word_of_product(lower: UInt32[Array, "..."], upper: Integer[Array, "..."], constant: np.ndarray) -> UInt32[Array, "..."]:
-    """The upper word of `(upper * 2**16 + lower) * constant`. Products wrap in uint32; the shift of `middle` keeps its sign."""
-    constant_lower, constant_upper = constant & 0xFFFF, constant >> 16
-    word = upper.astype(jnp.uint32)
-    middle = word * constant_lower + (lower * constant_lower >> 16)
-    carry = lower * constant_upper + (middle & 0xFFFF) >> 16
-    return word * constant_upper + (middle.astype(upper.dtype) >> 16).astype(jnp.uint32) + carry
+    return _Phase(word * constants.high + multiply_high(positions, constants.low), word * constants.low)
 
 
 @jax.custom_jvp
