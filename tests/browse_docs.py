@@ -1,7 +1,9 @@
-"""Opens the built documentation in headless Chromium: `python tests/browse_docs.py build/docs [--screenshots FOLDER]`.
+"""Opens the built documentation in headless Chromium: `python tests/browse_docs.py build/docs
+[--screenshots FOLDER]`.
 
-Needs Chromium with its driver, and the package selenium. Every page has to open without an error in the console, all of its
-links and pictures have to be there, no page may be wider than a phone, and the search has to find `apply_rotary`.
+Needs Chromium with its driver, and the package selenium. Every page has to open without an error in
+the console, all of its links and pictures have to be there, no page may be wider than a phone, and
+the search has to find `apply_rotary`.
 """
 
 import argparse
@@ -26,7 +28,16 @@ FLAGS = [
     "--hide-scrollbars",
 ]
 DESKTOP, PHONE = (1280, 900), (390, 844)
-PICTURED = ("index", "quick_start", "02_positions", "reference/rotary", "conventions", "performance", "numerics", "command_line")
+PICTURED = (
+    "index",
+    "quick_start",
+    "02_positions",
+    "reference/rotary",
+    "conventions",
+    "performance",
+    "numerics",
+    "command_line",
+)
 SEARCHED, FOUND = "apply_rotary", "reference/rotary.html"
 SECONDS = 30
 
@@ -44,7 +55,11 @@ RESULTS = "return [...document.querySelectorAll('ul.search li a')].map(a => a.hr
 def browse(docs: pathlib.Path, screenshots: pathlib.Path | None = None) -> list[str]:
     """What is wrong with the pages in a folder: a line each."""
     with _server(docs) as address, _browser() as driver:
-        pages = sorted(path.relative_to(docs).as_posix() for path in docs.rglob("*.html") if "_static" not in path.parts)
+        pages = sorted(
+            path.relative_to(docs).as_posix()
+            for path in docs.rglob("*.html")
+            if "_static" not in path.parts
+        )
         faults, links, ids, pictures = [], {}, {}, 0
         for page in pages:
             driver.get(f"{address}/{page}")
@@ -52,13 +67,19 @@ def browse(docs: pathlib.Path, screenshots: pathlib.Path | None = None) -> list[
             count, broken = driver.execute_script(PICTURES)
             pictures += count
             faults += [f"{page}: {source} does not load" for source in broken]
-            faults += [f"{page}: {entry['message']}" for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
+            faults += [
+                f"{page}: {entry['message']}"
+                for entry in driver.get_log("browser")
+                if entry["level"] == "SEVERE"
+            ]
         faults += _broken_links(address, links, ids)
         faults += _too_wide(driver, address, pages)
         faults += _unfound(driver, address)
         if screenshots:
             _take(driver, address, screenshots)
-    print(f"{len(pages)} pages, {sum(map(len, links.values()))} links, {pictures} pictures, {len(faults)} faults")
+    print(
+        f"{len(pages)} pages, {sum(map(len, links.values()))} links, {pictures} pictures, {len(faults)} faults"
+    )
     return faults
 
 
@@ -66,7 +87,9 @@ def _broken_links(address: str, links: dict[str, list[str]], ids: dict[str, set[
     """Links to pages or places of this documentation that are not there."""
     faults = []
     for page, targets in links.items():
-        for target in sorted({target.removeprefix(f"{address}/") for target in targets if target.startswith(address)}):
+        for target in sorted(
+            {target.removeprefix(f"{address}/") for target in targets if target.startswith(address)}
+        ):
             goal, _, place = target.partition("#")
             goal = goal or "index.html"
             if goal not in ids or (place and place not in ids[goal]):
@@ -92,7 +115,11 @@ def _unfound(driver, address: str) -> list[str]:
 
     driver.get(f"{address}/search.html?q={SEARCHED}")
     results = WebDriverWait(driver, SECONDS).until(lambda driver: driver.execute_script(RESULTS))
-    return [] if any(FOUND in result for result in results) else [f"search: {SEARCHED} is not found on {FOUND}"]
+    return (
+        []
+        if any(FOUND in result for result in results)
+        else [f"search: {SEARCHED} is not found on {FOUND}"]
+    )
 
 
 def _take(driver, address: str, folder: pathlib.Path) -> None:
@@ -117,7 +144,9 @@ def _server(folder: pathlib.Path):
         def log_message(self, *arguments):
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder))
+    )
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
@@ -132,7 +161,10 @@ def _server(folder: pathlib.Path):
 def _browser():
     from selenium import webdriver  # noqa: PLC0415
 
-    options, service = webdriver.ChromeOptions(), webdriver.ChromeService(shutil.which("chromedriver"))
+    options, service = (
+        webdriver.ChromeOptions(),
+        webdriver.ChromeService(shutil.which("chromedriver")),
+    )
     options.binary_location = chromium()
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     with tempfile.TemporaryDirectory() as profile:
@@ -149,19 +181,32 @@ def _browser():
 
 def chromium() -> str | None:
     """The path of Chromium where it and its driver are installed."""
-    return shutil.which("chromedriver") and (shutil.which("chromium") or shutil.which("google-chrome"))
+    return shutil.which("chromedriver") and (
+        shutil.which("chromium") or shutil.which("google-chrome")
+    )
 
 
 def main() -> int:
     """Prints what is wrong; 1 if anything is."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("docs", type=pathlib.Path, help="folder of the built pages")
-    parser.add_argument("--screenshots", type=pathlib.Path, metavar="FOLDER", help="save pictures of some pages here")
+    parser.add_argument(
+        "--screenshots",
+        type=pathlib.Path,
+        metavar="FOLDER",
+        help="save pictures of some pages here",
+    )
     arguments = parser.parse_args()
     if not chromium():
-        parser.error("wanted Chromium and its driver on the path; on Debian: apt-get install chromium chromium-driver")
+        parser.error(
+            "wanted Chromium and its driver on the path; on Debian: apt-get install chromium chromium-driver"
+        )
     if not (arguments.docs / "index.html").exists():
-        parser.error(f"{arguments.docs}: wanted built pages; run: python -m sphinx -W --keep-going notebooks {arguments.docs}")
+        parser.error(
+            f"{arguments.docs}: wanted built pages; run: python -m sphinx -W --keep-going notebooks {arguments.docs}"
+        )
     faults = browse(arguments.docs, arguments.screenshots)
     print(*faults, sep="\n", end="\n" if faults else "")
     return int(bool(faults))

@@ -4,7 +4,15 @@ import math
 import re
 from typing import NamedTuple
 
-KINDS = ("all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "ragged-all-to-all", "reduce-scatter")
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+)
 BITS = {"pred": 8, "bf16": 16}
 DEFINITION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (.*)$")
 CALL = re.compile(rf"^(.*?) ({'|'.join(KINDS)})(?:-start)?\((.*?)\)(.*)$")
@@ -31,19 +39,32 @@ class Collective(NamedTuple):
     def sent(self):
         """Bytes that each device sends, around a ring."""
         share = (self.group_size - 1) / self.group_size
-        return self.bytes * {"all-reduce": 2 * share, "all-gather": self.group_size - 1, "collective-permute": 1}.get(self.kind, share)
+        return self.bytes * {
+            "all-reduce": 2 * share,
+            "all-gather": self.group_size - 1,
+            "collective-permute": 1,
+        }.get(self.kind, share)
 
 
 def collectives(compiled):
     """Those of a compiled function between two devices or more, in the order of its text."""
-    lines = [match.groups() for match in map(DEFINITION.match, compiled.as_text().splitlines()) if match]
-    types = {name: _arrays(rest.split("(")[0] if not rest.startswith("(") else rest[: rest.index(") ") + 1]) for name, rest in lines}
+    lines = [
+        match.groups() for match in map(DEFINITION.match, compiled.as_text().splitlines()) if match
+    ]
+    types = {
+        name: _arrays(
+            rest.split("(")[0] if not rest.startswith("(") else rest[: rest.index(") ") + 1]
+        )
+        for name, rest in lines
+    }
     found = []
     for name, rest in lines:
         call = CALL.match(rest)
         group_size = _group_size(call[4]) if call else 1
         if group_size > 1:
-            operands = [array for operand in re.findall(r"%([\w.-]+)", call[3]) for array in types[operand]]
+            operands = [
+                array for operand in re.findall(r"%([\w.-]+)", call[3]) for array in types[operand]
+            ]
             found.append(Collective(call[2], operands, group_size, f"{name} = {rest}"))
     return found
 
@@ -62,7 +83,10 @@ def _group_size(attributes):
 
 
 def _arrays(text):
-    return [(dtype, tuple(int(size) for size in shape.split(",") if size)) for dtype, shape in ARRAY.findall(text)]
+    return [
+        (dtype, tuple(int(size) for size in shape.split(",") if size))
+        for dtype, shape in ARRAY.findall(text)
+    ]
 
 
 def _bits(dtype):

@@ -1,7 +1,9 @@
-"""Every test runs on 8 CPU devices, with the shapes and dtypes that annotations state checked on each call.
+"""Every test runs on 8 CPU devices, with the shapes and dtypes that annotations state checked on
+each call.
 
-Most of XLA's optimizations for the CPU are off: programs that run once compile in less than half of the time. To test what users get, as
-.ci/run does on the newest Python, set JAX_DISABLE_MOST_OPTIMIZATIONS=0.
+Most of XLA's optimizations for the CPU are off: programs that run once compile in less than half of
+the time. To test what users get, as .ci/run does on the newest Python, set
+JAX_DISABLE_MOST_OPTIMIZATIONS=0.
 
 Compiled programs are kept in .jax_cache, so that the next run compiles only what changed.
 """
@@ -13,16 +15,25 @@ import pathlib
 import shutil
 
 # The programs are too small for several threads to compile one of them.
-FLAGS = {"--xla_force_host_platform_device_count": "8", "--xla_cpu_parallel_codegen_split_count": "1"}
+FLAGS = {
+    "--xla_force_host_platform_device_count": "8",
+    "--xla_cpu_parallel_codegen_split_count": "1",
+}
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # XLA ends a process that names a flag which it does not have, as a newer one does not.
-HAS_FUSION_EMITTERS_FLAG = tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) <= (0, 10)
+HAS_FUSION_EMITTERS_FLAG = tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) <= (
+    0,
+    10,
+)
 if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and HAS_FUSION_EMITTERS_FLAG:
     FLAGS["--xla_cpu_use_fusion_emitters"] = "false"
 GIVEN = os.environ.get("XLA_FLAGS", "")
-os.environ["XLA_FLAGS"] = " ".join([GIVEN, *(f"{name}={value}" for name, value in FLAGS.items() if name not in GIVEN)])
+os.environ["XLA_FLAGS"] = " ".join(
+    [GIVEN, *(f"{name}={value}" for name, value in FLAGS.items() if name not in GIVEN)]
+)
 
-# Filtering jax's own frames out of a traceback takes a millisecond an error, and the tests raise thousands of errors on purpose.
+# Filtering jax's own frames out of a traceback takes a millisecond an error, and the tests raise
+# thousands of errors on purpose.
 os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
 
 CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
@@ -32,7 +43,11 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import typecheck
 
-typecheck.install("transformer_embed._checks", "transformer_embed.functional", "transformer_embed.layers")
+typecheck.install(
+    "transformer_embed._src.arguments",
+    "transformer_embed._src.functional",
+    "transformer_embed._src.layers",
+)
 
 
 def pytest_configure(config):
@@ -43,7 +58,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    """Spares the garbage collector what lives to the end, such as modules and tests: going through it took a tenth of the time."""
+    """Spares the garbage collector what lives to the end, such as modules and tests: going through
+    it took a tenth of the time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)

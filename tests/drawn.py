@@ -5,7 +5,10 @@ import numpy as np
 
 
 def drawn(init, *arguments):
-    """In the tree, shapes and dtypes that an init gives, drawn by NumPy: an init is compiled for each shape, in half a second."""
+    """In the tree, shapes and dtypes that an init gives, drawn by NumPy: an init is compiled for
+    each shape, in half a second."""
     shapes = jax.eval_shape(lambda: init(jax.random.key(0), *arguments))
     random = np.random.default_rng(0)
-    return jax.tree.map(lambda leaf: jax.device_put(random.normal(0.5, 1, leaf.shape).astype(leaf.dtype)), shapes)
+    return jax.tree.map(
+        lambda leaf: jax.device_put(random.normal(0.5, 1, leaf.shape).astype(leaf.dtype)), shapes
+    )

@@ -1,4 +1,5 @@
-"""Any arguments at all, for functions that give a right result or raise a TypeError or ValueError of ours, which names an argument."""
+"""Any arguments at all, for functions that give a right result or raise a TypeError or ValueError
+of ours, which names an argument."""
 
 import contextlib
 import fractions
@@ -34,8 +35,33 @@ NUMBERS = [
     fractions.Fraction(1, 3),
 ]
 NUMBERS += [True, np.int8(3), np.float16(0.5), np.longdouble(0.5), jnp.int32(2), 1j]
-WORDS = ["half", "interleaved", "sin_cos", "first", "proportional", "zero", "round_up", "nan", "gather", "left", "mean", "", "abc", b"half"]
-DTYPES = ["float32", "bfloat16", "float16", "int32", jnp.bfloat16, np.dtype(">f4"), float, int, "float8_e4m3fn"]
+WORDS = [
+    "half",
+    "interleaved",
+    "sin_cos",
+    "first",
+    "proportional",
+    "zero",
+    "round_up",
+    "nan",
+    "gather",
+    "left",
+    "mean",
+    "",
+    "abc",
+    b"half",
+]
+DTYPES = [
+    "float32",
+    "bfloat16",
+    "float16",
+    "int32",
+    jnp.bfloat16,
+    np.dtype(">f4"),
+    float,
+    int,
+    "float8_e4m3fn",
+]
 ARRAYS = [
     np.arange(3),
     np.arange(6).reshape(2, 3),
@@ -99,9 +125,13 @@ def call(function, arguments):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return True, function(*arguments["masks"]) if "masks" in arguments else function(**arguments)
+            return True, function(*arguments["masks"]) if "masks" in arguments else function(
+                **arguments
+            )
         except (TypeError, ValueError) as error:
             message = str(error)
             if not (OURS.match(message) or MISSING.search(message)):
-                raise AssertionError(f"not our error: {type(error).__name__}: {message[:300]}") from error
+                raise AssertionError(
+                    f"not our error: {type(error).__name__}: {message[:300]}"
+                ) from error
             return False, None

@@ -5,7 +5,13 @@ import fractions
 import mpmath
 import numpy as np
 
-from transformer_embed.functional.rotary_scaling import DynamicNTKScaling, LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
+from transformer_embed._src.functional.rotary_scaling import (
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    NTKScaling,
+    YarnScaling,
+)
 
 
 def mpf(value):
@@ -13,8 +19,9 @@ def mpf(value):
     return value if isinstance(value, mpmath.mpf) else mpmath.mpf(float(value))
 
 
-# 6.0e-8 is promised: half a unit in the last place below 1 (2.98e-8, which no float32 result can beat), the two roundings of
-# the polynomial (together below half of it again) and the minimax error (1.8e-9).
+# 6.0e-8 is promised: half a unit in the last place below 1 (2.98e-8, which no float32 result can
+# beat), the two roundings of the polynomial (together below half of it again) and the minimax error
+# (1.8e-9).
 MAX_ERROR = 6.0e-8
 
 
@@ -50,7 +57,9 @@ def encoding(position, d_model, *, layout="interleaved", odd="truncate", **const
     return [*values, mpmath.mpf(0)][:d_model]
 
 
-def sinusoidal_frequencies(d_model, *, odd="truncate", base=1e4, shift=None, frequency_scale=1.0, **_):
+def sinusoidal_frequencies(
+    d_model, *, odd="truncate", base=1e4, shift=None, frequency_scale=1.0, **_
+):
     """The frequency of each pair of channels."""
     pairs = d_model // 2 if odd == "zero" else (d_model + 1) // 2
     width = d_model + d_model % 2 if odd == "round_up" else d_model
@@ -72,29 +81,49 @@ def scaled_frequencies(scaling, dim, base):
             alpha = mpf(scaling.alpha)
         else:
             longest = max(scaling.length, scaling.original_length)
-            alpha = mpf(scaling.factor) * longest / scaling.original_length - (mpf(scaling.factor) - 1)
+            alpha = mpf(scaling.factor) * longest / scaling.original_length - (
+                mpf(scaling.factor) - 1
+            )
         stretched = mpf(base) * alpha ** (mpf(dim) / (dim - 2)) if dim > 2 else mpf(base)
         return [stretched ** (-mpf(2 * i) / dim) for i in range(dim // 2)], 1
     if isinstance(scaling, YarnScaling):
-        index = lambda turns: dim * mpmath.log(scaling.original_length / (mpf(turns) * 2 * mpmath.pi)) / (2 * mpmath.log(mpf(base)))
+        index = lambda turns: (
+            dim
+            * mpmath.log(scaling.original_length / (mpf(turns) * 2 * mpmath.pi))
+            / (2 * mpmath.log(mpf(base)))
+        )
         low, high = index(scaling.beta_fast), index(scaling.beta_slow)
         low, high = (mpmath.floor(low), mpmath.ceil(high)) if scaling.truncate else (low, high)
         low, high = max(low, mpf(0)), min(high, mpf(dim - 1))
         high = high + mpf("0.001") if low == high else high
         ramp = [min(max((i - low) / (high - low), 0), 1) for i in range(dim // 2)]
         mscale = lambda s: mpf(s) * log(scaling.factor) / 10 + 1
-        blend = [f / mpf(scaling.factor) * r + f * (1 - r) for f, r in zip(plain, ramp, strict=True)]
-        return blend, mscale(scaling.mscale) / mscale(scaling.mscale_all_dim) if given is None else mpf(given)
+        blend = [
+            f / mpf(scaling.factor) * r + f * (1 - r) for f, r in zip(plain, ramp, strict=True)
+        ]
+        return blend, mscale(scaling.mscale) / mscale(
+            scaling.mscale_all_dim
+        ) if given is None else mpf(given)
     if isinstance(scaling, Llama3Scaling):
         return [_llama_3(f, scaling) for f in plain], 1
-    factors = scaling.long_factor if scaling.length > scaling.original_length else scaling.short_factor
-    attention = mpmath.sqrt(1 + log(scaling.factor) / mpmath.log(scaling.original_length)) if given is None else mpf(given)
+    factors = (
+        scaling.long_factor if scaling.length > scaling.original_length else scaling.short_factor
+    )
+    attention = (
+        mpmath.sqrt(1 + log(scaling.factor) / mpmath.log(scaling.original_length))
+        if given is None
+        else mpf(given)
+    )
     return [f / mpf(factor) for f, factor in zip(plain, factors, strict=True)], attention
 
 
 def _llama_3(frequency, scaling):
     """`apply_scaling` of the published code, by wavelengths."""
-    wavelength, low, high = 2 * mpmath.pi / frequency, mpf(scaling.low_freq_factor), mpf(scaling.high_freq_factor)
+    wavelength, low, high = (
+        2 * mpmath.pi / frequency,
+        mpf(scaling.low_freq_factor),
+        mpf(scaling.high_freq_factor),
+    )
     if wavelength < scaling.original_length / high:
         return frequency
     if wavelength > scaling.original_length / low:
@@ -104,7 +133,8 @@ def _llama_3(frequency, scaling):
 
 
 def alibi_slopes(num_heads, max_bias=8):
-    """To 200 bits: a geometric sequence for a power of two; else that of the power below, and every other one of twice that power."""
+    """To 200 bits: a geometric sequence for a power of two; else that of the power below, and every
+    other one of twice that power."""
     power = max(2**n for n in range(12) if 2**n <= num_heads)
     with mpmath.workprec(200):
         ratios = {n: mpmath.mpf(2) ** (-mpf(max_bias) / n) for n in (power, 2 * power)}
@@ -113,13 +143,16 @@ def alibi_slopes(num_heads, max_bias=8):
 
 
 def t5_bucket(query, key, num_buckets, max_distance, bidirectional):
-    """T5's bucket; the floor of the logarithm is the number of powers of max_distance / e that the distance has reached."""
+    """T5's bucket; the floor of the logarithm is the number of powers of max_distance / e that the
+    distance has reached."""
     after, buckets = key > query, num_buckets // 2 if bidirectional else num_buckets
     distance = abs(key - query) if bidirectional or not after else 0
     exact = buckets // 2
     if distance >= exact:
         steps, base = buckets - exact, fractions.Fraction(max_distance, exact)
-        reached = sum(fractions.Fraction(distance, exact) ** steps >= base**j for j in range(1, steps))
+        reached = sum(
+            fractions.Fraction(distance, exact) ** steps >= base**j for j in range(1, steps)
+        )
         distance = exact + reached
     return distance + (buckets if after and bidirectional else 0)
 

@@ -1,7 +1,8 @@
 """Compiles programs for accelerators that are not there, and reads what the compiler made of them.
 
-A target is named as in `tpu:v5e:2x2` (any topology that libtpu knows; it comes with `pip install "jax[tpu]"`) or `cuda:h200` (with the
-CUDA plugin of jax's own version). Start Python with JAX_PLATFORMS=cpu for a TPU, and cpu,cuda for a GPU: no such device is looked for.
+A target is named as in `tpu:v5e:2x2` (any topology that libtpu knows; it comes with `pip install
+"jax[tpu]"`) or `cuda:h200` (with the CUDA plugin of jax's own version). Start Python with
+JAX_PLATFORMS=cpu for a TPU, and cpu,cuda for a GPU: no such device is looked for.
 """
 
 import functools
@@ -37,7 +38,8 @@ runtime_version { major: 12 minor: 8 }
 """
 GPUS = {"h200": H200}
 NAMES = "tpu:v5e:2x2, tpu:v5e:16x16, tpu:v5p:8x8x8, tpu:v5p:16x16x16, cuda:h200"
-# For a GPU that is not there, nothing is timed; for a TPU that is not there, nobody is asked about it.
+# For a GPU that is not there, nothing is timed; for a TPU that is not there, nobody is asked about
+# it.
 GPU_FLAGS = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 ENVIRONMENT = {
     "tpu": {
@@ -50,7 +52,16 @@ ENVIRONMENT = {
     },
     "cuda": {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"},
 }
-NOT_KERNELS = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "partition-id", "replica-id")
+NOT_KERNELS = (
+    "parameter",
+    "constant",
+    "bitcast",
+    "tuple",
+    "get-tuple-element",
+    "after-all",
+    "partition-id",
+    "replica-id",
+)
 
 
 class TargetError(Exception):
@@ -58,7 +69,8 @@ class TargetError(Exception):
 
 
 class Facts(NamedTuple):
-    """What a compiled program is. `cycles`: those that XLA estimates, of what it estimates; None for a GPU."""
+    """What a compiled program is. `cycles`: those that XLA estimates, of what it estimates; None
+    for a GPU."""
 
     kernels: int
     temporaries: int
@@ -84,9 +96,20 @@ class Target:
         devices = np.array(self.devices[: math.prod(axes.values())]).reshape(*axes.values())
         return Mesh(devices, tuple(axes), axis_types=(kind,) * len(axes))
 
-    def array(self, shape: tuple[int, ...], dtype: Any = jnp.float32, mesh: Mesh | None = None, spec: Any = None) -> Any:
-        """An argument of a program: on one device, or split over a mesh as a PartitionSpec says (None: whole on each device)."""
-        sharding = SingleDeviceSharding(self.devices[0]) if mesh is None else NamedSharding(mesh, spec or PartitionSpec())
+    def array(
+        self,
+        shape: tuple[int, ...],
+        dtype: Any = jnp.float32,
+        mesh: Mesh | None = None,
+        spec: Any = None,
+    ) -> Any:
+        """An argument of a program: on one device, or split over a mesh as a PartitionSpec says
+        (None: whole on each device)."""
+        sharding = (
+            SingleDeviceSharding(self.devices[0])
+            if mesh is None
+            else NamedSharding(mesh, spec or PartitionSpec())
+        )
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def like(self, tree: Any) -> Any:
@@ -95,7 +118,9 @@ class Target:
 
     def compile(self, function: Callable, *arguments: Any, donate: tuple[int, ...] = ()) -> Any:
         """The compiled program."""
-        jitted = function if hasattr(function, "trace") else jax.jit(function, donate_argnums=donate)
+        jitted = (
+            function if hasattr(function, "trace") else jax.jit(function, donate_argnums=donate)
+        )
         return jitted.trace(*arguments).lower(lowering_platforms=(self.platform,)).compile()
 
     def facts(self, function: Callable, *arguments: Any, donate: tuple[int, ...] = ()) -> Facts:
@@ -104,14 +129,19 @@ class Target:
         compiled = self.compile(function, *arguments, donate=donate)
         seconds, text = time.perf_counter() - start, compiled.as_text()
         temporaries = compiled.memory_analysis().temp_size_in_bytes
-        return Facts(_kernels(text), temporaries, _cycles(text), collectives(compiled), seconds, text)
+        return Facts(
+            _kernels(text), temporaries, _cycles(text), collectives(compiled), seconds, text
+        )
 
 
 def _cycles(text: str) -> int | None:
-    """Of the entry computation: a loop's body counts as often as it runs, where its condition compares with a constant, and else once."""
+    """Of the entry computation: a loop's body counts as often as it runs, where its condition
+    compares with a constant, and else once."""
     if "estimated_cycles" not in text:
         return None
-    computations = dict(re.findall(r"^(?:ENTRY )?%?([\w.-]+) \(.*?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL))
+    computations = dict(
+        re.findall(r"^(?:ENTRY )?%?([\w.-]+) \(.*?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL)
+    )
 
     @functools.cache
     def of(name: str) -> int:
@@ -130,13 +160,18 @@ def _cycles(text: str) -> int | None:
 def _kernels(text: str) -> int:
     """Operations of the entry computation that do work; what starts and ends later counts once."""
     entry = text[text.index("\nENTRY") :]
-    operations = re.findall(r"^ .*? = .*?[\]})] ([a-z][\w-]*)\(", entry[: entry.index("\n}")], re.MULTILINE)
-    return sum(operation not in NOT_KERNELS and not operation.endswith("-done") for operation in operations)
+    operations = re.findall(
+        r"^ .*? = .*?[\]})] ([a-z][\w-]*)\(", entry[: entry.index("\n}")], re.MULTILINE
+    )
+    return sum(
+        operation not in NOT_KERNELS and not operation.endswith("-done") for operation in operations
+    )
 
 
 @functools.cache
 def target(name: str) -> Target:
-    """The target of a name; a TargetError where there is none, or where what compiles for it is not installed."""
+    """The target of a name; a TargetError where there is none, or where what compiles for it is not
+    installed."""
     platform, _, rest = name.partition(":")
     if platform not in ENVIRONMENT or not rest or (platform == "cuda" and rest not in GPUS):
         raise TargetError(f"target: wanted a name such as {NAMES}, got {name!r}")
@@ -148,19 +183,31 @@ def target(name: str) -> Target:
         raise
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise TargetError(f"target: wanted a topology that XLA compiles for, such as {NAMES}, got {name!r} ({reason[:160]})") from error
+        raise TargetError(
+            f"target: wanted a topology that XLA compiles for, such as {NAMES}, got {name!r} ({reason[:160]})"
+        ) from error
 
 
 def _tpu(topology: str) -> Any:
     if importlib.util.find_spec("libtpu") is None:
-        raise TargetError(f'target: wanted libtpu, to compile for tpu:{topology}: pip install "jax[tpu]=={jax.__version__}"')
+        raise TargetError(
+            f'target: wanted libtpu, to compile for tpu:{topology}: pip install "jax[tpu]=={jax.__version__}"'
+        )
     return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
 
 
 def _gpu(kind: str) -> Any:
     plugin = f"jax-cuda12-plugin[with-cuda]=={jax.__version__}"
     if importlib.util.find_spec("jax_cuda12_plugin") is None:
-        raise TargetError(f'target: wanted the CUDA plugin, to compile for cuda:{kind}: pip install "{plugin}"')
-    if "cuda" not in os.environ.get("JAX_PLATFORMS", "") or GPU_FLAGS not in os.environ.get("XLA_FLAGS", ""):
-        raise TargetError(f'target: wanted JAX_PLATFORMS=cpu,cuda and XLA_FLAGS="{GPU_FLAGS}" in the environment')
-    return topologies.get_topology_desc(platform="cuda", topology_name="", topology="1x1x1", target_config=GPUS[kind]).devices
+        raise TargetError(
+            f'target: wanted the CUDA plugin, to compile for cuda:{kind}: pip install "{plugin}"'
+        )
+    if "cuda" not in os.environ.get("JAX_PLATFORMS", "") or GPU_FLAGS not in os.environ.get(
+        "XLA_FLAGS", ""
+    ):
+        raise TargetError(
+            f'target: wanted JAX_PLATFORMS=cpu,cuda and XLA_FLAGS="{GPU_FLAGS}" in the environment'
+        )
+    return topologies.get_topology_desc(
+        platform="cuda", topology_name="", topology="1x1x1", target_config=GPUS[kind]
+    ).devices

@@ -1,4 +1,5 @@
-"""What the README says of other libraries, asked of them: where this fails, the table in the README is out of date."""
+"""What the README says of other libraries, asked of them: where this fails, the table in the README
+is out of date."""
 
 import haiku as hk
 import jax
@@ -36,7 +37,11 @@ def our_rows(ids):
 
 @pytest.mark.parametrize(
     ("rows", "below", "above", "past_int32"),
-    [(our_rows, NAN, NAN, NAN), (haiku_rows, LAST_ROW, LAST_ROW, ROW_5), (flax_rows, LAST_ROW, NAN, ROW_5)],
+    [
+        (our_rows, NAN, NAN, NAN),
+        (haiku_rows, LAST_ROW, LAST_ROW, ROW_5),
+        (flax_rows, LAST_ROW, NAN, ROW_5),
+    ],
     ids=["ours", "Haiku", "Flax"],
 )
 def test_ids_outside_the_vocabulary(rows, below, above, past_int32):

@@ -1,4 +1,5 @@
-"""Each row of the tables of notebooks/conventions.md, against a formula written out from the project that it names."""
+"""Each row of the tables of notebooks/conventions.md, against a formula written out from the
+project that it names."""
 
 import re
 from pathlib import Path
@@ -52,7 +53,9 @@ def test_tensor2tensor_fairseq_m2m100_flaxformer_flax_pegasusx_axlearn_praxis(d_
 def test_whisper_maxtext():
     """Whisper's `sinusoids`: exp(-log(10000) / (channels // 2 - 1) * arange(channels // 2))."""
     frequencies = np.exp(-np.log(10000) / (16 // 2 - 1) * np.arange(16 // 2))
-    np.testing.assert_allclose(te.sinusoidal_table(40, 16, layout="sin_cos", shift=1), halves(frequencies, 16), **close)
+    np.testing.assert_allclose(
+        te.sinusoidal_table(40, 16, layout="sin_cos", shift=1), halves(frequencies, 16), **close
+    )
 
 
 @pytest.mark.parametrize("d_model", [6, 7])
@@ -60,12 +63,16 @@ def test_marian_roformer_ctrl_xlnet(d_model):
     """ceil(d / 2) sines, then floor(d / 2) cosines, with d as it is in the exponents."""
     angles = POSITIONS / 10000 ** (2 * (np.arange(d_model) // 2) / d_model)
     expected = np.concatenate([np.sin(angles[:, 0::2]), np.cos(angles[:, 1::2])], -1)
-    np.testing.assert_allclose(te.sinusoidal_table(40, d_model, layout="sin_cos"), expected, **close)
+    np.testing.assert_allclose(
+        te.sinusoidal_table(40, d_model, layout="sin_cos"), expected, **close
+    )
 
 
 def test_musicgen():
     expected = halves(np.exp(np.arange(8) * -(np.log(10000) / (8 - 1))), 17, np.cos, np.sin)
-    np.testing.assert_allclose(te.sinusoidal_table(40, 17, layout="cos_sin", shift=1, odd="zero"), expected, **close)
+    np.testing.assert_allclose(
+        te.sinusoidal_table(40, 17, layout="cos_sin", shift=1, odd="zero"), expected, **close
+    )
 
 
 @pytest.mark.parametrize("d_model", [6, 7])
@@ -80,16 +87,27 @@ def test_positional_encodings_1d(d_model):
 def test_diffusers_time_steps(flip, shift):
     times = np.array([0.0, 0.25, 999.5], np.float32)
     frequencies = 2.0 * np.exp(-np.log(10000) * np.arange(4) / (4 - shift))
-    expected = halves(frequencies, 9, *((np.cos, np.sin) if flip else (np.sin, np.cos)), positions=times[:, None].astype(float))
+    expected = halves(
+        frequencies,
+        9,
+        *((np.cos, np.sin) if flip else (np.sin, np.cos)),
+        positions=times[:, None].astype(float),
+    )
     layout = "cos_sin" if flip else "sin_cos"
     np.testing.assert_allclose(
-        te.sinusoidal_encoding(times, 9, layout=layout, shift=shift, odd="zero", frequency_scale=2.0), expected, **close
+        te.sinusoidal_encoding(
+            times, 9, layout=layout, shift=shift, odd="zero", frequency_scale=2.0
+        ),
+        expected,
+        **close,
     )
 
 
 def test_timescales_of_tensor2tensor():
     smallest, largest = 0.5, 2e4
-    ours = te.sinusoidal_table(40, 32, layout="sin_cos", shift=1, frequency_scale=smallest, base=largest / smallest)
+    ours = te.sinusoidal_table(
+        40, 32, layout="sin_cos", shift=1, frequency_scale=smallest, base=largest / smallest
+    )
     np.testing.assert_allclose(ours, halves(log_timescales(16, smallest, largest), 32), **close)
 
 
@@ -98,7 +116,10 @@ def test_timescales_of_tensor2tensor():
 
 def grid(shape, order, encode):
     """Each point's encodings of its coordinates, point by point."""
-    expected = [np.concatenate([encode(float(point[axis])) for axis in order]) for point in np.ndindex(*shape)]
+    expected = [
+        np.concatenate([encode(float(point[axis])) for axis in order])
+        for point in np.ndindex(*shape)
+    ]
     return np.array(expected).reshape(*shape, -1)
 
 
@@ -110,28 +131,41 @@ def sines_then_cosines(frequencies):
 def test_tensor2tensor_2d(d_model):
     expected = grid((3, 5), (0, 1), sines_then_cosines(log_timescales(d_model // 4)))
     expected = np.pad(expected, [(0, 0), (0, 0), (0, d_model - expected.shape[-1])])
-    np.testing.assert_allclose(te.sinusoidal_grid((3, 5), d_model, layout="sin_cos", shift=1, odd="zero"), expected, **close)
+    np.testing.assert_allclose(
+        te.sinusoidal_grid((3, 5), d_model, layout="sin_cos", shift=1, odd="zero"),
+        expected,
+        **close,
+    )
 
 
-@pytest.mark.parametrize(("shape", "d_model"), [((3, 5), 12), ((3, 5), 14), ((3, 5), 15), ((2, 3, 4), 12), ((2, 3, 4), 16)])
+@pytest.mark.parametrize(
+    ("shape", "d_model"),
+    [((3, 5), 12), ((3, 5), 14), ((3, 5), 15), ((2, 3, 4), 12), ((2, 3, 4), 16)],
+)
 def test_positional_encodings_2d_and_3d(shape, d_model):
     channels = 2 * int(np.ceil(d_model / (2 * len(shape))))
     angle = lambda p: p / 10000 ** (np.arange(0, channels, 2) / channels)
     encode = lambda p: np.stack([np.sin(angle(p)), np.cos(angle(p))], -1).reshape(-1)
     expected = grid(shape, range(len(shape)), encode)[..., :d_model]
-    np.testing.assert_allclose(te.sinusoidal_grid(shape, d_model, odd="round_up"), expected, **close)
+    np.testing.assert_allclose(
+        te.sinusoidal_grid(shape, d_model, odd="round_up"), expected, **close
+    )
 
 
 def test_mae():
     """get_2d_sincos_pos_embed: width first, omega = 1 / 10000 ** (arange(d / 4) / (d / 4))."""
     expected = grid((3, 5), (1, 0), sines_then_cosines(1 / 10000 ** (np.arange(6) / 6)))
-    np.testing.assert_allclose(te.sinusoidal_grid((3, 5), 24, axes=(1, 0), layout="sin_cos"), expected, **close)
+    np.testing.assert_allclose(
+        te.sinusoidal_grid((3, 5), 24, axes=(1, 0), layout="sin_cos"), expected, **close
+    )
 
 
 def test_big_vision():
     """posemb_sincos_2d: width first, omega = 1 / 10000 ** (arange(d / 4) / (d / 4 - 1))."""
     expected = grid((3, 5), (1, 0), sines_then_cosines(1 / 10000 ** (np.arange(6) / 5)))
-    np.testing.assert_allclose(te.sinusoidal_grid((3, 5), 24, axes=(1, 0), layout="sin_cos", shift=1), expected, **close)
+    np.testing.assert_allclose(
+        te.sinusoidal_grid((3, 5), 24, axes=(1, 0), layout="sin_cos", shift=1), expected, **close
+    )
 
 
 def test_diffusers_2d():
@@ -140,7 +174,10 @@ def test_diffusers_2d():
     coordinates = [np.arange(n) * base_size / n / scale for n in (h, w)]
     frequencies = 1 / 10000 ** (np.arange(6) / 6)
     encode = sines_then_cosines(frequencies)
-    expected = [[np.concatenate([encode(coordinates[1][x]), encode(coordinates[0][y])]) for x in range(w)] for y in range(h)]
+    expected = [
+        [np.concatenate([encode(coordinates[1][x]), encode(coordinates[0][y])]) for x in range(w)]
+        for y in range(h)
+    ]
     options = {"axes": (1, 0), "layout": "sin_cos", "axis_positions": coordinates}
     np.testing.assert_allclose(te.sinusoidal_grid((h, w), 24, **options), expected, **close)
     ours = te.SinusoidalGrid((h, w), **options).encoding(np.arange(h * w), 24)
@@ -157,7 +194,10 @@ def rotated(frequencies, pairs, x=HEAD, positions=POSITIONS, factor=1.0):
     out, angles = x.copy(), positions * frequencies
     for (a, b), angle in zip(pairs, angles.T, strict=True):
         cos, sin = factor * np.cos(angle)[:, None], factor * np.sin(angle)[:, None]
-        out[..., a], out[..., b] = x[..., a] * cos - x[..., b] * sin, x[..., b] * cos + x[..., a] * sin
+        out[..., a], out[..., b] = (
+            x[..., a] * cos - x[..., b] * sin,
+            x[..., b] * cos + x[..., a] * sin,
+        )
     return out
 
 
@@ -167,7 +207,9 @@ def half(dim, start=None):
 
 def check_rotary(expected, **options):
     x = HEAD.astype(np.float32)
-    np.testing.assert_allclose(te.apply_rotary(x, np.arange(40), **options), expected, **rotated_close)
+    np.testing.assert_allclose(
+        te.apply_rotary(x, np.arange(40), **options), expected, **rotated_close
+    )
 
 
 def geometric(dim, base=10000.0):
@@ -179,7 +221,9 @@ def test_llama_neox_gemma_keras_flaxformer():
 
 
 def test_gptj_roformer_cohere_torchtune_diffusers():
-    check_rotary(rotated(geometric(8), [(2 * i, 2 * i + 1) for i in range(4)]), layout="interleaved")
+    check_rotary(
+        rotated(geometric(8), [(2 * i, 2 * i + 1) for i in range(4)]), layout="interleaved"
+    )
 
 
 def test_partial_rotary_of_gptj_and_neox():
@@ -194,14 +238,18 @@ def test_sections_of_qwen2_vl():
     positions = np.stack([np.arange(40), np.arange(40) // 8, np.arange(40) % 8], -1)
     by_pair = positions[:, [0, 0, 1, 2]]
     ours = te.apply_rotary(HEAD.astype(np.float32), positions, sections=(2, 1, 1))
-    np.testing.assert_allclose(ours, rotated(geometric(8), half(8), positions=by_pair), **rotated_close)
+    np.testing.assert_allclose(
+        ours, rotated(geometric(8), half(8), positions=by_pair), **rotated_close
+    )
 
 
 def test_rotary_timescales():
     """Praxis: timescale = min * (max / min) ** (2i / d), angle = position / timescale."""
     smallest, largest = 2.0, 5e4
     timescale = smallest * (largest / smallest) ** (np.arange(0, 8, 2) / 8)
-    check_rotary(rotated(1 / timescale, half(8)), base=largest / smallest, scaling=te.LinearScaling(smallest))
+    check_rotary(
+        rotated(1 / timescale, half(8)), base=largest / smallest, scaling=te.LinearScaling(smallest)
+    )
 
 
 def test_position_interpolation():
@@ -215,7 +263,10 @@ def test_ntk_aware_scaling():
 def test_dynamic_ntk_scaling():
     """transformers: base * (factor * length / original - (factor - 1)) ** (d / (d - 2))."""
     base = 10000 * (2.0 * 64 / 16 - (2.0 - 1)) ** (8 / 6)
-    check_rotary(rotated(geometric(8, base), half(8)), scaling=te.DynamicNTKScaling(2.0, original_length=16, length=64))
+    check_rotary(
+        rotated(geometric(8, base), half(8)),
+        scaling=te.DynamicNTKScaling(2.0, original_length=16, length=64),
+    )
 
 
 def test_yarn():
@@ -235,7 +286,13 @@ def test_llama3():
     for f in geometric(8, 500000.0):
         wavelength = 2 * np.pi / f
         smooth = (8192 / wavelength - 1) / (4 - 1)
-        expected.append(f if wavelength < 8192 / 4 else f / 8 if wavelength > 8192 else (1 - smooth) * f / 8 + smooth * f)
+        expected.append(
+            f
+            if wavelength < 8192 / 4
+            else f / 8
+            if wavelength > 8192
+            else (1 - smooth) * f / 8 + smooth * f
+        )
     check_rotary(rotated(np.array(expected), half(8)), base=500000.0, scaling=te.Llama3Scaling(8.0))
 
 
@@ -250,7 +307,10 @@ def test_longrope_of_phi3(length):
 
 def test_dynamic_rope_of_keras_hub():
     """It divides every frequency by factor ** (d / (d - 2)), at every length."""
-    check_rotary(rotated(geometric(8) / 4.0 ** (8 / 6), half(8)), scaling=te.LinearScaling(4.0 ** (8 / (8 - 2))))
+    check_rotary(
+        rotated(geometric(8) / 4.0 ** (8 / 6), half(8)),
+        scaling=te.LinearScaling(4.0 ** (8 / (8 - 2))),
+    )
 
 
 def test_ntk_factor_of_diffusers():
@@ -270,17 +330,25 @@ in_float32 = {"rtol": 2e-7}
 
 
 def test_alibi():
-    np.testing.assert_allclose(te.alibi_bias(range(6), range(6), num_heads=4)[0], slopes(4) * DISTANCE, **in_float32)
+    np.testing.assert_allclose(
+        te.alibi_bias(range(6), range(6), num_heads=4)[0], slopes(4) * DISTANCE, **in_float32
+    )
 
 
 def test_alibi_of_mpt_and_keras():
     """`-slope * (length - 1 - key)`, with a maximum of its own."""
     expected = slopes(4, 6.0) * (np.arange(6) - 5)[None, None]
-    np.testing.assert_allclose(te.alibi_bias([5], range(6), num_heads=4, max_bias=6.0)[0], expected, **in_float32)
+    np.testing.assert_allclose(
+        te.alibi_bias([5], range(6), num_heads=4, max_bias=6.0)[0], expected, **in_float32
+    )
 
 
 def test_symmetric_alibi():
-    np.testing.assert_allclose(te.alibi_bias(range(6), range(6), num_heads=4, symmetric=True)[0], -slopes(4) * abs(DISTANCE), **in_float32)
+    np.testing.assert_allclose(
+        te.alibi_bias(range(6), range(6), num_heads=4, symmetric=True)[0],
+        -slopes(4) * abs(DISTANCE),
+        **in_float32,
+    )
 
 
 def test_alibi_of_bloom():
@@ -289,7 +357,9 @@ def test_alibi_of_bloom():
     tokens = te.TokenPositions.from_ids(ids)
     mask = ids != 0
     expected = slopes(4) * ((np.cumsum(mask, -1) - 1) * mask)[:, None, :]
-    np.testing.assert_allclose(te.alibi_bias([0], tokens.positions, num_heads=4)[0, :, 0], expected[:, 0], **in_float32)
+    np.testing.assert_allclose(
+        te.alibi_bias([0], tokens.positions, num_heads=4)[0, :, 0], expected[:, 0], **in_float32
+    )
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
@@ -306,8 +376,12 @@ def test_t5(bidirectional):
     exact = count // 2
     with np.errstate(divide="ignore"):
         # A hair above, for float64 falls short at exact boundaries as float32 does.
-        large = exact + np.log(distance / exact) / np.log(128 / exact) * (count - exact) * (1 + 1e-12)
-    buckets += np.where(distance < exact, distance, np.minimum(large, count - 1).clip(0)).astype(int)
+        large = exact + np.log(distance / exact) / np.log(128 / exact) * (count - exact) * (
+            1 + 1e-12
+        )
+    buckets += np.where(distance < exact, distance, np.minimum(large, count - 1).clip(0)).astype(
+        int
+    )
     ours = te.relative_position_buckets([300], relative + 300, bidirectional=bidirectional)
     np.testing.assert_array_equal(ours[0, 0], buckets)
 
@@ -318,7 +392,9 @@ WHERE = np.arange(6)
 
 
 def mask(**options):
-    return te.attention_mask(query_positions=WHERE, key_positions=WHERE, **({"causal": True} | options))[0, 0]
+    return te.attention_mask(
+        query_positions=WHERE, key_positions=WHERE, **({"causal": True} | options)
+    )[0, 0]
 
 
 def rule(allowed):
@@ -335,11 +411,14 @@ def test_window_of_axlearn_and_tensor2tensor():
 
 
 def test_bidirectional_window_of_transformers():
-    np.testing.assert_array_equal(mask(window=(2, 2), causal=False), rule(lambda q, k: abs(q - k) <= 2))
+    np.testing.assert_array_equal(
+        mask(window=(2, 2), causal=False), rule(lambda q, k: abs(q - k) <= 2)
+    )
 
 
 def test_chunks_of_llama4_are_counted_from_the_first_token():
-    """transformers' chunked_overlay: (key - left_padding) // chunk == (query - left_padding) // chunk."""
+    """transformers' chunked_overlay: (key - left_padding) // chunk == (query - left_padding) //
+    chunk."""
     tokens = te.TokenPositions.from_ids([[0, 0, 5, 6, 7, 8]])
     ours = te.attention_mask(**tokens.queries(), **tokens.keys(), causal=True, chunk=3)[0, 0]
     expected = rule(lambda q, k: k <= q and (k - 2) // 3 == (q - 2) // 3 and k >= 2)
@@ -356,7 +435,9 @@ def test_prefix_up_to_the_separator_of_tensor2tensor():
 def test_flagged_prefix_of_t5x_and_blocks_of_transformers():
     blocks = np.array([0, 0, -1, 1, 1, -1])
     ours = mask(query_block_ids=blocks, key_block_ids=blocks)
-    np.testing.assert_array_equal(ours, rule(lambda q, k: k <= q or (blocks[q] == blocks[k] and blocks[q] >= 0)))
+    np.testing.assert_array_equal(
+        ours, rule(lambda q, k: k <= q or (blocks[q] == blocks[k] and blocks[q] >= 0))
+    )
 
 
 def test_padding_masks_keys_only_in_transformers_keras_and_trax():
@@ -367,7 +448,9 @@ def test_padding_masks_keys_only_in_transformers_keras_and_trax():
 def test_padding_masks_queries_too_in_flax_and_t5x():
     """make_attention_mask(tokens, tokens): the outer product."""
     tokens = np.array([[True, True, True, True, False, False]])
-    ours = te.combine_masks(mask(padding_mask=tokens, causal=False)[None, None], tokens[:, None, :, None])
+    ours = te.combine_masks(
+        mask(padding_mask=tokens, causal=False)[None, None], tokens[:, None, :, None]
+    )
     np.testing.assert_array_equal(ours[0, 0], np.outer(tokens, tokens))
 
 
@@ -381,7 +464,9 @@ def test_padding_masks_queries_too_in_flax_and_t5x():
     ids=["here", "transformers", "t5x_tensor2tensor"],
 )
 def test_added_to_the_logits(value, expected):
-    np.testing.assert_array_equal(te.mask_to_bias([True, False], jnp.float32, value=value), [0, expected])
+    np.testing.assert_array_equal(
+        te.mask_to_bias([True, False], jnp.float32, value=value), [0, expected]
+    )
 
 
 # --- Position ids
@@ -401,7 +486,9 @@ def test_0_or_1_at_padding(at_padding):
     """transformers: position_ids = cumsum(mask) - 1; masked_fill(mask == 0, 0 or 1)."""
     mask = IDS != 1
     ours = te.TokenPositions.from_ids(IDS, pad_id=1, at_padding=at_padding)
-    np.testing.assert_array_equal(ours.positions, np.where(mask, np.cumsum(mask, 1) - 1, at_padding))
+    np.testing.assert_array_equal(
+        ours.positions, np.where(mask, np.cumsum(mask, 1) - 1, at_padding)
+    )
 
 
 def test_a_past_length_added_before_padding_is_set_apart():
@@ -427,9 +514,13 @@ def test_fairseq_sinusoids_count_from_padding_idx_plus_1():
 
 @pytest.mark.slow
 def test_decoding_behind_left_padding_compiles_once_and_equals_the_unpadded_run():
-    """The recipe of the README: a cache of fixed room, written by dynamic_update_slice; 32 steps."""
+    """The recipe of the README: a cache of fixed room, written by dynamic_update_slice; 32
+    steps."""
     random = np.random.default_rng(0)
-    table, projections = random.normal(0, 1, (16, 8)).astype(np.float32), random.normal(0, 1 / 3, (3, 8, 2, 4)).astype(np.float32)
+    table, projections = (
+        random.normal(0, 1, (16, 8)).astype(np.float32),
+        random.normal(0, 1 / 3, (3, 8, 2, 4)).astype(np.float32),
+    )
     prompts, steps = [[5, 6], [7, 8, 9, 4]], 32
     length = max(map(len, prompts))
     room = length + steps
@@ -440,9 +531,16 @@ def test_decoding_behind_left_padding_compiles_once_and_equals_the_unpadded_run(
     @jax.jit
     def attend(ids, tokens, cache, slot):
         query, key, value = jnp.einsum("btd,pdhk->pbthk", te.lookup(table, ids), projections)
-        query, key = te.apply_rotary(query, tokens.positions), te.apply_rotary(key, tokens.positions)
+        query, key = (
+            te.apply_rotary(query, tokens.positions),
+            te.apply_rotary(key, tokens.positions),
+        )
         new = {"key": key, "value": value, "tokens": tokens}
-        cache = jax.tree.map(lambda held, part: jax.lax.dynamic_update_slice_in_dim(held, part, slot, axis=1), cache, new)
+        cache = jax.tree.map(
+            lambda held, part: jax.lax.dynamic_update_slice_in_dim(held, part, slot, axis=1),
+            cache,
+            new,
+        )
         mask = te.attention_mask(**tokens.queries(), **cache["tokens"].keys(), causal=True)
         out = jax.nn.dot_product_attention(query, cache["key"], cache["value"], mask=mask)
         return te.tied_logits(out.reshape(*out.shape[:2], -1), table), cache
@@ -454,7 +552,11 @@ def test_decoding_behind_left_padding_compiles_once_and_equals_the_unpadded_run(
 
     def empty(batch):
         store = jnp.zeros((batch, room, 2, 4))
-        return {"key": store, "value": store, "tokens": te.TokenPositions.from_lengths(np.zeros(batch, int), room)}
+        return {
+            "key": store,
+            "value": store,
+            "tokens": te.TokenPositions.from_lengths(np.zeros(batch, int), room),
+        }
 
     prompt = te.TokenPositions.from_ids(ids, pad_id=0)
     _, cache = attend(ids, prompt, empty(2), 0)
@@ -466,7 +568,9 @@ def test_decoding_behind_left_padding_compiles_once_and_equals_the_unpadded_run(
     for row, prompt in enumerate(prompts):
         whole = np.array([[*prompt, *written[row]]])
         alone, _ = attend(whole, te.TokenPositions.from_ids(whole, pad_id=0), empty(1), 0)
-        np.testing.assert_allclose(np.stack(got, 1)[row], alone[0, len(prompt) :], rtol=0, atol=2e-5)
+        np.testing.assert_allclose(
+            np.stack(got, 1)[row], alone[0, len(prompt) :], rtol=0, atol=2e-5
+        )
 
 
 # --- Token rows, and other defaults
@@ -480,12 +584,18 @@ def test_rows_times_the_root_of_d_model_in_the_paper_ctrl_and_marian():
 
 
 def test_bert_gpt2_and_llama_do_not_scale_rows():
-    embed = hk.transform(lambda: te.TokenEmbedding(8, 4, scale=False, w_init=lambda *_: jnp.asarray(TABLE))(IDS))
+    embed = hk.transform(
+        lambda: te.TokenEmbedding(8, 4, scale=False, w_init=lambda *_: jnp.asarray(TABLE))(IDS)
+    )
     np.testing.assert_array_equal(embed.apply(embed.init(None), None), TABLE[IDS])
 
 
 def test_bert_and_gpt2_count_padding_from_0():
-    assert te.Learned(9).positions(jnp.asarray(IDS)).tolist() == te.Sinusoidal().positions(jnp.asarray(IDS)).tolist() == [0, 1, 2, 3, 4]
+    assert (
+        te.Learned(9).positions(jnp.asarray(IDS)).tolist()
+        == te.Sinusoidal().positions(jnp.asarray(IDS)).tolist()
+        == [0, 1, 2, 3, 4]
+    )
 
 
 def test_masks_of_floats_in_flax_and_t5x():

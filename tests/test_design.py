@@ -1,4 +1,5 @@
-"""What the package shows, and what it costs to import; import-linter holds who may import whom (pyproject.toml)."""
+"""What the package shows, and what it costs to import; import-linter holds who may import whom
+(pyproject.toml)."""
 
 import ast
 import inspect
@@ -7,6 +8,7 @@ import pydoc
 import subprocess
 import sys
 
+import public
 import pytest
 
 import transformer_embed as te
@@ -14,7 +16,6 @@ import transformer_embed as te
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "transformer_embed"
 
-ON_FIRST_USE = ("plots", "pretrained", "rows", "sharding")
 MAX_PUBLIC_NAMES = 55
 # Nobody published these before.
 OWN = {"check_ids"}
@@ -24,31 +25,21 @@ HEAVY = ("optax", "tqdm", "safetensors", "matplotlib")
 
 def test_all_lists_every_imported_public_name():
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
-    nodes = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module.startswith("transformer_embed.")]
+    nodes = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("transformer_embed")
+    ]
     names = [alias.asname or alias.name for node in nodes for alias in node.names]
     assert te.__all__ == sorted(names)
     assert all(hasattr(te, name) for name in te.__all__)
 
 
-def public_names(part):
-    """The functions and classes that `te.rows`, `te.plots`, ... show: those of `__all__`, or else the module's own."""
-    module = getattr(te, part)
-    own = [
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-        and getattr(value, "__module__", "").startswith(module.__name__)
-        and (inspect.isclass(value) or inspect.isfunction(value))
-    ]
-    return list(getattr(module, "__all__", own))
-
-
 def test_few_public_names():
-    names = te.__all__ + [f"{part}.{name}" for part in ON_FIRST_USE for name in public_names(part)]
-    assert len(names) <= MAX_PUBLIC_NAMES
+    assert len(public.EVERY) <= MAX_PUBLIC_NAMES
 
 
-@pytest.mark.parametrize("name", te.__all__)
+@pytest.mark.parametrize("name", public.TOP)
 def test_public_names_have_a_docstring_with_example_and_source(name):
     # An inherited docstring says nothing about the name at hand.
     text = inspect.cleandoc(getattr(te, name).__doc__ or "")
@@ -59,15 +50,18 @@ def test_public_names_have_a_docstring_with_example_and_source(name):
 
 def signatures_of(value):
     """What `help` shows of a function, or of a class and its methods."""
-    methods = [each for name, each in vars(value).items() if inspect.isfunction(each)] if inspect.isclass(value) else []
+    methods = (
+        [each for name, each in vars(value).items() if inspect.isfunction(each)]
+        if inspect.isclass(value)
+        else []
+    )
     return [str(inspect.signature(each)) for each in [value, *methods]]
 
 
-@pytest.mark.parametrize("part", ["", *ON_FIRST_USE])
+@pytest.mark.parametrize("part", ["", *public.PARTS])
 def test_help_shows_array_like_and_not_the_union_that_it_expands_to(part):
-    if part == "plots":
-        pytest.importorskip("matplotlib")
-    module, names = (getattr(te, part), public_names(part)) if part else (te, te.__all__)
+    module = getattr(te, part) if part else te
+    names = module.__all__ if part else public.TOP
     shown = [text for name in names for text in signatures_of(getattr(module, name))]
     assert not [text for text in shown if "numpy.number" in text or "SupportsDType" in text]
     if not part:
@@ -83,12 +77,18 @@ before = set(sys.modules)
 import transformer_embed
 print([name for name in {HEAVY} if name in set(sys.modules) - before])
 """
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert run.stdout.strip() == "[]"
 
 
 def test_the_top_level_holds_what_the_design_names():
     # A build leaves these behind, and git ignores them.
     left_behind = {"build", "dist"}
-    found = {path.name for path in ROOT.iterdir() if not path.name.startswith(".") and not path.name.endswith(".egg-info")}
+    found = {
+        path.name
+        for path in ROOT.iterdir()
+        if not path.name.startswith(".") and not path.name.endswith(".egg-info")
+    }
     assert found - left_behind - {"__pycache__"} <= TOP_LEVEL

@@ -4,6 +4,7 @@ import doctest
 import importlib
 import pkgutil
 
+import public
 import pytest
 
 import transformer_embed
@@ -25,7 +26,7 @@ def test_examples(name):
 
 def test_every_public_name_has_an_example():
     found = {test.name.rsplit(".", 1)[-1] for name in MODULES for test in examples(name)}
-    assert set(transformer_embed.__all__) <= found
+    assert set(public.TOP) <= found
 
 
 def examples(name):

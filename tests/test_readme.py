@@ -1,4 +1,5 @@
-"""The README and the pages of the documentation: each Python block runs, in order, in one namespace a document."""
+"""The README and the pages of the documentation: each Python block runs, in order, in one namespace
+a document."""
 
 import ast
 import re
@@ -8,7 +9,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = [page for page in sorted((ROOT / "notebooks").glob("*.md")) if "```python\n" in page.read_text(encoding="utf-8")]
+PAGES = [
+    page
+    for page in sorted((ROOT / "notebooks").glob("*.md"))
+    if "```python\n" in page.read_text(encoding="utf-8")
+]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MOST_LINES = 180
 
@@ -39,7 +44,11 @@ def test_the_notebook_command_installs_the_model_that_a_notebook_reads():
 
 
 def test_no_notebook_links_to_a_package_index():
-    links = {link for path in NOTEBOOKS for link in re.findall(r"https?://[^\s)\"\\]+", path.read_text(encoding="utf-8"))}
+    links = {
+        link
+        for path in NOTEBOOKS
+        for link in re.findall(r"https?://[^\s)\"\\]+", path.read_text(encoding="utf-8"))
+    }
     assert [link for link in links if re.search(r"//[^/]*(pypi|pythonhosted)", link)] == []
 
 
@@ -50,7 +59,8 @@ def test_each_block_of_the_readme_says_whether_it_runs_alone_or_continues():
 
 
 def test_no_name_of_the_readme_means_two_things():
-    """A name that a block assigns or defines at its top level is not assigned again by a later block."""
+    """A name that a block assigns or defines at its top level is not assigned again by a later
+    block."""
     owners = {}
     for number, block in enumerate(blocks_of(README)):
         for name in assigned(ast.parse(block)):

@@ -1,8 +1,10 @@
-"""Five tutorials on the input layer of a Transformer: what they print, the formulas they state, and the mistakes they make.
+"""Five tutorials on the input layer of a Transformer: what they print, the formulas they state, and
+the mistakes they make.
 
 - the position embedding note: a PyTorch note on position encoding alone;
 - the word embedding notebook: word embedding, positions and masks of one 3 x 8 batch, in PyTorch;
-- the DataCamp slides: J. Chapman, "Transformer Models with PyTorch", embedding and positional encoding;
+- the DataCamp slides: J. Chapman, "Transformer Models with PyTorch", embedding and positional
+encoding;
 - the encoding walk-through: a PyTorch notebook that builds a 10 x 6 table step by step;
 - the Haiku exercise: embeddings and positional encoding as Haiku modules.
 """
@@ -20,13 +22,15 @@ import transformer_embed as te
 
 # The accuracy that `sinusoidal_encoding` states.
 ENCODING_ERROR = 6.0e-8
-# Four decimals are printed, from float32 values below 4 in magnitude that torch rounds by at most 2**-23 an operation.
+# Four decimals are printed, from float32 values below 4 in magnitude that torch rounds by at most
+# 2**-23 an operation.
 PRINTED_ERROR = 0.5e-4 + 4 * 2.0**-23
 # Two printed numbers are subtracted.
 DIFFERENCE_ERROR = 2 * PRINTED_ERROR
 # One product and one sum in float32, of numbers below 4 * sqrt(512) in magnitude.
 SUM_ERROR = 4 * math.sqrt(512) * 2.0**-23
-# In torch's power the exponent, below 1, is rounded to float32: its error counts log(10000) times in the denominator.
+# In torch's power the exponent, below 1, is rounded to float32: its error counts log(10000) times
+# in the denominator.
 POWER_ERROR = math.log(10_000) * 2.0**-24
 # A wrong formula is wrong by more than any rounding: this is a tenth of the range of a sine.
 VISIBLE = 0.2
@@ -37,7 +41,8 @@ BATCH = [
     [101, 21, 8, 15, 9, 7, 13, 102],
 ]
 
-# The printouts of the word embedding notebook, rows of d_model = 6, whole up to place 6 of the second sentence.
+# The printouts of the word embedding notebook, rows of d_model = 6, whole up to place 6 of the
+# second sentence.
 EMBEDDED = [
     [1.0441, 0.8881, 0.8601, 0.3404, -0.0662, 0.0253],
     [0.0484, -0.6636, 1.7338, 0.8148, 0.4544, -1.0431],
@@ -145,9 +150,14 @@ def dropped_set(length, d_model):
 MISTAKES = [
     pytest.param(doubled_exponent, id="the position embedding note doubles the exponent"),
     pytest.param(multiplied, id="the position embedding note multiplies in its worked example"),
-    pytest.param(cosine_first, id="the position embedding note and the DataCamp slides give the cosine the even channels"),
+    pytest.param(
+        cosine_first,
+        id="the position embedding note and the DataCamp slides give the cosine the even channels",
+    ),
     pytest.param(sines_only, id="the encoding walk-through writes a sine for both halves"),
-    pytest.param(odd_denominators, id="the encoding walk-through computes denominators of odd channels"),
+    pytest.param(
+        odd_denominators, id="the encoding walk-through computes denominators of odd channels"
+    ),
     pytest.param(base_1000, id="the Haiku exercise writes a base of 1000"),
     pytest.param(dropped_set, id="the Haiku exercise drops the result of set"),
 ]
@@ -156,7 +166,9 @@ MISTAKES = [
 def encode(x, **options):
     """PositionalEncoding in evaluation."""
     x = jnp.asarray(x)
-    module = hk.transform(lambda: te.PositionalEncoding(te.Sinusoidal(**options), x.shape[-1])(x, is_training=False))
+    module = hk.transform(
+        lambda: te.PositionalEncoding(te.Sinusoidal(**options), x.shape[-1])(x, is_training=False)
+    )
     return module.apply({}, None)
 
 
@@ -211,7 +223,9 @@ def test_word_embedding_notebook_prints_embeddings_plus_encodings():
 def test_word_embedding_notebook_one_id_at_two_places_differs_by_the_encodings(token):
     first, second = [n for n, printed in enumerate(PRINTED_IDS) if printed == token]
     printed = np.subtract(ENCODED[second], ENCODED[first])
-    encodings = np.asarray(te.sinusoidal_encoding([PRINTED_POSITIONS[first], PRINTED_POSITIONS[second]], 6), np.float64)
+    encodings = np.asarray(
+        te.sinusoidal_encoding([PRINTED_POSITIONS[first], PRINTED_POSITIONS[second]], 6), np.float64
+    )
     np.testing.assert_allclose(encodings[1] - encodings[0], printed, rtol=0, atol=DIFFERENCE_ERROR)
     assert np.abs(printed).max() > VISIBLE
 
@@ -224,20 +238,28 @@ def test_word_embedding_notebook_one_id_at_one_place_is_one_vector():
 
 @pytest.mark.slow
 def test_encoding_walk_through_prints_this_table():
-    np.testing.assert_allclose(te.sinusoidal_table(10, 6), WALK_THROUGH_TABLE, rtol=0, atol=PRINTED_ERROR)
-    np.testing.assert_allclose(encode(np.zeros((10, 6), np.float32)), WALK_THROUGH_TABLE, rtol=0, atol=PRINTED_ERROR)
+    np.testing.assert_allclose(
+        te.sinusoidal_table(10, 6), WALK_THROUGH_TABLE, rtol=0, atol=PRINTED_ERROR
+    )
+    np.testing.assert_allclose(
+        encode(np.zeros((10, 6), np.float32)), WALK_THROUGH_TABLE, rtol=0, atol=PRINTED_ERROR
+    )
 
 
 def test_encoding_walk_through_prints_these_shapes():
     table = te.sinusoidal_table(10, 6)
     halves = te.sinusoidal_table(10, 6, layout="sin_cos")
     assert table.shape == (10, 6)
-    np.testing.assert_array_equal(np.stack([halves[:, :3], halves[:, 3:]], -1).reshape(10, 6), table)
+    np.testing.assert_array_equal(
+        np.stack([halves[:, :3], halves[:, 3:]], -1).reshape(10, 6), table
+    )
 
 
 @pytest.mark.slow
 def test_encoding_walk_through_prints_these_denominators():
-    np.testing.assert_allclose(denominators(6), EVEN_DENOMINATOR, rtol=POWER_ERROR, atol=PRINTED_ERROR)
+    np.testing.assert_allclose(
+        denominators(6), EVEN_DENOMINATOR, rtol=POWER_ERROR, atol=PRINTED_ERROR
+    )
 
 
 @pytest.mark.slow
@@ -261,7 +283,9 @@ def test_haiku_exercise_prints_this_shape():
 @pytest.mark.slow
 @pytest.mark.parametrize(("length", "d_model"), [(10, 6), (512, 6), (4, 512), (5000, 64)])
 def test_all_state_the_formula_of_the_paper(length, d_model):
-    np.testing.assert_allclose(te.sinusoidal_table(length, d_model), paper(length, d_model), rtol=0, atol=ENCODING_ERROR)
+    np.testing.assert_allclose(
+        te.sinusoidal_table(length, d_model), paper(length, d_model), rtol=0, atol=ENCODING_ERROR
+    )
 
 
 def test_datacamp_slides_scale_embeddings_and_then_add_the_encoding():
@@ -273,7 +297,9 @@ def test_datacamp_slides_scale_embeddings_and_then_add_the_encoding():
 @pytest.mark.slow
 def test_haiku_exercise_scales_the_rows_of_hk_embed():
     ids = np.array([[3, 1], [0, 4]])
-    theirs = hk.without_apply_rng(hk.transform(lambda: hk.Embed(100, 64, name="token_embedding")(ids) * jnp.sqrt(64)))
+    theirs = hk.without_apply_rng(
+        hk.transform(lambda: hk.Embed(100, 64, name="token_embedding")(ids) * jnp.sqrt(64))
+    )
     ours = hk.without_apply_rng(hk.transform(lambda: te.TokenEmbedding(100, 64)(ids)))
     params = theirs.init(jax.random.key(0))
     np.testing.assert_array_equal(ours.apply(params), theirs.apply(params))
@@ -281,9 +307,15 @@ def test_haiku_exercise_scales_the_rows_of_hk_embed():
 
 def test_haiku_exercise_drops_out_after_the_sum():
     x, rate = normal(0, 2, 12, 64), 0.1
-    theirs = hk.transform(lambda: hk.dropout(hk.next_rng_key(), rate, x + te.sinusoidal_table(12, 64)))
-    ours = hk.transform(lambda: te.PositionalEncoding(te.Sinusoidal(), 64, dropout_rate=rate)(x, is_training=True))
-    theirs, ours = (np.asarray(jax.jit(module.apply)({}, jax.random.key(1))) for module in (theirs, ours))
+    theirs = hk.transform(
+        lambda: hk.dropout(hk.next_rng_key(), rate, x + te.sinusoidal_table(12, 64))
+    )
+    ours = hk.transform(
+        lambda: te.PositionalEncoding(te.Sinusoidal(), 64, dropout_rate=rate)(x, is_training=True)
+    )
+    theirs, ours = (
+        np.asarray(jax.jit(module.apply)({}, jax.random.key(1))) for module in (theirs, ours)
+    )
     np.testing.assert_array_equal(theirs == 0, ours == 0)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=SUM_ERROR)
     assert 0 < (ours == 0).mean() < VISIBLE
@@ -301,15 +333,20 @@ def test_the_mistake_differs_and_ours_is_the_paper(mistake):
 
 @pytest.mark.slow
 def test_position_embedding_note_has_one_denominator_too_many_for_its_example():
-    # It lists 1, 100 and 10000 for d_model = 4, where its own code has 1 and 10000, and the paper 1 and 100.
+    # It lists 1, 100 and 10000 for d_model = 4, where its own code has 1 and 10000, and the paper 1
+    # and 100.
     np.testing.assert_allclose(denominators(4), [1, 100], rtol=2.0**-23)
 
 
 @pytest.mark.slow
 def test_encoding_walk_through_odd_denominators_are_not_ours():
-    np.testing.assert_allclose(10_000.0 ** (np.array([1, 3, 5]) / 6), ODD_DENOMINATOR, rtol=POWER_ERROR, atol=PRINTED_ERROR)
+    np.testing.assert_allclose(
+        10_000.0 ** (np.array([1, 3, 5]) / 6), ODD_DENOMINATOR, rtol=POWER_ERROR, atol=PRINTED_ERROR
+    )
     half_turns = np.pi * np.float64([EVEN_DENOMINATOR, ODD_DENOMINATOR])
-    even, odd = (np.asarray(te.sinusoidal_encoding(row, 6))[range(3), [1, 3, 5]] for row in half_turns)
+    even, odd = (
+        np.asarray(te.sinusoidal_encoding(row, 6))[range(3), [1, 3, 5]] for row in half_turns
+    )
     # The cosine is flat at half a turn: an error of e radians counts e**2 / 2.
     np.testing.assert_allclose(even, -1, rtol=0, atol=2 * ENCODING_ERROR)
     assert (np.abs(odd + 1) > VISIBLE).all()
@@ -337,9 +374,15 @@ def test_position_embedding_note_stops_at_max_len_and_sinusoids_do_not():
 
 
 def test_position_embedding_note_stops_at_max_len_and_learned_positions_say_so():
-    module = hk.transform(lambda length: te.PositionalEncoding(te.Learned(4), 6)(np.zeros((length, 6), np.float32), is_training=False))
+    module = hk.transform(
+        lambda length: te.PositionalEncoding(te.Learned(4), 6)(
+            np.zeros((length, 6), np.float32), is_training=False
+        )
+    )
     assert module.apply(module.init(jax.random.key(0), 4), None, 4).shape == (4, 6)
-    with pytest.raises(ValueError, match=r"^x: wanted a length of at most max_len = 4, got length 5$"):
+    with pytest.raises(
+        ValueError, match=r"^x: wanted a length of at most max_len = 4, got length 5$"
+    ):
         module.init(jax.random.key(0), 5)
 
 
@@ -355,6 +398,8 @@ def test_position_embedding_note_registers_no_table_and_ours_has_none_to_leave_b
 
 
 def test_haiku_exercise_trains_unless_told_and_ours_must_be_told():
-    module = hk.transform(lambda: te.PositionalEncoding(te.Sinusoidal(), 6)(np.zeros((2, 6), np.float32)))
+    module = hk.transform(
+        lambda: te.PositionalEncoding(te.Sinusoidal(), 6)(np.zeros((2, 6), np.float32))
+    )
     with pytest.raises(TypeError, match=r"^.*missing .* argument: 'is_training'"):
         module.init(jax.random.key(0))

@@ -7,11 +7,13 @@ from jaxtyping import Array, Float, Int32
 from typecheck import check_arrays
 
 import transformer_embed as te
-from transformer_embed.functional import lookup
+from transformer_embed._src.functional import lookup
 
 
 @check_arrays
-def taken(table: Float[Array, "v d"], ids: Int32[Array, "t"], style: int = 0) -> Float[Array, "t d"]:
+def taken(
+    table: Float[Array, "v d"], ids: Int32[Array, "t"], style: int = 0
+) -> Float[Array, "t d"]:
     return table[ids] if style == 0 else table[ids[:1]] if style == 1 else style
 
 

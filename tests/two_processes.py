@@ -1,7 +1,9 @@
-"""Trains a sharded table over the devices of several processes: one process, two on this machine, or many on a cluster.
+"""Trains a sharded table over the devices of several processes: one process, two on this machine,
+or many on a cluster.
 
-Run `python tests/two_processes.py ADDRESS:PORT NUM_PROCESSES PROCESS_ID [OUT.npz]` once for each process; ADDRESS:PORT is a free port on
-the machine of process 0. Each process prints the losses of two trainings, which fall and are the same in all processes.
+Run `python tests/two_processes.py ADDRESS:PORT NUM_PROCESSES PROCESS_ID [OUT.npz]` once for each
+process; ADDRESS:PORT is a free port on the machine of process 0. Each process prints the losses of
+two trainings, which fall and are the same in all processes.
 """
 
 import functools
@@ -11,9 +13,12 @@ import sys
 ADDRESS, NUM_PROCESSES, PROCESS_ID, *OUT = sys.argv[1:]
 NUM_DEVICES = 8
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-# CPU devices stand for accelerators here: on a machine with accelerators, delete the next two lines.
+# CPU devices stand for accelerators here: on a machine with accelerators, delete the next two
+# lines.
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={NUM_DEVICES // int(NUM_PROCESSES)}"
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={NUM_DEVICES // int(NUM_PROCESSES)}"
+)
 
 import jax
 import jax.numpy as jnp
@@ -44,16 +49,22 @@ def main():
     for name, step in ((DENSE, dense_step), (BY_ROWS, row_step), (BY_EXCHANGE, row_step)):
         found[f"{name}_losses"], found[f"{name}_table"] = train(step, exchange=name == BY_EXCHANGE)
         losses = ", ".join(f"{loss:.6f}" for loss in found[f"{name}_losses"])
-        say(f"process {jax.process_index()} of {jax.process_count()}, {jax.device_count()} devices, {LOSSES[name]}: {losses}")
+        say(
+            f"process {jax.process_index()} of {jax.process_count()}, {jax.device_count()} devices, {LOSSES[name]}: {losses}"
+        )
     if jax.process_index() == 0:
-        say(f"Each line has the losses of {STEPS} steps: they fall, and every process prints the same.", end=" ")
+        say(
+            f"Each line has the losses of {STEPS} steps: they fall, and every process prints the same.",
+            end=" ",
+        )
         say("The dense training has another loss than the two by rows.")
     if OUT and jax.process_index() == 0:
         np.savez(OUT[0], **found)
 
 
 def quiet_runtime():
-    """A print of our own; what the runtime of the processes writes to standard output goes nowhere."""
+    """A print of our own; what the runtime of the processes writes to standard output goes
+    nowhere."""
     output = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return functools.partial(print, file=output, flush=True)
@@ -61,29 +72,43 @@ def quiet_runtime():
 
 def train(step, exchange):
     """The losses, and the table after the last step."""
-    # The first axis goes over the processes: each feeds its own rows of the batch and holds the whole table, or, by exchange, half of it.
+    # The first axis goes over the processes: each feeds its own rows of the batch and holds the
+    # whole table, or, by exchange, half of it.
     mesh = jax.make_mesh((2, NUM_DEVICES // 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     name, over = "*/token_embedding/embeddings", ("data", "model") if exchange else "model"
     deal = name if exchange else None
-    params = te.sharding.shard_params(EMBEDDER.init, mesh, {name: PartitionSpec(over)}, rng=jax.random.key(0), deal=deal)
+    params = te.sharding.shard_params(
+        EMBEDDER.init, mesh, {name: PartitionSpec(over)}, rng=jax.random.key(0), deal=deal
+    )
     state, losses = init_state(params, mesh), []
     batch = np.random.default_rng(0).integers(0, VOCAB_SIZE, (8, 17)).astype(np.int32)
     ids = jax.make_array_from_callback(
-        batch.shape, NamedSharding(mesh, PartitionSpec(over if exchange else "data")), lambda index: batch[index]
+        batch.shape,
+        NamedSharding(mesh, PartitionSpec(over if exchange else "data")),
+        lambda index: batch[index],
     )
     for i in range(STEPS):
         params, state, loss = step(params, state, jax.random.key(i), ids)
         losses.append(float(loss))
     table = params[TABLE]["embeddings"]
-    everywhere = jax.jit(lambda array: array, out_shardings=NamedSharding(mesh, PartitionSpec()))(table.array)
-    return losses, np.asarray(everywhere.addressable_data(0))[table.positions(np.arange(VOCAB_SIZE, dtype=np.int32))]
+    everywhere = jax.jit(lambda array: array, out_shardings=NamedSharding(mesh, PartitionSpec()))(
+        table.array
+    )
+    return losses, np.asarray(everywhere.addressable_data(0))[
+        table.positions(np.arange(VOCAB_SIZE, dtype=np.int32))
+    ]
 
 
 def init_state(params, mesh):
-    """The optimizer's state, placed as a step leaves it: each device holds the moments of its own rows, and the step compiles once."""
+    """The optimizer's state, placed as a step leaves it: each device holds the moments of its own
+    rows, and the step compiles once."""
     (table,) = jax.tree.leaves(params)
-    place = lambda leaf: table.sharding if leaf.shape == table.shape else NamedSharding(mesh, PartitionSpec())
-    return jax.jit(OPTIMIZER.init, out_shardings=jax.tree.map(place, jax.eval_shape(OPTIMIZER.init, params)))(params)
+    place = lambda leaf: (
+        table.sharding if leaf.shape == table.shape else NamedSharding(mesh, PartitionSpec())
+    )
+    return jax.jit(
+        OPTIMIZER.init, out_shardings=jax.tree.map(place, jax.eval_shape(OPTIMIZER.init, params))
+    )(params)
 
 
 EMBEDDER = te.make_embedder(te.EmbedderConfig(VOCAB_SIZE, D_MODEL, pad_id=0))

@@ -1,4 +1,5 @@
-"""Shapes and dtypes that annotations state are checked in tests: of each array argument, and of whatever is returned.
+"""Shapes and dtypes that annotations state are checked in tests: of each array argument, and of
+whatever is returned.
 
 Other arguments are left to the package, so that its own errors come first.
 """
@@ -15,15 +16,30 @@ import jaxtyping
 
 
 def check_arrays(function):
-    """The function with its checks, which are built on its first call: most processes call few of the package's functions."""
-    kinds = {name: kind for name, kind in function.__annotations__.items() if name == "return" or is_array(kind)}
+    """The function with its checks, which are built on its first call: most processes call few of
+    the package's functions."""
+    kinds = {
+        name: kind
+        for name, kind in function.__annotations__.items()
+        if name == "return" or is_array(kind)
+    }
     if not kinds:
         return function
 
     @functools.cache
     def checked():
-        bare = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
-        bare.__kwdefaults__, bare.__qualname__, bare.__module__ = function.__kwdefaults__, function.__qualname__, function.__module__
+        bare = types.FunctionType(
+            function.__code__,
+            function.__globals__,
+            function.__name__,
+            function.__defaults__,
+            function.__closure__,
+        )
+        bare.__kwdefaults__, bare.__qualname__, bare.__module__ = (
+            function.__kwdefaults__,
+            function.__qualname__,
+            function.__module__,
+        )
         bare.__annotations__ = kinds
         return beartype.beartype(bare)
 
@@ -40,7 +56,8 @@ def is_array(kind):
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds modules by the starts of their names, to decorate their annotated functions with `check_arrays`."""
+    """Finds modules by the starts of their names, to decorate their annotated functions with
+    `check_arrays`."""
 
     def __init__(self, starts):
         self.starts = starts
@@ -65,7 +82,9 @@ class Loader(importlib.machinery.SourceFileLoader):
 
 
 def is_annotated(node):
-    return node.returns is not None or any(argument.annotation for argument in ast.walk(node.args) if isinstance(argument, ast.arg))
+    return node.returns is not None or any(
+        argument.annotation for argument in ast.walk(node.args) if isinstance(argument, ast.arg)
+    )
 
 
 def decorator_at(node):

@@ -1,6 +1,8 @@
-"""Prints the largest errors of sinusoids and rotations against arbitrary precision, beside those of the usual float32 formula.
+"""Prints the largest errors of sinusoids and rotations against arbitrary precision, beside those of
+the usual float32 formula.
 
-Usage: python tests/benchmarks/accuracy.py [--positions N] [--d-model D] [--base B] [--head-dim H] [--rotary-base R]
+Usage: python tests/benchmarks/accuracy.py [--positions N] [--d-model D] [--base B] [--head-dim H]
+    [--rotary-base R]
 """
 
 import argparse
@@ -30,7 +32,8 @@ FRACTIONAL = (("0 .. 1e3, fractional", 0, 10**3), ("0 .. 2^24, fractional", 0, 2
 
 
 class Kind(NamedTuple):
-    """An encoding of [N] positions as sines and cosines, each [N, pairs], in ours and in the float32 formula."""
+    """An encoding of [N] positions as sines and cosines, each [N, pairs], in ours and in the
+    float32 formula."""
 
     name: str
     ranges: tuple[tuple[str, int, int], ...]
@@ -49,7 +52,9 @@ def sines_and_cosines(positions, d_model, base):
 def rotations(positions, head_dim, base):
     """What `apply_rotary` makes of pairs (1, 0): the sines and the cosines it multiplies by."""
     x = jnp.concatenate([jnp.ones([head_dim // 2]), jnp.zeros([head_dim // 2])])
-    rotated = te.apply_rotary(jnp.broadcast_to(x, (len(positions), 1, head_dim)), positions, base=base)
+    rotated = te.apply_rotary(
+        jnp.broadcast_to(x, (len(positions), 1, head_dim)), positions, base=base
+    )
     cosines, sines = jnp.split(rotated[:, 0], 2, -1)
     return sines, cosines
 
@@ -62,10 +67,18 @@ def float32_formula(positions, pairs, base):
 
 
 def errors(kind, low, high, count, rng):
-    """The largest errors (ours, the formula's) over random positions and both ends, in a random pair of channels each and the first."""
-    random = rng.integers(low, high + 1, count) if kind.dtype is np.int32 else rng.uniform(low, high, count)
+    """The largest errors (ours, the formula's) over random positions and both ends, in a random
+    pair of channels each and the first."""
+    random = (
+        rng.integers(low, high + 1, count)
+        if kind.dtype is np.int32
+        else rng.uniform(low, high, count)
+    )
     positions = np.append(random, [low, high]).astype(kind.dtype)
-    encode = (lambda p: kind.ours(p, 2 * kind.pairs, kind.base), lambda p: float32_formula(p, kind.pairs, kind.base))
+    encode = (
+        lambda p: kind.ours(p, 2 * kind.pairs, kind.base),
+        lambda p: float32_formula(p, kind.pairs, kind.base),
+    )
     found = [np.stack([np.asarray(each) for each in jax.jit(f)(positions)]) for f in encode]
     worst = [0.0, 0.0]
     for row, position in enumerate(tqdm(positions.tolist(), desc=f"{low} .. {high}", leave=False)):
@@ -74,18 +87,33 @@ def errors(kind, low, high, count, rng):
             for quarters in (0, 1):
                 exact = oracle.sine(position, frequency, quarters)
                 for which, values in enumerate(found):
-                    worst[which] = max(worst[which], oracle.error(values[quarters, row, pair], exact))
+                    worst[which] = max(
+                        worst[which], oracle.error(values[quarters, row, pair], exact)
+                    )
     return worst
 
 
 def main():
     """Prints a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--positions", type=int, default=10_000, help="random positions a row (default: 10000)")
-    parser.add_argument("--d-model", type=int, default=512, help="channels of the sinusoids, even (default: 512)")
-    parser.add_argument("--base", type=float, default=10_000.0, help="base of the sinusoids (default: 10000)")
-    parser.add_argument("--head-dim", type=int, default=128, help="channels of the rotations, even (default: 128)")
-    parser.add_argument("--rotary-base", type=float, default=500_000.0, help="base of the rotations (default: 500000, Llama 3's)")
+    parser.add_argument(
+        "--positions", type=int, default=10_000, help="random positions a row (default: 10000)"
+    )
+    parser.add_argument(
+        "--d-model", type=int, default=512, help="channels of the sinusoids, even (default: 512)"
+    )
+    parser.add_argument(
+        "--base", type=float, default=10_000.0, help="base of the sinusoids (default: 10000)"
+    )
+    parser.add_argument(
+        "--head-dim", type=int, default=128, help="channels of the rotations, even (default: 128)"
+    )
+    parser.add_argument(
+        "--rotary-base",
+        type=float,
+        default=500_000.0,
+        help="base of the rotations (default: 500000, Llama 3's)",
+    )
     options = parser.parse_args()
     rng = np.random.default_rng(0)
     sinusoids = (options.d_model // 2, options.base, sines_and_cosines)

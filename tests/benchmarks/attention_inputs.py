@@ -1,4 +1,5 @@
-"""Cases of what goes into attention: rotary embeddings beside precomputed tables, and the size of masks."""
+"""Cases of what goes into attention: rotary embeddings beside precomputed tables, and the size of
+masks."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,8 @@ import transformer_embed as te
 SHAPE = (8, 2048, 16, 64)
 BASE = 10_000.0
 ROTARY_FIGURE = "rotary: ours / precomputed tables"
-# cos and sin of angles up to 2048, taken from a table made in float64: two roundings of numbers up to some 5.
+# cos and sin of angles up to 2048, taken from a table made in float64: two roundings of numbers up
+# to some 5.
 TOLERANCE = 1e-5
 
 
@@ -27,7 +29,11 @@ def rotary(options) -> Report:
     frequencies = BASE ** (-np.arange(0, SHAPE[3], 2) / SHAPE[3])
     angles = np.arange(SHAPE[1])[:, None] * frequencies
     cos, sin = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
-    ready = jax.jit(lambda x, positions, cos, sin: _rotate_half(x, cos[positions][:, :, None], sin[positions][:, :, None]))
+    ready = jax.jit(
+        lambda x, positions, cos, sin: _rotate_half(
+            x, cos[positions][:, :, None], sin[positions][:, :, None]
+        )
+    )
 
     @jax.jit
     def in_place(x, positions):
@@ -43,31 +49,56 @@ def rotary(options) -> Report:
     results = [np.asarray(call()) for call in calls.values()]
     np.testing.assert_allclose(results[0], results[1], rtol=0, atol=TOLERANCE)
     samples = interleave(calls, options.rounds, "rotary")
-    report = timing_report(f"Rotary on {list(SHAPE)}, positions of each token's own", samples, ["precomputed tables of cos and sin"], {})
+    report = timing_report(
+        f"Rotary on {list(SHAPE)}, positions of each token's own",
+        samples,
+        ["precomputed tables of cos and sin"],
+        {},
+    )
     report.figures[ROTARY_FIGURE] = ratio(samples, "ours", "precomputed tables of cos and sin")
     return report
 
 
 def mask_bytes(options) -> Report:
-    """What a mask takes where it is stored: ours, in its smallest shape, and as float32 [batch, 1, length, length]."""
+    """What a mask takes where it is stored: ours, in its smallest shape, and as float32 [batch, 1,
+    length, length]."""
     del options
     batch, length = 32, 2048
     rows = jax.ShapeDtypeStruct((batch, length), jnp.int32)
     cases = {
-        "causal": lambda ids: te.attention_mask(query_positions=jnp.arange(length), key_positions=jnp.arange(length), causal=True),
+        "causal": lambda ids: te.attention_mask(
+            query_positions=jnp.arange(length), key_positions=jnp.arange(length), causal=True
+        ),
         "padding": lambda ids: te.attention_mask(
-            query_positions=jnp.arange(length), key_positions=jnp.arange(length), padding_mask=te.padding_mask(ids), causal=False
+            query_positions=jnp.arange(length),
+            key_positions=jnp.arange(length),
+            padding_mask=te.padding_mask(ids),
+            causal=False,
         ),
         "packed": lambda ids: te.attention_mask(
-            **te.TokenPositions.from_segment_ids(ids).queries(), **te.TokenPositions.from_segment_ids(ids).keys(), causal=True
+            **te.TokenPositions.from_segment_ids(ids).queries(),
+            **te.TokenPositions.from_segment_ids(ids).keys(),
+            causal=True,
         ),
         "decoding": lambda ids: te.attention_mask(
-            **te.TokenPositions.from_offset(ids[:, 0], 1).queries(), **te.TokenPositions.from_ids(ids).keys(), causal=True
+            **te.TokenPositions.from_offset(ids[:, 0], 1).queries(),
+            **te.TokenPositions.from_ids(ids).keys(),
+            causal=True,
         ),
     }
-    report = Report(f"Masks, {batch} x {length}", ["mask", "shape", "ours, MB", "float32 [batch, 1, queries, length], MB"])
+    report = Report(
+        f"Masks, {batch} x {length}",
+        ["mask", "shape", "ours, MB", "float32 [batch, 1, queries, length], MB"],
+    )
     for name, mask in cases.items():
         shape = jax.eval_shape(mask, rows).shape
         queries = 1 if name == "decoding" else length
-        report.rows.append([name, str(list(shape)), f"{np.prod(shape) / 1e6:.3g}", f"{4 * batch * queries * length / 1e6:.3g}"])
+        report.rows.append(
+            [
+                name,
+                str(list(shape)),
+                f"{np.prod(shape) / 1e6:.3g}",
+                f"{4 * batch * queries * length / 1e6:.3g}",
+            ]
+        )
     return report

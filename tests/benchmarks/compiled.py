@@ -1,10 +1,12 @@
-"""Compiles the main programs, each beside its usual counterpart, for TPUs and GPUs that are not there, and says what XLA made of them.
+"""Compiles the main programs, each beside its usual counterpart, for TPUs and GPUs that are not
+there, and says what XLA made of them.
 
 Usage: python tests/benchmarks/compiled.py [--target NAME] [--only PROGRAM ...]
 
-NAME is cuda:h200, or any TPU topology: tpu:v5e:2x2, tpu:v5p:8x8x8, ... A target of at most four chips prints the main programs, compiled
-for one of them. One of several chips also prints what a training step of a big table and the tied loss send, beside the formulae of
-sharding.py. Nothing is run, so nothing is timed.
+NAME is cuda:h200, or any TPU topology: tpu:v5e:2x2, tpu:v5p:8x8x8, ... A target of at most four
+chips prints the main programs, compiled for one of them. One of several chips also prints what a
+training step of a big table and the tied loss send, beside the formulae of sharding.py. Nothing is
+run, so nothing is timed.
 """
 
 import argparse
@@ -49,7 +51,8 @@ Program = tuple[Callable, tuple[Any, ...]]
 
 
 def input_layer(on: Target, mode: str) -> dict[str, Program]:
-    """`apply` beside Haiku's module with a constant table; `grad`: the gradient of a weighted sum, so that only the way back costs."""
+    """`apply` beside Haiku's module with a constant table; `grad`: the gradient of a weighted sum,
+    so that only the way back costs."""
     config = te.EmbedderConfig(VOCAB_SIZE, D_MODEL, dropout_rate=RATE)
     embedder = te.make_embedder(config)
     sinusoid = peers.usual_sinusoid(LENGTH, D_MODEL)
@@ -59,22 +62,35 @@ def input_layer(on: Target, mode: str) -> dict[str, Program]:
 
     def haiku(params, rng, ids):
         def forward(ids):
-            x = hk.Embed(VOCAB_SIZE, D_MODEL, name="embed")(ids) * np.float32(D_MODEL**0.5) + sinusoid
+            x = (
+                hk.Embed(VOCAB_SIZE, D_MODEL, name="embed")(ids) * np.float32(D_MODEL**0.5)
+                + sinusoid
+            )
             return x if mode == "eval" else hk.dropout(hk.next_rng_key(), RATE, x)
 
         return hk.transform(forward).apply(params, rng, ids)
 
     table = np.broadcast_to(np.float32(0), (VOCAB_SIZE, D_MODEL))
     rng, ids = on.array((2,), jnp.uint32), on.array((BATCH, LENGTH), jnp.int32)
-    lines = {OURS: (ours, peers.our_params(config, table)), "Haiku, constant table": (haiku, {"embed": {"embeddings": table}})}
+    lines = {
+        OURS: (ours, peers.our_params(config, table)),
+        "Haiku, constant table": (haiku, {"embed": {"embeddings": table}}),
+    }
     weights = on.array((BATCH, LENGTH, D_MODEL))
     if mode != "grad":
-        return {name: (embed, (on.like(params), rng, ids)) for name, (embed, params) in lines.items()}
+        return {
+            name: (embed, (on.like(params), rng, ids)) for name, (embed, params) in lines.items()
+        }
 
     def gradient(embed):
-        return jax.grad(lambda params, rng, ids, weights: jnp.vdot(embed(params, rng, ids), weights))
+        return jax.grad(
+            lambda params, rng, ids, weights: jnp.vdot(embed(params, rng, ids), weights)
+        )
 
-    return {name: (gradient(embed), (on.like(params), rng, ids, weights)) for name, (embed, params) in lines.items()}
+    return {
+        name: (gradient(embed), (on.like(params), rng, ids, weights))
+        for name, (embed, params) in lines.items()
+    }
 
 
 def token_positions(on: Target) -> dict[str, Program]:
@@ -82,13 +98,18 @@ def token_positions(on: Target) -> dict[str, Program]:
     positions = on.array((BATCH, LENGTH), jnp.int32)
 
     def float32(positions):
-        frequencies = jnp.exp(jnp.arange(0, D_MODEL, 2, dtype=jnp.float32) * np.float32(-np.log(BASE) / D_MODEL))
+        frequencies = jnp.exp(
+            jnp.arange(0, D_MODEL, 2, dtype=jnp.float32) * np.float32(-np.log(BASE) / D_MODEL)
+        )
         angles = positions[..., None].astype(jnp.float32) * frequencies
         return jnp.stack([jnp.sin(angles), jnp.cos(angles)], -1).reshape(*positions.shape, D_MODEL)
 
     return {
         OURS: (lambda positions: te.sinusoidal_encoding(positions, D_MODEL), (positions,)),
-        "precomputed table": (lambda table, positions: table[positions], (on.array((LENGTH, D_MODEL)), positions)),
+        "precomputed table": (
+            lambda table, positions: table[positions],
+            (on.array((LENGTH, D_MODEL)), positions),
+        ),
         "float32 sin and cos": (float32, (positions,)),
     }
 
@@ -97,7 +118,9 @@ def input_layer_by_positions(on: Target) -> dict[str, Program]:
     """Evaluation with a position of its own for each token."""
     config = te.EmbedderConfig(VOCAB_SIZE, D_MODEL)
     embedder, ids = te.make_embedder(config), on.array((BATCH, LENGTH), jnp.int32)
-    params = on.like(peers.our_params(config, np.broadcast_to(np.float32(0), (VOCAB_SIZE, D_MODEL))))
+    params = on.like(
+        peers.our_params(config, np.broadcast_to(np.float32(0), (VOCAB_SIZE, D_MODEL)))
+    )
 
     def ours(params, ids, positions):
         return embedder.apply(params, None, ids, is_training=False, positions=positions)
@@ -107,7 +130,10 @@ def input_layer_by_positions(on: Target) -> dict[str, Program]:
 
     return {
         OURS: (ours, (params, ids, ids)),
-        "two precomputed tables": (tables, (on.array((VOCAB_SIZE, D_MODEL)), on.array((LENGTH, D_MODEL)), ids, ids)),
+        "two precomputed tables": (
+            tables,
+            (on.array((VOCAB_SIZE, D_MODEL)), on.array((LENGTH, D_MODEL)), ids, ids),
+        ),
     }
 
 
@@ -115,13 +141,20 @@ def decoding(on: Target) -> dict[str, Program]:
     """One token at a traced position."""
     config = te.EmbedderConfig(VOCAB_SIZE, D_MODEL)
     embedder, one = te.make_embedder(config), on.array((1, 1), jnp.int32)
-    params = on.like(peers.our_params(config, np.broadcast_to(np.float32(0), (VOCAB_SIZE, D_MODEL))))
+    params = on.like(
+        peers.our_params(config, np.broadcast_to(np.float32(0), (VOCAB_SIZE, D_MODEL)))
+    )
 
     def ours(params, ids, positions):
         return embedder.apply(params, None, ids, is_training=False, positions=positions)
 
     def haiku(params, encoding, ids, positions):
-        forward = hk.transform(lambda: hk.Embed(VOCAB_SIZE, D_MODEL, name="embed")(ids) * np.float32(D_MODEL**0.5) + encoding[positions])
+        forward = hk.transform(
+            lambda: (
+                hk.Embed(VOCAB_SIZE, D_MODEL, name="embed")(ids) * np.float32(D_MODEL**0.5)
+                + encoding[positions]
+            )
+        )
         return forward.apply(params, None)
 
     theirs = {"embed": {"embeddings": on.array((VOCAB_SIZE, D_MODEL))}}
@@ -151,10 +184,14 @@ def mask(on: Target) -> dict[str, Program]:
     positions = jnp.arange(2048)
 
     def ours(padding):
-        return te.attention_mask(query_positions=positions, key_positions=positions, padding_mask=padding, causal=True)
+        return te.attention_mask(
+            query_positions=positions, key_positions=positions, padding_mask=padding, causal=True
+        )
 
     def usual(padding):
-        return jnp.tril(jnp.ones((2048, 2048), jnp.float32)) * padding[:, None, None, :].astype(jnp.float32)
+        return jnp.tril(jnp.ones((2048, 2048), jnp.float32)) * padding[:, None, None, :].astype(
+            jnp.float32
+        )
 
     return {OURS: (ours, (padding,)), "float32 product": (usual, (padding,))}
 
@@ -176,7 +213,12 @@ def step_by_rows(on: Target) -> dict[str, Program]:
     """An Adam step, table [1e6, 128], 16384 ids, in place."""
     params = {"embeddings": on.array((10**6, rows.WIDTH))}
     state = on.like(jax.eval_shape(rows.OPTIMIZER.init, params))
-    arguments = params, state, on.array((rows.BATCH,), jnp.int32), on.array((rows.BATCH, rows.WIDTH))
+    arguments = (
+        params,
+        state,
+        on.array((rows.BATCH,), jnp.int32),
+        on.array((rows.BATCH, rows.WIDTH)),
+    )
     return {OURS: (rows.row_step, arguments), "optax, dense": (rows.dense_step, arguments)}
 
 
@@ -197,34 +239,72 @@ PROGRAMS: Mapping[str, Callable[[Target], dict[str, Program]]] = {
 
 def programs_table(on: Target, names: list[str]) -> str:
     """Each program, ours first, then its usual counterparts."""
-    columns = ["program", "line", "kernels", "temporaries, MB", "estimated cycles", "/ ours", "compiled in, s"]
+    columns = [
+        "program",
+        "line",
+        "kernels",
+        "temporaries, MB",
+        "estimated cycles",
+        "/ ours",
+        "compiled in, s",
+    ]
     lines = []
     for name in tqdm(names, desc="compile", leave=False):
-        found = {line: on.facts(function, *arguments) for line, (function, arguments) in PROGRAMS[name](on).items()}
-        lines += [[name if line == OURS else "", line, *_cells(facts, found[OURS])] for line, facts in found.items()]
+        found = {
+            line: on.facts(function, *arguments)
+            for line, (function, arguments) in PROGRAMS[name](on).items()
+        }
+        lines += [
+            [name if line == OURS else "", line, *_cells(facts, found[OURS])]
+            for line, facts in found.items()
+        ]
     return markdown_table(columns, lines)
 
 
 def _cells(facts: Facts, ours: Facts) -> list[str]:
-    cycles = ["-", "-"] if facts.cycles is None or not ours.cycles else [f"{facts.cycles:,}", f"{facts.cycles / ours.cycles:.2f}"]
+    cycles = (
+        ["-", "-"]
+        if facts.cycles is None or not ours.cycles
+        else [f"{facts.cycles:,}", f"{facts.cycles / ours.cycles:.2f}"]
+    )
     return [str(facts.kernels), f"{facts.temporaries / 1e6:.1f}", *cycles, f"{facts.seconds:.1f}"]
 
 
 def sharded_loss(on: Target, data: int, shards: int, vocab_size: int, tokens: int) -> Facts:
-    """Value and gradients of the tied loss, `tokens` to each part of the batch, in one chunk: what a loop sends is counted once."""
+    """Value and gradients of the tied loss, `tokens` to each part of the batch, in one chunk: what
+    a loop sends is counted once."""
     mesh = on.mesh(data=data, model=shards)
     table = te.sharding.shard_params(
-        {"embeddings": jax.ShapeDtypeStruct((vocab_size, WIDTH), jnp.float32)}, mesh, {"*": PartitionSpec("model")}, tables="embeddings"
+        {"embeddings": jax.ShapeDtypeStruct((vocab_size, WIDTH), jnp.float32)},
+        mesh,
+        {"*": PartitionSpec("model")},
+        tables="embeddings",
     )["embeddings"]
-    x = jax.ShapeDtypeStruct((data * tokens, WIDTH), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
-    labels = jax.ShapeDtypeStruct((data * tokens,), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("data")))
-    return on.facts(jax.value_and_grad(functools.partial(te.tied_cross_entropy, chunk_size=data * tokens), (0, 1)), x, table, labels)
+    x = jax.ShapeDtypeStruct(
+        (data * tokens, WIDTH), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data"))
+    )
+    labels = jax.ShapeDtypeStruct(
+        (data * tokens,), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("data"))
+    )
+    return on.facts(
+        jax.value_and_grad(
+            functools.partial(te.tied_cross_entropy, chunk_size=data * tokens), (0, 1)
+        ),
+        x,
+        table,
+        labels,
+    )
 
 
 def loss_on_paper(data: int, shards: int, vocab_size: int, tokens: int) -> float:
-    """Three numbers and the gradient of x for each token, summed over the shards; the gradient of a shard, over the data axis."""
+    """Three numbers and the gradient of x for each token, summed over the shards; the gradient of a
+    shard, over the data axis."""
     padded = -(-vocab_size // shards)
-    return all_reduce(4 * tokens * (3 + WIDTH), shards) + all_reduce(4 * padded * WIDTH, data) + 2 * all_reduce(4, data)
+    return (
+        all_reduce(4 * tokens * (3 + WIDTH), shards)
+        + all_reduce(4 * padded * WIDTH, data)
+        + 2 * all_reduce(4, data)
+    )
 
 
 def mesh_table(on: Target) -> str:
@@ -235,25 +315,62 @@ def mesh_table(on: Target) -> str:
     data, vocab_size = chips // shards, 10**8 * min(chips, 256) // 256
     lines = []
     for way in ("sharded", "by rows", "by exchange"):
-        arguments = arguments_of(way, on.mesh(data=data, model=shards), rows.OPTIMIZER, vocab_size, WIDTH, IDS)
+        arguments = arguments_of(
+            way, on.mesh(data=data, model=shards), rows.OPTIMIZER, vocab_size, WIDTH, IDS
+        )
         facts = on.facts(step_of(way, rows.OPTIMIZER), *arguments)
-        lines.append([f"Adam step {way}, table [{vocab_size:.2g}, {WIDTH}]", *_sent(facts, WAYS[way](vocab_size, data, shards))])
+        lines.append(
+            [
+                f"Adam step {way}, table [{vocab_size:.2g}, {WIDTH}]",
+                *_sent(facts, WAYS[way](vocab_size, data, shards)),
+            ]
+        )
     facts = sharded_loss(on, data, shards, 262_144, 1024)
-    lines.append([f"tied cross-entropy, table [262144, {WIDTH}]", *_sent(facts, loss_on_paper(data, shards, 262_144, 1024))])
-    columns = [f"program, {data} x {shards}", "sent by a chip, MB", "on paper, MB", "temporaries, MB", "compiled in, s", "collectives"]
+    lines.append(
+        [
+            f"tied cross-entropy, table [262144, {WIDTH}]",
+            *_sent(facts, loss_on_paper(data, shards, 262_144, 1024)),
+        ]
+    )
+    columns = [
+        f"program, {data} x {shards}",
+        "sent by a chip, MB",
+        "on paper, MB",
+        "temporaries, MB",
+        "compiled in, s",
+        "collectives",
+    ]
     return markdown_table(columns, lines)
 
 
 def _sent(facts: Facts, paper: float) -> list[str]:
-    sends = [f"{each.kind} of {', '.join(f'{dtype}{list(shape)}' for dtype, shape in each.operands)}" for each in facts.collectives]
-    return [f"{facts.sent / 1e6:,.1f}", f"{paper / 1e6:,.1f}", f"{facts.temporaries / 1e6:,.1f}", f"{facts.seconds:.1f}", "; ".join(sends)]
+    sends = [
+        f"{each.kind} of {', '.join(f'{dtype}{list(shape)}' for dtype, shape in each.operands)}"
+        for each in facts.collectives
+    ]
+    return [
+        f"{facts.sent / 1e6:,.1f}",
+        f"{paper / 1e6:,.1f}",
+        f"{facts.temporaries / 1e6:,.1f}",
+        f"{facts.seconds:.1f}",
+        "; ".join(sends),
+    ]
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--target", default="tpu:v5e:2x2", help="cuda:h200, or a TPU topology (default: %(default)s)")
     parser.add_argument(
-        "--only", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), metavar="PROGRAM", help=f"some of: {', '.join(PROGRAMS)}"
+        "--target",
+        default="tpu:v5e:2x2",
+        help="cuda:h200, or a TPU topology (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=PROGRAMS,
+        default=list(PROGRAMS),
+        metavar="PROGRAM",
+        help=f"some of: {', '.join(PROGRAMS)}",
     )
     return parser
 
@@ -265,7 +382,9 @@ def main():
         on = target(arguments.target)
     except TargetError as error:
         sys.exit(str(error))
-    versions = ", ".join(f"{name} {version}" for name, version in environment(PACKAGES)["versions"].items())
+    versions = ", ".join(
+        f"{name} {version}" for name, version in environment(PACKAGES)["versions"].items()
+    )
     print(f"Compiled, not run, for {arguments.target} ({len(on.devices)} chips); {versions}\n")
     if len(on.devices) <= FEW:
         print(programs_table(on, arguments.only))

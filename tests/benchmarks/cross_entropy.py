@@ -1,4 +1,5 @@
-"""The tied cross-entropy beside whole logits: peak temporaries, time, and how far apart the values and gradients are.
+"""The tied cross-entropy beside whole logits: peak temporaries, time, and how far apart the values
+and gradients are.
 
 python tests/benchmarks/cross_entropy.py
 """
@@ -30,20 +31,40 @@ def losses(labels: jax.Array) -> dict[str, Loss]:
 
     def plain(x, table):
         logits = te.tied_logits(x, table)
-        return jnp.mean(jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[..., None], -1)[..., 0])
+        return jnp.mean(
+            jax.nn.logsumexp(logits, -1)
+            - jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+        )
 
     def usual(x, table):
-        return optax.softmax_cross_entropy_with_integer_labels(te.tied_logits(x, table), labels).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            te.tied_logits(x, table), labels
+        ).mean()
 
     ours = functools.partial(te.tied_cross_entropy, labels=labels)
     sizes = {CHUNK.format(size): functools.partial(ours, chunk_size=size) for size in (128, 512)}
-    return {OURS: ours, PLAIN: plain, OPTAX: usual, SMOOTHED: functools.partial(ours, label_smoothing=0.1), **sizes}
+    return {
+        OURS: ours,
+        PLAIN: plain,
+        OPTAX: usual,
+        SMOOTHED: functools.partial(ours, label_smoothing=0.1),
+        **sizes,
+    }
 
 
-def compare(title: str, functions: Mapping[str, Callable], arguments: tuple[jax.Array, jax.Array], rounds: int) -> Report:
+def compare(
+    title: str,
+    functions: Mapping[str, Callable],
+    arguments: tuple[jax.Array, jax.Array],
+    rounds: int,
+) -> Report:
     """Temporaries of the compiled functions, and their times."""
-    compiled = {name: jax.jit(function).lower(*arguments).compile() for name, function in functions.items()}
-    sizes = {name: program.memory_analysis().temp_size_in_bytes for name, program in compiled.items()}
+    compiled = {
+        name: jax.jit(function).lower(*arguments).compile() for name, function in functions.items()
+    }
+    sizes = {
+        name: program.memory_analysis().temp_size_in_bytes for name, program in compiled.items()
+    }
     calls = {name: functools.partial(program, *arguments) for name, program in compiled.items()}
     for call in calls.values():
         jax.block_until_ready(call())
@@ -59,21 +80,33 @@ def compare(title: str, functions: Mapping[str, Callable], arguments: tuple[jax.
 
 
 def difference(functions: Mapping[str, Loss], arguments: tuple[jax.Array, jax.Array]) -> float:
-    """The largest of: the relative error of the value, those of both gradients, each by the gradient's largest element."""
-    ours, plain = (jax.tree.leaves(jax.jit(jax.value_and_grad(functions[name], (0, 1)))(*arguments)) for name in (OURS, PLAIN))
-    return max(float(jnp.max(jnp.abs(one - other)) / jnp.max(jnp.abs(other))) for one, other in zip(ours, plain, strict=True))
+    """The largest of: the relative error of the value, those of both gradients, each by the
+    gradient's largest element."""
+    ours, plain = (
+        jax.tree.leaves(jax.jit(jax.value_and_grad(functions[name], (0, 1)))(*arguments))
+        for name in (OURS, PLAIN)
+    )
+    return max(
+        float(jnp.max(jnp.abs(one - other)) / jnp.max(jnp.abs(other)))
+        for one, other in zip(ours, plain, strict=True)
+    )
 
 
 def main():
-    """Prints a Markdown table for the step with gradients and for the value alone, and one of the targets."""
+    """Prints a Markdown table for the step with gradients and for the value alone, and one of the
+    targets."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=15, help="rounds a table (default: 15)")
     rounds = parser.parse_args().rounds
     if rounds < 1:
         parser.error("wanted 1 round or more")
     machine = environment(PACKAGES)
-    print(f"{machine['cpus']} CPUs, {machine['platform']}, jax on {machine['backend']}, {rounds} rounds")
-    print(", ".join(f"{name} {version}" for name, version in machine["versions"].items()), flush=True)
+    print(
+        f"{machine['cpus']} CPUs, {machine['platform']}, jax on {machine['backend']}, {rounds} rounds"
+    )
+    print(
+        ", ".join(f"{name} {version}" for name, version in machine["versions"].items()), flush=True
+    )
     random = np.random.default_rng(0)
     x = jnp.asarray(random.normal(size=(8, TOKENS // 8, D_MODEL)), jnp.float32)
     table = jnp.asarray(random.normal(size=(VOCAB_SIZE, D_MODEL)) / math.sqrt(D_MODEL), jnp.float32)
@@ -87,13 +120,23 @@ def main():
         tqdm.write(report.markdown(), file=sys.stdout)
         figures |= report.figures
     targets = [
-        ("temporaries, value and gradients, ours / plain", f"Value and gradients: temporaries / {PLAIN}", 1 / 8),
+        (
+            "temporaries, value and gradients, ours / plain",
+            f"Value and gradients: temporaries / {PLAIN}",
+            1 / 8,
+        ),
         ("time, value and gradients, ours / plain", f"Value and gradients: time / {PLAIN}", 1.0),
         ("temporaries, value alone, ours / plain", f"Value alone: temporaries / {PLAIN}", 1 / 8),
         ("value and gradients, largest relative difference", "apart", 1e-5),
     ]
     rows = [
-        [what, f"<= {most:g}", f"{figures[figure]:.3g}", "met" if figures[figure] <= most else "MISSED"] for what, figure, most in targets
+        [
+            what,
+            f"<= {most:g}",
+            f"{figures[figure]:.3g}",
+            "met" if figures[figure] <= most else "MISSED",
+        ]
+        for what, figure, most in targets
     ]
     print(f"\n## Summary\n\n{markdown_table(['target', 'bound', 'measured', ''], rows)}")
 

@@ -1,9 +1,10 @@
-"""Times the first eager call of each public function, beside its first call under jit, each in a fresh process.
+"""Times the first eager call of each public function, beside its first call under jit, each in a
+fresh process.
 
 Usage: python tests/benchmarks/first_call.py [--repeats N] [NAME ...]
 
-The processes alternate; medians are printed. Small arrays: what is timed is tracing and compiling. The process has imported the package
-and has run a first small program of jax.
+The processes alternate; medians are printed. Small arrays: what is timed is tracing and compiling.
+The process has imported the package and has run a first small program of jax.
 """
 
 import argparse
@@ -61,7 +62,12 @@ EAGER, JITTED = "first eager call, ms", "first call under jit, ms"
 def main():
     """Prints a Markdown table and whether each eager call is within the bound."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"functions to time (default: all): {', '.join(CALLS)}")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"functions to time (default: all): {', '.join(CALLS)}",
+    )
     parser.add_argument("--repeats", type=int, default=5, help="processes a line (default: 5)")
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.names if name not in CALLS]:
@@ -70,16 +76,29 @@ def main():
         parser.error("--repeats: wanted 1 or more")
     machine = environment(PACKAGES)
     print(
-        f"{machine['cpus']} CPUs, {machine['platform']}, " + ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+        f"{machine['cpus']} CPUs, {machine['platform']}, "
+        + ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     )
     rows, slow = [], []
     for name in arguments.names or CALLS:
         wrapped = {EAGER: "function", JITTED: "jax.jit(function)"}
         if name == "check_ids":
             del wrapped[JITTED]
-        programs = {title: PROGRAM.format(call=CALLS[name], wrapped=each) for title, each in wrapped.items()}
-        medians = {title: float(np.median(times)) for title, times in seconds_in_fresh_processes(programs, arguments.repeats, name).items()}
-        rows.append([name, *(f"{medians[title]:.0f}" if title in medians else "" for title in (EAGER, JITTED))])
+        programs = {
+            title: PROGRAM.format(call=CALLS[name], wrapped=each) for title, each in wrapped.items()
+        }
+        medians = {
+            title: float(np.median(times))
+            for title, times in seconds_in_fresh_processes(
+                programs, arguments.repeats, name
+            ).items()
+        }
+        rows.append(
+            [
+                name,
+                *(f"{medians[title]:.0f}" if title in medians else "" for title in (EAGER, JITTED)),
+            ]
+        )
         if medians[EAGER] > BOUND_MS:
             slow.append(name)
     print(markdown_table(["function", EAGER, JITTED], rows))

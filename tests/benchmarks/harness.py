@@ -1,4 +1,5 @@
-"""Interleaved timing, paired ratios, Markdown tables, and files that are written whole or not at all."""
+"""Interleaved timing, paired ratios, Markdown tables, and files that are written whole or not at
+all."""
 
 import dataclasses
 import json
@@ -22,7 +23,8 @@ Samples = Mapping[str, np.ndarray]
 
 @dataclasses.dataclass
 class Report:
-    """What one case found: a table, remarks under it, and the figures that targets are held against."""
+    """What one case found: a table, remarks under it, and the figures that targets are held
+    against."""
 
     title: str
     columns: Sequence[str]
@@ -33,7 +35,9 @@ class Report:
 
     def markdown(self) -> str:
         notes = "".join(f"\n- {note}" for note in self.notes)
-        return f"\n## {self.title}\n\n{markdown_table(self.columns, self.rows)}" + ("\n" + notes if notes else "")
+        return f"\n## {self.title}\n\n{markdown_table(self.columns, self.rows)}" + (
+            "\n" + notes if notes else ""
+        )
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -41,8 +45,11 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def interleave(calls: Mapping[str, Callable[[], Any]], rounds: int, label: str, repeats: int = 1) -> Samples:
-    """Milliseconds a call, one sample a round and line; every round takes the lines in another order."""
+def interleave(
+    calls: Mapping[str, Callable[[], Any]], rounds: int, label: str, repeats: int = 1
+) -> Samples:
+    """Milliseconds a call, one sample a round and line; every round takes the lines in another
+    order."""
     order = list(calls)
     samples = {name: [] for name in order}
     shuffle = random.Random(0).shuffle
@@ -55,7 +62,8 @@ def interleave(calls: Mapping[str, Callable[[], Any]], rounds: int, label: str, 
 
 
 def _settle() -> None:
-    """Waits, at most 0.5 s, until other threads have been idle for 20 ms: a line must not pay for memory that another gives back.
+    """Waits, at most 0.5 s, until other threads have been idle for 20 ms: a line must not pay for
+    memory that another gives back.
 
     It keeps its own processor busy meanwhile, for one that slept is slow at first.
     """
@@ -82,18 +90,29 @@ def _milliseconds(call: Callable[[], Any], repeats: int) -> float:
 
 
 def ratio(samples: Samples, line: str, by: str) -> float:
-    """The median over the rounds of one line's time by another's; NaN where either was not timed."""
+    """The median over the rounds of one line's time by another's; NaN where either was not
+    timed."""
     if line not in samples or by not in samples:
         return float("nan")
     return float(np.median(samples[line] / samples[by]))
 
 
-def timing_report(title: str, samples: Samples, references: Sequence[str], skipped: Mapping[str, str], unit: str = "ms") -> Report:
+def timing_report(
+    title: str,
+    samples: Samples,
+    references: Sequence[str],
+    skipped: Mapping[str, str],
+    unit: str = "ms",
+) -> Report:
     """Medians, and each line's paired ratio to each reference."""
-    report = Report(title, ["line", f"median, {unit}", *(f"/ {reference}" for reference in references)])
+    report = Report(
+        title, ["line", f"median, {unit}", *(f"/ {reference}" for reference in references)]
+    )
     for name, times in samples.items():
         ratios = [f"{ratio(samples, name, reference):.2f}" for reference in references]
-        report.rows.append([name, f"{np.median(times) * (1e3 if unit == 'us' else 1):.4g}", *ratios])
+        report.rows.append(
+            [name, f"{np.median(times) * (1e3 if unit == 'us' else 1):.4g}", *ratios]
+        )
         report.samples[f"{name}, ms"] = [float(value) for value in times]
     report.notes += not_timed(skipped)
     return report
@@ -104,11 +123,14 @@ def not_timed(skipped: Mapping[str, str]) -> list[str]:
 
 
 def seconds_in_fresh_processes(programs: Mapping[str, str], repeats: int, label: str) -> Samples:
-    """Each program prints a number of seconds; they alternate, and a first run of each, which fills the caches of files, is dropped."""
+    """Each program prints a number of seconds; they alternate, and a first run of each, which fills
+    the caches of files, is dropped."""
     samples = {name: [] for name in programs}
     for repeat in tqdm(range(repeats + 1), desc=label, leave=False):
         for name, program in programs.items():
-            output = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+            output = subprocess.run(
+                [sys.executable, "-c", program], check=True, capture_output=True, text=True
+            ).stdout
             if repeat:
                 samples[name].append(1e3 * float(output.split()[-1]))
     return {name: np.array(values) for name, values in samples.items()}
@@ -122,7 +144,12 @@ def environment(packages: Sequence[str]) -> dict[str, Any]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = "not installed"
-    return {"cpus": os.cpu_count(), "platform": platform.platform(), "backend": jax.default_backend(), "versions": versions}
+    return {
+        "cpus": os.cpu_count(),
+        "platform": platform.platform(),
+        "backend": jax.default_backend(),
+        "versions": versions,
+    }
 
 
 def write_whole(path: Path, value: Any) -> None:

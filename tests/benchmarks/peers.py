@@ -1,8 +1,10 @@
-"""The same input layer in several libraries: rows of a table times sqrt(d_model), plus the usual sinusoid, then dropout.
+"""The same input layer in several libraries: rows of a table times sqrt(d_model), plus the usual
+sinusoid, then dropout.
 
-A builder takes the work and returns a call without arguments for each mode: `eval` and `train` return the embeddings, `grad` the
-gradient of the training output's sum of squares with respect to the table. A call that jax compiles is a `functools.partial` of
-the function and its arguments, so that it can be lowered as well. Each library is used as its documents say is fastest.
+A builder takes the work and returns a call without arguments for each mode: `eval` and `train`
+return the embeddings, `grad` the gradient of the training output's sum of squares with respect to
+the table. A call that jax compiles is a `functools.partial` of the function and its arguments, so
+that it can be lowered as well. Each library is used as its documents say is fastest.
 """
 
 import functools
@@ -25,9 +27,11 @@ Calls = dict[str, Callable[[], Any]]
 
 
 class Work(NamedTuple):
-    """One table [vocab_size, d_model], in float32, and ids [batch, length], on the host; `dtype` is that of tables and results.
+    """One table [vocab_size, d_model], in float32, and ids [batch, length], on the host; `dtype` is
+    that of tables and results.
 
-    All lines of jax read the same `device_table`, so that none of them gains from where its table lies in memory.
+    All lines of jax read the same `device_table`, so that none of them gains from where its table
+    lies in memory.
     """
 
     table: np.ndarray
@@ -52,13 +56,22 @@ def make_work(batch: int = BATCH, length: int = LENGTH, dtype: str = "float32") 
     """Uniform ids, and a table whose scaled rows have unit variance."""
     rng = np.random.default_rng(0)
     table = rng.standard_normal((VOCAB_SIZE, D_MODEL), np.float32) / np.float32(math.sqrt(D_MODEL))
-    return Work(table, rng.integers(0, VOCAB_SIZE, (batch, length), np.int32), dtype, jnp.asarray(table, dtype))
+    return Work(
+        table,
+        rng.integers(0, VOCAB_SIZE, (batch, length), np.int32),
+        dtype,
+        jnp.asarray(table, dtype),
+    )
 
 
 def usual_sinusoid(length: int, d_model: int) -> np.ndarray:
     """[length, d_model] by the textbook formula, in float64, rounded to float32."""
-    angles = np.arange(length)[:, None] * np.exp(np.arange(0, d_model, 2) * -(math.log(10_000) / d_model))
-    return np.stack([np.sin(angles), np.cos(angles)], -1).reshape(length, d_model).astype(np.float32)
+    angles = np.arange(length)[:, None] * np.exp(
+        np.arange(0, d_model, 2) * -(math.log(10_000) / d_model)
+    )
+    return (
+        np.stack([np.sin(angles), np.cos(angles)], -1).reshape(length, d_model).astype(np.float32)
+    )
 
 
 def sum_of_squares(x):
@@ -72,16 +85,23 @@ def jax_calls(embed: Callable[..., jax.Array], params: Any, rng: Any, ids: jax.A
         "train": lambda params, rng, ids: embed(params, rng, ids, True),
         "grad": jax.grad(lambda params, rng, ids: sum_of_squares(embed(params, rng, ids, True))),
     }
-    return {mode: functools.partial(jax.jit(function), params, rng, ids) for mode, function in functions.items()}
+    return {
+        mode: functools.partial(jax.jit(function), params, rng, ids)
+        for mode, function in functions.items()
+    }
 
 
 def ours(work: Work) -> Calls:
     """`apply` as users call it: it is compiled already."""
-    config = te.EmbedderConfig(VOCAB_SIZE, work.d_model, dropout_rate=RATE, param_dtype=work.dtype, dtype=work.dtype)
+    config = te.EmbedderConfig(
+        VOCAB_SIZE, work.d_model, dropout_rate=RATE, param_dtype=work.dtype, dtype=work.dtype
+    )
     apply = te.make_embedder(config).apply
     params = our_params(config, work.device_table)
     rng, ids = jax.random.key(1), jnp.asarray(work.ids)
-    grad = jax_calls(lambda params, rng, ids, train: apply(params, rng, ids, is_training=train), params, rng, ids)["grad"]
+    grad = jax_calls(
+        lambda params, rng, ids, train: apply(params, rng, ids, is_training=train), params, rng, ids
+    )["grad"]
     return {
         "eval": functools.partial(apply, params, None, ids, is_training=False),
         "train": functools.partial(apply, params, rng, ids, is_training=True),
@@ -90,16 +110,21 @@ def ours(work: Work) -> Calls:
 
 
 def our_params(config: te.EmbedderConfig, table: jax.Array) -> Any:
-    return jax.tree.map(lambda _: table, jax.eval_shape(te.make_embedder(config).init, jax.random.key(0)))
+    return jax.tree.map(
+        lambda _: table, jax.eval_shape(te.make_embedder(config).init, jax.random.key(0))
+    )
 
 
 def bare_gather(work: Work) -> Calls:
     """The limit: the rows alone."""
-    return jax_calls(lambda table, rng, ids, train: table[ids], work.device_table, None, jnp.asarray(work.ids))
+    return jax_calls(
+        lambda table, rng, ids, train: table[ids], work.device_table, None, jnp.asarray(work.ids)
+    )
 
 
 def haiku_constant(work: Work) -> Calls:
-    """The tutorials' module with its mistakes mended: a numpy table that the compiled function holds."""
+    """The tutorials' module with its mistakes mended: a numpy table that the compiled function
+    holds."""
     sinusoid = work.sinusoid()
     return _haiku(work, lambda: sinusoid)
 
@@ -108,9 +133,16 @@ def haiku_in_trace(work: Work) -> Calls:
     """The same, the table computed by jax in the function, in float32."""
 
     def sinusoid():
-        frequencies = jnp.exp(jnp.arange(0, work.d_model, 2, dtype=jnp.float32) * np.float32(-math.log(10_000) / work.d_model))
+        frequencies = jnp.exp(
+            jnp.arange(0, work.d_model, 2, dtype=jnp.float32)
+            * np.float32(-math.log(10_000) / work.d_model)
+        )
         angles = jnp.arange(work.ids.shape[1], dtype=jnp.float32)[:, None] * frequencies
-        return jnp.stack([jnp.sin(angles), jnp.cos(angles)], -1).reshape(-1, work.d_model).astype(work.dtype)
+        return (
+            jnp.stack([jnp.sin(angles), jnp.cos(angles)], -1)
+            .reshape(-1, work.d_model)
+            .astype(work.dtype)
+        )
 
     return _haiku(work, sinusoid)
 
@@ -118,12 +150,21 @@ def haiku_in_trace(work: Work) -> Calls:
 def _haiku(work: Work, sinusoid: Callable[[], Any]) -> Calls:
     def embed(params, rng, ids, train):
         def forward(ids):
-            x = hk.Embed(VOCAB_SIZE, work.d_model, name="embed")(ids) * np.array(work.factor, work.dtype) + sinusoid()
+            x = (
+                hk.Embed(VOCAB_SIZE, work.d_model, name="embed")(ids)
+                * np.array(work.factor, work.dtype)
+                + sinusoid()
+            )
             return hk.dropout(hk.next_rng_key(), RATE, x) if train else x
 
         return hk.transform(forward).apply(params, rng, ids)
 
-    return jax_calls(embed, {"embed": {"embeddings": work.device_table}}, jax.random.key(1), jnp.asarray(work.ids))
+    return jax_calls(
+        embed,
+        {"embed": {"embeddings": work.device_table}},
+        jax.random.key(1),
+        jnp.asarray(work.ids),
+    )
 
 
 def flax_nnx(work: Work) -> Calls:
@@ -144,7 +185,10 @@ def flax_nnx(work: Work) -> Calls:
     graph, params, rest = nnx.split(Model(), nnx.Param, ...)
     params = jax.tree.map(lambda _: work.device_table, params)
     return jax_calls(
-        lambda params, rest, ids, train: nnx.merge(graph, params, rest, copy=True)(ids, train), params, rest, jnp.asarray(work.ids)
+        lambda params, rest, ids, train: nnx.merge(graph, params, rest, copy=True)(ids, train),
+        params,
+        rest,
+        jnp.asarray(work.ids),
     )
 
 
@@ -162,7 +206,9 @@ def keras_on_jax(work: Work) -> Calls:
             self.dropout = keras.layers.Dropout(RATE, seed=1, dtype=work.dtype)
 
         def call(self, ids, training=False):
-            return self.dropout(self.embed(ids) * np.array(work.factor, work.dtype) + sinusoid, training=training)
+            return self.dropout(
+                self.embed(ids) * np.array(work.factor, work.dtype) + sinusoid, training=training
+            )
 
     sinusoid, ids = work.sinusoid(), jnp.asarray(work.ids)
     model = Model()
@@ -189,7 +235,9 @@ def equinox(work: Work) -> Calls:
     sinusoid, ids, rng = work.sinusoid(), jnp.asarray(work.ids), jax.random.key(1)
     model = Model(eqx.nn.Embedding(weight=work.device_table), eqx.nn.Dropout(RATE))
     forward = eqx.filter_jit(lambda model, rng, ids, train: model(rng, ids, train))
-    gradient = eqx.filter_jit(eqx.filter_grad(lambda model, rng, ids: sum_of_squares(model(rng, ids, True))))
+    gradient = eqx.filter_jit(
+        eqx.filter_grad(lambda model, rng, ids: sum_of_squares(model(rng, ids, True)))
+    )
     return {
         "eval": lambda: forward(model, None, ids, False),
         "train": lambda: forward(model, rng, ids, True),
@@ -218,11 +266,18 @@ def _pytorch(work: Work, compiled: Callable[[Any], Any]) -> Calls:
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.embed = torch.nn.Embedding.from_pretrained(torch.tensor(work.table, dtype=dtype), freeze=False)
-            self.register_buffer("sinusoid", torch.tensor(usual_sinusoid(work.ids.shape[1], work.d_model), dtype=dtype))
+            self.embed = torch.nn.Embedding.from_pretrained(
+                torch.tensor(work.table, dtype=dtype), freeze=False
+            )
+            self.register_buffer(
+                "sinusoid",
+                torch.tensor(usual_sinusoid(work.ids.shape[1], work.d_model), dtype=dtype),
+            )
 
         def forward(self, ids):
-            return torch.nn.functional.dropout(self.embed(ids) * work.factor + self.sinusoid, RATE, self.training)
+            return torch.nn.functional.dropout(
+                self.embed(ids) * work.factor + self.sinusoid, RATE, self.training
+            )
 
     ids = torch.tensor(work.ids, dtype=torch.int64)
     evaluated, trained = Model().eval(), Model().train()

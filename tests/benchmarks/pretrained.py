@@ -1,7 +1,7 @@
 """Peak memory and time of loading a table of 1 GiB: ours, and safetensors.numpy.load_file.
 
-Usage: python tests/benchmarks/pretrained.py [--mib 1024] [--rounds 5] [--dtype float32]
-Writes the table to a temporary folder; each load is a process of its own, with the file in the page cache.
+Usage: python tests/benchmarks/pretrained.py [--mib 1024] [--rounds 5] [--dtype float32] Writes the
+table to a temporary folder; each load is a process of its own, with the file in the page cache.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import numpy as np
 from harness import environment, markdown_table
 from tqdm import tqdm
 
-from transformer_embed.pretrained import files as _files
+from transformer_embed._src.pretrained import files as _files
 
 WIDTH = 1024
 SMALL, LARGE = "small", "large"
@@ -27,8 +27,9 @@ LOADS = {
     "safetensors.numpy.load_file": "loaded = safetensors.numpy.load_file(path)",
     "load_file, then jnp.asarray": "loaded = jax.tree.map(jnp.asarray, safetensors.numpy.load_file(path))",
 }
-# A small file is loaded first: what code and compiled programs take is not the table's. VmHWM is the peak of resident memory in KiB,
-# the mapped pages of files included; 5 written to clear_refs starts it anew.
+# A small file is loaded first: what code and compiled programs take is not the table's. VmHWM is
+# the peak of resident memory in KiB, the mapped pages of files included; 5 written to clear_refs
+# starts it anew.
 PROGRAM = """
 import json, pathlib, sys, time
 import jax, jax.numpy as jnp, ml_dtypes, safetensors.numpy
@@ -55,8 +56,16 @@ print(json.dumps(dict(seconds=seconds, peak=status("VmHWM") - before, kept=statu
 def write_checkpoint(folder: Path, rows: int, dtype: str) -> Path:
     table = np.random.default_rng(0).random((rows, WIDTH), np.float32).astype(_files.DTYPES[dtype])
     folder.mkdir()
-    _files.write_tensors(folder / "model.safetensors", {"model.embed_tokens.weight": table}, {"format": "pt"})
-    settings = {"model_type": "llama", "vocab_size": rows, "hidden_size": WIDTH, "num_attention_heads": 8, "rope_theta": 10_000.0}
+    _files.write_tensors(
+        folder / "model.safetensors", {"model.embed_tokens.weight": table}, {"format": "pt"}
+    )
+    settings = {
+        "model_type": "llama",
+        "vocab_size": rows,
+        "hidden_size": WIDTH,
+        "num_attention_heads": 8,
+        "rope_theta": 10_000.0,
+    }
     (folder / "config.json").write_text(json.dumps(settings))
     return folder / "model.safetensors"
 
@@ -70,15 +79,20 @@ def main():
     """Prints a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--mib", type=int, default=1024, help="size of the table (default: 1024)")
-    parser.add_argument("--rounds", type=int, default=5, help="loads a line, alternating (default: 5)")
-    parser.add_argument("--dtype", choices=_files.DTYPES, default="F32", help="of the table (default: F32)")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="loads a line, alternating (default: 5)"
+    )
+    parser.add_argument(
+        "--dtype", choices=_files.DTYPES, default="F32", help="of the table (default: F32)"
+    )
     arguments = parser.parse_args()
     item = _files.DTYPES[arguments.dtype].itemsize
     folder = Path(tempfile.mkdtemp())
     try:
         size = arguments.mib * 2**20
         small, large = (
-            write_checkpoint(folder / name, rows, arguments.dtype) for name, rows in ((SMALL, 8), (LARGE, size // (WIDTH * item)))
+            write_checkpoint(folder / name, rows, arguments.dtype)
+            for name, rows in ((SMALL, 8), (LARGE, size // (WIDTH * item)))
         )
         runs = {name: [] for name in LOADS}
         for _ in tqdm(range(arguments.rounds), leave=False):
@@ -87,7 +101,9 @@ def main():
     finally:
         shutil.rmtree(folder)
     machine = environment(PACKAGES)
-    print(f"{machine['cpus']} CPUs, {machine['platform']}, jax on {machine['backend']}, {arguments.rounds} rounds, {arguments.mib} MiB\n")
+    print(
+        f"{machine['cpus']} CPUs, {machine['platform']}, jax on {machine['backend']}, {arguments.rounds} rounds, {arguments.mib} MiB\n"
+    )
     print(", ".join(f"{name} {version}" for name, version in machine["versions"].items()) + "\n")
     rows = [
         [
@@ -100,7 +116,9 @@ def main():
     ]
     print(markdown_table(["line", "median, s", "peak memory / table", "kept / table"], rows))
     ours = float(rows[0][2])
-    print(f"\npeak memory at most {BOUND} x the table: {'yes' if ours <= BOUND else 'NO'} ({ours:.2f})")
+    print(
+        f"\npeak memory at most {BOUND} x the table: {'yes' if ours <= BOUND else 'NO'} ({ours:.2f})"
+    )
 
 
 if __name__ == "__main__":

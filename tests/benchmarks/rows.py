@@ -1,4 +1,5 @@
-"""Times training steps of large tables by rows beside the dense step of optax and beside PyTorch's SparseAdam, interleaved.
+"""Times training steps of large tables by rows beside the dense step of optax and beside PyTorch's
+SparseAdam, interleaved.
 
 Usage: python tests/benchmarks/rows.py [--rounds N] [--smoke] [--json OUT.json]
 """
@@ -15,7 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from harness import Report, environment, interleave, markdown_table, ratio, timing_report, write_whole
+from harness import (
+    Report,
+    environment,
+    interleave,
+    markdown_table,
+    ratio,
+    timing_report,
+    write_whole,
+)
 
 import transformer_embed as te
 
@@ -37,7 +46,8 @@ class Sizes(NamedTuple):
 
 
 def loss(params: Any, ids: jax.Array, weights: jax.Array) -> jax.Array:
-    """The sum of the rows looked up times fixed weights: what is timed is the table, not a model."""
+    """The sum of the rows looked up times fixed weights: what is timed is the table, not a
+    model."""
     return jnp.vdot(te.lookup(params["embeddings"], ids), weights)
 
 
@@ -69,7 +79,10 @@ def host_table(vocab_size: int, width: int) -> np.ndarray:
 def jax_line(step: Callable, vocab_size: int, width: int) -> Callable[[], Any]:
     params = {"embeddings": jnp.asarray(host_table(vocab_size, width))}
     held = [params, jax.jit(OPTIMIZER.init)(params)]
-    ids, weights = batches(vocab_size, lambda ids: jnp.asarray(ids, jnp.int32)), jnp.asarray(host_weights(width))
+    ids, weights = (
+        batches(vocab_size, lambda ids: jnp.asarray(ids, jnp.int32)),
+        jnp.asarray(host_weights(width)),
+    )
 
     def call():
         held[:] = step(*held, next(ids), weights)
@@ -82,7 +95,9 @@ def jax_line(step: Callable, vocab_size: int, width: int) -> Callable[[], Any]:
 def torch_line(vocab_size: int, width: int) -> Callable[[], Any]:
     import torch  # noqa: PLC0415
 
-    embed = torch.nn.Embedding(vocab_size, width, sparse=True, _weight=torch.from_numpy(host_table(vocab_size, width)))
+    embed = torch.nn.Embedding(
+        vocab_size, width, sparse=True, _weight=torch.from_numpy(host_table(vocab_size, width))
+    )
     optimizer = torch.optim.SparseAdam(embed.parameters(), lr=RATE)
     ids = batches(vocab_size, torch.from_numpy)
     weights = torch.from_numpy(host_weights(width))
@@ -99,20 +114,33 @@ def torch_line(vocab_size: int, width: int) -> Callable[[], Any]:
 
 def against_dense(sizes: Sizes) -> Report:
     """Each step's time and temporaries at one large vocabulary."""
-    calls = {name: jax_line(step, sizes.vocab_size, WIDTH) for name, step in ((OURS, row_step), (DENSE, dense_step))}
+    calls = {
+        name: jax_line(step, sizes.vocab_size, WIDTH)
+        for name, step in ((OURS, row_step), (DENSE, dense_step))
+    }
     samples = interleave(calls, sizes.rounds, "dense", STEPS)
-    report = timing_report(f"Adam, table [{sizes.vocab_size}, {WIDTH}], {BATCH} ids", samples, (OURS, DENSE), {})
+    report = timing_report(
+        f"Adam, table [{sizes.vocab_size}, {WIDTH}], {BATCH} ids", samples, (OURS, DENSE), {}
+    )
     report.figures["dense / rows"] = ratio(samples, DENSE, OURS)
-    memory = {name: temporaries(step, sizes.vocab_size) for name, step in ((OURS, row_step), (DENSE, dense_step))}
+    memory = {
+        name: temporaries(step, sizes.vocab_size)
+        for name, step in ((OURS, row_step), (DENSE, dense_step))
+    }
     report.figures["temporaries: rows / dense"] = memory[OURS] / memory[DENSE]
-    report.notes += [f"compiled temporaries, {name}: {size / 1e6:.1f} MB" for name, size in memory.items()]
+    report.notes += [
+        f"compiled temporaries, {name}: {size / 1e6:.1f} MB" for name, size in memory.items()
+    ]
     return report
 
 
 def temporaries(step: Callable, vocab_size: int) -> int:
     params = {"embeddings": jax.ShapeDtypeStruct((vocab_size, WIDTH), jnp.float32)}
     shapes = params, jax.eval_shape(OPTIMIZER.init, params)
-    ids, weights = jax.ShapeDtypeStruct((BATCH,), jnp.int32), jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
+    ids, weights = (
+        jax.ShapeDtypeStruct((BATCH,), jnp.int32),
+        jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32),
+    )
     return step.lower(*shapes, ids, weights).compile().memory_analysis().temp_size_in_bytes
 
 
@@ -120,7 +148,10 @@ def against_torch(sizes: Sizes) -> Report:
     """The same steps in PyTorch, which also updates the rows of the batch alone."""
     title = f"Adam by rows in two libraries, table [{sizes.vocab_size}, {WIDTH}], {BATCH} ids"
     try:
-        calls = {OURS: jax_line(row_step, sizes.vocab_size, WIDTH), TORCH: torch_line(sizes.vocab_size, WIDTH)}
+        calls = {
+            OURS: jax_line(row_step, sizes.vocab_size, WIDTH),
+            TORCH: torch_line(sizes.vocab_size, WIDTH),
+        }
     except ImportError as error:
         return timing_report(title, {}, (), {TORCH: str(error)})
     tables = [np.asarray(jax.tree.leaves(call())[0])[:1000] for call in calls.values()]
@@ -135,7 +166,10 @@ def against_torch(sizes: Sizes) -> Report:
 def against_vocabulary(sizes: Sizes) -> Report:
     """The same batch in a small and in a large table: what is left is the latency of memory."""
     names = [f"{OURS}, table [{size}, {NARROW}]" for size in (sizes.least, sizes.most)]
-    calls = {name: jax_line(row_step, size, NARROW) for name, size in zip(names, (sizes.least, sizes.most), strict=True)}
+    calls = {
+        name: jax_line(row_step, size, NARROW)
+        for name, size in zip(names, (sizes.least, sizes.most), strict=True)
+    }
     samples = interleave(calls, sizes.rounds, "vocabulary", STEPS)
     report = timing_report(f"Adam by rows, {BATCH} ids, two vocabularies", samples, names, {})
     report.figures["large / small vocabulary"] = ratio(samples, names[1], names[0])
@@ -164,24 +198,47 @@ def main():
     """Prints a Markdown table a case, and one of the targets."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=30, help="rounds a case (default: 30)")
-    parser.add_argument("--smoke", action="store_true", help="3 rounds of small tables: to see that all runs")
+    parser.add_argument(
+        "--smoke", action="store_true", help="3 rounds of small tables: to see that all runs"
+    )
     parser.add_argument("--json", type=Path, help="write all samples, figures and tables here")
     arguments = parser.parse_args()
     if arguments.rounds < 1 or (arguments.json and not arguments.json.parent.is_dir()):
         parser.error("wanted 1 round or more, and for --json a folder that exists")
-    sizes = Sizes(20_000, 20_000, 40_000, 3) if arguments.smoke else Sizes(1_000_000, 100_000, 10_000_000, arguments.rounds)
+    sizes = (
+        Sizes(20_000, 20_000, 40_000, 3)
+        if arguments.smoke
+        else Sizes(1_000_000, 100_000, 10_000_000, arguments.rounds)
+    )
     machine = environment(PACKAGES)
-    print(f"{machine['cpus']} CPUs, {machine['platform']}, jax on {machine['backend']}, {sizes.rounds} rounds\n")
-    print(", ".join(f"{name} {version}" for name, version in machine["versions"].items()), flush=True)
+    print(
+        f"{machine['cpus']} CPUs, {machine['platform']}, jax on {machine['backend']}, {sizes.rounds} rounds\n"
+    )
+    print(
+        ", ".join(f"{name} {version}" for name, version in machine["versions"].items()), flush=True
+    )
     reports = {}
     for case in (against_dense, against_torch, against_vocabulary):
         reports[case.__name__] = case(sizes)
         print(reports[case.__name__].markdown(), flush=True)
     figures = {key: value for report in reports.values() for key, value in report.figures.items()}
-    print(f"\n## Summary\n\n{markdown_table(['target', 'bound', 'measured', ''], summary(figures))}")
+    print(
+        f"\n## Summary\n\n{markdown_table(['target', 'bound', 'measured', ''], summary(figures))}"
+    )
     if arguments.json:
-        cases = {name: {**vars(report), "columns": list(report.columns)} for name, report in reports.items()}
-        write_whole(arguments.json, {"machine": machine, "sizes": sizes._asdict(), "cases": cases, "summary": summary(figures)})
+        cases = {
+            name: {**vars(report), "columns": list(report.columns)}
+            for name, report in reports.items()
+        }
+        write_whole(
+            arguments.json,
+            {
+                "machine": machine,
+                "sizes": sizes._asdict(),
+                "cases": cases,
+                "summary": summary(figures),
+            },
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""What each device sends in a training step of a sharded table: formulas, checked against programs compiled for 8 CPU devices.
+"""What each device sends in a training step of a sharded table: formulas, checked against programs
+compiled for 8 CPU devices.
 
 Usage: PYTHONPATH=. python tests/benchmarks/sharding.py [--pods [TARGET ...]] [--time] [--zipf]
 
-Without an option: the formulas and their check. --pods compiles a step by exchange for TPU pods that are not there (a few minutes each;
-needs `pip install "jax[tpu]"`). --time runs steps by exchange and by replicated rows on 8 CPU devices. --zipf counts what each device has
-to send where ids follow a Zipf distribution.
+Without an option: the formulas and their check. --pods compiles a step by exchange for TPU pods
+that are not there (a few minutes each; needs `pip install "jax[tpu]"`). --time runs steps by
+exchange and by replicated rows on 8 CPU devices. --zipf counts what each device has to send where
+ids follow a Zipf distribution.
 """
 
 import argparse
@@ -26,7 +28,7 @@ from harness import environment, interleave, markdown_table, ratio
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import transformer_embed as te
-from transformer_embed.large_tables import dealing, routes
+from transformer_embed._src.sharded import dealing, routes
 
 WIDTH, IDS, MEMORY = 128, 16384, 64e9
 DEVICES, VOCABULARIES = (2, 64, 4096), (10**6, 10**8, 10**9)
@@ -35,7 +37,8 @@ BYTES_HELD = 3 * 4
 
 
 def all_reduce(size, devices):
-    """Bytes that each device sends around a ring: all but one part of `size` bytes, once to sum and once to tell."""
+    """Bytes that each device sends around a ring: all but one part of `size` bytes, once to sum and
+    once to tell."""
     return 2 * (devices - 1) / devices * size
 
 
@@ -45,23 +48,32 @@ def dense(vocab_size, data, shards, width=WIDTH, ids=IDS):
 
 
 def in_shards(vocab_size, data, shards, width=WIDTH, ids=IDS):
-    """Rows of the batch of the devices that share a table, summed over the shards; the gradient of a shard, over the data axis."""
+    """Rows of the batch of the devices that share a table, summed over the shards; the gradient of
+    a shard, over the data axis."""
     padded = -(-vocab_size // shards)
     return all_reduce(4 * ids * shards * width, shards) + all_reduce(4 * padded * width, data)
 
 
 def by_rows(vocab_size, data, shards, width=WIDTH, ids=IDS):
-    """The ids of the whole batch; its distinct rows, summed over the shards; their gradient, over the data axis."""
+    """The ids of the whole batch; its distinct rows, summed over the shards; their gradient, over
+    the data axis."""
     rows = min(vocab_size, ids * data * shards)
     rows = rows if rows <= 1024 else -(-rows // 1024) * 1024
-    return 4 * ids * shards * (data - 1) + all_reduce(4 * rows * width, shards) + all_reduce(4 * rows * width, data)
+    return (
+        4 * ids * shards * (data - 1)
+        + all_reduce(4 * rows * width, shards)
+        + all_reduce(4 * rows * width, data)
+    )
 
 
 def by_exchange(vocab_size, data, shards, width=WIDTH, ids=IDS):
-    """For each hop: the ids of the rows that are asked for, the rows, and their gradients. The table is split over all devices."""
+    """For each hop: the ids of the rows that are asked for, the rows, and their gradients. The
+    table is split over all devices."""
     devices = data * shards
     shard = dealing.Deal(vocab_size, te.sharding.VIRTUAL_SHARDS).size // devices
-    route = routes.plan_route(min(ids, vocab_size), ("data", "model"), (data, shards), shard, devices, 1.0)
+    route = routes.plan_route(
+        min(ids, vocab_size), ("data", "model"), (data, shards), shard, devices, 1.0
+    )
     return sum((4 + 2 * 4 * width) * hop.room * (hop.parts - 1) for hop in route.every_hop)
 
 
@@ -69,11 +81,23 @@ WAYS = {"dense": dense, "sharded": in_shards, "by rows": by_rows, "by exchange":
 
 
 def best(way, vocab_size, devices):
-    """The fewest bytes of the meshes data x shards on which the table fits, and that mesh; None where it fits on none."""
-    meshes = [(devices // 2**i, 2**i) for i in range(devices.bit_length()) if devices % 2**i == 0] if way != "dense" else [(devices, 1)]
+    """The fewest bytes of the meshes data x shards on which the table fits, and that mesh; None
+    where it fits on none."""
+    meshes = (
+        [(devices // 2**i, 2**i) for i in range(devices.bit_length()) if devices % 2**i == 0]
+        if way != "dense"
+        else [(devices, 1)]
+    )
     copies = [1 if way == "by exchange" else data for data, _ in meshes]
     fits = [BYTES_HELD * vocab_size * WIDTH * each <= MEMORY * devices for each in copies]
-    return min(((WAYS[way](vocab_size, *mesh), mesh) for mesh, fit in zip(meshes, fits, strict=True) if fit), default=None)
+    return min(
+        (
+            (WAYS[way](vocab_size, *mesh), mesh)
+            for mesh, fit in zip(meshes, fits, strict=True)
+            if fit
+        ),
+        default=None,
+    )
 
 
 def on_paper():
@@ -88,7 +112,11 @@ def on_paper():
 def _cell(way, vocab_size, devices):
     found = best(way, vocab_size, devices)
     if found is None:
-        return f"does not fit ({dense(vocab_size, devices, 1) / 1e6:,.0f} MB)" if way == "dense" else "does not fit"
+        return (
+            f"does not fit ({dense(vocab_size, devices, 1) / 1e6:,.0f} MB)"
+            if way == "dense"
+            else "does not fit"
+        )
     sent, (data, shards) = found
     return f"{sent / 1e6:,.0f} MB, {data} x {shards}"
 
@@ -101,7 +129,9 @@ def step_of(way, optimizer):
 
     def step(params, state, tokens, weights):
         if way in ("by rows", "by exchange"):
-            grads = te.rows.value_and_grad(loss, ids={"embeddings": tokens})(params, tokens, weights)[1]
+            grads = te.rows.value_and_grad(loss, ids={"embeddings": tokens})(
+                params, tokens, weights
+            )[1]
             return te.rows.update(optimizer, grads, state, params)
         updates, state = optimizer.update(jax.grad(loss)(params, tokens, weights), state, params)
         return optax.apply_updates(params, updates), state
@@ -112,12 +142,18 @@ def step_of(way, optimizer):
 def arguments_of(way, mesh, optimizer, vocab_size, width, ids):
     """The shapes and shardings of the arguments of a step: float32, `ids` tokens a device."""
     exchanges, tokens = way == "by exchange", ids * mesh.size
-    spec = PartitionSpec() if way == "dense" else PartitionSpec(mesh.axis_names if exchanges else "model")
+    spec = (
+        PartitionSpec()
+        if way == "dense"
+        else PartitionSpec(mesh.axis_names if exchanges else "model")
+    )
     options = {"tables": "*embeddings", "deal": "*embeddings" if exchanges else None}
     params = {"embeddings": jax.ShapeDtypeStruct((vocab_size, width), jnp.float32)}
     trees = params, jax.eval_shape(optimizer.init, params)
     placed = te.sharding.shard_params(trees, mesh, {"*embeddings": spec}, **options)
-    batch = NamedSharding(mesh, PartitionSpec("data" if way in ("sharded", "by rows") else mesh.axis_names))
+    batch = NamedSharding(
+        mesh, PartitionSpec("data" if way in ("sharded", "by rows") else mesh.axis_names)
+    )
     return (
         *placed,
         jax.ShapeDtypeStruct((tokens,), jnp.int32, sharding=batch),
@@ -130,11 +166,16 @@ def mesh_of(data, shards):
 
 
 def checks():
-    """Bytes that each device sends in a step of SGD, by the formula and by the compiled program: they are equal."""
+    """Bytes that each device sends in a step of SGD, by the formula and by the compiled program:
+    they are equal."""
     rows, optimizer, sizes = [], optax.sgd(0.1), {"vocab_size": 4096, "width": 16, "ids": 32}
     for way, formula in WAYS.items():
         for data, shards in ((8, 1), (4, 2), (2, 4), (1, 8)):
-            program = step_of(way, optimizer).lower(*arguments_of(way, mesh_of(data, shards), optimizer, **sizes)).compile()
+            program = (
+                step_of(way, optimizer)
+                .lower(*arguments_of(way, mesh_of(data, shards), optimizer, **sizes))
+                .compile()
+            )
             got = sum(each.sent for each in collectives(program))
             paper = formula(sizes["vocab_size"], data, shards, sizes["width"], sizes["ids"])
             rows.append([way, f"{data} x {shards}", f"{paper:,.0f}", f"{got:,.0f}"])
@@ -154,26 +195,54 @@ def compiled_for_pods(names):
     """Steps of Adam by exchange."""
     from targets import target  # noqa: PLC0415
 
-    columns = ["target", "rows", "chips", "sent, MB", "goal", "temporaries, MB", "goal", "held, MB", "largest array sent", "kinds", "s"]
+    columns = [
+        "target",
+        "rows",
+        "chips",
+        "sent, MB",
+        "goal",
+        "temporaries, MB",
+        "goal",
+        "held, MB",
+        "largest array sent",
+        "kinds",
+        "s",
+    ]
     rows, optimizer = [], optax.adam(1e-3)
     for name in names:
         vocab_size, shape, most_sent, most_temporaries = PODS[name]
         on = target(name)
-        mesh = Mesh(np.array(on.devices).reshape(shape), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        mesh = Mesh(
+            np.array(on.devices).reshape(shape), ("data", "model"), axis_types=(AxisType.Auto,) * 2
+        )
         arguments = arguments_of("by exchange", mesh, optimizer, vocab_size, WIDTH, IDS)
         facts = on.facts(step_of("by exchange", optimizer), *arguments)
         kept = 3 * 4 * WIDTH * arguments[0]["embeddings"].array.shape[0] / mesh.size
-        largest = max((each for sent in facts.collectives for each in sent.operands), key=lambda each: math.prod(each[1]))
+        largest = max(
+            (each for sent in facts.collectives for each in sent.operands),
+            key=lambda each: math.prod(each[1]),
+        )
         kinds = ", ".join(sorted({each.kind for each in facts.collectives}))
-        figures = [f"{facts.sent / 1e6:.1f}", f"<= {most_sent}", f"{facts.temporaries / 1e6:.1f}", f"<= {most_temporaries}"]
-        cells = [f"{kept / 1e6:,.0f}", f"{largest[0]}{list(largest[1])}", kinds, f"{facts.seconds:.0f}"]
+        figures = [
+            f"{facts.sent / 1e6:.1f}",
+            f"<= {most_sent}",
+            f"{facts.temporaries / 1e6:.1f}",
+            f"<= {most_temporaries}",
+        ]
+        cells = [
+            f"{kept / 1e6:,.0f}",
+            f"{largest[0]}{list(largest[1])}",
+            kinds,
+            f"{facts.seconds:.0f}",
+        ]
         rows.append([name, f"{vocab_size:.0e}", str(mesh.size), *figures, *cells])
         print(" | ".join(rows[-1]), flush=True)
     return markdown_table(columns, rows)
 
 
 def timed(rounds=20, ids=2048, width=32):
-    """Steps of Adam on 8 CPU devices: by exchange beside replicated rows, and by exchange as the table grows."""
+    """Steps of Adam on 8 CPU devices: by exchange beside replicated rows, and by exchange as the
+    table grows."""
     lines = {}
     for way, mesh, vocab_size in (
         ("by exchange", mesh_of(1, 8), 10**6),
@@ -189,17 +258,31 @@ def timed(rounds=20, ids=2048, width=32):
         ["by exchange / by rows, 1e6 rows", f"{ratio(samples, names[0], names[1]):.2f}", "<= 1"],
         ["by exchange, 1e7 / 1e5 rows", f"{ratio(samples, names[3], names[2]):.2f}", "<= 1.7"],
     ]
-    return markdown_table(["step", "median, ms"], medians) + "\n\n" + markdown_table(["ratio", "measured", "goal"], found)
+    return (
+        markdown_table(["step", "median, ms"], medians)
+        + "\n\n"
+        + markdown_table(["ratio", "measured", "goal"], found)
+    )
 
 
 def _line(way, mesh, vocab_size, width, ids):
     optimizer = optax.adam(1e-3)
     shapes = arguments_of(way, mesh, optimizer, vocab_size, width, ids)
-    make = jax.jit(lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes[:2]), out_shardings=_shardings(shapes[:2]))
+    make = jax.jit(
+        lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes[:2]),
+        out_shardings=_shardings(shapes[:2]),
+    )
     held, step = list(make()), step_of(way, optimizer)
     rng = np.random.default_rng(0)
-    batches = [jax.device_put(rng.integers(0, vocab_size, shapes[2].shape).astype(np.int32), shapes[2].sharding) for _ in range(8)]
-    weights = jax.device_put(rng.normal(size=shapes[3].shape).astype(np.float32), shapes[3].sharding)
+    batches = [
+        jax.device_put(
+            rng.integers(0, vocab_size, shapes[2].shape).astype(np.int32), shapes[2].sharding
+        )
+        for _ in range(8)
+    ]
+    weights = jax.device_put(
+        rng.normal(size=shapes[3].shape).astype(np.float32), shapes[3].sharding
+    )
     turn = iter(range(10**9))
 
     def call():
@@ -215,33 +298,61 @@ def _shardings(tree):
 
 
 def zipf(vocab_size=10**6, exponent=1.05, ids=IDS):
-    """What the devices are asked for where the n-th id has a probability that goes with n ** -exponent."""
+    """What the devices are asked for where the n-th id has a probability that goes with n **
+    -exponent."""
     rows, weights = [], np.arange(1, vocab_size + 1) ** -exponent
     steps, rng = np.cumsum(weights / weights.sum()), np.random.default_rng(0)
     for shape in ((1, 8), (2, 4), (8, 8), (16, 16)):
         mesh = jax.sharding.AbstractMesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
         shards, axes = te.sharding.VIRTUAL_SHARDS, mesh.axis_names
         array = jax.ShapeDtypeStruct((dealing.Deal(vocab_size, shards).size, WIDTH), jnp.float32)
-        table = te.sharding.Sharded(array, vocab_size, NamedSharding(mesh, PartitionSpec(axes)), axes, shards)
+        table = te.sharding.Sharded(
+            array, vocab_size, NamedSharding(mesh, PartitionSpec(axes)), axes, shards
+        )
         batch = np.searchsorted(steps, rng.random((mesh.size, ids))).clip(0, vocab_size - 1)
         load = table.exchange_load(batch)
         rows.append(
-            [f"{shape[0]} x {shape[1]}", f"{load.rows.mean():,.0f}", f"{load.rows.max() / load.rows.mean():.2f}", str(load.dropped)]
+            [
+                f"{shape[0]} x {shape[1]}",
+                f"{load.rows.mean():,.0f}",
+                f"{load.rows.max() / load.rows.mean():.2f}",
+                str(load.dropped),
+            ]
         )
-    return markdown_table(["data x model", "mean rows asked for", "busiest / mean (goal: <= 1.5)", "ids without room"], rows)
+    return markdown_table(
+        [
+            "data x model",
+            "mean rows asked for",
+            "busiest / mean (goal: <= 1.5)",
+            "ids without room",
+        ],
+        rows,
+    )
 
 
 def main():
     """Prints Markdown tables."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--pods", nargs="*", choices=PODS, metavar="TARGET", help=f"compile for TPU pods: {', '.join(PODS)} (default: all)")
+    parser.add_argument(
+        "--pods",
+        nargs="*",
+        choices=PODS,
+        metavar="TARGET",
+        help=f"compile for TPU pods: {', '.join(PODS)} (default: all)",
+    )
     parser.add_argument("--time", action="store_true", help="time steps on 8 CPU devices")
-    parser.add_argument("--zipf", action="store_true", help="count the load of each device under Zipf-distributed ids")
+    parser.add_argument(
+        "--zipf",
+        action="store_true",
+        help="count the load of each device under Zipf-distributed ids",
+    )
     arguments = parser.parse_args()
     found = environment(["jax", "jaxlib", "libtpu", "numpy"])
     print(f"{found['platform']}, {found['cpus']} cores, {found['versions']}\n")
     if arguments.pods is not None:
-        print(f"Adam, width {WIDTH}, float32, {IDS} ids a device:\n\n{compiled_for_pods(arguments.pods or PODS)}")
+        print(
+            f"Adam, width {WIDTH}, float32, {IDS} ids a device:\n\n{compiled_for_pods(arguments.pods or PODS)}"
+        )
     if arguments.time:
         print(f"Adam on 8 CPU devices, 2048 ids a device:\n\n{timed()}")
     if arguments.zipf:

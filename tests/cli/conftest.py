@@ -1,4 +1,5 @@
-"""What the tests of several commands share: a text, models on disk, and a command that must fail."""
+"""What the tests of several commands share: a text, models on disk, and a command that must
+fail."""
 
 import numpy as np
 import pytest
@@ -6,15 +7,17 @@ from command_line import TABLE
 from safetensors.numpy import save_file
 
 import transformer_embed as te
+from transformer_embed._src.pretrained.checkpoints import CONFIG
+from transformer_embed._src.pretrained.config_json import config_to_json
 from transformer_embed.cli.main import main
-from transformer_embed.pretrained.checkpoints import CONFIG
-from transformer_embed.pretrained.config_json import config_to_json
 
 
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_bytes(b"".join(b"line %d of a text, and %d squared is %d\n" % (n, n, n * n) for n in range(100)))
+    path.write_bytes(
+        b"".join(b"line %d of a text, and %d squared is %d\n" % (n, n, n * n) for n in range(100))
+    )
     return path
 
 
@@ -25,7 +28,9 @@ def model_file(tmp_path_factory):
     module, name = TABLE.rsplit("/", 1)
     table = np.random.default_rng(0).normal(0, 128**-0.5, (256, 128)).astype(np.float32)
     others = {"query": {"w": np.ones((3, 2), np.float32)}}
-    te.pretrained.save_embedder(path, te.EmbedderConfig(256, 128, dropout_rate=0.0), {module: {name: table}, **others})
+    te.pretrained.save_embedder(
+        path, te.EmbedderConfig(256, 128, dropout_rate=0.0), {module: {name: table}, **others}
+    )
     return path
 
 
@@ -36,9 +41,19 @@ def save_embedder():
     def save(path, config, **change):
         shapes = {TABLE: (config.vocab_size, config.d_model)}
         if isinstance(config.positions, te.Learned):
-            shapes["transformer_embedding/~/learned_positional_encoding/embeddings"] = (config.positions.max_len, config.d_model)
-        arrays = {name: np.random.default_rng(0).normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-        save_file(change.get("arrays", arrays), path, metadata={CONFIG: change.get("text", config_to_json(config))})
+            shapes["transformer_embedding/~/learned_positional_encoding/embeddings"] = (
+                config.positions.max_len,
+                config.d_model,
+            )
+        arrays = {
+            name: np.random.default_rng(0).normal(size=shape).astype(np.float32)
+            for name, shape in shapes.items()
+        }
+        save_file(
+            change.get("arrays", arrays),
+            path,
+            metadata={CONFIG: change.get("text", config_to_json(config))},
+        )
         return path
 
     return save

@@ -29,7 +29,9 @@ def inspected(capsys, *arguments):
 
 
 def test_what_a_lone_file_lacks_is_asked_for_by_the_names_of_flags(fails, bert):
-    assert "(on the command line: --model-type NAME, --settings FILE.json)" in fails("inspect", bert)
+    assert "(on the command line: --model-type NAME, --settings FILE.json)" in fails(
+        "inspect", bert
+    )
     line = fails("inspect", bert, "--model-type", "bert")
     assert "layer_norm_eps" in line
     assert "--settings FILE.json" in line
@@ -38,7 +40,9 @@ def test_what_a_lone_file_lacks_is_asked_for_by_the_names_of_flags(fails, bert):
 def test_settings_are_read_from_a_file_and_model_type_is_added(capsys, bert, tmp_path):
     settings = tmp_path / "settings.json"
     settings.write_text(json.dumps({"layer_norm_eps": 0.5}))
-    assert "layer_norm_eps    0.5" in inspected(capsys, bert, "--settings", settings, "--model-type", "bert")
+    assert "layer_norm_eps    0.5" in inspected(
+        capsys, bert, "--settings", settings, "--model-type", "bert"
+    )
     settings.write_text(json.dumps({"layer_norm_eps": 0.25, "model_type": "bert"}))
     assert "layer_norm_eps    0.25" in inspected(capsys, bert, "--settings", settings)
 
@@ -47,7 +51,16 @@ def test_embed_takes_them_too(bert, tmp_path):
     ids, settings = tmp_path / "ids", tmp_path / "settings.json"
     ids.write_text("1 2 3\n")
     settings.write_text(json.dumps({"layer_norm_eps": 0.5}))
-    flags = ["--model-type", "bert", "--settings", settings, "--ids", "--out", tmp_path / "x.npz", "--quiet"]
+    flags = [
+        "--model-type",
+        "bert",
+        "--settings",
+        settings,
+        "--ids",
+        "--out",
+        tmp_path / "x.npz",
+        "--quiet",
+    ]
     assert main([str(each) for each in ("embed", ids, "--from", bert, *flags)]) == 0
     with np.load(tmp_path / "x.npz") as arrays:
         assert arrays["embeddings"].shape == (1, 3, 8)
@@ -71,12 +84,22 @@ def test_settings_that_cannot_be_read(fails, bert, tmp_path, content, message):
     assert message.format(path=path) in fails("inspect", bert, "--settings", path)
 
 
-@pytest.mark.parametrize("flag", [["--stack", "decoder"], ["--model-type", "bert"], ["--settings", "x.json"]])
-def test_flags_of_a_checkpoint_are_refused_with_params(fails, text_file, model_file, tmp_path, flag):
+@pytest.mark.parametrize(
+    "flag", [["--stack", "decoder"], ["--model-type", "bert"], ["--settings", "x.json"]]
+)
+def test_flags_of_a_checkpoint_are_refused_with_params(
+    fails, text_file, model_file, tmp_path, flag
+):
     line = fails("embed", text_file, "--params", model_file, "--out", tmp_path / "x.npz", *flag)
-    assert f"{flag[0]} is for --from; leave it out: a file that `train` wrote needs no such flag" in line
+    assert (
+        f"{flag[0]} is for --from; leave it out: a file that `train` wrote needs no such flag"
+        in line
+    )
 
 
 def test_the_tokens_of_a_published_model_are_not_bytes(fails, text_file, bert, tmp_path):
     line = fails("embed", text_file, "--from", bert, "--out", tmp_path / "x.npz")
-    assert f"the tokens of {bert} are not bytes; give a FILE of ids, as its tokenizer makes them, and --ids" in line
+    assert (
+        f"the tokens of {bert} are not bytes; give a FILE of ids, as its tokenizer makes them, and --ids"
+        in line
+    )

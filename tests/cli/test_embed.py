@@ -9,28 +9,40 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import transformer_embed as te
+from transformer_embed._src.pretrained.checkpoints import CONFIG
+from transformer_embed._src.pretrained.config_json import options_from_json
 from transformer_embed.cli import embed, language_model
 from transformer_embed.cli.embed import PAD_ID
 from transformer_embed.cli.main import main
-from transformer_embed.pretrained.checkpoints import CONFIG
-from transformer_embed.pretrained.config_json import options_from_json
 
-# float32 values below 8 are rounded by at most 2**-22: the factor, the product, the encoding and the sum are.
+# float32 values below 8 are rounded by at most 2**-22: the factor, the product, the encoding and
+# the sum are.
 BY_HAND = 4 * 2.0**-22
-# Batches of other shapes are other programs: XLA may fuse the product and the sum, which is one rounding less.
+# Batches of other shapes are other programs: XLA may fuse the product and the sum, which is one
+# rounding less.
 FUSED_SUM = 2 * 2.0**-22
 
 
 def by_hand(params, ids):
-    """The embeddings from the paper's formula: row times sqrt(d_model), plus the sinusoids; rows of padding are zeros."""
+    """The embeddings from the paper's formula: row times sqrt(d_model), plus the sinusoids; rows of
+    padding are zeros."""
     table = np.asarray(params, np.float64)
     rows = np.where((ids >= 0)[..., None], table[np.maximum(ids, 0)], 0) * math.sqrt(table.shape[1])
-    angles = np.arange(ids.shape[1])[:, None] * 10_000.0 ** (-2 * np.arange(table.shape[1] // 2) / table.shape[1])
+    angles = np.arange(ids.shape[1])[:, None] * 10_000.0 ** (
+        -2 * np.arange(table.shape[1] // 2) / table.shape[1]
+    )
     return rows + np.stack([np.sin(angles), np.cos(angles)], -1).reshape(ids.shape[1], -1)
 
 
 def test_bars_are_on_stderr_until_quiet(capsys, model_file, text_file, tmp_path):
-    command = ["embed", str(text_file), "--params", str(model_file), "--out", str(tmp_path / "x.npz")]
+    command = [
+        "embed",
+        str(text_file),
+        "--params",
+        str(model_file),
+        "--out",
+        str(tmp_path / "x.npz"),
+    ]
     assert main(command) == 0
     assert "embedding: 100%" in capsys.readouterr().err
     assert main([*command, "--quiet"]) == 0
@@ -38,12 +50,16 @@ def test_bars_are_on_stderr_until_quiet(capsys, model_file, text_file, tmp_path)
 
 
 @pytest.mark.parametrize("tokens_a_batch", [1, 40, 16_384])
-def test_embed_is_the_embedder_on_padded_lines(monkeypatch, capsys, model_file, tmp_path, tokens_a_batch):
+def test_embed_is_the_embedder_on_padded_lines(
+    monkeypatch, capsys, model_file, tmp_path, tokens_a_batch
+):
     monkeypatch.setattr(embed, "TOKENS_PER_BATCH", tokens_a_batch)
     lines = ["short", "", "a longer line", "ünï"]
     source, out = tmp_path / "lines.txt", tmp_path / "x.npz"
     source.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    assert main(["embed", str(source), "--params", str(model_file), "--out", str(out), "--quiet"]) == 0
+    assert (
+        main(["embed", str(source), "--params", str(model_file), "--out", str(out), "--quiet"]) == 0
+    )
     assert capsys.readouterr().out == f"{out}: 4 lines of up to 13 tokens, 128 wide\n"
     with np.load(out) as arrays:
         got = dict(arrays)
@@ -53,14 +69,24 @@ def test_embed_is_the_embedder_on_padded_lines(monkeypatch, capsys, model_file, 
     np.testing.assert_array_equal(got["ids"], ids)
     np.testing.assert_array_equal(got["mask"], ids != PAD_ID)
     np.testing.assert_array_equal(got["positions"], [list(range(13))] * 4)
-    assert {name: array.dtype for name, array in got.items()} == {"ids": "i4", "mask": "?", "positions": "i4", "embeddings": "f4"}
+    assert {name: array.dtype for name, array in got.items()} == {
+        "ids": "i4",
+        "mask": "?",
+        "positions": "i4",
+        "embeddings": "f4",
+    }
     with safe_open(model_file, framework="numpy") as file:
         table = file.get_tensor(TABLE)
         config = te.EmbedderConfig(**options_from_json("x", file.metadata()[CONFIG]))
     np.testing.assert_allclose(got["embeddings"], by_hand(table, ids), rtol=0, atol=BY_HAND)
     module, name = TABLE.rsplit("/", 1)
     apply = te.make_embedder(dataclasses.replace(config, pad_id=PAD_ID)).apply
-    np.testing.assert_allclose(got["embeddings"], apply({module: {name: table}}, None, ids, is_training=False), rtol=0, atol=FUSED_SUM)
+    np.testing.assert_allclose(
+        got["embeddings"],
+        apply({module: {name: table}}, None, ids, is_training=False),
+        rtol=0,
+        atol=FUSED_SUM,
+    )
 
 
 def test_all_batches_have_one_shape(monkeypatch, model_file, text_file, tmp_path):
@@ -78,7 +104,20 @@ def test_all_batches_have_one_shape(monkeypatch, model_file, text_file, tmp_path
     real = te.make_embedder
     monkeypatch.setattr(te, "make_embedder", make_embedder)
     monkeypatch.setattr(embed, "TOKENS_PER_BATCH", 1_000)
-    assert main(["embed", str(text_file), "--params", str(model_file), "--out", str(tmp_path / "x.npz"), "--quiet"]) == 0
+    assert (
+        main(
+            [
+                "embed",
+                str(text_file),
+                "--params",
+                str(model_file),
+                "--out",
+                str(tmp_path / "x.npz"),
+                "--quiet",
+            ]
+        )
+        == 0
+    )
     assert len(shapes) > 1
     assert len(set(shapes)) == 1
     assert len(shapes) * shapes[0][0] % 100 != 0
@@ -89,7 +128,21 @@ def test_ids_and_bytes_are_the_same_tokens(model_file, tmp_path):
     (tmp_path / "ids").write_bytes(b"97  98\n\t255 \n")
     for name, flags in (("text", []), ("ids", ["--ids"])):
         out = str(tmp_path / f"{name}.npz")
-        assert main(["embed", str(tmp_path / name), "--params", str(model_file), "--out", out, "--quiet", *flags]) == 0
+        assert (
+            main(
+                [
+                    "embed",
+                    str(tmp_path / name),
+                    "--params",
+                    str(model_file),
+                    "--out",
+                    out,
+                    "--quiet",
+                    *flags,
+                ]
+            )
+            == 0
+        )
     with np.load(tmp_path / "text.npz") as text, np.load(tmp_path / "ids.npz") as ids:
         assert text["ids"].tolist() == [[97, 98], [255, PAD_ID]]
         for name in text.files:
@@ -101,7 +154,10 @@ def test_a_wrong_id_is_named(fails, model_file, tmp_path, wrong):
     source, out = tmp_path / "ids", tmp_path / "x.npz"
     source.write_text(f"1 2 3\n4 {wrong} 5\n", encoding="utf-8")
     line = fails("embed", source, "--ids", "--params", model_file, "--out", out)
-    assert f"{source}, line 2: wanted integers from 0 to 255, the vocabulary of the parameters, got {wrong[:20]!r}" in line
+    assert (
+        f"{source}, line 2: wanted integers from 0 to 255, the vocabulary of the parameters, got {wrong[:20]!r}"
+        in line
+    )
     assert list(tmp_path.iterdir()) == [source]
 
 
@@ -114,19 +170,40 @@ def test_a_byte_past_a_small_vocabulary_is_named(save_embedder, fails, capsys, t
 
 
 @pytest.mark.parametrize("flag", ["--params", "--from"])
-def test_the_tokens_of_a_large_vocabulary_are_not_bytes(save_embedder, fails, tmp_path, text_file, flag):
+def test_the_tokens_of_a_large_vocabulary_are_not_bytes(
+    save_embedder, fails, tmp_path, text_file, flag
+):
     params = save_embedder(tmp_path / "p", te.EmbedderConfig(257, 6))
     line = fails("embed", text_file, flag, params, "--out", tmp_path / "x.npz")
-    assert f"the tokens of {params} are not bytes; give a FILE of ids, as its tokenizer makes them, and --ids" in line
+    assert (
+        f"the tokens of {params} are not bytes; give a FILE of ids, as its tokenizer makes them, and --ids"
+        in line
+    )
 
 
 @pytest.mark.parametrize("pad_id", [0, 3])
-@pytest.mark.parametrize("positions", [None, te.Sinusoidal(), te.Sinusoidal(at_padding=0, pad_id=3)])
+@pytest.mark.parametrize(
+    "positions", [None, te.Sinusoidal(), te.Sinusoidal(at_padding=0, pad_id=3)]
+)
 def test_padding_inside_a_line_is_padding_to_the_model(save_embedder, tmp_path, pad_id, positions):
     config = te.EmbedderConfig(7, 6, pad_id=pad_id, positions=positions)
     params, source = save_embedder(tmp_path / "p", config), tmp_path / "ids"
     source.write_text(f"1 {pad_id} 2\n4\n")
-    assert main(["embed", str(source), "--ids", "--params", str(params), "--out", str(tmp_path / "x.npz"), "--quiet"]) == 0
+    assert (
+        main(
+            [
+                "embed",
+                str(source),
+                "--ids",
+                "--params",
+                str(params),
+                "--out",
+                str(tmp_path / "x.npz"),
+                "--quiet",
+            ]
+        )
+        == 0
+    )
     ids = np.array([[1, pad_id, 2], [4, pad_id, pad_id]])
     loaded = te.pretrained.load_embedder(params)
     expected = te.make_embedder(config).apply(loaded.params, None, ids, is_training=False)
@@ -141,20 +218,38 @@ def test_a_line_past_max_len_is_refused(save_embedder, fails, tmp_path):
     params = save_embedder(tmp_path / "p", te.EmbedderConfig(7, 6, positions=te.Learned(3)))
     source.write_text("1 2 3 4")
     line = fails("embed", source, "--ids", "--params", params, "--out", out)
-    assert "a line has 4 tokens (ids: wanted a length of at most max_len = 3, got length 4); split such lines" in line
+    assert (
+        "a line has 4 tokens (ids: wanted a length of at most max_len = 3, got length 4); split such lines"
+        in line
+    )
     source.write_text("1 2 3")
-    assert main(["embed", str(source), "--ids", "--params", str(params), "--out", str(out), "--quiet"]) == 0
+    assert (
+        main(["embed", str(source), "--ids", "--params", str(params), "--out", str(out), "--quiet"])
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"arrays": {"a": np.zeros(3)}}, f"wanted a tensor {TABLE}, got the tensors a F64[3]"),
-        ({"arrays": {TABLE: np.zeros((7, 5), np.float32)}}, "wanted shape [7, 6], as the configuration says, "),
-        ({"arrays": {TABLE: np.zeros((7, 6), np.float64)}}, "rounded to the config's param_dtype), got F64[7, 6]"),
-        ({"text": "{}"}, "wanted an entry vocab_size, got only []; write it again with `train --out`"),
+        (
+            {"arrays": {TABLE: np.zeros((7, 5), np.float32)}},
+            "wanted shape [7, 6], as the configuration says, ",
+        ),
+        (
+            {"arrays": {TABLE: np.zeros((7, 6), np.float64)}},
+            "rounded to the config's param_dtype), got F64[7, 6]",
+        ),
+        (
+            {"text": "{}"},
+            "wanted an entry vocab_size, got only []; write it again with `train --out`",
+        ),
         ({"text": "[1]"}, "transformer_embed.config: wanted a JSON object, got [1]"),
-        ({"text": '{"vocab_size": 0, "d_model": 6, "positions": null}'}, "wanted shape [0, 6], as the configuration says"),
+        (
+            {"text": '{"vocab_size": 0, "d_model": 6, "positions": null}'},
+            "wanted shape [0, 6], as the configuration says",
+        ),
         (
             {"text": '{"vocab_size": 7, "d_model": 6, "positions": {"kind": "rotary"}}'},
             "positions: kind: wanted one of Sinusoidal, SinusoidalGrid, Learned, got 'rotary'",
@@ -169,8 +264,9 @@ def test_parameters_of_another_kind(save_embedder, fails, tmp_path, text_file, c
 
 def test_parameters_without_metadata(fails, tmp_path, text_file):
     save_file({"a": np.zeros(3)}, tmp_path / "p")
-    assert f"{tmp_path / 'p'} was not written by `train --out`; if it is a published model, use --from" in fails(
-        "embed", text_file, "--params", tmp_path / "p", "--out", tmp_path / "x.npz"
+    assert (
+        f"{tmp_path / 'p'} was not written by `train --out`; if it is a published model, use --from"
+        in fails("embed", text_file, "--params", tmp_path / "p", "--out", tmp_path / "x.npz")
     )
 
 
@@ -195,7 +291,11 @@ def test_a_file_that_cannot_be_read(fails, model_file, tmp_path, command, kind):
     name = "bad\0" if kind == "null" else path
     flags = ["--params", model_file, "--out", tmp_path / "x.npz"] if command == "embed" else []
     line = fails(command, name, *flags)
-    assert ("is empty; name a file that holds something" if kind == "empty" else "; name a file that exists and that you may read") in line
+    assert (
+        "is empty; name a file that holds something"
+        if kind == "empty"
+        else "; name a file that exists and that you may read"
+    ) in line
     assert not (tmp_path / "x.npz").exists()
 
 
@@ -214,10 +314,16 @@ def test_missing_parameters(fails, text_file, tmp_path):
 
 @pytest.mark.parametrize("command", ["train", "embed"])
 @pytest.mark.parametrize("place", ["missing/x", "file/x", "folder", "x" * 300])
-def test_a_place_that_cannot_be_written_is_refused_before_the_work(fails, monkeypatch, model_file, text_file, tmp_path, command, place):
-    monkeypatch.setattr(language_model, "train", lambda *args, **options: pytest.fail("trained first"))
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(
+    fails, monkeypatch, model_file, text_file, tmp_path, command, place
+):
+    monkeypatch.setattr(
+        language_model, "train", lambda *args, **options: pytest.fail("trained first")
+    )
     (tmp_path / "file").write_text("kept")
-    flags, suffix = (["--params", model_file], ".npz") if command == "embed" else ([], ".safetensors")
+    flags, suffix = (
+        (["--params", model_file], ".npz") if command == "embed" else ([], ".safetensors")
+    )
     (tmp_path / f"folder{suffix}").mkdir()
     out = tmp_path / f"{place}{suffix}"
     assert f"cannot write {out}: " in fails(command, text_file, "--out", out, *flags)
@@ -233,7 +339,9 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(fails, monkey
         (["embed", "--params", "p"], "npz", ".npz"),
     ],
 )
-def test_a_file_to_write_is_named_by_what_it_will_hold(fails, text_file, tmp_path, command, name, wanted):
+def test_a_file_to_write_is_named_by_what_it_will_hold(
+    fails, text_file, tmp_path, command, name, wanted
+):
     line = fails(*command, text_file, "--out", tmp_path / name)
     assert f"--out: wanted a name that ends in {wanted}, got '{tmp_path / name}'" in line
     assert list(tmp_path.iterdir()) == []
@@ -242,12 +350,18 @@ def test_a_file_to_write_is_named_by_what_it_will_hold(fails, text_file, tmp_pat
 @pytest.mark.parametrize(
     ("error", "status", "message"),
     [
-        (OSError(28, "No space left on device"), 2, "No space left on device; free some space, or name a file elsewhere"),
+        (
+            OSError(28, "No space left on device"),
+            2,
+            "No space left on device; free some space, or name a file elsewhere",
+        ),
         (KeyboardInterrupt(), 130, "interrupted"),
         (MemoryError(), 2, "out of memory; give a smaller FILE, or split it and its longest lines"),
     ],
 )
-def test_what_fails_while_writing_leaves_the_old_file(monkeypatch, capsys, model_file, text_file, tmp_path, error, status, message):
+def test_what_fails_while_writing_leaves_the_old_file(
+    monkeypatch, capsys, model_file, text_file, tmp_path, error, status, message
+):
     def half(file, **arrays):
         file.write(b"half")
         raise error
@@ -255,7 +369,10 @@ def test_what_fails_while_writing_leaves_the_old_file(monkeypatch, capsys, model
     monkeypatch.setattr(np, "savez", half)
     out = tmp_path / "x.npz"
     out.write_bytes(b"old")
-    assert main(["embed", str(text_file), "--params", str(model_file), "--out", str(out), "--quiet"]) == status
+    assert (
+        main(["embed", str(text_file), "--params", str(model_file), "--out", str(out), "--quiet"])
+        == status
+    )
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
     assert message in captured.err
@@ -265,7 +382,20 @@ def test_what_fails_while_writing_leaves_the_old_file(monkeypatch, capsys, model
 
 def test_a_link_keeps_pointing_at_what_is_written(model_file, text_file, tmp_path):
     (tmp_path / "link.npz").symlink_to(tmp_path / "real")
-    assert main(["embed", str(text_file), "--params", str(model_file), "--out", str(tmp_path / "link.npz"), "--quiet"]) == 0
+    assert (
+        main(
+            [
+                "embed",
+                str(text_file),
+                "--params",
+                str(model_file),
+                "--out",
+                str(tmp_path / "link.npz"),
+                "--quiet",
+            ]
+        )
+        == 0
+    )
     assert (tmp_path / "link.npz").is_symlink()
     assert (tmp_path / "real").stat().st_mode & 0o777 == 0o666 & ~umask()
 
@@ -282,7 +412,9 @@ def test_no_file_is_written_over_one_that_is_read(fails, model_file, text_file, 
     params.write_bytes(model_file.read_bytes())
     link.symlink_to(text)
     for out in (text, params, link):
-        assert "it is also read; name another file" in fails("embed", text, "--params", params, "--out", out)
+        assert "it is also read; name another file" in fails(
+            "embed", text, "--params", params, "--out", out
+        )
     link = tmp_path / "link.safetensors"
     link.symlink_to(text)
     assert "it is also read; name another file" in fails("train", text, "--out", link)
@@ -291,6 +423,8 @@ def test_no_file_is_written_over_one_that_is_read(fails, model_file, text_file, 
 
 
 def test_a_line_past_the_grid_is_refused(save_embedder, fails, tmp_path, text_file):
-    params = save_embedder(tmp_path / "p", te.EmbedderConfig(256, 8, positions=te.SinusoidalGrid((2, 2))))
+    params = save_embedder(
+        tmp_path / "p", te.EmbedderConfig(256, 8, positions=te.SinusoidalGrid((2, 2)))
+    )
     line = fails("embed", text_file, "--params", params, "--out", tmp_path / "x.npz")
     assert "wanted a length of at most the 4 points of the grid, got length" in line

@@ -15,12 +15,24 @@ from transformer_embed.cli.progress import progress
         (["fly"], "invalid choice: 'fly'"),
         (["train", "--wrong"], "unrecognized arguments: --wrong"),
         (["train", "--step", "3"], "unrecognized arguments: --step"),
-        (["train", "--steps", "0"], "argument --steps: wanted an integer from 1 to 1000000000, got '0'"),
-        (["train", "--steps", "1e3"], "argument --steps: wanted an integer from 1 to 1000000000, got '1e3'"),
-        (["train", "--seed", "2147483648"], "argument --seed: wanted an integer from 0 to 2147483647, got '2147483648'"),
+        (
+            ["train", "--steps", "0"],
+            "argument --steps: wanted an integer from 1 to 1000000000, got '0'",
+        ),
+        (
+            ["train", "--steps", "1e3"],
+            "argument --steps: wanted an integer from 1 to 1000000000, got '1e3'",
+        ),
+        (
+            ["train", "--seed", "2147483648"],
+            "argument --seed: wanted an integer from 0 to 2147483647, got '2147483648'",
+        ),
         (["embed", "x"], "the following arguments are required: --out"),
         (["embed", "x", "--out", "y"], "one of the arguments --params --from is required"),
-        (["embed", "x", "--out", "y", "--params", "p", "--from", "c"], "argument --from: not allowed with argument --params"),
+        (
+            ["embed", "x", "--out", "y", "--params", "p", "--from", "c"],
+            "argument --from: not allowed with argument --params",
+        ),
         (["inspect", "c", "--stack", "both"], "argument --stack: invalid choice: 'both'"),
     ],
 )
@@ -32,7 +44,9 @@ def test_wrong_flags(fails, arguments, message):
 
 def test_an_unknown_flag_names_the_help_of_its_command(fails, text_file):
     line = fails("train", text_file, "--step", "3")
-    assert line.endswith("unrecognized arguments: --step 3; `transformer-embed train --help` lists the arguments\n")
+    assert line.endswith(
+        "unrecognized arguments: --step 3; `transformer-embed train --help` lists the arguments\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -41,11 +55,31 @@ def test_an_unknown_flag_names_the_help_of_its_command(fails, text_file):
         ([], ["train", "embed", "inspect", "show", "with and without positions"]),
         (
             ["train"],
-            ["FILE", "--out", "--steps", "--seed", "--quiet", "the last 5%", "bits per byte: lower is better", "standard library"],
+            [
+                "FILE",
+                "--out",
+                "--steps",
+                "--seed",
+                "--quiet",
+                "the last 5%",
+                "bits per byte: lower is better",
+                "standard library",
+            ],
         ),
         (
             ["embed"],
-            ["FILE", "--params", "--from", "--model-type", "--settings", "--out", "--ids", "--quiet", "embeddings [lines,", "id"],
+            [
+                "FILE",
+                "--params",
+                "--from",
+                "--model-type",
+                "--settings",
+                "--out",
+                "--ids",
+                "--quiet",
+                "embeddings [lines,",
+                "id",
+            ],
         ),
         (["inspect"], ["CHECKPOINT", "--stack", "--model-type", "--settings", "config.json"]),
     ],
@@ -72,7 +106,9 @@ def test_wrong_flags_and_help_load_nothing_slow():
 @pytest.mark.slow
 def test_a_closed_pipe_ends_the_command_without_a_message(model_file):
     command = f"{sys.executable} -m transformer_embed inspect {model_file}; echo $? >&2"
-    done = subprocess.run(["bash", "-c", f"({command}) | true"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", "-c", f"({command}) | true"], capture_output=True, text=True, check=False
+    )
     assert done.stderr == "1\n"
 
 

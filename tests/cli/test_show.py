@@ -29,15 +29,30 @@ def texts(labels):
 
 
 SHOWN = {
-    "encoding": (["--length", "9", "--d-model", "6", "--layout", "sin_cos"], 'sinusoidal positions (d_model 6, layout "sin_cos")'),
-    "wavelengths": (["--d-model", "16", "--base", "500"], "wavelength of each pair of channels (d_model 16, base 500)"),
-    "similarity": (["--length", "9", "--d-model", "6"], "dot product of two sinusoidal positions (d_model 6)"),
-    "rotary": (["--length", "3", "--head-dim", "8"], "points rotated by rotary embeddings (head_dim 8)"),
+    "encoding": (
+        ["--length", "9", "--d-model", "6", "--layout", "sin_cos"],
+        'sinusoidal positions (d_model 6, layout "sin_cos")',
+    ),
+    "wavelengths": (
+        ["--d-model", "16", "--base", "500"],
+        "wavelength of each pair of channels (d_model 16, base 500)",
+    ),
+    "similarity": (
+        ["--length", "9", "--d-model", "6"],
+        "dot product of two sinusoidal positions (d_model 6)",
+    ),
+    "rotary": (
+        ["--length", "3", "--head-dim", "8"],
+        "points rotated by rotary embeddings (head_dim 8)",
+    ),
     "mask": (
         ["--length", "6", "--window", "4", "0", "--chunk", "3", "--prefix", "2"],
         "causal mask, window: 4 back, chunks of 3, prefix: 2 tokens",
     ),
-    "bias": (["--length", "5", "--num-heads", "2", "--head", "1"], "ALiBi bias, head 1 of 2 (hatched: hidden)"),
+    "bias": (
+        ["--length", "5", "--num-heads", "2", "--head", "1"],
+        "ALiBi bias, head 1 of 2 (hatched: hidden)",
+    ),
     "error": (["--d-model", "2"], "error of sinusoidal positions (d_model 2, base 10,000)"),
 }
 MAGIC = {"png": b"\x89PNG\r\n", "svg": b"<?xml", "pdf": b"%PDF-"}
@@ -71,17 +86,26 @@ def drawn(monkeypatch, tmp_path):
 
 
 def test_show_encoding_draws_what_its_flags_ask_for(drawn):
-    shown = shown_by(drawn("encoding", "--length", "9", "--d-model", "6", "--layout", "cos_sin", "--base", "50"))
-    np.testing.assert_array_equal(shown, np.asarray(te.sinusoidal_table(9, 6, layout="cos_sin", base=50.0), np.float64))
+    shown = shown_by(
+        drawn("encoding", "--length", "9", "--d-model", "6", "--layout", "cos_sin", "--base", "50")
+    )
+    np.testing.assert_array_equal(
+        shown, np.asarray(te.sinusoidal_table(9, 6, layout="cos_sin", base=50.0), np.float64)
+    )
 
 
 def test_show_mask_draws_what_its_flags_ask_for(drawn):
     query, key = np.mgrid[:12, :12]
-    shown = shown_by(drawn("mask", "--length", "12", "--window", "3", "1", "--chunk", "5", "--prefix", "2"))
-    expected = (key <= query) & (key >= query - 3) & (key // 5 == query // 5) | (key < 2) & (query < 2)
+    shown = shown_by(
+        drawn("mask", "--length", "12", "--window", "3", "1", "--chunk", "5", "--prefix", "2")
+    )
+    expected = (key <= query) & (key >= query - 3) & (key // 5 == query // 5) | (key < 2) & (
+        query < 2
+    )
     np.testing.assert_array_equal(shown, expected)
     np.testing.assert_array_equal(
-        shown_by(drawn("mask", "--length", "12", "--bidirectional", "--window", "0", "2")), (key >= query) & (key <= query + 2)
+        shown_by(drawn("mask", "--length", "12", "--bidirectional", "--window", "0", "2")),
+        (key >= query) & (key <= query + 2),
     )
 
 
@@ -96,7 +120,9 @@ def test_show_bias_draws_what_its_flags_ask_for(drawn):
     shown = shown_by(drawn("bias", "--length", "4", "--num-heads", "4", "--head", "1"))
     assert shown[3].tolist() == [-3 / 16, -2 / 16, -1 / 16, 0]
     assert shown.mask[0].tolist() == [False, True, True, True]
-    assert shown_by(drawn("bias", "--length", "4", "--num-heads", "4", "--symmetric"))[0].tolist() == [0, -1 / 4, -2 / 4, -3 / 4]
+    assert shown_by(drawn("bias", "--length", "4", "--num-heads", "4", "--symmetric"))[
+        0
+    ].tolist() == [0, -1 / 4, -2 / 4, -3 / 4]
 
 
 @pytest.mark.parametrize("kind", MAGIC)
@@ -121,20 +147,41 @@ def test_the_style_of_the_user_does_not_change_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["mask", "--out", "x.gif"], "--out: wanted a name that ends in .png, .svg, .pdf, got 'x.gif'"),
+        (
+            ["mask", "--out", "x.gif"],
+            "--out: wanted a name that ends in .png, .svg, .pdf, got 'x.gif'",
+        ),
         (["mask", "--out", "png"], "--out: wanted a name that ends in .png, .svg, .pdf, got 'png'"),
         (["mask", "--out", ""], "--out: wanted a name that ends in .png, .svg, .pdf, got ''"),
-        (["mask", "--out", "missing/x.png"], "cannot write missing/x.png: No such file or directory"),
+        (
+            ["mask", "--out", "missing/x.png"],
+            "cannot write missing/x.png: No such file or directory",
+        ),
         (["mask"], "the following arguments are required: --out"),
         ([], "the following arguments are required: PICTURE"),
         (["sky", "--out", "x.png"], "invalid choice: 'sky'"),
-        (["mask", "--length", "0", "--out", "x.png"], "argument --length: wanted an integer from 1 to 4096, got '0'"),
+        (
+            ["mask", "--length", "0", "--out", "x.png"],
+            "argument --length: wanted an integer from 1 to 4096, got '0'",
+        ),
         (["mask", "--window", "4", "--out", "x.png"], "argument --window: expected 2 arguments"),
-        (["mask", "--chunk", "0", "--out", "x.png"], "argument --chunk: wanted an integer from 1 to 1000000000, got '0'"),
-        (["mask", "--tokens", "a", "--length", "3", "--out", "x.png"], "argument --length: not allowed with argument --tokens"),
+        (
+            ["mask", "--chunk", "0", "--out", "x.png"],
+            "argument --chunk: wanted an integer from 1 to 1000000000, got '0'",
+        ),
+        (
+            ["mask", "--tokens", "a", "--length", "3", "--out", "x.png"],
+            "argument --length: not allowed with argument --tokens",
+        ),
         (["encoding", "--layout", "up", "--out", "x.png"], "invalid choice: 'up'"),
-        (["encoding", "--base", "nan", "--out", "x.png"], "base: wanted a finite number above 0, got nan"),
-        (["rotary", "--head-dim", "3", "--out", "x.png"], "head_dim: wanted an even number of channels, to make pairs, got 3"),
+        (
+            ["encoding", "--base", "nan", "--out", "x.png"],
+            "base: wanted a finite number above 0, got nan",
+        ),
+        (
+            ["rotary", "--head-dim", "3", "--out", "x.png"],
+            "head_dim: wanted an even number of channels, to make pairs, got 3",
+        ),
         (["bias", "--head", "8", "--out", "x.png"], "head: wanted an int from 0 to 7, got 8"),
     ],
 )
@@ -150,9 +197,12 @@ def test_show_errors_are_one_line(monkeypatch, capsys, tmp_path, arguments, mess
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "message"), [(OSError(28, "No space left on device"), 2, "No space"), (KeyboardInterrupt(), 130, "")]
+    ("error", "status", "message"),
+    [(OSError(28, "No space left on device"), 2, "No space"), (KeyboardInterrupt(), 130, "")],
 )
-def test_a_picture_is_written_whole_or_not_at_all(monkeypatch, capsys, tmp_path, error, status, message):
+def test_a_picture_is_written_whole_or_not_at_all(
+    monkeypatch, capsys, tmp_path, error, status, message
+):
     def half(figure, file, **options):
         file.write(b"half")
         raise error
@@ -181,8 +231,14 @@ def test_help_fits_and_names_every_flag(capsys, monkeypatch, arguments):
 
 
 def test_show_refuses_a_prefix_past_the_tokens(capsys, tmp_path):
-    assert main(["show", "mask", "--length", "4", "--prefix", "5", "--out", str(tmp_path / "x.png")]) == 2
-    assert capsys.readouterr().err == "transformer-embed: error: --prefix: wanted at most the 4 tokens, got 5\n"
+    assert (
+        main(["show", "mask", "--length", "4", "--prefix", "5", "--out", str(tmp_path / "x.png")])
+        == 2
+    )
+    assert (
+        capsys.readouterr().err
+        == "transformer-embed: error: --prefix: wanted at most the 4 tokens, got 5\n"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -191,7 +247,10 @@ def test_show_refuses_a_prefix_past_the_tokens(capsys, tmp_path):
     [
         ([], "causal mask"),
         (["--window", "3", "1"], "causal mask, window: 3 back"),
-        (["--window", "3", "1", "--bidirectional"], "bidirectional mask, window: 3 back and 1 ahead"),
+        (
+            ["--window", "3", "1", "--bidirectional"],
+            "bidirectional mask, window: 3 back and 1 ahead",
+        ),
         (["--prefix", "1"], "causal mask, prefix: 1 token"),
     ],
 )
@@ -208,8 +267,14 @@ def test_a_narrow_picture_has_as_many_pixels_and_a_title_that_fits(drawn):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--tokens", "a", "日本"], "--tokens: the font DejaVu Sans cannot draw '日' (U+65E5); name a font that can, such as --font"),
-        (["--tokens", "a", "--font", "No Such Font"], "--font: wanted the name of an installed font, got 'No Such Font'"),
+        (
+            ["--tokens", "a", "日本"],
+            "--tokens: the font DejaVu Sans cannot draw '日' (U+65E5); name a font that can, such as --font",
+        ),
+        (
+            ["--tokens", "a", "--font", "No Such Font"],
+            "--font: wanted the name of an installed font, got 'No Such Font'",
+        ),
         (["--width", "1"], "argument --width: wanted a number from 2 to 40, got '1'"),
         (["--width", "wide"], "argument --width: wanted a number from 2 to 40, got 'wide'"),
     ],

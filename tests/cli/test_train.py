@@ -17,14 +17,17 @@ from command_line import TABLE
 from safetensors import safe_open
 
 import transformer_embed as te
+from transformer_embed._src.pretrained import files as _files
+from transformer_embed._src.pretrained.checkpoints import CONFIG
 from transformer_embed.cli import language_model, train
 from transformer_embed.cli.arguments import UserError
 from transformer_embed.cli.main import main
-from transformer_embed.pretrained import files as _files
-from transformer_embed.pretrained.checkpoints import CONFIG
 
-LAST_LINE = re.compile(r"bits per byte: sinusoidal (\d+\.\d\d), none (\d+\.\d\d), unigram (\d+\.\d\d)")
-# Enough to beat the frequencies of bytes on the text. All trainings share it, and so what they compile.
+LAST_LINE = re.compile(
+    r"bits per byte: sinusoidal (\d+\.\d\d), none (\d+\.\d\d), unigram (\d+\.\d\d)"
+)
+# Enough to beat the frequencies of bytes on the text. All trainings share it, and so what they
+# compile.
 STEPS = 30
 # A float64 mean of n < 1000 terms of one sign: at most n roundings.
 FLOAT64_MEAN = 1000 * 2.0**-53
@@ -42,7 +45,10 @@ def one_layer():
 def trained(tmp_path_factory, text_file):
     """What a training printed, its progress bars, and the parameters that it wrote."""
     path = tmp_path_factory.mktemp("trained") / "params.safetensors"
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
         assert main(["train", str(text_file), "--steps", str(STEPS), "--out", str(path)]) == 0
     return out.getvalue(), err.getvalue(), path
 
@@ -78,14 +84,24 @@ def test_the_verdict_agrees_with_the_figures_of_the_table(with_positions, withou
 @pytest.mark.slow
 def test_train_says_where_the_model_is_or_how_to_keep_it(monkeypatch, capsys, trained, text_file):
     assert trained[0].splitlines()[-3] == f"The model with sinusoidal positions is in {trained[2]}."
-    monkeypatch.setattr(language_model, "train", lambda *_, **__: language_model.Result(te.EmbedderConfig(1, 1), {}, 2.0))
+    monkeypatch.setattr(
+        language_model,
+        "train",
+        lambda *_, **__: language_model.Result(te.EmbedderConfig(1, 1), {}, 2.0),
+    )
     assert main(["train", str(text_file)]) == 0
-    assert capsys.readouterr().out.splitlines()[-3] == "The model is not kept; `--out PARAMS.safetensors` writes it to a file."
+    assert (
+        capsys.readouterr().out.splitlines()[-3]
+        == "The model is not kept; `--out PARAMS.safetensors` writes it to a file."
+    )
 
 
 @pytest.mark.slow
 def test_the_progress_bar_shows_the_loss_falling(trained):
-    losses = [float(loss) for loss in re.findall(r"sinusoidal, training: 100%.*loss=(\d+\.\d\d)\]", trained[1])]
+    losses = [
+        float(loss)
+        for loss in re.findall(r"sinusoidal, training: 100%.*loss=(\d+\.\d\d)\]", trained[1])
+    ]
     assert losses[-1] < 8.0
     assert "none, held-out text: 100%" in trained[1]
 
@@ -94,7 +110,9 @@ def test_the_progress_bar_shows_the_loss_falling(trained):
 def test_training_twice_gives_the_same_output_and_parameters(capsys, trained, text_file, tmp_path):
     printed, _, params = trained
     again = tmp_path / "again.safetensors"
-    assert main(["train", str(text_file), "--steps", str(STEPS), "--out", str(again), "--quiet"]) == 0
+    assert (
+        main(["train", str(text_file), "--steps", str(STEPS), "--out", str(again), "--quiet"]) == 0
+    )
     captured = capsys.readouterr()
     assert captured.out.replace(str(again), str(params)) == printed
     assert captured.err == ""
@@ -103,18 +121,28 @@ def test_training_twice_gives_the_same_output_and_parameters(capsys, trained, te
 
 @pytest.mark.slow
 def test_another_seed_gives_another_model(trained, text_file):
-    result = language_model.train(text_file.read_bytes(), te.Sinusoidal(), "sinusoidal", steps=STEPS, seed=1, quiet=True)
+    result = language_model.train(
+        text_file.read_bytes(), te.Sinusoidal(), "sinusoidal", steps=STEPS, seed=1, quiet=True
+    )
     with safe_open(trained[2], framework="numpy") as file:
-        assert (file.get_tensor(TABLE) != result.params[TABLE.rsplit("/", 1)[0]]["embeddings"]).mean() > 0.99
+        assert (
+            file.get_tensor(TABLE) != result.params[TABLE.rsplit("/", 1)[0]]["embeddings"]
+        ).mean() > 0.99
 
 
 def test_unigram_bits_are_those_of_counts(text_file):
     text = text_file.read_bytes()
     cut = len(text) - int(len(text) * language_model.HELD_OUT)
     training, held_out = text[:cut], text[cut:]
-    scored = held_out[1 : 1 + (len(held_out) - 1) // language_model.CONTEXT * language_model.CONTEXT]
-    bits = [-math.log2((training.count(bytes([byte])) + 1) / (len(training) + 256)) for byte in scored]
-    assert language_model.unigram_bits(text) == pytest.approx(math.fsum(bits) / len(bits), rel=FLOAT64_MEAN)
+    scored = held_out[
+        1 : 1 + (len(held_out) - 1) // language_model.CONTEXT * language_model.CONTEXT
+    ]
+    bits = [
+        -math.log2((training.count(bytes([byte])) + 1) / (len(training) + 256)) for byte in scored
+    ]
+    assert language_model.unigram_bits(text) == pytest.approx(
+        math.fsum(bits) / len(bits), rel=FLOAT64_MEAN
+    )
 
 
 @pytest.mark.slow
@@ -140,14 +168,19 @@ def test_logits_see_only_what_came_before():
 @pytest.mark.slow
 def test_the_shortest_text_is_enough(trained):
     text = b"abc" * (language_model.SHORTEST_TEXT // 3)
-    assert math.isfinite(language_model.train(text, None, "none", steps=STEPS, seed=0, quiet=True).bits)
+    assert math.isfinite(
+        language_model.train(text, None, "none", steps=STEPS, seed=0, quiet=True).bits
+    )
 
 
 def test_a_text_one_byte_too_short(fails, tmp_path):
     path = tmp_path / "text"
     path.write_bytes(b"a" * (language_model.SHORTEST_TEXT - 1))
     shortest = language_model.SHORTEST_TEXT
-    assert f"the text has {shortest - 1} bytes; give FILEs of {shortest} bytes or more in all" in fails("train", path)
+    assert (
+        f"the text has {shortest - 1} bytes; give FILEs of {shortest} bytes or more in all"
+        in fails("train", path)
+    )
 
 
 def test_files_are_joined(monkeypatch, text_file):
@@ -171,7 +204,10 @@ def test_the_default_text_is_the_standard_library():
 
 def test_no_standard_library(monkeypatch, fails, tmp_path):
     monkeypatch.setattr(train.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    assert f"{tmp_path} does not hold the source of the standard library; name a FILE to train on" in fails("train")
+    assert (
+        f"{tmp_path} does not hold the source of the standard library; name a FILE to train on"
+        in fails("train")
+    )
 
 
 @pytest.mark.slow
@@ -183,7 +219,11 @@ def test_params_hold_the_model_and_the_config(trained):
         table = file.get_tensor(TABLE)
     assert {TABLE, "query/w", "layer_norm/scale"} <= names
     assert table.shape == (256, 128)
-    assert (fields["vocab_size"], fields["d_model"], fields["positions"]["kind"]) == (256, 128, "Sinusoidal")
+    assert (fields["vocab_size"], fields["d_model"], fields["positions"]["kind"]) == (
+        256,
+        128,
+        "Sinusoidal",
+    )
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
@@ -191,7 +231,20 @@ def test_params_hold_the_model_and_the_config(trained):
 @pytest.mark.parametrize("flag", ["--params", "--from"])
 def test_embed_takes_what_train_wrote(capsys, trained, tmp_path, flag):
     (tmp_path / "text").write_text("abc\n")
-    assert main(["embed", str(tmp_path / "text"), flag, str(trained[2]), "--out", str(tmp_path / "x.npz"), "--quiet"]) == 0
+    assert (
+        main(
+            [
+                "embed",
+                str(tmp_path / "text"),
+                flag,
+                str(trained[2]),
+                "--out",
+                str(tmp_path / "x.npz"),
+                "--quiet",
+            ]
+        )
+        == 0
+    )
     assert capsys.readouterr().out == f"{tmp_path / 'x.npz'}: 1 lines of up to 3 tokens, 128 wide\n"
 
 
@@ -203,11 +256,14 @@ def test_a_folder_without_permission(monkeypatch, fails, text_file, tmp_path):
 
     monkeypatch.setattr(_files, "open", refuse, raising=False)
     line = fails("train", text_file, "--out", tmp_path / "x.safetensors")
-    assert "Permission denied; name a file in a folder that exists and that you may write to" in line
+    assert (
+        "Permission denied; name a file in a folder that exists and that you may write to" in line
+    )
 
 
 def interrupted(command):
-    """The exit status and the errors of a command that gets Ctrl-C once it trains. It never outlives the call."""
+    """The exit status and the errors of a command that gets Ctrl-C once it trains. It never
+    outlives the call."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         shown = b""
@@ -225,7 +281,8 @@ def interrupted(command):
 
 @pytest.fixture
 def ctrl_c_is_heard():
-    """A child ignores Ctrl-C if this process does, as under `nohup ... &`; a handler here becomes the default one there."""
+    """A child ignores Ctrl-C if this process does, as under `nohup ... &`; a handler here becomes
+    the default one there."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -235,7 +292,19 @@ def ctrl_c_is_heard():
 @pytest.mark.usefixtures("ctrl_c_is_heard")
 def test_ctrl_c_stops_training_with_one_line_and_no_file(text_file, tmp_path):
     out = tmp_path / "x.safetensors"
-    status, shown = interrupted([sys.executable, "-m", "transformer_embed", "train", text_file, "--steps", "1000000", "--out", out])
+    status, shown = interrupted(
+        [
+            sys.executable,
+            "-m",
+            "transformer_embed",
+            "train",
+            text_file,
+            "--steps",
+            "1000000",
+            "--out",
+            out,
+        ]
+    )
     assert status == 130
     assert shown.splitlines()[-1] == "transformer-embed: interrupted"
     assert "Traceback" not in shown

@@ -1,7 +1,8 @@
 """Every public function, slowly: plain loops over Python ints, mpmath, and float64 sums.
 
-`CHECKS` has a function for each public one. It takes the result and all of the arguments, defaults included, and asserts that the result
-is right within what the docstring of the public function promises.
+`CHECKS` has a function for each public one. It takes the result and all of the arguments, defaults
+included, and asserts that the result is right within what the docstring of the public function
+promises.
 """
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 import oracle
 
 import transformer_embed as te
-from transformer_embed.functional import rotary
+from transformer_embed._src.functional import rotary
 
 # a * cos - b * sin in float32: each product and their sum are rounded once, by 2**-24 of each term.
 ROUNDINGS = 2**-23
@@ -56,7 +57,12 @@ def within(got, expected, error, dtype=jnp.float32):
     assert np.asarray(got).dtype == (np.float32 if dtype == np.float64 else dtype)
     got, expected = floats(got).ravel(), np.asarray(expected, np.float64).ravel()
     assert got.size == expected.size
-    rounding = 0 if dtype.itemsize > 2 else float(jnp.finfo(dtype).eps) * np.abs(expected) + float(jnp.finfo(dtype).smallest_subnormal)
+    rounding = (
+        0
+        if dtype.itemsize > 2
+        else float(jnp.finfo(dtype).eps) * np.abs(expected)
+        + float(jnp.finfo(dtype).smallest_subnormal)
+    )
     np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
     excess = np.abs(got - expected) - np.ravel(error) - rounding
     assert not np.any(excess > 0), np.nanmax(excess)
@@ -72,22 +78,36 @@ def exact_positions(value):
         narrow = [float(each) for each in array.astype(np.float32).ravel()]
         return [each if abs(each) < 2**31 else None for each in narrow], array.shape
     found = [int(each) for each in integers(value).ravel()]
-    return [each if array.dtype.itemsize < 8 or -(2**31) <= each < 2**31 else None for each in found], array.shape
+    return [
+        each if array.dtype.itemsize < 8 or -(2**31) <= each < 2**31 else None for each in found
+    ], array.shape
 
 
 def is_promised(positions, *constants):
-    """Whether the bound is promised at these positions: at float ones up to frequencies of 1000, below 2**24."""
+    """Whether the bound is promised at these positions: at float ones up to frequencies of 1000,
+    below 2**24."""
     whole = all(isinstance(each, int) for each in positions if each is not None)
-    return whole or (all(each is None or abs(each) < 2**24 for each in positions) and all(c is None or 1 <= c <= 1000 for c in constants))
+    return whole or (
+        all(each is None or abs(each) < 2**24 for each in positions)
+        and all(c is None or 1 <= c <= 1000 for c in constants)
+    )
 
 
 def encoding(got, positions, d_model, *, dtype, **options):
     points, _ = exact_positions(positions)
     frequencies = (1, options["frequency_scale"], 1 if options["base"] >= 1 else None)
     assert np.shape(got) == (*np.shape(positions), d_model)
-    if is_promised(points, *(each for each in frequencies if each is not None)) and None not in frequencies[2:]:
-        expected = [oracle.encoding(p, d_model, **options) if p is not None else [np.nan] * d_model for p in points]
-        within(got, [[float(channel) for channel in row] for row in expected], oracle.MAX_ERROR, dtype)
+    if (
+        is_promised(points, *(each for each in frequencies if each is not None))
+        and None not in frequencies[2:]
+    ):
+        expected = [
+            oracle.encoding(p, d_model, **options) if p is not None else [np.nan] * d_model
+            for p in points
+        ]
+        within(
+            got, [[float(channel) for channel in row] for row in expected], oracle.MAX_ERROR, dtype
+        )
 
 
 def table(got, length, d_model, **options):
@@ -96,9 +116,17 @@ def table(got, length, d_model, **options):
 
 def grid(got, shape, d_model, *, positions, axes, axis_positions, odd, dtype, **options):
     parts = len(shape)
-    width = {"truncate": d_model // parts, "round_up": 2 * -(-d_model // (2 * parts)), "zero": 2 * (d_model // (2 * parts))}[odd]
+    width = {
+        "truncate": d_model // parts,
+        "round_up": 2 * -(-d_model // (2 * parts)),
+        "zero": 2 * (d_model // (2 * parts)),
+    }[odd]
     order = range(parts) if axes is None else axes
-    along = [range(n) for n in shape] if axis_positions is None else [exact_positions(each)[0] for each in axis_positions]
+    along = (
+        [range(n) for n in shape]
+        if axis_positions is None
+        else [exact_positions(each)[0] for each in axis_positions]
+    )
     points = list(np.ndindex(*shape))
     if positions is None:
         chosen = points
@@ -113,8 +141,14 @@ def grid(got, shape, d_model, *, positions, axes, axis_positions, odd, dtype, **
             for axis in (order if width and point is not None else [])
             for value in (oracle.encoding(along[axis][point[axis]], width, **options))
         ]
-        expected.append([np.nan] * d_model if point is None else [*channels, *[0.0] * d_model][:d_model])
-    if is_promised([each for axis in along for each in axis], options["frequency_scale"], max(options["base"], 1)):
+        expected.append(
+            [np.nan] * d_model if point is None else [*channels, *[0.0] * d_model][:d_model]
+        )
+    if is_promised(
+        [each for axis in along for each in axis],
+        options["frequency_scale"],
+        max(options["base"], 1),
+    ):
         within(got, expected, oracle.MAX_ERROR, dtype)
 
 
@@ -123,11 +157,17 @@ def rotated(got, x, positions, *, base, layout, rotary_dim, partial, scaling, se
     head_dim, dtype = x.shape[-1], np.asarray(got).dtype
     turning = head_dim if rotary_dim is None else rotary_dim
     dim = head_dim if partial == "proportional" else turning
-    frequencies, attention = oracle.scaled_frequencies(scaling, dim, base) if scaling is not None else (None, 1)
+    frequencies, attention = (
+        oracle.scaled_frequencies(scaling, dim, base) if scaling is not None else (None, 1)
+    )
     if frequencies is None:
         frequencies = [oracle.frequency(i, mpmath.mpf(dim) / 2, base) for i in range(dim // 2)]
     frequencies = [f if i < turning // 2 else 0 for i, f in enumerate(frequencies)]
-    axis_of = [axis for axis, size in enumerate((dim // 2,) if sections is None else sections) for _ in range(size)]
+    axis_of = [
+        axis
+        for axis, size in enumerate((dim // 2,) if sections is None else sections)
+        for _ in range(size)
+    ]
     shape = np.shape(positions) if sections is not None else (*np.shape(positions), 1)
     points = np.empty(shape, object)
     points.ravel()[:] = exact_positions(positions)[0]
@@ -137,16 +177,29 @@ def rotated(got, x, positions, *, base, layout, rotary_dim, partial, scaling, se
         for i, frequency in enumerate(frequencies):
             a, b = (i, i + dim // 2) if layout == "half" else (2 * i, 2 * i + 1)
             point, (first, second) = points[(*place, axis_of[i])], x[(*place, head)][[a, b]]
-            cos, sin = (np.nan, np.nan) if point is None else (float(attention * oracle.sine(point, frequency, n)) for n in (1, 0))
-            expected[(*place, head, a)], expected[(*place, head, b)] = first * cos - second * sin, second * cos + first * sin
+            cos, sin = (
+                (np.nan, np.nan)
+                if point is None
+                else (float(attention * oracle.sine(point, frequency, n)) for n in (1, 0))
+            )
+            expected[(*place, head, a)], expected[(*place, head, b)] = (
+                first * cos - second * sin,
+                second * cos + first * sin,
+            )
             size[(*place, head, a)] = size[(*place, head, b)] = abs(first) + abs(second)
     of_a_factor = 0 if attention == 1 else 2**-23
     if is_promised(points.ravel().tolist(), *(max(float(f), 1) for f in frequencies)):
-        within(got, expected, float(attention) * size * (oracle.MAX_ERROR + ROUNDINGS + of_a_factor), dtype)
+        within(
+            got,
+            expected,
+            float(attention) * size * (oracle.MAX_ERROR + ROUNDINGS + of_a_factor),
+            dtype,
+        )
 
 
 def scaling(got, *_, **__):
-    """The frequencies of 8 channels, as turns in units of 2**-64, rounded once; the attention factor rounded to a float64."""
+    """The frequencies of 8 channels, as turns in units of 2**-64, rounded once; the attention
+    factor rounded to a float64."""
     dim = 8
     if isinstance(got, te.LongRopeScaling):
         dim = 2 * len(got.long_factor if got.length > got.original_length else got.short_factor)
@@ -155,10 +208,14 @@ def scaling(got, *_, **__):
 
 
 def check_words(scaling, dim, base):
-    (words,), attention = rotary._constants(rotary._Options(dim, dim // 2, base, scaling, (dim // 2,)))
+    (words,), attention = rotary._constants(
+        rotary._Options(dim, dim // 2, base, scaling, (dim // 2,))
+    )
     frequencies, exact_attention = oracle.scaled_frequencies(scaling, dim, base)
     with mpmath.workprec(300):
-        for turns, high, low, frequency in zip(words.turns, words.high, words.low, frequencies, strict=True):
+        for turns, high, low, frequency in zip(
+            words.turns, words.high, words.low, frequencies, strict=True
+        ):
             word = (int(turns) << 64) + (int(high) << 32) + int(low)
             assert abs(word - frequency / (2 * mpmath.pi) * 2**64) <= 0.5 + 1e-9
         assert abs(attention - exact_attention) <= 2**-52 * abs(exact_attention)
@@ -187,8 +244,14 @@ def slopes(got, num_heads, *, max_bias):
 def alibi(got, query_positions, key_positions, *, num_heads, symmetric, max_bias, dtype):
     dtype = jnp.dtype(dtype).newbyteorder("=")
     most = float(jnp.finfo(np.asarray(got).dtype).max) / 4
-    distance = np.array(pairs_of(lambda q, k: -abs(k - q) if symmetric else k - q, query_positions, key_positions), np.float64)
-    exact = [np.clip(float(slope) * distance, -most, most) for slope in oracle.alibi_slopes(num_heads, max_bias)]
+    distance = np.array(
+        pairs_of(lambda q, k: -abs(k - q) if symmetric else k - q, query_positions, key_positions),
+        np.float64,
+    )
+    exact = [
+        np.clip(float(slope) * distance, -most, most)
+        for slope in oracle.alibi_slopes(num_heads, max_bias)
+    ]
     expected = np.stack(exact, 1) if distance.size else np.zeros(0)
     within(got, expected, SLOPE_ERROR * np.abs(expected) + 2.0**-149, dtype)
 
@@ -210,7 +273,12 @@ def bias(got, mask, dtype, *, value):
 def attention(got, *, query_positions, key_positions, causal, padding_mask, window, chunk, **ids):
     arrays = [query_positions, key_positions, *(each for each in ids.values() if each is not None)]
     arrays += [] if padding_mask is None else [np.asarray(padding_mask).astype(int)]
-    names = ["q", "k", *(name for name, each in ids.items() if each is not None), *([] if padding_mask is None else ["padding_mask"])]
+    names = [
+        "q",
+        "k",
+        *(name for name, each in ids.items() if each is not None),
+        *([] if padding_mask is None else ["padding_mask"]),
+    ]
     side = dict(zip(names, rows_of(*arrays), strict=True))
     left, right = window or (None, None)
 
@@ -225,8 +293,14 @@ def attention(got, *, query_positions, key_positions, causal, padding_mask, wind
             seen = seen and side["query_segment_ids"][b][t] == side["key_segment_ids"][b][s]
         return bool(seen and ("padding_mask" not in side or side["padding_mask"][b][s]))
 
-    batch, queries, keys = len(side["q"]), np.shape(query_positions)[-1], np.shape(key_positions)[-1]
-    expected = [[[allowed(b, t, s) for s in range(keys)] for t in range(queries)] for b in range(batch)]
+    batch, queries, keys = (
+        len(side["q"]),
+        np.shape(query_positions)[-1],
+        np.shape(key_positions)[-1],
+    )
+    expected = [
+        [[allowed(b, t, s) for s in range(keys)] for t in range(queries)] for b in range(batch)
+    ]
     assert np.ndim(got) == 4
     same(np.broadcast_to(np.asarray(got)[:, 0], (batch, queries, keys)), np.array(expected, bool))
 
@@ -269,9 +343,13 @@ def looked_up(got, table, ids, *, pad_id, out_of_range, lookup_style):
         elif 0 <= token < len(table) or out_of_range == "clip":
             rows.append(table[min(max(token, 0), len(table) - 1)])
         else:
-            rows.append(np.full(table.shape[1], np.nan if out_of_range == "nan" else 0, table.dtype))
+            rows.append(
+                np.full(table.shape[1], np.nan if out_of_range == "nan" else 0, table.dtype)
+            )
     assert np.shape(got) == (*np.shape(ids), table.shape[1])
-    within(got, np.array(rows, np.float64), 0, np.float32 if table.dtype.itemsize > 4 else table.dtype)
+    within(
+        got, np.array(rows, np.float64), 0, np.float32 if table.dtype.itemsize > 4 else table.dtype
+    )
 
 
 def _zeroed(table, pad_id):
@@ -291,13 +369,20 @@ def cross_entropy(got, x, table, labels, *, mask, pad_id, label_smoothing, reduc
     table, labels = _zeroed(table, pad_id), integers(labels)
     counted = np.broadcast_to(True if mask is None else np.asarray(mask), labels.shape).ravel()
     losses, smoothing = [], float(label_smoothing)
-    for token, label, counts in zip(floats(x).reshape(-1, table.shape[1]), labels.ravel(), counted, strict=True):
+    for token, label, counts in zip(
+        floats(x).reshape(-1, table.shape[1]), labels.ravel(), counted, strict=True
+    ):
         if not counts or label == pad_id:
             continue
         z = table @ token
         inside = 0 <= label < len(table)
         chosen = z[label] if inside else np.nan
-        losses.append(np.log(np.exp(z - z.max()).sum()) + z.max() - (1 - smoothing) * chosen - smoothing * z.mean())
+        losses.append(
+            np.log(np.exp(z - z.max()).sum())
+            + z.max()
+            - (1 - smoothing) * chosen
+            - smoothing * z.mean()
+        )
     expected = np.sum(losses) / (max(len(losses), 1) if reduction == "mean" else 1)
     # Sums of some tens of float32 terms of about 1, each rounded by 2**-24.
     within(got, expected, 1e-5)
@@ -332,14 +417,21 @@ def from_segment_ids(got, segment_ids, *, start, at_padding):
     for row in rows_of(segment_ids)[0]:
         line = []
         for n, each in enumerate(row):
-            line.append(at_padding if each == 0 else start if n == 0 or row[n - 1] != each else line[-1] + 1)
+            line.append(
+                at_padding if each == 0 else start if n == 0 or row[n - 1] != each else line[-1] + 1
+            )
         positions.append(line)
     same(got.positions, np.array(positions, np.int64))
     same(got.segment_ids, np.array(rows_of(segment_ids)[0], np.int64))
 
 
 def from_offset(got, offset, length):
-    same(got.positions, np.array([[first + n for n in range(length)] for first in integers(offset).ravel()], np.int64))
+    same(
+        got.positions,
+        np.array(
+            [[first + n for n in range(length)] for first in integers(offset).ravel()], np.int64
+        ),
+    )
     same(got.segment_ids, np.ones(got.positions.shape, np.int64))
 
 
@@ -351,14 +443,22 @@ def dropped_out(got, rng, rate, x):
     if rate == 0:
         return same(got, floats(x))
     kept = got != 0
-    # The division, and with a numpy scalar of 16 bits the rate too, are rounded to the result's dtype.
-    error = 2 * float(jnp.finfo(given.dtype).eps) if given.dtype.itemsize == 2 or getattr(rate, "itemsize", 4) == 2 else 2**-23
+    # The division, and with a numpy scalar of 16 bits the rate too, are rounded to the result's
+    # dtype.
+    error = (
+        2 * float(jnp.finfo(given.dtype).eps)
+        if given.dtype.itemsize == 2 or getattr(rate, "itemsize", 4) == 2
+        else 2**-23
+    )
     np.testing.assert_allclose(got[kept], (floats(x) / (1 - float(rate)))[kept], rtol=error, atol=0)
     same(te.dropout(rng, rate, x), got)
     size = 4096
     share = (np.asarray(te.dropout(rng, rate, np.ones(size, np.float32))) != 0).mean()
     # Six standard deviations.
-    assert abs(share - (1 - float(rate))) <= 6 * np.sqrt(float(rate) * (1 - float(rate)) / size) + 2**-11
+    assert (
+        abs(share - (1 - float(rate)))
+        <= 6 * np.sqrt(float(rate) * (1 - float(rate)) / size) + 2**-11
+    )
     return None
 
 
@@ -385,7 +485,17 @@ def sinusoids_of_a_grid(got, shape, axes, odd, axis_positions, **options):
     except ValueError:
         assert options["shift"] is not None
         return
-    grid(values, shape, d_model, positions=np.arange(-1, 3), axes=axes, axis_positions=axis_positions, odd=odd, dtype=np.float32, **options)
+    grid(
+        values,
+        shape,
+        d_model,
+        positions=np.arange(-1, 3),
+        axes=axes,
+        axis_positions=axis_positions,
+        odd=odd,
+        dtype=np.float32,
+        **options,
+    )
 
 
 def learned(got, max_len, *, start, at_padding, pad_id):
@@ -410,8 +520,12 @@ def resized_positions(got, params, max_len, *, start):
     same(new[:start], old[:start])
     rows, step = old[start:], (len(old) - start) / (max_len - start)
     for n in range(max_len - start):
-        weights = np.maximum(0, 1 - np.abs((n + 0.5) * step - 0.5 - np.arange(len(rows))) / max(step, 1))
-        np.testing.assert_allclose(new[start + n], weights @ rows / weights.sum(), rtol=1e-5, atol=1e-5)
+        weights = np.maximum(
+            0, 1 - np.abs((n + 0.5) * step - 0.5 - np.arange(len(rows))) / max(step, 1)
+        )
+        np.testing.assert_allclose(
+            new[start + n], weights @ rows / weights.sum(), rtol=1e-5, atol=1e-5
+        )
 
 
 CHECKS = {

@@ -1,4 +1,5 @@
-"""The tied cross-entropy against float64 arithmetic, against optax over whole logits, and on meshes of eight devices."""
+"""The tied cross-entropy against float64 arithmetic, against optax over whole logits, and on meshes
+of eight devices."""
 
 import functools
 import importlib
@@ -17,11 +18,12 @@ from contexts import set_mesh, x64
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import transformer_embed as te
-from transformer_embed.functional import cross_entropy as implementation
-from transformer_embed.functional.lookup import Table
+from transformer_embed._src.functional import cross_entropy as implementation
+from transformer_embed._src.functional.lookup import Table
 
 SPEC = PartitionSpec
-# What is promised of values and gradients of magnitude 1; float32 sums of some 100 terms are within 100 * 2**-24 = 6e-6.
+# What is promised of values and gradients of magnitude 1; float32 sums of some 100 terms are within
+# 100 * 2**-24 = 6e-6.
 ERROR = 1e-5
 VOCAB, WIDTH = 7, 3
 
@@ -36,7 +38,17 @@ LABELS = np.random.default_rng(2).integers(0, VOCAB, (4, 5))
 MASK = np.random.default_rng(3).random((4, 5)) < 0.7
 
 
-def oracle(x, table, labels, *, mask=True, pad_id=None, label_smoothing=0.0, reduction="mean", chunk_size=None):
+def oracle(
+    x,
+    table,
+    labels,
+    *,
+    mask=True,
+    pad_id=None,
+    label_smoothing=0.0,
+    reduction="mean",
+    chunk_size=None,
+):
     """Loss, x's gradient and the table's, one token at a time in float64."""
     del chunk_size
     table = np.array(table, np.float64)
@@ -61,7 +73,9 @@ def oracle(x, table, labels, *, mask=True, pad_id=None, label_smoothing=0.0, red
 
 
 def ours(x, table, labels, **options):
-    loss, (x_gradient, table_gradient) = jax.value_and_grad(te.tied_cross_entropy, (0, 1))(x, table, labels, **options)
+    loss, (x_gradient, table_gradient) = jax.value_and_grad(te.tied_cross_entropy, (0, 1))(
+        x, table, labels, **options
+    )
     return loss, x_gradient, table_gradient
 
 
@@ -103,29 +117,42 @@ def assert_close(got, expected, error=ERROR):
 )
 def test_loss_and_gradients_are_those_of_a_loop_in_float64(shape, sizes, seed, masked, options):
     (vocab, width), rng = sizes, np.random.default_rng(seed)
-    x, table, labels = normal(seed, *shape, width), normal(seed + 1, vocab, width), rng.integers(0, vocab, shape)
+    x, table, labels = (
+        normal(seed, *shape, width),
+        normal(seed + 1, vocab, width),
+        rng.integers(0, vocab, shape),
+    )
     if masked:
         options = {**options, "mask": np.array(rng.random(shape) < 0.6)}
     assert_close(compiled(x, table, labels, **options), oracle(x, table, labels, **options))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("chunk_size", "label_smoothing"), [(1, 0.0), (3, 0.1), (20, 0.0), (1000, 0.1), (None, 0.0)])
+@pytest.mark.parametrize(
+    ("chunk_size", "label_smoothing"), [(1, 0.0), (3, 0.1), (20, 0.0), (1000, 0.1), (None, 0.0)]
+)
 def test_loss_and_gradients_are_those_of_whole_logits(chunk_size, label_smoothing):
     loss, gradients = PLAIN_STEP(X, TABLE, LABELS, label_smoothing)
-    assert_close(compiled(X, TABLE, LABELS, chunk_size=chunk_size, label_smoothing=label_smoothing), (loss, *gradients))
+    assert_close(
+        compiled(X, TABLE, LABELS, chunk_size=chunk_size, label_smoothing=label_smoothing),
+        (loss, *gradients),
+    )
 
 
 @pytest.mark.slow
 def test_loss_of_integer_labels_is_that_of_optax():
-    losses = jax.jit(lambda x: optax.softmax_cross_entropy_with_integer_labels(te.tied_logits(x, TABLE, pad_id=2), LABELS))(X)
+    losses = jax.jit(
+        lambda x: optax.softmax_cross_entropy_with_integer_labels(
+            te.tied_logits(x, TABLE, pad_id=2), LABELS
+        )
+    )(X)
     loss = te.tied_cross_entropy(X, TABLE, LABELS, pad_id=2, reduction="sum")
     np.testing.assert_allclose(loss, np.where(LABELS != 2, losses, 0).sum(), rtol=ERROR)
 
 
 def test_loss_of_one_token_in_a_published_example():
-    # Stanford CS231n, linear classification notes, softmax classifier: scores -2.85, 0.86, 0.28 with label 2 cost 1.04.
-    # https://cs231n.github.io/linear-classify/
+    # Stanford CS231n, linear classification notes, softmax classifier: scores -2.85, 0.86, 0.28
+    # with label 2 cost 1.04. https://cs231n.github.io/linear-classify/
     loss = te.tied_cross_entropy([[-2.85, 0.86, 0.28]], np.eye(3, dtype=np.float32), [2])
     assert round(float(loss), 2) == 1.04
 
@@ -144,7 +171,11 @@ def test_a_vocabulary_of_one_costs_nothing():
 def test_loss_does_not_change_with_a_shift_of_all_logits():
     wide = np.concatenate([X, np.full((*LABELS.shape, 1), 5, np.float32)], -1)
     shifted = np.concatenate([TABLE, np.ones((VOCAB, 1), np.float32)], -1)
-    np.testing.assert_allclose(te.tied_cross_entropy(wide, shifted, LABELS), te.tied_cross_entropy(X, TABLE, LABELS), rtol=ERROR)
+    np.testing.assert_allclose(
+        te.tied_cross_entropy(wide, shifted, LABELS),
+        te.tied_cross_entropy(X, TABLE, LABELS),
+        rtol=ERROR,
+    )
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
@@ -169,17 +200,30 @@ def test_16_bits_are_summed_in_float32_and_cast_once(dtype):
     np.testing.assert_allclose(loss, expected[0], rtol=ERROR)
     # One rounding to the dtype, and float32 sums of 1024 terms of both signs.
     half_ulp = float(jnp.finfo(dtype).eps) / 2
-    np.testing.assert_allclose(np.float32(x_gradient), expected[1], rtol=half_ulp + ERROR, atol=float(jnp.finfo(dtype).tiny))
-    np.testing.assert_allclose(np.float32(table_gradient), expected[2], rtol=half_ulp + ERROR, atol=tokens * 2.0**-24 * 4)
+    np.testing.assert_allclose(
+        np.float32(x_gradient),
+        expected[1],
+        rtol=half_ulp + ERROR,
+        atol=float(jnp.finfo(dtype).tiny),
+    )
+    np.testing.assert_allclose(
+        np.float32(table_gradient), expected[2], rtol=half_ulp + ERROR, atol=tokens * 2.0**-24 * 4
+    )
 
 
 @pytest.mark.slow
 def test_a_scale_on_the_loss_reaches_float16_gradients_before_they_are_rounded():
     tokens, scale = 2**14, 2.0**15
     x, table = np.full((tokens, 1), 2.0**-8, np.float16), np.array([[1.0], [-1.0]], np.float16)
-    scaled = jax.jit(jax.grad(lambda x: scale * te.tied_cross_entropy(x, table, np.zeros(tokens, int))))(x)
+    scaled = jax.jit(
+        jax.grad(lambda x: scale * te.tied_cross_entropy(x, table, np.zeros(tokens, int)))
+    )(x)
     # About -1 / tokens each: below float16's normal numbers, above them when scaled.
-    np.testing.assert_allclose(np.float32(scaled), scale * oracle([[2.0**-8]], table, [0])[1][0, 0] / tokens, rtol=2.0**-11 + ERROR)
+    np.testing.assert_allclose(
+        np.float32(scaled),
+        scale * oracle([[2.0**-8]], table, [0])[1][0, 0] / tokens,
+        rtol=2.0**-11 + ERROR,
+    )
 
 
 def test_float64_inputs_are_computed_in_float64():
@@ -220,7 +264,9 @@ def test_the_row_of_padding_counts_as_zeros_and_gets_no_gradient():
 
 def test_padding_outside_the_vocabulary_leaves_every_row():
     labels = np.where(MASK, LABELS, -100)
-    for got, expected in zip(compiled(X, TABLE, labels, pad_id=-100), compiled(X, TABLE, LABELS, mask=MASK), strict=True):
+    for got, expected in zip(
+        compiled(X, TABLE, labels, pad_id=-100), compiled(X, TABLE, LABELS, mask=MASK), strict=True
+    ):
         np.testing.assert_array_equal(got, expected)
 
 
@@ -249,10 +295,19 @@ def test_a_counted_label_outside_the_vocabulary_makes_all_nan(label):
 @pytest.mark.slow
 def test_first_and_second_derivatives_are_finite_differences():
     with x64():
-        some = {"labels": LABELS[0], "mask": MASK[0], "pad_id": 1, "label_smoothing": 0.1, "chunk_size": 3}
+        some = {
+            "labels": LABELS[0],
+            "mask": MASK[0],
+            "pad_id": 1,
+            "label_smoothing": 0.1,
+            "chunk_size": 3,
+        }
         loss = functools.partial(te.tied_cross_entropy, **some)
-        # Central differences of step 1e-4 are off by its square times third derivatives, and by 1e-16 / 1e-4 rounding.
-        jax.test_util.check_grads(loss, (np.float64(X[0]), np.float64(TABLE)), order=2, atol=1e-6, rtol=1e-6, eps=1e-4)
+        # Central differences of step 1e-4 are off by its square times third derivatives, and by
+        # 1e-16 / 1e-4 rounding.
+        jax.test_util.check_grads(
+            loss, (np.float64(X[0]), np.float64(TABLE)), order=2, atol=1e-6, rtol=1e-6, eps=1e-4
+        )
 
 
 @pytest.mark.slow
@@ -261,7 +316,9 @@ def test_jit_and_vmap_are_the_eager_one():
     step = functools.partial(ours, pad_id=1, chunk_size=2)
     expected = [step(*each) for each in zip(xs, tables, labels, strict=True)]
     assert_close(compiled(xs[0], tables[0], labels[0], pad_id=1, chunk_size=2), expected[0])
-    assert_close(jax.vmap(step)(xs, tables, labels), [np.stack(each) for each in zip(*expected, strict=True)])
+    assert_close(
+        jax.vmap(step)(xs, tables, labels), [np.stack(each) for each in zip(*expected, strict=True)]
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"pad_id": 1}, {"label_smoothing": 0.1}], ids=str)
@@ -307,7 +364,9 @@ MANY_TOKENS = (
 @functools.cache
 def temporaries_of_whole_logits():
     def loss(x, table, labels):
-        return optax.softmax_cross_entropy_with_integer_labels(te.tied_logits(x, table), labels).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            te.tied_logits(x, table), labels
+        ).mean()
 
     return temporaries(jax.value_and_grad(loss, (0, 1)), *MANY_TOKENS)
 
@@ -324,10 +383,14 @@ def test_temporaries_are_an_eighth_of_whole_logits_or_less(options):
 def test_products_with_the_hessian_keep_the_memory_of_chunks():
     x, table, labels = normal(8, 2048, 2), normal(9, 256, 2), np.zeros(2048, int)
     gradient = jax.grad(lambda table: te.tied_cross_entropy(x, table, labels, chunk_size=32))
-    assert 8 * temporaries(lambda table: jax.jvp(gradient, (table,), (table,)), table) < 2048 * 256 * 4
+    assert (
+        8 * temporaries(lambda table: jax.jvp(gradient, (table,), (table,)), table) < 2048 * 256 * 4
+    )
 
 
-@pytest.mark.parametrize(("tokens", "size"), [(1, 1), (200, 200), (3000, 250), (4096, 342), (8192, 512), (10**6, 512)])
+@pytest.mark.parametrize(
+    ("tokens", "size"), [(1, 1), (200, 200), (3000, 250), (4096, 342), (8192, 512), (10**6, 512)]
+)
 def test_a_chunk_is_a_twelfth_of_the_tokens_within_bounds(tokens, size):
     options = implementation._Options(VOCAB, None, 0.0, None)
     assert implementation._chunk_count(options, tokens) == -(-tokens // size)
@@ -349,8 +412,12 @@ def test_loss_has_one_trace_for_all_labels():
 def test_lists_and_integers_of_any_width_are_taken():
     expected = te.tied_cross_entropy(X, TABLE, LABELS)
     for dtype in (np.int8, np.uint8, np.uint32, np.int64):
-        np.testing.assert_array_equal(te.tied_cross_entropy(X.tolist(), TABLE.tolist(), LABELS.astype(dtype)), expected)
-    np.testing.assert_array_equal(te.tied_cross_entropy(jnp.asarray(X), jnp.asarray(TABLE), LABELS.tolist()), expected)
+        np.testing.assert_array_equal(
+            te.tied_cross_entropy(X.tolist(), TABLE.tolist(), LABELS.astype(dtype)), expected
+        )
+    np.testing.assert_array_equal(
+        te.tied_cross_entropy(jnp.asarray(X), jnp.asarray(TABLE), LABELS.tolist()), expected
+    )
 
 
 # --- errors
@@ -359,24 +426,60 @@ def test_lists_and_integers_of_any_width_are_taken():
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"x": X[..., :2]}, ValueError, r"x: wanted a last axis of the table's width, 3, got shape \[4, 5, 2\]"),
-        ({"x": np.float32(1)}, ValueError, r"x: wanted a last axis of the table's width, 3, got shape \[\]"),
+        (
+            {"x": X[..., :2]},
+            ValueError,
+            r"x: wanted a last axis of the table's width, 3, got shape \[4, 5, 2\]",
+        ),
+        (
+            {"x": np.float32(1)},
+            ValueError,
+            r"x: wanted a last axis of the table's width, 3, got shape \[\]",
+        ),
         ({"x": np.ones((4, 5, 3), int)}, TypeError, r"x: wanted a floating dtype, got int64"),
-        ({"table": TABLE[0]}, ValueError, r"table: wanted shape \[vocab_size, d\] with at least one row, got shape \[3\]"),
+        (
+            {"table": TABLE[0]},
+            ValueError,
+            r"table: wanted shape \[vocab_size, d\] with at least one row, got shape \[3\]",
+        ),
         ({"table": TABLE.astype(int)}, TypeError, r"table: wanted a floating dtype, got int64"),
-        ({"labels": LABELS[0]}, ValueError, r"labels: wanted x's shape without its last axis, \[4, 5\], got shape \[5\]"),
+        (
+            {"labels": LABELS[0]},
+            ValueError,
+            r"labels: wanted x's shape without its last axis, \[4, 5\], got shape \[5\]",
+        ),
         ({"labels": np.ones((4, 5))}, TypeError, r"labels: wanted an integer dtype, got float64"),
-        ({"mask": np.ones((4, 5))}, TypeError, r"mask: wanted a bool array, True = counted, got float64"),
-        ({"mask": np.ones((2, 5), bool)}, ValueError, r"mask and the labels: wanted shapes that broadcast, got \[2, 5\] and \[4, 5\]"),
-        ({"mask": np.ones((4, 1), bool)}, ValueError, r"mask: wanted a last axis of the labels' length, 5, got shape \[4, 1\]"),
+        (
+            {"mask": np.ones((4, 5))},
+            TypeError,
+            r"mask: wanted a bool array, True = counted, got float64",
+        ),
+        (
+            {"mask": np.ones((2, 5), bool)},
+            ValueError,
+            r"mask and the labels: wanted shapes that broadcast, got \[2, 5\] and \[4, 5\]",
+        ),
+        (
+            {"mask": np.ones((4, 1), bool)},
+            ValueError,
+            r"mask: wanted a last axis of the labels' length, 5, got shape \[4, 1\]",
+        ),
         (
             {"mask": np.ones((3, 4, 5), bool)},
             ValueError,
             r"mask: wanted a shape that broadcasts to that of the labels, \[4, 5\], got shape \[3, 4, 5\]",
         ),
         ({"pad_id": 0.0}, TypeError, r"pad_id: wanted a Python int, got float 0.0"),
-        ({"label_smoothing": 1.0}, ValueError, r"label_smoothing: wanted a number in \[0, 1\), got 1.0"),
-        ({"label_smoothing": "a"}, TypeError, r"label_smoothing: wanted a Python float known while tracing, got str 'a'"),
+        (
+            {"label_smoothing": 1.0},
+            ValueError,
+            r"label_smoothing: wanted a number in \[0, 1\), got 1.0",
+        ),
+        (
+            {"label_smoothing": "a"},
+            TypeError,
+            r"label_smoothing: wanted a Python float known while tracing, got str 'a'",
+        ),
         ({"reduction": "none"}, ValueError, r"reduction: wanted one of 'mean', 'sum', got 'none'"),
         ({"chunk_size": 0}, ValueError, r"chunk_size: wanted an int of at least 1, got 0"),
         ({"chunk_size": 1.5}, TypeError, r"chunk_size: wanted a Python int, got float 1.5"),
@@ -394,8 +497,14 @@ class SomeRows(Table):
 
 def test_a_symbolic_number_of_tokens_is_refused():
     (tokens,) = jax.export.symbolic_shape("n")
-    x, labels = jax.ShapeDtypeStruct((tokens, WIDTH), jnp.float32), jax.ShapeDtypeStruct((tokens,), jnp.int32)
-    with pytest.raises(TypeError, match=r"^x: wanted a shape known while tracing, to be cut into chunks, got shape \[n, 3\]"):
+    x, labels = (
+        jax.ShapeDtypeStruct((tokens, WIDTH), jnp.float32),
+        jax.ShapeDtypeStruct((tokens,), jnp.int32),
+    )
+    with pytest.raises(
+        TypeError,
+        match=r"^x: wanted a shape known while tracing, to be cut into chunks, got shape \[n, 3\]",
+    ):
         jax.export.export(jax.jit(te.tied_cross_entropy))(x, TABLE, labels)
 
 
@@ -443,12 +552,16 @@ PLACEMENTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "x_spec", "table_spec"),
-    [(AxisType.Explicit, *placement) for placement in PLACEMENTS] + [(AxisType.Auto, *placement) for placement in PLACEMENTS[:3]],
+    [(AxisType.Explicit, *placement) for placement in PLACEMENTS]
+    + [(AxisType.Auto, *placement) for placement in PLACEMENTS[:3]],
 )
 def test_sharded_arrays_give_the_loss_of_one_device(kind, x_spec, table_spec):
     mesh = mesh_of(kind, (2, 4))
     with set_mesh(mesh):
-        x, table = jax.device_put(MESH_X, NamedSharding(mesh, x_spec)), jax.device_put(MESH_TABLE, NamedSharding(mesh, table_spec))
+        x, table = (
+            jax.device_put(MESH_X, NamedSharding(mesh, x_spec)),
+            jax.device_put(MESH_TABLE, NamedSharding(mesh, table_spec)),
+        )
         loss, gradients = mesh_step(x, table, MESH_LABELS)
     assert_close((loss, *gradients), one_device(64))
     if kind == AxisType.Explicit:
@@ -457,7 +570,9 @@ def test_sharded_arrays_give_the_loss_of_one_device(kind, x_spec, table_spec):
 
 
 def in_shards(mesh, spec, rows=13):
-    return te.sharding.shard_params({"embeddings": MESH_TABLE[:rows]}, mesh, {"*": spec}, tables="*")["embeddings"]
+    return te.sharding.shard_params(
+        {"embeddings": MESH_TABLE[:rows]}, mesh, {"*": spec}, tables="*"
+    )["embeddings"]
 
 
 @pytest.mark.slow
@@ -490,27 +605,38 @@ def test_shards_send_no_table_and_no_logits(kind):
     with set_mesh(mesh):
         table = in_shards(mesh, SPEC("model"), rows=64)
         x = jax.device_put(MESH_X, NamedSharding(mesh, SPEC("data")))
-        compiled = mesh_step.lower(x, table, jax.device_put(MESH_LABELS, NamedSharding(mesh, SPEC("data")))).compile()
+        compiled = mesh_step.lower(
+            x, table, jax.device_put(MESH_LABELS, NamedSharding(mesh, SPEC("data")))
+        ).compile()
     sent = collectives.collectives(compiled)
     assert sent
     assert {each.kind for each in sent} == {"all-reduce"}
-    # x's gradient of half of the tokens, the gradient of a quarter of the rows: never 64 rows of 8, or a token's 64 logits.
-    assert max(max(np.prod(shape, dtype=int) for _, shape in each.operands) for each in sent) <= 32 * 8
+    # x's gradient of half of the tokens, the gradient of a quarter of the rows: never 64 rows of 8,
+    # or a token's 64 logits.
+    assert (
+        max(max(np.prod(shape, dtype=int) for _, shape in each.operands) for each in sent) <= 32 * 8
+    )
     assert chunks * 4 == MESH_LABELS.size
 
 
 def shard_map():
     """Under its name in this version of jax."""
-    return (jax if hasattr(jax, "shard_map") else importlib.import_module("jax.experimental.shard_map")).shard_map
+    return (
+        jax if hasattr(jax, "shard_map") else importlib.import_module("jax.experimental.shard_map")
+    ).shard_map
 
 
 def test_inside_a_shard_map_each_device_has_the_loss_of_its_tokens():
     mesh = mesh_of(AxisType.Auto, (8, 1))
 
     def mean(x, table, labels):
-        return jax.lax.pmean(te.tied_cross_entropy(x, table, labels, label_smoothing=0.1, chunk_size=4), "data")
+        return jax.lax.pmean(
+            te.tied_cross_entropy(x, table, labels, label_smoothing=0.1, chunk_size=4), "data"
+        )
 
-    loss = shard_map()(mean, mesh=mesh, in_specs=(SPEC("data"), SPEC(), SPEC("data")), out_specs=SPEC())
+    loss = shard_map()(
+        mean, mesh=mesh, in_specs=(SPEC("data"), SPEC(), SPEC("data")), out_specs=SPEC()
+    )
     value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(MESH_X, MESH_TABLE, MESH_LABELS)
     assert_close((value, *gradients), oracle(MESH_X, MESH_TABLE, MESH_LABELS, label_smoothing=0.1))
 
@@ -524,11 +650,19 @@ def test_products_with_the_hessian_of_shards_are_those_of_one_device():
     with set_mesh(mesh):
         x = jax.device_put(MESH_X, NamedSharding(mesh, SPEC("data")))
         got = jax.jit(product)(x, in_shards(mesh, SPEC("model")), MESH_LABELS)
-    np.testing.assert_allclose(got, jax.jit(product)(MESH_X, MESH_TABLE[:13], MESH_LABELS), rtol=ERROR, atol=ERROR)
+    np.testing.assert_allclose(
+        got, jax.jit(product)(MESH_X, MESH_TABLE[:13], MESH_LABELS), rtol=ERROR, atol=ERROR
+    )
 
 
 def test_columns_split_in_more_parts_than_rows_are_refused():
     mesh = mesh_of(AxisType.Explicit, (2, 4))
-    message = r"^table: wanted a number of rows that the 4 parts of its columns divide, got 13(\n|$)"
+    message = (
+        r"^table: wanted a number of rows that the 4 parts of its columns divide, got 13(\n|$)"
+    )
     with set_mesh(mesh), pytest.raises(ValueError, match=message):
-        mesh_step(MESH_X, jax.device_put(MESH_TABLE[:13], NamedSharding(mesh, SPEC(None, "model"))), MESH_LABELS)
+        mesh_step(
+            MESH_X,
+            jax.device_put(MESH_TABLE[:13], NamedSharding(mesh, SPEC(None, "model"))),
+            MESH_LABELS,
+        )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import transformer_embed as te
 
-module = importlib.import_module("transformer_embed.functional.dropout")
+module = importlib.import_module("transformer_embed._src.functional.dropout")
 
 SHAPES = [(), (1,), (7,), (0, 3), (3, 5), (2, 3, 4), (1, 129)]
 RATES = [1e-9, 0.1, 0.5, 0.9, 1 - 2**-25, np.float32(0.1), np.float64(0.3), np.float16(0.25)]
@@ -31,7 +31,8 @@ def same_bits(ours, theirs):
 
 
 def compare(key, rate, x):
-    """Compiled against compiled: eager, Haiku's product and quotient are two roundings that XLA may fuse."""
+    """Compiled against compiled: eager, Haiku's product and quotient are two roundings that XLA may
+    fuse."""
     same_bits(*jax.jit(lambda k, x: (te.dropout(k, rate, x), hk.dropout(k, rate, x)))(key, x))
 
 
@@ -65,20 +66,31 @@ def test_dropout_of_many_elements_equals_hk_dropout_bit_for_bit(rate):
 @pytest.mark.parametrize("rate", [0.1, np.float16(0.1)])
 def test_dropout_under_vmap_equals_hk_dropout_bit_for_bit(rate):
     keys, x = jax.random.split(jax.random.key(1), 3), normal((3, 4, 5), jnp.float32)
-    same_bits(*jax.jit(jax.vmap(lambda k, x: (te.dropout(k, rate, x), hk.dropout(k, rate, x))))(keys, x))
+    same_bits(
+        *jax.jit(jax.vmap(lambda k, x: (te.dropout(k, rate, x), hk.dropout(k, rate, x))))(keys, x)
+    )
 
 
 def test_the_gradient_equals_that_of_hk_dropout():
     key, x = jax.random.key(2), normal((40, 30), jnp.float32)
-    ours, theirs = (jax.jit(jax.grad(lambda x, f=f: (f(key, 0.3, x) ** 2).sum()))(x) for f in (te.dropout, hk.dropout))
+    ours, theirs = (
+        jax.jit(jax.grad(lambda x, f=f: (f(key, 0.3, x) ** 2).sum()))(x)
+        for f in (te.dropout, hk.dropout)
+    )
     same_bits(ours, theirs)
 
 
 def test_the_fast_path_is_taken_where_it_holds():
-    """Without it the property above would compare Haiku with itself. Jax's own generator is a loop."""
+    """Without it the property above would compare Haiku with itself. Jax's own generator is a
+    loop."""
 
     def program(rate):
-        return jax.jit(lambda k, x: te.dropout(k, rate, x)).lower(jax.random.key(0), jnp.ones((4, 4))).compile().as_text()
+        return (
+            jax.jit(lambda k, x: te.dropout(k, rate, x))
+            .lower(jax.random.key(0), jnp.ones((4, 4)))
+            .compile()
+            .as_text()
+        )
 
     assert "while" not in program(0.1)
     assert "while" in program(np.float16(0.1))
@@ -98,9 +110,12 @@ def test_counters_of_large_arrays_carry_into_the_high_word():
 
 
 def counter_of_one_element(shape, index):
-    """The package's arithmetic where the array is too big to store: the index stands in for the iota along each axis."""
+    """The package's arithmetic where the array is too big to store: the index stands in for the
+    iota along each axis."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax.lax, "broadcasted_iota", lambda dtype, shape, axis: jnp.uint32(index[axis]))
+        patch.setattr(
+            jax.lax, "broadcasted_iota", lambda dtype, shape, axis: jnp.uint32(index[axis])
+        )
         patch.setattr(jnp, "zeros", lambda shape, dtype: jnp.asarray(0, dtype))
         high, low = module._counters(shape)
     return int(high), int(low)
@@ -127,7 +142,11 @@ def test_dtype_is_kept(dtype):
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_lowers_for_other_platforms(platform):
     drop = jax.jit(lambda k, x: te.dropout(k, 0.1, x))
-    assert drop.trace(jax.random.key(0), jnp.ones((4, 4))).lower(lowering_platforms=(platform,)).as_text()
+    assert (
+        drop.trace(jax.random.key(0), jnp.ones((4, 4)))
+        .lower(lowering_platforms=(platform,))
+        .as_text()
+    )
 
 
 @pytest.mark.slow
@@ -135,30 +154,67 @@ def test_lowers_for_other_platforms(platform):
 def test_dropout_on_a_mesh_equals_hk_dropout_bit_for_bit(kind):
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)
     with set_mesh(mesh):
-        x = jax.device_put(normal((8, 16), jnp.float32), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a", "b")))
+        x = jax.device_put(
+            normal((8, 16), jnp.float32),
+            jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a", "b")),
+        )
         mask = te.dropout(jax.random.key(3), 0.4, jnp.ones((8, 16))) != 0
         dropped = jax.jit(lambda k, x: te.dropout(k, 0.4, x))(jax.random.key(3), x)
     assert dropped.sharding.spec == x.sharding.spec
-    # The signs of zeros follow from XLA's order of passes, which a partitioned program changes for Haiku's dropout too.
+    # The signs of zeros follow from XLA's order of passes, which a partitioned program changes for
+    # Haiku's dropout too.
     np.testing.assert_array_equal(np.asarray(dropped) != 0, np.asarray(mask))
-    np.testing.assert_array_equal(dropped, jax.jit(lambda k, x: hk.dropout(k, 0.4, x))(jax.random.key(3), normal((8, 16), jnp.float32)))
+    np.testing.assert_array_equal(
+        dropped,
+        jax.jit(lambda k, x: hk.dropout(k, 0.4, x))(
+            jax.random.key(3), normal((8, 16), jnp.float32)
+        ),
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "message", "call"),
     [
-        (ValueError, "rate: wanted a number in [0, 1), got 1.0", lambda k, x: te.dropout(k, 1.0, x)),
-        (ValueError, "rate: wanted a number in [0, 1), got -0.1", lambda k, x: te.dropout(k, -0.1, x)),
-        (ValueError, "rate: wanted a number in [0, 1), got nan", lambda k, x: te.dropout(k, math.nan, x)),
-        (TypeError, "rate: wanted a Python float known while tracing, got str '0.1'", lambda k, x: te.dropout(k, "0.1", x)),
+        (
+            ValueError,
+            "rate: wanted a number in [0, 1), got 1.0",
+            lambda k, x: te.dropout(k, 1.0, x),
+        ),
+        (
+            ValueError,
+            "rate: wanted a number in [0, 1), got -0.1",
+            lambda k, x: te.dropout(k, -0.1, x),
+        ),
+        (
+            ValueError,
+            "rate: wanted a number in [0, 1), got nan",
+            lambda k, x: te.dropout(k, math.nan, x),
+        ),
+        (
+            TypeError,
+            "rate: wanted a Python float known while tracing, got str '0.1'",
+            lambda k, x: te.dropout(k, "0.1", x),
+        ),
         (
             TypeError,
             "rate: wanted a Python float known while tracing, got a traced",
             lambda k, x: jax.jit(lambda r: te.dropout(k, r, x))(0.1),
         ),
-        (TypeError, "x: wanted a floating dtype, got int32", lambda k, x: te.dropout(k, 0.1, x.astype(jnp.int32))),
-        (TypeError, "rng: wanted one key of jax.random.key or jax.random.PRNGKey, got NoneType", lambda k, x: te.dropout(None, 0.1, x)),
-        (TypeError, "rng: wanted one key of jax.random.key or jax.random.PRNGKey, got int", lambda k, x: te.dropout(3, 0.1, x)),
+        (
+            TypeError,
+            "x: wanted a floating dtype, got int32",
+            lambda k, x: te.dropout(k, 0.1, x.astype(jnp.int32)),
+        ),
+        (
+            TypeError,
+            "rng: wanted one key of jax.random.key or jax.random.PRNGKey, got NoneType",
+            lambda k, x: te.dropout(None, 0.1, x),
+        ),
+        (
+            TypeError,
+            "rng: wanted one key of jax.random.key or jax.random.PRNGKey, got int",
+            lambda k, x: te.dropout(3, 0.1, x),
+        ),
         (
             TypeError,
             "rng: wanted one key of jax.random.key or jax.random.PRNGKey, got keys of shape [2]",

@@ -1,4 +1,5 @@
-"""What every public function does with the arrays that it is given: whatever holds numbers is read right, or refused by our own error."""
+"""What every public function does with the arrays that it is given: whatever holds numbers is read
+right, or refused by our own error."""
 
 import functools
 from typing import NamedTuple
@@ -23,7 +24,10 @@ X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(1, 3, 2, 4)
 CALLS = {
     "alibi_bias": (functools.partial(te.alibi_bias, num_heads=2), (POSITIONS, POSITIONS)),
     "apply_rotary": (te.apply_rotary, (X, POSITIONS)),
-    "apply_rotary_sections": (functools.partial(te.apply_rotary, sections=(1, 1)), (X, np.stack([POSITIONS, POSITIONS], -1))),
+    "apply_rotary_sections": (
+        functools.partial(te.apply_rotary, sections=(1, 1)),
+        (X, np.stack([POSITIONS, POSITIONS], -1)),
+    ),
     "attention_mask": (
         lambda queries, keys, padding, segments: te.attention_mask(
             query_positions=queries,
@@ -38,7 +42,12 @@ CALLS = {
     ),
     "attention_mask, chunks and blocks": (
         lambda queries, keys, blocks: te.attention_mask(
-            query_positions=queries, key_positions=keys, causal=False, chunk=2, query_block_ids=blocks, key_block_ids=blocks
+            query_positions=queries,
+            key_positions=keys,
+            causal=False,
+            chunk=2,
+            query_block_ids=blocks,
+            key_block_ids=blocks,
         ),
         (POSITIONS, POSITIONS, SEGMENTS),
     ),
@@ -49,15 +58,29 @@ CALLS = {
     "from_offset": (functools.partial(te.TokenPositions.from_offset, length=2), (IDS[0],)),
     "from_segment_ids": (te.TokenPositions.from_segment_ids, (SEGMENTS,)),
     "lookup": (te.lookup, (TABLE, IDS)),
-    "lookup_one_hot": (functools.partial(te.lookup, lookup_style="one_hot", pad_id=0), (TABLE, IDS)),
+    "lookup_one_hot": (
+        functools.partial(te.lookup, lookup_style="one_hot", pad_id=0),
+        (TABLE, IDS),
+    ),
     "mask_to_bias": (te.mask_to_bias, (PADDING,)),
     "padding_mask": (te.padding_mask, (IDS,)),
-    "permute_rotary_weights": (functools.partial(te.permute_rotary_weights, num_heads=1, source="half", target="interleaved"), (X,)),
+    "permute_rotary_weights": (
+        functools.partial(
+            te.permute_rotary_weights, num_heads=1, source="half", target="interleaved"
+        ),
+        (X,),
+    ),
     "relative_position_buckets": (te.relative_position_buckets, (POSITIONS, POSITIONS)),
     "segment_mask": (te.segment_mask, (SEGMENTS, SEGMENTS)),
     "sinusoidal_encoding": (lambda positions: te.sinusoidal_encoding(positions, 4), (POSITIONS,)),
-    "sinusoidal_grid": (lambda positions: te.sinusoidal_grid((2, 2), 4, positions=positions), (POSITIONS,)),
-    "tied_cross_entropy": (te.tied_cross_entropy, (X[..., :3], TABLE, IDS[:1, :, None] + np.zeros(2, np.int32))),
+    "sinusoidal_grid": (
+        lambda positions: te.sinusoidal_grid((2, 2), 4, positions=positions),
+        (POSITIONS,),
+    ),
+    "tied_cross_entropy": (
+        te.tied_cross_entropy,
+        (X[..., :3], TABLE, IDS[:1, :, None] + np.zeros(2, np.int32)),
+    ),
     "tied_logits": (te.tied_logits, (X[..., :3], TABLE)),
     "window_mask": (functools.partial(te.window_mask, left=1, right=0), (POSITIONS, POSITIONS)),
 }
@@ -102,8 +125,12 @@ def test_a_param_of_flax_is_a_table_under_jit():
 @every_function
 def test_arrays_in_the_other_byte_order_are_read_right(name):
     function, arrays = CALLS[name]
-    expected = function(*arrays)  # At the same shapes before: jax's fast path ignores the byte order.
-    expect_equal(function(*(array.astype(array.dtype.newbyteorder()) for array in arrays)), expected)
+    expected = function(
+        *arrays
+    )  # At the same shapes before: jax's fast path ignores the byte order.
+    expect_equal(
+        function(*(array.astype(array.dtype.newbyteorder()) for array in arrays)), expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,10 +143,18 @@ def test_arrays_in_the_other_byte_order_are_read_right(name):
         lambda ids: te.TokenPositions.from_ids(ids, pad_id=2).positions,
         lambda ids: te.TokenPositions.from_segment_ids(ids).positions,
     ],
-    ids=["lookup", "sinusoidal_encoding", "sinusoidal_grid", "apply_rotary", "from_ids", "from_segment_ids"],
+    ids=[
+        "lookup",
+        "sinusoidal_encoding",
+        "sinusoidal_grid",
+        "apply_rotary",
+        "from_ids",
+        "from_segment_ids",
+    ],
 )
 def test_a_host_array_that_changes_after_the_call_changes_no_result(call):
-    """jax shares the memory of host arrays that are aligned to 64 bytes, such as those of memory-mapped files, and computes later."""
+    """jax shares the memory of host arrays that are aligned to 64 bytes, such as those of
+    memory-mapped files, and computes later."""
     size = 2**18
     memory = np.zeros(size + 16, np.int32)
     ids = memory[-memory.ctypes.data % 64 // 4 :][:size]
@@ -133,35 +168,61 @@ def test_a_host_array_that_changes_after_the_call_changes_no_result(call):
 
 def test_unsigned_positions_in_the_other_byte_order():
     positions = np.array([2**31 + 5], ">u4")
-    np.testing.assert_array_equal(te.sinusoidal_encoding(positions, 4), te.sinusoidal_encoding(np.array([2**31 + 5], np.uint32), 4))
+    np.testing.assert_array_equal(
+        te.sinusoidal_encoding(positions, 4),
+        te.sinusoidal_encoding(np.array([2**31 + 5], np.uint32), 4),
+    )
 
 
 @every_function
 def test_masked_arrays_do_not_lose_their_mask_in_silence(name):
     function, arrays = CALLS[name]
-    with pytest.raises(TypeError, match=r"wanted an array without a mask \(fill it first: x.filled\(...\)\), got a masked array of numpy"):
+    with pytest.raises(
+        TypeError,
+        match=r"wanted an array without a mask \(fill it first: x.filled\(...\)\), got a masked array of numpy",
+    ):
         function(*(np.ma.masked_array(array, mask=np.ones_like(array, bool)) for array in arrays))
 
 
-@pytest.mark.parametrize("dtype", [ml_dtypes.int4, ml_dtypes.uint4, ml_dtypes.int2, np.int8, np.uint16])
+@pytest.mark.parametrize(
+    "dtype", [ml_dtypes.int4, ml_dtypes.uint4, ml_dtypes.int2, np.int8, np.uint16]
+)
 @every_function
 def test_narrow_integers_are_integers(name, dtype):
     function, arrays = CALLS[name]
     narrow = [
-        array.astype(dtype) if array.dtype == np.int32 and array.max() < (2 if "2" in dtype.__name__ else 4) else array for array in arrays
+        array.astype(dtype)
+        if array.dtype == np.int32 and array.max() < (2 if "2" in dtype.__name__ else 4)
+        else array
+        for array in arrays
     ]
     expect_equal(function(*narrow), function(*arrays))
 
 
-@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, ml_dtypes.float4_e2m1fn])
-@pytest.mark.parametrize("name", ["apply_rotary", "dropout", "lookup", "tied_cross_entropy", "tied_logits"])
+@pytest.mark.parametrize(
+    "dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, ml_dtypes.float4_e2m1fn]
+)
+@pytest.mark.parametrize(
+    "name", ["apply_rotary", "dropout", "lookup", "tied_cross_entropy", "tied_logits"]
+)
 def test_floats_of_8_bits_and_less_are_refused(name, dtype):
     function, arrays = CALLS[name]
-    with pytest.raises(TypeError, match=r"^\w+: wanted a floating dtype of 16 bits or more, got float"):
+    with pytest.raises(
+        TypeError, match=r"^\w+: wanted a floating dtype of 16 bits or more, got float"
+    ):
         function(*(array.astype(dtype) if array.dtype == np.float32 else array for array in arrays))
 
 
-@pytest.mark.parametrize("value", [np.longdouble([1.0, 2.0, 0.5]), [2**70, 1, 0], np.zeros(3, [("a", int)]), ["a", "b", "c"], object()])
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.longdouble([1.0, 2.0, 0.5]),
+        [2**70, 1, 0],
+        np.zeros(3, [("a", int)]),
+        ["a", "b", "c"],
+        object(),
+    ],
+)
 @every_function
 def test_what_holds_no_numbers_is_refused_by_our_error(name, value):
     function, arrays = CALLS[name]
@@ -172,23 +233,35 @@ def test_what_holds_no_numbers_is_refused_by_our_error(name, value):
 @every_function
 def test_token_positions_given_as_an_array_say_which_field_to_pass(name):
     function, arrays = CALLS[name]
-    with pytest.raises(TypeError, match=r"^[\w\[\]]+: wanted an array, got a TokenPositions: pass its \.(positions|segment_ids)"):
+    with pytest.raises(
+        TypeError,
+        match=r"^[\w\[\]]+: wanted an array, got a TokenPositions: pass its \.(positions|segment_ids)",
+    ):
         function(*(te.TokenPositions.from_ids(IDS) for _ in arrays))
 
 
 def test_token_positions_given_as_positions_say_to_pass_positions():
     token_positions = te.TokenPositions.from_ids(IDS)
-    with pytest.raises(TypeError, match=r"^positions: wanted an array, got a TokenPositions: pass its \.positions$"):
+    with pytest.raises(
+        TypeError, match=r"^positions: wanted an array, got a TokenPositions: pass its \.positions$"
+    ):
         te.sinusoidal_encoding(token_positions, 4)
-    with pytest.raises(TypeError, match=r"^query_segment_ids: wanted an array, got a TokenPositions: pass its \.segment_ids$"):
+    with pytest.raises(
+        TypeError,
+        match=r"^query_segment_ids: wanted an array, got a TokenPositions: pass its \.segment_ids$",
+    ):
         te.segment_mask(token_positions, SEGMENTS)
 
 
 class TestTracedIntegersThatInt32DoesNotHold:
-    """On the host they are refused by value; traced, by dtype, for clamped or wrapped they would be other numbers."""
+    """On the host they are refused by value; traced, by dtype, for clamped or wrapped they would be
+    other numbers."""
 
     @pytest.mark.parametrize("dtype", [np.uint32, np.int64, np.uint64])
-    @pytest.mark.parametrize(("argument", "function"), [("segment_ids", CALLS["from_segment_ids"][0]), ("offset", CALLS["from_offset"][0])])
+    @pytest.mark.parametrize(
+        ("argument", "function"),
+        [("segment_ids", CALLS["from_segment_ids"][0]), ("offset", CALLS["from_offset"][0])],
+    )
     def test_are_refused(self, argument, function, dtype):
         message = rf"^{argument}: wanted an int32 array \(.*astype.*\), got a traced {np.dtype(dtype)}\[2\]"
         with x64(), pytest.raises(TypeError, match=message):
@@ -196,12 +269,22 @@ class TestTracedIntegersThatInt32DoesNotHold:
 
     def test_on_the_host_pass_where_int32_holds_them(self):
         with x64():
-            assert te.TokenPositions.from_offset(jnp.array([5, 2]), 1).positions.tolist() == [[5], [2]]
+            assert te.TokenPositions.from_offset(jnp.array([5, 2]), 1).positions.tolist() == [
+                [5],
+                [2],
+            ]
             with pytest.raises(ValueError, match=r"^offset: wanted integers inside int32"):
                 te.TokenPositions.from_offset(jnp.array([2**40]), 1)
 
 
-@pytest.mark.parametrize("make", [lambda n: te.sinusoidal_table(n, 4), te.causal_mask, lambda n: te.TokenPositions.from_offset(0, n)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: te.sinusoidal_table(n, 4),
+        te.causal_mask,
+        lambda n: te.TokenPositions.from_offset(0, n),
+    ],
+)
 def test_a_length_past_int32_is_refused_and_ends_no_process(make):
     with pytest.raises(ValueError, match=r"^length: wanted an int of at most \d+, got 2147483656"):
         jax.jit(lambda: make(2**31 + 8))()
@@ -212,7 +295,8 @@ class TestPermutedWeights:
         permute = CALLS["permute_rotary_weights"][0]
         for weights in (np.ones(4), np.arange(4), np.array([2**40, 0, 0, 0])):
             with pytest.raises(
-                TypeError, match=r"^weights: wanted at most 32 bits, for jax_enable_x64 is off \(cast them first\), got (float|int)64$"
+                TypeError,
+                match=r"^weights: wanted at most 32 bits, for jax_enable_x64 is off \(cast them first\), got (float|int)64$",
             ):
                 permute(weights)
         with x64():
@@ -239,11 +323,31 @@ class TestPermutedWeights:
             "query_segment_ids and key_segment_ids: wanted the same number of rows, or 1, got 2 and 3",
             lambda: te.segment_mask(np.ones((2, 3), int), np.ones((3, 3), int)),
         ),
-        (ValueError, "axes: wanted a permutation", lambda: te.sinusoidal_grid((2, 2), 4, axes=(None, None))),
-        (TypeError, "sections: wanted a sequence, got an array int64[]", lambda: te.apply_rotary(X, POSITIONS, sections=np.array(2))),
-        (ValueError, "base: wanted a finite number above 0, got 1000", lambda: te.sinusoidal_table(3, 4, base=10**400)),
-        (ValueError, "alpha: wanted a finite number above 0, got 1000", lambda: te.NTKScaling(10**400)),
-        (ValueError, "shape: wanted a grid of at most 2147483647 points", lambda: te.sinusoidal_grid((46341, 46341), 4, positions=[0])),
+        (
+            ValueError,
+            "axes: wanted a permutation",
+            lambda: te.sinusoidal_grid((2, 2), 4, axes=(None, None)),
+        ),
+        (
+            TypeError,
+            "sections: wanted a sequence, got an array int64[]",
+            lambda: te.apply_rotary(X, POSITIONS, sections=np.array(2)),
+        ),
+        (
+            ValueError,
+            "base: wanted a finite number above 0, got 1000",
+            lambda: te.sinusoidal_table(3, 4, base=10**400),
+        ),
+        (
+            ValueError,
+            "alpha: wanted a finite number above 0, got 1000",
+            lambda: te.NTKScaling(10**400),
+        ),
+        (
+            ValueError,
+            "shape: wanted a grid of at most 2147483647 points",
+            lambda: te.sinusoidal_grid((46341, 46341), 4, positions=[0]),
+        ),
     ],
 )
 def test_errors_are_ours(kind, message, call):

@@ -1,4 +1,5 @@
-"""Rows of a table against a loop over ids and against one-hot matrices, on one device and on a mesh of eight."""
+"""Rows of a table against a loop over ids and against one-hot matrices, on one device and on a mesh
+of eight."""
 
 import functools
 import itertools
@@ -14,9 +15,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from oracle import loop_lookup
 
 import transformer_embed as te
-from transformer_embed.functional import lookup as lookup_module
+from transformer_embed._src.functional import lookup as lookup_module
 
-# A gradient row sums at most 16 cotangents below 4 in magnitude: each sum is rounded by 2**-24 of at most 64.
+# A gradient row sums at most 16 cotangents below 4 in magnitude: each sum is rounded by 2**-24 of
+# at most 64.
 GRADIENT_ERROR = 16 * 64 * 2.0**-24
 # A float32 sum of n products of numbers below 4 in magnitude, each partial sum rounded by 2**-24.
 PRODUCT_ERROR = 16 * 2.0**-24
@@ -39,7 +41,8 @@ COTANGENT = normal(1, *IDS.shape, WIDTH)
 
 
 def one_hot(ids, pad_id=None, out_of_range="nan", vocab_size=VOCAB):
-    """float64 [number of ids, vocab_size]: the row of the table that each id reads, and none where it reads a constant."""
+    """float64 [number of ids, vocab_size]: the row of the table that each id reads, and none where
+    it reads a constant."""
     matrix = np.zeros((np.size(ids), vocab_size))
     for n, token in enumerate(int(token) for token in np.ravel(ids)):
         inside = 0 <= token < vocab_size
@@ -58,13 +61,25 @@ every_case = pytest.mark.parametrize(("policy", "pad_id"), CASES)
 
 @functools.cache
 def rows_and_gradients(style):
-    """By policy and pad_id: the rows, and the gradient of the table. One program computes them all."""
+    """By policy and pad_id: the rows, and the gradient of the table. One program computes them
+    all."""
 
     def of_case(table, cotangent, policy, pad_id):
-        rows, back = jax.vjp(lambda table: te.lookup(table, IDS, pad_id=pad_id, out_of_range=policy, lookup_style=style), table)
+        rows, back = jax.vjp(
+            lambda table: te.lookup(
+                table, IDS, pad_id=pad_id, out_of_range=policy, lookup_style=style
+            ),
+            table,
+        )
         return rows, back(cotangent)[0]
 
-    return dict(zip(CASES, jax.jit(lambda *arrays: [of_case(*arrays, *case) for case in CASES])(TABLE, COTANGENT), strict=True))
+    return dict(
+        zip(
+            CASES,
+            jax.jit(lambda *arrays: [of_case(*arrays, *case) for case in CASES])(TABLE, COTANGENT),
+            strict=True,
+        )
+    )
 
 
 # --- lookup: values
@@ -101,7 +116,11 @@ def test_lookup_copies_rows_of_any_floating_dtype_to_the_bit(dtype, style):
 
 def test_lookup_takes_lists_numpy_and_jax_arrays():
     expected = loop_lookup(TABLE, IDS)
-    for table, ids in ((TABLE.tolist(), IDS.tolist()), (TABLE, IDS), (jnp.asarray(TABLE), jnp.asarray(IDS, jnp.int32))):
+    for table, ids in (
+        (TABLE.tolist(), IDS.tolist()),
+        (TABLE, IDS),
+        (jnp.asarray(TABLE), jnp.asarray(IDS, jnp.int32)),
+    ):
         np.testing.assert_array_equal(te.lookup(table, ids), expected)
 
 
@@ -141,11 +160,15 @@ def test_lookup_of_rows_without_channels():
 )
 def test_lookup_takes_ids_of_any_integer_dtype(dtype, vocab_size, ids):
     table, ids = normal(0, vocab_size, 2), np.array(ids, dtype)
-    of_policy = {policy: functools.partial(te.lookup, table, out_of_range=policy) for policy in POLICIES}
+    of_policy = {
+        policy: functools.partial(te.lookup, table, out_of_range=policy) for policy in POLICIES
+    }
     with x64(np.dtype(dtype).itemsize == 8):
         on_device = jax.device_put(ids)
         from_device = {policy: find(on_device) for policy, find in of_policy.items()}
-        compiled = jax.jit(lambda ids: {policy: find(ids) for policy, find in of_policy.items()})(ids)
+        compiled = jax.jit(lambda ids: {policy: find(ids) for policy, find in of_policy.items()})(
+            ids
+        )
     for policy, find in of_policy.items():
         expected = loop_lookup(table, ids, out_of_range=policy)
         for rows in (find(ids), from_device[policy], compiled[policy]):
@@ -155,7 +178,9 @@ def test_lookup_takes_ids_of_any_integer_dtype(dtype, vocab_size, ids):
 def test_lookup_compares_pad_id_with_the_whole_id():
     rows = te.lookup(TABLE, np.array([2**32 + 2, 2]), pad_id=2, out_of_range="clip")
     np.testing.assert_array_equal(rows, [TABLE[-1], np.zeros(WIDTH)])
-    np.testing.assert_array_equal(te.lookup(normal(0, 300, 1), np.array([44], np.uint8), pad_id=300), normal(0, 300, 1)[44:45])
+    np.testing.assert_array_equal(
+        te.lookup(normal(0, 300, 1), np.array([44], np.uint8), pad_id=300), normal(0, 300, 1)[44:45]
+    )
 
 
 def test_lookup_in_float64():
@@ -166,16 +191,27 @@ def test_lookup_in_float64():
         np.testing.assert_array_equal(rows, loop_lookup(table, IDS, 2))
 
 
-@pytest.mark.parametrize("ids", [[1.0], np.ones(2, np.float16), jnp.ones(2, jnp.bfloat16), [True], np.ones(1, bool), [1 + 0j]])
+@pytest.mark.parametrize(
+    "ids",
+    [[1.0], np.ones(2, np.float16), jnp.ones(2, jnp.bfloat16), [True], np.ones(1, bool), [1 + 0j]],
+)
 def test_lookup_refuses_ids_that_are_not_integers(ids):
-    with pytest.raises(TypeError, match=r"^ids: wanted an integer dtype, got (float64|float16|bfloat16|bool|complex128)$"):
+    with pytest.raises(
+        TypeError,
+        match=r"^ids: wanted an integer dtype, got (float64|float16|bfloat16|bool|complex128)$",
+    ):
         te.lookup(TABLE, ids)
 
 
 def test_lookup_refuses_lists_of_unequal_lengths():
-    with pytest.raises(ValueError, match=r"^ids: wanted an array, or nested lists of equal lengths, got lists of unequal lengths$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^ids: wanted an array, or nested lists of equal lengths, got lists of unequal lengths$",
+    ):
         te.lookup(TABLE, [[1, 2], [3]])
-    with pytest.raises(TypeError, match=r"^ids: wanted an array of numbers of at most 64 bits, got NoneType None$"):
+    with pytest.raises(
+        TypeError, match=r"^ids: wanted an array of numbers of at most 64 bits, got NoneType None$"
+    ):
         te.lookup(TABLE, None)
 
 
@@ -191,15 +227,23 @@ def test_lookup_refuses_bad_tables_and_options():
         message = rf"^table: wanted shape \[vocab_size, d\] with at least one row, got shape \[{', '.join(map(str, shape))}\]$"
         with pytest.raises(ValueError, match=message):
             te.lookup(np.ones(shape, np.float32), [0])
-    with pytest.raises(ValueError, match=r"^out_of_range: wanted one of 'nan', 'clip', 'zero', got 'wrap'$"):
+    with pytest.raises(
+        ValueError, match=r"^out_of_range: wanted one of 'nan', 'clip', 'zero', got 'wrap'$"
+    ):
         te.lookup(TABLE, [0], out_of_range="wrap")
-    with pytest.raises(ValueError, match=r"^lookup_style: wanted one of 'gather', 'one_hot', got 'matmul'$"):
+    with pytest.raises(
+        ValueError, match=r"^lookup_style: wanted one of 'gather', 'one_hot', got 'matmul'$"
+    ):
         te.lookup(TABLE, [0], lookup_style="matmul")
     with pytest.raises(TypeError, match=r"^pad_id: wanted a Python int, got float 0.0$"):
         te.lookup(TABLE, [0], pad_id=0.0)
-    with pytest.raises(ValueError, match=r"^pad_id: wanted an int below 2\*\*31 - 1, got 2147483647$"):
+    with pytest.raises(
+        ValueError, match=r"^pad_id: wanted an int below 2\*\*31 - 1, got 2147483647$"
+    ):
         te.lookup(TABLE, [0], pad_id=2**31 - 1)
-    with pytest.raises(ValueError, match=r"^pad_id: wanted an int of at least -2147483647, got -2147483648$"):
+    with pytest.raises(
+        ValueError, match=r"^pad_id: wanted an int of at least -2147483647, got -2147483648$"
+    ):
         te.lookup(TABLE, [0], pad_id=-(2**31))
 
 
@@ -216,8 +260,11 @@ def test_lookup_gradient_is_the_one_hot_product(policy, pad_id):
 
 @every_case
 def test_lookup_by_one_hot_is_the_gather_forward_and_back(policy, pad_id):
-    """A policy that one style followed and the other did not, or the gradient did not, would be two models of one config."""
-    (rows, gradient), (expected, expected_gradient) = (rows_and_gradients(style)[policy, pad_id] for style in ("one_hot", "gather"))
+    """A policy that one style followed and the other did not, or the gradient did not, would be two
+    models of one config."""
+    (rows, gradient), (expected, expected_gradient) = (
+        rows_and_gradients(style)[policy, pad_id] for style in ("one_hot", "gather")
+    )
     np.testing.assert_array_equal(rows, expected)
     np.testing.assert_allclose(gradient, expected_gradient, rtol=0, atol=2 * GRADIENT_ERROR)
 
@@ -226,7 +273,9 @@ def test_lookup_by_one_hot_is_the_gather_forward_and_back(policy, pad_id):
 def read_around_padding(table, policy):
     """The rows of three ids, two of them padding, their sum, and its gradient."""
     ids, options = [2, 1, 2], {"pad_id": 2, "out_of_range": policy}
-    return te.lookup(table, ids, **options), *jax.value_and_grad(weighted)(table, ids, 1.0, **options)
+    return te.lookup(table, ids, **options), *jax.value_and_grad(weighted)(
+        table, ids, 1.0, **options
+    )
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -250,8 +299,11 @@ def test_lookup_gradient_accumulates_repeated_ids():
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("repeats", [512, 4096])
 def test_lookup_gradient_counts_further_than_16_bits_do(dtype, repeats, style):
-    # One by one, bfloat16 counts to 256 and float16 to 2048; the sums themselves, powers of two, are exact in both.
-    gradient = jax.jit(jax.grad(lambda table: weighted(table, np.full(repeats, 3), 1.0, lookup_style=style)))(TABLE.astype(dtype))
+    # One by one, bfloat16 counts to 256 and float16 to 2048; the sums themselves, powers of two,
+    # are exact in both.
+    gradient = jax.jit(
+        jax.grad(lambda table: weighted(table, np.full(repeats, 3), 1.0, lookup_style=style))
+    )(TABLE.astype(dtype))
     assert gradient.dtype == dtype
     np.testing.assert_array_equal(np.asarray(gradient, np.float32)[3], repeats)
 
@@ -260,17 +312,21 @@ def test_lookup_gradient_counts_further_than_16_bits_do(dtype, repeats, style):
 def test_lookup_jvp_and_vjp_are_transposes(policy):
     find = functools.partial(te.lookup, ids=IDS, pad_id=2, out_of_range=policy)
     direction, matrix = normal(2, VOCAB, WIDTH), one_hot(IDS, 2, policy)
-    tangent, (back,) = jax.jit(lambda *args: (jax.jvp(find, args[:1], args[1:2])[1], jax.vjp(find, args[0])[1](args[2])))(
-        TABLE, direction, COTANGENT
-    )
+    tangent, (back,) = jax.jit(
+        lambda *args: (jax.jvp(find, args[:1], args[1:2])[1], jax.vjp(find, args[0])[1](args[2]))
+    )(TABLE, direction, COTANGENT)
     np.testing.assert_array_equal(tangent, np.float32(matrix @ direction).reshape(tangent.shape))
-    np.testing.assert_allclose(back, matrix.T @ COTANGENT.reshape(-1, WIDTH), rtol=0, atol=GRADIENT_ERROR)
+    np.testing.assert_allclose(
+        back, matrix.T @ COTANGENT.reshape(-1, WIDTH), rtol=0, atol=GRADIENT_ERROR
+    )
 
 
 @pytest.mark.slow
 def test_lookup_hessian_of_a_sum_of_cubes():
     ids = np.array([1, 1, 3, 0])
-    hessian = jax.jit(jax.hessian(lambda table: jnp.sum(te.lookup(table, ids, pad_id=0) ** 3)))(TABLE)
+    hessian = jax.jit(jax.hessian(lambda table: jnp.sum(te.lookup(table, ids, pad_id=0) ** 3)))(
+        TABLE
+    )
     diagonal = 6 * one_hot(ids, 0).sum(0)[:, None] * TABLE.astype(np.float64)
     expected = np.diag(diagonal.ravel()).reshape(hessian.shape)
     np.testing.assert_allclose(hessian, expected, rtol=0, atol=GRADIENT_ERROR)
@@ -295,7 +351,10 @@ def test_lookup_under_jit_is_the_eager_one_to_the_bit(policy, pad_id):
     ],
 )
 def test_lookup_under_vmap_is_a_loop(axes, tables, ids):
-    stacked = [one[0] if axis is None else np.stack(one, axis) for one, axis in zip((tables, ids), axes, strict=True)]
+    stacked = [
+        one[0] if axis is None else np.stack(one, axis)
+        for one, axis in zip((tables, ids), axes, strict=True)
+    ]
     expected = [te.lookup(*pair) for pair in zip(tables, ids, strict=True)]
     np.testing.assert_array_equal(jax.vmap(te.lookup, axes)(*stacked), expected)
 
@@ -303,7 +362,9 @@ def test_lookup_under_vmap_is_a_loop(axes, tables, ids):
 @pytest.mark.slow
 def test_lookup_gradient_under_vmap_is_a_loop():
     gradient = jax.jit(jax.grad(lambda table, ids: weighted(table, ids, 1.0, pad_id=2)))
-    np.testing.assert_array_equal(jax.vmap(gradient, (None, 0))(TABLE, IDS), [gradient(TABLE, row) for row in IDS])
+    np.testing.assert_array_equal(
+        jax.vmap(gradient, (None, 0))(TABLE, IDS), [gradient(TABLE, row) for row in IDS]
+    )
 
 
 def test_lookup_has_one_trace_for_all_ids():
@@ -321,23 +382,34 @@ def test_lookup_has_one_trace_for_all_ids():
 
 @pytest.fixture
 def exported():
-    return export.export(jax.jit(functools.partial(te.lookup, pad_id=2)))(TABLE, IDS.astype(np.int32))
+    return export.export(jax.jit(functools.partial(te.lookup, pad_id=2)))(
+        TABLE, IDS.astype(np.int32)
+    )
 
 
 def test_lookup_survives_export(exported):
-    np.testing.assert_array_equal(exported.call(TABLE, IDS.astype(np.int32)), loop_lookup(TABLE, IDS, 2))
+    np.testing.assert_array_equal(
+        exported.call(TABLE, IDS.astype(np.int32)), loop_lookup(TABLE, IDS, 2)
+    )
 
 
 def test_lookup_survives_export_to_bytes(exported):
     pytest.importorskip("flatbuffers")
     revived = export.deserialize(exported.serialize())
-    np.testing.assert_array_equal(revived.call(TABLE, IDS.astype(np.int32)), loop_lookup(TABLE, IDS, 2))
+    np.testing.assert_array_equal(
+        revived.call(TABLE, IDS.astype(np.int32)), loop_lookup(TABLE, IDS, 2)
+    )
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_lookup_and_its_gradient_lower_for_accelerators(platform):
     step = jax.value_and_grad(lambda table, ids: weighted(table, ids, 1.0, pad_id=2))
-    text = jax.jit(step).trace(TABLE, IDS.astype(np.int32)).lower(lowering_platforms=(platform,)).as_text()
+    text = (
+        jax.jit(step)
+        .trace(TABLE, IDS.astype(np.int32))
+        .lower(lowering_platforms=(platform,))
+        .as_text()
+    )
     assert "stablehlo.gather" in text
     assert "stablehlo.scatter" in text
 
@@ -347,7 +419,9 @@ def test_lookup_and_its_gradient_lower_for_accelerators(platform):
 
 def gradient_of_once(index, cotangent, vocab_size):
     """The gradient that a GPU computes, here on the CPU."""
-    read = functools.partial(lookup_module._read_each_row_once, index=jnp.asarray(index, jnp.uint32))
+    read = functools.partial(
+        lookup_module._read_each_row_once, index=jnp.asarray(index, jnp.uint32)
+    )
     return jax.linear_transpose(read, jnp.zeros((vocab_size, cotangent.shape[-1])))(cotangent)[0]
 
 
@@ -364,8 +438,12 @@ def test_gradient_on_a_gpu_is_the_float64_sum_of_repeats(size, distinct):
     expected, magnitude = np.zeros((2, 900, WIDTH))
     np.add.at(expected, index[inside], cotangent[inside].astype(np.float64))
     np.add.at(magnitude, index[inside], np.abs(cotangent[inside], dtype=np.float64))
-    # A sum over a tree of at most 10 levels, each of which rounds by 2**-24 of the magnitudes below it.
-    assert np.all(np.abs(np.asarray(gradient_on_a_gpu(index, cotangent, 900)) - expected) <= 10 * 2.0**-24 * magnitude)
+    # A sum over a tree of at most 10 levels, each of which rounds by 2**-24 of the magnitudes below
+    # it.
+    assert np.all(
+        np.abs(np.asarray(gradient_on_a_gpu(index, cotangent, 900)) - expected)
+        <= 10 * 2.0**-24 * magnitude
+    )
 
 
 def test_gradient_on_a_gpu_is_the_same_in_every_run():
@@ -387,13 +465,26 @@ def test_gradient_on_a_gpu_keeps_what_is_not_finite_in_its_own_row():
 @pytest.mark.parametrize("manual", [False, True])
 def test_gradient_lowered_for_a_gpu_scatters_to_distinct_rows_alone(manual):
     """A scatter to repeated rows is atomic there: slow, and not the same from run to run."""
-    mesh = jax.make_mesh((8 if manual else 1,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[: 8 if manual else 1])
+    mesh = jax.make_mesh(
+        (8 if manual else 1,),
+        ("x",),
+        axis_types=(AxisType.Auto,),
+        devices=jax.devices("cpu")[: 8 if manual else 1],
+    )
     step = lambda table, ids: jax.grad(lambda table: weighted(table, ids, 1.0, pad_id=2))(table)
     if manual:
-        step = jax.shard_map(step, mesh=mesh, in_specs=(PartitionSpec(), PartitionSpec("x")), out_specs=PartitionSpec())
+        step = jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(PartitionSpec(), PartitionSpec("x")),
+            out_specs=PartitionSpec(),
+        )
     with set_mesh(mesh):
         traced = jax.jit(step).trace(TABLE, np.zeros((8, 2), np.int32))
-        text = {platform: traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("cuda", "cpu", "tpu")}
+        text = {
+            platform: traced.lower(lowering_platforms=(platform,)).as_text()
+            for platform in ("cuda", "cpu", "tpu")
+        }
     assert set(re.findall(r"stablehlo\.scatter.*?unique_indices = (\w+)", text["cuda"])) == {"true"}
     assert "stablehlo.sort" in text["cuda"]
     for platform in ("cpu", "tpu"):
@@ -403,7 +494,9 @@ def test_gradient_lowered_for_a_gpu_scatters_to_distinct_rows_alone(manual):
 def test_gradient_lowered_for_gpus_that_the_compiler_splits_the_batch_over_sorts_nothing():
     """A sort of the whole batch would bring all of it to each device."""
     with set_mesh(mesh_of(AxisType.Auto)):
-        traced = jax.jit(jax.grad(lambda table, ids: weighted(table, ids, 1.0))).trace(TABLE, IDS.astype(np.int32))
+        traced = jax.jit(jax.grad(lambda table, ids: weighted(table, ids, 1.0))).trace(
+            TABLE, IDS.astype(np.int32)
+        )
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "stablehlo.sort" not in text
 
@@ -434,7 +527,9 @@ def mesh_step(table, ids, cotangent, policies):
     """By policy: the rows, and the gradient of the table."""
 
     def of_policy(policy):
-        rows, back = jax.vjp(lambda table: te.lookup(table, ids, pad_id=2, out_of_range=policy), table)
+        rows, back = jax.vjp(
+            lambda table: te.lookup(table, ids, pad_id=2, out_of_range=policy), table
+        )
         return rows, back(cotangent)[0]
 
     return {policy: of_policy(policy) for policy in policies}
@@ -448,26 +543,41 @@ def test_lookup_on_a_mesh_equals_lookup_on_one_device(kind, ids_spec, table_spec
     with set_mesh(mesh):
         table, ids, cotangent = (
             jax.device_put(array, NamedSharding(mesh, spec))
-            for array, spec in ((MESH_TABLE, table_spec), (MESH_IDS.astype(np.int32), ids_spec), (MESH_COTANGENT, rows_spec))
+            for array, spec in (
+                (MESH_TABLE, table_spec),
+                (MESH_IDS.astype(np.int32), ids_spec),
+                (MESH_COTANGENT, rows_spec),
+            )
         )
         found = mesh_step(table, ids, cotangent, POLICIES)
     for policy, (rows, gradient) in found.items():
         if kind == AxisType.Explicit:
             assert rows.sharding.spec == rows_spec, policy
-        np.testing.assert_array_equal(rows, loop_lookup(MESH_TABLE, MESH_IDS, 2, policy), err_msg=policy)
-        expected = one_hot(MESH_IDS, 2, policy, 8).T @ MESH_COTANGENT.reshape(-1, 4).astype(np.float64)
+        np.testing.assert_array_equal(
+            rows, loop_lookup(MESH_TABLE, MESH_IDS, 2, policy), err_msg=policy
+        )
+        expected = one_hot(MESH_IDS, 2, policy, 8).T @ MESH_COTANGENT.reshape(-1, 4).astype(
+            np.float64
+        )
         np.testing.assert_allclose(gradient, expected, rtol=0, atol=GRADIENT_ERROR, err_msg=policy)
 
 
-@pytest.mark.parametrize(("ids_spec", "table_spec", "rows_spec"), [PLACEMENTS[1], pytest.param(*PLACEMENTS[5], marks=pytest.mark.slow)])
-def test_gradient_on_an_explicit_mesh_of_gpus_equals_that_of_one_device(ids_spec, table_spec, rows_spec):
+@pytest.mark.parametrize(
+    ("ids_spec", "table_spec", "rows_spec"),
+    [PLACEMENTS[1], pytest.param(*PLACEMENTS[5], marks=pytest.mark.slow)],
+)
+def test_gradient_on_an_explicit_mesh_of_gpus_equals_that_of_one_device(
+    ids_spec, table_spec, rows_spec
+):
     """The gradient that GPUs compute, here on CPU devices."""
     mesh = mesh_of(AxisType.Explicit)
     rows_sharding = NamedSharding(mesh.abstract_mesh, rows_spec)
 
     @jax.jit
     def gradient(table, index, cotangent):
-        read = functools.partial(lookup_module._read_each_row_once_per_device, rows_sharding, index=index)
+        read = functools.partial(
+            lookup_module._read_each_row_once_per_device, rows_sharding, index=index
+        )
         return jax.linear_transpose(read, table)(cotangent)[0]
 
     with set_mesh(mesh):
@@ -476,7 +586,9 @@ def test_gradient_on_an_explicit_mesh_of_gpus_equals_that_of_one_device(ids_spec
             jax.device_put(MESH_IDS.astype(np.uint32), NamedSharding(mesh, ids_spec)),
             jax.device_put(MESH_COTANGENT, NamedSharding(mesh, rows_spec)),
         )
-    expected = one_hot(MESH_IDS, None, "zero", 8).T @ MESH_COTANGENT.reshape(-1, 4).astype(np.float64)
+    expected = one_hot(MESH_IDS, None, "zero", 8).T @ MESH_COTANGENT.reshape(-1, 4).astype(
+        np.float64
+    )
     np.testing.assert_allclose(found, expected, rtol=0, atol=GRADIENT_ERROR)
 
 
@@ -484,10 +596,16 @@ def test_gradient_on_an_explicit_mesh_of_gpus_equals_that_of_one_device(ids_spec
 def test_lookup_on_an_explicit_mesh_without_jit(dtype):
     mesh, table = mesh_of(AxisType.Explicit), MESH_TABLE.astype(dtype)
     with set_mesh(mesh):
-        rows = te.lookup(table, jax.device_put(MESH_IDS.astype(np.int32), NamedSharding(mesh, SPEC("x"))), pad_id=2)
+        rows = te.lookup(
+            table,
+            jax.device_put(MESH_IDS.astype(np.int32), NamedSharding(mesh, SPEC("x"))),
+            pad_id=2,
+        )
     assert rows.sharding.spec == SPEC("x", None, None)
     assert rows.dtype == dtype
-    np.testing.assert_array_equal(np.asarray(rows, np.float32), loop_lookup(table, MESH_IDS, 2).astype(np.float32))
+    np.testing.assert_array_equal(
+        np.asarray(rows, np.float32), loop_lookup(table, MESH_IDS, 2).astype(np.float32)
+    )
 
 
 # --- tied_logits
@@ -509,7 +627,9 @@ def test_tied_logits_is_a_product_with_every_row(shape, pad_id):
 
 def test_tied_logits_of_one_hot_vectors_is_the_transposed_table():
     with jax.default_matmul_precision("highest"):
-        np.testing.assert_array_equal(te.tied_logits(np.eye(WIDTH, dtype=np.float32), TABLE), TABLE.T)
+        np.testing.assert_array_equal(
+            te.tied_logits(np.eye(WIDTH, dtype=np.float32), TABLE), TABLE.T
+        )
 
 
 @pytest.mark.parametrize("content", [1.0, -1e30])
@@ -528,7 +648,8 @@ def test_tied_logits_of_padding_is_zero_and_moves_nothing(content):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_tied_logits_of_16_bits_is_summed_in_float32(dtype):
-    # 2048 + 511 * 0.5 is exact in float32 and no number of 8 or 11 bits: they step by 16 and by 2 there.
+    # 2048 + 511 * 0.5 is exact in float32 and no number of 8 or 11 bits: they step by 16 and by 2
+    # there.
     table = np.full((1, 512), 0.5, dtype)
     table[0, 0] = 2048
     logits = te.tied_logits(np.ones((1, 512), dtype), table)
@@ -547,16 +668,27 @@ def test_tied_logits_under_jit_and_vmap_is_the_eager_one():
     multiply = functools.partial(te.tied_logits, pad_id=2)
     with jax.default_matmul_precision("highest"):
         expected = multiply(x, TABLE)
-        np.testing.assert_allclose(jax.jit(multiply)(x, TABLE), expected, rtol=0, atol=3 * PRODUCT_ERROR)
-        np.testing.assert_allclose(jax.vmap(multiply, (0, None))(x, TABLE), expected, rtol=0, atol=3 * PRODUCT_ERROR)
+        np.testing.assert_allclose(
+            jax.jit(multiply)(x, TABLE), expected, rtol=0, atol=3 * PRODUCT_ERROR
+        )
+        np.testing.assert_allclose(
+            jax.vmap(multiply, (0, None))(x, TABLE), expected, rtol=0, atol=3 * PRODUCT_ERROR
+        )
 
 
 def test_tied_logits_refuses_bad_shapes_and_dtypes():
-    with pytest.raises(ValueError, match=r"^x: wanted a last axis of the table's width, 3, got shape \[2, 4\]$"):
+    with pytest.raises(
+        ValueError, match=r"^x: wanted a last axis of the table's width, 3, got shape \[2, 4\]$"
+    ):
         te.tied_logits(np.ones((2, 4), np.float32), TABLE)
-    with pytest.raises(ValueError, match=r"^x: wanted a last axis of the table's width, 3, got shape \[\]$"):
+    with pytest.raises(
+        ValueError, match=r"^x: wanted a last axis of the table's width, 3, got shape \[\]$"
+    ):
         te.tied_logits(np.float32(1), TABLE)
-    with pytest.raises(ValueError, match=r"^table: wanted shape \[vocab_size, d\] with at least one row, got shape \[3\]$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^table: wanted shape \[vocab_size, d\] with at least one row, got shape \[3\]$",
+    ):
         te.tied_logits(np.ones(3, np.float32), TABLE[0])
     with pytest.raises(TypeError, match=r"^x: wanted a floating dtype, got int32$"):
         te.tied_logits(np.ones(3, np.int32), TABLE)
@@ -566,15 +698,23 @@ def test_tied_logits_refuses_bad_shapes_and_dtypes():
         te.tied_logits(np.ones(3, np.float32), TABLE, pad_id=True)
 
 
-@pytest.mark.parametrize(("table_spec", "logits_spec"), [(SPEC(), SPEC("x", None, None)), (SPEC("y"), SPEC("x", None, "y"))])
+@pytest.mark.parametrize(
+    ("table_spec", "logits_spec"),
+    [(SPEC(), SPEC("x", None, None)), (SPEC("y"), SPEC("x", None, "y"))],
+)
 def test_tied_logits_on_an_explicit_mesh_equals_that_of_one_device(table_spec, logits_spec):
     mesh = mesh_of(AxisType.Explicit)
     x = MESH_COTANGENT
     with set_mesh(mesh), jax.default_matmul_precision("highest"):
-        placed = jax.device_put(x, NamedSharding(mesh, SPEC("x"))), jax.device_put(MESH_TABLE, NamedSharding(mesh, table_spec))
+        placed = (
+            jax.device_put(x, NamedSharding(mesh, SPEC("x"))),
+            jax.device_put(MESH_TABLE, NamedSharding(mesh, table_spec)),
+        )
         logits = jax.jit(functools.partial(te.tied_logits, pad_id=2))(*placed)
     assert logits.sharding.spec == logits_spec
-    expected = np.where(np.arange(8) == 2, 0, x.astype(np.float64) @ MESH_TABLE.astype(np.float64).T)
+    expected = np.where(
+        np.arange(8) == 2, 0, x.astype(np.float64) @ MESH_TABLE.astype(np.float64).T
+    )
     np.testing.assert_allclose(logits, expected, rtol=0, atol=4 * PRODUCT_ERROR)
 
 
@@ -582,7 +722,16 @@ def test_tied_logits_on_an_explicit_mesh_equals_that_of_one_device(table_spec, l
 
 
 @pytest.mark.parametrize(
-    "ids", [0, 4, np.zeros(0, int), [[0, 4], [2, 2]], np.array([4], np.uint8), np.array([4], np.uint64), jnp.arange(5)]
+    "ids",
+    [
+        0,
+        4,
+        np.zeros(0, int),
+        [[0, 4], [2, 2]],
+        np.array([4], np.uint8),
+        np.array([4], np.uint64),
+        jnp.arange(5),
+    ],
 )
 def test_check_ids_passes_what_lies_in_the_vocabulary(ids):
     assert te.check_ids(ids, VOCAB) is None
@@ -601,7 +750,9 @@ def test_check_ids_passes_what_lies_in_the_vocabulary(ids):
     ],
 )
 def test_check_ids_names_the_first_bad_id_and_its_index(ids, got):
-    with pytest.raises(ValueError, match=rf"^ids: wanted integers inside the vocabulary, 0\.\.4, got {got}$"):
+    with pytest.raises(
+        ValueError, match=rf"^ids: wanted integers inside the vocabulary, 0\.\.4, got {got}$"
+    ):
         te.check_ids(ids, VOCAB)
 
 
@@ -614,13 +765,17 @@ def test_check_ids_does_not_narrow_the_vocabulary_to_the_dtype_of_the_ids(dtype,
 
 
 def test_check_ids_refuses_traced_ids():
-    with pytest.raises(TypeError, match=r"^ids: wanted values on the host, outside of jit, got a traced int32\[2\]"):
+    with pytest.raises(
+        TypeError, match=r"^ids: wanted values on the host, outside of jit, got a traced int32\[2\]"
+    ):
         jax.jit(lambda ids: te.check_ids(ids, VOCAB))(np.zeros(2, np.int32))
 
 
 @pytest.mark.parametrize("ids", [[1.0], [True], np.ones(2, np.float16)])
 def test_check_ids_refuses_ids_that_are_not_integers(ids):
-    with pytest.raises(TypeError, match=r"^ids: wanted an integer dtype, got (float64|bool|float16)$"):
+    with pytest.raises(
+        TypeError, match=r"^ids: wanted an integer dtype, got (float64|bool|float16)$"
+    ):
         te.check_ids(ids, VOCAB)
 
 
@@ -637,6 +792,8 @@ def test_an_empty_list_is_one_of_integers():
 
 
 def test_check_ids_of_huge_values_is_short():
-    with pytest.raises(TypeError, match=r"^ids: wanted an array of numbers of at most 64 bits, got list ") as caught:
+    with pytest.raises(
+        TypeError, match=r"^ids: wanted an array of numbers of at most 64 bits, got list "
+    ) as caught:
         te.check_ids([2**70] * 10_000, 4)
     assert len(str(caught.value)) < 300

@@ -15,8 +15,9 @@ from hypothesis.extra import numpy as st_numpy
 
 import transformer_embed as te
 
-# In float32 a score of 4 products of numbers below 4 has an absolute error below 4 * 16 * 2**-24, which is the relative error of its
-# weight; the output, below 4, has it once for the weight and once for the sum of the weights.
+# In float32 a score of 4 products of numbers below 4 has an absolute error below 4 * 16 * 2**-24,
+# which is the relative error of its weight; the output, below 4, has it once for the weight and
+# once for the sum of the weights.
 ATTENTION_ERROR = 2 * 4 * 64 * 2.0**-24
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -33,7 +34,11 @@ def loop_mask(queries, keys, padding, causal):
     """[B, T, S] for rows of positions, one comparison at a time."""
     return [
         [
-            [(not causal or keys[b][s] <= queries[b][t]) and (padding is None or bool(padding[b][s])) for s in range(len(keys[b]))]
+            [
+                (not causal or keys[b][s] <= queries[b][t])
+                and (padding is None or bool(padding[b][s]))
+                for s in range(len(keys[b]))
+            ]
             for t in range(len(queries[b]))
         ]
         for b in range(len(queries))
@@ -56,9 +61,13 @@ def smallest(full):
 
 def attention(q, k, v, mask):
     """Scaled dot-product attention of [B, T or S, H, D], in float64."""
-    scores = np.einsum("bthd,bshd->bhts", *(np.asarray(x, np.float64) for x in (q, k))) / np.sqrt(q.shape[-1])
+    scores = np.einsum("bthd,bshd->bhts", *(np.asarray(x, np.float64) for x in (q, k))) / np.sqrt(
+        q.shape[-1]
+    )
     weights = np.where(mask, np.exp(scores), 0)
-    return np.einsum("bhts,bshd->bthd", weights / weights.sum(-1, keepdims=True), np.asarray(v, np.float64))
+    return np.einsum(
+        "bhts,bshd->bthd", weights / weights.sum(-1, keepdims=True), np.asarray(v, np.float64)
+    )
 
 
 # --- padding_mask
@@ -80,7 +89,10 @@ def test_padding_mask_with_a_negative_pad_id(dtype):
     assert te.padding_mask(np.array([-1, 0, 1], dtype), pad_id=-1).tolist() == [False, True, True]
 
 
-@pytest.mark.parametrize(("dtype", "highest"), [(np.uint8, 255), (np.uint16, 2**16 - 1), (np.uint32, 2**32 - 1), (np.uint64, 2**64 - 1)])
+@pytest.mark.parametrize(
+    ("dtype", "highest"),
+    [(np.uint8, 255), (np.uint16, 2**16 - 1), (np.uint32, 2**32 - 1), (np.uint64, 2**64 - 1)],
+)
 def test_padding_mask_of_unsigned_ids_has_no_minus_one(dtype, highest):
     assert te.padding_mask(np.array([highest, 0], dtype), pad_id=-1).tolist() == [True, True]
 
@@ -90,7 +102,12 @@ def test_padding_mask_does_not_narrow_pad_id_to_the_dtype_of_the_ids():
 
 
 def test_padding_mask_does_not_wrap_wide_ids():
-    assert te.padding_mask(np.array([2**32, 2**32 + 3, 0, -(2**32)]), pad_id=0).tolist() == [True, True, False, True]
+    assert te.padding_mask(np.array([2**32, 2**32 + 3, 0, -(2**32)]), pad_id=0).tolist() == [
+        True,
+        True,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("ids", [[1.0, 0.0], np.zeros(2, np.float16), [True, False]])
@@ -106,9 +123,13 @@ def test_padding_mask_refuses_a_pad_id_that_is_not_an_int(pad_id):
 
 
 def test_padding_mask_refuses_a_pad_id_outside_int32():
-    with pytest.raises(ValueError, match=r"^pad_id: wanted an int below 2\*\*31 - 1, got 2147483647$"):
+    with pytest.raises(
+        ValueError, match=r"^pad_id: wanted an int below 2\*\*31 - 1, got 2147483647$"
+    ):
         te.padding_mask([1], pad_id=2**31 - 1)
-    with pytest.raises(ValueError, match=r"^pad_id: wanted an int of at least -2147483647, got -2147483648$"):
+    with pytest.raises(
+        ValueError, match=r"^pad_id: wanted an int of at least -2147483647, got -2147483648$"
+    ):
         te.padding_mask([1], pad_id=-(2**31))
 
 
@@ -148,7 +169,12 @@ def compiled_masks():
 
     def build(queries, keys, padding):
         return [
-            te.attention_mask(query_positions=queries[q], key_positions=keys[k], padding_mask=padding[p], causal=causal)
+            te.attention_mask(
+                query_positions=queries[q],
+                key_positions=keys[k],
+                padding_mask=padding[p],
+                causal=causal,
+            )
             for q, k, p, causal in COMBINATIONS
         ]
 
@@ -168,16 +194,24 @@ def test_attention_mask_is_a_loop_in_the_smallest_shape(query_rank, key_rank, pa
 @pytest.mark.parametrize(("query_rank", "key_rank", "padding_rank", "causal"), COMBINATIONS[::3])
 def test_attention_mask_under_jit_is_the_eager_one(query_rank, key_rank, padding_rank, causal):
     queries, keys, padding = QUERIES[query_rank], KEYS[key_rank], PADDING[padding_rank]
-    eager = te.attention_mask(query_positions=queries, key_positions=keys, padding_mask=padding, causal=causal)
-    np.testing.assert_array_equal(compiled_masks()[query_rank, key_rank, padding_rank, causal], eager)
+    eager = te.attention_mask(
+        query_positions=queries, key_positions=keys, padding_mask=padding, causal=causal
+    )
+    np.testing.assert_array_equal(
+        compiled_masks()[query_rank, key_rank, padding_rank, causal], eager
+    )
 
 
 def test_attention_mask_under_vmap_is_a_loop():
     def build(queries, keys, padding):
-        return te.attention_mask(query_positions=queries, key_positions=keys, padding_mask=padding, causal=True)
+        return te.attention_mask(
+            query_positions=queries, key_positions=keys, padding_mask=padding, causal=True
+        )
 
     stacked = jax.vmap(build)(QUERIES[2], KEYS[2], PADDING[2])
-    np.testing.assert_array_equal(stacked, [build(*one) for one in zip(QUERIES[2], KEYS[2], PADDING[2], strict=True)])
+    np.testing.assert_array_equal(
+        stacked, [build(*one) for one in zip(QUERIES[2], KEYS[2], PADDING[2], strict=True)]
+    )
 
 
 def test_attention_mask_of_a_whole_sequence_is_the_causal_mask():
@@ -186,7 +220,9 @@ def test_attention_mask_of_a_whole_sequence_is_the_causal_mask():
 
 
 def test_attention_mask_of_the_last_queries_is_the_last_rows_of_the_causal_mask():
-    mask = te.attention_mask(query_positions=np.arange(4, 6), key_positions=np.arange(6), causal=True)
+    mask = te.attention_mask(
+        query_positions=np.arange(4, 6), key_positions=np.arange(6), causal=True
+    )
     np.testing.assert_array_equal(np.asarray(mask)[0, 0], np.asarray(te.causal_mask(6))[4:])
 
 
@@ -203,7 +239,9 @@ def test_attention_mask_has_one_trace_for_all_offsets():
     @jax.jit
     def step(offset):
         traces.append(offset)
-        return te.attention_mask(query_positions=offset + jnp.arange(2), key_positions=np.arange(6), causal=True)
+        return te.attention_mask(
+            query_positions=offset + jnp.arange(2), key_positions=np.arange(6), causal=True
+        )
 
     whole = np.asarray(te.causal_mask(6))
     for offset in range(5):
@@ -213,15 +251,28 @@ def test_attention_mask_has_one_trace_for_all_offsets():
 
 def test_attention_mask_with_left_padding_is_the_causal_mask_of_the_tokens():
     tokens = te.padding_mask([[0, 0, 5, 6, 7]])
-    mask = np.asarray(te.attention_mask(query_positions=np.arange(5), key_positions=np.arange(5), padding_mask=tokens, causal=True))[0, 0]
+    mask = np.asarray(
+        te.attention_mask(
+            query_positions=np.arange(5),
+            key_positions=np.arange(5),
+            padding_mask=tokens,
+            causal=True,
+        )
+    )[0, 0]
     np.testing.assert_array_equal(mask[2:, 2:], te.causal_mask(3))
     assert not mask[:, :2].any()
     assert not mask[:2].any()
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64])
+@pytest.mark.parametrize(
+    "dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64]
+)
 def test_attention_mask_takes_host_positions_of_any_integer_dtype(dtype):
-    mask = te.attention_mask(query_positions=np.array([1, 0], dtype), key_positions=np.arange(3, dtype=dtype), causal=True)
+    mask = te.attention_mask(
+        query_positions=np.array([1, 0], dtype),
+        key_positions=np.arange(3, dtype=dtype),
+        causal=True,
+    )
     assert mask.tolist() == [[[[True, True, False], [True, False, False]]]]
 
 
@@ -235,14 +286,19 @@ def test_attention_mask_compares_narrow_positions_with_wide_ones(dtype):
 @pytest.mark.parametrize(("queries", "keys"), [(0, 0), (0, 3), (3, 0), (1, 1)])
 def test_attention_mask_of_empty_and_single_sequences(queries, keys):
     mask = te.attention_mask(
-        query_positions=np.arange(queries), key_positions=np.arange(keys), padding_mask=np.ones((2, keys), bool), causal=True
+        query_positions=np.arange(queries),
+        key_positions=np.arange(keys),
+        padding_mask=np.ones((2, keys), bool),
+        causal=True,
     )
     assert mask.shape == (2, 1, queries, keys)
     assert np.asarray(mask).all()
 
 
 def test_attention_mask_of_an_empty_batch():
-    assert te.attention_mask(query_positions=[0], key_positions=[0, 1], padding_mask=np.ones((0, 2), bool), causal=True).shape == (
+    assert te.attention_mask(
+        query_positions=[0], key_positions=[0, 1], padding_mask=np.ones((0, 2), bool), causal=True
+    ).shape == (
         0,
         1,
         1,
@@ -252,60 +308,110 @@ def test_attention_mask_of_an_empty_batch():
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_mask_of_padding_alone_is_wholly_false(causal):
-    mask = te.attention_mask(query_positions=np.arange(3), key_positions=np.arange(3), padding_mask=[False] * 3, causal=causal)
+    mask = te.attention_mask(
+        query_positions=np.arange(3),
+        key_positions=np.arange(3),
+        padding_mask=[False] * 3,
+        causal=causal,
+    )
     assert not np.asarray(mask).any()
     assert mask.shape == (1, 1, 3 if causal else 1, 3)
 
 
 def refused(error, message, **arguments):
     with pytest.raises(error, match=message):
-        te.attention_mask(**({"query_positions": [0, 1], "key_positions": [0, 1], "causal": True} | arguments))
+        te.attention_mask(
+            **({"query_positions": [0, 1], "key_positions": [0, 1], "causal": True} | arguments)
+        )
 
 
 @pytest.mark.parametrize("name", ["query_positions", "key_positions"])
 def test_attention_mask_refuses_bad_positions(name):
     refused(TypeError, rf"^{name}: wanted an integer dtype, got float64$", **{name: [0.0, 1.0]})
     refused(TypeError, rf"^{name}: wanted an integer dtype, got bool$", **{name: [True, False]})
-    refused(TypeError, rf"^{name}: wanted a signed integer dtype, got uint32$", **{name: jax.device_put(np.arange(2, dtype=np.uint32))})
-    refused(ValueError, rf"^{name}: wanted shape \[length\] or \[batch, length\], got shape \[\]$", **{name: 1})
-    refused(ValueError, rf"^{name}: wanted shape \[length\] or \[batch, length\], got shape \[1, 1, 2\]$", **{name: [[[0, 1]]]})
+    refused(
+        TypeError,
+        rf"^{name}: wanted a signed integer dtype, got uint32$",
+        **{name: jax.device_put(np.arange(2, dtype=np.uint32))},
+    )
+    refused(
+        ValueError,
+        rf"^{name}: wanted shape \[length\] or \[batch, length\], got shape \[\]$",
+        **{name: 1},
+    )
+    refused(
+        ValueError,
+        rf"^{name}: wanted shape \[length\] or \[batch, length\], got shape \[1, 1, 2\]$",
+        **{name: [[[0, 1]]]},
+    )
     message = rf"^{name}: wanted integers inside int32, -2147483648\.\.2147483647, got 4294967296 at index \[1\]$"
     refused(ValueError, message, **{name: np.array([0, 2**32])})
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint8])
 def test_attention_mask_refuses_padding_of_numbers(dtype):
-    refused(TypeError, rf"^padding_mask: wanted a bool array, True = a token, got {np.dtype(dtype)}$", padding_mask=np.ones(2, dtype))
+    refused(
+        TypeError,
+        rf"^padding_mask: wanted a bool array, True = a token, got {np.dtype(dtype)}$",
+        padding_mask=np.ones(2, dtype),
+    )
 
 
 def test_attention_mask_refuses_padding_of_another_shape():
-    refused(ValueError, r"^padding_mask: wanted the length of key_positions, 2, got 3$", padding_mask=[True] * 3)
     refused(
-        ValueError, r"^padding_mask: wanted shape \[length\] or \[batch, length\], got shape \[1, 1, 2\]$", padding_mask=[[[True, True]]]
+        ValueError,
+        r"^padding_mask: wanted the length of key_positions, 2, got 3$",
+        padding_mask=[True] * 3,
+    )
+    refused(
+        ValueError,
+        r"^padding_mask: wanted shape \[length\] or \[batch, length\], got shape \[1, 1, 2\]$",
+        padding_mask=[[[True, True]]],
     )
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_mask_refuses_batches_of_unequal_sizes(causal):
     message = r"^query_positions, key_positions(, padding_mask)?: wanted the same number of rows, or 1, got 2, (1, )?3$"
-    refused(ValueError, message, query_positions=np.zeros((2, 2), int), key_positions=np.zeros((3, 2), int), causal=causal)
-    refused(ValueError, message, query_positions=np.zeros((2, 2), int), padding_mask=np.ones((3, 2), bool), causal=causal)
+    refused(
+        ValueError,
+        message,
+        query_positions=np.zeros((2, 2), int),
+        key_positions=np.zeros((3, 2), int),
+        causal=causal,
+    )
+    refused(
+        ValueError,
+        message,
+        query_positions=np.zeros((2, 2), int),
+        padding_mask=np.ones((3, 2), bool),
+        causal=causal,
+    )
 
 
 def test_attention_mask_refuses_a_causal_that_is_not_a_bool():
     refused(TypeError, r"^causal: wanted a Python bool, got int 1$", causal=1)
-    with pytest.raises(TypeError, match=r"^causal: wanted a Python bool known while tracing .*, got a traced bool\[\]"):
-        jax.jit(te.attention_mask)(query_positions=np.arange(2), key_positions=np.arange(2), causal=True)
+    with pytest.raises(
+        TypeError,
+        match=r"^causal: wanted a Python bool known while tracing .*, got a traced bool\[\]",
+    ):
+        jax.jit(te.attention_mask)(
+            query_positions=np.arange(2), key_positions=np.arange(2), causal=True
+        )
 
 
 # --- combine_masks
 
-masks_of_rank_4 = st_numpy.arrays(bool, st.sampled_from([(2, 1, 3, 3), (1, 2, 3, 1), (2, 1, 1, 3), (1, 1, 1, 1)]))
+masks_of_rank_4 = st_numpy.arrays(
+    bool, st.sampled_from([(2, 1, 3, 3), (1, 2, 3, 1), (2, 1, 1, 3), (1, 1, 1, 1)])
+)
 
 
 @pytest.mark.slow
 @quick
-@hypothesis.given(st.lists(masks_of_rank_4, min_size=1, max_size=4), st.randoms(use_true_random=False))
+@hypothesis.given(
+    st.lists(masks_of_rank_4, min_size=1, max_size=4), st.randoms(use_true_random=False)
+)
 def test_combine_masks_is_a_conjunction_in_any_order(masks, random):
     expected = np.logical_and.reduce(np.broadcast_arrays(*masks))
     shuffled = random.sample(masks, len(masks))
@@ -314,17 +420,27 @@ def test_combine_masks_is_a_conjunction_in_any_order(masks, random):
 
 
 def test_combine_masks_nests():
-    a, b = np.tri(3, dtype=bool)[None, None], np.array([[True, False, True], [False] * 3])[:, None, None, :]
+    a, b = (
+        np.tri(3, dtype=bool)[None, None],
+        np.array([[True, False, True], [False] * 3])[:, None, None, :],
+    )
     c = np.array([True, False, True])[None, None, :, None]
-    np.testing.assert_array_equal(te.combine_masks(te.combine_masks(a, b), c), te.combine_masks(a, te.combine_masks(b, c)))
+    np.testing.assert_array_equal(
+        te.combine_masks(te.combine_masks(a, b), c), te.combine_masks(a, te.combine_masks(b, c))
+    )
 
 
 def test_combine_masks_of_padding_and_causal_is_the_attention_mask():
     tokens = te.padding_mask(IDS)
-    combined = te.combine_masks(np.asarray(te.causal_mask(5))[None, None], np.asarray(tokens)[:, None, None, :])
+    combined = te.combine_masks(
+        np.asarray(te.causal_mask(5))[None, None], np.asarray(tokens)[:, None, None, :]
+    )
     positions = np.arange(5)
     np.testing.assert_array_equal(
-        combined, te.attention_mask(query_positions=positions, key_positions=positions, padding_mask=tokens, causal=True)
+        combined,
+        te.attention_mask(
+            query_positions=positions, key_positions=positions, padding_mask=tokens, causal=True
+        ),
     )
 
 
@@ -337,7 +453,12 @@ def test_combine_masks_under_jit_and_vmap_is_the_eager_one():
 
 
 def test_combine_masks_keeps_empty_axes():
-    assert te.combine_masks(np.ones((0, 1, 1, 3), bool), np.ones((1, 1, 3, 3), bool)).shape == (0, 1, 3, 3)
+    assert te.combine_masks(np.ones((0, 1, 1, 3), bool), np.ones((1, 1, 3, 3), bool)).shape == (
+        0,
+        1,
+        3,
+        3,
+    )
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (3, 3), (3, 3, 3), (1, 1, 1, 3, 3)])
@@ -350,7 +471,10 @@ def test_combine_masks_refuses_another_rank_even_where_sizes_agree(shape):
 def test_combine_masks_refuses_no_mask_and_shapes_that_do_not_fit():
     with pytest.raises(ValueError, match=r"^masks: wanted at least one mask, got none$"):
         te.combine_masks()
-    with pytest.raises(ValueError, match=r"^masks: wanted shapes that broadcast, got \[1, 1, 3, 3\] and \[1, 1, 2, 3\]$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^masks: wanted shapes that broadcast, got \[1, 1, 3, 3\] and \[1, 1, 2, 3\]$",
+    ):
         te.combine_masks(np.ones((1, 1, 3, 3), bool), np.ones((1, 1, 2, 3), bool))
 
 
@@ -382,7 +506,8 @@ def test_mask_to_bias_of_published_float16_limits():
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_mask_to_bias_leaves_room_for_another_bias(dtype):
-    # ALiBi's steepest slope for 8 heads, 1/2, at a distance of 2**15; and two masks one after the other.
+    # ALiBi's steepest slope for 8 heads, 1/2, at a distance of 2**15; and two masks one after the
+    # other.
     distance = np.array(-(2.0**14), dtype)
     bias = np.asarray(te.mask_to_bias([False], dtype))
     assert np.isfinite(bias + distance).all()
@@ -404,7 +529,8 @@ def test_mask_to_bias_of_a_wholly_masked_row_has_a_softmax_and_a_gradient(dtype)
         return weights, gradient
 
     weights, gradient = softmax_and_gradient(logits)
-    # Half of the lowest value is so large that logits below half its spacing round away: four equal numbers are left.
+    # Half of the lowest value is so large that logits below half its spacing round away: four equal
+    # numbers are left.
     assert weights.tolist() == [[0.25] * 4]
     assert np.isfinite(np.asarray(gradient, np.float32)).all()
 
@@ -426,14 +552,21 @@ def test_mask_to_bias_keeps_the_shape(shape):
 
 
 def test_mask_to_bias_under_jit_and_vmap_is_the_eager_one():
-    mask = te.attention_mask(query_positions=QUERIES[1], key_positions=KEYS[1], padding_mask=PADDING[2], causal=True)
+    mask = te.attention_mask(
+        query_positions=QUERIES[1], key_positions=KEYS[1], padding_mask=PADDING[2], causal=True
+    )
     np.testing.assert_array_equal(jax.jit(te.mask_to_bias)(mask), te.mask_to_bias(mask))
-    np.testing.assert_array_equal(jax.vmap(te.mask_to_bias)(mask), [te.mask_to_bias(one) for one in np.asarray(mask)])
+    np.testing.assert_array_equal(
+        jax.vmap(te.mask_to_bias)(mask), [te.mask_to_bias(one) for one in np.asarray(mask)]
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, bool])
 def test_mask_to_bias_refuses_a_dtype_without_a_fraction(dtype):
-    with pytest.raises(TypeError, match=rf"^dtype: wanted a floating dtype of 16 bits or more, got {jnp.dtype(dtype)}$"):
+    with pytest.raises(
+        TypeError,
+        match=rf"^dtype: wanted a floating dtype of 16 bits or more, got {jnp.dtype(dtype)}$",
+    ):
         te.mask_to_bias([True], dtype)
 
 
@@ -441,10 +574,27 @@ def test_mask_to_bias_refuses_a_dtype_without_a_fraction(dtype):
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 3, 2, 5, 4
 MASKS = {
-    "causal": te.attention_mask(query_positions=np.arange(LENGTH), key_positions=np.arange(LENGTH), causal=True),
-    "padding": te.attention_mask(query_positions=np.arange(LENGTH), key_positions=np.arange(LENGTH), padding_mask=IDS != 0, causal=False),
-    "both": te.attention_mask(query_positions=np.arange(LENGTH), key_positions=np.arange(LENGTH), padding_mask=IDS != 0, causal=True),
-    "decode": te.attention_mask(query_positions=[[3], [0], [2]], key_positions=np.arange(LENGTH), padding_mask=IDS != 0, causal=True),
+    "causal": te.attention_mask(
+        query_positions=np.arange(LENGTH), key_positions=np.arange(LENGTH), causal=True
+    ),
+    "padding": te.attention_mask(
+        query_positions=np.arange(LENGTH),
+        key_positions=np.arange(LENGTH),
+        padding_mask=IDS != 0,
+        causal=False,
+    ),
+    "both": te.attention_mask(
+        query_positions=np.arange(LENGTH),
+        key_positions=np.arange(LENGTH),
+        padding_mask=IDS != 0,
+        causal=True,
+    ),
+    "decode": te.attention_mask(
+        query_positions=[[3], [0], [2]],
+        key_positions=np.arange(LENGTH),
+        padding_mask=IDS != 0,
+        causal=True,
+    ),
 }
 
 
@@ -454,7 +604,10 @@ def example(request):
     mask = MASKS[request.param]
     random = np.random.default_rng(0)
     queries = 1 if request.param == "decode" else LENGTH
-    q, k, v = (random.normal(size=(BATCH, n, HEADS, HEAD_DIM)).astype(np.float32) for n in (queries, LENGTH, LENGTH))
+    q, k, v = (
+        random.normal(size=(BATCH, n, HEADS, HEAD_DIM)).astype(np.float32)
+        for n in (queries, LENGTH, LENGTH)
+    )
     with jax.default_matmul_precision("highest"):
         yield q, k, v, mask, attention(q, k, v, np.asarray(mask))
 
@@ -485,13 +638,21 @@ def test_haiku_attention_takes_the_mask(example):
     q, k, v, mask, expected = example
 
     def attend(*inputs):
-        layer = hk.MultiHeadAttention(HEADS, HEAD_DIM, w_init=hk.initializers.Identity(), with_bias=False)
+        layer = hk.MultiHeadAttention(
+            HEADS, HEAD_DIM, w_init=hk.initializers.Identity(), with_bias=False
+        )
         return layer(*inputs, mask=mask)
 
     joined = [x.reshape(*x.shape[:2], -1) for x in (q, k, v)]
     module = hk.without_apply_rng(hk.transform(attend))
-    output = np.asarray(jax.jit(lambda key, *inputs: module.apply(module.init(key, *inputs), *inputs))(jax.random.key(0), *joined))
-    np.testing.assert_allclose(output.reshape(expected.shape), expected, rtol=0, atol=ATTENTION_ERROR)
+    output = np.asarray(
+        jax.jit(lambda key, *inputs: module.apply(module.init(key, *inputs), *inputs))(
+            jax.random.key(0), *joined
+        )
+    )
+    np.testing.assert_allclose(
+        output.reshape(expected.shape), expected, rtol=0, atol=ATTENTION_ERROR
+    )
 
 
 # --- window, chunk, block and segment masks
@@ -511,14 +672,20 @@ WINDOW_QUERIES, WINDOW_KEYS = [*range(-3, 6), *FAR], [*range(7), *FAR]
 @functools.cache
 def compiled_windows():
     """The mask of each window, from one program."""
-    build = lambda queries, keys: [te.window_mask(queries, keys, left=left, right=right) for left, right in WINDOWS]
-    return dict(zip(WINDOWS, jax.jit(build)(np.array(WINDOW_QUERIES), np.array(WINDOW_KEYS)), strict=True))
+    build = lambda queries, keys: [
+        te.window_mask(queries, keys, left=left, right=right) for left, right in WINDOWS
+    ]
+    return dict(
+        zip(WINDOWS, jax.jit(build)(np.array(WINDOW_QUERIES), np.array(WINDOW_KEYS)), strict=True)
+    )
 
 
 @pytest.mark.parametrize(("left", "right"), WINDOWS)
 def test_window_mask_at_any_distance(left, right):
     rule = lambda q, k: (left is None or k >= q - left) and (right is None or k <= q + right)
-    np.testing.assert_array_equal(compiled_windows()[left, right], by_loop(rule, WINDOW_QUERIES, WINDOW_KEYS))
+    np.testing.assert_array_equal(
+        compiled_windows()[left, right], by_loop(rule, WINDOW_QUERIES, WINDOW_KEYS)
+    )
 
 
 def test_window_conventions():
@@ -529,22 +696,31 @@ def test_window_conventions():
         ({"window": (w, 0)}, lambda q, k: q - w <= k <= q),
         ({"window": (w, w), "causal": False}, lambda q, k: abs(q - k) <= w),
     ]:
-        mask = te.attention_mask(query_positions=positions, key_positions=positions, **({"causal": True} | options))
+        mask = te.attention_mask(
+            query_positions=positions, key_positions=positions, **({"causal": True} | options)
+        )
         np.testing.assert_array_equal(mask, by_loop(rule, positions, positions))
 
 
 def test_chunks():
     positions = list(range(-3, 8))
     np.testing.assert_array_equal(
-        te.attention_mask(query_positions=positions, key_positions=positions, causal=False, chunk=3),
+        te.attention_mask(
+            query_positions=positions, key_positions=positions, causal=False, chunk=3
+        ),
         by_loop(lambda q, k: q // 3 == k // 3, positions, positions),
     )
-    mask = te.attention_mask(query_positions=positions, key_positions=positions, chunk=3, causal=True)
-    np.testing.assert_array_equal(mask, by_loop(lambda q, k: q // 3 == k // 3 and k <= q, positions, positions))
+    mask = te.attention_mask(
+        query_positions=positions, key_positions=positions, chunk=3, causal=True
+    )
+    np.testing.assert_array_equal(
+        mask, by_loop(lambda q, k: q // 3 == k // 3 and k <= q, positions, positions)
+    )
 
 
 def test_prefix_inside_packing():
-    """Two sequences with a prefix each: the prefix of one must not be seen from the other, though both are block 0."""
+    """Two sequences with a prefix each: the prefix of one must not be seen from the other, though
+    both are block 0."""
     segments, prefix = np.array([1, 1, 1, 2, 2, 2]), np.array([0, 0, -1, 0, 0, -1])
     positions = np.array([0, 1, 2, 0, 1, 2])
     mask = te.attention_mask(
@@ -561,26 +737,47 @@ def test_prefix_inside_packing():
 
 
 def test_prefix_up_to_and_with_the_first_separator():
-    """tensor2tensor's prefix language model: the tokens before a separator, and the first one itself, see each other."""
+    """tensor2tensor's prefix language model: the tokens before a separator, and the first one
+    itself, see each other."""
     ids, separator, positions = np.array([[5, 6, 9, 7, 9], [9, 5, 6, 7, 8]]), 9, range(5)
     before = np.cumsum(ids == separator, -1) - (ids == separator)
     blocks = np.where(before == 0, 0, -1)
-    mask = te.attention_mask(query_positions=positions, key_positions=positions, query_block_ids=blocks, key_block_ids=blocks, causal=True)
+    mask = te.attention_mask(
+        query_positions=positions,
+        key_positions=positions,
+        query_block_ids=blocks,
+        key_block_ids=blocks,
+        causal=True,
+    )
     for row, last in zip(np.asarray(mask), (2, 0), strict=True):
-        np.testing.assert_array_equal(row[None], by_loop(lambda q, k, last=last: k <= q or max(q, k) <= last, positions, positions))
+        np.testing.assert_array_equal(
+            row[None],
+            by_loop(lambda q, k, last=last: k <= q or max(q, k) <= last, positions, positions),
+        )
 
 
 def test_blocks_see_past_a_window():
     blocks, positions = np.array([0, 0, 0, -1, -1]), np.arange(5)
     mask = te.attention_mask(
-        query_positions=positions, key_positions=positions, window=(0, 0), query_block_ids=blocks, key_block_ids=blocks, causal=True
+        query_positions=positions,
+        key_positions=positions,
+        window=(0, 0),
+        query_block_ids=blocks,
+        key_block_ids=blocks,
+        causal=True,
     )
-    np.testing.assert_array_equal(mask, by_loop(lambda q, k: q == k or max(q, k) < 3, positions, positions))
+    np.testing.assert_array_equal(
+        mask, by_loop(lambda q, k: q == k or max(q, k) < 3, positions, positions)
+    )
 
 
 def test_blocks_without_another_term_hide_nothing():
     mask = te.attention_mask(
-        query_positions=range(3), key_positions=range(3), causal=False, query_block_ids=[0, -1, 1], key_block_ids=[0, -1, 1]
+        query_positions=range(3),
+        key_positions=range(3),
+        causal=False,
+        query_block_ids=[0, -1, 1],
+        key_block_ids=[0, -1, 1],
     )
     assert np.asarray(mask).all()
 
@@ -600,17 +797,28 @@ def test_masks_without_a_batch_term_have_no_rows():
 
 def test_masks_combine_by_operators():
     positions = range(5)
-    causal, local = te.window_mask(positions, positions, right=0), te.window_mask(positions, positions, left=1, right=1)
-    np.testing.assert_array_equal(causal & ~local, by_loop(lambda q, k: k <= q and abs(q - k) > 1, positions, positions))
+    causal, local = (
+        te.window_mask(positions, positions, right=0),
+        te.window_mask(positions, positions, left=1, right=1),
+    )
+    np.testing.assert_array_equal(
+        causal & ~local, by_loop(lambda q, k: k <= q and abs(q - k) > 1, positions, positions)
+    )
     np.testing.assert_array_equal(te.combine_masks(causal, local), causal & local)
 
 
 def test_masks_at_an_offset_are_rows_of_the_whole():
-    whole = np.asarray(te.attention_mask(query_positions=range(8), key_positions=range(8), window=(2, 0), causal=True))
+    whole = np.asarray(
+        te.attention_mask(
+            query_positions=range(8), key_positions=range(8), window=(2, 0), causal=True
+        )
+    )
 
     @jax.jit
     def step(offset):
-        return te.attention_mask(query_positions=offset[None], key_positions=np.arange(8), window=(2, 0), causal=True)
+        return te.attention_mask(
+            query_positions=offset[None], key_positions=np.arange(8), window=(2, 0), causal=True
+        )
 
     for offset in range(8):
         np.testing.assert_array_equal(step(np.int32(offset)), whole[:, :, offset : offset + 1])
@@ -620,12 +828,24 @@ def test_masks_at_an_offset_are_rows_of_the_whole():
 @pytest.mark.parametrize(
     ("kind", "message", "call"),
     [
-        (TypeError, "window: wanted a tuple (left, right), None for no limit, got 3", lambda m: m(window=3)),
+        (
+            TypeError,
+            "window: wanted a tuple (left, right), None for no limit, got 3",
+            lambda m: m(window=3),
+        ),
         (ValueError, "window[0]: wanted an int of at least 0, got -1", lambda m: m(window=(-1, 0))),
         (TypeError, "window[1]: wanted a Python int, got float 0.5", lambda m: m(window=(1, 0.5))),
         (ValueError, "chunk: wanted an int of at least 1, got 0", lambda m: m(chunk=0)),
-        (ValueError, "key_block_ids: wanted an array, since query_block_ids is given, got None", lambda m: m(query_block_ids=[0, 0])),
-        (ValueError, "query_segment_ids: wanted an array, since key_segment_ids is given, got None", lambda m: m(key_segment_ids=[0, 0])),
+        (
+            ValueError,
+            "key_block_ids: wanted an array, since query_block_ids is given, got None",
+            lambda m: m(query_block_ids=[0, 0]),
+        ),
+        (
+            ValueError,
+            "query_segment_ids: wanted an array, since key_segment_ids is given, got None",
+            lambda m: m(key_segment_ids=[0, 0]),
+        ),
         (
             ValueError,
             "query_segment_ids: wanted the length of query_positions, 2, got 1",
@@ -635,7 +855,11 @@ def test_masks_at_an_offset_are_rows_of_the_whole():
 )
 def test_errors_of_the_other_masks(kind, message, call):
     with pytest.raises(kind) as caught:
-        call(lambda **options: te.attention_mask(query_positions=[0, 1], key_positions=[0, 1], **options, causal=True))
+        call(
+            lambda **options: te.attention_mask(
+                query_positions=[0, 1], key_positions=[0, 1], **options, causal=True
+            )
+        )
     assert str(caught.value).startswith(message)
 
 
@@ -646,12 +870,17 @@ def test_a_mask_that_does_not_say_whether_it_is_causal_is_an_error():
 
 @pytest.mark.parametrize("chunk", [2**31, 2**40])
 def test_a_chunk_past_int32_is_refused(chunk):
-    with pytest.raises(ValueError, match=rf"^chunk: wanted an int of at most 2147483647, got {chunk}$"):
+    with pytest.raises(
+        ValueError, match=rf"^chunk: wanted an int of at most 2147483647, got {chunk}$"
+    ):
         te.attention_mask(query_positions=[0, 1], key_positions=[0, 1], causal=False, chunk=chunk)
 
 
 def test_a_window_is_a_tuple():
-    with pytest.raises(TypeError, match=r"^window: wanted a tuple \(left, right\), None for no limit, got \[3, 0\]$"):
+    with pytest.raises(
+        TypeError,
+        match=r"^window: wanted a tuple \(left, right\), None for no limit, got \[3, 0\]$",
+    ):
         te.attention_mask(query_positions=[0], key_positions=[0], window=[3, 0], causal=True)
 
 
@@ -665,9 +894,14 @@ class TestValueOfTheBias:
         assert te.mask_to_bias([False]).tolist() == [float(jnp.finfo(jnp.float32).min) / 2]
         assert te.mask_to_bias([False], value=-1e9).tolist() == [-1e9]
 
-    @pytest.mark.parametrize(("value", "dtype"), [(-1e9, "float16"), (0.0, "float32"), (1.0, "float32"), (-1e39, "float32")])
+    @pytest.mark.parametrize(
+        ("value", "dtype"),
+        [(-1e9, "float16"), (0.0, "float32"), (1.0, "float32"), (-1e39, "float32")],
+    )
     def test_is_below_zero_and_finite_in_the_dtype(self, value, dtype):
-        with pytest.raises(ValueError, match=rf"^value: wanted a number below 0 that {dtype} holds, at least -"):
+        with pytest.raises(
+            ValueError, match=rf"^value: wanted a number below 0 that {dtype} holds, at least -"
+        ):
             te.mask_to_bias([True], dtype, value=value)
 
     @pytest.mark.parametrize("enabled", [False, True])

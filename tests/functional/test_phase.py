@@ -12,10 +12,25 @@ import pytest
 from contexts import x64
 from hypothesis import strategies as st
 
-from transformer_embed.functional import phase
+from transformer_embed._src.functional import phase
 
 BASES = (2.0, 10_000.0, 1e7)
-BOUNDARIES = [0, 1, -1, 2, 2**15, 2**16 - 1, 2**16, 2**24 - 1, 2**24, 2**30, 2**31 - 1, -(2**24), -(2**31) + 1, -(2**31)]
+BOUNDARIES = [
+    0,
+    1,
+    -1,
+    2,
+    2**15,
+    2**16 - 1,
+    2**16,
+    2**24 - 1,
+    2**24,
+    2**30,
+    2**31 - 1,
+    -(2**24),
+    -(2**31) + 1,
+    -(2**31),
+]
 
 sinusoid = jax.jit(phase.sinusoid)
 
@@ -43,41 +58,59 @@ def some_columns(pairs, rng, count=24):
 @pytest.mark.parametrize("pairs", [1, 2, 32, 256, 4096])
 def test_integer_positions_against_arbitrary_precision(pairs, base):
     rng = np.random.default_rng(pairs)
-    positions = np.concatenate([BOUNDARIES, rng.integers(-(2**31), 2**31, 40), rng.integers(-5000, 5000, 40)]).astype(np.int32)
+    positions = np.concatenate(
+        [BOUNDARIES, rng.integers(-(2**31), 2**31, 40), rng.integers(-5000, 5000, 40)]
+    ).astype(np.int32)
     assert worst_error(positions, pairs, base, some_columns(pairs, rng)) <= oracle.MAX_ERROR
 
 
 @pytest.mark.parametrize("base", BASES)
 def test_unsigned_positions_against_arbitrary_precision(base):
     rng = np.random.default_rng(1)
-    positions = np.concatenate([[0, 2**31 - 1, 2**31, 2**32 - 1], rng.integers(0, 2**32, 60)]).astype(np.uint32)
+    positions = np.concatenate(
+        [[0, 2**31 - 1, 2**31, 2**32 - 1], rng.integers(0, 2**32, 60)]
+    ).astype(np.uint32)
     assert worst_error(positions, 32, base, some_columns(32, rng)) <= oracle.MAX_ERROR
 
 
 @pytest.mark.parametrize("frequency_scale", [1.0, 0.125, 1000.0])
 def test_float_positions_against_arbitrary_precision(frequency_scale):
     rng = np.random.default_rng(2)
-    positions = np.concatenate([[0.5, -0.5, 2**24 - 1], *(rng.uniform(-m, m, 30) for m in (1e-6, 1e-3, 1.0, 1e3, 2.0**24))])
-    assert worst_error(positions.astype(np.float32), 32, 10_000.0, some_columns(32, rng), frequency_scale) <= oracle.MAX_ERROR
+    positions = np.concatenate(
+        [[0.5, -0.5, 2**24 - 1], *(rng.uniform(-m, m, 30) for m in (1e-6, 1e-3, 1.0, 1e3, 2.0**24))]
+    )
+    assert (
+        worst_error(
+            positions.astype(np.float32), 32, 10_000.0, some_columns(32, rng), frequency_scale
+        )
+        <= oracle.MAX_ERROR
+    )
 
 
 def test_whole_floats_equal_integers():
     positions = np.array([0, 1, -1, 77, -4096, 2**24, -(2**24)])
     ours = constants(16, 10_000.0)
-    # The same phase, reached as p and as -(-p): its low words may differ by one unit of 2**-64, the sine by a rounding.
-    np.testing.assert_allclose(sinusoid(positions.astype(np.float32), ours), sinusoid(positions, ours), rtol=0, atol=2**-23)
+    # The same phase, reached as p and as -(-p): its low words may differ by one unit of 2**-64, the
+    # sine by a rounding.
+    np.testing.assert_allclose(
+        sinusoid(positions.astype(np.float32), ours), sinusoid(positions, ours), rtol=0, atol=2**-23
+    )
 
 
 multiply_high = jax.jit(phase.multiply_high)
 
 
-@hypothesis.given(st.lists(st.integers(0, 2**32 - 1), min_size=8, max_size=8), st.integers(0, 2**32 - 1))
+@hypothesis.given(
+    st.lists(st.integers(0, 2**32 - 1), min_size=8, max_size=8), st.integers(0, 2**32 - 1)
+)
 @hypothesis.settings(deadline=None, derandomize=True, max_examples=50)
 def test_multiply_high_is_the_upper_word(numbers, other):
     got = multiply_high(np.array(numbers, np.uint32), np.uint32(other))
     assert got.tolist() == [n * other >> 32 for n in numbers]
     signed = np.array(numbers, np.uint32).astype(np.int32)
-    assert multiply_high(signed, np.uint32(other)).tolist() == [(n * other >> 32) % 2**32 for n in signed.tolist()]
+    assert multiply_high(signed, np.uint32(other)).tolist() == [
+        (n * other >> 32) % 2**32 for n in signed.tolist()
+    ]
 
 
 def test_constants_have_pi_to_their_precision():
@@ -112,13 +145,18 @@ def test_quarter_turns_are_exact():
 def test_small_angles_keep_their_relative_accuracy():
     ours = constants(2, 1e7 * 1e7)
     exact = oracle.sine(1, oracle.frequency(1, 2, 1e14))
-    assert oracle.error(np.asarray(sinusoid(np.array([1]), ours))[0, 2], exact) / float(exact) < 2**-22
+    assert (
+        oracle.error(np.asarray(sinusoid(np.array([1]), ours))[0, 2], exact) / float(exact) < 2**-22
+    )
 
 
 def test_odd_symmetry():
     positions = np.random.default_rng(3).integers(0, 2**31 - 1, 500)
     ours = constants(8, 10_000.0)
-    forward, backward = np.asarray(sinusoid(positions, ours)), np.asarray(sinusoid(-positions, ours))
+    forward, backward = (
+        np.asarray(sinusoid(positions, ours)),
+        np.asarray(sinusoid(-positions, ours)),
+    )
     # One rounding of a result below 1, either way.
     np.testing.assert_allclose(backward[:, 0::2], -forward[:, 0::2], rtol=0, atol=2**-23)
 
@@ -126,14 +164,24 @@ def test_odd_symmetry():
 def test_all_integer_dtypes_agree():
     ours = constants(4, 10_000.0)
     for dtype in (np.int8, np.uint8, np.int16, np.uint16, np.uint32, np.int64, np.uint64):
-        np.testing.assert_array_equal(sinusoid(np.arange(100, dtype=dtype), ours), sinusoid(np.arange(100, dtype=np.int32), ours))
+        np.testing.assert_array_equal(
+            sinusoid(np.arange(100, dtype=dtype), ours),
+            sinusoid(np.arange(100, dtype=np.int32), ours),
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64])
 def test_wide_host_positions_outside_int32_give_nan(dtype):
     wide, narrow = np.array([5, 2**31, 2**32 + 5], dtype), np.array([5, 6, 7], np.int32)
-    got, expected = map(np.asarray, jax.jit(lambda: [phase.sinusoid(positions, constants(1, 10_000.0)) for positions in (wide, narrow)])())
+    got, expected = map(
+        np.asarray,
+        jax.jit(
+            lambda: [
+                phase.sinusoid(positions, constants(1, 10_000.0)) for positions in (wide, narrow)
+            ]
+        )(),
+    )
     assert np.isnan(got).tolist() == [[False] * 2, [True] * 2, [True] * 2]
     np.testing.assert_array_equal(got[0], expected[0])
 
@@ -145,12 +193,19 @@ def test_float_positions_without_a_phase_give_nan(bad):
 
 def test_large_float_positions_have_a_phase():
     exact = oracle.sine(2**31 - 128, oracle.frequency(1, 2))
-    assert oracle.error(np.asarray(sinusoid(np.float32(2**31 - 128), constants(2, 10_000.0)))[2], exact) <= oracle.MAX_ERROR
+    assert (
+        oracle.error(
+            np.asarray(sinusoid(np.float32(2**31 - 128), constants(2, 10_000.0)))[2], exact
+        )
+        <= oracle.MAX_ERROR
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_positions_are_refused(dtype):
-    with pytest.raises(TypeError, match=r"positions: wanted an integer dtype, or float32 .*, got b?float16"):
+    with pytest.raises(
+        TypeError, match=r"positions: wanted an integer dtype, or float32 .*, got b?float16"
+    ):
         phase.sinusoid(np.ones(3, dtype), constants(1, 10_000.0))
 
 
@@ -177,10 +232,15 @@ def test_derivatives_in_float_positions(order, frequency_scale):
     for n, p in enumerate(at):
         for c in range(6):
             frequency = oracle.frequency(c // 2, 3, 10_000.0, frequency_scale)
-            exact = frequency**order * oracle.sine(p.item(), frequency, 0 if (c + order) % 2 == 0 else 1)
+            exact = frequency**order * oracle.sine(
+                p.item(), frequency, 0 if (c + order) % 2 == 0 else 1
+            )
             exact *= (-1) ** ((order + c % 2) // 2)
-            # Each factor is a float32 product: two roundings a derivative, beside the sine's own error.
-            assert oracle.error(got[n, c], exact) <= float(frequency) ** order * (oracle.MAX_ERROR + order * 2**-22)
+            # Each factor is a float32 product: two roundings a derivative, beside the sine's own
+            # error.
+            assert oracle.error(got[n, c], exact) <= float(frequency) ** order * (
+                oracle.MAX_ERROR + order * 2**-22
+            )
 
 
 @pytest.mark.slow
@@ -188,13 +248,17 @@ def test_gradient_reverse_mode_equals_forward_mode():
     ours = constants(3, 10_000.0)
     total = lambda p: phase.sinusoid(p, ours).sum()
     p = np.float32(2.5)
-    reverse, forward, second = jax.jit(lambda p: (jax.grad(total)(p), jax.jacfwd(total)(p), jax.hessian(total)(p)))(p)
+    reverse, forward, second = jax.jit(
+        lambda p: (jax.grad(total)(p), jax.jacfwd(total)(p), jax.hessian(total)(p))
+    )(p)
     np.testing.assert_allclose(reverse, forward, rtol=1e-6)
     assert np.isfinite(second)
 
 
 def test_derivative_where_there_is_no_phase_is_nan():
-    assert np.isnan(jax.jit(jax.grad(lambda p: phase.sinusoid(p, constants(1, 2.0)).sum()))(np.float32(np.inf)))
+    assert np.isnan(
+        jax.jit(jax.grad(lambda p: phase.sinusoid(p, constants(1, 2.0)).sum()))(np.float32(np.inf))
+    )
 
 
 @pytest.mark.slow
@@ -217,7 +281,10 @@ def test_vmap_and_shapes():
     # XLA may contract a product and a sum when it fuses: one rounding of a value up to 1.
     mapped = jax.jit(jax.vmap(lambda p: phase.sinusoid(p, ours)))(positions)
     np.testing.assert_allclose(mapped, sinusoid(positions, ours), rtol=0, atol=2**-23)
-    shapes = [jax.eval_shape(lambda p: phase.sinusoid(p, ours), p).shape for p in (np.zeros([0], np.int32), 7)]
+    shapes = [
+        jax.eval_shape(lambda p: phase.sinusoid(p, ours), p).shape
+        for p in (np.zeros([0], np.int32), 7)
+    ]
     assert shapes == [(0, 8), (8,)]
 
 
@@ -232,7 +299,8 @@ def test_scalars_that_32_bits_lack_are_nan_with_x64(scalar):
 
 
 def test_no_constant_is_in_a_program_twice():
-    """With two more, XLA split the phases of one token over the threads of a CPU, which took longer than computing them."""
+    """With two more, XLA split the phases of one token over the threads of a CPU, which took longer
+    than computing them."""
     ours = constants(32, 10_000.0)
     text = jax.jit(lambda positions: phase.sinusoid(positions, ours)).lower(np.int32([7])).as_text()
     arrays = re.findall(r"dense<(\[\[.*?\]\])>", text)

@@ -15,9 +15,9 @@ from contexts import set_mesh, x64
 from hypothesis import strategies as st
 from references import check_words
 
-from transformer_embed.functional import rotary, rotary_scaling
-from transformer_embed.functional.rotary import apply_rotary, permute_rotary_weights
-from transformer_embed.functional.rotary_scaling import (
+from transformer_embed._src.functional import rotary, rotary_scaling
+from transformer_embed._src.functional.rotary import apply_rotary, permute_rotary_weights
+from transformer_embed._src.functional.rotary_scaling import (
     DynamicNTKScaling,
     LinearScaling,
     Llama3Scaling,
@@ -27,9 +27,14 @@ from transformer_embed.functional.rotary_scaling import (
 )
 
 LAYOUTS = ("half", "interleaved")
-GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "rotary_frequencies.json").read_text(encoding="utf-8"))
+GOLDEN = json.loads(
+    (pathlib.Path(__file__).parents[1] / "golden" / "rotary_frequencies.json").read_text(
+        encoding="utf-8"
+    )
+)
 
-# a * cos - b * sin in float32, beside the error of cos and sin: each product and their sum are rounded once, by 2**-24 of each term.
+# a * cos - b * sin in float32, beside the error of cos and sin: each product and their sum are
+# rounded once, by 2**-24 of each term.
 ROUNDINGS = 2**-23
 # The attention factor rounded to float32, and its product with a cosine: 2**-24 each.
 OF_A_FACTOR = 2**-23
@@ -37,7 +42,8 @@ OF_A_FACTOR = 2**-23
 FUSION = 2**-23
 # Two rotations one after the other, of pairs whose channels add up to at most 8.
 TWICE = 2 * 8 * (oracle.MAX_ERROR + ROUNDINGS)
-# What a float32 program makes of a frequency: its exponent is off by 2**-24 of up to ln(1e6) = 14, and the power and some products round.
+# What a float32 program makes of a frequency: its exponent is off by 2**-24 of up to ln(1e6) = 14,
+# and the power and some products round.
 FLOAT32_POWER = 2**-19
 
 SCALINGS = [
@@ -45,12 +51,22 @@ SCALINGS = [
     NTKScaling(8.0),
     DynamicNTKScaling(2.0, original_length=2048, length=5000),
     YarnScaling(4.0, original_length=4096),
-    YarnScaling(40.0, original_length=4096, truncate=False, mscale=0.7, mscale_all_dim=0.3, beta_fast=24.0, beta_slow=1.5),
+    YarnScaling(
+        40.0,
+        original_length=4096,
+        truncate=False,
+        mscale=0.7,
+        mscale_all_dim=0.3,
+        beta_fast=24.0,
+        beta_slow=1.5,
+    ),
     YarnScaling(4.0, original_length=200_000),
     YarnScaling(4.0, original_length=4096, beta_slow=1e-5),
     Llama3Scaling(8.0),
     Llama3Scaling(32.0, low_freq_factor=1.5, high_freq_factor=5.0, original_length=2000),
-    LongRopeScaling(np.linspace(1, 2, 16), np.linspace(1.1, 30, 16), 32.0, original_length=4096, length=10_000),
+    LongRopeScaling(
+        np.linspace(1, 2, 16), np.linspace(1.1, 30, 16), 32.0, original_length=4096, length=10_000
+    ),
 ]
 
 
@@ -64,7 +80,8 @@ def pair_channels(head_dim, layout):
 
 
 def by_equation_34(x, positions, *, base=10_000.0, layout="half"):
-    """RoFormer's rotation, each pair as a complex number times exp(1j * m * theta_i), in complex128."""
+    """RoFormer's rotation, each pair as a complex number times exp(1j * m * theta_i), in
+    complex128."""
     first, second = pair_channels(x.shape[-1], layout)
     theta = base ** (-2 * np.arange(len(first)) / x.shape[-1])
     turn = np.exp(1j * np.asarray(positions, np.float64)[..., None, None] * theta)
@@ -85,7 +102,10 @@ def assert_rotated(got, x, expected, layout="half"):
 
 def cos_and_sin(positions, head_dim, **options):
     """float32 [positions, pairs] each: the pairs (1, 0), rotated."""
-    x = np.concatenate([np.ones([len(positions), 1, head_dim // 2]), np.zeros([len(positions), 1, head_dim // 2])], -1)
+    x = np.concatenate(
+        [np.ones([len(positions), 1, head_dim // 2]), np.zeros([len(positions), 1, head_dim // 2])],
+        -1,
+    )
     rotated = np.asarray(apply_rotary(x.astype(np.float32), positions, **options))[:, 0]
     return rotated[:, : head_dim // 2], rotated[:, head_dim // 2 :]
 
@@ -93,7 +113,9 @@ def cos_and_sin(positions, head_dim, **options):
 class TestOracle:
     @pytest.mark.slow
     @pytest.mark.parametrize("layout", LAYOUTS)
-    @pytest.mark.parametrize(("head_dim", "base"), [(2, 10_000.0), (8, 2.0), (64, 10_000.0), (128, 1e6)])
+    @pytest.mark.parametrize(
+        ("head_dim", "base"), [(2, 10_000.0), (8, 2.0), (64, 10_000.0), (128, 1e6)]
+    )
     def test_rotation_equals_equation_34_of_the_paper(self, layout, head_dim, base):
         x, positions = normal(2, 9, 3, head_dim), np.arange(9) * 37
         got = apply_rotary(x, positions, base=base, layout=layout)
@@ -105,7 +127,9 @@ class TestOracle:
 
     @pytest.mark.slow
     @hypothesis.given(
-        st.lists(st.integers(-(2**31), 2**31 - 1), min_size=5, max_size=5), st.sampled_from([2, 64]), st.sampled_from([2.0, 1e7])
+        st.lists(st.integers(-(2**31), 2**31 - 1), min_size=5, max_size=5),
+        st.sampled_from([2, 64]),
+        st.sampled_from([2.0, 1e7]),
     )
     @hypothesis.settings(deadline=None, derandomize=True, max_examples=24)
     def test_any_position(self, positions, head_dim, base):
@@ -113,16 +137,27 @@ class TestOracle:
         for n, position in enumerate(positions):
             for i in {0, 1, head_dim // 2 - 1} & set(range(head_dim // 2)):
                 frequency = oracle.frequency(i, head_dim / 2, base)
-                assert oracle.error(cos[n, i], oracle.sine(position, frequency, 1)) <= oracle.MAX_ERROR
+                assert (
+                    oracle.error(cos[n, i], oracle.sine(position, frequency, 1)) <= oracle.MAX_ERROR
+                )
                 assert oracle.error(sin[n, i], oracle.sine(position, frequency)) <= oracle.MAX_ERROR
 
     def test_unsigned_and_fractional_positions(self):
-        for positions in (np.array([2**31, 2**32 - 1], np.uint32), np.array([0.5, -1234.75, 2.0**23 + 0.5], np.float32)):
+        for positions in (
+            np.array([2**31, 2**32 - 1], np.uint32),
+            np.array([0.5, -1234.75, 2.0**23 + 0.5], np.float32),
+        ):
             cos, sin = cos_and_sin(positions, 8)
             for n, position in enumerate(positions.tolist()):
                 for i in range(4):
-                    assert oracle.error(cos[n, i], oracle.sine(position, oracle.frequency(i, 4), 1)) <= oracle.MAX_ERROR
-                    assert oracle.error(sin[n, i], oracle.sine(position, oracle.frequency(i, 4))) <= oracle.MAX_ERROR
+                    assert (
+                        oracle.error(cos[n, i], oracle.sine(position, oracle.frequency(i, 4), 1))
+                        <= oracle.MAX_ERROR
+                    )
+                    assert (
+                        oracle.error(sin[n, i], oracle.sine(position, oracle.frequency(i, 4)))
+                        <= oracle.MAX_ERROR
+                    )
 
 
 @pytest.mark.slow
@@ -135,8 +170,13 @@ def test_scalings_at_any_position_against_arbitrary_precision(scaling):
         bound = float(attention) * (oracle.MAX_ERROR + (OF_A_FACTOR if attention != 1 else 0))
         for n, position in enumerate(positions):
             for i, frequency in enumerate(frequencies):
-                assert oracle.error(cos[n, i], attention * oracle.sine(position, frequency, 1)) <= bound
-                assert oracle.error(sin[n, i], attention * oracle.sine(position, frequency)) <= bound
+                assert (
+                    oracle.error(cos[n, i], attention * oracle.sine(position, frequency, 1))
+                    <= bound
+                )
+                assert (
+                    oracle.error(sin[n, i], attention * oracle.sine(position, frequency)) <= bound
+                )
 
 
 positive = st.one_of(st.floats(1e-9, 1e-2), st.floats(0.01, 100), st.floats(100, 1e12))
@@ -151,10 +191,31 @@ ANY_SCALING = {
     "dynamic": st.builds(DynamicNTKScaling, positive, lengths, st.one_of(st.just(0), lengths)),
     "yarn": st.builds(
         lambda betas, *rest: YarnScaling(*rest[:2], betas[1], betas[0], *rest[2:]),
-        *(two_in_order, positive, lengths, st.booleans(), not_negative, not_negative, maybe(positive)),
+        *(
+            two_in_order,
+            positive,
+            lengths,
+            st.booleans(),
+            not_negative,
+            not_negative,
+            maybe(positive),
+        ),
     ),
-    "llama3": st.builds(lambda factor, freqs, length: Llama3Scaling(factor, *freqs, length), positive, two_in_order, lengths),
-    "longrope": st.builds(LongRopeScaling, half_of_8, half_of_8, positive, lengths, st.one_of(st.just(0), lengths), maybe(positive)),
+    "llama3": st.builds(
+        lambda factor, freqs, length: Llama3Scaling(factor, *freqs, length),
+        positive,
+        two_in_order,
+        lengths,
+    ),
+    "longrope": st.builds(
+        LongRopeScaling,
+        half_of_8,
+        half_of_8,
+        positive,
+        lengths,
+        st.one_of(st.just(0), lengths),
+        maybe(positive),
+    ),
 }
 any_base = st.one_of(st.floats(1.001, 100), st.floats(100, 1e15))
 five_of = lambda values: st.lists(values, min_size=5, max_size=5)
@@ -175,22 +236,33 @@ def test_the_frequencies_of_any_scaling_are_rounded_once(name, data):
     if accepted(oracle.scaled_frequencies(scaling, 8, base)[0]):
         check_words(scaling, 8, base)
     else:
-        with pytest.raises(ValueError, match=r"wanted frequencies below 2\*\*32 turns per position"):
+        with pytest.raises(
+            ValueError, match=r"wanted frequencies below 2\*\*32 turns per position"
+        ):
             check_words(scaling, 8, base)
 
 
 @pytest.mark.slow
 @every_scaling
-@hypothesis.given(st.data(), st.one_of(five_of(st.integers(-(2**31), 2**31 - 1)), five_of(st.floats(-(2.0**24), 2.0**24, width=32))))
+@hypothesis.given(
+    st.data(),
+    st.one_of(
+        five_of(st.integers(-(2**31), 2**31 - 1)), five_of(st.floats(-(2.0**24), 2.0**24, width=32))
+    ),
+)
 @hypothesis.settings(deadline=None, derandomize=True, max_examples=6)
 def test_any_scaling_keeps_the_bound_at_any_position(name, data, positions):
     """Five positions for a scaling: each scaling is a program."""
     scaling, base = data.draw(ANY_SCALING[name]), data.draw(any_base)
     frequencies, attention = oracle.scaled_frequencies(scaling, 8, base)
-    hypothesis.assume(max(frequencies) < 1000 if isinstance(positions[0], float) else accepted(frequencies))
+    hypothesis.assume(
+        max(frequencies) < 1000 if isinstance(positions[0], float) else accepted(frequencies)
+    )
     cos, sin = cos_and_sin(np.array(positions), 8, base=base, scaling=scaling)
     bound = float(attention) * (oracle.MAX_ERROR + (OF_A_FACTOR if attention != 1 else 0))
-    for (n, position), (i, frequency) in itertools.product(enumerate(positions), enumerate(frequencies)):
+    for (n, position), (i, frequency) in itertools.product(
+        enumerate(positions), enumerate(frequencies)
+    ):
         with mpmath.workprec(200):
             exact = [attention * oracle.sine(position, frequency, quarter) for quarter in (1, 0)]
         assert oracle.error(cos[n, i], exact[0]) <= bound
@@ -214,23 +286,35 @@ def test_lengths_that_are_integers_of_numpy_are_pythons(scaling):
 @pytest.mark.parametrize("factor", [1e39, 1e-39])
 def test_an_attention_factor_that_float32_does_not_hold_is_refused(factor):
     scaling = YarnScaling(2.0, 64, attention_factor=factor)
-    with pytest.raises(ValueError, match=re.escape(f"scaling: wanted an attention factor that float32 holds, got {factor:g}")):
+    with pytest.raises(
+        ValueError,
+        match=re.escape(f"scaling: wanted an attention factor that float32 holds, got {factor:g}"),
+    ):
         apply_rotary(normal(3, 2, 8), range(3), scaling=scaling)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: f"{case['source'].split('.')[-1].split(',')[0]}")
+@pytest.mark.parametrize(
+    "case", GOLDEN, ids=lambda case: f"{case['source'].split('.')[-1].split(',')[0]}"
+)
 def test_published_frequencies(case):
-    """Each frequency is tried where it has turned by some radian, so that the lowest count as the highest do."""
+    """Each frequency is tried where it has turned by some radian, so that the lowest count as the
+    highest do."""
     frequencies = np.array(case["frequencies"])
-    scaling = getattr(rotary_scaling, case["scaling"])(**case["arguments"]) if case["scaling"] else None
+    scaling = (
+        getattr(rotary_scaling, case["scaling"])(**case["arguments"]) if case["scaling"] else None
+    )
     options = {"base": case["base"], "scaling": scaling}
     if "rotary_dim" in case:
         options |= {"rotary_dim": case["rotary_dim"], "partial": "proportional"}
-    positions = np.where(frequencies > 0, np.round(1 / np.maximum(frequencies, 1e-9)), 2**30).astype(np.int64)
+    positions = np.where(
+        frequencies > 0, np.round(1 / np.maximum(frequencies, 1e-9)), 2**30
+    ).astype(np.int64)
     cos, sin = cos_and_sin(positions, case["head_dim"], **options)
     attention, angles = case["attention_factor"], positions * frequencies
-    tolerance = attention * (FLOAT32_POWER * max(1.0, angles.max()) + oracle.MAX_ERROR + OF_A_FACTOR)
+    tolerance = attention * (
+        FLOAT32_POWER * max(1.0, angles.max()) + oracle.MAX_ERROR + OF_A_FACTOR
+    )
     np.testing.assert_allclose(np.diag(cos), attention * np.cos(angles), rtol=0, atol=tolerance)
     np.testing.assert_allclose(np.diag(sin), attention * np.sin(angles), rtol=0, atol=tolerance)
 
@@ -261,20 +345,32 @@ class TestIdentities:
         assert (np.abs(score(far) - score(0)) / size).max() <= 1e-6
 
     @pytest.mark.slow
-    @hypothesis.given(st.integers(-(2**31), 2**31 - 1), st.sampled_from(LAYOUTS), st.sampled_from([(8, 6), (16, 16)]))
+    @hypothesis.given(
+        st.integers(-(2**31), 2**31 - 1),
+        st.sampled_from(LAYOUTS),
+        st.sampled_from([(8, 6), (16, 16)]),
+    )
     @hypothesis.settings(deadline=None, derandomize=True, max_examples=30)
     def test_a_rotation_keeps_lengths(self, position, layout, sizes):
         head_dim, rotary_dim = sizes
         x = normal(1, 3, head_dim)
-        rotated = np.asarray(apply_rotary(x, [position], layout=layout, rotary_dim=rotary_dim), np.float64)
+        rotated = np.asarray(
+            apply_rotary(x, [position], layout=layout, rotary_dim=rotary_dim), np.float64
+        )
         # Each pair's length is off by at most the errors of its two channels.
-        np.testing.assert_allclose(np.linalg.norm(rotated, axis=-1), np.linalg.norm(x, axis=-1), rtol=2 * (oracle.MAX_ERROR + ROUNDINGS))
+        np.testing.assert_allclose(
+            np.linalg.norm(rotated, axis=-1),
+            np.linalg.norm(x, axis=-1),
+            rtol=2 * (oracle.MAX_ERROR + ROUNDINGS),
+        )
 
     def test_rotated_again_adds_positions(self):
         """So keys that a cache holds rotated must not be rotated again."""
         x = normal(4, 2, 8)
         twice = np.asarray(apply_rotary(apply_rotary(x, [5, 6, 7, 8]), [2**30] * 4))
-        np.testing.assert_allclose(twice, apply_rotary(x, np.arange(5, 9) + 2**30), rtol=0, atol=TWICE)
+        np.testing.assert_allclose(
+            twice, apply_rotary(x, np.arange(5, 9) + 2**30), rtol=0, atol=TWICE
+        )
         assert np.abs(twice - np.asarray(apply_rotary(x, [5, 6, 7, 8]))).max() > 0.1
 
     def test_a_negative_position_undoes_the_rotation(self):
@@ -289,7 +385,10 @@ class TestIdentities:
     def test_linear_scaling_is_interpolated_positions(self):
         x, positions = normal(6, 2, 8), np.array([0, 1, 2, 3, 1001, 5000])
         np.testing.assert_allclose(
-            apply_rotary(x, positions, scaling=LinearScaling(8.0)), apply_rotary(x, positions.astype(np.float32) / 8), rtol=0, atol=1e-6
+            apply_rotary(x, positions, scaling=LinearScaling(8.0)),
+            apply_rotary(x, positions.astype(np.float32) / 8),
+            rtol=0,
+            atol=1e-6,
         )
 
     def test_scalings_that_scale_nothing(self):
@@ -302,26 +401,41 @@ class TestIdentities:
             Llama3Scaling(1.0),
             LongRopeScaling([1.0] * 4, [9.0] * 4, 1.0, original_length=2048, length=2048),
         ]
-        rotate = jax.jit(lambda x, positions: [apply_rotary(x, positions, scaling=scaling) for scaling in (None, *scalings)])
+        rotate = jax.jit(
+            lambda x, positions: [
+                apply_rotary(x, positions, scaling=scaling) for scaling in (None, *scalings)
+            ]
+        )
         plain, *scaled = rotate(normal(4, 2, 8), np.array([0, 1, 10**6, -(2**31)]))
         for scaling, rotated in zip(scalings, scaled, strict=True):
             np.testing.assert_array_equal(rotated, plain, err_msg=str(scaling))
 
     def test_ntk_keeps_the_highest_frequency_and_divides_the_lowest(self):
         positions = np.arange(0, 8000, 800)
-        (cos, _), (scaled, _) = cos_and_sin(positions, 8), cos_and_sin(positions, 8, scaling=NTKScaling(8.0))
+        (cos, _), (scaled, _) = (
+            cos_and_sin(positions, 8),
+            cos_and_sin(positions, 8, scaling=NTKScaling(8.0)),
+        )
         np.testing.assert_array_equal(scaled[:, 0], cos[:, 0])
         np.testing.assert_array_equal(scaled[:, -1], cos_and_sin(positions // 8, 8)[0][:, -1])
 
     def test_dynamic_ntk_is_ntk_at_its_length(self):
         x, positions = normal(4, 2, 8), [0, 1, 10**6, 2**30]
         dynamic = DynamicNTKScaling(4.0, original_length=1000, length=2500)
-        np.testing.assert_array_equal(apply_rotary(x, positions, scaling=dynamic), apply_rotary(x, positions, scaling=NTKScaling(7.0)))
+        np.testing.assert_array_equal(
+            apply_rotary(x, positions, scaling=dynamic),
+            apply_rotary(x, positions, scaling=NTKScaling(7.0)),
+        )
 
     def test_longrope_chooses_by_its_length(self):
         x, positions = normal(3, 2, 4), [1, 100, 10**6]
-        scaling = LongRopeScaling([1.0, 2.0], [3.0, 4.0], 16.0, original_length=256, length=256, attention_factor=1.0)
-        short, long = (apply_rotary(x, positions, scaling=dataclasses.replace(scaling, length=n)) for n in (256, 257))
+        scaling = LongRopeScaling(
+            [1.0, 2.0], [3.0, 4.0], 16.0, original_length=256, length=256, attention_factor=1.0
+        )
+        short, long = (
+            apply_rotary(x, positions, scaling=dataclasses.replace(scaling, length=n))
+            for n in (256, 257)
+        )
         only = lambda factors: dataclasses.replace(scaling, short_factor=factors)
         np.testing.assert_array_equal(short, apply_rotary(x, positions, scaling=scaling))
         np.testing.assert_array_equal(long, apply_rotary(x, positions, scaling=only([3.0, 4.0])))
@@ -330,7 +444,10 @@ class TestIdentities:
     def test_the_attention_factor_multiplies_cosines_and_sines(self):
         x, plain = normal(4, 2, 8), YarnScaling(4.0, original_length=64, attention_factor=1)
         doubled = dataclasses.replace(plain, attention_factor=2)
-        got, half = (np.asarray(apply_rotary(x, [1, 2, 3, 4], scaling=scaling)) for scaling in (doubled, plain))
+        got, half = (
+            np.asarray(apply_rotary(x, [1, 2, 3, 4], scaling=scaling))
+            for scaling in (doubled, plain)
+        )
         np.testing.assert_array_equal(got, 2 * half)
 
 
@@ -341,36 +458,66 @@ class TestPermutation:
         query, key = normal(5, heads * 8, seed=1), normal(5, heads * 8, seed=2)
 
         def scores(layout, query, key):
-            rotate = lambda w: np.asarray(apply_rotary((tokens @ w).reshape(6, heads, 8), positions, layout=layout, rotary_dim=rotary_dim))
+            rotate = lambda w: np.asarray(
+                apply_rotary(
+                    (tokens @ w).reshape(6, heads, 8),
+                    positions,
+                    layout=layout,
+                    rotary_dim=rotary_dim,
+                )
+            )
             return np.einsum("thd,shd->hts", rotate(query), rotate(key))
 
         permuted = [
-            np.asarray(permute_rotary_weights(w, heads, source="interleaved", target="half", rotary_dim=rotary_dim)) for w in (query, key)
+            np.asarray(
+                permute_rotary_weights(
+                    w, heads, source="interleaved", target="half", rotary_dim=rotary_dim
+                )
+            )
+            for w in (query, key)
         ]
-        np.testing.assert_allclose(scores("half", *permuted), scores("interleaved", query, key), rtol=0, atol=1e-4)
+        np.testing.assert_allclose(
+            scores("half", *permuted), scores("interleaved", query, key), rtol=0, atol=1e-4
+        )
         assert np.abs(scores("half", query, key) - scores("interleaved", query, key)).max() > 1
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("options", [{}, {"rotary_dim": 4}, {"scaling": Llama3Scaling(8.0)}, {"partial": "proportional"}])
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"rotary_dim": 4}, {"scaling": Llama3Scaling(8.0)}, {"partial": "proportional"}],
+    )
     def test_rotation_commutes_with_permutation(self, options):
         x, positions = normal(4, 2, 8), [1, 20, 300, 4000]
         permute = lambda x, source, target: np.asarray(
-            permute_rotary_weights(x, 1, source=source, target=target, rotary_dim=options.get("rotary_dim"))
+            permute_rotary_weights(
+                x, 1, source=source, target=target, rotary_dim=options.get("rotary_dim")
+            )
         )
         half = apply_rotary(permute(x, "interleaved", "half"), positions, layout="half", **options)
         back = permute(half, "half", "interleaved")
-        np.testing.assert_allclose(back, apply_rotary(x, positions, layout="interleaved", **options), rtol=0, atol=4 * FUSION)
+        np.testing.assert_allclose(
+            back,
+            apply_rotary(x, positions, layout="interleaved", **options),
+            rtol=0,
+            atol=4 * FUSION,
+        )
 
     def test_permuting_to_the_other_layout_and_back_is_the_identity(self):
         bias = np.arange(24, dtype=np.int32)
         there = permute_rotary_weights(bias, 3, source="half", target="interleaved", rotary_dim=6)
         assert there.tolist()[:8] == [0, 3, 1, 4, 2, 5, 6, 7]
         assert there.tolist()[8:16] == [8, 11, 9, 12, 10, 13, 14, 15]
-        np.testing.assert_array_equal(permute_rotary_weights(there, 3, source="interleaved", target="half", rotary_dim=6), bias)
-        np.testing.assert_array_equal(permute_rotary_weights(bias, 3, source="half", target="half"), bias)
+        np.testing.assert_array_equal(
+            permute_rotary_weights(there, 3, source="interleaved", target="half", rotary_dim=6),
+            bias,
+        )
+        np.testing.assert_array_equal(
+            permute_rotary_weights(bias, 3, source="half", target="half"), bias
+        )
 
     def test_as_the_conversion_of_llama(self):
-        """The transformers library's `permute` for a torch weight [out, in]: view(heads, d/2, 2, in), axes 1 and 2 swapped."""
+        """The transformers library's `permute` for a torch weight [out, in]: view(heads, d/2, 2,
+        in), axes 1 and 2 swapped."""
         weights = normal(2 * 6, 4)
         expected = weights.reshape(2, 3, 2, 4).swapaxes(1, 2).reshape(12, 4)
         ours = permute_rotary_weights(weights.T, 2, source="interleaved", target="half")
@@ -383,12 +530,16 @@ class TestPartial:
         x, positions = normal(5, 2, 16), np.arange(5) * 100
         got = np.asarray(apply_rotary(x, positions, layout=layout, rotary_dim=6))
         np.testing.assert_array_equal(got[..., 6:], x[..., 6:])
-        assert_rotated(got[..., :6], x[..., :6], by_equation_34(x[..., :6], positions, layout=layout), layout)
+        assert_rotated(
+            got[..., :6], x[..., :6], by_equation_34(x[..., :6], positions, layout=layout), layout
+        )
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_proportional_rotates_the_first_pairs_of_the_whole_head(self, layout):
         x, positions = normal(5, 2, 16), np.arange(5) * 100
-        got = np.asarray(apply_rotary(x, positions, layout=layout, rotary_dim=4, partial="proportional"))
+        got = np.asarray(
+            apply_rotary(x, positions, layout=layout, rotary_dim=4, partial="proportional")
+        )
         whole = np.asarray(apply_rotary(x, positions, layout=layout))
         turned = np.concatenate([channels[:2] for channels in pair_channels(16, layout)])
         still = np.setdiff1d(np.arange(16), turned)
@@ -398,18 +549,31 @@ class TestPartial:
     @pytest.mark.parametrize("partial", ["first", "proportional"])
     def test_all_channels_are_the_default(self, partial):
         x = normal(4, 2, 8)
-        np.testing.assert_array_equal(apply_rotary(x, np.arange(4), rotary_dim=8, partial=partial), apply_rotary(x, np.arange(4)))
+        np.testing.assert_array_equal(
+            apply_rotary(x, np.arange(4), rotary_dim=8, partial=partial),
+            apply_rotary(x, np.arange(4)),
+        )
 
     def test_an_odd_head_with_an_even_part(self):
         x = normal(5, 2, 7)
-        np.testing.assert_array_equal(np.asarray(apply_rotary(x, np.arange(5), rotary_dim=4))[..., 4:], x[..., 4:])
+        np.testing.assert_array_equal(
+            np.asarray(apply_rotary(x, np.arange(5), rotary_dim=4))[..., 4:], x[..., 4:]
+        )
 
     @pytest.mark.slow
     def test_scalings_see_the_rotated_channels_only(self):
         x, positions = normal(5, 2, 16), np.arange(5) * 100
-        for scaling in (NTKScaling(4.0), LongRopeScaling([1.0] * 4, [2.0] * 4, 8.0, original_length=8, length=9)):
+        for scaling in (
+            NTKScaling(4.0),
+            LongRopeScaling([1.0] * 4, [2.0] * 4, 8.0, original_length=8, length=9),
+        ):
             got = np.asarray(apply_rotary(x, positions, rotary_dim=8, scaling=scaling))
-            np.testing.assert_allclose(got[..., :8], apply_rotary(x[..., :8], positions, scaling=scaling), rtol=0, atol=4 * FUSION)
+            np.testing.assert_allclose(
+                got[..., :8],
+                apply_rotary(x[..., :8], positions, scaling=scaling),
+                rtol=0,
+                atol=4 * FUSION,
+            )
             np.testing.assert_array_equal(got[..., 8:], x[..., 8:])
 
 
@@ -420,33 +584,45 @@ class TestSections:
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_equal_positions_on_every_axis_are_one_axis(self, layout):
         x, positions = normal(2, 5, 3, 16), np.arange(10).reshape(2, 5) * 1000
-        got = apply_rotary(x, np.repeat(positions[..., None], 3, -1), layout=layout, sections=self.sections)
-        np.testing.assert_allclose(got, apply_rotary(x, positions, layout=layout), rtol=0, atol=4 * FUSION)
+        got = apply_rotary(
+            x, np.repeat(positions[..., None], 3, -1), layout=layout, sections=self.sections
+        )
+        np.testing.assert_allclose(
+            got, apply_rotary(x, positions, layout=layout), rtol=0, atol=4 * FUSION
+        )
 
     def test_qwen2_vl(self):
-        """Its angles of each axis, split by section, the section's own axis taken of each; halves."""
+        """Its angles of each axis, split by section, the section's own axis taken of each;
+        halves."""
         x, positions = normal(5, 3, 16), np.random.default_rng(1).integers(0, 500, [5, 3])
         angles = positions.T[..., None] * 1e6 ** (-np.arange(0, 16, 2) / 16)
         split = [np.split(axis, np.cumsum(self.sections)[:-1], -1) for axis in angles]
         angles = np.concatenate([split[n % 3][n] for n in range(3)], -1)[:, None]
         a, b = x[..., :8], x[..., 8:]
-        expected = np.concatenate([a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], -1)
+        expected = np.concatenate(
+            [a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], -1
+        )
         assert_rotated(apply_rotary(x, positions, base=1e6, sections=self.sections), x, expected)
 
     def test_sections_of_no_pair_and_one_axis(self):
         x, positions = normal(4, 2, 8), np.arange(4)
         expected = apply_rotary(x, positions)
         np.testing.assert_array_equal(apply_rotary(x, positions[:, None], sections=[4]), expected)
-        np.testing.assert_array_equal(apply_rotary(x, np.stack([positions + 7, positions], -1), sections=(0, 4)), expected)
+        np.testing.assert_array_equal(
+            apply_rotary(x, np.stack([positions + 7, positions], -1), sections=(0, 4)), expected
+        )
 
     def test_fractional_coordinates_and_scaling(self):
         x, grid = normal(4, 2, 8), np.array([[0, 0], [0, 0.5], [0.5, 0], [0.5, 0.5]], np.float32)
         got = apply_rotary(x, grid, sections=(2, 2), scaling=LinearScaling(0.5))
-        np.testing.assert_allclose(got, apply_rotary(x, (2 * grid).astype(int), sections=(2, 2)), rtol=0, atol=4 * FUSION)
+        np.testing.assert_allclose(
+            got, apply_rotary(x, (2 * grid).astype(int), sections=(2, 2)), rtol=0, atol=4 * FUSION
+        )
 
 
 def test_min_timescale_divides_frequencies():
-    """MaxText, praxis: timescale = min * (max / min) ** (2i / d), angle = position / timescale. (In sinusoids it multiplies.)"""
+    """MaxText, praxis: timescale = min * (max / min) ** (2i / d), angle = position / timescale. (In
+    sinusoids it multiplies.)"""
     smallest, largest, positions = 4.0, 20_000.0, np.arange(50)
     timescale = smallest * (largest / smallest) ** (np.arange(0, 16, 2) / 16)
     cos, sin = cos_and_sin(positions, 16, base=largest / smallest, scaling=LinearScaling(smallest))
@@ -460,20 +636,32 @@ class TestMistakes:
 
     def test_layouts_differ(self):
         x = normal(4, 2, 8)
-        half, interleaved = (np.asarray(apply_rotary(x, [1, 2, 3, 4], layout=layout)) for layout in LAYOUTS)
+        half, interleaved = (
+            np.asarray(apply_rotary(x, [1, 2, 3, 4], layout=layout)) for layout in LAYOUTS
+        )
         assert np.abs(half - interleaved).max() > 0.1
 
     def test_constants_do_not_depend_on_call_order(self):
         x, positions = normal(4, 2, 8), [1, 2, 3, 4]
         first = np.asarray(apply_rotary(x, positions, base=10_000.0))
-        for options in ({"base": 500.0}, {"scaling": LinearScaling(2.0)}, {"scaling": NTKScaling(2.0)}, {"layout": "interleaved"}):
+        for options in (
+            {"base": 500.0},
+            {"scaling": LinearScaling(2.0)},
+            {"scaling": NTKScaling(2.0)},
+            {"layout": "interleaved"},
+        ):
             assert np.abs(first - np.asarray(apply_rotary(x, positions, **options))).max() > 1e-3
         np.testing.assert_array_equal(apply_rotary(x, positions, base=10_000), first)
 
     def test_partial_exponents_are_those_of_its_channels(self):
         x, positions = normal(4, 2, 8), [1, 2, 3, 4]
         whole = np.asarray(apply_rotary(x[..., [0, 1, 2, 2, 3, 4, 5, 5]], positions))
-        assert np.abs(np.asarray(apply_rotary(x, positions, rotary_dim=4))[..., 1] - whole[..., 1]).max() > 1e-2
+        assert (
+            np.abs(
+                np.asarray(apply_rotary(x, positions, rotary_dim=4))[..., 1] - whole[..., 1]
+            ).max()
+            > 1e-2
+        )
 
     @pytest.mark.slow
     def test_16_bit_result_is_the_float32_result_rounded(self):
@@ -482,8 +670,11 @@ class TestMistakes:
             ours = apply_rotary(x, np.arange(300))
             assert ours.dtype == dtype
             expected = apply_rotary(x.astype(np.float32), np.arange(300))
-            # Contraction may move a value across the boundary between two neighbours: one unit in the last place.
-            np.testing.assert_allclose(np.asarray(ours, np.float32), expected, rtol=float(jnp.finfo(dtype).eps), atol=1e-6)
+            # Contraction may move a value across the boundary between two neighbours: one unit in
+            # the last place.
+            np.testing.assert_allclose(
+                np.asarray(ours, np.float32), expected, rtol=float(jnp.finfo(dtype).eps), atol=1e-6
+            )
         with_16_bit_product = np.ones([], jnp.bfloat16) * np.cos(np.array(299.0, jnp.bfloat16))
         assert abs(float(with_16_bit_product) - np.cos(299.0)) > 0.1
 
@@ -497,7 +688,12 @@ class TestMistakes:
 
 class TestContract:
     options = pytest.mark.parametrize(
-        "options", [{}, {"layout": "interleaved", "rotary_dim": 4}, {"scaling": YarnScaling(4.0, original_length=64)}]
+        "options",
+        [
+            {},
+            {"layout": "interleaved", "rotary_dim": 4},
+            {"scaling": YarnScaling(4.0, original_length=64)},
+        ],
     )
 
     @pytest.mark.slow
@@ -507,35 +703,55 @@ class TestContract:
         rotate = lambda x, p: apply_rotary(x, p, **options)
         eager = rotate(x, positions)
         compiled, mapped, of_one_row = jax.jit(
-            lambda x, p: (rotate(x, p), jax.vmap(rotate)(x, p), jax.vmap(rotate, in_axes=(0, None))(x, p[1]))
+            lambda x, p: (
+                rotate(x, p),
+                jax.vmap(rotate)(x, p),
+                jax.vmap(rotate, in_axes=(0, None))(x, p[1]),
+            )
         )(x, positions)
         np.testing.assert_allclose(compiled, eager, rtol=0, atol=4 * FUSION)
         np.testing.assert_allclose(mapped, eager, rtol=0, atol=4 * FUSION)
-        np.testing.assert_allclose(np.asarray(of_one_row)[1], np.asarray(eager)[1], rtol=0, atol=4 * FUSION)
-        assert jax.eval_shape(rotate, x, positions) == jax.ShapeDtypeStruct((3, 5, 2, 8), jnp.float32)
+        np.testing.assert_allclose(
+            np.asarray(of_one_row)[1], np.asarray(eager)[1], rtol=0, atol=4 * FUSION
+        )
+        assert jax.eval_shape(rotate, x, positions) == jax.ShapeDtypeStruct(
+            (3, 5, 2, 8), jnp.float32
+        )
 
     @pytest.mark.slow
     def test_lists_and_one_row_for_all(self):
         x, positions = normal(3, 5, 2, 8), np.arange(5)
         eager = apply_rotary(x, positions)
         assert isinstance(eager, jax.Array)
-        for other in (apply_rotary(x.tolist(), positions.tolist()), apply_rotary(x, positions[None]), apply_rotary(x, np.arange(5.0))):
+        for other in (
+            apply_rotary(x.tolist(), positions.tolist()),
+            apply_rotary(x, positions[None]),
+            apply_rotary(x, np.arange(5.0)),
+        ):
             np.testing.assert_allclose(other, eager, rtol=0, atol=4 * FUSION)
 
     @options
     def test_the_gradient_is_rotated_by_the_negative_position(self, options):
         x, back = normal(5, 2, 8), normal(5, 2, 8, seed=1)
         positions = np.array([0, 3, -9, 10**6, 2**31 - 1])
-        (pulled,) = jax.jit(lambda x, back: jax.vjp(lambda x: apply_rotary(x, positions, **options), x)[1](back))(x, back)
-        np.testing.assert_allclose(pulled, apply_rotary(back, -positions, **options), rtol=0, atol=TWICE)
+        (pulled,) = jax.jit(
+            lambda x, back: jax.vjp(lambda x: apply_rotary(x, positions, **options), x)[1](back)
+        )(x, back)
+        np.testing.assert_allclose(
+            pulled, apply_rotary(back, -positions, **options), rtol=0, atol=TWICE
+        )
 
     @pytest.mark.slow
     @pytest.mark.parametrize("sections", [None, (4,)])
     def test_the_gradient_in_float_positions(self, sections):
         x, positions = normal(2, 3, 8), np.array([0.25, -70.5], np.float32)
-        total = lambda p: jnp.sum(apply_rotary(x, p[:, None] if sections else p, sections=sections) * x[::-1])
+        total = lambda p: jnp.sum(
+            apply_rotary(x, p[:, None] if sections else p, sections=sections) * x[::-1]
+        )
         step, at = 1e-4, lambda p: np.sum(by_equation_34(x, p) * x[::-1])
-        gradient, hessian = jax.jit(lambda p: (jax.grad(total)(p), jax.hessian(total)(p)))(positions)
+        gradient, hessian = jax.jit(lambda p: (jax.grad(total)(p), jax.hessian(total)(p)))(
+            positions
+        )
         for n, along in enumerate(np.eye(2)):
             slope = (at(positions + step * along) - at(positions - step * along)) / (2 * step)
             np.testing.assert_allclose(np.asarray(gradient)[n], slope, rtol=1e-4)
@@ -551,7 +767,12 @@ class TestContract:
 
         x = normal(4, 2, 8)
         for offset in (0, 5, 2**30):
-            np.testing.assert_allclose(rotate(x, np.int32(offset)), apply_rotary(x, offset + np.arange(4)), rtol=0, atol=4 * FUSION)
+            np.testing.assert_allclose(
+                rotate(x, np.int32(offset)),
+                apply_rotary(x, offset + np.arange(4)),
+                rtol=0,
+                atol=4 * FUSION,
+            )
         assert len(traces) == 1
 
     def test_without_jit_it_compiles_once(self):
@@ -563,18 +784,34 @@ class TestContract:
         assert rotary._rotated._cache_size() == before
 
     def test_phases_are_computed_once_for_all_heads(self):
-        """On a CPU, XLA computes what it fuses again for each head: only the loop's result is ready before the products."""
-        text = jax.jit(apply_rotary).lower(np.zeros([4, 64, 8, 32], np.float32), np.zeros([4, 64], np.int32)).compile().as_text()
+        """On a CPU, XLA computes what it fuses again for each head: only the loop's result is ready
+        before the products."""
+        text = (
+            jax.jit(apply_rotary)
+            .lower(np.zeros([4, 64, 8, 32], np.float32), np.zeros([4, 64], np.int32))
+            .compile()
+            .as_text()
+        )
         assert " while(" in text
 
     def test_lowered_text_has_constants_of_the_width_only(self):
-        text = [jax.jit(lambda x, n=n: apply_rotary(x, np.arange(n))).lower(np.zeros([n, 1, 64], np.float32)).as_text() for n in (8, 9)]
+        text = [
+            jax.jit(lambda x, n=n: apply_rotary(x, np.arange(n)))
+            .lower(np.zeros([n, 1, 64], np.float32))
+            .as_text()
+            for n in (8, 9)
+        ]
         assert len(text[1]) < 100_000
         assert abs(len(text[0]) / len(text[1]) - 1) < 0.05
 
     @pytest.mark.parametrize("platform", ["tpu", "cuda"])
     def test_lowers_for_other_platforms(self, platform):
-        text = jax.jit(apply_rotary).trace(np.zeros([8, 2, 16], np.float32), np.arange(8)).lower(lowering_platforms=(platform,)).as_text()
+        text = (
+            jax.jit(apply_rotary)
+            .trace(np.zeros([8, 2, 16], np.float32), np.arange(8))
+            .lower(lowering_platforms=(platform,))
+            .as_text()
+        )
         assert "stablehlo.cosine" not in text
         # Older releases of jax leave the choice of the platform to the compiler.
         assert "stablehlo.while" not in text or "stablehlo.case" in text
@@ -586,15 +823,26 @@ class TestContract:
         mesh = jax.make_mesh((2, 2, 2), ("rows", "length", "heads"), axis_types=(kind,) * 3)
         x, positions = normal(4, 6, 4, 8), np.arange(24, dtype=np.int32).reshape(4, 6)
         expected = np.asarray(apply_rotary(x, positions, layout=layout))
-        place = lambda array, *axes: jax.device_put(array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)))
+        place = lambda array, *axes: jax.device_put(
+            array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+        )
         with set_mesh(mesh):
-            sharded_x, sharded_positions = place(x, "rows", "length", "heads"), place(positions, "rows", "length")
-            rotate = jax.jit(lambda x, *all_positions: [apply_rotary(x, each, layout=layout) for each in all_positions])
+            sharded_x, sharded_positions = (
+                place(x, "rows", "length", "heads"),
+                place(positions, "rows", "length"),
+            )
+            rotate = jax.jit(
+                lambda x, *all_positions: [
+                    apply_rotary(x, each, layout=layout) for each in all_positions
+                ]
+            )
             for rotated in rotate(sharded_x, sharded_positions, place(positions)):
                 np.testing.assert_allclose(rotated, expected, rtol=0, atol=4 * FUSION)
                 assert rotated.sharding.is_equivalent_to(sharded_x.sharding, 4)
 
-    @pytest.mark.parametrize("shape", [(0, 2, 8), (1, 2, 8), (3, 1, 8), (3, 0, 8), (0, 3, 2, 8), (2, 3, 2, 2)])
+    @pytest.mark.parametrize(
+        "shape", [(0, 2, 8), (1, 2, 8), (3, 1, 8), (3, 0, 8), (0, 3, 2, 8), (2, 3, 2, 2)]
+    )
     def test_empty_and_single_tokens_and_heads_are_rotated(self, shape):
         x, positions = normal(*shape), np.arange(shape[-3])
         assert_rotated(apply_rotary(x, positions), x, by_equation_34(x, positions))
@@ -620,7 +868,9 @@ class TestContract:
         x = normal(5, 1, 32)
         for scaling in (SCALINGS[0], SCALINGS[-1]):
             expected = apply_rotary(x, np.arange(5), scaling=scaling)
-            np.testing.assert_allclose(traced(x, np.arange(5), scaling=scaling), expected, rtol=0, atol=8 * FUSION)
+            np.testing.assert_allclose(
+                traced(x, np.arange(5), scaling=scaling), expected, rtol=0, atol=8 * FUSION
+            )
 
 
 X = np.zeros([2, 3, 4, 8], np.float32)
@@ -630,31 +880,91 @@ P = np.arange(3)
 @pytest.mark.parametrize(
     ("kind", "message", "call"),
     [
-        (TypeError, "x: wanted a floating dtype, got int32", lambda: apply_rotary(np.ones([3, 4, 8], np.int32), P)),
-        (ValueError, "x: wanted shape [..., length, heads, head_dim], got shape [3, 8]", lambda: apply_rotary(X[0, :, 0], P)),
-        (ValueError, "layout: wanted one of 'half', 'interleaved', got 'neox'", lambda: apply_rotary(X, P, layout="neox")),
-        (ValueError, "partial: wanted one of 'first', 'proportional', got 0.5", lambda: apply_rotary(X, P, partial=0.5)),
-        (ValueError, "head_dim: wanted an even number of channels, to make pairs, got 7", lambda: apply_rotary(X[..., :7], P)),
+        (
+            TypeError,
+            "x: wanted a floating dtype, got int32",
+            lambda: apply_rotary(np.ones([3, 4, 8], np.int32), P),
+        ),
+        (
+            ValueError,
+            "x: wanted shape [..., length, heads, head_dim], got shape [3, 8]",
+            lambda: apply_rotary(X[0, :, 0], P),
+        ),
+        (
+            ValueError,
+            "layout: wanted one of 'half', 'interleaved', got 'neox'",
+            lambda: apply_rotary(X, P, layout="neox"),
+        ),
+        (
+            ValueError,
+            "partial: wanted one of 'first', 'proportional', got 0.5",
+            lambda: apply_rotary(X, P, partial=0.5),
+        ),
+        (
+            ValueError,
+            "head_dim: wanted an even number of channels, to make pairs, got 7",
+            lambda: apply_rotary(X[..., :7], P),
+        ),
         (
             ValueError,
             "head_dim: wanted an even number of channels, to make pairs, got 7",
             lambda: apply_rotary(X[..., :7], P, rotary_dim=4, partial="proportional"),
         ),
-        (ValueError, "head_dim: wanted an even number of channels, to make pairs, got 0", lambda: apply_rotary(X[..., :0], P)),
-        (ValueError, "rotary_dim: wanted an even number of channels, to make pairs, got 3", lambda: apply_rotary(X, P, rotary_dim=3)),
-        (ValueError, "rotary_dim: wanted an int of at least 2, got 0", lambda: apply_rotary(X, P, rotary_dim=0)),
-        (ValueError, "rotary_dim: wanted an int up to head_dim = 8, got 10", lambda: apply_rotary(X, P, rotary_dim=10)),
-        (TypeError, "rotary_dim: wanted a Python int, got float 0.5", lambda: apply_rotary(X, P, rotary_dim=0.5)),
-        (ValueError, "base: wanted a finite number above 0, got 0", lambda: apply_rotary(X, P, base=0)),
-        (TypeError, "base: wanted a Python number, got bool True", lambda: apply_rotary(X, P, base=True)),
+        (
+            ValueError,
+            "head_dim: wanted an even number of channels, to make pairs, got 0",
+            lambda: apply_rotary(X[..., :0], P),
+        ),
+        (
+            ValueError,
+            "rotary_dim: wanted an even number of channels, to make pairs, got 3",
+            lambda: apply_rotary(X, P, rotary_dim=3),
+        ),
+        (
+            ValueError,
+            "rotary_dim: wanted an int of at least 2, got 0",
+            lambda: apply_rotary(X, P, rotary_dim=0),
+        ),
+        (
+            ValueError,
+            "rotary_dim: wanted an int up to head_dim = 8, got 10",
+            lambda: apply_rotary(X, P, rotary_dim=10),
+        ),
+        (
+            TypeError,
+            "rotary_dim: wanted a Python int, got float 0.5",
+            lambda: apply_rotary(X, P, rotary_dim=0.5),
+        ),
+        (
+            ValueError,
+            "base: wanted a finite number above 0, got 0",
+            lambda: apply_rotary(X, P, base=0),
+        ),
+        (
+            TypeError,
+            "base: wanted a Python number, got bool True",
+            lambda: apply_rotary(X, P, base=True),
+        ),
         (
             TypeError,
             "scaling: wanted LinearScaling(...), another scaling of this package, or None, got 2.0",
             lambda: apply_rotary(X, P, scaling=2.0),
         ),
-        (TypeError, "positions: wanted an integer dtype, or float32", lambda: apply_rotary(X, jnp.ones(3, jnp.bfloat16))),
-        (ValueError, "positions: wanted x's length, 3, last, got shape [4]", lambda: apply_rotary(X, np.arange(4))),
-        (ValueError, "positions: wanted x's length, 3, last, got shape [2, 1]", lambda: apply_rotary(X, np.zeros([2, 1], int))),
+        (
+            TypeError,
+            "positions: wanted an integer dtype, or float32",
+            lambda: apply_rotary(X, jnp.ones(3, jnp.bfloat16)),
+        ),
+        (
+            ValueError,
+            "positions: wanted x's length, 3, last, got shape [4]",
+            lambda: apply_rotary(X, np.arange(4)),
+        ),
+        (
+            ValueError,
+            "positions: wanted x's length, 3, last, got shape [2, 1]",
+            lambda: apply_rotary(X, np.zeros([2, 1], int)),
+        ),
         (
             ValueError,
             "positions: wanted x's length, 3, last, got shape []; add jnp.arange(length) to a scalar offset; "
@@ -687,11 +997,31 @@ P = np.arange(3)
             "positions: wanted x's length, 3, last, got shape [4, 2]",
             lambda: apply_rotary(X, np.zeros([4, 2], int), sections=(2, 2)),
         ),
-        (ValueError, "sections: wanted numbers that add up to the number of pairs, 4, got 5", lambda: apply_rotary(X, P, sections=(2, 3))),
-        (ValueError, "sections[1]: wanted an int of at least 0, got -2", lambda: apply_rotary(X, P, sections=(6, -2))),
-        (TypeError, "sections: wanted a sequence, got int 4", lambda: apply_rotary(X, P, sections=4)),
-        (TypeError, "sections[0]: wanted a Python int, got float 2.0", lambda: apply_rotary(X, P, sections=(2.0, 2.0))),
-        (ValueError, "base: wanted a finite number above 1, got 1.0", lambda: apply_rotary(X, P, base=1, scaling=SCALINGS[3])),
+        (
+            ValueError,
+            "sections: wanted numbers that add up to the number of pairs, 4, got 5",
+            lambda: apply_rotary(X, P, sections=(2, 3)),
+        ),
+        (
+            ValueError,
+            "sections[1]: wanted an int of at least 0, got -2",
+            lambda: apply_rotary(X, P, sections=(6, -2)),
+        ),
+        (
+            TypeError,
+            "sections: wanted a sequence, got int 4",
+            lambda: apply_rotary(X, P, sections=4),
+        ),
+        (
+            TypeError,
+            "sections[0]: wanted a Python int, got float 2.0",
+            lambda: apply_rotary(X, P, sections=(2.0, 2.0)),
+        ),
+        (
+            ValueError,
+            "base: wanted a finite number above 1, got 1.0",
+            lambda: apply_rotary(X, P, base=1, scaling=SCALINGS[3]),
+        ),
         (
             ValueError,
             "long_factor: wanted half as many numbers as rotated channels, 4, got 16",
@@ -700,37 +1030,119 @@ P = np.arange(3)
         (ValueError, "factor: wanted a finite number above 0, got 0", lambda: LinearScaling(0)),
         (TypeError, "factor: wanted a Python number, got str '2'", lambda: LinearScaling("2")),
         (ValueError, "alpha: wanted a finite number above 0, got -1", lambda: NTKScaling(-1)),
-        (ValueError, "factor: wanted a finite number above 0, got 0", lambda: DynamicNTKScaling(0, 8, 8)),
-        (ValueError, "original_length: wanted an int of at least 1, got 0", lambda: DynamicNTKScaling(2.0, 0, 8)),
-        (ValueError, "length: wanted an int of at least 0, got -1", lambda: DynamicNTKScaling(2.0, 8, -1)),
+        (
+            ValueError,
+            "factor: wanted a finite number above 0, got 0",
+            lambda: DynamicNTKScaling(0, 8, 8),
+        ),
+        (
+            ValueError,
+            "original_length: wanted an int of at least 1, got 0",
+            lambda: DynamicNTKScaling(2.0, 0, 8),
+        ),
+        (
+            ValueError,
+            "length: wanted an int of at least 0, got -1",
+            lambda: DynamicNTKScaling(2.0, 8, -1),
+        ),
         (
             TypeError,
             "length: wanted a Python int, got a traced int32[]",
             lambda: jax.jit(lambda n: apply_rotary(X, P, scaling=DynamicNTKScaling(2.0, 8, n)))(9),
         ),
-        (ValueError, "factor: wanted a finite number above 0, got inf", lambda: YarnScaling(np.inf, 8)),
-        (ValueError, "original_length: wanted an int of at least 1, got 0", lambda: YarnScaling(2.0, 0)),
-        (ValueError, "beta_slow: wanted a finite number above 0, got 0", lambda: YarnScaling(2.0, 8, beta_slow=0)),
-        (ValueError, "beta_fast: wanted a finite number above 1, got 1", lambda: YarnScaling(2.0, 8, beta_fast=1)),
+        (
+            ValueError,
+            "factor: wanted a finite number above 0, got inf",
+            lambda: YarnScaling(np.inf, 8),
+        ),
+        (
+            ValueError,
+            "original_length: wanted an int of at least 1, got 0",
+            lambda: YarnScaling(2.0, 0),
+        ),
+        (
+            ValueError,
+            "beta_slow: wanted a finite number above 0, got 0",
+            lambda: YarnScaling(2.0, 8, beta_slow=0),
+        ),
+        (
+            ValueError,
+            "beta_fast: wanted a finite number above 1, got 1",
+            lambda: YarnScaling(2.0, 8, beta_fast=1),
+        ),
         (TypeError, "truncate: wanted a Python bool", lambda: YarnScaling(2.0, 8, truncate=1)),
-        (ValueError, "mscale: wanted a finite number of at least 0, got -1", lambda: YarnScaling(2.0, 8, mscale=-1)),
-        (ValueError, "mscale_all_dim: wanted a finite number of at least 0, got -1", lambda: YarnScaling(2.0, 8, mscale_all_dim=-1)),
-        (ValueError, "attention_factor: wanted a finite number above 0, got 0", lambda: YarnScaling(2.0, 8, attention_factor=0)),
+        (
+            ValueError,
+            "mscale: wanted a finite number of at least 0, got -1",
+            lambda: YarnScaling(2.0, 8, mscale=-1),
+        ),
+        (
+            ValueError,
+            "mscale_all_dim: wanted a finite number of at least 0, got -1",
+            lambda: YarnScaling(2.0, 8, mscale_all_dim=-1),
+        ),
+        (
+            ValueError,
+            "attention_factor: wanted a finite number above 0, got 0",
+            lambda: YarnScaling(2.0, 8, attention_factor=0),
+        ),
         (ValueError, "factor: wanted a finite number above 0, got 0", lambda: Llama3Scaling(0)),
-        (ValueError, "low_freq_factor: wanted a finite number above 0, got 0", lambda: Llama3Scaling(8.0, low_freq_factor=0)),
-        (ValueError, "high_freq_factor: wanted a finite number above 1, got 1", lambda: Llama3Scaling(8.0, high_freq_factor=1)),
-        (ValueError, "original_length: wanted an int of at least 1, got 0", lambda: Llama3Scaling(8.0, original_length=0)),
-        (ValueError, "short_factor[1]: wanted a finite number above 0, got 0", lambda: LongRopeScaling([1, 0], [1, 1], 2.0, 8, 8)),
-        (TypeError, "long_factor[0]: wanted a Python number, got str 'a'", lambda: LongRopeScaling([1], ["a"], 2.0, 8, 8)),
-        (TypeError, "long_factor: wanted a sequence, got str '1'", lambda: LongRopeScaling([1], "1", 2.0, 8, 8)),
-        (TypeError, "short_factor: wanted a sequence, got NoneType None", lambda: LongRopeScaling(None, [1], 2.0, 8, 8)),
-        (ValueError, "factor: wanted a finite number above 0, got 0", lambda: LongRopeScaling([1], [1], 0, 8, 8)),
-        (ValueError, "original_length: wanted an int of at least 2, got 1", lambda: LongRopeScaling([1], [1], 2.0, 1, 8)),
-        (ValueError, "length: wanted an int of at least 0, got -1", lambda: LongRopeScaling([1], [1], 2.0, 8, -1)),
+        (
+            ValueError,
+            "low_freq_factor: wanted a finite number above 0, got 0",
+            lambda: Llama3Scaling(8.0, low_freq_factor=0),
+        ),
+        (
+            ValueError,
+            "high_freq_factor: wanted a finite number above 1, got 1",
+            lambda: Llama3Scaling(8.0, high_freq_factor=1),
+        ),
+        (
+            ValueError,
+            "original_length: wanted an int of at least 1, got 0",
+            lambda: Llama3Scaling(8.0, original_length=0),
+        ),
+        (
+            ValueError,
+            "short_factor[1]: wanted a finite number above 0, got 0",
+            lambda: LongRopeScaling([1, 0], [1, 1], 2.0, 8, 8),
+        ),
+        (
+            TypeError,
+            "long_factor[0]: wanted a Python number, got str 'a'",
+            lambda: LongRopeScaling([1], ["a"], 2.0, 8, 8),
+        ),
+        (
+            TypeError,
+            "long_factor: wanted a sequence, got str '1'",
+            lambda: LongRopeScaling([1], "1", 2.0, 8, 8),
+        ),
+        (
+            TypeError,
+            "short_factor: wanted a sequence, got NoneType None",
+            lambda: LongRopeScaling(None, [1], 2.0, 8, 8),
+        ),
+        (
+            ValueError,
+            "factor: wanted a finite number above 0, got 0",
+            lambda: LongRopeScaling([1], [1], 0, 8, 8),
+        ),
+        (
+            ValueError,
+            "original_length: wanted an int of at least 2, got 1",
+            lambda: LongRopeScaling([1], [1], 2.0, 1, 8),
+        ),
+        (
+            ValueError,
+            "length: wanted an int of at least 0, got -1",
+            lambda: LongRopeScaling([1], [1], 2.0, 8, -1),
+        ),
         (
             TypeError,
             "length: wanted a Python int, got a traced int32[]",
-            lambda: jax.jit(lambda n: apply_rotary(X, P, scaling=LongRopeScaling([1] * 4, [1] * 4, 2.0, 8, n)))(9),
+            lambda: jax.jit(
+                lambda n: apply_rotary(X, P, scaling=LongRopeScaling([1] * 4, [1] * 4, 2.0, 8, n))
+            )(9),
         ),
         (
             ValueError,
@@ -740,7 +1152,9 @@ P = np.arange(3)
         (
             ValueError,
             "weights: wanted a last axis of 3 heads times head_dim, got shape [2, 8]",
-            lambda: permute_rotary_weights(np.ones([2, 8], np.float32), 3, source="half", target="half"),
+            lambda: permute_rotary_weights(
+                np.ones([2, 8], np.float32), 3, source="half", target="half"
+            ),
         ),
         (
             ValueError,
@@ -755,7 +1169,9 @@ P = np.arange(3)
         (
             ValueError,
             "source: wanted one of 'half', 'interleaved', got 'llama'",
-            lambda: permute_rotary_weights(np.ones(8, np.float32), 1, source="llama", target="half"),
+            lambda: permute_rotary_weights(
+                np.ones(8, np.float32), 1, source="llama", target="half"
+            ),
         ),
         (
             ValueError,
@@ -765,12 +1181,16 @@ P = np.arange(3)
         (
             ValueError,
             "head_dim: wanted an even number of channels, to make pairs, got 3",
-            lambda: permute_rotary_weights(np.ones(9, np.float32), 3, source="half", target="interleaved"),
+            lambda: permute_rotary_weights(
+                np.ones(9, np.float32), 3, source="half", target="interleaved"
+            ),
         ),
         (
             ValueError,
             "rotary_dim: wanted an int up to head_dim = 4, got 6",
-            lambda: permute_rotary_weights(np.ones(8, np.float32), 2, source="half", target="interleaved", rotary_dim=6),
+            lambda: permute_rotary_weights(
+                np.ones(8, np.float32), 2, source="half", target="interleaved", rotary_dim=6
+            ),
         ),
     ],
 )

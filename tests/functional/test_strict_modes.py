@@ -1,4 +1,5 @@
-"""Every public function under all of JAX's strict modes at once: run eagerly, and traced with its gradient."""
+"""Every public function under all of JAX's strict modes at once: run eagerly, and traced with its
+gradient."""
 
 import contextlib
 import functools
@@ -42,27 +43,59 @@ SCALINGS = {
     "longrope": te.LongRopeScaling([1.0, 1.0], [2.0, 4.0], 4.0, original_length=4, length=8),
 }
 FUNCTIONS = CALLS | {
-    "alibi_bias_16_bits": (functools.partial(te.alibi_bias, num_heads=3, symmetric=True, dtype=jnp.bfloat16), (BATCHES, POSITIONS)),
+    "alibi_bias_16_bits": (
+        functools.partial(te.alibi_bias, num_heads=3, symmetric=True, dtype=jnp.bfloat16),
+        (BATCHES, POSITIONS),
+    ),
     "alibi_slopes": (functools.partial(te.alibi_slopes, 3), ()),
-    "apply_rotary_16_bits": (functools.partial(te.apply_rotary, layout="interleaved", rotary_dim=2), (X.astype(jnp.bfloat16), POSITIONS)),
+    "apply_rotary_16_bits": (
+        functools.partial(te.apply_rotary, layout="interleaved", rotary_dim=2),
+        (X.astype(jnp.bfloat16), POSITIONS),
+    ),
     "causal_mask": (functools.partial(te.causal_mask, 3), ()),
     "check_ids": (functools.partial(te.check_ids, vocab_size=4), (IDS,)),
     "dropout": (lambda x: te.dropout(jax.random.clone(KEY), 0.5, x), (X,)),
-    "dropout_16_bits": (lambda x: te.dropout(jax.random.clone(KEY), 0.5, x), (X.astype(jnp.bfloat16),)),
+    "dropout_16_bits": (
+        lambda x: te.dropout(jax.random.clone(KEY), 0.5, x),
+        (X.astype(jnp.bfloat16),),
+    ),
     "lookup_16_bits": (functools.partial(te.lookup, pad_id=0), (TABLE.astype(jnp.bfloat16), IDS)),
-    "mask_to_bias_16_bits": (functools.partial(te.mask_to_bias, dtype=jnp.float16, value=-1e4), (IDS == 0,)),
-    "relative_position_buckets_one_way": (functools.partial(te.relative_position_buckets, bidirectional=False), (BATCHES, POSITIONS)),
-    "sinusoidal_encoding_of_floats": (lambda positions: te.sinusoidal_encoding(positions, 5, odd="zero"), (POSITIONS + np.float32(0.5),)),
-    "sinusoidal_grid_of_all": (functools.partial(te.sinusoidal_grid, (2, 3), 7, odd="round_up", dtype=jnp.bfloat16), ()),
+    "mask_to_bias_16_bits": (
+        functools.partial(te.mask_to_bias, dtype=jnp.float16, value=-1e4),
+        (IDS == 0,),
+    ),
+    "relative_position_buckets_one_way": (
+        functools.partial(te.relative_position_buckets, bidirectional=False),
+        (BATCHES, POSITIONS),
+    ),
+    "sinusoidal_encoding_of_floats": (
+        lambda positions: te.sinusoidal_encoding(positions, 5, odd="zero"),
+        (POSITIONS + np.float32(0.5),),
+    ),
+    "sinusoidal_grid_of_all": (
+        functools.partial(te.sinusoidal_grid, (2, 3), 7, odd="round_up", dtype=jnp.bfloat16),
+        (),
+    ),
     "sinusoidal_table": (functools.partial(te.sinusoidal_table, 3, 5, dtype=jnp.bfloat16), ()),
     "tied_cross_entropy_16_bits": (
         functools.partial(te.tied_cross_entropy, pad_id=0, label_smoothing=0.1, chunk_size=2),
         (X[..., :3].astype(jnp.bfloat16), TABLE.astype(jnp.bfloat16), np.ones((1, 3, 2), np.int32)),
     ),
-    "tied_logits_16_bits": (functools.partial(te.tied_logits, pad_id=1), (X[..., :3].astype(jnp.bfloat16), TABLE)),
-    "token_positions": (lambda ids: te.attention_mask(**(p := te.TokenPositions.from_ids(ids)).queries(), **p.keys(), causal=True), (IDS,)),
+    "tied_logits_16_bits": (
+        functools.partial(te.tied_logits, pad_id=1),
+        (X[..., :3].astype(jnp.bfloat16), TABLE),
+    ),
+    "token_positions": (
+        lambda ids: te.attention_mask(
+            **(p := te.TokenPositions.from_ids(ids)).queries(), **p.keys(), causal=True
+        ),
+        (IDS,),
+    ),
     **{
-        f"apply_rotary_{name}": (functools.partial(te.apply_rotary, base=100.0, scaling=scaling), (X, POSITIONS))
+        f"apply_rotary_{name}": (
+            functools.partial(te.apply_rotary, base=100.0, scaling=scaling),
+            (X, POSITIONS),
+        )
         for name, scaling in SCALINGS.items()
     },
 }
@@ -90,7 +123,11 @@ def test_traced_with_its_gradient_under_all_modes_at_once(name):
 
     def loss(*arrays):
         leaves = jax.tree.leaves(function(*arrays))
-        return sum(leaf.astype(jnp.float32).sum() for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating))
+        return sum(
+            leaf.astype(jnp.float32).sum()
+            for leaf in leaves
+            if jnp.issubdtype(leaf.dtype, jnp.floating)
+        )
 
     floats = [n for n, array in enumerate(arrays) if jnp.issubdtype(array.dtype, jnp.floating)]
     arrays = [jax.device_put(array) for array in arrays]

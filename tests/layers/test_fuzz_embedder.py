@@ -1,4 +1,5 @@
-"""Any config and any arguments of an embedder's functions: the result of a formula in float64, or a TypeError or ValueError of ours."""
+"""Any config and any arguments of an embedder's functions: the result of a formula in float64, or a
+TypeError or ValueError of ours."""
 
 import dataclasses
 import random
@@ -36,9 +37,22 @@ LIKELY = {
 }
 LABELS = np.array([[1, 2, 0], [3, 1, 1]])
 CALLS = {
-    "apply": {"rng": None, "ids": IDS, "is_training": False, "positions": None, "token_types": None},
+    "apply": {
+        "rng": None,
+        "ids": IDS,
+        "is_training": False,
+        "positions": None,
+        "token_types": None,
+    },
     "logits": {"x": None},
-    "cross_entropy": {"x": None, "labels": LABELS, "mask": None, "label_smoothing": 0.0, "reduction": "mean", "chunk_size": None},
+    "cross_entropy": {
+        "x": None,
+        "labels": LABELS,
+        "mask": None,
+        "label_smoothing": 0.0,
+        "reduction": "mean",
+        "chunk_size": None,
+    },
 }
 
 
@@ -54,7 +68,10 @@ def values_of_argument(name):
 def config_of(fields):
     """Whether there is such a config, and what; without the sizes that fill the memory."""
     small = {
-        name: 5 if name in SIZES and too_large(value) and not isinstance(value, bool | float) else value for name, value in fields.items()
+        name: 5
+        if name in SIZES and too_large(value) and not isinstance(value, bool | float)
+        else value
+        for name, value in fields.items()
     }
     return call(te.EmbedderConfig, GOOD | small)
 
@@ -63,7 +80,8 @@ MADE = {}
 
 
 def made(config):
-    """The embedder of a config, and its parameters: as drawn, and by the end of their path in float64."""
+    """The embedder of a config, and its parameters: as drawn, and by the end of their path in
+    float64."""
     # By what it says of itself: True == 1, but a scale of True is another than 1.
     key = repr(config)
     if key not in MADE:
@@ -92,7 +110,11 @@ def rows(config, table, ids, pad_id=None):
             i = min(max(i, 0), size - 1)
         if i == pad_id:
             return np.zeros(width)
-        return table[i] if 0 <= i < size else np.full(width, np.nan if config.out_of_range == "nan" else 0.0)
+        return (
+            table[i]
+            if 0 <= i < size
+            else np.full(width, np.nan if config.out_of_range == "nan" else 0.0)
+        )
 
     return np.array([row(int(i)) for i in np.ravel(ids)]).reshape(*np.shape(ids), width)
 
@@ -111,9 +133,17 @@ def encoding(config, short, positions):
     if isinstance(scheme, te.Learned):
         return rows(config, short["learned_positional_encoding/embeddings"], positions)
     if isinstance(scheme, te.SinusoidalGrid):
-        return np.asarray(te.sinusoidal_grid(scheme.shape, width, axes=scheme.axes, positions=positions), np.float64)
-    exact = [oracle.encoding(each.item(), width, layout=scheme.layout, odd=scheme.odd) for each in np.ravel(positions)]
-    return np.array([[float(channel) for channel in row] for row in exact]).reshape(*np.shape(positions), width)
+        return np.asarray(
+            te.sinusoidal_grid(scheme.shape, width, axes=scheme.axes, positions=positions),
+            np.float64,
+        )
+    exact = [
+        oracle.encoding(each.item(), width, layout=scheme.layout, odd=scheme.odd)
+        for each in np.ravel(positions)
+    ]
+    return np.array([[float(channel) for channel in row] for row in exact]).reshape(
+        *np.shape(positions), width
+    )
 
 
 def embedded(config, short, ids, positions, token_types):
@@ -122,9 +152,15 @@ def embedded(config, short, ids, positions, token_types):
     factor = width**0.5 if config.scale is True else 1 if config.scale is False else config.scale
     total = rows(config, short["token_embedding/embeddings"], ids, config.pad_id) * factor
     if config.positions is not None:
-        total = total + encoding(config, short, np.asarray(counted(config.positions, ids) if positions is None else positions))
+        total = total + encoding(
+            config,
+            short,
+            np.asarray(counted(config.positions, ids) if positions is None else positions),
+        )
     if config.num_token_types is not None:
-        total = total + rows(config, short["token_type_embedding/embeddings"], np.asarray(token_types))
+        total = total + rows(
+            config, short["token_type_embedding/embeddings"], np.asarray(token_types)
+        )
     if config.layer_norm_eps is not None:
         centred, variance = total - total.mean(-1, keepdims=True), total.var(-1, keepdims=True)
         # A square that leaves float32 is infinite.
@@ -142,7 +178,9 @@ def close(got, expected, dtype):
     eps = max(float(jnp.finfo(dtype).eps), 2**-22)
     with np.errstate(over="ignore"):
         rounded = np.asarray(expected).astype(dtype).astype(np.float64)
-    np.testing.assert_allclose(np.asarray(got).astype(np.float64), rounded, rtol=8 * eps, atol=32 * eps)
+    np.testing.assert_allclose(
+        np.asarray(got).astype(np.float64), rounded, rtol=8 * eps, atol=32 * eps
+    )
 
 
 def expect_right(config, name, changes):
@@ -152,12 +190,19 @@ def expect_right(config, name, changes):
     if name == "apply" and config.num_token_types is not None:
         arguments["token_types"] = IDS % config.num_token_types
     if "x" in arguments:
-        arguments["x"] = np.linspace(-1, 1, 6 * config.table_width, dtype=np.float32).reshape(2, 3, config.table_width)
+        arguments["x"] = np.linspace(-1, 1, 6 * config.table_width, dtype=np.float32).reshape(
+            2, 3, config.table_width
+        )
     arguments |= changes
     with named_on_failure({"config": config} | arguments):
         returned, result = call(getattr(embedder, name), arguments)
         if returned and arguments["params"] is params:
-            CHECKS[name](config, short, result, **{key: value for key, value in arguments.items() if key != "params"})
+            CHECKS[name](
+                config,
+                short,
+                result,
+                **{key: value for key, value in arguments.items() if key != "params"},
+            )
 
 
 def check_apply(config, short, result, *, rng, ids, is_training, positions, token_types):
@@ -170,30 +215,58 @@ def check_apply(config, short, result, *, rng, ids, is_training, positions, toke
     if dropped:
         got = np.asarray(result)
         kept = np.isnan(got) | (got != 0)
-        result, total = np.where(kept, got, np.zeros_like(got)), np.where(kept, total / (1 - config.dropout_rate), 0)
+        result, total = (
+            np.where(kept, got, np.zeros_like(got)),
+            np.where(kept, total / (1 - config.dropout_rate), 0),
+        )
     close(result, total, dtype)
 
 
 def check_logits(config, short, result, *, x):
     assert result.shape == (*np.shape(x)[:-1], config.vocab_size)
     expected = (
-        np.asarray(x).astype(np.float64) @ rows(config, short["token_embedding/embeddings"], np.arange(config.vocab_size), config.pad_id).T
+        np.asarray(x).astype(np.float64)
+        @ rows(
+            config, short["token_embedding/embeddings"], np.arange(config.vocab_size), config.pad_id
+        ).T
     )
     close(result, expected, result.dtype)
 
 
-def check_cross_entropy(config, short, result, *, x, labels, mask, label_smoothing, reduction, chunk_size):
+def check_cross_entropy(
+    config, short, result, *, x, labels, mask, label_smoothing, reduction, chunk_size
+):
     x, labels = np.asarray(x), np.asarray(labels)
-    logits = x.astype(np.float64) @ rows(config, short["token_embedding/embeddings"], np.arange(config.vocab_size), config.pad_id).T
+    logits = (
+        x.astype(np.float64)
+        @ rows(
+            config, short["token_embedding/embeddings"], np.arange(config.vocab_size), config.pad_id
+        ).T
+    )
     log_sums = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
-    counted = (labels != (-1 if config.pad_id is None else config.pad_id)) & (True if mask is None else np.asarray(mask))
+    counted = (labels != (-1 if config.pad_id is None else config.pad_id)) & (
+        True if mask is None else np.asarray(mask)
+    )
     if np.any(counted & ((labels < 0) | (labels >= config.vocab_size))):
         return
-    of_label = np.take_along_axis(logits, np.clip(labels, 0, config.vocab_size - 1)[..., None].astype(int), -1)[..., 0]
+    of_label = np.take_along_axis(
+        logits, np.clip(labels, 0, config.vocab_size - 1)[..., None].astype(int), -1
+    )[..., 0]
     losses = log_sums - (1 - label_smoothing) * of_label - label_smoothing * logits.mean(-1)
     total = np.sum(np.where(counted, losses, 0))
-    expected = total / max(np.sum(counted), 1) if reduction == "mean" else total if reduction == "sum" else np.where(counted, losses, 0)
-    np.testing.assert_allclose(np.asarray(result).astype(np.float64), expected, rtol=2e-2 if x.dtype.itemsize < 4 else 1e-4, atol=1e-4)
+    expected = (
+        total / max(np.sum(counted), 1)
+        if reduction == "mean"
+        else total
+        if reduction == "sum"
+        else np.where(counted, losses, 0)
+    )
+    np.testing.assert_allclose(
+        np.asarray(result).astype(np.float64),
+        expected,
+        rtol=2e-2 if x.dtype.itemsize < 4 else 1e-4,
+        atol=1e-4,
+    )
 
 
 CHECKS = {"apply": check_apply, "logits": check_logits, "cross_entropy": check_cross_entropy}
@@ -202,11 +275,17 @@ every_call = pytest.mark.parametrize("name", CALLS)
 
 def check(name, rng):
     """With any values in up to two fields of the config, and in up to two arguments."""
-    fields = {field: rng.choice(values_for(field)) for field in rng.sample(FIELDS, rng.randint(0, 2))}
+    fields = {
+        field: rng.choice(values_for(field)) for field in rng.sample(FIELDS, rng.randint(0, 2))
+    }
     exists, config = config_of(fields)
     if exists:
         arguments = rng.sample(["params", *CALLS[name]], rng.randint(0, 2))
-        expect_right(config, name, {argument: rng.choice(values_of_argument(argument)) for argument in arguments})
+        expect_right(
+            config,
+            name,
+            {argument: rng.choice(values_of_argument(argument)) for argument in arguments},
+        )
 
 
 @pytest.mark.parametrize("field", FIELDS)

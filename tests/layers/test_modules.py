@@ -21,13 +21,15 @@ from drawn import drawn
 import transformer_embed as te
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
-# TRANSFORMER_EMBED_REWRITE_GOLDEN=1 pytest tests/test_modules.py -k golden: writes the files anew, to be read before they are kept.
+# TRANSFORMER_EMBED_REWRITE_GOLDEN=1 pytest tests/test_modules.py -k golden: writes the files anew,
+# to be read before they are kept.
 REWRITE_GOLDEN = "TRANSFORMER_EMBED_REWRITE_GOLDEN"
 
-# XLA may fuse a product and a sum, which spares one rounding (half an ulp) of each part; a norm adds two reductions of 8 terms and a
-# division. In units of the last place of the largest value.
+# XLA may fuse a product and a sum, which spares one rounding (half an ulp) of each part; a norm
+# adds two reductions of 8 terms and a division. In units of the last place of the largest value.
 FUSION_ULPS = {jnp.float32: 8, jnp.bfloat16: 1, jnp.float16: 1}
-# A float64 reference: one rounding each for the encoding, the factor, the product and two sums; with a norm of 8 terms some 8 more.
+# A float64 reference: one rounding each for the encoding, the factor, the product and two sums;
+# with a norm of 8 terms some 8 more.
 ROUNDINGS = 8
 # A linear layer over 6 channels sums 6 more rounded products.
 ROUNDINGS_WIDENED = 16
@@ -75,7 +77,12 @@ def tokens(name, dtype=jnp.float32, **arguments):
     return Descriptor(f"token_embedding{name}", build, dtype=dtype, has_flag=False)
 
 
-BERT = {"positions": te.Learned(max_len=16), "scale": False, "num_token_types": 2, "layer_norm_eps": 1e-12}
+BERT = {
+    "positions": te.Learned(max_len=16),
+    "scale": False,
+    "num_token_types": 2,
+    "layer_norm_eps": 1e-12,
+}
 DESCRIPTORS = [
     tokens(""),
     tokens("_padded", pad_id=0, scale=False, out_of_range="zero"),
@@ -83,8 +90,17 @@ DESCRIPTORS = [
     tokens("_bfloat16_table", param_dtype=jnp.bfloat16, out_of_range="clip"),
     tokens("_one_hot", lookup_style="one_hot"),
     Descriptor("positional_encoding", functools.partial(sinusoidal, 8), X),
-    Descriptor("positional_encoding_sin_cos", functools.partial(sinusoidal, 8, layout="sin_cos", shift=1), X),
-    Descriptor("positional_encoding_bfloat16", functools.partial(sinusoidal, 8), X.astype(jnp.bfloat16), jnp.bfloat16),
+    Descriptor(
+        "positional_encoding_sin_cos",
+        functools.partial(sinusoidal, 8, layout="sin_cos", shift=1),
+        X,
+    ),
+    Descriptor(
+        "positional_encoding_bfloat16",
+        functools.partial(sinusoidal, 8),
+        X.astype(jnp.bfloat16),
+        jnp.bfloat16,
+    ),
     Descriptor("learned_positional_encoding", functools.partial(learned, 16, 8), X),
     Descriptor(
         "learned_positional_encoding_float16",
@@ -106,13 +122,21 @@ BY_NAME = {descriptor.name: descriptor for descriptor in DESCRIPTORS}
 
 
 def over(descriptors):
-    return pytest.mark.parametrize("descriptor", descriptors, ids=[descriptor.name for descriptor in descriptors])
+    return pytest.mark.parametrize(
+        "descriptor", descriptors, ids=[descriptor.name for descriptor in descriptors]
+    )
 
 
 NOT_DROPPED_LAST = {"transformer_embedding_albert", "transformer_embedding_layer_norm"}
 every_module = over(DESCRIPTORS)
 flagged_modules = over([descriptor for descriptor in DESCRIPTORS if descriptor.has_flag])
-dropping_modules = over([descriptor for descriptor in DESCRIPTORS if descriptor.has_flag and descriptor.name not in NOT_DROPPED_LAST])
+dropping_modules = over(
+    [
+        descriptor
+        for descriptor in DESCRIPTORS
+        if descriptor.has_flag and descriptor.name not in NOT_DROPPED_LAST
+    ]
+)
 both_flags = pytest.mark.parametrize("is_training", [False, True])
 
 
@@ -127,12 +151,16 @@ def params_of(name):
 
 @functools.cache
 def compiled(name):
-    """The compiled apply of a descriptor, to an evaluated and a trained result, and the shapes that it was traced with."""
+    """The compiled apply of a descriptor, to an evaluated and a trained result, and the shapes that
+    it was traced with."""
     descriptor, traces = BY_NAME[name], []
 
     def apply(params, key, data):
         traces.append(data.shape)
-        return tuple(transformed(descriptor, is_training).apply(params, key, data) for is_training in (False, True))
+        return tuple(
+            transformed(descriptor, is_training).apply(params, key, data)
+            for is_training in (False, True)
+        )
 
     return jax.jit(apply), traces
 
@@ -148,14 +176,18 @@ def training_gradient(name):
     descriptor = BY_NAME[name]
     of_data = jnp.issubdtype(descriptor.data.dtype, jnp.floating)
     function = functools.partial(loss, transformed(descriptor, is_training=True).apply)
-    return jax.jit(jax.grad(function, argnums=(0, 1) if of_data else (0,)))(params_of(name), descriptor.data)
+    return jax.jit(jax.grad(function, argnums=(0, 1) if of_data else (0,)))(
+        params_of(name), descriptor.data
+    )
 
 
 def assert_within_ulps(got, want, dtype):
     assert got.dtype == want.dtype == dtype
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     largest = np.abs(want).max()
-    np.testing.assert_allclose(got, want, rtol=0, atol=FUSION_ULPS[dtype] * float(jnp.finfo(dtype).eps) * largest)
+    np.testing.assert_allclose(
+        got, want, rtol=0, atol=FUSION_ULPS[dtype] * float(jnp.finfo(dtype).eps) * largest
+    )
 
 
 def message(name, want, got):
@@ -184,7 +216,10 @@ def embed(ids, vocab_size, d_model, params=None, **options):
 @both_flags
 def test_jit_equals_eager(descriptor, is_training):
     arguments = params_of(descriptor.name), jax.random.key(1), descriptor.data
-    got, want = compiled(descriptor.name)[0](*arguments)[is_training], transformed(descriptor, is_training).apply(*arguments)
+    got, want = (
+        compiled(descriptor.name)[0](*arguments)[is_training],
+        transformed(descriptor, is_training).apply(*arguments),
+    )
     assert_within_ulps(got, want, descriptor.dtype)
 
 
@@ -199,10 +234,18 @@ def test_eval_shape_gives_the_shape_and_dtype_of_the_call(descriptor, is_trainin
 @pytest.mark.slow
 @every_module
 def test_vmap_over_models_and_keys_equals_a_loop(descriptor):
-    each = [jax.tree.map(lambda a, factor=factor: factor * np.asarray(a), params_of(descriptor.name)) for factor in (1, -1, 2)]
+    each = [
+        jax.tree.map(lambda a, factor=factor: factor * np.asarray(a), params_of(descriptor.name))
+        for factor in (1, -1, 2)
+    ]
     params = jax.tree.map(lambda *leaves: np.stack(leaves), *each)
     keys = jax.random.split(KEY, 3)
-    loop = np.stack([compiled(descriptor.name)[0](params, key, descriptor.data)[True] for params, key in zip(each, keys, strict=True)])
+    loop = np.stack(
+        [
+            compiled(descriptor.name)[0](params, key, descriptor.data)[True]
+            for params, key in zip(each, keys, strict=True)
+        ]
+    )
     apply = transformed(descriptor, is_training=True).apply
     mapped = jax.jit(jax.vmap(apply, in_axes=(0, 0, None)))(params, keys, descriptor.data)
     assert_within_ulps(mapped, loop, descriptor.dtype)
@@ -212,7 +255,10 @@ def test_vmap_over_models_and_keys_equals_a_loop(descriptor):
 @pytest.mark.slow
 @every_module
 def test_gradients_are_finite(descriptor):
-    leaves = [np.asarray(leaf).astype(np.float64) for leaf in jax.tree.leaves(training_gradient(descriptor.name))]
+    leaves = [
+        np.asarray(leaf).astype(np.float64)
+        for leaf in jax.tree.leaves(training_gradient(descriptor.name))
+    ]
     assert leaves
     assert all(np.isfinite(leaf).all() for leaf in leaves)
     assert any((leaf != 0).any() for leaf in leaves)
@@ -242,12 +288,16 @@ def parameter_tree(descriptor, is_training=False, length=5):
     types = None if descriptor.token_types is None else descriptor.token_types[:, :length]
     init = transformed(descriptor._replace(token_types=types), is_training).init
     params = jax.eval_shape(init, KEY, descriptor.data[:, :length])
-    return {path: {name: f"{a.dtype}{list(a.shape)}" for name, a in sorted(leaf.items())} for path, leaf in sorted(params.items())}
+    return {
+        path: {name: f"{a.dtype}{list(a.shape)}" for name, a in sorted(leaf.items())}
+        for path, leaf in sorted(params.items())
+    }
 
 
 @every_module
 def test_golden_parameter_tree(descriptor):
-    """Names, shapes and dtypes of parameters are an interface; they depend neither on the flag nor on the length."""
+    """Names, shapes and dtypes of parameters are an interface; they depend neither on the flag nor
+    on the length."""
     file = GOLDEN / f"{descriptor.name}.json"
     tree = parameter_tree(descriptor)
     if os.environ.get(REWRITE_GOLDEN) == "1":
@@ -265,11 +315,19 @@ def test_remat_changes_neither_values_nor_gradients(descriptor):
         return hk.remat(lambda data: descriptor.call(module, data, is_training=True))(data)
 
     gradient = jax.jit(jax.grad(functools.partial(loss, hk.transform(rematerialised).apply)))
-    got, want = gradient(params_of(descriptor.name), descriptor.data), training_gradient(descriptor.name)[0]
+    got, want = (
+        gradient(params_of(descriptor.name), descriptor.data),
+        training_gradient(descriptor.name)[0],
+    )
     assert jax.tree.structure(got) == jax.tree.structure(want)
     # 16-bit data round each of the 10 terms of a gradient once.
-    eps = max(float(jnp.finfo(dtype).eps) for dtype in (descriptor.dtype, *(leaf.dtype for leaf in jax.tree.leaves(got))))
-    wide_got, wide_want = ([np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)] for tree in (got, want))
+    eps = max(
+        float(jnp.finfo(dtype).eps)
+        for dtype in (descriptor.dtype, *(leaf.dtype for leaf in jax.tree.leaves(got)))
+    )
+    wide_got, wide_want = (
+        [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)] for tree in (got, want)
+    )
     for leaf, wanted in zip(wide_got, wide_want, strict=True):
         np.testing.assert_allclose(leaf, wanted, rtol=0, atol=10 * eps * np.abs(wanted).max())
 
@@ -281,13 +339,17 @@ def test_haiku_vmap_over_the_batch(descriptor):
         module = descriptor.module()
 
         def one(data, token_types):
-            return descriptor._replace(token_types=token_types).call(module, data, is_training=False)
+            return descriptor._replace(token_types=token_types).call(
+                module, data, is_training=False
+            )
 
         return hk.vmap(one, split_rng=False)(data, descriptor.token_types)
 
     apply = jax.jit(hk.transform(mapped).apply)
     want, _ = compiled(descriptor.name)[0](params_of(descriptor.name), KEY, descriptor.data)
-    assert_within_ulps(apply(params_of(descriptor.name), None, descriptor.data), want, descriptor.dtype)
+    assert_within_ulps(
+        apply(params_of(descriptor.name), None, descriptor.data), want, descriptor.dtype
+    )
 
 
 POLICY = jmp.get_policy("params=float32,compute=bfloat16,output=float16")
@@ -298,15 +360,17 @@ def test_mixed_precision_policy(descriptor):
     cls = type(hk.transform(lambda _: descriptor.module()).apply({}, None, None))
     with hk.mixed_precision.push_policy(cls, POLICY):
         tree = parameter_tree(descriptor)
-        result = jax.jit(transformed(descriptor).apply)(params_of(descriptor.name), None, descriptor.data)
+        result = jax.jit(transformed(descriptor).apply)(
+            params_of(descriptor.name), None, descriptor.data
+        )
     assert result.dtype == jnp.float16
     assert np.isfinite(result).all()
     assert tree.keys() == params_of(descriptor.name).keys()
     assert {text.split("[")[0] for leaf in tree.values() for text in leaf.values()} <= {"float32"}
 
 
-# The 7 products of a model behind its input layer, each on what the layer before it returns: query, key, value, scores, the weighted sum,
-# a feed-forward layer, the logits.
+# The 7 products of a model behind its input layer, each on what the layer before it returns: query,
+# key, value, scores, the weighted sum, a feed-forward layer, the logits.
 
 
 class Model(hk.Module):
@@ -342,7 +406,9 @@ def by_tokens(ids):
 
 def by_tokens_and_positions(ids):
     embed = te.TokenEmbedding(11, 8)
-    return te.PositionalEncoding(te.Learned(16), 8, dropout_rate=0.5)(embed(ids), is_training=True), embed.logits
+    return te.PositionalEncoding(te.Learned(16), 8, dropout_rate=0.5)(
+        embed(ids), is_training=True
+    ), embed.logits
 
 
 def by_the_whole(ids, **fields):
@@ -351,9 +417,14 @@ def by_the_whole(ids, **fields):
 
 
 def products(build, params):
-    """The dtypes that each matrix product of the model's program takes, the input layer's own left out."""
+    """The dtypes that each matrix product of the model's program takes, the input layer's own left
+    out."""
     equations = jax.make_jaxpr(model(build).apply)(params, KEY, IDS).jaxpr.eqns
-    return [tuple(v.aval.dtype for v in e.invars) for e in flat(equations) if e.primitive.name == "dot_general"]
+    return [
+        tuple(v.aval.dtype for v in e.invars)
+        for e in flat(equations)
+        if e.primitive.name == "dot_general"
+    ]
 
 
 def flat(equations):
@@ -374,7 +445,9 @@ BUILDS = {
 
 @pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
 def test_every_product_behind_the_layer_is_bfloat16_under_a_policy_on_the_model(build):
-    with hk.mixed_precision.push_policy(Model, jmp.get_policy("params=float32,compute=bfloat16,output=float32")):
+    with hk.mixed_precision.push_policy(
+        Model, jmp.get_policy("params=float32,compute=bfloat16,output=float32")
+    ):
         params = drawn(model(build).init, IDS)
         assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.float32)}
         assert products(build, params) == [(jnp.bfloat16, jnp.bfloat16)] * 7
@@ -383,31 +456,44 @@ def test_every_product_behind_the_layer_is_bfloat16_under_a_policy_on_the_model(
 
 def test_a_narrow_table_is_widened_in_the_dtype_of_the_policy():
     build = functools.partial(by_the_whole, embedding_width=8)
-    with hk.mixed_precision.push_policy(Model, jmp.get_policy("params=float32,compute=bfloat16,output=float32")):
+    with hk.mixed_precision.push_policy(
+        Model, jmp.get_policy("params=float32,compute=bfloat16,output=float32")
+    ):
         params = drawn(model(build).init, IDS)
         assert products(build, params) == [(jnp.bfloat16, jnp.bfloat16)] * 8
 
 
 def test_a_dtype_asked_for_by_name_wins_over_the_policy():
     build = functools.partial(by_the_whole, dtype="float32")
-    with hk.mixed_precision.push_policy(Model, jmp.get_policy("params=float32,compute=bfloat16,output=float32")):
+    with hk.mixed_precision.push_policy(
+        Model, jmp.get_policy("params=float32,compute=bfloat16,output=float32")
+    ):
         assert products(build, drawn(model(build).init, IDS))[0][0] == jnp.float32
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_without_a_policy_the_result_has_the_dtype_of_the_table(dtype):
     def by_the_whole(ids):
-        return whole(11, 8, param_dtype=dtype, num_token_types=2)(ids, is_training=False, token_types=TYPES)
+        return whole(11, 8, param_dtype=dtype, num_token_types=2)(
+            ids, is_training=False, token_types=TYPES
+        )
 
     assert jax.eval_shape(lambda: embed(IDS, 11, 8, param_dtype=dtype)).dtype == dtype
     assert jax.eval_shape(lambda: evaluate(by_the_whole, IDS)).dtype == dtype
-    params = jax.eval_shape(lambda: relative_position_bias(2, param_dtype=dtype).init(KEY, [0], [0]))
+    params = jax.eval_shape(
+        lambda: relative_position_bias(2, param_dtype=dtype).init(KEY, [0], [0])
+    )
     assert params["relative_position_bias"]["embeddings"].dtype == dtype
 
 
 def test_parameters_cast_by_hand_are_a_policy_too():
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), params_of("transformer_embedding_learned"))
-    module = hk.transform(lambda ids: whole(11, 8, pad_id=0, positions=te.Learned(16))(ids, is_training=False))
+    params = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16),
+        params_of("transformer_embedding_learned"),
+    )
+    module = hk.transform(
+        lambda ids: whole(11, 8, pad_id=0, positions=te.Learned(16))(ids, is_training=False)
+    )
     assert jax.eval_shape(module.apply, params, None, IDS).dtype == jnp.bfloat16
 
 
@@ -415,7 +501,9 @@ def test_parameters_cast_by_hand_are_a_policy_too():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"mask": IDS > 3, "label_smoothing": 0.1, "reduction": "sum", "chunk_size": 3}], ids=["", "options"]
+    "options",
+    [{}, {"mask": IDS > 3, "label_smoothing": 0.1, "reduction": "sum", "chunk_size": 3}],
+    ids=["", "options"],
 )
 def test_cross_entropy_of_the_modules_is_that_of_their_table(options):
     def of_tokens(x):
@@ -427,10 +515,15 @@ def test_cross_entropy_of_the_modules_is_that_of_their_table(options):
     embedder = te.make_embedder(te.EmbedderConfig(11, 8, pad_id=0))
     params = drawn(embedder.init)
     table = params["transformer_embedding/~/token_embedding"]["embeddings"]
-    value, gradient = jax.value_and_grad(lambda table: te.tied_cross_entropy(X, table, IDS, pad_id=0, **options))(table)
+    value, gradient = jax.value_and_grad(
+        lambda table: te.tied_cross_entropy(X, table, IDS, pad_id=0, **options)
+    )(table)
     assert np.asarray(gradient).any()
     for function, own in (
-        (lambda params: hk.transform(of_tokens).apply(params, None, X), {"token_embedding": {"embeddings": table}}),
+        (
+            lambda params: hk.transform(of_tokens).apply(params, None, X),
+            {"token_embedding": {"embeddings": table}},
+        ),
         (lambda params: hk.transform(of_the_whole).apply(params, None, X), params),
         (lambda params: embedder.cross_entropy(params, X, IDS, **options), params),
     ):
@@ -443,7 +536,9 @@ def test_cross_entropy_of_the_modules_is_that_of_their_table(options):
 # The parameters of a checkpoint under the module's own path.
 
 
-CHECKPOINT = te.EmbedderConfig(11, 8, num_token_types=2, layer_norm_eps=1e-6, embedding_width=6, positions=te.Learned(16))
+CHECKPOINT = te.EmbedderConfig(
+    11, 8, num_token_types=2, layer_norm_eps=1e-6, embedding_width=6, positions=te.Learned(16)
+)
 
 
 def in_a_model(initial_params, config=CHECKPOINT):
@@ -460,13 +555,20 @@ def in_a_model(initial_params, config=CHECKPOINT):
 def test_a_checkpoint_s_parameters_start_a_module_inside_a_model():
     params = drawn(te.make_embedder(CHECKPOINT).init)
     started = in_a_model(params).init(KEY, IDS)
-    inside = {path.replace("transformer_embedding", "decoder/embed"): leaf for path, leaf in params.items()}
+    inside = {
+        path.replace("transformer_embedding", "decoder/embed"): leaf
+        for path, leaf in params.items()
+    }
     assert started.keys() == {*inside, "decoder/linear"}
     jax.tree.map(np.testing.assert_array_equal, {path: started[path] for path in inside}, inside)
     # What is trained wins over what it started from.
     moved = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf) + 1), started)
-    assert not np.array_equal(in_a_model(params).apply(moved, None, IDS), in_a_model(params).apply(started, None, IDS))
-    np.testing.assert_array_equal(in_a_model(params).apply(moved, None, IDS), in_a_model(None).apply(moved, None, IDS))
+    assert not np.array_equal(
+        in_a_model(params).apply(moved, None, IDS), in_a_model(params).apply(started, None, IDS)
+    )
+    np.testing.assert_array_equal(
+        in_a_model(params).apply(moved, None, IDS), in_a_model(None).apply(moved, None, IDS)
+    )
 
 
 def test_initial_parameters_of_another_config_are_refused():
@@ -479,11 +581,19 @@ def test_initial_parameters_of_another_config_are_refused():
 
     with pytest.raises(ValueError, match=message("initial_params", modules, tokens)):
         start({tokens: params[tokens]})
-    with pytest.raises(ValueError, match=message("initial_params", f"{tokens}/embeddings", "only w there")):
+    with pytest.raises(
+        ValueError, match=message("initial_params", f"{tokens}/embeddings", "only w there")
+    ):
         start({**params, tokens: {"w": params[tokens]["embeddings"]}})
-    with pytest.raises(ValueError, match=message(f"initial_params: {tokens}/embeddings", "shape [11, 6]", "shape [10, 6]")):
+    with pytest.raises(
+        ValueError,
+        match=message(f"initial_params: {tokens}/embeddings", "shape [11, 6]", "shape [10, 6]"),
+    ):
         start({**params, tokens: {"embeddings": params[tokens]["embeddings"][:10]}})
-    with pytest.raises(TypeError, match=message("initial_params", "a Haiku parameter tree, a dict of dicts", "list")):
+    with pytest.raises(
+        TypeError,
+        match=message("initial_params", "a Haiku parameter tree, a dict of dicts", "list"),
+    ):
         start([params])
 
 
@@ -526,8 +636,13 @@ def trace_all_of(descriptor):
 
 @every_module
 def test_all_strict_modes_of_jax_at_once(descriptor):
-    """Traced and compiled, for jax itself transfers the constants of what runs operation by operation."""
-    params, key, data = params_of(descriptor.name), jax.random.key(1), jax.device_put(descriptor.data)
+    """Traced and compiled, for jax itself transfers the constants of what runs operation by
+    operation."""
+    params, key, data = (
+        params_of(descriptor.name),
+        jax.random.key(1),
+        jax.device_put(descriptor.data),
+    )
     with strict(*STRICT):
         trace_all_of(descriptor)
     apply, _ = compiled(descriptor.name)
@@ -540,7 +655,11 @@ def test_all_strict_modes_of_jax_at_once(descriptor):
 @pytest.mark.parametrize("option", STRICT)
 @every_module
 def test_each_strict_mode_of_jax(descriptor, option):
-    params, key, data = params_of(descriptor.name), jax.random.key(1), jax.device_put(descriptor.data)
+    params, key, data = (
+        params_of(descriptor.name),
+        jax.random.key(1),
+        jax.device_put(descriptor.data),
+    )
     with strict(option):
         trace_all_of(descriptor)
     if option == "jax_debug_nans":
@@ -550,19 +669,28 @@ def test_each_strict_mode_of_jax(descriptor, option):
 
 HEADS = {
     "logits": lambda x: whole(11, 8, pad_id=0).logits(x),
-    "cross_entropy": lambda x: whole(11, 8, pad_id=0).cross_entropy(x, IDS, mask=IDS != 3, label_smoothing=0.1),
+    "cross_entropy": lambda x: whole(11, 8, pad_id=0).cross_entropy(
+        x, IDS, mask=IDS != 3, label_smoothing=0.1
+    ),
     "relative_position_bias": lambda x: te.RelativePositionBias(8)(range(5), range(5)),
-    "relative_position_bias_16_bits": lambda x: te.RelativePositionBias(8, bidirectional=False, dtype=jnp.bfloat16)([[7]], range(5)),
+    "relative_position_bias_16_bits": lambda x: te.RelativePositionBias(
+        8, bidirectional=False, dtype=jnp.bfloat16
+    )([[7]], range(5)),
 }
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_output_layers_and_biases_under_all_strict_modes_of_jax_at_once(name):
-    pair, x = hk.without_apply_rng(hk.transform(HEADS[name])), jax.device_put(X.astype(jnp.bfloat16))
+    pair, x = (
+        hk.without_apply_rng(hk.transform(HEADS[name])),
+        jax.device_put(X.astype(jnp.bfloat16)),
+    )
     params = drawn(pair.init, x)
     with strict(*STRICT):
         jax.make_jaxpr(pair.init)(KEY, x)
-        jax.make_jaxpr(jax.value_and_grad(lambda params, x: total(pair.apply(params, x)), argnums=(0, 1)))(params, x)
+        jax.make_jaxpr(
+            jax.value_and_grad(lambda params, x: total(pair.apply(params, x)), argnums=(0, 1))
+        )(params, x)
 
 
 # Layers.
@@ -586,8 +714,11 @@ def test_layer_stack_adds_once_a_layer():
 
 
 def test_layer_stack_gives_each_layer_its_key():
-    result = np.asarray(stacked(is_training=True).apply({}, KEY, np.full([64, 5, 8], 1e3, np.float32)))
-    # With one key for all layers an element survives three times (8000) or never; with three keys it may be dropped last alone.
+    result = np.asarray(
+        stacked(is_training=True).apply({}, KEY, np.full([64, 5, 8], 1e3, np.float32))
+    )
+    # With one key for all layers an element survives three times (8000) or never; with three keys
+    # it may be dropped last alone.
     survived = (result > 7000).mean()
     expected, elements = 1 / 8, result.size
     assert abs(survived - expected) < 5 * np.sqrt(expected * (1 - expected) / elements)
@@ -620,7 +751,8 @@ def test_the_factor_is_not_rounded_to_bfloat16():
 def test_default_outputs_have_unit_variance(scale):
     pair = hk.transform(lambda: te.TokenEmbedding(500, 256, scale=scale)(np.arange(500)))
     outputs = np.asarray(pair.apply(pair.init(KEY), None), np.float64)
-    # Of n normal samples the mean has deviation n**-0.5 and the variance (2 / n)**0.5; five of each.
+    # Of n normal samples the mean has deviation n**-0.5 and the variance (2 / n)**0.5; five of
+    # each.
     assert abs(outputs.mean()) < 5 * outputs.size**-0.5
     assert abs(outputs.var() - 1) < 5 * (2 / outputs.size) ** 0.5
 
@@ -661,7 +793,9 @@ def test_logits_are_tied_to_the_table():
     table[3] = 0
     # Sums of 8 products: each rounded, and each partial sum.
     bound = 16 * np.finfo(np.float32).eps * np.abs(X).sum(-1).max() * np.abs(table).max()
-    np.testing.assert_allclose(pair.apply(params, None, X)[1], X.astype(np.float64) @ table.T, rtol=0, atol=bound)
+    np.testing.assert_allclose(
+        pair.apply(params, None, X)[1], X.astype(np.float64) @ table.T, rtol=0, atol=bound
+    )
 
 
 def test_transformer_embedding_ties_its_token_table():
@@ -672,7 +806,12 @@ def test_transformer_embedding_ties_its_token_table():
     pair = hk.transform(function)
     params = drawn(pair.init, IDS)
     logits, x = pair.apply(params, None, IDS)
-    np.testing.assert_array_equal(logits, te.tied_logits(x, params["transformer_embedding/~/token_embedding"]["embeddings"], pad_id=0))
+    np.testing.assert_array_equal(
+        logits,
+        te.tied_logits(
+            x, params["transformer_embedding/~/token_embedding"]["embeddings"], pad_id=0
+        ),
+    )
     assert not np.asarray(logits)[..., 0].any()
 
 
@@ -725,7 +864,11 @@ def test_the_padding_row_stays_zero(optimiser):
 def test_the_table_of_the_weight_decay_test_moves_at_padding():
     pair, update = padded(), OPTIMISERS["weight_decay"]
     params = pair.init(KEY, IDS)
-    steps, _ = jax.jit(lambda params: update.update(jax.tree.map(jnp.zeros_like, params), update.init(params), params))(params)
+    steps, _ = jax.jit(
+        lambda params: update.update(
+            jax.tree.map(jnp.zeros_like, params), update.init(params), params
+        )
+    )(params)
     assert np.asarray(steps["token_embedding"]["embeddings"])[4].all()
 
 
@@ -756,13 +899,17 @@ def encode(module, x, **options):
 
 LEARNED = functools.partial(learned, 16, 8)
 SINUSOIDAL = functools.partial(sinusoidal, 8)
-both_encodings = pytest.mark.parametrize("module", [SINUSOIDAL, LEARNED], ids=["sinusoidal", "learned"])
+both_encodings = pytest.mark.parametrize(
+    "module", [SINUSOIDAL, LEARNED], ids=["sinusoidal", "learned"]
+)
 
 
 def test_a_fixed_table_is_not_a_parameter():
     pair = hk.transform(lambda x: sinusoidal(8)(x, is_training=False))
     assert pair.init(KEY, X) == {}
-    params = jax.eval_shape(hk.transform(lambda ids: whole(11, 8)(ids, is_training=False)).init, KEY, IDS)
+    params = jax.eval_shape(
+        hk.transform(lambda ids: whole(11, 8)(ids, is_training=False)).init, KEY, IDS
+    )
     assert list(params) == ["transformer_embedding/~/token_embedding"]
 
 
@@ -787,7 +934,9 @@ def test_16_bit_sums_round_once(dtype):
 
 def test_a_16_bit_embedding_rounds_once():
     def function(ids):
-        embed = whole(11, 64, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, num_token_types=2, scale=False)
+        embed = whole(
+            11, 64, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, num_token_types=2, scale=False
+        )
         return embed(ids, is_training=False, token_types=TYPES)
 
     pair = hk.transform(function)
@@ -804,11 +953,18 @@ def test_a_16_bit_embedding_rounds_once():
 def test_positions_of_one_row_and_of_each(module):
     whole = np.asarray(encode(module, np.zeros([1, 16, 8], np.float32)))[0]
     zeros = np.zeros([2, 5, 8], np.float32)
-    one_row, each_row = np.array([3, 9, 0, 15, 1]), np.array([[0, 1, 2, 3, 4], [11, 12, 13, 14, 15]])
+    one_row, each_row = (
+        np.array([3, 9, 0, 15, 1]),
+        np.array([[0, 1, 2, 3, 4], [11, 12, 13, 14, 15]]),
+    )
     np.testing.assert_array_equal(encode(module, zeros), np.stack([whole[:5]] * 2))
-    np.testing.assert_array_equal(encode(module, zeros, positions=one_row), np.stack([whole[one_row]] * 2))
+    np.testing.assert_array_equal(
+        encode(module, zeros, positions=one_row), np.stack([whole[one_row]] * 2)
+    )
     np.testing.assert_array_equal(encode(module, zeros, positions=each_row), whole[each_row])
-    np.testing.assert_array_equal(encode(module, zeros, positions=each_row.tolist()), whole[each_row])
+    np.testing.assert_array_equal(
+        encode(module, zeros, positions=each_row.tolist()), whole[each_row]
+    )
 
 
 @both_encodings
@@ -826,14 +982,21 @@ def test_a_traced_offset_traces_once(module):
     apply = jax.jit(pair.apply)
     for offset in (0, 4, 11):
         got = apply(params, None, np.zeros([5, 8], np.float32), offset)
-        np.testing.assert_allclose(got, whole[offset : offset + 5], rtol=0, atol=np.finfo(np.float32).eps)
+        np.testing.assert_allclose(
+            got, whole[offset : offset + 5], rtol=0, atol=np.finfo(np.float32).eps
+        )
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize("positions", [[-(2**31), -1, 0, 1, 2**31 - 1], [10_000, 65_537, 1_000_003, 123_456_789, -987_654_321]])
+@pytest.mark.parametrize(
+    "positions",
+    [[-(2**31), -1, 0, 1, 2**31 - 1], [10_000, 65_537, 1_000_003, 123_456_789, -987_654_321]],
+)
 def test_any_int32_position_is_encoded(positions):
     got = encode(SINUSOIDAL, np.zeros([5, 8], np.float32), positions=np.array(positions, np.int32))
-    angle = np.array(positions, np.longdouble)[:, None] / 10_000.0 ** (np.arange(0, 8, 2, dtype=np.longdouble) / 8)
+    angle = np.array(positions, np.longdouble)[:, None] / 10_000.0 ** (
+        np.arange(0, 8, 2, dtype=np.longdouble) / 8
+    )
     wanted = np.stack([np.sin(angle), np.cos(angle)], -1).reshape(5, 8)
     # The encoding's own bound; a long double holds 2**31 to 2**-32 and its sine is good to that.
     np.testing.assert_allclose(got, wanted.astype(np.float64), rtol=0, atol=6.1e-8)
@@ -844,21 +1007,26 @@ def test_any_int32_position_is_encoded(positions):
 def test_lengths_0_and_1_and_any_leading_axes(module, shape):
     first = encode(module, np.zeros([1, 8], np.float32))
     np.testing.assert_array_equal(
-        encode(module, np.zeros(shape, np.float32)), np.broadcast_to(first, shape) if 0 not in shape else np.zeros(shape)
+        encode(module, np.zeros(shape, np.float32)),
+        np.broadcast_to(first, shape) if 0 not in shape else np.zeros(shape),
     )
 
 
 @pytest.mark.parametrize("d_model", [1, 7])
 def test_odd_widths_are_encoded(d_model):
     x = np.ones([5, d_model], np.float32)
-    np.testing.assert_array_equal(encode(functools.partial(sinusoidal, d_model), x), x + te.sinusoidal_table(5, d_model))
+    np.testing.assert_array_equal(
+        encode(functools.partial(sinusoidal, d_model), x), x + te.sinusoidal_table(5, d_model)
+    )
     result = evaluate(lambda ids: whole(11, d_model)(ids, is_training=False), IDS)
     assert result.shape == (2, 5, d_model)
     assert np.isfinite(result).all()
 
 
 def test_all_padding_leaves_the_positions():
-    result = evaluate(lambda ids: whole(11, 8, pad_id=0)(ids, is_training=False), np.zeros([2, 5], np.int8))
+    result = evaluate(
+        lambda ids: whole(11, 8, pad_id=0)(ids, is_training=False), np.zeros([2, 5], np.int8)
+    )
     np.testing.assert_array_equal(result, np.stack([te.sinusoidal_table(5, 8)] * 2))
 
 
@@ -866,11 +1034,17 @@ def test_all_padding_leaves_the_positions():
 def test_a_position_past_max_len_follows_the_policy(policy):
     module = functools.partial(learned, 5, 8, out_of_range=policy)
     whole = np.asarray(encode(module, np.zeros([5, 8], np.float32)))
-    pair = hk.transform(lambda x, offset: module()(x, is_training=False, positions=offset + jnp.arange(5)))
+    pair = hk.transform(
+        lambda x, offset: module()(x, is_training=False, positions=offset + jnp.arange(5))
+    )
     zeros = np.zeros([5, 8], np.float32)
     got = np.asarray(jax.jit(pair.apply)(drawn(pair.init, zeros, 0), None, zeros, 2))
     np.testing.assert_array_equal(got[:3], whole[2:])
-    wanted = {"nan": np.full([2, 8], np.nan), "clip": np.stack([whole[-1]] * 2), "zero": np.zeros([2, 8])}[policy]
+    wanted = {
+        "nan": np.full([2, 8], np.nan),
+        "clip": np.stack([whole[-1]] * 2),
+        "zero": np.zeros([2, 8]),
+    }[policy]
     np.testing.assert_array_equal(got[3:], wanted)
 
 
@@ -920,14 +1094,24 @@ def test_training_equals_hk_dropout_of_evaluation(descriptor):
 
 
 def test_no_rate_needs_no_key():
-    trained, evaluated = (evaluate(lambda x, flag=flag: sinusoidal(8, dropout_rate=0)(x, is_training=flag), X) for flag in (True, False))
+    trained, evaluated = (
+        evaluate(lambda x, flag=flag: sinusoidal(8, dropout_rate=0)(x, is_training=flag), X)
+        for flag in (True, False)
+    )
     np.testing.assert_array_equal(trained, evaluated)
 
 
 @dropping_modules
 def test_training_without_a_key_is_refused(descriptor):
-    with pytest.raises(ValueError, match=message("rng", "a key, to train with dropout (pass is_training=False to evaluate)", "None")):
-        transformed(descriptor, is_training=True).apply(params_of(descriptor.name), None, descriptor.data)
+    with pytest.raises(
+        ValueError,
+        match=message(
+            "rng", "a key, to train with dropout (pass is_training=False to evaluate)", "None"
+        ),
+    ):
+        transformed(descriptor, is_training=True).apply(
+            params_of(descriptor.name), None, descriptor.data
+        )
 
 
 FLAG = "a Python bool"
@@ -965,7 +1149,12 @@ def assert_equals_reference(function, reference, roundings):
     pair = hk.transform(function)
     params = drawn(pair.init, IDS)
     want, largest = reference(params)
-    np.testing.assert_allclose(pair.apply(params, None, IDS), want, rtol=0, atol=roundings * np.finfo(np.float32).eps * largest)
+    np.testing.assert_allclose(
+        pair.apply(params, None, IDS),
+        want,
+        rtol=0,
+        atol=roundings * np.finfo(np.float32).eps * largest,
+    )
 
 
 def test_transformer_embedding_equals_a_numpy_reference_for_vaswani():
@@ -974,12 +1163,16 @@ def test_transformer_embedding_equals_a_numpy_reference_for_vaswani():
         want = rows + sinusoids(5, 8)
         return want, np.abs(rows).max() + 1
 
-    assert_equals_reference(lambda ids: whole(11, 8, pad_id=0)(ids, is_training=False), reference, ROUNDINGS)
+    assert_equals_reference(
+        lambda ids: whole(11, 8, pad_id=0)(ids, is_training=False), reference, ROUNDINGS
+    )
 
 
 def bert_sum(params):
     return (
-        wide(params, "token_embedding")[IDS] + wide(params, "learned_positional_encoding")[:5] + wide(params, "token_type_embedding")[TYPES]
+        wide(params, "token_embedding")[IDS]
+        + wide(params, "learned_positional_encoding")[:5]
+        + wide(params, "token_type_embedding")[TYPES]
     )
 
 
@@ -995,7 +1188,9 @@ def test_transformer_embedding_equals_a_numpy_reference_for_bert():
         return want, largest_after_norm(total, want)
 
     build = functools.partial(whole, 11, 8, **BERT)
-    assert_equals_reference(lambda ids: build()(ids, is_training=False, token_types=TYPES), reference, ROUNDINGS)
+    assert_equals_reference(
+        lambda ids: build()(ids, is_training=False, token_types=TYPES), reference, ROUNDINGS
+    )
 
 
 def test_transformer_embedding_equals_a_numpy_reference_for_albert():
@@ -1003,10 +1198,14 @@ def test_transformer_embedding_equals_a_numpy_reference_for_albert():
         total = bert_sum(params)
         norm = normed(total, params, 1e-12)
         want = norm @ wide(params, "widen", "w") + wide(params, "widen", "b")
-        return want, largest_after_norm(total, norm) * np.abs(wide(params, "widen", "w")).sum(0).max()
+        return want, largest_after_norm(total, norm) * np.abs(wide(params, "widen", "w")).sum(
+            0
+        ).max()
 
     build = functools.partial(whole, 11, 8, embedding_width=6, **BERT)
-    assert_equals_reference(lambda ids: build()(ids, is_training=False, token_types=TYPES), reference, ROUNDINGS_WIDENED)
+    assert_equals_reference(
+        lambda ids: build()(ids, is_training=False, token_types=TYPES), reference, ROUNDINGS_WIDENED
+    )
 
 
 def test_the_scale_follows_the_width_of_the_table():
@@ -1015,9 +1214,13 @@ def test_the_scale_follows_the_width_of_the_table():
     def reference(params):
         rows = wide(params, "token_embedding")[IDS] * 2
         weights = wide(params, "widen", "w")
-        return rows @ weights + wide(params, "widen", "b"), np.abs(rows).max() * np.abs(weights).sum(0).max() + 1
+        return rows @ weights + wide(params, "widen", "b"), np.abs(rows).max() * np.abs(
+            weights
+        ).sum(0).max() + 1
 
-    assert_equals_reference(lambda ids: build()(ids, is_training=False), reference, ROUNDINGS_WIDENED)
+    assert_equals_reference(
+        lambda ids: build()(ids, is_training=False), reference, ROUNDINGS_WIDENED
+    )
 
 
 def test_the_modules_compose_to_the_whole():
@@ -1025,10 +1228,14 @@ def test_the_modules_compose_to_the_whole():
         x = te.TokenEmbedding(11, 8, pad_id=0)(ids)
         return learned(16, 8)(x, is_training=True)
 
-    composed = hk.transform(lambda ids: whole(11, 8, pad_id=0, positions=te.Learned(16))(ids, is_training=True))
+    composed = hk.transform(
+        lambda ids: whole(11, 8, pad_id=0, positions=te.Learned(16))(ids, is_training=True)
+    )
     params = drawn(composed.init, IDS)
     own = {path.rsplit("/", 1)[-1]: leaf for path, leaf in params.items()}
-    np.testing.assert_array_equal(hk.transform(parts).apply(own, KEY, IDS), composed.apply(params, KEY, IDS))
+    np.testing.assert_array_equal(
+        hk.transform(parts).apply(own, KEY, IDS), composed.apply(params, KEY, IDS)
+    )
 
 
 # Errors, by message.
@@ -1060,29 +1267,95 @@ BAD_ARGUMENTS = [
     (lambda: te.TokenEmbedding(11, True), TypeError, "d_model", "a Python int", "bool True"),
     (lambda: TOKENS(scale=1), TypeError, "scale", FLAG, "int 1"),
     (lambda: TOKENS(pad_id="0"), TypeError, "pad_id", "a Python int", "str '0'"),
-    (lambda: TOKENS(pad_id=2**31 - 1), ValueError, "pad_id", "an int below 2**31 - 1", "2147483647"),
-    (lambda: TOKENS(pad_id=-(2**31)), ValueError, "pad_id", "an int of at least -2147483647", "-2147483648"),
+    (
+        lambda: TOKENS(pad_id=2**31 - 1),
+        ValueError,
+        "pad_id",
+        "an int below 2**31 - 1",
+        "2147483647",
+    ),
+    (
+        lambda: TOKENS(pad_id=-(2**31)),
+        ValueError,
+        "pad_id",
+        "an int of at least -2147483647",
+        "-2147483648",
+    ),
     (lambda: TOKENS(out_of_range="wrap"), ValueError, "out_of_range", POLICIES, "'wrap'"),
-    (lambda: TOKENS(lookup_style="sum"), ValueError, "lookup_style", "one of 'gather', 'one_hot'", "'sum'"),
-    (lambda: TOKENS(param_dtype=jnp.int32), TypeError, "param_dtype", "a floating dtype of 16 bits or more", "int32"),
-    (lambda: TOKENS(dtype=jnp.int8), TypeError, "dtype", "a floating dtype of 16 bits or more", "int8"),
+    (
+        lambda: TOKENS(lookup_style="sum"),
+        ValueError,
+        "lookup_style",
+        "one of 'gather', 'one_hot'",
+        "'sum'",
+    ),
+    (
+        lambda: TOKENS(param_dtype=jnp.int32),
+        TypeError,
+        "param_dtype",
+        "a floating dtype of 16 bits or more",
+        "int32",
+    ),
+    (
+        lambda: TOKENS(dtype=jnp.int8),
+        TypeError,
+        "dtype",
+        "a floating dtype of 16 bits or more",
+        "int8",
+    ),
     (lambda: sinusoidal(0), ValueError, "d_model", POSITIVE, "0"),
     (lambda: sinusoidal("8"), TypeError, "d_model", "a Python int", "str '8'"),
     (lambda: SINUSOIDAL(dropout_rate=1.0), ValueError, "dropout_rate", UNIT, "1.0"),
     (lambda: SINUSOIDAL(dropout_rate=-0.1), ValueError, "dropout_rate", UNIT, "-0.1"),
     (lambda: SINUSOIDAL(dropout_rate=float("nan")), ValueError, "dropout_rate", UNIT, "nan"),
-    (lambda: SINUSOIDAL(dropout_rate="0.1"), TypeError, "dropout_rate", "a Python float known while tracing", "str '0.1'"),
+    (
+        lambda: SINUSOIDAL(dropout_rate="0.1"),
+        TypeError,
+        "dropout_rate",
+        "a Python float known while tracing",
+        "str '0.1'",
+    ),
     (lambda: SINUSOIDAL(base=0), ValueError, "base", "a finite number above 0", "0"),
-    (lambda: SINUSOIDAL(layout="halves"), ValueError, "layout", "one of 'interleaved', 'sin_cos', 'cos_sin'", "'halves'"),
+    (
+        lambda: SINUSOIDAL(layout="halves"),
+        ValueError,
+        "layout",
+        "one of 'interleaved', 'sin_cos', 'cos_sin'",
+        "'halves'",
+    ),
     (lambda: SINUSOIDAL(shift=4), ValueError, "shift", "a number below d_model // 2 = 4", "4"),
-    (lambda: SINUSOIDAL(odd="drop"), ValueError, "odd", "one of 'truncate', 'round_up', 'zero'", "'drop'"),
-    (lambda: SINUSOIDAL(frequency_scale=-1.0), ValueError, "frequency_scale", "a finite number above 0", "-1.0"),
+    (
+        lambda: SINUSOIDAL(odd="drop"),
+        ValueError,
+        "odd",
+        "one of 'truncate', 'round_up', 'zero'",
+        "'drop'",
+    ),
+    (
+        lambda: SINUSOIDAL(frequency_scale=-1.0),
+        ValueError,
+        "frequency_scale",
+        "a finite number above 0",
+        "-1.0",
+    ),
     (lambda: learned(0, 8), ValueError, "max_len", POSITIVE, "0"),
     (lambda: learned(16, 0), ValueError, "d_model", POSITIVE, "0"),
     (lambda: LEARNED(dropout_rate=1), ValueError, "dropout_rate", UNIT, "1"),
     (lambda: LEARNED(out_of_range="raise"), ValueError, "out_of_range", POLICIES, "'raise'"),
-    (lambda: LEARNED(param_dtype=jnp.uint8), TypeError, "param_dtype", "a floating dtype of 16 bits or more", "uint8"),
-    (lambda: te.PositionalEncoding(8, 8), TypeError, "scheme", "Sinusoidal(...), SinusoidalGrid(...) or Learned(max_len=...)", "8"),
+    (
+        lambda: LEARNED(param_dtype=jnp.uint8),
+        TypeError,
+        "param_dtype",
+        "a floating dtype of 16 bits or more",
+        "uint8",
+    ),
+    (
+        lambda: te.PositionalEncoding(8, 8),
+        TypeError,
+        "scheme",
+        "Sinusoidal(...), SinusoidalGrid(...) or Learned(max_len=...)",
+        "8",
+    ),
     (
         lambda: te.PositionalEncoding(te.Sinusoidal(), 8, w_init="zeros"),
         ValueError,
@@ -1113,23 +1386,61 @@ BAD_ARGUMENTS = [
         "Sinusoidal(...), SinusoidalGrid(...), Learned(max_len=...) or None",
         "'sinusoidal'",
     ),
-    (lambda: WHOLE(positions=te.Sinusoidal(base=-1.0)), ValueError, "base", "a finite number above 0", "-1.0"),
+    (
+        lambda: WHOLE(positions=te.Sinusoidal(base=-1.0)),
+        ValueError,
+        "base",
+        "a finite number above 0",
+        "-1.0",
+    ),
     (lambda: WHOLE(dropout_rate=1.5), ValueError, "dropout_rate", UNIT, "1.5"),
     (lambda: WHOLE(pad_id=0.5), TypeError, "pad_id", "a Python int", "float 0.5"),
     (lambda: WHOLE(scale="yes"), TypeError, "scale", FLAG, "str 'yes'"),
     (lambda: WHOLE(num_token_types=0), ValueError, "num_token_types", POSITIVE, "0"),
-    (lambda: WHOLE(layer_norm_eps=0.0), ValueError, "layer_norm_eps", "a finite number above 0", "0.0"),
-    (lambda: WHOLE(layer_norm_eps="1e-12"), TypeError, "layer_norm_eps", "a Python number", "str '1e-12'"),
+    (
+        lambda: WHOLE(layer_norm_eps=0.0),
+        ValueError,
+        "layer_norm_eps",
+        "a finite number above 0",
+        "0.0",
+    ),
+    (
+        lambda: WHOLE(layer_norm_eps="1e-12"),
+        TypeError,
+        "layer_norm_eps",
+        "a Python number",
+        "str '1e-12'",
+    ),
     (lambda: WHOLE(embedding_width=0), ValueError, "embedding_width", POSITIVE, "0"),
     (lambda: WHOLE(out_of_range="wrap"), ValueError, "out_of_range", POLICIES, "'wrap'"),
-    (lambda: WHOLE(lookup_style=None), ValueError, "lookup_style", "one of 'gather', 'one_hot'", "None"),
-    (lambda: WHOLE(param_dtype=jnp.int32), TypeError, "param_dtype", "a floating dtype of 16 bits or more", "int32"),
-    (lambda: WHOLE(dtype=jnp.int32), TypeError, "dtype", "a floating dtype of 16 bits or more", "int32"),
+    (
+        lambda: WHOLE(lookup_style=None),
+        ValueError,
+        "lookup_style",
+        "one of 'gather', 'one_hot'",
+        "None",
+    ),
+    (
+        lambda: WHOLE(param_dtype=jnp.int32),
+        TypeError,
+        "param_dtype",
+        "a floating dtype of 16 bits or more",
+        "int32",
+    ),
+    (
+        lambda: WHOLE(dtype=jnp.int32),
+        TypeError,
+        "dtype",
+        "a floating dtype of 16 bits or more",
+        "int32",
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("build", "error", "name", "want", "got"), BAD_ARGUMENTS, ids=[f"{n}-{bad[2]}" for n, bad in enumerate(BAD_ARGUMENTS)]
+    ("build", "error", "name", "want", "got"),
+    BAD_ARGUMENTS,
+    ids=[f"{n}-{bad[2]}" for n, bad in enumerate(BAD_ARGUMENTS)],
 )
 def test_bad_arguments_are_refused(build, error, name, want, got):
     refused(error, message(name, want, got), build)
@@ -1144,7 +1455,10 @@ def test_a_float_d_model_is_refused_after_its_integer_was_taken(d_model):
 @both_encodings
 def test_a_traced_rate_is_refused(module):
     build = hk.transform(lambda rate: module(dropout_rate=rate)(X, is_training=False))
-    with pytest.raises(TypeError, match=message("dropout_rate", "a Python float known while tracing", "a traced float32[]")):
+    with pytest.raises(
+        TypeError,
+        match=message("dropout_rate", "a Python float known while tracing", "a traced float32[]"),
+    ):
         jax.jit(build.init)(KEY, 0.5)
 
 
@@ -1158,8 +1472,14 @@ def test_bad_calls_of_encodings_are_refused(module):
 
     length = "a last axis of x's tokens' length, 5"
     refused(TypeError, message("x", "a floating dtype", "int32"), call(IDS))
-    refused(ValueError, message("x", "shape [..., length, d_model = 8]", "shape [2, 5, 7]"), call(X[..., :7]))
-    refused(ValueError, message("x", "shape [..., length, d_model = 8]", "shape [8]"), call(X[0, 0]))
+    refused(
+        ValueError,
+        message("x", "shape [..., length, d_model = 8]", "shape [2, 5, 7]"),
+        call(X[..., :7]),
+    )
+    refused(
+        ValueError, message("x", "shape [..., length, d_model = 8]", "shape [8]"), call(X[0, 0])
+    )
     refused(ValueError, message("positions", length, "shape []" + VMAP), call(X, positions=3))
     refused(ValueError, message("positions", length, "shape [4]"), call(X, positions=np.arange(4)))
     refused(ValueError, message("positions", length, "shape [2, 1]"), call(X, positions=[[0], [1]]))
@@ -1175,7 +1495,9 @@ def test_bad_calls_of_encodings_are_refused(module):
     )
     refused(
         ValueError,
-        message("positions", "an array, or nested lists of equal lengths", "lists of unequal lengths"),
+        message(
+            "positions", "an array, or nested lists of equal lengths", "lists of unequal lengths"
+        ),
         call(X, positions=[[1], [2, 3]]),
     )
 
@@ -1188,7 +1510,9 @@ def test_positions_of_a_wrong_dtype_are_refused():
         lambda: SINUSOIDAL()(X, is_training=False, positions=np.arange(5, dtype=np.float16)),
     )
     refused(
-        TypeError, message("positions", "an integer dtype", "float32"), lambda: LEARNED()(X, is_training=False, positions=jnp.arange(5.0))
+        TypeError,
+        message("positions", "an integer dtype", "float32"),
+        lambda: LEARNED()(X, is_training=False, positions=jnp.arange(5.0)),
     )
 
 
@@ -1197,7 +1521,9 @@ def test_a_length_past_max_len_is_refused():
     want = "a length of at most max_len = 16"
     refused(ValueError, message("x", want, "length 17"), lambda: LEARNED()(long, is_training=False))
     refused(
-        ValueError, message("ids", want, "length 17"), lambda: WHOLE(positions=te.Learned(16))(np.zeros([2, 17], int), is_training=False)
+        ValueError,
+        message("ids", want, "length 17"),
+        lambda: WHOLE(positions=te.Learned(16))(np.zeros([2, 17], int), is_training=False),
     )
 
 
@@ -1209,19 +1535,37 @@ def test_bad_calls_of_the_whole_are_refused():
     typed = functools.partial(WHOLE, num_token_types=2)
     refused(TypeError, message("ids", "an integer dtype", "float32"), call(X))
     refused(TypeError, message("ids", "an integer dtype", "bool"), call(IDS == 0))
-    refused(TypeError, message("ids", "an array of numbers of at most 64 bits", "NoneType None"), call(None))
+    refused(
+        TypeError,
+        message("ids", "an array of numbers of at most 64 bits", "NoneType None"),
+        call(None),
+    )
     refused(ValueError, message("ids", "shape [..., length]", "shape []"), call(3))
     refused(
         ValueError,
         message("positions", "None, since the model adds no positions", "an array int64[5]"),
         call(IDS, without, positions=np.arange(5)),
     )
-    refused(ValueError, message("positions", "a last axis of the ids' length, 5", "shape []" + VMAP), call(IDS, positions=7))
     refused(
-        ValueError, message("token_types", "None, since num_token_types is not set", "an array int32[2, 5]"), call(IDS, token_types=TYPES)
+        ValueError,
+        message("positions", "a last axis of the ids' length, 5", "shape []" + VMAP),
+        call(IDS, positions=7),
     )
-    refused(ValueError, message("token_types", "an array, since num_token_types is set", "None"), call(IDS, typed))
-    refused(TypeError, message("token_types", "an integer dtype", "float64"), call(IDS, typed, token_types=TYPES / 2))
+    refused(
+        ValueError,
+        message("token_types", "None, since num_token_types is not set", "an array int32[2, 5]"),
+        call(IDS, token_types=TYPES),
+    )
+    refused(
+        ValueError,
+        message("token_types", "an array, since num_token_types is set", "None"),
+        call(IDS, typed),
+    )
+    refused(
+        TypeError,
+        message("token_types", "an integer dtype", "float64"),
+        call(IDS, typed, token_types=TYPES / 2),
+    )
     refused(
         ValueError,
         message("token_types", "a shape that broadcasts to that of the ids, [5]", "shape [2, 5]"),
@@ -1240,12 +1584,20 @@ def test_a_scheme_that_counts_padding_apart_needs_positions_where_there_are_no_i
     def call(**options):
         return lambda: te.PositionalEncoding(scheme, 8)(X, is_training=False, **options)
 
-    refused(ValueError, message("positions", "an array, since the scheme's at_padding depends on the ids", "None"), call())
+    refused(
+        ValueError,
+        message("positions", "an array, since the scheme's at_padding depends on the ids", "None"),
+        call(),
+    )
     hk.transform(call(positions=[0, 1, 2, 3, 4])).init(KEY)
 
 
 def test_logits_of_another_width_are_refused():
-    refused(ValueError, message("x", "a last axis of the table's width, 8", "shape [2, 5, 7]"), lambda: WHOLE().logits(X[..., :7]))
+    refused(
+        ValueError,
+        message("x", "a last axis of the table's width, 8", "shape [2, 5, 7]"),
+        lambda: WHOLE().logits(X[..., :7]),
+    )
     refused(TypeError, message("x", "a floating dtype", "int32"), lambda: TOKENS().logits(IDS))
 
 
@@ -1264,19 +1616,31 @@ def test_relative_position_bias_is_the_table_at_the_buckets(bidirectional):
     bias = relative_position_bias(3, num_buckets=8, max_distance=20, bidirectional=bidirectional)
     queries, keys = np.array([[4, 5], [30, 0]]), np.arange(6)
     params = drawn(bias.init, queries, keys)
-    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params) == {"relative_position_bias": {"embeddings": ((8, 3), jnp.float32)}}
-    buckets = te.relative_position_buckets(queries, keys, num_buckets=8, max_distance=20, bidirectional=bidirectional)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params) == {
+        "relative_position_bias": {"embeddings": ((8, 3), jnp.float32)}
+    }
+    buckets = te.relative_position_buckets(
+        queries, keys, num_buckets=8, max_distance=20, bidirectional=bidirectional
+    )
     table = np.asarray(params["relative_position_bias"]["embeddings"])
-    np.testing.assert_array_equal(bias.apply(params, queries, keys), np.moveaxis(table[np.asarray(buckets)], -1, 1))
+    np.testing.assert_array_equal(
+        bias.apply(params, queries, keys), np.moveaxis(table[np.asarray(buckets)], -1, 1)
+    )
 
 
 def test_relative_position_bias_gradient_counts_each_pair():
     bias = relative_position_bias(2, num_buckets=4, max_distance=5, dtype=jnp.bfloat16)
     params = drawn(bias.init, range(6), range(6))
-    gradient = jax.jit(jax.grad(lambda params: bias.apply(params, range(6), range(6)).astype(jnp.float32).sum()))(params)
-    buckets = np.asarray(te.relative_position_buckets(range(6), range(6), num_buckets=4, max_distance=5))
+    gradient = jax.jit(
+        jax.grad(lambda params: bias.apply(params, range(6), range(6)).astype(jnp.float32).sum())
+    )(params)
+    buckets = np.asarray(
+        te.relative_position_buckets(range(6), range(6), num_buckets=4, max_distance=5)
+    )
     counts = np.bincount(buckets.ravel(), minlength=4)
-    np.testing.assert_array_equal(gradient["relative_position_bias"]["embeddings"], np.stack([counts, counts], 1))
+    np.testing.assert_array_equal(
+        gradient["relative_position_bias"]["embeddings"], np.stack([counts, counts], 1)
+    )
     assert jax.eval_shape(lambda: bias.apply(params, range(6), range(6))).dtype == jnp.bfloat16
 
 
@@ -1284,10 +1648,22 @@ def test_relative_position_bias_gradient_counts_each_pair():
     ("kind", "message", "options"),
     [
         (ValueError, "num_heads: wanted an int of at least 1, got 0", {"num_heads": 0}),
-        (ValueError, "num_buckets: wanted an int of at least 4, got 3", {"num_heads": 1, "num_buckets": 3}),
-        (ValueError, "max_distance: wanted an int of at least 9, got 8", {"num_heads": 1, "max_distance": 8}),
+        (
+            ValueError,
+            "num_buckets: wanted an int of at least 4, got 3",
+            {"num_heads": 1, "num_buckets": 3},
+        ),
+        (
+            ValueError,
+            "max_distance: wanted an int of at least 9, got 8",
+            {"num_heads": 1, "max_distance": 8},
+        ),
         (TypeError, "bidirectional: wanted a Python bool", {"num_heads": 1, "bidirectional": 1}),
-        (TypeError, "dtype: wanted a floating dtype of 16 bits or more, got int32", {"num_heads": 1, "dtype": jnp.int32}),
+        (
+            TypeError,
+            "dtype: wanted a floating dtype of 16 bits or more, got int32",
+            {"num_heads": 1, "dtype": jnp.int32},
+        ),
     ],
 )
 def test_bad_arguments_of_relative_position_bias_raise_errors(kind, message, options):
@@ -1319,7 +1695,11 @@ def test_a_grid_with_more_points_than_int32_counts_is_refused():
 
 
 def grid_embedding(scheme, d_model=8):
-    return hk.transform(lambda ids, **options: whole(11, d_model, positions=scheme)(ids, is_training=False, **options))
+    return hk.transform(
+        lambda ids, **options: whole(11, d_model, positions=scheme)(
+            ids, is_training=False, **options
+        )
+    )
 
 
 def test_a_grid_of_tokens_is_the_flattened_grid():
@@ -1329,27 +1709,38 @@ def test_a_grid_of_tokens_is_the_flattened_grid():
 
     @jax.jit
     def of_all_and_of_the_first(params):
-        return embed.apply(params, None, ids), embed.apply(params, None, ids[:, :1], positions=np.zeros((2, 1), int))
+        return embed.apply(params, None, ids), embed.apply(
+            params, None, ids[:, :1], positions=np.zeros((2, 1), int)
+        )
 
     whole, first = of_all_and_of_the_first(params)
     encoding = np.asarray(whole) - np.asarray(first)
     grid = np.asarray(te.sinusoidal_grid((2, 3), 8, axes=(1, 0), layout="sin_cos")).reshape(6, 8)
     # Both sums round once, of numbers below 4.
-    np.testing.assert_allclose(encoding, np.broadcast_to(grid - grid[0], (2, 6, 8)), rtol=0, atol=4 * 2**-23)
-    np.testing.assert_array_equal(te.sinusoidal_grid((2, 3), 8, axes=(1, 0), layout="sin_cos", positions=np.arange(6)), grid)
+    np.testing.assert_allclose(
+        encoding, np.broadcast_to(grid - grid[0], (2, 6, 8)), rtol=0, atol=4 * 2**-23
+    )
+    np.testing.assert_array_equal(
+        te.sinusoidal_grid((2, 3), 8, axes=(1, 0), layout="sin_cos", positions=np.arange(6)), grid
+    )
 
 
 def test_a_position_outside_the_grid_is_nan():
     embed, ids = grid_embedding(te.SinusoidalGrid((2, 3))), np.zeros((1, 3), int)
     params = drawn(embed.init, ids)
-    embedded = jax.jit(lambda positions: embed.apply(params, None, ids, positions=positions))(np.array([-1, 5, 6]))
+    embedded = jax.jit(lambda positions: embed.apply(params, None, ids, positions=positions))(
+        np.array([-1, 5, 6])
+    )
     assert np.isnan(embedded).all(-1).tolist() == [[True, False, True]]
 
 
 @pytest.mark.parametrize(
     ("message", "call"),
     [
-        ("ids: wanted a length of at most the 6 points of the grid, got length 7", lambda: grid_embedding(te.SinusoidalGrid((2, 3)))),
+        (
+            "ids: wanted a length of at most the 6 points of the grid, got length 7",
+            lambda: grid_embedding(te.SinusoidalGrid((2, 3))),
+        ),
         (
             "d_model: wanted a multiple of the 2 axes (or odd='round_up' or 'zero'), got 7",
             lambda: te.EmbedderConfig(8, 7, positions=te.SinusoidalGrid((2, 3))),
@@ -1377,14 +1768,19 @@ def test_a_grid_with_coordinates_of_its_own_as_in_diffusers():
     coordinates = [np.arange(n) * 16 / n / 2.0 for n in (4, 8)]
     options = {"axes": (1, 0), "layout": "sin_cos"}
     scheme = te.SinusoidalGrid((4, 8), axis_positions=coordinates, **options)
-    assert hash(scheme) == hash(te.SinusoidalGrid((4, 8), axis_positions=tuple(map(tuple, coordinates)), **options))
+    assert hash(scheme) == hash(
+        te.SinusoidalGrid((4, 8), axis_positions=tuple(map(tuple, coordinates)), **options)
+    )
     assert scheme.axis_positions[0] == (0.0, 2.0, 4.0, 6.0)
-    grid = np.asarray(te.sinusoidal_grid((4, 8), 24, axis_positions=coordinates, **options)).reshape(32, 24)
+    grid = np.asarray(
+        te.sinusoidal_grid((4, 8), 24, axis_positions=coordinates, **options)
+    ).reshape(32, 24)
     embed, ids = grid_embedding(scheme, 24), np.zeros((1, 32), int)
     params = drawn(embed.init, ids)
     (table,) = jax.tree.leaves(params)
     tokens = np.asarray(table)[0] * np.sqrt(24).astype(np.float32)
-    # The token's row, times the factor, and its sum with the encoding: two roundings of numbers below 8.
+    # The token's row, times the factor, and its sum with the encoding: two roundings of numbers
+    # below 8.
     (embedded,) = np.asarray(embed.apply(params, None, ids))
     np.testing.assert_allclose(embedded, tokens + grid, rtol=0, atol=8 * 2**-23)
 
@@ -1396,8 +1792,16 @@ def test_a_grid_with_coordinates_of_its_own_as_in_diffusers():
         ([[0, 1], [0, 1]], ValueError, "axis_positions[1]: wanted shape [3], got shape [2]"),
         (2, TypeError, "axis_positions: wanted a sequence, got int 2"),
         ([0, 1], TypeError, "axis_positions[0]: wanted a sequence, got int 0"),
-        ([[0, "a"], [0, 1, 2]], TypeError, "axis_positions[0][1]: wanted a Python number, got str 'a'"),
-        ([[0, np.nan], [0, 1, 2]], ValueError, "axis_positions[0][1]: wanted a finite number, got nan"),
+        (
+            [[0, "a"], [0, 1, 2]],
+            TypeError,
+            "axis_positions[0][1]: wanted a Python number, got str 'a'",
+        ),
+        (
+            [[0, np.nan], [0, 1, 2]],
+            ValueError,
+            "axis_positions[0][1]: wanted a finite number, got nan",
+        ),
     ],
 )
 def test_coordinates_of_a_grid_are_checked(coordinates, error, text):

@@ -25,7 +25,10 @@ def embed(scheme, ids, **arguments):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_positions_count_from_start(scheme):
-    np.testing.assert_array_equal(embed(dataclasses.replace(scheme, start=2), IDS), embed(scheme, IDS, positions=np.arange(2, 7)))
+    np.testing.assert_array_equal(
+        embed(dataclasses.replace(scheme, start=2), IDS),
+        embed(scheme, IDS, positions=np.arange(2, 7)),
+    )
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -34,7 +37,8 @@ def test_only_tokens_are_counted_where_padding_has_a_position_of_its_own(scheme)
     mask = (IDS != PAD_ID).astype(int)
     positions = np.cumsum(mask, 1) * mask + 1
     np.testing.assert_array_equal(
-        embed(dataclasses.replace(scheme, start=2, at_padding=1, pad_id=PAD_ID), IDS), embed(scheme, IDS, positions=positions)
+        embed(dataclasses.replace(scheme, start=2, at_padding=1, pad_id=PAD_ID), IDS),
+        embed(scheme, IDS, positions=positions),
     )
 
 
@@ -50,7 +54,10 @@ def test_ids_of_any_rank(scheme):
 def test_the_remedy_for_left_padding_stands_in_the_docstrings_and_works(documented):
     """Padding on the left is counted, although the config knows pad_id."""
     text = " ".join(documented.__doc__.split())
-    assert "With left-padded ids, tokens do not start at position 0" in text or "left padding shifts the positions" in text
+    assert (
+        "With left-padded ids, tokens do not start at position 0" in text
+        or "left padding shifts the positions" in text
+    )
     assert "positions=te.Sinusoidal(at_padding=0, pad_id=0)" in text
     left, alone = np.array([[0, 0, 5, 6, 7]]), np.array([[5, 6, 7]])
     counted = embed(te.Sinusoidal(), left)[:, 2:]
@@ -58,18 +65,25 @@ def test_the_remedy_for_left_padding_stands_in_the_docstrings_and_works(document
     remedy = te.Sinusoidal(at_padding=0, pad_id=0)
     np.testing.assert_array_equal(embed(remedy, left)[:, 2:], embed(te.Sinusoidal(), alone))
     by_hand = te.TokenPositions.from_ids(left, pad_id=0).positions
-    np.testing.assert_array_equal(embed(te.Sinusoidal(), left, positions=by_hand)[:, 2:], embed(te.Sinusoidal(), alone))
+    np.testing.assert_array_equal(
+        embed(te.Sinusoidal(), left, positions=by_hand)[:, 2:], embed(te.Sinusoidal(), alone)
+    )
 
 
 def test_given_positions_are_taken_as_they_are():
     scheme = te.Learned(max_len=9, start=2, at_padding=1, pad_id=PAD_ID)
     positions = np.array([4, 3, 2, 1, 0])
-    np.testing.assert_array_equal(embed(scheme, IDS, positions=positions), embed(te.Learned(max_len=9), IDS, positions=positions))
+    np.testing.assert_array_equal(
+        embed(scheme, IDS, positions=positions),
+        embed(te.Learned(max_len=9), IDS, positions=positions),
+    )
 
 
 def test_start_shortens_what_a_table_holds():
     assert embed(te.Learned(max_len=7, start=2), IDS).shape == (3, 5, 8)
-    with pytest.raises(ValueError, match=r"^ids: wanted a length of at most max_len - start = 4, got length 5\b"):
+    with pytest.raises(
+        ValueError, match=r"^ids: wanted a length of at most max_len - start = 4, got length 5\b"
+    ):
         embed(te.Learned(max_len=6, start=2), IDS)
 
 
@@ -92,34 +106,46 @@ def test_bad_starts(scheme, arguments, error, message):
 @pytest.mark.parametrize("name", ["start", "at_padding"])
 @pytest.mark.parametrize("position", [-1, 9])
 def test_a_table_has_no_such_position(name, position):
-    with pytest.raises(ValueError, match=rf"^{name}: wanted an int in \[0, max_len = 9\), got {position}$"):
+    with pytest.raises(
+        ValueError, match=rf"^{name}: wanted an int in \[0, max_len = 9\), got {position}$"
+    ):
         te.Learned(max_len=9, **{"pad_id": 0 if name == "at_padding" else None, name: position})
 
 
 @pytest.mark.parametrize("odd", ["truncate", "round_up", "zero"])
 def test_a_frequency_that_is_too_high_is_refused_before_the_width_is_known(odd):
     with pytest.raises(
-        ValueError, match=r"^base and frequency_scale: wanted frequencies below 2\*\*32 turns per position, got 1.00e\+30 radians$"
+        ValueError,
+        match=r"^base and frequency_scale: wanted frequencies below 2\*\*32 turns per position, got 1.00e\+30 radians$",
     ):
         te.Sinusoidal(odd=odd, frequency_scale=1e30)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_position_at_padding_and_its_id_come_together(scheme):
-    with pytest.raises(ValueError, match=r"^pad_id: wanted the id of padding, since at_padding is set, got None$"):
+    with pytest.raises(
+        ValueError, match=r"^pad_id: wanted the id of padding, since at_padding is set, got None$"
+    ):
         dataclasses.replace(scheme, at_padding=1)
-    with pytest.raises(ValueError, match=r"^pad_id: wanted None, since at_padding is not set, got int 1$"):
+    with pytest.raises(
+        ValueError, match=r"^pad_id: wanted None, since at_padding is not set, got int 1$"
+    ):
         dataclasses.replace(scheme, pad_id=1)
 
 
 def test_a_start_far_out_is_exact():
     far = te.sinusoidal_encoding(np.arange(10**9, 10**9 + 5), 8)
-    np.testing.assert_array_equal(embed(te.Sinusoidal(start=10**9), IDS), np.broadcast_to(far, (3, 5, 8)))
+    np.testing.assert_array_equal(
+        embed(te.Sinusoidal(start=10**9), IDS), np.broadcast_to(far, (3, 5, 8))
+    )
 
 
 def test_positions_stay_inside_int32():
     assert te.Sinusoidal(start=2**31 - 5).count(5, "ids")[-1] == 2**31 - 1
-    with pytest.raises(ValueError, match=r"^start: wanted an int of at most 2147483643, for 5 positions inside int32, got 2147483644$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^start: wanted an int of at most 2147483643, for 5 positions inside int32, got 2147483644$",
+    ):
         te.Sinusoidal(start=2**31 - 4).count(5, "ids")
 
 

@@ -8,19 +8,24 @@ import zlib
 import numpy as np
 
 import transformer_embed as te
-from transformer_embed.pretrained import architectures, files
+from transformer_embed._src.pretrained import architectures, files
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
-CASES = {case["name"]: case for case in json.loads((GOLDEN / "pretrained.json").read_text())["cases"]}
+CASES = {
+    case["name"]: case for case in json.loads((GOLDEN / "pretrained.json").read_text())["cases"]
+}
 PAD = 1
-# A unit in the last place of float32, at the largest value. Layer norms sum their channels in another order than the original does.
+# A unit in the last place of float32, at the largest value. Layer norms sum their channels in
+# another order than the original does.
 ULPS = 3
 
 
 def unpack(value):
     if "data" not in value:
         return np.zeros(value["shape"], np.float32)
-    return np.frombuffer(zlib.decompress(base64.b85decode(value["data"])), "<f4").reshape(value["shape"])
+    return np.frombuffer(zlib.decompress(base64.b85decode(value["data"])), "<f4").reshape(
+        value["shape"]
+    )
 
 
 def assert_same(ours, theirs):
@@ -34,8 +39,11 @@ def tensors_of(case):
 
 
 def checkpoint(folder, case, *, settings=None, drop=(), change=None):
-    """A folder with the tensors and the config.json of a case; settings=None: as they are, {}: no file."""
-    tensors = {name: array for name, array in tensors_of(case).items() if name not in drop} | (change or {})
+    """A folder with the tensors and the config.json of a case; settings=None: as they are, {}: no
+    file."""
+    tensors = {name: array for name, array in tensors_of(case).items() if name not in drop} | (
+        change or {}
+    )
     files.write_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
     settings = case["settings"] if settings is None else settings
     if settings:
@@ -54,5 +62,8 @@ def kind_of(case):
 
 def read_by(case):
     """The entries of a config.json that its architecture reads."""
-    known = {"model_type", *(name for names in kind_of(case).settings.names().values() for name in names)}
+    known = {
+        "model_type",
+        *(name for names in kind_of(case).settings.names().values() for name in names),
+    }
     return {name: value for name, value in case["settings"].items() if name in known}

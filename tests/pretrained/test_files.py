@@ -1,4 +1,5 @@
-"""Hostile and unusual files: each gives a right result or an error of ours that is short and says what to do."""
+"""Hostile and unusual files: each gives a right result or an error of ours that is short and says
+what to do."""
 
 import contextlib
 import json
@@ -27,7 +28,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import transformer_embed as te
-from transformer_embed.pretrained import architectures, checkpoints, files, rope
+from transformer_embed._src.pretrained import architectures, checkpoints, files, rope
 
 load_embedder, save_embedder = te.pretrained.load_embedder, te.pretrained.save_embedder
 CONFIG, EXTRAS = checkpoints.CONFIG, checkpoints.EXTRAS
@@ -58,13 +59,19 @@ def test_a_lone_file_says_that_config_json_is_missing(tmp_path):
 def test_a_folder_with_a_pickle_alone_says_how_to_convert_it(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04")
     message = refused(tmp_path)
-    assert f"{tmp_path.name}: convert it with safetensors.torch.save_file(torch.load('pytorch_model.bin', weights_only=True)" in message
+    assert (
+        f"{tmp_path.name}: convert it with safetensors.torch.save_file(torch.load('pytorch_model.bin', weights_only=True)"
+        in message
+    )
     assert message.endswith("a pickle may run code and is not opened")
 
 
 @pytest.mark.parametrize("name", ["bert-base-uncased", "meta-llama/Llama-3.2-1B"])
 def test_a_model_name_in_place_of_a_path_says_to_download_it(name):
-    assert "No such file or directory (for a model's name, pass the folder that huggingface_hub.snapshot_download(name)" in refused(name)
+    assert (
+        "No such file or directory (for a model's name, pass the folder that huggingface_hub.snapshot_download(name)"
+        in refused(name)
+    )
 
 
 def test_a_folder_with_another_name_says_to_pass_the_file(tmp_path):
@@ -73,7 +80,10 @@ def test_a_folder_with_another_name_says_to_pass_the_file(tmp_path):
 
 
 def test_an_unknown_model_with_long_names_is_refused_briefly(tmp_path):
-    names = {f"{'deep.' * 30}{n}.{'x' * 100}{chr(97 + n)}": np.zeros((2, 2), np.float32) for n in range(26)}
+    names = {
+        f"{'deep.' * 30}{n}.{'x' * 100}{chr(97 + n)}": np.zeros((2, 2), np.float32)
+        for n in range(26)
+    }
     save_file(names, tmp_path / "model.safetensors")
     assert "or by hand: load_embedder(path, config=" in refused(tmp_path)
 
@@ -89,14 +99,28 @@ def by_hand(folder, tensors, config, names):
 def test_a_layer_norm_without_offset_is_loaded_with_zeros(tmp_path):
     config = te.EmbedderConfig(5, 4, positions=None, scale=False, layer_norm_eps=1e-5)
     names = {"token_embedding/embeddings": "t", "layer_norm/scale": "n", "layer_norm/offset": None}
-    found = by_hand(tmp_path, {"t": np.eye(5, 4, dtype=np.float32), "n": np.full(4, 2, np.float32)}, config, names)
-    np.testing.assert_array_equal(found.params["transformer_embedding/~/layer_norm"]["offset"], np.zeros(4))
+    found = by_hand(
+        tmp_path,
+        {"t": np.eye(5, 4, dtype=np.float32), "n": np.full(4, 2, np.float32)},
+        config,
+        names,
+    )
+    np.testing.assert_array_equal(
+        found.params["transformer_embedding/~/layer_norm"]["offset"], np.zeros(4)
+    )
     x = te.make_embedder(config).apply(found.params, None, [[0]], is_training=False)
     rows = np.array([1.0, 0, 0, 0])
     np.testing.assert_allclose(x[0, 0], 2 * (rows - 0.25) / np.sqrt(0.1875 + 1e-5), rtol=1e-6)
     assert "layer_norm/offset" not in str(found.names)
-    with pytest.raises(TypeError, match=r"^names: .*layer_norm/scale: wanted a tensor's name, got None$"):
-        by_hand(tmp_path, {"t": np.eye(5, 4, dtype=np.float32)}, config, names | {"layer_norm/scale": None})
+    with pytest.raises(
+        TypeError, match=r"^names: .*layer_norm/scale: wanted a tensor's name, got None$"
+    ):
+        by_hand(
+            tmp_path,
+            {"t": np.eye(5, 4, dtype=np.float32)},
+            config,
+            names | {"layer_norm/scale": None},
+        )
 
 
 def test_leading_axes_of_one_are_dropped(tmp_path):
@@ -104,7 +128,10 @@ def test_leading_axes_of_one_are_dropped(tmp_path):
     positions = np.arange(12, dtype=np.float32).reshape(1, 3, 4)
     names = {"token_embedding/embeddings": "t", "learned_positional_encoding/embeddings": "p"}
     found = by_hand(tmp_path, {"t": np.eye(5, 4, dtype=np.float32), "p": positions}, config, names)
-    np.testing.assert_array_equal(found.params["transformer_embedding/~/learned_positional_encoding"]["embeddings"], positions[0])
+    np.testing.assert_array_equal(
+        found.params["transformer_embedding/~/learned_positional_encoding"]["embeddings"],
+        positions[0],
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -118,22 +145,37 @@ def test_a_float64_table_is_rounded_to_the_configs_dtype(tmp_path, dtype):
 
 
 def test_a_float64_number_that_float32_does_not_hold_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"x\.safetensors: t: wanted numbers that fit into float32, got larger ones$"):
-        by_hand(tmp_path, {"t": np.full((5, 4), 1e300)}, te.EmbedderConfig(5, 4), {"token_embedding/embeddings": "t"})
+    with pytest.raises(
+        ValueError,
+        match=r"x\.safetensors: t: wanted numbers that fit into float32, got larger ones$",
+    ):
+        by_hand(
+            tmp_path,
+            {"t": np.full((5, 4), 1e300)},
+            te.EmbedderConfig(5, 4),
+            {"token_embedding/embeddings": "t"},
+        )
 
 
 def test_the_end_of_a_path_names_a_parameter_if_no_other_has_it(tmp_path):
     config = te.EmbedderConfig(5, 4, positions=te.Learned(3))
     tensors = {"t": np.eye(5, 4, dtype=np.float32), "p": np.zeros((3, 4), np.float32)}
     for name in ("embeddings", "bedding/embeddings", "token_embedding", 3):
-        with pytest.raises(ValueError, match=r"^names: wanted a parameter's path, or a suffix that only one path has, among .*, got "):
+        with pytest.raises(
+            ValueError,
+            match=r"^names: wanted a parameter's path, or a suffix that only one path has, among .*, got ",
+        ):
             by_hand(tmp_path, tensors, config, {name: "t"})
     twice = {"token_embedding/embeddings": "t", architectures.TOKENS: "p"}
     with pytest.raises(ValueError, match=r"^names: wanted a parameter's path"):
         by_hand(tmp_path, tensors, config, twice)
-    found = by_hand(tmp_path, tensors, config, {"token_embedding/embeddings": "t", architectures.POSITIONS: "p"})
+    found = by_hand(
+        tmp_path, tensors, config, {"token_embedding/embeddings": "t", architectures.POSITIONS: "p"}
+    )
     assert found.names == {architectures.TOKENS: "t", architectures.POSITIONS: "p"}
-    save_embedder(tmp_path / "y", config, found.params, names={"token_embedding/embeddings": "wte.weight"})
+    save_embedder(
+        tmp_path / "y", config, found.params, names={"token_embedding/embeddings": "wte.weight"}
+    )
     assert set(load_file(tmp_path / "y")) == {"wte.weight", architectures.POSITIONS}
 
 
@@ -153,28 +195,55 @@ HEAD = {"head": {"w": np.zeros(2, np.float32)}}
     [
         ({"names": {architectures.TOKENS: "__metadata__"}}, "other than '__metadata__'"),
         ({"names": {architectures.TOKENS: 5}}, "names: wanted tensors' names as strings, got 5"),
-        ({"names": {architectures.TOKENS: None}}, "names: wanted tensors' names as strings, got None"),
+        (
+            {"names": {architectures.TOKENS: None}},
+            "names: wanted tensors' names as strings, got None",
+        ),
         ({"names": {architectures.TOKENS: "\ud800"}}, "names that UTF-8 can encode"),
         ({"names": ["x"]}, "names: wanted a mapping, or None, got list"),
         ({"rotary": {"base": "x"}}, "rotary: base: wanted a number, got 'x'"),
         ({"rotary": {"base": -1.0}}, "base: wanted a finite number above 0, got -1.0"),
-        ({"rotary": {"layout": "thirds"}}, "layout: wanted one of 'half', 'interleaved', got 'thirds'"),
-        ({"rotary": {"full": {"rotary_dim": 3}}}, "rotary: 'full': rotary_dim: wanted an even int, got 3"),
+        (
+            {"rotary": {"layout": "thirds"}},
+            "layout: wanted one of 'half', 'interleaved', got 'thirds'",
+        ),
+        (
+            {"rotary": {"full": {"rotary_dim": 3}}},
+            "rotary: 'full': rotary_dim: wanted an even int, got 3",
+        ),
         ({"rotary": {"scaling": 2.0}}, "rotary: scaling: wanted an object or null, got 2.0"),
-        ({"rotary": {"base": jnp.ones(1)}}, "rotary and bias: wanted numbers, words and scalings, got ArrayImpl"),
+        (
+            {"rotary": {"base": jnp.ones(1)}},
+            "rotary and bias: wanted numbers, words and scalings, got ArrayImpl",
+        ),
         ({"rotary": 3}, "rotary: wanted a mapping, or None, got int"),
         ({"bias": {"num_heads": 0}}, "bias: num_heads: wanted an int of at least 1, got 0"),
-        ({"bias": {"num_heads": 2, "num_buckets": 32, "max_distance": 3}}, "max_distance: wanted an int of at least 9, got 3"),
+        (
+            {"bias": {"num_heads": 2, "num_buckets": 32, "max_distance": 3}},
+            "max_distance: wanted an int of at least 9, got 3",
+        ),
         ({"bias": {}}, "bias: wanted an entry num_heads, got only []"),
-        ({"params": PARAMS | {"a": {"b/c": np.zeros(1, np.float32)}}}, "names of parameters without a slash, got 'a/b/c'"),
-        ({"params": PARAMS | {"a": {5: np.zeros(1, np.float32)}}}, "params: wanted names that are strings, got 5"),
+        (
+            {"params": PARAMS | {"a": {"b/c": np.zeros(1, np.float32)}}},
+            "names of parameters without a slash, got 'a/b/c'",
+        ),
+        (
+            {"params": PARAMS | {"a": {5: np.zeros(1, np.float32)}}},
+            "params: wanted names that are strings, got 5",
+        ),
         (
             {"params": PARAMS | {"a": {"b": np.ma.masked_array([1.0], [True])}}},
             "wanted an array of float32, bfloat16 or float16, got Masked",
         ),
         ({"params": PARAMS | {"a": {"b": [1.0]}}}, "params: "),
-        ({"params": PARAMS | {"a": {"b": np.zeros(1, ml_dtypes.float8_e4m3fn)}}}, "float32, bfloat16 or float16, got float8_e4m3fn"),
-        ({"params": PARAMS | {"a": {"b": jax.random.key(0)}}}, "wanted float32, bfloat16 or float16, got key<fry>"),
+        (
+            {"params": PARAMS | {"a": {"b": np.zeros(1, ml_dtypes.float8_e4m3fn)}}},
+            "float32, bfloat16 or float16, got float8_e4m3fn",
+        ),
+        (
+            {"params": PARAMS | {"a": {"b": jax.random.key(0)}}},
+            "wanted float32, bfloat16 or float16, got key<fry>",
+        ),
         ({"config": 3}, "config: wanted an EmbedderConfig, got int"),
     ],
 )
@@ -189,7 +258,10 @@ def test_what_would_not_load_again_is_not_saved(tmp_path, options, message):
 
 
 def test_traced_parameters_are_not_saved(tmp_path):
-    with pytest.raises(TypeError, match=r"wanted an array of float32, bfloat16 or float16, outside jit, got a traced array"):
+    with pytest.raises(
+        TypeError,
+        match=r"wanted an array of float32, bfloat16 or float16, outside jit, got a traced array",
+    ):
         jax.jit(lambda params: save_embedder(tmp_path / "x", SMALL, params))(PARAMS)
 
 
@@ -219,7 +291,10 @@ def test_a_new_file_has_the_mode_of_new_files(tmp_path):
 def test_only_a_regular_file_is_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for name, got in (("pipe", "a pipe"), ("..", "a folder")):
-        with pytest.raises(ValueError, match=rf"^path: wanted a regular file, or a new name in a folder that exists, got {got}, "):
+        with pytest.raises(
+            ValueError,
+            match=rf"^path: wanted a regular file, or a new name in a folder that exists, got {got}, ",
+        ):
             save_embedder(tmp_path / name, SMALL, PARAMS)
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
 
@@ -234,7 +309,7 @@ def test_a_link_stays_a_link(tmp_path):
 
 STOPPED = """
 import os, pathlib, signal, sys
-from transformer_embed.pretrained import files
+from transformer_embed._src.pretrained import files
 def stop(file):
     print("written", flush=True)
     signal.pause()
@@ -248,7 +323,11 @@ def test_a_killed_save_leaves_a_file_that_the_next_one_removes(tmp_path):
     path = tmp_path / "x"
     with contextlib.ExitStack() as stack:
         children = [
-            stack.enter_context(subprocess.Popen([sys.executable, "-c", STOPPED, str(path)], stdout=subprocess.PIPE, cwd=ROOT))
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", STOPPED, str(path)], stdout=subprocess.PIPE, cwd=ROOT
+                )
+            )
             for _ in range(2)
         ]
         for child in children:
@@ -290,19 +369,47 @@ CONFIG_TEXT = json.dumps({"vocab_size": 7, "d_model": 6})
         ({"dropout_rate": float("nan")}, {}, "dropout_rate: wanted a number, got nan"),
         ({"param_dtype": "float31"}, {}, "param_dtype: wanted a floating dtype"),
         ({"unknown": 1}, {}, "wanted entries among vocab_size, d_model, "),
-        ({"positions": {"kind": "SinusoidalGrid", "shape": [2] * 500}}, {}, "shape: wanted at most 64 entries, got 500"),
+        (
+            {"positions": {"kind": "SinusoidalGrid", "shape": [2] * 500}},
+            {},
+            "shape: wanted at most 64 entries, got 500",
+        ),
         ({"positions": {"kind": "Learned", "max_len": 2**60}}, {}, "wanted a tensor"),
-        ({"positions": {"kind": ["Learned"]}}, {}, "positions: kind: wanted one of Sinusoidal, SinusoidalGrid, Learned, got ['Learned']"),
+        (
+            {"positions": {"kind": ["Learned"]}},
+            {},
+            "positions: kind: wanted one of Sinusoidal, SinusoidalGrid, Learned, got ['Learned']",
+        ),
         ({"positions": "sinusoidal"}, {}, "positions: wanted an object or null, got 'sinusoidal'"),
         ({}, {"names": ["a"]}, "names: wanted an object or null, got ['a']"),
         ({}, {"names": {"a": ["b"]}}, "names: 'a': wanted a string, got ['b']"),
-        ({}, {"names": {"noslash": architectures.TOKENS}}, "wanted parameters as module/name, got 'noslash'"),
-        ({}, {"names": {"a/b": architectures.TOKENS}}, "wanted a tensor for each parameter, got none for token_embedding/embeddings"),
+        (
+            {},
+            {"names": {"noslash": architectures.TOKENS}},
+            "wanted parameters as module/name, got 'noslash'",
+        ),
+        (
+            {},
+            {"names": {"a/b": architectures.TOKENS}},
+            "wanted a tensor for each parameter, got none for token_embedding/embeddings",
+        ),
         ({}, {"rotary": "base"}, "rotary: wanted an object or null, got 'base'"),
         ({}, {"rotary": {"base": [1]}}, "rotary: base: wanted a number, got [1]"),
-        ({}, {"rotary": {"scaling": {"kind": "YarnScaling", "factor": 0, "original_length": 4}}}, "factor: wanted a finite number above 0"),
-        ({}, {"rotary": {"scaling": {"kind": "os.system"}}}, "scaling: kind: wanted one of LinearScaling, "),
-        ({}, {"rotary": {"x": {"scaling": {"kind": "LinearScaling", "factor": 1e400}}}}, "factor: wanted a number, got inf"),
+        (
+            {},
+            {"rotary": {"scaling": {"kind": "YarnScaling", "factor": 0, "original_length": 4}}},
+            "factor: wanted a finite number above 0",
+        ),
+        (
+            {},
+            {"rotary": {"scaling": {"kind": "os.system"}}},
+            "scaling: kind: wanted one of LinearScaling, ",
+        ),
+        (
+            {},
+            {"rotary": {"x": {"scaling": {"kind": "LinearScaling", "factor": 1e400}}}},
+            "factor: wanted a number, got inf",
+        ),
         ({}, {"bias": {"num_heads": 2**40, "num_buckets": 32}}, "wanted a tensor"),
         ({}, {"bias": [1, 2]}, "bias: wanted an object or null, got [1, 2]"),
     ],
@@ -329,8 +436,16 @@ def test_hostile_metadata_is_refused_at_once(tmp_path, config, extras, message):
         ("bert", {"vocab_size": {}}, "vocab_size: wanted an int or null, got {}"),
         ("marian", {"d_model": 10**8}, "wanted shape [12, 100000000]"),
         ("llama", {"rope_scaling": "linear"}, "rope_scaling: wanted an object, got 'linear'"),
-        ("llama", {"rope_parameters": {"rope_type": {"a": 1}}}, "rope_type: wanted a string or null, got {'a': 1}"),
-        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1] * 5000, "long_factor": [1]}}, "wanted at most 4096 entries"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": {"a": 1}}},
+            "rope_type: wanted a string or null, got {'a': 1}",
+        ),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "longrope", "short_factor": [1] * 5000, "long_factor": [1]}},
+            "wanted at most 4096 entries",
+        ),
         ("phi", {"head_dim": 2**62}, None),
     ],
 )
@@ -350,14 +465,25 @@ def test_the_shapes_are_those_of_the_module():
         with tempfile.TemporaryDirectory() as folder:
             config = load(pathlib.Path(folder), name).config
         tree = jax.eval_shape(te.make_embedder(config).init, jax.random.key(0))
-        expected = {f"{module}/{leaf}": array.shape for module, leaves in tree.items() for leaf, array in leaves.items()}
-        assert checkpoints._shapes(checkpoints._Description("", checkpoints._options(config))) == expected
+        expected = {
+            f"{module}/{leaf}": array.shape
+            for module, leaves in tree.items()
+            for leaf, array in leaves.items()
+        }
+        assert (
+            checkpoints._shapes(checkpoints._Description("", checkpoints._options(config)))
+            == expected
+        )
 
 
 def test_the_rotary_arguments_that_a_file_holds_are_all_there_are():
     import inspect  # noqa: PLC0415
 
-    named = [each.name for each in inspect.signature(te.apply_rotary).parameters.values() if each.kind == each.KEYWORD_ONLY]
+    named = [
+        each.name
+        for each in inspect.signature(te.apply_rotary).parameters.values()
+        if each.kind == each.KEYWORD_ONLY
+    ]
     assert [field.name for field in rope.dataclasses.fields(rope.Rotary)] == named
 
 
@@ -375,11 +501,31 @@ def original():
 
 SAVED = original()
 HEADER = 8 + struct.unpack("<Q", SAVED[:8])[0]
-TOKEN = st.sampled_from([b"0", b"9", b"-", b"[", b"{", b"}", b'"', b",", b"e9", b"null", b"NaN", b"1e999", b"\\ud800", b"true", b"\xff"])
+TOKEN = st.sampled_from(
+    [
+        b"0",
+        b"9",
+        b"-",
+        b"[",
+        b"{",
+        b"}",
+        b'"',
+        b",",
+        b"e9",
+        b"null",
+        b"NaN",
+        b"1e999",
+        b"\\ud800",
+        b"true",
+        b"\xff",
+    ]
+)
 CHANGES = st.lists(st.tuples(st.integers(0, HEADER + 40), TOKEN), min_size=1, max_size=3)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
@@ -389,7 +535,8 @@ OURS = ("no config.json", "no model_type")
 
 
 def right_or_refused(path, *, is_embedded=False):
-    """What loads is what the file says, read slowly: by the package's own reader, json and a formula. All else is an error of ours."""
+    """What loads is what the file says, read slowly: by the package's own reader, json and a
+    formula. All else is an error of ours."""
     try:
         found = load_embedder(path)
     except (TypeError, ValueError, FileNotFoundError) as error:
@@ -403,7 +550,10 @@ def right_or_refused(path, *, is_embedded=False):
         got = np.asarray(found.params[module][leaf])
         assert got.tobytes() == tensors[tensor].tobytes()
         assert got.shape == tensors[tensor].shape
-    assert found.params[architectures.TOKENS.rsplit("/", 1)[0]]["embeddings"].shape == (found.config.vocab_size, found.config.d_model)
+    assert found.params[architectures.TOKENS.rsplit("/", 1)[0]]["embeddings"].shape == (
+        found.config.vocab_size,
+        found.config.d_model,
+    )
     with safe_open(path, "numpy") as file:
         metadata = file.metadata()
     if CONFIG in metadata:
@@ -411,7 +561,13 @@ def right_or_refused(path, *, is_embedded=False):
             if isinstance(value, bool | int | float | None):
                 assert getattr(found.config, name) == value
     if is_embedded:
-        embeds_as_the_formula(found, {"/".join(name.split("/")[-2:]): tensors[tensor] for name, tensor in found.names.items()})
+        embeds_as_the_formula(
+            found,
+            {
+                "/".join(name.split("/")[-2:]): tensors[tensor]
+                for name, tensor in found.names.items()
+            },
+        )
 
 
 def embeds_as_the_formula(found, given):
@@ -430,13 +586,21 @@ def embeds_as_the_formula(found, given):
     options = {} if config.num_token_types is None else {"token_types": np.zeros(2, np.int32)}
     got = te.make_embedder(config).apply(found.params, None, ids, is_training=False, **options)
     scale = np.sqrt(config.table_width) if config.scale is True else config.scale or 1
-    x = np.where((ids == config.pad_id)[:, None], 0, given["token_embedding/embeddings"][ids]) * scale
+    x = (
+        np.where((ids == config.pad_id)[:, None], 0, given["token_embedding/embeddings"][ids])
+        * scale
+    )
     if isinstance(config.positions, te.Learned):
         x = x + given["learned_positional_encoding/embeddings"][positions]
     elif config.positions is not None:
         names = ("base", "layout", "shift", "odd", "frequency_scale")
         constants = {name: getattr(config.positions, name) for name in names}
-        x = x + np.array([[float(c) for c in oracle.encoding(int(p), config.table_width, **constants)] for p in positions])
+        x = x + np.array(
+            [
+                [float(c) for c in oracle.encoding(int(p), config.table_width, **constants)]
+                for p in positions
+            ]
+        )
     if config.num_token_types is not None:
         x = x + given["token_type_embedding/embeddings"][0]
     size = np.abs(x).max(initial=1)
@@ -468,7 +632,15 @@ def test_flipped_and_truncated_files(changes, keep):
 
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
-@given(st.one_of(CHANGES, st.lists(st.tuples(st.integers(HEADER, len(SAVED) - 4), st.binary(min_size=1, max_size=4)), max_size=4)))
+@given(
+    st.one_of(
+        CHANGES,
+        st.lists(
+            st.tuples(st.integers(HEADER, len(SAVED) - 4), st.binary(min_size=1, max_size=4)),
+            max_size=4,
+        ),
+    )
+)
 def test_flipped_files_embed_as_the_formula_says(changes):
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "x.safetensors")
@@ -478,7 +650,9 @@ def test_flipped_files_embed_as_the_formula_says(changes):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.dictionaries(st.sampled_from(list(te.EmbedderConfig.__dataclass_fields__)), JSON, max_size=3),
+    st.dictionaries(
+        st.sampled_from(list(te.EmbedderConfig.__dataclass_fields__)), JSON, max_size=3
+    ),
     st.dictionaries(st.sampled_from(["rotary", "bias", "names"]), JSON, max_size=2),
 )
 def test_crafted_metadata(config, extras):
@@ -488,8 +662,24 @@ def test_crafted_metadata(config, extras):
         right_or_refused(written(path, {CONFIG: json.dumps(config), EXTRAS: json.dumps(extras)}))
 
 
-NAMES = ["vocab_size", "hidden_size", "model_type", "rope_theta", "rope_scaling", "rope_parameters", "text_config", "layer_norm_eps"]
-NAMES += ["pad_token_id", "max_position_embeddings", "head_dim", "num_attention_heads", "partial_rotary_factor", "scale_embedding"]
+NAMES = [
+    "vocab_size",
+    "hidden_size",
+    "model_type",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "text_config",
+    "layer_norm_eps",
+]
+NAMES += [
+    "pad_token_id",
+    "max_position_embeddings",
+    "head_dim",
+    "num_attention_heads",
+    "partial_rotary_factor",
+    "scale_embedding",
+]
 
 
 @settings(max_examples=100, deadline=None)
@@ -499,12 +689,22 @@ NAMES += ["pad_token_id", "max_position_embeddings", "head_dim", "num_attention_
 )
 def test_crafted_config_json(name, entries):
     with tempfile.TemporaryDirectory() as folder:
-        path = checkpoint(pathlib.Path(folder), CASES[name], settings=CASES[name]["settings"] | entries)
+        path = checkpoint(
+            pathlib.Path(folder), CASES[name], settings=CASES[name]["settings"] | entries
+        )
         right_or_refused(path)
 
 
 SOME = st.fixed_dictionaries(
-    {"positions": st.sampled_from([None, {"kind": "Sinusoidal", "base": 7.5, "shift": 0.25, "start": -3}, {"kind": "Sinusoidal"}])},
+    {
+        "positions": st.sampled_from(
+            [
+                None,
+                {"kind": "Sinusoidal", "base": 7.5, "shift": 0.25, "start": -3},
+                {"kind": "Sinusoidal"},
+            ]
+        )
+    },
     optional={
         "scale": st.sampled_from([True, False, 2.5]),
         "pad_id": st.sampled_from([None, 0, 6]),
@@ -528,7 +728,10 @@ def test_files_of_any_config_embed_as_the_formula_says(config):
 def test_published_models_embed_as_the_formula_says(tmp_path, name):
     found = load(tmp_path, name)
     tensors = load_file(tmp_path / "model.safetensors")
-    embeds_as_the_formula(found, {"/".join(name.split("/")[-2:]): tensors[tensor] for name, tensor in found.names.items()})
+    embeds_as_the_formula(
+        found,
+        {"/".join(name.split("/")[-2:]): tensors[tensor] for name, tensor in found.names.items()},
+    )
 
 
 def test_the_largest_piece_is_bounded(tmp_path, monkeypatch):

@@ -1,4 +1,5 @@
-"""Any arguments of `save_embedder` and `load_embedder`: what was saved is read back, or an error of ours says what was wanted."""
+"""Any arguments of `save_embedder` and `load_embedder`: what was saved is read back, or an error of
+ours says what was wanted."""
 
 import jax
 import numpy as np

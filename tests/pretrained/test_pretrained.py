@@ -1,4 +1,5 @@
-"""Goldens: small models of the transformers library, made by tests/golden/make_pretrained.py, which names versions and seed."""
+"""Goldens: small models of the transformers library, made by tests/golden/make_pretrained.py, which
+names versions and seed."""
 
 import contextlib
 import dataclasses
@@ -18,18 +19,34 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import CASES, GOLDEN, PAD, ULPS, assert_same, checkpoint, load, read_by, tensors_of, unpack
+from checkpoints import (
+    CASES,
+    GOLDEN,
+    PAD,
+    ULPS,
+    assert_same,
+    checkpoint,
+    load,
+    read_by,
+    tensors_of,
+    unpack,
+)
 from drawn import drawn
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import transformer_embed as te
+from transformer_embed._src.pretrained import architectures
+from transformer_embed._src.pretrained import files as _files
+from transformer_embed._src.pretrained.checkpoints import CONFIG
+from transformer_embed._src.pretrained.config_json import (
+    config_to_json,
+    extras_from_json,
+    extras_to_json,
+    options_from_json,
+)
+from transformer_embed._src.rows.rows import TakenRows
 from transformer_embed.cli.main import main
-from transformer_embed.large_tables.rows import TakenRows
-from transformer_embed.pretrained import architectures
-from transformer_embed.pretrained import files as _files
-from transformer_embed.pretrained.checkpoints import CONFIG
-from transformer_embed.pretrained.config_json import config_to_json, extras_from_json, extras_to_json, options_from_json
 
 pretrained = te.pretrained
 MINILM = json.loads((GOLDEN / "minilm.json").read_text())["cases"][0]
@@ -37,7 +54,8 @@ TOKENS = "transformer_embedding/~/token_embedding/embeddings"
 
 # Of rotated heads, of at most 1 and a few roundings.
 SAME = 1e-6
-# The original rounds a frequency three times (power, reciprocal, scaling) and its product with the position once, to 24 bits each.
+# The original rounds a frequency three times (power, reciprocal, scaling) and its product with the
+# position once, to 24 bits each.
 THEIR_ANGLE = 4 * 2.0**-24
 # Sines and cosines of one table built in float64 and rounded once; ours are within 6e-8.
 TABLE = 2e-7
@@ -45,7 +63,11 @@ TABLE = 2e-7
 
 def embed(found, case):
     options = {"token_types": case["token_types"]} if "token_types" in case else {}
-    return np.asarray(te.make_embedder(found.config).apply(found.params, None, case["ids"], is_training=False, **options))
+    return np.asarray(
+        te.make_embedder(found.config).apply(
+            found.params, None, case["ids"], is_training=False, **options
+        )
+    )
 
 
 def is_same(left, right):
@@ -63,7 +85,9 @@ def is_same(left, right):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case["dtype"] == "float32"])
+@pytest.mark.parametrize(
+    "name", [name for name, case in CASES.items() if case["dtype"] == "float32"]
+)
 def test_input_embeddings_are_the_originals(tmp_path, name):
     case = CASES[name]
     ours, theirs = embed(load(tmp_path, name), case), unpack(case["embeddings"])
@@ -75,9 +99,16 @@ def test_input_embeddings_are_the_originals(tmp_path, name):
 
 
 def test_the_tolerance_that_is_documented_is_the_one_that_is_tested():
-    """1e-6 was said, which values around 7 do not keep: 3 units in the last place are 1.4e-6 there."""
-    assert f"to {ULPS} units in the last place of the largest value" in " ".join(pretrained.load_embedder.__doc__.split())
-    assert any(np.abs(unpack(case["embeddings"])).max() > 7 for case in CASES.values() if "embeddings" in case)
+    """1e-6 was said, which values around 7 do not keep: 3 units in the last place are 1.4e-6
+    there."""
+    assert f"to {ULPS} units in the last place of the largest value" in " ".join(
+        pretrained.load_embedder.__doc__.split()
+    )
+    assert any(
+        np.abs(unpack(case["embeddings"])).max() > 7
+        for case in CASES.values()
+        if "embeddings" in case
+    )
 
 
 @pytest.mark.slow
@@ -94,13 +125,19 @@ def test_gemma_in_bfloat16_ours_is_the_exact_one(tmp_path):
     case = CASES["gemma, bfloat16"]
     found = load(tmp_path, "gemma, bfloat16")
     assert (found.config.param_dtype, found.config.dtype) == (jnp.bfloat16, None)
-    rows = np.asarray(found.params["transformer_embedding/~/token_embedding"]["embeddings"], np.float64)[np.asarray(case["ids"])]
+    rows = np.asarray(
+        found.params["transformer_embedding/~/token_embedding"]["embeddings"], np.float64
+    )[np.asarray(case["ids"])]
     width = found.config.d_model
     rounded_factor = float(np.sqrt(width).astype(ml_dtypes.bfloat16))
     assert rounded_factor != np.sqrt(width)
     ours, theirs = embed(found, case), unpack(case["embeddings"])
-    np.testing.assert_array_equal(theirs, (rows * rounded_factor).astype(ml_dtypes.bfloat16).astype(np.float32))
-    np.testing.assert_array_equal(ours, (rows * np.float32(np.sqrt(width))).astype(np.float32).astype(ml_dtypes.bfloat16))
+    np.testing.assert_array_equal(
+        theirs, (rows * rounded_factor).astype(ml_dtypes.bfloat16).astype(np.float32)
+    )
+    np.testing.assert_array_equal(
+        ours, (rows * np.float32(np.sqrt(width))).astype(np.float32).astype(ml_dtypes.bfloat16)
+    )
     assert (ours.astype(np.float32) != theirs).any()
 
 
@@ -124,7 +161,12 @@ def test_rotated_heads_are_the_originals(tmp_path, name, n):
     ours, heads, _ = rotated(load(tmp_path, name), golden)
     theirs = unpack(golden["rotated"])
     # No frequency is above 1 radian a position, and a pair is as long as two channels.
-    angle_errors = np.asarray(golden["positions"])[:, None, None] * THEIR_ANGLE * np.sqrt(2) * np.abs(heads).max()
+    angle_errors = (
+        np.asarray(golden["positions"])[:, None, None]
+        * THEIR_ANGLE
+        * np.sqrt(2)
+        * np.abs(heads).max()
+    )
     assert np.all(np.abs(ours - theirs) <= SAME + angle_errors)
     near = np.asarray(golden["positions"]) < 10
     np.testing.assert_allclose(ours[near], theirs[near], rtol=0, atol=SAME)
@@ -136,9 +178,15 @@ def test_long_rotary_angles_are_rounded_by_the_original_and_exact_in_ours(tmp_pa
     golden = CASES[name]["rotary"][0]
     ours, heads, options = rotated(load(tmp_path, name), golden)
     size = options.get("rotary_dim", heads.shape[-1])
-    angles = np.float64(golden["positions"])[:, None, None] * options["base"] ** (-2 * np.arange(size // 2) / size)
+    angles = np.float64(golden["positions"])[:, None, None] * options["base"] ** (
+        -2 * np.arange(size // 2) / size
+    )
     first, second = heads[..., : size // 2].astype(np.float64), heads[..., size // 2 : size]
-    exact = [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles), heads[..., size:]]
+    exact = [
+        first * np.cos(angles) - second * np.sin(angles),
+        second * np.cos(angles) + first * np.sin(angles),
+        heads[..., size:],
+    ]
     exact = np.concatenate(exact, -1)
     np.testing.assert_allclose(ours, exact, rtol=0, atol=SAME / 2)
     errors = np.abs(unpack(golden["rotated"]) - exact).max(axis=(1, 2))
@@ -151,10 +199,13 @@ T5 = [name for name, case in CASES.items() if name.startswith(("t5", "mt5"))]
 @pytest.mark.parametrize("name", T5)
 def test_t5_bias_is_the_originals(tmp_path, name):
     found = load(tmp_path, name)
-    bias = hk.without_apply_rng(hk.transform(lambda: te.RelativePositionBias(**found.bias)([999, 0], range(1000))))
+    bias = hk.without_apply_rng(
+        hk.transform(lambda: te.RelativePositionBias(**found.bias)([999, 0], range(1000)))
+    )
     ours = np.asarray(bias.apply(found.params))[0].swapaxes(0, 1)
     differing = np.argwhere((np.abs(ours - unpack(CASES[name]["bias"])) > SAME).any(1))
-    # 54 is 24 * (81 / 24) ** (16 / 24), the first distance of a bucket, which float32 logarithms put into the one before.
+    # 54 is 24 * (81 / 24) ** (16 / 24), the first distance of a bucket, which float32 logarithms
+    # put into the one before.
     assert differing.tolist() == ([[0, 999 - 54]] if name == "t5, rounded buckets" else [])
     assert found.bias["bidirectional"] == ("decoder" not in name and "rounded" not in name)
     assert len(np.unique(ours)) > 20
@@ -203,16 +254,26 @@ def test_minilm_rows_give_the_originals_embeddings(tmp_path):
 
 def test_minilm_package_gives_the_originals_embeddings():
     found = pretrained.load_embedder(minilm_file())
-    assert (found.config.vocab_size, found.config.d_model, found.config.layer_norm_eps) == (30522, 384, 1e-12)
+    assert (found.config.vocab_size, found.config.d_model, found.config.layer_norm_eps) == (
+        30522,
+        384,
+        1e-12,
+    )
     assert_same(embed(found, MINILM), unpack(MINILM["embeddings"]))
-    rows = np.asarray(found.params["transformer_embedding/~/token_embedding"]["embeddings"])[np.asarray(MINILM["ids"][0])]
+    rows = np.asarray(found.params["transformer_embedding/~/token_embedding"]["embeddings"])[
+        np.asarray(MINILM["ids"][0])
+    ]
     np.testing.assert_array_equal(rows, unpack(MINILM["token_rows"]))
 
 
 def test_minilm_package_is_the_transformers_package():
-    """In a process of its own, for torch and jax bring two thread pools; positions up to the last."""
+    """In a process of its own, for torch and jax bring two thread pools; positions up to the
+    last."""
     path = minilm_file()
-    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
+    if (
+        importlib.util.find_spec("torch") is None
+        or importlib.util.find_spec("transformers") is None
+    ):
         pytest.skip("torch and transformers are not installed")
     program = f"""
 import numpy as np, torch, transformers
@@ -226,7 +287,13 @@ found = te.pretrained.load_embedder({str(path)!r})
 ours = te.make_embedder(found.config).apply(found.params, None, ids, is_training=False, token_types=types)
 print(np.abs(np.asarray(ours) - theirs).max())
 """
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=GOLDEN.parents[1])
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=GOLDEN.parents[1],
+    )
     assert float(run.stdout.split()[-1]) <= SAME
 
 
@@ -245,24 +312,35 @@ def test_without_a_config_names_and_shapes_tell(tmp_path, name):
         "bloom": ["layer_norm_epsilon", "n_head"],
     }.get(name, [])
     if asked:
-        message = r"config\.json: wanted " + ", ".join(asked) + r" of a model \w+, as settings=\{\.\.\.\} .* got no config\.json$"
+        message = (
+            r"config\.json: wanted "
+            + ", ".join(asked)
+            + r" of a model \w+, as settings=\{\.\.\.\} .* got no config\.json$"
+        )
         with pytest.raises(ValueError, match=message):
             pretrained.load_embedder(tmp_path)
     entries = case["settings"]
     rope = entries.get("rope_parameters", {"rope_theta": None, "partial_rotary_factor": None})
-    entries = entries | {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope["partial_rotary_factor"]}
+    entries = entries | {
+        "rotary_emb_base": rope["rope_theta"],
+        "rotary_pct": rope["partial_rotary_factor"],
+    }
     settings = {key: entries[key] for key in asked}
     found = pretrained.load_embedder(tmp_path, settings=settings)
     rate = {"dropout_rate": with_config.config.dropout_rate}
     assert is_same(with_config, found._replace(config=dataclasses.replace(found.config, **rate)))
 
 
-@pytest.mark.parametrize("name", ["bert", "bert with a head", "llama", "marian", "opt", "t5", "bart"])
+@pytest.mark.parametrize(
+    "name", ["bert", "bert with a head", "llama", "marian", "opt", "t5", "bart"]
+)
 def test_names_that_models_share_want_a_model_type(tmp_path, name):
     path = checkpoint(tmp_path, CASES[name], settings={})
     message = rf"^no config\.json beside {re.escape(str(path))}: it would name the architecture; "
     message += r"add one, or pass settings=\{'model_type': '\w+'\} "
-    with pytest.raises(ValueError, match=message + rf"\(the names of the tensors fit .*\b{name.split()[0]}\b"):
+    with pytest.raises(
+        ValueError, match=message + rf"\(the names of the tensors fit .*\b{name.split()[0]}\b"
+    ):
         pretrained.load_embedder(path)
     alone = pretrained.load_embedder(path, settings=read_by(CASES[name]))
     is_same(load(tmp_path, name), alone)
@@ -270,10 +348,13 @@ def test_names_that_models_share_want_a_model_type(tmp_path, name):
 
 def test_settings_go_before_the_file(tmp_path):
     path = checkpoint(tmp_path, CASES["bert"])
-    assert pretrained.load_embedder(path, settings={"layer_norm_eps": 1e-3}).config.layer_norm_eps == 1e-3
-    assert pretrained.load_embedder(path, settings={"model_type": "roberta", "pad_token_id": 3}).config.positions == te.Learned(
-        10, start=4, at_padding=3, pad_id=3
+    assert (
+        pretrained.load_embedder(path, settings={"layer_norm_eps": 1e-3}).config.layer_norm_eps
+        == 1e-3
     )
+    assert pretrained.load_embedder(
+        path, settings={"model_type": "roberta", "pad_token_id": 3}
+    ).config.positions == te.Learned(10, start=4, at_padding=3, pad_id=3)
 
 
 def test_a_setting_left_out_of_a_config_is_the_architectures(tmp_path):
@@ -286,7 +367,10 @@ def test_a_setting_left_out_of_a_config_is_the_architectures(tmp_path):
 def test_older_names_of_a_norm(tmp_path):
     case = CASES["bert"]
     norms = [name for name in case["tensors"] if "LayerNorm" in name]
-    old = {name.replace("weight", "gamma").replace("bias", "beta"): tensors_of(case)[name] for name in norms}
+    old = {
+        name.replace("weight", "gamma").replace("bias", "beta"): tensors_of(case)[name]
+        for name in norms
+    }
     with_new = load(tmp_path, "bert")
     found = pretrained.load_embedder(checkpoint(tmp_path, case, drop=norms, change=old))
     assert is_same(with_new, found._replace(names=with_new.names))
@@ -297,7 +381,9 @@ def test_another_prefix(tmp_path):
     case = CASES["gemma3"]
     inside = {f"language_model.{name}": value for name, value in case["tensors"].items()}
     outside = {"model_type": "gemma3", "text_config": case["settings"]}
-    found = pretrained.load_embedder(checkpoint(tmp_path, case | {"tensors": inside}, settings=outside))
+    found = pretrained.load_embedder(
+        checkpoint(tmp_path, case | {"tensors": inside}, settings=outside)
+    )
     assert found.names[TOKENS] == "language_model.model.embed_tokens.weight"
     np.testing.assert_array_equal(embed(found, case), embed(load(tmp_path, "gemma3"), case))
 
@@ -305,37 +391,64 @@ def test_another_prefix(tmp_path):
 def test_an_unknown_outer_model_with_a_known_text_model(tmp_path):
     case = CASES["llama"]
     outside = {"model_type": "llava", "text_config": case["settings"]}
-    assert pretrained.load_embedder(checkpoint(tmp_path, case, settings=outside)).rotary["base"] == 10_000.0
+    assert (
+        pretrained.load_embedder(checkpoint(tmp_path, case, settings=outside)).rotary["base"]
+        == 10_000.0
+    )
 
 
 def test_two_models_in_one_file(tmp_path):
     case = CASES["bert"]
-    twice = {f"{side}.{name}": value for side in ("query", "context") for name, value in case["tensors"].items()}
-    with pytest.raises(ValueError, match=r"wanted one model bert in a file .*, got 2 of them, under \['context\.', 'query\.'\]"):
+    twice = {
+        f"{side}.{name}": value
+        for side in ("query", "context")
+        for name, value in case["tensors"].items()
+    }
+    with pytest.raises(
+        ValueError,
+        match=r"wanted one model bert in a file .*, got 2 of them, under \['context\.', 'query\.'\]",
+    ):
         pretrained.load_embedder(checkpoint(tmp_path, case | {"tensors": twice}))
 
 
 def test_a_stack_that_is_not_there(tmp_path):
-    with pytest.raises(ValueError, match=r"^stack: wanted None, since bert has one stack, got 'decoder'$"):
+    with pytest.raises(
+        ValueError, match=r"^stack: wanted None, since bert has one stack, got 'decoder'$"
+    ):
         load(tmp_path, "bert") and pretrained.load_embedder(tmp_path, stack="decoder")
     with pytest.raises(
-        ValueError, match=r"wanted the tensors of a model t5, or by hand: .*; got the tensors .*shared\.weight F32\[12, 8\]"
+        ValueError,
+        match=r"wanted the tensors of a model t5, or by hand: .*; got the tensors .*shared\.weight F32\[12, 8\]",
     ):
-        load(tmp_path, "t5, an encoder alone") and pretrained.load_embedder(tmp_path, stack="decoder")
+        load(tmp_path, "t5, an encoder alone") and pretrained.load_embedder(
+            tmp_path, stack="decoder"
+        )
     pretrained.save_embedder(tmp_path / "own.safetensors", *load(tmp_path, "t5"))
-    with pytest.raises(ValueError, match=r"^stack: wanted None, since the file, which save_embedder wrote, .*, got str 'decoder'$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^stack: wanted None, since the file, which save_embedder wrote, .*, got str 'decoder'$",
+    ):
         pretrained.load_embedder(tmp_path / "own.safetensors", stack="decoder")
-    with pytest.raises(ValueError, match=r"^stack: wanted one of 'encoder', 'decoder', got 'both'$"):
+    with pytest.raises(
+        ValueError, match=r"^stack: wanted one of 'encoder', 'decoder', got 'both'$"
+    ):
         pretrained.load_embedder(tmp_path, stack="both")
 
 
 def test_an_unknown_model_lists_its_tensors_and_the_way_by_hand(tmp_path):
-    change = {f"h.{n}.w": np.zeros((2, 2), np.float32) for n in range(3)} | {"weird.table": np.zeros((5, 4), np.float32)}
+    change = {f"h.{n}.w": np.zeros((2, 2), np.float32) for n in range(3)} | {
+        "weird.table": np.zeros((5, 4), np.float32)
+    }
     _files.write_tensors(tmp_path / "model.safetensors", change, {})
     pattern = r"wanted the tensors of a known model, or by hand: .*; got the tensors weird\.table F32\[5, 4\], h\.\*\.w F32\[2, 2\]$"
     with pytest.raises(ValueError, match=pattern) as error:
         pretrained.load_embedder(tmp_path)
-    by_hand = str(error.value).split("by hand: ")[1].split("; got")[0].replace("embedding.weight", "weird.table")
+    by_hand = (
+        str(error.value)
+        .split("by hand: ")[1]
+        .split("; got")[0]
+        .replace("embedding.weight", "weird.table")
+    )
     known = {"load_embedder": pretrained.load_embedder, "EmbedderConfig": te.EmbedderConfig}
     found = eval(by_hand, known | {"path": tmp_path, "vocab_size": 5, "d_model": 4})
     assert found.params["transformer_embedding/~/token_embedding"]["embeddings"].shape == (5, 4)
@@ -344,33 +457,51 @@ def test_an_unknown_model_lists_its_tensors_and_the_way_by_hand(tmp_path):
 
 
 def test_a_long_list_is_cut(tmp_path):
-    tensors = {f"{first}{chr(97 + n)}": np.zeros(1, np.float32) for first in "tu" for n in range(26)}
+    tensors = {
+        f"{first}{chr(97 + n)}": np.zeros(1, np.float32) for first in "tu" for n in range(26)
+    }
     _files.write_tensors(tmp_path / "x.safetensors", tensors, {})
-    with pytest.raises(ValueError, match=r"got the tensors ta F32\[1\], tb F32\[1\], tc F32\[1\], .* and \d+ more$"):
+    with pytest.raises(
+        ValueError, match=r"got the tensors ta F32\[1\], tb F32\[1\], tc F32\[1\], .* and \d+ more$"
+    ):
         pretrained.load_embedder(tmp_path / "x.safetensors")
 
 
 @pytest.mark.slow
 def test_a_state_dict_of_a_tutorial_maps_by_one_line(tmp_path):
-    state_dict = {"embedding.weight": np.arange(18, dtype=np.float32).reshape(6, 3), "pos_encoder.pe": np.ones((1, 5, 3), np.float32)}
+    state_dict = {
+        "embedding.weight": np.arange(18, dtype=np.float32).reshape(6, 3),
+        "pos_encoder.pe": np.ones((1, 5, 3), np.float32),
+    }
     path = tmp_path / "tutorial.safetensors"
     save_file(state_dict, path)
-    found = pretrained.load_embedder(path, config=te.EmbedderConfig(6, 3), names={TOKENS: "embedding.weight"})
-    expected = state_dict["embedding.weight"][[[5, 0]]] * np.float32(np.sqrt(3)) + np.asarray(te.sinusoidal_table(2, 3))
+    found = pretrained.load_embedder(
+        path, config=te.EmbedderConfig(6, 3), names={TOKENS: "embedding.weight"}
+    )
+    expected = state_dict["embedding.weight"][[[5, 0]]] * np.float32(np.sqrt(3)) + np.asarray(
+        te.sinusoidal_table(2, 3)
+    )
     np.testing.assert_allclose(embed(found, {"ids": [[5, 0]]}), expected, rtol=2.0**-22, atol=SAME)
 
 
 def test_names_by_hand_that_are_wrong(tmp_path):
     path = checkpoint(tmp_path, CASES["bert"])
     config = te.EmbedderConfig(12, 8, positions=te.Learned(10))
-    with pytest.raises(ValueError, match=r"^config and names: wanted both or neither, got one of them$"):
+    with pytest.raises(
+        ValueError, match=r"^config and names: wanted both or neither, got one of them$"
+    ):
         pretrained.load_embedder(path, config=config)
     with pytest.raises(
-        ValueError, match=r"^names: wanted a tensor for each parameter, also for learned_positional_encoding/embeddings, got only"
+        ValueError,
+        match=r"^names: wanted a tensor for each parameter, also for learned_positional_encoding/embeddings, got only",
     ):
-        pretrained.load_embedder(path, config=config, names={TOKENS: "embeddings.word_embeddings.weight"})
+        pretrained.load_embedder(
+            path, config=config, names={TOKENS: "embeddings.word_embeddings.weight"}
+        )
     with pytest.raises(ValueError, match=r"wanted a tensor x, got the tensors embeddings"):
-        pretrained.load_embedder(path, config=dataclasses.replace(config, positions=None), names={TOKENS: "x"})
+        pretrained.load_embedder(
+            path, config=dataclasses.replace(config, positions=None), names={TOKENS: "x"}
+        )
 
 
 # --- What is refused.
@@ -379,31 +510,67 @@ def test_names_by_hand_that_are_wrong(tmp_path):
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("bert", {"vocab_size": 13}, r"word_embeddings\.weight: wanted shape \[13, 8\], as the configuration says, .* got F32\[12, 8\]$"),
+        (
+            "bert",
+            {"vocab_size": 13},
+            r"word_embeddings\.weight: wanted shape \[13, 8\], as the configuration says, .* got F32\[12, 8\]$",
+        ),
         ("bert", {"hidden_size": 9}, r"wanted shape \[.*9\], as the configuration says"),
         ("bert", {"type_vocab_size": 3}, r"token_type_embeddings\.weight: wanted shape \[3, 8\]"),
         ("albert", {"embedding_size": 5}, r"wanted shape \[.*5.*\], as the configuration says"),
         ("albert", {"hidden_size": 9}, r"embedding_hidden_mapping_in\.\w+: wanted shape \[9"),
         ("opt", {"max_position_embeddings": 9}, r"embed_positions\.weight: wanted shape \[11, 8\]"),
         ("t5", {"num_heads": 3}, r"relative_attention_bias\.weight: wanted shape \[32, 3\]"),
-        ("bert", {"vocab_size": "12"}, r"for a model bert: vocab_size: wanted an int or null, got '12'"),
-        ("bert", {"vocab_size": 10**30}, r"config\.json, for a model bert: |wanted shape \[1000000"),
-        ("llama, dynamic", {"hidden_size": float("inf"), "partial_rotary_factor": 0.5}, r"config\.json, for a model llama: "),
-        ("bert", {"layer_norm_eps": -1}, r"for a model bert: .*wanted a finite number above 0, got -1"),
-        ("bert", {"position_embedding_type": "relative_key"}, r"position_embedding_type: wanted 'absolute', .* got 'relative_key'"),
-        ("llama", {"rope_parameters": {"rope_type": "quantum"}}, r"rope_type: wanted one of 'default', .*, got 'quantum'"),
+        (
+            "bert",
+            {"vocab_size": "12"},
+            r"for a model bert: vocab_size: wanted an int or null, got '12'",
+        ),
+        (
+            "bert",
+            {"vocab_size": 10**30},
+            r"config\.json, for a model bert: |wanted shape \[1000000",
+        ),
+        (
+            "llama, dynamic",
+            {"hidden_size": float("inf"), "partial_rotary_factor": 0.5},
+            r"config\.json, for a model llama: ",
+        ),
+        (
+            "bert",
+            {"layer_norm_eps": -1},
+            r"for a model bert: .*wanted a finite number above 0, got -1",
+        ),
+        (
+            "bert",
+            {"position_embedding_type": "relative_key"},
+            r"position_embedding_type: wanted 'absolute', .* got 'relative_key'",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "quantum"}},
+            r"rope_type: wanted one of 'default', .*, got 'quantum'",
+        ),
         (
             "llama",
             {"rope_parameters": {"rope_type": "linear"}},
             r"rope_scaling: wanted an entry factor for the rope_type 'linear', got none",
         ),
-        ("llama", {"rope_parameters": [1]}, r"config\.json, for a model llama: rope_parameters: wanted an object, got \[1\]"),
+        (
+            "llama",
+            {"rope_parameters": [1]},
+            r"config\.json, for a model llama: rope_parameters: wanted an object, got \[1\]",
+        ),
         (
             "phi",
             {"num_attention_heads": 0, "rope_parameters": None, "partial_rotary_factor": 0.5},
             r"for a model phi: num_attention_heads: wanted an int of at least 1, got 0",
         ),
-        ("bloom", {"n_head": None}, r"for a model bloom: num_attention_heads: wanted an int, got None$"),
+        (
+            "bloom",
+            {"n_head": None},
+            r"for a model bloom: num_attention_heads: wanted an int, got None$",
+        ),
     ],
 )
 def test_a_config_that_disagrees(tmp_path, name, settings, message):
@@ -421,13 +588,19 @@ def test_a_table_of_another_rank(tmp_path):
 
 def test_opt_that_widens_before_positions(tmp_path):
     extra = {"model.decoder.project_in.weight": np.zeros((8, 4), np.float32)}
-    with pytest.raises(ValueError, match=r"wanted an input layer like that of opt, got it widens tokens before positions are added"):
+    with pytest.raises(
+        ValueError,
+        match=r"wanted an input layer like that of opt, got it widens tokens before positions are added",
+    ):
         pretrained.load_embedder(checkpoint(tmp_path, CASES["opt"], change=extra))
 
 
 def test_a_dtype_that_is_not_read(tmp_path):
     tensors = tensors_of(CASES["gpt2"])
-    save_file({name: array.astype(np.float64) for name, array in tensors.items()}, tmp_path / "model.safetensors")
+    save_file(
+        {name: array.astype(np.float64) for name, array in tensors.items()},
+        tmp_path / "model.safetensors",
+    )
     with pytest.raises(
         ValueError,
         match=r"wanted shape \[.*\], as the configuration says, of F32, BF16 or F16 \(config and names load it by hand, .*\), got F64\[",
@@ -444,7 +617,9 @@ class Bomb:
 def test_a_pickle_is_not_opened(tmp_path, monkeypatch, protocol):
     monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
     path = tmp_path / "pytorch_model.bin"
-    path.write_bytes(b"PK\x03\x04" + bytes(60) if protocol == "zip" else pickle.dumps(Bomb(), protocol=protocol))
+    path.write_bytes(
+        b"PK\x03\x04" + bytes(60) if protocol == "zip" else pickle.dumps(Bomb(), protocol=protocol)
+    )
     with pytest.raises(
         ValueError,
         match=r"wanted a whole safetensors file, got a pickle, which may run code and is not opened; convert it with safetensors",
@@ -457,7 +632,9 @@ def test_a_pickle_is_not_opened(tmp_path, monkeypatch, protocol):
 def test_a_truncated_file(tmp_path, keep):
     path = checkpoint(tmp_path, CASES["bert"])
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=r"model\.safetensors: wanted a whole safetensors file, got "):
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors: wanted a whole safetensors file, got "
+    ):
         pretrained.load_embedder(path)
 
 
@@ -488,7 +665,12 @@ def test_a_pointer_of_git_lfs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{", "wanted JSON, got "), ("[]", "wanted a JSON object, got list"), ("[" * 100_000, "wanted JSON")]
+    ("text", "message"),
+    [
+        ("{", "wanted JSON, got "),
+        ("[]", "wanted a JSON object, got list"),
+        ("[" * 100_000, "wanted JSON"),
+    ],
 )
 def test_a_damaged_config(tmp_path, text, message):
     path = checkpoint(tmp_path, CASES["bert"])
@@ -500,7 +682,10 @@ def test_a_damaged_config(tmp_path, text, message):
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(FileNotFoundError):
         pretrained.load_embedder(tmp_path / "none.safetensors")
-    with pytest.raises(ValueError, match=r"wanted a folder with model\.safetensors or model\.safetensors\.index\.json, got neither"):
+    with pytest.raises(
+        ValueError,
+        match=r"wanted a folder with model\.safetensors or model\.safetensors\.index\.json, got neither",
+    ):
         pretrained.load_embedder(tmp_path)
 
 
@@ -538,9 +723,18 @@ def test_shards_are_the_same_and_only_those_needed_are_opened(tmp_path, name):
         ({"weight_map": {}}, "wanted a weight_map from tensors to files, got none"),
         ({"weight_map": {"a": 1}}, "wanted a weight_map from tensors to files, got none"),
         ({}, "wanted a weight_map from tensors to files, got none"),
-        ({"weight_map": {"a": "../a.safetensors"}}, "wanted files in the same folder, got '../a.safetensors'"),
-        ({"weight_map": {"a": "/etc/passwd"}}, "wanted files in the same folder, got '/etc/passwd'"),
-        ({"weight_map": {"wte.weight": "s", "wpe.weight": "s"}}, "s: wanted the tensor wte.weight, as model.safetensors.index.json says"),
+        (
+            {"weight_map": {"a": "../a.safetensors"}},
+            "wanted files in the same folder, got '../a.safetensors'",
+        ),
+        (
+            {"weight_map": {"a": "/etc/passwd"}},
+            "wanted files in the same folder, got '/etc/passwd'",
+        ),
+        (
+            {"weight_map": {"wte.weight": "s", "wpe.weight": "s"}},
+            "s: wanted the tensor wte.weight, as model.safetensors.index.json says",
+        ),
         ({"weight_map": {"a.b": "s"}}, "got the tensors a.b$"),
     ],
 )
@@ -556,7 +750,9 @@ def test_a_damaged_index(tmp_path, change, message):
 def test_dtypes_are_kept_bit_for_bit(tmp_path, name, dtype):
     case = CASES[name]
     tensors = {key: array.astype(dtype) for key, array in tensors_of(case).items()}
-    found = pretrained.load_embedder(checkpoint(tmp_path, case, change=tensors), stack=case["stack"])
+    found = pretrained.load_embedder(
+        checkpoint(tmp_path, case, change=tensors), stack=case["stack"]
+    )
     assert (found.config.param_dtype, found.config.dtype) == (dtype, None)
     for parameter, tensor in found.names.items():
         module, leaf = parameter.rsplit("/", 1)
@@ -566,7 +762,11 @@ def test_dtypes_are_kept_bit_for_bit(tmp_path, name, dtype):
 
 def test_no_file_is_read_that_is_not_a_parameter(tmp_path, monkeypatch):
     read = []
-    monkeypatch.setattr(_files, "_read_in_pieces", lambda name, entry, dtype: read.append(name) or np.zeros(entry.shape, dtype))
+    monkeypatch.setattr(
+        _files,
+        "_read_in_pieces",
+        lambda name, entry, dtype: read.append(name) or np.zeros(entry.shape, dtype),
+    )
     found = load(tmp_path, "bert with a head")
     assert len(read) == len(found.names) == 5
     assert len(CASES["bert with a head"]["tensors"]) > 20
@@ -574,8 +774,16 @@ def test_no_file_is_read_that_is_not_a_parameter(tmp_path, monkeypatch):
 
 def test_pieces_join_to_the_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(_files, "PIECE", 13)
-    assert embed(load(tmp_path, "bert"), CASES["bert"]).tolist() == embed(load(tmp_path, "bert"), CASES["bert"]).tolist()
-    np.testing.assert_allclose(embed(load(tmp_path, "bert"), CASES["bert"]), unpack(CASES["bert"]["embeddings"]), rtol=0, atol=SAME)
+    assert (
+        embed(load(tmp_path, "bert"), CASES["bert"]).tolist()
+        == embed(load(tmp_path, "bert"), CASES["bert"]).tolist()
+    )
+    np.testing.assert_allclose(
+        embed(load(tmp_path, "bert"), CASES["bert"]),
+        unpack(CASES["bert"]["embeddings"]),
+        rtol=0,
+        atol=SAME,
+    )
 
 
 def test_what_is_read_becomes_an_array_without_another_copy(tmp_path, monkeypatch):
@@ -617,18 +825,40 @@ def test_saved_under_the_originals_names_and_back_bit_for_bit(tmp_path, name):
     "config",
     [
         te.EmbedderConfig(7, 6, positions=None),
-        te.EmbedderConfig(7, 6, positions=te.Sinusoidal(layout="sin_cos", shift=1.0), dtype="bfloat16", pad_id=3),
-        te.EmbedderConfig(7, 6, positions=te.Learned(9, start=2, at_padding=1, pad_id=1), layer_norm_eps=1e-5, embedding_width=4),
-        te.EmbedderConfig(7, 8, positions=te.SinusoidalGrid((3, 4), axes=(1, 0)), num_token_types=2, param_dtype="float16"),
-        te.EmbedderConfig(7, 8, positions=te.SinusoidalGrid((2, 3), axis_positions=[[0, 0.1], np.arange(3) / 3])),
+        te.EmbedderConfig(
+            7, 6, positions=te.Sinusoidal(layout="sin_cos", shift=1.0), dtype="bfloat16", pad_id=3
+        ),
+        te.EmbedderConfig(
+            7,
+            6,
+            positions=te.Learned(9, start=2, at_padding=1, pad_id=1),
+            layer_norm_eps=1e-5,
+            embedding_width=4,
+        ),
+        te.EmbedderConfig(
+            7,
+            8,
+            positions=te.SinusoidalGrid((3, 4), axes=(1, 0)),
+            num_token_types=2,
+            param_dtype="float16",
+        ),
+        te.EmbedderConfig(
+            7, 8, positions=te.SinusoidalGrid((2, 3), axis_positions=[[0, 0.1], np.arange(3) / 3])
+        ),
     ],
 )
 def test_own_parameters_and_back(tmp_path, config):
     params = drawn(te.make_embedder(config).init)
     path = tmp_path / "mine.safetensors"
     pretrained.save_embedder(str(path), config, params)
-    own = {f"{module}/{leaf}": f"{module}/{leaf}" for module, leaves in params.items() for leaf in leaves}
-    assert is_same(pretrained.PretrainedInput(config, params, names=own), pretrained.load_embedder(path))
+    own = {
+        f"{module}/{leaf}": f"{module}/{leaf}"
+        for module, leaves in params.items()
+        for leaf in leaves
+    }
+    assert is_same(
+        pretrained.PretrainedInput(config, params, names=own), pretrained.load_embedder(path)
+    )
     assert te.EmbedderConfig(**options_from_json("x", config_to_json(config))) == config
 
 
@@ -663,10 +893,16 @@ def test_what_stands_beside_the_input_layer_comes_back(tmp_path):
 
 
 def test_numbers_of_numpy_are_saved_as_pythons(tmp_path):
-    sizes = {"dropout_rate": np.float32(0.25), "scale": np.True_, "positions": te.SinusoidalGrid((np.int64(2), 3))}
+    sizes = {
+        "dropout_rate": np.float32(0.25),
+        "scale": np.True_,
+        "positions": te.SinusoidalGrid((np.int64(2), 3)),
+    }
     config = te.EmbedderConfig(np.int64(7), 8, **sizes)
     path = tmp_path / "x.safetensors"
-    pretrained.save_embedder(path, config, drawn(te.make_embedder(config).init), rotary={"base": np.float64(1e4)})
+    pretrained.save_embedder(
+        path, config, drawn(te.make_embedder(config).init), rotary={"base": np.float64(1e4)}
+    )
     found = pretrained.load_embedder(path)
     assert found.config == config
     assert found.rotary == {"base": 1e4}
@@ -676,7 +912,10 @@ def test_names_by_hand_are_those_of_the_config(tmp_path):
     config = te.EmbedderConfig(7, 6)
     save_file({"a": np.zeros([7, 6], np.float32)}, tmp_path / "x.safetensors")
     names = {"transformer_embedding/~/token_embedding/embeddings": "a", "head/w": "a"}
-    with pytest.raises(ValueError, match=r"^names: wanted a parameter's path, .* among token_embedding/embeddings, got 'head/w'$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^names: wanted a parameter's path, .* among token_embedding/embeddings, got 'head/w'$",
+    ):
         pretrained.load_embedder(tmp_path / "x.safetensors", config=config, names=names)
     with pytest.raises(TypeError, match=r"^names: wanted a mapping, or None, got list$"):
         pretrained.load_embedder(tmp_path / "x.safetensors", config=config, names=["a"])
@@ -690,26 +929,48 @@ def test_parameters_that_cannot_be_saved(tmp_path):
     config = te.EmbedderConfig(7, 6, positions=te.Learned(9))
     params = drawn(te.make_embedder(config).init)
     with pytest.raises(
-        ValueError, match=r"^params: .*learned_positional_encoding/embeddings: wanted shape \[8, 6\], as the config says, got"
+        ValueError,
+        match=r"^params: .*learned_positional_encoding/embeddings: wanted shape \[8, 6\], as the config says, got",
     ):
         pretrained.save_embedder(path, dataclasses.replace(config, positions=te.Learned(8)), params)
-    with pytest.raises(ValueError, match=r"token_type_embedding/embeddings: wanted shape \[2, 6\], as the config says, got none"):
-        pretrained.save_embedder(path, dataclasses.replace(config, num_token_types=2), params)
-    with pytest.raises(ValueError, match=r"^params: a/b: wanted float32, bfloat16 or float16, got int32$"):
-        pretrained.save_embedder(path, config, {**params, "a": {"b": np.zeros(1, np.int32)}})
-    with pytest.raises(ValueError, match=r"^names: wanted a tensor of its own for each parameter, got \['x', 'x'\]"):
-        pretrained.save_embedder(path, config, params, names={f"{module}/embeddings": "x" for module in params})
     with pytest.raises(
-        ValueError, match=r"^names: wanted a parameter's path, or a suffix .* among .*token_embedding/embeddings.*, got 'embedings'$"
+        ValueError,
+        match=r"token_type_embedding/embeddings: wanted shape \[2, 6\], as the config says, got none",
+    ):
+        pretrained.save_embedder(path, dataclasses.replace(config, num_token_types=2), params)
+    with pytest.raises(
+        ValueError, match=r"^params: a/b: wanted float32, bfloat16 or float16, got int32$"
+    ):
+        pretrained.save_embedder(path, config, {**params, "a": {"b": np.zeros(1, np.int32)}})
+    with pytest.raises(
+        ValueError, match=r"^names: wanted a tensor of its own for each parameter, got \['x', 'x'\]"
+    ):
+        pretrained.save_embedder(
+            path, config, params, names={f"{module}/embeddings": "x" for module in params}
+        )
+    with pytest.raises(
+        ValueError,
+        match=r"^names: wanted a parameter's path, or a suffix .* among .*token_embedding/embeddings.*, got 'embedings'$",
     ):
         pretrained.save_embedder(path, config, params, names={"embedings": "x"})
-    with pytest.raises(TypeError, match=r"^params: wanted a Haiku parameter tree, a dict of dicts, got int$"):
+    with pytest.raises(
+        TypeError, match=r"^params: wanted a Haiku parameter tree, a dict of dicts, got int$"
+    ):
         pretrained.save_embedder(path, config, 3)
-    with pytest.raises(TypeError, match=r"^params: wanted a Haiku parameter tree, a dict of dicts, got a dict of others$"):
+    with pytest.raises(
+        TypeError,
+        match=r"^params: wanted a Haiku parameter tree, a dict of dicts, got a dict of others$",
+    ):
         pretrained.save_embedder(path, config, {"embeddings": np.zeros([7, 6])})
     module = "transformer_embedding/~/token_embedding"
-    rows = {**params, module: {"embeddings": TakenRows(jnp.array([1]), params[module]["embeddings"][1:2], 7)}}
-    with pytest.raises(TypeError, match=r"^params: .*token_embedding/embeddings: wanted a whole array, got a table held as TakenRows$"):
+    rows = {
+        **params,
+        module: {"embeddings": TakenRows(jnp.array([1]), params[module]["embeddings"][1:2], 7)},
+    }
+    with pytest.raises(
+        TypeError,
+        match=r"^params: .*token_embedding/embeddings: wanted a whole array, got a table held as TakenRows$",
+    ):
         pretrained.save_embedder(path, config, rows)
     assert list(tmp_path.iterdir()) == []
 
@@ -733,7 +994,9 @@ def test_a_file_half_written_leaves_the_old_one(tmp_path, monkeypatch):
 def test_metadata_that_is_not_a_config_raises_an_error(tmp_path):
     path = tmp_path / "x.safetensors"
     _files.write_tensors(path, {"a": np.zeros(1, np.float32)}, {CONFIG: "{}"})
-    with pytest.raises(ValueError, match=r"transformer_embed\.config: wanted an entry vocab_size, got only \[\]$"):
+    with pytest.raises(
+        ValueError, match=r"transformer_embed\.config: wanted an entry vocab_size, got only \[\]$"
+    ):
         pretrained.load_embedder(path)
 
 
@@ -741,7 +1004,10 @@ def test_metadata_that_is_not_a_config_raises_an_error(tmp_path):
 
 
 def run(*arguments):
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
         status = main([str(argument) for argument in arguments])
     return status, out.getvalue(), err.getvalue()
 
@@ -750,20 +1016,33 @@ def run(*arguments):
 def test_inspect_prints_what_is_found(tmp_path, name):
     case = CASES[name]
     found = load(tmp_path, name)
-    status, out, err = run("inspect", tmp_path, *(["--stack", case["stack"]] if case["stack"] else []))
+    status, out, err = run(
+        "inspect", tmp_path, *(["--stack", case["stack"]] if case["stack"] else [])
+    )
     assert (status, err) == (0, "")
-    fields = {line.split()[0]: line.split(maxsplit=1)[1] for line in out.splitlines()[1:] if line.startswith("  ") and " from " not in line}
+    fields = {
+        line.split()[0]: line.split(maxsplit=1)[1]
+        for line in out.splitlines()[1:]
+        if line.startswith("  ") and " from " not in line
+    }
     assert fields["vocab_size"] == "12"
     assert fields["positions"] == str(found.config.positions)
     for parameter, tensor in found.names.items():
         module, leaf = parameter.rsplit("/", 1)
-        assert f"{parameter}\n  float32{list(found.params[module][leaf].shape)}, from {tensor}\n" in out
+        assert (
+            f"{parameter}\n  float32{list(found.params[module][leaf].shape)}, from {tensor}\n"
+            in out
+        )
     calls = ("apply_rotary", "RelativePositionBias", "alibi_bias")
     printed = [line.strip() for line in out.splitlines() if line.strip().startswith(calls)]
     assert len(printed) == {"roberta": 0, "gemma3": 2}.get(name, 1)
     names = ("x", "positions", "query_positions", "key_positions")
     known = vars(te) | dict.fromkeys(calls, lambda *_, **options: options) | dict.fromkeys(names)
-    wanted = list(found.rotary.values()) if name == "gemma3" else [each for each in (found.rotary, found.bias) if each]
+    wanted = (
+        list(found.rotary.values())
+        if name == "gemma3"
+        else [each for each in (found.rotary, found.bias) if each]
+    )
     assert [eval(line, known) for line in printed] == wanted
 
 
@@ -778,29 +1057,51 @@ def test_inspect_of_what_is_not_known(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "tokens_a_batch"), [("roberta", 6), ("roberta", 10_000), ("bert", 6), ("m2m100", 10_000), ("gpt2", 6)])
+@pytest.mark.parametrize(
+    ("name", "tokens_a_batch"),
+    [("roberta", 6), ("roberta", 10_000), ("bert", 6), ("m2m100", 10_000), ("gpt2", 6)],
+)
 def test_embed_from_a_checkpoint(tmp_path, monkeypatch, name, tokens_a_batch):
     monkeypatch.setattr("transformer_embed.cli.embed.TOKENS_PER_BATCH", tokens_a_batch)
     case = CASES[name]
     found = load(tmp_path, name)
     rows = [[5, 6, 7, 8, 9, 3], [4, 5, 6], [PAD, 10]]
     (tmp_path / "ids").write_text("\n".join(" ".join(map(str, row)) for row in rows))
-    status, out, err = run("embed", tmp_path / "ids", "--from", tmp_path, "--ids", "--out", tmp_path / "x.npz", "--quiet")
+    status, out, err = run(
+        "embed",
+        tmp_path / "ids",
+        "--from",
+        tmp_path,
+        "--ids",
+        "--out",
+        tmp_path / "x.npz",
+        "--quiet",
+    )
     assert (status, err) == (0, "")
     assert out.endswith(f"3 lines of up to 6 tokens, {found.config.d_model} wide\n")
     with np.load(tmp_path / "x.npz") as arrays:
         got = dict(arrays)
     for n, row in enumerate(rows):
-        expected = embed(found, {"ids": [row]} | ({"token_types": [[0] * len(row)]} if "token_types" in case else {}))[0]
+        expected = embed(
+            found,
+            {"ids": [row]} | ({"token_types": [[0] * len(row)]} if "token_types" in case else {}),
+        )[0]
         np.testing.assert_allclose(got["embeddings"][n, : len(row)], expected, rtol=0, atol=SAME)
         assert got["mask"][n].tolist() == [True] * len(row) + [False] * (6 - len(row))
-        positions = np.broadcast_to(found.config.positions.positions(jnp.asarray([row])), (1, len(row)))[0]
+        positions = np.broadcast_to(
+            found.config.positions.positions(jnp.asarray([row])), (1, len(row))
+        )[0]
         assert got["positions"][n, : len(row)].tolist() == positions.tolist()
 
 
 def test_a_line_past_the_positions_that_are_left(tmp_path):
     checkpoint(tmp_path, CASES["roberta"])
     (tmp_path / "ids").write_text("2 " * 9)
-    status, _, err = run("embed", tmp_path / "ids", "--from", tmp_path, "--ids", "--out", tmp_path / "x.npz")
+    status, _, err = run(
+        "embed", tmp_path / "ids", "--from", tmp_path, "--ids", "--out", tmp_path / "x.npz"
+    )
     assert status == 2
-    assert "a line has 9 tokens (ids: wanted a length of at most max_len - start = 8, got length 9); split such lines" in err
+    assert (
+        "a line has 9 tokens (ids: wanted a length of at most max_len - start = 8, got length 9); split such lines"
+        in err
+    )

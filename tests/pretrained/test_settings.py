@@ -1,4 +1,5 @@
-"""What config.json and `settings=` say: settings win, defaults are never quiet, names of tensors are not guessed."""
+"""What config.json and `settings=` say: settings win, defaults are never quiet, names of tensors
+are not guessed."""
 
 import dataclasses
 import json
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import transformer_embed as te
-from transformer_embed.pretrained import architectures, files, recognition, rope
+from transformer_embed._src.pretrained import architectures, files, recognition, rope
 
 load_embedder = te.pretrained.load_embedder
 FOREIGN = json.loads((GOLDEN / "foreign_names.json").read_text())["cases"]
@@ -43,7 +44,11 @@ def loaded(folder, case, in_file, said=None):
 def other_value(annotation):
     """A value that no golden config.json has."""
     options = typing.get_args(annotation) or (annotation,)
-    return next(value for kind, value in ((bool, True), (float, 0.375), (int, 6), (str, "relative_key")) if kind in options)
+    return next(
+        value
+        for kind, value in ((bool, True), (float, 0.375), (int, 6), (str, "relative_key"))
+        if kind in options
+    )
 
 
 ENTRIES = [
@@ -61,7 +66,9 @@ def test_settings_win_for_every_entry_of_every_architecture(tmp_path, name, entr
     kind = kind_of(case).settings
     field = next(field for field, names in kind.names().items() if entry in names)
     value = other_value(typing.get_type_hints(kind)[field])
-    in_file = {key: each for key, each in case["settings"].items() if key not in kind.names()[field]}
+    in_file = {
+        key: each for key, each in case["settings"].items() if key not in kind.names()[field]
+    }
     said = loaded(tmp_path, case, case["settings"], {entry: value})
     assert said == loaded(tmp_path, case, in_file | {entry: value})
 
@@ -73,21 +80,54 @@ SCALINGS = st.one_of(
     st.fixed_dictionaries({"rope_type": st.just("linear"), "factor": factors}),
     st.fixed_dictionaries({"rope_type": st.just("dynamic"), "factor": factors}),
     st.fixed_dictionaries(
-        {"rope_type": st.just("yarn"), "factor": factors, "original_max_position_embeddings": st.integers(16, 64)},
-        optional={"beta_fast": st.floats(8, 64), "truncate": st.booleans(), "mscale": st.floats(0.1, 2), "mscale_all_dim": st.just(1.0)},
+        {
+            "rope_type": st.just("yarn"),
+            "factor": factors,
+            "original_max_position_embeddings": st.integers(16, 64),
+        },
+        optional={
+            "beta_fast": st.floats(8, 64),
+            "truncate": st.booleans(),
+            "mscale": st.floats(0.1, 2),
+            "mscale_all_dim": st.just(1.0),
+        },
     ),
     st.fixed_dictionaries(
-        {"rope_type": st.just("llama3"), "factor": factors, "low_freq_factor": st.just(1.0), "high_freq_factor": st.floats(2, 8)},
+        {
+            "rope_type": st.just("llama3"),
+            "factor": factors,
+            "low_freq_factor": st.just(1.0),
+            "high_freq_factor": st.floats(2, 8),
+        },
         optional={"original_max_position_embeddings": st.integers(16, 64)},
     ),
-    st.fixed_dictionaries({"rope_type": st.just("longrope"), "short_factor": st.just([1.0] * 8), "long_factor": st.just([2.0] * 8)}),
+    st.fixed_dictionaries(
+        {
+            "rope_type": st.just("longrope"),
+            "short_factor": st.just([1.0] * 8),
+            "long_factor": st.just([2.0] * 8),
+        }
+    ),
 )
-PARTS = st.fixed_dictionaries({}, optional={"theta": thetas, "scaling": SCALINGS, "sliding": thetas, "part": st.sampled_from([0.25, 0.5])})
+PARTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "theta": thetas,
+        "scaling": SCALINGS,
+        "sliding": thetas,
+        "part": st.sampled_from([0.25, 0.5]),
+    },
+)
 
 
 def written(parts, kind, form):
-    """Parts of a rotation as entries of a config.json, in the old form, the new one, or the old one with "type"."""
-    parts = {name: value for name, value in parts.items() if name != "part" or "partial_rotary_factor" in kind.names()}
+    """Parts of a rotation as entries of a config.json, in the old form, the new one, or the old one
+    with "type"."""
+    parts = {
+        name: value
+        for name, value in parts.items()
+        if name != "part" or "partial_rotary_factor" in kind.names()
+    }
     layers = "rope_local_base_freq" in kind.names()
     parts = {name: value for name, value in parts.items() if name != "sliding" or layers}
     if form == "new" and "scaling" in parts:
@@ -95,33 +135,71 @@ def written(parts, kind, form):
         inside |= {"partial_rotary_factor": parts["part"]} if "part" in parts else {}
         if not layers:
             return {"rope_parameters": inside}
-        sliding = {rope.SLIDING: {"rope_type": "default", "rope_theta": parts["sliding"]}} if "sliding" in parts else {}
+        sliding = (
+            {rope.SLIDING: {"rope_type": "default", "rope_theta": parts["sliding"]}}
+            if "sliding" in parts
+            else {}
+        )
         return {"rope_parameters": {rope.FULL: inside} | sliding}
-    names = {"theta": "rope_theta", "sliding": "rope_local_base_freq", "part": "partial_rotary_factor", "scaling": "rope_scaling"}
+    names = {
+        "theta": "rope_theta",
+        "sliding": "rope_local_base_freq",
+        "part": "partial_rotary_factor",
+        "scaling": "rope_scaling",
+    }
     entries = {names[part]: value for part, value in parts.items()}
     if form == "type" and "scaling" in parts:
         scaling = dict(parts["scaling"])
         entries["rope_scaling"] = {"type": scaling.pop("rope_type")} | scaling
     own = {names[0]: names[-1] for names in kind.names().values()}
-    return {next((alias for alias, field in own.items() if field == name), name): value for name, value in entries.items()}
+    return {
+        next((alias for alias, field in own.items() if field == name), name): value
+        for name, value in entries.items()
+    }
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.sampled_from(ROTATED), PARTS, PARTS, st.sampled_from(["old", "new", "type"]), st.sampled_from(["old", "new", "type"]))
+@given(
+    st.sampled_from(ROTATED),
+    PARTS,
+    PARTS,
+    st.sampled_from(["old", "new", "type"]),
+    st.sampled_from(["old", "new", "type"]),
+)
 def test_settings_win_for_every_form_of_a_rotation(name, in_file, said, file_form, said_form):
-    """A scaling replaces the file's whole, a base and a share the file's own, whichever form the two have."""
+    """A scaling replaces the file's whole, a base and a share the file's own, whichever form the
+    two have."""
     case = CASES[name]
     kind = kind_of(case).settings
     if "longrope" in (parts.get("scaling", {}).get("rope_type") for parts in (in_file, said)):
-        in_file, said = ({key: value for key, value in parts.items() if key != "part"} for parts in (in_file, said))
-    rest = {key: value for key, value in case["settings"].items() if all(key not in kind.names().get(each, ()) for each in ROPE)}
+        in_file, said = (
+            {key: value for key, value in parts.items() if key != "part"}
+            for parts in (in_file, said)
+        )
+    rest = {
+        key: value
+        for key, value in case["settings"].items()
+        if all(key not in kind.names().get(each, ()) for each in ROPE)
+    }
     rest |= {"original_max_position_embeddings": 48} if "phi3" in name else {}
     # What Phi-3's file says inside its scaling is not read, but what settings say is.
     inside = said.get("scaling", {}).get("original_max_position_embeddings")
-    both = rest | written(in_file | said, kind, "old") | ({"original_max_position_embeddings": inside} if inside and "phi3" in name else {})
+    both = (
+        rest
+        | written(in_file | said, kind, "old")
+        | ({"original_max_position_embeddings": inside} if inside and "phi3" in name else {})
+    )
     with tempfile.TemporaryDirectory() as folder:
         together = loaded(folder, case, both)
-        assert loaded(folder, case, rest | written(in_file, kind, file_form), written(said, kind, said_form)) == together
+        assert (
+            loaded(
+                folder,
+                case,
+                rest | written(in_file, kind, file_form),
+                written(said, kind, said_form),
+            )
+            == together
+        )
     if "theta" in said and not isinstance(together, str):
         rotary = together[1].get(rope.FULL, together[1])
         assert rotary["base"] == said["theta"]
@@ -130,14 +208,22 @@ def test_settings_win_for_every_form_of_a_rotation(name, in_file, said, file_for
 @pytest.mark.parametrize(
     ("name", "said", "expected"),
     [
-        ("llama, llama3", {"rope_theta": 123.0}, lambda rotary: rotary["base"] == 123 and "scaling" in rotary),
+        (
+            "llama, llama3",
+            {"rope_theta": 123.0},
+            lambda rotary: rotary["base"] == 123 and "scaling" in rotary,
+        ),
         (
             "llama, llama3",
             {"rope_scaling": {"type": "linear", "factor": 2}},
             lambda rotary: rotary["scaling"] == te.LinearScaling(2.0) and rotary["base"] == 500_000,
         ),
         ("llama, llama3", {"rope_scaling": None}, lambda rotary: "scaling" not in rotary),
-        ("gemma3", {"rope_local_base_freq": 7.0}, lambda rotary: [each["base"] for each in rotary.values()] == [1e6, 7.0]),
+        (
+            "gemma3",
+            {"rope_local_base_freq": 7.0},
+            lambda rotary: [each["base"] for each in rotary.values()] == [1e6, 7.0],
+        ),
         ("phi", {"partial_rotary_factor": 0.25}, lambda rotary: rotary["rotary_dim"] == 4),
         ("gpt_neox", {"rotary_pct": 0.5}, lambda rotary: rotary["rotary_dim"] == 8),
     ],
@@ -154,8 +240,16 @@ def test_a_rotation_given_in_settings_was_once_ignored(tmp_path, name, said, exp
             {"layer_norm_epsilon": 1e-3},
             r"^settings: wanted entries that a model bert reads \(.*layer_norm_eps, .*\), got 'layer_norm_ep",
         ),
-        ("llama", {"partial_rotary_factor": 0.5}, r"wanted entries that a model llama reads \(.*\), got 'partial_rotary_factor'$"),
-        ("llama", {"rope_scaling": {"type": "linear", "facter": 2}}, r"^settings: rope_scaling: wanted entries among .*, got 'facter'$"),
+        (
+            "llama",
+            {"partial_rotary_factor": 0.5},
+            r"wanted entries that a model llama reads \(.*\), got 'partial_rotary_factor'$",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"type": "linear", "facter": 2}},
+            r"^settings: rope_scaling: wanted entries among .*, got 'facter'$",
+        ),
         (
             "llama",
             {"rope_scaling": {"factor": 2}},
@@ -171,13 +265,21 @@ def test_a_rotation_given_in_settings_was_once_ignored(tmp_path, name, said, exp
         ("llama", {"rope_theta": 0}, r"base: wanted a finite number above 0, got 0"),
         ("llama", {"rope_theta": -1.0}, r"base: wanted a finite number above 0, got -1"),
         ("llama", {"rope_theta": float("nan")}, r"rope_theta: wanted a number, got nan"),
-        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 0}}, r"factor: wanted a finite number above 0, got 0"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 0}},
+            r"factor: wanted a finite number above 0, got 0",
+        ),
         (
             "llama",
             {"rope_scaling": {"rope_type": "yarn", "factor": 2, "beta_fast": 0}},
             r"beta_fast: wanted a finite number above 1, got 0",
         ),
-        ("phi", {"partial_rotary_factor": 0}, r"partial_rotary_factor: wanted a finite number above 0, got 0"),
+        (
+            "phi",
+            {"partial_rotary_factor": 0},
+            r"partial_rotary_factor: wanted a finite number above 0, got 0",
+        ),
         ("roberta", {"pad_token_id": None}, r"^settings: pad_token_id: wanted an int, got None$"),
     ],
 )
@@ -188,23 +290,41 @@ def test_settings_that_mean_nothing_are_refused(tmp_path, name, said, message):
 
 
 def test_a_scaling_without_a_type_is_not_taken_for_none(tmp_path):
-    path = checkpoint(tmp_path, CASES["llama"], settings=CASES["llama"]["settings"] | {"rope_parameters": {"factor": 4.0}})
-    with pytest.raises(ValueError, match=r"rope_scaling: wanted an entry rope_type, one of default, linear, .*, got only \['factor'\]$"):
+    path = checkpoint(
+        tmp_path,
+        CASES["llama"],
+        settings=CASES["llama"]["settings"] | {"rope_parameters": {"factor": 4.0}},
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"rope_scaling: wanted an entry rope_type, one of default, linear, .*, got only \['factor'\]$",
+    ):
         load_embedder(path)
 
 
 @pytest.mark.parametrize(
-    ("name", "entry"), [("bert", "layer_norm_eps"), ("bart", "scale_embedding"), ("t5", "relative_attention_max_distance")]
+    ("name", "entry"),
+    [
+        ("bert", "layer_norm_eps"),
+        ("bart", "scale_embedding"),
+        ("t5", "relative_attention_max_distance"),
+    ],
 )
 def test_a_config_without_model_type_has_no_defaults(tmp_path, name, entry):
     case = CASES[name]
-    ours = {key: value for key, value in case["settings"].items() if key not in ("model_type", entry)}
+    ours = {
+        key: value for key, value in case["settings"].items() if key not in ("model_type", entry)
+    }
     path = checkpoint(tmp_path, case, settings=ours)
     model = case["settings"]["model_type"]
-    with pytest.raises(ValueError, match=rf"wanted {entry} of a model {model}, as settings=.*, got a config\.json without model_type$"):
+    with pytest.raises(
+        ValueError,
+        match=rf"wanted {entry} of a model {model}, as settings=.*, got a config\.json without model_type$",
+    ):
         load_embedder(path, settings={"model_type": model})
     with pytest.raises(
-        ValueError, match=r"^no model_type in .*config\.json: it names the architecture; add it, or pass settings=\{'model_type'"
+        ValueError,
+        match=r"^no model_type in .*config\.json: it names the architecture; add it, or pass settings=\{'model_type'",
     ):
         load_embedder(path)
 
@@ -215,10 +335,23 @@ def test_a_file_of_another_type_lends_no_defaults(tmp_path):
         load_embedder(path, settings={"model_type": "roberta"})
 
 
-# Input layers that compute the same, under names that only they share: it does not matter which of them it is.
+# Input layers that compute the same, under names that only they share: it does not matter which of
+# them it is.
 SAME = {
     "gpt2": {"gpt-sw3", "gpt_bigcode", "gpt_neo", "imagegpt"},
-    "clip": {"aimv2", "clipseg", "groupvit", "metaclip_2", "owlv2", "owlvit", "sam3", "sam3_video", "siglip", "siglip2", "xclip"},
+    "clip": {
+        "aimv2",
+        "clipseg",
+        "groupvit",
+        "metaclip_2",
+        "owlv2",
+        "owlvit",
+        "sam3",
+        "sam3_video",
+        "siglip",
+        "siglip2",
+        "xclip",
+    },
     "roberta": {"altclip", "xmod"},
     "gpt_neox": {"gpt_neox_japanese"},
     "albert": {"rembert"},
@@ -228,7 +361,11 @@ SAME = {
 def test_names_of_tensors_that_other_models_share_are_asked_for():
     """300 model types of the transformers library whose names match one of ours."""
     for case in FOREIGN:
-        tensors = files.Tensors(Path("none/model.safetensors"), dict.fromkeys(case["names"], Path("none/model.safetensors")), {})
+        tensors = files.Tensors(
+            Path("none/model.safetensors"),
+            dict.fromkeys(case["names"], Path("none/model.safetensors")),
+            {},
+        )
         for stack in architectures.STACKS:
             try:
                 kind, _ = recognition.recognised(tensors, [], stack, Path("none/config.json"))
@@ -242,16 +379,22 @@ def test_names_of_tensors_that_other_models_share_are_asked_for():
 def test_a_bias_for_each_layer_is_not_t5(tmp_path):
     bias = "encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight"
     path = checkpoint(tmp_path, CASES["t5"], change={bias: np.zeros((32, 2), np.float32)})
-    with pytest.raises(ValueError, match=r"wanted an input layer like that of t5, got every layer has a bias of its own, as in UMT5$"):
+    with pytest.raises(
+        ValueError,
+        match=r"wanted an input layer like that of t5, got every layer has a bias of its own, as in UMT5$",
+    ):
         load_embedder(path)
 
 
 def test_an_untied_stack_has_its_own_table(tmp_path):
     for name in ("bart, untied encoder", "m2m100, untied decoder"):
         found = load(tmp_path, name)
-        assert found.names[architectures.TOKENS] == f"model.{CASES[name]['stack']}.embed_tokens.weight"
+        assert (
+            found.names[architectures.TOKENS] == f"model.{CASES[name]['stack']}.embed_tokens.weight"
+        )
         assert not np.array_equal(
-            found.params["transformer_embedding/~/token_embedding"]["embeddings"], tensors_of(CASES[name])["model.shared.weight"]
+            found.params["transformer_embedding/~/token_embedding"]["embeddings"],
+            tensors_of(CASES[name])["model.shared.weight"],
         )
 
 
@@ -264,5 +407,7 @@ def test_a_checkpoint_is_the_same_from_settings_alone(tmp_path):
     beside = load(tmp_path, "qwen3, yarn")
     (tmp_path / "config.json").unlink()
     alone = load_embedder(tmp_path, settings=read_by(case))
-    assert dataclasses.replace(alone.config, dropout_rate=beside.config.dropout_rate) == beside.config
+    assert (
+        dataclasses.replace(alone.config, dropout_rate=beside.config.dropout_rate) == beside.config
+    )
     assert alone.rotary == beside.rotary

@@ -1,1 +1,2 @@
-"""The command line: one file for each command (train, embed, inspect, show), main.py, and code that the commands share."""
+"""The command line: one file for each command (train, embed, inspect, show), main.py, and code that
+the commands share."""

@@ -1,4 +1,5 @@
-"""Arguments of the commands: numbers, files to read, files to write, and the error for invalid ones."""
+"""Arguments of the commands: numbers, files to read, files to write, and the error for invalid
+ones."""
 
 import argparse
 import contextlib
@@ -7,7 +8,7 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
-from transformer_embed.pretrained import files as _files
+from transformer_embed._src.pretrained import files as _files
 
 
 class UserError(Exception):
@@ -26,8 +27,12 @@ def seed(text: str) -> int:
 
 def number(text: str, lowest: int, highest: int) -> int:
     """A decimal integer in lowest..highest."""
-    if not (text.isascii() and text.isdigit() and len(text) < 12 and lowest <= int(text) <= highest):
-        raise argparse.ArgumentTypeError(f"wanted an integer from {lowest} to {highest}, got {text[:20]!r}")
+    if not (
+        text.isascii() and text.isdigit() and len(text) < 12 and lowest <= int(text) <= highest
+    ):
+        raise argparse.ArgumentTypeError(
+            f"wanted an integer from {lowest} to {highest}, got {text[:20]!r}"
+        )
     return int(text)
 
 
@@ -36,7 +41,9 @@ def real(text: str, lowest: float, highest: float) -> float:
     with contextlib.suppress(ValueError):
         if lowest <= float(text) <= highest:
             return float(text)
-    raise argparse.ArgumentTypeError(f"wanted a number from {lowest} to {highest}, got {text[:20]!r}")
+    raise argparse.ArgumentTypeError(
+        f"wanted a number from {lowest} to {highest}, got {text[:20]!r}"
+    )
 
 
 def distance(text: str) -> int:
@@ -50,16 +57,20 @@ def contents(path: str, at_most: int = -1) -> bytes:
         with open(path, "rb") as file:
             data = file.read(at_most)
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {reason(error)}; name a file that exists and that you may read") from error
+        raise UserError(
+            f"cannot read {path}: {reason(error)}; name a file that exists and that you may read"
+        ) from error
     if not data:
         raise UserError(f"{path} is empty; name a file that holds something")
     return data
 
 
 def writable(name: str, suffixes: Sequence[str], *inputs: str | None) -> pathlib.Path:
-    """The path of a file to write, after checking its suffix, that it is not one of the inputs, and that its folder is writable.
+    """The path of a file to write, after checking its suffix, that it is not one of the inputs, and
+    that its folder is writable.
 
-    A temporary file tests the folder, so that hours of work are not lost because the result cannot be written.
+    A temporary file tests the folder, so that hours of work are not lost because the result cannot
+    be written.
     """
     if pathlib.Path(name).suffix.lower() not in suffixes:
         raise UserError(f"--out: wanted a name that ends in {', '.join(suffixes)}, got {name!r}")
@@ -72,7 +83,9 @@ def writable(name: str, suffixes: Sequence[str], *inputs: str | None) -> pathlib
         with _files.temporary(path):
             pass
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot write {name}: {reason(error)}; name a file in a folder that exists and that you may write to") from error
+        raise UserError(
+            f"cannot write {name}: {reason(error)}; name a file in a folder that exists and that you may write to"
+        ) from error
     return path
 
 
@@ -95,7 +108,9 @@ def writing(path: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot write {path}: {reason(error)}; free some space, or name a file elsewhere") from error
+        raise UserError(
+            f"cannot write {path}: {reason(error)}; free some space, or name a file elsewhere"
+        ) from error
 
 
 def reason(error: Exception) -> str:

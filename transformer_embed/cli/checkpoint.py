@@ -6,20 +6,33 @@ import pathlib
 from typing import Any
 
 from transformer_embed import pretrained
+from transformer_embed._src.pretrained import files
+from transformer_embed._src.pretrained.checkpoints import CONFIG
 from transformer_embed.cli.arguments import UserError, contents, reason
-from transformer_embed.pretrained import files
-from transformer_embed.pretrained.checkpoints import CONFIG
 
 
 def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     """Adds flags for what the files of a checkpoint may not say."""
-    parser.add_argument("--stack", choices=("encoder", "decoder"), help="stack to read if the checkpoint has both (default: encoder)")
-    parser.add_argument("--model-type", metavar="NAME", help="model type, such as bert or llama, if no config.json has it")
-    parser.add_argument("--settings", metavar="FILE.json", help="entries of a config.json, which override those beside the checkpoint")
+    parser.add_argument(
+        "--stack",
+        choices=("encoder", "decoder"),
+        help="stack to read if the checkpoint has both (default: encoder)",
+    )
+    parser.add_argument(
+        "--model-type",
+        metavar="NAME",
+        help="model type, such as bert or llama, if no config.json has it",
+    )
+    parser.add_argument(
+        "--settings",
+        metavar="FILE.json",
+        help="entries of a config.json, which override those beside the checkpoint",
+    )
 
 
 def is_ours(path: str) -> bool:
-    """Whether this package wrote a checkpoint (`train --out`, `save_embedder`), which then contains its configuration."""
+    """Whether this package wrote a checkpoint (`train --out`, `save_embedder`), which then contains
+    its configuration."""
     if not pathlib.Path(path).is_dir():
         contents(path, at_most=1)
     try:
@@ -39,8 +52,14 @@ def read_checkpoint(path: str, args: argparse.Namespace) -> pretrained.Pretraine
 
 def _user_error(path: str, error: OSError | ValueError) -> UserError:
     if isinstance(error, OSError):
-        return UserError(f"cannot read {path}: {reason(error)}; name a file that exists and that you may read")
-    hint = " (on the command line: --model-type NAME, --settings FILE.json)" if "settings" in str(error) else ""
+        return UserError(
+            f"cannot read {path}: {reason(error)}; name a file that exists and that you may read"
+        )
+    hint = (
+        " (on the command line: --model-type NAME, --settings FILE.json)"
+        if "settings" in str(error)
+        else ""
+    )
     return UserError(f"{error}{hint}")
 
 
@@ -51,7 +70,11 @@ def _settings(path: str | None, model_type: str | None) -> dict[str, Any] | None
     try:
         settings = json.loads(contents(path))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"--settings: {path} is not JSON ({error}); name a file such as config.json") from error
+        raise UserError(
+            f"--settings: {path} is not JSON ({error}); name a file such as config.json"
+        ) from error
     if not isinstance(settings, dict):
-        raise UserError(f"--settings: wanted a JSON object such as config.json holds, got a {type(settings).__name__} in {path}")
+        raise UserError(
+            f"--settings: wanted a JSON object such as config.json holds, got a {type(settings).__name__} in {path}"
+        )
     return settings if model_type is None else settings | {"model_type": model_type}

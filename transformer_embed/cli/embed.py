@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import transformer_embed as te
+from transformer_embed._src.pretrained.checkpoints import PretrainedInput
 from transformer_embed.cli.arguments import UserError, contents, writable, write_whole
 from transformer_embed.cli.checkpoint import add_checkpoint_flags, is_ours, read_checkpoint
 from transformer_embed.cli.progress import progress
-from transformer_embed.pretrained import PretrainedInput
 
 # Pads short lines if the model has no padding id.
 PAD_ID = -1
@@ -30,9 +30,15 @@ def add_to(commands: Any) -> None:
         "(True = a token, False = padding), positions and ids [lines, length]. Shorter lines are padded at their end with the model's "
         "padding id, or with -1 if it has none; ignore the embeddings where the mask is False.",
     )
-    parser.add_argument("file", metavar="FILE", help="lines of text, each byte a token; or, with --ids, lines of token ids")
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        help="lines of text, each byte a token; or, with --ids, lines of token ids",
+    )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--params", metavar="PARAMS.safetensors", help="a model that `train --out` wrote")
+    source.add_argument(
+        "--params", metavar="PARAMS.safetensors", help="a model that `train --out` wrote"
+    )
     source.add_argument(
         "--from",
         dest="checkpoint",
@@ -41,7 +47,9 @@ def add_to(commands: Any) -> None:
     )
     add_checkpoint_flags(parser)
     parser.add_argument("--out", required=True, metavar="X.npz", help="file to write the arrays to")
-    parser.add_argument("--ids", action="store_true", help="FILE holds integer token ids, separated by spaces")
+    parser.add_argument(
+        "--ids", action="store_true", help="FILE holds integer token ids, separated by spaces"
+    )
     parser.add_argument("--quiet", action="store_true", help="show no progress bars")
     parser.set_defaults(run=run)
 
@@ -49,21 +57,34 @@ def add_to(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Writes the arrays and prints their sizes."""
     if args.checkpoint is None:
-        for flag, value in (("--stack", args.stack), ("--model-type", args.model_type), ("--settings", args.settings)):
+        for flag, value in (
+            ("--stack", args.stack),
+            ("--model-type", args.model_type),
+            ("--settings", args.settings),
+        ):
             if value is not None:
-                raise UserError(f"{flag} is for --from; leave it out: a file that `train` wrote needs no such flag")
+                raise UserError(
+                    f"{flag} is for --from; leave it out: a file that `train` wrote needs no such flag"
+                )
     out = writable(args.out, (".npz",), args.file, args.params, args.checkpoint, args.settings)
     lines = contents(args.file).splitlines()
     config, params = _model(args)
-    rows = [_ids(line, f"{args.file}, line {n}", args.ids, config.vocab_size) for n, line in enumerate(lines, 1)]
+    rows = [
+        _ids(line, f"{args.file}, line {n}", args.ids, config.vocab_size)
+        for n, line in enumerate(lines, 1)
+    ]
     pad_id = PAD_ID if config.pad_id is None else config.pad_id
     ids = _padded(rows, pad_id)
     if not ids.size:
-        raise UserError(f"{args.file} holds no tokens; give a file of {'ids' if args.ids else 'text'}")
+        raise UserError(
+            f"{args.file} holds no tokens; give a file of {'ids' if args.ids else 'text'}"
+        )
     try:
         positions = _positions(config.positions, ids)
     except ValueError as error:
-        raise UserError(f"{args.file}: a line has {ids.shape[1]} tokens ({error}); split such lines") from error
+        raise UserError(
+            f"{args.file}: a line has {ids.shape[1]} tokens ({error}); split such lines"
+        ) from error
     arrays: dict[str, Any] = {
         "embeddings": _embeddings(config, params, ids, positions, pad_id, args.quiet),
         "mask": np.asarray(te.padding_mask(ids, pad_id=pad_id)),
@@ -75,9 +96,12 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _model(args: argparse.Namespace) -> tuple[te.EmbedderConfig, Any]:
-    """The model that --params or --from names. An error if FILE holds text and the model's tokens are not bytes."""
+    """The model that --params or --from names. An error if FILE holds text and the model's tokens
+    are not bytes."""
     path = args.checkpoint if args.params is None else args.params
-    not_bytes = UserError(f"the tokens of {path} are not bytes; give a FILE of ids, as its tokenizer makes them, and --ids")
+    not_bytes = UserError(
+        f"the tokens of {path} are not bytes; give a FILE of ids, as its tokenizer makes them, and --ids"
+    )
     if args.params is None and not args.ids and not is_ours(path):
         raise not_bytes
     config, params, *_ = read_checkpoint(path, args) if args.params is None else _read_params(args)
@@ -93,7 +117,9 @@ def _read_params(args: argparse.Namespace) -> PretrainedInput:
             return read_checkpoint(args.params, args)
     except UserError as error:
         raise UserError(f"{error}; write it again with `train --out`") from error
-    raise UserError(f"{args.params} was not written by `train --out`; if it is a published model, use --from {args.params}")
+    raise UserError(
+        f"{args.params} was not written by `train --out`; if it is a published model, use --from {args.params}"
+    )
 
 
 def _positions(scheme: Any, ids: np.ndarray) -> np.ndarray:
@@ -101,7 +127,9 @@ def _positions(scheme: Any, ids: np.ndarray) -> np.ndarray:
     if scheme is None:
         return np.arange(ids.shape[1], dtype=np.int32)[None]
     own = getattr(scheme, "pad_id", None)
-    return np.atleast_2d(scheme.positions(jnp.asarray(ids if own is None else np.where(ids == PAD_ID, own, ids))))
+    return np.atleast_2d(
+        scheme.positions(jnp.asarray(ids if own is None else np.where(ids == PAD_ID, own, ids)))
+    )
 
 
 def _ids(line: bytes, place: str, are_ids: bool, vocab_size: int) -> np.ndarray:
@@ -109,7 +137,9 @@ def _ids(line: bytes, place: str, are_ids: bool, vocab_size: int) -> np.ndarray:
     wrong = next((n for n, i in enumerate(ids) if not 0 <= i < vocab_size), None)
     if wrong is not None:
         got = line.split()[wrong][:20].decode(errors="replace") if are_ids else f"byte {ids[wrong]}"
-        raise UserError(f"{place}: wanted integers from 0 to {vocab_size - 1}, the vocabulary of the parameters, got {got!r}")
+        raise UserError(
+            f"{place}: wanted integers from 0 to {vocab_size - 1}, the vocabulary of the parameters, got {got!r}"
+        )
     return np.array(ids, np.int32)
 
 
@@ -124,8 +154,16 @@ def _padded(rows: Sequence[np.ndarray], pad_id: int) -> np.ndarray:
     return ids
 
 
-def _embeddings(config: te.EmbedderConfig, params: Any, ids: np.ndarray, positions: np.ndarray, pad_id: int, quiet: bool) -> np.ndarray:
-    """Embeds in batches of one shape, so that it compiles once; the last batch is filled with rows of padding, which are dropped."""
+def _embeddings(
+    config: te.EmbedderConfig,
+    params: Any,
+    ids: np.ndarray,
+    positions: np.ndarray,
+    pad_id: int,
+    quiet: bool,
+) -> np.ndarray:
+    """Embeds in batches of one shape, so that it compiles once; the last batch is filled with rows
+    of padding, which are dropped."""
     apply = te.make_embedder(dataclasses.replace(config, pad_id=pad_id)).apply
     count, length = ids.shape
     size = min(count, max(1, TOKENS_PER_BATCH // length))
@@ -137,5 +175,7 @@ def _embeddings(config: te.EmbedderConfig, params: Any, ids: np.ndarray, positio
         if len(positions) == count > 1:
             options["positions"] = np.pad(positions[start : start + size], filling)
         filled = np.pad(batch, filling, constant_values=pad_id)
-        embeddings[start : start + size] = apply(params, None, filled, is_training=False, **options)[: len(batch)]
+        embeddings[start : start + size] = apply(
+            params, None, filled, is_training=False, **options
+        )[: len(batch)]
     return embeddings

@@ -38,12 +38,18 @@ def run(args: argparse.Namespace) -> None:
         origin = "" if tensor == name else f", from {tensor}"
         print(f"{name}\n  {array.dtype}{list(array.shape)}{origin}")
     rotary = found.rotary or {}
-    by_layer = {f"rotary, {kind}": each for kind, each in rotary.items() if isinstance(each, dict)} or {"rotary": rotary}
+    by_layer = {
+        f"rotary, {kind}": each for kind, each in rotary.items() if isinstance(each, dict)
+    } or {"rotary": rotary}
     for name, options in by_layer.items():
         if options:
             print(f"{name}\n  apply_rotary(x, positions, {_arguments(options)})")
     if found.bias is not None:
-        call = "RelativePositionBias(" if "num_buckets" in found.bias else "alibi_bias(query_positions, key_positions, "
+        call = (
+            "RelativePositionBias("
+            if "num_buckets" in found.bias
+            else "alibi_bias(query_positions, key_positions, "
+        )
         print(f"bias\n  {call}{_arguments(found.bias)})")
 
 

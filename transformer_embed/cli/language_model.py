@@ -1,4 +1,5 @@
-"""The small language model that `train` trains, which is also an example of how to use this package."""
+"""The small language model that `train` trains, which is also an example of how to use this
+package."""
 
 import functools
 import math
@@ -24,8 +25,11 @@ SHORTEST_TEXT = math.ceil((CONTEXT + 1) / HELD_OUT)
 Params = Mapping[str, Mapping[str, Array]]
 
 
-def next_byte_logits(config: te.EmbedderConfig, ids: UInt8[Array, "b t"], *, is_training: bool) -> Float[Array, "b t v"]:
-    """A causal pre-norm Transformer (Xiong et al., 2020, https://arxiv.org/abs/2002.04745) with a tied output layer."""
+def next_byte_logits(
+    config: te.EmbedderConfig, ids: UInt8[Array, "b t"], *, is_training: bool
+) -> Float[Array, "b t v"]:
+    """A causal pre-norm Transformer (Xiong et al., 2020, https://arxiv.org/abs/2002.04745) with a
+    tied output layer."""
     embed = te.TransformerEmbedding(config)
     positions = jnp.arange(ids.shape[1])
     mask = te.attention_mask(query_positions=positions, key_positions=positions, causal=True)
@@ -38,13 +42,21 @@ def next_byte_logits(config: te.EmbedderConfig, ids: UInt8[Array, "b t"], *, is_
 
 def _attention(x: Float[Array, "b t d"], mask: Bool[Array, "1 1 t t"]) -> Float[Array, "b t d"]:
     heads = (*x.shape[:2], NUM_HEADS, D_MODEL // NUM_HEADS)
-    query, key, value = (hk.Linear(D_MODEL, with_bias=False, name=name)(x).reshape(heads) for name in ("query", "key", "value"))
-    return hk.Linear(D_MODEL, name="attended")(jax.nn.dot_product_attention(query, key, value, mask=mask).reshape(x.shape))
+    query, key, value = (
+        hk.Linear(D_MODEL, with_bias=False, name=name)(x).reshape(heads)
+        for name in ("query", "key", "value")
+    )
+    return hk.Linear(D_MODEL, name="attended")(
+        jax.nn.dot_product_attention(query, key, value, mask=mask).reshape(x.shape)
+    )
 
 
 def _feed_forward(x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-    """Squared ReLU (So et al., "Primer", 2021, https://arxiv.org/abs/2109.08668) learns faster than GELU and is cheaper on a CPU."""
-    return hk.Linear(D_MODEL, name="narrow")(jnp.square(jax.nn.relu(hk.Linear(4 * D_MODEL, name="wide")(x))))
+    """Squared ReLU (So et al., "Primer", 2021, https://arxiv.org/abs/2109.08668) learns faster than
+    GELU and is cheaper on a CPU."""
+    return hk.Linear(D_MODEL, name="narrow")(
+        jnp.square(jax.nn.relu(hk.Linear(4 * D_MODEL, name="wide")(x)))
+    )
 
 
 def _norm(x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
@@ -59,20 +71,29 @@ class Result(NamedTuple):
     bits: float
 
 
-def train(text: bytes, positions: te.Sinusoidal | None, name: str, *, steps: int, seed: int, quiet: bool) -> Result:
-    """Trains on a text except its held-out end; equal arguments give equal results on one machine."""
+def train(
+    text: bytes, positions: te.Sinusoidal | None, name: str, *, steps: int, seed: int, quiet: bool
+) -> Result:
+    """Trains on a text except its held-out end; equal arguments give equal results on one
+    machine."""
     config = te.EmbedderConfig(VOCAB_SIZE, D_MODEL, positions=positions, dropout_rate=0.0)
     training, held_out = split(text)
-    params = model(config).init(jax.random.key(seed), jnp.zeros([1, CONTEXT], jnp.uint8), is_training=False)
+    params = model(config).init(
+        jax.random.key(seed), jnp.zeros([1, CONTEXT], jnp.uint8), is_training=False
+    )
     state, rng = _optimizer(steps).init(params), np.random.default_rng(seed)
     losses = []
-    for done in progress(range(steps), f"{name}, training", quiet=quiet, status=lambda: f"loss={losses[-1]:.2f}"):
+    for done in progress(
+        range(steps), f"{name}, training", quiet=quiet, status=lambda: f"loss={losses[-1]:.2f}"
+    ):
         windows = _windows(training, rng.integers(0, len(training) - CONTEXT, BATCH_SIZE))
         params, state, loss = _step(config, steps, params, state, windows)
         if done % STEPS_A_LOSS == 0:
             losses.append(float(loss))
     starts = _held_out_starts(held_out)
-    batches = np.resize(starts, (math.ceil(len(starts) / EVALUATION_BATCH_SIZE), EVALUATION_BATCH_SIZE))
+    batches = np.resize(
+        starts, (math.ceil(len(starts) / EVALUATION_BATCH_SIZE), EVALUATION_BATCH_SIZE)
+    )
     scored = progress(batches, f"{name}, held-out text", quiet=quiet)
     each = [np.asarray(_score(config, params, _windows(held_out, batch))) for batch in scored]
     return Result(config, params, float(np.concatenate(each)[: len(starts)].mean(dtype=np.float64)))
@@ -85,20 +106,30 @@ def model(config: te.EmbedderConfig) -> hk.Transformed:
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3))
 def _step(
-    config: te.EmbedderConfig, steps: int, params: optax.Params, state: optax.OptState, windows: UInt8[Array, "b t"]
+    config: te.EmbedderConfig,
+    steps: int,
+    params: optax.Params,
+    state: optax.OptState,
+    windows: UInt8[Array, "b t"],
 ) -> tuple[optax.Params, optax.OptState, Float[Array, ""]]:
     """One step of training, and the loss before it in bits per byte."""
-    loss, gradient = jax.value_and_grad(lambda params: _bits(config, params, windows, is_training=True).mean())(params)
+    loss, gradient = jax.value_and_grad(
+        lambda params: _bits(config, params, windows, is_training=True).mean()
+    )(params)
     updates, state = _optimizer(steps).update(gradient, state, params)
     return optax.apply_updates(params, updates), state, loss
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _score(config: te.EmbedderConfig, params: Params, windows: UInt8[Array, "b t"]) -> Float[Array, "b"]:
+def _score(
+    config: te.EmbedderConfig, params: Params, windows: UInt8[Array, "b t"]
+) -> Float[Array, "b"]:
     return _bits(config, params, windows, is_training=False)
 
 
-def _bits(config: te.EmbedderConfig, params: Params, windows: UInt8[Array, "b t"], *, is_training: bool) -> Float[Array, "b"]:
+def _bits(
+    config: te.EmbedderConfig, params: Params, windows: UInt8[Array, "b t"], *, is_training: bool
+) -> Float[Array, "b"]:
     """Bits per byte of each window: the mean over all its bytes except the first."""
     logits = model(config).apply(params, windows[:, :-1], is_training=is_training)
     targets = windows[:, 1:].astype(jnp.int32)
@@ -106,7 +137,8 @@ def _bits(config: te.EmbedderConfig, params: Params, windows: UInt8[Array, "b t"
 
 
 def unigram_bits(text: bytes) -> float:
-    """Bits per byte of a unigram model with add-one smoothing, on the same bytes that the other models are scored on."""
+    """Bits per byte of a unigram model with add-one smoothing, on the same bytes that the other
+    models are scored on."""
     training, held_out = split(text)
     counts = np.bincount(training, minlength=VOCAB_SIZE) + 1
     targets = held_out[1 : len(_held_out_starts(held_out)) * CONTEXT + 1]
@@ -121,12 +153,17 @@ def split(text: bytes) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _optimizer(steps: int) -> optax.GradientTransformation:
-    schedule = optax.warmup_cosine_decay_schedule(0.0, PEAK_LEARNING_RATE, max(1, steps // 10), max(2, steps))
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, PEAK_LEARNING_RATE, max(1, steps // 10), max(2, steps)
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1)
+    )
 
 
 def _held_out_starts(held_out: np.ndarray) -> np.ndarray:
-    """Starts of windows that score each byte once, except the first byte and a remainder shorter than a window."""
+    """Starts of windows that score each byte once, except the first byte and a remainder shorter
+    than a window."""
     return np.arange(0, len(held_out) - CONTEXT, CONTEXT)
 
 

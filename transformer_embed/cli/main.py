@@ -34,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args, unknown = _parser().parse_known_args(argv)
         if unknown:
-            raise UserError(f"unrecognized arguments: {' '.join(unknown)}; `{PROGRAM} {args.name} --help` lists the arguments")
+            raise UserError(
+                f"unrecognized arguments: {' '.join(unknown)}; `{PROGRAM} {args.name} --help` lists the arguments"
+            )
         args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:
@@ -44,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         return _failed(f"error: {error}", 2)
     except MemoryError:
-        return _failed("error: out of memory; give a smaller FILE, or split it and its longest lines", 2)
+        return _failed(
+            "error: out of memory; give a smaller FILE, or split it and its longest lines", 2
+        )
     except KeyboardInterrupt:
         return _failed("interrupted", INTERRUPTED)
     return 0

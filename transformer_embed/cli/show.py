@@ -11,11 +11,24 @@ from typing import Any
 import numpy as np
 
 import transformer_embed as te
-from transformer_embed.cli.arguments import UserError, at_least_one, distance, number, real, writable, write_whole
-from transformer_embed.functional.sinusoidal import LAYOUTS
+from transformer_embed._src.functional.sinusoidal import LAYOUTS
+from transformer_embed._src.plots import matplotlib_module
+from transformer_embed.cli.arguments import (
+    UserError,
+    at_least_one,
+    distance,
+    number,
+    real,
+    writable,
+    write_whole,
+)
 
 # Metadata that would make files of equal pictures differ, by format.
-PICTURES = {".png": ("Software",), ".svg": ("Date", "Creator"), ".pdf": ("CreationDate", "Creator", "Producer")}
+PICTURES = {
+    ".png": ("Software",),
+    ".svg": ("Date", "Creator"),
+    ".pdf": ("CreationDate", "Creator", "Producer"),
+}
 PIXELS_WIDE, WIDTH, TITLE_LETTERS_PER_INCH = 960, 6.4, 9.5
 FONT = "DejaVu Sans"
 
@@ -31,9 +44,21 @@ def add_to(commands: Any) -> None:
     )
     pictures = show.add_subparsers(required=True, metavar="PICTURE")
 
-    def picture(draw: Callable[[argparse.Namespace, Any], str], about: str) -> argparse.ArgumentParser:
-        parser = pictures.add_parser(draw.__name__.removeprefix("_draw_"), allow_abbrev=False, help=about, description=f"Draws {about}.")
-        parser.add_argument("--out", required=True, metavar="X.png", help="file to write; X.svg and X.pdf choose those formats")
+    def picture(
+        draw: Callable[[argparse.Namespace, Any], str], about: str
+    ) -> argparse.ArgumentParser:
+        parser = pictures.add_parser(
+            draw.__name__.removeprefix("_draw_"),
+            allow_abbrev=False,
+            help=about,
+            description=f"Draws {about}.",
+        )
+        parser.add_argument(
+            "--out",
+            required=True,
+            metavar="X.png",
+            help="file to write; X.svg and X.pdf choose those formats",
+        )
         parser.add_argument(
             "--width",
             type=lambda text: real(text, 2, 40),
@@ -44,30 +69,70 @@ def add_to(commands: Any) -> None:
         parser.set_defaults(run=run, draw=draw)
         return parser
 
-    def size(parser: Any, flag: str, default: int, about: str, highest: int = 4096, lowest: int = 1) -> None:
+    def size(
+        parser: Any, flag: str, default: int, about: str, highest: int = 4096, lowest: int = 1
+    ) -> None:
         parser.add_argument(
-            flag, type=lambda text: number(text, lowest, highest), default=default, metavar="N", help=f"{about} (default: %(default)s)"
+            flag,
+            type=lambda text: number(text, lowest, highest),
+            default=default,
+            metavar="N",
+            help=f"{about} (default: %(default)s)",
         )
 
     encoding = picture(_draw_encoding, "a heat map of sinusoidal positions")
-    encoding.add_argument("--layout", choices=LAYOUTS, default=LAYOUTS[0], help="order of the channels (default: %(default)s)")
-    wavelengths = picture(_draw_wavelengths, "the wavelength of each pair of channels, in positions")
-    similarity = picture(_draw_similarity, "the dot product of two sinusoidal positions by distance")
-    rotary = picture(_draw_rotary, "where rotary embeddings rotate a point in some pairs of channels")
-    error = picture(_draw_error, "the error of sinusoidal positions, and of the usual float32 product, from 1 to 2**31 - 1")
+    encoding.add_argument(
+        "--layout",
+        choices=LAYOUTS,
+        default=LAYOUTS[0],
+        help="order of the channels (default: %(default)s)",
+    )
+    wavelengths = picture(
+        _draw_wavelengths, "the wavelength of each pair of channels, in positions"
+    )
+    similarity = picture(
+        _draw_similarity, "the dot product of two sinusoidal positions by distance"
+    )
+    rotary = picture(
+        _draw_rotary, "where rotary embeddings rotate a point in some pairs of channels"
+    )
+    error = picture(
+        _draw_error,
+        "the error of sinusoidal positions, and of the usual float32 product, from 1 to 2**31 - 1",
+    )
     for each, length in ((encoding, 128), (similarity, 512), (rotary, 6)):
         size(each, "--length", length, "number of positions")
     for each in (encoding, wavelengths, similarity, error):
         size(each, "--d-model", 64, "number of channels")
     size(rotary, "--head-dim", 64, "number of channels of a head, even")
     for each in (encoding, wavelengths, similarity, rotary, error):
-        each.add_argument("--base", type=float, default=10_000.0, metavar="X", help="base of the wavelengths (default: %(default)s)")
+        each.add_argument(
+            "--base",
+            type=float,
+            default=10_000.0,
+            metavar="X",
+            help="base of the wavelengths (default: %(default)s)",
+        )
     mask = picture(_draw_mask, "which keys each query may attend to")
     queries = mask.add_mutually_exclusive_group()
     size(queries, "--length", 16, "number of positions")
-    queries.add_argument("--tokens", nargs="+", metavar="TOKEN", help="tokens to write at the positions, in place of their numbers")
-    mask.add_argument("--font", default=FONT, metavar="NAME", help="font to write the tokens in (default: %(default)s)")
-    mask.add_argument("--bidirectional", action="store_true", help="let queries attend to later keys too (default: causal)")
+    queries.add_argument(
+        "--tokens",
+        nargs="+",
+        metavar="TOKEN",
+        help="tokens to write at the positions, in place of their numbers",
+    )
+    mask.add_argument(
+        "--font",
+        default=FONT,
+        metavar="NAME",
+        help="font to write the tokens in (default: %(default)s)",
+    )
+    mask.add_argument(
+        "--bidirectional",
+        action="store_true",
+        help="let queries attend to later keys too (default: causal)",
+    )
     mask.add_argument(
         "--window",
         nargs=2,
@@ -75,13 +140,28 @@ def add_to(commands: Any) -> None:
         metavar=("BACK", "AHEAD"),
         help="how many keys before and after its position a query may attend to",
     )
-    mask.add_argument("--chunk", type=at_least_one, metavar="N", help="hide keys outside the query's chunk of N positions")
-    mask.add_argument("--prefix", type=distance, default=0, metavar="N", help="let the first N positions all attend to each other")
+    mask.add_argument(
+        "--chunk",
+        type=at_least_one,
+        metavar="N",
+        help="hide keys outside the query's chunk of N positions",
+    )
+    mask.add_argument(
+        "--prefix",
+        type=distance,
+        default=0,
+        metavar="N",
+        help="let the first N positions all attend to each other",
+    )
     bias = picture(_draw_bias, "the ALiBi bias of one head")
     size(bias, "--length", 16, "number of positions", 512)
     size(bias, "--num-heads", 8, "number of heads", 128)
     size(bias, "--head", 0, "which head, from 0", 127, lowest=0)
-    bias.add_argument("--symmetric", action="store_true", help="give later keys the same bias as earlier ones instead of hiding them")
+    bias.add_argument(
+        "--symmetric",
+        action="store_true",
+        help="give later keys the same bias as earlier ones instead of hiding them",
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -89,20 +169,26 @@ def run(args: argparse.Namespace) -> None:
     out = writable(args.out, tuple(PICTURES))
     kind = pathlib.Path(args.out).suffix.lower()
     try:
-        te.plots  # noqa: B018 (it loads on first use)
-    except AttributeError as error:
+        figure_module = matplotlib_module("figure")
+    except ImportError as error:
         raise UserError(str(error)) from error
-    from matplotlib.figure import Figure  # noqa: PLC0415 (slow to load)
 
     with _style(getattr(args, "font", FONT)):
-        figure = Figure((args.width, 0.75 * args.width), layout="constrained", dpi=PIXELS_WIDE / args.width)
+        figure = figure_module.Figure(
+            (args.width, 0.75 * args.width), layout="constrained", dpi=PIXELS_WIDE / args.width
+        )
         ax = figure.subplots()
         try:
             title = args.draw(args, ax)
         except (TypeError, ValueError) as error:
             raise UserError(str(error)) from error
         ax.set_title(_wrapped(title, round(TITLE_LETTERS_PER_INCH * args.width)))
-        write_whole(out, lambda file: figure.savefig(file, format=kind[1:], metadata=dict.fromkeys(PICTURES[kind])))
+        write_whole(
+            out,
+            lambda file: figure.savefig(
+                file, format=kind[1:], metadata=dict.fromkeys(PICTURES[kind])
+            ),
+        )
     print(f"{args.out}: {title}")
 
 
@@ -117,7 +203,10 @@ def _style(font: str) -> Any:
     """matplotlib's default style, whatever the user's settings, with a font for the tokens."""
     import matplotlib.style  # noqa: PLC0415 (slow to load)
 
-    with matplotlib.style.context("default"), matplotlib.rc_context({"svg.hashsalt": "transformer-embed", "font.family": [font, FONT]}):
+    with (
+        matplotlib.style.context("default"),
+        matplotlib.rc_context({"svg.hashsalt": "transformer-embed", "font.family": [font, FONT]}),
+    ):
         yield
 
 
@@ -159,7 +248,9 @@ def _draw_mask(args: argparse.Namespace, ax: Any) -> str:
     )
     full = np.broadcast_to(mask, (1, 1, len(positions), len(positions)))
     te.plots.plot_mask(full, ax=ax, query_tokens=args.tokens, key_tokens=args.tokens)
-    return ", ".join([f"{'bidirectional' if args.bidirectional else 'causal'} mask", *_options_in_words(args)])
+    return ", ".join(
+        [f"{'bidirectional' if args.bidirectional else 'causal'} mask", *_options_in_words(args)]
+    )
 
 
 def _options_in_words(args: argparse.Namespace) -> list[str]:
@@ -179,11 +270,23 @@ def _check_font(tokens: Sequence[str], name: str) -> None:
     from matplotlib import font_manager  # noqa: PLC0415 (slow to load)
 
     try:
-        fonts = [font_manager.get_font(font_manager.findfont(each, fallback_to_default=False)) for each in (name, FONT)]
+        fonts = [
+            font_manager.get_font(font_manager.findfont(each, fallback_to_default=False))
+            for each in (name, FONT)
+        ]
     except ValueError as error:
-        raise UserError(f"--font: wanted the name of an installed font, got {name!r}; `fc-list : family` lists them") from error
+        raise UserError(
+            f"--font: wanted the name of an installed font, got {name!r}; `fc-list : family` lists them"
+        ) from error
     letters = [letter for token in tokens for letter in token if letter.isprintable()]
-    lacking = next((letter for letter in letters if not any(font.get_char_index(ord(letter)) for font in fonts)), None)
+    lacking = next(
+        (
+            letter
+            for letter in letters
+            if not any(font.get_char_index(ord(letter)) for font in fonts)
+        ),
+        None,
+    )
     if lacking is not None:
         raise UserError(
             f"--tokens: the font {name} cannot draw {lacking!r} (U+{ord(lacking):04X}); name a font that can, such as "
@@ -197,7 +300,9 @@ def _draw_bias(args: argparse.Namespace, ax: Any) -> str:
     if not args.symmetric:
         bias = bias + te.mask_to_bias(te.causal_mask(args.length))
     te.plots.plot_bias(bias, ax=ax, head=args.head)
-    return f"ALiBi bias, head {args.head} of {args.num_heads}" + ("" if args.symmetric else " (hatched: hidden)")
+    return f"ALiBi bias, head {args.head} of {args.num_heads}" + (
+        "" if args.symmetric else " (hatched: hidden)"
+    )
 
 
 def _draw_error(args: argparse.Namespace, ax: Any) -> str:

@@ -12,7 +12,14 @@ import jax
 
 import transformer_embed as te
 from transformer_embed import pretrained
-from transformer_embed.cli.arguments import UserError, at_least_one, contents, seed, writable, writing
+from transformer_embed.cli.arguments import (
+    UserError,
+    at_least_one,
+    contents,
+    seed,
+    writable,
+    writing,
+)
 
 LIBRARY_BYTES = 8_000_000
 
@@ -28,12 +35,31 @@ def add_to(commands: Any) -> None:
         "model (the frequencies of single bytes). The score is bits per byte: lower is better. It takes about a minute on 2 CPU cores. "
         "Equal arguments give equal figures on one machine.",
     )
-    parser.add_argument("files", nargs="*", metavar="FILE", help="text to train on (default: the source of Python's standard library)")
     parser.add_argument(
-        "--out", metavar="PARAMS.safetensors", help="file to write the model with sinusoidal positions to; `embed` reads it"
+        "files",
+        nargs="*",
+        metavar="FILE",
+        help="text to train on (default: the source of Python's standard library)",
     )
-    parser.add_argument("--steps", type=at_least_one, default=750, metavar="N", help="training steps for each model (default: %(default)s)")
-    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="seed of the parameters and batches (default: %(default)s)")
+    parser.add_argument(
+        "--out",
+        metavar="PARAMS.safetensors",
+        help="file to write the model with sinusoidal positions to; `embed` reads it",
+    )
+    parser.add_argument(
+        "--steps",
+        type=at_least_one,
+        default=750,
+        metavar="N",
+        help="training steps for each model (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=seed,
+        default=0,
+        metavar="N",
+        help="seed of the parameters and batches (default: %(default)s)",
+    )
     parser.add_argument("--quiet", action="store_true", help="show no progress bars")
     parser.set_defaults(run=run)
 
@@ -47,8 +73,13 @@ def run(args: argparse.Namespace) -> None:
 
     if len(text) < language_model.SHORTEST_TEXT:
         shortest = language_model.SHORTEST_TEXT
-        raise UserError(f"the text has {len(text)} bytes; give FILEs of {shortest} bytes or more in all")
-    print(f"text: {source}, {len(text):,} bytes\nsha256: {hashlib.sha256(text).hexdigest()}", flush=True)
+        raise UserError(
+            f"the text has {len(text)} bytes; give FILEs of {shortest} bytes or more in all"
+        )
+    print(
+        f"text: {source}, {len(text):,} bytes\nsha256: {hashlib.sha256(text).hexdigest()}",
+        flush=True,
+    )
     options = {"steps": args.steps, "seed": args.seed, "quiet": args.quiet}
     sinusoidal = language_model.train(text, te.Sinusoidal(), "sinusoidal", **options)
     none = language_model.train(text, None, "none", **options)
@@ -71,7 +102,9 @@ def run(args: argparse.Namespace) -> None:
         else "The model is not kept; `--out PARAMS.safetensors` writes it to a file."
     )
     print(f"\n{kept}\n{verdict(sinusoidal.bits, none.bits, args.steps)}")
-    print(f"bits per byte: sinusoidal {sinusoidal.bits:.2f}, none {none.bits:.2f}, unigram {unigram:.2f}")
+    print(
+        f"bits per byte: sinusoidal {sinusoidal.bits:.2f}, none {none.bits:.2f}, unigram {unigram:.2f}"
+    )
 
 
 def verdict(with_positions: float, without: float, steps: int) -> str:
@@ -89,9 +122,12 @@ def _texts(paths: Sequence[str]) -> tuple[bytes, str]:
 
 
 def _library() -> tuple[bytes, str]:
-    """The top-level modules of the standard library, in sorted order, without its packages (such as the tests)."""
+    """The top-level modules of the standard library, in sorted order, without its packages (such as
+    the tests)."""
     folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))[:LIBRARY_BYTES]
     if not text:
-        raise UserError(f"{folder} does not hold the source of the standard library; name a FILE to train on")
+        raise UserError(
+            f"{folder} does not hold the source of the standard library; name a FILE to train on"
+        )
     return text, f"Python {sys.version.split()[0]} standard library"

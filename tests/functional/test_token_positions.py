@@ -1,0 +1,319 @@
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import transformer_embed as te
+
+
+def count_by_hand(segment_ids, start=0, at_padding=0):
+    positions = np.full_like(segment_ids, at_padding)
+    for row, line in enumerate(segment_ids):
+        for column, segment in enumerate(line):
+            if segment != 0:
+                run = column
+                while run > 0 and line[run - 1] == segment:
+                    run -= 1
+                positions[row, column] = column - run + start
+    return positions
+
+
+SEGMENTS = np.array(
+    [[1, 1, 1, 2, 2, 0, 0], [0, 0, 5, 5, 0, 6, 6], [0] * 7, [3] * 7, [1, 2, 3, 4, 5, 6, 7]]
+)
+
+
+@pytest.mark.parametrize(("start", "at_padding"), [(0, 0), (2, 1), (2, -1)])
+def test_positions_restart_at_each_segment(start, at_padding):
+    token_positions = te.TokenPositions.from_segment_ids(
+        SEGMENTS, start=start, at_padding=at_padding
+    )
+    np.testing.assert_array_equal(
+        token_positions.positions, count_by_hand(SEGMENTS, start, at_padding)
+    )
+    np.testing.assert_array_equal(token_positions.segment_ids, SEGMENTS)
+    np.testing.assert_array_equal(token_positions.padding_mask, SEGMENTS != 0)
+    assert token_positions.positions.dtype == token_positions.segment_ids.dtype == jnp.int32
+
+
+def test_ids_padded_on_either_side():
+    token_positions = te.TokenPositions.from_ids(
+        [[9, 8, 7, 0, 0], [0, 0, 9, 8, 7], [0, 9, 8, 7, 0], [0] * 5], pad_id=0
+    )
+    assert token_positions.positions.tolist() == [
+        [0, 1, 2, 0, 0],
+        [0, 0, 0, 1, 2],
+        [0, 0, 1, 2, 0],
+        [0] * 5,
+    ]
+
+
+def test_padding_gets_no_negative_position():
+    assert te.TokenPositions.from_ids([[0, 0, 5]]).positions.min() == 0
+
+
+def test_positions_equal_fairseqs_for_roberta():
+    """fairseq's make_positions: cumsum of the mask times the mask, plus padding_idx."""
+    ids = np.array([[0, 31414, 232, 2, 1, 1], [1, 1, 0, 5, 6, 2], [0, 1, 5, 1, 1, 2]])
+    mask = (ids != 1).astype(int)
+    token_positions = te.TokenPositions.from_ids(ids, pad_id=1, start=2, at_padding=1)
+    np.testing.assert_array_equal(token_positions.positions, np.cumsum(mask, 1) * mask + 1)
+
+
+def test_positions_equal_fairseqs_for_opt():
+    """OPT's positions: cumsum of the mask times the mask, minus one, plus the offset of 2."""
+    mask = np.array([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]])
+    token_positions = te.TokenPositions.from_ids(mask, pad_id=0, start=2, at_padding=1)
+    np.testing.assert_array_equal(token_positions.positions, np.cumsum(mask, 1) * mask - 1 + 2)
+
+
+def test_roberta_with_a_cache():
+    """Its positions in a step: cumsum of the mask plus the past length, times the mask, plus
+    padding_idx."""
+    mask, past = np.array([[1, 1, 0], [1, 1, 1]]), np.array([[4], [7]])
+    step = te.TokenPositions.from_ids(mask, start=2, at_padding=1)
+    positions = np.where(step.padding_mask, step.positions + past, step.positions)
+    np.testing.assert_array_equal(positions, (np.cumsum(mask, 1) + past) * mask + 1)
+
+
+def test_wide_host_ids_are_not_padding():
+    token_positions = te.TokenPositions.from_ids(np.array([2**32, 5, 0, -(2**32)]))
+    assert token_positions.positions.tolist() == [[0, 1, 0, 2]]
+    assert token_positions.padding_mask.tolist() == [[True, True, False, True]]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_from_lengths_marks_the_padding_side(side):
+    token_positions = te.TokenPositions.from_lengths([0, 2, 4], 4, padding_side=side)
+    expected = [[0] * 4, [0, 0, 1, 1] if side == "left" else [1, 1, 0, 0], [1] * 4]
+    assert token_positions.segment_ids.tolist() == expected
+    np.testing.assert_array_equal(token_positions.positions, count_by_hand(np.array(expected)))
+
+
+@pytest.mark.parametrize("offset", [3, [3], [3, 0, 2**31 - 5]])
+def test_from_offset_counts_from_the_offset(offset):
+    token_positions = te.TokenPositions.from_offset(offset, 2)
+    np.testing.assert_array_equal(
+        token_positions.positions, np.atleast_1d(offset)[:, None] + np.arange(2)
+    )
+    assert np.asarray(token_positions.padding_mask).all()
+
+
+def test_left_padding_equals_right_padding_after_a_shift():
+    left, right = (
+        te.TokenPositions.from_lengths([2, 3], 5, padding_side=side) for side in ("left", "right")
+    )
+    for row, length in enumerate([2, 3]):
+        np.testing.assert_array_equal(
+            np.asarray(left.positions)[row, 5 - length :], np.asarray(right.positions)[row, :length]
+        )
+
+
+def test_one_trace_for_all_values():
+    traces = []
+
+    @jax.jit
+    def place(ids, offset):
+        traces.append(ids)
+        return (
+            te.TokenPositions.from_ids(ids),
+            te.TokenPositions.from_offset(offset, 1),
+            te.TokenPositions.from_lengths(offset, 4),
+            te.TokenPositions.from_segment_ids(ids),
+        )
+
+    for seed in range(3):
+        ids = jnp.array(np.random.default_rng(seed).integers(0, 3, (2, 4)))
+        compiled = place(ids, jnp.array([seed, 2 * seed]))
+        np.testing.assert_array_equal(
+            compiled[0].positions, te.TokenPositions.from_ids(ids).positions
+        )
+        np.testing.assert_array_equal(
+            compiled[3].positions, te.TokenPositions.from_segment_ids(ids).positions
+        )
+    assert len(traces) == 1
+
+
+def test_vmap_over_batches():
+    ids = np.random.default_rng(0).integers(0, 3, (5, 2, 6))
+    mapped = jax.vmap(te.TokenPositions.from_ids)(ids)
+    for batch, positions in zip(ids, mapped.positions, strict=True):
+        np.testing.assert_array_equal(positions, te.TokenPositions.from_ids(batch).positions)
+
+
+class TestMasks:
+    """What attention_mask makes of token positions, against the rule written out token by token."""
+
+    def allowed(self, token_positions, row, t, s):
+        segments, padding, positions = (
+            np.asarray(each)[row]
+            for each in (
+                token_positions.segment_ids,
+                token_positions.padding_mask,
+                token_positions.positions,
+            )
+        )
+        return bool(segments[t] == segments[s] and padding[s] and positions[s] <= positions[t])
+
+    @pytest.mark.parametrize(
+        "token_positions",
+        [
+            te.TokenPositions.from_segment_ids(SEGMENTS),
+            te.TokenPositions.from_ids([[0, 0, 7, 8], [5, 6, 7, 0]]),
+            te.TokenPositions.from_lengths([1, 3], 4, padding_side="left"),
+        ],
+    )
+    def test_the_mask_of_any_token_positions_follows_the_rule(self, token_positions):
+        mask = te.attention_mask(**token_positions.queries(), **token_positions.keys(), causal=True)
+        batch, length = token_positions.positions.shape
+        expected = [
+            [[self.allowed(token_positions, b, t, s) for s in range(length)] for t in range(length)]
+            for b in range(batch)
+        ]
+        np.testing.assert_array_equal(mask[:, 0], expected)
+
+    def test_decoding_with_one_offset_a_row(self):
+        step, cache = (
+            te.TokenPositions.from_offset([5, 2], 1),
+            te.TokenPositions.from_lengths([6, 3], 8),
+        )
+        mask = te.attention_mask(**step.queries(), **cache.keys(), causal=True)
+        assert mask.shape == (2, 1, 1, 8)
+        assert mask.sum(-1).ravel().tolist() == [6, 3]
+
+
+COMES_BACK = np.array([[1, 1, 2, 0], [4, 0, 4, 0]], np.uint8)
+
+
+def test_positions_reach_the_ends_of_int32():
+    assert te.TokenPositions.from_offset(2**31 - 3, 3).positions[0, -1] == 2**31 - 1
+    assert te.TokenPositions.from_ids([1, 1, 1], start=2**31 - 3).positions[0, -1] == 2**31 - 1
+    assert te.TokenPositions.from_offset(-(2**31), 1).positions.tolist() == [[-(2**31)]]
+
+
+def test_any_number_but_zero_is_a_segment():
+    placed = te.TokenPositions.from_segment_ids([[-1, -1, 7, 7, 0, 0]])
+    assert placed.positions.tolist() == [[0, 1, 0, 1, 0, 0]]
+    assert placed.padding_mask.tolist() == [[True] * 4 + [False] * 2]
+
+
+def test_they_pass_through_scan_and_the_serialisation_of_an_exported_program():
+    offset = jnp.array([3, 5])
+
+    def advance(held, _):
+        return held._replace(positions=held.positions + 1), held.padding_mask
+
+    held, _ = jax.lax.scan(advance, te.TokenPositions.from_offset(offset, 2), length=4)
+    exported = jax.export.export(jax.jit(lambda held: advance(held, None)[0]))(held)
+    loaded = jax.export.deserialize(exported.serialize())
+    stepped = loaded.call(held)
+    assert isinstance(stepped, te.TokenPositions)
+    assert stepped.positions.tolist() == [[8, 9], [10, 11]]
+
+
+def test_empty():
+    assert te.TokenPositions.from_lengths([0], 0).positions.shape == (1, 0)
+    assert te.TokenPositions.from_ids(np.zeros([2, 0], int)).positions.shape == (2, 0)
+    assert te.TokenPositions.from_offset(3, 0).positions.shape == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "call"),
+    [
+        (
+            TypeError,
+            "ids: wanted an integer dtype, got float32",
+            lambda: te.TokenPositions.from_ids(np.ones([1, 2], np.float32)),
+        ),
+        (
+            ValueError,
+            "ids: wanted shape [length] or [batch, length], got shape [1, 1, 1]",
+            lambda: te.TokenPositions.from_ids([[[1]]]),
+        ),
+        (
+            TypeError,
+            "pad_id: wanted a Python int, got",
+            lambda: te.TokenPositions.from_ids([1], pad_id=None),
+        ),
+        (
+            TypeError,
+            "start: wanted a Python int, got float 0.5",
+            lambda: te.TokenPositions.from_ids([1], start=0.5),
+        ),
+        (
+            ValueError,
+            "lengths: wanted shape [batch], got shape []",
+            lambda: te.TokenPositions.from_lengths(3, 4),
+        ),
+        (
+            ValueError,
+            "length: wanted an int of at least 0, got -1",
+            lambda: te.TokenPositions.from_lengths([3], -1),
+        ),
+        (
+            ValueError,
+            "padding_side: wanted one of 'right', 'left', got 'both'",
+            lambda: te.TokenPositions.from_lengths([3], 4, padding_side="both"),
+        ),
+        (
+            TypeError,
+            "segment_ids: wanted an integer dtype, got bool",
+            lambda: te.TokenPositions.from_segment_ids(np.ones([1, 2], bool)),
+        ),
+        (
+            ValueError,
+            "offset: wanted shape [] or [batch], got shape [1, 1]",
+            lambda: te.TokenPositions.from_offset([[3]], 4),
+        ),
+        (
+            ValueError,
+            "offset: wanted integers inside int32",
+            lambda: te.TokenPositions.from_offset(2**31, 4),
+        ),
+        (
+            ValueError,
+            "offset: wanted an int of at most 2147483645, for 3 positions",
+            lambda: te.TokenPositions.from_offset([0, 2**31 - 2], 3),
+        ),
+        (
+            ValueError,
+            "start: wanted an int of at most 2147483644, for 4 positions",
+            lambda: te.TokenPositions.from_ids([1] * 4, start=2**31 - 3),
+        ),
+        (
+            ValueError,
+            "start: wanted an int of at most 2147483644, for 4 positions",
+            lambda: te.TokenPositions.from_segment_ids([1] * 4, start=2**31 - 3),
+        ),
+        (
+            ValueError,
+            "lengths: wanted integers inside the padded length, 0..4, got -3 at index [1]",
+            lambda: te.TokenPositions.from_lengths([2, -3], 4),
+        ),
+        (
+            ValueError,
+            "lengths: wanted integers inside the padded length, 0..4, got 5 at index [1]",
+            lambda: te.TokenPositions.from_lengths([4, 5], 4),
+        ),
+        (
+            ValueError,
+            "segment_ids: wanted integers inside int32",
+            lambda: te.TokenPositions.from_segment_ids([[2**40, 2**41]]),
+        ),
+        (
+            ValueError,
+            "segment_ids: wanted one run of tokens for each number, got 4 twice in row 1",
+            lambda: te.TokenPositions.from_segment_ids(COMES_BACK),
+        ),
+        (
+            TypeError,
+            "offset: wanted an integer dtype, got float64",
+            lambda: te.TokenPositions.from_offset(0.5, 4),
+        ),
+    ],
+)
+def test_bad_arguments_raise_errors(kind, message, call):
+    with pytest.raises(kind) as caught:
+        call()
+    assert str(caught.value).startswith(message)

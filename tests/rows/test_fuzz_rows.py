@@ -1,0 +1,134 @@
+"""Any arguments of the functions of `te.rows`: the step of SGD by plain loops, or a TypeError or
+ValueError of ours."""
+
+import collections
+import random
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from fuzzing import ARRAYS, VALUES, call, named_on_failure
+
+import transformer_embed as te
+
+OPTIMIZER = optax.sgd(0.5)
+PARAMS = {"table": jnp.asarray(ARRAYS[8])}
+IDS = ARRAYS[1] % 4
+STEP = {"table": PARAMS["table"], "ids": IDS, "max_rows": None}
+GRADS = {"table": te.rows.Rows(jnp.array([0, 2]), jnp.ones([2, 3]), vocab_size=4)}
+CALLS = {
+    te.rows.value_and_grad: {"ids": {"table": IDS}},
+    te.rows.add: {"grads": GRADS, "more": GRADS},
+    te.rows.update: {
+        "optimizer": OPTIMIZER,
+        "grads": GRADS,
+        "state": OPTIMIZER.init(PARAMS),
+        "params": PARAMS,
+    },
+}
+every_call = pytest.mark.parametrize("function", CALLS, ids=lambda function: function.__name__)
+
+
+def two_steps_at_once(table, ids, max_rows):
+    """SGD with the gradient of the sum of the rows of ids, twice: the value, and the table."""
+
+    def loss(params):
+        return jnp.sum(te.lookup(params["table"], ids).astype(jnp.float32))
+
+    params = {"table": table}
+    value, grads = te.rows.value_and_grad(loss, ids={"table": ids}, max_rows=max_rows)(params)
+    params, _ = te.rows.update(OPTIMIZER, te.rows.add(grads, grads), OPTIMIZER.init(params), params)
+    return value, params["table"]
+
+
+def check(changes):
+    with named_on_failure(changes):
+        arguments = STEP | changes
+        if isinstance(arguments["ids"], dict):  # a gradient of plain arrays, by jax alone
+            return
+        returned, result = call(two_steps_at_once, arguments)
+        if returned:
+            check_result(*result, **arguments)
+
+
+def check_result(value, got, *, table, ids, max_rows):
+    table = np.asarray(table).astype(np.float64)
+    ids = [int(each) for each in np.ravel(np.asarray(ids))]
+    distinct = sorted({min(max(i, 0), len(table) - 1) for i in ids})
+    held = set(
+        distinct if max_rows is None or isinstance(max_rows, dict) else distinct[: int(max_rows)]
+    )
+    for i, times in collections.Counter(i for i in ids if i in held).items():
+        table[i] -= times
+    np.testing.assert_allclose(
+        np.asarray(got).astype(np.float64), table, rtol=1e-2 if got.dtype.itemsize == 2 else 1e-6
+    )
+    assert np.isnan(value) == any(i not in held for i in ids)
+
+
+def any_changes(rng):
+    return {name: rng.choice(VALUES) for name in rng.sample(list(STEP), rng.randint(0, 2))}
+
+
+def test_any_step_is_that_of_plain_loops_or_our_error():
+    rng = random.Random(0)
+    for _ in range(4):
+        check(any_changes(rng))
+
+
+@pytest.mark.slow
+def test_any_step_is_that_of_plain_loops_or_our_error_thoroughly():
+    rng = random.Random()
+    for _ in range(100):
+        check(any_changes(rng))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STEP)
+def test_every_value_in_every_place_of_a_step_is_right_or_our_error(name):
+    for value in VALUES:
+        check({name: value})
+
+
+def test_the_arguments_that_the_fuzzer_starts_from_give_a_right_step():
+    assert call(two_steps_at_once, STEP)[0]
+    check({})
+
+
+def run(function, changes):
+    """Whether the function returns for its usual arguments, some of them changed."""
+
+    def step(**arguments):
+        if function is te.rows.value_and_grad:
+            return function(lambda params: jnp.sum(te.lookup(params["table"], IDS)), **arguments)(
+                PARAMS
+            )
+        return function(**arguments)
+
+    with named_on_failure(changes):
+        return call(step, CALLS[function] | changes)[0]
+
+
+@every_call
+def test_any_tree_is_taken_or_named(function):
+    assert run(function, {})
+    rng = random.Random(0)
+    for _ in range(6):
+        run(function, {rng.choice(list(CALLS[function])): rng.choice(VALUES)})
+
+
+@pytest.mark.slow
+@every_call
+def test_every_value_for_every_tree_is_taken_or_named(function):
+    for name in CALLS[function]:
+        for value in VALUES:
+            run(function, {name: value})
+
+
+def test_a_table_of_numpy_is_updated():
+    params = {"table": ARRAYS[8]}
+    updated, _ = te.rows.update(OPTIMIZER, GRADS, OPTIMIZER.init(params), params)
+    np.testing.assert_array_equal(
+        updated["table"], ARRAYS[8] - np.float32([[0.5], [0], [0.5], [0]])
+    )

@@ -1,0 +1,519 @@
+"""What is proved of an optimizer, and that it trains as the lazy rule says or is refused: no third
+outcome."""
+
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optimizers as made
+import pytest
+from contexts import x64
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import transformer_embed as te
+from transformer_embed._src.rows import row_wise
+
+STEPS = 20
+# float64, 20 steps of some 50 roundings each.
+TOLERANCE = 1e-11
+FASTER_TO_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+EXPORTED = dict(made.exported())
+FEW = [
+    "adam",
+    "amsgrad",
+    "adan",
+    "radam",
+    "optimistic_adam",
+    "rprop",
+    "multi_transform",
+    "apply_every",
+    "MultiSteps",
+    "zero_nans",
+    "snapshot",
+]
+
+
+def global_norm(tree):
+    """optax's, deprecated under this name since 0.2.7."""
+    return made.quietly(optax.global_norm, tree)
+
+
+def plain(grads):
+    """Ids and values in place of Rows, for a gradient to leave jit."""
+    return jax.tree.map(
+        lambda g: (g.ids, g.values) if isinstance(g, te.rows.Rows) else g,
+        grads,
+        is_leaf=lambda g: isinstance(g, te.rows.Rows),
+    )
+
+
+@jax.jit
+def both_gradients(batch):
+    """By rows and dense, always at the first parameters: so rounding does not grow from step to
+    step."""
+    ids, params = {"embed": {"table": batch[0]}, "other": batch[1]}, made.make_params()
+    return plain(te.rows.value_and_grad(made.loss, ids=ids)(params, batch)[1]), jax.grad(made.loss)(
+        params, batch
+    )
+
+
+@functools.cache
+def gradients():
+    return [both_gradients(made.make_batch(step)) for step in range(STEPS)]
+
+
+@functools.cache
+def refusal_of(name):
+    """What `made.refusal` says of an optimizer that optax exports: asked for each, and again for
+    the page of all."""
+    with x64():
+        return made.refusal(made.quietly(EXPORTED[name]))
+
+
+def refused_or_lazy(optimizer, refusal=made.refusal):
+    """The message; or None after 20 steps equal to those of the oracle, in parameters and state."""
+    with x64():
+        message = refusal(optimizer)
+        if message is not None:
+            assert (
+                "optimizer: wanted each row updated from that row alone, got " in message
+                or message.startswith("state: ")
+            ), message
+            assert len(message) < 400
+            return message
+        extra = made.extra_arguments(optimizer)
+
+        @functools.partial(jax.jit, compiler_options=FASTER_TO_COMPILE)
+        def both_steps(ours, lazy, grads, dense_grads):
+            params, state = ours
+            return (
+                te.rows.update(optimizer, made.by_rows(grads), state, params, **extra),
+                made.lazy_step(optimizer, *lazy, dense_grads, **extra),
+            )
+
+        params = made.make_params()
+        ours = lazy = params, made.quietly(optimizer.init, params)
+        for grads in gradients():
+            ours, lazy = made.quietly(both_steps, ours, lazy, *grads)
+        for found, wanted in zip(jax.tree.leaves(ours), jax.tree.leaves(lazy), strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+        return None
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in EXPORTED]
+)
+def test_every_optimizer_of_optax_is_the_lazy_one_or_refused(name):
+    message = refused_or_lazy(made.quietly(EXPORTED[name]), lambda _: refusal_of(name))
+    assert name not in FEW or (message is not None) == (name in FEW[7:])
+    listed = made.PAGE.read_text(encoding="utf-8").split("## These cannot")[
+        0 if message is None else 1
+    ]
+    assert f"`{name}`" in listed or optax.__version__ not in made.PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_page_says_what_is_proved():
+    with x64():
+        page = made.page(refusal_of)
+    assert page == made.PAGE.read_text(
+        encoding="utf-8"
+    ) or optax.__version__ not in made.PAGE.read_text(encoding="utf-8")
+
+
+# The faults that a probe did not see. Of a table of 1000 rows, few are read.
+
+PARAMS = {"t": np.ones([1000, 2], np.float32), "w": np.ones([3, 2], np.float32)}
+IDS = np.array([0, 3, 3, 701])
+
+
+def step(optimizer, ids=IDS, params=PARAMS):
+    @jax.jit
+    def run(params, state):
+        _, grads = te.rows.value_and_grad(
+            lambda p: jnp.sum(te.lookup(p["t"], ids)) + jnp.sum(p["w"]), ids={"t": ids}
+        )(params)
+        return te.rows.update(optimizer, grads, state, params)
+
+    return run(params, optimizer.init(params))
+
+
+def refuse(optimizer, message):
+    with pytest.raises(
+        ValueError, match=r"^optimizer: wanted each row updated from that row alone, got "
+    ) as error:
+        step(optimizer)
+    assert message in str(error.value)
+    assert (
+        "Train the table densely, or keep that transformation off it with optax.multi_transform."
+        in str(error.value)
+    )
+
+
+def by_size(large, small):
+    return lambda params: jax.tree.map(lambda leaf: large if leaf.size > 100 else small, params)
+
+
+def stateless(change):
+    """A transformation of the user's own."""
+    return optax.GradientTransformation(
+        lambda params: (),
+        lambda updates, state, params=None: (jax.tree.map(change, updates), state),
+    )
+
+
+def test_labels_by_size_do_not_train_rows_by_the_wrong_rule():
+    """Few rows are smaller than the bound, their table is not."""
+    optimizer = optax.multi_transform(
+        {"large": optax.sgd(1.0), "small": optax.set_to_zero()}, by_size("large", "small")
+    )
+    with pytest.raises(
+        ValueError, match=r"^optimizer: wanted each row updated from that row alone, got "
+    ):
+        step(optimizer)
+    mask = optax.add_decayed_weights(0.1, mask=by_size(True, False))
+    with pytest.raises(ValueError, match="a program that depends on the number of rows"):
+        step(optax.chain(mask, optax.sgd(1.0)))
+
+
+def test_labels_by_size_that_rows_share_with_their_table_are_right():
+    """As many rows as lie above the bound too."""
+    optimizer = optax.multi_transform(
+        {"large": optax.sgd(0.25), "small": optax.set_to_zero()}, by_size("large", "small")
+    )
+    ids = np.arange(100)
+    after, _ = step(optimizer, ids)
+    np.testing.assert_array_equal(
+        np.asarray(after["t"])[:, 0], np.where(np.arange(1000) < 100, 0.75, 1.0)
+    )
+
+
+FREEZING = {
+    "row 0": (stateless(lambda g: g.at[0].set(0.0)), "stateless: scatter"),
+    "rows from 700 on": (
+        stateless(lambda g: jnp.where(jnp.arange(g.shape[0])[:, None] < 700, g, 0.0)),
+        "stateless: iota tells rows apart",
+    ),
+    "a mask of rows": (
+        stateless(lambda g: g * np.ones([1000, 1]) if g.shape[0] > 3 else g),
+        "stateless: update cannot be traced with fewer rows",
+    ),
+    "a slice": (
+        stateless(lambda g: jnp.concatenate([jnp.zeros_like(g[:1]), g[1:]])),
+        "stateless: slice over the rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FREEZING)
+def test_an_optimizer_that_freezes_some_rows_does_not_freeze_others(name):
+    refuse(*FREEZING[name])
+
+
+def scaled_by_the_largest():
+    """Scales another parameter by the table's largest update."""
+
+    def update(updates, state, params=None):
+        return {**updates, "w": updates["w"] * jnp.max(jnp.abs(updates["t"]))}, state
+
+    return optax.GradientTransformation(lambda params: (), update)
+
+
+SHARED = {
+    "found_nan": (
+        optax.zero_nans,
+        "got zero_nans: reduce_or over the rows (transforms/_constraining.py:",
+    ),
+    "global norm": (
+        lambda: optax.chain(optax.snapshot("norm", global_norm), optax.sgd(0.1)),
+        "got snapshot: reduce_sum over the rows",
+    ),
+    "another parameter": (
+        scaled_by_the_largest,
+        "got scaled_by_the_largest: reduce_max over the rows",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_leaves_that_are_not_tables_never_depend_on_rows(name):
+    make, message = SHARED[name]
+    if name == "global norm" and not hasattr(optax, "snapshot"):
+        pytest.skip("this optax has no snapshot")
+    refuse(make(), message)
+
+
+def test_two_updates_of_one_gradient_both_start_from_the_rows_as_they_are():
+    @jax.jit
+    def twice(params, state):
+        _, grads = te.rows.value_and_grad(
+            lambda p: jnp.sum(te.lookup(p["t"], IDS)), ids={"t": IDS}
+        )(params)
+        params, state = te.rows.update(optimizer, grads, state, params)
+        params = jax.tree.map(lambda leaf: leaf * 10, params)
+        return te.rows.update(optimizer, grads, state, params)
+
+    optimizer = optax.sgd(0.25)
+    after, _ = twice(PARAMS, optimizer.init(PARAMS))
+    np.testing.assert_array_equal(np.asarray(after["t"])[[0, 1, 3], 0], [7.25, 10.0, 4.5])
+
+
+def rows(ids, scale=1.0):
+    """Gradients of one number, and of zeros for padding."""
+    ids, ones = np.array(ids), np.ones([len(ids), 2], np.float32)
+    ones[ids >= 1000] = 0
+    return {"t": te.rows.Rows(ids, scale * ones, 1000), "w": scale * np.ones([3, 2], np.float32)}
+
+
+def dense(ids, values):
+    """The table's gradient, which drops padding."""
+    table = np.zeros([2000, 2], np.float32)
+    np.add.at(table, np.asarray(ids), np.asarray(values))
+    return table[:1000]
+
+
+def test_tree_map_refuses_to_add_gradients_of_different_rows():
+    with pytest.raises(ValueError, match=r"te\.rows\.add adds gradients of different ids"):
+        jax.tree.map(jnp.add, rows([1, 2]), rows([3, 4]))
+    same = jax.tree.map(np.add, rows([1, 2]), rows([1, 2], 2.0))
+    assert (same["t"].ids.tolist(), same["t"].values.tolist()) == ([1, 2], [[3.0, 3.0]] * 2)
+    optimizer = optax.sgd(0.25)
+    after, _ = te.rows.update(optimizer, rows([1, 2]), optimizer.init(PARAMS), PARAMS)
+    assert np.flatnonzero(np.asarray(after["t"][:, 0]) != 1).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_a_gradient_of_rows_means_what_the_dense_one_means(jit):
+    def sums(scale):
+        some, more = rows([1, 3, 1000], 1.0), rows([3, 998, 1001], scale)
+        total = te.rows.add(some, more)
+        halves = jax.tree.map(lambda g: g / 2, total)
+        return (
+            [plain(grads)["t"] for grads in (some, more, total, halves)],
+            global_norm({"t": total["t"]}),
+            len(jax.tree.leaves(total)),
+        )
+
+    grads, norm, leaves = (jax.jit(sums) if jit else sums)(3.0)
+    some, more, total, halves = (dense(*each) for each in grads)
+    np.testing.assert_array_equal(total, some + more)
+    np.testing.assert_array_equal(halves, (some + more) / 2)
+    np.testing.assert_allclose(norm, np.linalg.norm(total), rtol=1e-6)
+    assert leaves == 2
+
+
+@pytest.mark.slow
+def test_a_gradient_from_another_trace_raises_an_error():
+    optimizer = optax.sgd(0.1)
+    grad = te.rows.value_and_grad(lambda p: jnp.sum(te.lookup(p["t"], IDS)), ids={"t": IDS})
+    left = jax.jit(lambda params: grad(params)[1])(PARAMS)
+    with pytest.raises(
+        ValueError,
+        match=r"^grads: wanted a gradient made by value_and_grad in the same jit, scan or shard_map, got one from another",
+    ):
+        te.rows.update(optimizer, left, optimizer.init(PARAMS), PARAMS)
+    brought = rows([0, 3, 701])
+    with pytest.raises(
+        ValueError,
+        match=r"got one from outside \(its ids stay behind: return \.ids and \.values, and make Rows of them\)",
+    ):
+        jax.jit(
+            lambda params, grads: te.rows.update(optimizer, grads, optimizer.init(params), params)
+        )(PARAMS, brought)
+
+
+# Steps in other forms.
+
+
+def test_steps_in_a_scan_and_with_aux_are_those_of_a_loop():
+    optimizer, batches = optax.adamw(0.1), np.array([[0, 3], [3, 5], [0, 0]])
+
+    def one(carry, ids):
+        params, state = carry
+        loss = lambda p: (jnp.sum(jnp.tanh(te.lookup(p["t"], ids))), ids)
+        (value, aux), grads = te.rows.value_and_grad(loss, ids={"t": ids}, has_aux=True)(params)
+        return te.rows.update(optimizer, grads, state, params), (value, aux)
+
+    first = jax.tree.map(jnp.asarray, (PARAMS, optimizer.init(PARAMS)))
+    scanned, (_, aux) = jax.jit(lambda carry: jax.lax.scan(one, carry, batches))(first)
+    looped = functools.reduce(lambda carry, ids: jax.jit(one)(carry, ids)[0], batches, first)
+    np.testing.assert_array_equal(aux, batches)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), scanned, looped)
+
+
+def test_a_step_inside_of_a_shard_map_with_a_table_on_each_device():
+    optimizer = optax.adam(0.1)
+    mesh, split = jax.sharding.Mesh(np.array(jax.devices()), ["x"]), jax.sharding.PartitionSpec("x")
+    tables, ids = np.ones([8 * 20, 2], np.float32), np.arange(16) % 5
+
+    def one(table, ids):
+        params = {"t": table}
+        _, grads = te.rows.value_and_grad(
+            lambda p: jnp.sum(jnp.tanh(te.lookup(p["t"], ids))), ids={"t": ids}
+        )(params)
+        return te.rows.update(optimizer, grads, optimizer.init(params), params)[0]["t"]
+
+    found = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=(split, split), out_specs=split))(
+        tables, ids
+    )
+    want = [
+        jax.jit(one)(table, some)
+        for table, some in zip(np.split(tables, 8), np.split(ids, 8), strict=True)
+    ]
+    np.testing.assert_allclose(found, np.concatenate([*map(np.asarray, want)]), rtol=1e-6)
+
+
+def test_the_global_norm_is_clipped_before_the_update():
+    clip, optimizer, ids = optax.clip_by_global_norm(0.5), optax.sgd(1.0), np.array([0, 3, 3])
+    loss = lambda p: jnp.sum(jnp.tanh(te.lookup(p["t"], ids))) + jnp.sum(p["w"])
+
+    @jax.jit
+    def run(params):
+        _, grads = te.rows.value_and_grad(loss, ids={"t": ids})(params)
+        grads, _ = clip.update(grads, optax.EmptyState())
+        return te.rows.update(optimizer, grads, optimizer.init(params), params)[0]
+
+    @jax.jit
+    def dense_run(params):
+        chain = optax.chain(clip, optimizer)
+        return optax.apply_updates(
+            params, chain.update(jax.grad(loss)(params), chain.init(params))[0]
+        )
+
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), run(PARAMS), dense_run(PARAMS)
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_tables_of_16_bits_train(dtype):
+    params, optimizer = {"t": np.ones([5, 2], dtype)}, optax.chain(optax.clip(0.5), optax.sgd(1.0))
+
+    @jax.jit
+    def run(params, ids, values):
+        return te.rows.update(
+            optimizer, {"t": te.rows.Rows(ids, values, 5)}, optimizer.init(params), params
+        )
+
+    after, _ = run(params, np.array([3]), np.ones([1, 2], dtype))
+    assert after["t"].dtype == dtype
+    assert np.asarray(after["t"])[:, 0].tolist() == [1, 1, 1, 0.5, 1]
+
+
+@pytest.mark.parametrize("size", [1, 2, 1024, 1025])
+def test_a_batch_may_have_as_many_ids_as_the_table_has_rows(size):
+    """The proof tells rows from other sizes: the number that is updated at a time is never the
+    table's."""
+    after, _ = step(
+        optax.sgd(0.25), np.arange(size), {"t": np.ones([size, 2], np.float32), "w": PARAMS["w"]}
+    )
+    np.testing.assert_array_equal(after["t"], 0.75)
+
+
+# Random combinations.
+
+PARTS = {
+    "adam": optax.scale_by_adam,
+    "trace": lambda: optax.trace(0.9),
+    "rms": optax.scale_by_rms,
+    "clip": lambda: optax.clip(0.3),
+    "centralize": optax.centralize,
+    "decay": lambda: optax.add_decayed_weights(0.1),
+    "decay, masked": lambda: optax.add_decayed_weights(0.1, mask=made.tables_only),
+    "schedule": lambda: optax.scale_by_schedule(optax.piecewise_constant_schedule(1.0, {3: 0.5})),
+    "global norm": lambda: optax.clip_by_global_norm(1.0),
+    "every": lambda: optax.apply_every(2),
+    "nans": optax.zero_nans,
+}
+REFUSED = {"global norm", "every", "nans"}
+
+
+def combined(names, rest, wrapped):
+    chain = optax.chain(*(PARTS[name]() for name in names), optax.scale(-0.1))
+    if wrapped == "labels":
+        others = optax.chain(*(PARTS[name]() for name in rest), optax.scale(-0.1))
+        return optax.multi_transform({"rows": chain, "rest": others}, made.labels)
+    return optax.masked(chain, made.tables_only) if wrapped == "mask" else chain
+
+
+@pytest.mark.slow
+@settings(deadline=None, derandomize=True, max_examples=12)
+@given(
+    st.lists(st.sampled_from(list(PARTS)), max_size=4),
+    st.lists(st.sampled_from(list(PARTS)), max_size=2),
+    st.sampled_from(["", "mask", "labels"]),
+)
+def test_random_chains_masks_and_labels_are_lazy_or_refused(names, rest, wrapped):
+    message = refused_or_lazy(combined(names, rest, wrapped))
+    assert (message is not None) == bool(REFUSED & set(names))
+
+
+@pytest.mark.slow
+@settings(deadline=None, derandomize=True, max_examples=15)
+@given(
+    st.lists(st.sampled_from(list(PARTS)), max_size=4),
+    st.lists(st.sampled_from(list(PARTS)), max_size=2),
+    st.sampled_from(["", "mask", "labels"]),
+)
+def test_a_combination_is_refused_only_for_its_parts(names, rest, wrapped):
+    """Labels keep what is not row-wise off the tables."""
+    assert (made.refusal(combined(names, rest, wrapped)) is not None) == bool(REFUSED & set(names))
+
+
+def test_ten_tables_are_proved_in_milliseconds():
+    """50 ms for each of the two traces on an idle machine; ten times that here, for the machine may
+    be busy."""
+    optimizer = optax.adam(0.1)
+    params = {f"t{i}": jax.ShapeDtypeStruct([10000 + i, 8], jnp.float32) for i in range(10)}
+    ids = {name: np.arange(2000) for name in params}
+
+    def one(params):
+        _, grads = te.rows.value_and_grad(lambda p: jnp.zeros([]), ids=ids)(params)
+        start = time.perf_counter()
+        row_wise._PROOFS.clear()
+        te.rows.update(optimizer, grads, optimizer.init(params), params)
+        return time.perf_counter() - start, params
+
+    times = []
+    for _ in range(2):
+        jax.eval_shape(lambda params: times.append(one(params)[0]), params)
+    assert min(times) < 1.0
+
+
+# Last, for they clear what is compiled.
+
+STRICT = {"jax_debug_nans": True, "jax_disable_jit": True, "jax_transfer_guard": "disallow"}
+
+
+@jax.jit
+def adam_step(params, state, ids):
+    _, grads = te.rows.value_and_grad(
+        lambda p: jnp.sum(te.lookup(p["t"], ids)) + jnp.sum(p["w"]), ids={"t": ids}
+    )(params)
+    return te.rows.update(optax.adam(0.1), grads, state, params)
+
+
+@functools.cache
+def in_no_strict_mode():
+    """The arguments of a step, and its result."""
+    arguments = jax.tree.map(jnp.asarray, (PARAMS, optax.adam(0.1).init(PARAMS), IDS))
+    return arguments, adam_step(*arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", STRICT)
+def test_the_proof_holds_in_strict_modes(flag):
+    arguments, want = in_no_strict_mode()
+    row_wise._PROOFS.clear()
+    jax.clear_caches()
+    before = getattr(jax.config, flag)
+    jax.config.update(flag, STRICT[flag])
+    try:
+        found = adam_step(*arguments)
+    finally:
+        jax.config.update(flag, before)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, want)

@@ -1,0 +1,837 @@
+"""Rows by exchange on 8 CPU devices: dealt tables against a dense, lazy oracle in float64, what is
+sent, overflow, loads and errors."""
+
+import functools
+import math
+import os
+
+import jax
+import jax.numpy as jnp
+import mpmath
+import numpy as np
+import optax
+import pytest
+from collectives import collectives
+from contexts import set_mesh
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from oracle import loop_lookup
+from placed import placed_state
+
+import transformer_embed as te
+from transformer_embed._src.sharded import exchange, routes
+from transformer_embed._src.sharded.dealing import Deal
+
+SPEC = PartitionSpec
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+MESHES = ((1, 8), (2, 4), (8, 1), (2, 2, 2))
+NAMES = ("data", "model", "extra")
+
+VOCAB, WIDTH, SHARDS, PAD = 300, 8, 16, 3
+RATE, STEPS = 0.1, 3
+# Gradients are sums of at most some hundred cotangents below 4, rounded by 2**-24 each: Adam turns
+# a relative error of 2**-16 in a gradient into one of that size in a step of at most RATE, but for
+# gradients near its epsilon of 1e-8, which random ones are not.
+TRAINED_ERROR = STEPS * RATE * 2.0**-13
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32).clip(-4, 4)
+
+
+TABLE = normal(0, VOCAB, WIDTH)
+# Repeats on one device and on all, padding, and ids out of range at both ends.
+BATCHES = [
+    np.random.default_rng(seed).integers(-3, VOCAB + 5, (8, 4)).astype(np.int32)
+    for seed in range(STEPS)
+]
+for batch in BATCHES:
+    batch[:, 0], batch[2:4, 1], batch[0, 1:3], batch[1, 1:3] = 7, 7, (PAD, PAD), (-2, VOCAB + 1)
+WEIGHTS = [normal(10 + seed, 8, 4, WIDTH) for seed in range(STEPS)]
+
+
+def mesh_of(shape, kind=AUTO):
+    names = NAMES[: len(shape)]
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
+
+
+def put(mesh, array, *axes):
+    return jax.device_put(
+        array, NamedSharding(mesh, SPEC(*axes) if axes else SPEC(mesh.axis_names))
+    )
+
+
+def deal(mesh, spec=None, table=TABLE, shards=SHARDS, **options):
+    rules = {"*": SPEC(mesh.axis_names) if spec is None else spec}
+    return te.sharding.shard_params(
+        {"t": table}, mesh, rules, tables="t", deal="t", virtual_shards=shards, **options
+    )["t"]
+
+
+def loss(params, ids, weights):
+    return jnp.sum(te.lookup(params["t"], ids, pad_id=PAD, out_of_range="zero") * weights)
+
+
+OPTIMIZER = optax.adam(RATE)
+
+
+@functools.partial(jax.jit, donate_argnums=(0, 1))
+def row_step(params, state, ids, weights):
+    value, grads = te.rows.value_and_grad(loss, ids={"t": ids})(params, ids, weights)
+    return (
+        *te.rows.update(OPTIMIZER, grads, state, params),
+        value,
+        jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads))),
+    )
+
+
+def oracle(batches=BATCHES, table=TABLE):
+    """Lazy Adam in float64: rows with a gradient, their moments, and the norm of each gradient."""
+    table, losses, norms = table.astype(np.float64), [], []
+    first, second = np.zeros_like(table), np.zeros_like(table)
+    for step, (ids, weights) in enumerate(zip(batches, WEIGHTS, strict=True), 1):
+        counted = (ids >= 0) & (ids < len(table)) & (ids != PAD)
+        losses.append(np.sum(table[ids[counted]] * weights[counted]))
+        gradient = np.zeros_like(table)
+        np.add.at(gradient, ids[counted], weights[counted])
+        norms.append(np.sqrt(np.sum(gradient**2)))
+        moved = gradient.any(-1)
+        first[moved] = 0.9 * first[moved] + 0.1 * gradient[moved]
+        second[moved] = 0.999 * second[moved] + 0.001 * gradient[moved] ** 2
+        update = RATE * (first / (1 - 0.9**step)) / (np.sqrt(second / (1 - 0.999**step)) + 1e-8)
+        table[moved] -= update[moved]
+    return table, first, second, losses, norms
+
+
+def train(mesh, table, batches=BATCHES):
+    params, losses, norms = {"t": table}, [], []
+    state = placed_state(OPTIMIZER, params)
+    for ids, weights in zip(batches, WEIGHTS, strict=True):
+        params, state, value, norm = row_step(params, state, put(mesh, ids), put(mesh, weights))
+        losses.append(float(value))
+        norms.append(float(norm))
+    return params["t"], state, losses, norms
+
+
+# --- dealing
+
+
+@settings(deadline=None, derandomize=True, max_examples=50)
+@given(vocab_size=st.integers(1, 3000), bits=st.integers(1, 9))
+def test_dealing_gives_every_id_a_position_of_its_own(vocab_size, bits):
+    dealt = Deal(vocab_size, 2**bits)
+    ids = np.arange(vocab_size, dtype=np.int32)
+    positions = dealt.positions(ids)
+    assert positions.dtype == np.int32
+    assert len(np.unique(positions)) == vocab_size
+    assert positions.min() >= 0
+    assert positions.max() < dealt.size < vocab_size + 2**bits
+    np.testing.assert_array_equal(dealt.ids(positions), ids)
+    every = dealt.ids(np.arange(dealt.size, dtype=np.int32))
+    np.testing.assert_array_equal(np.sort(every), np.arange(dealt.size))
+
+
+def test_a_device_deals_as_the_host_does():
+    dealt, ids = Deal(10**6, 4096), np.arange(10**6, dtype=np.int32)
+    np.testing.assert_array_equal(jax.jit(dealt.positions)(ids), dealt.positions(ids))
+
+
+@pytest.mark.parametrize("devices", [2, 8, 64, 4096])
+def test_neighbouring_ids_reach_different_devices_on_every_mesh(devices):
+    dealt = Deal(10**6, 4096)
+    owners = dealt.positions(np.arange(10**6, dtype=np.int32)) // (dealt.size // devices)
+    for start in (0, 4096, 4096 * 17):
+        assert len(np.unique(owners[start : start + devices])) == devices
+    assert np.bincount(owners, minlength=devices).max() <= 10**6 // devices + 1
+    # So do ids that are a round of dealing apart: as evenly as hashed ones.
+    apart = np.bincount(owners[:: 4096 // 8], minlength=devices)
+    assert apart.max() <= max(4 * apart.mean(), 8)
+
+
+def test_a_dealt_array_is_the_same_on_every_mesh():
+    arrays = [np.asarray(deal(mesh_of(shape)).array) for shape in MESHES]
+    arrays.append(np.asarray(deal(mesh_of((2, 4)), SPEC("model")).array))
+    for array in arrays:
+        np.testing.assert_array_equal(array, arrays[0])
+    table = deal(mesh_of((2, 4)))
+    assert table.shape == (VOCAB, WIDTH)
+    np.testing.assert_array_equal(table.in_vocabulary_order(), TABLE)
+    # A move from dealt to cut and to another number of virtual shards keeps every row.
+    cut = te.sharding.shard_params({"t": table}, mesh_of((8, 1)), {"*": SPEC("data")}, tables="t")[
+        "t"
+    ]
+    np.testing.assert_array_equal(cut.in_vocabulary_order(), TABLE)
+    np.testing.assert_array_equal(
+        deal(mesh_of((1, 8)), table=cut, shards=64).in_vocabulary_order(), TABLE
+    )
+
+
+# --- sizes of buffers
+
+
+@pytest.mark.parametrize(
+    ("trials", "share"), [(16384, 1 / 256), (16384, 1 / 4096), (1024, 1 / 8), (10, 1 / 2)], ids=str
+)
+def test_buffers_are_the_smallest_with_the_stated_probability(trials, share):
+    checks = 100_000
+    room = routes._room(trials, share, checks, 1.0)
+
+    def beyond(count):
+        with mpmath.workprec(200):
+            p = mpmath.mpf(share)
+            return sum(
+                mpmath.binomial(trials, k) * p**k * (1 - p) ** (trials - k)
+                for k in range(count + 1, min(trials, count + 300) + 1)
+            )
+
+    assert beyond(room) <= 1e-9 / checks
+    # The bound of the tail is close: one or two places fewer would not do.
+    assert room == trials or beyond(room - 3) > 1e-9 / checks
+
+
+def test_capacity_raises_and_never_lowers():
+    rooms = [
+        routes.plan_route(1024, ("a",), (8,), 10**6, 8, capacity).hops[0].room
+        for capacity in (0.1, 1.0, 2.0, 8.0, math.inf)
+    ]
+    assert rooms[0] == rooms[1] < rooms[2] == 256 < rooms[3] == rooms[4] == 1024
+
+
+def test_large_meshes_route_over_one_axis_after_another():
+    sizes = ("data", "model"), (64, 64)
+    route = routes.plan_route(16384, *sizes, 250_000, 4096, 1.0)
+    assert route.direct is None
+    assert [hop.axes for hop in route.hops] == [("data",), ("model",)]
+    assert route.slots < 16384 * 3.2
+    few = routes.plan_route(16384, ("data", "model"), (2, 4), 250_000, 8, 1.0)
+    assert few.direct is None
+    assert [hop.axes for hop in few.hops] == [("data", "model")]
+
+
+@pytest.mark.parametrize(("devices", "shape"), [(256, (16, 16)), (512, (16, 32))], ids=str)
+def test_the_average_load_goes_directly_and_the_excess_over_hops(devices, shape):
+    route = routes.plan_route(16384, ("data", "model"), shape, 10**9 // devices, devices, 1.0)
+    assert route.direct is not None
+    assert (route.direct.room, route.direct.axes) == (16384 // devices, ("data", "model"))
+    assert [hop.axes for hop in route.hops] == [("data",), ("model",)]
+    assert route.slots < 16384 * 1.7
+
+
+@pytest.mark.parametrize(("straight", "pairs"), [(32, 1), (32, 16), (32, 512), (48, 32)], ids=str)
+def test_room_for_the_rest_has_the_stated_probability(straight, pairs):
+    trials, share, checks = 16384, 1 / 512, 100_000
+    room = routes._room_for_rest(trials, share, straight, pairs, checks, 1.0)
+    chances = np.exp([routes._log_binomial(trials, share, count) for count in range(200)])
+    rest = np.concatenate([[chances[: straight + 1].sum()], chances[straight + 1 :]])
+    total = functools.reduce(
+        lambda sum_, _: np.convolve(sum_, rest)[: room + 400], range(pairs - 1), rest
+    )
+    assert 0 < total[room + 1 :].sum() <= 1e-9 / checks
+    # Chernoff's bound is some hundred times the tail: one or two standard deviations.
+    mean = pairs * rest @ np.arange(len(rest))
+    deviation = math.sqrt(pairs * rest @ (np.arange(len(rest)) - mean / pairs) ** 2)
+    assert total[round(room - max(2 * deviation, 8)) :].sum() > 1e-9 / checks
+
+
+@pytest.mark.parametrize("hot_rows", [1024, 2048, 8192, 10**6], ids=str)
+def test_positions_that_devices_share_need_no_more_room_than_others(hot_rows):
+    asked, shape, rng = 1024, (8, 8), np.random.default_rng(0)
+    route = routes.plan_route(asked, ("data", "model"), shape, 10**6, 64, 1.0)
+    assert route.direct is not None
+    hot = rng.choice(64 * 10**6, hot_rows, replace=False)
+    drawn = (
+        hot[rng.integers(0, hot_rows, (64, asked))] if hot_rows > asked else np.tile(hot, (64, 1))
+    )
+    narrow = route._replace(hops=tuple(hop._replace(room=hop.room * 2 // 3) for hop in route.hops))
+    assert (
+        routes.simulate(
+            narrow, drawn, dict(zip(("data", "model"), shape, strict=True)), ("data", "model")
+        )[1]
+        == 0
+    )
+
+
+# --- values, gradients, steps
+
+
+# A mesh of one axis under each kind of axes: which of two axes has one device makes no other
+# program.
+CASES = [
+    *((AUTO, shape, None) for shape in MESHES if shape != (8, 1)),
+    *((EXPLICIT, shape, None) for shape in MESHES if shape != (1, 8)),
+    (AUTO, (2, 4), "model"),
+    (EXPLICIT, (2, 2, 2), ("extra", "data")),
+]
+QUICK = (EXPLICIT, (2, 2, 2), None)
+REST = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case != QUICK]
+
+
+@pytest.mark.parametrize(("kind", "shape", "axes"), [QUICK, *REST], ids=str)
+def test_training_by_exchange_is_lazy_adam_in_float64(kind, shape, axes):
+    mesh = mesh_of(shape, kind)
+    with set_mesh(mesh):
+        table, state, losses, norms = train(mesh, deal(mesh, None if axes is None else SPEC(axes)))
+    expected, first, second, expected_losses, expected_norms = oracle()
+    np.testing.assert_allclose(losses, expected_losses, rtol=0, atol=1e-3)
+    np.testing.assert_allclose(norms, expected_norms, rtol=1e-5)
+    np.testing.assert_allclose(table.in_vocabulary_order(), expected, rtol=0, atol=TRAINED_ERROR)
+    np.testing.assert_allclose(state[0].mu["t"].in_vocabulary_order(), first, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(state[0].nu["t"].in_vocabulary_order(), second, rtol=0, atol=1e-5)
+    moved = np.unique(np.concatenate([ids.ravel() for ids in BATCHES]))
+    untouched = np.setdiff1d(np.arange(VOCAB), np.setdiff1d(moved, [PAD]))
+    np.testing.assert_array_equal(table.in_vocabulary_order()[untouched], TABLE[untouched])
+    assert not np.asarray(table.array)[
+        table.deal.ids(np.arange(table.array.shape[0], dtype=np.int32)) >= VOCAB
+    ].any()
+
+
+def straight_first(asked, axes, sizes, shard, devices, capacity):
+    """A route that plans choose for more devices only: one position of each pair goes straight."""
+    straight = routes.Hop(axes, math.prod(sizes), shard, 1, math.prod(sizes))
+    return routes._direct_then_hops(
+        asked,
+        straight,
+        [((axis,), size) for axis, size in zip(axes, sizes, strict=True)],
+        devices,
+        capacity,
+    )
+
+
+@pytest.mark.slow
+def test_direct_and_excess_rows_return_to_their_slots():
+    axes, shard, size, asked = ("data", "model"), 38, 304, 12
+    mesh, route = mesh_of((2, 4)), straight_first(asked, axes, (2, 4), shard, 8, 1.0)
+    rng = np.random.default_rng(0)
+    positions = np.stack(
+        [np.sort(rng.choice(size, asked, replace=False)) for _ in range(8)]
+    ).astype(np.int32)
+    # A filler, and on one device more positions of one owner than find room.
+    positions[0, -1], positions[3] = size, np.arange(shard, shard + asked)
+    route = route._replace(hops=(route.hops[0]._replace(room=8), route.hops[1]))
+
+    def exchanged(rows, positions, gradients):
+        sent, asked = exchange.ask(route, positions[0], size)
+        own = asked - jax.lax.axis_index(axes) * shard
+        answers = exchange.answer(route, sent, rows.at[own].get(mode="fill", fill_value=0))
+        sums = (
+            jnp.zeros_like(rows)
+            .at[own]
+            .add(exchange.return_gradients(route, sent, gradients[0]), mode="drop")
+        )
+        return answers[None], sums
+
+    rows, gradients = normal(1, size, 2), normal(2, 8, asked, 2)
+    everyone = SPEC(axes)
+    answers, sums = jax.jit(
+        jax.shard_map(exchanged, mesh=mesh, in_specs=everyone, out_specs=everyone)
+    )(rows, positions, gradients)
+    # One goes straight and eight over hops, which leaves three; and the filler.
+    lost = np.isnan(np.asarray(answers)).any(-1)
+    assert np.argwhere(lost).tolist() == [[0, 11], [3, 9], [3, 10], [3, 11]]
+    np.testing.assert_array_equal(np.asarray(answers)[~lost], rows[positions[~lost]])
+    assert (
+        routes.simulate(route, np.where(positions < size, positions, -1), dict(mesh.shape), axes)[1]
+        == 3
+    )
+    expected = np.zeros_like(rows)
+    np.add.at(expected, positions[~lost], gradients[~lost])
+    np.testing.assert_allclose(sums, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 4), (2, 2, 2)], ids=str)
+def test_the_direct_first_route_trains_like_a_single_hop(shape, monkeypatch):
+    # Two positions of a device go over hops: enough for the batches, not for four that one device
+    # owns.
+    monkeypatch.setattr(routes, "plan_route", lambda *args: straight_first(*args)._replace(rest=2))
+    # No other test has this capacity, and so the programs of this one.
+    mesh, capacity = mesh_of(shape), 1.0625
+    table = deal(mesh, capacity=capacity)
+    assert not any(table.exchange_load(ids).dropped for ids in BATCHES)
+    with set_mesh(mesh):
+        trained, _, losses, _ = train(mesh, table)
+    expected, _, _, expected_losses, _ = oracle()
+    np.testing.assert_allclose(losses, expected_losses, rtol=0, atol=1e-3)
+    np.testing.assert_allclose(trained.in_vocabulary_order(), expected, rtol=0, atol=TRAINED_ERROR)
+    # What finds no room is NaN, and counted on the host.
+    ids, table = BATCHES[0].clip(0, VOCAB - 1), deal(mesh, capacity=capacity)
+    ids[::2] = owned_by_one(16).reshape(4, 4)
+    rows, gradient = lookup_and_gradient(table, put(mesh, ids), put(mesh, WEIGHTS[0]))
+    lost = np.isnan(np.asarray(rows)).any(-1)
+    assert lost.sum() == table.exchange_load(ids).dropped == 4
+    expected, expected_gradient = lookup_and_gradient(
+        jnp.asarray(TABLE), ids, np.where(lost[..., None], 0, WEIGHTS[0])
+    )
+    np.testing.assert_array_equal(np.asarray(rows)[~lost], np.asarray(expected)[~lost])
+    np.testing.assert_allclose(gradient.in_vocabulary_order(), expected_gradient, rtol=0, atol=1e-4)
+
+
+@jax.jit
+def lookup_and_gradient(table, ids, weights):
+    rows, back = jax.vjp(lambda table: te.lookup(table, ids, pad_id=PAD), table)
+    return rows, back(weights)[0]
+
+
+@pytest.mark.parametrize(("kind", "shape", "axes"), [QUICK, *REST], ids=str)
+def test_lookup_by_exchange_gives_the_rows_bit_for_bit_and_their_gradient(kind, shape, axes):
+    mesh = mesh_of(shape, kind)
+    table = deal(mesh, None if axes is None else SPEC(axes))
+    with set_mesh(mesh):
+        rows, gradient = lookup_and_gradient(table, put(mesh, BATCHES[0]), put(mesh, WEIGHTS[0]))
+    assert rows.sharding.is_equivalent_to(NamedSharding(mesh, SPEC(mesh.axis_names)), 3)
+    expected, expected_gradient = lookup_and_gradient(jnp.asarray(TABLE), BATCHES[0], WEIGHTS[0])
+    np.testing.assert_array_equal(rows, expected)
+    assert gradient.array.sharding.is_equivalent_to(table.sharding, 2)
+    np.testing.assert_allclose(
+        gradient.in_vocabulary_order(), expected_gradient, rtol=0, atol=96 * 4 * 2.0**-22
+    )
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (5, 2)], ids=str)
+def test_ids_that_the_devices_do_not_divide_are_looked_up_in_every_shard(shape):
+    ids = np.full(shape, 5, np.int32)
+    np.testing.assert_array_equal(jax.jit(te.lookup)(deal(mesh_of((2, 4))), ids), TABLE[ids])
+
+
+@settings(deadline=None, derandomize=True, max_examples=20)
+@given(
+    ids=st.lists(
+        st.integers(-(2**31), 2**31 - 1) | st.integers(-2, VOCAB + 2), min_size=16, max_size=16
+    ),
+    policy=st.sampled_from(("nan", "clip", "zero")),
+)
+def test_lookup_by_exchange_of_any_ids(ids, policy):
+    ids = np.array(ids, np.int32)
+    np.testing.assert_array_equal(
+        te.lookup(roomy_table(), ids, out_of_range=policy),
+        loop_lookup(TABLE, ids, out_of_range=policy),
+    )
+
+
+@functools.cache
+def roomy_table():
+    return deal(mesh_of((2, 4)), capacity=8.0)
+
+
+@pytest.mark.slow
+def test_a_bfloat16_table_sums_the_gradients_of_all_devices_before_it_rounds():
+    mesh = mesh_of((2, 4))
+    table = deal(mesh, table=TABLE.astype(jnp.bfloat16))
+    ids = np.full((1024, 1), 5, np.int32)
+    sgd = optax.sgd(2.0**-10)
+
+    @jax.jit
+    def step(params, ids):
+        value = lambda params: jnp.sum(te.lookup(params["t"], ids).astype(jnp.float32))
+        grads = te.rows.value_and_grad(value, ids={"t": ids}, max_rows=1)(params)[1]
+        return te.rows.update(sgd, grads, sgd.init(params), params)[0], grads["t"].values
+
+    params, values = step({"t": table}, put(mesh, ids))
+    assert params["t"].dtype == values.dtype == jnp.bfloat16
+    # 16 bits would stop counting at 256.
+    assert np.asarray(values).max() == 1024
+    np.testing.assert_array_equal(
+        params["t"].in_vocabulary_order()[5],
+        TABLE.astype(jnp.bfloat16)[5] - np.ones((), jnp.bfloat16),
+    )
+
+
+@pytest.mark.slow
+def test_gradients_accumulate_over_several_dealt_tables_and_lookups():
+    mesh = mesh_of((2, 4))
+    other = normal(30, 50, 4)
+    params = te.sharding.shard_params(
+        {"t": TABLE, "u": other},
+        mesh,
+        {"*": SPEC(mesh.axis_names)},
+        tables="?",
+        deal="?",
+        virtual_shards=16,
+    )
+    sgd = optax.sgd(0.5)
+
+    def value(params, ids, more):
+        first, second = te.lookup(params["t"], ids[:, :2]), te.lookup(params["t"], ids[:, 2:])
+        return jnp.sum(first * second) + jnp.sum(te.lookup(params["u"], more) ** 2)
+
+    @jax.jit
+    def step(params, ids, more):
+        halves = [
+            te.rows.value_and_grad(value, ids={"t": i, "u": j})(params, i, j)[1]
+            for i, j in zip(ids, more, strict=True)
+        ]
+        return te.rows.update(sgd, te.rows.add(*halves), sgd.init(params), params)[0]
+
+    # Few enough ids that some repeat: in one lookup, in both of a batch, and in both batches.
+    ids = [np.random.default_rng(seed).integers(0, 30, (8, 4)).astype(np.int32) for seed in (1, 2)]
+    more = [np.random.default_rng(seed).integers(0, 50, (8, 1)).astype(np.int32) for seed in (3, 4)]
+    found = step(params, [put(mesh, each) for each in ids], [put(mesh, each) for each in more])
+    plain, gradient = {"t": TABLE, "u": other}, jax.jit(jax.grad(value))
+    gradients = [gradient(plain, i, j) for i, j in zip(ids, more, strict=True)]
+    for name, leaf in plain.items():
+        expected = leaf - 0.5 * (np.asarray(gradients[0][name]) + np.asarray(gradients[1][name]))
+        np.testing.assert_allclose(found[name].in_vocabulary_order(), expected, rtol=0, atol=1e-4)
+
+
+# --- what is sent
+
+
+# Programs that tests of training and of overflow run as well: jax compiles them once.
+@pytest.mark.parametrize(
+    ("kind", "shape", "ids"),
+    [
+        (AUTO, (1, 8), 18),
+        pytest.param(AUTO, (2, 4), 4, marks=pytest.mark.slow),
+        (EXPLICIT, (2, 2, 2), 4),
+    ],
+    ids=str,
+)
+def test_a_step_by_exchange_sends_all_to_alls_of_the_stated_sizes_and_nothing_larger(
+    kind, shape, ids
+):
+    mesh = mesh_of(shape, kind)
+    params = {"t": deal(mesh)}
+    batch, weights = (
+        put(mesh, np.zeros((8, ids), np.int32)),
+        put(mesh, np.zeros((8, ids, WIDTH), np.float32)),
+    )
+    with set_mesh(mesh):
+        program = row_step.lower(params, placed_state(OPTIMIZER, params), batch, weights).compile()
+    sent = collectives(program)
+    # The loss and the norm of its gradient are sums of a number from each device.
+    sums = [each for each in sent if each.largest == 1]
+    assert {each.kind for each in sums} == {"all-reduce"}
+    assert sum(len(each.operands) for each in sums) == 2
+    sent = [each for each in sent if each not in sums]
+    hops = routes.plan_route(
+        ids, mesh.axis_names, shape, params["t"].array.shape[0] // 8, 8, 1.0
+    ).hops
+    assert {each.kind for each in sent} == {"all-to-all"}
+    assert len(sent) == 3 * len(hops)
+    places = [hop.parts * hop.room for hop in hops]
+    assert sorted(sum(math.prod(shape) for _, shape in each.operands) for each in sent) == sorted(
+        [*places, *(2 * [place * WIDTH for place in places])]
+    )
+
+
+# --- overflow and loads
+
+
+def owned_by_one(count, devices=8):
+    """Ids that one device owns."""
+    dealt = Deal(VOCAB, SHARDS)
+    owners = dealt.positions(np.arange(VOCAB, dtype=np.int32)) // (dealt.size // devices)
+    return np.flatnonzero(owners == 2)[:count].astype(np.int32)
+
+
+@pytest.mark.slow
+def test_ids_that_find_no_room_read_as_nan_and_get_no_update():
+    mesh = mesh_of((1, 8))
+    same = owned_by_one(18)
+    ids = np.tile(same, (8, 1))
+    crowded, roomy = deal(mesh), deal(mesh, capacity=8.0)
+    room = (
+        routes.plan_route(18, mesh.axis_names, (1, 8), crowded.array.shape[0] // 8, 8, 1.0)
+        .hops[0]
+        .room
+    )
+    assert room < len(same)
+    load = crowded.exchange_load(ids)
+    assert load.dropped == 8 * (len(same) - room)
+    assert load.rows.tolist() == [[0, 0, 8 * room, 0, 0, 0, 0, 0]]
+    assert roomy.exchange_load(ids).dropped == 0
+    look = jax.jit(te.lookup)
+    rows = np.asarray(look(crowded, put(mesh, ids)))
+    held = same[np.argsort(crowded.deal.positions(same))[:room]]
+    assert np.isnan(rows).any(-1).sum() == load.dropped
+    np.testing.assert_array_equal(rows[np.isin(ids, held)], TABLE[ids[np.isin(ids, held)]])
+    np.testing.assert_array_equal(look(roomy, put(mesh, ids)), TABLE[ids])
+
+    params, ones = {"t": crowded}, np.ones((*ids.shape, WIDTH), np.float32)
+    with set_mesh(mesh):
+        params, state, value, _ = row_step(
+            params, placed_state(OPTIMIZER, params), put(mesh, ids), put(mesh, ones)
+        )
+    assert np.isnan(value)
+    gradient, expected = np.zeros_like(TABLE), TABLE.copy()
+    gradient[held], expected[held] = 8, TABLE[held] - RATE
+    np.testing.assert_allclose(
+        state[0].mu["t"].in_vocabulary_order(), 0.1 * gradient, rtol=1e-6, atol=0
+    )
+    np.testing.assert_allclose(params["t"].in_vocabulary_order(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (2, 2, 2)], ids=str)
+def test_the_load_on_the_host_counts_what_the_devices_do(shape):
+    mesh = mesh_of(shape)
+    table = deal(mesh)
+    rng = np.random.default_rng(5)
+    ids = np.stack(
+        [rng.permutation(owned_by_one(36))[:18].reshape(2, 9) for _ in range(8)]
+    ).reshape(16, 9)
+    rows = jax.jit(te.lookup)(table, put(mesh, ids))
+    lost = {
+        (device, id_)
+        for device, id_, row in zip(
+            np.repeat(np.arange(8), 18),
+            ids.ravel(),
+            np.asarray(rows).reshape(-1, WIDTH),
+            strict=True,
+        )
+        if np.isnan(row).any()
+    }
+    load = table.exchange_load(ids)
+    assert load.rows.shape == shape
+    assert (load.dropped > 0) == bool(lost)
+    if (
+        len(routes.plan_route(18, mesh.axis_names, shape, table.array.shape[0] // 8, 8, 1.0).hops)
+        == 1
+    ):
+        assert load.dropped == len(lost)
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (8, 8)], ids=str)
+def test_zipf_ids_load_no_device_more_than_1_5_times_the_mean(shape):
+    vocab_size, ids, devices = 100_000, 1024, math.prod(shape)
+    weights = np.cumsum(np.arange(1, vocab_size + 1) ** -1.05)
+    batch = np.searchsorted(weights / weights[-1], np.random.default_rng(0).random((devices, ids)))
+    mesh = AbstractMesh(shape, ("data", "model"), axis_types=(AUTO,) * 2)
+    array = jax.ShapeDtypeStruct((Deal(vocab_size, 4096).size, WIDTH), jnp.float32)
+    table = te.sharding.Sharded(
+        array, vocab_size, NamedSharding(mesh, SPEC(("data", "model"))), ("data", "model"), 4096
+    )
+    load = table.exchange_load(batch)
+    assert load.dropped == 0
+    assert load.rows.max() <= 1.5 * load.rows.mean()
+
+
+# --- parameter trees and checkpoints
+
+
+NAME = "transformer_embedding/~/token_embedding"
+PATTERN = "*/token_embedding/embeddings"
+CONFIG = te.EmbedderConfig(vocab_size=37, d_model=8, pad_id=0)
+
+
+def place(params, mesh, **options):
+    return te.sharding.shard_params(
+        params, mesh, {PATTERN: SPEC(mesh.axis_names)}, deal=PATTERN, virtual_shards=16, **options
+    )
+
+
+def assert_same_draws(found, wanted):
+    """Bit for bit in programs that XLA optimizes; else it may round a product and a sum once in one
+    program and twice in another."""
+    if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and jnp.issubdtype(
+        wanted.dtype, jnp.floating
+    ):
+        np.testing.assert_array_max_ulp(np.asarray(found), np.asarray(wanted), maxulp=4)
+    else:
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_dealt_rows_are_drawn_as_on_one_device():
+    embedder, mesh = te.make_embedder(CONFIG), mesh_of((2, 4), EXPLICIT)
+    drawn, params = (
+        place(embedder.init, mesh, rng=jax.random.key(7)),
+        embedder.init(jax.random.key(7)),
+    )
+    placed = place(params, mesh)
+    assert jax.tree.structure(drawn) == jax.tree.structure(placed)
+    for one, other in zip(jax.tree.leaves(drawn), jax.tree.leaves(placed), strict=True):
+        assert one.sharding == other.sharding
+        assert_same_draws(one, other)
+    assert_same_draws(drawn[NAME]["embeddings"].in_vocabulary_order(), params[NAME]["embeddings"])
+
+
+@pytest.mark.parametrize("spec", [pytest.param("dealt", marks=pytest.mark.slow), "cut"])
+def test_resizing_and_saving_use_vocabulary_order(tmp_path, spec):
+    embedder, mesh = te.make_embedder(CONFIG), mesh_of((2, 4))
+    params = embedder.init(jax.random.key(7))
+    placed = (
+        place(params, mesh)
+        if spec == "dealt"
+        else te.sharding.shard_params(params, mesh, {PATTERN: SPEC("model")})
+    )
+    expected = te.resize_vocabulary(params, 50, jax.random.key(1))[NAME]["embeddings"]
+    resized = te.resize_vocabulary(placed, 50, jax.random.key(1))[NAME]["embeddings"]
+    assert resized.shape == (50, 8)
+    assert resized.sharding == placed[NAME]["embeddings"].sharding
+    # The mean and the spread are summed in another order.
+    np.testing.assert_allclose(resized.in_vocabulary_order(), expected, rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(
+        jax.jit(te.lookup)(resized, np.arange(40)), resized.in_vocabulary_order()[:40]
+    )
+    smaller = te.resize_vocabulary(placed, 20)[NAME]["embeddings"]
+    np.testing.assert_array_equal(smaller.in_vocabulary_order(), params[NAME]["embeddings"][:20])
+    te.pretrained.save_embedder(tmp_path / "model.safetensors", CONFIG, placed)
+    loaded = te.pretrained.load_embedder(tmp_path / "model.safetensors").params
+    np.testing.assert_array_equal(loaded[NAME]["embeddings"], params[NAME]["embeddings"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="today's Orbax asks for a newer jax")
+def test_a_dealt_checkpoint_of_one_mesh_is_restored_on_another_and_on_one_device(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint", reason="Orbax is of the test extra")
+
+    def init(rng):
+        params = te.make_embedder(CONFIG).init(rng)
+        return params, jax.tree.map(lambda leaf: leaf + 1, OPTIMIZER.init(params))
+
+    saved = place(init, mesh_of((2, 4)), rng=jax.random.key(0))
+    one_device = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "step", saved)
+        for mesh in (mesh_of((1, 8)), mesh_of((2, 2, 2), EXPLICIT), one_device):
+            target = place(jax.eval_shape(init, jax.random.key(0)), mesh)
+            args = jax.tree.map(
+                lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape),
+                target,
+            )
+            restored = checkpointer.restore(
+                tmp_path / "step", args=ocp.args.PyTreeRestore(item=target, restore_args=args)
+            )
+            assert jax.tree.structure(restored) == jax.tree.structure(target)
+            for found, leaf, kept in zip(
+                *map(jax.tree.leaves, (restored, target, saved)), strict=True
+            ):
+                assert found.sharding == leaf.sharding
+                np.testing.assert_array_equal(found, kept)
+
+
+@pytest.mark.slow
+def test_a_hundred_steps_of_a_language_model_by_exchange_are_those_by_replicated_rows():
+    mesh, steps = mesh_of((2, 4)), 100
+    tokens = np.random.default_rng(0).zipf(1.3, (steps, 8, 9)).clip(max=36).astype(np.int32)
+    embedder, adam = te.make_embedder(CONFIG), optax.adam(0.01)
+
+    def negative_log_likelihood(params, ids):
+        x = embedder.apply(params["embed"], None, ids[:, :-1], is_training=False)
+        likely = jax.nn.log_softmax(jnp.cumsum(x, axis=1) @ params["out"])
+        return -jnp.mean(jnp.take_along_axis(likely, ids[:, 1:, None], axis=-1))
+
+    def losses(options, batch):
+        params = {"embed": embedder.init(jax.random.key(0)), "out": normal(1, 8, 37)}
+        params = te.sharding.shard_params(
+            params, mesh, {PATTERN: SPEC(options.pop("axes"))}, **options
+        )
+        state = placed_state(adam, params)
+
+        def step(carry, ids):
+            params, state = carry
+            ids_of = {"embed": {NAME: {"embeddings": ids[:, :-1]}}}
+            value, grads = te.rows.value_and_grad(negative_log_likelihood, ids=ids_of)(params, ids)
+            return te.rows.update(adam, grads, state, params), value
+
+        (params, _), found = jax.jit(functools.partial(jax.lax.scan, step))(
+            (params, state), put(mesh, tokens, None, batch)
+        )
+        return np.asarray(found), params["embed"][NAME]["embeddings"].in_vocabulary_order()
+
+    # All 37 ids of a batch of 8: a room of its own for each.
+    exchanged = losses(
+        {"axes": mesh.axis_names, "deal": PATTERN, "virtual_shards": 16, "capacity": 8.0},
+        mesh.axis_names,
+    )
+    replicated = losses({"axes": "model"}, "data")
+    assert exchanged[0][-1] < exchanged[0][0]
+    # Gradients that round apart part the trajectories a little further with each step.
+    np.testing.assert_allclose(exchanged[0], replicated[0], rtol=0, atol=1e-3)
+    np.testing.assert_allclose(exchanged[1], replicated[1], rtol=0, atol=1e-2)
+
+
+# --- errors
+
+
+def test_invalid_deals_and_exchanges_raise_errors():
+    mesh = mesh_of((2, 4))
+    with pytest.raises(
+        ValueError,
+        match=r"^deal: wanted rows over mesh axes, and whole columns, for t, got .*None, 'model'\)$",
+    ):
+        deal(mesh, SPEC(None, "model"))
+    with pytest.raises(
+        ValueError,
+        match=r"^batch_axes: wanted the mesh axes of the rows of t, \('model',\), among others.*got \('data',\)$",
+    ):
+        deal(mesh, SPEC("model"), batch_axes=("data",))
+    three = jax.sharding.Mesh(np.array(jax.devices()[:3]), ("data",))
+    with pytest.raises(
+        ValueError,
+        match=r"^mesh: wanted a number of devices along \('data',\) that divides 16 virtual shards, to deal t, got 3$",
+    ):
+        deal(three)
+    with pytest.raises(ValueError, match=r"^deal: wanted patterns that match one of t, got 'u'$"):
+        te.sharding.shard_params({"t": TABLE}, mesh, {"*": SPEC("model")}, tables="t", deal="u")
+    with pytest.raises(TypeError, match=r"^deal: wanted a pattern of names, or None, got True$"):
+        te.sharding.shard_params({"t": TABLE}, mesh, {"*": SPEC("model")}, deal=True)
+    with pytest.raises(ValueError, match=r"^virtual_shards: wanted a power of two, got 12$"):
+        deal(mesh, shards=12)
+    with pytest.raises(ValueError, match=r"^capacity: wanted a finite number above 0, got 0$"):
+        deal(mesh, capacity=0)
+    with pytest.raises(
+        ValueError,
+        match=r"^params: wanted at most 2080374784 rows for t, padding included, to deal it, got 2147483632$",
+    ):
+        deal(mesh, table=jax.ShapeDtypeStruct((2**31 - 20, 1), jnp.float32))
+    table = deal(mesh)
+    for use in (
+        lambda: te.tied_logits(TABLE, table),
+        lambda: te.tied_cross_entropy(TABLE, table, np.arange(VOCAB)),
+    ):
+        with pytest.raises(
+            TypeError,
+            match=r"^table: wanted rows in vocabulary order for a tied output layer: leave it out of `deal`, got",
+        ):
+            use()
+    with pytest.raises(
+        ValueError,
+        match=r"^ids: wanted split over the mesh axes of the table's rows, \('data', 'model'\), to exchange them",
+    ):
+        te.rows.value_and_grad(lambda params: 0.0, ids={"t": np.arange(5)})({"t": table})
+    with pytest.raises(
+        ValueError,
+        match=r"^table: wanted a dealt table \(see `deal` of shard_params\), got a table in vocabulary order$",
+    ):
+        te.sharding.shard_params({"t": TABLE}, mesh, {"*": SPEC("model")}, tables="t")[
+            "t"
+        ].exchange_load(BATCHES[0])
+    with pytest.raises(
+        ValueError, match=r"^ids: wanted a first dimension that 8 devices divide, got shape \[5\]$"
+    ):
+        table.exchange_load(np.arange(5))
+    with pytest.raises(
+        TypeError, match=r"^ids: wanted values on the host, outside of jit, got a traced int32\[8\]"
+    ):
+        jax.jit(lambda ids: table.exchange_load(ids).dropped)(jnp.zeros(8, jnp.int32))
+
+
+def test_a_gradient_that_does_not_know_the_owners_is_refused():
+    params, sgd = {"t": deal(mesh_of((1, 8)))}, optax.sgd(1.0)
+    grads = {"t": te.rows.Rows(jnp.array([1, 3]), jnp.ones([2, WIDTH]), vocab_size=VOCAB)}
+    with pytest.raises(
+        TypeError,
+        match=r"^grads: wanted the gradient of a dealt table as `value_and_grad` returns it: .*, got plain",
+    ):
+        te.rows.update(sgd, grads, sgd.init(params), params)
+
+
+@pytest.mark.slow
+def test_looking_up_other_ids_than_given_raises_an_error_or_reads_nan():
+    mesh = mesh_of((2, 4))
+    params, ids = {"t": deal(mesh)}, put(mesh, np.zeros((8, 2), np.int32))
+    with pytest.raises(
+        ValueError,
+        match=r"^ids: wanted split over the mesh axes of the ids given to te.rows, \('data', 'model'\), got shape",
+    ):
+        jax.eval_shape(
+            te.rows.value_and_grad(
+                lambda params: te.lookup(params["t"], np.arange(5)).sum(), ids={"t": ids}
+            ),
+            params,
+        )
+    shifted = lambda params, ids: te.rows.value_and_grad(
+        lambda params: te.lookup(params["t"], ids + 1).sum(), ids={"t": ids}
+    )(params)[0]
+    assert np.isnan(jax.jit(shifted)(params, ids))

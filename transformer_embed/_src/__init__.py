@@ -1,0 +1,1 @@
+"""Everything private. The modules beside this folder re-export what is public."""

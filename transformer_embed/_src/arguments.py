@@ -1,0 +1,501 @@
+"""Checks of arguments, one function for each kind: an error names the argument, what was wanted and
+what was passed."""
+
+import math
+import numbers
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+from transformer_embed._src.array_types import ArrayLike
+
+SCALAR_HINT = "; add jnp.arange(length) to a scalar offset; jax.vmap maps keyword arguments over axis 0: bind them with functools.partial"
+
+
+def wanted(name: str, want: str, got: Any) -> str:
+    """The message of every error of this package."""
+    return f"{name}: wanted {want}, got {got}"
+
+
+def integer(name: str, value: Any, *, at_least: int, at_most: int | None = None) -> int:
+    """A Python int that is known while tracing."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(wanted(name, "a Python int", _describe(value)))
+    value = int(value)
+    if value < at_least:
+        raise ValueError(wanted(name, f"an int of at least {at_least}", value))
+    if at_most is not None and value > at_most:
+        raise ValueError(wanted(name, f"an int of at most {at_most}", value))
+    return value
+
+
+def length(name: str, value: Any, *, at_most: int = 2**31) -> Any:
+    """A number of int32 positions 0, 1, ... that is known while tracing, or a symbolic dimension of
+    jax.export."""
+    return (
+        value
+        if export.is_symbolic_dim(value)
+        else integer(name, value, at_least=0, at_most=at_most)
+    )
+
+
+def real(name: str, value: Any, *, above: float = -math.inf) -> float:
+    """A finite Python float that is known while tracing."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | np.floating):
+        raise TypeError(wanted(name, "a Python number", _describe(value)))
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or number <= above:
+        want = f"a finite number above {above:g}" if above > -math.inf else "a finite number"
+        raise ValueError(
+            wanted(name, want, reprlib.repr(value) if isinstance(value, int) else value)
+        )
+    return number
+
+
+def flag(name: str, value: Any) -> bool:
+    """A Python bool, known while tracing."""
+    if not isinstance(value, bool | np.bool_):
+        hint = (
+            " known while tracing (bind it with functools.partial, or make it a static argument of jit)"
+            if is_traced(value)
+            else ""
+        )
+        raise TypeError(wanted(name, f"a Python bool{hint}", _describe(value)))
+    return bool(value)
+
+
+def sequence(name: str, value: Any) -> tuple[Any, ...]:
+    """Several values in order."""
+    if isinstance(value, str) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
+        raise TypeError(wanted(name, "a sequence", _describe(value)))
+    return tuple(value)
+
+
+def choice(name: str, value: Any, choices: Sequence[str]) -> str:
+    """One of a few words."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(
+            wanted(name, "one of " + ", ".join(map(repr, choices)), reprlib.repr(value))
+        )
+    return value
+
+
+def floating_dtype(name: str, dtype: Any) -> jnp.dtype:
+    """A floating dtype of 16 bits or more."""
+    if isinstance(dtype, jax.Array | np.ndarray | np.generic):
+        raise TypeError(
+            wanted(name, "a floating dtype of 16 bits or more, not an array", _describe(dtype))
+        )
+    try:
+        dtype = jnp.dtype("" if dtype is None else dtype)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            wanted(name, "a floating dtype of 16 bits or more", _describe(dtype))
+        ) from error
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize not in (2, 4, 8):
+        raise TypeError(
+            wanted(
+                name,
+                "a floating dtype of 16 bits or more"
+                if dtype.itemsize < 16
+                else "a floating dtype of 16 to 64 bits",
+                dtype,
+            )
+        )
+    return dtype.newbyteorder("=") if not dtype.isnative else dtype
+
+
+def result_dtype(name: str, dtype: Any) -> jnp.dtype:
+    """Like `floating_dtype`, but if jax_enable_x64 is off, float64 becomes float32, with jax's own
+    warning."""
+    dtype = floating_dtype(name, dtype)
+    return dtype if jax.dtypes.canonicalize_dtype(dtype) == dtype else jnp.zeros(0, dtype).dtype
+
+
+def compute_dtype(*dtypes: Any) -> jnp.dtype:
+    """The dtype to compute in: float32, or float64 if one of the dtypes is. (jnp.promote_types
+    raises under strict promotion.)"""
+    return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)
+
+
+def is_traced(value: Any) -> bool:
+    """Whether a value is known only when the compiled program runs."""
+    return isinstance(value, jax.core.Tracer)
+
+
+def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndarray:
+    """A jax array as it is; anything else as a numpy array of its own width, in the byte order of
+    this machine.
+
+    The numpy array is always a copy, since jax may share its memory and read it after the caller
+    has changed it.
+    """
+    if isinstance(value, jax.Array):
+        return value
+    if hasattr(type(value), "__jax_array__"):
+        # Flax's nnx.Param, for example. (numpy.asarray would ask for its values, which a traced
+        # array does not have.)
+        return as_array(name, value.__jax_array__())  # pyright: ignore[reportAttributeAccessIssue]
+    _check_no_named_tuple(name, value)
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            wanted(
+                name,
+                "an array without a mask (fill it first: x.filled(...))",
+                "a masked array of numpy",
+            )
+        )
+    try:
+        array = np.asarray(value)
+    except jax.errors.TracerArrayConversionError as error:
+        hint = "one array (jit takes a list apart into scalars: make it an array first, by jnp.stack for example)"
+        raise TypeError(wanted(name, hint, f"a {type(value).__name__} of traced values")) from error
+    except ValueError as error:
+        raise ValueError(
+            wanted(name, "an array, or nested lists of equal lengths", "lists of unequal lengths")
+        ) from error
+    bits = array.dtype.itemsize * 8 // (2 if array.dtype.kind == "c" else 1)
+    if array.dtype != np.bool_ and (bits > 64 or not jnp.issubdtype(array.dtype, np.number)):
+        raise TypeError(wanted(name, "an array of numbers of at most 64 bits", _describe(value)))
+    return array.astype(array.dtype.newbyteorder("="))
+
+
+def _check_no_named_tuple(name: str, value: Any) -> None:
+    """Raises for named tuples such as `TokenPositions`, because numpy would stack their fields into
+    one array."""
+    fields = getattr(value, "_fields", None) if isinstance(value, tuple) else None
+    if fields:
+        named = [field for field in fields if name.endswith(field)] or fields
+        hint = " or ".join(f".{field}" for field in named)
+        raise TypeError(wanted(name, "an array", f"a {type(value).__name__}: pass its {hint}"))
+
+
+def as_positions(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
+    """Positions: integers of any width, or float32."""
+    array = as_array(name, value)
+    if isinstance(array, np.ndarray) and array.dtype == np.float64:
+        return _as_float32(name, array)
+    if jnp.issubdtype(array.dtype, jnp.integer):
+        return _at_least_8_bits(array)
+    if array.dtype in (jnp.float32, jnp.float64):
+        return array
+    raise TypeError(
+        wanted(name, "an integer dtype, or float32 (16-bit floats skip integers)", array.dtype)
+    )
+
+
+def as_fitting_positions(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
+    """As `as_positions`, in a dtype that jit does not narrow: host integers outside int32 are a
+    ValueError."""
+    array = as_positions(name, value)
+    is_wide = isinstance(array, np.ndarray) and array.dtype.itemsize == 8
+    return fits_int32(name, np.asarray(array)) if is_wide else array
+
+
+def _as_float32(name: str, array: np.ndarray) -> np.ndarray:
+    """Host floats as float32. A ValueError names the first that float32 would round to another
+    integer."""
+    with np.errstate(over="ignore"):
+        narrow = array.astype(np.float32)
+    moved = np.isfinite(array) & (np.abs(array) >= 2**24) & (narrow != array)
+    if moved.any():
+        raise ValueError(
+            wanted(
+                name,
+                "floats that float32 holds (pass large positions as integers)",
+                array[moved][0],
+            )
+        )
+    return narrow
+
+
+def as_integers(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
+    """Integers of any width. An empty list counts as integers, although numpy makes it float64."""
+    array = as_array(name, value)
+    if array.size == 0 and isinstance(value, list | tuple):
+        return array.astype(np.int32)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(wanted(name, "an integer dtype", array.dtype))
+    return _at_least_8_bits(array)
+
+
+def _at_least_8_bits(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
+    """Integers in a dtype that numpy can compare; it cannot compare the 2-bit and 4-bit ones of
+    ml_dtypes."""
+    is_narrow = isinstance(array, np.ndarray) and array.dtype.kind == "V"
+    return (
+        array.astype(np.int8 if jnp.issubdtype(array.dtype, jnp.signedinteger) else np.uint8)
+        if is_narrow
+        else array
+    )
+
+
+def as_int32(name: str, value: ArrayLike) -> jax.Array:
+    """Integers of any width as int32. Those outside int32 become its lowest or highest value; they
+    never wrap."""
+    array = as_integers(name, value)
+    if isinstance(array, jax.Array) and array.dtype == jnp.int32 and not array.weak_type:
+        return array
+    if array.dtype == jnp.int32 or array.dtype.itemsize < 4:
+        return jnp.asarray(array, jnp.int32)
+    library = np if isinstance(array, np.ndarray) else jnp
+    info = jnp.iinfo(jnp.int32)
+    lowest = info.min if jnp.issubdtype(array.dtype, jnp.signedinteger) else 0
+    return jnp.asarray(
+        library.clip(array, np.array(lowest, array.dtype), np.array(info.max, array.dtype)).astype(
+            np.int32
+        )
+    )
+
+
+def as_fitting_int32(name: str, value: ArrayLike) -> jax.Array:
+    """Integers as int32; a ValueError if one does not fit, and a TypeError if they are traced and
+    of a wider dtype."""
+    array = as_integers(name, value)
+    if array.dtype == jnp.int32 or array.dtype.itemsize < 4:
+        return as_int32(name, array)
+    if is_traced(array):
+        raise TypeError(
+            wanted(
+                name,
+                "an int32 array (convert it by .astype(jnp.int32): int32 may not hold its values)",
+                _describe(array),
+            )
+        )
+    return jnp.asarray(fits_int32(name, jax.device_get(array)))
+
+
+def last_position_fits(name: str, first: int, length: int) -> None:
+    """A ValueError if positions first, first + 1, ... would leave int32. (A symbolic length is
+    assumed to be small enough.)"""
+    if not export.is_symbolic_dim(length) and first + length > 2**31:
+        raise ValueError(
+            wanted(
+                name,
+                f"an int of at most {2**31 - length}, for {length} positions inside int32",
+                first,
+            )
+        )
+
+
+def _describe(value: Any) -> str:
+    if is_traced(value):
+        return f"a traced {value.dtype}{list(value.shape)}"
+    if isinstance(value, jax.Array | np.ndarray):
+        return f"an array {value.dtype}{list(value.shape)}"
+    return f"{type(value).__name__} {reprlib.repr(value)}"
+
+
+def int32(name: str, value: Any) -> int:
+    """A Python int inside int32 and below its highest value, which `as_int32` gives to everything
+    beyond it."""
+    value = integer(name, value, at_least=-(2**31) + 1)
+    if value >= 2**31 - 1:
+        raise ValueError(wanted(name, "an int below 2**31 - 1", value))
+    return value
+
+
+def as_mask(name: str, value: ArrayLike, is_true: str = "may attend") -> jax.Array:
+    """A bool array."""
+    array = as_array(name, value)
+    if array.dtype != jnp.bool_:
+        raise TypeError(wanted(name, f"a bool array, True = {is_true}", array.dtype))
+    return jnp.asarray(array)
+
+
+def broadcastable(name: str, *shapes: tuple[int, ...]) -> tuple[Any, ...]:
+    """The shape that all shapes broadcast to."""
+    try:
+        return jnp.broadcast_shapes(*shapes)
+    except ValueError as error:
+        raise ValueError(
+            wanted(
+                name, "shapes that broadcast", " and ".join(str(list(shape)) for shape in shapes)
+            )
+        ) from error
+
+
+def as_ordered(name: str, value: ArrayLike) -> jax.Array:
+    """Signed integers to compare. Values that may not fit are an error: clamped or wrapped, they
+    would compare wrongly."""
+    array = as_integers(name, value)
+    if isinstance(array, np.ndarray):
+        return jnp.asarray(fits_int32(name, array))
+    if array.dtype.itemsize < 4:
+        return array.astype(jnp.int32)
+    if not jnp.issubdtype(array.dtype, jnp.signedinteger):
+        raise TypeError(wanted(name, "a signed integer dtype", array.dtype))
+    return array
+
+
+def fits_int32(name: str, array: np.ndarray) -> np.ndarray:
+    """Host integers as int32; a ValueError names the first that does not fit."""
+    info = np.iinfo(np.int32)
+    inside(name, array, info.min, info.max, "int32")
+    return array.astype(np.int32)
+
+
+def inside(name: str, array: np.ndarray, lowest: int, highest: int, what: str) -> None:
+    """A ValueError names the first host integer outside lowest..highest, and its index."""
+    outside = np.argwhere((array < lowest) | (array > highest))
+    if len(outside):
+        index = tuple(int(i) for i in outside[0])
+        place = f" at index {list(index)}" if index else ""
+        raise ValueError(
+            wanted(
+                name, f"integers inside {what}, {lowest}..{highest}", f"{int(array[index])}{place}"
+            )
+        )
+
+
+def as_floats(name: str, value: ArrayLike) -> jax.Array:
+    """A floating jax array of 16 bits or more: 8-bit and 4-bit floats lack the NaN or the zero that
+    results may need."""
+    array = as_array(name, value)
+    if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
+        more = " of 16 bits or more" if array.dtype.itemsize < 2 and array.dtype.kind == "V" else ""
+        raise TypeError(wanted(name, f"a floating dtype{more}", array.dtype))
+    return jnp.asarray(array)
+
+
+def as_given(name: str, value: ArrayLike) -> jax.Array:
+    """A jax array of the dtype that came; lists and Python numbers get the dtype that jax gives
+    them."""
+    array = as_array(name, value)
+    if isinstance(array, np.ndarray) and jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
+        if not isinstance(value, list | tuple | int | float | complex):
+            raise TypeError(
+                wanted(
+                    name,
+                    "at most 32 bits, for jax_enable_x64 is off (cast them first)",
+                    array.dtype,
+                )
+            )
+        return jnp.asarray(fits_int32(name, array) if array.dtype.kind in "iu" else array)
+    return jnp.asarray(array)
+
+
+def rate(name: str, value: Any) -> int | float | np.floating:
+    """A probability in [0, 1) that is known while tracing. A numpy scalar keeps its width."""
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float | np.floating)
+        or getattr(value, "itemsize", 8) > 8
+    ):
+        raise TypeError(wanted(name, "a Python float known while tracing", _describe(value)))
+    if not 0 <= value < 1:
+        raise ValueError(wanted(name, "a number in [0, 1)", value))
+    return value
+
+
+def broadcasts_to(name: str, shape: tuple[int, ...], other: str, target: tuple[int, ...]) -> None:
+    """A shape that broadcasts to the target."""
+    if broadcastable(f"{name} and {other}", shape, target) != target:
+        raise ValueError(
+            wanted(
+                name,
+                f"a shape that broadcasts to that of {other}, {list(target)}",
+                f"shape {list(shape)}",
+            )
+        )
+
+
+def ends_in_length(
+    name: str, shape: tuple[int, ...], target: tuple[int, ...], other: str = "the ids"
+) -> None:
+    """A shape that broadcasts to the target and has the same last axis."""
+    if not shape or shape[-1] != target[-1]:
+        hint = SCALAR_HINT if not shape else ""
+        raise ValueError(
+            wanted(
+                name, f"a last axis of {other}' length, {target[-1]}", f"shape {list(shape)}{hint}"
+            )
+        )
+    broadcasts_to(name, shape, other, target)
+
+
+def unwanted(name: str, value: Any, why: str) -> None:
+    """An argument that must be left out."""
+    if value is not None:
+        raise ValueError(wanted(name, f"None, since {why}", _describe(value)))
+
+
+def same(name: str, what: str, got: int, want: int) -> None:
+    """Two sizes that must be equal."""
+    if got != want:
+        raise ValueError(wanted(name, f"{what}, {want}", got))
+
+
+def rows(name: str, array: Any) -> Any:
+    """An array [length] or [batch, length], as [1 or batch, length]."""
+    if array.ndim not in (1, 2):
+        raise ValueError(
+            wanted(name, "shape [length] or [batch, length]", f"shape {list(array.shape)}")
+        )
+    return array if array.ndim == 2 else array[None]
+
+
+def comparable_rows(**sides: ArrayLike) -> list[jax.Array]:
+    """Integers of queries and of keys to be compared, [length] or [batch, length] each, as [1 or
+    batch, length]."""
+    arrays = [rows(name, as_ordered(name, value)) for name, value in sides.items()]
+    counts = [array.shape[0] for array in arrays]
+    if len(set(counts) - {1}) > 1:
+        raise ValueError(
+            wanted(
+                " and ".join(sides), "the same number of rows, or 1", " and ".join(map(str, counts))
+            )
+        )
+    return arrays
+
+
+def as_key(name: str, rng: Any) -> jax.Array:
+    """One typed key, made from a typed or a raw one."""
+    want = "one key of jax.random.key or jax.random.PRNGKey"
+    if not isinstance(rng, jax.Array) and hasattr(type(rng), "__jax_array__"):
+        rng = rng.__jax_array__()
+    try:
+        key = (
+            rng if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(rng)
+        )
+    except (AttributeError, TypeError, ValueError) as error:
+        raise TypeError(wanted(name, want, _describe(rng))) from error
+    if key.shape != ():
+        raise TypeError(wanted(name, want, f"keys of shape {list(key.shape)}"))
+    return key
+
+
+def params(value: Any, argument: str = "params") -> None:
+    """A Haiku parameter tree."""
+    if not isinstance(value, Mapping) or not all(
+        isinstance(module, Mapping) for module in value.values()
+    ):
+        got = "a dict of others" if isinstance(value, Mapping) else type(value).__name__
+        raise TypeError(wanted(argument, "a Haiku parameter tree, a dict of dicts", got))
+    for path, module in value.items():
+        for leaf_name, leaf in module.items():
+            if not hasattr(leaf, "shape"):
+                raise TypeError(
+                    wanted(
+                        f"{argument}: {path}/{leaf_name}",
+                        "an array (use jnp.asarray)",
+                        _describe(leaf),
+                    )
+                )
+
+
+def name(argument: str, value: Any) -> str | None:
+    """A string or None, for the name of a module or a line. Haiku itself raises for strings that
+    are not identifiers."""
+    if value is not None and not isinstance(value, str):
+        raise TypeError(wanted(argument, "a string or None", _describe(value)))
+    return value

@@ -1,0 +1,24 @@
+"""`ArrayLike` and `DTypeLike` of `jax.typing` as classes: `help` shows a class by its name, and a
+union by all of its members."""
+
+from typing import TYPE_CHECKING, Any, get_args
+
+import jax.typing
+import numpy as np
+
+__all__ = ["ArrayLike", "DTypeLike"]
+
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike, DTypeLike
+else:
+
+    class _Arrays(type):
+        def __instancecheck__(cls, value: Any) -> bool:
+            return isinstance(value, (jax.Array, *get_args(jax.typing.ArrayLike)))
+
+    class _DTypes(type):
+        def __instancecheck__(cls, value: Any) -> bool:
+            return isinstance(value, str | type | np.dtype) or hasattr(value, "dtype")
+
+    ArrayLike = _Arrays("ArrayLike", (), {"__module__": "jax.typing"})
+    DTypeLike = _DTypes("DTypeLike", (), {"__module__": "jax.typing"})

@@ -1,0 +1,134 @@
+"""Dropout with the result of hk.dropout, limited only by memory bandwidth."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+from jaxtyping import Array, Bool, Float, UInt32
+
+from transformer_embed._src import arguments
+from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.functional.phase import multiply_high
+
+_THREEFRY = "threefry2x32"
+
+
+def dropout(rng: Array, rate: float, x: ArrayLike) -> Float[Array, "..."]:
+    """Zeroes elements of x at random with probability `rate` and divides the others by `1 - rate`.
+
+    The result equals that of a compiled `hk.dropout` bit for bit on finite x, for every key, since
+    both draw the same random bits. On a CPU, hk.dropout spends most of its time drawing them,
+    because JAX runs its generator as a loop over memory. Here, each element computes its own bits
+    in registers (with JAX's default generator and 32-bit floats). A compiled gradient either draws
+    the bits again or keeps a byte for each element, as XLA chooses; both are equally fast.
+
+    Args:
+        rng: a key of `jax.random.key` or `jax.random.PRNGKey`.
+        rate: in [0, 1), a Python float; 0 returns x as it is. (A numpy scalar acts as in Haiku: a
+            16-bit scalar draws 16-bit floats, and any numpy scalar promotes a narrower x.)
+        x: [...], a floating dtype.
+
+    Returns:
+        [...], of x's dtype (if rate is a numpy scalar: of the dtype that x is promoted to).
+
+    Raises:
+        TypeError: rate is traced or not a number; x does not have a floating dtype of 16 bits or
+            more; rng is not a PRNG key.
+        ValueError: rate is outside [0, 1).
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> te.dropout(jax.random.key(0), 0.5, jnp.ones(6)).tolist()
+        [0.0, 0.0, 2.0, 2.0, 0.0, 2.0]
+
+    Source:
+        Srivastava et al., "Dropout" (2014), https://jmlr.org/papers/v15/srivastava14a.html. The
+        generator: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011),
+        threefry-2x32 with 20 rounds, counting elements as JAX does.
+    """
+    checked, x = arguments.rate("rate", rate), arguments.as_floats("x", x)
+    if checked == 0:
+        return x
+    keep_rate = 1.0 - checked
+    # The width is a separate argument, because jit takes 0.5 and numpy.float16(0.5) for the same
+    # static value.
+    width = keep_rate.dtype if isinstance(keep_rate, np.floating) else None
+    return _drop_elements(arguments.as_key("rng", rng), x, float(keep_rate), width)
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=(2, 3))
+def _drop_elements(
+    key: Array, x: Float[Array, "..."], keep_rate: float, width: np.dtype | None
+) -> Float[Array, "..."]:
+    """Compiled for eager callers too, so that jax counts the key as used; jax_debug_key_reuse
+    checks that."""
+    rate = keep_rate if width is None else width.type(keep_rate)
+    return _keep_mask(key, rate, x.shape).astype(x.dtype) * x / rate
+
+
+def _keep_mask(
+    key: Array, keep_rate: float | np.floating, shape: tuple[int, ...]
+) -> Bool[Array, "..."]:
+    """`jax.random.bernoulli(key, keep_rate, shape)`."""
+    from_jax = functools.partial(jax.random.bernoulli, p=keep_rate, shape=shape)
+    draws_32_bits = jnp.result_type(keep_rate) == jnp.float32
+    partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
+    counts_elements = partitionable and str(jax.random.key_impl(key)) == _THREEFRY
+    is_symbolic = any(export.is_symbolic_dim(size) for size in shape)
+    if is_symbolic or not (draws_32_bits and counts_elements):
+        return from_jax(key)
+    unrolled = functools.partial(_keep_mask_in_registers, keep_rate=keep_rate, shape=shape)
+    return jax.lax.platform_dependent(key, cpu=unrolled, default=from_jax)
+
+
+def _keep_mask_in_registers(
+    key: Array, *, keep_rate: float | np.floating, shape: tuple[int, ...]
+) -> Bool[Array, "..."]:
+    """A uniform float has 23 random bits, n / 2**23: it is below keep_rate where the integer n is
+    below keep_rate * 2**23."""
+    words = jax.random.key_data(key)
+    first, second = _threefry(words[0], words[1], *_counters(shape))
+    threshold = math.ceil(float(np.float32(keep_rate)) * 2**23)
+    return (first ^ second) >> 9 < np.uint32(threshold)
+
+
+def _counters(shape: tuple[int, ...]) -> tuple[UInt32[Array, "..."], UInt32[Array, "..."]]:
+    """The index of each element in the flattened array, as the two words of a 64-bit integer."""
+    high = low = jnp.zeros(shape, jnp.uint32)
+    stride = math.prod(shape)
+    more_than_a_word = stride > 2**32
+    for axis, length in enumerate(shape):
+        stride //= max(length, 1)
+        index = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        part = index * np.uint32(stride % 2**32)
+        low = low + part
+        if more_than_a_word:
+            carry = (low < part).astype(jnp.uint32)
+            high = (
+                high
+                + index * np.uint32(stride >> 32)
+                + multiply_high(index, np.uint32(stride % 2**32))
+                + carry
+            )
+    return high, low
+
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+
+
+def _threefry(
+    key_0: Array, key_1: Array, x_0: Array, x_1: Array
+) -> tuple[UInt32[Array, "..."], UInt32[Array, "..."]]:
+    keys = (key_0, key_1, key_0 ^ key_1 ^ np.uint32(0x1BD11BDA))
+    x_0, x_1 = x_0 + keys[0], x_1 + keys[1]
+    for group in range(5):
+        for rotation in _ROTATIONS[group % 2]:
+            x_0 = x_0 + x_1
+            x_1 = (x_1 << rotation | x_1 >> 32 - rotation) ^ x_0
+        x_0 = x_0 + keys[(group + 1) % 3]
+        x_1 = x_1 + keys[(group + 2) % 3] + np.uint32(group + 1)
+    return x_0, x_1

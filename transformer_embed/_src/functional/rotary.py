@@ -1,0 +1,357 @@
+"""Rotary position embeddings: queries and keys rotated by their positions, exact at any position,
+in every published layout."""
+
+import decimal
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Shaped
+
+from transformer_embed._src import arguments
+from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.functional import phase
+from transformer_embed._src.functional.rotary_scaling import ScaledFrequencies, Scaling, unscaled
+
+LAYOUTS = ("half", "interleaved")
+PARTIAL = ("first", "proportional")
+
+
+def apply_rotary(
+    x: ArrayLike,
+    positions: ArrayLike,
+    *,
+    base: float = 10_000.0,
+    layout: str = "half",
+    rotary_dim: int | None = None,
+    partial: str = "first",
+    scaling: Scaling | None = None,
+    sections: Sequence[int] | None = None,
+) -> Float[Array, "... t h d"]:
+    """Rotates each pair of channels of queries or keys by an angle proportional to the position,
+    exact at any position.
+
+    With the defaults, for i in 0..head_dim//2 - 1 and angle = position * base ** (-2i / head_dim),
+    the channels a = i and b = i + head_dim//2 become
+
+        x[..., a] * cos(angle) - x[..., b] * sin(angle)
+        x[..., b] * cos(angle) + x[..., a] * sin(angle)
+
+    The dot product of a rotated query and a rotated key depends on the difference of their
+    positions only. Rotations add up, so do not rotate the keys in a cache again. There is no table
+    and no longest position.
+
+    Args:
+        x: [..., length, heads, head_dim], a floating dtype. (Some libraries have heads before
+            length: swap those axes.)
+        positions: [length], or more axes that broadcast to those of x before the heads; any integer
+            dtype, or float32. With sections, there is one more axis at the end: [..., length,
+            axes].
+        base: above 0, often called theta. The wavelengths grow from 2 pi towards 2 pi times this.
+        layout: which channels form a pair.
+            `"half"`: i and i + d/2 (Llama, GPT-NeoX, Gemma).
+            `"interleaved"`: 2i and 2i + 1 (RoFormer, GPT-J).
+        rotary_dim: how many channels are rotated, an even number. None: all of them.
+        partial: which channels rotate if rotary_dim is smaller than head_dim. `"first"`: the first
+            rotary_dim channels are rotated as a head of that size (GPT-J, GPT-NeoX).
+            `"proportional"`: pairs span the whole head, with head_dim in the exponents; the first
+            rotary_dim / 2 pairs rotate (Gemma).
+        scaling: of the frequencies, for contexts longer than in training: `LinearScaling`,
+            `NTKScaling`, `DynamicNTKScaling`, `YarnScaling`, `Llama3Scaling` or `LongRopeScaling`.
+            None: no scaling.
+        sections: the number of consecutive pairs that each axis of the positions rotates: (16, 24,
+            24) for time, height and width in Qwen2-VL. The frequencies are those of a single axis,
+            cut into sections. None: one axis.
+
+    Returns:
+        [..., length, heads, head_dim] of x's dtype, computed in float32 and rounded once. The error
+        of a cosine or sine is at most 6.0e-8 for every int32 and uint32 position, and for float32
+        ones below 2**24 in magnitude. If the scaling has an attention factor, the error is
+        multiplied by it, and float32's rounding of the product is added. NaN for a 64-bit jax
+        integer outside int32, and for a float that is not finite or is 2**31 or more in magnitude.
+        Differentiable in x and in float positions.
+
+    Raises:
+        TypeError: x does not have a floating dtype of 16 bits or more; positions are neither
+            integers nor float32; another argument has the wrong type.
+        ValueError: a shape that does not fit; an odd number of channels to pair; a host position
+            outside int32; an unknown layout or partial; sections that do not add up to the number
+            of pairs; an attention factor outside float32; a base and a scaling that make a
+            frequency of 2**32 turns per position or more.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> query, key = jnp.ones([3, 2, 64]), jnp.ones([3, 2, 64])
+        >>> near = te.apply_rotary(query, [7, 8, 9]) * te.apply_rotary(key, [5, 6, 7])
+        >>> far = te.apply_rotary(query, [2_000_000_007, 8, 9]) * te.apply_rotary(key, [2_000_000_005, 6, 7])
+        >>> bool(jnp.allclose(near.sum(-1), far.sum(-1)))
+        True
+
+    Source:
+        Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), section
+        3.4.2, equation 34, https://arxiv.org/abs/2104.09864. Sections: Wang et al., "Qwen2-VL"
+        (2024), section 2.1, https://arxiv.org/abs/2409.12191
+    """
+    x = arguments.as_floats("x", x)
+    if x.ndim < 3:
+        raise ValueError(
+            arguments.wanted("x", "shape [..., length, heads, head_dim]", f"shape {list(x.shape)}")
+        )
+    arguments.choice("layout", layout, LAYOUTS)
+    rotated = _checked_rotary_dim(rotary_dim, x.shape[-1])
+    dim = (
+        x.shape[-1] if arguments.choice("partial", partial, PARTIAL) == "proportional" else rotated
+    )
+    _check_even("head_dim", dim)
+    if scaling is not None and not isinstance(scaling, Scaling):
+        raise TypeError(
+            arguments.wanted(
+                "scaling",
+                "LinearScaling(...), another scaling of this package, or None",
+                repr(scaling),
+            )
+        )
+    sections = _checked_sections(sections, dim // 2)
+    positions = _checked_positions(positions, x.shape[:-2], sections)
+    options = _Options(
+        dim, rotated // 2, arguments.real("base", base, above=0), scaling, sections or (dim // 2,)
+    )
+    return _rotated(x, positions if sections else positions[..., None], layout, options)
+
+
+def permute_rotary_weights(
+    weights: ArrayLike, num_heads: int, *, source: str, target: str, rotary_dim: int | None = None
+) -> Shaped[Array, "... hd"]:
+    """Reorders each head's channels of a projection's weights or biases for another rotary layout.
+
+    Queries and keys projected by permuted weights and rotated in the target layout have the same
+    dot products as before. Permute the projections of queries and keys (and the scale of a norm
+    between projection and rotation), not that of values.
+
+    Args:
+        weights: [..., num_heads * head_dim], of any dtype that jax holds. The output channels are
+            the last axis, as in hk.Linear (in PyTorch they are the first: transpose).
+        num_heads: at least 1. With grouped queries, keys have their own number.
+        source: the layout that the weights are in: `"half"` or `"interleaved"`; see `apply_rotary`.
+        target: the layout to convert them to.
+        rotary_dim: how many channels of each head, from the first, form pairs. None: all of them,
+            which is also right for `apply_rotary(..., partial="proportional")`.
+
+    Returns:
+        An array of the weights' shape and dtype.
+
+    Raises:
+        TypeError: num_heads or rotary_dim is not a Python int; weights are a 64-bit numpy array,
+            and jax_enable_x64 is off.
+        ValueError: the last axis is not a multiple of num_heads, an odd number of channels to pair,
+            or an unknown layout.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> te.permute_rotary_weights([0, 1, 2, 3, 4, 5], 1, source="half", target="interleaved").tolist()
+        [0, 3, 1, 4, 2, 5]
+
+    Source:
+        The conversion of Llama's published checkpoints (interleaved) for the transformers library
+        (half).
+    """
+    array = arguments.as_given("weights", weights)
+    num_heads = arguments.integer("num_heads", num_heads, at_least=1)
+    if array.ndim == 0 or array.shape[-1] % num_heads or array.shape[-1] == 0:
+        raise ValueError(
+            arguments.wanted(
+                "weights",
+                f"a last axis of {num_heads} heads times head_dim",
+                f"shape {list(array.shape)}",
+            )
+        )
+    head_dim = array.shape[-1] // num_heads
+    dim = _checked_rotary_dim(rotary_dim, head_dim)
+    source, target = (
+        arguments.choice("source", source, LAYOUTS),
+        arguments.choice("target", target, LAYOUTS),
+    )
+    return _permuted(array, head_dim, dim, source, target)
+
+
+class _Options(NamedTuple):
+    """The options of the constants: `dim` channels are paired, the first `rotating_pairs` rotate,
+    and the sections add up to dim // 2."""
+
+    dim: int
+    rotating_pairs: int
+    base: float
+    scaling: Scaling | None
+    sections: tuple[int, ...]
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "options"))
+def _rotated(
+    x: Float[Array, "... t h d"],
+    positions: Shaped[Array, "... t axes"],
+    layout: str,
+    options: _Options,
+) -> Float[Array, "... t h d"]:
+    """Compiled even if the caller is not; otherwise the loop in `_cos_and_sin` would compile again
+    at each call."""
+    # Expanded to x's rank, because users may disable jax's rank promotion.
+    axes = tuple(range(x.ndim - positions.ndim - 1))
+    cos, sin = (jnp.expand_dims(each, (*axes, -2)) for each in _cos_and_sin(positions, options))
+    # A TPU splits and joins 16-bit arrays directly; widening to float32 first would take extra
+    # passes over memory.
+    wide = arguments.compute_dtype(x.dtype)
+    first, second = (half.astype(wide) for half in _split_pairs(x[..., : options.dim], layout))
+    rotated = _join_pairs(
+        (first * cos - second * sin).astype(x.dtype),
+        (second * cos + first * sin).astype(x.dtype),
+        layout,
+    )
+    return (
+        rotated
+        if options.dim == x.shape[-1]
+        else jnp.concatenate([rotated, x[..., options.dim :]], -1)
+    )
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=(1, 2, 3, 4))
+def _permuted(
+    weights: Shaped[Array, "... hd"], head_dim: int, dim: int, source: str, target: str
+) -> Shaped[Array, "... hd"]:
+    order = np.arange(head_dim)
+    order[_channel_order(target, dim)] = _channel_order(source, dim)
+    heads = np.arange(0, weights.shape[-1], head_dim)[:, None]
+    return weights[..., (heads + order).reshape(-1)]
+
+
+def _split_pairs(
+    x: Float[Array, "... d"], layout: str
+) -> tuple[Float[Array, "... p"], Float[Array, "... p"]]:
+    if layout == "half":
+        first, second = jnp.split(x, 2, -1)
+        return first, second
+    # A strided index would be a gather, which fails under explicit mesh axes in older releases of
+    # jax.
+    first, second = (jax.lax.slice_in_dim(x, start, None, stride=2, axis=-1) for start in (0, 1))
+    return first, second
+
+
+def _join_pairs(
+    first: Float[Array, "... p"], second: Float[Array, "... p"], layout: str
+) -> Float[Array, "... d"]:
+    if layout == "half":
+        return jnp.concatenate([first, second], -1)
+    return jnp.stack([first, second], -1).reshape(*first.shape[:-1], -1)
+
+
+def _cos_and_sin(
+    positions: Shaped[Array, "... t axes"], options: _Options
+) -> Float[Array, "2 ... t p"]:
+    constants, attention_factor = _constants(options)
+
+    def waves(quarter: Array | int) -> Float[Array, "... t p"]:
+        parts = [
+            phase.sinusoid(positions[..., axis], part._replace(quarters=quarter))
+            for axis, part in enumerate(constants)
+        ]
+        wave = parts[0] if len(parts) == 1 else jnp.concatenate(parts, -1)
+        return wave if attention_factor == 1 else wave * np.float32(attention_factor)
+
+    # On a CPU, XLA fuses the phases into the products and computes them again for each head; it
+    # cannot fuse through a loop.
+    quarters = np.array([1, 0], np.uint32)
+    return jax.lax.platform_dependent(
+        quarters,
+        cpu=lambda quarters: jax.lax.map(waves, quarters),
+        default=lambda quarters: jnp.stack([waves(q) for q in quarters]),
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _constants(options: _Options) -> tuple[tuple[phase.Channels, ...], float]:
+    """The constants of each section's sines, and the attention factor."""
+    with decimal.localcontext(phase.PRECISION):
+        frequencies, attention_factor = (
+            ScaledFrequencies(unscaled(options.dim, options.base))
+            if options.scaling is None
+            else options.scaling.scaled(options.dim, options.base)
+        )
+    if not float(np.finfo(np.float32).tiny) <= attention_factor <= float(np.finfo(np.float32).max):
+        raise ValueError(
+            arguments.wanted(
+                "scaling", "an attention factor that float32 holds", f"{attention_factor:g}"
+            )
+        )
+    frequencies = frequencies[: options.rotating_pairs] + (phase.ZERO,) * (
+        options.dim // 2 - options.rotating_pairs
+    )
+    ends = np.cumsum(options.sections)
+    sections = [
+        frequencies[end - size : end] for end, size in zip(ends, options.sections, strict=True)
+    ]
+    return tuple(phase.channels(section, [0] * len(section)) for section in sections), float(
+        attention_factor
+    )
+
+
+def _channel_order(layout: str, dim: int) -> np.ndarray:
+    """The channels in a layout's order: the first of each pair, then the second of each pair."""
+    channels = np.arange(dim)
+    return channels if layout == "half" else channels.reshape(-1, 2).T.reshape(-1)
+
+
+def _checked_rotary_dim(rotary_dim: int | None, head_dim: int) -> int:
+    if rotary_dim is None:
+        return _check_even("head_dim", head_dim)
+    rotary_dim = _check_even("rotary_dim", arguments.integer("rotary_dim", rotary_dim, at_least=2))
+    if rotary_dim > head_dim:
+        raise ValueError(
+            arguments.wanted("rotary_dim", f"an int up to head_dim = {head_dim}", rotary_dim)
+        )
+    return rotary_dim
+
+
+def _check_even(name: str, value: int) -> int:
+    if value % 2 or value == 0:
+        raise ValueError(arguments.wanted(name, "an even number of channels, to make pairs", value))
+    return value
+
+
+def _checked_sections(sections: Sequence[int] | None, pairs: int) -> tuple[int, ...]:
+    if sections is None:
+        return ()
+    sections = tuple(
+        arguments.integer(f"sections[{n}]", size, at_least=0)
+        for n, size in enumerate(arguments.sequence("sections", sections))
+    )
+    arguments.same("sections", "numbers that add up to the number of pairs", sum(sections), pairs)
+    return sections
+
+
+def _checked_positions(
+    positions: ArrayLike, target: tuple[int, ...], sections: tuple[int, ...]
+) -> jax.Array | np.ndarray:
+    """Positions that fit the axes of x before the heads, in a dtype that jit does not narrow."""
+    positions = arguments.as_fitting_positions("positions", positions)
+    shape = positions.shape
+    if sections and (len(shape) < 2 or shape[-1] != len(sections)):
+        raise ValueError(
+            arguments.wanted(
+                "positions",
+                f"shape [..., length, {len(sections)}], one axis per section",
+                f"shape {list(shape)}",
+            )
+        )
+    leading = shape[:-1] if sections else shape
+    if not leading or leading[-1] != target[-1]:
+        hint = arguments.SCALAR_HINT if not leading else ""
+        raise ValueError(
+            arguments.wanted(
+                "positions", f"x's length, {target[-1]}, last", f"shape {list(shape)}{hint}"
+            )
+        )
+    arguments.broadcasts_to("positions", leading, "x before its heads", target)
+    return positions

@@ -1,0 +1,409 @@
+"""Scalings of rotary frequencies that extend a model's context: the published formulas, in
+arbitrary precision."""
+
+import dataclasses
+import decimal
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Any, NamedTuple
+
+from transformer_embed._src import arguments
+from transformer_embed._src.functional import phase
+
+
+class ScaledFrequencies(NamedTuple):
+    """Frequencies in radians per unit of position, and the factor of cosines and sines."""
+
+    frequencies: tuple[Decimal, ...]
+    attention_factor: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearScaling:
+    """Position interpolation: divides every frequency by `factor`.
+
+    Args:
+        factor: how many times longer the context is than in training; above 0.
+
+    Raises:
+        TypeError: factor is not a Python number.
+        ValueError: factor is not above 0.
+
+    Example:
+        >>> import numpy as np
+        >>> import transformer_embed as te
+        >>> print(np.asarray(te.apply_rotary([[[1.0, 0.0]]], [2], scaling=te.LinearScaling(2.0))).round(3))
+        [[[0.54  0.841]]]
+
+    Source:
+        Chen et al., "Extending Context Window of Large Language Models via Positional
+        Interpolation" (2023), section 2.3, https://arxiv.org/abs/2306.15595
+    """
+
+    factor: float
+
+    def __post_init__(self):
+        arguments.real("factor", self.factor, above=0)
+
+    def scaled(self, dim: int, base: float) -> ScaledFrequencies:
+        """The frequencies of dim channels."""
+        return ScaledFrequencies(
+            _blended(unscaled(dim, base), [Decimal(1)] * (dim // 2), self.factor)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class NTKScaling:
+    """NTK-aware scaling: multiplies the base by `alpha ** (d / (d - 2))`, for d rotated channels.
+
+    The highest frequency does not change; the lowest is divided by alpha.
+
+    Args:
+        alpha: how many times longer the context is than in training; above 0.
+
+    Raises:
+        TypeError: alpha is not a Python number.
+        ValueError: alpha is not above 0.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> te.NTKScaling(8.0)
+        NTKScaling(alpha=8.0)
+
+    Source:
+        bloc97 (2023), as given by Peng et al., "YaRN: Efficient Context Window Extension of Large
+        Language Models" (2023), section 3.1, https://arxiv.org/abs/2309.00071
+    """
+
+    alpha: float
+
+    def __post_init__(self):
+        arguments.real("alpha", self.alpha, above=0)
+
+    def scaled(self, dim: int, base: float) -> ScaledFrequencies:
+        """The frequencies of dim channels."""
+        return ScaledFrequencies(_ntk(dim, base, _decimal(self.alpha)))
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicNTKScaling:
+    """NTK-aware scaling by the current length.
+
+    `alpha = factor * length / original_length - (factor - 1)`, or 1 if length <= original_length.
+    The length is a Python int, so each new length recompiles. Keys rotated for one length do not
+    fit queries rotated for another.
+
+    Args:
+        factor: above 0.
+        original_length: the trained length, at least 1.
+        length: the current length, at least 0.
+
+    Raises:
+        TypeError: factor is not a Python number; a length is traced or not a Python int.
+        ValueError: factor is not above 0, or a length is too low.
+
+    Example:
+        >>> import dataclasses
+        >>> import transformer_embed as te
+        >>> scaling = te.DynamicNTKScaling(2.0, original_length=4096, length=8192)
+        >>> dataclasses.replace(scaling, length=16_384).length
+        16384
+
+    Source:
+        emozilla (2023), as given by Peng et al., "YaRN" (2023), section 3.3,
+        https://arxiv.org/abs/2309.00071; the formula of alpha is that of the transformers library.
+    """
+
+    factor: float
+    original_length: int
+    length: int
+
+    def __post_init__(self):
+        arguments.real("factor", self.factor, above=0)
+        _convert_lengths(self, original_length=1, length=0)
+
+    def scaled(self, dim: int, base: float) -> ScaledFrequencies:
+        """The frequencies of dim channels."""
+        longer = Decimal(max(self.length, self.original_length)) / Decimal(self.original_length)
+        factor = _decimal(self.factor)
+        return ScaledFrequencies(_ntk(dim, base, factor * longer - (factor - 1)))
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnScaling:
+    """YaRN: keeps high frequencies, divides low ones by `factor`, with a linear ramp between, and
+    scales cosines and sines.
+
+    With `index(n) = d * ln(original_length / (2 * pi * n)) / (2 * ln(base))`, the index of the
+    frequency that makes n turns over the trained length, the ramp rises from 0 at
+    max(index(beta_fast), 0) to 1 at min(index(beta_slow), d - 1), and
+
+        frequency[i] = base ** (-2i / d) * (ramp[i] / factor + 1 - ramp[i])
+
+    The attention factor is m(mscale) / m(mscale_all_dim), where m(s) = 0.1 * s * ln(factor) + 1,
+    and 1 for a factor up to 1.
+
+    Args:
+        factor: how many times longer the context is than in training; above 0.
+        original_length: the trained length, at least 1.
+        beta_fast: frequencies that make at least this many turns over the trained length are kept;
+            above beta_slow.
+        beta_slow: frequencies that make at most this many turns are divided by factor; above 0.
+        truncate: round the ends of the ramp outwards to integers (gpt-oss: False).
+        mscale: in the formula above; the name is DeepSeek's.
+        mscale_all_dim: in the formula above. (If either is 0 or missing, the transformers library
+            uses the defaults, 1 and 0, for both.)
+        attention_factor: replaces the formula; above 0. None: the formula.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument out of its range; when applied, a base that is not above 1.
+
+    Example:
+        >>> import numpy as np
+        >>> import transformer_embed as te
+        >>> gpt_oss = te.YarnScaling(32.0, original_length=4096, truncate=False)
+        >>> print(np.asarray(te.apply_rotary([[[1.0, 0.0]]], [0], base=150_000.0, scaling=gpt_oss)).round(3))
+        [[[1.347 0.   ]]]
+
+    Source:
+        Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models" (2023),
+        sections 3.2 and 3.4, https://arxiv.org/abs/2309.00071; mscale: DeepSeek-AI, "DeepSeek-V2"
+        (2024), its published code, https://arxiv.org/abs/2405.04434
+    """
+
+    factor: float
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+
+    def __post_init__(self):
+        arguments.real("factor", self.factor, above=0)
+        _convert_lengths(self, original_length=1)
+        arguments.real(
+            "beta_fast", self.beta_fast, above=arguments.real("beta_slow", self.beta_slow, above=0)
+        )
+        arguments.flag("truncate", self.truncate)
+        _check_not_negative("mscale", self.mscale)
+        _check_not_negative("mscale_all_dim", self.mscale_all_dim)
+        _check_attention_factor(self.attention_factor)
+
+    def scaled(self, dim: int, base: float) -> ScaledFrequencies:
+        """The frequencies of dim channels."""
+        log_base = _decimal(arguments.real("base", base, above=1)).ln()
+
+        def index(turns: float) -> Decimal:
+            return (
+                dim
+                * (self.original_length / (2 * phase.PI * _decimal(turns))).ln()
+                / (2 * log_base)
+            )
+
+        low, high = index(self.beta_fast), index(self.beta_slow)
+        if self.truncate:
+            low, high = (
+                low.to_integral_value(decimal.ROUND_FLOOR),
+                high.to_integral_value(decimal.ROUND_CEILING),
+            )
+        low, high = max(low, Decimal(0)), min(high, Decimal(dim - 1))
+        if low == high:
+            high += Decimal("0.001")
+        ramp = [_clipped((i - low) / (high - low)) for i in range(dim // 2)]
+        return ScaledFrequencies(
+            _blended(unscaled(dim, base), ramp, self.factor), self._resolved_attention_factor()
+        )
+
+    def _resolved_attention_factor(self) -> float:
+        if self.attention_factor is not None:
+            return float(self.attention_factor)
+        log = max(_decimal(self.factor).ln(), Decimal(0)) / 10
+        return float((_decimal(self.mscale) * log + 1) / (_decimal(self.mscale_all_dim) * log + 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1's scaling: keeps high frequencies, divides low ones by `factor`, and blends between
+    them by wavelength.
+
+    A frequency f makes `n = original_length * f / (2 * pi)` turns over the trained length, and
+    becomes
+
+        f * ((1 - s) / factor + s), where s = (n - low_freq_factor) / (high_freq_factor -
+        low_freq_factor) clipped to [0, 1]
+
+    Args:
+        factor: 8 in Llama 3.1, 32 in Llama 3.2; above 0.
+        low_freq_factor: frequencies that make at most this many turns are divided by factor; above
+            0.
+        high_freq_factor: frequencies that make at least this many turns are kept; above
+            low_freq_factor.
+        original_length: the trained length, at least 1.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument out of its range.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> te.Llama3Scaling(8.0)
+        Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=8192)
+
+    Source:
+        Grattafiori et al., "The Llama 3 Herd of Models" (2024), https://arxiv.org/abs/2407.21783,
+        and `apply_scaling` of its published code.
+    """
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 8192
+
+    def __post_init__(self):
+        arguments.real("factor", self.factor, above=0)
+        arguments.real(
+            "high_freq_factor",
+            self.high_freq_factor,
+            above=arguments.real("low_freq_factor", self.low_freq_factor, above=0),
+        )
+        _convert_lengths(self, original_length=1)
+
+    def scaled(self, dim: int, base: float) -> ScaledFrequencies:
+        """The frequencies of dim channels."""
+        frequencies = unscaled(dim, base)
+        low, high = _decimal(self.low_freq_factor), _decimal(self.high_freq_factor)
+        turns = [self.original_length * f / (2 * phase.PI) for f in frequencies]
+        return ScaledFrequencies(
+            _blended(frequencies, [_clipped((high - n) / (high - low)) for n in turns], self.factor)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class LongRopeScaling:
+    """LongRoPE: divides each frequency by its own factor, and scales cosines and sines.
+
+    The long factors are used if length > original_length, otherwise the short ones. Cosines and
+    sines are multiplied by an attention factor, sqrt(1 + ln(factor) / ln(original_length)), or 1
+    for a factor up to 1. The length is a Python int, so each new length recompiles.
+
+    Args:
+        short_factor: d / 2 numbers above 0, for d rotated channels.
+        long_factor: d / 2 numbers above 0.
+        factor: how many times longer the context may be than in training; above 0. Phi-3:
+            max_position_embeddings / original_max_position_embeddings.
+        original_length: the trained length, at least 2.
+        length: the current length, at least 0.
+        attention_factor: replaces the formula; above 0. None: the formula.
+
+    Raises:
+        TypeError: an argument of another type; a length is traced or not a Python int.
+        ValueError: an argument out of its range; when applied, a number of factors other than d /
+            2.
+
+    Example:
+        >>> import numpy as np
+        >>> import transformer_embed as te
+        >>> scaling = te.LongRopeScaling([1.0], [4.0], 32.0, original_length=4096, length=8192)
+        >>> print(np.asarray(te.apply_rotary([[[1.0, 0.0]]], [0], scaling=scaling)).round(2))
+        [[[1.19 0.  ]]]
+
+    Source:
+        Ding et al., "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens" (2024),
+        section 3, https://arxiv.org/abs/2402.13753; the attention factor and the choice by length:
+        Phi-3's published code.
+    """
+
+    short_factor: Sequence[float]
+    long_factor: Sequence[float]
+    factor: float
+    original_length: int
+    length: int
+    attention_factor: float | None = None
+
+    def __post_init__(self):
+        for name in ("short_factor", "long_factor"):
+            factors = arguments.sequence(name, getattr(self, name))
+            object.__setattr__(
+                self,
+                name,
+                tuple(
+                    arguments.real(f"{name}[{n}]", each, above=0) for n, each in enumerate(factors)
+                ),
+            )
+        arguments.real("factor", self.factor, above=0)
+        _convert_lengths(self, original_length=2, length=0)
+        _check_attention_factor(self.attention_factor)
+
+    def scaled(self, dim: int, base: float) -> ScaledFrequencies:
+        """The frequencies of dim channels."""
+        name = "long_factor" if self.length > self.original_length else "short_factor"
+        factors = getattr(self, name)
+        arguments.same(name, "half as many numbers as rotated channels", len(factors), dim // 2)
+        frequencies = tuple(
+            f / _decimal(factor) for f, factor in zip(unscaled(dim, base), factors, strict=True)
+        )
+        return ScaledFrequencies(frequencies, self._resolved_attention_factor())
+
+    def _resolved_attention_factor(self) -> float:
+        if self.attention_factor is not None:
+            return float(self.attention_factor)
+        log = max(_decimal(self.factor).ln(), Decimal(0))
+        return float((1 + log / Decimal(self.original_length).ln()).sqrt())
+
+
+Scaling = (
+    LinearScaling | NTKScaling | DynamicNTKScaling | YarnScaling | Llama3Scaling | LongRopeScaling
+)
+
+
+def unscaled(dim: int, base: float) -> tuple[Decimal, ...]:
+    """The frequencies of dim channels without a scaling."""
+    return phase.geometric_frequencies(dim // 2, base, dim / 2)
+
+
+def _ntk(dim: int, base: float, alpha: Decimal) -> tuple[Decimal, ...]:
+    """(base * alpha ** (d / (d - 2))) ** (-2i / d) is base ** (-2i / d) * alpha ** (-i / (d / 2 -
+    1))."""
+    pairs = dim // 2
+    slower = phase.geometric_frequencies(pairs, alpha, pairs - 1)
+    return tuple(f * s for f, s in zip(unscaled(dim, base), slower, strict=True))
+
+
+def _blended(
+    frequencies: Sequence[Decimal], shares: Sequence[Decimal], factor: float
+) -> tuple[Decimal, ...]:
+    """A blend of each frequency and the same frequency divided by `factor`, weighted by its
+    share."""
+    return tuple(
+        f * (share / _decimal(factor) + 1 - share)
+        for f, share in zip(frequencies, shares, strict=True)
+    )
+
+
+def _clipped(share: Decimal) -> Decimal:
+    return min(max(share, Decimal(0)), Decimal(1))
+
+
+def _decimal(value: float) -> Decimal:
+    return Decimal(float(value))
+
+
+def _convert_lengths(scaling: Any, **at_least: int) -> None:
+    """Converts lengths to Python ints, which decimals accept, from any integer type."""
+    for name, lowest in at_least.items():
+        object.__setattr__(
+            scaling, name, arguments.integer(name, getattr(scaling, name), at_least=lowest)
+        )
+
+
+def _check_not_negative(name: str, value: float) -> None:
+    if arguments.real(name, value) < 0:
+        raise ValueError(arguments.wanted(name, "a finite number of at least 0", value))
+
+
+def _check_attention_factor(value: float | None) -> None:
+    if value is not None:
+        arguments.real("attention_factor", value, above=0)

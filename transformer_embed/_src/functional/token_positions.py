@@ -1,0 +1,321 @@
+"""The position and the segment of each token, for batches with padding on either side, packed
+sequences and decoding."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+from jaxtyping import Array, Bool, Int32
+
+from transformer_embed._src import arguments
+from transformer_embed._src.array_types import ArrayLike
+
+
+class TokenPositions(NamedTuple):
+    """The position and the segment of each token in a batch. Position encodings and attention masks
+    are made from these.
+
+    Use one of the constructors `from_ids`, `from_lengths`, `from_segment_ids` and `from_offset`,
+    inside or outside jit. The class is a pytree, so it passes through `jit`, `vmap` and `scan` and
+    can be serialised by `jax.export`.
+
+    Args:
+        positions: int32 [batch, length]; the position of each token in its own sequence.
+        segment_ids: int32 [batch, length]; the sequence that each token belongs to, 0 = padding.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> batch = te.TokenPositions.from_ids([[0, 0, 7, 8, 9], [5, 6, 0, 0, 0]], pad_id=0)
+        >>> batch.positions.tolist()
+        [[0, 0, 0, 1, 2], [0, 1, 0, 0, 0]]
+        >>> te.attention_mask(**batch.queries(), **batch.keys(), causal=True).shape
+        (2, 1, 5, 5)
+
+    Source:
+        Raffel et al., "T5" (2020), section 3.5.2, packs several sequences into one row;
+        https://arxiv.org/abs/1910.10683
+    """
+
+    positions: Int32[Array, "b t"]
+    segment_ids: Int32[Array, "b t"]
+
+    @property
+    def padding_mask(self) -> Bool[Array, "b t"]:
+        """bool [batch, length], True = a token."""
+        return _is_token(self.segment_ids)
+
+    def queries(self) -> dict[str, Array]:
+        """The keyword arguments of `attention_mask` that describe these tokens as queries."""
+        return {"query_positions": self.positions, "query_segment_ids": self.segment_ids}
+
+    def keys(self) -> dict[str, Array]:
+        """The keyword arguments of `attention_mask` that describe these tokens as keys."""
+        return {
+            "key_positions": self.positions,
+            "key_segment_ids": self.segment_ids,
+            "padding_mask": self.padding_mask,
+        }
+
+    @classmethod
+    def from_ids(
+        cls, ids: ArrayLike, *, pad_id: int = 0, start: int = 0, at_padding: int = 0
+    ) -> "TokenPositions":
+        """For a padded batch of ids: padding may be on the left, on the right, or both.
+
+        Args:
+            ids: [length] or [batch, length], any integer dtype.
+            pad_id: the id of padding.
+            start: the position of the first token. RoBERTa: padding_idx + 1 = 2; OPT: 2.
+            at_padding: the position of padding. RoBERTa: padding_idx = 1; OPT: 1. (For BERT, which
+                counts padding like tokens, do not pass positions.)
+
+        Returns:
+            TokenPositions of [batch, length]. The tokens of a row are segment 1. Padding between
+            tokens is not counted.
+
+        Raises:
+            TypeError: ids are not integers, or another argument is not a Python int.
+            ValueError: ids do not have rank 1 or 2; pad_id is outside int32; positions counted from
+                start would not fit int32.
+
+        Example:
+            >>> import transformer_embed as te
+            >>> te.TokenPositions.from_ids([[5, 6, 1, 1]], pad_id=1, start=2, at_padding=1).positions.tolist()
+            [[2, 3, 1, 1]]
+
+        Source:
+            Liu et al., "RoBERTa" (2019), https://arxiv.org/abs/1907.11692, as in fairseq's
+            make_positions.
+        """
+        rows = arguments.rows("ids", arguments.as_int32("ids", ids))
+        return cls(
+            *_of_ids(
+                rows,
+                arguments.int32("pad_id", pad_id),
+                *_counting(start, at_padding, rows.shape[1]),
+            )
+        )
+
+    @classmethod
+    def from_lengths(
+        cls,
+        lengths: ArrayLike,
+        length: int,
+        *,
+        padding_side: str = "right",
+        start: int = 0,
+        at_padding: int = 0,
+    ) -> "TokenPositions":
+        """For rows of given lengths, all padded to one length.
+
+        Args:
+            lengths: [batch] integers from 0 to `length`: how many tokens each row has. Only the
+                host can check this: on a device, numbers outside are clipped to 0 or `length`.
+            length: of the padded rows, at least 0.
+            padding_side: `"right"` or `"left"`.
+            start: the position of the first token; see `from_ids`.
+            at_padding: the position of padding; see `from_ids`.
+
+        Returns:
+            TokenPositions of [batch, length]. The tokens of a row are segment 1.
+
+        Raises:
+            TypeError: lengths are not integers, or another argument has the wrong type.
+            ValueError: lengths do not have rank 1; one of lengths is negative or above length
+                (checked on the host only); length is negative; an unknown padding_side; positions
+                counted from start would not fit int32.
+
+        Example:
+            >>> import transformer_embed as te
+            >>> te.TokenPositions.from_lengths([2, 3], 4, padding_side="left").padding_mask.astype(int).tolist()
+            [[0, 0, 1, 1], [0, 1, 1, 1]]
+
+        Source:
+            The sequence lengths of `tf.sequence_mask` and of `jax.nn.dot_product_attention`,
+            https://docs.jax.dev.
+        """
+        given = arguments.as_array("lengths", lengths)
+        lengths = arguments.as_int32("lengths", lengths)
+        if lengths.ndim != 1:
+            raise ValueError(
+                arguments.wanted("lengths", "shape [batch]", f"shape {list(lengths.shape)}")
+            )
+        length, padding_side = (
+            arguments.length("length", length),
+            arguments.choice("padding_side", padding_side, ("right", "left")),
+        )
+        if isinstance(given, np.ndarray):
+            # A symbolic length is assumed to be large enough.
+            arguments.inside(
+                "lengths",
+                given,
+                0,
+                length if isinstance(length, int) else 2**31 - 1,
+                "the padded length",
+            )
+        return cls(
+            *_of_lengths(lengths, length, padding_side, *_counting(start, at_padding, length))
+        )
+
+    @classmethod
+    def from_segment_ids(
+        cls, segment_ids: ArrayLike, *, start: int = 0, at_padding: int = 0
+    ) -> "TokenPositions":
+        """For packed sequences: positions restart at each segment.
+
+        Args:
+            segment_ids: [length] or [batch, length] integers: 0 = padding, and a different number
+                for each sequence. The tokens of a sequence must be contiguous: a number that
+                reappears later in the row is an error if the values are on the host.
+            start: the position of the first token of each segment; see `from_ids`.
+            at_padding: the position of padding; see `from_ids`.
+
+        Returns:
+            TokenPositions of [batch, length].
+
+        Raises:
+            TypeError: segment_ids are not integers, or are traced and of a dtype wider than int32;
+                another argument is not a Python int.
+            ValueError: segment_ids do not have rank 1 or 2, do not fit int32, or repeat a number
+                after a gap; positions counted from start would not fit int32.
+
+        Example:
+            >>> import transformer_embed as te
+            >>> te.TokenPositions.from_segment_ids([[1, 1, 1, 2, 2, 0]]).positions.tolist()
+            [[0, 1, 2, 0, 1, 0]]
+
+        Source:
+            Raffel et al., "T5" (2020), section 3.5.2, https://arxiv.org/abs/1910.10683
+        """
+        given = arguments.as_array("segment_ids", segment_ids)
+        rows = arguments.rows("segment_ids", arguments.as_fitting_int32("segment_ids", given))
+        if isinstance(given, np.ndarray):
+            _check_runs(np.atleast_2d(given))
+        return cls(_positions_in_segments(rows, *_counting(start, at_padding, rows.shape[1])), rows)
+
+    @classmethod
+    def from_offset(cls, offset: ArrayLike, length: int) -> "TokenPositions":
+        """For new tokens that follow those in a cache.
+
+        Args:
+            offset: integers, [] or [batch]: the position of the first token, one for all rows or
+                one for each. It may be traced, so decoding at a new offset does not recompile.
+                Positions must fit into int32: on the host this is checked, on a device they wrap.
+                For models that count from another number (OPT from 2), add it to the offset.
+            length: number of tokens, 1 in step-by-step decoding; at least 0.
+
+        Returns:
+            TokenPositions of [1 or batch, length], all in segment 1.
+
+        Raises:
+            TypeError: offset is not an integer, or is traced and of a dtype wider than int32;
+                length is not a Python int.
+            ValueError: offset has a rank above 1; length is negative; positions would not fit int32
+                (checked on the host only).
+
+        Example:
+            >>> import transformer_embed as te
+            >>> step = te.TokenPositions.from_offset([5, 2], 1)
+            >>> cache = te.TokenPositions.from_lengths([6, 3], 8)
+            >>> te.attention_mask(**step.queries(), **cache.keys(), causal=True)[:, 0, 0].astype(int).tolist()
+            [[1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0, 0]]
+
+        Source:
+            Dai et al., "Transformer-XL" (2019), section 3.2, on states reused from before;
+            https://arxiv.org/abs/1901.02860
+        """
+        length = arguments.length("length", length)
+        given = arguments.as_array("offset", offset)
+        offset = arguments.as_fitting_int32("offset", given)
+        if offset.ndim > 1:
+            raise ValueError(
+                arguments.wanted("offset", "shape [] or [batch]", f"shape {list(offset.shape)}")
+            )
+        if isinstance(given, np.ndarray) and given.size:
+            arguments.last_position_fits("offset", int(given.max()), length)
+        return cls(*_of_offset(offset, length))
+
+
+export.register_namedtuple_serialization(
+    TokenPositions, serialized_name="transformer_embed.TokenPositions"
+)
+
+
+def positions_of_tokens(
+    tokens: Bool[Array, "... t"], start: int, at_padding: int
+) -> Int32[Array, "... t"]:
+    """For each token, how many tokens are before it, plus start."""
+    return _counted(tokens, *_counting(start, at_padding, tokens.shape[-1]))
+
+
+def _counting(start: int, at_padding: int, length: int) -> tuple[int, int]:
+    start, at_padding = arguments.int32("start", start), arguments.int32("at_padding", at_padding)
+    arguments.last_position_fits("start", start, length)
+    return start, at_padding
+
+
+def _check_runs(rows: np.ndarray) -> None:
+    for number, row in enumerate(rows):
+        seen, count = np.unique(row[np.diff(row, prepend=~row[:1]) != 0], return_counts=True)
+        back = seen[(count > 1) & (seen != 0)]
+        if back.size:
+            raise ValueError(
+                arguments.wanted(
+                    "segment_ids",
+                    "one run of tokens for each number",
+                    f"{int(back[0])} twice in row {number}",
+                )
+            )
+
+
+# The functions below are compiled even if the caller is not.
+
+
+@functools.partial(jax.jit, inline=True)
+def _is_token(segment_ids: Int32[Array, "b t"]) -> Bool[Array, "b t"]:
+    return segment_ids != 0
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=(1, 2))
+def _counted(tokens: Bool[Array, "... t"], start: int, at_padding: int) -> Int32[Array, "... t"]:
+    number = jnp.cumsum(tokens.astype(jnp.int32), axis=-1, dtype=jnp.int32)
+    return jnp.where(tokens, number + (start - 1), at_padding)
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=(1, 2, 3))
+def _of_ids(
+    ids: Int32[Array, "b t"], pad_id: int, start: int, at_padding: int
+) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:
+    tokens = ids != pad_id
+    return _counted(tokens, start, at_padding), tokens.astype(jnp.int32)
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=(1, 2, 3, 4))
+def _of_lengths(
+    lengths: Int32[Array, "b"], length: int, padding_side: str, start: int, at_padding: int
+) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:
+    index = jnp.arange(length, dtype=jnp.int32)
+    tokens = (index if padding_side == "right" else index[::-1])[None] < lengths[:, None]
+    return _counted(tokens, start, at_padding), tokens.astype(jnp.int32)
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=(1, 2))
+def _positions_in_segments(
+    segment_ids: Int32[Array, "b t"], start: int, at_padding: int
+) -> Int32[Array, "b t"]:
+    """For each token, how many tokens of its run are before it, plus start."""
+    index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
+    is_first = (index == 0) | (segment_ids != jnp.roll(segment_ids, 1, axis=1))
+    first = jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
+    return jnp.where(segment_ids != 0, index - first + start, at_padding)
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=1)
+def _of_offset(
+    offset: Int32[Array, "..."], length: int
+) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:
+    positions = jnp.atleast_1d(offset)[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+    return positions, jnp.ones_like(positions)

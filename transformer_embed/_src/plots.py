@@ -1,0 +1,751 @@
+"""Plots of encodings, masks and biases with matplotlib (the extra `plots`). Each function draws on
+an Axes and returns it.
+
+Values of both signs use a diverging colour map: white is zero, red is above, blue is below. Values
+of one sign use cividis, whose lightness rises evenly. Cells without a value are hatched. Lines
+differ in style or marker as well as in colour. So the plots can be read in grey and by colour-blind
+readers, but in grey a diverging map only shows magnitudes. Titles are left to the caller.
+"""
+
+import decimal
+import importlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_embed._src import arguments
+from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.functional import phase
+from transformer_embed._src.functional.rotary import apply_rotary
+from transformer_embed._src.functional.rotary_scaling import Scaling
+from transformer_embed._src.functional.sinusoidal import sinusoidal_encoding
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.legend import Legend
+    from matplotlib.patches import Patch
+
+HIDDEN, ALLOWED = "#E6E6E6", "#0B3C5D"
+DIVERGING, SEQUENTIAL = "RdBu_r", "cividis"
+# Blue, vermilion, bluish green and black from Okabe and Ito's colour-blind-safe palette.
+BLUE, VERMILION, GREEN, BLACK = "#0072B2", "#D55E00", "#009E73", "#000000"
+STYLES = (("o", BLUE, "-"), ("s", VERMILION, "--"), ("^", GREEN, ":"), ("D", BLACK, "-."))
+MOST_CELLS_WITH_LINES = 64
+# The width and height of a letter in a small label, with a margin, as fractions of the font size in
+# points.
+LETTER_WIDTH, LETTER_HEIGHT = 0.65, 1.0
+
+
+def plot_encoding(
+    encoding: ArrayLike,
+    *,
+    ax: "Axes | None" = None,
+    tokens: Sequence[str] | None = None,
+    limit: float | None = None,
+) -> "Axes":
+    """A heat map of vectors, a row for each position and a column for each channel.
+
+    Args:
+        encoding: [length, d_model], a floating dtype: an encoding, rows of a table, or their sum.
+            Cells that are NaN are hatched.
+        ax: where to draw; None: a new pyplot figure.
+        tokens: [length] names for the rows; None: rows are numbered.
+        limit: the colours run from -limit to limit; above 0. None: the largest magnitude.
+
+    Returns:
+        The Axes, with channel across, position (tokens) down, and a colour bar beside it.
+
+    Raises:
+        TypeError: encoding does not have a floating dtype, or is traced; ax is not an Axes; limit
+            is not a Python number.
+        ValueError: encoding is not of rank 2 or is empty; there is not one token for each row;
+            limit is not above 0.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> ax = te.plots.plot_encoding(te.sinusoidal_table(128, 64))
+        >>> ax.get_xlabel(), ax.get_ylabel()
+        ('channel', 'position (tokens)')
+
+    Source:
+        The picture of Alammar, "The Illustrated Transformer" (2018),
+        https://jalammar.github.io/illustrated-transformer/
+    """
+    values = _table("encoding", encoding)
+    most = (
+        np.nanmax(np.abs(values), initial=0.0) or 1.0
+        if limit is None
+        else arguments.real("limit", limit, above=0)
+    )
+    names = _names("tokens", tokens, len(values))
+    ax = _axes(ax)
+    _heat_map(ax, values, most, "value")
+    ax.set(xlabel="channel", ylabel="position (tokens)")
+    if names is not None:
+        ax.set_yticks(range(len(values)), names, parse_math=False)
+    return ax
+
+
+def plot_wavelengths(
+    d_model: int,
+    *,
+    ax: "Axes | None" = None,
+    base: float = 10_000.0,
+    scaling: Scaling | None = None,
+    label: str | None = None,
+) -> "Axes":
+    """The wavelength of each pair of channels, in positions. Draw several on one Axes to compare
+    them.
+
+        wavelength[i] = 2 * pi * base ** (2i / d_model)
+
+    Args:
+        d_model: number of channels, at least 1: of an encoding, or the rotated channels of a head.
+        ax: where to draw; None: a new pyplot figure.
+        base: as in `sinusoidal_encoding` and `apply_rotary`; above 0.
+        scaling: as in `apply_rotary`; needs an even d_model. None: the formula above.
+        label: name in the legend; None: no legend.
+
+    Returns:
+        The Axes, with pair of channels across and wavelength (tokens, logarithmic) up.
+
+    Raises:
+        TypeError: d_model is not a Python int; base is not a Python number; scaling is not a
+            scaling of this package; ax is not an Axes; label is not a string.
+        ValueError: d_model is below 1, or odd with a scaling; base is not above 0; the scaling does
+            not fit d_model.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> ax = te.plots.plot_wavelengths(128, base=500_000.0, label="as trained")
+        >>> ax = te.plots.plot_wavelengths(128, ax=ax, base=500_000.0, scaling=te.Llama3Scaling(8.0), label="Llama 3.1")
+        >>> ax.get_ylabel()
+        'wavelength (tokens)'
+
+    Source:
+        Vaswani et al., "Attention Is All You Need" (2017), section 3.5,
+        https://arxiv.org/abs/1706.03762
+    """
+    label = arguments.name("label", label)
+    wavelengths = [float(2 * phase.PI / f) for f in _frequencies(d_model, base, scaling)]
+    ax = _axes(ax)
+    marker, color, _ = _style(len(ax.lines))
+    ax.plot(range(len(wavelengths)), wavelengths, marker, color=color, markersize=4, label=label)
+    ax.set(xlabel="pair of channels", ylabel="wavelength (tokens)", yscale="log")
+    ax.xaxis.set_major_locator(matplotlib_module("ticker").MaxNLocator(integer=True))
+    return _finished_lines(ax)
+
+
+def plot_similarity(
+    encoding: ArrayLike, *, ax: "Axes | None" = None, label: str | None = None
+) -> "Axes":
+    """The dot product of two positions' vectors as a function of their distance. It shows how
+    similar near and far positions are.
+
+    The line is the mean over all pairs of positions at a distance; the band goes from the minimum
+    to the maximum. Sinusoids have no band, because their dot product depends only on the distance.
+    Needs memory for length * length numbers.
+
+    Args:
+        encoding: [length, d_model], a floating dtype: vectors of positions 0..length-1.
+        ax: where to draw; None: a new pyplot figure.
+        label: name in the legend; None: no legend.
+
+    Returns:
+        The Axes, with distance (tokens) across and dot product up.
+
+    Raises:
+        TypeError: encoding does not have a floating dtype, or is traced; ax is not an Axes; label
+            is not a string.
+        ValueError: encoding is not of rank 2, or is empty.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> ax = te.plots.plot_similarity(te.sinusoidal_table(128, 64))
+        >>> round(float(ax.lines[0].get_ydata()[0]), 3)  # a vector with itself: d_model / 2
+        32.0
+
+    Source:
+        Wang and Chen, "What Do Position Embeddings Learn?" (2020), figure 1,
+        https://arxiv.org/abs/2010.04903, who show the whole matrix of cosines.
+    """
+    values, label = _table("encoding", encoding), arguments.name("label", label)
+    products = values @ values.T
+    diagonals = [np.diagonal(products, distance) for distance in range(len(values))]
+    mean, low, high = (
+        np.array([each(diagonal) for diagonal in diagonals]) for each in (np.mean, np.min, np.max)
+    )
+    ax = _axes(ax)
+    _, color, dash = _style(len(ax.lines))
+    ax.fill_between(range(len(mean)), low, high, color=color, alpha=0.25, linewidth=0)
+    ax.plot(range(len(mean)), mean, dash, color=color, label=label)
+    ax.set(xlabel="distance (tokens)", ylabel="dot product")
+    return _finished_lines(ax)
+
+
+def plot_mask(
+    mask: ArrayLike,
+    *,
+    ax: "Axes | None" = None,
+    query_tokens: Sequence[str] | None = None,
+    key_tokens: Sequence[str] | None = None,
+    batch_index: int | None = None,
+    head: int | None = None,
+) -> "Axes":
+    """A mask in two tones: which keys each query may attend to.
+
+    Args:
+        mask: bool [T, S], or [B, heads, T, S] as `attention_mask` makes it. True = may attend.
+        ax: where to draw; None: a new pyplot figure.
+        query_tokens: [T] names for the queries; None: queries are numbered. A mask with one row for
+            all queries (T = 1) is drawn with a row for each name.
+        key_tokens: [S] names for the keys; None: keys are numbered.
+        batch_index: the row of the batch to draw, from 0; may be None if B is 1.
+        head: the head to draw, from 0; may be None if there is one mask for all heads.
+
+    Returns:
+        The Axes, with key (token attended to) across, query (token that attends) down, and a legend
+        of the two tones beside it.
+
+    Raises:
+        TypeError: mask is not bool, or is traced; ax is not an Axes; an index is not a Python int.
+        ValueError: mask is of another rank or is empty; an index is missing or out of range; there
+            is not one token for each row or column.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> positions = jnp.arange(6)
+        >>> mask = te.attention_mask(query_positions=positions, key_positions=positions, causal=True, window=(2, 0))
+        >>> ax = te.plots.plot_mask(mask, key_tokens="the cat sat on the mat".split())
+        >>> [text.get_text() for text in ax.get_legend().get_texts()]
+        ['may attend', 'hidden']
+
+    Source:
+        Child et al., "Generating Long Sequences with Sparse Transformers" (2019), figure 3,
+        https://arxiv.org/abs/1904.10509
+    """
+    values = _one_matrix(
+        "mask", _on_host("mask", arguments.as_mask("mask", mask)), batch_index, head
+    )
+    if query_tokens is not None and len(values) == 1:
+        values = np.broadcast_to(
+            values, (max(len(arguments.sequence("query_tokens", query_tokens)), 1), values.shape[1])
+        )
+    names = (
+        _names("query_tokens", query_tokens, values.shape[0]),
+        _names("key_tokens", key_tokens, values.shape[1]),
+    )
+    ax = _axes(ax)
+    ax.imshow(
+        values,
+        cmap=matplotlib_module("colors").ListedColormap([HIDDEN, ALLOWED]),
+        vmin=0,
+        vmax=1,
+        interpolation="nearest",
+    )
+    _queries_and_keys(ax, values.shape, names)
+    patch = matplotlib_module("patches").Patch
+    _legend_beside(
+        ax,
+        [
+            patch(facecolor=ALLOWED, label="may attend"),
+            patch(facecolor=HIDDEN, edgecolor="grey", label="hidden"),
+        ],
+    )
+    return ax
+
+
+def plot_rotary(
+    positions: ArrayLike,
+    head_dim: int,
+    *,
+    ax: "Axes | None" = None,
+    base: float = 10_000.0,
+    scaling: Scaling | None = None,
+    pairs: Sequence[int] | None = None,
+) -> "Axes":
+    """Points rotated by rotary embeddings: a circle for each pair of channels, with a dot for each
+    position.
+
+    `apply_rotary` rotates the point (1, 0) in the pair of the innermost circle, (2, 0) in the next
+    pair, and so on; the radii only keep the circles apart. The first pair rotates fastest and is
+    innermost.
+
+    Args:
+        positions: [length] integers, or float32.
+        head_dim: channels of a head, even.
+        ax: where to draw; None: a new pyplot figure.
+        base: as in `apply_rotary`.
+        scaling: as in `apply_rotary`. An attention factor moves the dots off their circles.
+        pairs: the pairs to draw, in 0..head_dim // 2 - 1, from the innermost circle outwards. None:
+            four, from the first, an eighth of the head apart.
+
+    Returns:
+        The Axes, with the first channel of a pair across and its second channel up. Circles are
+        labelled with their pair if there is room; dots of the innermost circle are labelled with
+        their positions unless labels would overlap.
+
+    Raises:
+        TypeError: as `apply_rotary`; ax is not an Axes; a pair is not a Python int.
+        ValueError: as `apply_rotary`; positions are not of rank 1 or are empty; pairs are empty or
+            outside the head.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> ax = te.plots.plot_rotary(range(6), 64)
+        >>> [text.get_text() for text in ax.get_legend().get_texts()]
+        ['pair 0', 'pair 4', 'pair 8', 'pair 12']
+
+    Source:
+        Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), figure 1,
+        https://arxiv.org/abs/2104.09864
+    """
+    chosen, places = (
+        _pairs(pairs, arguments.integer("head_dim", head_dim, at_least=2) // 2),
+        _places(positions),
+    )
+    radii = range(1, len(chosen) + 1)
+    points = _rotated(places, head_dim, chosen, radii, base, scaling)
+    edge = max(len(chosen) + 0.75, 1.1 * np.abs(points).max())
+    ax = _axes(ax)
+    for n, (pair, radius) in enumerate(zip(chosen, radii, strict=True)):
+        marker, color, _ = _style(n)
+        ax.add_patch(
+            matplotlib_module("patches").Circle(
+                (0, 0), radius, fill=False, color="0.8", linewidth=1, zorder=0
+            )
+        )
+        ax.plot(*points[n].T, marker, color=color, markersize=3.5, label=f"pair {pair}")
+    labels = _Labels(ax, edge)
+    labels.number_points([f"{place:g}" for place in places.tolist()], points[0])
+    for n, pair in enumerate(chosen):
+        labels.name_circle(f"pair {pair}", points[n], _style(n)[1])
+    ax.set(xlabel="first channel of the pair", ylabel="second channel of the pair")
+    ax.set(xlim=(-edge, edge), ylim=(-edge, edge), aspect="equal")
+    _legend_beside(ax).set_title(
+        "A circle for each pair;\nradii keep them apart.\nNumbers: positions."
+    )
+    return ax
+
+
+def plot_bias(
+    bias: ArrayLike,
+    *,
+    ax: "Axes | None" = None,
+    query_tokens: Sequence[str] | None = None,
+    key_tokens: Sequence[str] | None = None,
+    batch_index: int | None = None,
+    head: int | None = None,
+) -> "Axes":
+    """A heat map of the bias that is added to the logit of each query and key.
+
+    Args:
+        bias: [T, S] or [B, heads, T, S], a floating dtype, as `alibi_bias` and
+            `RelativePositionBias` make it. After `mask_to_bias` is added, masked cells are hatched.
+        ax: where to draw; None: a new pyplot figure.
+        query_tokens: [T] names for the queries; None: queries are numbered.
+        key_tokens: [S] names for the keys; None: keys are numbered.
+        batch_index: the row of the batch to draw, from 0; may be None if B is 1.
+        head: the head to draw, from 0; may be None if there is only one.
+
+    Returns:
+        The Axes, with key (token attended to) across, query (token that attends) down, and a colour
+        bar beside it.
+
+    Raises:
+        TypeError: bias does not have a floating dtype, or is traced; ax is not an Axes; an index is
+            not a Python int.
+        ValueError: as `plot_mask`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> bias = te.alibi_bias(jnp.arange(8), jnp.arange(8), num_heads=4) + te.mask_to_bias(te.causal_mask(8))
+        >>> ax = te.plots.plot_bias(bias, head=0)
+        >>> int(ax.images[0].get_array().mask.sum())  # the keys after their query
+        28
+
+    Source:
+        Press et al., "Train Short, Test Long" (2022), figure 3, https://arxiv.org/abs/2108.12409
+    """
+    array = arguments.as_floats("bias", bias)
+    largest = min(float(jnp.finfo(array.dtype).max), float(jnp.finfo(jnp.float32).max))
+    values = _one_matrix("bias", _on_host("bias", array).astype(np.float64), batch_index, head)
+    # mask_to_bias adds minus half of the largest number; a bias added to that may raise it by up to
+    # a quarter.
+    shown = np.ma.masked_where(~(values > -largest / 4), values)
+    names = (
+        _names("query_tokens", query_tokens, values.shape[0]),
+        _names("key_tokens", key_tokens, values.shape[1]),
+    )
+    ax = _axes(ax)
+    signed = bool((shown < 0).any() and (shown > 0).any())
+    _heat_map(
+        ax,
+        shown,
+        float(np.abs(shown).max()) if signed else None,
+        "added to the logit",
+        aspect="equal",
+    )
+    _queries_and_keys(ax, values.shape, names)
+    return ax
+
+
+def plot_error(
+    d_model: int,
+    *,
+    ax: "Axes | None" = None,
+    positions: ArrayLike | None = None,
+    base: float = 10_000.0,
+) -> "Axes":
+    """The largest error of a sinusoidal encoding at each position, for this package and for the
+    usual float32 product.
+
+    Exact values are computed with 50 decimal digits, and whole turns are subtracted before the
+    sine.
+
+    Args:
+        d_model: number of channels, at least 1.
+        ax: where to draw; None: a new pyplot figure.
+        positions: [n] integers, at least 1 because the axis is logarithmic. None: a hundred from 1
+            to 2**31 - 1.
+        base: as in `sinusoidal_encoding`.
+
+    Returns:
+        The Axes, with position (tokens) across and largest error up, both logarithmic, and a dotted
+        line at the error of rounding a value near 1 to float32.
+
+    Raises:
+        TypeError: positions are not integers, or are traced; ax is not an Axes; d_model is not a
+            Python int; base is not a Python number.
+        ValueError: positions are not of rank 1, are empty, below 1 or outside int32; d_model is
+            below 1; base is not above 0.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> ax = te.plots.plot_error(16, positions=[1, 1000, 1_000_000_000])
+        >>> ours = ax.lines[0].get_ydata()
+        >>> bool(ours.max() < 6.0e-8)
+        True
+    """
+    d_model, base = (
+        arguments.integer("d_model", d_model, at_least=1),
+        arguments.real("base", base, above=0),
+    )
+    places = _error_positions(positions)
+    exact = _exact_encoding(places, d_model, base)
+    ours = np.asarray(sinusoidal_encoding(places, d_model, base=base), np.float64)
+    usual = _float32_encoding(places, d_model, base)
+    ax = _axes(ax)
+    for n, (encoding, label) in enumerate(
+        ((ours, "transformer_embed"), (usual, "float32 product"))
+    ):
+        marker, color, _ = _style(n)
+        ax.plot(
+            places,
+            np.abs(encoding - exact).max(1),
+            f"{marker}-",
+            color=color,
+            markersize=3.5,
+            linewidth=1,
+            label=label,
+        )
+    ax.axhline(2.0**-25, color=BLACK, linestyle=":", linewidth=1, label="rounding to float32")
+    ax.set(
+        xlabel="position (tokens)",
+        ylabel="largest error of any channel",
+        xscale="log",
+        yscale="log",
+    )
+    return _finished_lines(ax)
+
+
+def matplotlib_module(module: str) -> Any:
+    """A module of matplotlib, which is optional and slow to load."""
+    try:
+        return importlib.import_module(f"matplotlib.{module}")
+    except ImportError as error:
+        raise ImportError(
+            "transformer_embed.plots needs matplotlib: pip install 'transformer-embed[plots]'"
+        ) from error
+
+
+def _axes(ax: "Axes | None") -> "Axes":
+    if ax is None:
+        # pyplot chooses a backend; a given Axes already has one.
+        return matplotlib_module("pyplot").subplots(layout="constrained")[1]
+    if not isinstance(ax, matplotlib_module("axes").Axes):
+        raise TypeError(arguments.wanted("ax", "a matplotlib Axes, or None", type(ax).__name__))
+    return ax
+
+
+def _on_host(name: str, array: Any) -> np.ndarray:
+    if arguments.is_traced(array):
+        raise TypeError(
+            arguments.wanted(
+                name,
+                "values on the host, outside of jit",
+                f"a traced {array.dtype}{list(array.shape)}",
+            )
+        )
+    return np.asarray(array)
+
+
+def _table(name: str, value: ArrayLike) -> np.ndarray:
+    """[length, d_model], not empty, in float64."""
+    array = _on_host(name, arguments.as_floats(name, value))
+    if array.ndim != 2 or not array.size:
+        raise ValueError(
+            arguments.wanted(
+                name, "shape [length, d_model], not empty", f"shape {list(array.shape)}"
+            )
+        )
+    return array.astype(np.float64)
+
+
+def _one_matrix(
+    name: str, array: np.ndarray, batch_index: int | None, head: int | None
+) -> np.ndarray:
+    """[T, S], not empty: one head of one row of the batch."""
+    if array.ndim == 2:
+        array = array[None, None]
+    if array.ndim != 4 or not array.size:
+        raise ValueError(
+            arguments.wanted(
+                name, "shape [T, S] or [B, heads, T, S], not empty", f"shape {list(array.shape)}"
+            )
+        )
+    return array[
+        _index("batch_index", batch_index, array.shape[0]), _index("head", head, array.shape[1])
+    ]
+
+
+def _index(name: str, index: int | None, size: int) -> int:
+    if index is None and size == 1:
+        return 0
+    if index is None or arguments.integer(name, index, at_least=0) >= size:
+        raise ValueError(arguments.wanted(name, f"an int from 0 to {size - 1}", index))
+    return index
+
+
+def _heat_map(
+    ax: "Axes",
+    values: np.ndarray,
+    limit: float | None,
+    unit: str,
+    aspect: Literal["auto", "equal"] = "auto",
+) -> None:
+    """A heat map with diverging colours from -limit to limit or, if limit is None, sequential
+    colours over the range of the values."""
+    low, high, colors = (None, None, SEQUENTIAL) if limit is None else (-limit, limit, DIVERGING)
+    image = ax.imshow(values, vmin=low, vmax=high, cmap=colors, aspect=aspect)
+    ax.patch.set(hatch="////", edgecolor="0.75", linewidth=0)
+    beyond = limit is not None and bool((np.abs(values) > limit).any())
+    ax.figure.colorbar(image, ax=ax, label=unit, extend="both" if beyond else "neither")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(matplotlib_module("ticker").MaxNLocator(integer=True))
+
+
+def _queries_and_keys(
+    ax: "Axes", shape: tuple[int, ...], names: Sequence[list[str] | None]
+) -> None:
+    ax.set(xlabel="key (token attended to)", ylabel="query (token that attends)")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(matplotlib_module("ticker").MaxNLocator(integer=True, min_n_ticks=1))
+    query_names, key_names = names
+    if query_names is not None:
+        ax.set_yticks(range(shape[0]), query_names, parse_math=False)
+    if key_names is not None:
+        ax.set_xticks(range(shape[1]), key_names, parse_math=False, rotation=90)
+    if max(shape) <= MOST_CELLS_WITH_LINES:
+        ax.set_xticks(np.arange(shape[1] + 1) - 0.5, minor=True)
+        ax.set_yticks(np.arange(shape[0] + 1) - 0.5, minor=True)
+        ax.grid(which="minor", color="white", linewidth=1)
+        ax.tick_params(which="minor", length=0)
+
+
+def _names(name: str, tokens: Sequence[str] | None, count: int) -> list[str] | None:
+    """The labels of an axis with `count` rows or columns."""
+    if tokens is None:
+        return None
+    tokens = arguments.sequence(name, tokens)
+    if len(tokens) != count:
+        raise ValueError(
+            arguments.wanted(name, f"a sequence of length {count}", f"length {len(tokens)}")
+        )
+    return [_printable(token) for token in tokens]
+
+
+def _printable(token: str) -> str:
+    text = str(token)
+    return text if text.isprintable() else repr(text)[1:-1]
+
+
+def _legend_beside(ax: "Axes", handles: "list[Patch] | None" = None) -> "Legend":
+    return ax.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(1.02, 1.0),
+        borderaxespad=0.0,
+        frameon=False,
+    )
+
+
+def _style(n: int) -> tuple[str, str, str]:
+    """The marker, colour and dash of the n-th series."""
+    return STYLES[n % len(STYLES)]
+
+
+def _finished_lines(ax: "Axes") -> "Axes":
+    ax.grid(alpha=0.3)
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend(frameon=False)
+    return ax
+
+
+def _frequencies(d_model: int, base: float, scaling: Scaling | None) -> Sequence[decimal.Decimal]:
+    d_model, base = (
+        arguments.integer("d_model", d_model, at_least=1),
+        arguments.real("base", base, above=0),
+    )
+    if scaling is None:
+        return phase.geometric_frequencies((d_model + 1) // 2, base, d_model / 2)
+    if not isinstance(scaling, Scaling):
+        raise TypeError(
+            arguments.wanted(
+                "scaling",
+                "a scaling of this package such as LinearScaling(2.0)",
+                type(scaling).__name__,
+            )
+        )
+    if d_model % 2:
+        raise ValueError(
+            arguments.wanted("d_model", "an even number of channels, to scale", d_model)
+        )
+    with decimal.localcontext(phase.PRECISION):
+        return scaling.scaled(d_model, base).frequencies
+
+
+def _pairs(pairs: Sequence[int] | None, half: int) -> list[int]:
+    if pairs is None:
+        return list(range(0, half, max(1, half // 8))[:4])
+    chosen = [_index("pairs", pair, half) for pair in arguments.sequence("pairs", pairs)]
+    if not chosen:
+        raise ValueError(arguments.wanted("pairs", f"at least one of 0..{half - 1}", pairs))
+    return chosen
+
+
+def _places(positions: ArrayLike) -> np.ndarray:
+    """[n] positions, not empty."""
+    places = _on_host("positions", arguments.as_positions("positions", positions))
+    if places.ndim != 1 or not len(places):
+        raise ValueError(
+            arguments.wanted("positions", "shape [n], at least one", f"shape {list(places.shape)}")
+        )
+    return places
+
+
+def _rotated(
+    places: np.ndarray,
+    head_dim: int,
+    pairs: Sequence[int],
+    radii: Sequence[int],
+    base: float,
+    scaling: Scaling | None,
+) -> np.ndarray:
+    """[pairs, n, 2]: (radius, 0) in each pair, rotated by `apply_rotary`."""
+    x = np.zeros([len(places), 1, head_dim], np.float32)
+    x[..., pairs] = radii
+    rotated = np.asarray(apply_rotary(x, places, base=base, scaling=scaling))[:, 0]
+    return np.stack([rotated[:, [pair, pair + head_dim // 2]] for pair in pairs])
+
+
+class _Labels:
+    """Small labels on axes from -edge to edge. A label is only drawn if it is inside the axes and
+    does not overlap an earlier one."""
+
+    def __init__(self, ax: "Axes", edge: float):
+        points = 72 * min(ax.bbox.width, ax.bbox.height) / ax.figure.dpi
+        self.ax, self.edge, self.boxes = ax, edge, []
+        self.letter = (
+            np.array([LETTER_WIDTH, LETTER_HEIGHT])
+            * matplotlib_module("pyplot").rcParams["font.size"]
+            * 2
+            * edge
+            / points
+        )
+
+    def number_points(self, numbers: Sequence[str], points: np.ndarray) -> None:
+        """Writes a number outside each point."""
+        for number, point in zip(numbers, points, strict=True):
+            distance = (self.letter * [len(number), 1]).max()
+            self._write(number, point * (1 + distance / np.hypot(*point)))
+
+    def name_circle(self, name: str, points: np.ndarray, color: str) -> None:
+        """Writes the name of a circle in the widest gap between its points, as near to its middle
+        as there is room."""
+        angles, radius = np.sort(np.arctan2(points[:, 1], points[:, 0])), np.hypot(*points[0])
+        gaps = np.diff(angles, append=angles[0] + 2 * np.pi)
+        widest = gaps.argmax()
+        if gaps[widest] * radius < 1.5 * len(name) * self.letter[0]:
+            return
+        box = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}
+        for share in (1 / 2, 3 / 8, 5 / 8, 1 / 4, 3 / 4):
+            angle = angles[widest] + share * gaps[widest]
+            if self._write(
+                name, radius * np.array([np.cos(angle), np.sin(angle)]), color=color, bbox=box
+            ):
+                return
+
+    def _write(self, text: str, place: np.ndarray, **style: Any) -> bool:
+        size = self.letter * [len(text), 1]
+        is_free = all(
+            (np.abs(place - other) > (size + other_size) / 2).any()
+            for other, other_size in self.boxes
+        )
+        if not is_free or (np.abs(place) + size / 2 > self.edge).any():
+            return False
+        self.ax.annotate(
+            text, (place[0], place[1]), ha="center", va="center", fontsize="small", **style
+        )
+        self.boxes.append((place, size))
+        return True
+
+
+def _error_positions(positions: ArrayLike | None) -> np.ndarray:
+    if positions is None:
+        return np.unique(np.geomspace(1, 2**31 - 1, 100).round().astype(np.int64))
+    places = _places(arguments.as_integers("positions", positions))
+    arguments.inside("positions", places, 1, 2**31 - 1, "int32 and on a logarithmic axis")
+    return places
+
+
+def _exact_encoding(positions: np.ndarray, d_model: int, base: float) -> np.ndarray:
+    """[n, d_model] in float64; whole turns are subtracted from the angles first, because they would
+    cost digits."""
+    with decimal.localcontext(prec=50):
+        frequencies = [
+            decimal.Decimal(base) ** (decimal.Decimal(-2 * i) / d_model)
+            for i in range((d_model + 1) // 2)
+        ]
+        angles = np.array(
+            [
+                [float(position * f % (2 * phase.PI)) for f in frequencies]
+                for position in positions.tolist()
+            ]
+        )
+    return _interleaved(angles, d_model)
+
+
+def _float32_encoding(positions: np.ndarray, d_model: int, base: float) -> np.ndarray:
+    """The formula in float32, as it is usually written."""
+    exponents = np.arange(0, d_model, 2, dtype=np.float32) / np.float32(d_model)
+    angles = positions.astype(np.float32)[:, None] * np.float32(base) ** -exponents
+    return _interleaved(angles, d_model).astype(np.float64)
+
+
+def _interleaved(angles: np.ndarray, d_model: int) -> np.ndarray:
+    return np.stack([np.sin(angles), np.cos(angles)], -1).reshape(len(angles), -1)[:, :d_model]

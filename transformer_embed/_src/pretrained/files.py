@@ -1,0 +1,343 @@
+"""Files: reads safetensors in pieces, and writes files whole or not at all."""
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import json
+import math
+import mmap
+import os
+import pathlib
+import secrets
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from typing import IO, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_embed._src import arguments
+from transformer_embed._src.pretrained import schema
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp.dtype("float16")}
+FLOAT64 = "F64"
+INDEX = ".index.json"
+WHOLE = "model.safetensors"
+PICKLE = "pytorch_model.bin"
+PIECE = 2**23
+PICKLE_STARTS = (b"PK\x03\x04", *(b"\x80" + bytes([protocol]) for protocol in range(2, 6)))
+TEMPORARY = ".transformer_embed-"
+CONVERT = "convert it with safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
+
+
+class Entry(NamedTuple):
+    """A tensor's entry in the header."""
+
+    file: pathlib.Path
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensors:
+    """The tensors of a checkpoint, by name; a shard is opened when one of its tensors is needed."""
+
+    path: pathlib.Path
+    files: Mapping[str, pathlib.Path]
+    metadata: Mapping[str, str]
+    _opened: dict[pathlib.Path, dict[str, Entry]] = dataclasses.field(default_factory=dict)
+
+    def entry(self, name: str) -> Entry:
+        """A tensor's file, dtype and shape; a ValueError if its file does not contain it."""
+        file = self.files[name]
+        if file not in self._opened:
+            self._opened[file] = _header(file)[0]
+        entries = self._opened[file]
+        if name not in entries:
+            want = f"the tensor {schema.shorten(name)}, as {schema.shorten(self.path.name)} says"
+            raise ValueError(arguments.wanted(shown_path(file), want, f"{len(entries)} others"))
+        return entries[name]
+
+    def read(
+        self, name: str, shape: tuple[int, ...], dtype: np.dtype, *, transposed: bool = False
+    ) -> jax.Array:
+        """Reads a tensor of this shape, apart from leading axes of 1. It keeps its dtype, but
+        float64 is rounded to `dtype`."""
+        entry = self.entry(name)
+        with np.errstate(over="ignore"):
+            array = _read_in_pieces(name, entry, DTYPES.get(entry.dtype, dtype)).reshape(
+                shape[::-1] if transposed else shape
+            )
+        if entry.dtype not in DTYPES and np.isinf(array).any():
+            want = f"numbers that fit into {dtype}"
+            raise ValueError(
+                arguments.wanted(
+                    f"{shown_path(entry.file)}: {schema.shorten(name)}", want, "larger ones"
+                )
+            )
+        # Unlike jnp.asarray, this makes no copy on a CPU.
+        return jax.device_put(np.ascontiguousarray(array.T) if transposed else array)
+
+
+def open_tensors(path: str | os.PathLike[str]) -> Tensors:
+    """The tensors of a safetensors file, of an index file with its shards, or of a folder that
+    holds one of the two."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(arguments.wanted("path", "a str or a path", type(path).__name__))
+    found = _find(pathlib.Path(path))
+    if found.name.endswith(".json"):
+        return Tensors(found, _shards(found), {})
+    entries, metadata = _header(found)
+    return Tensors(found, dict.fromkeys(entries, found), metadata, {found: entries})
+
+
+def shown_path(path: str | os.PathLike[str]) -> str:
+    """A path for a message."""
+    return schema.shorten(os.fspath(path))
+
+
+def _find(path: pathlib.Path) -> pathlib.Path:
+    if "\0" in str(path):
+        raise ValueError(
+            arguments.wanted("path", "a path without null characters", schema.short_repr(str(path)))
+        )
+    if not path.is_dir():
+        if not path.exists():
+            raise FileNotFoundError(errno.ENOENT, _missing_file_message(path), shown_path(path))
+        return path
+    found = next((path / name for name in (WHOLE, WHOLE + INDEX) if (path / name).is_file()), None)
+    if found is not None:
+        return found
+    what = f"a folder with {WHOLE} or {WHOLE}{INDEX}"
+    if (path / PICKLE).is_file():
+        raise ValueError(
+            f"{shown_path(path)}: {CONVERT.replace('FILE', repr(PICKLE))}: a pickle may run code and is not opened"
+        )
+    others = sorted(each.name for each in path.iterdir() if each.suffix == ".safetensors")
+    hint = f" (or pass the file: {shown_path(others[0])})" if others else ""
+    raise ValueError(arguments.wanted(shown_path(path), what + hint, "neither"))
+
+
+def _missing_file_message(path: pathlib.Path) -> str:
+    """The message for a path that does not exist, with a hint if it may be a model's name: one or
+    two words without a suffix."""
+    is_name = (
+        not path.is_absolute()
+        and len(path.parts) <= 2
+        and path.suffix not in (".safetensors", ".json", ".bin")
+    )
+    hint = (
+        " (for a model's name, pass the folder that huggingface_hub.snapshot_download(name) returns)"
+        if is_name
+        else ""
+    )
+    return os.strerror(errno.ENOENT) + hint
+
+
+def _shards(path: pathlib.Path) -> dict[str, pathlib.Path]:
+    names = read_json(path).get("weight_map")
+    if (
+        not isinstance(names, dict)
+        or not names
+        or not all(isinstance(name, str) for name in names.values())
+    ):
+        raise ValueError(
+            arguments.wanted(shown_path(path), "a weight_map from tensors to files", "none")
+        )
+    elsewhere = next(
+        (
+            name
+            for name in names.values()
+            if name != pathlib.Path(name).name or name in ("", "..") or "\0" in name
+        ),
+        None,
+    )
+    if elsewhere is not None:
+        raise ValueError(
+            arguments.wanted(
+                shown_path(path), "files in the same folder", schema.short_repr(elsewhere)
+            )
+        )
+    return {tensor: path.parent / name for tensor, name in names.items()}
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """A JSON object; a ValueError if the file holds anything else."""
+    value = schema.parse(shown_path(path), path.read_bytes())
+    if not isinstance(value, dict):
+        raise ValueError(arguments.wanted(shown_path(path), "a JSON object", type(value).__name__))
+    return value
+
+
+def _header(path: pathlib.Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Each tensor's dtype and shape, and the metadata."""
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415 (slow to load)
+
+    with open(path, "rb") as file:
+        start = file.read(64)
+    try:
+        with safe_open(path, framework="numpy") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is not a mapping)
+            entries = {
+                name: Entry(path, each.get_dtype(), tuple(each.get_shape()))
+                for name, each in slices.items()
+            }
+            return entries, file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            arguments.wanted(
+                shown_path(path), "a whole safetensors file", _describe_contents(start, error)
+            )
+        ) from error
+
+
+def _describe_contents(start: bytes, error: Exception) -> str:
+    if start.startswith(PICKLE_STARTS):
+        return f"a pickle, which may run code and is not opened; {CONVERT}"
+    if start.startswith(b"version https://git-lfs"):
+        return "a pointer of git-lfs; fetch the file itself with `git lfs pull`"
+    return str(error)[:150]
+
+
+def _read_in_pieces(name: str, entry: Entry, dtype: np.dtype) -> np.ndarray:
+    """A copy of a tensor, read in pieces along its first axis that is not 1.
+
+    The file is opened again for each piece, so that its pages leave memory once they are copied.
+    The copy starts at a page boundary, so that jax does not copy it again on a CPU. It avoids the
+    huge pages that numpy asks for, which are slow to get on a busy machine.
+    """
+    from safetensors import safe_open  # noqa: PLC0415 (slow to load)
+
+    size = math.prod(entry.shape)
+    buffer = np.frombuffer(mmap.mmap(-1, max(size * dtype.itemsize, 1)), dtype, size).reshape(
+        entry.shape
+    )
+    ones = next((n for n, length in enumerate(entry.shape) if length != 1), 0)
+    rows = max(1, PIECE // max(1, math.prod(entry.shape[ones + 1 :]) * dtype.itemsize))
+    count = entry.shape[ones] if size else 0
+    for start in range(0, count, rows):
+        piece = (slice(0, 1),) * ones + (slice(start, min(start + rows, count)),)
+        with safe_open(entry.file, framework="numpy") as file:
+            buffer[piece] = file.get_slice(name)[piece]
+    return buffer
+
+
+def write_tensors(
+    path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+) -> None:
+    """Writes a safetensors file, whole or not at all.
+
+    `save_file` of safetensors reports a full disk without an errno, and before 0.8 it copies all
+    arrays.
+    """
+    codes = {dtype: code for code, dtype in DTYPES.items()}
+    # Wider dtypes first, so that each array starts at a multiple of its item size.
+    names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
+    ends = np.cumsum([0, *(arrays[name].nbytes for name in names)]).tolist()
+    header = {"__metadata__": dict(metadata)} | {
+        name: {
+            "dtype": codes[arrays[name].dtype],
+            "shape": list(arrays[name].shape),
+            "data_offsets": [start, end],
+        }
+        for name, start, end in zip(names, ends[:-1], ends[1:], strict=True)
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+
+    def write(file: IO[bytes]) -> None:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            file.write(np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8).data)
+
+    write_whole(path, write)
+
+
+def write_whole(path: pathlib.Path, write: Callable[[IO[bytes]], Any]) -> None:
+    """Writes a temporary file and renames it, so that the path always has a whole file, old or
+    new."""
+    with temporary(path) as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+        os.replace(file.name, path)
+
+
+@contextlib.contextmanager
+def temporary(path: pathlib.Path) -> Iterator[IO[bytes]]:
+    """A new file in the same folder, with the mode of the file at `path`; removed at the end unless
+    it was renamed.
+
+    Files left by a killed process are removed first. A locked file belongs to a live process.
+    """
+    mode = _file_mode(path)
+    _remove_stale(path.parent)
+    with _new_locked_file(path.parent, mode) as file:
+        try:
+            yield file
+        finally:
+            pathlib.Path(file.name).unlink(missing_ok=True)
+
+
+def _new_locked_file(folder: pathlib.Path, mode: int | None) -> IO[bytes]:
+    """A new file, locked."""
+    # A private file's replacement must not be readable by others, not even while it is written.
+    opener = functools.partial(os.open, mode=0o666 if mode is None else 0o600)
+    while True:
+        name = folder / f"{TEMPORARY}{secrets.token_hex(8)}.tmp"
+        file = open(name, "xb", opener=opener)  # noqa: SIM115 (the caller closes it)
+        _lock(file.fileno(), waits=True)
+        if name.exists():
+            if mode is not None:
+                name.chmod(mode)
+            return file
+        # Another process removed it as stale before it was locked.
+        file.close()
+
+
+def _file_mode(path: pathlib.Path) -> int | None:
+    """The mode of a regular file; None if there is none."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+        got = f"{kinds.get(stat.S_IFMT(mode), 'a device')}, {shown_path(path)}"
+        raise ValueError(
+            arguments.wanted("path", "a regular file, or a new name in a folder that exists", got)
+        )
+    return stat.S_IMODE(mode)
+
+
+def _lock(descriptor: int, *, waits: bool = False) -> bool:
+    """Locks a file, and returns whether it worked; the system releases the lock when the process
+    ends."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+    except OSError:
+        return False
+    return True
+
+
+def _remove_stale(folder: pathlib.Path) -> None:
+    for name in folder.glob(f"{TEMPORARY}*.tmp"):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(name, os.O_RDONLY)
+            try:
+                if _lock(descriptor):
+                    name.unlink()
+            finally:
+                os.close(descriptor)

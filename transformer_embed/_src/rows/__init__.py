@@ -1,0 +1,1 @@
+"""Training of a large table by the rows that a batch reads."""

@@ -1,0 +1,1 @@
+"""Tables on a mesh of devices."""

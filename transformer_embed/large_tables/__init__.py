@@ -1,1 +1,0 @@
-"""Training of large tables by rows, and tables sharded over a mesh."""
