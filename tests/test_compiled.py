@@ -39,7 +39,7 @@ EMBEDDER = te.make_embedder(CONFIG)
 PARAMS = jax.eval_shape(EMBEDDER.init, jax.random.key(0))
 LEARNED = te.make_embedder(
     te.EmbedderConfig(
-        VOCAB, WIDTH, positions=te.Learned(LENGTH), num_token_types=2, layer_norm_eps=1e-6
+        VOCAB, WIDTH, scheme=te.Learned(LENGTH), num_token_types=2, layer_norm_eps=1e-6
     )
 )
 

@@ -40,9 +40,9 @@ def save_embedder():
 
     def save(path, config, **change):
         shapes = {TABLE: (config.vocab_size, config.d_model)}
-        if isinstance(config.positions, te.Learned):
+        if isinstance(config.scheme, te.Learned):
             shapes["transformer_embedding/~/learned_positional_encoding/embeddings"] = (
-                config.positions.max_len,
+                config.scheme.max_len,
                 config.d_model,
             )
         arrays = {

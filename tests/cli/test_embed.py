@@ -182,11 +182,9 @@ def test_the_tokens_of_a_large_vocabulary_are_not_bytes(
 
 
 @pytest.mark.parametrize("pad_id", [0, 3])
-@pytest.mark.parametrize(
-    "positions", [None, te.Sinusoidal(), te.Sinusoidal(at_padding=0, pad_id=3)]
-)
-def test_padding_inside_a_line_is_padding_to_the_model(save_embedder, tmp_path, pad_id, positions):
-    config = te.EmbedderConfig(7, 6, pad_id=pad_id, positions=positions)
+@pytest.mark.parametrize("scheme", [None, te.Sinusoidal(), te.Sinusoidal(at_padding=0, pad_id=3)])
+def test_padding_inside_a_line_is_padding_to_the_model(save_embedder, tmp_path, pad_id, scheme):
+    config = te.EmbedderConfig(7, 6, pad_id=pad_id, scheme=scheme)
     params, source = save_embedder(tmp_path / "p", config), tmp_path / "ids"
     source.write_text(f"1 {pad_id} 2\n4\n")
     assert (
@@ -215,7 +213,7 @@ def test_padding_inside_a_line_is_padding_to_the_model(save_embedder, tmp_path, 
 
 def test_a_line_past_max_len_is_refused(save_embedder, fails, tmp_path):
     source, out = tmp_path / "ids", tmp_path / "x.npz"
-    params = save_embedder(tmp_path / "p", te.EmbedderConfig(7, 6, positions=te.Learned(3)))
+    params = save_embedder(tmp_path / "p", te.EmbedderConfig(7, 6, scheme=te.Learned(3)))
     source.write_text("1 2 3 4")
     line = fails("embed", source, "--ids", "--params", params, "--out", out)
     assert (
@@ -247,12 +245,12 @@ def test_a_line_past_max_len_is_refused(save_embedder, fails, tmp_path):
         ),
         ({"text": "[1]"}, "transformer_embed.config: wanted a JSON object, got [1]"),
         (
-            {"text": '{"vocab_size": 0, "d_model": 6, "positions": null}'},
+            {"text": '{"vocab_size": 0, "d_model": 6, "scheme": null}'},
             "wanted shape [0, 6], as the configuration says",
         ),
         (
-            {"text": '{"vocab_size": 7, "d_model": 6, "positions": {"kind": "rotary"}}'},
-            "positions: kind: wanted one of Sinusoidal, SinusoidalGrid, Learned, got 'rotary'",
+            {"text": '{"vocab_size": 7, "d_model": 6, "scheme": {"kind": "rotary"}}'},
+            "scheme: kind: wanted one of Sinusoidal, SinusoidalGrid, Learned, got 'rotary'",
         ),
     ],
 )
@@ -424,7 +422,7 @@ def test_no_file_is_written_over_one_that_is_read(fails, model_file, text_file, 
 
 def test_a_line_past_the_grid_is_refused(save_embedder, fails, tmp_path, text_file):
     params = save_embedder(
-        tmp_path / "p", te.EmbedderConfig(256, 8, positions=te.SinusoidalGrid((2, 2)))
+        tmp_path / "p", te.EmbedderConfig(256, 8, scheme=te.SinusoidalGrid((2, 2)))
     )
     line = fails("embed", text_file, "--params", params, "--out", tmp_path / "x.npz")
     assert "wanted a length of at most the 4 points of the grid, got length" in line

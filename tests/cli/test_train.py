@@ -219,7 +219,7 @@ def test_params_hold_the_model_and_the_config(trained):
         table = file.get_tensor(TABLE)
     assert {TABLE, "query/w", "layer_norm/scale"} <= names
     assert table.shape == (256, 128)
-    assert (fields["vocab_size"], fields["d_model"], fields["positions"]["kind"]) == (
+    assert (fields["vocab_size"], fields["d_model"], fields["scheme"]["kind"]) == (
         256,
         128,
         "Sinusoidal",

@@ -136,7 +136,7 @@ def test_traced_with_its_gradient_under_all_modes_at_once(name):
 
 
 def test_an_embedder_trains_under_all_modes_at_once():
-    config = te.EmbedderConfig(11, 8, pad_id=0, positions=te.Sinusoidal(), dropout_rate=0.5)
+    config = te.EmbedderConfig(11, 8, pad_id=0, scheme=te.Sinusoidal(), dropout_rate=0.5)
     embedder, ids = te.make_embedder(config), jax.device_put(IDS)
 
     def loss(params, key, ids):

@@ -24,7 +24,7 @@ CONFIG = te.EmbedderConfig(vocab_size=11, d_model=8, pad_id=0)
 BERT = te.EmbedderConfig(
     vocab_size=11,
     d_model=8,
-    positions=te.Learned(max_len=16),
+    scheme=te.Learned(max_len=16),
     scale=False,
     num_token_types=2,
     layer_norm_eps=1e-12,
@@ -142,10 +142,10 @@ def weak(shape):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "positions", [te.Sinusoidal(), te.Learned(max_len=16)], ids=["sinusoidal", "learned"]
+    "scheme", [te.Sinusoidal(), te.Learned(max_len=16)], ids=["sinusoidal", "learned"]
 )
-def test_another_offset_or_offset_dtype_does_not_retrace(traces, positions):
-    embedder = te.make_embedder(fresh(positions=positions))
+def test_another_offset_or_offset_dtype_does_not_retrace(traces, scheme):
+    embedder = te.make_embedder(fresh(scheme=scheme))
     params = drawn(embedder.init)
     call = functools.partial(embedder.apply, params, None, IDS, is_training=False)
     call(positions=np.arange(5, dtype=np.int32))
@@ -401,13 +401,13 @@ def test_export_and_back(is_training, serialised):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "positions",
+    "scheme",
     [te.Sinusoidal(), te.Sinusoidal(at_padding=1, pad_id=0), te.Learned(9), None],
     ids=str,
 )
-def test_export_for_any_batch_and_length(positions):
+def test_export_for_any_batch_and_length(scheme):
     batch, length = jax.export.symbolic_shape("b, t", constraints=["t <= 9"])
-    embedder, params = made(dataclasses.replace(CONFIG, positions=positions, dropout_rate=0.5))
+    embedder, params = made(dataclasses.replace(CONFIG, scheme=scheme, dropout_rate=0.5))
     shape = jax.ShapeDtypeStruct((batch, length), jnp.int32)
     function = jax.jit(
         lambda *arguments: [
@@ -434,7 +434,7 @@ def test_export_for_any_batch_and_length(positions):
 @pytest.mark.slow
 def test_positions_of_other_widths():
     highest = np.array([2**32 - 1, 2**31, 5, 4, 3], np.uint32)
-    embedder, params = made(dataclasses.replace(CONFIG, positions=te.Sinusoidal()))
+    embedder, params = made(dataclasses.replace(CONFIG, scheme=te.Sinusoidal()))
     both = highest, np.zeros_like(highest)
     found, at_zero = (
         np.asarray(embedder.apply(params, None, IDS, is_training=False, positions=each))
@@ -582,19 +582,19 @@ BAD_CALLS = [
         ("positions", "an integer dtype, or float32 (16-bit floats skip integers)", "float16"),
     ),
     (
-        dataclasses.replace(CONFIG, positions=None),
+        dataclasses.replace(CONFIG, scheme=None),
         {"positions": np.arange(5)},
         ValueError,
         ("positions", "None, since the model adds no positions", "a traced int32[5]"),
     ),
     (
-        dataclasses.replace(CONFIG, positions=te.Learned(4)),
+        dataclasses.replace(CONFIG, scheme=te.Learned(4)),
         {},
         ValueError,
         ("ids", "a length of at most max_len = 4", "length 5"),
     ),
     (
-        dataclasses.replace(CONFIG, positions=te.Learned(16)),
+        dataclasses.replace(CONFIG, scheme=te.Learned(16)),
         {"positions": np.arange(5.0)},
         TypeError,
         ("positions", "an integer dtype", "float32"),
@@ -666,14 +666,14 @@ BAD_FIELDS = [
     ("d_model", -1, ValueError, POSITIVE, "-1"),
     ("d_model", True, TypeError, "a Python int", "bool True"),
     (
-        "positions",
+        "scheme",
         "learned",
         TypeError,
         "Sinusoidal(...), SinusoidalGrid(...), Learned(max_len=...) or None",
         "'learned'",
     ),
     (
-        "positions",
+        "scheme",
         te.Sinusoidal,
         TypeError,
         "Sinusoidal(...), SinusoidalGrid(...), Learned(max_len=...) or None",
@@ -720,9 +720,9 @@ def test_options_of_positions_are_checked_with_the_config():
         ValueError,
         match=message("layout", "one of 'interleaved', 'sin_cos', 'cos_sin'", "'halves'"),
     ):
-        te.EmbedderConfig(11, 8, positions=te.Sinusoidal(layout="halves"))
+        te.EmbedderConfig(11, 8, scheme=te.Sinusoidal(layout="halves"))
     with pytest.raises(ValueError, match=message("shift", "a number below d_model // 2 = 2", "3")):
-        te.EmbedderConfig(11, 8, positions=te.Sinusoidal(shift=3), embedding_width=4)
+        te.EmbedderConfig(11, 8, scheme=te.Sinusoidal(shift=3), embedding_width=4)
 
 
 # Resizing.
@@ -854,7 +854,7 @@ def test_keys_and_params_of_another_kind_are_refused(message, call):
 
 
 class TestResizePositions:
-    config = te.EmbedderConfig(8, 4, positions=te.Learned(max_len=4))
+    config = te.EmbedderConfig(8, 4, scheme=te.Learned(max_len=4))
 
     def resized(self, table, max_len, **options):
         path = "transformer_embedding/~/learned_positional_encoding"
@@ -882,7 +882,7 @@ class TestResizePositions:
 
     def test_the_longer_config_runs(self):
         params = te.resize_positions(drawn(te.make_embedder(self.config).init), 9)
-        longer = te.make_embedder(dataclasses.replace(self.config, positions=te.Learned(max_len=9)))
+        longer = te.make_embedder(dataclasses.replace(self.config, scheme=te.Learned(max_len=9)))
         assert np.isfinite(
             longer.apply(params, None, np.zeros((1, 9), int), is_training=False)
         ).all()

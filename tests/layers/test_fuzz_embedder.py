@@ -28,7 +28,7 @@ SCHEMES = [
     te.SinusoidalGrid((2, 3), axes=(1, 0)),
 ]
 LIKELY = {
-    "positions": SCHEMES,
+    "scheme": SCHEMES,
     "dropout_rate": [0, 0.5],
     "pad_id": [0, 3],
     "scale": [False, 3.0],
@@ -129,7 +129,7 @@ def counted(scheme, ids):
 
 
 def encoding(config, short, positions):
-    scheme, width = config.positions, int(config.table_width)
+    scheme, width = config.scheme, int(config.table_width)
     if isinstance(scheme, te.Learned):
         return rows(config, short["learned_positional_encoding/embeddings"], positions)
     if isinstance(scheme, te.SinusoidalGrid):
@@ -151,11 +151,11 @@ def embedded(config, short, ids, positions, token_types):
     width, ids = config.table_width, np.asarray(ids)
     factor = width**0.5 if config.scale is True else 1 if config.scale is False else config.scale
     total = rows(config, short["token_embedding/embeddings"], ids, config.pad_id) * factor
-    if config.positions is not None:
+    if config.scheme is not None:
         total = total + encoding(
             config,
             short,
-            np.asarray(counted(config.positions, ids) if positions is None else positions),
+            np.asarray(counted(config.scheme, ids) if positions is None else positions),
         )
     if config.num_token_types is not None:
         total = total + rows(

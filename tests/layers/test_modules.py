@@ -78,7 +78,7 @@ def tokens(name, dtype=jnp.float32, **arguments):
 
 
 BERT = {
-    "positions": te.Learned(max_len=16),
+    "scheme": te.Learned(max_len=16),
     "scale": False,
     "num_token_types": 2,
     "layer_norm_eps": 1e-12,
@@ -109,14 +109,14 @@ DESCRIPTORS = [
         jnp.float16,
     ),
     embedding("sinusoidal"),
-    embedding("learned", positions=te.Learned(max_len=16)),
-    embedding("no_positions", positions=None),
-    embedding("grid", positions=te.SinusoidalGrid((2, 3))),
+    embedding("learned", scheme=te.Learned(max_len=16)),
+    embedding("no_positions", scheme=None),
+    embedding("grid", scheme=te.SinusoidalGrid((2, 3))),
     embedding("bert", token_types=TYPES, **BERT),
     embedding("albert", token_types=TYPES, embedding_width=6, **BERT),
     embedding("layer_norm", layer_norm_eps=1e-6, dropout_rate=0.0),
     embedding("bfloat16", dtype=jnp.bfloat16, param_dtype=jnp.bfloat16),
-    embedding("float16", dtype=jnp.float16, positions=te.Learned(max_len=16)),
+    embedding("float16", dtype=jnp.float16, scheme=te.Learned(max_len=16)),
 ]
 BY_NAME = {descriptor.name: descriptor for descriptor in DESCRIPTORS}
 
@@ -439,7 +439,7 @@ BUILDS = {
     "tokens": by_tokens,
     "tokens_and_positions": by_tokens_and_positions,
     "whole": by_the_whole,
-    "norm": functools.partial(by_the_whole, positions=te.Learned(16), layer_norm_eps=1e-6),
+    "norm": functools.partial(by_the_whole, scheme=te.Learned(16), layer_norm_eps=1e-6),
 }
 
 
@@ -492,7 +492,7 @@ def test_parameters_cast_by_hand_are_a_policy_too():
         params_of("transformer_embedding_learned"),
     )
     module = hk.transform(
-        lambda ids: whole(11, 8, pad_id=0, positions=te.Learned(16))(ids, is_training=False)
+        lambda ids: whole(11, 8, pad_id=0, scheme=te.Learned(16))(ids, is_training=False)
     )
     assert jax.eval_shape(module.apply, params, None, IDS).dtype == jnp.bfloat16
 
@@ -537,7 +537,7 @@ def test_cross_entropy_of_the_modules_is_that_of_their_table(options):
 
 
 CHECKPOINT = te.EmbedderConfig(
-    11, 8, num_token_types=2, layer_norm_eps=1e-6, embedding_width=6, positions=te.Learned(16)
+    11, 8, num_token_types=2, layer_norm_eps=1e-6, embedding_width=6, scheme=te.Learned(16)
 )
 
 
@@ -765,9 +765,9 @@ def test_a_free_multiplier_scales_rows(scale):
 
 
 def test_a_multiplier_of_one_does_not_scale_and_is_not_taken_for_true():
-    config = te.EmbedderConfig(11, 9, positions=None, scale=1.0)
+    config = te.EmbedderConfig(11, 9, scheme=None, scale=1.0)
     assert config.scale is False
-    assert config != te.EmbedderConfig(11, 9, positions=None, scale=True)
+    assert config != te.EmbedderConfig(11, 9, scheme=None, scale=True)
     with pytest.raises(ValueError, match=r"^scale: wanted a finite number above 0, got 0\.0$"):
         te.EmbedderConfig(11, 9, scale=0.0)
 
@@ -1209,7 +1209,7 @@ def test_transformer_embedding_equals_a_numpy_reference_for_albert():
 
 
 def test_the_scale_follows_the_width_of_the_table():
-    build = functools.partial(whole, 11, 8, embedding_width=4, positions=None)
+    build = functools.partial(whole, 11, 8, embedding_width=4, scheme=None)
 
     def reference(params):
         rows = wide(params, "token_embedding")[IDS] * 2
@@ -1229,7 +1229,7 @@ def test_the_modules_compose_to_the_whole():
         return learned(16, 8)(x, is_training=True)
 
     composed = hk.transform(
-        lambda ids: whole(11, 8, pad_id=0, positions=te.Learned(16))(ids, is_training=True)
+        lambda ids: whole(11, 8, pad_id=0, scheme=te.Learned(16))(ids, is_training=True)
     )
     params = drawn(composed.init, IDS)
     own = {path.rsplit("/", 1)[-1]: leaf for path, leaf in params.items()}
@@ -1380,14 +1380,14 @@ BAD_ARGUMENTS = [
     (lambda: whole(0, 8), ValueError, "vocab_size", POSITIVE, "0"),
     (lambda: whole(11, 0), ValueError, "d_model", POSITIVE, "0"),
     (
-        lambda: WHOLE(positions="sinusoidal"),
+        lambda: WHOLE(scheme="sinusoidal"),
         TypeError,
-        "positions",
+        "scheme",
         "Sinusoidal(...), SinusoidalGrid(...), Learned(max_len=...) or None",
         "'sinusoidal'",
     ),
     (
-        lambda: WHOLE(positions=te.Sinusoidal(base=-1.0)),
+        lambda: WHOLE(scheme=te.Sinusoidal(base=-1.0)),
         ValueError,
         "base",
         "a finite number above 0",
@@ -1523,7 +1523,7 @@ def test_a_length_past_max_len_is_refused():
     refused(
         ValueError,
         message("ids", want, "length 17"),
-        lambda: WHOLE(positions=te.Learned(16))(np.zeros([2, 17], int), is_training=False),
+        lambda: WHOLE(scheme=te.Learned(16))(np.zeros([2, 17], int), is_training=False),
     )
 
 
@@ -1531,7 +1531,7 @@ def test_bad_calls_of_the_whole_are_refused():
     def call(ids, build=WHOLE, **options):
         return lambda: build()(ids, is_training=False, **options)
 
-    without = functools.partial(WHOLE, positions=None)
+    without = functools.partial(WHOLE, scheme=None)
     typed = functools.partial(WHOLE, num_token_types=2)
     refused(TypeError, message("ids", "an integer dtype", "float32"), call(X))
     refused(TypeError, message("ids", "an integer dtype", "bool"), call(IDS == 0))
@@ -1696,9 +1696,7 @@ def test_a_grid_with_more_points_than_int32_counts_is_refused():
 
 def grid_embedding(scheme, d_model=8):
     return hk.transform(
-        lambda ids, **options: whole(11, d_model, positions=scheme)(
-            ids, is_training=False, **options
-        )
+        lambda ids, **options: whole(11, d_model, scheme=scheme)(ids, is_training=False, **options)
     )
 
 
@@ -1743,7 +1741,7 @@ def test_a_position_outside_the_grid_is_nan():
         ),
         (
             "d_model: wanted a multiple of the 2 axes (or odd='round_up' or 'zero'), got 7",
-            lambda: te.EmbedderConfig(8, 7, positions=te.SinusoidalGrid((2, 3))),
+            lambda: te.EmbedderConfig(8, 7, scheme=te.SinusoidalGrid((2, 3))),
         ),
         (
             "axes: wanted a permutation of the axes of shape (2, 3), at least one, got (0, 0)",

@@ -13,7 +13,7 @@ SCHEMES = [te.Sinusoidal(), te.Learned(max_len=9)]
 
 
 def embed(scheme, ids, **arguments):
-    embedder = te.make_embedder(te.EmbedderConfig(10, 8, positions=scheme, dropout_rate=0.0))
+    embedder = te.make_embedder(te.EmbedderConfig(10, 8, scheme=scheme, dropout_rate=0.0))
     # No token row but zeros: what comes out is the encoding.
     params = jax.tree.map_with_path(
         lambda path, leaf: np.asarray(leaf) * ("positional" in path[0].key),
@@ -58,7 +58,7 @@ def test_the_remedy_for_left_padding_stands_in_the_docstrings_and_works(document
         "With left-padded ids, tokens do not start at position 0" in text
         or "left padding shifts the positions" in text
     )
-    assert "positions=te.Sinusoidal(at_padding=0, pad_id=0)" in text
+    assert "scheme=te.Sinusoidal(at_padding=0, pad_id=0)" in text
     left, alone = np.array([[0, 0, 5, 6, 7]]), np.array([[5, 6, 7]])
     counted = embed(te.Sinusoidal(), left)[:, 2:]
     assert not np.allclose(counted, embed(te.Sinusoidal(), alone))

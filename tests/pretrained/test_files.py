@@ -97,7 +97,7 @@ def by_hand(folder, tensors, config, names):
 
 
 def test_a_layer_norm_without_offset_is_loaded_with_zeros(tmp_path):
-    config = te.EmbedderConfig(5, 4, positions=None, scale=False, layer_norm_eps=1e-5)
+    config = te.EmbedderConfig(5, 4, scheme=None, scale=False, layer_norm_eps=1e-5)
     names = {"token_embedding/embeddings": "t", "layer_norm/scale": "n", "layer_norm/offset": None}
     found = by_hand(
         tmp_path,
@@ -124,7 +124,7 @@ def test_a_layer_norm_without_offset_is_loaded_with_zeros(tmp_path):
 
 
 def test_leading_axes_of_one_are_dropped(tmp_path):
-    config = te.EmbedderConfig(5, 4, positions=te.Learned(3))
+    config = te.EmbedderConfig(5, 4, scheme=te.Learned(3))
     positions = np.arange(12, dtype=np.float32).reshape(1, 3, 4)
     names = {"token_embedding/embeddings": "t", "learned_positional_encoding/embeddings": "p"}
     found = by_hand(tmp_path, {"t": np.eye(5, 4, dtype=np.float32), "p": positions}, config, names)
@@ -158,7 +158,7 @@ def test_a_float64_number_that_float32_does_not_hold_is_refused(tmp_path):
 
 
 def test_the_end_of_a_path_names_a_parameter_if_no_other_has_it(tmp_path):
-    config = te.EmbedderConfig(5, 4, positions=te.Learned(3))
+    config = te.EmbedderConfig(5, 4, scheme=te.Learned(3))
     tensors = {"t": np.eye(5, 4, dtype=np.float32), "p": np.zeros((3, 4), np.float32)}
     for name in ("embeddings", "bedding/embeddings", "token_embedding", 3):
         with pytest.raises(
@@ -370,17 +370,17 @@ CONFIG_TEXT = json.dumps({"vocab_size": 7, "d_model": 6})
         ({"param_dtype": "float31"}, {}, "param_dtype: wanted a floating dtype"),
         ({"unknown": 1}, {}, "wanted entries among vocab_size, d_model, "),
         (
-            {"positions": {"kind": "SinusoidalGrid", "shape": [2] * 500}},
+            {"scheme": {"kind": "SinusoidalGrid", "shape": [2] * 500}},
             {},
             "shape: wanted at most 64 entries, got 500",
         ),
-        ({"positions": {"kind": "Learned", "max_len": 2**60}}, {}, "wanted a tensor"),
+        ({"scheme": {"kind": "Learned", "max_len": 2**60}}, {}, "wanted a tensor"),
         (
-            {"positions": {"kind": ["Learned"]}},
+            {"scheme": {"kind": ["Learned"]}},
             {},
-            "positions: kind: wanted one of Sinusoidal, SinusoidalGrid, Learned, got ['Learned']",
+            "scheme: kind: wanted one of Sinusoidal, SinusoidalGrid, Learned, got ['Learned']",
         ),
-        ({"positions": "sinusoidal"}, {}, "positions: wanted an object or null, got 'sinusoidal'"),
+        ({"scheme": "sinusoidal"}, {}, "scheme: wanted an object or null, got 'sinusoidal'"),
         ({}, {"names": ["a"]}, "names: wanted an object or null, got ['a']"),
         ({}, {"names": {"a": ["b"]}}, "names: 'a': wanted a string, got ['b']"),
         (
@@ -573,13 +573,13 @@ def right_or_refused(path, *, is_embedded=False):
 def embeds_as_the_formula(found, given):
     """One row of the first and the last id, in float64, where its numbers are of a common size."""
     config, ids = found.config, np.array([0, found.config.vocab_size - 1])
-    if isinstance(config.positions, te.SinusoidalGrid) or config.dtype not in (None, np.float32):
+    if isinstance(config.scheme, te.SinusoidalGrid) or config.dtype not in (None, np.float32):
         return
     with np.errstate(invalid="ignore"):  # A flipped bit can make a signaling NaN.
         given = {name: array.astype(np.float64) for name, array in given.items()}
     if any(not np.all(np.abs(array) < 1e6) for array in given.values()):
         return
-    positions, scheme = None, config.positions
+    positions, scheme = None, config.scheme
     if scheme is not None:
         tokens = np.ones(2, bool) if scheme.at_padding is None else ids != scheme.pad_id
         positions = np.where(tokens, np.cumsum(tokens) - 1 + scheme.start, scheme.at_padding or 0)
@@ -590,11 +590,11 @@ def embeds_as_the_formula(found, given):
         np.where((ids == config.pad_id)[:, None], 0, given["token_embedding/embeddings"][ids])
         * scale
     )
-    if isinstance(config.positions, te.Learned):
+    if isinstance(config.scheme, te.Learned):
         x = x + given["learned_positional_encoding/embeddings"][positions]
-    elif config.positions is not None:
+    elif config.scheme is not None:
         names = ("base", "layout", "shift", "odd", "frequency_scale")
-        constants = {name: getattr(config.positions, name) for name in names}
+        constants = {name: getattr(config.scheme, name) for name in names}
         x = x + np.array(
             [
                 [float(c) for c in oracle.encoding(int(p), config.table_width, **constants)]
@@ -657,7 +657,7 @@ def test_flipped_files_embed_as_the_formula_says(changes):
 )
 def test_crafted_metadata(config, extras):
     with tempfile.TemporaryDirectory() as folder:
-        config = {"vocab_size": 7, "d_model": 6, "positions": None} | config
+        config = {"vocab_size": 7, "d_model": 6, "scheme": None} | config
         path = pathlib.Path(folder, "x.safetensors")
         right_or_refused(written(path, {CONFIG: json.dumps(config), EXTRAS: json.dumps(extras)}))
 
@@ -697,7 +697,7 @@ def test_crafted_config_json(name, entries):
 
 SOME = st.fixed_dictionaries(
     {
-        "positions": st.sampled_from(
+        "scheme": st.sampled_from(
             [
                 None,
                 {"kind": "Sinusoidal", "base": 7.5, "shift": 0.25, "start": -3},

@@ -354,7 +354,7 @@ def test_settings_go_before_the_file(tmp_path):
     )
     assert pretrained.load_embedder(
         path, settings={"model_type": "roberta", "pad_token_id": 3}
-    ).config.positions == te.Learned(10, start=4, at_padding=3, pad_id=3)
+    ).config.scheme == te.Learned(10, start=4, at_padding=3, pad_id=3)
 
 
 def test_a_setting_left_out_of_a_config_is_the_architectures(tmp_path):
@@ -486,7 +486,7 @@ def test_a_state_dict_of_a_tutorial_maps_by_one_line(tmp_path):
 
 def test_names_by_hand_that_are_wrong(tmp_path):
     path = checkpoint(tmp_path, CASES["bert"])
-    config = te.EmbedderConfig(12, 8, positions=te.Learned(10))
+    config = te.EmbedderConfig(12, 8, scheme=te.Learned(10))
     with pytest.raises(
         ValueError, match=r"^config and names: wanted both or neither, got one of them$"
     ):
@@ -500,7 +500,7 @@ def test_names_by_hand_that_are_wrong(tmp_path):
         )
     with pytest.raises(ValueError, match=r"wanted a tensor x, got the tensors embeddings"):
         pretrained.load_embedder(
-            path, config=dataclasses.replace(config, positions=None), names={TOKENS: "x"}
+            path, config=dataclasses.replace(config, scheme=None), names={TOKENS: "x"}
         )
 
 
@@ -824,26 +824,26 @@ def test_saved_under_the_originals_names_and_back_bit_for_bit(tmp_path, name):
 @pytest.mark.parametrize(
     "config",
     [
-        te.EmbedderConfig(7, 6, positions=None),
+        te.EmbedderConfig(7, 6, scheme=None),
         te.EmbedderConfig(
-            7, 6, positions=te.Sinusoidal(layout="sin_cos", shift=1.0), dtype="bfloat16", pad_id=3
+            7, 6, scheme=te.Sinusoidal(layout="sin_cos", shift=1.0), dtype="bfloat16", pad_id=3
         ),
         te.EmbedderConfig(
             7,
             6,
-            positions=te.Learned(9, start=2, at_padding=1, pad_id=1),
+            scheme=te.Learned(9, start=2, at_padding=1, pad_id=1),
             layer_norm_eps=1e-5,
             embedding_width=4,
         ),
         te.EmbedderConfig(
             7,
             8,
-            positions=te.SinusoidalGrid((3, 4), axes=(1, 0)),
+            scheme=te.SinusoidalGrid((3, 4), axes=(1, 0)),
             num_token_types=2,
             param_dtype="float16",
         ),
         te.EmbedderConfig(
-            7, 8, positions=te.SinusoidalGrid((2, 3), axis_positions=[[0, 0.1], np.arange(3) / 3])
+            7, 8, scheme=te.SinusoidalGrid((2, 3), axis_positions=[[0, 0.1], np.arange(3) / 3])
         ),
     ],
 )
@@ -896,7 +896,7 @@ def test_numbers_of_numpy_are_saved_as_pythons(tmp_path):
     sizes = {
         "dropout_rate": np.float32(0.25),
         "scale": np.True_,
-        "positions": te.SinusoidalGrid((np.int64(2), 3)),
+        "scheme": te.SinusoidalGrid((np.int64(2), 3)),
     }
     config = te.EmbedderConfig(np.int64(7), 8, **sizes)
     path = tmp_path / "x.safetensors"
@@ -926,13 +926,13 @@ def test_names_by_hand_are_those_of_the_config(tmp_path):
 @pytest.mark.slow
 def test_parameters_that_cannot_be_saved(tmp_path):
     path = tmp_path / "x.safetensors"
-    config = te.EmbedderConfig(7, 6, positions=te.Learned(9))
+    config = te.EmbedderConfig(7, 6, scheme=te.Learned(9))
     params = drawn(te.make_embedder(config).init)
     with pytest.raises(
         ValueError,
         match=r"^params: .*learned_positional_encoding/embeddings: wanted shape \[8, 6\], as the config says, got",
     ):
-        pretrained.save_embedder(path, dataclasses.replace(config, positions=te.Learned(8)), params)
+        pretrained.save_embedder(path, dataclasses.replace(config, scheme=te.Learned(8)), params)
     with pytest.raises(
         ValueError,
         match=r"token_type_embedding/embeddings: wanted shape \[2, 6\], as the config says, got none",
@@ -1026,7 +1026,7 @@ def test_inspect_prints_what_is_found(tmp_path, name):
         if line.startswith("  ") and " from " not in line
     }
     assert fields["vocab_size"] == "12"
-    assert fields["positions"] == str(found.config.positions)
+    assert fields["scheme"] == str(found.config.scheme)
     for parameter, tensor in found.names.items():
         module, leaf = parameter.rsplit("/", 1)
         assert (
@@ -1089,7 +1089,7 @@ def test_embed_from_a_checkpoint(tmp_path, monkeypatch, name, tokens_a_batch):
         np.testing.assert_allclose(got["embeddings"][n, : len(row)], expected, rtol=0, atol=SAME)
         assert got["mask"][n].tolist() == [True] * len(row) + [False] * (6 - len(row))
         positions = np.broadcast_to(
-            found.config.positions.positions(jnp.asarray([row])), (1, len(row))
+            found.config.scheme.positions(jnp.asarray([row])), (1, len(row))
         )[0]
         assert got["positions"][n, : len(row)].tolist() == positions.tolist()
 

@@ -399,7 +399,7 @@ def test_an_untied_stack_has_its_own_table(tmp_path):
 
 
 def test_opt_without_padding_counts_every_token(tmp_path):
-    assert load(tmp_path, "opt, no padding").config.positions == te.Learned(12, start=2)
+    assert load(tmp_path, "opt, no padding").config.scheme == te.Learned(12, start=2)
 
 
 def test_a_checkpoint_is_the_same_from_settings_alone(tmp_path):

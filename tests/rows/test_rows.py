@@ -432,7 +432,7 @@ def model(ids, types):
             8,
             pad_id=0,
             num_token_types=2,
-            positions=te.Learned(16),
+            scheme=te.Learned(16),
             layer_norm_eps=1e-6,
         )
     )
@@ -442,7 +442,7 @@ def model(ids, types):
 
 def stacked(ids, types):
     embed = te.TransformerEmbedding(
-        te.EmbedderConfig(VOCAB_SIZE, 8, pad_id=0, num_token_types=2, positions=te.Learned(16))
+        te.EmbedderConfig(VOCAB_SIZE, 8, pad_id=0, num_token_types=2, scheme=te.Learned(16))
     )
     x = embed(ids, is_training=False, token_types=types)
     return hk.experimental.layer_stack(2)(lambda x: jax.nn.tanh(hk.Linear(8)(x)))(x)

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
             f"{args.file} holds no tokens; give a file of {'ids' if args.ids else 'text'}"
         )
     try:
-        positions = _positions(config.positions, ids)
+        positions = _positions(config.scheme, ids)
     except ValueError as error:
         raise UserError(
             f"{args.file}: a line has {ids.shape[1]} tokens ({error}); split such lines"

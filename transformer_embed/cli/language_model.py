@@ -72,11 +72,11 @@ class Result(NamedTuple):
 
 
 def train(
-    text: bytes, positions: te.Sinusoidal | None, name: str, *, steps: int, seed: int, quiet: bool
+    text: bytes, scheme: te.Sinusoidal | None, name: str, *, steps: int, seed: int, quiet: bool
 ) -> Result:
     """Trains on a text except its held-out end; equal arguments give equal results on one
     machine."""
-    config = te.EmbedderConfig(VOCAB_SIZE, D_MODEL, positions=positions, dropout_rate=0.0)
+    config = te.EmbedderConfig(VOCAB_SIZE, D_MODEL, scheme=scheme, dropout_rate=0.0)
     training, held_out = split(text)
     params = model(config).init(
         jax.random.key(seed), jnp.zeros([1, CONTEXT], jnp.uint8), is_training=False

@@ -22,12 +22,12 @@ class EmbedderConfig:
 
     By default, padding is counted like tokens, so left padding shifts the positions of tokens. To
     count from the first token, set the padding id in the scheme too:
-    `positions=te.Sinusoidal(at_padding=0, pad_id=0)`.
+    `scheme=te.Sinusoidal(at_padding=0, pad_id=0)`.
 
     Args:
         vocab_size: number of token ids, at least 1.
         d_model: width of the result, at least 1.
-        positions: `Sinusoidal(...)`, `SinusoidalGrid(...)`, `Learned(max_len=...)`, or None: no
+        scheme: `Sinusoidal(...)`, `SinusoidalGrid(...)`, `Learned(max_len=...)`, or None: no
             positions are added.
         dropout_rate: in [0, 1).
         pad_id: the id of padding, whose row of the token table reads as zeros; see
@@ -53,7 +53,7 @@ class EmbedderConfig:
 
     Example:
         >>> import transformer_embed as te
-        >>> te.EmbedderConfig(vocab_size=256, d_model=64, pad_id=0).positions.layout
+        >>> te.EmbedderConfig(vocab_size=256, d_model=64, pad_id=0).scheme.layout
         'interleaved'
 
     Source:
@@ -62,7 +62,7 @@ class EmbedderConfig:
 
     vocab_size: int
     d_model: int
-    positions: Scheme | None = Sinusoidal()
+    scheme: Scheme | None = Sinusoidal()
     dropout_rate: float = 0.1
     pad_id: int | None = None
     scale: bool | float = True
@@ -82,11 +82,11 @@ class EmbedderConfig:
         ]
         for name in ("vocab_size", "d_model", *given):
             self._set_field(name, arguments.integer(name, getattr(self, name), at_least=1))
-        if self.positions is not None:
-            if not isinstance(self.positions, Scheme):
+        if self.scheme is not None:
+            if not isinstance(self.scheme, Scheme):
                 want = "Sinusoidal(...), SinusoidalGrid(...), Learned(max_len=...) or None"
-                raise TypeError(arguments.wanted("positions", want, repr(self.positions)))
-            self.positions.check(self.table_width)
+                raise TypeError(arguments.wanted("scheme", want, repr(self.scheme)))
+            self.scheme.check(self.table_width)
         arguments.rate("dropout_rate", self.dropout_rate)
         if self.pad_id is not None:
             self._set_field("pad_id", arguments.int32("pad_id", self.pad_id))

@@ -228,7 +228,7 @@ def resize_positions(params: Params, max_len: int, *, start: int = 0) -> Params:
 
     The table is resized like the rows of an image: each new row is a weighted mean of nearby old
     rows (`jax.image.resize`, linear, with antialiasing if there are fewer rows). The matching
-    config is `dataclasses.replace(config, positions=Learned(max_len=...))`.
+    config is `dataclasses.replace(config, scheme=Learned(max_len=...))`.
 
     Args:
         params: a Haiku parameter tree with one table of learned positions, as `Embedder.init`
@@ -248,7 +248,7 @@ def resize_positions(params: Params, max_len: int, *, start: int = 0) -> Params:
     Example:
         >>> import jax
         >>> import transformer_embed as te
-        >>> embedder = te.make_embedder(te.EmbedderConfig(256, 64, positions=te.Learned(max_len=512)))
+        >>> embedder = te.make_embedder(te.EmbedderConfig(256, 64, scheme=te.Learned(max_len=512)))
         >>> params = te.resize_positions(embedder.init(jax.random.key(0)), 1024)
         >>> params["transformer_embedding/~/learned_positional_encoding"]["embeddings"].shape
         (1024, 64)

@@ -378,7 +378,7 @@ class TransformerEmbedding(hk.Module):
         hk.transform takes
 
     With left-padded ids, tokens do not start at position 0 by default, because padding is counted
-    too. Use `positions=te.Sinusoidal(at_padding=0, pad_id=0)` in the config, or call the module
+    too. Use `scheme=te.Sinusoidal(at_padding=0, pad_id=0)` in the config, or call the module
     with `positions=`; see `EmbedderConfig`.
 
     Args:
@@ -437,14 +437,14 @@ class TransformerEmbedding(hk.Module):
             w_init=initial("token_embedding", "embeddings"),
         )
         self.encoding = None
-        if config.positions is not None:
+        if config.scheme is not None:
             w_init = initial("learned_positional_encoding", "embeddings")
             options = {
                 "out_of_range": config.out_of_range,
                 "w_init": w_init,
                 "param_dtype": param_dtype,
             }
-            self.encoding = PositionalEncoding(config.positions, width, **options)
+            self.encoding = PositionalEncoding(config.scheme, width, **options)
         self.token_types = None
         if config.num_token_types is not None:
             name = "token_type_embedding"
@@ -556,7 +556,7 @@ def _initial_value_getter(
         return lambda module, name: None
     arguments.params(params, "initial_params")
     required = ["token_embedding"]
-    required += ["learned_positional_encoding"] if isinstance(config.positions, Learned) else []
+    required += ["learned_positional_encoding"] if isinstance(config.scheme, Learned) else []
     required += [] if config.num_token_types is None else ["token_type_embedding"]
     required += [] if config.layer_norm_eps is None else ["layer_norm"]
     required += [] if config.embedding_width is None else ["widen"]

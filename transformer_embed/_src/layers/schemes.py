@@ -145,7 +145,7 @@ class SinusoidalGrid(_Sinusoids):
 
     Example:
         >>> import transformer_embed as te
-        >>> te.EmbedderConfig(1024, 256, positions=te.SinusoidalGrid((16, 16), axes=(1, 0))).positions.shape
+        >>> te.EmbedderConfig(1024, 256, scheme=te.SinusoidalGrid((16, 16), axes=(1, 0))).scheme.shape
         (16, 16)
 
     Source:
@@ -236,7 +236,7 @@ class Learned(_CountedPositions):
     Example:
         >>> import transformer_embed as te
         >>> roberta = te.Learned(max_len=514, start=2, at_padding=1, pad_id=1)
-        >>> te.EmbedderConfig(50265, 768, positions=roberta).positions.start
+        >>> te.EmbedderConfig(50265, 768, scheme=roberta).scheme.start
         2
 
     Source:

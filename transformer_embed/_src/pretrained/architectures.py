@@ -95,7 +95,7 @@ class Settings:
             "vocab_size": _or_tensor_size(self.vocab_size, shapes[TOKENS][0]),
             "d_model": _or_tensor_size(self.hidden_size, shapes[TOKENS][1]),
         }
-        return sizes | {"positions": None, "scale": False, "dropout_rate": 0.0} | others
+        return sizes | {"scheme": None, "scale": False, "dropout_rate": 0.0} | others
 
 
 def _or_tensor_size(value: int | None, shape: int) -> int:
@@ -127,15 +127,15 @@ class Bert(Settings):
             shapes, Learned(_or_tensor_size(self.max_position_embeddings, shapes[POSITIONS][0]))
         )
 
-    def described(self, shapes: Shapes, positions: Learned) -> LayerArguments:
-        """The layer with these positions."""
+    def described(self, shapes: Shapes, scheme: Learned) -> LayerArguments:
+        """The layer with this scheme."""
         types = _or_tensor_size(self.type_vocab_size, shapes[TOKEN_TYPES][0])
         options = {
             "layer_norm_eps": self.layer_norm_eps,
             "num_token_types": types,
             "dropout_rate": self.hidden_dropout_prob,
         }
-        return LayerArguments(self.options(shapes, positions=positions, **options))
+        return LayerArguments(self.options(shapes, scheme=scheme, **options))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,12 +162,12 @@ class Roberta(Bert):
 
     pad_token_id: int = changes_embeddings(1)
 
-    def described(self, shapes: Shapes, positions: Learned) -> LayerArguments:
+    def described(self, shapes: Shapes, scheme: Learned) -> LayerArguments:
         """Padding has the position pad_token_id."""
         pad_id = self.pad_token_id
         return super().described(
             shapes,
-            dataclasses.replace(positions, start=pad_id + 1, at_padding=pad_id, pad_id=pad_id),
+            dataclasses.replace(scheme, start=pad_id + 1, at_padding=pad_id, pad_id=pad_id),
         )
 
 
@@ -181,11 +181,9 @@ class DistilBert(Settings):
 
     def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
         """Learned positions, counted from 0."""
-        positions = Learned(_or_tensor_size(self.max_position_embeddings, shapes[POSITIONS][0]))
+        scheme = Learned(_or_tensor_size(self.max_position_embeddings, shapes[POSITIONS][0]))
         return LayerArguments(
-            self.options(
-                shapes, positions=positions, layer_norm_eps=1e-12, dropout_rate=self.dropout
-            )
+            self.options(shapes, scheme=scheme, layer_norm_eps=1e-12, dropout_rate=self.dropout)
         )
 
 
@@ -199,10 +197,8 @@ class Gpt2(Settings):
 
     def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
         """Learned positions, counted from 0."""
-        positions = Learned(_or_tensor_size(self.max_position_embeddings, shapes[POSITIONS][0]))
-        return LayerArguments(
-            self.options(shapes, positions=positions, dropout_rate=self.embd_pdrop)
-        )
+        scheme = Learned(_or_tensor_size(self.max_position_embeddings, shapes[POSITIONS][0]))
+        return LayerArguments(self.options(shapes, scheme=scheme, dropout_rate=self.embd_pdrop))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -216,9 +212,7 @@ class Clip(Settings):
         return LayerArguments(
             self.options(
                 shapes,
-                positions=Learned(
-                    _or_tensor_size(self.max_position_embeddings, shapes[POSITIONS][0])
-                ),
+                scheme=Learned(_or_tensor_size(self.max_position_embeddings, shapes[POSITIONS][0])),
             )
         )
 
@@ -236,7 +230,7 @@ class Opt(Settings):
         padding = (
             {} if self.pad_token_id is None else {"at_padding": 1, "pad_id": self.pad_token_id}
         )
-        return LayerArguments(self.options(shapes, positions=Learned(rows, start=2, **padding)))
+        return LayerArguments(self.options(shapes, scheme=Learned(rows, start=2, **padding)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -273,13 +267,13 @@ class Seq2Seq(Settings):
         return LayerArguments(
             self.options(
                 shapes,
-                positions=self.positions(shapes),
+                scheme=self.scheme(shapes),
                 scale=self.scale_embedding,
                 dropout_rate=self.dropout,
             )
         )
 
-    def positions(self, shapes: Shapes) -> Scheme:
+    def scheme(self, shapes: Shapes) -> Scheme:
         """The position scheme."""
         raise NotImplementedError
 
@@ -300,7 +294,7 @@ class Marian(Seq2Seq):
         )
         return super(Marian, same).describe(shapes, stack)
 
-    def positions(self, shapes: Shapes) -> Scheme:
+    def scheme(self, shapes: Shapes) -> Scheme:
         """Counted from 0."""
         return Sinusoidal(layout="sin_cos")
 
@@ -312,7 +306,7 @@ class M2m100(Seq2Seq):
     scale_embedding: bool = changes_embeddings(True)
     pad_token_id: int = changes_embeddings(1)
 
-    def positions(self, shapes: Shapes) -> Scheme:
+    def scheme(self, shapes: Shapes) -> Scheme:
         """Counted from pad_token_id + 1."""
         pad_id = self.pad_token_id
         return Sinusoidal(
@@ -335,7 +329,7 @@ class Bart(Seq2Seq):
         """With the layer norm."""
         return super().options(shapes, **others) | {"layer_norm_eps": 1e-5}
 
-    def positions(self, shapes: Shapes) -> Scheme:
+    def scheme(self, shapes: Shapes) -> Scheme:
         """Counted from 2: the table has two more rows than positions."""
         return Learned(
             _or_tensor_size(self.max_position_embeddings, shapes[POSITIONS][0] - 2) + 2, start=2

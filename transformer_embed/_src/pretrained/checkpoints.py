@@ -131,7 +131,7 @@ def load_embedder(
         >>> import transformer_embed as te
         >>> path = pathlib.Path(tempfile.mkdtemp(), "tutorial.safetensors")
         >>> safetensors.numpy.save_file({"embedding.weight": np.ones([9, 4], np.float32)}, path)
-        >>> config = te.EmbedderConfig(9, 4, positions=te.Sinusoidal())
+        >>> config = te.EmbedderConfig(9, 4, scheme=te.Sinusoidal())
         >>> names = {"token_embedding/embeddings": "embedding.weight"}
         >>> config, params, *_ = te.pretrained.load_embedder(path, config=config, names=names)
         >>> te.make_embedder(config).apply(params, None, [[1, 2, 3]], is_training=False).shape
@@ -464,12 +464,12 @@ def _dtype_of(name: str, config: EmbedderConfig) -> np.dtype:
 
 def _shapes(found: _Description) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter, computed without allocating any array."""
-    options, positions = found.options, found.options.get("positions", Sinusoidal())
+    options, scheme = found.options, found.options.get("scheme", Sinusoidal())
     d_model = options["d_model"]
     width = options.get("embedding_width") or d_model
     shapes = {known.TOKENS: (options["vocab_size"], width)}
-    if isinstance(positions, Learned):
-        shapes[known.POSITIONS] = (positions.max_len, width)
+    if isinstance(scheme, Learned):
+        shapes[known.POSITIONS] = (scheme.max_len, width)
     if options.get("num_token_types") is not None:
         shapes[known.TOKEN_TYPES] = (options["num_token_types"], width)
     if options.get("layer_norm_eps") is not None:

@@ -14,7 +14,7 @@ from transformer_embed._src.pretrained.files import Tensors, shown_path
 # Characters.
 LISTED = 90
 BY_HAND = (
-    "by hand: load_embedder(path, config=EmbedderConfig(vocab_size, d_model, positions=None, scale=False), "
+    "by hand: load_embedder(path, config=EmbedderConfig(vocab_size, d_model, scheme=None, scale=False), "
     "names={'token_embedding/embeddings': 'embedding.weight'})"
 )
 
