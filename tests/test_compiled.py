@@ -112,7 +112,7 @@ FUNCTIONS = {
         (PARAMS, KEY, IDS),
     ),
     "mask_to_bias": (te.mask_to_bias, (of(jnp.bool_, 1, 1, 8, 8),)),
-    "padding_mask": (te.padding_mask, (IDS,)),
+    "padding_mask": (functools.partial(te.padding_mask, pad_id=0), (IDS,)),
     "permute_rotary_weights": (
         lambda weights: te.permute_rotary_weights(weights, 2, source="half", target="interleaved"),
         (of(jnp.float32, 8, WIDTH),),

@@ -354,7 +354,7 @@ def test_symmetric_alibi():
 def test_alibi_of_bloom():
     """build_alibi_tensor: slope * (cumsum(mask) - 1) * mask."""
     ids = np.array([[0, 0, 5, 6, 7]])
-    tokens = te.TokenPositions.from_ids(ids)
+    tokens = te.TokenPositions.from_ids(ids, pad_id=0)
     mask = ids != 0
     expected = slopes(4) * ((np.cumsum(mask, -1) - 1) * mask)[:, None, :]
     np.testing.assert_allclose(
@@ -419,7 +419,7 @@ def test_bidirectional_window_of_transformers():
 def test_chunks_of_llama4_are_counted_from_the_first_token():
     """transformers' chunked_overlay: (key - left_padding) // chunk == (query - left_padding) //
     chunk."""
-    tokens = te.TokenPositions.from_ids([[0, 0, 5, 6, 7, 8]])
+    tokens = te.TokenPositions.from_ids([[0, 0, 5, 6, 7, 8]], pad_id=0)
     ours = te.attention_mask(**tokens.queries(), **tokens.keys(), causal=True, chunk=3)[0, 0]
     expected = rule(lambda q, k: k <= q and (k - 2) // 3 == (q - 2) // 3 and k >= 2)
     np.testing.assert_array_equal(ours[2:], expected[2:])

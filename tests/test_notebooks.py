@@ -64,7 +64,7 @@ def test_it_runs_and_draws_as_many_pictures_as_are_stored(path, tmp_path):
 @pytest.mark.documentation
 def test_an_assertion_that_fails_in_a_cell_is_a_failure(tmp_path):
     cell = nbformat.v4.new_code_cell(
-        "import transformer_embed as te\nassert te.padding_mask([0]).all(), 'one is padding'"
+        "import transformer_embed as te\nassert te.padding_mask([0], pad_id=0).all(), 'one is padding'"
     )
     with pytest.raises(nbclient.exceptions.CellExecutionError) as caught:
         _run(nbformat.v4.new_notebook(cells=[cell]), tmp_path)

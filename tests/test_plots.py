@@ -493,7 +493,7 @@ def test_a_mask_of_one_tone(ax):
 
 @pytest.mark.slow
 def test_mask_of_attention_mask(ax):
-    batch = te.TokenPositions.from_ids([[5, 6, 7, 0], [8, 9, 0, 0]])
+    batch = te.TokenPositions.from_ids([[5, 6, 7, 0], [8, 9, 0, 0]], pad_id=0)
     mask = te.attention_mask(**batch.queries(), **batch.keys(), causal=True)
     plots.plot_mask(mask, ax=ax, batch_index=1, query_tokens=list("abcd"), key_tokens=list("efgh"))
     np.testing.assert_array_equal(image(ax), mask[1, 0])

@@ -201,7 +201,7 @@ def denominators(d_model):
 
 def test_word_embedding_notebook_prints_this_padding_mask():
     expected = [[True] * 7 + [False], [True] * 6 + [False] * 2, [True] * 8]
-    assert te.padding_mask(BATCH).tolist() == expected
+    assert te.padding_mask(BATCH, pad_id=0).tolist() == expected
 
 
 def test_word_embedding_notebook_prints_one_vector_for_each_id():

@@ -72,7 +72,7 @@ def mask_bytes(options) -> Report:
         "padding": lambda ids: te.attention_mask(
             query_positions=jnp.arange(length),
             key_positions=jnp.arange(length),
-            padding_mask=te.padding_mask(ids),
+            padding_mask=te.padding_mask(ids, pad_id=0),
             causal=False,
         ),
         "packed": lambda ids: te.attention_mask(
@@ -82,7 +82,7 @@ def mask_bytes(options) -> Report:
         ),
         "decoding": lambda ids: te.attention_mask(
             **te.TokenPositions.from_offset(ids[:, 0], 1).queries(),
-            **te.TokenPositions.from_ids(ids).keys(),
+            **te.TokenPositions.from_ids(ids, pad_id=0).keys(),
             causal=True,
         ),
     }

@@ -38,7 +38,7 @@ GOOD = {
     te.dropout: {"rng": jax.random.key(0), "rate": 0.5, "x": X},
     te.lookup: {"table": TABLE, "ids": IDS},
     te.mask_to_bias: {"mask": ARRAYS[2]},
-    te.padding_mask: {"ids": IDS},
+    te.padding_mask: {"ids": IDS, "pad_id": 0},
     te.permute_rotary_weights: {
         "weights": X,
         "num_heads": 1,
@@ -53,7 +53,7 @@ GOOD = {
     te.tied_cross_entropy: {"x": TABLE[:2], "table": TABLE, "labels": np.array([1, 2])},
     te.tied_logits: {"x": TABLE[:2], "table": TABLE},
     te.window_mask: {"query_positions": POSITIONS, "key_positions": POSITIONS, "left": 1},
-    te.TokenPositions.from_ids: {"ids": IDS},
+    te.TokenPositions.from_ids: {"ids": IDS, "pad_id": 0},
     te.TokenPositions.from_lengths: {"lengths": np.array([1, 2]), "length": 3},
     te.TokenPositions.from_offset: {"offset": np.array([1, 2]), "length": 3},
     te.TokenPositions.from_segment_ids: {"segment_ids": np.array([1, 1, 2])},

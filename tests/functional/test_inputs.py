@@ -53,7 +53,7 @@ CALLS = {
     ),
     "combine_masks": (te.combine_masks, (PADDING[None, None, None], PADDING[None, None, :, None])),
     "dropout": (lambda x: te.dropout(jax.random.key(0), 0.5, x), (X,)),
-    "from_ids": (te.TokenPositions.from_ids, (IDS,)),
+    "from_ids": (functools.partial(te.TokenPositions.from_ids, pad_id=0), (IDS,)),
     "from_lengths": (functools.partial(te.TokenPositions.from_lengths, length=4), (IDS[0],)),
     "from_offset": (functools.partial(te.TokenPositions.from_offset, length=2), (IDS[0],)),
     "from_segment_ids": (te.TokenPositions.from_segment_ids, (SEGMENTS,)),
@@ -63,7 +63,7 @@ CALLS = {
         (TABLE, IDS),
     ),
     "mask_to_bias": (te.mask_to_bias, (PADDING,)),
-    "padding_mask": (te.padding_mask, (IDS,)),
+    "padding_mask": (functools.partial(te.padding_mask, pad_id=0), (IDS,)),
     "permute_rotary_weights": (
         functools.partial(
             te.permute_rotary_weights, num_heads=1, source="half", target="interleaved"
@@ -237,11 +237,11 @@ def test_token_positions_given_as_an_array_say_which_field_to_pass(name):
         TypeError,
         match=r"^[\w\[\]]+: wanted an array, got a TokenPositions: pass its \.(positions|segment_ids)",
     ):
-        function(*(te.TokenPositions.from_ids(IDS) for _ in arrays))
+        function(*(te.TokenPositions.from_ids(IDS, pad_id=0) for _ in arrays))
 
 
 def test_token_positions_given_as_positions_say_to_pass_positions():
-    token_positions = te.TokenPositions.from_ids(IDS)
+    token_positions = te.TokenPositions.from_ids(IDS, pad_id=0)
     with pytest.raises(
         TypeError, match=r"^positions: wanted an array, got a TokenPositions: pass its \.positions$"
     ):

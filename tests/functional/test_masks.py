@@ -113,7 +113,7 @@ def test_padding_mask_does_not_wrap_wide_ids():
 @pytest.mark.parametrize("ids", [[1.0, 0.0], np.zeros(2, np.float16), [True, False]])
 def test_padding_mask_refuses_ids_that_are_not_integers(ids):
     with pytest.raises(TypeError, match=r"^ids: wanted an integer dtype, got (float|bool)"):
-        te.padding_mask(ids)
+        te.padding_mask(ids, pad_id=0)
 
 
 @pytest.mark.parametrize("pad_id", [0.0, True, None, np.array(0)])
@@ -135,7 +135,7 @@ def test_padding_mask_refuses_a_pad_id_outside_int32():
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 0), (0, 3), (2, 3, 4)])
 def test_padding_mask_has_the_shape_of_the_ids(shape):
-    mask = te.padding_mask(np.zeros(shape, np.int32))
+    mask = te.padding_mask(np.zeros(shape, np.int32), pad_id=0)
     assert mask.shape == shape
     assert mask.dtype == jnp.bool_
     assert not np.asarray(mask).any()
@@ -250,7 +250,7 @@ def test_attention_mask_has_one_trace_for_all_offsets():
 
 
 def test_attention_mask_with_left_padding_is_the_causal_mask_of_the_tokens():
-    tokens = te.padding_mask([[0, 0, 5, 6, 7]])
+    tokens = te.padding_mask([[0, 0, 5, 6, 7]], pad_id=0)
     mask = np.asarray(
         te.attention_mask(
             query_positions=np.arange(5),
@@ -431,7 +431,7 @@ def test_combine_masks_nests():
 
 
 def test_combine_masks_of_padding_and_causal_is_the_attention_mask():
-    tokens = te.padding_mask(IDS)
+    tokens = te.padding_mask(IDS, pad_id=0)
     combined = te.combine_masks(
         np.asarray(te.causal_mask(5))[None, None], np.asarray(tokens)[:, None, None, :]
     )

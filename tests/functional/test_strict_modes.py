@@ -87,7 +87,7 @@ FUNCTIONS = CALLS | {
     ),
     "token_positions": (
         lambda ids: te.attention_mask(
-            **(p := te.TokenPositions.from_ids(ids)).queries(), **p.keys(), causal=True
+            **(p := te.TokenPositions.from_ids(ids, pad_id=0)).queries(), **p.keys(), causal=True
         ),
         (IDS,),
     ),

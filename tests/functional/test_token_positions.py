@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -37,6 +39,66 @@ def test_positions_restart_at_each_segment(start, at_padding):
     assert token_positions.positions.dtype == token_positions.segment_ids.dtype == jnp.int32
 
 
+def next_by_hand(segment_ids):
+    return [
+        [a != 0 and a == b for a, b in zip(row, [*row, 0][1:], strict=True)] for row in segment_ids
+    ]
+
+
+@pytest.mark.parametrize(
+    "segments", [SEGMENTS, [[4]], np.zeros((2, 0), int), [[-1, -1, 0, 2]]], ids=len
+)
+def test_the_last_token_of_each_sequence_has_no_next_one(segments):
+    """Also where the row ends, and where its first token is of the same segment."""
+    mask = te.TokenPositions.from_segment_ids(np.asarray(segments)[:, :3]).next_token_mask
+    assert mask.tolist() == next_by_hand(np.asarray(segments)[:, :3].tolist())
+    compiled = jax.jit(lambda held: held.next_token_mask)
+    segments = jnp.asarray(segments, jnp.int32)
+    mask = compiled(te.TokenPositions.from_segment_ids(segments))
+    assert (mask.dtype, mask.shape) == (jnp.bool_, segments.shape)
+    assert mask.tolist() == next_by_hand(segments.tolist())
+
+
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_padded_rows_have_next_tokens(padding_side):
+    held = te.TokenPositions.from_lengths([0, 1, 3, 4], 4, padding_side=padding_side)
+    assert held.next_token_mask.tolist() == next_by_hand(held.segment_ids.tolist())
+    ids = np.where(held.padding_mask, 7, 0)
+    of_ids = te.TokenPositions.from_ids(ids, pad_id=0)
+    np.testing.assert_array_equal(of_ids.next_token_mask, held.next_token_mask)
+
+
+def test_a_decoded_token_has_no_next_one():
+    assert te.TokenPositions.from_offset([3, 5], 1).next_token_mask.tolist() == [[False], [False]]
+
+
+def test_packed_sequences_train_like_the_sequences_alone():
+    """Without the mask, the last token of each document is asked for the first of the next."""
+    rng = np.random.default_rng(0)
+    table = rng.standard_normal((9, 4), np.float32)
+    documents = [rng.integers(1, 9, size) for size in (3, 1, 4)]
+    losses = [
+        te.tied_cross_entropy(table[ids[:-1]], table, ids[1:], reduction="sum") for ids in documents
+    ]
+    packed = np.concatenate([*documents, [0, 0]])[None]
+    batch = te.TokenPositions.from_segment_ids([[1] * 3 + [2] + [3] * 4 + [0, 0]])
+    together = te.tied_cross_entropy(
+        table[packed],
+        table,
+        jnp.roll(packed, -1, axis=-1),
+        mask=batch.next_token_mask,
+        reduction="sum",
+    )
+    np.testing.assert_allclose(together, sum(losses), rtol=1e-6)
+
+
+@pytest.mark.parametrize("function", [te.padding_mask, te.TokenPositions.from_ids])
+def test_the_padding_id_has_no_default(function):
+    """In GPT-2, id 0 is "!"."""
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'pad_id'"):
+        function([[1, 0]])
+
+
 def test_ids_padded_on_either_side():
     token_positions = te.TokenPositions.from_ids(
         [[9, 8, 7, 0, 0], [0, 0, 9, 8, 7], [0, 9, 8, 7, 0], [0] * 5], pad_id=0
@@ -50,7 +112,7 @@ def test_ids_padded_on_either_side():
 
 
 def test_padding_gets_no_negative_position():
-    assert te.TokenPositions.from_ids([[0, 0, 5]]).positions.min() == 0
+    assert te.TokenPositions.from_ids([[0, 0, 5]], pad_id=0).positions.min() == 0
 
 
 def test_positions_equal_fairseqs_for_roberta():
@@ -72,13 +134,13 @@ def test_roberta_with_a_cache():
     """Its positions in a step: cumsum of the mask plus the past length, times the mask, plus
     padding_idx."""
     mask, past = np.array([[1, 1, 0], [1, 1, 1]]), np.array([[4], [7]])
-    step = te.TokenPositions.from_ids(mask, start=2, at_padding=1)
+    step = te.TokenPositions.from_ids(mask, pad_id=0, start=2, at_padding=1)
     positions = np.where(step.padding_mask, step.positions + past, step.positions)
     np.testing.assert_array_equal(positions, (np.cumsum(mask, 1) + past) * mask + 1)
 
 
 def test_wide_host_ids_are_not_padding():
-    token_positions = te.TokenPositions.from_ids(np.array([2**32, 5, 0, -(2**32)]))
+    token_positions = te.TokenPositions.from_ids(np.array([2**32, 5, 0, -(2**32)]), pad_id=0)
     assert token_positions.positions.tolist() == [[0, 1, 0, 2]]
     assert token_positions.padding_mask.tolist() == [[True, True, False, True]]
 
@@ -117,7 +179,7 @@ def test_one_trace_for_all_values():
     def place(ids, offset):
         traces.append(ids)
         return (
-            te.TokenPositions.from_ids(ids),
+            te.TokenPositions.from_ids(ids, pad_id=0),
             te.TokenPositions.from_offset(offset, 1),
             te.TokenPositions.from_lengths(offset, 4),
             te.TokenPositions.from_segment_ids(ids),
@@ -127,7 +189,7 @@ def test_one_trace_for_all_values():
         ids = jnp.array(np.random.default_rng(seed).integers(0, 3, (2, 4)))
         compiled = place(ids, jnp.array([seed, 2 * seed]))
         np.testing.assert_array_equal(
-            compiled[0].positions, te.TokenPositions.from_ids(ids).positions
+            compiled[0].positions, te.TokenPositions.from_ids(ids, pad_id=0).positions
         )
         np.testing.assert_array_equal(
             compiled[3].positions, te.TokenPositions.from_segment_ids(ids).positions
@@ -137,9 +199,11 @@ def test_one_trace_for_all_values():
 
 def test_vmap_over_batches():
     ids = np.random.default_rng(0).integers(0, 3, (5, 2, 6))
-    mapped = jax.vmap(te.TokenPositions.from_ids)(ids)
+    mapped = jax.vmap(functools.partial(te.TokenPositions.from_ids, pad_id=0))(ids)
     for batch, positions in zip(ids, mapped.positions, strict=True):
-        np.testing.assert_array_equal(positions, te.TokenPositions.from_ids(batch).positions)
+        np.testing.assert_array_equal(
+            positions, te.TokenPositions.from_ids(batch, pad_id=0).positions
+        )
 
 
 class TestMasks:
@@ -160,7 +224,7 @@ class TestMasks:
         "token_positions",
         [
             te.TokenPositions.from_segment_ids(SEGMENTS),
-            te.TokenPositions.from_ids([[0, 0, 7, 8], [5, 6, 7, 0]]),
+            te.TokenPositions.from_ids([[0, 0, 7, 8], [5, 6, 7, 0]], pad_id=0),
             te.TokenPositions.from_lengths([1, 3], 4, padding_side="left"),
         ],
     )
@@ -188,7 +252,10 @@ COMES_BACK = np.array([[1, 1, 2, 0], [4, 0, 4, 0]], np.uint8)
 
 def test_positions_reach_the_ends_of_int32():
     assert te.TokenPositions.from_offset(2**31 - 3, 3).positions[0, -1] == 2**31 - 1
-    assert te.TokenPositions.from_ids([1, 1, 1], start=2**31 - 3).positions[0, -1] == 2**31 - 1
+    assert (
+        te.TokenPositions.from_ids([1, 1, 1], pad_id=0, start=2**31 - 3).positions[0, -1]
+        == 2**31 - 1
+    )
     assert te.TokenPositions.from_offset(-(2**31), 1).positions.tolist() == [[-(2**31)]]
 
 
@@ -214,7 +281,7 @@ def test_they_pass_through_scan_and_the_serialisation_of_an_exported_program():
 
 def test_empty():
     assert te.TokenPositions.from_lengths([0], 0).positions.shape == (1, 0)
-    assert te.TokenPositions.from_ids(np.zeros([2, 0], int)).positions.shape == (2, 0)
+    assert te.TokenPositions.from_ids(np.zeros([2, 0], int), pad_id=0).positions.shape == (2, 0)
     assert te.TokenPositions.from_offset(3, 0).positions.shape == (1, 0)
 
 
@@ -224,12 +291,12 @@ def test_empty():
         (
             TypeError,
             "ids: wanted an integer dtype, got float32",
-            lambda: te.TokenPositions.from_ids(np.ones([1, 2], np.float32)),
+            lambda: te.TokenPositions.from_ids(np.ones([1, 2], np.float32), pad_id=0),
         ),
         (
             ValueError,
             "ids: wanted shape [length] or [batch, length], got shape [1, 1, 1]",
-            lambda: te.TokenPositions.from_ids([[[1]]]),
+            lambda: te.TokenPositions.from_ids([[[1]]], pad_id=0),
         ),
         (
             TypeError,
@@ -239,7 +306,7 @@ def test_empty():
         (
             TypeError,
             "start: wanted a Python int, got float 0.5",
-            lambda: te.TokenPositions.from_ids([1], start=0.5),
+            lambda: te.TokenPositions.from_ids([1], pad_id=0, start=0.5),
         ),
         (
             ValueError,
@@ -279,7 +346,7 @@ def test_empty():
         (
             ValueError,
             "start: wanted an int of at most 2147483644, for 4 positions",
-            lambda: te.TokenPositions.from_ids([1] * 4, start=2**31 - 3),
+            lambda: te.TokenPositions.from_ids([1] * 4, pad_id=0, start=2**31 - 3),
         ),
         (
             ValueError,

@@ -70,7 +70,7 @@ SEGMENTS = np.array([[1, 1, 1, 2, 2, 0], [0, 1, 1, 1, 1, 1]])
 def masks():
     positions = np.arange(LENGTH)
     packed = te.TokenPositions.from_segment_ids(SEGMENTS)
-    tokens = te.padding_mask([[5, 6, 7, 8, 0, 0], [5, 0, 0, 0, 0, 0]])
+    tokens = te.padding_mask([[5, 6, 7, 8, 0, 0], [5, 0, 0, 0, 0, 0]], pad_id=0)
     yield (
         "causal",
         te.attention_mask(query_positions=positions, key_positions=positions, causal=True),
@@ -160,7 +160,7 @@ def test_a_mask_does_not_hide_nan_and_padding_holds_none(attend):
     """A masked key has weight 0, and 0 times NaN is NaN in every row: what stands at padding must
     be finite itself."""
     ids = np.array([[5, 6, 7, 0, 0, 0], [1, 2, 3, 4, 5, 0]])
-    tokens = te.padding_mask(ids)
+    tokens = te.padding_mask(ids, pad_id=0)
     mask = te.attention_mask(
         query_positions=range(LENGTH), key_positions=range(LENGTH), padding_mask=tokens, causal=True
     )
@@ -172,7 +172,7 @@ def test_a_mask_does_not_hide_nan_and_padding_holds_none(attend):
 
 
 def test_ranks_that_would_mask_heads_are_refused():
-    tokens = te.padding_mask(np.ones((HEADS, LENGTH), int))
+    tokens = te.padding_mask(np.ones((HEADS, LENGTH), int), pad_id=0)
     with pytest.raises(
         ValueError,
         match=r"masks\[1\]: wanted rank 4, \[batch, heads, queries, keys\], got shape \[2, 6\]",

@@ -13,12 +13,12 @@ from transformer_embed._src.array_types import ArrayLike, DTypeLike
 MOST_QUERIES = 2**30
 
 
-def padding_mask(ids: ArrayLike, *, pad_id: int = 0) -> Bool[Array, "..."]:
+def padding_mask(ids: ArrayLike, *, pad_id: int) -> Bool[Array, "..."]:
     """Which ids are tokens and not padding.
 
     Args:
         ids: [..., length], any integer dtype.
-        pad_id: the id of padding; any int, -1 for example.
+        pad_id: the id of padding; any int, -1 for example. There is no default.
 
     Returns:
         bool [..., length]: `ids != pad_id`.
@@ -29,7 +29,7 @@ def padding_mask(ids: ArrayLike, *, pad_id: int = 0) -> Bool[Array, "..."]:
 
     Example:
         >>> import transformer_embed as te
-        >>> te.padding_mask([[101, 7, 102, 0]]).tolist()
+        >>> te.padding_mask([[101, 7, 102, 0]], pad_id=0).tolist()
         [[True, True, True, False]]
 
     Source:
@@ -129,7 +129,7 @@ def attention_mask(
         >>> import transformer_embed as te
         >>> ids = jnp.array([[5, 6, 7, 0], [8, 9, 0, 0]])
         >>> mask = te.attention_mask(query_positions=[2], key_positions=jnp.arange(4), causal=True,
-        ...     padding_mask=te.padding_mask(ids))
+        ...     padding_mask=te.padding_mask(ids, pad_id=0))
         >>> mask.shape, mask[:, 0, 0].tolist()
         ((2, 1, 1, 4), [[True, True, True, False], [True, True, False, False]])
 
@@ -260,7 +260,7 @@ def combine_masks(*masks: ArrayLike) -> Bool[Array, "b h t s"]:
     Example:
         >>> import jax.numpy as jnp
         >>> import transformer_embed as te
-        >>> tokens = te.padding_mask([[5, 6, 0]])
+        >>> tokens = te.padding_mask([[5, 6, 0]], pad_id=0)
         >>> te.combine_masks(te.causal_mask(3)[None, None], tokens[:, None, None, :]).astype(int).tolist()
         [[[[1, 0, 0], [1, 1, 0], [1, 1, 0]]]]
 

@@ -33,6 +33,8 @@ class TokenPositions(NamedTuple):
         [[0, 0, 0, 1, 2], [0, 1, 0, 0, 0]]
         >>> te.attention_mask(**batch.queries(), **batch.keys(), causal=True).shape
         (2, 1, 5, 5)
+        >>> batch.next_token_mask.astype(int).tolist()
+        [[0, 0, 1, 1, 0], [1, 0, 0, 0, 0]]
 
     Source:
         Raffel et al., "T5" (2020), section 3.5.2, packs several sequences into one row;
@@ -46,6 +48,19 @@ class TokenPositions(NamedTuple):
     def padding_mask(self) -> Bool[Array, "b t"]:
         """bool [batch, length], True = a token."""
         return _is_token(self.segment_ids)
+
+    @property
+    def next_token_mask(self) -> Bool[Array, "b t"]:
+        """bool [batch, length], True = the token to the right belongs to the same sequence.
+
+        It is False at padding and at the last token of each sequence, in every row and also where
+        another sequence follows. A language model that predicts the next token is trained on these
+        positions only:
+
+            labels = jnp.roll(ids, -1, axis=-1)
+            loss = embedder.cross_entropy(params, x, labels, mask=batch.next_token_mask)
+        """
+        return _has_next(self.segment_ids)
 
     def queries(self) -> dict[str, Array]:
         """The keyword arguments of `attention_mask` that describe these tokens as queries."""
@@ -61,13 +76,13 @@ class TokenPositions(NamedTuple):
 
     @classmethod
     def from_ids(
-        cls, ids: ArrayLike, *, pad_id: int = 0, start: int = 0, at_padding: int = 0
+        cls, ids: ArrayLike, *, pad_id: int, start: int = 0, at_padding: int = 0
     ) -> "TokenPositions":
         """For a padded batch of ids: padding may be on the left, on the right, or both.
 
         Args:
             ids: [length] or [batch, length], any integer dtype.
-            pad_id: the id of padding.
+            pad_id: the id of padding; any int, -1 for example. There is no default.
             start: the position of the first token. RoBERTa: padding_idx + 1 = 2; OPT: 2.
             at_padding: the position of padding. RoBERTa: padding_idx = 1; OPT: 1. (For BERT, which
                 counts padding like tokens, do not pass positions.)
@@ -277,6 +292,15 @@ def _check_runs(rows: np.ndarray) -> None:
 @functools.partial(jax.jit, inline=True)
 def _is_token(segment_ids: Int32[Array, "b t"]) -> Bool[Array, "b t"]:
     return segment_ids != 0
+
+
+@functools.partial(jax.jit, inline=True)
+def _has_next(segment_ids: Int32[Array, "b t"]) -> Bool[Array, "b t"]:
+    """A roll brings the first token to the end of the row, where there is no next one."""
+    length = segment_ids.shape[1]
+    is_last = jnp.arange(length, dtype=jnp.int32)[None] == length - 1
+    following = jnp.roll(segment_ids, -1, axis=1)
+    return _is_token(segment_ids) & (following == segment_ids) & ~is_last
 
 
 @functools.partial(jax.jit, inline=True, static_argnums=(1, 2))
