@@ -696,6 +696,7 @@ BAD_FIELDS = [
     ("lookup_style", "matmul", ValueError, "one of 'gather', 'one_hot'", "'matmul'"),
     ("param_dtype", jnp.int32, TypeError, "a floating dtype of 16 bits or more", "int32"),
     ("dtype", "int8", TypeError, "a floating dtype of 16 bits or more", "int8"),
+    ("tied", 0, TypeError, FLAG, "int 0"),
 ]
 
 

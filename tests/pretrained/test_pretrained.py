@@ -1105,3 +1105,43 @@ def test_a_line_past_the_positions_that_are_left(tmp_path):
         "a line has 9 tokens (ids: wanted a length of at most max_len - start = 8, got length 9); split such lines"
         in err
     )
+
+
+# --- The output layer.
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_output_layer_with_other_weights_is_not_taken_for_the_table(tmp_path, name):
+    """config.json says whether the model ties them, and a saved file keeps it."""
+    is_tied = CASES[name]["settings"].get("tie_word_embeddings", True)
+    found = load(tmp_path, name)
+    pretrained.save_embedder(tmp_path / "saved", *found)
+    for each in (found, pretrained.load_embedder(tmp_path / "saved")):
+        assert each.config.tied == is_tied
+    x = np.ones([3, found.config.table_width], np.float32)
+    embedder = te.make_embedder(found.config)
+    module = hk.transform(lambda: te.TransformerEmbedding(found.config).logits(x))
+    uses = {
+        "logits": [
+            lambda: embedder.logits(found.params, x),
+            lambda: module.init(jax.random.key(0)),
+        ],
+        "cross_entropy": [lambda: embedder.cross_entropy(found.params, x, [0, 1, 2])],
+    }
+    for function, calls in uses.items():
+        for call in calls:
+            if is_tied:
+                call()
+                continue
+            with pytest.raises(
+                ValueError,
+                match=rf"^{function}: wanted config\.tied, .* output layer has weights of its own; .* tied_{function}",
+            ):
+                call()
+
+
+def test_the_table_is_the_output_layer_if_the_settings_say_so(tmp_path):
+    found = load(tmp_path, "phi", settings={"tie_word_embeddings": True})
+    assert found.config.tied
+    x = jnp.ones([1, found.config.d_model])
+    assert te.make_embedder(found.config).logits(found.params, x).shape == (1, 12)

@@ -46,6 +46,9 @@ class EmbedderConfig:
             norm's parameters are float32.
         dtype: of the result. None: the dtype of the token table, after a Haiku mixed-precision
             policy has cast it.
+        tied: whether the output layer's weights are the token table. If False, `logits` and
+            `cross_entropy` raise an error. (`load_embedder` sets it to False for a model that has
+            other weights there.)
 
     Raises:
         TypeError: a field has the wrong type.
@@ -73,6 +76,7 @@ class EmbedderConfig:
     lookup_style: str = "gather"
     param_dtype: DTypeLike = jnp.float32
     dtype: DTypeLike | None = None
+    tied: bool = True
 
     def __post_init__(self):
         given = [
@@ -100,6 +104,7 @@ class EmbedderConfig:
         self._set_field("param_dtype", arguments.floating_dtype("param_dtype", self.param_dtype))
         if self.dtype is not None:
             self._set_field("dtype", arguments.floating_dtype("dtype", self.dtype))
+        self._set_field("tied", arguments.flag("tied", self.tied))
 
     def _set_field(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

@@ -512,6 +512,7 @@ class TransformerEmbedding(hk.Module):
     def logits(self, x: ArrayLike) -> Float[Array, "... v"]:
         """The output layer tied to the token table; x is as wide as the table. See
         `tied_logits`."""
+        self._check_tied("logits")
         return self.tokens.logits(x)
 
     def cross_entropy(
@@ -526,12 +527,23 @@ class TransformerEmbedding(hk.Module):
     ) -> Float[Array, ""]:
         """The cross-entropy of `logits(x)` with labels [...]; see
         `TokenEmbedding.cross_entropy`."""
+        self._check_tied("cross_entropy")
         options = {
             "label_smoothing": label_smoothing,
             "reduction": reduction,
             "chunk_size": chunk_size,
         }
         return self.tokens.cross_entropy(x, labels, mask=mask, **options)
+
+    def _check_tied(self, name: str) -> None:
+        """Raises for a model whose output layer has weights of its own."""
+        if not self.config.tied:
+            want = "config.tied, since it multiplies by the token table"
+            got = (
+                "a model whose output layer has weights of its own; read them, [vocab_size, d_model], and"
+                f" pass them to tied_{name} as the table (and add the bias if there is one)"
+            )
+            raise ValueError(arguments.wanted(name, want, got))
 
 
 def _rows_of_types(

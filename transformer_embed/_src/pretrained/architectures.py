@@ -53,6 +53,7 @@ class Settings:
 
     vocab_size: int | None = None
     hidden_size: int | None = None
+    tie_word_embeddings: bool = True
 
     @classmethod
     def names(cls) -> dict[str, tuple[str, ...]]:
@@ -95,7 +96,8 @@ class Settings:
             "vocab_size": _or_tensor_size(self.vocab_size, shapes[TOKENS][0]),
             "d_model": _or_tensor_size(self.hidden_size, shapes[TOKENS][1]),
         }
-        return sizes | {"scheme": None, "scale": False, "dropout_rate": 0.0} | others
+        options = {"scheme": None, "scale": False, "dropout_rate": 0.0}
+        return sizes | options | {"tied": self.tie_word_embeddings} | others
 
 
 def _or_tensor_size(value: int | None, shape: int) -> int:
@@ -356,6 +358,7 @@ class Bloom(Settings):
 class Llama(Settings):
     """Tokens only; queries and keys are rotated in the half layout."""
 
+    tie_word_embeddings: bool = False
     rope_theta: float = changes_embeddings(10_000.0)
     rope_scaling: rope.RopeScaling | None = None
     rope_parameters: None = None
@@ -392,6 +395,8 @@ def _rotary(theta: float, scaling: Any) -> dict[str, Any]:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma(Llama):
     """Like Llama, with tokens times the square root of their width."""
+
+    tie_word_embeddings: bool = True
 
     def options(self, shapes: Shapes, **others: Any) -> dict[str, Any]:
         """The width's square root is not rounded to 16 bits."""
