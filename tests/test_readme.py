@@ -2,24 +2,15 @@
 a document."""
 
 import ast
+import code
 import re
-from pathlib import Path
 
 import pytest
+from pages import FOLDER, PAGES, QUICK_START, README, ROOT, blocks_of
 
-ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
-PAGES = [
-    page
-    for page in sorted((ROOT / "notebooks").glob("*.md"))
-    if "```python\n" in page.read_text(encoding="utf-8")
-]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 MOST_LINES = 180
-
-
-def blocks_of(path):
-    return re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
+PASTED = [README, QUICK_START]
 
 
 @pytest.mark.slow
@@ -29,6 +20,18 @@ def test_python_blocks_run_as_pasted(path, monkeypatch, tmp_path):
     namespace = {}
     for block in blocks_of(path):
         exec(compile(block, f"{path.name}: {block.splitlines()[0]}", "exec"), namespace)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PASTED, ids=lambda path: path.stem)
+def test_python_blocks_paste_into_a_plain_prompt_twice(path, monkeypatch, tmp_path, capsys):
+    """A plain prompt ends a statement at an empty line, and takes nothing but one before that."""
+    monkeypatch.chdir(tmp_path)
+    prompt = code.InteractiveConsole()
+    for block in blocks_of(path) * 2:
+        needs_more = [prompt.push(line) for line in [*block.splitlines(), ""]][-1]
+        assert not needs_more
+    assert "Error" not in capsys.readouterr().err
 
 
 def test_the_readme_is_short():

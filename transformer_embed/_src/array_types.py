@@ -1,7 +1,11 @@
-"""`ArrayLike` and `DTypeLike` of `jax.typing` as classes: `help` shows a class by its name, and a
-union by all of its members."""
+"""`ArrayLike` and `DTypeLike` of `jax.typing`, and nested lists.
 
-from typing import TYPE_CHECKING, Any, get_args
+When the program runs, they are classes: `help` shows a class by its name, and a union by all of its
+members.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 import jax.typing
 import numpy as np
@@ -9,7 +13,9 @@ import numpy as np
 __all__ = ["ArrayLike", "DTypeLike"]
 
 if TYPE_CHECKING:
-    from jax.typing import ArrayLike, DTypeLike
+    from jax.typing import DTypeLike
+
+    ArrayLike: TypeAlias = "jax.typing.ArrayLike | Sequence[ArrayLike]"
 else:
 
     class _Arrays(type):

@@ -227,7 +227,9 @@ def _fraction_words(
     return upper.astype(jnp.uint32), ((scaled - upper) * np.float32(2**32)).astype(jnp.uint32)
 
 
-def _add_to_phase(phase: _Phase, high: ArrayLike, low: ArrayLike) -> _Phase:
+def _add_to_phase(
+    phase: _Phase, high: UInt32[Array, "..."] | np.uint32, low: UInt32[Array, "..."]
+) -> _Phase:
     total = phase.low + low
     return _Phase(phase.high + high + (total < phase.low).astype(jnp.uint32), total)
 

@@ -2,7 +2,7 @@
 sequences and decoding."""
 
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,21 @@ from jaxtyping import Array, Bool, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
+
+
+class QueryArguments(TypedDict):
+    """The arguments of `attention_mask` that describe queries."""
+
+    query_positions: Int32[Array, "b t"]
+    query_segment_ids: Int32[Array, "b t"]
+
+
+class KeyArguments(TypedDict):
+    """The arguments of `attention_mask` that describe keys."""
+
+    key_positions: Int32[Array, "b t"]
+    key_segment_ids: Int32[Array, "b t"]
+    padding_mask: Bool[Array, "b t"]
 
 
 class TokenPositions(NamedTuple):
@@ -62,11 +77,11 @@ class TokenPositions(NamedTuple):
         """
         return _has_next(self.segment_ids)
 
-    def queries(self) -> dict[str, Array]:
+    def queries(self) -> QueryArguments:
         """The keyword arguments of `attention_mask` that describe these tokens as queries."""
         return {"query_positions": self.positions, "query_segment_ids": self.segment_ids}
 
-    def keys(self) -> dict[str, Array]:
+    def keys(self) -> KeyArguments:
         """The keyword arguments of `attention_mask` that describe these tokens as keys."""
         return {
             "key_positions": self.positions,

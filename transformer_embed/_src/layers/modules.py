@@ -26,7 +26,7 @@ from transformer_embed._src.layers.config import EmbedderConfig, checked_scale
 from transformer_embed._src.layers.schemes import Learned, Scheme
 
 Initializer = hk.initializers.Initializer
-Params = Mapping[str, Mapping[str, Array | Table]]
+Params = Mapping[str, Mapping[str, Any]]
 
 
 class TokenEmbedding(hk.Module):

@@ -13,7 +13,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
-from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.functional.lookup import Table, as_table, not_whole_error, rows_at
 from transformer_embed._src.rows import row_wise
 from transformer_embed._src.rows.distinct_ids import count_below
@@ -478,7 +477,7 @@ def _update_in_blocks(
         past = jnp.maximum(ids[-1] + 1, wholes[0].shape[0]) + jnp.arange(padding, dtype=jnp.int32)
         ids, gradient = jnp.concatenate([ids, past]), jnp.pad(gradient, ((0, padding), (0, 0)))
 
-    def update_block(i: ArrayLike, wholes: list[Array]) -> list[Array]:
+    def update_block(i: Any, wholes: list[Array]) -> list[Array]:
         some, changes = (
             jax.lax.dynamic_slice_in_dim(array, i * block, block) for array in (ids, gradient)
         )
