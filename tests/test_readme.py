@@ -9,7 +9,7 @@ import pytest
 from pages import FOLDER, PAGES, QUICK_START, README, ROOT, blocks_of
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-MOST_LINES = 180
+MOST_LINES = 150
 PASTED = [README, QUICK_START]
 
 
@@ -57,7 +57,7 @@ def test_no_notebook_links_to_a_package_index():
 
 def test_each_block_of_the_readme_says_whether_it_runs_alone_or_continues():
     said = re.findall(r"((?:.+\n)+)\n```python\n", README.read_text(encoding="utf-8"))
-    assert len(said) == len(blocks_of(README)) >= 5
+    assert len(said) == len(blocks_of(README)) >= 2
     assert [text for text in said if not re.search(r"\b(runs alone|continues from)\b", text)] == []
 
 
