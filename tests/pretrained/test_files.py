@@ -2,6 +2,7 @@
 what to do."""
 
 import contextlib
+import glob
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+import safetensors.numpy
 from checkpoints import CASES, checkpoint, load
 from drawn import drawn
 from hypothesis import given, settings
@@ -56,14 +59,68 @@ def test_a_lone_file_says_that_config_json_is_missing(tmp_path):
     )
 
 
-def test_a_folder_with_a_pickle_alone_says_how_to_convert_it(tmp_path):
-    (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04")
+class Pickled:
+    """A tensor of torch, as the advice sees it: save_file refuses memory that two tensors share."""
+
+    def __init__(self, is_cloned=False):
+        self.is_cloned = is_cloned
+
+    def clone(self):
+        return Pickled(is_cloned=True)
+
+    def contiguous(self):
+        return self
+
+
+def follow(advice, folder, monkeypatch):
+    """Runs the expression after "convert it with", on files that hold tied tensors."""
+    saved = {}
+    load = lambda file, weights_only: {"head": Pickled(), file: Pickled()}
+    monkeypatch.chdir(folder)
+    names = {"torch": SimpleNamespace(load=load), "glob": glob}
+    save_file = lambda tensors, file: saved.update({file: tensors})
+    names["safetensors"] = SimpleNamespace(torch=SimpleNamespace(save_file=save_file))
+    eval(advice.split("convert it with ")[1].split(": a pickle may run")[0], names)
+    assert all(tensor.is_cloned for tensor in saved["model.safetensors"].values())
+    return set(saved["model.safetensors"]) - {"head"}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["pytorch_model.bin"],
+        ["pytorch_model.bin.index.json", *(f"pytorch_model-0000{n}-of-00002.bin" for n in (1, 2))],
+    ],
+)
+def test_a_folder_with_pickles_alone_says_how_to_convert_them(tmp_path, monkeypatch, names):
+    for name in names:
+        (tmp_path / name).write_bytes(b"PK\x03\x04")
     message = refused(tmp_path)
-    assert (
-        f"{tmp_path.name}: convert it with safetensors.torch.save_file(torch.load('pytorch_model.bin', weights_only=True)"
-        in message
-    )
     assert message.endswith("a pickle may run code and is not opened")
+    assert follow(message, tmp_path, monkeypatch) == {n for n in names if n.endswith(".bin")}
+
+
+def test_a_pickle_says_how_to_convert_it(tmp_path, monkeypatch):
+    (tmp_path / "x.bin").write_bytes(b"PK\x03\x04")
+    assert follow(refused(tmp_path / "x.bin"), tmp_path, monkeypatch) == {"x.bin"}
+
+
+def test_an_archive_of_numpy_arrays_is_not_called_a_pickle(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.savez("x.npz", **{architectures.TOKENS: np.ones((7, 6), np.float32)})
+    message = refused("x.npz")
+    assert "pickle" not in message
+    eval(message.split("convert it with ")[1], {"numpy": np, "safetensors": safetensors})
+    assert set(load_file("model.safetensors")) == {architectures.TOKENS}
+
+
+@pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.safetensors"])
+def test_an_adapter_alone_says_where_the_model_is(tmp_path, name):
+    for each in (name, "adapter_config.json"):
+        (tmp_path / each).write_text("{}")
+    message = refused(tmp_path)
+    assert "merge_and_unload().save_pretrained(new_folder)" in message
+    assert message.endswith("or the folder of the base model, got the changes of an adapter")
 
 
 @pytest.mark.parametrize("name", ["bert-base-uncased", "meta-llama/Llama-3.2-1B"])
@@ -305,6 +362,60 @@ def test_a_link_stays_a_link(tmp_path):
     save_embedder(tmp_path / "link", SMALL, PARAMS)
     assert (tmp_path / "link").is_symlink()
     assert load_embedder(tmp_path / "target").config == SMALL
+
+
+def pipe_as(path):
+    os.mkfifo(path)
+    return path
+
+
+PLACES = {
+    "a file": lambda folder: pipe_as(folder / "x.safetensors"),
+    "the file of a folder": lambda folder: pipe_as(folder / "model.safetensors").parent,
+    "an index": lambda folder: pipe_as(folder / "x.json"),
+    "the index of a folder": lambda folder: pipe_as(folder / "model.safetensors.index.json").parent,
+    "a shard": lambda folder: index_of(folder, pipe_as(folder / "shard").name),
+    "a device": lambda folder: index_of(folder, link_to(folder / "x", "/dev/zero").name),
+}
+
+
+def link_to(path, target):
+    path.symlink_to(target)
+    return path
+
+
+def index_of(folder, shard):
+    (folder / "x.json").write_text(
+        json.dumps({"weight_map": {"wte.weight": shard, "wpe.weight": shard}})
+    )
+    return folder / "x.json"
+
+
+@pytest.fixture
+def soon():
+    """Ends a test that waits for the other end of a pipe."""
+
+    def stop(*_):
+        pytest.fail("waits for ever")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("place", PLACES)
+def test_only_regular_files_are_opened(tmp_path, place):
+    assert "path: wanted a regular file, got a " in refused(PLACES[place](tmp_path))
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_pipe_named_like_our_temporary_files_stays(tmp_path):
+    name = pipe_as(tmp_path / f"{files.TEMPORARY}x.tmp")
+    save_embedder(tmp_path / "x", SMALL, PARAMS)
+    assert set(tmp_path.iterdir()) == {name, tmp_path / "x"}
 
 
 STOPPED = """

@@ -30,11 +30,16 @@ DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp
 FLOAT64 = "F64"
 INDEX = ".index.json"
 WHOLE = "model.safetensors"
-PICKLE = "pytorch_model.bin"
+ADAPTER = "adapter_config.json"
 PIECE = 2**23
-PICKLE_STARTS = (b"PK\x03\x04", *(b"\x80" + bytes([protocol]) for protocol in range(2, 6)))
+ZIP = b"PK\x03\x04"
+PICKLE_STARTS = (ZIP, *(b"\x80" + bytes([protocol]) for protocol in range(2, 6)))
 TEMPORARY = ".transformer_embed-"
-CONVERT = "convert it with safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
+# Tied tensors share memory, which save_file refuses: each is cloned.
+CONVERT = (
+    "convert it with safetensors.torch.save_file({{k: v.clone().contiguous() "
+    "for f in glob.glob({!r}) for k, v in torch.load(f, weights_only=True).items()}}, 'model.safetensors')"
+)
 
 
 class Entry(NamedTuple):
@@ -111,19 +116,25 @@ def _find(path: pathlib.Path) -> pathlib.Path:
         raise ValueError(
             arguments.wanted("path", "a path without null characters", schema.short_repr(str(path)))
         )
+    if not path.exists():
+        raise FileNotFoundError(errno.ENOENT, _missing_file_message(path), shown_path(path))
     if not path.is_dir():
-        if not path.exists():
-            raise FileNotFoundError(errno.ENOENT, _missing_file_message(path), shown_path(path))
         return path
-    found = next((path / name for name in (WHOLE, WHOLE + INDEX) if (path / name).is_file()), None)
-    if found is not None:
-        return found
-    what = f"a folder with {WHOLE} or {WHOLE}{INDEX}"
-    if (path / PICKLE).is_file():
-        raise ValueError(
-            f"{shown_path(path)}: {CONVERT.replace('FILE', repr(PICKLE))}: a pickle may run code and is not opened"
+    for name in (WHOLE, WHOLE + INDEX):
+        if (path / name).exists():
+            return path / name
+    names = sorted(name.name for name in path.iterdir())
+    if any(name.startswith("pytorch_model") for name in names):
+        convert = CONVERT.format("pytorch_model*.bin")
+        raise ValueError(f"{shown_path(path)}: {convert}: a pickle may run code and is not opened")
+    if ADAPTER in names:
+        want = (
+            "a whole model, which peft's AutoPeftModel.from_pretrained(folder).merge_and_unload()"
+            ".save_pretrained(new_folder) writes, or the folder of the base model"
         )
-    others = sorted(each.name for each in path.iterdir() if each.suffix == ".safetensors")
+        raise ValueError(arguments.wanted(shown_path(path), want, "the changes of an adapter"))
+    what = f"a folder with {WHOLE} or {WHOLE}{INDEX}"
+    others = [name for name in names if name.endswith(".safetensors")]
     hint = f" (or pass the file: {shown_path(others[0])})" if others else ""
     raise ValueError(arguments.wanted(shown_path(path), what + hint, "neither"))
 
@@ -136,11 +147,10 @@ def _missing_file_message(path: pathlib.Path) -> str:
         and len(path.parts) <= 2
         and path.suffix not in (".safetensors", ".json", ".bin")
     )
-    hint = (
-        " (for a model's name, pass the folder that huggingface_hub.snapshot_download(name) returns)"
-        if is_name
-        else ""
-    )
+    hint = ""
+    if is_name:
+        call = "huggingface_hub.snapshot_download(name)"
+        hint = f" (for a model's name, pass the folder that {call} returns)"
     return os.strerror(errno.ENOENT) + hint
 
 
@@ -173,6 +183,7 @@ def _shards(path: pathlib.Path) -> dict[str, pathlib.Path]:
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """A JSON object; a ValueError if the file holds anything else."""
+    _regular_mode(path)
     value = schema.parse(shown_path(path), path.read_bytes())
     if not isinstance(value, dict):
         raise ValueError(arguments.wanted(shown_path(path), "a JSON object", type(value).__name__))
@@ -183,8 +194,9 @@ def _header(path: pathlib.Path) -> tuple[dict[str, Entry], dict[str, str]]:
     """Each tensor's dtype and shape, and the metadata."""
     from safetensors import SafetensorError, safe_open  # noqa: PLC0415 (slow to load)
 
+    _regular_mode(path)
     with open(path, "rb") as file:
-        start = file.read(64)
+        start = file.read(256)
     try:
         with safe_open(path, framework="numpy") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is not a mapping)
@@ -196,17 +208,23 @@ def _header(path: pathlib.Path) -> tuple[dict[str, Entry], dict[str, str]]:
     except (SafetensorError, OSError) as error:
         raise ValueError(
             arguments.wanted(
-                shown_path(path), "a whole safetensors file", _describe_contents(start, error)
+                shown_path(path),
+                "a whole safetensors file",
+                _describe_contents(path.name, start, error),
             )
         ) from error
 
 
-def _describe_contents(start: bytes, error: Exception) -> str:
+def _describe_contents(name: str, start: bytes, error: Exception) -> str:
+    if start.startswith(ZIP) and b".npy" in start:
+        convert = f"safetensors.numpy.save_file(dict(numpy.load({name!r})), 'model.safetensors')"
+        return f"an archive of numpy arrays; convert it with {convert}"
     if start.startswith(PICKLE_STARTS):
-        return f"a pickle, which may run code and is not opened; {CONVERT}"
+        return f"a pickle, which may run code and is not opened; {CONVERT.format(name)}"
     if start.startswith(b"version https://git-lfs"):
         return "a pointer of git-lfs; fetch the file itself with `git lfs pull`"
-    return str(error)[:150]
+    reason = str(error).removeprefix("Error while deserializing header: ")[:120]
+    return f"a file that is cut off, damaged or of another kind ({reason})"
 
 
 def _read_in_pieces(name: str, entry: Entry, dtype: np.dtype) -> np.ndarray:
@@ -243,15 +261,13 @@ def write_tensors(
     codes = {dtype: code for code, dtype in DTYPES.items()}
     # Wider dtypes first, so that each array starts at a multiple of its item size.
     names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
-    ends = np.cumsum([0, *(arrays[name].nbytes for name in names)]).tolist()
-    header = {"__metadata__": dict(metadata)} | {
-        name: {
-            "dtype": codes[arrays[name].dtype],
-            "shape": list(arrays[name].shape),
-            "data_offsets": [start, end],
-        }
-        for name, start, end in zip(names, ends[:-1], ends[1:], strict=True)
-    }
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name in names:
+        array, start = arrays[name], end
+        end += array.nbytes
+        offsets = {"shape": array.shape, "data_offsets": [start, end]}
+        header[name] = {"dtype": codes[array.dtype]} | offsets
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
 
@@ -278,66 +294,56 @@ def temporary(path: pathlib.Path) -> Iterator[IO[bytes]]:
     """A new file in the same folder, with the mode of the file at `path`; removed at the end unless
     it was renamed.
 
-    Files left by a killed process are removed first. A locked file belongs to a live process.
+    A process locks its file while it lives. Unlocked ones were left by killed processes and are
+    removed first.
     """
-    mode = _file_mode(path)
-    _remove_stale(path.parent)
-    with _new_locked_file(path.parent, mode) as file:
-        try:
-            yield file
-        finally:
-            pathlib.Path(file.name).unlink(missing_ok=True)
-
-
-def _new_locked_file(folder: pathlib.Path, mode: int | None) -> IO[bytes]:
-    """A new file, locked."""
+    want = "a regular file, or a new name in a folder that exists"
+    mode = _regular_mode(path, want) if path.exists() else None
+    for name in path.parent.glob(f"{TEMPORARY}*.tmp"):
+        if name.is_file():
+            with contextlib.suppress(OSError), open(name, "rb") as stale:
+                if _lock(stale):
+                    name.unlink()
     # A private file's replacement must not be readable by others, not even while it is written.
-    opener = functools.partial(os.open, mode=0o666 if mode is None else 0o600)
-    while True:
-        name = folder / f"{TEMPORARY}{secrets.token_hex(8)}.tmp"
-        file = open(name, "xb", opener=opener)  # noqa: SIM115 (the caller closes it)
-        _lock(file.fileno(), waits=True)
-        if name.exists():
+    with _new_locked_file(path.parent, 0o666 if mode is None else 0o600) as file:
+        name = pathlib.Path(file.name)
+        try:
             if mode is not None:
                 name.chmod(mode)
+            yield file
+        finally:
+            name.unlink(missing_ok=True)
+
+
+def _new_locked_file(folder: pathlib.Path, mode: int) -> IO[bytes]:
+    while True:
+        name = folder / f"{TEMPORARY}{secrets.token_hex(8)}.tmp"
+        file = open(name, "xb", opener=functools.partial(os.open, mode=mode))  # noqa: SIM115
+        _lock(file, waits=True)
+        if name.exists():
             return file
-        # Another process removed it as stale before it was locked.
+        # Another process took it for one that was left, before it was locked.
         file.close()
 
 
-def _file_mode(path: pathlib.Path) -> int | None:
-    """The mode of a regular file; None if there is none."""
-    try:
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        return None
+def _regular_mode(path: pathlib.Path, want: str = "a regular file") -> int:
+    """The mode of a regular file. A ValueError for anything else: to open a pipe is to wait for its
+    other end."""
+    mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
         kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
         got = f"{kinds.get(stat.S_IFMT(mode), 'a device')}, {shown_path(path)}"
-        raise ValueError(
-            arguments.wanted("path", "a regular file, or a new name in a folder that exists", got)
-        )
+        raise ValueError(arguments.wanted("path", want, got))
     return stat.S_IMODE(mode)
 
 
-def _lock(descriptor: int, *, waits: bool = False) -> bool:
+def _lock(file: IO[bytes], *, waits: bool = False) -> bool:
     """Locks a file, and returns whether it worked; the system releases the lock when the process
     ends."""
     if fcntl is None:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
     except OSError:
         return False
     return True
-
-
-def _remove_stale(folder: pathlib.Path) -> None:
-    for name in folder.glob(f"{TEMPORARY}*.tmp"):
-        with contextlib.suppress(OSError):
-            descriptor = os.open(name, os.O_RDONLY)
-            try:
-                if _lock(descriptor):
-                    name.unlink()
-            finally:
-                os.close(descriptor)
