@@ -508,6 +508,21 @@ def test_a_symbolic_number_of_tokens_is_refused():
         jax.export.export(jax.jit(te.tied_cross_entropy))(x, TABLE, labels)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"pad_id": 60, "label_smoothing": 0.1}], ids=["default", "smoothed"]
+)
+def test_a_symbolic_vocabulary_gives_the_loss_of_each(options):
+    def step(x, table):
+        return ours(x, table, LABELS, **options)
+
+    (rows,) = jax.export.symbolic_shape("v")
+    shapes = X, jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
+    exported = jax.export.export(jax.jit(step))(*shapes)
+    for vocab in (VOCAB, VOCAB + 3):
+        table = normal(7, vocab, WIDTH)
+        assert_close(exported.call(X, table), oracle(X, table, LABELS, **options))
+
+
 def test_a_table_of_some_rows_is_refused():
     message = r"^table: wanted a whole table, trained densely, since the output layer is tied to it, got some of its rows(\n|$)"
     with pytest.raises(TypeError, match=message):
@@ -596,6 +611,34 @@ def test_a_sharded_table_gives_the_loss_of_one_device(kind, spec, shape):
     assert_close((loss, x_gradient, rows[:13]), one_device(13))
     np.testing.assert_array_equal(rows[13:], 0)
     assert table_gradient.array.sharding.is_equivalent_to(table.array.sharding, 2)
+
+
+LOWEST, HIGHEST = -(2**31), 2**31 - 1
+
+
+@pytest.mark.parametrize("spec", [None, SPEC("model"), SPEC(None, "model")], ids=str)
+@pytest.mark.parametrize(
+    "pad_id",
+    [
+        -100,
+        13,
+        *(pytest.param(n, marks=pytest.mark.slow) for n in (LOWEST + 1, 0, 127, HIGHEST - 1)),
+    ],
+)
+def test_labels_that_do_not_count_reach_no_logit_in_any_layout(pad_id, spec):
+    # Without a mask, every fourth label is padding. With one, it is any number.
+    labels, counted = MESH_LABELS.copy(), np.arange(64).reshape(8, 8) % 4 > 0
+    labels[~counted] = np.resize([pad_id, LOWEST, 13, 63, 64, HIGHEST], 16)
+    padded = np.where(counted, MESH_LABELS, pad_id)
+    table = MESH_TABLE[:13] if spec is None else in_shards(mesh_of(AxisType.Auto, (2, 4)), spec)
+    for labels_and_mask in ((padded, None), (labels, counted)):
+        options = dict(zip(("labels", "mask"), labels_and_mask, strict=True)) | {"pad_id": pad_id}
+        loss, x_gradient, table_gradient = compiled(MESH_X, table, **options)
+        rows = np.asarray(table_gradient.array if spec else table_gradient)
+        mask = {"mask": counted}
+        expected = oracle(MESH_X, MESH_TABLE[:13], **(options | mask))
+        assert_close((loss, x_gradient, rows[:13]), expected)
+        assert not rows[13:].any()
 
 
 @pytest.mark.slow

@@ -69,6 +69,12 @@ def mesh_of(shape, kind=AxisType.Auto):
     return jax.make_mesh(shape, ("data", "model"), axis_types=(kind,) * 2)
 
 
+def mesh_of_first(shape):
+    """Of fewer devices."""
+    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+    return jax.sharding.Mesh(devices, ("data", "model"))
+
+
 def put(mesh, array, *axes):
     return jax.device_put(array, NamedSharding(mesh, SPEC(*axes)))
 
@@ -316,9 +322,9 @@ def test_padded_logits_are_half_of_the_lowest_number():
         -np.ones((2, WIDTH), np.float32), shard(mesh_of((1, 8)), SPEC("model"), np.abs(TABLE))
     )
     logits = np.asarray(logits)
-    assert logits.shape == (2, 16)
+    assert logits.shape == (2, 128)
     np.testing.assert_array_equal(
-        logits[:, VOCAB:], np.full((2, 3), jnp.finfo(jnp.float32).min / 2)
+        logits[:, VOCAB:], np.full((2, 128 - VOCAB), jnp.finfo(jnp.float32).min / 2)
     )
     # Every product is negative: a padded logit of 0 would be the largest.
     assert (np.argmax(logits, -1) < VOCAB).all()
@@ -580,7 +586,7 @@ def tied(embedder, params, ids):
     ids=str,
 )
 def test_no_step_sends_more_than_a_shard(kind, spec, shape):
-    shard_size = (BIG + 1) * BIG_WIDTH // shape[1] if shape[1] > 1 else BIG * BIG_WIDTH
+    shard_size = (BIG + 1) * BIG_WIDTH // shape[1]
     for loss in (untied, tied):
         sent = collectives(compiled_step(kind, shape, spec, loss))
         assert sent
@@ -969,9 +975,28 @@ def test_a_table_moves_to_another_mesh():
     third = te.sharding.shard_params(first, mesh_of((4, 2)), {"*": SPEC("model")})["embed"][
         "embeddings"
     ]
-    for table, rows in ((second, 16), (third, 14)):
-        assert table.array.shape == (rows, WIDTH)
+    for table in (second, third):
+        assert table.array.shape == (128, WIDTH)
         np.testing.assert_array_equal(whole(table), TABLE)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 127, 128, 129, 397, 50257, 10**9])
+def test_padding_is_the_same_on_every_mesh_of_a_power_of_two(vocab_size):
+    table = jax.ShapeDtypeStruct((vocab_size, WIDTH), jnp.float32)
+    sizes = set()
+    for shape in ((1, 1), (1, 2), (2, 4), (1, 8), (8, 1)):
+        mesh = mesh_of_first(shape)
+        for spec in (SPEC("model"), SPEC(None, "model")):
+            size = shard(mesh, spec, table).array.shape[0]
+            assert size % mesh.shape["model"] == 0
+            sizes.add(size)
+    (size,) = sizes
+    assert vocab_size <= size < vocab_size + 128
+
+
+def test_devices_that_do_not_divide_the_padding_get_more_of_it():
+    table = jax.ShapeDtypeStruct((129, WIDTH), jnp.float32)
+    assert shard(mesh_of_first((1, 3)), SPEC("model"), table).array.shape == (384, WIDTH)
 
 
 def test_shard_params_maps_shapes_to_shapes():
@@ -980,19 +1005,21 @@ def test_shard_params_maps_shapes_to_shapes():
     assert table.shape == (VOCAB, WIDTH)
     assert table.dtype == jnp.bfloat16
     assert table.array == jax.ShapeDtypeStruct(
-        (16, WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh, SPEC("model"))
+        (128, WIDTH), jnp.bfloat16, sharding=NamedSharding(mesh, SPEC("model"))
     )
     moved = te.sharding.shard_params(
         {"embed": {"embeddings": table}}, mesh_of((4, 2)), {"*": SPEC("model")}
     )
-    assert moved["embed"]["embeddings"].array.shape == (14, WIDTH)
+    assert moved["embed"]["embeddings"].array.shape == (128, WIDTH)
 
 
 def test_every_device_holds_its_shard_alone():
     table = shard(mesh_of((2, 4)), SPEC("model"))
-    assert {each.data.shape for each in table.array.addressable_shards} == {(4, WIDTH)}
+    assert {each.data.shape for each in table.array.addressable_shards} == {(32, WIDTH)}
     for each in table.array.addressable_shards:
-        np.testing.assert_array_equal(each.data, np.pad(TABLE, ((0, 3), (0, 0)))[each.index])
+        np.testing.assert_array_equal(
+            each.data, np.pad(TABLE, ((0, 128 - VOCAB), (0, 0)))[each.index]
+        )
 
 
 def test_numbers_in_a_tree_are_placed():
@@ -1090,41 +1117,52 @@ def test_columns_over_an_axis_of_the_ids_raise_an_error():
 # --- checkpoints
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="today's Orbax asks for a newer jax")
-@pytest.mark.parametrize("shape", [(1, 8), (4, 2)], ids=str)
-def test_a_checkpoint_of_one_mesh_is_restored_on_another(tmp_path, shape):
-    ocp = pytest.importorskip("orbax.checkpoint", reason="Orbax is of the test extra")
-    saved, rules = checkpoint(), {PATTERN: SPEC("model")}
-    # Padding up to another mesh is another shape: Orbax cuts and fills up with zeros where it is
-    # not strict.
-    target = te.sharding.shard_params(
-        jax.eval_shape(params_and_state, jax.random.key(0)), mesh_of(shape), rules
-    )
-    args = jax.tree.map(
-        lambda leaf: ocp.ArrayRestoreArgs(
-            sharding=leaf.sharding, global_shape=leaf.shape, strict=False
-        ),
-        target,
-    )
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "step", saved)
-        restored = checkpointer.restore(
-            tmp_path / "step", args=ocp.args.PyTreeRestore(item=target, restore_args=args)
-        )
-    assert jax.tree.structure(restored) == jax.tree.structure(target)
-    for one, leaf in zip(jax.tree.leaves(restored), jax.tree.leaves(target), strict=True):
-        assert (one.shape, one.sharding) == (leaf.shape, leaf.sharding)
-    jax.tree.map(np.testing.assert_array_equal, on_host(restored), on_host(saved))
+GPT2_VOCAB = 50257
+CHECKPOINT_IDS = np.array([[0, 1, GPT2_VOCAB - 1, 1], [7, 300, 50000, -1]], np.int32)
 
 
 def params_and_state(rng):
-    params = te.make_embedder(config()).init(rng)
-    return params, jax.tree.map(lambda leaf: leaf + 1, optax.adam(0.01).init(params))
+    params = {"embed": {"embeddings": jax.random.normal(rng, (GPT2_VOCAB, 4))}}
+    return params, ROW_OPTIMIZERS["adam"].init(params)
 
 
-@functools.cache
-def checkpoint():
-    return te.sharding.shard_params(
-        params_and_state, mesh_of((2, 4)), {PATTERN: SPEC("model")}, rng=jax.random.key(0)
-    )
+@functools.partial(jax.jit, donate_argnums=(0, 1))
+def checkpoint_step(params, state, ids):
+    def loss(params):
+        return jnp.sum(te.lookup(params["embed"]["embeddings"], ids, out_of_range="zero") ** 2)
+
+    grads = te.rows.value_and_grad(loss, ids={"embed": {"embeddings": ids}})(params)[1]
+    return te.rows.update(ROW_OPTIMIZERS["adam"], grads, state, params)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="today's Orbax asks for a newer jax")
+def test_a_checkpoint_of_one_mesh_trains_on_as_on_every_other(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint", reason="Orbax is of the test extra")
+    rules, spec = {"*/embeddings": SPEC("model")}, SPEC("model")
+    place = functools.partial(te.sharding.shard_params, rules=rules)
+    saved = place(params_and_state, mesh_of((1, 8)), rng=jax.random.key(0))
+    saved = checkpoint_step(*saved, put(mesh_of((1, 8)), CHECKPOINT_IDS))
+    shapes, kept = jax.eval_shape(params_and_state, jax.random.key(0)), on_host(saved)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "step", saved)
+        expected = on_host(checkpoint_step(*saved, put(mesh_of((1, 8)), CHECKPOINT_IDS)))
+        for data, model in ((1, 4), (4, 2), (8, 1), (1, 1)):
+            mesh = mesh_of_first((data, model))
+            target = place(shapes, mesh)
+            args = jax.tree.map(
+                lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape),
+                target,
+            )
+            restored = checkpointer.restore(
+                tmp_path / "step", args=ocp.args.PyTreeRestore(item=target, restore_args=args)
+            )
+            assert jax.tree.structure(restored) == jax.tree.structure(target)
+            for found, leaf in zip(*map(jax.tree.leaves, (restored, target)), strict=True):
+                assert (found.shape, found.sharding) == (leaf.shape, leaf.sharding)
+            assert restored[1][0].mu["embed"]["embeddings"].sharding.spec == spec
+            jax.tree.map(np.testing.assert_array_equal, on_host(restored), kept)
+            trained = on_host(checkpoint_step(*restored, put(mesh, CHECKPOINT_IDS)))
+            jax.tree.map(
+                functools.partial(np.testing.assert_allclose, atol=1e-6), trained, expected
+            )

@@ -199,7 +199,8 @@ def _weighted_loss(
     counted = counted | jnp.zeros_like(x, bool).any(-1)
     # Zeros give finite logits, so that their weight of 0 leaves nothing of them.
     x = jnp.where(counted[..., None], x, jnp.zeros((), x.dtype))
-    labels = labels + jnp.zeros_like(counted, jnp.int32)
+    # Any label may stand where it is not counted, also one on a shard's padding.
+    labels = jnp.where(counted, labels, 0)
     outside = labels.astype(jnp.uint32) >= options.vocab_size
     weights = jnp.where(counted, jnp.where(outside, jnp.array(jnp.nan, dtype), 1), 0)
     if by_count:
@@ -345,9 +346,9 @@ def _losses_and_logit_gradients(options, over, table, chunk):
     have padding rows.
     """
     first = jax.lax.axis_index(over) * table.shape[0] if over else 0
-    padded = _reduce_over(jax.lax.psum, over, 1) * table.shape[0] > options.vocab_size
+    padded = bool(over) and jax.lax.psum(1, over) * table.shape[0] > options.vocab_size
     ids = first + jnp.arange(table.shape[0], dtype=jnp.int32)
-    inside = ids < options.vocab_size
+    inside = (ids < options.vocab_size)[None]
     logits = jnp.einsum("td,vd->tv", chunk.x, table, preferred_element_type=chunk.weights.dtype)
     if options.pad_id is not None:
         logits = _zero_column(logits, options.pad_id - first)
@@ -358,14 +359,14 @@ def _losses_and_logit_gradients(options, over, table, chunk):
     shifted = logits - top[:, None]
     exponentials = jnp.exp(shifted)
     kept, spread = 1 - options.label_smoothing, options.label_smoothing / options.vocab_size
-    if spread:
+    if options.label_smoothing:
         summed = (jnp.where(inside, shifted, 0) if padded else shifted).sum(-1)
         target = kept * _logit_of_label(shifted, chunk.labels - first) + spread * summed
     else:
         target = _shifted_logit_of_label(logits, top, shifted, chunk.labels - first)
     total, target = _reduce_over(jax.lax.psum, over, (exponentials.sum(-1), target))
     logit_gradients = exponentials
-    if spread:
+    if options.label_smoothing:
         logit_gradients -= (jnp.where(inside, spread, 0) if padded else spread) * total[:, None]
     logit_gradients = _subtract_at_label(logit_gradients, chunk.labels - first, kept * total)
     if options.pad_id is not None:
@@ -380,7 +381,7 @@ def _subtract_at_label(logit_gradients, rows, amounts):
 
     def in_place(logit_gradients, rows, amounts):
         tokens = jnp.arange(len(rows), dtype=jnp.int32)
-        at_label = logit_gradients.at[tokens, jnp.where(rows >= 0, rows, len(columns))]
+        at_label = logit_gradients.at[tokens, jnp.where(rows >= 0, rows, logit_gradients.shape[1])]
         return at_label.add(-amounts, mode="drop", indices_are_sorted=True, unique_indices=True)
 
     def fused(logit_gradients, rows, amounts):

@@ -28,7 +28,7 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
     """
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
         """[vocab_size, d]."""
         raise NotImplementedError
 
@@ -170,8 +170,8 @@ def tied_logits(
         x: [..., d], a floating dtype.
         table: [vocab_size, d], a floating dtype.
         pad_id: the id whose row counts as zeros, as in `lookup`: its logit is 0 and its row gets no
-            gradient. The row must still be finite, because 0 times the row enters x's gradient.
-            None: no padding.
+            gradient. The row must still be finite, because 0 times the row enters x's gradient. To
+            sample from the logits, exclude it: 0 is not the lowest logit. None: no padding.
 
     Returns:
         [..., vocab_size], summed and returned in float32 (float64 if an input is). A sharded table
@@ -186,6 +186,12 @@ def tied_logits(
         >>> import transformer_embed as te
         >>> te.tied_logits(jnp.array([1.0, 1.0]), jnp.array([[1.0, 2.0], [3.0, 4.0]])).tolist()
         [3.0, 7.0]
+
+        Padding has a logit of 0, so this line comes before `jax.random.categorical`:
+
+        >>> logits = te.tied_logits(jnp.array([-1.0]), jnp.array([[0.5], [1.0]]), pad_id=0)
+        >>> logits.at[..., 0].set(-jnp.inf).tolist()
+        [-inf, -1.0]
 
     Source:
         Press and Wolf, "Using the Output Embedding to Improve Language Models" (2017),

@@ -1,11 +1,12 @@
 """The mesh axes that each dimension of an array is split over, and conversions between them and a
 PartitionSpec."""
 
+import importlib
 import math
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32
 
 Axes = tuple[str, ...]
@@ -42,3 +43,13 @@ def index_along(axes: Axes) -> Int32[Array, ""] | int:
     """Inside shard_map, the index of this device's block of an array that is split over these
     axes."""
     return jax.lax.axis_index(axes) if axes else 0
+
+
+def reshard(array: Array, sharding: NamedSharding) -> Array:
+    """The array with this sharding, under automatic or explicit axes."""
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return jax.lax.with_sharding_constraint(array, sharding)
+    # jax 0.6 has it elsewhere.
+    if not hasattr(jax.sharding, "reshard"):
+        return importlib.import_module("jax.experimental.shard").reshard(array, sharding)
+    return jax.sharding.reshard(array, sharding)

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from transformer_embed._src.functional.partitioning import Axes, partition_spec
+from transformer_embed._src.functional.partitioning import Axes, index_along, partition_spec
 
 # 2**32 divided by the golden ratio: the multiplier of Fibonacci hashing.
 HASH = 0x9E3779B1
@@ -69,16 +69,17 @@ def deal_rows(
     Each device holds some rounds of dealing, sorts their rows by virtual shard, and sends each
     device the virtual shards that live there: one all-to-all.
     """
-    parts, width = math.prod(mesh.shape[axis] for axis in axes), table.shape[1]
+    shape = table.shape[1:]
+    parts, width = math.prod(mesh.shape[axis] for axis in axes), math.prod(shape)
+    table = table.reshape(-1, width)
     each = -(-deal.rounds // parts)
     padded = jnp.pad(table, ((0, each * parts * deal.virtual_shards - deal.vocab_size), (0, 0)))
 
     def send(rows):
-        first = jax.lax.axis_index(axes) * each if axes else 0
+        first = index_along(axes) * each
         rounds = first + jnp.arange(each, dtype=jnp.int32)[:, None]
-        slots = _reverse_bits(
-            deal, jnp.arange(deal.virtual_shards, dtype=jnp.int32) ^ _round_hash(deal, rounds)
-        )
+        shards = jnp.arange(deal.virtual_shards, dtype=jnp.int32)[None]
+        slots = _reverse_bits(deal, shards ^ _round_hash(deal, rounds))
         dealt = jnp.take_along_axis(
             rows.reshape(each, deal.virtual_shards, width), slots[..., None], axis=1
         ).swapaxes(0, 1)
@@ -86,7 +87,8 @@ def deal_rows(
         return dealt[:, : deal.rounds].reshape(-1, width)
 
     spec = partition_spec(axes)
-    return jax.shard_map(send, mesh=mesh, in_specs=spec, out_specs=spec)(padded)
+    dealt = jax.shard_map(send, mesh=mesh, in_specs=spec, out_specs=spec)(padded)
+    return dealt.reshape(-1, *shape)
 
 
 def _reverse_bits(deal: Deal, values: Any) -> Any:

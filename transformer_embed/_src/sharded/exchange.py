@@ -214,7 +214,7 @@ def sum_repeats(
 
 def _send_buffer(hop: Hop, starts: Int32[Array, "p"], values: Array, fill: int) -> Array:
     """[parts * room, ...]: the values for each part, which are contiguous, padded with `fill`."""
-    index = starts[:-1, None] + jnp.arange(hop.room, dtype=jnp.int32)
+    index = starts[:-1, None] + jnp.arange(hop.room, dtype=jnp.int32)[None]
     index = jnp.where(index < starts[1:, None], index, len(values)).reshape(-1)
     return values.at[index].get(mode="fill", fill_value=fill)
 

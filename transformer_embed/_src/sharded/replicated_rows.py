@@ -16,13 +16,12 @@ devices.
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
@@ -32,6 +31,7 @@ from transformer_embed._src.functional.partitioning import (
     array_axes,
     index_along,
     partition_spec,
+    reshard,
 )
 from transformer_embed._src.rows import rows
 
@@ -86,7 +86,8 @@ def take_replicated(
     """The distinct rows of the whole batch, on every device."""
     mesh = table.sharding.mesh
     held = jax.shard_map(distinct, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())(
-        _replicate(ids, mesh)
+        # The ids of the whole batch are few and small.
+        reshard(ids, NamedSharding(mesh, PartitionSpec()))
     )
     everywhere = dataclasses.replace(table, batch_axes=())
     return _ReplicatedRows(held, everywhere.gather(held), table.vocab_size, mesh, table.batch_axes)
@@ -135,16 +136,3 @@ def rows_of_this_shard(
     own = ids[order] - first
     here = (own >= 0) & (own < size) & (ids[order] < table.vocab_size)
     return jnp.where(here, own, jnp.arange(size, size + len(ids), dtype=jnp.int32)), order
-
-
-def _replicate(ids: Int32[Array, "..."], mesh: Any) -> Int32[Array, "..."]:
-    """Replicates the ids of the whole batch, which are few and small."""
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    if AxisType.Explicit not in mesh.axis_types:
-        return jax.lax.with_sharding_constraint(ids, everywhere)
-    home = (
-        jax.sharding
-        if hasattr(jax.sharding, "reshard")
-        else importlib.import_module("jax.experimental.shard")
-    )
-    return home.reshard(ids, everywhere)

@@ -41,11 +41,15 @@ from transformer_embed._src.functional.partitioning import (
     index_along,
     leading_axes_outside,
     partition_spec,
+    reshard,
     spec_axes,
 )
 from transformer_embed._src.rows import rows
 from transformer_embed._src.sharded import exchanged_rows, replicated_rows
 from transformer_embed._src.sharded.dealing import Deal
+
+# Megatron-LM's `make-vocab-size-divisible-by`, and the lanes of a TPU.
+ROW_MULTIPLE = 128
 
 
 @functools.partial(
@@ -71,7 +75,9 @@ class Sharded(Table):
     shard.
 
     Args:
-        array: [padded vocab_size, d].
+        array: [padded vocab_size, d], or [padded vocab_size] for optimizer state with one number
+            for each row. A cut table is padded to a multiple of 128 rows, so a checkpoint of it
+            can be restored on every mesh whose devices along its axes divide 128.
         vocab_size: number of rows without padding.
         sharding: of the array.
         batch_axes: under automatic axes, the mesh axes that the first dimension of ids and x is
@@ -106,9 +112,9 @@ class Sharded(Table):
     capacity: float = 1.0
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
         """(vocab_size, d), without the padding."""
-        return (self.vocab_size, self.array.shape[-1])
+        return (self.vocab_size, *self.array.shape[1:])
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -187,7 +193,10 @@ class Sharded(Table):
         if self.deal is not None and not isinstance(gradient, exchanged_rows.OwnedRows):
             want = "the gradient of a dealt table as `value_and_grad` returns it: each device has those of its own rows"
             raise TypeError(arguments.wanted("grads", want, f"plain {type(gradient).__name__}"))
-        mesh, deal, wholes = self.sharding.mesh, self.deal, [self, *states]
+        mesh, deal = self.sharding.mesh, self.deal
+        by_owner = partition_spec(self.axes[0])
+        # The state has the table's rows, but not always its columns, nor its sharding.
+        arrays = [self.array, *(reshard(s.array, NamedSharding(mesh, by_owner)) for s in states)]
 
         def update_shard(needed, ids, values, shards):
             size = shards[0].shape[0]
@@ -201,18 +210,13 @@ class Sharded(Table):
             own, order = replicated_rows.rows_of_this_shard(self, ids, size)
             return step(needed, own, values[order], shards)
 
-        given, split = (
-            PartitionSpec() if deal is None else partition_spec(self.axes[0]),
-            [self.sharding.spec] * len(wholes),
-        )
+        given, split = PartitionSpec() if deal is None else by_owner, [by_owner] * len(arrays)
         specs = ([_spec_in_shard_map(mesh, array) for array in needed], given, given, split)
         update_all = jax.shard_map(update_shard, mesh=mesh, in_specs=specs, out_specs=split)
-        written = update_all(
-            list(needed), gradient.ids, gradient.values, [each.array for each in wholes]
-        )
+        written = update_all(list(needed), gradient.ids, gradient.values, arrays)
         return [
-            dataclasses.replace(each, array=array)
-            for each, array in zip(wholes, written, strict=True)
+            dataclasses.replace(table, array=array)
+            for table, array in zip([self, *states], written, strict=True)
         ]
 
     def exchange_load(self, ids: ArrayLike) -> exchanged_rows.ExchangeLoad:
@@ -277,12 +281,11 @@ class Sharded(Table):
 
     def with_rows(self, rows: np.ndarray) -> "Sharded":
         """See `Table`; split over the same mesh axes, and dealt if this one is."""
-        size = math.prod(self.sharding.mesh.shape[axis] for axes in self.axes for axis in axes)
+        parts = math.prod(self.sharding.mesh.shape[axis] for axes in self.axes for axis in axes)
         resized = dataclasses.replace(self, vocab_size=len(rows))
-        padded = -(-len(rows) // size) * size if resized.deal is None else resized.deal.size
-        return dataclasses.replace(
-            resized, array=place_rows(rows, (padded, rows.shape[1]), self.sharding, resized.deal)
-        )
+        size = padded_size(len(rows), parts) if resized.deal is None else resized.deal.size
+        array = place_rows(rows, (size, *rows.shape[1:]), self.sharding, resized.deal)
+        return dataclasses.replace(resized, array=array)
 
     def _check_not_dealt(self) -> None:
         if self.deal is not None:
@@ -314,9 +317,11 @@ def _logits(table: Sharded, x: Float[Array, "... d"]) -> Float[Array, "... v"]:
     gathered = [axes[len(some) :] for axes, some in zip(split[:-1], kept, strict=True)] + [
         split[-1]
     ]
-    dtype = jnp.promote_types(jnp.float32, jnp.promote_types(x.dtype, table.dtype))
+    dtype = arguments.compute_dtype(x.dtype, table.dtype)
 
     def multiply(shard, x):
+        if x.dtype != shard.dtype:
+            x, shard = x.astype(dtype), shard.astype(dtype)
         for dimension, axes in enumerate(gathered):
             x = jax.lax.all_gather(x, axes, axis=dimension, tiled=True) if axes else x
         if column_axes:
@@ -340,6 +345,12 @@ def _logits(table: Sharded, x: Float[Array, "... d"]) -> Float[Array, "... v"]:
     return run(table.array, x)
 
 
+def padded_size(vocab_size: int, parts: int) -> int:
+    """The rows of a cut table's array: the same on every mesh whose devices divide ROW_MULTIPLE."""
+    multiple = math.lcm(ROW_MULTIPLE, parts)
+    return -(-vocab_size // multiple) * multiple
+
+
 def place_rows(
     rows: np.ndarray, shape: tuple[int, ...], sharding: NamedSharding, deal: Deal | None
 ) -> Array:
@@ -353,10 +364,8 @@ def place_rows(
             missing = [(0, size - have) for size, have in zip(full, some.shape, strict=True)]
             return np.pad(some, missing) if missing else some
         ids = deal.ids(np.arange(*index[0].indices(shape[0]), dtype=np.int32))
-        return np.where(
-            (ids < len(rows))[:, None],
-            rows[np.minimum(ids, len(rows) - 1)],
-            np.zeros((), rows.dtype),
-        )
+        dealt = rows[np.minimum(ids, len(rows) - 1)]
+        dealt[ids >= len(rows)] = 0
+        return dealt
 
     return jax.make_array_from_callback(shape, sharding, part)

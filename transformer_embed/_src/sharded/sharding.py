@@ -23,7 +23,7 @@ from transformer_embed._src import arguments
 from transformer_embed._src.functional.lookup import Table
 from transformer_embed._src.functional.partitioning import Axes, spec_axes
 from transformer_embed._src.sharded import dealing
-from transformer_embed._src.sharded.sharded import Sharded, place_rows
+from transformer_embed._src.sharded.sharded import Sharded, padded_size, place_rows
 
 __all__ = ["Sharded", "shard_params"]
 
@@ -81,7 +81,8 @@ def shard_params(
         rng: a key, required if params is a function; otherwise must be None.
         tables: a pattern for the names of tables: of rank 2, split by a rule, and read only by
             `lookup` and `tied_logits`. Other modules, such as hk.Embed, need a plain array: leave
-            their tables out of the pattern.
+            their tables out of the pattern. An array of rank 1 with such a name has one number for
+            each row, such as row-wise Adagrad's state.
         batch_axes: under automatic axes, the mesh axes that the first dimension of ids is split
             over. None: the axes that the table does not use; for a dealt table, all axes of the
             mesh. If a cut table's rows are split over a batch axis, ids are all-gathered and rows
@@ -212,6 +213,8 @@ def _matching_spec(
         (spec for pattern, spec in rules.items() if fnmatch.fnmatchcase(name, pattern)),
         PartitionSpec(),
     )
+    while len(spec) > len(shape) and spec[-1] is None:
+        spec = PartitionSpec(*spec[:-1])
     if len(spec) > len(shape):
         raise ValueError(
             arguments.wanted("rules", f"at most {len(shape)} dimensions for {name}", spec)
@@ -239,11 +242,13 @@ def _place_leaf(path: Any, leaf: Any, spec: PartitionSpec, *, options: _Options)
         )
         raise TypeError(arguments.wanted("params", want, f"a traced {name}"))
     sharding = NamedSharding(mesh, spec)
-    if not (used and len(leaf.shape) == 2 and fnmatch.fnmatchcase(name, options.tables)):
+    # A row-wise optimizer may have one number of state for each row of a table.
+    is_table = len(leaf.shape) in (1, 2) and fnmatch.fnmatchcase(name, options.tables)
+    if not (used and is_table):
         _check_divides(name, leaf.shape, axes, mesh)
         return _put_on_mesh(leaf, leaf.shape, sharding)
     _check_divides(name, leaf.shape[1:], axes[1:], mesh)
-    if batch_axes is not None and set(batch_axes) & set(axes[1]):
+    if batch_axes is not None and set(batch_axes) & set(used[len(axes[0]) :]):
         raise ValueError(
             arguments.wanted(
                 "batch_axes", f"other axes than those of the columns of {name}", batch_axes
@@ -253,7 +258,8 @@ def _place_leaf(path: Any, leaf: Any, spec: PartitionSpec, *, options: _Options)
     if options.deal is not None and fnmatch.fnmatchcase(name, options.deal):
         return _deal(name, leaf, axes, parts, sharding, options)
     others = tuple(axis for axis in mesh.axis_names if axis not in used)
-    array = _put_on_mesh(leaf, (-(-leaf.shape[0] // parts) * parts, leaf.shape[1]), sharding)
+    size = padded_size(leaf.shape[0], parts)
+    array = _put_on_mesh(leaf, (size, *leaf.shape[1:]), sharding)
     return Sharded(
         array, leaf.shape[0], sharding, others if batch_axes is None else tuple(batch_axes)
     )
@@ -266,7 +272,7 @@ def _deal(
     batch_axes = (
         options.mesh.axis_names if options.batch_axes is None else tuple(options.batch_axes)
     )
-    if axes[1]:
+    if any(axes[1:]):
         raise ValueError(
             arguments.wanted(
                 "deal", f"rows over mesh axes, and whole columns, for {name}", sharding.spec
@@ -292,7 +298,7 @@ def _deal(
                 deal.size,
             )
         )
-    array = _put_on_mesh(leaf, (deal.size, leaf.shape[1]), sharding, deal)
+    array = _put_on_mesh(leaf, (deal.size, *leaf.shape[1:]), sharding, deal)
     return Sharded(
         array, leaf.shape[0], sharding, batch_axes, options.virtual_shards, options.capacity
     )
@@ -332,13 +338,11 @@ def _init_on_mesh(init: Callable, rng: Array, options: _Options, targets: Any) -
         if not isinstance(target, Sharded):
             return array
         if target.deal is None:
-            return dataclasses.replace(
-                target,
-                array=jnp.pad(array, ((0, target.array.shape[0] - target.vocab_size), (0, 0))),
-            )
-        return dataclasses.replace(
-            target, array=dealing.deal_rows(target.deal, automatic, target.axes[0], array)
-        )
+            padding = (0, target.array.shape[0] - target.vocab_size)
+            padded = jnp.pad(array, [padding, *[(0, 0)] * (array.ndim - 1)])
+            return dataclasses.replace(target, array=padded)
+        dealt = dealing.deal_rows(target.deal, automatic, target.axes[0], array)
+        return dataclasses.replace(target, array=dealt)
 
     # A key's type contains the explicit axes of the surrounding mesh; its data on the host does
     # not.
