@@ -35,6 +35,29 @@ def test_all_lists_every_imported_public_name():
     assert all(hasattr(te, name) for name in te.__all__)
 
 
+def is_reexport(node):
+    """Whether a statement is a docstring, an import, or the value of `__all__` or `__version__`."""
+    if isinstance(node, ast.Assign):
+        return [target.id for target in node.targets] in (["__all__"], ["__version__"])
+    return isinstance(node, ast.ImportFrom) or isinstance(node.value, ast.Constant)
+
+
+@pytest.mark.parametrize("part", ["__init__", *public.PARTS])
+def test_public_modules_hold_no_logic(part):
+    tree = ast.parse((PACKAGE / f"{part}.py").read_text(encoding="utf-8"))
+    assert [ast.unparse(node) for node in tree.body if not is_reexport(node)] == []
+
+
+@pytest.mark.slow
+def test_each_public_name_is_imported_from_its_module():
+    lines = [
+        f"from transformer_embed.{name.replace('.', ' import ')}"
+        for name in public.EVERY
+        if "." in name
+    ]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=ROOT, check=True)
+
+
 def test_few_public_names():
     assert len(public.EVERY) <= MAX_PUBLIC_NAMES
 

@@ -119,8 +119,9 @@ def plot_wavelengths(
 
     Example:
         >>> import transformer_embed as te
-        >>> ax = te.plots.plot_wavelengths(128, base=500_000.0, label="as trained")
-        >>> ax = te.plots.plot_wavelengths(128, ax=ax, base=500_000.0, scaling=te.Llama3Scaling(8.0), label="Llama 3.1")
+        >>> ax = te.plots.plot_wavelengths(128, base=5e5, label="as trained")
+        >>> scaling = te.Llama3Scaling(8.0)
+        >>> ax = te.plots.plot_wavelengths(128, ax=ax, base=5e5, scaling=scaling, label="Llama 3.1")
         >>> ax.get_ylabel()
         'wavelength (tokens)'
 
@@ -218,7 +219,9 @@ def plot_mask(
         >>> import jax.numpy as jnp
         >>> import transformer_embed as te
         >>> positions = jnp.arange(6)
-        >>> mask = te.attention_mask(query_positions=positions, key_positions=positions, causal=True, window=(2, 0))
+        >>> mask = te.attention_mask(
+        ...     query_positions=positions, key_positions=positions, causal=True, window=(2, 0)
+        ... )
         >>> ax = te.plots.plot_mask(mask, key_tokens="the cat sat on the mat".split())
         >>> [text.get_text() for text in ax.get_legend().get_texts()]
         ['may attend', 'hidden']
@@ -303,10 +306,8 @@ def plot_rotary(
         Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), figure 1,
         https://arxiv.org/abs/2104.09864
     """
-    chosen, places = (
-        _pairs(pairs, arguments.integer("head_dim", head_dim, at_least=2) // 2),
-        _places(positions),
-    )
+    chosen = _pairs(pairs, arguments.integer("head_dim", head_dim, at_least=2) // 2)
+    places = _places(positions)
     radii = range(1, len(chosen) + 1)
     points = _rotated(places, head_dim, chosen, radii, base, scaling)
     edge = max(len(chosen) + 0.75, 1.1 * np.abs(points).max())
@@ -363,7 +364,8 @@ def plot_bias(
     Example:
         >>> import jax.numpy as jnp
         >>> import transformer_embed as te
-        >>> bias = te.alibi_bias(jnp.arange(8), jnp.arange(8), num_heads=4) + te.mask_to_bias(te.causal_mask(8))
+        >>> bias = te.alibi_bias(jnp.arange(8), jnp.arange(8), num_heads=4)
+        >>> bias += te.mask_to_bias(te.causal_mask(8))
         >>> ax = te.plots.plot_bias(bias, head=0)
         >>> int(ax.images[0].get_array().mask.sum())  # the keys after their query
         28
@@ -431,10 +433,8 @@ def plot_error(
         >>> bool(ours.max() < 6.0e-8)
         True
     """
-    d_model, base = (
-        arguments.integer("d_model", d_model, at_least=1),
-        arguments.real("base", base, above=0),
-    )
+    d_model = arguments.integer("d_model", d_model, at_least=1)
+    base = arguments.real("base", base, above=0)
     places = _error_positions(positions)
     exact = _exact_encoding(places, d_model, base)
     ours = np.asarray(sinusoidal_encoding(places, d_model, base=base), np.float64)
@@ -607,10 +607,8 @@ def _finished_lines(ax: "Axes") -> "Axes":
 
 
 def _frequencies(d_model: int, base: float, scaling: Scaling | None) -> Sequence[decimal.Decimal]:
-    d_model, base = (
-        arguments.integer("d_model", d_model, at_least=1),
-        arguments.real("base", base, above=0),
-    )
+    d_model = arguments.integer("d_model", d_model, at_least=1)
+    base = arguments.real("base", base, above=0)
     if scaling is None:
         return phase.geometric_frequencies((d_model + 1) // 2, base, d_model / 2)
     if not isinstance(scaling, Scaling):
