@@ -8,19 +8,21 @@ import re
 import shutil
 import subprocess
 import sys
-import zlib
 
 import pytest
 
-for package in ("sphinx", "myst_nb", "furo", "matplotlib"):
+for package in ("sphinx", "myst_nb", "furo", "sphinx_copybutton", "matplotlib"):
     pytest.importorskip(package)
 
+import make_reference
 import public
 
 import transformer_embed as te
 
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCE = ROOT / "notebooks"
+PAGES = [ROOT / "README.md", *sorted(SOURCE.rglob("*.md"))]
+REFERENCE = sorted((SOURCE / "reference").glob("*.md"))
 
 
 def build(source, out):
@@ -56,40 +58,45 @@ def test_every_public_docstring_has_an_example(name):
 
 
 def test_every_public_name_has_one_entry_in_the_reference():
-    listed = [
-        name
-        for page in (SOURCE / "reference").glob("*.rst")
-        for name in " ".join(re.findall(r"(?m)^\.\. public:: (.*)$", read(page))).split()
-    ]
+    listed = [name for page in REFERENCE for name in make_reference.names_on(read(page))]
     assert sorted(listed) == sorted(public.EVERY)
 
 
-@pytest.mark.slow
-@pytest.mark.documentation
-def test_every_public_name_is_on_a_page_as_users_write_it(pages):
-    entries = inventory(pages)
-    found = {name for name, kind in entries if kind in ("py:function", "py:class")}
-    assert set(public.EVERY) <= found
-    # A class is known by the file that it lives in too.
-    assert {name.rsplit(".", 1)[-1] for name in found} == {
-        name.rsplit(".", 1)[-1] for name in public.EVERY
-    }
-    assert ("PositionalEncoding.__call__", "py:method") in entries
-    for page, prefix in (
-        ("rotary", "te."),
-        ("large_tables", "te.rows."),
-        ("large_tables", "te.sharding."),
-    ):
-        assert f'<span class="pre">{prefix}</span>' in read(pages / "reference" / f"{page}.html")
+def test_the_reference_and_the_help_of_commands_are_those_of_the_code():
+    """If not: python tests/make_reference.py."""
+    stale = [path.name for path, text in make_reference.pages().items() if read(path) != text]
+    assert stale == []
 
 
-def inventory(pages):
-    """What other projects' pages may refer to: names without the package's, and their kinds."""
-    body = (pages / "objects.inv").read_bytes().split(b"\n", 4)[4]
-    return {
-        tuple(line.removeprefix("transformer_embed.").split()[:2])
-        for line in zlib.decompress(body).decode().splitlines()
-    }
+def test_the_reference_shows_no_internals():
+    text = "".join(map(read, REFERENCE))
+    assert [
+        word for word in ("See `Table`", "_src", "jaxlib", "Alias for field") if word in text
+    ] == []
+
+
+def test_pages_read_without_sphinx():
+    """No directive or role is left over: they would show as they are on the web page of a repository."""
+    for page in PAGES:
+        assert (
+            re.findall(r"^(?:```+|:::+)\{|^\.\. \w+::|\{\w+\}`", read(page), re.MULTILINE) == []
+        ), page
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_between_pages_lead_to_a_heading(page):
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", read(page)):
+        path, _, anchor = target.partition("#")
+        home = (page.parent / path) if path else page
+        assert home.exists(), target
+        if anchor and home.suffix == ".md":
+            assert anchor in anchors_of(home), target
+
+
+def anchors_of(page):
+    """As the web pages of repositories write them."""
+    headings = re.findall(r"^#+ (.*)$", read(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def read(page):
@@ -110,27 +117,15 @@ def test_a_reference_page_starts_with_a_table_of_one_line_summaries(pages):
 @pytest.mark.slow
 @pytest.mark.documentation
 def test_reference_pages_show_sections_formulas_and_types_as_written(pages):
-    text = text_of(read(pages / "reference" / "positions.html"))
-    assert all(
-        section in text
-        for section in ("Parameters", "Returns", "Raises", "Example", "Source", "&gt;&gt;&gt; ")
-    )
-    assert (
-        "encoding[..., 2i]     = sin(position * base ** (-2i / d_model))\nencoding[..., 2i + 1] = cos("
-        in text
-    )
+    html = {page.stem: read(page) for page in pages.rglob("*.html")}
+    text = text_of(html["positions"])
+    sections = ("Arguments", "Returns", "Raises", "Source", "&gt;&gt;&gt; ")
+    assert all(section in text for section in sections)
+    formula = "encoding[..., 2i]     = sin(position * base ** (-2i / d_model))\nencoding[..., 2i + 1] = cos("
+    assert formula in text
     assert "[*shape, d_model]" in text
     assert "positions: ArrayLike" in text
-    html = {page.stem: read(page) for page in pages.rglob("*.html")}
-    assert [
-        page
-        for page, content in html.items()
-        if "jaxlib" in content or "Alias for field" in content
-    ] == []
-    assert (
-        'href="rotary.html#transformer_embed.apply_rotary" title="transformer_embed.apply_rotary">'
-        in html["plots"]
-    )
+    assert 'href="rotary.html#te-apply-rotary"' in html["plots"]
 
 
 @pytest.mark.slow
@@ -168,20 +163,19 @@ def test_pages_name_no_machine(pages):
 
 @pytest.mark.slow
 @pytest.mark.documentation
-def test_an_unknown_name_on_a_reference_page_or_an_unknown_command_in_a_formula_fails_the_build(
-    tmp_path,
-):
+def test_an_unknown_command_in_a_formula_fails_the_build(tmp_path):
     source = tmp_path / "source"
     shutil.copytree(SOURCE / "static", source / "static")
     shutil.copy(SOURCE / "conf.py", source)
-    (source / "index.rst").write_text(
-        "Title\n=====\n\n:math:`\\nosuchcommand`\n\n.. public:: nothing_of_this_name\n",
-        encoding="utf-8",
-    )
+    (source / "index.md").write_text("# Title\n\n$\\nosuchcommand$\n", encoding="utf-8")
     done = build(source, tmp_path / "out")
-    assert "te.nothing_of_this_name: there is no such name" in done.stderr
     assert "nosuchcommand" in done.stderr
     assert done.returncode != 0
+
+
+def test_an_unknown_name_on_a_reference_page_is_an_error():
+    with pytest.raises(AttributeError, match="nothing_of_this_name"):
+        make_reference.entries(["nothing_of_this_name"], "##")
 
 
 @pytest.mark.slow
@@ -199,7 +193,7 @@ def test_every_page_is_in_the_index_with_a_line():
     index = read(SOURCE / "index.md")
     files = [
         path.relative_to(SOURCE).as_posix()
-        for pattern in ("*.md", "*.ipynb", "reference/*.rst")
+        for pattern in ("*.md", "*.ipynb", "reference/*.md")
         for path in SOURCE.glob(pattern)
     ]
     assert [

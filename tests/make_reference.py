@@ -1,0 +1,260 @@
+"""Writes what the reference pages and the page of the command line say from the code.
+
+A page marks such a part with a comment, and the part ends with another one:
+
+    <!-- reference: lookup rows.update -->    a table of these names, then an entry for each
+    <!-- help: show mask -->                  what `transformer-embed show mask --help` prints
+    <!-- end -->
+
+Usage: python tests/make_reference.py. tests/test_docs.py checks that the pages are up to date.
+"""
+
+import argparse
+import ast
+import contextlib
+import functools
+import inspect
+import io
+import os
+import re
+import textwrap
+from pathlib import Path
+from unittest import mock
+
+import transformer_embed as te
+from transformer_embed.cli import main as command_line
+
+FOLDER = Path(__file__).parents[1] / "notebooks"
+PART = re.compile(r"(<!-- (reference|help): (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
+SECTION = re.compile(r"^(Args|Returns|Raises|Example|Source):\n", re.MULTILINE)
+ITEM = re.compile(r"^((?:\\\*)*\w+): ")
+WIDTH = 100
+
+
+def pages() -> dict[Path, str]:
+    """Each page with such a part, and what it should say."""
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted(FOLDER.rglob("*.md"))}
+    homes = {name: path for path, text in texts.items() for name in names_on(text)}
+    return {path: _page(path, text, homes) for path, text in texts.items() if PART.search(text)}
+
+
+def names_on(text: str) -> list[str]:
+    """The public names that a page has entries for."""
+    return [
+        name
+        for _, kind, names, _ in PART.findall(text)
+        if kind == "reference"
+        for name in names.split()
+    ]
+
+
+def _page(path: Path, text: str, homes: dict[str, Path]) -> str:
+    def written(part: re.Match) -> str:
+        start, kind, names, end = part.groups()
+        body = (
+            _help(names) if kind == "help" else _linked(entries(names.split(), level), path, homes)
+        )
+        return f"{start}\n{body}\n\n{end}"
+
+    has_sections = re.search(r"^## ", PART.sub("", text), re.MULTILINE)
+    level = "###" if has_sections else "##"
+    return PART.sub(written, text)
+
+
+def _help(command: str) -> str:
+    printed = io.StringIO()
+    with (
+        contextlib.redirect_stdout(printed),
+        contextlib.suppress(SystemExit),
+        mock.patch.dict(os.environ, COLUMNS="88"),
+    ):
+        command_line.main([*command.split(), "--help"])
+    return f"```text\n{printed.getvalue().strip()}\n```"
+
+
+def entries(names: list[str], level: str) -> str:
+    rows = ["| | |", "|---|---|"]
+    rows += [f"| `te.{name}` | {_summary(_value(name))} |" for name in names]
+    return "\n\n".join(["\n".join(rows), *(_entry(name, level) for name in names)])
+
+
+def _value(name: str) -> object:
+    return functools.reduce(getattr, name.split("."), te)
+
+
+def _summary(value: object) -> str:
+    return _escaped(" ".join((inspect.getdoc(value) or "").split("\n\n", 1)[0].split()))
+
+
+def _entry(name: str, level: str) -> str:
+    value = _value(name)
+    parts = [f"{level} te.{name}", _signature(f"te.{name}", value), _prose(value)]
+    if inspect.isclass(value):
+        for method, function in _methods(value):
+            parts += [f"{level}# {method}", _signature(method, function), _prose(function)]
+    return "\n\n".join(filter(None, parts))
+
+
+def _methods(kind: type) -> list[tuple[str, object]]:
+    """What a class of ours shows beside its arguments, in the order of its source.
+
+    What it only implements of a class above it, other parts of the package call.
+    """
+    above = {name for base in kind.__mro__[1:] for name in vars(base)}
+    names = ["__call__", *(name for name in vars(kind) if not name.startswith("_"))]
+    own = [(name, vars(kind)[name]) for name in names if name in vars(kind) and name not in above]
+    functions = [
+        (name, getattr(value, "__func__", value))
+        for name, value in own
+        if isinstance(value, classmethod | staticmethod | property) or inspect.isfunction(value)
+    ]
+    return [(name, value) for name, value in functions if inspect.getdoc(value)]
+
+
+def _signature(name: str, value: object) -> str:
+    """How to call it, with the annotations and defaults as the source has them."""
+    if isinstance(value, property):
+        _, returns = _arguments(value.fget)
+        return f"```python\n{name}{returns}\n```"
+    arguments, returns = _arguments(value)
+    line = f"{name}({', '.join(arguments)}){returns}"
+    if len(line) > WIDTH:
+        line = f"{name}(\n" + "".join(f"    {each},\n" for each in arguments) + f"){returns}"
+    return f"```python\n{line}\n```"
+
+
+def _node(function: object) -> ast.FunctionDef | ast.ClassDef:
+    source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
+    return ast.parse(source).body[0]
+
+
+def _arguments(value: object) -> tuple[list[str], str]:
+    node, source = _node(value), textwrap.dedent(inspect.getsource(inspect.unwrap(value)))
+    if isinstance(node, ast.ClassDef):
+        init = [each for each in node.body if getattr(each, "name", "") == "__init__"]
+        if not init:
+            return [
+                _field(each, source) for each in node.body if isinstance(each, ast.AnnAssign)
+            ], ""
+        node = init[0]
+    spec = node.args
+    plain = [*spec.posonlyargs, *spec.args]
+    defaults = [None] * (len(plain) - len(spec.defaults)) + spec.defaults
+    arguments = [_argument(*pair, source) for pair in zip(plain, defaults, strict=True)]
+    if arguments and plain[0].arg in ("self", "cls"):
+        arguments = arguments[1:]
+    if spec.vararg:
+        arguments.append("*" + _argument(spec.vararg, None, source))
+    elif spec.kwonlyargs:
+        arguments.append("*")
+    arguments += [
+        _argument(*pair, source) for pair in zip(spec.kwonlyargs, spec.kw_defaults, strict=True)
+    ]
+    if spec.kwarg:
+        arguments.append("**" + _argument(spec.kwarg, None, source))
+    is_init = node.name == "__init__"
+    return (
+        arguments,
+        "" if is_init or node.returns is None else f" -> {_text(node.returns, source)}",
+    )
+
+
+def _argument(argument: ast.arg, default: ast.expr | None, source: str) -> str:
+    text = argument.arg
+    if argument.annotation:
+        text += f": {_text(argument.annotation, source)}"
+    return text if default is None else f"{text} = {_text(default, source)}"
+
+
+def _field(node: ast.AnnAssign, source: str) -> str:
+    text = f"{node.target.id}: {_text(node.annotation, source)}"
+    return text if node.value is None else f"{text} = {_text(node.value, source)}"
+
+
+def _text(node: ast.expr, source: str) -> str:
+    text = " ".join((ast.get_source_segment(source, node) or "").split())
+    # Defaults are in double quotes too, but have no capital letter.
+    is_forward_reference = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return text.strip('"') if is_forward_reference and text[1:2].isupper() else text
+
+
+def _prose(value: object) -> str:
+    """A docstring as Markdown."""
+    text = inspect.getdoc(value) or ""
+    first, *rest = SECTION.split(text)
+    parts = [_blocks(first.strip())]
+    for title, indented in zip(rest[::2], rest[1::2], strict=True):
+        body = textwrap.dedent(indented).strip()
+        if title in ("Args", "Raises"):
+            parts.append(f"**{title.replace('Args', 'Arguments')}**\n\n{_items(body)}")
+        elif title == "Example":
+            parts.append(f"```pycon\n{body}\n```")
+        else:
+            parts.append(f"**{title}:** {_blocks(body)}")
+    return "\n\n".join(filter(None, parts))
+
+
+def _items(body: str) -> str:
+    """`name: text` with deeper lines below it, as a list."""
+    items = [_escaped(" ".join(item.split())) for item in re.split(r"\n(?=\S)", body)]
+    return "\n".join(f"- {re.sub(ITEM, _quoted, item)}" for item in items)
+
+
+def _quoted(name: re.Match) -> str:
+    return f"`{name[1].replace(chr(92), '')}`: "
+
+
+def _blocks(text: str) -> str:
+    """Paragraphs in one line each; an indented paragraph is code or a formula."""
+    parts = []
+    for part in text.split("\n\n"):
+        if part.startswith("    "):
+            parts.append(f"```text\n{textwrap.dedent(part)}\n```")
+        else:
+            is_list = re.search(r"\n *(- |\d\. |`\")", part)
+            parts.append(_escaped(part if is_list else " ".join(part.split())))
+    return "\n\n".join(parts)
+
+
+def _escaped(text: str) -> str:
+    """Asterisks outside of code as they are: `2**24` is not bold."""
+    return "".join(
+        part if part.startswith("`") else part.replace("*", r"\*")
+        for part in re.split(r"(`[^`]*`)", text)
+    )
+
+
+def _linked(text: str, path: Path, homes: dict[str, Path]) -> str:
+    """Turns public names in backticks into links to their entries."""
+    fences = re.split(r"(```.*?```)", text, flags=re.DOTALL)
+    return "".join(
+        part
+        if part.startswith("```")
+        else re.sub(r"`(?:te\.)?([\w.]+)`", functools.partial(_link, path, homes), part)
+        for part in fences
+    )
+
+
+def _link(path: Path, homes: dict[str, Path], name: re.Match) -> str:
+    home = homes.get(name[1])
+    if home is None:
+        return name[0]
+    target = "" if home == path else os.path.relpath(home, path.parent)
+    return f"[{name[0]}]({target}#{anchor(name[1])})"
+
+
+def anchor(name: str) -> str:
+    """The anchor of a name's heading, as web pages of repositories and Sphinx write it."""
+    return f"te.{name}".lower().replace(".", "")
+
+
+def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    ).parse_args()
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
