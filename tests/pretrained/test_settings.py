@@ -7,6 +7,7 @@ import tempfile
 import typing
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from checkpoints import CASES, GOLDEN, checkpoint, kind_of, load, read_by, tensors_of
@@ -44,6 +45,7 @@ def loaded(folder, case, in_file, said=None):
 def other_value(annotation):
     """A value that no golden config.json has."""
     options = typing.get_args(annotation) or (annotation,)
+    options = [getattr(option, "__supertype__", option) for option in options]
     return next(
         value
         for kind, value in ((bool, True), (float, 0.375), (int, 6), (str, "relative_key"))
@@ -262,8 +264,16 @@ def test_a_rotation_given_in_settings_was_once_ignored(tmp_path, name, said, exp
         ),
         ("bert", {"model_type": "zzz"}, r"^model_type: wanted one of albert, .*, got 'zzz'$"),
         ("llama", {"rope_theta": True}, r"^settings: rope_theta: wanted a number, got True$"),
-        ("llama", {"rope_theta": 0}, r"base: wanted a finite number above 0, got 0"),
-        ("llama", {"rope_theta": -1.0}, r"base: wanted a finite number above 0, got -1"),
+        (
+            "llama",
+            {"rope_theta": 0},
+            r"^settings: rope_theta: wanted a finite number above 0, got 0",
+        ),
+        (
+            "llama",
+            {"rope_theta": -1.0},
+            r"^settings: rope_theta: wanted a finite number above 0, got -1",
+        ),
         ("llama", {"rope_theta": float("nan")}, r"rope_theta: wanted a number, got nan"),
         (
             "llama",
@@ -411,3 +421,134 @@ def test_a_checkpoint_is_the_same_from_settings_alone(tmp_path):
         dataclasses.replace(alone.config, dropout_rate=beside.config.dropout_rate) == beside.config
     )
     assert alone.rotary == beside.rotary
+
+
+# --- Composite models.
+
+# What an encoder of images, or the whole model, may say beside its text model.
+BESIDE = st.fixed_dictionaries(
+    {},
+    optional={
+        "layer_norm_eps": st.sampled_from([1e-5, 0.5, None]),
+        "rope_theta": st.sampled_from([1200.0, 7]),
+        "rope_scaling": st.just({"type": "linear", "factor": 4.0}),
+        "partial_rotary_factor": st.just(0.25),
+        "position_embedding_type": st.sampled_from(["sine", "absolute"]),
+        "vocab_size": st.integers(1, 99),
+        "hidden_size": st.integers(1, 99),
+        "d_model": st.integers(1, 99),
+        "max_position_embeddings": st.integers(1, 99),
+        "pad_token_id": st.integers(0, 5),
+        "tie_word_embeddings": st.booleans(),
+        "hidden_dropout_prob": st.floats(0, 0.5),
+        "scale_embedding": st.booleans(),
+    },
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(list(ARCHITECTURES)),
+    BESIDE,
+    st.sampled_from(["text_config", "text"]),
+    st.sampled_from(["an outer model", None, "bert"]),
+    st.sets(st.sampled_from(["layer_norm_eps", "rope_theta", "rope_parameters", "pad_token_id"])),
+)
+def test_of_a_composite_config_only_the_text_models_entries_are_read(
+    name, beside, part, outer, left_out
+):
+    """Entries that the text model leaves out are its defaults."""
+    case = CASES[name]
+    text = {key: value for key, value in case["settings"].items() if key not in left_out}
+    text = text.get("text_config", text)
+    with tempfile.TemporaryDirectory() as folder:
+        alone = loaded(folder, case, text)
+        whole = beside | {part: text} | ({"model_type": outer} if outer else {})
+        assert loaded(folder, case, whole) == alone
+
+
+@pytest.mark.parametrize(("name", "field"), [(n, f) for n in ARCHITECTURES for f in ("text", 3)])
+def test_a_text_config_that_is_not_an_object_is_no_text_model(tmp_path, name, field):
+    case = CASES[name]
+    assert loaded(tmp_path, case, case["settings"] | {"text": field}) == loaded(
+        tmp_path, case, case["settings"]
+    )
+
+
+# --- Who is to blame.
+
+NUMBERS = [
+    (name, field)
+    for name in ARCHITECTURES
+    for field, annotation in typing.get_type_hints(kind_of(CASES[name]).settings).items()
+    if field in kind_of(CASES[name]).settings.names()
+    if {int, float}
+    & {getattr(a, "__supertype__", a) for a in (annotation, *typing.get_args(annotation))}
+]
+
+
+@pytest.mark.parametrize(("name", "field"), NUMBERS)
+@pytest.mark.parametrize("value", [0, -1, 1e30])
+def test_a_wrong_number_in_settings_is_blamed_on_settings(tmp_path, name, field, value):
+    """By the entry's own name, unless it disagrees with a tensor's size."""
+    case = CASES[name]
+    path = checkpoint(tmp_path, case)
+    try:
+        load_embedder(path, stack=case["stack"], settings={field: value})
+    except ValueError as error:
+        message = str(error)
+        assert message.startswith("settings") or ": wanted shape [" in message
+        if isinstance(value, float) or "eps" in field or "theta" in field or "drop" in field:
+            assert message.startswith((f"settings: {field}: wanted ", "settings and "))
+
+
+def test_settings_of_ones_own_file_may_be_empty(tmp_path):
+    config = te.EmbedderConfig(5, 4)
+    params = te.make_embedder(config).init(jax.random.key(0))
+    te.pretrained.save_embedder(tmp_path / "x", config, params)
+    assert load_embedder(tmp_path / "x", settings={}).config == config
+
+
+def test_a_model_type_beside_that_of_the_file_is_named(tmp_path):
+    case = CASES["roberta"]
+    rest = {key: each for key, each in case["settings"].items() if key != "layer_norm_eps"}
+    path = checkpoint(tmp_path, case, settings=rest)
+    with pytest.raises(ValueError, match=r"got a config\.json of a model roberta$"):
+        load_embedder(path, settings={"model_type": "bert"})
+
+
+def test_a_decoder_alone_says_to_pass_the_stack(tmp_path):
+    case = CASES["bart, its decoder"]
+    names = [name for name in case["tensors"] if "encoder" in name or "shared" in name]
+    table = {"model.decoder.embed_tokens.weight": tensors_of(case)["model.shared.weight"]}
+    path = checkpoint(tmp_path, case, drop=names, change=table)
+    message = (
+        r"wanted the encoder of a model bart; pass stack='decoder' for the decoder, which is there"
+    )
+    with pytest.raises(ValueError, match=message):
+        load_embedder(path)
+    assert load_embedder(path, stack="decoder").config.d_model == 8
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_resized_vocabulary_says_how_to_load_it(tmp_path, name):
+    case = CASES[name]
+    entries = case["settings"]
+    text = entries.get("text_config", entries)
+    size = text["vocab_size"]
+    path = checkpoint(tmp_path, case, settings=text | {"vocab_size": size + 4})
+    message = rf"if the vocabulary was resized: settings={{'vocab_size': {size}}}\)"
+    with pytest.raises(ValueError, match=message):
+        load_embedder(path, stack=case["stack"])
+    found = load_embedder(path, stack=case["stack"], settings={"vocab_size": size})
+    assert found.config.vocab_size == size
+
+
+def test_opt_counts_its_published_position_ids_from_2(tmp_path):
+    """The original adds 2 to `position_ids`; ours are rows of the table."""
+    found = load(tmp_path, "opt")
+    ids = [[5, 6, 7]]
+    apply = te.make_embedder(found.config).apply
+    counted = apply(found.params, None, ids, is_training=False)
+    given = apply(found.params, None, ids, is_training=False, positions=np.arange(3) + 2)
+    np.testing.assert_array_equal(counted, given)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.schemes import Learned, Scheme, Sinusoidal
 from transformer_embed._src.pretrained import rope, schema
+from transformer_embed._src.pretrained.schema import Count, Positive, Rate
 
 ROOT = "transformer_embedding/~/"
 TOKENS = f"{ROOT}token_embedding/embeddings"
@@ -29,8 +30,8 @@ class LayerArguments(NamedTuple):
     `alibi_bias`."""
 
     options: dict[str, Any]
-    rotary: dict[str, Any] | None = None
-    bias: dict[str, Any] | None = None
+    rotary: Mapping[str, Any] | None = None
+    bias: Mapping[str, Any] | None = None
 
 
 def changes_embeddings(default: Any) -> Any:
@@ -51,8 +52,8 @@ class Settings:
     # Names of a field in a model's config.json; they take precedence over the field's own name.
     aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
-    vocab_size: int | None = None
-    hidden_size: int | None = None
+    vocab_size: Count | None = None
+    hidden_size: Count | None = None
     tie_word_embeddings: bool = True
 
     @classmethod
@@ -67,23 +68,23 @@ class Settings:
     def entries(cls, given: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
         """The entries that this model reads from a config.json or from `settings=`, by field
         name."""
-        named = {
-            field: [name for name in names if name in given] for field, names in cls.names().items()
-        }
-        return {
-            field: next((given[n] for n in names if given[n] is not None), None)
-            for field, names in named.items()
-            if names
-        }
+        found: dict[str, Any] = {}
+        for field, names in cls.names().items():
+            # The model's own name comes last, to win; null does not hide another name's value.
+            for name in reversed(names):
+                if name in given and (given[name] is not None or field not in found):
+                    found[field] = given[name]
+        return found
 
     @classmethod
-    def fields_that_change_embeddings(cls) -> list[str]:
-        """The entries that change the embeddings, which have a default only if config.json names
-        the model type."""
+    def required(cls, *, is_named: bool) -> list[str]:
+        """The entries without a default. Those that change the embeddings have one only if
+        config.json names the model type."""
         return [
             field.name
             for field in dataclasses.fields(cls)
-            if field.metadata.get("changes_embeddings")
+            if field.default is dataclasses.MISSING
+            or (not is_named and field.metadata.get("changes_embeddings"))
         ]
 
     def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
@@ -92,70 +93,111 @@ class Settings:
 
     def options(self, shapes: Shapes, **others: Any) -> dict[str, Any]:
         """The arguments of `EmbedderConfig`."""
-        sizes = {
-            "vocab_size": _or_tensor_size(self.vocab_size, shapes[TOKENS][0]),
-            "d_model": _or_tensor_size(self.hidden_size, shapes[TOKENS][1]),
+        rows, width = shapes[TOKENS]
+        options = {
+            "vocab_size": self.vocab_size or rows,
+            "d_model": self.hidden_size or width,
+            "scheme": None,
+            "scale": False,
+            "dropout_rate": 0.0,
+            "tied": self.tie_word_embeddings,
         }
-        options = {"scheme": None, "scale": False, "dropout_rate": 0.0}
-        return sizes | options | {"tied": self.tie_word_embeddings} | others
-
-
-def _or_tensor_size(value: int | None, shape: int) -> int:
-    return shape if value is None else value
+        return options | others
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Bert(Settings):
-    """Tokens, positions and token types, then a layer norm."""
+class Clip(Settings):
+    """Tokens and learned positions."""
 
-    max_position_embeddings: int | None = None
-    type_vocab_size: int | None = None
-    layer_norm_eps: float = changes_embeddings(1e-12)
-    position_embedding_type: str | None = None
-    hidden_dropout_prob: float = 0.1
+    max_position_embeddings: Count | None = None
 
     def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
-        """Learned positions, counted from 0."""
-        if self.position_embedding_type not in (None, "absolute"):
-            got = schema.short_repr(self.position_embedding_type)
-            raise ValueError(
-                arguments.wanted(
-                    "position_embedding_type",
-                    "'absolute', since others are not part of the input layer",
-                    got,
-                )
-            )
-        return self.described(
-            shapes, Learned(_or_tensor_size(self.max_position_embeddings, shapes[POSITIONS][0]))
-        )
+        """Positions count from 0."""
+        return LayerArguments(self.options(shapes, scheme=self.learned(shapes)))
 
-    def described(self, shapes: Shapes, scheme: Learned) -> LayerArguments:
-        """The layer with this scheme."""
-        types = _or_tensor_size(self.type_vocab_size, shapes[TOKEN_TYPES][0])
-        options = {
-            "layer_norm_eps": self.layer_norm_eps,
-            "num_token_types": types,
-            "dropout_rate": self.hidden_dropout_prob,
-        }
-        return LayerArguments(self.options(shapes, scheme=scheme, **options))
+    def learned(self, shapes: Shapes, start: int = 0, **padding: Any) -> Learned:
+        """Positions counted from `start`, in a table that has `start` more rows than positions."""
+        rows = shapes[POSITIONS][0]
+        if self.max_position_embeddings is not None:
+            rows = self.max_position_embeddings + start
+        return Learned(rows, start=start, **padding)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpt2(Clip):
+    """Like CLIP, with dropout."""
+
+    aliases: ClassVar = {"hidden_size": ("n_embd",), "max_position_embeddings": ("n_positions",)}
+    embd_pdrop: Rate = Rate(0.1)
+
+    def options(self, shapes: Shapes, **others: Any) -> dict[str, Any]:
+        """With the rate."""
+        return super().options(shapes, dropout_rate=self.embd_pdrop, **others)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Opt(Clip):
+    """Like CLIP, with positions counted from 2."""
+
+    pad_token_id: int | None = changes_embeddings(1)
+
+    def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
+        """Padding has position 1, if there is a padding id."""
+        padding: dict[str, Any] = {}
+        if self.pad_token_id is not None:
+            padding = {"at_padding": 1, "pad_id": self.pad_token_id}
+        return LayerArguments(self.options(shapes, scheme=self.learned(shapes, 2, **padding)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistilBert(Clip):
+    """BERT without token types; its epsilon is fixed."""
+
+    aliases: ClassVar = {"hidden_size": ("dim",)}
+    dropout: Rate = Rate(0.1)
+
+    def options(self, shapes: Shapes, **others: Any) -> dict[str, Any]:
+        """With the layer norm."""
+        return super().options(shapes, layer_norm_eps=1e-12, dropout_rate=self.dropout, **others)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bert(Clip):
+    """Tokens, positions and token types, then a layer norm."""
+
+    type_vocab_size: Count | None = None
+    layer_norm_eps: Positive = changes_embeddings(1e-12)
+    position_embedding_type: str | None = None
+    hidden_dropout_prob: Rate = Rate(0.1)
+
+    def options(self, shapes: Shapes, **others: Any) -> dict[str, Any]:
+        """With the token types and the norm; positions are refused unless they are learned."""
+        if self.position_embedding_type not in (None, "absolute"):
+            want = "'absolute', since others are not part of the input layer"
+            got = schema.short_repr(self.position_embedding_type)
+            raise ValueError(arguments.wanted("position_embedding_type", want, got))
+        return super().options(
+            shapes,
+            num_token_types=self.type_vocab_size or shapes[TOKEN_TYPES][0],
+            layer_norm_eps=self.layer_norm_eps,
+            dropout_rate=self.hidden_dropout_prob,
+            **others,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Albert(Bert):
     """Like BERT, but with narrow tables that a linear layer widens."""
 
-    embedding_size: int | None = None
+    embedding_size: Count | None = None
 
     def options(self, shapes: Shapes, **others: Any) -> dict[str, Any]:
         """With both widths; ELECTRA has no linear layer if they are equal."""
         options = super().options(shapes, **others)
-        if WIDEN not in shapes:
-            return options
-        sizes = (
-            _or_tensor_size(self.hidden_size, shapes[WIDEN][0]),
-            _or_tensor_size(self.embedding_size, shapes[TOKENS][1]),
-        )
-        return options | dict(zip(("d_model", "embedding_width"), sizes, strict=True))
+        if WIDEN in shapes:
+            options["d_model"] = self.hidden_size or shapes[WIDEN][0]
+            options["embedding_width"] = self.embedding_size or shapes[TOKENS][1]
+        return options
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,75 +206,11 @@ class Roberta(Bert):
 
     pad_token_id: int = changes_embeddings(1)
 
-    def described(self, shapes: Shapes, scheme: Learned) -> LayerArguments:
+    def learned(self, shapes: Shapes, start: int = 0, **padding: Any) -> Learned:
         """Padding has the position pad_token_id."""
         pad_id = self.pad_token_id
-        return super().described(
-            shapes,
-            dataclasses.replace(scheme, start=pad_id + 1, at_padding=pad_id, pad_id=pad_id),
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DistilBert(Settings):
-    """BERT without token types; its epsilon is fixed."""
-
-    aliases: ClassVar = {"hidden_size": ("dim",)}
-    max_position_embeddings: int | None = None
-    dropout: float = 0.1
-
-    def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
-        """Learned positions, counted from 0."""
-        scheme = Learned(_or_tensor_size(self.max_position_embeddings, shapes[POSITIONS][0]))
-        return LayerArguments(
-            self.options(shapes, scheme=scheme, layer_norm_eps=1e-12, dropout_rate=self.dropout)
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Gpt2(Settings):
-    """Tokens and learned positions."""
-
-    aliases: ClassVar = {"hidden_size": ("n_embd",), "max_position_embeddings": ("n_positions",)}
-    max_position_embeddings: int | None = None
-    embd_pdrop: float = 0.1
-
-    def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
-        """Learned positions, counted from 0."""
-        scheme = Learned(_or_tensor_size(self.max_position_embeddings, shapes[POSITIONS][0]))
-        return LayerArguments(self.options(shapes, scheme=scheme, dropout_rate=self.embd_pdrop))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Clip(Settings):
-    """Tokens and learned positions."""
-
-    max_position_embeddings: int | None = None
-
-    def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
-        """Learned positions, counted from 0."""
-        return LayerArguments(
-            self.options(
-                shapes,
-                scheme=Learned(_or_tensor_size(self.max_position_embeddings, shapes[POSITIONS][0])),
-            )
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Opt(Settings):
-    """Tokens and learned positions, counted from 2."""
-
-    max_position_embeddings: int | None = None
-    pad_token_id: int | None = changes_embeddings(1)
-
-    def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
-        """Padding has position 1, if there is a padding id."""
-        rows = _or_tensor_size(self.max_position_embeddings, shapes[POSITIONS][0] - 2) + 2
-        padding = (
-            {} if self.pad_token_id is None else {"at_padding": 1, "pad_id": self.pad_token_id}
-        )
-        return LayerArguments(self.options(shapes, scheme=Learned(rows, start=2, **padding)))
+        positions = super().learned(shapes)
+        return dataclasses.replace(positions, start=pad_id + 1, at_padding=pad_id, pad_id=pad_id)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -240,16 +218,17 @@ class T5(Settings):
     """Tokens only; positions are a bias in the attention."""
 
     aliases: ClassVar = {"hidden_size": ("d_model",), "num_attention_heads": ("num_heads",)}
-    num_attention_heads: int | None = None
-    relative_attention_num_buckets: int | None = None
+    num_attention_heads: Count | None = None
+    relative_attention_num_buckets: Count | None = None
     relative_attention_max_distance: int = changes_embeddings(128)
-    dropout_rate: float = 0.1
+    dropout_rate: Rate = Rate(0.1)
 
     def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
         """The bias looks both ways in the encoder."""
+        buckets, heads = shapes[BIAS]
         bias = {
-            "num_heads": _or_tensor_size(self.num_attention_heads, shapes[BIAS][1]),
-            "num_buckets": _or_tensor_size(self.relative_attention_num_buckets, shapes[BIAS][0]),
+            "num_heads": self.num_attention_heads or heads,
+            "num_buckets": self.relative_attention_num_buckets or buckets,
             "max_distance": self.relative_attention_max_distance,
             "bidirectional": stack == "encoder",
         }
@@ -262,18 +241,13 @@ class Seq2Seq(Settings):
 
     aliases: ClassVar = {"hidden_size": ("d_model",)}
     scale_embedding: bool = changes_embeddings(False)
-    dropout: float = 0.1
+    dropout: Rate = Rate(0.1)
 
     def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
         """Both stacks are alike."""
-        return LayerArguments(
-            self.options(
-                shapes,
-                scheme=self.scheme(shapes),
-                scale=self.scale_embedding,
-                dropout_rate=self.dropout,
-            )
-        )
+        scale, rate = self.scale_embedding, self.dropout
+        options = {"scheme": self.scheme(shapes), "scale": scale, "dropout_rate": rate}
+        return LayerArguments(self.options(shapes, **options))
 
     def scheme(self, shapes: Shapes) -> Scheme:
         """The position scheme."""
@@ -284,17 +258,14 @@ class Seq2Seq(Settings):
 class Marian(Seq2Seq):
     """Sinusoids, all sines first."""
 
-    decoder_vocab_size: int | None = None
+    decoder_vocab_size: Count | None = None
 
     def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
         """The decoder may have a vocabulary of its own."""
-        own = stack == "decoder" and self.decoder_vocab_size is not None
-        same = dataclasses.replace(
-            self,
-            decoder_vocab_size=None,
-            vocab_size=self.decoder_vocab_size if own else self.vocab_size,
-        )
-        return super(Marian, same).describe(shapes, stack)
+        found = super().describe(shapes, stack)
+        if stack == "decoder" and self.decoder_vocab_size is not None:
+            found.options["vocab_size"] = self.decoder_vocab_size
+        return found
 
     def scheme(self, shapes: Shapes) -> Scheme:
         """Counted from 0."""
@@ -311,31 +282,21 @@ class M2m100(Seq2Seq):
     def scheme(self, shapes: Shapes) -> Scheme:
         """Counted from pad_token_id + 1."""
         pad_id = self.pad_token_id
-        return Sinusoidal(
-            layout="sin_cos",
-            shift=1,
-            odd="zero",
-            start=pad_id + 1,
-            at_padding=pad_id,
-            pad_id=pad_id,
-        )
+        padding = {"start": pad_id + 1, "at_padding": pad_id, "pad_id": pad_id}
+        return Sinusoidal(layout="sin_cos", shift=1, odd="zero", **padding)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Bart(Seq2Seq):
-    """Learned positions, then a layer norm with a fixed epsilon."""
-
-    max_position_embeddings: int | None = None
+class Bart(Seq2Seq, Clip):
+    """Learned positions counted from 2, then a layer norm with a fixed epsilon."""
 
     def options(self, shapes: Shapes, **others: Any) -> dict[str, Any]:
         """With the layer norm."""
-        return super().options(shapes, **others) | {"layer_norm_eps": 1e-5}
+        return super().options(shapes, layer_norm_eps=1e-5, **others)
 
     def scheme(self, shapes: Shapes) -> Scheme:
-        """Counted from 2: the table has two more rows than positions."""
-        return Learned(
-            _or_tensor_size(self.max_position_embeddings, shapes[POSITIONS][0] - 2) + 2, start=2
-        )
+        """The table has two more rows than positions."""
+        return self.learned(shapes, 2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -343,15 +304,13 @@ class Bloom(Settings):
     """Tokens and a layer norm; positions are ALiBi's bias."""
 
     aliases: ClassVar = {"num_attention_heads": ("n_head",)}
-    num_attention_heads: int
-    layer_norm_epsilon: float = changes_embeddings(1e-5)
+    num_attention_heads: Count
+    layer_norm_epsilon: Positive = changes_embeddings(1e-5)
 
     def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
         """The bias has a slope for each head."""
-        return LayerArguments(
-            self.options(shapes, layer_norm_eps=self.layer_norm_epsilon),
-            bias={"num_heads": self.num_attention_heads},
-        )
+        options = self.options(shapes, layer_norm_eps=self.layer_norm_epsilon)
+        return LayerArguments(options, bias={"num_heads": self.num_attention_heads})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -359,11 +318,11 @@ class Llama(Settings):
     """Tokens only; queries and keys are rotated in the half layout."""
 
     tie_word_embeddings: bool = False
-    rope_theta: float = changes_embeddings(10_000.0)
+    rope_theta: Positive = changes_embeddings(10_000.0)
     rope_scaling: rope.RopeScaling | None = None
     rope_parameters: None = None
-    max_position_embeddings: int | None = None
-    original_max_position_embeddings: int | None = None
+    max_position_embeddings: Count | None = None
+    original_max_position_embeddings: Count | None = None
 
     @classmethod
     def entries(cls, given: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
@@ -381,15 +340,16 @@ class Llama(Settings):
 
     def rotary(self, **others: Any) -> dict[str, Any]:
         """The arguments of `apply_rotary`."""
-        scaling = self.rope_scaling and self.rope_scaling.scaling(
-            self.max_position_embeddings, self.original_max_position_embeddings
-        )
-        return _rotary(self.rope_theta, scaling) | others
+        original = self.original_max_position_embeddings
+        return self.rotary_by(self.rope_theta, self.rope_scaling, original) | others
 
-
-def _rotary(theta: float, scaling: Any) -> dict[str, Any]:
-    rope.Rotary(base=theta)
-    return {"base": theta, "layout": "half"} | ({} if scaling is None else {"scaling": scaling})
+    def rotary_by(
+        self, theta: float, entries: rope.RopeScaling | None, original: int | None = None
+    ) -> dict[str, Any]:
+        """The arguments of `apply_rotary` for a base and the entries of a scaling."""
+        rotary = {"base": theta, "layout": "half"}
+        scaling = entries and entries.scaling(self.max_position_embeddings, original)
+        return rotary if scaling is None else rotary | {"scaling": scaling}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -400,70 +360,62 @@ class Gemma(Llama):
 
     def options(self, shapes: Shapes, **others: Any) -> dict[str, Any]:
         """The width's square root is not rounded to 16 bits."""
-        return super().options(shapes, **others) | {"scale": True}
+        return super().options(shapes, scale=True, **others)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gemma3(Settings):
+class Gemma3(Gemma):
     """Like Gemma, with one rotation for layers with full attention and another for those with a
     sliding window."""
 
-    rope_theta: float = changes_embeddings(1_000_000.0)
-    rope_local_base_freq: float = changes_embeddings(10_000.0)
-    rope_scaling: rope.RopeScaling | None = None
-    rope_parameters: None = None
+    rope_theta: Positive = changes_embeddings(1_000_000.0)
+    rope_local_base_freq: Positive = changes_embeddings(10_000.0)
     sliding_rope_scaling: rope.RopeScaling | None = dataclasses.field(
         default=None, metadata={"is_internal": True}
     )
-    max_position_embeddings: int | None = None
+    original_max_position_embeddings: Count | None = dataclasses.field(
+        default=None, metadata={"is_internal": True}
+    )
 
     @classmethod
     def entries(cls, given: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
         """Entries in the old form, as for Llama."""
-        return rope.by_layer(super().entries(given, is_file=is_file), is_file=is_file)
+        found = super(Llama, cls).entries(given, is_file=is_file)
+        return rope.to_old_form_by_layer(found, is_file=is_file)
 
-    def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
+    def rotary(self, **others: Any) -> dict[str, Any]:
         """The arguments of `apply_rotary` for each kind of layer."""
-        layers = {
-            rope.FULL: (self.rope_theta, self.rope_scaling),
-            rope.SLIDING: (self.rope_local_base_freq, self.sliding_rope_scaling),
+        return {
+            rope.FULL: self.rotary_by(self.rope_theta, self.rope_scaling),
+            rope.SLIDING: self.rotary_by(self.rope_local_base_freq, self.sliding_rope_scaling),
         }
-        rotary = {
-            layer: _rotary(theta, scaling and scaling.scaling(self.max_position_embeddings))
-            for layer, (theta, scaling) in layers.items()
-        }
-        return LayerArguments(self.options(shapes, scale=True), rotary=rotary)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Phi(Llama):
     """Like Llama, with only the first channels of a head rotated."""
 
-    partial_rotary_factor: float = changes_embeddings(0.5)
-    num_attention_heads: int | None = changes_embeddings(None)
-    head_dim: int | None = None
-    embd_pdrop: float = 0.0
+    partial_rotary_factor: Positive = changes_embeddings(0.5)
+    num_attention_heads: Count | None = changes_embeddings(None)
+    head_dim: Count | None = None
+    embd_pdrop: Rate = Rate(0.0)
 
     def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
         """Heads split the model's width, unless head_dim is given."""
-        if arguments.real("partial_rotary_factor", self.partial_rotary_factor, above=0) == 1:
-            return LayerArguments(
-                self.options(shapes, dropout_rate=self.embd_pdrop), rotary=self.rotary()
-            )
-        part = rope.rotary_dim(int(self._head_dim(shapes) * self.partial_rotary_factor))
-        return LayerArguments(
-            self.options(shapes, dropout_rate=self.embd_pdrop), rotary=self.rotary(rotary_dim=part)
-        )
-
-    def _head_dim(self, shapes: Shapes) -> int:
-        if self.head_dim is not None:
-            return arguments.integer("head_dim", self.head_dim, at_least=1)
-        if self.num_attention_heads is None:
-            raise ValueError(
-                arguments.wanted("num_attention_heads", "an int, to compute head_dim", "None")
-            )
-        heads = arguments.integer("num_attention_heads", self.num_attention_heads, at_least=1)
-        return _or_tensor_size(self.hidden_size, shapes[TOKENS][1]) // heads
+        rotary = self.rotary()
+        if self.partial_rotary_factor != 1:
+            head_dim = self.head_dim
+            if head_dim is None:
+                if self.num_attention_heads is None:
+                    want = "an int, to compute head_dim"
+                    raise ValueError(arguments.wanted("num_attention_heads", want, "None"))
+                head_dim = (self.hidden_size or shapes[TOKENS][1]) // self.num_attention_heads
+            rotary["rotary_dim"] = int(head_dim * self.partial_rotary_factor)
+            try:
+                rope.check(rotary, head_dim)
+            except ValueError as error:
+                raise ValueError(f"partial_rotary_factor: {error}") from error
+        return LayerArguments(self.options(shapes, dropout_rate=self.embd_pdrop), rotary=rotary)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -471,19 +423,17 @@ class Phi3(Phi):
     """Like Phi, with another default, and with the original length beside `rope_scaling` instead of
     in it."""
 
-    partial_rotary_factor: float = changes_embeddings(1.0)
-    original_max_position_embeddings: int = changes_embeddings(4096)
+    partial_rotary_factor: Positive = changes_embeddings(1.0)
+    original_max_position_embeddings: Count = changes_embeddings(4096)
 
     @classmethod
     def entries(cls, given: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
         """Early files call LongRoPE yarn."""
         found = super().entries(given, is_file=is_file)
-        scaling = found.get("rope_scaling")
-        return found | (
-            {"rope_scaling": scaling | {"rope_type": "longrope"}}
-            if scaling and scaling.get("rope_type") == "yarn"
-            else {}
-        )
+        scaling = found.get("rope_scaling") or {}
+        if scaling.get("rope_type") == "yarn":
+            found["rope_scaling"] = scaling | {"rope_type": "longrope"}
+        return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -495,7 +445,7 @@ class GptNeox(Phi):
         "partial_rotary_factor": ("rotary_pct",),
         "embd_pdrop": ("hidden_dropout",),
     }
-    partial_rotary_factor: float = changes_embeddings(0.25)
+    partial_rotary_factor: Positive = changes_embeddings(0.25)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Loads the input layers of published checkpoints from safetensors files, and saves them."""
 
-import dataclasses
 import os
 import pathlib
 from collections.abc import Iterable, Mapping
@@ -14,11 +13,12 @@ from jaxtyping import Array
 from transformer_embed._src import arguments
 from transformer_embed._src.functional.lookup import Table
 from transformer_embed._src.layers.config import EmbedderConfig
-from transformer_embed._src.layers.embedder import Params
-from transformer_embed._src.layers.schemes import Learned, Sinusoidal
+from transformer_embed._src.layers.embedder import Params, make_embedder
 from transformer_embed._src.pretrained import architectures as known
 from transformer_embed._src.pretrained import schema
 from transformer_embed._src.pretrained.config_json import (
+    bias_parameters,
+    check_rotary,
     config_to_json,
     extras_from_json,
     extras_to_json,
@@ -37,6 +37,8 @@ from transformer_embed._src.pretrained.recognition import listed, recognised
 
 CONFIG = "transformer_embed.config"
 EXTRAS = "transformer_embed.extras"
+# The text model's own entries, in a config.json of several models.
+TEXT_MODEL = ("text_config", "text")
 # Parameters that a published model may lack; zeros are equivalent.
 OFFSETS = (known.NORM_OFFSET, known.WIDEN_OFFSET)
 
@@ -155,13 +157,13 @@ def load_embedder(
     tensors = open_tensors(path)
     if config is not None and names is not None:
         arguments.unwanted("stack", stack, "names says the tensor of each parameter")
-        return _loaded(tensors, _by_hand(config, names))
-    if settings is None and CONFIG in tensors.metadata:
+        return _read_by_hand(tensors, config, names)
+    if not settings and CONFIG in tensors.metadata:
         arguments.unwanted(
             "stack", stack, "the file, which save_embedder wrote, says the tensor of each parameter"
         )
-        return _loaded(tensors, _from_metadata(shown_path(tensors.path), tensors.metadata))
-    return _loaded(tensors, _recognised(tensors, stack, dict(settings or {})))
+        return _read_own(tensors)
+    return _read_published(tensors, stack, dict(settings or {}))
 
 
 def save_embedder(
@@ -224,158 +226,94 @@ def save_embedder(
         for module, group in params.items()
         for name, leaf in group.items()
     }
-    own = {name: name for name in leaves}
-    names = own | {
-        name: _tensor_name(tensor) for name, tensor in _full_paths(names or {}, leaves).items()
-    }
+    tensor_names = {name: name for name in leaves}
+    for name, tensor in _full_paths(names or {}, leaves).items():
+        tensor_names[name] = _tensor_name(tensor)
+    if len(set(tensor_names.values())) < len(leaves):
+        got = schema.short_repr(sorted(tensor_names.values()))
+        raise ValueError(arguments.wanted("names", "a tensor of its own for each parameter", got))
+    text = extras_to_json({"rotary": rotary, "bias": bias, "names": tensor_names})
+    extras = extras_from_json("save_embedder", text)
+    check_rotary("save_embedder", extras.rotary)
+    for name, parameter in _parameters("save_embedder", config, extras.bias).items():
+        if name not in leaves or leaves[name].shape != parameter.shape:
+            want = f"shape {list(parameter.shape)}, as the config says"
+            got = f"none among {schema.short_repr(sorted(leaves))}"
+            if name in leaves:
+                got = f"shape {list(leaves[name].shape)}"
+            raise ValueError(arguments.wanted(f"params: {schema.shorten(name)}", want, got))
     arrays = {
         tensor: leaves[name].T if _is_transposed(name, tensor) else leaves[name]
-        for name, tensor in names.items()
+        for name, tensor in tensor_names.items()
     }
-    if len(arrays) < len(leaves):
-        raise ValueError(
-            arguments.wanted(
-                "names",
-                "a tensor of its own for each parameter",
-                schema.short_repr(sorted(names.values())),
-            )
-        )
-    metadata = {
-        CONFIG: config_to_json(config),
-        EXTRAS: extras_to_json({"rotary": rotary, "bias": bias, "names": names}),
-    }
-    extras = extras_from_json("save_embedder", metadata[EXTRAS])
-    for name, shape in _shapes(_Description("", _options(config), bias=extras.bias)).items():
-        if name not in leaves or leaves[name].shape != shape:
-            got = (
-                f"shape {list(leaves[name].shape)}"
-                if name in leaves
-                else f"none among {schema.short_repr(sorted(leaves))}"
-            )
-            raise ValueError(
-                arguments.wanted(
-                    f"params: {schema.shorten(name)}",
-                    f"shape {list(shape)}, as the config says",
-                    got,
-                )
-            )
-    # The checks of load_embedder: a file that passes them can be loaded.
-    found = _from_metadata("save_embedder", metadata)
-    schema.call_with_named_errors(found.where, EmbedderConfig, found.options)
-    write_tensors(pathlib.Path(os.path.realpath(path)), arrays, {"format": "pt"} | metadata)
+    metadata = {"format": "pt", CONFIG: config_to_json(config), EXTRAS: text}
+    write_tensors(pathlib.Path(os.path.realpath(path)), arrays, metadata)
 
 
 def _leaf_name(module: Any, name: Any) -> str:
     """A parameter's path: valid UTF-8 that can be split into module and name again."""
-    for each in (module, name):
-        if not isinstance(each, str):
-            raise TypeError(
-                arguments.wanted("params", "names that are strings", schema.short_repr(each))
-            )
+    for part in (module, name):
+        if not isinstance(part, str):
+            got = schema.short_repr(part)
+            raise TypeError(arguments.wanted("params", "names that are strings", got))
     if not name or "/" in name:
-        raise ValueError(
-            arguments.wanted(
-                "params",
-                "names of parameters without a slash",
-                schema.short_repr(f"{module}/{name}"),
-            )
-        )
+        got = schema.short_repr(f"{module}/{name}")
+        raise ValueError(arguments.wanted("params", "names of parameters without a slash", got))
     return _tensor_name(f"{module}/{name}")
 
 
 def _tensor_name(name: Any) -> str:
     """A name that a safetensors file can hold."""
+    got = schema.short_repr(name)
     if not isinstance(name, str):
-        raise TypeError(
-            arguments.wanted("names", "tensors' names as strings", schema.short_repr(name))
-        )
+        raise TypeError(arguments.wanted("names", "tensors' names as strings", got))
     if name == "__metadata__" or any(0xD800 <= ord(letter) < 0xE000 for letter in name):
-        raise ValueError(
-            arguments.wanted(
-                "names",
-                "names that UTF-8 can encode, other than '__metadata__'",
-                schema.short_repr(name),
-            )
-        )
+        want = "names that UTF-8 can encode, other than '__metadata__'"
+        raise ValueError(arguments.wanted("names", want, got))
     return name
 
 
 def _on_host(name: str, leaf: Any) -> np.ndarray:
-    want = "an array of float32, bfloat16 or float16"
+    """An array of this process in its own dtype, in the byte order of this machine."""
+    name, want = f"params: {schema.shorten(name)}", "an array of float32, bfloat16 or float16"
     if isinstance(leaf, Table):
         rows = leaf.in_vocabulary_order()
         if rows is None:
-            raise TypeError(
-                arguments.wanted(
-                    f"params: {schema.shorten(name)}",
-                    "a whole array",
-                    f"a table held as {type(leaf).__name__}",
-                )
-            )
+            got = f"a table held as {type(leaf).__name__}"
+            raise TypeError(arguments.wanted(name, "a whole array", got))
         leaf = rows
-    if isinstance(leaf, np.ma.MaskedArray) or not isinstance(
-        leaf, np.ndarray | np.generic | jax.Array
-    ):
-        raise TypeError(
-            arguments.wanted(f"params: {schema.shorten(name)}", want, type(leaf).__name__)
-        )
+    if not isinstance(leaf, jax.Array) and hasattr(type(leaf), "__jax_array__"):
+        # Flax's nnx.Param, for example.
+        leaf = leaf.__jax_array__()
+    is_array = isinstance(leaf, np.ndarray | np.generic | jax.Array)
+    if isinstance(leaf, np.ma.MaskedArray) or not is_array:
+        raise TypeError(arguments.wanted(name, want, type(leaf).__name__))
     if arguments.is_traced(leaf):
-        raise TypeError(
-            arguments.wanted(
-                f"params: {schema.shorten(name)}", f"{want}, outside jit", "a traced array"
-            )
-        )
+        raise TypeError(arguments.wanted(name, f"{want}, outside jit", "a traced array"))
     dtype = leaf.dtype.newbyteorder("=") if isinstance(leaf.dtype, np.dtype) else None
     if dtype not in DTYPES.values():
-        raise ValueError(
-            arguments.wanted(
-                f"params: {schema.shorten(name)}", "float32, bfloat16 or float16", leaf.dtype
-            )
-        )
+        raise ValueError(arguments.wanted(name, "float32, bfloat16 or float16", leaf.dtype))
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        raise ValueError(
-            arguments.wanted(
-                f"params: {schema.shorten(name)}",
-                "an array on this process's devices (gather it first)",
-                "one on other processes too",
-            )
-        )
+        want = "an array on this process's devices (gather it first)"
+        raise ValueError(arguments.wanted(name, want, "one on other processes too"))
     return np.asarray(leaf, dtype)
 
 
-class _Description(NamedTuple):
-    """The description of a checkpoint, before arrays are allocated: the config's arguments, and a
-    tensor for each parameter."""
-
-    where: str
-    options: Mapping[str, Any]
-    rotary: Mapping[str, Any] | None = None
-    bias: Mapping[str, Any] | None = None
-    names: Mapping[str, str | None] | None = None
-    is_by_hand: bool = False
-
-
-def _by_hand(config: EmbedderConfig, names: Mapping[str, str | None]) -> _Description:
-    found = _Description("names", _options(config), is_by_hand=True)
-    expected = _shapes(found)
-    full = _full_paths(names, expected)
-    for name, tensor in full.items():
-        if not isinstance(tensor, str) and not (tensor is None and name in OFFSETS):
-            want = "a tensor's name" + (", or None for zeros" if name in OFFSETS else "")
-            raise TypeError(arguments.wanted(f"names: {name}", want, schema.short_repr(tensor)))
-    if missing := [_short_path(name) for name in expected if name not in full]:
-        raise ValueError(
-            arguments.wanted(
-                "names",
-                f"a tensor for each parameter, also for {', '.join(missing)}",
-                f"only {schema.short_repr(sorted(names))}",
-            )
-        )
-    return found._replace(names=full)
-
-
-def _options(config: EmbedderConfig) -> dict[str, Any]:
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+def _parameters(
+    where: str, config: EmbedderConfig, bias: Mapping[str, Any] | None = None
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shape and dtype of each parameter, by its path, computed without allocating any array."""
+    try:
+        tree = jax.eval_shape(lambda: make_embedder(config).init(jax.random.key(0)))
+    except OverflowError as error:
+        got = str(error)[:100]
+        raise ValueError(arguments.wanted(where, "sizes that jax can hold", got)) from error
+    of_bias = schema.call_with_named_errors(f"{where}: bias", bias_parameters, bias)
+    return {
+        f"{module}/{name}": leaf
+        for module, group in {**tree, **of_bias}.items()
+        for name, leaf in group.items()
+    }
 
 
 def _full_paths(names: Mapping[Any, Any], paths: Iterable[str]) -> dict[str, Any]:
@@ -385,7 +323,8 @@ def _full_paths(names: Mapping[Any, Any], paths: Iterable[str]) -> dict[str, Any
         ends = [path for path in paths if isinstance(name, str) and path.endswith(f"/{name}")]
         found = [name] if name in paths else ends
         if len(found) != 1 or found[0] in full:
-            want = f"a parameter's path, or a suffix that only one path has, among {', '.join(map(_short_path, paths))}"
+            among = ", ".join(map(_short_path, paths))
+            want = f"a parameter's path, or a suffix that only one path has, among {among}"
             raise ValueError(arguments.wanted("names", want[:250], schema.short_repr(name)))
         full[found[0]] = value
     return full
@@ -396,200 +335,196 @@ def _short_path(path: str) -> str:
     return "/".join(path.split("/")[-2:])
 
 
-def _loaded(tensors: Tensors, found: _Description) -> PretrainedInput:
-    """Checks all shapes and dtypes, then reads the parameters."""
-    expected, names = _shapes(found), found.names or {}
-    for tensor in names.values():
-        if tensor is not None and tensor not in tensors.files:
-            raise ValueError(
-                arguments.wanted(
-                    shown_path(tensors.path), f"a tensor {schema.shorten(tensor)}", listed(tensors)
-                )
-            )
-    given = {name: tensor for name, tensor in names.items() if tensor is not None}
-    shapes = {
-        name: expected[name] if name in expected else tensors.entry(tensor).shape
-        for name, tensor in given.items()
-    }
-    for name, tensor in given.items():
-        _check_entry(
-            tensors,
-            tensor,
-            shapes[name][::-1] if _is_transposed(name, tensor) else shapes[name],
-            found,
-        )
-    config = schema.call_with_named_errors(found.where, EmbedderConfig, found.options)
-    params: dict[str, dict[str, Array]] = {}
-    for name, tensor in names.items():
-        module, leaf = name.rsplit("/", 1)
-        if tensor is None:
-            array = jnp.zeros(expected[name], _dtype_of(name, config))
-        else:
-            array = tensors.read(
-                tensor,
-                shapes[name],
-                _dtype_of(name, config),
-                transposed=_is_transposed(name, tensor),
-            )
-        params.setdefault(module, {})[leaf] = array
-    return PretrainedInput(config, params, found.rotary, found.bias, given)
-
-
-def _check_entry(
-    tensors: Tensors, tensor: str, shape: tuple[int, ...], found: _Description
-) -> None:
-    entry = tensors.entry(tensor)
-    ones = len(entry.shape) - len(shape)
-    same = entry.shape == shape or (
-        found.is_by_hand and ones > 0 and entry.shape == (1,) * ones + shape
-    )
-    dtypes = (*DTYPES, FLOAT64) if found.is_by_hand else tuple(DTYPES)
-    if not same or entry.dtype not in dtypes:
-        want = f"shape {list(shape)}, as the configuration says, of {', '.join(dtypes[:-1])} or {dtypes[-1]}"
-        if same and entry.dtype == FLOAT64:
-            want += " (config and names load it by hand, rounded to the config's param_dtype)"
-        raise ValueError(
-            arguments.wanted(f"{shown_path(tensors.path)}: {schema.shorten(tensor)}", want, entry)
-        )
-
-
-def _dtype_of(name: str, config: EmbedderConfig) -> np.dtype:
-    """The dtype that the module gives the parameter; the layer norm is float32."""
-    return (
-        jnp.dtype("float32")
-        if name in (known.NORM_SCALE, known.NORM_OFFSET)
-        else jnp.dtype(config.param_dtype)
-    )
-
-
-def _shapes(found: _Description) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter, computed without allocating any array."""
-    options, scheme = found.options, found.options.get("scheme", Sinusoidal())
-    d_model = options["d_model"]
-    width = options.get("embedding_width") or d_model
-    shapes = {known.TOKENS: (options["vocab_size"], width)}
-    if isinstance(scheme, Learned):
-        shapes[known.POSITIONS] = (scheme.max_len, width)
-    if options.get("num_token_types") is not None:
-        shapes[known.TOKEN_TYPES] = (options["num_token_types"], width)
-    if options.get("layer_norm_eps") is not None:
-        shapes |= {known.NORM_SCALE: (width,), known.NORM_OFFSET: (width,)}
-    if options.get("embedding_width") is not None:
-        shapes |= {known.WIDEN: (width, d_model), known.WIDEN_OFFSET: (d_model,)}
-    if found.bias is not None and "num_buckets" in found.bias:
-        shapes[known.BIAS] = (found.bias["num_buckets"], found.bias["num_heads"])
-    return shapes
-
-
-def _is_transposed(name: str, tensor: str | None) -> bool:
+def _is_transposed(name: str, tensor: str) -> bool:
     """Whether a tensor is [out, in], as a linear layer's weights are unless they have this
     package's own name."""
     return name == known.WIDEN and tensor != name
 
 
-def _recognised(tensors: Tensors, stack: str | None, settings: dict[str, Any]) -> _Description:
+def _read_by_hand(
+    tensors: Tensors, config: EmbedderConfig, names: Mapping[str, str | None]
+) -> PretrainedInput:
+    """The tensors that `names` gives. Leading axes of 1 are dropped, and float64 is rounded."""
+    parameters = _parameters("config", config)
+    full = _full_paths(names, parameters)
+    for name, tensor in full.items():
+        if not isinstance(tensor, str) and not (tensor is None and name in OFFSETS):
+            want = "a tensor's name" + (", or None for zeros" if name in OFFSETS else "")
+            raise TypeError(arguments.wanted(f"names: {name}", want, schema.short_repr(tensor)))
+    if missing := [_short_path(name) for name in parameters if name not in full]:
+        want = f"a tensor for each parameter, also for {', '.join(missing)}"
+        got = f"only {schema.short_repr(sorted(names))}"
+        raise ValueError(arguments.wanted("names", want, got))
+    given = {name: tensor for name, tensor in full.items() if tensor is not None}
+    params = _read(tensors, parameters, given, is_by_hand=True)
+    for name in full.keys() - given.keys():
+        module, leaf = name.rsplit("/", 1)
+        params[module][leaf] = jnp.zeros(parameters[name].shape, parameters[name].dtype)
+    return PretrainedInput(config, params, names=given)
+
+
+def _read_own(tensors: Tensors) -> PretrainedInput:
+    """The layer that `save_embedder` described in the metadata."""
+    where = shown_path(tensors.path)
+    options = options_from_json(f"{where}: {CONFIG}", tensors.metadata[CONFIG])
+    place = f"{where}: {EXTRAS}"
+    extras = extras_from_json(place, tensors.metadata.get(EXTRAS, "{}"))
+    for name in extras.names or ():
+        module, _, leaf = name.rpartition("/")
+        if not module or not leaf:
+            got = schema.short_repr(name)
+            raise ValueError(arguments.wanted(f"{place}: names", "parameters as module/name", got))
+    described = known.LayerArguments(options, extras.rotary, extras.bias)
+    return _read_described(tensors, f"{where}: {CONFIG}", described, extras.names)
+
+
+def _read_published(
+    tensors: Tensors, stack: str | None, settings: dict[str, Any]
+) -> PretrainedInput:
+    """The layer of a known model, which config.json and `settings` describe."""
     beside = tensors.path.parent / "config.json"
     in_file = read_json(beside) if beside.is_file() else {}
-    text = in_file.get("text_config")
-    text = text if isinstance(text, dict) else {}
-    said = [
-        each for each in (in_file.get("model_type"), text.get("model_type")) if each is not None
-    ]
-    chosen = [settings.pop("model_type")] if settings.get("model_type") is not None else said
-    kind, names = recognised(tensors, chosen, stack or known.STACKS[0], beside)
+    parts = [in_file[name] for name in TEXT_MODEL if isinstance(in_file.get(name), dict)]
+    entries = (parts or [in_file])[0]
+    type_in_file = entries.get("model_type") or in_file.get("model_type")
+    model_type = settings.pop("model_type", None) or type_in_file
+    kind, names = recognised(tensors, model_type, stack, beside)
     model = kind.model_types[0]
-    if stack is not None and not kind.has_stacks:
-        raise ValueError(
-            arguments.wanted("stack", f"None, since {model} has one stack", repr(stack))
-        )
-    where = f"{shown_path(beside) if in_file else 'settings'}, for a model {model}"
-    read = _config_entries(where, kind, in_file | text, settings)
-    is_named = any(each in kind.model_types for each in said)
-    if missing := [
-        kind.settings.names()[name][0] for name in _required(kind, is_named) if name not in read
-    ]:
+    sources = ["settings"] if settings or not in_file else []
+    sources += [shown_path(beside)] if in_file else []
+    where = f"{' and '.join(sources)}, for a model {model}"
+    found = _entries_in_file(f"{shown_path(beside)}, for a model {model}", kind, entries)
+    found |= _entries_in_settings(kind, settings)
+    is_named = type_in_file in kind.model_types
+    required = kind.settings.required(is_named=is_named)
+    if missing := [kind.settings.names()[name][0] for name in required if name not in found]:
         want = f"{', '.join(sorted(missing))} of a model {model}, as settings={{...}} or in a config.json that names the model_type"
-        got = (
-            "none"
-            if is_named
-            else "a config.json without model_type"
-            if in_file
-            else "no config.json"
-        )
+        got = "no config.json"
+        if is_named:
+            got = "none"
+        elif in_file:
+            got = "a config.json " + (
+                f"of a model {type_in_file}" if type_in_file else "without model_type"
+            )
         raise ValueError(arguments.wanted(shown_path(beside), want, got))
     shapes = {name: tensors.entry(tensor).shape for name, tensor in names.items()}
     for name, tensor in names.items():
         rank = 1 if name in known.VECTORS else 2
         if len(shapes[name]) != rank:
+            place = f"{shown_path(tensors.path)}: {schema.shorten(tensor)}"
             want = f"a tensor of rank {rank}"
-            raise ValueError(
-                arguments.wanted(
-                    f"{shown_path(tensors.path)}: {schema.shorten(tensor)}",
-                    want,
-                    tensors.entry(tensor),
-                )
-            )
-    try:
-        described = kind.settings(**read).describe(shapes, stack or known.STACKS[0])
-    except (ArithmeticError, TypeError, ValueError) as error:
-        raise ValueError(f"{where}: {str(error)[:200]}") from error
-    dtype = DTYPES.get(tensors.entry(names[known.TOKENS]).dtype, jnp.dtype("float32"))
-    options = described.options | {"param_dtype": dtype}
-    return _Description(where, options, described.rotary, described.bias, names)
+            raise ValueError(arguments.wanted(place, want, tensors.entry(tensor)))
+    described = schema.call_with_named_errors(
+        where, lambda: kind.settings(**found).describe(shapes, stack or known.STACKS[0])
+    )
+    dtype = tensors.entry(names[known.TOKENS]).dtype
+    described.options["param_dtype"] = DTYPES.get(dtype, jnp.dtype("float32"))
+    hint = f" (if the vocabulary was resized: settings={{'vocab_size': {shapes[known.TOKENS][0]}}})"
+    return _read_described(tensors, where, described, names, hint)
 
 
-def _config_entries(
-    where: str, kind: known.Architecture, in_file: Mapping[str, Any], settings: Mapping[str, Any]
+def _entries_in_file(
+    where: str, kind: known.Architecture, entries: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The entries of config.json, overridden by settings; an error names the source of a wrong
-    entry."""
-    own = kind.settings
-    accepted = [name for names in own.names().values() for name in names]
+    """The entries of config.json that the model reads."""
+    read = schema.call_with_named_errors(where, kind.settings.entries, entries, is_file=True)
+    return schema.fields(where, kind.settings, read, is_partial=True)
+
+
+def _entries_in_settings(kind: known.Architecture, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of `settings`, which the model must read."""
+    names = kind.settings.names().values()
+    accepted = [name for several in names for name in several]
     if unknown := [name for name in settings if name not in accepted]:
-        reads = ", ".join(names[0] for names in own.names().values())
-        raise ValueError(
-            f"settings: wanted entries that a model {kind.model_types[0]} reads ({reads}), got {schema.short_repr(unknown[0])}"
-        )
-    found: dict[str, Any] = {}
-    for source, entries in ((where, in_file), ("settings", settings)):
-        try:
-            given = own.entries(entries, is_file=entries is in_file)
-        except ValueError as error:
-            raise ValueError(f"{source}: {error}") from error
-        found |= schema.fields(source, own, given, is_partial=True)
-    return found
+        reads = ", ".join(several[0] for several in names)
+        want = f"entries that a model {kind.model_types[0]} reads ({reads})"
+        raise ValueError(arguments.wanted("settings", want, schema.short_repr(unknown[0])))
+    read = schema.call_with_named_errors("settings", kind.settings.entries, settings, is_file=False)
+    return schema.fields("settings", kind.settings, read, is_partial=True)
 
 
-def _required(kind: known.Architecture, is_named: bool) -> list[str]:
-    """The required entries; if config.json does not name the model type, also those that change the
-    embeddings."""
-    required = [
-        field.name for field in dataclasses.fields(kind.settings) if schema.is_required(field)
-    ]
-    return required if is_named else required + kind.settings.fields_that_change_embeddings()
+def _read_described(
+    tensors: Tensors,
+    where: str,
+    described: known.LayerArguments,
+    names: Mapping[str, str] | None,
+    hint: str = "",
+) -> PretrainedInput:
+    """The layer that these arguments describe; names=None: each parameter has a tensor of its own
+    name."""
+    options, rotary, bias = described
+    given = {known.TOKENS: known.TOKENS} if names is None else names
+    for tensor in given.values():
+        _check_presence(tensors, tensor)
+    _check_completeness(where, given, [known.TOKENS])
+    # Compared first: the time to make a config grows with its width.
+    table = (options["vocab_size"], options.get("embedding_width") or options["d_model"])
+    _check_entry(tensors, given[known.TOKENS], table, hint=hint)
+    config = schema.call_with_named_errors(where, EmbedderConfig, **options)
+    check_rotary(where, rotary)
+    parameters = _parameters(where, config, bias)
+    if names is None:
+        names = {name: name for name in parameters}
+    _check_completeness(where, names, parameters)
+    return PretrainedInput(config, _read(tensors, parameters, names), rotary, bias, names)
 
 
-def _from_metadata(where: str, metadata: Mapping[str, str]) -> _Description:
-    """The description that `save_embedder` wrote into the metadata."""
-    options = options_from_json(f"{where}: {CONFIG}", metadata[CONFIG])
-    extras = extras_from_json(f"{where}: {EXTRAS}", metadata.get(EXTRAS, "{}"))
-    found = _Description(f"{where}: {CONFIG}", options, extras.rotary, extras.bias)
-    expected = _shapes(found)
-    names = {name: name for name in expected} if extras.names is None else extras.names
-    for name in names:
-        module, _, leaf = name.rpartition("/")
-        if not module or not leaf:
-            raise ValueError(
-                arguments.wanted(
-                    f"{where}: {EXTRAS}: names",
-                    "parameters as module/name",
-                    schema.short_repr(name),
-                )
-            )
-    if missing := [_short_path(name) for name in expected if name not in names]:
-        raise ValueError(
-            arguments.wanted(
-                f"{where}: {EXTRAS}: names", "a tensor for each parameter", f"none for {missing[0]}"
-            )
-        )
-    return found._replace(names=names)
+def _check_completeness(where: str, names: Mapping[str, str], parameters: Iterable[str]) -> None:
+    if missing := [_short_path(name) for name in parameters if name not in names]:
+        got = f"none for {missing[0]}"
+        raise ValueError(arguments.wanted(f"{where}: names", "a tensor for each parameter", got))
+
+
+def _read(
+    tensors: Tensors,
+    parameters: Mapping[str, jax.ShapeDtypeStruct],
+    names: Mapping[str, str],
+    *,
+    is_by_hand: bool = False,
+) -> dict[str, dict[str, Array]]:
+    """Checks all shapes and dtypes, then reads the parameters, and what stands beside them."""
+    expected = dict(parameters)
+    for name, tensor in names.items():
+        _check_presence(tensors, tensor)
+        if name not in expected:
+            expected[name] = jax.ShapeDtypeStruct(tensors.entry(tensor).shape, jnp.float32)
+        shape = expected[name].shape
+        stored = shape[::-1] if _is_transposed(name, tensor) else shape
+        _check_entry(tensors, tensor, stored, is_by_hand=is_by_hand)
+    params: dict[str, dict[str, Array]] = {}
+    for name, tensor in names.items():
+        module, leaf = name.rsplit("/", 1)
+        shape, dtype = expected[name].shape, expected[name].dtype
+        array = tensors.read(tensor, shape, dtype, transposed=_is_transposed(name, tensor))
+        params.setdefault(module, {})[leaf] = array
+    return params
+
+
+def _check_presence(tensors: Tensors, tensor: str) -> None:
+    if tensor not in tensors.files:
+        want = f"a tensor {schema.shorten(tensor)}"
+        raise ValueError(arguments.wanted(shown_path(tensors.path), want, listed(tensors)))
+
+
+def _check_entry(
+    tensors: Tensors,
+    tensor: str,
+    shape: tuple[int, ...],
+    *,
+    is_by_hand: bool = False,
+    hint: str = "",
+) -> None:
+    """Raises unless a tensor has this shape and a dtype that is read."""
+    entry = tensors.entry(tensor)
+    ones = len(entry.shape) - len(shape)
+    is_same = entry.shape == shape or (is_by_hand and entry.shape == (1,) * ones + shape)
+    dtypes = (*DTYPES, FLOAT64) if is_by_hand else tuple(DTYPES)
+    if is_same and entry.dtype in dtypes:
+        return
+    want = f"shape {list(shape)}, as the configuration says, of {', '.join(dtypes[:-1])} or {dtypes[-1]}"
+    if is_same and entry.dtype == FLOAT64:
+        want += " (config and names load it by hand, rounded to the config's param_dtype)"
+    elif not is_same and entry.shape[1:] == shape[1:]:
+        want += hint
+    place = f"{shown_path(tensors.path)}: {schema.shorten(tensor)}"
+    raise ValueError(arguments.wanted(place, want, entry))

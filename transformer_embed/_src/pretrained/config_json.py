@@ -2,47 +2,20 @@
 embeddings and biases."""
 
 import dataclasses
+import functools
+import json
 from collections.abc import Mapping
 from typing import Any
 
+import haiku as hk
+import jax
+
 from transformer_embed._src import arguments
+from transformer_embed._src.functional.relative_bias import alibi_bias
+from transformer_embed._src.functional.rotary import apply_rotary
 from transformer_embed._src.layers.config import EmbedderConfig
+from transformer_embed._src.layers.modules import RelativePositionBias
 from transformer_embed._src.pretrained import rope, schema
-
-
-@dataclasses.dataclass(frozen=True)
-class T5BiasArguments:
-    """The arguments of `RelativePositionBias`."""
-
-    num_heads: int
-    num_buckets: int = 32
-    max_distance: int = 128
-    bidirectional: bool = True
-
-    def __post_init__(self):
-        arguments.integer("num_heads", self.num_heads, at_least=1)
-        buckets = arguments.integer(
-            "num_buckets", self.num_buckets, at_least=4 if self.bidirectional else 2
-        )
-        arguments.integer(
-            "max_distance",
-            self.max_distance,
-            at_least=buckets // (4 if self.bidirectional else 2) + 1,
-            at_most=2**31 - 2,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class AlibiArguments:
-    """The arguments of `alibi_bias`."""
-
-    num_heads: int
-    symmetric: bool = False
-    max_bias: float = 8.0
-
-    def __post_init__(self):
-        arguments.integer("num_heads", self.num_heads, at_least=1)
-        arguments.real("max_bias", self.max_bias, above=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,18 +29,20 @@ class Extras:
 
 def config_to_json(config: EmbedderConfig) -> str:
     """The config's fields; the position scheme has its class name, and dtypes are names."""
-    return schema.to_json(config)
+    entries = schema.to_json(config)
+    del entries[schema.KIND]
+    return json.dumps(entries)
 
 
 def options_from_json(name: str, text: str) -> dict[str, Any]:
-    """The config's arguments, so that sizes can be compared with the tensors before an array is
-    allocated."""
+    """The config's arguments, so that sizes can be compared with the tensors before the config is
+    made."""
     return schema.fields(name, EmbedderConfig, schema.parse(name, text))
 
 
 def extras_to_json(extras: Mapping[str, Any]) -> str:
     """Rotary, bias and names; a scaling has its class name."""
-    return schema.to_json(extras)
+    return json.dumps(schema.to_json(extras))
 
 
 def extras_from_json(name: str, text: str) -> Extras:
@@ -75,26 +50,45 @@ def extras_from_json(name: str, text: str) -> Extras:
     found = schema.fields(name, Extras, schema.parse(name, text))
     rotary, bias = found.get("rotary"), found.get("bias")
     if rotary is not None:
-        rotary = _rotary(f"{name}: rotary", rotary)
+        found["rotary"] = _rotary_from_json(f"{name}: rotary", rotary)
     if bias is not None:
-        bias = _arguments(
-            f"{name}: bias", T5BiasArguments if "num_buckets" in bias else AlibiArguments, bias
-        )
-    return Extras(rotary, bias, found.get("names"))
+        positions = ("query_positions", "key_positions")
+        function, without = alibi_bias, (*positions, "dtype")
+        if "num_buckets" in bias:
+            function = RelativePositionBias.__init__
+            without = ("self", "w_init", "param_dtype", "dtype", "name")
+        found["bias"] = schema.fields(f"{name}: bias", function, bias, without=without)
+    return Extras(**found)
 
 
-def _rotary(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
+def _rotary_from_json(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `apply_rotary`, or those of each kind of layer."""
-    if not set(value) <= {field.name for field in dataclasses.fields(rope.Rotary)}:
+    read = functools.partial(schema.fields, function=apply_rotary, without=("x", "positions"))
+    if all(isinstance(item, dict) for item in value.values()) and "scaling" not in value:
         return {
-            layer: _arguments(f"{name}: {schema.short_repr(layer)}", rope.Rotary, each)
-            for layer, each in value.items()
+            layer: read(f"{name}: {schema.short_repr(layer)}", value=item)
+            for layer, item in value.items()
         }
-    return _arguments(name, rope.Rotary, value)
+    return read(name, value=value)
 
 
-def _arguments(name: str, kind: type, value: Any) -> dict[str, Any]:
-    """The given fields of a dataclass, after checking that it can be made from them."""
-    found = schema.fields(name, kind, value)
-    schema.call_with_named_errors(name, kind, found)
-    return found
+def check_rotary(name: str, rotary: Mapping[str, Any] | None) -> None:
+    """Raises a ValueError for arguments that `apply_rotary` refuses."""
+    for layer, options in rope.by_layer(rotary or {}).items():
+        where = f"{name}: rotary" + (f": {layer!r}" if layer else "")
+        schema.call_with_named_errors(where, rope.check, options)
+
+
+def bias_parameters(bias: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The parameters of the bias as `jax.eval_shape` gives them, which also checks its
+    arguments."""
+    if bias is None:
+        return {}
+    # The time to trace a bias grows with this number. Real models have up to some hundred.
+    name = "num_buckets" if "num_buckets" in bias else "num_heads"
+    arguments.integer(name, bias.get(name), at_least=1, at_most=schema.MOST[float])
+    if name == "num_heads":
+        jax.eval_shape(lambda: alibi_bias([0], [0], **bias))
+        return {}
+    init = hk.transform(lambda: RelativePositionBias(**bias)([0], [0])).init
+    return jax.eval_shape(lambda: init(jax.random.key(0)))

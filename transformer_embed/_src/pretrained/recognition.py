@@ -4,7 +4,7 @@ has."""
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from transformer_embed._src import arguments
 from transformer_embed._src.pretrained import architectures as known
@@ -20,58 +20,62 @@ BY_HAND = (
 
 
 def recognised(
-    tensors: Tensors, model_types: Sequence[Any], stack: str, config: pathlib.Path
+    tensors: Tensors, model_type: Any, stack: str | None, config: pathlib.Path
 ) -> tuple[known.Architecture, dict[str, str]]:
     """The architecture, and the tensor name for each of its parameters.
 
     Args:
         tensors: the tensors of the checkpoint.
-        model_types: from settings or config.json; the first known one is used.
-        stack: encoder or decoder.
+        model_type: from settings or config.json, or None.
+        stack: "encoder", "decoder", or None.
         config: the path that a config.json would have.
     """
-    named = next((kind for kind in map(known.by_model_type, model_types) if kind is not None), None)
-    if model_types and named is None:
-        types = sorted(name for each in known.ARCHITECTURES for name in each.model_types)
-        raise ValueError(
-            f"model_type: wanted one of {', '.join(types)}, got {schema.short_repr(model_types[0])}"
-        )
+    named = known.by_model_type(model_type)
+    if model_type is not None and named is None:
+        types = sorted(name for kind in known.ARCHITECTURES for name in kind.model_types)
+        got = schema.short_repr(model_type)
+        raise ValueError(arguments.wanted("model_type", f"one of {', '.join(types)}", got))
     kinds = known.ARCHITECTURES if named is None else (named,)
-    found = [
-        (kind, prefix, names)
-        for kind in kinds
-        for prefix, names in matches(kind, tensors.files, stack)
-    ]
+    own = stack or known.STACKS[0]
+    found = _all_matches(kinds, tensors, own)
     if not found:
-        _raise_unknown_model(tensors, named)
+        other = known.STACKS[1]
+        has_other = stack is None and bool(_all_matches(kinds, tensors, other))
+        model = "a known model" if named is None else f"a model {named.model_types[0]}"
+        want = f"the tensors of {model}, or {BY_HAND}"
+        if has_other:
+            want = f"the {own} of {model}; pass stack={other!r} for the {other}, which is there"
+        where = schema.shorten(str(tensors.path), 60)
+        raise ValueError(f"{where}: wanted {want}; got {listed(tensors)}")
     if named is None:
         found = _unambiguous(tensors, found, config)
+    kind, prefix, names = found[0]
+    model, where = kind.model_types[0], shown_path(tensors.path)
     if len(found) != 1:
         prefixes = schema.short_repr([prefix for _, prefix, _ in found])
-        what = f"one model {found[0][0].model_types[0]} in a file (save each to its own file, or load one with config and names)"
+        want = f"one model {model} in a file (save each to its own file, or load one with config and names)"
+        raise ValueError(arguments.wanted(where, want, f"{len(found)} of them, under {prefixes}"))
+    if stack is not None and not kind.has_stacks:
         raise ValueError(
-            arguments.wanted(
-                shown_path(tensors.path), what, f"{len(found)} of them, under {prefixes}"
-            )
+            arguments.wanted("stack", f"None, since {model} has one stack", repr(stack))
         )
-    kind, prefix, names = found[0]
-    refused = (
-        reason
-        for tensor, reason in kind.refused.items()
-        if prefix + tensor.format(stack=stack) in tensors.files
-    )
-    if reason := next(refused, None):
-        raise ValueError(
-            arguments.wanted(
-                shown_path(tensors.path),
-                f"an input layer like that of {kind.model_types[0]}",
-                reason,
+    for tensor, reason in kind.refused.items():
+        if prefix + tensor.format(stack=own) in tensors.files:
+            raise ValueError(
+                arguments.wanted(where, f"an input layer like that of {model}", reason)
             )
-        )
     return kind, names
 
 
 Match = tuple[known.Architecture, str, dict[str, str]]
+
+
+def _all_matches(kinds: Sequence[known.Architecture], tensors: Tensors, stack: str) -> list[Match]:
+    return [
+        (kind, prefix, names)
+        for kind in kinds
+        for prefix, names in matches(kind, tensors.files, stack)
+    ]
 
 
 def _unambiguous(tensors: Tensors, found: list[Match], config: pathlib.Path) -> list[Match]:
@@ -92,13 +96,6 @@ def _unambiguous(tensors: Tensors, found: list[Match], config: pathlib.Path) -> 
         )
     most = max(len(names) for _, _, names in certain)
     return [match for match in certain if len(match[2]) == most]
-
-
-def _raise_unknown_model(tensors: Tensors, named: known.Architecture | None) -> NoReturn:
-    model = "a known model" if named is None else f"a model {named.model_types[0]}"
-    raise ValueError(
-        f"{schema.shorten(str(tensors.path), 60)}: wanted the tensors of {model}, or {BY_HAND}; got {listed(tensors)}"
-    )
 
 
 def matches(

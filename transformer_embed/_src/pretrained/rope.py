@@ -5,39 +5,42 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from transformer_embed._src import arguments
 from transformer_embed._src.functional import rotary_scaling
-from transformer_embed._src.functional.rotary import LAYOUTS, PARTIAL
+from transformer_embed._src.functional.rotary import apply_rotary
 from transformer_embed._src.pretrained import schema
+from transformer_embed._src.pretrained.schema import Count
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 ORIGINAL = "original_max_position_embeddings"
+TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "su")
+MOST_CHANNELS = 2 * schema.MOST[float]
+# Wider than published heads: the frequencies of a narrower one lie between those of a wider one.
+WIDE_HEAD = 256
 
 
-@dataclasses.dataclass(frozen=True)
-class Rotary:
-    """The keyword arguments of `apply_rotary`, as a file holds them."""
-
-    base: float = 10_000.0
-    layout: str = "half"
-    rotary_dim: int | None = None
-    partial: str = "first"
-    scaling: rotary_scaling.Scaling | None = None
-    sections: tuple[int, ...] | None = None
-
-    def __post_init__(self):
-        arguments.real("base", self.base, above=0)
-        arguments.choice("layout", self.layout, LAYOUTS)
-        arguments.choice("partial", self.partial, PARTIAL)
-        if self.rotary_dim is not None:
-            rotary_dim(self.rotary_dim)
+def check(options: Mapping[str, Any], head_dim: int | None = None) -> None:
+    """Raises as `apply_rotary` does for heads of this size; None: a size that the arguments
+    allow."""
+    if head_dim is None:
+        factors = getattr(options.get("scaling"), "short_factor", ())
+        pairs = len(factors) or sum(options.get("sections") or ())
+        head_dim = 2 * max(pairs, 0) or max(WIDE_HEAD, options.get("rotary_dim") or 0)
+    # The time to trace a rotation grows with this number.
+    arguments.integer("head_dim", head_dim, at_least=1, at_most=MOST_CHANNELS)
+    axes = () if options.get("sections") is None else (len(options["sections"]),)
+    heads = jax.ShapeDtypeStruct((1, 1, head_dim), jnp.float32)
+    positions = jax.ShapeDtypeStruct((1, *axes), jnp.int32)
+    jax.eval_shape(lambda x, positions: apply_rotary(x, positions, **options), heads, positions)
 
 
-def rotary_dim(value: int) -> int:
-    """How many channels of a head are rotated: an even number."""
-    if arguments.integer("rotary_dim", value, at_least=2) % 2:
-        raise ValueError(arguments.wanted("rotary_dim", "an even int", value))
-    return value
+def by_layer(rotary: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """The arguments of `apply_rotary` for each kind of layer; "" if there is one kind."""
+    differ = all(isinstance(options, Mapping) for options in rotary.values())
+    return rotary if differ else {"": rotary}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,135 +58,69 @@ class RopeScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     attention_factor: float | None = None
-    original_max_position_embeddings: int | None = None
+    original_max_position_embeddings: Count | None = None
     short_factor: tuple[float, ...] | None = None
     long_factor: tuple[float, ...] | None = None
 
     def __post_init__(self):
-        if self.rope_type is None and (
-            given := [name for name in self._names() if getattr(self, name) is not None]
-        ):
-            raise ValueError(
-                arguments.wanted(
-                    "rope_scaling",
-                    f"an entry rope_type, one of {', '.join(SCALINGS)}",
-                    f"only {given}",
-                )
-            )
-        arguments.choice("rope_type", self.rope_type or "default", tuple(SCALINGS))
+        if self.rope_type is None and (given := list(self.given())):
+            want = f"an entry rope_type, one of {', '.join(TYPES)}"
+            raise ValueError(arguments.wanted("rope_scaling", want, f"only {given}"))
+        arguments.choice("rope_type", self.rope_type or "default", TYPES)
 
-    @classmethod
-    def _names(cls) -> list[str]:
-        return [field.name for field in dataclasses.fields(cls)]
+    def given(self) -> dict[str, Any]:
+        """The entries that are not null."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
     def scaling(
         self, max_len: int | None, original: int | None = None
     ) -> rotary_scaling.Scaling | None:
         """The scaling for a model of `max_len` positions, first trained on `original` positions
         (None: as the entries say)."""
-        make = SCALINGS[self.rope_type or "default"]
-        return (
-            None
-            if make is None
-            else make(
-                self,
-                max_len,
-                self.original_max_position_embeddings if original is None else original,
-            )
+        kind = self.rope_type or "default"
+        if kind == "default":
+            return None
+        if kind == "linear":
+            return rotary_scaling.LinearScaling(self._required("factor"))
+        # Dynamic scaling counts from the model's own length.
+        length: Any = max_len
+        if kind != "dynamic":
+            length = original or self.original_max_position_embeddings or max_len
+        needs_factor = kind in ("yarn", "longrope", "su") and self.factor is None
+        if length is None or (needs_factor and max_len is None):
+            want = "an entry max_position_embeddings beside it"
+            raise ValueError(arguments.wanted("rope_scaling", want, "none"))
+        factor: Any = (max_len or 0) / length if needs_factor else self.factor
+        if kind == "dynamic":
+            return rotary_scaling.DynamicNTKScaling(self._required("factor"), length, length)
+        if kind == "llama3":
+            low, high = self._required("low_freq_factor"), self._required("high_freq_factor")
+            return rotary_scaling.Llama3Scaling(self._required("factor"), low, high, length)
+        if kind == "yarn":
+            names = ["beta_fast", "beta_slow", "truncate", "attention_factor"]
+            # The transformers library uses these two only if both are given.
+            names += ["mscale", "mscale_all_dim"] if self.mscale and self.mscale_all_dim else []
+            given = {name: value for name, value in self.given().items() if name in names}
+            return rotary_scaling.YarnScaling(factor, length, **given)
+        # For lengths up to the trained one; replace `length` for longer ones.
+        return rotary_scaling.LongRopeScaling(
+            self._required("short_factor"),
+            self._required("long_factor"),
+            factor,
+            original_length=length,
+            length=length,
+            attention_factor=self.attention_factor,
         )
 
-    def get(self, name: str) -> Any:
+    def _required(self, name: str) -> Any:
         """An entry that this type of scaling needs."""
         if getattr(self, name) is None:
-            raise ValueError(
-                arguments.wanted(
-                    "rope_scaling", f"an entry {name} for the rope_type {self.rope_type!r}", "none"
-                )
-            )
+            want = f"an entry {name} for the rope_type {self.rope_type!r}"
+            raise ValueError(arguments.wanted("rope_scaling", want, "none"))
         return getattr(self, name)
 
 
-def _linear(
-    entries: RopeScaling, max_len: int | None, original: int | None
-) -> rotary_scaling.LinearScaling:
-    return rotary_scaling.LinearScaling(entries.get("factor"))
-
-
-def _dynamic(
-    entries: RopeScaling, max_len: int | None, original: int | None
-) -> rotary_scaling.DynamicNTKScaling:
-    length = _required_max_len(max_len)
-    return rotary_scaling.DynamicNTKScaling(
-        entries.get("factor"), original_length=length, length=length
-    )
-
-
-def _yarn(
-    entries: RopeScaling, max_len: int | None, original: int | None
-) -> rotary_scaling.YarnScaling:
-    original = _required_max_len(max_len) if original is None else _at_least_one(ORIGINAL, original)
-    names = ("beta_fast", "beta_slow", "truncate", "attention_factor")
-    # The transformers library uses these two only if both are given.
-    pair = ("mscale", "mscale_all_dim") if entries.mscale and entries.mscale_all_dim else ()
-    given = {
-        name: getattr(entries, name)
-        for name in (*names, *pair)
-        if getattr(entries, name) is not None
-    }
-    return rotary_scaling.YarnScaling(
-        _context_factor(entries, max_len, original), original, **given
-    )
-
-
-def _llama3(
-    entries: RopeScaling, max_len: int | None, original: int | None
-) -> rotary_scaling.Llama3Scaling:
-    factors = (entries.get(name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
-    return rotary_scaling.Llama3Scaling(
-        *factors, original_length=_required_max_len(max_len) if original is None else original
-    )
-
-
-def _longrope(
-    entries: RopeScaling, max_len: int | None, original: int | None
-) -> rotary_scaling.LongRopeScaling:
-    """For lengths up to the trained one; replace `length` for longer ones."""
-    original = _required_max_len(max_len) if original is None else _at_least_one(ORIGINAL, original)
-    return rotary_scaling.LongRopeScaling(
-        entries.get("short_factor"),
-        entries.get("long_factor"),
-        _context_factor(entries, max_len, original),
-        original_length=original,
-        length=original,
-        attention_factor=entries.attention_factor,
-    )
-
-
-def _context_factor(entries: RopeScaling, max_len: int | None, original: int) -> float:
-    return _required_max_len(max_len) / original if entries.factor is None else entries.factor
-
-
-def _required_max_len(max_len: int | None) -> int:
-    if max_len is None:
-        raise ValueError(
-            arguments.wanted("rope_scaling", "an entry max_position_embeddings beside it", "none")
-        )
-    return _at_least_one("max_position_embeddings", max_len)
-
-
-def _at_least_one(name: str, value: int) -> int:
-    return arguments.integer(name, value, at_least=1)
-
-
-SCALINGS = {
-    "default": None,
-    "linear": _linear,
-    "dynamic": _dynamic,
-    "yarn": _yarn,
-    "llama3": _llama3,
-    "longrope": _longrope,
-    "su": _longrope,
-}
+NAMES = [field.name for field in dataclasses.fields(RopeScaling)]
 
 
 def to_old_form(entries: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
@@ -202,49 +139,32 @@ def to_old_form(entries: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
     return others | moved | {"rope_scaling": scaling}
 
 
-def by_layer(entries: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
+def to_old_form_by_layer(entries: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
     """Like `to_old_form`, for models whose layers differ: `rope_scaling` is for full layers,
     `sliding_rope_scaling` for the others."""
-    found = {
-        name: value
-        for name, value in entries.items()
-        if name not in ("rope_scaling", "rope_parameters")
-    }
-    parameters = entries.get("rope_parameters")
+    found = dict(entries)
+    parameters = found.pop("rope_parameters", None)
+    scaling = found.pop("rope_scaling", None)
     if parameters is not None:
-        if (
-            not isinstance(parameters, Mapping)
-            or not parameters
-            or not set(parameters) <= {FULL, SLIDING}
-        ):
-            raise ValueError(
-                arguments.wanted(
-                    "rope_parameters",
-                    f"an object with the entries {FULL} and {SLIDING}",
-                    schema.short_repr(parameters),
-                )
-            )
-        for layer, theta, scaling in (
+        known = isinstance(parameters, Mapping) and set(parameters) <= {FULL, SLIDING}
+        if not known or not parameters:
+            want = f"an object with the entries {FULL} and {SLIDING}"
+            got = schema.short_repr(parameters)
+            raise ValueError(arguments.wanted("rope_parameters", want, got))
+        for layer, theta, key in (
             (FULL, "rope_theta", "rope_scaling"),
             (SLIDING, "rope_local_base_freq", "sliding_rope_scaling"),
         ):
             if layer in parameters:
-                moved, found[scaling] = split_entries(
-                    f"rope_parameters: {layer}", parameters[layer], is_file=is_file
-                )
-                found |= {theta: moved.pop("rope_theta")} if "rope_theta" in moved else {}
+                name = f"rope_parameters: {layer}"
+                moved, found[key] = split_entries(name, parameters[layer], is_file=is_file)
+                if "rope_theta" in moved:
+                    found[theta] = moved.pop("rope_theta")
                 if moved and not is_file:
-                    raise ValueError(
-                        arguments.wanted(
-                            f"rope_parameters: {layer}", "no entry partial_rotary_factor", moved
-                        )
-                    )
-    if "rope_scaling" in entries and (
-        entries["rope_scaling"] is not None or "rope_scaling" not in found
-    ):
-        found["rope_scaling"] = split_entries(
-            "rope_scaling", entries["rope_scaling"], is_file=is_file
-        )[1]
+                    want = "no entry partial_rotary_factor"
+                    raise ValueError(arguments.wanted(name, want, moved))
+    if scaling is not None or ("rope_scaling" in entries and "rope_scaling" not in found):
+        _, found["rope_scaling"] = split_entries("rope_scaling", scaling, is_file=is_file)
     return found
 
 
@@ -255,27 +175,19 @@ def split_entries(name: str, value: Any, *, is_file: bool) -> tuple[dict[str, An
         return {}, {}
     if not isinstance(value, Mapping):
         raise ValueError(arguments.wanted(name, "an object", schema.short_repr(value)))
-    value = {
-        "rope_type" if key == "type" and "rope_type" not in value else key: each
-        for key, each in value.items()
-        if each is not None
-    }
-    moved = {key: value.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in value}
-    known = RopeScaling._names()
-    unknown = [key for key in value if key not in known and key != "type"]
-    if unknown and not is_file:
-        raise ValueError(
-            arguments.wanted(
-                name, f"entries among {', '.join(known)}", schema.short_repr(unknown[0])
-            )
-        )
-    scaling = {key: each for key, each in value.items() if key in known}
-    if not is_file and "rope_type" not in scaling:
-        raise ValueError(
-            arguments.wanted(
-                name,
-                "an entry rope_type ('default': no scaling)",
-                f"only {schema.short_repr([*moved, *scaling])}",
-            )
-        )
-    return moved, scaling
+    scaling = {key: item for key, item in value.items() if item is not None}
+    # The oldest files call the type "type".
+    kind = scaling.pop("type", None)
+    if kind is not None:
+        scaling.setdefault("rope_type", kind)
+    top = ("rope_theta", "partial_rotary_factor")
+    moved = {key: scaling.pop(key) for key in top if key in scaling}
+    if not is_file:
+        if unknown := [key for key in scaling if key not in NAMES]:
+            want = f"entries among {', '.join(NAMES)}"
+            raise ValueError(arguments.wanted(name, want, schema.short_repr(unknown[0])))
+        if "rope_type" not in scaling:
+            want = "an entry rope_type ('default': no scaling)"
+            got = f"only {schema.short_repr([*moved, *scaling])}"
+            raise ValueError(arguments.wanted(name, want, got))
+    return moved, {key: item for key, item in scaling.items() if key in NAMES}

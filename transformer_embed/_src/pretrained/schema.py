@@ -1,13 +1,16 @@
-"""Reads JSON into dataclasses, and checks each value against the annotation of its field."""
+"""Reads JSON as the arguments of a class or a function, and checks each value against the
+annotation of its parameter."""
 
 import dataclasses
+import inspect
 import json
-import math
+import numbers
 import reprlib
+import sys
 import types
 import typing
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NewType
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,10 +19,18 @@ from transformer_embed._src import arguments
 from transformer_embed._src.array_types import DTypeLike
 
 KIND = "kind"
+# Numbers with a range, as annotations.
+Count = NewType("Count", int)
+Positive = NewType("Positive", float)
+Rate = NewType("Rate", float)
+RANGES: Mapping[Any, Callable[[str, Any], Any]] = {
+    Count: lambda name, value: arguments.integer(name, value, at_least=1),
+    Positive: lambda name, value: arguments.real(name, value, above=0),
+    Rate: arguments.rate,
+}
 # numpy has no array with more axes, and no head has more channels: longer lists are a mistake or an
-# attack.
-MOST_INTS = 64
-MOST_FLOATS = 4096
+# attack. (A `Sequence` may be longer: its class compares it with other sizes.)
+MOST = {int: 64, float: 4096}
 WORDS = {
     bool: "true or false",
     int: "an int",
@@ -32,21 +43,15 @@ _SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = 4
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 2, 40, 40, 30
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
-
-
-def _is_number(value: Any) -> bool:
-    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
-
-
-SCALARS = {
-    types.NoneType: lambda value: value is None,
-    bool: lambda value: isinstance(value, bool),
-    str: lambda value: isinstance(value, str),
-    int: _is_int,
-    float: _is_number,
-}
+def _is_scalar(kind: Any, value: Any) -> bool:
+    """Whether a JSON value is of a kind of WORDS. An int is a number if a float can hold it."""
+    if isinstance(value, bool):
+        return kind is bool
+    if kind is int:
+        return isinstance(value, int) and abs(value) < 2**63
+    if kind is float:
+        return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+    return kind in WORDS and isinstance(value, kind)
 
 
 def short_repr(value: Any) -> str:
@@ -67,44 +72,44 @@ def parse(name: str, text: str | bytes) -> Any:
         raise ValueError(arguments.wanted(name, "JSON", str(error)[:100])) from error
 
 
-def from_json(name: str, kind: type, value: Any) -> Any:
-    """An instance of a dataclass, from a JSON object with its fields."""
-    return call_with_named_errors(name, kind, fields(name, kind, value))
-
-
-def call_with_named_errors(name: str, kind: type, given: Mapping[str, Any]) -> Any:
-    """An instance of a class; errors become a ValueError that starts with the name."""
+def call_with_named_errors(
+    name: str, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """The result of a function; errors become a ValueError that starts with the name."""
     try:
-        return kind(**given)
+        return function(*args, **kwargs)
     except (ArithmeticError, TypeError, ValueError) as error:
-        raise ValueError(f"{name}: {str(error)[:200]}") from error
+        raise ValueError(f"{name}: {str(error)[:260]}") from error
 
 
-def fields(name: str, kind: type, value: Any, *, is_partial: bool = False) -> dict[str, Any]:
-    """The given of a dataclass from a JSON object, each checked against the annotation of its
-    field.
+def fields(
+    name: str,
+    function: Callable[..., Any],
+    value: Any,
+    *,
+    without: Sequence[str] = (),
+    is_partial: bool = False,
+) -> dict[str, Any]:
+    """The arguments of a class or a function from a JSON object, each checked against the
+    annotation of its parameter.
 
-    With `is_partial`, entries without a default may be missing.
+    With `is_partial`, those without a default may be missing.
     """
     if not isinstance(value, dict):
         raise ValueError(arguments.wanted(name, "a JSON object", short_repr(value)))
-    annotations = typing.get_type_hints(kind)
-    known = {field.name: field for field in dataclasses.fields(kind)}
+    annotations = typing.get_type_hints(function)
+    known = dict(inspect.signature(function).parameters)
+    for parameter in without:
+        del known[parameter]
     if unknown := [key for key in value if key not in known]:
-        raise ValueError(
-            arguments.wanted(name, f"entries among {', '.join(known)}", short_repr(unknown[0]))
-        )
-    missing = [key for key, field in known.items() if key not in value and is_required(field)]
+        want = f"entries among {', '.join(known)}"
+        raise ValueError(arguments.wanted(name, want, short_repr(unknown[0])))
+    required = [key for key, parameter in known.items() if parameter.default is parameter.empty]
+    missing = [key for key in required if key not in value]
     if missing and not is_partial:
-        raise ValueError(
-            arguments.wanted(name, f"an entry {missing[0]}", f"only {short_repr(sorted(value))}")
-        )
-    return {key: checked(f"{name}: {key}", annotations[key], each) for key, each in value.items()}
-
-
-def is_required(field: dataclasses.Field) -> bool:
-    """Whether a field has no default."""
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        got = f"only {short_repr(sorted(value))}"
+        raise ValueError(arguments.wanted(name, f"an entry {missing[0]}", got))
+    return {key: checked(f"{name}: {key}", annotations[key], item) for key, item in value.items()}
 
 
 def checked(name: str, annotation: Any, value: Any) -> Any:
@@ -112,87 +117,66 @@ def checked(name: str, annotation: Any, value: Any) -> Any:
     dataclass), or a ValueError."""
     if annotation is Any:
         return value
-    # A dtype is a name in JSON; the class that takes it checks the name.
-    options = [str if option is DTypeLike else option for option in _options(annotation)]
-    for option in options:
-        if option in SCALARS and SCALARS[option](value):
-            return float(value) if option is float else value
-        given = typing.get_args(option)
-        if typing.get_origin(option) in (tuple, Sequence) and isinstance(value, list):
-            return _tuple(name, given[0], value)
-        if typing.get_origin(option) is Mapping and isinstance(value, dict):
+    is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+    kinds: Sequence[Any] = typing.get_args(annotation) if is_union else (annotation,)
+    classes = {str(kind.__name__): kind for kind in kinds if dataclasses.is_dataclass(kind)}  # pyright: ignore[reportAttributeAccessIssue]
+    for kind in kinds:
+        # A dtype is a name in JSON; the class that takes it checks the name.
+        scalar = str if kind is DTypeLike else getattr(kind, "__supertype__", kind)
+        origin, items = typing.get_origin(kind), typing.get_args(kind)
+        if _is_scalar(scalar, value):
+            number = float(value) if scalar is float else value
+            return RANGES[kind](name, number) if kind in RANGES else number
+        if origin in (tuple, Sequence) and isinstance(value, list):
+            most = MOST[items[0]] if origin is tuple else len(value)
+            if len(value) > most:
+                raise ValueError(arguments.wanted(name, f"at most {most} entries", len(value)))
+            return tuple(checked(f"{name}[{n}]", items[0], item) for n, item in enumerate(value))
+        if origin is Mapping and isinstance(value, dict):
             return {
-                key: checked(f"{name}: {short_repr(key)}", given[1], each)
-                for key, each in value.items()
+                key: checked(f"{name}: {short_repr(key)}", items[1], item)
+                for key, item in value.items()
             }
-    classes = {option.__name__: option for option in options if dataclasses.is_dataclass(option)}
     if classes and isinstance(value, dict):
         return _instance(name, classes, value)
-    raise ValueError(
-        arguments.wanted(
-            name,
-            " or ".join(dict.fromkeys(_type_in_words(option) for option in options)),
-            short_repr(value),
-        )
-    )
+    words = " or ".join(dict.fromkeys(map(_kind_in_words, kinds)))
+    raise ValueError(arguments.wanted(name, words, short_repr(value)))
 
 
-def _options(annotation: Any) -> list[Any]:
-    """The types of a union."""
-    return (
-        list(typing.get_args(annotation))
-        if typing.get_origin(annotation) in (types.UnionType, typing.Union)
-        else [annotation]
-    )
+def _kind_in_words(kind: Any) -> str:
+    if typing.get_origin(kind) in (tuple, Sequence):
+        return "a list"
+    scalar = str if kind is DTypeLike else getattr(kind, "__supertype__", kind)
+    return WORDS.get(scalar, "an object")
 
 
-def _tuple(name: str, item: Any, values: list[Any]) -> tuple[Any, ...]:
-    most = MOST_INTS if item is int else MOST_FLOATS
-    if len(values) > most:
-        raise ValueError(arguments.wanted(name, f"at most {most} entries", len(values)))
-    return tuple(checked(f"{name}[{n}]", item, value) for n, value in enumerate(values))
-
-
-def _instance(name: str, classes: Mapping[str, type], value: dict[str, Any]) -> Any:
+def _instance(name: str, classes: Mapping[str, Any], value: dict[str, Any]) -> Any:
+    """An instance of one of the classes; the entry `kind` says which if there are several."""
     kind = value.get(KIND) if len(classes) > 1 else next(iter(classes))
     if not isinstance(kind, str) or kind not in classes:
-        raise ValueError(
-            arguments.wanted(f"{name}: {KIND}", "one of " + ", ".join(classes), short_repr(kind))
-        )
-    return from_json(name, classes[kind], {key: each for key, each in value.items() if key != KIND})
+        want = "one of " + ", ".join(classes)
+        raise ValueError(arguments.wanted(f"{name}: {KIND}", want, short_repr(kind)))
+    entries = {key: item for key, item in value.items() if key != KIND}
+    return call_with_named_errors(name, classes[kind], **fields(name, classes[kind], entries))
 
 
-def _type_in_words(option: Any) -> str:
-    if typing.get_origin(option) in (tuple, Sequence):
-        return "a list"
-    return WORDS.get(option, "an object")
-
-
-def to_json(value: Any) -> str:
-    """JSON of a dataclass, or of mappings of numbers, strings, tuples and dataclasses. An inner
-    dataclass stores its class name."""
-    plain = (
-        {key: each for key, each in _plain(value).items() if key != KIND}
-        if dataclasses.is_dataclass(value)
-        else _plain(value)
-    )
-    return json.dumps(plain)
-
-
-def _plain(value: Any) -> Any:
+def to_json(value: Any) -> Any:
+    """The value as JSON has it: numbers, strings, lists and objects. A dataclass stores its class
+    name."""
     if dataclasses.is_dataclass(value):
-        each = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return {KIND: type(value).__name__} | {name: _plain(each[name]) for name in each}
+        entries = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {KIND: type(value).__name__} | to_json(entries)
     if isinstance(value, Mapping):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: to_json(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, np.generic):
-        return value.item()
+        return [to_json(item) for item in value]
     if isinstance(value, np.dtype):
-        return jnp.dtype(value).name
+        value = jnp.dtype(value).name
+    elif isinstance(value, np.bool_ | np.integer):
+        value = value.item()
+    elif isinstance(value, numbers.Real | np.floating) and not isinstance(value, int):
+        value = float(value)
     if not isinstance(value, bool | int | float | str | None):
-        raise TypeError(
-            arguments.wanted("rotary and bias", "numbers, words and scalings", type(value).__name__)
-        )
+        want = "numbers, words and scalings"
+        raise TypeError(arguments.wanted("rotary and bias", want, type(value).__name__))
     return value
