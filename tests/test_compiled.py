@@ -191,7 +191,7 @@ def lazy_step(params, ids, weights):
 
 def test_the_sum_of_gradients_of_different_rows_is_not_atomic():
     def program(some, other, values):
-        one, another = (te.rows.Rows(ids, values, VOCAB) for ids in (some, other))
+        one, another = (te.rows.RowGradient(ids, values, VOCAB) for ids in (some, other))
         return te.rows.add(one, another).values
 
     found = scatters(program, of(jnp.int32, 8), of(jnp.int32, 8), of(jnp.float32, 8, 4))

@@ -1,6 +1,8 @@
 """Trains only the rows of a large table that a batch reads: the cost of a step follows the batch,
 not the vocabulary."""
 
-from transformer_embed._src.rows.rows import Rows, add, update, value_and_grad
+from transformer_embed._src.rows.row_gradient import RowGradient, add
+from transformer_embed._src.rows.update import update
+from transformer_embed._src.rows.value_and_grad import value_and_grad
 
-__all__ = ["Rows", "add", "update", "value_and_grad"]
+__all__ = ["RowGradient", "add", "update", "value_and_grad"]

@@ -45,7 +45,7 @@ from transformer_embed._src.pretrained.config_json import (
     extras_to_json,
     options_from_json,
 )
-from transformer_embed._src.rows.rows import TakenRows
+from transformer_embed._src.rows.gathered_rows import GatheredRows
 from transformer_embed.cli.main import main
 
 pretrained = te.pretrained
@@ -968,11 +968,11 @@ def test_parameters_that_cannot_be_saved(tmp_path):
     module = "transformer_embedding/~/token_embedding"
     rows = {
         **params,
-        module: {"embeddings": TakenRows(jnp.array([1]), params[module]["embeddings"][1:2], 7)},
+        module: {"embeddings": GatheredRows(jnp.array([1]), params[module]["embeddings"][1:2], 7)},
     }
     with pytest.raises(
         TypeError,
-        match=r"^params: .*token_embedding/embeddings: wanted a whole array, got a table held as TakenRows$",
+        match=r"^params: .*token_embedding/embeddings: wanted a whole array, got a table held as GatheredRows$",
     ):
         pretrained.save_embedder(path, config, rows)
     assert list(tmp_path.iterdir()) == []

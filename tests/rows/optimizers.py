@@ -2,7 +2,7 @@
 that lists which can train by rows.
 
 Usage: python tests/rows/optimizers.py writes notebooks/rows_optimizers.md;
-    `test_row_wise.py` checks it.
+    `test_row_check.py` checks it.
 """
 
 import functools
@@ -177,9 +177,13 @@ def make_batch(seed):
 
 
 def by_rows(grads):
-    """Gradients with Rows, from those that have ids and values in their place."""
-    table = te.rows.Rows(*grads["embed"]["table"], VOCAB_SIZE)
-    return {**grads, "embed": {"table": table}, "other": te.rows.Rows(*grads["other"], OTHER_SIZE)}
+    """Gradients of rows, from those that have ids and values in their place."""
+    table = te.rows.RowGradient(*grads["embed"]["table"], VOCAB_SIZE)
+    return {
+        **grads,
+        "embed": {"table": table},
+        "other": te.rows.RowGradient(*grads["other"], OTHER_SIZE),
+    }
 
 
 def lazy_step(optimizer, params, state, grads, **extra):

@@ -16,7 +16,7 @@ OPTIMIZER = optax.sgd(0.5)
 PARAMS = {"table": jnp.asarray(ARRAYS[8])}
 IDS = ARRAYS[1] % 4
 STEP = {"table": PARAMS["table"], "ids": IDS, "max_rows": None}
-GRADS = {"table": te.rows.Rows(jnp.array([0, 2]), jnp.ones([2, 3]), vocab_size=4)}
+GRADS = {"table": te.rows.RowGradient(jnp.array([0, 2]), jnp.ones([2, 3]), vocab_size=4)}
 CALLS = {
     te.rows.value_and_grad: {"ids": {"table": IDS}},
     te.rows.add: {"grads": GRADS, "more": GRADS},

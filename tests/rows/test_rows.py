@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import transformer_embed as te
-from transformer_embed._src.rows.rows import TakenRows
+from transformer_embed._src.rows import distinct_ids, update
+from transformer_embed._src.rows.gathered_rows import GatheredRows
 
 VOCAB_SIZE, WIDTH, STEPS, PAD = 23, 3, 20, 4
 # 20 steps of some 4 roundings of 2**-24 each, of parameters below 8, or this part of the largest.
@@ -290,7 +291,7 @@ def test_clipped_ids_move_the_row_at_the_end():
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 9, 64])
 def test_every_id_finds_its_row_or_none(size):
     held = np.sort(np.random.default_rng(size).permutation(100)[:size]).astype(np.int32)
-    rows = TakenRows(held, held.astype(np.float32)[:, None], 100)
+    rows = GatheredRows(held, held.astype(np.float32)[:, None], 100)
     found = np.asarray(jax.jit(te.lookup)(rows, np.arange(100)))[:, 0]
     np.testing.assert_array_equal(
         found, np.where(np.isin(np.arange(100), held), np.arange(100), np.nan)
@@ -334,7 +335,7 @@ def test_fill_ids_update_no_row():
     @jax.jit
     def step(params):
         ids = taken(params, {"t": [1, 1, 1, 1]})[1]["t"].ids
-        grads = {"t": te.rows.Rows(ids, jnp.ones([4, 2]), 4)}
+        grads = {"t": te.rows.RowGradient(ids, jnp.ones([4, 2]), 4)}
         return ids, *te.rows.update(optimizer, grads, optimizer.init(params), params)
 
     ids, after, state = step({"t": np.ones([4, 2], np.float32)})
@@ -413,7 +414,8 @@ def test_updating_in_blocks_equals_updating_all_rows_at_once(monkeypatch):
     )
     assert count() == (17,)
     whole = row_step(optimizer, params, optimizer.init(params), ids, weights)
-    monkeypatch.setattr(te.rows, "BLOCK", 4)
+    for module in (distinct_ids, update):
+        monkeypatch.setattr(module, "BLOCK", 4)
     assert count() == (20,)
     parts = jax.jit(traced_row_step, static_argnums=0)(
         optimizer, params, optimizer.init(params), ids, weights
@@ -582,7 +584,7 @@ def test_a_step_is_traced_once():
 
 # What reads a table otherwise.
 
-ROWS = TakenRows(jnp.array([1, 2]), jnp.ones([2, 3]), 5)
+ROWS = GatheredRows(jnp.array([1, 2]), jnp.ones([2, 3]), 5)
 
 
 def embed_by_haiku(rows):
@@ -617,8 +619,9 @@ OTHER_USES = {
 def test_any_other_use_of_rows_is_a_type_error(name, jit):
     # jax 0.6.0 has its own TypeError for a sum.
     ours, jaxs = (
-        "table: wanted to be read by lookup or tied_logits alone, got another use of TakenRows",
-        "expected ArrayLike, got TakenRows",
+        "table: wanted to be read by te.lookup or te.TokenEmbedding alone, since "
+        "te.rows.value_and_grad has its ids, got another use of its rows",
+        "expected ArrayLike, got GatheredRows",
     )
     with pytest.raises(TypeError, match=f"{ours}|{jaxs}" if name == "jnp.sum" else ours):
         (jax.jit(OTHER_USES[name]) if jit else OTHER_USES[name])(ROWS)
@@ -721,9 +724,9 @@ def test_ids_for_an_unknown_parameter_raise_an_error_that_lists_the_known_ones()
 def test_rows_added_to_a_table_as_optax_does_name_the_function_to_call():
     params, grads = (
         {"t": jnp.ones([5, 2])},
-        {"t": te.rows.Rows(jnp.array([1]), jnp.ones([1, 2]), 5)},
+        {"t": te.rows.RowGradient(jnp.array([1]), jnp.ones([1, 2]), 5)},
     )
-    message = "params: wanted a step by te.rows.update(optimizer, grads, state, params), got the sum of ArrayImpl and Rows"
+    message = "params: wanted a step by te.rows.update(optimizer, grads, state, params), got the sum of ArrayImpl and RowGradient"
     optimizer = optax.sgd(RATE)
     updates, _ = optimizer.update(grads, optimizer.init(params), params)
     expect(TypeError, message, lambda: optax.apply_updates(params, updates))
@@ -731,20 +734,23 @@ def test_rows_added_to_a_table_as_optax_does_name_the_function_to_call():
 
 def test_bad_arguments_of_update_raise_errors():
     params, optimizer = {"t": jnp.ones([5, 2])}, optax.adam(RATE)
-    state, grads = optimizer.init(params), {"t": te.rows.Rows(jnp.array([1]), jnp.ones([1, 2]), 5)}
+    state, grads = (
+        optimizer.init(params),
+        {"t": te.rows.RowGradient(jnp.array([1]), jnp.ones([1, 2]), 5)},
+    )
     update = functools.partial(te.rows.update, optimizer)
     expect(
         ValueError,
-        "grads: wanted a tree as params, with Rows for some tables",
+        "grads: wanted a tree as params, with RowGradient for some tables",
         lambda: update({}, state, params),
     )
-    other = {"t": te.rows.Rows(jnp.array([1]), jnp.ones([1, 2]), 6)}
+    other = {"t": te.rows.RowGradient(jnp.array([1]), jnp.ones([1, 2]), 6)}
     expect(
         ValueError,
         "grads: wanted rows of a table [5, 2], got of one [6, 2]",
         lambda: update(other, state, params),
     )
-    other = {"t": te.rows.Rows(jnp.array([1, 2]), jnp.ones([1, 2]), 5)}
+    other = {"t": te.rows.RowGradient(jnp.array([1, 2]), jnp.ones([1, 2]), 5)}
     expect(
         ValueError,
         "grads: wanted a row for each of 2 ids, got 1 rows",

@@ -809,7 +809,7 @@ def test_invalid_deals_and_exchanges_raise_errors():
 
 def test_a_gradient_that_does_not_know_the_owners_is_refused():
     params, sgd = {"t": deal(mesh_of((1, 8)))}, optax.sgd(1.0)
-    grads = {"t": te.rows.Rows(jnp.array([1, 3]), jnp.ones([2, WIDTH]), vocab_size=VOCAB)}
+    grads = {"t": te.rows.RowGradient(jnp.array([1, 3]), jnp.ones([2, WIDTH]), vocab_size=VOCAB)}
     with pytest.raises(
         TypeError,
         match=r"^grads: wanted the gradient of a dealt table as `value_and_grad` returns it: .*, got plain",

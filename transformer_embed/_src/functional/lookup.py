@@ -2,7 +2,7 @@
 layer."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -53,38 +53,13 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
         columns and each dimension of x."""
         raise not_whole_error()
 
-    def in_vocabulary_order(self) -> np.ndarray | None:
-        """All rows, on the host; None if it does not hold them all."""
-        return None
-
-    def with_rows(self, rows: np.ndarray) -> "Table":
-        """A table of the same kind and sharding with these rows, which are in vocabulary order."""
-        raise NotImplementedError
-
-    def take_rows(self, ids: Int32[Array, "..."], distinct: Callable[[Array], Array]) -> Any:
-        """The rows of distinct(ids), for a loss to read in this table's place: a
-        `rows.TakenRows`."""
-        raise NotImplementedError
-
-    def update_rows(
-        self, step: Callable, needed: Sequence[Array], gradient: Any, states: Sequence[Any]
-    ) -> Sequence[Any]:
-        """Applies step(needed, ids, values, arrays) to the arrays that hold this table and its
-        optimizer state, and returns both.
-
-        `needed` holds the values that all rows share. Ids count from the first row of an array; an
-        id past its end names no row.
-        """
-        raise NotImplementedError
+    def use_error(self) -> str:
+        """The message for any other use."""
+        got = f"another use of {type(self).__name__}"
+        return arguments.wanted("table", "to be read by lookup or tied_logits alone", got)
 
     def _raise_not_an_array(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _NotAnArrayError(
-            arguments.wanted(
-                "table",
-                "to be read by lookup or tied_logits alone",
-                f"another use of {type(self).__name__}",
-            )
-        )
+        raise _NotAnArrayError(self.use_error())
 
     # Operators and numpy's functions, numpy.asarray, jax's functions, indexing.
     __array_ufunc__ = __array__ = __jax_array__ = __getitem__ = _raise_not_an_array

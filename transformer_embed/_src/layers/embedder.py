@@ -16,6 +16,7 @@ from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.functional.lookup import Table
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.modules import Params, TransformerEmbedding
+from transformer_embed._src.rows.gathered_rows import RowTable
 
 
 class ApplyFn(Protocol):
@@ -203,9 +204,10 @@ def resize_vocabulary(params: Params, vocab_size: int, rng: Array | None = None)
     """
     arguments.integer("vocab_size", vocab_size, at_least=1)
     path, table = _table_of(params, "token_embedding")
-    rows = table.in_vocabulary_order() if isinstance(table, Table) else table
-    if rows is None:
+    is_row_table = isinstance(table, RowTable)
+    if isinstance(table, Table) and not is_row_table:
         raise _not_whole_error(path, table)
+    rows = table.in_vocabulary_order() if is_row_table else table
     more = vocab_size - rows.shape[0]
     if more > 0:
         if rng is None:
@@ -214,11 +216,9 @@ def resize_vocabulary(params: Params, vocab_size: int, rng: Array | None = None)
         drawn = wide.mean(0) + wide.std(0) * jax.random.normal(
             arguments.as_key("rng", rng), (more, rows.shape[1]), wide.dtype
         )
-        rows = (np if isinstance(table, Table) else jnp).concatenate(
-            [rows, drawn.astype(rows.dtype)]
-        )
+        rows = (np if is_row_table else jnp).concatenate([rows, drawn.astype(rows.dtype)])
     resized: Any = rows[:vocab_size]
-    if isinstance(table, Table):
+    if is_row_table:
         resized = table.with_rows(resized)
     return {**params, path: {**params[path], "embeddings": resized}}
 

@@ -34,6 +34,7 @@ from transformer_embed._src.pretrained.files import (
     write_tensors,
 )
 from transformer_embed._src.pretrained.recognition import listed, recognised
+from transformer_embed._src.rows.gathered_rows import RowTable
 
 CONFIG = "transformer_embed.config"
 EXTRAS = "transformer_embed.extras"
@@ -276,12 +277,11 @@ def _tensor_name(name: Any) -> str:
 def _on_host(name: str, leaf: Any) -> np.ndarray:
     """An array of this process in its own dtype, in the byte order of this machine."""
     name, want = f"params: {schema.shorten(name)}", "an array of float32, bfloat16 or float16"
+    if isinstance(leaf, RowTable):
+        leaf = leaf.in_vocabulary_order()
     if isinstance(leaf, Table):
-        rows = leaf.in_vocabulary_order()
-        if rows is None:
-            got = f"a table held as {type(leaf).__name__}"
-            raise TypeError(arguments.wanted(name, "a whole array", got))
-        leaf = rows
+        got = f"a table held as {type(leaf).__name__}"
+        raise TypeError(arguments.wanted(name, "a whole array", got))
     if not isinstance(leaf, jax.Array) and hasattr(type(leaf), "__jax_array__"):
         # Flax's nnx.Param, for example.
         leaf = leaf.__jax_array__()

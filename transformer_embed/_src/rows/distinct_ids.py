@@ -1,7 +1,27 @@
 """Distinct ids in ascending order, in arrays of a fixed size, and a search in them."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
+
+from transformer_embed._src import arguments
+
+# Rows that are updated at a time: a block stays in the processor's cache.
+BLOCK = 1024
+
+
+def distinct_rows(
+    ids: Int32[Array, "..."], vocab_size: int, max_rows: int = 2**31
+) -> Int32[Array, "k"]:
+    """The `max_rows` smallest distinct ids, ascending and clipped to the vocabulary, then distinct
+    ids of vocab_size or above as padding: whole blocks, if more than one."""
+    size = max(1, min(ids.size, vocab_size, max_rows))
+    if size > BLOCK:
+        size = -(-size // BLOCK) * BLOCK
+    if vocab_size + size > 2**31 - 1:
+        most = f"at most {2**31 - 1 - size} rows, to take {size} of them"
+        raise ValueError(arguments.wanted("table", most, vocab_size))
+    return distinct_ascending(jnp.clip(ids, 0, vocab_size - 1), vocab_size, size)
 
 
 def distinct_ascending(values: Int32[Array, "..."], size: int, room: int) -> Int32[Array, "k"]:
@@ -28,6 +48,13 @@ def count_below(ascending: Int32[Array, "k"], values: Int32[Array, "..."]) -> In
     count = jnp.zeros_like(values)
     for step in (2**bit for bit in reversed(range(size.bit_length()))):
         further = count + step
-        is_below = ascending[jnp.minimum(further, size) - 1] < values
+        is_below = read_each(ascending, jnp.minimum(further, size) - 1) < values
         count = jnp.where((further <= size) & is_below, further, count)
     return count
+
+
+def read_each(values: Int32[Array, "k"], slots: Int32[Array, "..."]) -> Int32[Array, "..."]:
+    """`values[slots]`; under explicit mesh axes, split as the slots are."""
+    sharding = jax.typeof(slots).sharding
+    explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+    return values.at[slots].get(out_sharding=sharding if explicit else None)

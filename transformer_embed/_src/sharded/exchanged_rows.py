@@ -34,8 +34,9 @@ from transformer_embed._src.functional.partitioning import (
     index_along,
     partition_spec,
 )
-from transformer_embed._src.rows import rows
 from transformer_embed._src.rows.distinct_ids import count_below, distinct_ascending
+from transformer_embed._src.rows.gathered_rows import GatheredRows
+from transformer_embed._src.rows.row_gradient import RowGradient, register_row_gradient
 from transformer_embed._src.sharded import exchange, routes
 from transformer_embed._src.sharded.dealing import Deal
 
@@ -187,11 +188,11 @@ def take_from_owners(
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["ids", "values", "sent", "asked"],
-    meta_fields=["vocab_size", "row_dtype", "plan"],
+    data_fields=["ids", "values", "sentinel", "sent", "asked"],
+    meta_fields=["vocab_size", "name", "row_dtype", "plan"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
-class _ExchangedRows(rows.TakenRows):
+class _ExchangedRows(GatheredRows):
     """On each device, the rows that its part of a batch reads.
 
     Args:
@@ -220,7 +221,7 @@ class _ExchangedRows(rows.TakenRows):
         """See `Table`; the ids must be split as the batch is."""
         return _gather_exchanged(self, ids)
 
-    def gradient(self, values: Float[Array, "k d"]) -> rows.Rows:
+    def gradient(self, values: Float[Array, "k d"]) -> RowGradient:
         """On each device, the gradient of its shard's rows, summed over all devices."""
         ids, sums = _return_gradients(self, values)
         return OwnedRows(ids, sums.astype(self.dtype), self.vocab_size, self.plan)
@@ -278,15 +279,16 @@ def _return_gradients(
     return send_all(taken.sent, taken.asked, gradient)
 
 
+@register_row_gradient
 @dataclasses.dataclass(frozen=True, eq=False)
-class OwnedRows(rows.Rows):
+class OwnedRows(RowGradient):
     """On each device, the gradient of some of its shard's rows: ids ascend by their position in the
     shard."""
 
     plan: _ExchangePlan
 
-    def __add__(self, other: rows.Rows) -> rows.Rows:
-        """See `rows.Rows`; each device adds its own rows."""
+    def __add__(self, other: RowGradient) -> RowGradient:
+        """See `RowGradient`; each device adds its own rows."""
         if self.ids is other.ids or not isinstance(other, OwnedRows):
             return super().__add__(other)
         plan = self.plan
@@ -303,20 +305,6 @@ class OwnedRows(rows.Rows):
         merge_all = jax.shard_map(merge, mesh=plan.mesh, in_specs=owners, out_specs=owners)
         ids, values = merge_all([self.ids, other.ids], [self.values, other.values])
         return dataclasses.replace(self, ids=ids, values=values)
-
-
-def _flatten_owned(owned: OwnedRows) -> tuple[Any, Any]:
-    values, kept = rows.flatten_with_keys(owned)
-    return values, (kept, owned.plan)
-
-
-def _unflatten_owned(kept: Any, children: Any) -> OwnedRows:
-    (_, ids, vocab_size), plan = kept
-    (values,) = children
-    return OwnedRows(ids=ids.ids, values=values, vocab_size=vocab_size, plan=plan)
-
-
-jax.tree_util.register_pytree_with_keys(OwnedRows, _flatten_owned, _unflatten_owned)
 
 
 def shard_rows_of_ids(

@@ -33,7 +33,7 @@ from transformer_embed._src.functional.partitioning import (
     partition_spec,
     reshard,
 )
-from transformer_embed._src.rows import rows
+from transformer_embed._src.rows.gathered_rows import GatheredRows
 
 if TYPE_CHECKING:
     from transformer_embed._src.sharded.sharded import Sharded
@@ -95,11 +95,11 @@ def take_replicated(
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["ids", "values"],
-    meta_fields=["vocab_size", "mesh", "batch_axes"],
+    data_fields=["ids", "values", "sentinel"],
+    meta_fields=["vocab_size", "name", "mesh", "batch_axes"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
-class _ReplicatedRows(rows.TakenRows):
+class _ReplicatedRows(GatheredRows):
     """Rows on every device; each finds those of its own part of the batch, and the gradient is
     summed over the parts."""
 
@@ -115,7 +115,7 @@ def _gather_replicated(taken: _ReplicatedRows, ids: Int32[Array, "..."]) -> Floa
     split = array_axes(taken.mesh, taken.batch_axes, ids, ids.ndim)
 
     def read(held, values, ids):
-        return rows.TakenRows(held, values, taken.vocab_size).gather(ids).astype(taken.dtype)
+        return GatheredRows(held, values, taken.vocab_size).gather(ids).astype(taken.dtype)
 
     specs = (PartitionSpec(), PartitionSpec(), partition_spec(*split))
     read_all = jax.shard_map(

@@ -34,7 +34,6 @@ from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
-from transformer_embed._src.functional.lookup import Table
 from transformer_embed._src.functional.partitioning import (
     Axes,
     array_axes,
@@ -44,7 +43,8 @@ from transformer_embed._src.functional.partitioning import (
     reshard,
     spec_axes,
 )
-from transformer_embed._src.rows import rows
+from transformer_embed._src.rows.gathered_rows import GatheredRows, RowTable
+from transformer_embed._src.rows.row_gradient import RowGradient
 from transformer_embed._src.sharded import exchanged_rows, replicated_rows
 from transformer_embed._src.sharded.dealing import Deal
 
@@ -58,7 +58,7 @@ ROW_MULTIPLE = 128
     meta_fields=["vocab_size", "sharding", "batch_axes", "virtual_shards", "capacity"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
-class Sharded(Table):
+class Sharded(RowTable):
     """A sharded table, as a leaf of a parameter tree; `lookup`, `tied_logits` and every module of
     this package read it.
 
@@ -167,7 +167,7 @@ class Sharded(Table):
 
     def take_rows(
         self, ids: Int32[Array, "..."], distinct: Callable[[Array], Array]
-    ) -> rows.TakenRows:
+    ) -> GatheredRows:
         """See `Table`; each device takes the rows of its part of the ids if the table is dealt,
         otherwise those of all ids."""
         if self.axes[1]:
@@ -185,8 +185,8 @@ class Sharded(Table):
     def update_rows(
         self,
         step: Callable,
-        needed: Sequence[Array],
-        gradient: rows.Rows,
+        shared: Any,
+        gradient: RowGradient,
         states: Sequence["Sharded"],
     ) -> list["Sharded"]:
         """See `Table`; each shard updates its own rows. Nothing is sent."""
@@ -198,22 +198,23 @@ class Sharded(Table):
         # The state has the table's rows, but not always its columns, nor its sharding.
         arrays = [self.array, *(reshard(s.array, NamedSharding(mesh, by_owner)) for s in states)]
 
-        def update_shard(needed, ids, values, shards):
+        def update_shard(shared, ids, values, shards):
             size = shards[0].shape[0]
             if deal is not None:
                 return step(
-                    needed,
+                    shared,
                     exchanged_rows.shard_rows_of_ids(deal, self.axes[0], ids, size),
                     values,
                     shards,
                 )
             own, order = replicated_rows.rows_of_this_shard(self, ids, size)
-            return step(needed, own, values[order], shards)
+            return step(shared, own, values[order], shards)
 
         given, split = PartitionSpec() if deal is None else by_owner, [by_owner] * len(arrays)
-        specs = ([_spec_in_shard_map(mesh, array) for array in needed], given, given, split)
+        specs = (PartitionSpec(), given, given, split)
         update_all = jax.shard_map(update_shard, mesh=mesh, in_specs=specs, out_specs=split)
-        written = update_all(list(needed), gradient.ids, gradient.values, arrays)
+        shared = jax.tree.map(functools.partial(_gathered, mesh), shared)
+        written = update_all(shared, gradient.ids, gradient.values, arrays)
         return [
             dataclasses.replace(table, array=array)
             for table, array in zip([self, *states], written, strict=True)
@@ -298,12 +299,11 @@ class Sharded(Table):
             )
 
 
-def _spec_in_shard_map(mesh: Any, leaf: Any) -> PartitionSpec:
-    """The spec of an array inside shard_map: its own sharding under explicit axes, otherwise
-    replicated."""
-    return (
-        jax.typeof(leaf).sharding.spec if AxisType.Explicit in mesh.axis_types else PartitionSpec()
-    )
+def _gathered(mesh: Any, array: Array) -> Array:
+    """The array, all-gathered if explicit axes split it: shard_map gathers it under automatic ones.
+    XLA drops the all-gather of what is not used."""
+    is_split = AxisType.Explicit in mesh.axis_types and any(jax.typeof(array).sharding.spec)
+    return reshard(array, NamedSharding(mesh, PartitionSpec())) if is_split else array
 
 
 @jax.jit

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import transformer_embed as te
-from transformer_embed._src.rows import row_wise
 
 STEPS = 20
 # float64, 20 steps of some 50 roundings each.
@@ -43,11 +42,11 @@ def global_norm(tree):
 
 
 def plain(grads):
-    """Ids and values in place of Rows, for a gradient to leave jit."""
+    """Ids and values in place of a RowGradient, for a gradient to leave jit."""
     return jax.tree.map(
-        lambda g: (g.ids, g.values) if isinstance(g, te.rows.Rows) else g,
+        lambda g: (g.ids, g.values) if isinstance(g, te.rows.RowGradient) else g,
         grads,
-        is_leaf=lambda g: isinstance(g, te.rows.Rows),
+        is_leaf=lambda g: isinstance(g, te.rows.RowGradient),
     )
 
 
@@ -266,7 +265,10 @@ def rows(ids, scale=1.0):
     """Gradients of one number, and of zeros for padding."""
     ids, ones = np.array(ids), np.ones([len(ids), 2], np.float32)
     ones[ids >= 1000] = 0
-    return {"t": te.rows.Rows(ids, scale * ones, 1000), "w": scale * np.ones([3, 2], np.float32)}
+    return {
+        "t": te.rows.RowGradient(ids, scale * ones, 1000),
+        "w": scale * np.ones([3, 2], np.float32),
+    }
 
 
 def dense(ids, values):
@@ -319,7 +321,7 @@ def test_a_gradient_from_another_trace_raises_an_error():
     brought = rows([0, 3, 701])
     with pytest.raises(
         ValueError,
-        match=r"got one from outside \(its ids stay behind: return \.ids and \.values, and make Rows of them\)",
+        match=r"got one from outside \(its ids stay behind: return \.ids and \.values, and make a RowGradient of them\)",
     ):
         jax.jit(
             lambda params, grads: te.rows.update(optimizer, grads, optimizer.init(params), params)
@@ -396,7 +398,7 @@ def test_tables_of_16_bits_train(dtype):
     @jax.jit
     def run(params, ids, values):
         return te.rows.update(
-            optimizer, {"t": te.rows.Rows(ids, values, 5)}, optimizer.init(params), params
+            optimizer, {"t": te.rows.RowGradient(ids, values, 5)}, optimizer.init(params), params
         )
 
     after, _ = run(params, np.array([3]), np.ones([1, 2], dtype))
@@ -474,7 +476,6 @@ def test_ten_tables_are_proved_in_milliseconds():
     def one(params):
         _, grads = te.rows.value_and_grad(lambda p: jnp.zeros([]), ids=ids)(params)
         start = time.perf_counter()
-        row_wise._PROOFS.clear()
         te.rows.update(optimizer, grads, optimizer.init(params), params)
         return time.perf_counter() - start, params
 
@@ -508,7 +509,6 @@ def in_no_strict_mode():
 @pytest.mark.parametrize("flag", STRICT)
 def test_the_proof_holds_in_strict_modes(flag):
     arguments, want = in_no_strict_mode()
-    row_wise._PROOFS.clear()
     jax.clear_caches()
     before = getattr(jax.config, flag)
     jax.config.update(flag, STRICT[flag])

@@ -1,0 +1,125 @@
+"""The rows of a large table that a batch reads, as a leaf of the parameters that a loss sees."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from transformer_embed._src import arguments
+from transformer_embed._src.functional.lookup import Table, not_whole_error, rows_at
+from transformer_embed._src.rows.distinct_ids import count_below, read_each
+from transformer_embed._src.rows.row_gradient import RowGradient
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["ids", "values", "sentinel"],
+    meta_fields=["vocab_size", "name"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class GatheredRows(Table):
+    """Some rows of a table. It replaces the table in the parameters that a loss reads.
+
+    `lookup`, and so every module of this package, reads it like the table. An id inside the
+    vocabulary whose row is not held reads as NaN. Any other use is a TypeError: a model that also
+    multiplies by the table, as a tied output layer does, has a gradient for every row, and must
+    train the table densely.
+
+    A function of all leaves of the parameters, such as a sum of squares, sees only these rows.
+    `sentinel` makes its result infinite.
+
+    Args:
+        ids: [k], int32, ascending and distinct; ids of vocab_size or above are padding.
+        values: [k, d], the rows.
+        vocab_size: number of rows of the table.
+        sentinel: infinity, [1, d]; no lookup reads it.
+        name: the parameter, for error messages.
+    """
+
+    ids: Any
+    values: Any
+    vocab_size: int
+    sentinel: Any = dataclasses.field(default=None, kw_only=True)
+    name: str = dataclasses.field(default="table", kw_only=True)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """That of the table."""
+        return (self.vocab_size, self.values.shape[-1])
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """That of the table."""
+        return self.values.dtype
+
+    def gather(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
+        """The row of each id, or NaN; an id outside the vocabulary reads the first or the last
+        row."""
+        if self.ids.dtype != jnp.int32:
+            want = "rows with int32 ids (map over floating leaves only)"
+            raise TypeError(arguments.wanted(self.name, want, f"ids of {self.ids.dtype}"))
+        ids = jnp.clip(ids, 0, self.vocab_size - 1)
+        slots = jnp.minimum(count_below(self.ids, ids), len(self.ids) - 1)
+        rows = rows_at(self.values, slots)
+        is_held = read_each(self.ids, slots) == ids
+        return jnp.where(is_held[..., None], rows, jnp.array(jnp.nan, rows.dtype))
+
+    def logits(self, x: Float[Array, "... d"]) -> Float[Array, "... v"]:
+        """Raises a TypeError: the gradient of an output layer has every row."""
+        raise not_whole_error()
+
+    def gradient(self, values: Float[Array, "k d"]) -> RowGradient:
+        """The gradient of these rows."""
+        # XLA copies a table that may be overwritten before it is read: with this zero, the update
+        # waits for the read.
+        zero = jnp.isnan(self.values[0, 0]).astype(jnp.int32) >> 1
+        return RowGradient(self.ids + zero, values, self.vocab_size)
+
+    def use_error(self) -> str:
+        """The message for any other use."""
+        readers = "te.lookup or te.TokenEmbedding alone, since te.rows.value_and_grad has its ids"
+        return arguments.wanted(self.name, f"to be read by {readers}", "another use of its rows")
+
+
+class RowTable(Table):
+    """A whole table that is not one plain array, whose rows can be gathered and updated."""
+
+    def take_rows(
+        self, ids: Int32[Array, "..."], distinct: Callable[[Array], Array]
+    ) -> GatheredRows:
+        """The rows of distinct(ids), for a loss to read in this table's place."""
+        raise NotImplementedError
+
+    def update_rows(
+        self, step: Callable, shared: Any, gradient: RowGradient, states: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Applies step(shared, ids, values, arrays) to the arrays that hold this table and its
+        optimizer state, and returns both.
+
+        `shared` is a tree of arrays that every device needs whole. Inside the step, ids count from
+        the first row of an array; an id past its end names no row.
+        """
+        raise NotImplementedError
+
+    def in_vocabulary_order(self) -> np.ndarray:
+        """All rows, on the host."""
+        raise NotImplementedError
+
+    def with_rows(self, rows: np.ndarray) -> "RowTable":
+        """A table of the same kind and sharding with these rows, which are in vocabulary order."""
+        raise NotImplementedError
+
+
+def is_table(leaf: Any) -> bool:
+    """Whether a leaf of a tree stands for a table."""
+    return isinstance(leaf, Table)
+
+
+def read_rows(table: Array, ids: Int32[Array, "k"]) -> Array:
+    """The rows of ascending ids; an id past the vocabulary reads an arbitrary row."""
+    return table.at[ids].get(mode="clip", indices_are_sorted=True)

@@ -1,0 +1,161 @@
+"""The gradient of a loss that reads large tables: only the rows that its batch reads."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int32
+
+from transformer_embed._src import arguments
+from transformer_embed._src.functional.lookup import Table, as_table
+from transformer_embed._src.functional.partitioning import reshard
+from transformer_embed._src.rows.distinct_ids import distinct_rows
+from transformer_embed._src.rows.gathered_rows import GatheredRows, RowTable, is_table, read_rows
+
+Tree = Any
+
+
+def value_and_grad(
+    loss: Callable, *, ids: Tree, has_aux: bool = False, max_rows: int | Tree | None = None
+) -> Callable:
+    """`jax.value_and_grad` for a loss that reads few rows of large tables: a table's gradient holds
+    only these rows.
+
+    Like `jax.value_and_grad`, it differentiates the first argument. In it, the loss finds the rows
+    of the batch in place of a table. `lookup` reads them; other uses of the table raise an error. A
+    function of all leaves of the parameters, such as an L2 term, is infinite: leave the tables out
+    of it. For a sharded table, every
+    device receives the rows of the whole batch: ids are all-gathered and one all-reduce over the
+    shards collects the rows. For a dealt table, each device receives the rows of its own part of
+    the batch from their owners (see `deal` of `sharding.shard_params`).
+
+    Args:
+        loss: a function of (params, ...) to a scalar, or to (scalar, aux). It reads the tables in
+            `ids` only by `lookup`, as `TokenEmbedding` does.
+        ids: a tree of dicts like `params`. In a table's place it has all ids that the loss looks
+            up, [...], including padding and ids outside the vocabulary. Ids may repeat.
+        has_aux: whether the loss returns (scalar, aux).
+        max_rows: a bound on the distinct ids of a table in a batch; a bound below the number of ids
+            makes the step cheaper. An int, or a tree like `ids` with an int for each table that has
+            a bound. If a batch has more, the highest ids read as NaN. For a dealt table it bounds
+            the distinct ids of each device's part of the batch, and so the buffers of the exchange.
+
+    Returns:
+        A function of (params, ...) to (value, gradients), or to ((value, aux), gradients). The
+        gradients are a tree like `params`, with a `RowGradient` for each table in `ids`. It holds k
+        rows, the smallest of the number of ids, vocab_size and max_rows (above 1024, rounded up to
+        a multiple of 1024). For a dealt table, the number of rows on each device is the largest
+        number that it can be asked for.
+
+    Raises:
+        TypeError: ids are not integers; a table does not have a floating dtype; the loss uses a
+            table other than by `lookup`.
+        ValueError: `params` has no table [vocab_size, d] where `ids` has an array; a sharded table
+            whose columns are split; a max_rows below 1.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> params = {"embed": {"embeddings": jnp.arange(20.0).reshape(10, 2)}}
+        >>> ids = jnp.array([7, 2, 7])
+        >>> loss = lambda params: jnp.sum(te.lookup(params["embed"]["embeddings"], ids))
+        >>> value, grads = te.rows.value_and_grad(loss, ids={"embed": {"embeddings": ids}})(params)
+        >>> rows = grads["embed"]["embeddings"]
+        >>> float(value), rows.ids.tolist(), rows.values.tolist()
+        (67.0, [2, 7, 12], [[1.0, 1.0], [2.0, 2.0], [0.0, 0.0]])
+    """
+
+    @functools.wraps(loss)
+    def value_and_row_grads(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
+        leaves, treedef = jax.tree.flatten(params, is_leaf=is_table)
+        gathered = _gather_tables(leaves, treedef, ids, max_rows)
+
+        def loss_of(leaves: Sequence[Any]) -> Any:
+            filled = list(leaves)
+            for index, rows in gathered.items():
+                filled[index] = dataclasses.replace(rows, values=leaves[index])
+            return loss(jax.tree.unflatten(treedef, filled), *args, **kwargs)
+
+        for index, rows in gathered.items():
+            leaves[index] = rows.values
+        value, gradients = jax.value_and_grad(loss_of, has_aux=has_aux)(leaves)
+        for index, rows in gathered.items():
+            gradients[index] = rows.gradient(gradients[index])
+        return value, jax.tree.unflatten(treedef, gradients)
+
+    return value_and_row_grads
+
+
+def _gather_tables(
+    leaves: Sequence[Any], treedef: Any, ids: Tree, max_rows: int | Tree | None
+) -> dict[int, GatheredRows]:
+    """The rows that a batch reads from each table in `ids`, by the table's index among the
+    leaves."""
+    indices = jax.tree.unflatten(treedef, range(len(leaves)))
+    bounds: Mapping[int, Any] = {}
+    if isinstance(max_rows, Mapping):
+        bounds = {index: bound for _, index, bound in _entries(indices, max_rows, "params")}
+        max_rows = None
+    gathered = {}
+    for name, index, table_ids in _entries(indices, ids, "params"):
+        table, integers = as_table(name, leaves[index]), arguments.as_int32("ids", table_ids)
+        bound = bounds.get(index, max_rows)
+        if bound is None:
+            bound = 2**31
+        bound = arguments.integer("max_rows", bound, at_least=1)
+        distinct = functools.partial(distinct_rows, vocab_size=table.shape[0], max_rows=bound)
+        if isinstance(table, RowTable):
+            rows = table.take_rows(integers, distinct)
+        elif isinstance(table, Table):
+            raise TypeError(arguments.wanted(name, "a whole table", "some of its rows"))
+        else:
+            distinct_ids = distinct(_on_every_device(integers))
+            rows = GatheredRows(distinct_ids, read_rows(table, distinct_ids), table.shape[0])
+        # Loud, if the loss reads all leaves of the parameters as numbers.
+        sentinel = jnp.full((1, table.shape[1]), jnp.inf, rows.values.dtype)
+        gathered[index] = dataclasses.replace(rows, sentinel=sentinel, name=name)
+    return gathered
+
+
+def _on_every_device(ids: Int32[Array, "..."]) -> Int32[Array, "..."]:
+    """The ids, all-gathered if explicit mesh axes split them."""
+    mesh = jax.typeof(ids).sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return ids
+    return reshard(ids, NamedSharding(mesh, PartitionSpec()))
+
+
+def _entries(params: Tree, ids: Tree, path: str) -> Iterator[tuple[str, Any, Any]]:
+    """For each leaf of `ids` (anything but a dict): its path, the entry of `params` at that path,
+    and the leaf."""
+    if not isinstance(ids, Mapping):
+        if not isinstance(params, int):
+            got = f"a {type(params).__name__} that holds {_paths(params)}; name it in ids as well"
+            raise ValueError(arguments.wanted(path, "a table, since ids has an array there", got))
+        yield path, params, ids
+        return
+    for key, inner_ids in ids.items():
+        here = f"{path}[{key!r}]"
+        try:
+            inner = params[key]
+        except (KeyError, IndexError, TypeError) as error:
+            raise ValueError(
+                arguments.wanted(
+                    here, "a table, since ids has it", f"nothing ({path} holds {_paths(params)})"
+                )
+            ) from error
+        yield from _entries(inner, inner_ids, here)
+
+
+def _paths(params: Tree) -> str:
+    """The first few paths of a tree of parameters."""
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    return (
+        ", ".join(path or "an array" for path in paths[:4])
+        + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
+        or "nothing"
+    )
