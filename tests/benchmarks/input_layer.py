@@ -402,7 +402,8 @@ def lowered_text(options: Options) -> Report:
     """How much program there is, by length of the sequence."""
     del options
     report = Report(
-        "Lowered text of apply, kB", ["", f"{BATCH} x {LENGTH}", f"{BATCH} x {LONG}", "ratio"]
+        "Program of apply handed to XLA, kB",
+        ["", f"{BATCH} x {LENGTH}", f"{BATCH} x {LONG}", "ratio"],
     )
     config, params = _ours(peers.make_work(1, 1))
     for mode in ("eval", "train"):
@@ -489,8 +490,8 @@ def targets() -> list[Target]:
         ),
         Target("one token, ours compiled / Haiku", "decoding: ours / Haiku", most=1.3),
         Target("one token, call overhead of apply, us", "decoding: door, us", most=15),
-        Target("lowered text, eval, kB", "text: eval, kB", most=200),
-        Target("lowered text, train, kB", "text: train, kB", most=200),
+        Target("program handed to XLA, eval, kB", "text: eval, kB", most=200),
+        Target("program handed to XLA, train, kB", "text: train, kB", most=200),
         Target("lowered text, eval, change with length", "text: eval, |ratio - 1|", most=0.05),
         Target("lowered text, train, change with length", "text: train, |ratio - 1|", most=0.05),
         Target("rotary, ours / precomputed tables", ROTARY_FIGURE, most=1.1),
