@@ -12,6 +12,7 @@ import oracle
 import pytest
 
 import transformer_embed as te
+from transformer_embed._src.layers.schemes import positions_of_ids
 
 POSITIONS = np.arange(40.0)[:, None]
 close = {"rtol": 0, "atol": oracle.MAX_ERROR}
@@ -180,7 +181,7 @@ def test_diffusers_2d():
     ]
     options = {"axes": (1, 0), "layout": "sin_cos", "axis_positions": coordinates}
     np.testing.assert_allclose(te.sinusoidal_grid((h, w), 24, **options), expected, **close)
-    ours = te.SinusoidalGrid((h, w), **options).encoding(np.arange(h * w), 24)
+    ours = te.SinusoidalGrid((h, w), **options)._encoding(np.arange(h * w), 24)
     np.testing.assert_allclose(ours.reshape(h, w, 24), expected, **close)
 
 
@@ -500,13 +501,20 @@ def test_a_past_length_added_before_padding_is_set_apart():
 
 
 def test_bart_counts_padding_from_2():
-    assert te.Learned(9, start=2).positions(jnp.asarray(IDS)).tolist() == [2, 3, 4, 5, 6]
+    assert positions_of_ids(te.Learned(9, start=2), jnp.asarray(IDS), None).tolist() == [
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
 
 
 def test_fairseq_sinusoids_count_from_padding_idx_plus_1():
     scheme = te.Sinusoidal(layout="sin_cos", shift=1, odd="zero", start=2, at_padding=1, pad_id=1)
     mask = IDS != 1
-    np.testing.assert_array_equal(scheme.positions(jnp.asarray(IDS)), np.cumsum(mask, 1) * mask + 1)
+    positions = positions_of_ids(scheme, jnp.asarray(IDS), None)
+    np.testing.assert_array_equal(positions, np.cumsum(mask, 1) * mask + 1)
 
 
 # --- A cache behind left padding
@@ -592,8 +600,8 @@ def test_bert_gpt2_and_llama_do_not_scale_rows():
 
 def test_bert_and_gpt2_count_padding_from_0():
     assert (
-        te.Learned(9).positions(jnp.asarray(IDS)).tolist()
-        == te.Sinusoidal().positions(jnp.asarray(IDS)).tolist()
+        positions_of_ids(te.Learned(9), jnp.asarray(IDS), None).tolist()
+        == positions_of_ids(te.Sinusoidal(), jnp.asarray(IDS), None).tolist()
         == [0, 1, 2, 3, 4]
     )
 

@@ -35,18 +35,14 @@ from transformer_embed._src.functional.sinusoidal import (
 )
 from transformer_embed._src.functional.token_positions import TokenPositions
 from transformer_embed._src.layers.config import EmbedderConfig
-from transformer_embed._src.layers.embedder import (
-    Embedder,
-    make_embedder,
-    resize_positions,
-    resize_vocabulary,
-)
+from transformer_embed._src.layers.embedder import Embedder, make_embedder
 from transformer_embed._src.layers.modules import (
     PositionalEncoding,
     RelativePositionBias,
     TokenEmbedding,
     TransformerEmbedding,
 )
+from transformer_embed._src.layers.resizing import resize_positions, resize_vocabulary
 from transformer_embed._src.layers.schemes import Learned, Sinusoidal, SinusoidalGrid
 
 __version__ = "0.1.0"

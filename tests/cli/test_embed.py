@@ -1,6 +1,7 @@
 import dataclasses
 import math
 import os
+import types
 
 import numpy as np
 import pytest
@@ -99,7 +100,7 @@ def test_all_batches_have_one_shape(monkeypatch, model_file, text_file, tmp_path
             shapes.append(ids.shape)
             return embedder.apply(params, rng, ids, **options)
 
-        return embedder._replace(apply=apply)
+        return types.SimpleNamespace(apply=apply)
 
     real = te.make_embedder
     monkeypatch.setattr(te, "make_embedder", make_embedder)

@@ -12,6 +12,7 @@ import oracle
 
 import transformer_embed as te
 from transformer_embed._src.functional import rotary
+from transformer_embed._src.layers.schemes import positions_of_ids
 
 # a * cos - b * sin in float32: each product and their sum are rounded once, by 2**-24 of each term.
 ROUNDINGS = 2**-23
@@ -467,9 +468,10 @@ def dropped_out(got, rng, rate, x):
 
 def sinusoids(got, *, start, at_padding, pad_id, **options):
     ids = jnp.array([[5, 5 if pad_id is None else pad_id]], jnp.int32)
-    tokens = [at_padding is None or int(each) != pad_id for each in ids[0]]
+    padding = 5 if pad_id is None else pad_id
+    tokens = [at_padding is None or int(each) != padding for each in ids[0]]
     try:
-        positions, values = got.positions(ids), got.encoding(np.array([start]), 4)
+        positions, values = positions_of_ids(got, ids, 5), got._encoding(np.array([start]), 4)
     except ValueError:
         # Two positions from start on leave int32, or the shift does not fit 4 channels.
         assert start + 2 > 2**31 or options["shift"] is not None
@@ -478,10 +480,10 @@ def sinusoids(got, *, start, at_padding, pad_id, **options):
     encoding(values, np.array([start]), 4, dtype=np.float32, **options)
 
 
-def sinusoids_of_a_grid(got, shape, axes, odd, axis_positions, **options):
+def sinusoids_of_a_grid(got, shape, axes, axis_positions, *, odd, **options):
     d_model = 2 * len(shape)
     try:
-        values = got.encoding(np.arange(-1, 3), d_model)
+        values = got._encoding(np.arange(-1, 3), d_model)
     except ValueError:
         assert options["shift"] is not None
         return
@@ -500,7 +502,7 @@ def sinusoids_of_a_grid(got, shape, axes, odd, axis_positions, **options):
 
 def learned(got, max_len, *, start, at_padding, pad_id):
     length = min(2, max_len - start)
-    same(got.count(length, "ids"), np.arange(start, start + length))
+    same(got._counted(length), np.arange(start, start + length))
 
 
 def resized_vocabulary(got, params, vocab_size, rng):

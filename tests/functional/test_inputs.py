@@ -326,7 +326,7 @@ class TestPermutedWeights:
         (
             ValueError,
             "axes: wanted a permutation",
-            lambda: te.sinusoidal_grid((2, 2), 4, axes=(None, None)),
+            lambda: te.sinusoidal_grid((2, 2), 4, axes=(0, 2)),
         ),
         (
             TypeError,

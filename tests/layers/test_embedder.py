@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import transformer_embed as te
 from transformer_embed._src.layers import embedder as source
+from transformer_embed._src.layers import modules
 
 KEY = jax.random.key(0)
 IDS = np.array([[5, 6, 7, 0, 3], [1, 2, 10, 4, 4]], np.int32)
@@ -60,9 +61,10 @@ def message(name, want, got):
 def traces(monkeypatch):
     """One entry for each module that is built, which happens once a trace."""
     built, build = [], source.TransformerEmbedding
-    monkeypatch.setattr(
-        source, "TransformerEmbedding", lambda config: built.append(config) or build(config)
-    )
+    for module in (source, modules):
+        monkeypatch.setattr(
+            module, "TransformerEmbedding", lambda config: built.append(config) or build(config)
+        )
     return built
 
 
@@ -909,3 +911,82 @@ class TestResizePositions:
             te.resize_positions(params, 9)
         with pytest.raises(ValueError, match=r"^max_len: wanted an int of at least 1, got 0$"):
             te.resize_positions(drawn(te.make_embedder(self.config).init), 0)
+
+
+# Arrays of numpy that jax would misread: in the other byte order, or with a mask.
+
+WHOLE = te.EmbedderConfig(
+    11,
+    8,
+    pad_id=0,
+    num_token_types=2,
+    layer_norm_eps=1e-6,
+    embedding_width=6,
+    scheme=te.Learned(9),
+    dropout_rate=0.0,
+)
+FOREIGN = ">" if np.dtype("<f4").isnative else "<"
+
+
+def in_another_byte_order(params):
+    return jax.tree.map(lambda leaf: np.asarray(leaf).astype(f"{FOREIGN}f4"), params)
+
+
+def doors(params):
+    """What each function that takes parameters makes of them."""
+    embedder, types = te.make_embedder(WHOLE), IDS % 2
+    x = np.linspace(-1, 1, 12, dtype=np.float32).reshape(2, 6)
+
+    def module(initial_params=None):
+        embed = te.TransformerEmbedding(
+            WHOLE, initial_params=initial_params, name="transformer_embedding"
+        )
+        return embed(IDS, is_training=False, token_types=types)
+
+    return {
+        "apply": lambda: embedder.apply(params, None, IDS, is_training=False, token_types=types),
+        "logits": lambda: embedder.logits(params, x),
+        "cross_entropy": lambda: embedder.cross_entropy(params, x, [1, 2]),
+        "resize_vocabulary": lambda: te.resize_vocabulary(params, 13, KEY),
+        "resize_positions": lambda: te.resize_positions(params, 12),
+        "transform": lambda: hk.transform(module).apply(params, None),
+        "initial_params": lambda: hk.transform(lambda: module(params)).init(KEY),
+        "token_embedding": lambda: hk.transform(lambda: te.TokenEmbedding(11, 6)(IDS)).apply(
+            {"token_embedding": params["transformer_embedding/~/token_embedding"]}, None
+        ),
+        "positional_encoding": lambda: hk.transform(
+            lambda: te.PositionalEncoding(te.Learned(9), 6)(x, is_training=False)
+        ).apply(
+            {
+                "learned_positional_encoding": params[
+                    "transformer_embedding/~/learned_positional_encoding"
+                ]
+            },
+            None,
+        ),
+        "relative_position_bias": lambda: hk.transform(
+            lambda: te.RelativePositionBias(6, num_buckets=11)([0], [1, 2])
+        ).apply(
+            {"relative_position_bias": params["transformer_embedding/~/token_embedding"]}, None
+        ),
+    }
+
+
+@pytest.mark.parametrize("door", doors({"": 0}))
+def test_parameters_in_another_byte_order_are_read_as_numbers(door):
+    params = jax.tree.map(np.asarray, drawn(te.make_embedder(WHOLE).init))
+    expected = doors(params)[door]()
+    for _ in range(2):
+        found = doors(in_another_byte_order(params))[door]()
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert one.dtype.isnative or door.startswith("resize")
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "door", ["apply", "logits", "cross_entropy", "initial_params", "transform"]
+)
+def test_parameters_with_a_mask_are_refused(door):
+    params = jax.tree.map(np.ma.masked_array, drawn(te.make_embedder(WHOLE).init))
+    with pytest.raises(TypeError, match=r": wanted an array without a mask \(fill it first: "):
+        doors(params)[door]()

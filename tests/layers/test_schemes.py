@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -6,6 +7,7 @@ import pytest
 from drawn import drawn
 
 import transformer_embed as te
+from transformer_embed._src.layers.schemes import positions_of_ids
 
 PAD_ID = 1
 IDS = np.array([[5, 6, 7, 1, 1], [1, 1, 5, 6, 7], [5, 1, 6, 1, 7]])
@@ -58,7 +60,7 @@ def test_the_remedy_for_left_padding_stands_in_the_docstrings_and_works(document
         "With left-padded ids, tokens do not start at position 0" in text
         or "left padding shifts the positions" in text
     )
-    assert "scheme=te.Sinusoidal(at_padding=0, pad_id=0)" in text
+    assert "scheme=te.Sinusoidal(at_padding=0)" in text
     left, alone = np.array([[0, 0, 5, 6, 7]]), np.array([[5, 6, 7]])
     counted = embed(te.Sinusoidal(), left)[:, 2:]
     assert not np.allclose(counted, embed(te.Sinusoidal(), alone))
@@ -122,11 +124,36 @@ def test_a_frequency_that_is_too_high_is_refused_before_the_width_is_known(odd):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_position_at_padding_and_its_id_come_together(scheme):
+def test_the_config_hands_its_padding_id_to_the_scheme(scheme):
+    whole = dataclasses.replace(scheme, start=2, at_padding=1)
     with pytest.raises(
-        ValueError, match=r"^pad_id: wanted the id of padding, since at_padding is set, got None$"
+        ValueError,
+        match=r"^pad_id: wanted the id of padding, since the scheme's at_padding is set, got None$",
     ):
-        dataclasses.replace(scheme, at_padding=1)
+        te.EmbedderConfig(10, 8, scheme=whole)
+    by_config = te.EmbedderConfig(10, 8, scheme=whole, pad_id=PAD_ID)
+    said_again = dataclasses.replace(
+        by_config, scheme=dataclasses.replace(whole, pad_id=PAD_ID), dropout_rate=0.0
+    )
+    params = drawn(te.make_embedder(by_config).init)
+    apply = functools.partial(
+        te.make_embedder(by_config).apply, params, None, IDS, is_training=False
+    )
+    np.testing.assert_array_equal(
+        apply(), te.make_embedder(said_again).apply(params, None, IDS, is_training=False)
+    )
+    # A changed padding id changes both, and a scheme's own id wins.
+    other = te.make_embedder(dataclasses.replace(by_config, pad_id=5))
+    assert not np.array_equal(other.apply(params, None, IDS, is_training=False), apply())
+    own = dataclasses.replace(said_again.scheme, pad_id=5)
+    ids = jax.numpy.asarray(IDS)
+    np.testing.assert_array_equal(
+        positions_of_ids(own, ids, PAD_ID), positions_of_ids(whole, ids, 5)
+    )
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_padding_id_needs_a_position_at_padding(scheme):
     with pytest.raises(
         ValueError, match=r"^pad_id: wanted None, since at_padding is not set, got int 1$"
     ):
@@ -141,17 +168,17 @@ def test_a_start_far_out_is_exact():
 
 
 def test_positions_stay_inside_int32():
-    assert te.Sinusoidal(start=2**31 - 5).count(5, "ids")[-1] == 2**31 - 1
+    assert te.Sinusoidal(start=2**31 - 5)._counted(5)[-1] == 2**31 - 1
     with pytest.raises(
         ValueError,
         match=r"^start: wanted an int of at most 2147483643, for 5 positions inside int32, got 2147483644$",
     ):
-        te.Sinusoidal(start=2**31 - 4).count(5, "ids")
+        te.Sinusoidal(start=2**31 - 4)._counted(5)
 
 
 def test_narrow_integers_of_numpy_do_not_wrap():
     scheme = te.Learned(max_len=np.int16(200), start=np.int8(100))
     assert scheme == te.Learned(max_len=200, start=100)
-    assert scheme.count(100, "ids")[-1] == 199
-    assert te.Sinusoidal(start=np.int8(100)).count(100, "ids")[-1] == 199
-    assert len(te.SinusoidalGrid((np.int8(100), np.int8(2))).count(200, "ids")) == 200
+    assert scheme._counted(100)[-1] == 199
+    assert te.Sinusoidal(start=np.int8(100))._counted(100)[-1] == 199
+    assert len(te.SinusoidalGrid((np.int8(100), np.int8(2)))._counted(200)) == 200

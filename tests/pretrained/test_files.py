@@ -294,7 +294,7 @@ HEAD = {"head": {"w": np.zeros(2, np.float32)}}
         ),
         (
             {"params": PARAMS | {"a": {"b": np.ma.masked_array([1.0], [True])}}},
-            "wanted an array of float32, bfloat16 or float16, got Masked",
+            "params: a/b: wanted an array without a mask (fill it first: x.filled(...)), got a masked",
         ),
         ({"params": PARAMS | {"a": {"b": [1.0]}}}, "params: "),
         (
@@ -520,7 +520,11 @@ CONFIG_TEXT = json.dumps({"vocab_size": 7, "d_model": 6})
             {},
             "shape: wanted at most 64 entries, got 500",
         ),
-        ({"scheme": {"kind": "Learned", "max_len": 2**60}}, {}, "wanted a tensor"),
+        (
+            {"scheme": {"kind": "Learned", "max_len": 2**60}},
+            {},
+            "max_len: wanted an int of at most",
+        ),
         (
             {"scheme": {"kind": ["Learned"]}},
             {},

@@ -1,10 +1,11 @@
 """Checks of arguments, one function for each kind: an error names the argument, what was wanted and
 what was passed."""
 
+import dataclasses
 import math
 import numbers
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,16 +24,39 @@ def wanted(name: str, want: str, got: Any) -> str:
     return f"{name}: wanted {want}, got {got}"
 
 
-def integer(name: str, value: Any, *, at_least: int, at_most: int | None = None) -> int:
+def set_fields(instance: Any, **values: Any) -> None:
+    """Sets fields of a frozen dataclass, in its `__post_init__`."""
+    for name, value in values.items():
+        object.__setattr__(instance, name, value)
+
+
+def convert_fields(instance: Any, **converters: Callable[[str, Any], Any]) -> None:
+    """Converts fields of a frozen dataclass, in its `__post_init__`; None stays where it is the
+    default."""
+    defaults = {field.name: field.default for field in dataclasses.fields(instance)}
+    for name, convert in converters.items():
+        value = getattr(instance, name)
+        if value is not None or defaults[name] is not None:
+            set_fields(instance, **{name: convert(name, value)})
+
+
+def integer(
+    name: str, value: Any, *, at_least: int | None = None, at_most: int | None = None
+) -> int:
     """A Python int that is known while tracing."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(wanted(name, "a Python int", _describe(value)))
     value = int(value)
-    if value < at_least:
+    if at_least is not None and value < at_least:
         raise ValueError(wanted(name, f"an int of at least {at_least}", value))
     if at_most is not None and value > at_most:
         raise ValueError(wanted(name, f"an int of at most {at_most}", value))
     return value
+
+
+def size(name: str, value: Any) -> int:
+    """The size of an axis: an int of at least 1 that int32 holds."""
+    return integer(name, value, at_least=1, at_most=2**31 - 1)
 
 
 def length(name: str, value: Any, *, at_most: int = 2**31) -> Any:
@@ -80,13 +104,23 @@ def sequence(name: str, value: Any) -> tuple[Any, ...]:
     return tuple(value)
 
 
+def entries(
+    name: str, value: Any, convert: Callable, *args: Any, **options: Any
+) -> tuple[Any, ...]:
+    """Several values in order, each converted by `convert(its name, it, ...)`."""
+    return tuple(
+        convert(f"{name}[{n}]", entry, *args, **options)
+        for n, entry in enumerate(sequence(name, value))
+    )
+
+
 def choice(name: str, value: Any, choices: Sequence[str]) -> str:
     """One of a few words."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(
             wanted(name, "one of " + ", ".join(map(repr, choices)), reprlib.repr(value))
         )
-    return value
+    return choices[choices.index(value)]
 
 
 def floating_dtype(name: str, dtype: Any) -> jnp.dtype:
@@ -146,14 +180,8 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
         # array does not have.)
         return as_array(name, value.__jax_array__())  # pyright: ignore[reportAttributeAccessIssue]
     _check_no_named_tuple(name, value)
-    if isinstance(value, np.ma.MaskedArray):
-        raise TypeError(
-            wanted(
-                name,
-                "an array without a mask (fill it first: x.filled(...))",
-                "a masked array of numpy",
-            )
-        )
+    if _holds_mask(value):
+        native(name, np.ma.masked_array(0))
     try:
         array = np.asarray(value)
     except jax.errors.TracerArrayConversionError as error:
@@ -167,6 +195,15 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
     if array.dtype != np.bool_ and (bits > 64 or not jnp.issubdtype(array.dtype, np.number)):
         raise TypeError(wanted(name, "an array of numbers of at most 64 bits", _describe(value)))
     return array.astype(array.dtype.newbyteorder("="))
+
+
+def _holds_mask(value: Any) -> bool:
+    """Whether a value is a masked array, or lists hold one: numpy would drop its mask."""
+    if not isinstance(value, list | tuple):
+        return isinstance(value, np.ma.MaskedArray)
+    kinds = set(map(type, value))
+    nested = any(issubclass(kind, list | tuple | np.ma.MaskedArray) for kind in kinds)
+    return nested and any(map(_holds_mask, value))
 
 
 def _check_no_named_tuple(name: str, value: Any) -> None:
@@ -384,17 +421,14 @@ def as_given(name: str, value: ArrayLike) -> jax.Array:
     return jnp.asarray(array)
 
 
-def rate(name: str, value: Any) -> int | float | np.floating:
-    """A probability in [0, 1) that is known while tracing. A numpy scalar keeps its width."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float | np.floating)
-        or getattr(value, "itemsize", 8) > 8
-    ):
+def rate(name: str, value: Any) -> float:
+    """A probability in [0, 1) that is known while tracing."""
+    is_number = isinstance(value, int | float | np.floating) and not isinstance(value, bool)
+    if not is_number or getattr(value, "itemsize", 8) > 8:
         raise TypeError(wanted(name, "a Python float known while tracing", _describe(value)))
     if not 0 <= value < 1:
         raise ValueError(wanted(name, "a number in [0, 1)", value))
-    return value
+    return float(value)
 
 
 def broadcasts_to(name: str, shape: tuple[int, ...], other: str, target: tuple[int, ...]) -> None:
@@ -474,23 +508,38 @@ def as_key(name: str, rng: Any) -> jax.Array:
     return key
 
 
-def params(value: Any, argument: str = "params") -> None:
-    """A Haiku parameter tree."""
+def as_params(name: str, value: Any) -> Mapping[str, Mapping[str, Any]]:
+    """A Haiku parameter tree with its arrays in the byte order of this machine."""
     if not isinstance(value, Mapping) or not all(
         isinstance(module, Mapping) for module in value.values()
     ):
         got = "a dict of others" if isinstance(value, Mapping) else type(value).__name__
-        raise TypeError(wanted(argument, "a Haiku parameter tree, a dict of dicts", got))
+        raise TypeError(wanted(name, "a Haiku parameter tree, a dict of dicts", got))
+    converted = {}
     for path, module in value.items():
         for leaf_name, leaf in module.items():
             if not hasattr(leaf, "shape"):
-                raise TypeError(
-                    wanted(
-                        f"{argument}: {path}/{leaf_name}",
-                        "an array (use jnp.asarray)",
-                        _describe(leaf),
-                    )
-                )
+                place = f"{name}: {path}/{leaf_name}"
+                raise TypeError(wanted(place, "an array (use jnp.asarray)", _describe(leaf)))
+            if isinstance(leaf, np.ndarray) and not _is_native(leaf):
+                leaves = converted.setdefault(path, dict(module))
+                leaves[leaf_name] = native(f"{name}: {path}/{leaf_name}", leaf)
+    return {**value, **converted} if converted else value
+
+
+def native(name: str, array: np.ndarray) -> np.ndarray:
+    """An array without a mask, in the byte order of this machine: itself if it is in that order.
+
+    A compiled function of jax may read the bytes of another order as they are.
+    """
+    if isinstance(array, np.ma.MaskedArray):
+        want = "an array without a mask (fill it first: x.filled(...))"
+        raise TypeError(wanted(name, want, "a masked array of numpy"))
+    return array if _is_native(array) else array.astype(array.dtype.newbyteorder("="))
+
+
+def _is_native(array: np.ndarray) -> bool:
+    return array.dtype.isnative and not isinstance(array, np.ma.MaskedArray)
 
 
 def name(argument: str, value: Any) -> str | None:

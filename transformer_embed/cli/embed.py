@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import transformer_embed as te
+from transformer_embed._src.layers.schemes import positions_of_ids
 from transformer_embed._src.pretrained.checkpoints import PretrainedInput
 from transformer_embed.cli.arguments import UserError, contents, writable, write_whole
 from transformer_embed.cli.checkpoint import add_checkpoint_flags, is_ours, read_checkpoint
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> None:
             f"{args.file} holds no tokens; give a file of {'ids' if args.ids else 'text'}"
         )
     try:
-        positions = _positions(config.scheme, ids)
+        positions = _positions(config, ids)
     except ValueError as error:
         raise UserError(
             f"{args.file}: a line has {ids.shape[1]} tokens ({error}); split such lines"
@@ -122,13 +123,17 @@ def _read_params(args: argparse.Namespace) -> PretrainedInput:
     )
 
 
-def _positions(scheme: Any, ids: np.ndarray) -> np.ndarray:
+def _positions(config: te.EmbedderConfig, ids: np.ndarray) -> np.ndarray:
     """int32 [lines, length], or one row if the positions of all lines are equal."""
-    if scheme is None:
+    if config.scheme is None:
         return np.arange(ids.shape[1], dtype=np.int32)[None]
-    own = getattr(scheme, "pad_id", None)
+    own = getattr(config.scheme, "pad_id", None)
     return np.atleast_2d(
-        scheme.positions(jnp.asarray(ids if own is None else np.where(ids == PAD_ID, own, ids)))
+        positions_of_ids(
+            config.scheme,
+            jnp.asarray(ids if own is None else np.where(ids == PAD_ID, own, ids)),
+            config.pad_id,
+        )
     )
 
 

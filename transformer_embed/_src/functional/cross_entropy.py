@@ -143,7 +143,7 @@ def tied_cross_entropy(
     options = _Options(
         table.shape[0],
         pad_id,
-        float(arguments.rate("label_smoothing", label_smoothing)),
+        arguments.rate("label_smoothing", label_smoothing),
         None if chunk_size is None else arguments.integer("chunk_size", chunk_size, at_least=1),
     )
     by_count = arguments.choice("reduction", reduction, REDUCTIONS) == "mean"

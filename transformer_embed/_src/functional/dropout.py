@@ -50,10 +50,10 @@ def dropout(rng: Array, rate: float, x: ArrayLike) -> Float[Array, "..."]:
         generator: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011),
         threefry-2x32 with 20 rounds, counting elements as JAX does.
     """
-    checked, x = arguments.rate("rate", rate), arguments.as_floats("x", x)
-    if checked == 0:
+    is_off, x = arguments.rate("rate", rate) == 0, arguments.as_floats("x", x)
+    if is_off:
         return x
-    keep_rate = 1.0 - checked
+    keep_rate = 1.0 - rate
     # The width is a separate argument, because jit takes 0.5 and numpy.float16(0.5) for the same
     # static value.
     width = keep_rate.dtype if isinstance(keep_rate, np.floating) else None

@@ -3,6 +3,7 @@ arbitrary precision."""
 
 import dataclasses
 import decimal
+import functools
 from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any, NamedTuple
@@ -43,7 +44,7 @@ class LinearScaling:
     factor: float
 
     def __post_init__(self):
-        arguments.real("factor", self.factor, above=0)
+        arguments.convert_fields(self, factor=_above_0)
 
     def scaled(self, dim: int, base: float) -> ScaledFrequencies:
         """The frequencies of dim channels."""
@@ -78,11 +79,11 @@ class NTKScaling:
     alpha: float
 
     def __post_init__(self):
-        arguments.real("alpha", self.alpha, above=0)
+        arguments.convert_fields(self, alpha=_above_0)
 
     def scaled(self, dim: int, base: float) -> ScaledFrequencies:
         """The frequencies of dim channels."""
-        return ScaledFrequencies(_ntk(dim, base, _decimal(self.alpha)))
+        return ScaledFrequencies(_ntk(dim, base, Decimal(self.alpha)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,13 +120,12 @@ class DynamicNTKScaling:
     length: int
 
     def __post_init__(self):
-        arguments.real("factor", self.factor, above=0)
-        _convert_lengths(self, original_length=1, length=0)
+        arguments.convert_fields(self, factor=_above_0, original_length=_at_least_1, length=_length)
 
     def scaled(self, dim: int, base: float) -> ScaledFrequencies:
         """The frequencies of dim channels."""
         longer = Decimal(max(self.length, self.original_length)) / Decimal(self.original_length)
-        factor = _decimal(self.factor)
+        factor = Decimal(self.factor)
         return ScaledFrequencies(_ntk(dim, base, factor * longer - (factor - 1)))
 
 
@@ -182,25 +182,27 @@ class YarnScaling:
     attention_factor: float | None = None
 
     def __post_init__(self):
-        arguments.real("factor", self.factor, above=0)
-        _convert_lengths(self, original_length=1)
-        arguments.real(
-            "beta_fast", self.beta_fast, above=arguments.real("beta_slow", self.beta_slow, above=0)
+        arguments.convert_fields(
+            self,
+            factor=_above_0,
+            original_length=_at_least_1,
+            beta_slow=_above_0,
+            truncate=arguments.flag,
+            mscale=_not_negative,
+            mscale_all_dim=_not_negative,
+            attention_factor=_above_0,
         )
-        arguments.flag("truncate", self.truncate)
-        _check_not_negative("mscale", self.mscale)
-        _check_not_negative("mscale_all_dim", self.mscale_all_dim)
-        _check_attention_factor(self.attention_factor)
+        arguments.convert_fields(
+            self, beta_fast=functools.partial(arguments.real, above=self.beta_slow)
+        )
 
     def scaled(self, dim: int, base: float) -> ScaledFrequencies:
         """The frequencies of dim channels."""
-        log_base = _decimal(arguments.real("base", base, above=1)).ln()
+        log_base = Decimal(arguments.real("base", base, above=1)).ln()
 
         def index(turns: float) -> Decimal:
             return (
-                dim
-                * (self.original_length / (2 * phase.PI * _decimal(turns))).ln()
-                / (2 * log_base)
+                dim * (self.original_length / (2 * phase.PI * Decimal(turns))).ln() / (2 * log_base)
             )
 
         low, high = index(self.beta_fast), index(self.beta_slow)
@@ -219,9 +221,9 @@ class YarnScaling:
 
     def _resolved_attention_factor(self) -> float:
         if self.attention_factor is not None:
-            return float(self.attention_factor)
-        log = max(_decimal(self.factor).ln(), Decimal(0)) / 10
-        return float((_decimal(self.mscale) * log + 1) / (_decimal(self.mscale_all_dim) * log + 1))
+            return self.attention_factor
+        log = max(Decimal(self.factor).ln(), Decimal(0)) / 10
+        return float((Decimal(self.mscale) * log + 1) / (Decimal(self.mscale_all_dim) * log + 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,18 +265,16 @@ class Llama3Scaling:
     original_length: int = 8192
 
     def __post_init__(self):
-        arguments.real("factor", self.factor, above=0)
-        arguments.real(
-            "high_freq_factor",
-            self.high_freq_factor,
-            above=arguments.real("low_freq_factor", self.low_freq_factor, above=0),
+        arguments.convert_fields(
+            self, factor=_above_0, low_freq_factor=_above_0, original_length=_at_least_1
         )
-        _convert_lengths(self, original_length=1)
+        above_low = functools.partial(arguments.real, above=self.low_freq_factor)
+        arguments.convert_fields(self, high_freq_factor=above_low)
 
     def scaled(self, dim: int, base: float) -> ScaledFrequencies:
         """The frequencies of dim channels."""
         frequencies = unscaled(dim, base)
-        low, high = _decimal(self.low_freq_factor), _decimal(self.high_freq_factor)
+        low, high = Decimal(self.low_freq_factor), Decimal(self.high_freq_factor)
         turns = [self.original_length * f / (2 * phase.PI) for f in frequencies]
         return ScaledFrequencies(
             _blended(frequencies, [_clipped((high - n) / (high - low)) for n in turns], self.factor)
@@ -324,18 +324,16 @@ class LongRopeScaling:
     attention_factor: float | None = None
 
     def __post_init__(self):
-        for name in ("short_factor", "long_factor"):
-            factors = arguments.sequence(name, getattr(self, name))
-            object.__setattr__(
-                self,
-                name,
-                tuple(
-                    arguments.real(f"{name}[{n}]", each, above=0) for n, each in enumerate(factors)
-                ),
-            )
-        arguments.real("factor", self.factor, above=0)
-        _convert_lengths(self, original_length=2, length=0)
-        _check_attention_factor(self.attention_factor)
+        factors = functools.partial(arguments.entries, convert=_above_0)
+        arguments.convert_fields(
+            self,
+            short_factor=factors,
+            long_factor=factors,
+            factor=_above_0,
+            original_length=functools.partial(arguments.integer, at_least=2),
+            length=_length,
+            attention_factor=_above_0,
+        )
 
     def scaled(self, dim: int, base: float) -> ScaledFrequencies:
         """The frequencies of dim channels."""
@@ -343,14 +341,14 @@ class LongRopeScaling:
         factors = getattr(self, name)
         arguments.same(name, "half as many numbers as rotated channels", len(factors), dim // 2)
         frequencies = tuple(
-            f / _decimal(factor) for f, factor in zip(unscaled(dim, base), factors, strict=True)
+            f / Decimal(factor) for f, factor in zip(unscaled(dim, base), factors, strict=True)
         )
         return ScaledFrequencies(frequencies, self._resolved_attention_factor())
 
     def _resolved_attention_factor(self) -> float:
         if self.attention_factor is not None:
-            return float(self.attention_factor)
-        log = max(_decimal(self.factor).ln(), Decimal(0))
+            return self.attention_factor
+        log = max(Decimal(self.factor).ln(), Decimal(0))
         return float((1 + log / Decimal(self.original_length).ln()).sqrt())
 
 
@@ -378,7 +376,7 @@ def _blended(
     """A blend of each frequency and the same frequency divided by `factor`, weighted by its
     share."""
     return tuple(
-        f * (share / _decimal(factor) + 1 - share)
+        f * (share / Decimal(factor) + 1 - share)
         for f, share in zip(frequencies, shares, strict=True)
     )
 
@@ -387,23 +385,13 @@ def _clipped(share: Decimal) -> Decimal:
     return min(max(share, Decimal(0)), Decimal(1))
 
 
-def _decimal(value: float) -> Decimal:
-    return Decimal(float(value))
+_above_0 = functools.partial(arguments.real, above=0)
+_length = functools.partial(arguments.integer, at_least=0)
+_at_least_1 = functools.partial(arguments.integer, at_least=1)
 
 
-def _convert_lengths(scaling: Any, **at_least: int) -> None:
-    """Converts lengths to Python ints, which decimals accept, from any integer type."""
-    for name, lowest in at_least.items():
-        object.__setattr__(
-            scaling, name, arguments.integer(name, getattr(scaling, name), at_least=lowest)
-        )
-
-
-def _check_not_negative(name: str, value: float) -> None:
-    if arguments.real(name, value) < 0:
+def _not_negative(name: str, value: Any) -> float:
+    number = arguments.real(name, value)
+    if number < 0:
         raise ValueError(arguments.wanted(name, "a finite number of at least 0", value))
-
-
-def _check_attention_factor(value: float | None) -> None:
-    if value is not None:
-        arguments.real("attention_factor", value, above=0)
+    return number

@@ -1,11 +1,11 @@
 """Sinusoidal position encodings: of any positions, as tables and on grids, in every published
 layout."""
 
+import dataclasses
 import decimal
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from transformer_embed._src.functional import phase
 LAYOUTS = ("interleaved", "sin_cos", "cos_sin")
 ODD = ("truncate", "round_up", "zero")
 MOST_AXES = 32
+# The constants of each channel, 16 bytes, are part of the program.
+MOST_CHANNELS = 2**24
 
 
 def sinusoidal_encoding(
@@ -90,12 +92,10 @@ def sinusoidal_encoding(
         https://arxiv.org/abs/1706.03762. The other conventions are those of the named projects'
         code.
     """
-    options = _checked_options(d_model, base, layout, shift, odd, frequency_scale)
-    return _encoding(
-        *_narrowed_and_outside(arguments.as_positions("positions", positions)),
-        options,
-        arguments.result_dtype("dtype", dtype),
+    options = Sinusoids(
+        base=base, layout=layout, shift=shift, odd=odd, frequency_scale=frequency_scale
     )
+    return encode(positions, d_model, options, dtype)
 
 
 def sinusoidal_table(
@@ -133,10 +133,12 @@ def sinusoidal_table(
         Vaswani et al., "Attention Is All You Need" (2017), section 3.5,
         https://arxiv.org/abs/1706.03762
     """
-    options = _checked_options(d_model, base, layout, shift, odd, frequency_scale)
-    return _table(
-        arguments.length("length", length), options, arguments.result_dtype("dtype", dtype)
+    options = Sinusoids(
+        base=base, layout=layout, shift=shift, odd=odd, frequency_scale=frequency_scale
     )
+    check_channels(options, d_model)
+    dtype = arguments.result_dtype("dtype", dtype)
+    return _table(arguments.length("length", length), int(d_model), options, dtype)
 
 
 def sinusoidal_grid(
@@ -198,127 +200,105 @@ def sinusoidal_grid(
         https://arxiv.org/abs/2010.11929; He et al., "Masked Autoencoders Are Scalable Vision
         Learners" (2022), https://arxiv.org/abs/2111.06377
     """
-    lengths, order = _checked_axes(shape, axes)
-    width = _part_width(d_model, len(lengths), odd)
-    # The options are checked even if a part has no channels.
-    options = _checked_options(max(width, 1), base, layout, shift, "truncate", frequency_scale)
-    coordinates = _checked_coordinates(lengths, axis_positions)
+    lengths, order = as_grid(shape, axes)
+    coordinates = axis_positions
+    if axis_positions is not None:
+        coordinates = _as_coordinates(axis_positions, lengths)
     points = None if positions is None else arguments.as_int32("positions", positions)
-    grid = _Grid(lengths, order, width, int(d_model))
-    return _grid_encoding(
-        points, coordinates, grid, options, arguments.result_dtype("dtype", dtype)
-    )
+    width = _part_width(d_model, len(lengths), odd)
+    part = Sinusoids(base=base, layout=layout, shift=shift, frequency_scale=frequency_scale)
+    # The options are checked even if a part has no channels.
+    check_channels(part, max(width, 1))
+    dtype = arguments.result_dtype("dtype", dtype)
+    return _grid_encoding(points, coordinates, lengths, order, int(d_model), width, part, dtype)
 
 
-class _Options(NamedTuple):
-    d_model: int
-    base: float
-    layout: str
-    shift: float | None
-    odd: str
-    frequency_scale: float
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sinusoids:
+    """The options of `sinusoidal_encoding`, converted and checked."""
+
+    base: float = 10_000.0
+    layout: str = "interleaved"
+    shift: float | None = None
+    odd: str = "truncate"
+    frequency_scale: float = 1.0
+
+    def __post_init__(self):
+        above_0 = functools.partial(arguments.real, above=0)
+        arguments.convert_fields(
+            self,
+            base=above_0,
+            layout=functools.partial(arguments.choice, choices=LAYOUTS),
+            shift=arguments.real,
+            odd=functools.partial(arguments.choice, choices=ODD),
+            frequency_scale=above_0,
+        )
+        # Two channels have a frequency under any `odd`, and no shift is too large for them.
+        check_channels(self, 2)
 
 
-class _Grid(NamedTuple):
-    lengths: tuple[int, ...]
-    order: tuple[int, ...]
-    width: int
-    d_model: int
+def check_channels(options: Sinusoids, d_model: int) -> None:
+    """Raises unless the options make an encoding of d_model channels, without computing it."""
+    d_model = arguments.integer("d_model", d_model, at_least=1, at_most=MOST_CHANNELS)
+    pairs, denominator = _pairs(options, d_model)
+    if pairs > 1 and denominator <= 0:
+        width = d_model + d_model % 2 if options.odd == "round_up" else d_model
+        want = f"a number below d_model // 2 = {width // 2}"
+        raise ValueError(arguments.wanted("shift", want, f"{options.shift:g}"))
+    with decimal.localcontext(phase.PRECISION):
+        steps = denominator / max(pairs - 1, 1)
+    ends = phase.geometric_frequencies(min(pairs, 2), options.base, steps, options.frequency_scale)
+    phase.channels(ends, [0] * len(ends))
 
 
-def sinusoidal_channels(
-    d_model: int, base: float, layout: str, shift: float | None, odd: str, frequency_scale: float
-) -> phase.Channels:
-    """The constants of an encoding: each channel's frequency, and whether it is a sine (0) or a
-    cosine (1)."""
-    return _channels(_checked_options(d_model, base, layout, shift, odd, frequency_scale))
+def encode(
+    positions: ArrayLike, d_model: int, options: Sinusoids, dtype: DTypeLike = jnp.float32
+) -> Float[Array, "... d"]:
+    """`sinusoidal_encoding` with these options."""
+    check_channels(options, d_model)
+    dtype = arguments.result_dtype("dtype", dtype)
+    positions, outside = arguments.as_positions("positions", positions), None
+    if isinstance(positions, np.ndarray) and positions.dtype.itemsize == 8:
+        # jit would silently narrow 64 bits.
+        narrow = positions.astype(np.int32)
+        outside = (narrow != positions) | ((narrow < 0) & (positions > 0))
+        positions, outside = narrow, outside if np.any(outside) else None
+    return _encoding(positions, outside, int(d_model), options, dtype)
 
 
-def _checked_options(
-    d_model: int, base: float, layout: str, shift: float | None, odd: str, frequency_scale: float
-) -> _Options:
-    options = _Options(
-        arguments.integer("d_model", d_model, at_least=1),
-        arguments.real("base", base, above=0),
-        arguments.choice("layout", layout, LAYOUTS),
-        shift if shift is None else arguments.real("shift", shift),
-        arguments.choice("odd", odd, ODD),
-        arguments.real("frequency_scale", frequency_scale, above=0),
-    )
-    _channels(options)
-    return options
-
-
-def _narrowed_and_outside(
-    positions: Shaped[Array | np.ndarray, "..."],
-) -> tuple[Shaped[Array | np.ndarray, "..."], np.ndarray | None]:
-    """Host positions as int32 for jit, which would silently narrow 64 bits, and a mask of those
-    outside int32 (None if there are none)."""
-    if not (isinstance(positions, np.ndarray) and positions.dtype.itemsize == 8):
-        return positions, None
-    narrow = positions.astype(np.int32)
-    outside = (narrow != positions) | ((narrow < 0) & (positions > 0))
-    return narrow, np.asarray(outside) if np.any(outside) else None
-
-
-def _checked_axes(
-    shape: tuple[int, ...], axes: tuple[int, ...] | None
+def as_grid(
+    shape: Sequence[int], axes: Sequence[int] | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The points along each axis of a grid, and the axes in the order of their channels."""
     if not isinstance(shape, tuple | list) or not isinstance(axes, tuple | list | None):
         raise TypeError(
             arguments.wanted("shape and axes", "tuples of ints", f"{shape!r} and {axes!r}")
         )
-    lengths = tuple(
-        arguments.integer(f"shape[{axis}]", length, at_least=0) for axis, length in enumerate(shape)
-    )
+    lengths = arguments.entries("shape", shape, arguments.integer, at_least=0)
     if len(lengths) > MOST_AXES:
         raise ValueError(arguments.wanted("shape", f"at most {MOST_AXES} axes", len(lengths)))
-    if math.prod(lengths) >= 2**31:
-        raise ValueError(
-            arguments.wanted(
-                "shape",
-                f"a grid of at most {2**31 - 1} points",
-                f"{lengths}, {math.prod(lengths)} points",
-            )
-        )
-    order = tuple(range(len(lengths)) if axes is None else axes)
-    if (
-        not lengths
-        or len(order) != len(lengths)
-        or not set(range(len(lengths))) <= {axis for axis in order if isinstance(axis, int)}
-    ):
-        raise ValueError(
-            arguments.wanted(
-                "axes", f"a permutation of the axes of shape {lengths}, at least one", axes
-            )
-        )
+    points = math.prod(lengths)
+    if points >= 2**31:
+        want = f"a grid of at most {2**31 - 1} points"
+        raise ValueError(arguments.wanted("shape", want, f"{lengths}, {points} points"))
+    first_first = tuple(range(len(lengths)))
+    order = first_first if axes is None else arguments.entries("axes", axes, arguments.integer)
+    if not lengths or sorted(order) != list(first_first):
+        want = f"a permutation of the axes of shape {lengths}, at least one"
+        raise ValueError(arguments.wanted("axes", want, axes))
     return lengths, order
 
 
-def _part_width(d_model: int, parts: int, odd: str) -> int:
-    """The channels of each axis."""
-    arguments.choice("odd", odd, ODD)
-    if arguments.integer("d_model", d_model, at_least=1) % parts and odd == "truncate":
-        raise ValueError(
-            arguments.wanted(
-                "d_model", f"a multiple of the {parts} axes (or odd='round_up' or 'zero')", d_model
-            )
-        )
-    pairs = {"round_up": -(-d_model // (2 * parts)), "zero": d_model // (2 * parts)}
-    return d_model // parts if odd == "truncate" else 2 * pairs[odd]
-
-
-def _checked_coordinates(
-    lengths: tuple[int, ...], axis_positions: Sequence[ArrayLike] | None
-) -> tuple[ArrayLike, ...] | None:
-    if axis_positions is None:
-        return None
-    given = arguments.sequence("axis_positions", axis_positions)
-    arguments.same("axis_positions", "one array for each axis of shape", len(given), len(lengths))
+def _as_coordinates(
+    axis_positions: Sequence[ArrayLike], lengths: tuple[int, ...]
+) -> tuple[jax.Array | np.ndarray, ...]:
+    axis_positions = arguments.sequence("axis_positions", axis_positions)
+    what = "one array for each axis of shape"
+    arguments.same("axis_positions", what, len(axis_positions), len(lengths))
     coordinates = []
-    for axis, (each, length) in enumerate(zip(given, lengths, strict=True)):
+    for axis, (values, length) in enumerate(zip(axis_positions, lengths, strict=True)):
         name = f"axis_positions[{axis}]"
-        array = arguments.as_fitting_positions(name, each)
+        array = arguments.as_fitting_positions(name, values)
         if array.shape != (length,):
             raise ValueError(
                 arguments.wanted(name, f"shape [{length}]", f"shape {list(array.shape)}")
@@ -327,107 +307,104 @@ def _checked_coordinates(
     return tuple(coordinates)
 
 
-@functools.lru_cache(maxsize=64)
-def _channels(options: _Options) -> phase.Channels:
-    d_model, base, layout, _, odd, frequency_scale = options
-    pairs = d_model // 2 if odd == "zero" else (d_model + 1) // 2
-    frequencies = phase.geometric_frequencies(
-        pairs, base, _denominator(options, pairs), frequency_scale
-    )
-    if layout == "interleaved":
-        order = [(i, quarter) for i in range(pairs) for quarter in (0, 1)]
-    else:
-        order = [
-            (i, quarter)
-            for quarter in ((0, 1) if layout == "sin_cos" else (1, 0))
-            for i in range(pairs)
-        ]
-    order = order[:d_model]
-    kept = [frequencies[i] for i, _ in order] + [phase.ZERO] * (d_model - len(order))
-    quarters = [quarter for _, quarter in order] + [0] * (d_model - len(order))
-    return phase.channels(kept, quarters)
-
-
-def _denominator(options: _Options, pairs: int) -> decimal.Decimal:
-    width = options.d_model + options.d_model % 2 if options.odd == "round_up" else options.d_model
+def _pairs(options: Sinusoids, d_model: int) -> tuple[int, decimal.Decimal]:
+    """The number of frequencies, and the denominator of their exponents."""
+    width = d_model + d_model % 2 if options.odd == "round_up" else d_model
+    pairs = d_model // 2 if options.odd == "zero" else (d_model + 1) // 2
     if options.shift is None:
-        return decimal.Decimal(width) / 2
+        return pairs, decimal.Decimal(width) / 2
     with decimal.localcontext(phase.PRECISION):
-        denominator = width // 2 - decimal.Decimal(options.shift)
-    if pairs > 1 and denominator <= 0:
-        raise ValueError(
-            arguments.wanted(
-                "shift", f"a number below d_model // 2 = {width // 2}", f"{options.shift:g}"
-            )
-        )
-    return denominator
+        return pairs, width // 2 - decimal.Decimal(options.shift)
+
+
+@functools.lru_cache(maxsize=64)
+def _channels(options: Sinusoids, d_model: int) -> phase.Channels:
+    """The constants of an encoding: each channel's frequency, and whether it is a sine (0) or a
+    cosine (1)."""
+    pairs, denominator = _pairs(options, d_model)
+    frequencies = phase.geometric_frequencies(
+        pairs, options.base, denominator, options.frequency_scale
+    )
+    if options.layout == "interleaved":
+        order = [(frequency, quarter) for frequency in frequencies for quarter in (0, 1)]
+    else:
+        halves = (0, 1) if options.layout == "sin_cos" else (1, 0)
+        order = [(frequency, quarter) for quarter in halves for frequency in frequencies]
+    # With odd="zero", the last channel is the sine of 0.
+    padded = [*order, (phase.ZERO, 0)][:d_model]
+    return phase.channels(*zip(*padded, strict=True))
+
+
+def _part_width(d_model: int, axes: int, odd: str) -> int:
+    """The channels of each axis of a grid."""
+    arguments.integer("d_model", d_model, at_least=1, at_most=MOST_CHANNELS)
+    if arguments.choice("odd", odd, ODD) == "truncate":
+        if d_model % axes:
+            want = f"a multiple of the {axes} axes (or odd='round_up' or 'zero')"
+            raise ValueError(arguments.wanted("d_model", want, d_model))
+        return d_model // axes
+    pairs = d_model / (2 * axes)
+    return 2 * (math.ceil(pairs) if odd == "round_up" else math.floor(pairs))
 
 
 # The functions below are compiled even if the caller is not.
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=(2, 3))
+@functools.partial(jax.jit, inline=True, static_argnums=(2, 3, 4))
 def _encoding(
     positions: Shaped[Array, "..."],
     outside: Bool[Array, "..."] | None,
-    options: _Options,
+    d_model: int,
+    options: Sinusoids,
     dtype: jnp.dtype,
 ) -> Float[Array, "... d"]:
-    encoding = phase.sinusoid(positions, _channels(options)).astype(dtype)
-    return (
-        encoding
-        if outside is None
-        else jnp.where(outside[..., None], jnp.array(jnp.nan, dtype), encoding)
-    )
+    encoding = phase.sinusoid(positions, _channels(options, d_model)).astype(dtype)
+    if outside is None:
+        return encoding
+    return jnp.where(outside[..., None], jnp.array(jnp.nan, dtype), encoding)
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=(0, 1, 2))
-def _table(length: int, options: _Options, dtype: jnp.dtype) -> Float[Array, "t d"]:
-    return _encoding(jnp.arange(length, dtype=jnp.int32), None, options, dtype)
+@functools.partial(jax.jit, inline=True, static_argnums=(0, 1, 2, 3))
+def _table(length: int, d_model: int, options: Sinusoids, dtype: jnp.dtype) -> Float[Array, "t d"]:
+    return _encoding(jnp.arange(length, dtype=jnp.int32), None, d_model, options, dtype)
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=(2, 3, 4))
+@functools.partial(jax.jit, inline=True, static_argnums=(2, 3, 4, 5, 6, 7))
 def _grid_encoding(
     points: Int32[Array, "..."] | None,
     coordinates: tuple[Array, ...] | None,
-    grid: _Grid,
-    options: _Options,
+    lengths: tuple[int, ...],
+    order: tuple[int, ...],
+    d_model: int,
+    width: int,
+    part: Sinusoids,
     dtype: jnp.dtype,
 ) -> Float[Array, "... d"]:
-    lengths, count = grid.lengths, math.prod(grid.lengths)
+    count, axes = math.prod(lengths), range(len(lengths))
     if points is None:
         leading = lengths
-        along = (
-            [jnp.arange(n, dtype=jnp.int32) for n in lengths]
-            if coordinates is None
-            else coordinates
-        )
-        at = [
-            jnp.expand_dims(each, [k for k in range(len(lengths)) if k != axis])
-            for axis, each in enumerate(along)
+        if coordinates is None:
+            coordinates = tuple(jnp.arange(length, dtype=jnp.int32) for length in lengths)
+        along = [
+            jnp.expand_dims(coordinates[axis], [other for other in axes if other != axis])
+            for axis in axes
         ]
     else:
         leading = points.shape
-        at = _unravelled(jnp.clip(points, 0, max(count - 1, 0)), lengths)
+        along = _unravelled(jnp.clip(points, 0, max(count - 1, 0)), lengths)
         if coordinates is not None and count:
-            at = [
-                jnp.take(each, index, mode="clip")
-                for each, index in zip(coordinates, at, strict=True)
-            ]
-    order = grid.order if grid.width else ()
+            along = [jnp.take(coordinates[axis], along[axis], mode="clip") for axis in axes]
     parts = [
-        jnp.broadcast_to(_encoding(at[axis], None, options, dtype), (*leading, grid.width))
+        jnp.broadcast_to(_encoding(along[axis], None, width, part, dtype), (*leading, width))
         for axis in order
+        if width
     ]
-    zeros = jnp.zeros((*leading, max(grid.d_model - len(parts) * grid.width, 0)), dtype)
-    encoding = jnp.concatenate([*parts, zeros], -1)[..., : grid.d_model]
-    return (
-        encoding
-        if points is None
-        else jnp.where(
-            ((points >= 0) & (points < count))[..., None], encoding, jnp.array(jnp.nan, dtype)
-        )
-    )
+    zeros = jnp.zeros((*leading, max(d_model - len(parts) * width, 0)), dtype)
+    encoding = jnp.concatenate([*parts, zeros], -1)[..., :d_model]
+    if points is None:
+        return encoding
+    inside = (points >= 0) & (points < count)
+    return jnp.where(inside[..., None], encoding, jnp.array(jnp.nan, dtype))
 
 
 def _unravelled(points: Int32[Array, "..."], lengths: tuple[int, ...]) -> list[Int32[Array, "..."]]:

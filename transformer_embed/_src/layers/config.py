@@ -1,8 +1,8 @@
 """EmbedderConfig: the description of an input layer, checked once."""
 
 import dataclasses
+import functools
 import numbers
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,14 +15,14 @@ from transformer_embed._src.layers.schemes import Scheme, Sinusoidal
 
 @dataclasses.dataclass(frozen=True)
 class EmbedderConfig:
-    """Describes an input layer, for `make_embedder` and `TransformerEmbedding`; frozen, hashable
-    and checked.
+    """Describes an input layer, for `make_embedder` and `TransformerEmbedding`.
 
-    Equal configs share their compiled functions. `dataclasses.replace` makes a changed copy.
+    It is frozen and hashable, and its fields are checked. Equal configs share their compiled
+    functions. `dataclasses.replace` makes a changed copy.
 
     By default, padding is counted like tokens, so left padding shifts the positions of tokens. To
-    count from the first token, set the padding id in the scheme too:
-    `scheme=te.Sinusoidal(at_padding=0, pad_id=0)`.
+    count from the first token, give padding a position of its own:
+    `scheme=te.Sinusoidal(at_padding=0)`.
 
     Args:
         vocab_size: number of token ids, at least 1.
@@ -79,35 +79,30 @@ class EmbedderConfig:
     tied: bool = True
 
     def __post_init__(self):
-        given = [
-            name
-            for name in ("embedding_width", "num_token_types")
-            if getattr(self, name) is not None
-        ]
-        for name in ("vocab_size", "d_model", *given):
-            self._set_field(name, arguments.integer(name, getattr(self, name), at_least=1))
+        arguments.convert_fields(
+            self,
+            vocab_size=arguments.size,
+            d_model=arguments.size,
+            dropout_rate=arguments.rate,
+            pad_id=arguments.int32,
+            scale=_as_scale,
+            num_token_types=arguments.size,
+            layer_norm_eps=functools.partial(arguments.real, above=0),
+            embedding_width=arguments.size,
+            out_of_range=functools.partial(arguments.choice, choices=OUT_OF_RANGE),
+            lookup_style=functools.partial(arguments.choice, choices=LOOKUP_STYLES),
+            param_dtype=arguments.floating_dtype,
+            dtype=arguments.floating_dtype,
+            tied=arguments.flag,
+        )
         if self.scheme is not None:
             if not isinstance(self.scheme, Scheme):
                 want = "Sinusoidal(...), SinusoidalGrid(...), Learned(max_len=...) or None"
                 raise TypeError(arguments.wanted("scheme", want, repr(self.scheme)))
-            self.scheme.check(self.table_width)
-        arguments.rate("dropout_rate", self.dropout_rate)
-        if self.pad_id is not None:
-            self._set_field("pad_id", arguments.int32("pad_id", self.pad_id))
-        self._set_field("scale", checked_scale(self.scale))
-        if self.layer_norm_eps is not None:
-            self._set_field(
-                "layer_norm_eps", arguments.real("layer_norm_eps", self.layer_norm_eps, above=0)
-            )
-        arguments.choice("out_of_range", self.out_of_range, OUT_OF_RANGE)
-        arguments.choice("lookup_style", self.lookup_style, LOOKUP_STYLES)
-        self._set_field("param_dtype", arguments.floating_dtype("param_dtype", self.param_dtype))
-        if self.dtype is not None:
-            self._set_field("dtype", arguments.floating_dtype("dtype", self.dtype))
-        self._set_field("tied", arguments.flag("tied", self.tied))
-
-    def _set_field(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
+            self.scheme._check(self.table_width)
+            if self.scheme._lacks_pad_id and self.pad_id is None:
+                want = "the id of padding, since the scheme's at_padding is set"
+                raise ValueError(arguments.wanted("pad_id", want, "None"))
 
     @property
     def table_width(self) -> int:
@@ -115,15 +110,14 @@ class EmbedderConfig:
         return self.d_model if self.embedding_width is None else self.embedding_width
 
 
-def checked_scale(scale: bool | float) -> bool | float:
+def _as_scale(name: str, scale: bool | float) -> bool | float:
     """A bool, or a number above 0.
 
     1.0 becomes False, because 1.0 == True and it would share True's compiled functions. The ints 0
     and 1 are ambiguous and raise an error.
     """
-    is_number = isinstance(scale, numbers.Real | np.floating) and not isinstance(
-        scale, bool | np.bool_
-    )
-    if not is_number or (isinstance(scale, numbers.Integral) and scale in (0, 1)):
-        return arguments.flag("scale", scale)
-    return False if scale == 1 else arguments.real("scale", scale, above=0)
+    is_bool = isinstance(scale, bool | np.bool_)
+    is_ambiguous = isinstance(scale, numbers.Integral) and scale in (0, 1)
+    if is_bool or is_ambiguous or not isinstance(scale, numbers.Real | np.floating):
+        return arguments.flag(name, scale)
+    return False if scale == 1 else arguments.real(name, scale, above=0)

@@ -1,29 +1,25 @@
 """Haiku modules, which own the parameters and call the pure functions."""
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
 from transformer_embed._src.functional.cross_entropy import tied_cross_entropy
 from transformer_embed._src.functional.dropout import dropout
-from transformer_embed._src.functional.lookup import (
-    LOOKUP_STYLES,
-    OUT_OF_RANGE,
-    Table,
-    lookup,
-    tied_logits,
-)
+from transformer_embed._src.functional.lookup import OUT_OF_RANGE, Table, lookup, tied_logits
 from transformer_embed._src.functional.relative_bias import relative_position_buckets
-from transformer_embed._src.layers.config import EmbedderConfig, checked_scale
-from transformer_embed._src.layers.schemes import Learned, Scheme
+from transformer_embed._src.layers.config import EmbedderConfig
+from transformer_embed._src.layers.schemes import Scheme, check_length, positions_of_ids
 
 Initializer = hk.initializers.Initializer
 Params = Mapping[str, Mapping[str, Any]]
@@ -86,26 +82,30 @@ class TokenEmbedding(hk.Module):
         name: str | None = None,
     ):
         super().__init__(name=arguments.name("name", name))
-        self.vocab_size = arguments.integer("vocab_size", vocab_size, at_least=1)
-        self.d_model = arguments.integer("d_model", d_model, at_least=1)
-        self.pad_id = pad_id if pad_id is None else arguments.int32("pad_id", pad_id)
-        self.out_of_range = arguments.choice("out_of_range", out_of_range, OUT_OF_RANGE)
-        self.lookup_style = arguments.choice("lookup_style", lookup_style, LOOKUP_STYLES)
-        self.param_dtype = arguments.floating_dtype("param_dtype", param_dtype)
-        self.dtype = dtype if dtype is None else arguments.floating_dtype("dtype", dtype)
-        scale = checked_scale(scale)
-        self.factor = math.sqrt(d_model) if scale is True else scale or 1.0
-        self.w_init = _initializer(w_init, hk.initializers.RandomNormal(stddev=1 / self.factor))
+        self.config = EmbedderConfig(
+            vocab_size,
+            d_model,
+            scheme=None,
+            scale=scale,
+            pad_id=pad_id,
+            out_of_range=out_of_range,
+            lookup_style=lookup_style,
+            param_dtype=param_dtype,
+            dtype=dtype,
+        )
+        scale = self.config.scale
+        self.factor = math.sqrt(self.config.d_model) if scale is True else scale or 1.0
+        self.w_init = _as_initializer(w_init, hk.initializers.RandomNormal(stddev=1 / self.factor))
 
     def __call__(self, ids: ArrayLike) -> Float[Array, "... d"]:
         """Embeds ids [...], integers, as [..., d_model] of `dtype`."""
         rows, table_dtype = self._scaled_rows(ids)
-        return rows.astype(table_dtype if self.dtype is None else self.dtype)
+        return rows.astype(table_dtype if self.config.dtype is None else self.config.dtype)
 
     def logits(self, x: ArrayLike) -> Float[Array, "... v"]:
         """The output layer tied to the table: x [..., d_model] times its rows, not scaled; float32
         [..., vocab_size]. See `tied_logits`."""
-        return tied_logits(x, self._table(), pad_id=self.pad_id)
+        return tied_logits(x, self._table(), pad_id=self.config.pad_id)
 
     def cross_entropy(
         self,
@@ -122,13 +122,15 @@ class TokenEmbedding(hk.Module):
 
         Tokens whose label is the module's `pad_id` are not counted; use `mask` to leave out others.
         """
-        options = {
-            "label_smoothing": label_smoothing,
-            "reduction": reduction,
-            "chunk_size": chunk_size,
-        }
         return tied_cross_entropy(
-            x, self._table(), labels, mask=mask, pad_id=self.pad_id, **options
+            x,
+            self._table(),
+            labels,
+            mask=mask,
+            pad_id=self.config.pad_id,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
+            chunk_size=chunk_size,
         )
 
     def _scaled_rows(self, ids: ArrayLike) -> tuple[Float[Array, "... d"], jnp.dtype]:
@@ -137,16 +139,15 @@ class TokenEmbedding(hk.Module):
         rows = lookup(
             table,
             ids,
-            pad_id=self.pad_id,
-            out_of_range=self.out_of_range,
-            lookup_style=self.lookup_style,
+            pad_id=self.config.pad_id,
+            out_of_range=self.config.out_of_range,
+            lookup_style=self.config.lookup_style,
         )
-        return _at_least_float32(rows) * self.factor, table.dtype
+        return _widened(rows) * self.factor, table.dtype
 
-    def _table(self) -> Float[Array, "v d"] | Table:
-        return hk.get_parameter(
-            "embeddings", [self.vocab_size, self.d_model], self.param_dtype, self.w_init
-        )
+    def _table(self) -> Any:
+        shape = (self.config.vocab_size, self.config.d_model)
+        return _get_table(shape, self.config.param_dtype, self.w_init)
 
 
 class PositionalEncoding(hk.Module):
@@ -196,27 +197,18 @@ class PositionalEncoding(hk.Module):
         param_dtype: DTypeLike = jnp.float32,
         name: str | None = None,
     ):
-        learned = isinstance(scheme, Learned)
-        super().__init__(
-            name=arguments.name("name", name)
-            or ("learned_positional_encoding" if learned else "positional_encoding")
-        )
         if not isinstance(scheme, Scheme):
-            raise TypeError(
-                arguments.wanted(
-                    "scheme",
-                    "Sinusoidal(...), SinusoidalGrid(...) or Learned(max_len=...)",
-                    repr(scheme),
-                )
-            )
-        if not learned:
+            want = "Sinusoidal(...), SinusoidalGrid(...) or Learned(max_len=...)"
+            raise TypeError(arguments.wanted("scheme", want, repr(scheme)))
+        super().__init__(name=arguments.name("name", name) or scheme._module_name)
+        if scheme._table_length() is None:
             arguments.unwanted("w_init", w_init, "the scheme has no parameters")
-        self.d_model = arguments.integer("d_model", d_model, at_least=1)
-        scheme.check(self.d_model)
         self.scheme = scheme
-        self.dropout_rate = float(arguments.rate("dropout_rate", dropout_rate))
+        self.d_model = arguments.size("d_model", d_model)
+        scheme._check(self.d_model)
+        self.dropout_rate = arguments.rate("dropout_rate", dropout_rate)
         self.out_of_range = arguments.choice("out_of_range", out_of_range, OUT_OF_RANGE)
-        self.w_init = _initializer(w_init, hk.initializers.RandomNormal(stddev=0.02))
+        self.w_init = _as_initializer(w_init, hk.initializers.RandomNormal(stddev=0.02))
         self.param_dtype = arguments.floating_dtype("param_dtype", param_dtype)
 
     def __call__(
@@ -244,32 +236,31 @@ class PositionalEncoding(hk.Module):
                 )
             )
         if positions is None:
-            if getattr(self.scheme, "at_padding", None) is not None:
-                raise ValueError(
-                    arguments.wanted(
-                        "positions",
-                        "an array, since the scheme's at_padding depends on the ids",
-                        "None",
-                    )
-                )
-            positions = self.scheme.count(x.shape[-2], "x")
-        total = _at_least_float32(x) + self._broadcast_encoding(
-            positions, x.shape[:-1], "x's tokens"
-        )
-        return _apply_dropout(total.astype(x.dtype), self.dropout_rate, is_training)
+            if self.scheme._depends_on_ids:
+                want = "an array, since the scheme's at_padding depends on the ids"
+                raise ValueError(arguments.wanted("positions", want, "None"))
+            check_length(self.scheme, "x", x.shape[-2])
+            positions = self.scheme._counted(x.shape[-2])
+        encoding = self._broadcast_encoding(positions, x.shape[:-1], "x's tokens")
+        total = (_widened(x) + encoding).astype(x.dtype)
+        return _apply_dropout(total, self.dropout_rate, is_training)
 
     def encoding(self, positions: ArrayLike) -> Float[Array, "... d"]:
         """The encodings [..., d_model] of positions [...], in float32 or wider."""
-        if not isinstance(self.scheme, Learned):
-            return self.scheme.encoding(positions, self.d_model)
-        table = hk.get_parameter(
-            "embeddings", [self.scheme.max_len, self.d_model], self.param_dtype, self.w_init
-        )
-        return _at_least_float32(
-            lookup(
-                table, arguments.as_int32("positions", positions), out_of_range=self.out_of_range
-            )
-        )
+        rows = self.scheme._table_length()
+        if rows is None:
+            return self.scheme._encoding(positions, self.d_model)
+        table = _get_table((rows, self.d_model), self.param_dtype, self.w_init)
+        positions = arguments.as_int32("positions", positions)
+        return _widened(lookup(table, positions, out_of_range=self.out_of_range))
+
+    def _encoding_of_ids(
+        self, ids: Int32[Array, "... t"], positions: ArrayLike | None, pad_id: int | None
+    ) -> Float[Array, "... d"]:
+        """The encodings at ids, in a layer with this padding id."""
+        if positions is None:
+            positions = positions_of_ids(self.scheme, ids, pad_id)
+        return self._broadcast_encoding(positions, ids.shape, "the ids")
 
     def _broadcast_encoding(
         self, positions: ArrayLike, shape: tuple[int, ...], tokens: str
@@ -333,13 +324,12 @@ class RelativePositionBias(hk.Module):
         name: str | None = None,
     ):
         super().__init__(name=arguments.name("name", name))
-        self.num_heads = arguments.integer("num_heads", num_heads, at_least=1)
-        self.num_buckets = arguments.integer("num_buckets", num_buckets, at_least=1)
-        self.max_distance = arguments.integer("max_distance", max_distance, at_least=1)
+        self.num_heads = arguments.size("num_heads", num_heads)
+        self.num_buckets = arguments.size("num_buckets", num_buckets)
+        self.max_distance = arguments.size("max_distance", max_distance)
         self.bidirectional = arguments.flag("bidirectional", bidirectional)
-        self.w_init = _initializer(
-            w_init, hk.initializers.VarianceScaling(1.0, "fan_avg", "uniform")
-        )
+        default = hk.initializers.VarianceScaling(1.0, "fan_avg", "uniform")
+        self.w_init = _as_initializer(w_init, default)
         self.param_dtype = arguments.floating_dtype("param_dtype", param_dtype)
         self.dtype = dtype if dtype is None else arguments.floating_dtype("dtype", dtype)
 
@@ -355,9 +345,7 @@ class RelativePositionBias(hk.Module):
             max_distance=self.max_distance,
             bidirectional=self.bidirectional,
         )
-        table = hk.get_parameter(
-            "embeddings", [self.num_buckets, self.num_heads], self.param_dtype, self.w_init
-        )
+        table = _get_table((self.num_buckets, self.num_heads), self.param_dtype, self.w_init)
         # A bucket is never out of range, and "clip" skips the check.
         bias = jnp.moveaxis(lookup(table, buckets, out_of_range="clip"), -1, 1)
         return bias if self.dtype is None else bias.astype(self.dtype)
@@ -378,7 +366,7 @@ class TransformerEmbedding(hk.Module):
         hk.transform takes
 
     With left-padded ids, tokens do not start at position 0 by default, because padding is counted
-    too. Use `scheme=te.Sinusoidal(at_padding=0, pad_id=0)` in the config, or call the module
+    too. Use `scheme=te.Sinusoidal(at_padding=0)` in the config, or call the module
     with `positions=`; see `EmbedderConfig`.
 
     Args:
@@ -418,53 +406,39 @@ class TransformerEmbedding(hk.Module):
     ):
         super().__init__(name=arguments.name("name", name))
         if not isinstance(config, EmbedderConfig):
-            hint = "an EmbedderConfig, such as te.EmbedderConfig(vocab_size=256, d_model=64)"
-            raise TypeError(arguments.wanted("config", hint, f"{type(config).__name__} {config!r}"))
+            want = "an EmbedderConfig, such as te.EmbedderConfig(vocab_size=256, d_model=64)"
+            raise TypeError(arguments.wanted("config", want, f"{type(config).__name__} {config!r}"))
         self.config = config
-        initial = _initial_value_getter(config, initial_params)
-        width, param_dtype = config.table_width, config.param_dtype
-        table = functools.partial(
+        self._initial_params = None
+        if initial_params is not None:
+            self._initial_params = _as_initial_params(config, initial_params)
+        embedding = functools.partial(
             TokenEmbedding,
-            d_model=width,
+            d_model=config.table_width,
             out_of_range=config.out_of_range,
             lookup_style=config.lookup_style,
-            param_dtype=param_dtype,
+            param_dtype=config.param_dtype,
         )
-        self.tokens = table(
-            config.vocab_size,
-            scale=config.scale,
-            pad_id=config.pad_id,
-            w_init=initial("token_embedding", "embeddings"),
-        )
-        self.encoding = None
+        self.tokens = embedding(config.vocab_size, scale=config.scale, pad_id=config.pad_id)
+        self.encoding = self.token_types = self.norm = self.widen = None
         if config.scheme is not None:
-            w_init = initial("learned_positional_encoding", "embeddings")
-            options = {
-                "out_of_range": config.out_of_range,
-                "w_init": w_init,
-                "param_dtype": param_dtype,
-            }
-            self.encoding = PositionalEncoding(config.scheme, width, **options)
-        self.token_types = None
-        if config.num_token_types is not None:
-            name = "token_type_embedding"
-            w_init = initial(name, "embeddings") or hk.initializers.RandomNormal(stddev=0.02)
-            self.token_types = table(config.num_token_types, scale=False, w_init=w_init, name=name)
-        self.norm = None
-        if config.layer_norm_eps is not None:
-            starts = {
-                "scale_init": initial("layer_norm", "scale"),
-                "offset_init": initial("layer_norm", "offset"),
-            }
-            self.norm = hk.LayerNorm(-1, True, True, eps=config.layer_norm_eps, **starts)
-        self.widen = None
-        if config.embedding_width is not None:
-            self.widen = hk.Linear(
-                config.d_model,
-                w_init=initial("widen", "w"),
-                b_init=initial("widen", "b"),
-                name="widen",
+            self.encoding = PositionalEncoding(
+                config.scheme,
+                config.table_width,
+                out_of_range=config.out_of_range,
+                param_dtype=config.param_dtype,
             )
+        if config.num_token_types is not None:
+            self.token_types = embedding(
+                config.num_token_types,
+                scale=False,
+                w_init=hk.initializers.RandomNormal(stddev=0.02),
+                name="token_type_embedding",
+            )
+        if config.layer_norm_eps is not None:
+            self.norm = hk.LayerNorm(-1, True, True, eps=config.layer_norm_eps)
+        if config.embedding_width is not None:
+            self.widen = hk.Linear(config.d_model, name="widen")
 
     def __call__(
         self,
@@ -492,28 +466,28 @@ class TransformerEmbedding(hk.Module):
         ids = arguments.as_int32("ids", ids)
         if ids.ndim == 0:
             raise ValueError(arguments.wanted("ids", "shape [..., length]", "shape []"))
-        total, table_dtype = self.tokens._scaled_rows(ids)
-        if self.encoding is None:
-            arguments.unwanted("positions", positions, "the model adds no positions")
-        else:
-            if positions is None:
-                positions = self.encoding.scheme.positions(ids)
-            total = total + self.encoding._broadcast_encoding(positions, ids.shape, "the ids")
-        if self.token_types is None:
-            arguments.unwanted("token_types", token_types, "num_token_types is not set")
-        else:
-            total = total + _rows_of_types(self.token_types, token_types, ids.shape)
-        if self.norm is not None:
-            total = self.norm(total)
-        dtype = table_dtype if self.config.dtype is None else self.config.dtype
-        total = _apply_dropout(total.astype(dtype), self.config.dropout_rate, is_training)
-        return total if self.widen is None else self.widen(total.astype(table_dtype)).astype(dtype)
+        with _parameters_from(self._initial_params):
+            total, table_dtype = self.tokens._scaled_rows(ids)
+            if self.encoding is None:
+                arguments.unwanted("positions", positions, "the model adds no positions")
+            else:
+                total += self.encoding._encoding_of_ids(ids, positions, self.config.pad_id)
+            if self.token_types is None:
+                arguments.unwanted("token_types", token_types, "num_token_types is not set")
+            else:
+                total += _rows_of_types(self.token_types, token_types, ids.shape)
+            if self.norm is not None:
+                total = self.norm(total)
+            dtype = table_dtype if self.config.dtype is None else self.config.dtype
+            x = _apply_dropout(total.astype(dtype), self.config.dropout_rate, is_training)
+            return x if self.widen is None else self.widen(x.astype(table_dtype)).astype(dtype)
 
     def logits(self, x: ArrayLike) -> Float[Array, "... v"]:
         """The output layer tied to the token table; x is as wide as the table. See
         `tied_logits`."""
         self._check_tied("logits")
-        return self.tokens.logits(x)
+        with _parameters_from(self._initial_params):
+            return self.tokens.logits(x)
 
     def cross_entropy(
         self,
@@ -528,22 +502,95 @@ class TransformerEmbedding(hk.Module):
         """The cross-entropy of `logits(x)` with labels [...]; see
         `TokenEmbedding.cross_entropy`."""
         self._check_tied("cross_entropy")
-        options = {
-            "label_smoothing": label_smoothing,
-            "reduction": reduction,
-            "chunk_size": chunk_size,
-        }
-        return self.tokens.cross_entropy(x, labels, mask=mask, **options)
+        with _parameters_from(self._initial_params):
+            return self.tokens.cross_entropy(
+                x,
+                labels,
+                mask=mask,
+                label_smoothing=label_smoothing,
+                reduction=reduction,
+                chunk_size=chunk_size,
+            )
 
     def _check_tied(self, name: str) -> None:
         """Raises for a model whose output layer has weights of its own."""
         if not self.config.tied:
             want = "config.tied, since it multiplies by the token table"
             got = (
-                "a model whose output layer has weights of its own; read them, [vocab_size, d_model], and"
-                f" pass them to tied_{name} as the table (and add the bias if there is one)"
+                "a model whose output layer has weights of its own; read them, "
+                f"[vocab_size, d_model], and pass them to tied_{name} as the table (and add the bias if there is one)"
             )
             raise ValueError(arguments.wanted(name, want, got))
+
+
+def init_params(config: EmbedderConfig, rng: Array) -> Params:
+    """The parameters of a config's layer, drawn with rng."""
+    ids = jnp.zeros([1, 1], jnp.int32)
+    token_types = None if config.num_token_types is None else ids
+
+    def embed():
+        TransformerEmbedding(config)(ids, is_training=False, token_types=token_types)
+
+    return hk.transform(embed).init(rng)
+
+
+@functools.lru_cache(maxsize=64)
+def parameter_shapes(config: EmbedderConfig) -> Mapping[str, Mapping[str, jax.ShapeDtypeStruct]]:
+    """The shape and dtype of each parameter of a config's layer."""
+    return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+
+
+def _as_initial_params(config: EmbedderConfig, params: Params) -> dict[str, tuple[str, Mapping]]:
+    """By the name of each module of the layer, its path in params and its parameters there."""
+    params = arguments.as_params("initial_params", params)
+    shapes = {path.rsplit("/", 1)[-1]: leaves for path, leaves in parameter_shapes(config).items()}
+    modules = {path.rsplit("/", 1)[-1]: (path, leaves) for path, leaves in params.items()}
+    if modules.keys() != shapes.keys() or len(params) != len(modules):
+        want = f"the modules {', '.join(sorted(shapes))}"
+        raise ValueError(arguments.wanted("initial_params", want, ", ".join(sorted(params))))
+    for module, (path, leaves) in modules.items():
+        for name in shapes[module]:
+            if name not in leaves:
+                got = f"only {', '.join(sorted(leaves))} there"
+                raise ValueError(arguments.wanted("initial_params", f"{path}/{name}", got))
+    return modules
+
+
+@contextlib.contextmanager
+def _parameters_from(initial: dict[str, tuple[str, Mapping]] | None) -> Iterator[None]:
+    """Creates parameters with the initial values, and reads them as native arrays.
+
+    (Not a method: a mixed-precision policy casts what methods of modules return.)
+    """
+
+    def create(create_default, shape, dtype, init, context):
+        if initial is None:
+            return create_default(shape, dtype, init)
+        module, name = context.full_name.rsplit("/", 2)[-2:]
+        path, leaves = initial[module]
+        value = leaves[name]
+        if tuple(value.shape) != tuple(shape):
+            place = f"initial_params: {path}/{name}"
+            got = f"shape {list(value.shape)}"
+            raise ValueError(arguments.wanted(place, f"shape {list(shape)}", got))
+        if isinstance(value, Table) and value.dtype == dtype:
+            return value
+        return jnp.asarray(value, dtype)
+
+    def read(read_default, value, context):
+        return read_default(_native(context.full_name, value))
+
+    with hk.custom_creator(create), hk.custom_getter(read):  # pyright: ignore[reportArgumentType]
+        yield
+
+
+def _get_table(shape: tuple[int, int], dtype: Any, w_init: Initializer) -> Any:
+    """The module's parameter `embeddings`."""
+    return _native("embeddings", hk.get_parameter("embeddings", shape, dtype, w_init))
+
+
+def _native(name: str, value: Any) -> Any:
+    return arguments.native(name, value) if isinstance(value, np.ndarray) else value
 
 
 def _rows_of_types(
@@ -559,58 +606,13 @@ def _rows_of_types(
     return _expanded_to_rank(rows, len(shape) + 1)
 
 
-def _initial_value_getter(
-    config: EmbedderConfig, params: Params | None
-) -> Callable[[str, str], Initializer | None]:
-    """A function that returns the initialiser of a parameter, given its module and name, or None if
-    it has no value in params."""
-    if params is None:
-        return lambda module, name: None
-    arguments.params(params, "initial_params")
-    required = ["token_embedding"]
-    required += ["learned_positional_encoding"] if isinstance(config.scheme, Learned) else []
-    required += [] if config.num_token_types is None else ["token_type_embedding"]
-    required += [] if config.layer_norm_eps is None else ["layer_norm"]
-    required += [] if config.embedding_width is None else ["widen"]
-    found = {path.rsplit("/", 1)[-1]: path for path in params}
-    if sorted(path.rsplit("/", 1)[-1] for path in params) != sorted(required):
-        raise ValueError(
-            arguments.wanted(
-                "initial_params", f"the modules {', '.join(required)}", ", ".join(sorted(params))
-            )
-        )
-
-    def initial(module: str, name: str) -> Initializer | None:
-        if module not in found:
-            return None
-        path = f"{found[module]}/{name}"
-        if name not in params[found[module]]:
-            raise ValueError(
-                arguments.wanted(
-                    "initial_params", path, f"only {', '.join(sorted(params[found[module]]))} there"
-                )
-            )
-        return functools.partial(
-            _given_value, f"initial_params: {path}", params[found[module]][name]
-        )
-
-    return initial
-
-
-def _given_value(name: str, value: Any, shape: Sequence[int], dtype: Any) -> Any:
-    """An initialiser that returns a given value, once its first two arguments are bound."""
-    if tuple(value.shape) != tuple(shape):
-        raise ValueError(
-            arguments.wanted(name, f"shape {list(shape)}", f"shape {list(value.shape)}")
-        )
-    return value if isinstance(value, Table) and value.dtype == dtype else jnp.asarray(value, dtype)
-
-
-def _initializer(given: Initializer | None, default: Initializer) -> Initializer:
-    if given is not None and not callable(given):
+def _as_initializer(w_init: Initializer | None, default: Initializer) -> Initializer:
+    if w_init is None:
+        return default
+    if not callable(w_init):
         want = "a function of a shape and a dtype, such as hk.initializers.RandomNormal()"
-        raise TypeError(arguments.wanted("w_init", want, f"{type(given).__name__} {given!r}"))
-    return default if given is None else given
+        raise TypeError(arguments.wanted("w_init", want, f"{type(w_init).__name__} {w_init!r}"))
+    return w_init
 
 
 def _expanded_to_rank(x: Float[Array, "..."], rank: int) -> Float[Array, "..."]:
@@ -648,7 +650,6 @@ def _apply_dropout(x: Float[Array, "..."], rate: float, is_training: bool) -> Fl
     return dropout(rng, rate, x)
 
 
-def _at_least_float32(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """In float32 or wider. (`jnp.promote_types` refuses 16 bits under jax's strict dtype
-    promotion.)"""
-    return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+def _widened(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """In float32 or wider."""
+    return x.astype(arguments.compute_dtype(x.dtype))

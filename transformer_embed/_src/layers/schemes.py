@@ -1,7 +1,7 @@
-"""Position schemes: how `TransformerEmbedding` and `PositionalEncoding` encode positions, as small
-frozen dataclasses."""
+"""Position schemes: how an input layer counts and encodes positions, as small frozen dataclasses."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -13,65 +13,85 @@ from jaxtyping import Array, Float, Int32
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.functional.sinusoidal import (
-    sinusoidal_channels,
-    sinusoidal_encoding,
+    Sinusoids,
+    as_grid,
+    check_channels,
+    encode,
     sinusoidal_grid,
 )
 from transformer_embed._src.functional.token_positions import positions_of_tokens
 
-MOST_POINTS = 2**31 - 1
+
+class _Scheme:
+    """What `EmbedderConfig` and the modules ask of a scheme.
+
+    The methods are private because they are not for users, who see a scheme's fields only.
+    """
+
+    _depends_on_ids = False
+    _lacks_pad_id = False
+    _module_name = "positional_encoding"
+
+    def _check(self, d_model: int) -> None:
+        """Raises unless the scheme encodes d_model channels."""
+
+    def _longest(self) -> tuple[int, str] | None:
+        """The greatest length of a row, in numbers and in words; None: any length."""
+        return None
+
+    def _counted(self, length: int) -> Int32[Array, "t"]:
+        """The positions of a row without padding, which is no longer than `_longest`."""
+        return jnp.arange(length, dtype=jnp.int32)
+
+    def _positions(self, ids: Int32[Array, "... t"], pad_id: int | None) -> Int32[Array, "... t"]:
+        """The positions of ids, in a layer with this padding id."""
+        return self._counted(ids.shape[-1])
+
+    def _table_length(self) -> int | None:
+        """The number of learned positions; None: `_encoding` computes them."""
+        return None
+
+    def _encoding(self, positions: ArrayLike, d_model: int) -> Float[Array, "... d"]:
+        """The float32 encoding of positions."""
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Sinusoids:
-    """The options of `sinusoidal_encoding` that `sinusoidal_grid` shares."""
-
-    base: float = 10_000.0
-    layout: str = "interleaved"
-    shift: float | None = None
-    frequency_scale: float = 1.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _CountedPositions:
-    """How positions are counted when none are given."""
+class _Counted(_Scheme):
+    """Positions that count from `start`, and may leave out padding."""
 
     start: int = 0
     at_padding: int | None = None
     pad_id: int | None = None
 
-    def count(self, length: int, name: str) -> Int32[Array, "t"]:
-        """The positions of a row without padding; `name` is the argument to blame in an error."""
-        raise NotImplementedError
-
-    def positions(self, ids: Int32[Array, "... t"]) -> Int32[Array, "... t"]:
-        """The positions of ids, when none are given."""
-        counted = self.count(ids.shape[-1], "ids")
-        return (
-            counted
-            if self.at_padding is None
-            else positions_of_tokens(ids != self.pad_id, self.start, self.at_padding)
-        )
-
-    def _check_counting(self) -> None:
-        self._set_int32("start")
+    def __post_init__(self):
+        # Python ints, because sums with a narrow numpy integer would wrap.
+        int32 = arguments.int32
+        arguments.convert_fields(self, start=int32, at_padding=int32, pad_id=int32)
         if self.at_padding is None:
             arguments.unwanted("pad_id", self.pad_id, "at_padding is not set")
-            return
-        self._set_int32("at_padding")
-        if self.pad_id is None:
-            raise ValueError(
-                arguments.wanted("pad_id", "the id of padding, since at_padding is set", "None")
-            )
-        self._set_int32("pad_id")
 
-    def _set_int32(self, name: str) -> None:
-        """Sets a field to a Python int, because sums with a narrow numpy integer would wrap."""
-        object.__setattr__(self, name, arguments.int32(name, getattr(self, name)))
+    @property
+    def _depends_on_ids(self) -> bool:
+        return self.at_padding is not None
+
+    @property
+    def _lacks_pad_id(self) -> bool:
+        return self.at_padding is not None and self.pad_id is None
+
+    def _counted(self, length: int) -> Int32[Array, "t"]:
+        arguments.last_position_fits("start", self.start, length)
+        return jnp.arange(self.start, self.start + length, dtype=jnp.int32)
+
+    def _positions(self, ids: Int32[Array, "... t"], pad_id: int | None) -> Int32[Array, "... t"]:
+        if self.at_padding is None:
+            return self._counted(ids.shape[-1])
+        is_token = ids != (pad_id if self.pad_id is None else self.pad_id)
+        return positions_of_tokens(is_token, self.start, self.at_padding)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sinusoidal(_CountedPositions, _Sinusoids):
+class Sinusoidal(_Counted, Sinusoids):
     """Sinusoidal positions, for `EmbedderConfig` and `PositionalEncoding`.
 
     Args:
@@ -79,12 +99,12 @@ class Sinusoidal(_CountedPositions, _Sinusoids):
         start: the first position, when none are given.
         at_padding: the position of padding, which is then not counted: the first token has position
             `start` wherever the padding is. None: padding is counted like tokens.
-        pad_id: the id of padding, required if `at_padding` is set; otherwise must be None. It is
-            independent of the `pad_id` of `EmbedderConfig`, which zeroes a row of the token table.
+        pad_id: the id of padding, if `at_padding` is set; otherwise must be None. None: the `pad_id`
+            of the `EmbedderConfig`.
 
     Raises:
         TypeError: start, at_padding or pad_id is not a Python int; and as `sinusoidal_encoding`.
-        ValueError: at_padding without pad_id, or the reverse; and as `sinusoidal_encoding`.
+        ValueError: pad_id without at_padding; and as `sinusoidal_encoding`.
 
     Example:
         >>> import transformer_embed as te
@@ -96,34 +116,19 @@ class Sinusoidal(_CountedPositions, _Sinusoids):
         https://arxiv.org/abs/1706.03762
     """
 
-    odd: str = "truncate"
-
     def __post_init__(self):
-        # Two channels have a frequency under any `odd`, and no shift is too large for them.
-        self.check(2)
-        self._check_counting()
+        Sinusoids.__post_init__(self)
+        super().__post_init__()
 
-    def check(self, d_model: int) -> None:
-        """Raises if these options do not make an encoding of d_model channels."""
-        sinusoidal_channels(
-            d_model, self.base, self.layout, self.shift, self.odd, self.frequency_scale
-        )
+    def _check(self, d_model: int) -> None:
+        check_channels(self, d_model)
 
-    def encoding(self, positions: ArrayLike, d_model: int) -> Float[Array, "... d"]:
-        """The float32 encoding of positions."""
-        options = {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(_Sinusoids)
-        }
-        return sinusoidal_encoding(positions, d_model, odd=self.odd, **options)
-
-    def count(self, length: int, name: str) -> Int32[Array, "t"]:
-        """The positions of a row without padding."""
-        arguments.last_position_fits("start", self.start, length)
-        return jnp.arange(self.start, self.start + length, dtype=jnp.int32)
+    def _encoding(self, positions: ArrayLike, d_model: int) -> Float[Array, "... d"]:
+        return encode(positions, d_model, self)
 
 
 @dataclasses.dataclass(frozen=True)
-class SinusoidalGrid(_Sinusoids):
+class SinusoidalGrid(Sinusoids, _Scheme):
     """Sinusoidal positions on a grid, for `EmbedderConfig` and `PositionalEncoding`: for the tokens
     of an image or a video.
 
@@ -139,9 +144,8 @@ class SinusoidalGrid(_Sinusoids):
         base, layout, shift, frequency_scale: see `sinusoidal_encoding`.
 
     Raises:
-        TypeError: shape or axes is not a tuple; axis_positions are not sequences of Python numbers;
-            and as `sinusoidal_grid`.
-        ValueError: too many points; and as `sinusoidal_grid`.
+        TypeError: axis_positions are not sequences of Python numbers; and as `sinusoidal_grid`.
+        ValueError: as `sinusoidal_grid`.
 
     Example:
         >>> import transformer_embed as te
@@ -155,69 +159,30 @@ class SinusoidalGrid(_Sinusoids):
 
     shape: tuple[int, ...]
     axes: tuple[int, ...] | None = None
-    odd: str = "truncate"
     axis_positions: Sequence[Sequence[float]] | None = None
 
     def __post_init__(self):
-        for name, value, kind in (("shape", self.shape, tuple), ("axes", self.axes, tuple | None)):
-            if not isinstance(value, kind):
-                raise TypeError(arguments.wanted(name, "a tuple of ints", repr(value)))
-        shape = tuple(
-            arguments.integer(f"shape[{axis}]", length, at_least=0)
-            for axis, length in enumerate(self.shape)
-        )
-        object.__setattr__(self, "shape", shape)
-        if math.prod(self.shape) > MOST_POINTS:
-            raise ValueError(
-                arguments.wanted(
-                    "shape",
-                    f"at most 2**31 - 1 = {MOST_POINTS} points",
-                    f"{self.shape}, {math.prod(self.shape)}",
-                )
-            )
-        if self.axis_positions is not None:
-            axes = enumerate(arguments.sequence("axis_positions", self.axis_positions))
-            object.__setattr__(
-                self,
-                "axis_positions",
-                tuple(_coordinates(f"axis_positions[{n}]", each) for n, each in axes),
-            )
-        self.check(max(2 * len(self.shape), 1))
+        super().__post_init__()
+        shape, order = as_grid(self.shape, self.axes)
+        arguments.set_fields(self, shape=shape, axes=None if self.axes is None else order)
+        reals = functools.partial(arguments.entries, convert=arguments.real)
+        coordinates = functools.partial(arguments.entries, convert=reals)
+        arguments.convert_fields(self, axis_positions=coordinates)
+        self._check(2 * len(shape))
 
-    def check(self, d_model: int) -> None:
-        """Raises if these options do not make an encoding of d_model channels."""
-        jax.eval_shape(lambda: self.encoding(np.zeros(1, np.int32), d_model))
+    def _check(self, d_model: int) -> None:
+        jax.eval_shape(lambda: self._encoding(np.zeros(1, np.int32), d_model))
 
-    def encoding(self, positions: ArrayLike, d_model: int) -> Float[Array, "... d"]:
-        """The float32 encoding of positions."""
-        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return sinusoidal_grid(options.pop("shape"), d_model, positions=positions, **options)
-
-    def count(self, length: int, name: str) -> Int32[Array, "t"]:
-        """0..length-1; `name` is the argument to blame in an error."""
+    def _longest(self) -> tuple[int, str]:
         points = math.prod(self.shape)
-        if length > points:
-            raise ValueError(
-                arguments.wanted(
-                    name, f"a length of at most the {points} points of the grid", f"length {length}"
-                )
-            )
-        return jnp.arange(length, dtype=jnp.int32)
+        return points, f"the {points} points of the grid"
 
-    def positions(self, ids: Int32[Array, "... t"]) -> Int32[Array, "t"]:
-        """The positions of ids, when none are given."""
-        return self.count(ids.shape[-1], "ids")
-
-
-def _coordinates(name: str, values: Sequence[float]) -> tuple[float, ...]:
-    return tuple(
-        arguments.real(f"{name}[{n}]", each)
-        for n, each in enumerate(arguments.sequence(name, values))
-    )
+    def _encoding(self, positions: ArrayLike, d_model: int) -> Float[Array, "... d"]:
+        return sinusoidal_grid(d_model=d_model, positions=positions, **dataclasses.asdict(self))
 
 
 @dataclasses.dataclass(frozen=True)
-class Learned(_CountedPositions):
+class Learned(_Counted):
     """Learned positions, for `EmbedderConfig` and `PositionalEncoding`: a vector for each position.
 
     Args:
@@ -225,13 +190,12 @@ class Learned(_CountedPositions):
         start: the first position, when none are given (BART, OPT and RoBERTa count from 2).
         at_padding: the position of padding, which is then not counted (OPT and RoBERTa: 1). None:
             padding is counted like tokens.
-        pad_id: the id of padding, as in `Sinusoidal`: required if `at_padding` is set; otherwise
-            must be None.
+        pad_id: the id of padding, as in `Sinusoidal`.
 
     Raises:
         TypeError: an argument is not a Python int.
-        ValueError: max_len is below 1; start or at_padding outside [0, max_len); at_padding without
-            pad_id, or the reverse.
+        ValueError: max_len is below 1; start or at_padding outside [0, max_len); pad_id without
+            at_padding.
 
     Example:
         >>> import transformer_embed as te
@@ -246,28 +210,38 @@ class Learned(_CountedPositions):
 
     max_len: int
 
+    _module_name = "learned_positional_encoding"
+
     def __post_init__(self):
-        object.__setattr__(self, "max_len", arguments.integer("max_len", self.max_len, at_least=1))
-        self._check_counting()
+        super().__post_init__()
+        arguments.convert_fields(self, max_len=arguments.size)
         for name, position in (("start", self.start), ("at_padding", self.at_padding)):
             if position is not None and not 0 <= position < self.max_len:
-                raise ValueError(
-                    arguments.wanted(name, f"an int in [0, max_len = {self.max_len})", position)
-                )
+                want = f"an int in [0, max_len = {self.max_len})"
+                raise ValueError(arguments.wanted(name, want, position))
 
-    def check(self, d_model: int) -> None:
-        """Accepts any d_model."""
-
-    def count(self, length: int, name: str) -> Int32[Array, "t"]:
-        """The positions of a row without padding, if the table has that many; `name` is the
-        argument to blame in an error."""
+    def _longest(self) -> tuple[int, str]:
         rows = self.max_len - self.start
-        if length > rows:
-            what = "max_len" if self.start == 0 else "max_len - start"
-            raise ValueError(
-                arguments.wanted(name, f"a length of at most {what} = {rows}", f"length {length}")
-            )
-        return jnp.arange(self.start, self.start + length, dtype=jnp.int32)
+        return rows, f"{'max_len' if self.start == 0 else 'max_len - start'} = {rows}"
+
+    def _table_length(self) -> int:
+        return self.max_len
 
 
 Scheme = Sinusoidal | SinusoidalGrid | Learned
+
+
+def check_length(scheme: Scheme, name: str, length: int) -> None:
+    """Raises if a row of this length has more tokens than the scheme has positions."""
+    longest = scheme._longest()
+    if longest is not None and length > longest[0]:
+        want = f"a length of at most {longest[1]}"
+        raise ValueError(arguments.wanted(name, want, f"length {length}"))
+
+
+def positions_of_ids(
+    scheme: Scheme, ids: Int32[Array, "... t"], pad_id: int | None
+) -> Int32[Array, "... t"]:
+    """The positions that a scheme gives to ids, in a layer with this padding id."""
+    check_length(scheme, "ids", ids.shape[-1])
+    return scheme._positions(ids, pad_id)

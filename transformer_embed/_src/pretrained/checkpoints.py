@@ -218,7 +218,7 @@ def save_embedder(
         raise TypeError(arguments.wanted("config", "an EmbedderConfig", type(config).__name__))
     if not isinstance(path, str | os.PathLike):
         raise TypeError(arguments.wanted("path", "a str or a path", type(path).__name__))
-    arguments.params(params)
+    params = arguments.as_params("params", params)
     for name, value in (("rotary", rotary), ("bias", bias), ("names", names)):
         if not isinstance(value, Mapping | None):
             raise TypeError(arguments.wanted(name, "a mapping, or None", type(value).__name__))

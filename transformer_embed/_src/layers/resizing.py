@@ -1,0 +1,132 @@
+"""Resizing the tables of a trained input layer: its vocabulary and its learned positions."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from transformer_embed._src import arguments
+from transformer_embed._src.functional.lookup import Table
+from transformer_embed._src.layers.modules import Params
+from transformer_embed._src.rows.gathered_rows import RowTable
+
+
+def resize_vocabulary(params: Params, vocab_size: int, rng: Array | None = None) -> Params:
+    """Adds rows to the end of an embedder's token table, or removes rows from its end.
+
+    New rows are drawn from a normal distribution with each channel's mean and standard deviation
+    over the old rows. The matching config is `dataclasses.replace(config, vocab_size=...)`.
+
+    Args:
+        params: a Haiku parameter tree with one token table, as `Embedder.init` makes. A sharded
+            table keeps its sharding; its rows pass through this host, which must have access to all
+            shards.
+        vocab_size: the new number of rows, at least 1; a smaller number drops the last rows.
+        rng: a key; may be None if no row is added.
+
+    Returns:
+        The tree, in which only that table is replaced.
+
+    Raises:
+        TypeError: vocab_size is not a Python int.
+        ValueError: params does not have exactly one token table; rows are added and rng is None.
+
+    Example:
+        >>> import jax
+        >>> import transformer_embed as te
+        >>> embedder = te.make_embedder(te.EmbedderConfig(vocab_size=256, d_model=64))
+        >>> params = te.resize_vocabulary(embedder.init(jax.random.key(0)), 300, jax.random.key(1))
+        >>> params["transformer_embedding/~/token_embedding"]["embeddings"].shape
+        (300, 64)
+
+    Source:
+        Hewitt, "Initializing New Word Embeddings for Pretrained Language Models" (2021),
+        https://nlp.stanford.edu/~johnhew/vocab-expansion.html, with a diagonal covariance.
+    """
+    arguments.size("vocab_size", vocab_size)
+    params = arguments.as_params("params", params)
+    path, table = _table_of(params, "token_embedding")
+    is_row_table = isinstance(table, RowTable)
+    if isinstance(table, Table) and not is_row_table:
+        raise _not_whole_error(path, table)
+    rows = table.in_vocabulary_order() if is_row_table else table
+    more = vocab_size - rows.shape[0]
+    if more > 0:
+        if rng is None:
+            raise ValueError(arguments.wanted("rng", f"a key, to draw {more} new rows", "None"))
+        wide = rows.astype(arguments.compute_dtype(rows.dtype))
+        normal = jax.random.normal(arguments.as_key("rng", rng), (more, rows.shape[1]), wide.dtype)
+        drawn = wide.mean(0, keepdims=True) + wide.std(0, keepdims=True) * normal
+        library = np if is_row_table else jnp
+        rows = library.concatenate([rows, drawn.astype(rows.dtype)])
+    resized: Any = rows[:vocab_size]
+    if is_row_table:
+        resized = table.with_rows(resized)
+    return {**params, path: {**params[path], "embeddings": resized}}
+
+
+def resize_positions(params: Params, max_len: int, *, start: int = 0) -> Params:
+    """Interpolates an embedder's learned positions to another number of positions.
+
+    The table is resized like the rows of an image: each new row is a weighted mean of nearby old
+    rows (`jax.image.resize`, linear, with antialiasing if there are fewer rows). The matching
+    config is `dataclasses.replace(config, scheme=Learned(max_len=...))`.
+
+    Args:
+        params: a Haiku parameter tree with one table of learned positions, as `Embedder.init`
+            makes.
+        max_len: the new number of positions, above `start`.
+        start: the `start` of the scheme. The rows before it (for padding, for example) do not
+            change.
+
+    Returns:
+        The tree, in which only that table is replaced.
+
+    Raises:
+        TypeError: max_len or start is not a Python int.
+        ValueError: max_len is not above start; start is outside the table; params does not have
+            exactly one table of learned positions.
+
+    Example:
+        >>> import jax
+        >>> import transformer_embed as te
+        >>> embedder = te.make_embedder(te.EmbedderConfig(256, 64, scheme=te.Learned(max_len=512)))
+        >>> params = te.resize_positions(embedder.init(jax.random.key(0)), 1024)
+        >>> params["transformer_embedding/~/learned_positional_encoding"]["embeddings"].shape
+        (1024, 64)
+
+    Source:
+        Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021), section 3.2,
+        https://arxiv.org/abs/2010.11929
+    """
+    params = arguments.as_params("params", params)
+    path, table = _table_of(params, "learned_positional_encoding")
+    if isinstance(table, Table):
+        raise _not_whole_error(path, table)
+    start = arguments.integer("start", start, at_least=0, at_most=table.shape[0] - 1)
+    rows = arguments.integer("max_len", max_len, at_least=start + 1) - start
+    wide = table[start:].astype(arguments.compute_dtype(table.dtype))
+    stretched = jax.image.resize(wide, (rows, table.shape[1]), "linear").astype(table.dtype)
+    resized = jnp.concatenate([table[:start], stretched])
+    return {**params, path: {**params[path], "embeddings": resized}}
+
+
+def _table_of(params: Params, module: str) -> tuple[str, Float[Array, "v d"] | Table]:
+    paths = [path for path in params if path.rsplit("/", 1)[-1] == module]
+    if len(paths) != 1:
+        raise ValueError(
+            arguments.wanted(
+                "params", f"one module called {module}", f"{len(paths)} among {sorted(params)}"
+            )
+        )
+    table = params[paths[0]].get("embeddings")
+    if table is None:
+        raise _not_whole_error(paths[0], table)
+    return paths[0], table if isinstance(table, Table) else jnp.asarray(table)
+
+
+def _not_whole_error(path: str, table: Any) -> ValueError:
+    got = "none" if table is None else f"a table held as {type(table).__name__}"
+    return ValueError(arguments.wanted(f"params: {path}/embeddings", "a whole array", got))
