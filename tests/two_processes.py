@@ -76,9 +76,13 @@ def train(step, exchange):
     # whole table, or, by exchange, half of it.
     mesh = jax.make_mesh((2, NUM_DEVICES // 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     name, over = "*/token_embedding/embeddings", ("data", "model") if exchange else "model"
-    deal = name if exchange else None
+    interleave = name if exchange else None
     params = te.sharding.shard_params(
-        EMBEDDER.init, mesh, {name: PartitionSpec(over)}, rng=jax.random.key(0), deal=deal
+        EMBEDDER.init,
+        mesh,
+        {name: PartitionSpec(over)},
+        rng=jax.random.key(0),
+        interleave=interleave,
     )
     state, losses = init_state(params, mesh), []
     batch = np.random.default_rng(0).integers(0, VOCAB_SIZE, (8, 17)).astype(np.int32)
@@ -95,7 +99,7 @@ def train(step, exchange):
         table.array
     )
     return losses, np.asarray(everywhere.addressable_data(0))[
-        table.positions(np.arange(VOCAB_SIZE, dtype=np.int32))
+        table._slots(np.arange(VOCAB_SIZE, dtype=np.int32))
     ]
 
 

@@ -4,7 +4,7 @@ masks."""
 from transformer_embed import plots, pretrained, rows, sharding
 from transformer_embed._src.functional.cross_entropy import tied_cross_entropy
 from transformer_embed._src.functional.dropout import dropout
-from transformer_embed._src.functional.lookup import check_ids, lookup, tied_logits
+from transformer_embed._src.functional.lookup import check_ids, lookup
 from transformer_embed._src.functional.masks import (
     attention_mask,
     causal_mask,
@@ -14,6 +14,7 @@ from transformer_embed._src.functional.masks import (
     segment_mask,
     window_mask,
 )
+from transformer_embed._src.functional.output_layer import tied_logits
 from transformer_embed._src.functional.relative_bias import (
     alibi_bias,
     alibi_slopes,

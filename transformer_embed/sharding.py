@@ -1,6 +1,7 @@
 """Shards large token tables over a mesh of devices."""
 
-from transformer_embed._src.sharded.sharded import Sharded
-from transformer_embed._src.sharded.sharding import shard_params
+from transformer_embed._src.sharded.load import exchange_load
+from transformer_embed._src.sharded.placement import shard_params
+from transformer_embed._src.sharded.table import Sharded
 
-__all__ = ["Sharded", "shard_params"]
+__all__ = ["Sharded", "exchange_load", "shard_params"]

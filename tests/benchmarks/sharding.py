@@ -28,7 +28,10 @@ from harness import environment, interleave, markdown_table, ratio
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import transformer_embed as te
-from transformer_embed._src.sharded import dealing, routes
+from transformer_embed._src.sharded.hops import plan_hops
+from transformer_embed._src.sharded.interleaved import InterleavedTable
+from transformer_embed._src.sharded.placement import VIRTUAL_SHARDS
+from transformer_embed._src.sharded.row_order import Contiguous, Interleaved
 
 WIDTH, IDS, MEMORY = 128, 16384, 64e9
 DEVICES, VOCABULARIES = (2, 64, 4096), (10**6, 10**8, 10**9)
@@ -50,7 +53,7 @@ def dense(vocab_size, data, shards, width=WIDTH, ids=IDS):
 def in_shards(vocab_size, data, shards, width=WIDTH, ids=IDS):
     """Rows of the batch of the devices that share a table, summed over the shards; the gradient of
     a shard, over the data axis."""
-    padded = -(-vocab_size // shards)
+    padded = Contiguous(vocab_size, shards).size // shards
     return all_reduce(4 * ids * shards * width, shards) + all_reduce(4 * padded * width, data)
 
 
@@ -70,11 +73,9 @@ def by_exchange(vocab_size, data, shards, width=WIDTH, ids=IDS):
     """For each hop: the ids of the rows that are asked for, the rows, and their gradients. The
     table is split over all devices."""
     devices = data * shards
-    shard = dealing.Deal(vocab_size, te.sharding.VIRTUAL_SHARDS).size // devices
-    route = routes.plan_route(
-        min(ids, vocab_size), ("data", "model"), (data, shards), shard, devices, 1.0
-    )
-    return sum((4 + 2 * 4 * width) * hop.room * (hop.parts - 1) for hop in route.every_hop)
+    shard = Interleaved(vocab_size, VIRTUAL_SHARDS).size // devices
+    hops = plan_hops(min(ids, vocab_size), ("data", "model"), (data, shards), shard, devices, 1.0)
+    return sum((4 + 2 * 4 * width) * hop.room * (hop.parts - 1) for hop in hops)
 
 
 WAYS = {"dense": dense, "sharded": in_shards, "by rows": by_rows, "by exchange": by_exchange}
@@ -147,7 +148,7 @@ def arguments_of(way, mesh, optimizer, vocab_size, width, ids):
         if way == "dense"
         else PartitionSpec(mesh.axis_names if exchanges else "model")
     )
-    options = {"tables": "*embeddings", "deal": "*embeddings" if exchanges else None}
+    options = {"tables": "*embeddings", "interleave": "*embeddings" if exchanges else None}
     params = {"embeddings": jax.ShapeDtypeStruct((vocab_size, width), jnp.float32)}
     trees = params, jax.eval_shape(optimizer.init, params)
     placed = te.sharding.shard_params(trees, mesh, {"*embeddings": spec}, **options)
@@ -304,13 +305,12 @@ def zipf(vocab_size=10**6, exponent=1.05, ids=IDS):
     steps, rng = np.cumsum(weights / weights.sum()), np.random.default_rng(0)
     for shape in ((1, 8), (2, 4), (8, 8), (16, 16)):
         mesh = jax.sharding.AbstractMesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-        shards, axes = te.sharding.VIRTUAL_SHARDS, mesh.axis_names
-        array = jax.ShapeDtypeStruct((dealing.Deal(vocab_size, shards).size, WIDTH), jnp.float32)
-        table = te.sharding.Sharded(
-            array, vocab_size, NamedSharding(mesh, PartitionSpec(axes)), axes, shards
-        )
+        axes, size = mesh.axis_names, Interleaved(vocab_size, VIRTUAL_SHARDS).size
+        array = jax.ShapeDtypeStruct((size, WIDTH), jnp.float32)
+        sharding = NamedSharding(mesh, PartitionSpec(axes))
+        table = InterleavedTable(array, vocab_size, sharding, axes, VIRTUAL_SHARDS, 1.0)
         batch = np.searchsorted(steps, rng.random((mesh.size, ids))).clip(0, vocab_size - 1)
-        load = table.exchange_load(batch)
+        load = te.sharding.exchange_load(table, batch)
         rows.append(
             [
                 f"{shape[0]} x {shape[1]}",

@@ -392,7 +392,7 @@ def test_products_with_the_hessian_keep_the_memory_of_chunks():
     ("tokens", "size"), [(1, 1), (200, 200), (3000, 250), (4096, 342), (8192, 512), (10**6, 512)]
 )
 def test_a_chunk_is_a_twelfth_of_the_tokens_within_bounds(tokens, size):
-    options = implementation._Options(VOCAB, None, 0.0, None)
+    options = implementation._LossOptions(VOCAB, None, 0.0, None)
     assert implementation._chunk_count(options, tokens) == -(-tokens // size)
 
 

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from oracle import loop_lookup
 
 import transformer_embed as te
-from transformer_embed._src.functional import lookup as lookup_module
+from transformer_embed._src.functional import lookup_gradient
 
 # A gradient row sums at most 16 cotangents below 4 in magnitude: each sum is rounded by 2**-24 of
 # at most 64.
@@ -420,7 +420,7 @@ def test_lookup_and_its_gradient_lower_for_accelerators(platform):
 def gradient_of_once(index, cotangent, vocab_size):
     """The gradient that a GPU computes, here on the CPU."""
     read = functools.partial(
-        lookup_module._read_each_row_once, index=jnp.asarray(index, jnp.uint32)
+        lookup_gradient._read_each_row_once, index=jnp.asarray(index, jnp.uint32)
     )
     return jax.linear_transpose(read, jnp.zeros((vocab_size, cotangent.shape[-1])))(cotangent)[0]
 
@@ -576,7 +576,7 @@ def test_gradient_on_an_explicit_mesh_of_gpus_equals_that_of_one_device(
     @jax.jit
     def gradient(table, index, cotangent):
         read = functools.partial(
-            lookup_module._read_each_row_once_per_device, rows_sharding, index=index
+            lookup_gradient._read_each_row_once_per_device, rows_sharding, index=index
         )
         return jax.linear_transpose(read, table)(cotangent)[0]
 

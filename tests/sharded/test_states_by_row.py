@@ -62,7 +62,7 @@ def init(rng):
     return {"t": jnp.asarray(TABLE)}, OPTIMIZER.init({"t": jnp.asarray(TABLE)})
 
 
-@pytest.mark.parametrize("options", [{}, {"deal": "*t", "virtual_shards": 16}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"interleave": "*t", "virtual_shards": 16}], ids=str)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("start", ["tree", "function", "optimizer"])
 def test_row_wise_adagrad_trains_as_on_one_device(start, kind, options):
@@ -99,7 +99,7 @@ def test_a_state_by_row_is_mapped_to_shapes_and_moves_to_another_mesh():
         return te.sharding.shard_params(tree, mesh, rules, tables="*t", **options)[1]["t"]
 
     shapes, values = jax.eval_shape(init, None), init(None)
-    for options in ({}, {"deal": "*t", "virtual_shards": 16}):
+    for options in ({}, {"interleave": "*t", "virtual_shards": 16}):
         state = place(values, (1, 8), **options)
         target = place(shapes, (1, 8), **options)
         assert (target.array.shape, target.shape) == (state.array.shape, (VOCAB,))

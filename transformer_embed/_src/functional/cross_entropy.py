@@ -6,13 +6,12 @@ loss, and the table's gradient [rows, d]. The step for a chunk computes its logi
 then its losses and the gradients of the logits, and from these the gradient of the chunk's x and
 its part of the table's gradient. Then the logits are freed.
 
-On a mesh, each device first receives two things. One is tokens: x, labels and weights are
-all-gathered over the axes that also split the table, and stay split over the others. The other is
-whole rows: if the table's columns are split, an all-to-all splits its rows instead. From then on,
-each device holds some rows of the vocabulary. Within a chunk, devices with the same tokens exchange
-three numbers per token: the largest logit, the sum of exponentials and the label's logit. At the
-end the gradient of x is summed over the devices with the same tokens and scattered to where x came
-from; the gradient of the rows is summed over the parts of the batch and returns to its columns.
+On a mesh, each device first receives whole rows and the tokens that they meet (see
+`OutputLayout`), so it holds some rows of the vocabulary. Within a chunk, devices with the same
+tokens exchange three numbers per token: the largest logit, the sum of exponentials and the label's
+logit. At the end the gradient of x is summed over the devices with the same tokens and scattered to
+where x came from; the gradient of the rows is summed over the parts of the batch and returns to its
+columns.
 
 In reading order: `tied_cross_entropy` checks its arguments; `_weighted_loss` gives each token its
 weight; `_loss` and its rule define the gradient; `_loss_on_mesh` splits the work over the mesh;
@@ -23,7 +22,6 @@ weight; `_loss` and its rule define the gradient; `_loss_on_mesh` splits the wor
 import functools
 import math
 import operator
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,10 +32,12 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
-from transformer_embed._src.functional.lookup import Table, as_wide_as_table
+from transformer_embed._src.functional.lookup import Table
+from transformer_embed._src.functional.output_layer import as_wide_as_table, row_logits
 from transformer_embed._src.functional.partitioning import (
-    Axes,
-    leading_axes_outside,
+    OutputLayout,
+    all_gather,
+    index_along,
     partition_spec,
     spec_axes,
 )
@@ -140,7 +140,7 @@ def tied_cross_entropy(
             )
         )
     pad_id = None if pad_id is None else arguments.int32("pad_id", pad_id)
-    options = _Options(
+    options = _LossOptions(
         table.shape[0],
         pad_id,
         arguments.rate("label_smoothing", label_smoothing),
@@ -152,21 +152,23 @@ def tied_cross_entropy(
     return _weighted_loss(options, by_count, x, table, labels, mask)
 
 
-class _Options(NamedTuple):
+class _LossOptions(NamedTuple):
+    """The arguments of `tied_cross_entropy` that are static."""
+
     vocab_size: int
     pad_id: int | None
     label_smoothing: float
     chunk_size: int | None
 
+    @property
+    def label_share(self) -> float:
+        """What smoothing leaves for the label."""
+        return 1 - self.label_smoothing
 
-class _Layout(NamedTuple):
-    """The axes of a mesh that the table's rows, its columns and each dimension of x are split
-    over."""
-
-    mesh: Any
-    rows: Axes
-    columns: Axes
-    split: tuple[Axes, ...]
+    @property
+    def other_share(self) -> Any:
+        """What smoothing adds to each id."""
+        return self.label_smoothing / self.vocab_size
 
 
 class _Chunk(NamedTuple):
@@ -186,7 +188,7 @@ def _checked_mask(mask: ArrayLike, labels: Int32[Array, "..."]) -> Bool[Array, "
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _weighted_loss(
-    options: _Options,
+    options: _LossOptions,
     by_count: bool,
     x: Float[Array, "... d"],
     table: Float[Array, "v d"] | Table,
@@ -195,7 +197,7 @@ def _weighted_loss(
 ) -> Float[Array, ""]:
     dtype = arguments.compute_dtype(x.dtype, table.dtype)
     counted = _counted_tokens(labels, mask, options.pad_id)
-    # Under explicit axes, all take the sharding of x by meeting it.
+    # Broadcast against x, so that under explicit axes counted has x's sharding.
     counted = counted | jnp.zeros_like(x, bool).any(-1)
     # Zeros give finite logits, so that their weight of 0 leaves nothing of them.
     x = jnp.where(counted[..., None], x, jnp.zeros((), x.dtype))
@@ -246,61 +248,37 @@ def _loss_on_mesh(options, layout, needs_gradient, x, table, labels, weights):
     """The loss, and the gradients of x and the table (None where not needed)."""
     if layout is None:
         return _loss_in_chunks(options, (), needs_gradient, table, _Chunk(x, labels, weights))
-    tokens, columns = layout.split[:-1], partition_spec(layout.rows, layout.columns)
-    in_specs = (
-        partition_spec(*layout.split),
-        columns,
-        partition_spec(*tokens),
-        partition_spec(*tokens),
-    )
-    out_specs = (
-        partition_spec(),
-        in_specs[0] if needs_gradient[0] else None,
-        columns if needs_gradient[1] else None,
-    )
-    program = functools.partial(_loss_on_device, options, layout, needs_gradient)
-    # Unchecked: that sums over axes of what was gathered over them are alike everywhere is not seen
-    # from their types.
+    of_x, of_table = layout.specs()
+    of_tokens = partition_spec(*layout.x[:-1])
+    of_gradients = [of_x if needs_gradient[0] else None, of_table if needs_gradient[1] else None]
+    # Unchecked: shard_map cannot infer that the psum of a gathered value is replicated.
     run = jax.shard_map(
-        program, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        functools.partial(_loss_on_device, options, layout, needs_gradient),
+        mesh=layout.mesh,
+        in_specs=(of_x, of_table, of_tokens, of_tokens),
+        out_specs=(partition_spec(), *of_gradients),
+        check_vma=False,
     )
     return run(x, table, labels, weights)
 
 
 def _loss_on_device(options, layout, needs_gradient, x, shard, labels, weights):
-    """Gathers tokens over the axes that split the table, and turns split columns into split rows,
-    so that each row is on one device."""
-    over = (*layout.rows, *layout.columns)
-    kept = [leading_axes_outside(axes, over) for axes in layout.split]
-    gathered = [axes[len(some) :] for axes, some in zip(layout.split, kept, strict=True)]
-    gathered[-1] = layout.split[-1]
-    x, labels, weights = (
-        _all_gather(array, gathered[: array.ndim]) for array in (x, labels, weights)
+    """`_loss_on_mesh`, on one of the devices."""
+    gathered = layout.gathered
+    tokens = _Chunk(
+        all_gather(x, gathered),
+        all_gather(labels, gathered[:-1]),
+        all_gather(weights, gathered[:-1]),
     )
-    if layout.columns:
-        parts = math.prod(layout.mesh.shape[axis] for axis in layout.columns)
-        if shard.shape[0] % parts:
-            raise ValueError(
-                arguments.wanted(
-                    "table",
-                    f"a number of rows that the {parts} parts of its columns divide",
-                    shard.shape[0],
-                )
-            )
-        shard = jax.lax.all_to_all(shard, layout.columns, split_axis=0, concat_axis=1, tiled=True)
-    loss, x_gradient, table_gradient = _loss_in_chunks(
-        options, over, needs_gradient, shard, _Chunk(x, labels, weights)
+    loss, x_gradient, row_gradient = _loss_in_chunks(
+        options, layout.vocabulary, needs_gradient, layout.whole_rows(shard), tokens
     )
-    tokens = tuple(axis for axes in kept[:-1] for axis in axes)
+    batch = tuple(axis for axes in layout.tokens for axis in axes)
     if x_gradient is not None:
-        x_gradient = _sum_and_scatter(x_gradient, gathered, over, layout.mesh)
-    if table_gradient is not None:
-        table_gradient = jax.lax.psum(table_gradient, tokens)
-        if layout.columns:
-            table_gradient = jax.lax.all_to_all(
-                table_gradient, layout.columns, split_axis=1, concat_axis=0, tiled=True
-            )
-    return jax.lax.psum(loss, tokens), x_gradient, table_gradient
+        x_gradient = layout.sum_of_x(x_gradient)
+    if row_gradient is not None:
+        row_gradient = layout.split_columns(jax.lax.psum(row_gradient, batch))
+    return jax.lax.psum(loss, batch), x_gradient, row_gradient
 
 
 def _loss_in_chunks(options, over, needs_gradient, table, tokens):
@@ -341,37 +319,57 @@ def _losses_and_logit_gradients(options, over, table, chunk):
     """Each token's loss [t]; logit_gradients [t, v] and a scale [t], whose product is the gradient
     of its weighted loss in each logit.
 
-    Scaling the gradients themselves would cost another pass over them. For the same reason, a CPU
-    reads and writes single columns, and compares each with the vocabulary's size only if the shards
-    have padding rows.
+    With logits z, their maximum m, targets p that sum to 1, and total = sum(exp(z - m)),
+    `loss = log(total) - sum(p * (z - m))`, and its gradient is `exp(z - m) / total - p`. Dividing
+    the gradients themselves would cost another pass over them.
     """
-    first = jax.lax.axis_index(over) * table.shape[0] if over else 0
-    padded = bool(over) and jax.lax.psum(1, over) * table.shape[0] > options.vocab_size
-    ids = first + jnp.arange(table.shape[0], dtype=jnp.int32)
-    inside = (ids < options.vocab_size)[None]
-    logits = jnp.einsum("td,vd->tv", chunk.x, table, preferred_element_type=chunk.weights.dtype)
+    vocabulary = _vocabulary_part(options, over, table)
+    labels = chunk.labels - vocabulary.first
+    logits = row_logits(chunk.x, table)
     if options.pad_id is not None:
-        logits = _zero_column(logits, options.pad_id - first)
-    if padded:
-        logits = jnp.where(inside, logits, -jnp.inf)
+        logits = _zero_column(logits, options.pad_id - vocabulary.first)
+    logits = vocabulary.where_inside(logits, -jnp.inf)
     top = _reduce_over(jax.lax.pmax, over, jax.lax.stop_gradient(logits.max(-1)))
     # Differences of logits: their rounding does not grow with the logits.
     shifted = logits - top[:, None]
     exponentials = jnp.exp(shifted)
-    kept, spread = 1 - options.label_smoothing, options.label_smoothing / options.vocab_size
+    expected = _shifted_logit_of_label(logits, top, shifted, labels)
     if options.label_smoothing:
-        summed = (jnp.where(inside, shifted, 0) if padded else shifted).sum(-1)
-        target = kept * _logit_of_label(shifted, chunk.labels - first) + spread * summed
-    else:
-        target = _shifted_logit_of_label(logits, top, shifted, chunk.labels - first)
-    total, target = _reduce_over(jax.lax.psum, over, (exponentials.sum(-1), target))
-    logit_gradients = exponentials
+        summed = vocabulary.where_inside(shifted, 0).sum(-1)
+        expected = options.label_share * expected + options.other_share * summed
+    total, expected = _reduce_over(jax.lax.psum, over, (exponentials.sum(-1), expected))
+    gradients = exponentials
     if options.label_smoothing:
-        logit_gradients -= (jnp.where(inside, spread, 0) if padded else spread) * total[:, None]
-    logit_gradients = _subtract_at_label(logit_gradients, chunk.labels - first, kept * total)
+        gradients -= vocabulary.where_inside(options.other_share, 0) * total[:, None]
+    gradients = _subtract_at_label(gradients, labels, options.label_share * total)
     if options.pad_id is not None:
-        logit_gradients = _zero_column(logit_gradients, options.pad_id - first)
-    return jnp.log(total) - target, logit_gradients, chunk.weights / total
+        gradients = _zero_column(gradients, options.pad_id - vocabulary.first)
+    return jnp.log(total) - expected, gradients, chunk.weights / total
+
+
+class _VocabularyPart(NamedTuple):
+    """The ids of the rows of one device.
+
+    Args:
+        first: the id of the first row.
+        is_inside: [1, rows], whether an id is inside the vocabulary. None: all are, on all devices.
+    """
+
+    first: Any
+    is_inside: Bool[Array, "1 v"] | None
+
+    def where_inside(self, values, other):
+        """The values [..., rows] of ids inside the vocabulary, `other` for padding. A CPU compares
+        ids only if there is padding: that costs a pass over the logits."""
+        return values if self.is_inside is None else jnp.where(self.is_inside, values, other)
+
+
+def _vocabulary_part(options, over, table):
+    first = index_along(over) * table.shape[0]
+    if not over or jax.lax.psum(1, over) * table.shape[0] == options.vocab_size:
+        return _VocabularyPart(first, None)
+    ids = first + jnp.arange(table.shape[0], dtype=jnp.int32)
+    return _VocabularyPart(first, (ids < options.vocab_size)[None])
 
 
 def _subtract_at_label(logit_gradients, rows, amounts):
@@ -439,7 +437,7 @@ def _flatten_tokens(tokens: _Chunk) -> _Chunk:
     )
 
 
-def _chunk_count(options: _Options, tokens: int) -> int:
+def _chunk_count(options: _LossOptions, tokens: int) -> int:
     size = options.chunk_size or min(max(SMALLEST_CHUNK, -(-tokens // CHUNKS)), LARGEST_CHUNK)
     return -(-tokens // size)
 
@@ -474,33 +472,20 @@ def _zeros_varying_like(
 
 def _array_and_layout(
     x: Float[Array, "... d"], table: Float[Array, "v d"] | Table
-) -> tuple[Float[Array, "v d"], _Layout | None]:
+) -> tuple[Float[Array, "v d"], OutputLayout | None]:
     """The table's array, and how it and x are split (None for plain arrays that no explicit axis
     splits)."""
     if isinstance(table, Table):
-        array, mesh, rows, columns, split = table.shards(x)
-        return array, _Layout(mesh, rows, columns, tuple(split))
+        return table.output_layout(x)
     split, (rows, columns) = (
         tuple(spec_axes(jax.typeof(array).sharding.spec, array.ndim)) for array in (x, table)
     )
-    layout = _Layout(jax.typeof(x).sharding.mesh, rows, columns, split)
-    return table, layout if any((rows, columns, *split)) else None
-
-
-def _all_gather(array: Array, gathered: Sequence[Axes]) -> Array:
-    for dimension, axes in enumerate(gathered):
-        array = jax.lax.all_gather(array, axes, axis=dimension, tiled=True) if axes else array
-    return array
-
-
-def _sum_and_scatter(
-    x: Float[Array, "... d"], gathered: Sequence[Axes], over: Axes, mesh: Any
-) -> Float[Array, "..."]:
-    """The sum over the axes that split the table; over the axes in `gathered`, each device keeps
-    only its own block."""
-    again = [axis for axes in gathered for axis in axes]
-    x = jax.lax.psum(x, tuple(axis for axis in over if axis not in again))
-    x = x / math.prod(mesh.shape[axis] for axis in again if axis not in over)
-    for dimension, axes in enumerate(gathered):
-        x = jax.lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True) if axes else x
-    return x
+    if not any((rows, columns, *split)):
+        return table, None
+    layout = OutputLayout(jax.typeof(x).sharding.mesh, rows, columns, split)
+    parts = math.prod(layout.mesh.shape[axis] for axis in columns)
+    held = table.shape[0] // math.prod(layout.mesh.shape[axis] for axis in rows)
+    if held % parts:
+        want = f"a number of rows that the {parts} parts of its columns divide"
+        raise ValueError(arguments.wanted("table", want, held))
+    return table, layout

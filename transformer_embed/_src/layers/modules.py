@@ -16,7 +16,8 @@ from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
 from transformer_embed._src.functional.cross_entropy import tied_cross_entropy
 from transformer_embed._src.functional.dropout import dropout
-from transformer_embed._src.functional.lookup import OUT_OF_RANGE, Table, lookup, tied_logits
+from transformer_embed._src.functional.lookup import OUT_OF_RANGE, Table, lookup
+from transformer_embed._src.functional.output_layer import tied_logits
 from transformer_embed._src.functional.relative_bias import relative_position_buckets
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.schemes import Scheme, check_length, positions_of_ids

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
-from transformer_embed._src.functional.lookup import Table, not_whole_error, rows_at
+from transformer_embed._src.functional.lookup import Table, rows_at
 from transformer_embed._src.rows.distinct_ids import count_below, read_each
 from transformer_embed._src.rows.row_gradient import RowGradient
 
@@ -68,10 +68,6 @@ class GatheredRows(Table):
         rows = rows_at(self.values, slots)
         is_held = read_each(self.ids, slots) == ids
         return jnp.where(is_held[..., None], rows, jnp.array(jnp.nan, rows.dtype))
-
-    def logits(self, x: Float[Array, "... d"]) -> Float[Array, "... v"]:
-        """Raises a TypeError: the gradient of an output layer has every row."""
-        raise not_whole_error()
 
     def gradient(self, values: Float[Array, "k d"]) -> RowGradient:
         """The gradient of these rows."""

@@ -222,11 +222,11 @@ def test_lookup_works_if_the_devices_do_not_divide_the_ids(kind, shape):
 def test_a_sharded_table_treats_any_ids_like_a_plain_one(ids, policy):
     ids = np.array(ids, np.int32)
     expected = loop_lookup(TABLE, ids, out_of_range=policy)
-    np.testing.assert_array_equal(te.lookup(cut_table(), ids, out_of_range=policy), expected)
+    np.testing.assert_array_equal(te.lookup(contiguous_table(), ids, out_of_range=policy), expected)
 
 
 @functools.cache
-def cut_table():
+def contiguous_table():
     return shard(mesh_of((2, 4)), SPEC("model"))
 
 

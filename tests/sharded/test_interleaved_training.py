@@ -1,4 +1,4 @@
-"""Dealt tables in training: densely, in 16 bits, with donated buffers, and with optimizers that it
+"""Interleaved tables in training: densely, in 16 bits, with donated buffers, and with optimizers that it
 refuses."""
 
 import math
@@ -26,14 +26,14 @@ def mesh_of(*shape):
     return jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
-def placed(tree, mesh, deal="*table"):
+def placed(tree, mesh, interleave="*table"):
     return te.sharding.shard_params(
         tree,
         mesh,
         {"*table": SPEC(mesh.axis_names)},
         tables="*table",
         batch_axes=mesh.axis_names,
-        deal=deal,
+        interleave=interleave,
     )
 
 
@@ -68,7 +68,7 @@ def dense_step(optimizer):
 
 
 @pytest.mark.slow
-def test_a_dealt_table_trains_densely_as_dense_adam_in_float64():
+def test_an_interleaved_table_trains_densely_as_dense_adam_in_float64():
     mesh, adam = mesh_of(2, 4), optax.adam(RATE)
     params = placed({"table": TABLE}, mesh)
     state, step = jax.jit(adam.init)(params), dense_step(adam)
@@ -89,9 +89,9 @@ def test_a_dealt_table_trains_densely_as_dense_adam_in_float64():
     )
 
 
-def shapes(mesh, deal, optimizer, vocab_size, ids):
+def shapes(mesh, interleave, optimizer, vocab_size, ids):
     params = {"table": jax.ShapeDtypeStruct((vocab_size, WIDTH), jnp.float32)}
-    trees = placed((params, jax.eval_shape(optimizer.init, params)), mesh, deal)
+    trees = placed((params, jax.eval_shape(optimizer.init, params)), mesh, interleave)
     batch = NamedSharding(mesh, SPEC(mesh.axis_names))
     tokens = jax.ShapeDtypeStruct((ids * mesh.size, 1), jnp.int32, sharding=batch)
     return (
@@ -109,16 +109,16 @@ def evaluation(params, state, ids, weights):
 @pytest.mark.parametrize(
     "program", [evaluation, dense_step(optax.sgd(RATE))], ids=["eval", "train"]
 )
-def test_evaluation_and_dense_steps_of_a_dealt_table_exchange_and_send_less(program):
+def test_evaluation_and_dense_steps_of_an_interleaved_table_exchange_and_send_less(program):
     mesh = mesh_of(1, 8)
-    dealt, cut = (
+    interleaved, contiguous = (
         collectives(
-            jax.jit(program).lower(*shapes(mesh, deal, optax.sgd(RATE), 65536, 256)).compile()
+            jax.jit(program).lower(*shapes(mesh, interleave, optax.sgd(RATE), 65536, 256)).compile()
         )
-        for deal in ("*table", None)
+        for interleave in ("*table", None)
     )
-    assert {each.kind for each in dealt} == {"all-to-all"}
-    assert sum(each.sent for each in dealt) < sum(each.sent for each in cut) / 2
+    assert {each.kind for each in interleaved} == {"all-to-all"}
+    assert sum(each.sent for each in interleaved) < sum(each.sent for each in contiguous) / 2
 
 
 # --- by rows
@@ -158,7 +158,7 @@ def test_tables_of_16_bits_by_exchange_are_the_oracle_but_for_their_rounding(dty
 
 
 @pytest.mark.slow
-def test_a_step_reuses_the_buffers_of_a_dealt_table_and_its_state():
+def test_a_step_reuses_the_buffers_of_an_interleaved_table_and_its_state():
     mesh, adam, vocab_size = mesh_of(1, 8), optax.adam(RATE), 2**18
     arguments = shapes(mesh, "*table", adam, vocab_size, 16)
     memory = row_step(adam).lower(*arguments).compile().memory_analysis()

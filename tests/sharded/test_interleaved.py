@@ -1,4 +1,4 @@
-"""Rows by exchange on 8 CPU devices: dealt tables against a dense, lazy oracle in float64, what is
+"""Rows by exchange on 8 CPU devices: interleaved tables against a dense, lazy oracle in float64, what is
 sent, overflow, loads and errors."""
 
 import functools
@@ -7,7 +7,6 @@ import os
 
 import jax
 import jax.numpy as jnp
-import mpmath
 import numpy as np
 import optax
 import pytest
@@ -15,58 +14,31 @@ from collectives import collectives
 from contexts import set_mesh
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from interleaved_tables import (
+    AUTO,
+    BATCHES,
+    EXPLICIT,
+    MESHES,
+    PAD,
+    RATE,
+    SPEC,
+    TABLE,
+    TRAINED_ERROR,
+    VOCAB,
+    WEIGHTS,
+    WIDTH,
+    interleave,
+    mesh_of,
+    normal,
+    owned_by_one,
+    put,
+)
+from jax.sharding import NamedSharding
 from oracle import loop_lookup
 from placed import placed_state
 
 import transformer_embed as te
-from transformer_embed._src.sharded import exchange, routes
-from transformer_embed._src.sharded.dealing import Deal
-
-SPEC = PartitionSpec
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-MESHES = ((1, 8), (2, 4), (8, 1), (2, 2, 2))
-NAMES = ("data", "model", "extra")
-
-VOCAB, WIDTH, SHARDS, PAD = 300, 8, 16, 3
-RATE, STEPS = 0.1, 3
-# Gradients are sums of at most some hundred cotangents below 4, rounded by 2**-24 each: Adam turns
-# a relative error of 2**-16 in a gradient into one of that size in a step of at most RATE, but for
-# gradients near its epsilon of 1e-8, which random ones are not.
-TRAINED_ERROR = STEPS * RATE * 2.0**-13
-
-
-def normal(seed, *shape):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32).clip(-4, 4)
-
-
-TABLE = normal(0, VOCAB, WIDTH)
-# Repeats on one device and on all, padding, and ids out of range at both ends.
-BATCHES = [
-    np.random.default_rng(seed).integers(-3, VOCAB + 5, (8, 4)).astype(np.int32)
-    for seed in range(STEPS)
-]
-for batch in BATCHES:
-    batch[:, 0], batch[2:4, 1], batch[0, 1:3], batch[1, 1:3] = 7, 7, (PAD, PAD), (-2, VOCAB + 1)
-WEIGHTS = [normal(10 + seed, 8, 4, WIDTH) for seed in range(STEPS)]
-
-
-def mesh_of(shape, kind=AUTO):
-    names = NAMES[: len(shape)]
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
-
-
-def put(mesh, array, *axes):
-    return jax.device_put(
-        array, NamedSharding(mesh, SPEC(*axes) if axes else SPEC(mesh.axis_names))
-    )
-
-
-def deal(mesh, spec=None, table=TABLE, shards=SHARDS, **options):
-    rules = {"*": SPEC(mesh.axis_names) if spec is None else spec}
-    return te.sharding.shard_params(
-        {"t": table}, mesh, rules, tables="t", deal="t", virtual_shards=shards, **options
-    )["t"]
+from transformer_embed._src.sharded import hops, interleaved
 
 
 def loss(params, ids, weights):
@@ -114,144 +86,6 @@ def train(mesh, table, batches=BATCHES):
     return params["t"], state, losses, norms
 
 
-# --- dealing
-
-
-@settings(deadline=None, derandomize=True, max_examples=50)
-@given(vocab_size=st.integers(1, 3000), bits=st.integers(1, 9))
-def test_dealing_gives_every_id_a_position_of_its_own(vocab_size, bits):
-    dealt = Deal(vocab_size, 2**bits)
-    ids = np.arange(vocab_size, dtype=np.int32)
-    positions = dealt.positions(ids)
-    assert positions.dtype == np.int32
-    assert len(np.unique(positions)) == vocab_size
-    assert positions.min() >= 0
-    assert positions.max() < dealt.size < vocab_size + 2**bits
-    np.testing.assert_array_equal(dealt.ids(positions), ids)
-    every = dealt.ids(np.arange(dealt.size, dtype=np.int32))
-    np.testing.assert_array_equal(np.sort(every), np.arange(dealt.size))
-
-
-def test_a_device_deals_as_the_host_does():
-    dealt, ids = Deal(10**6, 4096), np.arange(10**6, dtype=np.int32)
-    np.testing.assert_array_equal(jax.jit(dealt.positions)(ids), dealt.positions(ids))
-
-
-@pytest.mark.parametrize("devices", [2, 8, 64, 4096])
-def test_neighbouring_ids_reach_different_devices_on_every_mesh(devices):
-    dealt = Deal(10**6, 4096)
-    owners = dealt.positions(np.arange(10**6, dtype=np.int32)) // (dealt.size // devices)
-    for start in (0, 4096, 4096 * 17):
-        assert len(np.unique(owners[start : start + devices])) == devices
-    assert np.bincount(owners, minlength=devices).max() <= 10**6 // devices + 1
-    # So do ids that are a round of dealing apart: as evenly as hashed ones.
-    apart = np.bincount(owners[:: 4096 // 8], minlength=devices)
-    assert apart.max() <= max(4 * apart.mean(), 8)
-
-
-def test_a_dealt_array_is_the_same_on_every_mesh():
-    arrays = [np.asarray(deal(mesh_of(shape)).array) for shape in MESHES]
-    arrays.append(np.asarray(deal(mesh_of((2, 4)), SPEC("model")).array))
-    for array in arrays:
-        np.testing.assert_array_equal(array, arrays[0])
-    table = deal(mesh_of((2, 4)))
-    assert table.shape == (VOCAB, WIDTH)
-    np.testing.assert_array_equal(table.in_vocabulary_order(), TABLE)
-    # A move from dealt to cut and to another number of virtual shards keeps every row.
-    cut = te.sharding.shard_params({"t": table}, mesh_of((8, 1)), {"*": SPEC("data")}, tables="t")[
-        "t"
-    ]
-    np.testing.assert_array_equal(cut.in_vocabulary_order(), TABLE)
-    np.testing.assert_array_equal(
-        deal(mesh_of((1, 8)), table=cut, shards=64).in_vocabulary_order(), TABLE
-    )
-
-
-# --- sizes of buffers
-
-
-@pytest.mark.parametrize(
-    ("trials", "share"), [(16384, 1 / 256), (16384, 1 / 4096), (1024, 1 / 8), (10, 1 / 2)], ids=str
-)
-def test_buffers_are_the_smallest_with_the_stated_probability(trials, share):
-    checks = 100_000
-    room = routes._room(trials, share, checks, 1.0)
-
-    def beyond(count):
-        with mpmath.workprec(200):
-            p = mpmath.mpf(share)
-            return sum(
-                mpmath.binomial(trials, k) * p**k * (1 - p) ** (trials - k)
-                for k in range(count + 1, min(trials, count + 300) + 1)
-            )
-
-    assert beyond(room) <= 1e-9 / checks
-    # The bound of the tail is close: one or two places fewer would not do.
-    assert room == trials or beyond(room - 3) > 1e-9 / checks
-
-
-def test_capacity_raises_and_never_lowers():
-    rooms = [
-        routes.plan_route(1024, ("a",), (8,), 10**6, 8, capacity).hops[0].room
-        for capacity in (0.1, 1.0, 2.0, 8.0, math.inf)
-    ]
-    assert rooms[0] == rooms[1] < rooms[2] == 256 < rooms[3] == rooms[4] == 1024
-
-
-def test_large_meshes_route_over_one_axis_after_another():
-    sizes = ("data", "model"), (64, 64)
-    route = routes.plan_route(16384, *sizes, 250_000, 4096, 1.0)
-    assert route.direct is None
-    assert [hop.axes for hop in route.hops] == [("data",), ("model",)]
-    assert route.slots < 16384 * 3.2
-    few = routes.plan_route(16384, ("data", "model"), (2, 4), 250_000, 8, 1.0)
-    assert few.direct is None
-    assert [hop.axes for hop in few.hops] == [("data", "model")]
-
-
-@pytest.mark.parametrize(("devices", "shape"), [(256, (16, 16)), (512, (16, 32))], ids=str)
-def test_the_average_load_goes_directly_and_the_excess_over_hops(devices, shape):
-    route = routes.plan_route(16384, ("data", "model"), shape, 10**9 // devices, devices, 1.0)
-    assert route.direct is not None
-    assert (route.direct.room, route.direct.axes) == (16384 // devices, ("data", "model"))
-    assert [hop.axes for hop in route.hops] == [("data",), ("model",)]
-    assert route.slots < 16384 * 1.7
-
-
-@pytest.mark.parametrize(("straight", "pairs"), [(32, 1), (32, 16), (32, 512), (48, 32)], ids=str)
-def test_room_for_the_rest_has_the_stated_probability(straight, pairs):
-    trials, share, checks = 16384, 1 / 512, 100_000
-    room = routes._room_for_rest(trials, share, straight, pairs, checks, 1.0)
-    chances = np.exp([routes._log_binomial(trials, share, count) for count in range(200)])
-    rest = np.concatenate([[chances[: straight + 1].sum()], chances[straight + 1 :]])
-    total = functools.reduce(
-        lambda sum_, _: np.convolve(sum_, rest)[: room + 400], range(pairs - 1), rest
-    )
-    assert 0 < total[room + 1 :].sum() <= 1e-9 / checks
-    # Chernoff's bound is some hundred times the tail: one or two standard deviations.
-    mean = pairs * rest @ np.arange(len(rest))
-    deviation = math.sqrt(pairs * rest @ (np.arange(len(rest)) - mean / pairs) ** 2)
-    assert total[round(room - max(2 * deviation, 8)) :].sum() > 1e-9 / checks
-
-
-@pytest.mark.parametrize("hot_rows", [1024, 2048, 8192, 10**6], ids=str)
-def test_positions_that_devices_share_need_no_more_room_than_others(hot_rows):
-    asked, shape, rng = 1024, (8, 8), np.random.default_rng(0)
-    route = routes.plan_route(asked, ("data", "model"), shape, 10**6, 64, 1.0)
-    assert route.direct is not None
-    hot = rng.choice(64 * 10**6, hot_rows, replace=False)
-    drawn = (
-        hot[rng.integers(0, hot_rows, (64, asked))] if hot_rows > asked else np.tile(hot, (64, 1))
-    )
-    narrow = route._replace(hops=tuple(hop._replace(room=hop.room * 2 // 3) for hop in route.hops))
-    assert (
-        routes.simulate(
-            narrow, drawn, dict(zip(("data", "model"), shape, strict=True)), ("data", "model")
-        )[1]
-        == 0
-    )
-
-
 # --- values, gradients, steps
 
 
@@ -271,7 +105,9 @@ REST = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case !=
 def test_training_by_exchange_is_lazy_adam_in_float64(kind, shape, axes):
     mesh = mesh_of(shape, kind)
     with set_mesh(mesh):
-        table, state, losses, norms = train(mesh, deal(mesh, None if axes is None else SPEC(axes)))
+        table, state, losses, norms = train(
+            mesh, interleave(mesh, None if axes is None else SPEC(axes))
+        )
     expected, first, second, expected_losses, expected_norms = oracle()
     np.testing.assert_allclose(losses, expected_losses, rtol=0, atol=1e-3)
     np.testing.assert_allclose(norms, expected_norms, rtol=1e-5)
@@ -282,86 +118,53 @@ def test_training_by_exchange_is_lazy_adam_in_float64(kind, shape, axes):
     untouched = np.setdiff1d(np.arange(VOCAB), np.setdiff1d(moved, [PAD]))
     np.testing.assert_array_equal(table.in_vocabulary_order()[untouched], TABLE[untouched])
     assert not np.asarray(table.array)[
-        table.deal.ids(np.arange(table.array.shape[0], dtype=np.int32)) >= VOCAB
+        table._order.ids(np.arange(table.array.shape[0], dtype=np.int32)) >= VOCAB
     ].any()
 
 
-def straight_first(asked, axes, sizes, shard, devices, capacity):
-    """A route that plans choose for more devices only: one position of each pair goes straight."""
-    straight = routes.Hop(axes, math.prod(sizes), shard, 1, math.prod(sizes))
-    return routes._direct_then_hops(
-        asked,
-        straight,
-        [((axis,), size) for axis, size in zip(axes, sizes, strict=True)],
-        devices,
-        capacity,
-    )
-
-
-@pytest.mark.slow
-def test_direct_and_excess_rows_return_to_their_slots():
-    axes, shard, size, asked = ("data", "model"), 38, 304, 12
-    mesh, route = mesh_of((2, 4)), straight_first(asked, axes, (2, 4), shard, 8, 1.0)
-    rng = np.random.default_rng(0)
-    positions = np.stack(
-        [np.sort(rng.choice(size, asked, replace=False)) for _ in range(8)]
-    ).astype(np.int32)
-    # A filler, and on one device more positions of one owner than find room.
-    positions[0, -1], positions[3] = size, np.arange(shard, shard + asked)
-    route = route._replace(hops=(route.hops[0]._replace(room=8), route.hops[1]))
-
-    def exchanged(rows, positions, gradients):
-        sent, asked = exchange.ask(route, positions[0], size)
-        own = asked - jax.lax.axis_index(axes) * shard
-        answers = exchange.answer(route, sent, rows.at[own].get(mode="fill", fill_value=0))
-        sums = (
-            jnp.zeros_like(rows)
-            .at[own]
-            .add(exchange.return_gradients(route, sent, gradients[0]), mode="drop")
-        )
-        return answers[None], sums
-
-    rows, gradients = normal(1, size, 2), normal(2, 8, asked, 2)
-    everyone = SPEC(axes)
-    answers, sums = jax.jit(
-        jax.shard_map(exchanged, mesh=mesh, in_specs=everyone, out_specs=everyone)
-    )(rows, positions, gradients)
-    # One goes straight and eight over hops, which leaves three; and the filler.
-    lost = np.isnan(np.asarray(answers)).any(-1)
-    assert np.argwhere(lost).tolist() == [[0, 11], [3, 9], [3, 10], [3, 11]]
-    np.testing.assert_array_equal(np.asarray(answers)[~lost], rows[positions[~lost]])
-    assert (
-        routes.simulate(route, np.where(positions < size, positions, -1), dict(mesh.shape), axes)[1]
-        == 3
-    )
-    expected = np.zeros_like(rows)
-    np.add.at(expected, positions[~lost], gradients[~lost])
-    np.testing.assert_allclose(sums, expected, rtol=0, atol=1e-5)
+def axis_by_axis(asked, axes, sizes, shard, devices, capacity):
+    """The route that plans choose for more devices only."""
+    legs = [((axis,), size) for axis, size in zip(axes, sizes, strict=True)]
+    return hops._hops(asked, legs, shard, devices, capacity)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 4), (2, 2, 2)], ids=str)
-def test_the_direct_first_route_trains_like_a_single_hop(shape, monkeypatch):
-    # Two positions of a device go over hops: enough for the batches, not for four that one device
-    # owns.
-    monkeypatch.setattr(routes, "plan_route", lambda *args: straight_first(*args)._replace(rest=2))
+def test_one_mesh_axis_after_the_other_trains_like_a_single_hop(shape, monkeypatch):
+    monkeypatch.setattr(interleaved, "plan_hops", axis_by_axis)
     # No other test has this capacity, and so the programs of this one.
     mesh, capacity = mesh_of(shape), 1.0625
-    table = deal(mesh, capacity=capacity)
-    assert not any(table.exchange_load(ids).dropped for ids in BATCHES)
+    table = interleave(mesh, capacity=capacity)
+    assert not any(te.sharding.exchange_load(table, ids).dropped for ids in BATCHES)
     with set_mesh(mesh):
         trained, _, losses, _ = train(mesh, table)
     expected, _, _, expected_losses, _ = oracle()
     np.testing.assert_allclose(losses, expected_losses, rtol=0, atol=1e-3)
     np.testing.assert_allclose(trained.in_vocabulary_order(), expected, rtol=0, atol=TRAINED_ERROR)
-    # What finds no room is NaN, and counted on the host.
-    ids, table = BATCHES[0].clip(0, VOCAB - 1), deal(mesh, capacity=capacity)
-    ids[::2] = owned_by_one(16).reshape(4, 4)
-    rows, gradient = lookup_and_gradient(table, put(mesh, ids), put(mesh, WEIGHTS[0]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("narrow", [0, 1], ids=["first hop", "last hop"])
+def test_rows_that_do_not_fit_on_either_hop_are_nan_and_counted(narrow, monkeypatch):
+    def plan(*arguments):
+        planned = list(axis_by_axis(*arguments))
+        planned[narrow] = planned[narrow]._replace(room=8)
+        return tuple(planned)
+
+    monkeypatch.setattr(interleaved, "plan_hops", plan)
+    # As above: 8 of the 18 ids that each device asks of one owner fit on the narrow hop.
+    mesh = mesh_of((2, 4))
+    table = interleave(mesh, capacity=16 + narrow)
+    ids = np.tile(owned_by_one(18), (8, 1))
+    weights = normal(20, *ids.shape, WIDTH)
+    rows, gradient = lookup_and_gradient(table, put(mesh, ids), put(mesh, weights))
     lost = np.isnan(np.asarray(rows)).any(-1)
-    assert lost.sum() == table.exchange_load(ids).dropped == 4
+    assert (lost.sum(axis=1) == 10).all()
+    # The devices of a column ask for the same rows: their requests merge before the last hop.
+    dropped = te.sharding.exchange_load(table, ids).dropped
+    assert dropped == {0: 8 * 10, 1: 4 * 10}[narrow] or dropped == 2 * 10
     expected, expected_gradient = lookup_and_gradient(
-        jnp.asarray(TABLE), ids, np.where(lost[..., None], 0, WEIGHTS[0])
+        jnp.asarray(TABLE), ids, np.where(lost[..., None], 0, weights)
     )
     np.testing.assert_array_equal(np.asarray(rows)[~lost], np.asarray(expected)[~lost])
     np.testing.assert_allclose(gradient.in_vocabulary_order(), expected_gradient, rtol=0, atol=1e-4)
@@ -376,7 +179,7 @@ def lookup_and_gradient(table, ids, weights):
 @pytest.mark.parametrize(("kind", "shape", "axes"), [QUICK, *REST], ids=str)
 def test_lookup_by_exchange_gives_the_rows_bit_for_bit_and_their_gradient(kind, shape, axes):
     mesh = mesh_of(shape, kind)
-    table = deal(mesh, None if axes is None else SPEC(axes))
+    table = interleave(mesh, None if axes is None else SPEC(axes))
     with set_mesh(mesh):
         rows, gradient = lookup_and_gradient(table, put(mesh, BATCHES[0]), put(mesh, WEIGHTS[0]))
     assert rows.sharding.is_equivalent_to(NamedSharding(mesh, SPEC(mesh.axis_names)), 3)
@@ -391,7 +194,7 @@ def test_lookup_by_exchange_gives_the_rows_bit_for_bit_and_their_gradient(kind, 
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (5, 2)], ids=str)
 def test_ids_that_the_devices_do_not_divide_are_looked_up_in_every_shard(shape):
     ids = np.full(shape, 5, np.int32)
-    np.testing.assert_array_equal(jax.jit(te.lookup)(deal(mesh_of((2, 4))), ids), TABLE[ids])
+    np.testing.assert_array_equal(jax.jit(te.lookup)(interleave(mesh_of((2, 4))), ids), TABLE[ids])
 
 
 @settings(deadline=None, derandomize=True, max_examples=20)
@@ -411,13 +214,13 @@ def test_lookup_by_exchange_of_any_ids(ids, policy):
 
 @functools.cache
 def roomy_table():
-    return deal(mesh_of((2, 4)), capacity=8.0)
+    return interleave(mesh_of((2, 4)), capacity=8.0)
 
 
 @pytest.mark.slow
 def test_a_bfloat16_table_sums_the_gradients_of_all_devices_before_it_rounds():
     mesh = mesh_of((2, 4))
-    table = deal(mesh, table=TABLE.astype(jnp.bfloat16))
+    table = interleave(mesh, table=TABLE.astype(jnp.bfloat16))
     ids = np.full((1024, 1), 5, np.int32)
     sgd = optax.sgd(2.0**-10)
 
@@ -438,7 +241,7 @@ def test_a_bfloat16_table_sums_the_gradients_of_all_devices_before_it_rounds():
 
 
 @pytest.mark.slow
-def test_gradients_accumulate_over_several_dealt_tables_and_lookups():
+def test_gradients_accumulate_over_several_interleaved_tables_and_lookups():
     mesh = mesh_of((2, 4))
     other = normal(30, 50, 4)
     params = te.sharding.shard_params(
@@ -446,7 +249,7 @@ def test_gradients_accumulate_over_several_dealt_tables_and_lookups():
         mesh,
         {"*": SPEC(mesh.axis_names)},
         tables="?",
-        deal="?",
+        interleave="?",
         virtual_shards=16,
     )
     sgd = optax.sgd(0.5)
@@ -491,7 +294,7 @@ def test_a_step_by_exchange_sends_all_to_alls_of_the_stated_sizes_and_nothing_la
     kind, shape, ids
 ):
     mesh = mesh_of(shape, kind)
-    params = {"t": deal(mesh)}
+    params = {"t": interleave(mesh)}
     batch, weights = (
         put(mesh, np.zeros((8, ids), np.int32)),
         put(mesh, np.zeros((8, ids, WIDTH), np.float32)),
@@ -504,12 +307,10 @@ def test_a_step_by_exchange_sends_all_to_alls_of_the_stated_sizes_and_nothing_la
     assert {each.kind for each in sums} == {"all-reduce"}
     assert sum(len(each.operands) for each in sums) == 2
     sent = [each for each in sent if each not in sums]
-    hops = routes.plan_route(
-        ids, mesh.axis_names, shape, params["t"].array.shape[0] // 8, 8, 1.0
-    ).hops
+    planned = params["t"]._hops(8, ids)
     assert {each.kind for each in sent} == {"all-to-all"}
-    assert len(sent) == 3 * len(hops)
-    places = [hop.parts * hop.room for hop in hops]
+    assert len(sent) == 3 * len(planned)
+    places = [hop.parts * hop.room for hop in planned]
     assert sorted(sum(math.prod(shape) for _, shape in each.operands) for each in sent) == sorted(
         [*places, *(2 * [place * WIDTH for place in places])]
     )
@@ -518,32 +319,21 @@ def test_a_step_by_exchange_sends_all_to_alls_of_the_stated_sizes_and_nothing_la
 # --- overflow and loads
 
 
-def owned_by_one(count, devices=8):
-    """Ids that one device owns."""
-    dealt = Deal(VOCAB, SHARDS)
-    owners = dealt.positions(np.arange(VOCAB, dtype=np.int32)) // (dealt.size // devices)
-    return np.flatnonzero(owners == 2)[:count].astype(np.int32)
-
-
 @pytest.mark.slow
 def test_ids_that_find_no_room_read_as_nan_and_get_no_update():
     mesh = mesh_of((1, 8))
     same = owned_by_one(18)
     ids = np.tile(same, (8, 1))
-    crowded, roomy = deal(mesh), deal(mesh, capacity=8.0)
-    room = (
-        routes.plan_route(18, mesh.axis_names, (1, 8), crowded.array.shape[0] // 8, 8, 1.0)
-        .hops[0]
-        .room
-    )
+    crowded, roomy = interleave(mesh), interleave(mesh, capacity=8.0)
+    room = crowded._hops(8, 18)[0].room
     assert room < len(same)
-    load = crowded.exchange_load(ids)
+    load = te.sharding.exchange_load(crowded, ids)
     assert load.dropped == 8 * (len(same) - room)
     assert load.rows.tolist() == [[0, 0, 8 * room, 0, 0, 0, 0, 0]]
-    assert roomy.exchange_load(ids).dropped == 0
+    assert te.sharding.exchange_load(roomy, ids).dropped == 0
     look = jax.jit(te.lookup)
     rows = np.asarray(look(crowded, put(mesh, ids)))
-    held = same[np.argsort(crowded.deal.positions(same))[:room]]
+    held = same[np.argsort(crowded._order.slots(same))[:room]]
     assert np.isnan(rows).any(-1).sum() == load.dropped
     np.testing.assert_array_equal(rows[np.isin(ids, held)], TABLE[ids[np.isin(ids, held)]])
     np.testing.assert_array_equal(look(roomy, put(mesh, ids)), TABLE[ids])
@@ -562,50 +352,6 @@ def test_ids_that_find_no_room_read_as_nan_and_get_no_update():
     np.testing.assert_allclose(params["t"].in_vocabulary_order(), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(2, 4), (2, 2, 2)], ids=str)
-def test_the_load_on_the_host_counts_what_the_devices_do(shape):
-    mesh = mesh_of(shape)
-    table = deal(mesh)
-    rng = np.random.default_rng(5)
-    ids = np.stack(
-        [rng.permutation(owned_by_one(36))[:18].reshape(2, 9) for _ in range(8)]
-    ).reshape(16, 9)
-    rows = jax.jit(te.lookup)(table, put(mesh, ids))
-    lost = {
-        (device, id_)
-        for device, id_, row in zip(
-            np.repeat(np.arange(8), 18),
-            ids.ravel(),
-            np.asarray(rows).reshape(-1, WIDTH),
-            strict=True,
-        )
-        if np.isnan(row).any()
-    }
-    load = table.exchange_load(ids)
-    assert load.rows.shape == shape
-    assert (load.dropped > 0) == bool(lost)
-    if (
-        len(routes.plan_route(18, mesh.axis_names, shape, table.array.shape[0] // 8, 8, 1.0).hops)
-        == 1
-    ):
-        assert load.dropped == len(lost)
-
-
-@pytest.mark.parametrize("shape", [(1, 8), (8, 8)], ids=str)
-def test_zipf_ids_load_no_device_more_than_1_5_times_the_mean(shape):
-    vocab_size, ids, devices = 100_000, 1024, math.prod(shape)
-    weights = np.cumsum(np.arange(1, vocab_size + 1) ** -1.05)
-    batch = np.searchsorted(weights / weights[-1], np.random.default_rng(0).random((devices, ids)))
-    mesh = AbstractMesh(shape, ("data", "model"), axis_types=(AUTO,) * 2)
-    array = jax.ShapeDtypeStruct((Deal(vocab_size, 4096).size, WIDTH), jnp.float32)
-    table = te.sharding.Sharded(
-        array, vocab_size, NamedSharding(mesh, SPEC(("data", "model"))), ("data", "model"), 4096
-    )
-    load = table.exchange_load(batch)
-    assert load.dropped == 0
-    assert load.rows.max() <= 1.5 * load.rows.mean()
-
-
 # --- parameter trees and checkpoints
 
 
@@ -616,7 +362,12 @@ CONFIG = te.EmbedderConfig(vocab_size=37, d_model=8, pad_id=0)
 
 def place(params, mesh, **options):
     return te.sharding.shard_params(
-        params, mesh, {PATTERN: SPEC(mesh.axis_names)}, deal=PATTERN, virtual_shards=16, **options
+        params,
+        mesh,
+        {PATTERN: SPEC(mesh.axis_names)},
+        interleave=PATTERN,
+        virtual_shards=16,
+        **options,
     )
 
 
@@ -631,7 +382,7 @@ def assert_same_draws(found, wanted):
         np.testing.assert_array_equal(found, wanted)
 
 
-def test_dealt_rows_are_drawn_as_on_one_device():
+def test_interleaved_rows_are_drawn_as_on_one_device():
     embedder, mesh = te.make_embedder(CONFIG), mesh_of((2, 4), EXPLICIT)
     drawn, params = (
         place(embedder.init, mesh, rng=jax.random.key(7)),
@@ -645,13 +396,15 @@ def test_dealt_rows_are_drawn_as_on_one_device():
     assert_same_draws(drawn[NAME]["embeddings"].in_vocabulary_order(), params[NAME]["embeddings"])
 
 
-@pytest.mark.parametrize("spec", [pytest.param("dealt", marks=pytest.mark.slow), "cut"])
+@pytest.mark.parametrize(
+    "spec", [pytest.param("interleaved", marks=pytest.mark.slow), "contiguous"]
+)
 def test_resizing_and_saving_use_vocabulary_order(tmp_path, spec):
     embedder, mesh = te.make_embedder(CONFIG), mesh_of((2, 4))
     params = embedder.init(jax.random.key(7))
     placed = (
         place(params, mesh)
-        if spec == "dealt"
+        if spec == "interleaved"
         else te.sharding.shard_params(params, mesh, {PATTERN: SPEC("model")})
     )
     expected = te.resize_vocabulary(params, 50, jax.random.key(1))[NAME]["embeddings"]
@@ -672,7 +425,7 @@ def test_resizing_and_saving_use_vocabulary_order(tmp_path, spec):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="today's Orbax asks for a newer jax")
-def test_a_dealt_checkpoint_of_one_mesh_is_restored_on_another_and_on_one_device(tmp_path):
+def test_an_interleaved_checkpoint_of_one_mesh_is_restored_on_another_and_on_one_device(tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint", reason="Orbax is of the test extra")
 
     def init(rng):
@@ -731,7 +484,7 @@ def test_a_hundred_steps_of_a_language_model_by_exchange_are_those_by_replicated
 
     # All 37 ids of a batch of 8: a room of its own for each.
     exchanged = losses(
-        {"axes": mesh.axis_names, "deal": PATTERN, "virtual_shards": 16, "capacity": 8.0},
+        {"axes": mesh.axis_names, "interleave": PATTERN, "virtual_shards": 16, "capacity": 8.0},
         mesh.axis_names,
     )
     replicated = losses({"axes": "model"}, "data")
@@ -744,45 +497,51 @@ def test_a_hundred_steps_of_a_language_model_by_exchange_are_those_by_replicated
 # --- errors
 
 
-def test_invalid_deals_and_exchanges_raise_errors():
+def test_invalid_interleavings_and_exchanges_raise_errors():
     mesh = mesh_of((2, 4))
     with pytest.raises(
         ValueError,
-        match=r"^deal: wanted rows over mesh axes, and whole columns, for t, got .*None, 'model'\)$",
+        match=r"^interleave: wanted rows over mesh axes, and whole columns, for t, got .*None, 'model'\)$",
     ):
-        deal(mesh, SPEC(None, "model"))
+        interleave(mesh, SPEC(None, "model"))
     with pytest.raises(
         ValueError,
         match=r"^batch_axes: wanted the mesh axes of the rows of t, \('model',\), among others.*got \('data',\)$",
     ):
-        deal(mesh, SPEC("model"), batch_axes=("data",))
+        interleave(mesh, SPEC("model"), batch_axes=("data",))
     three = jax.sharding.Mesh(np.array(jax.devices()[:3]), ("data",))
     with pytest.raises(
         ValueError,
-        match=r"^mesh: wanted a number of devices along \('data',\) that divides 16 virtual shards, to deal t, got 3$",
+        match=r"^mesh: wanted a number of devices along \('data',\) that divides 16 virtual shards, to interleave t, got 3$",
     ):
-        deal(three)
-    with pytest.raises(ValueError, match=r"^deal: wanted patterns that match one of t, got 'u'$"):
-        te.sharding.shard_params({"t": TABLE}, mesh, {"*": SPEC("model")}, tables="t", deal="u")
-    with pytest.raises(TypeError, match=r"^deal: wanted a pattern of names, or None, got True$"):
-        te.sharding.shard_params({"t": TABLE}, mesh, {"*": SPEC("model")}, deal=True)
+        interleave(three)
+    with pytest.raises(
+        ValueError, match=r"^interleave: wanted patterns that match one of t, got 'u'$"
+    ):
+        te.sharding.shard_params(
+            {"t": TABLE}, mesh, {"*": SPEC("model")}, tables="t", interleave="u"
+        )
+    with pytest.raises(
+        TypeError, match=r"^interleave: wanted a pattern of names, or None, got True$"
+    ):
+        te.sharding.shard_params({"t": TABLE}, mesh, {"*": SPEC("model")}, interleave=True)
     with pytest.raises(ValueError, match=r"^virtual_shards: wanted a power of two, got 12$"):
-        deal(mesh, shards=12)
+        interleave(mesh, shards=12)
     with pytest.raises(ValueError, match=r"^capacity: wanted a finite number above 0, got 0$"):
-        deal(mesh, capacity=0)
+        interleave(mesh, capacity=0)
     with pytest.raises(
         ValueError,
-        match=r"^params: wanted at most 2080374784 rows for t, padding included, to deal it, got 2147483632$",
+        match=r"^params: wanted at most 2080374784 rows for t, padding included, to interleave it, got 2147483632$",
     ):
-        deal(mesh, table=jax.ShapeDtypeStruct((2**31 - 20, 1), jnp.float32))
-    table = deal(mesh)
+        interleave(mesh, table=jax.ShapeDtypeStruct((2**31 - 20, 1), jnp.float32))
+    table = interleave(mesh)
     for use in (
         lambda: te.tied_logits(TABLE, table),
         lambda: te.tied_cross_entropy(TABLE, table, np.arange(VOCAB)),
     ):
         with pytest.raises(
             TypeError,
-            match=r"^table: wanted rows in vocabulary order for a tied output layer: leave it out of `deal`, got",
+            match=r"^table: wanted rows in vocabulary order for a tied output layer: leave it out of `interleave`, got",
         ):
             use()
     with pytest.raises(
@@ -790,29 +549,28 @@ def test_invalid_deals_and_exchanges_raise_errors():
         match=r"^ids: wanted split over the mesh axes of the table's rows, \('data', 'model'\), to exchange them",
     ):
         te.rows.value_and_grad(lambda params: 0.0, ids={"t": np.arange(5)})({"t": table})
+    contiguous = te.sharding.shard_params({"t": TABLE}, mesh, {"*": SPEC("model")}, tables="t")
     with pytest.raises(
         ValueError,
-        match=r"^table: wanted a dealt table \(see `deal` of shard_params\), got a table in vocabulary order$",
+        match=r"^table: wanted an interleaved table \(see `interleave` of shard_params\), got a contiguous table$",
     ):
-        te.sharding.shard_params({"t": TABLE}, mesh, {"*": SPEC("model")}, tables="t")[
-            "t"
-        ].exchange_load(BATCHES[0])
+        te.sharding.exchange_load(contiguous["t"], BATCHES[0])
     with pytest.raises(
         ValueError, match=r"^ids: wanted a first dimension that 8 devices divide, got shape \[5\]$"
     ):
-        table.exchange_load(np.arange(5))
+        te.sharding.exchange_load(table, np.arange(5))
     with pytest.raises(
         TypeError, match=r"^ids: wanted values on the host, outside of jit, got a traced int32\[8\]"
     ):
-        jax.jit(lambda ids: table.exchange_load(ids).dropped)(jnp.zeros(8, jnp.int32))
+        jax.jit(lambda ids: te.sharding.exchange_load(table, ids).dropped)(jnp.zeros(8, jnp.int32))
 
 
 def test_a_gradient_that_does_not_know_the_owners_is_refused():
-    params, sgd = {"t": deal(mesh_of((1, 8)))}, optax.sgd(1.0)
+    params, sgd = {"t": interleave(mesh_of((1, 8)))}, optax.sgd(1.0)
     grads = {"t": te.rows.RowGradient(jnp.array([1, 3]), jnp.ones([2, WIDTH]), vocab_size=VOCAB)}
     with pytest.raises(
         TypeError,
-        match=r"^grads: wanted the gradient of a dealt table as `value_and_grad` returns it: .*, got plain",
+        match=r"^grads: wanted the gradient of an interleaved table as `value_and_grad` returns it: .*, got plain",
     ):
         te.rows.update(sgd, grads, sgd.init(params), params)
 
@@ -820,7 +578,7 @@ def test_a_gradient_that_does_not_know_the_owners_is_refused():
 @pytest.mark.slow
 def test_looking_up_other_ids_than_given_raises_an_error_or_reads_nan():
     mesh = mesh_of((2, 4))
-    params, ids = {"t": deal(mesh)}, put(mesh, np.zeros((8, 2), np.int32))
+    params, ids = {"t": interleave(mesh)}, put(mesh, np.zeros((8, 2), np.int32))
     with pytest.raises(
         ValueError,
         match=r"^ids: wanted split over the mesh axes of the ids given to te.rows, \('data', 'model'\), got shape",

@@ -13,18 +13,28 @@ TABLE = np.arange(20, dtype=np.float32).reshape(10, 2)
 GOOD = {
     "params": {"embed": {"embeddings": TABLE}},
     "rules": {"*embeddings": PartitionSpec("model")},
-    "deal": None,
+    "interleave": None,
 }
 
 
-@pytest.mark.parametrize("deal", [None, "*embeddings"])
+@pytest.mark.parametrize("interleave", [None, "*embeddings"])
 @pytest.mark.parametrize(
     "name",
-    ["params", "mesh", "rules", "rng", "tables", "batch", "deal", "virtual_shards", "capacity"],
+    [
+        "params",
+        "mesh",
+        "rules",
+        "rng",
+        "tables",
+        "batch",
+        "interleave",
+        "virtual_shards",
+        "capacity",
+    ],
 )
-def test_any_argument_of_shard_params_keeps_the_table_or_is_named(name, deal):
+def test_any_argument_of_shard_params_keeps_the_table_or_is_named(name, interleave):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    good = GOOD | {"mesh": mesh, "deal": deal, "virtual_shards": 8}
+    good = GOOD | {"mesh": mesh, "interleave": interleave, "virtual_shards": 8}
     assert call(te.sharding.shard_params, good)[0]
     for value in VALUES:
         returned, placed = call(te.sharding.shard_params, good | {name: value})

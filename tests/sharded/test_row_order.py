@@ -1,0 +1,69 @@
+"""The order of rows in the array of an interleaved table."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from interleaved_tables import (
+    MESHES,
+    SPEC,
+    TABLE,
+    VOCAB,
+    WIDTH,
+    interleave,
+    mesh_of,
+)
+
+import transformer_embed as te
+from transformer_embed._src.sharded.row_order import Interleaved
+
+
+@settings(deadline=None, derandomize=True, max_examples=50)
+@given(vocab_size=st.integers(1, 3000), bits=st.integers(1, 9))
+def test_dealing_gives_every_id_a_position_of_its_own(vocab_size, bits):
+    interleaved = Interleaved(vocab_size, 2**bits)
+    ids = np.arange(vocab_size, dtype=np.int32)
+    slots = interleaved.slots(ids)
+    assert slots.dtype == np.int32
+    assert len(np.unique(slots)) == vocab_size
+    assert slots.min() >= 0
+    assert slots.max() < interleaved.size < vocab_size + 2**bits
+    np.testing.assert_array_equal(interleaved.ids(slots), ids)
+    every = interleaved.ids(np.arange(interleaved.size, dtype=np.int32))
+    np.testing.assert_array_equal(np.sort(every), np.arange(interleaved.size))
+
+
+def test_a_device_deals_as_the_host_does():
+    interleaved, ids = Interleaved(10**6, 4096), np.arange(10**6, dtype=np.int32)
+    np.testing.assert_array_equal(jax.jit(interleaved.slots)(ids), interleaved.slots(ids))
+
+
+@pytest.mark.parametrize("devices", [2, 8, 64, 4096])
+def test_neighbouring_ids_reach_different_devices_on_every_mesh(devices):
+    interleaved = Interleaved(10**6, 4096)
+    owners = interleaved.slots(np.arange(10**6, dtype=np.int32)) // (interleaved.size // devices)
+    for start in (0, 4096, 4096 * 17):
+        assert len(np.unique(owners[start : start + devices])) == devices
+    assert np.bincount(owners, minlength=devices).max() <= 10**6 // devices + 1
+    # So do ids that are a round of dealing apart: as evenly as hashed ones.
+    apart = np.bincount(owners[:: 4096 // 8], minlength=devices)
+    assert apart.max() <= max(4 * apart.mean(), 8)
+
+
+def test_an_interleaved_array_is_the_same_on_every_mesh():
+    arrays = [np.asarray(interleave(mesh_of(shape)).array) for shape in MESHES]
+    arrays.append(np.asarray(interleave(mesh_of((2, 4)), SPEC("model")).array))
+    for array in arrays:
+        np.testing.assert_array_equal(array, arrays[0])
+    table = interleave(mesh_of((2, 4)))
+    assert table.shape == (VOCAB, WIDTH)
+    np.testing.assert_array_equal(table.in_vocabulary_order(), TABLE)
+    # A move from interleaved to cut and to another number of virtual shards keeps every row.
+    contiguous = te.sharding.shard_params(
+        {"t": table}, mesh_of((8, 1)), {"*": SPEC("data")}, tables="t"
+    )["t"]
+    np.testing.assert_array_equal(contiguous.in_vocabulary_order(), TABLE)
+    np.testing.assert_array_equal(
+        interleave(mesh_of((1, 8)), table=contiguous, shards=64).in_vocabulary_order(), TABLE
+    )

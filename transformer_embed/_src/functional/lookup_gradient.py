@@ -1,0 +1,156 @@
+"""The gradient of a lookup: a read whose transpose sums the gradients of repeated rows."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import export
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Integer, UInt32
+
+from transformer_embed._src import arguments
+
+
+@jax.jit
+def read_or_zero(table: Float[Array, "v d"], index: UInt32[Array, "..."]) -> Float[Array, "... d"]:
+    """`table[index]`, and zeros for an index past the end. It is linear in the table, and its
+    transpose is the table's gradient.
+
+    The transpose drops rows whose index is past the end, so the gradient needs no mask of the rows'
+    size. It sums the repeats of a row in float32 or wider, because a 16-bit sum stops growing after
+    some 256 of them. XLA fuses the conversion into the read, so no float32 copy of the table
+    exists.
+    """
+    wide = in_compute_dtype(table)
+    explicit = explicit_sharding(table, index)
+    by_repeats, by_runs = (
+        functools.partial(read, explicit)
+        for read in (_read_each_repeat, _read_each_row_once_per_device)
+    )
+    if _can_sort_index(table, index, explicit):
+        rows = jax.lax.platform_dependent(
+            wide, index, cuda=by_runs, rocm=by_runs, default=by_repeats
+        )
+    else:
+        rows = by_repeats(wide, index)
+    return rows.astype(table.dtype)
+
+
+def _can_sort_index(
+    table: Float[Array, "v d"], index: UInt32[Array, "..."], explicit: NamedSharding | None
+) -> bool:
+    """Whether each device can sort its index: it has the whole vocabulary, and its part of the
+    index is known while tracing."""
+    if not index.size * table.size or any(
+        map(export.is_symbolic_dim, (*table.shape, *index.shape))
+    ):
+        return False
+    if explicit is None:
+        return _is_on_one_device()
+    all_explicit = set(explicit.mesh.axis_types) == {jax.sharding.AxisType.Explicit}
+    # Before jax 0.7, a shard_map under explicit axes has no transpose.
+    return all_explicit and jax.typeof(table).sharding.spec[0] is None and hasattr(jax, "set_mesh")
+
+
+def in_compute_dtype(table: Float[Array, "v d"]) -> Float[Array, "v d"]:
+    """The table in float32 or wider, so that a row's gradient is summed in that dtype over repeats
+    and devices."""
+    return table.astype(arguments.compute_dtype(table.dtype))
+
+
+def _read_each_repeat(
+    explicit: NamedSharding | None, table: Float[Array, "v d"], index: UInt32[Array, "..."]
+) -> Float[Array, "... d"]:
+    """A read whose transpose is a scatter-add with repeated indices, which uses atomic additions on
+    a GPU."""
+    return table.at[index].get(mode="fill", fill_value=0, out_sharding=explicit)
+
+
+def _read_each_row_once_per_device(
+    explicit: NamedSharding | None, table: Float[Array, "v d"], index: UInt32[Array, "..."]
+) -> Float[Array, "... d"]:
+    """Under explicit mesh axes, each device sums the repeats of its own part of the index."""
+    read = jax.checkpoint(_read_each_row_once)
+    if explicit is None:
+        return read(table, index)
+    specs = (jax.typeof(table).sharding.spec, jax.typeof(index).sharding.spec)
+    return jax.shard_map(read, mesh=explicit.mesh, in_specs=specs, out_specs=explicit.spec)(
+        table, index
+    )
+
+
+def _read_each_row_once(
+    table: Float[Array, "v d"], index: UInt32[Array, "..."]
+) -> Float[Array, "... d"]:
+    """A read whose transpose sorts the rows by index, sums each run of equal indices, and writes
+    each sum once.
+
+    So the gradient on a GPU is the same from run to run, and its time does not depend on how often
+    an index repeats.
+    """
+    vocab_size, size = table.shape[0], index.size
+    order = jnp.argsort(index.reshape(-1), stable=True)
+    ordered = index.reshape(-1)[order]
+    changes, edge = ordered[1:] != ordered[:-1], jnp.ones((1,), bool)
+    starts, ends = jnp.concatenate([edge, changes]), jnp.concatenate([changes, edge])
+    # All are distinct, also those past the end.
+    once = jnp.where(
+        ends & (ordered < vocab_size), ordered, vocab_size + jnp.arange(size, dtype=jnp.uint32)
+    )
+    at_ends = table.at[once].get(mode="fill", fill_value=0, unique_indices=True)
+    (spread,) = jax.linear_transpose(functools.partial(_sum_runs, starts), at_ends)(at_ends)
+    rows = (
+        jnp.zeros_like(spread).at[order].add(spread, mode="promise_in_bounds", unique_indices=True)
+    )
+    return rows.reshape(*index.shape, table.shape[1])
+
+
+def _sum_runs(starts: Bool[Array, "n"], rows: Float[Array, "n d"]) -> Float[Array, "n d"]:
+    """For each row, the sum of its run up to that row. `starts` says where runs start."""
+
+    def join(left, right):
+        (left_starts, left_sum), (right_starts, right_sum) = left, right
+        starts_anew = jax.lax.broadcast_in_dim(right_starts, right_sum.shape, (0, 1))
+        # Not with jax.numpy functions: each call is traced and transposed separately, which took
+        # most of the tracing time of a step.
+        return jax.lax.bitwise_or(left_starts, right_starts), jax.lax.select(
+            starts_anew, right_sum, jax.lax.add(left_sum, right_sum)
+        )
+
+    return jax.lax.associative_scan(join, (starts[:, None], rows))[1]
+
+
+def _is_on_one_device() -> bool:
+    """Whether it is known while tracing that the program, or its part inside a shard_map, runs on
+    one device.
+
+    If the compiler may split the batch over devices, a sort would gather all of it on each device.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jax.device_count() == 1
+    manual = jax.sharding.AxisType.Manual
+    return all(
+        kind == manual or size == 1
+        for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True)
+    )
+
+
+def explicit_sharding(
+    table: Float[Array, "v d"], ids: Integer[Array, "..."]
+) -> NamedSharding | None:
+    """Under explicit mesh axes, the sharding of the rows: that of the ids, then that of the table's
+    columns."""
+    sharding = jax.typeof(ids).sharding
+    if jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    columns = jax.typeof(table).sharding.spec[1]
+    if columns is not None and columns in sharding.spec:
+        raise ValueError(
+            arguments.wanted(
+                "table",
+                "columns over a mesh axis that the ids do not use",
+                f"both over {columns!r}",
+            )
+        )
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, columns))

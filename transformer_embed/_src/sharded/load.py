@@ -1,0 +1,121 @@
+"""What an exchange of rows asks of the devices for one batch, counted on the host."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from transformer_embed._src import arguments
+from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.functional.partitioning import Axes
+from transformer_embed._src.rows.distinct_ids import distinct_rows
+from transformer_embed._src.sharded.hops import Hop
+from transformer_embed._src.sharded.interleaved import InterleavedTable
+from transformer_embed._src.sharded.table import Sharded, devices_along
+
+
+class ExchangeLoad(NamedTuple):
+    """The load of a batch; see `exchange_load`."""
+
+    rows: np.ndarray
+    dropped: int
+
+
+def exchange_load(table: Sharded, ids: ArrayLike, *, max_rows: int | None = None) -> ExchangeLoad:
+    """Counts, on the host, how many rows of an interleaved table each device sends for a batch, and
+    how many ids do not fit.
+
+    It also works on a table of shapes, which `shard_params` makes from the result of
+    jax.eval_shape.
+
+    Args:
+        table: an interleaved table; see `shard_params`.
+        ids: [batch, ...], any integer dtype, not traced: the ids of all devices, whose first
+            dimension is split over `batch_axes`.
+        max_rows: that of `te.rows.value_and_grad`, if a step trains with one.
+
+    Returns:
+        rows: int64, [size of each mesh axis of the batch, ...], the rows that each device is asked
+        for. An id counts once per device that asks, or once per group of devices whose requests are
+        merged on the way. dropped: the number of requests that do not fit; these ids read as NaN.
+
+    Raises:
+        TypeError: ids are not integers, or are traced; max_rows is not an int.
+        ValueError: the table is not interleaved; a batch that the devices do not divide; a max_rows
+            below 1.
+
+    Example:
+        >>> import jax, numpy as np
+        >>> from jax.sharding import Mesh, PartitionSpec
+        >>> import transformer_embed as te
+        >>> mesh = Mesh(np.array(jax.devices()[:1]), ["model"])
+        >>> params = {"embed": {"embeddings": np.ones([5, 2], np.float32)}}
+        >>> rules = {"*": PartitionSpec("model")}
+        >>> params = te.sharding.shard_params(params, mesh, rules, interleave="*", virtual_shards=2)
+        >>> load = te.sharding.exchange_load(params["embed"]["embeddings"], np.array([4, 1, 4]))
+        >>> load.rows.tolist(), load.dropped
+        ([2], 0)
+    """
+    array = arguments.as_integers("ids", ids)
+    if arguments.is_traced(array):
+        got = f"a traced {array.dtype}{list(array.shape)}"
+        raise TypeError(arguments.wanted("ids", "values on the host, outside of jit", got))
+    if not isinstance(table, InterleavedTable):
+        want = "an interleaved table (see `interleave` of shard_params)"
+        raise ValueError(arguments.wanted("table", want, "a contiguous table"))
+    sizes, batch = dict(table._mesh.shape), table.batch_axes
+    devices = devices_along(table._mesh, batch)
+    if array.ndim == 0 or array.shape[0] % devices:
+        want = f"a first dimension that {devices} devices divide"
+        raise ValueError(arguments.wanted("ids", want, f"shape {list(array.shape)}"))
+    read = np.asarray(array).reshape(devices, -1).clip(0, table.vocab_size - 1)
+    asked = max(1, min(read.shape[1], table.vocab_size))
+    if max_rows is not None:
+        arguments.integer("max_rows", max_rows, at_least=1)
+        part = jax.ShapeDtypeStruct(read.shape[1:], jnp.int32)
+        (asked,) = jax.eval_shape(
+            functools.partial(distinct_rows, vocab_size=table.vocab_size, max_rows=max_rows), part
+        ).shape
+    distinct = [np.unique(part).astype(np.int32) for part in read]
+    slots = [np.sort(table._order.slots(part[:asked])).astype(np.int64) for part in distinct]
+    rows, dropped = simulate(table._hops(devices, asked), slots, sizes, batch)
+    return ExchangeLoad(rows, dropped + sum(max(len(part) - asked, 0) for part in distinct))
+
+
+def simulate(
+    hops: Sequence[Hop], asked: Sequence[np.ndarray], sizes: Mapping[str, int], batch: Axes
+) -> tuple[np.ndarray, int]:
+    """What an exchange does with the ascending, distinct slots that each device asks for.
+
+    Returns:
+        The number of slots that each device is asked for over the last hop, [size of each axis of
+        the batch, ...], and how many did not fit.
+    """
+    shape, dropped, received = tuple(sizes[axis] for axis in batch), 0, {}
+    slots = dict(zip(np.ndindex(shape), asked, strict=True))
+    for hop in hops:
+        received, lost = _received(hop, slots, sizes, batch)
+        distinct = {device: np.unique(parts) for device, parts in received.items()}
+        slots = {device: parts[: hop.distinct] for device, parts in distinct.items()}
+        dropped += lost + sum(max(len(parts) - hop.distinct, 0) for parts in distinct.values())
+    return np.array([*map(len, received.values())], np.int64).reshape(shape), dropped
+
+
+def _received(
+    hop: Hop, slots: Mapping[tuple[int, ...], np.ndarray], sizes: Mapping[str, int], batch: Axes
+) -> tuple[dict[tuple[int, ...], np.ndarray], int]:
+    """The slots that each device receives over a hop, and how many do not fit."""
+    dimensions, shape = [batch.index(axis) for axis in hop.axes], [sizes[axis] for axis in hop.axes]
+    received, lost = {device: [np.zeros(0, np.int64)] for device in slots}, 0
+    for device, own in slots.items():
+        parts = own // hop.stride % hop.parts
+        fits = np.arange(len(parts)) - np.searchsorted(parts, parts) < hop.room
+        lost += int(np.sum(~fits))
+        for part in np.unique(parts):
+            owner = np.array(device)
+            owner[dimensions] = np.unravel_index(part, shape)
+            received[tuple(owner.tolist())].append(own[fits & (parts == part)])
+    return {device: np.concatenate(parts) for device, parts in received.items()}, lost

@@ -1,0 +1,281 @@
+"""Parameter trees on a device mesh: a rule for each parameter's name says how it is split, and
+tables become `Sharded`."""
+
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from transformer_embed._src import arguments
+from transformer_embed._src.functional.lookup import Table
+from transformer_embed._src.functional.partitioning import Axes, spec_axes
+from transformer_embed._src.sharded.contiguous import ContiguousTable
+from transformer_embed._src.sharded.interleaved import InterleavedTable
+from transformer_embed._src.sharded.table import Sharded, devices_along
+
+TABLES = "*/embeddings"
+VIRTUAL_SHARDS = 4096
+# Slots are int32, and slots past the end pad buffers.
+MAX_SIZE = 2**31 - 2**26
+
+
+def shard_params(
+    params: Any,
+    mesh: Mesh,
+    rules: Mapping[str, PartitionSpec],
+    *,
+    rng: Array | None = None,
+    tables: str = TABLES,
+    batch_axes: Axes | None = None,
+    interleave: str | None = None,
+    virtual_shards: int = VIRTUAL_SHARDS,
+    capacity: float = 1.0,
+) -> Any:
+    """Puts a parameter tree on a mesh: tables become `Sharded`, and the rule for a parameter's name
+    says how it is split.
+
+    A name is the parameter's path in the tree, such as
+    `"transformer_embedding/~/token_embedding/embeddings"`. The first rule whose pattern matches it
+    decides (`*` stands for any characters, slashes included). A parameter that no rule matches is
+    replicated.
+
+    A table is either contiguous, a block of consecutive rows on each device, or interleaved (see
+    `interleave`): TensorFlow says "div" and "mod". This also decides how its rows travel:
+
+    - Contiguous: in training by rows, the distinct rows that the whole batch reads are copied to
+      every device, which is cheaper up to some dozens of devices and works for any batch. Rows are
+      not exchanged, even if the batch is split over their mesh axes: an exchange has buffers of a
+      fixed size, and in vocabulary order the frequent ids, and so most of the load, are on one
+      device.
+    - Interleaved: rows are exchanged. In training by rows, in `lookup` and in its dense gradient,
+      each device asks the owners for the rows that its own part of the batch reads, and sends their
+      gradients back. What a device sends hardly grows with the number of devices, and not with the
+      table. The batch must be split over the mesh axes of the rows. For other ids (if the devices
+      do not divide their number, for example), `lookup` reads from all shards as in a contiguous
+      table, and training by rows raises an error.
+
+    Args:
+        params: a parameter tree, or a function that draws one from a key. The function is compiled
+            so that each device draws its own shards and no device holds a whole table; the values
+            are the same as on one device. A tree holds whole arrays, `Sharded` tables (to move them
+            to another mesh), or shapes from jax.eval_shape: then the result has the shapes and
+            shardings to compile for, or to restore a checkpoint into. An optimizer state works too,
+            because its paths end in the parameters' names. With many processes, every process
+            passes the same tree.
+        mesh: of any shape, with automatic or explicit axes.
+        rules: patterns and their specs: for each dimension a mesh axis, a tuple of them, or None.
+        rng: a key, required if params is a function; otherwise must be None.
+        tables: a pattern for the names of tables: of rank 2, split by a rule, and read only by
+            `lookup` and `tied_logits`. Other modules, such as hk.Embed, need a plain array: leave
+            their tables out of the pattern. An array of rank 1 with such a name has one number for
+            each row, such as row-wise Adagrad's state.
+        batch_axes: under automatic axes, the mesh axes that the first dimension of ids is split
+            over. None: the axes that the table does not use; for an interleaved table, all axes of
+            the mesh. If a contiguous table's rows are split over a batch axis, ids are all-gathered
+            and rows reduce-scattered over that axis.
+        interleave: a pattern for the names of tables to interleave: their rows are spread over
+            virtual shards, so that the frequent ids of a vocabulary sorted by frequency are not all
+            on one device, and rows are exchanged. None: all tables are contiguous. A table that a
+            tied output layer reads cannot be interleaved.
+        virtual_shards: a power of two that the number of devices along the rows' axes divides. An
+            interleaved table's array, and so its checkpoint, is the same on every such mesh.
+        capacity: for interleaved tables. Each device can send a fixed number of ids to each other
+            device: the mean load of a batch without repeats, plus a margin that randomly spread ids
+            exceed in less than one step in 1e9. A capacity c makes it at least c times the mean
+            load. An id that does not fit reads as NaN and gets no update; `exchange_load` counts
+            these for a batch.
+
+    Returns:
+        A tree like params.
+
+    Raises:
+        TypeError: mesh is not a Mesh; rules are not a mapping of patterns to PartitionSpec; tables
+            or interleave is not a string; a traced parameter; params is a function and rng is None.
+        ValueError: a pattern that matches no parameter; a spec with more dimensions than its
+            parameter; an axis that the mesh lacks; a dimension, other than a table's rows, that the
+            number of devices along its axes does not divide; a batch over the axes of a table's
+            columns; rng without a function; an interleaved table whose columns are split, whose
+            batch is not split over the axes of its rows, or whose virtual shards the devices do not
+            divide; a capacity that is not positive.
+
+    Example:
+        >>> import jax, numpy as np
+        >>> from jax.sharding import Mesh, PartitionSpec
+        >>> import transformer_embed as te
+        >>> embedder = te.make_embedder(te.EmbedderConfig(vocab_size=1000, d_model=64))
+        >>> mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ["data", "model"])
+        >>> rules = {"*/token_embedding/embeddings": PartitionSpec("model")}
+        >>> params = te.sharding.shard_params(embedder.init, mesh, rules, rng=jax.random.key(0))
+        >>> embedder.apply(params, None, [[1, 2, 3]], is_training=False).shape
+        (1, 3, 64)
+
+    Source:
+        Xu et al., "GSPMD: General and Scalable Parallelization for ML Computation Graphs" (2021),
+        https://arxiv.org/abs/2105.04663
+    """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(arguments.wanted("mesh", "a jax.sharding.Mesh", type(mesh).__name__))
+    if not isinstance(batch_axes, tuple | None):
+        want = "a tuple of mesh axes, or None"
+        raise TypeError(arguments.wanted("batch_axes", want, repr(batch_axes)))
+    arguments.integer("virtual_shards", virtual_shards, at_least=2, at_most=2**20)
+    if virtual_shards.bit_count() != 1:
+        raise ValueError(arguments.wanted("virtual_shards", "a power of two", virtual_shards))
+    if not isinstance(tables, str):
+        raise TypeError(arguments.wanted("tables", "a pattern of names", repr(tables)))
+    if not isinstance(interleave, str | None):
+        want = "a pattern of names, or None"
+        raise TypeError(arguments.wanted("interleave", want, repr(interleave)))
+    capacity = arguments.real("capacity", capacity, above=0)
+    place = _Placement(mesh, tables, batch_axes, interleave, virtual_shards, capacity)
+    if callable(params):
+        key = arguments.as_key("rng", rng)
+        return _draw(params, key, mesh, place.tree(jax.eval_shape(params, key), rules))
+    arguments.unwanted("rng", rng, "params is not a function")
+    return place.tree(params, rules)
+
+
+class _Placement(NamedTuple):
+    """Places parameters; see `shard_params`."""
+
+    mesh: Mesh
+    tables: str
+    batch_axes: Axes | None
+    interleave: str | None
+    virtual_shards: int
+    capacity: float
+
+    def tree(self, params: Any, rules: Mapping[str, PartitionSpec]) -> Any:
+        """The parameters on the mesh."""
+        if not isinstance(rules, Mapping) or not all(
+            isinstance(spec, PartitionSpec) for spec in rules.values()
+        ):
+            want = "a mapping of patterns to PartitionSpec"
+            raise TypeError(arguments.wanted("rules", want, rules))
+        paths, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_table)
+        leaves = {jax.tree_util.keystr(k, simple=True, separator="/"): leaf for k, leaf in paths}
+        for name, leaf in leaves.items():
+            if not hasattr(leaf, "shape"):
+                got = type(leaf).__name__
+                raise TypeError(arguments.wanted("params", f"an array as {name}", got))
+        patterns = dict.fromkeys(rules, "rules")
+        if self.interleave is not None:
+            patterns.setdefault(self.interleave, "interleave")
+        for pattern, argument in patterns.items():
+            if not fnmatch.filter(leaves, pattern):
+                want = f"patterns that match one of {', '.join(leaves)}"
+                raise ValueError(arguments.wanted(argument, want, repr(pattern)))
+        placed = [self.leaf(name, leaf, rules) for name, leaf in leaves.items()]
+        return jax.tree.unflatten(treedef, placed)
+
+    def leaf(self, name: str, leaf: Any, rules: Mapping[str, PartitionSpec]) -> Any:
+        """A parameter on the mesh."""
+        matching = (rules[pattern] for pattern in rules if fnmatch.fnmatchcase(name, pattern))
+        spec = next(matching, PartitionSpec())
+        axes = spec_axes(spec, len(leaf.shape))
+        if any(axes[len(leaf.shape) :]):
+            want = f"at most {len(leaf.shape)} dimensions for {name}"
+            raise ValueError(arguments.wanted("rules", want, spec))
+        # A None past the last dimension says nothing.
+        axes = axes[: len(leaf.shape)]
+        used = [axis for names in axes for axis in names]
+        for axis in (*used, *(self.batch_axes or ())):
+            if axis not in self.mesh.axis_names:
+                want = f"axes of the mesh, {self.mesh.axis_names}, for {name}"
+                raise ValueError(arguments.wanted("rules and batch_axes", want, repr(axis)))
+        sharding = NamedSharding(self.mesh, PartitionSpec(*[*spec][: len(axes)]))
+        array = leaf.array if isinstance(leaf, Sharded) else leaf
+        if arguments.is_traced(array):
+            want = "arrays outside of jit (a function that draws them is compiled by shard_params itself)"
+            raise TypeError(arguments.wanted("params", want, f"a traced {name}"))
+        # A row-wise optimizer may have one number of state for each row of a table.
+        is_table = len(axes) in (1, 2) and fnmatch.fnmatchcase(name, self.tables)
+        first = 1 if used and is_table else 0
+        for size, names in zip(leaf.shape[first:], axes[first:], strict=True):
+            parts = devices_along(self.mesh, names)
+            if size % parts:
+                want = f"a dimension of {name} that {parts} devices divide"
+                raise ValueError(arguments.wanted("rules", want, size))
+        if isinstance(array, jax.ShapeDtypeStruct):
+            rows = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        else:
+            rows = leaf.in_vocabulary_order() if isinstance(leaf, Sharded) else np.asarray(leaf)
+        if used and is_table:
+            return self.table(name, leaf.shape[0], axes, sharding)._filled(rows)
+        if isinstance(rows, jax.ShapeDtypeStruct):
+            return rows
+        return jax.make_array_from_callback(leaf.shape, sharding, rows.__getitem__)
+
+    def table(
+        self, name: str, vocab_size: int, axes: list[Axes], sharding: NamedSharding
+    ) -> Sharded:
+        """A table on the mesh, without its rows."""
+        row_axes, *column_axes = axes
+        used = (*row_axes, *(axis for names in column_axes for axis in names))
+        batch_axes = self.batch_axes
+        if batch_axes is not None and set(batch_axes) & set(used[len(row_axes) :]):
+            want = f"other axes than those of the columns of {name}"
+            raise ValueError(arguments.wanted("batch_axes", want, batch_axes))
+        if self.interleave is None or not fnmatch.fnmatchcase(name, self.interleave):
+            if batch_axes is None:
+                batch_axes = tuple(axis for axis in self.mesh.axis_names if axis not in used)
+            return ContiguousTable(None, vocab_size, sharding, batch_axes)
+        if batch_axes is None:
+            batch_axes = self.mesh.axis_names
+        if len(used) > len(row_axes):
+            want = f"rows over mesh axes, and whole columns, for {name}"
+            raise ValueError(arguments.wanted("interleave", want, sharding.spec))
+        if not set(row_axes) <= set(batch_axes):
+            want = f"the mesh axes of the rows of {name}, {row_axes}, among others, since it is interleaved"
+            raise ValueError(arguments.wanted("batch_axes", want, batch_axes))
+        parts = devices_along(self.mesh, row_axes)
+        if self.virtual_shards % parts:
+            want = f"a number of devices along {row_axes} that divides {self.virtual_shards} virtual shards, to interleave {name}"
+            raise ValueError(arguments.wanted("mesh", want, parts))
+        table = InterleavedTable(
+            None, vocab_size, sharding, batch_axes, self.virtual_shards, self.capacity
+        )
+        if table._order.size > MAX_SIZE:
+            want = f"at most {MAX_SIZE} rows for {name}, padding included, to interleave it"
+            raise ValueError(arguments.wanted("params", want, table._order.size))
+        return table
+
+
+def _draw(init: Callable, rng: Array, mesh: Mesh, targets: Any) -> Any:
+    """The tree that init draws, sharded and padded like its targets.
+
+    Under explicit axes, every device would draw whole arrays; only automatic axes split the
+    drawing.
+    """
+    automatic = Mesh(mesh.devices, mesh.axis_names)
+    shardings = jax.tree.map(lambda target: NamedSharding(automatic, target.sharding.spec), targets)
+
+    def to_array(rows: Array, target: Any) -> Any:
+        if not isinstance(target, Sharded):
+            return rows
+        array = target._order.to_array(rows, automatic, target._axes[0])
+        return dataclasses.replace(target, array=array)
+
+    # A key's type contains the explicit axes of the surrounding mesh; its data on the host does
+    # not.
+    numbers, kind = np.asarray(jax.random.key_data(rng)), jax.random.key_impl(rng)
+    # jax 0.6 has the context under another name.
+    set_mesh = getattr(jax, "set_mesh", None) or getattr(jax.sharding, "use_mesh")  # noqa: B009
+    with set_mesh(automatic):
+        draw = jax.jit(
+            lambda key: jax.tree.map(to_array, init(key), targets), out_shardings=shardings
+        )
+        drawn = draw(jax.random.wrap_key_data(jnp.asarray(numbers), impl=kind))
+    return jax.tree.map(
+        lambda array, target: jax.device_put(array, target.sharding), drawn, targets
+    )
+
+
+def _is_table(leaf: Any) -> bool:
+    return isinstance(leaf, Table)
