@@ -509,7 +509,7 @@ def state_of_tables(
         fits = (
             table
             for table, n in more.items()
-            if shape and longer == (params[table].shape[0] + n, *shape[1:])
+            if longer == (params[table].shape[0] + n, *shape[1:]) and longer[0] - shape[0] == n
         )
         table = next(fits, None)
         if table is None:

@@ -114,18 +114,20 @@ def update(
     dense_gradients = [None if i in of_rows else leaf for i, leaf in enumerate(gradients)]
     shared, rebuild = _split_arrays((dense_gradients, params_leaves, state_leaves, extra_args))
 
-    def step(shared: Any, rows: Mapping[int, Sequence[Any]]) -> tuple[Any, Any]:
-        """The step with zeros for the rows of the tables that `rows` does not have."""
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), block)
-        return layout.step(optimizer, zeros | dict(rows), *rebuild(shared))
+    def step(shared: Any, rows: Mapping[int, Sequence[Array]]) -> tuple[Any, Any]:
+        return layout.step(optimizer, rows, *rebuild(shared))
 
     row_check.check(functools.partial(step, shared), whole, block, optimizer.update)
-    _, new_leaves = step(shared, {})
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), block)
+    if any(map(arguments.is_traced, jax.tree.leaves(zeros))):
+        # The calls below have the same shapes: they share a trace.
+        step = jax.jit(step, inline=True)
+    _, new_leaves = step(shared, zeros)
     new_tables = {}
     for i, arrays in tables.items():
 
         def step_of_block(shared: Any, gradient: Array, rows: Sequence[Array], i: int = i) -> Any:
-            return step(shared, {i: [gradient, *rows]})[0][i]
+            return step(shared, zeros | {i: [gradient, *rows]})[0][i]
 
         update_arrays = functools.partial(_update_in_blocks, step_of_block, block[i][0].shape[0])
         if isinstance(arrays[0], RowTable):
