@@ -333,10 +333,13 @@ def _losses_and_logit_gradients(options, over, table, chunk):
     # Differences of logits: their rounding does not grow with the logits.
     shifted = logits - top[:, None]
     exponentials = jnp.exp(shifted)
-    expected = _shifted_logit_of_label(logits, top, shifted, labels)
     if options.label_smoothing:
+        # Shifted logits exist anyway: reading the label's from elsewhere would keep both.
         summed = vocabulary.where_inside(shifted, 0).sum(-1)
-        expected = options.label_share * expected + options.other_share * summed
+        expected = options.label_share * _logit_of_label(shifted, labels)
+        expected += options.other_share * summed
+    else:
+        expected = _shifted_logit_of_label(logits, top, shifted, labels)
     total, expected = _reduce_over(jax.lax.psum, over, (exponentials.sum(-1), expected))
     gradients = exponentials
     if options.label_smoothing:
