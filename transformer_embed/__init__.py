@@ -1,6 +1,10 @@
 """The input layer of a Transformer for JAX and Haiku: token lookup, positions and attention
 masks."""
 
+# isort: off
+from transformer_embed.cli import while_loading as _while_loading  # noqa: F401 (before jax)
+
+# isort: on
 from transformer_embed import plots, pretrained, rows, sharding
 from transformer_embed._src.functional.cross_entropy import tied_cross_entropy
 from transformer_embed._src.functional.dropout import dropout

@@ -1,6 +1,7 @@
 import dataclasses
 import math
 import os
+import sys
 import types
 
 import numpy as np
@@ -35,7 +36,7 @@ def by_hand(params, ids):
     return rows + np.stack([np.sin(angles), np.cos(angles)], -1).reshape(ids.shape[1], -1)
 
 
-def test_bars_are_on_stderr_until_quiet(capsys, model_file, text_file, tmp_path):
+def test_bars_are_on_a_terminal_until_quiet(monkeypatch, capsys, model_file, text_file, tmp_path):
     command = [
         "embed",
         str(text_file),
@@ -44,6 +45,9 @@ def test_bars_are_on_stderr_until_quiet(capsys, model_file, text_file, tmp_path)
         "--out",
         str(tmp_path / "x.npz"),
     ]
+    assert main(command) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert main(command) == 0
     assert "embedding: 100%" in capsys.readouterr().err
     assert main([*command, "--quiet"]) == 0

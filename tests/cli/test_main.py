@@ -1,8 +1,14 @@
+import os
+import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 
+import numpy as np
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
 from transformer_embed.cli.main import main
 from transformer_embed.cli.progress import progress
@@ -143,3 +149,78 @@ def test_ctrl_c_stays_ignored_where_it_is(ctrl_c):
     for _ in progress(range(2), "", quiet=True):
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+# --- Standard streams.
+
+CLOSED = st.fixed_dictionaries(
+    {},
+    optional={
+        "0": st.sampled_from(["<&-", "</dev/null"]),
+        "1": st.sampled_from([">&-", ">/dev/full", ">/dev/null"]),
+        "2": st.sampled_from(["2>&-", "2>/dev/full", "2>/dev/null"]),
+    },
+)
+
+
+def run_in_shell(command, streams, **variables):
+    """The exit status, stdout and stderr of a command with other standard streams."""
+    line = f"{sys.executable} -m transformer_embed {command} {' '.join(streams.values())}"
+    return subprocess.run(
+        ["bash", "-c", line], capture_output=True, check=False, env=os.environ | variables
+    )
+
+
+@pytest.mark.slow
+@settings(
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(CLOSED)
+@example({"1": ">&-"})
+@example({"2": "2>&-"})
+@example({"1": ">&-", "2": "2>&-"})
+@example({"1": ">/dev/full"})
+@example({"1": ">/dev/full", "2": "2>/dev/full"})
+def test_closed_and_full_streams_do_not_cost_the_work(model_file, text_file, streams):
+    """The file is whole, and stderr has at most one line."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = f"{folder}/x.npz"
+        done = run_in_shell(f"embed {text_file} --params {model_file} --out {out}", streams)
+        with np.load(out) as arrays:
+            assert arrays["embeddings"].shape[-1] == 128
+    is_full = streams.get("1") == ">/dev/full"
+    assert done.returncode == int(is_full)
+    line = b""
+    if is_full and "2" not in streams:
+        line = (
+            b"transformer-embed: error: cannot write to standard output: No space left on device\n"
+        )
+    assert done.stderr == line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["--help", "inspect {model}", "train x --steps 0"])
+@pytest.mark.parametrize("stream", [">&-", "2>&-", ">/dev/full", "2>/dev/full"])
+def test_no_command_shows_a_traceback(model_file, command, stream):
+    done = run_in_shell(command.format(model=model_file), {"1": stream})
+    assert b"Traceback" not in done.stderr
+    assert b"Exception" not in done.stderr
+    is_lost = stream == ">/dev/full" and "inspect" in command
+    assert done.returncode == (2 if "train" in command else int(is_lost))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_a_name_that_the_terminal_cannot_show_is_escaped(model_file, text_file, tmp_path, encoding):
+    """A letter that the encoding lacks, and a byte that is no letter in any."""
+    out = os.fsdecode(os.fsencode(tmp_path) + b"/\xc3\xbc\xff.npz")
+    command = ["embed", text_file, "--params", model_file, "--out", out]
+    done = subprocess.run(
+        [sys.executable, "-m", "transformer_embed", *command],
+        capture_output=True,
+        check=True,
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+    )
+    assert done.stderr == b""
+    assert b"\\udcff.npz: 100 lines of" in done.stdout
+    assert pathlib.Path(out).exists()

@@ -4,11 +4,16 @@ import hashlib
 import io
 import json
 import math
+import os
 import pathlib
+import pty
 import re
+import select
 import signal
 import subprocess
 import sys
+import termios
+import time
 
 import jax
 import numpy as np
@@ -41,13 +46,18 @@ def one_layer():
         yield
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, text_file):
     """What a training printed, its progress bars, and the parameters that it wrote."""
     path = tmp_path_factory.mktemp("trained") / "params.safetensors"
     with (
         contextlib.redirect_stdout(io.StringIO()) as out,
-        contextlib.redirect_stderr(io.StringIO()) as err,
+        contextlib.redirect_stderr(Terminal()) as err,
     ):
         assert main(["train", str(text_file), "--steps", str(STEPS), "--out", str(path)]) == 0
     return out.getvalue(), err.getvalue(), path
@@ -261,22 +271,36 @@ def test_a_folder_without_permission(monkeypatch, fails, text_file, tmp_path):
     )
 
 
-def interrupted(command):
-    """The exit status and the errors of a command that gets Ctrl-C once it trains. It never
-    outlives the call."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def interrupted(command, *, at=r"training: +0%", by=signal.SIGINT):
+    """The exit status, and what it showed on its terminal, of a command that gets a signal once it
+    shows a text. It never outlives the call."""
+    ours, terminal = pty.openpty()
+    termios.tcsetwinsize(ours, (24, 80))
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=terminal)
+    os.close(terminal)
     try:
         shown = b""
-        while not re.search(rb"training: +0%", shown):
-            chunk = process.stderr.read1(4096)
+        while not re.search(at.encode(), shown):
+            chunk = read_terminal(ours)
             assert chunk, f"ended before it trained: {shown.decode()}"
             shown += chunk
-        process.send_signal(signal.SIGINT)
-        _, rest = process.communicate(timeout=60)
-        return process.returncode, (shown + rest).decode()
+        process.send_signal(by)
+        process.communicate(timeout=60)
+        while chunk := read_terminal(ours):
+            shown += chunk
+        return process.returncode, shown.decode()
     finally:
         process.kill()
         process.communicate()
+        os.close(ours)
+
+
+def read_terminal(ours):
+    """What a terminal shows within a minute; nothing once its last writer has ended."""
+    with contextlib.suppress(OSError):
+        if select.select([ours], [], [], 60)[0]:
+            return os.read(ours, 4096)
+    return b""
 
 
 @pytest.fixture
@@ -290,7 +314,8 @@ def ctrl_c_is_heard():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ctrl_c_is_heard")
-def test_ctrl_c_stops_training_with_one_line_and_no_file(text_file, tmp_path):
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_stops_training_with_one_line_and_no_file(text_file, tmp_path, by):
     out = tmp_path / "x.safetensors"
     status, shown = interrupted(
         [
@@ -303,12 +328,47 @@ def test_ctrl_c_stops_training_with_one_line_and_no_file(text_file, tmp_path):
             "1000000",
             "--out",
             out,
-        ]
+        ],
+        by=by,
     )
     assert status == 130
     assert shown.splitlines()[-1] == "transformer-embed: interrupted"
     assert "Traceback" not in shown
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ctrl_c_is_heard")
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_model_is_saved_before_the_second_is_trained(text_file, tmp_path, by):
+    out = tmp_path / "x.safetensors"
+    command = [sys.executable, "-m", "transformer_embed", "train", text_file, "--out", out]
+    status, shown = interrupted([*command, "--steps", "10"], at=r"none, training: +0%", by=by)
+    assert status == 130
+    assert (
+        shown.splitlines()[-1]
+        == f"transformer-embed: interrupted; The model with sinusoidal positions is in {out}."
+    )
+    assert te.pretrained.load_embedder(out).config.d_model == 128
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ctrl_c_is_heard")
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("seconds", [0.3, 0.6, 0.9, 1.2, 1.6, 2.2])
+def test_ctrl_c_in_the_first_seconds_is_heard_and_prints_at_most_one_line(text_file, by, seconds):
+    """Also while the package is imported."""
+    command = [sys.executable, "-m", "transformer_embed", "train", text_file, "--steps", "1000000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        time.sleep(seconds)
+        process.send_signal(by)
+        _, shown = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode in (130, -by)
+    assert shown in (b"", b"transformer-embed: interrupted\n")
 
 
 @pytest.fixture

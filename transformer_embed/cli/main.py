@@ -2,13 +2,14 @@
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import IO, NoReturn
 
 import transformer_embed as te
 from transformer_embed.cli import embed, inspect, show, train
-from transformer_embed.cli.arguments import UserError
+from transformer_embed.cli.arguments import UserError, reason
 
 PROGRAM = "transformer-embed"
 DESCRIPTION = (
@@ -16,12 +17,16 @@ DESCRIPTION = (
     "and masks."
 )
 
-
 INTERRUPTED = 130
 
 
 def run() -> NoReturn:
     """Runs the command that the user typed, then exits."""
+    _prepare_streams()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # `nohup` and `&` make a process ignore a signal; it stays ignored.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
     status = main()
     if status == INTERRUPTED:
         # Python may crash at exit if it was interrupted while jax compiled.
@@ -29,34 +34,60 @@ def run() -> NoReturn:
     sys.exit(status)
 
 
+def _prepare_streams() -> None:
+    """Opens closed streams on the null device, and escapes letters that an encoding lacks."""
+    # The next file to be opened would take a closed stream's number, and get XLA's messages.
+    while (null := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(null)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115
+        stream.reconfigure(errors="backslashreplace")
+        setattr(sys, name, stream)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status: 0, 2 after bad input, 130 after Ctrl-C."""
+    """Runs one command; returns the exit status: 0, 1 if its output cannot be printed, 2 after bad
+    input, 130 after Ctrl-C or SIGTERM."""
     try:
-        args, unknown = _parser().parse_known_args(argv)
-        if unknown:
-            raise UserError(
-                f"unrecognized arguments: {' '.join(unknown)}; `{PROGRAM} {args.name} --help` lists the arguments"
-            )
-        args.run(args)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader of the output has exited. Python would try to flush the rest at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        try:
+            args, unknown = _parser().parse_known_args(argv)
+            if unknown:
+                raise UserError(
+                    f"unrecognized arguments: {' '.join(unknown)}; `{PROGRAM} {args.name} --help` lists the arguments"
+                )
+            args.run(args)
+        finally:
+            sys.stdout.flush()
     except UserError as error:
         return _failed(f"error: {error}", 2)
     except MemoryError:
         return _failed(
             "error: out of memory; give a smaller FILE, or split it and its longest lines", 2
         )
-    except KeyboardInterrupt:
-        return _failed("interrupted", INTERRUPTED)
+    except KeyboardInterrupt as error:
+        return _failed("; ".join(["interrupted", *error.args]), INTERRUPTED)
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        # Python would try to write the rest at exit.
+        _redirect_to_null(sys.stdout)
+        if isinstance(error, BrokenPipeError):  # The reader of the output has exited.
+            return 1
+        return _failed(f"error: cannot write to standard output: {reason(error)}", 1)
     return 0
 
 
 def _failed(message: str, status: int) -> int:
-    print(f"{PROGRAM}: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    try:
+        print(f"{PROGRAM}: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    except OSError:
+        _redirect_to_null(sys.stderr)
     return status
+
+
+def _redirect_to_null(stream: IO[str]) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class _Parser(argparse.ArgumentParser):

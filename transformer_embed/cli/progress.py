@@ -1,14 +1,14 @@
 """A progress bar that Ctrl-C stops between two items.
 
-A KeyboardInterrupt while jax compiles may get lost or crash Python at exit, so Ctrl-C waits until
-an item is done.
+A KeyboardInterrupt while jax compiles may get lost or crash Python at exit, so Ctrl-C (and SIGTERM,
+which `run` of main.py makes a KeyboardInterrupt too) waits until an item is done.
 """
 
 import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 
@@ -16,30 +16,32 @@ Item = TypeVar("Item")
 def progress(
     items: Iterable[Item], name: str, *, quiet: bool, status: Callable[[], str] = str
 ) -> Iterator[Item]:
-    """Yields the items under a bar on stderr, which shows what status() returns; Ctrl-C raises
-    KeyboardInterrupt after an item."""
+    """Yields the items under a bar on stderr, if it is a terminal, which shows what status()
+    returns; Ctrl-C raises KeyboardInterrupt after an item."""
     from tqdm import tqdm  # noqa: PLC0415 (slow to load)
 
-    with _ctrl_c() as is_pressed, tqdm(items, desc=name, ncols=79, disable=quiet) as bar:
+    # tqdm's None: no bar unless stderr is a terminal.
+    options: Any = {"desc": name, "ncols": 79, "disable": quiet or None}
+    with _deferred_interrupts() as interrupts, tqdm(items, **options) as bar:
         for item in bar:
             yield item
             bar.set_postfix_str(status(), refresh=False)
-            if is_pressed():
+            if interrupts:
                 raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
-def _ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed within the block; always False if the program ignores it."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    ):
-        yield lambda: False
-        return
-    pressed = []
-    signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
+def _deferred_interrupts() -> Iterator[list[int]]:
+    """The signals that came within the block, of those that would raise KeyboardInterrupt."""
+    signals: list[int] = []
+    if threading.current_thread() is threading.main_thread():
+        handler = signal.default_int_handler
+        signals = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is handler]
+    arrived: list[int] = []
+    for number in signals:
+        signal.signal(number, lambda number, _: arrived.append(number))
     try:
-        yield lambda: bool(pressed)
+        yield arrived
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in signals:
+            signal.signal(number, signal.default_int_handler)

@@ -76,17 +76,25 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(
             f"the text has {len(text)} bytes; give FILEs of {shortest} bytes or more in all"
         )
-    print(
-        f"text: {source}, {len(text):,} bytes\nsha256: {hashlib.sha256(text).hexdigest()}",
-        flush=True,
-    )
+    heading = f"text: {source}, {len(text):,} bytes\nsha256: {hashlib.sha256(text).hexdigest()}"
+    try:
+        print(heading, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        pass  # A full disk does not end the training; the command fails when it prints the rest.
     options = {"steps": args.steps, "seed": args.seed, "quiet": args.quiet}
     sinusoidal = language_model.train(text, te.Sinusoidal(), "sinusoidal", **options)
-    none = language_model.train(text, None, "none", **options)
-    unigram = language_model.unigram_bits(text)
+    kept = "The model is not kept; `--out PARAMS.safetensors` writes it to a file."
     if out:
         with writing(out):
             pretrained.save_embedder(out, sinusoidal.config, sinusoidal.params)
+        kept = f"The model with sinusoidal positions is in {args.out}."
+    try:
+        none = language_model.train(text, None, "none", **options)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(kept) from None
+    unigram = language_model.unigram_bits(text)
     size = sum(leaf.size for leaf in jax.tree.leaves(none.params))
     print(f"\n{'model':<30}{'parameters':>12}{'bits per byte':>16}")
     rows = (
@@ -96,11 +104,6 @@ def run(args: argparse.Namespace) -> None:
     )
     for name, parameters, bits in rows:
         print(f"{name:<30}{parameters:>12,}{bits:>16.2f}")
-    kept = (
-        f"The model with sinusoidal positions is in {args.out}."
-        if out
-        else "The model is not kept; `--out PARAMS.safetensors` writes it to a file."
-    )
     print(f"\n{kept}\n{verdict(sinusoidal.bits, none.bits, args.steps)}")
     print(
         f"bits per byte: sinusoidal {sinusoidal.bits:.2f}, none {none.bits:.2f}, unigram {unigram:.2f}"
