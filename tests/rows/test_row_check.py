@@ -13,6 +13,7 @@ import pytest
 from contexts import x64
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.ad_checkpoint import checkpoint_name
 
 import transformer_embed as te
 
@@ -244,6 +245,202 @@ def test_leaves_that_are_not_tables_never_depend_on_rows(name):
     if name == "global norm" and not hasattr(optax, "snapshot"):
         pytest.skip("this optax has no snapshot")
     refuse(make(), message)
+
+
+APART = {
+    "softmax": jax.nn.softmax,
+    "logsumexp": lambda g: g - jax.nn.logsumexp(g, axis=-1, keepdims=True),
+    "a barrier": lambda g: jax.lax.optimization_barrier((g, 1.0))[0],
+    "a name": lambda g: checkpoint_name(g, "gradient"),
+    "bits": lambda g: jax.lax.bitcast_convert_type(
+        jax.lax.bitcast_convert_type(g, jnp.int32) ^ 1, jnp.float32
+    ),
+    "bits of another width": lambda g: jax.lax.bitcast_convert_type(
+        jax.lax.bitcast_convert_type(g, jnp.int16), jnp.float32
+    ),
+    "a stack": lambda g: jnp.stack([g, 2 * g], -1).sum(-1),
+    "sorted columns": lambda g: jnp.sort(g, axis=-1)[:, ::-1],
+    "columns padded and summed": lambda g: jnp.cumsum(jnp.pad(g, ((0, 0), (1, 0))), axis=1)[:, 1:],
+    "a matrix": lambda g: g @ jnp.array([[1.0, 2.0], [3.0, 4.0]]),
+    "transposed": lambda g: (g.T * 2).T.reshape(-1, 1, 2).squeeze(1),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_is_one_row_in_a_table_trains_as_the_dense_step(name):
+    scale = np.arange(8, dtype=np.float32).reshape(4, 2) - 3
+    table, ids = np.ones([9, 2], np.float32), np.array([2, 3, 5, 7])
+    loss = lambda params: jnp.sum(te.lookup(params["t"], ids) * scale)
+
+    @jax.jit
+    def run(params):
+        _, grads = te.rows.value_and_grad(loss, ids={"t": ids})(params)
+        return te.rows.update(stateless(APART[name]), grads, (), params)[0]["t"]
+
+    expected = table.copy()
+    expected[ids] += APART[name](jnp.asarray(scale))
+    np.testing.assert_allclose(run({"t": table}), expected, rtol=1e-6)
+
+
+MOVED = {
+    "gather is not known to keep rows apart": lambda g: jnp.take(g, jnp.array([1, 0]), axis=1),
+    "rev over the rows": lambda g: g[::-1],
+    "sort over the rows": lambda g: jnp.sort(g, axis=0),
+    "cumsum over the rows": lambda g: jnp.cumsum(g, axis=0),
+    "pad over the rows": lambda g: jax.lax.pad(g, 0.0, ((1, -1, 0), (0, 0, 0))),
+    "reshape over the rows": lambda g: g.reshape(2, -1).T,
+    "dot_general over the rows": lambda g: g @ (g.T @ g),
+    "pairs of rows": lambda g: (g @ g.T) @ g,
+    "scan on a value outside of the row": lambda g: jax.lax.scan(
+        lambda total, x: (total + x, total), jnp.zeros(2), g
+    )[1],
+}
+
+
+@pytest.mark.parametrize("reason", MOVED)
+def test_what_mixes_or_moves_rows_is_refused(reason):
+    refuse(stateless(MOVED[reason]), reason)
+
+
+def shared_scan_over_rows(updates):
+    """A number that all rows share, from a loop of as many steps as there are rows."""
+    steps = updates["t"].shape[0]
+    number = jax.lax.scan(lambda x, _: (0.9 * x, None), 1.0, None, length=steps)[0]
+    return jax.tree.map(lambda g: number * g, updates)
+
+
+def shared_branch_over_rows(updates):
+    """A number that all rows share, from a branch that counts the rows."""
+    count = jax.lax.cond(
+        updates["w"][0, 0] > 0, lambda: jnp.ones(updates["t"].shape[0]).sum(), lambda: 1.0
+    )
+    return jax.tree.map(lambda g: count * g, updates)
+
+
+@pytest.mark.parametrize("change", [shared_scan_over_rows, shared_branch_over_rows])
+def test_a_shared_number_that_depends_on_the_number_of_rows_is_refused(change):
+    optimizer = optax.GradientTransformation(
+        lambda params: (), lambda updates, state, params=None: (change(updates), state)
+    )
+    with pytest.raises(ValueError, match="wanted each row updated from that row alone"):
+        step(optimizer)
+
+
+def emitting(emit):
+    """Gathers gradients, and emits them on some steps."""
+
+    def update(updates, state, params=None):
+        count, gathered = state
+        now = emit(count)
+        gathered = jax.tree.map(jnp.add, gathered, updates)
+        emitted = jax.tree.map(lambda g: -now * g, gathered)
+        return emitted, (count + 1, jax.tree.map(lambda g: (1 - now) * g, gathered))
+
+    init = lambda params: (jnp.zeros([], jnp.int32), jax.tree.map(jnp.zeros_like, params))
+    return optax.GradientTransformation(init, update)
+
+
+def test_a_choice_of_all_rows_may_not_decide_whether_a_gradient_is_used():
+    refuse(
+        emitting(lambda count: (count % 3 == 2).astype(jnp.float32)),
+        "by a condition outside of the row decides whether its gradient is used",
+    )
+    refuse(
+        stateless(lambda g: jnp.where(jnp.sum(jnp.ones(3)) > 2, g, 0.0)),
+        "select_n by a condition outside of the row decides whether its gradient is used",
+    )
+
+
+def test_a_schedule_that_chooses_a_step_size_is_no_such_choice():
+    schedule = lambda count: jnp.where(count < 1, 0.5, 0.25) + 0.1 * (count > 5)
+    after, _ = step(optax.sgd(schedule))
+    np.testing.assert_allclose(np.asarray(after["t"])[[0, 3], 0], [0.5, 0])
+
+
+# Dtypes.
+
+DTYPES = ["bfloat16", "float16", "float32", "int8", "int32"]
+
+
+def with_state(state_dtype, added_dtype):
+    """Adds the sign of the gradient, in one dtype, to a state of another."""
+
+    def update(updates, state, params=None):
+        after = jax.tree.map(lambda s, g: s + jnp.sign(g).astype(added_dtype), state, updates)
+        return jax.tree.map(lambda g: -g, updates), after
+
+    init = lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape, state_dtype), params)
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.slow
+@settings(deadline=None, derandomize=True, max_examples=30)
+@given(st.sampled_from(DTYPES[:3]), st.sampled_from(DTYPES), st.sampled_from(DTYPES))
+def test_a_state_keeps_its_dtype_or_is_refused(dtype, state_dtype, added_dtype):
+    params = {"t": jnp.ones([1000, 2], dtype), "w": jnp.ones([3, 2])}
+    optimizer = with_state(state_dtype, added_dtype)
+    widened = jnp.promote_types(state_dtype, added_dtype)
+    if widened != jnp.dtype(state_dtype):
+        with pytest.raises(ValueError, match=f"state of dtype {state_dtype} becomes {widened}"):
+            step(optimizer, params=params)
+        return
+    after, state = step(optimizer, params=params)
+    assert (after["t"].dtype, state["t"].dtype) == (dtype, state_dtype)
+    assert np.asarray(state["t"][:4, 0], np.float32).tolist() == [1, 0, 0, 1]
+
+
+def test_float32_hyperparameters_do_not_widen_a_state_of_16_bits():
+    params = {"t": jnp.ones([1000, 2], jnp.bfloat16), "w": jnp.ones([3, 2])}
+    optimizer = optax.inject_hyperparams(optax.radam, hyperparam_dtype=jnp.float32)(0.1)
+    with pytest.raises(ValueError, match="a state of dtype bfloat16 becomes float32"):
+        step(optimizer, params=params)
+
+
+# Nothing is kept beyond a trace.
+
+
+def test_an_optimizer_that_closes_over_a_value_uses_that_of_each_trace():
+    rate = [1.0]
+    optimizer = stateless(lambda g: -rate[0] * g)
+
+    def after_with(value):
+        rate[0] = value
+        return float(step(optimizer)[0]["t"][0, 0])
+
+    def after_with_traced(value):
+        @jax.jit
+        def run(params, value):
+            rate[0] = value
+            grads = {"t": te.rows.RowGradient(jnp.array([0]), jnp.ones([1, 2]), 1000)}
+            params, _ = te.rows.update(optimizer, grads, (), params)
+            return params["t"][0, 0]
+
+        return float(run({"t": jnp.ones([1000, 2])}, value))
+
+    assert [after_with(0.5), after_with(0.25)] == [0.5, 0.75]
+    assert [after_with_traced(0.5), after_with_traced(0.25)] == [0.5, 0.75]
+
+
+def test_extra_arguments_may_be_anything_that_the_optimizer_takes():
+    def update(updates, state, params=None, *, flag, mode, value):
+        assert (flag, mode) == (True, "double")
+        return jax.tree.map(lambda g: -2 * value * g, updates), state
+
+    optimizer = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    arguments = {"flag": True, "mode": "double", "value": jnp.array(0.25)}
+    after, _ = te.rows.update(optimizer, rows([1, 2]), (), PARAMS, **arguments)
+    np.testing.assert_array_equal(np.asarray(after["t"])[:4, 0], [1, 0.5, 0.5, 1])
+
+
+@pytest.mark.parametrize("ids", [[3, 3], [5, 2], [-1, 3]])
+def test_ids_made_by_hand_must_ascend(ids):
+    message = (
+        r"^grads: wanted row ids that ascend from 0 or above, each of them once, got \[-?\d, \d\]$"
+    )
+    with pytest.raises(ValueError, match=message):
+        te.rows.update(optax.sgd(1.0), rows(ids), optax.sgd(1.0).init(PARAMS), PARAMS)
+    with pytest.raises(ValueError, match=message):
+        te.rows.add(rows([1, 2]), rows(ids))
 
 
 def test_two_updates_of_one_gradient_both_start_from_the_rows_as_they_are():

@@ -209,9 +209,9 @@ def _replace_special_rows(
     """The rows, with NaN or zeros at ids out of range and zeros at padding."""
     if out_of_range != "clip":
         outside = ids.astype(jnp.uint32) >= vocab_size
-        rows = jnp.where(
-            outside[..., None], jnp.array(jnp.nan if out_of_range == "nan" else 0, rows.dtype), rows
-        )
+        # A constant of numpy, which jax_debug_nans lets pass where no id is outside.
+        fill = np.array(np.nan if out_of_range == "nan" else 0, rows.dtype)
+        rows = jnp.where(outside[..., None], fill, rows)
     if pad_id is not None:
         rows = jnp.where((ids == pad_id)[..., None], jnp.zeros((), rows.dtype), rows)
     return rows

@@ -67,7 +67,7 @@ class GatheredRows(Table):
         slots = jnp.minimum(count_below(self.ids, ids), len(self.ids) - 1)
         rows = rows_at(self.values, slots)
         is_held = read_each(self.ids, slots) == ids
-        return jnp.where(is_held[..., None], rows, jnp.array(jnp.nan, rows.dtype))
+        return jnp.where(is_held[..., None], rows, np.array(np.nan, rows.dtype))
 
     def gradient(self, values: Float[Array, "k d"]) -> RowGradient:
         """The gradient of these rows."""

@@ -537,6 +537,35 @@ def test_a_step_works_under_vmap_over_seeds():
         np.testing.assert_allclose(ours, theirs, rtol=DENSE_TOLERANCE, atol=DENSE_TOLERANCE)
 
 
+@pytest.mark.parametrize("spec", [("x",), ("x", None), (None, "x")])
+def test_a_whole_table_trains_on_a_batch_that_explicit_axes_split(spec):
+    """Plain data parallelism."""
+    kinds = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=kinds, devices=jax.devices()[:2])
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    ids = np.array([[5, 9], [9, VOCAB_SIZE]])
+    ids = ids if len(spec) == 2 else ids.reshape(-1)
+    optimizer = optax.adamw(RATE)
+
+    @jax.jit
+    def step(params, state, ids):
+        def loss(params):
+            rows = te.lookup(params["embed"]["embeddings"], ids, out_of_range="zero")
+            return jnp.sum(jnp.tanh(rows * params["scale"]))
+
+        _, grads = te.rows.value_and_grad(loss, ids={"embed": {"embeddings": ids}})(params)
+        return te.rows.update(optimizer, grads, state, params)
+
+    params = make_params()
+    expected = step(params, optimizer.init(params), ids)
+    set_mesh = getattr(jax, "set_mesh", None) or jax.sharding.use_mesh
+    with set_mesh(mesh):
+        arguments = jax.device_put((params, optimizer.init(params)), everywhere)
+        found = step(*arguments, jax.device_put(ids, sharding))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
+
+
 def test_each_table_may_have_a_bound_of_its_own():
     params, ids = {"a": jnp.ones([9, 2]), "b": jnp.ones([9, 2])}, {"a": [1, 1, 1], "b": [2, 3, 4]}
     grads = jax.eval_shape(lambda params: taken(params, ids, max_rows={"a": 1})[1], params)
@@ -580,86 +609,6 @@ def test_a_step_is_traced_once():
     for ids, weights in batches(lambda rng: rng.integers(0, VOCAB_SIZE, 5)):
         params, state = compiled(params, state, ids, weights)
     assert len(traces) == 1
-
-
-# What reads a table otherwise.
-
-ROWS = GatheredRows(jnp.array([1, 2]), jnp.ones([2, 3]), 5)
-
-
-def embed_by_haiku(rows):
-    params = {"embed": {"embeddings": rows}}
-    return hk.without_apply_rng(
-        hk.transform(lambda: hk.Embed(5, 3, name="embed")(jnp.array([1])))
-    ).apply(params)
-
-
-OTHER_USES = {
-    "times a number": lambda rows: rows * 2,
-    "a number times": lambda rows: 2.0 * rows,
-    "array times": lambda rows: jnp.ones(3) * rows,
-    "numpy array plus": lambda rows: np.ones(3) + rows,
-    "matmul": lambda rows: jnp.ones([1, 5]) @ rows,
-    "transposed": lambda rows: jnp.ones([1, 3]) @ rows.T,
-    "astype": lambda rows: rows.astype(jnp.bfloat16),
-    "indexed": lambda rows: rows[jnp.array([1])],
-    "at": lambda rows: rows.at[0].set(1),
-    "jnp.asarray": jnp.asarray,
-    "np.asarray": np.asarray,
-    "jnp.sum": jnp.sum,
-    "jnp.dot": lambda rows: jnp.dot(jnp.ones(5), rows),
-    "jnp.take": lambda rows: jnp.take(rows, jnp.array([1]), axis=0),
-    "einsum": lambda rows: jnp.einsum("vd->v", rows),
-    "hk.Embed": embed_by_haiku,
-}
-
-
-@pytest.mark.parametrize("name", OTHER_USES)
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_any_other_use_of_rows_is_a_type_error(name, jit):
-    # jax 0.6.0 has its own TypeError for a sum.
-    ours, jaxs = (
-        "table: wanted to be read by te.lookup or te.TokenEmbedding alone, since "
-        "te.rows.value_and_grad has its ids, got another use of its rows",
-        "expected ArrayLike, got GatheredRows",
-    )
-    with pytest.raises(TypeError, match=f"{ours}|{jaxs}" if name == "jnp.sum" else ours):
-        (jax.jit(OTHER_USES[name]) if jit else OTHER_USES[name])(ROWS)
-
-
-def test_rows_look_like_the_table():
-    assert (ROWS.shape, ROWS.dtype) == ((5, 3), jnp.float32)
-    assert not hasattr(ROWS, "ndim")
-    copied = jax.tree.map(lambda leaf: leaf + 0, ROWS)
-    assert copied.shape == (5, 3)
-
-
-def test_rows_whose_ids_were_cast_to_floats_raise_an_error():
-    cast = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), ROWS)
-    with pytest.raises(
-        TypeError,
-        match=r"^table: wanted rows with int32 ids \(map over floating leaves only\), got ids of bfloat16",
-    ):
-        te.lookup(cast, [1])
-
-
-@pytest.mark.slow
-def test_a_tied_table_is_refused():
-    message = "table: wanted a whole table, trained densely, since the output layer is tied to it, got some of its rows"
-    with pytest.raises(TypeError, match=message):
-        te.tied_logits(np.ones(3, np.float32), ROWS)
-
-    def tied(ids):
-        embed = te.TokenEmbedding(5, 3)
-        return embed.logits(embed(ids))
-
-    net = hk.without_apply_rng(hk.transform(tied))
-    params = jax.eval_shape(net.init, jax.random.key(0), np.array([1]))
-    step = te.rows.value_and_grad(
-        lambda params: net.apply(params, [1]).sum(), ids={"token_embedding": {"embeddings": [1]}}
-    )
-    with pytest.raises(TypeError, match=message):
-        jax.eval_shape(step, params)
 
 
 # Arguments.
