@@ -126,13 +126,11 @@ FUNCTIONS = {
         lambda params, rng: te.resize_vocabulary(params, VOCAB + 8, rng),
         (PARAMS, KEY),
     ),
-    "segment_mask": (te.segment_mask, (IDS, IDS)),
     "sinusoidal_encoding": (lambda positions: te.sinusoidal_encoding(positions, WIDTH), (IDS,)),
     "sinusoidal_grid": (lambda: te.sinusoidal_grid((8, 8), WIDTH), ()),
     "sinusoidal_table": (lambda: te.sinusoidal_table(LENGTH, WIDTH), ()),
     "tied_cross_entropy": (jax.value_and_grad(te.tied_cross_entropy, (0, 1)), (X, TABLE, IDS)),
     "tied_logits": (te.tied_logits, (X, TABLE)),
-    "window_mask": (functools.partial(te.window_mask, left=3, right=0), (IDS, IDS)),
     "rows.update": (
         row_step,
         (TABLE, jax.eval_shape(optax.adam(1e-3).init, {"table": TABLE}), IDS),

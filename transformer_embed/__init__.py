@@ -15,8 +15,6 @@ from transformer_embed._src.functional.masks import (
     combine_masks,
     mask_to_bias,
     padding_mask,
-    segment_mask,
-    window_mask,
 )
 from transformer_embed._src.functional.output_layer import tied_logits
 from transformer_embed._src.functional.relative_bias import (
@@ -88,12 +86,10 @@ __all__ = [
     "resize_positions",
     "resize_vocabulary",
     "rows",
-    "segment_mask",
     "sharding",
     "sinusoidal_encoding",
     "sinusoidal_grid",
     "sinusoidal_table",
     "tied_cross_entropy",
     "tied_logits",
-    "window_mask",
 ]

@@ -306,15 +306,6 @@ def attention(got, *, query_positions, key_positions, causal, padding_mask, wind
     same(np.broadcast_to(np.asarray(got)[:, 0], (batch, queries, keys)), np.array(expected, bool))
 
 
-def window(got, query_positions, key_positions, *, left, right):
-    inside = lambda q, k: (left is None or q - k <= left) and (right is None or k - q <= right)
-    same(got, np.array(pairs_of(inside, query_positions, key_positions), bool))
-
-
-def segments(got, query_segment_ids, key_segment_ids):
-    same(got, np.array(pairs_of(lambda q, k: q == k, query_segment_ids, key_segment_ids), bool))
-
-
 def padding(got, ids, *, pad_id):
     same(got, np.array([each != pad_id for each in integers(ids).ravel()], bool))
 
@@ -549,13 +540,11 @@ CHECKS = {
     te.padding_mask: padding,
     te.permute_rotary_weights: permuted,
     te.relative_position_buckets: buckets,
-    te.segment_mask: segments,
     te.sinusoidal_encoding: encoding,
     te.sinusoidal_grid: grid,
     te.sinusoidal_table: table,
     te.tied_cross_entropy: cross_entropy,
     te.tied_logits: logits,
-    te.window_mask: window,
     te.TokenPositions.from_ids: from_ids,
     te.TokenPositions.from_lengths: from_lengths,
     te.TokenPositions.from_offset: from_offset,

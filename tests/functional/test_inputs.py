@@ -71,7 +71,6 @@ CALLS = {
         (X,),
     ),
     "relative_position_buckets": (te.relative_position_buckets, (POSITIONS, POSITIONS)),
-    "segment_mask": (te.segment_mask, (SEGMENTS, SEGMENTS)),
     "sinusoidal_encoding": (lambda positions: te.sinusoidal_encoding(positions, 4), (POSITIONS,)),
     "sinusoidal_grid": (
         lambda positions: te.sinusoidal_grid((2, 2), 4, positions=positions),
@@ -82,7 +81,6 @@ CALLS = {
         (X[..., :3], TABLE, IDS[:1, :, None] + np.zeros(2, np.int32)),
     ),
     "tied_logits": (te.tied_logits, (X[..., :3], TABLE)),
-    "window_mask": (functools.partial(te.window_mask, left=1, right=0), (POSITIONS, POSITIONS)),
 }
 every_function = pytest.mark.parametrize("name", CALLS)
 
@@ -250,7 +248,13 @@ def test_token_positions_given_as_positions_say_to_pass_positions():
         TypeError,
         match=r"^query_segment_ids: wanted an array, got a TokenPositions: pass its \.segment_ids$",
     ):
-        te.segment_mask(token_positions, SEGMENTS)
+        te.attention_mask(
+            query_positions=IDS,
+            key_positions=IDS,
+            causal=False,
+            query_segment_ids=token_positions,
+            key_segment_ids=SEGMENTS,
+        )
 
 
 class TestTracedIntegersThatInt32DoesNotHold:
@@ -316,12 +320,7 @@ class TestPermutedWeights:
         (
             ValueError,
             "query_positions and key_positions: wanted the same number of rows, or 1, got 2 and 3",
-            lambda: te.window_mask(np.ones((2, 3), int), np.ones((3, 3), int), left=1),
-        ),
-        (
-            ValueError,
-            "query_segment_ids and key_segment_ids: wanted the same number of rows, or 1, got 2 and 3",
-            lambda: te.segment_mask(np.ones((2, 3), int), np.ones((3, 3), int)),
+            lambda: te.relative_position_buckets(np.ones((2, 3), int), np.ones((3, 3), int)),
         ),
         (
             ValueError,
@@ -354,3 +353,87 @@ def test_errors_are_ours(kind, message, call):
     with pytest.raises(kind) as caught:
         call()
     assert str(caught.value).startswith(message)
+
+
+# Inputs that numpy, jax or Python would read as something else.
+
+
+@pytest.mark.parametrize("hold", [lambda x: [x], lambda x: ([x],), lambda x: [x, x]])
+def test_a_masked_array_inside_lists_is_refused(hold):
+    masked = np.ma.masked_array([1.0, 2.0], [True, False])
+    message = r"^table: wanted an array without a mask \(fill it first: x.filled\(...\)\), got "
+    with pytest.raises(TypeError, match=message):
+        te.lookup(hold(masked), [0])
+    with pytest.raises(TypeError, match=message):
+        te.lookup([[1.0, np.ma.masked]], [0])
+    np.testing.assert_array_equal(te.lookup([masked.filled(0.0), [3.0, 4.0]], [0]), [[0.0, 2.0]])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("exponent", [1, 8, 20, 40, 50, 60, 300])
+def test_a_bias_that_rounds_to_zero_is_refused(dtype, exponent):
+    value = -(10.0**-exponent)
+    with x64():
+        if float(np.asarray(value).astype(jnp.dtype(dtype))) < 0:
+            assert np.asarray(te.mask_to_bias([False], dtype, value=value)) < 0
+        else:
+            message = rf"^value: wanted a number below 0 that {dtype} holds, at least "
+            with pytest.raises(ValueError, match=message):
+                te.mask_to_bias([False], dtype, value=value)
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("shape", [(0, 3, 2, 4), (2, 0, 2, 4), (2, 3, 0, 4), (0, 0, 0, 4)])
+@pytest.mark.parametrize("rotary_dim", [None, 2])
+def test_rotary_of_nothing_is_nothing(layout, shape, rotary_dim):
+    x = np.zeros(shape, np.float32)
+    rotate = functools.partial(te.apply_rotary, layout=layout, rotary_dim=rotary_dim)
+    assert rotate(x, np.arange(shape[1])).shape == shape
+
+
+def test_two_stars_before_token_positions_are_answered_by_name():
+    tokens = te.TokenPositions.from_ids([[5, 6, 0]], pad_id=0)
+    message = r"^arguments: wanted \*\*tokens.queries\(\) and \*\*tokens.keys\(\), for "
+    for call in (te.attention_mask, te.alibi_bias, dict):
+        with pytest.raises(TypeError, match=message):
+            call(**tokens, causal=True)
+    assert (tokens[0] is tokens.positions, tokens[-1] is tokens.segment_ids) == (True, True)
+    assert tokens[:1] == (tokens.positions,)
+
+
+@pytest.mark.parametrize("empty", [[], (), np.zeros(0, int), jnp.zeros(0, int)])
+def test_no_numbers_are_integers_too(empty):
+    assert te.TokenPositions.from_offset(empty, 3).positions.shape == (0, 3)
+    assert te.TokenPositions.from_segment_ids(empty).positions.shape == (1, 0)
+    assert te.TokenPositions.from_lengths(empty, 3).positions.shape == (0, 3)
+    assert te.TokenPositions.from_ids(empty, pad_id=0).positions.shape == (1, 0)
+
+
+@pytest.mark.parametrize("container", [np.array, lambda axes: list(map(np.int8, axes))])
+def test_axes_are_integers_of_any_type(container):
+    axes = tuple(container([1, 0]))
+    expected = te.sinusoidal_grid((2, 3), 8, axes=(1, 0))
+    np.testing.assert_array_equal(te.sinusoidal_grid((2, 3), 8, axes=axes), expected)
+    assert te.SinusoidalGrid((2, 3), axes=axes) == te.SinusoidalGrid((2, 3), axes=(1, 0))
+    assert {type(axis) for axis in te.SinusoidalGrid((2, 3), axes=axes).axes} == {int}
+
+
+@pytest.mark.parametrize("dtype", ["int2", "uint2", "int4", "uint4"])
+@pytest.mark.parametrize("library", [np, jnp], ids=["numpy", "jax"])
+def test_integers_of_2_and_4_bits(library, dtype):
+    if not hasattr(jnp, dtype):
+        pytest.skip("this jax has no such dtype")
+    ids = library.asarray(np.array([0, 1, 1]), dtype=getattr(jnp, dtype))
+    te.check_ids(ids, 2)
+    with pytest.raises(
+        ValueError, match=r"^ids: wanted integers inside the vocabulary, 0..0, got 1"
+    ):
+        te.check_ids(ids, 1)
+    np.testing.assert_array_equal(te.lookup(TABLE, ids), TABLE[[0, 1, 1]])
+    np.testing.assert_array_equal(
+        te.sinusoidal_encoding(ids, 4), te.sinusoidal_encoding([0, 1, 1], 4)
+    )
+    np.testing.assert_array_equal(
+        te.alibi_bias(ids, ids, num_heads=2), te.alibi_bias([0, 1, 1], [0, 1, 1], num_heads=2)
+    )
+    assert te.TokenPositions.from_ids(ids, pad_id=0).positions.tolist() == [[0, 0, 1]]

@@ -372,7 +372,7 @@ def test_attention_mask_refuses_padding_of_another_shape():
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_mask_refuses_batches_of_unequal_sizes(causal):
-    message = r"^query_positions, key_positions(, padding_mask)?: wanted the same number of rows, or 1, got 2, (1, )?3$"
+    message = r"^query_positions and key_positions( and padding_mask)?: wanted the same number of rows, or 1, got 2 and (1 and )?3$"
     refused(
         ValueError,
         message,
@@ -673,7 +673,8 @@ WINDOW_QUERIES, WINDOW_KEYS = [*range(-3, 6), *FAR], [*range(7), *FAR]
 def compiled_windows():
     """The mask of each window, from one program."""
     build = lambda queries, keys: [
-        te.window_mask(queries, keys, left=left, right=right) for left, right in WINDOWS
+        te.attention_mask(query_positions=queries, key_positions=keys, causal=False, window=window)
+        for window in WINDOWS
     ]
     return dict(
         zip(WINDOWS, jax.jit(build)(np.array(WINDOW_QUERIES), np.array(WINDOW_KEYS)), strict=True)
@@ -681,11 +682,12 @@ def compiled_windows():
 
 
 @pytest.mark.parametrize(("left", "right"), WINDOWS)
-def test_window_mask_at_any_distance(left, right):
+def test_a_window_of_any_distance(left, right):
     rule = lambda q, k: (left is None or k >= q - left) and (right is None or k <= q + right)
-    np.testing.assert_array_equal(
-        compiled_windows()[left, right], by_loop(rule, WINDOW_QUERIES, WINDOW_KEYS)
-    )
+    expected = by_loop(rule, WINDOW_QUERIES, WINDOW_KEYS)
+    mask = compiled_windows()[left, right]
+    assert mask.shape == (expected.shape if (left, right) != (None, None) else (1, 1, 1, 12))
+    np.testing.assert_array_equal(np.broadcast_to(mask, expected.shape), expected)
 
 
 def test_window_conventions():
@@ -782,24 +784,42 @@ def test_blocks_without_another_term_hide_nothing():
     assert np.asarray(mask).all()
 
 
-def test_segment_mask_lets_segment_0_attend_to_itself():
-    assert te.segment_mask([0, 1], [0, 1]).tolist() == [[[[True, False], [False, True]]]]
+def segment_mask(queries, keys):
+    return te.attention_mask(
+        query_positions=range(np.shape(queries)[-1]),
+        key_positions=range(np.shape(keys)[-1]),
+        causal=False,
+        query_segment_ids=queries,
+        key_segment_ids=keys,
+    )
+
+
+def window_mask(positions, window):
+    return te.attention_mask(
+        query_positions=positions, key_positions=positions, causal=False, window=window
+    )
+
+
+def test_segment_0_attends_to_itself():
+    assert segment_mask([0, 1], [0, 1]).tolist() == [[[[True, False], [False, True]]]]
 
 
 def test_masks_without_a_batch_term_have_no_rows():
     for mask in (
-        te.window_mask(range(3), range(4), left=1),
+        te.attention_mask(
+            query_positions=range(3), key_positions=range(4), causal=False, window=(1, None)
+        ),
         te.attention_mask(query_positions=range(3), key_positions=range(4), causal=False, chunk=2),
     ):
         assert mask.shape == (1, 1, 3, 4)
-    assert te.segment_mask([[1, 2]], [[1, 2, 3]] * 2).shape == (2, 1, 2, 3)
+    assert segment_mask([[1, 2]], [[1, 2, 3]] * 2).shape == (2, 1, 2, 3)
 
 
 def test_masks_combine_by_operators():
     positions = range(5)
     causal, local = (
-        te.window_mask(positions, positions, right=0),
-        te.window_mask(positions, positions, left=1, right=1),
+        window_mask(positions, (None, 0)),
+        window_mask(positions, (1, 1)),
     )
     np.testing.assert_array_equal(
         causal & ~local, by_loop(lambda q, k: k <= q and abs(q - k) > 1, positions, positions)

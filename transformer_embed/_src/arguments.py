@@ -220,39 +220,34 @@ def as_positions(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
     """Positions: integers of any width, or float32."""
     array = as_array(name, value)
     if isinstance(array, np.ndarray) and array.dtype == np.float64:
-        return _as_float32(name, array)
+        with np.errstate(over="ignore"):
+            narrow = array.astype(np.float32)
+        moved = np.isfinite(array) & (np.abs(array) >= 2**24) & (narrow != array)
+        if moved.any():
+            want = "floats that float32 holds (pass large positions as integers)"
+            raise ValueError(wanted(name, want, array[moved][0]))
+        return narrow
     if jnp.issubdtype(array.dtype, jnp.integer):
         return _at_least_8_bits(array)
     if array.dtype in (jnp.float32, jnp.float64):
         return array
-    raise TypeError(
-        wanted(name, "an integer dtype, or float32 (16-bit floats skip integers)", array.dtype)
-    )
+    want = "an integer dtype, or float32 (16-bit floats skip integers)"
+    raise TypeError(wanted(name, want, array.dtype))
 
 
-def as_fitting_positions(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
-    """As `as_positions`, in a dtype that jit does not narrow: host integers outside int32 are a
-    ValueError."""
+def as_fitting_positions(name: str, value: ArrayLike) -> jax.Array:
+    """As `as_positions`; integers that fit int32 have that dtype, so that they share a trace.
+
+    A ValueError if 64-bit integers on the host do not fit. uint32 ones keep their dtype.
+    """
     array = as_positions(name, value)
-    is_wide = isinstance(array, np.ndarray) and array.dtype.itemsize == 8
-    return fits_int32(name, np.asarray(array)) if is_wide else array
-
-
-def _as_float32(name: str, array: np.ndarray) -> np.ndarray:
-    """Host floats as float32. A ValueError names the first that float32 would round to another
-    integer."""
-    with np.errstate(over="ignore"):
-        narrow = array.astype(np.float32)
-    moved = np.isfinite(array) & (np.abs(array) >= 2**24) & (narrow != array)
-    if moved.any():
-        raise ValueError(
-            wanted(
-                name,
-                "floats that float32 holds (pass large positions as integers)",
-                array[moved][0],
-            )
-        )
-    return narrow
+    if jnp.issubdtype(array.dtype, jnp.floating):
+        return jnp.asarray(array)
+    if isinstance(array, jax.Array):
+        return as_int32(name, array) if _fits_int32_by_dtype(array) else array
+    if array.dtype == np.uint32 and array.size and array.max() >= 2**31:
+        return jnp.asarray(array)
+    return jnp.asarray(_as_host_int32(name, array))
 
 
 def as_integers(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
@@ -265,63 +260,69 @@ def as_integers(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
     return _at_least_8_bits(array)
 
 
-def _at_least_8_bits(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
-    """Integers in a dtype that numpy can compare; it cannot compare the 2-bit and 4-bit ones of
-    ml_dtypes."""
-    is_narrow = isinstance(array, np.ndarray) and array.dtype.kind == "V"
-    return (
-        array.astype(np.int8 if jnp.issubdtype(array.dtype, jnp.signedinteger) else np.uint8)
-        if is_narrow
-        else array
-    )
+def _at_least_8_bits(array: Any) -> Any:
+    """Integers in a dtype that numpy can compare; it cannot compare those of 2 and 4 bits."""
+    if array.dtype.kind != "V":
+        return array
+    return array.astype(jnp.int8 if jnp.issubdtype(array.dtype, jnp.signedinteger) else jnp.uint8)
+
+
+def _fits_int32_by_dtype(array: jax.Array | np.ndarray) -> bool:
+    return array.dtype == jnp.int32 or array.dtype.itemsize < 4
 
 
 def as_int32(name: str, value: ArrayLike) -> jax.Array:
     """Integers of any width as int32. Those outside int32 become its lowest or highest value; they
     never wrap."""
+    if isinstance(value, jax.Array) and value.dtype == jnp.int32 and not value.weak_type:
+        return value
     array = as_integers(name, value)
-    if isinstance(array, jax.Array) and array.dtype == jnp.int32 and not array.weak_type:
-        return array
-    if array.dtype == jnp.int32 or array.dtype.itemsize < 4:
+    if _fits_int32_by_dtype(array):
         return jnp.asarray(array, jnp.int32)
     library = np if isinstance(array, np.ndarray) else jnp
     info = jnp.iinfo(jnp.int32)
     lowest = info.min if jnp.issubdtype(array.dtype, jnp.signedinteger) else 0
-    return jnp.asarray(
-        library.clip(array, np.array(lowest, array.dtype), np.array(info.max, array.dtype)).astype(
-            np.int32
-        )
-    )
+    clipped = library.clip(array, np.array(lowest, array.dtype), np.array(info.max, array.dtype))
+    return jnp.asarray(clipped.astype(np.int32))
 
 
 def as_fitting_int32(name: str, value: ArrayLike) -> jax.Array:
     """Integers as int32; a ValueError if one does not fit, and a TypeError if they are traced and
     of a wider dtype."""
     array = as_integers(name, value)
-    if array.dtype == jnp.int32 or array.dtype.itemsize < 4:
+    if _fits_int32_by_dtype(array):
         return as_int32(name, array)
     if is_traced(array):
-        raise TypeError(
-            wanted(
-                name,
-                "an int32 array (convert it by .astype(jnp.int32): int32 may not hold its values)",
-                _describe(array),
-            )
-        )
-    return jnp.asarray(fits_int32(name, jax.device_get(array)))
+        want = "an int32 array (convert it by .astype(jnp.int32): int32 may not hold its values)"
+        raise TypeError(wanted(name, want, _describe(array)))
+    return jnp.asarray(_as_host_int32(name, jax.device_get(array)))
 
 
-def last_position_fits(name: str, first: int, length: int) -> None:
+def as_ordered(name: str, value: ArrayLike) -> jax.Array:
+    """Signed integers to compare. Values that may not fit are an error: clamped or wrapped, they
+    would compare wrongly."""
+    array = as_integers(name, value)
+    if isinstance(array, np.ndarray):
+        return jnp.asarray(_as_host_int32(name, array))
+    if array.dtype.itemsize < 4:
+        return array.astype(jnp.int32)
+    if not jnp.issubdtype(array.dtype, jnp.signedinteger):
+        raise TypeError(wanted(name, "a signed integer dtype", array.dtype))
+    return array
+
+
+def _as_host_int32(name: str, array: np.ndarray) -> np.ndarray:
+    info = np.iinfo(np.int32)
+    check_inside(name, array, info.min, info.max, "int32")
+    return array.astype(np.int32)
+
+
+def check_last_position(name: str, first: int, length: int) -> None:
     """A ValueError if positions first, first + 1, ... would leave int32. (A symbolic length is
     assumed to be small enough.)"""
     if not export.is_symbolic_dim(length) and first + length > 2**31:
-        raise ValueError(
-            wanted(
-                name,
-                f"an int of at most {2**31 - length}, for {length} positions inside int32",
-                first,
-            )
-        )
+        want = f"an int of at most {2**31 - length}, for {length} positions inside int32"
+        raise ValueError(wanted(name, want, first))
 
 
 def _describe(value: Any) -> str:
@@ -349,49 +350,23 @@ def as_mask(name: str, value: ArrayLike, is_true: str = "may attend") -> jax.Arr
     return jnp.asarray(array)
 
 
-def broadcastable(name: str, *shapes: tuple[int, ...]) -> tuple[Any, ...]:
+def broadcast_shape(name: str, *shapes: tuple[int, ...]) -> tuple[Any, ...]:
     """The shape that all shapes broadcast to."""
     try:
         return jnp.broadcast_shapes(*shapes)
     except ValueError as error:
-        raise ValueError(
-            wanted(
-                name, "shapes that broadcast", " and ".join(str(list(shape)) for shape in shapes)
-            )
-        ) from error
+        got = " and ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(wanted(name, "shapes that broadcast", got)) from error
 
 
-def as_ordered(name: str, value: ArrayLike) -> jax.Array:
-    """Signed integers to compare. Values that may not fit are an error: clamped or wrapped, they
-    would compare wrongly."""
-    array = as_integers(name, value)
-    if isinstance(array, np.ndarray):
-        return jnp.asarray(fits_int32(name, array))
-    if array.dtype.itemsize < 4:
-        return array.astype(jnp.int32)
-    if not jnp.issubdtype(array.dtype, jnp.signedinteger):
-        raise TypeError(wanted(name, "a signed integer dtype", array.dtype))
-    return array
-
-
-def fits_int32(name: str, array: np.ndarray) -> np.ndarray:
-    """Host integers as int32; a ValueError names the first that does not fit."""
-    info = np.iinfo(np.int32)
-    inside(name, array, info.min, info.max, "int32")
-    return array.astype(np.int32)
-
-
-def inside(name: str, array: np.ndarray, lowest: int, highest: int, what: str) -> None:
+def check_inside(name: str, array: np.ndarray, lowest: int, highest: int, what: str) -> None:
     """A ValueError names the first host integer outside lowest..highest, and its index."""
     outside = np.argwhere((array < lowest) | (array > highest))
     if len(outside):
         index = tuple(int(i) for i in outside[0])
         place = f" at index {list(index)}" if index else ""
-        raise ValueError(
-            wanted(
-                name, f"integers inside {what}, {lowest}..{highest}", f"{int(array[index])}{place}"
-            )
-        )
+        want = f"integers inside {what}, {lowest}..{highest}"
+        raise ValueError(wanted(name, want, f"{int(array[index])}{place}"))
 
 
 def as_floats(name: str, value: ArrayLike) -> jax.Array:
@@ -410,14 +385,10 @@ def as_given(name: str, value: ArrayLike) -> jax.Array:
     array = as_array(name, value)
     if isinstance(array, np.ndarray) and jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
         if not isinstance(value, list | tuple | int | float | complex):
-            raise TypeError(
-                wanted(
-                    name,
-                    "at most 32 bits, for jax_enable_x64 is off (cast them first)",
-                    array.dtype,
-                )
-            )
-        return jnp.asarray(fits_int32(name, array) if array.dtype.kind in "iu" else array)
+            want = "at most 32 bits, for jax_enable_x64 is off (cast them first)"
+            raise TypeError(wanted(name, want, array.dtype))
+        if array.dtype.kind in "iu":
+            array = _as_host_int32(name, array)
     return jnp.asarray(array)
 
 
@@ -431,42 +402,36 @@ def rate(name: str, value: Any) -> float:
     return float(value)
 
 
-def broadcasts_to(name: str, shape: tuple[int, ...], other: str, target: tuple[int, ...]) -> None:
-    """A shape that broadcasts to the target."""
-    if broadcastable(f"{name} and {other}", shape, target) != target:
-        raise ValueError(
-            wanted(
-                name,
-                f"a shape that broadcasts to that of {other}, {list(target)}",
-                f"shape {list(shape)}",
-            )
-        )
+def check_broadcasts_to(
+    name: str, shape: tuple[int, ...], other: str, target: tuple[int, ...]
+) -> None:
+    """A ValueError unless a shape broadcasts to the target."""
+    if broadcast_shape(f"{name} and {other}", shape, target) != target:
+        want = f"a shape that broadcasts to that of {other}, {list(target)}"
+        raise ValueError(wanted(name, want, f"shape {list(shape)}"))
 
 
-def ends_in_length(
+def check_ends_in_length(
     name: str, shape: tuple[int, ...], target: tuple[int, ...], other: str = "the ids"
 ) -> None:
-    """A shape that broadcasts to the target and has the same last axis."""
+    """A ValueError unless a shape broadcasts to the target and has the same last axis."""
     if not shape or shape[-1] != target[-1]:
         hint = SCALAR_HINT if not shape else ""
-        raise ValueError(
-            wanted(
-                name, f"a last axis of {other}' length, {target[-1]}", f"shape {list(shape)}{hint}"
-            )
-        )
-    broadcasts_to(name, shape, other, target)
+        want = f"a last axis of {other}' length, {target[-1]}"
+        raise ValueError(wanted(name, want, f"shape {list(shape)}{hint}"))
+    check_broadcasts_to(name, shape, other, target)
 
 
-def unwanted(name: str, value: Any, why: str) -> None:
-    """An argument that must be left out."""
+def check_left_out(name: str, value: Any, why: str) -> None:
+    """A ValueError if an argument is given."""
     if value is not None:
         raise ValueError(wanted(name, f"None, since {why}", _describe(value)))
 
 
-def same(name: str, what: str, got: int, want: int) -> None:
-    """Two sizes that must be equal."""
-    if got != want:
-        raise ValueError(wanted(name, f"{what}, {want}", got))
+def check_same(name: str, what: str, size: int, expected: int) -> None:
+    """A ValueError unless two sizes are equal."""
+    if size != expected:
+        raise ValueError(wanted(name, f"{what}, {expected}", size))
 
 
 def rows(name: str, array: Any) -> Any:
@@ -481,15 +446,17 @@ def rows(name: str, array: Any) -> Any:
 def comparable_rows(**sides: ArrayLike) -> list[jax.Array]:
     """Integers of queries and of keys to be compared, [length] or [batch, length] each, as [1 or
     batch, length]."""
-    arrays = [rows(name, as_ordered(name, value)) for name, value in sides.items()]
-    counts = [array.shape[0] for array in arrays]
+    arrays = {name: rows(name, as_ordered(name, value)) for name, value in sides.items()}
+    check_numbers_of_rows(arrays)
+    return list(arrays.values())
+
+
+def check_numbers_of_rows(arrays: Mapping[str, Any]) -> None:
+    """A ValueError unless all arrays have the same number of rows, or 1."""
+    counts = [array.shape[0] for array in arrays.values()]
     if len(set(counts) - {1}) > 1:
-        raise ValueError(
-            wanted(
-                " and ".join(sides), "the same number of rows, or 1", " and ".join(map(str, counts))
-            )
-        )
-    return arrays
+        names, got = (" and ".join(map(str, words)) for words in (arrays, counts))
+        raise ValueError(wanted(names, "the same number of rows, or 1", got))
 
 
 def as_key(name: str, rng: Any) -> jax.Array:

@@ -717,7 +717,7 @@ def _error_positions(positions: ArrayLike | None) -> np.ndarray:
     if positions is None:
         return np.unique(np.geomspace(1, 2**31 - 1, 100).round().astype(np.int64))
     places = _places(arguments.as_integers("positions", positions))
-    arguments.inside("positions", places, 1, 2**31 - 1, "int32 and on a logarithmic axis")
+    arguments.check_inside("positions", places, 1, 2**31 - 1, "int32 and on a logarithmic axis")
     return places
 
 

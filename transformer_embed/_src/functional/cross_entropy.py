@@ -180,9 +180,9 @@ class _Chunk(NamedTuple):
 def _checked_mask(mask: ArrayLike, labels: Int32[Array, "..."]) -> Bool[Array, "..."]:
     mask = arguments.as_mask("mask", mask, "counted")
     if labels.ndim:
-        arguments.ends_in_length("mask", mask.shape, labels.shape, "the labels")
+        arguments.check_ends_in_length("mask", mask.shape, labels.shape, "the labels")
     else:
-        arguments.broadcasts_to("mask", mask.shape, "labels", labels.shape)
+        arguments.check_broadcasts_to("mask", mask.shape, "labels", labels.shape)
     return mask
 
 

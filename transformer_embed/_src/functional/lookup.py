@@ -160,7 +160,7 @@ def check_ids(ids: ArrayLike, vocab_size: int) -> None:
                 f"a traced {array.dtype}{list(array.shape)}",
             )
         )
-    arguments.inside("ids", jax.device_get(array), 0, vocab_size - 1, "the vocabulary")
+    arguments.check_inside("ids", jax.device_get(array), 0, vocab_size - 1, "the vocabulary")
 
 
 def as_table(name: str, table: ArrayLike | Table) -> Float[Array, "v d"] | Table:

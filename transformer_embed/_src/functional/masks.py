@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Integer
 
 from transformer_embed._src import arguments
@@ -99,8 +100,10 @@ def attention_mask(
             both sides (an encoder, BERT). There is no default.
         padding_mask: bool [S] or [B, S], True = a token, as `te.padding_mask` returns; None: no
             padding. It hides keys; ignore the outputs of queries at padding.
-        window: (left, right), as in `window_mask`. A causal window of w tokens that includes the
-            query's own is (w - 1, 0).
+        window: (left, right), how many positions before and after its own a query sees, at least 0;
+            None: no limit, so `query - left <= key <= query + right`. A causal window of w tokens
+            that includes the query's own, as in transformers, is (w - 1, 0); tensor2tensor and
+            axlearn do not count it: (w, 0).
         chunk: length of a chunk, at least 1: a query sees only the keys of its own chunk, positions
             0..chunk-1, chunk..2*chunk-1, ... (Llama 4). Positions from `TokenPositions.from_ids`
             count chunks from the first token that is not padding, as transformers does.
@@ -108,7 +111,8 @@ def attention_mask(
             other even where the causal mask, the window or the chunk forbids it. A prefix is block
             0, with -1 after it: `jnp.where(is_prefix, 0, -1)`.
         key_block_ids: [S] or [B, S] integers, given with query_block_ids.
-        query_segment_ids: [T] or [B, T] integers, as in `segment_mask`.
+        query_segment_ids: [T] or [B, T] integers, for sequences packed into one row: a query sees
+            only the keys of its own segment. Padding, segment 0, attends to padding.
         key_segment_ids: [S] or [B, S] integers, given with query_segment_ids.
 
     Returns:
@@ -135,117 +139,60 @@ def attention_mask(
 
     Source:
         Vaswani et al., "Attention Is All You Need" (2017), section 3.2.3,
-        https://arxiv.org/abs/1706.03762. Chunks: the block of the fixed pattern of Child et al.,
+        https://arxiv.org/abs/1706.03762. Windows: Beltagy et al., "Longformer" (2020), section 3.1,
+        https://arxiv.org/abs/2004.05150. Segments: Raffel et al., "T5" (2020), section 3.5.2,
+        https://arxiv.org/abs/1910.10683. Chunks: the block of the fixed pattern of Child et al.,
         "Generating Long Sequences with Sparse Transformers" (2019), section 4.3,
-        https://arxiv.org/abs/1904.10509. Blocks: the prefix language model of Raffel et al., "T5"
-        (2020), section 3.2.1, https://arxiv.org/abs/1910.10683; numbered blocks (images in text,
+        https://arxiv.org/abs/1904.10509. Blocks: the prefix language model of T5, section 3.2.1;
+        numbered blocks (images in text,
         for example) as in transformers' Gemma 3.
     """
-    queries = {
-        "query_positions": query_positions,
-        "query_block_ids": query_block_ids,
-        "query_segment_ids": query_segment_ids,
-    }
-    keys = {
-        "key_positions": key_positions,
-        "padding_mask": padding_mask,
-        "key_block_ids": key_block_ids,
-        "key_segment_ids": key_segment_ids,
-    }
-    _check_queries_and_keys(queries, keys)
-    arrays = {
-        name: arguments.rows(name, arguments.as_ordered(name, value))
-        for name, value in (queries | keys).items()
-        if value is not None and name != "padding_mask"
-    }
-    if padding_mask is not None:
-        arrays["padding_mask"] = arguments.rows(
-            "padding_mask", arguments.as_mask("padding_mask", padding_mask, "a token")
-        )
-    causal = arguments.flag("causal", causal)
-    return _attention_mask(
-        arrays,
-        causal,
-        None if window is None else _checked_window("window", window),
-        None if chunk is None else _checked_chunk(chunk),
+    values = dict[str, Any](
+        query_positions=query_positions,
+        query_block_ids=query_block_ids,
+        query_segment_ids=query_segment_ids,
+        key_positions=key_positions,
+        padding_mask=padding_mask,
+        key_block_ids=key_block_ids,
+        key_segment_ids=key_segment_ids,
     )
-
-
-def window_mask(
-    query_positions: ArrayLike,
-    key_positions: ArrayLike,
-    *,
-    left: int | None = None,
-    right: int | None = None,
-) -> Bool[Array, "b 1 t s"]:
-    """Which keys lie within a window around each query: `query - left <= key <= query + right`.
-
-    Args:
-        query_positions: [T] or [B, T] integers.
-        key_positions: [S] or [B, S] integers.
-        left: how many positions before its own a query sees, at least 0; None: all. (A window of w
-            in transformers includes the query's own token: pass w - 1. In tensor2tensor and axlearn
-            it does not: pass w.)
-        right: how many positions after its own a query sees, at least 0; None: all. 0 in a causal
-            window, the same as left in a symmetric one.
-
-    Returns:
-        bool [B or 1, 1, T, S]. Combine masks with `&`, `|` and `~`.
-
-    Raises:
-        TypeError: positions are not signed integers; left or right is not a Python int.
-        ValueError: a rank other than 1 or 2, or unequal numbers of rows; a negative left or right;
-            host positions outside int32.
-
-    Example:
-        >>> import transformer_embed as te
-        >>> te.window_mask(range(4), range(4), left=1, right=0)[0, 0].astype(int).tolist()
-        [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
-
-    Source:
-        Beltagy et al., "Longformer" (2020), section 3.1, https://arxiv.org/abs/2004.05150
-    """
-    pair = arguments.comparable_rows(query_positions=query_positions, key_positions=key_positions)
-    return _in_window(*pair, _checked_distance("left", left), _checked_distance("right", right))
-
-
-def segment_mask(
-    query_segment_ids: ArrayLike, key_segment_ids: ArrayLike
-) -> Bool[Array, "b 1 t s"]:
-    """Which keys belong to the query's segment, for sequences packed into one row.
-
-    Args:
-        query_segment_ids: [T] or [B, T] integers. Padding (segment 0) attends to padding; mask it
-            separately.
-        key_segment_ids: [S] or [B, S] integers.
-
-    Returns:
-        bool [B or 1, 1, T, S].
-
-    Raises:
-        TypeError: ids are not signed integers.
-        ValueError: a rank other than 1 or 2, or unequal numbers of rows.
-
-    Example:
-        >>> import transformer_embed as te
-        >>> te.segment_mask([1, 1, 2], [1, 1, 2])[0, 0].astype(int).tolist()
-        [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
-
-    Source:
-        Raffel et al., "T5" (2020), section 3.5.2, https://arxiv.org/abs/1910.10683
-    """
-    return _in_segment(
-        *arguments.comparable_rows(
-            query_segment_ids=query_segment_ids, key_segment_ids=key_segment_ids
+    arrays = {}
+    for name in values:
+        if values[name] is None and not name.endswith("positions"):
+            continue
+        is_mask = name == "padding_mask"
+        convert = functools.partial(arguments.as_mask, is_true="a token")
+        array = (convert if is_mask else arguments.as_ordered)(name, values[name])
+        arrays[name] = arguments.rows(name, array)
+    for kind in ("block_ids", "segment_ids"):
+        for side, other in (("query", "key"), ("key", "query")):
+            if f"{other}_{kind}" in arrays and f"{side}_{kind}" not in arrays:
+                want = f"an array, since {other}_{kind} is given"
+                raise ValueError(arguments.wanted(f"{side}_{kind}", want, "None"))
+    for name, array in arrays.items():
+        first = "query_positions" if name.startswith("query") else "key_positions"
+        length = arrays[first].shape[1]
+        arguments.check_same(name, f"the length of {first}", array.shape[1], length)
+    arguments.check_numbers_of_rows(arrays)
+    if window is not None:
+        if not isinstance(window, tuple) or len(window) != 2:
+            want = "a tuple (left, right), None for no limit"
+            raise TypeError(arguments.wanted("window", want, repr(window)))
+        left, right = (
+            None if side is None else arguments.integer(f"window[{n}]", side, at_least=0)
+            for n, side in enumerate(window)
         )
-    )
+        window = left, right
+    if chunk is not None:
+        chunk = arguments.size("chunk", chunk)
+    return _attention_mask(arrays, arguments.flag("causal", causal), window or (None, None), chunk)
 
 
 def combine_masks(*masks: ArrayLike) -> Bool[Array, "b h t s"]:
     """The logical and of masks: True where all masks are True.
 
     The masks must have rank 4: a [B, S] next to a [T, S] would broadcast silently whenever B equals
-        T.
+    T.
 
     Args:
         *masks: at least one; bool [B or 1, H or 1, T or 1, S or 1].
@@ -273,14 +220,9 @@ def combine_masks(*masks: ArrayLike) -> Bool[Array, "b h t s"]:
     arrays = [arguments.as_mask(f"masks[{n}]", mask) for n, mask in enumerate(masks)]
     for n, array in enumerate(arrays):
         if array.ndim != 4:
-            raise ValueError(
-                arguments.wanted(
-                    f"masks[{n}]",
-                    "rank 4, [batch, heads, queries, keys]",
-                    f"shape {list(array.shape)}",
-                )
-            )
-    arguments.broadcastable("masks", *(array.shape for array in arrays))
+            want = "rank 4, [batch, heads, queries, keys]"
+            raise ValueError(arguments.wanted(f"masks[{n}]", want, f"shape {list(array.shape)}"))
+    arguments.broadcast_shape("masks", *(array.shape for array in arrays))
     return _all(arrays)
 
 
@@ -325,23 +267,11 @@ def mask_to_bias(
     dtype = arguments.result_dtype("dtype", dtype)
     if value is not None:
         lowest, value = float(jnp.finfo(dtype).min), arguments.real("value", value)
-        if not lowest <= value < 0:
-            raise ValueError(
-                arguments.wanted(
-                    "value",
-                    f"a number below 0 that {dtype} holds, at least {lowest:g}",
-                    f"{value:g}",
-                )
-            )
+        # Not only `value < 0`: a bias that is rounded to 0 would mask nothing.
+        if not lowest <= value or not float(np.asarray(value).astype(dtype)) < 0:
+            want = f"a number below 0 that {dtype} holds, at least {lowest:g}"
+            raise ValueError(arguments.wanted("value", want, f"{value:g}"))
     return _bias(arguments.as_mask("mask", mask), dtype, value)
-
-
-def _checked_distance(name: str, value: int | None) -> int | None:
-    return None if value is None else arguments.integer(name, value, at_least=0)
-
-
-def _checked_chunk(value: int) -> int:
-    return arguments.integer("chunk", value, at_least=1, at_most=2**31 - 1)
 
 
 # The functions below are compiled even if the caller is not.
@@ -360,56 +290,28 @@ def _lower_triangle(length: int) -> Bool[Array, "t t"]:
 def _attention_mask(
     arrays: dict[str, Array],
     causal: bool,
-    window: tuple[int | None, int | None] | None,
+    window: tuple[int | None, int | None],
     chunk: int | None,
 ) -> Bool[Array, "b 1 t s"]:
-    positions = arrays["query_positions"], arrays["key_positions"]
-    allowed = [_in_window(*positions, None, 0)] if causal else []
-    if window is not None:
-        allowed.append(_in_window(*positions, *window))
+    queries, keys = _pair(arrays, "positions")
+    left, right = window
+    allowed = [keys <= queries] if causal else []
+    if right is not None:
+        allowed.append(_is_within(keys, queries, right))
+    if left is not None:
+        allowed.append(_is_within(queries, keys, left))
     if chunk is not None:
-        allowed.append(_in_chunk(*positions, chunk))
+        allowed.append(queries // chunk == keys // chunk)
     if "query_block_ids" in arrays and allowed:
-        allowed = [_all(allowed) | _in_block(arrays["query_block_ids"], arrays["key_block_ids"])]
+        query_blocks, key_blocks = _pair(arrays, "block_ids")
+        in_block = (query_blocks == key_blocks) & (query_blocks >= 0)
+        allowed = [_all(allowed) | in_block]
     if "query_segment_ids" in arrays:
-        allowed.append(_in_segment(arrays["query_segment_ids"], arrays["key_segment_ids"]))
+        query_segments, key_segments = _pair(arrays, "segment_ids")
+        allowed.append(query_segments == key_segments)
     if "padding_mask" in arrays:
         allowed.append(arrays["padding_mask"][:, None, None, :])
-    return _all(allowed) if allowed else jnp.ones((1, 1, 1, positions[1].shape[1]), bool)
-
-
-@functools.partial(jax.jit, inline=True, static_argnums=(2, 3))
-def _in_window(
-    queries: Integer[Array, "q t"], keys: Integer[Array, "k s"], left: int | None, right: int | None
-) -> Bool[Array, "b 1 t s"]:
-    queries, keys = _broadcastable(queries, keys)
-    terms = [] if right is None else [_is_within(keys, queries, right)]
-    terms += [] if left is None else [_is_within(queries, keys, left)]
-    return _all(terms) if terms else jnp.ones(jnp.broadcast_shapes(queries.shape, keys.shape), bool)
-
-
-@functools.partial(jax.jit, inline=True, static_argnums=2)
-def _in_chunk(
-    queries: Integer[Array, "q t"], keys: Integer[Array, "k s"], chunk: int
-) -> Bool[Array, "b 1 t s"]:
-    queries, keys = _broadcastable(queries, keys)
-    return queries // chunk == keys // chunk
-
-
-@functools.partial(jax.jit, inline=True)
-def _in_block(
-    queries: Integer[Array, "q t"], keys: Integer[Array, "k s"]
-) -> Bool[Array, "b 1 t s"]:
-    queries, keys = _broadcastable(queries, keys)
-    return (queries == keys) & (queries >= 0)
-
-
-@functools.partial(jax.jit, inline=True)
-def _in_segment(
-    queries: Integer[Array, "q t"], keys: Integer[Array, "k s"]
-) -> Bool[Array, "b 1 t s"]:
-    queries, keys = _broadcastable(queries, keys)
-    return queries == keys
+    return _all(allowed) if allowed else jnp.ones((1, 1, 1, keys.shape[3]), bool)
 
 
 @functools.partial(jax.jit, inline=True)
@@ -423,10 +325,12 @@ def _bias(mask: Bool[Array, "..."], dtype: jnp.dtype, value: float | None) -> Fl
     return jnp.where(mask, jnp.zeros((), dtype), jnp.array(low, dtype))
 
 
-def _broadcastable(
-    queries: Integer[Array, "q t"], keys: Integer[Array, "k s"]
+def _pair(
+    arrays: dict[str, Array], kind: str
 ) -> tuple[Integer[Array, "q 1 t 1"], Integer[Array, "k 1 1 s"]]:
-    """Both arrays in one dtype, with shapes that broadcast to [batch, 1, queries, keys]."""
+    """Queries' and keys' arrays in one dtype, in shapes that broadcast to [batch, 1, queries,
+    keys]."""
+    queries, keys = arrays[f"query_{kind}"], arrays[f"key_{kind}"]
     dtype = max(queries.dtype, keys.dtype, key=lambda dtype: dtype.itemsize)
     return queries.astype(dtype)[:, None, :, None], keys.astype(dtype)[:, None, None, :]
 
@@ -443,40 +347,3 @@ def _is_within(
     return (first <= second) | (
         difference <= jnp.array(min(distance, jnp.iinfo(unsigned).max), unsigned)
     )
-
-
-def _checked_window(name: str, value: Any) -> tuple[Any, Any]:
-    if not isinstance(value, tuple) or len(value) != 2:
-        raise TypeError(
-            arguments.wanted(name, "a tuple (left, right), None for no limit", repr(value))
-        )
-    for n, distance in enumerate(value):
-        if distance is not None:
-            arguments.integer(f"{name}[{n}]", distance, at_least=0)
-    return value
-
-
-def _check_queries_and_keys(
-    queries: dict[str, ArrayLike | None], keys: dict[str, ArrayLike | None]
-) -> None:
-    """Checks that block and segment ids are given for both sides, and that lengths and numbers of
-    rows agree."""
-    rows = {}
-    for side, other in ((queries, keys), (keys, queries)):
-        first, length = next(iter(side)), None
-        for name, value in side.items():
-            twin = name.replace("query", "key") if side is queries else name.replace("key", "query")
-            if value is None and other.get(twin) is not None:
-                raise ValueError(arguments.wanted(name, f"an array, since {twin} is given", "None"))
-            if value is not None:
-                rows[name], found = arguments.rows(name, arguments.as_array(name, value)).shape
-                length = found if length is None else length
-                arguments.same(name, f"the length of {first}", found, length)
-    if len(set(rows.values()) - {1}) > 1:
-        raise ValueError(
-            arguments.wanted(
-                ", ".join(rows),
-                "the same number of rows, or 1",
-                f"{', '.join(map(str, rows.values()))}",
-            )
-        )

@@ -244,7 +244,7 @@ def _join_pairs(
 ) -> Float[Array, "... d"]:
     if layout == "half":
         return jnp.concatenate([first, second], -1)
-    return jnp.stack([first, second], -1).reshape(*first.shape[:-1], -1)
+    return jnp.stack([first, second], -1).reshape(*first.shape[:-1], 2 * first.shape[-1])
 
 
 def _cos_and_sin(
@@ -323,11 +323,10 @@ def _check_even(name: str, value: int) -> int:
 def _checked_sections(sections: Sequence[int] | None, pairs: int) -> tuple[int, ...]:
     if sections is None:
         return ()
-    sections = tuple(
-        arguments.integer(f"sections[{n}]", size, at_least=0)
-        for n, size in enumerate(arguments.sequence("sections", sections))
+    sections = arguments.entries("sections", sections, arguments.integer, at_least=0)
+    arguments.check_same(
+        "sections", "numbers that add up to the number of pairs", sum(sections), pairs
     )
-    arguments.same("sections", "numbers that add up to the number of pairs", sum(sections), pairs)
     return sections
 
 
@@ -353,5 +352,5 @@ def _checked_positions(
                 "positions", f"x's length, {target[-1]}, last", f"shape {list(shape)}{hint}"
             )
         )
-    arguments.broadcasts_to("positions", leading, "x before its heads", target)
+    arguments.check_broadcasts_to("positions", leading, "x before its heads", target)
     return positions

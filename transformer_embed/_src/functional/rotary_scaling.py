@@ -339,7 +339,9 @@ class LongRopeScaling:
         """The frequencies of dim channels."""
         name = "long_factor" if self.length > self.original_length else "short_factor"
         factors = getattr(self, name)
-        arguments.same(name, "half as many numbers as rotated channels", len(factors), dim // 2)
+        arguments.check_same(
+            name, "half as many numbers as rotated channels", len(factors), dim // 2
+        )
         frequencies = tuple(
             f / Decimal(factor) for f, factor in zip(unscaled(dim, base), factors, strict=True)
         )

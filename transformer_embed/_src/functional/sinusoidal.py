@@ -294,7 +294,7 @@ def _as_coordinates(
 ) -> tuple[jax.Array | np.ndarray, ...]:
     axis_positions = arguments.sequence("axis_positions", axis_positions)
     what = "one array for each axis of shape"
-    arguments.same("axis_positions", what, len(axis_positions), len(lengths))
+    arguments.check_same("axis_positions", what, len(axis_positions), len(lengths))
     coordinates = []
     for axis, (values, length) in enumerate(zip(axis_positions, lengths, strict=True)):
         name = f"axis_positions[{axis}]"

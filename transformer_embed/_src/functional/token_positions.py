@@ -2,7 +2,7 @@
 sequences and decoding."""
 
 import functools
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +76,13 @@ class TokenPositions(NamedTuple):
             loss = embedder.cross_entropy(params, x, labels, mask=batch.next_token_mask)
         """
         return _has_next(self.segment_ids)
+
+    def __getitem__(self, index: Any) -> Any:
+        """A field by its index. (`**tokens` asks for it by the names that `keys` gives.)"""
+        if isinstance(index, str):
+            want = "**tokens.queries() and **tokens.keys(), for a TokenPositions `tokens`"
+            raise TypeError(arguments.wanted("arguments", want, "**tokens"))
+        return tuple.__getitem__(self, index)
 
     def queries(self) -> QueryArguments:
         """The keyword arguments of `attention_mask` that describe these tokens as queries."""
@@ -167,28 +174,20 @@ class TokenPositions(NamedTuple):
             The sequence lengths of `tf.sequence_mask` and of `jax.nn.dot_product_attention`,
             https://docs.jax.dev.
         """
-        given = arguments.as_array("lengths", lengths)
-        lengths = arguments.as_int32("lengths", lengths)
+        lengths = arguments.as_integers("lengths", lengths)
         if lengths.ndim != 1:
             raise ValueError(
                 arguments.wanted("lengths", "shape [batch]", f"shape {list(lengths.shape)}")
             )
-        length, padding_side = (
-            arguments.length("length", length),
-            arguments.choice("padding_side", padding_side, ("right", "left")),
-        )
-        if isinstance(given, np.ndarray):
+        length = arguments.length("length", length)
+        padding_side = arguments.choice("padding_side", padding_side, ("right", "left"))
+        if isinstance(lengths, np.ndarray):
             # A symbolic length is assumed to be large enough.
-            arguments.inside(
-                "lengths",
-                given,
-                0,
-                length if isinstance(length, int) else 2**31 - 1,
-                "the padded length",
-            )
-        return cls(
-            *_of_lengths(lengths, length, padding_side, *_counting(start, at_padding, length))
-        )
+            most = length if isinstance(length, int) else 2**31 - 1
+            arguments.check_inside("lengths", lengths, 0, most, "the padded length")
+        counting = _counting(start, at_padding, length)
+        lengths = arguments.as_int32("lengths", lengths)
+        return cls(*_of_lengths(lengths, length, padding_side, *counting))
 
     @classmethod
     def from_segment_ids(
@@ -220,10 +219,10 @@ class TokenPositions(NamedTuple):
         Source:
             Raffel et al., "T5" (2020), section 3.5.2, https://arxiv.org/abs/1910.10683
         """
-        given = arguments.as_array("segment_ids", segment_ids)
-        rows = arguments.rows("segment_ids", arguments.as_fitting_int32("segment_ids", given))
-        if isinstance(given, np.ndarray):
-            _check_runs(np.atleast_2d(given))
+        integers = arguments.as_integers("segment_ids", segment_ids)
+        rows = arguments.rows("segment_ids", arguments.as_fitting_int32("segment_ids", integers))
+        if isinstance(integers, np.ndarray):
+            _check_runs(np.atleast_2d(integers))
         return cls(_positions_in_segments(rows, *_counting(start, at_padding, rows.shape[1])), rows)
 
     @classmethod
@@ -258,14 +257,14 @@ class TokenPositions(NamedTuple):
             https://arxiv.org/abs/1901.02860
         """
         length = arguments.length("length", length)
-        given = arguments.as_array("offset", offset)
-        offset = arguments.as_fitting_int32("offset", given)
+        integers = arguments.as_integers("offset", offset)
+        offset = arguments.as_fitting_int32("offset", integers)
         if offset.ndim > 1:
             raise ValueError(
                 arguments.wanted("offset", "shape [] or [batch]", f"shape {list(offset.shape)}")
             )
-        if isinstance(given, np.ndarray) and given.size:
-            arguments.last_position_fits("offset", int(given.max()), length)
+        if isinstance(integers, np.ndarray) and integers.size:
+            arguments.check_last_position("offset", int(integers.max()), length)
         return cls(*_of_offset(offset, length))
 
 
@@ -283,7 +282,7 @@ def positions_of_tokens(
 
 def _counting(start: int, at_padding: int, length: int) -> tuple[int, int]:
     start, at_padding = arguments.int32("start", start), arguments.int32("at_padding", at_padding)
-    arguments.last_position_fits("start", start, length)
+    arguments.check_last_position("start", start, length)
     return start, at_padding
 
 

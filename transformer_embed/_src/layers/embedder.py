@@ -5,8 +5,6 @@ import functools
 
 import haiku as hk
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
@@ -87,7 +85,7 @@ class Embedder:
             params,
             rng,
             arguments.as_int32("ids", ids),
-            None if positions is None else _canonical_positions(positions),
+            None if positions is None else arguments.as_fitting_positions("positions", positions),
             None if token_types is None else arguments.as_int32("token_types", token_types),
         )
 
@@ -176,18 +174,3 @@ def _apply(config, is_training, params, rng, ids, positions, token_types):
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(config, params, x):
     return hk.transform(lambda: TransformerEmbedding(config).logits(x)).apply(params, None)
-
-
-def _canonical_positions(positions: ArrayLike) -> Array:
-    """Positions with one dtype for all integers that fit into int32, so that they share a trace."""
-    array = arguments.as_positions("positions", positions)
-    if jnp.issubdtype(array.dtype, jnp.floating):
-        return jnp.asarray(array)
-    if isinstance(array, np.ndarray) and array.dtype != np.uint32:
-        return jnp.asarray(arguments.fits_int32("positions", array))
-    if isinstance(array, np.ndarray):
-        return jnp.asarray(
-            array, jnp.int32 if array.size == 0 or array.max() < 2**31 else jnp.uint32
-        )
-    narrow = array.dtype.itemsize < 4 or array.dtype == jnp.int32
-    return arguments.as_int32("positions", array) if narrow else array

@@ -203,7 +203,7 @@ class PositionalEncoding(hk.Module):
             raise TypeError(arguments.wanted("scheme", want, repr(scheme)))
         super().__init__(name=arguments.name("name", name) or scheme._module_name)
         if scheme._table_length() is None:
-            arguments.unwanted("w_init", w_init, "the scheme has no parameters")
+            arguments.check_left_out("w_init", w_init, "the scheme has no parameters")
         self.scheme = scheme
         self.d_model = arguments.size("d_model", d_model)
         scheme._check(self.d_model)
@@ -269,7 +269,7 @@ class PositionalEncoding(hk.Module):
         """The encodings of positions that broadcast to the shape of the tokens, with as many axes
         as these have."""
         positions = arguments.as_array("positions", positions)
-        arguments.ends_in_length("positions", positions.shape, shape, tokens)
+        arguments.check_ends_in_length("positions", positions.shape, shape, tokens)
         encoding = self.encoding(positions)
         if positions.ndim == 1 and any(size != 1 for size in shape[:-1]):
             encoding = _fusion_barrier(encoding)
@@ -470,11 +470,11 @@ class TransformerEmbedding(hk.Module):
         with _parameters_from(self._initial_params):
             total, table_dtype = self.tokens._scaled_rows(ids)
             if self.encoding is None:
-                arguments.unwanted("positions", positions, "the model adds no positions")
+                arguments.check_left_out("positions", positions, "the model adds no positions")
             else:
                 total += self.encoding._encoding_of_ids(ids, positions, self.config.pad_id)
             if self.token_types is None:
-                arguments.unwanted("token_types", token_types, "num_token_types is not set")
+                arguments.check_left_out("token_types", token_types, "num_token_types is not set")
             else:
                 total += _rows_of_types(self.token_types, token_types, ids.shape)
             if self.norm is not None:
@@ -602,7 +602,7 @@ def _rows_of_types(
             arguments.wanted("token_types", "an array, since num_token_types is set", "None")
         )
     token_types = arguments.as_int32("token_types", token_types)
-    arguments.ends_in_length("token_types", token_types.shape, shape)
+    arguments.check_ends_in_length("token_types", token_types.shape, shape)
     rows, _ = embed._scaled_rows(token_types)
     return _expanded_to_rank(rows, len(shape) + 1)
 

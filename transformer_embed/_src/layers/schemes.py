@@ -69,7 +69,7 @@ class _Counted(_Scheme):
         int32 = arguments.int32
         arguments.convert_fields(self, start=int32, at_padding=int32, pad_id=int32)
         if self.at_padding is None:
-            arguments.unwanted("pad_id", self.pad_id, "at_padding is not set")
+            arguments.check_left_out("pad_id", self.pad_id, "at_padding is not set")
 
     @property
     def _depends_on_ids(self) -> bool:
@@ -80,7 +80,7 @@ class _Counted(_Scheme):
         return self.at_padding is not None and self.pad_id is None
 
     def _counted(self, length: int) -> Int32[Array, "t"]:
-        arguments.last_position_fits("start", self.start, length)
+        arguments.check_last_position("start", self.start, length)
         return jnp.arange(self.start, self.start + length, dtype=jnp.int32)
 
     def _positions(self, ids: Int32[Array, "... t"], pad_id: int | None) -> Int32[Array, "... t"]:

@@ -157,10 +157,10 @@ def load_embedder(
         raise ValueError(arguments.wanted("config and names", "both or neither", "one of them"))
     tensors = open_tensors(path)
     if config is not None and names is not None:
-        arguments.unwanted("stack", stack, "names says the tensor of each parameter")
+        arguments.check_left_out("stack", stack, "names says the tensor of each parameter")
         return _read_by_hand(tensors, config, names)
     if not settings and CONFIG in tensors.metadata:
-        arguments.unwanted(
+        arguments.check_left_out(
             "stack", stack, "the file, which save_embedder wrote, says the tensor of each parameter"
         )
         return _read_own(tensors)

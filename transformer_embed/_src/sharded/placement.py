@@ -137,7 +137,7 @@ def shard_params(
     if callable(params):
         key = arguments.as_key("rng", rng)
         return _draw(params, key, mesh, place.tree(jax.eval_shape(params, key), rules))
-    arguments.unwanted("rng", rng, "params is not a function")
+    arguments.check_left_out("rng", rng, "params is not a function")
     return place.tree(params, rules)
 
 
