@@ -132,7 +132,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     "call",
-    [call for call in dict.fromkeys(CALLS.values()) if call != resize],
+    dict.fromkeys(CALLS.values()),
     ids=lambda call: call.__name__,
 )
 @pytest.mark.parametrize(("kind", "table"), CASES)
@@ -148,7 +148,7 @@ def test_tables_under_all_modes_at_once(call, kind, table, tmp_path):
     with set_mesh(mesh), strict_modes():
         if KINDS[table]:
             params = te.sharding.shard_params(params, mesh, **KINDS[table])
-        batch = {"plain": None, "interleaved": ("data", "model")}.get(table, "data")
+        batch = {"interleaved": ("data", "model")}.get(table, "data")
         ids, x = (
             jax.device_put(array, NamedSharding(mesh, PartitionSpec(batch))) for array in (IDS, X)
         )

@@ -36,7 +36,7 @@ from transformer_embed._src.functional.partitioning import (
 from transformer_embed._src.rows.gathered_rows import GatheredRows
 from transformer_embed._src.rows.row_gradient import RowGradient
 from transformer_embed._src.sharded.row_order import Contiguous
-from transformer_embed._src.sharded.table import Sharded, columns_error, devices_along
+from transformer_embed._src.sharded.table import Sharded, devices_along
 
 
 @functools.partial(
@@ -68,7 +68,8 @@ class ContiguousTable(Sharded):
     ) -> "ReplicatedRows":
         """See `Table`; the distinct rows of the whole batch, on every device."""
         if self._axes[1]:
-            raise columns_error(self)
+            want = "rows over mesh axes, and whole columns"
+            raise ValueError(arguments.wanted("table", want, self.sharding.spec))
         distinct_everywhere = jax.shard_map(
             distinct, mesh=self._mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec()
         )

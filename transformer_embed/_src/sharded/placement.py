@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from transformer_embed._src import arguments
-from transformer_embed._src.functional.lookup import Table
 from transformer_embed._src.functional.partitioning import Axes, spec_axes
+from transformer_embed._src.rows.gathered_rows import is_table
 from transformer_embed._src.sharded.contiguous import ContiguousTable
 from transformer_embed._src.sharded.interleaved import InterleavedTable
 from transformer_embed._src.sharded.table import Sharded, devices_along
@@ -158,7 +158,7 @@ class _Placement(NamedTuple):
         ):
             want = "a mapping of patterns to PartitionSpec"
             raise TypeError(arguments.wanted("rules", want, rules))
-        paths, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_table)
+        paths, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_table)
         leaves = {jax.tree_util.keystr(k, simple=True, separator="/"): leaf for k, leaf in paths}
         for name, leaf in leaves.items():
             if not hasattr(leaf, "shape"):
@@ -168,7 +168,7 @@ class _Placement(NamedTuple):
         if self.interleave is not None:
             patterns.setdefault(self.interleave, "interleave")
         for pattern, argument in patterns.items():
-            if not fnmatch.filter(leaves, pattern):
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in leaves):
                 want = f"patterns that match one of {', '.join(leaves)}"
                 raise ValueError(arguments.wanted(argument, want, repr(pattern)))
         placed = [self.leaf(name, leaf, rules) for name, leaf in leaves.items()]
@@ -176,27 +176,15 @@ class _Placement(NamedTuple):
 
     def leaf(self, name: str, leaf: Any, rules: Mapping[str, PartitionSpec]) -> Any:
         """A parameter on the mesh."""
-        matching = (rules[pattern] for pattern in rules if fnmatch.fnmatchcase(name, pattern))
-        spec = next(matching, PartitionSpec())
-        axes = spec_axes(spec, len(leaf.shape))
-        if any(axes[len(leaf.shape) :]):
-            want = f"at most {len(leaf.shape)} dimensions for {name}"
-            raise ValueError(arguments.wanted("rules", want, spec))
-        # A None past the last dimension says nothing.
-        axes = axes[: len(leaf.shape)]
-        used = [axis for names in axes for axis in names]
-        for axis in (*used, *(self.batch_axes or ())):
-            if axis not in self.mesh.axis_names:
-                want = f"axes of the mesh, {self.mesh.axis_names}, for {name}"
-                raise ValueError(arguments.wanted("rules and batch_axes", want, repr(axis)))
-        sharding = NamedSharding(self.mesh, PartitionSpec(*[*spec][: len(axes)]))
+        spec = self.spec(name, len(leaf.shape), rules)
+        axes, sharding = spec_axes(spec, len(leaf.shape)), NamedSharding(self.mesh, spec)
         array = leaf.array if isinstance(leaf, Sharded) else leaf
         if arguments.is_traced(array):
             want = "arrays outside of jit (a function that draws them is compiled by shard_params itself)"
             raise TypeError(arguments.wanted("params", want, f"a traced {name}"))
         # A row-wise optimizer may have one number of state for each row of a table.
-        is_table = len(axes) in (1, 2) and fnmatch.fnmatchcase(name, self.tables)
-        first = 1 if used and is_table else 0
+        is_rows = any(axes) and len(axes) <= 2 and fnmatch.fnmatchcase(name, self.tables)
+        first = 1 if is_rows else 0
         for size, names in zip(leaf.shape[first:], axes[first:], strict=True):
             parts = devices_along(self.mesh, names)
             if size % parts:
@@ -206,11 +194,26 @@ class _Placement(NamedTuple):
             rows = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         else:
             rows = leaf.in_vocabulary_order() if isinstance(leaf, Sharded) else np.asarray(leaf)
-        if used and is_table:
+        if is_rows:
             return self.table(name, leaf.shape[0], axes, sharding)._filled(rows)
         if isinstance(rows, jax.ShapeDtypeStruct):
             return rows
         return jax.make_array_from_callback(leaf.shape, sharding, rows.__getitem__)
+
+    def spec(self, name: str, ndim: int, rules: Mapping[str, PartitionSpec]) -> PartitionSpec:
+        """The spec of a parameter."""
+        matching = (rules[pattern] for pattern in rules if fnmatch.fnmatchcase(name, pattern))
+        spec = next(matching, PartitionSpec())
+        axes = spec_axes(spec, ndim)
+        # A None past the last dimension says nothing.
+        if any(axes[ndim:]):
+            want = f"at most {ndim} dimensions for {name}"
+            raise ValueError(arguments.wanted("rules", want, spec))
+        for axis in (*(axis for names in axes for axis in names), *(self.batch_axes or ())):
+            if axis not in self.mesh.axis_names:
+                want = f"axes of the mesh, {self.mesh.axis_names}, for {name}"
+                raise ValueError(arguments.wanted("rules and batch_axes", want, repr(axis)))
+        return PartitionSpec(*[*spec][:ndim])
 
     def table(
         self, name: str, vocab_size: int, axes: list[Axes], sharding: NamedSharding
@@ -275,7 +278,3 @@ def _draw(init: Callable, rng: Array, mesh: Mesh, targets: Any) -> Any:
     return jax.tree.map(
         lambda array, target: jax.device_put(array, target.sharding), drawn, targets
     )
-
-
-def _is_table(leaf: Any) -> bool:
-    return isinstance(leaf, Table)

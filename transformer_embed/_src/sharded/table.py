@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32, Shaped
 
-from transformer_embed._src import arguments
 from transformer_embed._src.functional.partitioning import (
     Axes,
     partition_spec,
@@ -165,9 +164,3 @@ def _gathered(mesh: Any, array: Array) -> Array:
 def devices_along(mesh: Any, axes: Axes) -> int:
     """The number of devices along these axes."""
     return math.prod(mesh.shape[axis] for axis in axes)
-
-
-def columns_error(table: Sharded) -> ValueError:
-    """The error of training by rows whose columns are split."""
-    want = "rows over mesh axes, and whole columns"
-    return ValueError(arguments.wanted("table", want, table.sharding.spec))
