@@ -2,6 +2,10 @@
 
 Usage: python tests/benchmarks/pretrained.py [--mib 1024] [--rounds 5] [--dtype float32] Writes the
 table to a temporary folder; each load is a process of its own, with the file in the page cache.
+
+With --precision instead: how far embeddings in float32 are from those of the transformers library,
+in units in the last place of the largest value. The models are those of
+tests/golden/make_pretrained.py, at the sizes SIZES. Needs torch and transformers too.
 """
 
 import argparse
@@ -75,6 +79,49 @@ def measure(load: str, *paths: Path) -> dict[str, float]:
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
+SIZES = {
+    "vocab_size": 1000,
+    "hidden_size": 768,
+    "d_model": 768,
+    "dim": 768,
+    "n_embd": 768,
+    "word_embed_proj_dim": 768,
+    "embedding_size": 128,
+    "max_position_embeddings": 514,
+    "n_positions": 514,
+}
+
+
+def print_precision():
+    """Prints a Markdown table with a line for each float32 case of make_pretrained.py."""
+    tests = Path(__file__).parents[1]
+    sys.path += [str(tests / "golden"), str(tests / "pretrained")]
+    import make_pretrained  # noqa: PLC0415 (needs torch)
+    import torch  # noqa: PLC0415
+    from checkpoints import checkpoint, unpack  # noqa: PLC0415
+
+    import transformer_embed as te  # noqa: PLC0415
+
+    ids = np.random.default_rng(0).integers(3, SIZES["vocab_size"], (2, 500))
+    make_pretrained.IDS = ids.tolist()
+    rows = []
+    for name, kind, arguments, where, options in make_pretrained.CASES:
+        if "dtype" in options or "old" in options or "text_config" in arguments:
+            continue
+        sizes = {key: SIZES[key] for key in arguments if key in SIZES}
+        with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+            case = make_pretrained.case_of(name, kind, arguments | sizes, where, options)
+            found = te.pretrained.load_embedder(checkpoint(Path(folder), case), stack=case["stack"])
+        types = {key: case[key] for key in ("token_types",) if key in case}
+        ours = te.make_embedder(found.config).apply(
+            found.params, None, ids, is_training=False, **types
+        )
+        theirs = unpack(case["embeddings"])
+        unit = np.spacing(np.abs(theirs).max())
+        rows.append([name, f"{np.abs(ours - theirs).max() / unit:.1f}"])
+    print(markdown_table(["model", "largest difference, ulp of the largest value"], rows))
+
+
 def main():
     """Prints a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -85,7 +132,13 @@ def main():
     parser.add_argument(
         "--dtype", choices=_files.DTYPES, default="F32", help="of the table (default: F32)"
     )
+    parser.add_argument(
+        "--precision", action="store_true", help="compare embeddings with transformers instead"
+    )
     arguments = parser.parse_args()
+    if arguments.precision:
+        print_precision()
+        return
     item = _files.DTYPES[arguments.dtype].itemsize
     folder = Path(tempfile.mkdtemp())
     try:

@@ -310,6 +310,13 @@ def test_a_file_without_tokens(fails, model_file, tmp_path, content):
     assert f"{source} holds no tokens; give a file of ids" in line
 
 
+@pytest.mark.parametrize("flag", ["--params", "--from"])
+def test_a_pipe_in_place_of_a_model_is_refused(fails, text_file, tmp_path, flag):
+    os.mkfifo(tmp_path / "pipe")
+    line = fails("embed", text_file, flag, tmp_path / "pipe", "--out", tmp_path / "x.npz")
+    assert "path: wanted a regular file, got a pipe" in line
+
+
 def test_missing_parameters(fails, text_file, tmp_path):
     line = fails("embed", text_file, "--params", tmp_path / "none", "--out", tmp_path / "x.npz")
     assert f"cannot read {tmp_path / 'none'}: No such file or directory" in line

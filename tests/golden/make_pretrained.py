@@ -286,7 +286,7 @@ def case_of(name, kind, arguments, where, options):
         mask = (ids != PAD).long()
         case["bias"] = pack(
             model.transformer.build_alibi_tensor(mask, config.n_head, torch.float32).reshape(
-                3, config.n_head, -1
+                len(IDS), config.n_head, -1
             )
         )
     return case

@@ -51,11 +51,11 @@ def distance(text: str) -> int:
     return number(text, 0, 10**9)
 
 
-def contents(path: str, at_most: int = -1) -> bytes:
+def contents(path: str) -> bytes:
     """The bytes of a file that is not empty."""
     try:
         with open(path, "rb") as file:
-            data = file.read(at_most)
+            data = file.read()
     except (OSError, ValueError) as error:
         raise UserError(
             f"cannot read {path}: {reason(error)}; name a file that exists and that you may read"

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import pathlib
 from typing import Any
 
 from transformer_embed import pretrained
@@ -33,8 +32,6 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
 def is_ours(path: str) -> bool:
     """Whether this package wrote a checkpoint (`train --out`, `save_embedder`), which then contains
     its configuration."""
-    if not pathlib.Path(path).is_dir():
-        contents(path, at_most=1)
     try:
         return CONFIG in files.open_tensors(path).metadata
     except (OSError, ValueError) as error:

@@ -10,7 +10,6 @@ import numpy as np
 
 import transformer_embed as te
 from transformer_embed._src.layers.schemes import positions_of_ids
-from transformer_embed._src.pretrained.checkpoints import PretrainedInput
 from transformer_embed.cli.arguments import UserError, contents, writable, write_whole
 from transformer_embed.cli.checkpoint import add_checkpoint_flags, is_ours, read_checkpoint
 from transformer_embed.cli.progress import progress
@@ -58,12 +57,8 @@ def add_to(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Writes the arrays and prints their sizes."""
     if args.checkpoint is None:
-        for flag, value in (
-            ("--stack", args.stack),
-            ("--model-type", args.model_type),
-            ("--settings", args.settings),
-        ):
-            if value is not None:
+        for flag in ("--stack", "--model-type", "--settings"):
+            if getattr(args, flag[2:].replace("-", "_")) is not None:
                 raise UserError(
                     f"{flag} is for --from; leave it out: a file that `train` wrote needs no such flag"
                 )
@@ -99,28 +94,24 @@ def run(args: argparse.Namespace) -> None:
 def _model(args: argparse.Namespace) -> tuple[te.EmbedderConfig, Any]:
     """The model that --params or --from names. An error if FILE holds text and the model's tokens
     are not bytes."""
-    path = args.checkpoint if args.params is None else args.params
-    not_bytes = UserError(
-        f"the tokens of {path} are not bytes; give a FILE of ids, as its tokenizer makes them, and --ids"
-    )
-    if args.params is None and not args.ids and not is_ours(path):
-        raise not_bytes
-    config, params, *_ = read_checkpoint(path, args) if args.params is None else _read_params(args)
-    if not args.ids and config.vocab_size > BYTES:
-        raise not_bytes
-    return config, params
-
-
-def _read_params(args: argparse.Namespace) -> PretrainedInput:
-    contents(args.params, at_most=1)
+    is_published = args.params is None
+    path = args.checkpoint if is_published else args.params
+    found = None
     try:
-        if is_ours(args.params):
-            return read_checkpoint(args.params, args)
+        if is_ours(path) or (is_published and args.ids):
+            found = read_checkpoint(path, args)
     except UserError as error:
-        raise UserError(f"{error}; write it again with `train --out`") from error
-    raise UserError(
-        f"{args.params} was not written by `train --out`; if it is a published model, use --from {args.params}"
-    )
+        advice = "" if is_published else "; write it again with `train --out`"
+        raise UserError(f"{error}{advice}") from error
+    if found is None and not is_published:
+        raise UserError(
+            f"{path} was not written by `train --out`; if it is a published model, use --from {path}"
+        )
+    if found is None or (not args.ids and found.config.vocab_size > BYTES):
+        raise UserError(
+            f"the tokens of {path} are not bytes; give a FILE of ids, as its tokenizer makes them, and --ids"
+        )
+    return found.config, found.params
 
 
 def _positions(config: te.EmbedderConfig, ids: np.ndarray) -> np.ndarray:

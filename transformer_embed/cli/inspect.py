@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 from typing import Any
 
+from transformer_embed._src.pretrained import rope
 from transformer_embed.cli.checkpoint import add_checkpoint_flags, read_checkpoint
 
 
@@ -37,13 +38,9 @@ def run(args: argparse.Namespace) -> None:
         array = found.params[module][leaf]
         origin = "" if tensor == name else f", from {tensor}"
         print(f"{name}\n  {array.dtype}{list(array.shape)}{origin}")
-    rotary = found.rotary or {}
-    by_layer = {
-        f"rotary, {kind}": each for kind, each in rotary.items() if isinstance(each, dict)
-    } or {"rotary": rotary}
-    for name, options in by_layer.items():
-        if options:
-            print(f"{name}\n  apply_rotary(x, positions, {_arguments(options)})")
+    for layer, options in rope.by_layer(found.rotary or {}).items():
+        print("rotary" + (f", {layer}" if layer else ""))
+        print(f"  apply_rotary(x, positions, {_arguments(options)})")
     if found.bias is not None:
         call = (
             "RelativePositionBias("

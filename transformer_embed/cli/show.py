@@ -5,7 +5,7 @@ import contextlib
 import math
 import pathlib
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,125 +43,15 @@ def add_to(commands: Any) -> None:
         "files. Needs matplotlib: pip install 'transformer-embed[plots]'.",
     )
     pictures = show.add_subparsers(required=True, metavar="PICTURE")
-
-    def picture(
-        draw: Callable[[argparse.Namespace, Any], str], about: str
-    ) -> argparse.ArgumentParser:
+    for name, (draw, about, flags) in DRAWN.items():
         parser = pictures.add_parser(
-            draw.__name__.removeprefix("_draw_"),
-            allow_abbrev=False,
-            help=about,
-            description=f"Draws {about}.",
-        )
-        parser.add_argument(
-            "--out",
-            required=True,
-            metavar="X.png",
-            help="file to write; X.svg and X.pdf choose those formats",
-        )
-        parser.add_argument(
-            "--width",
-            type=lambda text: real(text, 2, 40),
-            default=WIDTH,
-            metavar="INCHES",
-            help="width of the picture; text is relatively larger in a narrower one (default: %(default)s)",
+            name, allow_abbrev=False, help=about, description=f"Draws {about}."
         )
         parser.set_defaults(run=run, draw=draw)
-        return parser
-
-    def size(
-        parser: Any, flag: str, default: int, about: str, highest: int = 4096, lowest: int = 1
-    ) -> None:
-        parser.add_argument(
-            flag,
-            type=lambda text: number(text, lowest, highest),
-            default=default,
-            metavar="N",
-            help=f"{about} (default: %(default)s)",
-        )
-
-    encoding = picture(_draw_encoding, "a heat map of sinusoidal positions")
-    encoding.add_argument(
-        "--layout",
-        choices=LAYOUTS,
-        default=LAYOUTS[0],
-        help="order of the channels (default: %(default)s)",
-    )
-    wavelengths = picture(
-        _draw_wavelengths, "the wavelength of each pair of channels, in positions"
-    )
-    similarity = picture(
-        _draw_similarity, "the dot product of two sinusoidal positions by distance"
-    )
-    rotary = picture(
-        _draw_rotary, "where rotary embeddings rotate a point in some pairs of channels"
-    )
-    error = picture(
-        _draw_error,
-        "the error of sinusoidal positions, and of the usual float32 product, from 1 to 2**31 - 1",
-    )
-    for each, length in ((encoding, 128), (similarity, 512), (rotary, 6)):
-        size(each, "--length", length, "number of positions")
-    for each in (encoding, wavelengths, similarity, error):
-        size(each, "--d-model", 64, "number of channels")
-    size(rotary, "--head-dim", 64, "number of channels of a head, even")
-    for each in (encoding, wavelengths, similarity, rotary, error):
-        each.add_argument(
-            "--base",
-            type=float,
-            default=10_000.0,
-            metavar="X",
-            help="base of the wavelengths (default: %(default)s)",
-        )
-    mask = picture(_draw_mask, "which keys each query may attend to")
-    queries = mask.add_mutually_exclusive_group()
-    size(queries, "--length", 16, "number of positions")
-    queries.add_argument(
-        "--tokens",
-        nargs="+",
-        metavar="TOKEN",
-        help="tokens to write at the positions, in place of their numbers",
-    )
-    mask.add_argument(
-        "--font",
-        default=FONT,
-        metavar="NAME",
-        help="font to write the tokens in (default: %(default)s)",
-    )
-    mask.add_argument(
-        "--bidirectional",
-        action="store_true",
-        help="let queries attend to later keys too (default: causal)",
-    )
-    mask.add_argument(
-        "--window",
-        nargs=2,
-        type=distance,
-        metavar=("BACK", "AHEAD"),
-        help="how many keys before and after its position a query may attend to",
-    )
-    mask.add_argument(
-        "--chunk",
-        type=at_least_one,
-        metavar="N",
-        help="hide keys outside the query's chunk of N positions",
-    )
-    mask.add_argument(
-        "--prefix",
-        type=distance,
-        default=0,
-        metavar="N",
-        help="let the first N positions all attend to each other",
-    )
-    bias = picture(_draw_bias, "the ALiBi bias of one head")
-    size(bias, "--length", 16, "number of positions", 512)
-    size(bias, "--num-heads", 8, "number of heads", 128)
-    size(bias, "--head", 0, "which head, from 0", 127, lowest=0)
-    bias.add_argument(
-        "--symmetric",
-        action="store_true",
-        help="give later keys the same bias as earlier ones instead of hiding them",
-    )
+        one_of = parser.add_mutually_exclusive_group() if "--tokens" in flags else parser
+        for flag, options in {**COMMON_FLAGS, **flags}.items():
+            group = one_of if flag in ("--length", "--tokens") else parser
+            group.add_argument(flag, **options)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -308,3 +198,128 @@ def _draw_bias(args: argparse.Namespace, ax: Any) -> str:
 def _draw_error(args: argparse.Namespace, ax: Any) -> str:
     te.plots.plot_error(args.d_model, ax=ax, base=args.base)
     return f"error of sinusoidal positions (d_model {args.d_model}, base {args.base:,g})"
+
+
+def _size(default: int, about: str, lowest: int = 1, highest: int = 4096) -> dict[str, Any]:
+    """The options of a flag that takes an integer."""
+    return {
+        "type": lambda text: number(text, lowest, highest),
+        "default": default,
+        "metavar": "N",
+        "help": f"{about} (default: %(default)s)",
+    }
+
+
+POSITIONS = "number of positions"
+D_MODEL = _size(64, "number of channels")
+BASE = {
+    "type": float,
+    "default": 10_000.0,
+    "metavar": "X",
+    "help": "base of the wavelengths (default: %(default)s)",
+}
+COMMON_FLAGS: Mapping[str, Any] = {
+    "--out": {
+        "required": True,
+        "metavar": "X.png",
+        "help": "file to write; X.svg and X.pdf choose those formats",
+    },
+    "--width": {
+        "type": lambda text: real(text, 2, 40),
+        "default": WIDTH,
+        "metavar": "INCHES",
+        "help": "width of the picture; text is relatively larger in a narrower one (default: %(default)s)",
+    },
+}
+# How each picture is drawn, what it shows, and its own flags.
+DRAWN: Mapping[str, tuple[Callable[[argparse.Namespace, Any], str], str, dict[str, Any]]] = {
+    "encoding": (
+        _draw_encoding,
+        "a heat map of sinusoidal positions",
+        {
+            "--layout": {
+                "choices": LAYOUTS,
+                "default": LAYOUTS[0],
+                "help": "order of the channels (default: %(default)s)",
+            },
+            "--length": _size(128, POSITIONS),
+            "--d-model": D_MODEL,
+            "--base": BASE,
+        },
+    ),
+    "wavelengths": (
+        _draw_wavelengths,
+        "the wavelength of each pair of channels, in positions",
+        {"--d-model": D_MODEL, "--base": BASE},
+    ),
+    "similarity": (
+        _draw_similarity,
+        "the dot product of two sinusoidal positions by distance",
+        {"--length": _size(512, POSITIONS), "--d-model": D_MODEL, "--base": BASE},
+    ),
+    "rotary": (
+        _draw_rotary,
+        "where rotary embeddings rotate a point in some pairs of channels",
+        {
+            "--length": _size(6, POSITIONS),
+            "--head-dim": _size(64, "number of channels of a head, even"),
+            "--base": BASE,
+        },
+    ),
+    "error": (
+        _draw_error,
+        "the error of sinusoidal positions, and of the usual float32 product, from 1 to 2**31 - 1",
+        {"--d-model": D_MODEL, "--base": BASE},
+    ),
+    "mask": (
+        _draw_mask,
+        "which keys each query may attend to",
+        {
+            "--length": _size(16, POSITIONS),
+            "--tokens": {
+                "nargs": "+",
+                "metavar": "TOKEN",
+                "help": "tokens to write at the positions, in place of their numbers",
+            },
+            "--font": {
+                "default": FONT,
+                "metavar": "NAME",
+                "help": "font to write the tokens in (default: %(default)s)",
+            },
+            "--bidirectional": {
+                "action": "store_true",
+                "help": "let queries attend to later keys too (default: causal)",
+            },
+            "--window": {
+                "nargs": 2,
+                "type": distance,
+                "metavar": ("BACK", "AHEAD"),
+                "help": "how many keys before and after its position a query may attend to",
+            },
+            "--chunk": {
+                "type": at_least_one,
+                "metavar": "N",
+                "help": "hide keys outside the query's chunk of N positions",
+            },
+            "--prefix": {
+                "type": distance,
+                "default": 0,
+                "metavar": "N",
+                "help": "let the first N positions all attend to each other",
+            },
+        },
+    ),
+    "bias": (
+        _draw_bias,
+        "the ALiBi bias of one head",
+        {
+            "--length": _size(16, POSITIONS, highest=512),
+            "--num-heads": _size(8, "number of heads", highest=128),
+            "--head": _size(0, "which head, from 0", lowest=0, highest=127),
+            "--symmetric": {
+                "action": "store_true",
+                "help": "give later keys the same bias as earlier ones instead of hiding them",
+            },
+        },
+    ),
+}

@@ -2,6 +2,7 @@
 their config.json."""
 
 import dataclasses
+import typing
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -41,6 +42,7 @@ def changes_embeddings(default: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+@typing.dataclass_transform(kw_only_default=True, frozen_default=True)
 class Settings:
     """The entries of a config.json that a model reads. A size that is not given is taken from the
     tensors.
@@ -55,6 +57,10 @@ class Settings:
     vocab_size: Count | None = None
     hidden_size: Count | None = None
     tie_word_embeddings: bool = True
+
+    def __init_subclass__(cls):
+        """Makes a frozen dataclass of each subclass."""
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
     @classmethod
     def names(cls) -> dict[str, tuple[str, ...]]:
@@ -105,7 +111,6 @@ class Settings:
         return options | others
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Clip(Settings):
     """Tokens and learned positions."""
 
@@ -123,7 +128,6 @@ class Clip(Settings):
         return Learned(rows, start=start, **padding)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpt2(Clip):
     """Like CLIP, with dropout."""
 
@@ -135,7 +139,6 @@ class Gpt2(Clip):
         return super().options(shapes, dropout_rate=self.embd_pdrop, **others)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Opt(Clip):
     """Like CLIP, with positions counted from 2."""
 
@@ -149,7 +152,6 @@ class Opt(Clip):
         return LayerArguments(self.options(shapes, scheme=self.learned(shapes, 2, **padding)))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class DistilBert(Clip):
     """BERT without token types; its epsilon is fixed."""
 
@@ -161,7 +163,6 @@ class DistilBert(Clip):
         return super().options(shapes, layer_norm_eps=1e-12, dropout_rate=self.dropout, **others)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Bert(Clip):
     """Tokens, positions and token types, then a layer norm."""
 
@@ -185,7 +186,6 @@ class Bert(Clip):
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Albert(Bert):
     """Like BERT, but with narrow tables that a linear layer widens."""
 
@@ -200,7 +200,6 @@ class Albert(Bert):
         return options
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Roberta(Bert):
     """Like BERT, with positions counted from pad_token_id + 1."""
 
@@ -213,7 +212,6 @@ class Roberta(Bert):
         return dataclasses.replace(positions, start=pad_id + 1, at_padding=pad_id, pad_id=pad_id)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class T5(Settings):
     """Tokens only; positions are a bias in the attention."""
 
@@ -235,7 +233,6 @@ class T5(Settings):
         return LayerArguments(self.options(shapes, dropout_rate=self.dropout_rate), bias=bias)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Seq2Seq(Settings):
     """Tokens, in some models times the square root of their width, and positions."""
 
@@ -254,7 +251,6 @@ class Seq2Seq(Settings):
         raise NotImplementedError
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Marian(Seq2Seq):
     """Sinusoids, all sines first."""
 
@@ -272,7 +268,6 @@ class Marian(Seq2Seq):
         return Sinusoidal(layout="sin_cos")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class M2m100(Seq2Seq):
     """The sinusoids of fairseq."""
 
@@ -286,7 +281,6 @@ class M2m100(Seq2Seq):
         return Sinusoidal(layout="sin_cos", shift=1, odd="zero", **padding)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Bart(Seq2Seq, Clip):
     """Learned positions counted from 2, then a layer norm with a fixed epsilon."""
 
@@ -299,7 +293,6 @@ class Bart(Seq2Seq, Clip):
         return self.learned(shapes, 2)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Bloom(Settings):
     """Tokens and a layer norm; positions are ALiBi's bias."""
 
@@ -313,7 +306,6 @@ class Bloom(Settings):
         return LayerArguments(options, bias={"num_heads": self.num_attention_heads})
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama(Settings):
     """Tokens only; queries and keys are rotated in the half layout."""
 
@@ -352,7 +344,6 @@ class Llama(Settings):
         return rotary if scaling is None else rotary | {"scaling": scaling}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma(Llama):
     """Like Llama, with tokens times the square root of their width."""
 
@@ -363,7 +354,6 @@ class Gemma(Llama):
         return super().options(shapes, scale=True, **others)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma3(Gemma):
     """Like Gemma, with one rotation for layers with full attention and another for those with a
     sliding window."""
@@ -391,7 +381,6 @@ class Gemma3(Gemma):
         }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Phi(Llama):
     """Like Llama, with only the first channels of a head rotated."""
 
@@ -418,7 +407,6 @@ class Phi(Llama):
         return LayerArguments(self.options(shapes, dropout_rate=self.embd_pdrop), rotary=rotary)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Phi3(Phi):
     """Like Phi, with another default, and with the original length beside `rope_scaling` instead of
     in it."""
@@ -436,7 +424,6 @@ class Phi3(Phi):
         return found
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class GptNeox(Phi):
     """Like Phi, with other names."""
 
