@@ -101,9 +101,8 @@ def main():
     if rounds < 1:
         parser.error("wanted 1 round or more")
     machine = environment(PACKAGES)
-    print(
-        f"{machine['cpus']} CPUs, {machine['platform']}, jax on {machine['backend']}, {rounds} rounds"
-    )
+    where = f"{machine['cpus']} CPUs, {machine['platform']}, jax on {machine['backend']}"
+    print(f"{where}, {rounds} rounds")
     print(
         ", ".join(f"{name} {version}" for name, version in machine["versions"].items()), flush=True
     )

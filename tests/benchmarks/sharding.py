@@ -187,7 +187,7 @@ def checks():
 # TPU pods: rows of the table, the mesh, and the goals for MB sent and MB of temporaries.
 PODS = {
     "tpu:v5e:16x16": (10**8, (16, 16), 40, 60),
-    "tpu:v5p:8x8x8": (10**9, (16, 32), 40, 150),
+    "tpu:v5p:8x8x8": (10**9, (16, 32), 45, 150),
     "tpu:v5p:16x16x16": (10**9, (64, 64), 60, 150),
 }
 
@@ -350,9 +350,8 @@ def main():
     found = environment(["jax", "jaxlib", "libtpu", "numpy"])
     print(f"{found['platform']}, {found['cpus']} cores, {found['versions']}\n")
     if arguments.pods is not None:
-        print(
-            f"Adam, width {WIDTH}, float32, {IDS} ids a device:\n\n{compiled_for_pods(arguments.pods or PODS)}"
-        )
+        pods = compiled_for_pods(arguments.pods or PODS)
+        print(f"Adam, width {WIDTH}, float32, {IDS} ids a device:\n\n{pods}")
     if arguments.time:
         print(f"Adam on 8 CPU devices, 2048 ids a device:\n\n{timed()}")
     if arguments.zipf:

@@ -117,28 +117,19 @@ def tied_cross_entropy(
 
     Source:
         Label smoothing: Szegedy et al., "Rethinking the Inception Architecture" (2016), section 7,
-            https://arxiv.org/abs/1512.00567. The
-        gradient in the forward pass: Hsu et al., "Liger Kernel" (2024), section 3.2,
-            https://arxiv.org/abs/2410.10989. The loss over a
-        split vocabulary: Shoeybi et al., "Megatron-LM" (2019), section 3,
-            https://arxiv.org/abs/1909.08053
+        https://arxiv.org/abs/1512.00567. The gradient in the forward pass: Hsu et al., "Liger
+        Kernel" (2024), section 3.2, https://arxiv.org/abs/2410.10989. The loss over a split
+        vocabulary: Shoeybi et al., "Megatron-LM" (2019), section 3,
+        https://arxiv.org/abs/1909.08053
     """
     x, table = as_wide_as_table(x, table)
     labels = arguments.as_int32("labels", labels)
     if any(export.is_symbolic_dim(size) for size in x.shape):
-        raise TypeError(
-            arguments.wanted(
-                "x", "a shape known while tracing, to be cut into chunks", f"shape {list(x.shape)}"
-            )
-        )
+        want = "a shape known while tracing, to be cut into chunks"
+        raise TypeError(arguments.wanted("x", want, f"shape {list(x.shape)}"))
     if labels.shape != x.shape[:-1]:
-        raise ValueError(
-            arguments.wanted(
-                "labels",
-                f"x's shape without its last axis, {list(x.shape[:-1])}",
-                f"shape {list(labels.shape)}",
-            )
-        )
+        want = f"x's shape without its last axis, {list(x.shape[:-1])}"
+        raise ValueError(arguments.wanted("labels", want, f"shape {list(labels.shape)}"))
     pad_id = None if pad_id is None else arguments.int32("pad_id", pad_id)
     options = _LossOptions(
         table.shape[0],
@@ -196,7 +187,9 @@ def _weighted_loss(
     mask: Bool[Array, "..."] | None,
 ) -> Float[Array, ""]:
     dtype = arguments.compute_dtype(x.dtype, table.dtype)
-    counted = _counted_tokens(labels, mask, options.pad_id)
+    counted = jnp.ones_like(labels, bool) if options.pad_id is None else labels != options.pad_id
+    if mask is not None:
+        counted &= jnp.expand_dims(mask, range(labels.ndim - mask.ndim))
     # Broadcast against x, so that under explicit axes counted has x's sharding.
     counted = counted | jnp.zeros_like(x, bool).any(-1)
     # Zeros give finite logits, so that their weight of 0 leaves nothing of them.
@@ -209,17 +202,6 @@ def _weighted_loss(
         weights = weights / jnp.maximum(jnp.sum(counted, dtype=jnp.int32), 1).astype(dtype)
     array, layout = _array_and_layout(x, table)
     return _loss(options, layout, x, array, labels, weights)
-
-
-def _counted_tokens(
-    labels: Int32[Array, "..."], mask: Bool[Array, "..."] | None, pad_id: int | None
-) -> Bool[Array, "..."]:
-    counted = jnp.ones_like(labels, bool) if pad_id is None else labels != pad_id
-    return (
-        counted
-        if mask is None
-        else counted & jnp.expand_dims(mask, tuple(range(labels.ndim - mask.ndim)))
-    )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -285,16 +267,16 @@ def _loss_in_chunks(options, over, needs_gradient, table, tokens):
     """Like `_loss_on_mesh`, for all tokens of one device and its own rows; the other rows are on
     other devices along the axes `over`."""
     step = functools.partial(_add_chunk, options, over, needs_gradient, table)
-    dtype, flat = tokens.weights.dtype, _flatten_tokens(tokens)
+    dtype = tokens.weights.dtype
     start = (
         _zeros_varying_like((), dtype, tokens, table),
         _zeros_varying_like(table.shape, dtype, tokens, table) if needs_gradient[1] else None,
     )
-    (loss, table_gradient), x_gradient = jax.lax.scan(
-        step, start, _cut_into_chunks(flat, _chunk_count(options, len(flat.labels)))
-    )
+    chunks = _cut_into_chunks(options, tokens)
+    (loss, table_gradient), x_gradient = jax.lax.scan(step, start, chunks)
     if x_gradient is not None:
-        x_gradient = _join_chunks(x_gradient, len(flat.labels)).reshape(tokens.x.shape)
+        by_token = x_gradient.swapaxes(0, 1).reshape(-1, tokens.x.shape[-1])
+        x_gradient = by_token[: tokens.labels.size].reshape(tokens.x.shape)
     return loss, x_gradient, table_gradient
 
 
@@ -431,37 +413,28 @@ def _reduce_over(reduce, axes, values):
     return reduce(values, axes) if axes else values
 
 
-def _flatten_tokens(tokens: _Chunk) -> _Chunk:
-    count = tokens.labels.size
-    return _Chunk(
-        tokens.x.reshape(count, tokens.x.shape[-1]),
-        tokens.labels.reshape(count),
-        tokens.weights.reshape(count),
-    )
-
-
 def _chunk_count(options: _LossOptions, tokens: int) -> int:
     size = options.chunk_size or min(max(SMALLEST_CHUNK, -(-tokens // CHUNKS)), LARGEST_CHUNK)
     return -(-tokens // size)
 
 
-def _cut_into_chunks(flat: _Chunk, count: int) -> _Chunk:
+def _cut_into_chunks(options: _LossOptions, tokens: _Chunk) -> _Chunk:
     """[count, size, ...]: each chunk takes every count-th token, so that each device has a part of
     each chunk if the batch is split.
 
     The last chunks are padded with tokens of weight 0.
     """
-    size = -(-len(flat.labels) // max(count, 1))
+    total, ndim = tokens.labels.size, tokens.labels.ndim
+    count = _chunk_count(options, total)
+    size = -(-total // max(count, 1))
 
     def cut(array):
-        array = jnp.pad(array, [(0, count * size - len(array)), *[(0, 0)] * (array.ndim - 1)])
-        return array.reshape(size, count, *array.shape[1:]).swapaxes(0, 1)
+        shape = array.shape[ndim:]
+        padding = [(0, count * size - total), *[(0, 0)] * len(shape)]
+        flat = jnp.pad(array.reshape(total, *shape), padding)
+        return flat.reshape(size, count, *shape).swapaxes(0, 1)
 
-    return _Chunk(*map(cut, flat))
-
-
-def _join_chunks(chunks: Float[Array, "n t d"], tokens: int) -> Float[Array, "s d"]:
-    return chunks.swapaxes(0, 1).reshape(-1, chunks.shape[-1])[:tokens]
+    return _Chunk(*map(cut, tokens))
 
 
 def _zeros_varying_like(

@@ -95,7 +95,10 @@ class InterleavedTable(Sharded):
     ) -> list[Sharded]:
         """See `Table`; each shard updates its own rows. Nothing is sent."""
         if not isinstance(gradient, OwnedRows):
-            want = "the gradient of an interleaved table as `value_and_grad` returns it: each device has those of its own rows"
+            want = (
+                "the gradient of an interleaved table as `value_and_grad` returns it: each device "
+                "has those of its own rows"
+            )
             raise TypeError(arguments.wanted("grads", want, f"plain {type(gradient).__name__}"))
 
         plan = gradient.plan
@@ -176,7 +179,10 @@ def _planned(
     split = tuple(array_axes(mesh, table.batch_axes, ids, ids.ndim))
     id_axes = tuple(axis for axes in split for axis in axes)
     if not set(owners) <= set(id_axes):
-        want = f"split over the mesh axes of the table's rows, {owners}, to exchange them (the batch must divide by the devices)"
+        want = (
+            f"split over the mesh axes of the table's rows, {owners}, to exchange them "
+            "(the batch must divide by the devices)"
+        )
         got = f"shape {list(ids.shape)} split over {id_axes}"
         raise ValueError(arguments.wanted("ids", want, got))
     devices = devices_along(mesh, id_axes)

@@ -180,7 +180,10 @@ class _Placement(NamedTuple):
         axes, sharding = spec_axes(spec, len(leaf.shape)), NamedSharding(self.mesh, spec)
         array = leaf.array if isinstance(leaf, Sharded) else leaf
         if arguments.is_traced(array):
-            want = "arrays outside of jit (a function that draws them is compiled by shard_params itself)"
+            want = (
+                "arrays outside of jit "
+                "(a function that draws them is compiled by shard_params itself)"
+            )
             raise TypeError(arguments.wanted("params", want, f"a traced {name}"))
         # A row-wise optimizer may have one number of state for each row of a table.
         is_rows = any(axes) and len(axes) <= 2 and fnmatch.fnmatchcase(name, self.tables)
@@ -235,11 +238,17 @@ class _Placement(NamedTuple):
             want = f"rows over mesh axes, and whole columns, for {name}"
             raise ValueError(arguments.wanted("interleave", want, sharding.spec))
         if not set(row_axes) <= set(batch_axes):
-            want = f"the mesh axes of the rows of {name}, {row_axes}, among others, since it is interleaved"
+            want = (
+                f"the mesh axes of the rows of {name}, {row_axes}, among others, "
+                "since it is interleaved"
+            )
             raise ValueError(arguments.wanted("batch_axes", want, batch_axes))
         parts = devices_along(self.mesh, row_axes)
         if self.virtual_shards % parts:
-            want = f"a number of devices along {row_axes} that divides {self.virtual_shards} virtual shards, to interleave {name}"
+            want = (
+                f"a number of devices along {row_axes} that divides {self.virtual_shards} "
+                f"virtual shards, to interleave {name}"
+            )
             raise ValueError(arguments.wanted("mesh", want, parts))
         table = InterleavedTable(
             None, vocab_size, sharding, batch_axes, self.virtual_shards, self.capacity

@@ -1,4 +1,4 @@
-"""The order of rows in the array of a sharded table: contiguous, or interleaved over virtual shards.
+"""The order of rows in the array of a sharded table: contiguous or interleaved.
 
 The index of an id's row in that array is its *slot*. The array is padded with zeros.
 
