@@ -43,11 +43,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import typecheck
 
-typecheck.install(
-    "transformer_embed._src.arguments",
-    "transformer_embed._src.functional",
-    "transformer_embed._src.layers",
-)
+typecheck.install("transformer_embed._src")
 
 
 def pytest_configure(config):

@@ -10,6 +10,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
+import typing
 
 import beartype
 import jaxtyping
@@ -21,7 +22,7 @@ def check_arrays(function):
     kinds = {
         name: kind
         for name, kind in function.__annotations__.items()
-        if name == "return" or is_array(kind)
+        if (name == "return" and kind is not typing.NoReturn) or is_array(kind)
     }
     if not kinds:
         return function

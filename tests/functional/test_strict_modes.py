@@ -3,11 +3,14 @@ gradient."""
 
 import contextlib
 import functools
+import inspect
+import re
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+import public
 import pytest
 from test_inputs import CALLS, IDS, POSITIONS, TABLE, X
 
@@ -99,7 +102,45 @@ FUNCTIONS = CALLS | {
         for name, scaling in SCALINGS.items()
     },
 }
+SCHEMES = [te.Sinusoidal(at_padding=0), te.SinusoidalGrid((2, 3)), te.Learned(9)]
+
+
+def module(build):
+    """Initialised and applied, compiled: jax itself transfers the constants of eager code."""
+
+    def run(*arrays):
+        transformed = hk.transform(lambda: build()(*arrays))
+        return transformed.apply(transformed.init(jax.random.key(3)), None)
+
+    return jax.jit(run)
+
+
+EVALUATED = {
+    "PositionalEncoding": lambda: te.PositionalEncoding(SCHEMES[2], X.shape[-1]),
+    "TransformerEmbedding": lambda: te.TransformerEmbedding(te.EmbedderConfig(11, 8)),
+}
+FUNCTIONS |= {
+    "TokenEmbedding": (module(lambda: te.TokenEmbedding(11, 6, pad_id=0)), (IDS,)),
+    "RelativePositionBias": (module(lambda: te.RelativePositionBias(2)), (POSITIONS, POSITIONS)),
+    **{
+        name: (module(lambda build=build: functools.partial(build(), is_training=False)), (array,))
+        for (name, build), array in zip(EVALUATED.items(), (X, IDS), strict=True)
+    },
+}
 every_function = pytest.mark.parametrize("name", FUNCTIONS)
+
+
+def test_every_public_name_is_here():
+    """But for the functions of tables and parameters, which are in test_strict_tables.py, and those
+    that draw."""
+    made = {type(value).__name__ for value in [*SCALINGS.values(), *SCHEMES]}
+    made |= {"EmbedderConfig", "Embedder", "TokenPositions", "make_embedder"}
+    names = set(public.TOP) - made
+    tables = {"table", "params"}
+    of_tables = {n for n in names if tables & inspect.signature(getattr(te, n)).parameters.keys()}
+    keys = "\n".join(FUNCTIONS)
+    missing = {name for name in names - of_tables if not re.search(rf"^{name}", keys, re.M)}
+    assert missing == set()
 
 
 def on_device(arrays):
@@ -135,8 +176,9 @@ def test_traced_with_its_gradient_under_all_modes_at_once(name):
         jax.make_jaxpr(jax.value_and_grad(loss, argnums=floats) if floats else function)(*arrays)
 
 
-def test_an_embedder_trains_under_all_modes_at_once():
-    config = te.EmbedderConfig(11, 8, pad_id=0, scheme=te.Sinusoidal(), dropout_rate=0.5)
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: type(scheme).__name__)
+def test_an_embedder_trains_under_all_modes_at_once(scheme):
+    config = te.EmbedderConfig(11, 8, pad_id=0, scheme=scheme, dropout_rate=0.5)
     embedder, ids = te.make_embedder(config), jax.device_put(IDS)
 
     def loss(params, key, ids):

@@ -2,7 +2,8 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+import numpy as np
+from jaxtyping import Array, Bool, Int32, Integer
 
 from transformer_embed._src import arguments
 
@@ -41,7 +42,9 @@ def compacted(
     return jnp.arange(size, size + room, dtype=jnp.int32).at[slots].set(values, mode="drop")
 
 
-def count_below(ascending: Int32[Array, "k"], values: Int32[Array, "..."]) -> Int32[Array, "..."]:
+def count_below(
+    ascending: Int32[Array, "k"], values: Integer[Array | np.ndarray, "..."]
+) -> Int32[Array, "..."]:
     """How many of the ascending numbers are below each value: `jnp.searchsorted`, which older jax
     does not trace inside `shard_map`."""
     size = len(ascending)

@@ -133,7 +133,9 @@ def update(
         if isinstance(arrays[0], RowTable):
             new_tables[i] = arrays[0].update_rows(update_arrays, shared, of_rows[i], arrays[1:])
         else:
-            new_tables[i] = update_arrays(shared, of_rows[i].ids, of_rows[i].values, arrays)
+            # Rows made by hand may hold arrays of numpy, and ids of any width.
+            ids, values = arguments.as_int32("ids", of_rows[i].ids), jnp.asarray(of_rows[i].values)
+            new_tables[i] = update_arrays(shared, ids, values, arrays)
     return layout.tree(new_tables, *new_leaves)
 
 
