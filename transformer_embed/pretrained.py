@@ -1,6 +1,6 @@
 """Input layers of published checkpoints: load them and save them.
 
-In float32, the embeddings agree with the original model's to within 3 ulp of the largest value.
+See `load_embedder` for how far embeddings are from the original model's.
 """
 
 from transformer_embed._src.pretrained.checkpoints import (

@@ -16,8 +16,9 @@ CASES = {
 }
 PAD = 1
 # A unit in the last place of float32, at the largest value. Layer norms sum their channels in
-# another order than the original does.
-ULPS = 3
+# another order than the original does; tests/benchmarks/pretrained.py --precision measures wider
+# models.
+ULPS = 5
 
 
 def unpack(value):

@@ -91,10 +91,14 @@ def load_embedder(
     Known models, with the tensor names of the transformers library: BERT (and MiniLM), RoBERTa,
     XLM-R, CamemBERT, DistilBERT, ALBERT, ELECTRA, GPT-2, OPT, T5, mT5, Marian, M2M100, BART, mBART,
     CLIP's text model, Llama, Mistral, Qwen 2 and 3, Phi, Phi-3, Gemma 1 to 3, GPT-NeoX and Bloom.
-    Embeddings in float32 agree with that library's to 3 units in the last place of the largest
-    value. Four things differ. Long rotary positions, T5's bucket at some boundaries and Gemma's
-    factor in bfloat16 are exact here. M2M100's sinusoid at padding is that of position 1 here and
-    zeros there; the mask hides it.
+    Embeddings in float32 have the same bits as that library's, or agree to 5 units in the last
+    place of the largest value where a layer norm sums in another order. M2M100 differs by 250 such
+    units at 500 tokens, because the library computes angles in float32; here they are exact, as are
+    long rotary positions, T5's bucket at some boundaries and Gemma's factor in bfloat16. M2M100's
+    sinusoid at padding is that of position 1 here and zeros there; the mask hides it.
+
+    Positions that you pass are rows of the table of positions: add `config.scheme.start` to the
+    published `position_ids` of OPT and BART, which count from 0.
 
     `config.pad_id` is None, because the padding row is read as it is stored. Models with token
     types need `token_types`; pass zeros if the original model is called without them.
