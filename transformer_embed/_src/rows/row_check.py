@@ -119,66 +119,72 @@ class Fact:
 
 def check(
     step: Callable[[Any], tuple[Any, Any]],
-    whole: Mapping[int, Sequence[Shape]],
-    block: Mapping[int, Sequence[Shape]],
+    whole: Mapping[int, Shape],
+    block: Mapping[int, Shape],
+    owners: Mapping[int, int],
     update: Callable,
 ) -> None:
     """Raises a ValueError unless a step on a block of rows gives the rows of the whole step.
 
     Args:
-        step: from each table's [gradient, rows, *rows of its state] to each table's new [rows,
-            *rows of its state], and all else that the optimizer returns.
-        whole: the shapes of all rows of each table.
+        step: from the gradients, the rows of tables and of their state, by place, to the new rows
+            of tables and state, by place, and all else that the optimizer returns.
+        whole: the shapes of all rows.
         block: those of one block, with another number of rows.
+        owners: the table of each place, named by the place of its gradient; the table's rows come
+            first after it.
         update: the optimizer's function, to name in an error.
     """
-    inputs = [table for table, shapes in block.items() for _ in shapes]
-    operands = [Fact(table, frozenset([i]), frozenset([i])) for i, table in enumerate(inputs)]
-    sizes = {table: (whole[table][0].shape[0], block[table][0].shape[0]) for table in block}
+    places = sorted(owners)
+    operands = [Fact(owners[i], frozenset([i]), frozenset([i])) for i in places]
+    sizes = {owners[i]: (whole[i].shape[0], block[i].shape[0]) for i in places}
     try:
         one, other = _traced(step, whole, ""), _traced(step, block, "with fewer rows ")
         facts = _Reader(sizes).follow(one, other, operands)
         outputs = zip(one.jaxpr.outvars, other.jaxpr.outvars, facts, strict=True)
-        gradient = 0
-        for table, shapes in block.items():
-            for i, shape in enumerate(shapes[1:], gradient + 1):
-                # New rows must use their gradient, and a new state the old one.
-                needed = gradient if i == gradient + 1 else i
-                _check_rows(*next(outputs), table, shape, needed)
-            gradient += len(shapes)
+        for place in places:
+            table = owners[place]
+            if place == table:
+                continue
+            # New rows of the table must use their gradient, and those of a state the old ones.
+            is_first = place == min(i for i in places if owners[i] == table != i)
+            needed = table if is_first else place
+            _check_output(*next(outputs), table, block[place], needed)
         for output in outputs:
-            _check_shared_output(*output)
+            _check_output(*output)
     except NotRowWiseError as problem:
         name, where = _transformation_and_line(problem.sources, update)
         raise ValueError(refusal(f"{name}: {problem}{where}")) from problem.__cause__
 
 
-def _check_rows(one: Any, other: Any, fact: Fact, table: int, shape: Shape, needed: int) -> None:
-    """Raises unless an output has the new rows of a table or of its state, made with the input
-    `needed`."""
+def _check_output(
+    one: Any,
+    other: Any,
+    fact: Fact,
+    table: int | None = None,
+    shape: Shape | None = None,
+    needed: int | None = None,
+) -> None:
+    """Raises unless an output is shared by all rows or, of a table, has its new rows or those of
+    its state, of this shape, made with the input `needed`."""
     if fact.problem:
         raise fact.problem
-    if _row_axis(one, other) != 0 or fact.table not in (None, table):
+    axis, aval = _row_axis(one, other), other.aval
+    if shape is None:
+        if axis is not None:
+            raise NotRowWiseError(
+                "parameters or state outside the table become one row for each of its rows"
+            )
+        return
+    if axis != 0 or fact.table not in (None, table):
         raise NotRowWiseError("a new row is not made from the same row of the table")
-    if other.aval.shape != shape.shape:
+    if aval.shape != shape.shape:
         raise NotRowWiseError("the new state does not have the shape of the state")
-    if other.aval.dtype != shape.dtype:
-        raise NotRowWiseError(
-            f"a state of dtype {shape.dtype} becomes {other.aval.dtype}, but a step must keep "
-            "the dtype"
-        )
+    if aval.dtype != shape.dtype:
+        how = f"a state of dtype {shape.dtype} becomes {aval.dtype}"
+        raise NotRowWiseError(f"{how}, but a step must keep the dtype")
     if needed in fact.uses - fact.always_uses and fact.choice:
         raise fact.choice
-
-
-def _check_shared_output(one: Any, other: Any, fact: Fact) -> None:
-    """Raises unless all rows share an output."""
-    if fact.problem:
-        raise fact.problem
-    if _row_axis(one, other) is not None:
-        raise NotRowWiseError(
-            "parameters or state outside the table become one row for each of its rows"
-        )
 
 
 def refusal(reason: str) -> str:
@@ -261,9 +267,9 @@ class _Reader:
         """What is known about the results of an equation: `one` of the whole program, `other` of
         the block's."""
         name = other.primitive.name
-        called = list(_called_programs(one, other))
+        called = list(zip(_called_programs(one), _called_programs(other), strict=False))
         if name in CALLS and called:
-            return self.follow(called[0][0], called[0][1], operands, sources)
+            return self.follow(*called[0], operands, sources)
         if name == "optimization_barrier":
             return operands
         for fact in operands:
@@ -326,14 +332,11 @@ class _Reader:
     def _has_same_params(self, one: Any, other: Any, has_rows: bool) -> bool:
         """Whether the params are the same in both programs, except for the number of rows in the
         size of an array."""
-        sizes = {*self.sizes.values()}
         for name, param in other.params.items():
-            if _same(one.params[name], param):
-                continue
-            if not (has_rows and name in SIZES and len(one.params[name]) == len(param)):
-                return False
-            if any(
-                a != b and (a, b) not in sizes for a, b in zip(one.params[name], param, strict=True)
+            sizes = self.sizes.values() if has_rows and name in SIZES else ()
+            (before, tree), (after, other_tree) = map(jax.tree.flatten, (one.params[name], param))
+            if tree != other_tree or not all(
+                (a, b) in sizes or _same(a, b) for a, b in zip(before, after, strict=True)
             ):
                 return False
         return True
@@ -407,16 +410,11 @@ def _stays_condition(equation: Any, operands: Sequence[Fact]) -> bool:
     return all(isinstance(variable, Literal) for variable in others)
 
 
-def _called_programs(one: Any, other: Any) -> Iterator[tuple[ClosedJaxpr, ClosedJaxpr]]:
-    """The programs among the params of an equation of both programs."""
-    for name, param in other.params.items():
-        params = [one.params[name], param]
-        if not isinstance(param, tuple | list):
-            params = [[each] for each in params]
-        for pair in zip(*params, strict=False):
-            if all(isinstance(program, ClosedJaxpr | Jaxpr) for program in pair):
-                closed = [p if isinstance(p, ClosedJaxpr) else ClosedJaxpr(p, ()) for p in pair]
-                yield closed[0], closed[1]
+def _called_programs(equation: Any) -> list[ClosedJaxpr]:
+    """The programs among the params of an equation."""
+    params = jax.tree.leaves(equation.params)
+    programs = [param for param in params if isinstance(param, ClosedJaxpr | Jaxpr)]
+    return [p if isinstance(p, ClosedJaxpr) else ClosedJaxpr(p, ()) for p in programs]
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -426,9 +424,6 @@ def _same(one: Any, other: Any) -> bool:
         return True
     if isinstance(one, Literal) and isinstance(other, Literal):
         return str(one.aval) == str(other.aval) and _same(one.val, other.val)
-    if isinstance(one, tuple | list):
-        has_twins = isinstance(other, tuple | list) and len(one) == len(other)
-        return has_twins and all(map(_same, one, other))
     if isinstance(one, NUMBERS):
         return isinstance(other, NUMBERS) and _same_numbers(one, other)
     # Each trace makes new functions, but with the same code.
@@ -483,40 +478,35 @@ def _frames(source: Any) -> Iterator[tuple[str, str, int]]:
 # The rows of an optimizer's state.
 
 
-def state_of_tables(
+def tables_of_state(
     init: Callable,
     treedef: Any,
     params: Sequence[Shape],
     state: Sequence[Shape],
     tables: Sequence[int],
-) -> dict[int, list[int]]:
-    """For each table, by its index among the parameters, the indices of the leaves of the state
-    that have its rows: they gain as many rows as the table does."""
+) -> dict[int, int]:
+    """For each leaf of the state, by its index, that has the rows of a table, the table's index
+    among the parameters: the leaf gains as many rows as the table does."""
     more = {table: n for n, table in enumerate(tables, 1)}
-    shapes, longer_shapes = (
-        _state_shapes(init, treedef, params, {}),
-        _state_shapes(init, treedef, params, more),
-    )
+    shapes = _state_shapes(init, treedef, params, {})
+    longer_shapes = _state_shapes(init, treedef, params, more)
     if shapes != [leaf.shape for leaf in state]:
         want = "that of optimizer.init(params)"
         raise ValueError(arguments.wanted("state", want, "arrays of other shapes"))
     if len(longer_shapes) != len(shapes):
         raise ValueError(refusal(f"{_name(init)}: {DIFFERS}"))
-    in_state: dict[int, list[int]] = {table: [] for table in tables}
+    owners = {}
     for i, (shape, longer) in enumerate(zip(shapes, longer_shapes, strict=True)):
         if shape == longer:
             continue
-        fits = (
-            table
-            for table, n in more.items()
-            if longer == (params[table].shape[0] + n, *shape[1:]) and longer[0] - shape[0] == n
-        )
-        table = next(fits, None)
-        if table is None:
+        for table, n in more.items():
+            size = params[table].shape[0]
+            if shape == (size, *shape[1:]) and longer == (size + n, *shape[1:]):
+                owners[i] = table
+        if i not in owners:
             reason = "which does not have one row for each row of a table"
             raise ValueError(refusal(f"{_name(init)}: a state of shape {list(shape)}, {reason}"))
-        in_state[table].append(i)
-    return in_state
+    return owners
 
 
 def _state_shapes(

@@ -6,7 +6,6 @@ XLA drops the results that are not used, so a block costs what its rows cost. `r
 beforehand that this gives the rows of the dense step.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from transformer_embed._src import arguments
 from transformer_embed._src.functional.lookup import Table
 from transformer_embed._src.rows import row_check
 from transformer_embed._src.rows.distinct_ids import BLOCK
-from transformer_embed._src.rows.gathered_rows import RowTable, is_table, read_rows
+from transformer_embed._src.rows.gathered_rows import RowTable, read_rows
 from transformer_embed._src.rows.row_gradient import RowGradient, check_ascending
 
 if TYPE_CHECKING:
@@ -95,125 +94,90 @@ def update(
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         got = type(optimizer).__name__
         raise TypeError(arguments.wanted("optimizer", "an optax.GradientTransformation", got))
-    params_leaves, params_tree = jax.tree.flatten(params, is_leaf=is_table)
-    state_leaves, state_tree = jax.tree.flatten(state, is_leaf=is_table)
-    gradients = _checked_gradients(params_leaves, params_tree, grads)
-    of_rows = {i: leaf for i, leaf in enumerate(gradients) if isinstance(leaf, RowGradient)}
-    in_state = row_check.state_of_tables(
-        optimizer.init,
-        params_tree,
-        list(map(_shape_and_dtype, params_leaves)),
-        list(map(_state_shape_and_dtype, state_leaves)),
-        list(of_rows),
-    )
-    layout = _Layout(params_tree, state_tree, in_state)
-    tables = layout.take(params_leaves, state_leaves)
-    inputs = {i: [of_rows[i], *arrays] for i, arrays in tables.items()}
-    whole = {i: _with_rows(arrays, arrays[0].shape[0]) for i, arrays in inputs.items()}
-    block = {i: _with_rows(arrays, _block_size(*arrays[:2])) for i, arrays in inputs.items()}
-    dense_gradients = [None if i in of_rows else leaf for i, leaf in enumerate(gradients)]
-    shared, rebuild = _split_arrays((dense_gradients, params_leaves, state_leaves, extra_args))
+    _check_gradients(grads, params)
+    leaves, treedef = jax.tree.flatten((grads, params, state), is_leaf=_is_leaf)
+    owners = _owners(optimizer.init, params, leaves)
+    whole = {place: _shape_and_dtype(leaves[place]) for place in owners}
+    block = {place: _block_of(leaves[owners[place]], shape) for place, shape in whole.items()}
+    arrays = {key: value for key, value in extra_args.items() if _has_only_arrays(value)}
+    shared = [None if i in owners else leaf for i, leaf in enumerate(leaves)], arrays
 
-    def step(shared: Any, rows: Mapping[int, Sequence[Array]]) -> tuple[Any, Any]:
-        return layout.step(optimizer, rows, *rebuild(shared))
-
-    row_check.check(functools.partial(step, shared), whole, block, optimizer.update)
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), block)
-    if any(map(arguments.is_traced, jax.tree.leaves(zeros))):
-        # The calls below have the same shapes: they share a trace.
-        step = jax.jit(step, inline=True)
-    _, new_leaves = step(shared, zeros)
-    new_tables = {}
-    for i, arrays in tables.items():
-
-        def step_of_block(shared: Any, gradient: Array, rows: Sequence[Array], i: int = i) -> Any:
-            return step(shared, zeros | {i: [gradient, *rows]})[0][i]
-
-        update_arrays = functools.partial(_update_in_blocks, step_of_block, block[i][0].shape[0])
-        if isinstance(arrays[0], RowTable):
-            new_tables[i] = arrays[0].update_rows(update_arrays, shared, of_rows[i], arrays[1:])
-        else:
-            # Rows made by hand may hold arrays of numpy, and ids of any width.
-            ids, values = arguments.as_int32("ids", of_rows[i].ids), jnp.asarray(of_rows[i].values)
-            new_tables[i] = update_arrays(shared, ids, values, arrays)
-    return layout.tree(new_tables, *new_leaves)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Layout:
-    """Where the rows of tables are among the leaves of the parameters and the state.
-
-    Args:
-        params_tree: the structure of the parameters.
-        state_tree: that of the state.
-        in_state: for each table, by its index among the parameters, the indices of the leaves of
-            the state that have its rows.
-    """
-
-    params_tree: Any
-    state_tree: Any
-    in_state: Mapping[int, Sequence[int]]
-
-    def take(self, params: list[Any], state: list[Any]) -> dict[int, list[Any]]:
-        """For each table, [rows, *rows of its state], replaced by None in the leaves."""
-        tables = {}
-        for table, indices in self.in_state.items():
-            tables[table] = [params[table], *(state[i] for i in indices)]
-            params[table] = None
-            for i in indices:
-                state[i] = None
-        return tables
-
-    def tree(
-        self, tables: Mapping[int, Sequence[Any]], params: Sequence[Any], state: Sequence[Any]
-    ) -> tuple[Tree, Tree]:
-        """The parameters and the state, from their leaves and what `take` took."""
-        params, state = list(params), list(state)
-        for table, (rows, *states) in tables.items():
-            params[table] = rows
-            for i, leaf in zip(self.in_state[table], states, strict=True):
-                state[i] = leaf
-        return jax.tree.unflatten(self.params_tree, params), jax.tree.unflatten(
-            self.state_tree, state
-        )
-
-    def step(
-        self,
-        optimizer: Any,
-        tables: Mapping[int, Sequence[Any]],
-        gradients: Sequence[Any],
-        params: Sequence[Any],
-        state: Sequence[Any],
-        extra_args: Mapping[str, Any],
-    ) -> tuple[dict[int, list[Any]], tuple[list[Any], list[Any]]]:
-        """The new [rows, *rows of its state] of each table, from its [gradient, rows, *rows of its
-        state], and all other leaves of the new parameters and the new state."""
+    def step(shared: Any, rows: Mapping[int, Array]) -> tuple[dict[int, Array], list[Any]]:
+        """The new rows of tables and state by their place among the leaves, from the old ones and
+        their gradients, and all other leaves."""
         # Slow to load, and only training needs it.
         import optax  # noqa: PLC0415
 
-        gradients = list(gradients)
-        for table, (gradient, *_) in tables.items():
-            gradients[table] = gradient
-        before = self.tree({i: arrays[1:] for i, arrays in tables.items()}, params, state)
-        updates, new_state = optimizer.update(
-            jax.tree.unflatten(self.params_tree, gradients), before[1], before[0], **extra_args
-        )
-        after = optax.apply_updates(before[0], updates), new_state
-        if jax.tree.structure(after) != jax.tree.structure(before):
+        leaves, arrays = shared
+        grads, params, state = jax.tree.unflatten(treedef, _replaced(leaves, rows))
+        updates, state = optimizer.update(grads, state, params, **(extra_args | arrays))
+        after = grads, optax.apply_updates(params, updates), state
+        leaves, new_treedef = jax.tree.flatten(after, is_leaf=_is_leaf)
+        if new_treedef != treedef:
             raise TypeError("updates and state do not have the structure of parameters and state")
-        new_params, new_state = (jax.tree.leaves(tree, is_leaf=is_table) for tree in after)
-        return self.take(new_params, new_state), (new_params, new_state)
+        new_rows = {place: leaves[place] for place, table in owners.items() if place != table}
+        return new_rows, [None if i in owners else leaf for i, leaf in enumerate(leaves)]
+
+    row_check.check(functools.partial(step, shared), whole, block, owners, optimizer.update)
+    zeros = {place: jnp.zeros(shape.shape, shape.dtype) for place, shape in block.items()}
+    if any(map(arguments.is_traced, zeros.values())):
+        # The calls below have the same shapes: they share a trace.
+        step = jax.jit(step, inline=True)
+    _, new_leaves = step(shared, zeros)
+    new_rows = {}
+    for table in {*owners.values()}:
+        places = [place for place in owners if owners[place] == table]
+        new = _update_table(step, shared, zeros, places, [leaves[place] for place in places])
+        new_rows |= zip(places[1:], new, strict=True)
+    _, params, state = jax.tree.unflatten(treedef, _replaced(new_leaves, new_rows))
+    return params, state
 
 
-def _split_arrays(tree: Tree) -> tuple[dict[int, Array], Callable[[Mapping[int, Array]], Tree]]:
-    """The jax arrays of a tree, and a function that puts others in their place."""
-    leaves, treedef = jax.tree.flatten(tree)
-    arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
+def _owners(init: Callable, params: Tree, leaves: Sequence[Any]) -> dict[int, int]:
+    """The table of each leaf of (grads, params, state) that has rows, by the leaf's place. A table
+    is named by the place of its gradient; its places ascend: gradient, rows, state."""
+    treedef = jax.tree.structure(params, is_leaf=_is_leaf)
+    size = treedef.num_leaves
+    tables = [i for i, leaf in enumerate(leaves[:size]) if isinstance(leaf, RowGradient)]
+    shapes = list(map(_shape_and_dtype, leaves[size:]))
+    in_state = row_check.tables_of_state(init, treedef, shapes[:size], shapes[size:], tables)
+    owners = {place: table for table in tables for place in (table, size + table)}
+    return owners | {2 * size + i: table for i, table in in_state.items()}
 
-    def rebuild(arrays: Mapping[int, Array]) -> Tree:
-        return jax.tree.unflatten(treedef, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
 
-    return arrays, rebuild
+def _is_leaf(leaf: Any) -> bool:
+    return isinstance(leaf, Table | RowGradient)
+
+
+def _has_only_arrays(tree: Tree) -> bool:
+    return all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree))
+
+
+def _replaced(leaves: Sequence[Any], others: Mapping[int, Any]) -> list[Any]:
+    return [others.get(i, leaf) for i, leaf in enumerate(leaves)]
+
+
+def _update_table(
+    step: Callable,
+    shared: Any,
+    zeros: Mapping[int, Array],
+    places: Sequence[int],
+    leaves: Sequence[Any],
+) -> Sequence[Any]:
+    """The new rows of a table and of its state, from [gradient, rows, *rows of its state]."""
+    gradient, table, *states = leaves
+
+    def step_of_block(shared: Any, rows: Sequence[Array]) -> list[Array]:
+        new_rows, _ = step(shared, {**zeros, **dict(zip(places, rows, strict=True))})
+        return [new_rows[place] for place in places[1:]]
+
+    block = len(zeros[places[0]])
+    update_arrays = functools.partial(_update_in_blocks, step_of_block, block)
+    if isinstance(table, RowTable):
+        return table.update_rows(update_arrays, shared, gradient, states)
+    # Rows made by hand may hold arrays of numpy, and ids of any width.
+    ids, values = arguments.as_int32("ids", gradient.ids), jnp.asarray(gradient.values)
+    return update_arrays(shared, ids, values, [table, *states])
 
 
 def _update_in_blocks(
@@ -224,7 +188,7 @@ def _update_in_blocks(
     gradient: Float[Array, "k d"],
     wholes: Sequence[Array],
 ) -> list[Array]:
-    """A table and its state after `step_of_block(shared, gradient, [rows, *rows of the state])`,
+    """A table and its state after `step_of_block(shared, [gradient, rows, *rows of the state])`,
     read and written one block of rows at a time.
 
     All rows at once would allocate new memory for each array. There may be any number of ids. They
@@ -240,7 +204,7 @@ def _update_in_blocks(
             jax.lax.dynamic_slice_in_dim(array, i * block, block) for array in (ids, gradient)
         )
         old = [read_rows(whole, block_ids) for whole in wholes]
-        new = step_of_block(shared, block_gradient, old)
+        new = step_of_block(shared, [block_gradient, *old])
         moved = jnp.any(block_gradient != 0, axis=-1)
         written = []
         for whole, before, after in zip(wholes, old, new, strict=True):
@@ -258,39 +222,28 @@ def _update_in_blocks(
     return jax.lax.fori_loop(0, len(ids) // block, update_block, wholes)
 
 
-def _block_size(gradient: RowGradient, table: Any) -> int:
-    """How many rows are updated at a time. Never the table's size, so that the check can tell the
-    two apart."""
-    block = min(len(gradient.ids), BLOCK)
-    return block + 1 if block == table.shape[0] else block
-
-
-def _with_rows(arrays: Sequence[Any], size: int) -> list[jax.ShapeDtypeStruct]:
-    """The shapes of arrays that have `size` rows."""
-    shapes = map(_shape_and_dtype, arrays)
-    return [jax.ShapeDtypeStruct((size, *shape.shape[1:]), shape.dtype) for shape in shapes]
+def _block_of(gradient: RowGradient, whole: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The shape of the rows that are updated at a time."""
+    block, (size, *rest) = min(len(gradient.ids), BLOCK), whole.shape
+    # Never all rows, so that the check can tell the two apart.
+    return jax.ShapeDtypeStruct((block + (block == size), *rest), whole.dtype)
 
 
 def _shape_and_dtype(leaf: Any) -> jax.ShapeDtypeStruct:
     """The shape and dtype of an array, or of the table that a leaf stands for."""
-    if isinstance(leaf, Table | RowGradient):
+    if _is_leaf(leaf):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
-
-
-def _state_shape_and_dtype(leaf: Any) -> jax.ShapeDtypeStruct:
     try:
-        return _shape_and_dtype(leaf)
+        return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
     except TypeError as error:
         want = "the arrays of optimizer.init(params)"
         raise TypeError(arguments.wanted("state", want, f"a {type(leaf).__name__}")) from error
 
 
-def _checked_gradients(leaves: Sequence[Any], treedef: Any, grads: Tree) -> list[Any]:
-    """The leaves of a gradient of the parameters: `RowGradient` for some tables."""
-    gradients, grads_treedef = jax.tree.flatten(
-        grads, is_leaf=lambda leaf: isinstance(leaf, RowGradient | Table)
-    )
+def _check_gradients(grads: Tree, params: Tree) -> None:
+    """Raises unless each gradient fits its parameter, or its table."""
+    leaves, treedef = jax.tree.flatten(params, is_leaf=_is_leaf)
+    gradients, grads_treedef = jax.tree.flatten(grads, is_leaf=_is_leaf)
     if grads_treedef != treedef:
         want = "a tree as params, with RowGradient for some tables"
         raise ValueError(arguments.wanted("grads", want, str(grads_treedef)))
@@ -302,12 +255,10 @@ def _checked_gradients(leaves: Sequence[Any], treedef: Any, grads: Tree) -> list
             raise ValueError(arguments.wanted("grads", f"rows of a table {want}", f"of one {got}"))
         ids, rows = len(gradient.ids), len(gradient.values)
         if ids != rows:
-            raise ValueError(
-                arguments.wanted("grads", f"a row for each of {ids} ids", f"{rows} rows")
-            )
+            want = f"a row for each of {ids} ids"
+            raise ValueError(arguments.wanted("grads", want, f"{rows} rows"))
         _check_trace(gradient.ids)
         check_ascending(gradient)
-    return gradients
 
 
 def _check_trace(ids: Any) -> None:
