@@ -38,7 +38,7 @@ def padding_mask(ids: ArrayLike, *, pad_id: int) -> Bool[Array, "..."]:
         https://arxiv.org/abs/1706.03762, masks illegal connections; the padding mask does so for
         batches of unequal sequences.
     """
-    return _is_token(arguments.as_int32("ids", ids), arguments.int32("pad_id", pad_id))
+    return _differs(arguments.as_int32("ids", ids), arguments.int32("pad_id", pad_id))
 
 
 def causal_mask(length: int) -> Bool[Array, "t t"]:
@@ -276,7 +276,7 @@ def mask_to_bias(
 
 # The functions below are compiled even if the caller is not.
 @functools.partial(jax.jit, inline=True, static_argnums=1)
-def _is_token(ids: Integer[Array, "..."], pad_id: int) -> Bool[Array, "..."]:
+def _differs(ids: Integer[Array, "..."], pad_id: int) -> Bool[Array, "..."]:
     return ids != pad_id
 
 

@@ -233,8 +233,6 @@ class Sinusoids:
             odd=functools.partial(arguments.choice, choices=ODD),
             frequency_scale=above_0,
         )
-        # Two channels have a frequency under any `odd`, and no shift is too large for them.
-        check_channels(self, 2)
 
 
 def check_channels(options: Sinusoids, d_model: int) -> None:

@@ -118,7 +118,9 @@ class Sinusoidal(_Counted, Sinusoids):
 
     def __post_init__(self):
         Sinusoids.__post_init__(self)
-        super().__post_init__()
+        _Counted.__post_init__(self)
+        # Two channels have a frequency under any `odd`, and no shift is too large for them.
+        check_channels(self, 2)
 
     def _check(self, d_model: int) -> None:
         check_channels(self, d_model)
