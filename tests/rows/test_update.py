@@ -537,6 +537,9 @@ def test_a_step_works_under_vmap_over_seeds():
         np.testing.assert_allclose(ours, theirs, rtol=DENSE_TOLERANCE, atol=DENSE_TOLERANCE)
 
 
+@pytest.mark.skipif(
+    not hasattr(jax, "set_mesh"), reason="jax 0.6 does not scatter under explicit axes"
+)
 @pytest.mark.parametrize("spec", [("x",), ("x", None), (None, "x")])
 def test_a_whole_table_trains_on_a_batch_that_explicit_axes_split(spec):
     """Plain data parallelism."""
@@ -559,8 +562,7 @@ def test_a_whole_table_trains_on_a_batch_that_explicit_axes_split(spec):
 
     params = make_params()
     expected = step(params, optimizer.init(params), ids)
-    set_mesh = getattr(jax, "set_mesh", None) or jax.sharding.use_mesh
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         arguments = jax.device_put((params, optimizer.init(params)), everywhere)
         found = step(*arguments, jax.device_put(ids, sharding))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
