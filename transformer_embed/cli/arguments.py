@@ -84,7 +84,8 @@ def writable(name: str, suffixes: Sequence[str], *inputs: str | None) -> pathlib
             pass
     except (OSError, ValueError) as error:
         raise UserError(
-            f"cannot write {name}: {reason(error)}; name a file in a folder that exists and that you may write to"
+            f"cannot write {name}: {reason(error)}; name a file in a folder that exists and that "
+            f"you may write to"
         ) from error
     return path
 

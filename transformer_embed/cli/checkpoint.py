@@ -72,6 +72,7 @@ def _settings(path: str | None, model_type: str | None) -> dict[str, Any] | None
         ) from error
     if not isinstance(settings, dict):
         raise UserError(
-            f"--settings: wanted a JSON object such as config.json holds, got a {type(settings).__name__} in {path}"
+            f"--settings: wanted a JSON object such as config.json holds, got a "
+            f"{type(settings).__name__} in {path}"
         )
     return settings if model_type is None else settings | {"model_type": model_type}

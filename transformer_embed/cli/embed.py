@@ -26,8 +26,10 @@ def add_to(commands: Any) -> None:
         "embed",
         allow_abbrev=False,
         help="embed the lines of a file with a trained model, or with a published one",
-        description="Embeds each line of FILE and writes four numpy arrays: embeddings [lines, length, d_model], mask [lines, length] "
-        "(True = a token, False = padding), positions and ids [lines, length]. Shorter lines are padded at their end with the model's "
+        description="Embeds each line of FILE and writes four numpy arrays: embeddings [lines, "
+        "length, d_model], mask [lines, length] "
+        "(True = a token, False = padding), positions and ids [lines, length]. Shorter lines are "
+        "padded at their end with the model's "
         "padding id, or with -1 if it has none; ignore the embeddings where the mask is False.",
     )
     parser.add_argument(
@@ -60,7 +62,8 @@ def run(args: argparse.Namespace) -> None:
         for flag in ("--stack", "--model-type", "--settings"):
             if getattr(args, flag[2:].replace("-", "_")) is not None:
                 raise UserError(
-                    f"{flag} is for --from; leave it out: a file that `train` wrote needs no such flag"
+                    f"{flag} is for --from; leave it out: a file that `train` wrote needs no such "
+                    f"flag"
                 )
     out = writable(args.out, (".npz",), args.file, args.params, args.checkpoint, args.settings)
     lines = contents(args.file).splitlines()
@@ -105,11 +108,13 @@ def _model(args: argparse.Namespace) -> tuple[te.EmbedderConfig, Any]:
         raise UserError(f"{error}{advice}") from error
     if found is None and not is_published:
         raise UserError(
-            f"{path} was not written by `train --out`; if it is a published model, use --from {path}"
+            f"{path} was not written by `train --out`; if it is a published model, use --from "
+            f"{path}"
         )
     if found is None or (not args.ids and found.config.vocab_size > BYTES):
         raise UserError(
-            f"the tokens of {path} are not bytes; give a FILE of ids, as its tokenizer makes them, and --ids"
+            f"the tokens of {path} are not bytes; give a FILE of ids, as its tokenizer makes "
+            f"them, and --ids"
         )
     return found.config, found.params
 
@@ -134,7 +139,8 @@ def _ids(line: bytes, place: str, are_ids: bool, vocab_size: int) -> np.ndarray:
     if wrong is not None:
         got = line.split()[wrong][:20].decode(errors="replace") if are_ids else f"byte {ids[wrong]}"
         raise UserError(
-            f"{place}: wanted integers from 0 to {vocab_size - 1}, the vocabulary of the parameters, got {got!r}"
+            f"{place}: wanted integers from 0 to {vocab_size - 1}, the vocabulary of the "
+            f"parameters, got {got!r}"
         )
     return np.array(ids, np.int32)
 

@@ -14,14 +14,17 @@ def add_to(commands: Any) -> None:
         "inspect",
         allow_abbrev=False,
         help="print the input layer found in a checkpoint",
-        description="Prints the input layer of a published model's checkpoint, or of a file that `train --out` wrote: its configuration, "
-        "each parameter with the tensor that it comes from, and the arguments of rotary embeddings or of a position bias if the model "
+        description="Prints the input layer of a published model's checkpoint, or of a file that "
+        "`train --out` wrote: its configuration, "
+        "each parameter with the tensor that it comes from, and the arguments of rotary "
+        "embeddings or of a position bias if the model "
         "has them.",
     )
     parser.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
-        help="a safetensors file, the index file of a sharded checkpoint, or a folder with one of them",
+        help="a safetensors file, the index file of a sharded checkpoint, or a folder with one of "
+        "them",
     )
     add_checkpoint_flags(parser)
     parser.set_defaults(run=run)

@@ -13,7 +13,8 @@ from transformer_embed.cli.arguments import UserError, reason
 
 PROGRAM = "transformer-embed"
 DESCRIPTION = (
-    "Train a small Transformer, embed a file with it or with a published model, inspect a checkpoint, and draw pictures of encodings "
+    "Train a small Transformer, embed a file with it or with a published model, inspect a "
+    "checkpoint, and draw pictures of encodings "
     "and masks."
 )
 
@@ -54,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             args, unknown = _parser().parse_known_args(argv)
             if unknown:
                 raise UserError(
-                    f"unrecognized arguments: {' '.join(unknown)}; `{PROGRAM} {args.name} --help` lists the arguments"
+                    f"unrecognized arguments: {' '.join(unknown)}; `{PROGRAM} {args.name} --help` "
+                    f"lists the arguments"
                 )
             args.run(args)
         finally:

@@ -39,7 +39,8 @@ def add_to(commands: Any) -> None:
         "show",
         allow_abbrev=False,
         help="draw a picture of an encoding, a mask, a bias or an error",
-        description="Draws a picture of what this package computes and writes it to a PNG, SVG or PDF file. Equal arguments give equal "
+        description="Draws a picture of what this package computes and writes it to a PNG, SVG or "
+        "PDF file. Equal arguments give equal "
         "files. Needs matplotlib: pip install 'transformer-embed[plots]'.",
     )
     pictures = show.add_subparsers(required=True, metavar="PICTURE")
@@ -166,7 +167,8 @@ def _check_font(tokens: Sequence[str], name: str) -> None:
         ]
     except ValueError as error:
         raise UserError(
-            f"--font: wanted the name of an installed font, got {name!r}; `fc-list : family` lists them"
+            f"--font: wanted the name of an installed font, got {name!r}; `fc-list : family` "
+            f"lists them"
         ) from error
     letters = [letter for token in tokens for letter in token if letter.isprintable()]
     lacking = next(
@@ -179,7 +181,8 @@ def _check_font(tokens: Sequence[str], name: str) -> None:
     )
     if lacking is not None:
         raise UserError(
-            f"--tokens: the font {name} cannot draw {lacking!r} (U+{ord(lacking):04X}); name a font that can, such as "
+            f"--tokens: the font {name} cannot draw {lacking!r} (U+{ord(lacking):04X}); name a "
+            f"font that can, such as "
             "--font 'Noto Sans CJK JP'"
         )
 
@@ -228,7 +231,8 @@ COMMON_FLAGS: Mapping[str, Any] = {
         "type": lambda text: real(text, 2, 40),
         "default": WIDTH,
         "metavar": "INCHES",
-        "help": "width of the picture; text is relatively larger in a narrower one (default: %(default)s)",
+        "help": "width of the picture; text is relatively larger in a narrower one (default: "
+        "%(default)s)",
     },
 }
 # How each picture is drawn, what it shows, and its own flags.

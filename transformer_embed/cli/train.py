@@ -30,9 +30,12 @@ def add_to(commands: Any) -> None:
         "train",
         allow_abbrev=False,
         help="train a small causal Transformer on text, with and without positions",
-        description="Trains a small causal Transformer (2 layers, 128 wide, 4 heads, a context of 128 bytes) twice, with sinusoidal "
-        "positions and without positions. Both train on the first 95% of the text and are scored on the last 5%, beside a unigram "
-        "model (the frequencies of single bytes). The score is bits per byte: lower is better. It takes about a minute on 2 CPU cores. "
+        description="Trains a small causal Transformer (2 layers, 128 wide, 4 heads, a context of "
+        "128 bytes) twice, with sinusoidal "
+        "positions and without positions. Both train on the first 95% of the text and are scored "
+        "on the last 5%, beside a unigram "
+        "model (the frequencies of single bytes). The score is bits per byte: lower is better. It "
+        "takes about a minute on 2 CPU cores. "
         "Equal arguments give equal figures on one machine.",
     )
     parser.add_argument(
@@ -106,7 +109,8 @@ def run(args: argparse.Namespace) -> None:
         print(f"{name:<30}{parameters:>12,}{bits:>16.2f}")
     print(f"\n{kept}\n{verdict(sinusoidal.bits, none.bits, args.steps)}")
     print(
-        f"bits per byte: sinusoidal {sinusoidal.bits:.2f}, none {none.bits:.2f}, unigram {unigram:.2f}"
+        f"bits per byte: sinusoidal {sinusoidal.bits:.2f}, none {none.bits:.2f}, unigram "
+        f"{unigram:.2f}"
     )
 
 

@@ -528,7 +528,9 @@ ARCHITECTURES = (
         },
         T5,
         refused={
-            "{stack}.block.1.layer.0.SelfAttention.relative_attention_bias.weight": "every layer has a bias of its own, as in UMT5"
+            "{stack}.block.1.layer.0.SelfAttention.relative_attention_bias.weight": (
+                "every layer has a bias of its own, as in UMT5"
+            )
         },
     ),
     Architecture(("marian",), {TOKENS: _STACKED_TOKENS}, Marian),

@@ -402,7 +402,10 @@ def _read_published(
     is_named = type_in_file in kind.model_types
     required = kind.settings.required(is_named=is_named)
     if missing := [kind.settings.names()[name][0] for name in required if name not in found]:
-        want = f"{', '.join(sorted(missing))} of a model {model}, as settings={{...}} or in a config.json that names the model_type"
+        want = (
+            f"{', '.join(sorted(missing))} of a model {model}, as settings={{...}} or in "
+            f"a config.json that names the model_type"
+        )
         got = "no config.json"
         if is_named:
             got = "none"
@@ -525,7 +528,10 @@ def _check_entry(
     dtypes = (*DTYPES, FLOAT64) if is_by_hand else tuple(DTYPES)
     if is_same and entry.dtype in dtypes:
         return
-    want = f"shape {list(shape)}, as the configuration says, of {', '.join(dtypes[:-1])} or {dtypes[-1]}"
+    want = (
+        f"shape {list(shape)}, as the configuration says, of {', '.join(dtypes[:-1])} or "
+        f"{dtypes[-1]}"
+    )
     if is_same and entry.dtype == FLOAT64:
         want += " (config and names load it by hand, rounded to the config's param_dtype)"
     elif not is_same and entry.shape[1:] == shape[1:]:

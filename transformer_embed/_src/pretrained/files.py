@@ -38,7 +38,8 @@ TEMPORARY = ".transformer_embed-"
 # Tied tensors share memory, which save_file refuses: each is cloned.
 CONVERT = (
     "convert it with safetensors.torch.save_file({{k: v.clone().contiguous() "
-    "for f in glob.glob({!r}) for k, v in torch.load(f, weights_only=True).items()}}, 'model.safetensors')"
+    "for f in glob.glob({!r}) for k, v in torch.load(f, weights_only=True).items()}}, "
+    "'model.safetensors')"
 )
 
 

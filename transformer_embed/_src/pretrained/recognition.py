@@ -14,7 +14,8 @@ from transformer_embed._src.pretrained.files import Tensors, shown_path
 # Characters.
 LISTED = 90
 BY_HAND = (
-    "by hand: load_embedder(path, config=EmbedderConfig(vocab_size, d_model, scheme=None, scale=False), "
+    "by hand: load_embedder(path, config=EmbedderConfig(vocab_size, d_model, scheme=None, "
+    "scale=False), "
     "names={'token_embedding/embeddings': 'embedding.weight'})"
 )
 
@@ -53,7 +54,10 @@ def recognised(
     model, where = kind.model_types[0], shown_path(tensors.path)
     if len(found) != 1:
         prefixes = schema.short_repr([prefix for _, prefix, _ in found])
-        want = f"one model {model} in a file (save each to its own file, or load one with config and names)"
+        want = (
+            f"one model {model} in a file (save each to its own file, or load one with "
+            f"config and names)"
+        )
         raise ValueError(arguments.wanted(where, want, f"{len(found)} of them, under {prefixes}"))
     if stack is not None and not kind.has_stacks:
         raise ValueError(
@@ -86,13 +90,18 @@ def _unambiguous(tensors: Tensors, found: list[Match], config: pathlib.Path) -> 
     ]
     if not certain:
         types = [kind.model_types[0] for kind, *_ in found]
-        hint = f"pass settings={{'model_type': {types[0]!r}}} (the names of the tensors fit {', '.join(dict.fromkeys(types))})"
+        hint = (
+            f"pass settings={{'model_type': {types[0]!r}}} (the names of the tensors fit "
+            f"{', '.join(dict.fromkeys(types))})"
+        )
         if config.is_file():
             raise ValueError(
-                f"no model_type in {shown_path(config)}: it names the architecture; add it, or {hint}"
+                f"no model_type in {shown_path(config)}: it names the architecture; add it, or "
+                f"{hint}"
             )
         raise ValueError(
-            f"no config.json beside {shown_path(tensors.path)}: it would name the architecture; add one, or {hint}"
+            f"no config.json beside {shown_path(tensors.path)}: it would name the architecture; "
+            f"add one, or {hint}"
         )
     most = max(len(names) for _, _, names in certain)
     return [match for match in certain if len(match[2]) == most]
