@@ -108,10 +108,6 @@ def run(args: argparse.Namespace) -> None:
     for name, parameters, bits in rows:
         print(f"{name:<30}{parameters:>12,}{bits:>16.2f}")
     print(f"\n{kept}\n{verdict(sinusoidal.bits, none.bits, args.steps)}")
-    print(
-        f"bits per byte: sinusoidal {sinusoidal.bits:.2f}, none {none.bits:.2f}, unigram "
-        f"{unigram:.2f}"
-    )
 
 
 def verdict(with_positions: float, without: float, steps: int) -> str:
@@ -120,8 +116,8 @@ def verdict(with_positions: float, without: float, steps: int) -> str:
     if abs(saved) < 0.005:
         return f"Positions make no difference after {steps:,} steps."
     if saved < 0:
-        return f"Positions cost {-saved:.2f} bits per byte after {steps:,} steps: lower is better."
-    return f"Positions save {saved:.2f} bits per byte: lower is better."
+        return f"With positions the model needs {-saved:.2f} bits per byte more, after {steps:,} steps."
+    return f"With positions the model needs {saved:.2f} bits per byte fewer."
 
 
 def _texts(paths: Sequence[str]) -> tuple[bytes, str]:
