@@ -22,7 +22,7 @@ def check_arrays(function):
     kinds = {
         name: kind
         for name, kind in function.__annotations__.items()
-        if (name == "return" and kind is not typing.NoReturn) or is_array(kind)
+        if (name == "return" and is_known(kind, function)) or is_array(kind)
     }
     if not kinds:
         return function
@@ -50,6 +50,13 @@ def check_arrays(function):
             return checked()(*args, **kwargs)
 
     return call
+
+
+def is_known(kind, function):
+    """Not where nothing is returned, nor where only type checkers import the class."""
+    return kind is not typing.NoReturn and not (
+        isinstance(kind, str) and kind not in function.__globals__
+    )
 
 
 def is_array(kind):
