@@ -24,6 +24,16 @@ def wanted(name: str, want: str, got: Any) -> str:
     return f"{name}: wanted {want}, got {got}"
 
 
+def value_error(name: str, want: str, got: Any) -> ValueError:
+    """An error for a value that is out of range or does not fit the others."""
+    return ValueError(wanted(name, want, got))
+
+
+def type_error(name: str, want: str, got: Any) -> TypeError:
+    """An error for a value of another type or dtype."""
+    return TypeError(wanted(name, want, got))
+
+
 def set_fields(instance: Any, **values: Any) -> None:
     """Sets fields of a frozen dataclass, in its `__post_init__`."""
     for name, value in values.items():
@@ -45,12 +55,12 @@ def integer(
 ) -> int:
     """A Python int that is known while tracing."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(wanted(name, "a Python int", _describe(value)))
+        raise type_error(name, "a Python int", _describe(value))
     value = int(value)
     if at_least is not None and value < at_least:
-        raise ValueError(wanted(name, f"an int of at least {at_least}", value))
+        raise value_error(name, f"an int of at least {at_least}", value)
     if at_most is not None and value > at_most:
-        raise ValueError(wanted(name, f"an int of at most {at_most}", value))
+        raise value_error(name, f"an int of at most {at_most}", value)
     return value
 
 
@@ -72,16 +82,14 @@ def length(name: str, value: Any, *, at_most: int = 2**31) -> Any:
 def real(name: str, value: Any, *, above: float = -math.inf) -> float:
     """A finite Python float that is known while tracing."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real | np.floating):
-        raise TypeError(wanted(name, "a Python number", _describe(value)))
+        raise type_error(name, "a Python number", _describe(value))
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number) or number <= above:
         want = f"a finite number above {above:g}" if above > -math.inf else "a finite number"
-        raise ValueError(
-            wanted(name, want, reprlib.repr(value) if isinstance(value, int) else value)
-        )
+        raise value_error(name, want, reprlib.repr(value) if isinstance(value, int) else value)
     return number
 
 
@@ -93,14 +101,14 @@ def flag(name: str, value: Any) -> bool:
             if is_traced(value)
             else ""
         )
-        raise TypeError(wanted(name, f"a Python bool{hint}", _describe(value)))
+        raise type_error(name, f"a Python bool{hint}", _describe(value))
     return bool(value)
 
 
 def sequence(name: str, value: Any) -> tuple[Any, ...]:
     """Several values in order."""
     if isinstance(value, str) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
-        raise TypeError(wanted(name, "a sequence", _describe(value)))
+        raise type_error(name, "a sequence", _describe(value))
     return tuple(value)
 
 
@@ -117,33 +125,27 @@ def entries(
 def choice(name: str, value: Any, choices: Sequence[str]) -> str:
     """One of a few words."""
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(
-            wanted(name, "one of " + ", ".join(map(repr, choices)), reprlib.repr(value))
-        )
+        raise value_error(name, "one of " + ", ".join(map(repr, choices)), reprlib.repr(value))
     return choices[choices.index(value)]
 
 
 def floating_dtype(name: str, dtype: Any) -> jnp.dtype:
     """A floating dtype of 16 bits or more."""
     if isinstance(dtype, jax.Array | np.ndarray | np.generic):
-        raise TypeError(
-            wanted(name, "a floating dtype of 16 bits or more, not an array", _describe(dtype))
+        raise type_error(
+            name, "a floating dtype of 16 bits or more, not an array", _describe(dtype)
         )
     try:
         dtype = jnp.dtype("" if dtype is None else dtype)
     except (TypeError, ValueError) as error:
-        raise TypeError(
-            wanted(name, "a floating dtype of 16 bits or more", _describe(dtype))
-        ) from error
+        raise type_error(name, "a floating dtype of 16 bits or more", _describe(dtype)) from error
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize not in (2, 4, 8):
-        raise TypeError(
-            wanted(
-                name,
-                "a floating dtype of 16 bits or more"
-                if dtype.itemsize < 16
-                else "a floating dtype of 16 to 64 bits",
-                dtype,
-            )
+        raise type_error(
+            name,
+            "a floating dtype of 16 bits or more"
+            if dtype.itemsize < 16
+            else "a floating dtype of 16 to 64 bits",
+            dtype,
         )
     return dtype.newbyteorder("=") if not dtype.isnative else dtype
 
@@ -186,14 +188,14 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
         array = np.asarray(value)
     except jax.errors.TracerArrayConversionError as error:
         hint = "one array (jit takes a list apart into scalars: make it an array first, by jnp.stack for example)"
-        raise TypeError(wanted(name, hint, f"a {type(value).__name__} of traced values")) from error
+        raise type_error(name, hint, f"a {type(value).__name__} of traced values") from error
     except ValueError as error:
-        raise ValueError(
-            wanted(name, "an array, or nested lists of equal lengths", "lists of unequal lengths")
+        raise value_error(
+            name, "an array, or nested lists of equal lengths", "lists of unequal lengths"
         ) from error
     bits = array.dtype.itemsize * 8 // (2 if array.dtype.kind == "c" else 1)
     if array.dtype != np.bool_ and (bits > 64 or not jnp.issubdtype(array.dtype, np.number)):
-        raise TypeError(wanted(name, "an array of numbers of at most 64 bits", _describe(value)))
+        raise type_error(name, "an array of numbers of at most 64 bits", _describe(value))
     return array.astype(array.dtype.newbyteorder("="))
 
 
@@ -213,7 +215,7 @@ def _check_no_named_tuple(name: str, value: Any) -> None:
     if fields:
         named = [field for field in fields if name.endswith(field)] or fields
         hint = " or ".join(f".{field}" for field in named)
-        raise TypeError(wanted(name, "an array", f"a {type(value).__name__}: pass its {hint}"))
+        raise type_error(name, "an array", f"a {type(value).__name__}: pass its {hint}")
 
 
 def as_positions(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
@@ -225,14 +227,14 @@ def as_positions(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
         moved = np.isfinite(array) & (np.abs(array) >= 2**24) & (narrow != array)
         if moved.any():
             want = "floats that float32 holds (pass large positions as integers)"
-            raise ValueError(wanted(name, want, array[moved][0]))
+            raise value_error(name, want, array[moved][0])
         return narrow
     if jnp.issubdtype(array.dtype, jnp.integer):
         return _at_least_8_bits(array)
     if array.dtype in (jnp.float32, jnp.float64):
         return array
     want = "an integer dtype, or float32 (16-bit floats skip integers)"
-    raise TypeError(wanted(name, want, array.dtype))
+    raise type_error(name, want, array.dtype)
 
 
 def as_fitting_positions(name: str, value: ArrayLike) -> jax.Array:
@@ -256,7 +258,7 @@ def as_integers(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
     if array.size == 0 and isinstance(value, list | tuple):
         return array.astype(np.int32)
     if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(wanted(name, "an integer dtype", array.dtype))
+        raise type_error(name, "an integer dtype", array.dtype)
     return _at_least_8_bits(array)
 
 
@@ -294,7 +296,7 @@ def as_fitting_int32(name: str, value: ArrayLike) -> jax.Array:
         return as_int32(name, array)
     if is_traced(array):
         want = "an int32 array (convert it by .astype(jnp.int32): int32 may not hold its values)"
-        raise TypeError(wanted(name, want, _describe(array)))
+        raise type_error(name, want, _describe(array))
     return jnp.asarray(_as_host_int32(name, jax.device_get(array)))
 
 
@@ -307,7 +309,7 @@ def as_ordered(name: str, value: ArrayLike) -> jax.Array:
     if array.dtype.itemsize < 4:
         return array.astype(jnp.int32)
     if not jnp.issubdtype(array.dtype, jnp.signedinteger):
-        raise TypeError(wanted(name, "a signed integer dtype", array.dtype))
+        raise type_error(name, "a signed integer dtype", array.dtype)
     return array
 
 
@@ -322,7 +324,7 @@ def check_last_position(name: str, first: int, length: int) -> None:
     assumed to be small enough.)"""
     if not export.is_symbolic_dim(length) and first + length > 2**31:
         want = f"an int of at most {2**31 - length}, for {length} positions inside int32"
-        raise ValueError(wanted(name, want, first))
+        raise value_error(name, want, first)
 
 
 def _describe(value: Any) -> str:
@@ -338,7 +340,7 @@ def int32(name: str, value: Any) -> int:
     beyond it."""
     value = integer(name, value, at_least=-(2**31) + 1)
     if value >= 2**31 - 1:
-        raise ValueError(wanted(name, "an int below 2**31 - 1", value))
+        raise value_error(name, "an int below 2**31 - 1", value)
     return value
 
 
@@ -346,7 +348,7 @@ def as_mask(name: str, value: ArrayLike, is_true: str = "may attend") -> jax.Arr
     """A bool array."""
     array = as_array(name, value)
     if array.dtype != jnp.bool_:
-        raise TypeError(wanted(name, f"a bool array, True = {is_true}", array.dtype))
+        raise type_error(name, f"a bool array, True = {is_true}", array.dtype)
     return jnp.asarray(array)
 
 
@@ -356,7 +358,7 @@ def broadcast_shape(name: str, *shapes: tuple[int, ...]) -> tuple[Any, ...]:
         return jnp.broadcast_shapes(*shapes)
     except ValueError as error:
         got = " and ".join(str(list(shape)) for shape in shapes)
-        raise ValueError(wanted(name, "shapes that broadcast", got)) from error
+        raise value_error(name, "shapes that broadcast", got) from error
 
 
 def check_inside(name: str, array: np.ndarray, lowest: int, highest: int, what: str) -> None:
@@ -366,7 +368,7 @@ def check_inside(name: str, array: np.ndarray, lowest: int, highest: int, what: 
         index = tuple(int(i) for i in outside[0])
         place = f" at index {list(index)}" if index else ""
         want = f"integers inside {what}, {lowest}..{highest}"
-        raise ValueError(wanted(name, want, f"{int(array[index])}{place}"))
+        raise value_error(name, want, f"{int(array[index])}{place}")
 
 
 def as_floats(name: str, value: ArrayLike) -> jax.Array:
@@ -375,7 +377,7 @@ def as_floats(name: str, value: ArrayLike) -> jax.Array:
     array = as_array(name, value)
     if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
         more = " of 16 bits or more" if array.dtype.itemsize < 2 and array.dtype.kind == "V" else ""
-        raise TypeError(wanted(name, f"a floating dtype{more}", array.dtype))
+        raise type_error(name, f"a floating dtype{more}", array.dtype)
     return jnp.asarray(array)
 
 
@@ -386,7 +388,7 @@ def as_given(name: str, value: ArrayLike) -> jax.Array:
     if isinstance(array, np.ndarray) and jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
         if not isinstance(value, list | tuple | int | float | complex):
             want = "at most 32 bits, for jax_enable_x64 is off (cast them first)"
-            raise TypeError(wanted(name, want, array.dtype))
+            raise type_error(name, want, array.dtype)
         if array.dtype.kind in "iu":
             array = _as_host_int32(name, array)
     return jnp.asarray(array)
@@ -396,9 +398,9 @@ def rate(name: str, value: Any) -> float:
     """A probability in [0, 1) that is known while tracing."""
     is_number = isinstance(value, int | float | np.floating) and not isinstance(value, bool)
     if not is_number or getattr(value, "itemsize", 8) > 8:
-        raise TypeError(wanted(name, "a Python float known while tracing", _describe(value)))
+        raise type_error(name, "a Python float known while tracing", _describe(value))
     if not 0 <= value < 1:
-        raise ValueError(wanted(name, "a number in [0, 1)", value))
+        raise value_error(name, "a number in [0, 1)", value)
     return float(value)
 
 
@@ -408,7 +410,7 @@ def check_broadcasts_to(
     """A ValueError unless a shape broadcasts to the target."""
     if broadcast_shape(f"{name} and {other}", shape, target) != target:
         want = f"a shape that broadcasts to that of {other}, {list(target)}"
-        raise ValueError(wanted(name, want, f"shape {list(shape)}"))
+        raise value_error(name, want, f"shape {list(shape)}")
 
 
 def check_ends_in_length(
@@ -418,28 +420,26 @@ def check_ends_in_length(
     if not shape or shape[-1] != target[-1]:
         hint = SCALAR_HINT if not shape else ""
         want = f"a last axis of {other}' length, {target[-1]}"
-        raise ValueError(wanted(name, want, f"shape {list(shape)}{hint}"))
+        raise value_error(name, want, f"shape {list(shape)}{hint}")
     check_broadcasts_to(name, shape, other, target)
 
 
 def check_left_out(name: str, value: Any, why: str) -> None:
     """A ValueError if an argument is given."""
     if value is not None:
-        raise ValueError(wanted(name, f"None, since {why}", _describe(value)))
+        raise value_error(name, f"None, since {why}", _describe(value))
 
 
 def check_same(name: str, what: str, size: int, expected: int) -> None:
     """A ValueError unless two sizes are equal."""
     if size != expected:
-        raise ValueError(wanted(name, f"{what}, {expected}", size))
+        raise value_error(name, f"{what}, {expected}", size)
 
 
 def rows(name: str, array: Any) -> Any:
     """An array [length] or [batch, length], as [1 or batch, length]."""
     if array.ndim not in (1, 2):
-        raise ValueError(
-            wanted(name, "shape [length] or [batch, length]", f"shape {list(array.shape)}")
-        )
+        raise value_error(name, "shape [length] or [batch, length]", f"shape {list(array.shape)}")
     return array if array.ndim == 2 else array[None]
 
 
@@ -456,7 +456,7 @@ def check_numbers_of_rows(arrays: Mapping[str, Any]) -> None:
     counts = [array.shape[0] for array in arrays.values()]
     if len(set(counts) - {1}) > 1:
         names, got = (" and ".join(map(str, words)) for words in (arrays, counts))
-        raise ValueError(wanted(names, "the same number of rows, or 1", got))
+        raise value_error(names, "the same number of rows, or 1", got)
 
 
 def as_key(name: str, rng: Any) -> jax.Array:
@@ -469,9 +469,9 @@ def as_key(name: str, rng: Any) -> jax.Array:
             rng if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(rng)
         )
     except (AttributeError, TypeError, ValueError) as error:
-        raise TypeError(wanted(name, want, _describe(rng))) from error
+        raise type_error(name, want, _describe(rng)) from error
     if key.shape != ():
-        raise TypeError(wanted(name, want, f"keys of shape {list(key.shape)}"))
+        raise type_error(name, want, f"keys of shape {list(key.shape)}")
     return key
 
 
@@ -481,13 +481,13 @@ def as_params(name: str, value: Any) -> Mapping[str, Mapping[str, Any]]:
         isinstance(module, Mapping) for module in value.values()
     ):
         got = "a dict of others" if isinstance(value, Mapping) else type(value).__name__
-        raise TypeError(wanted(name, "a Haiku parameter tree, a dict of dicts", got))
+        raise type_error(name, "a Haiku parameter tree, a dict of dicts", got)
     converted = {}
     for path, module in value.items():
         for leaf_name, leaf in module.items():
             if not hasattr(leaf, "shape"):
                 place = f"{name}: {path}/{leaf_name}"
-                raise TypeError(wanted(place, "an array (use jnp.asarray)", _describe(leaf)))
+                raise type_error(place, "an array (use jnp.asarray)", _describe(leaf))
             if isinstance(leaf, np.ndarray) and not _is_native(leaf):
                 leaves = converted.setdefault(path, dict(module))
                 leaves[leaf_name] = native(f"{name}: {path}/{leaf_name}", leaf)
@@ -501,7 +501,7 @@ def native(name: str, array: np.ndarray) -> np.ndarray:
     """
     if isinstance(array, np.ma.MaskedArray):
         want = "an array without a mask (fill it first: x.filled(...))"
-        raise TypeError(wanted(name, want, "a masked array of numpy"))
+        raise type_error(name, want, "a masked array of numpy")
     return array if _is_native(array) else array.astype(array.dtype.newbyteorder("="))
 
 
@@ -513,5 +513,5 @@ def name(argument: str, value: Any) -> str | None:
     """A string or None, for the name of a module or a line. Haiku itself raises for strings that
     are not identifiers."""
     if value is not None and not isinstance(value, str):
-        raise TypeError(wanted(argument, "a string or None", _describe(value)))
+        raise type_error(argument, "a string or None", _describe(value))
     return value

@@ -478,18 +478,16 @@ def _axes(ax: "Axes | None") -> "Axes":
         # pyplot chooses a backend; a given Axes already has one.
         return matplotlib_module("pyplot").subplots(layout="constrained")[1]
     if not isinstance(ax, matplotlib_module("axes").Axes):
-        raise TypeError(arguments.wanted("ax", "a matplotlib Axes, or None", type(ax).__name__))
+        raise arguments.type_error("ax", "a matplotlib Axes, or None", type(ax).__name__)
     return ax
 
 
 def _on_host(name: str, array: Any) -> np.ndarray:
     if arguments.is_traced(array):
-        raise TypeError(
-            arguments.wanted(
-                name,
-                "values on the host, outside of jit",
-                f"a traced {array.dtype}{list(array.shape)}",
-            )
+        raise arguments.type_error(
+            name,
+            "values on the host, outside of jit",
+            f"a traced {array.dtype}{list(array.shape)}",
         )
     return np.asarray(array)
 
@@ -498,10 +496,8 @@ def _table(name: str, value: ArrayLike) -> np.ndarray:
     """[length, d_model], not empty, in float64."""
     array = _on_host(name, arguments.as_floats(name, value))
     if array.ndim != 2 or not array.size:
-        raise ValueError(
-            arguments.wanted(
-                name, "shape [length, d_model], not empty", f"shape {list(array.shape)}"
-            )
+        raise arguments.value_error(
+            name, "shape [length, d_model], not empty", f"shape {list(array.shape)}"
         )
     return array.astype(np.float64)
 
@@ -513,10 +509,8 @@ def _one_matrix(
     if array.ndim == 2:
         array = array[None, None]
     if array.ndim != 4 or not array.size:
-        raise ValueError(
-            arguments.wanted(
-                name, "shape [T, S] or [B, heads, T, S], not empty", f"shape {list(array.shape)}"
-            )
+        raise arguments.value_error(
+            name, "shape [T, S] or [B, heads, T, S], not empty", f"shape {list(array.shape)}"
         )
     return array[
         _index("batch_index", batch_index, array.shape[0]), _index("head", head, array.shape[1])
@@ -527,8 +521,8 @@ def _index(name: str, index: int | None, size: int) -> int:
     if index is None and size == 1:
         return 0
     if index is None or arguments.integer(name, index, at_least=0) >= size:
-        raise ValueError(arguments.wanted(name, f"an int from 0 to {size - 1}", index))
-    return index
+        raise arguments.value_error(name, f"an int from 0 to {size - 1}", index)
+    return int(index)
 
 
 def _heat_map(
@@ -573,9 +567,7 @@ def _names(name: str, tokens: Sequence[str] | None, count: int) -> list[str] | N
         return None
     tokens = arguments.sequence(name, tokens)
     if len(tokens) != count:
-        raise ValueError(
-            arguments.wanted(name, f"a sequence of length {count}", f"length {len(tokens)}")
-        )
+        raise arguments.value_error(name, f"a sequence of length {count}", f"length {len(tokens)}")
     return [_printable(token) for token in tokens]
 
 
@@ -612,17 +604,13 @@ def _frequencies(d_model: int, base: float, scaling: Scaling | None) -> Sequence
     if scaling is None:
         return phase.geometric_frequencies((d_model + 1) // 2, base, d_model / 2)
     if not isinstance(scaling, Scaling):
-        raise TypeError(
-            arguments.wanted(
-                "scaling",
-                "a scaling of this package such as LinearScaling(2.0)",
-                type(scaling).__name__,
-            )
+        raise arguments.type_error(
+            "scaling",
+            "a scaling of this package such as LinearScaling(2.0)",
+            type(scaling).__name__,
         )
     if d_model % 2:
-        raise ValueError(
-            arguments.wanted("d_model", "an even number of channels, to scale", d_model)
-        )
+        raise arguments.value_error("d_model", "an even number of channels, to scale", d_model)
     with decimal.localcontext(phase.PRECISION):
         return scaling.scaled(d_model, base).frequencies
 
@@ -632,7 +620,7 @@ def _pairs(pairs: Sequence[int] | None, half: int) -> list[int]:
         return list(range(0, half, max(1, half // 8))[:4])
     chosen = [_index("pairs", pair, half) for pair in arguments.sequence("pairs", pairs)]
     if not chosen:
-        raise ValueError(arguments.wanted("pairs", f"at least one of 0..{half - 1}", pairs))
+        raise arguments.value_error("pairs", f"at least one of 0..{half - 1}", pairs)
     return chosen
 
 
@@ -640,8 +628,8 @@ def _places(positions: ArrayLike) -> np.ndarray:
     """[n] positions, not empty."""
     places = _on_host("positions", arguments.as_positions("positions", positions))
     if places.ndim != 1 or not len(places):
-        raise ValueError(
-            arguments.wanted("positions", "shape [n], at least one", f"shape {list(places.shape)}")
+        raise arguments.value_error(
+            "positions", "shape [n], at least one", f"shape {list(places.shape)}"
         )
     return places
 

@@ -126,10 +126,10 @@ def tied_cross_entropy(
     labels = arguments.as_int32("labels", labels)
     if any(export.is_symbolic_dim(size) for size in x.shape):
         want = "a shape known while tracing, to be cut into chunks"
-        raise TypeError(arguments.wanted("x", want, f"shape {list(x.shape)}"))
+        raise arguments.type_error("x", want, f"shape {list(x.shape)}")
     if labels.shape != x.shape[:-1]:
         want = f"x's shape without its last axis, {list(x.shape[:-1])}"
-        raise ValueError(arguments.wanted("labels", want, f"shape {list(labels.shape)}"))
+        raise arguments.value_error("labels", want, f"shape {list(labels.shape)}")
     pad_id = None if pad_id is None else arguments.int32("pad_id", pad_id)
     options = _LossOptions(
         table.shape[0],
@@ -463,5 +463,5 @@ def _array_and_layout(
     held = table.shape[0] // math.prod(layout.mesh.shape[axis] for axis in rows)
     if held % parts:
         want = f"a number of rows that the {parts} parts of its columns divide"
-        raise ValueError(arguments.wanted("table", want, held))
+        raise arguments.value_error("table", want, held)
     return table, layout

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, UInt32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.functional.compiled import compiled
 from transformer_embed._src.functional.phase import multiply_high
 
 _THREEFRY = "threefry2x32"
@@ -60,7 +61,7 @@ def dropout(rng: Array, rate: float, x: ArrayLike) -> Float[Array, "..."]:
     return _drop_elements(arguments.as_key("rng", rng), x, float(keep_rate), width)
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=(2, 3))
+@compiled(2, 3)
 def _drop_elements(
     key: Array, x: Float[Array, "..."], keep_rate: float, width: np.dtype | None
 ) -> Float[Array, "..."]:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.functional.compiled import compiled
 from transformer_embed._src.functional.lookup_gradient import (
     explicit_sharding,
     in_compute_dtype,
@@ -68,7 +69,7 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
 def not_whole_error() -> TypeError:
     """The error of an output layer that is tied to only some rows of a table."""
     want = "a whole table, trained densely, since the output layer is tied to it"
-    return TypeError(arguments.wanted("table", want, "some of its rows"))
+    return arguments.type_error("table", want, "some of its rows")
 
 
 class _NotAnArrayError(TypeError, AttributeError):
@@ -153,12 +154,10 @@ def check_ids(ids: ArrayLike, vocab_size: int) -> None:
     arguments.integer("vocab_size", vocab_size, at_least=1)
     array = arguments.as_integers("ids", ids)
     if arguments.is_traced(array):
-        raise TypeError(
-            arguments.wanted(
-                "ids",
-                "values on the host, outside of jit",
-                f"a traced {array.dtype}{list(array.shape)}",
-            )
+        raise arguments.type_error(
+            "ids",
+            "values on the host, outside of jit",
+            f"a traced {array.dtype}{list(array.shape)}",
         )
     arguments.check_inside("ids", jax.device_get(array), 0, vocab_size - 1, "the vocabulary")
 
@@ -169,10 +168,8 @@ def as_table(name: str, table: ArrayLike | Table) -> Float[Array, "v d"] | Table
         return table
     array = arguments.as_floats(name, table)
     if array.ndim != 2 or array.shape[0] == 0:
-        raise ValueError(
-            arguments.wanted(
-                name, "shape [vocab_size, d] with at least one row", f"shape {list(array.shape)}"
-            )
+        raise arguments.value_error(
+            name, "shape [vocab_size, d] with at least one row", f"shape {list(array.shape)}"
         )
     return array
 
@@ -183,7 +180,7 @@ def rows_at(table: Float[Array, "v d"], ids: Int32[Array, "..."]) -> Float[Array
     return _gather(table, ids, None, "clip")
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=(2, 3, 4))
+@compiled(2, 3, 4)
 def _lookup_in_array(
     table: Float[Array, "v d"],
     ids: Int32[Array, "..."],

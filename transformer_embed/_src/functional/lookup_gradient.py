@@ -146,11 +146,9 @@ def explicit_sharding(
         return None
     columns = jax.typeof(table).sharding.spec[1]
     if columns is not None and columns in sharding.spec:
-        raise ValueError(
-            arguments.wanted(
-                "table",
-                "columns over a mesh axis that the ids do not use",
-                f"both over {columns!r}",
-            )
+        raise arguments.value_error(
+            "table",
+            "columns over a mesh axis that the ids do not use",
+            f"both over {columns!r}",
         )
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, columns))

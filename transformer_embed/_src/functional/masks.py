@@ -3,13 +3,13 @@
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
+from transformer_embed._src.functional.compiled import compiled
 
 MOST_QUERIES = 2**30
 
@@ -168,7 +168,7 @@ def attention_mask(
         for side, other in (("query", "key"), ("key", "query")):
             if f"{other}_{kind}" in arrays and f"{side}_{kind}" not in arrays:
                 want = f"an array, since {other}_{kind} is given"
-                raise ValueError(arguments.wanted(f"{side}_{kind}", want, "None"))
+                raise arguments.value_error(f"{side}_{kind}", want, "None")
     for name, array in arrays.items():
         first = "query_positions" if name.startswith("query") else "key_positions"
         length = arrays[first].shape[1]
@@ -177,7 +177,7 @@ def attention_mask(
     if window is not None:
         if not isinstance(window, tuple) or len(window) != 2:
             want = "a tuple (left, right), None for no limit"
-            raise TypeError(arguments.wanted("window", want, repr(window)))
+            raise arguments.type_error("window", want, repr(window))
         left, right = (
             None if side is None else arguments.integer(f"window[{n}]", side, at_least=0)
             for n, side in enumerate(window)
@@ -216,12 +216,12 @@ def combine_masks(*masks: ArrayLike) -> Bool[Array, "b h t s"]:
         https://arxiv.org/abs/1706.03762
     """
     if not masks:
-        raise ValueError(arguments.wanted("masks", "at least one mask", "none"))
+        raise arguments.value_error("masks", "at least one mask", "none")
     arrays = [arguments.as_mask(f"masks[{n}]", mask) for n, mask in enumerate(masks)]
     for n, array in enumerate(arrays):
         if array.ndim != 4:
             want = "rank 4, [batch, heads, queries, keys]"
-            raise ValueError(arguments.wanted(f"masks[{n}]", want, f"shape {list(array.shape)}"))
+            raise arguments.value_error(f"masks[{n}]", want, f"shape {list(array.shape)}")
     arguments.broadcast_shape("masks", *(array.shape for array in arrays))
     return _all(arrays)
 
@@ -270,23 +270,23 @@ def mask_to_bias(
         # Not only `value < 0`: a bias that is rounded to 0 would mask nothing.
         if not lowest <= value or not float(np.asarray(value).astype(dtype)) < 0:
             want = f"a number below 0 that {dtype} holds, at least {lowest:g}"
-            raise ValueError(arguments.wanted("value", want, f"{value:g}"))
+            raise arguments.value_error("value", want, f"{value:g}")
     return _bias(arguments.as_mask("mask", mask), dtype, value)
 
 
 # The functions below are compiled even if the caller is not.
-@functools.partial(jax.jit, inline=True, static_argnums=1)
+@compiled(1)
 def _differs(ids: Integer[Array, "..."], pad_id: int) -> Bool[Array, "..."]:
     return ids != pad_id
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=0)
+@compiled(0)
 def _lower_triangle(length: int) -> Bool[Array, "t t"]:
     positions = jnp.arange(length, dtype=jnp.int32)
     return positions[None, :] <= positions[:, None]
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=(1, 2, 3))
+@compiled(1, 2, 3)
 def _attention_mask(
     arrays: dict[str, Array],
     causal: bool,
@@ -314,12 +314,12 @@ def _attention_mask(
     return _all(allowed) if allowed else jnp.ones((1, 1, 1, keys.shape[3]), bool)
 
 
-@functools.partial(jax.jit, inline=True)
+@compiled()
 def _all(masks: list[Bool[Array, "b h t s"]]) -> Bool[Array, "b h t s"]:
     return functools.reduce(jnp.logical_and, masks)
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=(1, 2))
+@compiled(1, 2)
 def _bias(mask: Bool[Array, "..."], dtype: jnp.dtype, value: float | None) -> Float[Array, "..."]:
     low = jnp.finfo(dtype).min / 2 if value is None else value
     return jnp.where(mask, jnp.zeros((), dtype), jnp.array(low, dtype))

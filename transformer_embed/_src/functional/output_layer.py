@@ -1,13 +1,12 @@
 """The tied output layer: the product of x with every row of an embedding table."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.functional.compiled import compiled
 from transformer_embed._src.functional.lookup import Table, as_table
 from transformer_embed._src.functional.partitioning import (
     OutputLayout,
@@ -67,10 +66,8 @@ def as_wide_as_table(
     """Floating x with a last axis as wide as the table."""
     table, x = as_table("table", table), arguments.as_floats("x", x)
     if x.ndim == 0 or x.shape[-1] != table.shape[1]:
-        raise ValueError(
-            arguments.wanted(
-                "x", f"a last axis of the table's width, {table.shape[1]}", f"shape {list(x.shape)}"
-            )
+        raise arguments.value_error(
+            "x", f"a last axis of the table's width, {table.shape[1]}", f"shape {list(x.shape)}"
         )
     return x, table
 
@@ -83,7 +80,7 @@ def row_logits(x: Float[Array, "... d"], rows: Float[Array, "v d"]) -> Float[Arr
     return jnp.einsum("...d,vd->...v", x, rows, preferred_element_type=dtype)
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=(0, 1, 2))
+@compiled(0, 1, 2)
 def _logits(
     layout: OutputLayout | None,
     vocab_size: int,
@@ -96,11 +93,9 @@ def _logits(
     def multiply(x, rows):
         axes = ()
         if layout is not None:
-            x, rows, axes = (
-                all_gather(x, layout.gathered),
-                layout.whole_rows(rows),
-                layout.vocabulary,
-            )
+            x = all_gather(x, layout.gathered)
+            rows = layout.whole_rows(rows)
+            axes = layout.vocabulary
         logits = row_logits(x, rows)
         ids = index_along(axes) * rows.shape[0] + jnp.arange(rows.shape[0], dtype=jnp.int32)
         ids = jnp.expand_dims(ids, range(x.ndim - 1))

@@ -73,12 +73,10 @@ def channels(frequencies: Sequence[decimal.Decimal], quarters: Sequence[int]) ->
     turns."""
     highest = max(frequencies, default=ZERO)
     if highest >= 2**33 * PI:
-        raise ValueError(
-            arguments.wanted(
-                "base and frequency_scale",
-                "frequencies below 2**32 turns per position",
-                f"{highest:.3g} radians",
-            )
+        raise arguments.value_error(
+            "base and frequency_scale",
+            "frequencies below 2**32 turns per position",
+            f"{highest:.3g} radians",
         )
     with decimal.localcontext(PRECISION):
         words = [

@@ -4,13 +4,13 @@ positions of queries and keys."""
 import bisect
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32, Integer, UInt
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
+from transformer_embed._src.functional.compiled import compiled
 
 
 def alibi_slopes(num_heads: int, *, max_bias: float = 8.0) -> Float32[Array, "h"]:
@@ -172,7 +172,7 @@ def relative_position_buckets(
 def _checked_alibi_options(num_heads: int, max_bias: float) -> tuple[int, float]:
     max_bias = arguments.real("max_bias", max_bias, above=0)
     if max_bias > 126:
-        raise ValueError(arguments.wanted("max_bias", "a number above 0, at most 126", max_bias))
+        raise arguments.value_error("max_bias", "a number above 0, at most 126", max_bias)
     return arguments.integer("num_heads", num_heads, at_least=1), max_bias
 
 
@@ -199,12 +199,12 @@ def _slopes(num_heads: int, max_bias: float) -> np.ndarray:
 # The functions below are compiled even if the caller is not.
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=(0, 1))
+@compiled(0, 1)
 def _slopes_array(num_heads: int, max_bias: float) -> Float32[Array, "h"]:
     return jnp.asarray(_slopes(num_heads, max_bias), jnp.float32)
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=(2, 3, 4, 5))
+@compiled(2, 3, 4, 5)
 def _alibi(
     queries: Integer[Array, "q t"],
     keys: Integer[Array, "k s"],
@@ -223,7 +223,7 @@ def _alibi(
     return jnp.clip(slopes * relative[:, None], -quarter, quarter).astype(dtype)
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=(2, 3, 4))
+@compiled(2, 3, 4)
 def _buckets(
     queries: Integer[Array, "q t"],
     keys: Integer[Array, "k s"],

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Shaped
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.functional import phase
+from transformer_embed._src.functional.compiled import compiled
 from transformer_embed._src.functional.rotary_scaling import ScaledFrequencies, Scaling, unscaled
 
 LAYOUTS = ("half", "interleaved")
@@ -98,8 +99,8 @@ def apply_rotary(
     """
     x = arguments.as_floats("x", x)
     if x.ndim < 3:
-        raise ValueError(
-            arguments.wanted("x", "shape [..., length, heads, head_dim]", f"shape {list(x.shape)}")
+        raise arguments.value_error(
+            "x", "shape [..., length, heads, head_dim]", f"shape {list(x.shape)}"
         )
     arguments.choice("layout", layout, LAYOUTS)
     rotated = _checked_rotary_dim(rotary_dim, x.shape[-1])
@@ -108,12 +109,10 @@ def apply_rotary(
     )
     _check_even("head_dim", dim)
     if scaling is not None and not isinstance(scaling, Scaling):
-        raise TypeError(
-            arguments.wanted(
-                "scaling",
-                "LinearScaling(...), another scaling of this package, or None",
-                repr(scaling),
-            )
+        raise arguments.type_error(
+            "scaling",
+            "LinearScaling(...), another scaling of this package, or None",
+            repr(scaling),
         )
     sections = _checked_sections(sections, dim // 2)
     positions = _checked_positions(positions, x.shape[:-2], sections)
@@ -162,19 +161,15 @@ def permute_rotary_weights(
     array = arguments.as_given("weights", weights)
     num_heads = arguments.integer("num_heads", num_heads, at_least=1)
     if array.ndim == 0 or array.shape[-1] % num_heads or array.shape[-1] == 0:
-        raise ValueError(
-            arguments.wanted(
-                "weights",
-                f"a last axis of {num_heads} heads times head_dim",
-                f"shape {list(array.shape)}",
-            )
+        raise arguments.value_error(
+            "weights",
+            f"a last axis of {num_heads} heads times head_dim",
+            f"shape {list(array.shape)}",
         )
     head_dim = array.shape[-1] // num_heads
     dim = _checked_rotary_dim(rotary_dim, head_dim)
-    source, target = (
-        arguments.choice("source", source, LAYOUTS),
-        arguments.choice("target", target, LAYOUTS),
-    )
+    source = arguments.choice("source", source, LAYOUTS)
+    target = arguments.choice("target", target, LAYOUTS)
     return _permuted(array, head_dim, dim, source, target)
 
 
@@ -217,7 +212,7 @@ def _rotated(
     )
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=(1, 2, 3, 4))
+@compiled(1, 2, 3, 4)
 def _permuted(
     weights: Shaped[Array, "... hd"], head_dim: int, dim: int, source: str, target: str
 ) -> Shaped[Array, "... hd"]:
@@ -280,10 +275,8 @@ def _constants(options: _Options) -> tuple[tuple[phase.Channels, ...], float]:
             else options.scaling.scaled(options.dim, options.base)
         )
     if not float(np.finfo(np.float32).tiny) <= attention_factor <= float(np.finfo(np.float32).max):
-        raise ValueError(
-            arguments.wanted(
-                "scaling", "an attention factor that float32 holds", f"{attention_factor:g}"
-            )
+        raise arguments.value_error(
+            "scaling", "an attention factor that float32 holds", f"{attention_factor:g}"
         )
     frequencies = frequencies[: options.rotating_pairs] + (phase.ZERO,) * (
         options.dim // 2 - options.rotating_pairs
@@ -308,15 +301,13 @@ def _checked_rotary_dim(rotary_dim: int | None, head_dim: int) -> int:
         return _check_even("head_dim", head_dim)
     rotary_dim = _check_even("rotary_dim", arguments.integer("rotary_dim", rotary_dim, at_least=2))
     if rotary_dim > head_dim:
-        raise ValueError(
-            arguments.wanted("rotary_dim", f"an int up to head_dim = {head_dim}", rotary_dim)
-        )
+        raise arguments.value_error("rotary_dim", f"an int up to head_dim = {head_dim}", rotary_dim)
     return rotary_dim
 
 
 def _check_even(name: str, value: int) -> int:
     if value % 2 or value == 0:
-        raise ValueError(arguments.wanted(name, "an even number of channels, to make pairs", value))
+        raise arguments.value_error(name, "an even number of channels, to make pairs", value)
     return value
 
 
@@ -337,20 +328,16 @@ def _checked_positions(
     positions = arguments.as_fitting_positions("positions", positions)
     shape = positions.shape
     if sections and (len(shape) < 2 or shape[-1] != len(sections)):
-        raise ValueError(
-            arguments.wanted(
-                "positions",
-                f"shape [..., length, {len(sections)}], one axis per section",
-                f"shape {list(shape)}",
-            )
+        raise arguments.value_error(
+            "positions",
+            f"shape [..., length, {len(sections)}], one axis per section",
+            f"shape {list(shape)}",
         )
     leading = shape[:-1] if sections else shape
     if not leading or leading[-1] != target[-1]:
         hint = arguments.SCALAR_HINT if not leading else ""
-        raise ValueError(
-            arguments.wanted(
-                "positions", f"x's length, {target[-1]}, last", f"shape {list(shape)}{hint}"
-            )
+        raise arguments.value_error(
+            "positions", f"x's length, {target[-1]}, last", f"shape {list(shape)}{hint}"
         )
     arguments.check_broadcasts_to("positions", leading, "x before its heads", target)
     return positions

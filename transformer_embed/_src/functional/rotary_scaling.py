@@ -207,10 +207,8 @@ class YarnScaling:
 
         low, high = index(self.beta_fast), index(self.beta_slow)
         if self.truncate:
-            low, high = (
-                low.to_integral_value(decimal.ROUND_FLOOR),
-                high.to_integral_value(decimal.ROUND_CEILING),
-            )
+            low = low.to_integral_value(decimal.ROUND_FLOOR)
+            high = high.to_integral_value(decimal.ROUND_CEILING)
         low, high = max(low, Decimal(0)), min(high, Decimal(dim - 1))
         if low == high:
             high += Decimal("0.001")
@@ -395,5 +393,5 @@ _at_least_1 = functools.partial(arguments.integer, at_least=1)
 def _not_negative(name: str, value: Any) -> float:
     number = arguments.real(name, value)
     if number < 0:
-        raise ValueError(arguments.wanted(name, "a finite number of at least 0", value))
+        raise arguments.value_error(name, "a finite number of at least 0", value)
     return number

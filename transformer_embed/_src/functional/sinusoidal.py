@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int32, Shaped
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
 from transformer_embed._src.functional import phase
+from transformer_embed._src.functional.compiled import compiled
 
 LAYOUTS = ("interleaved", "sin_cos", "cos_sin")
 ODD = ("truncate", "round_up", "zero")
@@ -242,7 +243,7 @@ def check_channels(options: Sinusoids, d_model: int) -> None:
     if pairs > 1 and denominator <= 0:
         width = d_model + d_model % 2 if options.odd == "round_up" else d_model
         want = f"a number below d_model // 2 = {width // 2}"
-        raise ValueError(arguments.wanted("shift", want, f"{options.shift:g}"))
+        raise arguments.value_error("shift", want, f"{options.shift:g}")
     with decimal.localcontext(phase.PRECISION):
         steps = denominator / max(pairs - 1, 1)
     ends = phase.geometric_frequencies(min(pairs, 2), options.base, steps, options.frequency_scale)
@@ -269,21 +270,19 @@ def as_grid(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The points along each axis of a grid, and the axes in the order of their channels."""
     if not isinstance(shape, tuple | list) or not isinstance(axes, tuple | list | None):
-        raise TypeError(
-            arguments.wanted("shape and axes", "tuples of ints", f"{shape!r} and {axes!r}")
-        )
+        raise arguments.type_error("shape and axes", "tuples of ints", f"{shape!r} and {axes!r}")
     lengths = arguments.entries("shape", shape, arguments.integer, at_least=0)
     if len(lengths) > MOST_AXES:
-        raise ValueError(arguments.wanted("shape", f"at most {MOST_AXES} axes", len(lengths)))
+        raise arguments.value_error("shape", f"at most {MOST_AXES} axes", len(lengths))
     points = math.prod(lengths)
     if points >= 2**31:
         want = f"a grid of at most {2**31 - 1} points"
-        raise ValueError(arguments.wanted("shape", want, f"{lengths}, {points} points"))
+        raise arguments.value_error("shape", want, f"{lengths}, {points} points")
     first_first = tuple(range(len(lengths)))
     order = first_first if axes is None else arguments.entries("axes", axes, arguments.integer)
     if not lengths or sorted(order) != list(first_first):
         want = f"a permutation of the axes of shape {lengths}, at least one"
-        raise ValueError(arguments.wanted("axes", want, axes))
+        raise arguments.value_error("axes", want, axes)
     return lengths, order
 
 
@@ -298,9 +297,7 @@ def _as_coordinates(
         name = f"axis_positions[{axis}]"
         array = arguments.as_fitting_positions(name, values)
         if array.shape != (length,):
-            raise ValueError(
-                arguments.wanted(name, f"shape [{length}]", f"shape {list(array.shape)}")
-            )
+            raise arguments.value_error(name, f"shape [{length}]", f"shape {list(array.shape)}")
         coordinates.append(array)
     return tuple(coordinates)
 
@@ -339,7 +336,7 @@ def _part_width(d_model: int, axes: int, odd: str) -> int:
     if arguments.choice("odd", odd, ODD) == "truncate":
         if d_model % axes:
             want = f"a multiple of the {axes} axes (or odd='round_up' or 'zero')"
-            raise ValueError(arguments.wanted("d_model", want, d_model))
+            raise arguments.value_error("d_model", want, d_model)
         return d_model // axes
     pairs = d_model / (2 * axes)
     return 2 * (math.ceil(pairs) if odd == "round_up" else math.floor(pairs))
@@ -348,7 +345,7 @@ def _part_width(d_model: int, axes: int, odd: str) -> int:
 # The functions below are compiled even if the caller is not.
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=(2, 3, 4))
+@compiled(2, 3, 4)
 def _encoding(
     positions: Shaped[Array, "..."],
     outside: Bool[Array, "..."] | None,
@@ -362,12 +359,12 @@ def _encoding(
     return jnp.where(outside[..., None], jnp.array(jnp.nan, dtype), encoding)
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=(0, 1, 2, 3))
+@compiled(0, 1, 2, 3)
 def _table(length: int, d_model: int, options: Sinusoids, dtype: jnp.dtype) -> Float[Array, "t d"]:
     return _encoding(jnp.arange(length, dtype=jnp.int32), None, d_model, options, dtype)
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=(2, 3, 4, 5, 6, 7))
+@compiled(2, 3, 4, 5, 6, 7)
 def _grid_encoding(
     points: Int32[Array, "..."] | None,
     coordinates: tuple[Array, ...] | None,

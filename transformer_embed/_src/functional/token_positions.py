@@ -1,7 +1,6 @@
 """The position and the segment of each token, for batches with padding on either side, packed
 sequences and decoding."""
 
-import functools
 from typing import Any, NamedTuple, TypedDict
 
 import jax
@@ -12,6 +11,7 @@ from jaxtyping import Array, Bool, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.functional.compiled import compiled
 
 
 class QueryArguments(TypedDict):
@@ -81,7 +81,7 @@ class TokenPositions(NamedTuple):
         """A field by its index. (`**tokens` asks for it by the names that `keys` gives.)"""
         if isinstance(index, str):
             want = "**tokens.queries() and **tokens.keys(), for a TokenPositions `tokens`"
-            raise TypeError(arguments.wanted("arguments", want, "**tokens"))
+            raise arguments.type_error("arguments", want, "**tokens")
         return tuple.__getitem__(self, index)
 
     def queries(self) -> QueryArguments:
@@ -176,9 +176,7 @@ class TokenPositions(NamedTuple):
         """
         lengths = arguments.as_integers("lengths", lengths)
         if lengths.ndim != 1:
-            raise ValueError(
-                arguments.wanted("lengths", "shape [batch]", f"shape {list(lengths.shape)}")
-            )
+            raise arguments.value_error("lengths", "shape [batch]", f"shape {list(lengths.shape)}")
         length = arguments.length("length", length)
         padding_side = arguments.choice("padding_side", padding_side, ("right", "left"))
         if isinstance(lengths, np.ndarray):
@@ -260,8 +258,8 @@ class TokenPositions(NamedTuple):
         integers = arguments.as_integers("offset", offset)
         offset = arguments.as_fitting_int32("offset", integers)
         if offset.ndim > 1:
-            raise ValueError(
-                arguments.wanted("offset", "shape [] or [batch]", f"shape {list(offset.shape)}")
+            raise arguments.value_error(
+                "offset", "shape [] or [batch]", f"shape {list(offset.shape)}"
             )
         if isinstance(integers, np.ndarray) and integers.size:
             arguments.check_last_position("offset", int(integers.max()), length)
@@ -291,24 +289,22 @@ def _check_runs(rows: np.ndarray) -> None:
         seen, count = np.unique(row[np.diff(row, prepend=~row[:1]) != 0], return_counts=True)
         back = seen[(count > 1) & (seen != 0)]
         if back.size:
-            raise ValueError(
-                arguments.wanted(
-                    "segment_ids",
-                    "one run of tokens for each number",
-                    f"{int(back[0])} twice in row {number}",
-                )
+            raise arguments.value_error(
+                "segment_ids",
+                "one run of tokens for each number",
+                f"{int(back[0])} twice in row {number}",
             )
 
 
 # The functions below are compiled even if the caller is not.
 
 
-@functools.partial(jax.jit, inline=True)
+@compiled()
 def _is_token(segment_ids: Int32[Array, "b t"]) -> Bool[Array, "b t"]:
     return segment_ids != 0
 
 
-@functools.partial(jax.jit, inline=True)
+@compiled()
 def _has_next(segment_ids: Int32[Array, "b t"]) -> Bool[Array, "b t"]:
     """A roll brings the first token to the end of the row, where there is no next one."""
     length = segment_ids.shape[1]
@@ -317,13 +313,13 @@ def _has_next(segment_ids: Int32[Array, "b t"]) -> Bool[Array, "b t"]:
     return _is_token(segment_ids) & (following == segment_ids) & ~is_last
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=(1, 2))
+@compiled(1, 2)
 def _counted(tokens: Bool[Array, "... t"], start: int, at_padding: int) -> Int32[Array, "... t"]:
     number = jnp.cumsum(tokens.astype(jnp.int32), axis=-1, dtype=jnp.int32)
     return jnp.where(tokens, number + (start - 1), at_padding)
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=(1, 2, 3))
+@compiled(1, 2, 3)
 def _of_ids(
     ids: Int32[Array, "b t"], pad_id: int, start: int, at_padding: int
 ) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:
@@ -331,7 +327,7 @@ def _of_ids(
     return _counted(tokens, start, at_padding), tokens.astype(jnp.int32)
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=(1, 2, 3, 4))
+@compiled(1, 2, 3, 4)
 def _of_lengths(
     lengths: Int32[Array, "b"], length: int, padding_side: str, start: int, at_padding: int
 ) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:
@@ -340,7 +336,7 @@ def _of_lengths(
     return _counted(tokens, start, at_padding), tokens.astype(jnp.int32)
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=(1, 2))
+@compiled(1, 2)
 def _positions_in_segments(
     segment_ids: Int32[Array, "b t"], start: int, at_padding: int
 ) -> Int32[Array, "b t"]:
@@ -351,7 +347,7 @@ def _positions_in_segments(
     return jnp.where(segment_ids != 0, index - first + start, at_padding)
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=1)
+@compiled(1)
 def _of_offset(
     offset: Int32[Array, "..."], length: int
 ) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:

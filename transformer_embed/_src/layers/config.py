@@ -98,11 +98,11 @@ class EmbedderConfig:
         if self.scheme is not None:
             if not isinstance(self.scheme, Scheme):
                 want = "Sinusoidal(...), SinusoidalGrid(...), Learned(max_len=...) or None"
-                raise TypeError(arguments.wanted("scheme", want, repr(self.scheme)))
+                raise arguments.type_error("scheme", want, repr(self.scheme))
             self.scheme._check(self.table_width)
             if self.scheme._lacks_pad_id and self.pad_id is None:
                 want = "the id of padding, since the scheme's at_padding is set"
-                raise ValueError(arguments.wanted("pad_id", want, "None"))
+                raise arguments.value_error("pad_id", want, "None")
 
     @property
     def table_width(self) -> int:

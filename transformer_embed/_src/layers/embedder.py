@@ -76,7 +76,7 @@ class Embedder:
             rng = None
         elif rng is None:
             want = "a key such as jax.random.key(0), to train with dropout"
-            raise ValueError(arguments.wanted("rng", want, "None"))
+            raise arguments.value_error("rng", want, "None")
         else:
             rng = arguments.as_key("rng", rng)
         return _apply(
@@ -152,7 +152,7 @@ def make_embedder(config: EmbedderConfig) -> Embedder:
         See `TransformerEmbedding`.
     """
     if not isinstance(config, EmbedderConfig):
-        raise TypeError(arguments.wanted("config", "an EmbedderConfig", type(config).__name__))
+        raise arguments.type_error("config", "an EmbedderConfig", type(config).__name__)
     return Embedder(config)
 
 

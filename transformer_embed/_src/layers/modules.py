@@ -200,7 +200,7 @@ class PositionalEncoding(hk.Module):
     ):
         if not isinstance(scheme, Scheme):
             want = "Sinusoidal(...), SinusoidalGrid(...) or Learned(max_len=...)"
-            raise TypeError(arguments.wanted("scheme", want, repr(scheme)))
+            raise arguments.type_error("scheme", want, repr(scheme))
         super().__init__(name=arguments.name("name", name) or scheme._module_name)
         if scheme._table_length() is None:
             arguments.check_left_out("w_init", w_init, "the scheme has no parameters")
@@ -231,15 +231,13 @@ class PositionalEncoding(hk.Module):
         arguments.flag("is_training", is_training)
         x = arguments.as_floats("x", x)
         if x.ndim < 2 or x.shape[-1] != self.d_model:
-            raise ValueError(
-                arguments.wanted(
-                    "x", f"shape [..., length, d_model = {self.d_model}]", f"shape {list(x.shape)}"
-                )
+            raise arguments.value_error(
+                "x", f"shape [..., length, d_model = {self.d_model}]", f"shape {list(x.shape)}"
             )
         if positions is None:
             if self.scheme._depends_on_ids:
                 want = "an array, since the scheme's at_padding depends on the ids"
-                raise ValueError(arguments.wanted("positions", want, "None"))
+                raise arguments.value_error("positions", want, "None")
             check_length(self.scheme, "x", x.shape[-2])
             positions = self.scheme._counted(x.shape[-2])
         encoding = self._broadcast_encoding(positions, x.shape[:-1], "x's tokens")
@@ -408,7 +406,7 @@ class TransformerEmbedding(hk.Module):
         super().__init__(name=arguments.name("name", name))
         if not isinstance(config, EmbedderConfig):
             want = "an EmbedderConfig, such as te.EmbedderConfig(vocab_size=256, d_model=64)"
-            raise TypeError(arguments.wanted("config", want, f"{type(config).__name__} {config!r}"))
+            raise arguments.type_error("config", want, f"{type(config).__name__} {config!r}")
         self.config = config
         self._initial_params = None
         if initial_params is not None:
@@ -466,7 +464,7 @@ class TransformerEmbedding(hk.Module):
         arguments.flag("is_training", is_training)
         ids = arguments.as_int32("ids", ids)
         if ids.ndim == 0:
-            raise ValueError(arguments.wanted("ids", "shape [..., length]", "shape []"))
+            raise arguments.value_error("ids", "shape [..., length]", "shape []")
         with _parameters_from(self._initial_params):
             total, table_dtype = self.tokens._scaled_rows(ids)
             if self.encoding is None:
@@ -521,7 +519,7 @@ class TransformerEmbedding(hk.Module):
                 "a model whose output layer has weights of its own; read them, "
                 f"[vocab_size, d_model], and pass them to tied_{name} as the table (and add the bias if there is one)"
             )
-            raise ValueError(arguments.wanted(name, want, got))
+            raise arguments.value_error(name, want, got)
 
 
 def init_params(config: EmbedderConfig, rng: Array) -> Params:
@@ -548,12 +546,12 @@ def _as_initial_params(config: EmbedderConfig, params: Params) -> dict[str, tupl
     modules = {path.rsplit("/", 1)[-1]: (path, leaves) for path, leaves in params.items()}
     if modules.keys() != shapes.keys() or len(params) != len(modules):
         want = f"the modules {', '.join(sorted(shapes))}"
-        raise ValueError(arguments.wanted("initial_params", want, ", ".join(sorted(params))))
+        raise arguments.value_error("initial_params", want, ", ".join(sorted(params)))
     for module, (path, leaves) in modules.items():
         for name in shapes[module]:
             if name not in leaves:
                 got = f"only {', '.join(sorted(leaves))} there"
-                raise ValueError(arguments.wanted("initial_params", f"{path}/{name}", got))
+                raise arguments.value_error("initial_params", f"{path}/{name}", got)
     return modules
 
 
@@ -573,7 +571,7 @@ def _parameters_from(initial: dict[str, tuple[str, Mapping]] | None) -> Iterator
         if tuple(value.shape) != tuple(shape):
             place = f"initial_params: {path}/{name}"
             got = f"shape {list(value.shape)}"
-            raise ValueError(arguments.wanted(place, f"shape {list(shape)}", got))
+            raise arguments.value_error(place, f"shape {list(shape)}", got)
         if isinstance(value, Table) and value.dtype == dtype:
             return value
         return jnp.asarray(value, dtype)
@@ -598,9 +596,7 @@ def _rows_of_types(
     embed: TokenEmbedding, token_types: ArrayLike | None, shape: tuple[int, ...]
 ) -> Float[Array, "... d"]:
     if token_types is None:
-        raise ValueError(
-            arguments.wanted("token_types", "an array, since num_token_types is set", "None")
-        )
+        raise arguments.value_error("token_types", "an array, since num_token_types is set", "None")
     token_types = arguments.as_int32("token_types", token_types)
     arguments.check_ends_in_length("token_types", token_types.shape, shape)
     rows, _ = embed._scaled_rows(token_types)
@@ -612,7 +608,7 @@ def _as_initializer(w_init: Initializer | None, default: Initializer) -> Initial
         return default
     if not callable(w_init):
         want = "a function of a shape and a dtype, such as hk.initializers.RandomNormal()"
-        raise TypeError(arguments.wanted("w_init", want, f"{type(w_init).__name__} {w_init!r}"))
+        raise arguments.type_error("w_init", want, f"{type(w_init).__name__} {w_init!r}")
     return w_init
 
 
@@ -643,10 +639,8 @@ def _apply_dropout(x: Float[Array, "..."], rate: float, is_training: bool) -> Fl
         return x
     rng = hk.maybe_next_rng_key()
     if rng is None:
-        raise ValueError(
-            arguments.wanted(
-                "rng", "a key, to train with dropout (pass is_training=False to evaluate)", "None"
-            )
+        raise arguments.value_error(
+            "rng", "a key, to train with dropout (pass is_training=False to evaluate)", "None"
         )
     return dropout(rng, rate, x)
 

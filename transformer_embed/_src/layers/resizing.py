@@ -55,7 +55,7 @@ def resize_vocabulary(params: Params, vocab_size: int, rng: Array | None = None)
     more = vocab_size - rows.shape[0]
     if more > 0:
         if rng is None:
-            raise ValueError(arguments.wanted("rng", f"a key, to draw {more} new rows", "None"))
+            raise arguments.value_error("rng", f"a key, to draw {more} new rows", "None")
         wide = rows.astype(arguments.compute_dtype(rows.dtype))
         normal = jax.random.normal(arguments.as_key("rng", rng), (more, rows.shape[1]), wide.dtype)
         drawn = wide.mean(0, keepdims=True) + wide.std(0, keepdims=True) * normal
@@ -116,10 +116,8 @@ def resize_positions(params: Params, max_len: int, *, start: int = 0) -> Params:
 def _table_of(params: Params, module: str) -> tuple[str, Float[Array, "v d"] | Table]:
     paths = [path for path in params if path.rsplit("/", 1)[-1] == module]
     if len(paths) != 1:
-        raise ValueError(
-            arguments.wanted(
-                "params", f"one module called {module}", f"{len(paths)} among {sorted(params)}"
-            )
+        raise arguments.value_error(
+            "params", f"one module called {module}", f"{len(paths)} among {sorted(params)}"
         )
     table = params[paths[0]].get("embeddings")
     if table is None:
@@ -129,4 +127,4 @@ def _table_of(params: Params, module: str) -> tuple[str, Float[Array, "v d"] | T
 
 def _not_whole_error(path: str, table: Any) -> ValueError:
     got = "none" if table is None else f"a table held as {type(table).__name__}"
-    return ValueError(arguments.wanted(f"params: {path}/embeddings", "a whole array", got))
+    return arguments.value_error(f"params: {path}/embeddings", "a whole array", got)

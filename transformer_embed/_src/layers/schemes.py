@@ -220,7 +220,7 @@ class Learned(_Counted):
         for name, position in (("start", self.start), ("at_padding", self.at_padding)):
             if position is not None and not 0 <= position < self.max_len:
                 want = f"an int in [0, max_len = {self.max_len})"
-                raise ValueError(arguments.wanted(name, want, position))
+                raise arguments.value_error(name, want, position)
 
     def _longest(self) -> tuple[int, str]:
         rows = self.max_len - self.start
@@ -238,7 +238,7 @@ def check_length(scheme: Scheme, name: str, length: int) -> None:
     longest = scheme._longest()
     if longest is not None and length > longest[0]:
         want = f"a length of at most {longest[1]}"
-        raise ValueError(arguments.wanted(name, want, f"length {length}"))
+        raise arguments.value_error(name, want, f"length {length}")
 
 
 def positions_of_ids(

@@ -176,7 +176,7 @@ class Bert(Clip):
         if self.position_embedding_type not in (None, "absolute"):
             want = "'absolute', since others are not part of the input layer"
             got = schema.short_repr(self.position_embedding_type)
-            raise ValueError(arguments.wanted("position_embedding_type", want, got))
+            raise arguments.value_error("position_embedding_type", want, got)
         return super().options(
             shapes,
             num_token_types=self.type_vocab_size or shapes[TOKEN_TYPES][0],
@@ -397,7 +397,7 @@ class Phi(Llama):
             if head_dim is None:
                 if self.num_attention_heads is None:
                     want = "an int, to compute head_dim"
-                    raise ValueError(arguments.wanted("num_attention_heads", want, "None"))
+                    raise arguments.value_error("num_attention_heads", want, "None")
                 head_dim = (self.hidden_size or shapes[TOKENS][1]) // self.num_attention_heads
             rotary["rotary_dim"] = int(head_dim * self.partial_rotary_factor)
             try:

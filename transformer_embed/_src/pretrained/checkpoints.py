@@ -152,13 +152,11 @@ def load_embedder(
         arguments.choice("stack", stack, known.STACKS)
     for name, value in (("settings", settings), ("names", names)):
         if not isinstance(value, Mapping | None):
-            raise TypeError(arguments.wanted(name, "a mapping, or None", type(value).__name__))
+            raise arguments.type_error(name, "a mapping, or None", type(value).__name__)
     if not isinstance(config, EmbedderConfig | None):
-        raise TypeError(
-            arguments.wanted("config", "an EmbedderConfig, or None", type(config).__name__)
-        )
+        raise arguments.type_error("config", "an EmbedderConfig, or None", type(config).__name__)
     if (config is None) != (names is None):
-        raise ValueError(arguments.wanted("config and names", "both or neither", "one of them"))
+        raise arguments.value_error("config and names", "both or neither", "one of them")
     tensors = open_tensors(path)
     if config is not None and names is not None:
         arguments.check_left_out("stack", stack, "names says the tensor of each parameter")
@@ -219,13 +217,13 @@ def save_embedder(
         The safetensors format, https://github.com/huggingface/safetensors
     """
     if not isinstance(config, EmbedderConfig):
-        raise TypeError(arguments.wanted("config", "an EmbedderConfig", type(config).__name__))
+        raise arguments.type_error("config", "an EmbedderConfig", type(config).__name__)
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(arguments.wanted("path", "a str or a path", type(path).__name__))
+        raise arguments.type_error("path", "a str or a path", type(path).__name__)
     params = arguments.as_params("params", params)
     for name, value in (("rotary", rotary), ("bias", bias), ("names", names)):
         if not isinstance(value, Mapping | None):
-            raise TypeError(arguments.wanted(name, "a mapping, or None", type(value).__name__))
+            raise arguments.type_error(name, "a mapping, or None", type(value).__name__)
     leaves = {
         _leaf_name(module, name): _on_host(f"{module}/{name}", leaf)
         for module, group in params.items()
@@ -236,7 +234,7 @@ def save_embedder(
         tensor_names[name] = _tensor_name(tensor)
     if len(set(tensor_names.values())) < len(leaves):
         got = schema.short_repr(sorted(tensor_names.values()))
-        raise ValueError(arguments.wanted("names", "a tensor of its own for each parameter", got))
+        raise arguments.value_error("names", "a tensor of its own for each parameter", got)
     text = extras_to_json({"rotary": rotary, "bias": bias, "names": tensor_names})
     extras = extras_from_json("save_embedder", text)
     check_rotary("save_embedder", extras.rotary)
@@ -246,7 +244,7 @@ def save_embedder(
             got = f"none among {schema.short_repr(sorted(leaves))}"
             if name in leaves:
                 got = f"shape {list(leaves[name].shape)}"
-            raise ValueError(arguments.wanted(f"params: {schema.shorten(name)}", want, got))
+            raise arguments.value_error(f"params: {schema.shorten(name)}", want, got)
     arrays = {
         tensor: leaves[name].T if _is_transposed(name, tensor) else leaves[name]
         for name, tensor in tensor_names.items()
@@ -260,10 +258,10 @@ def _leaf_name(module: Any, name: Any) -> str:
     for part in (module, name):
         if not isinstance(part, str):
             got = schema.short_repr(part)
-            raise TypeError(arguments.wanted("params", "names that are strings", got))
+            raise arguments.type_error("params", "names that are strings", got)
     if not name or "/" in name:
         got = schema.short_repr(f"{module}/{name}")
-        raise ValueError(arguments.wanted("params", "names of parameters without a slash", got))
+        raise arguments.value_error("params", "names of parameters without a slash", got)
     return _tensor_name(f"{module}/{name}")
 
 
@@ -271,10 +269,10 @@ def _tensor_name(name: Any) -> str:
     """A name that a safetensors file can hold."""
     got = schema.short_repr(name)
     if not isinstance(name, str):
-        raise TypeError(arguments.wanted("names", "tensors' names as strings", got))
+        raise arguments.type_error("names", "tensors' names as strings", got)
     if name == "__metadata__" or any(0xD800 <= ord(letter) < 0xE000 for letter in name):
         want = "names that UTF-8 can encode, other than '__metadata__'"
-        raise ValueError(arguments.wanted("names", want, got))
+        raise arguments.value_error("names", want, got)
     return name
 
 
@@ -285,21 +283,21 @@ def _on_host(name: str, leaf: Any) -> np.ndarray:
         leaf = leaf.in_vocabulary_order()
     if isinstance(leaf, Table):
         got = f"a table held as {type(leaf).__name__}"
-        raise TypeError(arguments.wanted(name, "a whole array", got))
+        raise arguments.type_error(name, "a whole array", got)
     if not isinstance(leaf, jax.Array) and hasattr(type(leaf), "__jax_array__"):
         # Flax's nnx.Param, for example.
         leaf = leaf.__jax_array__()
     is_array = isinstance(leaf, np.ndarray | np.generic | jax.Array)
     if isinstance(leaf, np.ma.MaskedArray) or not is_array:
-        raise TypeError(arguments.wanted(name, want, type(leaf).__name__))
+        raise arguments.type_error(name, want, type(leaf).__name__)
     if arguments.is_traced(leaf):
-        raise TypeError(arguments.wanted(name, f"{want}, outside jit", "a traced array"))
+        raise arguments.type_error(name, f"{want}, outside jit", "a traced array")
     dtype = leaf.dtype.newbyteorder("=") if isinstance(leaf.dtype, np.dtype) else None
     if dtype not in DTYPES.values():
-        raise ValueError(arguments.wanted(name, "float32, bfloat16 or float16", leaf.dtype))
+        raise arguments.value_error(name, "float32, bfloat16 or float16", leaf.dtype)
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         want = "an array on this process's devices (gather it first)"
-        raise ValueError(arguments.wanted(name, want, "one on other processes too"))
+        raise arguments.value_error(name, want, "one on other processes too")
     return np.asarray(leaf, dtype)
 
 
@@ -311,7 +309,7 @@ def _parameters(
         tree = jax.eval_shape(lambda: make_embedder(config).init(jax.random.key(0)))
     except OverflowError as error:
         got = str(error)[:100]
-        raise ValueError(arguments.wanted(where, "sizes that jax can hold", got)) from error
+        raise arguments.value_error(where, "sizes that jax can hold", got) from error
     of_bias = schema.call_with_named_errors(f"{where}: bias", bias_parameters, bias)
     return {
         f"{module}/{name}": leaf
@@ -329,7 +327,7 @@ def _full_paths(names: Mapping[Any, Any], paths: Iterable[str]) -> dict[str, Any
         if len(found) != 1 or found[0] in full:
             among = ", ".join(map(_short_path, paths))
             want = f"a parameter's path, or a suffix that only one path has, among {among}"
-            raise ValueError(arguments.wanted("names", want[:250], schema.short_repr(name)))
+            raise arguments.value_error("names", want[:250], schema.short_repr(name))
         full[found[0]] = value
     return full
 
@@ -354,11 +352,11 @@ def _read_by_hand(
     for name, tensor in full.items():
         if not isinstance(tensor, str) and not (tensor is None and name in OFFSETS):
             want = "a tensor's name" + (", or None for zeros" if name in OFFSETS else "")
-            raise TypeError(arguments.wanted(f"names: {name}", want, schema.short_repr(tensor)))
+            raise arguments.type_error(f"names: {name}", want, schema.short_repr(tensor))
     if missing := [_short_path(name) for name in parameters if name not in full]:
         want = f"a tensor for each parameter, also for {', '.join(missing)}"
         got = f"only {schema.short_repr(sorted(names))}"
-        raise ValueError(arguments.wanted("names", want, got))
+        raise arguments.value_error("names", want, got)
     given = {name: tensor for name, tensor in full.items() if tensor is not None}
     params = _read(tensors, parameters, given, is_by_hand=True)
     for name in full.keys() - given.keys():
@@ -377,7 +375,7 @@ def _read_own(tensors: Tensors) -> PretrainedInput:
         module, _, leaf = name.rpartition("/")
         if not module or not leaf:
             got = schema.short_repr(name)
-            raise ValueError(arguments.wanted(f"{place}: names", "parameters as module/name", got))
+            raise arguments.value_error(f"{place}: names", "parameters as module/name", got)
     described = known.LayerArguments(options, extras.rotary, extras.bias)
     return _read_described(tensors, f"{where}: {CONFIG}", described, extras.names)
 
@@ -413,14 +411,14 @@ def _read_published(
             got = "a config.json " + (
                 f"of a model {type_in_file}" if type_in_file else "without model_type"
             )
-        raise ValueError(arguments.wanted(shown_path(beside), want, got))
+        raise arguments.value_error(shown_path(beside), want, got)
     shapes = {name: tensors.entry(tensor).shape for name, tensor in names.items()}
     for name, tensor in names.items():
         rank = 1 if name in known.VECTORS else 2
         if len(shapes[name]) != rank:
             place = f"{shown_path(tensors.path)}: {schema.shorten(tensor)}"
             want = f"a tensor of rank {rank}"
-            raise ValueError(arguments.wanted(place, want, tensors.entry(tensor)))
+            raise arguments.value_error(place, want, tensors.entry(tensor))
     described = schema.call_with_named_errors(
         where, lambda: kind.settings(**found).describe(shapes, stack or known.STACKS[0])
     )
@@ -445,7 +443,7 @@ def _entries_in_settings(kind: known.Architecture, settings: Mapping[str, Any]) 
     if unknown := [name for name in settings if name not in accepted]:
         reads = ", ".join(several[0] for several in names)
         want = f"entries that a model {kind.model_types[0]} reads ({reads})"
-        raise ValueError(arguments.wanted("settings", want, schema.short_repr(unknown[0])))
+        raise arguments.value_error("settings", want, schema.short_repr(unknown[0]))
     read = schema.call_with_named_errors("settings", kind.settings.entries, settings, is_file=False)
     return schema.fields("settings", kind.settings, read, is_partial=True)
 
@@ -479,7 +477,7 @@ def _read_described(
 def _check_completeness(where: str, names: Mapping[str, str], parameters: Iterable[str]) -> None:
     if missing := [_short_path(name) for name in parameters if name not in names]:
         got = f"none for {missing[0]}"
-        raise ValueError(arguments.wanted(f"{where}: names", "a tensor for each parameter", got))
+        raise arguments.value_error(f"{where}: names", "a tensor for each parameter", got)
 
 
 def _read(
@@ -510,7 +508,7 @@ def _read(
 def _check_presence(tensors: Tensors, tensor: str) -> None:
     if tensor not in tensors.files:
         want = f"a tensor {schema.shorten(tensor)}"
-        raise ValueError(arguments.wanted(shown_path(tensors.path), want, listed(tensors)))
+        raise arguments.value_error(shown_path(tensors.path), want, listed(tensors))
 
 
 def _check_entry(
@@ -537,4 +535,4 @@ def _check_entry(
     elif not is_same and entry.shape[1:] == shape[1:]:
         want += hint
     place = f"{shown_path(tensors.path)}: {schema.shorten(tensor)}"
-    raise ValueError(arguments.wanted(place, want, entry))
+    raise arguments.value_error(place, want, entry)

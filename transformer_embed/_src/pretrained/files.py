@@ -71,7 +71,7 @@ class Tensors:
         entries = self._opened[file]
         if name not in entries:
             want = f"the tensor {schema.shorten(name)}, as {schema.shorten(self.path.name)} says"
-            raise ValueError(arguments.wanted(shown_path(file), want, f"{len(entries)} others"))
+            raise arguments.value_error(shown_path(file), want, f"{len(entries)} others")
         return entries[name]
 
     def read(
@@ -86,10 +86,8 @@ class Tensors:
             )
         if entry.dtype not in DTYPES and np.isinf(array).any():
             want = f"numbers that fit into {dtype}"
-            raise ValueError(
-                arguments.wanted(
-                    f"{shown_path(entry.file)}: {schema.shorten(name)}", want, "larger ones"
-                )
+            raise arguments.value_error(
+                f"{shown_path(entry.file)}: {schema.shorten(name)}", want, "larger ones"
             )
         # Unlike jnp.asarray, this makes no copy on a CPU.
         return jax.device_put(np.ascontiguousarray(array.T) if transposed else array)
@@ -99,7 +97,7 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
     """The tensors of a safetensors file, of an index file with its shards, or of a folder that
     holds one of the two."""
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(arguments.wanted("path", "a str or a path", type(path).__name__))
+        raise arguments.type_error("path", "a str or a path", type(path).__name__)
     found = _find(pathlib.Path(path))
     if found.name.endswith(".json"):
         return Tensors(found, _shards(found), {})
@@ -114,8 +112,8 @@ def shown_path(path: str | os.PathLike[str]) -> str:
 
 def _find(path: pathlib.Path) -> pathlib.Path:
     if "\0" in str(path):
-        raise ValueError(
-            arguments.wanted("path", "a path without null characters", schema.short_repr(str(path)))
+        raise arguments.value_error(
+            "path", "a path without null characters", schema.short_repr(str(path))
         )
     if not path.exists():
         raise FileNotFoundError(errno.ENOENT, _missing_file_message(path), shown_path(path))
@@ -133,11 +131,11 @@ def _find(path: pathlib.Path) -> pathlib.Path:
             "a whole model, which peft's AutoPeftModel.from_pretrained(folder).merge_and_unload()"
             ".save_pretrained(new_folder) writes, or the folder of the base model"
         )
-        raise ValueError(arguments.wanted(shown_path(path), want, "the changes of an adapter"))
+        raise arguments.value_error(shown_path(path), want, "the changes of an adapter")
     what = f"a folder with {WHOLE} or {WHOLE}{INDEX}"
     others = [name for name in names if name.endswith(".safetensors")]
     hint = f" (or pass the file: {shown_path(others[0])})" if others else ""
-    raise ValueError(arguments.wanted(shown_path(path), what + hint, "neither"))
+    raise arguments.value_error(shown_path(path), what + hint, "neither")
 
 
 def _missing_file_message(path: pathlib.Path) -> str:
@@ -162,9 +160,7 @@ def _shards(path: pathlib.Path) -> dict[str, pathlib.Path]:
         or not names
         or not all(isinstance(name, str) for name in names.values())
     ):
-        raise ValueError(
-            arguments.wanted(shown_path(path), "a weight_map from tensors to files", "none")
-        )
+        raise arguments.value_error(shown_path(path), "a weight_map from tensors to files", "none")
     elsewhere = next(
         (
             name
@@ -174,10 +170,8 @@ def _shards(path: pathlib.Path) -> dict[str, pathlib.Path]:
         None,
     )
     if elsewhere is not None:
-        raise ValueError(
-            arguments.wanted(
-                shown_path(path), "files in the same folder", schema.short_repr(elsewhere)
-            )
+        raise arguments.value_error(
+            shown_path(path), "files in the same folder", schema.short_repr(elsewhere)
         )
     return {tensor: path.parent / name for tensor, name in names.items()}
 
@@ -187,7 +181,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     _regular_mode(path)
     value = schema.parse(shown_path(path), path.read_bytes())
     if not isinstance(value, dict):
-        raise ValueError(arguments.wanted(shown_path(path), "a JSON object", type(value).__name__))
+        raise arguments.value_error(shown_path(path), "a JSON object", type(value).__name__)
     return value
 
 
@@ -207,12 +201,10 @@ def _header(path: pathlib.Path) -> tuple[dict[str, Entry], dict[str, str]]:
             }
             return entries, file.metadata() or {}
     except (SafetensorError, OSError) as error:
-        raise ValueError(
-            arguments.wanted(
-                shown_path(path),
-                "a whole safetensors file",
-                _describe_contents(path.name, start, error),
-            )
+        raise arguments.value_error(
+            shown_path(path),
+            "a whole safetensors file",
+            _describe_contents(path.name, start, error),
         ) from error
 
 
@@ -334,7 +326,7 @@ def _regular_mode(path: pathlib.Path, want: str = "a regular file") -> int:
     if not stat.S_ISREG(mode):
         kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
         got = f"{kinds.get(stat.S_IFMT(mode), 'a device')}, {shown_path(path)}"
-        raise ValueError(arguments.wanted("path", want, got))
+        raise arguments.value_error("path", want, got)
     return stat.S_IMODE(mode)
 
 

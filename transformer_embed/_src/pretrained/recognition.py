@@ -35,7 +35,7 @@ def recognised(
     if model_type is not None and named is None:
         types = sorted(name for kind in known.ARCHITECTURES for name in kind.model_types)
         got = schema.short_repr(model_type)
-        raise ValueError(arguments.wanted("model_type", f"one of {', '.join(types)}", got))
+        raise arguments.value_error("model_type", f"one of {', '.join(types)}", got)
     kinds = known.ARCHITECTURES if named is None else (named,)
     own = stack or known.STACKS[0]
     found = _all_matches(kinds, tensors, own)
@@ -58,16 +58,12 @@ def recognised(
             f"one model {model} in a file (save each to its own file, or load one with "
             f"config and names)"
         )
-        raise ValueError(arguments.wanted(where, want, f"{len(found)} of them, under {prefixes}"))
+        raise arguments.value_error(where, want, f"{len(found)} of them, under {prefixes}")
     if stack is not None and not kind.has_stacks:
-        raise ValueError(
-            arguments.wanted("stack", f"None, since {model} has one stack", repr(stack))
-        )
+        raise arguments.value_error("stack", f"None, since {model} has one stack", repr(stack))
     for tensor, reason in kind.refused.items():
         if prefix + tensor.format(stack=own) in tensors.files:
-            raise ValueError(
-                arguments.wanted(where, f"an input layer like that of {model}", reason)
-            )
+            raise arguments.value_error(where, f"an input layer like that of {model}", reason)
     return kind, names
 
 

@@ -65,7 +65,7 @@ class RopeScaling:
     def __post_init__(self):
         if self.rope_type is None and (given := list(self.given())):
             want = f"an entry rope_type, one of {', '.join(TYPES)}"
-            raise ValueError(arguments.wanted("rope_scaling", want, f"only {given}"))
+            raise arguments.value_error("rope_scaling", want, f"only {given}")
         arguments.choice("rope_type", self.rope_type or "default", TYPES)
 
     def given(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class RopeScaling:
         needs_factor = kind in ("yarn", "longrope", "su") and self.factor is None
         if length is None or (needs_factor and max_len is None):
             want = "an entry max_position_embeddings beside it"
-            raise ValueError(arguments.wanted("rope_scaling", want, "none"))
+            raise arguments.value_error("rope_scaling", want, "none")
         factor: Any = (max_len or 0) / length if needs_factor else self.factor
         if kind == "dynamic":
             return rotary_scaling.DynamicNTKScaling(self._required("factor"), length, length)
@@ -116,7 +116,7 @@ class RopeScaling:
         """An entry that this type of scaling needs."""
         if getattr(self, name) is None:
             want = f"an entry {name} for the rope_type {self.rope_type!r}"
-            raise ValueError(arguments.wanted("rope_scaling", want, "none"))
+            raise arguments.value_error("rope_scaling", want, "none")
         return getattr(self, name)
 
 
@@ -150,7 +150,7 @@ def to_old_form_by_layer(entries: Mapping[str, Any], *, is_file: bool) -> dict[s
         if not known or not parameters:
             want = f"an object with the entries {FULL} and {SLIDING}"
             got = schema.short_repr(parameters)
-            raise ValueError(arguments.wanted("rope_parameters", want, got))
+            raise arguments.value_error("rope_parameters", want, got)
         for layer, theta, key in (
             (FULL, "rope_theta", "rope_scaling"),
             (SLIDING, "rope_local_base_freq", "sliding_rope_scaling"),
@@ -162,7 +162,7 @@ def to_old_form_by_layer(entries: Mapping[str, Any], *, is_file: bool) -> dict[s
                     found[theta] = moved.pop("rope_theta")
                 if moved and not is_file:
                     want = "no entry partial_rotary_factor"
-                    raise ValueError(arguments.wanted(name, want, moved))
+                    raise arguments.value_error(name, want, moved)
     if scaling is not None or ("rope_scaling" in entries and "rope_scaling" not in found):
         _, found["rope_scaling"] = split_entries("rope_scaling", scaling, is_file=is_file)
     return found
@@ -174,7 +174,7 @@ def split_entries(name: str, value: Any, *, is_file: bool) -> tuple[dict[str, An
     if value is None:
         return {}, {}
     if not isinstance(value, Mapping):
-        raise ValueError(arguments.wanted(name, "an object", schema.short_repr(value)))
+        raise arguments.value_error(name, "an object", schema.short_repr(value))
     scaling = {key: item for key, item in value.items() if item is not None}
     # The oldest files call the type "type".
     kind = scaling.pop("type", None)
@@ -185,9 +185,9 @@ def split_entries(name: str, value: Any, *, is_file: bool) -> tuple[dict[str, An
     if not is_file:
         if unknown := [key for key in scaling if key not in NAMES]:
             want = f"entries among {', '.join(NAMES)}"
-            raise ValueError(arguments.wanted(name, want, schema.short_repr(unknown[0])))
+            raise arguments.value_error(name, want, schema.short_repr(unknown[0]))
         if "rope_type" not in scaling:
             want = "an entry rope_type ('default': no scaling)"
             got = f"only {schema.short_repr([*moved, *scaling])}"
-            raise ValueError(arguments.wanted(name, want, got))
+            raise arguments.value_error(name, want, got)
     return moved, {key: item for key, item in scaling.items() if key in NAMES}

@@ -69,7 +69,7 @@ def parse(name: str, text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(arguments.wanted(name, "JSON", str(error)[:100])) from error
+        raise arguments.value_error(name, "JSON", str(error)[:100]) from error
 
 
 def call_with_named_errors(
@@ -96,19 +96,19 @@ def fields(
     With `is_partial`, those without a default may be missing.
     """
     if not isinstance(value, dict):
-        raise ValueError(arguments.wanted(name, "a JSON object", short_repr(value)))
+        raise arguments.value_error(name, "a JSON object", short_repr(value))
     annotations = typing.get_type_hints(function)
     known = dict(inspect.signature(function).parameters)
     for parameter in without:
         del known[parameter]
     if unknown := [key for key in value if key not in known]:
         want = f"entries among {', '.join(known)}"
-        raise ValueError(arguments.wanted(name, want, short_repr(unknown[0])))
+        raise arguments.value_error(name, want, short_repr(unknown[0]))
     required = [key for key, parameter in known.items() if parameter.default is parameter.empty]
     missing = [key for key in required if key not in value]
     if missing and not is_partial:
         got = f"only {short_repr(sorted(value))}"
-        raise ValueError(arguments.wanted(name, f"an entry {missing[0]}", got))
+        raise arguments.value_error(name, f"an entry {missing[0]}", got)
     return {key: checked(f"{name}: {key}", annotations[key], item) for key, item in value.items()}
 
 
@@ -130,7 +130,7 @@ def checked(name: str, annotation: Any, value: Any) -> Any:
         if origin in (tuple, Sequence) and isinstance(value, list):
             most = MOST[items[0]] if origin is tuple else len(value)
             if len(value) > most:
-                raise ValueError(arguments.wanted(name, f"at most {most} entries", len(value)))
+                raise arguments.value_error(name, f"at most {most} entries", len(value))
             return tuple(checked(f"{name}[{n}]", items[0], item) for n, item in enumerate(value))
         if origin is Mapping and isinstance(value, dict):
             return {
@@ -140,7 +140,7 @@ def checked(name: str, annotation: Any, value: Any) -> Any:
     if classes and isinstance(value, dict):
         return _instance(name, classes, value)
     words = " or ".join(dict.fromkeys(map(_kind_in_words, kinds)))
-    raise ValueError(arguments.wanted(name, words, short_repr(value)))
+    raise arguments.value_error(name, words, short_repr(value))
 
 
 def _kind_in_words(kind: Any) -> str:
@@ -155,7 +155,7 @@ def _instance(name: str, classes: Mapping[str, Any], value: dict[str, Any]) -> A
     kind = value.get(KIND) if len(classes) > 1 else next(iter(classes))
     if not isinstance(kind, str) or kind not in classes:
         want = "one of " + ", ".join(classes)
-        raise ValueError(arguments.wanted(f"{name}: {KIND}", want, short_repr(kind)))
+        raise arguments.value_error(f"{name}: {KIND}", want, short_repr(kind))
     entries = {key: item for key, item in value.items() if key != KIND}
     return call_with_named_errors(name, classes[kind], **fields(name, classes[kind], entries))
 
@@ -178,5 +178,5 @@ def to_json(value: Any) -> Any:
         value = float(value)
     if not isinstance(value, bool | int | float | str | None):
         want = "numbers, words and scalings"
-        raise TypeError(arguments.wanted("rotary and bias", want, type(value).__name__))
+        raise arguments.type_error("rotary and bias", want, type(value).__name__)
     return value

@@ -21,7 +21,7 @@ def distinct_rows(
         size = -(-size // BLOCK) * BLOCK
     if vocab_size + size > 2**31 - 1:
         most = f"at most {2**31 - 1 - size} rows, to take {size} of them"
-        raise ValueError(arguments.wanted("table", most, vocab_size))
+        raise arguments.value_error("table", most, vocab_size)
     return distinct_ascending(jnp.clip(ids, 0, vocab_size - 1), vocab_size, size)
 
 

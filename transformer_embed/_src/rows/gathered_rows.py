@@ -62,7 +62,7 @@ class GatheredRows(Table):
         row."""
         if self.ids.dtype != jnp.int32:
             want = "rows with int32 ids (map over floating leaves only)"
-            raise TypeError(arguments.wanted(self.name, want, f"ids of {self.ids.dtype}"))
+            raise arguments.type_error(self.name, want, f"ids of {self.ids.dtype}")
         ids = jnp.clip(ids, 0, self.vocab_size - 1)
         slots = jnp.minimum(count_below(self.ids, ids), len(self.ids) - 1)
         rows = rows_at(self.values, slots)

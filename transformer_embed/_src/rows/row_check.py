@@ -492,7 +492,7 @@ def tables_of_state(
     longer_shapes = _state_shapes(init, treedef, params, more)
     if shapes != [leaf.shape for leaf in state]:
         want = "that of optimizer.init(params)"
-        raise ValueError(arguments.wanted("state", want, "arrays of other shapes"))
+        raise arguments.value_error("state", want, "arrays of other shapes")
     if len(longer_shapes) != len(shapes):
         raise ValueError(refusal(f"{_name(init)}: {DIFFERS}"))
     owners = {}

@@ -79,10 +79,8 @@ class RowGradient:
     def __add__(self, other: "RowGradient") -> "RowGradient":
         """The sum; it has the rows of both."""
         if not isinstance(other, RowGradient) or other.shape != self.shape:
-            raise TypeError(
-                arguments.wanted(
-                    "grads", f"rows of the same table, {list(self.shape)}", type(other).__name__
-                )
+            raise arguments.type_error(
+                "grads", f"rows of the same table, {list(self.shape)}", type(other).__name__
             )
         check_ascending(self)
         check_ascending(other)
@@ -101,7 +99,7 @@ class RowGradient:
         """Raises a TypeError: `optax.apply_updates` does not take a `RowGradient`."""
         want = "a step by te.rows.update(optimizer, grads, state, params)"
         got = f"the sum of {type(other).__name__} and RowGradient"
-        raise TypeError(arguments.wanted("params", want, got))
+        raise arguments.type_error("params", want, got)
 
 
 class _Ids:
@@ -142,7 +140,7 @@ def check_ascending(gradient: RowGradient) -> None:
         ids = np.asarray(gradient.ids)
     if len(ids) and (ids[0] < 0 or (ids[1:] <= ids[:-1]).any()):
         want = "row ids that ascend from 0 or above, each of them once"
-        raise ValueError(arguments.wanted("grads", want, str(ids.tolist())[:60]))
+        raise arguments.value_error("grads", want, str(ids.tolist())[:60])
 
 
 def is_row_gradient(leaf: Any) -> bool:
@@ -179,7 +177,5 @@ def add(grads: Tree, more: Tree) -> Tree:
     leaves, treedef = jax.tree.flatten(grads, is_leaf=is_row_gradient)
     others, other_treedef = jax.tree.flatten(more, is_leaf=is_row_gradient)
     if other_treedef != treedef:
-        raise ValueError(
-            arguments.wanted("more", f"a tree as grads, {treedef}", str(other_treedef))
-        )
+        raise arguments.value_error("more", f"a tree as grads, {treedef}", str(other_treedef))
     return jax.tree.unflatten(treedef, map(operator.add, leaves, others))

@@ -93,7 +93,7 @@ def update(
     """
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         got = type(optimizer).__name__
-        raise TypeError(arguments.wanted("optimizer", "an optax.GradientTransformation", got))
+        raise arguments.type_error("optimizer", "an optax.GradientTransformation", got)
     _check_gradients(grads, params)
     leaves, treedef = jax.tree.flatten((grads, params, state), is_leaf=_is_leaf)
     owners = _owners(optimizer.init, params, leaves)
@@ -237,7 +237,7 @@ def _shape_and_dtype(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
     except TypeError as error:
         want = "the arrays of optimizer.init(params)"
-        raise TypeError(arguments.wanted("state", want, f"a {type(leaf).__name__}")) from error
+        raise arguments.type_error("state", want, f"a {type(leaf).__name__}") from error
 
 
 def _check_gradients(grads: Tree, params: Tree) -> None:
@@ -246,17 +246,17 @@ def _check_gradients(grads: Tree, params: Tree) -> None:
     gradients, grads_treedef = jax.tree.flatten(grads, is_leaf=_is_leaf)
     if grads_treedef != treedef:
         want = "a tree as params, with RowGradient for some tables"
-        raise ValueError(arguments.wanted("grads", want, str(grads_treedef)))
+        raise arguments.value_error("grads", want, str(grads_treedef))
     for leaf, gradient in zip(leaves, gradients, strict=True):
         if not isinstance(gradient, RowGradient):
             continue
         want, got = list(_shape_and_dtype(leaf).shape), list(gradient.shape)
         if got != want:
-            raise ValueError(arguments.wanted("grads", f"rows of a table {want}", f"of one {got}"))
+            raise arguments.value_error("grads", f"rows of a table {want}", f"of one {got}")
         ids, rows = len(gradient.ids), len(gradient.values)
         if ids != rows:
             want = f"a row for each of {ids} ids"
-            raise ValueError(arguments.wanted("grads", want, f"{rows} rows"))
+            raise arguments.value_error("grads", want, f"{rows} rows")
         _check_trace(gradient.ids)
         check_ascending(gradient)
 
@@ -268,6 +268,6 @@ def _check_trace(ids: Any) -> None:
     try:
         now = jnp.add(ids, 0)
     except jax.errors.UnexpectedTracerError as error:
-        raise ValueError(arguments.wanted("grads", want, f"one from another {remedy}")) from error
+        raise arguments.value_error("grads", want, f"one from another {remedy}") from error
     if arguments.is_traced(now) and not arguments.is_traced(ids):
-        raise ValueError(arguments.wanted("grads", want, f"one from outside {remedy}"))
+        raise arguments.value_error("grads", want, f"one from outside {remedy}")

@@ -111,7 +111,7 @@ def _gather_tables(
         if isinstance(table, RowTable):
             rows = table.take_rows(integers, distinct)
         elif isinstance(table, Table):
-            raise TypeError(arguments.wanted(name, "a whole table", "some of its rows"))
+            raise arguments.type_error(name, "a whole table", "some of its rows")
         else:
             distinct_ids = distinct(_on_every_device(integers))
             rows = GatheredRows(distinct_ids, read_rows(table, distinct_ids), table.shape[0])
@@ -135,7 +135,7 @@ def _entries(params: Tree, ids: Tree, path: str) -> Iterator[tuple[str, Any, Any
     if not isinstance(ids, Mapping):
         if not isinstance(params, int):
             got = f"a {type(params).__name__} that holds {_paths(params)}; name it in ids as well"
-            raise ValueError(arguments.wanted(path, "a table, since ids has an array there", got))
+            raise arguments.value_error(path, "a table, since ids has an array there", got)
         yield path, params, ids
         return
     for key, inner_ids in ids.items():
@@ -143,10 +143,8 @@ def _entries(params: Tree, ids: Tree, path: str) -> Iterator[tuple[str, Any, Any
         try:
             inner = params[key]
         except (KeyError, IndexError, TypeError) as error:
-            raise ValueError(
-                arguments.wanted(
-                    here, "a table, since ids has it", f"nothing ({path} holds {_paths(params)})"
-                )
+            raise arguments.value_error(
+                here, "a table, since ids has it", f"nothing ({path} holds {_paths(params)})"
             ) from error
         yield from _entries(inner, inner_ids, here)
 

@@ -69,7 +69,7 @@ class ContiguousTable(Sharded):
         """See `Table`; the distinct rows of the whole batch, on every device."""
         if self._axes[1]:
             want = "rows over mesh axes, and whole columns"
-            raise ValueError(arguments.wanted("table", want, self.sharding.spec))
+            raise arguments.value_error("table", want, self.sharding.spec)
         distinct_everywhere = jax.shard_map(
             distinct, mesh=self._mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec()
         )
@@ -100,7 +100,7 @@ def gather_from_shards(table: Sharded, ids: Int32[Array, "..."]) -> Float[Array,
     id_axes = {axis for axes in split for axis in axes}
     if id_axes & set(column_axes):
         want = "columns over a mesh axis that the ids do not use"
-        raise ValueError(arguments.wanted("table", want, f"both over {column_axes!r}"))
+        raise arguments.value_error("table", want, f"both over {column_axes!r}")
     gathered = [tuple(axis for axis in axes if axis in row_axes) for axes in split]
     elsewhere = tuple(axis for axis in row_axes if axis not in id_axes)
 

@@ -82,7 +82,7 @@ class InterleavedTable(Sharded):
     def output_layout(self, x: Float[Array, "... d"]) -> tuple[Array, OutputLayout]:
         """Raises a TypeError: an output layer needs rows in vocabulary order."""
         want = "rows in vocabulary order for a tied output layer: leave it out of `interleave`"
-        raise TypeError(arguments.wanted("table", want, "an interleaved table"))
+        raise arguments.type_error("table", want, "an interleaved table")
 
     def take_rows(
         self, ids: Int32[Array, "..."], distinct: Callable[[Array], Array]
@@ -99,7 +99,7 @@ class InterleavedTable(Sharded):
                 "the gradient of an interleaved table as `value_and_grad` returns it: each device "
                 "has those of its own rows"
             )
-            raise TypeError(arguments.wanted("grads", want, f"plain {type(gradient).__name__}"))
+            raise arguments.type_error("grads", want, f"plain {type(gradient).__name__}")
 
         plan = gradient.plan
 
@@ -184,7 +184,7 @@ def _planned(
             "(the batch must divide by the devices)"
         )
         got = f"shape {list(ids.shape)} split over {id_axes}"
-        raise ValueError(arguments.wanted("ids", want, got))
+        raise arguments.value_error("ids", want, got)
     devices = devices_along(mesh, id_axes)
     on_device = jax.shard_map(
         distinct, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec()
@@ -308,7 +308,7 @@ def _gather_exchanged(taken: ExchangedRows, ids: Int32[Array, "..."]) -> Float[A
     if {axis for axes in split for axis in axes} != set(plan.id_axes):
         want = f"split over the mesh axes of the ids given to te.rows, {plan.id_axes}"
         got = f"shape {list(ids.shape)} split over {tuple(split)}"
-        raise ValueError(arguments.wanted("ids", want, got))
+        raise arguments.value_error("ids", want, got)
 
     def read(held, values, ids):
         slots = plan.order.slots(jnp.clip(ids, 0, taken.vocab_size - 1))

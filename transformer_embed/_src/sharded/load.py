@@ -62,15 +62,15 @@ def exchange_load(table: Sharded, ids: ArrayLike, *, max_rows: int | None = None
     array = arguments.as_integers("ids", ids)
     if arguments.is_traced(array):
         got = f"a traced {array.dtype}{list(array.shape)}"
-        raise TypeError(arguments.wanted("ids", "values on the host, outside of jit", got))
+        raise arguments.type_error("ids", "values on the host, outside of jit", got)
     if not isinstance(table, InterleavedTable):
         want = "an interleaved table (see `interleave` of shard_params)"
-        raise ValueError(arguments.wanted("table", want, "a contiguous table"))
+        raise arguments.value_error("table", want, "a contiguous table")
     sizes, batch = dict(table._mesh.shape), table.batch_axes
     devices = devices_along(table._mesh, batch)
     if array.ndim == 0 or array.shape[0] % devices:
         want = f"a first dimension that {devices} devices divide"
-        raise ValueError(arguments.wanted("ids", want, f"shape {list(array.shape)}"))
+        raise arguments.value_error("ids", want, f"shape {list(array.shape)}")
     read = np.asarray(array).reshape(devices, -1).clip(0, table.vocab_size - 1)
     asked = max(1, min(read.shape[1], table.vocab_size))
     if max_rows is not None:

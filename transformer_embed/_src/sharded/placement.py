@@ -120,18 +120,18 @@ def shard_params(
         https://arxiv.org/abs/2105.04663
     """
     if not isinstance(mesh, Mesh):
-        raise TypeError(arguments.wanted("mesh", "a jax.sharding.Mesh", type(mesh).__name__))
+        raise arguments.type_error("mesh", "a jax.sharding.Mesh", type(mesh).__name__)
     if not isinstance(batch_axes, tuple | None):
         want = "a tuple of mesh axes, or None"
-        raise TypeError(arguments.wanted("batch_axes", want, repr(batch_axes)))
+        raise arguments.type_error("batch_axes", want, repr(batch_axes))
     arguments.integer("virtual_shards", virtual_shards, at_least=2, at_most=2**20)
     if virtual_shards.bit_count() != 1:
-        raise ValueError(arguments.wanted("virtual_shards", "a power of two", virtual_shards))
+        raise arguments.value_error("virtual_shards", "a power of two", virtual_shards)
     if not isinstance(tables, str):
-        raise TypeError(arguments.wanted("tables", "a pattern of names", repr(tables)))
+        raise arguments.type_error("tables", "a pattern of names", repr(tables))
     if not isinstance(interleave, str | None):
         want = "a pattern of names, or None"
-        raise TypeError(arguments.wanted("interleave", want, repr(interleave)))
+        raise arguments.type_error("interleave", want, repr(interleave))
     capacity = arguments.real("capacity", capacity, above=0)
     place = _Placement(mesh, tables, batch_axes, interleave, virtual_shards, capacity)
     if callable(params):
@@ -157,20 +157,20 @@ class _Placement(NamedTuple):
             isinstance(spec, PartitionSpec) for spec in rules.values()
         ):
             want = "a mapping of patterns to PartitionSpec"
-            raise TypeError(arguments.wanted("rules", want, rules))
+            raise arguments.type_error("rules", want, rules)
         paths, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_table)
         leaves = {jax.tree_util.keystr(k, simple=True, separator="/"): leaf for k, leaf in paths}
         for name, leaf in leaves.items():
             if not hasattr(leaf, "shape"):
                 got = type(leaf).__name__
-                raise TypeError(arguments.wanted("params", f"an array as {name}", got))
+                raise arguments.type_error("params", f"an array as {name}", got)
         patterns = dict.fromkeys(rules, "rules")
         if self.interleave is not None:
             patterns.setdefault(self.interleave, "interleave")
         for pattern, argument in patterns.items():
             if not any(fnmatch.fnmatchcase(name, pattern) for name in leaves):
                 want = f"patterns that match one of {', '.join(leaves)}"
-                raise ValueError(arguments.wanted(argument, want, repr(pattern)))
+                raise arguments.value_error(argument, want, repr(pattern))
         placed = [self.leaf(name, leaf, rules) for name, leaf in leaves.items()]
         return jax.tree.unflatten(treedef, placed)
 
@@ -184,7 +184,7 @@ class _Placement(NamedTuple):
                 "arrays outside of jit "
                 "(a function that draws them is compiled by shard_params itself)"
             )
-            raise TypeError(arguments.wanted("params", want, f"a traced {name}"))
+            raise arguments.type_error("params", want, f"a traced {name}")
         # A row-wise optimizer may have one number of state for each row of a table.
         is_rows = any(axes) and len(axes) <= 2 and fnmatch.fnmatchcase(name, self.tables)
         first = 1 if is_rows else 0
@@ -192,7 +192,7 @@ class _Placement(NamedTuple):
             parts = devices_along(self.mesh, names)
             if size % parts:
                 want = f"a dimension of {name} that {parts} devices divide"
-                raise ValueError(arguments.wanted("rules", want, size))
+                raise arguments.value_error("rules", want, size)
         if isinstance(array, jax.ShapeDtypeStruct):
             rows = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         else:
@@ -211,11 +211,11 @@ class _Placement(NamedTuple):
         # A None past the last dimension says nothing.
         if any(axes[ndim:]):
             want = f"at most {ndim} dimensions for {name}"
-            raise ValueError(arguments.wanted("rules", want, spec))
+            raise arguments.value_error("rules", want, spec)
         for axis in (*(axis for names in axes for axis in names), *(self.batch_axes or ())):
             if axis not in self.mesh.axis_names:
                 want = f"axes of the mesh, {self.mesh.axis_names}, for {name}"
-                raise ValueError(arguments.wanted("rules and batch_axes", want, repr(axis)))
+                raise arguments.value_error("rules and batch_axes", want, repr(axis))
         return PartitionSpec(*[*spec][:ndim])
 
     def table(
@@ -227,7 +227,7 @@ class _Placement(NamedTuple):
         batch_axes = self.batch_axes
         if batch_axes is not None and set(batch_axes) & set(used[len(row_axes) :]):
             want = f"other axes than those of the columns of {name}"
-            raise ValueError(arguments.wanted("batch_axes", want, batch_axes))
+            raise arguments.value_error("batch_axes", want, batch_axes)
         if self.interleave is None or not fnmatch.fnmatchcase(name, self.interleave):
             if batch_axes is None:
                 batch_axes = tuple(axis for axis in self.mesh.axis_names if axis not in used)
@@ -236,26 +236,26 @@ class _Placement(NamedTuple):
             batch_axes = self.mesh.axis_names
         if len(used) > len(row_axes):
             want = f"rows over mesh axes, and whole columns, for {name}"
-            raise ValueError(arguments.wanted("interleave", want, sharding.spec))
+            raise arguments.value_error("interleave", want, sharding.spec)
         if not set(row_axes) <= set(batch_axes):
             want = (
                 f"the mesh axes of the rows of {name}, {row_axes}, among others, "
                 "since it is interleaved"
             )
-            raise ValueError(arguments.wanted("batch_axes", want, batch_axes))
+            raise arguments.value_error("batch_axes", want, batch_axes)
         parts = devices_along(self.mesh, row_axes)
         if self.virtual_shards % parts:
             want = (
                 f"a number of devices along {row_axes} that divides {self.virtual_shards} "
                 f"virtual shards, to interleave {name}"
             )
-            raise ValueError(arguments.wanted("mesh", want, parts))
+            raise arguments.value_error("mesh", want, parts)
         table = InterleavedTable(
             None, vocab_size, sharding, batch_axes, self.virtual_shards, self.capacity
         )
         if table._order.size > MAX_SIZE:
             want = f"at most {MAX_SIZE} rows for {name}, padding included, to interleave it"
-            raise ValueError(arguments.wanted("params", want, table._order.size))
+            raise arguments.value_error("params", want, table._order.size)
         return table
 
 
