@@ -16,7 +16,10 @@ from jax import export
 
 from transformer_embed._src.array_types import ArrayLike
 
-SCALAR_HINT = "; add jnp.arange(length) to a scalar offset; jax.vmap maps keyword arguments over axis 0: bind them with functools.partial"
+SCALAR_HINT = (
+    "; add jnp.arange(length) to a scalar offset; "
+    "jax.vmap maps keyword arguments over axis 0: bind them with functools.partial"
+)
 
 
 def wanted(name: str, want: str, got: Any) -> str:
@@ -97,7 +100,8 @@ def flag(name: str, value: Any) -> bool:
     """A Python bool, known while tracing."""
     if not isinstance(value, bool | np.bool_):
         hint = (
-            " known while tracing (bind it with functools.partial, or make it a static argument of jit)"
+            " known while tracing "
+            "(bind it with functools.partial, or make it a static argument of jit)"
             if is_traced(value)
             else ""
         )
@@ -187,7 +191,10 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
     try:
         array = np.asarray(value)
     except jax.errors.TracerArrayConversionError as error:
-        hint = "one array (jit takes a list apart into scalars: make it an array first, by jnp.stack for example)"
+        hint = (
+            "one array (jit takes a list apart into scalars: "
+            "make it an array first, by jnp.stack for example)"
+        )
         raise type_error(name, hint, f"a {type(value).__name__} of traced values") from error
     except ValueError as error:
         raise value_error(

@@ -116,7 +116,8 @@ def verdict(with_positions: float, without: float, steps: int) -> str:
     if abs(saved) < 0.005:
         return f"Positions make no difference after {steps:,} steps."
     if saved < 0:
-        return f"With positions the model needs {-saved:.2f} bits per byte more, after {steps:,} steps."
+        worse = f"{-saved:.2f} bits per byte more, after {steps:,} steps"
+        return f"With positions the model needs {worse}."
     return f"With positions the model needs {saved:.2f} bits per byte fewer."
 
 

@@ -208,7 +208,8 @@ def combine_masks(*masks: ArrayLike) -> Bool[Array, "b h t s"]:
         >>> import jax.numpy as jnp
         >>> import transformer_embed as te
         >>> tokens = te.padding_mask([[5, 6, 0]], pad_id=0)
-        >>> te.combine_masks(te.causal_mask(3)[None, None], tokens[:, None, None, :]).astype(int).tolist()
+        >>> causal = te.causal_mask(3)
+        >>> te.combine_masks(causal[None, None], tokens[:, None, None, :]).astype(int).tolist()
         [[[[1, 0, 0], [1, 1, 0], [1, 1, 0]]]]
 
     Source:

@@ -88,7 +88,8 @@ def apply_rotary(
         >>> import transformer_embed as te
         >>> query, key = jnp.ones([3, 2, 64]), jnp.ones([3, 2, 64])
         >>> near = te.apply_rotary(query, [7, 8, 9]) * te.apply_rotary(key, [5, 6, 7])
-        >>> far = te.apply_rotary(query, [2_000_000_007, 8, 9]) * te.apply_rotary(key, [2_000_000_005, 6, 7])
+        >>> far = te.apply_rotary(query, [2 * 10**9 + 7, 8, 9])
+        >>> far *= te.apply_rotary(key, [2 * 10**9 + 5, 6, 7])
         >>> bool(jnp.allclose(near.sum(-1), far.sum(-1)))
         True
 
@@ -151,7 +152,8 @@ def permute_rotary_weights(
 
     Example:
         >>> import transformer_embed as te
-        >>> te.permute_rotary_weights([0, 1, 2, 3, 4, 5], 1, source="half", target="interleaved").tolist()
+        >>> layouts = {"source": "half", "target": "interleaved"}
+        >>> te.permute_rotary_weights([0, 1, 2, 3, 4, 5], 1, **layouts).tolist()
         [0, 3, 1, 4, 2, 5]
 
     Source:

@@ -33,7 +33,9 @@ class LinearScaling:
     Example:
         >>> import numpy as np
         >>> import transformer_embed as te
-        >>> print(np.asarray(te.apply_rotary([[[1.0, 0.0]]], [2], scaling=te.LinearScaling(2.0))).round(3))
+        >>> half_speed = te.LinearScaling(2.0)
+        >>> rotated = te.apply_rotary([[[1.0, 0.0]]], [2], scaling=half_speed)
+        >>> print(np.asarray(rotated).round(3))
         [[[0.54  0.841]]]
 
     Source:
@@ -163,7 +165,8 @@ class YarnScaling:
         >>> import numpy as np
         >>> import transformer_embed as te
         >>> gpt_oss = te.YarnScaling(32.0, original_length=4096, truncate=False)
-        >>> print(np.asarray(te.apply_rotary([[[1.0, 0.0]]], [0], base=150_000.0, scaling=gpt_oss)).round(3))
+        >>> rotated = te.apply_rotary([[[1.0, 0.0]]], [0], base=150_000.0, scaling=gpt_oss)
+        >>> print(np.asarray(rotated).round(3))
         [[[1.347 0.   ]]]
 
     Source:

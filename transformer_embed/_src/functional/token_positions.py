@@ -120,7 +120,8 @@ class TokenPositions(NamedTuple):
 
         Example:
             >>> import transformer_embed as te
-            >>> te.TokenPositions.from_ids([[5, 6, 1, 1]], pad_id=1, start=2, at_padding=1).positions.tolist()
+            >>> batch = te.TokenPositions.from_ids([[5, 6, 1, 1]], pad_id=1, start=2, at_padding=1)
+            >>> batch.positions.tolist()
             [[2, 3, 1, 1]]
 
         Source:
@@ -167,7 +168,8 @@ class TokenPositions(NamedTuple):
 
         Example:
             >>> import transformer_embed as te
-            >>> te.TokenPositions.from_lengths([2, 3], 4, padding_side="left").padding_mask.astype(int).tolist()
+            >>> batch = te.TokenPositions.from_lengths([2, 3], 4, padding_side="left")
+            >>> batch.padding_mask.astype(int).tolist()
             [[0, 0, 1, 1], [0, 1, 1, 1]]
 
         Source:
@@ -247,7 +249,8 @@ class TokenPositions(NamedTuple):
             >>> import transformer_embed as te
             >>> step = te.TokenPositions.from_offset([5, 2], 1)
             >>> cache = te.TokenPositions.from_lengths([6, 3], 8)
-            >>> te.attention_mask(**step.queries(), **cache.keys(), causal=True)[:, 0, 0].astype(int).tolist()
+            >>> mask = te.attention_mask(**step.queries(), **cache.keys(), causal=True)
+            >>> mask[:, 0, 0].astype(int).tolist()
             [[1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0, 0]]
 
         Source:

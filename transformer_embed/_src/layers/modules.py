@@ -177,7 +177,8 @@ class PositionalEncoding(hk.Module):
     Example:
         >>> import haiku as hk, jax.numpy as jnp
         >>> import transformer_embed as te
-        >>> encode = hk.transform(lambda x: te.PositionalEncoding(te.Sinusoidal(), 8)(x, is_training=False))
+        >>> scheme = te.Sinusoidal()
+        >>> encode = hk.transform(lambda x: te.PositionalEncoding(scheme, 8)(x, is_training=False))
         >>> encode.apply({}, None, jnp.zeros([2, 5, 8])).shape
         (2, 5, 8)
 
@@ -384,7 +385,8 @@ class TransformerEmbedding(hk.Module):
         >>> import haiku as hk, jax
         >>> import transformer_embed as te
         >>> config = te.EmbedderConfig(vocab_size=100, d_model=64, pad_id=0)
-        >>> embed = hk.transform(lambda ids: te.TransformerEmbedding(config)(ids, is_training=False))
+        >>> layer = lambda ids: te.TransformerEmbedding(config)(ids, is_training=False)
+        >>> embed = hk.transform(layer)
         >>> params = embed.init(jax.random.key(0), [[1, 2, 0]])
         >>> embed.apply(params, None, [[1, 2, 0]]).shape
         (1, 3, 64)
@@ -517,7 +519,8 @@ class TransformerEmbedding(hk.Module):
             want = "config.tied, since it multiplies by the token table"
             got = (
                 "a model whose output layer has weights of its own; read them, "
-                f"[vocab_size, d_model], and pass them to tied_{name} as the table (and add the bias if there is one)"
+                f"[vocab_size, d_model], and pass them to tied_{name} as the table "
+                "(and add the bias if there is one)"
             )
             raise arguments.value_error(name, want, got)
 

@@ -1,4 +1,4 @@
-"""Position schemes: how an input layer counts and encodes positions, as small frozen dataclasses."""
+"""Position schemes: how an input layer counts and encodes positions, as frozen dataclasses."""
 
 import dataclasses
 import functools
@@ -99,7 +99,7 @@ class Sinusoidal(_Counted, Sinusoids):
         start: the first position, when none are given.
         at_padding: the position of padding, which is then not counted: the first token has position
             `start` wherever the padding is. None: padding is counted like tokens.
-        pad_id: the id of padding, if `at_padding` is set; otherwise must be None. None: the `pad_id`
+        pad_id: the id of padding if `at_padding` is set, otherwise None. None: the `pad_id`
             of the `EmbedderConfig`.
 
     Raises:
@@ -151,7 +151,8 @@ class SinusoidalGrid(Sinusoids, _Scheme):
 
     Example:
         >>> import transformer_embed as te
-        >>> te.EmbedderConfig(1024, 256, scheme=te.SinusoidalGrid((16, 16), axes=(1, 0))).scheme.shape
+        >>> grid = te.SinusoidalGrid((16, 16), axes=(1, 0))
+        >>> te.EmbedderConfig(1024, 256, scheme=grid).scheme.shape
         (16, 16)
 
     Source:

@@ -53,7 +53,8 @@ class RowGradient:
     Example:
         >>> import jax, jax.numpy as jnp
         >>> import transformer_embed as te
-        >>> gradient = te.rows.RowGradient(jnp.array([1, 3]), jnp.array([[3.0], [4.0]]), vocab_size=10)
+        >>> rows = jnp.array([[3.0], [4.0]])
+        >>> gradient = te.rows.RowGradient(jnp.array([1, 3]), rows, vocab_size=10)
         >>> halves = jax.tree.map(lambda g: g / 2, {"t": gradient})["t"]
         >>> halves.ids.tolist(), halves.values.tolist()
         ([1, 3], [[1.5], [2.0]])

@@ -75,14 +75,16 @@ def update(
         >>> import jax, jax.numpy as jnp, optax
         >>> import transformer_embed as te
         >>> params = {"embeddings": jnp.ones([5, 2]), "scale": jnp.array(2.0)}
-        >>> loss = lambda params, ids: jnp.sum(params["scale"] * te.lookup(params["embeddings"], ids))
+        >>> def loss(params, ids):
+        ...     return jnp.sum(params["scale"] * te.lookup(params["embeddings"], ids))
         >>> optimizer = optax.sgd(0.1)
         >>> state = optimizer.init(params)
         >>> def step(params, state, ids):
         ...     value, grads = te.rows.value_and_grad(loss, ids={"embeddings": ids})(params, ids)
         ...     params, state = te.rows.update(optimizer, grads, state, params)
         ...     return params, state, value
-        >>> params, state, value = jax.jit(step, donate_argnums=(0, 1))(params, state, jnp.array([3, 3, 1]))
+        >>> step = jax.jit(step, donate_argnums=(0, 1))
+        >>> params, state, value = step(params, state, jnp.array([3, 3, 1]))
         >>> print(params["embeddings"][:, 0], params["scale"])
         [1.  0.8 1.  0.6 1. ] 1.4
 

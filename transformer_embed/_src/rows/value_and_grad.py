@@ -28,10 +28,10 @@ def value_and_grad(
     Like `jax.value_and_grad`, it differentiates the first argument. In it, the loss finds the rows
     of the batch in place of a table. `lookup` reads them; other uses of the table raise an error. A
     function of all leaves of the parameters, such as an L2 term, is infinite: leave the tables out
-    of it. For a sharded table, every
-    device receives the rows of the whole batch: ids are all-gathered and one all-reduce over the
-    shards collects the rows. For an interleaved table, each device receives the rows of its own part
-    of the batch from their owners (see `interleave` of `sharding.shard_params`).
+    of it. For a sharded table, every device receives the rows of the whole batch: ids are
+    all-gathered and one all-reduce over the shards collects the rows. For an interleaved table,
+    each device receives the rows of its own part of the batch from their owners (see `interleave`
+    of `sharding.shard_params`).
 
     Args:
         loss: a function of (params, ...) to a scalar, or to (scalar, aux). It reads the tables in
@@ -41,15 +41,16 @@ def value_and_grad(
         has_aux: whether the loss returns (scalar, aux).
         max_rows: a bound on the distinct ids of a table in a batch; a bound below the number of ids
             makes the step cheaper. An int, or a tree like `ids` with an int for each table that has
-            a bound. If a batch has more, the highest ids read as NaN. For an interleaved table it bounds
-            the distinct ids of each device's part of the batch, and so the buffers of the exchange.
+            a bound. If a batch has more, the highest ids read as NaN. For an interleaved table it
+            bounds the distinct ids of each device's part of the batch, and so the buffers of the
+            exchange.
 
     Returns:
         A function of (params, ...) to (value, gradients), or to ((value, aux), gradients). The
         gradients are a tree like `params`, with a `RowGradient` for each table in `ids`. It holds k
         rows, the smallest of the number of ids, vocab_size and max_rows (above 1024, rounded up to
-        a multiple of 1024). For an interleaved table, the number of rows on each device is the largest
-        number that it can be asked for.
+        a multiple of 1024). For an interleaved table, the number of rows on each device is the
+        largest number that it can be asked for.
 
     Raises:
         TypeError: ids are not integers; a table does not have a floating dtype; the loss uses a
