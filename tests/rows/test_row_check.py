@@ -2,7 +2,6 @@
 outcome."""
 
 import functools
-import time
 
 import jax
 import jax.numpy as jnp
@@ -682,22 +681,24 @@ def test_tables_whose_sizes_are_close_are_told_apart():
             assert (table.shape, np.flatnonzero(changed).tolist()) == (params[name].shape, [1, 3])
 
 
-def test_ten_tables_are_proved_in_milliseconds():
-    """Some 150 ms on an idle machine; the machine may be busy."""
-    optimizer = optax.adam(0.1)
+def test_many_tables_share_the_traces_of_one_step():
+    """Two for the check, and one for the step: tracing would take seconds otherwise."""
+    adam, traces = optax.adam(0.1), []
+
+    def count_and_update(*args):
+        traces.append(args)
+        return adam.update(*args)
+
+    optimizer = optax.GradientTransformation(adam.init, count_and_update)
     params = {f"t{i}": jax.ShapeDtypeStruct([10000 + i, 8], jnp.float32) for i in range(10)}
     ids = {name: np.arange(2000) for name in params}
 
-    def one(params):
+    def step(params):
         _, grads = te.rows.value_and_grad(lambda p: jnp.zeros([]), ids=ids)(params)
-        start = time.perf_counter()
-        te.rows.update(optimizer, grads, optimizer.init(params), params)
-        return time.perf_counter() - start, params
+        return te.rows.update(optimizer, grads, optimizer.init(params), params)
 
-    times = []
-    for _ in range(2):
-        jax.eval_shape(lambda params: times.append(one(params)[0]), params)
-    assert min(times) < 1.0
+    jax.eval_shape(step, params)
+    assert len(traces) == 3
 
 
 # Last, for they clear what is compiled.
