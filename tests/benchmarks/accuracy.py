@@ -95,7 +95,7 @@ def errors(kind, low, high, count, rng):
 
 def main():
     """Prints a Markdown table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument(
         "--positions", type=int, default=10_000, help="random positions a row (default: 10000)"
     )

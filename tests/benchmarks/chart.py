@@ -60,7 +60,7 @@ def draw(results: dict, case: str) -> Figure:
 
 def main() -> None:
     """Writes the picture, whatever the user's style; equal results give equal files."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument(
         "results", type=Path, metavar="RESULTS.json", help="written by input_layer.py --json"
     )

@@ -358,7 +358,7 @@ def _sent(facts: Facts, paper: float) -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument(
         "--target",
         default="tpu:v5e:2x2",

@@ -95,7 +95,7 @@ def difference(functions: Mapping[str, Loss], arguments: tuple[jax.Array, jax.Ar
 def main():
     """Prints a Markdown table for the step with gradients and for the value alone, and one of the
     targets."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=15, help="rounds a table (default: 15)")
     rounds = parser.parse_args().rounds
     if rounds < 1:

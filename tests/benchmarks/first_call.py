@@ -59,7 +59,7 @@ EAGER, JITTED = "first eager call, ms", "first call under jit, ms"
 
 def main():
     """Prints a Markdown table and whether each eager call is within the bound."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument(
         "names",
         nargs="*",

@@ -507,7 +507,7 @@ def summary(figures: Mapping[str, float]) -> list[list[str]]:
 
 def main():
     """Prints a Markdown table a case, and one of the targets."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=40, help="rounds a case (default: 40)")
     parser.add_argument(
         "--quick", action="store_true", help="5 rounds, 2 processes: to see that all runs"

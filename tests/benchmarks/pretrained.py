@@ -128,7 +128,7 @@ def print_precision():
 
 def main():
     """Prints a Markdown table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--mib", type=int, default=1024, help="size of the table (default: 1024)")
     parser.add_argument(
         "--rounds", type=int, default=5, help="loads a line, alternating (default: 5)"

@@ -196,7 +196,7 @@ def summary(figures: Mapping[str, float]) -> list[list[str]]:
 
 def main():
     """Prints a Markdown table a case, and one of the targets."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=30, help="rounds a case (default: 30)")
     parser.add_argument(
         "--smoke", action="store_true", help="3 rounds of small tables: to see that all runs"

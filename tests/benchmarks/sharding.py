@@ -332,7 +332,7 @@ def zipf(vocab_size=10**6, exponent=1.05, ids=IDS):
 
 def main():
     """Prints Markdown tables."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument(
         "--pods",
         nargs="*",
