@@ -63,9 +63,11 @@ def test_every_public_name_has_one_entry_in_the_reference():
 
 
 def test_the_reference_and_the_help_of_commands_are_those_of_the_code():
-    """If not: python tests/make_reference.py."""
-    stale = [path.name for path, text in make_reference.pages().items() if read(path) != text]
-    assert stale == []
+    """If not: python tests/make_reference.py. (Newer versions of Python lay out help differently.)"""
+    pages = make_reference.pages()
+    if sys.version_info >= (3, 12):
+        del pages[SOURCE / "command_line.md"]
+    assert [path.name for path, text in pages.items() if read(path) != text] == []
 
 
 def test_the_reference_shows_no_internals():
