@@ -172,6 +172,13 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
+def on_host(name: str, array: jax.Array | np.ndarray) -> np.ndarray:
+    """The values of an array that is not traced."""
+    if is_traced(array):
+        raise type_error(name, "values on the host, outside of jit", _describe(array))
+    return jax.device_get(array)
+
+
 def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndarray:
     """A jax array as it is; anything else as a numpy array of its own width, in the byte order of
     this machine.

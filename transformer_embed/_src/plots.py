@@ -231,7 +231,7 @@ def plot_mask(
         https://arxiv.org/abs/1904.10509
     """
     values = _one_matrix(
-        "mask", _on_host("mask", arguments.as_mask("mask", mask)), batch_index, head
+        "mask", arguments.on_host("mask", arguments.as_mask("mask", mask)), batch_index, head
     )
     if query_tokens is not None and len(values) == 1:
         values = np.broadcast_to(
@@ -375,7 +375,9 @@ def plot_bias(
     """
     array = arguments.as_floats("bias", bias)
     largest = min(float(jnp.finfo(array.dtype).max), float(jnp.finfo(jnp.float32).max))
-    values = _one_matrix("bias", _on_host("bias", array).astype(np.float64), batch_index, head)
+    values = _one_matrix(
+        "bias", arguments.on_host("bias", array).astype(np.float64), batch_index, head
+    )
     # mask_to_bias adds minus half of the largest number; a bias added to that may raise it by up to
     # a quarter.
     shown = np.ma.masked_where(~(values > -largest / 4), values)
@@ -482,19 +484,9 @@ def _axes(ax: "Axes | None") -> "Axes":
     return ax
 
 
-def _on_host(name: str, array: Any) -> np.ndarray:
-    if arguments.is_traced(array):
-        raise arguments.type_error(
-            name,
-            "values on the host, outside of jit",
-            f"a traced {array.dtype}{list(array.shape)}",
-        )
-    return np.asarray(array)
-
-
 def _table(name: str, value: ArrayLike) -> np.ndarray:
     """[length, d_model], not empty, in float64."""
-    array = _on_host(name, arguments.as_floats(name, value))
+    array = arguments.on_host(name, arguments.as_floats(name, value))
     if array.ndim != 2 or not array.size:
         raise arguments.value_error(
             name, "shape [length, d_model], not empty", f"shape {list(array.shape)}"
@@ -626,7 +618,7 @@ def _pairs(pairs: Sequence[int] | None, half: int) -> list[int]:
 
 def _places(positions: ArrayLike) -> np.ndarray:
     """[n] positions, not empty."""
-    places = _on_host("positions", arguments.as_positions("positions", positions))
+    places = arguments.on_host("positions", arguments.as_positions("positions", positions))
     if places.ndim != 1 or not len(places):
         raise arguments.value_error(
             "positions", "shape [n], at least one", f"shape {list(places.shape)}"

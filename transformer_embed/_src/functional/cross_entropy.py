@@ -20,7 +20,6 @@ weight; `_loss` and its rule define the gradient; `_loss_on_mesh` splits the wor
 """
 
 import functools
-import math
 import operator
 from typing import Any, NamedTuple
 
@@ -37,6 +36,7 @@ from transformer_embed._src.functional.output_layer import as_wide_as_table, row
 from transformer_embed._src.functional.partitioning import (
     OutputLayout,
     all_gather,
+    devices_along,
     index_along,
     partition_spec,
     spec_axes,
@@ -459,8 +459,8 @@ def _array_and_layout(
     if not any((rows, columns, *split)):
         return table, None
     layout = OutputLayout(jax.typeof(x).sharding.mesh, rows, columns, split)
-    parts = math.prod(layout.mesh.shape[axis] for axis in columns)
-    held = table.shape[0] // math.prod(layout.mesh.shape[axis] for axis in rows)
+    parts = devices_along(layout.mesh, columns)
+    held = table.shape[0] // devices_along(layout.mesh, rows)
     if held % parts:
         want = f"a number of rows that the {parts} parts of its columns divide"
         raise arguments.value_error("table", want, held)

@@ -153,13 +153,9 @@ def check_ids(ids: ArrayLike, vocab_size: int) -> None:
     """
     arguments.integer("vocab_size", vocab_size, at_least=1)
     array = arguments.as_integers("ids", ids)
-    if arguments.is_traced(array):
-        raise arguments.type_error(
-            "ids",
-            "values on the host, outside of jit",
-            f"a traced {array.dtype}{list(array.shape)}",
-        )
-    arguments.check_inside("ids", jax.device_get(array), 0, vocab_size - 1, "the vocabulary")
+    arguments.check_inside(
+        "ids", arguments.on_host("ids", array), 0, vocab_size - 1, "the vocabulary"
+    )
 
 
 def as_table(name: str, table: ArrayLike | Table) -> Float[Array, "v d"] | Table:

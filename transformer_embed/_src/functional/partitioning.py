@@ -28,9 +28,14 @@ def array_axes(mesh: Any, batch: Axes, array: Array, batch_dimensions: int) -> l
     else `batch` for the first one."""
     if AxisType.Explicit in mesh.axis_types:
         return spec_axes(jax.typeof(array).sharding.spec, array.ndim)
-    size = math.prod(mesh.shape[axis] for axis in batch)
+    size = devices_along(mesh, batch)
     first = batch if batch_dimensions and array.shape[0] % size == 0 else ()
     return [first, *[()] * (array.ndim - 1)][: array.ndim]
+
+
+def devices_along(mesh: Any, axes: Axes) -> int:
+    """The number of devices along these axes."""
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def index_along(axes: Axes) -> Int32[Array, ""] | int:

@@ -28,6 +28,7 @@ from transformer_embed._src.functional.partitioning import (
     OutputLayout,
     all_gather,
     array_axes,
+    devices_along,
     index_along,
     partition_spec,
     reduce_scatter,
@@ -36,7 +37,7 @@ from transformer_embed._src.functional.partitioning import (
 from transformer_embed._src.rows.gathered_rows import GatheredRows
 from transformer_embed._src.rows.row_gradient import RowGradient
 from transformer_embed._src.sharded.row_order import Contiguous
-from transformer_embed._src.sharded.table import Sharded, devices_along
+from transformer_embed._src.sharded.table import Sharded
 
 
 @functools.partial(

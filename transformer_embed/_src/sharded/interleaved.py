@@ -31,6 +31,7 @@ from transformer_embed._src.functional.partitioning import (
     Axes,
     OutputLayout,
     array_axes,
+    devices_along,
     index_along,
     partition_spec,
 )
@@ -41,7 +42,7 @@ from transformer_embed._src.sharded import exchange
 from transformer_embed._src.sharded.contiguous import gather_from_shards
 from transformer_embed._src.sharded.hops import Hop, plan_hops
 from transformer_embed._src.sharded.row_order import Interleaved
-from transformer_embed._src.sharded.table import Sharded, devices_along
+from transformer_embed._src.sharded.table import Sharded
 
 
 @functools.partial(

@@ -10,11 +10,11 @@ import numpy as np
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
-from transformer_embed._src.functional.partitioning import Axes
+from transformer_embed._src.functional.partitioning import Axes, devices_along
 from transformer_embed._src.rows.distinct_ids import distinct_rows
 from transformer_embed._src.sharded.hops import Hop
 from transformer_embed._src.sharded.interleaved import InterleavedTable
-from transformer_embed._src.sharded.table import Sharded, devices_along
+from transformer_embed._src.sharded.table import Sharded
 
 
 class ExchangeLoad(NamedTuple):
@@ -59,10 +59,7 @@ def exchange_load(table: Sharded, ids: ArrayLike, *, max_rows: int | None = None
         >>> load.rows.tolist(), load.dropped
         ([2], 0)
     """
-    array = arguments.as_integers("ids", ids)
-    if arguments.is_traced(array):
-        got = f"a traced {array.dtype}{list(array.shape)}"
-        raise arguments.type_error("ids", "values on the host, outside of jit", got)
+    array = arguments.on_host("ids", arguments.as_integers("ids", ids))
     if not isinstance(table, InterleavedTable):
         want = "an interleaved table (see `interleave` of shard_params)"
         raise arguments.value_error("table", want, "a contiguous table")
@@ -71,7 +68,7 @@ def exchange_load(table: Sharded, ids: ArrayLike, *, max_rows: int | None = None
     if array.ndim == 0 or array.shape[0] % devices:
         want = f"a first dimension that {devices} devices divide"
         raise arguments.value_error("ids", want, f"shape {list(array.shape)}")
-    read = np.asarray(array).reshape(devices, -1).clip(0, table.vocab_size - 1)
+    read = array.reshape(devices, -1).clip(0, table.vocab_size - 1)
     asked = max(1, min(read.shape[1], table.vocab_size))
     if max_rows is not None:
         arguments.integer("max_rows", max_rows, at_least=1)

@@ -13,11 +13,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from transformer_embed._src import arguments
-from transformer_embed._src.functional.partitioning import Axes, spec_axes
+from transformer_embed._src.functional.partitioning import Axes, devices_along, spec_axes
 from transformer_embed._src.rows.gathered_rows import is_table
 from transformer_embed._src.sharded.contiguous import ContiguousTable
 from transformer_embed._src.sharded.interleaved import InterleavedTable
-from transformer_embed._src.sharded.table import Sharded, devices_along
+from transformer_embed._src.sharded.table import Sharded
 
 TABLES = "*/embeddings"
 VIRTUAL_SHARDS = 4096

@@ -23,7 +23,12 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Shaped
 
-from transformer_embed._src.functional.partitioning import Axes, index_along, partition_spec
+from transformer_embed._src.functional.partitioning import (
+    Axes,
+    devices_along,
+    index_along,
+    partition_spec,
+)
 
 # Megatron-LM's `make-vocab-size-divisible-by`, and the lanes of a TPU.
 ROW_MULTIPLE = 128
@@ -114,8 +119,9 @@ class Interleaved(NamedTuple):
         virtual shards that live there: one all-to-all.
         """
         shape, shards = rows.shape[1:], self.virtual_shards
-        local_rounds = -(-self.rounds // math.prod(mesh.shape[axis] for axis in axes))
-        size = local_rounds * math.prod(mesh.shape[axis] for axis in axes) * shards
+        devices = devices_along(mesh, axes)
+        local_rounds = -(-self.rounds // devices)
+        size = local_rounds * devices * shards
         padded = jnp.pad(rows.reshape(len(rows), -1), ((0, size - self.vocab_size), (0, 0)))
 
         def send(rows):

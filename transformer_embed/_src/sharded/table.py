@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -159,8 +158,3 @@ def _gathered(mesh: Any, array: Array) -> Array:
     XLA drops the all-gather of what is not used."""
     is_split = AxisType.Explicit in mesh.axis_types and any(jax.typeof(array).sharding.spec)
     return replicated(array, mesh) if is_split else array
-
-
-def devices_along(mesh: Any, axes: Axes) -> int:
-    """The number of devices along these axes."""
-    return math.prod(mesh.shape[axis] for axis in axes)
