@@ -1,2 +1,1 @@
-"""The command line: one file for each command (train, embed, inspect, show), main.py, and code that
-the commands share."""
+"""The command line: one file for each command, main.py, and what the commands share."""

@@ -1,5 +1,4 @@
-"""Arguments of the commands: numbers, files to read, files to write, and the error for invalid
-ones."""
+"""Arguments of the commands: numbers, files to read and to write, errors for invalid ones."""
 
 import argparse
 import contextlib
@@ -15,40 +14,23 @@ class UserError(Exception):
     """A mistake that the user can correct; the message is one line and says how."""
 
 
-def at_least_one(text: str) -> int:
-    """A number of steps or tokens."""
-    return number(text, 1, 10**9)
+def number(lowest: int, highest: int, kind: type = int) -> Callable[[str], Any]:
+    """A type of argument: a number in lowest..highest."""
 
-
-def seed(text: str) -> int:
-    """The seed of a key."""
-    return number(text, 0, 2**31 - 1)
-
-
-def number(text: str, lowest: int, highest: int) -> int:
-    """A decimal integer in lowest..highest."""
-    if not (
-        text.isascii() and text.isdigit() and len(text) < 12 and lowest <= int(text) <= highest
-    ):
+    def convert(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            if lowest <= kind(text) <= highest:
+                return kind(text)
+        what = "an integer" if kind is int else "a number"
         raise argparse.ArgumentTypeError(
-            f"wanted an integer from {lowest} to {highest}, got {text[:20]!r}"
+            f"wanted {what} from {lowest} to {highest}, got {text[:20]!r}"
         )
-    return int(text)
+
+    return convert
 
 
-def real(text: str, lowest: float, highest: float) -> float:
-    """A number in lowest..highest."""
-    with contextlib.suppress(ValueError):
-        if lowest <= float(text) <= highest:
-            return float(text)
-    raise argparse.ArgumentTypeError(
-        f"wanted a number from {lowest} to {highest}, got {text[:20]!r}"
-    )
-
-
-def distance(text: str) -> int:
-    """A number of tokens, from 0."""
-    return number(text, 0, 10**9)
+# Steps or tokens, and the distance between two tokens.
+COUNT, DISTANCE = number(1, 10**9), number(0, 10**9)
 
 
 def contents(path: str) -> bytes:
@@ -57,17 +39,21 @@ def contents(path: str) -> bytes:
         with open(path, "rb") as file:
             data = file.read()
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"cannot read {path}: {reason(error)}; name a file that exists and that you may read"
-        ) from error
+        raise unreadable(path, error) from error
     if not data:
         raise UserError(f"{path} is empty; name a file that holds something")
     return data
 
 
+def unreadable(path: str, error: Exception) -> UserError:
+    """The error for a file that cannot be read."""
+    return UserError(
+        f"cannot read {path}: {reason(error)}; name a file that exists and that you may read"
+    )
+
+
 def writable(name: str, suffixes: Sequence[str], *inputs: str | None) -> pathlib.Path:
-    """The path of a file to write, after checking its suffix, that it is not one of the inputs, and
-    that its folder is writable.
+    """The path of a file to write, which has such a suffix, is not read, and can be written.
 
     A temporary file tests the folder, so that hours of work are not lost because the result cannot
     be written.
@@ -76,10 +62,12 @@ def writable(name: str, suffixes: Sequence[str], *inputs: str | None) -> pathlib
         raise UserError(f"--out: wanted a name that ends in {', '.join(suffixes)}, got {name!r}")
     try:
         path = pathlib.Path(os.path.realpath(name))
-        if path.exists() and any(_is_same(path, each) for each in inputs):
-            raise UserError(f"cannot write {name}: it is also read; name another file")
-        if path.exists() and not path.is_file():
-            raise UserError(f"cannot write {name}: it is not a regular file; name a file")
+        if path.exists():
+            read = [file for file in inputs if file and os.path.exists(file)]
+            if any(map(path.samefile, read)):
+                raise UserError(f"cannot write {name}: it is also read; name another file")
+            if not path.is_file():
+                raise UserError(f"cannot write {name}: it is not a regular file; name a file")
         with _files.temporary(path):
             pass
     except (OSError, ValueError) as error:
@@ -88,13 +76,6 @@ def writable(name: str, suffixes: Sequence[str], *inputs: str | None) -> pathlib
             f"you may write to"
         ) from error
     return path
-
-
-def _is_same(path: pathlib.Path, other: str | None) -> bool:
-    try:
-        return other is not None and path.samefile(other)
-    except (OSError, ValueError):
-        return False
 
 
 def write_whole(path: pathlib.Path, write: Callable[[IO[bytes]], Any]) -> None:

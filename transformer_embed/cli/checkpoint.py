@@ -7,7 +7,7 @@ from typing import Any
 from transformer_embed import pretrained
 from transformer_embed._src.pretrained import files
 from transformer_embed._src.pretrained.checkpoints import CONFIG
-from transformer_embed.cli.arguments import UserError, contents, reason
+from transformer_embed.cli.arguments import UserError, contents, unreadable
 
 
 def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
@@ -30,8 +30,7 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def is_ours(path: str) -> bool:
-    """Whether this package wrote a checkpoint (`train --out`, `save_embedder`), which then contains
-    its configuration."""
+    """Whether `train --out` or `save_embedder` wrote a file, which then has its configuration."""
     try:
         return CONFIG in files.open_tensors(path).metadata
     except (OSError, ValueError) as error:
@@ -49,21 +48,18 @@ def read_checkpoint(path: str, args: argparse.Namespace) -> pretrained.Pretraine
 
 def _user_error(path: str, error: OSError | ValueError) -> UserError:
     if isinstance(error, OSError):
-        return UserError(
-            f"cannot read {path}: {reason(error)}; name a file that exists and that you may read"
-        )
-    hint = (
-        " (on the command line: --model-type NAME, --settings FILE.json)"
-        if "settings" in str(error)
-        else ""
-    )
-    return UserError(f"{error}{hint}")
+        return unreadable(path, error)
+    message = str(error)
+    if "settings" in message:
+        message += " (on the command line: --model-type NAME, --settings FILE.json)"
+    return UserError(message)
 
 
 def _settings(path: str | None, model_type: str | None) -> dict[str, Any] | None:
     """The entries of --settings, and --model-type."""
+    named = {} if model_type is None else {"model_type": model_type}
     if path is None:
-        return None if model_type is None else {"model_type": model_type}
+        return named or None
     try:
         settings = json.loads(contents(path))
     except (ValueError, RecursionError) as error:
@@ -75,4 +71,4 @@ def _settings(path: str | None, model_type: str | None) -> dict[str, Any] | None
             f"--settings: wanted a JSON object such as config.json holds, got a "
             f"{type(settings).__name__} in {path}"
         )
-    return settings if model_type is None else settings | {"model_type": model_type}
+    return settings | named

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -59,11 +58,11 @@ def add_to(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Writes the arrays and prints their sizes."""
     if args.checkpoint is None:
-        for flag in ("--stack", "--model-type", "--settings"):
-            if getattr(args, flag[2:].replace("-", "_")) is not None:
+        for name in ("stack", "model_type", "settings"):
+            if getattr(args, name) is not None:
                 raise UserError(
-                    f"{flag} is for --from; leave it out: a file that `train` wrote needs no such "
-                    f"flag"
+                    f"--{name.replace('_', '-')} is for --from; leave it out: a file that `train` "
+                    f"wrote needs no such flag"
                 )
     out = writable(args.out, (".npz",), args.file, args.params, args.checkpoint, args.settings)
     lines = contents(args.file).splitlines()
@@ -73,7 +72,9 @@ def run(args: argparse.Namespace) -> None:
         for n, line in enumerate(lines, 1)
     ]
     pad_id = PAD_ID if config.pad_id is None else config.pad_id
-    ids = _padded(rows, pad_id)
+    ids = np.full((len(rows), max(map(len, rows))), pad_id, np.int32)
+    for padded, row in zip(ids, rows, strict=True):
+        padded[: len(row)] = row
     if not ids.size:
         raise UserError(
             f"{args.file} holds no tokens; give a file of {'ids' if args.ids else 'text'}"
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace) -> None:
     arrays: dict[str, Any] = {
         "embeddings": _embeddings(config, params, ids, positions, pad_id, args.quiet),
         "mask": np.asarray(te.padding_mask(ids, pad_id=pad_id)),
-        "positions": np.tile(positions, (len(ids) // len(positions), 1)),
+        "positions": np.broadcast_to(positions, ids.shape),
         "ids": ids,
     }
     write_whole(out, lambda file: np.savez(file, **arrays))
@@ -123,37 +124,26 @@ def _positions(config: te.EmbedderConfig, ids: np.ndarray) -> np.ndarray:
     """int32 [lines, length], or one row if the positions of all lines are equal."""
     if config.scheme is None:
         return np.arange(ids.shape[1], dtype=np.int32)[None]
-    own = getattr(config.scheme, "pad_id", None)
-    return np.atleast_2d(
-        positions_of_ids(
-            config.scheme,
-            jnp.asarray(ids if own is None else np.where(ids == PAD_ID, own, ids)),
-            config.pad_id,
-        )
-    )
+    return np.atleast_2d(positions_of_ids(config.scheme, jnp.asarray(ids), config.pad_id))
 
 
 def _ids(line: bytes, place: str, are_ids: bool, vocab_size: int) -> np.ndarray:
-    ids = [_id(token) for token in line.split()] if are_ids else list(line)
-    wrong = next((n for n, i in enumerate(ids) if not 0 <= i < vocab_size), None)
-    if wrong is not None:
-        got = line.split()[wrong][:20].decode(errors="replace") if are_ids else f"byte {ids[wrong]}"
+    ids, tokens = np.frombuffer(line, np.uint8), line.split()
+    if are_ids:
+        ids = np.array(list(map(_id, tokens)), np.int64)
+    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if outside.size:
+        n = outside[0]
+        got = tokens[n][:20].decode(errors="replace") if are_ids else f"byte {ids[n]}"
         raise UserError(
             f"{place}: wanted integers from 0 to {vocab_size - 1}, the vocabulary of the "
             f"parameters, got {got!r}"
         )
-    return np.array(ids, np.int32)
+    return ids
 
 
 def _id(token: bytes) -> int:
     return int(token) if token.isdigit() and len(token) < 12 else -1
-
-
-def _padded(rows: Sequence[np.ndarray], pad_id: int) -> np.ndarray:
-    ids = np.full((len(rows), max(map(len, rows), default=0)), pad_id, np.int32)
-    for padded, row in zip(ids, rows, strict=True):
-        padded[: len(row)] = row
-    return ids
 
 
 def _embeddings(
@@ -164,20 +154,23 @@ def _embeddings(
     pad_id: int,
     quiet: bool,
 ) -> np.ndarray:
-    """Embeds in batches of one shape, so that it compiles once; the last batch is filled with rows
-    of padding, which are dropped."""
+    """Embeds in batches of one shape, so that it compiles once.
+
+    The last batch is filled with rows of padding, which are dropped.
+    """
     apply = te.make_embedder(dataclasses.replace(config, pad_id=pad_id)).apply
     count, length = ids.shape
     size = min(count, max(1, TOKENS_PER_BATCH // length))
-    embeddings = np.empty((count, length, config.d_model), np.float32)
+    filling = ((0, -count % size), (0, 0))
+    ids = np.pad(ids, filling, constant_values=pad_id)
+    embeddings = np.empty((*ids.shape, config.d_model), np.float32)
     options = {} if config.num_token_types is None else {"token_types": np.zeros(length, np.int32)}
+    has_own_positions = len(positions) == count > 1
+    if has_own_positions:
+        positions = np.pad(positions, filling)
     for start in progress(range(0, count, size), "embedding", quiet=quiet):
-        batch = ids[start : start + size]
-        filling = ((0, size - len(batch)), (0, 0))
-        if len(positions) == count > 1:
-            options["positions"] = np.pad(positions[start : start + size], filling)
-        filled = np.pad(batch, filling, constant_values=pad_id)
-        embeddings[start : start + size] = apply(
-            params, None, filled, is_training=False, **options
-        )[: len(batch)]
-    return embeddings
+        batch = slice(start, start + size)
+        if has_own_positions:
+            options["positions"] = positions[batch]
+        embeddings[batch] = apply(params, None, ids[batch], is_training=False, **options)
+    return embeddings[:count]

@@ -1,5 +1,4 @@
-"""The small language model that `train` trains, which is also an example of how to use this
-package."""
+"""The small language model that `train` trains, also an example of how to use this package."""
 
 import functools
 import math
@@ -28,8 +27,10 @@ Params = Mapping[str, Mapping[str, Array]]
 def next_byte_logits(
     config: te.EmbedderConfig, ids: UInt8[Array, "b t"], *, is_training: bool
 ) -> Float[Array, "b t v"]:
-    """A causal pre-norm Transformer (Xiong et al., 2020, https://arxiv.org/abs/2002.04745) with a
-    tied output layer."""
+    """A causal pre-norm Transformer with a tied output layer.
+
+    Xiong et al. (2020), https://arxiv.org/abs/2002.04745.
+    """
     embed = te.TransformerEmbedding(config)
     positions = jnp.arange(ids.shape[1])
     mask = te.attention_mask(query_positions=positions, key_positions=positions, causal=True)
@@ -52,8 +53,10 @@ def _attention(x: Float[Array, "b t d"], mask: Bool[Array, "1 1 t t"]) -> Float[
 
 
 def _feed_forward(x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-    """Squared ReLU (So et al., "Primer", 2021, https://arxiv.org/abs/2109.08668) learns faster than
-    GELU and is cheaper on a CPU."""
+    """Squared ReLU, which learns faster than GELU and is cheaper on a CPU.
+
+    So et al., "Primer" (2021), https://arxiv.org/abs/2109.08668.
+    """
     return hk.Linear(D_MODEL, name="narrow")(
         jnp.square(jax.nn.relu(hk.Linear(4 * D_MODEL, name="wide")(x)))
     )
@@ -74,10 +77,9 @@ class Result(NamedTuple):
 def train(
     text: bytes, scheme: te.Sinusoidal | None, name: str, *, steps: int, seed: int, quiet: bool
 ) -> Result:
-    """Trains on a text except its held-out end; equal arguments give equal results on one
-    machine."""
+    """Trains on a text but its end; equal arguments give equal results on one machine."""
     config = te.EmbedderConfig(VOCAB_SIZE, D_MODEL, scheme=scheme, dropout_rate=0.0)
-    training, held_out = split(text)
+    training, held_out = map(_windows, split(text))
     params = model(config).init(
         jax.random.key(seed), jnp.zeros([1, CONTEXT], jnp.uint8), is_training=False
     )
@@ -86,17 +88,18 @@ def train(
     for done in progress(
         range(steps), f"{name}, training", quiet=quiet, status=lambda: f"loss={losses[-1]:.2f}"
     ):
-        windows = _windows(training, rng.integers(0, len(training) - CONTEXT, BATCH_SIZE))
-        params, state, loss = _step(config, steps, params, state, windows)
+        batch = training[rng.integers(0, len(training), BATCH_SIZE)]
+        params, state, loss = _step(config, steps, params, state, batch)
         if done % STEPS_A_LOSS == 0:
             losses.append(float(loss))
-    starts = _held_out_starts(held_out)
-    batches = np.resize(
-        starts, (math.ceil(len(starts) / EVALUATION_BATCH_SIZE), EVALUATION_BATCH_SIZE)
-    )
+    # Each byte is scored once, except the first one and a remainder shorter than a window.
+    held_out = held_out[::CONTEXT]
+    count = math.ceil(len(held_out) / EVALUATION_BATCH_SIZE)
+    # np.resize fills the last batch with the first windows again.
+    batches = np.resize(held_out, (count, EVALUATION_BATCH_SIZE, CONTEXT + 1))
     scored = progress(batches, f"{name}, held-out text", quiet=quiet)
-    each = [np.asarray(_score(config, params, _windows(held_out, batch))) for batch in scored]
-    return Result(config, params, float(np.concatenate(each)[: len(starts)].mean(dtype=np.float64)))
+    bits = np.concatenate([_score(config, params, batch) for batch in scored])
+    return Result(config, params, float(bits[: len(held_out)].mean(dtype=np.float64)))
 
 
 def model(config: te.EmbedderConfig) -> hk.Transformed:
@@ -137,11 +140,10 @@ def _bits(
 
 
 def unigram_bits(text: bytes) -> float:
-    """Bits per byte of a unigram model with add-one smoothing, on the same bytes that the other
-    models are scored on."""
+    """Bits per byte of a unigram model with add-one smoothing, on the bytes that `train` scores."""
     training, held_out = split(text)
     counts = np.bincount(training, minlength=VOCAB_SIZE) + 1
-    targets = held_out[1 : len(_held_out_starts(held_out)) * CONTEXT + 1]
+    targets = _windows(held_out)[::CONTEXT, 1:]
     return float(-np.log2(counts / counts.sum())[targets].mean())
 
 
@@ -161,12 +163,6 @@ def _optimizer(steps: int) -> optax.GradientTransformation:
     )
 
 
-def _held_out_starts(held_out: np.ndarray) -> np.ndarray:
-    """Starts of windows that score each byte once, except the first byte and a remainder shorter
-    than a window."""
-    return np.arange(0, len(held_out) - CONTEXT, CONTEXT)
-
-
-def _windows(ids: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """[batch, CONTEXT + 1]: the context, and the byte after it."""
-    return ids[starts[:, None] + np.arange(CONTEXT + 1)]
+def _windows(ids: np.ndarray) -> np.ndarray:
+    """A view [starts, CONTEXT + 1]: at each start, a context and the byte after it."""
+    return np.lib.stride_tricks.sliding_window_view(ids, CONTEXT + 1)

@@ -14,8 +14,7 @@ from transformer_embed.cli.arguments import UserError, reason
 PROGRAM = "transformer-embed"
 DESCRIPTION = (
     "Train a small Transformer, embed a file with it or with a published model, inspect a "
-    "checkpoint, and draw pictures of encodings "
-    "and masks."
+    "checkpoint, and draw pictures of encodings and masks."
 )
 
 INTERRUPTED = 130
@@ -48,8 +47,10 @@ def _prepare_streams() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status: 0, 1 if its output cannot be printed, 2 after bad
-    input, 130 after Ctrl-C or SIGTERM."""
+    """Runs one command; returns the exit status.
+
+    That is 0, 1 if its output cannot be printed, 2 after bad input, 130 after Ctrl-C or SIGTERM.
+    """
     try:
         try:
             args, unknown = _parser().parse_known_args(argv)

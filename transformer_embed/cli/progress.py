@@ -6,7 +6,6 @@ which `run` of main.py makes a KeyboardInterrupt too) waits until an item is don
 
 import contextlib
 import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -16,8 +15,7 @@ Item = TypeVar("Item")
 def progress(
     items: Iterable[Item], name: str, *, quiet: bool, status: Callable[[], str] = str
 ) -> Iterator[Item]:
-    """Yields the items under a bar on stderr, if it is a terminal, which shows what status()
-    returns; Ctrl-C raises KeyboardInterrupt after an item."""
+    """Yields the items under a bar with status(); Ctrl-C raises KeyboardInterrupt after an item."""
     from tqdm import tqdm  # noqa: PLC0415 (slow to load)
 
     # tqdm's None: no bar unless stderr is a terminal.
@@ -33,15 +31,12 @@ def progress(
 @contextlib.contextmanager
 def _deferred_interrupts() -> Iterator[list[int]]:
     """The signals that came within the block, of those that would raise KeyboardInterrupt."""
-    signals: list[int] = []
-    if threading.current_thread() is threading.main_thread():
-        handler = signal.default_int_handler
-        signals = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is handler]
-    arrived: list[int] = []
-    for number in signals:
+    handler, arrived = signal.default_int_handler, []
+    deferred = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is handler]
+    for number in deferred:
         signal.signal(number, lambda number, _: arrived.append(number))
     try:
         yield arrived
     finally:
-        for number in signals:
-            signal.signal(number, signal.default_int_handler)
+        for number in deferred:
+            signal.signal(number, handler)

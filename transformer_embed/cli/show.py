@@ -1,7 +1,6 @@
 """The command `show`: draws a picture of an encoding, a mask, a bias or an error."""
 
 import argparse
-import contextlib
 import math
 import pathlib
 import textwrap
@@ -14,11 +13,10 @@ import transformer_embed as te
 from transformer_embed._src.functional.sinusoidal import LAYOUTS
 from transformer_embed._src.plots import matplotlib_module
 from transformer_embed.cli.arguments import (
+    COUNT,
+    DISTANCE,
     UserError,
-    at_least_one,
-    distance,
     number,
-    real,
     writable,
     write_whole,
 )
@@ -64,7 +62,12 @@ def run(args: argparse.Namespace) -> None:
     except ImportError as error:
         raise UserError(str(error)) from error
 
-    with _style(getattr(args, "font", FONT)):
+    # Whatever the user's settings.
+    fonts = {
+        "svg.hashsalt": "transformer-embed",
+        "font.family": [getattr(args, "font", FONT), FONT],
+    }
+    with matplotlib_module("style").context(["default", fonts]):
         figure = figure_module.Figure(
             (args.width, 0.75 * args.width), layout="constrained", dpi=PIXELS_WIDE / args.width
         )
@@ -87,18 +90,6 @@ def _wrapped(title: str, letters: int) -> str:
     """The title in lines of at most `letters` letters and about equal length."""
     lines = math.ceil(len(title) / letters)
     return textwrap.fill(title, min(letters, len(title) // lines + 6))
-
-
-@contextlib.contextmanager
-def _style(font: str) -> Any:
-    """matplotlib's default style, whatever the user's settings, with a font for the tokens."""
-    import matplotlib.style  # noqa: PLC0415 (slow to load)
-
-    with (
-        matplotlib.style.context("default"),
-        matplotlib.rc_context({"svg.hashsalt": "transformer-embed", "font.family": [font, FONT]}),
-    ):
-        yield
 
 
 def _draw_encoding(args: argparse.Namespace, ax: Any) -> str:
@@ -127,6 +118,7 @@ def _draw_mask(args: argparse.Namespace, ax: Any) -> str:
     if args.prefix > len(positions):
         raise UserError(f"--prefix: wanted at most the {len(positions)} tokens, got {args.prefix}")
     _check_font(args.tokens or (), args.font)
+    # Two of the same block may attend to each other.
     prefix = np.where(positions < args.prefix, 0, -1) if args.prefix else None
     mask = te.attention_mask(
         query_positions=positions,
@@ -139,13 +131,7 @@ def _draw_mask(args: argparse.Namespace, ax: Any) -> str:
     )
     full = np.broadcast_to(mask, (1, 1, len(positions), len(positions)))
     te.plots.plot_mask(full, ax=ax, query_tokens=args.tokens, key_tokens=args.tokens)
-    return ", ".join(
-        [f"{'bidirectional' if args.bidirectional else 'causal'} mask", *_options_in_words(args)]
-    )
-
-
-def _options_in_words(args: argparse.Namespace) -> list[str]:
-    words = []
+    words = ["bidirectional mask" if args.bidirectional else "causal mask"]
     if args.window:
         back, ahead = args.window
         words.append(f"window: {back} back" + (f" and {ahead} ahead" if args.bidirectional else ""))
@@ -153,7 +139,7 @@ def _options_in_words(args: argparse.Namespace) -> list[str]:
         words.append(f"chunks of {args.chunk}")
     if args.prefix:
         words.append(f"prefix: {args.prefix} tokens" if args.prefix > 1 else "prefix: 1 token")
-    return words
+    return ", ".join(words)
 
 
 def _check_font(tokens: Sequence[str], name: str) -> None:
@@ -162,29 +148,20 @@ def _check_font(tokens: Sequence[str], name: str) -> None:
 
     try:
         fonts = [
-            font_manager.get_font(font_manager.findfont(each, fallback_to_default=False))
-            for each in (name, FONT)
+            font_manager.get_font(font_manager.findfont(font, fallback_to_default=False))
+            for font in (name, FONT)
         ]
     except ValueError as error:
         raise UserError(
             f"--font: wanted the name of an installed font, got {name!r}; `fc-list : family` "
             f"lists them"
         ) from error
-    letters = [letter for token in tokens for letter in token if letter.isprintable()]
-    lacking = next(
-        (
-            letter
-            for letter in letters
-            if not any(font.get_char_index(ord(letter)) for font in fonts)
-        ),
-        None,
-    )
-    if lacking is not None:
-        raise UserError(
-            f"--tokens: the font {name} cannot draw {lacking!r} (U+{ord(lacking):04X}); name a "
-            f"font that can, such as "
-            "--font 'Noto Sans CJK JP'"
-        )
+    for letter in filter(str.isprintable, "".join(tokens)):
+        if not any(font.get_char_index(ord(letter)) for font in fonts):
+            raise UserError(
+                f"--tokens: the font {name} cannot draw {letter!r} (U+{ord(letter):04X}); name a "
+                f"font that can, such as --font 'Noto Sans CJK JP'"
+            )
 
 
 def _draw_bias(args: argparse.Namespace, ax: Any) -> str:
@@ -193,9 +170,8 @@ def _draw_bias(args: argparse.Namespace, ax: Any) -> str:
     if not args.symmetric:
         bias = bias + te.mask_to_bias(te.causal_mask(args.length))
     te.plots.plot_bias(bias, ax=ax, head=args.head)
-    return f"ALiBi bias, head {args.head} of {args.num_heads}" + (
-        "" if args.symmetric else " (hatched: hidden)"
-    )
+    hidden = "" if args.symmetric else " (hatched: hidden)"
+    return f"ALiBi bias, head {args.head} of {args.num_heads}{hidden}"
 
 
 def _draw_error(args: argparse.Namespace, ax: Any) -> str:
@@ -206,7 +182,7 @@ def _draw_error(args: argparse.Namespace, ax: Any) -> str:
 def _size(default: int, about: str, lowest: int = 1, highest: int = 4096) -> dict[str, Any]:
     """The options of a flag that takes an integer."""
     return {
-        "type": lambda text: number(text, lowest, highest),
+        "type": number(lowest, highest),
         "default": default,
         "metavar": "N",
         "help": f"{about} (default: %(default)s)",
@@ -228,7 +204,7 @@ COMMON_FLAGS: Mapping[str, Any] = {
         "help": "file to write; X.svg and X.pdf choose those formats",
     },
     "--width": {
-        "type": lambda text: real(text, 2, 40),
+        "type": number(2, 40, float),
         "default": WIDTH,
         "metavar": "INCHES",
         "help": "width of the picture; text is relatively larger in a narrower one (default: "
@@ -296,17 +272,17 @@ DRAWN: Mapping[str, tuple[Callable[[argparse.Namespace, Any], str], str, dict[st
             },
             "--window": {
                 "nargs": 2,
-                "type": distance,
+                "type": DISTANCE,
                 "metavar": ("BACK", "AHEAD"),
                 "help": "how many keys before and after its position a query may attend to",
             },
             "--chunk": {
-                "type": at_least_one,
+                "type": COUNT,
                 "metavar": "N",
                 "help": "hide keys outside the query's chunk of N positions",
             },
             "--prefix": {
-                "type": distance,
+                "type": DISTANCE,
                 "default": 0,
                 "metavar": "N",
                 "help": "let the first N positions all attend to each other",

@@ -5,7 +5,6 @@ import hashlib
 import pathlib
 import sys
 import sysconfig
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,10 +12,10 @@ import jax
 import transformer_embed as te
 from transformer_embed import pretrained
 from transformer_embed.cli.arguments import (
+    COUNT,
     UserError,
-    at_least_one,
     contents,
-    seed,
+    number,
     writable,
     writing,
 )
@@ -51,14 +50,14 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument(
         "--steps",
-        type=at_least_one,
+        type=COUNT,
         default=750,
         metavar="N",
         help="training steps for each model (default: %(default)s)",
     )
     parser.add_argument(
         "--seed",
-        type=seed,
+        type=number(0, 2**31 - 1),
         default=0,
         metavar="N",
         help="seed of the parameters and batches (default: %(default)s)",
@@ -70,7 +69,9 @@ def add_to(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Prints the scores and, with --out, writes the model."""
     out = args.out and writable(args.out, (".safetensors",), *args.files)
-    text, source = _texts(args.files) if args.files else _library()
+    text, source = b"".join(map(contents, args.files)), ", ".join(args.files)
+    if not args.files:
+        text, source = _library()
     # optax is slow to load, so arguments and files are checked first.
     from transformer_embed.cli import language_model  # noqa: PLC0415
 
@@ -121,13 +122,8 @@ def verdict(with_positions: float, without: float, steps: int) -> str:
     return f"With positions the model needs {saved:.2f} bits per byte fewer."
 
 
-def _texts(paths: Sequence[str]) -> tuple[bytes, str]:
-    return b"".join(contents(path) for path in paths), ", ".join(paths)
-
-
 def _library() -> tuple[bytes, str]:
-    """The top-level modules of the standard library, in sorted order, without its packages (such as
-    the tests)."""
+    """The top-level modules of the standard library in sorted order, and their name."""
     folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))[:LIBRARY_BYTES]
     if not text:

@@ -8,10 +8,11 @@ import os
 import signal
 import sys
 
+program = os.path.basename((sys.argv or [""])[0])
 # While Python imports the package of `python -m`, its first argument is "-m".
-IS_COMMAND = (sys.argv[:1] == ["-m"] and "transformer_embed" in sys.orig_argv) or os.path.basename(
-    sys.argv[0] if sys.argv else ""
-) == "transformer-embed"
+is_module = program == "-m" and "transformer_embed" in sys.orig_argv
 
-if IS_COMMAND and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+if (is_module or program == "transformer-embed") and signal.getsignal(
+    signal.SIGINT
+) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
