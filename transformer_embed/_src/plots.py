@@ -1,17 +1,11 @@
-"""Plots of encodings, masks and biases with matplotlib (the extra `plots`). Each function draws on
-an Axes and returns it.
-
-Values of both signs use a diverging colour map: white is zero, red is above, blue is below. Values
-of one sign use cividis, whose lightness rises evenly. Cells without a value are hatched. Lines
-differ in style or marker as well as in colour. So the plots can be read in grey and by colour-blind
-readers, but in grey a diverging map only shows magnitudes. Titles are left to the caller.
-"""
+"""Pictures of encodings, masks and biases; the public `plots` says how to read them."""
 
 import decimal
 import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -25,7 +19,6 @@ from transformer_embed._src.functional.sinusoidal import sinusoidal_encoding
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.legend import Legend
-    from matplotlib.patches import Patch
 
 HIDDEN, ALLOWED = "#E6E6E6", "#0B3C5D"
 DIVERGING, SEQUENTIAL = "RdBu_r", "cividis"
@@ -96,8 +89,9 @@ def plot_wavelengths(
     scaling: Scaling | None = None,
     label: str | None = None,
 ) -> "Axes":
-    """The wavelength of each pair of channels, in positions. Draw several on one Axes to compare
-    them.
+    """The wavelength of each pair of channels, in positions.
+
+    Draw several on one Axes to compare them.
 
         wavelength[i] = 2 * pi * base ** (2i / d_model)
 
@@ -135,19 +129,19 @@ def plot_wavelengths(
     marker, color, _ = _style(len(ax.lines))
     ax.plot(range(len(wavelengths)), wavelengths, marker, color=color, markersize=4, label=label)
     ax.set(xlabel="pair of channels", ylabel="wavelength (tokens)", yscale="log")
-    ax.xaxis.set_major_locator(matplotlib_module("ticker").MaxNLocator(integer=True))
+    _integer_ticks(ax.xaxis)
     return _finished_lines(ax)
 
 
 def plot_similarity(
     encoding: ArrayLike, *, ax: "Axes | None" = None, label: str | None = None
 ) -> "Axes":
-    """The dot product of two positions' vectors as a function of their distance. It shows how
-    similar near and far positions are.
+    """The dot product of two positions' vectors as a function of their distance.
 
-    The line is the mean over all pairs of positions at a distance; the band goes from the minimum
-    to the maximum. Sinusoids have no band, because their dot product depends only on the distance.
-    Needs memory for length * length numbers.
+    It shows how similar near and far positions are. The line is the mean over all pairs of
+    positions at a distance; the band goes from the minimum to the maximum. Sinusoids have no band,
+    because their dot product depends only on the distance. Needs memory for length * length
+    numbers.
 
     Args:
         encoding: [length, d_model], a floating dtype: vectors of positions 0..length-1.
@@ -175,9 +169,8 @@ def plot_similarity(
     values, label = _table("encoding", encoding), arguments.name("label", label)
     products = values @ values.T
     diagonals = [np.diagonal(products, distance) for distance in range(len(values))]
-    mean, low, high = (
-        np.array([each(diagonal) for diagonal in diagonals]) for each in (np.mean, np.min, np.max)
-    )
+    statistics = [(pairs.mean(), pairs.min(), pairs.max()) for pairs in diagonals]
+    mean, low, high = np.transpose(statistics)
     ax = _axes(ax)
     _, color, dash = _style(len(ax.lines))
     ax.fill_between(range(len(mean)), low, high, color=color, alpha=0.25, linewidth=0)
@@ -230,17 +223,11 @@ def plot_mask(
         Child et al., "Generating Long Sequences with Sparse Transformers" (2019), figure 3,
         https://arxiv.org/abs/1904.10509
     """
-    values = _one_matrix(
-        "mask", arguments.on_host("mask", arguments.as_mask("mask", mask)), batch_index, head
-    )
+    values = _one_matrix("mask", arguments.as_mask("mask", mask), batch_index, head)
     if query_tokens is not None and len(values) == 1:
-        values = np.broadcast_to(
-            values, (max(len(arguments.sequence("query_tokens", query_tokens)), 1), values.shape[1])
-        )
-    names = (
-        _names("query_tokens", query_tokens, values.shape[0]),
-        _names("key_tokens", key_tokens, values.shape[1]),
-    )
+        queries = len(arguments.sequence("query_tokens", query_tokens))
+        values = np.repeat(values, max(queries, 1), axis=0)
+    names = _names_of_both(query_tokens, key_tokens, values)
     ax = _axes(ax)
     ax.imshow(
         values,
@@ -251,13 +238,11 @@ def plot_mask(
     )
     _queries_and_keys(ax, values.shape, names)
     patch = matplotlib_module("patches").Patch
-    _legend_beside(
-        ax,
-        [
-            patch(facecolor=ALLOWED, label="may attend"),
-            patch(facecolor=HIDDEN, edgecolor="grey", label="hidden"),
-        ],
-    )
+    tones = [
+        patch(facecolor=ALLOWED, label="may attend"),
+        patch(facecolor=HIDDEN, edgecolor="grey", label="hidden"),
+    ]
+    _legend_beside(ax, handles=tones)
     return ax
 
 
@@ -270,8 +255,7 @@ def plot_rotary(
     scaling: Scaling | None = None,
     pairs: Sequence[int] | None = None,
 ) -> "Axes":
-    """Points rotated by rotary embeddings: a circle for each pair of channels, with a dot for each
-    position.
+    """Points rotated by rotary embeddings: a circle for each pair, a dot for each position.
 
     `apply_rotary` rotates the point (1, 0) in the pair of the innermost circle, (2, 0) in the next
     pair, and so on; the radii only keep the circles apart. The first pair rotates fastest and is
@@ -306,19 +290,19 @@ def plot_rotary(
         Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), figure 1,
         https://arxiv.org/abs/2104.09864
     """
-    chosen = _pairs(pairs, arguments.integer("head_dim", head_dim, at_least=2) // 2)
-    places = _places(positions)
-    radii = range(1, len(chosen) + 1)
-    points = _rotated(places, head_dim, chosen, radii, base, scaling)
+    half = arguments.integer("head_dim", head_dim, at_least=2) // 2
+    chosen, places = _pairs(pairs, half), _places(positions)
+    # The point (radius, 0) in each pair of channels.
+    x = np.zeros([len(places), 1, head_dim], np.float32)
+    x[..., chosen] = range(1, len(chosen) + 1)
+    rotated = np.asarray(apply_rotary(x, places, base=base, scaling=scaling))[:, 0]
+    points = [rotated[:, [pair, pair + half]] for pair in chosen]
     edge = max(len(chosen) + 0.75, 1.1 * np.abs(points).max())
     ax = _axes(ax)
-    for n, (pair, radius) in enumerate(zip(chosen, radii, strict=True)):
+    circle = matplotlib_module("patches").Circle
+    for n, pair in enumerate(chosen):
         marker, color, _ = _style(n)
-        ax.add_patch(
-            matplotlib_module("patches").Circle(
-                (0, 0), radius, fill=False, color="0.8", linewidth=1, zorder=0
-            )
-        )
+        ax.add_patch(circle((0, 0), n + 1, fill=False, color="0.8", linewidth=1, zorder=0))
         ax.plot(*points[n].T, marker, color=color, markersize=3.5, label=f"pair {pair}")
     labels = _Labels(ax, edge)
     labels.number_points([f"{place:g}" for place in places.tolist()], points[0])
@@ -375,25 +359,15 @@ def plot_bias(
     """
     array = arguments.as_floats("bias", bias)
     largest = min(float(jnp.finfo(array.dtype).max), float(jnp.finfo(jnp.float32).max))
-    values = _one_matrix(
-        "bias", arguments.on_host("bias", array).astype(np.float64), batch_index, head
-    )
+    values = _one_matrix("bias", array, batch_index, head).astype(np.float64)
     # mask_to_bias adds minus half of the largest number; a bias added to that may raise it by up to
     # a quarter.
     shown = np.ma.masked_where(~(values > -largest / 4), values)
-    names = (
-        _names("query_tokens", query_tokens, values.shape[0]),
-        _names("key_tokens", key_tokens, values.shape[1]),
-    )
+    names = _names_of_both(query_tokens, key_tokens, values)
     ax = _axes(ax)
     signed = bool((shown < 0).any() and (shown > 0).any())
-    _heat_map(
-        ax,
-        shown,
-        float(np.abs(shown).max()) if signed else None,
-        "added to the logit",
-        aspect="equal",
-    )
+    limit = float(np.abs(shown).max()) if signed else None
+    _heat_map(ax, shown, limit, "added to the logit", aspect="equal")
     _queries_and_keys(ax, values.shape, names)
     return ax
 
@@ -405,11 +379,10 @@ def plot_error(
     positions: ArrayLike | None = None,
     base: float = 10_000.0,
 ) -> "Axes":
-    """The largest error of a sinusoidal encoding at each position, for this package and for the
-    usual float32 product.
+    """The largest error of a sinusoidal encoding at each position.
 
-    Exact values are computed with 50 decimal digits, and whole turns are subtracted before the
-    sine.
+    One line is for this package, one for the usual float32 product. Exact values are computed with
+    75 decimal digits, and whole turns are subtracted before the sine.
 
     Args:
         d_model: number of channels, at least 1.
@@ -446,15 +419,8 @@ def plot_error(
         ((ours, "transformer_embed"), (usual, "float32 product"))
     ):
         marker, color, _ = _style(n)
-        ax.plot(
-            places,
-            np.abs(encoding - exact).max(1),
-            f"{marker}-",
-            color=color,
-            markersize=3.5,
-            linewidth=1,
-            label=label,
-        )
+        style = {"color": color, "markersize": 3.5, "linewidth": 1, "label": label}
+        ax.plot(places, np.abs(encoding - exact).max(1), f"{marker}-", **style)
     ax.axhline(2.0**-25, color=BLACK, linestyle=":", linewidth=1, label="rounding to float32")
     ax.set(
         xlabel="position (tokens)",
@@ -495,18 +461,18 @@ def _table(name: str, value: ArrayLike) -> np.ndarray:
 
 
 def _one_matrix(
-    name: str, array: np.ndarray, batch_index: int | None, head: int | None
+    name: str, device_array: jax.Array, batch_index: int | None, head: int | None
 ) -> np.ndarray:
     """[T, S], not empty: one head of one row of the batch."""
+    array = arguments.on_host(name, device_array)
     if array.ndim == 2:
         array = array[None, None]
     if array.ndim != 4 or not array.size:
         raise arguments.value_error(
             name, "shape [T, S] or [B, heads, T, S], not empty", f"shape {list(array.shape)}"
         )
-    return array[
-        _index("batch_index", batch_index, array.shape[0]), _index("head", head, array.shape[1])
-    ]
+    batch_size, heads, *_ = array.shape
+    return array[_index("batch_index", batch_index, batch_size), _index("head", head, heads)]
 
 
 def _index(name: str, index: int | None, size: int) -> int:
@@ -524,23 +490,28 @@ def _heat_map(
     unit: str,
     aspect: Literal["auto", "equal"] = "auto",
 ) -> None:
-    """A heat map with diverging colours from -limit to limit or, if limit is None, sequential
-    colours over the range of the values."""
+    """A heat map from -limit to limit in diverging colours.
+
+    If limit is None, it has sequential colours over the range of the values.
+    """
     low, high, colors = (None, None, SEQUENTIAL) if limit is None else (-limit, limit, DIVERGING)
     image = ax.imshow(values, vmin=low, vmax=high, cmap=colors, aspect=aspect)
     ax.patch.set(hatch="////", edgecolor="0.75", linewidth=0)
     beyond = limit is not None and bool((np.abs(values) > limit).any())
     ax.figure.colorbar(image, ax=ax, label=unit, extend="both" if beyond else "neither")
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_locator(matplotlib_module("ticker").MaxNLocator(integer=True))
+    _integer_ticks(ax.xaxis, ax.yaxis)
+
+
+def _integer_ticks(*axes: Any, **options: Any) -> None:
+    for axis in axes:
+        axis.set_major_locator(matplotlib_module("ticker").MaxNLocator(integer=True, **options))
 
 
 def _queries_and_keys(
     ax: "Axes", shape: tuple[int, ...], names: Sequence[list[str] | None]
 ) -> None:
     ax.set(xlabel="key (token attended to)", ylabel="query (token that attends)")
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_locator(matplotlib_module("ticker").MaxNLocator(integer=True, min_n_ticks=1))
+    _integer_ticks(ax.xaxis, ax.yaxis, min_n_ticks=1)
     query_names, key_names = names
     if query_names is not None:
         ax.set_yticks(range(shape[0]), query_names, parse_math=False)
@@ -563,19 +534,25 @@ def _names(name: str, tokens: Sequence[str] | None, count: int) -> list[str] | N
     return [_printable(token) for token in tokens]
 
 
+def _names_of_both(
+    query_tokens: Sequence[str] | None, key_tokens: Sequence[str] | None, values: np.ndarray
+) -> tuple[list[str] | None, list[str] | None]:
+    """The labels of the rows and columns of [T, S]."""
+    queries, keys = values.shape
+    return (
+        _names("query_tokens", query_tokens, queries),
+        _names("key_tokens", key_tokens, keys),
+    )
+
+
 def _printable(token: str) -> str:
     text = str(token)
     return text if text.isprintable() else repr(text)[1:-1]
 
 
-def _legend_beside(ax: "Axes", handles: "list[Patch] | None" = None) -> "Legend":
-    return ax.legend(
-        handles=handles,
-        loc="upper left",
-        bbox_to_anchor=(1.02, 1.0),
-        borderaxespad=0.0,
-        frameon=False,
-    )
+def _legend_beside(ax: "Axes", **options: Any) -> "Legend":
+    place = {"loc": "upper left", "bbox_to_anchor": (1.02, 1.0), "borderaxespad": 0.0}
+    return ax.legend(frameon=False, **place, **options)
 
 
 def _style(n: int) -> tuple[str, str, str]:
@@ -626,35 +603,17 @@ def _places(positions: ArrayLike) -> np.ndarray:
     return places
 
 
-def _rotated(
-    places: np.ndarray,
-    head_dim: int,
-    pairs: Sequence[int],
-    radii: Sequence[int],
-    base: float,
-    scaling: Scaling | None,
-) -> np.ndarray:
-    """[pairs, n, 2]: (radius, 0) in each pair, rotated by `apply_rotary`."""
-    x = np.zeros([len(places), 1, head_dim], np.float32)
-    x[..., pairs] = radii
-    rotated = np.asarray(apply_rotary(x, places, base=base, scaling=scaling))[:, 0]
-    return np.stack([rotated[:, [pair, pair + head_dim // 2]] for pair in pairs])
-
-
 class _Labels:
-    """Small labels on axes from -edge to edge. A label is only drawn if it is inside the axes and
-    does not overlap an earlier one."""
+    """Small labels on axes from -edge to edge.
+
+    A label is only drawn if it is inside the axes and does not overlap an earlier one.
+    """
 
     def __init__(self, ax: "Axes", edge: float):
         points = 72 * min(ax.bbox.width, ax.bbox.height) / ax.figure.dpi
         self.ax, self.edge, self.boxes = ax, edge, []
-        self.letter = (
-            np.array([LETTER_WIDTH, LETTER_HEIGHT])
-            * matplotlib_module("pyplot").rcParams["font.size"]
-            * 2
-            * edge
-            / points
-        )
+        size = matplotlib_module("pyplot").rcParams["font.size"] * 2 * edge / points
+        self.letter = size * np.array([LETTER_WIDTH, LETTER_HEIGHT])
 
     def number_points(self, numbers: Sequence[str], points: np.ndarray) -> None:
         """Writes a number outside each point."""
@@ -663,8 +622,7 @@ class _Labels:
             self._write(number, point * (1 + distance / np.hypot(*point)))
 
     def name_circle(self, name: str, points: np.ndarray, color: str) -> None:
-        """Writes the name of a circle in the widest gap between its points, as near to its middle
-        as there is room."""
+        """Writes the name of a circle near the middle of the widest gap between its points."""
         angles, radius = np.sort(np.arctan2(points[:, 1], points[:, 0])), np.hypot(*points[0])
         gaps = np.diff(angles, append=angles[0] + 2 * np.pi)
         widest = gaps.argmax()
@@ -673,23 +631,17 @@ class _Labels:
         box = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}
         for share in (1 / 2, 3 / 8, 5 / 8, 1 / 4, 3 / 4):
             angle = angles[widest] + share * gaps[widest]
-            if self._write(
-                name, radius * np.array([np.cos(angle), np.sin(angle)]), color=color, bbox=box
-            ):
+            place = radius * np.array([np.cos(angle), np.sin(angle)])
+            if self._write(name, place, color=color, bbox=box):
                 return
 
     def _write(self, text: str, place: np.ndarray, **style: Any) -> bool:
         size = self.letter * [len(text), 1]
-        is_free = all(
-            (np.abs(place - other) > (size + other_size) / 2).any()
-            for other, other_size in self.boxes
-        )
-        if not is_free or (np.abs(place) + size / 2 > self.edge).any():
+        box = matplotlib_module("transforms").Bbox([place - size / 2, place + size / 2])
+        if box.count_overlaps(self.boxes) or np.abs(box).max() > self.edge:
             return False
-        self.ax.annotate(
-            text, (place[0], place[1]), ha="center", va="center", fontsize="small", **style
-        )
-        self.boxes.append((place, size))
+        self.ax.text(place[0], place[1], text, ha="center", va="center", fontsize="small", **style)
+        self.boxes.append(box)
         return True
 
 
@@ -702,20 +654,11 @@ def _error_positions(positions: ArrayLike | None) -> np.ndarray:
 
 
 def _exact_encoding(positions: np.ndarray, d_model: int, base: float) -> np.ndarray:
-    """[n, d_model] in float64; whole turns are subtracted from the angles first, because they would
-    cost digits."""
-    with decimal.localcontext(prec=50):
-        frequencies = [
-            decimal.Decimal(base) ** (decimal.Decimal(-2 * i) / d_model)
-            for i in range((d_model + 1) // 2)
-        ]
-        angles = np.array(
-            [
-                [float(position * f % (2 * phase.PI)) for f in frequencies]
-                for position in positions.tolist()
-            ]
-        )
-    return _interleaved(angles, d_model)
+    """[n, d_model] in float64, from angles without the whole turns, which would cost digits."""
+    frequencies: Any = phase.geometric_frequencies((d_model + 1) // 2, base, d_model / 2)
+    with decimal.localcontext(phase.PRECISION):
+        angles = np.multiply.outer(positions.astype(object), frequencies) % (2 * phase.PI)
+    return _interleaved(angles.astype(np.float64), d_model)
 
 
 def _float32_encoding(positions: np.ndarray, d_model: int, base: float) -> np.ndarray:
