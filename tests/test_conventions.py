@@ -543,12 +543,12 @@ def test_decoding_behind_left_padding_compiles_once_and_equals_the_unpadded_run(
             te.apply_rotary(query, tokens.positions),
             te.apply_rotary(key, tokens.positions),
         )
-        new = {"key": key, "value": value, "tokens": tokens}
-        cache = jax.tree.map(
-            lambda held, part: jax.lax.dynamic_update_slice_in_dim(held, part, slot, axis=1),
-            cache,
-            new,
-        )
+        write = lambda held, part: jax.lax.dynamic_update_slice_in_dim(held, part, slot, axis=1)
+        cache = {
+            "key": write(cache["key"], key),
+            "value": write(cache["value"], value),
+            "tokens": cache["tokens"].write(tokens, slot),
+        }
         mask = te.attention_mask(**tokens.queries(), **cache["tokens"].keys(), causal=True)
         out = jax.nn.dot_product_attention(query, cache["key"], cache["value"], mask=mask)
         return te.tied_logits(out.reshape(*out.shape[:2], -1), table), cache

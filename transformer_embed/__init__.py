@@ -6,6 +6,7 @@ from transformer_embed.cli import while_loading as _while_loading  # noqa: F401 
 
 # isort: on
 from transformer_embed import plots, pretrained, rows, sharding
+from transformer_embed._src.functional.attention_mask import AttentionMask
 from transformer_embed._src.functional.cross_entropy import tied_cross_entropy
 from transformer_embed._src.functional.dropout import dropout
 from transformer_embed._src.functional.lookup import check_ids, lookup
@@ -51,6 +52,7 @@ from transformer_embed._src.layers.schemes import Learned, Sinusoidal, Sinusoida
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionMask",
     "DynamicNTKScaling",
     "Embedder",
     "EmbedderConfig",

@@ -391,16 +391,6 @@ def test_rotary_of_nothing_is_nothing(layout, shape, rotary_dim):
     assert rotate(x, np.arange(shape[1])).shape == shape
 
 
-def test_two_stars_before_token_positions_are_answered_by_name():
-    tokens = te.TokenPositions.from_ids([[5, 6, 0]], pad_id=0)
-    message = r"^arguments: wanted \*\*tokens.queries\(\) and \*\*tokens.keys\(\), for "
-    for call in (te.attention_mask, te.alibi_bias, dict):
-        with pytest.raises(TypeError, match=message):
-            call(**tokens, causal=True)
-    assert (tokens[0] is tokens.positions, tokens[-1] is tokens.segment_ids) == (True, True)
-    assert tokens[:1] == (tokens.positions,)
-
-
 @pytest.mark.parametrize("empty", [[], (), np.zeros(0, int), jnp.zeros(0, int)])
 def test_no_numbers_are_integers_too(empty):
     assert te.TokenPositions.from_offset(empty, 3).positions.shape == (0, 3)

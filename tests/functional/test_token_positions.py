@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -269,9 +270,10 @@ def test_they_pass_through_scan_and_the_serialisation_of_an_exported_program():
     offset = jnp.array([3, 5])
 
     def advance(held, _):
-        return held._replace(positions=held.positions + 1), held.padding_mask
+        return dataclasses.replace(held, positions=held.positions + 1), held.padding_mask
 
-    held, _ = jax.lax.scan(advance, te.TokenPositions.from_offset(offset, 2), length=4)
+    held = dataclasses.replace(te.TokenPositions.from_offset(offset, 2))
+    held, _ = jax.lax.scan(advance, held, length=4)
     exported = jax.export.export(jax.jit(lambda held: advance(held, None)[0]))(held)
     loaded = jax.export.deserialize(exported.serialize())
     stepped = loaded.call(held)

@@ -192,7 +192,7 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
         # Flax's nnx.Param, for example. (numpy.asarray would ask for its values, which a traced
         # array does not have.)
         return as_array(name, value.__jax_array__())  # pyright: ignore[reportAttributeAccessIssue]
-    _check_no_named_tuple(name, value)
+    _check_not_fields(name, value)
     if _holds_mask(value):
         native(name, np.ma.masked_array(0))
     try:
@@ -222,10 +222,13 @@ def _holds_mask(value: Any) -> bool:
     return nested and any(map(_holds_mask, value))
 
 
-def _check_no_named_tuple(name: str, value: Any) -> None:
-    """Raises for named tuples such as `TokenPositions`, because numpy would stack their fields into
-    one array."""
-    fields = getattr(value, "_fields", None) if isinstance(value, tuple) else None
+def _check_not_fields(name: str, value: Any) -> None:
+    """Raises for dataclasses such as `TokenPositions`, and for named tuples, because numpy would
+    stack their fields into one array."""
+    if dataclasses.is_dataclass(value):
+        fields = [field.name for field in dataclasses.fields(value)]
+    else:
+        fields = getattr(value, "_fields", ()) if isinstance(value, tuple) else ()
     if fields:
         named = [field for field in fields if name.endswith(field)] or fields
         hint = " or ".join(f".{field}" for field in named)

@@ -1,52 +1,57 @@
 """The position and the segment of each token, for batches with padding on either side, packed
 sequences and decoding."""
 
-from typing import Any, NamedTuple, TypedDict
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Int32, Integer
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.functional.compiled import compiled
+from transformer_embed._src.functional.pytrees import pytree
 
 
-class QueryArguments(TypedDict):
-    """The arguments of `attention_mask` that describe queries."""
+@pytree("arrangement")
+@dataclasses.dataclass(frozen=True, eq=False)
+class TokenPositions:
+    """The position and the segment of each token in a batch.
 
-    query_positions: Int32[Array, "b t"]
-    query_segment_ids: Int32[Array, "b t"]
+    Position encodings and attention masks are made from these. Use one of the constructors
+    `from_ids`, `from_lengths`, `from_segment_ids` and `from_offset`, inside or outside jit, or pass
+    arrays of your own. The class is a pytree, so it passes through `jit`, `vmap` and `scan` and can
+    be serialised by `jax.export`.
 
-
-class KeyArguments(TypedDict):
-    """The arguments of `attention_mask` that describe keys."""
-
-    key_positions: Int32[Array, "b t"]
-    key_segment_ids: Int32[Array, "b t"]
-    padding_mask: Bool[Array, "b t"]
-
-
-class TokenPositions(NamedTuple):
-    """The position and the segment of each token in a batch. Position encodings and attention masks
-    are made from these.
-
-    Use one of the constructors `from_ids`, `from_lengths`, `from_segment_ids` and `from_offset`,
-    inside or outside jit. The class is a pytree, so it passes through `jit`, `vmap` and `scan` and
-    can be serialised by `jax.export`.
+    Its field `arrangement` says how the tokens of a row lie, as far as the constructor knows:
+    `"right"` or `"left"` (padded on that side), `"packed"` (each segment is contiguous),
+    `"offset"` (no padding), `"ordered"` (one segment, padding anywhere); in all of these, positions
+    rise by one from token to token. Of arrays of your own nothing is known: `"any"`. The field is
+    static: `jit` and `scan` compare it as a part of the tree's structure. If you give the arrays
+    another order, by `jax.tree.map` for example, make a new TokenPositions of them.
 
     Args:
-        positions: int32 [batch, length]; the position of each token in its own sequence.
-        segment_ids: int32 [batch, length]; the sequence that each token belongs to, 0 = padding.
+        positions: [length] or [batch, length] integers; the position of each token in its own
+            sequence.
+        segment_ids: [length] or [batch, length] integers; the sequence that each token belongs to,
+            0 = padding. None: one sequence, without padding.
+        block_ids: [length] or [batch, length] integers; tokens of one block attend to each other
+            even where a causal mask, a window or a chunk forbids it. Negative: in no block. None:
+            there are no blocks. See `with_block_ids`.
+
+    Raises:
+        TypeError: an array does not hold signed integers (uint8 and uint16 pass).
+        ValueError: host integers outside int32, a rank other than 1 or 2, or shapes that do not fit
+            each other.
 
     Example:
         >>> import transformer_embed as te
         >>> batch = te.TokenPositions.from_ids([[0, 0, 7, 8, 9], [5, 6, 0, 0, 0]], pad_id=0)
         >>> batch.positions.tolist()
         [[0, 0, 0, 1, 2], [0, 1, 0, 0, 0]]
-        >>> te.attention_mask(**batch.queries(), **batch.keys(), causal=True).shape
+        >>> te.AttentionMask(batch, causal=True).dense().shape
         (2, 1, 5, 5)
         >>> batch.next_token_mask.astype(int).tolist()
         [[0, 0, 1, 1, 0], [1, 0, 0, 0, 0]]
@@ -56,13 +61,26 @@ class TokenPositions(NamedTuple):
         https://arxiv.org/abs/1910.10683
     """
 
-    positions: Int32[Array, "b t"]
-    segment_ids: Int32[Array, "b t"]
+    positions: Array
+    segment_ids: Array | None = None
+    block_ids: Array | None = None
+    arrangement: str = dataclasses.field(default="any", init=False)
+
+    def __post_init__(self) -> None:
+        arrays = {
+            name: arguments.rows(name, arguments.as_ordered(name, value))
+            for name, value in arrays_of(self).items()
+        }
+        for name, array in arrays.items():
+            length = arrays["positions"].shape[1]
+            arguments.check_same(name, "the length of positions", array.shape[1], length)
+        arguments.check_numbers_of_rows(arrays)
+        arguments.set_fields(self, **arrays)
 
     @property
     def padding_mask(self) -> Bool[Array, "b t"]:
         """bool [batch, length], True = a token."""
-        return _is_token(self.segment_ids)
+        return _is_token(self._segments())
 
     @property
     def next_token_mask(self) -> Bool[Array, "b t"]:
@@ -75,26 +93,79 @@ class TokenPositions(NamedTuple):
             labels = jnp.roll(ids, -1, axis=-1)
             loss = embedder.cross_entropy(params, x, labels, mask=batch.next_token_mask)
         """
-        return _has_next(self.segment_ids)
+        return _has_next(self._segments())
 
-    def __getitem__(self, index: Any) -> Any:
-        """A field by its index. (`**tokens` asks for it by the names that `keys` gives.)"""
-        if isinstance(index, str):
-            want = "**tokens.queries() and **tokens.keys(), for a TokenPositions `tokens`"
-            raise arguments.type_error("arguments", want, "**tokens")
-        return tuple.__getitem__(self, index)
+    def _segments(self) -> Array:
+        """The segment ids; ones if there are none."""
+        if self.segment_ids is None:
+            return jnp.ones_like(self.positions)
+        return self.segment_ids
 
-    def queries(self) -> QueryArguments:
+    def queries(self) -> dict[str, Any]:
         """The keyword arguments of `attention_mask` that describe these tokens as queries."""
         return {"query_positions": self.positions, "query_segment_ids": self.segment_ids}
 
-    def keys(self) -> KeyArguments:
+    def keys(self) -> dict[str, Any]:
         """The keyword arguments of `attention_mask` that describe these tokens as keys."""
         return {
             "key_positions": self.positions,
             "key_segment_ids": self.segment_ids,
             "padding_mask": self.padding_mask,
         }
+
+    def with_block_ids(self, block_ids: ArrayLike) -> "TokenPositions":
+        """The same tokens in numbered blocks, such as a prefix or the patches of an image.
+
+        Args:
+            block_ids: [length] or [batch, length] integers, negative: in no block. Tokens of one
+                block and segment attend to each other even where a causal mask, a window or a chunk
+                forbids it. A prefix is block 0, with -1 after it: `jnp.where(is_prefix, 0, -1)`.
+
+        Raises:
+            TypeError: block_ids are not signed integers (uint8 and uint16 pass).
+            ValueError: host integers outside int32, or a shape that does not fit the positions.
+
+        Example:
+            >>> import transformer_embed as te
+            >>> tokens = te.TokenPositions.from_lengths([3], 3).with_block_ids([0, 0, -1])
+            >>> te.AttentionMask(tokens, causal=True).dense()[0, 0].astype(int).tolist()
+            [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
+        """
+        tokens = dataclasses.replace(self, block_ids=block_ids)
+        arguments.set_fields(tokens, arrangement=self.arrangement)
+        return tokens
+
+    def write(self, tokens: "TokenPositions", slot: ArrayLike) -> "TokenPositions":
+        """These slots of a cache, with tokens written into them.
+
+        Args:
+            tokens: the new tokens; one row of them may serve all rows of the cache.
+            slot: the slot of the first token, as for `jax.lax.dynamic_update_slice_in_dim`, which
+                writes the keys and values. It may be traced.
+
+        Returns:
+            TokenPositions of the shape of these, arranged in `"any"` order.
+
+        Raises:
+            TypeError: tokens is not a TokenPositions.
+            ValueError: only one side has segment ids or block ids.
+
+        Example:
+            >>> import transformer_embed as te
+            >>> slots = te.TokenPositions.from_lengths([0], 4)
+            >>> slots = slots.write(te.TokenPositions.from_offset(0, 3), 0)
+            >>> slots.positions.tolist(), slots.padding_mask.tolist()
+            ([[0, 1, 2, 0]], [[True, True, True, False]])
+        """
+        check_token_positions("tokens", tokens)
+        slot = arguments.as_int32("slot", slot)
+        held, new = arrays_of(self), arrays_of(tokens)
+        if held.keys() != new.keys():
+            want = "the arrays that the cache has, " + ", ".join(held)
+            raise arguments.value_error("tokens", want, ", ".join(new))
+        return TokenPositions(
+            **{name: _written(array, new[name], slot) for name, array in held.items()}
+        )
 
     @classmethod
     def from_ids(
@@ -129,13 +200,9 @@ class TokenPositions(NamedTuple):
             make_positions.
         """
         rows = arguments.rows("ids", arguments.as_int32("ids", ids))
-        return cls(
-            *_of_ids(
-                rows,
-                arguments.int32("pad_id", pad_id),
-                *_counting(start, at_padding, rows.shape[1]),
-            )
-        )
+        pad_id = arguments.int32("pad_id", pad_id)
+        counting = _counting(start, at_padding, rows.shape[1])
+        return _arranged("ordered", *_of_ids(rows, pad_id, *counting))
 
     @classmethod
     def from_lengths(
@@ -187,7 +254,8 @@ class TokenPositions(NamedTuple):
             arguments.check_inside("lengths", lengths, 0, most, "the padded length")
         counting = _counting(start, at_padding, length)
         lengths = arguments.as_int32("lengths", lengths)
-        return cls(*_of_lengths(lengths, length, padding_side, *counting))
+        arrays = _of_lengths(lengths, length, padding_side, *counting)
+        return _arranged(padding_side, *arrays)
 
     @classmethod
     def from_segment_ids(
@@ -223,7 +291,8 @@ class TokenPositions(NamedTuple):
         rows = arguments.rows("segment_ids", arguments.as_fitting_int32("segment_ids", integers))
         if isinstance(integers, np.ndarray):
             _check_runs(np.atleast_2d(integers))
-        return cls(_positions_in_segments(rows, *_counting(start, at_padding, rows.shape[1])), rows)
+        counting = _counting(start, at_padding, rows.shape[1])
+        return _arranged("packed", _positions_in_segments(rows, *counting), rows)
 
     @classmethod
     def from_offset(cls, offset: ArrayLike, length: int) -> "TokenPositions":
@@ -266,12 +335,35 @@ class TokenPositions(NamedTuple):
             )
         if isinstance(integers, np.ndarray) and integers.size:
             arguments.check_last_position("offset", int(integers.max()), length)
-        return cls(*_of_offset(offset, length))
+        return _arranged("offset", *_of_offset(offset, length))
 
 
-export.register_namedtuple_serialization(
-    TokenPositions, serialized_name="transformer_embed.TokenPositions"
-)
+def arrays_of(tokens: TokenPositions) -> dict[str, Array]:
+    """The arrays of tokens by their names, those that are not None."""
+    names = ("positions", "segment_ids", "block_ids")
+    return {name: array for name in names if (array := getattr(tokens, name)) is not None}
+
+
+def check_token_positions(name: str, value: Any) -> None:
+    """Raises a TypeError for anything else."""
+    if not isinstance(value, TokenPositions):
+        want = "a TokenPositions, from te.TokenPositions.from_ids(ids, pad_id=0) for example"
+        raise arguments.type_error(name, want, f"a {type(value).__name__}")
+
+
+def _arranged(
+    arrangement: str, positions: Int32[Array, "b t"], segment_ids: Int32[Array, "b t"]
+) -> TokenPositions:
+    """TokenPositions of arrays that need no check."""
+    tokens = object.__new__(TokenPositions)
+    arguments.set_fields(
+        tokens,
+        positions=positions,
+        segment_ids=segment_ids,
+        block_ids=None,
+        arrangement=arrangement,
+    )
+    return tokens
 
 
 def positions_of_tokens(
@@ -300,6 +392,14 @@ def _check_runs(rows: np.ndarray) -> None:
 
 
 # The functions below are compiled even if the caller is not.
+
+
+@compiled()
+def _written(
+    held: Integer[Array, "b t"], new: Integer[Array, "n s"], slot: Int32[Array, ""]
+) -> Integer[Array, "b t"]:
+    new = jnp.broadcast_to(new, (held.shape[0], new.shape[1])).astype(held.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(held, new, slot, axis=1)
 
 
 @compiled()

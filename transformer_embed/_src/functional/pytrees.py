@@ -1,0 +1,52 @@
+"""Registers dataclasses as pytrees whose leaves may be anything."""
+
+import ast
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+from jax import export
+
+Class = TypeVar("Class", bound=type)
+
+
+def pytree(*static: str) -> Callable[[Class], Class]:
+    """A decorator that registers a dataclass as a pytree which `jax.export` can serialise, with
+    these fields static.
+
+    Unlike `jax.tree_util.register_dataclass`, it does not call the class to make an instance of new
+    leaves, so these are not checked: jax also puts shapes, shardings or None there.
+    """
+
+    def register(cls: Class) -> Class:
+        names = [field.name for field in dataclasses.fields(cls)]
+        dynamic = [name for name in names if name not in static]
+
+        def flatten(instance: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+            value = functools.partial(getattr, instance)
+            return tuple(map(value, dynamic)), tuple(map(value, static))
+
+        def flatten_with_keys(instance: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+            leaves, auxiliary = flatten(instance)
+            return tuple(
+                zip(map(jax.tree_util.GetAttrKey, dynamic), leaves, strict=True)
+            ), auxiliary
+
+        def unflatten(auxiliary: tuple[Any, ...], leaves: Any) -> Any:
+            instance = object.__new__(cls)
+            instance.__dict__.update(zip(dynamic, leaves, strict=True))
+            instance.__dict__.update(zip(static, auxiliary, strict=True))
+            return instance
+
+        jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+        export.register_pytree_node_serialization(
+            cls,
+            serialized_name=f"transformer_embed.{cls.__name__}",
+            serialize_auxdata=lambda auxiliary: repr(auxiliary).encode(),
+            deserialize_auxdata=lambda text: ast.literal_eval(text.decode()),
+        )
+        return cls
+
+    return register
