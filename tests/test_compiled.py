@@ -129,8 +129,8 @@ FUNCTIONS = {
     "sinusoidal_encoding": (lambda positions: te.sinusoidal_encoding(positions, WIDTH), (IDS,)),
     "sinusoidal_grid": (lambda: te.sinusoidal_grid((8, 8), WIDTH), ()),
     "sinusoidal_table": (lambda: te.sinusoidal_table(LENGTH, WIDTH), ()),
-    "tied_cross_entropy": (jax.value_and_grad(te.tied_cross_entropy, (0, 1)), (X, TABLE, IDS)),
-    "tied_logits": (te.tied_logits, (X, TABLE)),
+    "linear_cross_entropy": (jax.value_and_grad(te.linear_cross_entropy, (0, 1)), (X, TABLE, IDS)),
+    "linear_logits": (te.linear_logits, (X, TABLE)),
     "rows.update": (
         row_step,
         (TABLE, jax.eval_shape(optax.adam(1e-3).init, {"table": TABLE}), IDS),
@@ -299,7 +299,7 @@ def test_the_gradient_on_a_tpu_masks_no_rows(tpu, pad_id):
 
 @needs_libtpu
 def test_the_tied_loss_on_a_tpu_holds_no_logits_of_all_tokens(tpu):
-    function, _ = FUNCTIONS["tied_cross_entropy"]
+    function, _ = FUNCTIONS["linear_cross_entropy"]
     facts = tpu.facts(
         function, *tpu.like((of(jnp.float32, 8, 512, WIDTH), TABLE, of(jnp.int32, 8, 512)))
     )
@@ -325,7 +325,7 @@ def test_a_sharded_program_on_a_tpu_sends_nothing_of_the_size_of_a_table(tpu):
     for each in collectives(read):
         assert each.largest <= 32 * 64 * WIDTH
     x = jax.ShapeDtypeStruct((32, 64, WIDTH), jnp.float32, sharding=NamedSharding(mesh, P("data")))
-    loss = lambda x, params, labels: te.tied_cross_entropy(x, params["embeddings"], labels)
+    loss = lambda x, params, labels: te.linear_cross_entropy(x, params["embeddings"], labels)
     # Rows are padded to a multiple of 128.
     shard = params["embeddings"].array.shape[0] * WIDTH / 2
     for each in collectives(tpu.compile(jax.value_and_grad(loss, (0, 1)), x, params, ids)):

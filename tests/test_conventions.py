@@ -551,7 +551,7 @@ def test_decoding_behind_left_padding_compiles_once_and_equals_the_unpadded_run(
         }
         mask = te.attention_mask(**tokens.queries(), **cache["tokens"].keys(), causal=True)
         out = jax.nn.dot_product_attention(query, cache["key"], cache["value"], mask=mask)
-        return te.tied_logits(out.reshape(*out.shape[:2], -1), table), cache
+        return te.linear_logits(out.reshape(*out.shape[:2], -1), table), cache
 
     @jax.jit
     def step(cache, ids, offset, slot):

@@ -7,7 +7,7 @@ from transformer_embed.cli import while_loading as _while_loading  # noqa: F401 
 # isort: on
 from transformer_embed import plots, pretrained, rows, sharding
 from transformer_embed._src.functional.attention_mask import AttentionMask
-from transformer_embed._src.functional.cross_entropy import tied_cross_entropy
+from transformer_embed._src.functional.cross_entropy import linear_cross_entropy
 from transformer_embed._src.functional.dropout import dropout
 from transformer_embed._src.functional.lookup import check_ids, lookup
 from transformer_embed._src.functional.masks import (
@@ -17,7 +17,7 @@ from transformer_embed._src.functional.masks import (
     mask_to_bias,
     padding_mask,
 )
-from transformer_embed._src.functional.output_layer import tied_logits
+from transformer_embed._src.functional.output_layer import linear_logits
 from transformer_embed._src.functional.relative_bias import (
     alibi_bias,
     alibi_slopes,
@@ -38,7 +38,7 @@ from transformer_embed._src.functional.sinusoidal import (
     sinusoidal_table,
 )
 from transformer_embed._src.functional.token_positions import TokenPositions
-from transformer_embed._src.layers.config import EmbedderConfig
+from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
 from transformer_embed._src.layers.embedder import Embedder, make_embedder
 from transformer_embed._src.layers.modules import (
     PositionalEncoding,
@@ -61,6 +61,7 @@ __all__ = [
     "Llama3Scaling",
     "LongRopeScaling",
     "NTKScaling",
+    "OutputLayer",
     "PositionalEncoding",
     "RelativePositionBias",
     "Sinusoidal",
@@ -77,6 +78,8 @@ __all__ = [
     "check_ids",
     "combine_masks",
     "dropout",
+    "linear_cross_entropy",
+    "linear_logits",
     "lookup",
     "make_embedder",
     "mask_to_bias",
@@ -92,6 +95,4 @@ __all__ = [
     "sinusoidal_encoding",
     "sinusoidal_grid",
     "sinusoidal_table",
-    "tied_cross_entropy",
-    "tied_logits",
 ]

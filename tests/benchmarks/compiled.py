@@ -204,7 +204,7 @@ def tied_loss(on: Target) -> dict[str, Program]:
         return optax.softmax_cross_entropy_with_integer_labels(x @ table.T, labels).mean()
 
     return {
-        OURS: (jax.value_and_grad(te.tied_cross_entropy, (0, 1)), arguments),
+        OURS: (jax.value_and_grad(te.linear_cross_entropy, (0, 1)), arguments),
         "optax on x @ table.T": (jax.value_and_grad(usual, (0, 1)), arguments),
     }
 
@@ -288,7 +288,7 @@ def sharded_loss(on: Target, data: int, shards: int, vocab_size: int, tokens: in
     )
     return on.facts(
         jax.value_and_grad(
-            functools.partial(te.tied_cross_entropy, chunk_size=data * tokens), (0, 1)
+            functools.partial(te.linear_cross_entropy, chunk_size=data * tokens), (0, 1)
         ),
         x,
         table,

@@ -21,8 +21,8 @@ import transformer_embed as te
 
 VOCAB_SIZE, TOKENS, D_MODEL = 32_000, 4096, 256
 PACKAGES = ("transformer-embed", "jax", "jaxlib", "optax", "numpy")
-OURS, PLAIN, OPTAX = "tied_cross_entropy", "tied_logits, logsumexp", "tied_logits, optax"
-SMOOTHED, CHUNK = "tied_cross_entropy, label_smoothing=0.1", "tied_cross_entropy, chunk_size={}"
+OURS, PLAIN, OPTAX = "linear_cross_entropy", "linear_logits, logsumexp", "linear_logits, optax"
+SMOOTHED, CHUNK = "linear_cross_entropy, label_smoothing=0.1", "linear_cross_entropy, chunk_size={}"
 Loss = Callable[[jax.Array, jax.Array], jax.Array]
 
 
@@ -30,7 +30,7 @@ def losses(labels: jax.Array) -> dict[str, Loss]:
     """The mean cross-entropy as a function of x and the table."""
 
     def plain(x, table):
-        logits = te.tied_logits(x, table)
+        logits = te.linear_logits(x, table)
         return jnp.mean(
             jax.nn.logsumexp(logits, -1)
             - jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
@@ -38,10 +38,10 @@ def losses(labels: jax.Array) -> dict[str, Loss]:
 
     def usual(x, table):
         return optax.softmax_cross_entropy_with_integer_labels(
-            te.tied_logits(x, table), labels
+            te.linear_logits(x, table), labels
         ).mean()
 
-    ours = functools.partial(te.tied_cross_entropy, labels=labels)
+    ours = functools.partial(te.linear_cross_entropy, labels=labels)
     sizes = {CHUNK.format(size): functools.partial(ours, chunk_size=size) for size in (128, 512)}
     return {
         OURS: ours,

@@ -351,31 +351,64 @@ def _zeroed(table, pad_id):
     return table
 
 
-def logits(got, x, table, *, pad_id):
+def _capped(products, bias, softcap, scale, pad_id):
+    bias = np.zeros(products.shape[-1]) if bias is None else floats(bias).copy()
+    if pad_id is not None and 0 <= pad_id < len(bias):
+        bias[pad_id] = 0
+    u = float(scale) * (products + bias)
+    return u if softcap is None else float(softcap) * np.tanh(u / float(softcap))
+
+
+def logits(got, x, table, *, bias, softcap, scale, pad_id):
     x, table = floats(x), _zeroed(table, pad_id)
+    expected = _capped(x @ table.T, bias, softcap, scale, pad_id)
     # Each of d products and sums is rounded to float32, by 2**-24 of the terms.
-    within(got, x @ table.T, 2**-23 * table.shape[1] * (np.abs(x) @ np.abs(table).T))
+    terms = np.abs(x) @ np.abs(table).T + (0 if bias is None else np.abs(floats(bias)))
+    within(got, expected, 2**-23 * (table.shape[1] + 4) * max(1, float(scale)) * terms)
 
 
-def cross_entropy(got, x, table, labels, *, mask, pad_id, label_smoothing, reduction, chunk_size):
+def cross_entropy(
+    got,
+    x,
+    table,
+    labels,
+    *,
+    bias,
+    softcap,
+    scale,
+    pad_id,
+    mask,
+    weights,
+    shift,
+    segment_ids,
+    label_smoothing,
+    z_loss,
+    reduction,
+    chunk_size,
+):
     table, labels = _zeroed(table, pad_id), integers(labels)
-    counted = np.broadcast_to(True if mask is None else np.asarray(mask), labels.shape).ravel()
-    losses, smoothing = [], float(label_smoothing)
-    for token, label, counts in zip(
-        floats(x).reshape(-1, table.shape[1]), labels.ravel(), counted, strict=True
-    ):
-        if not counts or label == pad_id:
+    shape, smoothing = labels.shape, float(label_smoothing)
+    total, total_weight = 0.0, 0.0
+    for index in np.ndindex(shape):
+        target = index
+        if shift:
+            target = (*index[:-1], index[-1] + 1)
+            if target[-1] == shape[-1]:
+                continue
+            if segment_ids is not None:
+                segments = np.broadcast_to(integers(segment_ids), shape)
+                if segments[index] == 0 or segments[index] != segments[target]:
+                    continue
+        if labels[target] == pad_id or not np.broadcast_to(mask is None or mask, shape)[target]:
             continue
-        z = table @ token
-        inside = 0 <= label < len(table)
-        chosen = z[label] if inside else np.nan
-        losses.append(
-            np.log(np.exp(z - z.max()).sum())
-            + z.max()
-            - (1 - smoothing) * chosen
-            - smoothing * z.mean()
-        )
-    expected = np.sum(losses) / (max(len(losses), 1) if reduction == "mean" else 1)
+        z = _capped(table @ floats(x)[index], bias, softcap, scale, pad_id)
+        chosen = z[labels[target]] if 0 <= labels[target] < len(table) else np.nan
+        log_z = np.log(np.exp(z - z.max()).sum()) + z.max()
+        loss = log_z - (1 - smoothing) * chosen - smoothing * z.mean()
+        weight = 1.0 if weights is None else np.broadcast_to(floats(weights), shape)[target]
+        total += weight * (loss + float(z_loss) * log_z**2)
+        total_weight += weight
+    expected = total / (total_weight or 1) if reduction == "mean" else total
     # Sums of some tens of float32 terms of about 1, each rounded by 2**-24.
     within(got, expected, 1e-5)
 
@@ -543,8 +576,8 @@ CHECKS = {
     te.sinusoidal_encoding: encoding,
     te.sinusoidal_grid: grid,
     te.sinusoidal_table: table,
-    te.tied_cross_entropy: cross_entropy,
-    te.tied_logits: logits,
+    te.linear_cross_entropy: cross_entropy,
+    te.linear_logits: logits,
     te.TokenPositions.from_ids: from_ids,
     te.TokenPositions.from_lengths: from_lengths,
     te.TokenPositions.from_offset: from_offset,

@@ -76,11 +76,11 @@ CALLS = {
         lambda positions: te.sinusoidal_grid((2, 2), 4, positions=positions),
         (POSITIONS,),
     ),
-    "tied_cross_entropy": (
-        te.tied_cross_entropy,
+    "linear_cross_entropy": (
+        te.linear_cross_entropy,
         (X[..., :3], TABLE, IDS[:1, :, None] + np.zeros(2, np.int32)),
     ),
-    "tied_logits": (te.tied_logits, (X[..., :3], TABLE)),
+    "linear_logits": (te.linear_logits, (X[..., :3], TABLE)),
 }
 every_function = pytest.mark.parametrize("name", CALLS)
 
@@ -201,7 +201,7 @@ def test_narrow_integers_are_integers(name, dtype):
     "dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, ml_dtypes.float4_e2m1fn]
 )
 @pytest.mark.parametrize(
-    "name", ["apply_rotary", "dropout", "lookup", "tied_cross_entropy", "tied_logits"]
+    "name", ["apply_rotary", "dropout", "lookup", "linear_cross_entropy", "linear_logits"]
 )
 def test_floats_of_8_bits_and_less_are_refused(name, dtype):
     function, arrays = CALLS[name]

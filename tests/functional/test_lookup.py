@@ -608,37 +608,37 @@ def test_lookup_on_an_explicit_mesh_without_jit(dtype):
     )
 
 
-# --- tied_logits
+# --- linear_logits
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (4,), (2, 4), (0,), (2, 0)])
 @pytest.mark.parametrize("pad_id", [None, 0, 4, 9])
-def test_tied_logits_is_a_product_with_every_row(shape, pad_id):
+def test_logits_is_a_product_with_every_row(shape, pad_id):
     x = normal(2, *shape, WIDTH)
     expected = x.astype(np.float64) @ TABLE.astype(np.float64).T
     if pad_id is not None and pad_id < VOCAB:
         expected[..., pad_id] = 0
     with jax.default_matmul_precision("highest"):
-        logits = te.tied_logits(x, TABLE, pad_id=pad_id)
+        logits = te.linear_logits(x, TABLE, pad_id=pad_id)
     assert logits.dtype == jnp.float32
     assert logits.shape == (*shape, VOCAB)
     np.testing.assert_allclose(logits, expected, rtol=0, atol=3 * PRODUCT_ERROR)
 
 
-def test_tied_logits_of_one_hot_vectors_is_the_transposed_table():
+def test_logits_of_one_hot_vectors_is_the_transposed_table():
     with jax.default_matmul_precision("highest"):
         np.testing.assert_array_equal(
-            te.tied_logits(np.eye(WIDTH, dtype=np.float32), TABLE), TABLE.T
+            te.linear_logits(np.eye(WIDTH, dtype=np.float32), TABLE), TABLE.T
         )
 
 
 @pytest.mark.parametrize("content", [1.0, -1e30])
-def test_tied_logits_of_padding_is_zero_and_moves_nothing(content):
+def test_logits_of_padding_is_zero_and_moves_nothing(content):
     table, x = TABLE.copy(), normal(2, 4, WIDTH)
     table[2] = content
     zeroed = np.where(np.arange(VOCAB)[:, None] == 2, 0, TABLE).astype(np.float64)
     with jax.default_matmul_precision("highest"):
-        logits, back = jax.vjp(functools.partial(te.tied_logits, pad_id=2), x, table)
+        logits, back = jax.vjp(functools.partial(te.linear_logits, pad_id=2), x, table)
         cotangent = normal(3, 4, VOCAB)
         x_gradient, table_gradient = back(cotangent)
     np.testing.assert_array_equal(np.asarray(logits)[:, 2], 0)
@@ -647,25 +647,25 @@ def test_tied_logits_of_padding_is_zero_and_moves_nothing(content):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_tied_logits_of_16_bits_is_summed_in_float32(dtype):
+def test_logits_of_16_bits_is_summed_in_float32(dtype):
     # 2048 + 511 * 0.5 is exact in float32 and no number of 8 or 11 bits: they step by 16 and by 2
     # there.
     table = np.full((1, 512), 0.5, dtype)
     table[0, 0] = 2048
-    logits = te.tied_logits(np.ones((1, 512), dtype), table)
+    logits = te.linear_logits(np.ones((1, 512), dtype), table)
     assert logits.dtype == jnp.float32
     assert logits.tolist() == [[2048 + 511 * 0.5]]
 
 
-def test_tied_logits_widens_mixed_inputs():
-    assert te.tied_logits(np.ones((1, WIDTH), jnp.bfloat16), TABLE).dtype == jnp.float32
+def test_logits_widens_mixed_inputs():
+    assert te.linear_logits(np.ones((1, WIDTH), jnp.bfloat16), TABLE).dtype == jnp.float32
     with x64():
-        assert te.tied_logits(np.ones((1, WIDTH)), TABLE).dtype == jnp.float64
+        assert te.linear_logits(np.ones((1, WIDTH)), TABLE).dtype == jnp.float64
 
 
-def test_tied_logits_under_jit_and_vmap_is_the_eager_one():
+def test_logits_under_jit_and_vmap_is_the_eager_one():
     x = normal(2, 4, WIDTH)
-    multiply = functools.partial(te.tied_logits, pad_id=2)
+    multiply = functools.partial(te.linear_logits, pad_id=2)
     with jax.default_matmul_precision("highest"):
         expected = multiply(x, TABLE)
         np.testing.assert_allclose(
@@ -676,33 +676,33 @@ def test_tied_logits_under_jit_and_vmap_is_the_eager_one():
         )
 
 
-def test_tied_logits_refuses_bad_shapes_and_dtypes():
+def test_logits_refuses_bad_shapes_and_dtypes():
     with pytest.raises(
         ValueError, match=r"^x: wanted a last axis of the table's width, 3, got shape \[2, 4\]$"
     ):
-        te.tied_logits(np.ones((2, 4), np.float32), TABLE)
+        te.linear_logits(np.ones((2, 4), np.float32), TABLE)
     with pytest.raises(
         ValueError, match=r"^x: wanted a last axis of the table's width, 3, got shape \[\]$"
     ):
-        te.tied_logits(np.float32(1), TABLE)
+        te.linear_logits(np.float32(1), TABLE)
     with pytest.raises(
         ValueError,
         match=r"^table: wanted shape \[vocab_size, d\] with at least one row, got shape \[3\]$",
     ):
-        te.tied_logits(np.ones(3, np.float32), TABLE[0])
+        te.linear_logits(np.ones(3, np.float32), TABLE[0])
     with pytest.raises(TypeError, match=r"^x: wanted a floating dtype, got int32$"):
-        te.tied_logits(np.ones(3, np.int32), TABLE)
+        te.linear_logits(np.ones(3, np.int32), TABLE)
     with pytest.raises(TypeError, match=r"^table: wanted a floating dtype, got int32$"):
-        te.tied_logits(np.ones(3, np.float32), TABLE.astype(np.int32))
+        te.linear_logits(np.ones(3, np.float32), TABLE.astype(np.int32))
     with pytest.raises(TypeError, match=r"^pad_id: wanted a Python int, got bool True$"):
-        te.tied_logits(np.ones(3, np.float32), TABLE, pad_id=True)
+        te.linear_logits(np.ones(3, np.float32), TABLE, pad_id=True)
 
 
 @pytest.mark.parametrize(
     ("table_spec", "logits_spec"),
     [(SPEC(), SPEC("x", None, None)), (SPEC("y"), SPEC("x", None, "y"))],
 )
-def test_tied_logits_on_an_explicit_mesh_equals_that_of_one_device(table_spec, logits_spec):
+def test_logits_on_an_explicit_mesh_equals_that_of_one_device(table_spec, logits_spec):
     mesh = mesh_of(AxisType.Explicit)
     x = MESH_COTANGENT
     with set_mesh(mesh), jax.default_matmul_precision("highest"):
@@ -710,7 +710,7 @@ def test_tied_logits_on_an_explicit_mesh_equals_that_of_one_device(table_spec, l
             jax.device_put(x, NamedSharding(mesh, SPEC("x"))),
             jax.device_put(MESH_TABLE, NamedSharding(mesh, table_spec)),
         )
-        logits = jax.jit(functools.partial(te.tied_logits, pad_id=2))(*placed)
+        logits = jax.jit(functools.partial(te.linear_logits, pad_id=2))(*placed)
     assert logits.sharding.spec == logits_spec
     expected = np.where(
         np.arange(8) == 2, 0, x.astype(np.float64) @ MESH_TABLE.astype(np.float64).T

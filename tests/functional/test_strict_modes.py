@@ -80,12 +80,12 @@ FUNCTIONS = CALLS | {
         (),
     ),
     "sinusoidal_table": (functools.partial(te.sinusoidal_table, 3, 5, dtype=jnp.bfloat16), ()),
-    "tied_cross_entropy_16_bits": (
-        functools.partial(te.tied_cross_entropy, pad_id=0, label_smoothing=0.1, chunk_size=2),
+    "linear_cross_entropy_16_bits": (
+        functools.partial(te.linear_cross_entropy, pad_id=0, label_smoothing=0.1, chunk_size=2),
         (X[..., :3].astype(jnp.bfloat16), TABLE.astype(jnp.bfloat16), np.ones((1, 3, 2), np.int32)),
     ),
-    "tied_logits_16_bits": (
-        functools.partial(te.tied_logits, pad_id=1),
+    "linear_logits_16_bits": (
+        functools.partial(te.linear_logits, pad_id=1),
         (X[..., :3].astype(jnp.bfloat16), TABLE),
     ),
     "token_positions": (
@@ -134,7 +134,7 @@ def test_every_public_name_is_here():
     """But for the functions of tables and parameters, which are in test_strict_tables.py, and those
     that draw."""
     made = {type(value).__name__ for value in [*SCALINGS.values(), *SCHEMES]}
-    made |= {"EmbedderConfig", "Embedder", "TokenPositions", "make_embedder"}
+    made |= {"EmbedderConfig", "OutputLayer", "Embedder", "TokenPositions", "make_embedder"}
     names = set(public.TOP) - made
     tables = {"table", "params"}
     of_tables = {n for n in names if tables & inspect.signature(getattr(te, n)).parameters.keys()}

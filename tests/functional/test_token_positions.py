@@ -79,11 +79,12 @@ def test_packed_sequences_train_like_the_sequences_alone():
     table = rng.standard_normal((9, 4), np.float32)
     documents = [rng.integers(1, 9, size) for size in (3, 1, 4)]
     losses = [
-        te.tied_cross_entropy(table[ids[:-1]], table, ids[1:], reduction="sum") for ids in documents
+        te.linear_cross_entropy(table[ids[:-1]], table, ids[1:], reduction="sum")
+        for ids in documents
     ]
     packed = np.concatenate([*documents, [0, 0]])[None]
     batch = te.TokenPositions.from_segment_ids([[1] * 3 + [2] + [3] * 4 + [0, 0]])
-    together = te.tied_cross_entropy(
+    together = te.linear_cross_entropy(
         table[packed],
         table,
         jnp.roll(packed, -1, axis=-1),

@@ -271,7 +271,7 @@ def test_logits_are_tied():
     # Sums of 8 products of values below 8 and 2.
     np.testing.assert_allclose(
         got,
-        te.tied_logits(x, table, pad_id=0),
+        te.linear_logits(x, table, pad_id=0),
         rtol=0,
         atol=8 * 16 * float(np.finfo(np.float32).eps),
     )
@@ -698,7 +698,7 @@ BAD_FIELDS = [
     ("lookup_style", "matmul", ValueError, "one of 'gather', 'one_hot'", "'matmul'"),
     ("param_dtype", jnp.int32, TypeError, "a floating dtype of 16 bits or more", "int32"),
     ("dtype", "int8", TypeError, "a floating dtype of 16 bits or more", "int8"),
-    ("tied", 0, TypeError, FLAG, "int 0"),
+    ("output", False, TypeError, "an OutputLayer, or None", "False"),
 ]
 
 

@@ -15,6 +15,7 @@ import transformer_embed as te
 CONFIG = {"vocab_size": 7, "d_model": 8, "dropout_rate": 0.5}
 NEEDED = {
     te.EmbedderConfig: CONFIG,
+    te.OutputLayer: {},
     te.Sinusoidal: {},
     te.SinusoidalGrid: {"shape": (2, 2)},
     te.Learned: {"max_len": 9},
@@ -48,6 +49,8 @@ VALUES = {
     "start": 1,
     "mscale_all_dim": 0.5,
     "truncate": False,
+    "output": te.OutputLayer(tied=False),
+    "softcap": 2.5,
 }
 FIELDS = [
     (kind, field.name) for kind, needed in NEEDED.items() for field in dataclasses.fields(kind)
@@ -78,6 +81,11 @@ def arguments_with(kind, name, value):
 
 def computed(made):
     """What a config, a scheme or a scaling computes, compiled before or not."""
+    if isinstance(made, te.OutputLayer):
+        embedder = te.make_embedder(te.EmbedderConfig(**CONFIG, output=made))
+        params = embedder.init(jax.random.key(0))
+        x = jnp.linspace(-3, 4, 8)[None]
+        return params, embedder.logits(params, x), embedder.cross_entropy(params, x, [2])
     if isinstance(made, te.EmbedderConfig):
         embedder, ids = te.make_embedder(made), np.array([[3, 1, 2]])
         types = {} if made.num_token_types is None else {"token_types": ids % 2}
@@ -110,7 +118,7 @@ def test_a_field_of_any_type_gives_the_same_compiled_result_or_our_error(kind, n
     expected = kind(**arguments_with(kind, name, value))
     result = computed(expected)
     forms = forms_of(value)
-    assert forms or name in ("scheme", "param_dtype", "dtype")
+    assert forms or name in ("scheme", "param_dtype", "dtype", "output")
     accepted = 0
     for form in forms:
         made, error = made_or_refused(kind, arguments_with(kind, name, form))

@@ -516,7 +516,7 @@ def test_cross_entropy_of_the_modules_is_that_of_their_table(options):
     params = drawn(embedder.init)
     table = params["transformer_embedding/~/token_embedding"]["embeddings"]
     value, gradient = jax.value_and_grad(
-        lambda table: te.tied_cross_entropy(X, table, IDS, pad_id=0, **options)
+        lambda table: te.linear_cross_entropy(X, table, IDS, pad_id=0, **options)
     )(table)
     assert np.asarray(gradient).any()
     for function, own in (
@@ -808,7 +808,7 @@ def test_transformer_embedding_ties_its_token_table():
     logits, x = pair.apply(params, None, IDS)
     np.testing.assert_array_equal(
         logits,
-        te.tied_logits(
+        te.linear_logits(
             x, params["transformer_embedding/~/token_embedding"]["embeddings"], pad_id=0
         ),
     )

@@ -1135,7 +1135,7 @@ def test_an_output_layer_with_other_weights_is_not_taken_for_the_table(tmp_path,
     found = load(tmp_path, name)
     pretrained.save_embedder(tmp_path / "saved", *found)
     for each in (found, pretrained.load_embedder(tmp_path / "saved")):
-        assert each.config.tied == is_tied
+        assert each.config.output == (te.OutputLayer() if is_tied else None)
     x = np.ones([3, found.config.table_width], np.float32)
     embedder = te.make_embedder(found.config)
     module = hk.transform(lambda: te.TransformerEmbedding(found.config).logits(x))
@@ -1153,13 +1153,13 @@ def test_an_output_layer_with_other_weights_is_not_taken_for_the_table(tmp_path,
                 continue
             with pytest.raises(
                 ValueError,
-                match=rf"^{function}: wanted config\.tied, .* output layer has weights of its own; .* tied_{function}",
+                match=rf"^{function}: wanted config\.output, an OutputLayer \(or call te\.linear_{function} ",
             ):
                 call()
 
 
 def test_the_table_is_the_output_layer_if_the_settings_say_so(tmp_path):
     found = load(tmp_path, "phi", settings={"tie_word_embeddings": True})
-    assert found.config.tied
+    assert found.config.output == te.OutputLayer()
     x = jnp.ones([1, found.config.d_model])
     assert te.make_embedder(found.config).logits(found.params, x).shape == (1, 12)

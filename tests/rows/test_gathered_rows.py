@@ -80,7 +80,7 @@ def test_rows_whose_ids_were_cast_to_floats_raise_an_error():
 def test_a_tied_table_is_refused():
     message = "table: wanted a whole table, trained densely, since the output layer is tied to it, got some of its rows"
     with pytest.raises(TypeError, match=message):
-        te.tied_logits(np.ones(3, np.float32), ROWS)
+        te.linear_logits(np.ones(3, np.float32), ROWS)
 
     def tied(ids):
         embed = te.TokenEmbedding(5, 3)

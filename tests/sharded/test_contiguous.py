@@ -121,7 +121,7 @@ def lookups(table, ids, cotangent):
 @jax.jit
 def outputs(table, x, weights):
     """The logits, and the gradients of the table and of x."""
-    logits, back = jax.vjp(lambda table, x: te.tied_logits(x, table, pad_id=3), table, x)
+    logits, back = jax.vjp(lambda table, x: te.linear_logits(x, table, pad_id=3), table, x)
     size = logits.shape[-1]
     return logits, *back(jnp.zeros_like(logits) + jnp.concatenate([weights, jnp.ones(size)])[:size])
 
@@ -198,7 +198,7 @@ def test_lookup_works_if_the_devices_do_not_divide_the_ids(kind, shape):
     tables = [shard(mesh, SPEC("model")), shard(mesh, SPEC(None, "model"))]
 
     def read(table, ids, x):
-        return te.lookup(table, ids), te.tied_logits(x, table)
+        return te.lookup(table, ids), te.linear_logits(x, table)
 
     with set_mesh(mesh):
         found = jax.jit(lambda tables, *args: [read(table, *args) for table in tables])(
@@ -270,7 +270,7 @@ def test_lookup_under_vmap_over_seeds():
     np.testing.assert_array_equal(rows, np.stack([loop_lookup(table, IDS) for table in tables]))
 
 
-# --- tied_logits
+# --- linear_logits
 
 
 @pytest.mark.slow
@@ -318,7 +318,7 @@ def test_logits_are_right_for_any_sharding_of_x(spec, place):
 
 
 def test_padded_logits_are_half_of_the_lowest_number():
-    logits = jax.jit(te.tied_logits)(
+    logits = jax.jit(te.linear_logits)(
         -np.ones((2, WIDTH), np.float32), shard(mesh_of((1, 8)), SPEC("model"), np.abs(TABLE))
     )
     logits = np.asarray(logits)
@@ -337,7 +337,7 @@ def test_padded_logits_leave_every_loss_as_it_is():
     positive = np.abs(TABLE) + 0.1
 
     def losses(table):
-        logits = te.tied_logits(x, table)
+        logits = te.linear_logits(x, table)
         likely = jax.nn.log_softmax(logits)
         mass = jax.nn.softmax(logits)
         return jnp.array(
@@ -370,7 +370,7 @@ def test_padded_logits_leave_every_loss_as_it_is():
 def test_a_pad_id_in_the_padding_of_the_vocabulary_masks_no_logit():
     table = shard(mesh_of((1, 8)), SPEC("model"))
     masked, logits = jax.jit(
-        lambda x, table: (te.tied_logits(x, table, pad_id=VOCAB + 1), te.tied_logits(x, table))
+        lambda x, table: (te.linear_logits(x, table, pad_id=VOCAB + 1), te.linear_logits(x, table))
     )(COTANGENT, table)
     np.testing.assert_array_equal(masked, logits)
 
@@ -523,7 +523,7 @@ def test_hk_embed_raises_an_error_for_a_sharded_table():
     sharded = te.sharding.shard_params(params, mesh_of((1, 8)), {"embed/embeddings": SPEC("model")})
     with pytest.raises(
         TypeError,
-        match=r"^table: wanted to be read by lookup or tied_logits alone, got another use of Sharded$",
+        match=r"^table: wanted to be read by lookup or linear_logits alone, got another use of Sharded$",
     ):
         embed.apply(sharded, IDS)
     plain = te.sharding.shard_params(
@@ -620,7 +620,9 @@ def test_logits_accept_every_sharding_of_x_that_the_loss_accepts(place):
             table = shard(mesh, spec)
             logits, gradient, x_gradient = outputs(table, put(mesh, x, *place), WEIGHTS)
             assert np.isfinite(
-                te.tied_cross_entropy(put(mesh, x, *place), table, np.zeros(x.shape[:2], np.int32))
+                te.linear_cross_entropy(
+                    put(mesh, x, *place), table, np.zeros(x.shape[:2], np.int32)
+                )
             )
             np.testing.assert_allclose(
                 np.asarray(logits)[..., :VOCAB], expected, rtol=0, atol=PRODUCT_ERROR
@@ -802,7 +804,7 @@ def test_rows_raises_an_error_for_tables_it_cannot_train():
         TypeError,
         match=r"^table: wanted a whole table, trained densely, since the output layer is tied to it",
     ):
-        te.tied_logits(COTANGENT, rows)
+        te.linear_logits(COTANGENT, rows)
 
 
 @pytest.mark.slow

@@ -536,8 +536,8 @@ def test_invalid_interleavings_and_exchanges_raise_errors():
         interleave(mesh, table=jax.ShapeDtypeStruct((2**31 - 20, 1), jnp.float32))
     table = interleave(mesh)
     for use in (
-        lambda: te.tied_logits(TABLE, table),
-        lambda: te.tied_cross_entropy(TABLE, table, np.arange(VOCAB)),
+        lambda: te.linear_logits(TABLE, table),
+        lambda: te.linear_cross_entropy(TABLE, table, np.arange(VOCAB)),
     ):
         with pytest.raises(
             TypeError,

@@ -55,16 +55,16 @@ def lookup(params, ids, x, tmp_path):
     return jax.value_and_grad(loss)(params)
 
 
-def tied_logits(params, ids, x, tmp_path):
+def linear_logits(params, ids, x, tmp_path):
     def loss(params, x):
-        logits = te.tied_logits(x, table_of(params), pad_id=0)
+        logits = te.linear_logits(x, table_of(params), pad_id=0)
         return jnp.sum(jnp.where(logits > -1e9, logits, 0))
 
     return jax.value_and_grad(loss)(params, x.astype(jnp.bfloat16))
 
 
-def tied_cross_entropy(params, ids, x, tmp_path):
-    loss = functools.partial(te.tied_cross_entropy, labels=ids, pad_id=0, label_smoothing=0.1)
+def linear_cross_entropy(params, ids, x, tmp_path):
+    loss = functools.partial(te.linear_cross_entropy, labels=ids, pad_id=0, label_smoothing=0.1)
     return jax.value_and_grad(lambda params, x: loss(x, table_of(params)))(
         params, x.astype(jnp.bfloat16)
     )
@@ -99,8 +99,8 @@ def save(params, ids, x, tmp_path):
 
 CALLS = {
     "lookup": lookup,
-    "tied_logits": tied_logits,
-    "tied_cross_entropy": tied_cross_entropy,
+    "linear_logits": linear_logits,
+    "linear_cross_entropy": linear_cross_entropy,
     "rows.update": update,
     "rows.add": update,
     "resize_vocabulary": resize,
@@ -137,7 +137,7 @@ CASES = [
 )
 @pytest.mark.parametrize(("kind", "table"), CASES)
 def test_tables_under_all_modes_at_once(call, kind, table, tmp_path):
-    if table == "interleaved" and call in (tied_logits, tied_cross_entropy):
+    if table == "interleaved" and call in (linear_logits, linear_cross_entropy):
         pytest.skip("is refused: its rows are not in vocabulary order")
     if table != "interleaved" and call is load:
         pytest.skip("is refused: rows are not exchanged")

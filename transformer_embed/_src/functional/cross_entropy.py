@@ -1,10 +1,10 @@
-"""The cross-entropy of the tied output layer, one chunk of tokens at a time, so that [tokens,
-vocabulary] logits never exist at once.
+"""The cross-entropy of an output layer, one chunk of tokens at a time, so that [tokens, vocabulary]
+logits never exist at once.
 
-The tokens (x, labels, weights) are cut into chunks, and a `scan` over them carries two sums: the
-loss, and the table's gradient [rows, d]. The step for a chunk computes its logits [chunk, rows],
-then its losses and the gradients of the logits, and from these the gradient of the chunk's x and
-its part of the table's gradient. Then the logits are freed.
+The tokens (x, labels, weights) are cut into chunks, and a `scan` over them carries three sums: the
+loss, the table's gradient [rows, d] and the bias's [rows]. The step for a chunk computes its logits
+[chunk, rows], then its losses and the gradients of the logits, and from these the gradient of the
+chunk's x and its parts of the sums. Then the logits are freed.
 
 On a mesh, each device first receives whole rows and the tokens that they meet (see
 `OutputLayout`), so it holds some rows of the vocabulary. Within a chunk, devices with the same
@@ -13,9 +13,9 @@ logit. At the end the gradient of x is summed over the devices with the same tok
 where x came from; the gradient of the rows is summed over the parts of the batch and returns to its
 columns.
 
-In reading order: `tied_cross_entropy` checks its arguments; `_weighted_loss` gives each token its
-weight; `_loss` and its rule define the gradient; `_loss_on_mesh` splits the work over the mesh;
-`_loss_on_device` sends and receives; `_loss_in_chunks` scans `_add_chunk`;
+In reading order: `linear_cross_entropy` checks its arguments; `_weighted_loss` gives each token its
+label and weight; `_loss` and its rule define the gradient; `_loss_on_mesh` splits the work over the
+mesh; `_loss_on_device` sends and receives; `_loss_in_chunks` scans `_add_chunk`;
 `_losses_and_logit_gradients` is the arithmetic.
 """
 
@@ -32,7 +32,11 @@ from jaxtyping import Array, Bool, Float, Int32
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.functional.lookup import Table
-from transformer_embed._src.functional.output_layer import as_wide_as_table, row_logits
+from transformer_embed._src.functional.output_layer import (
+    OutputOptions,
+    as_output_layer,
+    row_logits,
+)
 from transformer_embed._src.functional.partitioning import (
     OutputLayout,
     all_gather,
@@ -48,22 +52,29 @@ REDUCTIONS = ("mean", "sum")
 SMALLEST_CHUNK, LARGEST_CHUNK, CHUNKS = 256, 512, 12
 
 
-def tied_cross_entropy(
+def linear_cross_entropy(
     x: ArrayLike,
     table: ArrayLike | Table,
     labels: ArrayLike,
     *,
-    mask: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
     pad_id: int | None = None,
+    mask: ArrayLike | None = None,
+    weights: ArrayLike | None = None,
+    shift: bool = False,
+    segment_ids: ArrayLike | None = None,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     reduction: str = "mean",
     chunk_size: int | None = None,
 ) -> Float[Array, ""]:
-    """The cross-entropy of `tied_logits(x, table, pad_id=pad_id)` with the labels, computed one
-    chunk of tokens at a time.
+    """The cross-entropy of `linear_logits` with the labels, computed one chunk of tokens at a time.
 
-    For a token with logits z and label y, over a vocabulary of V ids and with smoothing s,
-    `loss = log(sum(exp(z))) - (1 - s) * z[y] - s * sum(z) / V`.
+    For a token with logits z and label y, over a vocabulary of V ids, with `log_z =
+    log(sum(exp(z)))` and smoothing s,
+    `loss = log_z - (1 - s) * z[y] - s * sum(z) / V + z_loss * log_z**2`.
 
     One pass over the chunks computes value and gradient, with three products with the table, as
     many as without chunks. Forward mode and second derivatives work too: a product with the Hessian
@@ -71,24 +82,41 @@ def tied_cross_entropy(
 
     Args:
         x: [..., d], a floating dtype.
-        table: [vocab_size, d], a floating dtype.
-        labels: [...], any integer dtype: the id that each token should predict.
-        mask: bool, [length], or more axes that broadcast to the labels'. True = counted. None: all.
-        pad_id: the id of padding. Tokens with this label are not counted, and its row of the table
-            counts as zeros, as in `tied_logits`: its logit is 0 and it gets no gradient, but it
+        table: [vocab_size, d], a floating dtype: the embedding table of a tied output layer, or a
+            table of its own.
+        labels: [...], any integer dtype: the id that each token should predict; with shift, the ids
+            themselves.
+        bias: as in `linear_logits`.
+        softcap: as in `linear_logits`.
+        scale: as in `linear_logits`.
+        pad_id: the id of padding. Labels that are this id are not counted, and its row of the table
+            counts as zeros, as in `linear_logits`: its logit is 0 and it gets no gradient, but it
             must be finite. It may be outside the vocabulary (such as -100). To leave out labels and
             keep their row, use mask. None: no padding.
+        mask: bool, [length], or more axes that broadcast to the labels'. True = the label is
+            counted. None: all.
+        weights: floating, [length], or more axes that broadcast to the labels': each label's loss
+            is multiplied by its weight. None: 1.
+        shift: True: token t predicts `labels[..., t + 1]`, which brings its mask and weight with
+            it; the last token predicts nothing.
+        segment_ids: integers, [length], or more axes that broadcast to the labels', for packed
+            sequences, with shift: 0 = padding, and another number for each sequence
+            (`TokenPositions.segment_ids`). The last token of a sequence predicts nothing. None: one
+            sequence a row.
         label_smoothing: in [0, 1), a Python float: the part of each label's weight that is spread
             evenly over the vocabulary.
-        reduction: `"mean"` over the counted tokens, or `"sum"`.
+        z_loss: a Python number of at least 0, which keeps log_z near 0 (PaLM: 1e-4).
+        reduction: `"mean"` divides the sum over the counted labels by the sum of their weights;
+            `"sum"` does not.
         chunk_size: the largest number of tokens in a chunk (on a mesh with explicit axes, on each
             device). None: a twelfth of the tokens, but at least 256 and at most 512.
 
     Returns:
-        A scalar, computed in float32 (float64 if an input is). The loss and its gradients are 0 if
-        no token is counted, and NaN if a counted label is outside the vocabulary. At tokens that
-        are not counted, x has no effect, even if it is NaN, and its gradient is 0. Gradients are
-        summed in float32 or wider over all chunks, then cast once to the dtypes of x and table.
+        A scalar, computed in float32 (float64 if x or the table is). The loss and its gradients are
+        0 if no label is counted, and NaN if a counted label is outside the vocabulary. At tokens
+        that are not counted, x has no effect, even if it is NaN, and its gradient is 0. x, table,
+        bias and weights have gradients, summed in float32 or wider over all chunks, then cast once
+        to their dtypes.
 
         With a sharded table, or any array on a mesh with explicit axes, no device gathers a table
         or logits. x is all-gathered over the mesh axes that also split the table. Devices with the
@@ -97,32 +125,36 @@ def tied_cross_entropy(
         value is the same, and the compiler chooses what is sent.
 
     Raises:
-        TypeError: x or the table does not have a floating dtype; labels are not integers; mask is
-            not bool; label_smoothing or chunk_size is not a Python number; the table has only some
-            of its rows, as inside `te.rows.value_and_grad`.
+        TypeError: x, the table, the bias or weights do not have a floating dtype; labels or
+            segment_ids are not integers; mask is not bool; shift is not a Python bool; softcap,
+            scale, label_smoothing, z_loss or chunk_size is not a Python number; the table has only
+            some of its rows, as inside `te.rows.value_and_grad`.
         ValueError: the table is not of rank 2, or its width is not x's; the shape of labels is not
-            x's without its last axis; a mask that does not end in the labels' last axis, or does
-            not broadcast to them; an argument out of its range; columns split over a number of
-            devices that does not divide the number of rows.
+            x's without its last axis; the bias does not have one number for each row; a mask,
+            weights or segment_ids that do not end in the labels' last axis, or do not broadcast to
+            them; segment_ids without shift; an argument out of its range; columns split over a
+            number of devices that does not divide the number of rows.
 
     Example:
         >>> import jax, jax.numpy as jnp
         >>> import transformer_embed as te
         >>> table = jnp.array([[1.0, 2.0], [3.0, 4.0], [0.0, 0.0]])
         >>> x = jnp.array([[0.0, 0.0], [0.0, 0.0], [5.0, 5.0]])
-        >>> print(te.tied_cross_entropy(x, table, [1, 2, -1], pad_id=-1))  # log(3)
+        >>> print(te.linear_cross_entropy(x, table, [1, 2, -1], pad_id=-1))  # log(3)
         1.0986123
-        >>> jax.grad(te.tied_cross_entropy)(x, table, [1, 2, -1], pad_id=-1)[2].tolist()
+        >>> jax.grad(te.linear_cross_entropy)(x, table, [1, 2, -1], pad_id=-1)[2].tolist()
         [0.0, 0.0]
 
     Source:
         Label smoothing: Szegedy et al., "Rethinking the Inception Architecture" (2016), section 7,
-        https://arxiv.org/abs/1512.00567. The gradient in the forward pass: Hsu et al., "Liger
-        Kernel" (2024), section 3.2, https://arxiv.org/abs/2410.10989. The loss over a split
-        vocabulary: Shoeybi et al., "Megatron-LM" (2019), section 3,
-        https://arxiv.org/abs/1909.08053
+        https://arxiv.org/abs/1512.00567. z_loss: Chowdhery et al., "PaLM" (2022), section 5,
+        https://arxiv.org/abs/2204.02311. The gradient in the forward pass: Hsu et al., "Liger
+        Kernel" (2024), section 3.2, https://arxiv.org/abs/2410.10989. The name and shift: Wijmans
+        et al., "Cut Your Losses in Large-Vocabulary Language Models" (2024),
+        https://arxiv.org/abs/2411.09009. The loss over a split vocabulary: Shoeybi et al.,
+        "Megatron-LM" (2019), section 3, https://arxiv.org/abs/1909.08053
     """
-    x, table = as_wide_as_table(x, table)
+    x, table, bias, output = as_output_layer(x, table, bias, softcap, scale, pad_id)
     labels = arguments.as_int32("labels", labels)
     if any(export.is_symbolic_dim(size) for size in x.shape):
         want = "a shape known while tracing, to be cut into chunks"
@@ -130,25 +162,38 @@ def tied_cross_entropy(
     if labels.shape != x.shape[:-1]:
         want = f"x's shape without its last axis, {list(x.shape[:-1])}"
         raise arguments.value_error("labels", want, f"shape {list(labels.shape)}")
-    pad_id = None if pad_id is None else arguments.int32("pad_id", pad_id)
+    if mask is not None:
+        mask = _aligned("mask", arguments.as_mask("mask", mask, "counted"), labels)
+    if weights is not None:
+        weights = _aligned("weights", arguments.as_floats("weights", weights), labels)
+    if not arguments.flag("shift", shift):
+        arguments.check_left_out("segment_ids", segment_ids, "shift is False")
+    elif labels.ndim == 0:
+        raise arguments.value_error("labels", "shape [..., length], to shift them", "shape []")
+    if segment_ids is not None:
+        segment_ids = arguments.as_fitting_int32("segment_ids", segment_ids)
+        segment_ids = _aligned("segment_ids", segment_ids, labels)
     options = _LossOptions(
-        table.shape[0],
-        pad_id,
+        output,
+        bool(shift),
         arguments.rate("label_smoothing", label_smoothing),
+        arguments.real("z_loss", z_loss),
+        arguments.choice("reduction", reduction, REDUCTIONS),
         None if chunk_size is None else arguments.integer("chunk_size", chunk_size, at_least=1),
     )
-    by_count = arguments.choice("reduction", reduction, REDUCTIONS) == "mean"
-    if mask is not None:
-        mask = _checked_mask(mask, labels)
-    return _weighted_loss(options, by_count, x, table, labels, mask)
+    if options.z_loss < 0:
+        raise arguments.value_error("z_loss", "a number of at least 0", z_loss)
+    return _weighted_loss(options, x, table, bias, labels, mask, weights, segment_ids)
 
 
 class _LossOptions(NamedTuple):
-    """The arguments of `tied_cross_entropy` that are static."""
+    """The arguments of `linear_cross_entropy` that are static."""
 
-    vocab_size: int
-    pad_id: int | None
+    output: OutputOptions
+    shift: bool
     label_smoothing: float
+    z_loss: float
+    reduction: str
     chunk_size: int | None
 
     @property
@@ -159,7 +204,7 @@ class _LossOptions(NamedTuple):
     @property
     def other_share(self) -> Any:
         """What smoothing adds to each id."""
-        return self.label_smoothing / self.vocab_size
+        return self.label_smoothing / self.output.vocab_size
 
 
 class _Chunk(NamedTuple):
@@ -168,56 +213,85 @@ class _Chunk(NamedTuple):
     weights: Float[Array, "t"]
 
 
-def _checked_mask(mask: ArrayLike, labels: Int32[Array, "..."]) -> Bool[Array, "..."]:
-    mask = arguments.as_mask("mask", mask, "counted")
+def _aligned(name: str, values: Array, labels: Int32[Array, "..."]) -> Array:
+    """The values with as many axes as the labels, once they are known to fit them."""
     if labels.ndim:
-        arguments.check_ends_in_length("mask", mask.shape, labels.shape, "the labels")
+        arguments.check_ends_in_length(name, values.shape, labels.shape, "the labels")
     else:
-        arguments.check_broadcasts_to("mask", mask.shape, "labels", labels.shape)
-    return mask
+        arguments.check_broadcasts_to(name, values.shape, "labels", labels.shape)
+    return jnp.expand_dims(values, range(labels.ndim - values.ndim))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=0)
 def _weighted_loss(
     options: _LossOptions,
-    by_count: bool,
     x: Float[Array, "... d"],
     table: Float[Array, "v d"] | Table,
+    bias: Float[Array, "v"] | None,
     labels: Int32[Array, "..."],
     mask: Bool[Array, "..."] | None,
+    weights: Float[Array, "..."] | None,
+    segment_ids: Int32[Array, "..."] | None,
 ) -> Float[Array, ""]:
-    dtype = arguments.compute_dtype(x.dtype, table.dtype)
-    counted = jnp.ones_like(labels, bool) if options.pad_id is None else labels != options.pad_id
+    dtype, pad_id = arguments.compute_dtype(x.dtype, table.dtype), options.output.pad_id
+    counted = jnp.ones_like(labels, bool) if pad_id is None else labels != pad_id
     if mask is not None:
-        counted &= jnp.expand_dims(mask, range(labels.ndim - mask.ndim))
+        counted &= mask
+    if options.shift:
+        counted = _of_next_token(counted) & _has_next_token(labels, segment_ids)
+        labels = _of_next_token(labels)
+        weights = None if weights is None else _of_next_token(weights)
     # Broadcast against x, so that under explicit axes counted has x's sharding.
     counted = counted | jnp.zeros_like(x, bool).any(-1)
     # Zeros give finite logits, so that their weight of 0 leaves nothing of them.
     x = jnp.where(counted[..., None], x, jnp.zeros((), x.dtype))
     # Any label may stand where it is not counted, also one on a shard's padding.
     labels = jnp.where(counted, labels, 0)
-    outside = labels.astype(jnp.uint32) >= options.vocab_size
-    weights = jnp.where(counted, jnp.where(outside, jnp.array(jnp.nan, dtype), 1), 0)
-    if by_count:
-        weights = weights / jnp.maximum(jnp.sum(counted, dtype=jnp.int32), 1).astype(dtype)
+    weights = counted.astype(dtype) if weights is None else jnp.where(counted, weights, 0)
+    weights = weights.astype(dtype)
+    if options.reduction == "mean":
+        total = jnp.sum(weights)
+        weights /= jnp.where(total == 0, 1, total)
+    outside = labels.astype(jnp.uint32) >= options.output.vocab_size
+    weights = jnp.where(outside, jnp.array(jnp.nan, dtype), weights)
     array, layout = _array_and_layout(x, table)
-    return _loss(options, layout, x, array, labels, weights)
+    if layout is not None:
+        bias = layout.split_bias(bias, array.shape[0])
+    return _loss(options, layout, labels, x, array, bias, weights)
+
+
+def _has_next_token(
+    labels: Int32[Array, "... t"], segment_ids: Int32[Array, "... t"] | None
+) -> Bool[Array, "... t"]:
+    """Whether a token is followed by another one of its sequence."""
+    length = labels.shape[-1]
+    has_next = jnp.arange(length, dtype=jnp.int32) < length - 1
+    has_next = jnp.expand_dims(has_next, range(labels.ndim - 1))
+    if segment_ids is None:
+        return has_next
+    return has_next & (segment_ids != 0) & (segment_ids == _of_next_token(segment_ids))
+
+
+def _of_next_token(values: Array) -> Array:
+    """At each token, the value of the token to its right; the last one has the first one's."""
+    return jnp.roll(values, -1, axis=-1)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _loss(options, layout, x, table, labels, weights):
+def _loss(options, layout, labels, x, table, bias, weights):
     """The sum of each token's loss times its weight."""
-    return _loss_on_mesh(options, layout, (False, False), x, table, labels, weights)[0]
+    return _loss_on_mesh(options, layout, (False,) * 4, labels, x, table, bias, weights)[0]
 
 
 def _loss_jvp(options, layout, primals, tangents):
-    """The tangent is linear in the tangents of x and the table, with the gradients as coefficients,
-    so its transpose only scales them."""
-    needs_gradient = tuple(not isinstance(tangent, SymbolicZero) for tangent in tangents[:2])
+    """The tangent is linear in the tangents, with the gradients as coefficients, so its transpose
+    only scales them."""
+    tangents = tangents[1:]
+    needs_gradient = tuple(not isinstance(tangent, SymbolicZero | None) for tangent in tangents)
     loss, *gradients = _loss_on_mesh(options, layout, needs_gradient, *primals)
     terms = [
         jnp.sum(g * t.astype(g.dtype))
-        for g, t in zip(gradients, tangents, strict=False)
+        for g, t in zip(gradients, tangents, strict=True)
         if g is not None
     ]
     return loss, functools.reduce(operator.add, terms, jnp.zeros_like(loss))
@@ -226,25 +300,29 @@ def _loss_jvp(options, layout, primals, tangents):
 _loss.defjvp(_loss_jvp, symbolic_zeros=True)
 
 
-def _loss_on_mesh(options, layout, needs_gradient, x, table, labels, weights):
-    """The loss, and the gradients of x and the table (None where not needed)."""
+def _loss_on_mesh(options, layout, needs_gradient, labels, x, table, bias, weights):
+    """The loss, and the gradients of x, the table, the bias and the weights (None where not
+    needed)."""
     if layout is None:
-        return _loss_in_chunks(options, (), needs_gradient, table, _Chunk(x, labels, weights))
-    of_x, of_table = layout.specs()
+        tokens = _Chunk(x, labels, weights)
+        return _loss_in_chunks(options, (), needs_gradient, table, bias, tokens)
     of_tokens = partition_spec(*layout.x[:-1])
-    of_gradients = [of_x if needs_gradient[0] else None, of_table if needs_gradient[1] else None]
+    specs = (*layout.specs(), partition_spec(layout.vocabulary), of_tokens)
+    of_gradients = [
+        spec if need else None for spec, need in zip(specs, needs_gradient, strict=True)
+    ]
     # Unchecked: shard_map cannot infer that the psum of a gathered value is replicated.
     run = jax.shard_map(
         functools.partial(_loss_on_device, options, layout, needs_gradient),
         mesh=layout.mesh,
-        in_specs=(of_x, of_table, of_tokens, of_tokens),
+        in_specs=(of_tokens, *specs),
         out_specs=(partition_spec(), *of_gradients),
         check_vma=False,
     )
-    return run(x, table, labels, weights)
+    return run(labels, x, table, bias, weights)
 
 
-def _loss_on_device(options, layout, needs_gradient, x, shard, labels, weights):
+def _loss_on_device(options, layout, needs_gradient, labels, x, shard, bias, weights):
     """`_loss_on_mesh`, on one of the devices."""
     gathered = layout.gathered
     tokens = _Chunk(
@@ -252,64 +330,75 @@ def _loss_on_device(options, layout, needs_gradient, x, shard, labels, weights):
         all_gather(labels, gathered[:-1]),
         all_gather(weights, gathered[:-1]),
     )
-    loss, x_gradient, row_gradient = _loss_in_chunks(
-        options, layout.vocabulary, needs_gradient, layout.whole_rows(shard), tokens
+    loss, of_x, of_rows, of_bias, of_weights = _loss_in_chunks(
+        options, layout.vocabulary, needs_gradient, layout.whole_rows(shard), bias, tokens
     )
     batch = tuple(axis for axes in layout.tokens for axis in axes)
-    if x_gradient is not None:
-        x_gradient = layout.sum_of_x(x_gradient)
-    if row_gradient is not None:
-        row_gradient = layout.split_columns(jax.lax.psum(row_gradient, batch))
-    return jax.lax.psum(loss, batch), x_gradient, row_gradient
+    if of_x is not None:
+        of_x = layout.sum_of_x(of_x)
+    if of_rows is not None:
+        of_rows = layout.split_columns(jax.lax.psum(of_rows, batch))
+    if of_bias is not None:
+        of_bias = jax.lax.psum(of_bias, batch)
+    if of_weights is not None:
+        of_weights = layout.own_tokens(of_weights)
+    return jax.lax.psum(loss, batch), of_x, of_rows, of_bias, of_weights
 
 
-def _loss_in_chunks(options, over, needs_gradient, table, tokens):
+def _loss_in_chunks(options, over, needs_gradient, rows, bias, tokens):
     """Like `_loss_on_mesh`, for all tokens of one device and its own rows; the other rows are on
     other devices along the axes `over`."""
-    step = functools.partial(_add_chunk, options, over, needs_gradient, table)
     dtype = tokens.weights.dtype
+    _, of_rows, of_bias, _ = needs_gradient
+    zeros = functools.partial(_zeros_varying_like, dtype=dtype, like=(tokens, rows))
     start = (
-        _zeros_varying_like((), dtype, tokens, table),
-        _zeros_varying_like(table.shape, dtype, tokens, table) if needs_gradient[1] else None,
+        zeros(()),
+        zeros(rows.shape) if of_rows else None,
+        zeros(rows.shape[:1]) if of_bias else None,
     )
-    chunks = _cut_into_chunks(options, tokens)
-    (loss, table_gradient), x_gradient = jax.lax.scan(step, start, chunks)
-    if x_gradient is not None:
-        by_token = x_gradient.swapaxes(0, 1).reshape(-1, tokens.x.shape[-1])
-        x_gradient = by_token[: tokens.labels.size].reshape(tokens.x.shape)
-    return loss, x_gradient, table_gradient
+    step = functools.partial(_add_chunk, options, over, needs_gradient, rows, bias)
+    sums, by_token = jax.lax.scan(step, start, _cut_into_chunks(options.chunk_size, tokens))
+    x_gradient, weight_gradient = jax.tree.map(functools.partial(_joined, tokens.labels), by_token)
+    loss, row_gradient, bias_gradient = sums
+    return loss, x_gradient, row_gradient, bias_gradient, weight_gradient
 
 
-def _add_chunk(options, over, needs_gradient, table, sums, chunk):
-    """The sums after adding those of a chunk, and the gradient of the chunk's x."""
-    losses, logit_gradients, scale = _losses_and_logit_gradients(options, over, table, chunk)
-    loss, table_gradient = sums
+def _add_chunk(options, over, needs_gradient, rows, bias, sums, chunk):
+    """The sums after adding those of a chunk, and the gradients of the chunk's x and weights."""
+    losses, logit_gradients, factors = _losses_and_logit_gradients(options, over, rows, bias, chunk)
+    of_x, of_rows, of_bias, of_weights = needs_gradient
+    loss, row_gradient, bias_gradient = sums
     x_gradient = None
-    if needs_gradient[0]:
-        x_gradient = scale[:, None] * jnp.einsum(
-            "tv,vd->td", logit_gradients, table, preferred_element_type=logit_gradients.dtype
+    if of_x:
+        x_gradient = factors[:, None] * jnp.einsum(
+            "tv,vd->td", logit_gradients, rows, preferred_element_type=logit_gradients.dtype
         )
-    if needs_gradient[1]:
-        scaled = scale[:, None] * chunk.x.astype(scale.dtype)
-        table_gradient += jnp.einsum(
+    if of_rows:
+        scaled = factors[:, None] * chunk.x.astype(factors.dtype)
+        row_gradient += jnp.einsum(
             "tv,td->vd", logit_gradients, scaled, preferred_element_type=logit_gradients.dtype
         )
-    return (loss + jnp.sum(losses * chunk.weights), table_gradient), x_gradient
+    if of_bias:
+        bias_gradient += jnp.sum(factors[:, None] * logit_gradients, 0)
+    sums = (loss + jnp.sum(losses * chunk.weights), row_gradient, bias_gradient)
+    return sums, (x_gradient, losses if of_weights else None)
 
 
-def _losses_and_logit_gradients(options, over, table, chunk):
-    """Each token's loss [t]; logit_gradients [t, v] and a scale [t], whose product is the gradient
-    of its weighted loss in each logit.
+def _losses_and_logit_gradients(options, over, rows, bias, chunk):
+    """Each token's loss [t]; logit_gradients [t, v] and factors [t], whose product is the gradient
+    of its weighted loss in each `x @ rows.T + bias`.
 
-    With logits z, their maximum m, targets p that sum to 1, and total = sum(exp(z - m)),
-    `loss = log(total) - sum(p * (z - m))`, and its gradient is `exp(z - m) / total - p`. Dividing
-    the gradients themselves would cost another pass over them.
+    With logits z, their maximum m, targets p that sum to 1, total = sum(exp(z - m)) and
+    `log_z = log(total) + m`, the loss is `log(total) - sum(p * (z - m)) + z_loss * log_z**2`, and
+    its gradient in z is `(1 + 2 * z_loss * log_z) * exp(z - m) / total - p`. Dividing the gradients
+    themselves would cost another pass over them.
     """
-    vocabulary = _vocabulary_part(options, over, table)
+    output, vocabulary = options.output, _vocabulary_part(options, over, rows)
     labels = chunk.labels - vocabulary.first
-    logits = row_logits(chunk.x, table)
-    if options.pad_id is not None:
-        logits = _zero_column(logits, options.pad_id - vocabulary.first)
+    logits = row_logits(output, chunk.x, rows, bias)
+    slopes = 1.0 if output.softcap is None else 1 - jnp.square(logits / output.softcap)
+    if output.pad_id is not None:
+        logits = _zero_column(logits, output.pad_id - vocabulary.first)
     logits = vocabulary.where_inside(logits, -jnp.inf)
     top = _reduce_over(jax.lax.pmax, over, jax.lax.stop_gradient(logits.max(-1)))
     # Differences of logits: their rounding does not grow with the logits.
@@ -323,13 +412,18 @@ def _losses_and_logit_gradients(options, over, table, chunk):
     else:
         expected = _shifted_logit_of_label(logits, top, shifted, labels)
     total, expected = _reduce_over(jax.lax.psum, over, (exponentials.sum(-1), expected))
-    gradients = exponentials
+    losses, gradients = jnp.log(total) - expected, exponentials
+    if options.z_loss:
+        log_z = jnp.log(total) + top
+        losses += options.z_loss * log_z**2
+        gradients *= 1 + 2 * options.z_loss * log_z[:, None]
     if options.label_smoothing:
         gradients -= vocabulary.where_inside(options.other_share, 0) * total[:, None]
     gradients = _subtract_at_label(gradients, labels, options.label_share * total)
-    if options.pad_id is not None:
-        gradients = _zero_column(gradients, options.pad_id - vocabulary.first)
-    return jnp.log(total) - expected, gradients, chunk.weights / total
+    gradients *= slopes
+    if output.pad_id is not None:
+        gradients = _zero_column(gradients, output.pad_id - vocabulary.first)
+    return losses, gradients, output.scale * chunk.weights / total
 
 
 class _VocabularyPart(NamedTuple):
@@ -351,10 +445,10 @@ class _VocabularyPart(NamedTuple):
 
 def _vocabulary_part(options, over, table):
     first = index_along(over) * table.shape[0]
-    if not over or jax.lax.psum(1, over) * table.shape[0] == options.vocab_size:
+    if not over or jax.lax.psum(1, over) * table.shape[0] == options.output.vocab_size:
         return _VocabularyPart(first, None)
     ids = first + jnp.arange(table.shape[0], dtype=jnp.int32)
-    return _VocabularyPart(first, (ids < options.vocab_size)[None])
+    return _VocabularyPart(first, (ids < options.output.vocab_size)[None])
 
 
 def _subtract_at_label(logit_gradients, rows, amounts):
@@ -413,19 +507,19 @@ def _reduce_over(reduce, axes, values):
     return reduce(values, axes) if axes else values
 
 
-def _chunk_count(options: _LossOptions, tokens: int) -> int:
-    size = options.chunk_size or min(max(SMALLEST_CHUNK, -(-tokens // CHUNKS)), LARGEST_CHUNK)
+def _chunk_count(chunk_size: int | None, tokens: int) -> int:
+    size = chunk_size or min(max(SMALLEST_CHUNK, -(-tokens // CHUNKS)), LARGEST_CHUNK)
     return -(-tokens // size)
 
 
-def _cut_into_chunks(options: _LossOptions, tokens: _Chunk) -> _Chunk:
+def _cut_into_chunks(chunk_size: int | None, tokens: _Chunk) -> _Chunk:
     """[count, size, ...]: each chunk takes every count-th token, so that each device has a part of
     each chunk if the batch is split.
 
     The last chunks are padded with tokens of weight 0.
     """
     total, ndim = tokens.labels.size, tokens.labels.ndim
-    count = _chunk_count(options, total)
+    count = _chunk_count(chunk_size, total)
     size = -(-total // max(count, 1))
 
     def cut(array):
@@ -437,8 +531,15 @@ def _cut_into_chunks(options: _LossOptions, tokens: _Chunk) -> _Chunk:
     return _Chunk(*map(cut, tokens))
 
 
+def _joined(labels: Int32[Array, "..."], chunks: Float[Array, "c t ..."]) -> Float[Array, "..."]:
+    """The inverse of `_cut_into_chunks`, for values of each token."""
+    shape = chunks.shape[2:]
+    by_token = chunks.swapaxes(0, 1).reshape(-1, *shape)
+    return by_token[: labels.size].reshape(*labels.shape, *shape)
+
+
 def _zeros_varying_like(
-    shape: tuple[int, ...], dtype: jnp.dtype, *like: Any
+    shape: tuple[int, ...], *, dtype: jnp.dtype, like: Any
 ) -> Float[Array, "..."]:
     """Zeros made from the data, so that they vary over the same mesh axes inside a shard_map."""
     return jnp.full(

@@ -24,7 +24,7 @@ LOOKUP_STYLES = ("gather", "one_hot")
 
 class Table(np.lib.mixins.NDArrayOperatorsMixin):
     """A table [vocab_size, d] that is not stored as one plain array: a leaf of a parameter tree
-    that `lookup` and `tied_logits` read.
+    that `lookup` and `linear_logits` read.
 
     It has the `shape` and `dtype` of the array that it replaces, so that hk.get_parameter accepts
     it. Any other use as an array is a TypeError.
@@ -53,7 +53,7 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
     def use_error(self) -> str:
         """The message for any other use."""
         got = f"another use of {type(self).__name__}"
-        return arguments.wanted("table", "to be read by lookup or tied_logits alone", got)
+        return arguments.wanted("table", "to be read by lookup or linear_logits alone", got)
 
     def _raise_not_an_array(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise _NotAnArrayError(self.use_error())

@@ -1,4 +1,6 @@
-"""The tied output layer: the product of x with every row of an embedding table."""
+"""The output layer: the product of x with every row of a table, such as the embedding table."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,105 +18,159 @@ from transformer_embed._src.functional.partitioning import (
 )
 
 
-def tied_logits(
-    x: ArrayLike, table: ArrayLike | Table, *, pad_id: int | None = None
+def linear_logits(
+    x: ArrayLike,
+    table: ArrayLike | Table,
+    *,
+    bias: ArrayLike | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    pad_id: int | None = None,
 ) -> Float[Array, "... v"]:
-    """The logits of an output layer that shares the embedding table: the product of x with every
-    row.
+    """The logits of an output layer: the product of x with every row of a table.
+
+    With `u = scale * (x @ table.T + bias)`, they are u, or `softcap * tanh(u / softcap)`. A tied
+    output layer has the embedding table as its table.
 
     Args:
         x: [..., d], a floating dtype.
         table: [vocab_size, d], a floating dtype.
-        pad_id: the id whose row counts as zeros, as in `lookup`: its logit is 0 and its row gets no
-            gradient. The row must still be finite, because 0 times the row enters x's gradient. To
-            sample from the logits, exclude it: 0 is not the lowest logit. None: no padding.
+        bias: [vocab_size], a floating dtype. None: no bias.
+        softcap: a Python number above 0, which no logit exceeds in magnitude (Gemma 2: 30). None:
+            no bound.
+        scale: a Python number above 0 (T5: d**-0.5).
+        pad_id: the id whose row counts as zeros, as in `lookup`: its logit is 0, with a bias too,
+            and its row and bias get no gradient. The row must still be finite, because 0 times the
+            row enters x's gradient. To sample from the logits, exclude it: 0 is not the lowest
+            logit. None: no padding.
 
     Returns:
-        [..., vocab_size], summed and returned in float32 (float64 if an input is). A sharded table
-        pads the vocabulary: see `sharding.Sharded`.
+        [..., vocab_size], summed and returned in float32 (float64 if x or the table is). A sharded
+        table pads the vocabulary: see `sharding.Sharded`.
 
     Raises:
-        TypeError: x or the table does not have a floating dtype of 16 bits or more.
-        ValueError: the table does not have rank 2, or its width is not that of x.
+        TypeError: x, the table or the bias does not have a floating dtype of 16 bits or more;
+            softcap or scale is not a Python number.
+        ValueError: the table does not have rank 2, or its width is not that of x; the bias does not
+            have one number for each row; softcap or scale is not above 0.
 
     Example:
         >>> import jax.numpy as jnp
         >>> import transformer_embed as te
-        >>> te.tied_logits(jnp.array([1.0, 1.0]), jnp.array([[1.0, 2.0], [3.0, 4.0]])).tolist()
+        >>> te.linear_logits(jnp.array([1.0, 1.0]), jnp.array([[1.0, 2.0], [3.0, 4.0]])).tolist()
         [3.0, 7.0]
 
         Padding has a logit of 0, so this line comes before `jax.random.categorical`:
 
-        >>> logits = te.tied_logits(jnp.array([-1.0]), jnp.array([[0.5], [1.0]]), pad_id=0)
+        >>> logits = te.linear_logits(jnp.array([-1.0]), jnp.array([[0.5], [1.0]]), pad_id=0)
         >>> logits.at[..., 0].set(-jnp.inf).tolist()
         [-inf, -1.0]
 
     Source:
         Press and Wolf, "Using the Output Embedding to Improve Language Models" (2017),
         https://arxiv.org/abs/1608.05859; Vaswani et al., "Attention Is All You Need" (2017),
-        section 3.4, https://arxiv.org/abs/1706.03762
+        section 3.4, https://arxiv.org/abs/1706.03762. The softcap: "Gemma 2" (2024), section 2,
+        https://arxiv.org/abs/2408.00118
     """
-    x, table = as_wide_as_table(x, table)
-    pad_id = None if pad_id is None else arguments.int32("pad_id", pad_id)
+    x, table, bias, options = as_output_layer(x, table, bias, softcap, scale, pad_id)
     array, layout = table.output_layout(x) if isinstance(table, Table) else (table, None)
-    return _logits(layout, table.shape[0], pad_id, x, array)
+    return _logits(layout, options, x, array, bias)
 
 
-def as_wide_as_table(
-    x: ArrayLike, table: ArrayLike | Table
-) -> tuple[Float[Array, "... d"], Float[Array, "v d"] | Table]:
-    """Floating x with a last axis as wide as the table."""
+class OutputOptions(NamedTuple):
+    """The arguments of an output layer that are static."""
+
+    vocab_size: int
+    softcap: float | None
+    scale: float
+    pad_id: int | None
+
+
+def as_output_layer(
+    x: ArrayLike,
+    table: ArrayLike | Table,
+    bias: ArrayLike | None,
+    softcap: float | None,
+    scale: float,
+    pad_id: int | None,
+) -> tuple[
+    Float[Array, "... d"], Float[Array, "v d"] | Table, Float[Array, "v"] | None, OutputOptions
+]:
+    """x, the table and the bias as arrays that fit each other, and the static options."""
     table, x = as_table("table", table), arguments.as_floats("x", x)
-    if x.ndim == 0 or x.shape[-1] != table.shape[1]:
-        raise arguments.value_error(
-            "x", f"a last axis of the table's width, {table.shape[1]}", f"shape {list(x.shape)}"
-        )
-    return x, table
+    vocab_size, width = table.shape
+    if x.ndim == 0 or x.shape[-1] != width:
+        want = f"a last axis of the table's width, {width}"
+        raise arguments.value_error("x", want, f"shape {list(x.shape)}")
+    if bias is not None:
+        bias = arguments.as_floats("bias", bias)
+        if bias.shape != (vocab_size,):
+            want = f"a number for each row of the table, shape [{vocab_size}]"
+            raise arguments.value_error("bias", want, f"shape {list(bias.shape)}")
+    options = OutputOptions(
+        vocab_size,
+        None if softcap is None else arguments.real("softcap", softcap, above=0),
+        arguments.real("scale", scale, above=0),
+        None if pad_id is None else arguments.int32("pad_id", pad_id),
+    )
+    return x, table, bias, options
 
 
-def row_logits(x: Float[Array, "... d"], rows: Float[Array, "v d"]) -> Float[Array, "... v"]:
-    """The product of x with every row, in float32 or wider."""
+def row_logits(
+    options: OutputOptions,
+    x: Float[Array, "... d"],
+    rows: Float[Array, "v d"],
+    bias: Float[Array, "v"] | None,
+) -> Float[Array, "... v"]:
+    """The logits of some rows, in float32 or wider; those of padding are as of any row."""
     dtype = arguments.compute_dtype(x.dtype, rows.dtype)
     if x.dtype != rows.dtype:
         x, rows = x.astype(dtype), rows.astype(dtype)
-    return jnp.einsum("...d,vd->...v", x, rows, preferred_element_type=dtype)
+    logits = jnp.einsum("...d,vd->...v", x, rows, preferred_element_type=dtype)
+    if bias is not None:
+        logits += jnp.expand_dims(bias.astype(dtype), range(x.ndim - 1))
+    if options.scale != 1:
+        logits *= options.scale
+    if options.softcap is not None:
+        logits = options.softcap * jnp.tanh(logits / options.softcap)
+    return logits
 
 
-@compiled(0, 1, 2)
+@compiled(0, 1)
 def _logits(
     layout: OutputLayout | None,
-    vocab_size: int,
-    pad_id: int | None,
+    options: OutputOptions,
     x: Float[Array, "... d"],
     table: Float[Array, "v d"],
+    bias: Float[Array, "v"] | None,
 ) -> Float[Array, "... v"]:
-    """`tied_logits` of an array, which is padded if it is longer than the vocabulary."""
+    """`linear_logits` of an array, which is padded if it is longer than the vocabulary."""
 
-    def multiply(x, rows):
+    def multiply(x, rows, bias):
         axes = ()
         if layout is not None:
             x = all_gather(x, layout.gathered)
             rows = layout.whole_rows(rows)
             axes = layout.vocabulary
-        logits = row_logits(x, rows)
+        logits = row_logits(options, x, rows, bias)
         ids = index_along(axes) * rows.shape[0] + jnp.arange(rows.shape[0], dtype=jnp.int32)
         ids = jnp.expand_dims(ids, range(x.ndim - 1))
-        if pad_id is not None and pad_id < vocab_size:
-            logits = jnp.where(ids == pad_id, jnp.zeros((), logits.dtype), logits)
-        if table.shape[0] > vocab_size:
+        if options.pad_id is not None and options.pad_id < options.vocab_size:
+            logits = jnp.where(ids == options.pad_id, jnp.zeros((), logits.dtype), logits)
+        if table.shape[0] > options.vocab_size:
             lowest = jnp.finfo(logits.dtype).min / 2
-            logits = jnp.where(ids < vocab_size, logits, lowest)
+            logits = jnp.where(ids < options.vocab_size, logits, lowest)
         return logits
 
     if layout is None:
-        return multiply(x, table)
+        return multiply(x, table, bias)
     # Unchecked: shard_map cannot infer that logits are equal along an axis that x was gathered over
     # and the table is not split over.
     multiply_all = jax.shard_map(
         multiply,
         mesh=layout.mesh,
-        in_specs=layout.specs(),
+        in_specs=(*layout.specs(), partition_spec(layout.vocabulary)),
         out_specs=partition_spec(*layout.tokens, layout.vocabulary),
         check_vma=False,
     )
-    return multiply_all(x, table)
+    return multiply_all(x, table, layout.split_bias(bias, table.shape[0]))

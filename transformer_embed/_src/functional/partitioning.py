@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
@@ -119,9 +120,24 @@ class OutputLayout(NamedTuple):
         """Inside shard_map, this device's rows with all columns."""
         return _exchange(shard, self.columns, split=0, concatenated=1)
 
+    def split_bias(self, bias: Float[Array, "v"] | None, size: int) -> Float[Array, "w"] | None:
+        """The numbers of all rows of a table of this size, split as the vocabulary; zeros are added
+        for its padding."""
+        if bias is None:
+            return None
+        padded = jnp.pad(replicated(bias, self.mesh), (0, size - len(bias)))
+        return reshard(padded, NamedSharding(self.mesh, partition_spec(self.vocabulary)))
+
     def split_columns(self, rows: Float[Array, "w c"]) -> Float[Array, "v d"]:
         """The inverse of `whole_rows`."""
         return _exchange(rows, self.columns, split=1, concatenated=0)
+
+    def own_tokens(self, values: Float[Array, "..."]) -> Float[Array, "..."]:
+        """This device's part of values of each gathered token, which are equal on all devices that
+        have the token."""
+        axes = self.gathered[:-1]
+        copies = devices_along(self.mesh, tuple(axis for names in axes for axis in names))
+        return reduce_scatter(values / copies, axes)
 
     def sum_of_x(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """The sum of a gathered x over the vocabulary, scattered to where x came from."""

@@ -1,4 +1,4 @@
-"""EmbedderConfig: the description of an input layer, checked once."""
+"""The description of an input layer and its output layer, checked once."""
 
 import dataclasses
 import functools
@@ -11,6 +11,47 @@ from transformer_embed._src import arguments
 from transformer_embed._src.array_types import DTypeLike
 from transformer_embed._src.functional.lookup import LOOKUP_STYLES, OUT_OF_RANGE
 from transformer_embed._src.layers.schemes import Scheme, Sinusoidal
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputLayer:
+    """Describes an output layer, for `EmbedderConfig` and `TokenEmbedding`.
+
+    For hidden states x, the logits are `u = scale * (x @ table.T + bias)`, or
+    `softcap * tanh(u / softcap)`. See `linear_logits`.
+
+    Args:
+        tied: True: its table is the token table. False: it has a table of its own, the parameter
+            `output_embeddings`, [vocab_size, width of the token table].
+        bias: whether a number is added for each id, the parameter `output_bias`, [vocab_size].
+        softcap: a number above 0, which no logit exceeds in magnitude. None: no bound.
+        scale: a number above 0.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: softcap or scale is not above 0.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> gemma2 = te.OutputLayer(softcap=30.0)
+        >>> te.EmbedderConfig(vocab_size=256, d_model=64, output=gemma2).output.tied
+        True
+
+    Source:
+        Press and Wolf, "Using the Output Embedding to Improve Language Models" (2017),
+        https://arxiv.org/abs/1608.05859
+    """
+
+    tied: bool = True
+    bias: bool = False
+    softcap: float | None = None
+    scale: float = 1.0
+
+    def __post_init__(self):
+        positive = functools.partial(arguments.real, above=0)
+        arguments.convert_fields(
+            self, tied=arguments.flag, bias=arguments.flag, softcap=positive, scale=positive
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +87,8 @@ class EmbedderConfig:
             norm's parameters are float32.
         dtype: of the result. None: the dtype of the token table, after a Haiku mixed-precision
             policy has cast it.
-        tied: whether the output layer's weights are the token table. If False, `logits` and
-            `cross_entropy` raise an error. (`load_embedder` sets it to False for a model that has
-            other weights there.)
+        output: the output layer, which `logits` and `cross_entropy` compute. None: they raise an
+            error. (`load_embedder` sets it to None for a model with another output layer.)
 
     Raises:
         TypeError: a field has the wrong type.
@@ -76,7 +116,7 @@ class EmbedderConfig:
     lookup_style: str = "gather"
     param_dtype: DTypeLike = jnp.float32
     dtype: DTypeLike | None = None
-    tied: bool = True
+    output: OutputLayer | None = OutputLayer()
 
     def __post_init__(self):
         arguments.convert_fields(
@@ -93,8 +133,9 @@ class EmbedderConfig:
             lookup_style=functools.partial(arguments.choice, choices=LOOKUP_STYLES),
             param_dtype=arguments.floating_dtype,
             dtype=arguments.floating_dtype,
-            tied=arguments.flag,
         )
+        if not isinstance(self.output, OutputLayer | None):
+            raise arguments.type_error("output", "an OutputLayer, or None", repr(self.output))
         if self.scheme is not None:
             if not isinstance(self.scheme, Scheme):
                 want = "Sinusoidal(...), SinusoidalGrid(...), Learned(max_len=...) or None"
@@ -106,7 +147,7 @@ class EmbedderConfig:
 
     @property
     def table_width(self) -> int:
-        """The width of the tables, and of the input of the tied output layer."""
+        """The width of the tables, and of the input of the output layer."""
         return self.d_model if self.embedding_width is None else self.embedding_width
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import haiku as hk
 import jax
@@ -90,37 +91,19 @@ class Embedder:
         )
 
     def logits(self, params: Params, x: ArrayLike) -> Float[Array, "... v"]:
-        """The output layer tied to the token table, [..., vocab_size]: x [..., width of the table]
-        times the table's rows. See `tied_logits`."""
+        """The logits of `config.output`, [..., vocab_size], for x [..., width of the token table].
+        See `linear_logits`."""
         params = arguments.as_params("params", params)
         return _logits(self.config, params, arguments.as_floats("x", x))
 
     def cross_entropy(
-        self,
-        params: Params,
-        x: ArrayLike,
-        labels: ArrayLike,
-        *,
-        mask: ArrayLike | None = None,
-        label_smoothing: float = 0.0,
-        reduction: str = "mean",
-        chunk_size: int | None = None,
+        self, params: Params, x: ArrayLike, labels: ArrayLike, **options: Any
     ) -> Float[Array, ""]:
         """The cross-entropy of `logits(params, x)` with labels [...], computed one chunk of tokens
-        at a time.
-
-        Tokens whose label is `config.pad_id` are not counted. See `tied_cross_entropy`.
-        """
+        at a time; see `TokenEmbedding.cross_entropy`."""
 
         def loss() -> Float[Array, ""]:
-            return TransformerEmbedding(self.config).cross_entropy(
-                x,
-                labels,
-                mask=mask,
-                label_smoothing=label_smoothing,
-                reduction=reduction,
-                chunk_size=chunk_size,
-            )
+            return TransformerEmbedding(self.config).cross_entropy(x, labels, **options)
 
         return hk.transform(loss).apply(arguments.as_params("params", params), None)
 

@@ -14,12 +14,12 @@ from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
-from transformer_embed._src.functional.cross_entropy import tied_cross_entropy
+from transformer_embed._src.functional.cross_entropy import linear_cross_entropy
 from transformer_embed._src.functional.dropout import dropout
 from transformer_embed._src.functional.lookup import OUT_OF_RANGE, Table, lookup
-from transformer_embed._src.functional.output_layer import tied_logits
+from transformer_embed._src.functional.output_layer import linear_logits
 from transformer_embed._src.functional.relative_bias import relative_position_buckets
-from transformer_embed._src.layers.config import EmbedderConfig
+from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
 from transformer_embed._src.layers.schemes import Scheme, check_length, positions_of_ids
 
 Initializer = hk.initializers.Initializer
@@ -27,11 +27,11 @@ Params = Mapping[str, Mapping[str, Any]]
 
 
 class TokenEmbedding(hk.Module):
-    """Embeds token ids as rows of a table times sqrt(d_model), with an output layer tied to the
-    table.
+    """Embeds token ids as rows of a table times sqrt(d_model), with an output layer.
 
     The table is the parameter `embeddings`, [vocab_size, d_model], as in hk.Embed, so checkpoints
-    of hk.Embed can be loaded.
+    of hk.Embed can be loaded. `logits` and `cross_entropy` read it too, or the parameters that
+    `output` adds.
 
     Args:
         vocab_size: number of rows, at least 1.
@@ -44,9 +44,11 @@ class TokenEmbedding(hk.Module):
             None: no padding.
         out_of_range: `"nan"`, `"clip"` or `"zero"`; see `lookup`.
         lookup_style: `"gather"` or `"one_hot"`; see `lookup`.
+        output: the output layer; see `OutputLayer`. None: `logits` and `cross_entropy` raise an
+            error.
         w_init: initialiser of the table. None: normal, scaled so that the module's outputs have
             unit variance.
-        param_dtype: of the table.
+        param_dtype: of the parameters.
         dtype: of the result. None: the dtype of the table, after a Haiku mixed-precision policy has
             cast it.
         name: of the module.
@@ -77,6 +79,7 @@ class TokenEmbedding(hk.Module):
         pad_id: int | None = None,
         out_of_range: str = "nan",
         lookup_style: str = "gather",
+        output: OutputLayer | None = OutputLayer(),
         w_init: Initializer | None = None,
         param_dtype: DTypeLike = jnp.float32,
         dtype: DTypeLike | None = None,
@@ -93,6 +96,7 @@ class TokenEmbedding(hk.Module):
             lookup_style=lookup_style,
             param_dtype=param_dtype,
             dtype=dtype,
+            output=output,
         )
         scale = self.config.scale
         self.factor = math.sqrt(self.config.d_model) if scale is True else scale or 1.0
@@ -104,35 +108,39 @@ class TokenEmbedding(hk.Module):
         return rows.astype(table_dtype if self.config.dtype is None else self.config.dtype)
 
     def logits(self, x: ArrayLike) -> Float[Array, "... v"]:
-        """The output layer tied to the table: x [..., d_model] times its rows, not scaled; float32
-        [..., vocab_size]. See `tied_logits`."""
-        return tied_logits(x, self._table(), pad_id=self.config.pad_id)
+        """The logits of `output` for x [..., d_model]; float32 [..., vocab_size]. See
+        `linear_logits`."""
+        return linear_logits(x, **self._output("logits"))
 
-    def cross_entropy(
-        self,
-        x: ArrayLike,
-        labels: ArrayLike,
-        *,
-        mask: ArrayLike | None = None,
-        label_smoothing: float = 0.0,
-        reduction: str = "mean",
-        chunk_size: int | None = None,
-    ) -> Float[Array, ""]:
+    def cross_entropy(self, x: ArrayLike, labels: ArrayLike, **options: Any) -> Float[Array, ""]:
         """The cross-entropy of `logits(x)` with labels [...], computed one chunk of tokens at a
-        time; see `tied_cross_entropy`.
+        time.
 
-        Tokens whose label is the module's `pad_id` are not counted; use `mask` to leave out others.
+        Labels that are the module's `pad_id` are not counted. The options are those of
+        `linear_cross_entropy`: mask, weights, shift, segment_ids, label_smoothing, z_loss,
+        reduction and chunk_size.
         """
-        return tied_cross_entropy(
-            x,
-            self._table(),
-            labels,
-            mask=mask,
-            pad_id=self.config.pad_id,
-            label_smoothing=label_smoothing,
-            reduction=reduction,
-            chunk_size=chunk_size,
-        )
+        return linear_cross_entropy(x, labels=labels, **self._output("cross_entropy"), **options)
+
+    def _output(self, method: str) -> dict[str, Any]:
+        """The arguments of `linear_logits` besides x, for a method."""
+        output, width = self.config.output, self.config.d_model
+        if output is None:
+            want = f"config.output, an OutputLayer (or call te.linear_{method} with other weights)"
+            raise arguments.value_error(method, want, "None")
+        table, bias = self._table(), None
+        if not output.tied:
+            w_init = hk.initializers.RandomNormal(stddev=1 / math.sqrt(width))
+            table = self._parameter("output_embeddings", w_init, width)
+        if output.bias:
+            bias = self._parameter("output_bias", jnp.zeros)
+        return {
+            "table": table,
+            "bias": bias,
+            "softcap": output.softcap,
+            "scale": output.scale,
+            "pad_id": self.config.pad_id,
+        }
 
     def _scaled_rows(self, ids: ArrayLike) -> tuple[Float[Array, "... d"], jnp.dtype]:
         """The scaled rows in float32 or wider, and the dtype of the table."""
@@ -147,8 +155,12 @@ class TokenEmbedding(hk.Module):
         return _widened(rows) * self.factor, table.dtype
 
     def _table(self) -> Any:
-        shape = (self.config.vocab_size, self.config.d_model)
-        return _get_table(shape, self.config.param_dtype, self.w_init)
+        return self._parameter("embeddings", self.w_init, self.config.d_model)
+
+    def _parameter(self, name: str, w_init: Initializer, *width: int) -> Any:
+        """The parameter of this name, [vocab_size, *width]."""
+        shape = (self.config.vocab_size, *width)
+        return _native(name, hk.get_parameter(name, shape, self.config.param_dtype, w_init))
 
 
 class PositionalEncoding(hk.Module):
@@ -420,7 +432,9 @@ class TransformerEmbedding(hk.Module):
             lookup_style=config.lookup_style,
             param_dtype=config.param_dtype,
         )
-        self.tokens = embedding(config.vocab_size, scale=config.scale, pad_id=config.pad_id)
+        self.tokens = embedding(
+            config.vocab_size, scale=config.scale, pad_id=config.pad_id, output=config.output
+        )
         self.encoding = self.token_types = self.norm = self.widen = None
         if config.scheme is not None:
             self.encoding = PositionalEncoding(
@@ -484,45 +498,15 @@ class TransformerEmbedding(hk.Module):
             return x if self.widen is None else self.widen(x.astype(table_dtype)).astype(dtype)
 
     def logits(self, x: ArrayLike) -> Float[Array, "... v"]:
-        """The output layer tied to the token table; x is as wide as the table. See
-        `tied_logits`."""
-        self._check_tied("logits")
+        """The logits of `config.output`; x is as wide as the token table. See `linear_logits`."""
         with _parameters_from(self._initial_params):
             return self.tokens.logits(x)
 
-    def cross_entropy(
-        self,
-        x: ArrayLike,
-        labels: ArrayLike,
-        *,
-        mask: ArrayLike | None = None,
-        label_smoothing: float = 0.0,
-        reduction: str = "mean",
-        chunk_size: int | None = None,
-    ) -> Float[Array, ""]:
+    def cross_entropy(self, x: ArrayLike, labels: ArrayLike, **options: Any) -> Float[Array, ""]:
         """The cross-entropy of `logits(x)` with labels [...]; see
         `TokenEmbedding.cross_entropy`."""
-        self._check_tied("cross_entropy")
         with _parameters_from(self._initial_params):
-            return self.tokens.cross_entropy(
-                x,
-                labels,
-                mask=mask,
-                label_smoothing=label_smoothing,
-                reduction=reduction,
-                chunk_size=chunk_size,
-            )
-
-    def _check_tied(self, name: str) -> None:
-        """Raises for a model whose output layer has weights of its own."""
-        if not self.config.tied:
-            want = "config.tied, since it multiplies by the token table"
-            got = (
-                "a model whose output layer has weights of its own; read them, "
-                f"[vocab_size, d_model], and pass them to tied_{name} as the table "
-                "(and add the bias if there is one)"
-            )
-            raise arguments.value_error(name, want, got)
+            return self.tokens.cross_entropy(x, labels, **options)
 
 
 def init_params(config: EmbedderConfig, rng: Array) -> Params:
@@ -531,7 +515,10 @@ def init_params(config: EmbedderConfig, rng: Array) -> Params:
     token_types = None if config.num_token_types is None else ids
 
     def embed():
-        TransformerEmbedding(config)(ids, is_training=False, token_types=token_types)
+        layer = TransformerEmbedding(config)
+        layer(ids, is_training=False, token_types=token_types)
+        if config.output is not None:
+            layer.logits(jnp.zeros(config.table_width))
 
     return hk.transform(embed).init(rng)
 

@@ -16,8 +16,9 @@ from transformer_embed._src.rows.gathered_rows import RowTable
 def resize_vocabulary(params: Params, vocab_size: int, rng: Array | None = None) -> Params:
     """Adds rows to the end of an embedder's token table, or removes rows from its end.
 
-    New rows are drawn from a normal distribution with each channel's mean and standard deviation
-    over the old rows. The matching config is `dataclasses.replace(config, vocab_size=...)`.
+    The parameters of an output layer change with it. New rows are drawn from a normal distribution
+    with each channel's mean and standard deviation over the old rows. The matching config is
+    `dataclasses.replace(config, vocab_size=...)`.
 
     Args:
         params: a Haiku parameter tree with one token table, as `Embedder.init` makes. A sharded
@@ -27,7 +28,7 @@ def resize_vocabulary(params: Params, vocab_size: int, rng: Array | None = None)
         rng: a key; may be None if no row is added.
 
     Returns:
-        The tree, in which only that table is replaced.
+        The tree, in which only that module's parameters are replaced.
 
     Raises:
         TypeError: vocab_size is not a Python int.
@@ -47,24 +48,31 @@ def resize_vocabulary(params: Params, vocab_size: int, rng: Array | None = None)
     """
     arguments.size("vocab_size", vocab_size)
     params = arguments.as_params("params", params)
-    path, table = _table_of(params, "token_embedding")
+    path, _ = _table_of(params, "token_embedding")
+    resized = {}
+    for n, (name, table) in enumerate(sorted(params[path].items())):
+        if isinstance(table, Table) and not isinstance(table, RowTable):
+            raise _not_whole_error(f"{path}/{name}", table)
+        resized[name] = _with_rows(table, vocab_size, rng, n)
+    return {**params, path: resized}
+
+
+def _with_rows(table: Any, vocab_size: int, rng: Array | None, salt: int) -> Any:
+    """A parameter with a row for each id, with this number of rows."""
     is_row_table = isinstance(table, RowTable)
-    if isinstance(table, Table) and not is_row_table:
-        raise _not_whole_error(path, table)
-    rows = table.in_vocabulary_order() if is_row_table else table
+    rows = table.in_vocabulary_order() if is_row_table else jnp.asarray(table)
     more = vocab_size - rows.shape[0]
     if more > 0:
         if rng is None:
             raise arguments.value_error("rng", f"a key, to draw {more} new rows", "None")
         wide = rows.astype(arguments.compute_dtype(rows.dtype))
-        normal = jax.random.normal(arguments.as_key("rng", rng), (more, rows.shape[1]), wide.dtype)
+        key = jax.random.fold_in(arguments.as_key("rng", rng), salt)
+        normal = jax.random.normal(key, (more, *rows.shape[1:]), wide.dtype)
         drawn = wide.mean(0, keepdims=True) + wide.std(0, keepdims=True) * normal
         library = np if is_row_table else jnp
         rows = library.concatenate([rows, drawn.astype(rows.dtype)])
     resized: Any = rows[:vocab_size]
-    if is_row_table:
-        resized = table.with_rows(resized)
-    return {**params, path: {**params[path], "embeddings": resized}}
+    return table.with_rows(resized) if is_row_table else resized
 
 
 def resize_positions(params: Params, max_len: int, *, start: int = 0) -> Params:
@@ -104,7 +112,7 @@ def resize_positions(params: Params, max_len: int, *, start: int = 0) -> Params:
     params = arguments.as_params("params", params)
     path, table = _table_of(params, "learned_positional_encoding")
     if isinstance(table, Table):
-        raise _not_whole_error(path, table)
+        raise _not_whole_error(f"{path}/embeddings", table)
     start = arguments.integer("start", start, at_least=0, at_most=table.shape[0] - 1)
     rows = arguments.integer("max_len", max_len, at_least=start + 1) - start
     wide = table[start:].astype(arguments.compute_dtype(table.dtype))
@@ -121,10 +129,10 @@ def _table_of(params: Params, module: str) -> tuple[str, Float[Array, "v d"] | T
         )
     table = params[paths[0]].get("embeddings")
     if table is None:
-        raise _not_whole_error(paths[0], table)
+        raise _not_whole_error(f"{paths[0]}/embeddings", table)
     return paths[0], table if isinstance(table, Table) else jnp.asarray(table)
 
 
-def _not_whole_error(path: str, table: Any) -> ValueError:
+def _not_whole_error(name: str, table: Any) -> ValueError:
     got = "none" if table is None else f"a table held as {type(table).__name__}"
-    return arguments.value_error(f"params: {path}/embeddings", "a whole array", got)
+    return arguments.value_error(f"params: {name}", "a whole array", got)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from transformer_embed._src import arguments
+from transformer_embed._src.layers.config import OutputLayer
 from transformer_embed._src.layers.schemes import Learned, Scheme, Sinusoidal
 from transformer_embed._src.pretrained import rope, schema
 from transformer_embed._src.pretrained.schema import Count, Positive, Rate
@@ -106,7 +107,7 @@ class Settings:
             "scheme": None,
             "scale": False,
             "dropout_rate": 0.0,
-            "tied": self.tie_word_embeddings,
+            "output": OutputLayer() if self.tie_word_embeddings else None,
         }
         return options | others
 

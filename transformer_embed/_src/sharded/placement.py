@@ -19,7 +19,7 @@ from transformer_embed._src.sharded.contiguous import ContiguousTable
 from transformer_embed._src.sharded.interleaved import InterleavedTable
 from transformer_embed._src.sharded.table import Sharded
 
-TABLES = "*/embeddings"
+TABLES = "*embeddings"
 VIRTUAL_SHARDS = 4096
 # Slots are int32, and slots past the end pad buffers.
 MAX_SIZE = 2**31 - 2**26
@@ -72,7 +72,7 @@ def shard_params(
         rules: patterns and their specs: for each dimension a mesh axis, a tuple of them, or None.
         rng: a key, required if params is a function; otherwise must be None.
         tables: a pattern for the names of tables: of rank 2, split by a rule, and read only by
-            `lookup` and `tied_logits`. Other modules, such as hk.Embed, need a plain array: leave
+            `lookup` and `linear_logits`. Other modules, such as hk.Embed, need a plain array: leave
             their tables out of the pattern. An array of rank 1 with such a name has one number for
             each row, such as row-wise Adagrad's state.
         batch_axes: under automatic axes, the mesh axes that the first dimension of ids is split

@@ -24,7 +24,7 @@ from transformer_embed._src.sharded.row_order import Contiguous, Interleaved
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sharded(RowTable):
-    """A sharded table, as a leaf of a parameter tree; `lookup`, `tied_logits` and every module of
+    """A sharded table, as a leaf of a parameter tree; `lookup`, `linear_logits` and every module of
     this package read it.
 
     `shard_params` makes it. It is a pytree whose one leaf is the padded array, so gradients,
@@ -32,7 +32,7 @@ class Sharded(RowTable):
     receives a whole table. Padding rows are never read and get no gradient. Their logits are half
     of the dtype's lowest number, so they do not affect softmax, argmax or cross-entropy.
 
-    `lookup` returns the same values as on one device, bit for bit. `tied_logits` returns [...,
+    `lookup` returns the same values as on one device, bit for bit. `linear_logits` returns [...,
     padded vocab_size], split over the table's axes. x is first gathered over every axis that splits
     its channels or the table, and over the later axes of the same dimension. If columns are split,
     an all-to-all first splits the table by rows instead. A gradient of the table is summed over the
