@@ -1,7 +1,12 @@
-"""Checks of arguments, one function for each kind: an error names the argument, what was wanted and
-what was passed."""
+"""Checks of arguments, one function for each kind.
+
+An error names the argument, what was wanted and what was passed. A function called `as_...`
+converts to an array, `check_...` only raises, and all others return a Python value that is known
+while tracing.
+"""
 
 import dataclasses
+import functools
 import math
 import numbers
 import reprlib
@@ -37,20 +42,13 @@ def type_error(name: str, want: str, got: Any) -> TypeError:
     return TypeError(wanted(name, want, got))
 
 
-def set_fields(instance: Any, **values: Any) -> None:
-    """Sets fields of a frozen dataclass, in its `__post_init__`."""
-    for name, value in values.items():
-        object.__setattr__(instance, name, value)
-
-
 def convert_fields(instance: Any, **converters: Callable[[str, Any], Any]) -> None:
-    """Converts fields of a frozen dataclass, in its `__post_init__`; None stays where it is the
+    """Converts fields of a frozen dataclass in its `__post_init__`; None stays if it is the
     default."""
-    defaults = {field.name: field.default for field in dataclasses.fields(instance)}
-    for name, convert in converters.items():
-        value = getattr(instance, name)
-        if value is not None or defaults[name] is not None:
-            set_fields(instance, **{name: convert(name, value)})
+    for field in dataclasses.fields(instance):
+        value = getattr(instance, field.name)
+        if field.name in converters and not (value is None and field.default is None):
+            object.__setattr__(instance, field.name, converters[field.name](field.name, value))
 
 
 def integer(
@@ -67,19 +65,15 @@ def integer(
     return value
 
 
-def size(name: str, value: Any) -> int:
-    """The size of an axis: an int of at least 1 that int32 holds."""
-    return integer(name, value, at_least=1, at_most=2**31 - 1)
+# The size of an axis.
+size = functools.partial(integer, at_least=1, at_most=2**31 - 1)
 
 
 def length(name: str, value: Any, *, at_most: int = 2**31) -> Any:
-    """A number of int32 positions 0, 1, ... that is known while tracing, or a symbolic dimension of
-    jax.export."""
-    return (
-        value
-        if export.is_symbolic_dim(value)
-        else integer(name, value, at_least=0, at_most=at_most)
-    )
+    """A number of int32 positions 0, 1, ..., or a symbolic dimension of jax.export."""
+    if export.is_symbolic_dim(value):
+        return value
+    return integer(name, value, at_least=0, at_most=at_most)
 
 
 def real(name: str, value: Any, *, above: float = -math.inf) -> float:
@@ -99,13 +93,11 @@ def real(name: str, value: Any, *, above: float = -math.inf) -> float:
 def flag(name: str, value: Any) -> bool:
     """A Python bool, known while tracing."""
     if not isinstance(value, bool | np.bool_):
-        hint = (
-            " known while tracing "
-            "(bind it with functools.partial, or make it a static argument of jit)"
-            if is_traced(value)
-            else ""
-        )
-        raise type_error(name, f"a Python bool{hint}", _describe(value))
+        want = "a Python bool"
+        if is_traced(value):
+            remedy = "bind it with functools.partial, or make it a static argument of jit"
+            want += f" known while tracing ({remedy})"
+        raise type_error(name, want, _describe(value))
     return bool(value)
 
 
@@ -135,35 +127,30 @@ def choice(name: str, value: Any, choices: Sequence[str]) -> str:
 
 def floating_dtype(name: str, dtype: Any) -> jnp.dtype:
     """A floating dtype of 16 bits or more."""
+    want = "a floating dtype of 16 bits or more"
     if isinstance(dtype, jax.Array | np.ndarray | np.generic):
-        raise type_error(
-            name, "a floating dtype of 16 bits or more, not an array", _describe(dtype)
-        )
+        raise type_error(name, f"{want}, not an array", _describe(dtype))
     try:
+        # numpy takes None for float64.
         dtype = jnp.dtype("" if dtype is None else dtype)
     except (TypeError, ValueError) as error:
-        raise type_error(name, "a floating dtype of 16 bits or more", _describe(dtype)) from error
+        raise type_error(name, want, _describe(dtype)) from error
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize not in (2, 4, 8):
-        raise type_error(
-            name,
-            "a floating dtype of 16 bits or more"
-            if dtype.itemsize < 16
-            else "a floating dtype of 16 to 64 bits",
-            dtype,
-        )
-    return dtype.newbyteorder("=") if not dtype.isnative else dtype
+        if dtype.itemsize >= 16:
+            want = "a floating dtype of 16 to 64 bits"
+        raise type_error(name, want, dtype)
+    return dtype.newbyteorder("=")
 
 
 def result_dtype(name: str, dtype: Any) -> jnp.dtype:
-    """Like `floating_dtype`, but if jax_enable_x64 is off, float64 becomes float32, with jax's own
-    warning."""
+    """A `floating_dtype` that jax has: with x64 off, float64 becomes float32 with jax's warning."""
     dtype = floating_dtype(name, dtype)
     return dtype if jax.dtypes.canonicalize_dtype(dtype) == dtype else jnp.zeros(0, dtype).dtype
 
 
 def compute_dtype(*dtypes: Any) -> jnp.dtype:
-    """The dtype to compute in: float32, or float64 if one of the dtypes is. (jnp.promote_types
-    raises under strict promotion.)"""
+    """The dtype to compute in: float32, or float64 if one of the dtypes is."""
+    # jnp.promote_types raises under strict promotion.
     return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)
 
 
@@ -180,8 +167,7 @@ def on_host(name: str, array: jax.Array | np.ndarray) -> np.ndarray:
 
 
 def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndarray:
-    """A jax array as it is; anything else as a numpy array of its own width, in the byte order of
-    this machine.
+    """A jax array as it is; anything else as a numpy array of its own width in native byte order.
 
     The numpy array is always a copy, since jax may share its memory and read it after the caller
     has changed it.
@@ -223,12 +209,10 @@ def _holds_mask(value: Any) -> bool:
 
 
 def _check_not_fields(name: str, value: Any) -> None:
-    """Raises for dataclasses such as `TokenPositions`, and for named tuples, because numpy would
-    stack their fields into one array."""
+    """Raises for dataclasses and named tuples, whose fields numpy would stack into one array."""
+    fields = getattr(value, "_fields", ()) if isinstance(value, tuple) else ()
     if dataclasses.is_dataclass(value):
         fields = [field.name for field in dataclasses.fields(value)]
-    else:
-        fields = getattr(value, "_fields", ()) if isinstance(value, tuple) else ()
     if fields:
         named = [field for field in fields if name.endswith(field)] or fields
         hint = " or ".join(f".{field}" for field in named)
@@ -260,13 +244,10 @@ def as_fitting_positions(name: str, value: ArrayLike) -> jax.Array:
     A ValueError if 64-bit integers on the host do not fit. uint32 ones keep their dtype.
     """
     array = as_positions(name, value)
-    if jnp.issubdtype(array.dtype, jnp.floating):
+    is_uint32 = array.dtype == np.uint32 and isinstance(array, np.ndarray)
+    if array.dtype.kind == "f" or (is_uint32 and array.max(initial=0) >= 2**31):
         return jnp.asarray(array)
-    if isinstance(array, jax.Array):
-        return as_int32(name, array) if _fits_int32_by_dtype(array) else array
-    if array.dtype == np.uint32 and array.size and array.max() >= 2**31:
-        return jnp.asarray(array)
-    return jnp.asarray(_as_host_int32(name, array))
+    return _narrowed(name, array)
 
 
 def as_integers(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
@@ -286,59 +267,53 @@ def _at_least_8_bits(array: Any) -> Any:
     return array.astype(jnp.int8 if jnp.issubdtype(array.dtype, jnp.signedinteger) else jnp.uint8)
 
 
-def _fits_int32_by_dtype(array: jax.Array | np.ndarray) -> bool:
-    return array.dtype == jnp.int32 or array.dtype.itemsize < 4
-
-
 def as_int32(name: str, value: ArrayLike) -> jax.Array:
-    """Integers of any width as int32. Those outside int32 become its lowest or highest value; they
-    never wrap."""
+    """Integers as int32. Those outside become its lowest or highest value; they never wrap."""
     if isinstance(value, jax.Array) and value.dtype == jnp.int32 and not value.weak_type:
         return value
     array = as_integers(name, value)
-    if _fits_int32_by_dtype(array):
-        return jnp.asarray(array, jnp.int32)
-    library = np if isinstance(array, np.ndarray) else jnp
-    info = jnp.iinfo(jnp.int32)
-    lowest = info.min if jnp.issubdtype(array.dtype, jnp.signedinteger) else 0
-    clipped = library.clip(array, np.array(lowest, array.dtype), np.array(info.max, array.dtype))
-    return jnp.asarray(clipped.astype(np.int32))
+    if not _is_inside_int32(array.dtype):
+        library = np if isinstance(array, np.ndarray) else jnp
+        lowest = max(jnp.iinfo(array.dtype).min, -(2**31))
+        array = library.clip(array, lowest, 2**31 - 1)
+    return jnp.asarray(array, jnp.int32)
 
 
 def as_fitting_int32(name: str, value: ArrayLike) -> jax.Array:
-    """Integers as int32; a ValueError if one does not fit, and a TypeError if they are traced and
-    of a wider dtype."""
-    array = as_integers(name, value)
-    if _fits_int32_by_dtype(array):
-        return as_int32(name, array)
+    """Integers as int32; an error if one does not fit, or a traced one may not."""
+    array = _narrowed(name, as_integers(name, value))
+    if array.dtype == jnp.int32:
+        return array
     if is_traced(array):
         want = "an int32 array (convert it by .astype(jnp.int32): int32 may not hold its values)"
         raise type_error(name, want, _describe(array))
-    return jnp.asarray(_as_host_int32(name, jax.device_get(array)))
+    return _narrowed(name, jax.device_get(array))
 
 
 def as_ordered(name: str, value: ArrayLike) -> jax.Array:
-    """Signed integers to compare. Values that may not fit are an error: clamped or wrapped, they
-    would compare wrongly."""
-    array = as_integers(name, value)
-    if isinstance(array, np.ndarray):
-        return jnp.asarray(_as_host_int32(name, array))
-    if array.dtype.itemsize < 4:
-        return array.astype(jnp.int32)
+    """Signed integers to compare. Clamped or wrapped ones would compare wrongly: an error."""
+    array = _narrowed(name, as_integers(name, value))
     if not jnp.issubdtype(array.dtype, jnp.signedinteger):
         raise type_error(name, "a signed integer dtype", array.dtype)
     return array
 
 
-def _as_host_int32(name: str, array: np.ndarray) -> np.ndarray:
-    info = np.iinfo(np.int32)
-    check_inside(name, array, info.min, info.max, "int32")
-    return array.astype(np.int32)
+def _is_inside_int32(dtype: jnp.dtype) -> bool:
+    return dtype == jnp.int32 or dtype.itemsize < 4
+
+
+def _narrowed(name: str, array: jax.Array | np.ndarray) -> jax.Array:
+    """Integers as int32, except for a wider jax array; an error if one on the host does not fit."""
+    if isinstance(array, np.ndarray):
+        check_inside(name, array, -(2**31), 2**31 - 1, "int32")
+    elif not _is_inside_int32(array.dtype):
+        return array
+    return jnp.asarray(array, jnp.int32)
 
 
 def check_last_position(name: str, first: int, length: int) -> None:
-    """A ValueError if positions first, first + 1, ... would leave int32. (A symbolic length is
-    assumed to be small enough.)"""
+    """A ValueError if positions first, first + 1, ... would leave int32."""
+    # A symbolic length is assumed to be small enough.
     if not export.is_symbolic_dim(length) and first + length > 2**31:
         want = f"an int of at most {2**31 - length}, for {length} positions inside int32"
         raise value_error(name, want, first)
@@ -353,8 +328,7 @@ def _describe(value: Any) -> str:
 
 
 def int32(name: str, value: Any) -> int:
-    """A Python int inside int32 and below its highest value, which `as_int32` gives to everything
-    beyond it."""
+    """A Python int inside int32 that `as_int32` gives to no other value."""
     value = integer(name, value, at_least=-(2**31) + 1)
     if value >= 2**31 - 1:
         raise value_error(name, "an int below 2**31 - 1", value)
@@ -389,8 +363,8 @@ def check_inside(name: str, array: np.ndarray, lowest: int, highest: int, what: 
 
 
 def as_floats(name: str, value: ArrayLike) -> jax.Array:
-    """A floating jax array of 16 bits or more: 8-bit and 4-bit floats lack the NaN or the zero that
-    results may need."""
+    """A floating jax array of 16 bits or more."""
+    # Floats of 8 and 4 bits lack the NaN or the zero that results may need.
     array = as_array(name, value)
     if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
         more = " of 16 bits or more" if array.dtype.itemsize < 2 and array.dtype.kind == "V" else ""
@@ -399,15 +373,14 @@ def as_floats(name: str, value: ArrayLike) -> jax.Array:
 
 
 def as_given(name: str, value: ArrayLike) -> jax.Array:
-    """A jax array of the dtype that came; lists and Python numbers get the dtype that jax gives
-    them."""
+    """A jax array of the same dtype; of the dtype that jax gives to lists and Python numbers."""
     array = as_array(name, value)
     if isinstance(array, np.ndarray) and jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
         if not isinstance(value, list | tuple | int | float | complex):
             want = "at most 32 bits, for jax_enable_x64 is off (cast them first)"
             raise type_error(name, want, array.dtype)
         if array.dtype.kind in "iu":
-            array = _as_host_int32(name, array)
+            return _narrowed(name, array)
     return jnp.asarray(array)
 
 
@@ -461,8 +434,8 @@ def rows(name: str, array: Any) -> Any:
 
 
 def comparable_rows(**sides: ArrayLike) -> list[jax.Array]:
-    """Integers of queries and of keys to be compared, [length] or [batch, length] each, as [1 or
-    batch, length]."""
+    """Integers of queries and keys to compare, [length] or [batch, length], as [1 or batch,
+    length]."""
     arrays = {name: rows(name, as_ordered(name, value)) for name, value in sides.items()}
     check_numbers_of_rows(arrays)
     return list(arrays.values())
@@ -482,9 +455,8 @@ def as_key(name: str, rng: Any) -> jax.Array:
     if not isinstance(rng, jax.Array) and hasattr(type(rng), "__jax_array__"):
         rng = rng.__jax_array__()
     try:
-        key = (
-            rng if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(rng)
-        )
+        is_typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+        key = rng if is_typed else jax.random.wrap_key_data(rng)
     except (AttributeError, TypeError, ValueError) as error:
         raise type_error(name, want, _describe(rng)) from error
     if key.shape != ():
@@ -505,7 +477,7 @@ def as_params(name: str, value: Any) -> Mapping[str, Mapping[str, Any]]:
             if not hasattr(leaf, "shape"):
                 place = f"{name}: {path}/{leaf_name}"
                 raise type_error(place, "an array (use jnp.asarray)", _describe(leaf))
-            if isinstance(leaf, np.ndarray) and not _is_native(leaf):
+            if isinstance(leaf, np.ndarray):
                 leaves = converted.setdefault(path, dict(module))
                 leaves[leaf_name] = native(f"{name}: {path}/{leaf_name}", leaf)
     return {**value, **converted} if converted else value
@@ -519,16 +491,12 @@ def native(name: str, array: np.ndarray) -> np.ndarray:
     if isinstance(array, np.ma.MaskedArray):
         want = "an array without a mask (fill it first: x.filled(...))"
         raise type_error(name, want, "a masked array of numpy")
-    return array if _is_native(array) else array.astype(array.dtype.newbyteorder("="))
-
-
-def _is_native(array: np.ndarray) -> bool:
-    return array.dtype.isnative and not isinstance(array, np.ma.MaskedArray)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def name(argument: str, value: Any) -> str | None:
-    """A string or None, for the name of a module or a line. Haiku itself raises for strings that
-    are not identifiers."""
+    """A string or None, for the name of a module or a line."""
+    # Haiku itself raises for strings that are not identifiers.
     if value is not None and not isinstance(value, str):
         raise type_error(argument, "a string or None", _describe(value))
     return value

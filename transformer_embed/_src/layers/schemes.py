@@ -167,10 +167,13 @@ class SinusoidalGrid(Sinusoids, _Scheme):
     def __post_init__(self):
         super().__post_init__()
         shape, order = as_grid(self.shape, self.axes)
-        arguments.set_fields(self, shape=shape, axes=None if self.axes is None else order)
         reals = functools.partial(arguments.entries, convert=arguments.real)
-        coordinates = functools.partial(arguments.entries, convert=reals)
-        arguments.convert_fields(self, axis_positions=coordinates)
+        arguments.convert_fields(
+            self,
+            shape=lambda *_: shape,
+            axes=lambda *_: order,
+            axis_positions=functools.partial(arguments.entries, convert=reals),
+        )
         self._check(2 * len(shape))
 
     def _check(self, d_model: int) -> None:
