@@ -10,6 +10,8 @@ the angle each time the position doubles.
 
 import decimal
 import functools
+import itertools
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -31,8 +33,7 @@ ZERO = decimal.Decimal(0)
 
 
 class Channels(NamedTuple):
-    """Constants of `d_model` channels: channel c of a position p is `sin(p * frequency[c] +
-    quarters[c] * pi / 2)`.
+    """Constants of channels: channel c at p is `sin(p * frequency[c] + quarters[c] * pi / 2)`.
 
     `turns`, `high` and `low` are the words of the frequency in turns per unit of position.
     """
@@ -55,22 +56,17 @@ def geometric_frequencies(
     denominator: float | decimal.Decimal,
     frequency_scale: float = 1.0,
 ) -> tuple[decimal.Decimal, ...]:
-    """`frequency_scale * base ** (-i / denominator)` for i in 0..count-1, in radians per unit of
-    position, to about 75 digits."""
+    """`frequency_scale * base ** (-i / denominator)` for i in 0..count-1, to about 75 digits."""
     with decimal.localcontext(PRECISION):
-        frequency = decimal.Decimal(frequency_scale)
-        if count < 2:
-            return (frequency,) * count
-        ratio = (-decimal.Decimal(base).ln() / decimal.Decimal(denominator)).exp()
-        frequencies = [frequency]
-        for _ in range(count - 1):
-            frequencies.append(frequencies[-1] * ratio)
-        return tuple(frequencies)
+        frequencies = [decimal.Decimal(frequency_scale)] * min(count, 1)
+        if count > 1:
+            ratio = (-decimal.Decimal(base).ln() / decimal.Decimal(denominator)).exp()
+            frequencies += itertools.repeat(ratio, count - 1)
+        return tuple(itertools.accumulate(frequencies, operator.mul))
 
 
 def channels(frequencies: Sequence[decimal.Decimal], quarters: Sequence[int]) -> Channels:
-    """The words of one frequency per channel (in radians per unit of position), rounded to 2**-64
-    turns."""
+    """The words of one frequency a channel, from radians per unit of position to 2**-64 turns."""
     highest = max(frequencies, default=ZERO)
     if highest >= 2**33 * PI:
         raise arguments.value_error(
@@ -82,12 +78,10 @@ def channels(frequencies: Sequence[decimal.Decimal], quarters: Sequence[int]) ->
         words = [
             min(int((f / (2 * PI) * 2**64).to_integral_value()), 2**96 - 1) for f in frequencies
         ]
-    return Channels(
-        turns=np.array([w >> 64 for w in words], np.uint32),
-        high=np.array([w >> 32 & 0xFFFFFFFF for w in words], np.uint32),
-        low=np.array([w & 0xFFFFFFFF for w in words], np.uint32),
-        quarters=np.array(quarters, np.uint32),
+    turns, high, low = (
+        np.array([word >> shift & 0xFFFFFFFF for word in words], np.uint32) for shift in (64, 32, 0)
     )
+    return Channels(turns, high, low, np.array(quarters, np.uint32))
 
 
 def sinusoid(positions: ArrayLike, constants: Channels) -> Float32[Array, "... d"]:
@@ -111,59 +105,43 @@ def sinusoid(positions: ArrayLike, constants: Channels) -> Float32[Array, "... d
     """
     positions = arguments.as_positions("positions", positions)
     constants = _expanded_to_rank(constants, positions.ndim + 1)
-    if jnp.issubdtype(positions.dtype, jnp.floating):
+    dtype = positions.dtype
+    if jnp.issubdtype(dtype, jnp.floating):
         narrow = jnp.asarray(positions, jnp.float32)
-        if positions.dtype == jnp.float64:
-            narrow = jnp.where(
-                (jnp.abs(positions) < 2**24) | (narrow.astype(jnp.float64) == positions),
-                narrow,
-                jnp.nan,
-            )
+        if dtype == jnp.float64:
+            is_exact = narrow.astype(jnp.float64) == positions
+            narrow = jnp.where((jnp.abs(positions) < 2**24) | is_exact, narrow, jnp.nan)
         return _sine_at_float(narrow, constants)
-    if positions.dtype.itemsize < 8:
-        return _sine_at_integer(
-            jnp.asarray(positions, jnp.uint32 if positions.dtype == jnp.uint32 else jnp.int32),
-            constants,
-        )
-    narrow = positions.astype(jnp.int32)
-    fits = (
-        (narrow.astype(positions.dtype) == positions)
-        if positions.dtype != jnp.uint64
-        else (positions < 2**31)
-    )
-    sine = _sine_at_integer(jnp.asarray(narrow), constants)
-    if isinstance(fits, np.ndarray | np.bool_) and np.all(fits):
+    narrow = positions if dtype == jnp.uint32 else positions.astype(jnp.int32)
+    phase = _integer_phase(jnp.asarray(narrow)[..., None], constants)
+    sine = _sine_of_phase(phase, constants.quarters)
+    if dtype.itemsize < 8:
         return sine
+    # 2**64 - 1 would wrap to -1 and back.
+    fits = positions < 2**31 if dtype == jnp.uint64 else narrow.astype(dtype) == positions
     return jnp.where(jnp.asarray(fits)[..., None], sine, jnp.nan)
 
 
 def _expanded_to_rank(constants: Channels, rank: int) -> Channels:
     """The constants reshaped to a rank, because users may disable jax's rank promotion."""
     return Channels(
-        *(
-            word if word.ndim == 0 else word.reshape(*[1] * (rank - word.ndim), -1)
-            for word in constants
-        )
+        *(word.reshape((1,) * (rank - 1) * word.ndim + word.shape) for word in constants)
     )
 
 
 def multiply_high(
     a: Integer[Array, "..."], b: Array | np.ndarray | np.uint32
 ) -> UInt32[Array, "..."]:
-    """The upper 32 bits of the 64-bit product of an int32 or uint32 array `a` and uint32 `b`, from
-    four 16-bit products."""
+    """The upper 32 bits of the product of an int32 or uint32 `a` and a uint32 `b`.
+
+    They come from four 16-bit products.
+    """
     a_low, a_high = (a & 0xFFFF).astype(jnp.uint32), (a >> 16).astype(jnp.uint32)
     b_low, b_high = b & 0xFFFF, b >> 16
     middle = a_high * b_low + (a_low * b_low >> 16)
     # If `a` is negative, so is `middle`: a signed shift keeps its sign.
     middle_high = (middle.astype(a.dtype) >> 16).astype(jnp.uint32)
     return a_high * b_high + middle_high + (a_low * b_high + (middle & 0xFFFF) >> 16)
-
-
-def _sine_at_integer(
-    positions: Integer[Array, "..."], constants: Channels
-) -> Float32[Array, "... d"]:
-    return _sine_of_phase(_integer_phase(positions[..., None], constants), constants.quarters)
 
 
 def _integer_phase(positions: Integer[Array, "..."], constants: Channels) -> _Phase:
@@ -178,8 +156,11 @@ def _sine_at_float(
     positions: Float32[Array, "..."], constants: Channels
 ) -> Float32[Array, "... d"]:
     magnitude = jnp.abs(positions)[..., None]
-    phase = _float_phase(magnitude, constants)
-    phase = _where_phase(positions[..., None] < 0, _negated_phase(phase), phase)
+    high, low = _float_phase(magnitude, constants)
+    # The phase of -p is the two's complement of that of p.
+    opposite = ~high + (low == 0).astype(jnp.uint32), -low
+    is_negative = positions[..., None] < 0
+    phase = _Phase(*map(functools.partial(jnp.where, is_negative), opposite, (high, low)))
     return jnp.where(magnitude < 2.0**31, _sine_of_phase(phase, constants.quarters), jnp.nan)
 
 
@@ -192,18 +173,18 @@ def _sine_at_float_jvp(primals, tangents):
 
 
 def _frequency(constants: Channels) -> Float32[Array, "... d"]:
-    """Radians per unit of position, rounded to float32."""
+    """Radians per unit of position."""
     turns, high, low = (jnp.asarray(word).astype(jnp.float32) for word in constants[:3])
     return np.float32(2 * np.pi) * (turns + (high * np.float32(2**-32) + low * np.float32(2**-64)))
 
 
 def _float_phase(magnitude: Float32[Array, "..."], constants: Channels) -> _Phase:
-    """The phase of |position|: the phase of its whole part plus the phase of its fraction, which is
-    in 64-bit fixed point."""
+    """The phase of |position|: that of its whole part plus that of its fraction."""
     whole = jnp.floor(magnitude)
     first, second = _fraction_words(magnitude - whole)
-    word = whole.astype(jnp.uint32)
-    phase = _Phase(word * constants.high + multiply_high(word, constants.low), word * constants.low)
+    phase = _integer_phase(whole.astype(jnp.uint32), constants)
+    # The fraction is (first * 2**32 + second) / 2**64. The words of its product with (turns, high,
+    # low) that lie above a turn or below 2**-64 turns are left out.
     phase = _add_to_phase(
         phase,
         first * constants.turns + multiply_high(first, constants.high),
@@ -232,14 +213,6 @@ def _add_to_phase(
     return _Phase(phase.high + high + (total < phase.low).astype(jnp.uint32), total)
 
 
-def _negated_phase(phase: _Phase) -> _Phase:
-    return _Phase(~phase.high + (phase.low == 0).astype(jnp.uint32), -phase.low)
-
-
-def _where_phase(condition: Array, first: _Phase, second: _Phase) -> _Phase:
-    return _Phase(*(jnp.where(condition, a, b) for a, b in zip(first, second, strict=True)))
-
-
 # 2 * pi / 2**32 in two parts. The first has 12 bits, so that its product with a 12-bit integer is
 # exact in float32.
 _RADIANS_PER_UNIT = 2 * np.pi / 2**32
@@ -261,8 +234,7 @@ _EIGHTH = np.uint32(1 << 29)
 
 
 def _sine_of_phase(phase: _Phase, quarters: Array | np.ndarray) -> Float32[Array, "..."]:
-    """Each element evaluates one polynomial: the sine's near an even number of quarter turns, the
-    cosine's near an odd one."""
+    """The sine, from one polynomial: the sine's near an even quarter turn, else the cosine's."""
     shifted = phase.high + ((quarters << 30) + _EIGHTH)
     is_sine = shifted & _IS_ODD == 0
     angle, residue = _radians((shifted & _REST).astype(jnp.int32) - (1 << 29), phase.low)
@@ -286,8 +258,7 @@ def _sine_of_phase(phase: _Phase, quarters: Array | np.ndarray) -> Float32[Array
 def _radians(
     rest: Integer[Array, "..."], low: UInt32[Array, "..."]
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """`rest` units of 2**-32 turns and `low` of 2**-64 in radians: the float32 angle and its
-    rounding error."""
+    """`rest` of 2**-32 turns and `low` of 2**-64 in radians: the angle and its rounding error."""
     coarse = rest + (1 << 17) & -(1 << 18)
     # A CPU converts a signed 24-bit integer to float32 exactly, in one instruction.
     below = (low >> 8).astype(jnp.int32).astype(jnp.float32)

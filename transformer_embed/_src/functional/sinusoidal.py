@@ -1,5 +1,4 @@
-"""Sinusoidal position encodings: of any positions, as tables and on grids, in every published
-layout."""
+"""Sinusoidal position encodings: of any positions, as tables and on grids, in every layout."""
 
 import dataclasses
 import decimal
@@ -10,7 +9,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int32, Shaped
+from jaxtyping import Array, Float, Int32, Shaped
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
@@ -134,12 +133,11 @@ def sinusoidal_table(
         Vaswani et al., "Attention Is All You Need" (2017), section 3.5,
         https://arxiv.org/abs/1706.03762
     """
+    positions = jnp.arange(arguments.length("length", length), dtype=jnp.int32)
     options = Sinusoids(
         base=base, layout=layout, shift=shift, odd=odd, frequency_scale=frequency_scale
     )
-    check_channels(options, d_model)
-    dtype = arguments.result_dtype("dtype", dtype)
-    return _table(arguments.length("length", length), int(d_model), options, dtype)
+    return encode(positions, d_model, options, dtype)
 
 
 def sinusoidal_grid(
@@ -156,10 +154,10 @@ def sinusoidal_grid(
     frequency_scale: float = 1.0,
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "... d"]:
-    """The sinusoidal encodings of the points of a grid, 2-D for images or 3-D for video. Each axis
-    gets an equal part of the channels.
+    """The sinusoidal encodings of the points of a grid, 2-D for images or 3-D for video.
 
-    Part k of the channels is the `sinusoidal_encoding` of the coordinate along axis axes[k].
+    Each axis gets an equal part of the channels. Part k of the channels is the
+    `sinusoidal_encoding` of the coordinate along axis axes[k].
 
     Args:
         shape: number of points along each axis, [height, width] for an image; 1 to 32 axes, at most
@@ -256,13 +254,13 @@ def encode(
     """`sinusoidal_encoding` with these options."""
     check_channels(options, d_model)
     dtype = arguments.result_dtype("dtype", dtype)
-    positions, outside = arguments.as_positions("positions", positions), None
-    if isinstance(positions, np.ndarray) and positions.dtype.itemsize == 8:
-        # jit would silently narrow 64 bits.
-        narrow = positions.astype(np.int32)
-        outside = (narrow != positions) | ((narrow < 0) & (positions > 0))
-        positions, outside = narrow, outside if np.any(outside) else None
-    return _encoding(positions, outside, int(d_model), options, dtype)
+    positions = arguments.as_positions("positions", positions)
+    if not (isinstance(positions, np.ndarray) and positions.dtype.itemsize == 8):
+        return _encoding(positions, int(d_model), options, dtype)
+    # jit would silently narrow 64 bits.
+    encoding = _encoding(positions.astype(np.int32), int(d_model), options, dtype)
+    outside = (positions < -(2**31)) | (positions >= 2**31)
+    return jnp.where(outside[..., None], jnp.nan, encoding) if outside.any() else encoding
 
 
 def as_grid(
@@ -314,17 +312,15 @@ def _pairs(options: Sinusoids, d_model: int) -> tuple[int, decimal.Decimal]:
 
 @functools.lru_cache(maxsize=64)
 def _channels(options: Sinusoids, d_model: int) -> phase.Channels:
-    """The constants of an encoding: each channel's frequency, and whether it is a sine (0) or a
-    cosine (1)."""
+    """The constants of an encoding; a channel is a sine (quarter 0) or a cosine (1)."""
     pairs, denominator = _pairs(options, d_model)
     frequencies = phase.geometric_frequencies(
         pairs, options.base, denominator, options.frequency_scale
     )
+    quarters = (1, 0) if options.layout == "cos_sin" else (0, 1)
+    order = [(frequency, quarter) for quarter in quarters for frequency in frequencies]
     if options.layout == "interleaved":
-        order = [(frequency, quarter) for frequency in frequencies for quarter in (0, 1)]
-    else:
-        halves = (0, 1) if options.layout == "sin_cos" else (1, 0)
-        order = [(frequency, quarter) for quarter in halves for frequency in frequencies]
+        order = [pair for both in zip(order[:pairs], order[pairs:], strict=True) for pair in both]
     # With odd="zero", the last channel is the sine of 0.
     padded = [*order, (phase.ZERO, 0)][:d_model]
     return phase.channels(*zip(*padded, strict=True))
@@ -345,23 +341,11 @@ def _part_width(d_model: int, axes: int, odd: str) -> int:
 # The functions below are compiled even if the caller is not.
 
 
-@compiled(2, 3, 4)
+@compiled(1, 2, 3)
 def _encoding(
-    positions: Shaped[Array, "..."],
-    outside: Bool[Array, "..."] | None,
-    d_model: int,
-    options: Sinusoids,
-    dtype: jnp.dtype,
+    positions: Shaped[Array, "..."], d_model: int, options: Sinusoids, dtype: jnp.dtype
 ) -> Float[Array, "... d"]:
-    encoding = phase.sinusoid(positions, _channels(options, d_model)).astype(dtype)
-    if outside is None:
-        return encoding
-    return jnp.where(outside[..., None], jnp.array(jnp.nan, dtype), encoding)
-
-
-@compiled(0, 1, 2, 3)
-def _table(length: int, d_model: int, options: Sinusoids, dtype: jnp.dtype) -> Float[Array, "t d"]:
-    return _encoding(jnp.arange(length, dtype=jnp.int32), None, d_model, options, dtype)
+    return phase.sinusoid(positions, _channels(options, d_model)).astype(dtype)
 
 
 @compiled(2, 3, 4, 5, 6, 7)
@@ -375,22 +359,17 @@ def _grid_encoding(
     part: Sinusoids,
     dtype: jnp.dtype,
 ) -> Float[Array, "... d"]:
-    count, axes = math.prod(lengths), range(len(lengths))
+    count = math.prod(lengths)
     if points is None:
-        leading = lengths
-        if coordinates is None:
-            coordinates = tuple(jnp.arange(length, dtype=jnp.int32) for length in lengths)
-        along = [
-            jnp.expand_dims(coordinates[axis], [other for other in axes if other != axis])
-            for axis in axes
-        ]
+        # The coordinates of an axis, with a size of 1 along the others.
+        along, leading = jnp.indices(lengths, jnp.int32, sparse=True), lengths
     else:
-        leading = points.shape
         along = _unravelled(jnp.clip(points, 0, max(count - 1, 0)), lengths)
-        if coordinates is not None and count:
-            along = [jnp.take(coordinates[axis], along[axis], mode="clip") for axis in axes]
+        leading = points.shape
+    if coordinates is not None and count:
+        along = [jnp.take(*pair, mode="clip") for pair in zip(coordinates, along, strict=True)]
     parts = [
-        jnp.broadcast_to(_encoding(along[axis], None, width, part, dtype), (*leading, width))
+        jnp.broadcast_to(_encoding(along[axis], width, part, dtype), (*leading, width))
         for axis in order
         if width
     ]
