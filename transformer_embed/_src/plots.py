@@ -13,7 +13,7 @@ from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.functional import phase
 from transformer_embed._src.functional.rotary import apply_rotary
-from transformer_embed._src.functional.rotary_scaling import Scaling
+from transformer_embed._src.functional.rotary_scaling import Scaling, scaled_frequencies, unscaled
 from transformer_embed._src.functional.sinusoidal import sinusoidal_encoding
 
 if TYPE_CHECKING:
@@ -570,18 +570,12 @@ def _finished_lines(ax: "Axes") -> "Axes":
 def _frequencies(d_model: int, base: float, scaling: Scaling | None) -> Sequence[decimal.Decimal]:
     d_model = arguments.integer("d_model", d_model, at_least=1)
     base = arguments.real("base", base, above=0)
-    if scaling is None:
-        return phase.geometric_frequencies((d_model + 1) // 2, base, d_model / 2)
-    if not isinstance(scaling, Scaling):
-        raise arguments.type_error(
-            "scaling",
-            "a scaling of this package such as LinearScaling(2.0)",
-            type(scaling).__name__,
-        )
-    if d_model % 2:
+    if not isinstance(scaling, Scaling | None):
+        want = "a scaling of this package such as LinearScaling(2.0)"
+        raise arguments.type_error("scaling", want, type(scaling).__name__)
+    if scaling and d_model % 2:
         raise arguments.value_error("d_model", "an even number of channels, to scale", d_model)
-    with decimal.localcontext(phase.PRECISION):
-        return scaling.scaled(d_model, base).frequencies
+    return scaled_frequencies(scaling, d_model, base).frequencies
 
 
 def _pairs(pairs: Sequence[int] | None, half: int) -> list[int]:
@@ -655,7 +649,7 @@ def _error_positions(positions: ArrayLike | None) -> np.ndarray:
 
 def _exact_encoding(positions: np.ndarray, d_model: int, base: float) -> np.ndarray:
     """[n, d_model] in float64, from angles without the whole turns, which would cost digits."""
-    frequencies: Any = phase.geometric_frequencies((d_model + 1) // 2, base, d_model / 2)
+    frequencies: Any = unscaled(d_model, base)
     with decimal.localcontext(phase.PRECISION):
         angles = np.multiply.outer(positions.astype(object), frequencies) % (2 * phase.PI)
     return _interleaved(angles.astype(np.float64), d_model)

@@ -1,5 +1,4 @@
-"""Position biases, added to attention logits: ALiBi's bias and T5's buckets, made from the
-positions of queries and keys."""
+"""Position biases, added to attention logits: ALiBi's bias and T5's buckets."""
 
 import bisect
 import functools
@@ -45,7 +44,8 @@ def alibi_slopes(num_heads: int, *, max_bias: float = 8.0) -> Float32[Array, "h"
         head counts that are not a power of two as in the authors' code. MPT's rule looks different
         and gives the same slopes in the same order.
     """
-    return _slopes_array(*_checked_alibi_options(num_heads, max_bias))
+    slopes = _slopes(*_checked_alibi_options(num_heads, max_bias))
+    return jnp.asarray(slopes, jnp.float32)
 
 
 def alibi_bias(
@@ -117,7 +117,7 @@ def relative_position_buckets(
     max_distance: int = 128,
     bidirectional: bool = True,
 ) -> Int32[Array, "b t s"]:
-    """T5's bucket of the distance between each query and key: the row of a learned table of biases.
+    """T5's bucket of the distance between each query and key: the row of a table of biases.
 
     With m buckets for each direction, of which the first e = m // 2 hold one distance each,
     distance n has bucket
@@ -178,8 +178,8 @@ def _checked_alibi_options(num_heads: int, max_bias: float) -> tuple[int, float]
 
 @functools.lru_cache(maxsize=64)
 def _bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
-    """The first distance of each bucket past e = buckets // 2: the least n with (n / e) ** (buckets
-    - e) >= (max_distance / e) ** j."""
+    """The first distance of each bucket past e = buckets // 2."""
+    # The least n with (n / e) ** (buckets - e) >= (max_distance / e) ** j.
     exact = buckets // 2
     steps = buckets - exact
     powers = (max_distance**j * exact ** (steps - j) for j in range(1, steps))
@@ -190,18 +190,11 @@ def _bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
 
 def _slopes(num_heads: int, max_bias: float) -> np.ndarray:
     power = 2 ** (num_heads.bit_length() - 1)
-    fractions = [(i + 1) / power for i in range(power)] + [
-        (i + 0.5) / power for i in range(num_heads - power)
-    ]
-    return np.array([2.0 ** (-max_bias * fraction) for fraction in fractions])
+    heads = [*range(1, power + 1), *(i + 0.5 for i in range(num_heads - power))]
+    return np.array([2.0 ** (-max_bias * head / power) for head in heads])
 
 
 # The functions below are compiled even if the caller is not.
-
-
-@compiled(0, 1)
-def _slopes_array(num_heads: int, max_bias: float) -> Float32[Array, "h"]:
-    return jnp.asarray(_slopes(num_heads, max_bias), jnp.float32)
 
 
 @compiled(2, 3, 4, 5)
@@ -244,8 +237,8 @@ def _buckets(
 def _after_and_distance(
     queries: Integer[Array, "q t"], keys: Integer[Array, "k s"]
 ) -> tuple[Bool[Array, "b t s"], UInt[Array, "b t s"]]:
-    """Whether each key is after the query, and their distance, which fits the unsigned dtype of
-    their width."""
+    """Whether each key is after the query, and their distance."""
+    # The distance of two signed integers fits the unsigned dtype of their width.
     dtype = max(queries.dtype, keys.dtype, key=lambda dtype: dtype.itemsize)
     queries, keys = queries.astype(dtype)[:, :, None], keys.astype(dtype)[:, None, :]
     unsigned = jnp.uint64 if dtype == jnp.int64 else jnp.uint32

@@ -1,8 +1,8 @@
 """Rotary position embeddings: queries and keys rotated by their positions, exact at any position,
 in every published layout."""
 
-import decimal
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.functional import phase
 from transformer_embed._src.functional.compiled import compiled
-from transformer_embed._src.functional.rotary_scaling import ScaledFrequencies, Scaling, unscaled
+from transformer_embed._src.functional.rotary_scaling import Scaling, scaled_frequencies
 
 LAYOUTS = ("half", "interleaved")
 PARTIAL = ("first", "proportional")
@@ -32,11 +32,10 @@ def apply_rotary(
     scaling: Scaling | None = None,
     sections: Sequence[int] | None = None,
 ) -> Float[Array, "... t h d"]:
-    """Rotates each pair of channels of queries or keys by an angle proportional to the position,
-    exact at any position.
+    """Rotates each pair of channels of queries or keys, exactly at any position.
 
-    With the defaults, for i in 0..head_dim//2 - 1 and angle = position * base ** (-2i / head_dim),
-    the channels a = i and b = i + head_dim//2 become
+    The angle is proportional to the position. With the defaults, for i in 0..head_dim//2 - 1 and
+    angle = position * base ** (-2i / head_dim), the channels a = i and b = i + head_dim//2 become
 
         x[..., a] * cos(angle) - x[..., b] * sin(angle)
         x[..., b] * cos(angle) + x[..., a] * sin(angle)
@@ -100,33 +99,25 @@ def apply_rotary(
     """
     x = arguments.as_floats("x", x)
     if x.ndim < 3:
-        raise arguments.value_error(
-            "x", "shape [..., length, heads, head_dim]", f"shape {list(x.shape)}"
-        )
+        want = "shape [..., length, heads, head_dim]"
+        raise arguments.value_error("x", want, f"shape {list(x.shape)}")
     arguments.choice("layout", layout, LAYOUTS)
     rotated = _checked_rotary_dim(rotary_dim, x.shape[-1])
-    dim = (
-        x.shape[-1] if arguments.choice("partial", partial, PARTIAL) == "proportional" else rotated
-    )
-    _check_even("head_dim", dim)
-    if scaling is not None and not isinstance(scaling, Scaling):
-        raise arguments.type_error(
-            "scaling",
-            "LinearScaling(...), another scaling of this package, or None",
-            repr(scaling),
-        )
-    sections = _checked_sections(sections, dim // 2)
-    positions = _checked_positions(positions, x.shape[:-2], sections)
-    options = _Options(
-        dim, rotated // 2, arguments.real("base", base, above=0), scaling, sections or (dim // 2,)
-    )
-    return _rotated(x, positions if sections else positions[..., None], layout, options)
+    is_proportional = arguments.choice("partial", partial, PARTIAL) == "proportional"
+    dim = x.shape[-1] if is_proportional else rotated
+    pairs = _check_even("head_dim", dim) // 2
+    if not isinstance(scaling, Scaling | None):
+        want = "LinearScaling(...), another scaling of this package, or None"
+        raise arguments.type_error("scaling", want, repr(scaling))
+    points, lengths = _checked_points(positions, sections, pairs, x.shape[:-2])
+    base = arguments.real("base", base, above=0)
+    return _rotated(x, points, layout, _Options(dim, rotated // 2, base, scaling, lengths))
 
 
 def permute_rotary_weights(
     weights: ArrayLike, num_heads: int, *, source: str, target: str, rotary_dim: int | None = None
 ) -> Shaped[Array, "... hd"]:
-    """Reorders each head's channels of a projection's weights or biases for another rotary layout.
+    """Reorders the channels of a projection's weights or biases for another rotary layout.
 
     Queries and keys projected by permuted weights and rotated in the target layout have the same
     dot products as before. Permute the projections of queries and keys (and the scale of a norm
@@ -163,11 +154,8 @@ def permute_rotary_weights(
     array = arguments.as_given("weights", weights)
     num_heads = arguments.integer("num_heads", num_heads, at_least=1)
     if array.ndim == 0 or array.shape[-1] % num_heads or array.shape[-1] == 0:
-        raise arguments.value_error(
-            "weights",
-            f"a last axis of {num_heads} heads times head_dim",
-            f"shape {list(array.shape)}",
-        )
+        want = f"a last axis of {num_heads} heads times head_dim"
+        raise arguments.value_error("weights", want, f"shape {list(array.shape)}")
     head_dim = array.shape[-1] // num_heads
     dim = _checked_rotary_dim(rotary_dim, head_dim)
     source = arguments.choice("source", source, LAYOUTS)
@@ -176,8 +164,11 @@ def permute_rotary_weights(
 
 
 class _Options(NamedTuple):
-    """The options of the constants: `dim` channels are paired, the first `rotating_pairs` rotate,
-    and the sections add up to dim // 2."""
+    """The options of the constants.
+
+    `dim` channels are paired, the first `rotating_pairs` rotate, and the sections add up to dim //
+    2.
+    """
 
     dim: int
     rotating_pairs: int
@@ -193,25 +184,20 @@ def _rotated(
     layout: str,
     options: _Options,
 ) -> Float[Array, "... t h d"]:
-    """Compiled even if the caller is not; otherwise the loop in `_cos_and_sin` would compile again
-    at each call."""
-    # Expanded to x's rank, because users may disable jax's rank promotion.
+    """x with its pairs rotated."""
+    # Compiled even if the caller is not: else the loop in `_cos_and_sin` would compile at each
+    # call. Expanded to x's rank, because users may disable jax's rank promotion.
     axes = tuple(range(x.ndim - positions.ndim - 1))
     cos, sin = (jnp.expand_dims(each, (*axes, -2)) for each in _cos_and_sin(positions, options))
     # A TPU splits and joins 16-bit arrays directly; widening to float32 first would take extra
     # passes over memory.
     wide = arguments.compute_dtype(x.dtype)
     first, second = (half.astype(wide) for half in _split_pairs(x[..., : options.dim], layout))
-    rotated = _join_pairs(
-        (first * cos - second * sin).astype(x.dtype),
-        (second * cos + first * sin).astype(x.dtype),
-        layout,
-    )
-    return (
-        rotated
-        if options.dim == x.shape[-1]
-        else jnp.concatenate([rotated, x[..., options.dim :]], -1)
-    )
+    first, second = first * cos - second * sin, second * cos + first * sin
+    rotated = _join_pairs(first.astype(x.dtype), second.astype(x.dtype), layout)
+    if options.dim == x.shape[-1]:
+        return rotated
+    return jnp.concatenate([rotated, x[..., options.dim :]], -1)
 
 
 @compiled(1, 2, 3, 4)
@@ -270,26 +256,16 @@ def _cos_and_sin(
 @functools.lru_cache(maxsize=64)
 def _constants(options: _Options) -> tuple[tuple[phase.Channels, ...], float]:
     """The constants of each section's sines, and the attention factor."""
-    with decimal.localcontext(phase.PRECISION):
-        frequencies, attention_factor = (
-            ScaledFrequencies(unscaled(options.dim, options.base))
-            if options.scaling is None
-            else options.scaling.scaled(options.dim, options.base)
-        )
+    frequencies, attention_factor = scaled_frequencies(options.scaling, options.dim, options.base)
     if not float(np.finfo(np.float32).tiny) <= attention_factor <= float(np.finfo(np.float32).max):
-        raise arguments.value_error(
-            "scaling", "an attention factor that float32 holds", f"{attention_factor:g}"
-        )
-    frequencies = frequencies[: options.rotating_pairs] + (phase.ZERO,) * (
-        options.dim // 2 - options.rotating_pairs
-    )
-    ends = np.cumsum(options.sections)
-    sections = [
-        frequencies[end - size : end] for end, size in zip(ends, options.sections, strict=True)
-    ]
-    return tuple(phase.channels(section, [0] * len(section)) for section in sections), float(
-        attention_factor
-    )
+        want = "an attention factor that float32 holds"
+        raise arguments.value_error("scaling", want, f"{attention_factor:g}")
+    # A frequency of 0 rotates nothing.
+    still = (phase.ZERO,) * (options.dim // 2 - options.rotating_pairs)
+    rest = iter(frequencies[: options.rotating_pairs] + still)
+    sections = [list(itertools.islice(rest, size)) for size in options.sections]
+    constants = tuple(phase.channels(section, [0] * len(section)) for section in sections)
+    return constants, float(attention_factor)
 
 
 def _channel_order(layout: str, dim: int) -> np.ndarray:
@@ -313,33 +289,24 @@ def _check_even(name: str, value: int) -> int:
     return value
 
 
-def _checked_sections(sections: Sequence[int] | None, pairs: int) -> tuple[int, ...]:
+def _checked_points(
+    positions: ArrayLike, sections: Sequence[int] | None, pairs: int, target: tuple[int, ...]
+) -> tuple[jax.Array, tuple[int, ...]]:
+    """Positions [..., length, axes] that fit x before its heads, and the pairs of each axis."""
+    points, lengths = arguments.as_fitting_positions("positions", positions), (pairs,)
+    got = f"shape {list(points.shape)}"
     if sections is None:
-        return ()
-    sections = arguments.entries("sections", sections, arguments.integer, at_least=0)
-    arguments.check_same(
-        "sections", "numbers that add up to the number of pairs", sum(sections), pairs
-    )
-    return sections
-
-
-def _checked_positions(
-    positions: ArrayLike, target: tuple[int, ...], sections: tuple[int, ...]
-) -> jax.Array | np.ndarray:
-    """Positions that fit the axes of x before the heads, in a dtype that jit does not narrow."""
-    positions = arguments.as_fitting_positions("positions", positions)
-    shape = positions.shape
-    if sections and (len(shape) < 2 or shape[-1] != len(sections)):
-        raise arguments.value_error(
-            "positions",
-            f"shape [..., length, {len(sections)}], one axis per section",
-            f"shape {list(shape)}",
-        )
-    leading = shape[:-1] if sections else shape
-    if not leading or leading[-1] != target[-1]:
-        hint = arguments.SCALAR_HINT if not leading else ""
-        raise arguments.value_error(
-            "positions", f"x's length, {target[-1]}, last", f"shape {list(shape)}{hint}"
-        )
-    arguments.check_broadcasts_to("positions", leading, "x before its heads", target)
-    return positions
+        points = points[..., None]
+    else:
+        lengths = arguments.entries("sections", sections, arguments.integer, at_least=0)
+        what = "numbers that add up to the number of pairs"
+        arguments.check_same("sections", what, sum(lengths), pairs)
+        if points.ndim < 2 or points.shape[-1] != len(lengths):
+            want = f"shape [..., length, {len(lengths)}], one axis per section"
+            raise arguments.value_error("positions", want, got)
+    shape = points.shape[:-1]
+    if not shape or shape[-1] != target[-1]:
+        hint = "" if shape else arguments.SCALAR_HINT
+        raise arguments.value_error("positions", f"x's length, {target[-1]}, last", got + hint)
+    arguments.check_broadcasts_to("positions", shape, "x before its heads", target)
+    return points, lengths

@@ -1,9 +1,9 @@
-"""Scalings of rotary frequencies that extend a model's context: the published formulas, in
-arbitrary precision."""
+"""Scalings of rotary frequencies: the published formulas, in arbitrary precision."""
 
 import dataclasses
 import decimal
 import functools
+import operator
 from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any, NamedTuple
@@ -50,9 +50,8 @@ class LinearScaling:
 
     def scaled(self, dim: int, base: float) -> ScaledFrequencies:
         """The frequencies of dim channels."""
-        return ScaledFrequencies(
-            _blended(unscaled(dim, base), [Decimal(1)] * (dim // 2), self.factor)
-        )
+        factor = Decimal(self.factor)
+        return ScaledFrequencies(tuple(f / factor for f in unscaled(dim, base)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,12 +132,11 @@ class DynamicNTKScaling:
 
 @dataclasses.dataclass(frozen=True)
 class YarnScaling:
-    """YaRN: keeps high frequencies, divides low ones by `factor`, with a linear ramp between, and
-    scales cosines and sines.
+    """YaRN: keeps high frequencies, divides low ones by `factor`, with a linear ramp between.
 
-    With `index(n) = d * ln(original_length / (2 * pi * n)) / (2 * ln(base))`, the index of the
-    frequency that makes n turns over the trained length, the ramp rises from 0 at
-    max(index(beta_fast), 0) to 1 at min(index(beta_slow), d - 1), and
+    It also scales cosines and sines. With `index(n) = d * ln(original_length / (2 * pi * n)) / (2 *
+    ln(base))`, the index of the frequency that makes n turns over the trained length, the ramp
+    rises from 0 at max(index(beta_fast), 0) to 1 at min(index(beta_slow), d - 1), and
 
         frequency[i] = base ** (-2i / d) * (ramp[i] / factor + 1 - ramp[i])
 
@@ -229,8 +227,7 @@ class YarnScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1's scaling: keeps high frequencies, divides low ones by `factor`, and blends between
-    them by wavelength.
+    """Llama 3.1's scaling: keeps high frequencies, divides low ones by `factor`, blends between.
 
     A frequency f makes `n = original_length * f / (2 * pi)` turns over the trained length, and
     becomes
@@ -340,12 +337,9 @@ class LongRopeScaling:
         """The frequencies of dim channels."""
         name = "long_factor" if self.length > self.original_length else "short_factor"
         factors = getattr(self, name)
-        arguments.check_same(
-            name, "half as many numbers as rotated channels", len(factors), dim // 2
-        )
-        frequencies = tuple(
-            f / Decimal(factor) for f, factor in zip(unscaled(dim, base), factors, strict=True)
-        )
+        what = "half as many numbers as rotated channels"
+        arguments.check_same(name, what, len(factors), dim // 2)
+        frequencies = tuple(map(operator.truediv, unscaled(dim, base), map(Decimal, factors)))
         return ScaledFrequencies(frequencies, self._resolved_attention_factor())
 
     def _resolved_attention_factor(self) -> float:
@@ -360,24 +354,31 @@ Scaling = (
 )
 
 
+def scaled_frequencies(scaling: Scaling | None, dim: int, base: float) -> ScaledFrequencies:
+    """The frequencies of dim channels, which must be even if there is a scaling."""
+    if scaling is None:
+        return ScaledFrequencies(unscaled(dim, base))
+    with decimal.localcontext(phase.PRECISION):
+        return scaling.scaled(dim, base)
+
+
 def unscaled(dim: int, base: float) -> tuple[Decimal, ...]:
     """The frequencies of dim channels without a scaling."""
-    return phase.geometric_frequencies(dim // 2, base, dim / 2)
+    return phase.geometric_frequencies((dim + 1) // 2, base, dim / 2)
 
 
 def _ntk(dim: int, base: float, alpha: Decimal) -> tuple[Decimal, ...]:
-    """(base * alpha ** (d / (d - 2))) ** (-2i / d) is base ** (-2i / d) * alpha ** (-i / (d / 2 -
-    1))."""
+    """The frequencies of a base multiplied by alpha ** (d / (d - 2))."""
+    # (base * alpha ** (d / (d - 2))) ** (-2i / d) = base ** (-2i / d) * alpha ** (-i / (d / 2 - 1))
     pairs = dim // 2
     slower = phase.geometric_frequencies(pairs, alpha, pairs - 1)
-    return tuple(f * s for f, s in zip(unscaled(dim, base), slower, strict=True))
+    return tuple(map(operator.mul, unscaled(dim, base), slower))
 
 
 def _blended(
     frequencies: Sequence[Decimal], shares: Sequence[Decimal], factor: float
 ) -> tuple[Decimal, ...]:
-    """A blend of each frequency and the same frequency divided by `factor`, weighted by its
-    share."""
+    """Each frequency blended with itself divided by `factor`, of which it has its share."""
     return tuple(
         f * (share / Decimal(factor) + 1 - share)
         for f, share in zip(frequencies, shares, strict=True)
