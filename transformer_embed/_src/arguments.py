@@ -42,13 +42,19 @@ def type_error(name: str, want: str, got: Any) -> TypeError:
     return TypeError(wanted(name, want, got))
 
 
+def set_fields(instance: Any, **values: Any) -> None:
+    """Sets fields of a frozen dataclass."""
+    for name, value in values.items():
+        object.__setattr__(instance, name, value)
+
+
 def convert_fields(instance: Any, **converters: Callable[[str, Any], Any]) -> None:
     """Converts fields of a frozen dataclass in its `__post_init__`; None stays if it is the
     default."""
     for field in dataclasses.fields(instance):
         value = getattr(instance, field.name)
         if field.name in converters and not (value is None and field.default is None):
-            object.__setattr__(instance, field.name, converters[field.name](field.name, value))
+            set_fields(instance, **{field.name: converters[field.name](field.name, value)})
 
 
 def integer(

@@ -168,12 +168,9 @@ class SinusoidalGrid(Sinusoids, _Scheme):
         super().__post_init__()
         shape, order = as_grid(self.shape, self.axes)
         reals = functools.partial(arguments.entries, convert=arguments.real)
-        arguments.convert_fields(
-            self,
-            shape=lambda *_: shape,
-            axes=lambda *_: order,
-            axis_positions=functools.partial(arguments.entries, convert=reals),
-        )
+        arguments.set_fields(self, shape=shape, axes=None if self.axes is None else order)
+        coordinates = functools.partial(arguments.entries, convert=reals)
+        arguments.convert_fields(self, axis_positions=coordinates)
         self._check(2 * len(shape))
 
     def _check(self, d_model: int) -> None:
