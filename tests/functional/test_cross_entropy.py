@@ -43,33 +43,66 @@ def oracle(
     table,
     labels,
     *,
-    mask=True,
+    bias=None,
+    softcap=None,
+    scale=1.0,
     pad_id=None,
+    mask=True,
+    weights=1.0,
+    shift=False,
+    segment_ids=None,
     label_smoothing=0.0,
+    z_loss=0.0,
     reduction="mean",
     chunk_size=None,
 ):
-    """Loss, x's gradient and the table's, one token at a time in float64."""
+    """Loss and the gradients of x, the table, the bias and the weights, one token at a time in
+    float64."""
     del chunk_size
-    table = np.array(table, np.float64)
-    flat, vocab = np.asarray(x, np.float64).reshape(-1, table.shape[1]), len(table)
-    if pad_id is not None and 0 <= pad_id < vocab:
-        table[pad_id] = 0
-    counted = (np.broadcast_to(mask, np.shape(labels)) & (np.asarray(labels) != pad_id)).ravel()
-    weight = 1 / max(counted.sum(), 1) if reduction == "mean" else 1
-    loss, x_gradient, table_gradient = 0.0, np.zeros_like(flat), np.zeros_like(table)
-    for n in np.flatnonzero(counted):
-        logits = table @ flat[n]
-        log_sum = logits.max() + np.log(np.exp(logits - logits.max()).sum())
+    table, labels = np.array(table, np.float64), np.asarray(labels)
+    x, vocab, shape = np.asarray(x, np.float64), len(table), labels.shape
+    bias = np.zeros(vocab) if bias is None else np.array(bias, np.float64)
+    has_padding = pad_id is not None and 0 <= pad_id < vocab
+    if has_padding:
+        table[pad_id] = bias[pad_id] = 0
+    weights = np.broadcast_to(np.asarray(weights, np.float64), shape)
+    counted = np.broadcast_to(mask, shape) & (labels != pad_id)
+    targets = {}
+    for index in np.ndindex(shape):
+        label = (*index[:-1], index[-1] + 1) if shift else index
+        if shift and label[-1] == shape[-1]:
+            continue
+        if segment_ids is not None:
+            segments = np.broadcast_to(segment_ids, shape)
+            if segments[index] == 0 or segments[index] != segments[label]:
+                continue
+        if counted[label]:
+            targets[index] = label
+    total = sum(weights[label] for label in targets.values()) if reduction == "mean" else 1.0
+    total = total or 1.0
+    x_gradient, table_gradient = np.zeros_like(x), np.zeros_like(table)
+    bias_gradient, losses = np.zeros(vocab), np.zeros(shape)
+    for index, label in targets.items():
+        u = scale * (table @ x[index] + bias)
+        logits = u if softcap is None else softcap * np.tanh(u / softcap)
+        log_z = logits.max() + np.log(np.exp(logits - logits.max()).sum())
         target = np.full(vocab, label_smoothing / vocab)
-        target[np.ravel(labels)[n]] += 1 - label_smoothing
-        loss += weight * (log_sum - target @ logits)
-        slope = weight * (np.exp(logits - log_sum) - target)
-        if pad_id is not None and 0 <= pad_id < vocab:
+        target[labels[label]] += 1 - label_smoothing
+        losses[label] = log_z - target @ logits + z_loss * log_z**2
+        slope = np.exp(logits - log_z) * (1 + 2 * z_loss * log_z) - target
+        slope *= scale * weights[label] / total
+        if softcap is not None:
+            slope /= np.cosh(u / softcap) ** 2
+        if has_padding:
             slope[pad_id] = 0
-        x_gradient[n] = slope @ table
-        table_gradient += np.outer(slope, flat[n])
-    return loss, x_gradient.reshape(np.shape(x)), table_gradient
+        x_gradient[index] = slope @ table
+        table_gradient += np.outer(slope, x[index])
+        bias_gradient += slope
+    loss = (losses * weights).sum() / total
+    weight_gradient = np.zeros(shape)
+    for label in targets.values():
+        weight_gradient[label] = (losses[label] - loss * (reduction == "mean")) / total
+    return loss, x_gradient, table_gradient, bias_gradient, weight_gradient
 
 
 def ours(x, table, labels, **options):
@@ -79,7 +112,26 @@ def ours(x, table, labels, **options):
     return loss, x_gradient, table_gradient
 
 
-compiled = jax.jit(ours, static_argnames=("pad_id", "label_smoothing", "reduction", "chunk_size"))
+STATIC = (
+    "softcap",
+    "scale",
+    "pad_id",
+    "shift",
+    "label_smoothing",
+    "z_loss",
+    "reduction",
+    "chunk_size",
+)
+compiled = jax.jit(ours, static_argnames=STATIC)
+
+
+@functools.partial(jax.jit, static_argnames=STATIC)
+def with_all_gradients(x, table, labels, bias, weights, **options):
+    def loss(x, table, bias, weights):
+        return te.linear_cross_entropy(x, table, labels, bias=bias, weights=weights, **options)
+
+    value, gradients = jax.value_and_grad(loss, (0, 1, 2, 3))(x, table, bias, weights)
+    return value, *gradients
 
 
 def plain(x, table, labels, label_smoothing=0.0):
@@ -92,7 +144,7 @@ PLAIN_STEP = jax.jit(jax.value_and_grad(plain, (0, 1)), static_argnums=3)
 
 
 def assert_close(got, expected, error=ERROR):
-    for one, other in zip(got, expected, strict=True):
+    for one, other in zip(got, expected[: len(got)], strict=True):
         np.testing.assert_allclose(np.asarray(one, np.float64), other, rtol=error, atol=error)
 
 
@@ -112,6 +164,10 @@ def assert_close(got, expected, error=ERROR):
             "label_smoothing": st.sampled_from([0.0, 0.1, 0.9]),
             "reduction": st.sampled_from(["mean", "sum"]),
             "chunk_size": st.sampled_from([None, 1, 2, 4]),
+            "softcap": st.sampled_from([None, 0.5, 30.0]),
+            "scale": st.sampled_from([1.0, 0.25, 3.0]),
+            "z_loss": st.sampled_from([0.0, 1e-4, 0.5]),
+            "shift": st.booleans(),
         }
     ),
 )
@@ -122,9 +178,22 @@ def test_loss_and_gradients_are_those_of_a_loop_in_float64(shape, sizes, seed, m
         normal(seed + 1, vocab, width),
         rng.integers(0, vocab, shape),
     )
+    options = {**options, "shift": options["shift"] and shape != ()}
     if masked:
         options = {**options, "mask": np.array(rng.random(shape) < 0.6)}
-    assert_close(compiled(x, table, labels, **options), oracle(x, table, labels, **options))
+    if options["shift"]:
+        options = {**options, "segment_ids": rng.integers(0, 3, shape)}
+    weights = rng.random(shape).astype(np.float32)
+    arrays = {"bias": normal(seed + 2, vocab), "weights": weights}
+    # Scaled sums of 3 terms of magnitude 3.
+    assert_close(
+        with_all_gradients(x, table, labels, **arrays, **options),
+        oracle(x, table, labels, **arrays, **options),
+        error=10 * ERROR,
+    )
+    assert_close(
+        compiled(x, table, labels, **options), oracle(x, table, labels, **options), 10 * ERROR
+    )
 
 
 @pytest.mark.slow
@@ -234,6 +303,146 @@ def test_float64_inputs_are_computed_in_float64():
         assert_close(got, oracle(x, table, LABELS, pad_id=1, label_smoothing=0.1), error=1e-13)
 
 
+# --- the settings of an output layer, weights and shift
+
+BIAS = normal(20, VOCAB)
+WEIGHTS = np.random.default_rng(21).random((4, 5)).astype(np.float32)
+SEGMENTS = np.int32([[1, 1, 2, 2, 2], [3, 3, 3, 3, 3], [1, 1, 0, 0, 0], [0, 0, 5, 6, 6]])
+SETTINGS = {
+    "softcap": {"softcap": 2.0},
+    "scale": {"scale": 0.25},
+    "z_loss": {"z_loss": 0.1},
+    "shift": {"shift": True},
+    "packed": {"shift": True, "segment_ids": SEGMENTS},
+    "sum": {"reduction": "sum", "z_loss": 0.01},
+    "all": {
+        "softcap": 2.0,
+        "scale": 3.0,
+        "pad_id": 2,
+        "mask": MASK,
+        "shift": True,
+        "segment_ids": SEGMENTS,
+        "label_smoothing": 0.1,
+        "z_loss": 0.1,
+        "chunk_size": 3,
+    },
+}
+every_setting = pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
+
+
+@every_setting
+def test_each_setting_is_that_of_a_loop_in_float64(options):
+    assert_close(
+        with_all_gradients(X, TABLE, LABELS, BIAS, WEIGHTS, **options),
+        oracle(X, TABLE, LABELS, bias=BIAS, weights=WEIGHTS, **options),
+    )
+
+
+def test_every_setting_in_float64():
+    with x64():
+        arrays = {"bias": np.float64(BIAS), "weights": np.float64(WEIGHTS)}
+        got = with_all_gradients(
+            np.float64(X), np.float64(TABLE), LABELS, **arrays, **SETTINGS["all"]
+        )
+        assert_close(got, oracle(X, TABLE, LABELS, **arrays, **SETTINGS["all"]), error=1e-13)
+
+
+@pytest.mark.slow
+def test_derivatives_with_every_setting_are_finite_differences():
+    options = {**SETTINGS["all"], "pad_id": 2, "segment_ids": SEGMENTS[0], "mask": None}
+    with x64():
+
+        def loss(x, table, bias, weights):
+            return te.linear_cross_entropy(
+                x, table, LABELS[0], bias=bias, weights=weights, **options
+            )
+
+        arguments = map(np.float64, (X[0], TABLE, BIAS, WEIGHTS[0] + 0.1))
+        jax.test_util.check_grads(loss, tuple(arguments), order=2, atol=1e-5, rtol=1e-5, eps=1e-4)
+
+
+@pytest.mark.parametrize("z_loss", [0.5, 0.25])
+def test_a_z_loss_whose_slope_is_zero_has_its_gradient(z_loss):
+    # One id, whose logit is log_z = -1 / (2 z_loss): the two terms of the slope cancel.
+    x, table = np.float32([[-1 / (2 * z_loss)]]), np.float32([[1], [1e4]])
+    got = compiled(x, table, np.array([0]), z_loss=z_loss)
+    assert_close(got, oracle(x, table, [0], z_loss=z_loss))
+    np.testing.assert_allclose(got[1], [[-1]], rtol=1e-5)
+
+
+def test_shifted_labels_are_the_labels_one_later():
+    shifted = compiled(X, TABLE, LABELS, shift=True, mask=MASK)
+    by_hand = compiled(X[:, :-1], TABLE, LABELS[:, 1:], mask=MASK[:, 1:])
+    np.testing.assert_allclose(shifted[0], by_hand[0], rtol=ERROR)
+    np.testing.assert_allclose(shifted[1][:, :-1], by_hand[1], atol=ERROR)
+    np.testing.assert_array_equal(shifted[1][:, -1], 0)
+    assert compiled(X[:, :1], TABLE, LABELS[:, :1], shift=True)[0] == 0
+
+
+def test_the_loss_of_packed_sequences_is_that_of_each_alone():
+    """Whatever stands between them and in the padding."""
+    documents = [(0, slice(0, 2)), (0, slice(2, 5)), (1, slice(0, 5)), (2, slice(0, 2))]
+    documents += [(3, slice(3, 5))]
+    alone = [
+        te.linear_cross_entropy(
+            X[row, part][:-1], TABLE, LABELS[row, part][1:], reduction="sum", bias=BIAS
+        )
+        for row, part in documents
+    ]
+    labels, x = LABELS.copy(), X.copy()
+    labels[SEGMENTS == 0], x[SEGMENTS == 0] = 10**6, np.nan
+    batch = te.TokenPositions.from_segment_ids(SEGMENTS)
+    together = te.linear_cross_entropy(
+        x,
+        TABLE,
+        labels,
+        bias=BIAS,
+        reduction="sum",
+        shift=True,
+        segment_ids=batch.segment_ids,
+    )
+    np.testing.assert_allclose(together, sum(alone), rtol=ERROR)
+
+
+def test_weights_of_zero_and_one_are_a_mask_and_others_a_weighted_mean():
+    as_mask = compiled(X, TABLE, LABELS, weights=MASK.astype(np.float32))
+    for got, want in zip(as_mask, compiled(X, TABLE, LABELS, mask=MASK), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-7)
+    np.testing.assert_allclose(
+        te.linear_cross_entropy(X, TABLE, LABELS, weights=np.full(5, 7.0, np.float32)),
+        te.linear_cross_entropy(X, TABLE, LABELS),
+        rtol=ERROR,
+    )
+    for result in compiled(X, TABLE, LABELS, weights=np.zeros(5, np.float32)):
+        np.testing.assert_array_equal(result, 0)
+
+
+def test_weights_of_uncounted_labels_change_nothing_even_if_they_are_nan():
+    weights = np.where(MASK, WEIGHTS, np.nan)
+    got = with_all_gradients(X, TABLE, LABELS, BIAS, weights, mask=MASK)
+    want = with_all_gradients(X, TABLE, LABELS, BIAS, WEIGHTS, mask=MASK)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_published_softcap_bounds_the_logits():
+    """Gemma 2, section 2: softcap * tanh(logits / softcap), so a loss of at most 2 softcaps."""
+    x, table = np.float32([[1e4]]), np.float32([[1], [-1]])
+    loss, *gradients = compiled(x, table, np.array([1]), softcap=30.0)
+    np.testing.assert_allclose(loss, 60, rtol=ERROR)
+    for gradient in gradients:
+        np.testing.assert_array_equal(gradient, 0)
+
+
+def test_the_bias_and_padding_of_16_bits():
+    bias = BIAS.astype(jnp.bfloat16)
+    got = with_all_gradients(
+        X.astype(jnp.bfloat16), TABLE.astype(jnp.bfloat16), LABELS, bias, WEIGHTS, pad_id=2
+    )
+    assert [g.dtype for g in got] == [jnp.float32, *[jnp.bfloat16] * 3, jnp.float32]
+    assert got[3][2] == 0
+
+
 # --- tokens that are not counted
 
 
@@ -321,7 +530,9 @@ def test_jit_and_vmap_are_the_eager_one():
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"pad_id": 1}, {"label_smoothing": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"pad_id": 1}, {"label_smoothing": 0.1}, SETTINGS["all"]], ids=str
+)
 def test_the_arithmetic_of_accelerators_is_right_too(monkeypatch, options):
     chosen = []
 
@@ -348,6 +559,8 @@ def test_only_what_is_asked_for_is_computed():
     assert products(jax.value_and_grad(loss, 0), X, TABLE) == 2
     assert products(jax.value_and_grad(loss, 1), X, TABLE) == 2
     assert products(jax.value_and_grad(loss, (0, 1)), X, TABLE) == 3
+    every = functools.partial(with_all_gradients, labels=LABELS, bias=BIAS, weights=WEIGHTS)
+    assert products(functools.partial(every, **SETTINGS["all"]), X, TABLE) == 3
 
 
 def temporaries(function, *arguments):
@@ -372,7 +585,16 @@ def temporaries_of_whole_logits():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"pad_id": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"label_smoothing": 0.1},
+        {"pad_id": 3},
+        {"softcap": 30.0, "scale": 0.5, "z_loss": 1e-4, "shift": True},
+    ],
+    ids=str,
+)
 def test_temporaries_are_an_eighth_of_whole_logits_or_less(options):
     loss, whole = (
         functools.partial(te.linear_cross_entropy, **options),
@@ -485,6 +707,46 @@ def test_lists_and_integers_of_any_width_are_taken():
         ({"reduction": "none"}, ValueError, r"reduction: wanted one of 'mean', 'sum', got 'none'"),
         ({"chunk_size": 0}, ValueError, r"chunk_size: wanted an int of at least 1, got 0"),
         ({"chunk_size": 1.5}, TypeError, r"chunk_size: wanted a Python int, got float 1.5"),
+        (
+            {"bias": BIAS[:-1]},
+            ValueError,
+            r"bias: wanted a number for each row of the table, shape \[7\], got shape \[6\]",
+        ),
+        ({"bias": np.ones(7, int)}, TypeError, r"bias: wanted a floating dtype, got int64"),
+        ({"softcap": 0}, ValueError, r"softcap: wanted a finite number above 0, got 0"),
+        ({"softcap": -30.0}, ValueError, r"softcap: wanted a finite number above 0, got -30.0"),
+        ({"softcap": np.nan}, ValueError, r"softcap: wanted a finite number above 0, got nan"),
+        ({"scale": 0.0}, ValueError, r"scale: wanted a finite number above 0, got 0.0"),
+        ({"scale": None}, TypeError, r"scale: wanted a Python number, got NoneType None"),
+        ({"z_loss": -1e-4}, ValueError, r"z_loss: wanted a number of at least 0, got -0.0001"),
+        ({"z_loss": np.nan}, ValueError, r"z_loss: wanted a finite number, got nan"),
+        (
+            {"weights": WEIGHTS[:, :1]},
+            ValueError,
+            r"weights: wanted a last axis of the labels' length, 5, got shape \[4, 1\]",
+        ),
+        ({"weights": MASK}, TypeError, r"weights: wanted a floating dtype, got bool"),
+        ({"shift": 1}, TypeError, r"shift: wanted a Python bool, got int 1"),
+        (
+            {"x": X[0, 0], "labels": 3, "shift": True},
+            ValueError,
+            r"labels: wanted shape \[..., length\], to shift them, got shape \[\]",
+        ),
+        (
+            {"segment_ids": SEGMENTS},
+            ValueError,
+            r"segment_ids: wanted None, since shift is False, got an array int32\[4, 5\]",
+        ),
+        (
+            {"shift": True, "segment_ids": SEGMENTS[:, :4]},
+            ValueError,
+            r"segment_ids: wanted a last axis of the labels' length, 5, got shape \[4, 4\]",
+        ),
+        (
+            {"shift": True, "segment_ids": WEIGHTS},
+            TypeError,
+            r"segment_ids: wanted an integer dtype, got float32",
+        ),
     ],
 )
 def test_bad_arguments_are_refused(changes, error, message):
@@ -584,6 +846,80 @@ def test_sharded_arrays_give_the_loss_of_one_device(kind, x_spec, table_spec):
     if kind == AxisType.Explicit:
         assert gradients[0].sharding.is_equivalent_to(x.sharding, 3)
         assert gradients[1].sharding.is_equivalent_to(table.sharding, 2)
+
+
+MESH_BIAS, MESH_WEIGHTS = normal(13, 64), np.float32(np.random.default_rng(14).random((8, 8)))
+MESH_SEGMENTS = np.sort(np.random.default_rng(15).integers(0, 3, (8, 8)), 1)
+MESH_SETTINGS = {
+    "softcap": 2.0,
+    "scale": 0.5,
+    "pad_id": 3,
+    "shift": True,
+    "label_smoothing": 0.1,
+    "z_loss": 0.1,
+    "chunk_size": 4,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    ("x_spec", "table_spec", "token_spec", "bias_spec"),
+    [
+        (SPEC("data"), SPEC("model"), SPEC(), SPEC()),
+        (SPEC("data", "model"), SPEC(), SPEC(), SPEC("model")),
+        (SPEC("data", "model"), SPEC("model"), SPEC("data", "model"), SPEC()),
+        (SPEC(None, ("data", "model")), SPEC("data", "model"), SPEC(), SPEC("data")),
+        (SPEC(("model", "data")), SPEC("model"), SPEC(("model", "data")), SPEC()),
+    ],
+    ids=str,
+)
+def test_every_setting_on_a_mesh_is_that_of_one_device(
+    kind, x_spec, table_spec, token_spec, bias_spec
+):
+    mesh = mesh_of(kind, (2, 4))
+    arrays = {
+        "x": (MESH_X, x_spec),
+        "table": (MESH_TABLE, table_spec),
+        "labels": (MESH_LABELS, token_spec),
+        "bias": (MESH_BIAS, bias_spec),
+        "weights": (MESH_WEIGHTS, token_spec),
+        "segment_ids": (MESH_SEGMENTS, token_spec),
+    }
+    host = {name: array for name, (array, _) in arrays.items()}
+    with set_mesh(mesh):
+        placed = {
+            name: jax.device_put(array, NamedSharding(mesh, spec))
+            for name, (array, spec) in arrays.items()
+        }
+        got = with_all_gradients(**placed, **MESH_SETTINGS)
+    assert_close(got, oracle(**host, **MESH_SETTINGS))
+    if kind == AxisType.Explicit:
+        for gradient, name in zip(got[1:], ("x", "table", "bias", "weights"), strict=True):
+            assert gradient.sharding.is_equivalent_to(placed[name].sharding, gradient.ndim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("spec", [SPEC("model"), SPEC("model", "data")], ids=str)
+def test_every_setting_with_a_sharded_table_is_that_of_one_device(kind, spec):
+    mesh, bias = mesh_of(kind, (2, 4)), MESH_BIAS[:13]
+    options = {"segment_ids": MESH_SEGMENTS, **MESH_SETTINGS}
+    with set_mesh(mesh):
+        table = in_shards(mesh, spec)
+        x = jax.device_put(MESH_X, NamedSharding(mesh, SPEC("data")))
+        loss, of_x, of_table, of_bias, of_weights = with_all_gradients(
+            x, table, MESH_LABELS, bias, MESH_WEIGHTS, **options
+        )
+        logits = jax.jit(te.linear_logits, static_argnames=("softcap", "scale", "pad_id"))(
+            x, table, bias=bias, softcap=2.0, scale=0.5, pad_id=3
+        )
+    want = oracle(MESH_X, MESH_TABLE[:13], MESH_LABELS, bias=bias, weights=MESH_WEIGHTS, **options)
+    rows = np.asarray(of_table.array)
+    assert_close((loss, of_x, rows[:13], of_bias, of_weights), want)
+    np.testing.assert_array_equal(rows[13:], 0)
+    plain = te.linear_logits(MESH_X, MESH_TABLE[:13], bias=bias, softcap=2.0, scale=0.5, pad_id=3)
+    np.testing.assert_allclose(np.asarray(logits)[..., :13], plain, atol=ERROR)
 
 
 def in_shards(mesh, spec, rows=13):

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import export
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int32
 
 from transformer_embed._src import arguments
@@ -43,6 +44,7 @@ from transformer_embed._src.functional.partitioning import (
     devices_along,
     index_along,
     partition_spec,
+    reshard,
     spec_axes,
 )
 
@@ -274,6 +276,11 @@ def _has_next_token(
 
 def _of_next_token(values: Array) -> Array:
     """At each token, the value of the token to its right; the last one has the first one's."""
+    *leading, length = spec_axes(jax.typeof(values).sharding.spec, values.ndim)
+    if length:
+        # Explicit axes that split the length cannot be cut at its ends.
+        mesh = jax.typeof(values).sharding.mesh
+        values = reshard(values, NamedSharding(mesh, partition_spec(*leading)))
     return jnp.roll(values, -1, axis=-1)
 
 
@@ -388,10 +395,11 @@ def _losses_and_logit_gradients(options, over, rows, bias, chunk):
     """Each token's loss [t]; logit_gradients [t, v] and factors [t], whose product is the gradient
     of its weighted loss in each `x @ rows.T + bias`.
 
-    With logits z, their maximum m, targets p that sum to 1, total = sum(exp(z - m)) and
-    `log_z = log(total) + m`, the loss is `log(total) - sum(p * (z - m)) + z_loss * log_z**2`, and
-    its gradient in z is `(1 + 2 * z_loss * log_z) * exp(z - m) / total - p`. Dividing the gradients
-    themselves would cost another pass over them.
+    With logits z, their maximum m, targets p that sum to 1, `total = sum(exp(z - m))` and
+    `log_z = log(total) + m`, the loss is `log(total) - sum(p * (z - m)) + z_loss * log_z**2`. Its
+    gradient in z is `(exp(z - m) - mass * p) / mass`, with
+    `mass = total / (1 + 2 * z_loss * log_z)`. Dividing the gradients themselves would cost another
+    pass over them.
     """
     output, vocabulary = options.output, _vocabulary_part(options, over, rows)
     labels = chunk.labels - vocabulary.first
@@ -412,18 +420,20 @@ def _losses_and_logit_gradients(options, over, rows, bias, chunk):
     else:
         expected = _shifted_logit_of_label(logits, top, shifted, labels)
     total, expected = _reduce_over(jax.lax.psum, over, (exponentials.sum(-1), expected))
-    losses, gradients = jnp.log(total) - expected, exponentials
+    losses, mass = jnp.log(total) - expected, total
     if options.z_loss:
         log_z = jnp.log(total) + top
         losses += options.z_loss * log_z**2
-        gradients *= 1 + 2 * options.z_loss * log_z[:, None]
+        rise = 1 + 2 * options.z_loss * log_z
+        mass = total / jnp.where(rise == 0, jnp.finfo(rise.dtype).eps, rise)
+    gradients = exponentials
     if options.label_smoothing:
-        gradients -= vocabulary.where_inside(options.other_share, 0) * total[:, None]
-    gradients = _subtract_at_label(gradients, labels, options.label_share * total)
+        gradients -= vocabulary.where_inside(options.other_share, 0) * mass[:, None]
+    gradients = _subtract_at_label(gradients, labels, options.label_share * mass)
     gradients *= slopes
     if output.pad_id is not None:
         gradients = _zero_column(gradients, output.pad_id - vocabulary.first)
-    return losses, gradients, output.scale * chunk.weights / total
+    return losses, gradients, output.scale * chunk.weights / mass
 
 
 class _VocabularyPart(NamedTuple):
