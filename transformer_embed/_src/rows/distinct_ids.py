@@ -14,8 +14,10 @@ BLOCK = 1024
 def distinct_rows(
     ids: Int32[Array, "..."], vocab_size: int, max_rows: int = 2**31
 ) -> Int32[Array, "k"]:
-    """The `max_rows` smallest distinct ids, ascending and clipped to the vocabulary, then distinct
-    ids of vocab_size or above as padding: whole blocks, if more than one."""
+    """The `max_rows` smallest distinct ids, ascending, clipped to the vocabulary, then padding.
+
+    Padding is distinct ids of vocab_size or above. More than one block is rounded up to whole ones.
+    """
     size = max(1, min(ids.size, vocab_size, max_rows))
     if size > BLOCK:
         size = -(-size // BLOCK) * BLOCK
@@ -26,8 +28,7 @@ def distinct_rows(
 
 
 def distinct_ascending(values: Int32[Array, "..."], size: int, room: int) -> Int32[Array, "k"]:
-    """The `room` smallest distinct values below `size`, ascending, then distinct values of `size`
-    or above as padding."""
+    """The `room` smallest distinct values below `size`, ascending, then values above as padding."""
     ordered = jnp.sort(values.reshape(-1))
     first = jnp.concatenate([jnp.ones_like(ordered[:1], bool), ordered[1:] != ordered[:-1]])
     return compacted(ordered, first & (ordered < size), size, room)
@@ -36,8 +37,7 @@ def distinct_ascending(values: Int32[Array, "..."], size: int, room: int) -> Int
 def compacted(
     values: Int32[Array, "n"], kept: Bool[Array, "n"], size: int, room: int
 ) -> Int32[Array, "k"]:
-    """The first `room` values that are kept, in order, then distinct values of `size` or above as
-    padding."""
+    """The first `room` values that are kept, then distinct values of `size` or above as padding."""
     slots = jnp.where(kept, jnp.cumsum(kept, dtype=jnp.int32) - 1, room)
     return jnp.arange(size, size + room, dtype=jnp.int32).at[slots].set(values, mode="drop")
 
@@ -45,8 +45,8 @@ def compacted(
 def count_below(
     ascending: Int32[Array, "k"], values: Integer[Array | np.ndarray, "..."]
 ) -> Int32[Array, "..."]:
-    """How many of the ascending numbers are below each value: `jnp.searchsorted`, which older jax
-    does not trace inside `shard_map`."""
+    """How many of the ascending numbers are below each value."""
+    # jnp.searchsorted, which older jax does not trace inside shard_map.
     size = len(ascending)
     count = jnp.zeros_like(values)
     for step in (2**bit for bit in reversed(range(size.bit_length()))):

@@ -58,8 +58,7 @@ class GatheredRows(Table):
         return self.values.dtype
 
     def gather(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
-        """The row of each id, or NaN; an id outside the vocabulary reads the first or the last
-        row."""
+        """The row of each id, or NaN; an id out of range reads the first or the last row."""
         if self.ids.dtype != jnp.int32:
             want = "rows with int32 ids (map over floating leaves only)"
             raise arguments.type_error(self.name, want, f"ids of {self.ids.dtype}")

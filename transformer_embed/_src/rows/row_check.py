@@ -88,8 +88,7 @@ EXTENDED = jax.dtypes.extended
 
 
 class NotRowWiseError(Exception):
-    """Why an optimizer is not row-wise, and the sources of the equation that shows it, outermost
-    call first."""
+    """Why an optimizer is not row-wise, and the sources of the equation, outermost call first."""
 
     def __init__(self, reason: str, sources: Sequence[Any] = ()):
         super().__init__(reason)
@@ -142,41 +141,32 @@ def check(
         one, other = _traced(step, whole, ""), _traced(step, block, "with fewer rows ")
         facts = _Reader(sizes).follow(one, other, operands)
         outputs = zip(one.jaxpr.outvars, other.jaxpr.outvars, facts, strict=True)
+        # New rows of the table must use their gradient, and those of a state the old ones.
+        needs = {table: table for table in owners.values()}
         for place in places:
             table = owners[place]
-            if place == table:
-                continue
-            # New rows of the table must use their gradient, and those of a state the old ones.
-            is_first = place == min(i for i in places if owners[i] == table != i)
-            needed = table if is_first else place
-            _check_output(*next(outputs), table, block[place], needed)
+            if place != table:
+                _check_rows(*next(outputs), table, block[place], needs.pop(table, place))
         for output in outputs:
-            _check_output(*output)
+            if _checked_row_axis(*output) is not None:
+                what = "parameters or state outside the table"
+                raise NotRowWiseError(f"{what} become one row for each of its rows")
     except NotRowWiseError as problem:
         name, where = _transformation_and_line(problem.sources, update)
         raise ValueError(refusal(f"{name}: {problem}{where}")) from problem.__cause__
 
 
-def _check_output(
-    one: Any,
-    other: Any,
-    fact: Fact,
-    table: int | None = None,
-    shape: Shape | None = None,
-    needed: int | None = None,
-) -> None:
-    """Raises unless an output is shared by all rows or, of a table, has its new rows or those of
-    its state, of this shape, made with the input `needed`."""
+def _checked_row_axis(one: Any, other: Any, fact: Fact) -> int | None:
+    """The axis of rows of an output. Raises if its rows may depend on other rows."""
     if fact.problem:
         raise fact.problem
-    axis, aval = _row_axis(one, other), other.aval
-    if shape is None:
-        if axis is not None:
-            raise NotRowWiseError(
-                "parameters or state outside the table become one row for each of its rows"
-            )
-        return
-    if axis != 0 or fact.table not in (None, table):
+    return _row_axis(one, other)
+
+
+def _check_rows(one: Any, other: Any, fact: Fact, table: int, shape: Shape, needed: int) -> None:
+    """Raises unless an output has new rows of a table or of its state, made with input `needed`."""
+    aval = other.aval
+    if _checked_row_axis(one, other, fact) != 0 or fact.table not in (None, table):
         raise NotRowWiseError("a new row is not made from the same row of the table")
     if aval.shape != shape.shape:
         raise NotRowWiseError("the new state does not have the shape of the state")
@@ -221,8 +211,8 @@ class _Reader:
         operands: Sequence[Fact],
         sources: tuple[Any, ...] = (),
     ) -> list[Fact]:
-        """What is known about the results. Raises if the programs differ in more than the number of
-        rows."""
+        """What is known about the results. Raises if the programs differ in more than row
+        numbers."""
         one, other = whole.jaxpr, block.jaxpr
         if len(one.eqns) != len(other.eqns) or len(whole.consts) != len(block.consts):
             raise NotRowWiseError(DIFFERS, sources)
@@ -264,8 +254,8 @@ class _Reader:
     def _results(
         self, one: Any, other: Any, operands: Sequence[Fact], sources: tuple[Any, ...]
     ) -> Sequence[Fact]:
-        """What is known about the results of an equation: `one` of the whole program, `other` of
-        the block's."""
+        """What is known about an equation's results: `one` is the whole program's, `other` the
+        block's."""
         name = other.primitive.name
         called = list(zip(_called_programs(one), _called_programs(other), strict=False))
         if name in CALLS and called:
@@ -288,8 +278,7 @@ class _Reader:
     def _check_shared(
         self, one: Any, other: Any, called: Sequence[Any], sources: tuple[Any, ...]
     ) -> None:
-        """Raises unless an equation of values that all rows share gives such values, or equal
-        rows."""
+        """Raises unless an equation of shared values gives shared values, or equal rows."""
         name, params = other.primitive.name, other.params
         axes = set(map(_row_axis, one.outvars, other.outvars)) - {None}
         is_iota_along_others = name == "iota" and {params["dimension"]}.isdisjoint(axes)
@@ -330,8 +319,8 @@ class _Reader:
                 raise NotRowWiseError(f"{name} over the rows")
 
     def _has_same_params(self, one: Any, other: Any, has_rows: bool) -> bool:
-        """Whether the params are the same in both programs, except for the number of rows in the
-        size of an array."""
+        """Whether the params are the same in both programs, but for the number of rows of
+        arrays."""
         for name, param in other.params.items():
             sizes = self.sizes.values() if has_rows and name in SIZES else ()
             (before, tree), (after, other_tree) = map(jax.tree.flatten, (one.params[name], param))
@@ -418,8 +407,8 @@ def _called_programs(equation: Any) -> list[ClosedJaxpr]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether a literal, a constant or a param is the same in two traces of one function; programs
-    are compared by `follow`."""
+    """Whether a literal, constant or param is the same in two traces; `follow` compares
+    programs."""
     if one is other or isinstance(one, ClosedJaxpr | Jaxpr):
         return True
     if isinstance(one, Literal) and isinstance(other, Literal):
@@ -463,8 +452,7 @@ def _name(function: Callable) -> str:
 
 
 def _frames(source: Any) -> Iterator[tuple[str, str, int]]:
-    """The qualified name, file and line of each call outside of jax, from the innermost call to the
-    step."""
+    """The qualified name, file and line of each call outside of jax, the innermost first."""
     if source.traceback is None:
         return
     # Before jax 0.7, frames have no qualified names; their code objects do.
@@ -485,11 +473,16 @@ def tables_of_state(
     state: Sequence[Shape],
     tables: Sequence[int],
 ) -> dict[int, int]:
-    """For each leaf of the state, by its index, that has the rows of a table, the table's index
-    among the parameters: the leaf gains as many rows as the table does."""
-    more = {table: n for n, table in enumerate(tables, 1)}
-    shapes = _state_shapes(init, treedef, params, {})
-    longer_shapes = _state_shapes(init, treedef, params, more)
+    """The table, by its index among the parameters, of each leaf of the state that has its rows.
+
+    Such a leaf, given by its index, gains as many rows as the table does.
+    """
+    longer_params = list(params)
+    for n, table in enumerate(tables, 1):
+        size, *rest = params[table].shape
+        longer_params[table] = Shape((size + n, *rest), params[table].dtype)
+    shapes = _state_shapes(init, jax.tree.unflatten(treedef, params))
+    longer_shapes = _state_shapes(init, jax.tree.unflatten(treedef, longer_params))
     if shapes != [leaf.shape for leaf in state]:
         want = "that of optimizer.init(params)"
         raise arguments.value_error("state", want, "arrays of other shapes")
@@ -499,9 +492,9 @@ def tables_of_state(
     for i, (shape, longer) in enumerate(zip(shapes, longer_shapes, strict=True)):
         if shape == longer:
             continue
-        for table, n in more.items():
-            size = params[table].shape[0]
-            if shape == (size, *shape[1:]) and longer == (size + n, *shape[1:]):
+        for table in tables:
+            sizes = params[table].shape[0], longer_params[table].shape[0]
+            if (shape[:1], longer) == (sizes[:1], (sizes[1], *shape[1:])):
                 owners[i] = table
         if i not in owners:
             reason = "which does not have one row for each row of a table"
@@ -509,16 +502,10 @@ def tables_of_state(
     return owners
 
 
-def _state_shapes(
-    init: Callable, treedef: Any, params: Sequence[Shape], more: Mapping[int, int]
-) -> list[tuple[int, ...]]:
-    """The shapes of the state of parameters with more rows."""
-    longer = list(params)
-    for table, n in more.items():
-        size, *rest = params[table].shape
-        longer[table] = Shape((size + n, *rest), params[table].dtype)
+def _state_shapes(init: Callable, params: Any) -> list[tuple[int, ...]]:
+    """The shapes of the state of parameters of these shapes."""
     try:
-        state = jax.eval_shape(init, jax.tree.unflatten(treedef, longer))
+        state = jax.eval_shape(init, params)
     except Exception as error:
         reason = f"{_name(init)}: init cannot be traced ({_summary(error)})"
         raise ValueError(refusal(reason)) from error

@@ -104,8 +104,10 @@ class RowGradient:
 
 
 class _Ids:
-    """Ids as static data of a pytree: equal if they are the same array or, outside of jit, have the
-    same values."""
+    """Ids as static data of a pytree.
+
+    Two are equal if they are the same array or, outside of jit, have the same values.
+    """
 
     def __init__(self, ids: Any):
         self.ids = ids
@@ -113,11 +115,8 @@ class _Ids:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Ids):
             return False
-        if self.ids is other.ids:
-            return True
-        both = (self.ids, other.ids)
-        if not all(map(_is_concrete, both)):
-            return False
+        if self.ids is other.ids or not (_is_concrete(self.ids) and _is_concrete(other.ids)):
+            return self.ids is other.ids
         with jax.transfer_guard("allow"):
             return np.array_equal(np.asarray(self.ids), np.asarray(other.ids))
 
@@ -150,10 +149,10 @@ def is_row_gradient(leaf: Any) -> bool:
 
 
 def add(grads: Tree, more: Tree) -> Tree:
-    """Adds two gradients of the same parameters, which may hold different rows. Use it to
-    accumulate gradients.
+    """Adds two gradients of the same parameters, which may hold different rows.
 
-    If both have the same ids, `jax.tree.map(jax.numpy.add, grads, more)` works as well.
+    Use it to accumulate gradients. If both have the same ids, `jax.tree.map(jax.numpy.add, grads,
+    more)` works as well.
 
     Args:
         grads: gradients that `value_and_grad` returned.

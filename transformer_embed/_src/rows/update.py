@@ -105,8 +105,7 @@ def update(
     shared = [None if i in owners else leaf for i, leaf in enumerate(leaves)], arrays
 
     def step(shared: Any, rows: Mapping[int, Array]) -> tuple[dict[int, Array], list[Any]]:
-        """The new rows of tables and state by their place among the leaves, from the old ones and
-        their gradients, and all other leaves."""
+        """The new rows of tables and state by place, from the old ones, and all other leaves."""
         # Slow to load, and only training needs it.
         import optax  # noqa: PLC0415
 
@@ -136,8 +135,10 @@ def update(
 
 
 def _owners(init: Callable, params: Tree, leaves: Sequence[Any]) -> dict[int, int]:
-    """The table of each leaf of (grads, params, state) that has rows, by the leaf's place. A table
-    is named by the place of its gradient; its places ascend: gradient, rows, state."""
+    """The table of each leaf of (grads, params, state) that has rows, by the leaf's place.
+
+    A table is named by the place of its gradient; its places ascend: gradient, rows, state.
+    """
     treedef = jax.tree.structure(params, is_leaf=_is_leaf)
     size = treedef.num_leaves
     tables = [i for i, leaf in enumerate(leaves[:size]) if isinstance(leaf, RowGradient)]
@@ -190,11 +191,11 @@ def _update_in_blocks(
     gradient: Float[Array, "k d"],
     wholes: Sequence[Array],
 ) -> list[Array]:
-    """A table and its state after `step_of_block(shared, [gradient, rows, *rows of the state])`,
-    read and written one block of rows at a time.
+    """A table and its state after a step, read and written one block of rows at a time.
 
-    All rows at once would allocate new memory for each array. There may be any number of ids. They
-    ascend, and ids past the end of the table are padding.
+    The step of a block is `step_of_block(shared, [gradient, rows, *rows of the state])`. All rows
+    at once would allocate new memory for each array. There may be any number of ids. They ascend,
+    and ids past the end of the table are padding.
     """
     padding = -len(ids) % block
     if padding:
@@ -208,15 +209,14 @@ def _update_in_blocks(
         old = [read_rows(whole, block_ids) for whole in wholes]
         new = step_of_block(shared, [block_gradient, *old])
         moved = jnp.any(block_gradient != 0, axis=-1)
-        written = []
-        for whole, before, after in zip(wholes, old, new, strict=True):
+
+        def write(whole: Array, before: Array, after: Array) -> Array:
             rows = jnp.where(moved.reshape(-1, *[1] * (before.ndim - 1)), after, before)
             # Ids past the end of the table are dropped.
-            target = whole.at[block_ids]
-            written.append(
-                target.set(rows, mode="drop", unique_indices=True, indices_are_sorted=True)
-            )
-        return written
+            options = {"mode": "drop", "unique_indices": True, "indices_are_sorted": True}
+            return whole.at[block_ids].set(rows, **options)
+
+        return list(map(write, wholes, old, new))
 
     wholes = list(map(jnp.asarray, wholes))
     if len(ids) == block:
@@ -252,13 +252,13 @@ def _check_gradients(grads: Tree, params: Tree) -> None:
     for leaf, gradient in zip(leaves, gradients, strict=True):
         if not isinstance(gradient, RowGradient):
             continue
-        want, got = list(_shape_and_dtype(leaf).shape), list(gradient.shape)
-        if got != want:
-            raise arguments.value_error("grads", f"rows of a table {want}", f"of one {got}")
-        ids, rows = len(gradient.ids), len(gradient.values)
-        if ids != rows:
-            want = f"a row for each of {ids} ids"
-            raise arguments.value_error("grads", want, f"{rows} rows")
+        shape = list(_shape_and_dtype(leaf).shape)
+        if list(gradient.shape) != shape:
+            want, got = f"rows of a table {shape}", f"of one {list(gradient.shape)}"
+            raise arguments.value_error("grads", want, got)
+        if len(gradient.ids) != len(gradient.values):
+            want = f"a row for each of {len(gradient.ids)} ids"
+            raise arguments.value_error("grads", want, f"{len(gradient.values)} rows")
         _check_trace(gradient.ids)
         check_ascending(gradient)
 

@@ -22,16 +22,15 @@ Tree = Any
 def value_and_grad(
     loss: Callable, *, ids: Tree, has_aux: bool = False, max_rows: int | Tree | None = None
 ) -> Callable:
-    """`jax.value_and_grad` for a loss that reads few rows of large tables: a table's gradient holds
-    only these rows.
+    """`jax.value_and_grad` for a loss that reads few rows of large tables.
 
-    Like `jax.value_and_grad`, it differentiates the first argument. In it, the loss finds the rows
-    of the batch in place of a table. `lookup` reads them; other uses of the table raise an error. A
-    function of all leaves of the parameters, such as an L2 term, is infinite: leave the tables out
-    of it. For a sharded table, every device receives the rows of the whole batch: ids are
-    all-gathered and one all-reduce over the shards collects the rows. For an interleaved table,
-    each device receives the rows of its own part of the batch from their owners (see `interleave`
-    of `sharding.shard_params`).
+    A table's gradient holds only these rows. Like `jax.value_and_grad`, it differentiates the first
+    argument. In it, the loss finds the rows of the batch in place of a table. `lookup` reads them;
+    other uses of the table raise an error. A function of all leaves of the parameters, such as an
+    L2 term, is infinite: leave the tables out of it. For a sharded table, every device receives the
+    rows of the whole batch: ids are all-gathered and one all-reduce over the shards collects the
+    rows. For an interleaved table, each device receives the rows of its own part of the batch from
+    their owners (see `interleave` of `sharding.shard_params`).
 
     Args:
         loss: a function of (params, ...) to a scalar, or to (scalar, aux). It reads the tables in
@@ -94,8 +93,7 @@ def value_and_grad(
 def _gather_tables(
     leaves: Sequence[Any], treedef: Any, ids: Tree, max_rows: int | Tree | None
 ) -> dict[int, GatheredRows]:
-    """The rows that a batch reads from each table in `ids`, by the table's index among the
-    leaves."""
+    """The rows that a batch reads from each table in `ids`, by the table's index as a leaf."""
     indices = jax.tree.unflatten(treedef, range(len(leaves)))
     bounds: Mapping[int, Any] = {}
     if isinstance(max_rows, Mapping):
@@ -131,8 +129,7 @@ def _on_every_device(ids: Int32[Array, "..."]) -> Int32[Array, "..."]:
 
 
 def _entries(params: Tree, ids: Tree, path: str) -> Iterator[tuple[str, Any, Any]]:
-    """For each leaf of `ids` (anything but a dict): its path, the entry of `params` at that path,
-    and the leaf."""
+    """For each leaf of `ids` (no dict): its path, the entry of `params` at that path, the leaf."""
     if not isinstance(ids, Mapping):
         if not isinstance(params, int):
             got = f"a {type(params).__name__} that holds {_paths(params)}; name it in ids as well"
@@ -153,8 +150,5 @@ def _entries(params: Tree, ids: Tree, path: str) -> Iterator[tuple[str, Any, Any
 def _paths(params: Tree) -> str:
     """The first few paths of a tree of parameters."""
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    return (
-        ", ".join(path or "an array" for path in paths[:4])
-        + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
-        or "nothing"
-    )
+    more = f" and {len(paths) - 4} more" if len(paths) > 4 else ""
+    return ", ".join(path or "an array" for path in paths[:4]) + more or "nothing"
