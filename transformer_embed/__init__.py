@@ -1,5 +1,4 @@
-"""The input layer of a Transformer for JAX and Haiku: token lookup, positions and attention
-masks."""
+"""The input layer of a Transformer for JAX and Haiku: tokens, positions and attention masks."""
 
 # isort: off
 from transformer_embed.cli import while_loading as _while_loading  # noqa: F401 (before jax)

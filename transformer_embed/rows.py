@@ -1,5 +1,7 @@
-"""Trains only the rows of a large table that a batch reads: the cost of a step follows the batch,
-not the vocabulary."""
+"""Trains only the rows of a large table that a batch reads.
+
+The cost of a step follows the batch, not the vocabulary.
+"""
 
 from transformer_embed._src.rows.row_gradient import RowGradient, add
 from transformer_embed._src.rows.update import update

@@ -49,8 +49,10 @@ def set_fields(instance: Any, **values: Any) -> None:
 
 
 def convert_fields(instance: Any, **converters: Callable[[str, Any], Any]) -> None:
-    """Converts fields of a frozen dataclass in its `__post_init__`; None stays if it is the
-    default."""
+    """Converts fields of a frozen dataclass in its `__post_init__`.
+
+    None stays where it is the default.
+    """
     for field in dataclasses.fields(instance):
         value = getattr(instance, field.name)
         if field.name in converters and not (value is None and field.default is None):
@@ -440,8 +442,10 @@ def rows(name: str, array: Any) -> Any:
 
 
 def comparable_rows(**sides: ArrayLike) -> list[jax.Array]:
-    """Integers of queries and keys to compare, [length] or [batch, length], as [1 or batch,
-    length]."""
+    """Integers of queries and of keys to compare, as [1 or batch, length].
+
+    Each may be [length] or [batch, length].
+    """
     arrays = {name: rows(name, as_ordered(name, value)) for name, value in sides.items()}
     check_numbers_of_rows(arrays)
     return list(arrays.values())

@@ -96,8 +96,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _model(args: argparse.Namespace) -> tuple[te.EmbedderConfig, Any]:
-    """The model that --params or --from names. An error if FILE holds text and the model's tokens
-    are not bytes."""
+    """The model that --params or --from names.
+
+    An error if FILE holds text and the model's tokens are not bytes.
+    """
     is_published = args.params is None
     path = args.checkpoint if is_published else args.params
     found = None

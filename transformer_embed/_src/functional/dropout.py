@@ -65,8 +65,11 @@ def dropout(rng: Array, rate: float, x: ArrayLike) -> Float[Array, "..."]:
 def _drop_elements(
     key: Array, x: Float[Array, "..."], keep_rate: float, width: np.dtype | None
 ) -> Float[Array, "..."]:
-    """Compiled for eager callers too, so that jax counts the key as used; jax_debug_key_reuse
-    checks that."""
+    """x after dropout.
+
+    Compiled for eager callers too, so that jax counts the key as used; jax_debug_key_reuse
+    checks that.
+    """
     rate = keep_rate if width is None else width.type(keep_rate)
     return _keep_mask(key, rate, x.shape).astype(x.dtype) * x / rate
 
@@ -89,8 +92,10 @@ def _keep_mask(
 def _keep_mask_in_registers(
     key: Array, *, keep_rate: float | np.floating, shape: tuple[int, ...]
 ) -> Bool[Array, "..."]:
-    """A uniform float has 23 random bits, n / 2**23: it is below keep_rate where the integer n is
-    below keep_rate * 2**23."""
+    """The elements to keep, where a uniform number is below keep_rate.
+
+    It has 23 random bits, n / 2**23, so that the integer n is compared with keep_rate * 2**23.
+    """
     words = jax.random.key_data(key)
     first, second = _threefry(words[0], words[1], *_counters(shape))
     threshold = math.ceil(float(np.float32(keep_rate)) * 2**23)

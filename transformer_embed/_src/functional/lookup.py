@@ -23,8 +23,9 @@ LOOKUP_STYLES = ("gather", "one_hot")
 
 
 class Table(np.lib.mixins.NDArrayOperatorsMixin):
-    """A table [vocab_size, d] that is not stored as one plain array: a leaf of a parameter tree
-    that `lookup` and `linear_logits` read.
+    """A leaf of parameters that stands for a table [vocab_size, d] but is not one plain array.
+
+    `lookup` and `linear_logits` read it.
 
     It has the `shape` and `dtype` of the array that it replaces, so that hk.get_parameter accepts
     it. Any other use as an array is a TypeError.
@@ -41,13 +42,14 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
         raise NotImplementedError
 
     def gather(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
-        """The row of each id; an id out of range reads the nearest row. Gradients of repeated ids
-        are summed in float32 or wider."""
+        """The row of each id; an id out of range reads the nearest row.
+
+        Gradients of repeated ids are summed in float32 or wider.
+        """
         raise NotImplementedError
 
     def output_layout(self, x: Float[Array, "... d"]) -> tuple[Float[Array, "v d"], OutputLayout]:
-        """The array that holds the rows in vocabulary order, then padding, and how its product with
-        x is split."""
+        """The rows in vocabulary order, then padding, and how their product with x is split."""
         raise not_whole_error()
 
     def use_error(self) -> str:
@@ -133,8 +135,9 @@ def lookup(
 
 
 def check_ids(ids: ArrayLike, vocab_size: int) -> None:
-    """Raises if an id is outside the vocabulary. Use it on the host, before a step: under jit,
-    `lookup` returns NaN instead.
+    """Raises if an id is outside the vocabulary.
+
+    Use it on the host, before a step: under jit, `lookup` returns NaN instead.
 
     Args:
         ids: [...], any integer dtype; not traced.
@@ -171,8 +174,10 @@ def as_table(name: str, table: ArrayLike | Table) -> Float[Array, "v d"] | Table
 
 
 def rows_at(table: Float[Array, "v d"], ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
-    """`table[ids]`; an id out of range reads the nearest row. Gradients of repeated ids are summed
-    in float32 or wider."""
+    """`table[ids]`; an id out of range reads the nearest row.
+
+    Gradients of repeated ids are summed in float32 or wider.
+    """
     return _gather(table, ids, None, "clip")
 
 

@@ -13,8 +13,9 @@ from transformer_embed._src import arguments
 
 @jax.jit
 def read_or_zero(table: Float[Array, "v d"], index: UInt32[Array, "..."]) -> Float[Array, "... d"]:
-    """`table[index]`, and zeros for an index past the end. It is linear in the table, and its
-    transpose is the table's gradient.
+    """`table[index]`, and zeros for an index past the end.
+
+    It is linear in the table, and its transpose is the table's gradient.
 
     The transpose drops rows whose index is past the end, so the gradient needs no mask of the rows'
     size. It sums the repeats of a row in float32 or wider, because a 16-bit sum stops growing after
@@ -39,8 +40,7 @@ def read_or_zero(table: Float[Array, "v d"], index: UInt32[Array, "..."]) -> Flo
 def _can_sort_index(
     table: Float[Array, "v d"], index: UInt32[Array, "..."], explicit: NamedSharding | None
 ) -> bool:
-    """Whether each device can sort its index: it has the whole vocabulary, and its part of the
-    index is known while tracing."""
+    """Whether each device has the whole vocabulary, and its part of the index while tracing."""
     if not index.size * table.size or any(
         map(export.is_symbolic_dim, (*table.shape, *index.shape))
     ):
@@ -53,16 +53,14 @@ def _can_sort_index(
 
 
 def in_compute_dtype(table: Float[Array, "v d"]) -> Float[Array, "v d"]:
-    """The table in float32 or wider, so that a row's gradient is summed in that dtype over repeats
-    and devices."""
+    """The table in float32 or wider, in which the gradients of a row are summed."""
     return table.astype(arguments.compute_dtype(table.dtype))
 
 
 def _read_each_repeat(
     explicit: NamedSharding | None, table: Float[Array, "v d"], index: UInt32[Array, "..."]
 ) -> Float[Array, "... d"]:
-    """A read whose transpose is a scatter-add with repeated indices, which uses atomic additions on
-    a GPU."""
+    """A read whose transpose is a scatter-add, by atomic additions on a GPU."""
     return table.at[index].get(mode="fill", fill_value=0, out_sharding=explicit)
 
 
@@ -82,8 +80,9 @@ def _read_each_row_once_per_device(
 def _read_each_row_once(
     table: Float[Array, "v d"], index: UInt32[Array, "..."]
 ) -> Float[Array, "... d"]:
-    """A read whose transpose sorts the rows by index, sums each run of equal indices, and writes
-    each sum once.
+    """A read whose transpose sums the rows of each index and writes each sum once.
+
+    It sorts the rows by index.
 
     So the gradient on a GPU is the same from run to run, and its time does not depend on how often
     an index repeats.
@@ -121,8 +120,7 @@ def _sum_runs(starts: Bool[Array, "n"], rows: Float[Array, "n d"]) -> Float[Arra
 
 
 def _is_on_one_device() -> bool:
-    """Whether it is known while tracing that the program, or its part inside a shard_map, runs on
-    one device.
+    """Whether it is known that the program, or its part inside a shard_map, runs on one device.
 
     If the compiler may split the batch over devices, a sort would gather all of it on each device.
     """
@@ -139,8 +137,10 @@ def _is_on_one_device() -> bool:
 def explicit_sharding(
     table: Float[Array, "v d"], ids: Integer[Array, "..."]
 ) -> NamedSharding | None:
-    """Under explicit mesh axes, the sharding of the rows: that of the ids, then that of the table's
-    columns."""
+    """The sharding of the rows under explicit mesh axes; None under other axes.
+
+    It is that of the ids, then that of the table's columns.
+    """
     sharding = jax.typeof(ids).sharding
     if jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
         return None

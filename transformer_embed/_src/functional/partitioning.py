@@ -25,8 +25,10 @@ def partition_spec(*axes: Axes) -> PartitionSpec:
 
 
 def array_axes(mesh: Any, batch: Axes, array: Array, batch_dimensions: int) -> list[Axes]:
-    """The mesh axes that each dimension is split over: from the array's type under explicit axes,
-    else `batch` for the first one."""
+    """The mesh axes that each dimension is split over.
+
+    They come from the array's type under explicit axes; else the first one is split over `batch`.
+    """
     if AxisType.Explicit in mesh.axis_types:
         return spec_axes(jax.typeof(array).sharding.spec, array.ndim)
     size = devices_along(mesh, batch)
@@ -40,8 +42,7 @@ def devices_along(mesh: Any, axes: Axes) -> int:
 
 
 def index_along(axes: Axes) -> Int32[Array, ""] | int:
-    """Inside shard_map, the index of this device's block of an array that is split over these
-    axes."""
+    """Inside shard_map, the index of this device's block along these axes."""
     return jax.lax.axis_index(axes) if axes else 0
 
 
@@ -69,8 +70,7 @@ def all_gather(array: Array, axes: Sequence[Axes]) -> Array:
 
 
 def reduce_scatter(array: Array, axes: Sequence[Axes]) -> Array:
-    """The transpose of `all_gather`: the sum over these axes, of which each device keeps its own
-    block."""
+    """The transpose of `all_gather`: the sum over these axes, each device with its own block."""
     for dimension, names in enumerate(axes):
         if names:
             array = jax.lax.psum_scatter(array, names, scatter_dimension=dimension, tiled=True)
@@ -149,8 +149,10 @@ class OutputLayout(NamedTuple):
 
 
 def _leading_axes_outside(axes: Axes, others: Axes) -> Axes:
-    """The leading ones that are none of the others: an array split over these alone is one
-    block."""
+    """The leading ones that are none of the others.
+
+    An array that is split over these alone is one block.
+    """
     return axes[: next((i for i, axis in enumerate(axes) if axis in others), len(axes))]
 
 

@@ -1,5 +1,4 @@
-"""Rotary position embeddings: queries and keys rotated by their positions, exact at any position,
-in every published layout."""
+"""Rotary position embeddings: rotated queries and keys, exact at any position."""
 
 import functools
 import itertools

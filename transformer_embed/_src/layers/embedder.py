@@ -91,16 +91,20 @@ class Embedder:
         )
 
     def logits(self, params: Params, x: ArrayLike) -> Float[Array, "... v"]:
-        """The logits of `config.output`, [..., vocab_size], for x [..., width of the token table].
-        See `linear_logits`."""
+        """The logits of `config.output`, [..., vocab_size]; see `linear_logits`.
+
+        x is [..., width of the token table].
+        """
         params = arguments.as_params("params", params)
         return _logits(self.config, params, arguments.as_floats("x", x))
 
     def cross_entropy(
         self, params: Params, x: ArrayLike, labels: ArrayLike, **options: Any
     ) -> Float[Array, ""]:
-        """The cross-entropy of `logits(params, x)` with labels [...], computed one chunk of tokens
-        at a time; see `TokenEmbedding.cross_entropy`."""
+        """The cross-entropy of `logits(params, x)`, computed one chunk of tokens at a time.
+
+        The labels are [...]; see `TokenEmbedding.cross_entropy`.
+        """
 
         def loss() -> Float[Array, ""]:
             return TransformerEmbedding(self.config).cross_entropy(x, labels, **options)

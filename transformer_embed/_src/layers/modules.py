@@ -108,13 +108,16 @@ class TokenEmbedding(hk.Module):
         return rows.astype(table_dtype if self.config.dtype is None else self.config.dtype)
 
     def logits(self, x: ArrayLike) -> Float[Array, "... v"]:
-        """The logits of `output` for x [..., d_model]; float32 [..., vocab_size]. See
-        `linear_logits`."""
+        """The logits of `output`, float32 [..., vocab_size]; see `linear_logits`.
+
+        x is [..., d_model].
+        """
         return linear_logits(x, **self._output("logits"))
 
     def cross_entropy(self, x: ArrayLike, labels: ArrayLike, **options: Any) -> Float[Array, ""]:
-        """The cross-entropy of `logits(x)` with labels [...], computed one chunk of tokens at a
-        time.
+        """The cross-entropy of `logits(x)`, computed one chunk of tokens at a time.
+
+        The labels are [...].
 
         Labels that are the module's `pad_id` are not counted. The options are those of
         `linear_cross_entropy`: mask, weights, shift, segment_ids, label_smoothing, z_loss,
@@ -228,8 +231,9 @@ class PositionalEncoding(hk.Module):
     def __call__(
         self, x: ArrayLike, *, is_training: bool, positions: ArrayLike | None = None
     ) -> Float[Array, "... t d"]:
-        """Adds the encodings in float32, rounds once to x's dtype, then applies dropout if
-        is_training is True.
+        """Adds the encodings in float32, rounds once to x's dtype, then applies dropout.
+
+        Dropout needs is_training=True.
 
         Args:
             x: [..., length, d_model], a floating dtype.
@@ -277,8 +281,7 @@ class PositionalEncoding(hk.Module):
     def _broadcast_encoding(
         self, positions: ArrayLike, shape: tuple[int, ...], tokens: str
     ) -> Float[Array, "... d"]:
-        """The encodings of positions that broadcast to the shape of the tokens, with as many axes
-        as these have."""
+        """The encodings of positions, broadcast to the shape of the tokens."""
         positions = arguments.as_array("positions", positions)
         arguments.check_ends_in_length("positions", positions.shape, shape, tokens)
         encoding = self.encoding(positions)
@@ -288,8 +291,7 @@ class PositionalEncoding(hk.Module):
 
 
 class RelativePositionBias(hk.Module):
-    """T5's learned bias: a number for each head and each bucket of distances, added to attention
-    logits.
+    """T5's learned bias of attention logits: a number for each head and bucket of distances.
 
     The numbers are the parameter `embeddings`, [num_buckets, num_heads], as in transformers; T5X
     has the transpose. T5 shares one module between all layers of a stack, and adds the bias to
@@ -348,8 +350,10 @@ class RelativePositionBias(hk.Module):
     def __call__(
         self, query_positions: ArrayLike, key_positions: ArrayLike
     ) -> Float[Array, "b h t s"]:
-        """The bias [B or 1, num_heads, T, S] of `dtype`, for positions [T] or [B, T] and [S] or [B,
-        S]."""
+        """The bias [B or 1, num_heads, T, S] of `dtype`.
+
+        Positions are [T] or [B, T], and [S] or [B, S].
+        """
         buckets = relative_position_buckets(
             query_positions,
             key_positions,
@@ -364,8 +368,7 @@ class RelativePositionBias(hk.Module):
 
 
 class TransformerEmbedding(hk.Module):
-    """The input layer of a Transformer: tokens + positions (+ token types), an optional layer norm,
-    dropout.
+    """The input layer of a Transformer: tokens, positions, token types, layer norm and dropout.
 
     The sum and the norm are computed in float32 and rounded once to `config.dtype`, then dropout is
     applied. If the tables are narrower than d_model, a linear layer widens the result at the end.
@@ -503,8 +506,10 @@ class TransformerEmbedding(hk.Module):
             return self.tokens.logits(x)
 
     def cross_entropy(self, x: ArrayLike, labels: ArrayLike, **options: Any) -> Float[Array, ""]:
-        """The cross-entropy of `logits(x)` with labels [...]; see
-        `TokenEmbedding.cross_entropy`."""
+        """The cross-entropy of `logits(x)` with labels [...].
+
+        See `TokenEmbedding.cross_entropy`.
+        """
         with _parameters_from(self._initial_params):
             return self.tokens.cross_entropy(x, labels, **options)
 
@@ -603,14 +608,16 @@ def _as_initializer(w_init: Initializer | None, default: Initializer) -> Initial
 
 
 def _expanded_to_rank(x: Float[Array, "..."], rank: int) -> Float[Array, "..."]:
-    """The same values with leading axes of size 1, so that sums work under jax's strict rank
-    promotion."""
+    """The same values with leading axes of size 1, for sums under strict rank promotion."""
     return x if x.ndim == rank else jax.lax.expand_dims(x, range(rank - x.ndim))
 
 
 def _fusion_barrier(rows: Float[Array, "t d"]) -> Float[Array, "t d"]:
-    """The same rows; on a CPU, a gather keeps XLA from fusing their computation into the sum and
-    repeating it for each batch row."""
+    """The same rows, computed once.
+
+    On a CPU, XLA would fuse their computation into the sum and repeat it for each batch row; it
+    cannot fuse through a gather.
+    """
     if _named_axes(rows):
         return rows
     return jax.lax.platform_dependent(rows, cpu=_identity_gather, default=lambda rows: rows)

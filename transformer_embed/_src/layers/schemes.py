@@ -131,8 +131,9 @@ class Sinusoidal(_Counted, Sinusoids):
 
 @dataclasses.dataclass(frozen=True)
 class SinusoidalGrid(Sinusoids, _Scheme):
-    """Sinusoidal positions on a grid, for `EmbedderConfig` and `PositionalEncoding`: for the tokens
-    of an image or a video.
+    """Sinusoidal positions on a grid, for the tokens of an image or a video.
+
+    It is a scheme of `EmbedderConfig` and `PositionalEncoding`.
 
     Tokens are in row-major order: position p of a grid (h, w) is the point (p // w, p % w). A
     position outside the grid gives NaN; a length beyond its number of points is an error.

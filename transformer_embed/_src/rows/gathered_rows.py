@@ -93,8 +93,9 @@ class RowTable(Table):
     def update_rows(
         self, step: Callable, shared: Any, gradient: RowGradient, states: Sequence[Any]
     ) -> Sequence[Any]:
-        """Applies step(shared, ids, values, arrays) to the arrays that hold this table and its
-        optimizer state, and returns both.
+        """Applies a step to the arrays that hold this table and its state, and returns both.
+
+        The step is `step(shared, ids, values, arrays)`.
 
         `shared` is a tree of arrays that every device needs whole. Inside the step, ids count from
         the first row of an array; an id past its end names no row.

@@ -211,8 +211,10 @@ class _Reader:
         operands: Sequence[Fact],
         sources: tuple[Any, ...] = (),
     ) -> list[Fact]:
-        """What is known about the results. Raises if the programs differ in more than row
-        numbers."""
+        """What is known about the results.
+
+        Raises if the programs differ in more than the number of rows.
+        """
         one, other = whole.jaxpr, block.jaxpr
         if len(one.eqns) != len(other.eqns) or len(whole.consts) != len(block.consts):
             raise NotRowWiseError(DIFFERS, sources)
@@ -254,8 +256,7 @@ class _Reader:
     def _results(
         self, one: Any, other: Any, operands: Sequence[Fact], sources: tuple[Any, ...]
     ) -> Sequence[Fact]:
-        """What is known about an equation's results: `one` is the whole program's, `other` the
-        block's."""
+        """What is known about the results of an equation, from both programs."""
         name = other.primitive.name
         called = list(zip(_called_programs(one), _called_programs(other), strict=False))
         if name in CALLS and called:
@@ -319,8 +320,7 @@ class _Reader:
                 raise NotRowWiseError(f"{name} over the rows")
 
     def _has_same_params(self, one: Any, other: Any, has_rows: bool) -> bool:
-        """Whether the params are the same in both programs, but for the number of rows of
-        arrays."""
+        """Whether the params are the same in both programs, but for the rows in sizes of arrays."""
         for name, param in other.params.items():
             sizes = self.sizes.values() if has_rows and name in SIZES else ()
             (before, tree), (after, other_tree) = map(jax.tree.flatten, (one.params[name], param))
@@ -407,8 +407,10 @@ def _called_programs(equation: Any) -> list[ClosedJaxpr]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether a literal, constant or param is the same in two traces; `follow` compares
-    programs."""
+    """Whether a literal, a constant or a param is the same in two traces.
+
+    Programs are compared by `follow`.
+    """
     if one is other or isinstance(one, ClosedJaxpr | Jaxpr):
         return True
     if isinstance(one, Literal) and isinstance(other, Literal):
