@@ -162,6 +162,11 @@ def compute_dtype(*dtypes: Any) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)
 
 
+def widened(array: Any) -> Any:
+    """An array in the dtype to compute in."""
+    return array.astype(compute_dtype(array.dtype))
+
+
 def is_traced(value: Any) -> bool:
     """Whether a value is known only when the compiled program runs."""
     return isinstance(value, jax.core.Tracer)
@@ -493,11 +498,13 @@ def as_params(name: str, value: Any) -> Mapping[str, Mapping[str, Any]]:
     return {**value, **converted} if converted else value
 
 
-def native(name: str, array: np.ndarray) -> np.ndarray:
-    """An array without a mask, in the byte order of this machine: itself if it is in that order.
+def native(name: str, array: Any) -> Any:
+    """An array of numpy in the byte order of this machine; any other value as it is.
 
     A compiled function of jax may read the bytes of another order as they are.
     """
+    if not isinstance(array, np.ndarray):
+        return array
     if isinstance(array, np.ma.MaskedArray):
         want = "an array without a mask (fill it first: x.filled(...))"
         raise type_error(name, want, "a masked array of numpy")

@@ -11,11 +11,7 @@ from jaxtyping import Array, Float, Int32
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.functional.compiled import compiled
-from transformer_embed._src.functional.lookup_gradient import (
-    explicit_sharding,
-    in_compute_dtype,
-    read_or_zero,
-)
+from transformer_embed._src.functional.lookup_gradient import explicit_sharding, read_or_zero
 from transformer_embed._src.functional.partitioning import OutputLayout
 
 OUT_OF_RANGE = ("nan", "clip", "zero")
@@ -247,6 +243,6 @@ def _multiply_by_one_hot(
     table: Float[Array, "v d"], ids: Int32[Array, "..."]
 ) -> Float[Array, "... d"]:
     """`rows_at`, for a finite table."""
-    wide = in_compute_dtype(table)
+    wide = arguments.widened(table)
     one_hot = jax.nn.one_hot(jnp.clip(ids, 0, table.shape[0] - 1), table.shape[0], dtype=wide.dtype)
     return jnp.matmul(one_hot, wide, precision=jax.lax.Precision.HIGHEST).astype(table.dtype)

@@ -22,12 +22,11 @@ def read_or_zero(table: Float[Array, "v d"], index: UInt32[Array, "..."]) -> Flo
     some 256 of them. XLA fuses the conversion into the read, so no float32 copy of the table
     exists.
     """
-    wide = in_compute_dtype(table)
+    # A row's gradient is summed in this dtype, over repeats and devices.
+    wide = arguments.widened(table)
     explicit = explicit_sharding(table, index)
-    by_repeats, by_runs = (
-        functools.partial(read, explicit)
-        for read in (_read_each_repeat, _read_each_row_once_per_device)
-    )
+    by_repeats = functools.partial(_read_each_repeat, explicit)
+    by_runs = functools.partial(_read_each_row_once_per_device, explicit)
     if _can_sort_index(table, index, explicit):
         rows = jax.lax.platform_dependent(
             wide, index, cuda=by_runs, rocm=by_runs, default=by_repeats
@@ -50,11 +49,6 @@ def _can_sort_index(
     all_explicit = set(explicit.mesh.axis_types) == {jax.sharding.AxisType.Explicit}
     # Before jax 0.7, a shard_map under explicit axes has no transpose.
     return all_explicit and jax.typeof(table).sharding.spec[0] is None and hasattr(jax, "set_mesh")
-
-
-def in_compute_dtype(table: Float[Array, "v d"]) -> Float[Array, "v d"]:
-    """The table in float32 or wider, in which the gradients of a row are summed."""
-    return table.astype(arguments.compute_dtype(table.dtype))
 
 
 def _read_each_repeat(

@@ -3,13 +3,12 @@
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
@@ -155,15 +154,14 @@ class TokenEmbedding(hk.Module):
             out_of_range=self.config.out_of_range,
             lookup_style=self.config.lookup_style,
         )
-        return _widened(rows) * self.factor, table.dtype
+        return arguments.widened(rows) * self.factor, table.dtype
 
     def _table(self) -> Any:
         return self._parameter("embeddings", self.w_init, self.config.d_model)
 
     def _parameter(self, name: str, w_init: Initializer, *width: int) -> Any:
         """The parameter of this name, [vocab_size, *width]."""
-        shape = (self.config.vocab_size, *width)
-        return _native(name, hk.get_parameter(name, shape, self.config.param_dtype, w_init))
+        return _parameter((self.config.vocab_size, *width), self.config.param_dtype, w_init, name)
 
 
 class PositionalEncoding(hk.Module):
@@ -258,7 +256,7 @@ class PositionalEncoding(hk.Module):
             check_length(self.scheme, "x", x.shape[-2])
             positions = self.scheme._counted(x.shape[-2])
         encoding = self._broadcast_encoding(positions, x.shape[:-1], "x's tokens")
-        total = (_widened(x) + encoding).astype(x.dtype)
+        total = (arguments.widened(x) + encoding).astype(x.dtype)
         return _apply_dropout(total, self.dropout_rate, is_training)
 
     def encoding(self, positions: ArrayLike) -> Float[Array, "... d"]:
@@ -266,9 +264,9 @@ class PositionalEncoding(hk.Module):
         rows = self.scheme._table_length()
         if rows is None:
             return self.scheme._encoding(positions, self.d_model)
-        table = _get_table((rows, self.d_model), self.param_dtype, self.w_init)
+        table = _parameter((rows, self.d_model), self.param_dtype, self.w_init)
         positions = arguments.as_int32("positions", positions)
-        return _widened(lookup(table, positions, out_of_range=self.out_of_range))
+        return arguments.widened(lookup(table, positions, out_of_range=self.out_of_range))
 
     def _encoding_of_ids(
         self, ids: Int32[Array, "... t"], positions: ArrayLike | None, pad_id: int | None
@@ -361,7 +359,7 @@ class RelativePositionBias(hk.Module):
             max_distance=self.max_distance,
             bidirectional=self.bidirectional,
         )
-        table = _get_table((self.num_buckets, self.num_heads), self.param_dtype, self.w_init)
+        table = _parameter((self.num_buckets, self.num_heads), self.param_dtype, self.w_init)
         # A bucket is never out of range, and "clip" skips the check.
         bias = jnp.moveaxis(lookup(table, buckets, out_of_range="clip"), -1, 1)
         return bias if self.dtype is None else bias.astype(self.dtype)
@@ -572,19 +570,17 @@ def _parameters_from(initial: dict[str, tuple[str, Mapping]] | None) -> Iterator
         return jnp.asarray(value, dtype)
 
     def read(read_default, value, context):
-        return read_default(_native(context.full_name, value))
+        return read_default(arguments.native(context.full_name, value))
 
     with hk.custom_creator(create), hk.custom_getter(read):  # pyright: ignore[reportArgumentType]
         yield
 
 
-def _get_table(shape: tuple[int, int], dtype: Any, w_init: Initializer) -> Any:
-    """The module's parameter `embeddings`."""
-    return _native("embeddings", hk.get_parameter("embeddings", shape, dtype, w_init))
-
-
-def _native(name: str, value: Any) -> Any:
-    return arguments.native(name, value) if isinstance(value, np.ndarray) else value
+def _parameter(
+    shape: Sequence[int], dtype: Any, w_init: Initializer, name: str = "embeddings"
+) -> Any:
+    """A parameter of the module that calls."""
+    return arguments.native(name, hk.get_parameter(name, shape, dtype, w_init))
 
 
 def _rows_of_types(
@@ -618,17 +614,12 @@ def _fusion_barrier(rows: Float[Array, "t d"]) -> Float[Array, "t d"]:
     On a CPU, XLA would fuse their computation into the sum and repeat it for each batch row; it
     cannot fuse through a gather.
     """
-    if _named_axes(rows):
+    # Under explicit mesh axes that split the rows, the gather would need a sharding.
+    if any(jax.typeof(rows).sharding.spec):
         return rows
-    return jax.lax.platform_dependent(rows, cpu=_identity_gather, default=lambda rows: rows)
-
-
-def _identity_gather(rows: Float[Array, "t d"]) -> Float[Array, "t d"]:
-    return jnp.take(rows, jnp.arange(rows.shape[0], dtype=jnp.int32), axis=0, mode="clip")
-
-
-def _named_axes(x: Array) -> tuple[str, ...]:
-    return tuple(axis for axis in jax.typeof(x).sharding.spec if axis is not None)
+    every_row = jnp.arange(rows.shape[0], dtype=jnp.int32)
+    gather = functools.partial(jnp.take, indices=every_row, axis=0, mode="clip")
+    return jax.lax.platform_dependent(rows, cpu=gather, default=lambda rows: rows)
 
 
 def _apply_dropout(x: Float[Array, "..."], rate: float, is_training: bool) -> Float[Array, "..."]:
@@ -636,12 +627,6 @@ def _apply_dropout(x: Float[Array, "..."], rate: float, is_training: bool) -> Fl
         return x
     rng = hk.maybe_next_rng_key()
     if rng is None:
-        raise arguments.value_error(
-            "rng", "a key, to train with dropout (pass is_training=False to evaluate)", "None"
-        )
+        want = "a key, to train with dropout (pass is_training=False to evaluate)"
+        raise arguments.value_error("rng", want, "None")
     return dropout(rng, rate, x)
-
-
-def _widened(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """In float32 or wider."""
-    return x.astype(arguments.compute_dtype(x.dtype))

@@ -65,7 +65,7 @@ def _with_rows(table: Any, vocab_size: int, rng: Array | None, salt: int) -> Any
     if more > 0:
         if rng is None:
             raise arguments.value_error("rng", f"a key, to draw {more} new rows", "None")
-        wide = rows.astype(arguments.compute_dtype(rows.dtype))
+        wide = arguments.widened(rows)
         key = jax.random.fold_in(arguments.as_key("rng", rng), salt)
         normal = jax.random.normal(key, (more, *rows.shape[1:]), wide.dtype)
         drawn = wide.mean(0, keepdims=True) + wide.std(0, keepdims=True) * normal
@@ -115,7 +115,7 @@ def resize_positions(params: Params, max_len: int, *, start: int = 0) -> Params:
         raise _not_whole_error(f"{path}/embeddings", table)
     start = arguments.integer("start", start, at_least=0, at_most=table.shape[0] - 1)
     rows = arguments.integer("max_len", max_len, at_least=start + 1) - start
-    wide = table[start:].astype(arguments.compute_dtype(table.dtype))
+    wide = arguments.widened(table[start:])
     stretched = jax.image.resize(wide, (rows, table.shape[1]), "linear").astype(table.dtype)
     resized = jnp.concatenate([table[:start], stretched])
     return {**params, path: {**params[path], "embeddings": resized}}

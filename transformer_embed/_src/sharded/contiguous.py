@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
-from transformer_embed._src.functional.lookup_gradient import in_compute_dtype, read_or_zero
+from transformer_embed._src.functional.lookup_gradient import read_or_zero
 from transformer_embed._src.functional.partitioning import (
     Axes,
     OutputLayout,
@@ -118,7 +118,7 @@ def gather_from_shards(table: Sharded, ids: Int32[Array, "..."]) -> Float[Array,
         in_specs=(partition_spec(row_axes, column_axes), partition_spec(*split)),
         out_specs=partition_spec(*split, column_axes),
     )
-    return read_all(in_compute_dtype(table.array), ids)
+    return read_all(arguments.widened(table.array), ids)
 
 
 @functools.partial(
@@ -150,7 +150,7 @@ def _gather_replicated(taken: ReplicatedRows, ids: Int32[Array, "..."]) -> Float
     read_all = jax.shard_map(
         read, mesh=taken.mesh, in_specs=specs, out_specs=partition_spec(*split, ())
     )
-    return read_all(taken.ids, in_compute_dtype(taken.values), ids)
+    return read_all(taken.ids, arguments.widened(taken.values), ids)
 
 
 def _rows_of_this_shard(

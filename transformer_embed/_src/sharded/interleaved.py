@@ -26,7 +26,6 @@ from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.functional.lookup import rows_at
-from transformer_embed._src.functional.lookup_gradient import in_compute_dtype
 from transformer_embed._src.functional.partitioning import (
     Axes,
     OutputLayout,
@@ -231,7 +230,7 @@ def _gather_from_owners(table: InterleavedTable, ids: Int32[Array, "..."]) -> Fl
         in_specs=(partition_spec(plan.owners), partition_spec(*plan.split)),
         out_specs=partition_spec(*plan.split, ()),
     )
-    return read_all(in_compute_dtype(table.array), ids).astype(table.dtype)
+    return read_all(arguments.widened(table.array), ids).astype(table.dtype)
 
 
 # --- training by rows
@@ -249,7 +248,7 @@ def _take_from_owners(
         past = table._order.size + jnp.arange(len(held), dtype=jnp.int32)
         slots = jnp.sort(jnp.where(held < table.vocab_size, table._slots(held), past))
         values, sent, shard_rows = plan.ask_owners(slots, shard)
-        return slots, in_compute_dtype(values), sent, shard_rows
+        return slots, arguments.widened(values), sent, shard_rows
 
     take_all = jax.shard_map(
         take,
