@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jaxtyping import Array, Bool, Float, UInt32
+from jaxtyping import Array, Bool, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.functional.compiled import compiled
-from transformer_embed._src.functional.phase import multiply_high
+from transformer_embed._src.functional.phase import Word, multiply_high
 
 _THREEFRY = "threefry2x32"
 
@@ -102,7 +102,7 @@ def _keep_mask_in_registers(
     return (first ^ second) >> 9 < np.uint32(threshold)
 
 
-def _counters(shape: tuple[int, ...]) -> tuple[UInt32[Array, "..."], UInt32[Array, "..."]]:
+def _counters(shape: tuple[int, ...]) -> tuple[Word, Word]:
     """The index of each element in the flattened array, as the two words of a 64-bit integer."""
     high = low = jnp.zeros(shape, jnp.uint32)
     stride = math.prod(shape)
@@ -113,6 +113,7 @@ def _counters(shape: tuple[int, ...]) -> tuple[UInt32[Array, "..."], UInt32[Arra
         part = index * np.uint32(stride % 2**32)
         low = low + part
         if more_than_a_word:
+            # A sum that wrapped is below what was added to it.
             carry = (low < part).astype(jnp.uint32)
             high = (
                 high
@@ -126,11 +127,10 @@ def _counters(shape: tuple[int, ...]) -> tuple[UInt32[Array, "..."], UInt32[Arra
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
-def _threefry(
-    key_0: Array, key_1: Array, x_0: Array, x_1: Array
-) -> tuple[UInt32[Array, "..."], UInt32[Array, "..."]]:
+def _threefry(key_0: Array, key_1: Array, x_0: Array, x_1: Array) -> tuple[Word, Word]:
     keys = (key_0, key_1, key_0 ^ key_1 ^ np.uint32(0x1BD11BDA))
     x_0, x_1 = x_0 + keys[0], x_1 + keys[1]
+    # Five groups of four rounds; each group ends with the next two of the three words of the key.
     for group in range(5):
         for rotation in _ROTATIONS[group % 2]:
             x_0 = x_0 + x_1

@@ -202,6 +202,7 @@ def _replace_special_rows(
 ) -> Float[Array, "... d"]:
     """The rows, with NaN or zeros at ids out of range and zeros at padding."""
     if out_of_range != "clip":
+        # As uint32, a negative id lies above any vocabulary: one comparison tells both ends.
         outside = ids.astype(jnp.uint32) >= vocab_size
         # A constant of numpy, which jax_debug_nans lets pass where no id is outside.
         fill = np.array(np.nan if out_of_range == "nan" else 0, rows.dtype)
@@ -231,6 +232,7 @@ def _gather(
 @_gather.defjvp
 def _gather_jvp(pad_id, out_of_range, primals, tangents):
     table, ids = primals
+    # An index past the end reads zeros, and its gradient is dropped. Negative ids become such ones.
     index = jnp.clip(ids, 0, table.shape[0] - 1) if out_of_range == "clip" else ids
     index = index.astype(jnp.uint32)
     if pad_id is not None:

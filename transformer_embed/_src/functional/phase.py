@@ -31,6 +31,9 @@ PRECISION = decimal.Context(prec=80, traps=[decimal.InvalidOperation, decimal.Di
 
 ZERO = decimal.Decimal(0)
 
+# An array of words; a phase has a high and a low one.
+Word = UInt32[Array, "..."]
+
 
 class Channels(NamedTuple):
     """Constants of channels: channel c at p is `sin(p * frequency[c] + quarters[c] * pi / 2)`.
@@ -45,8 +48,8 @@ class Channels(NamedTuple):
 
 
 class _Phase(NamedTuple):
-    high: UInt32[Array, "..."]
-    low: UInt32[Array, "..."]
+    high: Word
+    low: Word
 
 
 @functools.lru_cache(maxsize=256, typed=True)
@@ -74,6 +77,7 @@ def channels(frequencies: Sequence[decimal.Decimal], quarters: Sequence[int]) ->
             "frequencies below 2**32 turns per position",
             f"{highest:.3g} radians",
         )
+    # A frequency just below 2**32 turns may round up to 2**96, which three words do not hold.
     with decimal.localcontext(PRECISION):
         words = [
             min(int((f / (2 * PI) * 2**64).to_integral_value()), 2**96 - 1) for f in frequencies
@@ -129,9 +133,7 @@ def _expanded_to_rank(constants: Channels, rank: int) -> Channels:
     )
 
 
-def multiply_high(
-    a: Integer[Array, "..."], b: Array | np.ndarray | np.uint32
-) -> UInt32[Array, "..."]:
+def multiply_high(a: Integer[Array, "..."], b: Array | np.ndarray | np.uint32) -> Word:
     """The upper 32 bits of the product of an int32 or uint32 `a` and a uint32 `b`.
 
     They come from four 16-bit products.
@@ -200,15 +202,13 @@ def _float_phase(magnitude: Float32[Array, "..."], constants: Channels) -> _Phas
 
 def _fraction_words(
     fraction: Float32[Array, "..."],
-) -> tuple[UInt32[Array, "..."], UInt32[Array, "..."]]:
+) -> tuple[Word, Word]:
     scaled = fraction * np.float32(2**32)
     upper = jnp.floor(scaled)
     return upper.astype(jnp.uint32), ((scaled - upper) * np.float32(2**32)).astype(jnp.uint32)
 
 
-def _add_to_phase(
-    phase: _Phase, high: UInt32[Array, "..."] | np.uint32, low: UInt32[Array, "..."]
-) -> _Phase:
+def _add_to_phase(phase: _Phase, high: Word | np.uint32, low: Word) -> _Phase:
     total = phase.low + low
     return _Phase(phase.high + high + (total < phase.low).astype(jnp.uint32), total)
 
@@ -256,9 +256,10 @@ def _sine_of_phase(phase: _Phase, quarters: Array | np.ndarray) -> Float32[Array
 
 
 def _radians(
-    rest: Integer[Array, "..."], low: UInt32[Array, "..."]
+    rest: Integer[Array, "..."], low: Word
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     """`rest` of 2**-32 turns and `low` of 2**-64 in radians: the angle and its rounding error."""
+    # |rest| is at most 2**29; the nearest multiple of 2**18 has 12 bits above its zeros.
     coarse = rest + (1 << 17) & -(1 << 18)
     # A CPU converts a signed 24-bit integer to float32 exactly, in one instruction.
     below = (low >> 8).astype(jnp.int32).astype(jnp.float32)

@@ -238,10 +238,7 @@ def check_channels(options: Sinusoids, d_model: int) -> None:
     """Raises unless the options make an encoding of d_model channels, without computing it."""
     d_model = arguments.integer("d_model", d_model, at_least=1, at_most=MOST_CHANNELS)
     pairs, denominator = _pairs(options, d_model)
-    if pairs > 1 and denominator <= 0:
-        width = d_model + d_model % 2 if options.odd == "round_up" else d_model
-        want = f"a number below d_model // 2 = {width // 2}"
-        raise arguments.value_error("shift", want, f"{options.shift:g}")
+    # The first and the last frequency; all others lie between them.
     with decimal.localcontext(phase.PRECISION):
         steps = denominator / max(pairs - 1, 1)
     ends = phase.geometric_frequencies(min(pairs, 2), options.base, steps, options.frequency_scale)
@@ -307,7 +304,11 @@ def _pairs(options: Sinusoids, d_model: int) -> tuple[int, decimal.Decimal]:
     if options.shift is None:
         return pairs, decimal.Decimal(width) / 2
     with decimal.localcontext(phase.PRECISION):
-        return pairs, width // 2 - decimal.Decimal(options.shift)
+        denominator = width // 2 - decimal.Decimal(options.shift)
+    if pairs > 1 and denominator <= 0:
+        want = f"a number below d_model // 2 = {width // 2}"
+        raise arguments.value_error("shift", want, f"{options.shift:g}")
+    return pairs, denominator
 
 
 @functools.lru_cache(maxsize=64)

@@ -98,6 +98,7 @@ class TokenEmbedding(hk.Module):
             output=output,
         )
         scale = self.config.scale
+        # A scale of False is a factor of 1.
         self.factor = math.sqrt(self.config.d_model) if scale is True else scale or 1.0
         self.w_init = _as_initializer(w_init, hk.initializers.RandomNormal(stddev=1 / self.factor))
 

@@ -373,6 +373,7 @@ def _result_fact(
     name = equation.primitive.name
     uses = frozenset().union(*(fact.uses for fact in operands))
     always_uses = frozenset().union(*(fact.always_uses for fact in operands))
+    # select_n(condition, a, b) uses what both branches use; a product with 0 uses nothing.
     if name == "select_n" and operands[0].is_condition:
         always_uses = frozenset.intersection(*(fact.always_uses for fact in operands[1:]))
     elif name in ("and", "div", "mul") and any(fact.is_condition for fact in operands):

@@ -87,6 +87,7 @@ class RowGradient:
         check_ascending(other)
         if _Ids(self.ids) == _Ids(other.ids):
             return dataclasses.replace(self, values=self.values + other.values)
+        # Clipped to vocab_size, all padding is one id.
         ids = distinct_rows(jnp.concatenate([self.ids, other.ids]), self.vocab_size + 1)
         values = jnp.zeros((len(ids), self.shape[1]), jnp.promote_types(self.dtype, other.dtype))
         for gradient in (self, other):

@@ -102,28 +102,14 @@ def update(
     whole = {place: _shape_and_dtype(leaves[place]) for place in owners}
     block = {place: _block_of(leaves[owners[place]], shape) for place, shape in whole.items()}
     arrays = {key: value for key, value in extra_args.items() if _has_only_arrays(value)}
-    shared = [None if i in owners else leaf for i, leaf in enumerate(leaves)], arrays
-
-    def step(shared: Any, rows: Mapping[int, Array]) -> tuple[dict[int, Array], list[Any]]:
-        """The new rows of tables and state by place, from the old ones, and all other leaves."""
-        # Slow to load, and only training needs it.
-        import optax  # noqa: PLC0415
-
-        leaves, arrays = shared
-        grads, params, state = jax.tree.unflatten(treedef, _replaced(leaves, rows))
-        updates, state = optimizer.update(grads, state, params, **(extra_args | arrays))
-        after = grads, optax.apply_updates(params, updates), state
-        leaves, new_treedef = jax.tree.flatten(after, is_leaf=_is_leaf)
-        if new_treedef != treedef:
-            raise TypeError("updates and state do not have the structure of parameters and state")
-        new_rows = {place: leaves[place] for place, table in owners.items() if place != table}
-        return new_rows, [None if i in owners else leaf for i, leaf in enumerate(leaves)]
-
+    shared = _without(leaves, owners), arrays
+    step = functools.partial(_step, optimizer, extra_args, treedef, owners)
     row_check.check(functools.partial(step, shared), whole, block, owners, optimizer.update)
     zeros = {place: jnp.zeros(shape.shape, shape.dtype) for place, shape in block.items()}
     if any(map(arguments.is_traced, zeros.values())):
         # The calls below have the same shapes: they share a trace.
         step = jax.jit(step, inline=True)
+    # All that is not a table is updated once; a table's rows do not count here.
     _, new_leaves = step(shared, zeros)
     new_rows = {}
     for table in {*owners.values()}:
@@ -132,6 +118,29 @@ def update(
         new_rows |= zip(places[1:], new, strict=True)
     _, params, state = jax.tree.unflatten(treedef, _replaced(new_leaves, new_rows))
     return params, state
+
+
+def _step(
+    optimizer: "optax.GradientTransformation",
+    extra_args: Mapping[str, Any],
+    treedef: Any,
+    owners: Mapping[int, int],
+    shared: Any,
+    rows: Mapping[int, Array],
+) -> tuple[dict[int, Array], list[Any]]:
+    """The new rows of tables and state by place, from the old ones, and all other leaves."""
+    # Slow to load, and only training needs it.
+    import optax  # noqa: PLC0415
+
+    leaves, arrays = shared
+    grads, params, state = jax.tree.unflatten(treedef, _replaced(leaves, rows))
+    updates, state = optimizer.update(grads, state, params, **(extra_args | arrays))
+    after = grads, optax.apply_updates(params, updates), state
+    leaves, new_treedef = jax.tree.flatten(after, is_leaf=_is_leaf)
+    if new_treedef != treedef:
+        raise TypeError("updates and state do not have the structure of parameters and state")
+    new_rows = {place: leaves[place] for place, table in owners.items() if place != table}
+    return new_rows, _without(leaves, owners)
 
 
 def _owners(init: Callable, params: Tree, leaves: Sequence[Any]) -> dict[int, int]:
@@ -154,6 +163,11 @@ def _is_leaf(leaf: Any) -> bool:
 
 def _has_only_arrays(tree: Tree) -> bool:
     return all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree))
+
+
+def _without(leaves: Sequence[Any], owners: Mapping[int, int]) -> list[Any]:
+    """The leaves, with None for those that have rows."""
+    return _replaced(leaves, dict.fromkeys(owners))
 
 
 def _replaced(leaves: Sequence[Any], others: Mapping[int, Any]) -> list[Any]:
@@ -199,6 +213,7 @@ def _update_in_blocks(
     """
     padding = -len(ids) % block
     if padding:
+        # The write below is told that ids ascend and are distinct, which holds for these as well.
         past = jnp.maximum(ids[-1] + 1, wholes[0].shape[0]) + jnp.arange(padding, dtype=jnp.int32)
         ids, gradient = jnp.concatenate([ids, past]), jnp.pad(gradient, ((0, padding), (0, 0)))
 
