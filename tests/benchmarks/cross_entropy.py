@@ -1,11 +1,16 @@
-"""The tied cross-entropy beside whole logits: peak temporaries, time, and how far apart the values
+"""The linear cross-entropy beside whole logits: peak temporaries, time, and how far apart the values
 and gradients are.
 
 python tests/benchmarks/cross_entropy.py
+
+With tokamax installed, its `linear_softmax_cross_entropy_loss` stands beside them (on a CPU its own
+XLA implementation, which holds whole logits).
 """
 
 import argparse
 import functools
+import importlib
+import importlib.util
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -20,8 +25,10 @@ from tqdm import tqdm
 import transformer_embed as te
 
 VOCAB_SIZE, TOKENS, D_MODEL = 32_000, 4096, 256
-PACKAGES = ("transformer-embed", "jax", "jaxlib", "optax", "numpy")
+PACKAGES = ("transformer-embed", "jax", "jaxlib", "optax", "numpy", "tokamax")
 OURS, PLAIN, OPTAX = "linear_cross_entropy", "linear_logits, logsumexp", "linear_logits, optax"
+SETTINGS = {"softcap": 30.0, "scale": 0.5, "z_loss": 1e-4, "shift": True}
+TOKAMAX = "tokamax.linear_softmax_cross_entropy_loss"
 SMOOTHED, CHUNK = "linear_cross_entropy, label_smoothing=0.1", "linear_cross_entropy, chunk_size={}"
 Loss = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -43,13 +50,26 @@ def losses(labels: jax.Array) -> dict[str, Loss]:
 
     ours = functools.partial(te.linear_cross_entropy, labels=labels)
     sizes = {CHUNK.format(size): functools.partial(ours, chunk_size=size) for size in (128, 512)}
-    return {
+    functions = {
         OURS: ours,
         PLAIN: plain,
         OPTAX: usual,
         SMOOTHED: functools.partial(ours, label_smoothing=0.1),
         **sizes,
     }
+    for name, value in SETTINGS.items():
+        functions[f"{OURS}, {name}={value}"] = functools.partial(ours, **{name: value})
+    bias = jnp.linspace(-1, 1, VOCAB_SIZE)
+    functions[f"{OURS}, all of these and a bias"] = functools.partial(ours, bias=bias, **SETTINGS)
+    if importlib.util.find_spec("tokamax"):
+        functions[TOKAMAX] = functools.partial(_by_tokamax, labels)
+    return functions
+
+
+def _by_tokamax(labels: jax.Array, x: jax.Array, table: jax.Array) -> jax.Array:
+    function = importlib.import_module("tokamax").linear_softmax_cross_entropy_loss
+    flat = x.reshape(-1, x.shape[-1])
+    return function(flat, labels.ravel(), table.T, reduction="mean", implementation="xla")
 
 
 def compare(

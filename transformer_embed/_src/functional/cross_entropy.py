@@ -386,7 +386,11 @@ def _add_chunk(options, over, needs_gradient, rows, bias, sums, chunk):
             "tv,td->vd", logit_gradients, scaled, preferred_element_type=logit_gradients.dtype
         )
     if of_bias:
-        bias_gradient += jnp.sum(factors[:, None] * logit_gradients, 0)
+        # Eight equal columns: a TPU takes as long for a plain sum as for a product with all of x.
+        columns = jnp.broadcast_to(factors[:, None], (len(factors), 8))
+        bias_gradient += jnp.einsum(
+            "tv,tc->vc", logit_gradients, columns, preferred_element_type=logit_gradients.dtype
+        )[:, 0]
     sums = (loss + jnp.sum(losses * chunk.weights), row_gradient, bias_gradient)
     return sums, (x_gradient, losses if of_weights else None)
 
