@@ -613,6 +613,97 @@ def test_masks_of_floats_in_flax_and_t5x():
 
 # --- The page: each row has its test
 
+
+# --- output layers and their loss
+
+HIDDEN = np.random.default_rng(0).normal(size=(2, 5, 8))
+MATRIX = np.random.default_rng(1).normal(size=(11, 8))
+OFFSETS = np.random.default_rng(2).normal(size=11)
+TARGETS = np.random.default_rng(3).integers(0, 11, (2, 5))
+
+
+def output_logits(output):
+    """Of a config with this output layer, in float32."""
+    tokens = "transformer_embedding/~/token_embedding"
+    table = "embeddings" if output.tied else "output_embeddings"
+    params = {"embeddings": np.ones_like(MATRIX), table: MATRIX}
+    if output.bias:
+        params["output_bias"] = OFFSETS
+    params = {tokens: {name: leaf.astype(np.float32) for name, leaf in params.items()}}
+    embedder = te.make_embedder(te.EmbedderConfig(11, 8, output=output))
+    return embedder.logits(params, HIDDEN.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("output", "logits"),
+    [
+        # transformers: BertLMPredictionHead's decoder, PhiForCausalLM's lm_head.
+        (te.OutputLayer(bias=True), HIDDEN @ MATRIX.T + OFFSETS),
+        (te.OutputLayer(tied=False, bias=True), HIDDEN @ MATRIX.T + OFFSETS),
+        # T5ForConditionalGeneration: sequence_output * d_model**-0.5 before the tied lm_head.
+        (te.OutputLayer(scale=8**-0.5), (HIDDEN * 8**-0.5) @ MATRIX.T),
+        # Gemma2ForCausalLM: logits / cap, tanh, logits * cap.
+        (te.OutputLayer(softcap=2.0), np.tanh(HIDDEN @ MATRIX.T / 2) * 2),
+        # CohereForCausalLM: logits * logit_scale. GraniteForCausalLM: logits / logits_scaling.
+        (te.OutputLayer(scale=0.0625), HIDDEN @ MATRIX.T * 0.0625),
+        (te.OutputLayer(scale=1 / 13), HIDDEN @ MATRIX.T / 13),
+    ],
+    ids=["bert", "phi", "t5", "gemma2", "cohere", "granite"],
+)
+def test_output_layers(output, logits):
+    np.testing.assert_allclose(output_logits(output), logits, rtol=0, atol=1e-5)
+
+
+def losses_of(targets, label_smoothing=0.0):
+    """optax's, for each token, and log_z."""
+    logits = HIDDEN @ MATRIX.T
+    log_z = np.log(np.exp(logits).sum(-1))
+    one_hot = np.eye(11)[targets] * (1 - label_smoothing) + label_smoothing / 11
+    return log_z - (one_hot * logits).sum(-1), log_z
+
+
+def our_loss(labels, **options):
+    hidden, matrix = (array.astype(np.float32) for array in (HIDDEN, MATRIX))
+    return te.linear_cross_entropy(hidden, matrix, labels, **options)
+
+
+def test_z_loss_of_palm_t5x_maxtext_liger_levanter():
+    """T5X's cross_entropy_with_logits: loss + z_loss * square(log_z)."""
+    losses, log_z = losses_of(TARGETS)
+    np.testing.assert_allclose(
+        our_loss(TARGETS, z_loss=0.1), (losses + 0.1 * log_z**2).mean(), rtol=1e-5
+    )
+
+
+def test_shift_of_cut_cross_entropy():
+    """e[..., :-1, :] and targets[..., 1:], without those that are -100."""
+    targets = np.where(TARGETS == 4, -100, TARGETS)
+    losses, _ = losses_of(np.roll(TARGETS, -1, -1))
+    counted = targets[:, 1:] != -100
+    np.testing.assert_allclose(
+        our_loss(targets, shift=True, pad_id=-100), losses[:, :-1][counted].mean(), rtol=1e-5
+    )
+
+
+def test_ignore_index_and_label_smoothing_of_pytorch():
+    losses, _ = losses_of(TARGETS, 0.1)
+    counted = TARGETS != 4
+    np.testing.assert_allclose(
+        our_loss(np.where(counted, TARGETS, -1), pad_id=-1, label_smoothing=0.1),
+        losses[counted].mean(),
+        rtol=1e-5,
+    )
+
+
+def test_weights_of_t5x():
+    """compute_weighted_cross_entropy: the sum of loss * weights, and the sum of weights."""
+    weights = np.random.default_rng(4).random((2, 5)).astype(np.float32)
+    losses, _ = losses_of(TARGETS)
+    np.testing.assert_allclose(
+        our_loss(TARGETS, weights=weights), (losses * weights).sum() / weights.sum(), rtol=1e-5
+    )
+
+
 PAGE = Path(__file__).parents[1] / "notebooks" / "conventions.md"
 ROWS = {
     "Vaswani et al. (2017), Keras, trax, XLM": test_the_paper_keras_trax_xlm,
@@ -672,6 +763,20 @@ ROWS = {
     "RoBERTa with a KV cache (the past length is added to tokens, not to padding)": test_a_past_length_added_before_padding_is_set_apart,
     "Vaswani et al. (2017), CTRL, Marian (rows times sqrt(d_model))": test_rows_times_the_root_of_d_model_in_the_paper_ctrl_and_marian,
     "BERT, GPT-2, Llama (rows as they are)": test_bert_gpt2_and_llama_do_not_scale_rows,
+    "BERT": test_output_layers,
+    "Phi": test_output_layers,
+    "T5, tied": test_output_layers,
+    "Gemma 2": test_output_layers,
+    "Cohere": test_output_layers,
+    "Granite": test_output_layers,
+    "PaLM, T5X, MaxText (`z_loss`), Liger (`lse_square_scale`), Levanter (`logsumexp_weight`)": (
+        test_z_loss_of_palm_t5x_maxtext_liger_levanter
+    ),
+    "cut-cross-entropy (`shift=True`)": test_shift_of_cut_cross_entropy,
+    "PyTorch (`ignore_index`, `label_smoothing`)": (
+        test_ignore_index_and_label_smoothing_of_pytorch
+    ),
+    "T5X (`weights`), the sum over the sum of weights": test_weights_of_t5x,
 }
 
 

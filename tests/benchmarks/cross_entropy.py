@@ -62,6 +62,8 @@ def losses(labels: jax.Array) -> dict[str, Loss]:
     bias = jnp.linspace(-1, 1, VOCAB_SIZE)
     functions[f"{OURS}, all of these and a bias"] = functools.partial(ours, bias=bias, **SETTINGS)
     if importlib.util.find_spec("tokamax"):
+        # It reads its own flags from the command line, and knows no --rounds.
+        importlib.import_module("absl.flags").FLAGS(sys.argv[:1])
         functions[TOKAMAX] = functools.partial(_by_tokamax, labels)
     return functions
 
