@@ -12,7 +12,6 @@ import oracle
 
 import transformer_embed as te
 from transformer_embed._src.functional import rotary
-from transformer_embed._src.layers.schemes import positions_of_ids
 
 # a * cos - b * sin in float32: each product and their sum are rounded once, by 2**-24 of each term.
 ROUNDINGS = 2**-23
@@ -495,7 +494,7 @@ def sinusoids(got, *, start, at_padding, pad_id, **options):
     padding = 5 if pad_id is None else pad_id
     tokens = [at_padding is None or int(each) != padding for each in ids[0]]
     try:
-        positions, values = positions_of_ids(got, ids, 5), got._encoding(np.array([start]), 4)
+        positions, values = got._positions(ids, 5), got._encoding(np.array([start]), 4)
     except ValueError:
         # Two positions from start on leave int32, or the shift does not fit 4 channels.
         assert start + 2 > 2**31 or options["shift"] is not None
@@ -526,7 +525,7 @@ def sinusoids_of_a_grid(got, shape, axes, axis_positions, *, odd, **options):
 
 def learned(got, max_len, *, start, at_padding, pad_id):
     length = min(2, max_len - start)
-    same(got._counted(length), np.arange(start, start + length))
+    same(got._counted("ids", length), np.arange(start, start + length))
 
 
 def resized_vocabulary(got, params, vocab_size, rng):

@@ -7,7 +7,6 @@ import pytest
 from drawn import drawn
 
 import transformer_embed as te
-from transformer_embed._src.layers.schemes import positions_of_ids
 
 PAD_ID = 1
 IDS = np.array([[5, 6, 7, 1, 1], [1, 1, 5, 6, 7], [5, 1, 6, 1, 7]])
@@ -147,9 +146,7 @@ def test_the_config_hands_its_padding_id_to_the_scheme(scheme):
     assert not np.array_equal(other.apply(params, None, IDS, is_training=False), apply())
     own = dataclasses.replace(said_again.scheme, pad_id=5)
     ids = jax.numpy.asarray(IDS)
-    np.testing.assert_array_equal(
-        positions_of_ids(own, ids, PAD_ID), positions_of_ids(whole, ids, 5)
-    )
+    np.testing.assert_array_equal(own._positions(ids, PAD_ID), whole._positions(ids, 5))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -168,17 +165,17 @@ def test_a_start_far_out_is_exact():
 
 
 def test_positions_stay_inside_int32():
-    assert te.Sinusoidal(start=2**31 - 5)._counted(5)[-1] == 2**31 - 1
+    assert te.Sinusoidal(start=2**31 - 5)._counted("ids", 5)[-1] == 2**31 - 1
     with pytest.raises(
         ValueError,
         match=r"^start: wanted an int of at most 2147483643, for 5 positions inside int32, got 2147483644$",
     ):
-        te.Sinusoidal(start=2**31 - 4)._counted(5)
+        te.Sinusoidal(start=2**31 - 4)._counted("ids", 5)
 
 
 def test_narrow_integers_of_numpy_do_not_wrap():
     scheme = te.Learned(max_len=np.int16(200), start=np.int8(100))
     assert scheme == te.Learned(max_len=200, start=100)
-    assert scheme._counted(100)[-1] == 199
-    assert te.Sinusoidal(start=np.int8(100))._counted(100)[-1] == 199
-    assert len(te.SinusoidalGrid((np.int8(100), np.int8(2)))._counted(200)) == 200
+    assert scheme._counted("ids", 100)[-1] == 199
+    assert te.Sinusoidal(start=np.int8(100))._counted("ids", 100)[-1] == 199
+    assert len(te.SinusoidalGrid((np.int8(100), np.int8(2)))._counted("ids", 200)) == 200

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import transformer_embed as te
-from transformer_embed._src.layers.schemes import positions_of_ids
 from transformer_embed.cli.arguments import UserError, contents, writable, write_whole
 from transformer_embed.cli.checkpoint import add_checkpoint_flags, is_ours, read_checkpoint
 from transformer_embed.cli.progress import progress
@@ -126,7 +125,7 @@ def _positions(config: te.EmbedderConfig, ids: np.ndarray) -> np.ndarray:
     """int32 [lines, length], or one row if the positions of all lines are equal."""
     if config.scheme is None:
         return np.arange(ids.shape[1], dtype=np.int32)[None]
-    return np.atleast_2d(positions_of_ids(config.scheme, jnp.asarray(ids), config.pad_id))
+    return np.atleast_2d(config.scheme._positions(jnp.asarray(ids), config.pad_id))
 
 
 def _ids(line: bytes, place: str, are_ids: bool, vocab_size: int) -> np.ndarray:

@@ -19,7 +19,7 @@ from transformer_embed._src.functional.lookup import OUT_OF_RANGE, Table, lookup
 from transformer_embed._src.functional.output_layer import linear_logits
 from transformer_embed._src.functional.relative_bias import relative_position_buckets
 from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
-from transformer_embed._src.layers.schemes import Scheme, check_length, positions_of_ids
+from transformer_embed._src.layers.schemes import Scheme
 
 Initializer = hk.initializers.Initializer
 Params = Mapping[str, Mapping[str, Any]]
@@ -254,8 +254,7 @@ class PositionalEncoding(hk.Module):
             if self.scheme._depends_on_ids:
                 want = "an array, since the scheme's at_padding depends on the ids"
                 raise arguments.value_error("positions", want, "None")
-            check_length(self.scheme, "x", x.shape[-2])
-            positions = self.scheme._counted(x.shape[-2])
+            positions = self.scheme._counted("x", x.shape[-2])
         encoding = self._broadcast_encoding(positions, x.shape[:-1], "x's tokens")
         total = (arguments.widened(x) + encoding).astype(x.dtype)
         return _apply_dropout(total, self.dropout_rate, is_training)
@@ -274,7 +273,7 @@ class PositionalEncoding(hk.Module):
     ) -> Float[Array, "... d"]:
         """The encodings at ids, in a layer with this padding id."""
         if positions is None:
-            positions = positions_of_ids(self.scheme, ids, pad_id)
+            positions = self.scheme._positions(ids, pad_id)
         return self._broadcast_encoding(positions, ids.shape, "the ids")
 
     def _broadcast_encoding(

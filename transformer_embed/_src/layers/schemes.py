@@ -31,6 +31,7 @@ class _Scheme:
     _depends_on_ids = False
     _lacks_pad_id = False
     _module_name = "positional_encoding"
+    start = 0
 
     def _check(self, d_model: int) -> None:
         """Raises unless the scheme encodes d_model channels."""
@@ -39,13 +40,18 @@ class _Scheme:
         """The greatest length of a row, in numbers and in words; None: any length."""
         return None
 
-    def _counted(self, length: int) -> Int32[Array, "t"]:
-        """The positions of a row without padding, which is no longer than `_longest`."""
-        return jnp.arange(length, dtype=jnp.int32)
+    def _counted(self, name: str, length: int) -> Int32[Array, "t"]:
+        """The positions of a row without padding; an error if it is longer than `_longest`."""
+        longest = self._longest()
+        if longest is not None and length > longest[0]:
+            want = f"a length of at most {longest[1]}"
+            raise arguments.value_error(name, want, f"length {length}")
+        arguments.check_last_position("start", self.start, length)
+        return jnp.arange(self.start, self.start + length, dtype=jnp.int32)
 
     def _positions(self, ids: Int32[Array, "... t"], pad_id: int | None) -> Int32[Array, "... t"]:
         """The positions of ids, in a layer with this padding id."""
-        return self._counted(ids.shape[-1])
+        return self._counted("ids", ids.shape[-1])
 
     def _table_length(self) -> int | None:
         """The number of learned positions; None: `_encoding` computes them."""
@@ -79,13 +85,10 @@ class _Counted(_Scheme):
     def _lacks_pad_id(self) -> bool:
         return self.at_padding is not None and self.pad_id is None
 
-    def _counted(self, length: int) -> Int32[Array, "t"]:
-        arguments.check_last_position("start", self.start, length)
-        return jnp.arange(self.start, self.start + length, dtype=jnp.int32)
-
     def _positions(self, ids: Int32[Array, "... t"], pad_id: int | None) -> Int32[Array, "... t"]:
+        counted = super()._positions(ids, pad_id)
         if self.at_padding is None:
-            return self._counted(ids.shape[-1])
+            return counted
         is_token = ids != (pad_id if self.pad_id is None else self.pad_id)
         return positions_of_tokens(is_token, self.start, self.at_padding)
 
@@ -233,19 +236,3 @@ class Learned(_Counted):
 
 
 Scheme = Sinusoidal | SinusoidalGrid | Learned
-
-
-def check_length(scheme: Scheme, name: str, length: int) -> None:
-    """Raises if a row of this length has more tokens than the scheme has positions."""
-    longest = scheme._longest()
-    if longest is not None and length > longest[0]:
-        want = f"a length of at most {longest[1]}"
-        raise arguments.value_error(name, want, f"length {length}")
-
-
-def positions_of_ids(
-    scheme: Scheme, ids: Int32[Array, "... t"], pad_id: int | None
-) -> Int32[Array, "... t"]:
-    """The positions that a scheme gives to ids, in a layer with this padding id."""
-    check_length(scheme, "ids", ids.shape[-1])
-    return scheme._positions(ids, pad_id)
