@@ -247,10 +247,11 @@ def _weighted_loss(
     counted = counted | jnp.zeros_like(x, bool).any(-1)
     # Zeros give finite logits, so that their weight of 0 leaves nothing of them.
     x = jnp.where(counted[..., None], x, jnp.zeros((), x.dtype))
-    # Any label may stand where it is not counted, also one on a shard's padding.
-    labels = jnp.where(counted, labels, 0)
-    weights = counted.astype(dtype) if weights is None else jnp.where(counted, weights, 0)
-    weights = weights.astype(dtype)
+    # Any label may stand where it is not counted, also one on a shard's padding. (Adding zeros, for
+    # jax 0.6 selects only between values of one sharding.)
+    labels = jnp.where(counted, labels + jnp.zeros_like(counted, jnp.int32), 0)
+    ones = jnp.ones_like(counted, dtype)
+    weights = jnp.where(counted, ones if weights is None else ones * weights.astype(dtype), 0)
     if options.reduction == "mean":
         total = jnp.sum(weights)
         weights /= jnp.where(total == 0, 1, total)

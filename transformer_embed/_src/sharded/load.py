@@ -91,28 +91,24 @@ def simulate(
         The number of slots that each device is asked for over the last hop, [size of each axis of
         the batch, ...], and how many did not fit.
     """
-    shape, dropped, received = tuple(sizes[axis] for axis in batch), 0, {}
-    slots = dict(zip(np.ndindex(shape), asked, strict=True))
+    shape, dropped = tuple(sizes[axis] for axis in batch), 0
+    # Each request is a pair of device and slot; the pairs ascend.
+    devices, slots = np.repeat(np.arange(len(asked)), [*map(len, asked)]), np.concatenate(asked)
+    received = devices
     for hop in hops:
-        received, lost = _received(hop, slots, sizes, batch)
-        distinct = {device: np.unique(parts) for device, parts in received.items()}
-        slots = {device: parts[: hop.distinct] for device, parts in distinct.items()}
-        dropped += lost + sum(max(len(parts) - hop.distinct, 0) for parts in distinct.values())
-    return np.array([*map(len, received.values())], np.int64).reshape(shape), dropped
+        parts = slots // hop.stride % hop.parts
+        fits = _rank(devices * hop.parts + parts) < hop.room
+        owners = np.array(np.unravel_index(devices, shape))
+        along = [batch.index(axis) for axis in hop.axes]
+        owners[along] = np.unravel_index(parts, [sizes[axis] for axis in hop.axes])
+        received = np.ravel_multi_index(tuple(owners[:, fits]), shape)
+        pairs = np.unique([received, slots[fits]], axis=1)
+        held = _rank(pairs[0]) < hop.distinct
+        dropped += np.sum(~fits) + np.sum(~held)
+        devices, slots = pairs[:, held]
+    return np.bincount(received, minlength=len(asked)).reshape(shape), int(dropped)
 
 
-def _received(
-    hop: Hop, slots: Mapping[tuple[int, ...], np.ndarray], sizes: Mapping[str, int], batch: Axes
-) -> tuple[dict[tuple[int, ...], np.ndarray], int]:
-    """The slots that each device receives over a hop, and how many do not fit."""
-    dimensions, shape = [batch.index(axis) for axis in hop.axes], [sizes[axis] for axis in hop.axes]
-    received, lost = {device: [np.zeros(0, np.int64)] for device in slots}, 0
-    for device, own in slots.items():
-        parts = own // hop.stride % hop.parts
-        fits = np.arange(len(parts)) - np.searchsorted(parts, parts) < hop.room
-        lost += int(np.sum(~fits))
-        for part in np.unique(parts):
-            owner = np.array(device)
-            owner[dimensions] = np.unravel_index(part, shape)
-            received[tuple(owner.tolist())].append(own[fits & (parts == part)])
-    return {device: np.concatenate(parts) for device, parts in received.items()}, lost
+def _rank(values: np.ndarray) -> np.ndarray:
+    """How many equal ones stand before each of these values, which ascend."""
+    return np.arange(len(values)) - np.searchsorted(values, values)
