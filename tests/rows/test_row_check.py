@@ -301,6 +301,21 @@ def test_what_mixes_or_moves_rows_is_refused(reason):
     refuse(stateless(MOVED[reason]), reason)
 
 
+def test_rows_of_two_tables_are_never_mixed():
+    """Not even where both have as many rows, so that the shapes of a step fit."""
+    params = {name: jnp.ones([6, 2]) for name in "st"}
+    ids = {name: np.array([1, 3]) for name in params}
+
+    def mixed(updates, state, params=None):
+        return {"s": updates["s"] + updates["t"], "t": updates["t"]}, state
+
+    optimizer = optax.GradientTransformation(lambda params: (), mixed)
+    loss = lambda p: sum(te.lookup(p[name], ids[name]).sum() for name in p)
+    _, grads = te.rows.value_and_grad(loss, ids=ids)(params)
+    with pytest.raises(ValueError, match="add mixes the rows of two tables"):
+        te.rows.update(optimizer, grads, (), params)
+
+
 def shared_scan_over_rows(updates):
     """A number that all rows share, from a loop of as many steps as there are rows."""
     steps = updates["t"].shape[0]
