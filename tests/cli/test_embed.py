@@ -11,8 +11,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import transformer_embed as te
-from transformer_embed._src.pretrained.checkpoints import CONFIG
-from transformer_embed._src.pretrained.config_json import options_from_json
+from transformer_embed._src.pretrained.config_json import CONFIG, options_from_json
 from transformer_embed.cli import embed, language_model
 from transformer_embed.cli.embed import PAD_ID
 from transformer_embed.cli.main import main

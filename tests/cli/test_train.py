@@ -23,7 +23,7 @@ from safetensors import safe_open
 
 import transformer_embed as te
 from transformer_embed._src.pretrained import files as _files
-from transformer_embed._src.pretrained.checkpoints import CONFIG
+from transformer_embed._src.pretrained.config_json import CONFIG
 from transformer_embed.cli import language_model, train
 from transformer_embed.cli.arguments import UserError
 from transformer_embed.cli.main import main

@@ -17,7 +17,7 @@ from transformers.models.auto import configuration_auto, modeling_auto
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
-from transformer_embed._src.pretrained import architectures, recognition
+from transformer_embed._src.pretrained import architectures, description, recognition
 
 MAPPINGS = (
     "MODEL",
@@ -40,7 +40,7 @@ ENDS = {
     for each in architectures.ARCHITECTURES
     for names in (*each.tensors.values(), each.refused)
     for name in names
-    for stack in architectures.STACKS
+    for stack in description.STACKS
 }
 
 
@@ -80,7 +80,7 @@ def main():
         if any(
             recognition.matches(kind, files, stack)
             for kind in architectures.ARCHITECTURES
-            for stack in architectures.STACKS
+            for stack in description.STACKS
         ):
             types.setdefault(tuple(names), set()).add(model_type)
     lines = ",\n".join(

@@ -65,6 +65,6 @@ def read_by(case):
     """The entries of a config.json that its architecture reads."""
     known = {
         "model_type",
-        *(name for names in kind_of(case).settings.names().values() for name in names),
+        *(name for names in kind_of(case).names().values() for name in names),
     }
     return {name: value for name, value in case["settings"].items() if name in known}

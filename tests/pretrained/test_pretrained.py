@@ -39,8 +39,8 @@ import transformer_embed as te
 from transformer_embed._src.layers.schemes import positions_of_ids
 from transformer_embed._src.pretrained import architectures
 from transformer_embed._src.pretrained import files as _files
-from transformer_embed._src.pretrained.checkpoints import CONFIG
 from transformer_embed._src.pretrained.config_json import (
+    CONFIG,
     config_to_json,
     extras_from_json,
     extras_to_json,
@@ -457,17 +457,40 @@ def test_an_unknown_model_lists_its_tensors_and_the_way_by_hand(tmp_path):
     pattern = r"wanted the tensors of a known model, or by hand: .*; got the tensors weird\.table F32\[5, 4\], h\.\*\.w F32\[2, 2\]$"
     with pytest.raises(ValueError, match=pattern) as error:
         pretrained.load_embedder(tmp_path)
-    by_hand = (
-        str(error.value)
-        .split("by hand: ")[1]
-        .split("; got")[0]
-        .replace("embedding.weight", "weird.table")
+    assert load_by_hand(error, tmp_path).config.vocab_size == 5
+
+
+def load_by_hand(error, path):
+    """What the call gives that an error proposes."""
+    line = re.search(r"by hand: (load_embedder\(.*?\}\))", str(error.value))[1]
+    return eval(line, vars(te) | {"load_embedder": pretrained.load_embedder, "path": path})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_unknown_type_names_the_file_the_nearest_model_and_the_way_by_hand(tmp_path, name):
+    """The way by hand has the file's own names; what tensors do not say is left to the user."""
+    case = CASES[name]
+    known = load(tmp_path, name)
+    path = tmp_path / "model.safetensors"
+    message = (
+        rf"^model_type: wanted a known one, got 'mamba9'; the tensors of {re.escape(str(path))} fit a "
+        r"model (\S+): pass settings=\{'model_type': '\1'\} if it computes the same, or load it by hand"
     )
-    known = {"load_embedder": pretrained.load_embedder, "EmbedderConfig": te.EmbedderConfig}
-    found = eval(by_hand, known | {"path": tmp_path, "vocab_size": 5, "d_model": 4})
-    assert found.params["transformer_embedding/~/token_embedding"]["embeddings"].shape == (5, 4)
-    with pytest.raises(ValueError, match=r"^model_type: wanted one of albert, .*, got 'mamba'$"):
-        pretrained.load_embedder(tmp_path, settings={"model_type": "mamba"})
+    with pytest.raises(ValueError, match=message) as error:
+        pretrained.load_embedder(path, settings={"model_type": "mamba9"}, stack=case["stack"])
+    found = load_by_hand(error, path)
+    assert found.names == {key: value for key, value in known.names.items() if "bias" not in key}
+    for field in ("vocab_size", "d_model", "num_token_types", "embedding_width"):
+        assert getattr(found.config, field) == getattr(known.config, field)
+
+
+def test_an_unknown_type_whose_tensors_fit_no_row(tmp_path):
+    """Names that fit with other widths, such as an encoder of images', are no model."""
+    change = {"wte.weight": np.zeros((6, 4), np.float32), "wpe.weight": np.zeros((3, 2), np.float32)}
+    _files.write_tensors(tmp_path / "model.safetensors", change, {})
+    with pytest.raises(ValueError, match=r"got 'mamba9'; load \S+model\.safetensors by hand") as error:
+        pretrained.load_embedder(tmp_path, settings={"model_type": "mamba9"})
+    assert load_by_hand(error, tmp_path).names == {TOKENS: "wte.weight"}
 
 
 def test_a_long_list_is_cut(tmp_path):

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformer_embed import pretrained
 from transformer_embed._src.pretrained import files
-from transformer_embed._src.pretrained.checkpoints import CONFIG
+from transformer_embed._src.pretrained.config_json import CONFIG
 from transformer_embed.cli.arguments import UserError, contents, unreadable
 
 

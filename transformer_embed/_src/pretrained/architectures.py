@@ -1,579 +1,347 @@
-"""The registry of published models: the tensor names of their input layers, and the meaning of
-their config.json."""
+"""The registry of published models: a row for each kind of input layer.
+
+Types, tensor names and defaults are those of the transformers library.
+"""
 
 import dataclasses
-import typing
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
-from transformer_embed._src import arguments
-from transformer_embed._src.layers.config import OutputLayer
-from transformer_embed._src.layers.schemes import Learned, Scheme, Sinusoidal
-from transformer_embed._src.pretrained import rope, schema
+from transformer_embed._src.pretrained.description import (
+    BIAS,
+    NORM_OFFSET,
+    NORM_SCALE,
+    POSITIONS,
+    REQUIRED,
+    TOKEN_TYPES,
+    TOKENS,
+    WIDEN,
+    WIDEN_OFFSET,
+    Architecture,
+    Entry,
+    Positions,
+    Rotary,
+)
+from transformer_embed._src.pretrained.rope import RopeScaling
 from transformer_embed._src.pretrained.schema import Count, Positive, Rate
 
-ROOT = "transformer_embedding/~/"
-TOKENS = f"{ROOT}token_embedding/embeddings"
-POSITIONS = f"{ROOT}learned_positional_encoding/embeddings"
-TOKEN_TYPES = f"{ROOT}token_type_embedding/embeddings"
-NORM_SCALE = f"{ROOT}layer_norm/scale"
-NORM_OFFSET = f"{ROOT}layer_norm/offset"
-WIDEN = f"{ROOT}widen/w"
-WIDEN_OFFSET = f"{ROOT}widen/b"
-BIAS = "relative_position_bias/embeddings"
+SIZE = Count | None
 
-Shapes = Mapping[str, tuple[int, ...]]
-VECTORS = (NORM_SCALE, NORM_OFFSET, WIDEN_OFFSET)
-STACKS = ("encoder", "decoder")
 
+def _is_tied(default: bool) -> dict[str, Entry]:
+    return {"tie_word_embeddings": Entry(bool, default)}
 
-class LayerArguments(NamedTuple):
-    """The arguments of `EmbedderConfig`, of `apply_rotary`, and of `RelativePositionBias` or
-    `alibi_bias`."""
 
-    options: dict[str, Any]
-    rotary: Mapping[str, Any] | None = None
-    bias: Mapping[str, Any] | None = None
+def _width(name: str) -> dict[str, Entry]:
+    return {"hidden_size": Entry(SIZE, names=name)}
 
 
-def changes_embeddings(default: Any) -> Any:
-    """A field that changes the embeddings. Its default is used only if config.json names the model
-    type."""
-    return dataclasses.field(default=default, metadata={"changes_embeddings": True})
+def _length(name: str) -> dict[str, Entry]:
+    return {"max_position_embeddings": Entry(SIZE, names=name)}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-@typing.dataclass_transform(kw_only_default=True, frozen_default=True)
-class Settings:
-    """The entries of a config.json that a model reads. A size that is not given is taken from the
-    tensors.
+def _pad_id(kind: Any = int, default: int | None = 1) -> dict[str, Entry]:
+    return {"pad_token_id": Entry(kind, default, may_guess=False)}
 
-    Each subclass lists its own entries with their types and the defaults of the transformers
-    library; `describe` interprets them.
-    """
 
-    # Names of a field in a model's config.json; they take precedence over the field's own name.
-    aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+def _eps(default: Any, name: str = "") -> dict[str, Entry]:
+    return {"layer_norm_eps": Entry(Positive, default, name, may_guess=False)}
 
-    vocab_size: Count | None = None
-    hidden_size: Count | None = None
-    tie_word_embeddings: bool = True
 
-    def __init_subclass__(cls):
-        """Makes a frozen dataclass of each subclass."""
-        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+def _scale(name: str, default: bool | float) -> dict[str, Entry]:
+    kind = bool if isinstance(default, bool) else Positive
+    return {name: Entry(kind, default, may_guess=False)}
 
-    @classmethod
-    def names(cls) -> dict[str, tuple[str, ...]]:
-        """The names of each entry, the model's own first."""
-        known = (
-            field.name for field in dataclasses.fields(cls) if not field.metadata.get("is_internal")
-        )
-        return {name: (*cls.aliases.get(name, ()), name) for name in known}
 
-    @classmethod
-    def entries(cls, given: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
-        """The entries that this model reads from a config.json or from `settings=`, by field
-        name."""
-        found: dict[str, Any] = {}
-        for field, names in cls.names().items():
-            # The model's own name comes last, to win; null does not hide another name's value.
-            for name in reversed(names):
-                if name in given and (given[name] is not None or field not in found):
-                    found[field] = given[name]
-        return found
-
-    @classmethod
-    def required(cls, *, is_named: bool) -> list[str]:
-        """The entries without a default. Those that change the embeddings have one only if
-        config.json names the model type."""
-        return [
-            field.name
-            for field in dataclasses.fields(cls)
-            if field.default is dataclasses.MISSING
-            or (not is_named and field.metadata.get("changes_embeddings"))
-        ]
-
-    def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
-        """The input layer that these entries describe, for tensors of these shapes."""
-        raise NotImplementedError
-
-    def options(self, shapes: Shapes, **others: Any) -> dict[str, Any]:
-        """The arguments of `EmbedderConfig`."""
-        rows, width = shapes[TOKENS]
-        options = {
-            "vocab_size": self.vocab_size or rows,
-            "d_model": self.hidden_size or width,
-            "scheme": None,
-            "scale": False,
-            "dropout_rate": 0.0,
-            "output": OutputLayer() if self.tie_word_embeddings else None,
-        }
-        return options | others
-
-
-class Clip(Settings):
-    """Tokens and learned positions."""
-
-    max_position_embeddings: Count | None = None
-
-    def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
-        """Positions count from 0."""
-        return LayerArguments(self.options(shapes, scheme=self.learned(shapes)))
-
-    def learned(self, shapes: Shapes, start: int = 0, **padding: Any) -> Learned:
-        """Positions counted from `start`, in a table that has `start` more rows than positions."""
-        rows = shapes[POSITIONS][0]
-        if self.max_position_embeddings is not None:
-            rows = self.max_position_embeddings + start
-        return Learned(rows, start=start, **padding)
-
-
-class Gpt2(Clip):
-    """Like CLIP, with dropout."""
-
-    aliases: ClassVar = {"hidden_size": ("n_embd",), "max_position_embeddings": ("n_positions",)}
-    embd_pdrop: Rate = Rate(0.1)
-
-    def options(self, shapes: Shapes, **others: Any) -> dict[str, Any]:
-        """With the rate."""
-        return super().options(shapes, dropout_rate=self.embd_pdrop, **others)
-
-
-class Opt(Clip):
-    """Like CLIP, with positions counted from 2."""
-
-    pad_token_id: int | None = changes_embeddings(1)
-
-    def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
-        """Padding has position 1, if there is a padding id."""
-        padding: dict[str, Any] = {}
-        if self.pad_token_id is not None:
-            padding = {"at_padding": 1, "pad_id": self.pad_token_id}
-        return LayerArguments(self.options(shapes, scheme=self.learned(shapes, 2, **padding)))
-
-
-class DistilBert(Clip):
-    """BERT without token types; its epsilon is fixed."""
-
-    aliases: ClassVar = {"hidden_size": ("dim",)}
-    dropout: Rate = Rate(0.1)
-
-    def options(self, shapes: Shapes, **others: Any) -> dict[str, Any]:
-        """With the layer norm."""
-        return super().options(shapes, layer_norm_eps=1e-12, dropout_rate=self.dropout, **others)
-
-
-class Bert(Clip):
-    """Tokens, positions and token types, then a layer norm."""
-
-    type_vocab_size: Count | None = None
-    layer_norm_eps: Positive = changes_embeddings(1e-12)
-    position_embedding_type: str | None = None
-    hidden_dropout_prob: Rate = Rate(0.1)
-
-    def options(self, shapes: Shapes, **others: Any) -> dict[str, Any]:
-        """With the token types and the norm; positions are refused unless they are learned."""
-        if self.position_embedding_type not in (None, "absolute"):
-            want = "'absolute', since others are not part of the input layer"
-            got = schema.short_repr(self.position_embedding_type)
-            raise arguments.value_error("position_embedding_type", want, got)
-        return super().options(
-            shapes,
-            num_token_types=self.type_vocab_size or shapes[TOKEN_TYPES][0],
-            layer_norm_eps=self.layer_norm_eps,
-            dropout_rate=self.hidden_dropout_prob,
-            **others,
-        )
-
-
-class Albert(Bert):
-    """Like BERT, but with narrow tables that a linear layer widens."""
-
-    embedding_size: Count | None = None
-
-    def options(self, shapes: Shapes, **others: Any) -> dict[str, Any]:
-        """With both widths; ELECTRA has no linear layer if they are equal."""
-        options = super().options(shapes, **others)
-        if WIDEN in shapes:
-            options["d_model"] = self.hidden_size or shapes[WIDEN][0]
-            options["embedding_width"] = self.embedding_size or shapes[TOKENS][1]
-        return options
-
-
-class Roberta(Bert):
-    """Like BERT, with positions counted from pad_token_id + 1."""
-
-    pad_token_id: int = changes_embeddings(1)
-
-    def learned(self, shapes: Shapes, start: int = 0, **padding: Any) -> Learned:
-        """Padding has the position pad_token_id."""
-        pad_id = self.pad_token_id
-        positions = super().learned(shapes)
-        return dataclasses.replace(positions, start=pad_id + 1, at_padding=pad_id, pad_id=pad_id)
-
-
-class T5(Settings):
-    """Tokens only; positions are a bias in the attention."""
-
-    aliases: ClassVar = {"hidden_size": ("d_model",), "num_attention_heads": ("num_heads",)}
-    num_attention_heads: Count | None = None
-    relative_attention_num_buckets: Count | None = None
-    relative_attention_max_distance: int = changes_embeddings(128)
-    dropout_rate: Rate = Rate(0.1)
-
-    def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
-        """The bias looks both ways in the encoder."""
-        buckets, heads = shapes[BIAS]
-        bias = {
-            "num_heads": self.num_attention_heads or heads,
-            "num_buckets": self.relative_attention_num_buckets or buckets,
-            "max_distance": self.relative_attention_max_distance,
-            "bidirectional": stack == "encoder",
-        }
-        return LayerArguments(self.options(shapes, dropout_rate=self.dropout_rate), bias=bias)
-
-
-class Seq2Seq(Settings):
-    """Tokens, in some models times the square root of their width, and positions."""
-
-    aliases: ClassVar = {"hidden_size": ("d_model",)}
-    scale_embedding: bool = changes_embeddings(False)
-    dropout: Rate = Rate(0.1)
-
-    def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
-        """Both stacks are alike."""
-        scale, rate = self.scale_embedding, self.dropout
-        options = {"scheme": self.scheme(shapes), "scale": scale, "dropout_rate": rate}
-        return LayerArguments(self.options(shapes, **options))
-
-    def scheme(self, shapes: Shapes) -> Scheme:
-        """The position scheme."""
-        raise NotImplementedError
-
-
-class Marian(Seq2Seq):
-    """Sinusoids, all sines first."""
-
-    decoder_vocab_size: Count | None = None
-
-    def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
-        """The decoder may have a vocabulary of its own."""
-        found = super().describe(shapes, stack)
-        if stack == "decoder" and self.decoder_vocab_size is not None:
-            found.options["vocab_size"] = self.decoder_vocab_size
-        return found
-
-    def scheme(self, shapes: Shapes) -> Scheme:
-        """Counted from 0."""
-        return Sinusoidal(layout="sin_cos")
-
-
-class M2m100(Seq2Seq):
-    """The sinusoids of fairseq."""
-
-    scale_embedding: bool = changes_embeddings(True)
-    pad_token_id: int = changes_embeddings(1)
-
-    def scheme(self, shapes: Shapes) -> Scheme:
-        """Counted from pad_token_id + 1."""
-        pad_id = self.pad_token_id
-        padding = {"start": pad_id + 1, "at_padding": pad_id, "pad_id": pad_id}
-        return Sinusoidal(layout="sin_cos", shift=1, odd="zero", **padding)
-
-
-class Bart(Seq2Seq, Clip):
-    """Learned positions counted from 2, then a layer norm with a fixed epsilon."""
-
-    def options(self, shapes: Shapes, **others: Any) -> dict[str, Any]:
-        """With the layer norm."""
-        return super().options(shapes, layer_norm_eps=1e-5, **others)
-
-    def scheme(self, shapes: Shapes) -> Scheme:
-        """The table has two more rows than positions."""
-        return self.learned(shapes, 2)
-
-
-class Bloom(Settings):
-    """Tokens and a layer norm; positions are ALiBi's bias."""
-
-    aliases: ClassVar = {"num_attention_heads": ("n_head",)}
-    num_attention_heads: Count
-    layer_norm_epsilon: Positive = changes_embeddings(1e-5)
-
-    def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
-        """The bias has a slope for each head."""
-        options = self.options(shapes, layer_norm_eps=self.layer_norm_epsilon)
-        return LayerArguments(options, bias={"num_heads": self.num_attention_heads})
-
-
-class Llama(Settings):
-    """Tokens only; queries and keys are rotated in the half layout."""
-
-    tie_word_embeddings: bool = False
-    rope_theta: Positive = changes_embeddings(10_000.0)
-    rope_scaling: rope.RopeScaling | None = None
-    rope_parameters: None = None
-    max_position_embeddings: Count | None = None
-    original_max_position_embeddings: Count | None = None
-
-    @classmethod
-    def entries(cls, given: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
-        """Entries in the old form, so that `settings=` can replace the file's entries whichever
-        form each uses."""
-        found = rope.to_old_form(super().entries(given, is_file=is_file), is_file=is_file)
-        inside = (found.get("rope_scaling") or {}).get(rope.ORIGINAL)
-        if inside is not None and not is_file:
-            found.setdefault(rope.ORIGINAL, inside)
-        return {name: value for name, value in found.items() if name in cls.names() or not is_file}
-
-    def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
-        """Every channel of a head is rotated."""
-        return LayerArguments(self.options(shapes), rotary=self.rotary())
-
-    def rotary(self, **others: Any) -> dict[str, Any]:
-        """The arguments of `apply_rotary`."""
-        original = self.original_max_position_embeddings
-        return self.rotary_by(self.rope_theta, self.rope_scaling, original) | others
-
-    def rotary_by(
-        self, theta: float, entries: rope.RopeScaling | None, original: int | None = None
-    ) -> dict[str, Any]:
-        """The arguments of `apply_rotary` for a base and the entries of a scaling."""
-        rotary = {"base": theta, "layout": "half"}
-        scaling = entries and entries.scaling(self.max_position_embeddings, original)
-        return rotary if scaling is None else rotary | {"scaling": scaling}
-
-
-class Gemma(Llama):
-    """Like Llama, with tokens times the square root of their width."""
-
-    tie_word_embeddings: bool = True
-
-    def options(self, shapes: Shapes, **others: Any) -> dict[str, Any]:
-        """The width's square root is not rounded to 16 bits."""
-        return super().options(shapes, scale=True, **others)
-
-
-class Gemma3(Gemma):
-    """Like Gemma, with one rotation for layers with full attention and another for those with a
-    sliding window."""
-
-    rope_theta: Positive = changes_embeddings(1_000_000.0)
-    rope_local_base_freq: Positive = changes_embeddings(10_000.0)
-    sliding_rope_scaling: rope.RopeScaling | None = dataclasses.field(
-        default=None, metadata={"is_internal": True}
-    )
-    original_max_position_embeddings: Count | None = dataclasses.field(
-        default=None, metadata={"is_internal": True}
-    )
-
-    @classmethod
-    def entries(cls, given: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
-        """Entries in the old form, as for Llama."""
-        found = super(Llama, cls).entries(given, is_file=is_file)
-        return rope.to_old_form_by_layer(found, is_file=is_file)
-
-    def rotary(self, **others: Any) -> dict[str, Any]:
-        """The arguments of `apply_rotary` for each kind of layer."""
-        return {
-            rope.FULL: self.rotary_by(self.rope_theta, self.rope_scaling),
-            rope.SLIDING: self.rotary_by(self.rope_local_base_freq, self.sliding_rope_scaling),
-        }
-
-
-class Phi(Llama):
-    """Like Llama, with only the first channels of a head rotated."""
-
-    partial_rotary_factor: Positive = changes_embeddings(0.5)
-    num_attention_heads: Count | None = changes_embeddings(None)
-    head_dim: Count | None = None
-    embd_pdrop: Rate = Rate(0.0)
-
-    def describe(self, shapes: Shapes, stack: str) -> LayerArguments:
-        """Heads split the model's width, unless head_dim is given."""
-        rotary = self.rotary()
-        if self.partial_rotary_factor != 1:
-            head_dim = self.head_dim
-            if head_dim is None:
-                if self.num_attention_heads is None:
-                    want = "an int, to compute head_dim"
-                    raise arguments.value_error("num_attention_heads", want, "None")
-                head_dim = (self.hidden_size or shapes[TOKENS][1]) // self.num_attention_heads
-            rotary["rotary_dim"] = int(head_dim * self.partial_rotary_factor)
-            try:
-                rope.check(rotary, head_dim)
-            except ValueError as error:
-                raise ValueError(f"partial_rotary_factor: {error}") from error
-        return LayerArguments(self.options(shapes, dropout_rate=self.embd_pdrop), rotary=rotary)
-
-
-class Phi3(Phi):
-    """Like Phi, with another default, and with the original length beside `rope_scaling` instead of
-    in it."""
-
-    partial_rotary_factor: Positive = changes_embeddings(1.0)
-    original_max_position_embeddings: Count = changes_embeddings(4096)
-
-    @classmethod
-    def entries(cls, given: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
-        """Early files call LongRoPE yarn."""
-        found = super().entries(given, is_file=is_file)
-        scaling = found.get("rope_scaling") or {}
-        if scaling.get("rope_type") == "yarn":
-            found["rope_scaling"] = scaling | {"rope_type": "longrope"}
-        return found
-
-
-class GptNeox(Phi):
-    """Like Phi, with other names."""
-
-    aliases: ClassVar = {
-        "rope_theta": ("rotary_emb_base",),
-        "partial_rotary_factor": ("rotary_pct",),
-        "embd_pdrop": ("hidden_dropout",),
+def _share(default: float, name: str = "") -> dict[str, Entry]:
+    """The share of a head's channels that rotate, and the entries that give the head's size."""
+    return {
+        "partial_rotary_factor": Entry(Positive, default, name, may_guess=False),
+        "num_attention_heads": Entry(SIZE, may_guess=False),
+        "head_dim": Entry(SIZE),
     }
-    partial_rotary_factor: Positive = changes_embeddings(0.25)
 
 
-@dataclasses.dataclass(frozen=True)
-class Architecture:
-    """One kind of input layer.
+# --- Entries.
 
-    Args:
-        model_types: as config.json calls the models.
-        tensors: for each parameter, the names that its tensor may have, below the checkpoint's
-            prefix; `{stack}` stands for encoder or decoder. A name that begins with "?" may be
-            missing.
-        settings: what its config.json says, and what that means.
-        prefixes: prefixes of checkpoints that no other architecture has.
-        has_unique_names: whether no other architecture has the names of `tensors`.
-        refused: tensors that show that the input layer is different, with the reason.
-    """
+_SIZES = {"vocab_size": Entry(SIZE), "hidden_size": Entry(SIZE)} | _is_tied(True)
+_LEARNED = _SIZES | _length("")
+_BERT = _LEARNED | {
+    "type_vocab_size": Entry(SIZE),
+    "layer_norm_eps": Entry(Positive, 1e-12, may_guess=False),
+    "position_embedding_type": Entry(str | None),
+    "hidden_dropout_prob": Entry(Rate, Rate(0.1)),
+}
+_NARROW = _BERT | {"embedding_size": Entry(SIZE)}
+_SEQ2SEQ = (
+    _LEARNED
+    | _width("d_model")
+    | _scale("scale_embedding", False)
+    | {"dropout": Entry(Rate, Rate(0.1))}
+)
+_GPT2 = (
+    _LEARNED | _width("n_embd") | _length("n_positions") | {"embd_pdrop": Entry(Rate, Rate(0.1))}
+)
+_T5 = (
+    _SIZES
+    | _width("d_model")
+    | {
+        "num_attention_heads": Entry(SIZE, names="num_heads"),
+        "relative_attention_num_buckets": Entry(SIZE),
+        "relative_attention_max_distance": Entry(int, 128, may_guess=False),
+        "dropout_rate": Entry(Rate, Rate(0.1)),
+    }
+)
+_ROTARY = (
+    _SIZES
+    | _is_tied(False)
+    | {
+        "rope_theta": Entry(Positive, 10_000.0, may_guess=False),
+        "rope_scaling": Entry(RopeScaling | None),
+        "rope_parameters": Entry(type(None)),
+        "max_position_embeddings": Entry(SIZE),
+        "original_max_position_embeddings": Entry(SIZE),
+    }
+)
+_PARTIAL = _ROTARY | _share(0.5)
+_BY_LAYER = _ROTARY | {
+    "rope_theta": Entry(Positive, 1_000_000.0, may_guess=False),
+    "rope_local_base_freq": Entry(Positive | None, 10_000.0, may_guess=False),
+    "sliding_rope_scaling": Entry(RopeScaling | None),
+}
+_ABSOLUTE = {
+    "position_embedding_type": (
+        ("absolute", None),
+        "others are not part of the input layer",
+    )
+}
 
-    model_types: tuple[str, ...]
-    tensors: Mapping[str, tuple[str, ...]]
-    settings: type[Settings]
-    prefixes: tuple[str, ...] = ()
-    has_unique_names: bool = False
-    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
+# --- Tensors.
 
-    @property
-    def has_stacks(self) -> bool:
-        """Whether it has an encoder and a decoder."""
-        return any("{stack}" in name for names in self.tensors.values() for name in names)
-
-    def is_unambiguous(self, prefix: str) -> bool:
-        """Whether no other architecture has tensors of these names below a prefix."""
-        return self.has_unique_names or any(
-            prefix == own or (own and prefix.endswith(f".{own}")) for own in self.prefixes
-        )
-
-
-_BERT = {
-    TOKENS: ("embeddings.word_embeddings.weight",),
-    POSITIONS: ("embeddings.position_embeddings.weight",),
-    TOKEN_TYPES: ("embeddings.token_type_embeddings.weight",),
+_BERT_TOKENS = {TOKENS: ("embeddings.word_embeddings.weight",)}
+_BERT_POSITIONS = {POSITIONS: ("embeddings.position_embeddings.weight",)}
+_BERT_TYPES = {TOKEN_TYPES: ("embeddings.token_type_embeddings.weight",)}
+_BERT_NORM = {
     NORM_SCALE: ("embeddings.LayerNorm.weight", "embeddings.LayerNorm.gamma"),
     NORM_OFFSET: ("embeddings.LayerNorm.bias", "embeddings.LayerNorm.beta"),
 }
+_BERT_TENSORS = _BERT_TOKENS | _BERT_POSITIONS | _BERT_TYPES | _BERT_NORM
 # A stack's own table comes first: if the two are not tied, the shared one is not used.
-_STACKED_TOKENS = ("{stack}.embed_tokens.weight", "shared.weight")
-_DECODER_ONLY = {TOKENS: ("embed_tokens.weight",)}
+_STACKED = {TOKENS: ("{stack}.embed_tokens.weight", "shared.weight")}
+_STACKED_LEARNED = _STACKED | {POSITIONS: ("{stack}.embed_positions.weight",)}
+_STACKED_NORM = {
+    NORM_SCALE: ("{stack}.layernorm_embedding.weight",),
+    NORM_OFFSET: ("{stack}.layernorm_embedding.bias",),
+}
+_DECODER = {TOKENS: ("embed_tokens.weight",)}
+
+_AFTER_PADDING = Positions(start=None)
+_FAIRSEQ = {"layout": "sin_cos", "shift": 1, "odd": "zero"}
 
 # Without a config.json, only names that a single architecture has are recognised; for others, the
 # user must give the model type.
 ARCHITECTURES = (
-    Architecture(("bert",), _BERT, Bert),
-    Architecture(("roberta", "xlm-roberta", "camembert"), _BERT, Roberta, prefixes=("roberta.",)),
     Architecture(
-        ("distilbert",),
-        {name: _BERT[name] for name in _BERT if name != TOKEN_TYPES},
-        DistilBert,
+        types="bert dpr ernie splinter visual_bert convbert align_text_model "
+        "chinese_clip_text_model flava_text_model",
+        tensors=_BERT_TENSORS,
+        entries=_BERT,
+        positions=Positions(),
+        refused={
+            "embeddings_project.weight": "it has narrow tables that a linear layer widens",
+            "embeddings.task_type_embeddings.weight": "it adds a table of tasks",
+        },
+        refused_entries=_ABSOLUTE,
+    ),
+    Architecture(
+        types="big_bird",
+        tensors=_BERT_TENSORS,
+        entries=_BERT | _scale("rescale_embeddings", False),
+        scale="rescale_embeddings",
+        positions=Positions(),
+        refused_entries=_ABSOLUTE,
+    ),
+    Architecture(
+        types="roberta xlm-roberta camembert data2vec-text luke xmod ibert longformer "
+        "roberta-prelayernorm altclip_text_model bridgetower_text_model clap_text_model",
+        tensors=_BERT_TENSORS,
+        entries=_BERT | _pad_id(),
+        positions=_AFTER_PADDING,
+        prefixes=("roberta.",),
+        refused_entries=_ABSOLUTE,
+    ),
+    Architecture(
+        types="distilbert",
+        tensors=_BERT_TOKENS | _BERT_POSITIONS | _BERT_NORM,
+        entries=_LEARNED | _width("dim") | {"dropout": Entry(Rate, Rate(0.1))},
+        positions=Positions(),
+        norm_eps=1e-12,
         prefixes=("distilbert.",),
     ),
     Architecture(
-        ("albert",),
-        _BERT
+        types="albert rembert",
+        tensors=_BERT_TENSORS
         | {
             WIDEN: ("encoder.embedding_hidden_mapping_in.weight",),
             WIDEN_OFFSET: ("encoder.embedding_hidden_mapping_in.bias",),
         },
-        Albert,
+        entries=_NARROW,
+        positions=Positions(),
         has_unique_names=True,
+        refused_entries=_ABSOLUTE,
     ),
     Architecture(
-        ("electra",),
-        _BERT
+        types="electra",
+        tensors=_BERT_TENSORS
         | {WIDEN: ("?embeddings_project.weight",), WIDEN_OFFSET: ("?embeddings_project.bias",)},
-        Albert,
+        entries=_NARROW,
+        positions=Positions(),
         prefixes=("electra.",),
+        refused_entries=_ABSOLUTE,
     ),
     Architecture(
-        ("gpt2",),
-        {TOKENS: ("wte.weight",), POSITIONS: ("wpe.weight",)},
-        Gpt2,
+        types="gpt2 gpt_neo gpt_bigcode gpt-sw3",
+        tensors={TOKENS: ("wte.weight",), POSITIONS: ("wpe.weight",)},
+        entries=_GPT2,
+        positions=Positions(),
         prefixes=("", "transformer."),
     ),
     Architecture(
-        ("opt",),
-        {TOKENS: ("decoder.embed_tokens.weight",), POSITIONS: ("decoder.embed_positions.weight",)},
-        Opt,
+        types="opt",
+        tensors={
+            TOKENS: ("decoder.embed_tokens.weight",),
+            POSITIONS: ("decoder.embed_positions.weight",),
+        },
+        entries=_LEARNED | _pad_id(int | None),
+        positions=Positions(start=2, at_padding=1),
         refused={"decoder.project_in.weight": "it widens tokens before positions are added"},
     ),
     Architecture(
-        ("t5", "mt5"),
-        {
-            TOKENS: _STACKED_TOKENS,
-            BIAS: ("{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",),
+        types="t5 mt5 switch_transformers umt5 longt5",
+        tensors=_STACKED
+        | {
+            BIAS: (
+                "{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+                "{stack}.block.0.layer.0.LocalSelfAttention.relative_attention_bias.weight",
+            )
         },
-        T5,
+        entries=_T5,
         refused={
             "{stack}.block.1.layer.0.SelfAttention.relative_attention_bias.weight": (
                 "every layer has a bias of its own, as in UMT5"
             )
         },
     ),
-    Architecture(("marian",), {TOKENS: _STACKED_TOKENS}, Marian),
-    Architecture(("m2m_100",), {TOKENS: _STACKED_TOKENS}, M2m100),
     Architecture(
-        ("bart", "mbart"),
-        {
-            TOKENS: _STACKED_TOKENS,
-            POSITIONS: ("{stack}.embed_positions.weight",),
-            NORM_SCALE: ("{stack}.layernorm_embedding.weight",),
-            NORM_OFFSET: ("{stack}.layernorm_embedding.bias",),
-        },
-        Bart,
+        types="marian pegasus",
+        tensors=_STACKED,
+        entries=_SEQ2SEQ | {"decoder_vocab_size": Entry(SIZE)},
+        scale="scale_embedding",
+        positions=Positions(sinusoids={"layout": "sin_cos"}),
     ),
     Architecture(
-        ("clip", "clip_text_model"),
-        {
+        types="m2m_100 nllb-moe",
+        tensors=_STACKED,
+        entries=_SEQ2SEQ | _scale("scale_embedding", True) | _pad_id(),
+        scale="scale_embedding",
+        positions=_AFTER_PADDING._replace(sinusoids=_FAIRSEQ),
+    ),
+    Architecture(
+        types="bart mbart mvp plbart",
+        tensors=_STACKED_LEARNED | _STACKED_NORM,
+        entries=_SEQ2SEQ,
+        scale="scale_embedding",
+        positions=Positions(start=2),
+        norm_eps=1e-5,
+    ),
+    Architecture(
+        types="clip clip_text_model siglip_text_model siglip2_text_model clipseg_text_model "
+        "groupvit_text_model metaclip_2_text_model owlv2_text_model owlvit_text_model "
+        "xclip_text_model aimv2_text_model",
+        tensors={
             TOKENS: ("embeddings.token_embedding.weight",),
             POSITIONS: ("embeddings.position_embedding.weight",),
         },
-        Clip,
+        entries=_LEARNED,
+        positions=Positions(),
         has_unique_names=True,
     ),
-    Architecture(("llama", "mistral", "qwen2", "qwen3"), _DECODER_ONLY, Llama),
-    Architecture(("gemma", "gemma2"), _DECODER_ONLY, Gemma),
-    Architecture(("gemma3", "gemma3_text"), _DECODER_ONLY, Gemma3),
-    Architecture(("phi",), _DECODER_ONLY, Phi),
-    Architecture(("phi3",), _DECODER_ONLY, Phi3),
-    Architecture(("gpt_neox",), {TOKENS: ("embed_in.weight",)}, GptNeox, has_unique_names=True),
     Architecture(
-        ("bloom",),
-        {
+        types="llama mistral qwen2 qwen3 mixtral qwen2_moe qwen3_moe gpt_oss olmo olmo2 olmoe "
+        "starcoder2 ministral ministral3 phimoe seed_oss arcee apertus internlm3 minimax_m2 "
+        "qwen2_vl_text qwen2_5_vl_text qwen3_vl_text qwen3_vl_moe_text",
+        tensors=_DECODER,
+        entries=_ROTARY,
+        rotary=Rotary(),
+    ),
+    Architecture(
+        types="gemma gemma2 vaultgemma",
+        tensors=_DECODER,
+        entries=_ROTARY | _is_tied(True),
+        scale=True,
+        rotary=Rotary(),
+    ),
+    Architecture(
+        types="gemma3 gemma3_text",
+        tensors=_DECODER,
+        entries=_BY_LAYER | _is_tied(True),
+        scale=True,
+        rotary=Rotary(by_layer=True),
+    ),
+    Architecture(
+        types="phi",
+        tensors=_DECODER,
+        entries=_PARTIAL | {"embd_pdrop": Entry(Rate, Rate(0.0))},
+        rotary=Rotary(),
+    ),
+    Architecture(
+        types="phi3",
+        tensors=_DECODER,
+        entries=_ROTARY
+        | _share(1.0)
+        | {
+            "original_max_position_embeddings": Entry(Count, 4096, may_guess=False),
+            "embd_pdrop": Entry(Rate, Rate(0.0)),
+        },
+        rotary=Rotary(),
+    ),
+    Architecture(
+        types="gpt_neox",
+        tensors={TOKENS: ("embed_in.weight",)},
+        entries=_ROTARY
+        | _share(0.25, "rotary_pct")
+        | {
+            "rope_theta": Entry(Positive, 10_000.0, "rotary_emb_base", may_guess=False),
+            "embd_pdrop": Entry(Rate, Rate(0.0), "hidden_dropout"),
+        },
+        rotary=Rotary(),
+        has_unique_names=True,
+    ),
+    Architecture(
+        types="bloom",
+        tensors={
             TOKENS: ("word_embeddings.weight",),
             NORM_SCALE: ("word_embeddings_layernorm.weight",),
             NORM_OFFSET: ("word_embeddings_layernorm.bias",),
         },
-        Bloom,
+        entries=_SIZES
+        | _eps(1e-5, "layer_norm_epsilon")
+        | {"num_attention_heads": Entry(Count, REQUIRED, "n_head")},
+        alibi={},
         has_unique_names=True,
     ),
 )
 
+# Defaults in which a type differs from its row.
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {}
+
 
 def by_model_type(model_type: Any) -> Architecture | None:
-    """The architecture of config.json's model_type."""
-    return next((each for each in ARCHITECTURES if model_type in each.model_types), None)
+    """The architecture of config.json's model_type, with the defaults of that type."""
+    row = next((row for row in ARCHITECTURES if model_type in row.model_types), None)
+    if row is None:
+        return None
+    changes = DEFAULTS.get(model_type, {}).items()
+    entries = {name: row.entries[name]._replace(default=value) for name, value in changes}
+    types = f"{model_type} {row.types}"
+    return dataclasses.replace(row, types=types, entries={**row.entries, **entries})

@@ -17,6 +17,10 @@ from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.modules import RelativePositionBias
 from transformer_embed._src.pretrained import rope, schema
 
+# Of the file's metadata.
+CONFIG = "transformer_embed.config"
+EXTRAS = "transformer_embed.extras"
+
 
 @dataclasses.dataclass(frozen=True)
 class Extras:
@@ -64,9 +68,9 @@ def extras_from_json(name: str, text: str) -> Extras:
 def _rotary_from_json(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `apply_rotary`, or those of each kind of layer."""
     read = functools.partial(schema.fields, function=apply_rotary, without=("x", "positions"))
-    if all(isinstance(item, dict) for item in value.values()) and "scaling" not in value:
+    if rope.differs_by_layer(value) and "scaling" not in value:
         return {
-            layer: read(f"{name}: {schema.short_repr(layer)}", value=item)
+            layer: item and read(f"{name}: {schema.short_repr(layer)}", value=item)
             for layer, item in value.items()
         }
     return read(name, value=value)
@@ -75,6 +79,8 @@ def _rotary_from_json(name: str, value: Mapping[str, Any]) -> dict[str, Any]:
 def check_rotary(name: str, rotary: Mapping[str, Any] | None) -> None:
     """Raises a ValueError for arguments that `apply_rotary` refuses."""
     for layer, options in rope.by_layer(rotary or {}).items():
+        if options is None:
+            continue
         where = f"{name}: rotary" + (f": {layer!r}" if layer else "")
         schema.call_with_named_errors(where, rope.check, options)
 

@@ -7,22 +7,37 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformer_embed._src import arguments
-from transformer_embed._src.pretrained import architectures as known
 from transformer_embed._src.pretrained import schema
+from transformer_embed._src.pretrained.architectures import ARCHITECTURES, by_model_type
+from transformer_embed._src.pretrained.description import (
+    BIAS,
+    NORM_SCALE,
+    POSITIONS,
+    ROOT,
+    STACKS,
+    TOKEN_TYPES,
+    TOKENS,
+    VECTORS,
+    WIDEN,
+    WIDEN_OFFSET,
+    Architecture,
+)
 from transformer_embed._src.pretrained.files import Tensors, shown_path
 
 # Characters.
 LISTED = 90
+MOST = 700
 BY_HAND = (
     "by hand: load_embedder(path, config=EmbedderConfig(vocab_size, d_model, scheme=None, "
-    "scale=False), "
-    "names={'token_embedding/embeddings': 'embedding.weight'})"
+    "scale=False), names={'token_embedding/embeddings': 'embedding.weight'})"
 )
+# Tensors that may be a table of tokens, if no row has their names.
+TABLE = re.compile(r"embed|wte|shared|table|token|word", re.IGNORECASE)
 
 
 def recognised(
     tensors: Tensors, model_type: Any, stack: str | None, config: pathlib.Path
-) -> tuple[known.Architecture, dict[str, str]]:
+) -> tuple[Architecture, dict[str, str]]:
     """The architecture, and the tensor name for each of its parameters.
 
     Args:
@@ -31,46 +46,102 @@ def recognised(
         stack: "encoder", "decoder", or None.
         config: the path that a config.json would have.
     """
-    named = known.by_model_type(model_type)
+    named = by_model_type(model_type)
+    own = stack or STACKS[0]
     if model_type is not None and named is None:
-        types = sorted(name for kind in known.ARCHITECTURES for name in kind.model_types)
-        got = schema.short_repr(model_type)
-        raise arguments.value_error("model_type", f"one of {', '.join(types)}", got)
-    kinds = known.ARCHITECTURES if named is None else (named,)
-    own = stack or known.STACKS[0]
+        want, got = "a known one", f"{schema.short_repr(model_type)}; {_advice(tensors, own)}"
+        raise arguments.value_error("model_type", want, got)
+    kinds = ARCHITECTURES if named is None else (named,)
     found = _all_matches(kinds, tensors, own)
     if not found:
-        other = known.STACKS[1]
-        has_other = stack is None and bool(_all_matches(kinds, tensors, other))
-        model = "a known model" if named is None else f"a model {named.model_types[0]}"
-        want = f"the tensors of {model}, or {BY_HAND}"
-        if has_other:
-            want = f"the {own} of {model}; pass stack={other!r} for the {other}, which is there"
-        where = schema.shorten(str(tensors.path), 60)
-        raise ValueError(f"{where}: wanted {want}; got {listed(tensors)}")
+        raise _missing_tensors(tensors, named, stack)
     if named is None:
         found = _unambiguous(tensors, found, config)
     kind, prefix, names = found[0]
-    model, where = kind.model_types[0], shown_path(tensors.path)
+    where = shown_path(tensors.path)
     if len(found) != 1:
         prefixes = schema.short_repr([prefix for _, prefix, _ in found])
         want = (
-            f"one model {model} in a file (save each to its own file, or load one with "
+            f"one model {kind.name} in a file (save each to its own file, or load one with "
             f"config and names)"
         )
         raise arguments.value_error(where, want, f"{len(found)} of them, under {prefixes}")
     if stack is not None and not kind.has_stacks:
-        raise arguments.value_error("stack", f"None, since {model} has one stack", repr(stack))
+        raise arguments.value_error("stack", f"None, since {kind.name} has one stack", repr(stack))
     for tensor, reason in kind.refused.items():
         if prefix + tensor.format(stack=own) in tensors.files:
-            raise arguments.value_error(where, f"an input layer like that of {model}", reason)
+            raise arguments.value_error(where, f"an input layer like that of {kind.name}", reason)
     return kind, names
 
 
-Match = tuple[known.Architecture, str, dict[str, str]]
+def _missing_tensors(tensors: Tensors, named: Architecture | None, stack: str | None) -> ValueError:
+    """The error for a file without the tensors of a model, or of any known one."""
+    own, other = stack or STACKS[0], STACKS[1]
+    model = "a known model" if named is None else f"a model {named.name}"
+    want = f"the tensors of {model}, or {_by_hand(tensors, _guess(tensors))}"
+    kinds = ARCHITECTURES if named is None else (named,)
+    if stack is None and _all_matches(kinds, tensors, other):
+        want = f"the {own} of {model}; pass stack={other!r} for the {other}, which is there"
+    where = schema.shorten(str(tensors.path), 60)
+    return ValueError(f"{where}: wanted {want}; got {listed(tensors)}")
 
 
-def _all_matches(kinds: Sequence[known.Architecture], tensors: Tensors, stack: str) -> list[Match]:
+def _advice(tensors: Tensors, stack: str) -> str:
+    """What a model of an unknown type may be loaded as."""
+    matching = _all_matches(ARCHITECTURES, tensors, stack)
+    fitting = [match for match in matching if _fits(tensors, match)]
+    where = shown_path(tensors.path)
+    if not fitting:
+        return f"load {where} {_by_hand(tensors, _guess(tensors))}"
+    kind, _, names = max(fitting, key=lambda match: len(match[2]))
+    return (
+        f"the tensors of {where} fit a model {kind.name}: pass settings={{'model_type': "
+        f"{kind.name!r}}} if it computes the same, or load it {_by_hand(tensors, names)}"
+    )
+
+
+def _fits(tensors: Tensors, match: "Match") -> bool:
+    """Whether the tensors of a match have the ranks and the width of one input layer."""
+    _, _, names = match
+    shapes = {name: tensors.entry(tensor).shape for name, tensor in names.items() if name != BIAS}
+    ranks = all(len(shape) == 2 - (name in VECTORS) for name, shape in shapes.items())
+    widths = {shape[-1] for name, shape in shapes.items() if name != WIDEN_OFFSET}
+    return ranks and len(widths) == 1
+
+
+def _guess(tensors: Tensors) -> dict[str, str]:
+    """The largest table of two axes outside of numbered layers whose name may be that of tokens."""
+    sizes = {
+        name: tensors.entry(name).shape
+        for name in tensors.files
+        if TABLE.search(name) and not re.search(r"\b\d+\b", name)
+    }
+    tables = [name for name, shape in sizes.items() if len(shape) == 2]
+    return {TOKENS: max(tables, key=lambda name: sizes[name][0])} if tables else {}
+
+
+def _by_hand(tensors: Tensors, names: Mapping[str, str]) -> str:
+    """The call that loads these tensors without a row, for a model without scale."""
+    own = {name.removeprefix(ROOT): tensor for name, tensor in names.items() if name != BIAS}
+    if not own or len(str(own)) > MOST:
+        return BY_HAND
+    shapes = {name: tensors.entry(tensor).shape for name, tensor in names.items()}
+    rows, width = shapes[TOKENS]
+    scheme = f"Learned({shapes[POSITIONS][0]})" if POSITIONS in shapes else "None"
+    options = f"{rows}, {shapes.get(WIDEN, (width,))[0]}, scheme={scheme}, scale=False"
+    if TOKEN_TYPES in shapes:
+        options += f", num_token_types={shapes[TOKEN_TYPES][0]}"
+    if NORM_SCALE in shapes:
+        options += ", layer_norm_eps=1e-12"
+    if WIDEN in shapes:
+        options += f", embedding_width={width}"
+    return f"by hand: load_embedder(path, config=EmbedderConfig({options}), names={own})"
+
+
+Match = tuple[Architecture, str, dict[str, str]]
+
+
+def _all_matches(kinds: Sequence[Architecture], tensors: Tensors, stack: str) -> list[Match]:
     return [
         (kind, prefix, names)
         for kind in kinds
@@ -85,7 +156,7 @@ def _unambiguous(tensors: Tensors, found: list[Match], config: pathlib.Path) -> 
         (kind, prefix, names) for kind, prefix, names in found if kind.is_unambiguous(prefix)
     ]
     if not certain:
-        types = [kind.model_types[0] for kind, *_ in found]
+        types = [kind.name for kind, *_ in found]
         hint = (
             f"pass settings={{'model_type': {types[0]!r}}} (the names of the tensors fit "
             f"{', '.join(dict.fromkeys(types))})"
@@ -104,11 +175,11 @@ def _unambiguous(tensors: Tensors, found: list[Match], config: pathlib.Path) -> 
 
 
 def matches(
-    kind: known.Architecture, files: Mapping[str, pathlib.Path], stack: str
+    kind: Architecture, files: Mapping[str, pathlib.Path], stack: str
 ) -> list[tuple[str, dict[str, str]]]:
     """Each prefix that has all tensors of an architecture, with the tensor name for each
     parameter."""
-    ends = [end.format(stack=stack) for end in kind.tensors[known.TOKENS]]
+    ends = [end.format(stack=stack) for end in kind.tensors[TOKENS]]
     prefixes = dict.fromkeys(
         name[: -len(end)]
         for end in ends
@@ -120,7 +191,7 @@ def matches(
 
 
 def _names_under_prefix(
-    prefix: str, kind: known.Architecture, files: Mapping[str, pathlib.Path], stack: str
+    prefix: str, kind: Architecture, files: Mapping[str, pathlib.Path], stack: str
 ) -> dict[str, str] | None:
     names = {}
     for parameter, ends in kind.tensors.items():

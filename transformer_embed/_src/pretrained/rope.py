@@ -15,8 +15,14 @@ from transformer_embed._src.pretrained import schema
 from transformer_embed._src.pretrained.schema import Count
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+# The entries of each kind of layer in the old form: base, share of the channels, and scaling.
+LAYERS = {
+    FULL: ("rope_theta", "partial_rotary_factor", "rope_scaling"),
+    SLIDING: ("rope_local_base_freq", "sliding_rotary_factor", "sliding_rope_scaling"),
+}
 ORIGINAL = "original_max_position_embeddings"
-TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "su")
+PROPORTIONAL = "proportional"
+TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "su", PROPORTIONAL)
 MOST_CHANNELS = 2 * schema.MOST[float]
 # Wider than published heads: the frequencies of a narrower one lie between those of a wider one.
 WIDE_HEAD = 256
@@ -37,10 +43,16 @@ def check(options: Mapping[str, Any], head_dim: int | None = None) -> None:
     jax.eval_shape(lambda x, positions: apply_rotary(x, positions, **options), heads, positions)
 
 
-def by_layer(rotary: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """The arguments of `apply_rotary` for each kind of layer; "" if there is one kind."""
-    differ = all(isinstance(options, Mapping) for options in rotary.values())
-    return rotary if differ else {"": rotary}
+def by_layer(rotary: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any] | None]:
+    """The arguments of `apply_rotary` for each kind of layer (None: not rotated); "" if there is
+    one kind."""
+    return rotary if differs_by_layer(rotary) or not rotary else {"": rotary}
+
+
+def differs_by_layer(rotary: Mapping[str, Any]) -> bool:
+    """Whether the values are the arguments of each kind of layer, or None for no rotation."""
+    kinds = [isinstance(options, Mapping) for options in rotary.values() if options is not None]
+    return bool(kinds) and all(kinds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +90,9 @@ class RopeScaling:
         """The scaling for a model of `max_len` positions, first trained on `original` positions
         (None: as the entries say)."""
         kind = self.rope_type or "default"
-        if kind == "default":
+        if kind == "default" or (kind == PROPORTIONAL and self.factor in (None, 1)):
             return None
-        if kind == "linear":
+        if kind in ("linear", PROPORTIONAL):
             return rotary_scaling.LinearScaling(self._required("factor"))
         # Dynamic scaling counts from the model's own length.
         length: Any = max_len
@@ -123,48 +135,45 @@ class RopeScaling:
 NAMES = [field.name for field in dataclasses.fields(RopeScaling)]
 
 
-def to_old_form(entries: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
+def to_old_form(
+    entries: Mapping[str, Any], *, is_file: bool, by_layer: bool = False
+) -> dict[str, Any]:
     """Entries in the old form: `rope_theta`, `partial_rotary_factor` and `rope_scaling` instead of
-    `rope_parameters`.
+    `rope_parameters`, so that `settings=` can replace the file's whichever form each uses.
 
     Within one source, entries inside `rope_parameters` take precedence over those beside it, and
-    `rope_scaling` over `rope_parameters`, as in the transformers library.
+    `rope_scaling` over `rope_parameters`, as in the transformers library. With `by_layer`,
+    `rope_parameters` has the entries of each kind of layer, and `rope_scaling` is for full layers.
     """
-    given = [name for name in ("rope_scaling", "rope_parameters") if name in entries]
+    given = {name: entries[name] for name in ("rope_scaling", "rope_parameters") if name in entries}
     others = {name: value for name, value in entries.items() if name not in given}
-    if not given:
-        return others
-    name = next((name for name in given if entries[name]), given[0])
-    moved, scaling = split_entries(name, entries[name], is_file=is_file)
-    return others | moved | {"rope_scaling": scaling}
+    if by_layer:
+        others |= _by_layer(given.pop("rope_parameters", None), is_file=is_file)
+        if given.get("rope_scaling") is None and "rope_scaling" in others:
+            return others
+    if given:
+        name = next((name for name in given if given[name]), next(iter(given)))
+        moved, scaling = split_entries(name, given[name], is_file=is_file)
+        others |= moved | {"rope_scaling": scaling}
+        if not is_file and scaling.get(ORIGINAL) is not None:
+            others.setdefault(ORIGINAL, scaling[ORIGINAL])
+    return others
 
 
-def to_old_form_by_layer(entries: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
-    """Like `to_old_form`, for models whose layers differ: `rope_scaling` is for full layers,
-    `sliding_rope_scaling` for the others."""
-    found = dict(entries)
-    parameters = found.pop("rope_parameters", None)
-    scaling = found.pop("rope_scaling", None)
-    if parameters is not None:
-        known = isinstance(parameters, Mapping) and set(parameters) <= {FULL, SLIDING}
-        if not known or not parameters:
-            want = f"an object with the entries {FULL} and {SLIDING}"
-            got = schema.short_repr(parameters)
-            raise arguments.value_error("rope_parameters", want, got)
-        for layer, theta, key in (
-            (FULL, "rope_theta", "rope_scaling"),
-            (SLIDING, "rope_local_base_freq", "sliding_rope_scaling"),
-        ):
-            if layer in parameters:
-                name = f"rope_parameters: {layer}"
-                moved, found[key] = split_entries(name, parameters[layer], is_file=is_file)
-                if "rope_theta" in moved:
-                    found[theta] = moved.pop("rope_theta")
-                if moved and not is_file:
-                    want = "no entry partial_rotary_factor"
-                    raise arguments.value_error(name, want, moved)
-    if scaling is not None or ("rope_scaling" in entries and "rope_scaling" not in found):
-        _, found["rope_scaling"] = split_entries("rope_scaling", scaling, is_file=is_file)
+def _by_layer(parameters: Any, *, is_file: bool) -> dict[str, Any]:
+    """The entries of each kind of layer, under their names in the old form."""
+    if parameters is None:
+        return {}
+    if not isinstance(parameters, Mapping) or not parameters or set(parameters) - set(LAYERS):
+        want = f"an object with the entries {FULL} and {SLIDING}"
+        raise arguments.value_error("rope_parameters", want, schema.short_repr(parameters))
+    found: dict[str, Any] = {}
+    for layer, entries in parameters.items():
+        theta, share, scaling = LAYERS[layer]
+        name = f"rope_parameters: {layer}"
+        moved, found[scaling] = split_entries(name, entries, is_file=is_file)
+        old_names = {"rope_theta": theta, "partial_rotary_factor": share}
+        found |= {old_names[key]: value for key, value in moved.items()}
     return found
 
 
@@ -175,11 +184,23 @@ def split_entries(name: str, value: Any, *, is_file: bool) -> tuple[dict[str, An
         return {}, {}
     if not isinstance(value, Mapping):
         raise arguments.value_error(name, "an object", schema.short_repr(value))
+    if any(isinstance(value.get(layer), Mapping) for layer in LAYERS):
+        raise arguments.value_error(name, "one rotation for all layers", schema.short_repr(value))
     scaling = {key: item for key, item in value.items() if item is not None}
     # The oldest files call the type "type".
     kind = scaling.pop("type", None)
     if kind is not None:
         scaling.setdefault("rope_type", kind)
+    # Early files of Phi-3 call LongRoPE yarn.
+    if scaling.get("rope_type") == "yarn" and "short_factor" in scaling:
+        scaling["rope_type"] = "longrope"
+    # Phi-MoE's attention factor, up to the trained length and beyond it.
+    near, far = scaling.pop("short_mscale", None), scaling.pop("long_mscale", None)
+    if near != far:
+        want = "short_mscale and long_mscale alike"
+        raise arguments.value_error(name, want, schema.short_repr((near, far)))
+    if near is not None:
+        scaling["attention_factor"] = near
     top = ("rope_theta", "partial_rotary_factor")
     moved = {key: scaling.pop(key) for key in top if key in scaling}
     if not is_file:

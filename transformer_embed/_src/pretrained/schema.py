@@ -88,13 +88,9 @@ def fields(
     value: Any,
     *,
     without: Sequence[str] = (),
-    is_partial: bool = False,
 ) -> dict[str, Any]:
     """The arguments of a class or a function from a JSON object, each checked against the
-    annotation of its parameter.
-
-    With `is_partial`, those without a default may be missing.
-    """
+    annotation of its parameter."""
     if not isinstance(value, dict):
         raise arguments.value_error(name, "a JSON object", short_repr(value))
     annotations = typing.get_type_hints(function)
@@ -106,7 +102,7 @@ def fields(
         raise arguments.value_error(name, want, short_repr(unknown[0]))
     required = [key for key, parameter in known.items() if parameter.default is parameter.empty]
     missing = [key for key in required if key not in value]
-    if missing and not is_partial:
+    if missing:
         got = f"only {short_repr(sorted(value))}"
         raise arguments.value_error(name, f"an entry {missing[0]}", got)
     return {key: checked(f"{name}: {key}", annotations[key], item) for key, item in value.items()}

@@ -1,28 +1,32 @@
-"""Loads the input layers of published checkpoints from safetensors files, and saves them."""
+"""Loads the input layers of published checkpoints from safetensors files."""
 
 import os
-import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 
 from transformer_embed._src import arguments
-from transformer_embed._src.functional.lookup import Table
 from transformer_embed._src.layers.config import EmbedderConfig
-from transformer_embed._src.layers.embedder import Params, make_embedder
-from transformer_embed._src.pretrained import architectures as known
+from transformer_embed._src.layers.embedder import Params
 from transformer_embed._src.pretrained import schema
 from transformer_embed._src.pretrained.config_json import (
-    bias_parameters,
+    CONFIG,
+    EXTRAS,
     check_rotary,
-    config_to_json,
     extras_from_json,
-    extras_to_json,
     options_from_json,
+)
+from transformer_embed._src.pretrained.description import (
+    OFFSETS,
+    STACKS,
+    TOKENS,
+    VECTORS,
+    Architecture,
+    LayerArguments,
+    Shapes,
 )
 from transformer_embed._src.pretrained.files import (
     DTYPES,
@@ -31,17 +35,17 @@ from transformer_embed._src.pretrained.files import (
     open_tensors,
     read_json,
     shown_path,
-    write_tensors,
+)
+from transformer_embed._src.pretrained.parameters import (
+    full_paths,
+    is_transposed,
+    parameters_of,
+    short_path,
 )
 from transformer_embed._src.pretrained.recognition import listed, recognised
-from transformer_embed._src.rows.gathered_rows import RowTable
 
-CONFIG = "transformer_embed.config"
-EXTRAS = "transformer_embed.extras"
 # The text model's own entries, in a config.json of several models.
 TEXT_MODEL = ("text_config", "text")
-# Parameters that a published model may lack; zeros are equivalent.
-OFFSETS = (known.NORM_OFFSET, known.WIDEN_OFFSET)
 
 
 class PretrainedInput(NamedTuple):
@@ -149,7 +153,7 @@ def load_embedder(
         https://github.com/huggingface/transformers
     """
     if stack is not None:
-        arguments.choice("stack", stack, known.STACKS)
+        arguments.choice("stack", stack, STACKS)
     for name, value in (("settings", settings), ("names", names)):
         if not isinstance(value, Mapping | None):
             raise arguments.type_error(name, "a mapping, or None", type(value).__name__)
@@ -169,191 +173,17 @@ def load_embedder(
     return _read_published(tensors, stack, dict(settings or {}))
 
 
-def save_embedder(
-    path: str | os.PathLike[str],
-    config: EmbedderConfig,
-    params: Params,
-    rotary: Mapping[str, Any] | None = None,
-    bias: Mapping[str, Any] | None = None,
-    names: Mapping[str, str] | None = None,
-) -> None:
-    """Writes a safetensors file that `load_embedder` reads back bit for bit; the file is written
-    whole or not at all.
-
-    The configuration is stored in the file's metadata. With the names that `load_embedder`
-    returned, other libraries find the tensors under their original names. The checks of
-    `load_embedder` run before anything is written. A replaced file keeps its permissions, and
-    temporary files of a save that was killed are removed from the folder.
-
-    Args:
-        path: the file to write or replace.
-        config: as for `make_embedder`.
-        params: all parameters of the config, and any others (T5's table); arrays of float32,
-            bfloat16 or float16.
-        rotary: see `PretrainedInput`.
-        bias: see `PretrainedInput`.
-        names: a tensor name for each parameter; see `load_embedder` for shortened paths. Parameters
-            that are left out keep their own names.
-
-    Raises:
-        OSError: the file cannot be written.
-        TypeError: an argument has the wrong type.
-        ValueError: parameters disagree with the config; a name is used twice or cannot be stored; a
-            dtype is not supported; `rotary` or `bias` has arguments that their functions do not
-            take; the path is a folder, a pipe or a device.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> import jax
-        >>> import transformer_embed as te
-        >>> config = te.EmbedderConfig(9, 4)
-        >>> params = te.make_embedder(config).init(jax.random.key(0))
-        >>> path = pathlib.Path(tempfile.mkdtemp(), "mine.safetensors")
-        >>> te.pretrained.save_embedder(path, config, params)
-        >>> te.pretrained.load_embedder(path).config == config
-        True
-
-    Source:
-        The safetensors format, https://github.com/huggingface/safetensors
-    """
-    if not isinstance(config, EmbedderConfig):
-        raise arguments.type_error("config", "an EmbedderConfig", type(config).__name__)
-    if not isinstance(path, str | os.PathLike):
-        raise arguments.type_error("path", "a str or a path", type(path).__name__)
-    params = arguments.as_params("params", params)
-    for name, value in (("rotary", rotary), ("bias", bias), ("names", names)):
-        if not isinstance(value, Mapping | None):
-            raise arguments.type_error(name, "a mapping, or None", type(value).__name__)
-    leaves = {
-        _leaf_name(module, name): _on_host(f"{module}/{name}", leaf)
-        for module, group in params.items()
-        for name, leaf in group.items()
-    }
-    tensor_names = {name: name for name in leaves}
-    for name, tensor in _full_paths(names or {}, leaves).items():
-        tensor_names[name] = _tensor_name(tensor)
-    if len(set(tensor_names.values())) < len(leaves):
-        got = schema.short_repr(sorted(tensor_names.values()))
-        raise arguments.value_error("names", "a tensor of its own for each parameter", got)
-    text = extras_to_json({"rotary": rotary, "bias": bias, "names": tensor_names})
-    extras = extras_from_json("save_embedder", text)
-    check_rotary("save_embedder", extras.rotary)
-    for name, parameter in _parameters("save_embedder", config, extras.bias).items():
-        if name not in leaves or leaves[name].shape != parameter.shape:
-            want = f"shape {list(parameter.shape)}, as the config says"
-            got = f"none among {schema.short_repr(sorted(leaves))}"
-            if name in leaves:
-                got = f"shape {list(leaves[name].shape)}"
-            raise arguments.value_error(f"params: {schema.shorten(name)}", want, got)
-    arrays = {
-        tensor: leaves[name].T if _is_transposed(name, tensor) else leaves[name]
-        for name, tensor in tensor_names.items()
-    }
-    metadata = {"format": "pt", CONFIG: config_to_json(config), EXTRAS: text}
-    write_tensors(pathlib.Path(os.path.realpath(path)), arrays, metadata)
-
-
-def _leaf_name(module: Any, name: Any) -> str:
-    """A parameter's path: valid UTF-8 that can be split into module and name again."""
-    for part in (module, name):
-        if not isinstance(part, str):
-            got = schema.short_repr(part)
-            raise arguments.type_error("params", "names that are strings", got)
-    if not name or "/" in name:
-        got = schema.short_repr(f"{module}/{name}")
-        raise arguments.value_error("params", "names of parameters without a slash", got)
-    return _tensor_name(f"{module}/{name}")
-
-
-def _tensor_name(name: Any) -> str:
-    """A name that a safetensors file can hold."""
-    got = schema.short_repr(name)
-    if not isinstance(name, str):
-        raise arguments.type_error("names", "tensors' names as strings", got)
-    if name == "__metadata__" or any(0xD800 <= ord(letter) < 0xE000 for letter in name):
-        want = "names that UTF-8 can encode, other than '__metadata__'"
-        raise arguments.value_error("names", want, got)
-    return name
-
-
-def _on_host(name: str, leaf: Any) -> np.ndarray:
-    """An array of this process in its own dtype, in the byte order of this machine."""
-    name, want = f"params: {schema.shorten(name)}", "an array of float32, bfloat16 or float16"
-    if isinstance(leaf, RowTable):
-        leaf = leaf.in_vocabulary_order()
-    if isinstance(leaf, Table):
-        got = f"a table held as {type(leaf).__name__}"
-        raise arguments.type_error(name, "a whole array", got)
-    if not isinstance(leaf, jax.Array) and hasattr(type(leaf), "__jax_array__"):
-        # Flax's nnx.Param, for example.
-        leaf = leaf.__jax_array__()
-    is_array = isinstance(leaf, np.ndarray | np.generic | jax.Array)
-    if isinstance(leaf, np.ma.MaskedArray) or not is_array:
-        raise arguments.type_error(name, want, type(leaf).__name__)
-    if arguments.is_traced(leaf):
-        raise arguments.type_error(name, f"{want}, outside jit", "a traced array")
-    dtype = leaf.dtype.newbyteorder("=") if isinstance(leaf.dtype, np.dtype) else None
-    if dtype not in DTYPES.values():
-        raise arguments.value_error(name, "float32, bfloat16 or float16", leaf.dtype)
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        want = "an array on this process's devices (gather it first)"
-        raise arguments.value_error(name, want, "one on other processes too")
-    return np.asarray(leaf, dtype)
-
-
-def _parameters(
-    where: str, config: EmbedderConfig, bias: Mapping[str, Any] | None = None
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shape and dtype of each parameter, by its path, computed without allocating any array."""
-    try:
-        tree = jax.eval_shape(lambda: make_embedder(config).init(jax.random.key(0)))
-    except OverflowError as error:
-        got = str(error)[:100]
-        raise arguments.value_error(where, "sizes that jax can hold", got) from error
-    of_bias = schema.call_with_named_errors(f"{where}: bias", bias_parameters, bias)
-    return {
-        f"{module}/{name}": leaf
-        for module, group in {**tree, **of_bias}.items()
-        for name, leaf in group.items()
-    }
-
-
-def _full_paths(names: Mapping[Any, Any], paths: Iterable[str]) -> dict[str, Any]:
-    """The same mapping with full paths; a key is a path, or a suffix of exactly one path."""
-    full = {}
-    for name, value in names.items():
-        ends = [path for path in paths if isinstance(name, str) and path.endswith(f"/{name}")]
-        found = [name] if name in paths else ends
-        if len(found) != 1 or found[0] in full:
-            among = ", ".join(map(_short_path, paths))
-            want = f"a parameter's path, or a suffix that only one path has, among {among}"
-            raise arguments.value_error("names", want[:250], schema.short_repr(name))
-        full[found[0]] = value
-    return full
-
-
-def _short_path(path: str) -> str:
-    """The last two parts of a path."""
-    return "/".join(path.split("/")[-2:])
-
-
-def _is_transposed(name: str, tensor: str) -> bool:
-    """Whether a tensor is [out, in], as a linear layer's weights are unless they have this
-    package's own name."""
-    return name == known.WIDEN and tensor != name
-
-
 def _read_by_hand(
     tensors: Tensors, config: EmbedderConfig, names: Mapping[str, str | None]
 ) -> PretrainedInput:
     """The tensors that `names` gives. Leading axes of 1 are dropped, and float64 is rounded."""
-    parameters = _parameters("config", config)
-    full = _full_paths(names, parameters)
+    parameters = parameters_of("config", config)
+    full = full_paths(names, parameters)
     for name, tensor in full.items():
         if not isinstance(tensor, str) and not (tensor is None and name in OFFSETS):
             want = "a tensor's name" + (", or None for zeros" if name in OFFSETS else "")
             raise arguments.type_error(f"names: {name}", want, schema.short_repr(tensor))
-    if missing := [_short_path(name) for name in parameters if name not in full]:
+    if missing := [short_path(name) for name in parameters if name not in full]:
         want = f"a tensor for each parameter, also for {', '.join(missing)}"
         got = f"only {schema.short_repr(sorted(names))}"
         raise arguments.value_error("names", want, got)
@@ -376,7 +206,7 @@ def _read_own(tensors: Tensors) -> PretrainedInput:
         if not module or not leaf:
             got = schema.short_repr(name)
             raise arguments.value_error(f"{place}: names", "parameters as module/name", got)
-    described = known.LayerArguments(options, extras.rotary, extras.bias)
+    described = LayerArguments(options, extras.rotary, extras.bias)
     return _read_described(tensors, f"{where}: {CONFIG}", described, extras.names)
 
 
@@ -391,83 +221,84 @@ def _read_published(
     type_in_file = entries.get("model_type") or in_file.get("model_type")
     model_type = settings.pop("model_type", None) or type_in_file
     kind, names = recognised(tensors, model_type, stack, beside)
-    model = kind.model_types[0]
-    sources = ["settings"] if settings or not in_file else []
-    sources += [shown_path(beside)] if in_file else []
-    where = f"{' and '.join(sources)}, for a model {model}"
-    found = _entries_in_file(f"{shown_path(beside)}, for a model {model}", kind, entries)
+    model = f"for a model {kind.name}"
+    found = kind.read(f"{shown_path(beside)}, {model}", entries, is_file=True)
     found |= _entries_in_settings(kind, settings)
-    is_named = type_in_file in kind.model_types
-    required = kind.settings.required(is_named=is_named)
-    if missing := [kind.settings.names()[name][0] for name in required if name not in found]:
+    required = kind.required(is_named=type_in_file in kind.model_types)
+    if missing := [kind.names()[name][0] for name in required if name not in found]:
         want = (
-            f"{', '.join(sorted(missing))} of a model {model}, as settings={{...}} or in "
+            f"{', '.join(sorted(missing))} of a model {kind.name}, as settings={{...}} or in "
             f"a config.json that names the model_type"
         )
-        got = "no config.json"
-        if is_named:
-            got = "none"
-        elif in_file:
-            got = "a config.json " + (
-                f"of a model {type_in_file}" if type_in_file else "without model_type"
-            )
+        got = _config_in_words(kind, in_file, type_in_file)
         raise arguments.value_error(shown_path(beside), want, got)
+    shapes = _shapes_in_file(tensors, names)
+    sources = ["settings"] if settings or not in_file else []
+    sources += [shown_path(beside)] if in_file else []
+    where = f"{' and '.join(sources)}, {model}"
+    described = schema.call_with_named_errors(
+        where, kind.describe, found, shapes, stack or STACKS[0]
+    )
+    dtype = tensors.entry(names[TOKENS]).dtype
+    described.options["param_dtype"] = DTYPES.get(dtype, jnp.dtype("float32"))
+    hint = f" (if the vocabulary was resized: settings={{'vocab_size': {shapes[TOKENS][0]}}})"
+    return _read_described(tensors, where, described, names, hint)
+
+
+def _config_in_words(kind: Architecture, in_file: Mapping[str, Any], type_in_file: Any) -> str:
+    """What config.json is, where it lacks entries."""
+    if type_in_file in kind.model_types:
+        return "none"
+    if not in_file:
+        return "no config.json"
+    return "a config.json " + (
+        f"of a model {type_in_file}" if type_in_file else "without model_type"
+    )
+
+
+def _shapes_in_file(tensors: Tensors, names: Mapping[str, str]) -> Shapes:
+    """The shape of each parameter's tensor, which has the parameter's rank."""
     shapes = {name: tensors.entry(tensor).shape for name, tensor in names.items()}
     for name, tensor in names.items():
-        rank = 1 if name in known.VECTORS else 2
+        rank = 1 if name in VECTORS else 2
         if len(shapes[name]) != rank:
             place = f"{shown_path(tensors.path)}: {schema.shorten(tensor)}"
             want = f"a tensor of rank {rank}"
             raise arguments.value_error(place, want, tensors.entry(tensor))
-    described = schema.call_with_named_errors(
-        where, lambda: kind.settings(**found).describe(shapes, stack or known.STACKS[0])
-    )
-    dtype = tensors.entry(names[known.TOKENS]).dtype
-    described.options["param_dtype"] = DTYPES.get(dtype, jnp.dtype("float32"))
-    hint = f" (if the vocabulary was resized: settings={{'vocab_size': {shapes[known.TOKENS][0]}}})"
-    return _read_described(tensors, where, described, names, hint)
+    return shapes
 
 
-def _entries_in_file(
-    where: str, kind: known.Architecture, entries: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The entries of config.json that the model reads."""
-    read = schema.call_with_named_errors(where, kind.settings.entries, entries, is_file=True)
-    return schema.fields(where, kind.settings, read, is_partial=True)
-
-
-def _entries_in_settings(kind: known.Architecture, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _entries_in_settings(kind: Architecture, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of `settings`, which the model must read."""
-    names = kind.settings.names().values()
+    names = kind.names().values()
     accepted = [name for several in names for name in several]
     if unknown := [name for name in settings if name not in accepted]:
         reads = ", ".join(several[0] for several in names)
-        want = f"entries that a model {kind.model_types[0]} reads ({reads})"
+        want = f"entries that a model {kind.name} reads ({reads})"
         raise arguments.value_error("settings", want, schema.short_repr(unknown[0]))
-    read = schema.call_with_named_errors("settings", kind.settings.entries, settings, is_file=False)
-    return schema.fields("settings", kind.settings, read, is_partial=True)
+    return kind.read("settings", settings, is_file=False)
 
 
 def _read_described(
     tensors: Tensors,
     where: str,
-    described: known.LayerArguments,
+    described: LayerArguments,
     names: Mapping[str, str] | None,
     hint: str = "",
 ) -> PretrainedInput:
     """The layer that these arguments describe; names=None: each parameter has a tensor of its own
     name."""
     options, rotary, bias = described
-    given = {known.TOKENS: known.TOKENS} if names is None else names
+    given = {TOKENS: TOKENS} if names is None else names
     for tensor in given.values():
         _check_presence(tensors, tensor)
-    _check_completeness(where, given, [known.TOKENS])
+    _check_completeness(where, given, [TOKENS])
     # Compared first: the time to make a config grows with its width.
     table = (options["vocab_size"], options.get("embedding_width") or options["d_model"])
-    _check_entry(tensors, given[known.TOKENS], table, hint=hint)
+    _check_entry(tensors, given[TOKENS], table, hint=hint)
     config = schema.call_with_named_errors(where, EmbedderConfig, **options)
     check_rotary(where, rotary)
-    parameters = _parameters(where, config, bias)
+    parameters = parameters_of(where, config, bias)
     if names is None:
         names = {name: name for name in parameters}
     _check_completeness(where, names, parameters)
@@ -475,7 +306,7 @@ def _read_described(
 
 
 def _check_completeness(where: str, names: Mapping[str, str], parameters: Iterable[str]) -> None:
-    if missing := [_short_path(name) for name in parameters if name not in names]:
+    if missing := [short_path(name) for name in parameters if name not in names]:
         got = f"none for {missing[0]}"
         raise arguments.value_error(f"{where}: names", "a tensor for each parameter", got)
 
@@ -494,13 +325,13 @@ def _read(
         if name not in expected:
             expected[name] = jax.ShapeDtypeStruct(tensors.entry(tensor).shape, jnp.float32)
         shape = expected[name].shape
-        stored = shape[::-1] if _is_transposed(name, tensor) else shape
+        stored = shape[::-1] if is_transposed(name, tensor) else shape
         _check_entry(tensors, tensor, stored, is_by_hand=is_by_hand)
     params: dict[str, dict[str, Array]] = {}
     for name, tensor in names.items():
         module, leaf = name.rsplit("/", 1)
         shape, dtype = expected[name].shape, expected[name].dtype
-        array = tensors.read(tensor, shape, dtype, transposed=_is_transposed(name, tensor))
+        array = tensors.read(tensor, shape, dtype, transposed=is_transposed(name, tensor))
         params.setdefault(module, {})[leaf] = array
     return params
 

@@ -1,0 +1,512 @@
+"""Compares te.pretrained with every model type of the transformers library.
+
+Run: python tests/pretrained/sweep.py [TYPE ...] [--json FILE] [--page]
+Needs: torch (a CPU build), transformers, and this package's dependencies. It takes some minutes;
+    no test runs it.
+
+Each type is built small with random weights, twice: with odd settings that config.json says, and
+with the library's defaults that config.json leaves out. Its embeddings are the input of its first
+block, its rotations what its own function returns. --page writes notebooks/published_models.md.
+"""
+
+import argparse
+import collections
+import contextlib
+import importlib
+import inspect
+import itertools
+import json
+import pathlib
+import re
+import sys
+import tempfile
+import warnings
+
+import numpy as np
+
+ROOT = pathlib.Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+PAGE = ROOT / "notebooks" / "published_models.md"
+
+import jax  # noqa: F401 (before torch: each brings a thread pool)
+import torch
+import transformers
+from tqdm import tqdm
+from transformers.models.auto import configuration_auto, modeling_auto
+
+import transformer_embed as te
+
+BATCH, LENGTH, VOCAB, PAD = 2, 7, 64, 3
+IDS = np.array([[5, 6, 7, 8, 9, 10, 11], [PAD, PAD, 12, 5, 13, 14, 15]])
+ULPS = 5
+TOKENS = "transformer_embedding/~/token_embedding"
+# Scores of rotated heads: float32 angles of the library, positions below 7.
+SCORE = 2e-5
+MOST_PARAMETERS = 8e7
+MAPPINGS = (
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ",
+    "MODEL_FOR_CAUSAL_LM",
+    "MODEL_FOR_MASKED_LM",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT",
+    "MODEL_FOR_PRETRAINING",
+    "MODEL",
+)
+SIZES = [
+    (r"word_embed_proj_dim", 64),
+    (r"vocab_size|decoder_vocab_size|entity_vocab_size", VOCAB),
+    (r"hidden_size|d_model|n_embd|dim|emb_dim|attention_hidden_size|encoder_hidden_size", 64),
+    (r"embedding_size", 48),
+    (r"num_attention_heads|n_heads?|num_heads|(en|de)coder_attention_heads|attention_heads", 4),
+    (r"num_key_value_heads|num_kv_heads|n_kv_heads|multi_query_group_num", 2),
+    (r"head_dim", 24),
+    (r"num_hidden_layers|n_layers?|num_layers|(en|de)coder_layers|num_decoder_layers", 3),
+    (r"(moe_|shared_expert_)?intermediate_size|\w*ffn_dim|d_ff|n_inner|ffn_hidden_size|mlp_dim", 40),
+    (r"max_(target_|source_)?positions?(_embeddings)?|n_positions|n_ctx|max_seq_len|context_length", 40),
+    (r"max_position_embeddings|seq_length|max_sequence_length", 40),
+    (r"type_vocab_size", 3),
+    (r"num_experts|num_local_experts|n_routed_experts|moe_num_experts", 4),
+    (r"num_experts_per_tok|moe_topk|moe_k|num_experts_per_token|top_k_experts", 2),
+    (r"n_group|topk_group|first_k_dense_replace|n_shared_experts|num_nextn_predict_layers", 1),
+    (r"q_lora_rank|kv_lora_rank", 16),
+    (r"qk_rope_head_dim", 8),
+    (r"qk_nope_head_dim|v_head_dim", 12),
+    (r"d_kv", 16),
+    (r"rotary_dim", 8),
+    (r"vocab_size_per_layer_input", VOCAB),
+    (r"hidden_size_per_layer_input", 8),
+    (r"image_size|img_size", 32),
+    (r"patch_size", 8),
+    (r"depth", 2),
+    (r"embed_dim|projection_dim|projector_hidden_size", 64),
+    (r"num_codevectors_per_group", 4),
+    (r"num_kv_shared_layers", 0),
+]  # fmt: skip
+ODD = [
+    (r"(?!.*(rms|batch|cc)).*(eps|epsilon)", 0.0375),
+    (r"embedding_multiplier|scale_emb|embedding_scale", 1.7),
+    (r"logit_scale|logits_scaling|lm_head_multiplier", 0.3),
+    (r"final_logit_softcapping", 2.5),
+    (r"rope_theta|rotary_emb_base|rope_local_base_freq", 700.0),
+    (r"partial_rotary_factor|rotary_pct", 0.5),
+]
+
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}
+SPECIAL = {
+    "bamba": MAMBA,
+    "granitemoehybrid": MAMBA,
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "xlnet": {"d_head": 16},
+    "zaya": {"num_experts_per_tok": 1},
+    "gpt_neo": {
+        "attention_layers": ["global", "local", "global"],
+        "attention_types": [[["global", "local", "global"], 1]],
+    },
+    "squeezebert": {"embedding_size": 64},
+    "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [4, 10]},
+}
+
+
+class NotSweptError(Exception):
+    """The type has no input layer of tokens, or cannot be built here."""
+
+
+def texts(entries):
+    """Whether a configuration has a vocabulary anywhere."""
+    return any(
+        ("vocab" in str(key) and isinstance(value, int))
+        or (isinstance(value, dict) and texts(value))
+        for key, value in entries.items()
+    )
+
+
+def resized(entries, *, is_odd):
+    """Entries of a config.json with small sizes, and odd numbers if asked."""
+    small = dict(entries)
+    layers = entries.get("num_hidden_layers") or 0
+    tokens = iter(range(40, VOCAB))
+    for key, value in entries.items():
+        if isinstance(value, dict) and key not in ("rope_parameters", "id2label", "label2id"):
+            small[key] = resized(value, is_odd=is_odd)
+        if isinstance(value, list) and len(value) == layers and layers > 3:
+            small[key] = value[1:4]
+        if key == "num_key_value_heads" and value is None:
+            small[key] = 2
+        if key == "per_layer_config":
+            small[key] = {}
+        if value is not None and key in (
+            "pad_token_id",
+            "bos_token_id",
+            "eos_token_id",
+            "decoder_start_token_id",
+        ):
+            small[key] = {"pad_token_id": PAD, "bos_token_id": 0}.get(key, 4)
+        elif re.search(r"token_(id|index)$|image_token|forced", key) and isinstance(value, int):
+            small[key] = next(tokens, VOCAB - 1)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            rule = next((size for name, size in SIZES if re.fullmatch(name, key)), None)
+            small[key] = value if rule is None else rule
+        elif isinstance(value, float) and is_odd:
+            small[key] = next((odd for name, odd in ODD if re.fullmatch(name, key)), value)
+    if is_odd and isinstance(small.get("scale_embedding"), bool):
+        small["scale_embedding"] = not small["scale_embedding"]
+    if isinstance(small.get("layer_types"), list):
+        kinds = list(dict.fromkeys(small["layer_types"]))
+        small["layer_types"] = (kinds * 3)[:3]
+    small |= SPECIAL.get(entries.get("model_type"), {})
+    rope = small.get("rope_parameters")
+    if isinstance(rope, dict):
+        small["rope_parameters"] = turned(rope, small, is_odd)
+    return small
+
+
+def turned(rope, entries, is_odd):
+    """The entries of a rotation, odd ones if asked; sections have the pairs of a small head."""
+    if rope and all(isinstance(value, dict) for value in rope.values()):
+        return {layer: turned(value, entries, is_odd) for layer, value in rope.items()}
+    rope = dict(rope)
+    if is_odd:
+        rope["rope_theta"] = 700.0 + len(rope)
+        if "partial_rotary_factor" in rope:
+            rope["partial_rotary_factor"] = 0.5
+    if "mrope_section" in rope:
+        head = entries.get("head_dim") or entries["hidden_size"] // entries["num_attention_heads"]
+        pairs = int(head * rope.get("partial_rotary_factor", 1)) // 2
+        rope["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
+    return rope
+
+
+def config_of(model_type, *, is_odd):
+    """A small configuration."""
+    kind = configuration_auto.CONFIG_MAPPING[model_type]
+    default = kind().to_dict()
+    if not texts(default):
+        raise NotSweptError("no vocabulary")
+    return kind.from_dict(resized(default, is_odd=is_odd))
+
+
+def without_defaults(entries, config):
+    """The entries that differ from the defaults of the configuration's class."""
+    default = type(config)().to_dict()
+    rest = {}
+    for key, value in entries.items():
+        part = getattr(config, key, None)
+        if isinstance(value, dict) and isinstance(part, transformers.PreTrainedConfig):
+            rest[key] = without_defaults(value, part)
+        elif key == "model_type" or value != default.get(key):
+            rest[key] = value
+    return rest
+
+
+def classes(config):
+    """Model classes of a configuration, those with a head first."""
+    for mapping in MAPPINGS:
+        found = getattr(modeling_auto, f"{mapping}_MAPPING", {}).get(type(config), ())
+        yield from found if isinstance(found, tuple) else (found,)
+    package = type(config).__module__.rpartition(".")[0]
+    name = package.rpartition(".")[2]
+    with contextlib.suppress(ImportError):
+        module = importlib.import_module(f"{package}.modeling_{name}")
+        models = [
+            kind
+            for kind in vars(module).values()
+            if inspect.isclass(kind)
+            and issubclass(kind, transformers.PreTrainedModel)
+            and getattr(kind, "config_class", None) is type(config)
+        ]
+        yield from sorted(models, key=lambda kind: ("For" not in kind.__name__, kind.__name__))
+
+
+def built(config):
+    """A model with random weights."""
+    problem = NotSweptError("no model class")
+    for kind in dict.fromkeys(classes(config)):
+        try:
+            with torch.device("meta"):
+                shell = kind._from_config(config)
+            size = sum(parameter.numel() for parameter in shell.parameters())
+            if not 0 < size < MOST_PARAMETERS:
+                raise NotSweptError(f"{size:,} parameters")
+            record_rotations(shell)
+            torch.manual_seed(0)
+            model = kind._from_config(config).eval().float()
+        except Exception as error:
+            problem = (
+                error
+                if isinstance(error, NotSweptError)
+                else NotSweptError(f"not built: {error!r:.90}")
+            )
+            continue
+        for parameter in model.parameters():
+            # A norm of ones and a padding row of zeros would hide a wrong tensor; sinusoids stay.
+            if parameter.requires_grad:
+                parameter.data += 0.1 * torch.randn_like(parameter)
+        return model
+    raise problem
+
+
+ROTATIONS = []
+LAYER = [None]
+
+
+def record_rotations(model):
+    """Wraps the functions that rotate in the files of a model's classes."""
+    for name in {type(part).__module__ for part in model.modules()}:
+        module = sys.modules[name]
+        for label, function in list(vars(module).items()):
+            if not re.match(r"apply_.*rot", label) or hasattr(function, "plain"):
+                continue
+            if not callable(function) or "vision" in label or inspect.isclass(function):
+                continue
+
+            def wrapped(*arguments, plain=function, **options):
+                given = [
+                    each.detach().clone() if torch.is_tensor(each) else each for each in arguments
+                ]
+                given += [options[key] for key in ("q", "k", "xq", "xk") if key in options]
+                found = plain(*arguments, **options)
+                pairs = zip(given, found if isinstance(found, tuple) else (found,), strict=False)
+                for before, after in pairs:
+                    if torch.is_tensor(before) and before.ndim == 4 and before.shape == after.shape:
+                        ROTATIONS.append((LAYER[0], before.numpy(), after.detach().numpy()))
+                return found
+
+            wrapped.plain = function
+            setattr(module, label, wrapped)
+
+
+def seen_by(model, types):
+    """What the first block of each list of blocks is given, by the list's name."""
+    inputs, handles, table = {}, [], []
+    for name, part in model.named_modules():
+        if not isinstance(part, torch.nn.ModuleList):
+            continue
+        for n, block in enumerate(part):
+
+            def before(_, args, kwargs, name=name, n=n):
+                LAYER[0] = (name, n)
+                first = args[0] if args else kwargs.get("hidden_states")
+                if n == 0 and torch.is_tensor(first) and first.is_floating_point() and table:
+                    inputs.setdefault(name, first.detach().numpy().copy())
+
+            handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
+    for part in model.modules():
+        if isinstance(part, torch.nn.Embedding):
+            handles.append(part.register_forward_hook(lambda *_: table.append(1)))
+    ids = torch.tensor(IDS)
+    given = {"input_ids": ids, "attention_mask": (ids != PAD).long(), "decoder_input_ids": ids}
+    if any("token_type" in name for name, _ in model.named_parameters()):
+        given |= {"token_type_ids": torch.tensor(types)}
+    parts = [model] + [
+        part for part in model.modules() if isinstance(part, transformers.PreTrainedModel)
+    ]
+    features = torch.zeros(BATCH, 80, 80)
+    for part in parts:
+        accepted = inspect.signature(part.forward).parameters
+        options = {key: value for key, value in given.items() if key in accepted}
+        if "input_features" in accepted:
+            options["input_features"] = features
+        with contextlib.suppress(Exception):
+            part(**options)
+    for handle in handles:
+        handle.remove()
+    return {name: value for name, value in inputs.items() if is_embedded(value)}
+
+
+def is_embedded(value):
+    """Whether an array is [batch, length, width]."""
+    return value.ndim == 3 and value.shape[:2] == (BATCH, LENGTH)
+
+
+def of_stack(inputs, stack, model, table):
+    """The input of the blocks that follow the table of tokens, with the blocks' name."""
+    owners = [
+        name
+        for name, weights in model.named_parameters(remove_duplicate=False)
+        if weights.shape == table.shape and np.array_equal(weights.numpy(), table)
+    ]
+    names = [name for name in inputs if stack is None or stack in name]
+    if not names:
+        raise NotSweptError("not measured")
+    # The blocks that share most of the table's path.
+    name = max(names, key=lambda name: max(len(shared(owner, name)) for owner in owners))
+    return name, inputs[name]
+
+
+def shared(one, other):
+    """The part of two paths that is the same."""
+    pairs = zip(one.split("."), other.split("."), strict=False)
+    return list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def ulps(ours, theirs):
+    """The worst difference, in units in the last place of the largest value."""
+    if ours.shape != theirs.shape:
+        return np.inf
+    return float(np.abs(ours - theirs).max() / np.spacing(np.abs(theirs).max()))
+
+
+def scores(heads):
+    """Products of heads at any two positions: alike in either order of a head's channels."""
+    length = 1 if heads.shape[1] == LENGTH else 2
+    heads = np.moveaxis(heads, length, 1).astype(np.float64)
+    return np.einsum("bthd,bshd->bhts", heads, heads)
+
+
+def rotation_error(found, blocks, calls, config):
+    """The worst difference of the scores of rotated heads, of any layer."""
+    worst = 0.0
+    text = config.get_text_config(decoder=True)
+    kinds = getattr(text, "layer_types", None) or []
+    calls = [
+        (layer[1], before, after) for layer, before, after in calls if layer and layer[0] == blocks
+    ]
+    rotary = found.rotary
+    if rotary is None:
+        return np.inf if calls else 0.0
+    if not calls:
+        return np.nan
+    for layer in range(3):
+        mine = [call[1:] for call in calls if call[0] == layer]
+        options = rotary
+        if any(value is None or isinstance(value, dict) for value in rotary.values()):
+            if layer < len(kinds) and kinds[layer] in rotary:
+                options = rotary[kinds[layer]]
+            else:
+                options = rotary.get("rope") if mine else None
+        if options is None and mine:
+            return np.inf
+        for before, after in mine:
+            length = 1 if before.shape[1] == LENGTH else 2
+            heads = np.moveaxis(before, length, 1)
+            positions = np.arange(LENGTH)
+            ours = [
+                np.asarray(te.apply_rotary(heads, positions, **options)),
+                np.asarray(
+                    te.apply_rotary(
+                        heads, te.TokenPositions.from_ids(IDS, pad_id=PAD).positions, **options
+                    )
+                ),
+            ]
+            theirs = scores(after)
+            errors = []
+            for each in ours:
+                mine_ = scores(each)
+                errors.append(
+                    np.abs(mine_ - theirs)[:, :, 2:, 2:].max() / max(1, np.abs(theirs).max())
+                )
+            worst = max(worst, min(errors))
+    return worst
+
+
+def compare(model_type, *, is_odd):
+    """A line of the table: what came of it, the worst ulps, and words."""
+    ROTATIONS.clear()
+    config = config_of(model_type, is_odd=is_odd)
+    model = built(config)
+    types = np.arange(IDS.size).reshape(IDS.shape) % 2
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        path = pathlib.Path(folder, "config.json")
+        if not is_odd:
+            path.write_text(json.dumps(without_defaults(json.loads(path.read_text()), config)))
+        inputs = seen_by(model, types)
+        lines = []
+        stacks = ("encoder", "decoder") if config.is_encoder_decoder else (None,)
+        for stack in stacks:
+            lines.append(of_one(folder, stack, inputs, types, config, model))
+    order = ["wrong", "error", "not measured", "exact", "refused"]
+    return min(lines, key=lambda line: order.index(line[0]))
+
+
+def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911 (an outcome each)
+    """A line for one stack."""
+    try:
+        try:
+            found = te.pretrained.load_embedder(folder, stack=stack)
+        except ValueError as error:
+            if "stack: wanted None" not in str(error):
+                raise
+            found = te.pretrained.load_embedder(folder)
+    except ValueError as error:
+        return "refused", None, str(error).replace(folder, "")
+    except Exception as error:
+        return "error", None, f"{error!r:.200}"
+    try:
+        blocks, theirs = of_stack(
+            inputs, stack, model, np.asarray(found.params[TOKENS]["embeddings"])
+        )
+    except NotSweptError as error:
+        return "not measured", None, str(error)
+    options = {}
+    if found.config.num_token_types is not None:
+        takes = any(
+            "token_type_ids" in inspect.signature(part.forward).parameters
+            for part in model.modules()
+        )
+        options["token_types"] = types if takes else np.zeros_like(types)
+    apply = te.make_embedder(found.config).apply
+    ours = np.asarray(apply(found.params, None, IDS, is_training=False, **options))
+    is_token = IDS != PAD
+    if ours.shape != theirs.shape:
+        return "wrong", np.inf, f"shape {ours.shape} for {theirs.shape}"
+    worst = ulps(ours[is_token], theirs[is_token])
+    turns = rotation_error(found, blocks, ROTATIONS, config)
+    if not worst <= ULPS:
+        return "wrong", worst, f"embeddings off by {np.abs(ours - theirs)[is_token].max():.3g}"
+    if np.isnan(turns):
+        return "not measured", worst, "its rotation"
+    if turns > SCORE:
+        return "wrong", worst, f"rotation off by {turns:.3g}"
+    return "exact", worst, ""
+
+
+def sweep(types):
+    """A line for each type."""
+    table = {}
+    for model_type in tqdm(types, mininterval=5):
+        for is_odd in (True, False):
+            try:
+                line = compare(model_type, is_odd=is_odd)
+            except NotSweptError as error:
+                line = ("not built", None, str(error))
+            except Exception as error:
+                line = ("not built", None, f"{type(error).__name__}: {error!s:.150}")
+            form = "odd" if is_odd else "bare"
+            table.setdefault(model_type, {})[form] = line
+            if line[0] not in ("exact", "wrong", "error"):
+                break
+    return table
+
+
+def outcome(lines):
+    """One word for a type: the worst of its two forms, but a default may be refused."""
+    words = [line[0] for line in lines.values()]
+    for word in ("wrong", "error"):
+        if word in words:
+            return word
+    return words[0]
+
+
+def main():
+    """Prints the counts, and each type that is not refused or built."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("types", nargs="*")
+    parser.add_argument("--json")
+    parser.add_argument("--page", action="store_true")
+    args = parser.parse_args()
+    transformers.utils.logging.set_verbosity(50)
+    transformers.utils.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    table = sweep(args.types or sorted(configuration_auto.CONFIG_MAPPING_NAMES))
+    if args.json:
+        pathlib.Path(args.json).write_text(json.dumps(table, indent=1))
+    for model_type, lines in table.items():
+        if args.types or outcome(lines) not in ("not built", "refused", "exact"):
+            print(model_type, json.dumps(lines))
+    print(collections.Counter(map(outcome, table.values())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Saves input layers as safetensors files that describe themselves."""
+
+import os
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from transformer_embed._src import arguments
+from transformer_embed._src.functional.lookup import Table
+from transformer_embed._src.layers.config import EmbedderConfig
+from transformer_embed._src.layers.embedder import Params
+from transformer_embed._src.pretrained import schema
+from transformer_embed._src.pretrained.config_json import (
+    CONFIG,
+    EXTRAS,
+    check_rotary,
+    config_to_json,
+    extras_from_json,
+    extras_to_json,
+)
+from transformer_embed._src.pretrained.files import DTYPES, write_tensors
+from transformer_embed._src.pretrained.parameters import full_paths, is_transposed, parameters_of
+from transformer_embed._src.rows.gathered_rows import RowTable
+
+
+def save_embedder(
+    path: str | os.PathLike[str],
+    config: EmbedderConfig,
+    params: Params,
+    rotary: Mapping[str, Any] | None = None,
+    bias: Mapping[str, Any] | None = None,
+    names: Mapping[str, str] | None = None,
+) -> None:
+    """Writes a safetensors file that `load_embedder` reads back bit for bit; the file is written
+    whole or not at all.
+
+    The configuration is stored in the file's metadata. With the names that `load_embedder`
+    returned, other libraries find the tensors under their original names. The checks of
+    `load_embedder` run before anything is written. A replaced file keeps its permissions, and
+    temporary files of a save that was killed are removed from the folder.
+
+    Args:
+        path: the file to write or replace.
+        config: as for `make_embedder`.
+        params: all parameters of the config, and any others (T5's table); arrays of float32,
+            bfloat16 or float16.
+        rotary: see `PretrainedInput`.
+        bias: see `PretrainedInput`.
+        names: a tensor name for each parameter; see `load_embedder` for shortened paths. Parameters
+            that are left out keep their own names.
+
+    Raises:
+        OSError: the file cannot be written.
+        TypeError: an argument has the wrong type.
+        ValueError: parameters disagree with the config; a name is used twice or cannot be stored; a
+            dtype is not supported; `rotary` or `bias` has arguments that their functions do not
+            take; the path is a folder, a pipe or a device.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> import jax
+        >>> import transformer_embed as te
+        >>> config = te.EmbedderConfig(9, 4)
+        >>> params = te.make_embedder(config).init(jax.random.key(0))
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "mine.safetensors")
+        >>> te.pretrained.save_embedder(path, config, params)
+        >>> te.pretrained.load_embedder(path).config == config
+        True
+
+    Source:
+        The safetensors format, https://github.com/huggingface/safetensors
+    """
+    if not isinstance(config, EmbedderConfig):
+        raise arguments.type_error("config", "an EmbedderConfig", type(config).__name__)
+    if not isinstance(path, str | os.PathLike):
+        raise arguments.type_error("path", "a str or a path", type(path).__name__)
+    params = arguments.as_params("params", params)
+    for name, value in (("rotary", rotary), ("bias", bias), ("names", names)):
+        if not isinstance(value, Mapping | None):
+            raise arguments.type_error(name, "a mapping, or None", type(value).__name__)
+    leaves = {
+        _leaf_name(module, name): _on_host(f"{module}/{name}", leaf)
+        for module, group in params.items()
+        for name, leaf in group.items()
+    }
+    tensor_names = _tensor_names(names or {}, leaves)
+    text = extras_to_json({"rotary": rotary, "bias": bias, "names": tensor_names})
+    # Read back, so that what is written can be loaded.
+    extras = extras_from_json("save_embedder", text)
+    check_rotary("save_embedder", extras.rotary)
+    _check_shapes(leaves, parameters_of("save_embedder", config, extras.bias))
+    arrays = {
+        tensor: leaves[name].T if is_transposed(name, tensor) else leaves[name]
+        for name, tensor in tensor_names.items()
+    }
+    metadata = {"format": "pt", CONFIG: config_to_json(config), EXTRAS: text}
+    write_tensors(pathlib.Path(os.path.realpath(path)), arrays, metadata)
+
+
+def _tensor_names(names: Mapping[str, str], leaves: Iterable[str]) -> dict[str, str]:
+    """A tensor's name for each parameter: its own unless `names` has another."""
+    tensor_names = {name: name for name in leaves}
+    for name, tensor in full_paths(names, tensor_names).items():
+        tensor_names[name] = _tensor_name(tensor)
+    if len(set(tensor_names.values())) < len(tensor_names):
+        got = schema.short_repr(sorted(tensor_names.values()))
+        raise arguments.value_error("names", "a tensor of its own for each parameter", got)
+    return tensor_names
+
+
+def _check_shapes(
+    leaves: Mapping[str, np.ndarray], parameters: Mapping[str, jax.ShapeDtypeStruct]
+) -> None:
+    """Raises unless each parameter of the config has an array of its shape."""
+    for name, parameter in parameters.items():
+        if name not in leaves or leaves[name].shape != parameter.shape:
+            want = f"shape {list(parameter.shape)}, as the config says"
+            got = f"none among {schema.short_repr(sorted(leaves))}"
+            if name in leaves:
+                got = f"shape {list(leaves[name].shape)}"
+            raise arguments.value_error(f"params: {schema.shorten(name)}", want, got)
+
+
+def _leaf_name(module: Any, name: Any) -> str:
+    """A parameter's path: valid UTF-8 that can be split into module and name again."""
+    for part in (module, name):
+        if not isinstance(part, str):
+            got = schema.short_repr(part)
+            raise arguments.type_error("params", "names that are strings", got)
+    if not name or "/" in name:
+        got = schema.short_repr(f"{module}/{name}")
+        raise arguments.value_error("params", "names of parameters without a slash", got)
+    return _tensor_name(f"{module}/{name}")
+
+
+def _tensor_name(name: Any) -> str:
+    """A name that a safetensors file can hold."""
+    got = schema.short_repr(name)
+    if not isinstance(name, str):
+        raise arguments.type_error("names", "tensors' names as strings", got)
+    if name == "__metadata__" or any(0xD800 <= ord(letter) < 0xE000 for letter in name):
+        want = "names that UTF-8 can encode, other than '__metadata__'"
+        raise arguments.value_error("names", want, got)
+    return name
+
+
+def _on_host(name: str, leaf: Any) -> np.ndarray:
+    """An array of this process in its own dtype, in the byte order of this machine."""
+    name, want = f"params: {schema.shorten(name)}", "an array of float32, bfloat16 or float16"
+    if isinstance(leaf, RowTable):
+        leaf = leaf.in_vocabulary_order()
+    if isinstance(leaf, Table):
+        got = f"a table held as {type(leaf).__name__}"
+        raise arguments.type_error(name, "a whole array", got)
+    if not isinstance(leaf, jax.Array) and hasattr(type(leaf), "__jax_array__"):
+        # Flax's nnx.Param, for example.
+        leaf = leaf.__jax_array__()
+    is_array = isinstance(leaf, np.ndarray | np.generic | jax.Array)
+    if isinstance(leaf, np.ma.MaskedArray) or not is_array:
+        raise arguments.type_error(name, want, type(leaf).__name__)
+    if arguments.is_traced(leaf):
+        raise arguments.type_error(name, f"{want}, outside jit", "a traced array")
+    dtype = leaf.dtype.newbyteorder("=") if isinstance(leaf.dtype, np.dtype) else None
+    if dtype not in DTYPES.values():
+        raise arguments.value_error(name, "float32, bfloat16 or float16", leaf.dtype)
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        want = "an array on this process's devices (gather it first)"
+        raise arguments.value_error(name, want, "one on other processes too")
+    return np.asarray(leaf, dtype)
