@@ -234,10 +234,52 @@ def test_bloom_bias_is_the_originals(tmp_path):
 
 
 def test_every_model_named_is_tested():
+    """By a golden file, or by the sweep whose table is in the documentation."""
     tested = {case["settings"]["model_type"] for case in CASES.values()}
+    page = (GOLDEN.parents[1] / "notebooks" / "published_models.md").read_text()
+    swept = set(re.findall(r"`([^`]+)`", page.split("## Refused, because")[0]))
     known = {name for each in architectures.ARCHITECTURES for name in each.model_types}
-    # CLIP's and Gemma 3's text models go under two names each.
-    assert known - tested == {"gemma3"}
+    assert known - tested - swept == set()
+
+
+def blocks_about_models():
+    """The blocks of code under "Add a published model"."""
+    page = (GOLDEN.parents[1] / "notebooks" / "contributing.md").read_text()
+    return re.findall(r"```\n(.*?)```", page.split("### Add a published model")[1], re.S)
+
+
+def test_a_new_type_is_one_word_and_its_defaults_one_line(tmp_path, monkeypatch):
+    word, default = blocks_about_models()[0].splitlines()
+    name = word.split()[-1].strip('"')
+    rows = [
+        dataclasses.replace(row, types=f"{row.types} {name}") if "llama" in row.model_types else row
+        for row in architectures.ARCHITECTURES
+    ]
+    monkeypatch.setattr(architectures, "ARCHITECTURES", tuple(rows))
+    monkeypatch.setattr(architectures, "DEFAULTS", eval(f"[{default}]"))
+    case = CASES["llama"]
+    path = checkpoint(tmp_path, case, settings={"model_type": name, "vocab_size": 12})
+    assert pretrained.load_embedder(path).rotary == {"base": 1e6, "layout": "half"}
+
+
+def test_a_new_architecture_is_one_row(tmp_path, monkeypatch):
+    row = eval(blocks_about_models()[1], vars(architectures))
+    monkeypatch.setattr(architectures, "ARCHITECTURES", (*architectures.ARCHITECTURES, row))
+    tensors = {
+        "m.tok.weight": np.arange(12, dtype=np.float32).reshape(3, 4) % 5,
+        "m.tok_norm.weight": np.full(4, 2, np.float32),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    entries = {"model_type": row.name, "norm_eps": 0.5, "multiplier": 1.5, "rope_theta": 70.0}
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    found = pretrained.load_embedder(tmp_path)
+    rows = tensors["m.tok.weight"][[2, 0]] * 1.5
+    rows -= rows.mean(-1, keepdims=True)
+    expected = 2 * rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 0.5)
+    np.testing.assert_allclose(embed(found, {"ids": [[2, 0]]})[0], expected, rtol=0, atol=SAME)
+    assert found.rotary == {"base": 70.0, "layout": "interleaved"}
+    pretrained.save_embedder(tmp_path / "saved", *found)
+    assert is_same(found, pretrained.load_embedder(tmp_path / "saved")._replace(names=found.names))
 
 
 # --- MiniLM, a real model.
@@ -486,11 +528,16 @@ def test_an_unknown_type_names_the_file_the_nearest_model_and_the_way_by_hand(tm
 
 def test_an_unknown_type_whose_tensors_fit_no_row(tmp_path):
     """Names that fit with other widths, such as an encoder of images', are no model."""
-    change = {"wte.weight": np.zeros((6, 4), np.float32), "wpe.weight": np.zeros((3, 2), np.float32)}
+    change = {
+        "embeddings.token_embedding.weight": np.zeros((6, 4), np.float32),
+        "embeddings.position_embedding.weight": np.zeros((3, 2), np.float32),
+    }
     _files.write_tensors(tmp_path / "model.safetensors", change, {})
-    with pytest.raises(ValueError, match=r"got 'mamba9'; load \S+model\.safetensors by hand") as error:
+    with pytest.raises(
+        ValueError, match=r"got 'mamba9'; load \S+model\.safetensors by hand"
+    ) as error:
         pretrained.load_embedder(tmp_path, settings={"model_type": "mamba9"})
-    assert load_by_hand(error, tmp_path).names == {TOKENS: "wte.weight"}
+    assert load_by_hand(error, tmp_path).names == {TOKENS: "embeddings.token_embedding.weight"}
 
 
 def test_a_long_list_is_cut(tmp_path):

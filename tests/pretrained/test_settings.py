@@ -487,6 +487,7 @@ NUMBERS = [
     (name, field)
     for name in ARCHITECTURES
     for field, (annotation, *_) in kind_of(CASES[name]).entries.items()
+    if field in kind_of(CASES[name]).names()
     if {int, float}
     & {getattr(a, "__supertype__", a) for a in (annotation, *typing.get_args(annotation))}
 ]

@@ -4,7 +4,6 @@ Types, tensor names and defaults are those of the transformers library.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from transformer_embed._src.pretrained.description import (
@@ -13,8 +12,10 @@ from transformer_embed._src.pretrained.description import (
     NORM_SCALE,
     POSITIONS,
     REQUIRED,
+    ROTATED,
     TOKEN_TYPES,
     TOKENS,
+    UNROTATED,
     WIDEN,
     WIDEN_OFFSET,
     Architecture,
@@ -22,7 +23,7 @@ from transformer_embed._src.pretrained.description import (
     Positions,
     Rotary,
 )
-from transformer_embed._src.pretrained.rope import RopeScaling
+from transformer_embed._src.pretrained.rope import FULL, SLIDING, RopeScaling
 from transformer_embed._src.pretrained.schema import Count, Positive, Rate
 
 SIZE = Count | None
@@ -104,11 +105,23 @@ _ROTARY = (
     }
 )
 _PARTIAL = _ROTARY | _share(0.5)
-_BY_LAYER = _ROTARY | {
-    "rope_theta": Entry(Positive, 1_000_000.0, may_guess=False),
-    "rope_local_base_freq": Entry(Positive | None, 10_000.0, may_guess=False),
-    "sliding_rope_scaling": Entry(RopeScaling | None),
-}
+_BY_LAYER = (
+    _ROTARY
+    | _is_tied(True)
+    | _share(1.0)
+    | {
+        "rope_theta": Entry(Positive, 1_000_000.0, "global_rope_theta", may_guess=False),
+        "rope_local_base_freq": Entry(
+            Positive | None, 10_000.0, "local_rope_theta", may_guess=False
+        ),
+        "sliding_rope_scaling": Entry(RopeScaling | None),
+        "sliding_rotary_factor": Entry(Positive | None),
+        "global_head_dim": Entry(SIZE),
+    }
+)
+# As in Cohere 2: layers with a sliding window rotate, those with full attention do not.
+_SLIDING_ROTATES = (SLIDING, FULL)
+_MULTIPLIED = _ROTARY | _scale("embedding_multiplier", 1.0)
 _ABSOLUTE = {
     "position_embedding_type": (
         ("absolute", None),
@@ -134,6 +147,14 @@ _STACKED_NORM = {
     NORM_OFFSET: ("{stack}.layernorm_embedding.bias",),
 }
 _DECODER = {TOKENS: ("embed_tokens.weight",)}
+_DECODER_LEARNED = {
+    TOKENS: ("decoder.embed_tokens.weight",),
+    POSITIONS: ("decoder.embed_positions.weight",),
+}
+_OPTIONAL = {
+    POSITIONS: ("?embeddings.position_embeddings.weight",),
+    TOKEN_TYPES: ("?embeddings.token_type_embeddings.weight",),
+}
 
 _AFTER_PADDING = Positions(start=None)
 _FAIRSEQ = {"layout": "sin_cos", "shift": 1, "odd": "zero"}
@@ -143,13 +164,18 @@ _FAIRSEQ = {"layout": "sin_cos", "shift": 1, "odd": "zero"}
 ARCHITECTURES = (
     Architecture(
         types="bert dpr ernie splinter visual_bert convbert align_text_model "
-        "chinese_clip_text_model flava_text_model",
+        "chinese_clip_text_model flava_text_model layoutlm fnet roc_bert markuplm tapas",
         tensors=_BERT_TENSORS,
         entries=_BERT,
         positions=Positions(),
         refused={
             "embeddings_project.weight": "it has narrow tables that a linear layer widens",
             "embeddings.task_type_embeddings.weight": "it adds a table of tasks",
+            "embeddings.x_position_embeddings.weight": "it adds tables of places on a page",
+            "embeddings.xpath_embeddings.inner2emb.weight": "it adds a table of paths in a page",
+            "embeddings.projection.weight": "a linear layer follows the norm",
+            "embeddings.shape_embed.weight": "it adds tables of shapes and sounds",
+            "embeddings.token_type_embeddings_0.weight": "it adds several tables of token types",
         },
         refused_entries=_ABSOLUTE,
     ),
@@ -162,13 +188,55 @@ ARCHITECTURES = (
         refused_entries=_ABSOLUTE,
     ),
     Architecture(
+        types="deberta deberta-v2",
+        tensors=_BERT_TENSORS | _OPTIONAL,
+        entries=_BERT,
+        positions=Positions(),
+        refused={"embeddings.embed_proj.weight": "a linear layer follows the tables"},
+    ),
+    Architecture(
         types="roberta xlm-roberta camembert data2vec-text luke xmod ibert longformer "
-        "roberta-prelayernorm altclip_text_model bridgetower_text_model clap_text_model",
+        "roberta-prelayernorm altclip_text_model bridgetower_text_model clap_text_model "
+        "layoutlmv3 lilt",
         tensors=_BERT_TENSORS,
         entries=_BERT | _pad_id(),
         positions=_AFTER_PADDING,
         prefixes=("roberta.",),
+        refused={
+            "embeddings.x_position_embeddings.weight": "it adds tables of places on a page",
+            "layout_embeddings.x_position_embeddings.weight": "it has a second stream for places",
+        },
         refused_entries=_ABSOLUTE,
+    ),
+    Architecture(
+        types="xlm-roberta-xl",
+        tensors=_BERT_TOKENS | _BERT_POSITIONS | _BERT_TYPES,
+        entries=_BERT | _pad_id(),
+        positions=_AFTER_PADDING,
+    ),
+    Architecture(
+        types="megatron-bert",
+        tensors=_BERT_TOKENS | _BERT_POSITIONS | _BERT_TYPES,
+        entries=_BERT,
+        positions=Positions(),
+    ),
+    Architecture(
+        types="mpnet",
+        tensors=_BERT_TOKENS | _BERT_POSITIONS | _BERT_NORM,
+        entries=_BERT,
+        positions=_AFTER_PADDING._replace(padding=1),
+    ),
+    Architecture(
+        types="bert-generation blip_text_model git",
+        tensors=_BERT_TOKENS | _BERT_POSITIONS | _BERT_NORM,
+        entries=_BERT,
+        positions=Positions(),
+    ),
+    Architecture(
+        types="nomic_bert",
+        tensors=_BERT_TOKENS | _BERT_TYPES | _BERT_NORM,
+        entries=_BERT | _ROTARY | _is_tied(True) | _share(1.0),
+        rotary=Rotary(),
     ),
     Architecture(
         types="distilbert",
@@ -185,7 +253,7 @@ ARCHITECTURES = (
             WIDEN: ("encoder.embedding_hidden_mapping_in.weight",),
             WIDEN_OFFSET: ("encoder.embedding_hidden_mapping_in.bias",),
         },
-        entries=_NARROW,
+        entries=_BERT | {"embedding_size": Entry(SIZE)},
         positions=Positions(),
         has_unique_names=True,
         refused_entries=_ABSOLUTE,
@@ -194,10 +262,21 @@ ARCHITECTURES = (
         types="electra",
         tensors=_BERT_TENSORS
         | {WIDEN: ("?embeddings_project.weight",), WIDEN_OFFSET: ("?embeddings_project.bias",)},
-        entries=_NARROW,
+        entries=_BERT | {"embedding_size": Entry(SIZE)},
         positions=Positions(),
         prefixes=("electra.",),
         refused_entries=_ABSOLUTE,
+    ),
+    Architecture(
+        types="xlm flaubert",
+        tensors={
+            TOKENS: ("embeddings.weight",),
+            POSITIONS: ("position_embeddings.weight",),
+            NORM_SCALE: ("layer_norm_emb.weight",),
+            NORM_OFFSET: ("layer_norm_emb.bias",),
+        },
+        entries=_BERT | _width("emb_dim"),
+        positions=Positions(),
     ),
     Architecture(
         types="gpt2 gpt_neo gpt_bigcode gpt-sw3",
@@ -207,14 +286,59 @@ ARCHITECTURES = (
         prefixes=("", "transformer."),
     ),
     Architecture(
+        types="openai-gpt",
+        tensors={TOKENS: ("tokens_embed.weight",), POSITIONS: ("positions_embed.weight",)},
+        entries=_GPT2,
+        positions=Positions(),
+    ),
+    Architecture(
+        types="ctrl",
+        tensors={TOKENS: ("w.weight",)},
+        entries=_GPT2,
+        scale=True,
+        positions=Positions(sinusoids={"layout": "sin_cos"}),
+    ),
+    Architecture(
         types="opt",
-        tensors={
-            TOKENS: ("decoder.embed_tokens.weight",),
-            POSITIONS: ("decoder.embed_positions.weight",),
-        },
+        tensors=_DECODER_LEARNED,
         entries=_LEARNED | _pad_id(int | None),
         positions=Positions(start=2, at_padding=1),
         refused={"decoder.project_in.weight": "it widens tokens before positions are added"},
+    ),
+    Architecture(
+        types="biogpt",
+        tensors=_DECODER | {POSITIONS: ("embed_positions.weight",)},
+        entries=_LEARNED | _scale("scale_embedding", True),
+        scale="scale_embedding",
+        positions=Positions(start=2),
+    ),
+    Architecture(
+        types="whisper",
+        tensors=_DECODER_LEARNED,
+        entries=_SEQ2SEQ | _length("max_target_positions"),
+        positions=Positions(),
+    ),
+    Architecture(
+        types="trocr",
+        tensors=_DECODER_LEARNED
+        | {
+            NORM_SCALE: ("?decoder.layernorm_embedding.weight",),
+            NORM_OFFSET: ("?decoder.layernorm_embedding.bias",),
+        },
+        entries=_SEQ2SEQ,
+        scale="scale_embedding",
+        positions=Positions(start=2),
+        norm_eps=1e-5,
+    ),
+    Architecture(
+        types="xglm",
+        tensors=_DECODER,
+        entries=_SEQ2SEQ | _scale("scale_embedding", True) | _pad_id(int | None),
+        scale="scale_embedding",
+        positions=Positions(start=2, sinusoids=_FAIRSEQ),
+        refused_entries={
+            "pad_token_id": ((1, 0, None), "the sinusoid of that position would be zeros")
+        },
     ),
     Architecture(
         types="t5 mt5 switch_transformers umt5 longt5",
@@ -240,8 +364,22 @@ ARCHITECTURES = (
         positions=Positions(sinusoids={"layout": "sin_cos"}),
     ),
     Architecture(
-        types="m2m_100 nllb-moe",
+        types="pegasus_x",
         tensors=_STACKED,
+        entries=_SEQ2SEQ | _scale("scale_embedding", True),
+        scale="scale_embedding",
+        positions=Positions(sinusoids={"layout": "sin_cos", "shift": 1}),
+    ),
+    Architecture(
+        types="m2m_100 nllb-moe fsmt",
+        tensors=_STACKED,
+        entries=_SEQ2SEQ | _scale("scale_embedding", True) | _pad_id(),
+        scale="scale_embedding",
+        positions=_AFTER_PADDING._replace(sinusoids=_FAIRSEQ),
+    ),
+    Architecture(
+        types="speech_to_text",
+        tensors={TOKENS: ("decoder.embed_tokens.weight",)},
         entries=_SEQ2SEQ | _scale("scale_embedding", True) | _pad_id(),
         scale="scale_embedding",
         positions=_AFTER_PADDING._replace(sinusoids=_FAIRSEQ),
@@ -253,6 +391,35 @@ ARCHITECTURES = (
         scale="scale_embedding",
         positions=Positions(start=2),
         norm_eps=1e-5,
+    ),
+    Architecture(
+        types="led",
+        tensors=_STACKED_LEARNED | _STACKED_NORM,
+        entries=_SEQ2SEQ,
+        scale="scale_embedding",
+        positions=Positions(),
+        norm_eps=1e-5,
+    ),
+    # Its decoder adds positions after the norm.
+    Architecture(
+        types="blenderbot-small",
+        tensors={
+            TOKENS: ("encoder.embed_tokens.weight", "shared.weight"),
+            POSITIONS: ("encoder.embed_positions.weight",),
+            NORM_SCALE: ("encoder.layernorm_embedding.weight",),
+            NORM_OFFSET: ("encoder.layernorm_embedding.bias",),
+        },
+        entries=_SEQ2SEQ,
+        scale="scale_embedding",
+        positions=Positions(),
+        norm_eps=1e-5,
+    ),
+    Architecture(
+        types="blenderbot bigbird_pegasus",
+        tensors=_STACKED_LEARNED,
+        entries=_SEQ2SEQ,
+        scale="scale_embedding",
+        positions=Positions(),
     ),
     Architecture(
         types="clip clip_text_model siglip_text_model siglip2_text_model clipseg_text_model "
@@ -267,12 +434,68 @@ ARCHITECTURES = (
         has_unique_names=True,
     ),
     Architecture(
+        types="jamba",
+        tensors=_DECODER,
+        entries=_SIZES | _is_tied(False),
+    ),
+    Architecture(
+        types="mamba mamba2 falcon_mamba",
+        tensors={TOKENS: ("embeddings.weight",)},
+        entries=_SIZES,
+    ),
+    Architecture(
         types="llama mistral qwen2 qwen3 mixtral qwen2_moe qwen3_moe gpt_oss olmo olmo2 olmoe "
-        "starcoder2 ministral ministral3 phimoe seed_oss arcee apertus internlm3 minimax_m2 "
-        "qwen2_vl_text qwen2_5_vl_text qwen3_vl_text qwen3_vl_moe_text",
+        "olmo_hybrid flex_olmo starcoder2 ministral ministral3 phimoe seed_oss arcee apertus "
+        "internlm3 minimax minimax_m2 aria_text diffllama doge eurobert iquestcoder jais2 jetmoe "
+        "bitnet hy_v3 lfm2 lfm2_moe solar_open cwm higgs_audio_v2 EvollaModel chameleon csm "
+        "voxtral_realtime_text cosmos3_edge_text unlimited_ocr_text emu3_text_model idefics "
+        "mllama_text_model hunyuan_v1_dense hunyuan_v1_moe qwen2_vl_text qwen2_5_vl_text "
+        "qwen2_5_omni_text qwen3_vl_text qwen3_vl_moe_text qwen3_omni_moe_text dots1",
         tensors=_DECODER,
         entries=_ROTARY,
         rotary=Rotary(),
+    ),
+    Architecture(
+        types="cohere helium ernie4_5 ernie4_5_moe deepseek_v2 glm_moe_dsa openai_privacy_filter",
+        tensors=_DECODER,
+        entries=_ROTARY,
+        rotary=Rotary("interleaved"),
+    ),
+    Architecture(
+        types="deepseek_v3 axk1 glm4_moe_lite youtu",
+        tensors=_DECODER,
+        entries=_ROTARY | {"rope_interleave": Entry(bool, True, may_guess=False)},
+        rotary=Rotary("rope_interleave"),
+    ),
+    Architecture(
+        types="cohere2",
+        tensors=_DECODER,
+        entries=_ROTARY | _is_tied(True),
+        rotary=Rotary("interleaved", kinds=_SLIDING_ROTATES),
+    ),
+    Architecture(
+        types="exaone4 exaone_moe exaone4_5_text",
+        tensors=_DECODER,
+        entries=_ROTARY | {"sliding_window": Entry(int | None, 4096)},
+        rotary=Rotary(kinds=_SLIDING_ROTATES, unless_null="sliding_window"),
+    ),
+    Architecture(
+        types="afmoe flint",
+        tensors=_DECODER,
+        entries=_ROTARY,
+        rotary=Rotary(kinds=_SLIDING_ROTATES),
+    ),
+    Architecture(
+        types="smollm3",
+        tensors=_DECODER,
+        entries=_ROTARY | _is_tied(True),
+        rotary=Rotary(kinds=(ROTATED, UNROTATED)),
+    ),
+    Architecture(
+        types="llama4 llama4_text",
+        tensors=_DECODER,
+        entries=_ROTARY,
+        rotary=Rotary("interleaved", kinds=(ROTATED, UNROTATED)),
     ),
     Architecture(
         types="gemma gemma2 vaultgemma",
@@ -282,20 +505,70 @@ ARCHITECTURES = (
         rotary=Rotary(),
     ),
     Architecture(
-        types="gemma3 gemma3_text",
+        types="recurrent_gemma",
         tensors=_DECODER,
-        entries=_BY_LAYER | _is_tied(True),
+        entries=_PARTIAL | _is_tied(True),
         scale=True,
+        rotary=Rotary(),
+    ),
+    Architecture(
+        types="gemma3 gemma3_text gemma3n_text gemma4_text gemma4_unified_text "
+        "embedding_gemma2_text t5gemma2_text",
+        tensors=_DECODER,
+        entries=_BY_LAYER,
+        scale=True,
+        rotary=Rotary(by_layer=True),
+        refused={
+            "embed_tokens_per_layer.weight": "every layer adds a row of embed_tokens_per_layer"
+        },
+    ),
+    Architecture(
+        types="olmo3 mellum mimo_v2_flash",
+        tensors=_DECODER,
+        entries=_BY_LAYER | _is_tied(False),
         rotary=Rotary(by_layer=True),
     ),
     Architecture(
-        types="phi",
+        types="modernbert modernbert-decoder",
+        tensors={
+            TOKENS: ("embeddings.tok_embeddings.weight",),
+            NORM_SCALE: ("embeddings.norm.weight",),
+            NORM_OFFSET: ("?embeddings.norm.bias",),
+        },
+        entries=_BY_LAYER | _eps(1e-5, "norm_eps"),
+        rotary=Rotary(by_layer=True),
+        has_unique_names=True,
+    ),
+    Architecture(
+        types="granite granitemoe granitemoeshared granitemoehybrid granite_docling_text "
+        "hyperclovax falcon_h1",
+        tensors=_DECODER,
+        entries=_MULTIPLIED,
+        scale="embedding_multiplier",
+        rotary=Rotary(),
+    ),
+    Architecture(
+        types="minicpm minicpm3",
+        tensors=_DECODER,
+        entries=_ROTARY | _is_tied(True) | _scale("scale_emb", 12.0),
+        scale="scale_emb",
+        rotary=Rotary(),
+    ),
+    Architecture(
+        types="phi glm4_moe glm4v_moe_text nemotron persimmon stablelm qwen3_next qwen3_5_text "
+        "qwen3_5_moe_text bamba",
         tensors=_DECODER,
         entries=_PARTIAL | {"embd_pdrop": Entry(Rate, Rate(0.0))},
         rotary=Rotary(),
     ),
     Architecture(
-        types="phi3",
+        types="glm glm4",
+        tensors=_DECODER,
+        entries=_PARTIAL,
+        rotary=Rotary("interleaved"),
+    ),
+    Architecture(
+        types="phi3 phi4_multimodal",
         tensors=_DECODER,
         entries=_ROTARY
         | _share(1.0)
@@ -306,7 +579,7 @@ ARCHITECTURES = (
         rotary=Rotary(),
     ),
     Architecture(
-        types="gpt_neox",
+        types="gpt_neox gpt_neox_japanese",
         tensors={TOKENS: ("embed_in.weight",)},
         entries=_ROTARY
         | _share(0.25, "rotary_pct")
@@ -316,6 +589,32 @@ ARCHITECTURES = (
         },
         rotary=Rotary(),
         has_unique_names=True,
+    ),
+    Architecture(
+        types="gptj codegen",
+        tensors={TOKENS: ("wte.weight",)},
+        entries=_GPT2
+        | _is_tied(False)
+        | {
+            "rope_theta": Entry(Positive, 10_000.0),
+            "rotary_dim": Entry(SIZE, 64, may_guess=False),
+        },
+        rotary=Rotary("interleaved"),
+    ),
+    Architecture(
+        types="falcon",
+        tensors={TOKENS: ("word_embeddings.weight",)},
+        entries=_ROTARY | _is_tied(True) | {"alibi": Entry(bool, False, may_guess=False)},
+        rotary=Rotary(),
+        refused_entries={"alibi": ((False,), "its ALiBi is divided by the width of a head's root")},
+    ),
+    Architecture(
+        types="mpt",
+        tensors={TOKENS: ("wte.weight",)},
+        entries=_SIZES
+        | _width("d_model")
+        | {"num_attention_heads": Entry(Count, REQUIRED, "n_heads")},
+        alibi={},
     ),
     Architecture(
         types="bloom",
@@ -332,8 +631,56 @@ ARCHITECTURES = (
     ),
 )
 
-# Defaults in which a type differs from its row.
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {}
+# Defaults in which types differ from their row; REQUIRED: config.json must say it.
+DEFAULTS: tuple[tuple[str, Any, str], ...] = (
+    ("embedding_multiplier", 12.0, "granite_docling_text"),
+    ("layer_norm_eps", 1e-5, "altclip_text_model bridgetower_text_model xlm-roberta-xl layoutlmv3"),
+    ("layer_norm_eps", 1e-7, "deberta deberta-v2"),
+    ("pad_token_id", 0, "lilt"),
+    (
+        "partial_rotary_factor",
+        0.25,
+        "gemma4_text gemma4_unified_text stablelm qwen3_next qwen3_5_text qwen3_5_moe_text",
+    ),
+    ("partial_rotary_factor", 0.334, "mimo_v2_flash"),
+    ("partial_rotary_factor", 1.0, "gpt_neox_japanese"),
+    ("sliding_rotary_factor", 0.334, "mimo_v2_flash"),
+    ("rope_local_base_freq", 500_000.0, "olmo3"),
+    ("rope_theta", 1_000.0, "nomic_bert"),
+    ("rope_theta", 100_000.0, "helium"),
+    ("rope_theta", 160_000.0, "modernbert modernbert-decoder"),
+    (
+        "rope_theta",
+        500_000.0,
+        "flex_olmo bitnet EvollaModel csm mllama_text_model qwen3_vl_text qwen3_vl_moe_text cohere "
+        "ernie4_5 ernie4_5_moe llama4_text olmo3 mellum",
+    ),
+    (
+        "rope_theta",
+        1_000_000.0,
+        "mixtral phimoe minimax lfm2 lfm2_moe solar_open emu3_text_model qwen2_vl_text "
+        "qwen2_5_vl_text qwen2_5_omni_text qwen3_omni_moe_text",
+    ),
+    ("rope_theta", 2_000_000.0, "smollm3"),
+    ("rope_theta", 5_000_000.0, "minimax_m2 mimo_v2_flash"),
+    ("rope_theta", 11_158_840.0, "hy_v3"),
+    ("rope_theta", 100_000_000.0, "cosmos3_edge_text"),
+    # A scaling comes with it.
+    (
+        "rope_theta",
+        REQUIRED,
+        "gpt_oss ministral3 apertus cwm higgs_audio_v2 openai_privacy_filter gemma4_text "
+        "gemma4_unified_text",
+    ),
+    ("scale_embedding", True, "plbart bigbird_pegasus"),
+    ("tie_word_embeddings", False, "git rembert fsmt mamba2"),
+    (
+        "tie_word_embeddings",
+        True,
+        "starcoder2 jetmoe lfm2 lfm2_moe csm cohere ernie4_5 ernie4_5_moe youtu "
+        "granite_docling_text gpt_neox_japanese",
+    ),
+)
 
 
 def by_model_type(model_type: Any) -> Architecture | None:
@@ -341,7 +688,8 @@ def by_model_type(model_type: Any) -> Architecture | None:
     row = next((row for row in ARCHITECTURES if model_type in row.model_types), None)
     if row is None:
         return None
-    changes = DEFAULTS.get(model_type, {}).items()
-    entries = {name: row.entries[name]._replace(default=value) for name, value in changes}
-    types = f"{model_type} {row.types}"
-    return dataclasses.replace(row, types=types, entries={**row.entries, **entries})
+    entries = dict(row.entries)
+    for name, default, types in DEFAULTS:
+        if model_type in types.split():
+            entries[name] = entries[name]._replace(default=default)
+    return dataclasses.replace(row, types=f"{model_type} {row.types}", entries=entries)

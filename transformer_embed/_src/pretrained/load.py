@@ -1,7 +1,7 @@
 """Loads the input layers of published checkpoints from safetensors files."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -57,7 +57,9 @@ class PretrainedInput(NamedTuple):
         params: for the `apply` of that embedder; T5's table of biases is under
             `relative_position_bias`.
         rotary: the keyword arguments of `apply_rotary`; None if the model has no rotary embeddings.
-            If layers differ (Gemma 3), a dict with such arguments for each kind of layer.
+            If layers differ (Gemma 3, Cohere 2), a dict with such arguments for each kind of layer,
+            as config.json's `layer_types` names them, and None for a kind that is not rotated.
+            (Where config.json lists `no_rope_layers`: "rope" and "no_rope".)
         bias: the keyword arguments of `RelativePositionBias` (T5) or `alibi_bias` (Bloom); None if
             the model has no bias.
         names: the name of the tensor that each parameter came from.
@@ -92,9 +94,9 @@ def load_embedder(
     own tensors are read, each copied once; peak memory is at most 1.25 times the tables. No code in
     the file is run. Either everything is loaded or an error is raised.
 
-    Known models, with the tensor names of the transformers library: BERT (and MiniLM), RoBERTa,
-    XLM-R, CamemBERT, DistilBERT, ALBERT, ELECTRA, GPT-2, OPT, T5, mT5, Marian, M2M100, BART, mBART,
-    CLIP's text model, Llama, Mistral, Qwen 2 and 3, Phi, Phi-3, Gemma 1 to 3, GPT-NeoX and Bloom.
+    The page "Published models" of the documentation lists the model types that are known, with how
+    far each is from the transformers library: BERT, RoBERTa, GPT-2, OPT, T5, BART, Whisper's
+    decoder, CLIP, Llama, Mistral, Qwen, Gemma, Phi, Cohere, DeepSeek, Granite, ModernBERT and more.
     Embeddings in float32 have the same bits as that library's, or agree to 5 units in the last
     place of the largest value where a layer norm sums in another order. M2M100 differs by 250 such
     units at 500 tokens, because the library computes angles in float32; here they are exact, as are
@@ -189,9 +191,6 @@ def _read_by_hand(
         raise arguments.value_error("names", want, got)
     given = {name: tensor for name, tensor in full.items() if tensor is not None}
     params = _read(tensors, parameters, given, is_by_hand=True)
-    for name in full.keys() - given.keys():
-        module, leaf = name.rsplit("/", 1)
-        params[module][leaf] = jnp.zeros(parameters[name].shape, parameters[name].dtype)
     return PretrainedInput(config, params, names=given)
 
 
@@ -242,7 +241,7 @@ def _read_published(
     dtype = tensors.entry(names[TOKENS]).dtype
     described.options["param_dtype"] = DTYPES.get(dtype, jnp.dtype("float32"))
     hint = f" (if the vocabulary was resized: settings={{'vocab_size': {shapes[TOKENS][0]}}})"
-    return _read_described(tensors, where, described, names, hint)
+    return _read_described(tensors, where, described, names, hint=hint, may_lack=OFFSETS)
 
 
 def _config_in_words(kind: Architecture, in_file: Mapping[str, Any], type_in_file: Any) -> str:
@@ -284,7 +283,9 @@ def _read_described(
     where: str,
     described: LayerArguments,
     names: Mapping[str, str] | None,
+    *,
     hint: str = "",
+    may_lack: Sequence[str] = (),
 ) -> PretrainedInput:
     """The layer that these arguments describe; names=None: each parameter has a tensor of its own
     name."""
@@ -301,7 +302,7 @@ def _read_described(
     parameters = parameters_of(where, config, bias)
     if names is None:
         names = {name: name for name in parameters}
-    _check_completeness(where, names, parameters)
+    _check_completeness(where, names, [name for name in parameters if name not in may_lack])
     return PretrainedInput(config, _read(tensors, parameters, names), rotary, bias, names)
 
 
@@ -318,7 +319,10 @@ def _read(
     *,
     is_by_hand: bool = False,
 ) -> dict[str, dict[str, Array]]:
-    """Checks all shapes and dtypes, then reads the parameters, and what stands beside them."""
+    """Checks all shapes and dtypes, then reads the parameters, and what stands beside them.
+
+    Parameters without a tensor are zeros.
+    """
     expected = dict(parameters)
     for name, tensor in names.items():
         _check_presence(tensors, tensor)
@@ -333,6 +337,9 @@ def _read(
         shape, dtype = expected[name].shape, expected[name].dtype
         array = tensors.read(tensor, shape, dtype, transposed=is_transposed(name, tensor))
         params.setdefault(module, {})[leaf] = array
+    for name in parameters.keys() - names.keys():
+        module, leaf = name.rsplit("/", 1)
+        params[module][leaf] = jnp.zeros(parameters[name].shape, parameters[name].dtype)
     return params
 
 

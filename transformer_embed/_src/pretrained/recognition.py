@@ -93,7 +93,7 @@ def _advice(tensors: Tensors, stack: str) -> str:
     where = shown_path(tensors.path)
     if not fitting:
         return f"load {where} {_by_hand(tensors, _guess(tensors))}"
-    kind, _, names = max(fitting, key=lambda match: len(match[2]))
+    kind, _, names = max(fitting, key=lambda match: (match[0].has_stacks, len(match[2])))
     return (
         f"the tensors of {where} fit a model {kind.name}: pass settings={{'model_type': "
         f"{kind.name!r}}} if it computes the same, or load it {_by_hand(tensors, names)}"
