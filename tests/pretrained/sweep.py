@@ -99,6 +99,8 @@ SPECIAL = {
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "xlnet": {"d_head": 16},
     "helium": {"head_dim": 16},
+    # Those with such tables are refused, as Gemma 3n is.
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
     "xglm": {"pad_token_id": 1},
     "zaya": {"num_experts_per_tok": 1},
     "gpt_neo": {

@@ -110,10 +110,8 @@ _BY_LAYER = (
     | _is_tied(True)
     | _share(1.0)
     | {
-        "rope_theta": Entry(Positive, 1_000_000.0, "global_rope_theta", may_guess=False),
-        "rope_local_base_freq": Entry(
-            Positive | None, 10_000.0, "local_rope_theta", may_guess=False
-        ),
+        "rope_theta": Entry(Positive, 1_000_000.0, may_guess=False),
+        "rope_local_base_freq": Entry(Positive | None, 10_000.0, may_guess=False),
         "sliding_rope_scaling": Entry(RopeScaling | None),
         "sliding_rotary_factor": Entry(Positive | None),
         "global_head_dim": Entry(SIZE),
@@ -163,7 +161,7 @@ _FAIRSEQ = {"layout": "sin_cos", "shift": 1, "odd": "zero"}
 # user must give the model type.
 ARCHITECTURES = (
     Architecture(
-        types="bert dpr ernie splinter visual_bert convbert align_text_model "
+        types="bert dpr ernie splinter visual_bert align_text_model "
         "chinese_clip_text_model flava_text_model layoutlm fnet roc_bert markuplm tapas",
         tensors=_BERT_TENSORS,
         entries=_BERT,
@@ -195,7 +193,7 @@ ARCHITECTURES = (
         refused={"embeddings.embed_proj.weight": "a linear layer follows the tables"},
     ),
     Architecture(
-        types="roberta xlm-roberta camembert data2vec-text luke xmod ibert longformer "
+        types="roberta xlm-roberta camembert data2vec-text luke xmod longformer "
         "roberta-prelayernorm altclip_text_model bridgetower_text_model clap_text_model "
         "layoutlmv3 lilt",
         tensors=_BERT_TENSORS,
@@ -234,7 +232,9 @@ ARCHITECTURES = (
     ),
     Architecture(
         types="nomic_bert",
-        tensors=_BERT_TOKENS | _BERT_TYPES | _BERT_NORM,
+        tensors=_BERT_TOKENS
+        | _BERT_TYPES
+        | {NORM_SCALE: ("emb_ln.weight",), NORM_OFFSET: ("emb_ln.bias",)},
         entries=_BERT | _ROTARY | _is_tied(True) | _share(1.0),
         rotary=Rotary(),
     ),
@@ -259,7 +259,7 @@ ARCHITECTURES = (
         refused_entries=_ABSOLUTE,
     ),
     Architecture(
-        types="electra",
+        types="electra convbert",
         tensors=_BERT_TENSORS
         | {WIDEN: ("?embeddings_project.weight",), WIDEN_OFFSET: ("?embeddings_project.bias",)},
         entries=_BERT | {"embedding_size": Entry(SIZE)},
@@ -445,12 +445,12 @@ ARCHITECTURES = (
     ),
     Architecture(
         types="llama mistral qwen2 qwen3 mixtral qwen2_moe qwen3_moe gpt_oss olmo olmo2 olmoe "
-        "olmo_hybrid flex_olmo starcoder2 ministral ministral3 phimoe seed_oss arcee apertus "
+        "olmo_hybrid flex_olmo starcoder2 ministral3 phimoe seed_oss arcee apertus "
         "internlm3 minimax minimax_m2 aria_text diffllama doge eurobert iquestcoder jais2 jetmoe "
-        "bitnet hy_v3 lfm2 lfm2_moe solar_open cwm higgs_audio_v2 EvollaModel chameleon csm "
-        "voxtral_realtime_text cosmos3_edge_text unlimited_ocr_text emu3_text_model idefics "
-        "mllama_text_model hunyuan_v1_dense hunyuan_v1_moe qwen2_vl_text qwen2_5_vl_text "
-        "qwen2_5_omni_text qwen3_vl_text qwen3_vl_moe_text qwen3_omni_moe_text dots1",
+        "bitnet hy_v3 lfm2 solar_open cwm higgs_audio_v2 "
+        "voxtral_realtime_text cosmos3_edge_text unlimited_ocr_text emu3_text_model "
+        "qwen2_vl_text qwen2_5_vl_text "
+        "qwen2_5_omni_text qwen3_vl_text qwen3_vl_moe_text qwen3_omni_moe_text",
         tensors=_DECODER,
         entries=_ROTARY,
         rotary=Rotary(),
@@ -474,7 +474,7 @@ ARCHITECTURES = (
         rotary=Rotary("interleaved", kinds=_SLIDING_ROTATES),
     ),
     Architecture(
-        types="exaone4 exaone_moe exaone4_5_text",
+        types="exaone4 exaone_moe",
         tensors=_DECODER,
         entries=_ROTARY | {"sliding_window": Entry(int | None, 4096)},
         rotary=Rotary(kinds=_SLIDING_ROTATES, unless_null="sliding_window"),
@@ -513,7 +513,7 @@ ARCHITECTURES = (
     ),
     Architecture(
         types="gemma3 gemma3_text gemma3n_text gemma4_text gemma4_unified_text "
-        "embedding_gemma2_text t5gemma2_text",
+        "embedding_gemma2_text",
         tensors=_DECODER,
         entries=_BY_LAYER,
         scale=True,
@@ -535,7 +535,14 @@ ARCHITECTURES = (
             NORM_SCALE: ("embeddings.norm.weight",),
             NORM_OFFSET: ("?embeddings.norm.bias",),
         },
-        entries=_BY_LAYER | _eps(1e-5, "norm_eps"),
+        entries=_BY_LAYER
+        | _eps(1e-5, "norm_eps")
+        | {
+            "rope_theta": Entry(Positive, 160_000.0, "global_rope_theta", may_guess=False),
+            "rope_local_base_freq": Entry(
+                Positive | None, 10_000.0, "local_rope_theta", may_guess=False
+            ),
+        },
         rotary=Rotary(by_layer=True),
         has_unique_names=True,
     ),
@@ -648,17 +655,16 @@ DEFAULTS: tuple[tuple[str, Any, str], ...] = (
     ("rope_local_base_freq", 500_000.0, "olmo3"),
     ("rope_theta", 1_000.0, "nomic_bert"),
     ("rope_theta", 100_000.0, "helium"),
-    ("rope_theta", 160_000.0, "modernbert modernbert-decoder"),
     (
         "rope_theta",
         500_000.0,
-        "flex_olmo bitnet EvollaModel csm mllama_text_model qwen3_vl_text qwen3_vl_moe_text cohere "
+        "flex_olmo bitnet qwen3_vl_text qwen3_vl_moe_text cohere "
         "ernie4_5 ernie4_5_moe llama4_text olmo3 mellum",
     ),
     (
         "rope_theta",
         1_000_000.0,
-        "mixtral phimoe minimax lfm2 lfm2_moe solar_open emu3_text_model qwen2_vl_text "
+        "mixtral phimoe minimax lfm2 solar_open emu3_text_model qwen2_vl_text "
         "qwen2_5_vl_text qwen2_5_omni_text qwen3_omni_moe_text",
     ),
     ("rope_theta", 2_000_000.0, "smollm3"),
@@ -677,7 +683,7 @@ DEFAULTS: tuple[tuple[str, Any, str], ...] = (
     (
         "tie_word_embeddings",
         True,
-        "starcoder2 jetmoe lfm2 lfm2_moe csm cohere ernie4_5 ernie4_5_moe youtu "
+        "starcoder2 jetmoe lfm2 cohere ernie4_5 ernie4_5_moe youtu "
         "granite_docling_text gpt_neox_japanese",
     ),
 )

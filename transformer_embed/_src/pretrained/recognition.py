@@ -32,7 +32,7 @@ BY_HAND = (
     "scale=False), names={'token_embedding/embeddings': 'embedding.weight'})"
 )
 # Tensors that may be a table of tokens, if no row has their names.
-TABLE = re.compile(r"embed|wte|shared|table|token|word", re.IGNORECASE)
+TABLE = re.compile(r"(?!.*(position|type)).*(embed|wte|shared|table|token|word)", re.IGNORECASE)
 
 
 def recognised(
@@ -93,7 +93,10 @@ def _advice(tensors: Tensors, stack: str) -> str:
     where = shown_path(tensors.path)
     if not fitting:
         return f"load {where} {_by_hand(tensors, _guess(tensors))}"
-    kind, _, names = max(fitting, key=lambda match: (match[0].has_stacks, len(match[2])))
+    # Of those with equally many tensors, the row with the most types is the likeliest.
+    kind, _, names = max(
+        fitting, key=lambda match: (match[0].has_stacks, len(match[2]), len(match[0].model_types))
+    )
     return (
         f"the tensors of {where} fit a model {kind.name}: pass settings={{'model_type': "
         f"{kind.name!r}}} if it computes the same, or load it {_by_hand(tensors, names)}"
@@ -114,7 +117,7 @@ def _guess(tensors: Tensors) -> dict[str, str]:
     sizes = {
         name: tensors.entry(name).shape
         for name in tensors.files
-        if TABLE.search(name) and not re.search(r"\b\d+\b", name)
+        if TABLE.match(name) and not re.search(r"\b\d+\b", name)
     }
     tables = [name for name, shape in sizes.items() if len(shape) == 2]
     return {TOKENS: max(tables, key=lambda name: sizes[name][0])} if tables else {}
