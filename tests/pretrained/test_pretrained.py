@@ -36,7 +36,6 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import transformer_embed as te
-from transformer_embed._src.layers.schemes import positions_of_ids
 from transformer_embed._src.pretrained import architectures
 from transformer_embed._src.pretrained import files as _files
 from transformer_embed._src.pretrained.config_json import (
@@ -1177,7 +1176,7 @@ def test_embed_from_a_checkpoint(tmp_path, monkeypatch, name, tokens_a_batch):
         np.testing.assert_allclose(got["embeddings"][n, : len(row)], expected, rtol=0, atol=SAME)
         assert got["mask"][n].tolist() == [True] * len(row) + [False] * (6 - len(row))
         positions = np.broadcast_to(
-            positions_of_ids(found.config.scheme, jnp.asarray([row]), found.config.pad_id),
+            found.config.scheme._positions(jnp.asarray([row]), found.config.pad_id),
             (1, len(row)),
         )[0]
         assert got["positions"][n, : len(row)].tolist() == positions.tolist()
