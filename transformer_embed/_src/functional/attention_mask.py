@@ -1,23 +1,30 @@
 """The rule of an attention mask: who may attend to whom, without a bool for every pair."""
 
 import dataclasses
-import functools
+from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Integer
+import numpy as np
+from jaxtyping import Array, Bool, Int8
 
 from transformer_embed._src import arguments
+from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.functional.attention_rule import (
+    Tokens,
+    Window,
+    fields,
+    may_attend,
+    ranges_of_each,
+)
 from transformer_embed._src.functional.compiled import compiled
 from transformer_embed._src.functional.pytrees import pytree
+from transformer_embed._src.functional.tile_kinds import tile_kinds
 from transformer_embed._src.functional.token_positions import (
     TokenPositions,
     arrays_of,
     check_token_positions,
 )
-
-Window = tuple[int | None, int | None]
-# The arrays of a TokenPositions by their names, those that are not None.
-Tokens = dict[str, Array]
 
 
 @pytree("causal", "window", "chunk")
@@ -113,42 +120,83 @@ class AttentionMask:
         """
         return _dense(*self._sides(), self.causal, self.window, self.chunk)
 
+    def tile(
+        self, query_start: ArrayLike, key_start: ArrayLike, shape: tuple[int, int]
+    ) -> Bool[Array, "b t s"]:
+        """A rectangle of the mask, without the rest of it.
+
+        In a Pallas kernel, make a mask of the positions and segment ids that the kernel has loaded,
+        and ask for its only tile.
+
+        Args:
+            query_start: integer, the index of the first query of the tile in its row. It may be
+                traced.
+            key_start: integer, the index of the first key; it may be traced.
+            shape: (number of queries, number of keys), at least 1 each.
+
+        Returns:
+            bool [B or 1, *shape], True = may attend: `dense()[:, 0, query_start:, key_start:]`, cut
+            to the shape. It is all False if a traced start leaves no room for the shape.
+
+        Raises:
+            TypeError: a start is not an integer, or shape does not hold two Python ints.
+            ValueError: the tile is not inside the mask (checked on the host only).
+
+        Example:
+            >>> import transformer_embed as te
+            >>> tokens = te.TokenPositions.from_offset(0, 1_000_000)
+            >>> te.AttentionMask(tokens, causal=True).tile(500_000, 499_999, (2, 3))[0].tolist()
+            [[True, True, False], [True, True, True]]
+        """
+        queries, keys = self._sides()
+        shape = _checked_shape(shape)
+        starts = (
+            _checked_start("query_start", query_start, queries, shape[0]),
+            _checked_start("key_start", key_start, keys, shape[1]),
+        )
+        return _tile(queries, keys, starts, shape, self.causal, self.window, self.chunk)
+
+    def tile_kinds(self, shape: tuple[int, int]) -> Int8[Array, "b m n"]:
+        """For each tile of the mask, whether none, some or all of its pairs may attend.
+
+        An attention kernel skips the tiles without a pair, and needs no mask where all pairs may
+        attend. Time and memory are O(T + S + number of tiles).
+
+        Args:
+            shape: (number of queries, number of keys) of a tile; they must divide T and S.
+
+        Returns:
+            int8 [B or 1, T / shape[0], S / shape[1]]: 0 none, 1 some, 2 all. It is 2 exactly where
+            all pairs may attend, if there are no block ids. It is 0 only where no pair may, and
+            exactly there with any causal mask, window and chunk in self-attention over sequences
+            that are padded on either side or packed, and over one sequence and its cache. For other
+            rules it may be 1 where no pair may attend, or where block ids allow what the rest of
+            the rule forbids.
+
+        Raises:
+            TypeError: shape does not hold two Python ints.
+            ValueError: shape does not divide the lengths of queries and keys.
+
+        Example:
+            >>> import transformer_embed as te
+            >>> tokens = te.TokenPositions.from_segment_ids([[1] * 6 + [2] * 6])
+            >>> te.AttentionMask(tokens, causal=True).tile_kinds((3, 3))[0].tolist()
+            [[1, 0, 0, 0], [2, 1, 0, 0], [0, 0, 1, 0], [0, 0, 2, 1]]
+        """
+        queries, keys = self._sides()
+        shape = _checked_shape(shape)
+        for n, (side, tokens) in enumerate((("queries", queries), ("keys", keys))):
+            length = tokens["positions"].shape[1]
+            if length % shape[n]:
+                want = f"a divisor of the number of {side}, {length} (pad the batch to a multiple)"
+                raise arguments.value_error(f"shape[{n}]", want, shape[n])
+        others = None if self.keys is None else keys
+        return tile_kinds(queries, others, shape, self.causal, self.window, self.chunk)
+
     def _sides(self) -> tuple[Tokens, Tokens]:
         """Queries and keys as arrays [B or 1, length]."""
         queries = _rows(self.queries)
         return queries, queries if self.keys is None else _rows(self.keys)
-
-
-def may_attend(
-    queries: Tokens, keys: Tokens, causal: bool, window: Window | None, chunk: int | None
-) -> Bool[Array, "..."]:
-    """Which queries may attend to which keys, for arrays that broadcast against each other, in the
-    smallest shape.
-
-    This is the only place that states the rule. It is jnp on its arguments alone, so that a Pallas
-    kernel can call it on what it has loaded.
-    """
-    query_positions, key_positions = _pair(queries, keys, "positions")
-    left, right = window or (None, None)
-    allowed = [key_positions <= query_positions] if causal else []
-    if right is not None:
-        allowed.append(_is_within(key_positions, query_positions, right))
-    if left is not None:
-        allowed.append(_is_within(query_positions, key_positions, left))
-    if chunk is not None:
-        allowed.append(query_positions // chunk == key_positions // chunk)
-    if "block_ids" in queries and allowed:
-        query_blocks, key_blocks = _pair(queries, keys, "block_ids")
-        in_block = (query_blocks == key_blocks) & (query_blocks >= 0)
-        allowed = [functools.reduce(jnp.logical_and, allowed) | in_block]
-    if "segment_ids" in queries:
-        query_segments, key_segments = _pair(queries, keys, "segment_ids")
-        allowed.append(query_segments == key_segments)
-    if "segment_ids" in keys:
-        allowed.append(keys["segment_ids"] != 0)
-    if not allowed:
-        return jnp.ones((1,) * (key_positions.ndim - 1) + key_positions.shape[-1:], bool)
-    return functools.reduce(jnp.logical_and, allowed)
 
 
 def _check_sides(queries: Tokens, keys: Tokens) -> None:
@@ -184,37 +232,57 @@ def _rows(tokens: TokenPositions) -> Tokens:
     return {name: arguments.rows(name, array) for name, array in arrays_of(tokens).items()}
 
 
-def _pair(
-    queries: Tokens, keys: Tokens, name: str
-) -> tuple[Integer[Array, "..."], Integer[Array, "..."]]:
-    """The arrays of both sides, in the wider of their dtypes."""
-    dtype = max(queries[name].dtype, keys[name].dtype, key=lambda dtype: dtype.itemsize)
-    return queries[name].astype(dtype), keys[name].astype(dtype)
+def _checked_shape(shape: tuple[int, int]) -> tuple[int, int]:
+    sizes = arguments.entries("shape", shape, arguments.size)
+    if len(sizes) != 2:
+        want = "two sizes, (number of queries, number of keys)"
+        raise arguments.value_error("shape", want, shape)
+    return sizes[0], sizes[1]
 
 
-def _is_within(
-    first: Integer[Array, "..."], second: Integer[Array, "..."], distance: int
-) -> Bool[Array, "..."]:
-    """`first - second <= distance`. The difference may not fit the dtype, but it fits the unsigned
-    one if it is not negative."""
-    if distance == 0:
-        return first <= second
-    unsigned = jnp.uint64 if first.dtype == jnp.int64 else jnp.uint32
-    difference = first.astype(unsigned) - second.astype(unsigned)
-    return (first <= second) | (
-        difference <= jnp.array(min(distance, jnp.iinfo(unsigned).max), unsigned)
-    )
+def _checked_start(name: str, start: ArrayLike, tokens: Tokens, size: int) -> Array:
+    """The start as int32. On the host, a ValueError unless the tile is inside the mask."""
+    integers = arguments.as_integers(name, start)
+    room = tokens["positions"].shape[1] - size
+    if isinstance(integers, np.ndarray):
+        arguments.check_inside(name, integers, 0, room, f"the mask, for a tile of {size}")
+    return arguments.as_int32(name, integers)
 
 
-# Compiled even if the caller is not.
+def _slice(tokens: Tokens, start: Array, size: int) -> tuple[Tokens, Any]:
+    """A stretch of tokens, and whether there is one: a dynamic slice would move it."""
+    room = tokens["positions"].shape[1] - size
+    if room == 0:
+        return tokens, start == 0
+    slices = {
+        name: jax.lax.dynamic_slice_in_dim(array, start, size, axis=1)
+        for name, array in tokens.items()
+    }
+    return slices, (start >= 0) & (start <= room)
+
+
+# The functions below are compiled even if the caller is not.
 @compiled(2, 3, 4)
 def _dense(
     queries: Tokens, keys: Tokens, causal: bool, window: Window | None, chunk: int | None
 ) -> Bool[Array, "b 1 t s"]:
-    return may_attend(
-        {name: array[:, None, :, None] for name, array in queries.items()},
-        {name: array[:, None, None, :] for name, array in keys.items()},
-        causal,
-        window,
-        chunk,
-    )
+    queries, keys = fields(queries, keys, chunk)
+    queries.pop("is_token", None)  # It follows from the equal segment of a key.
+    return may_attend(ranges_of_each(queries, (1, 3)), ranges_of_each(keys, (1, 2)), causal, window)
+
+
+@compiled(3, 4, 5, 6)
+def _tile(
+    queries: Tokens,
+    keys: Tokens,
+    starts: tuple[Array, Array],
+    shape: tuple[int, int],
+    causal: bool,
+    window: Window | None,
+    chunk: int | None,
+) -> Bool[Array, "b t s"]:
+    queries, keys = fields(queries, keys, chunk)
+    queries, has_queries = _slice(queries, starts[0], shape[0])
+    keys, has_keys = _slice(keys, starts[1], shape[1])
+    mask = may_attend(ranges_of_each(queries, (2,)), ranges_of_each(keys, (1,)), causal, window)
+    return jnp.broadcast_to(mask & has_queries & has_keys, (mask.shape[0], *shape))

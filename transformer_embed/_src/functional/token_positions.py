@@ -338,7 +338,7 @@ class TokenPositions:
         return _arranged("offset", *_of_offset(offset, length))
 
 
-def arrays_of(tokens: TokenPositions) -> dict[str, Array]:
+def arrays_of(tokens: TokenPositions) -> dict[str, Any]:
     """The arrays of tokens by their names, those that are not None."""
     names = ("positions", "segment_ids", "block_ids")
     return {name: array for name in names if (array := getattr(tokens, name)) is not None}
