@@ -88,16 +88,13 @@ FUNCTIONS = {
     "alibi_bias": (functools.partial(te.alibi_bias, num_heads=4), (ROW, ROW)),
     "alibi_slopes": (lambda: te.alibi_slopes(4), ()),
     "apply_rotary": (te.apply_rotary, (HEADS, of(jnp.int32, BATCH, LENGTH))),
-    "attention_mask": (
-        lambda ids: te.attention_mask(
-            query_positions=ids[0],
-            key_positions=ids[0],
+    "AttentionMask": (
+        lambda ids: te.AttentionMask(
+            te.TokenPositions(ids[0], block_ids=ids),
+            te.TokenPositions(ids[0], (ids != 0).astype(int), block_ids=ids),
             causal=True,
-            padding_mask=ids != 0,
             chunk=8,
-            query_block_ids=ids,
-            key_block_ids=ids,
-        ),
+        ).dense(),
         (IDS,),
     ),
     "causal_mask": (lambda: te.causal_mask(LENGTH), ()),

@@ -392,10 +392,9 @@ def test_t5(bidirectional):
 WHERE = np.arange(6)
 
 
-def mask(**options):
-    return te.attention_mask(
-        query_positions=WHERE, key_positions=WHERE, **({"causal": True} | options)
-    )[0, 0]
+def mask(block_ids=None, **options):
+    tokens = te.TokenPositions(WHERE, block_ids=block_ids)
+    return te.AttentionMask(tokens, **{"causal": True} | options).dense()[0, 0]
 
 
 def rule(allowed):
@@ -421,7 +420,7 @@ def test_chunks_of_llama4_are_counted_from_the_first_token():
     """transformers' chunked_overlay: (key - left_padding) // chunk == (query - left_padding) //
     chunk."""
     tokens = te.TokenPositions.from_ids([[0, 0, 5, 6, 7, 8]], pad_id=0)
-    ours = te.attention_mask(**tokens.queries(), **tokens.keys(), causal=True, chunk=3)[0, 0]
+    ours = te.AttentionMask(tokens, causal=True, chunk=3).dense()[0, 0]
     expected = rule(lambda q, k: k <= q and (k - 2) // 3 == (q - 2) // 3 and k >= 2)
     np.testing.assert_array_equal(ours[2:], expected[2:])
 
@@ -429,13 +428,13 @@ def test_chunks_of_llama4_are_counted_from_the_first_token():
 def test_prefix_up_to_the_separator_of_tensor2tensor():
     ids = jnp.array([4, 5, 1, 6, 7, 8])
     blocks = jnp.where(jnp.cumsum(ids == 1, -1) - (ids == 1) == 0, 0, -1)
-    ours = mask(query_block_ids=blocks, key_block_ids=blocks)
+    ours = mask(block_ids=blocks)
     np.testing.assert_array_equal(ours, rule(lambda q, k: k <= q or (q <= 2 and k <= 2)))
 
 
 def test_flagged_prefix_of_t5x_and_blocks_of_transformers():
     blocks = np.array([0, 0, -1, 1, 1, -1])
-    ours = mask(query_block_ids=blocks, key_block_ids=blocks)
+    ours = mask(block_ids=blocks)
     np.testing.assert_array_equal(
         ours, rule(lambda q, k: k <= q or (blocks[q] == blocks[k] and blocks[q] >= 0))
     )
@@ -443,16 +442,21 @@ def test_flagged_prefix_of_t5x_and_blocks_of_transformers():
 
 def test_padding_masks_keys_only_in_transformers_keras_and_trax():
     tokens = np.array([True, True, True, True, False, False])
-    np.testing.assert_array_equal(mask(padding_mask=tokens, causal=False)[0], tokens)
+    keys = te.TokenPositions(WHERE, tokens.astype(int))
+    np.testing.assert_array_equal(mask(keys=keys, causal=False)[0], tokens)
+    whole = te.TokenPositions.from_lengths([4], 6)
+    of_tokens = te.AttentionMask(whole, causal=False).dense()[0, 0]
+    np.testing.assert_array_equal(of_tokens[:4], [tokens] * 4)
 
 
 def test_padding_masks_queries_too_in_flax_and_t5x():
     """make_attention_mask(tokens, tokens): the outer product."""
     tokens = np.array([[True, True, True, True, False, False]])
-    ours = te.combine_masks(
-        mask(padding_mask=tokens, causal=False)[None, None], tokens[:, None, :, None]
-    )
+    keys = te.TokenPositions(WHERE, tokens.astype(int))
+    ours = te.combine_masks(mask(keys=keys, causal=False)[None, None], tokens[:, None, :, None])
     np.testing.assert_array_equal(ours[0, 0], np.outer(tokens, tokens))
+    whole = te.TokenPositions.from_lengths([4], 6)
+    np.testing.assert_array_equal(ours, te.AttentionMask(whole, causal=False).dense())
 
 
 @pytest.mark.parametrize(
@@ -549,7 +553,7 @@ def test_decoding_behind_left_padding_compiles_once_and_equals_the_unpadded_run(
             "value": write(cache["value"], value),
             "tokens": cache["tokens"].write(tokens, slot),
         }
-        mask = te.attention_mask(**tokens.queries(), **cache["tokens"].keys(), causal=True)
+        mask = te.AttentionMask(tokens, cache["tokens"], causal=True).dense()
         out = jax.nn.dot_product_attention(query, cache["key"], cache["value"], mask=mask)
         return te.linear_logits(out.reshape(*out.shape[:2], -1), table), cache
 

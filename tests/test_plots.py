@@ -494,7 +494,7 @@ def test_a_mask_of_one_tone(ax):
 @pytest.mark.slow
 def test_mask_of_attention_mask(ax):
     batch = te.TokenPositions.from_ids([[5, 6, 7, 0], [8, 9, 0, 0]], pad_id=0)
-    mask = te.attention_mask(**batch.queries(), **batch.keys(), causal=True)
+    mask = te.AttentionMask(batch, causal=True).dense()
     plots.plot_mask(mask, ax=ax, batch_index=1, query_tokens=list("abcd"), key_tokens=list("efgh"))
     np.testing.assert_array_equal(image(ax), mask[1, 0])
     assert texts(ax.get_yticklabels()) == list("abcd")
@@ -502,12 +502,11 @@ def test_mask_of_attention_mask(ax):
 
 
 def test_one_row_for_all_queries_is_drawn_for_each(ax):
-    mask = te.attention_mask(
-        query_positions=[0, 1],
-        key_positions=[0, 1, 2],
-        padding_mask=[True, True, False],
+    mask = te.AttentionMask(
+        te.TokenPositions([0, 1]),
+        te.TokenPositions([0, 1, 2], [1, 1, 0]),
         causal=False,
-    )
+    ).dense()
     assert mask.shape == (1, 1, 1, 3)
     plots.plot_mask(mask, ax=ax, query_tokens=["a", "b"])
     np.testing.assert_array_equal(image(ax), [[True, True, False]] * 2)

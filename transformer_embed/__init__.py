@@ -10,7 +10,6 @@ from transformer_embed._src.functional.cross_entropy import linear_cross_entropy
 from transformer_embed._src.functional.dropout import dropout
 from transformer_embed._src.functional.lookup import check_ids, lookup
 from transformer_embed._src.functional.masks import (
-    attention_mask,
     causal_mask,
     combine_masks,
     mask_to_bias,
@@ -72,7 +71,6 @@ __all__ = [
     "alibi_bias",
     "alibi_slopes",
     "apply_rotary",
-    "attention_mask",
     "causal_mask",
     "check_ids",
     "combine_masks",

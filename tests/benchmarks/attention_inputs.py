@@ -66,25 +66,22 @@ def mask_bytes(options) -> Report:
     batch, length = 32, 2048
     rows = jax.ShapeDtypeStruct((batch, length), jnp.int32)
     cases = {
-        "causal": lambda ids: te.attention_mask(
-            query_positions=jnp.arange(length), key_positions=jnp.arange(length), causal=True
-        ),
-        "padding": lambda ids: te.attention_mask(
-            query_positions=jnp.arange(length),
-            key_positions=jnp.arange(length),
-            padding_mask=te.padding_mask(ids, pad_id=0),
+        "causal": lambda ids: te.AttentionMask(
+            te.TokenPositions(jnp.arange(length)), causal=True
+        ).dense(),
+        "padding": lambda ids: te.AttentionMask(
+            te.TokenPositions(jnp.arange(length)),
+            te.TokenPositions(jnp.arange(length), te.padding_mask(ids, pad_id=0).astype(int)),
             causal=False,
-        ),
-        "packed": lambda ids: te.attention_mask(
-            **te.TokenPositions.from_segment_ids(ids).queries(),
-            **te.TokenPositions.from_segment_ids(ids).keys(),
+        ).dense(),
+        "packed": lambda ids: te.AttentionMask(
+            te.TokenPositions.from_segment_ids(ids), causal=True
+        ).dense(),
+        "decoding": lambda ids: te.AttentionMask(
+            te.TokenPositions.from_offset(ids[:, 0], 1),
+            te.TokenPositions.from_ids(ids, pad_id=0),
             causal=True,
-        ),
-        "decoding": lambda ids: te.attention_mask(
-            **te.TokenPositions.from_offset(ids[:, 0], 1).queries(),
-            **te.TokenPositions.from_ids(ids, pad_id=0).keys(),
-            causal=True,
-        ),
+        ).dense(),
     }
     report = Report(
         f"Masks, {batch} x {length}",

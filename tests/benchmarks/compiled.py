@@ -184,9 +184,11 @@ def mask(on: Target) -> dict[str, Program]:
     positions = jnp.arange(2048)
 
     def ours(padding):
-        return te.attention_mask(
-            query_positions=positions, key_positions=positions, padding_mask=padding, causal=True
-        )
+        return te.AttentionMask(
+            te.TokenPositions(positions),
+            te.TokenPositions(positions, padding.astype(int)),
+            causal=True,
+        ).dense()
 
     def usual(padding):
         return jnp.tril(jnp.ones((2048, 2048), jnp.float32)) * padding[:, None, None, :].astype(

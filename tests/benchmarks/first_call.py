@@ -22,7 +22,7 @@ BOUND_MS = 300
 CALLS = {
     "alibi_bias": "lambda q, k: te.alibi_bias(q, k, num_heads=4), positions, positions",
     "apply_rotary": "te.apply_rotary, heads, positions",
-    "attention_mask": "lambda q, k: te.attention_mask(query_positions=q, key_positions=k, causal=True), positions, positions",
+    "AttentionMask.dense": "lambda q, k: te.AttentionMask(te.TokenPositions(q), te.TokenPositions(k), causal=True).dense(), positions, positions",
     "causal_mask": "lambda: te.causal_mask(32),",
     "check_ids": "lambda: te.check_ids(ids, 100),",
     "dropout": "lambda rng, x: te.dropout(rng, 0.1, x), rng, x",

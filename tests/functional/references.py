@@ -270,16 +270,28 @@ def bias(got, mask, dtype, *, value):
     same(got, np.where(np.asarray(mask), 0.0, low).astype(dtype))
 
 
-def attention(got, *, query_positions, key_positions, causal, padding_mask, window, chunk, **ids):
-    arrays = [query_positions, key_positions, *(each for each in ids.values() if each is not None)]
-    arrays += [] if padding_mask is None else [np.asarray(padding_mask).astype(int)]
-    names = [
-        "q",
-        "k",
-        *(name for name, each in ids.items() if each is not None),
-        *([] if padding_mask is None else ["padding_mask"]),
-    ]
-    side = dict(zip(names, rows_of(*arrays), strict=True))
+def dense_mask(
+    *,
+    query_positions,
+    key_positions,
+    causal,
+    window=None,
+    chunk=None,
+    query_segment_ids=None,
+    key_segment_ids=None,
+    query_block_ids=None,
+    key_block_ids=None,
+):
+    """AttentionMask as a function of arrays."""
+    queries = te.TokenPositions(query_positions, query_segment_ids, query_block_ids)
+    keys = te.TokenPositions(key_positions, key_segment_ids, key_block_ids)
+    return te.AttentionMask(queries, keys, causal=causal, window=window, chunk=chunk).dense()
+
+
+def attention(got, *, query_positions, key_positions, causal, window, chunk, **ids):
+    ids = {name: each for name, each in ids.items() if each is not None}
+    rows = rows_of(query_positions, key_positions, *ids.values())
+    side = dict(zip(["q", "k", *ids], rows, strict=True))
     left, right = window or (None, None)
 
     def allowed(b, t, s):
@@ -291,7 +303,7 @@ def attention(got, *, query_positions, key_positions, causal, padding_mask, wind
             seen = seen or side["query_block_ids"][b][t] == side["key_block_ids"][b][s] >= 0
         if "query_segment_ids" in side:
             seen = seen and side["query_segment_ids"][b][t] == side["key_segment_ids"][b][s]
-        return bool(seen and ("padding_mask" not in side or side["padding_mask"][b][s]))
+        return bool(seen and ("key_segment_ids" not in side or side["key_segment_ids"][b][s] != 0))
 
     batch, queries, keys = (
         len(side["q"]),
@@ -562,7 +574,7 @@ CHECKS = {
     te.alibi_bias: alibi,
     te.alibi_slopes: slopes,
     te.apply_rotary: rotated,
-    te.attention_mask: attention,
+    dense_mask: attention,
     te.causal_mask: causal,
     te.check_ids: checked_ids,
     te.combine_masks: combined,

@@ -10,7 +10,7 @@ import numpy as np
 import public
 import pytest
 from fuzzing import ARRAYS, VALUES, call, named_on_failure, too_large
-from references import CHECKS
+from references import CHECKS, dense_mask
 
 import transformer_embed as te
 
@@ -31,7 +31,7 @@ GOOD = {
     te.alibi_bias: {"query_positions": POSITIONS, "key_positions": POSITIONS, "num_heads": 2},
     te.alibi_slopes: {"num_heads": 2},
     te.apply_rotary: {"x": X, "positions": POSITIONS},
-    te.attention_mask: {"query_positions": POSITIONS, "key_positions": POSITIONS, "causal": True},
+    dense_mask: {"query_positions": POSITIONS, "key_positions": POSITIONS, "causal": True},
     te.causal_mask: {"length": 3},
     te.check_ids: {"ids": IDS, "vocab_size": 4},
     te.combine_masks: {"masks": (ARRAYS[11], ARRAYS[11])},

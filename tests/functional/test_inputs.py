@@ -28,27 +28,22 @@ CALLS = {
         functools.partial(te.apply_rotary, sections=(1, 1)),
         (X, np.stack([POSITIONS, POSITIONS], -1)),
     ),
-    "attention_mask": (
-        lambda queries, keys, padding, segments: te.attention_mask(
-            query_positions=queries,
-            key_positions=keys,
+    "AttentionMask": (
+        lambda queries, keys, segments: te.AttentionMask(
+            te.TokenPositions(queries, segments),
+            te.TokenPositions(keys, segments),
             causal=True,
-            padding_mask=padding,
             window=(1, 0),
-            query_segment_ids=segments,
-            key_segment_ids=segments,
-        ),
-        (POSITIONS, POSITIONS, PADDING, SEGMENTS),
+        ).dense(),
+        (POSITIONS, POSITIONS, SEGMENTS),
     ),
-    "attention_mask, chunks and blocks": (
-        lambda queries, keys, blocks: te.attention_mask(
-            query_positions=queries,
-            key_positions=keys,
+    "AttentionMask, chunks and blocks": (
+        lambda queries, keys, blocks: te.AttentionMask(
+            te.TokenPositions(queries, block_ids=blocks),
+            te.TokenPositions(keys, block_ids=blocks),
             causal=False,
             chunk=2,
-            query_block_ids=blocks,
-            key_block_ids=blocks,
-        ),
+        ).dense(),
         (POSITIONS, POSITIONS, SEGMENTS),
     ),
     "combine_masks": (te.combine_masks, (PADDING[None, None, None], PADDING[None, None, :, None])),
@@ -246,15 +241,11 @@ def test_token_positions_given_as_positions_say_to_pass_positions():
         te.sinusoidal_encoding(token_positions, 4)
     with pytest.raises(
         TypeError,
-        match=r"^query_segment_ids: wanted an array, got a TokenPositions: pass its \.segment_ids$",
+        match=r"^segment_ids: wanted an array, got a TokenPositions: pass its \.segment_ids$",
     ):
-        te.attention_mask(
-            query_positions=IDS,
-            key_positions=IDS,
-            causal=False,
-            query_segment_ids=token_positions,
-            key_segment_ids=SEGMENTS,
-        )
+        te.AttentionMask(
+            te.TokenPositions(IDS, token_positions), te.TokenPositions(IDS, SEGMENTS), causal=False
+        ).dense()
 
 
 class TestTracedIntegersThatInt32DoesNotHold:

@@ -12,8 +12,18 @@ import pytest
 from contexts import x64
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
+from references import dense_mask
 
 import transformer_embed as te
+
+
+def attention_mask(*, padding_mask=None, **arguments):
+    """The dense mask of arrays; a padding mask says which keys are padding."""
+    if padding_mask is not None:
+        segments = arguments.get("key_segment_ids", 1)
+        arguments["key_segment_ids"] = jnp.where(jnp.asarray(padding_mask), segments, 0)
+    return dense_mask(**arguments)
+
 
 # In float32 a score of 4 products of numbers below 4 has an absolute error below 4 * 16 * 2**-24,
 # which is the relative error of its weight; the output, below 4, has it once for the weight and
@@ -160,7 +170,7 @@ def test_causal_mask_refuses_bad_lengths():
         te.causal_mask(-1)
 
 
-# --- attention_mask
+# --- The dense form of AttentionMask
 
 
 @functools.cache
@@ -169,7 +179,7 @@ def compiled_masks():
 
     def build(queries, keys, padding):
         return [
-            te.attention_mask(
+            attention_mask(
                 query_positions=queries[q],
                 key_positions=keys[k],
                 padding_mask=padding[p],
@@ -194,7 +204,7 @@ def test_attention_mask_is_a_loop_in_the_smallest_shape(query_rank, key_rank, pa
 @pytest.mark.parametrize(("query_rank", "key_rank", "padding_rank", "causal"), COMBINATIONS[::3])
 def test_attention_mask_under_jit_is_the_eager_one(query_rank, key_rank, padding_rank, causal):
     queries, keys, padding = QUERIES[query_rank], KEYS[key_rank], PADDING[padding_rank]
-    eager = te.attention_mask(
+    eager = attention_mask(
         query_positions=queries, key_positions=keys, padding_mask=padding, causal=causal
     )
     np.testing.assert_array_equal(
@@ -204,7 +214,7 @@ def test_attention_mask_under_jit_is_the_eager_one(query_rank, key_rank, padding
 
 def test_attention_mask_under_vmap_is_a_loop():
     def build(queries, keys, padding):
-        return te.attention_mask(
+        return attention_mask(
             query_positions=queries, key_positions=keys, padding_mask=padding, causal=True
         )
 
@@ -215,20 +225,18 @@ def test_attention_mask_under_vmap_is_a_loop():
 
 
 def test_attention_mask_of_a_whole_sequence_is_the_causal_mask():
-    mask = te.attention_mask(query_positions=np.arange(6), key_positions=np.arange(6), causal=True)
+    mask = attention_mask(query_positions=np.arange(6), key_positions=np.arange(6), causal=True)
     np.testing.assert_array_equal(mask, np.asarray(te.causal_mask(6))[None, None])
 
 
 def test_attention_mask_of_the_last_queries_is_the_last_rows_of_the_causal_mask():
-    mask = te.attention_mask(
-        query_positions=np.arange(4, 6), key_positions=np.arange(6), causal=True
-    )
+    mask = attention_mask(query_positions=np.arange(4, 6), key_positions=np.arange(6), causal=True)
     np.testing.assert_array_equal(np.asarray(mask)[0, 0], np.asarray(te.causal_mask(6))[4:])
 
 
 def test_attention_mask_while_decoding_has_an_offset_for_each_row():
     offsets = np.array([[0], [3], [4]])
-    mask = te.attention_mask(query_positions=offsets, key_positions=np.arange(5), causal=True)
+    mask = attention_mask(query_positions=offsets, key_positions=np.arange(5), causal=True)
     assert mask.shape == (3, 1, 1, 5)
     assert np.sum(np.asarray(mask), -1).ravel().tolist() == [1, 4, 5]
 
@@ -239,7 +247,7 @@ def test_attention_mask_has_one_trace_for_all_offsets():
     @jax.jit
     def step(offset):
         traces.append(offset)
-        return te.attention_mask(
+        return attention_mask(
             query_positions=offset + jnp.arange(2), key_positions=np.arange(6), causal=True
         )
 
@@ -252,7 +260,7 @@ def test_attention_mask_has_one_trace_for_all_offsets():
 def test_attention_mask_with_left_padding_is_the_causal_mask_of_the_tokens():
     tokens = te.padding_mask([[0, 0, 5, 6, 7]], pad_id=0)
     mask = np.asarray(
-        te.attention_mask(
+        attention_mask(
             query_positions=np.arange(5),
             key_positions=np.arange(5),
             padding_mask=tokens,
@@ -268,7 +276,7 @@ def test_attention_mask_with_left_padding_is_the_causal_mask_of_the_tokens():
     "dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64]
 )
 def test_attention_mask_takes_host_positions_of_any_integer_dtype(dtype):
-    mask = te.attention_mask(
+    mask = attention_mask(
         query_positions=np.array([1, 0], dtype),
         key_positions=np.arange(3, dtype=dtype),
         causal=True,
@@ -279,13 +287,13 @@ def test_attention_mask_takes_host_positions_of_any_integer_dtype(dtype):
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16, jnp.uint16])
 def test_attention_mask_compares_narrow_positions_with_wide_ones(dtype):
     narrow = jax.device_put(np.array([100], dtype))
-    mask = te.attention_mask(query_positions=narrow, key_positions=[-1, 100, 356], causal=True)
+    mask = attention_mask(query_positions=narrow, key_positions=[-1, 100, 356], causal=True)
     assert mask.tolist() == [[[[True, True, False]]]]
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(0, 0), (0, 3), (3, 0), (1, 1)])
 def test_attention_mask_of_empty_and_single_sequences(queries, keys):
-    mask = te.attention_mask(
+    mask = attention_mask(
         query_positions=np.arange(queries),
         key_positions=np.arange(keys),
         padding_mask=np.ones((2, keys), bool),
@@ -296,7 +304,7 @@ def test_attention_mask_of_empty_and_single_sequences(queries, keys):
 
 
 def test_attention_mask_of_an_empty_batch():
-    assert te.attention_mask(
+    assert attention_mask(
         query_positions=[0], key_positions=[0, 1], padding_mask=np.ones((0, 2), bool), causal=True
     ).shape == (
         0,
@@ -308,7 +316,7 @@ def test_attention_mask_of_an_empty_batch():
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_mask_of_padding_alone_is_wholly_false(causal):
-    mask = te.attention_mask(
+    mask = attention_mask(
         query_positions=np.arange(3),
         key_positions=np.arange(3),
         padding_mask=[False] * 3,
@@ -320,59 +328,53 @@ def test_attention_mask_of_padding_alone_is_wholly_false(causal):
 
 def refused(error, message, **arguments):
     with pytest.raises(error, match=message):
-        te.attention_mask(
+        attention_mask(
             **({"query_positions": [0, 1], "key_positions": [0, 1], "causal": True} | arguments)
         )
 
 
 @pytest.mark.parametrize("name", ["query_positions", "key_positions"])
 def test_attention_mask_refuses_bad_positions(name):
-    refused(TypeError, rf"^{name}: wanted an integer dtype, got float64$", **{name: [0.0, 1.0]})
-    refused(TypeError, rf"^{name}: wanted an integer dtype, got bool$", **{name: [True, False]})
+    refused(TypeError, r"^positions: wanted an integer dtype, got float64$", **{name: [0.0, 1.0]})
+    refused(TypeError, r"^positions: wanted an integer dtype, got bool$", **{name: [True, False]})
     refused(
         TypeError,
-        rf"^{name}: wanted a signed integer dtype, got uint32$",
+        r"^positions: wanted a signed integer dtype, got uint32$",
         **{name: jax.device_put(np.arange(2, dtype=np.uint32))},
     )
     refused(
         ValueError,
-        rf"^{name}: wanted shape \[length\] or \[batch, length\], got shape \[\]$",
+        r"^positions: wanted shape \[length\] or \[batch, length\], got shape \[\]$",
         **{name: 1},
     )
     refused(
         ValueError,
-        rf"^{name}: wanted shape \[length\] or \[batch, length\], got shape \[1, 1, 2\]$",
+        r"^positions: wanted shape \[length\] or \[batch, length\], got shape \[1, 1, 2\]$",
         **{name: [[[0, 1]]]},
     )
-    message = rf"^{name}: wanted integers inside int32, -2147483648\.\.2147483647, got 4294967296 at index \[1\]$"
+    message = r"^positions: wanted integers inside int32, -2147483648\.\.2147483647, got 4294967296 at index \[1\]$"
     refused(ValueError, message, **{name: np.array([0, 2**32])})
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint8])
-def test_attention_mask_refuses_padding_of_numbers(dtype):
-    refused(
-        TypeError,
-        rf"^padding_mask: wanted a bool array, True = a token, got {np.dtype(dtype)}$",
-        padding_mask=np.ones(2, dtype),
-    )
-
-
-def test_attention_mask_refuses_padding_of_another_shape():
-    refused(
-        ValueError,
-        r"^padding_mask: wanted the length of key_positions, 2, got 3$",
-        padding_mask=[True] * 3,
-    )
-    refused(
-        ValueError,
-        r"^padding_mask: wanted shape \[length\] or \[batch, length\], got shape \[1, 1, 2\]$",
-        padding_mask=[[[True, True]]],
-    )
+@pytest.mark.parametrize("name", ["segment_ids", "block_ids"])
+def test_token_positions_refuse_ids_that_are_not_integers_or_of_another_shape(name):
+    for values, kind, message in [
+        ([0.5, 1.5], TypeError, "wanted an integer dtype, got float64"),
+        ([True, False], TypeError, "wanted an integer dtype, got bool"),
+        ([1] * 3, ValueError, "wanted the length of positions, 2, got 3"),
+        (
+            [[[1, 1]]],
+            ValueError,
+            r"wanted shape \[length\] or \[batch, length\], got shape \[1, 1, 2\]",
+        ),
+    ]:
+        with pytest.raises(kind, match=f"^{name}: {message}$"):
+            te.TokenPositions([0, 1], **{name: values})
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_mask_refuses_batches_of_unequal_sizes(causal):
-    message = r"^query_positions and key_positions( and padding_mask)?: wanted the same number of rows, or 1, got 2 and (1 and )?3$"
+    message = r"^queries.positions and keys.positions( and keys.segment_ids)?: wanted the same number of rows, or 1, got 2 and (1 and )?3$"
     refused(
         ValueError,
         message,
@@ -395,7 +397,7 @@ def test_attention_mask_refuses_a_causal_that_is_not_a_bool():
         TypeError,
         match=r"^causal: wanted a Python bool known while tracing .*, got a traced bool\[\]",
     ):
-        jax.jit(te.attention_mask)(
+        jax.jit(attention_mask)(
             query_positions=np.arange(2), key_positions=np.arange(2), causal=True
         )
 
@@ -438,7 +440,7 @@ def test_combine_masks_of_padding_and_causal_is_the_attention_mask():
     positions = np.arange(5)
     np.testing.assert_array_equal(
         combined,
-        te.attention_mask(
+        attention_mask(
             query_positions=positions, key_positions=positions, padding_mask=tokens, causal=True
         ),
     )
@@ -552,7 +554,7 @@ def test_mask_to_bias_keeps_the_shape(shape):
 
 
 def test_mask_to_bias_under_jit_and_vmap_is_the_eager_one():
-    mask = te.attention_mask(
+    mask = attention_mask(
         query_positions=QUERIES[1], key_positions=KEYS[1], padding_mask=PADDING[2], causal=True
     )
     np.testing.assert_array_equal(jax.jit(te.mask_to_bias)(mask), te.mask_to_bias(mask))
@@ -574,22 +576,22 @@ def test_mask_to_bias_refuses_a_dtype_without_a_fraction(dtype):
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 3, 2, 5, 4
 MASKS = {
-    "causal": te.attention_mask(
+    "causal": attention_mask(
         query_positions=np.arange(LENGTH), key_positions=np.arange(LENGTH), causal=True
     ),
-    "padding": te.attention_mask(
+    "padding": attention_mask(
         query_positions=np.arange(LENGTH),
         key_positions=np.arange(LENGTH),
         padding_mask=IDS != 0,
         causal=False,
     ),
-    "both": te.attention_mask(
+    "both": attention_mask(
         query_positions=np.arange(LENGTH),
         key_positions=np.arange(LENGTH),
         padding_mask=IDS != 0,
         causal=True,
     ),
-    "decode": te.attention_mask(
+    "decode": attention_mask(
         query_positions=[[3], [0], [2]],
         key_positions=np.arange(LENGTH),
         padding_mask=IDS != 0,
@@ -673,7 +675,7 @@ WINDOW_QUERIES, WINDOW_KEYS = [*range(-3, 6), *FAR], [*range(7), *FAR]
 def compiled_windows():
     """The mask of each window, from one program."""
     build = lambda queries, keys: [
-        te.attention_mask(query_positions=queries, key_positions=keys, causal=False, window=window)
+        attention_mask(query_positions=queries, key_positions=keys, causal=False, window=window)
         for window in WINDOWS
     ]
     return dict(
@@ -698,7 +700,7 @@ def test_window_conventions():
         ({"window": (w, 0)}, lambda q, k: q - w <= k <= q),
         ({"window": (w, w), "causal": False}, lambda q, k: abs(q - k) <= w),
     ]:
-        mask = te.attention_mask(
+        mask = attention_mask(
             query_positions=positions, key_positions=positions, **({"causal": True} | options)
         )
         np.testing.assert_array_equal(mask, by_loop(rule, positions, positions))
@@ -707,14 +709,10 @@ def test_window_conventions():
 def test_chunks():
     positions = list(range(-3, 8))
     np.testing.assert_array_equal(
-        te.attention_mask(
-            query_positions=positions, key_positions=positions, causal=False, chunk=3
-        ),
+        attention_mask(query_positions=positions, key_positions=positions, causal=False, chunk=3),
         by_loop(lambda q, k: q // 3 == k // 3, positions, positions),
     )
-    mask = te.attention_mask(
-        query_positions=positions, key_positions=positions, chunk=3, causal=True
-    )
+    mask = attention_mask(query_positions=positions, key_positions=positions, chunk=3, causal=True)
     np.testing.assert_array_equal(
         mask, by_loop(lambda q, k: q // 3 == k // 3 and k <= q, positions, positions)
     )
@@ -725,7 +723,7 @@ def test_prefix_inside_packing():
     both are block 0."""
     segments, prefix = np.array([1, 1, 1, 2, 2, 2]), np.array([0, 0, -1, 0, 0, -1])
     positions = np.array([0, 1, 2, 0, 1, 2])
-    mask = te.attention_mask(
+    mask = attention_mask(
         query_positions=positions,
         key_positions=positions,
         query_block_ids=prefix,
@@ -744,7 +742,7 @@ def test_prefix_up_to_and_with_the_first_separator():
     ids, separator, positions = np.array([[5, 6, 9, 7, 9], [9, 5, 6, 7, 8]]), 9, range(5)
     before = np.cumsum(ids == separator, -1) - (ids == separator)
     blocks = np.where(before == 0, 0, -1)
-    mask = te.attention_mask(
+    mask = attention_mask(
         query_positions=positions,
         key_positions=positions,
         query_block_ids=blocks,
@@ -760,7 +758,7 @@ def test_prefix_up_to_and_with_the_first_separator():
 
 def test_blocks_see_past_a_window():
     blocks, positions = np.array([0, 0, 0, -1, -1]), np.arange(5)
-    mask = te.attention_mask(
+    mask = attention_mask(
         query_positions=positions,
         key_positions=positions,
         window=(0, 0),
@@ -774,7 +772,7 @@ def test_blocks_see_past_a_window():
 
 
 def test_blocks_without_another_term_hide_nothing():
-    mask = te.attention_mask(
+    mask = attention_mask(
         query_positions=range(3),
         key_positions=range(3),
         causal=False,
@@ -785,7 +783,7 @@ def test_blocks_without_another_term_hide_nothing():
 
 
 def segment_mask(queries, keys):
-    return te.attention_mask(
+    return attention_mask(
         query_positions=range(np.shape(queries)[-1]),
         key_positions=range(np.shape(keys)[-1]),
         causal=False,
@@ -795,21 +793,22 @@ def segment_mask(queries, keys):
 
 
 def window_mask(positions, window):
-    return te.attention_mask(
+    return attention_mask(
         query_positions=positions, key_positions=positions, causal=False, window=window
     )
 
 
-def test_segment_0_attends_to_itself():
-    assert segment_mask([0, 1], [0, 1]).tolist() == [[[[True, False], [False, True]]]]
+def test_segment_0_is_padding_and_any_other_segment_attends_to_itself():
+    assert segment_mask([0, 1], [0, 1]).tolist() == [[[[False, False], [False, True]]]]
+    assert segment_mask([-1, 1], [-1, 1]).tolist() == [[[[True, False], [False, True]]]]
 
 
 def test_masks_without_a_batch_term_have_no_rows():
     for mask in (
-        te.attention_mask(
+        attention_mask(
             query_positions=range(3), key_positions=range(4), causal=False, window=(1, None)
         ),
-        te.attention_mask(query_positions=range(3), key_positions=range(4), causal=False, chunk=2),
+        attention_mask(query_positions=range(3), key_positions=range(4), causal=False, chunk=2),
     ):
         assert mask.shape == (1, 1, 3, 4)
     assert segment_mask([[1, 2]], [[1, 2, 3]] * 2).shape == (2, 1, 2, 3)
@@ -829,14 +828,12 @@ def test_masks_combine_by_operators():
 
 def test_masks_at_an_offset_are_rows_of_the_whole():
     whole = np.asarray(
-        te.attention_mask(
-            query_positions=range(8), key_positions=range(8), window=(2, 0), causal=True
-        )
+        attention_mask(query_positions=range(8), key_positions=range(8), window=(2, 0), causal=True)
     )
 
     @jax.jit
     def step(offset):
-        return te.attention_mask(
+        return attention_mask(
             query_positions=offset[None], key_positions=np.arange(8), window=(2, 0), causal=True
         )
 
@@ -858,17 +855,17 @@ def test_masks_at_an_offset_are_rows_of_the_whole():
         (ValueError, "chunk: wanted an int of at least 1, got 0", lambda m: m(chunk=0)),
         (
             ValueError,
-            "key_block_ids: wanted an array, since query_block_ids is given, got None",
+            "keys.block_ids: wanted an array, since queries.block_ids is given, got None",
             lambda m: m(query_block_ids=[0, 0]),
         ),
         (
             ValueError,
-            "query_segment_ids: wanted an array, since key_segment_ids is given, got None",
-            lambda m: m(key_segment_ids=[0, 0]),
+            "keys.segment_ids: wanted an array, since queries.segment_ids is given, got None",
+            lambda m: m(query_segment_ids=[0, 0]),
         ),
         (
             ValueError,
-            "query_segment_ids: wanted the length of query_positions, 2, got 1",
+            "segment_ids: wanted the length of positions, 2, got 1",
             lambda m: m(query_segment_ids=[0], key_segment_ids=[0, 0]),
         ),
     ],
@@ -876,7 +873,7 @@ def test_masks_at_an_offset_are_rows_of_the_whole():
 def test_errors_of_the_other_masks(kind, message, call):
     with pytest.raises(kind) as caught:
         call(
-            lambda **options: te.attention_mask(
+            lambda **options: attention_mask(
                 query_positions=[0, 1], key_positions=[0, 1], **options, causal=True
             )
         )
@@ -885,7 +882,7 @@ def test_errors_of_the_other_masks(kind, message, call):
 
 def test_a_mask_that_does_not_say_whether_it_is_causal_is_an_error():
     with pytest.raises(TypeError, match="'causal'"):
-        te.attention_mask(query_positions=[0, 1], key_positions=[0, 1])
+        attention_mask(query_positions=[0, 1], key_positions=[0, 1])
 
 
 @pytest.mark.parametrize("chunk", [2**31, 2**40])
@@ -893,7 +890,7 @@ def test_a_chunk_past_int32_is_refused(chunk):
     with pytest.raises(
         ValueError, match=rf"^chunk: wanted an int of at most 2147483647, got {chunk}$"
     ):
-        te.attention_mask(query_positions=[0, 1], key_positions=[0, 1], causal=False, chunk=chunk)
+        attention_mask(query_positions=[0, 1], key_positions=[0, 1], causal=False, chunk=chunk)
 
 
 def test_a_window_is_a_tuple():
@@ -901,7 +898,7 @@ def test_a_window_is_a_tuple():
         TypeError,
         match=r"^window: wanted a tuple \(left, right\), None for no limit, got \[3, 0\]$",
     ):
-        te.attention_mask(query_positions=[0], key_positions=[0], window=[3, 0], causal=True)
+        attention_mask(query_positions=[0], key_positions=[0], window=[3, 0], causal=True)
 
 
 class TestValueOfTheBias:

@@ -286,7 +286,7 @@ def test_alibi_bias_of_mpts_key_row(num_heads):
 def test_alibi_bias_of_one_row_gives_the_same_weights_but_not_the_symmetric_ones(row, causal):
     positions = np.arange(10)
     q, k, v = qkv(10)
-    mask = te.attention_mask(query_positions=positions, key_positions=positions, causal=causal)
+    mask = te.AttentionMask(te.TokenPositions(positions), causal=causal).dense()
     whole, one_row, both_sides = (
         np.asarray(
             attention(
@@ -326,7 +326,7 @@ def test_alibi_bias_does_not_count_in_bfloat16():
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_alibi_bias_and_the_masks_bias_are_finite_and_hide_at_any_distance(dtype, symmetric):
     positions = np.array([LOWEST, -70_000, 0, 5, 40_000, 2**20, HIGHEST])
-    mask = te.attention_mask(query_positions=positions, key_positions=positions, causal=True)
+    mask = te.AttentionMask(te.TokenPositions(positions), causal=True).dense()
     bias = alibi_bias(positions, positions, num_heads=12, symmetric=symmetric, dtype=dtype)
     total = np.asarray(te.mask_to_bias(mask, dtype)) + np.asarray(bias)
     assert total.dtype == dtype
@@ -803,7 +803,7 @@ def attention(q, k, v, mask, bias):
 
 @functools.partial(jax.jit, static_argnames=("name", "causal"))
 def attend(name, placed, q, k, v, causal):
-    mask = te.attention_mask(**placed.queries(), **placed.keys(), causal=causal)
+    mask = te.AttentionMask(placed, causal=causal).dense()
     return attention(q, k, v, mask, ADDED[name](placed.positions, placed.positions))
 
 
@@ -857,7 +857,9 @@ def test_decoding_attends_as_the_whole_sequence(name):
     q, k, v = qkv(6)
     whole = np.asarray(attend(name, te.TokenPositions.from_lengths([6], 6), q, k, v, causal=True))
     for offset in range(6):
-        mask = te.attention_mask(query_positions=[offset], key_positions=np.arange(6), causal=True)
+        mask = te.AttentionMask(
+            te.TokenPositions([offset]), te.TokenPositions(np.arange(6)), causal=True
+        ).dense()
         step = attention(q[:, offset : offset + 1], k, v, mask, ADDED[name]([offset], np.arange(6)))
         np.testing.assert_allclose(
             step, whole[:, offset : offset + 1], rtol=0, atol=ATTENTION_ERROR

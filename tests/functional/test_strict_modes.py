@@ -89,9 +89,9 @@ FUNCTIONS = CALLS | {
         (X[..., :3].astype(jnp.bfloat16), TABLE),
     ),
     "token_positions": (
-        lambda ids: te.attention_mask(
-            **(p := te.TokenPositions.from_ids(ids, pad_id=0)).queries(), **p.keys(), causal=True
-        ),
+        lambda ids: te.AttentionMask(
+            te.TokenPositions.from_ids(ids, pad_id=0), causal=True
+        ).dense(),
         (IDS,),
     ),
     **{

@@ -209,7 +209,7 @@ def test_vmap_over_batches():
 
 
 class TestMasks:
-    """What attention_mask makes of token positions, against the rule written out token by token."""
+    """What AttentionMask makes of token positions, against the rule written out token by token."""
 
     def allowed(self, token_positions, row, t, s):
         segments, padding, positions = (
@@ -231,7 +231,7 @@ class TestMasks:
         ],
     )
     def test_the_mask_of_any_token_positions_follows_the_rule(self, token_positions):
-        mask = te.attention_mask(**token_positions.queries(), **token_positions.keys(), causal=True)
+        mask = te.AttentionMask(token_positions, causal=True).dense()
         batch, length = token_positions.positions.shape
         expected = [
             [[self.allowed(token_positions, b, t, s) for s in range(length)] for t in range(length)]
@@ -244,7 +244,7 @@ class TestMasks:
             te.TokenPositions.from_offset([5, 2], 1),
             te.TokenPositions.from_lengths([6, 3], 8),
         )
-        mask = te.attention_mask(**step.queries(), **cache.keys(), causal=True)
+        mask = te.AttentionMask(step, cache, causal=True).dense()
         assert mask.shape == (2, 1, 1, 8)
         assert mask.sum(-1).ravel().tolist() == [6, 3]
 

@@ -73,25 +73,26 @@ def masks():
     tokens = te.padding_mask([[5, 6, 7, 8, 0, 0], [5, 0, 0, 0, 0, 0]], pad_id=0)
     yield (
         "causal",
-        te.attention_mask(query_positions=positions, key_positions=positions, causal=True),
+        te.AttentionMask(te.TokenPositions(positions), causal=True).dense(),
     )
     yield (
         "padding",
-        te.attention_mask(
-            query_positions=positions, key_positions=positions, padding_mask=tokens, causal=False
-        ),
+        te.AttentionMask(
+            te.TokenPositions(positions),
+            te.TokenPositions(positions, tokens.astype(int)),
+            causal=False,
+        ).dense(),
     )
     yield (
         "window",
-        te.attention_mask(
-            query_positions=positions,
-            key_positions=positions,
-            padding_mask=tokens,
+        te.AttentionMask(
+            te.TokenPositions(positions),
+            te.TokenPositions(positions, tokens.astype(int)),
             window=(2, 0),
             causal=True,
-        ),
+        ).dense(),
     )
-    yield "packed", te.attention_mask(**packed.queries(), **packed.keys(), causal=True)
+    yield "packed", te.AttentionMask(packed, causal=True).dense()
 
 
 @pytest.mark.slow
@@ -108,12 +109,11 @@ def test_one_mask_in_three_libraries(attend, name, mask):
 @pytest.mark.slow
 @pytest.mark.parametrize("attend", LIBRARIES)
 def test_a_wholly_masked_row_is_finite(attend):
-    mask = te.attention_mask(
-        query_positions=range(LENGTH),
-        key_positions=range(LENGTH),
-        padding_mask=np.zeros((2, LENGTH), bool),
+    mask = te.AttentionMask(
+        te.TokenPositions(range(LENGTH)),
+        te.TokenPositions(range(LENGTH), np.zeros((2, LENGTH), int)),
         causal=True,
-    )
+    ).dense()
 
     @jax.jit
     def values_and_gradients(*inputs):
@@ -130,7 +130,7 @@ def test_a_wholly_masked_row_is_finite(attend):
 def test_a_bias_for_a_mask(dtype):
     """In every dtype, with ALiBi added to it."""
     positions = np.arange(LENGTH)
-    mask = te.attention_mask(query_positions=positions, key_positions=positions, causal=True)
+    mask = te.AttentionMask(te.TokenPositions(positions), causal=True).dense()
     distances = te.alibi_bias(positions, positions, num_heads=HEADS, dtype=dtype)
     bias = np.asarray(te.mask_to_bias(mask, dtype)) + np.asarray(distances)
     assert np.isfinite(np.asarray(bias, np.float32)).all()
@@ -146,9 +146,7 @@ def test_a_bias_for_a_mask(dtype):
 def test_haikus_attention_in_float16_is_not_finite():
     """It masks with -1e30, which float16 has not: use bfloat16 there, or another attention. If this
     fails, Haiku was mended."""
-    mask = te.attention_mask(
-        query_positions=range(LENGTH), key_positions=range(LENGTH), causal=True
-    )
+    mask = te.AttentionMask(te.TokenPositions(range(LENGTH)), causal=True).dense()
     half = [x.astype(np.float16) for x in (QUERY, KEY, VALUE)]
     hidden = np.zeros((1, 1, 1, LENGTH), bool)
     assert np.isnan(in_haiku(*half, hidden)).any()
@@ -161,9 +159,11 @@ def test_a_mask_does_not_hide_nan_and_padding_holds_none(attend):
     be finite itself."""
     ids = np.array([[5, 6, 7, 0, 0, 0], [1, 2, 3, 4, 5, 0]])
     tokens = te.padding_mask(ids, pad_id=0)
-    mask = te.attention_mask(
-        query_positions=range(LENGTH), key_positions=range(LENGTH), padding_mask=tokens, causal=True
-    )
+    mask = te.AttentionMask(
+        te.TokenPositions(range(LENGTH)),
+        te.TokenPositions(range(LENGTH), tokens.astype(int)),
+        causal=True,
+    ).dense()
     spoilt = np.where(tokens[..., None, None], VALUE, np.nan)
     assert np.isnan(attend(QUERY, KEY, spoilt, mask)).all()
     table = jnp.asarray(normal(3, 8, HEADS * SIZE)).at[0].set(np.nan)
@@ -223,7 +223,7 @@ def layer(scheme, x, queries, keys=None, cache=None):
     query, key, value = projected(scheme, x, queries)
     key, value = (key, value) if cache is None else cache
     bias = options["bias"](queries.positions, keys.positions) if "bias" in options else None
-    mask = te.attention_mask(**queries.queries(), **keys.keys(), causal=True)
+    mask = te.AttentionMask(queries, keys, causal=True).dense()
     return jax.nn.dot_product_attention(query, key, value, bias=bias, mask=mask).reshape(x.shape)
 
 

@@ -191,7 +191,7 @@ def plot_mask(
     """A mask in two tones: which keys each query may attend to.
 
     Args:
-        mask: bool [T, S], or [B, heads, T, S] as `attention_mask` makes it. True = may attend.
+        mask: bool [T, S], or [B, heads, T, S] as `AttentionMask.dense` makes it. True = may attend.
         ax: where to draw; None: a new pyplot figure.
         query_tokens: [T] names for the queries; None: queries are numbered. A mask with one row for
             all queries (T = 1) is drawn with a row for each name.
@@ -209,13 +209,10 @@ def plot_mask(
             is not one token for each row or column.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> import transformer_embed as te
-        >>> positions = jnp.arange(6)
-        >>> mask = te.attention_mask(
-        ...     query_positions=positions, key_positions=positions, causal=True, window=(2, 0)
-        ... )
-        >>> ax = te.plots.plot_mask(mask, key_tokens="the cat sat on the mat".split())
+        >>> tokens = te.TokenPositions.from_offset(0, 6)
+        >>> mask = te.AttentionMask(tokens, causal=True, window=(2, 0))
+        >>> ax = te.plots.plot_mask(mask.dense(), key_tokens="the cat sat on the mat".split())
         >>> [text.get_text() for text in ax.get_legend().get_texts()]
         ['may attend', 'hidden']
 

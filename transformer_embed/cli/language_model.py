@@ -33,7 +33,7 @@ def next_byte_logits(
     """
     embed = te.TransformerEmbedding(config)
     positions = jnp.arange(ids.shape[1])
-    mask = te.attention_mask(query_positions=positions, key_positions=positions, causal=True)
+    mask = te.AttentionMask(te.TokenPositions(positions), causal=True).dense()
     x = embed(ids, is_training=is_training)
     for _ in range(NUM_LAYERS):
         x = x + _attention(_norm(x), mask)

@@ -118,18 +118,14 @@ def _draw_mask(args: argparse.Namespace, ax: Any) -> str:
     if args.prefix > len(positions):
         raise UserError(f"--prefix: wanted at most the {len(positions)} tokens, got {args.prefix}")
     _check_font(args.tokens or (), args.font)
-    # Two of the same block may attend to each other.
-    prefix = np.where(positions < args.prefix, 0, -1) if args.prefix else None
-    mask = te.attention_mask(
-        query_positions=positions,
-        key_positions=positions,
+    mask = te.AttentionMask(
+        # Two of the same block may attend to each other.
+        te.TokenPositions(positions, block_ids=np.where(positions < args.prefix, 0, -1)),
         causal=not args.bidirectional,
         window=args.window and tuple(args.window),
         chunk=args.chunk,
-        query_block_ids=prefix,
-        key_block_ids=prefix,
     )
-    full = np.broadcast_to(mask, (1, 1, len(positions), len(positions)))
+    full = np.broadcast_to(mask.dense(), (1, 1, len(positions), len(positions)))
     te.plots.plot_mask(full, ax=ax, query_tokens=args.tokens, key_tokens=args.tokens)
     words = ["bidirectional mask" if args.bidirectional else "causal mask"]
     if args.window:

@@ -24,8 +24,7 @@ Ranges = dict[str, Range]
 def may_attend(
     queries: Ranges, keys: Ranges, causal: bool, window: Window | None, every: bool = True
 ) -> Bool[Array, "..."]:
-    """Whether every query of a range may attend to every key of a range, in the smallest shape that
-    the ranges broadcast to.
+    """Whether every query of a range may attend to every key of a range, in the smallest shape.
 
     This is the only place that states the rule; it is jnp on its arguments alone. For
     `every=False`, whether some query may attend to some key as far as the ranges tell.
@@ -93,8 +92,10 @@ def ranges_of_each(tokens: Tokens, axes: tuple[int, ...]) -> Ranges:
 def _is_within(
     first: Integer[Array, "..."], second: Integer[Array, "..."], distance: int
 ) -> Bool[Array, "..."]:
-    """`first - second <= distance`. The difference may not fit the dtype, but it fits the unsigned
-    one if it is not negative."""
+    """`first - second <= distance`.
+
+    The difference may not fit the dtype, but it fits the unsigned one if it is not negative.
+    """
     if distance == 0:
         return first <= second
     unsigned = jnp.uint64 if first.dtype == jnp.int64 else jnp.uint32

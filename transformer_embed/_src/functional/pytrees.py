@@ -13,8 +13,7 @@ Class = TypeVar("Class", bound=type)
 
 
 def pytree(*static: str) -> Callable[[Class], Class]:
-    """A decorator that registers a dataclass as a pytree which `jax.export` can serialise, with
-    these fields static.
+    """A decorator that makes a dataclass a pytree with these static fields, for jax.export too.
 
     Unlike `jax.tree_util.register_dataclass`, it does not call the class to make an instance of new
     leaves, so these are not checked: jax also puts shapes, shardings or None there.

@@ -53,8 +53,7 @@ def tile_kinds(
     window: Window | None,
     chunk: int | None,
 ) -> Int8[Array, "b m n"]:
-    """The kinds of tiles as `AttentionMask.tile_kinds` describes them; keys are None in
-    self-attention."""
+    """The kinds of tiles of `AttentionMask.tile_kinds`; keys are None in self-attention."""
     tokens, others = fields(queries, queries if keys is None else keys, None)
     lengths = tokens["positions"].shape[1], others["positions"].shape[1]
     if 0 in lengths:
@@ -83,7 +82,7 @@ def _of_tiles(
     causal: bool,
     window: Window | None,
 ) -> Int8[Array, "b m n"]:
-    """The kinds of tiles. The ranges that come second hold in the rows that are apart.
+    """The kinds of tiles; the ranges that come second hold in the rows that are apart.
 
     It takes some queries at a time. If XLA could fuse the comparisons with what leads to the
     ranges, it would compute that again for each tile; it does not fuse into a loop.
@@ -195,8 +194,10 @@ def _runs_of(
 
 
 def _are_apart(runs: _Runs, segments: Integer[Array, "b t"]) -> Bool[Array, "b"]:
-    """In which rows each segment is one run whose positions rise by one: there, two tokens of a
-    segment are as far apart in position as in the row."""
+    """In which rows each segment is one run whose positions rise by one.
+
+    There, two tokens of a segment are as far apart in position as in the row.
+    """
 
     def is_once() -> Array:
         ordered = jnp.sort(segments, axis=1)

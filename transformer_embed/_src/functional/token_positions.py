@@ -1,5 +1,4 @@
-"""The position and the segment of each token, for batches with padding on either side, packed
-sequences and decoding."""
+"""The position and the segment of each token: padding on either side, packing, decoding."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +15,7 @@ from transformer_embed._src.functional.pytrees import pytree
 
 
 @pytree("arrangement")
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, init=False)
 class TokenPositions:
     """The position and the segment of each token in a batch.
 
@@ -66,16 +65,20 @@ class TokenPositions:
     block_ids: Array | None = None
     arrangement: str = dataclasses.field(default="any", init=False)
 
-    def __post_init__(self) -> None:
-        arrays = {
-            name: arguments.rows(name, arguments.as_ordered(name, value))
-            for name, value in arrays_of(self).items()
-        }
+    def __init__(
+        self,
+        positions: ArrayLike,
+        segment_ids: ArrayLike | None = None,
+        block_ids: ArrayLike | None = None,
+    ):
+        ids = {"segment_ids": segment_ids, "block_ids": block_ids}
+        arrays = {"positions": _as_rows("positions", positions)}
+        arrays |= {name: _as_rows(name, value) for name, value in ids.items() if value is not None}
         for name, array in arrays.items():
             length = arrays["positions"].shape[1]
             arguments.check_same(name, "the length of positions", array.shape[1], length)
         arguments.check_numbers_of_rows(arrays)
-        arguments.set_fields(self, **arrays)
+        arguments.set_fields(self, **ids | arrays)
 
     @property
     def padding_mask(self) -> Bool[Array, "b t"]:
@@ -100,18 +103,6 @@ class TokenPositions:
         if self.segment_ids is None:
             return jnp.ones_like(self.positions)
         return self.segment_ids
-
-    def queries(self) -> dict[str, Any]:
-        """The keyword arguments of `attention_mask` that describe these tokens as queries."""
-        return {"query_positions": self.positions, "query_segment_ids": self.segment_ids}
-
-    def keys(self) -> dict[str, Any]:
-        """The keyword arguments of `attention_mask` that describe these tokens as keys."""
-        return {
-            "key_positions": self.positions,
-            "key_segment_ids": self.segment_ids,
-            "padding_mask": self.padding_mask,
-        }
 
     def with_block_ids(self, block_ids: ArrayLike) -> "TokenPositions":
         """The same tokens in numbered blocks, such as a prefix or the patches of an image.
@@ -318,7 +309,7 @@ class TokenPositions:
             >>> import transformer_embed as te
             >>> step = te.TokenPositions.from_offset([5, 2], 1)
             >>> cache = te.TokenPositions.from_lengths([6, 3], 8)
-            >>> mask = te.attention_mask(**step.queries(), **cache.keys(), causal=True)
+            >>> mask = te.AttentionMask(step, cache, causal=True).dense()
             >>> mask[:, 0, 0].astype(int).tolist()
             [[1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0, 0]]
 
@@ -349,6 +340,10 @@ def check_token_positions(name: str, value: Any) -> None:
     if not isinstance(value, TokenPositions):
         want = "a TokenPositions, from te.TokenPositions.from_ids(ids, pad_id=0) for example"
         raise arguments.type_error(name, want, f"a {type(value).__name__}")
+
+
+def _as_rows(name: str, value: ArrayLike) -> Integer[Array, "b t"]:
+    return arguments.rows(name, arguments.as_ordered(name, value))
 
 
 def _arranged(
