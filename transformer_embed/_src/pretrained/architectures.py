@@ -63,6 +63,10 @@ def _share(default: float, name: str = "") -> dict[str, Entry]:
     }
 
 
+def _softcap(name: str = "") -> dict[str, Entry]:
+    return {"final_logit_softcapping": Entry(Positive | None, names=name)}
+
+
 # --- Entries.
 
 _SIZES = {"vocab_size": Entry(SIZE), "hidden_size": Entry(SIZE)} | _is_tied(True)
@@ -91,6 +95,7 @@ _T5 = (
         "relative_attention_num_buckets": Entry(SIZE),
         "relative_attention_max_distance": Entry(int, 128, may_guess=False),
         "dropout_rate": Entry(Rate, Rate(0.1)),
+        "scale_decoder_outputs": Entry(bool, True),
     }
 )
 _ROTARY = (
@@ -104,6 +109,7 @@ _ROTARY = (
         "original_max_position_embeddings": Entry(SIZE),
     }
 )
+_LOGIT_SCALE = {"logit_scale": Entry(Positive, 0.0625)}
 _PARTIAL = _ROTARY | _share(0.5)
 _BY_LAYER = (
     _ROTARY
@@ -119,7 +125,9 @@ _BY_LAYER = (
 )
 # As in Cohere 2: layers with a sliding window rotate, those with full attention do not.
 _SLIDING_ROTATES = (SLIDING, FULL)
-_MULTIPLIED = _ROTARY | _scale("embedding_multiplier", 1.0)
+_MULTIPLIED = (
+    _ROTARY | _scale("embedding_multiplier", 1.0) | {"logits_scaling": Entry(Positive, 1.0)}
+)
 _ABSOLUTE = {
     "position_embedding_type": (
         ("absolute", None),
@@ -164,6 +172,7 @@ ARCHITECTURES = (
         types="bert dpr ernie splinter visual_bert align_text_model "
         "chinese_clip_text_model flava_text_model layoutlm fnet roc_bert markuplm tapas",
         tensors=_BERT_TENSORS,
+        has_other_output=True,
         entries=_BERT,
         positions=Positions(),
         refused={
@@ -180,6 +189,7 @@ ARCHITECTURES = (
     Architecture(
         types="big_bird",
         tensors=_BERT_TENSORS,
+        has_other_output=True,
         entries=_BERT | _scale("rescale_embeddings", False),
         scale="rescale_embeddings",
         positions=Positions(),
@@ -188,6 +198,7 @@ ARCHITECTURES = (
     Architecture(
         types="deberta deberta-v2",
         tensors=_BERT_TENSORS | _OPTIONAL,
+        has_other_output=True,
         entries=_BERT,
         positions=Positions(),
         refused={"embeddings.embed_proj.weight": "a linear layer follows the tables"},
@@ -197,6 +208,7 @@ ARCHITECTURES = (
         "roberta-prelayernorm altclip_text_model bridgetower_text_model clap_text_model "
         "layoutlmv3 lilt",
         tensors=_BERT_TENSORS,
+        has_other_output=True,
         entries=_BERT | _pad_id(),
         positions=_AFTER_PADDING,
         prefixes=("roberta.",),
@@ -209,24 +221,28 @@ ARCHITECTURES = (
     Architecture(
         types="xlm-roberta-xl",
         tensors=_BERT_TOKENS | _BERT_POSITIONS | _BERT_TYPES,
+        has_other_output=True,
         entries=_BERT | _pad_id(),
         positions=_AFTER_PADDING,
     ),
     Architecture(
         types="megatron-bert",
         tensors=_BERT_TOKENS | _BERT_POSITIONS | _BERT_TYPES,
+        has_other_output=True,
         entries=_BERT,
         positions=Positions(),
     ),
     Architecture(
         types="mpnet",
         tensors=_BERT_TOKENS | _BERT_POSITIONS | _BERT_NORM,
+        has_other_output=True,
         entries=_BERT,
         positions=_AFTER_PADDING._replace(padding=1),
     ),
     Architecture(
         types="bert-generation blip_text_model git",
         tensors=_BERT_TOKENS | _BERT_POSITIONS | _BERT_NORM,
+        has_other_output=True,
         entries=_BERT,
         positions=Positions(),
     ),
@@ -235,12 +251,14 @@ ARCHITECTURES = (
         tensors=_BERT_TOKENS
         | _BERT_TYPES
         | {NORM_SCALE: ("emb_ln.weight",), NORM_OFFSET: ("emb_ln.bias",)},
+        has_other_output=True,
         entries=_BERT | _ROTARY | _is_tied(True) | _share(1.0),
         rotary=Rotary(),
     ),
     Architecture(
         types="distilbert",
         tensors=_BERT_TOKENS | _BERT_POSITIONS | _BERT_NORM,
+        has_other_output=True,
         entries=_LEARNED | _width("dim") | {"dropout": Entry(Rate, Rate(0.1))},
         positions=Positions(),
         norm_eps=1e-12,
@@ -253,6 +271,7 @@ ARCHITECTURES = (
             WIDEN: ("encoder.embedding_hidden_mapping_in.weight",),
             WIDEN_OFFSET: ("encoder.embedding_hidden_mapping_in.bias",),
         },
+        has_other_output=True,
         entries=_BERT | {"embedding_size": Entry(SIZE)},
         positions=Positions(),
         has_unique_names=True,
@@ -262,6 +281,7 @@ ARCHITECTURES = (
         types="electra convbert",
         tensors=_BERT_TENSORS
         | {WIDEN: ("?embeddings_project.weight",), WIDEN_OFFSET: ("?embeddings_project.bias",)},
+        has_other_output=True,
         entries=_BERT | {"embedding_size": Entry(SIZE)},
         positions=Positions(),
         prefixes=("electra.",),
@@ -275,6 +295,7 @@ ARCHITECTURES = (
             NORM_SCALE: ("layer_norm_emb.weight",),
             NORM_OFFSET: ("layer_norm_emb.bias",),
         },
+        has_other_output=True,
         entries=_BERT | _width("emb_dim"),
         positions=Positions(),
     ),
@@ -429,6 +450,7 @@ ARCHITECTURES = (
             TOKENS: ("embeddings.token_embedding.weight",),
             POSITIONS: ("embeddings.position_embedding.weight",),
         },
+        has_other_output=True,
         entries=_LEARNED,
         positions=Positions(),
         has_unique_names=True,
@@ -456,7 +478,13 @@ ARCHITECTURES = (
         rotary=Rotary(),
     ),
     Architecture(
-        types="cohere helium ernie4_5 ernie4_5_moe deepseek_v2 glm_moe_dsa openai_privacy_filter",
+        types="cohere",
+        tensors=_DECODER,
+        entries=_ROTARY | _is_tied(True) | _LOGIT_SCALE,
+        rotary=Rotary("interleaved"),
+    ),
+    Architecture(
+        types="helium ernie4_5 ernie4_5_moe deepseek_v2 glm_moe_dsa openai_privacy_filter",
         tensors=_DECODER,
         entries=_ROTARY,
         rotary=Rotary("interleaved"),
@@ -470,7 +498,7 @@ ARCHITECTURES = (
     Architecture(
         types="cohere2",
         tensors=_DECODER,
-        entries=_ROTARY | _is_tied(True),
+        entries=_ROTARY | _LOGIT_SCALE | _is_tied(True),
         rotary=Rotary("interleaved", kinds=_SLIDING_ROTATES),
     ),
     Architecture(
@@ -500,14 +528,14 @@ ARCHITECTURES = (
     Architecture(
         types="gemma gemma2 vaultgemma",
         tensors=_DECODER,
-        entries=_ROTARY | _is_tied(True),
+        entries=_ROTARY | _is_tied(True) | _softcap(),
         scale=True,
         rotary=Rotary(),
     ),
     Architecture(
         types="recurrent_gemma",
         tensors=_DECODER,
-        entries=_PARTIAL | _is_tied(True),
+        entries=_PARTIAL | _is_tied(True) | _softcap("logits_soft_cap"),
         scale=True,
         rotary=Rotary(),
     ),
@@ -515,7 +543,7 @@ ARCHITECTURES = (
         types="gemma3 gemma3_text gemma3n_text gemma4_text gemma4_unified_text "
         "embedding_gemma2_text",
         tensors=_DECODER,
-        entries=_BY_LAYER,
+        entries=_BY_LAYER | _softcap(),
         scale=True,
         rotary=Rotary(by_layer=True),
         refused={
@@ -535,6 +563,7 @@ ARCHITECTURES = (
             NORM_SCALE: ("embeddings.norm.weight",),
             NORM_OFFSET: ("?embeddings.norm.bias",),
         },
+        has_other_output=True,
         entries=_BY_LAYER
         | _eps(1e-5, "norm_eps")
         | {
@@ -547,16 +576,24 @@ ARCHITECTURES = (
         has_unique_names=True,
     ),
     Architecture(
-        types="granite granitemoe granitemoeshared granitemoehybrid granite_docling_text "
-        "hyperclovax falcon_h1",
+        types="granite granitemoe granitemoeshared granitemoehybrid granite_docling_text",
         tensors=_DECODER,
         entries=_MULTIPLIED,
         scale="embedding_multiplier",
         rotary=Rotary(),
     ),
     Architecture(
+        types="hyperclovax falcon_h1",
+        tensors=_DECODER,
+        entries=_ROTARY | _scale("embedding_multiplier", 1.0),
+        scale="embedding_multiplier",
+        rotary=Rotary(),
+        has_other_output=True,
+    ),
+    Architecture(
         types="minicpm minicpm3",
         tensors=_DECODER,
+        has_other_output=True,
         entries=_ROTARY | _is_tied(True) | _scale("scale_emb", 12.0),
         scale="scale_emb",
         rotary=Rotary(),
@@ -678,6 +715,8 @@ DEFAULTS: tuple[tuple[str, Any, str], ...] = (
         "gpt_oss ministral3 apertus cwm higgs_audio_v2 openai_privacy_filter gemma4_text "
         "gemma4_unified_text",
     ),
+    ("final_logit_softcapping", 30.0, "gemma2 vaultgemma recurrent_gemma gemma3n_text"),
+    ("logits_scaling", 4.0, "granite_docling_text"),
     ("scale_embedding", True, "plbart bigbird_pegasus"),
     ("tie_word_embeddings", False, "git rembert fsmt mamba2"),
     (

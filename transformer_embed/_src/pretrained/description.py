@@ -105,6 +105,7 @@ class Architecture:
         norm_eps: of the layer norm if it is fixed.
         rotary: None: nothing is rotated.
         alibi: the arguments of `alibi_bias` besides the number of heads; None: it is not used.
+        has_other_output: whether layers stand before its output layer, as in BERT.
         prefixes: prefixes of checkpoints that no other architecture has.
         has_unique_names: whether no other architecture has the names of `tensors`.
         refused: tensors that show that the input layer is different, with the reason.
@@ -119,6 +120,7 @@ class Architecture:
     norm_eps: float | None = None
     rotary: Rotary | None = None
     alibi: Mapping[str, Any] | None = None
+    has_other_output: bool = False
     prefixes: tuple[str, ...] = ()
     has_unique_names: bool = False
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -201,7 +203,7 @@ class Architecture:
             "scheme": self._scheme(value, shapes),
             "scale": value[self.scale] if isinstance(self.scale, str) else self.scale,
             "dropout_rate": next((value[name] for name in RATES if name in value), 0.0),
-            "output": OutputLayer() if value["tie_word_embeddings"] else None,
+            "output": self._output(value, width),
         }
         if TOKEN_TYPES in shapes:
             options["num_token_types"] = get("type_vocab_size") or shapes[TOKEN_TYPES][0]
@@ -211,6 +213,15 @@ class Architecture:
             options["embedding_width"] = get("embedding_size") or width
         rotary = self.rotary and self._rotary(self.rotary, value, options["d_model"])
         return LayerArguments(options, rotary, self._bias(value, shapes, stack))
+
+    def _output(self, value: Mapping[str, Any], width: int) -> OutputLayer | None:
+        """The output layer; None if it has a table of its own, or layers before it."""
+        if self.has_other_output or not value["tie_word_embeddings"]:
+            return None
+        scale = value.get("logit_scale", 1.0) / value.get("logits_scaling", 1.0)
+        if value.get("scale_decoder_outputs"):
+            scale = width**-0.5
+        return OutputLayer(softcap=value.get("final_logit_softcapping"), scale=scale)
 
     def _scheme(self, value: Mapping[str, Any], shapes: Shapes) -> Scheme | None:
         """The position scheme; a learned table has `start` more rows than config.json says."""
