@@ -21,6 +21,7 @@ import public
 import pytest
 from collectives import collectives
 from contexts import set_mesh
+from jax.experimental.pallas.ops.tpu import splash_attention
 from jax.sharding import NamedSharding, PartitionSpec
 from targets import TargetError, target
 
@@ -327,6 +328,53 @@ def test_a_sharded_program_on_a_tpu_sends_nothing_of_the_size_of_a_table(tpu):
     shard = params["embeddings"].array.shape[0] * WIDTH / 2
     for each in collectives(tpu.compile(jax.value_and_grad(loss, (0, 1)), x, params, ids)):
         assert each.largest <= shard
+
+
+TILES = splash_attention.BlockSizes(*[512] * 8)
+
+
+def splash(arguments, heads):
+    """One kernel for all rows of the batch."""
+    mask, segment_ids = arguments.splash_attention(heads.shape[1])
+    kernel = splash_attention.make_splash_mha(
+        mask, head_shards=1, q_seq_shards=1, block_sizes=TILES
+    )
+    return jax.vmap(lambda row, ids: kernel(row, row, row, segment_ids=ids))(heads, segment_ids)
+
+
+def skipping_splash(arguments, heads):
+    """A kernel for each row."""
+    kernels, segment_ids = arguments.splash_kernels(heads.shape[1], block_sizes=TILES)
+    attend = jax.vmap(lambda kernel, row, ids: kernel(row, row, row, segment_ids=ids))
+    return attend(kernels, heads, segment_ids)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("attend", [splash, skipping_splash])
+def test_splash_attention_on_a_tpu_makes_nothing_for_pairs_of_tokens(tpu, attend):
+    """131072 packed tokens, causal with a window, value and gradient."""
+    length = 131_072
+
+    def loss(heads, segment_ids):
+        tokens = te.TokenPositions.from_segment_ids(segment_ids)
+        rule = te.AttentionMask(tokens, causal=True, window=(1023, 0))
+        return attend(te.KernelArguments(rule), heads).astype(jnp.float32).sum()
+
+    heads, ids = of(jnp.bfloat16, 1, 8, length, 128), of(jnp.int32, 1, length)
+    facts = tpu.facts(jax.value_and_grad(loss), *tpu.like((heads, ids)))
+    # Segment ids repeated over 128 lanes, and a few arrays of the size of the heads.
+    assert facts.temporaries < 12 * heads.size * 2
+    assert not re.search(r"pred\[[\d,]*131072,131072\]", facts.text)
+
+
+@needs_libtpu
+def test_the_kinds_of_a_million_tokens_tiles_on_a_tpu(tpu):
+    def kinds(segment_ids):
+        tokens = te.TokenPositions.from_segment_ids(segment_ids)
+        return te.AttentionMask(tokens, causal=True, window=(1023, 0)).tile_kinds((512, 512))
+
+    facts = tpu.facts(kinds, tpu.like(of(jnp.int32, 1, 2**20)))
+    assert facts.temporaries < 64 * 2**20
 
 
 @needs_libtpu

@@ -8,6 +8,7 @@ from transformer_embed import plots, pretrained, rows, sharding
 from transformer_embed._src.functional.attention_mask import AttentionMask
 from transformer_embed._src.functional.cross_entropy import linear_cross_entropy
 from transformer_embed._src.functional.dropout import dropout
+from transformer_embed._src.functional.kernel_arguments import KernelArguments
 from transformer_embed._src.functional.lookup import check_ids, lookup
 from transformer_embed._src.functional.masks import (
     causal_mask,
@@ -54,6 +55,7 @@ __all__ = [
     "DynamicNTKScaling",
     "Embedder",
     "EmbedderConfig",
+    "KernelArguments",
     "Learned",
     "LinearScaling",
     "Llama3Scaling",

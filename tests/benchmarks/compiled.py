@@ -11,6 +11,7 @@ run, so nothing is timed.
 
 import argparse
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -35,6 +36,7 @@ import peers
 import rows
 from attention_inputs import BASE, SHAPE
 from harness import environment, markdown_table
+from jax.experimental.pallas.ops.tpu import splash_attention
 from jax.sharding import NamedSharding, PartitionSpec
 from peers import BATCH, D_MODEL, LENGTH, RATE, VOCAB_SIZE
 from sharding import IDS, WAYS, WIDTH, all_reduce, arguments_of, step_of
@@ -198,6 +200,55 @@ def mask(on: Target) -> dict[str, Program]:
     return {OURS: (ours, (padding,)), "float32 product": (usual, (padding,))}
 
 
+def attention(on: Target, length: int) -> dict[str, Program]:
+    """Packed documents, causal with a window of 1024 tokens: the dense mask, and the same rule for
+    splash attention."""
+    heads = on.array((1, 8, length, 128), jnp.bfloat16)
+    arguments = heads, heads, heads, on.array((1, length), jnp.int32)
+    sizes = splash_attention.BlockSizes(*[512] * 8)
+
+    def rule_of(segment_ids):
+        tokens = te.TokenPositions.from_segment_ids(segment_ids)
+        return te.AttentionMask(tokens, causal=True, window=(1023, 0))
+
+    def skipping(queries, keys, values, segment_ids):
+        kernels, ids = te.KernelArguments(rule_of(segment_ids)).splash_kernels(
+            heads.shape[1], block_sizes=sizes
+        )
+        attend = jax.vmap(lambda kernel, *row: kernel(*row[:3], segment_ids=row[3]))
+        return attend(kernels, queries, keys, values, ids)
+
+    def splash(queries, keys, values, segment_ids):
+        mask, ids = te.KernelArguments(rule_of(segment_ids)).splash_attention(heads.shape[1])
+        kernel = splash_attention.make_splash_mha(
+            mask, head_shards=1, q_seq_shards=1, block_sizes=sizes
+        )
+        attend = jax.vmap(lambda *row: kernel(*row[:3], segment_ids=row[3]))
+        return attend(queries, keys, values, ids)
+
+    def dense(queries, keys, values, segment_ids):
+        return jax.nn.dot_product_attention(
+            *(array.swapaxes(1, 2) for array in (queries, keys, values)),
+            mask=rule_of(segment_ids).dense(),
+        )
+
+    return {
+        OURS: (skipping, arguments),
+        "splash attention, every tile of the window": (splash, arguments),
+        "dot_product_attention, dense mask": (dense, arguments),
+    }
+
+
+def tile_kinds(on: Target) -> dict[str, Program]:
+    """Of a million packed tokens, causal with a window of 1024, in tiles of 512."""
+
+    def ours(segment_ids):
+        tokens = te.TokenPositions.from_segment_ids(segment_ids)
+        return te.AttentionMask(tokens, causal=True, window=(1023, 0)).tile_kinds((512, 512))
+
+    return {OURS: (ours, (on.array((1, 2**20), jnp.int32),))}
+
+
 def tied_loss(on: Target) -> dict[str, Program]:
     """Value and gradients, 4096 tokens, 32000 words, width 256."""
     arguments = on.array((4096, 256)), on.array((VOCAB_SIZE, 256)), on.array((4096,), jnp.int32)
@@ -234,6 +285,9 @@ PROGRAMS: Mapping[str, Callable[[Target], dict[str, Program]]] = {
     "rotary, float32": functools.partial(rotary, dtype="float32"),
     "rotary, bfloat16": functools.partial(rotary, dtype="bfloat16"),
     "mask": mask,
+    "attention, 16384 tokens": functools.partial(attention, length=16384),
+    "attention, 131072 tokens": functools.partial(attention, length=131072),
+    "tile kinds, 2**20 tokens": tile_kinds,
     "tied cross-entropy": tied_loss,
     "Adam step by rows": step_by_rows,
 }
@@ -252,15 +306,24 @@ def programs_table(on: Target, names: list[str]) -> str:
     ]
     lines = []
     for name in tqdm(names, desc="compile", leave=False):
-        found = {
-            line: on.facts(function, *arguments)
-            for line, (function, arguments) in PROGRAMS[name](on).items()
-        }
-        lines += [
-            [name if line == OURS else "", line, *_cells(facts, found[OURS])]
-            for line, facts in found.items()
-        ]
+        programs = PROGRAMS[name](on)
+        ours = on.facts(*_call(programs.pop(OURS)))
+        lines.append([name, OURS, *_cells(ours, ours)])
+        for line, program in programs.items():
+            try:
+                cells = _cells(on.facts(*_call(program)), ours)
+            except jax.errors.JaxRuntimeError as error:
+                needed = re.search(r"HLO temporaries \((\S+)\) exceeds", str(error))
+                if not needed:
+                    raise
+                cells = ["-", f"{needed[1]}B, more than the chip has", "-", "-", "-"]
+            lines.append(["", line, *cells])
     return markdown_table(columns, lines)
+
+
+def _call(program: Program) -> tuple[Any, ...]:
+    function, arguments = program
+    return function, *arguments
 
 
 def _cells(facts: Facts, ours: Facts) -> list[str]:

@@ -1,0 +1,467 @@
+"""The rule of a mask in the arguments of fused attention kernels, or an error that says why not.
+
+The kernels know row indices and segment ids, but no positions. `_in_row_indices` is the translation
+that all of them share; each method adds what its kernel cannot say.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int8, Int32, Integer
+
+from transformer_embed._src import arguments
+from transformer_embed._src.functional.attention_mask import AttentionMask
+from transformer_embed._src.functional.attention_rule import Window
+from transformer_embed._src.functional.compiled import compiled
+from transformer_embed._src.functional.token_positions import TokenPositions
+
+WAY_OUT = "; rule.dense() and rule.tile() can say it"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KernelArguments:
+    """The arguments with which fused attention kernels apply a rule, without a mask [T, S].
+
+    Each kernel takes flags, lengths or segment ids of its own, and compares row indices instead of
+    positions. A method returns the arguments of one kernel that mean exactly the rule, or raises a
+    ValueError that names the part which the kernel cannot express. Outputs of queries at padding
+    are finite, and differ from kernel to kernel.
+
+    Args:
+        rule: the rule. A causal mask, a window or a chunk needs self-attention of tokens from a
+            constructor of TokenPositions; a window needs one other than `from_ids`, which allows
+            padding between tokens.
+        batch_size: B of the queries, to repeat what a rule with one row for all rows says. None:
+            the rule's number of rows.
+
+    Raises:
+        TypeError: rule is not an AttentionMask, or batch_size is not a Python int.
+        ValueError: batch_size is less than 1, or the rule has another number of rows.
+
+    Example:
+        >>> import jax
+        >>> import transformer_embed as te
+        >>> tokens = te.TokenPositions.from_lengths([3, 2], 4)
+        >>> rule = te.AttentionMask(tokens, causal=True, window=(1, 0))
+        >>> options = te.KernelArguments(rule).dot_product_attention()
+        >>> options["is_causal"], options["local_window_size"]
+        (True, (1, 0))
+        >>> options["key_value_seq_lengths"].tolist()
+        [3, 2]
+        >>> heads = jax.random.normal(jax.random.key(0), [2, 4, 1, 8])
+        >>> jax.nn.dot_product_attention(heads, heads, heads, **options).shape
+        (2, 4, 1, 8)
+
+    Source:
+        Dao et al., "FlashAttention" (2022), section 3.1, https://arxiv.org/abs/2205.14135, on
+        attention that holds one tile at a time.
+    """
+
+    rule: AttentionMask
+    batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rule, AttentionMask):
+            got = f"a {type(self.rule).__name__}"
+            raise arguments.type_error("rule", "a te.AttentionMask", got)
+        if self.batch_size is not None:
+            size = arguments.size("batch_size", self.batch_size)
+            arguments.set_fields(self, batch_size=size)
+            for tokens in (self.rule.queries, _keys(self.rule)):
+                rows = arguments.rows("positions", tokens.positions).shape[0]
+                if rows not in (1, size):
+                    raise arguments.value_error("batch_size", f"the rule's {rows} rows", size)
+
+    def dot_product_attention(self) -> dict[str, Any]:
+        """Of `jax.nn.dot_product_attention`, as cuDNN takes them with `implementation="cudnn"`.
+
+        The rule may be self-attention of tokens without padding or padded on the right; attention
+        to another sequence that is padded on the right; or one query a row, as in decoding, to a
+        cache that is filled from the left. cuDNN itself refuses a window that reaches to the right.
+
+        Returns:
+            `is_causal`, and where they are needed `local_window_size`, `query_seq_lengths` and
+            `key_value_seq_lengths` (int32 [B]). With lengths, outputs of queries at padding are 0.
+
+        Raises:
+            ValueError: packed sequences, padding on the left, a chunk, block ids, or another part
+                that these arguments cannot express.
+        """
+        kernel = "jax.nn.dot_product_attention"
+        rule, keys = self.rule, _keys(self.rule)
+        _check_absent(kernel, block_ids=rule.queries.block_ids, chunk=rule.chunk)
+        for side, tokens in (("queries", rule.queries), ("keys", keys)):
+            if tokens.segment_ids is not None and tokens.arrangement not in ("right", "offset"):
+                want = (
+                    f"no padding, or all of it on the right, for {kernel}: tokens from"
+                    " TokenPositions.from_lengths or from_offset"
+                )
+                raise _refusal(side, want, f"the arrangement {tokens.arrangement!r}")
+        if rule.keys is not None and rule.queries.positions.shape[-1] == 1:
+            return _of_one_query(rule, self.batch_size)
+        in_rows = _in_row_indices(rule, kernel)
+        options: dict[str, Any] = {"is_causal": in_rows.causal}
+        left, right = in_rows.window
+        if left is not None or right is not None:
+            # None is no limit, and neither is the length. The right side of a causal window must be
+            # 0 for cuDNN's sake, which takes any other for a window to the right.
+            length = max(tokens.positions.shape[-1] for tokens in (rule.queries, keys))
+            right = 0 if in_rows.causal else right
+            options["local_window_size"] = tuple(
+                length if side is None else side for side in (left, right)
+            )
+        if "right" in (rule.queries.arrangement, keys.arrangement):
+            for side, tokens in (("query", rule.queries), ("key_value", keys)):
+                is_token = arguments.rows("padding_mask", tokens.padding_mask)
+                options[f"{side}_seq_lengths"] = _count(_for_batch(is_token, self.batch_size))
+        return options
+
+    def splash_attention(self, num_heads: int) -> tuple[Any, Any]:
+        """The mask and the segment ids of splash attention on TPUs.
+
+        The rule may be any but a causal one, a window or a chunk between two sequences. Block ids
+        must be known while tracing and the same in all rows, without a chunk.
+
+        Args:
+            num_heads: number of query heads.
+
+        Returns:
+            The `MultiHeadMask` [num_heads, T, S] for `make_splash_mha` or `make_splash_mqa`, which
+            is never made dense, and the `SegmentIds` int32 [B, T] and [B, S] for a `jax.vmap` of
+            the kernel over the rows of the batch; None if there is only one segment.
+
+        Raises:
+            TypeError: num_heads is not a Python int.
+            ValueError: splash attention cannot express a part of the rule.
+
+        Example:
+            >>> import transformer_embed as te
+            >>> tokens = te.TokenPositions.from_segment_ids([[1] * 100 + [2] * 28])
+            >>> rule = te.AttentionMask(tokens, causal=True, window=(63, 0))
+            >>> mask, segment_ids = te.KernelArguments(rule).splash_attention(num_heads=2)
+            >>> mask.shape, segment_ids.q.shape
+            ((2, 128, 128), (1, 128))
+        """
+        # Imported when they are used: Pallas takes longer to import than this package.
+        from jax.experimental.pallas.ops.tpu import splash_attention as splash  # noqa: PLC0415
+
+        from transformer_embed._src.functional import splash_mask  # noqa: PLC0415
+
+        rule, kernel = self.rule, "splash attention"
+        in_rows = _in_row_indices(rule, kernel)
+        shape = rule.queries.positions.shape[-1], _keys(rule).positions.shape[-1]
+        left, right = in_rows.window
+        right = 0 if in_rows.causal else right
+        mask = splash.FullMask(shape)
+        if left is not None or right is not None:
+            mask = splash_mask.IndexMask(shape, (left, right), 0)
+            if rule.queries.block_ids is not None:
+                _check_absent(f"{kernel} with block ids", chunk=rule.chunk)
+                mask = mask | splash_mask.BlockMask(_static_block_ids(rule.queries, kernel))
+        heads = splash.MultiHeadMask([mask] * arguments.size("num_heads", num_heads))
+        return heads, _segment_ids(splash.SegmentIds, in_rows, self.batch_size)
+
+    def splash_kernels(
+        self, num_heads: int, *, is_mqa: bool = False, **options: Any
+    ) -> tuple[Any, Any]:
+        """A splash kernel for each row of the batch, which skips the tiles of other documents.
+
+        The kernel of `splash_attention` computes every tile that the causal mask or the window
+        reaches, in all rows alike, and hides other documents inside. These kernels do not run a
+        tile in which their row allows no pair. Inside `jax.shard_map`, make them of the rows and
+        heads of the device.
+
+        Args:
+            num_heads: number of query heads.
+            is_mqa: False: `make_splash_mha`; True: `make_splash_mqa`.
+            **options: for that function, `block_sizes` for example; without `head_shards` and
+                `q_seq_shards`, which are 1.
+
+        Returns:
+            The kernels as one pytree whose arrays have a leading axis for the batch, and the
+            segment ids: call them in a `jax.vmap` over both.
+
+        Raises:
+            TypeError: num_heads is not a Python int.
+            ValueError: splash attention cannot express a part of the rule, or a size of a tile does
+                not divide the length.
+
+        Example:
+            >>> import jax
+            >>> import transformer_embed as te
+            >>> tokens = te.TokenPositions.from_segment_ids([[1] * 128 + [2] * 128])
+            >>> arguments = te.KernelArguments(te.AttentionMask(tokens, causal=True))
+            >>> kernels, segment_ids = arguments.splash_kernels(1, interpret=True)
+            >>> attend = jax.vmap(lambda kernel, *rows: kernel(*rows[:3], segment_ids=rows[3]))
+            >>> heads = jax.random.normal(jax.random.key(0), [1, 1, 256, 128])  # batch, heads, ..
+            >>> attend(kernels, heads, heads, heads, segment_ids).shape
+            (1, 1, 256, 128)
+
+        Source:
+            Levanter skips tiles of other documents in the same kernel,
+            https://github.com/marin-community/marin/pull/6330.
+        """
+        from jax.experimental.pallas.ops.tpu import splash_attention as splash  # noqa: PLC0415
+
+        mask, segment_ids = self.splash_attention(num_heads)
+        make = splash.make_splash_mqa if is_mqa else splash.make_splash_mha
+        kernel = make(mask, head_shards=1, q_seq_shards=1, **options)
+        sizes = kernel.kwargs["block_sizes"]
+
+        def by_row(info: Any, tile: tuple[int, int], by_keys: bool = False) -> Any:
+            kinds = _with_diagonal(self.rule.tile_kinds(tile))
+            return _of_each_row(info, _for_batch(kinds, self.batch_size), by_keys)
+
+        dq = kernel.dq_mask_info
+        # jax has no public name for the class of its kernels. They show the arrays by which they
+        # skip tiles, for the forward pass and for the gradients of queries and of keys; if one
+        # kernel computes both, there is none for queries alone.
+        kernels = type(kernel)(
+            by_row(kernel.fwd_mask_info, (sizes.block_q, sizes.block_kv)),
+            None if dq is None else by_row(dq, (sizes.block_q_dq, sizes.block_kv_dq)),
+            by_row(kernel.dkv_mask_info, (sizes.block_q_dkv, sizes.block_kv_dkv), by_keys=True),
+            **kernel.kwargs,
+        )
+        return kernels, segment_ids
+
+    def flash_attention(self) -> dict[str, Any]:
+        """Of Pallas' `flash_attention` on TPUs: a rule as for splash attention, but no window.
+
+        Returns:
+            `causal`, and `segment_ids`: `SegmentIds` int32 [B, T] and [B, S], or None.
+
+        Raises:
+            ValueError: a window, block ids, or another part that the kernel cannot express.
+        """
+        from jax.experimental.pallas.ops.tpu.flash_attention import SegmentIds  # noqa: PLC0415
+
+        in_rows = _without_window_or_blocks(self.rule, "flash_attention")
+        segment_ids = _segment_ids(SegmentIds, in_rows, self.batch_size)
+        return {"causal": in_rows.causal, "segment_ids": segment_ids}
+
+    def mha(self) -> dict[str, Any]:
+        """Of Pallas' `mha` on GPUs: self-attention, with neither a window nor block ids.
+
+        Returns:
+            `causal`, and `segment_ids`: int32 [B, T], or None.
+
+        Raises:
+            ValueError: a part that the kernel cannot express, or batch_size is None: the kernel
+                would read beyond the end of segment ids that have one row for all.
+        """
+        kernel = "Pallas' mha"
+        if self.batch_size is None:
+            want = f"the number of rows of the queries, for {kernel}"
+            raise arguments.value_error("batch_size", want, None)
+        if self.rule.keys is not None:
+            raise _refusal("keys", f"None (self-attention) for {kernel}", "another sequence")
+        in_rows = _without_window_or_blocks(self.rule, kernel)
+        segment_ids = None
+        if in_rows.segments is not None:
+            segment_ids = _for_batch(in_rows.segments[0], self.batch_size)
+        return {"causal": in_rows.causal, "segment_ids": segment_ids}
+
+
+class RowIndexRule(NamedTuple):
+    """A rule that compares row indices where `AttentionMask` compares positions."""
+
+    causal: bool
+    window: Window
+    segments: tuple[Int32[Array, "b t"], Int32[Array, "b s"]] | None
+
+
+def _in_row_indices(rule: AttentionMask, kernel: str) -> RowIndexRule:
+    """The rule in row indices and segment ids, block ids left out.
+
+    A constructor of TokenPositions lets positions rise along the tokens of a segment, so `causal`
+    may compare row indices instead. It lets them rise by one if no padding is in between, so a
+    window may, too. A chunk becomes a segment of its own.
+    """
+    left, right = rule.window or (None, None)
+    causal = rule.causal or right == 0
+    right = None if causal else right
+    has_window = left is not None or right is not None
+    if causal or has_window or rule.chunk is not None:
+        limits = "a causal mask, a window or a chunk"
+        if rule.keys is not None:
+            want = f"None (self-attention) for {limits} in {kernel}, which compares row indices"
+            raise _refusal("keys", want, "another sequence")
+        arrangement = rule.queries.arrangement
+        if arrangement == "any" or (has_window and arrangement == "ordered"):
+            want = f"positions that count the tokens of a row, for {limits} in {kernel}"
+            constructors = "from_lengths, from_segment_ids or from_offset"
+            got = f"the arrangement {arrangement!r}; use TokenPositions.{constructors}"
+            raise _refusal("queries", want, got)
+    return RowIndexRule(causal, (left, right), _segments(rule))
+
+
+def _segments(rule: AttentionMask) -> tuple[Array, Array] | None:
+    """Segment ids that are equal for one segment and chunk; None if all of them are."""
+    queries, keys = rule.queries, _keys(rule)
+    if rule.chunk is not None:
+        chunks = _segments_of_chunks(
+            arguments.rows("positions", queries.positions),
+            None if queries.segment_ids is None else arguments.rows("ids", queries.segment_ids),
+            rule.chunk,
+            queries.arrangement == "packed",
+        )
+        return chunks, chunks
+    if keys.segment_ids is None or queries.arrangement == keys.arrangement == "offset":
+        return None
+    key_segments = arguments.rows("segment_ids", keys.segment_ids)
+    if queries.segment_ids is not None:
+        return arguments.rows("segment_ids", queries.segment_ids), key_segments
+    # Without segments of their own, queries see the tokens of every segment.
+    one = jnp.ones((1, queries.positions.shape[-1]), jnp.int32)
+    return one, (key_segments != 0).astype(jnp.int32)
+
+
+def _without_window_or_blocks(rule: AttentionMask, kernel: str) -> RowIndexRule:
+    in_rows = _in_row_indices(rule, kernel)
+    has_window = in_rows.window != (None, None)
+    window = rule.window if has_window else None
+    _check_absent(kernel, window=window, block_ids=rule.queries.block_ids)
+    return in_rows
+
+
+def _of_one_query(rule: AttentionMask, batch_size: int | None) -> dict[str, Any]:
+    """The arguments for a query that sees a number of keys, counted from the left.
+
+    The keys lie in the order of their positions, and the query sees those up to some position.
+    """
+    if rule.window is not None and rule.window[0] is not None:
+        want = "no limit on the left for a single query in jax.nn.dot_product_attention"
+        raise _refusal("window", want, rule.window)
+    counts = _count(_for_batch(rule.dense()[:, 0, 0], batch_size))
+    return {"is_causal": False, "key_value_seq_lengths": counts}
+
+
+def _keys(rule: AttentionMask) -> TokenPositions:
+    return rule.queries if rule.keys is None else rule.keys
+
+
+def _refusal(name: str, want: str, got: Any) -> ValueError:
+    return arguments.value_error(name, want, f"{got}{WAY_OUT}")
+
+
+def _check_absent(kernel: str, **parts: Any) -> None:
+    """Raises a ValueError for a part that a kernel has no argument for."""
+    for name, part in parts.items():
+        if part is not None:
+            got = part if isinstance(part, int | tuple) else "an array"
+            raise _refusal(name, f"None for {kernel}, which has no argument for it", got)
+
+
+def _static_block_ids(queries: TokenPositions, kernel: str) -> np.ndarray:
+    if arguments.is_traced(queries.block_ids):
+        want = f"values known while tracing for {kernel}"
+        raise _refusal("block_ids", want, "a traced array")
+    rows = np.atleast_2d(np.asarray(queries.block_ids))
+    if (rows != rows[:1]).any():
+        want = f"the same in every row for {kernel}"
+        raise _refusal("block_ids", want, "rows that differ")
+    return rows[0]
+
+
+def _segment_ids(kind: Any, in_rows: RowIndexRule, batch_size: int | None) -> Any:
+    """As the kernel's own class, or None."""
+    if in_rows.segments is None:
+        return None
+    if batch_size is None:
+        batch_size = max(side.shape[0] for side in in_rows.segments)
+    return kind(*(_for_batch(side, batch_size) for side in in_rows.segments))
+
+
+def _for_batch(array: Array, batch_size: int | None) -> Array:
+    """The array with a row for each row of the batch."""
+    rows = array.shape[0] if batch_size is None else batch_size
+    return jnp.broadcast_to(array, (rows, *array.shape[1:]))
+
+
+def _of_each_row(info: Any, kinds: Int8[Array, "b q k"], by_keys: bool) -> Any:
+    """A splash kernel's steps for each row; what does not differ between rows is repeated."""
+    repeated = jax.tree.map(lambda array: jnp.broadcast_to(array, (len(kinds), *array.shape)), info)
+    data_next, block_mask = _steps(info.data_next, info.block_mask, kinds, by_keys)
+    return repeated._replace(data_next=data_next, block_mask=block_mask)
+
+
+# The functions below are compiled even if the caller is not.
+
+
+@compiled()
+def _count(is_token: Bool[Array, "b t"]) -> Int32[Array, "b"]:
+    return is_token.sum(axis=-1, dtype=jnp.int32)
+
+
+@compiled(2, 3)
+def _segments_of_chunks(
+    positions: Integer[Array, "b t"],
+    segment_ids: Integer[Array, "b t"] | None,
+    chunk: int,
+    packed: bool,
+) -> Int32[Array, "b t"]:
+    """Segment ids that differ where the segment or the chunk does; 0 at padding."""
+    chunks = (positions // chunk).astype(jnp.int32)
+    if segment_ids is None:
+        # Odd numbers are never 0. They wrap, but 2**31 chunks do not fit into a row.
+        return 2 * chunks + 1
+    if not packed:
+        return jnp.where(segment_ids != 0, 2 * chunks + 1, 0)
+    both = jnp.stack([chunks, segment_ids.astype(jnp.int32)])
+    starts = jnp.any(both != jnp.roll(both, 1, axis=-1), axis=0)
+    return jnp.where(segment_ids != 0, 1 + jnp.cumsum(starts, axis=-1, dtype=jnp.int32), 0)
+
+
+@compiled()
+def _with_diagonal(kinds: Int8[Array, "b q k"]) -> Int8[Array, "b q k"]:
+    """The kinds of tiles, with one that runs in each row of tiles.
+
+    Where all queries of a row of tiles are padding, no tile has a pair. The tile on the diagonal
+    runs there, since a softmax over no keys at all would make the outputs NaN.
+    """
+    queries, keys = kinds.shape[1:]
+    diagonal = jnp.arange(queries) * keys // queries
+    is_empty = jnp.all(kinds == 0, axis=-1, keepdims=True)
+    return jnp.where(is_empty & (jnp.arange(keys) == diagonal[:, None]), jnp.int8(1), kinds)
+
+
+@compiled(3)
+def _steps(
+    data_next: Integer[Array, "h i j"] | None,
+    block_mask: Integer[Array, "h i j"] | None,
+    kinds: Int8[Array, "b q k"],
+    by_keys: bool,
+) -> tuple[Integer[Array, "b h i j"], Integer[Array, "b h i j"]]:
+    """The tile that each step of the kernel's grid loads, and whether it runs it, for each row.
+
+    Args:
+        data_next: index of the tile of keys that step j loads for tile i of queries; if by_keys, of
+            the tile of queries that step i loads for tile j of keys. None: i or j itself.
+        block_mask: 0 for steps that the kernel does not run for any row. None: it runs all.
+    """
+    batch, queries, keys = kinds.shape
+    axis = 1 if by_keys else 2
+    if data_next is None or block_mask is None:
+        data_next = jax.lax.broadcasted_iota(jnp.int32, (1, queries, keys), axis)
+        block_mask = jnp.ones_like(data_next)
+    index = jnp.broadcast_to(data_next, (batch, *data_next.shape)).astype(jnp.int32)
+    kind = jnp.take_along_axis(kinds[:, None], index, axis=axis + 1)
+    runs = jnp.where(kind == 0, 0, block_mask)
+    # A step that runs nothing loads what the next one runs, so that nothing is loaded for it alone.
+    order = (0, 1, 3, 2) if by_keys else (0, 1, 2, 3)
+    in_order = runs.transpose(order).reshape(*runs.shape[:2], -1)
+    steps = jnp.arange(in_order.shape[-1], dtype=jnp.int32)
+    running = jnp.where(in_order > 0, steps, steps.size)
+    following = jax.lax.cummin(running, axis=2, reverse=True)
+    last = jnp.max(jnp.where(in_order > 0, steps, 0), axis=-1, keepdims=True)
+    loads = jnp.take_along_axis(
+        index.transpose(order).reshape(in_order.shape), jnp.minimum(following, last), axis=-1
+    )
+    shape = tuple(runs.shape[axis] for axis in order)
+    return (
+        loads.reshape(shape).transpose(order).astype(data_next.dtype),
+        runs.astype(block_mask.dtype),
+    )

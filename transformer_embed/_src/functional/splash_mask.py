@@ -1,0 +1,61 @@
+"""Static masks of splash attention that make few tiles. (Importing this imports Pallas.)"""
+
+import functools
+
+import numpy as np
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from jaxtyping import Bool
+
+Tile = tuple[slice, slice]
+
+
+class IndexMask(splash.LocalMask):
+    """Allows a difference of row indices, as its parent, which makes the bools of every tile.
+
+    At 131072 tokens these are 1.7e10. But a tile depends only on the difference of its first query
+    and its first key, and all tiles beyond the window are alike.
+    """
+
+    def __getitem__(self, tile: Tile) -> Bool[np.ndarray, "t s"]:
+        (query, queries_end, _), (key, keys_end, _) = map(slice.indices, tile, self.shape)
+        rows, columns, first = queries_end - query, keys_end - key, query - key
+        left, right = (self.shape[1] if side is None else side for side in self.window_size)
+        if right >= columns - 1 - first and first + rows - 1 <= left:
+            return _everywhere(rows, columns)
+        return _differences(
+            rows, columns, min(max(first, -right - rows), left + columns), left, right
+        )
+
+
+@functools.lru_cache(maxsize=1)
+def _everywhere(rows: int, columns: int) -> Bool[np.ndarray, "t s"]:
+    return np.ones((rows, columns), bool)
+
+
+@functools.lru_cache(maxsize=16)
+def _differences(
+    rows: int, columns: int, first: int, left: int, right: int
+) -> Bool[np.ndarray, "t s"]:
+    difference = first + np.arange(rows)[:, None] - np.arange(columns)
+    return (difference <= left) & (difference >= -right)
+
+
+class BlockMask(splash.Mask):
+    """Allows pairs in the same block, for block ids [T] that are at least 0."""
+
+    def __init__(self, block_ids: np.ndarray) -> None:
+        self.block_ids = block_ids
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.block_ids.size, self.block_ids.size
+
+    def __getitem__(self, tile: Tile) -> Bool[np.ndarray, "t s"]:
+        queries, keys = self.block_ids[tile[0], None], self.block_ids[None, tile[1]]
+        return (queries == keys) & (queries >= 0)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockMask) and np.array_equal(self.block_ids, other.block_ids)
+
+    def __hash__(self) -> int:
+        return hash(self.block_ids.tobytes())
