@@ -144,7 +144,8 @@ NOTHING_TO_COMPILE = {
         "NTKScaling",
         "YarnScaling",
     ),
-    *("Embedder", "EmbedderConfig", "Learned", "Sinusoidal", "SinusoidalGrid", "check_ids"),
+    *("Embedder", "EmbedderConfig", "KernelArguments", "Learned", "OutputLayer"),
+    *("Sinusoidal", "SinusoidalGrid", "check_ids"),
 }
 
 
