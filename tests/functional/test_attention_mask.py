@@ -437,3 +437,24 @@ def test_bad_arguments_raise_errors(kind, message, call):
     with pytest.raises(kind) as caught:
         call()
     assert str(caught.value) == message
+
+
+# --- Biases of a tile
+
+
+@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize(
+    "bias",
+    [
+        lambda queries, keys: te.alibi_bias(queries, keys, num_heads=3),
+        lambda queries, keys: te.alibi_bias(queries, keys, num_heads=3, symmetric=True),
+        te.relative_position_buckets,
+        lambda queries, keys: te.relative_position_buckets(queries, keys, bidirectional=False),
+    ],
+    ids=["alibi", "symmetric alibi", "buckets", "causal buckets"],
+)
+def test_a_bias_of_a_tile_is_the_tile_of_the_bias(kind, bias):
+    positions = some_tokens(kind, np.random.default_rng(0)).positions
+    whole = bias(positions, positions)
+    tile = bias(positions[:, 8:16], positions[:, 3:9])
+    np.testing.assert_array_equal(tile, whole[..., 8:16, 3:9])

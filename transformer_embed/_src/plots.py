@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.legend import Legend
 
-HIDDEN, ALLOWED = "#E6E6E6", "#0B3C5D"
+HIDDEN, SOME, ALLOWED = "#E6E6E6", "#6BAED6", "#0B3C5D"
 DIVERGING, SEQUENTIAL = "RdBu_r", "cividis"
 # Blue, vermilion, bluish green and black from Okabe and Ito's colour-blind-safe palette.
 BLUE, VERMILION, GREEN, BLACK = "#0072B2", "#D55E00", "#009E73", "#000000"
@@ -192,6 +192,8 @@ def plot_mask(
 
     Args:
         mask: bool [T, S], or [B, heads, T, S] as `AttentionMask.dense` makes it. True = may attend.
+            Or int8 [T / size, S / size], a row of `AttentionMask.tile_kinds`, drawn in three tones:
+            tiles in which no pair, some pairs or all pairs may attend.
         ax: where to draw; None: a new pyplot figure.
         query_tokens: [T] names for the queries; None: queries are numbered. A mask with one row for
             all queries (T = 1) is drawn with a row for each name.
@@ -204,7 +206,8 @@ def plot_mask(
         of the two tones beside it.
 
     Raises:
-        TypeError: mask is not bool, or is traced; ax is not an Axes; an index is not a Python int.
+        TypeError: mask is not bool or int8, or is traced; ax is not an Axes; an index is not a
+            Python int.
         ValueError: mask is of another rank or is empty; an index is missing or out of range; there
             is not one token for each row or column.
 
@@ -220,7 +223,12 @@ def plot_mask(
         Child et al., "Generating Long Sequences with Sparse Transformers" (2019), figure 3,
         https://arxiv.org/abs/1904.10509
     """
-    values = _one_matrix("mask", arguments.as_mask("mask", mask), batch_index, head)
+    tones = {"hidden": HIDDEN, "may attend": ALLOWED}
+    if getattr(mask, "dtype", None) == np.int8:
+        tones = {"no pair": HIDDEN, "some pairs": SOME, "all pairs": ALLOWED}
+        values = _one_matrix("mask", jnp.asarray(mask), batch_index, head)
+    else:
+        values = _one_matrix("mask", arguments.as_mask("mask", mask), batch_index, head)
     if query_tokens is not None and len(values) == 1:
         queries = len(arguments.sequence("query_tokens", query_tokens))
         values = np.repeat(values, max(queries, 1), axis=0)
@@ -228,18 +236,18 @@ def plot_mask(
     ax = _axes(ax)
     ax.imshow(
         values,
-        cmap=matplotlib_module("colors").ListedColormap([HIDDEN, ALLOWED]),
+        cmap=matplotlib_module("colors").ListedColormap(list(tones.values())),
         vmin=0,
-        vmax=1,
+        vmax=len(tones) - 1,
         interpolation="nearest",
     )
     _queries_and_keys(ax, values.shape, names)
     patch = matplotlib_module("patches").Patch
-    tones = [
-        patch(facecolor=ALLOWED, label="may attend"),
-        patch(facecolor=HIDDEN, edgecolor="grey", label="hidden"),
+    handles = [
+        patch(facecolor=tone, edgecolor="grey" if tone == HIDDEN else None, label=label)
+        for label, tone in reversed(tones.items())
     ]
-    _legend_beside(ax, handles=tones)
+    _legend_beside(ax, handles=handles)
     return ax
 
 
