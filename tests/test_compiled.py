@@ -36,9 +36,9 @@ needs_libtpu = pytest.mark.skipif(
 P = PartitionSpec
 
 CONFIG = te.EmbedderConfig(VOCAB, WIDTH, pad_id=0)
-EMBEDDER = te.make_embedder(CONFIG)
+EMBEDDER = te.Embedder(CONFIG)
 PARAMS = jax.eval_shape(EMBEDDER.init, jax.random.key(0))
-LEARNED = te.make_embedder(
+LEARNED = te.Embedder(
     te.EmbedderConfig(
         VOCAB, WIDTH, scheme=te.Learned(LENGTH), num_token_types=2, layer_norm_eps=1e-6
     )
@@ -105,7 +105,7 @@ FUNCTIONS = {
         jax.value_and_grad(lambda table, ids: jnp.sum(te.lookup(table, ids, pad_id=0) ** 2)),
         (TABLE, IDS),
     ),
-    "make_embedder": (
+    "Embedder": (
         lambda params, rng, ids: EMBEDDER.apply(params, rng, ids, is_training=True),
         (PARAMS, KEY, IDS),
     ),
@@ -144,7 +144,7 @@ NOTHING_TO_COMPILE = {
         "NTKScaling",
         "YarnScaling",
     ),
-    *("Embedder", "EmbedderConfig", "KernelArguments", "Learned", "OutputLayer"),
+    *("EmbedderConfig", "KernelArguments", "Learned", "OutputLayer"),
     *("Sinusoidal", "SinusoidalGrid", "check_ids"),
 }
 

@@ -706,7 +706,7 @@ def output_logits(output):
     if output.bias:
         params["output_bias"] = OFFSETS
     params = {tokens: {name: leaf.astype(np.float32) for name, leaf in params.items()}}
-    embedder = te.make_embedder(te.EmbedderConfig(11, 8, output=output))
+    embedder = te.Embedder(te.EmbedderConfig(11, 8, output=output))
     return embedder.logits(params, HIDDEN.astype(np.float32))
 
 

@@ -115,7 +115,7 @@ def init_state(params, mesh):
     )(params)
 
 
-EMBEDDER = te.make_embedder(te.EmbedderConfig(VOCAB_SIZE, D_MODEL, pad_id=0))
+EMBEDDER = te.Embedder(te.EmbedderConfig(VOCAB_SIZE, D_MODEL, pad_id=0))
 OPTIMIZER = optax.adam(0.01)
 
 

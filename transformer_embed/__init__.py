@@ -38,7 +38,7 @@ from transformer_embed._src.functional.sinusoidal import (
 )
 from transformer_embed._src.functional.token_positions import TokenPositions
 from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
-from transformer_embed._src.layers.embedder import Embedder, make_embedder
+from transformer_embed._src.layers.embedder import Embedder
 from transformer_embed._src.layers.modules import (
     PositionalEncoding,
     RelativePositionBias,
@@ -80,7 +80,6 @@ __all__ = [
     "linear_cross_entropy",
     "linear_logits",
     "lookup",
-    "make_embedder",
     "mask_to_bias",
     "padding_mask",
     "permute_rotary_weights",

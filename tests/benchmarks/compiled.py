@@ -56,7 +56,7 @@ def input_layer(on: Target, mode: str) -> dict[str, Program]:
     """`apply` beside Haiku's module with a constant table; `grad`: the gradient of a weighted sum,
     so that only the way back costs."""
     config = te.EmbedderConfig(VOCAB_SIZE, D_MODEL, dropout_rate=RATE)
-    embedder = te.make_embedder(config)
+    embedder = te.Embedder(config)
     sinusoid = peers.usual_sinusoid(LENGTH, D_MODEL)
 
     def ours(params, rng, ids):
@@ -119,7 +119,7 @@ def token_positions(on: Target) -> dict[str, Program]:
 def input_layer_by_positions(on: Target) -> dict[str, Program]:
     """Evaluation with a position of its own for each token."""
     config = te.EmbedderConfig(VOCAB_SIZE, D_MODEL)
-    embedder, ids = te.make_embedder(config), on.array((BATCH, LENGTH), jnp.int32)
+    embedder, ids = te.Embedder(config), on.array((BATCH, LENGTH), jnp.int32)
     params = on.like(
         peers.our_params(config, np.broadcast_to(np.float32(0), (VOCAB_SIZE, D_MODEL)))
     )
@@ -142,7 +142,7 @@ def input_layer_by_positions(on: Target) -> dict[str, Program]:
 def decoding(on: Target) -> dict[str, Program]:
     """One token at a traced position."""
     config = te.EmbedderConfig(VOCAB_SIZE, D_MODEL)
-    embedder, one = te.make_embedder(config), on.array((1, 1), jnp.int32)
+    embedder, one = te.Embedder(config), on.array((1, 1), jnp.int32)
     params = on.like(
         peers.our_params(config, np.broadcast_to(np.float32(0), (VOCAB_SIZE, D_MODEL)))
     )

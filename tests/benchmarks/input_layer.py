@@ -198,7 +198,7 @@ def token_positions(options: Options) -> Report:
     """Positions [batch, length], a number of its own for each token."""
     work = peers.make_work()
     config, params = _ours(work)
-    apply = te.make_embedder(config).apply
+    apply = te.Embedder(config).apply
     positions = jnp.asarray(
         np.random.default_rng(1).integers(0, LENGTH, (BATCH, LENGTH)), jnp.int32
     )
@@ -243,7 +243,7 @@ def decoding(options: Options) -> Report:
     """One token at a position that is data."""
     work = peers.make_work(1, 1)
     config, params = _ours(work)
-    apply = te.make_embedder(config).apply
+    apply = te.Embedder(config).apply
     ids, offset = jnp.array([[5]], jnp.int32), jnp.array([[77]], jnp.int32)
     ready = jnp.asarray(peers.usual_sinusoid(MAX_LEN, D_MODEL))
     theirs = {"embed": {"embeddings": work.device_table}}
@@ -407,7 +407,7 @@ def lowered_text(options: Options) -> Report:
     )
     config, params = _ours(peers.make_work(1, 1))
     for mode in ("eval", "train"):
-        apply = functools.partial(te.make_embedder(config).apply, is_training=mode == "train")
+        apply = functools.partial(te.Embedder(config).apply, is_training=mode == "train")
         lengths = (jax.ShapeDtypeStruct((BATCH, length), jnp.int32) for length in (LENGTH, LONG))
         short, long = (
             len(jax.jit(apply).lower(params, jax.random.key(1), ids).as_text()) / 1e3

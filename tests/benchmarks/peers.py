@@ -96,7 +96,7 @@ def ours(work: Work) -> Calls:
     config = te.EmbedderConfig(
         VOCAB_SIZE, work.d_model, dropout_rate=RATE, param_dtype=work.dtype, dtype=work.dtype
     )
-    apply = te.make_embedder(config).apply
+    apply = te.Embedder(config).apply
     params = our_params(config, work.device_table)
     rng, ids = jax.random.key(1), jnp.asarray(work.ids)
     grad = jax_calls(
@@ -111,7 +111,7 @@ def ours(work: Work) -> Calls:
 
 def our_params(config: te.EmbedderConfig, table: jax.Array) -> Any:
     return jax.tree.map(
-        lambda _: table, jax.eval_shape(te.make_embedder(config).init, jax.random.key(0))
+        lambda _: table, jax.eval_shape(te.Embedder(config).init, jax.random.key(0))
     )
 
 

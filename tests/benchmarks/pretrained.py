@@ -117,7 +117,7 @@ def print_precision():
             case = make_pretrained.case_of(name, kind, arguments | sizes, where, options)
             found = te.pretrained.load_embedder(checkpoint(Path(folder), case), stack=case["stack"])
         types = {key: case[key] for key in ("token_types",) if key in case}
-        ours = te.make_embedder(found.config).apply(
+        ours = te.Embedder(found.config).apply(
             found.params, None, ids, is_training=False, **types
         )
         theirs = unpack(case["embeddings"])

@@ -84,7 +84,7 @@ def test_embed_is_the_embedder_on_padded_lines(
         config = te.EmbedderConfig(**options_from_json("x", file.metadata()[CONFIG]))
     np.testing.assert_allclose(got["embeddings"], by_hand(table, ids), rtol=0, atol=BY_HAND)
     module, name = TABLE.rsplit("/", 1)
-    apply = te.make_embedder(dataclasses.replace(config, pad_id=PAD_ID)).apply
+    apply = te.Embedder(dataclasses.replace(config, pad_id=PAD_ID)).apply
     np.testing.assert_allclose(
         got["embeddings"],
         apply({module: {name: table}}, None, ids, is_training=False),
@@ -96,7 +96,7 @@ def test_embed_is_the_embedder_on_padded_lines(
 def test_all_batches_have_one_shape(monkeypatch, model_file, text_file, tmp_path):
     shapes = []
 
-    def make_embedder(config):
+    def observed(config):
         embedder = real(config)
 
         def apply(params, rng, ids, **options):
@@ -105,8 +105,8 @@ def test_all_batches_have_one_shape(monkeypatch, model_file, text_file, tmp_path
 
         return types.SimpleNamespace(apply=apply)
 
-    real = te.make_embedder
-    monkeypatch.setattr(te, "make_embedder", make_embedder)
+    real = te.Embedder
+    monkeypatch.setattr(te, "Embedder", observed)
     monkeypatch.setattr(embed, "TOKENS_PER_BATCH", 1_000)
     assert (
         main(
@@ -208,7 +208,7 @@ def test_padding_inside_a_line_is_padding_to_the_model(save_embedder, tmp_path, 
     )
     ids = np.array([[1, pad_id, 2], [4, pad_id, pad_id]])
     loaded = te.pretrained.load_embedder(params)
-    expected = te.make_embedder(config).apply(loaded.params, None, ids, is_training=False)
+    expected = te.Embedder(config).apply(loaded.params, None, ids, is_training=False)
     with np.load(tmp_path / "x.npz") as got:
         np.testing.assert_array_equal(got["ids"], ids)
         np.testing.assert_array_equal(got["mask"], ids != pad_id)

@@ -134,7 +134,7 @@ def test_every_public_name_is_here():
     """But for the functions of tables and parameters, which are in test_strict_tables.py, and those
     that draw."""
     made = {type(value).__name__ for value in [*SCALINGS.values(), *SCHEMES]}
-    made |= {"EmbedderConfig", "OutputLayer", "Embedder", "TokenPositions", "make_embedder"}
+    made |= {"EmbedderConfig", "OutputLayer", "Embedder", "TokenPositions"}
     names = set(public.TOP) - made
     tables = {"table", "params"}
     of_tables = {n for n in names if tables & inspect.signature(getattr(te, n)).parameters.keys()}
@@ -179,7 +179,7 @@ def test_traced_with_its_gradient_under_all_modes_at_once(name):
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: type(scheme).__name__)
 def test_an_embedder_trains_under_all_modes_at_once(scheme):
     config = te.EmbedderConfig(11, 8, pad_id=0, scheme=scheme, dropout_rate=0.5)
-    embedder, ids = te.make_embedder(config), jax.device_put(IDS)
+    embedder, ids = te.Embedder(config), jax.device_put(IDS)
 
     def loss(params, key, ids):
         return embedder.apply(params, key, ids, is_training=True).astype(jnp.float32).sum()

@@ -43,7 +43,7 @@ POSITIVE = "an int of at least 1"
 
 @functools.cache
 def made(config=CONFIG):
-    embedder = te.make_embedder(config)
+    embedder = te.Embedder(config)
     return embedder, drawn(embedder.init)
 
 
@@ -87,7 +87,7 @@ def test_equal_configs_share_their_compilations(traces):
         dataclasses.replace(config),
         dataclasses.replace(config, param_dtype="float32", dropout_rate=np.float64(0.1)),
     ):
-        embedder = te.make_embedder(again)
+        embedder = te.Embedder(again)
         params = embedder.init(KEY)
         embedder.apply(params, None, IDS, is_training=False)
         embedder.logits(params, np.zeros([2, config.d_model], np.float32))
@@ -96,7 +96,7 @@ def test_equal_configs_share_their_compilations(traces):
 
 @pytest.mark.slow
 def test_one_trace_a_shape_and_flag(traces):
-    embedder = te.make_embedder(fresh())
+    embedder = te.Embedder(fresh())
     params = drawn(embedder.init)
     traces.clear()
     for _ in range(2):
@@ -115,7 +115,7 @@ def test_one_trace_a_shape_and_flag(traces):
 
 @pytest.mark.slow
 def test_every_integer_dtype_of_ids_shares_a_trace(traces):
-    embedder = te.make_embedder(fresh())
+    embedder = te.Embedder(fresh())
     params = drawn(embedder.init)
     want = embedder.apply(params, None, IDS, is_training=False)
     traces.clear()
@@ -147,7 +147,7 @@ def weak(shape):
     "scheme", [te.Sinusoidal(), te.Learned(max_len=16)], ids=["sinusoidal", "learned"]
 )
 def test_another_offset_or_offset_dtype_does_not_retrace(traces, scheme):
-    embedder = te.make_embedder(fresh(scheme=scheme))
+    embedder = te.Embedder(fresh(scheme=scheme))
     params = drawn(embedder.init)
     call = functools.partial(embedder.apply, params, None, IDS, is_training=False)
     call(positions=np.arange(5, dtype=np.int32))
@@ -171,7 +171,7 @@ def test_another_offset_or_offset_dtype_does_not_retrace(traces, scheme):
 @pytest.mark.slow
 def test_every_integer_dtype_of_token_types_shares_a_trace(traces):
     config = dataclasses.replace(BERT, d_model=fresh().d_model)
-    embedder = te.make_embedder(config)
+    embedder = te.Embedder(config)
     params = drawn(embedder.init)
     traces.clear()
     types = (IDS > 4).astype(np.int32)
@@ -205,11 +205,11 @@ def test_the_embedder_is_the_module():
 
 @functools.cache
 def initial():
-    return te.make_embedder(CONFIG).init(KEY)
+    return te.Embedder(CONFIG).init(KEY)
 
 
 def test_init_is_deterministic():
-    embedder, params = te.make_embedder(CONFIG), initial()
+    embedder, params = te.Embedder(CONFIG), initial()
     jax.tree.map(np.testing.assert_array_equal, embedder.init(KEY), params)
     other = embedder.init(jax.random.key(1))
     assert not any(
@@ -219,7 +219,7 @@ def test_init_is_deterministic():
 
 
 def test_both_kinds_of_keys_give_the_same():
-    embedder, params = te.make_embedder(CONFIG), initial()
+    embedder, params = te.Embedder(CONFIG), initial()
     jax.tree.map(np.testing.assert_array_equal, embedder.init(jax.random.PRNGKey(0)), params)
     typed, raw = (
         embedder.apply(params, key, IDS, is_training=True) for key in (KEY, jax.random.PRNGKey(0))
@@ -633,9 +633,9 @@ def test_logits_refuse_bad_inputs():
         embedder.logits(params, IDS.astype(np.float32))
 
 
-def test_make_embedder_refuses_anything_but_a_config():
+def test_an_embedder_refuses_anything_but_a_config():
     with pytest.raises(TypeError, match=message("config", "an EmbedderConfig", "dict")):
-        te.make_embedder({"vocab_size": 11, "d_model": 8})
+        te.Embedder({"vocab_size": 11, "d_model": 8})
 
 
 # The config.
@@ -735,7 +735,7 @@ PATH = "transformer_embedding/~/token_embedding"
 
 @pytest.mark.slow
 def test_a_grown_vocabulary_keeps_its_rows_and_draws_like_them():
-    big = te.make_embedder(dataclasses.replace(CONFIG, vocab_size=200, d_model=16))
+    big = te.Embedder(dataclasses.replace(CONFIG, vocab_size=200, d_model=16))
     params = drawn(big.init)
     # Channels of different means and deviations show whether new rows follow each channel's own.
     old = np.asarray(params[PATH]["embeddings"]) * np.arange(1, 17, dtype=np.float32) + np.arange(
@@ -759,7 +759,7 @@ def test_a_resized_vocabulary_fits_its_config():
     _, params = made()
     for size in (9, 11, 14):
         resized = te.resize_vocabulary(params, size, jax.random.key(1))
-        embedder = te.make_embedder(dataclasses.replace(CONFIG, vocab_size=size))
+        embedder = te.Embedder(dataclasses.replace(CONFIG, vocab_size=size))
         last, past = np.asarray(embedder.apply(resized, None, [size - 1, size], is_training=False))
         assert np.isfinite(last).all()
         assert np.isnan(past).all()
@@ -851,7 +851,7 @@ def as_lists(params):
     ],
 )
 def test_keys_and_params_of_another_kind_are_refused(message, call):
-    embedder = te.make_embedder(te.EmbedderConfig(8, 4))
+    embedder = te.Embedder(te.EmbedderConfig(8, 4))
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         call(embedder, drawn(embedder.init))
 
@@ -861,7 +861,7 @@ class TestResizePositions:
 
     def resized(self, table, max_len, **options):
         path = "transformer_embedding/~/learned_positional_encoding"
-        params = drawn(te.make_embedder(self.config).init)
+        params = drawn(te.Embedder(self.config).init)
         params = te.resize_positions(
             {**params, path: {"embeddings": jax.device_put(table.astype(np.float32))}},
             max_len,
@@ -884,8 +884,8 @@ class TestResizePositions:
         np.testing.assert_allclose(self.resized(table, 4), table, rtol=1e-6)
 
     def test_the_longer_config_runs(self):
-        params = te.resize_positions(drawn(te.make_embedder(self.config).init), 9)
-        longer = te.make_embedder(dataclasses.replace(self.config, scheme=te.Learned(max_len=9)))
+        params = te.resize_positions(drawn(te.Embedder(self.config).init), 9)
+        longer = te.Embedder(dataclasses.replace(self.config, scheme=te.Learned(max_len=9)))
         assert np.isfinite(
             longer.apply(params, None, np.zeros((1, 9), int), is_training=False)
         ).all()
@@ -903,14 +903,14 @@ class TestResizePositions:
             self.resized(table, 9, start=5)
 
     def test_bad_arguments_raise_errors(self):
-        params = drawn(te.make_embedder(te.EmbedderConfig(8, 4)).init)
+        params = drawn(te.Embedder(te.EmbedderConfig(8, 4)).init)
         with pytest.raises(
             ValueError,
             match=r"^params: wanted one module called learned_positional_encoding, got 0 among ",
         ):
             te.resize_positions(params, 9)
         with pytest.raises(ValueError, match=r"^max_len: wanted an int of at least 1, got 0$"):
-            te.resize_positions(drawn(te.make_embedder(self.config).init), 0)
+            te.resize_positions(drawn(te.Embedder(self.config).init), 0)
 
 
 # Arrays of numpy that jax would misread: in the other byte order, or with a mask.
@@ -934,7 +934,7 @@ def in_another_byte_order(params):
 
 def doors(params):
     """What each function that takes parameters makes of them."""
-    embedder, types = te.make_embedder(WHOLE), IDS % 2
+    embedder, types = te.Embedder(WHOLE), IDS % 2
     x = np.linspace(-1, 1, 12, dtype=np.float32).reshape(2, 6)
 
     def module(initial_params=None):
@@ -974,7 +974,7 @@ def doors(params):
 
 @pytest.mark.parametrize("door", doors({"": 0}))
 def test_parameters_in_another_byte_order_are_read_as_numbers(door):
-    params = jax.tree.map(np.asarray, drawn(te.make_embedder(WHOLE).init))
+    params = jax.tree.map(np.asarray, drawn(te.Embedder(WHOLE).init))
     expected = doors(params)[door]()
     for _ in range(2):
         found = doors(in_another_byte_order(params))[door]()
@@ -987,6 +987,6 @@ def test_parameters_in_another_byte_order_are_read_as_numbers(door):
     "door", ["apply", "logits", "cross_entropy", "initial_params", "transform"]
 )
 def test_parameters_with_a_mask_are_refused(door):
-    params = jax.tree.map(np.ma.masked_array, drawn(te.make_embedder(WHOLE).init))
+    params = jax.tree.map(np.ma.masked_array, drawn(te.Embedder(WHOLE).init))
     with pytest.raises(TypeError, match=r": wanted an array without a mask \(fill it first: "):
         doors(params)[door]()

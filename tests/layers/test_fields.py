@@ -82,12 +82,12 @@ def arguments_with(kind, name, value):
 def computed(made):
     """What a config, a scheme or a scaling computes, compiled before or not."""
     if isinstance(made, te.OutputLayer):
-        embedder = te.make_embedder(te.EmbedderConfig(**CONFIG, output=made))
+        embedder = te.Embedder(te.EmbedderConfig(**CONFIG, output=made))
         params = embedder.init(jax.random.key(0))
         x = jnp.linspace(-3, 4, 8)[None]
         return params, embedder.logits(params, x), embedder.cross_entropy(params, x, [2])
     if isinstance(made, te.EmbedderConfig):
-        embedder, ids = te.make_embedder(made), np.array([[3, 1, 2]])
+        embedder, ids = te.Embedder(made), np.array([[3, 1, 2]])
         types = {} if made.num_token_types is None else {"token_types": ids % 2}
         params = embedder.init(jax.random.key(0))
         trained = embedder.apply(params, jax.random.key(1), ids, is_training=True, **types)

@@ -85,7 +85,7 @@ def made(config):
     # By what it says of itself: True == 1, but a scale of True is another than 1.
     key = repr(config)
     if key not in MADE:
-        embedder = te.make_embedder(config)
+        embedder = te.Embedder(config)
         MADE[key] = embedder, *parameters(embedder)
     return MADE[key]
 
@@ -332,7 +332,7 @@ def test_every_value_of_every_argument_gives_a_right_result_or_our_error(name):
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
-def test_make_embedder_and_init_take_a_value_or_name_their_argument(value):
-    assert not call(te.make_embedder, {"config": value})[0]
-    returned, params = call(te.make_embedder(te.EmbedderConfig(**GOOD)).init, {"rng": value})
+def test_an_embedder_and_init_take_a_value_or_name_their_argument(value):
+    assert not call(te.Embedder, {"config": value})[0]
+    returned, params = call(te.Embedder(te.EmbedderConfig(**GOOD)).init, {"rng": value})
     assert not returned or jax.tree.leaves(params)[0].shape == (5, 4)

@@ -512,7 +512,7 @@ def test_cross_entropy_of_the_modules_is_that_of_their_table(options):
     def of_the_whole(x):
         return whole(11, 8, pad_id=0).cross_entropy(x, IDS, **options)
 
-    embedder = te.make_embedder(te.EmbedderConfig(11, 8, pad_id=0))
+    embedder = te.Embedder(te.EmbedderConfig(11, 8, pad_id=0))
     params = drawn(embedder.init)
     table = params["transformer_embedding/~/token_embedding"]["embeddings"]
     value, gradient = jax.value_and_grad(
@@ -553,7 +553,7 @@ def in_a_model(initial_params, config=CHECKPOINT):
 
 
 def test_a_checkpoint_s_parameters_start_a_module_inside_a_model():
-    params = drawn(te.make_embedder(CHECKPOINT).init)
+    params = drawn(te.Embedder(CHECKPOINT).init)
     started = in_a_model(params).init(KEY, IDS)
     inside = {
         path.replace("transformer_embedding", "decoder/embed"): leaf
@@ -572,7 +572,7 @@ def test_a_checkpoint_s_parameters_start_a_module_inside_a_model():
 
 
 def test_initial_parameters_of_another_config_are_refused():
-    params = drawn(te.make_embedder(CHECKPOINT).init)
+    params = drawn(te.Embedder(CHECKPOINT).init)
     tokens = "transformer_embedding/~/token_embedding"
     modules = "the modules layer_norm, learned_positional_encoding, token_embedding, token_type_embedding, widen"
 

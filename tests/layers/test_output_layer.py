@@ -40,7 +40,7 @@ def config(output, **fields):
 
 @functools.cache
 def made(output):
-    embedder = te.make_embedder(config(output))
+    embedder = te.Embedder(config(output))
     return embedder, drawn(embedder.init)
 
 
@@ -125,7 +125,7 @@ def test_the_loss_of_a_config_takes_no_other_settings(option):
 @pytest.mark.parametrize("name", ["tied", "bert", "phi"])
 def test_parameters_are_those_of_the_golden_file(name):
     for fields in ({}, {"embedding_width": 6, "param_dtype": "bfloat16"}):
-        embedder = te.make_embedder(config(LAYERS[name], **fields))
+        embedder = te.Embedder(config(LAYERS[name], **fields))
         params = jax.eval_shape(embedder.init, KEY)
         tree = {leaf: f"{a.dtype}{list(a.shape)}" for leaf, a in sorted(params[TOKENS].items())}
         golden = json.loads((GOLDEN / "output_layers.json").read_text(encoding="utf-8"))
@@ -133,11 +133,11 @@ def test_parameters_are_those_of_the_golden_file(name):
 
 
 def test_the_output_layer_changes_no_other_parameter():
-    plain, other = (te.make_embedder(config(LAYERS[name])).init(KEY) for name in ("tied", "all"))
+    plain, other = (te.Embedder(config(LAYERS[name])).init(KEY) for name in ("tied", "all"))
     np.testing.assert_array_equal(plain[TOKENS]["embeddings"], other[TOKENS]["embeddings"])
     np.testing.assert_array_equal(other[TOKENS]["output_bias"], np.zeros(VOCAB))
     deviation = (
-        te.make_embedder(te.EmbedderConfig(4096, 64, output=LAYERS["phi"]))
+        te.Embedder(te.EmbedderConfig(4096, 64, output=LAYERS["phi"]))
         .init(KEY)[TOKENS]["output_embeddings"]
         .std()
     )
@@ -161,7 +161,7 @@ def test_a_larger_vocabulary_has_a_larger_output_layer():
     _, params = made(output)
     larger = te.resize_vocabulary(params, 400, jax.random.key(1))
     shapes = jax.eval_shape(
-        te.make_embedder(te.EmbedderConfig(400, WIDTH, output=output)).init, KEY
+        te.Embedder(te.EmbedderConfig(400, WIDTH, output=output)).init, KEY
     )
     assert jax.tree.map(jnp.shape, larger) == jax.tree.map(jnp.shape, shapes)
     for name, leaf in params[TOKENS].items():
@@ -235,7 +235,7 @@ def test_bad_settings_raise_errors(field, value, error, want, got):
 
 @pytest.mark.parametrize("function", ["logits", "cross_entropy"])
 def test_a_config_without_an_output_layer_has_no_logits(function):
-    embedder = te.make_embedder(config(None))
+    embedder = te.Embedder(config(None))
     params = embedder.init(KEY)
     assert set(params[TOKENS]) == {"embeddings"}
     with pytest.raises(

@@ -14,7 +14,7 @@ SCHEMES = [te.Sinusoidal(), te.Learned(max_len=9)]
 
 
 def embed(scheme, ids, **arguments):
-    embedder = te.make_embedder(te.EmbedderConfig(10, 8, scheme=scheme, dropout_rate=0.0))
+    embedder = te.Embedder(te.EmbedderConfig(10, 8, scheme=scheme, dropout_rate=0.0))
     # No token row but zeros: what comes out is the encoding.
     params = jax.tree.map_with_path(
         lambda path, leaf: np.asarray(leaf) * ("positional" in path[0].key),
@@ -134,15 +134,15 @@ def test_the_config_hands_its_padding_id_to_the_scheme(scheme):
     said_again = dataclasses.replace(
         by_config, scheme=dataclasses.replace(whole, pad_id=PAD_ID), dropout_rate=0.0
     )
-    params = drawn(te.make_embedder(by_config).init)
+    params = drawn(te.Embedder(by_config).init)
     apply = functools.partial(
-        te.make_embedder(by_config).apply, params, None, IDS, is_training=False
+        te.Embedder(by_config).apply, params, None, IDS, is_training=False
     )
     np.testing.assert_array_equal(
-        apply(), te.make_embedder(said_again).apply(params, None, IDS, is_training=False)
+        apply(), te.Embedder(said_again).apply(params, None, IDS, is_training=False)
     )
     # A changed padding id changes both, and a scheme's own id wins.
-    other = te.make_embedder(dataclasses.replace(by_config, pad_id=5))
+    other = te.Embedder(dataclasses.replace(by_config, pad_id=5))
     assert not np.array_equal(other.apply(params, None, IDS, is_training=False), apply())
     own = dataclasses.replace(said_again.scheme, pad_id=5)
     ids = jax.numpy.asarray(IDS)

@@ -478,7 +478,7 @@ def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911 (an ou
         return "not measured", None, str(error)
     # Some models never pass token types on.
     several = [None] if found.config.num_token_types is None else [types, np.zeros_like(types)]
-    apply = te.make_embedder(found.config).apply
+    apply = te.Embedder(found.config).apply
     outputs = [
         np.asarray(apply(found.params, None, IDS, is_training=False, token_types=each))
         for each in several

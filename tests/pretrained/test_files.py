@@ -40,7 +40,7 @@ from transformer_embed._src.pretrained import config_json, description, files, p
 load_embedder, save_embedder = te.pretrained.load_embedder, te.pretrained.save_embedder
 CONFIG, EXTRAS = config_json.CONFIG, config_json.EXTRAS
 SMALL = te.EmbedderConfig(7, 6)
-PARAMS = drawn(te.make_embedder(SMALL).init)
+PARAMS = drawn(te.Embedder(SMALL).init)
 MOST = 1200
 ROOT = pathlib.Path(te.__file__).parents[1]
 
@@ -169,7 +169,7 @@ def test_a_layer_norm_without_offset_is_loaded_with_zeros(tmp_path):
     np.testing.assert_array_equal(
         found.params["transformer_embedding/~/layer_norm"]["offset"], np.zeros(4)
     )
-    x = te.make_embedder(config).apply(found.params, None, [[0]], is_training=False)
+    x = te.Embedder(config).apply(found.params, None, [[0]], is_training=False)
     rows = np.array([1.0, 0, 0, 0])
     np.testing.assert_allclose(x[0, 0], 2 * (rows - 0.25) / np.sqrt(0.1875 + 1e-5), rtol=1e-6)
     assert "layer_norm/offset" not in str(found.names)
@@ -611,7 +611,7 @@ def test_the_shapes_are_those_of_the_module():
     for name in ("bert", "albert", "marian"):
         with tempfile.TemporaryDirectory() as folder:
             found = load(pathlib.Path(folder), name)
-        made = te.make_embedder(found.config).init(jax.random.key(0))
+        made = te.Embedder(found.config).init(jax.random.key(0))
         assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, found.params)
         big = dataclasses.replace(found.config, vocab_size=2**31 - 1)
         table = parameters.parameters_of("x", big)[description.TOKENS]
@@ -720,7 +720,7 @@ SCHEMES = [
 @pytest.mark.parametrize("scheme", SCHEMES, ids=range(len(SCHEMES)))
 def test_any_config_can_be_saved(tmp_path, scheme):
     config = te.EmbedderConfig(7, 8, scheme=scheme, layer_norm_eps=fractions.Fraction(1, 4))
-    save_embedder(tmp_path / "x", config, drawn(te.make_embedder(config).init))
+    save_embedder(tmp_path / "x", config, drawn(te.Embedder(config).init))
     assert load_embedder(tmp_path / "x").config == config
 
 
@@ -730,7 +730,7 @@ def original():
         save_embedder(
             path,
             te.EmbedderConfig(7, 6, layer_norm_eps=1e-5),
-            drawn(te.make_embedder(te.EmbedderConfig(7, 6, layer_norm_eps=1e-5)).init),
+            drawn(te.Embedder(te.EmbedderConfig(7, 6, layer_norm_eps=1e-5)).init),
             rotary={"base": 1e4, "scaling": te.LinearScaling(2.0)},
         )
         return path.read_bytes()
@@ -821,7 +821,7 @@ def embeds_as_the_formula(found, given):
         tokens = np.ones(2, bool) if scheme.at_padding is None else ids != scheme.pad_id
         positions = np.where(tokens, np.cumsum(tokens) - 1 + scheme.start, scheme.at_padding or 0)
     options = {} if config.num_token_types is None else {"token_types": np.zeros(2, np.int32)}
-    got = te.make_embedder(config).apply(found.params, None, ids, is_training=False, **options)
+    got = te.Embedder(config).apply(found.params, None, ids, is_training=False, **options)
     scale = np.sqrt(config.table_width) if config.scale is True else config.scale or 1
     x = (
         np.where((ids == config.pad_id)[:, None], 0, given["token_embedding/embeddings"][ids])

@@ -10,7 +10,7 @@ from fuzzing import VALUES, call
 import transformer_embed as te
 
 CONFIG = te.EmbedderConfig(5, 4)
-PARAMS = drawn(te.make_embedder(CONFIG).init)
+PARAMS = drawn(te.Embedder(CONFIG).init)
 NAMES = {"token_embedding/embeddings": "wte"}
 
 

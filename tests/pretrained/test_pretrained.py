@@ -64,7 +64,7 @@ TABLE = 2e-7
 def embed(found, case):
     options = {"token_types": case["token_types"]} if "token_types" in case else {}
     return np.asarray(
-        te.make_embedder(found.config).apply(
+        te.Embedder(found.config).apply(
             found.params, None, case["ids"], is_training=False, **options
         )
     )
@@ -340,7 +340,7 @@ with torch.no_grad():
     theirs = model.embeddings(torch.tensor(ids), token_type_ids=torch.tensor(types)).numpy()
 import transformer_embed as te
 found = te.pretrained.load_embedder({str(path)!r})
-ours = te.make_embedder(found.config).apply(found.params, None, ids, is_training=False, token_types=types)
+ours = te.Embedder(found.config).apply(found.params, None, ids, is_training=False, token_types=types)
 print(np.abs(np.asarray(ours) - theirs).max())
 """
     run = subprocess.run(
@@ -935,7 +935,7 @@ def test_saved_under_the_originals_names_and_back_bit_for_bit(tmp_path, name):
     ],
 )
 def test_own_parameters_and_back(tmp_path, config):
-    params = drawn(te.make_embedder(config).init)
+    params = drawn(te.Embedder(config).init)
     path = tmp_path / "mine.safetensors"
     pretrained.save_embedder(str(path), config, params)
     own = {
@@ -972,7 +972,7 @@ def test_extras_round_trip(scaling):
 
 def test_what_stands_beside_the_input_layer_comes_back(tmp_path):
     config = te.EmbedderConfig(7, 6)
-    params = {**drawn(te.make_embedder(config).init), "head": {"w": jnp.arange(6.0)}}
+    params = {**drawn(te.Embedder(config).init), "head": {"w": jnp.arange(6.0)}}
     pretrained.save_embedder(tmp_path / "x.safetensors", config, params)
     found = pretrained.load_embedder(tmp_path / "x.safetensors")
     assert jax.tree.structure(found.params) == jax.tree.structure(params)
@@ -988,7 +988,7 @@ def test_numbers_of_numpy_are_saved_as_pythons(tmp_path):
     config = te.EmbedderConfig(np.int64(7), 8, **sizes)
     path = tmp_path / "x.safetensors"
     pretrained.save_embedder(
-        path, config, drawn(te.make_embedder(config).init), rotary={"base": np.float64(1e4)}
+        path, config, drawn(te.Embedder(config).init), rotary={"base": np.float64(1e4)}
     )
     found = pretrained.load_embedder(path)
     assert found.config == config
@@ -1014,7 +1014,7 @@ def test_names_by_hand_are_those_of_the_config(tmp_path):
 def test_parameters_that_cannot_be_saved(tmp_path):
     path = tmp_path / "x.safetensors"
     config = te.EmbedderConfig(7, 6, scheme=te.Learned(9))
-    params = drawn(te.make_embedder(config).init)
+    params = drawn(te.Embedder(config).init)
     with pytest.raises(
         ValueError,
         match=r"^params: .*learned_positional_encoding/embeddings: wanted shape \[8, 6\], as the config says, got",
@@ -1064,7 +1064,7 @@ def test_parameters_that_cannot_be_saved(tmp_path):
 
 def test_a_file_half_written_leaves_the_old_one(tmp_path, monkeypatch):
     config = te.EmbedderConfig(7, 6)
-    params = drawn(te.make_embedder(config).init)
+    params = drawn(te.Embedder(config).init)
     path = tmp_path / "x.safetensors"
     path.write_bytes(b"old")
 
@@ -1212,7 +1212,7 @@ def test_an_output_layer_with_other_weights_is_not_taken_for_the_table(tmp_path,
     for each in (found, pretrained.load_embedder(tmp_path / "saved")):
         assert each.config.output == (te.OutputLayer(**options) if is_tied else None)
     x = np.ones([3, found.config.table_width], np.float32)
-    embedder = te.make_embedder(found.config)
+    embedder = te.Embedder(found.config)
     module = hk.transform(lambda: te.TransformerEmbedding(found.config).logits(x))
     uses = {
         "logits": [
@@ -1237,4 +1237,4 @@ def test_the_table_is_the_output_layer_if_the_settings_say_so(tmp_path):
     found = load(tmp_path, "phi", settings={"tie_word_embeddings": True})
     assert found.config.output == te.OutputLayer()
     x = jnp.ones([1, found.config.d_model])
-    assert te.make_embedder(found.config).logits(found.params, x).shape == (1, 12)
+    assert te.Embedder(found.config).logits(found.params, x).shape == (1, 12)

@@ -510,7 +510,7 @@ def test_a_wrong_number_in_settings_is_blamed_on_settings(tmp_path, name, field,
 
 def test_settings_of_ones_own_file_may_be_empty(tmp_path):
     config = te.EmbedderConfig(5, 4)
-    params = te.make_embedder(config).init(jax.random.key(0))
+    params = te.Embedder(config).init(jax.random.key(0))
     te.pretrained.save_embedder(tmp_path / "x", config, params)
     assert load_embedder(tmp_path / "x", settings={}).config == config
 
@@ -554,7 +554,7 @@ def test_opt_counts_its_published_position_ids_from_2(tmp_path):
     """The original adds 2 to `position_ids`; ours are rows of the table."""
     found = load(tmp_path, "opt")
     ids = [[5, 6, 7]]
-    apply = te.make_embedder(found.config).apply
+    apply = te.Embedder(found.config).apply
     counted = apply(found.params, None, ids, is_training=False)
     given = apply(found.params, None, ids, is_training=False, positions=np.arange(3) + 2)
     np.testing.assert_array_equal(counted, given)

@@ -419,13 +419,13 @@ def train(embedder, params, ids, steps=3):
 
 @functools.cache
 def first_params(param_dtype=jnp.float32):
-    return on_host(te.make_embedder(config(param_dtype=param_dtype)).init(jax.random.key(7)))
+    return on_host(te.Embedder(config(param_dtype=param_dtype)).init(jax.random.key(7)))
 
 
 @functools.cache
 def trained_on_one_device(param_dtype=jnp.float32):
     params = jax.tree.map(jnp.asarray, first_params(param_dtype))
-    return on_host(train(te.make_embedder(config(param_dtype=param_dtype)), params, MODEL_IDS))
+    return on_host(train(te.Embedder(config(param_dtype=param_dtype)), params, MODEL_IDS))
 
 
 @pytest.mark.slow
@@ -440,7 +440,7 @@ def trained_on_one_device(param_dtype=jnp.float32):
     ids=str,
 )
 def test_training_a_sharded_table_equals_training_on_one_device(kind, shape, spec):
-    embedder, mesh = te.make_embedder(config()), mesh_of(shape, kind)
+    embedder, mesh = te.Embedder(config()), mesh_of(shape, kind)
     params = te.sharding.shard_params(first_params(), mesh, {PATTERN: spec})
     with set_mesh(mesh):
         params, state, losses = train(embedder, params, put(mesh, MODEL_IDS, "data"))
@@ -459,7 +459,7 @@ def test_training_a_sharded_table_equals_training_on_one_device(kind, shape, spe
 
 @pytest.mark.slow
 def test_a_sharded_bfloat16_table_trains_like_one_on_one_device():
-    embedder, mesh = te.make_embedder(config(param_dtype=jnp.bfloat16)), mesh_of((2, 4))
+    embedder, mesh = te.Embedder(config(param_dtype=jnp.bfloat16)), mesh_of((2, 4))
     params = te.sharding.shard_params(first_params(jnp.bfloat16), mesh, {PATTERN: SPEC("model")})
     params, _, losses = train(embedder, params, put(mesh, MODEL_IDS, "data"))
     expected, _, expected_losses = trained_on_one_device(jnp.bfloat16)
@@ -479,7 +479,7 @@ def test_a_sharded_bfloat16_table_trains_like_one_on_one_device():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropout_draws_what_it_draws_on_one_device(kind):
-    embedder, mesh = te.make_embedder(config()), mesh_of((2, 4), kind)
+    embedder, mesh = te.Embedder(config()), mesh_of((2, 4), kind)
     params = first_params()
     expected = np.asarray(embedder.apply(params, jax.random.key(3), MODEL_IDS, is_training=True))
     with set_mesh(mesh):
@@ -541,7 +541,7 @@ BIG, BIG_WIDTH, BATCH = 4095, 16, (8, 16)
 @functools.cache
 def compiled_step(kind, shape, spec, loss):
     embedder, mesh = (
-        te.make_embedder(te.EmbedderConfig(BIG, BIG_WIDTH, dropout_rate=0.0)),
+        te.Embedder(te.EmbedderConfig(BIG, BIG_WIDTH, dropout_rate=0.0)),
         mesh_of(shape, kind),
     )
     optimizer = optax.adam(0.01)
@@ -661,7 +661,7 @@ ROW_WEIGHTS = normal(7, 8, 6, 16)
 
 
 def row_embedder(dtype):
-    return te.make_embedder(
+    return te.Embedder(
         config(
             vocab_size=ROW_VOCAB,
             dropout_rate=0.0,
@@ -909,7 +909,7 @@ def test_a_table_trains_by_rows_beside_a_sharded_table_and_a_sharded_kernel(kind
 )
 def test_shards_are_drawn_as_on_one_device(kind, shape, spec, dtype):
     embedder, mesh, params = (
-        te.make_embedder(config(param_dtype=dtype)),
+        te.Embedder(config(param_dtype=dtype)),
         mesh_of(shape, kind),
         first_params(dtype),
     )
@@ -932,7 +932,7 @@ def test_no_device_draws_the_whole_table(monkeypatch):
 
         return run
 
-    embedder = te.make_embedder(te.EmbedderConfig(BIG, BIG_WIDTH))
+    embedder = te.Embedder(te.EmbedderConfig(BIG, BIG_WIDTH))
     monkeypatch.setattr(jax, "jit", spy)
     te.sharding.shard_params(
         embedder.init, mesh_of((1, 8)), {PATTERN: SPEC("model")}, rng=jax.random.key(0)

@@ -383,7 +383,7 @@ def assert_same_draws(found, wanted):
 
 
 def test_interleaved_rows_are_drawn_as_on_one_device():
-    embedder, mesh = te.make_embedder(CONFIG), mesh_of((2, 4), EXPLICIT)
+    embedder, mesh = te.Embedder(CONFIG), mesh_of((2, 4), EXPLICIT)
     drawn, params = (
         place(embedder.init, mesh, rng=jax.random.key(7)),
         embedder.init(jax.random.key(7)),
@@ -400,7 +400,7 @@ def test_interleaved_rows_are_drawn_as_on_one_device():
     "spec", [pytest.param("interleaved", marks=pytest.mark.slow), "contiguous"]
 )
 def test_resizing_and_saving_use_vocabulary_order(tmp_path, spec):
-    embedder, mesh = te.make_embedder(CONFIG), mesh_of((2, 4))
+    embedder, mesh = te.Embedder(CONFIG), mesh_of((2, 4))
     params = embedder.init(jax.random.key(7))
     placed = (
         place(params, mesh)
@@ -429,7 +429,7 @@ def test_an_interleaved_checkpoint_of_one_mesh_is_restored_on_another_and_on_one
     ocp = pytest.importorskip("orbax.checkpoint", reason="Orbax is of the test extra")
 
     def init(rng):
-        params = te.make_embedder(CONFIG).init(rng)
+        params = te.Embedder(CONFIG).init(rng)
         return params, jax.tree.map(lambda leaf: leaf + 1, OPTIMIZER.init(params))
 
     saved = place(init, mesh_of((2, 4)), rng=jax.random.key(0))
@@ -457,7 +457,7 @@ def test_an_interleaved_checkpoint_of_one_mesh_is_restored_on_another_and_on_one
 def test_a_hundred_steps_of_a_language_model_by_exchange_are_those_by_replicated_rows():
     mesh, steps = mesh_of((2, 4)), 100
     tokens = np.random.default_rng(0).zipf(1.3, (steps, 8, 9)).clip(max=36).astype(np.int32)
-    embedder, adam = te.make_embedder(CONFIG), optax.adam(0.01)
+    embedder, adam = te.Embedder(CONFIG), optax.adam(0.01)
 
     def negative_log_likelihood(params, ids):
         x = embedder.apply(params["embed"], None, ids[:, :-1], is_training=False)

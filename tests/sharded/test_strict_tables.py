@@ -144,7 +144,7 @@ def test_tables_under_all_modes_at_once(call, kind, table, tmp_path):
     if table == "columns" and call is update:
         pytest.skip("is refused: rows train whole")
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
-    params = te.make_embedder(CONFIG).init(jax.random.key(0))
+    params = te.Embedder(CONFIG).init(jax.random.key(0))
     with set_mesh(mesh), strict_modes():
         if KINDS[table]:
             params = te.sharding.shard_params(params, mesh, **KINDS[table])

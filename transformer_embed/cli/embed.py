@@ -159,7 +159,7 @@ def _embeddings(
 
     The last batch is filled with rows of padding, which are dropped.
     """
-    apply = te.make_embedder(dataclasses.replace(config, pad_id=pad_id)).apply
+    apply = te.Embedder(dataclasses.replace(config, pad_id=pad_id)).apply
     count, length = ids.shape
     size = min(count, max(1, TOKENS_PER_BATCH // length))
     filling = ((0, -count % size), (0, 0))

@@ -56,7 +56,7 @@ class OutputLayer:
 
 @dataclasses.dataclass(frozen=True)
 class EmbedderConfig:
-    """Describes an input layer, for `make_embedder` and `TransformerEmbedding`.
+    """Describes an input layer, for `Embedder` and `TransformerEmbedding`.
 
     It is frozen and hashable, and its fields are checked. Equal configs share their compiled
     functions. `dataclasses.replace` makes a changed copy.

@@ -21,18 +21,30 @@ class Embedder:
     Args:
         config: the description of the layer.
 
+    Raises:
+        TypeError: config is not an EmbedderConfig.
+
     Example:
         >>> import jax
         >>> import transformer_embed as te
-        >>> embedder = te.make_embedder(te.EmbedderConfig(vocab_size=256, d_model=64))
-        >>> embedder.config.d_model
-        64
+        >>> embedder = te.Embedder(te.EmbedderConfig(vocab_size=256, d_model=64, pad_id=0))
+        >>> params = embedder.init(jax.random.key(0))
+        >>> embedder.apply(params, None, [[5, 6, 0]], is_training=False).shape
+        (1, 3, 64)
+        >>> x = embedder.apply(params, jax.random.key(1), [[5, 6, 0]], is_training=True)
+        >>> embedder.cross_entropy(params, x, labels=[[6, 7, 0]]).shape
+        ()
 
     Source:
         The design of optax.GradientTransformation, https://github.com/google-deepmind/optax
     """
 
     config: EmbedderConfig
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.config, EmbedderConfig):
+            got = type(self.config).__name__
+            raise arguments.type_error("config", "an EmbedderConfig", got)
 
     def init(self, rng: Array) -> Params:
         """The parameters, a Haiku parameter tree, drawn with rng."""
@@ -110,37 +122,6 @@ class Embedder:
             return TransformerEmbedding(self.config).cross_entropy(x, labels, **options)
 
         return hk.transform(loss).apply(arguments.as_params("params", params), None)
-
-
-def make_embedder(config: EmbedderConfig) -> Embedder:
-    """Makes pure, compiled functions of the input layer that a config describes.
-
-    Args:
-        config: the description of the layer.
-
-    Returns:
-        The functions, as methods of an `Embedder`.
-
-    Raises:
-        TypeError: config is not an EmbedderConfig.
-
-    Example:
-        >>> import jax
-        >>> import transformer_embed as te
-        >>> embedder = te.make_embedder(te.EmbedderConfig(vocab_size=256, d_model=64, pad_id=0))
-        >>> params = embedder.init(jax.random.key(0))
-        >>> embedder.apply(params, None, [[5, 6, 0]], is_training=False).shape
-        (1, 3, 64)
-        >>> x = embedder.apply(params, jax.random.key(1), [[5, 6, 0]], is_training=True)
-        >>> embedder.cross_entropy(params, x, labels=[[6, 7, 0]]).shape
-        ()
-
-    Source:
-        See `TransformerEmbedding`.
-    """
-    if not isinstance(config, EmbedderConfig):
-        raise arguments.type_error("config", "an EmbedderConfig", type(config).__name__)
-    return Embedder(config)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -37,7 +37,7 @@ def resize_vocabulary(params: Params, vocab_size: int, rng: Array | None = None)
     Example:
         >>> import jax
         >>> import transformer_embed as te
-        >>> embedder = te.make_embedder(te.EmbedderConfig(vocab_size=256, d_model=64))
+        >>> embedder = te.Embedder(te.EmbedderConfig(vocab_size=256, d_model=64))
         >>> params = te.resize_vocabulary(embedder.init(jax.random.key(0)), 300, jax.random.key(1))
         >>> params["transformer_embedding/~/token_embedding"]["embeddings"].shape
         (300, 64)
@@ -100,7 +100,7 @@ def resize_positions(params: Params, max_len: int, *, start: int = 0) -> Params:
     Example:
         >>> import jax
         >>> import transformer_embed as te
-        >>> embedder = te.make_embedder(te.EmbedderConfig(256, 64, scheme=te.Learned(max_len=512)))
+        >>> embedder = te.Embedder(te.EmbedderConfig(256, 64, scheme=te.Learned(max_len=512)))
         >>> params = te.resize_positions(embedder.init(jax.random.key(0)), 1024)
         >>> params["transformer_embedding/~/learned_positional_encoding"]["embeddings"].shape
         (1024, 64)

@@ -53,7 +53,7 @@ class PretrainedInput(NamedTuple):
     *pretrained)` writes all of it.
 
     Args:
-        config: for `make_embedder` and `TransformerEmbedding`.
+        config: for `Embedder` and `TransformerEmbedding`.
         params: for the `apply` of that embedder; T5's table of biases is under
             `relative_position_bias`.
         rotary: the keyword arguments of `apply_rotary`; None if the model has no rotary embeddings.
@@ -120,7 +120,7 @@ def load_embedder(
             `partial_rotary_factor` that it leaves out. If no config.json names the model type,
             entries that change the embeddings are required.
         config: with `names`, loads any other model, such as one from a tutorial.
-        names: the tensor name for each parameter of `make_embedder(config).init`. A path may be
+        names: the tensor name for each parameter of `Embedder(config).init`. A path may be
             shortened to a suffix that no other parameter has ("token_embedding/embeddings"). None
             instead of a name gives zeros, for models without an offset in the layer norm or in the
             linear layer of `embedding_width`. Leading axes of 1 are dropped; float64 is rounded to
@@ -147,7 +147,7 @@ def load_embedder(
         >>> config = te.EmbedderConfig(9, 4, scheme=te.Sinusoidal())
         >>> names = {"token_embedding/embeddings": "embedding.weight"}
         >>> config, params, *_ = te.pretrained.load_embedder(path, config=config, names=names)
-        >>> te.make_embedder(config).apply(params, None, [[1, 2, 3]], is_training=False).shape
+        >>> te.Embedder(config).apply(params, None, [[1, 2, 3]], is_training=False).shape
         (1, 3, 4)
 
     Source:

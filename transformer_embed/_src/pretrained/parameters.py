@@ -7,7 +7,7 @@ import jax
 
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
-from transformer_embed._src.layers.embedder import make_embedder
+from transformer_embed._src.layers.embedder import Embedder
 from transformer_embed._src.pretrained import schema
 from transformer_embed._src.pretrained.config_json import bias_parameters
 from transformer_embed._src.pretrained.description import WIDEN
@@ -18,7 +18,7 @@ def parameters_of(
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """The shape and dtype of each parameter, by its path, computed without allocating any array."""
     try:
-        tree = jax.eval_shape(lambda: make_embedder(config).init(jax.random.key(0)))
+        tree = jax.eval_shape(lambda: Embedder(config).init(jax.random.key(0)))
     except OverflowError as error:
         got = str(error)[:100]
         raise arguments.value_error(where, "sizes that jax can hold", got) from error

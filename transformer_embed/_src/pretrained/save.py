@@ -44,7 +44,7 @@ def save_embedder(
 
     Args:
         path: the file to write or replace.
-        config: as for `make_embedder`.
+        config: as for `Embedder`.
         params: all parameters of the config, and any others (T5's table); arrays of float32,
             bfloat16 or float16.
         rotary: see `PretrainedInput`.
@@ -64,7 +64,7 @@ def save_embedder(
         >>> import jax
         >>> import transformer_embed as te
         >>> config = te.EmbedderConfig(9, 4)
-        >>> params = te.make_embedder(config).init(jax.random.key(0))
+        >>> params = te.Embedder(config).init(jax.random.key(0))
         >>> path = pathlib.Path(tempfile.mkdtemp(), "mine.safetensors")
         >>> te.pretrained.save_embedder(path, config, params)
         >>> te.pretrained.load_embedder(path).config == config

@@ -108,7 +108,7 @@ def shard_params(
         >>> import jax, numpy as np
         >>> from jax.sharding import Mesh, PartitionSpec
         >>> import transformer_embed as te
-        >>> embedder = te.make_embedder(te.EmbedderConfig(vocab_size=1000, d_model=64))
+        >>> embedder = te.Embedder(te.EmbedderConfig(vocab_size=1000, d_model=64))
         >>> mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ["data", "model"])
         >>> rules = {"*/token_embedding/embeddings": PartitionSpec("model")}
         >>> params = te.sharding.shard_params(embedder.init, mesh, rules, rng=jax.random.key(0))
