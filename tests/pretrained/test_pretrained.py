@@ -1206,7 +1206,7 @@ def test_an_output_layer_with_other_weights_is_not_taken_for_the_table(tmp_path,
     # A dense layer and a norm come before BERT's table, and CLIP has no output layer.
     is_tied &= not re.search("bert|electra|clip", entries["model_type"])
     options = {"softcap": 30.0} if name == "gemma2" else {}
-    options |= {"scale": entries["d_model"] ** -0.5} if "t5" in name else {}
+    options |= {"scale": entries["d_model"] ** -0.5} if name.startswith("t5") else {}
     found = load(tmp_path, name)
     pretrained.save_embedder(tmp_path / "saved", *found)
     for each in (found, pretrained.load_embedder(tmp_path / "saved")):

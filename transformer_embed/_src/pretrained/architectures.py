@@ -717,6 +717,7 @@ DEFAULTS: tuple[tuple[str, Any, str], ...] = (
     ),
     ("final_logit_softcapping", 30.0, "gemma2 vaultgemma recurrent_gemma gemma3n_text"),
     ("logits_scaling", 4.0, "granite_docling_text"),
+    ("scale_decoder_outputs", False, "mt5"),
     ("scale_embedding", True, "plbart bigbird_pegasus"),
     ("tie_word_embeddings", False, "git rembert fsmt mamba2"),
     (
