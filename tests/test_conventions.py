@@ -12,7 +12,6 @@ import oracle
 import pytest
 
 import transformer_embed as te
-from transformer_embed._src.layers.schemes import positions_of_ids
 
 POSITIONS = np.arange(40.0)[:, None]
 close = {"rtol": 0, "atol": oracle.MAX_ERROR}
@@ -577,7 +576,7 @@ def test_a_past_length_added_before_padding_is_set_apart():
 
 
 def test_bart_counts_padding_from_2():
-    assert positions_of_ids(te.Learned(9, start=2), jnp.asarray(IDS), None).tolist() == [
+    assert te.Learned(9, start=2)._positions(jnp.asarray(IDS), None).tolist() == [
         2,
         3,
         4,
@@ -589,7 +588,7 @@ def test_bart_counts_padding_from_2():
 def test_fairseq_sinusoids_count_from_padding_idx_plus_1():
     scheme = te.Sinusoidal(layout="sin_cos", shift=1, odd="zero", start=2, at_padding=1, pad_id=1)
     mask = IDS != 1
-    positions = positions_of_ids(scheme, jnp.asarray(IDS), None)
+    positions = scheme._positions(jnp.asarray(IDS), None)
     np.testing.assert_array_equal(positions, np.cumsum(mask, 1) * mask + 1)
 
 
@@ -676,8 +675,8 @@ def test_bert_gpt2_and_llama_do_not_scale_rows():
 
 def test_bert_and_gpt2_count_padding_from_0():
     assert (
-        positions_of_ids(te.Learned(9), jnp.asarray(IDS), None).tolist()
-        == positions_of_ids(te.Sinusoidal(), jnp.asarray(IDS), None).tolist()
+        te.Learned(9)._positions(jnp.asarray(IDS), None).tolist()
+        == te.Sinusoidal()._positions(jnp.asarray(IDS), None).tolist()
         == [0, 1, 2, 3, 4]
     )
 

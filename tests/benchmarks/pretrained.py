@@ -117,9 +117,7 @@ def print_precision():
             case = make_pretrained.case_of(name, kind, arguments | sizes, where, options)
             found = te.pretrained.load_embedder(checkpoint(Path(folder), case), stack=case["stack"])
         types = {key: case[key] for key in ("token_types",) if key in case}
-        ours = te.Embedder(found.config).apply(
-            found.params, None, ids, is_training=False, **types
-        )
+        ours = te.Embedder(found.config).apply(found.params, None, ids, is_training=False, **types)
         theirs = unpack(case["embeddings"])
         unit = np.spacing(np.abs(theirs).max())
         rows.append([name, f"{np.abs(ours - theirs).max() / unit:.1f}"])

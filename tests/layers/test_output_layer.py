@@ -160,9 +160,7 @@ def test_a_larger_vocabulary_has_a_larger_output_layer():
     output = LAYERS["all"]
     _, params = made(output)
     larger = te.resize_vocabulary(params, 400, jax.random.key(1))
-    shapes = jax.eval_shape(
-        te.Embedder(te.EmbedderConfig(400, WIDTH, output=output)).init, KEY
-    )
+    shapes = jax.eval_shape(te.Embedder(te.EmbedderConfig(400, WIDTH, output=output)).init, KEY)
     assert jax.tree.map(jnp.shape, larger) == jax.tree.map(jnp.shape, shapes)
     for name, leaf in params[TOKENS].items():
         np.testing.assert_array_equal(larger[TOKENS][name][:VOCAB], leaf)

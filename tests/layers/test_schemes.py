@@ -135,9 +135,7 @@ def test_the_config_hands_its_padding_id_to_the_scheme(scheme):
         by_config, scheme=dataclasses.replace(whole, pad_id=PAD_ID), dropout_rate=0.0
     )
     params = drawn(te.Embedder(by_config).init)
-    apply = functools.partial(
-        te.Embedder(by_config).apply, params, None, IDS, is_training=False
-    )
+    apply = functools.partial(te.Embedder(by_config).apply, params, None, IDS, is_training=False)
     np.testing.assert_array_equal(
         apply(), te.Embedder(said_again).apply(params, None, IDS, is_training=False)
     )
