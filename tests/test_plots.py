@@ -885,9 +885,9 @@ def test_any_argument_is_drawn_or_named(plot):
 
 def test_kinds_of_tiles_are_drawn_in_three_tones(ax):
     tokens = te.TokenPositions.from_segment_ids([[1] * 6 + [2] * 6])
-    kinds = te.AttentionMask(tokens, causal=True).tile_kinds((3, 3))[0]
-    plots.plot_mask(kinds, ax=ax)
-    np.testing.assert_array_equal(image(ax), kinds)
+    kinds = te.AttentionMask(tokens, causal=True).tile_kinds((3, 3))
+    plots.plot_mask(kinds, ax=ax, batch_index=0)
+    np.testing.assert_array_equal(image(ax), kinds[0])
     assert ax.images[0].get_clim() == (0, 2)
     assert texts(ax.get_legend().get_texts()) == ["all pairs", "some pairs", "no pair"]
     assert len({patch.get_facecolor() for patch in ax.get_legend().get_patches()}) == 3

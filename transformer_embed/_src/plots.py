@@ -192,8 +192,8 @@ def plot_mask(
 
     Args:
         mask: bool [T, S], or [B, heads, T, S] as `AttentionMask.dense` makes it. True = may attend.
-            Or int8 [T / size, S / size], a row of `AttentionMask.tile_kinds`, drawn in three tones:
-            tiles in which no pair, some pairs or all pairs may attend.
+            Or int8 [B, T / size, S / size] as `AttentionMask.tile_kinds` makes it, drawn in three
+            tones: tiles in which no pair, some pairs or all pairs may attend.
         ax: where to draw; None: a new pyplot figure.
         query_tokens: [T] names for the queries; None: queries are numbered. A mask with one row for
             all queries (T = 1) is drawn with a row for each name.
@@ -226,7 +226,9 @@ def plot_mask(
     tones = {"hidden": HIDDEN, "may attend": ALLOWED}
     if getattr(mask, "dtype", None) == np.int8:
         tones = {"no pair": HIDDEN, "some pairs": SOME, "all pairs": ALLOWED}
-        values = _one_matrix("mask", jnp.asarray(mask), batch_index, head)
+        kinds = jnp.asarray(mask)
+        kinds = kinds[:, None] if kinds.ndim == 3 else kinds
+        values = _one_matrix("mask", kinds, batch_index, head)
     else:
         values = _one_matrix("mask", arguments.as_mask("mask", mask), batch_index, head)
     if query_tokens is not None and len(values) == 1:
