@@ -105,7 +105,8 @@ class KernelArguments:
         in_rows = _in_row_indices(rule, kernel)
         options: dict[str, Any] = {"is_causal": in_rows.causal}
         left, right = in_rows.window
-        if left is not None or right is not None:
+        has_window = left is not None or right is not None
+        if has_window:
             # None is no limit, and neither is the length. The right side of a causal window must be
             # 0 for cuDNN's sake, which takes any other for a window to the right.
             length = max(tokens.positions.shape[-1] for tokens in (rule.queries, keys))
@@ -113,7 +114,9 @@ class KernelArguments:
             options["local_window_size"] = tuple(
                 length if side is None else side for side in (left, right)
             )
-        if "right" in (rule.queries.arrangement, keys.arrangement):
+        is_padded = "right" in (rule.queries.arrangement, keys.arrangement)
+        # jax 0.6.1 forgets a window that comes with neither a causal mask nor lengths.
+        if is_padded or (has_window and not in_rows.causal):
             for side, tokens in (("query", rule.queries), ("key_value", keys)):
                 is_token = arguments.rows("padding_mask", tokens.padding_mask)
                 options[f"{side}_seq_lengths"] = _count(_for_batch(is_token, self.batch_size))
