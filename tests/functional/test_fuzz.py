@@ -147,5 +147,5 @@ def test_every_value_in_every_place_gives_a_right_result_or_our_error(function):
 
 def test_every_public_function_is_fuzzed():
     functions = {name for name in public.TOP if inspect.isfunction(getattr(te, name))}
-    assert functions == {function.__name__ for function in CHECKS}
+    assert functions <= {function.__name__ for function in CHECKS}
     assert set(GOOD) == set(CHECKS)
