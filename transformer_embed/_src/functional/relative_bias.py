@@ -3,6 +3,7 @@
 import bisect
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32, Integer, UInt
@@ -45,7 +46,7 @@ def alibi_slopes(num_heads: int, *, max_bias: float = 8.0) -> Float32[Array, "h"
         and gives the same slopes in the same order.
     """
     slopes = _slopes(*_checked_alibi_options(num_heads, max_bias))
-    return jnp.asarray(slopes, jnp.float32)
+    return jax.device_put(slopes.astype(np.float32))
 
 
 def alibi_bias(
