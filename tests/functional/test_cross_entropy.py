@@ -257,6 +257,22 @@ def test_loss_of_large_logits_is_finite_and_right(label_smoothing):
     assert_close(got, expected, error=1e-3)
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 1e-4])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("size", [1e6, 1e10, 3e15])
+@pytest.mark.parametrize("softcap", [False, True])
+def test_a_factor_of_any_size_gives_finite_losses_and_gradients(
+    softcap, size, label_smoothing, z_loss
+):
+    """A product that is rounded once in one place and twice in another differs by more than 1."""
+    options = {"scale": size, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    if softcap:
+        options["softcap"] = size
+    got, expected = compiled(X, TABLE, LABELS, **options), oracle(X, TABLE, LABELS, **options)
+    for values, exact in zip(got, expected, strict=False):
+        np.testing.assert_allclose(values, exact, rtol=0, atol=ERROR * np.abs(exact).max())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_16_bits_are_summed_in_float32_and_cast_once(dtype):

@@ -408,14 +408,15 @@ def _losses_and_logit_gradients(options, over, rows, bias, chunk):
     """
     output, vocabulary = options.output, _vocabulary_part(options, over, rows)
     labels = chunk.labels - vocabulary.first
-    logits = row_logits(output, chunk.x, rows, bias)
-    slopes = 1.0 if output.softcap is None else 1 - jnp.square(logits / output.softcap)
+    logits, factor = row_logits(output, chunk.x, rows, bias)
+    slopes = 1.0 if output.softcap is None else 1 - jnp.square(logits)
     if output.pad_id is not None:
         logits = _zero_column(logits, output.pad_id - vocabulary.first)
     logits = vocabulary.where_inside(logits, -jnp.inf)
     top = _reduce_over(jax.lax.pmax, over, jax.lax.stop_gradient(logits.max(-1)))
-    # Differences of logits: their rounding does not grow with the logits.
-    shifted = logits - top[:, None]
+    # Differences of logits: their rounding does not grow with the logits. The factor comes last:
+    # XLA may round `factor * logits - top` only once, which is not 0 where top is rounded.
+    shifted = factor * (logits - top[:, None])
     exponentials = jnp.exp(shifted)
     if options.label_smoothing:
         # Shifted logits exist anyway: reading the label's from elsewhere would keep both.
@@ -423,11 +424,11 @@ def _losses_and_logit_gradients(options, over, rows, bias, chunk):
         expected = options.label_share * _logit_of_label(shifted, labels)
         expected += options.other_share * summed
     else:
-        expected = _shifted_logit_of_label(logits, top, shifted, labels)
+        expected = _shifted_logit_of_label(logits, top, factor, shifted, labels)
     total, expected = _reduce_over(jax.lax.psum, over, (exponentials.sum(-1), expected))
     losses, mass = jnp.log(total) - expected, total
     if options.z_loss:
-        log_z = jnp.log(total) + top
+        log_z = jnp.log(total) + factor * top
         losses += options.z_loss * log_z**2
         rise = 1 + 2 * options.z_loss * log_z
         mass = total / jnp.where(rise == 0, jnp.finfo(rise.dtype).eps, rise)
@@ -484,15 +485,15 @@ def _subtract_at_label(logit_gradients, rows, amounts):
     return jax.lax.platform_dependent(logit_gradients, rows, amounts, cpu=in_place, default=fused)
 
 
-def _shifted_logit_of_label(logits, top, shifted, rows):
-    """The logit of each label minus `top`, from the array that is cheaper to read.
+def _shifted_logit_of_label(logits, top, factor, shifted, rows):
+    """`shifted`, which is `factor * (logits - top)`, of each label, from the cheaper array.
 
     A CPU would write whole shifted logits only for this. A TPU writes them faster than it repeats
     their exponentials.
     """
 
     def from_logits(logits, top, shifted, rows):
-        return _logit_of_label(logits, rows, top)
+        return factor * _logit_of_label(logits, rows, top)
 
     def from_shifted(logits, top, shifted, rows):
         return _logit_of_label(shifted, rows)

@@ -121,19 +121,20 @@ def row_logits(
     x: Float[Array, "... d"],
     rows: Float[Array, "v d"],
     bias: Float[Array, "v"] | None,
-) -> Float[Array, "... v"]:
-    """The logits of some rows, in float32 or wider; those of padding are as of any row."""
+) -> tuple[Float[Array, "... v"], float]:
+    """The logits of some rows, in float32 or wider, before a last product with the number that
+    comes second; those of padding are as of any row."""
     dtype = arguments.compute_dtype(x.dtype, rows.dtype)
     if x.dtype != rows.dtype:
         x, rows = x.astype(dtype), rows.astype(dtype)
     logits = jnp.einsum("...d,vd->...v", x, rows, preferred_element_type=dtype)
     if bias is not None:
         logits += jnp.expand_dims(bias.astype(dtype), range(x.ndim - 1))
+    if options.softcap is None:
+        return logits, options.scale
     if options.scale != 1:
         logits *= options.scale
-    if options.softcap is not None:
-        logits = options.softcap * jnp.tanh(logits / options.softcap)
-    return logits
+    return jnp.tanh(logits / options.softcap), options.softcap
 
 
 @compiled(0, 1)
@@ -152,7 +153,8 @@ def _logits(
             x = all_gather(x, layout.gathered)
             rows = layout.whole_rows(rows)
             axes = layout.vocabulary
-        logits = row_logits(options, x, rows, bias)
+        logits, factor = row_logits(options, x, rows, bias)
+        logits *= factor
         ids = index_along(axes) * rows.shape[0] + jnp.arange(rows.shape[0], dtype=jnp.int32)
         ids = jnp.expand_dims(ids, range(x.ndim - 1))
         if options.pad_id is not None and options.pad_id < options.vocab_size:
