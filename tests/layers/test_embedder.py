@@ -698,7 +698,7 @@ BAD_FIELDS = [
     ("lookup_style", "matmul", ValueError, "one of 'gather', 'one_hot'", "'matmul'"),
     ("param_dtype", jnp.int32, TypeError, "a floating dtype of 16 bits or more", "int32"),
     ("dtype", "int8", TypeError, "a floating dtype of 16 bits or more", "int8"),
-    ("output", False, TypeError, "an OutputLayer, or None", "False"),
+    ("output", False, TypeError, "an OutputLayer, a str, or None", "False"),
 ]
 
 

@@ -521,7 +521,8 @@ def test_an_unknown_type_names_the_file_the_nearest_model_and_the_way_by_hand(tm
     with pytest.raises(ValueError, match=message) as error:
         pretrained.load_embedder(path, settings={"model_type": "mamba9"}, stack=case["stack"])
     found = load_by_hand(error, path)
-    assert found.names == {key: value for key, value in known.names.items() if "bias" not in key}
+    inputs = {key: value for key, value in known.names.items() if not re.search("bias|output", key)}
+    assert found.names == inputs
     for field in ("vocab_size", "d_model", "num_token_types", "embedding_width"):
         assert getattr(found.config, field) == getattr(known.config, field)
 
@@ -844,6 +845,7 @@ def test_dtypes_are_kept_bit_for_bit(tmp_path, name, dtype):
     for parameter, tensor in found.names.items():
         module, leaf = parameter.rsplit("/", 1)
         expected = tensors[tensor].T if parameter.endswith("/w") else tensors[tensor]
+        expected = expected[0] if tensor == "final_logits_bias" else expected
         np.testing.assert_array_equal(np.asarray(found.params[module][leaf]), expected)
 
 
@@ -1201,16 +1203,29 @@ def test_a_line_past_the_positions_that_are_left(tmp_path):
 @pytest.mark.parametrize("name", CASES)
 def test_an_output_layer_with_other_weights_is_not_taken_for_the_table(tmp_path, name):
     """config.json says whether the model ties them, and a saved file keeps it."""
-    entries = CASES[name]["settings"]
+    case = CASES[name]
+    entries, tensors = case["settings"], case["tensors"]
+    heads = [key for key in tensors if re.fullmatch(r"lm_head.weight|embed_out.weight", key)]
+    biases = [key for key in tensors if re.fullmatch(r"lm_head.bias|final_logits_bias", key)]
     is_tied = entries.get("tie_word_embeddings", True)
-    # A dense layer and a norm come before BERT's table, and CLIP has no output layer.
-    is_tied &= not re.search("bert|electra|clip", entries["model_type"])
     options = {"softcap": 30.0} if name == "gemma2" else {}
     options |= {"scale": entries["d_model"] ** -0.5} if name.startswith("t5") else {}
+    output = te.OutputLayer(tied=is_tied, bias=bool(biases), **options)
+    if re.search("bert|electra", entries["model_type"]):
+        output = "a dense layer and a norm come before it"
+    elif entries["model_type"].startswith("clip"):
+        output = "it has none"
+    elif not is_tied and case["stack"] == "encoder":
+        output = "it is the decoder's, which stack='decoder' loads"
+    elif not is_tied and not heads:
+        output = "the file has no lm_head.weight, and it is not tied to the table"
+    is_told = isinstance(output, te.OutputLayer)
     found = load(tmp_path, name)
     pretrained.save_embedder(tmp_path / "saved", *found)
     for each in (found, pretrained.load_embedder(tmp_path / "saved")):
-        assert each.config.output == (te.OutputLayer(**options) if is_tied else None)
+        assert each.config.output == output
+        stored = {key: value for key, value in each.names.items() if "output" in key}
+        assert sorted(stored.values()) == sorted(is_told * (biases + (not is_tied) * heads))
     x = np.ones([3, found.config.table_width], np.float32)
     embedder = te.Embedder(found.config)
     module = hk.transform(lambda: te.TransformerEmbedding(found.config).logits(x))
@@ -1223,18 +1238,80 @@ def test_an_output_layer_with_other_weights_is_not_taken_for_the_table(tmp_path,
     }
     for function, calls in uses.items():
         for call in calls:
-            if is_tied:
+            if is_told:
                 call()
                 continue
             with pytest.raises(
                 ValueError,
-                match=rf"^{function}: wanted config\.output, an OutputLayer \(or call te\.linear_{function} ",
+                match=rf"^{function}: wanted config\.output, an OutputLayer \(or call te\.linear_{function} "
+                rf"with other weights\), got none, since {output}$",
             ):
                 call()
 
 
+HEADS = {
+    case["name"]: case
+    for case in json.loads((GOLDEN / "heads.json").read_text(encoding="utf-8"))["cases"]
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_logits_are_those_of_the_model(tmp_path, name):
+    """Of the model's own hidden states, also from a file that was saved, and from the module."""
+    case = HEADS[name]
+    tensors = tensors_of(case)
+    found = pretrained.load_embedder(checkpoint(tmp_path, case), stack=case["stack"])
+    used = [key for key in tensors if re.search("head|final_logits|embed_out|pred_|output", key)]
+    assert sorted(used) == sorted(each for key, each in found.names.items() if "output" in key)
+    pretrained.save_embedder(tmp_path / "saved", *found)
+    saved = pretrained.load_embedder(tmp_path / "saved")
+    assert saved.config == found.config
+    header = _files.open_tensors(tmp_path / "saved")
+    assert all(header.entry(key).shape == tensors[key].shape for key in used)
+    x = unpack(case["states"])
+    module = hk.transform(lambda: te.TransformerEmbedding(found.config).logits(x))
+    logits = [te.Embedder(each.config).logits(each.params, x) for each in (found, saved)] + [
+        module.apply(found.params, None)
+    ]
+    for each in logits:
+        assert_same(np.asarray(each), unpack(case["logits"]))
+
+
+def test_tables_that_differ_are_not_tied(tmp_path):
+    """Whatever config.json says; equal ones are one."""
+    case = HEADS["llama"]
+    tied = case | {"settings": case["settings"] | {"tie_word_embeddings": True}}
+    table = tensors_of(case)["model.embed_tokens.weight"]
+    other = checkpoint(tmp_path, tied)
+    assert pretrained.load_embedder(other).config.output == te.OutputLayer(tied=False)
+    for head, output in (
+        (table, te.OutputLayer()),
+        (table[:-1], "its shape is [11, 8], not [12, 8]"),
+    ):
+        path = checkpoint(tmp_path, tied, change={"lm_head.weight": head})
+        found = pretrained.load_embedder(path)
+        assert found.config.output == output
+        assert not [key for key in found.names if "output" in key]
+
+
+@pytest.mark.parametrize("prefix", ["", "language_model.", "model.language_model."])
+def test_the_head_is_beside_the_model_or_further_out(tmp_path, prefix):
+    """As in models of images with a language model inside."""
+    case = HEADS["llama"]
+    tensors = tensors_of(case)
+    table, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+    outer = prefix.removeprefix("model.") if "." in prefix[:-1] else prefix
+    for start in dict.fromkeys(["", prefix, outer * prefix.startswith(outer)]):
+        names = {f"{prefix}model.embed_tokens.weight": table, f"{start}lm_head.weight": head}
+        found = pretrained.load_embedder(checkpoint(tmp_path, case | {"tensors": {}}, change=names))
+        np.testing.assert_array_equal(
+            found.params["transformer_embedding/~/token_embedding"]["output_embeddings"], head
+        )
+
+
 def test_the_table_is_the_output_layer_if_the_settings_say_so(tmp_path):
-    found = load(tmp_path, "phi", settings={"tie_word_embeddings": True})
+    path = checkpoint(tmp_path, CASES["phi"], drop=["lm_head.weight", "lm_head.bias"])
+    found = pretrained.load_embedder(path, settings={"tie_word_embeddings": True})
     assert found.config.output == te.OutputLayer()
     x = jnp.ones([1, found.config.d_model])
     assert te.Embedder(found.config).logits(found.params, x).shape == (1, 12)

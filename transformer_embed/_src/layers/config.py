@@ -88,7 +88,8 @@ class EmbedderConfig:
         dtype: of the result. None: the dtype of the token table, after a Haiku mixed-precision
             policy has cast it.
         output: the output layer, which `logits` and `cross_entropy` compute. None: they raise an
-            error. (`load_embedder` sets it to None for a model with another output layer.)
+            error. A str: they raise it with this reason, which `load_embedder` gives for an output
+            layer that `OutputLayer` cannot describe or that is not in the file.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -116,7 +117,7 @@ class EmbedderConfig:
     lookup_style: str = "gather"
     param_dtype: DTypeLike = jnp.float32
     dtype: DTypeLike | None = None
-    output: OutputLayer | None = OutputLayer()
+    output: OutputLayer | str | None = OutputLayer()
 
     def __post_init__(self):
         arguments.convert_fields(
@@ -134,8 +135,9 @@ class EmbedderConfig:
             param_dtype=arguments.floating_dtype,
             dtype=arguments.floating_dtype,
         )
-        if not isinstance(self.output, OutputLayer | None):
-            raise arguments.type_error("output", "an OutputLayer, or None", repr(self.output))
+        if not isinstance(self.output, OutputLayer | str | None):
+            want = "an OutputLayer, a str, or None"
+            raise arguments.type_error("output", want, repr(self.output))
         if self.scheme is not None:
             if not isinstance(self.scheme, Scheme):
                 want = "Sinusoidal(...), SinusoidalGrid(...), Learned(max_len=...) or None"

@@ -44,7 +44,7 @@ class TokenEmbedding(hk.Module):
         out_of_range: `"nan"`, `"clip"` or `"zero"`; see `lookup`.
         lookup_style: `"gather"` or `"one_hot"`; see `lookup`.
         output: the output layer; see `OutputLayer`. None: `logits` and `cross_entropy` raise an
-            error.
+            error. A str: they raise it with this reason.
         w_init: initialiser of the table. None: normal, scaled so that the module's outputs have
             unit variance.
         param_dtype: of the parameters.
@@ -78,7 +78,7 @@ class TokenEmbedding(hk.Module):
         pad_id: int | None = None,
         out_of_range: str = "nan",
         lookup_style: str = "gather",
-        output: OutputLayer | None = OutputLayer(),
+        output: OutputLayer | str | None = OutputLayer(),
         w_init: Initializer | None = None,
         param_dtype: DTypeLike = jnp.float32,
         dtype: DTypeLike | None = None,
@@ -128,9 +128,10 @@ class TokenEmbedding(hk.Module):
     def _output(self, method: str) -> dict[str, Any]:
         """The arguments of `linear_logits` besides x, for a method."""
         output, width = self.config.output, self.config.d_model
-        if output is None:
+        if not isinstance(output, OutputLayer):
             want = f"config.output, an OutputLayer (or call te.linear_{method} with other weights)"
-            raise arguments.value_error(method, want, "None")
+            got = "None" if output is None else f"none, since {output}"
+            raise arguments.value_error(method, want, got)
         table, bias = self._table(), None
         if not output.tied:
             w_init = hk.initializers.RandomNormal(stddev=1 / math.sqrt(width))
@@ -520,7 +521,7 @@ def init_params(config: EmbedderConfig, rng: Array) -> Params:
     def embed():
         layer = TransformerEmbedding(config)
         layer(ids, is_training=False, token_types=token_types)
-        if config.output is not None:
+        if isinstance(config.output, OutputLayer):
             layer.logits(jnp.zeros(config.table_width))
 
     return hk.transform(embed).init(rng)

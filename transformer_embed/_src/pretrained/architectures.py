@@ -128,6 +128,7 @@ _SLIDING_ROTATES = (SLIDING, FULL)
 _MULTIPLIED = (
     _ROTARY | _scale("embedding_multiplier", 1.0) | {"logits_scaling": Entry(Positive, 1.0)}
 )
+_DENSE = "a dense layer and a norm come before it"
 _ABSOLUTE = {
     "position_embedding_type": (
         ("absolute", None),
@@ -172,7 +173,7 @@ ARCHITECTURES = (
         types="bert dpr ernie splinter visual_bert align_text_model "
         "chinese_clip_text_model flava_text_model layoutlm fnet roc_bert markuplm tapas",
         tensors=_BERT_TENSORS,
-        has_other_output=True,
+        no_output=_DENSE,
         entries=_BERT,
         positions=Positions(),
         refused={
@@ -189,7 +190,7 @@ ARCHITECTURES = (
     Architecture(
         types="big_bird",
         tensors=_BERT_TENSORS,
-        has_other_output=True,
+        no_output=_DENSE,
         entries=_BERT | _scale("rescale_embeddings", False),
         scale="rescale_embeddings",
         positions=Positions(),
@@ -198,7 +199,7 @@ ARCHITECTURES = (
     Architecture(
         types="deberta deberta-v2",
         tensors=_BERT_TENSORS | _OPTIONAL,
-        has_other_output=True,
+        no_output=_DENSE,
         entries=_BERT,
         positions=Positions(),
         refused={"embeddings.embed_proj.weight": "a linear layer follows the tables"},
@@ -208,7 +209,7 @@ ARCHITECTURES = (
         "roberta-prelayernorm altclip_text_model bridgetower_text_model clap_text_model "
         "layoutlmv3 lilt",
         tensors=_BERT_TENSORS,
-        has_other_output=True,
+        no_output=_DENSE,
         entries=_BERT | _pad_id(),
         positions=_AFTER_PADDING,
         prefixes=("roberta.",),
@@ -221,28 +222,35 @@ ARCHITECTURES = (
     Architecture(
         types="xlm-roberta-xl",
         tensors=_BERT_TOKENS | _BERT_POSITIONS | _BERT_TYPES,
-        has_other_output=True,
+        no_output=_DENSE,
         entries=_BERT | _pad_id(),
         positions=_AFTER_PADDING,
     ),
     Architecture(
         types="megatron-bert",
         tensors=_BERT_TOKENS | _BERT_POSITIONS | _BERT_TYPES,
-        has_other_output=True,
+        no_output=_DENSE,
         entries=_BERT,
         positions=Positions(),
     ),
     Architecture(
         types="mpnet",
         tensors=_BERT_TOKENS | _BERT_POSITIONS | _BERT_NORM,
-        has_other_output=True,
+        no_output=_DENSE,
         entries=_BERT,
         positions=_AFTER_PADDING._replace(padding=1),
     ),
     Architecture(
-        types="bert-generation blip_text_model git",
+        types="blip_text_model",
         tensors=_BERT_TOKENS | _BERT_POSITIONS | _BERT_NORM,
-        has_other_output=True,
+        no_output=_DENSE,
+        entries=_BERT,
+        positions=Positions(),
+    ),
+    Architecture(
+        types="bert-generation git",
+        tensors=_BERT_TOKENS | _BERT_POSITIONS | _BERT_NORM,
+        head="lm_head.decoder lm_head output",
         entries=_BERT,
         positions=Positions(),
     ),
@@ -251,14 +259,14 @@ ARCHITECTURES = (
         tensors=_BERT_TOKENS
         | _BERT_TYPES
         | {NORM_SCALE: ("emb_ln.weight",), NORM_OFFSET: ("emb_ln.bias",)},
-        has_other_output=True,
+        no_output=_DENSE,
         entries=_BERT | _ROTARY | _is_tied(True) | _share(1.0),
         rotary=Rotary(),
     ),
     Architecture(
         types="distilbert",
         tensors=_BERT_TOKENS | _BERT_POSITIONS | _BERT_NORM,
-        has_other_output=True,
+        no_output=_DENSE,
         entries=_LEARNED | _width("dim") | {"dropout": Entry(Rate, Rate(0.1))},
         positions=Positions(),
         norm_eps=1e-12,
@@ -271,7 +279,7 @@ ARCHITECTURES = (
             WIDEN: ("encoder.embedding_hidden_mapping_in.weight",),
             WIDEN_OFFSET: ("encoder.embedding_hidden_mapping_in.bias",),
         },
-        has_other_output=True,
+        no_output=_DENSE,
         entries=_BERT | {"embedding_size": Entry(SIZE)},
         positions=Positions(),
         has_unique_names=True,
@@ -281,7 +289,7 @@ ARCHITECTURES = (
         types="electra convbert",
         tensors=_BERT_TENSORS
         | {WIDEN: ("?embeddings_project.weight",), WIDEN_OFFSET: ("?embeddings_project.bias",)},
-        has_other_output=True,
+        no_output=_DENSE,
         entries=_BERT | {"embedding_size": Entry(SIZE)},
         positions=Positions(),
         prefixes=("electra.",),
@@ -295,9 +303,10 @@ ARCHITECTURES = (
             NORM_SCALE: ("layer_norm_emb.weight",),
             NORM_OFFSET: ("layer_norm_emb.bias",),
         },
-        has_other_output=True,
-        entries=_BERT | _width("emb_dim"),
+        head="pred_layer.proj",
+        entries=_BERT | _width("emb_dim") | {"asm": Entry(bool, False)},
         positions=Positions(),
+        refused_entries={"asm": ((False,), "its output layer is an adaptive softmax")},
     ),
     Architecture(
         types="gpt2 gpt_neo gpt_bigcode gpt-sw3",
@@ -329,6 +338,7 @@ ARCHITECTURES = (
     Architecture(
         types="biogpt",
         tensors=_DECODER | {POSITIONS: ("embed_positions.weight",)},
+        head="output_projection",
         entries=_LEARNED | _scale("scale_embedding", True),
         scale="scale_embedding",
         positions=Positions(start=2),
@@ -336,6 +346,7 @@ ARCHITECTURES = (
     Architecture(
         types="whisper",
         tensors=_DECODER_LEARNED,
+        head="proj_out",
         entries=_SEQ2SEQ | _length("max_target_positions"),
         positions=Positions(),
     ),
@@ -346,6 +357,7 @@ ARCHITECTURES = (
             NORM_SCALE: ("?decoder.layernorm_embedding.weight",),
             NORM_OFFSET: ("?decoder.layernorm_embedding.bias",),
         },
+        head="output_projection decoder.output_projection",
         entries=_SEQ2SEQ,
         scale="scale_embedding",
         positions=Positions(start=2),
@@ -380,7 +392,11 @@ ARCHITECTURES = (
     Architecture(
         types="marian pegasus",
         tensors=_STACKED,
-        entries=_SEQ2SEQ | {"decoder_vocab_size": Entry(SIZE)},
+        entries=_SEQ2SEQ
+        | {
+            "decoder_vocab_size": Entry(SIZE),
+            "share_encoder_decoder_embeddings": Entry(bool, True),
+        },
         scale="scale_embedding",
         positions=Positions(sinusoids={"layout": "sin_cos"}),
     ),
@@ -394,6 +410,7 @@ ARCHITECTURES = (
     Architecture(
         types="m2m_100 nllb-moe fsmt",
         tensors=_STACKED,
+        head="lm_head decoder.output_projection",
         entries=_SEQ2SEQ | _scale("scale_embedding", True) | _pad_id(),
         scale="scale_embedding",
         positions=_AFTER_PADDING._replace(sinusoids=_FAIRSEQ),
@@ -450,7 +467,7 @@ ARCHITECTURES = (
             TOKENS: ("embeddings.token_embedding.weight",),
             POSITIONS: ("embeddings.position_embedding.weight",),
         },
-        has_other_output=True,
+        no_output="it has none",
         entries=_LEARNED,
         positions=Positions(),
         has_unique_names=True,
@@ -563,7 +580,7 @@ ARCHITECTURES = (
             NORM_SCALE: ("embeddings.norm.weight",),
             NORM_OFFSET: ("?embeddings.norm.bias",),
         },
-        has_other_output=True,
+        no_output=_DENSE,
         entries=_BY_LAYER
         | _eps(1e-5, "norm_eps")
         | {
@@ -585,16 +602,19 @@ ARCHITECTURES = (
     Architecture(
         types="hyperclovax falcon_h1",
         tensors=_DECODER,
-        entries=_ROTARY | _scale("embedding_multiplier", 1.0),
+        entries=_ROTARY
+        | _scale("embedding_multiplier", 1.0)
+        | {"logit_scale": Entry(Positive, 1.0, "lm_head_multiplier logits_scaling")},
         scale="embedding_multiplier",
         rotary=Rotary(),
-        has_other_output=True,
     ),
     Architecture(
         types="minicpm minicpm3",
         tensors=_DECODER,
-        has_other_output=True,
-        entries=_ROTARY | _is_tied(True) | _scale("scale_emb", 12.0),
+        entries=_ROTARY
+        | _is_tied(True)
+        | _scale("scale_emb", 12.0)
+        | {"dim_model_base": Entry(SIZE, 256, may_guess=False)},
         scale="scale_emb",
         rotary=Rotary(),
     ),
@@ -625,6 +645,7 @@ ARCHITECTURES = (
     Architecture(
         types="gpt_neox gpt_neox_japanese",
         tensors={TOKENS: ("embed_in.weight",)},
+        head="embed_out lm_head",
         entries=_ROTARY
         | _share(0.25, "rotary_pct")
         | {
@@ -677,6 +698,7 @@ ARCHITECTURES = (
 
 # Defaults in which types differ from their row; REQUIRED: config.json must say it.
 DEFAULTS: tuple[tuple[str, Any, str], ...] = (
+    ("dim_model_base", 1, "minicpm"),
     ("embedding_multiplier", 12.0, "granite_docling_text"),
     ("layer_norm_eps", 1e-5, "altclip_text_model bridgetower_text_model xlm-roberta-xl layoutlmv3"),
     ("layer_norm_eps", 1e-7, "deberta deberta-v2"),

@@ -19,10 +19,14 @@ NORM_SCALE = f"{ROOT}layer_norm/scale"
 NORM_OFFSET = f"{ROOT}layer_norm/offset"
 WIDEN = f"{ROOT}widen/w"
 WIDEN_OFFSET = f"{ROOT}widen/b"
+OUTPUT_TABLE = f"{ROOT}token_embedding/output_embeddings"
+OUTPUT_BIAS = f"{ROOT}token_embedding/output_bias"
 BIAS = "relative_position_bias/embeddings"
+# Of BART and its like, [1, vocab_size].
+LOGITS_BIAS = "final_logits_bias"
 
 Shapes = Mapping[str, tuple[int, ...]]
-VECTORS = (NORM_SCALE, NORM_OFFSET, WIDEN_OFFSET)
+VECTORS = (NORM_SCALE, NORM_OFFSET, WIDEN_OFFSET, OUTPUT_BIAS)
 # Parameters that a published model may lack; zeros are equivalent.
 OFFSETS = (NORM_OFFSET, WIDEN_OFFSET)
 STACKS = ("encoder", "decoder")
@@ -105,7 +109,8 @@ class Architecture:
         norm_eps: of the layer norm if it is fixed.
         rotary: None: nothing is rotated.
         alibi: the arguments of `alibi_bias` besides the number of heads; None: it is not used.
-        has_other_output: whether layers stand before its output layer, as in BERT.
+        head: the names that its output layer may have, separated by spaces.
+        no_output: why an `OutputLayer` cannot say its output layer; "": it can.
         prefixes: prefixes of checkpoints that no other architecture has.
         has_unique_names: whether no other architecture has the names of `tensors`.
         refused: tensors that show that the input layer is different, with the reason.
@@ -120,7 +125,8 @@ class Architecture:
     norm_eps: float | None = None
     rotary: Rotary | None = None
     alibi: Mapping[str, Any] | None = None
-    has_other_output: bool = False
+    head: str = "lm_head"
+    no_output: str = ""
     prefixes: tuple[str, ...] = ()
     has_unique_names: bool = False
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -203,7 +209,7 @@ class Architecture:
             "scheme": self._scheme(value, shapes),
             "scale": value[self.scale] if isinstance(self.scale, str) else self.scale,
             "dropout_rate": next((value[name] for name in RATES if name in value), 0.0),
-            "output": self._output(value, width),
+            "output": self._output(value, shapes, stack),
         }
         if TOKEN_TYPES in shapes:
             options["num_token_types"] = get("type_vocab_size") or shapes[TOKEN_TYPES][0]
@@ -214,14 +220,28 @@ class Architecture:
         rotary = self.rotary and self._rotary(self.rotary, value, options["d_model"])
         return LayerArguments(options, rotary, self._bias(value, shapes, stack))
 
-    def _output(self, value: Mapping[str, Any], width: int) -> OutputLayer | None:
-        """The output layer; None if it has a table of its own, or layers before it."""
-        if self.has_other_output or not value["tie_word_embeddings"]:
-            return None
+    def _output(self, value: Mapping[str, Any], shapes: Shapes, stack: str) -> OutputLayer | str:
+        """The output layer, or why there is none."""
+        rows, width = shapes[TOKENS]
+        is_tied = value["tie_word_embeddings"]
+        has_own = OUTPUT_TABLE in shapes or not is_tied
+        is_shared = value.get("share_encoder_decoder_embeddings", True)
+        if self.no_output:
+            return self.no_output
+        if self.has_stacks and stack == STACKS[0] and (has_own or not is_shared):
+            return f"it is the decoder's, which stack={STACKS[1]!r} loads"
+        if has_own and OUTPUT_TABLE not in shapes:
+            return f"the file has no {self.head.split()[0]}.weight, and it is not tied to the table"
+        for name, shape in ((OUTPUT_TABLE, (rows, width)), (OUTPUT_BIAS, (rows,))):
+            if shapes.get(name, shape) != shape:
+                return f"its shape is {list(shapes[name])}, not {list(shape)}"
         scale = value.get("logit_scale", 1.0) / value.get("logits_scaling", 1.0)
-        if value.get("scale_decoder_outputs"):
+        if is_tied and value.get("scale_decoder_outputs"):
             scale = width**-0.5
-        return OutputLayer(softcap=value.get("final_logit_softcapping"), scale=scale)
+        if value.get("dim_model_base"):
+            scale = value["dim_model_base"] / width
+        softcap = value.get("final_logit_softcapping")
+        return OutputLayer(not has_own, OUTPUT_BIAS in shapes, softcap, scale)
 
     def _scheme(self, value: Mapping[str, Any], shapes: Shapes) -> Scheme | None:
         """The position scheme; a learned table has `start` more rows than config.json says."""

@@ -74,6 +74,14 @@ class Tensors:
             raise arguments.value_error(shown_path(file), want, f"{len(entries)} others")
         return entries[name]
 
+    def are_equal(self, name: str, other: str) -> bool:
+        """Whether two tensors have the same bytes."""
+        entries = [self.entry(name), self.entry(other)]
+        if entries[0][1:] != entries[1][1:]:
+            return False
+        pieces = zip(_pieces(name, entries[0]), _pieces(other, entries[1]), strict=True)
+        return all(one.tobytes() == two.tobytes() for (_, one), (_, two) in pieces)
+
     def read(
         self, name: str, shape: tuple[int, ...], dtype: np.dtype, *, transposed: bool = False
     ) -> jax.Array:
@@ -227,20 +235,27 @@ def _read_in_pieces(name: str, entry: Entry, dtype: np.dtype) -> np.ndarray:
     The copy starts at a page boundary, so that jax does not copy it again on a CPU. It avoids the
     huge pages that numpy asks for, which are slow to get on a busy machine.
     """
-    from safetensors import safe_open  # noqa: PLC0415 (slow to load)
-
     size = math.prod(entry.shape)
     buffer = np.frombuffer(mmap.mmap(-1, max(size * dtype.itemsize, 1)), dtype, size).reshape(
         entry.shape
     )
+    for piece, array in _pieces(name, entry):
+        buffer[piece] = array
+    return buffer
+
+
+def _pieces(name: str, entry: Entry) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+    """The pieces of a tensor, each with its place."""
+    from safetensors import safe_open  # noqa: PLC0415 (slow to load)
+
     ones = next((n for n, length in enumerate(entry.shape) if length != 1), 0)
-    rows = max(1, PIECE // max(1, math.prod(entry.shape[ones + 1 :]) * dtype.itemsize))
-    count = entry.shape[ones] if size else 0
+    itemsize = DTYPES.get(entry.dtype, np.dtype(float)).itemsize
+    rows = max(1, PIECE // max(1, math.prod(entry.shape[ones + 1 :]) * itemsize))
+    count = entry.shape[ones] if math.prod(entry.shape) else 0
     for start in range(0, count, rows):
         piece = (slice(0, 1),) * ones + (slice(start, min(start + rows, count)),)
         with safe_open(entry.file, framework="numpy") as file:
-            buffer[piece] = file.get_slice(name)[piece]
-    return buffer
+            yield piece, file.get_slice(name)[piece]
 
 
 def write_tensors(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from transformer_embed._src import arguments
-from transformer_embed._src.layers.config import EmbedderConfig
+from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
 from transformer_embed._src.layers.embedder import Params
 from transformer_embed._src.pretrained import schema
 from transformer_embed._src.pretrained.config_json import (
@@ -20,7 +20,10 @@ from transformer_embed._src.pretrained.config_json import (
     options_from_json,
 )
 from transformer_embed._src.pretrained.description import (
+    LOGITS_BIAS,
     OFFSETS,
+    OUTPUT_BIAS,
+    OUTPUT_TABLE,
     STACKS,
     TOKENS,
     VECTORS,
@@ -231,6 +234,11 @@ def _read_published(
         )
         got = _config_in_words(kind, in_file, type_in_file)
         raise arguments.value_error(shown_path(beside), want, got)
+    is_tied = found.get("tie_word_embeddings", kind.entries["tie_word_embeddings"].default)
+    table = names.get(OUTPUT_TABLE)
+    # As in the library: two tables that differ are not tied, whatever config.json says.
+    if table and is_tied and tensors.are_equal(table, names[TOKENS]):
+        del names[OUTPUT_TABLE]
     shapes = _shapes_in_file(tensors, names)
     sources = ["settings"] if settings or not in_file else []
     sources += [shown_path(beside)] if in_file else []
@@ -238,6 +246,12 @@ def _read_published(
     described = schema.call_with_named_errors(
         where, kind.describe, found, shapes, stack or STACKS[0]
     )
+    output = described.options["output"]
+    is_used = {
+        OUTPUT_TABLE: isinstance(output, OutputLayer) and not output.tied,
+        OUTPUT_BIAS: isinstance(output, OutputLayer) and output.bias,
+    }
+    names = {name: tensor for name, tensor in names.items() if is_used.get(name, True)}
     dtype = tensors.entry(names[TOKENS]).dtype
     described.options["param_dtype"] = DTYPES.get(dtype, jnp.dtype("float32"))
     hint = f" (if the vocabulary was resized: settings={{'vocab_size': {shapes[TOKENS][0]}}})"
@@ -258,6 +272,8 @@ def _config_in_words(kind: Architecture, in_file: Mapping[str, Any], type_in_fil
 def _shapes_in_file(tensors: Tensors, names: Mapping[str, str]) -> Shapes:
     """The shape of each parameter's tensor, which has the parameter's rank."""
     shapes = {name: tensors.entry(tensor).shape for name, tensor in names.items()}
+    if names.get(OUTPUT_BIAS, "").endswith(LOGITS_BIAS):
+        shapes[OUTPUT_BIAS] = shapes[OUTPUT_BIAS][1:]
     for name, tensor in names.items():
         rank = 1 if name in VECTORS else 2
         if len(shapes[name]) != rank:
@@ -360,7 +376,8 @@ def _check_entry(
     """Raises unless a tensor has this shape and a dtype that is read."""
     entry = tensors.entry(tensor)
     ones = len(entry.shape) - len(shape)
-    is_same = entry.shape == shape or (is_by_hand and entry.shape == (1,) * ones + shape)
+    may_lead = is_by_hand or tensor.endswith(LOGITS_BIAS)
+    is_same = entry.shape == shape or (may_lead and entry.shape == (1,) * ones + shape)
     dtypes = (*DTYPES, FLOAT64) if is_by_hand else tuple(DTYPES)
     if is_same and entry.dtype in dtypes:
         return

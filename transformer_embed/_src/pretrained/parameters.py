@@ -4,13 +4,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.embedder import Embedder
 from transformer_embed._src.pretrained import schema
 from transformer_embed._src.pretrained.config_json import bias_parameters
-from transformer_embed._src.pretrained.description import WIDEN
+from transformer_embed._src.pretrained.description import LOGITS_BIAS, WIDEN
 
 
 def parameters_of(
@@ -53,3 +54,10 @@ def is_transposed(name: str, tensor: str) -> bool:
     """Whether a tensor is [out, in], as a linear layer's weights are unless they have this
     package's own name."""
     return name == WIDEN and tensor != name
+
+
+def as_stored(name: str, tensor: str, array: np.ndarray) -> np.ndarray:
+    """A parameter as its tensor has it."""
+    if is_transposed(name, tensor):
+        return array.T
+    return array[None] if tensor.endswith(LOGITS_BIAS) else array

@@ -11,7 +11,10 @@ from transformer_embed._src.pretrained import schema
 from transformer_embed._src.pretrained.architectures import ARCHITECTURES, by_model_type
 from transformer_embed._src.pretrained.description import (
     BIAS,
+    LOGITS_BIAS,
     NORM_SCALE,
+    OUTPUT_BIAS,
+    OUTPUT_TABLE,
     POSITIONS,
     ROOT,
     STACKS,
@@ -71,7 +74,7 @@ def recognised(
     for tensor, reason in kind.refused.items():
         if prefix + tensor.format(stack=own) in tensors.files:
             raise arguments.value_error(where, f"an input layer like that of {kind.name}", reason)
-    return kind, names
+    return kind, names | _output_names(kind, prefix, tensors.files)
 
 
 def _missing_tensors(tensors: Tensors, named: Architecture | None, stack: str | None) -> ValueError:
@@ -205,6 +208,20 @@ def _names_under_prefix(
         elif not ends[0].startswith("?"):
             return None
     return names
+
+
+def _output_names(
+    kind: Architecture, prefix: str, files: Mapping[str, pathlib.Path]
+) -> dict[str, str]:
+    """The tensors of the output layer that a file has: beside those of the input layer, or further
+    out."""
+    parts = prefix.split(".")[:-1]
+    outer = ["".join(f"{part}." for part in parts[:n]) for n in range(len(parts), -1, -1)]
+    heads = [start + head for start in outer for head in kind.head.split()]
+    biases = [f"{head}.bias" for head in heads] + [start + LOGITS_BIAS for start in outer]
+    names = {OUTPUT_TABLE: [f"{head}.weight" for head in heads], OUTPUT_BIAS: biases}
+    found = {name: [end for end in ends if end in files] for name, ends in names.items()}
+    return {name: ends[0] for name, ends in found.items() if ends}
 
 
 def listed(tensors: Tensors) -> str:

@@ -22,7 +22,7 @@ from transformer_embed._src.pretrained.config_json import (
     extras_to_json,
 )
 from transformer_embed._src.pretrained.files import DTYPES, write_tensors
-from transformer_embed._src.pretrained.parameters import full_paths, is_transposed, parameters_of
+from transformer_embed._src.pretrained.parameters import as_stored, full_paths, parameters_of
 from transformer_embed._src.rows.gathered_rows import RowTable
 
 
@@ -93,8 +93,7 @@ def save_embedder(
     check_rotary("save_embedder", extras.rotary)
     _check_shapes(leaves, parameters_of("save_embedder", config, extras.bias))
     arrays = {
-        tensor: leaves[name].T if is_transposed(name, tensor) else leaves[name]
-        for name, tensor in tensor_names.items()
+        tensor: as_stored(name, tensor, leaves[name]) for name, tensor in tensor_names.items()
     }
     metadata = {"format": "pt", CONFIG: config_to_json(config), EXTRAS: text}
     write_tensors(pathlib.Path(os.path.realpath(path)), arrays, metadata)
