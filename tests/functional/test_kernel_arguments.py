@@ -175,6 +175,15 @@ def test_dot_product_attention_applies_the_rule_without_a_mask(tokens, rule):
     check(rule, functools.partial(dot_product_attend, rule))
 
 
+@pytest.mark.parametrize("window", [(20, 130), (None, 40), (9, None)])
+def test_a_window_that_is_not_causal_never_comes_alone(window):
+    """jax 0.6.1 ignores it then."""
+    rule = te.AttentionMask(te.TokenPositions.from_offset([0, 7], 9), causal=False, window=window)
+    options = te.KernelArguments(rule).dot_product_attention()
+    assert options["query_seq_lengths"].tolist() == [9, 9]
+    assert options["key_value_seq_lengths"].tolist() == [9, 9]
+
+
 def test_cudnn_gets_no_window_to_the_right_of_a_causal_rule():
     for window in ((5, 0), (5, None), (5, 7)):
         rule = te.AttentionMask(BATCHES["right"], causal=True, window=window)
