@@ -13,6 +13,7 @@ import argparse
 import ast
 import contextlib
 import functools
+import dataclasses
 import inspect
 import io
 import os
@@ -128,14 +129,29 @@ def _node(function: object) -> ast.FunctionDef | ast.ClassDef:
     return ast.parse(source).body[0]
 
 
+def _fields(kind: type) -> list[str]:
+    """The arguments of a dataclass or a named tuple, those of the classes above it too."""
+    lines = {}
+    for base in reversed(kind.__mro__):
+        if base.__module__.startswith("transformer_embed."):
+            source = textwrap.dedent(inspect.getsource(base))
+            for each in _node(base).body:
+                if isinstance(each, ast.AnnAssign):
+                    lines[ast.unparse(each.target)] = _field(each, source)
+    if not dataclasses.is_dataclass(kind):
+        return list(lines.values())
+    fields = [field for field in dataclasses.fields(kind) if field.init]
+    plain = [lines[field.name] for field in fields if not field.kw_only]
+    by_name = [lines[field.name] for field in fields if field.kw_only]
+    return [*plain, "*", *by_name] if by_name else plain
+
+
 def _arguments(value: object) -> tuple[list[str], str]:
     node, source = _node(value), textwrap.dedent(inspect.getsource(inspect.unwrap(value)))
     if isinstance(node, ast.ClassDef):
         init = [each for each in node.body if getattr(each, "name", "") == "__init__"]
         if not init:
-            return [
-                _field(each, source) for each in node.body if isinstance(each, ast.AnnAssign)
-            ], ""
+            return _fields(value), ""
         node = init[0]
     spec = node.args
     plain = [*spec.posonlyargs, *spec.args]

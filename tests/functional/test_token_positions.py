@@ -387,3 +387,29 @@ def test_bad_arguments_raise_errors(kind, message, call):
     with pytest.raises(kind) as caught:
         call()
     assert str(caught.value).startswith(message)
+
+
+# --- write
+
+
+def cache_of(length):
+    return te.TokenPositions.from_lengths([3, 1], length)
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "jit"])
+def test_tokens_are_written_into_slots_of_a_cache(compile):
+    write = lambda cache, tokens, slot: cache.write(tokens, slot)
+    write = jax.jit(write) if compile else write
+    written = write(cache_of(5), te.TokenPositions.from_offset([3, 1], 2), 3)
+    np.testing.assert_array_equal(written.positions, [[0, 1, 2, 3, 4], [0, 0, 0, 1, 2]])
+    np.testing.assert_array_equal(written.segment_ids, [[1, 1, 1, 1, 1], [1, 0, 0, 1, 1]])
+
+
+@pytest.mark.parametrize("slot", [4, 5, -1, 2**31 - 1])
+def test_tokens_that_do_not_fit_overwrite_nothing(slot):
+    cache, tokens = cache_of(5), te.TokenPositions.from_offset(3, 2)
+    with pytest.raises(ValueError, match=rf"^slot: wanted .* 0\.\.3, got {slot}$"):
+        cache.write(tokens, slot)
+    written = jax.jit(lambda slot: cache.write(tokens, slot))(jnp.int32(slot))
+    np.testing.assert_array_equal(written.positions, cache.positions)
+    np.testing.assert_array_equal(written.segment_ids, cache.segment_ids)

@@ -444,7 +444,7 @@ def matplotlib_module(module: str) -> Any:
         return importlib.import_module(f"matplotlib.{module}")
     except ImportError as error:
         raise ImportError(
-            "transformer_embed.plots needs matplotlib: pip install 'transformer-embed[plots]'"
+            "transformer_embed.plots needs matplotlib: pip install '.[plots]' in a clone"
         ) from error
 
 

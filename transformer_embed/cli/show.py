@@ -39,7 +39,7 @@ def add_to(commands: Any) -> None:
         help="draw a picture of an encoding, a mask, a bias or an error",
         description="Draws a picture of what this package computes and writes it to a PNG, SVG or "
         "PDF file. Equal arguments give equal "
-        "files. Needs matplotlib: pip install 'transformer-embed[plots]'.",
+        "files. Needs matplotlib: pip install '.[plots]'.",
     )
     pictures = show.add_subparsers(required=True, metavar="PICTURE")
     for name, (draw, about, flags) in DRAWN.items():

@@ -132,14 +132,16 @@ class TokenPositions:
         Args:
             tokens: the new tokens; one row of them may serve all rows of the cache.
             slot: the slot of the first token, as for `jax.lax.dynamic_update_slice_in_dim`, which
-                writes the keys and values. It may be traced.
+                writes the keys and values. It may be traced; a traced slot that leaves no room for
+                the tokens writes none of them, so the mask hides them.
 
         Returns:
             TokenPositions of the shape of these, arranged in `"any"` order.
 
         Raises:
             TypeError: tokens is not a TokenPositions.
-            ValueError: only one side has segment ids or block ids.
+            ValueError: only one side has segment ids or block ids, or the tokens do not fit into
+                the cache at this slot (checked on the host only).
 
         Example:
             >>> import transformer_embed as te
@@ -149,11 +151,16 @@ class TokenPositions:
             ([[0, 1, 2, 0]], [[True, True, True, False]])
         """
         check_token_positions("tokens", tokens)
-        slot = arguments.as_int32("slot", slot)
+        slots = arguments.as_integers("slot", slot)
         held, new = arrays_of(self), arrays_of(tokens)
         if held.keys() != new.keys():
             want = "the arrays that the cache has, " + ", ".join(held)
             raise arguments.value_error("tokens", want, ", ".join(new))
+        length = new["positions"].shape[-1]
+        room = held["positions"].shape[-1] - length
+        if isinstance(slots, np.ndarray):
+            arguments.check_inside("slot", slots, 0, room, f"the cache, for {length} tokens")
+        slot = arguments.as_int32("slot", slots)
         return TokenPositions(
             **{name: _written(array, new[name], slot) for name, array in held.items()}
         )
@@ -394,7 +401,9 @@ def _written(
     held: Integer[Array, "b t"], new: Integer[Array, "n s"], slot: Int32[Array, ""]
 ) -> Integer[Array, "b t"]:
     new = jnp.broadcast_to(new, (held.shape[0], new.shape[1])).astype(held.dtype)
-    return jax.lax.dynamic_update_slice_in_dim(held, new, slot, axis=1)
+    written = jax.lax.dynamic_update_slice_in_dim(held, new, slot, axis=1)
+    # Where there is no room, the update would move to the left, onto other tokens.
+    return jnp.where((slot >= 0) & (slot <= held.shape[1] - new.shape[1]), written, held)
 
 
 @compiled()
