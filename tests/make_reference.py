@@ -12,8 +12,8 @@ Usage: python tests/make_reference.py. tests/test_docs.py checks that the pages 
 import argparse
 import ast
 import contextlib
-import functools
 import dataclasses
+import functools
 import inspect
 import io
 import os

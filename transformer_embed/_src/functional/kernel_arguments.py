@@ -18,7 +18,7 @@ from transformer_embed._src.functional.attention_rule import Window
 from transformer_embed._src.functional.compiled import compiled
 from transformer_embed._src.functional.token_positions import TokenPositions
 
-WAY_OUT = "; rule.dense() and rule.tile() can say it"
+WAY_OUT = "; rule.dense() and rule.tile() can express it"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class KernelArguments:
     Each kernel takes flags, lengths or segment ids of its own, and compares row indices instead of
     positions. A method returns the arguments of one kernel that mean exactly the rule, or raises a
     ValueError that names the part which the kernel cannot express. Outputs of queries at padding
-    are finite, and differ from kernel to kernel.
+    are finite, and differ from kernel to kernel. A bias such as ALiBi's is not part of the rule.
 
     Args:
         rule: the rule. A causal mask, a window or a chunk needs self-attention of tokens from a
@@ -126,7 +126,9 @@ class KernelArguments:
         """The mask and the segment ids of splash attention on TPUs.
 
         The rule may be any but a causal one, a window or a chunk between two sequences. Block ids
-        must be known while tracing and the same in all rows, without a chunk.
+        must be known while tracing and the same in all rows, without a chunk. The kernel takes one
+        row, [heads, T, head_dim], with T a multiple of its block sizes (128 by default). It takes
+        no bias, and does not scale queries: multiply them by head_dim**-0.5.
 
         Args:
             num_heads: number of query heads.

@@ -141,8 +141,8 @@ class SinusoidalGrid(Sinusoids, _Scheme):
     Tokens are in row-major order: position p of a grid (h, w) is the point (p // w, p % w). A
     position outside the grid gives NaN; a length beyond its number of points is an error.
 
-    The layer takes flattened patches, [..., h * w, d_model]: a shorter row has the first points. Add
-    a class token after the layer.
+    The layer takes flattened patches, [..., h * w, d_model]: a shorter row has the first points.
+    Add a class token after the layer.
 
     Args:
         shape: points along each axis, a tuple of ints; at most 2**31 - 1 points in all.
