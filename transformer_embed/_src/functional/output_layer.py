@@ -122,8 +122,10 @@ def row_logits(
     rows: Float[Array, "v d"],
     bias: Float[Array, "v"] | None,
 ) -> tuple[Float[Array, "... v"], float]:
-    """The logits of some rows, in float32 or wider, before a last product with the number that
-    comes second; those of padding are as of any row."""
+    """The logits of some rows, in float32 or wider, and the number that still multiplies them.
+
+    Those of padding are as of any row.
+    """
     dtype = arguments.compute_dtype(x.dtype, rows.dtype)
     if x.dtype != rows.dtype:
         x, rows = x.astype(dtype), rows.astype(dtype)
