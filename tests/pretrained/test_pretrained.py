@@ -1122,6 +1122,10 @@ def test_inspect_prints_what_is_found(tmp_path, name):
             f"{parameter}\n  float32{list(found.params[module][leaf].shape)}, from {tensor}\n"
             in out
         )
+    code = out.split("\nlayer\n  ")[1].splitlines()[0]
+    made = hk.testing.transform_and_run(lambda: eval(code, {"te": te}))()
+    assert made.config == found.config
+    assert ("output=" in code) == (found.config.output != te.OutputLayer())
     calls = ("apply_rotary", "RelativePositionBias", "alibi_bias")
     printed = [line.strip() for line in out.splitlines() if line.strip().startswith(calls)]
     assert len(printed) == {"roberta": 0, "gemma3": 2}.get(name, 1)
@@ -1133,6 +1137,34 @@ def test_inspect_prints_what_is_found(tmp_path, name):
         else [each for each in (found.rotary, found.bias) if each]
     )
     assert [eval(line, known) for line in printed] == wanted
+
+
+@pytest.mark.parametrize(
+    ("config", "code"),
+    [
+        (te.EmbedderConfig(9, 4), "te.EmbedderConfig(vocab_size=9, d_model=4)"),
+        (
+            te.EmbedderConfig(9, 4, te.Learned(8, start=2), scale=2.0, param_dtype="bfloat16"),
+            "te.EmbedderConfig(vocab_size=9, d_model=4, scheme=te.Learned(start=2, max_len=8), "
+            "scale=2.0, param_dtype='bfloat16')",
+        ),
+        (
+            te.EmbedderConfig(9, 4, te.SinusoidalGrid((2, 3)), output=te.OutputLayer(scale=2)),
+            "te.EmbedderConfig(vocab_size=9, d_model=4, scheme=te.SinusoidalGrid(shape=(2, 3)), "
+            "output=te.OutputLayer(scale=2.0))",
+        ),
+        (
+            te.EmbedderConfig(9, 4, None, pad_id=0, output=None),
+            "te.EmbedderConfig(vocab_size=9, d_model=4, scheme=None, pad_id=0, output=None)",
+        ),
+    ],
+)
+def test_inspect_prints_code_of_what_is_not_default(tmp_path, config, code):
+    path = tmp_path / "mine.safetensors"
+    pretrained.save_embedder(path, config, te.Embedder(config).init(jax.random.key(0)))
+    _, out, _ = run("inspect", path)
+    assert f"\nlayer\n  te.TransformerEmbedding({code})\n" in out
+    assert eval(code, {"te": te}) == config
 
 
 def test_inspect_of_what_is_not_known(tmp_path):

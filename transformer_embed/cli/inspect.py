@@ -4,6 +4,8 @@ import argparse
 import dataclasses
 from typing import Any
 
+import numpy as np
+
 from transformer_embed._src.pretrained import rope
 from transformer_embed.cli.checkpoint import add_checkpoint_flags, read_checkpoint
 
@@ -16,6 +18,7 @@ def add_to(commands: Any) -> None:
         help="print the input layer found in a checkpoint",
         description="Prints the input layer of a published model's checkpoint, or of a file that "
         "`train --out` wrote: its configuration, "
+        "the code that makes the layer, "
         "each parameter with the tensor that it comes from, and the arguments of rotary "
         "embeddings or of a position bias if the model "
         "has them.",
@@ -36,6 +39,7 @@ def run(args: argparse.Namespace) -> None:
     print(args.checkpoint)
     for field in dataclasses.fields(found.config):
         print(f"  {field.name:<18}{getattr(found.config, field.name)}")
+    print(f"layer\n  te.TransformerEmbedding({_code(found.config)})")
     for name, tensor in sorted((found.names or {}).items()):
         module, leaf = name.rsplit("/", 1)
         array = found.params[module][leaf]
@@ -51,6 +55,17 @@ def run(args: argparse.Namespace) -> None:
             else "alibi_bias(query_positions, key_positions, "
         )
         print(f"bias\n  {call}{_arguments(found.bias)})")
+
+
+def _code(value: Any) -> str:
+    """Code that makes a value, after `import transformer_embed as te`."""
+    if isinstance(value, np.dtype):
+        return repr(value.name)
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    items = [(field, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    options = [f"{field.name}={_code(item)}" for field, item in items if item != field.default]
+    return f"te.{type(value).__name__}({', '.join(options)})"
 
 
 def _arguments(options: Any) -> str:

@@ -109,6 +109,9 @@ def load_embedder(
     Positions that you pass are rows of the table of positions: add `config.scheme.start` to the
     published `position_ids` of OPT and BART, which count from 0.
 
+    `config.output` is the model's output layer, with its table and bias if the file has them, or
+    says in words why there is none. Of a model with two stacks, an untied one is the decoder's.
+
     `config.pad_id` is None, because the padding row is read as it is stored. Models with token
     types need `token_types`; pass zeros if the original model is called without them.
 
