@@ -14,37 +14,59 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
+SAMPLES = {
+    "Flax, ms": [9.0, 8.0, 7.0],
+    "ours, ms": [4.0, 2.0, 3.0],
+    "bare gather, ms": [2.0, 1.0, 1.5],
+}
 RESULTS = {
     "machine": {"cpus": 2},
-    "cases": {
-        "grad": {
-            "samples": {
-                "Flax, ms": [9.0, 8.0, 7.0],
-                "ours, ms": [4.0, 2.0, 3.0],
-                "bare gather, ms": [2.0, 1.0, 1.5],
-            }
-        }
-    },
+    "cases": {case: {"samples": SAMPLES} for case in ("eval", "train", "grad")},
 }
+TABLE = """\
+|  | evaluation | forward pass in training (dropout 0.1) | forward and backward pass in training |
+| --- | --- | --- | --- |
+| Flax | 8.0 (2.33) | 8.0 (2.33) | 8.0 (2.33) |
+| **this package** | 3.0 | 3.0 | 3.0 |
+| bare gather | 1.5 (0.50) | 1.5 (0.50) | 1.5 (0.50) |
+"""
 
 
-def test_the_chart_of_speeds_is_drawn_from_the_results(monkeypatch, tmp_path):
+@pytest.fixture
+def chart(monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "benchmarks"))
-    chart = importlib.import_module("chart")
-    assert chart.ratios(RESULTS, "grad") == {"bare gather": 0.5, "ours": 1.0, "Flax": 7 / 3}
-    ax = chart.draw(RESULTS, "grad").axes[0]
-    assert [label.get_text() for label in ax.get_yticklabels()] == [
-        "bare gather",
-        "transformer_embed",
-        "Flax",
-    ]
+    return importlib.import_module("chart")
+
+
+def test_the_chart_and_the_table_of_speeds_are_made_from_the_same_results(
+    chart, monkeypatch, tmp_path
+):
+    ax = chart.draw(RESULTS).axes[0]
+    names = [label.get_text() for label in ax.get_yticklabels()]
+    assert names == ["bare gather", "transformer_embed", "Flax"]
     assert [text.get_text() for text in ax.texts] == ["0.5", "1.0", "2.3"]
-    results, out = tmp_path / "speed.json", tmp_path / "speed.png"
+    results, picture, page = (tmp_path / name for name in ("speed.json", "speed.png", "page.md"))
     results.write_text(json.dumps(RESULTS))
-    monkeypatch.setattr(sys, "argv", ["chart.py", str(results), "--out", str(out)])
+    old = TABLE.replace("| Flax", "| Keras").replace("--- | ---", "---|---")
+    page.write_text(f"before\n\n{old}\nafter\n")
+    monkeypatch.setattr(chart, "CHART", picture)
+    monkeypatch.setattr(chart, "PAGE", page)
+    monkeypatch.setattr(sys, "argv", ["chart.py", str(results)])
     chart.main()
-    assert out.read_bytes().startswith(b"\x89PNG")
+    assert page.read_text() == f"before\n\n{TABLE}\nafter\n"
+    assert source(picture) == chart.digest(RESULTS)
+
+
+def test_the_chart_and_the_table_of_the_documentation_are_of_the_stored_results(chart):
+    results = json.loads(chart.RESULTS.read_text())
+    assert f"\n{chart.table(results)}\n" in chart.PAGE.read_text()
+    assert source(chart.CHART) == chart.digest(results)
+
+
+def source(picture):
+    image = pytest.importorskip("PIL.Image").open(picture)
+    return image.text["Source"]
 
 
 @pytest.mark.slow

@@ -1,47 +1,68 @@
-"""Draws the times of `input_layer.py --json RESULTS.json` as bars: how many times as long as ours
-each library's input layer takes.
+"""Writes the README's chart of speeds and the table of the page Performance from one file, which
+`input_layer.py --only eval train grad --json RESULTS.json` writes.
 
-Usage: python tests/benchmarks/chart.py RESULTS.json --out notebooks/pictures/speed.png [--case
-    grad]
+Usage: python tests/benchmarks/chart.py [RESULTS.json]
 """
 
 import argparse
+import hashlib
 import json
+import re
 from pathlib import Path
 
 import matplotlib.style
 import numpy as np
+from harness import markdown_table
 from matplotlib.figure import Figure
 
+PAGES = Path(__file__).parents[2] / "notebooks"
+RESULTS = Path(__file__).parent / "speed.json"
+CHART, PAGE = PAGES / "pictures" / "speed.png", PAGES / "performance.md"
 OURS, PACKAGE = "ours", "transformer_embed"
-TITLES = {
-    "eval": "forward, evaluation",
-    "train": "forward, training",
-    "grad": "forward and backward",
+CASES = {
+    "eval": "evaluation",
+    "train": "forward pass in training (dropout 0.1)",
+    "grad": "forward and backward pass in training",
 }
 OUR_COLOR, OTHER_COLOR = "#0072B2", "#B0B0B0"
 # For a place 270 pixels wide in the README: text of 10 points in 4 inches.
 INCHES, PIXELS_WIDE = (4.0, 3.0), 960
 
 
+def samples(results: dict, case: str) -> dict[str, np.ndarray]:
+    """Milliseconds of each line that was timed, one a round."""
+    timed = results["cases"][case]["samples"].items()
+    return {name.removesuffix(", ms"): np.asarray(times) for name, times in timed}
+
+
 def ratios(results: dict, case: str) -> dict[str, float]:
-    """Of each line that was timed, the median over the rounds of its time divided by ours, the
-    fastest first."""
-    samples = {
-        name.removesuffix(", ms"): np.asarray(times)
-        for name, times in results["cases"][case]["samples"].items()
-    }
-    if OURS not in samples:
-        raise SystemExit(
-            f"the case {case} has no line '{OURS}'; run input_layer.py with --only {case}"
-        )
-    medians = {name: float(np.median(times / samples[OURS])) for name, times in samples.items()}
+    """Of each line the median over the rounds of its time divided by ours, the fastest first."""
+    times = samples(results, case)
+    medians = {name: float(np.median(line / times[OURS])) for name, line in times.items()}
     return dict(sorted(medians.items(), key=lambda item: item[1]))
 
 
-def draw(results: dict, case: str) -> Figure:
-    """A bar for each line."""
-    times = ratios(results, case)
+def table(results: dict) -> str:
+    """Median milliseconds of each line in each case, with the ratio to ours in parentheses."""
+    rows: dict[str, list[str]] = {}
+    for case in CASES:
+        ratio = ratios(results, case)
+        for name, times in samples(results, case).items():
+            cell = f"{np.median(times):.1f}"
+            if name != OURS:
+                cell = f"{cell} ({ratio[name]:.2f})"
+            rows.setdefault("**this package**" if name == OURS else name, []).append(cell)
+    return markdown_table(["", *CASES.values()], [[name, *cells] for name, cells in rows.items()])
+
+
+def digest(results: dict) -> str:
+    """What the chart's file says about where its numbers are from."""
+    return hashlib.sha256(json.dumps(results["cases"], sort_keys=True).encode()).hexdigest()
+
+
+def draw(results: dict) -> Figure:
+    """A bar for each line's forward and backward pass."""
+    times = ratios(results, "grad")
     figure = Figure(INCHES, layout="constrained", dpi=PIXELS_WIDE / INCHES[0])
     ax = figure.subplots()
     bars = ax.barh(
@@ -54,30 +75,37 @@ def draw(results: dict, case: str) -> Figure:
     ax.invert_yaxis()
     ax.set(xlabel=f"time / {PACKAGE}'s\n({results['machine']['cpus']} CPU cores, float32)")
     ax.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"input layer, {TITLES[case]}", fontsize="large")
+    figure.suptitle("input layer, forward and backward", fontsize="large")
     return figure
 
 
 def main() -> None:
-    """Writes the picture, whatever the user's style; equal results give equal files."""
+    """Writes the chart, whatever the user's style, and the table; equal results give equal files."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument(
-        "results", type=Path, metavar="RESULTS.json", help="written by input_layer.py --json"
+        "results",
+        type=Path,
+        nargs="?",
+        default=RESULTS,
+        metavar="RESULTS.json",
+        help="written by input_layer.py --json (default: the results in this folder)",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="X.png", help="picture to write")
-    parser.add_argument(
-        "--case", choices=TITLES, default="grad", help="which case to draw (default: %(default)s)"
-    )
-    arguments = parser.parse_args()
-    results = json.loads(arguments.results.read_text(encoding="utf-8"))
-    if arguments.case not in results["cases"]:
-        parser.error(
-            f"{arguments.results} has no case {arguments.case}; it has {', '.join(results['cases'])}"
-        )
+    results = json.loads(parser.parse_args().results.read_text(encoding="utf-8"))
+    missing = [case for case in CASES if case not in results["cases"]]
+    if missing:
+        parser.error(f"wanted the cases {', '.join(CASES)}, got none of {', '.join(missing)}")
     with matplotlib.style.context("default"):
-        draw(results, arguments.case).savefig(
-            arguments.out, format="png", metadata={"Software": None}
-        )
+        metadata = {"Software": None, "Source": digest(results)}
+        draw(results).savefig(CHART, format="png", metadata=metadata)
+    page = PAGE.read_text(encoding="utf-8")
+    page, count = re.subn(
+        r"(?m)^\| +\| evaluation \| forward pass.*\n(\|.*\n)+",
+        lambda _: table(results) + "\n",
+        page,
+    )
+    if count != 1:
+        parser.error(f"wanted one table of the input layer in {PAGE}, found {count}")
+    PAGE.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":
