@@ -269,29 +269,32 @@ def test_under_jit_the_rule_may_be_an_argument_or_be_made_inside():
 
 @pytest.mark.slow
 def test_splash_attention_on_a_mesh():
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("heads", "rows"))
+    """Heads and queries are sharded; keys are whole on each device."""
+    shards = 2, 3
+    mesh = Mesh(
+        np.array(jax.devices()[: shards[0] * shards[1]]).reshape(shards), ("heads", "length")
+    )
     rule = te.AttentionMask(BATCHES["packed"], causal=True, window=(90, 0))
     mask, segment_ids = te.KernelArguments(rule).splash_attention(HEADS)
     kernel = splash.make_splash_mha(
-        mask, head_shards=2, q_seq_shards=1, block_sizes=FULL, interpret=True
+        mask, head_shards=shards[0], q_seq_shards=shards[1], block_sizes=FULL, interpret=True
     )
-    sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("heads", None))
-    heads = PartitionSpec("rows", "heads")
-    rows = PartitionSpec("rows")
+    sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("heads", "length"))
+    queries, keys = PartitionSpec(None, "heads", "length"), PartitionSpec(None, "heads")
+    ids = splash.SegmentIds(PartitionSpec(None, "length"), PartitionSpec())
     attend = jax.shard_map(
         lambda kernel, q, k, v, ids: jax.vmap(
             lambda q, k, v, ids: kernel(q, k, v, segment_ids=ids)
         )(q, k, v, ids),
         mesh=mesh,
-        in_specs=(kernel.manual_sharding_spec(sharding), heads, heads, heads, rows),
-        out_specs=heads,
+        in_specs=(kernel.manual_sharding_spec(sharding), queries, keys, keys, ids),
+        out_specs=queries,
         check_vma=False,
     )
     arrays = draws(BATCH, HEADS, LENGTH, SIZE)[:3]
     error = attend(kernel, *arrays, segment_ids) - dense(rule, *arrays)
-    assert (
-        jnp.abs(jnp.where(rule.queries.padding_mask[:, None, :, None], error, 0)).max() < TOLERANCE
-    )
+    is_token = rule.queries.padding_mask[:, None, :, None]
+    assert jnp.abs(jnp.where(is_token, error, 0)).max() < TOLERANCE
 
 
 def test_skipped_tiles_are_those_in_which_no_pair_may_attend():

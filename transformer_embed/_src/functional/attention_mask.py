@@ -166,12 +166,10 @@ class AttentionMask:
             shape: (number of queries, number of keys) of a tile; they must divide T and S.
 
         Returns:
-            int8 [B or 1, T / shape[0], S / shape[1]]: 0 none, 1 some, 2 all. It is 2 exactly where
-            all pairs may attend, if there are no block ids. It is 0 only where no pair may, and
-            exactly there with any causal mask, window and chunk in self-attention over sequences
-            that are padded on either side or packed, and over one sequence and its cache. For other
-            rules it may be 1 where no pair may attend, or where block ids allow what the rest of
-            the rule forbids.
+            int8 [B or 1, T / shape[0], S / shape[1]]: 0 none, 1 some, 2 all. 0 always means that no
+            pair may attend, and 2 that all may. The reverse also holds without block ids, for
+            self-attention over padded or packed rows and for a sequence with its cache. For other
+            rules it may be 1 instead.
 
         Raises:
             TypeError: shape does not hold two Python ints.

@@ -32,7 +32,7 @@ class KernelArguments:
 
     Args:
         rule: the rule. A causal mask, a window or a chunk needs self-attention of tokens from a
-            constructor of TokenPositions; a window needs one other than `from_ids`, which allows
+            constructor of TokenPositions. With a window, do not use `from_ids`, which allows
             padding between tokens.
         batch_size: B of the queries, to repeat what a rule with one row for all rows says. None:
             the rule's number of rows.
@@ -233,7 +233,7 @@ class KernelArguments:
         return kernels, segment_ids
 
     def flash_attention(self) -> dict[str, Any]:
-        """Of Pallas' `flash_attention` on TPUs: a rule as for splash attention, but no window.
+        """Of Pallas' `flash_attention` on TPUs: as for splash, without a window or block ids.
 
         Returns:
             `causal`, and `segment_ids`: `SegmentIds` int32 [B, T] and [B, S], or None.

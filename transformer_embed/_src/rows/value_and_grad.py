@@ -25,12 +25,14 @@ def value_and_grad(
     """`jax.value_and_grad` for a loss that reads few rows of large tables.
 
     A table's gradient holds only these rows. Like `jax.value_and_grad`, it differentiates the first
-    argument. In it, the loss finds the rows of the batch in place of a table. `lookup` reads them;
-    other uses of the table raise an error. A function of all leaves of the parameters, such as an
-    L2 term, is infinite: leave the tables out of it. For a sharded table, every device receives the
-    rows of the whole batch: ids are all-gathered and one all-reduce over the shards collects the
-    rows. For an interleaved table, each device receives the rows of its own part of the batch from
-    their owners (see `interleave` of `sharding.shard_params`).
+    argument. While the loss runs, the rows of the batch take the place of each table. Only `lookup`
+    can read them; other uses of the table raise an error. A term over all parameters, such as an L2
+    term, becomes infinite: leave the tables out of it.
+
+    For a sharded table, every device receives the rows of the whole batch: ids are all-gathered and
+    one all-reduce over the shards collects the rows. For an interleaved table, each device receives
+    the rows of its own part of the batch from their owners (see `interleave` of
+    `sharding.shard_params`).
 
     Args:
         loss: a function of (params, ...) to a scalar, or to (scalar, aux). It reads the tables in

@@ -85,11 +85,10 @@ def shard_params(
             tied output layer reads cannot be interleaved.
         virtual_shards: a power of two that the number of devices along the rows' axes divides. An
             interleaved table's array, and so its checkpoint, is the same on every such mesh.
-        capacity: for interleaved tables. Each device can send a fixed number of ids to each other
-            device: the mean load of a batch without repeats, plus a margin that randomly spread ids
-            exceed in less than one step in 1e9. A capacity c makes it at least c times the mean
-            load. An id that does not fit reads as NaN and gets no update; `exchange_load` counts
-            these for a batch.
+        capacity: for interleaved tables. Each device can ask each other device for a fixed number
+            of ids, chosen so that random ids overflow less than once in 1e9 steps. A capacity c
+            raises it to at least c times the mean of a batch without repeats. An id that does not
+            fit reads as NaN and gets no update; `exchange_load` counts these for a batch.
 
     Returns:
         A tree like params.
