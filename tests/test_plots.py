@@ -223,7 +223,7 @@ def test_without_matplotlib_it_is_named_and_the_package_works(tmp_path):
     run = subprocess.run(
         command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment
     )
-    needs = "transformer_embed.plots needs matplotlib: pip install 'transformer-embed[plots]'"
+    needs = "transformer_embed.plots needs matplotlib: pip install '.[plots]' in a clone"
     assert run.stdout.splitlines() == [needs, "[[ True]]", "2 []"]
     assert run.stderr == f"transformer-embed: error: {needs}\n"
 
