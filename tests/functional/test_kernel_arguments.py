@@ -130,7 +130,9 @@ def expressible(batches, rules=tuple(RULES)):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tokens", "rule"), expressible(BATCHES))
+@pytest.mark.parametrize(
+    ("tokens", "rule"), expressible(BATCHES, ["causal", "window", "chunk and window"])
+)
 def test_splash_attention_applies_the_rule(tokens, rule):
     rule = te.AttentionMask(tokens, **rule)
     check(rule, functools.partial(splash_attend, rule))
@@ -140,7 +142,7 @@ def test_splash_attention_applies_the_rule(tokens, rule):
 @pytest.mark.parametrize("block_sizes", [FULL, FUSED_BACKWARD], ids=["three", "two"])
 @pytest.mark.parametrize(
     ("tokens", "rule"),
-    expressible(["packed", "left"], ["bidirectional", "causal", "causal window", "chunk"]),
+    expressible(["packed", "left"], ["bidirectional", "causal window"]),
 )
 def test_splash_attention_skips_tiles_of_other_documents(tokens, rule, block_sizes):
     rule = te.AttentionMask(tokens, **rule)
@@ -151,7 +153,7 @@ NO_WINDOW = [name for name in RULES if name not in WINDOWS]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tokens", "rule"), expressible(BATCHES, NO_WINDOW))
+@pytest.mark.parametrize(("tokens", "rule"), expressible(["packed", "left"], NO_WINDOW))
 def test_flash_attention_of_tpus_applies_the_rule(tokens, rule, monkeypatch):
     # It has no argument for the interpreter. (pltpu.force_tpu_interpret_mode can deadlock.)
     monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
@@ -160,7 +162,7 @@ def test_flash_attention_of_tpus_applies_the_rule(tokens, rule, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tokens", "rule"), expressible(BATCHES, NO_WINDOW))
+@pytest.mark.parametrize(("tokens", "rule"), expressible(["packed", "left"], NO_WINDOW))
 def test_mha_of_gpus_applies_the_rule(tokens, rule):
     rule = te.AttentionMask(tokens, **rule)
     check(rule, functools.partial(mha_attend, rule))
