@@ -375,6 +375,7 @@ REFUSED = [
     ("dot", *refused("queries", BATCHES["left"], causal=True)),
     ("dot", *refused("queries", BATCHES["ordered"], causal=False)),
     ("mha", *refused("keys", BATCHES["right"], BATCHES["left"], causal=False)),
+    ("dot", *refused("keys", te.TokenPositions([9]), BY_HAND, causal=True)),
     (
         "dot",
         *refused(

@@ -70,8 +70,8 @@ class KernelArguments:
         if self.batch_size is not None:
             size = arguments.size("batch_size", self.batch_size)
             arguments.set_fields(self, batch_size=size)
-            for tokens in (self.rule.queries, _keys(self.rule)):
-                rows = arguments.rows("positions", tokens.positions).shape[0]
+            for array in jax.tree.leaves(self.rule):
+                rows = arguments.rows("rule", array).shape[0]
                 if rows not in (1, size):
                     raise arguments.value_error("batch_size", f"the rule's {rows} rows", size)
 
@@ -107,8 +107,8 @@ class KernelArguments:
         left, right = in_rows.window
         has_window = left is not None or right is not None
         if has_window:
-            # None is no limit, and neither is the length. The right side of a causal window must be
-            # 0 for cuDNN's sake, which takes any other for a window to the right.
+            # A side without a limit gets the length, which no distance reaches. cuDNN refuses a
+            # window to the right, so the right side of a causal one is 0.
             length = max(tokens.positions.shape[-1] for tokens in (rule.queries, keys))
             right = 0 if in_rows.causal else right
             options["local_window_size"] = tuple(
@@ -296,10 +296,7 @@ def _in_row_indices(rule: AttentionMask, kernel: str) -> RowIndexRule:
             raise _refusal("keys", want, "another sequence")
         arrangement = rule.queries.arrangement
         if arrangement == "any" or (has_window and arrangement == "ordered"):
-            want = f"positions that count the tokens of a row, for {limits} in {kernel}"
-            constructors = "from_lengths, from_segment_ids or from_offset"
-            got = f"the arrangement {arrangement!r}; use TokenPositions.{constructors}"
-            raise _refusal("queries", want, got)
+            raise _unknown_order("queries", limits, kernel, arrangement)
     return RowIndexRule(causal, (left, right), _segments(rule))
 
 
@@ -337,9 +334,12 @@ def _of_one_query(rule: AttentionMask, batch_size: int | None) -> dict[str, Any]
 
     The keys lie in the order of their positions, and the query sees those up to some position.
     """
-    if rule.window is not None and rule.window[0] is not None:
-        want = "no limit on the left for a single query in jax.nn.dot_product_attention"
-        raise _refusal("window", want, rule.window)
+    kernel = "a single query in jax.nn.dot_product_attention"
+    left, right = rule.window or (None, None)
+    if left is not None:
+        raise _refusal("window", f"no limit on the left for {kernel}", rule.window)
+    if (rule.causal or right is not None) and _keys(rule).arrangement == "any":
+        raise _unknown_order("keys", "a causal mask or a window", kernel, "any")
     counts = _count(_for_batch(rule.dense()[:, 0, 0], batch_size))
     return {"is_causal": False, "key_value_seq_lengths": counts}
 
@@ -350,6 +350,13 @@ def _keys(rule: AttentionMask) -> TokenPositions:
 
 def _refusal(name: str, want: str, got: Any) -> ValueError:
     return arguments.value_error(name, want, f"{got}{WAY_OUT}")
+
+
+def _unknown_order(side: str, limits: str, kernel: str, arrangement: str) -> ValueError:
+    want = f"positions that count the tokens of a row, for {limits} in {kernel}"
+    constructors = "from_lengths, from_segment_ids or from_offset"
+    got = f"the arrangement {arrangement!r}; use TokenPositions.{constructors}"
+    return _refusal(side, want, got)
 
 
 def _check_absent(kernel: str, **parts: Any) -> None:

@@ -402,7 +402,7 @@ def _written(
 ) -> Integer[Array, "b t"]:
     new = jnp.broadcast_to(new, (held.shape[0], new.shape[1])).astype(held.dtype)
     written = jax.lax.dynamic_update_slice_in_dim(held, new, slot, axis=1)
-    # Where there is no room, the update would move to the left, onto other tokens.
+    # dynamic_update_slice shifts an update that does not fit, and would overwrite other tokens.
     return jnp.where((slot >= 0) & (slot <= held.shape[1] - new.shape[1]), written, held)
 
 
