@@ -84,21 +84,17 @@ def test_settings_that_cannot_be_read(fails, bert, tmp_path, content, message):
     assert message.format(path=path) in fails("inspect", bert, "--settings", path)
 
 
-@pytest.mark.parametrize(
-    "flag", [["--stack", "decoder"], ["--model-type", "bert"], ["--settings", "x.json"]]
-)
-def test_flags_of_a_checkpoint_are_refused_with_params(
-    fails, text_file, model_file, tmp_path, flag
-):
-    line = fails("embed", text_file, "--params", model_file, "--out", tmp_path / "x.npz", *flag)
-    assert (
-        f"{flag[0]} is for --from; leave it out: a file that `train` wrote needs no such flag"
-        in line
-    )
+def test_the_stack_of_a_file_that_train_wrote_is_refused(fails, text_file, model_file, tmp_path):
+    flags = ["--stack", "decoder", "--out", tmp_path / "x.npz"]
+    line = fails("embed", text_file, "--from", model_file, *flags)
+    assert "stack: wanted None, since the file, which save_embedder wrote" in line
 
 
 def test_the_tokens_of_a_published_model_are_not_bytes(fails, text_file, bert, tmp_path):
-    line = fails("embed", text_file, "--from", bert, "--out", tmp_path / "x.npz")
+    settings = tmp_path / "settings.json"
+    settings.write_text(json.dumps({"layer_norm_eps": 0.5, "model_type": "bert"}))
+    flags = ["--settings", settings, "--out", tmp_path / "x.npz"]
+    line = fails("embed", text_file, "--from", bert, *flags)
     assert (
         f"the tokens of {bert} are not bytes; give a FILE of ids, as its tokenizer makes them, and --ids"
         in line

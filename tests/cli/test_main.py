@@ -33,12 +33,7 @@ from transformer_embed.cli.progress import progress
             ["train", "--seed", "2147483648"],
             "argument --seed: wanted an integer from 0 to 2147483647, got '2147483648'",
         ),
-        (["embed", "x"], "the following arguments are required: --out"),
-        (["embed", "x", "--out", "y"], "one of the arguments --params --from is required"),
-        (
-            ["embed", "x", "--out", "y", "--params", "p", "--from", "c"],
-            "argument --from: not allowed with argument --params",
-        ),
+        (["embed", "x"], "the following arguments are required: --from, --out"),
         (["inspect", "c", "--stack", "both"], "argument --stack: invalid choice: 'both'"),
     ],
 )
@@ -76,7 +71,7 @@ def test_an_unknown_flag_names_the_help_of_its_command(fails, text_file):
             ["embed"],
             [
                 "FILE",
-                "--params",
+                "--from",
                 "--from",
                 "--model-type",
                 "--settings",
@@ -185,7 +180,7 @@ def test_closed_and_full_streams_do_not_cost_the_work(model_file, text_file, str
     """The file is whole, and stderr has at most one line."""
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/x.npz"
-        done = run_in_shell(f"embed {text_file} --params {model_file} --out {out}", streams)
+        done = run_in_shell(f"embed {text_file} --from {model_file} --out {out}", streams)
         with np.load(out) as arrays:
             assert arrays["embeddings"].shape[-1] == 128
     is_full = streams.get("1") == ">/dev/full"
@@ -214,7 +209,7 @@ def test_no_command_shows_a_traceback(model_file, command, stream):
 def test_a_name_that_the_terminal_cannot_show_is_escaped(model_file, text_file, tmp_path, encoding):
     """A letter that the encoding lacks, and a byte that is no letter in any."""
     out = os.fsdecode(os.fsencode(tmp_path) + b"/\xc3\xbc\xff.npz")
-    command = ["embed", text_file, "--params", model_file, "--out", out]
+    command = ["embed", text_file, "--from", model_file, "--out", out]
     done = subprocess.run(
         [sys.executable, "-m", "transformer_embed", *command],
         capture_output=True,

@@ -269,7 +269,7 @@ def test_a_narrow_picture_has_as_many_pixels_and_a_title_that_fits(drawn):
     [
         (
             ["--tokens", "a", "日本"],
-            "--tokens: the font DejaVu Sans cannot draw '日' (U+65E5); name a font that can, such as --font",
+            "Glyph 26085 (\\N{CJK UNIFIED IDEOGRAPH-65E5}) missing from font(s) DejaVu Sans",
         ),
         (
             ["--tokens", "a", "--font", "No Such Font"],

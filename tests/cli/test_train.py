@@ -245,15 +245,14 @@ def test_params_hold_the_model_and_the_config(trained):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flag", ["--params", "--from"])
-def test_embed_takes_what_train_wrote(capsys, trained, tmp_path, flag):
+def test_embed_takes_what_train_wrote(capsys, trained, tmp_path):
     (tmp_path / "text").write_text("abc\n")
     assert (
         main(
             [
                 "embed",
                 str(tmp_path / "text"),
-                flag,
+                "--from",
                 str(trained[2]),
                 "--out",
                 str(tmp_path / "x.npz"),

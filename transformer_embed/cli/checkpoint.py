@@ -5,8 +5,6 @@ import json
 from typing import Any
 
 from transformer_embed import pretrained
-from transformer_embed._src.pretrained import files
-from transformer_embed._src.pretrained.config_json import CONFIG
 from transformer_embed.cli.arguments import UserError, contents, unreadable
 
 
@@ -29,30 +27,18 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def is_ours(path: str) -> bool:
-    """Whether `train --out` or `save_embedder` wrote a file, which then has its configuration."""
-    try:
-        return CONFIG in files.open_tensors(path).metadata
-    except (OSError, ValueError) as error:
-        raise _user_error(path, error) from error
-
-
 def read_checkpoint(path: str, args: argparse.Namespace) -> pretrained.PretrainedInput:
     """The input layer of a checkpoint, which the flags may describe."""
     settings = _settings(args.settings, args.model_type)
     try:
         return pretrained.load_embedder(path, stack=args.stack, settings=settings)
-    except (OSError, ValueError) as error:
-        raise _user_error(path, error) from error
-
-
-def _user_error(path: str, error: OSError | ValueError) -> UserError:
-    if isinstance(error, OSError):
-        return unreadable(path, error)
-    message = str(error)
-    if "settings" in message:
-        message += " (on the command line: --model-type NAME, --settings FILE.json)"
-    return UserError(message)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except ValueError as error:
+        message = str(error)
+        if "settings" in message:
+            message += " (on the command line: --model-type NAME, --settings FILE.json)"
+        raise UserError(message) from error
 
 
 def _settings(path: str | None, model_type: str | None) -> dict[str, Any] | None:

@@ -1,10 +1,12 @@
 """The command `show`: draws a picture of an encoding, a mask, a bias or an error."""
 
 import argparse
+import inspect
 import math
 import pathlib
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,8 +29,60 @@ PICTURES = {
     ".svg": ("Date", "Creator"),
     ".pdf": ("CreationDate", "Creator", "Producer"),
 }
-PIXELS_WIDE, WIDTH, TITLE_LETTERS_PER_INCH = 960, 6.4, 9.5
+PIXELS_WIDE, TITLE_LETTERS_PER_INCH = 960, 9.5
 FONT = "DejaVu Sans"
+# Pictures of more numbers would fill the memory.
+SIZE = {"type": number(1, 4096), "metavar": "N"}
+# What a parameter of a function that draws is on the command line; its default is the function's.
+FLAGS: Mapping[str, Mapping[str, Any]] = {
+    "out": {
+        "required": True,
+        "metavar": "X.png",
+        "help": "file to write; X.svg and X.pdf choose those formats",
+    },
+    "width": {
+        "type": number(2, 40, float),
+        "metavar": "INCHES",
+        "help": "width of the picture; text is relatively larger in a narrower one",
+    },
+    "length": {**SIZE, "help": "number of positions"},
+    "d_model": {**SIZE, "help": "number of channels"},
+    "head_dim": {**SIZE, "help": "number of channels of a head, even"},
+    "base": {"type": float, "metavar": "X", "help": "base of the wavelengths"},
+    "layout": {"choices": LAYOUTS, "help": "order of the channels"},
+    "tokens": {
+        "nargs": "+",
+        "metavar": "TOKEN",
+        "help": "tokens to write at the positions, in place of their numbers",
+    },
+    "font": {"metavar": "NAME", "help": "font to write the tokens in"},
+    "bidirectional": {
+        "action": "store_true",
+        "help": "let queries attend to later keys too, which a causal mask hides",
+    },
+    "window": {
+        "nargs": 2,
+        "type": DISTANCE,
+        "metavar": ("BACK", "AHEAD"),
+        "help": "how many keys before and after its position a query may attend to",
+    },
+    "chunk": {
+        "type": COUNT,
+        "metavar": "N",
+        "help": "hide keys outside the query's chunk of N positions",
+    },
+    "prefix": {
+        "type": DISTANCE,
+        "metavar": "N",
+        "help": "let the first N positions all attend to each other",
+    },
+    "num_heads": {"type": number(1, 128), "metavar": "N", "help": "number of heads"},
+    "head": {"type": number(0, 127), "metavar": "N", "help": "which head, from 0"},
+    "symmetric": {
+        "action": "store_true",
+        "help": "give later keys the same bias as earlier ones instead of hiding them",
+    },
+}
 
 
 def add_to(commands: Any) -> None:
@@ -42,47 +96,54 @@ def add_to(commands: Any) -> None:
         "files. Needs matplotlib: pip install '.[plots]'.",
     )
     pictures = show.add_subparsers(required=True, metavar="PICTURE")
-    for name, (draw, about, flags) in DRAWN.items():
+    for draw in (encoding, wavelengths, similarity, rotary, error, mask, bias):
+        about = inspect.getdoc(draw) or ""
         parser = pictures.add_parser(
-            name, allow_abbrev=False, help=about, description=f"Draws {about}."
+            draw.__name__,
+            allow_abbrev=False,
+            help=about[0].lower() + about[1:-1],
+            description=f"Draws {about[0].lower()}{about[1:]}",
         )
-        parser.set_defaults(run=run, draw=draw)
-        one_of = parser.add_mutually_exclusive_group() if "--tokens" in flags else parser
-        for flag, options in {**COMMON_FLAGS, **flags}.items():
-            group = one_of if flag in ("--length", "--tokens") else parser
-            group.add_argument(flag, **options)
+        defaults = {
+            name: parameter.default
+            for name, parameter in inspect.signature(draw).parameters.items()
+            if name != "ax"
+        }
+        parser.set_defaults(run=run, draw=draw, names=tuple(defaults))
+        one_of = parser.add_mutually_exclusive_group() if "tokens" in defaults else parser
+        for name, default in {"out": None, "width": 6.4, **defaults}.items():
+            options = {"default": default, **FLAGS[name]}
+            if default:
+                options["help"] += " (default: %(default)s)"
+            group = one_of if name in ("length", "tokens") else parser
+            group.add_argument(f"--{name.replace('_', '-')}", **options)
 
 
 def run(args: argparse.Namespace) -> None:
     """Writes the picture and prints its title."""
     out = writable(args.out, tuple(PICTURES))
     kind = pathlib.Path(args.out).suffix.lower()
+    options = {name: getattr(args, name) for name in args.names}
     try:
-        figure_module = matplotlib_module("figure")
-    except ImportError as error:
+        style, figures = map(matplotlib_module, ("style", "figure"))
+        # Whatever the user's settings.
+        fonts = [options.get("font", FONT), FONT]
+        settings = {"svg.hashsalt": "transformer-embed", "font.family": fonts}
+        with style.context(["default", settings]), warnings.catch_warnings():
+            # A letter that the font lacks would be drawn as a box, with a warning.
+            warnings.simplefilter("error", UserWarning)
+            figure = figures.Figure(
+                (args.width, 0.75 * args.width), layout="constrained", dpi=PIXELS_WIDE / args.width
+            )
+            ax = figure.subplots()
+            title = args.draw(ax, **options)
+            ax.set_title(_wrapped(title, round(TITLE_LETTERS_PER_INCH * args.width)))
+            metadata = dict.fromkeys(PICTURES[kind])
+            write_whole(out, lambda file: figure.savefig(file, format=kind[1:], metadata=metadata))
+    except UserWarning as error:
+        raise UserError(f"{error}; try another --font or --width") from error
+    except (ImportError, TypeError, ValueError) as error:
         raise UserError(str(error)) from error
-
-    # Whatever the user's settings.
-    fonts = {
-        "svg.hashsalt": "transformer-embed",
-        "font.family": [getattr(args, "font", FONT), FONT],
-    }
-    with matplotlib_module("style").context(["default", fonts]):
-        figure = figure_module.Figure(
-            (args.width, 0.75 * args.width), layout="constrained", dpi=PIXELS_WIDE / args.width
-        )
-        ax = figure.subplots()
-        try:
-            title = args.draw(args, ax)
-        except (TypeError, ValueError) as error:
-            raise UserError(str(error)) from error
-        ax.set_title(_wrapped(title, round(TITLE_LETTERS_PER_INCH * args.width)))
-        write_whole(
-            out,
-            lambda file: figure.savefig(
-                file, format=kind[1:], metadata=dict.fromkeys(PICTURES[kind])
-            ),
-        )
     print(f"{args.out}: {title}")
 
 
@@ -92,210 +153,94 @@ def _wrapped(title: str, letters: int) -> str:
     return textwrap.fill(title, min(letters, len(title) // lines + 6))
 
 
-def _draw_encoding(args: argparse.Namespace, ax: Any) -> str:
-    table = te.sinusoidal_table(args.length, args.d_model, base=args.base, layout=args.layout)
-    te.plots.plot_encoding(table, ax=ax)
-    return f'sinusoidal positions (d_model {args.d_model}, layout "{args.layout}")'
+def encoding(
+    ax: Any,
+    *,
+    layout: str = LAYOUTS[0],
+    length: int = 128,
+    d_model: int = 64,
+    base: float = 10_000.0,
+) -> str:
+    """A heat map of sinusoidal positions."""
+    te.plots.plot_encoding(te.sinusoidal_table(length, d_model, base=base, layout=layout), ax=ax)
+    return f'sinusoidal positions (d_model {d_model}, layout "{layout}")'
 
 
-def _draw_wavelengths(args: argparse.Namespace, ax: Any) -> str:
-    te.plots.plot_wavelengths(args.d_model, ax=ax, base=args.base)
-    return f"wavelength of each pair of channels (d_model {args.d_model}, base {args.base:,g})"
+def wavelengths(ax: Any, *, d_model: int = 64, base: float = 10_000.0) -> str:
+    """The wavelength of each pair of channels, in positions."""
+    te.plots.plot_wavelengths(d_model, ax=ax, base=base)
+    return f"wavelength of each pair of channels (d_model {d_model}, base {base:,g})"
 
 
-def _draw_similarity(args: argparse.Namespace, ax: Any) -> str:
-    te.plots.plot_similarity(te.sinusoidal_table(args.length, args.d_model, base=args.base), ax=ax)
-    return f"dot product of two sinusoidal positions (d_model {args.d_model})"
+def similarity(ax: Any, *, length: int = 512, d_model: int = 64, base: float = 10_000.0) -> str:
+    """The dot product of two sinusoidal positions by distance."""
+    te.plots.plot_similarity(te.sinusoidal_table(length, d_model, base=base), ax=ax)
+    return f"dot product of two sinusoidal positions (d_model {d_model})"
 
 
-def _draw_rotary(args: argparse.Namespace, ax: Any) -> str:
-    te.plots.plot_rotary(np.arange(args.length), args.head_dim, ax=ax, base=args.base)
-    return f"points rotated by rotary embeddings (head_dim {args.head_dim})"
+def rotary(ax: Any, *, length: int = 6, head_dim: int = 64, base: float = 10_000.0) -> str:
+    """Where rotary embeddings rotate a point in some pairs of channels."""
+    te.plots.plot_rotary(np.arange(length), head_dim, ax=ax, base=base)
+    return f"points rotated by rotary embeddings (head_dim {head_dim})"
 
 
-def _draw_mask(args: argparse.Namespace, ax: Any) -> str:
-    positions = np.arange(len(args.tokens) if args.tokens else args.length)
-    if args.prefix > len(positions):
-        raise UserError(f"--prefix: wanted at most the {len(positions)} tokens, got {args.prefix}")
-    _check_font(args.tokens or (), args.font)
-    mask = te.AttentionMask(
+def error(ax: Any, *, d_model: int = 64, base: float = 10_000.0) -> str:
+    """The error of sinusoidal positions, and of the usual float32 product, from 1 to 2**31 - 1."""
+    te.plots.plot_error(d_model, ax=ax, base=base)
+    return f"error of sinusoidal positions (d_model {d_model}, base {base:,g})"
+
+
+def mask(
+    ax: Any,
+    *,
+    length: int = 16,
+    tokens: Sequence[str] | None = None,
+    font: str = FONT,
+    bidirectional: bool = False,
+    window: tuple[int, int] | None = None,
+    chunk: int | None = None,
+    prefix: int = 0,
+) -> str:
+    """Which keys each query may attend to."""
+    try:
+        matplotlib_module("font_manager").findfont(font, fallback_to_default=False)
+    except ValueError as error:
+        want = f"wanted the name of an installed font, got {font!r}"
+        raise UserError(f"--font: {want}; `fc-list : family` lists them") from error
+    length = len(tokens) if tokens else length
+    if prefix > length:
+        raise UserError(f"--prefix: wanted at most the {length} tokens, got {prefix}")
+    positions = np.arange(length)
+    rule = te.AttentionMask(
         # Two of the same block may attend to each other.
-        te.TokenPositions(positions, block_ids=np.where(positions < args.prefix, 0, -1)),
-        causal=not args.bidirectional,
-        window=args.window and tuple(args.window),
-        chunk=args.chunk,
+        te.TokenPositions(positions, block_ids=np.where(positions < prefix, 0, -1)),
+        causal=not bidirectional,
+        window=window and (window[0], window[1]),
+        chunk=chunk,
     )
-    full = np.broadcast_to(mask.dense(), (1, 1, len(positions), len(positions)))
-    te.plots.plot_mask(full, ax=ax, query_tokens=args.tokens, key_tokens=args.tokens)
-    words = ["bidirectional mask" if args.bidirectional else "causal mask"]
-    if args.window:
-        back, ahead = args.window
-        words.append(f"window: {back} back" + (f" and {ahead} ahead" if args.bidirectional else ""))
-    if args.chunk:
-        words.append(f"chunks of {args.chunk}")
-    if args.prefix:
-        words.append(f"prefix: {args.prefix} tokens" if args.prefix > 1 else "prefix: 1 token")
+    full = np.broadcast_to(rule.dense(), (1, 1, length, length))
+    te.plots.plot_mask(full, ax=ax, query_tokens=tokens, key_tokens=tokens)
+    words = ["bidirectional mask" if bidirectional else "causal mask"]
+    if window:
+        words.append(f"window: {window[0]} back")
+        if bidirectional:
+            words[-1] += f" and {window[1]} ahead"
+    if chunk:
+        words.append(f"chunks of {chunk}")
+    if prefix:
+        words.append(f"prefix: {prefix} token" + "s" * (prefix > 1))
     return ", ".join(words)
 
 
-def _check_font(tokens: Sequence[str], name: str) -> None:
-    """Raises for a letter that would be drawn as a box."""
-    from matplotlib import font_manager  # noqa: PLC0415 (slow to load)
-
-    try:
-        fonts = [
-            font_manager.get_font(font_manager.findfont(font, fallback_to_default=False))
-            for font in (name, FONT)
-        ]
-    except ValueError as error:
-        raise UserError(
-            f"--font: wanted the name of an installed font, got {name!r}; `fc-list : family` "
-            f"lists them"
-        ) from error
-    for letter in filter(str.isprintable, "".join(tokens)):
-        if not any(font.get_char_index(ord(letter)) for font in fonts):
-            raise UserError(
-                f"--tokens: the font {name} cannot draw {letter!r} (U+{ord(letter):04X}); name a "
-                f"font that can, such as --font 'Noto Sans CJK JP'"
-            )
-
-
-def _draw_bias(args: argparse.Namespace, ax: Any) -> str:
-    positions = np.arange(args.length)
-    bias = te.alibi_bias(positions, positions, num_heads=args.num_heads, symmetric=args.symmetric)
-    if not args.symmetric:
-        bias = bias + te.mask_to_bias(te.causal_mask(args.length))
-    te.plots.plot_bias(bias, ax=ax, head=args.head)
-    hidden = "" if args.symmetric else " (hatched: hidden)"
-    return f"ALiBi bias, head {args.head} of {args.num_heads}{hidden}"
-
-
-def _draw_error(args: argparse.Namespace, ax: Any) -> str:
-    te.plots.plot_error(args.d_model, ax=ax, base=args.base)
-    return f"error of sinusoidal positions (d_model {args.d_model}, base {args.base:,g})"
-
-
-def _size(default: int, about: str, lowest: int = 1, highest: int = 4096) -> dict[str, Any]:
-    """The options of a flag that takes an integer."""
-    return {
-        "type": number(lowest, highest),
-        "default": default,
-        "metavar": "N",
-        "help": f"{about} (default: %(default)s)",
-    }
-
-
-POSITIONS = "number of positions"
-D_MODEL = _size(64, "number of channels")
-BASE = {
-    "type": float,
-    "default": 10_000.0,
-    "metavar": "X",
-    "help": "base of the wavelengths (default: %(default)s)",
-}
-COMMON_FLAGS: Mapping[str, Any] = {
-    "--out": {
-        "required": True,
-        "metavar": "X.png",
-        "help": "file to write; X.svg and X.pdf choose those formats",
-    },
-    "--width": {
-        "type": number(2, 40, float),
-        "default": WIDTH,
-        "metavar": "INCHES",
-        "help": "width of the picture; text is relatively larger in a narrower one (default: "
-        "%(default)s)",
-    },
-}
-# How each picture is drawn, what it shows, and its own flags.
-DRAWN: Mapping[str, tuple[Callable[[argparse.Namespace, Any], str], str, dict[str, Any]]] = {
-    "encoding": (
-        _draw_encoding,
-        "a heat map of sinusoidal positions",
-        {
-            "--layout": {
-                "choices": LAYOUTS,
-                "default": LAYOUTS[0],
-                "help": "order of the channels (default: %(default)s)",
-            },
-            "--length": _size(128, POSITIONS),
-            "--d-model": D_MODEL,
-            "--base": BASE,
-        },
-    ),
-    "wavelengths": (
-        _draw_wavelengths,
-        "the wavelength of each pair of channels, in positions",
-        {"--d-model": D_MODEL, "--base": BASE},
-    ),
-    "similarity": (
-        _draw_similarity,
-        "the dot product of two sinusoidal positions by distance",
-        {"--length": _size(512, POSITIONS), "--d-model": D_MODEL, "--base": BASE},
-    ),
-    "rotary": (
-        _draw_rotary,
-        "where rotary embeddings rotate a point in some pairs of channels",
-        {
-            "--length": _size(6, POSITIONS),
-            "--head-dim": _size(64, "number of channels of a head, even"),
-            "--base": BASE,
-        },
-    ),
-    "error": (
-        _draw_error,
-        "the error of sinusoidal positions, and of the usual float32 product, from 1 to 2**31 - 1",
-        {"--d-model": D_MODEL, "--base": BASE},
-    ),
-    "mask": (
-        _draw_mask,
-        "which keys each query may attend to",
-        {
-            "--length": _size(16, POSITIONS),
-            "--tokens": {
-                "nargs": "+",
-                "metavar": "TOKEN",
-                "help": "tokens to write at the positions, in place of their numbers",
-            },
-            "--font": {
-                "default": FONT,
-                "metavar": "NAME",
-                "help": "font to write the tokens in (default: %(default)s)",
-            },
-            "--bidirectional": {
-                "action": "store_true",
-                "help": "let queries attend to later keys too (default: causal)",
-            },
-            "--window": {
-                "nargs": 2,
-                "type": DISTANCE,
-                "metavar": ("BACK", "AHEAD"),
-                "help": "how many keys before and after its position a query may attend to",
-            },
-            "--chunk": {
-                "type": COUNT,
-                "metavar": "N",
-                "help": "hide keys outside the query's chunk of N positions",
-            },
-            "--prefix": {
-                "type": DISTANCE,
-                "default": 0,
-                "metavar": "N",
-                "help": "let the first N positions all attend to each other",
-            },
-        },
-    ),
-    "bias": (
-        _draw_bias,
-        "the ALiBi bias of one head",
-        {
-            "--length": _size(16, POSITIONS, highest=512),
-            "--num-heads": _size(8, "number of heads", highest=128),
-            "--head": _size(0, "which head, from 0", lowest=0, highest=127),
-            "--symmetric": {
-                "action": "store_true",
-                "help": "give later keys the same bias as earlier ones instead of hiding them",
-            },
-        },
-    ),
-}
+def bias(
+    ax: Any, *, length: int = 16, num_heads: int = 8, head: int = 0, symmetric: bool = False
+) -> str:
+    """The ALiBi bias of one head."""
+    positions = np.arange(length)
+    values = te.alibi_bias(positions, positions, num_heads=num_heads, symmetric=symmetric)
+    title = f"ALiBi bias, head {head} of {num_heads}"
+    if not symmetric:
+        values += te.mask_to_bias(te.causal_mask(length))
+        title += " (hatched: hidden)"
+    te.plots.plot_bias(values, ax=ax, head=head)
+    return title
