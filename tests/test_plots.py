@@ -615,9 +615,7 @@ def test_rotary_points_are_rotated_by_position_times_frequency(ax, positions):
             for position in positions
         ]
         np.testing.assert_allclose(line.get_xydata(), expected, rtol=0, atol=ROTATED)
-    assert [text for text in texts(ax.texts) if not text.startswith("pair")] == [
-        f"{position:g}" for position in positions
-    ]
+    assert texts(ax.texts) == [f"{position:g}" for position in positions]
 
 
 @pytest.mark.parametrize(
@@ -649,15 +647,17 @@ def test_no_text_of_a_rotary_picture_lies_on_another(length, head_dim, inches):
     plots.plot_rotary(np.arange(length), head_dim, ax=ax)
     rendered(ax)
     boxes = [text.get_window_extent() for text in ax.texts]
-    assert len(boxes) > 1
+    assert len(boxes) >= 1
     assert not any(one.overlaps(other) for n, one in enumerate(boxes) for other in boxes[:n])
 
 
-def test_each_circle_with_room_bears_its_pair(ax):
+def test_the_legend_says_how_to_read_the_circles(ax):
     plots.plot_rotary([0, 1], 64, ax=ax)
-    assert texts(ax.texts) == ["0", "1", "pair 0", "pair 4", "pair 8", "pair 12"]
+    assert texts(ax.texts) == ["0", "1"]
+    legend = ax.get_legend()
+    assert texts(legend.get_texts()) == ["pair 0", "pair 4", "pair 8", "pair 12"]
     assert (
-        ax.get_legend().get_title().get_text()
+        legend.get_title().get_text()
         == "A circle for each pair;\nradii keep them apart.\nNumbers: positions."
     )
 

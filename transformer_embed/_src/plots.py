@@ -278,9 +278,9 @@ def plot_rotary(
             four, from the first, an eighth of the head apart.
 
     Returns:
-        The Axes, with the first channel of a pair across and its second channel up. Circles are
-        labelled with their pair if there is room; dots of the innermost circle are labelled with
-        their positions unless labels would overlap.
+        The Axes, with the first channel of a pair across and its second channel up, and a legend
+        of the pairs. Dots of the innermost circle are labelled with their positions unless labels
+        would overlap.
 
     Raises:
         TypeError: as `apply_rotary`; ax is not an Axes; a pair is not a Python int.
@@ -311,10 +311,7 @@ def plot_rotary(
         marker, color, _ = _style(n)
         ax.add_patch(circle((0, 0), n + 1, fill=False, color="0.8", linewidth=1, zorder=0))
         ax.plot(*points[n].T, marker, color=color, markersize=3.5, label=f"pair {pair}")
-    labels = _Labels(ax, edge)
-    labels.number_points([f"{place:g}" for place in places.tolist()], points[0])
-    for n, pair in enumerate(chosen):
-        labels.name_circle(f"pair {pair}", points[n], _style(n)[1])
+    _number_points(ax, places, points[0], edge)
     ax.set(xlabel="first channel of the pair", ylabel="second channel of the pair")
     ax.set(xlim=(-edge, edge), ylim=(-edge, edge), aspect="equal")
     _legend_beside(ax).set_title(
@@ -604,46 +601,22 @@ def _places(positions: ArrayLike) -> np.ndarray:
     return places
 
 
-class _Labels:
-    """Small labels on axes from -edge to edge.
+def _number_points(ax: "Axes", positions: np.ndarray, points: np.ndarray, edge: float) -> None:
+    """Writes positions outside of their points, on axes from -edge to edge.
 
-    A label is only drawn if it is inside the axes and does not overlap an earlier one.
+    A number that would overlap an earlier one, or reach outside the axes, is left out.
     """
-
-    def __init__(self, ax: "Axes", edge: float):
-        points = 72 * min(ax.bbox.width, ax.bbox.height) / ax.figure.dpi
-        self.ax, self.edge, self.boxes = ax, edge, []
-        size = matplotlib_module("pyplot").rcParams["font.size"] * 2 * edge / points
-        self.letter = size * np.array([LETTER_WIDTH, LETTER_HEIGHT])
-
-    def number_points(self, numbers: Sequence[str], points: np.ndarray) -> None:
-        """Writes a number outside each point."""
-        for number, point in zip(numbers, points, strict=True):
-            distance = (self.letter * [len(number), 1]).max()
-            self._write(number, point * (1 + distance / np.hypot(*point)))
-
-    def name_circle(self, name: str, points: np.ndarray, color: str) -> None:
-        """Writes the name of a circle near the middle of the widest gap between its points."""
-        angles, radius = np.sort(np.arctan2(points[:, 1], points[:, 0])), np.hypot(*points[0])
-        gaps = np.diff(angles, append=angles[0] + 2 * np.pi)
-        widest = gaps.argmax()
-        if gaps[widest] * radius < 1.5 * len(name) * self.letter[0]:
-            return
-        box = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}
-        for share in (1 / 2, 3 / 8, 5 / 8, 1 / 4, 3 / 4):
-            angle = angles[widest] + share * gaps[widest]
-            place = radius * np.array([np.cos(angle), np.sin(angle)])
-            if self._write(name, place, color=color, bbox=box):
-                return
-
-    def _write(self, text: str, place: np.ndarray, **style: Any) -> bool:
-        size = self.letter * [len(text), 1]
-        box = matplotlib_module("transforms").Bbox([place - size / 2, place + size / 2])
-        if box.count_overlaps(self.boxes) or np.abs(box).max() > self.edge:
-            return False
-        self.ax.text(place[0], place[1], text, ha="center", va="center", fontsize="small", **style)
-        self.boxes.append(box)
-        return True
+    boxes = []
+    axes_size = 72 * min(ax.bbox.width, ax.bbox.height) / ax.figure.dpi
+    font_size = matplotlib_module("pyplot").rcParams["font.size"] * 2 * edge / axes_size
+    for position, point in zip(positions.tolist(), points, strict=True):
+        number = f"{position:g}"
+        size = font_size * np.array([LETTER_WIDTH * len(number), LETTER_HEIGHT])
+        center = point * (1 + size.max() / np.hypot(*point))
+        box = matplotlib_module("transforms").Bbox([center - size / 2, center + size / 2])
+        if not box.count_overlaps(boxes) and np.abs(box).max() <= edge:
+            ax.text(center[0], center[1], number, ha="center", va="center", fontsize="small")
+            boxes.append(box)
 
 
 def _error_positions(positions: ArrayLike | None) -> np.ndarray:
