@@ -204,10 +204,19 @@ def _prose(value: object) -> str:
         if title in ("Args", "Raises"):
             parts.append(f"**{title.replace('Args', 'Arguments')}**\n\n{_items(body)}")
         elif title == "Example":
-            parts.append(f"```pycon\n{body}\n```")
+            parts.append(_examples(body))
         else:
             parts.append(f"**{title}:** {_blocks(body)}")
     return "\n\n".join(filter(None, parts))
+
+
+def _examples(body: str) -> str:
+    """Examples as code, and the sentences between them as text."""
+    sessions = re.split(r"^((?!>>>|\.\.\. )\S.*:)\n\n", body, flags=re.MULTILINE)
+    parts = [f"```pycon\n{sessions[0].strip()}\n```"]
+    for sentence, session in zip(sessions[1::2], sessions[2::2], strict=True):
+        parts += [_escaped(sentence), f"```pycon\n{session.strip()}\n```"]
+    return "\n\n".join(parts)
 
 
 def _items(body: str) -> str:

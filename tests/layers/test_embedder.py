@@ -36,6 +36,7 @@ BERT = te.EmbedderConfig(
 FUSION = 16 * 8 * float(np.finfo(np.float32).eps)
 
 FLAG = "a Python bool"
+SCALE = "True, False, or a number above 0 (1.0 is a number, the int 1 could mean True)"
 TRACED_FLAG = f"{FLAG} known while tracing (bind it with functools.partial, or make it a static argument of jit)"
 POLICIES = "one of 'nan', 'clip', 'zero'"
 POSITIVE = "an int of at least 1"
@@ -686,7 +687,8 @@ BAD_FIELDS = [
     ("dropout_rate", None, TypeError, "a Python float known while tracing", "NoneType None"),
     ("pad_id", 0.0, TypeError, "a Python int", "float 0.0"),
     ("pad_id", 2**31, ValueError, "an int below 2**31 - 1", "2147483648"),
-    ("scale", 1, TypeError, FLAG, "int 1"),
+    ("scale", 0, TypeError, SCALE, "0"),
+    ("scale", 1, TypeError, SCALE, "1"),
     ("num_token_types", 0, ValueError, POSITIVE, "0"),
     ("num_token_types", 2.0, TypeError, "a Python int", "float 2.0"),
     ("layer_norm_eps", 0.0, ValueError, "a finite number above 0", "0.0"),

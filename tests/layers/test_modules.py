@@ -1115,6 +1115,7 @@ def test_training_without_a_key_is_refused(descriptor):
 
 
 FLAG = "a Python bool"
+SCALE = "True, False, or a number above 0 (1.0 is a number, the int 1 could mean True)"
 TRACED_FLAG = f"{FLAG} known while tracing (bind it with functools.partial, or make it a static argument of jit)"
 
 
@@ -1265,7 +1266,7 @@ BAD_ARGUMENTS = [
     (lambda: te.TokenEmbedding(11.0, 8), TypeError, "vocab_size", "a Python int", "float 11.0"),
     (lambda: te.TokenEmbedding(11, 0), ValueError, "d_model", POSITIVE, "0"),
     (lambda: te.TokenEmbedding(11, True), TypeError, "d_model", "a Python int", "bool True"),
-    (lambda: TOKENS(scale=1), TypeError, "scale", FLAG, "int 1"),
+    (lambda: TOKENS(scale=1), TypeError, "scale", SCALE, "1"),
     (lambda: TOKENS(pad_id="0"), TypeError, "pad_id", "a Python int", "str '0'"),
     (
         lambda: TOKENS(pad_id=2**31 - 1),
@@ -1395,7 +1396,7 @@ BAD_ARGUMENTS = [
     ),
     (lambda: WHOLE(dropout_rate=1.5), ValueError, "dropout_rate", UNIT, "1.5"),
     (lambda: WHOLE(pad_id=0.5), TypeError, "pad_id", "a Python int", "float 0.5"),
-    (lambda: WHOLE(scale="yes"), TypeError, "scale", FLAG, "str 'yes'"),
+    (lambda: WHOLE(scale="yes"), TypeError, "scale", SCALE, "'yes'"),
     (lambda: WHOLE(num_token_types=0), ValueError, "num_token_types", POSITIVE, "0"),
     (
         lambda: WHOLE(layer_norm_eps=0.0),

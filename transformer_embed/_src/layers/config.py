@@ -156,11 +156,12 @@ class EmbedderConfig:
 def _as_scale(name: str, scale: bool | float) -> bool | float:
     """A bool, or a number above 0.
 
-    1.0 becomes False, because 1.0 == True and it would share True's compiled functions. The ints 0
-    and 1 are ambiguous and raise an error.
+    1.0 becomes False, because 1.0 == True and it would share True's compiled functions.
     """
-    is_bool = isinstance(scale, bool | np.bool_)
+    if isinstance(scale, bool | np.bool_):
+        return bool(scale)
     is_ambiguous = isinstance(scale, numbers.Integral) and scale in (0, 1)
-    if is_bool or is_ambiguous or not isinstance(scale, numbers.Real | np.floating):
-        return arguments.flag(name, scale)
+    if is_ambiguous or not isinstance(scale, numbers.Real | np.floating):
+        want = "True, False, or a number above 0 (1.0 is a number, the int 1 could mean True)"
+        raise arguments.type_error(name, want, repr(scale))
     return False if scale == 1 else arguments.real(name, scale, above=0)

@@ -123,7 +123,11 @@ class TokenEmbedding(hk.Module):
         `linear_cross_entropy`: mask, weights, shift, segment_ids, label_smoothing, z_loss,
         reduction and chunk_size.
         """
-        return linear_cross_entropy(x, labels=labels, **self._output("cross_entropy"), **options)
+        output = self._output("cross_entropy")
+        for name in options.keys() & output.keys():
+            want = "no value here, since the config says it"
+            raise arguments.type_error(name, want, repr(options[name]))
+        return linear_cross_entropy(x, labels=labels, **output, **options)
 
     def _output(self, method: str) -> dict[str, Any]:
         """The arguments of `linear_logits` besides x, for a method."""
@@ -375,9 +379,9 @@ class TransformerEmbedding(hk.Module):
     To use a loaded checkpoint in your own model, start from its parameters, whatever the path of
     the module:
 
-        found = te.pretrained.load_embedder("checkpoint/") embed =
-        te.TransformerEmbedding(found.config, initial_params=found.params)  # in the function that
-        hk.transform takes
+        found = te.pretrained.load_embedder("checkpoint/")
+        # In the function that hk.transform takes:
+        embed = te.TransformerEmbedding(found.config, initial_params=found.params)
 
     With left-padded ids, tokens do not start at position 0 by default, because padding is counted
     too. Use `scheme=te.Sinusoidal(at_padding=0)` in the config, or call the module
