@@ -98,25 +98,26 @@ def update(
         raise arguments.type_error("optimizer", "an optax.GradientTransformation", got)
     _check_gradients(grads, params)
     leaves, treedef = jax.tree.flatten((grads, params, state), is_leaf=_is_leaf)
-    owners = _owners(optimizer.init, params, leaves)
-    whole = {place: _shape_and_dtype(leaves[place]) for place in owners}
-    block = {place: _block_of(leaves[owners[place]], shape) for place, shape in whole.items()}
+    tables = _tables(optimizer.init, params, leaves)
+    whole, block = {}, {}
+    for table, places in tables.items():
+        for place in places:
+            whole[place] = _shape_and_dtype(leaves[place])
+            block[place] = _block_of(leaves[table], whole[place])
     arrays = {key: value for key, value in extra_args.items() if _has_only_arrays(value)}
-    shared = _without(leaves, owners), arrays
-    step = functools.partial(_step, optimizer, extra_args, treedef, owners)
-    row_check.check(functools.partial(step, shared), whole, block, owners, optimizer.update)
+    shared = _replaced(leaves, dict.fromkeys(whole)), arrays
+    step = functools.partial(_step, optimizer, extra_args, treedef)
+    row_check.check(functools.partial(step, shared), whole, block, tables, optimizer.update)
     zeros = {place: jnp.zeros(shape.shape, shape.dtype) for place, shape in block.items()}
     if any(map(arguments.is_traced, zeros.values())):
         # The calls below have the same shapes: they share a trace.
         step = jax.jit(step, inline=True)
     # All that is not a table is updated once; a table's rows do not count here.
     _, new_leaves = step(shared, zeros)
-    new_rows = {}
-    for table in {*owners.values()}:
-        places = [place for place in owners if owners[place] == table]
+    for places in tables.values():
         new = _update_table(step, shared, zeros, places, [leaves[place] for place in places])
-        new_rows |= zip(places[1:], new, strict=True)
-    _, params, state = jax.tree.unflatten(treedef, _replaced(new_leaves, new_rows))
+        new_leaves = _replaced(new_leaves, dict(zip(places[1:], new, strict=True)))
+    _, params, state = jax.tree.unflatten(treedef, new_leaves)
     return params, state
 
 
@@ -124,7 +125,6 @@ def _step(
     optimizer: "optax.GradientTransformation",
     extra_args: Mapping[str, Any],
     treedef: Any,
-    owners: Mapping[int, int],
     shared: Any,
     rows: Mapping[int, Array],
 ) -> tuple[dict[int, Array], list[Any]]:
@@ -139,22 +139,23 @@ def _step(
     leaves, new_treedef = jax.tree.flatten(after, is_leaf=_is_leaf)
     if new_treedef != treedef:
         raise TypeError("updates and state do not have the structure of parameters and state")
-    new_rows = {place: leaves[place] for place, table in owners.items() if place != table}
-    return new_rows, _without(leaves, owners)
+    return {place: leaves[place] for place in rows}, _replaced(leaves, dict.fromkeys(rows))
 
 
-def _owners(init: Callable, params: Tree, leaves: Sequence[Any]) -> dict[int, int]:
-    """The table of each leaf of (grads, params, state) that has rows, by the leaf's place.
+def _tables(init: Callable, params: Tree, leaves: Sequence[Any]) -> dict[int, list[int]]:
+    """The places of each table in (grads, params, state): its gradient, its rows, their state.
 
-    A table is named by the place of its gradient; its places ascend: gradient, rows, state.
+    A table is named by the place of its gradient.
     """
-    treedef = jax.tree.structure(params, is_leaf=_is_leaf)
-    size = treedef.num_leaves
-    tables = [i for i, leaf in enumerate(leaves[:size]) if isinstance(leaf, RowGradient)]
-    shapes = list(map(_shape_and_dtype, leaves[size:]))
-    in_state = row_check.tables_of_state(init, treedef, shapes[:size], shapes[size:], tables)
-    owners = {place: table for table in tables for place in (table, size + table)}
-    return owners | {2 * size + i: table for i, table in in_state.items()}
+    shapes = jax.tree.map(_shape_and_dtype, params, is_leaf=_is_leaf)
+    size, tables = len(jax.tree.leaves(shapes)), {}
+    for place, leaf in enumerate(leaves[:size]):
+        if isinstance(leaf, RowGradient):
+            tables[place] = [place, size + place]
+    state = list(map(_shape_and_dtype, leaves[2 * size :]))
+    for i, table in row_check.tables_of_state(init, shapes, state, list(tables)).items():
+        tables[table].append(2 * size + i)
+    return tables
 
 
 def _is_leaf(leaf: Any) -> bool:
@@ -163,11 +164,6 @@ def _is_leaf(leaf: Any) -> bool:
 
 def _has_only_arrays(tree: Tree) -> bool:
     return all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree))
-
-
-def _without(leaves: Sequence[Any], owners: Mapping[int, int]) -> list[Any]:
-    """The leaves, with None for those that have rows."""
-    return _replaced(leaves, dict.fromkeys(owners))
 
 
 def _replaced(leaves: Sequence[Any], others: Mapping[int, Any]) -> list[Any]:
