@@ -720,7 +720,7 @@ def test_lists_and_integers_of_any_width_are_taken():
         (
             {"label_smoothing": "a"},
             TypeError,
-            r"label_smoothing: wanted a Python float known while tracing, got str 'a'",
+            r"label_smoothing: wanted a Python number, got str 'a'",
         ),
         ({"reduction": "none"}, ValueError, r"reduction: wanted one of 'mean', 'sum', got 'none'"),
         ({"chunk_size": 0}, ValueError, r"chunk_size: wanted an int of at least 1, got 0"),

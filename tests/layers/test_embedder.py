@@ -684,7 +684,7 @@ BAD_FIELDS = [
     ),
     ("dropout_rate", 1.0, ValueError, "a number in [0, 1)", "1.0"),
     ("dropout_rate", -0.5, ValueError, "a number in [0, 1)", "-0.5"),
-    ("dropout_rate", None, TypeError, "a Python float known while tracing", "NoneType None"),
+    ("dropout_rate", None, TypeError, "a Python number", "NoneType None"),
     ("pad_id", 0.0, TypeError, "a Python int", "float 0.0"),
     ("pad_id", 2**31, ValueError, "an int below 2**31 - 1", "2147483648"),
     ("scale", 0, TypeError, SCALE, "0"),

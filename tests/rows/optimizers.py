@@ -274,7 +274,8 @@ can train it by rows: train it densely.
 
 Train the table densely, or keep the transformation off the table with `optax.multi_transform`. To clip by a global norm, clip the
 gradients before `te.rows.update` with `optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())`; the norm equals that of the
-dense gradients.
+dense gradients. The reasons are those for a small table. An optimizer that treats large ones differently, such as `adafactor`, may be
+refused with another reason for those.
 
 | optimizer | why |
 | --- | --- |

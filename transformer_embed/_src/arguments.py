@@ -399,12 +399,10 @@ def as_given(name: str, value: ArrayLike) -> jax.Array:
 
 def rate(name: str, value: Any) -> float:
     """A probability in [0, 1) that is known while tracing."""
-    is_number = isinstance(value, int | float | np.floating) and not isinstance(value, bool)
-    if not is_number or getattr(value, "itemsize", 8) > 8:
-        raise type_error(name, "a Python float known while tracing", _describe(value))
-    if not 0 <= value < 1:
+    number = real(name, value)
+    if not 0 <= number < 1:
         raise value_error(name, "a number in [0, 1)", value)
-    return float(value)
+    return number
 
 
 def check_broadcasts_to(
@@ -509,11 +507,3 @@ def native(name: str, array: Any) -> Any:
         want = "an array without a mask (fill it first: x.filled(...))"
         raise type_error(name, want, "a masked array of numpy")
     return array.astype(array.dtype.newbyteorder("="), copy=False)
-
-
-def name(argument: str, value: Any) -> str | None:
-    """A string or None, for the name of a module or a line."""
-    # Haiku itself raises for strings that are not identifiers.
-    if value is not None and not isinstance(value, str):
-        raise type_error(argument, "a string or None", _describe(value))
-    return value

@@ -107,7 +107,7 @@ def plot_wavelengths(
 
     Raises:
         TypeError: d_model is not a Python int; base is not a Python number; scaling is not a
-            scaling of this package; ax is not an Axes; label is not a string.
+            scaling of this package; ax is not an Axes.
         ValueError: d_model is below 1, or odd with a scaling; base is not above 0; the scaling does
             not fit d_model.
 
@@ -123,11 +123,11 @@ def plot_wavelengths(
         Vaswani et al., "Attention Is All You Need" (2017), section 3.5,
         https://arxiv.org/abs/1706.03762
     """
-    label = arguments.name("label", label)
     wavelengths = [float(2 * phase.PI / f) for f in _frequencies(d_model, base, scaling)]
     ax = _axes(ax)
     marker, color, _ = _style(len(ax.lines))
-    ax.plot(range(len(wavelengths)), wavelengths, marker, color=color, markersize=4, label=label)
+    name = None if label is None else str(label)
+    ax.plot(range(len(wavelengths)), wavelengths, marker, color=color, markersize=4, label=name)
     ax.set(xlabel="pair of channels", ylabel="wavelength (tokens)", yscale="log")
     _integer_ticks(ax.xaxis)
     return _finished_lines(ax)
@@ -152,8 +152,7 @@ def plot_similarity(
         The Axes, with distance (tokens) across and dot product up.
 
     Raises:
-        TypeError: encoding does not have a floating dtype, or is traced; ax is not an Axes; label
-            is not a string.
+        TypeError: encoding does not have a floating dtype, or is traced; ax is not an Axes.
         ValueError: encoding is not of rank 2, or is empty.
 
     Example:
@@ -166,7 +165,7 @@ def plot_similarity(
         Wang and Chen, "What Do Position Embeddings Learn?" (2020), figure 1,
         https://arxiv.org/abs/2010.04903, who show the whole matrix of cosines.
     """
-    values, label = _table("encoding", encoding), arguments.name("label", label)
+    values = _table("encoding", encoding)
     products = values @ values.T
     diagonals = [np.diagonal(products, distance) for distance in range(len(values))]
     statistics = [(pairs.mean(), pairs.min(), pairs.max()) for pairs in diagonals]
@@ -174,7 +173,8 @@ def plot_similarity(
     ax = _axes(ax)
     _, color, dash = _style(len(ax.lines))
     ax.fill_between(range(len(mean)), low, high, color=color, alpha=0.25, linewidth=0)
-    ax.plot(range(len(mean)), mean, dash, color=color, label=label)
+    name = None if label is None else str(label)
+    ax.plot(range(len(mean)), mean, dash, color=color, label=name)
     ax.set(xlabel="distance (tokens)", ylabel="dot product")
     return _finished_lines(ax)
 

@@ -84,7 +84,7 @@ class TokenEmbedding(hk.Module):
         dtype: DTypeLike | None = None,
         name: str | None = None,
     ):
-        super().__init__(name=arguments.name("name", name))
+        super().__init__(name=name)
         self.config = EmbedderConfig(
             vocab_size,
             d_model,
@@ -221,7 +221,7 @@ class PositionalEncoding(hk.Module):
         if not isinstance(scheme, Scheme):
             want = "Sinusoidal(...), SinusoidalGrid(...) or Learned(max_len=...)"
             raise arguments.type_error("scheme", want, repr(scheme))
-        super().__init__(name=arguments.name("name", name) or scheme._module_name)
+        super().__init__(name=name or scheme._module_name)
         if scheme._table_length() is None:
             arguments.check_left_out("w_init", w_init, "the scheme has no parameters")
         self.scheme = scheme
@@ -340,7 +340,7 @@ class RelativePositionBias(hk.Module):
         dtype: DTypeLike | None = None,
         name: str | None = None,
     ):
-        super().__init__(name=arguments.name("name", name))
+        super().__init__(name=name)
         self.num_heads = arguments.size("num_heads", num_heads)
         self.num_buckets = arguments.size("num_buckets", num_buckets)
         self.max_distance = arguments.size("max_distance", max_distance)
@@ -423,7 +423,7 @@ class TransformerEmbedding(hk.Module):
         initial_params: Params | None = None,
         name: str | None = None,
     ):
-        super().__init__(name=arguments.name("name", name))
+        super().__init__(name=name)
         if not isinstance(config, EmbedderConfig):
             want = "an EmbedderConfig, such as te.EmbedderConfig(vocab_size=256, d_model=64)"
             raise arguments.type_error("config", want, f"{type(config).__name__} {config!r}")
