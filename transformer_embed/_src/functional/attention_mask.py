@@ -1,7 +1,6 @@
 """The rule of an attention mask: who may attend to whom, without a bool for every pair."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ from transformer_embed._src.functional.attention_rule import (
     Window,
     fields,
     may_attend,
-    ranges_of_each,
 )
 from transformer_embed._src.functional.compiled import compiled
 from transformer_embed._src.functional.pytrees import pytree
@@ -118,7 +116,7 @@ class AttentionMask:
             >>> te.AttentionMask(tokens, causal=True, window=(1, 0)).dense()[0, 0].tolist()
             [[True, False, False], [True, True, False], [False, True, True]]
         """
-        return _dense(*self._sides(), self.causal, self.window, self.chunk)
+        return _dense(*self._sides(), reach(self), self.chunk)
 
     def tile(
         self, query_start: ArrayLike, key_start: ArrayLike, shape: tuple[int, int]
@@ -154,7 +152,7 @@ class AttentionMask:
             _checked_start("query_start", query_start, queries, shape[0]),
             _checked_start("key_start", key_start, keys, shape[1]),
         )
-        return _tile(queries, keys, starts, shape, self.causal, self.window, self.chunk)
+        return _tile(queries, keys, starts, shape, reach(self), self.chunk)
 
     def tile_kinds(self, shape: tuple[int, int]) -> Int8[Array, "b m n"]:
         """For each tile of the mask, whether none, some or all of its pairs may attend.
@@ -189,12 +187,18 @@ class AttentionMask:
                 want = f"a divisor of the number of {side}, {length} (pad the batch to a multiple)"
                 raise arguments.value_error(f"shape[{n}]", want, shape[n])
         others = None if self.keys is None else keys
-        return tile_kinds(queries, others, shape, self.causal, self.window, self.chunk)
+        return tile_kinds(queries, others, shape, reach(self), self.chunk)
 
     def _sides(self) -> tuple[Tokens, Tokens]:
         """Queries and keys as arrays [B or 1, length]."""
         queries = _rows(self.queries)
         return queries, queries if self.keys is None else _rows(self.keys)
+
+
+def reach(mask: AttentionMask) -> Window:
+    """How many positions before and after its own a query sees."""
+    left, right = mask.window or (None, None)
+    return left, 0 if mask.causal else right
 
 
 def _check_sides(queries: Tokens, keys: Tokens) -> None:
@@ -247,40 +251,41 @@ def _checked_start(name: str, start: ArrayLike, tokens: Tokens, size: int) -> Ar
     return arguments.as_int32(name, integers)
 
 
-def _slice(tokens: Tokens, start: Array, size: int) -> tuple[Tokens, Any]:
-    """A stretch of tokens, and whether there is one: a dynamic slice would move it."""
+def _slice(tokens: Tokens, start: Array, size: int) -> Tokens:
+    """A stretch of tokens; padding if there is none, since a dynamic slice would move it."""
     room = tokens["positions"].shape[1] - size
-    if room == 0:
-        return tokens, start == 0
-    slices = {
-        name: jax.lax.dynamic_slice_in_dim(array, start, size, axis=1)
-        for name, array in tokens.items()
-    }
-    return slices, (start >= 0) & (start <= room)
+    if room:
+        tokens = {
+            name: jax.lax.dynamic_slice_in_dim(array, start, size, axis=1)
+            for name, array in tokens.items()
+        }
+    return tokens | {"is_token": tokens["is_token"] & (start >= 0) & (start <= room)}
+
+
+def _expanded(tokens: Tokens, *axes: int) -> Tokens:
+    return {name: jnp.expand_dims(array, axes) for name, array in tokens.items()}
 
 
 # The functions below are compiled even if the caller is not.
-@compiled(2, 3, 4)
+@compiled(2, 3)
 def _dense(
-    queries: Tokens, keys: Tokens, causal: bool, window: Window | None, chunk: int | None
+    queries: Tokens, keys: Tokens, window: Window, chunk: int | None
 ) -> Bool[Array, "b 1 t s"]:
     queries, keys = fields(queries, keys, chunk)
-    queries.pop("is_token", None)  # It follows from the equal segment of a key.
-    return may_attend(ranges_of_each(queries, (1, 3)), ranges_of_each(keys, (1, 2)), causal, window)
+    # It follows from the equal segment of a key, and would give each query a row of its own.
+    del queries["is_token"]
+    return may_attend(_expanded(queries, 1, 3), _expanded(keys, 1, 2), window)
 
 
-@compiled(3, 4, 5, 6)
+@compiled(3, 4, 5)
 def _tile(
     queries: Tokens,
     keys: Tokens,
     starts: tuple[Array, Array],
     shape: tuple[int, int],
-    causal: bool,
-    window: Window | None,
+    window: Window,
     chunk: int | None,
 ) -> Bool[Array, "b t s"]:
     queries, keys = fields(queries, keys, chunk)
-    queries, has_queries = _slice(queries, starts[0], shape[0])
-    keys, has_keys = _slice(keys, starts[1], shape[1])
-    mask = may_attend(ranges_of_each(queries, (2,)), ranges_of_each(keys, (1,)), causal, window)
-    return jnp.broadcast_to(mask & has_queries & has_keys, (mask.shape[0], *shape))
+    queries, keys = _slice(queries, starts[0], shape[0]), _slice(keys, starts[1], shape[1])
+    return may_attend(_expanded(queries, 2), _expanded(keys, 1), window)

@@ -1,68 +1,55 @@
-"""The one statement of who may attend to whom, for single tokens and for ranges of tokens."""
+"""The one statement of who may attend to whom."""
 
 import functools
-from typing import NamedTuple
+import operator
+from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Integer
+import numpy as np
+from jaxtyping import Array
 
+# How many positions before and after its own a query sees; None: no limit.
 Window = tuple[int | None, int | None]
 # The arrays of a TokenPositions by their names, those that are not None; also what follows of them.
 Tokens = dict[str, Array]
 
 
-class Range(NamedTuple):
-    """The lowest and highest value of a field in some tokens; of one token, twice the same."""
+def may_attend(queries: dict[str, Any], keys: dict[str, Any], window: Window) -> Any:
+    """Whether queries may attend to keys, for `fields` that broadcast against each other.
 
-    low: Array
-    high: Array
-
-
-Ranges = dict[str, Range]
-
-
-def may_attend(
-    queries: Ranges, keys: Ranges, causal: bool, window: Window | None, every: bool = True
-) -> Bool[Array, "..."]:
-    """Whether every query of a range may attend to every key of a range, in the smallest shape.
-
-    This is the only place that states the rule; it is jnp on its arguments alone. For
-    `every=False`, whether some query may attend to some key as far as the ranges tell.
+    This is the only place that states the rule. The fields are arrays; or, for tiles, all of them
+    are `Interval`s, and so is the result. Their operators are all that it needs.
     """
-    # The hardest pairs decide for every pair, the easiest ones for some pair.
-    swap = slice(None, None, 1 if every else -1)
-    (first_query, last_query), (first_key, last_key) = (
-        side["positions"][swap] for side in (queries, keys)
-    )
-    left, right = window or (None, None)
-    allowed = [last_key <= first_query] if causal else []
+    left, right = window
+    limits = []
     if right is not None:
-        allowed.append(_is_within(last_key, first_query, right))
+        limits.append(keys["positions"] <= _after(queries["positions"], right))
     if left is not None:
-        allowed.append(_is_within(last_query, first_key, left))
-
-    def is_same(name: str) -> Array:
-        query, key = queries[name], keys[name]
-        if query.low is query.high and key.low is key.high:
-            return query.low == key.low
-        meet = (query.low <= key.high) & (key.low <= query.high)
-        alike = (query.low == query.high) & (key.low == key.high)
-        return meet & alike if every else meet
-
-    def is_true(name: str, side: Ranges) -> Array:
-        return side[name].low if every else side[name].high
-
+        limits.append(queries["positions"] <= _after(keys["positions"], left))
     if "chunk" in queries:
-        allowed.append(is_same("chunk"))
-    if "block_ids" in queries and allowed:
-        in_block = is_same("block_ids") & is_true("in_block", queries) & is_true("in_block", keys)
-        allowed = [functools.reduce(jnp.logical_and, allowed) | in_block]
+        limits.append(queries["chunk"] == keys["chunk"])
+    if "block_ids" in queries and limits:
+        is_in_block = queries["is_in_block"] & keys["is_in_block"]
+        in_one_block = is_in_block & (queries["block_ids"] == keys["block_ids"])
+        limits = [functools.reduce(operator.and_, limits) | in_one_block]
     if "segment_ids" in queries:
-        allowed.append(is_same("segment_ids"))
-    allowed += [is_true("is_token", side) for side in (queries, keys) if "is_token" in side]
-    if not allowed:
-        return jnp.ones((1,) * (first_key.ndim - 1) + first_key.shape[-1:], bool)
-    return functools.reduce(jnp.logical_and, allowed)
+        limits.append(queries["segment_ids"] == keys["segment_ids"])
+    limits += [side["is_token"] for side in (queries, keys) if "is_token" in side]
+    return functools.reduce(operator.and_, limits)
+
+
+def _after(positions: Any, distance: int) -> Any:
+    """`positions + distance`; the highest value of the dtype where that is beyond it."""
+
+    def add(array: Array) -> Array:
+        info = jnp.iinfo(array.dtype)
+        # No two positions are further apart. A distance that does not fit the dtype wraps, and so
+        # does the sum, which is right again unless it is beyond the dtype.
+        step = np.array(min(distance, info.max - info.min)).astype(array.dtype)
+        return jnp.where(array + step < array, info.max, array + step)
+
+    return jax.tree.map(add, positions)
 
 
 def fields(queries: Tokens, keys: Tokens, chunk: int | None) -> tuple[Tokens, Tokens]:
@@ -71,35 +58,13 @@ def fields(queries: Tokens, keys: Tokens, chunk: int | None) -> tuple[Tokens, To
     for side, other in ((queries, keys), (keys, queries)):
         values = {}
         for name, array in side.items():
-            dtypes = (array.dtype, other.get(name, array).dtype)
-            values[name] = array.astype(max(dtypes, key=lambda dtype: dtype.itemsize))
+            dtype = np.promote_types(array.dtype, other.get(name, array).dtype)
+            values[name] = array.astype(dtype)
+        positions = values["positions"]
+        values["is_token"] = values.get("segment_ids", jnp.ones((1, positions.shape[1]), int)) != 0
         if chunk is not None:
-            values["chunk"] = values["positions"] // chunk
+            values["chunk"] = positions // chunk
         if "block_ids" in values:
-            values["in_block"] = values["block_ids"] >= 0
-        if "segment_ids" in values:
-            values["is_token"] = values["segment_ids"] != 0
+            values["is_in_block"] = values["block_ids"] >= 0
         sides.append(values)
     return sides[0], sides[1]
-
-
-def ranges_of_each(tokens: Tokens, axes: tuple[int, ...]) -> Ranges:
-    """Each token as a range of its own, with new axes."""
-    arrays = {name: jnp.expand_dims(array, axes) for name, array in tokens.items()}
-    return {name: Range(array, array) for name, array in arrays.items()}
-
-
-def _is_within(
-    first: Integer[Array, "..."], second: Integer[Array, "..."], distance: int
-) -> Bool[Array, "..."]:
-    """`first - second <= distance`.
-
-    The difference may not fit the dtype, but it fits the unsigned one if it is not negative.
-    """
-    if distance == 0:
-        return first <= second
-    unsigned = jnp.uint64 if first.dtype == jnp.int64 else jnp.uint32
-    difference = first.astype(unsigned) - second.astype(unsigned)
-    return (first <= second) | (
-        difference <= jnp.array(min(distance, jnp.iinfo(unsigned).max), unsigned)
-    )
