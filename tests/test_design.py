@@ -123,7 +123,6 @@ TO_SHORTEN = (
     "_src/functional/cross_entropy.py",
     "_src/functional/partitioning.py",
     "_src/pretrained/",
-    "_src/sharded/",
 )
 SOURCES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 

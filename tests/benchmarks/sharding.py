@@ -29,7 +29,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import transformer_embed as te
 from transformer_embed._src.sharded.hops import plan_hops
-from transformer_embed._src.sharded.interleaved import InterleavedTable
+from transformer_embed._src.sharded.layout import Layout
 from transformer_embed._src.sharded.placement import VIRTUAL_SHARDS
 from transformer_embed._src.sharded.row_order import Contiguous, Interleaved
 
@@ -305,10 +305,10 @@ def zipf(vocab_size=10**6, exponent=1.05, ids=IDS):
     steps, rng = np.cumsum(weights / weights.sum()), np.random.default_rng(0)
     for shape in ((1, 8), (2, 4), (8, 8), (16, 16)):
         mesh = jax.sharding.AbstractMesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-        axes, size = mesh.axis_names, Interleaved(vocab_size, VIRTUAL_SHARDS).size
-        array = jax.ShapeDtypeStruct((size, WIDTH), jnp.float32)
+        axes, order = mesh.axis_names, Interleaved(vocab_size, VIRTUAL_SHARDS)
+        array = jax.ShapeDtypeStruct((order.size, WIDTH), jnp.float32)
         sharding = NamedSharding(mesh, PartitionSpec(axes))
-        table = InterleavedTable(array, vocab_size, sharding, axes, VIRTUAL_SHARDS, 1.0)
+        table = te.sharding.Sharded(array, Layout(order, sharding, axes, 1.0))
         batch = np.searchsorted(steps, rng.random((mesh.size, ids))).clip(0, vocab_size - 1)
         load = te.sharding.exchange_load(table, batch)
         rows.append(

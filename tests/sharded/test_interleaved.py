@@ -38,7 +38,7 @@ from oracle import loop_lookup
 from placed import placed_state
 
 import transformer_embed as te
-from transformer_embed._src.sharded import hops, interleaved
+from transformer_embed._src.sharded import hops, layout
 
 
 def loss(params, ids, weights):
@@ -118,7 +118,7 @@ def test_training_by_exchange_is_lazy_adam_in_float64(kind, shape, axes):
     untouched = np.setdiff1d(np.arange(VOCAB), np.setdiff1d(moved, [PAD]))
     np.testing.assert_array_equal(table.in_vocabulary_order()[untouched], TABLE[untouched])
     assert not np.asarray(table.array)[
-        table._order.ids(np.arange(table.array.shape[0], dtype=np.int32)) >= VOCAB
+        table.layout.order.ids(np.arange(table.array.shape[0], dtype=np.int32)) >= VOCAB
     ].any()
 
 
@@ -131,7 +131,7 @@ def axis_by_axis(asked, axes, sizes, shard, devices, capacity):
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 4), (2, 2, 2)], ids=str)
 def test_one_mesh_axis_after_the_other_trains_like_a_single_hop(shape, monkeypatch):
-    monkeypatch.setattr(interleaved, "plan_hops", axis_by_axis)
+    monkeypatch.setattr(layout, "plan_hops", axis_by_axis)
     # No other test has this capacity, and so the programs of this one.
     mesh, capacity = mesh_of(shape), 1.0625
     table = interleave(mesh, capacity=capacity)
@@ -151,7 +151,7 @@ def test_rows_that_do_not_fit_on_either_hop_are_nan_and_counted(narrow, monkeypa
         planned[narrow] = planned[narrow]._replace(room=8)
         return tuple(planned)
 
-    monkeypatch.setattr(interleaved, "plan_hops", plan)
+    monkeypatch.setattr(layout, "plan_hops", plan)
     # As above: 8 of the 18 ids that each device asks of one owner fit on the narrow hop.
     mesh = mesh_of((2, 4))
     table = interleave(mesh, capacity=16 + narrow)
@@ -307,7 +307,7 @@ def test_a_step_by_exchange_sends_all_to_alls_of_the_stated_sizes_and_nothing_la
     assert {each.kind for each in sums} == {"all-reduce"}
     assert sum(len(each.operands) for each in sums) == 2
     sent = [each for each in sent if each not in sums]
-    planned = params["t"]._hops(8, ids)
+    planned = params["t"].layout.hops(8, ids)
     assert {each.kind for each in sent} == {"all-to-all"}
     assert len(sent) == 3 * len(planned)
     places = [hop.parts * hop.room for hop in planned]
@@ -325,7 +325,7 @@ def test_ids_that_find_no_room_read_as_nan_and_get_no_update():
     same = owned_by_one(18)
     ids = np.tile(same, (8, 1))
     crowded, roomy = interleave(mesh), interleave(mesh, capacity=8.0)
-    room = crowded._hops(8, 18)[0].room
+    room = crowded.layout.hops(8, 18)[0].room
     assert room < len(same)
     load = te.sharding.exchange_load(crowded, ids)
     assert load.dropped == 8 * (len(same) - room)
@@ -333,7 +333,7 @@ def test_ids_that_find_no_room_read_as_nan_and_get_no_update():
     assert te.sharding.exchange_load(roomy, ids).dropped == 0
     look = jax.jit(te.lookup)
     rows = np.asarray(look(crowded, put(mesh, ids)))
-    held = same[np.argsort(crowded._order.slots(same))[:room]]
+    held = same[np.argsort(crowded.layout.order.slots(same))[:room]]
     assert np.isnan(rows).any(-1).sum() == load.dropped
     np.testing.assert_array_equal(rows[np.isin(ids, held)], TABLE[ids[np.isin(ids, held)]])
     np.testing.assert_array_equal(look(roomy, put(mesh, ids)), TABLE[ids])

@@ -18,7 +18,7 @@ from interleaved_tables import (
 from jax.sharding import AbstractMesh, NamedSharding
 
 import transformer_embed as te
-from transformer_embed._src.sharded.interleaved import InterleavedTable
+from transformer_embed._src.sharded.layout import Layout
 from transformer_embed._src.sharded.row_order import Interleaved
 
 
@@ -44,7 +44,7 @@ def test_the_load_on_the_host_counts_what_the_devices_do(shape):
     load = te.sharding.exchange_load(table, ids)
     assert load.rows.shape == shape
     assert (load.dropped > 0) == bool(lost)
-    if len(table._hops(8, 18)) == 1:
+    if len(table.layout.hops(8, 18)) == 1:
         assert load.dropped == len(lost)
 
 
@@ -54,15 +54,10 @@ def test_zipf_ids_load_no_device_more_than_1_5_times_the_mean(shape):
     weights = np.cumsum(np.arange(1, vocab_size + 1) ** -1.05)
     batch = np.searchsorted(weights / weights[-1], np.random.default_rng(0).random((devices, ids)))
     mesh = AbstractMesh(shape, ("data", "model"), axis_types=(AUTO,) * 2)
-    array = jax.ShapeDtypeStruct((Interleaved(vocab_size, 4096).size, WIDTH), jnp.float32)
-    table = InterleavedTable(
-        array,
-        vocab_size,
-        NamedSharding(mesh, SPEC(("data", "model"))),
-        ("data", "model"),
-        4096,
-        1.0,
-    )
+    order = Interleaved(vocab_size, 4096)
+    array = jax.ShapeDtypeStruct((order.size, WIDTH), jnp.float32)
+    sharding = NamedSharding(mesh, SPEC(("data", "model")))
+    table = te.sharding.Sharded(array, Layout(order, sharding, ("data", "model"), 1.0))
     load = te.sharding.exchange_load(table, batch)
     assert load.dropped == 0
     assert load.rows.max() <= 1.5 * load.rows.mean()
@@ -88,7 +83,7 @@ def test_the_load_of_a_step_with_max_rows_counts_ids_that_read_as_nan(max_rows):
     lost = np.isnan(np.asarray(rows({"t": table}, put(mesh, ids)))).any(-1)[:, :18]
     load = te.sharding.exchange_load(table, ids, max_rows=max_rows)
     assert load.dropped == lost.sum() >= 8 * max(18 - max_rows, 0)
-    if len(table._hops(8, min(18, max_rows))) == 1:
+    if len(table.layout.hops(8, min(18, max_rows))) == 1:
         assert load.rows.sum() == 8 * 18 - lost.sum()
 
 

@@ -51,6 +51,12 @@ def replicated(array: Array, mesh: Any) -> Array:
     return reshard(array, NamedSharding(mesh, PartitionSpec()))
 
 
+def on_every_device(array: Array) -> Array:
+    """The array, all-gathered if explicit mesh axes split it."""
+    mesh = jax.typeof(array).sharding.mesh
+    return replicated(array, mesh) if AxisType.Explicit in mesh.axis_types else array
+
+
 def reshard(array: Array, sharding: NamedSharding) -> Array:
     """The array with this sharding, under automatic or explicit axes."""
     if AxisType.Explicit not in sharding.mesh.axis_types:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from transformer_embed._src import arguments
 from transformer_embed._src.functional.lookup import Table
 from transformer_embed._src.layers.modules import Params
-from transformer_embed._src.rows.gathered_rows import RowTable
+from transformer_embed._src.sharded.table import Sharded, sharded
 
 
 def resize_vocabulary(params: Params, vocab_size: int, rng: Array | None = None) -> Params:
@@ -51,7 +51,7 @@ def resize_vocabulary(params: Params, vocab_size: int, rng: Array | None = None)
     path, _ = _table_of(params, "token_embedding")
     resized = {}
     for n, (name, table) in enumerate(sorted(params[path].items())):
-        if isinstance(table, Table) and not isinstance(table, RowTable):
+        if isinstance(table, Table) and not isinstance(table, Sharded):
             raise _not_whole_error(f"{path}/{name}", table)
         resized[name] = _with_rows(table, vocab_size, rng, n)
     return {**params, path: resized}
@@ -59,8 +59,8 @@ def resize_vocabulary(params: Params, vocab_size: int, rng: Array | None = None)
 
 def _with_rows(table: Any, vocab_size: int, rng: Array | None, salt: int) -> Any:
     """A parameter with a row for each id, with this number of rows."""
-    is_row_table = isinstance(table, RowTable)
-    rows = table.in_vocabulary_order() if is_row_table else jnp.asarray(table)
+    is_sharded = isinstance(table, Sharded)
+    rows = table.in_vocabulary_order() if is_sharded else jnp.asarray(table)
     more = vocab_size - rows.shape[0]
     if more > 0:
         if rng is None:
@@ -69,10 +69,13 @@ def _with_rows(table: Any, vocab_size: int, rng: Array | None, salt: int) -> Any
         key = jax.random.fold_in(arguments.as_key("rng", rng), salt)
         normal = jax.random.normal(key, (more, *rows.shape[1:]), wide.dtype)
         drawn = wide.mean(0, keepdims=True) + wide.std(0, keepdims=True) * normal
-        library = np if is_row_table else jnp
+        library = np if is_sharded else jnp
         rows = library.concatenate([rows, drawn.astype(rows.dtype)])
     resized: Any = rows[:vocab_size]
-    return table.with_rows(resized) if is_row_table else resized
+    if not is_sharded:
+        return resized
+    order = table.layout.order._replace(vocab_size=vocab_size)
+    return sharded(resized, table.layout._replace(order=order))
 
 
 def resize_positions(params: Params, max_len: int, *, start: int = 0) -> Params:

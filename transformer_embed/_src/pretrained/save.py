@@ -23,7 +23,7 @@ from transformer_embed._src.pretrained.config_json import (
 )
 from transformer_embed._src.pretrained.files import DTYPES, write_tensors
 from transformer_embed._src.pretrained.parameters import as_stored, full_paths, parameters_of
-from transformer_embed._src.rows.gathered_rows import RowTable
+from transformer_embed._src.sharded.table import Sharded
 
 
 def save_embedder(
@@ -149,7 +149,7 @@ def _tensor_name(name: Any) -> str:
 def _on_host(name: str, leaf: Any) -> np.ndarray:
     """An array of this process in its own dtype, in the byte order of this machine."""
     name, want = f"params: {schema.shorten(name)}", "an array of float32, bfloat16 or float16"
-    if isinstance(leaf, RowTable):
+    if isinstance(leaf, Sharded):
         leaf = leaf.in_vocabulary_order()
     if isinstance(leaf, Table):
         got = f"a table held as {type(leaf).__name__}"

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int32, Integer
+from jaxtyping import Array, Int32, Integer
 
 from transformer_embed._src import arguments
 
@@ -11,16 +11,20 @@ from transformer_embed._src import arguments
 BLOCK = 1024
 
 
+def row_count(ids: int, vocab_size: int, max_rows: int) -> int:
+    """The number of rows to take for this many ids; above one block, of whole blocks."""
+    count = max(1, min(ids, vocab_size, max_rows))
+    return count if count <= BLOCK else -(-count // BLOCK) * BLOCK
+
+
 def distinct_rows(
     ids: Int32[Array, "..."], vocab_size: int, max_rows: int = 2**31
 ) -> Int32[Array, "k"]:
-    """The `max_rows` smallest distinct ids, ascending, clipped to the vocabulary, then padding.
+    """The smallest distinct ids, ascending, clipped to the vocabulary, then padding.
 
-    Padding is distinct ids of vocab_size or above. More than one block is rounded up to whole ones.
+    Padding is distinct ids of vocab_size or above.
     """
-    size = max(1, min(ids.size, vocab_size, max_rows))
-    if size > BLOCK:
-        size = -(-size // BLOCK) * BLOCK
+    size = row_count(ids.size, vocab_size, max_rows)
     if vocab_size + size > 2**31 - 1:
         most = f"at most {2**31 - 1 - size} rows, to take {size} of them"
         raise arguments.value_error("table", most, vocab_size)
@@ -31,15 +35,9 @@ def distinct_ascending(values: Int32[Array, "..."], size: int, room: int) -> Int
     """The `room` smallest distinct values below `size`, ascending, then values above as padding."""
     ordered = jnp.sort(values.reshape(-1))
     first = jnp.concatenate([jnp.ones_like(ordered[:1], bool), ordered[1:] != ordered[:-1]])
-    return compacted(ordered, first & (ordered < size), size, room)
-
-
-def compacted(
-    values: Int32[Array, "n"], kept: Bool[Array, "n"], size: int, room: int
-) -> Int32[Array, "k"]:
-    """The first `room` values that are kept, then distinct values of `size` or above as padding."""
-    slots = jnp.where(kept, jnp.cumsum(kept, dtype=jnp.int32) - 1, room)
-    return jnp.arange(size, size + room, dtype=jnp.int32).at[slots].set(values, mode="drop")
+    is_distinct = first & (ordered < size)
+    slots = jnp.where(is_distinct, jnp.cumsum(is_distinct, dtype=jnp.int32) - 1, room)
+    return jnp.arange(size, size + room, dtype=jnp.int32).at[slots].set(ordered, mode="drop")
 
 
 def count_below(

@@ -62,11 +62,7 @@ class GatheredRows(Table):
         if self.ids.dtype != jnp.int32:
             want = "rows with int32 ids (map over floating leaves only)"
             raise arguments.type_error(self.name, want, f"ids of {self.ids.dtype}")
-        ids = jnp.clip(ids, 0, self.vocab_size - 1)
-        slots = jnp.minimum(count_below(self.ids, ids), len(self.ids) - 1)
-        rows = rows_at(self.values, slots)
-        is_held = read_each(self.ids, slots) == ids
-        return jnp.where(is_held[..., None], rows, np.array(np.nan, rows.dtype))
+        return rows_of_ids(self.ids, self.values, jnp.clip(ids, 0, self.vocab_size - 1))
 
     def gradient(self, values: Float[Array, "k d"]) -> RowGradient:
         """The gradient of these rows."""
@@ -84,10 +80,8 @@ class GatheredRows(Table):
 class RowTable(Table):
     """A whole table that is not one plain array, whose rows can be gathered and updated."""
 
-    def take_rows(
-        self, ids: Int32[Array, "..."], distinct: Callable[[Array], Array]
-    ) -> GatheredRows:
-        """The rows of distinct(ids), for a loss to read in this table's place."""
+    def take_rows(self, ids: Int32[Array, "..."], max_rows: int) -> GatheredRows:
+        """The rows of the distinct ids, for a loss to read in this table's place."""
         raise NotImplementedError
 
     def update_rows(
@@ -102,18 +96,20 @@ class RowTable(Table):
         """
         raise NotImplementedError
 
-    def in_vocabulary_order(self) -> np.ndarray:
-        """All rows, on the host."""
-        raise NotImplementedError
-
-    def with_rows(self, rows: np.ndarray) -> "RowTable":
-        """A table of the same kind and sharding with these rows, which are in vocabulary order."""
-        raise NotImplementedError
-
 
 def is_table(leaf: Any) -> bool:
     """Whether a leaf of a tree stands for a table."""
     return isinstance(leaf, Table)
+
+
+def rows_of_ids(
+    held: Int32[Array, "k"], values: Float[Array, "k d"], ids: Int32[Array, "..."]
+) -> Float[Array, "... d"]:
+    """The value of each id, or NaN for an id that is not among the ascending ones that are held."""
+    slots = jnp.minimum(count_below(held, ids), len(held) - 1)
+    rows = rows_at(values, slots)
+    is_held = read_each(held, slots) == ids
+    return jnp.where(is_held[..., None], rows, np.array(np.nan, rows.dtype))
 
 
 def read_rows(table: Array, ids: Int32[Array, "k"]) -> Array:

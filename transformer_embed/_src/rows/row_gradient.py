@@ -19,15 +19,15 @@ def register_row_gradient(cls: type) -> type:
     fields = [field.name for field in dataclasses.fields(cls)]
     static = [name for name in fields if name not in ("ids", "values")]
 
-    def flatten_with_keys(gradient: Any) -> tuple[Any, Any]:
-        children = ((jax.tree_util.GetAttrKey("values"), gradient.values),)
-        return children, (_Ids(gradient.ids), *(getattr(gradient, name) for name in static))
+    def flatten(gradient: Any) -> tuple[Any, Any]:
+        data = _Ids(gradient.ids), *(getattr(gradient, name) for name in static)
+        return (gradient.values,), data
 
     def unflatten(data: Any, children: Any) -> Any:
         ids, *rest = data
         return cls(ids=ids.ids, values=children[0], **dict(zip(static, rest, strict=True)))
 
-    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)
+    jax.tree_util.register_pytree_node(cls, flatten, unflatten)
     return cls
 
 

@@ -7,12 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jaxtyping import Array, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.functional.lookup import Table, as_table
-from transformer_embed._src.functional.partitioning import reshard
+from transformer_embed._src.functional.partitioning import on_every_device
 from transformer_embed._src.rows.distinct_ids import distinct_rows
 from transformer_embed._src.rows.gathered_rows import GatheredRows, RowTable, is_table, read_rows
 
@@ -44,7 +42,7 @@ def value_and_grad(
             makes the step cheaper. An int, or a tree like `ids` with an int for each table that has
             a bound. If a batch has more, the highest ids read as NaN. For an interleaved table it
             bounds the distinct ids of each device's part of the batch, and so the buffers of the
-            exchange.
+            exchange; which ids read as NaN then follows the order of its array.
 
     Returns:
         A function of (params, ...) to (value, gradients), or to ((value, aux), gradients). The
@@ -97,37 +95,25 @@ def _gather_tables(
 ) -> dict[int, GatheredRows]:
     """The rows that a batch reads from each table in `ids`, by the table's index as a leaf."""
     indices = jax.tree.unflatten(treedef, range(len(leaves)))
-    bounds: Mapping[int, Any] = {}
+    bounds = dict.fromkeys(range(len(leaves)), max_rows)
     if isinstance(max_rows, Mapping):
         bounds = {index: bound for _, index, bound in _entries(indices, max_rows, "params")}
-        max_rows = None
     gathered = {}
     for name, index, table_ids in _entries(indices, ids, "params"):
         table, integers = as_table(name, leaves[index]), arguments.as_int32("ids", table_ids)
-        bound = bounds.get(index, max_rows)
-        if bound is None:
-            bound = 2**31
-        bound = arguments.integer("max_rows", bound, at_least=1)
-        distinct = functools.partial(distinct_rows, vocab_size=table.shape[0], max_rows=bound)
+        bound = bounds.get(index)
+        most = 2**31 if bound is None else arguments.integer("max_rows", bound, at_least=1)
         if isinstance(table, RowTable):
-            rows = table.take_rows(integers, distinct)
+            rows = table.take_rows(integers, most)
         elif isinstance(table, Table):
             raise arguments.type_error(name, "a whole table", "some of its rows")
         else:
-            distinct_ids = distinct(_on_every_device(integers))
-            rows = GatheredRows(distinct_ids, read_rows(table, distinct_ids), table.shape[0])
+            held = distinct_rows(on_every_device(integers), table.shape[0], most)
+            rows = GatheredRows(held, read_rows(table, held), table.shape[0])
         # Loud, if the loss reads all leaves of the parameters as numbers.
         sentinel = jnp.full((1, table.shape[1]), jnp.inf, rows.values.dtype)
         gathered[index] = dataclasses.replace(rows, sentinel=sentinel, name=name)
     return gathered
-
-
-def _on_every_device(ids: Int32[Array, "..."]) -> Int32[Array, "..."]:
-    """The ids, all-gathered if explicit mesh axes split them."""
-    mesh = jax.typeof(ids).sharding.mesh
-    if AxisType.Explicit not in mesh.axis_types:
-        return ids
-    return reshard(ids, NamedSharding(mesh, PartitionSpec()))
 
 
 def _entries(params: Tree, ids: Tree, path: str) -> Iterator[tuple[str, Any, Any]]:

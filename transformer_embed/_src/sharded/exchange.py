@@ -1,5 +1,7 @@
-"""Rows by exchange: each device asks the owners for the rows that its part of the batch reads, and
-sends them the gradients of those rows.
+"""Rows by exchange: what devices send to the owners of rows, and get from them.
+
+Each device asks the owners for the rows that its part of the batch reads, and sends them the
+gradients of those rows.
 
 Everything here runs inside `jax.shard_map`, on one device among many. Rows are named by their slot
 in the sharded array, so a device's shard is a range of slots, and ascending slots are grouped by
@@ -46,8 +48,9 @@ class Sent(NamedTuple):
 def ask(
     hops: Sequence[Hop], slots: Int32[Array, "k"], size: int
 ) -> tuple[list[Sent], Int32[Array, "m"]]:
-    """Sends ascending, distinct slots to their owners; slots of `size` or above are padding and not
-    sent.
+    """Sends ascending, distinct slots to their owners.
+
+    Slots of `size` or above are padding and not sent.
 
     Returns:
         What was sent over each hop, and the slots that this device is asked for, ascending and
@@ -70,8 +73,7 @@ def ask(
 def answer(
     hops: Sequence[Hop], sent: Sequence[Sent], rows: Float[Array, "m d"]
 ) -> Float[Array, "k d"]:
-    """Sends the rows that this device was asked for back to the devices that asked; NaN for a slot
-    that did not fit."""
+    """The rows that the owners send back; NaN for a slot that did not fit."""
     for hop, (_, places, merged) in reversed([*zip(hops, sent, strict=True)]):
         known = (merged < len(rows))[:, None]
         answers = jnp.where(known, read_or_zero(rows, merged.astype(jnp.uint32)), jnp.nan)
@@ -83,8 +85,10 @@ def answer(
 def return_gradients(
     hops: Sequence[Hop], sent: Sequence[Sent], gradients: Float[Array, "k d"]
 ) -> Float[Array, "m d"]:
-    """The gradient of each row that this device was asked for, summed over the devices that asked:
-    the transpose of `answer`."""
+    """The gradient of each row that this device was asked for, summed over those that asked.
+
+    It is the transpose of `answer`.
+    """
     for hop, (starts, _, merged) in zip(hops, sent, strict=True):
         received = _all_to_all(hop, _send_buffer(hop, starts, gradients, 0))
         gradients = _sum_by_index(received, merged, hop.distinct)
@@ -94,8 +98,7 @@ def return_gradients(
 def sum_repeats(
     slots: Int32[Array, "n"], gradients: Float[Array, "n d"], size: int
 ) -> tuple[Int32[Array, "m"], Float[Array, "m d"]]:
-    """The distinct slots below `size`, ascending and padded, and the sum of each one's
-    gradients."""
+    """The distinct slots below `size`, ascending and padded, and the sum of gradients of each."""
     distinct = distinct_ascending(slots, size, min(len(slots), size))
     return distinct, _sum_by_index(gradients, _index_in(distinct, slots, size), len(distinct))
 
@@ -112,8 +115,10 @@ def _index_in(
 def _sum_by_index(
     rows: Float[Array, "s d"], index: Int32[Array, "s"], count: int
 ) -> Float[Array, "m d"]:
-    """The sum of the rows of each index below count, as the transpose of `read_or_zero`, which
-    chooses how to sum on a GPU."""
+    """The sum of the rows of each index below count.
+
+    It is the transpose of `read_or_zero`, which chooses how to sum on a GPU.
+    """
     # Only the type is used: it varies over the mesh as the rows do, so that the transpose does not
     # sum over devices.
     sums = jnp.broadcast_to(rows[:1], (count, rows.shape[1]))

@@ -1,5 +1,4 @@
-"""The hops of an exchange of rows: the mesh axes that requests for rows go over, and the size of
-the buffers.
+"""The hops of an exchange of rows: the mesh axes that requests go over, and their buffers.
 
 Over a hop, a device can send `room` slots to each other device. There are two routes: one hop from
 every device to every other, or one mesh axis after the other. In the second, a hop ends at a device
@@ -48,8 +47,10 @@ class Hop(NamedTuple):
 def plan_hops(
     asked: int, axes: Axes, sizes: tuple[int, ...], shard: int, devices: int, capacity: float
 ) -> tuple[Hop, ...]:
-    """The hops with the smallest buffers for `asked` distinct slots per device, over axes of these
-    sizes with `shard` slots each."""
+    """The hops with the smallest buffers for `asked` distinct slots per device.
+
+    They go over mesh axes of these sizes, whose devices have `shard` slots each.
+    """
     one_hop = [(axes, math.prod(sizes))]
     axis_by_axis = [((axis,), size) for axis, size in zip(axes, sizes, strict=True)]
     routes = [_hops(asked, legs, shard, devices, capacity) for legs in (one_hop, axis_by_axis)]
@@ -75,9 +76,11 @@ def _hops(
 
 
 def _room(trials: int, share: float, checks: int, capacity: float) -> int:
-    """The smallest room that `trials` slots, each of which goes this way with probability `share`,
-    exceed with a probability of at most OVERFLOW_PROBABILITY / checks; at least `capacity` times
-    their mean."""
+    """The room that `trials` slots exceed seldom enough; at least `capacity` times their mean.
+
+    Each slot goes this way with probability `share`, and seldom is a probability of at most
+    OVERFLOW_PROBABILITY / checks.
+    """
     if share == 1:
         return trials
     mean, limit = trials * share, math.log(OVERFLOW_PROBABILITY / checks)

@@ -1,19 +1,14 @@
 """What an exchange of rows asks of the devices for one batch, counted on the host."""
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.functional.partitioning import Axes, devices_along
-from transformer_embed._src.rows.distinct_ids import distinct_rows
 from transformer_embed._src.sharded.hops import Hop
-from transformer_embed._src.sharded.interleaved import InterleavedTable
 from transformer_embed._src.sharded.table import Sharded
 
 
@@ -25,11 +20,10 @@ class ExchangeLoad(NamedTuple):
 
 
 def exchange_load(table: Sharded, ids: ArrayLike, *, max_rows: int | None = None) -> ExchangeLoad:
-    """Counts, on the host, how many rows of an interleaved table each device sends for a batch, and
-    how many ids do not fit.
+    """Counts what devices send of an interleaved table for a batch, and how many ids do not fit.
 
-    It also works on a table of shapes, which `shard_params` makes from the result of
-    jax.eval_shape.
+    It runs on the host. It also works on a table of shapes, which `shard_params` makes from the
+    result of jax.eval_shape.
 
     Args:
         table: an interleaved table; see `shard_params`.
@@ -60,26 +54,23 @@ def exchange_load(table: Sharded, ids: ArrayLike, *, max_rows: int | None = None
         ([2], 0)
     """
     array = arguments.on_host("ids", arguments.as_integers("ids", ids))
-    if not isinstance(table, InterleavedTable):
+    layout = table.layout
+    if not layout.is_interleaved:
         want = "an interleaved table (see `interleave` of shard_params)"
         raise arguments.value_error("table", want, "a contiguous table")
-    sizes, batch = dict(table._mesh.shape), table.batch_axes
-    devices = devices_along(table._mesh, batch)
+    batch, vocab_size = layout.batch_axes, layout.order.vocab_size
+    devices = devices_along(layout.mesh, batch)
     if array.ndim == 0 or array.shape[0] % devices:
         want = f"a first dimension that {devices} devices divide"
         raise arguments.value_error("ids", want, f"shape {list(array.shape)}")
-    read = array.reshape(devices, -1).clip(0, table.vocab_size - 1)
-    asked = max(1, min(read.shape[1], table.vocab_size))
+    read = array.reshape(devices, -1).clip(0, vocab_size - 1)
     if max_rows is not None:
         arguments.integer("max_rows", max_rows, at_least=1)
-        part = jax.ShapeDtypeStruct(read.shape[1:], jnp.int32)
-        (asked,) = jax.eval_shape(
-            functools.partial(distinct_rows, vocab_size=table.vocab_size, max_rows=max_rows), part
-        ).shape
-    distinct = [np.unique(part).astype(np.int32) for part in read]
-    slots = [np.sort(table._order.slots(part[:asked])).astype(np.int64) for part in distinct]
-    rows, dropped = simulate(table._hops(devices, asked), slots, sizes, batch)
-    return ExchangeLoad(rows, dropped + sum(max(len(part) - asked, 0) for part in distinct))
+    asked = layout.most_asked(read.shape[1], max_rows)
+    slots = [np.unique(layout.order.slots(part.astype(np.int32))).astype(np.int64) for part in read]
+    held = [part[:asked] for part in slots]
+    rows, dropped = simulate(layout.hops(devices, asked), held, dict(layout.mesh.shape), batch)
+    return ExchangeLoad(rows, dropped + sum(map(len, slots)) - sum(map(len, held)))
 
 
 def simulate(

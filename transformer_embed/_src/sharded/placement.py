@@ -1,5 +1,4 @@
-"""Parameter trees on a device mesh: a rule for each parameter's name says how it is split, and
-tables become `Sharded`."""
+"""Parameter trees on a device mesh, split by a rule for each parameter's name."""
 
 import dataclasses
 import fnmatch
@@ -15,9 +14,9 @@ from jaxtyping import Array
 from transformer_embed._src import arguments
 from transformer_embed._src.functional.partitioning import Axes, devices_along, spec_axes
 from transformer_embed._src.rows.gathered_rows import is_table
-from transformer_embed._src.sharded.contiguous import ContiguousTable
-from transformer_embed._src.sharded.interleaved import InterleavedTable
-from transformer_embed._src.sharded.table import Sharded
+from transformer_embed._src.sharded.layout import Layout
+from transformer_embed._src.sharded.row_order import Contiguous, Interleaved
+from transformer_embed._src.sharded.table import Sharded, sharded
 
 TABLES = "*embeddings"
 VIRTUAL_SHARDS = 4096
@@ -37,10 +36,9 @@ def shard_params(
     virtual_shards: int = VIRTUAL_SHARDS,
     capacity: float = 1.0,
 ) -> Any:
-    """Puts a parameter tree on a mesh: tables become `Sharded`, and the rule for a parameter's name
-    says how it is split.
+    """Puts a parameter tree on a mesh, split by a rule for each parameter's name.
 
-    A name is the parameter's path in the tree, such as
+    Tables become `Sharded`. A name is the parameter's path in the tree, such as
     `"transformer_embedding/~/token_embedding/embeddings"`. The first rule whose pattern matches it
     decides (`*` stands for any characters, slashes included). A parameter that no rule matches is
     replicated.
@@ -197,7 +195,7 @@ class _Placement(NamedTuple):
         else:
             rows = leaf.in_vocabulary_order() if isinstance(leaf, Sharded) else np.asarray(leaf)
         if is_rows:
-            return self.table(name, leaf.shape[0], axes, sharding)._filled(rows)
+            return sharded(rows, self.layout(name, leaf.shape[0], axes, sharding))
         if isinstance(rows, jax.ShapeDtypeStruct):
             return rows
         return jax.make_array_from_callback(leaf.shape, sharding, rows.__getitem__)
@@ -217,10 +215,10 @@ class _Placement(NamedTuple):
                 raise arguments.value_error("rules and batch_axes", want, repr(axis))
         return PartitionSpec(*[*spec][:ndim])
 
-    def table(
+    def layout(
         self, name: str, vocab_size: int, axes: list[Axes], sharding: NamedSharding
-    ) -> Sharded:
-        """A table on the mesh, without its rows."""
+    ) -> Layout:
+        """How a table lies on the mesh."""
         row_axes, *column_axes = axes
         used = (*row_axes, *(axis for names in column_axes for axis in names))
         batch_axes = self.batch_axes
@@ -230,7 +228,8 @@ class _Placement(NamedTuple):
         if self.interleave is None or not fnmatch.fnmatchcase(name, self.interleave):
             if batch_axes is None:
                 batch_axes = tuple(axis for axis in self.mesh.axis_names if axis not in used)
-            return ContiguousTable(None, vocab_size, sharding, batch_axes)
+            order = Contiguous(vocab_size, devices_along(self.mesh, used))
+            return Layout(order, sharding, batch_axes, self.capacity)
         if batch_axes is None:
             batch_axes = self.mesh.axis_names
         if len(used) > len(row_axes):
@@ -249,13 +248,11 @@ class _Placement(NamedTuple):
                 f"virtual shards, to interleave {name}"
             )
             raise arguments.value_error("mesh", want, parts)
-        table = InterleavedTable(
-            None, vocab_size, sharding, batch_axes, self.virtual_shards, self.capacity
-        )
-        if table._order.size > MAX_SIZE:
+        order = Interleaved(vocab_size, self.virtual_shards)
+        if order.size > MAX_SIZE:
             want = f"at most {MAX_SIZE} rows for {name}, padding included, to interleave it"
-            raise arguments.value_error("params", want, table._order.size)
-        return table
+            raise arguments.value_error("params", want, order.size)
+        return Layout(order, sharding, batch_axes, self.capacity)
 
 
 def _draw(init: Callable, rng: Array, mesh: Mesh, targets: Any) -> Any:
@@ -270,7 +267,7 @@ def _draw(init: Callable, rng: Array, mesh: Mesh, targets: Any) -> Any:
     def to_array(rows: Array, target: Any) -> Any:
         if not isinstance(target, Sharded):
             return rows
-        array = target._order.to_array(rows, automatic, target._axes[0])
+        array = target.layout.order.to_array(rows, automatic, target.layout.rows)
         return dataclasses.replace(target, array=array)
 
     # A key's type contains the explicit axes of the surrounding mesh; its data on the host does

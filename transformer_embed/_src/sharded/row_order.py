@@ -37,8 +37,10 @@ HASH = 0x9E3779B1
 
 
 class Contiguous(NamedTuple):
-    """The order of a contiguous table over this many devices; the array has the same size on all
-    meshes whose devices divide ROW_MULTIPLE."""
+    """The order of a contiguous table over this many devices.
+
+    The array has the same size on all meshes whose devices divide ROW_MULTIPLE.
+    """
 
     vocab_size: int
     devices: int
@@ -112,11 +114,11 @@ class Interleaved(NamedTuple):
     def to_array(
         self, rows: Float[Array, "v ..."], mesh: Mesh, axes: Axes
     ) -> Float[Array, "m ..."]:
-        """The array for rows in vocabulary order, under jit; both are split over these axes, and no
-        device holds more than a few shards.
+        """The array for rows in vocabulary order, under jit.
 
-        Each device holds some rounds, sorts their rows by virtual shard, and sends each device the
-        virtual shards that live there: one all-to-all.
+        Both are split over these axes, and no device holds more than a few shards. Each device
+        holds some rounds, sorts their rows by virtual shard, and sends each device the virtual
+        shards that live there: one all-to-all.
         """
         shape, shards = rows.shape[1:], self.virtual_shards
         devices = devices_along(mesh, axes)

@@ -1,4 +1,4 @@
-"""A table on a mesh: what contiguous and interleaved tables share."""
+"""A sharded table, as a leaf of a parameter tree."""
 
 import dataclasses
 import functools
@@ -8,29 +8,43 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jaxtyping import Array, Int32, Shaped
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int32
 
+from transformer_embed._src import arguments
 from transformer_embed._src.functional.partitioning import (
-    Axes,
+    OutputLayout,
+    array_axes,
+    on_every_device,
     partition_spec,
-    replicated,
     reshard,
-    spec_axes,
 )
 from transformer_embed._src.rows.gathered_rows import RowTable
-from transformer_embed._src.sharded.row_order import Contiguous, Interleaved
+from transformer_embed._src.rows.row_gradient import RowGradient
+from transformer_embed._src.sharded.batch_rows import (
+    BatchRows,
+    OwnedRows,
+    gather_from_owners,
+    take_from_owners,
+)
+from transformer_embed._src.sharded.contiguous import (
+    gather_from_shards,
+    rows_of_this_shard,
+    take_from_shards,
+)
+from transformer_embed._src.sharded.layout import Layout
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["layout"])
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sharded(RowTable):
-    """A sharded table, as a leaf of a parameter tree; `lookup`, `linear_logits` and every module of
-    this package read it.
+    """A sharded table, as a leaf of a parameter tree.
 
-    `shard_params` makes it. It is a pytree whose one leaf is the padded array, so gradients,
-    optimizer states and checkpoints have the same structure and sharding. No device holds, sends or
-    receives a whole table. Padding rows are never read and get no gradient. Their logits are half
-    of the dtype's lowest number, so they do not affect softmax, argmax or cross-entropy.
+    `lookup`, `linear_logits` and every module of this package read it. `shard_params` makes it. It
+    is a pytree whose one leaf is the padded array, so gradients, optimizer states and checkpoints
+    have the same structure and sharding. No device holds, sends or receives a whole table. Padding
+    rows are never read and get no gradient. Their logits are half of the dtype's lowest number, so
+    they do not affect softmax, argmax or cross-entropy.
 
     `lookup` returns the same values as on one device, bit for bit. `linear_logits` returns [...,
     padded vocab_size], split over the table's axes. x is first gathered over every axis that splits
@@ -42,11 +56,7 @@ class Sharded(RowTable):
         array: [padded vocab_size, d], or [padded vocab_size] for optimizer state with one number
             for each row. A contiguous table is padded to a multiple of 128 rows, so a checkpoint of
             it can be restored on every mesh whose devices along its axes divide 128.
-        vocab_size: number of rows without padding.
-        sharding: of the array.
-        batch_axes: under automatic axes, the mesh axes that the first dimension of ids and x is
-            split over, if the number of devices along them divides it. Under explicit axes, the
-            arrays' own shardings are used instead.
+        layout: how it lies on the mesh; see `shard_params`.
 
     Example:
         >>> import jax, numpy as np
@@ -67,14 +77,12 @@ class Sharded(RowTable):
     """
 
     array: Any
-    vocab_size: int
-    sharding: NamedSharding
-    batch_axes: Axes
+    layout: Layout
 
     @property
     def shape(self) -> tuple[int, ...]:
         """(vocab_size, d), without the padding."""
-        return (self.vocab_size, *self.array.shape[1:])
+        return (self.layout.order.vocab_size, *self.array.shape[1:])
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -82,79 +90,82 @@ class Sharded(RowTable):
         return self.array.dtype
 
     @property
-    def _mesh(self) -> Any:
-        """The devices."""
-        return self.sharding.mesh
+    def sharding(self) -> NamedSharding:
+        """That of the array."""
+        return self.layout.sharding
 
-    @property
-    def _axes(self) -> tuple[Axes, Axes]:
-        """The mesh axes that the rows are split over, and those of the columns."""
-        row_axes, column_axes = spec_axes(self.sharding.spec, 2)
-        return row_axes, column_axes
+    def gather(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
+        """See `Table`; split as the ids are, then as the columns are.
 
-    @property
-    def _order(self) -> Contiguous | Interleaved:
-        """Which slot of the array holds which row."""
-        raise NotImplementedError
+        An exchange needs ids that are split over the rows' axes; others are looked up in all
+        shards.
+        """
+        layout = self.layout
+        by_exchange = layout.is_interleaved and set(layout.rows) <= set(layout.split(ids)[1])
+        gather = gather_from_owners if by_exchange else gather_from_shards
+        return gather(layout, self.array, ids)
 
-    def use_error(self) -> str:
+    def output_layout(self, x: Float[Array, "... d"]) -> tuple[Array, OutputLayout]:
         """See `Table`."""
-        return super().use_error().replace(type(self).__name__, Sharded.__name__)
+        layout = self.layout
+        if layout.is_interleaved:
+            want = "rows in vocabulary order for a tied output layer: leave it out of `interleave`"
+            raise arguments.type_error("table", want, "an interleaved table")
+        split = array_axes(layout.mesh, layout.batch_axes, x, x.ndim - 1)
+        return self.array, OutputLayout(layout.mesh, layout.rows, layout.columns, tuple(split))
 
-    def in_vocabulary_order(self) -> np.ndarray:
-        """All rows, on the host. This process must be able to see all shards."""
-        return self._order.from_array(np.asarray(self.array))
+    def take_rows(self, ids: Int32[Array, "..."], max_rows: int) -> BatchRows:
+        """See `RowTable`."""
+        take = take_from_owners if self.layout.is_interleaved else take_from_shards
+        return take(self.layout, self.array, ids, max_rows)
 
-    def with_rows(self, rows: np.ndarray) -> "Sharded":
-        """A table of the same kind and sharding with these rows, which are in vocabulary order."""
-        return dataclasses.replace(self, vocab_size=len(rows))._filled(rows)
-
-    def _filled(self, rows: np.ndarray | jax.ShapeDtypeStruct) -> "Sharded":
-        """The table with these rows, which are in vocabulary order, or with the shape of its
-        array."""
-        shape = (self._order.size, *rows.shape[1:])
-        if isinstance(rows, jax.ShapeDtypeStruct):
-            array = jax.ShapeDtypeStruct(shape, rows.dtype, sharding=self.sharding)
-        else:
-            # Each device receives only its own part.
-            array = jax.make_array_from_callback(
-                shape, self.sharding, lambda index: self._order.block(rows, index)
-            )
-        return dataclasses.replace(self, array=array)
-
-    def _slots(self, ids: Int32[Array, "..."]) -> Int32[Array, "..."]:
-        """The slot of each id's row; an id outside the vocabulary counts as the first or the
-        last."""
-        return self._order.slots(ids.clip(0, self.vocab_size - 1))
-
-    def _update_shards(
-        self,
-        step: Callable,
-        shared: Any,
-        gradient: tuple[Int32[Array, "k"], Shaped[Array, "k d"]],
-        gradient_spec: PartitionSpec,
-        states: Sequence["Sharded"],
+    def update_rows(
+        self, step: Callable, shared: Any, gradient: RowGradient, states: Sequence[Any]
     ) -> list["Sharded"]:
-        """The table and its state after step(shared, gradient, arrays) on each device, where
-        `arrays` are its shards."""
-        by_owner = partition_spec(self._axes[0])
+        """See `RowTable`; each shard updates its own rows. Nothing is sent."""
+        layout, is_owned = self.layout, isinstance(gradient, OwnedRows)
+        if layout.is_interleaved and not is_owned:
+            want = (
+                "the gradient of an interleaved table as `value_and_grad` returns it: each device "
+                "has those of its own rows"
+            )
+            raise arguments.type_error("grads", want, f"plain {type(gradient).__name__}")
+
+        def update_shard(shared, ids, values, shards):
+            if is_owned:
+                return step(shared, layout.shard_rows(ids), values, shards)
+            shard_rows, order = rows_of_this_shard(layout, ids)
+            return step(shared, shard_rows, values[order], shards)
+
+        by_owner = partition_spec(layout.rows)
+        gradient_spec = by_owner if is_owned else PartitionSpec()
         # The state has the table's rows, but not always its columns, nor its sharding.
-        sharding = NamedSharding(self._mesh, by_owner)
+        sharding = NamedSharding(layout.mesh, by_owner)
         arrays = [self.array, *(reshard(state.array, sharding) for state in states)]
-        shared = jax.tree.map(functools.partial(_gathered, self._mesh), shared)
         update_all = jax.shard_map(
-            step,
-            mesh=self._mesh,
-            in_specs=(PartitionSpec(), gradient_spec, by_owner),
+            update_shard,
+            mesh=layout.mesh,
+            in_specs=(PartitionSpec(), gradient_spec, gradient_spec, by_owner),
             out_specs=by_owner,
         )
-        written = update_all(shared, gradient, arrays)
+        # As shard_map does under automatic axes. XLA drops the all-gather of what is not used.
+        shared = jax.tree.map(on_every_device, shared)
+        written = update_all(shared, gradient.ids, gradient.values, arrays)
         tables = zip([self, *states], written, strict=True)
         return [dataclasses.replace(table, array=array) for table, array in tables]
 
+    def in_vocabulary_order(self) -> np.ndarray:
+        """All rows, on the host. This process must be able to see all shards."""
+        return self.layout.order.from_array(np.asarray(self.array))
 
-def _gathered(mesh: Any, array: Array) -> Array:
-    """The array, all-gathered if explicit axes split it: shard_map gathers it under automatic ones.
-    XLA drops the all-gather of what is not used."""
-    is_split = AxisType.Explicit in mesh.axis_types and any(jax.typeof(array).sharding.spec)
-    return replicated(array, mesh) if is_split else array
+
+def sharded(rows: np.ndarray | jax.ShapeDtypeStruct, layout: Layout) -> Sharded:
+    """A table with these rows, which are in vocabulary order, or with the shape of its array."""
+    shape = (layout.order.size, *rows.shape[1:])
+    if isinstance(rows, jax.ShapeDtypeStruct):
+        array = jax.ShapeDtypeStruct(shape, rows.dtype, sharding=layout.sharding)
+    else:
+        # Each device receives only its own part.
+        block = functools.partial(layout.order.block, rows)
+        array = jax.make_array_from_callback(shape, layout.sharding, block)
+    return Sharded(array, layout)

@@ -1,0 +1,222 @@
+"""The rows of a sharded table that a batch reads, and their gradient.
+
+If the rows are exchanged, each device holds those that its own part of the batch reads:
+
+    a device                                 the owners of the rows
+    distinct slots of its part  --------->  asked: rows of the shard
+    rows                        <---------
+    gradients of these rows     --------->  owned: ids and summed gradients (`OwnedRows`), for
+                                            the shard's own update
+
+Each arrow is an exchange (see `exchange` and `hops`). Ids are what the user sees. A slot is the
+index of an id's row in the array. `shard_rows` count rows from the start of a device's shard. Each
+list ascends, and numbers past the end are padding.
+
+Otherwise every device holds all rows that the batch reads, and their gradient is summed over the
+devices that the batch is split over.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from transformer_embed._src import arguments
+from transformer_embed._src.functional.partitioning import (
+    Axes,
+    devices_along,
+    index_along,
+    partition_spec,
+)
+from transformer_embed._src.rows.distinct_ids import distinct_ascending
+from transformer_embed._src.rows.gathered_rows import GatheredRows, rows_of_ids
+from transformer_embed._src.rows.row_gradient import RowGradient, register_row_gradient
+from transformer_embed._src.sharded import exchange
+from transformer_embed._src.sharded.hops import Hop
+from transformer_embed._src.sharded.layout import Layout
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["ids", "values", "sentinel", "sent", "asked"],
+    meta_fields=["vocab_size", "name", "row_dtype", "layout", "id_axes", "hops"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class BatchRows(GatheredRows):
+    """The rows of a sharded table that a batch reads, on each device or on all.
+
+    Args:
+        ids: [devices * k], slots of the array, ascending and distinct on each device; or [k], if
+            every device holds all rows.
+        values: a row for each, in float32 or wider if their gradient is exchanged: it is summed
+            over devices before it is rounded.
+        vocab_size: number of rows of the table.
+        row_dtype: dtype of the table.
+        layout: that of the table.
+        id_axes: the mesh axes that the ids were split over to exchange them.
+        hops: those of the exchange; none if every device holds all rows.
+        sent: what each device sent to get them, over each hop.
+        asked: [devices * m], the rows that each device was asked for, counted from the start of its
+            shard.
+    """
+
+    row_dtype: Any
+    layout: Layout
+    id_axes: Axes = ()
+    hops: tuple[Hop, ...] = ()
+    sent: list[exchange.Sent] = dataclasses.field(default_factory=list)
+    asked: Any = None
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """That of the table."""
+        return self.row_dtype
+
+    def gather(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
+        """See `Table`; exchanged rows are read by ids that are split as the batch is."""
+        return _gather(self, ids)
+
+    def gradient(self, values: Float[Array, "k d"]) -> RowGradient:
+        """See `GatheredRows`; exchanged, on each device, that of its shard's rows."""
+        if not self.hops:
+            return super().gradient(values)
+        ids, sums = _return_gradients(self, values)
+        return OwnedRows(ids, sums.astype(self.dtype), self.vocab_size, self.layout)
+
+
+@jax.jit
+def _gather(taken: BatchRows, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
+    split, id_axes = taken.layout.split(ids)
+    if taken.hops and set(id_axes) != set(taken.id_axes):
+        want = f"split over the mesh axes of the ids given to te.rows, {taken.id_axes}"
+        got = f"shape {list(ids.shape)} split over {split}"
+        raise arguments.value_error("ids", want, got)
+
+    def read(held, values, ids):
+        return rows_of_ids(held, values, taken.layout.slots(ids))
+
+    held_by = partition_spec(taken.id_axes)
+    read_all = jax.shard_map(
+        read,
+        mesh=taken.layout.mesh,
+        in_specs=(held_by, held_by, partition_spec(*split)),
+        out_specs=partition_spec(*split, ()),
+    )
+    return read_all(taken.ids, arguments.widened(taken.values), ids).astype(taken.dtype)
+
+
+@jax.jit
+def _return_gradients(
+    taken: BatchRows, gradient: Float[Array, "k d"]
+) -> tuple[Int32[Array, "m"], Float[Array, "m d"]]:
+    """On each device, the ids of its shard that were asked for, and the sum of their gradients."""
+    layout = taken.layout
+    # Devices along these axes hold the same rows.
+    replicas = tuple(axis for axis in taken.id_axes if axis not in layout.rows)
+
+    def send(sent, shard_rows, gradient):
+        sums = exchange.return_gradients(taken.hops, sent, gradient)
+        if replicas:
+            shard_rows, sums = (
+                jax.lax.all_gather(array, replicas, tiled=True) for array in (shard_rows, sums)
+            )
+            shard_rows, sums = exchange.sum_repeats(shard_rows, sums, layout.shard)
+        return layout.ids(shard_rows), sums
+
+    # Unchecked: shard_map cannot infer that gathered values are equal along the axis that they were
+    # gathered over.
+    send_all = jax.shard_map(
+        send,
+        mesh=layout.mesh,
+        in_specs=partition_spec(taken.id_axes),
+        out_specs=partition_spec(layout.rows),
+        check_vma=False,
+    )
+    return send_all(taken.sent, taken.asked, gradient)
+
+
+@register_row_gradient
+@dataclasses.dataclass(frozen=True, eq=False)
+class OwnedRows(RowGradient):
+    """On each device, the gradient of some of its shard's rows.
+
+    Ids ascend by their slot in the shard.
+    """
+
+    layout: Layout
+
+    def __add__(self, other: RowGradient) -> RowGradient:
+        """See `RowGradient`; each device adds its own rows."""
+        if self.ids is other.ids or not isinstance(other, OwnedRows):
+            return super().__add__(other)
+        layout = self.layout
+
+        def merge(ids, values):
+            shard_rows = layout.shard_rows(jnp.concatenate(ids))
+            shard_rows, sums = exchange.sum_repeats(
+                shard_rows, jnp.concatenate(values), layout.shard
+            )
+            return layout.ids(shard_rows), sums
+
+        owners = partition_spec(layout.rows)
+        merge_all = jax.shard_map(merge, mesh=layout.mesh, in_specs=owners, out_specs=owners)
+        ids, values = merge_all([self.ids, other.ids], [self.values, other.values])
+        return dataclasses.replace(self, ids=ids, values=values)
+
+
+# --- the exchange
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def gather_from_owners(
+    layout: Layout, array: Float[Array, "m d"], ids: Int32[Array, "..."]
+) -> Float[Array, "... d"]:
+    """The row of each id; each device asks for the distinct rows of its part of the ids.
+
+    The gradient goes back the same way.
+    """
+    taken = take_from_owners(layout, arguments.widened(array), ids, None)
+    return taken.gather(ids).astype(array.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def take_from_owners(
+    layout: Layout, array: Float[Array, "m d"], ids: Int32[Array, "..."], max_rows: int | None
+) -> BatchRows:
+    """On each device, the distinct rows of its part of the ids."""
+    split, id_axes = layout.split(ids)
+    if not set(layout.rows) <= set(id_axes):
+        want = (
+            f"split over the mesh axes of the table's rows, {layout.rows}, to exchange them "
+            "(the batch must divide by the devices)"
+        )
+        got = f"shape {list(ids.shape)} split over {id_axes}"
+        raise arguments.value_error("ids", want, got)
+    size, devices = layout.order.size, devices_along(layout.mesh, id_axes)
+    most = layout.most_asked(ids.size // devices, max_rows)
+    hops = layout.hops(devices, most)
+
+    def take(shard, ids):
+        slots = distinct_ascending(layout.slots(ids), size, most)
+        sent, asked = exchange.ask(hops, slots, size)
+        shard_rows = asked - index_along(layout.rows) * len(shard)
+        values = shard.at[shard_rows].get(
+            mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True
+        )
+        answers = exchange.answer(hops, sent, values)
+        # Padding does not fit either, but only a row that was asked for may read as NaN.
+        values = jnp.where((slots < size)[:, None], answers, 0)
+        return slots, arguments.widened(values), sent, shard_rows
+
+    take_all = jax.shard_map(
+        take,
+        mesh=layout.mesh,
+        in_specs=(partition_spec(layout.rows), partition_spec(*split)),
+        out_specs=partition_spec(id_axes),
+    )
+    slots, values, sent, asked = take_all(array, ids)
+    vocab_size = layout.order.vocab_size
+    return BatchRows(slots, values, vocab_size, array.dtype, layout, id_axes, hops, sent, asked)

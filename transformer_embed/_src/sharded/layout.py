@@ -1,0 +1,96 @@
+"""How a table lies on a mesh: which device holds which rows, and how its batch is split."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Int32
+
+from transformer_embed._src.functional.partitioning import (
+    Axes,
+    array_axes,
+    devices_along,
+    index_along,
+    spec_axes,
+)
+from transformer_embed._src.rows.distinct_ids import row_count
+from transformer_embed._src.sharded.hops import Hop, plan_hops
+from transformer_embed._src.sharded.row_order import Interleaved
+
+
+class Layout(NamedTuple):
+    """A table on a mesh, without its rows; static.
+
+    Args:
+        order: which slot of the array holds which row.
+        sharding: of the array.
+        batch_axes: under automatic axes, the mesh axes that the first dimension of ids and x is
+            split over, if the number of devices along them divides it. Under explicit axes, the
+            arrays' own shardings are used instead.
+        capacity: of an interleaved table; see `shard_params`.
+    """
+
+    order: Any
+    sharding: NamedSharding
+    batch_axes: Axes
+    capacity: float
+
+    @property
+    def mesh(self) -> Any:
+        """The devices."""
+        return self.sharding.mesh
+
+    @property
+    def rows(self) -> Axes:
+        """The mesh axes that the rows are split over."""
+        return spec_axes(self.sharding.spec, 2)[0]
+
+    @property
+    def columns(self) -> Axes:
+        """The mesh axes that the columns are split over."""
+        return spec_axes(self.sharding.spec, 2)[1]
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether rows are exchanged."""
+        return isinstance(self.order, Interleaved)
+
+    @property
+    def shard(self) -> int:
+        """Rows of a device's shard."""
+        return self.order.size // devices_along(self.mesh, self.rows)
+
+    def split(self, ids: Int32[Array, "..."]) -> tuple[tuple[Axes, ...], Axes]:
+        """The mesh axes that each dimension of the ids is split over, and all of them."""
+        axes = array_axes(self.mesh, self.batch_axes, ids, ids.ndim)
+        return tuple(axes), tuple(axis for names in axes for axis in names)
+
+    def most_asked(self, ids: int, max_rows: int | None) -> int:
+        """The rows that a device asks for at most, for this many ids; None: in a lookup."""
+        if max_rows is None:
+            return max(1, min(ids, self.order.vocab_size))
+        return row_count(ids, self.order.vocab_size, max_rows)
+
+    def hops(self, devices: int, asked: int) -> tuple[Hop, ...]:
+        """The hops for `devices` devices that each ask for at most `asked` distinct rows."""
+        sizes = tuple(self.mesh.shape[axis] for axis in self.rows)
+        return plan_hops(asked, self.rows, sizes, self.shard, devices, self.capacity)
+
+    def slots(self, ids: Int32[Array, "..."]) -> Int32[Array, "..."]:
+        """The slot of each id's row; an id out of range counts as the first or the last one."""
+        return self.order.slots(ids.clip(0, self.order.vocab_size - 1))
+
+    def shard_rows(self, ids: Int32[Array, "k"]) -> Int32[Array, "k"]:
+        """Inside shard_map, the row of each id, counted from the start of this device's shard.
+
+        Ids outside the vocabulary give numbers past its end.
+        """
+        past = jnp.arange(len(ids), dtype=jnp.int32)
+        shard_rows = self.slots(ids) - index_along(self.rows) * self.shard
+        return jnp.where(ids < self.order.vocab_size, shard_rows, self.shard + past)
+
+    def ids(self, shard_rows: Int32[Array, "k"]) -> Int32[Array, "k"]:
+        """The inverse of `shard_rows`."""
+        past = self.order.vocab_size + jnp.arange(len(shard_rows), dtype=jnp.int32)
+        slots = jnp.minimum(shard_rows, self.shard - 1) + index_along(self.rows) * self.shard
+        return jnp.where(shard_rows < self.shard, self.order.ids(slots), past)
