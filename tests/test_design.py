@@ -122,7 +122,6 @@ def test_the_top_level_holds_what_the_design_names():
 TO_SHORTEN = (
     "_src/functional/cross_entropy.py",
     "_src/functional/partitioning.py",
-    "_src/pretrained/",
 )
 SOURCES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 

@@ -12,6 +12,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import termios
 import time
 
@@ -22,8 +23,7 @@ from command_line import TABLE
 from safetensors import safe_open
 
 import transformer_embed as te
-from transformer_embed._src.pretrained import files as _files
-from transformer_embed._src.pretrained.config_json import CONFIG
+from transformer_embed._src.pretrained.metadata import CONFIG
 from transformer_embed.cli import language_model, train
 from transformer_embed.cli.arguments import UserError
 from transformer_embed.cli.main import main
@@ -265,12 +265,10 @@ def test_embed_takes_what_train_wrote(capsys, trained, tmp_path):
 
 
 def test_a_folder_without_permission(monkeypatch, fails, text_file, tmp_path):
-    def refuse(name, *args, **options):
-        if pathlib.Path(name).parent == tmp_path:
-            raise PermissionError(13, "Permission denied")
-        return open(name, *args, **options)
+    def refuse(*args, **options):
+        raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(_files, "open", refuse, raising=False)
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
     line = fails("train", text_file, "--out", tmp_path / "x.safetensors")
     assert (
         "Permission denied; name a file in a folder that exists and that you may write to" in line

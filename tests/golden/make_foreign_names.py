@@ -36,11 +36,11 @@ LAYERS = (
 )
 KNOWN = {name for each in architectures.ARCHITECTURES for name in each.model_types}
 ENDS = {
-    name.removeprefix("?").format(stack=stack)
+    name.format(stack=stack)
     for each in architectures.ARCHITECTURES
-    for names in (*each.tensors.values(), each.refused)
-    for name in names
     for stack in description.STACKS
+    for names in (*each.tensors(stack).values(), each.refused)
+    for name in names
 }
 
 
@@ -78,8 +78,7 @@ def main():
         )
         files = dict.fromkeys(names, HERE)
         if any(
-            recognition.matches(kind, files, stack)
-            for kind in architectures.ARCHITECTURES
+            recognition.matches(architectures.ARCHITECTURES, files, stack)
             for stack in description.STACKS
         ):
             types.setdefault(tuple(names), set()).add(model_type)

@@ -38,8 +38,9 @@ from safetensors.numpy import load_file, save_file
 import transformer_embed as te
 from transformer_embed._src.pretrained import architectures
 from transformer_embed._src.pretrained import files as _files
-from transformer_embed._src.pretrained.config_json import (
+from transformer_embed._src.pretrained.metadata import (
     CONFIG,
+    Extras,
     config_to_json,
     extras_from_json,
     extras_to_json,
@@ -252,11 +253,11 @@ def test_a_new_type_is_one_word_and_its_defaults_one_line(tmp_path, monkeypatch)
     word, default = blocks_about_models()[0].splitlines()
     name = word.split()[-1].strip('"')
     rows = [
-        dataclasses.replace(row, types=f"{row.types} {name}") if "llama" in row.model_types else row
+        row._replace(types=f"{row.types} {name}") if "llama" in row.model_types else row
         for row in architectures.ARCHITECTURES
     ]
     monkeypatch.setattr(architectures, "ARCHITECTURES", tuple(rows))
-    monkeypatch.setattr(architectures, "DEFAULTS", eval(f"[{default}]"))
+    monkeypatch.setattr(architectures, "DEFAULTS", eval(f"{{{default}}}"))
     case = CASES["llama"]
     path = checkpoint(tmp_path, case, settings={"model_type": name, "vocab_size": 12})
     assert pretrained.load_embedder(path).rotary == {"base": 1e6, "layout": "half"}
@@ -609,7 +610,7 @@ def test_names_by_hand_that_are_wrong(tmp_path):
         (
             "bert",
             {"vocab_size": "12"},
-            r"for a model bert: vocab_size: wanted an int or null, got '12'",
+            r"for a model bert: vocab_size: wanted a Python int, got str '12'",
         ),
         (
             "bert",
@@ -654,7 +655,7 @@ def test_names_by_hand_that_are_wrong(tmp_path):
         (
             "bloom",
             {"n_head": None},
-            r"for a model bloom: num_attention_heads: wanted an int, got None$",
+            r"for a model bloom: num_attention_heads: wanted a Python int, got NoneType None$",
         ),
     ],
 )
@@ -851,11 +852,8 @@ def test_dtypes_are_kept_bit_for_bit(tmp_path, name, dtype):
 
 def test_no_file_is_read_that_is_not_a_parameter(tmp_path, monkeypatch):
     read = []
-    monkeypatch.setattr(
-        _files,
-        "_read_in_pieces",
-        lambda name, entry, dtype: read.append(name) or np.zeros(entry.shape, dtype),
-    )
+    whole = _files.Tensors.read
+    monkeypatch.setattr(_files.Tensors, "read", lambda *args: read.append(args[1]) or whole(*args))
     found = load(tmp_path, "bert with a head")
     assert len(read) == len(found.names) == 5
     assert len(CASES["bert with a head"]["tensors"]) > 20
@@ -876,15 +874,15 @@ def test_pieces_join_to_the_whole(tmp_path, monkeypatch):
 
 
 def test_what_is_read_becomes_an_array_without_another_copy(tmp_path, monkeypatch):
-    copied = _files._read_in_pieces
+    copied = _files.Tensors.read
     addresses = []
 
-    def copy(name, entry, dtype):
-        array = copied(name, entry, dtype)
+    def copy(*args):
+        array = copied(*args)
         addresses.append(array.ctypes.data)
         return array
 
-    monkeypatch.setattr(_files, "_read_in_pieces", copy)
+    monkeypatch.setattr(_files.Tensors, "read", copy)
     found = load(tmp_path, "gpt2")
     leaves = jax.tree.leaves(found.params)
     assert {leaf.unsafe_buffer_pointer() for leaf in leaves} == set(addresses)
@@ -963,13 +961,9 @@ def test_own_parameters_and_back(tmp_path, config):
     ],
 )
 def test_extras_round_trip(scaling):
-    extras = {
-        "rotary": {"full": {"base": 1e4, "scaling": scaling}, "sliding": {"scaling": scaling}},
-        "bias": {"num_heads": 2},
-        "names": None,
-    }
-    found = extras_from_json("x", extras_to_json(extras))
-    assert dataclasses.asdict(found) == dataclasses.asdict(type(found)(**extras))
+    rotary = {"full": {"base": 1e4, "scaling": scaling}, "sliding": {"scaling": scaling}}
+    extras = Extras(rotary, {"num_heads": 2})
+    assert extras_from_json("x", extras_to_json(extras)) == extras
 
 
 def test_what_stands_beside_the_input_layer_comes_back(tmp_path):
@@ -1084,7 +1078,8 @@ def test_metadata_that_is_not_a_config_raises_an_error(tmp_path):
     path = tmp_path / "x.safetensors"
     _files.write_tensors(path, {"a": np.zeros(1, np.float32)}, {CONFIG: "{}"})
     with pytest.raises(
-        ValueError, match=r"transformer_embed\.config: wanted an entry vocab_size, got only \[\]$"
+        ValueError,
+        match=r"transformer_embed\.config: EmbedderConfig.* missing 2 required .*: 'vocab_size'",
     ):
         pretrained.load_embedder(path)
 

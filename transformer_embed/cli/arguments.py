@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import os
 import pathlib
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
@@ -68,7 +69,7 @@ def writable(name: str, suffixes: Sequence[str], *inputs: str | None) -> pathlib
                 raise UserError(f"cannot write {name}: it is also read; name another file")
             if not path.is_file():
                 raise UserError(f"cannot write {name}: it is not a regular file; name a file")
-        with _files.temporary(path):
+        with tempfile.TemporaryFile(dir=path.parent):
             pass
     except (OSError, ValueError) as error:
         raise UserError(

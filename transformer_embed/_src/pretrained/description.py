@@ -1,15 +1,17 @@
-"""What a row of the registry says: the tensors of an input layer, and the meaning of its
-config.json."""
+"""What a row of the registry says: the tensors of an input layer, and the meaning of config.json.
 
-import dataclasses
+A row names the parts of a layer; `TENSORS` and `READS` say which tensors and which entries of
+config.json a part has.
+"""
+
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import OutputLayer
 from transformer_embed._src.layers.schemes import Learned, Scheme, Sinusoidal
-from transformer_embed._src.pretrained import rope, schema
+from transformer_embed._src.pretrained import messages, rope
 
 ROOT = "transformer_embedding/~/"
 TOKENS = f"{ROOT}token_embedding/embeddings"
@@ -31,108 +33,180 @@ VECTORS = (NORM_SCALE, NORM_OFFSET, WIDEN_OFFSET, OUTPUT_BIAS)
 OFFSETS = (NORM_OFFSET, WIDEN_OFFSET)
 STACKS = ("encoder", "decoder")
 REQUIRED: Any = object()
-RATES = ("embd_pdrop", "dropout", "hidden_dropout_prob", "dropout_rate")
 # Kinds of layers, where config.json lists the layers that do not rotate.
 ROTATED, UNROTATED = "rope", "no_rope"
+
+
+# --- Entries of config.json.
+
+Check = Callable[[str, Any], Any]
+_count: Check = functools.partial(arguments.integer, at_least=1)
+_positive: Check = functools.partial(arguments.real, above=0)
+
+
+def _or_null(check: Check) -> Check:
+    return lambda name, value: None if value is None else check(name, value)
 
 
 class Entry(NamedTuple):
     """An entry of config.json.
 
     Args:
-        kind: its type, as an annotation.
-        default: of the transformers library; None for sizes, which the tensors have; or REQUIRED.
-        names: a model's own names, separated by spaces; they take precedence.
+        check: returns its value, or raises an error.
+        default: of the transformers library; None: tensors say it, or it means nothing; or
+            REQUIRED.
         may_guess: whether a missing one has the default even if config.json does not name the model
             type, because it does not change the embeddings.
     """
 
-    kind: Any
+    check: Check
     default: Any = None
-    names: str = ""
-    may_guess: bool = True
+    may_guess: bool = False
 
 
-class Positions(NamedTuple):
-    """How positions are counted and encoded.
+_SIZES = (
+    "vocab_size decoder_vocab_size hidden_size embedding_size type_vocab_size "
+    "max_position_embeddings original_max_position_embeddings num_attention_heads head_dim "
+    "global_head_dim relative_attention_num_buckets"
+)
+_RATES = "embd_pdrop dropout hidden_dropout hidden_dropout_prob dropout_rate"
+# Those that others check: rope.py, and `refused_entries`.
+_UNCHECKED = "rope_scaling rope_parameters sliding_rope_scaling position_embedding_type"
+# By the library's names.
+ENTRIES = {
+    **dict.fromkeys(_SIZES.split(), Entry(_or_null(_count))),
+    **dict.fromkeys(_RATES.split(), Entry(arguments.rate, 0.1, may_guess=True)),
+    **dict.fromkeys(_UNCHECKED.split(), Entry(lambda _, value: value)),
+    "pad_token_id": Entry(_or_null(arguments.integer), 1),
+    "layer_norm_eps": Entry(_positive, 1e-12),
+    "scale_embedding": Entry(arguments.flag, False),
+    "rescale_embeddings": Entry(arguments.flag, False),
+    "embedding_multiplier": Entry(_positive, 1.0),
+    "scale_emb": Entry(_positive, 12.0),
+    "relative_attention_max_distance": Entry(arguments.integer, 128),
+    "alibi": Entry(arguments.flag, False),
+    "rope_theta": Entry(_positive, 10_000.0),
+    "rope_interleave": Entry(arguments.flag, True),
+    "rotary_dim": Entry(_or_null(_count), 64),
+    "partial_rotary_factor": Entry(_positive, 1.0),
+    "sliding_rotary_factor": Entry(_or_null(_positive)),
+    "rope_local_base_freq": Entry(_or_null(_positive), 10_000.0),
+    "sliding_window": Entry(_or_null(arguments.integer), 4096),
+    # Of the output layer.
+    "tie_word_embeddings": Entry(arguments.flag, True, may_guess=True),
+    "share_encoder_decoder_embeddings": Entry(arguments.flag, True, may_guess=True),
+    "scale_decoder_outputs": Entry(arguments.flag, True, may_guess=True),
+    "final_logit_softcapping": Entry(_or_null(_positive)),
+    "logit_scale": Entry(_positive, 1.0, may_guess=True),
+    "logits_scaling": Entry(_positive, 1.0, may_guess=True),
+    "dim_model_base": Entry(_or_null(_count), 256),
+    "asm": Entry(arguments.flag, False, may_guess=True),
+}
 
-    Args:
-        start: the first position; None: one more than that of padding, which is its id.
-        at_padding: the position of padding; None: it is counted like tokens.
-        padding: the id of padding, or the entry that has it.
-        sinusoids: the arguments of `Sinusoidal`; None: positions are learned.
-    """
 
-    start: int | None = 0
-    at_padding: int | None = None
-    padding: int | str = "pad_token_id"
-    sinusoids: Mapping[str, Any] | None = None
+# --- Parts of a layer, by the field of `Architecture` that names them.
 
-
-class Rotary(NamedTuple):
-    """How queries and keys are rotated.
-
-    Args:
-        layout: as for `apply_rotary`, or the entry that says whether it is interleaved.
-        by_layer: whether layers of each kind have their own entries.
-        kinds: the kind of layers that rotate and the kind that does not; None: all layers do.
-        unless_null: an entry; if it is null, all layers rotate.
-    """
-
-    layout: str = "half"
-    by_layer: bool = False
-    kinds: tuple[str, str] | None = None
-    unless_null: str | None = None
+# For each parameter, its part and how its tensor's name may end. (In older files of BERT, a norm
+# has gamma and beta.)
+TENSORS = {
+    TOKENS: ("tokens", "weight"),
+    POSITIONS: ("positions", "weight"),
+    TOKEN_TYPES: ("token_types", "weight"),
+    NORM_SCALE: ("norm", "weight gamma"),
+    NORM_OFFSET: ("norm", "bias beta"),
+    WIDEN: ("widen", "weight"),
+    WIDEN_OFFSET: ("widen", "bias"),
+    BIAS: ("bias", "weight"),
+}
+# The entries that describe each part.
+READS = {
+    "tokens": "vocab_size hidden_size tie_word_embeddings",
+    "positions": "max_position_embeddings",
+    "token_types": "type_vocab_size",
+    "widen": "embedding_size",
+    "bias": "num_attention_heads relative_attention_num_buckets relative_attention_max_distance",
+    "has_alibi": "num_attention_heads",
+    "rotary": "rope_theta rope_scaling rope_parameters max_position_embeddings "
+    "original_max_position_embeddings",
+    "rotates_share": "partial_rotary_factor num_attention_heads head_dim",
+    "rotates_by_layer": "rope_local_base_freq sliding_rope_scaling sliding_rotary_factor "
+    "global_head_dim",
+}
 
 
 class LayerArguments(NamedTuple):
-    """The arguments of `EmbedderConfig`, of `apply_rotary`, and of `RelativePositionBias` or
-    `alibi_bias`."""
+    """The arguments of `EmbedderConfig`, of `apply_rotary`, and of a bias.
+
+    The bias is a `RelativePositionBias` or `alibi_bias`.
+    """
 
     options: dict[str, Any]
     rotary: Mapping[str, Any] | None = None
     bias: Mapping[str, Any] | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Architecture:
+class Architecture(NamedTuple):
     """One kind of input layer: a row of the registry.
 
+    Several names in one string are separated by spaces. Modules are names of the checkpoint's
+    tensors without ".weight", below its prefix; `{stack}` stands for encoder or decoder.
+
     Args:
-        types: the model types, as config.json names them, separated by spaces.
-        tensors: for each parameter, the names that its tensor may have, below the checkpoint's
-            prefix; `{stack}` stands for encoder or decoder. A name that begins with "?" may be
-            missing.
-        entries: what config.json says, by the library's name for it.
+        types: the model types, as config.json names them.
+        tokens: the module of the token table; of several, the first that is there.
+        positions, token_types, norm, widen, bias: likewise; "": there is none.
+        may_lack: parameters whose tensors may be missing.
+        start: the first position; None: one more than that of padding, which is its id.
+        at_padding: the position of padding; None: it is counted like tokens.
+        sinusoids: the arguments of `Sinusoidal`; None: positions are learned.
         scale: of the tokens, as for `EmbedderConfig`, or the entry that has it.
-        positions: None: no positions are added.
-        norm_eps: of the layer norm if it is fixed.
-        rotary: None: nothing is rotated.
-        alibi: the arguments of `alibi_bias` besides the number of heads; None: it is not used.
-        head: the names that its output layer may have, separated by spaces.
+        dropout: the entry that has its rate.
+        rotary: the layout, as for `apply_rotary`, or the entry that says whether it is interleaved;
+            "": nothing is rotated.
+        rotates_share: whether config.json says how many of a head's channels rotate.
+        rotates_by_layer: whether layers of each kind have their own entries.
+        rotated_kinds: the kind of layers that rotate and the kind that does not; None: all rotate.
+        unless_null: an entry; if it is null, all layers rotate.
+        has_alibi: whether attention is biased by `alibi_bias`.
+        entries: other entries that are read.
+        aliases: for an entry, the model's own names, which take precedence.
+        defaults: of entries, other than those in `ENTRIES`; the value of one that is not read.
+        head: the modules that may be its output layer.
         no_output: why an `OutputLayer` cannot say its output layer; "": it can.
         prefixes: prefixes of checkpoints that no other architecture has.
-        has_unique_names: whether no other architecture has the names of `tensors`.
+        has_unique_names: whether no other architecture has tensors of these names.
         refused: tensors that show that the input layer is different, with the reason.
         refused_entries: for an entry, the values that can be loaded, and why others cannot.
     """
 
     types: str
-    tensors: Mapping[str, tuple[str, ...]]
-    entries: Mapping[str, Entry]
+    tokens: str
+    positions: str = ""
+    token_types: str = ""
+    norm: str = ""
+    widen: str = ""
+    bias: str = ""
+    may_lack: tuple[str, ...] = ()
+    start: int | None = 0
+    at_padding: int | None = None
+    sinusoids: Mapping[str, Any] | None = None
     scale: bool | str = False
-    positions: Positions | None = None
-    norm_eps: float | None = None
-    rotary: Rotary | None = None
-    alibi: Mapping[str, Any] | None = None
+    dropout: str = ""
+    rotary: str = ""
+    rotates_share: bool = False
+    rotates_by_layer: bool = False
+    rotated_kinds: tuple[str, str] | None = None
+    unless_null: str = ""
+    has_alibi: bool = False
+    entries: str = ""
+    aliases: Mapping[str, str] = {}
+    defaults: Mapping[str, Any] = {}
     head: str = "lm_head"
     no_output: str = ""
     prefixes: tuple[str, ...] = ()
     has_unique_names: bool = False
-    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    refused_entries: Mapping[str, tuple[tuple[Any, ...], str]] = dataclasses.field(
-        default_factory=dict
-    )
+    refused: Mapping[str, str] = {}
+    refused_entries: Mapping[str, tuple[tuple[Any, ...], str]] = {}
 
     @property
     def model_types(self) -> tuple[str, ...]:
@@ -147,7 +221,7 @@ class Architecture:
     @property
     def has_stacks(self) -> bool:
         """Whether it has an encoder and a decoder."""
-        return any("{stack}" in name for names in self.tensors.values() for name in names)
+        return "{stack}" in self.tokens
 
     def is_unambiguous(self, prefix: str) -> bool:
         """Whether no other architecture has tensors of these names below a prefix."""
@@ -155,69 +229,99 @@ class Architecture:
             prefix == own or (own and prefix.endswith(f".{own}")) for own in self.prefixes
         )
 
+    def tensors(self, stack: str) -> dict[str, list[str]]:
+        """For each parameter, the names that its tensor may have, below the checkpoint's prefix."""
+        names = {}
+        for parameter, (part, ends) in TENSORS.items():
+            modules = getattr(self, part).format(stack=stack).split()
+            if modules:
+                names[parameter] = [f"{m}.{end}" for m in modules for end in ends.split()]
+        return names
+
+    def read_entries(self) -> dict[str, Entry]:
+        """The entries that are read, with the defaults of this model."""
+        names = [self.scale, self.dropout, self.rotary, self.unless_null, *self.refused_entries]
+        names += self.entries.split()
+        for part, entries in READS.items():
+            if getattr(self, part):
+                names += entries.split()
+        entries = {name: entry for name, entry in ENTRIES.items() if name in names}
+        for name in entries.keys() & self.defaults.keys():
+            entries[name] = entries[name]._replace(default=self.defaults[name])
+        return entries
+
     def names(self) -> dict[str, tuple[str, ...]]:
         """The names of each entry, the model's own first."""
         inside = rope.LAYERS[rope.SLIDING][1:]  # of `rope_parameters` only
-        known = {name: entry for name, entry in self.entries.items() if name not in inside}
-        return {name: (*entry.names.split(), name) for name, entry in known.items()}
+        known = [name for name in self.read_entries() if name not in inside]
+        return {name: (*self.aliases.get(name, "").split(), name) for name in known}
 
     def required(self, *, is_named: bool) -> list[str]:
         """The entries without a default; `is_named`: whether config.json names the model type."""
         return [
             name
-            for name, entry in self.entries.items()
-            if entry.default is REQUIRED or not (is_named or entry.may_guess)
+            for name, entry in self.read_entries().items()
+            if entry.default is REQUIRED
+            or not (is_named or entry.may_guess or entry.default is None)
         ]
 
     def read(self, where: str, given: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
-        """The checked values of the entries that a config.json or `settings=` gives."""
-        found = schema.call_with_named_errors(where, self._by_name, given, is_file)
-        if unknown := [name for name in found if name not in self.entries]:
-            want = f"entries among {', '.join(self.entries)}"
-            raise arguments.value_error(where, want, schema.short_repr(unknown[0]))
-        return {
-            name: schema.checked(f"{where}: {name}", self.entries[name].kind, value)
-            for name, value in found.items()
-        }
+        """The checked values of the entries that a config.json or `settings=` gives.
 
-    def _by_name(self, given: Mapping[str, Any], is_file: bool) -> dict[str, Any]:
-        """The given entries by the library's names, rotations in the old form."""
+        Entries of a config.json that are not read are left out.
+        """
+        entries, names = self.read_entries(), self.names()
         found: dict[str, Any] = {}
-        for entry, names in self.names().items():
+        for entry, several in names.items():
             # The model's own name comes last, to win; null does not hide another name's value.
-            for name in reversed(names):
+            for name in reversed(several):
                 if name in given and (given[name] is not None or entry not in found):
                     found[entry] = given[name]
-        if self.rotary is None:
-            return found
-        found = rope.to_old_form(found, is_file=is_file, by_layer=self.rotary.by_layer)
-        return {name: value for name, value in found.items() if name in self.entries or not is_file}
+        if self.rotary:
+            found = messages.call_with_named_errors(
+                where, rope.to_old_form, found, is_file=is_file, by_layer=self.rotates_by_layer
+            )
+        accepted = [name for several in names.values() for name in several]
+        unknown = [name for name in given if name not in accepted]
+        unknown += [name for name in found if name not in entries]
+        if unknown and not is_file:
+            reads = ", ".join(several[0] for several in names.values())
+            want = f"entries that a model {self.name} reads ({reads})"
+            raise arguments.value_error(where, want, messages.short_repr(unknown[0]))
+        return {
+            name: messages.call_with_named_errors(where, entries[name].check, name, value)
+            for name, value in found.items()
+            if name in entries
+        }
 
-    def describe(self, found: Mapping[str, Any], shapes: Shapes, stack: str) -> LayerArguments:
+    def with_defaults(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of all entries; None for those that mean nothing."""
+        defaults = {name: entry.default for name, entry in self.read_entries().items()}
+        return dict.fromkeys(ENTRIES) | dict(self.defaults) | defaults | dict(found)
+
+    def describe(self, value: Mapping[str, Any], shapes: Shapes, stack: str) -> LayerArguments:
         """The input layer that these entries describe, for tensors of these shapes."""
-        value = {name: entry.default for name, entry in self.entries.items()} | dict(found)
-        get = value.get
         for name, (accepted, reason) in self.refused_entries.items():
             if value[name] not in accepted:
                 want = f"{accepted[0]!r}, since {reason}"
-                raise arguments.value_error(name, want, schema.short_repr(value[name]))
+                raise arguments.value_error(name, want, messages.short_repr(value[name]))
         rows, width = shapes[TOKENS]
-        decoder_rows = get("decoder_vocab_size") if stack == "decoder" else None
+        decoder_rows = value["decoder_vocab_size"] if stack == "decoder" else None
         options = {
-            "vocab_size": decoder_rows or get("vocab_size") or rows,
-            "d_model": get("hidden_size") or shapes.get(WIDEN, (width,))[0],
+            "vocab_size": decoder_rows or value["vocab_size"] or rows,
+            "d_model": value["hidden_size"] or shapes.get(WIDEN, (width,))[0],
             "scheme": self._scheme(value, shapes),
             "scale": value[self.scale] if isinstance(self.scale, str) else self.scale,
-            "dropout_rate": next((value[name] for name in RATES if name in value), 0.0),
+            "dropout_rate": value.get(self.dropout, 0.0),
             "output": self._output(value, shapes, stack),
         }
         if TOKEN_TYPES in shapes:
-            options["num_token_types"] = get("type_vocab_size") or shapes[TOKEN_TYPES][0]
+            options["num_token_types"] = value["type_vocab_size"] or shapes[TOKEN_TYPES][0]
         if NORM_SCALE in shapes:
-            options["layer_norm_eps"] = self.norm_eps or value["layer_norm_eps"]
+            options["layer_norm_eps"] = value["layer_norm_eps"]
         if WIDEN in shapes:
-            options["embedding_width"] = get("embedding_size") or width
-        rotary = self.rotary and self._rotary(self.rotary, value, options["d_model"])
+            options["embedding_width"] = value["embedding_size"] or width
+        rotary = self._rotary(value, options["d_model"]) if self.rotary else None
         return LayerArguments(options, rotary, self._bias(value, shapes, stack))
 
     def _output(self, value: Mapping[str, Any], shapes: Shapes, stack: str) -> OutputLayer | str:
@@ -225,7 +329,7 @@ class Architecture:
         rows, width = shapes[TOKENS]
         is_tied = value["tie_word_embeddings"]
         has_own = OUTPUT_TABLE in shapes or not is_tied
-        is_shared = value.get("share_encoder_decoder_embeddings", True)
+        is_shared = value["share_encoder_decoder_embeddings"] in (True, None)
         if self.no_output:
             return self.no_output
         if self.has_stacks and stack == STACKS[0] and (has_own or not is_shared):
@@ -235,24 +339,20 @@ class Architecture:
         for name, shape in ((OUTPUT_TABLE, (rows, width)), (OUTPUT_BIAS, (rows,))):
             if shapes.get(name, shape) != shape:
                 return f"its shape is {list(shapes[name])}, not {list(shape)}"
-        scale = value.get("logit_scale", 1.0) / value.get("logits_scaling", 1.0)
-        if is_tied and value.get("scale_decoder_outputs"):
+        scale = (value["logit_scale"] or 1.0) / (value["logits_scaling"] or 1.0)
+        if is_tied and value["scale_decoder_outputs"]:
             scale = width**-0.5
-        if value.get("dim_model_base"):
+        if value["dim_model_base"]:
             scale = value["dim_model_base"] / width
-        softcap = value.get("final_logit_softcapping")
+        softcap = value["final_logit_softcapping"]
         return OutputLayer(not has_own, OUTPUT_BIAS in shapes, softcap, scale)
 
     def _scheme(self, value: Mapping[str, Any], shapes: Shapes) -> Scheme | None:
         """The position scheme; a learned table has `start` more rows than config.json says."""
-        if self.positions is None:
+        if self.sinusoids is None and POSITIONS not in shapes:
             return None
-        start, at_padding, pad_id, sinusoids = self.positions
-        if sinusoids is None and POSITIONS not in shapes:
-            return None
-        if isinstance(pad_id, str):
-            pad_id = value.get(pad_id)
-        rows = value.get("max_position_embeddings")
+        start, at_padding, pad_id = self.start, self.at_padding, value["pad_token_id"]
+        rows = value["max_position_embeddings"]
         if start is None:
             at_padding, start = pad_id, arguments.integer("pad_token_id", pad_id) + 1
         elif rows is not None:
@@ -260,16 +360,16 @@ class Architecture:
         if at_padding is None or pad_id is None:
             at_padding = pad_id = None
         padding = {"start": start, "at_padding": at_padding, "pad_id": pad_id}
-        if sinusoids is not None:
-            return Sinusoidal(**{**sinusoids, **padding})
+        if self.sinusoids is not None:
+            return Sinusoidal(**{**self.sinusoids, **padding})
         return Learned(rows or shapes[POSITIONS][0], **padding)
 
     def _bias(
         self, value: Mapping[str, Any], shapes: Shapes, stack: str
     ) -> Mapping[str, Any] | None:
         """The arguments of the bias; T5's looks both ways in the encoder."""
-        if self.alibi is not None:
-            return {"num_heads": value["num_attention_heads"], **self.alibi}
+        if self.has_alibi:
+            return {"num_heads": _count("num_attention_heads", value["num_attention_heads"])}
         if BIAS not in shapes:
             return None
         buckets, heads = shapes[BIAS]
@@ -280,51 +380,38 @@ class Architecture:
             "bidirectional": stack == "encoder",
         }
 
-    def _rotary(self, rotary: Rotary, value: Mapping[str, Any], width: int) -> Mapping[str, Any]:
+    def _rotary(self, value: Mapping[str, Any], width: int) -> Mapping[str, Any]:
         """The arguments of `apply_rotary`, or those of each kind of layer."""
-        layout = rotary.layout
+        if self.rotates_by_layer:
+            return {layer: self._rotation(value, width, layer) for layer in rope.LAYERS}
+        rotation = self._rotation(value, width, rope.FULL)
+        all_rotate = self.unless_null and value[self.unless_null] is None
+        if self.rotated_kinds is None or all_rotate:
+            return rotation
+        rotated, unrotated = self.rotated_kinds
+        return {rotated: rotation, unrotated: None}
+
+    def _rotation(self, value: Mapping[str, Any], width: int, layer: str) -> dict[str, Any]:
+        """The arguments of `apply_rotary` for a kind of layer."""
+        theta, share, scaling = rope.LAYERS[layer]
+        layout = self.rotary
         if layout in value:
             layout = "interleaved" if value[layout] else "half"
-        of_layer = functools.partial(_rotary_of_layer, value, layout, width)
-        if rotary.by_layer:
-            return {layer: of_layer(*names) for layer, names in rope.LAYERS.items()}
-        flat = of_layer(*rope.LAYERS[rope.FULL])
-        differ = rotary.unless_null is None or value[rotary.unless_null] is not None
-        if rotary.kinds is None or not differ:
-            return flat
-        rotated, unrotated = rotary.kinds
-        return {rotated: flat, unrotated: None}
-
-
-def _rotary_of_layer(
-    value: Mapping[str, Any], layout: str, width: int, theta: str, share: str, scaling: str
-) -> dict[str, Any]:
-    """The arguments of `apply_rotary` that the entries of these names describe."""
-    rotary: dict[str, Any] = {"base": value[theta] or value["rope_theta"], "layout": layout}
-    entries = value.get(scaling)
-    if entries is not None:
-        longest = value.get("max_position_embeddings")
-        scaled = entries.scaling(longest, value.get("original_max_position_embeddings"))
+        rotary = {"base": value[theta] or value["rope_theta"], "layout": layout}
+        entries = value[scaling] or {}
+        scaled = rope.scaling(entries, value["max_position_embeddings"], value[rope.ORIGINAL])
         if scaled is not None:
             rotary["scaling"] = scaled
-    if value.get("rotary_dim") is not None:
-        return rotary | {"rotary_dim": value["rotary_dim"]}
-    factor = value.get(share)
-    if factor in (None, 1):
+        if value["rotary_dim"] is not None:
+            return rotary | {"rotary_dim": value["rotary_dim"]}
+        factor, head_dim = value[share], value["head_dim"]
+        if factor in (None, 1):
+            return rotary
+        if entries.get("rope_type") == rope.PROPORTIONAL:
+            rotary["partial"] = rope.PROPORTIONAL
+            head_dim = value["global_head_dim"] or head_dim
+        if head_dim is None:
+            head_dim = width // _count("num_attention_heads", value["num_attention_heads"])
+        rotary["rotary_dim"] = int(head_dim * factor)
+        messages.call_with_named_errors(share, rope.check, rotary, head_dim)
         return rotary
-    head_dim = value.get("head_dim")
-    if entries is not None and entries.rope_type == rope.PROPORTIONAL:
-        rotary["partial"] = rope.PROPORTIONAL
-        head_dim = value.get("global_head_dim") or head_dim
-    if head_dim is None:
-        if value["num_attention_heads"] is None:
-            raise arguments.value_error(
-                "num_attention_heads", "an int, to compute head_dim", "None"
-            )
-        head_dim = width // value["num_attention_heads"]
-    rotary["rotary_dim"] = int(head_dim * factor)
-    try:
-        rope.check(rotary, head_dim)
-    except ValueError as error:
-        raise ValueError(f"{share}: {error}") from error
-    return rotary

@@ -1,39 +1,30 @@
 """Loads the input layers of published checkpoints from safetensors files."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import pathlib
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from transformer_embed._src import arguments
-from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
+from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.embedder import Params
-from transformer_embed._src.pretrained import schema
-from transformer_embed._src.pretrained.config_json import (
-    CONFIG,
-    EXTRAS,
-    check_rotary,
-    extras_from_json,
-    options_from_json,
-)
+from transformer_embed._src.pretrained import messages, metadata
 from transformer_embed._src.pretrained.description import (
-    LOGITS_BIAS,
     OFFSETS,
-    OUTPUT_BIAS,
     OUTPUT_TABLE,
     STACKS,
     TOKENS,
     VECTORS,
-    Architecture,
-    LayerArguments,
-    Shapes,
 )
 from transformer_embed._src.pretrained.files import (
     DTYPES,
     FLOAT64,
+    TensorInfo,
     Tensors,
     open_tensors,
     read_json,
@@ -45,15 +36,16 @@ from transformer_embed._src.pretrained.parameters import (
     parameters_of,
     short_path,
 )
-from transformer_embed._src.pretrained.recognition import listed, recognised
+from transformer_embed._src.pretrained.recognition import recognised
 
 # The text model's own entries, in a config.json of several models.
 TEXT_MODEL = ("text_config", "text")
 
 
 class PretrainedInput(NamedTuple):
-    """The input layer of a checkpoint, as `load_embedder` returns it; `save_embedder(path,
-    *pretrained)` writes all of it.
+    """The input layer of a checkpoint, as `load_embedder` returns it.
+
+    `save_embedder(path, *pretrained)` writes all of it.
 
     Args:
         config: for `Embedder` and `TransformerEmbedding`.
@@ -94,7 +86,7 @@ def load_embedder(
     """Loads the parameters and the configuration of a checkpoint's input layer.
 
     The layer is recognised by the names of the tensors and the `config.json` beside them. Only its
-    own tensors are read, each copied once; peak memory is at most 1.25 times the tables. No code in
+    own tensors are read, each copied once; peak memory is at most 1.05 times the tables. No code in
     the file is run. Either everything is loaded or an error is raised.
 
     The page "Published models" of the documentation lists the model types that are known, with how
@@ -173,7 +165,7 @@ def load_embedder(
     if config is not None and names is not None:
         arguments.check_left_out("stack", stack, "names says the tensor of each parameter")
         return _read_by_hand(tensors, config, names)
-    if not settings and CONFIG in tensors.metadata:
+    if not settings and metadata.CONFIG in tensors.metadata:
         arguments.check_left_out(
             "stack", stack, "the file, which save_embedder wrote, says the tensor of each parameter"
         )
@@ -184,213 +176,176 @@ def load_embedder(
 def _read_by_hand(
     tensors: Tensors, config: EmbedderConfig, names: Mapping[str, str | None]
 ) -> PretrainedInput:
-    """The tensors that `names` gives. Leading axes of 1 are dropped, and float64 is rounded."""
+    """The tensors that `names` gives; float64 is rounded."""
     parameters = parameters_of("config", config)
     full = full_paths(names, parameters)
     for name, tensor in full.items():
         if not isinstance(tensor, str) and not (tensor is None and name in OFFSETS):
             want = "a tensor's name" + (", or None for zeros" if name in OFFSETS else "")
-            raise arguments.type_error(f"names: {name}", want, schema.short_repr(tensor))
+            raise arguments.type_error(f"names: {name}", want, messages.short_repr(tensor))
     if missing := [short_path(name) for name in parameters if name not in full]:
         want = f"a tensor for each parameter, also for {', '.join(missing)}"
-        got = f"only {schema.short_repr(sorted(names))}"
+        got = f"only {messages.short_repr(sorted(names))}"
         raise arguments.value_error("names", want, got)
     given = {name: tensor for name, tensor in full.items() if tensor is not None}
-    params = _read(tensors, parameters, given, is_by_hand=True)
+    params = _read(tensors, "config", parameters, given, dtypes=(*DTYPES, FLOAT64))
     return PretrainedInput(config, params, names=given)
 
 
 def _read_own(tensors: Tensors) -> PretrainedInput:
     """The layer that `save_embedder` described in the metadata."""
-    where = shown_path(tensors.path)
-    options = options_from_json(f"{where}: {CONFIG}", tensors.metadata[CONFIG])
-    place = f"{where}: {EXTRAS}"
-    extras = extras_from_json(place, tensors.metadata.get(EXTRAS, "{}"))
-    for name in extras.names or ():
-        module, _, leaf = name.rpartition("/")
-        if not module or not leaf:
-            got = schema.short_repr(name)
-            raise arguments.value_error(f"{place}: names", "parameters as module/name", got)
-    described = LayerArguments(options, extras.rotary, extras.bias)
-    return _read_described(tensors, f"{where}: {CONFIG}", described, extras.names)
+    path = shown_path(tensors.path)
+    where, place = f"{path}: {metadata.CONFIG}", f"{path}: {metadata.EXTRAS}"
+    options = metadata.options_from_json(where, tensors.metadata[metadata.CONFIG])
+    rotary, bias, names = metadata.extras_from_json(
+        place, tensors.metadata.get(metadata.EXTRAS, "{}")
+    )
+    config = _checked_config(tensors, where, options, (names or {}).get(TOKENS, TOKENS))
+    parameters = parameters_of(where, config, rotary, bias)
+    if names is None:
+        names = {name: name for name in parameters}
+    params = _read(tensors, where, parameters, names)
+    return PretrainedInput(config, params, rotary, bias, names)
 
 
 def _read_published(
     tensors: Tensors, stack: str | None, settings: dict[str, Any]
 ) -> PretrainedInput:
     """The layer of a known model, which config.json and `settings` describe."""
-    beside = tensors.path.parent / "config.json"
-    in_file = read_json(beside) if beside.is_file() else {}
-    parts = [in_file[name] for name in TEXT_MODEL if isinstance(in_file.get(name), dict)]
-    entries = (parts or [in_file])[0]
-    type_in_file = entries.get("model_type") or in_file.get("model_type")
+    path = tensors.path.parent / "config.json"
+    in_file, type_in_file = _config_json(path)
     model_type = settings.pop("model_type", None) or type_in_file
-    kind, names = recognised(tensors, model_type, stack, beside)
+    kind, _, names = recognised(tensors, model_type, stack, path)
     model = f"for a model {kind.name}"
-    found = kind.read(f"{shown_path(beside)}, {model}", entries, is_file=True)
-    found |= _entries_in_settings(kind, settings)
-    required = kind.required(is_named=type_in_file in kind.model_types)
-    if missing := [kind.names()[name][0] for name in required if name not in found]:
+    entries = kind.read(f"{shown_path(path)}, {model}", in_file, is_file=True)
+    entries |= kind.read("settings", settings, is_file=False)
+    is_named = type_in_file in kind.model_types
+    required = kind.required(is_named=is_named)
+    if missing := [kind.names()[name][0] for name in required if name not in entries]:
         want = (
             f"{', '.join(sorted(missing))} of a model {kind.name}, as settings={{...}} or in "
             f"a config.json that names the model_type"
         )
-        got = _config_in_words(kind, in_file, type_in_file)
-        raise arguments.value_error(shown_path(beside), want, got)
-    is_tied = found.get("tie_word_embeddings", kind.entries["tie_word_embeddings"].default)
+        got = "none" if is_named else f"a config.json of a model {type_in_file}"
+        if type_in_file is None:
+            got = "a config.json without model_type" if path.is_file() else "no config.json"
+        raise arguments.value_error(shown_path(path), want, got)
+    value = kind.with_defaults(entries)
     table = names.get(OUTPUT_TABLE)
     # As in the library: two tables that differ are not tied, whatever config.json says.
-    if table and is_tied and tensors.are_equal(table, names[TOKENS]):
+    if table and value["tie_word_embeddings"] and tensors.are_equal(table, names[TOKENS]):
         del names[OUTPUT_TABLE]
-    shapes = _shapes_in_file(tensors, names)
-    sources = ["settings"] if settings or not in_file else []
-    sources += [shown_path(beside)] if in_file else []
+    shapes = {name: _shape(tensors, name, tensor) for name, tensor in names.items()}
+    sources = ["settings"] * (settings != {} or not in_file)
+    sources += [shown_path(path)] * (in_file != {})
     where = f"{' and '.join(sources)}, {model}"
-    described = schema.call_with_named_errors(
-        where, kind.describe, found, shapes, stack or STACKS[0]
+    options, rotary, bias = messages.call_with_named_errors(
+        where, kind.describe, value, shapes, stack or STACKS[0]
     )
-    output = described.options["output"]
-    is_used = {
-        OUTPUT_TABLE: isinstance(output, OutputLayer) and not output.tied,
-        OUTPUT_BIAS: isinstance(output, OutputLayer) and output.bias,
-    }
-    names = {name: tensor for name, tensor in names.items() if is_used.get(name, True)}
     dtype = tensors.entry(names[TOKENS]).dtype
-    described.options["param_dtype"] = DTYPES.get(dtype, jnp.dtype("float32"))
+    options["param_dtype"] = DTYPES.get(dtype, jnp.dtype("float32"))
     hint = f" (if the vocabulary was resized: settings={{'vocab_size': {shapes[TOKENS][0]}}})"
-    return _read_described(tensors, where, described, names, hint=hint, may_lack=OFFSETS)
+    config = _checked_config(tensors, where, options, names[TOKENS], hint)
+    parameters = parameters_of(where, config, rotary, bias)
+    # An output layer that the config does not have is not read.
+    names = {name: tensor for name, tensor in names.items() if name in parameters}
+    params = _read(tensors, where, parameters, names)
+    return PretrainedInput(config, params, rotary, bias, names)
 
 
-def _config_in_words(kind: Architecture, in_file: Mapping[str, Any], type_in_file: Any) -> str:
-    """What config.json is, where it lacks entries."""
-    if type_in_file in kind.model_types:
-        return "none"
-    if not in_file:
-        return "no config.json"
-    return "a config.json " + (
-        f"of a model {type_in_file}" if type_in_file else "without model_type"
-    )
+def _config_json(path: pathlib.Path) -> tuple[Mapping[str, Any], Any]:
+    """The text model's entries in a config.json, and its model type, or the whole model's."""
+    whole = read_json(path) if path.is_file() else {}
+    parts = [whole[name] for name in TEXT_MODEL if isinstance(whole.get(name), dict)]
+    entries = (parts or [whole])[0]
+    return entries, entries.get("model_type") or whole.get("model_type")
 
 
-def _shapes_in_file(tensors: Tensors, names: Mapping[str, str]) -> Shapes:
-    """The shape of each parameter's tensor, which has the parameter's rank."""
-    shapes = {name: tensors.entry(tensor).shape for name, tensor in names.items()}
-    if names.get(OUTPUT_BIAS, "").endswith(LOGITS_BIAS):
-        shapes[OUTPUT_BIAS] = shapes[OUTPUT_BIAS][1:]
-    for name, tensor in names.items():
-        rank = 1 if name in VECTORS else 2
-        if len(shapes[name]) != rank:
-            place = f"{shown_path(tensors.path)}: {schema.shorten(tensor)}"
-            want = f"a tensor of rank {rank}"
-            raise arguments.value_error(place, want, tensors.entry(tensor))
-    return shapes
+def _shape(tensors: Tensors, name: str, tensor: str) -> tuple[int, ...]:
+    """The shape of a parameter's tensor, which has the parameter's rank and leading axes of 1."""
+    entry = tensors.entry(tensor)
+    rank = 1 if name in VECTORS else 2
+    shape = entry.shape[-rank:]
+    if not _is_same(entry, shape) or len(shape) != rank:
+        place = f"{shown_path(tensors.path)}: {messages.shorten(tensor)}"
+        raise arguments.value_error(place, f"a tensor of rank {rank}", entry)
+    return shape
 
 
-def _entries_in_settings(kind: Architecture, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of `settings`, which the model must read."""
-    names = kind.names().values()
-    accepted = [name for several in names for name in several]
-    if unknown := [name for name in settings if name not in accepted]:
-        reads = ", ".join(several[0] for several in names)
-        want = f"entries that a model {kind.name} reads ({reads})"
-        raise arguments.value_error("settings", want, schema.short_repr(unknown[0]))
-    return kind.read("settings", settings, is_file=False)
+def _is_same(entry: TensorInfo, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor has this shape, apart from leading axes of 1."""
+    ones = len(entry.shape) - len(shape)
+    return entry.shape == (1,) * ones + shape
 
 
-def _read_described(
-    tensors: Tensors,
-    where: str,
-    described: LayerArguments,
-    names: Mapping[str, str] | None,
-    *,
-    hint: str = "",
-    may_lack: Sequence[str] = (),
-) -> PretrainedInput:
-    """The layer that these arguments describe; names=None: each parameter has a tensor of its own
-    name."""
-    options, rotary, bias = described
-    given = {TOKENS: TOKENS} if names is None else names
-    for tensor in given.values():
-        _check_presence(tensors, tensor)
-    _check_completeness(where, given, [TOKENS])
+def _checked_config(
+    tensors: Tensors, where: str, options: Mapping[str, Any], table: str, hint: str = ""
+) -> EmbedderConfig:
+    """The config, whose sizes are those of the table of tokens."""
     # Compared first: the time to make a config grows with its width.
-    table = (options["vocab_size"], options.get("embedding_width") or options["d_model"])
-    _check_entry(tensors, given[TOKENS], table, hint=hint)
-    config = schema.call_with_named_errors(where, EmbedderConfig, **options)
-    check_rotary(where, rotary)
-    parameters = parameters_of(where, config, bias)
-    if names is None:
-        names = {name: name for name in parameters}
-    _check_completeness(where, names, [name for name in parameters if name not in may_lack])
-    return PretrainedInput(config, _read(tensors, parameters, names), rotary, bias, names)
-
-
-def _check_completeness(where: str, names: Mapping[str, str], parameters: Iterable[str]) -> None:
-    if missing := [short_path(name) for name in parameters if name not in names]:
-        got = f"none for {missing[0]}"
-        raise arguments.value_error(f"{where}: names", "a tensor for each parameter", got)
+    width = options.get("embedding_width") or options.get("d_model")
+    sizes = (options.get("vocab_size"), width)
+    if None not in sizes:
+        _check_entry(tensors, table, sizes, hint=hint)
+    return messages.call_with_named_errors(where, EmbedderConfig, **options)
 
 
 def _read(
     tensors: Tensors,
+    where: str,
     parameters: Mapping[str, jax.ShapeDtypeStruct],
     names: Mapping[str, str],
-    *,
-    is_by_hand: bool = False,
+    dtypes: tuple[str, ...] = tuple(DTYPES),
 ) -> dict[str, dict[str, Array]]:
     """Checks all shapes and dtypes, then reads the parameters, and what stands beside them.
 
-    Parameters without a tensor are zeros.
+    Offsets without a tensor are zeros.
     """
-    expected = dict(parameters)
+    for name in parameters.keys() - set(OFFSETS):
+        if name not in names:
+            want, got = "a tensor for each parameter", f"none for {short_path(name)}"
+            raise arguments.value_error(f"{where}: names", want, got)
+    # (An entry has a shape, but no dtype of an array.)
+    expected = {name: parameters.get(name, tensors.entry(names[name])) for name in names}
     for name, tensor in names.items():
-        _check_presence(tensors, tensor)
-        if name not in expected:
-            expected[name] = jax.ShapeDtypeStruct(tensors.entry(tensor).shape, jnp.float32)
         shape = expected[name].shape
         stored = shape[::-1] if is_transposed(name, tensor) else shape
-        _check_entry(tensors, tensor, stored, is_by_hand=is_by_hand)
+        _check_entry(tensors, tensor, stored, dtypes=dtypes)
     params: dict[str, dict[str, Array]] = {}
-    for name, tensor in names.items():
+    for name in {**names, **parameters}:
         module, leaf = name.rsplit("/", 1)
-        shape, dtype = expected[name].shape, expected[name].dtype
-        array = tensors.read(tensor, shape, dtype, transposed=is_transposed(name, tensor))
-        params.setdefault(module, {})[leaf] = array
-    for name in parameters.keys() - names.keys():
-        module, leaf = name.rsplit("/", 1)
-        params[module][leaf] = jnp.zeros(parameters[name].shape, parameters[name].dtype)
+        group = params.setdefault(module, {})
+        if name not in names:
+            group[leaf] = jnp.zeros(parameters[name].shape, parameters[name].dtype)
+            continue
+        array = tensors.read(names[name], parameters.get(name, parameters[TOKENS]).dtype)
+        if is_transposed(name, names[name]):
+            array = np.ascontiguousarray(array.T)
+        # Unlike jnp.asarray, this makes no copy on a CPU.
+        group[leaf] = jax.device_put(array.reshape(expected[name].shape))
     return params
-
-
-def _check_presence(tensors: Tensors, tensor: str) -> None:
-    if tensor not in tensors.files:
-        want = f"a tensor {schema.shorten(tensor)}"
-        raise arguments.value_error(shown_path(tensors.path), want, listed(tensors))
 
 
 def _check_entry(
     tensors: Tensors,
     tensor: str,
-    shape: tuple[int, ...],
+    shape: tuple[Any, ...],
     *,
-    is_by_hand: bool = False,
+    dtypes: tuple[str, ...] = tuple(DTYPES),
     hint: str = "",
 ) -> None:
-    """Raises unless a tensor has this shape and a dtype that is read."""
+    """Raises unless a tensor has this shape, apart from leading axes of 1, and such a dtype."""
     entry = tensors.entry(tensor)
-    ones = len(entry.shape) - len(shape)
-    may_lead = is_by_hand or tensor.endswith(LOGITS_BIAS)
-    is_same = entry.shape == shape or (may_lead and entry.shape == (1,) * ones + shape)
-    dtypes = (*DTYPES, FLOAT64) if is_by_hand else tuple(DTYPES)
+    is_same = _is_same(entry, shape)
     if is_same and entry.dtype in dtypes:
         return
     want = (
-        f"shape {list(shape)}, as the configuration says, of {', '.join(dtypes[:-1])} or "
-        f"{dtypes[-1]}"
+        f"shape {messages.short_repr(list(shape))}, as the configuration says, of "
+        f"{', '.join(dtypes[:-1])} or {dtypes[-1]}"
     )
     if is_same and entry.dtype == FLOAT64:
         want += " (config and names load it by hand, rounded to the config's param_dtype)"
     elif not is_same and entry.shape[1:] == shape[1:]:
         want += hint
-    place = f"{shown_path(tensors.path)}: {schema.shorten(tensor)}"
+    place = f"{shown_path(tensors.path)}: {messages.shorten(tensor)}"
     raise arguments.value_error(place, want, entry)

@@ -1,14 +1,13 @@
-"""Recognises the model of a checkpoint: by the model type, or by tensor names that only one model
-has."""
+"""Recognises the model of a checkpoint by its type, or by tensor names that only one model has."""
 
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformer_embed._src import arguments
-from transformer_embed._src.pretrained import schema
-from transformer_embed._src.pretrained.architectures import ARCHITECTURES, by_model_type
+from transformer_embed._src.pretrained import messages
+from transformer_embed._src.pretrained.architectures import ARCHITECTURES, as_type, by_model_type
 from transformer_embed._src.pretrained.description import (
     BIAS,
     LOGITS_BIAS,
@@ -27,8 +26,7 @@ from transformer_embed._src.pretrained.description import (
 )
 from transformer_embed._src.pretrained.files import Tensors, shown_path
 
-# Characters.
-LISTED = 90
+# Characters of a mapping in a message.
 MOST = 700
 BY_HAND = (
     "by hand: load_embedder(path, config=EmbedderConfig(vocab_size, d_model, scheme=None, "
@@ -38,10 +36,16 @@ BY_HAND = (
 TABLE = re.compile(r"(?!.*(position|type)).*(embed|wte|shared|table|token|word)", re.IGNORECASE)
 
 
-def recognised(
-    tensors: Tensors, model_type: Any, stack: str | None, config: pathlib.Path
-) -> tuple[Architecture, dict[str, str]]:
-    """The architecture, and the tensor name for each of its parameters.
+class Match(NamedTuple):
+    """A row whose tensors a file has below a prefix, and the tensor name for each parameter."""
+
+    kind: Architecture
+    prefix: str
+    names: dict[str, str]
+
+
+def recognised(tensors: Tensors, model_type: Any, stack: str | None, config: pathlib.Path) -> Match:
+    """The architecture of a checkpoint, with the tensors of its input and output layers.
 
     Args:
         tensors: the tensors of the checkpoint.
@@ -52,18 +56,19 @@ def recognised(
     named = by_model_type(model_type)
     own = stack or STACKS[0]
     if model_type is not None and named is None:
-        want, got = "a known one", f"{schema.short_repr(model_type)}; {_advice(tensors, own)}"
-        raise arguments.value_error("model_type", want, got)
+        got = f"{messages.short_repr(model_type)}; {_advice(tensors, own)}"
+        raise arguments.value_error("model_type", "a known one", got)
     kinds = ARCHITECTURES if named is None else (named,)
-    found = _all_matches(kinds, tensors, own)
+    found = matches(kinds, tensors.files, own)
     if not found:
         raise _missing_tensors(tensors, named, stack)
     if named is None:
         found = _unambiguous(tensors, found, config)
     kind, prefix, names = found[0]
+    kind = named or as_type(kind, kind.name)
     where = shown_path(tensors.path)
     if len(found) != 1:
-        prefixes = schema.short_repr([prefix for _, prefix, _ in found])
+        prefixes = messages.short_repr([match.prefix for match in found])
         want = (
             f"one model {kind.name} in a file (save each to its own file, or load one with "
             f"config and names)"
@@ -74,7 +79,28 @@ def recognised(
     for tensor, reason in kind.refused.items():
         if prefix + tensor.format(stack=own) in tensors.files:
             raise arguments.value_error(where, f"an input layer like that of {kind.name}", reason)
-    return kind, names | _output_names(kind, prefix, tensors.files)
+    return Match(kind, prefix, names | _output_names(kind, prefix, tensors.files))
+
+
+def matches(
+    kinds: Sequence[Architecture], files: Mapping[str, pathlib.Path], stack: str
+) -> list[Match]:
+    """The rows whose tensors a file has, for each prefix."""
+    found = []
+    for kind in kinds:
+        tensors = kind.tensors(stack)
+        ends = [(name, end) for end in tensors[TOKENS] for name in files if name.endswith(end)]
+        prefixes = [name.removesuffix(end) for name, end in ends]
+        for prefix in dict.fromkeys(prefixes):
+            names = {}
+            for parameter, several in tensors.items():
+                candidates = [prefix + end for end in several if prefix + end in files]
+                if candidates:
+                    names[parameter] = candidates[0]
+            is_whole = not tensors.keys() - names.keys() - set(kind.may_lack)
+            if is_whole and (not prefix or prefix.endswith(".")):
+                found.append(Match(kind, prefix, names))
+    return found
 
 
 def _missing_tensors(tensors: Tensors, named: Architecture | None, stack: str | None) -> ValueError:
@@ -83,22 +109,23 @@ def _missing_tensors(tensors: Tensors, named: Architecture | None, stack: str | 
     model = "a known model" if named is None else f"a model {named.name}"
     want = f"the tensors of {model}, or {_by_hand(tensors, _guess(tensors))}"
     kinds = ARCHITECTURES if named is None else (named,)
-    if stack is None and _all_matches(kinds, tensors, other):
+    if stack is None and matches(kinds, tensors.files, other):
         want = f"the {own} of {model}; pass stack={other!r} for the {other}, which is there"
-    where = schema.shorten(str(tensors.path), 60)
-    return ValueError(f"{where}: wanted {want}; got {listed(tensors)}")
+    where = messages.shorten(str(tensors.path), 60)
+    return ValueError(f"{where}: wanted {want}; got {tensors.listed()}")
 
 
 def _advice(tensors: Tensors, stack: str) -> str:
     """What a model of an unknown type may be loaded as."""
-    matching = _all_matches(ARCHITECTURES, tensors, stack)
-    fitting = [match for match in matching if _fits(tensors, match)]
+    matching = matches(ARCHITECTURES, tensors.files, stack)
+    fitting = [match for match in matching if _fits(tensors, match.names)]
     where = shown_path(tensors.path)
     if not fitting:
         return f"load {where} {_by_hand(tensors, _guess(tensors))}"
     # Of those with equally many tensors, the row with the most types is the likeliest.
     kind, _, names = max(
-        fitting, key=lambda match: (match[0].has_stacks, len(match[2]), len(match[0].model_types))
+        fitting,
+        key=lambda match: (match.kind.has_stacks, len(match.names), len(match.kind.model_types)),
     )
     return (
         f"the tensors of {where} fit a model {kind.name}: pass settings={{'model_type': "
@@ -106,9 +133,8 @@ def _advice(tensors: Tensors, stack: str) -> str:
     )
 
 
-def _fits(tensors: Tensors, match: "Match") -> bool:
-    """Whether the tensors of a match have the ranks and the width of one input layer."""
-    _, _, names = match
+def _fits(tensors: Tensors, names: Mapping[str, str]) -> bool:
+    """Whether tensors have the ranks and the width of one input layer."""
     shapes = {name: tensors.entry(tensor).shape for name, tensor in names.items() if name != BIAS}
     ranks = all(len(shape) == 2 - (name in VECTORS) for name, shape in shapes.items())
     widths = {shape[-1] for name, shape in shapes.items() if name != WIDEN_OFFSET}
@@ -144,77 +170,27 @@ def _by_hand(tensors: Tensors, names: Mapping[str, str]) -> str:
     return f"by hand: load_embedder(path, config=EmbedderConfig({options}), names={own})"
 
 
-Match = tuple[Architecture, str, dict[str, str]]
-
-
-def _all_matches(kinds: Sequence[Architecture], tensors: Tensors, stack: str) -> list[Match]:
-    return [
-        (kind, prefix, names)
-        for kind in kinds
-        for prefix, names in matches(kind, tensors.files, stack)
-    ]
-
-
 def _unambiguous(tensors: Tensors, found: list[Match], config: pathlib.Path) -> list[Match]:
-    """The matches with tensor names that only one model has; of these, those with the most
-    tensors."""
-    certain = [
-        (kind, prefix, names) for kind, prefix, names in found if kind.is_unambiguous(prefix)
-    ]
+    """The matches with tensor names that only one model has; of these, those with the most."""
+    certain = [match for match in found if match.kind.is_unambiguous(match.prefix)]
     if not certain:
-        types = [kind.name for kind, *_ in found]
-        hint = (
-            f"pass settings={{'model_type': {types[0]!r}}} (the names of the tensors fit "
-            f"{', '.join(dict.fromkeys(types))})"
-        )
+        types = list(dict.fromkeys(match.kind.name for match in found))
+        problem = f"no config.json beside {shown_path(tensors.path)}: it would name"
+        remedy = "add one"
         if config.is_file():
-            raise ValueError(
-                f"no model_type in {shown_path(config)}: it names the architecture; add it, or "
-                f"{hint}"
-            )
+            problem, remedy = f"no model_type in {shown_path(config)}: it names", "add it"
         raise ValueError(
-            f"no config.json beside {shown_path(tensors.path)}: it would name the architecture; "
-            f"add one, or {hint}"
+            f"{problem} the architecture; {remedy}, or pass settings={{'model_type': "
+            f"{types[0]!r}}} (the names of the tensors fit {', '.join(types)})"
         )
-    most = max(len(names) for _, _, names in certain)
-    return [match for match in certain if len(match[2]) == most]
-
-
-def matches(
-    kind: Architecture, files: Mapping[str, pathlib.Path], stack: str
-) -> list[tuple[str, dict[str, str]]]:
-    """Each prefix that has all tensors of an architecture, with the tensor name for each
-    parameter."""
-    ends = [end.format(stack=stack) for end in kind.tensors[TOKENS]]
-    prefixes = dict.fromkeys(
-        name[: -len(end)]
-        for end in ends
-        for name in files
-        if name == end or name.endswith(f".{end}")
-    )
-    found = ((prefix, _names_under_prefix(prefix, kind, files, stack)) for prefix in prefixes)
-    return [(prefix, names) for prefix, names in found if names is not None]
-
-
-def _names_under_prefix(
-    prefix: str, kind: Architecture, files: Mapping[str, pathlib.Path], stack: str
-) -> dict[str, str] | None:
-    names = {}
-    for parameter, ends in kind.tensors.items():
-        candidates = (prefix + end.removeprefix("?").format(stack=stack) for end in ends)
-        tensor = next((candidate for candidate in candidates if candidate in files), None)
-        if tensor is not None:
-            names[parameter] = tensor
-        elif not ends[0].startswith("?"):
-            return None
-    return names
+    most = max(len(match.names) for match in certain)
+    return [match for match in certain if len(match.names) == most]
 
 
 def _output_names(
     kind: Architecture, prefix: str, files: Mapping[str, pathlib.Path]
 ) -> dict[str, str]:
-    """The tensors of the output layer that a file has: beside those of the input layer, or further
-    out."""
+    """The tensors of the output layer, beside those of the input layer or further out."""
     parts = prefix.split(".")[:-1]
     outer = ["".join(f"{part}." for part in parts[:n]) for n in range(len(parts), -1, -1)]
     heads = [start + head for start in outer for head in kind.head.split()]
@@ -222,22 +198,3 @@ def _output_names(
     names = {OUTPUT_TABLE: [f"{head}.weight" for head in heads], OUTPUT_BIAS: biases}
     found = {name: [end for end in ends if end in files] for name, ends in names.items()}
     return {name: ends[0] for name, ends in found.items() if ends}
-
-
-def listed(tensors: Tensors) -> str:
-    """A few tensor names for a message, without layer numbers; tensors outside of numbered layers
-    come first."""
-    is_open = set(tensors.files.values()) == {tensors.path}
-    seen = {
-        re.sub(r"\b\d+\b", "*", name): f" {tensors.entry(name)}" if is_open else ""
-        for name in sorted(tensors.files)
-    }
-    order = [
-        schema.shorten(name, 40) + seen[name]
-        for name in sorted(seen, key=lambda name: ("*" in name, name))
-    ]
-    count = next(
-        (n for n in range(1, len(order)) if len(", ".join(order[: n + 1])) > LISTED), len(order)
-    )
-    more = f" and {len(order) - count} more" if len(order) > count else ""
-    return "the tensors " + ", ".join(order[:count]) + more if order else "an empty file"

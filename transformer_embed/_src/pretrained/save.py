@@ -12,17 +12,10 @@ from transformer_embed._src import arguments
 from transformer_embed._src.functional.lookup import Table
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.embedder import Params
-from transformer_embed._src.pretrained import schema
-from transformer_embed._src.pretrained.config_json import (
-    CONFIG,
-    EXTRAS,
-    check_rotary,
-    config_to_json,
-    extras_from_json,
-    extras_to_json,
-)
+from transformer_embed._src.pretrained import messages, metadata
+from transformer_embed._src.pretrained.description import LOGITS_BIAS
 from transformer_embed._src.pretrained.files import DTYPES, write_tensors
-from transformer_embed._src.pretrained.parameters import as_stored, full_paths, parameters_of
+from transformer_embed._src.pretrained.parameters import full_paths, is_transposed, parameters_of
 from transformer_embed._src.sharded.table import Sharded
 
 
@@ -34,13 +27,13 @@ def save_embedder(
     bias: Mapping[str, Any] | None = None,
     names: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes a safetensors file that `load_embedder` reads back bit for bit; the file is written
-    whole or not at all.
+    """Writes a safetensors file that `load_embedder` reads back bit for bit.
 
-    The configuration is stored in the file's metadata. With the names that `load_embedder`
-    returned, other libraries find the tensors under their original names. The checks of
-    `load_embedder` run before anything is written. A replaced file keeps its permissions, and
-    temporary files of a save that was killed are removed from the folder.
+    The file is written whole or not at all. The configuration is stored in its metadata. With the
+    names that `load_embedder` returned, other libraries find the tensors under their original
+    names. The checks of `load_embedder` run before anything is written. A replaced file keeps its
+    permissions. If a save was killed, a later one in the same folder removes the temporary file
+    that it left, once that file is a day old.
 
     Args:
         path: the file to write or replace.
@@ -87,16 +80,15 @@ def save_embedder(
         for name, leaf in group.items()
     }
     tensor_names = _tensor_names(names or {}, leaves)
-    text = extras_to_json({"rotary": rotary, "bias": bias, "names": tensor_names})
+    text = metadata.extras_to_json(metadata.Extras(rotary, bias, tensor_names))
     # Read back, so that what is written can be loaded.
-    extras = extras_from_json("save_embedder", text)
-    check_rotary("save_embedder", extras.rotary)
-    _check_shapes(leaves, parameters_of("save_embedder", config, extras.bias))
+    extras = metadata.extras_from_json("save_embedder", text)
+    _check_shapes(leaves, parameters_of("save_embedder", config, extras.rotary, extras.bias))
     arrays = {
-        tensor: as_stored(name, tensor, leaves[name]) for name, tensor in tensor_names.items()
+        tensor: _as_stored(name, tensor, leaves[name]) for name, tensor in tensor_names.items()
     }
-    metadata = {"format": "pt", CONFIG: config_to_json(config), EXTRAS: text}
-    write_tensors(pathlib.Path(os.path.realpath(path)), arrays, metadata)
+    texts = {metadata.CONFIG: metadata.config_to_json(config), metadata.EXTRAS: text}
+    write_tensors(pathlib.Path(os.path.realpath(path)), arrays, {"format": "pt"} | texts)
 
 
 def _tensor_names(names: Mapping[str, str], leaves: Iterable[str]) -> dict[str, str]:
@@ -105,7 +97,7 @@ def _tensor_names(names: Mapping[str, str], leaves: Iterable[str]) -> dict[str, 
     for name, tensor in full_paths(names, tensor_names).items():
         tensor_names[name] = _tensor_name(tensor)
     if len(set(tensor_names.values())) < len(tensor_names):
-        got = schema.short_repr(sorted(tensor_names.values()))
+        got = messages.short_repr(sorted(tensor_names.values()))
         raise arguments.value_error("names", "a tensor of its own for each parameter", got)
     return tensor_names
 
@@ -117,27 +109,27 @@ def _check_shapes(
     for name, parameter in parameters.items():
         if name not in leaves or leaves[name].shape != parameter.shape:
             want = f"shape {list(parameter.shape)}, as the config says"
-            got = f"none among {schema.short_repr(sorted(leaves))}"
+            got = f"none among {messages.short_repr(sorted(leaves))}"
             if name in leaves:
                 got = f"shape {list(leaves[name].shape)}"
-            raise arguments.value_error(f"params: {schema.shorten(name)}", want, got)
+            raise arguments.value_error(f"params: {messages.shorten(name)}", want, got)
 
 
 def _leaf_name(module: Any, name: Any) -> str:
     """A parameter's path: valid UTF-8 that can be split into module and name again."""
     for part in (module, name):
         if not isinstance(part, str):
-            got = schema.short_repr(part)
+            got = messages.short_repr(part)
             raise arguments.type_error("params", "names that are strings", got)
     if not name or "/" in name:
-        got = schema.short_repr(f"{module}/{name}")
+        got = messages.short_repr(f"{module}/{name}")
         raise arguments.value_error("params", "names of parameters without a slash", got)
     return _tensor_name(f"{module}/{name}")
 
 
 def _tensor_name(name: Any) -> str:
     """A name that a safetensors file can hold."""
-    got = schema.short_repr(name)
+    got = messages.short_repr(name)
     if not isinstance(name, str):
         raise arguments.type_error("names", "tensors' names as strings", got)
     if name == "__metadata__" or any(0xD800 <= ord(letter) < 0xE000 for letter in name):
@@ -146,9 +138,16 @@ def _tensor_name(name: Any) -> str:
     return name
 
 
+def _as_stored(name: str, tensor: str, array: np.ndarray) -> np.ndarray:
+    """A parameter as its tensor has it."""
+    if is_transposed(name, tensor):
+        return array.T
+    return array[None] if tensor.endswith(LOGITS_BIAS) else array
+
+
 def _on_host(name: str, leaf: Any) -> np.ndarray:
     """An array of this process in its own dtype, in the byte order of this machine."""
-    name, want = f"params: {schema.shorten(name)}", "an array of float32, bfloat16 or float16"
+    name, want = f"params: {messages.shorten(name)}", "an array of float32, bfloat16 or float16"
     if isinstance(leaf, Sharded):
         leaf = leaf.in_vocabulary_order()
     if isinstance(leaf, Table):
@@ -157,15 +156,14 @@ def _on_host(name: str, leaf: Any) -> np.ndarray:
     if not isinstance(leaf, jax.Array) and hasattr(type(leaf), "__jax_array__"):
         # Flax's nnx.Param, for example.
         leaf = leaf.__jax_array__()
-    is_array = isinstance(leaf, np.ndarray | np.generic | jax.Array)
-    if isinstance(leaf, np.ma.MaskedArray) or not is_array:
+    if not isinstance(leaf, np.ndarray | np.generic | jax.Array):
         raise arguments.type_error(name, want, type(leaf).__name__)
     if arguments.is_traced(leaf):
         raise arguments.type_error(name, f"{want}, outside jit", "a traced array")
-    dtype = leaf.dtype.newbyteorder("=") if isinstance(leaf.dtype, np.dtype) else None
-    if dtype not in DTYPES.values():
+    # (A key's dtype is not one of numpy.)
+    if not isinstance(leaf.dtype, np.dtype) or leaf.dtype not in DTYPES.values():
         raise arguments.value_error(name, "float32, bfloat16 or float16", leaf.dtype)
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         want = "an array on this process's devices (gather it first)"
         raise arguments.value_error(name, want, "one on other processes too")
-    return np.asarray(leaf, dtype)
+    return np.asarray(leaf)

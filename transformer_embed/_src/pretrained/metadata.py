@@ -1,0 +1,104 @@
+"""The metadata that `save_embedder` writes, as JSON: a config, rotary embeddings and a bias.
+
+What is read is checked by the classes and functions that it is for.
+"""
+
+import dataclasses
+import json
+import numbers
+import typing
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from transformer_embed._src import arguments
+from transformer_embed._src.functional.rotary_scaling import Scaling
+from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
+from transformer_embed._src.layers.schemes import Scheme
+from transformer_embed._src.pretrained import messages
+
+# Of the file's metadata.
+CONFIG = "transformer_embed.config"
+EXTRAS = "transformer_embed.extras"
+# The entry of an object that has the name of its class.
+KIND = "kind"
+CLASSES = (OutputLayer, *typing.get_args(Scheme), *typing.get_args(Scaling))
+KINDS = {kind.__name__: kind for kind in CLASSES}
+
+
+class Extras(NamedTuple):
+    """The metadata besides the config."""
+
+    rotary: Mapping[str, Any] | None = None
+    bias: Mapping[str, Any] | None = None
+    names: Mapping[str, str] | None = None
+
+
+def config_to_json(config: EmbedderConfig) -> str:
+    """The config's fields; the position scheme has its class name, and dtypes are names."""
+    return json.dumps(_fields(config), default=_encoded)
+
+
+def options_from_json(name: str, text: str) -> dict[str, Any]:
+    """The config's arguments.
+
+    They are not yet checked, so that sizes can be compared with the tensors before the config is
+    made.
+    """
+    return messages.call_with_named_errors(name, _decoded, messages.parse(name, text))
+
+
+def extras_to_json(extras: Extras) -> str:
+    """Rotary, bias and names; a scaling has its class name."""
+    return json.dumps(extras._asdict(), default=_encoded)
+
+
+def extras_from_json(name: str, text: str) -> Extras:
+    """The inverse of `extras_to_json`; a ValueError for any other text."""
+    extras = messages.call_with_named_errors(
+        name, lambda: Extras(**_decoded(messages.parse(name, text)))
+    )
+    for field, value in extras._asdict().items():
+        if not isinstance(value, Mapping | None):
+            got = messages.short_repr(value)
+            raise arguments.value_error(f"{name}: {field}", "an object or null", got)
+    for parameter, tensor in (extras.names or {}).items():
+        module, _, leaf = parameter.rpartition("/")
+        if not (module and leaf and isinstance(tensor, str)):
+            want = "parameters as module/name, with their tensors' names"
+            got = messages.short_repr({parameter: tensor})
+            raise arguments.value_error(f"{name}: names", want, got)
+    return extras
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def _encoded(value: Any) -> Any:
+    """A value of a type that JSON does not have."""
+    if isinstance(value, CLASSES):
+        return {KIND: type(value).__name__} | _fields(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, np.dtype):
+        return value.name
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, numbers.Real):
+        return float(value)
+    want = "numbers, words and scalings"
+    raise arguments.type_error("rotary and bias", want, type(value).__name__)
+
+
+def _decoded(value: Any) -> Any:
+    """A value with tuples for lists, and instances for objects that name their class."""
+    if isinstance(value, list):
+        return tuple(map(_decoded, value))
+    if not isinstance(value, dict):
+        return value
+    entries = {name: _decoded(item) for name, item in value.items()}
+    if KIND not in entries:
+        return entries
+    return KINDS[arguments.choice(KIND, entries.pop(KIND), tuple(KINDS))](**entries)
