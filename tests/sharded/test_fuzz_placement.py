@@ -26,7 +26,7 @@ GOOD = {
         "rules",
         "rng",
         "tables",
-        "batch",
+        "batch_axes",
         "interleave",
         "virtual_shards",
         "capacity",

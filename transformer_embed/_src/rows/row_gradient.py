@@ -16,16 +16,15 @@ Tree = Any
 
 def register_row_gradient(cls: type) -> type:
     """Makes a kind of `RowGradient` a pytree whose one leaf is `values`."""
-    fields = [field.name for field in dataclasses.fields(cls)]
-    static = [name for name in fields if name not in ("ids", "values")]
+    names = [field.name for field in dataclasses.fields(cls)]
 
     def flatten(gradient: Any) -> tuple[Any, Any]:
-        data = _Ids(gradient.ids), *(getattr(gradient, name) for name in static)
-        return (gradient.values,), data
+        ids, values, *static = (getattr(gradient, name) for name in names)
+        return (values,), (_Ids(ids), *static)
 
     def unflatten(data: Any, children: Any) -> Any:
-        ids, *rest = data
-        return cls(ids=ids.ids, values=children[0], **dict(zip(static, rest, strict=True)))
+        ids, *static = data
+        return cls(ids.ids, *children, *static)
 
     jax.tree_util.register_pytree_node(cls, flatten, unflatten)
     return cls
@@ -80,9 +79,8 @@ class RowGradient:
     def __add__(self, other: "RowGradient") -> "RowGradient":
         """The sum; it has the rows of both."""
         if not isinstance(other, RowGradient) or other.shape != self.shape:
-            raise arguments.type_error(
-                "grads", f"rows of the same table, {list(self.shape)}", type(other).__name__
-            )
+            want = f"rows of the same table, {list(self.shape)}"
+            raise arguments.type_error("grads", want, type(other).__name__)
         check_ascending(self)
         check_ascending(other)
         if _Ids(self.ids) == _Ids(other.ids):

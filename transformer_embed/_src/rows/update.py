@@ -103,7 +103,11 @@ def update(
     for table, places in tables.items():
         for place in places:
             whole[place] = _shape_and_dtype(leaves[place])
-            block[place] = _block_of(leaves[table], whole[place])
+            size, *rest = whole[place].shape
+            rows = min(len(leaves[table].ids), BLOCK)
+            # Never all rows, so that the check can tell the two apart.
+            shape = (rows + (rows == size), *rest)
+            block[place] = jax.ShapeDtypeStruct(shape, whole[place].dtype)
     arrays = {key: value for key, value in extra_args.items() if _has_only_arrays(value)}
     shared = _replaced(leaves, dict.fromkeys(whole)), arrays
     step = functools.partial(_step, optimizer, extra_args, treedef)
@@ -222,10 +226,11 @@ def _update_in_blocks(
         moved = jnp.any(block_gradient != 0, axis=-1)
 
         def write(whole: Array, before: Array, after: Array) -> Array:
-            rows = jnp.where(moved.reshape(-1, *[1] * (before.ndim - 1)), after, before)
+            rows = jax.vmap(jnp.where)(moved, after, before)
             # Ids past the end of the table are dropped.
-            options = {"mode": "drop", "unique_indices": True, "indices_are_sorted": True}
-            return whole.at[block_ids].set(rows, **options)
+            return whole.at[block_ids].set(
+                rows, mode="drop", unique_indices=True, indices_are_sorted=True
+            )
 
         return list(map(write, wholes, old, new))
 
@@ -233,13 +238,6 @@ def _update_in_blocks(
     if len(ids) == block:
         return update_block(0, wholes)
     return jax.lax.fori_loop(0, len(ids) // block, update_block, wholes)
-
-
-def _block_of(gradient: RowGradient, whole: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The shape of the rows that are updated at a time."""
-    block, (size, *rest) = min(len(gradient.ids), BLOCK), whole.shape
-    # Never all rows, so that the check can tell the two apart.
-    return jax.ShapeDtypeStruct((block + (block == size), *rest), whole.dtype)
 
 
 def _shape_and_dtype(leaf: Any) -> jax.ShapeDtypeStruct:

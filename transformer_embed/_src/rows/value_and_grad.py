@@ -94,14 +94,16 @@ def _gather_tables(
     leaves: Sequence[Any], treedef: Any, ids: Tree, max_rows: int | Tree | None
 ) -> dict[int, GatheredRows]:
     """The rows that a batch reads from each table in `ids`, by the table's index as a leaf."""
-    indices = jax.tree.unflatten(treedef, range(len(leaves)))
-    bounds = dict.fromkeys(range(len(leaves)), max_rows)
+    indices = dict(_named("params", jax.tree.unflatten(treedef, range(len(leaves)))))
+    ids_of = _of_tables(ids, indices)
+    bounds = dict.fromkeys(ids_of, max_rows)
     if isinstance(max_rows, Mapping):
-        bounds = {index: bound for _, index, bound in _entries(indices, max_rows, "params")}
+        bounds = _of_tables(max_rows, indices)
     gathered = {}
-    for name, index, table_ids in _entries(indices, ids, "params"):
+    for name, table_ids in ids_of.items():
+        index = indices[name]
         table, integers = as_table(name, leaves[index]), arguments.as_int32("ids", table_ids)
-        bound = bounds.get(index)
+        bound = bounds.get(name)
         most = 2**31 if bound is None else arguments.integer("max_rows", bound, at_least=1)
         if isinstance(table, RowTable):
             rows = table.take_rows(integers, most)
@@ -116,27 +118,21 @@ def _gather_tables(
     return gathered
 
 
-def _entries(params: Tree, ids: Tree, path: str) -> Iterator[tuple[str, Any, Any]]:
-    """For each leaf of `ids` (no dict): its path, the entry of `params` at that path, the leaf."""
-    if not isinstance(ids, Mapping):
-        if not isinstance(params, int):
-            got = f"a {type(params).__name__} that holds {_paths(params)}; name it in ids as well"
-            raise arguments.value_error(path, "a table, since ids has an array there", got)
-        yield path, params, ids
+def _of_tables(tree: Tree, indices: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a tree by their names. Raises if there is no table of such a name."""
+    entries = dict(_named("params", tree))
+    for name in entries:
+        if not isinstance(indices.get(name), int):
+            more = f" and {len(indices) - 4} more" if len(indices) > 4 else ""
+            got = f"none among {', '.join([*indices][:4])}{more}"
+            raise arguments.value_error(name, "a table, since ids has it", got)
+    return entries
+
+
+def _named(name: str, tree: Tree) -> Iterator[tuple[str, Any]]:
+    """The name and value of each entry of a tree of dicts."""
+    if not isinstance(tree, Mapping):
+        yield name, tree
         return
-    for key, inner_ids in ids.items():
-        here = f"{path}[{key!r}]"
-        try:
-            inner = params[key]
-        except (KeyError, IndexError, TypeError) as error:
-            raise arguments.value_error(
-                here, "a table, since ids has it", f"nothing ({path} holds {_paths(params)})"
-            ) from error
-        yield from _entries(inner, inner_ids, here)
-
-
-def _paths(params: Tree) -> str:
-    """The first few paths of a tree of parameters."""
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    more = f" and {len(paths) - 4} more" if len(paths) > 4 else ""
-    return ", ".join(path or "an array" for path in paths[:4]) + more or "nothing"
+    for key, inner in tree.items():
+        yield from _named(f"{name}[{key!r}]", inner)

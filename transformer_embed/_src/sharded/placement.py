@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -93,13 +94,15 @@ def shard_params(
 
     Raises:
         TypeError: mesh is not a Mesh; rules are not a mapping of patterns to PartitionSpec; tables
-            or interleave is not a string; a traced parameter; params is a function and rng is None.
-        ValueError: a pattern that matches no parameter; a spec with more dimensions than its
-            parameter; an axis that the mesh lacks; a dimension, other than a table's rows, that the
-            number of devices along its axes does not divide; a batch over the axes of a table's
-            columns; rng without a function; an interleaved table whose columns are split, whose
-            batch is not split over the axes of its rows, or whose virtual shards the devices do not
-            divide; a capacity that is not positive.
+            or interleave is not a string; batch_axes is not a tuple; a parameter is traced or is
+            not an array; params is a function and rng is None.
+        ValueError: a pattern that matches no parameter; a spec with an axis past the dimensions of
+            its parameter, that the mesh lacks, or whose number of devices does not divide a
+            dimension other than a table's rows; batch_axes that the mesh lacks, or that split the
+            columns of a contiguous table; rng without a function; an interleaved table whose
+            columns are split, whose batch is not split over the axes of its rows, whose virtual
+            shards the devices do not divide, or with more than 2**31 - 2**26 rows; virtual_shards
+            that are not a power of two of at least 2; a capacity that is not positive.
 
     Example:
         >>> import jax, numpy as np
@@ -118,9 +121,17 @@ def shard_params(
     """
     if not isinstance(mesh, Mesh):
         raise arguments.type_error("mesh", "a jax.sharding.Mesh", type(mesh).__name__)
+    if not isinstance(rules, Mapping) or not all(
+        isinstance(spec, PartitionSpec) for spec in rules.values()
+    ):
+        raise arguments.type_error("rules", "a mapping of patterns to PartitionSpec", rules)
     if not isinstance(batch_axes, tuple | None):
         want = "a tuple of mesh axes, or None"
         raise arguments.type_error("batch_axes", want, repr(batch_axes))
+    if not all(axis in mesh.axis_names for axis in batch_axes or ()):
+        raise arguments.value_error(
+            "batch_axes", f"axes of the mesh, {mesh.axis_names}", batch_axes
+        )
     arguments.integer("virtual_shards", virtual_shards, at_least=2, at_most=2**20)
     if virtual_shards.bit_count() != 1:
         raise arguments.value_error("virtual_shards", "a power of two", virtual_shards)
@@ -130,121 +141,102 @@ def shard_params(
         want = "a pattern of names, or None"
         raise arguments.type_error("interleave", want, repr(interleave))
     capacity = arguments.real("capacity", capacity, above=0)
-    place = _Placement(mesh, tables, batch_axes, interleave, virtual_shards, capacity)
+    place = _Placement(mesh, rules, tables, batch_axes, interleave, virtual_shards, capacity)
     if callable(params):
         key = arguments.as_key("rng", rng)
-        return _draw(params, key, mesh, place.tree(jax.eval_shape(params, key), rules))
+        return _draw(params, key, mesh, place.tree(jax.eval_shape(params, key)))
     arguments.check_left_out("rng", rng, "params is not a function")
-    return place.tree(params, rules)
+    return place.tree(params)
 
 
 class _Placement(NamedTuple):
     """Places parameters; see `shard_params`."""
 
     mesh: Mesh
+    rules: Mapping[str, PartitionSpec]
     tables: str
     batch_axes: Axes | None
     interleave: str | None
     virtual_shards: int
     capacity: float
 
-    def tree(self, params: Any, rules: Mapping[str, PartitionSpec]) -> Any:
+    def tree(self, params: Any) -> Any:
         """The parameters on the mesh."""
-        if not isinstance(rules, Mapping) or not all(
-            isinstance(spec, PartitionSpec) for spec in rules.values()
-        ):
-            want = "a mapping of patterns to PartitionSpec"
-            raise arguments.type_error("rules", want, rules)
         paths, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_table)
         leaves = {jax.tree_util.keystr(k, simple=True, separator="/"): leaf for k, leaf in paths}
-        for name, leaf in leaves.items():
-            if not hasattr(leaf, "shape"):
-                got = type(leaf).__name__
-                raise arguments.type_error("params", f"an array as {name}", got)
-        patterns = dict.fromkeys(rules, "rules")
+        patterns = dict.fromkeys(self.rules, "rules")
         if self.interleave is not None:
             patterns.setdefault(self.interleave, "interleave")
         for pattern, argument in patterns.items():
-            if not any(fnmatch.fnmatchcase(name, pattern) for name in leaves):
+            if not fnmatch.filter(leaves, pattern):
                 want = f"patterns that match one of {', '.join(leaves)}"
                 raise arguments.value_error(argument, want, repr(pattern))
-        placed = [self.leaf(name, leaf, rules) for name, leaf in leaves.items()]
-        return jax.tree.unflatten(treedef, placed)
+        return jax.tree.unflatten(treedef, itertools.starmap(self.leaf, leaves.items()))
 
-    def leaf(self, name: str, leaf: Any, rules: Mapping[str, PartitionSpec]) -> Any:
+    def leaf(self, name: str, leaf: Any) -> Any:
         """A parameter on the mesh."""
-        spec = self.spec(name, len(leaf.shape), rules)
-        axes, sharding = spec_axes(spec, len(leaf.shape)), NamedSharding(self.mesh, spec)
-        array = leaf.array if isinstance(leaf, Sharded) else leaf
+        if not hasattr(leaf, "shape"):
+            raise arguments.type_error("params", f"an array as {name}", type(leaf).__name__)
+        array, shape = leaf.array if isinstance(leaf, Sharded) else leaf, leaf.shape
         if arguments.is_traced(array):
             want = (
                 "arrays outside of jit "
                 "(a function that draws them is compiled by shard_params itself)"
             )
             raise arguments.type_error("params", want, f"a traced {name}")
+        specs = (spec for rule, spec in self.rules.items() if fnmatch.fnmatchcase(name, rule))
+        spec = next(specs, PartitionSpec())
+        axes = spec_axes(spec, len(shape))
+        if any(axes[len(shape) :]):
+            want = f"at most {len(shape)} dimensions for {name}"
+            raise arguments.value_error("rules", want, spec)
+        # A None past the last dimension says nothing.
+        spec = PartitionSpec(*[*spec][: len(shape)])
         # A row-wise optimizer may have one number of state for each row of a table.
-        is_rows = any(axes) and len(axes) <= 2 and fnmatch.fnmatchcase(name, self.tables)
-        first = 1 if is_rows else 0
-        for size, names in zip(leaf.shape[first:], axes[first:], strict=True):
-            parts = devices_along(self.mesh, names)
-            if size % parts:
-                want = f"a dimension of {name} that {parts} devices divide"
-                raise arguments.value_error("rules", want, size)
+        is_rows = any(axes) and len(shape) in (1, 2) and fnmatch.fnmatchcase(name, self.tables)
+        try:
+            sharding = NamedSharding(self.mesh, spec)
+            # The rows of a table are padded.
+            sharding.shard_shape((0, *shape[1:]) if is_rows else shape)
+        except ValueError as error:
+            want = f"a spec that fits {name} of shape {list(shape)}"
+            raise arguments.value_error("rules", want, f"{spec}: {error}") from error
         if isinstance(array, jax.ShapeDtypeStruct):
-            rows = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            rows = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
         else:
             rows = leaf.in_vocabulary_order() if isinstance(leaf, Sharded) else np.asarray(leaf)
         if is_rows:
-            return sharded(rows, self.layout(name, leaf.shape[0], axes, sharding))
+            return sharded(rows, self.layout(name, shape[0], sharding))
         if isinstance(rows, jax.ShapeDtypeStruct):
             return rows
-        return jax.make_array_from_callback(leaf.shape, sharding, rows.__getitem__)
+        return jax.make_array_from_callback(shape, sharding, rows.__getitem__)
 
-    def spec(self, name: str, ndim: int, rules: Mapping[str, PartitionSpec]) -> PartitionSpec:
-        """The spec of a parameter."""
-        matching = (rules[pattern] for pattern in rules if fnmatch.fnmatchcase(name, pattern))
-        spec = next(matching, PartitionSpec())
-        axes = spec_axes(spec, ndim)
-        # A None past the last dimension says nothing.
-        if any(axes[ndim:]):
-            want = f"at most {ndim} dimensions for {name}"
-            raise arguments.value_error("rules", want, spec)
-        for axis in (*(axis for names in axes for axis in names), *(self.batch_axes or ())):
-            if axis not in self.mesh.axis_names:
-                want = f"axes of the mesh, {self.mesh.axis_names}, for {name}"
-                raise arguments.value_error("rules and batch_axes", want, repr(axis))
-        return PartitionSpec(*[*spec][:ndim])
-
-    def layout(
-        self, name: str, vocab_size: int, axes: list[Axes], sharding: NamedSharding
-    ) -> Layout:
+    def layout(self, name: str, vocab_size: int, sharding: NamedSharding) -> Layout:
         """How a table lies on the mesh."""
-        row_axes, *column_axes = axes
-        used = (*row_axes, *(axis for names in column_axes for axis in names))
-        batch_axes = self.batch_axes
-        if batch_axes is not None and set(batch_axes) & set(used[len(row_axes) :]):
-            want = f"other axes than those of the columns of {name}"
-            raise arguments.value_error("batch_axes", want, batch_axes)
+        rows, columns = spec_axes(sharding.spec, 2)
+        parts, batch_axes = devices_along(self.mesh, rows + columns), self.batch_axes
         if self.interleave is None or not fnmatch.fnmatchcase(name, self.interleave):
             if batch_axes is None:
+                used = rows + columns
                 batch_axes = tuple(axis for axis in self.mesh.axis_names if axis not in used)
-            order = Contiguous(vocab_size, devices_along(self.mesh, used))
-            return Layout(order, sharding, batch_axes, self.capacity)
+            if set(batch_axes) & set(columns):
+                want = f"other axes than those of the columns of {name}"
+                raise arguments.value_error("batch_axes", want, batch_axes)
+            return Layout(Contiguous(vocab_size, parts), sharding, batch_axes, self.capacity)
         if batch_axes is None:
             batch_axes = self.mesh.axis_names
-        if len(used) > len(row_axes):
+        if columns:
             want = f"rows over mesh axes, and whole columns, for {name}"
             raise arguments.value_error("interleave", want, sharding.spec)
-        if not set(row_axes) <= set(batch_axes):
+        if not set(rows) <= set(batch_axes):
             want = (
-                f"the mesh axes of the rows of {name}, {row_axes}, among others, "
+                f"the mesh axes of the rows of {name}, {rows}, among others, "
                 "since it is interleaved"
             )
             raise arguments.value_error("batch_axes", want, batch_axes)
-        parts = devices_along(self.mesh, row_axes)
         if self.virtual_shards % parts:
             want = (
-                f"a number of devices along {row_axes} that divides {self.virtual_shards} "
+                f"a number of devices along {rows} that divides {self.virtual_shards} "
                 f"virtual shards, to interleave {name}"
             )
             raise arguments.value_error("mesh", want, parts)
