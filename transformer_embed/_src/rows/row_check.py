@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -165,10 +165,8 @@ class _Reader:
         # Called programs may be without constants.
         one, other = (getattr(program, "jaxpr", program) for program in (whole, block))
         consts, block_consts = (getattr(program, "consts", ()) for program in (whole, block))
-        if len(one.eqns) != len(other.eqns) or len(consts) != len(block_consts):
+        if len(one.eqns) != len(other.eqns) or not _same(consts, block_consts):
             raise self.refusal(DIFFERS)
-        if not all(map(_same, consts, block_consts)):
-            raise self.refusal("a constant that depends on the number of rows")
         # For each variable of the whole program, that of the block's and what is known about it.
         facts: dict[Any, tuple[Any, Fact]] = {}
 
@@ -212,12 +210,10 @@ class _Reader:
             for whole, block in called:
                 self.follow(whole, block)
         fact = self.uses(name, operands)._replace(table=next(iter(tables), None))
-        if tables:
-            return [fact] * len(after)
-        stays_condition = _stays_condition(other, operands)
+        is_condition = not tables and _stays_condition(other, operands)
         return [
-            fact._replace(is_condition=stays_condition or variable.aval.dtype == jnp.bool_)
-            for variable in other.outvars
+            fact._replace(is_condition=is_condition or (not tables and out.aval.dtype == jnp.bool_))
+            for out in other.outvars
         ]
 
     def rows(self, one: Any, other: Any) -> Rows | None:
@@ -247,8 +243,6 @@ class _Reader:
     ) -> None:
         """Raises unless each row of the results is computed from the same row of the operands."""
         name = other.primitive.name
-        if other.effects:
-            raise self.refusal(f"{name} has a side effect on rows")
         if name in CONTROL_FLOW:
             how = "on a value outside of the row decides how the row is updated"
             raise self.refusal(f"{name} {how}")
@@ -266,10 +260,9 @@ class _Reader:
 
     def has_same_params(self, one: Any, other: Any, has_rows: bool) -> bool:
         """Whether the params are the same in both programs, but for the rows in sizes of arrays."""
-        for name in other.params:
+        for name, param in other.params.items():
             sizes = self.sizes.values() if has_rows and name in SIZES else ()
-            leaves = (jax.tree.leaves(equation.params[name]) for equation in (one, other))
-            if not all(pair in sizes or _same(*pair) for pair in itertools.zip_longest(*leaves)):
+            if not _same(one.params[name], param, sizes):
                 return False
         return True
 
@@ -339,16 +332,17 @@ def _called_programs(equation: Any) -> list[Any]:
     return [param for param in params if isinstance(param, ClosedJaxpr | Jaxpr)]
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether a literal, a constant or a param is the same in two traces."""
-    return one is other or bool(_key(one) == _key(other))
+def _same(one: Any, other: Any, sizes: Collection[tuple[int, int]] = ()) -> bool:
+    """Whether literals, constants or params are the same in two traces, but for these sizes."""
+    pairs = itertools.zip_longest(*map(jax.tree.leaves, (one, other)))
+    return all(a is b or (a, b) in sizes or _key(a) == _key(b) for a, b in pairs)
 
 
 def _key(value: Any) -> Any:
     """What is equal if the values are the same."""
     if isinstance(value, ClosedJaxpr | Jaxpr):
         # `follow` compares programs.
-        return None
+        return ClosedJaxpr
     if isinstance(value, Literal):
         return str(value.aval), _key(value.val)
     if isinstance(value, NUMBERS) and not arguments.is_traced(value):
