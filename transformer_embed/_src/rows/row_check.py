@@ -79,13 +79,15 @@ class Fact(NamedTuple):
 
     Attributes:
         table: the table that its rows belong to. None: it has no rows, or they are all equal.
-        uses: the inputs that a row is computed from, whatever the shared conditions are.
+        uses: the inputs that a row may be computed from.
+        always_uses: those that it is computed from whatever the shared conditions are.
         choice: the error for the first shared condition that left out an input.
         is_condition: whether it is a condition that all rows share.
     """
 
     table: int | None = None
     uses: frozenset[int] = frozenset()
+    always_uses: frozenset[int] = frozenset()
     choice: ValueError | None = None
     is_condition: bool = False
 
@@ -111,7 +113,8 @@ def check(
     other = _traced(step, block, update, "update cannot be traced with fewer rows")
     reader = _Reader({i: (whole[i].shape[0], block[i].shape[0]) for i in tables}, update)
     owners = {place: table for table, places in tables.items() for place in places}
-    facts = reader.follow(one, other, [Fact(owners[i], frozenset([i])) for i in sorted(owners)])
+    operands = [Fact(owners[i], frozenset([i]), frozenset([i])) for i in sorted(owners)]
+    facts = reader.follow(one, other, operands)
     outputs = zip(one.jaxpr.outvars, other.jaxpr.outvars, facts, strict=True)
     # New rows of the table must use their gradient, and those of a state the old ones.
     needs = {rows: gradient for gradient, rows, *_ in tables.values()}
@@ -268,17 +271,18 @@ class _Reader:
 
     def uses(self, name: str, operands: Sequence[Fact]) -> Fact:
         """What a result is computed from, whatever the shared conditions are."""
-        uses = all_uses = frozenset().union(*(fact.uses for fact in operands))
+        uses = frozenset().union(*(fact.uses for fact in operands))
+        always_uses = frozenset().union(*(fact.always_uses for fact in operands))
         # select_n(condition, a, b) uses what both branches use; a product with 0 uses nothing.
         if name == "select_n" and operands[0].is_condition:
-            uses = frozenset.intersection(*(fact.uses for fact in operands[1:]))
+            always_uses = frozenset.intersection(*(fact.always_uses for fact in operands[1:]))
         elif name in ("and", "div", "mul") and any(fact.is_condition for fact in operands):
-            uses = frozenset()
+            always_uses = frozenset()
         choice = next((fact.choice for fact in operands if fact.choice), None)
-        if choice is None and uses != all_uses:
+        if choice is None and uses != always_uses:
             how = "by a condition outside of the row decides whether its gradient is used"
             choice = self.refusal(f"{name} {how}")
-        return Fact(uses=uses, choice=choice)
+        return Fact(None, uses, always_uses, choice)
 
     def check_rows(
         self, one: Any, other: Any, fact: Fact, table: int, shape: Shape, needed: int
@@ -292,7 +296,7 @@ class _Reader:
         if aval.dtype != shape.dtype:
             how = f"a state of dtype {shape.dtype} becomes {aval.dtype}"
             raise self.refusal(f"{how}, but a step must keep the dtype")
-        if fact.choice and needed not in fact.uses:
+        if fact.choice and needed in fact.uses - fact.always_uses:
             raise fact.choice
 
 
