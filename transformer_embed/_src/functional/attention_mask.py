@@ -4,13 +4,12 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Int8
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.functional.attention_rule import (
-    Tokens,
+    Fields,
     Window,
     fields,
     may_attend,
@@ -21,6 +20,7 @@ from transformer_embed._src.functional.tile_kinds import tile_kinds
 from transformer_embed._src.functional.token_positions import (
     TokenPositions,
     arrays_of,
+    as_indices,
     check_token_positions,
 )
 
@@ -94,12 +94,10 @@ class AttentionMask:
         check_token_positions("queries", self.queries)
         if self.keys is not None:
             check_token_positions("keys", self.keys)
-            _check_sides(*self._sides())
-        arguments.set_fields(self, causal=arguments.flag("causal", self.causal))
-        if self.window is not None:
-            arguments.set_fields(self, window=_checked_window(self.window))
-        if self.chunk is not None:
-            arguments.set_fields(self, chunk=arguments.size("chunk", self.chunk))
+            _check_sides(self.queries, self.keys)
+        arguments.convert_fields(
+            self, causal=arguments.flag, window=_checked_window, chunk=arguments.size
+        )
 
     def dense(self) -> Bool[Array, "b 1 t s"]:
         """The mask as an array, in the smallest shape that broadcasts.
@@ -116,7 +114,7 @@ class AttentionMask:
             >>> te.AttentionMask(tokens, causal=True, window=(1, 0)).dense()[0, 0].tolist()
             [[True, False, False], [True, True, False], [False, True, True]]
         """
-        return _dense(*self._sides(), reach(self), self.chunk)
+        return _dense(self)
 
     def tile(
         self, query_start: ArrayLike, key_start: ArrayLike, shape: tuple[int, int]
@@ -146,13 +144,18 @@ class AttentionMask:
             >>> te.AttentionMask(tokens, causal=True).tile(500_000, 499_999, (2, 3))[0].tolist()
             [[True, True, False], [True, True, True]]
         """
-        queries, keys = self._sides()
         shape = _checked_shape(shape)
-        starts = (
-            _checked_start("query_start", query_start, queries, shape[0]),
-            _checked_start("key_start", key_start, keys, shape[1]),
-        )
-        return _tile(queries, keys, starts, shape, reach(self), self.chunk)
+        starts = []
+        for name, start, length, size in zip(
+            ("query_start", "key_start"),
+            (query_start, key_start),
+            lengths(self),
+            shape,
+            strict=True,
+        ):
+            what = f"the mask, for a tile of {size}"
+            starts.append(as_indices(name, start, length - size, what))
+        return _tile(self, starts, shape)
 
     def tile_kinds(self, shape: tuple[int, int]) -> Int8[Array, "b m n"]:
         """For each tile of the mask, whether none, some or all of its pairs may attend.
@@ -179,20 +182,18 @@ class AttentionMask:
             >>> te.AttentionMask(tokens, causal=True).tile_kinds((3, 3))[0].tolist()
             [[1, 0, 0, 0], [2, 1, 0, 0], [0, 0, 1, 0], [0, 0, 2, 1]]
         """
-        queries, keys = self._sides()
         shape = _checked_shape(shape)
-        for n, (side, tokens) in enumerate((("queries", queries), ("keys", keys))):
-            length = tokens["positions"].shape[1]
+        for n, (side, length) in enumerate(zip(("queries", "keys"), lengths(self), strict=True)):
             if length % shape[n]:
                 want = f"a divisor of the number of {side}, {length} (pad the batch to a multiple)"
                 raise arguments.value_error(f"shape[{n}]", want, shape[n])
-        others = None if self.keys is None else keys
-        return tile_kinds(queries, others, shape, reach(self), self.chunk)
+        return tile_kinds(self.queries, self.keys, shape, reach(self), self.chunk)
 
-    def _sides(self) -> tuple[Tokens, Tokens]:
-        """Queries and keys as arrays [B or 1, length]."""
-        queries = _rows(self.queries)
-        return queries, queries if self.keys is None else _rows(self.keys)
+
+def lengths(mask: AttentionMask) -> tuple[int, int]:
+    """The numbers of queries and of keys."""
+    keys = mask.queries if mask.keys is None else mask.keys
+    return mask.queries.positions.shape[-1], keys.positions.shape[-1]
 
 
 def reach(mask: AttentionMask) -> Window:
@@ -201,37 +202,30 @@ def reach(mask: AttentionMask) -> Window:
     return left, 0 if mask.causal else right
 
 
-def _check_sides(queries: Tokens, keys: Tokens) -> None:
+def _check_sides(queries: TokenPositions, keys: TokenPositions) -> None:
     """Raises a ValueError unless one can attend to the other."""
-    for side, arrays, other, others in (
-        ("keys", keys, "queries", queries),
-        ("queries", queries, "keys", keys),
-    ):
-        # Without segment ids, queries see the keys of every segment.
-        needed = others.keys() - arrays.keys() - ({"segment_ids"} if side == "queries" else set())
-        for name in needed:
-            want = f"an array, since {other}.{name} is given"
-            raise arguments.value_error(f"{side}.{name}", want, "None")
-    arrays = {f"queries.{name}": array for name, array in queries.items()}
-    arguments.check_numbers_of_rows(
-        arrays | {f"keys.{name}": array for name, array in keys.items()}
-    )
+    sides = {"queries": arrays_of(queries), "keys": arrays_of(keys)}
+    for side, other in (("keys", "queries"), ("queries", "keys")):
+        for name in sides[other].keys() - sides[side].keys():
+            # Without segment ids, queries see the keys of every segment.
+            if (side, name) != ("queries", "segment_ids"):
+                want = f"an array, since {other}.{name} is given"
+                raise arguments.value_error(f"{side}.{name}", want, "None")
+    arrays = {}
+    for side, values in sides.items():
+        arrays |= {f"{side}.{name}": array for name, array in values.items()}
+    arguments.check_numbers_of_rows(arrays)
 
 
-def _checked_window(window: Window) -> Window:
+def _checked_window(name: str, window: Window) -> Window:
     if not isinstance(window, tuple) or len(window) != 2:
         want = "a tuple (left, right), None for no limit"
-        raise arguments.type_error("window", want, repr(window))
+        raise arguments.type_error(name, want, repr(window))
     left, right = (
-        None if side is None else arguments.integer(f"window[{n}]", side, at_least=0)
+        None if side is None else arguments.integer(f"{name}[{n}]", side, at_least=0)
         for n, side in enumerate(window)
     )
     return left, right
-
-
-def _rows(tokens: TokenPositions) -> Tokens:
-    """The arrays of tokens as [B or 1, length]; inside vmap they may be [length]."""
-    return {name: arguments.rows(name, array) for name, array in arrays_of(tokens).items()}
 
 
 def _checked_shape(shape: tuple[int, int]) -> tuple[int, int]:
@@ -242,16 +236,7 @@ def _checked_shape(shape: tuple[int, int]) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
-def _checked_start(name: str, start: ArrayLike, tokens: Tokens, size: int) -> Array:
-    """The start as int32. On the host, a ValueError unless the tile is inside the mask."""
-    integers = arguments.as_integers(name, start)
-    room = tokens["positions"].shape[1] - size
-    if isinstance(integers, np.ndarray):
-        arguments.check_inside(name, integers, 0, room, f"the mask, for a tile of {size}")
-    return arguments.as_int32(name, integers)
-
-
-def _slice(tokens: Tokens, start: Array, size: int) -> Tokens:
+def _slice(tokens: Fields, start: Array, size: int) -> Fields:
     """A stretch of tokens; padding if there is none, since a dynamic slice would move it."""
     room = tokens["positions"].shape[1] - size
     if room:
@@ -262,30 +247,21 @@ def _slice(tokens: Tokens, start: Array, size: int) -> Tokens:
     return tokens | {"is_token": tokens["is_token"] & (start >= 0) & (start <= room)}
 
 
-def _expanded(tokens: Tokens, *axes: int) -> Tokens:
+def _expanded(tokens: Fields, *axes: int) -> Fields:
     return {name: jnp.expand_dims(array, axes) for name, array in tokens.items()}
 
 
 # The functions below are compiled even if the caller is not.
-@compiled(2, 3)
-def _dense(
-    queries: Tokens, keys: Tokens, window: Window, chunk: int | None
-) -> Bool[Array, "b 1 t s"]:
-    queries, keys = fields(queries, keys, chunk)
+@compiled()
+def _dense(mask: AttentionMask) -> Bool[Array, "b 1 t s"]:
+    queries, keys = fields(mask.queries, mask.keys, mask.chunk)
     # It follows from the equal segment of a key, and would give each query a row of its own.
     del queries["is_token"]
-    return may_attend(_expanded(queries, 1, 3), _expanded(keys, 1, 2), window)
+    return may_attend(_expanded(queries, 1, 3), _expanded(keys, 1, 2), reach(mask))
 
 
-@compiled(3, 4, 5)
-def _tile(
-    queries: Tokens,
-    keys: Tokens,
-    starts: tuple[Array, Array],
-    shape: tuple[int, int],
-    window: Window,
-    chunk: int | None,
-) -> Bool[Array, "b t s"]:
-    queries, keys = fields(queries, keys, chunk)
-    queries, keys = _slice(queries, starts[0], shape[0]), _slice(keys, starts[1], shape[1])
-    return may_attend(_expanded(queries, 2), _expanded(keys, 1), window)
+@compiled(2)
+def _tile(mask: AttentionMask, starts: list[Array], shape: tuple[int, int]) -> Bool[Array, "b t s"]:
+    sides = fields(mask.queries, mask.keys, mask.chunk)
+    queries, keys = map(_slice, sides, starts, shape)
+    return may_attend(_expanded(queries, 2), _expanded(keys, 1), reach(mask))

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from transformer_embed._src.functional.token_positions import TokenPositions, arrays_of
+
 # How many positions before and after its own a query sees; None: no limit.
 Window = tuple[int | None, int | None]
-# The arrays of a TokenPositions by their names, those that are not None; also what follows of them.
-Tokens = dict[str, Array]
+# What the rule compares, by name.
+Fields = dict[str, Array]
 
 
 def may_attend(queries: dict[str, Any], keys: dict[str, Any], window: Window) -> Any:
@@ -52,10 +54,13 @@ def _after(positions: Any, distance: int) -> Any:
     return jax.tree.map(add, positions)
 
 
-def fields(queries: Tokens, keys: Tokens, chunk: int | None) -> tuple[Tokens, Tokens]:
-    """What the rule compares, in the wider dtype of both sides."""
+def fields(
+    queries: TokenPositions, keys: TokenPositions | None, chunk: int | None
+) -> tuple[Fields, Fields]:
+    """What the rule compares, each [B or 1, length], in the wider dtype of both sides."""
+    arrays = [arrays_of(queries), arrays_of(queries if keys is None else keys)]
     sides = []
-    for side, other in ((queries, keys), (keys, queries)):
+    for side, other in (arrays, arrays[::-1]):
         values = {}
         for name, array in side.items():
             dtype = np.promote_types(array.dtype, other.get(name, array).dtype)

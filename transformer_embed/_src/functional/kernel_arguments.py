@@ -1,11 +1,12 @@
 """The rule of a mask in the arguments of fused attention kernels, or an error that says why not.
 
-The kernels know row indices and segment ids, but no positions. `_in_row_indices` is the translation
-that all of them share; each method adds what its kernel cannot say.
+The kernels know row indices and segment ids, but no positions. `_reach_in_rows` and `_segment_ids`
+are the translation that all of them share; each method adds what its kernel cannot say.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Int8, Int32, Integer
 
 from transformer_embed._src import arguments
-from transformer_embed._src.functional.attention_mask import AttentionMask
+from transformer_embed._src.functional.attention_mask import AttentionMask, reach
 from transformer_embed._src.functional.attention_rule import Window
 from transformer_embed._src.functional.compiled import compiled
-from transformer_embed._src.functional.token_positions import TokenPositions
+from transformer_embed._src.functional.token_positions import TokenPositions, segments_of
 
 WAY_OUT = "; rule.dense() and rule.tile() can express it"
+# What a query reaches without a window, with and without a causal mask.
+CAUSAL, EVERYTHING = (None, 0), (None, None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,10 +73,9 @@ class KernelArguments:
         if self.batch_size is not None:
             size = arguments.size("batch_size", self.batch_size)
             arguments.set_fields(self, batch_size=size)
-            for array in jax.tree.leaves(self.rule):
-                rows = arguments.rows("rule", array).shape[0]
-                if rows not in (1, size):
-                    raise arguments.value_error("batch_size", f"the rule's {rows} rows", size)
+            rows = _number_of_rows(self.rule)
+            if rows not in (1, size):
+                raise arguments.value_error("batch_size", f"the rule's {rows} rows", size)
 
     def dot_product_attention(self) -> dict[str, Any]:
         """Of `jax.nn.dot_product_attention`, as cuDNN takes them with `implementation="cudnn"`.
@@ -101,26 +103,42 @@ class KernelArguments:
                 )
                 raise _refusal(side, want, f"the arrangement {tokens.arrangement!r}")
         if rule.keys is not None and rule.queries.positions.shape[-1] == 1:
-            return _of_one_query(rule, self.batch_size)
-        in_rows = _in_row_indices(rule, kernel)
-        options: dict[str, Any] = {"is_causal": in_rows.causal}
-        left, right = in_rows.window
-        has_window = left is not None or right is not None
+            return self._of_one_query()
+        left, right = _reach_in_rows(rule, kernel)
+        is_causal = right == 0
+        options: dict[str, Any] = {"is_causal": is_causal}
+        has_window = (left, right) not in (CAUSAL, EVERYTHING)
         if has_window:
             # A side without a limit gets the length, which no distance reaches. cuDNN refuses a
-            # window to the right, so the right side of a causal one is 0.
+            # window to the right, which is 0 in a causal one.
             length = max(tokens.positions.shape[-1] for tokens in (rule.queries, keys))
-            right = 0 if in_rows.causal else right
             options["local_window_size"] = tuple(
                 length if side is None else side for side in (left, right)
             )
         is_padded = "right" in (rule.queries.arrangement, keys.arrangement)
         # jax 0.6.1 forgets a window that comes with neither a causal mask nor lengths.
-        if is_padded or (has_window and not in_rows.causal):
+        if is_padded or (has_window and not is_causal):
             for side, tokens in (("query", rule.queries), ("key_value", keys)):
-                is_token = arguments.rows("padding_mask", tokens.padding_mask)
-                options[f"{side}_seq_lengths"] = _count(_for_batch(is_token, self.batch_size))
+                options[f"{side}_seq_lengths"] = self._counts(tokens.padding_mask)
         return options
+
+    def _of_one_query(self) -> dict[str, Any]:
+        """The arguments for a query that sees a number of keys, counted from the left.
+
+        The keys lie in the order of their positions, and the query sees those up to some position.
+        """
+        kernel = "a single query in jax.nn.dot_product_attention"
+        left, right = reach(self.rule)
+        if left is not None:
+            raise _refusal("window", f"no limit on the left for {kernel}", self.rule.window)
+        if right is not None and _keys(self.rule).arrangement == "any":
+            raise _unknown_order("keys", "a causal mask or a window", kernel, "any")
+        counts = self._counts(self.rule.dense()[:, 0, 0])
+        return {"is_causal": False, "key_value_seq_lengths": counts}
+
+    def _counts(self, is_key: Bool[Array, "b t"]) -> Int32[Array, "b"]:
+        """How many of the keys count, in each row of the batch."""
+        return jnp.broadcast_to(is_key.sum(axis=-1, dtype=jnp.int32), self._rows)
 
     def splash_attention(self, num_heads: int) -> tuple[Any, Any]:
         """The mask and the segment ids of splash attention on TPUs.
@@ -156,18 +174,15 @@ class KernelArguments:
         from transformer_embed._src.functional import splash_mask  # noqa: PLC0415
 
         rule, kernel = self.rule, "splash attention"
-        in_rows = _in_row_indices(rule, kernel)
         shape = rule.queries.positions.shape[-1], _keys(rule).positions.shape[-1]
-        left, right = in_rows.window
-        right = 0 if in_rows.causal else right
-        mask = splash.FullMask(shape)
-        if left is not None or right is not None:
-            mask = splash_mask.IndexMask(shape, (left, right), 0)
+        mask, limits = splash.FullMask(shape), _reach_in_rows(rule, kernel)
+        if limits != EVERYTHING:
+            mask = splash_mask.IndexMask(shape, limits, 0)
             if rule.queries.block_ids is not None:
                 _check_absent(f"{kernel} with block ids", chunk=rule.chunk)
                 mask = mask | splash_mask.BlockMask(_static_block_ids(rule.queries, kernel))
         heads = splash.MultiHeadMask([mask] * arguments.size("num_heads", num_heads))
-        return heads, _segment_ids(splash.SegmentIds, in_rows, self.batch_size)
+        return heads, self._segment_ids(splash.SegmentIds)
 
     def splash_kernels(
         self, num_heads: int, *, is_mqa: bool = False, **options: Any
@@ -217,8 +232,13 @@ class KernelArguments:
         sizes = kernel.kwargs["block_sizes"]
 
         def by_row(info: Any, tile: tuple[int, int], by_keys: bool = False) -> Any:
-            kinds = _with_diagonal(self.rule.tile_kinds(tile))
-            return _of_each_row(info, _for_batch(kinds, self.batch_size), by_keys)
+            kinds = self.rule.tile_kinds(tile)
+            kinds = jnp.broadcast_to(kinds, (self._rows, *kinds.shape[1:]))
+            repeated = jax.tree.map(
+                lambda array: jnp.broadcast_to(array, (self._rows, *array.shape)), info
+            )
+            data_next, block_mask = _steps(info.data_next, info.block_mask, kinds, by_keys)
+            return repeated._replace(data_next=data_next, block_mask=block_mask)
 
         dq = kernel.dq_mask_info
         # jax has no public name for the class of its kernels. They show the arrays by which they
@@ -243,9 +263,8 @@ class KernelArguments:
         """
         from jax.experimental.pallas.ops.tpu.flash_attention import SegmentIds  # noqa: PLC0415
 
-        in_rows = _without_window_or_blocks(self.rule, "flash_attention")
-        segment_ids = _segment_ids(SegmentIds, in_rows, self.batch_size)
-        return {"causal": in_rows.causal, "segment_ids": segment_ids}
+        causal = _is_only_causal(self.rule, "flash_attention")
+        return {"causal": causal, "segment_ids": self._segment_ids(SegmentIds)}
 
     def mha(self) -> dict[str, Any]:
         """Of Pallas' `mha` on GPUs: self-attention, with neither a window nor block ids.
@@ -263,85 +282,65 @@ class KernelArguments:
             raise arguments.value_error("batch_size", want, None)
         if self.rule.keys is not None:
             raise _refusal("keys", f"None (self-attention) for {kernel}", "another sequence")
-        in_rows = _without_window_or_blocks(self.rule, kernel)
-        segment_ids = None
-        if in_rows.segments is not None:
-            segment_ids = _for_batch(in_rows.segments[0], self.batch_size)
-        return {"causal": in_rows.causal, "segment_ids": segment_ids}
+        causal = _is_only_causal(self.rule, kernel)
+        return {"causal": causal, "segment_ids": self._segment_ids(lambda queries, _: queries)}
+
+    def _segment_ids(self, make: Callable[[Array, Array], Any]) -> Any:
+        """Ids that are equal for one segment and chunk, as `make` takes those of queries and keys.
+
+        None if all of them are equal.
+        """
+        rule, queries, keys = self.rule, self.rule.queries, _keys(self.rule)
+        if rule.chunk is not None:
+            packed = queries.arrangement == "packed"
+            chunks = _segments_of_chunks(
+                queries.positions, segments_of(queries), rule.chunk, packed
+            )
+            sides = chunks, chunks
+        elif keys.segment_ids is None or queries.arrangement == keys.arrangement == "offset":
+            return None
+        elif queries.segment_ids is None:
+            # Without segments of their own, queries see the tokens of every segment.
+            sides = (side.padding_mask.astype(jnp.int32) for side in (queries, keys))
+        else:
+            sides = queries.segment_ids, keys.segment_ids
+        return make(*(jnp.broadcast_to(ids, (self._rows, ids.shape[-1])) for ids in sides))
+
+    @property
+    def _rows(self) -> int:
+        return self.batch_size or _number_of_rows(self.rule)
 
 
-class RowIndexRule(NamedTuple):
-    """A rule that compares row indices where `AttentionMask` compares positions."""
+def _reach_in_rows(rule: AttentionMask, kernel: str) -> Window:
+    """How many tokens before and after its own a query sees, as far as its segment reaches.
 
-    causal: bool
-    window: Window
-    segments: tuple[Int32[Array, "b t"], Int32[Array, "b s"]] | None
-
-
-def _in_row_indices(rule: AttentionMask, kernel: str) -> RowIndexRule:
-    """The rule in row indices and segment ids, block ids left out.
-
-    A constructor of TokenPositions lets positions rise along the tokens of a segment, so `causal`
-    may compare row indices instead. It lets them rise by one if no padding is in between, so a
+    A constructor of TokenPositions lets positions rise along the tokens of a segment, so a causal
+    mask may compare row indices instead. It lets them rise by one if no padding is in between, so a
     window may, too. A chunk becomes a segment of its own.
     """
-    left, right = rule.window or (None, None)
-    causal = rule.causal or right == 0
-    right = None if causal else right
-    has_window = left is not None or right is not None
-    if causal or has_window or rule.chunk is not None:
-        limits = "a causal mask, a window or a chunk"
+    limits = reach(rule)
+    if limits != EVERYTHING or rule.chunk is not None:
+        parts = "a causal mask, a window or a chunk"
         if rule.keys is not None:
-            want = f"None (self-attention) for {limits} in {kernel}, which compares row indices"
+            want = f"None (self-attention) for {parts} in {kernel}, which compares row indices"
             raise _refusal("keys", want, "another sequence")
         arrangement = rule.queries.arrangement
+        has_window = limits not in (CAUSAL, EVERYTHING)
         if arrangement == "any" or (has_window and arrangement == "ordered"):
-            raise _unknown_order("queries", limits, kernel, arrangement)
-    return RowIndexRule(causal, (left, right), _segments(rule))
+            raise _unknown_order("queries", parts, kernel, arrangement)
+    return limits
 
 
-def _segments(rule: AttentionMask) -> tuple[Array, Array] | None:
-    """Segment ids that are equal for one segment and chunk; None if all of them are."""
-    queries, keys = rule.queries, _keys(rule)
-    if rule.chunk is not None:
-        chunks = _segments_of_chunks(
-            arguments.rows("positions", queries.positions),
-            None if queries.segment_ids is None else arguments.rows("ids", queries.segment_ids),
-            rule.chunk,
-            queries.arrangement == "packed",
-        )
-        return chunks, chunks
-    if keys.segment_ids is None or queries.arrangement == keys.arrangement == "offset":
-        return None
-    key_segments = arguments.rows("segment_ids", keys.segment_ids)
-    if queries.segment_ids is not None:
-        return arguments.rows("segment_ids", queries.segment_ids), key_segments
-    # Without segments of their own, queries see the tokens of every segment.
-    one = jnp.ones((1, queries.positions.shape[-1]), jnp.int32)
-    return one, (key_segments != 0).astype(jnp.int32)
-
-
-def _without_window_or_blocks(rule: AttentionMask, kernel: str) -> RowIndexRule:
-    in_rows = _in_row_indices(rule, kernel)
-    has_window = in_rows.window != (None, None)
-    window = rule.window if has_window else None
+def _is_only_causal(rule: AttentionMask, kernel: str) -> bool:
+    """Whether the rule is causal, for a kernel with no argument for a window or for blocks."""
+    limits = _reach_in_rows(rule, kernel)
+    window = None if limits in (CAUSAL, EVERYTHING) else rule.window
     _check_absent(kernel, window=window, block_ids=rule.queries.block_ids)
-    return in_rows
+    return limits == CAUSAL
 
 
-def _of_one_query(rule: AttentionMask, batch_size: int | None) -> dict[str, Any]:
-    """The arguments for a query that sees a number of keys, counted from the left.
-
-    The keys lie in the order of their positions, and the query sees those up to some position.
-    """
-    kernel = "a single query in jax.nn.dot_product_attention"
-    left, right = rule.window or (None, None)
-    if left is not None:
-        raise _refusal("window", f"no limit on the left for {kernel}", rule.window)
-    if (rule.causal or right is not None) and _keys(rule).arrangement == "any":
-        raise _unknown_order("keys", "a causal mask or a window", kernel, "any")
-    counts = _count(_for_batch(rule.dense()[:, 0, 0], batch_size))
-    return {"is_causal": False, "key_value_seq_lengths": counts}
+def _number_of_rows(rule: AttentionMask) -> int:
+    return max(arguments.rows("rule", array).shape[0] for array in jax.tree.leaves(rule))
 
 
 def _keys(rule: AttentionMask) -> TokenPositions:
@@ -378,72 +377,31 @@ def _static_block_ids(queries: TokenPositions, kernel: str) -> np.ndarray:
     return rows[0]
 
 
-def _segment_ids(kind: Any, in_rows: RowIndexRule, batch_size: int | None) -> Any:
-    """As the kernel's own class, or None."""
-    if in_rows.segments is None:
-        return None
-    if batch_size is None:
-        batch_size = max(side.shape[0] for side in in_rows.segments)
-    return kind(*(_for_batch(side, batch_size) for side in in_rows.segments))
-
-
-def _for_batch(array: Array, batch_size: int | None) -> Array:
-    """The array with a row for each row of the batch."""
-    rows = array.shape[0] if batch_size is None else batch_size
-    return jnp.broadcast_to(array, (rows, *array.shape[1:]))
-
-
-def _of_each_row(info: Any, kinds: Int8[Array, "b q k"], by_keys: bool) -> Any:
-    """A splash kernel's steps for each row; what does not differ between rows is repeated."""
-    repeated = jax.tree.map(lambda array: jnp.broadcast_to(array, (len(kinds), *array.shape)), info)
-    data_next, block_mask = _steps(info.data_next, info.block_mask, kinds, by_keys)
-    return repeated._replace(data_next=data_next, block_mask=block_mask)
-
-
 # The functions below are compiled even if the caller is not.
-
-
-@compiled()
-def _count(is_token: Bool[Array, "b t"]) -> Int32[Array, "b"]:
-    return is_token.sum(axis=-1, dtype=jnp.int32)
 
 
 @compiled(2, 3)
 def _segments_of_chunks(
-    positions: Integer[Array, "b t"],
-    segment_ids: Integer[Array, "b t"] | None,
+    positions: Integer[Array, "... t"],
+    segment_ids: Integer[Array, "... t"],
     chunk: int,
     packed: bool,
-) -> Int32[Array, "b t"]:
+) -> Int32[Array, "... t"]:
     """Segment ids that differ where the segment or the chunk does; 0 at padding."""
-    chunks = (positions // chunk).astype(jnp.int32)
-    if segment_ids is None:
-        # Odd numbers are never 0. They wrap, but 2**31 chunks do not fit into a row.
-        return 2 * chunks + 1
-    if not packed:
-        return jnp.where(segment_ids != 0, 2 * chunks + 1, 0)
-    both = jnp.stack([chunks, segment_ids.astype(jnp.int32)])
-    starts = jnp.any(both != jnp.roll(both, 1, axis=-1), axis=0)
-    return jnp.where(segment_ids != 0, 1 + jnp.cumsum(starts, axis=-1, dtype=jnp.int32), 0)
-
-
-@compiled()
-def _with_diagonal(kinds: Int8[Array, "b q k"]) -> Int8[Array, "b q k"]:
-    """The kinds of tiles, with one that runs in each row of tiles.
-
-    Where all queries of a row of tiles are padding, no tile has a pair. The tile on the diagonal
-    runs there, since a softmax over no keys at all would make the outputs NaN.
-    """
-    queries, keys = kinds.shape[1:]
-    diagonal = jnp.arange(queries) * keys // queries
-    is_empty = jnp.all(kinds == 0, axis=-1, keepdims=True)
-    return jnp.where(is_empty & (jnp.arange(keys) == diagonal[:, None]), jnp.int8(1), kinds)
+    numbers = (positions // chunk).astype(jnp.int32)
+    if packed:
+        is_new = (numbers != jnp.roll(numbers, 1, -1)) | (
+            segment_ids != jnp.roll(segment_ids, 1, -1)
+        )
+        numbers = jnp.cumsum(is_new, axis=-1, dtype=jnp.int32)
+    # Odd numbers are never 0. They wrap, but 2**31 chunks do not fit into a row.
+    return jnp.where(segment_ids != 0, 2 * numbers + 1, 0)
 
 
 @compiled(3)
 def _steps(
-    data_next: Integer[Array, "h i j"] | None,
-    block_mask: Integer[Array, "h i j"] | None,
+    data_next: Integer[Array, "h i j"],
+    block_mask: Integer[Array, "h i j"],
     kinds: Int8[Array, "b q k"],
     by_keys: bool,
 ) -> tuple[Integer[Array, "b h i j"], Integer[Array, "b h i j"]]:
@@ -451,29 +409,30 @@ def _steps(
 
     Args:
         data_next: index of the tile of keys that step j loads for tile i of queries; if by_keys, of
-            the tile of queries that step i loads for tile j of keys. None: i or j itself.
-        block_mask: 0 for steps that the kernel does not run for any row. None: it runs all.
+            the tile of queries that step i loads for tile j of keys.
+        block_mask: 0 for steps that the kernel does not run for any row.
+        kinds: kinds of tiles. Where all queries of a row of tiles are padding, no tile has a pair.
+            The tile on the diagonal runs there, since a softmax over no keys at all would make the
+            outputs NaN.
+        by_keys: whether the grid is that of the gradients of keys.
     """
-    batch, queries, keys = kinds.shape
-    axis = 1 if by_keys else 2
-    if data_next is None or block_mask is None:
-        data_next = jax.lax.broadcasted_iota(jnp.int32, (1, queries, keys), axis)
-        block_mask = jnp.ones_like(data_next)
-    index = jnp.broadcast_to(data_next, (batch, *data_next.shape)).astype(jnp.int32)
-    kind = jnp.take_along_axis(kinds[:, None], index, axis=axis + 1)
+    queries, keys = kinds.shape[1:]
+    diagonal = jnp.arange(queries) * keys // queries
+    is_empty = jnp.all(kinds == 0, axis=-1, keepdims=True)
+    kinds = jnp.where(is_empty & (jnp.arange(keys) == diagonal[:, None]), jnp.int8(1), kinds)
+    if by_keys:
+        data_next, block_mask, kinds = (
+            array.swapaxes(1, 2) for array in (data_next, block_mask, kinds)
+        )
+    # From here on, the last axis is that of the steps.
+    index = jnp.broadcast_to(data_next, (len(kinds), *data_next.shape)).astype(jnp.int32)
+    kind = jnp.take_along_axis(kinds[:, None], index, axis=3)
     runs = jnp.where(kind == 0, 0, block_mask)
     # A step that runs nothing loads what the next one runs, so that nothing is loaded for it alone.
-    order = (0, 1, 3, 2) if by_keys else (0, 1, 2, 3)
-    in_order = runs.transpose(order).reshape(*runs.shape[:2], -1)
-    steps = jnp.arange(in_order.shape[-1], dtype=jnp.int32)
-    running = jnp.where(in_order > 0, steps, steps.size)
-    following = jax.lax.cummin(running, axis=2, reverse=True)
-    last = jnp.max(jnp.where(in_order > 0, steps, 0), axis=-1, keepdims=True)
-    loads = jnp.take_along_axis(
-        index.transpose(order).reshape(in_order.shape), jnp.minimum(following, last), axis=-1
-    )
-    shape = tuple(runs.shape[axis] for axis in order)
-    return (
-        loads.reshape(shape).transpose(order).astype(data_next.dtype),
-        runs.astype(block_mask.dtype),
-    )
+    is_running = (runs > 0).reshape(*runs.shape[:2], -1)
+    steps = jnp.arange(is_running.shape[2], dtype=jnp.int32)
+    last = jnp.max(jnp.where(is_running, steps, 0), axis=2, keepdims=True)
+    following = jax.lax.cummin(jnp.where(is_running, steps, last), axis=2, reverse=True)
+    loads = jnp.take_along_axis(index.reshape(is_running.shape), following, axis=2)
+    loads = loads.reshape(index.shape).astype(data_next.dtype)
+    return (loads.swapaxes(2, 3), runs.swapaxes(2, 3)) if by_keys else (loads, runs)

@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,26 +19,20 @@ def pytree(*static: str) -> Callable[[Class], Class]:
     """
 
     def register(cls: Class) -> Class:
-        names = [field.name for field in dataclasses.fields(cls)]
-        dynamic = [name for name in names if name not in static]
+        fields = [field.name for field in dataclasses.fields(cls) if field.name not in static]
+        keys = [jax.tree_util.GetAttrKey(name) for name in fields]
 
-        def flatten(instance: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-            value = functools.partial(getattr, instance)
-            return tuple(map(value, dynamic)), tuple(map(value, static))
-
-        def flatten_with_keys(instance: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-            leaves, auxiliary = flatten(instance)
-            return tuple(
-                zip(map(jax.tree_util.GetAttrKey, dynamic), leaves, strict=True)
-            ), auxiliary
+        def flatten(instance: Any) -> tuple[Any, Any]:
+            leaves = [(key, getattr(instance, key.name)) for key in keys]
+            return leaves, tuple(getattr(instance, name) for name in static)
 
         def unflatten(auxiliary: tuple[Any, ...], leaves: Any) -> Any:
             instance = object.__new__(cls)
-            instance.__dict__.update(zip(dynamic, leaves, strict=True))
+            instance.__dict__.update(zip(fields, leaves, strict=True))
             instance.__dict__.update(zip(static, auxiliary, strict=True))
             return instance
 
-        jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+        jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
         export.register_pytree_node_serialization(
             cls,
             serialized_name=f"transformer_embed.{cls.__name__}",

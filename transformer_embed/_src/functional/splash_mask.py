@@ -13,31 +13,22 @@ class IndexMask(splash.LocalMask):
     """Allows a difference of row indices, as its parent, which makes the bools of every tile.
 
     At 131072 tokens these are 1.7e10. But a tile depends only on the difference of its first query
-    and its first key, and all tiles beyond the window are alike.
+    and its first key, and all tiles inside the window are alike, as are those beyond it.
     """
 
     def __getitem__(self, tile: Tile) -> Bool[np.ndarray, "t s"]:
         (query, queries_end, _), (key, keys_end, _) = map(slice.indices, tile, self.shape)
         rows, columns, first = queries_end - query, keys_end - key, query - key
-        left, right = (self.shape[1] if side is None else side for side in self.window_size)
-        if right >= columns - 1 - first and first + rows - 1 <= left:
-            return _everywhere(rows, columns)
-        return _differences(
-            rows, columns, min(max(first, -right - rows), left + columns), left, right
-        )
-
-
-@functools.lru_cache(maxsize=1)
-def _everywhere(rows: int, columns: int) -> Bool[np.ndarray, "t s"]:
-    return np.ones((rows, columns), bool)
+        left, right = (sum(self.shape) if side is None else side for side in self.window_size)
+        low, high = (min(max(bound - first, -columns), rows) for bound in (-right, left))
+        return _between(rows, columns, low, high)
 
 
 @functools.lru_cache(maxsize=16)
-def _differences(
-    rows: int, columns: int, first: int, left: int, right: int
-) -> Bool[np.ndarray, "t s"]:
-    difference = first + np.arange(rows)[:, None] - np.arange(columns)
-    return (difference <= left) & (difference >= -right)
+def _between(rows: int, columns: int, low: int, high: int) -> Bool[np.ndarray, "t s"]:
+    """Whether the row index minus the column index is from low to high."""
+    difference = np.arange(rows)[:, None] - np.arange(columns)
+    return (low <= difference) & (difference <= high)
 
 
 class BlockMask(splash.Mask):

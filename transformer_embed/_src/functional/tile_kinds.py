@@ -1,19 +1,18 @@
 """Which tiles of an attention mask have no pair, some pairs or all pairs, in O(length)."""
 
-import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int8, Integer
 
-from transformer_embed._src.functional.attention_rule import Tokens, Window, fields, may_attend
+from transformer_embed._src.functional.attention_rule import Fields, Window, fields, may_attend
 from transformer_embed._src.functional.compiled import compiled
+from transformer_embed._src.functional.token_positions import TokenPositions
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class Interval:  # noqa: PLW1641 (no set or dict holds one)
+class Interval(NamedTuple):  # noqa: PLW1641 (no set or dict holds one)
     """The lowest and the highest value of a field in some tokens.
 
     A comparison of two blocks of tokens is one, too: whether it is true of every pair (low), and
@@ -23,7 +22,8 @@ class Interval:  # noqa: PLW1641 (no set or dict holds one)
     low: Array
     high: Array
 
-    def __le__(self, other: "Interval") -> "Interval":
+    # Comparisons of tuples would be bools.
+    def __le__(self, other: "Interval") -> "Interval":  # pyright: ignore[reportIncompatibleMethodOverride]
         return Interval(self.high <= other.low, self.low <= other.high)
 
     def __eq__(self, other: "Interval") -> "Interval":  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -42,10 +42,14 @@ Intervals = dict[str, Interval]
 # Compiled even if the caller is not.
 @compiled(2, 3, 4)
 def tile_kinds(
-    queries: Tokens, keys: Tokens | None, shape: tuple[int, int], window: Window, chunk: int | None
+    queries: TokenPositions,
+    keys: TokenPositions | None,
+    shape: tuple[int, int],
+    window: Window,
+    chunk: int | None,
 ) -> Int8[Array, "b m n"]:
     """The kinds of tiles of `AttentionMask.tile_kinds`; keys are None in self-attention."""
-    tokens, others = fields(queries, queries if keys is None else keys, None)
+    tokens, others = fields(queries, keys, None)
     if keys is None:
         # Over the tokens once, in blocks of which those of queries and of keys consist.
         size = math.gcd(*shape)
@@ -66,7 +70,7 @@ def tile_kinds(
     return jnp.moveaxis(jax.lax.map(kinds, rows, batch_size=64), 0, 1)
 
 
-def _blocks(tokens: Tokens, size: int, chunk: int | None) -> Intervals:
+def _blocks(tokens: Fields, size: int, chunk: int | None) -> Intervals:
     """The intervals of blocks of this many tokens; padding is left out."""
     intervals = {}
     for name, array in tokens.items():
@@ -97,7 +101,7 @@ def _split(array: Array, size: int) -> Array:
     return array.reshape(array.shape[0], array.shape[1] // size, size)
 
 
-def _in_row(tokens: Tokens, blocks: Intervals, size: int, chunk: int | None) -> Intervals:
+def _in_row(tokens: Fields, blocks: Intervals, size: int, chunk: int | None) -> Intervals:
     """The intervals with row indices for positions, and run numbers for segments and chunks.
 
     A run is a stretch of tokens of one segment. In rows where each segment is one run whose

@@ -71,19 +71,19 @@ class TokenPositions:
         segment_ids: ArrayLike | None = None,
         block_ids: ArrayLike | None = None,
     ):
-        ids = {"segment_ids": segment_ids, "block_ids": block_ids}
         arrays = {"positions": _as_rows("positions", positions)}
-        arrays |= {name: _as_rows(name, value) for name, value in ids.items() if value is not None}
-        for name, array in arrays.items():
-            length = arrays["positions"].shape[1]
-            arguments.check_same(name, "the length of positions", array.shape[1], length)
+        for name, ids in (("segment_ids", segment_ids), ("block_ids", block_ids)):
+            if ids is not None:
+                arrays[name] = _as_rows(name, ids)
+                length, size = (array.shape[1] for array in (arrays["positions"], arrays[name]))
+                arguments.check_same(name, "the length of positions", size, length)
         arguments.check_numbers_of_rows(arrays)
-        arguments.set_fields(self, **ids | arrays)
+        arguments.set_fields(self, **arrays)
 
     @property
     def padding_mask(self) -> Bool[Array, "b t"]:
         """bool [batch, length], True = a token."""
-        return _is_token(self._segments())
+        return _is_token(segments_of(self))
 
     @property
     def next_token_mask(self) -> Bool[Array, "b t"]:
@@ -96,13 +96,7 @@ class TokenPositions:
             labels = jnp.roll(ids, -1, axis=-1)
             loss = embedder.cross_entropy(params, x, labels, mask=batch.next_token_mask)
         """
-        return _has_next(self._segments())
-
-    def _segments(self) -> Array:
-        """The segment ids; ones if there are none."""
-        if self.segment_ids is None:
-            return jnp.ones_like(self.positions)
-        return self.segment_ids
+        return _has_next(segments_of(self))
 
     def with_block_ids(self, block_ids: ArrayLike) -> "TokenPositions":
         """The same tokens in numbered blocks, such as a prefix or the patches of an image.
@@ -151,16 +145,13 @@ class TokenPositions:
             ([[0, 1, 2, 0]], [[True, True, True, False]])
         """
         check_token_positions("tokens", tokens)
-        slots = arguments.as_integers("slot", slot)
         held, new = arrays_of(self), arrays_of(tokens)
         if held.keys() != new.keys():
             want = "the arrays that the cache has, " + ", ".join(held)
             raise arguments.value_error("tokens", want, ", ".join(new))
         length = new["positions"].shape[-1]
         room = held["positions"].shape[-1] - length
-        if isinstance(slots, np.ndarray):
-            arguments.check_inside("slot", slots, 0, room, f"the cache, for {length} tokens")
-        slot = arguments.as_int32("slot", slots)
+        slot = as_indices("slot", slot, room, f"the cache, for {length} tokens")
         return TokenPositions(
             **{name: _written(array, new[name], slot) for name, array in held.items()}
         )
@@ -241,17 +232,14 @@ class TokenPositions:
             The sequence lengths of `tf.sequence_mask` and of `jax.nn.dot_product_attention`,
             https://docs.jax.dev.
         """
-        lengths = arguments.as_integers("lengths", lengths)
+        length = arguments.length("length", length)
+        # A symbolic length is assumed to be large enough.
+        highest = length if isinstance(length, int) else 2**31 - 1
+        lengths = as_indices("lengths", lengths, highest, "the padded length")
         if lengths.ndim != 1:
             raise arguments.value_error("lengths", "shape [batch]", f"shape {list(lengths.shape)}")
-        length = arguments.length("length", length)
         padding_side = arguments.choice("padding_side", padding_side, ("right", "left"))
-        if isinstance(lengths, np.ndarray):
-            # A symbolic length is assumed to be large enough.
-            most = length if isinstance(length, int) else 2**31 - 1
-            arguments.check_inside("lengths", lengths, 0, most, "the padded length")
         counting = _counting(start, at_padding, length)
-        lengths = arguments.as_int32("lengths", lengths)
         arrays = _of_lengths(lengths, length, padding_side, *counting)
         return _arranged(padding_side, *arrays)
 
@@ -337,9 +325,28 @@ class TokenPositions:
 
 
 def arrays_of(tokens: TokenPositions) -> dict[str, Any]:
-    """The arrays of tokens by their names, those that are not None."""
+    """The arrays of tokens by their names, those that are not None, as [B or 1, length].
+
+    Inside vmap they may be [length].
+    """
     names = ("positions", "segment_ids", "block_ids")
-    return {name: array for name in names if (array := getattr(tokens, name)) is not None}
+    arrays = {name: getattr(tokens, name) for name in names}
+    return {
+        name: arguments.rows(name, array) for name, array in arrays.items() if array is not None
+    }
+
+
+def segments_of(tokens: TokenPositions) -> Array:
+    """The segment ids of tokens; ones if there are none."""
+    return jnp.ones_like(tokens.positions) if tokens.segment_ids is None else tokens.segment_ids
+
+
+def as_indices(name: str, value: ArrayLike, highest: int, what: str) -> Int32[Array, "..."]:
+    """Integers as int32. On the host, a ValueError unless they are inside 0..highest."""
+    integers = arguments.as_integers(name, value)
+    if isinstance(integers, np.ndarray):
+        arguments.check_inside(name, integers, 0, highest, what)
+    return arguments.as_int32(name, integers)
 
 
 def check_token_positions(name: str, value: Any) -> None:
@@ -359,20 +366,9 @@ def _arranged(
     """TokenPositions of arrays that need no check."""
     tokens = object.__new__(TokenPositions)
     arguments.set_fields(
-        tokens,
-        positions=positions,
-        segment_ids=segment_ids,
-        block_ids=None,
-        arrangement=arrangement,
+        tokens, positions=positions, segment_ids=segment_ids, arrangement=arrangement
     )
     return tokens
-
-
-def positions_of_tokens(
-    tokens: Bool[Array, "... t"], start: int, at_padding: int
-) -> Int32[Array, "... t"]:
-    """For each token, how many tokens are before it, plus start."""
-    return _counted(tokens, *_counting(start, at_padding, tokens.shape[-1]))
 
 
 def _counting(start: int, at_padding: int, length: int) -> tuple[int, int]:
@@ -421,7 +417,10 @@ def _has_next(segment_ids: Int32[Array, "b t"]) -> Bool[Array, "b t"]:
 
 
 @compiled(1, 2)
-def _counted(tokens: Bool[Array, "... t"], start: int, at_padding: int) -> Int32[Array, "... t"]:
+def positions_of_tokens(
+    tokens: Bool[Array, "... t"], start: int, at_padding: int
+) -> Int32[Array, "... t"]:
+    """For each token, how many tokens are before it, plus start."""
     number = jnp.cumsum(tokens.astype(jnp.int32), axis=-1, dtype=jnp.int32)
     return jnp.where(tokens, number + (start - 1), at_padding)
 
@@ -431,7 +430,7 @@ def _of_ids(
     ids: Int32[Array, "b t"], pad_id: int, start: int, at_padding: int
 ) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:
     tokens = ids != pad_id
-    return _counted(tokens, start, at_padding), tokens.astype(jnp.int32)
+    return positions_of_tokens(tokens, start, at_padding), tokens.astype(jnp.int32)
 
 
 @compiled(1, 2, 3, 4)
@@ -440,7 +439,7 @@ def _of_lengths(
 ) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:
     index = jnp.arange(length, dtype=jnp.int32)
     tokens = (index if padding_side == "right" else index[::-1])[None] < lengths[:, None]
-    return _counted(tokens, start, at_padding), tokens.astype(jnp.int32)
+    return positions_of_tokens(tokens, start, at_padding), tokens.astype(jnp.int32)
 
 
 @compiled(1, 2)
