@@ -24,7 +24,7 @@ from transformer_embed._src.pretrained import files as _files
 
 WIDTH = 1024
 SMALL, LARGE = "small", "large"
-BOUND = 1.25
+BOUND = 1.05
 PACKAGES = ("jax", "jaxlib", "numpy", "safetensors", "transformer-embed")
 LOADS = {
     "ours, load_embedder": "loaded = te.pretrained.load_embedder(path).params",

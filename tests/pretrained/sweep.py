@@ -400,15 +400,13 @@ def rotation_error(found, blocks, calls, config, model):
         for before, after in mine:
             length = 1 if before.shape[1] == LENGTH else 2
             heads = np.moveaxis(before, length, 1)
-            positions = np.arange(LENGTH)
-            ours = [
-                np.asarray(te.apply_rotary(heads, positions, **options)),
-                np.asarray(
-                    te.apply_rotary(
-                        heads, te.TokenPositions.from_ids(IDS, pad_id=PAD).positions, **options
-                    )
-                ),
-            ]
+            counted = te.TokenPositions.from_ids(IDS, pad_id=PAD).positions
+            ours = []
+            for positions in (np.arange(LENGTH), np.asarray(counted)):
+                if "sections" in options:
+                    axes = len(options["sections"])
+                    positions = np.repeat(positions[..., None], axes, -1)  # noqa: PLW2901
+                ours.append(np.asarray(te.apply_rotary(heads, positions, **options)))
             theirs = scores(after)
             errors = []
             for each in ours:

@@ -576,3 +576,36 @@ def test_opt_counts_its_published_position_ids_from_2(tmp_path):
     counted = apply(found.params, None, ids, is_training=False)
     given = apply(found.params, None, ids, is_training=False, positions=np.arange(3) + 2)
     np.testing.assert_array_equal(counted, given)
+
+
+def test_a_models_own_name_wins_and_null_does_not_hide_the_other(tmp_path):
+    case = CASES["bart"]
+    both = case["settings"] | {"hidden_size": 9}
+    assert load_embedder(checkpoint(tmp_path, case, settings=both)).config.d_model == 8
+    path = checkpoint(tmp_path, case, settings=both | {"d_model": None})
+    with pytest.raises(ValueError, match=r"wanted shape \[12, 9\], as the configuration says"):
+        load_embedder(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "kind"),
+    [
+        ("qwen2_vl", "rope_scaling", {"type": "mrope"}),
+        ("qwen2_5_vl_text", "rope_parameters", {"rope_type": "default", "rope_theta": 70.0}),
+    ],
+)
+def test_sections_rotate_by_time_height_and_width(tmp_path, name, entry, kind):
+    """As in the published files; positions that are equal on all axes rotate as without them."""
+    sections = kind | {"mrope_section": [2, 3, 3]}
+    entries = {"model_type": name, "rope_theta": 70.0, "vocab_size": 12, entry: sections}
+    found = load_embedder(checkpoint(tmp_path, CASES["llama"], settings=entries))
+    assert found.rotary == {"base": 70.0, "layout": "half", "sections": (2, 3, 3)}
+    heads = np.random.default_rng(0).random((5, 2, 16), np.float32)
+    points = np.repeat(np.arange(5)[:, None], 3, -1)
+    plain = te.apply_rotary(heads, np.arange(5), base=70.0)
+    np.testing.assert_array_equal(te.apply_rotary(heads, points, **found.rotary), plain)
+    te.pretrained.save_embedder(tmp_path / "saved", *found)
+    assert load_embedder(tmp_path / "saved").rotary == found.rotary
+    entries["model_type"] = "qwen3_vl_text"
+    path = checkpoint(tmp_path, CASES["llama"], settings=entries)
+    assert load_embedder(path).rotary == {"base": 70.0, "layout": "half"}

@@ -17,11 +17,9 @@ def add_to(commands: Any) -> None:
         allow_abbrev=False,
         help="print the input layer found in a checkpoint",
         description="Prints the input layer of a published model's checkpoint, or of a file that "
-        "`train --out` wrote: its configuration, "
-        "the code that makes the layer, "
-        "each parameter with the tensor that it comes from, and the arguments of rotary "
-        "embeddings or of a position bias if the model "
-        "has them.",
+        "`train --out` wrote: its configuration, the code that makes the layer, each parameter "
+        "with the tensor that it comes from, and the arguments of rotary embeddings or of a "
+        "position bias if the model has them.",
     )
     parser.add_argument(
         "checkpoint",

@@ -246,8 +246,11 @@ ARCHITECTURES = (
         "internlm3 minimax minimax_m2 aria_text diffllama doge eurobert iquestcoder jais2 jetmoe "
         "bitnet hy_v3 lfm2 solar_open cwm higgs_audio_v2 "
         "voxtral_realtime_text cosmos3_edge_text unlimited_ocr_text emu3_text_model "
-        "qwen2_vl_text qwen2_5_vl_text "
-        "qwen2_5_omni_text qwen3_vl_text qwen3_vl_moe_text qwen3_omni_moe_text"
+        "qwen3_vl_text qwen3_vl_moe_text qwen3_omni_moe_text"
+    ),
+    # (Qwen 3's sections take turns, which `apply_rotary` does not offer; for text, they are alike.)
+    _llama(
+        "qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text qwen2_vl qwen2_5_vl", has_sections=True
     ),
     _llama(
         "helium ernie4_5 ernie4_5_moe deepseek_v2 glm_moe_dsa openai_privacy_filter",
@@ -374,8 +377,8 @@ DEFAULTS: dict[str, dict[Any, str]] = {
         500_000.0: "flex_olmo bitnet qwen3_vl_text qwen3_vl_moe_text cohere ernie4_5 "
         "ernie4_5_moe llama4_text olmo3 mellum",
         1_000_000.0: "mixtral phimoe minimax lfm2 solar_open emu3_text_model qwen2_vl_text "
-        "qwen2_5_vl_text qwen2_5_omni_text qwen3_omni_moe_text gemma3 gemma3_text gemma3n_text "
-        "embedding_gemma2_text",
+        "qwen2_5_vl_text qwen2_5_omni_text qwen2_vl qwen2_5_vl qwen3_omni_moe_text gemma3 "
+        "gemma3_text gemma3n_text embedding_gemma2_text",
         2_000_000.0: "smollm3",
         5_000_000.0: "minimax_m2 mimo_v2_flash",
         11_158_840.0: "hy_v3",

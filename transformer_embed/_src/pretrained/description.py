@@ -134,15 +134,7 @@ READS = {
 }
 
 
-class LayerArguments(NamedTuple):
-    """The arguments of `EmbedderConfig`, of `apply_rotary`, and of a bias.
-
-    The bias is a `RelativePositionBias` or `alibi_bias`.
-    """
-
-    options: dict[str, Any]
-    rotary: Mapping[str, Any] | None = None
-    bias: Mapping[str, Any] | None = None
+Options = Mapping[str, Any]
 
 
 class Architecture(NamedTuple):
@@ -167,6 +159,7 @@ class Architecture(NamedTuple):
         rotates_by_layer: whether layers of each kind have their own entries.
         rotated_kinds: the kind of layers that rotate and the kind that does not; None: all rotate.
         unless_null: an entry; if it is null, all layers rotate.
+        has_sections: whether consecutive pairs rotate by time, height and width.
         has_alibi: whether attention is biased by `alibi_bias`.
         entries: other entries that are read.
         aliases: for an entry, the model's own names, which take precedence.
@@ -197,6 +190,7 @@ class Architecture(NamedTuple):
     rotates_by_layer: bool = False
     rotated_kinds: tuple[str, str] | None = None
     unless_null: str = ""
+    has_sections: bool = False
     has_alibi: bool = False
     entries: str = ""
     aliases: Mapping[str, str] = {}
@@ -256,16 +250,16 @@ class Architecture(NamedTuple):
         known = [name for name in self.read_entries() if name not in inside]
         return {name: (*self.aliases.get(name, "").split(), name) for name in known}
 
-    def required(self, *, is_named: bool) -> list[str]:
-        """The entries without a default; `is_named`: whether config.json names the model type."""
-        return [
-            name
-            for name, entry in self.read_entries().items()
-            if entry.default is REQUIRED
-            or not (is_named or entry.may_guess or entry.default is None)
-        ]
+    def missing(self, found: Options, *, is_named: bool) -> list[str]:
+        """The names of entries that must be said; `is_named`: whether config.json has the type."""
+        missing = []
+        for name, entry in self.read_entries().items():
+            has_default = is_named or entry.may_guess or entry.default is None
+            if name not in found and (entry.default is REQUIRED or not has_default):
+                missing.append(self.names()[name][0])
+        return missing
 
-    def read(self, where: str, given: Mapping[str, Any], *, is_file: bool) -> dict[str, Any]:
+    def read(self, where: str, given: Options, *, is_file: bool) -> dict[str, Any]:
         """The checked values of the entries that a config.json or `settings=` gives.
 
         Entries of a config.json that are not read are left out.
@@ -294,13 +288,19 @@ class Architecture(NamedTuple):
             if name in entries
         }
 
-    def with_defaults(self, found: Mapping[str, Any]) -> dict[str, Any]:
+    def with_defaults(self, found: Options) -> dict[str, Any]:
         """The values of all entries; None for those that mean nothing."""
         defaults = {name: entry.default for name, entry in self.read_entries().items()}
         return dict.fromkeys(ENTRIES) | dict(self.defaults) | defaults | dict(found)
 
-    def describe(self, value: Mapping[str, Any], shapes: Shapes, stack: str) -> LayerArguments:
-        """The input layer that these entries describe, for tensors of these shapes."""
+    def describe(
+        self, value: Options, shapes: Shapes, stack: str
+    ) -> tuple[dict[str, Any], Options | None, Options | None]:
+        """The layer that these entries describe, for tensors of these shapes.
+
+        It is the arguments of `EmbedderConfig`, of `apply_rotary` (for each kind of layer, if they
+        differ), and of `RelativePositionBias` or `alibi_bias`.
+        """
         for name, (accepted, reason) in self.refused_entries.items():
             if value[name] not in accepted:
                 want = f"{accepted[0]!r}, since {reason}"
@@ -322,9 +322,9 @@ class Architecture(NamedTuple):
         if WIDEN in shapes:
             options["embedding_width"] = value["embedding_size"] or width
         rotary = self._rotary(value, options["d_model"]) if self.rotary else None
-        return LayerArguments(options, rotary, self._bias(value, shapes, stack))
+        return options, rotary, self._bias(value, shapes, stack)
 
-    def _output(self, value: Mapping[str, Any], shapes: Shapes, stack: str) -> OutputLayer | str:
+    def _output(self, value: Options, shapes: Shapes, stack: str) -> OutputLayer | str:
         """The output layer, or why there is none."""
         rows, width = shapes[TOKENS]
         is_tied = value["tie_word_embeddings"]
@@ -347,7 +347,7 @@ class Architecture(NamedTuple):
         softcap = value["final_logit_softcapping"]
         return OutputLayer(not has_own, OUTPUT_BIAS in shapes, softcap, scale)
 
-    def _scheme(self, value: Mapping[str, Any], shapes: Shapes) -> Scheme | None:
+    def _scheme(self, value: Options, shapes: Shapes) -> Scheme | None:
         """The position scheme; a learned table has `start` more rows than config.json says."""
         if self.sinusoids is None and POSITIONS not in shapes:
             return None
@@ -364,9 +364,7 @@ class Architecture(NamedTuple):
             return Sinusoidal(**{**self.sinusoids, **padding})
         return Learned(rows or shapes[POSITIONS][0], **padding)
 
-    def _bias(
-        self, value: Mapping[str, Any], shapes: Shapes, stack: str
-    ) -> Mapping[str, Any] | None:
+    def _bias(self, value: Options, shapes: Shapes, stack: str) -> Options | None:
         """The arguments of the bias; T5's looks both ways in the encoder."""
         if self.has_alibi:
             return {"num_heads": _count("num_attention_heads", value["num_attention_heads"])}
@@ -380,7 +378,7 @@ class Architecture(NamedTuple):
             "bidirectional": stack == "encoder",
         }
 
-    def _rotary(self, value: Mapping[str, Any], width: int) -> Mapping[str, Any]:
+    def _rotary(self, value: Options, width: int) -> Options:
         """The arguments of `apply_rotary`, or those of each kind of layer."""
         if self.rotates_by_layer:
             return {layer: self._rotation(value, width, layer) for layer in rope.LAYERS}
@@ -391,7 +389,7 @@ class Architecture(NamedTuple):
         rotated, unrotated = self.rotated_kinds
         return {rotated: rotation, unrotated: None}
 
-    def _rotation(self, value: Mapping[str, Any], width: int, layer: str) -> dict[str, Any]:
+    def _rotation(self, value: Options, width: int, layer: str) -> dict[str, Any]:
         """The arguments of `apply_rotary` for a kind of layer."""
         theta, share, scaling = rope.LAYERS[layer]
         layout = self.rotary
@@ -402,6 +400,8 @@ class Architecture(NamedTuple):
         scaled = rope.scaling(entries, value["max_position_embeddings"], value[rope.ORIGINAL])
         if scaled is not None:
             rotary["scaling"] = scaled
+        if self.has_sections and "mrope_section" in entries:
+            rotary["sections"] = tuple(entries["mrope_section"])
         if value["rotary_dim"] is not None:
             return rotary | {"rotary_dim": value["rotary_dim"]}
         factor, head_dim = value[share], value["head_dim"]

@@ -79,6 +79,10 @@ class Tensors:
             raise arguments.value_error(shown_path(file), want, f"{len(entries)} others")
         return entries[name]
 
+    def place(self, name: str) -> str:
+        """A tensor for a message."""
+        return f"{shown_path(self.path)}: {messages.shorten(name)}"
+
     def are_equal(self, name: str, other: str) -> bool:
         """Whether two tensors have the same bytes."""
         first, second = self.entry(name), self.entry(other)
@@ -101,8 +105,8 @@ class Tensors:
             for part, piece in zip(parts, _pieces(entry), strict=True):
                 part[:] = piece
         if entry.dtype == FLOAT64 and np.isinf(array).any():
-            place = f"{shown_path(entry.file)}: {messages.shorten(name)}"
-            raise arguments.value_error(place, f"numbers that fit into {dtype}", "larger ones")
+            want = f"numbers that fit into {dtype}"
+            raise arguments.value_error(self.place(name), want, "larger ones")
         return array.reshape(entry.shape)
 
     def listed(self) -> str:

@@ -20,6 +20,7 @@ from transformer_embed._src.pretrained.description import (
     STACKS,
     TOKENS,
     VECTORS,
+    Architecture,
 )
 from transformer_embed._src.pretrained.files import (
     DTYPES,
@@ -54,7 +55,8 @@ class PretrainedInput(NamedTuple):
         rotary: the keyword arguments of `apply_rotary`; None if the model has no rotary embeddings.
             If layers differ (Gemma 3, Cohere 2), a dict with such arguments for each kind of layer,
             as config.json's `layer_types` names them, and None for a kind that is not rotated.
-            (Where config.json lists `no_rope_layers`: "rope" and "no_rope".)
+            (Where config.json lists `no_rope_layers`: "rope" and "no_rope".) With `sections`
+            (Qwen2-VL), positions have three axes, time, height and width, which are equal for text.
         bias: the keyword arguments of `RelativePositionBias` (T5) or `alibi_bias` (Bloom); None if
             the model has no bias.
         names: the name of the tensor that each parameter came from.
@@ -154,9 +156,7 @@ def load_embedder(
     """
     if stack is not None:
         arguments.choice("stack", stack, STACKS)
-    for name, value in (("settings", settings), ("names", names)):
-        if not isinstance(value, Mapping | None):
-            raise arguments.type_error(name, "a mapping, or None", type(value).__name__)
+    messages.check_mappings(settings=settings, names=names)
     if not isinstance(config, EmbedderConfig | None):
         raise arguments.type_error("config", "an EmbedderConfig, or None", type(config).__name__)
     if (config is None) != (names is None):
@@ -219,17 +219,8 @@ def _read_published(
     model = f"for a model {kind.name}"
     entries = kind.read(f"{shown_path(path)}, {model}", in_file, is_file=True)
     entries |= kind.read("settings", settings, is_file=False)
-    is_named = type_in_file in kind.model_types
-    required = kind.required(is_named=is_named)
-    if missing := [kind.names()[name][0] for name in required if name not in entries]:
-        want = (
-            f"{', '.join(sorted(missing))} of a model {kind.name}, as settings={{...}} or in "
-            f"a config.json that names the model_type"
-        )
-        got = "none" if is_named else f"a config.json of a model {type_in_file}"
-        if type_in_file is None:
-            got = "a config.json without model_type" if path.is_file() else "no config.json"
-        raise arguments.value_error(shown_path(path), want, got)
+    if missing := kind.missing(entries, is_named=type_in_file in kind.model_types):
+        raise _missing_entries(missing, kind, path, type_in_file)
     value = kind.with_defaults(entries)
     table = names.get(OUTPUT_TABLE)
     # As in the library: two tables that differ are not tied, whatever config.json says.
@@ -256,9 +247,25 @@ def _read_published(
 def _config_json(path: pathlib.Path) -> tuple[Mapping[str, Any], Any]:
     """The text model's entries in a config.json, and its model type, or the whole model's."""
     whole = read_json(path) if path.is_file() else {}
-    parts = [whole[name] for name in TEXT_MODEL if isinstance(whole.get(name), dict)]
-    entries = (parts or [whole])[0]
+    parts = (whole.get(name) for name in TEXT_MODEL)
+    entries = next((part for part in parts if isinstance(part, dict)), whole)
     return entries, entries.get("model_type") or whole.get("model_type")
+
+
+def _missing_entries(
+    names: list[str], kind: Architecture, path: pathlib.Path, type_in_file: Any
+) -> ValueError:
+    """The error for a config.json without entries that the model needs."""
+    want = (
+        f"{', '.join(sorted(names))} of a model {kind.name}, as settings={{...}} or in a "
+        f"config.json that names the model_type"
+    )
+    got = f"a config.json of a model {type_in_file}"
+    if type_in_file in kind.model_types:
+        got = "none"
+    elif type_in_file is None:
+        got = "a config.json without model_type" if path.is_file() else "no config.json"
+    return arguments.value_error(shown_path(path), want, got)
 
 
 def _shape(tensors: Tensors, name: str, tensor: str) -> tuple[int, ...]:
@@ -267,8 +274,7 @@ def _shape(tensors: Tensors, name: str, tensor: str) -> tuple[int, ...]:
     rank = 1 if name in VECTORS else 2
     shape = entry.shape[-rank:]
     if not _is_same(entry, shape) or len(shape) != rank:
-        place = f"{shown_path(tensors.path)}: {messages.shorten(tensor)}"
-        raise arguments.value_error(place, f"a tensor of rank {rank}", entry)
+        raise arguments.value_error(tensors.place(tensor), f"a tensor of rank {rank}", entry)
     return shape
 
 
@@ -305,24 +311,23 @@ def _read(
         if name not in names:
             want, got = "a tensor for each parameter", f"none for {short_path(name)}"
             raise arguments.value_error(f"{where}: names", want, got)
-    # (An entry has a shape, but no dtype of an array.)
-    expected = {name: parameters.get(name, tensors.entry(names[name])) for name in names}
+    shapes = {}
     for name, tensor in names.items():
-        shape = expected[name].shape
-        stored = shape[::-1] if is_transposed(name, tensor) else shape
+        beside = tensors.entry(tensor).shape
+        shapes[name] = parameters[name].shape if name in parameters else beside
+        stored = shapes[name][::-1] if is_transposed(name, tensor) else shapes[name]
         _check_entry(tensors, tensor, stored, dtypes=dtypes)
     params: dict[str, dict[str, Array]] = {}
-    for name in {**names, **parameters}:
+    for name, tensor in names.items():
         module, leaf = name.rsplit("/", 1)
-        group = params.setdefault(module, {})
-        if name not in names:
-            group[leaf] = jnp.zeros(parameters[name].shape, parameters[name].dtype)
-            continue
-        array = tensors.read(names[name], parameters.get(name, parameters[TOKENS]).dtype)
-        if is_transposed(name, names[name]):
+        array = tensors.read(tensor, parameters.get(name, parameters[TOKENS]).dtype)
+        if is_transposed(name, tensor):
             array = np.ascontiguousarray(array.T)
         # Unlike jnp.asarray, this makes no copy on a CPU.
-        group[leaf] = jax.device_put(array.reshape(expected[name].shape))
+        params.setdefault(module, {})[leaf] = jax.device_put(array.reshape(shapes[name]))
+    for name in parameters.keys() - names.keys():
+        module, leaf = name.rsplit("/", 1)
+        params[module][leaf] = jnp.zeros(parameters[name].shape, parameters[name].dtype)
     return params
 
 
@@ -347,5 +352,4 @@ def _check_entry(
         want += " (config and names load it by hand, rounded to the config's param_dtype)"
     elif not is_same and entry.shape[1:] == shape[1:]:
         want += hint
-    place = f"{shown_path(tensors.path)}: {messages.shorten(tensor)}"
-    raise arguments.value_error(place, want, entry)
+    raise arguments.value_error(tensors.place(tensor), want, entry)

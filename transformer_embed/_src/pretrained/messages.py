@@ -2,19 +2,15 @@
 
 import json
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformer_embed._src import arguments
 
-_SHORT = reprlib.Repr()
-_SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = 4
-_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 2, 40, 40, 30
-
 
 def short_repr(value: Any) -> str:
     """A value's repr, cut to a few dozen characters."""
-    return _SHORT.repr(value)[:120]
+    return reprlib.repr(value)[:120]
 
 
 def shorten(text: str, most: int = 100) -> str:
@@ -30,6 +26,13 @@ def call_with_named_errors(
         return function(*args, **kwargs)
     except (ArithmeticError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{name}: {str(error)[:260]}") from error
+
+
+def check_mappings(**values: Any) -> None:
+    """Raises a TypeError unless each value is a mapping or None."""
+    for name, value in values.items():
+        if not isinstance(value, Mapping | None):
+            raise arguments.type_error(name, "a mapping, or None", type(value).__name__)
 
 
 def parse(name: str, text: str | bytes) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 What is read is checked by the classes and functions that it is for.
 """
 
-import dataclasses
 import json
 import numbers
 import typing
@@ -37,7 +36,7 @@ class Extras(NamedTuple):
 
 def config_to_json(config: EmbedderConfig) -> str:
     """The config's fields; the position scheme has its class name, and dtypes are names."""
-    return json.dumps(_fields(config), default=_encoded)
+    return json.dumps(vars(config), default=_encoded)
 
 
 def options_from_json(name: str, text: str) -> dict[str, Any]:
@@ -59,10 +58,7 @@ def extras_from_json(name: str, text: str) -> Extras:
     extras = messages.call_with_named_errors(
         name, lambda: Extras(**_decoded(messages.parse(name, text)))
     )
-    for field, value in extras._asdict().items():
-        if not isinstance(value, Mapping | None):
-            got = messages.short_repr(value)
-            raise arguments.value_error(f"{name}: {field}", "an object or null", got)
+    messages.call_with_named_errors(name, messages.check_mappings, **extras._asdict())
     for parameter, tensor in (extras.names or {}).items():
         module, _, leaf = parameter.rpartition("/")
         if not (module and leaf and isinstance(tensor, str)):
@@ -72,14 +68,10 @@ def extras_from_json(name: str, text: str) -> Extras:
     return extras
 
 
-def _fields(value: Any) -> dict[str, Any]:
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-
-
 def _encoded(value: Any) -> Any:
     """A value of a type that JSON does not have."""
     if isinstance(value, CLASSES):
-        return {KIND: type(value).__name__} | _fields(value)
+        return {KIND: type(value).__name__} | vars(value)
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, np.dtype):

@@ -32,13 +32,15 @@ SCALINGS = {
     "longrope": rotary_scaling.LongRopeScaling,
     "su": rotary_scaling.LongRopeScaling,
     PROPORTIONAL: rotary_scaling.LinearScaling,
+    # Sections for images are not a scaling.
+    "mrope": None,
 }
 # Entries that config.json must say if the scaling has such an argument.
 NEEDED = ("factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor")
 NAMES = (
     *NEEDED,
     *("rope_type", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
-    *("attention_factor", ORIGINAL),
+    *("attention_factor", ORIGINAL, "mrope_section"),
 )
 MOST_CHANNELS = 8192
 # Wider than published heads: the frequencies of a narrower one lie between those of a wider one.
@@ -50,13 +52,14 @@ def check(options: Mapping[str, Any], head_dim: int | None = None) -> None:
 
     None: a size that the arguments allow.
     """
+    sections = options.get("sections")
     if head_dim is None:
         factors = getattr(options.get("scaling"), "short_factor", ())
-        pairs = len(factors) or sum(options.get("sections") or ())
+        pairs = len(factors) or sum(sections or ())
         head_dim = 2 * max(pairs, 0) or max(WIDE_HEAD, options.get("rotary_dim") or 0)
     # The time to trace a rotation grows with this number.
     arguments.integer("head_dim", head_dim, at_least=1, at_most=MOST_CHANNELS)
-    axes = () if options.get("sections") is None else (len(options["sections"]),)
+    axes = () if sections is None else (len(sections),)
     heads = jax.ShapeDtypeStruct((1, 1, head_dim), jnp.float32)
     positions = jax.ShapeDtypeStruct((1, *axes), jnp.int32)
     jax.eval_shape(lambda x, positions: apply_rotary(x, positions, **options), heads, positions)
@@ -158,9 +161,8 @@ def split_entries(name: str, value: Any, *, is_file: bool) -> tuple[dict[str, An
         raise arguments.value_error(name, "one rotation for all layers", messages.short_repr(value))
     scaling = {key: item for key, item in value.items() if item is not None}
     # The oldest files call the type "type".
-    kind = scaling.pop("type", None)
-    if kind is not None:
-        scaling.setdefault("rope_type", kind)
+    if "type" in scaling:
+        scaling.setdefault("rope_type", scaling.pop("type"))
     # Early files of Phi-3 call LongRoPE yarn.
     if scaling.get("rope_type") == "yarn" and "short_factor" in scaling:
         scaling["rope_type"] = "longrope"

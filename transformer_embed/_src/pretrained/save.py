@@ -2,7 +2,7 @@
 
 import os
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -71,9 +71,7 @@ def save_embedder(
     if not isinstance(path, str | os.PathLike):
         raise arguments.type_error("path", "a str or a path", type(path).__name__)
     params = arguments.as_params("params", params)
-    for name, value in (("rotary", rotary), ("bias", bias), ("names", names)):
-        if not isinstance(value, Mapping | None):
-            raise arguments.type_error(name, "a mapping, or None", type(value).__name__)
+    messages.check_mappings(rotary=rotary, bias=bias, names=names)
     leaves = {
         _leaf_name(module, name): _on_host(f"{module}/{name}", leaf)
         for module, group in params.items()
@@ -91,11 +89,16 @@ def save_embedder(
     write_tensors(pathlib.Path(os.path.realpath(path)), arrays, {"format": "pt"} | texts)
 
 
-def _tensor_names(names: Mapping[str, str], leaves: Iterable[str]) -> dict[str, str]:
+def _tensor_names(names: Mapping[str, str], leaves: Mapping[str, Any]) -> dict[str, str]:
     """A tensor's name for each parameter: its own unless `names` has another."""
-    tensor_names = {name: name for name in leaves}
-    for name, tensor in full_paths(names, tensor_names).items():
-        tensor_names[name] = _tensor_name(tensor)
+    tensor_names = {name: name for name in leaves} | full_paths(names, leaves)
+    for tensor in tensor_names.values():
+        got = messages.short_repr(tensor)
+        if not isinstance(tensor, str):
+            raise arguments.type_error("names", "tensors' names as strings", got)
+        if tensor == "__metadata__" or any(0xD800 <= ord(letter) < 0xE000 for letter in tensor):
+            want = "names that UTF-8 can encode, other than '__metadata__'"
+            raise arguments.value_error("names", want, got)
     if len(set(tensor_names.values())) < len(tensor_names):
         got = messages.short_repr(sorted(tensor_names.values()))
         raise arguments.value_error("names", "a tensor of its own for each parameter", got)
@@ -116,7 +119,7 @@ def _check_shapes(
 
 
 def _leaf_name(module: Any, name: Any) -> str:
-    """A parameter's path: valid UTF-8 that can be split into module and name again."""
+    """A parameter's path, which can be split into module and name again."""
     for part in (module, name):
         if not isinstance(part, str):
             got = messages.short_repr(part)
@@ -124,18 +127,7 @@ def _leaf_name(module: Any, name: Any) -> str:
     if not name or "/" in name:
         got = messages.short_repr(f"{module}/{name}")
         raise arguments.value_error("params", "names of parameters without a slash", got)
-    return _tensor_name(f"{module}/{name}")
-
-
-def _tensor_name(name: Any) -> str:
-    """A name that a safetensors file can hold."""
-    got = messages.short_repr(name)
-    if not isinstance(name, str):
-        raise arguments.type_error("names", "tensors' names as strings", got)
-    if name == "__metadata__" or any(0xD800 <= ord(letter) < 0xE000 for letter in name):
-        want = "names that UTF-8 can encode, other than '__metadata__'"
-        raise arguments.value_error("names", want, got)
-    return name
+    return f"{module}/{name}"
 
 
 def _as_stored(name: str, tensor: str, array: np.ndarray) -> np.ndarray:
