@@ -98,6 +98,14 @@ def real(name: str, value: Any, *, above: float = -math.inf) -> float:
     return number
 
 
+def not_negative(name: str, value: Any) -> float:
+    """A finite Python float of at least 0 that is known while tracing."""
+    number = real(name, value)
+    if number < 0:
+        raise value_error(name, "a finite number of at least 0", value)
+    return number
+
+
 def flag(name: str, value: Any) -> bool:
     """A Python bool, known while tracing."""
     if not isinstance(value, bool | np.bool_):

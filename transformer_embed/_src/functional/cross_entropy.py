@@ -1,5 +1,6 @@
-"""The cross-entropy of an output layer, one chunk of tokens at a time, so that [tokens, vocabulary]
-logits never exist at once.
+"""The cross-entropy of an output layer, one chunk of tokens at a time.
+
+So [tokens, vocabulary] logits never exist at once.
 
 The tokens (x, labels, weights) are cut into chunks, and a `scan` over them carries three sums: the
 loss, the table's gradient [rows, d] and the bias's [rows]. The step for a chunk computes its logits
@@ -14,20 +15,21 @@ where x came from; the gradient of the rows is summed over the parts of the batc
 columns.
 
 In reading order: `linear_cross_entropy` checks its arguments; `_weighted_loss` gives each token its
-label and weight; `_loss` and its rule define the gradient; `_loss_on_mesh` splits the work over the
-mesh; `_loss_on_device` sends and receives; `_loss_in_chunks` scans `_add_chunk`;
+label and weight; `_loss` and its rule define the gradient; `_loss_and_gradients` splits the work
+over the mesh; `_loss_on_device` receives, scans `_add_chunk` and sends;
 `_losses_and_logit_gradients` is the arithmetic.
 """
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import export
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
 from transformer_embed._src import arguments
@@ -39,11 +41,10 @@ from transformer_embed._src.functional.output_layer import (
     row_logits,
 )
 from transformer_embed._src.functional.partitioning import (
+    ON_ONE_DEVICE,
     OutputLayout,
     all_gather,
     devices_along,
-    index_along,
-    partition_spec,
     reshard,
     spec_axes,
 )
@@ -164,28 +165,29 @@ def linear_cross_entropy(
     if labels.shape != x.shape[:-1]:
         want = f"x's shape without its last axis, {list(x.shape[:-1])}"
         raise arguments.value_error("labels", want, f"shape {list(labels.shape)}")
-    if mask is not None:
-        mask = _aligned("mask", arguments.as_mask("mask", mask, "counted"), labels)
-    if weights is not None:
-        weights = _aligned("weights", arguments.as_floats("weights", weights), labels)
     if not arguments.flag("shift", shift):
         arguments.check_left_out("segment_ids", segment_ids, "shift is False")
     elif labels.ndim == 0:
         raise arguments.value_error("labels", "shape [..., length], to shift them", "shape []")
-    if segment_ids is not None:
-        segment_ids = arguments.as_fitting_int32("segment_ids", segment_ids)
-        segment_ids = _aligned("segment_ids", segment_ids, labels)
+    as_mask = functools.partial(arguments.as_mask, is_true="counted")
     options = _LossOptions(
         output,
         bool(shift),
         arguments.rate("label_smoothing", label_smoothing),
-        arguments.real("z_loss", z_loss),
+        arguments.not_negative("z_loss", z_loss),
         arguments.choice("reduction", reduction, REDUCTIONS),
         None if chunk_size is None else arguments.integer("chunk_size", chunk_size, at_least=1),
     )
-    if options.z_loss < 0:
-        raise arguments.value_error("z_loss", "a number of at least 0", z_loss)
-    return _weighted_loss(options, x, table, bias, labels, mask, weights, segment_ids)
+    return _weighted_loss(
+        options,
+        x,
+        table,
+        bias,
+        labels,
+        _aligned("mask", mask, as_mask, labels),
+        _aligned("weights", weights, arguments.as_floats, labels),
+        _aligned("segment_ids", segment_ids, arguments.as_fitting_int32, labels),
+    )
 
 
 class _LossOptions(NamedTuple):
@@ -198,25 +200,18 @@ class _LossOptions(NamedTuple):
     reduction: str
     chunk_size: int | None
 
-    @property
-    def label_share(self) -> float:
-        """What smoothing leaves for the label."""
-        return 1 - self.label_smoothing
 
-    @property
-    def other_share(self) -> Any:
-        """What smoothing adds to each id."""
-        return self.label_smoothing / self.output.vocab_size
+class _Tokens(NamedTuple):
+    x: Float[Array, "... d"]
+    labels: Int32[Array, "..."]
+    weights: Float[Array, "..."]
 
 
-class _Chunk(NamedTuple):
-    x: Float[Array, "t d"]
-    labels: Int32[Array, "t"]
-    weights: Float[Array, "t"]
-
-
-def _aligned(name: str, values: Array, labels: Int32[Array, "..."]) -> Array:
-    """The values with as many axes as the labels, once they are known to fit them."""
+def _aligned(name: str, values: Any, convert: Callable, labels: Int32[Array, "..."]) -> Any:
+    """The converted values with as many axes as the labels, once they are known to fit them."""
+    if values is None:
+        return None
+    values = convert(name, values)
     if labels.ndim:
         arguments.check_ends_in_length(name, values.shape, labels.shape, "the labels")
     else:
@@ -225,31 +220,22 @@ def _aligned(name: str, values: Array, labels: Int32[Array, "..."]) -> Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _weighted_loss(
-    options: _LossOptions,
-    x: Float[Array, "... d"],
-    table: Float[Array, "v d"] | Table,
-    bias: Float[Array, "v"] | None,
-    labels: Int32[Array, "..."],
-    mask: Bool[Array, "..."] | None,
-    weights: Float[Array, "..."] | None,
-    segment_ids: Int32[Array, "..."] | None,
-) -> Float[Array, ""]:
-    dtype, pad_id = arguments.compute_dtype(x.dtype, table.dtype), options.output.pad_id
-    counted = jnp.ones_like(labels, bool) if pad_id is None else labels != pad_id
+def _weighted_loss(options, x, table, bias, labels, mask, weights, segment_ids):
+    """The loss, once each token has the label that it predicts, and its weight."""
+    pad_id, dtype = options.output.pad_id, arguments.compute_dtype(x.dtype, table.dtype)
+    # Made from x, so that under explicit axes it has x's sharding.
+    counted = ~jnp.zeros_like(x, bool).any(-1)
+    if options.shift:
+        counted &= _has_next_token(labels, segment_ids)
+        labels, mask, weights = jax.tree.map(_of_next_token, (labels, mask, weights))
+    if pad_id is not None:
+        counted &= labels != pad_id
     if mask is not None:
         counted &= mask
-    if options.shift:
-        counted = _of_next_token(counted) & _has_next_token(labels, segment_ids)
-        labels = _of_next_token(labels)
-        weights = None if weights is None else _of_next_token(weights)
-    # Broadcast against x, so that under explicit axes counted has x's sharding.
-    counted = counted | jnp.zeros_like(x, bool).any(-1)
     # Zeros give finite logits, so that their weight of 0 leaves nothing of them.
     x = jnp.where(counted[..., None], x, jnp.zeros((), x.dtype))
-    # Any label may stand where it is not counted, also one on a shard's padding. (Adding zeros, for
-    # jax 0.6 selects only between values of one sharding.)
-    labels = jnp.where(counted, labels + jnp.zeros_like(counted, jnp.int32), 0)
+    # Any label may stand where it is not counted, also one on a shard's padding.
+    labels *= counted.astype(jnp.int32)
     ones = jnp.ones_like(counted, dtype)
     weights = jnp.where(counted, ones if weights is None else ones * weights.astype(dtype), 0)
     if options.reduction == "mean":
@@ -258,8 +244,7 @@ def _weighted_loss(
     outside = labels.astype(jnp.uint32) >= options.output.vocab_size
     weights = jnp.where(outside, jnp.array(jnp.nan, dtype), weights)
     array, layout = _array_and_layout(x, table)
-    if layout is not None:
-        bias = layout.split_bias(bias, array.shape[0])
+    bias = layout.split_bias(bias, array.shape[0])
     return _loss(options, layout, labels, x, array, bias, weights)
 
 
@@ -281,151 +266,110 @@ def _of_next_token(values: Array) -> Array:
     if length:
         # Explicit axes that split the length cannot be cut at its ends.
         mesh = jax.typeof(values).sharding.mesh
-        values = reshard(values, NamedSharding(mesh, partition_spec(*leading)))
+        values = reshard(values, NamedSharding(mesh, PartitionSpec(*leading)))
     return jnp.roll(values, -1, axis=-1)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _loss(options, layout, labels, x, table, bias, weights):
     """The sum of each token's loss times its weight."""
-    return _loss_on_mesh(options, layout, (False,) * 4, labels, x, table, bias, weights)[0]
+    return _loss_and_gradients(options, layout, labels, x, table, bias, weights)[0]
 
 
+@functools.partial(_loss.defjvp, symbolic_zeros=True)
 def _loss_jvp(options, layout, primals, tangents):
-    """The tangent is linear in the tangents, with the gradients as coefficients, so its transpose
-    only scales them."""
-    tangents = tangents[1:]
-    needs_gradient = tuple(not isinstance(tangent, SymbolicZero | None) for tangent in tangents)
-    loss, *gradients = _loss_on_mesh(options, layout, needs_gradient, *primals)
-    terms = [
-        jnp.sum(g * t.astype(g.dtype))
-        for g, t in zip(gradients, tangents, strict=True)
-        if g is not None
-    ]
-    return loss, functools.reduce(operator.add, terms, jnp.zeros_like(loss))
+    """The tangent is linear in the tangents, with the gradients as coefficients.
+
+    So its transpose only scales the gradients. Lowering drops what computes the others.
+    """
+    loss, *gradients = _loss_and_gradients(options, layout, *primals)
+    sum_of_tangents = jnp.zeros_like(loss)
+    for gradient, tangent in zip(gradients, tangents[1:], strict=True):
+        if not isinstance(tangent, SymbolicZero | None):
+            sum_of_tangents += jnp.sum(gradient * tangent.astype(gradient.dtype))
+    return loss, sum_of_tangents
 
 
-_loss.defjvp(_loss_jvp, symbolic_zeros=True)
+def _loss_and_gradients(options, layout, labels, x, table, bias, weights):
+    """The loss, and the gradients of x, the table, the bias and the weights."""
+    of_tokens = PartitionSpec(*layout.x[:-1])
+    specs = (*layout.specs(), PartitionSpec(layout.vocabulary), of_tokens)
+    run = functools.partial(_loss_on_device, options, layout)
+    run_all = layout.map(run, (of_tokens, *specs), (PartitionSpec(), *specs))
+    return run_all(labels, x, table, bias, weights)
 
 
-def _loss_on_mesh(options, layout, needs_gradient, labels, x, table, bias, weights):
-    """The loss, and the gradients of x, the table, the bias and the weights (None where not
-    needed)."""
-    if layout is None:
-        tokens = _Chunk(x, labels, weights)
-        return _loss_in_chunks(options, (), needs_gradient, table, bias, tokens)
-    of_tokens = partition_spec(*layout.x[:-1])
-    specs = (*layout.specs(), partition_spec(layout.vocabulary), of_tokens)
-    of_gradients = [
-        spec if need else None for spec, need in zip(specs, needs_gradient, strict=True)
-    ]
-    # Unchecked: shard_map cannot infer that the psum of a gathered value is replicated.
-    run = jax.shard_map(
-        functools.partial(_loss_on_device, options, layout, needs_gradient),
-        mesh=layout.mesh,
-        in_specs=(of_tokens, *specs),
-        out_specs=(partition_spec(), *of_gradients),
-        check_vma=False,
-    )
-    return run(labels, x, table, bias, weights)
-
-
-def _loss_on_device(options, layout, needs_gradient, labels, x, shard, bias, weights):
-    """`_loss_on_mesh`, on one of the devices."""
-    gathered = layout.gathered
-    tokens = _Chunk(
-        all_gather(x, gathered),
-        all_gather(labels, gathered[:-1]),
-        all_gather(weights, gathered[:-1]),
-    )
-    loss, of_x, of_rows, of_bias, of_weights = _loss_in_chunks(
-        options, layout.vocabulary, needs_gradient, layout.whole_rows(shard), bias, tokens
-    )
-    batch = tuple(axis for axes in layout.tokens for axis in axes)
-    if of_x is not None:
-        of_x = layout.sum_of_x(of_x)
-    if of_rows is not None:
-        of_rows = layout.split_columns(jax.lax.psum(of_rows, batch))
-    if of_bias is not None:
-        of_bias = jax.lax.psum(of_bias, batch)
-    if of_weights is not None:
-        of_weights = layout.own_tokens(of_weights)
-    return jax.lax.psum(loss, batch), of_x, of_rows, of_bias, of_weights
-
-
-def _loss_in_chunks(options, over, needs_gradient, rows, bias, tokens):
-    """Like `_loss_on_mesh`, for all tokens of one device and its own rows; the other rows are on
-    other devices along the axes `over`."""
-    dtype = tokens.weights.dtype
-    _, of_rows, of_bias, _ = needs_gradient
-    zeros = functools.partial(_zeros_varying_like, dtype=dtype, like=(tokens, rows))
-    start = (
-        zeros(()),
-        zeros(rows.shape) if of_rows else None,
-        zeros(rows.shape[:1]) if of_bias else None,
-    )
-    step = functools.partial(_add_chunk, options, over, needs_gradient, rows, bias)
+def _loss_on_device(options, layout, labels, x, shard, bias, weights):
+    """`_loss_and_gradients` on one of the devices: what it receives, its chunks, what it sends."""
+    tokens = _Tokens(*(all_gather(values, layout.gathered) for values in (x, labels, weights)))
+    rows = layout.whole_rows(shard)
+    # Made from the data, so that they vary over the same mesh axes inside a user's shard_map.
+    zeros = [jnp.sum(leaf.ravel()[:1] > 0) & 0 for leaf in (*tokens, rows)]
+    zero = jnp.array(sum(zeros), weights.dtype)
+    start = (zero, jnp.full(rows.shape, zero), jnp.full(rows.shape[:1], zero))
+    step = functools.partial(_add_chunk, options, layout, rows, bias)
     sums, by_token = jax.lax.scan(step, start, _cut_into_chunks(options.chunk_size, tokens))
-    x_gradient, weight_gradient = jax.tree.map(functools.partial(_joined, tokens.labels), by_token)
-    loss, row_gradient, bias_gradient = sums
-    return loss, x_gradient, row_gradient, bias_gradient, weight_gradient
+    of_x, of_weights = (_joined(tokens.labels, values) for values in by_token)
+    batch = tuple(axis for axes in layout.tokens for axis in axes)
+    loss, of_rows, of_bias = (jax.lax.psum(values, batch) for values in sums)
+    of_table = layout.split_columns(of_rows)
+    return loss, layout.sum_of_x(of_x), of_table, of_bias, layout.own_tokens(of_weights)
 
 
-def _add_chunk(options, over, needs_gradient, rows, bias, sums, chunk):
+def _add_chunk(options, layout, rows, bias, sums, chunk):
     """The sums after adding those of a chunk, and the gradients of the chunk's x and weights."""
-    losses, logit_gradients, factors = _losses_and_logit_gradients(options, over, rows, bias, chunk)
-    of_x, of_rows, of_bias, of_weights = needs_gradient
-    loss, row_gradient, bias_gradient = sums
-    x_gradient = None
-    if of_x:
-        x_gradient = factors[:, None] * jnp.einsum(
-            "tv,vd->td", logit_gradients, rows, preferred_element_type=logit_gradients.dtype
-        )
-    if of_rows:
-        scaled = factors[:, None] * chunk.x.astype(factors.dtype)
-        row_gradient += jnp.einsum(
-            "tv,td->vd", logit_gradients, scaled, preferred_element_type=logit_gradients.dtype
-        )
-    if of_bias:
-        # Eight equal columns: a TPU takes as long for a plain sum as for a product with all of x.
-        columns = jnp.broadcast_to(factors[:, None], (len(factors), 8))
-        bias_gradient += jnp.einsum(
-            "tv,tc->vc", logit_gradients, columns, preferred_element_type=logit_gradients.dtype
-        )[:, 0]
-    sums = (loss + jnp.sum(losses * chunk.weights), row_gradient, bias_gradient)
-    return sums, (x_gradient, losses if of_weights else None)
+    losses, logit_gradients, factors = _losses_and_logit_gradients(
+        options, layout, rows, bias, chunk
+    )
+    multiply = functools.partial(jnp.einsum, preferred_element_type=factors.dtype)
+    # Eight equal columns: a TPU takes as long for a plain sum as for a product with all of x.
+    columns = jnp.broadcast_to(factors[:, None], (len(factors), 8))
+    scaled_x = factors[:, None] * chunk.x.astype(factors.dtype)
+    chunk_sums = (
+        jnp.sum(losses * chunk.weights),
+        multiply("tv,td->vd", logit_gradients, scaled_x),
+        multiply("tv,tc->vc", logit_gradients, columns)[:, 0],
+    )
+    x_gradient = factors[:, None] * multiply("tv,vd->td", logit_gradients, rows)
+    return tuple(map(operator.add, sums, chunk_sums)), (x_gradient, losses)
 
 
-def _losses_and_logit_gradients(options, over, rows, bias, chunk):
-    """Each token's loss [t]; logit_gradients [t, v] and factors [t], whose product is the gradient
-    of its weighted loss in each `x @ rows.T + bias`.
+def _losses_and_logit_gradients(options, layout, rows, bias, chunk):
+    """Each token's loss [t], the logit gradients [t, v], and a factor for each token [t].
 
+    The gradient of a token's weighted loss in `x @ rows.T + bias` is the product of the last two.
     With logits z, their maximum m, targets p that sum to 1, `total = sum(exp(z - m))` and
     `log_z = log(total) + m`, the loss is `log(total) - sum(p * (z - m)) + z_loss * log_z**2`. Its
     gradient in z is `(exp(z - m) - mass * p) / mass`, with
-    `mass = total / (1 + 2 * z_loss * log_z)`. Dividing the gradients themselves would cost another
-    pass over them.
+    `mass = total / (1 + 2 * z_loss * log_z)`. Dividing the logit gradients themselves would cost
+    another pass over them.
     """
-    output, vocabulary = options.output, _vocabulary_part(options, over, rows)
-    labels = chunk.labels - vocabulary.first
-    logits, factor = row_logits(output, chunk.x, rows, bias)
-    slopes = 1.0 if output.softcap is None else 1 - jnp.square(logits)
-    if output.pad_id is not None:
-        logits = _zero_column(logits, output.pad_id - vocabulary.first)
-    logits = vocabulary.where_inside(logits, -jnp.inf)
-    top = _reduce_over(jax.lax.pmax, over, jax.lax.stop_gradient(logits.max(-1)))
+    output, smoothing = options.output, options.label_smoothing
+    other_share = smoothing / output.vocab_size
+    raw_logits, factor, ids, is_inside = row_logits(output, layout, chunk.x, rows, bias)
+    logits = jnp.where(is_inside, _without_padding(output, raw_logits, ids), -jnp.inf)
+    top = jax.lax.stop_gradient(logits.max(-1))
+    top = jax.lax.pmax(top, layout.vocabulary) if layout.vocabulary else top
     # Differences of logits: their rounding does not grow with the logits. The factor comes last:
     # XLA may round `factor * logits - top` only once, which is not 0 where top is rounded.
     shifted = factor * (logits - top[:, None])
     exponentials = jnp.exp(shifted)
-    if options.label_smoothing:
+    of_label = functools.partial(_of_label, chunk.labels - ids[0, 0])
+    if smoothing:
         # Shifted logits exist anyway: reading the label's from elsewhere would keep both.
-        summed = vocabulary.where_inside(shifted, 0).sum(-1)
-        expected = options.label_share * _logit_of_label(shifted, labels)
-        expected += options.other_share * summed
+        summed = jnp.where(is_inside, shifted, 0).sum(-1)
+        expected = (1 - smoothing) * of_label(shifted) + other_share * summed
     else:
-        expected = _shifted_logit_of_label(logits, top, factor, shifted, labels)
-    total, expected = _reduce_over(jax.lax.psum, over, (exponentials.sum(-1), expected))
+        # A CPU would write whole shifted logits only for this. A TPU writes them faster than it
+        # repeats their exponentials.
+        expected = jax.lax.platform_dependent(
+            logits,
+            top,
+            shifted,
+            cpu=lambda logits, top, shifted: factor * of_label(logits, top),
+            default=lambda logits, top, shifted: of_label(shifted),
+        )
+    total, expected = jax.lax.psum((exponentials.sum(-1), expected), layout.vocabulary)
     losses, mass = jnp.log(total) - expected, total
     if options.z_loss:
         log_z = jnp.log(total) + factor * top
@@ -433,94 +377,40 @@ def _losses_and_logit_gradients(options, over, rows, bias, chunk):
         rise = 1 + 2 * options.z_loss * log_z
         mass = total / jnp.where(rise == 0, jnp.finfo(rise.dtype).eps, rise)
     gradients = exponentials
-    if options.label_smoothing:
-        gradients -= vocabulary.where_inside(options.other_share, 0) * mass[:, None]
-    gradients = _subtract_at_label(gradients, labels, options.label_share * mass)
-    gradients *= slopes
-    if output.pad_id is not None:
-        gradients = _zero_column(gradients, output.pad_id - vocabulary.first)
+    if smoothing:
+        gradients -= jnp.where(is_inside, other_share, 0) * mass[:, None]
+    at_label = gradients - (1 - smoothing) * mass[:, None]
+    gradients = jnp.where(ids == chunk.labels[:, None], at_label, gradients)
+    if output.softcap is not None:
+        gradients *= 1 - jnp.square(raw_logits)
+    gradients = _without_padding(output, gradients, ids)
     return losses, gradients, output.scale * chunk.weights / mass
 
 
-class _VocabularyPart(NamedTuple):
-    """The ids of the rows of one device.
-
-    Args:
-        first: the id of the first row.
-        is_inside: [1, rows], whether an id is inside the vocabulary. None: all are, on all devices.
-    """
-
-    first: Any
-    is_inside: Bool[Array, "1 v"] | None
-
-    def where_inside(self, values, other):
-        """The values [..., rows] of ids inside the vocabulary, `other` for padding. A CPU compares
-        ids only if there is padding: that costs a pass over the logits."""
-        return values if self.is_inside is None else jnp.where(self.is_inside, values, other)
+def _of_label(columns, values, shift=0):
+    """`values[t, columns[t]] - shift[t]`, or 0 where another device has the column."""
+    last = values.shape[1] - 1
+    index = jnp.clip(columns, 0, last)[:, None]
+    at_label = jnp.take_along_axis(values, index, axis=1, mode="promise_in_bounds")[:, 0]
+    return jnp.where((columns >= 0) & (columns <= last), at_label - shift, 0)
 
 
-def _vocabulary_part(options, over, table):
-    first = index_along(over) * table.shape[0]
-    if not over or jax.lax.psum(1, over) * table.shape[0] == options.output.vocab_size:
-        return _VocabularyPart(first, None)
-    ids = first + jnp.arange(table.shape[0], dtype=jnp.int32)
-    return _VocabularyPart(first, (ids < options.output.vocab_size)[None])
+def _without_padding(output, values, ids):
+    """Values [t, v] with zeros at the id of padding: in place on a CPU, in one pass elsewhere."""
+    if output.pad_id is None:
+        return values
 
-
-def _subtract_at_label(logit_gradients, rows, amounts):
-    """Subtracts `amounts[t]` from `logit_gradients[t, rows[t]]` where that exists: in place on a
-    CPU, in one pass elsewhere."""
-    columns = jnp.arange(logit_gradients.shape[1], dtype=jnp.int32)
-
-    def in_place(logit_gradients, rows, amounts):
-        tokens = jnp.arange(len(rows), dtype=jnp.int32)
-        at_label = logit_gradients.at[tokens, jnp.where(rows >= 0, rows, logit_gradients.shape[1])]
-        return at_label.add(-amounts, mode="drop", indices_are_sorted=True, unique_indices=True)
-
-    def fused(logit_gradients, rows, amounts):
-        return jnp.where(
-            columns[None] == rows[:, None], logit_gradients - amounts[:, None], logit_gradients
-        )
-
-    return jax.lax.platform_dependent(logit_gradients, rows, amounts, cpu=in_place, default=fused)
-
-
-def _shifted_logit_of_label(logits, top, factor, shifted, rows):
-    """`shifted`, which is `factor * (logits - top)`, of each label, from the cheaper array.
-
-    A CPU would write whole shifted logits only for this. A TPU writes them faster than it repeats
-    their exponentials.
-    """
-
-    def from_logits(logits, top, shifted, rows):
-        return factor * _logit_of_label(logits, rows, top)
-
-    def from_shifted(logits, top, shifted, rows):
-        return _logit_of_label(shifted, rows)
+    def in_place(values, ids):
+        # As uint32, an id below the first is past the end.
+        column = (output.pad_id - ids[0, 0]).astype(jnp.uint32)
+        return values.at[:, column].set(0, mode="drop")
 
     return jax.lax.platform_dependent(
-        logits, top, shifted, rows, cpu=from_logits, default=from_shifted
+        values,
+        ids,
+        cpu=in_place,
+        default=lambda values, ids: jnp.where(ids == output.pad_id, 0, values),
     )
-
-
-def _logit_of_label(logits, rows, shift=0):
-    """`logits[t, rows[t]] - shift[t]`, or 0 where `rows[t]` is not a column of the logits."""
-    found = (rows >= 0) & (rows < logits.shape[1])
-    values = jnp.take_along_axis(
-        logits, jnp.clip(rows, 0, logits.shape[1] - 1)[:, None], axis=1, mode="promise_in_bounds"
-    )[:, 0]
-    return jnp.where(found, values - shift, 0)
-
-
-def _zero_column(logits, column):
-    """Sets a column to 0 if it exists."""
-    return logits.at[:, jnp.where(jnp.array(column) >= 0, column, logits.shape[1])].set(
-        0, mode="drop"
-    )
-
-
-def _reduce_over(reduce, axes, values):
-    return reduce(values, axes) if axes else values
 
 
 def _chunk_count(chunk_size: int | None, tokens: int) -> int:
@@ -528,11 +418,11 @@ def _chunk_count(chunk_size: int | None, tokens: int) -> int:
     return -(-tokens // size)
 
 
-def _cut_into_chunks(chunk_size: int | None, tokens: _Chunk) -> _Chunk:
-    """[count, size, ...]: each chunk takes every count-th token, so that each device has a part of
-    each chunk if the batch is split.
+def _cut_into_chunks(chunk_size: int | None, tokens: _Tokens) -> _Tokens:
+    """[count, size, ...]: each chunk takes every count-th token.
 
-    The last chunks are padded with tokens of weight 0.
+    So each device has a part of each chunk if the batch is split. The last chunks are padded with
+    tokens of weight 0.
     """
     total, ndim = tokens.labels.size, tokens.labels.ndim
     count = _chunk_count(chunk_size, total)
@@ -544,7 +434,7 @@ def _cut_into_chunks(chunk_size: int | None, tokens: _Chunk) -> _Chunk:
         flat = jnp.pad(array.reshape(total, *shape), padding)
         return flat.reshape(size, count, *shape).swapaxes(0, 1)
 
-    return _Chunk(*map(cut, tokens))
+    return _Tokens(*map(cut, tokens))
 
 
 def _joined(labels: Int32[Array, "..."], chunks: Float[Array, "c t ..."]) -> Float[Array, "..."]:
@@ -554,28 +444,20 @@ def _joined(labels: Int32[Array, "..."], chunks: Float[Array, "c t ..."]) -> Flo
     return by_token[: labels.size].reshape(*labels.shape, *shape)
 
 
-def _zeros_varying_like(
-    shape: tuple[int, ...], *, dtype: jnp.dtype, like: Any
-) -> Float[Array, "..."]:
-    """Zeros made from the data, so that they vary over the same mesh axes inside a shard_map."""
-    return jnp.full(
-        shape, sum(jnp.sum(leaf.ravel()[:1] > 0) & 0 for leaf in jax.tree.leaves(like)), dtype
-    )
-
-
 def _array_and_layout(
     x: Float[Array, "... d"], table: Float[Array, "v d"] | Table
-) -> tuple[Float[Array, "v d"], OutputLayout | None]:
-    """The table's array, and how it and x are split (None for plain arrays that no explicit axis
-    splits)."""
+) -> tuple[Float[Array, "v d"], OutputLayout]:
+    """The table's array, and how it and x are split: plain arrays, only by explicit axes."""
     if isinstance(table, Table):
         return table.output_layout(x)
-    split, (rows, columns) = (
-        tuple(spec_axes(jax.typeof(array).sharding.spec, array.ndim)) for array in (x, table)
+    *split, rows, columns = (
+        axes
+        for array in (x, table)
+        for axes in spec_axes(jax.typeof(array).sharding.spec, array.ndim)
     )
     if not any((rows, columns, *split)):
-        return table, None
-    layout = OutputLayout(jax.typeof(x).sharding.mesh, rows, columns, split)
+        return table, ON_ONE_DEVICE
+    layout = OutputLayout(jax.typeof(x).sharding.mesh, rows, columns, tuple(split))
     parts = devices_along(layout.mesh, columns)
     held = table.shape[0] // devices_along(layout.mesh, rows)
     if held % parts:

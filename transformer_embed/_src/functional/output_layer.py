@@ -1,20 +1,21 @@
 """The output layer: the product of x with every row of a table, such as the embedding table."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.functional.compiled import compiled
 from transformer_embed._src.functional.lookup import Table, as_table
 from transformer_embed._src.functional.partitioning import (
+    ON_ONE_DEVICE,
     OutputLayout,
     all_gather,
+    devices_along,
     index_along,
-    partition_spec,
 )
 
 
@@ -73,7 +74,9 @@ def linear_logits(
         https://arxiv.org/abs/2408.00118
     """
     x, table, bias, options = as_output_layer(x, table, bias, softcap, scale, pad_id)
-    array, layout = table.output_layout(x) if isinstance(table, Table) else (table, None)
+    array, layout = table, ON_ONE_DEVICE
+    if isinstance(table, Table):
+        array, layout = table.output_layout(x)
     return _logits(layout, options, x, array, bias)
 
 
@@ -116,32 +119,52 @@ def as_output_layer(
     return x, table, bias, options
 
 
+class RowLogits(NamedTuple):
+    """The logits of the rows of one device, in float32 or wider.
+
+    Args:
+        logits: [..., rows]; that of padding is as of any row.
+        factor: the number that still multiplies them.
+        ids: [..., rows], with axes of size 1: the id of each row.
+        is_inside: like ids, False at rows that pad the vocabulary. True: all are inside, which
+            costs no pass over the logits.
+    """
+
+    logits: Float[Array, "... v"]
+    factor: float
+    ids: Int32[Array, "... v"]
+    is_inside: Any
+
+
 def row_logits(
     options: OutputOptions,
+    layout: OutputLayout,
     x: Float[Array, "... d"],
     rows: Float[Array, "v d"],
     bias: Float[Array, "v"] | None,
-) -> tuple[Float[Array, "... v"], float]:
-    """The logits of some rows, in float32 or wider, and the number that still multiplies them.
-
-    Those of padding are as of any row.
-    """
+) -> RowLogits:
+    """The product of gathered x with whole rows, on one device."""
     dtype = arguments.compute_dtype(x.dtype, rows.dtype)
     if x.dtype != rows.dtype:
         x, rows = x.astype(dtype), rows.astype(dtype)
+    # Expanded to x's rank, because users may disable jax's rank promotion.
+    leading = range(x.ndim - 1)
     logits = jnp.einsum("...d,vd->...v", x, rows, preferred_element_type=dtype)
     if bias is not None:
-        logits += jnp.expand_dims(bias.astype(dtype), range(x.ndim - 1))
-    if options.softcap is None:
-        return logits, options.scale
-    if options.scale != 1:
-        logits *= options.scale
-    return jnp.tanh(logits / options.softcap), options.softcap
+        logits += jnp.expand_dims(bias.astype(dtype), leading)
+    factor = options.scale
+    if options.softcap is not None:
+        logits, factor = jnp.tanh(options.scale * logits / options.softcap), options.softcap
+    size = rows.shape[0]
+    ids = index_along(layout.vocabulary) * size + jnp.arange(size, dtype=jnp.int32)
+    is_padded = devices_along(layout.mesh, layout.vocabulary) * size > options.vocab_size
+    ids = jnp.expand_dims(ids, leading)
+    return RowLogits(logits, factor, ids, ids < options.vocab_size if is_padded else True)
 
 
 @compiled(0, 1)
 def _logits(
-    layout: OutputLayout | None,
+    layout: OutputLayout,
     options: OutputOptions,
     x: Float[Array, "... d"],
     table: Float[Array, "v d"],
@@ -149,32 +172,15 @@ def _logits(
 ) -> Float[Array, "... v"]:
     """`linear_logits` of an array, which is padded if it is longer than the vocabulary."""
 
-    def multiply(x, rows, bias):
-        axes = ()
-        if layout is not None:
-            x = all_gather(x, layout.gathered)
-            rows = layout.whole_rows(rows)
-            axes = layout.vocabulary
-        logits, factor = row_logits(options, x, rows, bias)
-        logits *= factor
-        ids = index_along(axes) * rows.shape[0] + jnp.arange(rows.shape[0], dtype=jnp.int32)
-        ids = jnp.expand_dims(ids, range(x.ndim - 1))
-        if options.pad_id is not None and options.pad_id < options.vocab_size:
-            logits = jnp.where(ids == options.pad_id, jnp.zeros((), logits.dtype), logits)
-        if table.shape[0] > options.vocab_size:
-            lowest = jnp.finfo(logits.dtype).min / 2
-            logits = jnp.where(ids < options.vocab_size, logits, lowest)
+    def multiply(x, shard, bias):
+        x, rows = all_gather(x, layout.gathered), layout.whole_rows(shard)
+        logits, factor, ids, is_inside = row_logits(options, layout, x, rows, bias)
+        logits = jnp.where(is_inside, logits * factor, jnp.finfo(logits.dtype).min / 2)
+        if options.pad_id is not None:
+            logits = jnp.where(ids == options.pad_id, 0, logits)
         return logits
 
-    if layout is None:
-        return multiply(x, table, bias)
-    # Unchecked: shard_map cannot infer that logits are equal along an axis that x was gathered over
-    # and the table is not split over.
-    multiply_all = jax.shard_map(
-        multiply,
-        mesh=layout.mesh,
-        in_specs=(*layout.specs(), partition_spec(layout.vocabulary)),
-        out_specs=partition_spec(*layout.tokens, layout.vocabulary),
-        check_vma=False,
-    )
+    of_vocabulary = PartitionSpec(layout.vocabulary)
+    of_logits = PartitionSpec(*layout.tokens, layout.vocabulary)
+    multiply_all = layout.map(multiply, (*layout.specs(), of_vocabulary), of_logits)
     return multiply_all(x, table, layout.split_bias(bias, table.shape[0]))

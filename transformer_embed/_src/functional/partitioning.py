@@ -1,8 +1,9 @@
 """The mesh axes that each dimension of an array is split over, and what devices along them send."""
 
 import importlib
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,15 +14,17 @@ from jaxtyping import Array, Float, Int32
 Axes = tuple[str, ...]
 
 
+# PartitionSpec takes a tuple of axes for each dimension, also an empty one.
+partition_spec = PartitionSpec
+
+
 def spec_axes(spec: PartitionSpec, ndim: int) -> list[Axes]:
     """The mesh axes of each of ndim dimensions."""
-    named = [() if axes is None else axes if isinstance(axes, tuple) else (axes,) for axes in spec]
-    return named + [()] * (ndim - len(named))
-
-
-def partition_spec(*axes: Axes) -> PartitionSpec:
-    """The spec of dimensions that are split over these axes."""
-    return PartitionSpec(*[some if len(some) > 1 else some[0] if some else None for some in axes])
+    axes: list[Axes] = [()] * ndim
+    for dimension, names in enumerate(spec):
+        if names is not None:
+            axes[dimension] = names if isinstance(names, tuple) else (names,)
+    return axes
 
 
 def array_axes(mesh: Any, batch: Axes, array: Array, batch_dimensions: int) -> list[Axes]:
@@ -31,9 +34,10 @@ def array_axes(mesh: Any, batch: Axes, array: Array, batch_dimensions: int) -> l
     """
     if AxisType.Explicit in mesh.axis_types:
         return spec_axes(jax.typeof(array).sharding.spec, array.ndim)
-    size = devices_along(mesh, batch)
-    first = batch if batch_dimensions and array.shape[0] % size == 0 else ()
-    return [first, *[()] * (array.ndim - 1)][: array.ndim]
+    axes: list[Axes] = [()] * array.ndim
+    if batch_dimensions and array.shape[0] % devices_along(mesh, batch) == 0:
+        axes[0] = batch
+    return axes
 
 
 def devices_along(mesh: Any, axes: Axes) -> int:
@@ -68,8 +72,8 @@ def reshard(array: Array, sharding: NamedSharding) -> Array:
 
 
 def all_gather(array: Array, axes: Sequence[Axes]) -> Array:
-    """Inside shard_map, the array, gathered in each dimension over these axes."""
-    for dimension, names in enumerate(axes):
+    """Inside shard_map, the array, gathered in its dimensions over these axes."""
+    for dimension, names in enumerate(axes[: array.ndim]):
         if names:
             array = jax.lax.all_gather(array, names, axis=dimension, tiled=True)
     return array
@@ -109,60 +113,67 @@ class OutputLayout(NamedTuple):
 
     @property
     def tokens(self) -> tuple[Axes, ...]:
-        """The axes that each dimension of the tokens stays split over."""
-        return tuple(_leading_axes_outside(axes, self.vocabulary) for axes in self.x[:-1])
+        """The axes that each dimension of the tokens stays split over.
+
+        They are the leading ones that do not split the table: such a part of x is one block.
+        """
+        return tuple(
+            tuple(itertools.takewhile(lambda axis: axis not in self.vocabulary, axes))
+            for axes in self.x[:-1]
+        )
 
     @property
     def gathered(self) -> list[Axes]:
         """The axes that each dimension of x is gathered over."""
-        pairs = zip(self.x, self.tokens, strict=False)
-        return [*(axes[len(outside) :] for axes, outside in pairs), self.x[-1]]
+        kept = (*self.tokens, ())
+        return [axes[len(leading) :] for axes, leading in zip(self.x, kept, strict=False)]
 
     def specs(self) -> tuple[PartitionSpec, PartitionSpec]:
         """The specs of x and of the table."""
-        return partition_spec(*self.x), partition_spec(self.rows, self.columns)
+        return PartitionSpec(*self.x), PartitionSpec(self.rows, self.columns)
+
+    def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """The function, run on each device."""
+        if self.mesh is None:
+            return function
+        # Unchecked: shard_map cannot infer that what comes of a gathered x is the same on devices
+        # along an axis that it was gathered over and the table is not split over.
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
+    def split_bias(self, bias: Float[Array, "v"] | None, size: int) -> Float[Array, "w"] | None:
+        """The bias of a table of this size, split as the vocabulary, with zeros for its padding."""
+        if bias is None or self.mesh is None:
+            return bias
+        padded = jnp.pad(replicated(bias, self.mesh), (0, size - len(bias)))
+        return reshard(padded, NamedSharding(self.mesh, PartitionSpec(self.vocabulary)))
 
     def whole_rows(self, shard: Float[Array, "v d"]) -> Float[Array, "w c"]:
         """Inside shard_map, this device's rows with all columns."""
-        return _exchange(shard, self.columns, split=0, concatenated=1)
-
-    def split_bias(self, bias: Float[Array, "v"] | None, size: int) -> Float[Array, "w"] | None:
-        """The numbers of all rows of a table of this size, split as the vocabulary; zeros are added
-        for its padding."""
-        if bias is None:
-            return None
-        padded = jnp.pad(replicated(bias, self.mesh), (0, size - len(bias)))
-        return reshard(padded, NamedSharding(self.mesh, partition_spec(self.vocabulary)))
+        if not self.columns:
+            return shard
+        return jax.lax.all_to_all(shard, self.columns, split_axis=0, concat_axis=1, tiled=True)
 
     def split_columns(self, rows: Float[Array, "w c"]) -> Float[Array, "v d"]:
         """The inverse of `whole_rows`."""
-        return _exchange(rows, self.columns, split=1, concatenated=0)
+        if not self.columns:
+            return rows
+        return jax.lax.all_to_all(rows, self.columns, split_axis=1, concat_axis=0, tiled=True)
 
     def own_tokens(self, values: Float[Array, "..."]) -> Float[Array, "..."]:
-        """This device's part of values of each gathered token, which are equal on all devices that
-        have the token."""
+        """This device's part of values that all devices with a token have alike."""
         axes = self.gathered[:-1]
-        copies = devices_along(self.mesh, tuple(axis for names in axes for axis in names))
+        copies = devices_along(self.mesh, tuple(itertools.chain(*axes)))
         return reduce_scatter(values / copies, axes)
 
     def sum_of_x(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """The sum of a gathered x over the vocabulary, scattered to where x came from."""
-        gathered = [axis for axes in self.gathered for axis in axes]
+        gathered = tuple(itertools.chain(*self.gathered))
         x = jax.lax.psum(x, tuple(axis for axis in self.vocabulary if axis not in gathered))
         # Devices along the other axes have the same sum.
-        copies = [self.mesh.shape[axis] for axis in gathered if axis not in self.vocabulary]
-        return reduce_scatter(x / math.prod(copies), self.gathered)
+        others = tuple(axis for axis in gathered if axis not in self.vocabulary)
+        return reduce_scatter(x / devices_along(self.mesh, others), self.gathered)
 
 
-def _leading_axes_outside(axes: Axes, others: Axes) -> Axes:
-    """The leading ones that are none of the others.
-
-    An array that is split over these alone is one block.
-    """
-    return axes[: next((i for i, axis in enumerate(axes) if axis in others), len(axes))]
-
-
-def _exchange(array: Array, axes: Axes, *, split: int, concatenated: int) -> Array:
-    if not axes:
-        return array
-    return jax.lax.all_to_all(array, axes, split_axis=split, concat_axis=concatenated, tiled=True)
+ON_ONE_DEVICE = OutputLayout(None, (), (), ())
