@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32, Integer
+from jaxtyping import Array, Float, Int32, Integer
 
 from transformer_embed._src import arguments
+from transformer_embed._src.functional.lookup import rows_at
 
 # Rows that are updated at a time: a block stays in the processor's cache.
 BLOCK = 1024
@@ -59,3 +60,16 @@ def read_each(values: Int32[Array, "k"], slots: Int32[Array, "..."]) -> Int32[Ar
     sharding = jax.typeof(slots).sharding
     explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
     return values.at[slots].get(out_sharding=sharding if explicit else None)
+
+
+def rows_of_ids(
+    held: Int32[Array, "k"],
+    values: Float[Array, "k d"],
+    ids: Int32[Array, "..."],
+    otherwise: float = np.nan,
+) -> Float[Array, "... d"]:
+    """The value of each id among those that are held, which ascend; a constant for all others."""
+    slots = jnp.minimum(count_below(held, ids), len(held) - 1)
+    rows = rows_at(values, slots)
+    is_held = read_each(held, slots) == ids
+    return jnp.where(is_held[..., None], rows, np.array(otherwise, rows.dtype))

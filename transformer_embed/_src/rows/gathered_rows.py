@@ -7,12 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
-from transformer_embed._src.functional.lookup import Table, rows_at
-from transformer_embed._src.rows.distinct_ids import count_below, read_each
+from transformer_embed._src.functional.lookup import Table
+from transformer_embed._src.rows.distinct_ids import rows_of_ids
 from transformer_embed._src.rows.row_gradient import RowGradient
 
 
@@ -100,16 +99,6 @@ class RowTable(Table):
 def is_table(leaf: Any) -> bool:
     """Whether a leaf of a tree stands for a table."""
     return isinstance(leaf, Table)
-
-
-def rows_of_ids(
-    held: Int32[Array, "k"], values: Float[Array, "k d"], ids: Int32[Array, "..."]
-) -> Float[Array, "... d"]:
-    """The value of each id, or NaN for an id that is not among the ascending ones that are held."""
-    slots = jnp.minimum(count_below(held, ids), len(held) - 1)
-    rows = rows_at(values, slots)
-    is_held = read_each(held, slots) == ids
-    return jnp.where(is_held[..., None], rows, np.array(np.nan, rows.dtype))
 
 
 def read_rows(table: Array, ids: Int32[Array, "k"]) -> Array:

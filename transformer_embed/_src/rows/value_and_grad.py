@@ -48,8 +48,9 @@ def value_and_grad(
         A function of (params, ...) to (value, gradients), or to ((value, aux), gradients). The
         gradients are a tree like `params`, with a `RowGradient` for each table in `ids`. It holds k
         rows, the smallest of the number of ids, vocab_size and max_rows (above 1024, rounded up to
-        a multiple of 1024). For an interleaved table, the number of rows on each device is the
-        largest number that it can be asked for.
+        a multiple of 1024). For an interleaved table, each device has the gradient of its own
+        shard's rows, which `ids` count from the start of the shard; their number is the largest
+        that it can be asked for.
 
     Raises:
         TypeError: ids are not integers; a table does not have a floating dtype; the loss uses a

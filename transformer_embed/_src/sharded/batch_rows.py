@@ -5,12 +5,12 @@ If the rows are exchanged, each device holds those that its own part of the batc
     a device                                 the owners of the rows
     distinct slots of its part  --------->  asked: rows of the shard
     rows                        <---------
-    gradients of these rows     --------->  owned: ids and summed gradients (`OwnedRows`), for
-                                            the shard's own update
+    gradients of these rows     --------->  owned: rows of the shard and their summed gradients
+                                            (`OwnedRows`), for the shard's own update
 
-Each arrow is an exchange (see `exchange` and `hops`). Ids are what the user sees. A slot is the
-index of an id's row in the array. `shard_rows` count rows from the start of a device's shard. Each
-list ascends, and numbers past the end are padding.
+Each arrow is an exchange (see `exchange` and `hops`). A slot is the index of an id's row in the
+array. `shard_rows` count rows from the start of a device's shard. Each list ascends, and numbers
+past the end are padding.
 
 Otherwise every device holds all rows that the batch reads, and their gradient is summed over the
 devices that the batch is split over.
@@ -31,8 +31,8 @@ from transformer_embed._src.functional.partitioning import (
     index_along,
     partition_spec,
 )
-from transformer_embed._src.rows.distinct_ids import distinct_ascending
-from transformer_embed._src.rows.gathered_rows import GatheredRows, rows_of_ids
+from transformer_embed._src.rows.distinct_ids import distinct_ascending, rows_of_ids
+from transformer_embed._src.rows.gathered_rows import GatheredRows
 from transformer_embed._src.rows.row_gradient import RowGradient, register_row_gradient
 from transformer_embed._src.sharded import exchange
 from transformer_embed._src.sharded.hops import Hop
@@ -112,7 +112,7 @@ def _gather(taken: BatchRows, ids: Int32[Array, "..."]) -> Float[Array, "... d"]
 def _return_gradients(
     taken: BatchRows, gradient: Float[Array, "k d"]
 ) -> tuple[Int32[Array, "m"], Float[Array, "m d"]]:
-    """On each device, the ids of its shard that were asked for, and the sum of their gradients."""
+    """On each device, the rows of its shard that were asked for, and the sum of their gradients."""
     layout = taken.layout
     # Devices along these axes hold the same rows.
     replicas = tuple(axis for axis in taken.id_axes if axis not in layout.rows)
@@ -124,7 +124,7 @@ def _return_gradients(
                 jax.lax.all_gather(array, replicas, tiled=True) for array in (shard_rows, sums)
             )
             shard_rows, sums = exchange.sum_repeats(shard_rows, sums, layout.shard)
-        return layout.ids(shard_rows), sums
+        return shard_rows, sums
 
     # Unchecked: shard_map cannot infer that gathered values are equal along the axis that they were
     # gathered over.
@@ -141,10 +141,7 @@ def _return_gradients(
 @register_row_gradient
 @dataclasses.dataclass(frozen=True, eq=False)
 class OwnedRows(RowGradient):
-    """On each device, the gradient of some of its shard's rows.
-
-    Ids ascend by their slot in the shard.
-    """
+    """On each device, the gradient of some of its shard's rows; `ids` count from its start."""
 
     layout: Layout
 
@@ -155,11 +152,7 @@ class OwnedRows(RowGradient):
         layout = self.layout
 
         def merge(ids, values):
-            shard_rows = layout.shard_rows(jnp.concatenate(ids))
-            shard_rows, sums = exchange.sum_repeats(
-                shard_rows, jnp.concatenate(values), layout.shard
-            )
-            return layout.ids(shard_rows), sums
+            return exchange.sum_repeats(jnp.concatenate(ids), jnp.concatenate(values), layout.shard)
 
         owners = partition_spec(layout.rows)
         merge_all = jax.shard_map(merge, mesh=layout.mesh, in_specs=owners, out_specs=owners)

@@ -85,6 +85,6 @@ def rows_of_this_shard(
     """
     index, first = jnp.arange(len(ids), dtype=jnp.int32), index_along(layout.rows) * layout.shard
     order = (index + jnp.sum(ids < first, dtype=jnp.int32)) % len(ids)
-    shard_rows = layout.shard_rows(ids[order])
-    here = (shard_rows >= 0) & (shard_rows < layout.shard)
+    shard_rows = ids[order] - first
+    here = (shard_rows >= 0) & (shard_rows < layout.shard) & (ids[order] < layout.order.vocab_size)
     return jnp.where(here, shard_rows, layout.shard + index), order

@@ -8,10 +8,9 @@ while a step is traced.
 
 Buffers overflow in less than one step in 1e9, if each device draws its ids independently and their
 owners are evenly spread, as interleaved rows are: of n slots, each goes to a part with probability
-p, so their number is binomial, and more than r - 1 go there with a probability of at most
-`C(n, r) p**r (1 - p)**(n - r) * r (1 - p) / (r - n p)`, for r > n p (Feller, "An Introduction to
-Probability Theory and Its Applications", volume 1 (1968), section VI.3, equation 3.4). All parts of
-all devices of all hops together must stay below 1e-9.
+p, so their number is binomial, and more than r go there with the probability
+`sum(C(n, k) p**k (1 - p)**(n - k) for k > r)`. All parts of all devices of all hops together must
+stay below 1e-9.
 """
 
 import functools
@@ -81,17 +80,11 @@ def _room(trials: int, share: float, checks: int, capacity: float) -> int:
     Each slot goes this way with probability `share`, and seldom is a probability of at most
     OVERFLOW_PROBABILITY / checks.
     """
-    if share == 1:
-        return trials
-    mean, limit = trials * share, math.log(OVERFLOW_PROBABILITY / checks)
-    room = max(math.ceil(mean), 1)
-    while room < trials and _log_overflow(trials, share, room + 1) > limit:
+    # Slow to load, and only an exchange needs it.
+    from scipy.special import bdtrc  # noqa: PLC0415
+
+    mean = trials * share
+    room = math.ceil(max(mean, 1, min(capacity * mean, trials)))
+    while room < trials and bdtrc(room, trials, share) > OVERFLOW_PROBABILITY / checks:
         room += 1
-    return min(trials, max(room, math.ceil(min(capacity * mean, trials))))
-
-
-def _log_overflow(n: int, p: float, r: int) -> float:
-    """The logarithm of the bound above."""
-    ways = math.lgamma(n + 1) - math.lgamma(r + 1) - math.lgamma(n - r + 1)
-    tail = math.log(r * (1 - p) / (r - n * p))
-    return ways + r * math.log(p) + (n - r) * math.log1p(-p) + tail
+    return min(trials, room)

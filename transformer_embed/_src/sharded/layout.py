@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Int32
 
@@ -10,7 +9,6 @@ from transformer_embed._src.functional.partitioning import (
     Axes,
     array_axes,
     devices_along,
-    index_along,
     spec_axes,
 )
 from transformer_embed._src.rows.distinct_ids import row_count
@@ -79,18 +77,3 @@ class Layout(NamedTuple):
     def slots(self, ids: Int32[Array, "..."]) -> Int32[Array, "..."]:
         """The slot of each id's row; an id out of range counts as the first or the last one."""
         return self.order.slots(ids.clip(0, self.order.vocab_size - 1))
-
-    def shard_rows(self, ids: Int32[Array, "k"]) -> Int32[Array, "k"]:
-        """Inside shard_map, the row of each id, counted from the start of this device's shard.
-
-        Ids outside the vocabulary give numbers past its end.
-        """
-        past = jnp.arange(len(ids), dtype=jnp.int32)
-        shard_rows = self.slots(ids) - index_along(self.rows) * self.shard
-        return jnp.where(ids < self.order.vocab_size, shard_rows, self.shard + past)
-
-    def ids(self, shard_rows: Int32[Array, "k"]) -> Int32[Array, "k"]:
-        """The inverse of `shard_rows`."""
-        past = self.order.vocab_size + jnp.arange(len(shard_rows), dtype=jnp.int32)
-        slots = jnp.minimum(shard_rows, self.shard - 1) + index_along(self.rows) * self.shard
-        return jnp.where(shard_rows < self.shard, self.order.ids(slots), past)

@@ -133,7 +133,7 @@ class Sharded(RowTable):
 
         def update_shard(shared, ids, values, shards):
             if is_owned:
-                return step(shared, layout.shard_rows(ids), values, shards)
+                return step(shared, ids, values, shards)
             shard_rows, order = rows_of_this_shard(layout, ids)
             return step(shared, shard_rows, values[order], shards)
 
