@@ -93,7 +93,7 @@ class Fact(NamedTuple):
 
 
 def check(
-    step: Callable[[Any], tuple[Any, Any]],
+    step: Callable[[Any], Any],
     whole: Mapping[int, Shape],
     block: Mapping[int, Shape],
     tables: Mapping[int, Sequence[int]],
@@ -102,8 +102,8 @@ def check(
     """Raises a ValueError unless a step on a block of rows gives the rows of the whole step.
 
     Args:
-        step: from the gradients, the rows of tables and of their state, by place, to the same after
-            the step and all else that the optimizer returns.
+        step: from the gradients, the rows of tables and of their state, by place, to an array for
+            each place, those among them, after the step.
         whole: the shapes of all rows.
         block: those of one block, with another number of rows.
         tables: the places of each table: its gradient, its rows and their state.
@@ -118,10 +118,10 @@ def check(
     outputs = zip(one.jaxpr.outvars, other.jaxpr.outvars, facts, strict=True)
     # New rows of the table must use their gradient, and those of a state the old ones.
     needs = {rows: gradient for gradient, rows, *_ in tables.values()}
-    for i in sorted(owners):
-        reader.check_rows(*next(outputs), owners[i], block[i], needs.get(i, i))
-    for *variables, _ in outputs:
-        if reader.rows(*variables):
+    for i, (variable, twin, fact) in enumerate(outputs):
+        if i in owners:
+            reader.check_rows(variable, twin, fact, owners[i], block[i], needs.get(i, i))
+        elif reader.rows(variable, twin):
             what = "parameters or state outside the table"
             raise reader.refusal(f"{what} become one row for each of its rows")
 

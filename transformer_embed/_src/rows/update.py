@@ -109,17 +109,21 @@ def update(
             shape = (rows + (rows == size), *rest)
             block[place] = jax.ShapeDtypeStruct(shape, whole[place].dtype)
     arrays = {key: value for key, value in extra_args.items() if _has_only_arrays(value)}
-    shared = _replaced(leaves, dict.fromkeys(whole)), arrays
     step = functools.partial(_step, optimizer, extra_args, treedef)
-    row_check.check(functools.partial(step, shared), whole, block, tables, optimizer.update)
+
+    def step_of_rows(rows: Mapping[int, Any]) -> list[Any]:
+        return step(_replaced(leaves, rows), arrays)
+
+    row_check.check(step_of_rows, whole, block, tables, optimizer.update)
     zeros = {place: jnp.zeros(shape.shape, shape.dtype) for place, shape in block.items()}
     if any(map(arguments.is_traced, zeros.values())):
         # The calls below have the same shapes: they share a trace.
         step = jax.jit(step, inline=True)
     # All that is not a table is updated once; a table's rows do not count here.
-    _, new_leaves = step(shared, zeros)
+    shared = _replaced(leaves, zeros), arrays
+    new_leaves = step(*shared)
     for places in tables.values():
-        new = _update_table(step, shared, zeros, places, [leaves[place] for place in places])
+        new = _update_table(step, shared, places, [leaves[place] for place in places])
         new_leaves = _replaced(new_leaves, dict(zip(places[1:], new, strict=True)))
     _, params, state = jax.tree.unflatten(treedef, new_leaves)
     return params, state
@@ -129,21 +133,20 @@ def _step(
     optimizer: "optax.GradientTransformation",
     extra_args: Mapping[str, Any],
     treedef: Any,
-    shared: Any,
-    rows: Mapping[int, Array],
-) -> tuple[dict[int, Array], list[Any]]:
-    """The new rows of tables and state by place, from the old ones, and all other leaves."""
+    leaves: Sequence[Any],
+    arrays: Mapping[str, Any],
+) -> list[Any]:
+    """The leaves of (grads, params, state) after a step; the gradients stay."""
     # Slow to load, and only training needs it.
     import optax  # noqa: PLC0415
 
-    leaves, arrays = shared
-    grads, params, state = jax.tree.unflatten(treedef, _replaced(leaves, rows))
-    updates, state = optimizer.update(grads, state, params, **(extra_args | arrays))
+    grads, params, state = jax.tree.unflatten(treedef, leaves)
+    updates, state = optimizer.update(grads, state, params, **{**extra_args, **arrays})
     after = grads, optax.apply_updates(params, updates), state
-    leaves, new_treedef = jax.tree.flatten(after, is_leaf=_is_leaf)
+    new_leaves, new_treedef = jax.tree.flatten(after, is_leaf=_is_leaf)
     if new_treedef != treedef:
         raise TypeError("updates and state do not have the structure of parameters and state")
-    return {place: leaves[place] for place in rows}, _replaced(leaves, dict.fromkeys(rows))
+    return new_leaves
 
 
 def _tables(init: Callable, params: Tree, leaves: Sequence[Any]) -> dict[int, list[int]]:
@@ -177,7 +180,6 @@ def _replaced(leaves: Sequence[Any], others: Mapping[int, Any]) -> list[Any]:
 def _update_table(
     step: Callable,
     shared: Any,
-    zeros: Mapping[int, Array],
     places: Sequence[int],
     leaves: Sequence[Any],
 ) -> Sequence[Any]:
@@ -185,10 +187,11 @@ def _update_table(
     gradient, table, *states = leaves
 
     def step_of_block(shared: Any, rows: Sequence[Array]) -> list[Array]:
-        new_rows, _ = step(shared, {**zeros, **dict(zip(places, rows, strict=True))})
-        return [new_rows[place] for place in places[1:]]
+        others, arrays = shared
+        new = step(_replaced(others, dict(zip(places, rows, strict=True))), arrays)
+        return [new[place] for place in places[1:]]
 
-    block = len(zeros[places[0]])
+    block = len(shared[0][places[0]])
     update_arrays = functools.partial(_update_in_blocks, step_of_block, block)
     if isinstance(table, RowTable):
         return table.update_rows(update_arrays, shared, gradient, states)
