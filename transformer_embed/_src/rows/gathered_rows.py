@@ -96,9 +96,9 @@ class RowTable(Table):
         raise NotImplementedError
 
 
-def is_table(leaf: Any) -> bool:
-    """Whether a leaf of a tree stands for a table."""
-    return isinstance(leaf, Table)
+def is_leaf(leaf: Any) -> bool:
+    """Whether a leaf of a tree stands for a table, or for the gradient of some rows of one."""
+    return isinstance(leaf, Table | RowGradient)
 
 
 def read_rows(table: Array, ids: Int32[Array, "k"]) -> Array:

@@ -119,11 +119,21 @@ def check(
     # New rows of the table must use their gradient, and those of a state the old ones.
     needs = {rows: gradient for gradient, rows, *_ in tables.values()}
     for i, (variable, twin, fact) in enumerate(outputs):
-        if i in owners:
-            reader.check_rows(variable, twin, fact, owners[i], block[i], needs.get(i, i))
-        elif reader.rows(variable, twin):
-            what = "parameters or state outside the table"
-            raise reader.refusal(f"{what} become one row for each of its rows")
+        rows, aval, table = reader.rows(variable, twin), twin.aval, owners.get(i)
+        if table is None:
+            if rows:
+                what = "parameters or state outside the table"
+                raise reader.refusal(f"{what} become one row for each of its rows")
+            continue
+        if rows != (0, reader.sizes[table]) or fact.table not in (None, table):
+            raise reader.refusal("a new row is not made from the same row of the table")
+        if aval.shape != block[i].shape:
+            raise reader.refusal("the new state does not have the shape of the state")
+        if aval.dtype != block[i].dtype:
+            how = f"a state of dtype {block[i].dtype} becomes {aval.dtype}"
+            raise reader.refusal(f"{how}, but a step must keep the dtype")
+        if fact.choice and needs.get(i, i) in fact.uses - fact.always_uses:
+            raise fact.choice
 
 
 def _traced(function: Callable, shapes: Any, blamed: Callable, problem: str) -> ClosedJaxpr:
@@ -283,21 +293,6 @@ class _Reader:
             how = "by a condition outside of the row decides whether its gradient is used"
             choice = self.refusal(f"{name} {how}")
         return Fact(None, uses, always_uses, choice)
-
-    def check_rows(
-        self, one: Any, other: Any, fact: Fact, table: int, shape: Shape, needed: int
-    ) -> None:
-        """Raises unless an output has new rows of a table or its state, made with one input."""
-        aval = other.aval
-        if self.rows(one, other) != (0, self.sizes[table]) or fact.table not in (None, table):
-            raise self.refusal("a new row is not made from the same row of the table")
-        if aval.shape != shape.shape:
-            raise self.refusal("the new state does not have the shape of the state")
-        if aval.dtype != shape.dtype:
-            how = f"a state of dtype {shape.dtype} becomes {aval.dtype}"
-            raise self.refusal(f"{how}, but a step must keep the dtype")
-        if fact.choice and needed in fact.uses - fact.always_uses:
-            raise fact.choice
 
 
 def _moves_rows(equation: Any, axis: int, new_axis: int) -> bool:

@@ -113,10 +113,10 @@ class _Ids:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Ids):
             return False
-        if self.ids is other.ids or not (_is_concrete(self.ids) and _is_concrete(other.ids)):
+        ids, others = _on_host(self.ids), _on_host(other.ids)
+        if ids is None or others is None:
             return self.ids is other.ids
-        with jax.transfer_guard("allow"):
-            return np.array_equal(np.asarray(self.ids), np.asarray(other.ids))
+        return np.array_equal(ids, others)
 
     def __hash__(self) -> int:
         return 0
@@ -125,18 +125,18 @@ class _Ids:
         return "the ids of one batch (te.rows.add adds gradients of different ids)"
 
 
-def _is_concrete(ids: Any) -> bool:
-    """Whether the values of some ids can be read."""
-    return isinstance(ids, jax.Array | np.ndarray) and not arguments.is_traced(ids)
+def _on_host(ids: Any) -> np.ndarray | None:
+    """The values of some ids, if they can be read."""
+    if arguments.is_traced(ids) or not isinstance(ids, jax.Array | np.ndarray):
+        return None
+    with jax.transfer_guard("allow"):
+        return np.asarray(ids)
 
 
 def check_ascending(gradient: RowGradient) -> None:
     """Raises a ValueError if the ids of a gradient made by hand, outside of jit, do not ascend."""
-    if type(gradient) is not RowGradient or not _is_concrete(gradient.ids):
-        return
-    with jax.transfer_guard("allow"):
-        ids = np.asarray(gradient.ids)
-    if len(ids) and (ids[0] < 0 or (ids[1:] <= ids[:-1]).any()):
+    ids = _on_host(gradient.ids) if type(gradient) is RowGradient else None
+    if ids is not None and len(ids) and (ids[0] < 0 or (ids[1:] <= ids[:-1]).any()):
         want = "row ids that ascend from 0 or above, each of them once"
         raise arguments.value_error("grads", want, str(ids.tolist())[:60])
 

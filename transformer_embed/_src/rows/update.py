@@ -15,10 +15,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
-from transformer_embed._src.functional.lookup import Table
 from transformer_embed._src.rows import row_check
 from transformer_embed._src.rows.distinct_ids import BLOCK
-from transformer_embed._src.rows.gathered_rows import RowTable, read_rows
+from transformer_embed._src.rows.gathered_rows import RowTable, is_leaf, read_rows
 from transformer_embed._src.rows.row_gradient import RowGradient, check_ascending
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ def update(
         got = type(optimizer).__name__
         raise arguments.type_error("optimizer", "an optax.GradientTransformation", got)
     _check_gradients(grads, params)
-    leaves, treedef = jax.tree.flatten((grads, params, state), is_leaf=_is_leaf)
+    leaves, treedef = jax.tree.flatten((grads, params, state), is_leaf=is_leaf)
     tables = _tables(optimizer.init, params, leaves)
     whole, block = {}, {}
     for table, places in tables.items():
@@ -143,7 +142,7 @@ def _step(
     grads, params, state = jax.tree.unflatten(treedef, leaves)
     updates, state = optimizer.update(grads, state, params, **{**extra_args, **arrays})
     after = grads, optax.apply_updates(params, updates), state
-    new_leaves, new_treedef = jax.tree.flatten(after, is_leaf=_is_leaf)
+    new_leaves, new_treedef = jax.tree.flatten(after, is_leaf=is_leaf)
     if new_treedef != treedef:
         raise TypeError("updates and state do not have the structure of parameters and state")
     return new_leaves
@@ -154,7 +153,7 @@ def _tables(init: Callable, params: Tree, leaves: Sequence[Any]) -> dict[int, li
 
     A table is named by the place of its gradient.
     """
-    shapes = jax.tree.map(_shape_and_dtype, params, is_leaf=_is_leaf)
+    shapes = jax.tree.map(_shape_and_dtype, params, is_leaf=is_leaf)
     size, tables = len(jax.tree.leaves(shapes)), {}
     for place, leaf in enumerate(leaves[:size]):
         if isinstance(leaf, RowGradient):
@@ -163,10 +162,6 @@ def _tables(init: Callable, params: Tree, leaves: Sequence[Any]) -> dict[int, li
     for i, table in row_check.tables_of_state(init, shapes, state, list(tables)).items():
         tables[table].append(2 * size + i)
     return tables
-
-
-def _is_leaf(leaf: Any) -> bool:
-    return isinstance(leaf, Table | RowGradient)
 
 
 def _has_only_arrays(tree: Tree) -> bool:
@@ -245,7 +240,7 @@ def _update_in_blocks(
 
 def _shape_and_dtype(leaf: Any) -> jax.ShapeDtypeStruct:
     """The shape and dtype of an array, or of the table that a leaf stands for."""
-    if _is_leaf(leaf):
+    if is_leaf(leaf):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     try:
         return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
@@ -256,8 +251,8 @@ def _shape_and_dtype(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def _check_gradients(grads: Tree, params: Tree) -> None:
     """Raises unless each gradient fits its parameter, or its table."""
-    leaves, treedef = jax.tree.flatten(params, is_leaf=_is_leaf)
-    gradients, grads_treedef = jax.tree.flatten(grads, is_leaf=_is_leaf)
+    leaves, treedef = jax.tree.flatten(params, is_leaf=is_leaf)
+    gradients, grads_treedef = jax.tree.flatten(grads, is_leaf=is_leaf)
     if grads_treedef != treedef:
         want = "a tree as params, with RowGradient for some tables"
         raise arguments.value_error("grads", want, str(grads_treedef))

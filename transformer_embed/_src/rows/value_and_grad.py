@@ -12,7 +12,7 @@ from transformer_embed._src import arguments
 from transformer_embed._src.functional.lookup import Table, as_table
 from transformer_embed._src.functional.partitioning import on_every_device
 from transformer_embed._src.rows.distinct_ids import distinct_rows
-from transformer_embed._src.rows.gathered_rows import GatheredRows, RowTable, is_table, read_rows
+from transformer_embed._src.rows.gathered_rows import GatheredRows, RowTable, is_leaf, read_rows
 
 Tree = Any
 
@@ -72,7 +72,7 @@ def value_and_grad(
 
     @functools.wraps(loss)
     def value_and_row_grads(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
-        leaves, treedef = jax.tree.flatten(params, is_leaf=is_table)
+        leaves, treedef = jax.tree.flatten(params, is_leaf=is_leaf)
         gathered = _gather_tables(leaves, treedef, ids, max_rows)
 
         def loss_of(leaves: Sequence[Any]) -> Any:

@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from transformer_embed._src import arguments
 from transformer_embed._src.functional.partitioning import Axes, devices_along, spec_axes
-from transformer_embed._src.rows.gathered_rows import is_table
+from transformer_embed._src.rows.gathered_rows import is_leaf
 from transformer_embed._src.sharded.layout import Layout
 from transformer_embed._src.sharded.row_order import Contiguous, Interleaved
 from transformer_embed._src.sharded.table import Sharded, sharded
@@ -162,7 +162,7 @@ class _Placement(NamedTuple):
 
     def tree(self, params: Any) -> Any:
         """The parameters on the mesh."""
-        paths, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_table)
+        paths, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)
         leaves = {jax.tree_util.keystr(k, simple=True, separator="/"): leaf for k, leaf in paths}
         patterns = dict.fromkeys(self.rules, "rules")
         if self.interleave is not None:
