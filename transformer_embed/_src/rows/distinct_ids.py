@@ -63,13 +63,10 @@ def read_each(values: Int32[Array, "k"], slots: Int32[Array, "..."]) -> Int32[Ar
 
 
 def rows_of_ids(
-    held: Int32[Array, "k"],
-    values: Float[Array, "k d"],
-    ids: Int32[Array, "..."],
-    otherwise: float = np.nan,
+    held: Int32[Array, "k"], values: Float[Array, "k d"], ids: Int32[Array, "..."]
 ) -> Float[Array, "... d"]:
-    """The value of each id among those that are held, which ascend; a constant for all others."""
+    """The value of each id, or NaN for an id that is not among the ascending ones that are held."""
     slots = jnp.minimum(count_below(held, ids), len(held) - 1)
     rows = rows_at(values, slots)
     is_held = read_each(held, slots) == ids
-    return jnp.where(is_held[..., None], rows, np.array(otherwise, rows.dtype))
+    return jnp.where(is_held[..., None], rows, np.array(np.nan, rows.dtype))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_embed._src import arguments
-from transformer_embed._src.rows.distinct_ids import distinct_rows, rows_of_ids
+from transformer_embed._src.rows.distinct_ids import count_below, distinct_rows
 
 Tree = Any
 
@@ -87,12 +87,13 @@ class RowGradient:
             return dataclasses.replace(self, values=self.values + other.values)
         # Clipped to vocab_size, all padding is one id.
         ids = distinct_rows(jnp.concatenate([self.ids, other.ids]), self.vocab_size + 1)
-        # Each reads its rows, so that a GPU needs no atomic sum.
-        values, more = (
-            rows_of_ids(jnp.asarray(gradient.ids), jnp.asarray(gradient.values), ids, 0)
-            for gradient in (self, other)
-        )
-        return dataclasses.replace(self, ids=ids, values=values + more)
+        values = jnp.zeros((len(ids), self.shape[1]), jnp.promote_types(self.dtype, other.dtype))
+        for gradient in (self, other):
+            # Padding gets distinct slots past the end, so that a GPU needs no atomic sum.
+            past = len(ids) + jnp.arange(len(gradient.ids), dtype=jnp.int32)
+            slots = jnp.where(gradient.ids < self.vocab_size, count_below(ids, gradient.ids), past)
+            values = values.at[slots].add(gradient.values, mode="drop", unique_indices=True)
+        return dataclasses.replace(self, ids=ids, values=values)
 
     def __radd__(self, other: Any) -> NoReturn:
         """Raises a TypeError: `optax.apply_updates` does not take a `RowGradient`."""
