@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int8, Int32, Integer
 
 from transformer_embed._src import arguments
-from transformer_embed._src.functional.attention_mask import AttentionMask, reach
+from transformer_embed._src.functional.attention_mask import AttentionMask, lengths, reach
 from transformer_embed._src.functional.attention_rule import Window
 from transformer_embed._src.functional.compiled import compiled
 from transformer_embed._src.functional.token_positions import TokenPositions, segments_of
@@ -102,7 +102,7 @@ class KernelArguments:
                     " TokenPositions.from_lengths or from_offset"
                 )
                 raise _refusal(side, want, f"the arrangement {tokens.arrangement!r}")
-        if rule.keys is not None and rule.queries.positions.shape[-1] == 1:
+        if rule.keys is not None and lengths(rule)[0] == 1:
             return self._of_one_query()
         left, right = _reach_in_rows(rule, kernel)
         is_causal = right == 0
@@ -111,7 +111,7 @@ class KernelArguments:
         if has_window:
             # A side without a limit gets the length, which no distance reaches. cuDNN refuses a
             # window to the right, which is 0 in a causal one.
-            length = max(tokens.positions.shape[-1] for tokens in (rule.queries, keys))
+            length = max(lengths(rule))
             options["local_window_size"] = tuple(
                 length if side is None else side for side in (left, right)
             )
@@ -174,8 +174,8 @@ class KernelArguments:
         from transformer_embed._src.functional import splash_mask  # noqa: PLC0415
 
         rule, kernel = self.rule, "splash attention"
-        shape = rule.queries.positions.shape[-1], _keys(rule).positions.shape[-1]
-        mask, limits = splash.FullMask(shape), _reach_in_rows(rule, kernel)
+        shape, limits = lengths(rule), _reach_in_rows(rule, kernel)
+        mask = splash.FullMask(shape)
         if limits != EVERYTHING:
             mask = splash_mask.IndexMask(shape, limits, 0)
             if rule.queries.block_ids is not None:

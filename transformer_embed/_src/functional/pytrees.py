@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -23,8 +24,12 @@ def pytree(*static: str) -> Callable[[Class], Class]:
         keys = [jax.tree_util.GetAttrKey(name) for name in fields]
 
         def flatten(instance: Any) -> tuple[Any, Any]:
-            leaves = [(key, getattr(instance, key.name)) for key in keys]
-            return leaves, tuple(getattr(instance, name) for name in static)
+            value = functools.partial(getattr, instance)
+            return tuple(map(value, fields)), tuple(map(value, static))
+
+        def flatten_with_keys(instance: Any) -> tuple[Any, Any]:
+            leaves, auxiliary = flatten(instance)
+            return tuple(zip(keys, leaves, strict=True)), auxiliary
 
         def unflatten(auxiliary: tuple[Any, ...], leaves: Any) -> Any:
             instance = object.__new__(cls)
@@ -32,7 +37,7 @@ def pytree(*static: str) -> Callable[[Class], Class]:
             instance.__dict__.update(zip(static, auxiliary, strict=True))
             return instance
 
-        jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
+        jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
         export.register_pytree_node_serialization(
             cls,
             serialized_name=f"transformer_embed.{cls.__name__}",

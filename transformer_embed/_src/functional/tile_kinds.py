@@ -60,14 +60,21 @@ def tile_kinds(
     else:
         of_queries, of_keys = _blocks(tokens, shape[0], chunk), _blocks(others, shape[1], chunk)
 
-    def kinds(of_row: Intervals) -> Int8[Array, "b n"]:
-        of_row = jax.tree.map(lambda bound: bound[:, None], of_row)
-        kinds = may_attend(of_row, of_keys, window)
-        return kinds.low.astype(jnp.int8) + kinds.high
+    number = of_queries["positions"].low.shape[1]
+    at_a_time = math.gcd(number, 64)
 
-    # XLA does not fuse into a loop. Else it would compute the intervals again for each tile.
-    rows = jax.tree.map(lambda bound: jnp.moveaxis(bound, 1, 0), of_queries)
-    return jnp.moveaxis(jax.lax.map(kinds, rows, batch_size=64), 0, 1)
+    def split(bound: Array) -> Array:
+        return bound.T.reshape(number // at_a_time, at_a_time, bound.shape[0])
+
+    def kinds(of_step: Intervals) -> Int8[Array, "m b n"]:
+        of_step = jax.tree.map(lambda bound: bound[:, :, None], of_step)
+        may = may_attend(of_step, of_keys, window)
+        return may.low.astype(jnp.int8) + may.high
+
+    # Some queries at a time, because XLA does not fuse into a loop. Else it would compute the
+    # intervals again for each tile.
+    steps = jax.lax.map(kinds, jax.tree.map(split, of_queries))
+    return steps.reshape(number, *steps.shape[2:]).swapaxes(0, 1)
 
 
 def _blocks(tokens: Fields, size: int, chunk: int | None) -> Intervals:
