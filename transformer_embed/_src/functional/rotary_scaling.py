@@ -6,21 +6,55 @@ import functools
 import operator
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from transformer_embed._src import arguments
 from transformer_embed._src.functional import phase
+
+Frequencies = tuple[Decimal, ...]
 
 
 class ScaledFrequencies(NamedTuple):
     """Frequencies in radians per unit of position, and the factor of cosines and sines."""
 
-    frequencies: tuple[Decimal, ...]
+    frequencies: Frequencies
     attention_factor: float = 1.0
 
 
+_above_0 = functools.partial(arguments.real, above=0)
+_factors = functools.partial(arguments.entries, convert=_above_0)
+# A field of this name has the same meaning in every scaling.
+_CONVERTERS = {
+    "factor": _above_0,
+    "alpha": _above_0,
+    "beta_slow": _above_0,
+    "low_freq_factor": _above_0,
+    "attention_factor": _above_0,
+    "short_factor": _factors,
+    "long_factor": _factors,
+    "original_length": functools.partial(arguments.integer, at_least=1),
+    "length": functools.partial(arguments.integer, at_least=0),
+    "truncate": arguments.flag,
+    "mscale": arguments.not_negative,
+    "mscale_all_dim": arguments.not_negative,
+}
+
+
+class _Scaling:
+    """What `scaled_frequencies` asks of a scaling."""
+
+    attention_factor: float | None = None
+
+    def __post_init__(self):
+        arguments.convert_fields(self, **_CONVERTERS)
+
+    def usual_attention_factor(self) -> float:
+        """The factor of cosines and sines if `attention_factor` is not set."""
+        return 1.0
+
+
 @dataclasses.dataclass(frozen=True)
-class LinearScaling:
+class LinearScaling(_Scaling):
     """Position interpolation: divides every frequency by `factor`.
 
     Args:
@@ -45,17 +79,14 @@ class LinearScaling:
 
     factor: float
 
-    def __post_init__(self):
-        arguments.convert_fields(self, factor=_above_0)
-
-    def scaled(self, dim: int, base: float) -> ScaledFrequencies:
+    def scaled(self, dim: int, base: float) -> Frequencies:
         """The frequencies of dim channels."""
         factor = Decimal(self.factor)
-        return ScaledFrequencies(tuple(f / factor for f in unscaled(dim, base)))
+        return tuple(f / factor for f in unscaled(dim, base))
 
 
 @dataclasses.dataclass(frozen=True)
-class NTKScaling:
+class NTKScaling(_Scaling):
     """NTK-aware scaling: multiplies the base by `alpha ** (d / (d - 2))`, for d rotated channels.
 
     The highest frequency does not change; the lowest is divided by alpha.
@@ -79,16 +110,13 @@ class NTKScaling:
 
     alpha: float
 
-    def __post_init__(self):
-        arguments.convert_fields(self, alpha=_above_0)
-
-    def scaled(self, dim: int, base: float) -> ScaledFrequencies:
+    def scaled(self, dim: int, base: float) -> Frequencies:
         """The frequencies of dim channels."""
-        return ScaledFrequencies(_ntk(dim, base, Decimal(self.alpha)))
+        return _ntk(dim, base, Decimal(self.alpha))
 
 
 @dataclasses.dataclass(frozen=True)
-class DynamicNTKScaling:
+class DynamicNTKScaling(_Scaling):
     """NTK-aware scaling by the current length.
 
     `alpha = factor * length / original_length - (factor - 1)`, or 1 if length <= original_length.
@@ -120,23 +148,21 @@ class DynamicNTKScaling:
     original_length: int
     length: int
 
-    def __post_init__(self):
-        arguments.convert_fields(self, factor=_above_0, original_length=_at_least_1, length=_length)
-
-    def scaled(self, dim: int, base: float) -> ScaledFrequencies:
+    def scaled(self, dim: int, base: float) -> Frequencies:
         """The frequencies of dim channels."""
         longer = Decimal(max(self.length, self.original_length)) / Decimal(self.original_length)
         factor = Decimal(self.factor)
-        return ScaledFrequencies(_ntk(dim, base, factor * longer - (factor - 1)))
+        return _ntk(dim, base, factor * longer - (factor - 1))
 
 
 @dataclasses.dataclass(frozen=True)
-class YarnScaling:
+class YarnScaling(_Scaling):
     """YaRN: keeps high frequencies, divides low ones by `factor`, with a linear ramp between.
 
-    It also scales cosines and sines. With `index(n) = d * ln(original_length / (2 * pi * n)) / (2 *
-    ln(base))`, the index of the frequency that makes n turns over the trained length, the ramp
-    rises from 0 at max(index(beta_fast), 0) to 1 at min(index(beta_slow), d - 1), and
+    It also scales cosines and sines. With
+    `index(n) = d * ln(original_length / (2 * pi * n)) / (2 * ln(base))`, the index of
+    the frequency that makes n turns over the trained length, the ramp rises from 0 at
+    max(index(beta_fast), 0) to 1 at min(index(beta_slow), d - 1), and
 
         frequency[i] = base ** (-2i / d) * (ramp[i] / factor + 1 - ramp[i])
 
@@ -183,21 +209,12 @@ class YarnScaling:
     attention_factor: float | None = None
 
     def __post_init__(self):
-        arguments.convert_fields(
-            self,
-            factor=_above_0,
-            original_length=_at_least_1,
-            beta_slow=_above_0,
-            truncate=arguments.flag,
-            mscale=_not_negative,
-            mscale_all_dim=_not_negative,
-            attention_factor=_above_0,
-        )
+        super().__post_init__()
         arguments.convert_fields(
             self, beta_fast=functools.partial(arguments.real, above=self.beta_slow)
         )
 
-    def scaled(self, dim: int, base: float) -> ScaledFrequencies:
+    def scaled(self, dim: int, base: float) -> Frequencies:
         """The frequencies of dim channels."""
         log_base = Decimal(arguments.real("base", base, above=1)).ln()
 
@@ -214,26 +231,23 @@ class YarnScaling:
         if low == high:
             high += Decimal("0.001")
         ramp = [_clipped((i - low) / (high - low)) for i in range(dim // 2)]
-        return ScaledFrequencies(
-            _blended(unscaled(dim, base), ramp, self.factor), self._resolved_attention_factor()
-        )
+        return _blended(unscaled(dim, base), ramp, self.factor)
 
-    def _resolved_attention_factor(self) -> float:
-        if self.attention_factor is not None:
-            return self.attention_factor
+    def usual_attention_factor(self) -> float:
+        """See `_Scaling`."""
         log = max(Decimal(self.factor).ln(), Decimal(0)) / 10
         return float((Decimal(self.mscale) * log + 1) / (Decimal(self.mscale_all_dim) * log + 1))
 
 
 @dataclasses.dataclass(frozen=True)
-class Llama3Scaling:
+class Llama3Scaling(_Scaling):
     """Llama 3.1's scaling: keeps high frequencies, divides low ones by `factor`, blends between.
 
     A frequency f makes `n = original_length * f / (2 * pi)` turns over the trained length, and
     becomes
 
-        f * ((1 - s) / factor + s), where s = (n - low_freq_factor) / (high_freq_factor -
-        low_freq_factor) clipped to [0, 1]
+        f * ((1 - s) / factor + s)
+        s = (n - low_freq_factor) / (high_freq_factor - low_freq_factor), clipped to [0, 1]
 
     Args:
         factor: 8 in Llama 3.1, 32 in Llama 3.2; above 0.
@@ -263,24 +277,21 @@ class Llama3Scaling:
     original_length: int = 8192
 
     def __post_init__(self):
-        arguments.convert_fields(
-            self, factor=_above_0, low_freq_factor=_above_0, original_length=_at_least_1
-        )
+        super().__post_init__()
         above_low = functools.partial(arguments.real, above=self.low_freq_factor)
         arguments.convert_fields(self, high_freq_factor=above_low)
 
-    def scaled(self, dim: int, base: float) -> ScaledFrequencies:
+    def scaled(self, dim: int, base: float) -> Frequencies:
         """The frequencies of dim channels."""
         frequencies = unscaled(dim, base)
         low, high = Decimal(self.low_freq_factor), Decimal(self.high_freq_factor)
         turns = [self.original_length * f / (2 * phase.PI) for f in frequencies]
-        return ScaledFrequencies(
-            _blended(frequencies, [_clipped((high - n) / (high - low)) for n in turns], self.factor)
-        )
+        shares = [_clipped((high - n) / (high - low)) for n in turns]
+        return _blended(frequencies, shares, self.factor)
 
 
 @dataclasses.dataclass(frozen=True)
-class LongRopeScaling:
+class LongRopeScaling(_Scaling):
     """LongRoPE: divides each frequency by its own factor, and scales cosines and sines.
 
     The long factors are used if length > original_length, otherwise the short ones. Cosines and
@@ -322,29 +333,19 @@ class LongRopeScaling:
     attention_factor: float | None = None
 
     def __post_init__(self):
-        factors = functools.partial(arguments.entries, convert=_above_0)
-        arguments.convert_fields(
-            self,
-            short_factor=factors,
-            long_factor=factors,
-            factor=_above_0,
-            original_length=functools.partial(arguments.integer, at_least=2),
-            length=_length,
-            attention_factor=_above_0,
-        )
+        arguments.integer("original_length", self.original_length, at_least=2)
+        super().__post_init__()
 
-    def scaled(self, dim: int, base: float) -> ScaledFrequencies:
+    def scaled(self, dim: int, base: float) -> Frequencies:
         """The frequencies of dim channels."""
         name = "long_factor" if self.length > self.original_length else "short_factor"
         factors = getattr(self, name)
         what = "half as many numbers as rotated channels"
         arguments.check_same(name, what, len(factors), dim // 2)
-        frequencies = tuple(map(operator.truediv, unscaled(dim, base), map(Decimal, factors)))
-        return ScaledFrequencies(frequencies, self._resolved_attention_factor())
+        return tuple(map(operator.truediv, unscaled(dim, base), map(Decimal, factors)))
 
-    def _resolved_attention_factor(self) -> float:
-        if self.attention_factor is not None:
-            return self.attention_factor
+    def usual_attention_factor(self) -> float:
+        """See `_Scaling`."""
         log = max(Decimal(self.factor).ln(), Decimal(0))
         return float((1 + log / Decimal(self.original_length).ln()).sqrt())
 
@@ -359,15 +360,17 @@ def scaled_frequencies(scaling: Scaling | None, dim: int, base: float) -> Scaled
     if scaling is None:
         return ScaledFrequencies(unscaled(dim, base))
     with decimal.localcontext(phase.PRECISION):
-        return scaling.scaled(dim, base)
+        factor = scaling.attention_factor
+        factor = scaling.usual_attention_factor() if factor is None else factor
+        return ScaledFrequencies(scaling.scaled(dim, base), factor)
 
 
-def unscaled(dim: int, base: float) -> tuple[Decimal, ...]:
+def unscaled(dim: int, base: float) -> Frequencies:
     """The frequencies of dim channels without a scaling."""
     return phase.geometric_frequencies((dim + 1) // 2, base, dim / 2)
 
 
-def _ntk(dim: int, base: float, alpha: Decimal) -> tuple[Decimal, ...]:
+def _ntk(dim: int, base: float, alpha: Decimal) -> Frequencies:
     """The frequencies of a base multiplied by alpha ** (d / (d - 2))."""
     # (base * alpha ** (d / (d - 2))) ** (-2i / d) = base ** (-2i / d) * alpha ** (-i / (d / 2 - 1))
     pairs = dim // 2
@@ -377,7 +380,7 @@ def _ntk(dim: int, base: float, alpha: Decimal) -> tuple[Decimal, ...]:
 
 def _blended(
     frequencies: Sequence[Decimal], shares: Sequence[Decimal], factor: float
-) -> tuple[Decimal, ...]:
+) -> Frequencies:
     """Each frequency blended with itself divided by `factor`, of which it has its share."""
     return tuple(
         f * (share / Decimal(factor) + 1 - share)
@@ -387,15 +390,3 @@ def _blended(
 
 def _clipped(share: Decimal) -> Decimal:
     return min(max(share, Decimal(0)), Decimal(1))
-
-
-_above_0 = functools.partial(arguments.real, above=0)
-_length = functools.partial(arguments.integer, at_least=0)
-_at_least_1 = functools.partial(arguments.integer, at_least=1)
-
-
-def _not_negative(name: str, value: Any) -> float:
-    number = arguments.real(name, value)
-    if number < 0:
-        raise arguments.value_error(name, "a finite number of at least 0", value)
-    return number

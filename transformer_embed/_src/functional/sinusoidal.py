@@ -171,9 +171,8 @@ def sinusoidal_grid(
         axis_positions: for each axis of shape, the coordinates of its points, [shape[axis]],
             integers or float32. None: 0, 1, 2, ... diffusers' are `np.arange(n) * base_size / n /
             interpolation_scale` for an axis of n points.
-        base, layout, shift, frequency_scale, dtype: see `sinusoidal_encoding`, for the channels of
-        one part. MAE, diffusers and
-            big_vision have `layout="sin_cos"`, big_vision with `shift=1`.
+        base, layout, shift, frequency_scale, dtype: see `sinusoidal_encoding`, for one part.
+            MAE, diffusers and big_vision have `layout="sin_cos"`, big_vision with `shift=1`.
         odd: how d_model channels are split over n axes. `"truncate"`: d_model / n channels for each
             axis; d_model is a multiple of n. `"round_up"`: d_model / n rounded up to an even number
             for each axis, and the concatenation cut to d_model (the positional-encodings package).
@@ -365,7 +364,7 @@ def _grid_encoding(
         # The coordinates of an axis, with a size of 1 along the others.
         along, leading = jnp.indices(lengths, jnp.int32, sparse=True), lengths
     else:
-        along = _unravelled(jnp.clip(points, 0, max(count - 1, 0)), lengths)
+        along = jnp.unravel_index(points, [max(length, 1) for length in lengths])
         leading = points.shape
     if coordinates is not None and count:
         along = [jnp.take(*pair, mode="clip") for pair in zip(coordinates, along, strict=True)]
@@ -380,12 +379,3 @@ def _grid_encoding(
         return encoding
     inside = (points >= 0) & (points < count)
     return jnp.where(inside[..., None], encoding, jnp.array(jnp.nan, dtype))
-
-
-def _unravelled(points: Int32[Array, "..."], lengths: tuple[int, ...]) -> list[Int32[Array, "..."]]:
-    """The index along each axis of points counted row by row."""
-    indices = []
-    for length in reversed(lengths):
-        indices.append(points % max(length, 1))
-        points = points // max(length, 1)
-    return indices[::-1]
