@@ -88,8 +88,8 @@ def load_embedder(
     """Loads the parameters and the configuration of a checkpoint's input layer.
 
     The layer is recognised by the names of the tensors and the `config.json` beside them. Only its
-    own tensors are read, each copied once; peak memory is at most 1.05 times the tables. No code in
-    the file is run. Either everything is loaded or an error is raised.
+    own tensors are read, each copied once; peak memory is at most 1.05 times large tables. No code
+    in the file is run. Either everything is loaded or an error is raised.
 
     The page "Published models" of the documentation lists the model types that are known, with how
     far each is from the transformers library: BERT, RoBERTa, GPT-2, OPT, T5, BART, Whisper's
