@@ -609,3 +609,14 @@ def test_sections_rotate_by_time_height_and_width(tmp_path, name, entry, kind):
     entries["model_type"] = "qwen3_vl_text"
     path = checkpoint(tmp_path, CASES["llama"], settings=entries)
     assert load_embedder(path).rotary == {"base": 70.0, "layout": "half"}
+
+
+@pytest.mark.parametrize(("sizes", "rotated"), [({}, 4), ({"global_head_dim": 32}, 8)])
+def test_full_layers_may_have_wider_heads_of_which_a_share_rotates(tmp_path, sizes, rotated):
+    """As in Gemma 4, whose pairs span the whole head."""
+    share = {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.25}
+    layers = {rope.FULL: share, rope.SLIDING: {"rope_type": "default", "rope_theta": 10.0}}
+    entries = {"model_type": "gemma4_text", "head_dim": 16, "rope_parameters": layers} | sizes
+    found = load_embedder(checkpoint(tmp_path, CASES["llama"], settings=entries))
+    full = {"base": 100.0, "layout": "half", "partial": "proportional", "rotary_dim": rotated}
+    assert found.rotary == {rope.FULL: full, rope.SLIDING: {"base": 10.0, "layout": "half"}}
