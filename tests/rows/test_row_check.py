@@ -340,6 +340,35 @@ def test_a_shared_number_that_depends_on_the_number_of_rows_is_refused(change):
         step(optimizer)
 
 
+EXACT_NUMBERS_OF_ROWS = {
+    "a power": lambda g: g ** g.shape[0] if g.ndim == 2 and g.shape[0] != 3 else g,
+    "a step size": lambda g: g * (0.5 if g.shape[0] == 1000 else 0.25),
+    "other rows": lambda g: 2 * g if g.shape[0] == 1000 else jnp.abs(g),
+    "a constant": lambda g: g * np.full(2, g.shape[0], np.float32),
+}
+
+
+@pytest.mark.parametrize("name", EXACT_NUMBERS_OF_ROWS)
+def test_a_rule_for_an_exact_number_of_rows_is_refused(name):
+    """A block has another number, so it would train by another rule."""
+    with pytest.raises(ValueError, match="wanted each row updated from that row alone"):
+        step(stateless(EXACT_NUMBERS_OF_ROWS[name]))
+
+
+def test_a_state_that_never_uses_the_old_one_may_follow_a_shared_choice():
+    """It keeps the last gradient of even steps; a row without a gradient misses nothing of its
+    own."""
+
+    def update(updates, state, params=None):
+        count, _ = state
+        last = jax.tree.map(lambda g: jnp.where(count % 2 == 0, g, 0.0), updates)
+        return jax.tree.map(lambda g: -g, updates), (count + 1, last)
+
+    init = lambda params: (jnp.zeros([], jnp.int32), jax.tree.map(jnp.zeros_like, params))
+    _, (_, last) = step(optax.GradientTransformation(init, update))
+    assert np.asarray(last["t"])[[0, 1, 3], 0].tolist() == [1, 0, 2]
+
+
 def emitting(emit):
     """Gathers gradients, and emits them on some steps."""
 
