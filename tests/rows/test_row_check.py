@@ -301,19 +301,26 @@ def test_what_mixes_or_moves_rows_is_refused(reason):
     refuse(stateless(MOVED[reason]), reason)
 
 
-def test_rows_of_two_tables_are_never_mixed():
+MIXED = {
+    "add mixes the rows of two tables": lambda s, t: (s + t, t),
+    "a new row is not made from the same row of the table": lambda s, t: (t, s),
+}
+
+
+@pytest.mark.parametrize("reason", MIXED)
+def test_rows_of_two_tables_are_never_mixed(reason):
     """Not even where both have as many rows, so that the shapes of a step fit."""
     params = {name: jnp.ones([6, 2]) for name in "st"}
     ids = {name: np.array([1, 3]) for name in params}
 
     def mixed(updates, state, params=None):
-        return {"s": updates["s"] + updates["t"], "t": updates["t"]}, state
+        return updates, dict(zip("st", MIXED[reason](updates["s"], updates["t"]), strict=True))
 
-    optimizer = optax.GradientTransformation(lambda params: (), mixed)
+    optimizer = optax.GradientTransformation(lambda params: params, mixed)
     loss = lambda p: sum(te.lookup(p[name], ids[name]).sum() for name in p)
     _, grads = te.rows.value_and_grad(loss, ids=ids)(params)
-    with pytest.raises(ValueError, match="add mixes the rows of two tables"):
-        te.rows.update(optimizer, grads, (), params)
+    with pytest.raises(ValueError, match=reason):
+        te.rows.update(optimizer, grads, params, params)
 
 
 def shared_scan_over_rows(updates):
