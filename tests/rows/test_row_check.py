@@ -401,8 +401,16 @@ def test_a_choice_of_all_rows_may_not_decide_whether_a_gradient_is_used():
     )
 
 
-def test_a_schedule_that_chooses_a_step_size_is_no_such_choice():
-    schedule = lambda count: jnp.where(count < 1, 0.5, 0.25) + 0.1 * (count > 5)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda count: jnp.where(count < 1, 0.5, 0.25),
+        lambda count: jnp.where(count < 1, 0.5, 0.25) + 0.1 * (count > 5),
+        lambda count: 0.5 * (count < 100) + 0.25 * (count >= 100),
+    ],
+    ids=["a choice", "a sum", "products"],
+)
+def test_a_schedule_that_chooses_a_step_size_is_no_such_choice(schedule):
     after, _ = step(optax.sgd(schedule))
     np.testing.assert_allclose(np.asarray(after["t"])[[0, 3], 0], [0.5, 0])
 
