@@ -162,7 +162,7 @@ def add(grads: Tree, more: Tree) -> Tree:
 
     Raises:
         TypeError: rows of different tables.
-        ValueError: trees that do not fit together.
+        ValueError: trees that do not fit together; ids that do not ascend.
 
     Example:
         >>> import jax.numpy as jnp

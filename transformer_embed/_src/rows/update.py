@@ -65,7 +65,8 @@ def update(
         (params, state).
 
     Raises:
-        TypeError: the optimizer does not have `init` and `update`, as those of optax do.
+        TypeError: the optimizer does not have `init` and `update`, as those of optax do; a state
+            that does not consist of arrays; a `RowGradient` made by hand for an interleaved table.
         ValueError: the optimizer may update a row from other rows (the message names the
             transformation and the reason), or changes the dtype of its state; trees that do not
             fit together; a gradient from another trace, or with ids that do not ascend.
