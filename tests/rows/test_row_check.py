@@ -454,6 +454,23 @@ def test_float32_hyperparameters_do_not_widen_a_state_of_16_bits():
         step(optimizer, params=params)
 
 
+def test_a_state_of_another_shape_is_refused():
+    """Its rows would be broadcast, or read as those of the table."""
+    narrow = lambda state: jax.tree.map(lambda s: s.mean(1, keepdims=True), state)
+    zeros = lambda params: jax.tree.map(jnp.zeros_like, params)
+    refuse(
+        optax.GradientTransformation(
+            zeros, lambda updates, state, params: (updates, narrow(state))
+        ),
+        "the new state does not have the shape of the state",
+    )
+    squares = lambda params: jax.tree.map(lambda p: jnp.zeros((len(p), len(p))), params)
+    refuse(
+        optax.GradientTransformation(squares, lambda updates, state, params: (updates, state)),
+        "a state of shape [1000, 1000], which does not have one row for each row of a table",
+    )
+
+
 # Nothing is kept beyond a trace.
 
 
