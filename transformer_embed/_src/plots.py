@@ -75,6 +75,7 @@ def plot_encoding(
     names = _names("tokens", tokens, len(values))
     ax = _axes(ax)
     _heat_map(ax, values, most, "value")
+    _integer_ticks(ax.xaxis, ax.yaxis)
     ax.set(xlabel="channel", ylabel="position (tokens)")
     if names is not None:
         ax.set_yticks(range(len(values)), names, parse_math=False)
@@ -226,24 +227,14 @@ def plot_mask(
     tones = {"hidden": HIDDEN, "may attend": ALLOWED}
     if getattr(mask, "dtype", None) == np.int8:
         tones = {"no pair": HIDDEN, "some pairs": SOME, "all pairs": ALLOWED}
-        kinds = jnp.asarray(mask)
-        kinds = kinds[:, None] if kinds.ndim == 3 else kinds
-        values = _one_matrix("mask", kinds, batch_index, head)
+        array = jnp.asarray(mask)
+        array = array[:, None] if array.ndim == 3 else array
     else:
-        values = _one_matrix("mask", arguments.as_mask("mask", mask), batch_index, head)
-    if query_tokens is not None and len(values) == 1:
-        queries = len(arguments.sequence("query_tokens", query_tokens))
-        values = np.repeat(values, max(queries, 1), axis=0)
-    names = _names_of_both(query_tokens, key_tokens, values)
-    ax = _axes(ax)
-    ax.imshow(
-        values,
-        cmap=matplotlib_module("colors").ListedColormap(list(tones.values())),
-        vmin=0,
-        vmax=len(tones) - 1,
-        interpolation="nearest",
-    )
-    _queries_and_keys(ax, values.shape, names)
+        array = arguments.as_mask("mask", mask)
+    values = _one_matrix("mask", array, batch_index, head)
+    ax, values = _queries_and_keys(ax, values, query_tokens, key_tokens)
+    colors = matplotlib_module("colors").ListedColormap(list(tones.values()))
+    ax.imshow(values, cmap=colors, vmin=0, vmax=len(tones) - 1, interpolation="nearest")
     patch = matplotlib_module("patches").Patch
     handles = [
         patch(facecolor=tone, edgecolor="grey" if tone == HIDDEN else None, label=label)
@@ -367,12 +358,10 @@ def plot_bias(
     # mask_to_bias adds minus half of the largest number; a bias added to that may raise it by up to
     # a quarter.
     shown = np.ma.masked_where(~(values > -largest / 4), values)
-    names = _names_of_both(query_tokens, key_tokens, values)
-    ax = _axes(ax)
+    ax, shown = _queries_and_keys(ax, shown, query_tokens, key_tokens)
     signed = bool((shown < 0).any() and (shown > 0).any())
     limit = float(np.abs(shown).max()) if signed else None
     _heat_map(ax, shown, limit, "added to the logit", aspect="equal")
-    _queries_and_keys(ax, values.shape, names)
     return ax
 
 
@@ -503,7 +492,6 @@ def _heat_map(
     ax.patch.set(hatch="////", edgecolor="0.75", linewidth=0)
     beyond = limit is not None and bool((np.abs(values) > limit).any())
     ax.figure.colorbar(image, ax=ax, label=unit, extend="both" if beyond else "neither")
-    _integer_ticks(ax.xaxis, ax.yaxis)
 
 
 def _integer_ticks(*axes: Any, **options: Any) -> None:
@@ -512,20 +500,30 @@ def _integer_ticks(*axes: Any, **options: Any) -> None:
 
 
 def _queries_and_keys(
-    ax: "Axes", shape: tuple[int, ...], names: Sequence[list[str] | None]
-) -> None:
+    ax: "Axes | None",
+    values: np.ndarray,
+    query_tokens: Sequence[str] | None,
+    key_tokens: Sequence[str] | None,
+) -> tuple[Any, np.ndarray]:
+    """Axes for [T, S] with names and lines; one row for all queries is repeated for each name."""
+    if query_tokens is not None and len(values) == 1:
+        count = len(arguments.sequence("query_tokens", query_tokens))
+        values = np.ma.repeat(values, max(count, 1), axis=0)
+    query_names = _names("query_tokens", query_tokens, values.shape[0])
+    key_names = _names("key_tokens", key_tokens, values.shape[1])
+    ax = _axes(ax)
     ax.set(xlabel="key (token attended to)", ylabel="query (token that attends)")
     _integer_ticks(ax.xaxis, ax.yaxis, min_n_ticks=1)
-    query_names, key_names = names
     if query_names is not None:
-        ax.set_yticks(range(shape[0]), query_names, parse_math=False)
+        ax.set_yticks(range(len(query_names)), query_names, parse_math=False)
     if key_names is not None:
-        ax.set_xticks(range(shape[1]), key_names, parse_math=False, rotation=90)
-    if max(shape) <= MOST_CELLS_WITH_LINES:
-        ax.set_xticks(np.arange(shape[1] + 1) - 0.5, minor=True)
-        ax.set_yticks(np.arange(shape[0] + 1) - 0.5, minor=True)
+        ax.set_xticks(range(len(key_names)), key_names, parse_math=False, rotation=90)
+    if max(values.shape) <= MOST_CELLS_WITH_LINES:
+        for axis, size in zip((ax.yaxis, ax.xaxis), values.shape, strict=True):
+            axis.set_ticks(np.arange(size + 1) - 0.5, minor=True)
         ax.grid(which="minor", color="white", linewidth=1)
         ax.tick_params(which="minor", length=0)
+    return ax, values
 
 
 def _names(name: str, tokens: Sequence[str] | None, count: int) -> list[str] | None:
@@ -536,17 +534,6 @@ def _names(name: str, tokens: Sequence[str] | None, count: int) -> list[str] | N
     if len(tokens) != count:
         raise arguments.value_error(name, f"a sequence of length {count}", f"length {len(tokens)}")
     return [_printable(token) for token in tokens]
-
-
-def _names_of_both(
-    query_tokens: Sequence[str] | None, key_tokens: Sequence[str] | None, values: np.ndarray
-) -> tuple[list[str] | None, list[str] | None]:
-    """The labels of the rows and columns of [T, S]."""
-    queries, keys = values.shape
-    return (
-        _names("query_tokens", query_tokens, queries),
-        _names("key_tokens", key_tokens, keys),
-    )
 
 
 def _printable(token: str) -> str:
