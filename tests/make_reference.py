@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import inspect
 import io
+import json
 import os
 import re
 import textwrap
@@ -28,7 +29,7 @@ from transformer_embed.cli import main as command_line
 FOLDER = Path(__file__).parents[1] / "notebooks"
 PART = re.compile(r"(<!-- (reference|help): (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 SECTION = re.compile(r"^(Args|Returns|Raises|Example|Source):\n", re.MULTILINE)
-ITEM = re.compile(r"^((?:\\\*)*\w+): ")
+ITEM = re.compile(r"^((?:\\\*)*\w+(?:, \w+)*): ")
 WIDTH = 100
 
 
@@ -148,6 +149,7 @@ def _fields(kind: type) -> list[str]:
 
 def _arguments(value: object) -> tuple[list[str], str]:
     node, source = _node(value), textwrap.dedent(inspect.getsource(inspect.unwrap(value)))
+    constants = vars(inspect.getmodule(inspect.unwrap(value)))
     if isinstance(node, ast.ClassDef):
         init = [each for each in node.body if getattr(each, "name", "") == "__init__"]
         if not init:
@@ -156,18 +158,19 @@ def _arguments(value: object) -> tuple[list[str], str]:
     spec = node.args
     plain = [*spec.posonlyargs, *spec.args]
     defaults = [None] * (len(plain) - len(spec.defaults)) + spec.defaults
-    arguments = [_argument(*pair, source) for pair in zip(plain, defaults, strict=True)]
+    arguments = [_argument(*pair, source, constants) for pair in zip(plain, defaults, strict=True)]
     if arguments and plain[0].arg in ("self", "cls"):
         arguments = arguments[1:]
     if spec.vararg:
-        arguments.append("*" + _argument(spec.vararg, None, source))
+        arguments.append("*" + _argument(spec.vararg, None, source, constants))
     elif spec.kwonlyargs:
         arguments.append("*")
     arguments += [
-        _argument(*pair, source) for pair in zip(spec.kwonlyargs, spec.kw_defaults, strict=True)
+        _argument(*pair, source, constants)
+        for pair in zip(spec.kwonlyargs, spec.kw_defaults, strict=True)
     ]
     if spec.kwarg:
-        arguments.append("**" + _argument(spec.kwarg, None, source))
+        arguments.append("**" + _argument(spec.kwarg, None, source, constants))
     is_init = node.name == "__init__"
     return (
         arguments,
@@ -175,10 +178,14 @@ def _arguments(value: object) -> tuple[list[str], str]:
     )
 
 
-def _argument(argument: ast.arg, default: ast.expr | None, source: str) -> str:
+def _argument(
+    argument: ast.arg, default: ast.expr | None, source: str, constants: dict[str, object]
+) -> str:
     text = argument.arg
     if argument.annotation:
         text += f": {_text(argument.annotation, source)}"
+    if isinstance(default, ast.Name) and default.id in constants:
+        return f"{text} = {json.dumps(constants[default.id])}"
     return text if default is None else f"{text} = {_text(default, source)}"
 
 
@@ -226,7 +233,8 @@ def _items(body: str) -> str:
 
 
 def _quoted(name: re.Match) -> str:
-    return f"`{name[1].replace(chr(92), '')}`: "
+    names = name[1].replace(chr(92), "").split(", ")
+    return ", ".join(f"`{each}`" for each in names) + ": "
 
 
 def _blocks(text: str) -> str:

@@ -99,7 +99,7 @@ def train(step, exchange):
         table.array
     )
     return losses, np.asarray(everywhere.addressable_data(0))[
-        table._slots(np.arange(VOCAB_SIZE, dtype=np.int32))
+        table.layout.slots(np.arange(VOCAB_SIZE, dtype=np.int32))
     ]
 
 

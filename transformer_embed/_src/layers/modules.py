@@ -181,7 +181,7 @@ class PositionalEncoding(hk.Module):
         d_model: channels, at least 1.
         dropout_rate: in [0, 1).
         out_of_range: `"nan"`, `"clip"` or `"zero"`, for positions outside the table of learned
-            ones; see `lookup`. (A *length* beyond the table is an error, because it is known while
+            ones; see `lookup`. (A length beyond the table is an error, because it is known while
             tracing.)
         w_init: initialiser of learned positions. None: normal with standard deviation 0.02, as in
             BERT and GPT-2.

@@ -82,8 +82,9 @@ def resize_positions(params: Params, max_len: int, *, start: int = 0) -> Params:
     """Interpolates an embedder's learned positions to another number of positions.
 
     The table is resized like the rows of an image: each new row is a weighted mean of nearby old
-    rows (`jax.image.resize`, linear, with antialiasing if there are fewer rows). The matching
-    config is `dataclasses.replace(config, scheme=Learned(max_len=...))`.
+    rows (`jax.image.resize`, linear, with antialiasing if there are fewer rows). The rows are taken
+    for points on a line, not for those of a ViT's grid. The matching config is
+    `dataclasses.replace(config, scheme=Learned(max_len=...))`.
 
     Args:
         params: a Haiku parameter tree with one table of learned positions, as `Embedder.init`

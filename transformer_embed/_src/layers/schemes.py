@@ -150,6 +150,7 @@ class SinusoidalGrid(Sinusoids, _Scheme):
         odd: how d_model channels are split over the axes; see `sinusoidal_grid`.
         axis_positions: for each axis of shape, the coordinates of its points, as numbers that are
             known while tracing; kept as tuples of floats. None: 0, 1, 2, ... See `sinusoidal_grid`.
+            For n points in place of the m of training, `np.arange(n) * m / n` interpolates.
         base, layout, shift, frequency_scale: see `sinusoidal_encoding`.
 
     Raises:
