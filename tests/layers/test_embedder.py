@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 import transformer_embed as te
 from transformer_embed._src.layers import embedder as source
-from transformer_embed._src.layers import modules
 
 KEY = jax.random.key(0)
 IDS = np.array([[5, 6, 7, 0, 3], [1, 2, 10, 4, 4]], np.int32)
@@ -60,12 +59,11 @@ def message(name, want, got):
 
 @pytest.fixture
 def traces(monkeypatch):
-    """One entry for each module that is built, which happens once a trace."""
+    """One entry for each module that is built with parameters, which happens once a trace."""
     built, build = [], source.TransformerEmbedding
-    for module in (source, modules):
-        monkeypatch.setattr(
-            module, "TransformerEmbedding", lambda config: built.append(config) or build(config)
-        )
+    monkeypatch.setattr(
+        source, "TransformerEmbedding", lambda config: built.append(config) or build(config)
+    )
     return built
 
 
@@ -92,7 +90,7 @@ def test_equal_configs_share_their_compilations(traces):
         params = embedder.init(KEY)
         embedder.apply(params, None, IDS, is_training=False)
         embedder.logits(params, np.zeros([2, config.d_model], np.float32))
-    assert len(traces) == 3
+    assert len(traces) == 2  # apply and logits
 
 
 @pytest.mark.slow
@@ -992,3 +990,23 @@ def test_parameters_with_a_mask_are_refused(door):
     params = jax.tree.map(np.ma.masked_array, drawn(te.Embedder(WHOLE).init))
     with pytest.raises(TypeError, match=r": wanted an array without a mask \(fill it first: "):
         doors(params)[door]()
+
+
+def test_parameters_of_another_config_are_refused():
+    embedder, params = te.Embedder(WHOLE), drawn(te.Embedder(WHOLE).init)
+    tokens = f"{PATH}/embeddings"
+    without = {path: leaves for path, leaves in params.items() if path != PATH}
+    narrow = {**params, PATH: {"embeddings": params[PATH]["embeddings"][:, :5]}}
+    for method in (embedder.logits, functools.partial(embedder.cross_entropy, labels=[1, 2])):
+        with pytest.raises(ValueError, match=r"^params: wanted the modules .*token_embedding"):
+            method(without, np.zeros((2, 6), np.float32))
+        with pytest.raises(ValueError, match=f"^params: {tokens}: wanted shape .* got shape"):
+            method(narrow, np.zeros((2, 6), np.float32))
+    plain = te.Embedder(dataclasses.replace(WHOLE, scheme=te.Sinusoidal()))
+    with pytest.raises(ValueError, match=r"got .*learned_positional_encoding"):
+        plain.apply(params, None, IDS, is_training=False, token_types=IDS % 2)
+    beside = {**params, "my_model/linear": {"w": np.zeros(3, np.float32)}}
+    types = {"token_types": IDS % 2, "is_training": False}
+    np.testing.assert_array_equal(
+        embedder.apply(beside, None, IDS, **types), embedder.apply(params, None, IDS, **types)
+    )

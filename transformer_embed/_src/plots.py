@@ -232,16 +232,16 @@ def plot_mask(
     else:
         array = arguments.as_mask("mask", mask)
     values = _one_matrix("mask", array, batch_index, head)
-    ax, values = _queries_and_keys(ax, values, query_tokens, key_tokens)
+    axes, values = _queries_and_keys(ax, values, query_tokens, key_tokens)
     colors = matplotlib_module("colors").ListedColormap(list(tones.values()))
-    ax.imshow(values, cmap=colors, vmin=0, vmax=len(tones) - 1, interpolation="nearest")
+    axes.imshow(values, cmap=colors, vmin=0, vmax=len(tones) - 1, interpolation="nearest")
     patch = matplotlib_module("patches").Patch
     handles = [
         patch(facecolor=tone, edgecolor="grey" if tone == HIDDEN else None, label=label)
         for label, tone in reversed(tones.items())
     ]
-    _legend_beside(ax, handles=handles)
-    return ax
+    _legend_beside(axes, handles=handles)
+    return axes
 
 
 def plot_rotary(
@@ -358,11 +358,11 @@ def plot_bias(
     # mask_to_bias adds minus half of the largest number; a bias added to that may raise it by up to
     # a quarter.
     shown = np.ma.masked_where(~(values > -largest / 4), values)
-    ax, shown = _queries_and_keys(ax, shown, query_tokens, key_tokens)
+    axes, shown = _queries_and_keys(ax, shown, query_tokens, key_tokens)
     signed = bool((shown < 0).any() and (shown > 0).any())
     limit = float(np.abs(shown).max()) if signed else None
-    _heat_map(ax, shown, limit, "added to the logit", aspect="equal")
-    return ax
+    _heat_map(axes, shown, limit, "added to the logit", aspect="equal")
+    return axes
 
 
 def plot_error(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import haiku as hk
@@ -11,7 +12,15 @@ from jaxtyping import Array, Float
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.layers.config import EmbedderConfig
-from transformer_embed._src.layers.modules import Params, TransformerEmbedding, init_params
+from transformer_embed._src.layers.modules import (
+    Params,
+    TransformerEmbedding,
+    init_params,
+    modules_of,
+)
+
+# The path of the layer in the parameters that `init` makes.
+LAYER = "transformer_embedding"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +89,9 @@ class Embedder:
 
         Raises:
             TypeError: is_training is traced or not a bool; ids are not integers.
-            ValueError: training with dropout and rng=None; positions that do not end in the ids'
-                length, or that lie outside int32 (host values); token types missing, or given
-                although the config has none.
+            ValueError: params are not those of this config; training with dropout and rng=None;
+                positions that do not end in the ids' length, or that lie outside int32 (host
+                values); token types missing, or given although the config has none.
         """
         params = arguments.as_params("params", params)
         if not arguments.flag("is_training", is_training) or self.config.dropout_rate == 0:
@@ -118,10 +127,10 @@ class Embedder:
         The labels are [...]; see `TokenEmbedding.cross_entropy`.
         """
 
-        def loss() -> Float[Array, ""]:
-            return TransformerEmbedding(self.config).cross_entropy(x, labels, **options)
-
-        return hk.transform(loss).apply(arguments.as_params("params", params), None)
+        params = arguments.as_params("params", params)
+        return _run(
+            self.config, params, None, lambda layer: layer.cross_entropy(x, labels, **options)
+        )
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -131,14 +140,20 @@ def _init(config: EmbedderConfig, rng: Array) -> Params:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _apply(config, is_training, params, rng, ids, positions, token_types):
-    embed = hk.transform(
-        lambda: TransformerEmbedding(config)(
-            ids, is_training=is_training, positions=positions, token_types=token_types
-        )
-    )
-    return embed.apply(params, rng)
+    options = {"is_training": is_training, "positions": positions, "token_types": token_types}
+    return _run(config, params, rng, lambda layer: layer(ids, **options))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(config, params, x):
-    return hk.transform(lambda: TransformerEmbedding(config).logits(x)).apply(params, None)
+    return _run(config, params, None, lambda layer: layer.logits(x))
+
+
+def _run(config: EmbedderConfig, params: Params, rng: Array | None, call: Callable) -> Array:
+    """What `call` returns for the layer with these parameters; an error if they are not its own.
+
+    A tree may also hold the parameters of other modules.
+    """
+    own = {path: leaves for path, leaves in params.items() if path.split("/")[0] == LAYER}
+    modules_of("params", config, own)
+    return hk.transform(lambda: call(TransformerEmbedding(config))).apply(params, rng)

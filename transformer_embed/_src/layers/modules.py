@@ -430,7 +430,8 @@ class TransformerEmbedding(hk.Module):
         self.config = config
         self._initial_params = None
         if initial_params is not None:
-            self._initial_params = _as_initial_params(config, initial_params)
+            params = arguments.as_params("initial_params", initial_params)
+            self._initial_params = modules_of("initial_params", config, params)
         embedding = functools.partial(
             TokenEmbedding,
             d_model=config.table_width,
@@ -537,19 +538,26 @@ def parameter_shapes(config: EmbedderConfig) -> Mapping[str, Mapping[str, jax.Sh
     return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
 
 
-def _as_initial_params(config: EmbedderConfig, params: Params) -> dict[str, tuple[str, Mapping]]:
-    """By the name of each module of the layer, its path in params and its parameters there."""
-    params = arguments.as_params("initial_params", params)
-    shapes = {path.rsplit("/", 1)[-1]: leaves for path, leaves in parameter_shapes(config).items()}
+def modules_of(name: str, config: EmbedderConfig, params: Params) -> dict[str, tuple[str, Mapping]]:
+    """By the name of each module of a config's layer, its path in params and its parameters there.
+
+    An error if params have other modules, or parameters of other shapes.
+    """
     modules = {path.rsplit("/", 1)[-1]: (path, leaves) for path, leaves in params.items()}
+    shapes = {path.rsplit("/", 1)[-1]: leaves for path, leaves in parameter_shapes(config).items()}
     if modules.keys() != shapes.keys() or len(params) != len(modules):
         want = f"the modules {', '.join(sorted(shapes))}"
-        raise arguments.value_error("initial_params", want, ", ".join(sorted(params)))
-    for module, (path, leaves) in modules.items():
-        for name in shapes[module]:
-            if name not in leaves:
-                got = f"only {', '.join(sorted(leaves))} there"
-                raise arguments.value_error("initial_params", f"{path}/{name}", got)
+        raise arguments.value_error(name, want, ", ".join(sorted(params)) or "none")
+    for module, leaves in shapes.items():
+        path, params_there = modules[module]
+        for leaf, struct in leaves.items():
+            if leaf not in params_there:
+                got = f"only {', '.join(sorted(params_there))} there"
+                raise arguments.value_error(name, f"{path}/{leaf}", got)
+            shape = tuple(params_there[leaf].shape)
+            if shape != struct.shape:
+                want = f"shape {list(struct.shape)}"
+                raise arguments.value_error(f"{name}: {path}/{leaf}", want, f"shape {list(shape)}")
     return modules
 
 
@@ -564,12 +572,8 @@ def _parameters_from(initial: dict[str, tuple[str, Mapping]] | None) -> Iterator
         if initial is None:
             return create_default(shape, dtype, init)
         module, name = context.full_name.rsplit("/", 2)[-2:]
-        path, leaves = initial[module]
+        _, leaves = initial[module]
         value = leaves[name]
-        if tuple(value.shape) != tuple(shape):
-            place = f"initial_params: {path}/{name}"
-            got = f"shape {list(value.shape)}"
-            raise arguments.value_error(place, f"shape {list(shape)}", got)
         if isinstance(value, Table) and value.dtype == dtype:
             return value
         return jnp.asarray(value, dtype)
