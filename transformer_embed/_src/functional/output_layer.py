@@ -175,10 +175,11 @@ def _logits(
     def multiply(x, shard, bias):
         x, rows = all_gather(x, layout.gathered), layout.whole_rows(shard)
         logits, factor, ids, is_inside = row_logits(options, layout, x, rows, bias)
-        logits = jnp.where(is_inside, logits * factor, jnp.finfo(logits.dtype).min / 2)
+        logits *= factor
         if options.pad_id is not None:
             logits = jnp.where(ids == options.pad_id, 0, logits)
-        return logits
+        # Last, for the id of padding may be past the vocabulary.
+        return jnp.where(is_inside, logits, jnp.finfo(logits.dtype).min / 2)
 
     of_vocabulary = PartitionSpec(layout.vocabulary)
     of_logits = PartitionSpec(*layout.tokens, layout.vocabulary)

@@ -19,8 +19,8 @@ partition_spec = PartitionSpec
 
 
 def spec_axes(spec: PartitionSpec, ndim: int) -> list[Axes]:
-    """The mesh axes of each of ndim dimensions."""
-    axes: list[Axes] = [()] * ndim
+    """The mesh axes of each of ndim dimensions, and of those that only the spec has."""
+    axes: list[Axes] = [()] * max(ndim, len(spec))
     for dimension, names in enumerate(spec):
         if names is not None:
             axes[dimension] = names if isinstance(names, tuple) else (names,)
