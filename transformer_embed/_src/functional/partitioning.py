@@ -14,10 +14,6 @@ from jaxtyping import Array, Float, Int32
 Axes = tuple[str, ...]
 
 
-# PartitionSpec takes a tuple of axes for each dimension, also an empty one.
-partition_spec = PartitionSpec
-
-
 def spec_axes(spec: PartitionSpec, ndim: int) -> list[Axes]:
     """The mesh axes of each of ndim dimensions, and of those that only the spec has."""
     axes: list[Axes] = [()] * max(ndim, len(spec))

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
@@ -29,7 +30,6 @@ from transformer_embed._src.functional.partitioning import (
     Axes,
     devices_along,
     index_along,
-    partition_spec,
 )
 from transformer_embed._src.rows.distinct_ids import distinct_ascending, rows_of_ids
 from transformer_embed._src.rows.gathered_rows import GatheredRows
@@ -98,12 +98,12 @@ def _gather(taken: BatchRows, ids: Int32[Array, "..."]) -> Float[Array, "... d"]
     def read(held, values, ids):
         return rows_of_ids(held, values, taken.layout.slots(ids))
 
-    held_by = partition_spec(taken.id_axes)
+    held_by = PartitionSpec(taken.id_axes)
     read_all = jax.shard_map(
         read,
         mesh=taken.layout.mesh,
-        in_specs=(held_by, held_by, partition_spec(*split)),
-        out_specs=partition_spec(*split, ()),
+        in_specs=(held_by, held_by, PartitionSpec(*split)),
+        out_specs=PartitionSpec(*split, ()),
     )
     return read_all(taken.ids, arguments.widened(taken.values), ids).astype(taken.dtype)
 
@@ -131,8 +131,8 @@ def _return_gradients(
     send_all = jax.shard_map(
         send,
         mesh=layout.mesh,
-        in_specs=partition_spec(taken.id_axes),
-        out_specs=partition_spec(layout.rows),
+        in_specs=PartitionSpec(taken.id_axes),
+        out_specs=PartitionSpec(layout.rows),
         check_vma=False,
     )
     return send_all(taken.sent, taken.asked, gradient)
@@ -154,7 +154,7 @@ class OwnedRows(RowGradient):
         def merge(ids, values):
             return exchange.sum_repeats(jnp.concatenate(ids), jnp.concatenate(values), layout.shard)
 
-        owners = partition_spec(layout.rows)
+        owners = PartitionSpec(layout.rows)
         merge_all = jax.shard_map(merge, mesh=layout.mesh, in_specs=owners, out_specs=owners)
         ids, values = merge_all([self.ids, other.ids], [self.values, other.values])
         return dataclasses.replace(self, ids=ids, values=values)
@@ -207,8 +207,8 @@ def take_from_owners(
     take_all = jax.shard_map(
         take,
         mesh=layout.mesh,
-        in_specs=(partition_spec(layout.rows), partition_spec(*split)),
-        out_specs=partition_spec(id_axes),
+        in_specs=(PartitionSpec(layout.rows), PartitionSpec(*split)),
+        out_specs=PartitionSpec(id_axes),
     )
     slots, values, sent, asked = take_all(array, ids)
     vocab_size = layout.order.vocab_size

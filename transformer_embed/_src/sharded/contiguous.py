@@ -22,7 +22,6 @@ from transformer_embed._src.functional.lookup_gradient import read_or_zero
 from transformer_embed._src.functional.partitioning import (
     all_gather,
     index_along,
-    partition_spec,
     reduce_scatter,
     replicated,
 )
@@ -53,8 +52,8 @@ def gather_from_shards(
     read_all = jax.shard_map(
         read,
         mesh=layout.mesh,
-        in_specs=(partition_spec(layout.rows, layout.columns), partition_spec(*split)),
-        out_specs=partition_spec(*split, layout.columns),
+        in_specs=(PartitionSpec(layout.rows, layout.columns), PartitionSpec(*split)),
+        out_specs=PartitionSpec(*split, layout.columns),
     )
     return read_all(arguments.widened(array), ids)
 

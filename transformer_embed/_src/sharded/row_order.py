@@ -20,14 +20,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
 from transformer_embed._src.functional.partitioning import (
     Axes,
     devices_along,
     index_along,
-    partition_spec,
 )
 
 # Megatron-LM's `make-vocab-size-divisible-by`, and the lanes of a TPU.
@@ -135,7 +134,7 @@ class Interleaved(NamedTuple):
             dealt = jax.lax.all_to_all(dealt, axes, split_axis=0, concat_axis=1, tiled=True)
             return dealt[:, : self.rounds].reshape(-1, rows.shape[-1])
 
-        spec = partition_spec(axes)
+        spec = PartitionSpec(axes)
         dealt = jax.shard_map(send, mesh=mesh, in_specs=spec, out_specs=spec)(padded)
         return dealt.reshape(-1, *shape)
 

@@ -16,7 +16,6 @@ from transformer_embed._src.functional.partitioning import (
     OutputLayout,
     array_axes,
     on_every_device,
-    partition_spec,
     reshard,
 )
 from transformer_embed._src.rows.gathered_rows import RowTable
@@ -137,7 +136,7 @@ class Sharded(RowTable):
             shard_rows, order = rows_of_this_shard(layout, ids)
             return step(shared, shard_rows, values[order], shards)
 
-        by_owner = partition_spec(layout.rows)
+        by_owner = PartitionSpec(layout.rows)
         gradient_spec = by_owner if is_owned else PartitionSpec()
         # The state has the table's rows, but not always its columns, nor its sharding.
         sharding = NamedSharding(layout.mesh, by_owner)
