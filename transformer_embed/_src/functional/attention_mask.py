@@ -168,9 +168,9 @@ class AttentionMask:
 
         Returns:
             int8 [B or 1, T / shape[0], S / shape[1]]: 0 none, 1 some, 2 all. 0 always means that no
-            pair may attend, and 2 that all may. The reverse also holds without block ids, for
-            self-attention over padded or packed rows and for a sequence with its cache. For other
-            rules it may be 1 instead.
+            pair may attend, and 2 that all may. Without block ids, for self-attention over padded
+            or packed rows and for a sequence with its cache, every such tile has its 0 or 2. For
+            other rules, it may have a 1 instead.
 
         Raises:
             TypeError: shape does not hold two Python ints.

@@ -37,8 +37,8 @@ class KernelArguments:
         rule: the rule. A causal mask, a window or a chunk needs self-attention of tokens from a
             constructor of TokenPositions. With a window, do not use `from_ids`, which allows
             padding between tokens.
-        batch_size: B of the queries, to repeat what a rule with one row for all rows says. None:
-            the rule's number of rows.
+        batch_size: B of the queries, to repeat what a rule with one row for all rows says; `mha`
+            needs it. None: the rule's number of rows.
 
     Raises:
         TypeError: rule is not an AttentionMask, or batch_size is not a Python int.

@@ -88,8 +88,8 @@ class EmbedderConfig:
         dtype: of the result. None: the dtype of the token table, after a Haiku mixed-precision
             policy has cast it.
         output: the output layer, which `logits` and `cross_entropy` compute. None: they raise an
-            error. A str: they raise it with this reason, which `load_embedder` gives for an output
-            layer that `OutputLayer` cannot describe or that is not in the file.
+            error. A str: they raise an error with this reason; `load_embedder` gives one where
+            `OutputLayer` cannot describe the output layer or the file has none.
 
     Raises:
         TypeError: a field has the wrong type.

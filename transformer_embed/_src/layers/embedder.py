@@ -114,7 +114,7 @@ class Embedder:
     def logits(self, params: Params, x: ArrayLike) -> Float[Array, "... v"]:
         """The logits of `config.output`, [..., vocab_size]; see `linear_logits`.
 
-        x is [..., width of the token table].
+        x is [..., width of the token table]. A sharded table adds columns of padding.
         """
         params = arguments.as_params("params", params)
         return _logits(self.config, params, arguments.as_floats("x", x))

@@ -102,8 +102,8 @@ class Sinusoidal(_Counted, Sinusoids):
         start: the first position, when none are given.
         at_padding: the position of padding, which is then not counted: the first token has position
             `start` wherever the padding is. None: padding is counted like tokens.
-        pad_id: the id of padding if `at_padding` is set, otherwise None. None: the `pad_id`
-            of the `EmbedderConfig`.
+        pad_id: the id of padding, only with `at_padding`. None: the `pad_id` of the
+            `EmbedderConfig`.
 
     Raises:
         TypeError: start, at_padding or pad_id is not a Python int; and as `sinusoidal_encoding`.

@@ -42,7 +42,7 @@ def value_and_grad(
             makes the step cheaper. An int, or a tree like `ids` with an int for each table that has
             a bound. If a batch has more, the highest ids read as NaN. For an interleaved table it
             bounds the distinct ids of each device's part of the batch, and so the buffers of the
-            exchange; which ids read as NaN then follows the order of its array.
+            exchange; the ids that read as NaN are then not always the highest.
 
     Returns:
         A function of (params, ...) to (value, gradients), or to ((value, aux), gradients). The

@@ -45,7 +45,8 @@ def shard_params(
     replicated.
 
     A table is either contiguous, a block of consecutive rows on each device, or interleaved (see
-    `interleave`): TensorFlow says "div" and "mod". This also decides how its rows travel:
+    `interleave`): TensorFlow says "div" and "mod". Up to some dozens of devices, leave it
+    contiguous. This also decides how its rows travel:
 
     - Contiguous: in training by rows, the distinct rows that the whole batch reads are copied to
       every device, which is cheaper up to some dozens of devices and works for any batch. Rows are
@@ -76,8 +77,9 @@ def shard_params(
             each row, such as row-wise Adagrad's state.
         batch_axes: under automatic axes, the mesh axes that the first dimension of ids is split
             over. None: the axes that the table does not use; for an interleaved table, all axes of
-            the mesh. If a contiguous table's rows are split over a batch axis, ids are all-gathered
-            and rows reduce-scattered over that axis.
+            the mesh, so ids are best put on `PartitionSpec(<all axes>)`. If a contiguous table's
+            rows are split over a batch axis, ids are all-gathered and rows reduce-scattered over
+            that axis.
         interleave: a pattern for the names of tables to interleave: their rows are spread over
             virtual shards, so that the frequent ids of a vocabulary sorted by frequency are not all
             on one device, and rows are exchanged. None: all tables are contiguous. A table that a
