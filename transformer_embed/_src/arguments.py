@@ -408,6 +408,9 @@ def as_given(name: str, value: ArrayLike) -> jax.Array:
 def rate(name: str, value: Any) -> float:
     """A probability in [0, 1) that is known while tracing."""
     number = real(name, value)
+    # jax has no wider floats, and a rate keeps its own dtype in the pure function.
+    if getattr(value, "itemsize", 8) > 8:
+        raise type_error(name, "a Python number", _describe(value))
     if not 0 <= number < 1:
         raise value_error(name, "a number in [0, 1)", value)
     return number
