@@ -19,8 +19,8 @@ from transformer_embed._src.layers.modules import (
     modules_of,
 )
 
-# The path of the layer in the parameters that `init` makes.
-LAYER = "transformer_embedding"
+# Where the layer's modules are in the parameters that `init` makes.
+ROOT = "transformer_embedding/~/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +154,6 @@ def _run(config: EmbedderConfig, params: Params, rng: Array | None, call: Callab
 
     A tree may also hold the parameters of other modules.
     """
-    own = {path: leaves for path, leaves in params.items() if path.split("/")[0] == LAYER}
+    own = {path: leaves for path, leaves in params.items() if path.startswith(ROOT)}
     modules_of("params", config, own)
     return hk.transform(lambda: call(TransformerEmbedding(config))).apply(params, rng)

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import OutputLayer
+from transformer_embed._src.layers.embedder import ROOT
 from transformer_embed._src.layers.schemes import Learned, Scheme, Sinusoidal
 from transformer_embed._src.pretrained import messages, rope
 
-ROOT = "transformer_embedding/~/"
 TOKENS = f"{ROOT}token_embedding/embeddings"
 POSITIONS = f"{ROOT}learned_positional_encoding/embeddings"
 TOKEN_TYPES = f"{ROOT}token_type_embedding/embeddings"

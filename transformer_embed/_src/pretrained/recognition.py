@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from transformer_embed._src import arguments
+from transformer_embed._src.layers.embedder import ROOT
 from transformer_embed._src.pretrained import messages
 from transformer_embed._src.pretrained.architectures import ARCHITECTURES, as_type, by_model_type
 from transformer_embed._src.pretrained.description import (
@@ -15,7 +16,6 @@ from transformer_embed._src.pretrained.description import (
     OUTPUT_BIAS,
     OUTPUT_TABLE,
     POSITIONS,
-    ROOT,
     STACKS,
     TOKEN_TYPES,
     TOKENS,

@@ -120,7 +120,7 @@ def _gather_tables(
 
 
 def _of_tables(tree: Tree, indices: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a tree by their names. Raises if there is no table of such a name."""
+    """The entries of a tree by their names; an error for a name that is not a table's."""
     entries = dict(_named("params", tree))
     for name in entries:
         if not isinstance(indices.get(name), int):
