@@ -581,10 +581,15 @@ def test_initial_parameters_of_another_config_are_refused():
 
     with pytest.raises(ValueError, match=message("initial_params", modules, tokens)):
         start({tokens: params[tokens]})
-    with pytest.raises(
-        ValueError, match=message("initial_params", f"{tokens}/embeddings", "only w there")
-    ):
-        start({**params, tokens: {"w": params[tokens]["embeddings"]}})
+    table = params[tokens]["embeddings"]
+    for leaves, got in [
+        ({"w": table}, "w"),
+        ({"offset": table, **params[tokens]}, "embeddings, offset"),
+    ]:
+        with pytest.raises(
+            ValueError, match=message(f"initial_params: {tokens}", "embeddings", got)
+        ):
+            start({**params, tokens: leaves})
     with pytest.raises(
         ValueError,
         match=message(f"initial_params: {tokens}/embeddings", "shape [11, 6]", "shape [10, 6]"),

@@ -875,6 +875,17 @@ def with_changes(data, changes, keep):
     return bytes(data[:keep])
 
 
+@pytest.mark.parametrize("place", ["transformer_embedding", "layer_norm", "offset"])
+def test_a_renamed_offset_is_refused(tmp_path, place):
+    name = "transformer_embedding/~/layer_norm/offset"
+    renamed = name.replace(place, f"0{place[1:]}").encode()
+    path = tmp_path / "x.safetensors"
+    # The first of the two in each pair of names is the parameter's.
+    path.write_bytes(SAVED.replace(name.encode(), renamed, 1))
+    with pytest.raises(ValueError, match=r"a tensor for each parameter, got none for layer_norm/o"):
+        load_embedder(path)
+
+
 @settings(max_examples=100, deadline=None)
 @given(CHANGES, st.none() | st.integers(0, len(SAVED)))
 def test_flipped_and_truncated_files(changes, keep):

@@ -550,10 +550,10 @@ def modules_of(name: str, config: EmbedderConfig, params: Params) -> dict[str, t
         raise arguments.value_error(name, want, ", ".join(sorted(params)) or "none")
     for module, leaves in shapes.items():
         path, params_there = modules[module]
+        if params_there.keys() != leaves.keys():
+            want, got = ", ".join(sorted(leaves)), ", ".join(sorted(params_there)) or "none"
+            raise arguments.value_error(f"{name}: {path}", want, got)
         for leaf, struct in leaves.items():
-            if leaf not in params_there:
-                got = f"only {', '.join(sorted(params_there))} there"
-                raise arguments.value_error(name, f"{path}/{leaf}", got)
             shape = tuple(params_there[leaf].shape)
             if shape != struct.shape:
                 want = f"shape {list(struct.shape)}"

@@ -187,9 +187,8 @@ def _read_by_hand(
         want = f"a tensor for each parameter, also for {', '.join(missing)}"
         got = f"only {messages.short_repr(sorted(names))}"
         raise arguments.value_error("names", want, got)
-    given = {name: tensor for name, tensor in full.items() if tensor is not None}
-    params = _read(tensors, "config", parameters, given, dtypes=(*DTYPES, FLOAT64))
-    return PretrainedInput(config, params, names=given)
+    params = _read(tensors, "config", parameters, full, dtypes=(*DTYPES, FLOAT64))
+    return PretrainedInput(config, params, names=_without_none(full))
 
 
 def _read_own(tensors: Tensors) -> PretrainedInput:
@@ -240,7 +239,9 @@ def _read_published(
     parameters = parameters_of(where, config, rotary, bias)
     # An output layer that the config does not have is not read.
     names = {name: tensor for name, tensor in names.items() if name in parameters}
-    params = _read(tensors, where, parameters, names)
+    # (In a file that `save_embedder` wrote, a missing offset is damage.)
+    offsets = dict.fromkeys(parameters.keys() & set(OFFSETS))
+    params = _read(tensors, where, parameters, offsets | names)
     return PretrainedInput(config, params, rotary, bias, names)
 
 
@@ -300,35 +301,41 @@ def _read(
     tensors: Tensors,
     where: str,
     parameters: Mapping[str, jax.ShapeDtypeStruct],
-    names: Mapping[str, str],
+    names: Mapping[str, str | None],
     dtypes: tuple[str, ...] = tuple(DTYPES),
 ) -> dict[str, dict[str, Array]]:
     """Checks all shapes and dtypes, then reads the parameters, and what stands beside them.
 
-    Offsets without a tensor are zeros.
+    A parameter whose tensor is None is zeros.
     """
-    for name in parameters.keys() - set(OFFSETS):
+    for name in parameters:
         if name not in names:
             want, got = "a tensor for each parameter", f"none for {short_path(name)}"
             raise arguments.value_error(f"{where}: names", want, got)
+    tensor_names = _without_none(names)
     shapes = {}
-    for name, tensor in names.items():
+    for name, tensor in tensor_names.items():
         beside = tensors.entry(tensor).shape
         shapes[name] = parameters[name].shape if name in parameters else beside
         stored = shapes[name][::-1] if is_transposed(name, tensor) else shapes[name]
         _check_entry(tensors, tensor, stored, dtypes=dtypes)
     params: dict[str, dict[str, Array]] = {}
-    for name, tensor in names.items():
+    for name, tensor in tensor_names.items():
         module, leaf = name.rsplit("/", 1)
         array = tensors.read(tensor, parameters.get(name, parameters[TOKENS]).dtype)
         if is_transposed(name, tensor):
             array = np.ascontiguousarray(array.T)
         # Unlike jnp.asarray, this makes no copy on a CPU.
         params.setdefault(module, {})[leaf] = jax.device_put(array.reshape(shapes[name]))
-    for name in parameters.keys() - names.keys():
+    for name in names.keys() - tensor_names.keys():
         module, leaf = name.rsplit("/", 1)
         params[module][leaf] = jnp.zeros(parameters[name].shape, parameters[name].dtype)
     return params
+
+
+def _without_none(names: Mapping[str, str | None]) -> dict[str, str]:
+    """The names of the parameters that have a tensor."""
+    return {name: tensor for name, tensor in names.items() if tensor is not None}
 
 
 def _check_entry(
