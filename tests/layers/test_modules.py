@@ -574,27 +574,23 @@ def test_a_checkpoint_s_parameters_start_a_module_inside_a_model():
 def test_initial_parameters_of_another_config_are_refused():
     params = drawn(te.Embedder(CHECKPOINT).init)
     tokens = "transformer_embedding/~/token_embedding"
-    modules = "the modules layer_norm, learned_positional_encoding, token_embedding, token_type_embedding, widen"
+    table = params[tokens]["embeddings"]
+    shape = "token_embedding/embeddings [11, 6]"
 
     def start(initial_params):
         return in_a_model(initial_params).init(KEY, IDS)
 
-    with pytest.raises(ValueError, match=message("initial_params", modules, tokens)):
-        start({tokens: params[tokens]})
-    table = params[tokens]["embeddings"]
-    for leaves, got in [
-        ({"w": table}, "w"),
-        ({"offset": table, **params[tokens]}, "embeddings, offset"),
+    for others, want, got in [
+        ({tokens: {"w": table}}, shape, "token_embedding/w [11, 6]"),
+        ({tokens: {"w": table, **params[tokens]}}, "no others", "token_embedding/w [11, 6]"),
+        ({tokens: {"embeddings": table[:10]}}, shape, "token_embedding/embeddings [10, 6]"),
+        ({tokens: {}}, shape, "none of them"),
+        ({"token_embedding": params[tokens]}, "no others", shape),
     ]:
-        with pytest.raises(
-            ValueError, match=message(f"initial_params: {tokens}", "embeddings", got)
-        ):
-            start({**params, tokens: leaves})
-    with pytest.raises(
-        ValueError,
-        match=message(f"initial_params: {tokens}/embeddings", "shape [11, 6]", "shape [10, 6]"),
-    ):
-        start({**params, tokens: {"embeddings": params[tokens]["embeddings"][:10]}})
+        with pytest.raises(ValueError, match=message("initial_params", want, got)):
+            start({**params, **others})
+    with pytest.raises(ValueError, match=r"wanted layer_norm/offset \[6\], .*, got none of them$"):
+        start({tokens: params[tokens]})
     with pytest.raises(
         TypeError,
         match=message("initial_params", "a Haiku parameter tree, a dict of dicts", "list"),

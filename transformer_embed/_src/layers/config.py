@@ -143,7 +143,8 @@ class EmbedderConfig:
                 want = "Sinusoidal(...), SinusoidalGrid(...), Learned(max_len=...) or None"
                 raise arguments.type_error("scheme", want, repr(self.scheme))
             self.scheme._check(self.table_width)
-            if self.scheme._lacks_pad_id and self.pad_id is None:
+            counts_tokens = self.scheme.at_padding is not None
+            if counts_tokens and self.scheme.pad_id is None and self.pad_id is None:
                 want = "the id of padding, since the scheme's at_padding is set"
                 raise arguments.value_error("pad_id", want, "None")
 

@@ -16,7 +16,7 @@ from transformer_embed._src.layers.modules import (
     Params,
     TransformerEmbedding,
     init_params,
-    modules_of,
+    leaves_by_module,
 )
 
 # Where the layer's modules are in the parameters that `init` makes.
@@ -155,5 +155,5 @@ def _run(config: EmbedderConfig, params: Params, rng: Array | None, call: Callab
     A tree may also hold the parameters of other modules.
     """
     own = {path: leaves for path, leaves in params.items() if path.startswith(ROOT)}
-    modules_of("params", config, own)
+    leaves_by_module("params", config, own)
     return hk.transform(lambda: call(TransformerEmbedding(config))).apply(params, rng)

@@ -1,5 +1,6 @@
 """Haiku modules, which own the parameters and call the pure functions."""
 
+import collections
 import contextlib
 import functools
 import math
@@ -9,7 +10,7 @@ from typing import Any
 import haiku as hk
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
@@ -256,7 +257,7 @@ class PositionalEncoding(hk.Module):
                 "x", f"shape [..., length, d_model = {self.d_model}]", f"shape {list(x.shape)}"
             )
         if positions is None:
-            if self.scheme._depends_on_ids:
+            if self.scheme.at_padding is not None:
                 want = "an array, since the scheme's at_padding depends on the ids"
                 raise arguments.value_error("positions", want, "None")
             positions = self.scheme._counted("x", x.shape[-2])
@@ -272,14 +273,6 @@ class PositionalEncoding(hk.Module):
         table = _parameter((rows, self.d_model), self.param_dtype, self.w_init)
         positions = arguments.as_int32("positions", positions)
         return arguments.widened(lookup(table, positions, out_of_range=self.out_of_range))
-
-    def _encoding_of_ids(
-        self, ids: Int32[Array, "... t"], positions: ArrayLike | None, pad_id: int | None
-    ) -> Float[Array, "... d"]:
-        """The encodings at ids, in a layer with this padding id."""
-        if positions is None:
-            positions = self.scheme._positions(ids, pad_id)
-        return self._broadcast_encoding(positions, ids.shape, "the ids")
 
     def _broadcast_encoding(
         self, positions: ArrayLike, shape: tuple[int, ...], tokens: str
@@ -396,8 +389,8 @@ class TransformerEmbedding(hk.Module):
 
     Raises:
         TypeError: config is not an EmbedderConfig; initial_params is not a parameter tree.
-        ValueError: initial_params do not have the modules of this config; in `init`, they do not
-            have its shapes.
+        ValueError: initial_params do not have the parameters of this config, by the names of
+            modules, of parameters, and by shapes.
 
     Example:
         >>> import haiku as hk, jax
@@ -431,7 +424,7 @@ class TransformerEmbedding(hk.Module):
         self._initial_params = None
         if initial_params is not None:
             params = arguments.as_params("initial_params", initial_params)
-            self._initial_params = modules_of("initial_params", config, params)
+            self._initial_params = leaves_by_module("initial_params", config, params)
         embedding = functools.partial(
             TokenEmbedding,
             d_model=config.table_width,
@@ -493,7 +486,9 @@ class TransformerEmbedding(hk.Module):
             if self.encoding is None:
                 arguments.check_left_out("positions", positions, "the model adds no positions")
             else:
-                total += self.encoding._encoding_of_ids(ids, positions, self.config.pad_id)
+                if positions is None:
+                    positions = self.encoding.scheme._positions(ids, self.config.pad_id)
+                total += self.encoding._broadcast_encoding(positions, ids.shape, "the ids")
             if self.token_types is None:
                 arguments.check_left_out("token_types", token_types, "num_token_types is not set")
             else:
@@ -538,31 +533,33 @@ def parameter_shapes(config: EmbedderConfig) -> Mapping[str, Mapping[str, jax.Sh
     return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
 
 
-def modules_of(name: str, config: EmbedderConfig, params: Params) -> dict[str, tuple[str, Mapping]]:
-    """By the name of each module of a config's layer, its path in params and its parameters there.
+def leaves_by_module(name: str, config: EmbedderConfig, params: Params) -> Mapping[str, Mapping]:
+    """The parameters of each module of a config's layer by its name, whatever its path.
 
-    An error if params have other modules, or parameters of other shapes.
+    An error if params have other modules, or parameters of other names or shapes.
     """
-    modules = {path.rsplit("/", 1)[-1]: (path, leaves) for path, leaves in params.items()}
-    shapes = {path.rsplit("/", 1)[-1]: leaves for path, leaves in parameter_shapes(config).items()}
-    if modules.keys() != shapes.keys() or len(params) != len(modules):
-        want = f"the modules {', '.join(sorted(shapes))}"
-        raise arguments.value_error(name, want, ", ".join(sorted(params)) or "none")
-    for module, leaves in shapes.items():
-        path, params_there = modules[module]
-        if params_there.keys() != leaves.keys():
-            want, got = ", ".join(sorted(leaves)), ", ".join(sorted(params_there)) or "none"
-            raise arguments.value_error(f"{name}: {path}", want, got)
-        for leaf, struct in leaves.items():
-            shape = tuple(params_there[leaf].shape)
-            if shape != struct.shape:
-                want = f"shape {list(struct.shape)}"
-                raise arguments.value_error(f"{name}: {path}/{leaf}", want, f"shape {list(shape)}")
-    return modules
+    ours, theirs = _shapes(parameter_shapes(config)), _shapes(params)
+    if ours != theirs:
+        missing, unknown = (", ".join(sorted(shapes)) for shapes in (ours - theirs, theirs - ours))
+        raise arguments.value_error(name, missing or "no others", unknown or "none of them")
+    return {_module_name(path): leaves for path, leaves in params.items()}
+
+
+def _shapes(params: Params) -> collections.Counter[str]:
+    """Each parameter in words: its module, its name and its shape."""
+    return collections.Counter(
+        f"{_module_name(path)}/{name} {list(leaf.shape)}"
+        for path, leaves in params.items()
+        for name, leaf in leaves.items()
+    )
+
+
+def _module_name(path: str) -> str:
+    return path.rsplit("/", 1)[-1]
 
 
 @contextlib.contextmanager
-def _parameters_from(initial: dict[str, tuple[str, Mapping]] | None) -> Iterator[None]:
+def _parameters_from(initial: Mapping[str, Mapping] | None) -> Iterator[None]:
     """Creates parameters with the initial values, and reads them as native arrays.
 
     (Not a method: a mixed-precision policy casts what methods of modules return.)
@@ -571,9 +568,8 @@ def _parameters_from(initial: dict[str, tuple[str, Mapping]] | None) -> Iterator
     def create(create_default, shape, dtype, init, context):
         if initial is None:
             return create_default(shape, dtype, init)
-        module, name = context.full_name.rsplit("/", 2)[-2:]
-        _, leaves = initial[module]
-        value = leaves[name]
+        path, name = context.full_name.rsplit("/", 1)
+        value = initial[_module_name(path)][name]
         if isinstance(value, Table) and value.dtype == dtype:
             return value
         return jnp.asarray(value, dtype)

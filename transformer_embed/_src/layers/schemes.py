@@ -28,10 +28,10 @@ class _Scheme:
     The methods are private because they are not for users, who see a scheme's fields only.
     """
 
-    _depends_on_ids = False
-    _lacks_pad_id = False
     _module_name = "positional_encoding"
-    start = 0
+    start: int = 0
+    at_padding: int | None = None
+    pad_id: int | None = None
 
     def _check(self, d_model: int) -> None:
         """Raises unless the scheme encodes d_model channels."""
@@ -51,7 +51,11 @@ class _Scheme:
 
     def _positions(self, ids: Int32[Array, "... t"], pad_id: int | None) -> Int32[Array, "... t"]:
         """The positions of ids, in a layer with this padding id."""
-        return self._counted("ids", ids.shape[-1])
+        counted = self._counted("ids", ids.shape[-1])
+        if self.at_padding is None:
+            return counted
+        is_token = ids != (pad_id if self.pad_id is None else self.pad_id)
+        return positions_of_tokens(is_token, self.start, self.at_padding)
 
     def _table_length(self) -> int | None:
         """The number of learned positions; None: `_encoding` computes them."""
@@ -76,21 +80,6 @@ class _Counted(_Scheme):
         arguments.convert_fields(self, start=int32, at_padding=int32, pad_id=int32)
         if self.at_padding is None:
             arguments.check_left_out("pad_id", self.pad_id, "at_padding is not set")
-
-    @property
-    def _depends_on_ids(self) -> bool:
-        return self.at_padding is not None
-
-    @property
-    def _lacks_pad_id(self) -> bool:
-        return self.at_padding is not None and self.pad_id is None
-
-    def _positions(self, ids: Int32[Array, "... t"], pad_id: int | None) -> Int32[Array, "... t"]:
-        counted = super()._positions(ids, pad_id)
-        if self.at_padding is None:
-            return counted
-        is_token = ids != (pad_id if self.pad_id is None else self.pad_id)
-        return positions_of_tokens(is_token, self.start, self.at_padding)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
