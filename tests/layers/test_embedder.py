@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+import reprlib
 
 import haiku as hk
 import jax
@@ -633,7 +634,10 @@ def test_logits_refuse_bad_inputs():
 
 
 def test_an_embedder_refuses_anything_but_a_config():
-    with pytest.raises(TypeError, match=message("config", "an EmbedderConfig", "dict")):
+    with pytest.raises(
+        TypeError,
+        match=message("config", "an EmbedderConfig", "dict {'d_model': 8, 'vocab_size': 11}"),
+    ):
         te.Embedder({"vocab_size": 11, "d_model": 8})
 
 
@@ -670,15 +674,15 @@ BAD_FIELDS = [
         "scheme",
         "learned",
         TypeError,
-        "Sinusoidal(...), SinusoidalGrid(...), Learned(max_len=...) or None",
-        "'learned'",
+        "Sinusoidal(...), SinusoidalGrid(...) or Learned(max_len=...), or None",
+        "str 'learned'",
     ),
     (
         "scheme",
         te.Sinusoidal,
         TypeError,
-        "Sinusoidal(...), SinusoidalGrid(...), Learned(max_len=...) or None",
-        repr(te.Sinusoidal),
+        "Sinusoidal(...), SinusoidalGrid(...) or Learned(max_len=...), or None",
+        f"type {reprlib.repr(te.Sinusoidal)}",
     ),
     ("dropout_rate", 1.0, ValueError, "a number in [0, 1)", "1.0"),
     ("dropout_rate", -0.5, ValueError, "a number in [0, 1)", "-0.5"),
@@ -698,7 +702,7 @@ BAD_FIELDS = [
     ("lookup_style", "matmul", ValueError, "one of 'gather', 'one_hot'", "'matmul'"),
     ("param_dtype", jnp.int32, TypeError, "a floating dtype of 16 bits or more", "int32"),
     ("dtype", "int8", TypeError, "a floating dtype of 16 bits or more", "int8"),
-    ("output", False, TypeError, "an OutputLayer, a str, or None", "False"),
+    ("output", False, TypeError, "an OutputLayer, a str, or None", "bool False"),
 ]
 
 
@@ -793,13 +797,13 @@ def test_resize_vocabulary_refuses_bad_arguments():
         te.resize_vocabulary(params, 14)
     with pytest.raises(
         ValueError,
-        match=message("params", "one module called token_embedding", "0 among ['linear']"),
+        match=message("params", "one token_embedding with embeddings", "0 among ['linear']"),
     ):
         te.resize_vocabulary({"linear": {}}, 14)
-    two = {"a/token_embedding": {}, "b/token_embedding": {}}
+    two = {"a/token_embedding": params[PATH], "b/token_embedding": params[PATH]}
     with pytest.raises(
         ValueError,
-        match=message("params", "one module called token_embedding", f"2 among {sorted(two)}"),
+        match=message("params", "one token_embedding with embeddings", f"2 among {sorted(two)}"),
     ):
         te.resize_vocabulary(two, 14)
 
@@ -906,7 +910,7 @@ class TestResizePositions:
         params = drawn(te.Embedder(te.EmbedderConfig(8, 4)).init)
         with pytest.raises(
             ValueError,
-            match=r"^params: wanted one module called learned_positional_encoding, got 0 among ",
+            match=r"^params: wanted one learned_positional_encoding with embeddings, got 0 among ",
         ):
             te.resize_positions(params, 9)
         with pytest.raises(ValueError, match=r"^max_len: wanted an int of at least 1, got 0$"):
@@ -998,7 +1002,9 @@ def test_parameters_of_another_config_are_refused():
     without = {path: leaves for path, leaves in params.items() if path != PATH}
     narrow = {**params, PATH: {"embeddings": params[PATH]["embeddings"][:, :5]}}
     for method in (embedder.logits, functools.partial(embedder.cross_entropy, labels=[1, 2])):
-        with pytest.raises(ValueError, match=r"^params: wanted token_embedding/embeddings .*, got none"):
+        with pytest.raises(
+            ValueError, match=r"^params: wanted token_embedding/embeddings .*, got none"
+        ):
             method(without, np.zeros((2, 6), np.float32))
         with pytest.raises(ValueError, match=rf"^params: wanted {table} \[.*, got {table} \["):
             method(narrow, np.zeros((2, 6), np.float32))

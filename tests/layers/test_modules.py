@@ -1355,7 +1355,7 @@ BAD_ARGUMENTS = [
         TypeError,
         "scheme",
         "Sinusoidal(...), SinusoidalGrid(...) or Learned(max_len=...)",
-        "8",
+        "int 8",
     ),
     (
         lambda: te.PositionalEncoding(te.Sinusoidal(), 8, w_init="zeros"),
@@ -1383,8 +1383,8 @@ BAD_ARGUMENTS = [
         lambda: WHOLE(scheme="sinusoidal"),
         TypeError,
         "scheme",
-        "Sinusoidal(...), SinusoidalGrid(...), Learned(max_len=...) or None",
-        "'sinusoidal'",
+        "Sinusoidal(...), SinusoidalGrid(...) or Learned(max_len=...), or None",
+        "str 'sinusoidal'",
     ),
     (
         lambda: WHOLE(scheme=te.Sinusoidal(base=-1.0)),

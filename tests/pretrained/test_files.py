@@ -542,7 +542,7 @@ CONFIG_TEXT = json.dumps({"vocab_size": 7, "d_model": 6})
         (
             {"scheme": "sinusoidal"},
             {},
-            "scheme: wanted Sinusoidal(...), SinusoidalGrid(...), Learned(max_len=...) or None, got 'sinus",
+            "scheme: wanted Sinusoidal(...), SinusoidalGrid(...) or Learned(max_len=...), or None, got str 'sinus",
         ),
         ({}, {"names": ["a"]}, "names: wanted a mapping, or None, got tuple"),
         (

@@ -59,6 +59,13 @@ def convert_fields(instance: Any, **converters: Callable[[str, Any], Any]) -> No
             set_fields(instance, **{field.name: converters[field.name](field.name, value)})
 
 
+def instance(name: str, value: Any, kinds: Any, want: str) -> Any:
+    """A value of one of these types."""
+    if not isinstance(value, kinds):
+        raise type_error(name, want, _describe(value))
+    return value
+
+
 def integer(
     name: str, value: Any, *, at_least: int | None = None, at_most: int | None = None
 ) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import DTypeLike
 from transformer_embed._src.functional.lookup import LOOKUP_STYLES, OUT_OF_RANGE
-from transformer_embed._src.layers.schemes import Scheme, Sinusoidal
+from transformer_embed._src.layers.schemes import SCHEMES, Scheme, Sinusoidal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,13 +135,10 @@ class EmbedderConfig:
             param_dtype=arguments.floating_dtype,
             dtype=arguments.floating_dtype,
         )
-        if not isinstance(self.output, OutputLayer | str | None):
-            want = "an OutputLayer, a str, or None"
-            raise arguments.type_error("output", want, repr(self.output))
+        want = "an OutputLayer, a str, or None"
+        arguments.instance("output", self.output, OutputLayer | str | None, want)
         if self.scheme is not None:
-            if not isinstance(self.scheme, Scheme):
-                want = "Sinusoidal(...), SinusoidalGrid(...), Learned(max_len=...) or None"
-                raise arguments.type_error("scheme", want, repr(self.scheme))
+            arguments.instance("scheme", self.scheme, Scheme, f"{SCHEMES}, or None")
             self.scheme._check(self.table_width)
             counts_tokens = self.scheme.at_padding is not None
             if counts_tokens and self.scheme.pad_id is None and self.pad_id is None:

@@ -51,9 +51,7 @@ class Embedder:
     config: EmbedderConfig
 
     def __post_init__(self) -> None:
-        if not isinstance(self.config, EmbedderConfig):
-            got = type(self.config).__name__
-            raise arguments.type_error("config", "an EmbedderConfig", got)
+        arguments.instance("config", self.config, EmbedderConfig, "an EmbedderConfig")
 
     def init(self, rng: Array) -> Params:
         """The parameters, a Haiku parameter tree, drawn with rng."""

@@ -20,7 +20,7 @@ from transformer_embed._src.functional.lookup import OUT_OF_RANGE, Table, lookup
 from transformer_embed._src.functional.output_layer import linear_logits
 from transformer_embed._src.functional.relative_bias import relative_position_buckets
 from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
-from transformer_embed._src.layers.schemes import Scheme
+from transformer_embed._src.layers.schemes import SCHEMES, Scheme
 
 Initializer = hk.initializers.Initializer
 Params = Mapping[str, Mapping[str, Any]]
@@ -219,9 +219,7 @@ class PositionalEncoding(hk.Module):
         param_dtype: DTypeLike = jnp.float32,
         name: str | None = None,
     ):
-        if not isinstance(scheme, Scheme):
-            want = "Sinusoidal(...), SinusoidalGrid(...) or Learned(max_len=...)"
-            raise arguments.type_error("scheme", want, repr(scheme))
+        arguments.instance("scheme", scheme, Scheme, SCHEMES)
         super().__init__(name=name or scheme._module_name)
         if scheme._table_length() is None:
             arguments.check_left_out("w_init", w_init, "the scheme has no parameters")
@@ -417,10 +415,8 @@ class TransformerEmbedding(hk.Module):
         name: str | None = None,
     ):
         super().__init__(name=name)
-        if not isinstance(config, EmbedderConfig):
-            want = "an EmbedderConfig, such as te.EmbedderConfig(vocab_size=256, d_model=64)"
-            raise arguments.type_error("config", want, f"{type(config).__name__} {config!r}")
-        self.config = config
+        want = "an EmbedderConfig, such as te.EmbedderConfig(vocab_size=256, d_model=64)"
+        self.config = arguments.instance("config", config, EmbedderConfig, want)
         self._initial_params = None
         if initial_params is not None:
             params = arguments.as_params("initial_params", initial_params)

@@ -48,19 +48,18 @@ def resize_vocabulary(params: Params, vocab_size: int, rng: Array | None = None)
     """
     arguments.size("vocab_size", vocab_size)
     params = arguments.as_params("params", params)
-    path, _ = _table_of(params, "token_embedding")
-    resized = {}
-    for n, (name, table) in enumerate(sorted(params[path].items())):
-        if isinstance(table, Table) and not isinstance(table, Sharded):
-            raise _not_whole_error(f"{path}/{name}", table)
-        resized[name] = _with_rows(table, vocab_size, rng, n)
+    path = _path_of(params, "token_embedding")
+    resized = {
+        name: _with_rows(f"{path}/{name}", table, vocab_size, rng, n)
+        for n, (name, table) in enumerate(sorted(params[path].items()))
+    }
     return {**params, path: resized}
 
 
-def _with_rows(table: Any, vocab_size: int, rng: Array | None, salt: int) -> Any:
+def _with_rows(path: str, table: Any, vocab_size: int, rng: Array | None, salt: int) -> Any:
     """A parameter with a row for each id, with this number of rows."""
     is_sharded = isinstance(table, Sharded)
-    rows = table.in_vocabulary_order() if is_sharded else jnp.asarray(table)
+    rows = table.in_vocabulary_order() if is_sharded else _whole(path, table)
     more = vocab_size - rows.shape[0]
     if more > 0:
         if rng is None:
@@ -114,9 +113,8 @@ def resize_positions(params: Params, max_len: int, *, start: int = 0) -> Params:
         https://arxiv.org/abs/2010.11929
     """
     params = arguments.as_params("params", params)
-    path, table = _table_of(params, "learned_positional_encoding")
-    if isinstance(table, Table):
-        raise _not_whole_error(f"{path}/embeddings", table)
+    path = _path_of(params, "learned_positional_encoding")
+    table = _whole(f"{path}/embeddings", params[path]["embeddings"])
     start = arguments.integer("start", start, at_least=0, at_most=table.shape[0] - 1)
     rows = arguments.integer("max_len", max_len, at_least=start + 1) - start
     wide = arguments.widened(table[start:])
@@ -125,18 +123,19 @@ def resize_positions(params: Params, max_len: int, *, start: int = 0) -> Params:
     return {**params, path: {**params[path], "embeddings": resized}}
 
 
-def _table_of(params: Params, module: str) -> tuple[str, Float[Array, "v d"] | Table]:
-    paths = [path for path in params if path.rsplit("/", 1)[-1] == module]
+def _path_of(params: Params, module: str) -> str:
+    """The path of the one module of this name that has a table."""
+    paths = [path for path, leaves in params.items() if "embeddings" in leaves]
+    paths = [path for path in paths if path.rsplit("/", 1)[-1] == module]
     if len(paths) != 1:
-        raise arguments.value_error(
-            "params", f"one module called {module}", f"{len(paths)} among {sorted(params)}"
-        )
-    table = params[paths[0]].get("embeddings")
-    if table is None:
-        raise _not_whole_error(f"{paths[0]}/embeddings", table)
-    return paths[0], table if isinstance(table, Table) else jnp.asarray(table)
+        got = f"{len(paths)} among {sorted(params)}"
+        raise arguments.value_error("params", f"one {module} with embeddings", got)
+    return paths[0]
 
 
-def _not_whole_error(name: str, table: Any) -> ValueError:
-    got = "none" if table is None else f"a table held as {type(table).__name__}"
-    return arguments.value_error(f"params: {name}", "a whole array", got)
+def _whole(path: str, table: Any) -> Float[Array, "v ..."]:
+    """A table as an array; an error if it is held in another way."""
+    if isinstance(table, Table):
+        got = f"a table held as {type(table).__name__}"
+        raise arguments.value_error(f"params: {path}", "a whole array", got)
+    return jnp.asarray(table)

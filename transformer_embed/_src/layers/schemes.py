@@ -228,4 +228,5 @@ class Learned(_Counted):
         return self.max_len
 
 
+SCHEMES = "Sinusoidal(...), SinusoidalGrid(...) or Learned(max_len=...)"
 Scheme = Sinusoidal | SinusoidalGrid | Learned
