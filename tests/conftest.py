@@ -41,7 +41,14 @@ CACHE_BYTES = 500_000_000
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
+import hypothesis
 import typecheck
+
+# The same examples in each run, so that a red one can be run again; `pytest --hypothesis-profile
+# random` tries others.
+hypothesis.settings.register_profile("random", deadline=None)
+hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("same")
 
 typecheck.install("transformer_embed._src")
 

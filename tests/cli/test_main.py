@@ -167,9 +167,7 @@ def run_in_shell(command, streams, **variables):
 
 
 @pytest.mark.slow
-@settings(
-    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(CLOSED)
 @example({"1": ">&-"})
 @example({"2": "2>&-"})

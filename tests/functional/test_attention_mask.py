@@ -28,7 +28,7 @@ RULES = [
         (False, (None, 4), None),
     ]
 ]
-quick = hypothesis.settings(deadline=None, derandomize=True, max_examples=40)
+quick = hypothesis.settings(max_examples=40)
 
 
 def packed(random, batch, length):

@@ -152,7 +152,7 @@ def assert_close(got, expected, error=ERROR):
 
 
 @pytest.mark.slow
-@hypothesis.settings(deadline=None, derandomize=True, max_examples=12)
+@hypothesis.settings(max_examples=12)
 @hypothesis.given(
     shape=st.sampled_from([(), (1,), (5,), (2, 3)]),
     sizes=st.sampled_from([(1, 1), (2, 3), (9, 2)]),

@@ -50,7 +50,7 @@ def normal(shape, dtype):
     wide=st.booleans(),
     partitionable=st.booleans(),
 )
-@hypothesis.settings(deadline=None, derandomize=True, max_examples=60)
+@hypothesis.settings(max_examples=60)
 def test_dropout_equals_hk_dropout_bit_for_bit(shape, rate, dtype, kind, seed, wide, partitionable):
     with x64(wide), jax.threefry_partitionable(partitionable):
         compare(KEYS[kind](seed), rate, normal(shape, dtype))

@@ -312,7 +312,7 @@ def test_skipped_tiles_are_those_in_which_no_pair_may_attend():
             assert ran == {tuple(index) for index in np.argwhere(kinds[row] > 0)}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_segments_and_row_indices_say_the_rule_for_random_batches(data):
     """What splash attention computes from its mask and segment ids is the rule at all tokens."""

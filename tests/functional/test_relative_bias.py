@@ -59,7 +59,7 @@ SETTINGS = [
     (7, 1000),
 ]
 
-quick = hypothesis.settings(deadline=None, derandomize=True, max_examples=25)
+quick = hypothesis.settings(max_examples=25)
 
 BIASES = {
     "alibi": functools.partial(alibi_bias, num_heads=3),

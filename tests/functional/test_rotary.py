@@ -131,7 +131,7 @@ class TestOracle:
         st.sampled_from([2, 64]),
         st.sampled_from([2.0, 1e7]),
     )
-    @hypothesis.settings(deadline=None, derandomize=True, max_examples=24)
+    @hypothesis.settings(max_examples=24)
     def test_any_position(self, positions, head_dim, base):
         cos, sin = cos_and_sin(positions, head_dim, base=base)
         for n, position in enumerate(positions):
@@ -229,7 +229,7 @@ def accepted(frequencies):
 
 @every_scaling
 @hypothesis.given(st.data())
-@hypothesis.settings(deadline=None, derandomize=True, max_examples=30)
+@hypothesis.settings(max_examples=30)
 def test_the_frequencies_of_any_scaling_are_rounded_once(name, data):
     """Fractional, tiny and huge constants: each is a float64, and nothing after it is."""
     scaling, base = data.draw(ANY_SCALING[name]), data.draw(any_base)
@@ -250,7 +250,7 @@ def test_the_frequencies_of_any_scaling_are_rounded_once(name, data):
         five_of(st.integers(-(2**31), 2**31 - 1)), five_of(st.floats(-(2.0**24), 2.0**24, width=32))
     ),
 )
-@hypothesis.settings(deadline=None, derandomize=True, max_examples=6)
+@hypothesis.settings(max_examples=6)
 def test_any_scaling_keeps_the_bound_at_any_position(name, data, positions):
     """Five positions for a scaling: each scaling is a program."""
     scaling, base = data.draw(ANY_SCALING[name]), data.draw(any_base)
@@ -350,7 +350,7 @@ class TestIdentities:
         st.sampled_from(LAYOUTS),
         st.sampled_from([(8, 6), (16, 16)]),
     )
-    @hypothesis.settings(deadline=None, derandomize=True, max_examples=30)
+    @hypothesis.settings(max_examples=30)
     def test_a_rotation_keeps_lengths(self, position, layout, sizes):
         head_dim, rotary_dim = sizes
         x = normal(1, 3, head_dim)

@@ -216,7 +216,7 @@ class TestMistakes:
     st.sampled_from([2, 5, 8]),
     st.sampled_from(LAYOUTS),
 )
-@hypothesis.settings(deadline=None, derandomize=True, max_examples=40)
+@hypothesis.settings(max_examples=40)
 def test_encoding_of_any_position(positions, d_model, layout):
     got = np.asarray(te.sinusoidal_encoding(positions, d_model, layout=layout))
     order = np.arange(d_model)
@@ -258,7 +258,7 @@ CONSTANTS = st.fixed_dictionaries(
 
 
 @hypothesis.given(POSITIONS, st.sampled_from([2, 5, 9]), CONSTANTS)
-@hypothesis.settings(deadline=None, derandomize=True, max_examples=15)
+@hypothesis.settings(max_examples=15)
 def test_the_bound_holds_for_any_constants(positions, d_model, options):
     """Fractional, negative, tiny and huge ones."""
     check_against_arbitrary_precision(positions, d_model, **options)
@@ -266,7 +266,7 @@ def test_the_bound_holds_for_any_constants(positions, d_model, options):
 
 @pytest.mark.slow
 @hypothesis.given(POSITIONS, st.sampled_from([1, 2, 5, 9, 34]), CONSTANTS)
-@hypothesis.settings(deadline=None, max_examples=75)
+@hypothesis.settings(max_examples=75)
 def test_the_bound_holds_for_any_constants_thoroughly(positions, d_model, options):
     check_against_arbitrary_precision(positions, d_model, **options)
 

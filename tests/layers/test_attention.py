@@ -267,7 +267,7 @@ def of_segments(scheme, x, lengths, before):
 some_lengths = st.lists(st.integers(1, 5), min_size=1, max_size=3).filter(
     lambda lengths: sum(lengths) <= 8
 )
-property_test = hypothesis.settings(deadline=None, derandomize=True, max_examples=15)
+property_test = hypothesis.settings(max_examples=15)
 
 
 @pytest.mark.slow

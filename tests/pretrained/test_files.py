@@ -340,7 +340,7 @@ STORED = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(STORED, st.booleans())
 def test_arrays_of_any_layout_are_saved_by_value(array, is_param):
     """Of either byte order, with any stride, and inside Flax's nnx.Param."""
@@ -679,7 +679,7 @@ def rotates(rotary):
     return False
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(ROTARIES)
 def test_rotary_arguments_are_saved_if_and_only_if_they_can_be_used(rotary):
     with tempfile.TemporaryDirectory() as folder:
@@ -693,7 +693,7 @@ def test_rotary_arguments_are_saved_if_and_only_if_they_can_be_used(rotary):
         assert rotates(rotary)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(BIASES)
 def test_bias_arguments_are_saved_if_and_only_if_they_can_be_used(bias):
     table = np.zeros((bias.get("num_buckets", 0), bias["num_heads"]), np.float32)
@@ -886,7 +886,7 @@ def test_a_renamed_offset_is_refused(tmp_path, place):
         load_embedder(path)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(CHANGES, st.none() | st.integers(0, len(SAVED)))
 def test_flipped_and_truncated_files(changes, keep):
     with tempfile.TemporaryDirectory() as folder:
@@ -896,7 +896,7 @@ def test_flipped_and_truncated_files(changes, keep):
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.one_of(
         CHANGES,
@@ -913,7 +913,7 @@ def test_flipped_files_embed_as_the_formula_says(changes):
         right_or_refused(path, is_embedded=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.dictionaries(
         st.sampled_from(list(te.EmbedderConfig.__dataclass_fields__)), JSON, max_size=3
@@ -947,7 +947,7 @@ NAMES += [
 ]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.sampled_from(["bert", "roberta", "phi", "llama, llama3", "gemma3", "m2m100"]),
     st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3),
@@ -979,7 +979,7 @@ SOME = st.fixed_dictionaries(
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SOME)
 def test_files_of_any_config_embed_as_the_formula_says(config):
     with tempfile.TemporaryDirectory() as folder:

@@ -164,7 +164,7 @@ def written(parts, kind, form):
     }
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.sampled_from(ROTATED),
     PARTS,
@@ -471,7 +471,7 @@ BESIDE = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(list(ARCHITECTURES)),
     BESIDE,

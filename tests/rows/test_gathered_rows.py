@@ -192,7 +192,7 @@ def test_an_l2_term_of_all_parameters_is_not_finite(kind):
 
 
 @pytest.mark.slow
-@settings(deadline=None, derandomize=True, max_examples=40)
+@settings(max_examples=40)
 @given(
     whole_tree_functions(),
     st.sampled_from(["plain", "contiguous", "interleaved"]),

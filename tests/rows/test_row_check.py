@@ -432,7 +432,7 @@ def with_state(state_dtype, added_dtype):
 
 
 @pytest.mark.slow
-@settings(deadline=None, derandomize=True, max_examples=30)
+@settings(max_examples=30)
 @given(st.sampled_from(DTYPES[:3]), st.sampled_from(DTYPES), st.sampled_from(DTYPES))
 def test_a_state_keeps_its_dtype_or_is_refused(dtype, state_dtype, added_dtype):
     params = {"t": jnp.ones([1000, 2], dtype), "w": jnp.ones([3, 2])}
@@ -715,7 +715,7 @@ def combined(names, rest, wrapped):
 
 
 @pytest.mark.slow
-@settings(deadline=None, derandomize=True, max_examples=12)
+@settings(max_examples=12)
 @given(
     st.lists(st.sampled_from(list(PARTS)), max_size=4),
     st.lists(st.sampled_from(list(PARTS)), max_size=2),
@@ -727,7 +727,7 @@ def test_random_chains_masks_and_labels_are_lazy_or_refused(names, rest, wrapped
 
 
 @pytest.mark.slow
-@settings(deadline=None, derandomize=True, max_examples=15)
+@settings(max_examples=15)
 @given(
     st.lists(st.sampled_from(list(PARTS)), max_size=4),
     st.lists(st.sampled_from(list(PARTS)), max_size=2),

@@ -345,7 +345,7 @@ def test_fill_ids_update_no_row():
 
 
 @pytest.mark.slow
-@settings(deadline=None, derandomize=True, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.integers(-3, 12), min_size=8, max_size=8), st.sampled_from([1, 3, 8, None]))
 def test_taken_rows_are_the_distinct_ones(ids, max_rows):
     table = np.arange(10, dtype=np.float32)[:, None] * np.ones(2, np.float32)
