@@ -512,6 +512,14 @@ def test_one_row_for_all_queries_is_drawn_for_each(ax):
     np.testing.assert_array_equal(image(ax), [[True, True, False]] * 2)
 
 
+def test_mask_picks_a_row_of_tiles(ax):
+    tiles = te.AttentionMask(te.TokenPositions.from_lengths([4, 2], 4), causal=True).tile(
+        0, 0, (3, 4)
+    )
+    plots.plot_mask(tiles, ax=ax, batch_index=1)
+    np.testing.assert_array_equal(image(ax), tiles[1])
+
+
 def test_mask_picks_a_head(ax):
     mask = np.stack([CAUSAL, ~CAUSAL])[None]
     plots.plot_mask(mask, ax=ax, head=1)
@@ -532,19 +540,19 @@ def test_cells_have_lines_between_them_while_they_are_few(ax, size, lines):
             [True],
             {},
             ValueError,
-            "mask: wanted shape [T, S] or [B, heads, T, S], not empty, got shape [1]",
+            "mask: wanted shape [T, S], [B, T, S] or [B, heads, T, S], not empty, got shape [1]",
         ),
         (
-            np.ones([2, 2, 2], bool),
+            np.ones([2, 2, 2, 2, 2], bool),
             {},
             ValueError,
-            "mask: wanted shape [T, S] or [B, heads, T, S], not empty, got shape [2, 2, 2]",
+            "mask: wanted shape [T, S], [B, T, S] or [B, heads, T, S], not empty, got shape [2, 2, 2, 2, 2]",
         ),
         (
             np.ones([0, 2], bool),
             {},
             ValueError,
-            "mask: wanted shape [T, S] or [B, heads, T, S], not empty, got shape [1, 1, 0, 2]",
+            "mask: wanted shape [T, S], [B, T, S] or [B, heads, T, S], not empty, got shape [0, 2]",
         ),
         (
             np.ones([3, 1, 2, 2], bool),
@@ -672,12 +680,12 @@ def test_the_legend_says_how_to_read_the_circles(ax):
             "head_dim: wanted an even number of channels, to make pairs, got 5",
         ),
         ([[0], 1], {}, ValueError, "head_dim: wanted an int of at least 2, got 1"),
-        ([3, 4], {}, ValueError, "positions: wanted shape [n], at least one, got shape []"),
+        ([3, 4], {}, ValueError, "positions: wanted shape [n], not empty, got shape []"),
         (
             [np.zeros(0, int), 4],
             {},
             ValueError,
-            "positions: wanted shape [n], at least one, got shape [0]",
+            "positions: wanted shape [n], not empty, got shape [0]",
         ),
         (
             [[True], 4],
@@ -686,8 +694,8 @@ def test_the_legend_says_how_to_read_the_circles(ax):
             "positions: wanted an integer dtype, or float32 (16-bit floats skip integers), got bool",
         ),
         ([[0], 4], {"pairs": []}, ValueError, "pairs: wanted at least one of 0..1, got []"),
-        ([[0], 4], {"pairs": [2]}, ValueError, "pairs: wanted an int from 0 to 1, got 2"),
-        ([[0], 4], {"pairs": [0.5]}, TypeError, "pairs: wanted a Python int, got float 0.5"),
+        ([[0], 4], {"pairs": [2]}, ValueError, "pairs[0]: wanted an int of at most 1, got 2"),
+        ([[0], 4], {"pairs": [0.5]}, TypeError, "pairs[0]: wanted a Python int, got float 0.5"),
         ([[0], 4], {"base": -1.0}, ValueError, "base: wanted a finite number above 0, got -1.0"),
     ],
 )
@@ -736,7 +744,7 @@ def test_a_bias_that_is_masked_throughout(ax):
             np.zeros(3),
             {},
             ValueError,
-            "bias: wanted shape [T, S] or [B, heads, T, S], not empty, got shape [3]",
+            "bias: wanted shape [T, S], [B, T, S] or [B, heads, T, S], not empty, got shape [3]",
         ),
         (np.zeros([1, 4, 2, 2]), {}, ValueError, "head: wanted an int from 0 to 3, got None"),
         (
@@ -759,7 +767,7 @@ def test_bad_arguments_of_plot_bias_raise_errors(bias, options, kind, message):
 @pytest.mark.parametrize(("d_model", "base"), [(6, 10_000.0), (5, 37.5), (1, 10_000.0)])
 def test_the_reference_is_right_to_float64(d_model, base):
     positions = np.array([1, 12_345, 10**9 + 7, 2**31 - 1])
-    got = source._exact_encoding(positions, d_model, base)
+    got, _ = source._exact_and_usual(positions, d_model, base)
     for (row, channel), value in np.ndenumerate(got):
         exact = oracle.sine(
             int(positions[row]), oracle.frequency(channel // 2, d_model / 2, base), channel % 2
@@ -824,11 +832,11 @@ def test_the_positions_of_an_error_span_int32(ax):
             "positions: wanted integers inside int32 and on a logarithmic axis, 1..2147483647, got 2147483648 at index [1]",
         ),
         ({"positions": [1.0]}, TypeError, "positions: wanted an integer dtype, got float64"),
-        ({"positions": []}, ValueError, "positions: wanted shape [n], at least one, got shape [0]"),
+        ({"positions": []}, ValueError, "positions: wanted shape [n], not empty, got shape [0]"),
         (
             {"positions": [[1]]},
             ValueError,
-            "positions: wanted shape [n], at least one, got shape [1, 1]",
+            "positions: wanted shape [n], not empty, got shape [1, 1]",
         ),
     ],
 )

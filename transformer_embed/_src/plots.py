@@ -2,10 +2,9 @@
 
 import decimal
 import importlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,7 +17,8 @@ from transformer_embed._src.functional.sinusoidal import sinusoidal_encoding
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.legend import Legend
+    from matplotlib.image import AxesImage
+    from matplotlib.lines import Line2D
 
 HIDDEN, SOME, ALLOWED = "#E6E6E6", "#6BAED6", "#0B3C5D"
 DIVERGING, SEQUENTIAL = "RdBu_r", "cividis"
@@ -26,9 +26,12 @@ DIVERGING, SEQUENTIAL = "RdBu_r", "cividis"
 BLUE, VERMILION, GREEN, BLACK = "#0072B2", "#D55E00", "#009E73", "#000000"
 STYLES = (("o", BLUE, "-"), ("s", VERMILION, "--"), ("^", GREEN, ":"), ("D", BLACK, "-."))
 MOST_CELLS_WITH_LINES = 64
-# The width and height of a letter in a small label, with a margin, as fractions of the font size in
-# points.
-LETTER_WIDTH, LETTER_HEIGHT = 0.65, 1.0
+# Where a legend goes that would cover the picture.
+BESIDE: Mapping[str, Any] = {
+    "loc": "upper left",
+    "bbox_to_anchor": (1.02, 1.0),
+    "borderaxespad": 0.0,
+}
 
 
 def plot_encoding(
@@ -67,19 +70,14 @@ def plot_encoding(
         https://jalammar.github.io/illustrated-transformer/
     """
     values = _table("encoding", encoding)
-    most = (
-        np.nanmax(np.abs(values), initial=0.0) or 1.0
-        if limit is None
-        else arguments.real("limit", limit, above=0)
-    )
-    names = _names("tokens", tokens, len(values))
-    ax = _axes(ax)
-    _heat_map(ax, values, most, "value")
-    _integer_ticks(ax.xaxis, ax.yaxis)
-    ax.set(xlabel="channel", ylabel="position (tokens)")
-    if names is not None:
-        ax.set_yticks(range(len(values)), names, parse_math=False)
-    return ax
+    largest = np.nanmax(np.abs(values), initial=0.0)
+    most = largest or 1.0
+    if limit is not None:
+        most = arguments.real("limit", limit, above=0)
+    extend = "both" if largest > most else "neither"
+    names = {"position (tokens)": _names("tokens", tokens, len(values)), "channel": None}
+    image = _image(ax, values, names, aspect="auto", cmap=DIVERGING, vmin=-most, vmax=most)
+    return _with_color_bar(image, "value", extend=extend)
 
 
 def plot_wavelengths(
@@ -124,14 +122,18 @@ def plot_wavelengths(
         Vaswani et al., "Attention Is All You Need" (2017), section 3.5,
         https://arxiv.org/abs/1706.03762
     """
-    wavelengths = [float(2 * phase.PI / f) for f in _frequencies(d_model, base, scaling)]
+    d_model = arguments.integer("d_model", d_model, at_least=1)
+    base = arguments.real("base", base, above=0)
+    if not isinstance(scaling, Scaling | None):
+        want = "a scaling of this package such as LinearScaling(2.0)"
+        raise arguments.type_error("scaling", want, type(scaling).__name__)
+    if scaling and d_model % 2:
+        raise arguments.value_error("d_model", "an even number of channels, to scale", d_model)
+    frequencies = scaled_frequencies(scaling, d_model, base).frequencies
+    wavelengths = [float(2 * phase.PI / frequency) for frequency in frequencies]
     ax = _axes(ax)
-    marker, color, _ = _style(len(ax.lines))
-    name = None if label is None else str(label)
-    ax.plot(range(len(wavelengths)), wavelengths, marker, color=color, markersize=4, label=name)
-    ax.set(xlabel="pair of channels", ylabel="wavelength (tokens)", yscale="log")
-    _integer_ticks(ax.xaxis)
-    return _finished_lines(ax)
+    _plot(ax, range(len(wavelengths)), wavelengths, label, linestyle="")
+    return _finished(ax, "pair of channels", "wavelength (tokens)", yscale="log")
 
 
 def plot_similarity(
@@ -172,12 +174,9 @@ def plot_similarity(
     statistics = [(pairs.mean(), pairs.min(), pairs.max()) for pairs in diagonals]
     mean, low, high = np.transpose(statistics)
     ax = _axes(ax)
-    _, color, dash = _style(len(ax.lines))
-    ax.fill_between(range(len(mean)), low, high, color=color, alpha=0.25, linewidth=0)
-    name = None if label is None else str(label)
-    ax.plot(range(len(mean)), mean, dash, color=color, label=name)
-    ax.set(xlabel="distance (tokens)", ylabel="dot product")
-    return _finished_lines(ax)
+    line = _plot(ax, range(len(mean)), mean, label, marker="")
+    ax.fill_between(range(len(mean)), low, high, color=line.get_color(), alpha=0.25, linewidth=0)
+    return _finished(ax, "distance (tokens)", "dot product")
 
 
 def plot_mask(
@@ -192,9 +191,10 @@ def plot_mask(
     """A mask in two tones: which keys each query may attend to.
 
     Args:
-        mask: bool [T, S], or [B, heads, T, S] as `AttentionMask.dense` makes it. True = may attend.
-            Or int8 [B, T / size, S / size] as `AttentionMask.tile_kinds` makes it, drawn in three
-            tones: tiles in which no pair, some pairs or all pairs may attend.
+        mask: bool [T, S], [B, T, S] as `AttentionMask.tile` makes it, or [B, heads, T, S] as
+            `AttentionMask.dense` does. True = may attend. Or int8 [B, T / size, S / size] as
+            `AttentionMask.tile_kinds` makes it, drawn in three tones: tiles in which no pair, some
+            pairs or all pairs may attend.
         ax: where to draw; None: a new pyplot figure.
         query_tokens: [T] names for the queries; None: queries are numbered. A mask with one row for
             all queries (T = 1) is drawn with a row for each name.
@@ -224,23 +224,23 @@ def plot_mask(
         Child et al., "Generating Long Sequences with Sparse Transformers" (2019), figure 3,
         https://arxiv.org/abs/1904.10509
     """
-    tones = {"hidden": HIDDEN, "may attend": ALLOWED}
     if getattr(mask, "dtype", None) == np.int8:
         tones = {"no pair": HIDDEN, "some pairs": SOME, "all pairs": ALLOWED}
         array = jnp.asarray(mask)
-        array = array[:, None] if array.ndim == 3 else array
     else:
+        tones = {"hidden": HIDDEN, "may attend": ALLOWED}
         array = arguments.as_mask("mask", mask)
     values = _one_matrix("mask", array, batch_index, head)
-    axes, values = _queries_and_keys(ax, values, query_tokens, key_tokens)
     colors = matplotlib_module("colors").ListedColormap(list(tones.values()))
-    axes.imshow(values, cmap=colors, vmin=0, vmax=len(tones) - 1, interpolation="nearest")
+    # Each value is the index of its tone. Interpolation would mix them.
+    options = {"cmap": colors, "vmin": 0, "vmax": len(tones) - 1, "interpolation": "nearest"}
+    axes = _queries_and_keys(ax, values, query_tokens, key_tokens, **options).axes
     patch = matplotlib_module("patches").Patch
-    handles = [
-        patch(facecolor=tone, edgecolor="grey" if tone == HIDDEN else None, label=label)
+    patches = [
+        patch(facecolor=tone, edgecolor="grey", label=label)
         for label, tone in reversed(tones.items())
     ]
-    _legend_beside(axes, handles=handles)
+    axes.legend(handles=patches, frameon=False, **BESIDE)
     return axes
 
 
@@ -289,25 +289,26 @@ def plot_rotary(
         https://arxiv.org/abs/2104.09864
     """
     half = arguments.integer("head_dim", head_dim, at_least=2) // 2
-    chosen, places = _pairs(pairs, half), _places(positions)
+    if pairs is None:
+        pairs = range(0, half, max(1, half // 8))[:4]
+    chosen = arguments.entries("pairs", pairs, arguments.integer, at_least=0, at_most=half - 1)
+    if not chosen:
+        raise arguments.value_error("pairs", f"at least one of 0..{half - 1}", pairs)
+    places = _places(positions)
     # The point (radius, 0) in each pair of channels.
     x = np.zeros([len(places), 1, head_dim], np.float32)
     x[..., chosen] = range(1, len(chosen) + 1)
     rotated = np.asarray(apply_rotary(x, places, base=base, scaling=scaling))[:, 0]
-    points = [rotated[:, [pair, pair + half]] for pair in chosen]
-    edge = max(len(chosen) + 0.75, 1.1 * np.abs(points).max())
     ax = _axes(ax)
-    circle = matplotlib_module("patches").Circle
-    for n, pair in enumerate(chosen):
-        marker, color, _ = _style(n)
-        ax.add_patch(circle((0, 0), n + 1, fill=False, color="0.8", linewidth=1, zorder=0))
-        ax.plot(*points[n].T, marker, color=color, markersize=3.5, label=f"pair {pair}")
-    _number_points(ax, places, points[0], edge)
     ax.set(xlabel="first channel of the pair", ylabel="second channel of the pair")
-    ax.set(xlim=(-edge, edge), ylim=(-edge, edge), aspect="equal")
-    _legend_beside(ax).set_title(
-        "A circle for each pair;\nradii keep them apart.\nNumbers: positions."
-    )
+    ax.set(aspect="equal", xmargin=0.1, ymargin=0.1)
+    circle = matplotlib_module("patches").Circle
+    for radius, pair in enumerate(chosen, 1):
+        ax.add_patch(circle((0, 0), radius, fill=False, color="0.8", linewidth=1, zorder=0))
+        _plot(ax, rotated[:, pair], rotated[:, pair + half], f"pair {pair}", linestyle="")
+    title = "A circle for each pair;\nradii keep them apart.\nNumbers: positions."
+    ax.legend(title=title, frameon=False, **BESIDE)
+    _number_points(ax, places, rotated[:, [chosen[0], chosen[0] + half]])
     return ax
 
 
@@ -358,11 +359,12 @@ def plot_bias(
     # mask_to_bias adds minus half of the largest number; a bias added to that may raise it by up to
     # a quarter.
     shown = np.ma.masked_where(~(values > -largest / 4), values)
-    axes, shown = _queries_and_keys(ax, shown, query_tokens, key_tokens)
-    signed = bool((shown < 0).any() and (shown > 0).any())
-    limit = float(np.abs(shown).max()) if signed else None
-    _heat_map(axes, shown, limit, "added to the logit", aspect="equal")
-    return axes
+    options: dict[str, Any] = {"cmap": SEQUENTIAL}
+    if (shown < 0).any() and (shown > 0).any():
+        most = np.abs(shown).max()
+        options = {"cmap": DIVERGING, "vmin": -most, "vmax": most}
+    image = _queries_and_keys(ax, shown, query_tokens, key_tokens, **options)
+    return _with_color_bar(image, "added to the logit")
 
 
 def plot_error(
@@ -403,25 +405,20 @@ def plot_error(
     """
     d_model = arguments.integer("d_model", d_model, at_least=1)
     base = arguments.real("base", base, above=0)
-    places = _error_positions(positions)
-    exact = _exact_encoding(places, d_model, base)
-    ours = np.asarray(sinusoidal_encoding(places, d_model, base=base), np.float64)
-    usual = _float32_encoding(places, d_model, base)
+    if positions is None:
+        places = np.unique(np.geomspace(1, 2**31 - 1, 100, dtype=np.int64))
+    else:
+        places = _places(arguments.as_integers("positions", positions))
+        what = "int32 and on a logarithmic axis"
+        arguments.check_inside("positions", places, 1, 2**31 - 1, what)
+    exact, usual = _exact_and_usual(places, d_model, base)
+    ours = np.asarray(sinusoidal_encoding(places, d_model, base=base))
     ax = _axes(ax)
-    for n, (encoding, label) in enumerate(
-        ((ours, "transformer_embed"), (usual, "float32 product"))
-    ):
-        marker, color, _ = _style(n)
-        style = {"color": color, "markersize": 3.5, "linewidth": 1, "label": label}
-        ax.plot(places, np.abs(encoding - exact).max(1), f"{marker}-", **style)
+    for encoding, label in ((ours, "transformer_embed"), (usual, "float32 product")):
+        _plot(ax, places, np.abs(encoding - exact).max(1), label, linestyle="-", linewidth=1)
     ax.axhline(2.0**-25, color=BLACK, linestyle=":", linewidth=1, label="rounding to float32")
-    ax.set(
-        xlabel="position (tokens)",
-        ylabel="largest error of any channel",
-        xscale="log",
-        yscale="log",
-    )
-    return _finished_lines(ax)
+    labels = "position (tokens)", "largest error of any channel"
+    return _finished(ax, *labels, xscale="log", yscale="log")
 
 
 def matplotlib_module(module: str) -> Any:
@@ -443,29 +440,28 @@ def _axes(ax: "Axes | None") -> "Axes":
     return ax
 
 
+def _values(name: str, array: Any, shapes: str, *ranks: int) -> np.ndarray:
+    """The values of an array of these shapes, not empty."""
+    values = arguments.on_host(name, array)
+    if values.ndim not in ranks or not values.size:
+        got = f"shape {list(values.shape)}"
+        raise arguments.value_error(name, f"{shapes}, not empty", got)
+    return values
+
+
 def _table(name: str, value: ArrayLike) -> np.ndarray:
-    """[length, d_model], not empty, in float64."""
-    array = arguments.on_host(name, arguments.as_floats(name, value))
-    if array.ndim != 2 or not array.size:
-        raise arguments.value_error(
-            name, "shape [length, d_model], not empty", f"shape {list(array.shape)}"
-        )
-    return array.astype(np.float64)
+    """[length, d_model], in float64."""
+    array = arguments.as_floats(name, value)
+    return _values(name, array, "shape [length, d_model]", 2).astype(np.float64)
 
 
-def _one_matrix(
-    name: str, device_array: jax.Array, batch_index: int | None, head: int | None
-) -> np.ndarray:
-    """[T, S], not empty: one head of one row of the batch."""
-    array = arguments.on_host(name, device_array)
-    if array.ndim == 2:
-        array = array[None, None]
-    if array.ndim != 4 or not array.size:
-        raise arguments.value_error(
-            name, "shape [T, S] or [B, heads, T, S], not empty", f"shape {list(array.shape)}"
-        )
-    batch_size, heads, *_ = array.shape
-    return array[_index("batch_index", batch_index, batch_size), _index("head", head, heads)]
+def _one_matrix(name: str, array: Any, batch_index: int | None, head: int | None) -> np.ndarray:
+    """[T, S]: one head of one row of the batch."""
+    shapes = "shape [T, S], [B, T, S] or [B, heads, T, S]"
+    values = _values(name, array, shapes, 2, 3, 4)
+    values = np.expand_dims(values, {2: (0, 1), 3: (1,), 4: ()}[values.ndim])
+    row = _index("batch_index", batch_index, len(values))
+    return values[row, _index("head", head, values.shape[1])]
 
 
 def _index(name: str, index: int | None, size: int) -> int:
@@ -476,27 +472,27 @@ def _index(name: str, index: int | None, size: int) -> int:
     return int(index)
 
 
-def _heat_map(
-    ax: "Axes",
-    values: np.ndarray,
-    limit: float | None,
-    unit: str,
-    aspect: Literal["auto", "equal"] = "auto",
-) -> None:
-    """A heat map from -limit to limit in diverging colours.
-
-    If limit is None, it has sequential colours over the range of the values.
-    """
-    low, high, colors = (None, None, SEQUENTIAL) if limit is None else (-limit, limit, DIVERGING)
-    image = ax.imshow(values, vmin=low, vmax=high, cmap=colors, aspect=aspect)
+def _image(
+    ax: "Axes | None", values: np.ndarray, names: Mapping[str, list[str] | None], **options: Any
+) -> "AxesImage":
+    """A matrix with the labels of its rows and of its columns, and their names; None: numbers."""
+    ax = _axes(ax)
+    image = ax.imshow(values, **options)
+    # It is seen where the matrix has no value.
     ax.patch.set(hatch="////", edgecolor="0.75", linewidth=0)
-    beyond = limit is not None and bool((np.abs(values) > limit).any())
-    ax.figure.colorbar(image, ax=ax, label=unit, extend="both" if beyond else "neither")
+    locator = matplotlib_module("ticker").MaxNLocator
+    for axis, label, rotation in zip((ax.yaxis, ax.xaxis), names, (0, 90), strict=True):
+        axis.set_label_text(label)
+        axis.set_major_locator(locator(integer=True, min_n_ticks=1))
+        texts = names[label]
+        if texts is not None:
+            axis.set_ticks(range(len(texts)), texts, parse_math=False, rotation=rotation)
+    return image
 
 
-def _integer_ticks(*axes: Any, **options: Any) -> None:
-    for axis in axes:
-        axis.set_major_locator(matplotlib_module("ticker").MaxNLocator(integer=True, **options))
+def _with_color_bar(image: "AxesImage", label: str, **options: Any) -> "Axes":
+    image.axes.figure.colorbar(image, label=label, **options)
+    return image.axes
 
 
 def _queries_and_keys(
@@ -504,129 +500,89 @@ def _queries_and_keys(
     values: np.ndarray,
     query_tokens: Sequence[str] | None,
     key_tokens: Sequence[str] | None,
-) -> tuple[Any, np.ndarray]:
-    """Axes for [T, S] with names and lines; one row for all queries is repeated for each name."""
+    **options: Any,
+) -> "AxesImage":
+    """[T, S] with lines between its cells; one row for all queries is repeated for each name."""
     if query_tokens is not None and len(values) == 1:
-        count = len(arguments.sequence("query_tokens", query_tokens))
-        values = np.ma.repeat(values, max(count, 1), axis=0)
-    query_names = _names("query_tokens", query_tokens, values.shape[0])
-    key_names = _names("key_tokens", key_tokens, values.shape[1])
-    ax = _axes(ax)
-    ax.set(xlabel="key (token attended to)", ylabel="query (token that attends)")
-    _integer_ticks(ax.xaxis, ax.yaxis, min_n_ticks=1)
-    if query_names is not None:
-        ax.set_yticks(range(len(query_names)), query_names, parse_math=False)
-    if key_names is not None:
-        ax.set_xticks(range(len(key_names)), key_names, parse_math=False, rotation=90)
+        values = np.ma.repeat(values, np.size(query_tokens) or 1, axis=0)
+    names = {
+        "query (token that attends)": _names("query_tokens", query_tokens, len(values)),
+        "key (token attended to)": _names("key_tokens", key_tokens, values.shape[1]),
+    }
+    image = _image(ax, values, names, **options)
     if max(values.shape) <= MOST_CELLS_WITH_LINES:
-        for axis, size in zip((ax.yaxis, ax.xaxis), values.shape, strict=True):
+        for axis, size in zip((image.axes.yaxis, image.axes.xaxis), values.shape, strict=True):
             axis.set_ticks(np.arange(size + 1) - 0.5, minor=True)
-        ax.grid(which="minor", color="white", linewidth=1)
-        ax.tick_params(which="minor", length=0)
-    return ax, values
+        image.axes.grid(which="minor", color="white", linewidth=1)
+        image.axes.tick_params(which="minor", length=0)
+    return image
 
 
 def _names(name: str, tokens: Sequence[str] | None, count: int) -> list[str] | None:
-    """The labels of an axis with `count` rows or columns."""
+    """The labels of `count` rows or columns."""
     if tokens is None:
         return None
     tokens = arguments.sequence(name, tokens)
     if len(tokens) != count:
         raise arguments.value_error(name, f"a sequence of length {count}", f"length {len(tokens)}")
-    return [_printable(token) for token in tokens]
+    return [_printable(str(token)) for token in tokens]
 
 
-def _printable(token: str) -> str:
-    text = str(token)
+def _printable(text: str) -> str:
     return text if text.isprintable() else repr(text)[1:-1]
 
 
-def _legend_beside(ax: "Axes", **options: Any) -> "Legend":
-    place = {"loc": "upper left", "bbox_to_anchor": (1.02, 1.0), "borderaxespad": 0.0}
-    return ax.legend(frameon=False, **place, **options)
+def _plot(ax: "Axes", x: Any, y: Any, label: str | None, **options: Any) -> "Line2D":
+    """A series in the next style, without what the options say."""
+    marker, color, dash = STYLES[len(ax.lines) % len(STYLES)]
+    style = {"marker": marker, "color": color, "linestyle": dash, "markersize": 3.5}
+    # matplotlib would take a list for labels of several lines.
+    name = None if label is None else str(label)
+    return ax.plot(x, y, label=name, **style | options)[0]
 
 
-def _style(n: int) -> tuple[str, str, str]:
-    """The marker, colour and dash of the n-th series."""
-    return STYLES[n % len(STYLES)]
-
-
-def _finished_lines(ax: "Axes") -> "Axes":
+def _finished(ax: "Axes", x_label: str, y_label: str, **options: Any) -> "Axes":
+    ax.set(xlabel=x_label, ylabel=y_label, **options)
     ax.grid(alpha=0.3)
     if ax.get_legend_handles_labels()[0]:
         ax.legend(frameon=False)
     return ax
 
 
-def _frequencies(d_model: int, base: float, scaling: Scaling | None) -> Sequence[decimal.Decimal]:
-    d_model = arguments.integer("d_model", d_model, at_least=1)
-    base = arguments.real("base", base, above=0)
-    if not isinstance(scaling, Scaling | None):
-        want = "a scaling of this package such as LinearScaling(2.0)"
-        raise arguments.type_error("scaling", want, type(scaling).__name__)
-    if scaling and d_model % 2:
-        raise arguments.value_error("d_model", "an even number of channels, to scale", d_model)
-    return scaled_frequencies(scaling, d_model, base).frequencies
-
-
-def _pairs(pairs: Sequence[int] | None, half: int) -> list[int]:
-    if pairs is None:
-        return list(range(0, half, max(1, half // 8))[:4])
-    chosen = [_index("pairs", pair, half) for pair in arguments.sequence("pairs", pairs)]
-    if not chosen:
-        raise arguments.value_error("pairs", f"at least one of 0..{half - 1}", pairs)
-    return chosen
-
-
 def _places(positions: ArrayLike) -> np.ndarray:
-    """[n] positions, not empty."""
-    places = arguments.on_host("positions", arguments.as_positions("positions", positions))
-    if places.ndim != 1 or not len(places):
-        raise arguments.value_error(
-            "positions", "shape [n], at least one", f"shape {list(places.shape)}"
-        )
-    return places
+    array = arguments.as_positions("positions", positions)
+    return _values("positions", array, "shape [n]", 1)
 
 
-def _number_points(ax: "Axes", positions: np.ndarray, points: np.ndarray, edge: float) -> None:
-    """Writes positions outside of their points, on axes from -edge to edge.
-
-    A number that would overlap an earlier one, or reach outside the axes, is left out.
-    """
+def _number_points(ax: "Axes", positions: np.ndarray, points: np.ndarray) -> None:
+    """Writes positions outside of their points; not those that would overlap an earlier one."""
+    ax.apply_aspect()
     boxes = []
-    axes_size = 72 * min(ax.bbox.width, ax.bbox.height) / ax.figure.dpi
-    font_size = matplotlib_module("pyplot").rcParams["font.size"] * 2 * edge / axes_size
     for position, point in zip(positions.tolist(), points, strict=True):
         number = f"{position:g}"
-        size = font_size * np.array([LETTER_WIDTH * len(number), LETTER_HEIGHT])
-        center = point * (1 + size.max() / np.hypot(*point))
-        box = matplotlib_module("transforms").Bbox([center - size / 2, center + size / 2])
-        if not box.count_overlaps(boxes) and np.abs(box).max() <= edge:
-            ax.text(center[0], center[1], number, ha="center", va="center", fontsize="small")
+        # In points: a letter is about 6 wide, and a dot 4.
+        outwards = point / np.hypot(*point) * (5 + 3 * len(number))
+        text = ax.annotate(number, point, outwards, textcoords="offset points", fontsize="small")
+        text.set(ha="center", va="center")
+        # A title or a legend may shrink the axes, which brings labels closer to each other.
+        box = text.get_window_extent().expanded(1.4, 1.4)
+        if box.count_overlaps(boxes):
+            text.remove()
+        else:
             boxes.append(box)
 
 
-def _error_positions(positions: ArrayLike | None) -> np.ndarray:
-    if positions is None:
-        return np.unique(np.geomspace(1, 2**31 - 1, 100).round().astype(np.int64))
-    places = _places(arguments.as_integers("positions", positions))
-    arguments.check_inside("positions", places, 1, 2**31 - 1, "int32 and on a logarithmic axis")
-    return places
-
-
-def _exact_encoding(positions: np.ndarray, d_model: int, base: float) -> np.ndarray:
-    """[n, d_model] in float64, from angles without the whole turns, which would cost digits."""
+def _exact_and_usual(
+    positions: np.ndarray, d_model: int, base: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """[n, d_model] twice: in float64, and by the formula in float32, as it is usually written."""
     frequencies: Any = unscaled(d_model, base)
     with decimal.localcontext(phase.PRECISION):
+        # Without the whole turns, which would cost digits.
         angles = np.multiply.outer(positions.astype(object), frequencies) % (2 * phase.PI)
-    return _interleaved(angles.astype(np.float64), d_model)
-
-
-def _float32_encoding(positions: np.ndarray, d_model: int, base: float) -> np.ndarray:
-    """The formula in float32, as it is usually written."""
     exponents = np.arange(0, d_model, 2, dtype=np.float32) / np.float32(d_model)
-    angles = positions.astype(np.float32)[:, None] * np.float32(base) ** -exponents
-    return _interleaved(angles, d_model).astype(np.float64)
+    usual_angles = positions.astype(np.float32)[:, None] * np.float32(base) ** -exponents
+    return _interleaved(angles.astype(np.float64), d_model), _interleaved(usual_angles, d_model)
 
 
 def _interleaved(angles: np.ndarray, d_model: int) -> np.ndarray:
