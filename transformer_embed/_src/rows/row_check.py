@@ -1,26 +1,24 @@
 """Checks that an optimizer updates each row of a table from that row alone.
 
-The step is traced twice, with all rows of the tables and with one block of them; nothing is
-computed. The two programs are read side by side. They must be the same but for the number of rows,
-so an axis whose size differs between them is an axis of rows. Each row of a value must be computed
-from the same row of other values and from values that all rows share. Then a block's program gives
-the rows that the whole program would.
+The step is traced with a symbol in place of each table's number of rows; nothing is computed. An
+axis of rows is an axis whose size is a symbol. Each row of a value must be computed from the same
+row of other values and from values that all rows share. Then a block's program gives the rows that
+the whole program would.
 
 One more rule: a choice that all rows share (a schedule that emits on every third step) must not
 decide whether a row's gradient or state is used, because a row without a gradient would miss it.
 """
 
 import dataclasses
-import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import export
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from transformer_embed._src import arguments
@@ -62,6 +60,7 @@ SIZES = _words("shape new_sizes limit_indices sizes")
 KEEP_CONDITIONS = _words(
     "add broadcast_in_dim convert_element_type copy max min mul neg reshape squeeze sub"
 )
+PROGRAMS = ClosedJaxpr | Jaxpr
 DIFFERS = "a program that depends on the number of rows"
 ADVICE = (
     "Train the table densely, or keep that transformation off it with optax.multi_transform. "
@@ -69,71 +68,129 @@ ADVICE = (
 )
 
 Shape = jax.ShapeDtypeStruct
-NUMBERS = np.ndarray | np.generic | jax.Array | int | float | complex
-# An axis of rows, and its sizes in the whole program and in that of a block.
-Rows = tuple[int, tuple[int, int]]
+# An axis of rows, and its size: a symbol.
+Rows = tuple[int, Any]
 
 
 class Fact(NamedTuple):
-    """What is known about a value of both programs.
+    """What is known about a value.
 
     Attributes:
-        table: the table that its rows belong to. None: it has no rows, or they are all equal.
-        uses: the inputs that a row may be computed from.
+        uses: the inputs that a row may be computed from; none if all rows share the value.
         always_uses: those that it is computed from whatever the shared conditions are.
         choice: the error for the first shared condition that left out an input.
         is_condition: whether it is a condition that all rows share.
     """
 
-    table: int | None = None
     uses: frozenset[int] = frozenset()
     always_uses: frozenset[int] = frozenset()
     choice: ValueError | None = None
     is_condition: bool = False
 
 
-def check(
-    step: Callable[[Any], Any],
-    whole: Mapping[int, Shape],
-    block: Mapping[int, Shape],
-    tables: Mapping[int, Sequence[int]],
-    update: Callable,
-) -> None:
+class Tables(NamedTuple):
+    """The tables of a step that is checked; each is named by the place of its gradient.
+
+    Attributes:
+        shapes: those of all leaves of (gradients, parameters, state).
+        places: for each table, where its gradient, its rows and their state are among the leaves.
+        blocks: for each table, the number of rows that are updated at a time.
+    """
+
+    shapes: Sequence[Shape]
+    places: Mapping[int, list[int]]
+    blocks: Mapping[int, int]
+
+    def with_rows(self, rows: Mapping[int, Any]) -> dict[int, Shape]:
+        """The shape at each place of a table, with this number of its rows."""
+        return {
+            place: Shape((rows[table], *self.shapes[place].shape[1:]), self.shapes[place].dtype)
+            for table, places in self.places.items()
+            for place in places
+        }
+
+    def symbols(self) -> dict[int, Any]:
+        """A symbol for each number of rows, of at least a block's and at most the table's."""
+        names, bounds = [f"table{table}_rows" for table in self.blocks], []
+        for name, (table, block) in zip(names, self.blocks.items(), strict=True):
+            least, most = sorted((block, self.shapes[table].shape[0]))
+            bounds += [f"{name} >= {least}", f"{name} <= {most}"]
+        symbols = export.symbolic_shape(",".join(names), constraints=bounds)
+        return dict(zip(self.blocks, symbols, strict=True))
+
+
+def find_tables(
+    init: Callable, treedef: Any, shapes: Sequence[Shape], blocks: Mapping[int, int]
+) -> Tables:
+    """The tables of a step, with the leaves of the state that have their rows.
+
+    Args:
+        init: the optimizer's function.
+        treedef: that of (gradients, parameters, state).
+        shapes: those of its leaves.
+        blocks: see `Tables`.
+    """
+    size = treedef.children()[0].num_leaves
+    tables = Tables(shapes, {table: [table, size + table] for table in blocks}, blocks)
+    symbols, leaves = tables.symbols(), dict(enumerate(shapes))
+    leaves.update(tables.with_rows(symbols))
+    _, params, _ = jax.tree.unflatten(treedef, leaves.values())
+    avals = _traced(init, params, init, DIFFERS).out_avals
+    if len(avals) != len(shapes) - 2 * size:
+        want = f"that of optimizer.init(params), {len(avals)} arrays"
+        raise arguments.value_error("state", want, len(shapes) - 2 * size)
+    owners = {(symbol,): table for table, symbol in symbols.items()}
+    for place, aval in enumerate(avals, 2 * size):
+        table, shape = owners.get(aval.shape[:1]), aval.shape
+        if table is not None:
+            tables.places[table].append(place)
+            shape = (shapes[table].shape[0], *shape[1:])
+        if shape != shapes[place].shape:
+            state = f"a state of shape {list(shapes[place].shape)}"
+            reason = f"{state}, which does not have one row for each row of a table"
+            raise _refusal(_name(init), reason)
+    return tables
+
+
+def check(step: Callable[[Any], Sequence[Any]], tables: Tables, update: Callable) -> None:
     """Raises a ValueError unless a step on a block of rows gives the rows of the whole step.
 
     Args:
-        step: from the gradients, the rows of tables and of their state, by place, to an array for
-            each place, those among them, after the step.
-        whole: the shapes of all rows.
-        block: those of one block, with another number of rows.
-        tables: the places of each table: its gradient, its rows and their state.
+        step: from an array for each place of a table to all leaves after the step.
+        tables: see `Tables`.
         update: the optimizer's function, to name in an error.
     """
-    one = _traced(step, whole, update, "update cannot be traced")
-    other = _traced(step, block, update, "update cannot be traced with fewer rows")
-    reader = _Reader({i: (whole[i].shape[0], block[i].shape[0]) for i in tables}, update)
-    owners = {place: table for table, places in tables.items() for place in places}
-    operands = [Fact(owners[i], frozenset([i]), frozenset([i])) for i in sorted(owners)]
-    facts = reader.follow(one, other, operands)
-    outputs = zip(one.jaxpr.outvars, other.jaxpr.outvars, facts, strict=True)
+    sizes = {table: tables.shapes[table].shape[0] for table in tables.places}
+    whole = _traced(step, tables.with_rows(sizes), update, "update cannot be traced")
+    symbols = tables.symbols()
+    inputs = tables.with_rows(symbols)
+    program = _traced(step, inputs, update, DIFFERS)
+    reader = _Reader(update)
+    facts = reader.follow(program, [Fact(frozenset([i]), frozenset([i])) for i in sorted(inputs)])
     # New rows of the table must use their gradient, and those of a state the old ones.
-    needs = {rows: gradient for gradient, rows, *_ in tables.values()}
-    for i, (variable, twin, fact) in enumerate(outputs):
-        rows, aval, table = reader.rows(variable, twin), twin.aval, owners.get(i)
-        if table is None:
-            if rows:
+    needs = {rows: gradient for gradient, rows, *_ in tables.places.values()}
+    for place, (aval, fact) in enumerate(zip(program.out_avals, facts, strict=True)):
+        old = inputs.get(place)
+        if old is None:
+            if any(map(export.is_symbolic_dim, aval.shape)):
                 what = "parameters or state outside the table"
                 raise reader.refusal(f"{what} become one row for each of its rows")
             continue
-        if rows != (0, reader.sizes[table]) or fact.table not in (None, table):
-            raise reader.refusal("a new row is not made from the same row of the table")
-        if aval.shape != block[i].shape:
-            raise reader.refusal("the new state does not have the shape of the state")
-        if aval.dtype != block[i].dtype:
-            how = f"a state of dtype {block[i].dtype} becomes {aval.dtype}"
+        if aval.shape != old.shape:
+            raise reader.refusal("the new state does not have the rows and the shape of the state")
+        if aval.dtype != old.dtype:
+            how = f"a state of dtype {old.dtype} becomes {aval.dtype}"
             raise reader.refusal(f"{how}, but a step must keep the dtype")
-        if fact.choice and needs.get(i, i) in fact.uses - fact.always_uses:
+        if fact.choice and needs.get(place, place) in fact.uses - fact.always_uses:
             raise fact.choice
+    # A symbol is not equal to any number, but the number of rows may be.
+    block = _traced(step, tables.with_rows(tables.blocks), update, DIFFERS)
+    for other, rows in ((whole, sizes), (block, tables.blocks)):
+        outline = _outline(program)
+        for table, symbol in symbols.items():
+            outline = outline.replace(str(symbol), str(rows[table]))
+        if outline != _outline(other):
+            raise reader.refusal(DIFFERS)
 
 
 def _traced(function: Callable, shapes: Any, blamed: Callable, problem: str) -> ClosedJaxpr:
@@ -153,15 +210,13 @@ def _refusal(function: str, reason: str) -> ValueError:
 
 @dataclasses.dataclass
 class _Reader:
-    """Reads two programs of one function side by side.
+    """Reads a program.
 
     Attributes:
-        sizes: for each table, its number of rows in the whole program and in that of a block.
         update: the optimizer's function, to name in an error.
         sources: where the equation that is read, and the calls around it, were written.
     """
 
-    sizes: Mapping[Any, tuple[int, int]]
     update: Callable
     sources: list[Any] = dataclasses.field(default_factory=list)
 
@@ -170,114 +225,55 @@ class _Reader:
         name, line = _transformation_and_line(self.sources)
         return _refusal(name or _name(self.update), reason + line)
 
-    def follow(self, whole: Any, block: Any, operands: Sequence[Fact] = ()) -> Sequence[Fact]:
+    def follow(self, program: Any, operands: Sequence[Fact] | None = None) -> Sequence[Fact]:
         """What is known about the results; without operands, of values that all rows share.
 
-        Raises if the programs differ in more than the number of rows, or mix rows.
+        Raises if the program mixes rows.
         """
         # Called programs may be without constants.
-        one, other = (getattr(program, "jaxpr", program) for program in (whole, block))
-        consts, block_consts = (getattr(program, "consts", ()) for program in (whole, block))
-        if len(one.eqns) != len(other.eqns) or not _same(consts, block_consts):
-            raise self.refusal(DIFFERS)
-        # For each variable of the whole program, that of the block's and what is known about it.
-        facts: dict[Any, tuple[Any, Fact]] = {}
+        program = getattr(program, "jaxpr", program)
+        facts = dict.fromkeys((*program.constvars, *program.invars), Fact())
+        facts.update(zip(program.invars, operands or (), strict=operands is not None))
 
-        def define(variables: Sequence[Any], twins: Sequence[Any], new: Sequence[Fact]) -> None:
-            facts.update(zip(variables, zip(twins, new, strict=True), strict=True))
+        def read(variable: Any) -> Fact:
+            return Fact() if isinstance(variable, Literal) else facts[variable]
 
-        def read(variable: Any, twin: Any) -> Fact:
-            expected, fact = variable, Fact()
-            if not isinstance(variable, Literal):
-                expected, fact = facts[variable]
-            if not _same(expected, twin):
-                raise self.refusal(DIFFERS)
-            return fact
-
-        define(one.constvars, other.constvars, [Fact()] * len(consts))
-        define(one.invars, other.invars, operands or [Fact()] * len(one.invars))
-        for equation, twin in zip(one.eqns, other.eqns, strict=True):
-            self.sources.append(twin.source_info)
-            if equation.primitive is not twin.primitive:
-                raise self.refusal(DIFFERS)
-            inputs = list(map(read, equation.invars, twin.invars))
-            define(equation.outvars, twin.outvars, self.results(equation, twin, inputs))
+        for equation in program.eqns:
+            self.sources.append(equation.source_info)
+            results = self.results(equation, list(map(read, equation.invars)))
+            facts.update(zip(equation.outvars, results, strict=True))
             self.sources.pop()
-        return list(map(read, one.outvars, other.outvars))
+        return list(map(read, program.outvars))
 
-    def results(self, one: Any, other: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
-        """What is known about the results of an equation, from both programs."""
-        name = other.primitive.name
-        called = list(zip(_called_programs(one), _called_programs(other), strict=False))
-        if name in CALLS and called:
-            return self.follow(*called[0], operands)
+    def results(self, equation: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
+        """What is known about the results of an equation."""
+        name, programs = equation.primitive.name, _called_programs(equation)
+        if name in CALLS and programs:
+            return self.follow(programs[0], operands)
         if name == "optimization_barrier":
             return operands
-        before = list(filter(None, map(self.rows, one.invars, other.invars)))
-        after = list(map(self.rows, one.outvars, other.outvars))
-        tables = {fact.table for fact in operands} - {None}
-        if before:
-            self.check_rows_stay_apart(one, other, tables, before, after)
-        else:
-            self.check_shared(one, other, after)
-            for whole, block in called:
-                self.follow(whole, block)
-        fact = self.uses(name, operands)._replace(table=next(iter(tables), None))
-        is_condition = not tables and _stays_condition(other, operands)
+        before = list(filter(None, map(self.rows, equation.invars)))
+        problem = _problem(equation, before, list(map(self.rows, equation.outvars)))
+        if problem:
+            raise self.refusal(problem)
+        for program in programs:
+            self.follow(program)
+        fact = self.uses(name, operands)
+        stays_condition = _stays_condition(equation, operands)
         return [
-            fact._replace(is_condition=is_condition or (not tables and out.aval.dtype == jnp.bool_))
-            for out in other.outvars
+            fact._replace(
+                is_condition=not fact.uses and (stays_condition or out.aval.dtype == jnp.bool_)
+            )
+            for out in equation.outvars
         ]
 
-    def rows(self, one: Any, other: Any) -> Rows | None:
-        """The axis of rows of a variable: the one whose size differs between the programs."""
-        sizes = enumerate(zip(one.aval.shape, other.aval.shape, strict=False))
-        rows = [(axis, pair) for axis, pair in sizes if pair[0] != pair[1]]
+    def rows(self, variable: Any) -> Rows | None:
+        """The axis of rows of a variable."""
+        sizes = enumerate(variable.aval.shape)
+        rows = [(axis, size) for axis, size in sizes if export.is_symbolic_dim(size)]
         if len(rows) > 1:
             raise self.refusal("pairs of rows")
         return next(iter(rows), None)
-
-    def check_shared(self, one: Any, other: Any, after: Sequence[Rows | None]) -> None:
-        """Raises unless an equation of shared values gives shared values, or equal rows."""
-        name, axes = other.primitive.name, [rows[0] for rows in after if rows]
-        is_iota_along_others = name == "iota" and other.params["dimension"] not in axes
-        if axes and name != "broadcast_in_dim" and not is_iota_along_others:
-            raise self.refusal(f"{name} tells rows apart by their place in the table")
-        if not self.has_same_params(one, other, bool(axes)):
-            raise self.refusal(f"{name} depends on the number of rows")
-
-    def check_rows_stay_apart(
-        self,
-        one: Any,
-        other: Any,
-        tables: set[Any],
-        before: Sequence[Rows],
-        after: Sequence[Rows | None],
-    ) -> None:
-        """Raises unless each row of the results is computed from the same row of the operands."""
-        name = other.primitive.name
-        if name in CONTROL_FLOW:
-            how = "on a value outside of the row decides how the row is updated"
-            raise self.refusal(f"{name} {how}")
-        if name not in KEEP_ROWS_APART:
-            raise self.refusal(f"{name} is not known to keep rows apart")
-        if len(tables) > 1:
-            raise self.refusal(f"{name} mixes the rows of two tables")
-        sizes = [self.sizes[table] for table in tables or self.sizes]
-        stay = self.has_same_params(one, other, True)
-        for rows in after:
-            stay &= rows is not None and rows[1] in sizes
-            stay &= rows is not None and not any(_moves_rows(other, i, rows[0]) for i, _ in before)
-        if not stay:
-            raise self.refusal(f"{name} over the rows")
-
-    def has_same_params(self, one: Any, other: Any, has_rows: bool) -> bool:
-        """Whether the params are the same in both programs, but for the rows in sizes of arrays."""
-        for name, param in other.params.items():
-            sizes = self.sizes.values() if has_rows and name in SIZES else ()
-            if not _same(one.params[name], param, sizes):
-                return False
-        return True
 
     def uses(self, name: str, operands: Sequence[Fact]) -> Fact:
         """What a result is computed from, whatever the shared conditions are."""
@@ -286,13 +282,43 @@ class _Reader:
         # select_n(condition, a, b) uses what both branches use; a product with 0 uses nothing.
         if name == "select_n" and operands[0].is_condition:
             always_uses = frozenset.intersection(*(fact.always_uses for fact in operands[1:]))
-        elif name in ("and", "div", "mul") and any(fact.is_condition for fact in operands):
+        elif name in ("and", "mul") and any(fact.is_condition for fact in operands):
             always_uses = frozenset()
         choice = next((fact.choice for fact in operands if fact.choice), None)
         if choice is None and uses != always_uses:
             how = "by a condition outside of the row decides whether its gradient is used"
             choice = self.refusal(f"{name} {how}")
-        return Fact(None, uses, always_uses, choice)
+        return Fact(uses, always_uses, choice)
+
+
+def _problem(equation: Any, before: Sequence[Rows], after: Sequence[Rows | None]) -> str:
+    """Why the results may not have the rows that the operands have; empty if they do.
+
+    Args:
+        equation: whose results and operands they are.
+        before: the axes of rows of those operands that have one.
+        after: those of all results.
+    """
+    name, params = equation.primitive.name, equation.params
+    if before and name in CONTROL_FLOW:
+        return f"{name} on a value outside of the row decides how the row is updated"
+    if before and name not in KEEP_ROWS_APART:
+        return f"{name} is not known to keep rows apart"
+    others = [param for key, param in params.items() if key not in SIZES]
+    if any(map(export.is_symbolic_dim, jax.tree.leaves(others))):
+        return DIFFERS
+    axes = [rows[0] for rows in after if rows]
+    if (
+        not before
+        and name != "broadcast_in_dim"
+        and (name != "iota" or params["dimension"] in axes)
+    ):
+        return f"{name} tells rows apart by their place in the table" if axes else ""
+    for axis, size in before:
+        for rows in after:
+            if not rows or rows[1] != size or _moves_rows(equation, axis, rows[0]):
+                return f"{name} over the rows"
+    return ""
 
 
 def _moves_rows(equation: Any, axis: int, new_axis: int) -> bool:
@@ -327,29 +353,30 @@ def _stays_condition(equation: Any, operands: Sequence[Fact]) -> bool:
 
 def _called_programs(equation: Any) -> list[Any]:
     """The programs among the params of an equation."""
-    params = jax.tree.leaves(equation.params)
-    return [param for param in params if isinstance(param, ClosedJaxpr | Jaxpr)]
+    return [param for param in jax.tree.leaves(equation.params) if isinstance(param, PROGRAMS)]
 
 
-def _same(one: Any, other: Any, sizes: Collection[tuple[int, int]] = ()) -> bool:
-    """Whether literals, constants or params are the same in two traces, but for these sizes."""
-    pairs = itertools.zip_longest(*map(jax.tree.leaves, (one, other)))
-    return all(a is b or (a, b) in sizes or _key(a) == _key(b) for a, b in pairs)
+def _outline(program: Any) -> str:
+    """A program and those that it calls, as text.
 
+    `str` would write a program that is called twice only once, if the sizes are the same.
+    """
+    program = getattr(program, "jaxpr", program)
+    numbers = {variable: i for i, variable in enumerate((*program.constvars, *program.invars))}
 
-def _key(value: Any) -> Any:
-    """What is equal if the values are the same."""
-    if isinstance(value, ClosedJaxpr | Jaxpr):
-        # `follow` compares programs.
-        return ClosedJaxpr
-    if isinstance(value, Literal):
-        return str(value.aval), _key(value.val)
-    if isinstance(value, NUMBERS) and not arguments.is_traced(value):
-        with jax.transfer_guard("allow"):
-            array = np.asarray(value)
-        return array.shape, array.dtype, array.tobytes()
-    # Each trace makes new functions, but with the same code.
-    return getattr(value, "__code__", value)
+    def name(variable: Any) -> str:
+        if isinstance(variable, Literal):
+            return str(variable)
+        return f"{numbers.setdefault(variable, len(numbers))}:{variable.aval}"
+
+    words = []
+    for equation in program.eqns:
+        words += [equation.primitive.name, *map(name, (*equation.invars, *equation.outvars))]
+        for param in jax.tree.leaves(equation.params):
+            words.append(_outline(param) if isinstance(param, PROGRAMS) else str(param))
+    words += map(name, program.outvars)
+    # Functions have addresses.
+    return re.sub("at 0x[0-9a-f]+", "", " ".join(words))
 
 
 # Names.
@@ -383,35 +410,3 @@ def _frames(source: Any) -> Iterator[tuple[str, str]]:
             return
         if not INSIDE_JAX.search(frame.file_name):
             yield code.co_qualname, f"{'/'.join(path.parts[-2:])}:{frame.line_num}"
-
-
-# The rows of an optimizer's state.
-
-
-def tables_of_state(
-    init: Callable, params: Any, state: Sequence[Shape], tables: Sequence[int]
-) -> dict[int, int]:
-    """The table, by its index among the parameters, of each leaf of the state that has its rows.
-
-    Such a leaf, given by its index, gains as many rows as the table does.
-    """
-    leaves, treedef = jax.tree.flatten(params)
-    sizes = {}
-    for more, table in enumerate(tables, 1):
-        size, *rest = leaves[table].shape
-        leaves[table] = Shape((size + more, *rest), leaves[table].dtype)
-        sizes[(size,), (size + more,)] = table
-    longer_params = jax.tree.unflatten(treedef, leaves)
-    longer = _traced(init, longer_params, init, "init cannot be traced").out_avals
-    if len(longer) != len(state):
-        want = f"that of optimizer.init(params), {len(longer)} arrays"
-        raise arguments.value_error("state", want, len(state))
-    owners = {}
-    for i, (before, after) in enumerate(zip(state, longer, strict=True)):
-        if before.shape == after.shape:
-            continue
-        owners[i] = sizes.get((before.shape[:1], after.shape[:1]))
-        if owners[i] is None or before.shape[1:] != after.shape[1:]:
-            reason = "which does not have one row for each row of a table"
-            raise _refusal(_name(init), f"a state of shape {list(before.shape)}, {reason}")
-    return owners

@@ -98,35 +98,37 @@ def update(
         raise arguments.type_error("optimizer", "an optax.GradientTransformation", got)
     _check_gradients(grads, params)
     leaves, treedef = jax.tree.flatten((grads, params, state), is_leaf=is_leaf)
-    tables = _tables(optimizer.init, params, leaves)
-    whole, block = {}, {}
-    for table, places in tables.items():
-        for place in places:
-            whole[place] = _shape_and_dtype(leaves[place])
-            size, *rest = whole[place].shape
-            rows = min(len(leaves[table].ids), BLOCK)
-            # Never all rows, so that the check can tell the two apart.
-            shape = (rows + (rows == size), *rest)
-            block[place] = jax.ShapeDtypeStruct(shape, whole[place].dtype)
+    shapes = list(map(_shape_and_dtype, leaves))
+    blocks = {
+        i: _block_size(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, RowGradient)
+    }
+    tables = row_check.find_tables(optimizer.init, treedef, shapes, blocks)
     arrays = {key: value for key, value in extra_args.items() if _has_only_arrays(value)}
     step = functools.partial(_step, optimizer, extra_args, treedef)
+    block_shapes = tables.with_rows(blocks).items()
+    zeros = {place: jnp.zeros(shape.shape, shape.dtype) for place, shape in block_shapes}
+    traced_step = jax.jit(step)
 
     def step_of_rows(rows: Mapping[int, Any]) -> list[Any]:
-        return step(_replaced(leaves, rows), arrays)
+        return traced_step(_replaced(leaves, rows), arrays)
 
-    row_check.check(step_of_rows, whole, block, tables, optimizer.update)
-    zeros = {place: jnp.zeros(shape.shape, shape.dtype) for place, shape in block.items()}
+    row_check.check(step_of_rows, tables, optimizer.update)
     if any(map(arguments.is_traced, zeros.values())):
-        # The calls below have the same shapes: they share a trace.
+        # The calls below have the shapes of a block: they share its trace.
         step = jax.jit(step, inline=True)
     # All that is not a table is updated once; a table's rows do not count here.
     shared = _replaced(leaves, zeros), arrays
     new_leaves = step(*shared)
-    for places in tables.values():
+    for places in tables.places.values():
         new = _update_table(step, shared, places, [leaves[place] for place in places])
         new_leaves = _replaced(new_leaves, dict(zip(places[1:], new, strict=True)))
     _, params, state = jax.tree.unflatten(treedef, new_leaves)
     return params, state
+
+
+def _block_size(gradient: RowGradient) -> int:
+    """The number of rows to update at a time."""
+    return max(1, min(len(gradient.ids), BLOCK))
 
 
 def _step(
@@ -147,22 +149,6 @@ def _step(
     if new_treedef != treedef:
         raise TypeError("updates and state do not have the structure of parameters and state")
     return new_leaves
-
-
-def _tables(init: Callable, params: Tree, leaves: Sequence[Any]) -> dict[int, list[int]]:
-    """The places of each table in (grads, params, state): its gradient, its rows, their state.
-
-    A table is named by the place of its gradient.
-    """
-    shapes = jax.tree.map(_shape_and_dtype, params, is_leaf=is_leaf)
-    size, tables = len(jax.tree.leaves(shapes)), {}
-    for place, leaf in enumerate(leaves[:size]):
-        if isinstance(leaf, RowGradient):
-            tables[place] = [place, size + place]
-    state = list(map(_shape_and_dtype, leaves[2 * size :]))
-    for i, table in row_check.tables_of_state(init, shapes, state, list(tables)).items():
-        tables[table].append(2 * size + i)
-    return tables
 
 
 def _has_only_arrays(tree: Tree) -> bool:
