@@ -100,7 +100,9 @@ def update(
     leaves, treedef = jax.tree.flatten((grads, params, state), is_leaf=is_leaf)
     shapes = list(map(_shape_and_dtype, leaves))
     blocks = {
-        i: _block_size(leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, RowGradient)
+        place: min(len(leaf.ids), BLOCK)
+        for place, leaf in enumerate(leaves)
+        if isinstance(leaf, RowGradient)
     }
     tables = row_check.find_tables(optimizer.init, treedef, shapes, blocks)
     arrays = {key: value for key, value in extra_args.items() if _has_only_arrays(value)}
@@ -108,11 +110,9 @@ def update(
     block_shapes = tables.with_rows(blocks).items()
     zeros = {place: jnp.zeros(shape.shape, shape.dtype) for place, shape in block_shapes}
     traced_step = jax.jit(step)
-
-    def step_of_rows(rows: Mapping[int, Any]) -> list[Any]:
-        return traced_step(_replaced(leaves, rows), arrays)
-
-    row_check.check(step_of_rows, tables, optimizer.update)
+    row_check.check(
+        lambda rows: traced_step(_replaced(leaves, rows), arrays), tables, optimizer.update
+    )
     if any(map(arguments.is_traced, zeros.values())):
         # The calls below have the shapes of a block: they share its trace.
         step = jax.jit(step, inline=True)
@@ -124,11 +124,6 @@ def update(
         new_leaves = _replaced(new_leaves, dict(zip(places[1:], new, strict=True)))
     _, params, state = jax.tree.unflatten(treedef, new_leaves)
     return params, state
-
-
-def _block_size(gradient: RowGradient) -> int:
-    """The number of rows to update at a time."""
-    return max(1, min(len(gradient.ids), BLOCK))
 
 
 def _step(
