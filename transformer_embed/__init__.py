@@ -1,7 +1,7 @@
 """The input layer of a Transformer for JAX and Haiku: tokens, positions and attention masks."""
 
 # isort: off
-from transformer_embed.cli import while_loading as _while_loading  # noqa: F401 (before jax)
+from transformer_embed.cli import ctrl_c as _ctrl_c  # noqa: F401 (before jax)
 
 # isort: on
 from transformer_embed import plots, pretrained, rows, sharding

@@ -343,7 +343,6 @@ def test_a_file_to_write_is_named_by_what_it_will_hold(
             2,
             "No space left on device; free some space, or name a file elsewhere",
         ),
-        (KeyboardInterrupt(), 130, "interrupted"),
         (MemoryError(), 2, "out of memory; give a smaller FILE, or split it and its longest lines"),
     ],
 )

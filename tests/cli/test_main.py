@@ -1,6 +1,5 @@
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import tempfile
@@ -11,7 +10,6 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from transformer_embed.cli.main import main
-from transformer_embed.cli.progress import progress
 
 
 @pytest.mark.parametrize(
@@ -111,39 +109,6 @@ def test_a_closed_pipe_ends_the_command_without_a_message(model_file):
         ["bash", "-c", f"({command}) | true"], capture_output=True, text=True, check=False
     )
     assert done.stderr == "1\n"
-
-
-@pytest.fixture
-def ctrl_c():
-    """Ctrl-C as a program in the foreground hears it, whoever runs the tests."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_waits_until_an_item_is_done():
-    done = []
-
-    def work():
-        for item in progress(range(3), "", quiet=True):
-            if item == 1:
-                signal.raise_signal(signal.SIGINT)
-            done.append(item)
-
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    assert done == [0, 1]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
-
-
-def test_ctrl_c_stays_ignored_where_it_is(ctrl_c):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for _ in progress(range(2), "", quiet=True):
-        signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 # --- Standard streams.

@@ -196,24 +196,18 @@ def test_show_errors_are_one_line(monkeypatch, capsys, tmp_path, arguments, mess
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "message"),
-    [(OSError(28, "No space left on device"), 2, "No space"), (KeyboardInterrupt(), 130, "")],
-)
-def test_a_picture_is_written_whole_or_not_at_all(
-    monkeypatch, capsys, tmp_path, error, status, message
-):
+def test_a_picture_is_written_whole_or_not_at_all(monkeypatch, capsys, tmp_path):
     def half(figure, file, **options):
         file.write(b"half")
-        raise error
+        raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Figure, "savefig", half)
     out = tmp_path / "x.png"
     out.write_bytes(b"old")
-    assert main(["show", "mask", "--out", str(out)]) == status
+    assert main(["show", "mask", "--out", str(out)]) == 2
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
-    assert message in captured.err
+    assert "No space" in captured.err
     assert out.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [out]
 

@@ -84,14 +84,12 @@ def train(
         jax.random.key(seed), jnp.zeros([1, CONTEXT], jnp.uint8), is_training=False
     )
     state, rng = _optimizer(steps).init(params), np.random.default_rng(seed)
-    losses = []
-    for done in progress(
-        range(steps), f"{name}, training", quiet=quiet, status=lambda: f"loss={losses[-1]:.2f}"
-    ):
+    bar = progress(range(steps), f"{name}, training", quiet=quiet)
+    for done in bar:
         batch = training[rng.integers(0, len(training), BATCH_SIZE)]
         params, state, loss = _step(config, steps, params, state, batch)
         if done % STEPS_A_LOSS == 0:
-            losses.append(float(loss))
+            bar.set_postfix_str(f"loss={float(loss):.2f}", refresh=False)
     # Each byte is scored once, except the first one and a remainder shorter than a window.
     held_out = held_out[::CONTEXT]
     count = math.ceil(len(held_out) / EVALUATION_BATCH_SIZE)

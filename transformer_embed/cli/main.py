@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from typing import IO, NoReturn
@@ -17,21 +16,11 @@ DESCRIPTION = (
     "checkpoint, and draw pictures of encodings and masks."
 )
 
-INTERRUPTED = 130
-
 
 def run() -> NoReturn:
     """Runs the command that the user typed, then exits."""
     _prepare_streams()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # `nohup` and `&` make a process ignore a signal; it stays ignored.
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler)
-    status = main()
-    if status == INTERRUPTED:
-        # Python may crash at exit if it was interrupted while jax compiled.
-        os._exit(status)
-    sys.exit(status)
+    sys.exit(main())
 
 
 def _prepare_streams() -> None:
@@ -49,7 +38,7 @@ def _prepare_streams() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status.
 
-    That is 0, 1 if its output cannot be printed, 2 after bad input, 130 after Ctrl-C or SIGTERM.
+    That is 0, 1 if its output cannot be printed, 2 after bad input.
     """
     try:
         try:
@@ -68,8 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(
             "error: out of memory; give a smaller FILE, or split it and its longest lines", 2
         )
-    except KeyboardInterrupt as error:
-        return _failed("; ".join(["interrupted", *error.args]), INTERRUPTED)
     except OSError as error:
         if error.filename is not None:
             raise

@@ -80,13 +80,8 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(
             f"the text has {len(text)} bytes; give FILEs of {shortest} bytes or more in all"
         )
-    heading = f"text: {source}, {len(text):,} bytes\nsha256: {hashlib.sha256(text).hexdigest()}"
-    try:
-        print(heading, flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError:
-        pass  # A full disk does not end the training; the command fails when it prints the rest.
+    digest = hashlib.sha256(text).hexdigest()
+    print(f"text: {source}, {len(text):,} bytes\nsha256: {digest}", flush=True)
     options = {"steps": args.steps, "seed": args.seed, "quiet": args.quiet}
     sinusoidal = language_model.train(text, te.Sinusoidal(), "sinusoidal", **options)
     kept = "The model is not kept; `--out PARAMS.safetensors` writes it to a file."
@@ -94,10 +89,8 @@ def run(args: argparse.Namespace) -> None:
         with writing(out):
             pretrained.save_embedder(out, sinusoidal.config, sinusoidal.params)
         kept = f"The model with sinusoidal positions is in {args.out}."
-    try:
-        none = language_model.train(text, None, "none", **options)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(kept) from None
+    print(kept, flush=True)
+    none = language_model.train(text, None, "none", **options)
     unigram = language_model.unigram_bits(text)
     size = sum(leaf.size for leaf in jax.tree.leaves(none.params))
     print(f"\n{'model':<30}{'parameters':>12}{'bits per byte':>16}")
@@ -108,7 +101,7 @@ def run(args: argparse.Namespace) -> None:
     )
     for name, parameters, bits in rows:
         print(f"{name:<30}{parameters:>12,}{bits:>16.2f}")
-    print(f"\n{kept}\n{verdict(sinusoidal.bits, none.bits, args.steps)}")
+    print(f"\n{verdict(sinusoidal.bits, none.bits, args.steps)}")
 
 
 def verdict(with_positions: float, without: float, steps: int) -> str:

@@ -1,7 +1,7 @@
-"""Imported first by `transformer_embed`: Ctrl-C ends the command at once while jax is loading.
+"""Imported first by `transformer_embed`: Ctrl-C ends the command at once, even while jax compiles.
 
-Python would print a long traceback, or lose the interrupt in the initialization of an extension.
-`run` of main.py sets the handler again. In any other program, nothing changes.
+Python would print a long traceback, or lose the interrupt in compiled code. In any other program,
+and where Ctrl-C is ignored (under `nohup`), nothing changes.
 """
 
 import os
