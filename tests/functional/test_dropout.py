@@ -1,3 +1,4 @@
+import functools
 import importlib
 import math
 
@@ -97,28 +98,22 @@ def test_the_fast_path_is_taken_where_it_holds():
 
 
 def test_counters_are_places_in_the_flattened_array():
-    _, low = module._counters((3, 4, 5))
-    np.testing.assert_array_equal(low, np.arange(60).reshape(3, 4, 5))
+    counters = module._counters((3, 1, 4, 5))
+    np.testing.assert_array_equal(counters, np.arange(60).reshape(3, 1, 4, 5))
 
 
-def test_counters_of_large_arrays_carry_into_the_high_word():
-    shape = (3, 5, 2**31 - 1)
-    for index in [(0, 0, 0), (0, 2, 1), (1, 0, 77), (2, 4, 2**31 - 2), (2, 3, 5)]:
-        with_strides = sum(i * math.prod(shape[axis + 1 :]) for axis, i in enumerate(index))
-        got = counter_of_one_element(shape, index)
-        assert got == divmod(with_strides, 2**32)
+@pytest.mark.parametrize(("rows", "fits"), [(2, True), (3, False), (4, False)])
+def test_arrays_with_more_elements_than_a_word_counts_use_jaxs_generator(monkeypatch, rows, fits):
+    shapes = []
 
+    def keep_all(key, *, keep_rate, shape):
+        shapes.append(shape)
+        return jnp.ones(shape, bool)
 
-def counter_of_one_element(shape, index):
-    """The package's arithmetic where the array is too big to store: the index stands in for the
-    iota along each axis."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            jax.lax, "broadcasted_iota", lambda dtype, shape, axis: jnp.uint32(index[axis])
-        )
-        patch.setattr(jnp, "zeros", lambda shape, dtype: jnp.asarray(0, dtype))
-        high, low = module._counters(shape)
-    return int(high), int(low)
+    monkeypatch.setattr(module, "_keep_mask_in_registers", keep_all)
+    mask = functools.partial(module._keep_mask, keep_rate=0.9, shape=(rows, 2**30 + 2**29))
+    jax.eval_shape(mask, jax.random.key(0))
+    assert bool(shapes) == fits
 
 
 def test_rate_zero_returns_x():

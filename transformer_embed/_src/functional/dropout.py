@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.functional.compiled import compiled
-from transformer_embed._src.functional.phase import Word, multiply_high
+from transformer_embed._src.functional.phase import Word
 
 _THREEFRY = "threefry2x32"
 
@@ -83,7 +83,8 @@ def _keep_mask(
     partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
     counts_elements = partitionable and str(jax.random.key_impl(key)) == _THREEFRY
     is_symbolic = any(export.is_symbolic_dim(size) for size in shape)
-    if is_symbolic or not (draws_32_bits and counts_elements):
+    # Elements are counted in 64 bits; ours are the lower ones.
+    if is_symbolic or math.prod(shape) >= 2**32 or not (draws_32_bits and counts_elements):
         return from_jax(key)
     unrolled = functools.partial(_keep_mask_in_registers, keep_rate=keep_rate, shape=shape)
     return jax.lax.platform_dependent(key, cpu=unrolled, default=from_jax)
@@ -97,39 +98,29 @@ def _keep_mask_in_registers(
     It has 23 random bits, n / 2**23, so that the integer n is compared with keep_rate * 2**23.
     """
     words = jax.random.key_data(key)
-    first, second = _threefry(words[0], words[1], *_counters(shape))
+    first, second = _threefry(words[0], words[1], _counters(shape))
     threshold = math.ceil(float(np.float32(keep_rate)) * 2**23)
     return (first ^ second) >> 9 < np.uint32(threshold)
 
 
-def _counters(shape: tuple[int, ...]) -> tuple[Word, Word]:
-    """The index of each element in the flattened array, as the two words of a 64-bit integer."""
-    high = low = jnp.zeros(shape, jnp.uint32)
+def _counters(shape: tuple[int, ...]) -> Word:
+    """The index of each element in the flattened array."""
+    counters = jnp.zeros(shape, jnp.uint32)
     stride = math.prod(shape)
-    more_than_a_word = stride > 2**32
     for axis, length in enumerate(shape):
         stride //= max(length, 1)
         index = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-        part = index * np.uint32(stride % 2**32)
-        low = low + part
-        if more_than_a_word:
-            # A sum that wrapped is below what was added to it.
-            carry = (low < part).astype(jnp.uint32)
-            high = (
-                high
-                + index * np.uint32(stride >> 32)
-                + multiply_high(index, np.uint32(stride % 2**32))
-                + carry
-            )
-    return high, low
+        counters += index * np.uint32(stride)
+    return counters
 
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
-def _threefry(key_0: Array, key_1: Array, x_0: Array, x_1: Array) -> tuple[Word, Word]:
+def _threefry(key_0: Array, key_1: Array, counters: Word) -> tuple[Word, Word]:
+    """The random words of counters with an upper word of 0."""
     keys = (key_0, key_1, key_0 ^ key_1 ^ np.uint32(0x1BD11BDA))
-    x_0, x_1 = x_0 + keys[0], x_1 + keys[1]
+    x_0, x_1 = key_0, counters + key_1
     # Five groups of four rounds; each group ends with the next two of the three words of the key.
     for group in range(5):
         for rotation in _ROTATIONS[group % 2]:

@@ -45,8 +45,7 @@ def alibi_slopes(num_heads: int, *, max_bias: float = 8.0) -> Float32[Array, "h"
         head counts that are not a power of two as in the authors' code. MPT's rule looks different
         and gives the same slopes in the same order.
     """
-    slopes = _slopes(*_checked_alibi_options(num_heads, max_bias))
-    return jax.device_put(slopes.astype(np.float32))
+    return jax.device_put(_slopes(num_heads, max_bias).astype(np.float32))
 
 
 def alibi_bias(
@@ -100,13 +99,11 @@ def alibi_bias(
     Source:
         Press et al., "Train Short, Test Long" (2022), section 3, https://arxiv.org/abs/2108.12409
     """
-    dtype = arguments.result_dtype("dtype", dtype)
-    heads = _checked_alibi_options(num_heads, max_bias)
     return _alibi(
         *arguments.comparable_rows(query_positions=query_positions, key_positions=key_positions),
-        *heads,
+        _slopes(num_heads, max_bias),
         arguments.flag("symmetric", symmetric),
-        dtype,
+        arguments.result_dtype("dtype", dtype),
     )
 
 
@@ -170,13 +167,6 @@ def relative_position_buckets(
     )
 
 
-def _checked_alibi_options(num_heads: int, max_bias: float) -> tuple[int, float]:
-    max_bias = arguments.real("max_bias", max_bias, above=0)
-    if max_bias > 126:
-        raise arguments.value_error("max_bias", "a number above 0, at most 126", max_bias)
-    return arguments.integer("num_heads", num_heads, at_least=1), max_bias
-
-
 @functools.lru_cache(maxsize=64)
 def _bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
     """The first distance of each bucket past e = buckets // 2."""
@@ -190,6 +180,10 @@ def _bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
 
 
 def _slopes(num_heads: int, max_bias: float) -> np.ndarray:
+    max_bias = arguments.real("max_bias", max_bias, above=0)
+    if max_bias > 126:
+        raise arguments.value_error("max_bias", "a number above 0, at most 126", max_bias)
+    num_heads = arguments.integer("num_heads", num_heads, at_least=1)
     power = 2 ** (num_heads.bit_length() - 1)
     heads = [*range(1, power + 1), *(i + 0.5 for i in range(num_heads - power))]
     return np.array([2.0 ** (-max_bias * head / power) for head in heads])
@@ -198,17 +192,16 @@ def _slopes(num_heads: int, max_bias: float) -> np.ndarray:
 # The functions below are compiled even if the caller is not.
 
 
-@compiled(2, 3, 4, 5)
+@compiled(3, 4)
 def _alibi(
     queries: Integer[Array, "q t"],
     keys: Integer[Array, "k s"],
-    num_heads: int,
-    max_bias: float,
+    slopes: Float[Array, "h"],
     symmetric: bool,
     dtype: jnp.dtype,
 ) -> Float[Array, "b h t s"]:
     wide = arguments.compute_dtype(dtype)
-    slopes = _slopes(num_heads, max_bias).astype(wide)[None, :, None, None]
+    slopes = slopes.astype(wide)[None, :, None, None]
     after, distance = _after_and_distance(queries, keys)
     far = distance.astype(wide)
     # 0 - 0 is 0, where -(0) would be -0.
@@ -240,9 +233,8 @@ def _after_and_distance(
 ) -> tuple[Bool[Array, "b t s"], UInt[Array, "b t s"]]:
     """Whether each key is after the query, and their distance."""
     # The distance of two signed integers fits the unsigned dtype of their width.
-    dtype = max(queries.dtype, keys.dtype, key=lambda dtype: dtype.itemsize)
+    dtype = np.promote_types(queries.dtype, keys.dtype)
     queries, keys = queries.astype(dtype)[:, :, None], keys.astype(dtype)[:, None, :]
-    unsigned = jnp.uint64 if dtype == jnp.int64 else jnp.uint32
-    after = keys > queries
-    query_words, key_words = queries.astype(unsigned), keys.astype(unsigned)
-    return after, jnp.where(after, key_words - query_words, query_words - key_words)
+    unsigned = np.dtype(f"u{dtype}")
+    after, difference = keys > queries, keys.astype(unsigned) - queries.astype(unsigned)
+    return after, jnp.where(after, difference, -difference)

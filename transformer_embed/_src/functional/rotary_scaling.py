@@ -32,7 +32,8 @@ _CONVERTERS = {
     "attention_factor": _above_0,
     "short_factor": _factors,
     "long_factor": _factors,
-    "original_length": functools.partial(arguments.integer, at_least=1),
+    # A length of 1 has no logarithm to divide by.
+    "original_length": functools.partial(arguments.integer, at_least=2),
     "length": functools.partial(arguments.integer, at_least=0),
     "truncate": arguments.flag,
     "mscale": arguments.not_negative,
@@ -125,7 +126,7 @@ class DynamicNTKScaling(_Scaling):
 
     Args:
         factor: above 0.
-        original_length: the trained length, at least 1.
+        original_length: the trained length, at least 2.
         length: the current length, at least 0.
 
     Raises:
@@ -171,7 +172,7 @@ class YarnScaling(_Scaling):
 
     Args:
         factor: how many times longer the context is than in training; above 0.
-        original_length: the trained length, at least 1.
+        original_length: the trained length, at least 2.
         beta_fast: frequencies that make at least this many turns over the trained length are kept;
             above beta_slow.
         beta_slow: frequencies that make at most this many turns are divided by factor; above 0.
@@ -230,7 +231,7 @@ class YarnScaling(_Scaling):
         low, high = max(low, Decimal(0)), min(high, Decimal(dim - 1))
         if low == high:
             high += Decimal("0.001")
-        ramp = [_clipped((i - low) / (high - low)) for i in range(dim // 2)]
+        ramp = [(i - low) / (high - low) for i in range(dim // 2)]
         return _blended(unscaled(dim, base), ramp, self.factor)
 
     def usual_attention_factor(self) -> float:
@@ -255,7 +256,7 @@ class Llama3Scaling(_Scaling):
             0.
         high_freq_factor: frequencies that make at least this many turns are kept; above
             low_freq_factor.
-        original_length: the trained length, at least 1.
+        original_length: the trained length, at least 2.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -286,7 +287,7 @@ class Llama3Scaling(_Scaling):
         frequencies = unscaled(dim, base)
         low, high = Decimal(self.low_freq_factor), Decimal(self.high_freq_factor)
         turns = [self.original_length * f / (2 * phase.PI) for f in frequencies]
-        shares = [_clipped((high - n) / (high - low)) for n in turns]
+        shares = [(high - n) / (high - low) for n in turns]
         return _blended(frequencies, shares, self.factor)
 
 
@@ -331,10 +332,6 @@ class LongRopeScaling(_Scaling):
     original_length: int
     length: int
     attention_factor: float | None = None
-
-    def __post_init__(self):
-        arguments.integer("original_length", self.original_length, at_least=2)
-        super().__post_init__()
 
     def scaled(self, dim: int, base: float) -> Frequencies:
         """The frequencies of dim channels."""
@@ -381,12 +378,12 @@ def _ntk(dim: int, base: float, alpha: Decimal) -> Frequencies:
 def _blended(
     frequencies: Sequence[Decimal], shares: Sequence[Decimal], factor: float
 ) -> Frequencies:
-    """Each frequency blended with itself divided by `factor`, of which it has its share."""
+    """Each frequency blended with itself divided by `factor`, of which it has its share.
+
+    Shares are clipped to [0, 1].
+    """
+    clipped = [min(max(share, 0), 1) for share in shares]
     return tuple(
         f * (share / Decimal(factor) + 1 - share)
-        for f, share in zip(frequencies, shares, strict=True)
+        for f, share in zip(frequencies, clipped, strict=True)
     )
-
-
-def _clipped(share: Decimal) -> Decimal:
-    return min(max(share, Decimal(0)), Decimal(1))
