@@ -208,7 +208,7 @@ def scaling(got, *_, **__):
 
 
 def check_words(scaling, dim, base):
-    (words,), attention = rotary._constants(
+    words, attention = rotary._frequencies(
         rotary._Options(dim, dim // 2, base, scaling, (dim // 2,))
     )
     frequencies, exact_attention = oracle.scaled_frequencies(scaling, dim, base)

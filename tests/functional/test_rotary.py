@@ -2,7 +2,6 @@ import dataclasses
 import itertools
 import json
 import pathlib
-import re
 
 import hypothesis
 import jax
@@ -281,16 +280,6 @@ def test_any_scaling_keeps_the_bound_at_any_position(name, data, positions):
 )
 def test_lengths_that_are_integers_of_numpy_are_pythons(scaling):
     check_words(scaling, 8, 10_000.0)
-
-
-@pytest.mark.parametrize("factor", [1e39, 1e-39])
-def test_an_attention_factor_that_float32_does_not_hold_is_refused(factor):
-    scaling = YarnScaling(2.0, 64, attention_factor=factor)
-    with pytest.raises(
-        ValueError,
-        match=re.escape(f"scaling: wanted an attention factor that float32 holds, got {factor:g}"),
-    ):
-        apply_rotary(normal(3, 2, 8), range(3), scaling=scaling)
 
 
 @pytest.mark.slow
@@ -957,29 +946,29 @@ P = np.arange(3)
         ),
         (
             ValueError,
-            "positions: wanted x's length, 3, last, got shape [4]",
+            "positions: wanted a last axis of x's tokens' length, 3, got shape [4]",
             lambda: apply_rotary(X, np.arange(4)),
         ),
         (
             ValueError,
-            "positions: wanted x's length, 3, last, got shape [2, 1]",
+            "positions: wanted a last axis of x's tokens' length, 3, got shape [2, 1]",
             lambda: apply_rotary(X, np.zeros([2, 1], int)),
         ),
         (
             ValueError,
-            "positions: wanted x's length, 3, last, got shape []; add jnp.arange(length) to a scalar offset; "
+            "positions: wanted a last axis of x's tokens' length, 3, got shape []; add jnp.arange(length) to a scalar offset; "
             "jax.vmap maps keyword arguments over axis 0: "
             "bind them with functools.partial",
             lambda: jax.vmap(apply_rotary, in_axes=0)(X[:, None].repeat(3, 0)[:3], positions=P),
         ),
         (
             ValueError,
-            "positions: wanted a shape that broadcasts to that of x before its heads, [2, 3], got shape [5, 2, 3]",
+            "positions: wanted a shape that broadcasts to that of x's tokens, [2, 3], got shape [5, 2, 3]",
             lambda: apply_rotary(X, np.zeros([5, 2, 3], int)),
         ),
         (
             ValueError,
-            "positions and x before its heads: wanted shapes that broadcast, got [4, 3] and [2, 3]",
+            "positions and x's tokens: wanted shapes that broadcast, got [4, 3] and [2, 3]",
             lambda: apply_rotary(X, np.zeros([4, 3], int)),
         ),
         (
@@ -994,7 +983,7 @@ P = np.arange(3)
         ),
         (
             ValueError,
-            "positions: wanted x's length, 3, last, got shape [4, 2]",
+            "positions: wanted a last axis of x's tokens' length, 3, got shape [4]",
             lambda: apply_rotary(X, np.zeros([4, 2], int), sections=(2, 2)),
         ),
         (
@@ -1037,7 +1026,7 @@ P = np.arange(3)
         ),
         (
             ValueError,
-            "original_length: wanted an int of at least 1, got 0",
+            "original_length: wanted an int of at least 2, got 0",
             lambda: DynamicNTKScaling(2.0, 0, 8),
         ),
         (
@@ -1057,7 +1046,7 @@ P = np.arange(3)
         ),
         (
             ValueError,
-            "original_length: wanted an int of at least 1, got 0",
+            "original_length: wanted an int of at least 2, got 0",
             lambda: YarnScaling(2.0, 0),
         ),
         (
@@ -1099,7 +1088,7 @@ P = np.arange(3)
         ),
         (
             ValueError,
-            "original_length: wanted an int of at least 1, got 0",
+            "original_length: wanted an int of at least 2, got 0",
             lambda: Llama3Scaling(8.0, original_length=0),
         ),
         (

@@ -399,6 +399,32 @@ class TestContract:
             lambda: te.sinusoidal_encoding(jnp.ones(3, jnp.bfloat16), 4),
         ),
         (
+            TypeError,
+            "positions: wanted an integer dtype, or float32",
+            lambda: te.sinusoidal_encoding(jnp.ones(3, jnp.float16), 4),
+        ),
+        (
+            TypeError,
+            "positions: wanted an integer dtype",
+            lambda: te.sinusoidal_encoding([True], 4),
+        ),
+        (
+            TypeError,
+            "positions: wanted an integer dtype",
+            lambda: te.sinusoidal_encoding([1j], 4),
+        ),
+        (
+            ValueError,
+            "positions: wanted integers inside int32, -2147483648..2147483647, "
+            "got 2147483648 at index [1]",
+            lambda: te.sinusoidal_encoding(np.array([5, 2**31]), 4),
+        ),
+        (
+            ValueError,
+            "positions: wanted integers inside int32, -2147483648..2147483647, got 4294967301",
+            lambda: te.sinusoidal_encoding(np.uint64(2**32 + 5), 4),
+        ),
+        (
             ValueError,
             "positions: wanted an array, or nested lists of equal lengths",
             lambda: te.sinusoidal_encoding([[1], [2, 3]], 4),
@@ -514,11 +540,14 @@ class TestGrid:
 
     def test_axis_positions_are_one_for_each_point(self):
         with pytest.raises(
-            ValueError, match=r"^axis_positions\[1\]: wanted shape \[3\], got shape \[2\]$"
+            ValueError,
+            match=r"^axis_positions: wanted an array for each axis, of shapes \[\[2\], \[3\]\], "
+            r"got shapes \[\[2\], \[2\]\]$",
         ):
             te.sinusoidal_grid((2, 3), 4, axis_positions=([0, 1], [0, 1]))
         with pytest.raises(
-            ValueError, match=r"^axis_positions: wanted one array for each axis of shape, 2, got 1$"
+            ValueError,
+            match=r"^axis_positions: wanted an array for each axis, .*, got shapes \[\[2\]\]$",
         ):
             te.sinusoidal_grid((2, 3), 4, axis_positions=([0, 1],))
 
@@ -596,7 +625,7 @@ class TestValuesThatFloat32LacksAreLoud:
                 lambda: te.sinusoidal_table(3, 4, base=jnp.float32(1e4)),
             ),
             (
-                "shape and axes: wanted tuples of ints, got 4 and None",
+                "shape: wanted a sequence, got int 4",
                 lambda: te.sinusoidal_grid(4, 6),
             ),
             (

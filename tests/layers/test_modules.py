@@ -1787,8 +1787,16 @@ def test_a_grid_with_coordinates_of_its_own_as_in_diffusers():
 @pytest.mark.parametrize(
     ("coordinates", "error", "text"),
     [
-        ([[0, 1]], ValueError, "axis_positions: wanted one array for each axis of shape, 2, got 1"),
-        ([[0, 1], [0, 1]], ValueError, "axis_positions[1]: wanted shape [3], got shape [2]"),
+        (
+            [[0, 1]],
+            ValueError,
+            "axis_positions: wanted an array for each axis, of shapes [[2], [3]], got shapes [[2]]",
+        ),
+        (
+            [[0, 1], [0, 1]],
+            ValueError,
+            "axis_positions: wanted an array for each axis, of shapes [[2], [3]], got shapes [[2], [2]]",
+        ),
         (2, TypeError, "axis_positions: wanted a sequence, got int 2"),
         ([0, 1], TypeError, "axis_positions[0]: wanted a sequence, got int 0"),
         (
@@ -1809,6 +1817,6 @@ def test_coordinates_of_a_grid_are_checked(coordinates, error, text):
 
 
 def test_a_grid_that_is_not_a_tuple_is_refused():
-    with pytest.raises(TypeError, match=r"^shape and axes: wanted tuples of ints, got 4 and None$"):
+    with pytest.raises(TypeError, match=r"^shape: wanted a sequence, got int 4$"):
         te.SinusoidalGrid(4)
     assert te.SinusoidalGrid([2, 3], axes=[1, 0]) == te.SinusoidalGrid((2, 3), axes=(1, 0))

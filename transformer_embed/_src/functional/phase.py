@@ -9,7 +9,6 @@ the angle each time the position doubles.
 """
 
 import decimal
-import functools
 import itertools
 import operator
 from collections.abc import Sequence
@@ -18,15 +17,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Integer, UInt32
+from jaxtyping import Array, Float, Float32, Integer, Shaped, UInt32
 
 from transformer_embed._src import arguments
-from transformer_embed._src.array_types import ArrayLike
 
 PI = decimal.Decimal(
     "3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803482534"
 )
-# A frequency beyond the largest decimal becomes infinite, and `channels` raises an error for it.
+# A frequency beyond the largest decimal becomes infinite, and `words` raises an error for it.
 PRECISION = decimal.Context(prec=80, traps=[decimal.InvalidOperation, decimal.DivisionByZero])
 
 ZERO = decimal.Decimal(0)
@@ -35,16 +33,12 @@ ZERO = decimal.Decimal(0)
 Word = UInt32[Array, "..."]
 
 
-class Channels(NamedTuple):
-    """Constants of channels: channel c at p is `sin(p * frequency[c] + quarters[c] * pi / 2)`.
-
-    `turns`, `high` and `low` are the words of the frequency in turns per unit of position.
-    """
+class Words(NamedTuple):
+    """The frequency of each channel in turns per unit of position, as the words of a number."""
 
     turns: np.ndarray
     high: np.ndarray
     low: np.ndarray
-    quarters: np.ndarray
 
 
 class _Phase(NamedTuple):
@@ -52,7 +46,6 @@ class _Phase(NamedTuple):
     low: Word
 
 
-@functools.lru_cache(maxsize=256, typed=True)
 def geometric_frequencies(
     count: int,
     base: float | decimal.Decimal,
@@ -68,69 +61,56 @@ def geometric_frequencies(
         return tuple(itertools.accumulate(frequencies, operator.mul))
 
 
-def channels(frequencies: Sequence[decimal.Decimal], quarters: Sequence[int]) -> Channels:
-    """The words of one frequency a channel, from radians per unit of position to 2**-64 turns."""
-    highest = max(frequencies, default=ZERO)
-    if highest >= 2**33 * PI:
+def words(frequencies: Sequence[decimal.Decimal]) -> Words:
+    """The words of frequencies in radians per unit of position, rounded to 2**-64 turns."""
+    with decimal.localcontext(PRECISION):
+        units = [(f / (2 * PI) * 2**64).to_integral_value() for f in frequencies]
+    if max(units, default=0) >= 2**96:
         raise arguments.value_error(
             "base and frequency_scale",
             "frequencies below 2**32 turns per position",
-            f"{highest:.3g} radians",
+            f"{max(frequencies):.3g} radians",
         )
-    # A frequency just below 2**32 turns may round up to 2**96, which three words do not hold.
-    with decimal.localcontext(PRECISION):
-        words = [
-            min(int((f / (2 * PI) * 2**64).to_integral_value()), 2**96 - 1) for f in frequencies
-        ]
-    turns, high, low = (
-        np.array([word >> shift & 0xFFFFFFFF for word in words], np.uint32) for shift in (64, 32, 0)
-    )
-    return Channels(turns, high, low, np.array(quarters, np.uint32))
+    integers = np.array([int(unit) for unit in units], object)
+    return Words(*((integers >> shift & 0xFFFFFFFF).astype(np.uint32) for shift in (64, 32, 0)))
 
 
-def sinusoid(positions: ArrayLike, constants: Channels) -> Float32[Array, "... d"]:
-    """The sine of each channel's phase at each position.
+def sinusoid(
+    positions: Shaped[Array, "... #d"], frequencies: Words, quarters: Array | np.ndarray
+) -> Float32[Array, "... d"]:
+    """`sin(position * frequency + quarter * pi / 2)` for each channel.
 
     Args:
-        positions: [...]; any integer dtype, or float32 (float64 too where x64 is on: it is rounded
-            to float32).
-        constants: the channels' words, [d] each.
+        positions: [..., 1], or [..., d] with a position for each channel; any integer dtype,
+            float32 or float64.
+        frequencies: the channels' words, [d] each.
+        quarters: uint32 [d], or one for all channels: 0 for a sine, 1 for a cosine.
 
     Returns:
         float32 [..., d], in [-1, 1]. Against the exact sine of the exact angle the error is at most
         6.0e-8 for every int32 and uint32 position; for float32 positions below 2**24 in magnitude
         at most 6.0e-8 as well, as long as no frequency exceeds 1000 radians. NaN for a 64-bit
-        position outside int32, and for a floating position that is not finite or has a magnitude of
-        2**31 or more.
-
-    Raises:
-        TypeError: positions are neither integers nor float32 (float16 and bfloat16 cannot hold 2049
-            and 257).
+        integer outside int32 and for one in float64 that float32 does not hold, and for a floating
+        position that is not finite or has a magnitude of 2**31 or more.
     """
-    positions = arguments.as_positions("positions", positions)
-    constants = _expanded_to_rank(constants, positions.ndim + 1)
-    dtype = positions.dtype
-    if jnp.issubdtype(dtype, jnp.floating):
-        narrow = jnp.asarray(positions, jnp.float32)
-        if dtype == jnp.float64:
-            is_exact = narrow.astype(jnp.float64) == positions
-            narrow = jnp.where((jnp.abs(positions) < 2**24) | is_exact, narrow, jnp.nan)
-        return _sine_at_float(narrow, constants)
-    narrow = positions if dtype == jnp.uint32 else positions.astype(jnp.int32)
-    phase = _integer_phase(jnp.asarray(narrow)[..., None], constants)
-    sine = _sine_of_phase(phase, constants.quarters)
+    # Expanded to the positions' rank, because users may disable jax's rank promotion.
+    shape = (1,) * (positions.ndim - 1) + (-1,)
+    frequencies = Words(*(word.reshape(shape) for word in frequencies))
+    quarters = quarters.reshape(shape)
+    dtype, is_float = positions.dtype, jnp.issubdtype(positions.dtype, jnp.floating)
+    if is_float:
+        narrow = positions.astype(jnp.float32)
+        sine = _sine_at_float(narrow, frequencies, quarters)
+    else:
+        narrow = positions if dtype == jnp.uint32 else positions.astype(jnp.int32)
+        sine = _sine_of_phase(_multiply(narrow, *frequencies[1:]), quarters)
     if dtype.itemsize < 8:
         return sine
     # 2**64 - 1 would wrap to -1 and back.
     fits = positions < 2**31 if dtype == jnp.uint64 else narrow.astype(dtype) == positions
-    return jnp.where(jnp.asarray(fits)[..., None], sine, jnp.nan)
-
-
-def _expanded_to_rank(constants: Channels, rank: int) -> Channels:
-    """The constants reshaped to a rank, because users may disable jax's rank promotion."""
-    return Channels(
-        *(word.reshape((1,) * (rank - 1) * word.ndim + word.shape) for word in constants)
-    )
+    if is_float:
+        fits |= jnp.abs(positions) < 2**24
+    return jnp.where(fits, sine, jnp.nan)
 
 
 def multiply_high(a: Integer[Array, "..."], b: Array | np.ndarray | np.uint32) -> Word:
@@ -146,71 +126,52 @@ def multiply_high(a: Integer[Array, "..."], b: Array | np.ndarray | np.uint32) -
     return a_high * b_high + middle_high + (a_low * b_high + (middle & 0xFFFF) >> 16)
 
 
-def _integer_phase(positions: Integer[Array, "..."], constants: Channels) -> _Phase:
-    word = positions.astype(jnp.uint32)
-    return _Phase(
-        word * constants.high + multiply_high(positions, constants.low), word * constants.low
-    )
+def _multiply(number: Integer[Array, "..."], high: np.ndarray, low: np.ndarray) -> _Phase:
+    """The product of an int32 or uint32 and a fraction of two words, modulo one turn."""
+    word = number.astype(jnp.uint32)
+    return _Phase(word * high + multiply_high(number, low), word * low)
 
 
 @jax.custom_jvp
 def _sine_at_float(
-    positions: Float32[Array, "..."], constants: Channels
+    positions: Float32[Array, "... #d"], frequencies: Words, quarters: Array | np.ndarray
 ) -> Float32[Array, "... d"]:
-    magnitude = jnp.abs(positions)[..., None]
-    high, low = _float_phase(magnitude, constants)
+    magnitude, is_negative = jnp.abs(positions), positions < 0
+    high, low = _float_phase(magnitude, frequencies)
     # The phase of -p is the two's complement of that of p.
-    opposite = ~high + (low == 0).astype(jnp.uint32), -low
-    is_negative = positions[..., None] < 0
-    phase = _Phase(*map(functools.partial(jnp.where, is_negative), opposite, (high, low)))
-    return jnp.where(magnitude < 2.0**31, _sine_of_phase(phase, constants.quarters), jnp.nan)
+    high = jnp.where(is_negative, ~high + (low == 0).astype(jnp.uint32), high)
+    low = jnp.where(is_negative, -low, low)
+    return jnp.where(magnitude < 2.0**31, _sine_of_phase(_Phase(high, low), quarters), jnp.nan)
 
 
 @_sine_at_float.defjvp
 def _sine_at_float_jvp(primals, tangents):
-    positions, constants = primals
-    quarter_on = constants._replace(quarters=constants.quarters + np.uint32(1))
-    slope = _frequency(constants) * _sine_at_float(positions, quarter_on)
-    return _sine_at_float(positions, constants), slope * tangents[0][..., None]
+    positions, frequencies, quarters = primals
+    turns, high, low = (word.astype(jnp.float32) for word in frequencies)
+    radians = 2 * np.pi * (turns + (high * 2**-32 + low * 2**-64))
+    slope = radians * _sine_at_float(positions, frequencies, quarters + np.uint32(1))
+    return _sine_at_float(*primals), slope * tangents[0]
 
 
-def _frequency(constants: Channels) -> Float32[Array, "... d"]:
-    """Radians per unit of position."""
-    turns, high, low = (jnp.asarray(word).astype(jnp.float32) for word in constants[:3])
-    return np.float32(2 * np.pi) * (turns + (high * np.float32(2**-32) + low * np.float32(2**-64)))
-
-
-def _float_phase(magnitude: Float32[Array, "..."], constants: Channels) -> _Phase:
-    """The phase of |position|: that of its whole part plus that of its fraction."""
+def _float_phase(magnitude: Float32[Array, "..."], frequencies: Words) -> _Phase:
+    """The phase of |position|, from the words of its whole part and of its fraction."""
     whole = jnp.floor(magnitude)
-    first, second = _fraction_words(magnitude - whole)
-    phase = _integer_phase(whole.astype(jnp.uint32), constants)
-    # The fraction is (first * 2**32 + second) / 2**64. The words of its product with (turns, high,
-    # low) that lie above a turn or below 2**-64 turns are left out.
-    phase = _add_to_phase(
-        phase,
-        first * constants.turns + multiply_high(first, constants.high),
-        first * constants.high,
-    )
-    phase = _add_to_phase(phase, np.uint32(0), multiply_high(first, constants.low))
-    return _add_to_phase(
-        phase,
-        multiply_high(second, constants.turns),
-        second * constants.turns + multiply_high(second, constants.high),
-    )
-
-
-def _fraction_words(
-    fraction: Float32[Array, "..."],
-) -> tuple[Word, Word]:
-    scaled = fraction * np.float32(2**32)
-    upper = jnp.floor(scaled)
-    return upper.astype(jnp.uint32), ((scaled - upper) * np.float32(2**32)).astype(jnp.uint32)
-
-
-def _add_to_phase(phase: _Phase, high: Word | np.uint32, low: Word) -> _Phase:
-    total = phase.low + low
-    return _Phase(phase.high + high + (total < phase.low).astype(jnp.uint32), total)
+    rest = (magnitude - whole) * 2.0**32
+    first = jnp.floor(rest)
+    second = (rest - first) * 2.0**32
+    whole, first, second = (part.astype(jnp.uint32) for part in (whole, first, second))
+    turns, high, low = frequencies
+    phase = _multiply(whole, high, low)
+    # What lies above a turn or below 2**-64 turns is left out.
+    for product in (
+        _multiply(first, turns, high),
+        (0, multiply_high(first, low)),
+        (multiply_high(second, turns), second * turns + multiply_high(second, high)),
+    ):
+        low_sum = phase.low + product[1]
+        carry = (low_sum < phase.low).astype(jnp.uint32)
+        phase = _Phase(phase.high + product[0] + carry, low_sum)
+    return phase
 
 
 # 2 * pi / 2**32 in two parts. The first has 12 bits, so that its product with a 12-bit integer is

@@ -1,7 +1,6 @@
 """Rotary position embeddings: rotated queries and keys, exact at any position."""
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -78,8 +77,8 @@ def apply_rotary(
             integers nor float32; another argument has the wrong type.
         ValueError: a shape that does not fit; an odd number of channels to pair; a host position
             outside int32; an unknown layout or partial; sections that do not add up to the number
-            of pairs; an attention factor outside float32; a base and a scaling that make a
-            frequency of 2**32 turns per position or more.
+            of pairs; a base and a scaling that make a frequency of 2**32 turns per position or
+            more.
 
     Example:
         >>> import jax.numpy as jnp
@@ -100,15 +99,25 @@ def apply_rotary(
     if x.ndim < 3:
         want = "shape [..., length, heads, head_dim]"
         raise arguments.value_error("x", want, f"shape {list(x.shape)}")
-    arguments.choice("layout", layout, LAYOUTS)
+    layout = arguments.choice("layout", layout, LAYOUTS)
     rotated = _checked_rotary_dim(rotary_dim, x.shape[-1])
     is_proportional = arguments.choice("partial", partial, PARTIAL) == "proportional"
-    dim = x.shape[-1] if is_proportional else rotated
-    pairs = _check_even("head_dim", dim) // 2
+    dim = _check_even("head_dim", x.shape[-1]) if is_proportional else rotated
     if not isinstance(scaling, Scaling | None):
         want = "LinearScaling(...), another scaling of this package, or None"
         raise arguments.type_error("scaling", want, repr(scaling))
-    points, lengths = _checked_points(positions, sections, pairs, x.shape[:-2])
+    points = arguments.as_fitting_positions("positions", positions)
+    lengths = (dim // 2,)
+    if sections is None:
+        points = points[..., None]
+    else:
+        lengths = arguments.entries("sections", sections, arguments.integer, at_least=0)
+        what = "numbers that add up to the number of pairs"
+        arguments.check_same("sections", what, sum(lengths), dim // 2)
+        if points.ndim < 2 or points.shape[-1] != len(lengths):
+            want = f"shape [..., length, {len(lengths)}], one axis per section"
+            raise arguments.value_error("positions", want, f"shape {list(points.shape)}")
+    arguments.check_ends_in_length("positions", points.shape[:-1], x.shape[:-2], "x's tokens")
     base = arguments.real("base", base, above=0)
     return _rotated(x, points, layout, _Options(dim, rotated // 2, base, scaling, lengths))
 
@@ -157,17 +166,17 @@ def permute_rotary_weights(
         raise arguments.value_error("weights", want, f"shape {list(array.shape)}")
     head_dim = array.shape[-1] // num_heads
     dim = _checked_rotary_dim(rotary_dim, head_dim)
-    source = arguments.choice("source", source, LAYOUTS)
-    target = arguments.choice("target", target, LAYOUTS)
-    return _permuted(array, head_dim, dim, source, target)
+    return _permuted(
+        array,
+        num_heads,
+        dim,
+        arguments.choice("source", source, LAYOUTS),
+        arguments.choice("target", target, LAYOUTS),
+    )
 
 
 class _Options(NamedTuple):
-    """The options of the constants.
-
-    `dim` channels are paired, the first `rotating_pairs` rotate, and the sections add up to dim //
-    2.
-    """
+    """`dim` channels are paired, the first pairs rotate, and the sections add up to all pairs."""
 
     dim: int
     rotating_pairs: int
@@ -186,32 +195,29 @@ def _rotated(
     """x with its pairs rotated."""
     # Compiled even if the caller is not: else the loop in `_cos_and_sin` would compile at each
     # call. Expanded to x's rank, because users may disable jax's rank promotion.
-    axes = tuple(range(x.ndim - positions.ndim - 1))
-    cos, sin = (jnp.expand_dims(each, (*axes, -2)) for each in _cos_and_sin(positions, options))
+    positions = jnp.expand_dims(positions, (*range(x.ndim - positions.ndim - 1), -2))
+    cos, sin = _cos_and_sin(positions, options)
     # A TPU splits and joins 16-bit arrays directly; widening to float32 first would take extra
     # passes over memory.
     wide = arguments.compute_dtype(x.dtype)
     first, second = (half.astype(wide) for half in _split_pairs(x[..., : options.dim], layout))
     first, second = first * cos - second * sin, second * cos + first * sin
     rotated = _join_pairs(first.astype(x.dtype), second.astype(x.dtype), layout)
-    if options.dim == x.shape[-1]:
-        return rotated
     return jnp.concatenate([rotated, x[..., options.dim :]], -1)
 
 
 @compiled(1, 2, 3, 4)
 def _permuted(
-    weights: Shaped[Array, "... hd"], head_dim: int, dim: int, source: str, target: str
+    weights: Shaped[Array, "... hd"], num_heads: int, dim: int, source: str, target: str
 ) -> Shaped[Array, "... hd"]:
-    order = np.arange(head_dim)
-    order[_channel_order(target, dim)] = _channel_order(source, dim)
-    heads = np.arange(0, weights.shape[-1], head_dim)[:, None]
-    return weights[..., (heads + order).reshape(-1)]
+    heads = weights.reshape(*weights.shape[:-1], num_heads, -1)
+    pairs = _join_pairs(*_split_pairs(heads[..., :dim], source), target)
+    return jnp.concatenate([pairs, heads[..., dim:]], -1).reshape(weights.shape)
 
 
 def _split_pairs(
-    x: Float[Array, "... d"], layout: str
-) -> tuple[Float[Array, "... p"], Float[Array, "... p"]]:
+    x: Shaped[Array, "... d"], layout: str
+) -> tuple[Shaped[Array, "... p"], Shaped[Array, "... p"]]:
     if layout == "half":
         first, second = jnp.split(x, 2, -1)
         return first, second
@@ -222,55 +228,45 @@ def _split_pairs(
 
 
 def _join_pairs(
-    first: Float[Array, "... p"], second: Float[Array, "... p"], layout: str
-) -> Float[Array, "... d"]:
+    first: Shaped[Array, "... p"], second: Shaped[Array, "... p"], layout: str
+) -> Shaped[Array, "... d"]:
     if layout == "half":
         return jnp.concatenate([first, second], -1)
     return jnp.stack([first, second], -1).reshape(*first.shape[:-1], 2 * first.shape[-1])
 
 
 def _cos_and_sin(
-    positions: Shaped[Array, "... t axes"], options: _Options
-) -> Float[Array, "2 ... t p"]:
-    constants, attention_factor = _constants(options)
+    positions: Shaped[Array, "... t h axes"], options: _Options
+) -> Float[Array, "2 ... t h p"]:
+    frequencies, attention_factor = _frequencies(options)
+    # The position of each pair is that on its section's axis.
+    section = np.repeat(np.arange(len(options.sections)), options.sections)
+    section = np.expand_dims(section, tuple(range(positions.ndim - 1)))
+    position, *others = jnp.split(positions, len(options.sections), -1)
+    for axis, other in enumerate(others, 1):
+        position = jnp.where(section == axis, other, position)
 
-    def waves(quarter: Array | int) -> Float[Array, "... t p"]:
-        parts = [
-            phase.sinusoid(positions[..., axis], part._replace(quarters=quarter))
-            for axis, part in enumerate(constants)
-        ]
-        wave = parts[0] if len(parts) == 1 else jnp.concatenate(parts, -1)
-        return wave if attention_factor == 1 else wave * np.float32(attention_factor)
+    def wave(quarter: Array) -> Float[Array, "... t h p"]:
+        sine = phase.sinusoid(position, frequencies, quarter)
+        return sine if attention_factor == 1 else sine * np.float32(attention_factor)
 
     # On a CPU, XLA fuses the phases into the products and computes them again for each head; it
     # cannot fuse through a loop.
-    quarters = np.array([1, 0], np.uint32)
     return jax.lax.platform_dependent(
-        quarters,
-        cpu=lambda quarters: jax.lax.map(waves, quarters),
-        default=lambda quarters: jnp.stack([waves(q) for q in quarters]),
+        np.array([1, 0], np.uint32),
+        cpu=functools.partial(jax.lax.map, wave),
+        default=lambda quarters: jnp.stack([wave(quarter) for quarter in quarters]),
     )
 
 
 @functools.lru_cache(maxsize=64)
-def _constants(options: _Options) -> tuple[tuple[phase.Channels, ...], float]:
-    """The constants of each section's sines, and the attention factor."""
+def _frequencies(options: _Options) -> tuple[phase.Words, float]:
+    """The frequency of each pair, and the attention factor."""
     frequencies, attention_factor = scaled_frequencies(options.scaling, options.dim, options.base)
-    if not float(np.finfo(np.float32).tiny) <= attention_factor <= float(np.finfo(np.float32).max):
-        want = "an attention factor that float32 holds"
-        raise arguments.value_error("scaling", want, f"{attention_factor:g}")
     # A frequency of 0 rotates nothing.
     still = (phase.ZERO,) * (options.dim // 2 - options.rotating_pairs)
-    rest = iter(frequencies[: options.rotating_pairs] + still)
-    sections = [list(itertools.islice(rest, size)) for size in options.sections]
-    constants = tuple(phase.channels(section, [0] * len(section)) for section in sections)
-    return constants, float(attention_factor)
-
-
-def _channel_order(layout: str, dim: int) -> np.ndarray:
-    """The channels in a layout's order: the first of each pair, then the second of each pair."""
-    channels = np.arange(dim)
-    return channels if layout == "half" else channels.reshape(-1, 2).T.reshape(-1)
+    words = phase.words(frequencies[: options.rotating_pairs] + still)
+    return words, attention_factor
 
 
 def _checked_rotary_dim(rotary_dim: int | None, head_dim: int) -> int:
@@ -286,26 +282,3 @@ def _check_even(name: str, value: int) -> int:
     if value % 2 or value == 0:
         raise arguments.value_error(name, "an even number of channels, to make pairs", value)
     return value
-
-
-def _checked_points(
-    positions: ArrayLike, sections: Sequence[int] | None, pairs: int, target: tuple[int, ...]
-) -> tuple[jax.Array, tuple[int, ...]]:
-    """Positions [..., length, axes] that fit x before its heads, and the pairs of each axis."""
-    points, lengths = arguments.as_fitting_positions("positions", positions), (pairs,)
-    got = f"shape {list(points.shape)}"
-    if sections is None:
-        points = points[..., None]
-    else:
-        lengths = arguments.entries("sections", sections, arguments.integer, at_least=0)
-        what = "numbers that add up to the number of pairs"
-        arguments.check_same("sections", what, sum(lengths), pairs)
-        if points.ndim < 2 or points.shape[-1] != len(lengths):
-            want = f"shape [..., length, {len(lengths)}], one axis per section"
-            raise arguments.value_error("positions", want, got)
-    shape = points.shape[:-1]
-    if not shape or shape[-1] != target[-1]:
-        hint = "" if shape else arguments.SCALAR_HINT
-        raise arguments.value_error("positions", f"x's length, {target[-1]}, last", got + hint)
-    arguments.check_broadcasts_to("positions", shape, "x before its heads", target)
-    return points, lengths

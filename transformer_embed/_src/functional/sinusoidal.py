@@ -18,7 +18,6 @@ from transformer_embed._src.functional.compiled import compiled
 
 LAYOUTS = ("interleaved", "sin_cos", "cos_sin")
 ODD = ("truncate", "round_up", "zero")
-MOST_AXES = 32
 # The constants of each channel, 16 bytes, are part of the program.
 MOST_CHANNELS = 2**24
 
@@ -70,7 +69,7 @@ def sinusoidal_encoding(
     Returns:
         [..., d_model] of `dtype`, in [-1, 1]. The absolute error in float32 is at most 6.0e-8 for
         every int32 and uint32 position, and for float32 positions below 2**24 in magnitude if
-        frequency_scale is at most 1000. NaN for a 64-bit integer outside int32, and for a float
+        frequency_scale is at most 1000. NaN for a 64-bit jax integer outside int32, and for a float
         that is not finite or is 2**31 or more in magnitude. Differentiable in float positions, to
         any order.
 
@@ -78,7 +77,8 @@ def sinusoidal_encoding(
         TypeError: positions are neither integers nor float32; d_model is not a Python int; dtype is
             not a floating dtype.
         ValueError: layout or odd is unknown; base or frequency_scale is not above 0, or makes a
-            frequency of 2**32 turns per position or more; shift is d_model // 2 or more.
+            frequency of 2**32 turns per position or more; shift is d_model // 2 or more; a host
+            position is outside int32 (and uint32).
 
     Example:
         >>> import transformer_embed as te
@@ -133,11 +133,16 @@ def sinusoidal_table(
         Vaswani et al., "Attention Is All You Need" (2017), section 3.5,
         https://arxiv.org/abs/1706.03762
     """
-    positions = jnp.arange(arguments.length("length", length), dtype=jnp.int32)
-    options = Sinusoids(
-        base=base, layout=layout, shift=shift, odd=odd, frequency_scale=frequency_scale
+    return sinusoidal_encoding(
+        jnp.arange(arguments.length("length", length), dtype=jnp.int32),
+        d_model,
+        base=base,
+        layout=layout,
+        shift=shift,
+        odd=odd,
+        frequency_scale=frequency_scale,
+        dtype=dtype,
     )
-    return encode(positions, d_model, options, dtype)
 
 
 def sinusoidal_grid(
@@ -160,8 +165,8 @@ def sinusoidal_grid(
     `sinusoidal_encoding` of the coordinate along axis axes[k].
 
     Args:
-        shape: number of points along each axis, [height, width] for an image; 1 to 32 axes, at most
-            2**31 - 1 points.
+        shape: number of points along each axis, [height, width] for an image; at least 1 axis, at
+            most 2**31 - 1 points.
         d_model: number of channels.
         positions: [...] integers: points of the grid, numbered in row-major order like a sequence
             of image tokens. None: all points, in the grid's shape.
@@ -199,16 +204,15 @@ def sinusoidal_grid(
         Learners" (2022), https://arxiv.org/abs/2111.06377
     """
     lengths, order = as_grid(shape, axes)
-    coordinates = axis_positions
     if axis_positions is not None:
-        coordinates = _as_coordinates(axis_positions, lengths)
-    points = None if positions is None else arguments.as_int32("positions", positions)
-    width = _part_width(d_model, len(lengths), odd)
+        axis_positions = _as_coordinates(axis_positions, lengths)
+    if positions is not None:
+        positions = arguments.as_int32("positions", positions)
+    d_model = _checked_width(d_model)
+    width = _part_width(d_model, len(lengths), arguments.choice("odd", odd, ODD))
     part = Sinusoids(base=base, layout=layout, shift=shift, frequency_scale=frequency_scale)
-    # The options are checked even if a part has no channels.
-    check_channels(part, max(width, 1))
     dtype = arguments.result_dtype("dtype", dtype)
-    return _grid_encoding(points, coordinates, lengths, order, int(d_model), width, part, dtype)
+    return _grid_encoding(positions, axis_positions, lengths, order, d_model, width, part, dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -234,46 +238,34 @@ class Sinusoids:
 
 
 def check_channels(options: Sinusoids, d_model: int) -> None:
-    """Raises unless the options make an encoding of d_model channels, without computing it."""
-    d_model = arguments.integer("d_model", d_model, at_least=1, at_most=MOST_CHANNELS)
-    pairs, denominator = _pairs(options, d_model)
-    # The first and the last frequency; all others lie between them.
-    with decimal.localcontext(phase.PRECISION):
-        steps = denominator / max(pairs - 1, 1)
-    ends = phase.geometric_frequencies(min(pairs, 2), options.base, steps, options.frequency_scale)
-    phase.channels(ends, [0] * len(ends))
+    """Raises unless the options make an encoding of d_model channels."""
+    _channels(options, _checked_width(d_model))
 
 
 def encode(
     positions: ArrayLike, d_model: int, options: Sinusoids, dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "... d"]:
     """`sinusoidal_encoding` with these options."""
-    check_channels(options, d_model)
-    dtype = arguments.result_dtype("dtype", dtype)
-    positions = arguments.as_positions("positions", positions)
-    if not (isinstance(positions, np.ndarray) and positions.dtype.itemsize == 8):
-        return _encoding(positions, int(d_model), options, dtype)
-    # jit would silently narrow 64 bits.
-    encoding = _encoding(positions.astype(np.int32), int(d_model), options, dtype)
-    outside = (positions < -(2**31)) | (positions >= 2**31)
-    return jnp.where(outside[..., None], jnp.nan, encoding) if outside.any() else encoding
+    d_model, dtype = _checked_width(d_model), arguments.result_dtype("dtype", dtype)
+    positions = arguments.as_fitting_positions("positions", positions)
+    return _encoding(positions, d_model, options, dtype)
+
+
+def _checked_width(d_model: int) -> int:
+    return arguments.integer("d_model", d_model, at_least=1, at_most=MOST_CHANNELS)
 
 
 def as_grid(
     shape: Sequence[int], axes: Sequence[int] | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The points along each axis of a grid, and the axes in the order of their channels."""
-    if not isinstance(shape, tuple | list) or not isinstance(axes, tuple | list | None):
-        raise arguments.type_error("shape and axes", "tuples of ints", f"{shape!r} and {axes!r}")
     lengths = arguments.entries("shape", shape, arguments.integer, at_least=0)
-    if len(lengths) > MOST_AXES:
-        raise arguments.value_error("shape", f"at most {MOST_AXES} axes", len(lengths))
     points = math.prod(lengths)
     if points >= 2**31:
         want = f"a grid of at most {2**31 - 1} points"
         raise arguments.value_error("shape", want, f"{lengths}, {points} points")
-    first_first = tuple(range(len(lengths)))
-    order = first_first if axes is None else arguments.entries("axes", axes, arguments.integer)
+    first_first = range(len(lengths))
+    order = arguments.entries("axes", first_first if axes is None else axes, arguments.integer)
     if not lengths or sorted(order) != list(first_first):
         want = f"a permutation of the axes of shape {lengths}, at least one"
         raise arguments.value_error("axes", want, axes)
@@ -283,59 +275,54 @@ def as_grid(
 def _as_coordinates(
     axis_positions: Sequence[ArrayLike], lengths: tuple[int, ...]
 ) -> tuple[jax.Array | np.ndarray, ...]:
-    axis_positions = arguments.sequence("axis_positions", axis_positions)
-    what = "one array for each axis of shape"
-    arguments.check_same("axis_positions", what, len(axis_positions), len(lengths))
-    coordinates = []
-    for axis, (values, length) in enumerate(zip(axis_positions, lengths, strict=True)):
-        name = f"axis_positions[{axis}]"
-        array = arguments.as_fitting_positions(name, values)
-        if array.shape != (length,):
-            raise arguments.value_error(name, f"shape [{length}]", f"shape {list(array.shape)}")
-        coordinates.append(array)
-    return tuple(coordinates)
+    coordinates = arguments.entries(
+        "axis_positions", axis_positions, arguments.as_fitting_positions
+    )
+    shapes = [list(array.shape) for array in coordinates]
+    expected = [[length] for length in lengths]
+    if shapes != expected:
+        want = f"an array for each axis, of shapes {expected}"
+        raise arguments.value_error("axis_positions", want, f"shapes {shapes}")
+    return coordinates
 
 
-def _pairs(options: Sinusoids, d_model: int) -> tuple[int, decimal.Decimal]:
-    """The number of frequencies, and the denominator of their exponents."""
+def _frequencies(options: Sinusoids, d_model: int) -> tuple[decimal.Decimal, ...]:
+    """The frequency of each pair of a sine and a cosine."""
     width = d_model + d_model % 2 if options.odd == "round_up" else d_model
     pairs = d_model // 2 if options.odd == "zero" else (d_model + 1) // 2
-    if options.shift is None:
-        return pairs, decimal.Decimal(width) / 2
-    with decimal.localcontext(phase.PRECISION):
-        denominator = width // 2 - decimal.Decimal(options.shift)
-    if pairs > 1 and denominator <= 0:
-        want = f"a number below d_model // 2 = {width // 2}"
-        raise arguments.value_error("shift", want, f"{options.shift:g}")
-    return pairs, denominator
+    denominator = decimal.Decimal(width) / 2
+    if options.shift is not None:
+        with decimal.localcontext(phase.PRECISION):
+            denominator = width // 2 - decimal.Decimal(options.shift)
+        if pairs > 1 and denominator <= 0:
+            want = f"a number below d_model // 2 = {width // 2}"
+            raise arguments.value_error("shift", want, f"{options.shift:g}")
+    return phase.geometric_frequencies(pairs, options.base, denominator, options.frequency_scale)
 
 
 @functools.lru_cache(maxsize=64)
-def _channels(options: Sinusoids, d_model: int) -> phase.Channels:
-    """The constants of an encoding; a channel is a sine (quarter 0) or a cosine (1)."""
-    pairs, denominator = _pairs(options, d_model)
-    frequencies = phase.geometric_frequencies(
-        pairs, options.base, denominator, options.frequency_scale
-    )
-    quarters = (1, 0) if options.layout == "cos_sin" else (0, 1)
-    order = [(frequency, quarter) for quarter in quarters for frequency in frequencies]
-    if options.layout == "interleaved":
-        order = [pair for both in zip(order[:pairs], order[pairs:], strict=True) for pair in both]
+def _channels(options: Sinusoids, d_model: int) -> tuple[phase.Words, np.ndarray]:
+    """The frequency of each channel, and its quarter: 0 for a sine, 1 for a cosine."""
+    words = phase.words(_frequencies(options, d_model))
+    quarters = np.array([[1], [0]] if options.layout == "cos_sin" else [[0], [1]], np.uint32)
+    # [2, pairs]: all sines, then all cosines, or the other way round.
+    channels = np.broadcast_arrays(*words, quarters)
+    order = "F" if options.layout == "interleaved" else "C"
     # With odd="zero", the last channel is the sine of 0.
-    padded = [*order, (phase.ZERO, 0)][:d_model]
-    return phase.channels(*zip(*padded, strict=True))
+    *words, quarters = (np.pad(array.ravel(order), (0, 1))[:d_model] for array in channels)
+    return phase.Words(*words), quarters
 
 
 def _part_width(d_model: int, axes: int, odd: str) -> int:
     """The channels of each axis of a grid."""
-    arguments.integer("d_model", d_model, at_least=1, at_most=MOST_CHANNELS)
-    if arguments.choice("odd", odd, ODD) == "truncate":
-        if d_model % axes:
-            want = f"a multiple of the {axes} axes (or odd='round_up' or 'zero')"
-            raise arguments.value_error("d_model", want, d_model)
-        return d_model // axes
-    pairs = d_model / (2 * axes)
-    return 2 * (math.ceil(pairs) if odd == "round_up" else math.floor(pairs))
+    if odd == "round_up":
+        return 2 * math.ceil(d_model / (2 * axes))
+    if odd == "zero":
+        return 2 * (d_model // (2 * axes))
+    if d_model % axes:
+        want = f"a multiple of the {axes} axes (or odd='round_up' or 'zero')"
+        raise arguments.value_error("d_model", want, d_model)
+    return d_model // axes
 
 
 # The functions below are compiled even if the caller is not.
@@ -345,7 +332,7 @@ def _part_width(d_model: int, axes: int, odd: str) -> int:
 def _encoding(
     positions: Shaped[Array, "..."], d_model: int, options: Sinusoids, dtype: jnp.dtype
 ) -> Float[Array, "... d"]:
-    return phase.sinusoid(positions, _channels(options, d_model)).astype(dtype)
+    return phase.sinusoid(positions[..., None], *_channels(options, d_model)).astype(dtype)
 
 
 @compiled(2, 3, 4, 5, 6, 7)
@@ -359,23 +346,18 @@ def _grid_encoding(
     part: Sinusoids,
     dtype: jnp.dtype,
 ) -> Float[Array, "... d"]:
-    count = math.prod(lengths)
     if points is None:
         # The coordinates of an axis, with a size of 1 along the others.
-        along, leading = jnp.indices(lengths, jnp.int32, sparse=True), lengths
+        along = jnp.indices(lengths, jnp.int32, sparse=True)
     else:
         along = jnp.unravel_index(points, [max(length, 1) for length in lengths])
-        leading = points.shape
-    if coordinates is not None and count:
+    if coordinates is not None and math.prod(lengths):
         along = [jnp.take(*pair, mode="clip") for pair in zip(coordinates, along, strict=True)]
-    parts = [
-        jnp.broadcast_to(_encoding(along[axis], width, part, dtype), (*leading, width))
-        for axis in order
-        if width
-    ]
-    zeros = jnp.zeros((*leading, max(d_model - len(parts) * width, 0)), dtype)
-    encoding = jnp.concatenate([*parts, zeros], -1)[..., :d_model]
+    parts = jnp.broadcast_arrays(*(_encoding(along[axis], width, part, dtype) for axis in order))
+    encoding = jnp.concatenate(parts, -1)[..., :d_model]
+    padding = [(0, 0)] * (encoding.ndim - 1) + [(0, d_model - encoding.shape[-1])]
+    encoding = jnp.pad(encoding, padding)
     if points is None:
         return encoding
-    inside = (points >= 0) & (points < count)
+    inside = (points >= 0) & (points < math.prod(lengths))
     return jnp.where(inside[..., None], encoding, jnp.array(jnp.nan, dtype))
