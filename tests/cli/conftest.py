@@ -7,7 +7,7 @@ from command_line import TABLE
 from safetensors.numpy import save_file
 
 import transformer_embed as te
-from transformer_embed._src.pretrained.metadata import CONFIG, config_to_json
+from transformer_embed._src.pretrained.metadata import CONFIG, to_json
 from transformer_embed.cli.main import main
 
 
@@ -51,7 +51,7 @@ def save_embedder():
         save_file(
             change.get("arrays", arrays),
             path,
-            metadata={CONFIG: change.get("text", config_to_json(config))},
+            metadata={CONFIG: change.get("text", to_json(vars(config)))},
         )
         return path
 

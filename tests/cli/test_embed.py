@@ -10,7 +10,7 @@ from command_line import TABLE
 from safetensors import safe_open
 
 import transformer_embed as te
-from transformer_embed._src.pretrained.metadata import CONFIG, options_from_json
+from transformer_embed._src.pretrained.metadata import CONFIG, from_json
 from transformer_embed.cli import embed, language_model
 from transformer_embed.cli.embed import PAD_ID
 from transformer_embed.cli.main import main
@@ -80,7 +80,7 @@ def test_embed_is_the_embedder_on_padded_lines(
     }
     with safe_open(model_file, framework="numpy") as file:
         table = file.get_tensor(TABLE)
-        config = te.EmbedderConfig(**options_from_json("x", file.metadata()[CONFIG]))
+        config = te.EmbedderConfig(**from_json("x", file.metadata()[CONFIG]))
     np.testing.assert_allclose(got["embeddings"], by_hand(table, ids), rtol=0, atol=BY_HAND)
     module, name = TABLE.rsplit("/", 1)
     apply = te.Embedder(dataclasses.replace(config, pad_id=PAD_ID)).apply

@@ -41,10 +41,9 @@ from transformer_embed._src.pretrained import files as _files
 from transformer_embed._src.pretrained.metadata import (
     CONFIG,
     Extras,
-    config_to_json,
     extras_from_json,
-    extras_to_json,
-    options_from_json,
+    from_json,
+    to_json,
 )
 from transformer_embed._src.rows.gathered_rows import GatheredRows
 from transformer_embed.cli.main import main
@@ -393,7 +392,7 @@ def test_without_a_config_names_and_shapes_tell(tmp_path, name):
 )
 def test_names_that_models_share_want_a_model_type(tmp_path, name):
     path = checkpoint(tmp_path, CASES[name], settings={})
-    message = rf"^no config\.json beside {re.escape(str(path))}: it would name the architecture; "
+    message = rf"^no config\.json with a model_type beside {re.escape(str(path))}: it names the architecture; "
     message += r"add one, or pass settings=\{'model_type': '\w+'\} "
     with pytest.raises(
         ValueError, match=message + rf"\(the names of the tensors fit .*\b{name.split()[0]}\b"
@@ -668,7 +667,7 @@ def test_a_config_that_disagrees(tmp_path, name, settings, message):
 def test_a_table_of_another_rank(tmp_path):
     change = {"wte.weight": np.zeros(12, np.float32), "wpe.weight": np.zeros((3, 4), np.float32)}
     _files.write_tensors(tmp_path / "model.safetensors", change, {})
-    with pytest.raises(ValueError, match=r"wte\.weight: wanted a tensor of rank 2, got F32\[12\]$"):
+    with pytest.raises(ValueError, match=r"wte\.weight: wanted shape \[1, 12\], .* got F32\[12\]$"):
         pretrained.load_embedder(tmp_path)
 
 
@@ -756,7 +755,7 @@ def test_a_pointer_of_git_lfs(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "wanted JSON, got "),
+        ("{", "wanted JSON: Expecting "),
         ("[]", "wanted a JSON object, got list"),
         ("[" * 100_000, "wanted JSON"),
     ],
@@ -809,16 +808,19 @@ def test_shards_are_the_same_and_only_those_needed_are_opened(tmp_path, name):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weight_map": {}}, "wanted a weight_map from tensors to files, got none"),
-        ({"weight_map": {"a": 1}}, "wanted a weight_map from tensors to files, got none"),
-        ({}, "wanted a weight_map from tensors to files, got none"),
+        ({"weight_map": {}}, "wanted a weight_map from tensors to files in the same folder, got "),
+        (
+            {"weight_map": {"a": 1}},
+            "wanted a weight_map from tensors to files in the same folder, got ",
+        ),
+        ({}, "wanted a weight_map from tensors to files in the same folder, got "),
         (
             {"weight_map": {"a": "../a.safetensors"}},
-            "wanted files in the same folder, got '../a.safetensors'",
+            "wanted a weight_map from tensors to files in the same folder, got {'a': '../a.safetensors'}",
         ),
         (
             {"weight_map": {"a": "/etc/passwd"}},
-            "wanted files in the same folder, got '/etc/passwd'",
+            "wanted a weight_map from tensors to files in the same folder, got {'a': '/etc/passwd'}",
         ),
         (
             {"weight_map": {"wte.weight": "s", "wpe.weight": "s"}},
@@ -946,7 +948,7 @@ def test_own_parameters_and_back(tmp_path, config):
     assert is_same(
         pretrained.PretrainedInput(config, params, names=own), pretrained.load_embedder(path)
     )
-    assert te.EmbedderConfig(**options_from_json("x", config_to_json(config))) == config
+    assert te.EmbedderConfig(**from_json("x", to_json(vars(config)))) == config
 
 
 @pytest.mark.parametrize(
@@ -963,7 +965,7 @@ def test_own_parameters_and_back(tmp_path, config):
 def test_extras_round_trip(scaling):
     rotary = {"full": {"base": 1e4, "scaling": scaling}, "sliding": {"scaling": scaling}}
     extras = Extras(rotary, {"num_heads": 2})
-    assert extras_from_json("x", extras_to_json(extras)) == extras
+    assert extras_from_json("x", to_json(extras._asdict())) == extras
 
 
 def test_what_stands_beside_the_input_layer_comes_back(tmp_path):
@@ -1026,7 +1028,8 @@ def test_parameters_that_cannot_be_saved(tmp_path):
     ):
         pretrained.save_embedder(path, config, {**params, "a": {"b": np.zeros(1, np.int32)}})
     with pytest.raises(
-        ValueError, match=r"^names: wanted a tensor of its own for each parameter, got \['x', 'x'\]"
+        ValueError,
+        match=r"^names: wanted a tensor of its own for each parameter, .* got .*'x', 'x'",
     ):
         pretrained.save_embedder(
             path, config, params, names={f"{module}/embeddings": "x" for module in params}

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from checkpoints import CASES, GOLDEN, checkpoint, kind_of, load, read_by, tensors_of
+from checkpoints import CASES, GOLDEN, checkpoint, kind_of, load, names_of, read_by, tensors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +23,7 @@ FOREIGN = json.loads((GOLDEN / "foreign_names.json").read_text())["cases"]
 ARCHITECTURES = {
     kind_of(case).model_types[-1]: name for name, case in reversed(CASES.items())
 }.values()
-ROTATED = [name for name in ARCHITECTURES if "rope_theta" in kind_of(CASES[name]).names()]
+ROTATED = [name for name in ARCHITECTURES if "rope_theta" in names_of(CASES[name])]
 ROPE = (
     "rope_theta",
     "rope_local_base_freq",
@@ -60,7 +60,7 @@ def other_value(entry):
 ENTRIES = [
     (name, entry)
     for name in ARCHITECTURES
-    for field, names in kind_of(CASES[name]).names().items()
+    for field, names in names_of(CASES[name]).items()
     if field not in ROPE
     for entry in names
 ]
@@ -70,11 +70,10 @@ ENTRIES = [
 def test_settings_win_for_every_entry_of_every_architecture(tmp_path, name, entry):
     case = CASES[name]
     kind = kind_of(case)
-    field = next(field for field, names in kind.names().items() if entry in names)
+    names = names_of(case)
+    field = next(field for field, aliases in names.items() if entry in aliases)
     value = other_value(kind.read_entries()[field])
-    in_file = {
-        key: each for key, each in case["settings"].items() if key not in kind.names()[field]
-    }
+    in_file = {key: each for key, each in case["settings"].items() if key not in names[field]}
     said = loaded(tmp_path, case, case["settings"], {entry: value})
     assert said == loaded(tmp_path, case, in_file | {entry: value})
 
@@ -126,15 +125,15 @@ PARTS = st.fixed_dictionaries(
 )
 
 
-def written(parts, kind, form):
+def written(parts, names, form):
     """Parts of a rotation as entries of a config.json, in the old form, the new one, or the old one
     with "type"."""
     parts = {
         name: value
         for name, value in parts.items()
-        if name != "part" or "partial_rotary_factor" in kind.names()
+        if name != "part" or "partial_rotary_factor" in names
     }
-    layers = "rope_local_base_freq" in kind.names()
+    layers = "rope_local_base_freq" in names
     parts = {name: value for name, value in parts.items() if name != "sliding" or layers}
     if form == "new" and "scaling" in parts:
         inside = parts["scaling"] | ({"rope_theta": parts["theta"]} if "theta" in parts else {})
@@ -147,17 +146,17 @@ def written(parts, kind, form):
             else {}
         )
         return {"rope_parameters": {rope.FULL: inside} | sliding}
-    names = {
+    fields = {
         "theta": "rope_theta",
         "sliding": "rope_local_base_freq",
         "part": "partial_rotary_factor",
         "scaling": "rope_scaling",
     }
-    entries = {names[part]: value for part, value in parts.items()}
+    entries = {fields[part]: value for part, value in parts.items()}
     if form == "type" and "scaling" in parts:
         scaling = dict(parts["scaling"])
         entries["rope_scaling"] = {"type": scaling.pop("rope_type")} | scaling
-    own = {names[0]: names[-1] for names in kind.names().values()}
+    own = {aliases[0]: aliases[-1] for aliases in names.values()}
     return {
         next((alias for alias, field in own.items() if field == name), name): value
         for name, value in entries.items()
@@ -176,7 +175,7 @@ def test_settings_win_for_every_form_of_a_rotation(name, in_file, said, file_for
     """A scaling replaces the file's whole, a base and a share the file's own, whichever form the
     two have."""
     case = CASES[name]
-    kind = kind_of(case)
+    names = names_of(case)
     if "longrope" in (parts.get("scaling", {}).get("rope_type") for parts in (in_file, said)):
         in_file, said = (
             {key: value for key, value in parts.items() if key != "part"}
@@ -185,14 +184,14 @@ def test_settings_win_for_every_form_of_a_rotation(name, in_file, said, file_for
     rest = {
         key: value
         for key, value in case["settings"].items()
-        if all(key not in kind.names().get(each, ()) for each in ROPE)
+        if all(key not in names.get(each, ()) for each in ROPE)
     }
     rest |= {"original_max_position_embeddings": 48} if "phi3" in name else {}
     # What Phi-3's file says inside its scaling is not read, but what settings say is.
     inside = said.get("scaling", {}).get("original_max_position_embeddings")
     both = (
         rest
-        | written(in_file | said, kind, "old")
+        | written(in_file | said, names, "old")
         | ({"original_max_position_embeddings": inside} if inside and "phi3" in name else {})
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -201,8 +200,8 @@ def test_settings_win_for_every_form_of_a_rotation(name, in_file, said, file_for
             loaded(
                 folder,
                 case,
-                rest | written(in_file, kind, file_form),
-                written(said, kind, said_form),
+                rest | written(in_file, names, file_form),
+                written(said, names, said_form),
             )
             == together
         )
@@ -264,7 +263,7 @@ def test_a_rotation_given_in_settings_was_once_ignored(tmp_path, name, said, exp
         (
             "llama",
             {"rope_scaling": {"factor": 2}},
-            r"^settings and .*: rope_scaling: wanted an entry rope_type, one of default, .*, got only",
+            r"^settings and .*: rope_scaling: rope_type: wanted one of 'default', .*, got None$",
         ),
         (
             "gemma3",
@@ -332,7 +331,7 @@ def test_a_scaling_without_a_type_is_not_taken_for_none(tmp_path):
     )
     with pytest.raises(
         ValueError,
-        match=r"rope_scaling: wanted an entry rope_type, one of default, linear, .*, got only \['factor'\]$",
+        match=r"rope_scaling: rope_type: wanted one of 'default', 'linear', .*, got None$",
     ):
         load_embedder(path)
 
@@ -354,12 +353,12 @@ def test_a_config_without_model_type_has_no_defaults(tmp_path, name, entry):
     model = case["settings"]["model_type"]
     with pytest.raises(
         ValueError,
-        match=rf"wanted {entry} of a model {model}, as settings=.*, got a config\.json without model_type$",
+        match=rf"wanted {entry} of a model {model}, as settings=.*, got only model_type None$",
     ):
         load_embedder(path, settings={"model_type": model})
     with pytest.raises(
         ValueError,
-        match=r"^no model_type in .*config\.json: it names the architecture; add it, or pass settings=\{'model_type'",
+        match=r"^no config\.json with a model_type beside .*: it names the architecture; add one, or pass settings=\{'model_type'",
     ):
         load_embedder(path)
 
@@ -403,7 +402,7 @@ def test_names_of_tensors_that_other_models_share_are_asked_for():
         )
         for stack in description.STACKS:
             try:
-                kind, *_ = recognition.recognised(tensors, None, stack, Path("none/config.json"))
+                kind, *_ = recognition.recognised(tensors, None, stack)
             except (ValueError, FileNotFoundError):
                 continue
             assert set(case["model_types"]) <= SAME[kind.name], case
@@ -506,7 +505,7 @@ NUMBERS = [
     (name, field)
     for name in ARCHITECTURES
     for field, entry in kind_of(CASES[name]).read_entries().items()
-    if field in kind_of(CASES[name]).names()
+    if field in names_of(CASES[name])
     if any(is_accepted(entry, number) for number in (0.5, 5)) and not is_accepted(entry, "")
 ]
 
@@ -537,7 +536,7 @@ def test_a_model_type_beside_that_of_the_file_is_named(tmp_path):
     case = CASES["roberta"]
     rest = {key: each for key, each in case["settings"].items() if key != "layer_norm_eps"}
     path = checkpoint(tmp_path, case, settings=rest)
-    with pytest.raises(ValueError, match=r"got a config\.json of a model roberta$"):
+    with pytest.raises(ValueError, match=r"got only model_type 'roberta'$"):
         load_embedder(path, settings={"model_type": "bert"})
 
 

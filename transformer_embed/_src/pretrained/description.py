@@ -12,7 +12,8 @@ from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import OutputLayer
 from transformer_embed._src.layers.embedder import ROOT
 from transformer_embed._src.layers.schemes import Learned, Scheme, Sinusoidal
-from transformer_embed._src.pretrained import messages, rope
+from transformer_embed._src.pretrained import rope
+from transformer_embed._src.pretrained.messages import call_with_named_errors, short_repr
 
 TOKENS = f"{ROOT}token_embedding/embeddings"
 POSITIONS = f"{ROOT}learned_positional_encoding/embeddings"
@@ -57,11 +58,13 @@ class Entry(NamedTuple):
             REQUIRED.
         may_guess: whether a missing one has the default even if config.json does not name the model
             type, because it does not change the embeddings.
+        names: the model's own names, which take precedence, and the library's.
     """
 
     check: Check
     default: Any = None
     may_guess: bool = False
+    names: tuple[str, ...] = ()
 
 
 _SIZES = (
@@ -157,8 +160,8 @@ class Architecture(NamedTuple):
             "": nothing is rotated.
         rotates_share: whether config.json says how many of a head's channels rotate.
         rotates_by_layer: whether layers of each kind have their own entries.
-        rotated_kinds: the kind of layers that rotate and the kind that does not; None: all rotate.
-        unless_null: an entry; if it is null, all layers rotate.
+        rotated_kinds: the kind of layers that rotate and the kind that does not; None: all rotate,
+            as they do if the entry sliding_window is read and null.
         has_sections: whether consecutive pairs rotate by time, height and width.
         has_alibi: whether attention is biased by `alibi_bias`.
         entries: other entries that are read.
@@ -166,8 +169,8 @@ class Architecture(NamedTuple):
         defaults: of entries, other than those in `ENTRIES`; the value of one that is not read.
         head: the modules that may be its output layer.
         no_output: why an `OutputLayer` cannot say its output layer; "": it can.
-        prefixes: prefixes of checkpoints that no other architecture has.
-        has_unique_names: whether no other architecture has tensors of these names.
+        known_below: a pattern of prefixes below which no other architecture has tensors of these
+            names; the default matches none.
         refused: tensors that show that the input layer is different, with the reason.
         refused_entries: for an entry, the values that can be loaded, and why others cannot.
     """
@@ -183,13 +186,12 @@ class Architecture(NamedTuple):
     start: int | None = 0
     at_padding: int | None = None
     sinusoids: Mapping[str, Any] | None = None
-    scale: bool | str = False
+    scale: Any = False
     dropout: str = ""
     rotary: str = ""
     rotates_share: bool = False
     rotates_by_layer: bool = False
     rotated_kinds: tuple[str, str] | None = None
-    unless_null: str = ""
     has_sections: bool = False
     has_alibi: bool = False
     entries: str = ""
@@ -197,8 +199,7 @@ class Architecture(NamedTuple):
     defaults: Mapping[str, Any] = {}
     head: str = "lm_head"
     no_output: str = ""
-    prefixes: tuple[str, ...] = ()
-    has_unique_names: bool = False
+    known_below: str = "(?!)"
     refused: Mapping[str, str] = {}
     refused_entries: Mapping[str, tuple[tuple[Any, ...], str]] = {}
 
@@ -217,12 +218,6 @@ class Architecture(NamedTuple):
         """Whether it has an encoder and a decoder."""
         return "{stack}" in self.tokens
 
-    def is_unambiguous(self, prefix: str) -> bool:
-        """Whether no other architecture has tensors of these names below a prefix."""
-        return self.has_unique_names or any(
-            prefix == own or (own and prefix.endswith(f".{own}")) for own in self.prefixes
-        )
-
     def tensors(self, stack: str) -> dict[str, list[str]]:
         """For each parameter, the names that its tensor may have, below the checkpoint's prefix."""
         names = {}
@@ -233,65 +228,56 @@ class Architecture(NamedTuple):
         return names
 
     def read_entries(self) -> dict[str, Entry]:
-        """The entries that are read, with the defaults of this model."""
-        names = [self.scale, self.dropout, self.rotary, self.unless_null, *self.refused_entries]
-        names += self.entries.split()
-        for part, entries in READS.items():
-            if getattr(self, part):
-                names += entries.split()
-        entries = {name: entry for name, entry in ENTRIES.items() if name in names}
-        for name in entries.keys() & self.defaults.keys():
-            entries[name] = entries[name]._replace(default=self.defaults[name])
+        """The entries that are read, with the names and the defaults of this model."""
+        reads = [self.entries, self.scale, self.dropout, self.rotary, *self.refused_entries]
+        reads += [entries for part, entries in READS.items() if getattr(self, part)]
+        words = " ".join(map(str, reads)).split()
+        entries = {}
+        for name, entry in ENTRIES.items():
+            if name in words:
+                names = (*self.aliases.get(name, "").split(), name)
+                default = self.defaults.get(name, entry.default)
+                entries[name] = entry._replace(names=names, default=default)
         return entries
-
-    def names(self) -> dict[str, tuple[str, ...]]:
-        """The names of each entry, the model's own first."""
-        inside = rope.LAYERS[rope.SLIDING][1:]  # of `rope_parameters` only
-        known = [name for name in self.read_entries() if name not in inside]
-        return {name: (*self.aliases.get(name, "").split(), name) for name in known}
-
-    def missing(self, found: Options, *, is_named: bool) -> list[str]:
-        """The names of entries that must be said; `is_named`: whether config.json has the type."""
-        missing = []
-        for name, entry in self.read_entries().items():
-            has_default = is_named or entry.may_guess or entry.default is None
-            if name not in found and (entry.default is REQUIRED or not has_default):
-                missing.append(self.names()[name][0])
-        return missing
 
     def read(self, where: str, given: Options, *, is_file: bool) -> dict[str, Any]:
         """The checked values of the entries that a config.json or `settings=` gives.
 
         Entries of a config.json that are not read are left out.
         """
-        entries, names = self.read_entries(), self.names()
-        found: dict[str, Any] = {}
-        for entry, several in names.items():
-            # The model's own name comes last, to win; null does not hide another name's value.
-            for name in reversed(several):
-                if name in given and (given[name] is not None or entry not in found):
-                    found[entry] = given[name]
+        entries, unknown = self.read_entries(), dict(given)
+        found = {}
+        for name, entry in entries.items():
+            said = [unknown.pop(alias) for alias in entry.names if alias in unknown]
+            if said:
+                # Null does not hide another name's value.
+                found[name] = next((value for value in said if value is not None), None)
         if self.rotary:
-            found = messages.call_with_named_errors(
+            found = call_with_named_errors(
                 where, rope.to_old_form, found, is_file=is_file, by_layer=self.rotates_by_layer
             )
-        accepted = [name for several in names.values() for name in several]
-        unknown = [name for name in given if name not in accepted]
-        unknown += [name for name in found if name not in entries]
+        unknown |= {name: found.pop(name) for name in found.keys() - entries.keys()}
         if unknown and not is_file:
-            reads = ", ".join(several[0] for several in names.values())
+            reads = ", ".join(entry.names[0] for entry in entries.values())
             want = f"entries that a model {self.name} reads ({reads})"
-            raise arguments.value_error(where, want, messages.short_repr(unknown[0]))
+            raise arguments.value_error(where, want, short_repr(next(iter(unknown))))
         return {
-            name: messages.call_with_named_errors(where, entries[name].check, name, value)
+            name: call_with_named_errors(where, entries[name].check, name, value)
             for name, value in found.items()
-            if name in entries
         }
 
-    def with_defaults(self, found: Options) -> dict[str, Any]:
-        """The values of all entries; None for those that mean nothing."""
-        defaults = {name: entry.default for name, entry in self.read_entries().items()}
-        return dict.fromkeys(ENTRIES) | dict(self.defaults) | defaults | dict(found)
+    def with_defaults(self, found: Options, *, is_named: bool) -> tuple[dict[str, Any], list[str]]:
+        """The values of all entries, and the names of those that must be said.
+
+        Entries that mean nothing are None. Without `is_named`, config.json does not say the type.
+        """
+        value, missing = {**dict.fromkeys(ENTRIES), **self.defaults}, []
+        for name, entry in self.read_entries().items():
+            value[name] = found.get(name, entry.default)
+            has_default = is_named or entry.may_guess or entry.default is None
+            if value[name] is REQUIRED or not (has_default or name in found):
+                missing.append(entry.names[0])
+        return value, missing
 
     def describe(
         self, value: Options, shapes: Shapes, stack: str
@@ -304,14 +290,14 @@ class Architecture(NamedTuple):
         for name, (accepted, reason) in self.refused_entries.items():
             if value[name] not in accepted:
                 want = f"{accepted[0]!r}, since {reason}"
-                raise arguments.value_error(name, want, messages.short_repr(value[name]))
+                raise arguments.value_error(name, want, short_repr(value[name]))
         rows, width = shapes[TOKENS]
         decoder_rows = value["decoder_vocab_size"] if stack == "decoder" else None
         options = {
             "vocab_size": decoder_rows or value["vocab_size"] or rows,
             "d_model": value["hidden_size"] or shapes.get(WIDEN, (width,))[0],
             "scheme": self._scheme(value, shapes),
-            "scale": value[self.scale] if isinstance(self.scale, str) else self.scale,
+            "scale": value.get(self.scale, self.scale),
             "dropout_rate": value.get(self.dropout, 0.0),
             "output": self._output(value, shapes, stack),
         }
@@ -329,7 +315,7 @@ class Architecture(NamedTuple):
         rows, width = shapes[TOKENS]
         is_tied = value["tie_word_embeddings"]
         has_own = OUTPUT_TABLE in shapes or not is_tied
-        is_shared = value["share_encoder_decoder_embeddings"] in (True, None)
+        is_shared = value["share_encoder_decoder_embeddings"] is not False
         if self.no_output:
             return self.no_output
         if self.has_stacks and stack == STACKS[0] and (has_own or not is_shared):
@@ -383,8 +369,9 @@ class Architecture(NamedTuple):
         if self.rotates_by_layer:
             return {layer: self._rotation(value, width, layer) for layer in rope.LAYERS}
         rotation = self._rotation(value, width, rope.FULL)
-        all_rotate = self.unless_null and value[self.unless_null] is None
-        if self.rotated_kinds is None or all_rotate:
+        # EXAONE 4 rotates in all layers if it has no window.
+        has_window = "sliding_window" not in self.entries or value["sliding_window"] is not None
+        if self.rotated_kinds is None or not has_window:
             return rotation
         rotated, unrotated = self.rotated_kinds
         return {rotated: rotation, unrotated: None}
@@ -413,5 +400,5 @@ class Architecture(NamedTuple):
         if head_dim is None:
             head_dim = width // _count("num_attention_heads", value["num_attention_heads"])
         rotary["rotary_dim"] = int(head_dim * factor)
-        messages.call_with_named_errors(share, rope.check, rotary, head_dim)
+        call_with_named_errors(share, rope.check, rotary, head_dim)
         return rotary

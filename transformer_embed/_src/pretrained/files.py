@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_embed._src import arguments
-from transformer_embed._src.pretrained import messages
+from transformer_embed._src.pretrained.messages import parse, short_repr, shorten
 
 DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp.dtype("float16")}
 FLOAT64 = "F64"
@@ -67,29 +67,29 @@ class Tensors:
     def entry(self, name: str) -> TensorInfo:
         """A tensor's file, dtype and shape; a ValueError if it is not there."""
         if name not in self.files:
-            want = f"a tensor {messages.shorten(name)}"
-            raise arguments.value_error(shown_path(self.path), want, self.listed())
+            want = f"a tensor {shorten(name)}"
+            raise arguments.value_error(shorten(self.path), want, self.listed())
         file = self.files[name]
         if file not in self._opened:
             self._opened[file] = _header(file)[0]
         entries = self._opened[file]
         if name not in entries:
-            index = messages.shorten(self.path.name)
-            want = f"the tensor {messages.shorten(name)}, as {index} says"
-            raise arguments.value_error(shown_path(file), want, f"{len(entries)} others")
+            index = shorten(self.path.name)
+            want = f"the tensor {shorten(name)}, as {index} says"
+            raise arguments.value_error(shorten(file), want, f"{len(entries)} others")
         return entries[name]
 
     def place(self, name: str) -> str:
         """A tensor for a message."""
-        return f"{shown_path(self.path)}: {messages.shorten(name)}"
+        return f"{shorten(self.path)}: {shorten(name)}"
 
     def are_equal(self, name: str, other: str) -> bool:
         """Whether two tensors have the same bytes."""
         first, second = self.entry(name), self.entry(other)
-        if first[1:3] != second[1:3] or first.dtype not in DTYPES:
+        if (first.dtype, first.shape) != (second.dtype, second.shape):
             return False
         pairs = zip(_pieces(first), _pieces(second), strict=True)
-        return all(one.tobytes() == two.tobytes() for one, two in pairs)
+        return all(one.tobytes() == two.tobytes() for (_, one), (_, two) in pairs)
 
     def read(self, name: str, float64_as: np.dtype) -> np.ndarray:
         """A copy of a tensor in its own dtype; float64 is rounded.
@@ -100,10 +100,9 @@ class Tensors:
         entry = self.entry(name)
         dtype, size = DTYPES.get(entry.dtype, float64_as), math.prod(entry.shape)
         array = np.frombuffer(mmap.mmap(-1, max(size * dtype.itemsize, 1)), dtype, size)
-        parts = (array[start : start + PIECE] for start in range(0, size, PIECE))
         with np.errstate(over="ignore"):
-            for part, piece in zip(parts, _pieces(entry), strict=True):
-                part[:] = piece
+            for start, piece in _pieces(entry):
+                array[start : start + PIECE] = piece
         if entry.dtype == FLOAT64 and np.isinf(array).any():
             want = f"numbers that fit into {dtype}"
             raise arguments.value_error(self.place(name), want, "larger ones")
@@ -111,25 +110,28 @@ class Tensors:
 
     def listed(self) -> str:
         """A few names for a message, without layer numbers; those outside of layers come first."""
-        is_open = set(self.files.values()) == {self.path}
         words = {}
-        for name in sorted(self.files):
+        for name, file in self.files.items():
             layer = re.sub(r"\b\d+\b", "*", name)
-            words[layer] = messages.shorten(layer, 40) + (f" {self.entry(name)}" if is_open else "")
-        order = sorted(words, key=lambda layer: ("*" in layer, layer))
-        if not order:
+            info = f" {self.entry(name)}" if file == self.path else ""
+            words["*" in layer, layer] = shorten(layer, 40) + info
+        if not words:
             return "an empty file"
-        more = f" and {len(order) - LISTED} more" if len(order) > LISTED else ""
-        return "the tensors " + ", ".join(words[layer] for layer in order[:LISTED]) + more
+        more = f" and {len(words) - LISTED} more" if len(words) > LISTED else ""
+        shown = [words[layer] for layer in sorted(words)]
+        return "the tensors " + ", ".join(shown[:LISTED]) + more
 
 
-def _pieces(entry: TensorInfo) -> Iterator[np.ndarray]:
-    """The numbers of a tensor, some at a time; read without mapping the file, to save memory."""
-    dtype = DTYPES.get(entry.dtype, np.dtype(np.float64))
+def _pieces(entry: TensorInfo) -> Iterator[tuple[int, np.ndarray]]:
+    """Some numbers of a tensor at a time, and the index of the first of them.
+
+    The file is not mapped, to save memory.
+    """
+    dtype, size = DTYPES.get(entry.dtype, np.dtype(np.float64)), math.prod(entry.shape)
     with open(entry.file, "rb") as file:
         file.seek(entry.start)
-        for left in range(math.prod(entry.shape), 0, -PIECE):
-            yield np.fromfile(file, dtype, min(left, PIECE))
+        for start in range(0, size, PIECE):
+            yield start, np.fromfile(file, dtype, min(size - start, PIECE))
 
 
 def open_tensors(path: str | os.PathLike[str]) -> Tensors:
@@ -137,30 +139,29 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
 
     An index file lists shards, which are beside it.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise arguments.type_error("path", "a str or a path", type(path).__name__)
-    found = _find(pathlib.Path(path))
+    found = _find(as_path(path))
     if found.name.endswith(".json"):
         return Tensors(found, _shards(found), {})
     entries, metadata = _header(found)
     return Tensors(found, dict.fromkeys(entries, found), metadata, {found: entries})
 
 
-def shown_path(path: str | os.PathLike[str]) -> str:
-    """A path for a message."""
-    return messages.shorten(os.fspath(path))
+def as_path(path: str | os.PathLike[str]) -> pathlib.Path:
+    """The argument `path`."""
+    if not isinstance(path, str | os.PathLike):
+        raise arguments.type_error("path", "a str or a path", type(path).__name__)
+    return pathlib.Path(path)
 
 
 def _find(path: pathlib.Path) -> pathlib.Path:
     """The file that a path names, or the one inside a folder."""
     if not path.exists():
-        # One or two words without a suffix may be a model's name.
-        is_short = not path.is_absolute() and len(path.parts) <= 2
+        # One or two words may be a model's name.
         hint = ""
-        if is_short and path.suffix not in (".safetensors", ".json", ".bin"):
+        if len(path.parts) <= 2:
             call = "huggingface_hub.snapshot_download(name)"
             hint = f" (for a model's name, pass the folder that {call} returns)"
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT) + hint, shown_path(path))
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT) + hint, shorten(path))
     if not path.is_dir():
         return path
     for name in (WHOLE, WHOLE + INDEX):
@@ -169,37 +170,35 @@ def _find(path: pathlib.Path) -> pathlib.Path:
     names = sorted(name.name for name in path.iterdir())
     if any(name.startswith("pytorch_model") for name in names):
         convert = CONVERT.format("pytorch_model*.bin")
-        raise ValueError(f"{shown_path(path)}: {convert}: a pickle may run code and is not opened")
+        raise ValueError(f"{shorten(path)}: {convert}: a pickle may run code and is not opened")
     if ADAPTER in names:
         want = (
             "a whole model, which peft's AutoPeftModel.from_pretrained(folder).merge_and_unload()"
             ".save_pretrained(new_folder) writes, or the folder of the base model"
         )
-        raise arguments.value_error(shown_path(path), want, "the changes of an adapter")
+        raise arguments.value_error(shorten(path), want, "the changes of an adapter")
     want = f"a folder with {WHOLE} or {WHOLE}{INDEX}"
     others = [name for name in names if name.endswith(".safetensors")]
     if others:
-        want += f" (or pass the file: {shown_path(others[0])})"
-    raise arguments.value_error(shown_path(path), want, "neither")
+        want += f" (or pass the file: {shorten(others[0])})"
+    raise arguments.value_error(shorten(path), want, "neither")
 
 
 def _shards(path: pathlib.Path) -> dict[str, pathlib.Path]:
     """The file of each tensor, as an index file says."""
     names: Any = read_json(path).get("weight_map")
     files = list(names.values()) if isinstance(names, dict) else []
-    if not files or not all(isinstance(name, str) for name in files):
-        raise arguments.value_error(shown_path(path), "a weight_map from tensors to files", "none")
-    for name in files:
-        if name != pathlib.Path(name).name or name in ("", "..") or "\0" in name:
-            got = messages.short_repr(name)
-            raise arguments.value_error(shown_path(path), "files in the same folder", got)
+    are_names = [isinstance(name, str) and re.fullmatch(r"[^/\\\0]+", name) for name in files]
+    if not files or not all(are_names):
+        want = "a weight_map from tensors to files in the same folder"
+        raise arguments.value_error(shorten(path), want, short_repr(names))
     return {tensor: path.parent / name for tensor, name in names.items()}
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """A JSON object; a ValueError if the file holds anything else."""
     _regular_mode(path)
-    return messages.parse(shown_path(path), path.read_bytes())
+    return parse(shorten(path), path.read_bytes())
 
 
 def _header(path: pathlib.Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
@@ -213,7 +212,7 @@ def _header(path: pathlib.Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
             pass
     except (SafetensorError, OSError) as error:
         got = _describe_contents(path, error)
-        raise arguments.value_error(shown_path(path), "a whole safetensors file", got) from error
+        raise arguments.value_error(shorten(path), "a whole safetensors file", got) from error
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -257,15 +256,15 @@ def write_tensors(
     for name in names:
         array, start = arrays[name], end
         end += array.nbytes
-        offsets = {"shape": array.shape, "data_offsets": [start, end]}
-        header[name] = {"dtype": codes[array.dtype]} | offsets
-    text = json.dumps(header).encode()
+        entry = {"dtype": codes[array.dtype], "shape": array.shape, "data_offsets": [start, end]}
+        header[name] = entry
+    text = json.dumps(header, ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
 
     def write(file: IO[bytes]) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
-            file.write(np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8).data)
+            file.write(np.ascontiguousarray(arrays[name]).view(np.uint8).data)
 
     write_whole(path, write)
 
@@ -276,7 +275,8 @@ def write_whole(path: pathlib.Path, write: Callable[[IO[bytes]], Any]) -> None:
     A replaced file keeps its mode. What killed processes left in the folder is removed.
     """
     want = "a regular file, or a new name in a folder that exists"
-    mode = _regular_mode(path, want) if path.exists() else None
+    exists = path.exists()
+    mode = _regular_mode(path, want) if exists else 0o666
     # With a separator at its end, only the name of a folder is found.
     os.stat(os.path.join(path.parent, ""))
     for name in path.parent.glob(f"{TEMPORARY}*.tmp"):
@@ -284,10 +284,10 @@ def write_whole(path: pathlib.Path, write: Callable[[IO[bytes]], Any]) -> None:
             name.unlink(missing_ok=True)
     name = path.parent / f"{TEMPORARY}{secrets.token_hex(8)}.tmp"
     # A private file's replacement must not be readable by others, not even while it is written.
-    opener = functools.partial(os.open, mode=0o666 if mode is None else 0o600)
+    opener = functools.partial(os.open, mode=mode)
     try:
         with open(name, "xb", opener=opener) as file:
-            if mode is not None:
+            if exists:
                 name.chmod(mode)
             write(file)
             file.flush()
@@ -305,5 +305,5 @@ def _regular_mode(path: pathlib.Path, want: str = "a regular file") -> int:
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
         got = "a folder" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
-        raise arguments.value_error("path", want, f"{got}, {shown_path(path)}")
+        raise arguments.value_error("path", want, f"{got}, {shorten(path)}")
     return stat.S_IMODE(mode)

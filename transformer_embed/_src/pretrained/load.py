@@ -13,23 +13,25 @@ from jaxtyping import Array
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.embedder import Params
-from transformer_embed._src.pretrained import messages, metadata
+from transformer_embed._src.pretrained import metadata
 from transformer_embed._src.pretrained.description import (
     OFFSETS,
     OUTPUT_TABLE,
     STACKS,
     TOKENS,
-    VECTORS,
-    Architecture,
 )
 from transformer_embed._src.pretrained.files import (
     DTYPES,
     FLOAT64,
-    TensorInfo,
     Tensors,
     open_tensors,
     read_json,
-    shown_path,
+)
+from transformer_embed._src.pretrained.messages import (
+    call_with_named_errors,
+    check_mappings,
+    short_repr,
+    shorten,
 )
 from transformer_embed._src.pretrained.parameters import (
     full_paths,
@@ -37,7 +39,7 @@ from transformer_embed._src.pretrained.parameters import (
     parameters_of,
     short_path,
 )
-from transformer_embed._src.pretrained.recognition import recognised
+from transformer_embed._src.pretrained.recognition import recognised, shapes_of
 
 # The text model's own entries, in a config.json of several models.
 TEXT_MODEL = ("text_config", "text")
@@ -156,9 +158,7 @@ def load_embedder(
     """
     if stack is not None:
         arguments.choice("stack", stack, STACKS)
-    messages.check_mappings(settings=settings, names=names)
-    if not isinstance(config, EmbedderConfig | None):
-        raise arguments.type_error("config", "an EmbedderConfig, or None", type(config).__name__)
+    check_mappings(settings=settings, names=names)
     if (config is None) != (names is None):
         raise arguments.value_error("config and names", "both or neither", "one of them")
     tensors = open_tensors(path)
@@ -181,29 +181,28 @@ def _read_by_hand(
     full = full_paths(names, parameters)
     for name, tensor in full.items():
         if not isinstance(tensor, str) and not (tensor is None and name in OFFSETS):
-            want = "a tensor's name" + (", or None for zeros" if name in OFFSETS else "")
-            raise arguments.type_error(f"names: {name}", want, messages.short_repr(tensor))
-    if missing := [short_path(name) for name in parameters if name not in full]:
-        want = f"a tensor for each parameter, also for {', '.join(missing)}"
-        got = f"only {messages.short_repr(sorted(names))}"
-        raise arguments.value_error("names", want, got)
-    params = _read(tensors, "config", parameters, full, dtypes=(*DTYPES, FLOAT64))
-    return PretrainedInput(config, params, names=_without_none(full))
+            got = short_repr(tensor)
+            raise arguments.type_error(f"names: {name}", "a tensor's name", got)
+    params, names = _read(tensors, "names", full, parameters, (*DTYPES, FLOAT64))
+    return PretrainedInput(config, params, names=names)
 
 
 def _read_own(tensors: Tensors) -> PretrainedInput:
     """The layer that `save_embedder` described in the metadata."""
-    path = shown_path(tensors.path)
+    path = shorten(tensors.path)
     where, place = f"{path}: {metadata.CONFIG}", f"{path}: {metadata.EXTRAS}"
-    options = metadata.options_from_json(where, tensors.metadata[metadata.CONFIG])
-    rotary, bias, names = metadata.extras_from_json(
-        place, tensors.metadata.get(metadata.EXTRAS, "{}")
-    )
+    options = metadata.from_json(where, tensors.metadata[metadata.CONFIG])
+    text = tensors.metadata.get(metadata.EXTRAS, "{}")
+    rotary, bias, names = metadata.extras_from_json(place, text)
     config = _checked_config(tensors, where, options, (names or {}).get(TOKENS, TOKENS))
     parameters = parameters_of(where, config, rotary, bias)
     if names is None:
         names = {name: name for name in parameters}
-    params = _read(tensors, where, parameters, names)
+    for name in names.keys() - parameters.keys():
+        # It stands beside the input layer.
+        shape = tensors.entry(names[name]).shape
+        parameters[name] = jax.ShapeDtypeStruct(shape, config.param_dtype)
+    params, names = _read(tensors, f"{place}: names", names, parameters)
     return PretrainedInput(config, params, rotary, bias, names)
 
 
@@ -214,22 +213,25 @@ def _read_published(
     path = tensors.path.parent / "config.json"
     in_file, type_in_file = _config_json(path)
     model_type = settings.pop("model_type", None) or type_in_file
-    kind, _, names = recognised(tensors, model_type, stack, path)
-    model = f"for a model {kind.name}"
-    entries = kind.read(f"{shown_path(path)}, {model}", in_file, is_file=True)
+    kind, _, names = recognised(tensors, model_type, stack)
+    place = f"{shorten(path)}, for a model {kind.name}"
+    entries = kind.read(place, in_file, is_file=True)
     entries |= kind.read("settings", settings, is_file=False)
-    if missing := kind.missing(entries, is_named=type_in_file in kind.model_types):
-        raise _missing_entries(missing, kind, path, type_in_file)
-    value = kind.with_defaults(entries)
+    value, missing = kind.with_defaults(entries, is_named=type_in_file in kind.model_types)
+    if missing:
+        want = (
+            f"{', '.join(sorted(missing))} of a model {kind.name}, as settings={{...}} or in a "
+            f"config.json that names the model_type"
+        )
+        got = f"only model_type {type_in_file!r}" if path.is_file() else "no config.json"
+        raise arguments.value_error(shorten(path), want, got)
     table = names.get(OUTPUT_TABLE)
     # As in the library: two tables that differ are not tied, whatever config.json says.
     if table and value["tie_word_embeddings"] and tensors.are_equal(table, names[TOKENS]):
         del names[OUTPUT_TABLE]
-    shapes = {name: _shape(tensors, name, tensor) for name, tensor in names.items()}
-    sources = ["settings"] * (settings != {} or not in_file)
-    sources += [shown_path(path)] * (in_file != {})
-    where = f"{' and '.join(sources)}, {model}"
-    options, rotary, bias = messages.call_with_named_errors(
+    shapes = shapes_of(tensors, names)
+    where = f"settings and {place}" if settings else place
+    options, rotary, bias = call_with_named_errors(
         where, kind.describe, value, shapes, stack or STACKS[0]
     )
     dtype = tensors.entry(names[TOKENS]).dtype
@@ -237,11 +239,11 @@ def _read_published(
     hint = f" (if the vocabulary was resized: settings={{'vocab_size': {shapes[TOKENS][0]}}})"
     config = _checked_config(tensors, where, options, names[TOKENS], hint)
     parameters = parameters_of(where, config, rotary, bias)
-    # An output layer that the config does not have is not read.
-    names = {name: tensor for name, tensor in names.items() if name in parameters}
-    # (In a file that `save_embedder` wrote, a missing offset is damage.)
-    offsets = dict.fromkeys(parameters.keys() & set(OFFSETS))
-    params = _read(tensors, where, parameters, offsets | names)
+    # An output layer that the config does not have is not read, and an offset that the file does
+    # not have is zeros. (In a file that `save_embedder` wrote, a missing offset is damage.)
+    stored = dict.fromkeys(OFFSETS) | names
+    stored = {name: tensor for name, tensor in stored.items() if name in parameters}
+    params, names = _read(tensors, where, stored, parameters)
     return PretrainedInput(config, params, rotary, bias, names)
 
 
@@ -253,38 +255,6 @@ def _config_json(path: pathlib.Path) -> tuple[Mapping[str, Any], Any]:
     return entries, entries.get("model_type") or whole.get("model_type")
 
 
-def _missing_entries(
-    names: list[str], kind: Architecture, path: pathlib.Path, type_in_file: Any
-) -> ValueError:
-    """The error for a config.json without entries that the model needs."""
-    want = (
-        f"{', '.join(sorted(names))} of a model {kind.name}, as settings={{...}} or in a "
-        f"config.json that names the model_type"
-    )
-    got = f"a config.json of a model {type_in_file}"
-    if type_in_file in kind.model_types:
-        got = "none"
-    elif type_in_file is None:
-        got = "a config.json without model_type" if path.is_file() else "no config.json"
-    return arguments.value_error(shown_path(path), want, got)
-
-
-def _shape(tensors: Tensors, name: str, tensor: str) -> tuple[int, ...]:
-    """The shape of a parameter's tensor, which has the parameter's rank and leading axes of 1."""
-    entry = tensors.entry(tensor)
-    rank = 1 if name in VECTORS else 2
-    shape = entry.shape[-rank:]
-    if not _is_same(entry, shape) or len(shape) != rank:
-        raise arguments.value_error(tensors.place(tensor), f"a tensor of rank {rank}", entry)
-    return shape
-
-
-def _is_same(entry: TensorInfo, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor has this shape, apart from leading axes of 1."""
-    ones = len(entry.shape) - len(shape)
-    return entry.shape == (1,) * ones + shape
-
-
 def _checked_config(
     tensors: Tensors, where: str, options: Mapping[str, Any], table: str, hint: str = ""
 ) -> EmbedderConfig:
@@ -294,48 +264,39 @@ def _checked_config(
     sizes = (options.get("vocab_size"), width)
     if None not in sizes:
         _check_entry(tensors, table, sizes, hint=hint)
-    return messages.call_with_named_errors(where, EmbedderConfig, **options)
+    return call_with_named_errors(where, EmbedderConfig, **options)
 
 
 def _read(
     tensors: Tensors,
     where: str,
-    parameters: Mapping[str, jax.ShapeDtypeStruct],
     names: Mapping[str, str | None],
+    parameters: Mapping[str, jax.ShapeDtypeStruct],
     dtypes: tuple[str, ...] = tuple(DTYPES),
-) -> dict[str, dict[str, Array]]:
-    """Checks all shapes and dtypes, then reads the parameters, and what stands beside them.
+) -> tuple[Params, dict[str, str]]:
+    """The parameters, and the names of their tensors; one whose tensor is None is zeros.
 
-    A parameter whose tensor is None is zeros.
+    All shapes and dtypes are checked before any tensor is read.
     """
-    for name in parameters:
-        if name not in names:
-            want, got = "a tensor for each parameter", f"none for {short_path(name)}"
-            raise arguments.value_error(f"{where}: names", want, got)
-    tensor_names = _without_none(names)
-    shapes = {}
-    for name, tensor in tensor_names.items():
-        beside = tensors.entry(tensor).shape
-        shapes[name] = parameters[name].shape if name in parameters else beside
-        stored = shapes[name][::-1] if is_transposed(name, tensor) else shapes[name]
-        _check_entry(tensors, tensor, stored, dtypes=dtypes)
+    if missing := [short_path(name) for name in parameters if name not in names]:
+        want = f"a tensor for each parameter, also for {', '.join(missing)}"
+        raise arguments.value_error(where, want, f"only {short_repr(sorted(names))}")
+    stored = {name: tensor for name, tensor in names.items() if tensor is not None}
+    for name, tensor in stored.items():
+        shape = parameters[name].shape
+        is_turned = is_transposed(name, tensor)
+        _check_entry(tensors, tensor, shape[::-1] if is_turned else shape, dtypes=dtypes)
     params: dict[str, dict[str, Array]] = {}
-    for name, tensor in tensor_names.items():
+    for name, parameter in parameters.items():
         module, leaf = name.rsplit("/", 1)
-        array = tensors.read(tensor, parameters.get(name, parameters[TOKENS]).dtype)
-        if is_transposed(name, tensor):
-            array = np.ascontiguousarray(array.T)
+        array = np.zeros(parameter.shape, parameter.dtype)
+        if name in stored:
+            array = tensors.read(stored[name], parameter.dtype)
+            if is_transposed(name, stored[name]):
+                array = np.ascontiguousarray(array.T)
         # Unlike jnp.asarray, this makes no copy on a CPU.
-        params.setdefault(module, {})[leaf] = jax.device_put(array.reshape(shapes[name]))
-    for name in names.keys() - tensor_names.keys():
-        module, leaf = name.rsplit("/", 1)
-        params[module][leaf] = jnp.zeros(parameters[name].shape, parameters[name].dtype)
-    return params
-
-
-def _without_none(names: Mapping[str, str | None]) -> dict[str, str]:
-    """The names of the parameters that have a tensor."""
-    return {name: tensor for name, tensor in names.items() if tensor is not None}
+        params.setdefault(module, {})[leaf] = jax.device_put(array.reshape(parameter.shape))
+    return params, stored
 
 
 def _check_entry(
@@ -348,11 +309,11 @@ def _check_entry(
 ) -> None:
     """Raises unless a tensor has this shape, apart from leading axes of 1, and such a dtype."""
     entry = tensors.entry(tensor)
-    is_same = _is_same(entry, shape)
+    is_same = entry.shape == (1,) * (len(entry.shape) - len(shape)) + shape
     if is_same and entry.dtype in dtypes:
         return
     want = (
-        f"shape {messages.short_repr(list(shape))}, as the configuration says, of "
+        f"shape {short_repr(list(shape))}, as the configuration says, of "
         f"{', '.join(dtypes[:-1])} or {dtypes[-1]}"
     )
     if is_same and entry.dtype == FLOAT64:

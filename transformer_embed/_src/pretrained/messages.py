@@ -13,8 +13,9 @@ def short_repr(value: Any) -> str:
     return reprlib.repr(value)[:120]
 
 
-def shorten(text: str, most: int = 100) -> str:
+def shorten(name: Any, most: int = 100) -> str:
     """A path or a name for a message; only its end if it is long."""
+    text = str(name)
     return text if len(text) <= most else f"...{text[3 - most :]}"
 
 
@@ -37,10 +38,7 @@ def check_mappings(**values: Any) -> None:
 
 def parse(name: str, text: str | bytes) -> dict[str, Any]:
     """A JSON object; a ValueError for any other text."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise arguments.value_error(name, "JSON", str(error)[:100]) from error
+    value = call_with_named_errors(f"{name}: wanted JSON", json.loads, text)
     if not isinstance(value, dict):
         raise arguments.value_error(name, "a JSON object", type(value).__name__)
     return value

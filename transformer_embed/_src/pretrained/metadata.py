@@ -13,9 +13,14 @@ import numpy as np
 
 from transformer_embed._src import arguments
 from transformer_embed._src.functional.rotary_scaling import Scaling
-from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
+from transformer_embed._src.layers.config import OutputLayer
 from transformer_embed._src.layers.schemes import Scheme
-from transformer_embed._src.pretrained import messages
+from transformer_embed._src.pretrained.messages import (
+    call_with_named_errors,
+    check_mappings,
+    parse,
+    short_repr,
+)
 
 # Of the file's metadata.
 CONFIG = "transformer_embed.config"
@@ -34,36 +39,29 @@ class Extras(NamedTuple):
     names: Mapping[str, str] | None = None
 
 
-def config_to_json(config: EmbedderConfig) -> str:
-    """The config's fields; the position scheme has its class name, and dtypes are names."""
-    return json.dumps(vars(config), default=_encoded)
+def to_json(values: Mapping[str, Any]) -> str:
+    """Fields of a config or of extras: a scheme has its class name, and so has a scaling."""
+    return json.dumps(dict(values), default=_encoded)
 
 
-def options_from_json(name: str, text: str) -> dict[str, Any]:
-    """The config's arguments.
+def from_json(name: str, text: str) -> dict[str, Any]:
+    """The inverse of `to_json`; a ValueError for any other text.
 
-    They are not yet checked, so that sizes can be compared with the tensors before the config is
-    made.
+    A config's arguments are not yet checked, so that sizes can be compared with the tensors before
+    the config is made.
     """
-    return messages.call_with_named_errors(name, _decoded, messages.parse(name, text))
-
-
-def extras_to_json(extras: Extras) -> str:
-    """Rotary, bias and names; a scaling has its class name."""
-    return json.dumps(extras._asdict(), default=_encoded)
+    return call_with_named_errors(name, _decoded, parse(name, text))
 
 
 def extras_from_json(name: str, text: str) -> Extras:
-    """The inverse of `extras_to_json`; a ValueError for any other text."""
-    extras = messages.call_with_named_errors(
-        name, lambda: Extras(**_decoded(messages.parse(name, text)))
-    )
-    messages.call_with_named_errors(name, messages.check_mappings, **extras._asdict())
+    """The extras, with a mapping in each field that is not None."""
+    extras = call_with_named_errors(name, Extras, **from_json(name, text))
+    call_with_named_errors(name, check_mappings, **extras._asdict())
     for parameter, tensor in (extras.names or {}).items():
         module, _, leaf = parameter.rpartition("/")
         if not (module and leaf and isinstance(tensor, str)):
             want = "parameters as module/name, with their tensors' names"
-            got = messages.short_repr({parameter: tensor})
+            got = short_repr({parameter: tensor})
             raise arguments.value_error(f"{name}: names", want, got)
     return extras
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from transformer_embed._src import arguments
 from transformer_embed._src.functional import rotary_scaling
 from transformer_embed._src.functional.rotary import apply_rotary
-from transformer_embed._src.pretrained import messages
+from transformer_embed._src.pretrained.messages import short_repr
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # The entries of each kind of layer in the old form: base, share of the channels, and scaling.
@@ -67,9 +67,8 @@ def check(options: Mapping[str, Any], head_dim: int | None = None) -> None:
 
 def by_layer(rotary: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any] | None]:
     """The arguments for each kind of layer (None: not rotated); "" if there is one kind."""
-    kinds = [isinstance(options, Mapping) for options in rotary.values() if options is not None]
-    differs = bool(kinds) and all(kinds)
-    return rotary if differs or not rotary else {"": rotary}
+    differs = all(isinstance(options, Mapping | None) for options in rotary.values())
+    return rotary if differs else {"": rotary}
 
 
 def scaling(
@@ -82,10 +81,7 @@ def scaling(
     """
     if not entries:
         return None
-    if "rope_type" not in entries:
-        want = f"an entry rope_type, one of {', '.join(SCALINGS)}"
-        raise arguments.value_error("rope_scaling", want, f"only {list(entries)}")
-    kind = arguments.choice("rope_type", entries["rope_type"], tuple(SCALINGS))
+    kind = arguments.choice("rope_scaling: rope_type", entries.get("rope_type"), tuple(SCALINGS))
     made = SCALINGS[kind]
     if made is None or (kind == PROPORTIONAL and entries.get("factor", 1) == 1):
         return None
@@ -124,42 +120,35 @@ def to_old_form(
     entries of each kind of layer, and `rope_scaling` is for full layers.
     """
     others = dict(entries)
-    scaling, parameters = others.pop("rope_scaling", None), others.pop("rope_parameters", None)
-    layers = {}
-    if by_layer and parameters is not None:
-        if not isinstance(parameters, Mapping) or not parameters or set(parameters) - set(LAYERS):
+    parameters: Any = others.pop("rope_parameters", {})
+    if by_layer and parameters:
+        if not isinstance(parameters, Mapping) or set(parameters) - set(LAYERS):
             want = f"an object with the entries {FULL} and {SLIDING}"
-            raise arguments.value_error("rope_parameters", want, messages.short_repr(parameters))
-        layers = {layer: (f"rope_parameters: {layer}", parameters[layer]) for layer in parameters}
+            raise arguments.value_error("rope_parameters", want, short_repr(parameters))
     elif "rope_parameters" in entries:
-        layers = {FULL: ("rope_parameters", parameters)}
-    if scaling or ("rope_scaling" in entries and FULL not in layers):
-        layers[FULL] = ("rope_scaling", scaling)
-    for layer, (name, value) in layers.items():
-        moved, parts = split_entries(name, value, is_file=is_file)
-        *old_names, old_scaling = LAYERS[layer]
-        # A base or a share alone leaves the scaling of another source as it is.
-        if parts or not moved:
-            others[old_scaling] = parts
-        others |= {old: moved[new] for old, new in zip(old_names, TOP, strict=True) if new in moved}
+        parameters = {FULL: parameters}
+    for layer, (*_, name) in LAYERS.items():
+        value = others.pop(name, None)
+        if not value and layer in parameters:
+            others |= old_entries(layer, "rope_parameters", parameters[layer], is_file=is_file)
+        elif name in entries:
+            others |= old_entries(layer, name, value, is_file=is_file)
     length = (others.get("rope_scaling") or {}).get(ORIGINAL)
     if length is not None and not is_file:
         others.setdefault(ORIGINAL, length)
     return others
 
 
-def split_entries(name: str, value: Any, *, is_file: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The entries that the old form has at the top level, and those of a scaling.
+def old_entries(layer: str, name: str, value: Any, *, is_file: bool) -> dict[str, Any]:
+    """The entries in the old form of a kind of layer.
 
-    Other entries of a file are ignored.
+    Those of a file that mean nothing are ignored.
     """
-    if value is None:
-        return {}, {}
-    if not isinstance(value, Mapping):
-        raise arguments.value_error(name, "an object", messages.short_repr(value))
-    if any(isinstance(value.get(layer), Mapping) for layer in LAYERS):
-        raise arguments.value_error(name, "one rotation for all layers", messages.short_repr(value))
-    scaling = {key: item for key, item in value.items() if item is not None}
+    if not isinstance(value, Mapping | None):
+        raise arguments.value_error(name, "an object", short_repr(value))
+    scaling = {key: item for key, item in (value or {}).items() if item is not None}
+    if scaling.keys() & LAYERS.keys():
+        raise arguments.value_error(name, "one rotation for all layers", short_repr(value))
     # The oldest files call the type "type".
     if "type" in scaling:
         scaling.setdefault("rope_type", scaling.pop("type"))
@@ -170,12 +159,18 @@ def split_entries(name: str, value: Any, *, is_file: bool) -> tuple[dict[str, An
     near, far = scaling.pop("short_mscale", None), scaling.pop("long_mscale", None)
     if near != far:
         want = "short_mscale and long_mscale alike"
-        raise arguments.value_error(name, want, messages.short_repr((near, far)))
+        raise arguments.value_error(name, want, short_repr((near, far)))
     if near is not None:
         scaling["attention_factor"] = near
-    moved = {key: scaling.pop(key) for key in TOP if key in scaling}
-    unknown = [key for key in scaling if key not in NAMES]
-    if unknown and not is_file:
+    *old_names, old_scaling = LAYERS[layer]
+    moved = zip(old_names, TOP, strict=True)
+    entries = {old: scaling.pop(new) for old, new in moved if new in scaling}
+    known = {key: item for key, item in scaling.items() if key in NAMES}
+    if len(known) < len(scaling) and not is_file:
         want = f"entries among {', '.join(NAMES)}"
-        raise arguments.value_error(name, want, messages.short_repr(unknown[0]))
-    return moved, {key: item for key, item in scaling.items() if key in NAMES}
+        got = next(key for key in scaling if key not in NAMES)
+        raise arguments.value_error(name, want, short_repr(got))
+    # A base or a share alone leaves the scaling of another source as it is.
+    if known or not entries:
+        entries[old_scaling] = known
+    return entries
