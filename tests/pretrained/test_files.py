@@ -531,7 +531,7 @@ CONFIG_TEXT = json.dumps({"vocab_size": 7, "d_model": 6})
         (
             {"scheme": {"kind": "SinusoidalGrid", "shape": [2] * 500}},
             {},
-            "shape: wanted at most 32 axes, got 500",
+            "shape: wanted a grid of at most 2147483647 points, got (2, ",
         ),
         (
             {"scheme": {"kind": "Learned", "max_len": 2**60}},
