@@ -234,10 +234,11 @@ def test_proportional_rotary_of_gemma():
     check_rotary(rotated(geometric(8)[:2], half(8, 2)), rotary_dim=4, partial="proportional")
 
 
-def test_sections_of_qwen2_vl():
+@pytest.mark.parametrize("pair_axes", [[0, 0, 1, 2], [0, 1, 2, 0], [1, 2, 1, 0]])
+def test_axes_of_qwen_vl_and_ernie_vl(pair_axes):
     positions = np.stack([np.arange(40), np.arange(40) // 8, np.arange(40) % 8], -1)
-    by_pair = positions[:, [0, 0, 1, 2]]
-    ours = te.apply_rotary(HEAD.astype(np.float32), positions, sections=(2, 1, 1))
+    by_pair = positions[:, pair_axes]
+    ours = te.apply_rotary(HEAD.astype(np.float32), positions, pair_axes=pair_axes)
     np.testing.assert_allclose(
         ours, rotated(geometric(8), half(8), positions=by_pair), **rotated_close
     )
@@ -801,7 +802,9 @@ ROWS = {
     "GPT-J, RoFormer, Cohere, GLM, Helium, ERNIE 4.5, DeepSeek, torchtune, diffusers": test_gptj_roformer_cohere_torchtune_diffusers,
     "GPT-J and GPT-NeoX, partial rotary": test_partial_rotary_of_gptj_and_neox,
     "Gemma, proportional rotary": test_proportional_rotary_of_gemma,
-    "Qwen2-VL, multi-axis rotary": test_sections_of_qwen2_vl,
+    "Qwen2-VL, multi-axis rotary": test_axes_of_qwen_vl_and_ernie_vl,
+    "Qwen3-VL, multi-axis rotary": test_axes_of_qwen_vl_and_ernie_vl,
+    "ERNIE 4.5-VL, multi-axis rotary": test_axes_of_qwen_vl_and_ernie_vl,
     "rotary code with a `min_timescale` m and `max_timescale` M": test_rotary_timescales,
     'position interpolation ("linear")': test_position_interpolation,
     "NTK-aware scaling": test_ntk_aware_scaling,

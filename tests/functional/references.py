@@ -152,7 +152,7 @@ def grid(got, shape, d_model, *, positions, axes, axis_positions, odd, dtype, **
         within(got, expected, oracle.MAX_ERROR, dtype)
 
 
-def rotated(got, x, positions, *, base, layout, rotary_dim, partial, scaling, sections):
+def rotated(got, x, positions, *, base, layout, rotary_dim, partial, scaling, pair_axes):
     x = floats(x)
     head_dim, dtype = x.shape[-1], np.asarray(got).dtype
     turning = head_dim if rotary_dim is None else rotary_dim
@@ -163,12 +163,8 @@ def rotated(got, x, positions, *, base, layout, rotary_dim, partial, scaling, se
     if frequencies is None:
         frequencies = [oracle.frequency(i, mpmath.mpf(dim) / 2, base) for i in range(dim // 2)]
     frequencies = [f if i < turning // 2 else 0 for i, f in enumerate(frequencies)]
-    axis_of = [
-        axis
-        for axis, size in enumerate((dim // 2,) if sections is None else sections)
-        for _ in range(size)
-    ]
-    shape = np.shape(positions) if sections is not None else (*np.shape(positions), 1)
+    axis_of = [0] * (dim // 2) if pair_axes is None else pair_axes
+    shape = np.shape(positions) if pair_axes is not None else (*np.shape(positions), 1)
     points = np.empty(shape, object)
     points.ravel()[:] = exact_positions(positions)[0]
     points = np.broadcast_to(points, (*x.shape[:-2], shape[-1]))

@@ -24,8 +24,8 @@ X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(1, 3, 2, 4)
 CALLS = {
     "alibi_bias": (functools.partial(te.alibi_bias, num_heads=2), (POSITIONS, POSITIONS)),
     "apply_rotary": (te.apply_rotary, (X, POSITIONS)),
-    "apply_rotary_sections": (
-        functools.partial(te.apply_rotary, sections=(1, 1)),
+    "apply_rotary_axes": (
+        functools.partial(te.apply_rotary, pair_axes=(0, 1)),
         (X, np.stack([POSITIONS, POSITIONS], -1)),
     ),
     "AttentionMask": (
@@ -320,8 +320,8 @@ class TestPermutedWeights:
         ),
         (
             TypeError,
-            "sections: wanted a sequence, got an array int64[]",
-            lambda: te.apply_rotary(X, POSITIONS, sections=np.array(2)),
+            "pair_axes: wanted a sequence, got an array int64[]",
+            lambda: te.apply_rotary(X, POSITIONS, pair_axes=np.array(2)),
         ),
         (
             ValueError,

@@ -566,15 +566,15 @@ class TestPartial:
             np.testing.assert_array_equal(got[..., 8:], x[..., 8:])
 
 
-class TestSections:
-    sections = (2, 3, 3)
+class TestAxes:
+    pair_axes = np.repeat([0, 1, 2], [2, 3, 3])
 
     @pytest.mark.slow
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_equal_positions_on_every_axis_are_one_axis(self, layout):
         x, positions = normal(2, 5, 3, 16), np.arange(10).reshape(2, 5) * 1000
         got = apply_rotary(
-            x, np.repeat(positions[..., None], 3, -1), layout=layout, sections=self.sections
+            x, np.repeat(positions[..., None], 3, -1), layout=layout, pair_axes=self.pair_axes
         )
         np.testing.assert_allclose(
             got, apply_rotary(x, positions, layout=layout), rtol=0, atol=4 * FUSION
@@ -585,27 +585,48 @@ class TestSections:
         halves."""
         x, positions = normal(5, 3, 16), np.random.default_rng(1).integers(0, 500, [5, 3])
         angles = positions.T[..., None] * 1e6 ** (-np.arange(0, 16, 2) / 16)
-        split = [np.split(axis, np.cumsum(self.sections)[:-1], -1) for axis in angles]
+        split = [np.split(axis, [2, 5], -1) for axis in angles]
         angles = np.concatenate([split[n % 3][n] for n in range(3)], -1)[:, None]
         a, b = x[..., :8], x[..., 8:]
         expected = np.concatenate(
             [a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], -1
         )
-        assert_rotated(apply_rotary(x, positions, base=1e6, sections=self.sections), x, expected)
+        assert_rotated(apply_rotary(x, positions, base=1e6, pair_axes=self.pair_axes), x, expected)
 
-    def test_sections_of_no_pair_and_one_axis(self):
+    def test_qwen3_vl(self):
+        """Every third pair from the second is of height and from the third of width, as often as
+        the sections (4, 2, 2) say; the others are of time."""
+        x, positions = normal(5, 3, 16), np.random.default_rng(1).integers(0, 500, [5, 3])
+        angles = positions[..., None] * 1e6 ** (-np.arange(0, 16, 2) / 16)
+        of_time, *others = angles.transpose(1, 0, 2).copy()
+        for start, other in enumerate(others, 1):
+            of_time[:, start : 2 * 3 : 3] = other[:, start : 2 * 3 : 3]
+        angles = of_time[:, None]
+        a, b = x[..., :8], x[..., 8:]
+        expected = np.concatenate(
+            [a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], -1
+        )
+        pair_axes = [0, 1, 2] * 2 + [0] * 2
+        assert_rotated(apply_rotary(x, positions, base=1e6, pair_axes=pair_axes), x, expected)
+
+    def test_axes_of_no_pair_and_one_axis(self):
         x, positions = normal(4, 2, 8), np.arange(4)
         expected = apply_rotary(x, positions)
-        np.testing.assert_array_equal(apply_rotary(x, positions[:, None], sections=[4]), expected)
         np.testing.assert_array_equal(
-            apply_rotary(x, np.stack([positions + 7, positions], -1), sections=(0, 4)), expected
+            apply_rotary(x, positions[:, None], pair_axes=[0] * 4), expected
+        )
+        np.testing.assert_array_equal(
+            apply_rotary(x, np.stack([positions + 7, positions], -1), pair_axes=[1] * 4), expected
         )
 
     def test_fractional_coordinates_and_scaling(self):
         x, grid = normal(4, 2, 8), np.array([[0, 0], [0, 0.5], [0.5, 0], [0.5, 0.5]], np.float32)
-        got = apply_rotary(x, grid, sections=(2, 2), scaling=LinearScaling(0.5))
+        got = apply_rotary(x, grid, pair_axes=(0, 0, 1, 1), scaling=LinearScaling(0.5))
         np.testing.assert_allclose(
-            got, apply_rotary(x, (2 * grid).astype(int), sections=(2, 2)), rtol=0, atol=4 * FUSION
+            got,
+            apply_rotary(x, (2 * grid).astype(int), pair_axes=(0, 0, 1, 1)),
+            rtol=0,
+            atol=4 * FUSION,
         )
 
 
@@ -731,11 +752,11 @@ class TestContract:
         )
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("sections", [None, (4,)])
-    def test_the_gradient_in_float_positions(self, sections):
+    @pytest.mark.parametrize("pair_axes", [None, (0,) * 4])
+    def test_the_gradient_in_float_positions(self, pair_axes):
         x, positions = normal(2, 3, 8), np.array([0.25, -70.5], np.float32)
         total = lambda p: jnp.sum(
-            apply_rotary(x, p[:, None] if sections else p, sections=sections) * x[::-1]
+            apply_rotary(x, p[:, None] if pair_axes else p, pair_axes=pair_axes) * x[::-1]
         )
         step, at = 1e-4, lambda p: np.sum(by_equation_34(x, p) * x[::-1])
         gradient, hessian = jax.jit(lambda p: (jax.grad(total)(p), jax.hessian(total)(p)))(
@@ -978,33 +999,33 @@ P = np.arange(3)
         ),
         (
             ValueError,
-            "positions: wanted shape [..., length, 2], one axis per section, got shape [3]",
-            lambda: apply_rotary(X, P, sections=(2, 2)),
+            "positions: wanted shape [..., length, 2 or more], as pair_axes says, got shape [3]",
+            lambda: apply_rotary(X, P, pair_axes=(0, 0, 1, 1)),
         ),
         (
             ValueError,
             "positions: wanted a last axis of x's tokens' length, 3, got shape [4]",
-            lambda: apply_rotary(X, np.zeros([4, 2], int), sections=(2, 2)),
+            lambda: apply_rotary(X, np.zeros([4, 2], int), pair_axes=(0, 0, 1, 1)),
         ),
         (
             ValueError,
-            "sections: wanted numbers that add up to the number of pairs, 4, got 5",
-            lambda: apply_rotary(X, P, sections=(2, 3)),
+            "pair_axes: wanted a number for each pair, 4, got 5",
+            lambda: apply_rotary(X, P, pair_axes=(0, 0, 1, 1, 1)),
         ),
         (
             ValueError,
-            "sections[1]: wanted an int of at least 0, got -2",
-            lambda: apply_rotary(X, P, sections=(6, -2)),
+            "pair_axes[1]: wanted an int of at least 0, got -2",
+            lambda: apply_rotary(X, P, pair_axes=(0, -2)),
         ),
         (
             TypeError,
-            "sections: wanted a sequence, got int 4",
-            lambda: apply_rotary(X, P, sections=4),
+            "pair_axes: wanted a sequence, got int 4",
+            lambda: apply_rotary(X, P, pair_axes=4),
         ),
         (
             TypeError,
-            "sections[0]: wanted a Python int, got float 2.0",
-            lambda: apply_rotary(X, P, sections=(2.0, 2.0)),
+            "pair_axes[0]: wanted a Python int, got float 2.0",
+            lambda: apply_rotary(X, P, pair_axes=(2.0, 2.0)),
         ),
         (
             ValueError,

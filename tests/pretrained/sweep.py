@@ -403,8 +403,8 @@ def rotation_error(found, blocks, calls, config, model):
             counted = te.TokenPositions.from_ids(IDS, pad_id=PAD).positions
             ours = []
             for positions in (np.arange(LENGTH), np.asarray(counted)):
-                if "sections" in options:
-                    axes = len(options["sections"])
+                if "pair_axes" in options:
+                    axes = 1 + max(options["pair_axes"])
                     positions = np.repeat(positions[..., None], axes, -1)  # noqa: PLW2901
                 ours.append(np.asarray(te.apply_rotary(heads, positions, **options)))
             theirs = scores(after)

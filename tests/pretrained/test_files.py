@@ -646,7 +646,7 @@ ROTARIES = st.fixed_dictionaries(
         "layout": st.sampled_from(["half", "interleaved"]),
         "rotary_dim": st.sampled_from([None, 1, 2, 4, 6]),
         "partial": st.sampled_from(["first", "proportional"]),
-        "sections": st.none() | st.lists(st.integers(-1, 3), max_size=3).map(tuple),
+        "pair_axes": st.none() | st.lists(st.integers(-1, 3), max_size=3).map(tuple),
         "scaling": st.sampled_from(
             [
                 None,
@@ -673,7 +673,7 @@ BIASES = st.fixed_dictionaries(
 
 def rotates(rotary):
     """Whether heads of some size can be rotated so."""
-    axes = () if rotary.get("sections") is None else (len(rotary["sections"]),)
+    axes = (1 + max(rotary["pair_axes"]),) if rotary.get("pair_axes") else ()
     for head_dim in (*range(2, 20, 2), 256):
         with contextlib.suppress(ValueError):
             te.apply_rotary(

@@ -587,25 +587,28 @@ def test_a_models_own_name_wins_and_null_does_not_hide_the_other(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "entry", "kind"),
+    ("name", "entry", "kind", "pair_axes"),
     [
-        ("qwen2_vl", "rope_scaling", {"type": "mrope"}),
-        ("qwen2_5_vl_text", "rope_parameters", {"rope_type": "default", "rope_theta": 70.0}),
+        ("qwen2_vl", "rope_scaling", {"type": "mrope"}, (0, 0, 0, 1, 1, 1, 2, 2)),
+        ("qwen2_5_vl_text", "rope_parameters", {"rope_theta": 70.0}, (0, 0, 0, 1, 1, 1, 2, 2)),
+        ("qwen3_vl_text", "rope_parameters", {"rope_theta": 70.0}, (0, 1, 2, 0, 1, 2, 0, 1)),
+        ("qwen3_5_text", "rope_scaling", {"rope_type": "default"}, (0, 1, 2, 0, 1, 2, 0, 1)),
     ],
 )
-def test_sections_rotate_by_time_height_and_width(tmp_path, name, entry, kind):
+def test_sections_rotate_by_time_height_and_width(tmp_path, name, entry, kind, pair_axes):
     """As in the published files; positions that are equal on all axes rotate as without them."""
-    sections = kind | {"mrope_section": [2, 3, 3]}
-    entries = {"model_type": name, "rope_theta": 70.0, "vocab_size": 12, entry: sections}
+    sections = {"rope_type": "default"} | kind | {"mrope_section": [3, 3, 2]}
+    share = {"partial_rotary_factor": 1.0}
+    entries = {"model_type": name, "rope_theta": 70.0, "vocab_size": 12, entry: sections} | share
     found = load_embedder(checkpoint(tmp_path, CASES["llama"], settings=entries))
-    assert found.rotary == {"base": 70.0, "layout": "half", "sections": (2, 3, 3)}
+    assert found.rotary == {"base": 70.0, "layout": "half", "pair_axes": pair_axes}
     heads = np.random.default_rng(0).random((5, 2, 16), np.float32)
     points = np.repeat(np.arange(5)[:, None], 3, -1)
     plain = te.apply_rotary(heads, np.arange(5), base=70.0)
     np.testing.assert_array_equal(te.apply_rotary(heads, points, **found.rotary), plain)
     te.pretrained.save_embedder(tmp_path / "saved", *found)
     assert load_embedder(tmp_path / "saved").rotary == found.rotary
-    entries["model_type"] = "qwen3_vl_text"
+    entries["model_type"] = "qwen3_next"
     path = checkpoint(tmp_path, CASES["llama"], settings=entries)
     assert load_embedder(path).rotary == {"base": 70.0, "layout": "half"}
 

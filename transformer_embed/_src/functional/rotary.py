@@ -28,7 +28,7 @@ def apply_rotary(
     rotary_dim: int | None = None,
     partial: str = "first",
     scaling: Scaling | None = None,
-    sections: Sequence[int] | None = None,
+    pair_axes: Sequence[int] | None = None,
 ) -> Float[Array, "... t h d"]:
     """Rotates each pair of channels of queries or keys, exactly at any position.
 
@@ -46,8 +46,7 @@ def apply_rotary(
         x: [..., length, heads, head_dim], a floating dtype. (Some libraries have heads before
             length: swap those axes.)
         positions: [length], or more axes that broadcast to those of x before the heads; any integer
-            dtype, or float32. With sections, there is one more axis at the end: [..., length,
-            axes].
+            dtype, or float32. With pair_axes, [..., length, axes].
         base: above 0, often called theta. The wavelengths grow from 2 pi towards 2 pi times this.
         layout: which channels form a pair.
             `"half"`: i and i + d/2 (Llama, GPT-NeoX, Gemma).
@@ -60,9 +59,10 @@ def apply_rotary(
         scaling: of the frequencies, for contexts longer than in training: `LinearScaling`,
             `NTKScaling`, `DynamicNTKScaling`, `YarnScaling`, `Llama3Scaling` or `LongRopeScaling`.
             None: no scaling.
-        sections: the number of consecutive pairs that each axis of the positions rotates: (16, 24,
-            24) for time, height and width in Qwen2-VL. The frequencies are those of a single axis,
-            cut into sections. None: one axis.
+        pair_axes: for positions on several axes, such as time, height and width: which of them
+            rotates each pair, a number from 0 for each. The frequencies are those of a single
+            axis. `np.repeat([0, 1, 2], [16, 24, 24])` in Qwen2-VL, where the sections are (16, 24,
+            24); `[0, 1, 2] * 20 + [0] * 4` in Qwen3-VL, where they take turns. None: one axis.
 
     Returns:
         [..., length, heads, head_dim] of x's dtype, computed in float32 and rounded once. The error
@@ -76,9 +76,8 @@ def apply_rotary(
         TypeError: x does not have a floating dtype of 16 bits or more; positions are neither
             integers nor float32; another argument has the wrong type.
         ValueError: a shape that does not fit; an odd number of channels to pair; a host position
-            outside int32; an unknown layout or partial; sections that do not add up to the number
-            of pairs; a base and a scaling that make a frequency of 2**32 turns per position or
-            more.
+            outside int32; an unknown layout or partial; pair_axes that are not one for each pair;
+            a base and a scaling that make a frequency of 2**32 turns per position or more.
 
     Example:
         >>> import jax.numpy as jnp
@@ -92,7 +91,7 @@ def apply_rotary(
 
     Source:
         Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), section
-        3.4.2, equation 34, https://arxiv.org/abs/2104.09864. Sections: Wang et al., "Qwen2-VL"
+        3.4.2, equation 34, https://arxiv.org/abs/2104.09864. Several axes: Wang et al., "Qwen2-VL"
         (2024), section 2.1, https://arxiv.org/abs/2409.12191
     """
     x = arguments.as_floats("x", x)
@@ -107,19 +106,18 @@ def apply_rotary(
         want = "LinearScaling(...), another scaling of this package, or None"
         raise arguments.type_error("scaling", want, repr(scaling))
     points = arguments.as_fitting_positions("positions", positions)
-    lengths = (dim // 2,)
-    if sections is None:
+    axes = ()
+    if pair_axes is None:
         points = points[..., None]
     else:
-        lengths = arguments.entries("sections", sections, arguments.integer, at_least=0)
-        what = "numbers that add up to the number of pairs"
-        arguments.check_same("sections", what, sum(lengths), dim // 2)
-        if points.ndim < 2 or points.shape[-1] != len(lengths):
-            want = f"shape [..., length, {len(lengths)}], one axis per section"
+        axes = arguments.entries("pair_axes", pair_axes, arguments.integer, at_least=0)
+        arguments.check_same("pair_axes", "a number for each pair", len(axes), dim // 2)
+        if points.ndim < 2 or points.shape[-1] <= max(axes):
+            want = f"shape [..., length, {max(axes) + 1} or more], as pair_axes says"
             raise arguments.value_error("positions", want, f"shape {list(points.shape)}")
     arguments.check_ends_in_length("positions", points.shape[:-1], x.shape[:-2], "x's tokens")
     base = arguments.real("base", base, above=0)
-    return _rotated(x, points, layout, _Options(dim, rotated // 2, base, scaling, lengths))
+    return _rotated(x, points, layout, _Options(dim, rotated // 2, base, scaling, axes))
 
 
 def permute_rotary_weights(
@@ -176,13 +174,13 @@ def permute_rotary_weights(
 
 
 class _Options(NamedTuple):
-    """`dim` channels are paired, the first pairs rotate, and the sections add up to all pairs."""
+    """`dim` channels are paired, the first pairs rotate, each by its axis (): the only one."""
 
     dim: int
     rotating_pairs: int
     base: float
     scaling: Scaling | None
-    sections: tuple[int, ...]
+    pair_axes: tuple[int, ...]
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "options"))
@@ -239,12 +237,11 @@ def _cos_and_sin(
     positions: Shaped[Array, "... t h axes"], options: _Options
 ) -> Float[Array, "2 ... t h p"]:
     frequencies, attention_factor = _frequencies(options)
-    # The position of each pair is that on its section's axis.
-    section = np.repeat(np.arange(len(options.sections)), options.sections)
-    section = np.expand_dims(section, tuple(range(positions.ndim - 1)))
-    position, *others = jnp.split(positions, len(options.sections), -1)
+    pair_axes = np.expand_dims(options.pair_axes, tuple(range(positions.ndim - 1)))
+    # The position of each pair is that on its axis.
+    position, *others = jnp.split(positions, positions.shape[-1], -1)
     for axis, other in enumerate(others, 1):
-        position = jnp.where(section == axis, other, position)
+        position = jnp.where(pair_axes == axis, other, position)
 
     def wave(quarter: Array) -> Float[Array, "... t h p"]:
         sine = phase.sinusoid(position, frequencies, quarter)

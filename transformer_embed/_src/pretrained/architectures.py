@@ -18,7 +18,7 @@ from transformer_embed._src.pretrained.description import (
     WIDEN_OFFSET,
     Architecture,
 )
-from transformer_embed._src.pretrained.rope import FULL, SLIDING
+from transformer_embed._src.pretrained.rope import CONSECUTIVE, FULL, IN_TURNS, SLIDING
 
 # As in Cohere 2: layers with a sliding window rotate, those with full attention do not.
 _SLIDING_ROTATES = (SLIDING, FULL)
@@ -245,13 +245,13 @@ ARCHITECTURES = (
         "olmo_hybrid flex_olmo starcoder2 ministral3 phimoe seed_oss arcee apertus "
         "internlm3 minimax minimax_m2 aria_text diffllama doge eurobert iquestcoder jais2 jetmoe "
         "bitnet hy_v3 lfm2 solar_open cwm higgs_audio_v2 "
-        "voxtral_realtime_text cosmos3_edge_text unlimited_ocr_text emu3_text_model "
-        "qwen3_vl_text qwen3_vl_moe_text qwen3_omni_moe_text"
+        "voxtral_realtime_text cosmos3_edge_text unlimited_ocr_text emu3_text_model"
     ),
-    # (Qwen 3's sections take turns, which `apply_rotary` does not offer; for text, they are alike.)
     _llama(
-        "qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text qwen2_vl qwen2_5_vl", has_sections=True
+        "qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text qwen2_vl qwen2_5_vl",
+        sections=CONSECUTIVE,
     ),
+    _llama("qwen3_vl_text qwen3_vl_moe_text qwen3_omni_moe_text", sections=IN_TURNS),
     _llama(
         "helium ernie4_5 ernie4_5_moe deepseek_v2 glm_moe_dsa openai_privacy_filter",
         rotary="interleaved",
@@ -305,11 +305,12 @@ ARCHITECTURES = (
     ),
     _llama("minicpm minicpm3", scale="scale_emb", entries="dim_model_base"),
     _llama(
-        "phi glm4_moe glm4v_moe_text nemotron persimmon stablelm qwen3_next qwen3_5_text "
-        "qwen3_5_moe_text bamba phi3 phi4_multimodal",
+        "phi glm4_moe nemotron persimmon stablelm qwen3_next bamba phi3 phi4_multimodal",
         dropout="embd_pdrop",
         rotates_share=True,
     ),
+    _llama("glm4v_moe_text", rotates_share=True, sections=CONSECUTIVE),
+    _llama("qwen3_5_text qwen3_5_moe_text", rotates_share=True, sections=IN_TURNS),
     _llama("glm glm4", rotary="interleaved", rotates_share=True),
     _llama(
         "gpt_neox gpt_neox_japanese",
@@ -347,8 +348,7 @@ ARCHITECTURES = (
 DEFAULTS: dict[str, dict[Any, str]] = {
     "dim_model_base": {1: "minicpm"},
     "embd_pdrop": {
-        0.0: "phi glm4_moe glm4v_moe_text nemotron persimmon stablelm qwen3_next qwen3_5_text "
-        "qwen3_5_moe_text bamba phi3 phi4_multimodal"
+        0.0: "phi glm4_moe nemotron persimmon stablelm qwen3_next bamba phi3 phi4_multimodal"
     },
     "embedding_multiplier": {12.0: "granite_docling_text"},
     "final_logit_softcapping": {30.0: "gemma2 vaultgemma recurrent_gemma gemma3n_text"},

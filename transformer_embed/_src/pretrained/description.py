@@ -162,7 +162,7 @@ class Architecture(NamedTuple):
         rotates_by_layer: whether layers of each kind have their own entries.
         rotated_kinds: the kind of layers that rotate and the kind that does not; None: all rotate,
             as they do if the entry sliding_window is read and null.
-        has_sections: whether consecutive pairs rotate by time, height and width.
+        sections: how pairs are shared out to time, height and width: CONSECUTIVE or IN_TURNS.
         has_alibi: whether attention is biased by `alibi_bias`.
         entries: other entries that are read.
         aliases: for an entry, the model's own names, which take precedence.
@@ -192,7 +192,7 @@ class Architecture(NamedTuple):
     rotates_share: bool = False
     rotates_by_layer: bool = False
     rotated_kinds: tuple[str, str] | None = None
-    has_sections: bool = False
+    sections: str = ""
     has_alibi: bool = False
     entries: str = ""
     aliases: Mapping[str, str] = {}
@@ -387,8 +387,9 @@ class Architecture(NamedTuple):
         scaled = rope.scaling(entries, value["max_position_embeddings"], value[rope.ORIGINAL])
         if scaled is not None:
             rotary["scaling"] = scaled
-        if self.has_sections and "mrope_section" in entries:
-            rotary["sections"] = tuple(entries["mrope_section"])
+        if self.sections and "mrope_section" in entries:
+            take_turns = self.sections == rope.IN_TURNS
+            rotary["pair_axes"] = rope.pair_axes(entries["mrope_section"], take_turns=take_turns)
         if value["rotary_dim"] is not None:
             return rotary | {"rotary_dim": value["rotary_dim"]}
         factor, head_dim = value[share], value["head_dim"]

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from transformer_embed._src import arguments
 from transformer_embed._src.functional import rotary_scaling
@@ -42,7 +43,8 @@ NAMES = (
     *("rope_type", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
     *("attention_factor", ORIGINAL, "mrope_section"),
 )
-MOST_CHANNELS = 8192
+CONSECUTIVE, IN_TURNS = "consecutive", "in turns"
+MOST_CHANNELS, MOST_AXES = 8192, 15
 # Wider than published heads: the frequencies of a narrower one lie between those of a wider one.
 WIDE_HEAD = 256
 
@@ -52,17 +54,31 @@ def check(options: Mapping[str, Any], head_dim: int | None = None) -> None:
 
     None: a size that the arguments allow.
     """
-    sections = options.get("sections")
+    values = options.get("pair_axes") or ()
+    # Real models have three axes; the time to trace a rotation grows with their number too.
+    most = {"at_least": 0, "at_most": MOST_AXES}
+    axes = arguments.entries("pair_axes", values, arguments.integer, **most)
     if head_dim is None:
         factors = getattr(options.get("scaling"), "short_factor", ())
-        pairs = len(factors) or sum(sections or ())
-        head_dim = 2 * max(pairs, 0) or max(WIDE_HEAD, options.get("rotary_dim") or 0)
+        pairs = len(factors) or len(axes)
+        head_dim = 2 * pairs or max(WIDE_HEAD, options.get("rotary_dim") or 0)
     # The time to trace a rotation grows with this number.
     arguments.integer("head_dim", head_dim, at_least=1, at_most=MOST_CHANNELS)
-    axes = () if sections is None else (len(sections),)
     heads = jax.ShapeDtypeStruct((1, 1, head_dim), jnp.float32)
-    positions = jax.ShapeDtypeStruct((1, *axes), jnp.int32)
+    shape = (1, max(axes) + 1) if axes else (1,)
+    positions = jax.ShapeDtypeStruct(shape, jnp.int32)
     jax.eval_shape(lambda x, positions: apply_rotary(x, positions, **options), heads, positions)
+
+
+def pair_axes(sections: Any, *, take_turns: bool) -> tuple[int, ...]:
+    """The axis that rotates each pair, where each axis rotates a number of pairs."""
+    name, most = "rope_scaling: mrope_section", MOST_CHANNELS
+    sections = arguments.entries(name, sections, arguments.integer, at_least=0, at_most=most)
+    if not take_turns:
+        return tuple(np.repeat(range(len(sections)), sections).tolist())
+    # Those that are left when the turns of an axis have ended are the first axis's.
+    turn, axis = np.divmod(np.arange(sum(sections)), max(len(sections), 1))
+    return tuple(np.where(turn < np.take(sections, axis), axis, 0).tolist())
 
 
 def by_layer(rotary: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any] | None]:
