@@ -418,12 +418,12 @@ def test_queries_without_segments_see_every_token():
         ),
         (
             ValueError,
-            "query_start: wanted integers inside the mask, for a tile of 2, 0..2, got 3",
+            "query_start: wanted integers inside the mask, for a tile of (2, 2), 0..2, got 3",
             lambda: MASK.tile(3, 0, (2, 2)),
         ),
         (
             ValueError,
-            "key_start: wanted integers inside the mask, for a tile of 8, 0..-4, got 0",
+            "key_start: wanted integers inside the mask, for a tile of (2, 8), 0..-4, got 0",
             lambda: MASK.tile(0, 0, (2, 8)),
         ),
         (

@@ -145,16 +145,12 @@ class AttentionMask:
             [[True, True, False], [True, True, True]]
         """
         shape = _checked_shape(shape)
-        starts = []
-        for name, start, length, size in zip(
-            ("query_start", "key_start"),
-            (query_start, key_start),
-            lengths(self),
-            shape,
-            strict=True,
-        ):
-            what = f"the mask, for a tile of {size}"
-            starts.append(as_indices(name, start, length - size, what))
+        queries, keys = lengths(self)
+        inside = f"the mask, for a tile of {shape}"
+        starts = [
+            as_indices("query_start", query_start, queries - shape[0], inside),
+            as_indices("key_start", key_start, keys - shape[1], inside),
+        ]
         return _tile(self, starts, shape)
 
     def tile_kinds(self, shape: tuple[int, int]) -> Int8[Array, "b m n"]:
@@ -169,8 +165,9 @@ class AttentionMask:
         Returns:
             int8 [B or 1, T / shape[0], S / shape[1]]: 0 none, 1 some, 2 all. 0 always means that no
             pair may attend, and 2 that all may. Without block ids, for self-attention over padded
-            or packed rows and for a sequence with its cache, every such tile has its 0 or 2. For
-            other rules, it may have a 1 instead.
+            or packed rows (with the same first position in each sequence of a row) and for a
+            sequence with its cache, every such tile has its 0 or 2. For other rules, it may have a
+            1 instead.
 
         Raises:
             TypeError: shape does not hold two Python ints.
@@ -190,10 +187,15 @@ class AttentionMask:
         return tile_kinds(self.queries, self.keys, shape, reach(self), self.chunk)
 
 
+def sides(mask: AttentionMask) -> tuple[TokenPositions, TokenPositions]:
+    """The queries and the keys."""
+    return mask.queries, mask.queries if mask.keys is None else mask.keys
+
+
 def lengths(mask: AttentionMask) -> tuple[int, int]:
     """The numbers of queries and of keys."""
-    keys = mask.queries if mask.keys is None else mask.keys
-    return mask.queries.positions.shape[-1], keys.positions.shape[-1]
+    queries, keys = sides(mask)
+    return queries.positions.shape[-1], keys.positions.shape[-1]
 
 
 def reach(mask: AttentionMask) -> Window:
@@ -204,16 +206,16 @@ def reach(mask: AttentionMask) -> Window:
 
 def _check_sides(queries: TokenPositions, keys: TokenPositions) -> None:
     """Raises a ValueError unless one can attend to the other."""
-    sides = {"queries": arrays_of(queries), "keys": arrays_of(keys)}
-    for side, other in (("keys", "queries"), ("queries", "keys")):
-        for name in sides[other].keys() - sides[side].keys():
-            # Without segment ids, queries see the keys of every segment.
-            if (side, name) != ("queries", "segment_ids"):
-                want = f"an array, since {other}.{name} is given"
-                raise arguments.value_error(f"{side}.{name}", want, "None")
-    arrays = {}
-    for side, values in sides.items():
-        arrays |= {f"{side}.{name}": array for name, array in values.items()}
+    arrays = {f"queries.{name}": array for name, array in arrays_of(queries).items()}
+    arrays |= {f"keys.{name}": array for name, array in arrays_of(keys).items()}
+    # Without segment ids, queries see the keys of every segment.
+    for name, other in (
+        ("keys.segment_ids", "queries.segment_ids"),
+        ("keys.block_ids", "queries.block_ids"),
+        ("queries.block_ids", "keys.block_ids"),
+    ):
+        if other in arrays and name not in arrays:
+            raise arguments.value_error(name, f"an array, since {other} is given", "None")
     arguments.check_numbers_of_rows(arrays)
 
 
@@ -254,7 +256,7 @@ def _expanded(tokens: Fields, *axes: int) -> Fields:
 # The functions below are compiled even if the caller is not.
 @compiled()
 def _dense(mask: AttentionMask) -> Bool[Array, "b 1 t s"]:
-    queries, keys = fields(mask.queries, mask.keys, mask.chunk)
+    queries, keys = _fields(mask)
     # It follows from the equal segment of a key, and would give each query a row of its own.
     del queries["is_token"]
     return may_attend(_expanded(queries, 1, 3), _expanded(keys, 1, 2), reach(mask))
@@ -262,6 +264,10 @@ def _dense(mask: AttentionMask) -> Bool[Array, "b 1 t s"]:
 
 @compiled(2)
 def _tile(mask: AttentionMask, starts: list[Array], shape: tuple[int, int]) -> Bool[Array, "b t s"]:
-    sides = fields(mask.queries, mask.keys, mask.chunk)
-    queries, keys = map(_slice, sides, starts, shape)
+    queries, keys = map(_slice, _fields(mask), starts, shape)
     return may_attend(_expanded(queries, 2), _expanded(keys, 1), reach(mask))
+
+
+def _fields(mask: AttentionMask) -> tuple[Fields, Fields]:
+    queries, keys = sides(mask)
+    return fields(queries, keys, mask.chunk), fields(keys, queries, mask.chunk)

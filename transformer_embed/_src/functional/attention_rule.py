@@ -54,22 +54,17 @@ def _after(positions: Any, distance: int) -> Any:
     return jax.tree.map(add, positions)
 
 
-def fields(
-    queries: TokenPositions, keys: TokenPositions | None, chunk: int | None
-) -> tuple[Fields, Fields]:
-    """What the rule compares, each [B or 1, length], in the wider dtype of both sides."""
-    arrays = [arrays_of(queries), arrays_of(queries if keys is None else keys)]
-    sides = []
-    for side, other in (arrays, arrays[::-1]):
-        values = {}
-        for name, array in side.items():
-            dtype = np.promote_types(array.dtype, other.get(name, array).dtype)
-            values[name] = array.astype(dtype)
-        positions = values["positions"]
-        values["is_token"] = values.get("segment_ids", jnp.ones((1, positions.shape[1]), int)) != 0
-        if chunk is not None:
-            values["chunk"] = positions // chunk
-        if "block_ids" in values:
-            values["is_in_block"] = values["block_ids"] >= 0
-        sides.append(values)
-    return sides[0], sides[1]
+def fields(tokens: TokenPositions, others: TokenPositions, chunk: int | None) -> Fields:
+    """What the rule compares of tokens, each [B or 1, length], in the wider dtype of both sides."""
+    arrays = arrays_of(others)
+    values = {}
+    for name, array in arrays_of(tokens).items():
+        dtype = np.promote_types(array.dtype, arrays.get(name, array).dtype)
+        values[name] = array.astype(dtype)
+    positions = values["positions"]
+    values["is_token"] = values.get("segment_ids", jnp.ones((1, positions.shape[1]), int)) != 0
+    if chunk is not None:
+        values["chunk"] = positions // chunk
+    if "block_ids" in values:
+        values["is_in_block"] = values["block_ids"] >= 0
+    return values

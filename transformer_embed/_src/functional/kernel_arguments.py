@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int8, Int32, Integer
 
 from transformer_embed._src import arguments
-from transformer_embed._src.functional.attention_mask import AttentionMask, lengths, reach
+from transformer_embed._src.functional.attention_mask import AttentionMask, lengths, reach, sides
 from transformer_embed._src.functional.attention_rule import Window
 from transformer_embed._src.functional.compiled import compiled
 from transformer_embed._src.functional.token_positions import TokenPositions, segments_of
@@ -70,12 +70,10 @@ class KernelArguments:
         if not isinstance(self.rule, AttentionMask):
             got = f"a {type(self.rule).__name__}"
             raise arguments.type_error("rule", "a te.AttentionMask", got)
-        if self.batch_size is not None:
-            size = arguments.size("batch_size", self.batch_size)
-            arguments.set_fields(self, batch_size=size)
-            rows = _number_of_rows(self.rule)
-            if rows not in (1, size):
-                raise arguments.value_error("batch_size", f"the rule's {rows} rows", size)
+        arguments.convert_fields(self, batch_size=arguments.size)
+        rows = _number_of_rows(self.rule)
+        if self.batch_size is not None and rows not in (1, self.batch_size):
+            raise arguments.value_error("batch_size", f"the rule's {rows} rows", self.batch_size)
 
     def dot_product_attention(self) -> dict[str, Any]:
         """Of `jax.nn.dot_product_attention`, as cuDNN takes them with `implementation="cudnn"`.
@@ -93,9 +91,9 @@ class KernelArguments:
                 that these arguments cannot express.
         """
         kernel = "jax.nn.dot_product_attention"
-        rule, keys = self.rule, _keys(self.rule)
-        _check_absent(kernel, block_ids=rule.queries.block_ids, chunk=rule.chunk)
-        for side, tokens in (("queries", rule.queries), ("keys", keys)):
+        rule, (queries, keys) = self.rule, sides(self.rule)
+        _check_absent(kernel, block_ids=queries.block_ids, chunk=rule.chunk)
+        for side, tokens in (("queries", queries), ("keys", keys)):
             if tokens.segment_ids is not None and tokens.arrangement not in ("right", "offset"):
                 want = (
                     f"no padding, or all of it on the right, for {kernel}: tokens from"
@@ -115,10 +113,10 @@ class KernelArguments:
             options["local_window_size"] = tuple(
                 length if side is None else side for side in (left, right)
             )
-        is_padded = "right" in (rule.queries.arrangement, keys.arrangement)
+        is_padded = "right" in (queries.arrangement, keys.arrangement)
         # jax 0.6.1 forgets a window that comes with neither a causal mask nor lengths.
         if is_padded or (has_window and not is_causal):
-            for side, tokens in (("query", rule.queries), ("key_value", keys)):
+            for side, tokens in (("query", queries), ("key_value", keys)):
                 options[f"{side}_seq_lengths"] = self._counts(tokens.padding_mask)
         return options
 
@@ -131,7 +129,7 @@ class KernelArguments:
         left, right = reach(self.rule)
         if left is not None:
             raise _refusal("window", f"no limit on the left for {kernel}", self.rule.window)
-        if right is not None and _keys(self.rule).arrangement == "any":
+        if right is not None and sides(self.rule)[1].arrangement == "any":
             raise _unknown_order("keys", "a causal mask or a window", kernel, "any")
         counts = self._counts(self.rule.dense()[:, 0, 0])
         return {"is_causal": False, "key_value_seq_lengths": counts}
@@ -263,8 +261,7 @@ class KernelArguments:
         """
         from jax.experimental.pallas.ops.tpu.flash_attention import SegmentIds  # noqa: PLC0415
 
-        causal = _is_only_causal(self.rule, "flash_attention")
-        return {"causal": causal, "segment_ids": self._segment_ids(SegmentIds)}
+        return self._without_windows("flash_attention", SegmentIds)
 
     def mha(self) -> dict[str, Any]:
         """Of Pallas' `mha` on GPUs: self-attention, with neither a window nor block ids.
@@ -282,29 +279,35 @@ class KernelArguments:
             raise arguments.value_error("batch_size", want, None)
         if self.rule.keys is not None:
             raise _refusal("keys", f"None (self-attention) for {kernel}", "another sequence")
-        causal = _is_only_causal(self.rule, kernel)
-        return {"causal": causal, "segment_ids": self._segment_ids(lambda queries, _: queries)}
+        return self._without_windows(kernel, lambda queries, _: queries)
+
+    def _without_windows(self, kernel: str, make: Callable[[Array, Array], Any]) -> dict[str, Any]:
+        """The arguments of a kernel that can say neither a window nor blocks."""
+        limits = _reach_in_rows(self.rule, kernel)
+        window = None if limits in (CAUSAL, EVERYTHING) else self.rule.window
+        _check_absent(kernel, window=window, block_ids=self.rule.queries.block_ids)
+        return {"causal": limits == CAUSAL, "segment_ids": self._segment_ids(make)}
 
     def _segment_ids(self, make: Callable[[Array, Array], Any]) -> Any:
         """Ids that are equal for one segment and chunk, as `make` takes those of queries and keys.
 
         None if all of them are equal.
         """
-        rule, queries, keys = self.rule, self.rule.queries, _keys(self.rule)
+        rule, (queries, keys) = self.rule, sides(self.rule)
         if rule.chunk is not None:
             packed = queries.arrangement == "packed"
             chunks = _segments_of_chunks(
                 queries.positions, segments_of(queries), rule.chunk, packed
             )
-            sides = chunks, chunks
+            ids = [chunks, chunks]
         elif keys.segment_ids is None or queries.arrangement == keys.arrangement == "offset":
             return None
         elif queries.segment_ids is None:
             # Without segments of their own, queries see the tokens of every segment.
-            sides = (side.padding_mask.astype(jnp.int32) for side in (queries, keys))
+            ids = [side.padding_mask.astype(jnp.int32) for side in (queries, keys)]
         else:
-            sides = queries.segment_ids, keys.segment_ids
-        return make(*(jnp.broadcast_to(ids, (self._rows, ids.shape[-1])) for ids in sides))
+            ids = [queries.segment_ids, keys.segment_ids]
+        return make(*(jnp.broadcast_to(side, (self._rows, side.shape[-1])) for side in ids))
 
     @property
     def _rows(self) -> int:
@@ -331,20 +334,8 @@ def _reach_in_rows(rule: AttentionMask, kernel: str) -> Window:
     return limits
 
 
-def _is_only_causal(rule: AttentionMask, kernel: str) -> bool:
-    """Whether the rule is causal, for a kernel with no argument for a window or for blocks."""
-    limits = _reach_in_rows(rule, kernel)
-    window = None if limits in (CAUSAL, EVERYTHING) else rule.window
-    _check_absent(kernel, window=window, block_ids=rule.queries.block_ids)
-    return limits == CAUSAL
-
-
 def _number_of_rows(rule: AttentionMask) -> int:
     return max(arguments.rows("rule", array).shape[0] for array in jax.tree.leaves(rule))
-
-
-def _keys(rule: AttentionMask) -> TokenPositions:
-    return rule.queries if rule.keys is None else rule.keys
 
 
 def _refusal(name: str, want: str, got: Any) -> ValueError:
@@ -417,22 +408,24 @@ def _steps(
         by_keys: whether the grid is that of the gradients of keys.
     """
     queries, keys = kinds.shape[1:]
-    diagonal = jnp.arange(queries) * keys // queries
-    is_empty = jnp.all(kinds == 0, axis=-1, keepdims=True)
-    kinds = jnp.where(is_empty & (jnp.arange(keys) == diagonal[:, None]), jnp.int8(1), kinds)
+    is_diagonal = jnp.arange(keys) == (jnp.arange(queries) * keys // queries)[:, None]
+    is_empty = jnp.all(kinds == 0, axis=2, keepdims=True)
+    may_run = (kinds != 0) | (is_empty & is_diagonal)
     if by_keys:
-        data_next, block_mask, kinds = (
-            array.swapaxes(1, 2) for array in (data_next, block_mask, kinds)
-        )
-    # From here on, the last axis is that of the steps.
-    index = jnp.broadcast_to(data_next, (len(kinds), *data_next.shape)).astype(jnp.int32)
-    kind = jnp.take_along_axis(kinds[:, None], index, axis=3)
-    runs = jnp.where(kind == 0, 0, block_mask)
+        may_run, data_next, block_mask = may_run.mT, data_next.mT, block_mask.mT
+    over_heads = jax.vmap(_steps_of_head, (None, 0, 0))
+    loads, runs = jax.vmap(over_heads, (0, None, None))(may_run, data_next, block_mask)
+    return (loads.mT, runs.mT) if by_keys else (loads, runs)
+
+
+def _steps_of_head(
+    may_run: Bool[Array, "i k"], data_next: Integer[Array, "i j"], block_mask: Integer[Array, "i j"]
+) -> tuple[Integer[Array, "i j"], Integer[Array, "i j"]]:
+    """`_steps` of one row of the batch and one head, where step j is about tile data_next[i, j]."""
+    runs = jnp.where(jnp.take_along_axis(may_run, data_next.astype(jnp.int32), 1), block_mask, 0)
     # A step that runs nothing loads what the next one runs, so that nothing is loaded for it alone.
-    is_running = (runs > 0).reshape(*runs.shape[:2], -1)
-    steps = jnp.arange(is_running.shape[2], dtype=jnp.int32)
-    last = jnp.max(jnp.where(is_running, steps, 0), axis=2, keepdims=True)
-    following = jax.lax.cummin(jnp.where(is_running, steps, last), axis=2, reverse=True)
-    loads = jnp.take_along_axis(index.reshape(is_running.shape), following, axis=2)
-    loads = loads.reshape(index.shape).astype(data_next.dtype)
-    return (loads.swapaxes(2, 3), runs.swapaxes(2, 3)) if by_keys else (loads, runs)
+    is_running = (runs > 0).ravel()
+    steps = jnp.arange(is_running.size, dtype=jnp.int32)
+    last = jnp.max(jnp.where(is_running, steps, 0))
+    following = jax.lax.cummin(jnp.where(is_running, steps, last), reverse=True)
+    return data_next.ravel()[following].reshape(data_next.shape), runs

@@ -49,25 +49,27 @@ def tile_kinds(
     chunk: int | None,
 ) -> Int8[Array, "b m n"]:
     """The kinds of tiles of `AttentionMask.tile_kinds`; keys are None in self-attention."""
-    tokens, others = fields(queries, keys, None)
+    tokens = fields(queries, queries if keys is None else keys, chunk)
     if keys is None:
+        if "segment_ids" in tokens:
+            tokens = _in_row(tokens, chunk)
         # Over the tokens once, in blocks of which those of queries and of keys consist.
         size = math.gcd(*shape)
-        blocks = _blocks(tokens, size, chunk)
-        if "segment_ids" in tokens:
-            blocks = _in_row(tokens, blocks, size, chunk)
+        blocks = _blocks(tokens, size)
         of_queries, of_keys = (_merged(blocks, length // size) for length in shape)
     else:
-        of_queries, of_keys = _blocks(tokens, shape[0], chunk), _blocks(others, shape[1], chunk)
+        of_queries, of_keys = (
+            _blocks(tokens, shape[0]),
+            _blocks(fields(keys, queries, chunk), shape[1]),
+        )
 
     number = of_queries["positions"].low.shape[1]
     at_a_time = math.gcd(number, 64)
 
     def split(bound: Array) -> Array:
-        return bound.T.reshape(number // at_a_time, at_a_time, bound.shape[0])
+        return bound.T.reshape(number // at_a_time, at_a_time, bound.shape[0], 1)
 
     def kinds(of_step: Intervals) -> Int8[Array, "m b n"]:
-        of_step = jax.tree.map(lambda bound: bound[:, :, None], of_step)
         may = may_attend(of_step, of_keys, window)
         return may.low.astype(jnp.int8) + may.high
 
@@ -77,7 +79,7 @@ def tile_kinds(
     return steps.reshape(number, *steps.shape[2:]).swapaxes(0, 1)
 
 
-def _blocks(tokens: Fields, size: int, chunk: int | None) -> Intervals:
+def _blocks(tokens: Fields, size: int) -> Intervals:
     """The intervals of blocks of this many tokens; padding is left out."""
     intervals = {}
     for name, array in tokens.items():
@@ -89,59 +91,51 @@ def _blocks(tokens: Fields, size: int, chunk: int | None) -> Intervals:
                 counts &= tokens["is_in_block"]
             low, high = jnp.where(counts, array, info.max), jnp.where(counts, array, info.min)
         intervals[name] = Interval(low, high)
-    blocks = _merged(intervals, size)
-    if chunk is not None:
-        # Of blocks, because a division for each token takes longer.
-        blocks["chunk"] = jax.tree.map(lambda bound: bound // chunk, blocks["positions"])
-    return blocks
+    return _merged(intervals, size)
 
 
 def _merged(intervals: Intervals, number: int) -> Intervals:
     """The intervals of this many neighbours together."""
+
+    def split(bound: Array) -> Array:
+        return bound.reshape(bound.shape[0], bound.shape[1] // number, number)
+
     return {
-        name: Interval(_split(interval.low, number).min(2), _split(interval.high, number).max(2))
+        name: Interval(split(interval.low).min(2), split(interval.high).max(2))
         for name, interval in intervals.items()
     }
 
 
-def _split(array: Array, size: int) -> Array:
-    return array.reshape(array.shape[0], array.shape[1] // size, size)
+def _in_row(tokens: Fields, chunk: int | None) -> Fields:
+    """The tokens with row indices for positions, segments and chunks, where these mean the same.
 
-
-def _in_row(tokens: Fields, blocks: Intervals, size: int, chunk: int | None) -> Intervals:
-    """The intervals with row indices for positions, and run numbers for segments and chunks.
-
-    A run is a stretch of tokens of one segment. In rows where each segment is one run whose
-    positions rise by one, tokens of a segment are as far apart in position as in the row. Then all
-    of these numbers rise along the row, so the closest pair of two blocks decides whether some pair
-    may attend. The other rows stay as they are.
+    A run is a stretch of tokens of one segment. In rows where each segment is one run, and
+    positions rise by one from the same first position in each, tokens of a segment are as far apart
+    in position as in the row. A segment or a chunk is named by the index of its first token. Then
+    all of these numbers rise along the row, so the closest pair of two blocks decides whether some
+    pair may attend. The other rows stay as they are.
     """
-    positions, segments, is_token = (
-        tokens[name] for name in ("positions", "segment_ids", "is_token")
-    )
+    positions, segments = tokens["positions"], tokens["segment_ids"]
     begins, before = _begins(segments), _before(positions)
+    most = jnp.iinfo(positions.dtype).max
+    first = positions.min(1, keepdims=True, where=begins, initial=most)
     # The second comparison finds positions that wrap.
     rises = (positions - 1 == before) & (positions > before)
-    is_in_row = (begins | rises | ~is_token).all(1) & _is_once(segments, begins)
+    goes_on = jnp.where(begins, positions == first, rises)
+    is_in_row = (goes_on | ~tokens["is_token"]).all(1) & _is_once(segments, begins)
 
-    def numbers(begins: Bool[Array, "b t"]) -> Interval:
-        counts = _split(begins, size).sum(2, dtype=jnp.int32)
-        last = jnp.cumsum(counts, axis=1)
-        # A block begins a run, unless its first token goes on with the one before the block.
-        goes_on = _split(is_token & ~begins, size)[:, :, 0]
-        return Interval(last - counts + jnp.where(goes_on, 0, 1), last)
-
-    index = jnp.arange(positions.shape[1], dtype=jnp.int32)[None]
-    in_row = _blocks({"positions": index, "is_token": is_token}, size, None)
-    in_row["segment_ids"] = numbers(begins)
+    index = jnp.arange(positions.shape[1], dtype=positions.dtype)[None]
+    # How many tokens of the run, and of the chunk, are before each.
+    in_run = positions - first
+    in_row = {"positions": index, "segment_ids": index - in_run}
     if chunk is not None:
-        in_row["chunk"] = numbers(begins | is_token & (positions % chunk == 0))
-
-    def choose(ours: Array, general: Array) -> Array:
-        return jnp.where(is_in_row[:, None], ours.astype(general.dtype), general)
-
-    chosen = {name: jax.tree.map(choose, in_row[name], blocks[name]) for name in in_row}
-    return blocks | chosen
+        in_chunk = positions - chunk * tokens["chunk"]
+        in_row["chunk"] = index - jnp.minimum(in_run, in_chunk)
+    chosen = {
+        name: jnp.where(is_in_row[:, None], array.astype(tokens[name].dtype), tokens[name])
+        for name, array in in_row.items()
+    }
+    return tokens | chosen
 
 
 def _begins(segments: Integer[Array, "b t"]) -> Bool[Array, "b t"]:

@@ -71,14 +71,15 @@ class TokenPositions:
         segment_ids: ArrayLike | None = None,
         block_ids: ArrayLike | None = None,
     ):
-        arrays = {"positions": _as_rows("positions", positions)}
-        for name, ids in (("segment_ids", segment_ids), ("block_ids", block_ids)):
-            if ids is not None:
-                arrays[name] = _as_rows(name, ids)
-                length, size = (array.shape[1] for array in (arrays["positions"], arrays[name]))
-                arguments.check_same(name, "the length of positions", size, length)
+        arguments.set_fields(
+            self, positions=positions, segment_ids=segment_ids, block_ids=block_ids
+        )
+        arguments.convert_fields(self, positions=_as_rows, segment_ids=_as_rows, block_ids=_as_rows)
+        arrays = arrays_of(self)
+        length = self.positions.shape[1]
+        for name, array in arrays.items():
+            arguments.check_same(name, "the length of positions", array.shape[1], length)
         arguments.check_numbers_of_rows(arrays)
-        arguments.set_fields(self, **arrays)
 
     @property
     def padding_mask(self) -> Bool[Array, "b t"]:
@@ -409,11 +410,8 @@ def _is_token(segment_ids: Int32[Array, "b t"]) -> Bool[Array, "b t"]:
 
 @compiled()
 def _has_next(segment_ids: Int32[Array, "b t"]) -> Bool[Array, "b t"]:
-    """A roll brings the first token to the end of the row, where there is no next one."""
-    length = segment_ids.shape[1]
-    is_last = jnp.arange(length, dtype=jnp.int32)[None] == length - 1
-    following = jnp.roll(segment_ids, -1, axis=1)
-    return _is_token(segment_ids) & (following == segment_ids) & ~is_last
+    following = jnp.pad(segment_ids, ((0, 0), (0, 1)))[:, 1:]
+    return _is_token(segment_ids) & (following == segment_ids)
 
 
 @compiled(1, 2)
@@ -448,7 +446,7 @@ def _positions_in_segments(
 ) -> Int32[Array, "b t"]:
     """For each token, how many tokens of its run are before it, plus start."""
     index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
-    is_first = (index == 0) | (segment_ids != jnp.roll(segment_ids, 1, axis=1))
+    is_first = segment_ids != jnp.roll(segment_ids, 1, axis=1)
     first = jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
     return jnp.where(segment_ids != 0, index - first + start, at_padding)
 
