@@ -30,8 +30,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import transformer_embed as te
 from transformer_embed._src.sharded.hops import plan_hops
 from transformer_embed._src.sharded.layout import Layout
-from transformer_embed._src.sharded.placement import VIRTUAL_SHARDS
-from transformer_embed._src.sharded.row_order import Contiguous, Interleaved
+from transformer_embed._src.sharded.placement import ROW_MULTIPLE, VIRTUAL_SHARDS
+from transformer_embed._src.sharded.row_order import RowOrder
 
 WIDTH, IDS, MEMORY = 128, 16384, 64e9
 DEVICES, VOCABULARIES = (2, 64, 4096), (10**6, 10**8, 10**9)
@@ -53,7 +53,7 @@ def dense(vocab_size, data, shards, width=WIDTH, ids=IDS):
 def in_shards(vocab_size, data, shards, width=WIDTH, ids=IDS):
     """Rows of the batch of the devices that share a table, summed over the shards; the gradient of
     a shard, over the data axis."""
-    padded = Contiguous(vocab_size, shards).size // shards
+    padded = RowOrder(vocab_size, 1, math.lcm(ROW_MULTIPLE, shards)).size // shards
     return all_reduce(4 * ids * shards * width, shards) + all_reduce(4 * padded * width, data)
 
 
@@ -73,7 +73,7 @@ def by_exchange(vocab_size, data, shards, width=WIDTH, ids=IDS):
     """For each hop: the ids of the rows that are asked for, the rows, and their gradients. The
     table is split over all devices."""
     devices = data * shards
-    shard = Interleaved(vocab_size, VIRTUAL_SHARDS).size // devices
+    shard = RowOrder(vocab_size, VIRTUAL_SHARDS).size // devices
     hops = plan_hops(min(ids, vocab_size), ("data", "model"), (data, shards), shard, devices, 1.0)
     return sum((4 + 2 * 4 * width) * hop.room * (hop.parts - 1) for hop in hops)
 
@@ -305,7 +305,7 @@ def zipf(vocab_size=10**6, exponent=1.05, ids=IDS):
     steps, rng = np.cumsum(weights / weights.sum()), np.random.default_rng(0)
     for shape in ((1, 8), (2, 4), (8, 8), (16, 16)):
         mesh = jax.sharding.AbstractMesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-        axes, order = mesh.axis_names, Interleaved(vocab_size, VIRTUAL_SHARDS)
+        axes, order = mesh.axis_names, RowOrder(vocab_size, VIRTUAL_SHARDS)
         array = jax.ShapeDtypeStruct((order.size, WIDTH), jnp.float32)
         sharding = NamedSharding(mesh, PartitionSpec(axes))
         table = te.sharding.Sharded(array, Layout(order, sharding, axes, 1.0))

@@ -5,7 +5,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import transformer_embed as te
-from transformer_embed._src.sharded.row_order import Interleaved
+from transformer_embed._src.sharded.row_order import RowOrder
 
 SPEC = PartitionSpec
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -55,6 +55,6 @@ def interleave(mesh, spec=None, table=TABLE, shards=SHARDS, **options):
 
 def owned_by_one(count, devices=8):
     """Ids that one device owns."""
-    interleaved = Interleaved(VOCAB, SHARDS)
-    owners = interleaved.slots(np.arange(VOCAB, dtype=np.int32)) // (interleaved.size // devices)
+    order = RowOrder(VOCAB, SHARDS)
+    owners = order.slots(np.arange(VOCAB, dtype=np.int32)) // (order.size // devices)
     return np.flatnonzero(owners == 2)[:count].astype(np.int32)

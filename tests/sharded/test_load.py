@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 import transformer_embed as te
 from transformer_embed._src.sharded.layout import Layout
-from transformer_embed._src.sharded.row_order import Interleaved
+from transformer_embed._src.sharded.row_order import RowOrder
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (2, 2, 2)], ids=str)
@@ -54,7 +54,7 @@ def test_zipf_ids_load_no_device_more_than_1_5_times_the_mean(shape):
     weights = np.cumsum(np.arange(1, vocab_size + 1) ** -1.05)
     batch = np.searchsorted(weights / weights[-1], np.random.default_rng(0).random((devices, ids)))
     mesh = AbstractMesh(shape, ("data", "model"), axis_types=(AUTO,) * 2)
-    order = Interleaved(vocab_size, 4096)
+    order = RowOrder(vocab_size, 4096)
     array = jax.ShapeDtypeStruct((order.size, WIDTH), jnp.float32)
     sharding = NamedSharding(mesh, SPEC(("data", "model")))
     table = te.sharding.Sharded(array, Layout(order, sharding, ("data", "model"), 1.0))

@@ -16,33 +16,33 @@ from interleaved_tables import (
 )
 
 import transformer_embed as te
-from transformer_embed._src.sharded.row_order import Interleaved
+from transformer_embed._src.sharded.row_order import RowOrder
 
 
 @settings(max_examples=50)
 @given(vocab_size=st.integers(1, 3000), bits=st.integers(1, 9))
 def test_dealing_gives_every_id_a_position_of_its_own(vocab_size, bits):
-    interleaved = Interleaved(vocab_size, 2**bits)
+    order = RowOrder(vocab_size, 2**bits)
     ids = np.arange(vocab_size, dtype=np.int32)
-    slots = interleaved.slots(ids)
+    slots = order.slots(ids)
     assert slots.dtype == np.int32
     assert len(np.unique(slots)) == vocab_size
     assert slots.min() >= 0
-    assert slots.max() < interleaved.size < vocab_size + 2**bits
-    np.testing.assert_array_equal(interleaved.ids(slots), ids)
-    every = interleaved.ids(np.arange(interleaved.size, dtype=np.int32))
-    np.testing.assert_array_equal(np.sort(every), np.arange(interleaved.size))
+    assert slots.max() < order.size < vocab_size + 2**bits
+    np.testing.assert_array_equal(order.ids(slots), ids)
+    every = order.ids(np.arange(order.size, dtype=np.int32))
+    np.testing.assert_array_equal(np.sort(every), np.arange(order.size))
 
 
 def test_a_device_deals_as_the_host_does():
-    interleaved, ids = Interleaved(10**6, 4096), np.arange(10**6, dtype=np.int32)
-    np.testing.assert_array_equal(jax.jit(interleaved.slots)(ids), interleaved.slots(ids))
+    order, ids = RowOrder(10**6, 4096), np.arange(10**6, dtype=np.int32)
+    np.testing.assert_array_equal(jax.jit(order.slots)(ids), order.slots(ids))
 
 
 @pytest.mark.parametrize("devices", [2, 8, 64, 4096])
 def test_neighbouring_ids_reach_different_devices_on_every_mesh(devices):
-    interleaved = Interleaved(10**6, 4096)
-    owners = interleaved.slots(np.arange(10**6, dtype=np.int32)) // (interleaved.size // devices)
+    order = RowOrder(10**6, 4096)
+    owners = order.slots(np.arange(10**6, dtype=np.int32)) // (order.size // devices)
     for start in (0, 4096, 4096 * 17):
         assert len(np.unique(owners[start : start + devices])) == devices
     assert np.bincount(owners, minlength=devices).max() <= 10**6 // devices + 1

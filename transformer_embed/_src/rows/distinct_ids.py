@@ -1,5 +1,7 @@
 """Distinct ids in ascending order, in arrays of a fixed size, and a search in them."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,3 +72,21 @@ def rows_of_ids(
     rows = rows_at(values, slots)
     is_held = read_each(held, slots) == ids
     return jnp.where(is_held[..., None], rows, np.array(np.nan, rows.dtype))
+
+
+def sum_rows(
+    ids: Sequence[Int32[Array, "k"]], rows: Sequence[Float[Array, "k d"]], size: int
+) -> tuple[Int32[Array, "m"], Float[Array, "m d"]]:
+    """The ids below `size` of several lists, and the sum of the rows of each.
+
+    All lists ascend, and none has an id twice.
+    """
+    every = jnp.concatenate(ids)
+    merged = distinct_ascending(every, size, min(len(every), size))
+    sums = jnp.zeros((len(merged), rows[0].shape[1]), jnp.result_type(*rows))
+    for part, values in zip(ids, rows, strict=True):
+        # Padding gets distinct slots past the end, so that a GPU needs no atomic sum.
+        past = len(merged) + jnp.arange(len(part), dtype=jnp.int32)
+        slots = jnp.where(part < size, count_below(merged, part), past)
+        sums = sums.at[slots].add(values, mode="drop", unique_indices=True)
+    return merged, sums

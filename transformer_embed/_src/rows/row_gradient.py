@@ -2,14 +2,16 @@
 
 import dataclasses
 import operator
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from transformer_embed._src import arguments
-from transformer_embed._src.rows.distinct_ids import count_below, distinct_rows
+from transformer_embed._src.rows.distinct_ids import sum_rows
 
 Tree = Any
 
@@ -78,22 +80,19 @@ class RowGradient:
 
     def __add__(self, other: "RowGradient") -> "RowGradient":
         """The sum; it has the rows of both."""
-        if not isinstance(other, RowGradient) or other.shape != self.shape:
+        if type(other) is not type(self) or other.shape != self.shape:
             want = f"rows of the same table, {list(self.shape)}"
             raise arguments.type_error("grads", want, type(other).__name__)
         check_ascending(self)
         check_ascending(other)
         if _Ids(self.ids) == _Ids(other.ids):
             return dataclasses.replace(self, values=self.values + other.values)
-        # Clipped to vocab_size, all padding is one id.
-        ids = distinct_rows(jnp.concatenate([self.ids, other.ids]), self.vocab_size + 1)
-        values = jnp.zeros((len(ids), self.shape[1]), jnp.promote_types(self.dtype, other.dtype))
-        for gradient in (self, other):
-            # Padding gets distinct slots past the end, so that a GPU needs no atomic sum.
-            past = len(ids) + jnp.arange(len(gradient.ids), dtype=jnp.int32)
-            slots = jnp.where(gradient.ids < self.vocab_size, count_below(ids, gradient.ids), past)
-            values = values.at[slots].add(gradient.values, mode="drop", unique_indices=True)
+        ids, values = self.sum_rows([self.ids, other.ids], [self.values, other.values])
         return dataclasses.replace(self, ids=ids, values=values)
+
+    def sum_rows(self, ids: Sequence[Array], values: Sequence[Array]) -> tuple[Array, Array]:
+        """The ids of all lists, and the sum of the values of each."""
+        return sum_rows(ids, values, self.vocab_size)
 
     def __radd__(self, other: Any) -> NoReturn:
         """Raises a TypeError: `optax.apply_updates` does not take a `RowGradient`."""

@@ -18,6 +18,7 @@ devices that the batch is split over.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,7 +32,11 @@ from transformer_embed._src.functional.partitioning import (
     devices_along,
     index_along,
 )
-from transformer_embed._src.rows.distinct_ids import distinct_ascending, rows_of_ids
+from transformer_embed._src.rows.distinct_ids import (
+    distinct_ascending,
+    rows_of_ids,
+    sum_rows,
+)
 from transformer_embed._src.rows.gathered_rows import GatheredRows
 from transformer_embed._src.rows.row_gradient import RowGradient, register_row_gradient
 from transformer_embed._src.sharded import exchange
@@ -145,19 +150,14 @@ class OwnedRows(RowGradient):
 
     layout: Layout
 
-    def __add__(self, other: RowGradient) -> RowGradient:
-        """See `RowGradient`; each device adds its own rows."""
-        if self.ids is other.ids or not isinstance(other, OwnedRows):
-            return super().__add__(other)
-        layout = self.layout
-
-        def merge(ids, values):
-            return exchange.sum_repeats(jnp.concatenate(ids), jnp.concatenate(values), layout.shard)
-
-        owners = PartitionSpec(layout.rows)
-        merge_all = jax.shard_map(merge, mesh=layout.mesh, in_specs=owners, out_specs=owners)
-        ids, values = merge_all([self.ids, other.ids], [self.values, other.values])
-        return dataclasses.replace(self, ids=ids, values=values)
+    def sum_rows(self, ids: Sequence[Array], values: Sequence[Array]) -> tuple[Array, Array]:
+        """See `RowGradient`; each device sums its own rows."""
+        owners = PartitionSpec(self.layout.rows)
+        sum_shards = functools.partial(sum_rows, size=self.layout.shard)
+        sum_all = jax.shard_map(
+            sum_shards, mesh=self.layout.mesh, in_specs=owners, out_specs=owners
+        )
+        return sum_all(ids, values)
 
 
 # --- the exchange

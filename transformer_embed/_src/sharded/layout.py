@@ -13,7 +13,7 @@ from transformer_embed._src.functional.partitioning import (
 )
 from transformer_embed._src.rows.distinct_ids import row_count
 from transformer_embed._src.sharded.hops import Hop, plan_hops
-from transformer_embed._src.sharded.row_order import Interleaved
+from transformer_embed._src.sharded.row_order import RowOrder
 
 
 class Layout(NamedTuple):
@@ -28,7 +28,7 @@ class Layout(NamedTuple):
         capacity: of an interleaved table; see `shard_params`.
     """
 
-    order: Any
+    order: RowOrder
     sharding: NamedSharding
     batch_axes: Axes
     capacity: float
@@ -47,11 +47,6 @@ class Layout(NamedTuple):
     def columns(self) -> Axes:
         """The mesh axes that the columns are split over."""
         return spec_axes(self.sharding.spec, 2)[1]
-
-    @property
-    def is_interleaved(self) -> bool:
-        """Whether rows are exchanged."""
-        return isinstance(self.order, Interleaved)
 
     @property
     def shard(self) -> int:

@@ -55,7 +55,7 @@ def exchange_load(table: Sharded, ids: ArrayLike, *, max_rows: int | None = None
     """
     array = arguments.on_host("ids", arguments.as_integers("ids", ids))
     layout = table.layout
-    if not layout.is_interleaved:
+    if not layout.order.is_interleaved:
         want = "an interleaved table (see `interleave` of shard_params)"
         raise arguments.value_error("table", want, "a contiguous table")
     batch, vocab_size = layout.batch_axes, layout.order.vocab_size

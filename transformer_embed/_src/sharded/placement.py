@@ -3,6 +3,7 @@
 import dataclasses
 import fnmatch
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,11 +17,14 @@ from transformer_embed._src import arguments
 from transformer_embed._src.functional.partitioning import Axes, devices_along, spec_axes
 from transformer_embed._src.rows.gathered_rows import is_leaf
 from transformer_embed._src.sharded.layout import Layout
-from transformer_embed._src.sharded.row_order import Contiguous, Interleaved
+from transformer_embed._src.sharded.row_order import RowOrder
 from transformer_embed._src.sharded.table import Sharded, sharded
 
 TABLES = "*embeddings"
 VIRTUAL_SHARDS = 4096
+# The array of a contiguous table has the same size on all meshes whose devices divide this number:
+# Megatron-LM's `make-vocab-size-divisible-by`, and the lanes of a TPU.
+ROW_MULTIPLE = 128
 # Slots are int32, and slots past the end pad buffers.
 MAX_SIZE = 2**31 - 2**26
 
@@ -224,7 +228,12 @@ class _Placement(NamedTuple):
             if set(batch_axes) & set(columns):
                 want = f"other axes than those of the columns of {name}"
                 raise arguments.value_error("batch_axes", want, batch_axes)
-            return Layout(Contiguous(vocab_size, parts), sharding, batch_axes, self.capacity)
+            return Layout(
+                RowOrder(vocab_size, 1, math.lcm(ROW_MULTIPLE, parts)),
+                sharding,
+                batch_axes,
+                self.capacity,
+            )
         if batch_axes is None:
             batch_axes = self.mesh.axis_names
         if columns:
@@ -242,7 +251,7 @@ class _Placement(NamedTuple):
                 f"virtual shards, to interleave {name}"
             )
             raise arguments.value_error("mesh", want, parts)
-        order = Interleaved(vocab_size, self.virtual_shards)
+        order = RowOrder(vocab_size, self.virtual_shards)
         if order.size > MAX_SIZE:
             want = f"at most {MAX_SIZE} rows for {name}, padding included, to interleave it"
             raise arguments.value_error("params", want, order.size)

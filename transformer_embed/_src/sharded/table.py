@@ -100,14 +100,14 @@ class Sharded(RowTable):
         shards.
         """
         layout = self.layout
-        by_exchange = layout.is_interleaved and set(layout.rows) <= set(layout.split(ids)[1])
+        by_exchange = layout.order.is_interleaved and set(layout.rows) <= set(layout.split(ids)[1])
         gather = gather_from_owners if by_exchange else gather_from_shards
         return gather(layout, self.array, ids)
 
     def output_layout(self, x: Float[Array, "... d"]) -> tuple[Array, OutputLayout]:
         """See `Table`."""
         layout = self.layout
-        if layout.is_interleaved:
+        if layout.order.is_interleaved:
             want = "rows in vocabulary order for a tied output layer: leave it out of `interleave`"
             raise arguments.type_error("table", want, "an interleaved table")
         split = array_axes(layout.mesh, layout.batch_axes, x, x.ndim - 1)
@@ -115,7 +115,7 @@ class Sharded(RowTable):
 
     def take_rows(self, ids: Int32[Array, "..."], max_rows: int) -> BatchRows:
         """See `RowTable`."""
-        take = take_from_owners if self.layout.is_interleaved else take_from_shards
+        take = take_from_owners if self.layout.order.is_interleaved else take_from_shards
         return take(self.layout, self.array, ids, max_rows)
 
     def update_rows(
@@ -123,7 +123,7 @@ class Sharded(RowTable):
     ) -> list["Sharded"]:
         """See `RowTable`; each shard updates its own rows. Nothing is sent."""
         layout, is_owned = self.layout, isinstance(gradient, OwnedRows)
-        if layout.is_interleaved and not is_owned:
+        if layout.order.is_interleaved and not is_owned:
             want = (
                 "the gradient of an interleaved table as `value_and_grad` returns it: each device "
                 "has those of its own rows"
