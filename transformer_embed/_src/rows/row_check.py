@@ -9,6 +9,7 @@ One more rule: a choice that all rows share (a schedule that emits on every thir
 decide whether a row's gradient or state is used, because a row without a gradient would miss it.
 """
 
+import collections
 import dataclasses
 import math
 import re
@@ -29,19 +30,18 @@ def _words(text: str) -> frozenset[str]:
 
 
 # Each row of the results is computed from the same row of the operands, if every result has an axis
-# of rows (`_moves_rows` has the exceptions). Nothing else has that size, so an axis of rows that an
-# equation takes away and makes anew cannot go unseen.
+# of rows. Nothing else has that size, so an axis of rows that an equation takes away and makes anew
+# cannot go unseen. (A reshape may move rows: see `_problems`.)
 KEEP_ROWS_APART = _words(
     """
-    abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh bessel_i0e
-    bessel_i1e bitcast_convert_type broadcast_in_dim cbrt ceil clamp complex concatenate conj
-    convert_element_type copy cos cosh cumlogsumexp cummax cummin cumprod cumsum digamma div
-    dot_general eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a
-    igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul
-    mulhi name ne neg nextafter not or pad pcast polygamma population_count pow pvary real
-    reduce_and reduce_max reduce_min reduce_or reduce_precision reduce_prod reduce_sum
-    reduce_xor regularized_incomplete_beta rem reshape rev round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh slice sort split sqrt square
+    abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+    bitcast_convert_type broadcast_in_dim cbrt ceil clamp complex concatenate conj
+    convert_element_type copy cos cosh digamma div dot_general eq eq_to erf erf_inv erfc exp exp2
+    expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log
+    log1p logistic lt lt_to max min mul mulhi name ne neg nextafter not or pcast polygamma
+    population_count pow pvary real reduce_and reduce_max reduce_min reduce_or reduce_precision
+    reduce_prod reduce_sum reduce_xor regularized_incomplete_beta rem reshape round rsqrt select_n
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice split sqrt square
     squeeze stack stop_gradient sub tan tanh transpose unstack xor zeta
     """
 )
@@ -68,8 +68,6 @@ ADVICE = (
 )
 
 Shape = jax.ShapeDtypeStruct
-# An axis of rows, and its size: a symbol.
-Rows = tuple[int, Any]
 
 
 class Fact(NamedTuple):
@@ -225,15 +223,14 @@ class _Reader:
         name, line = _transformation_and_line(self.sources)
         return _refusal(name or _name(self.update), reason + line)
 
-    def follow(self, program: Any, operands: Sequence[Fact] | None = None) -> Sequence[Fact]:
+    def follow(self, program: Any, operands: Sequence[Fact] = ()) -> Sequence[Fact]:
         """What is known about the results; without operands, of values that all rows share.
 
         Raises if the program mixes rows.
         """
         # Called programs may be without constants.
         program = getattr(program, "jaxpr", program)
-        facts = dict.fromkeys((*program.constvars, *program.invars), Fact())
-        facts.update(zip(program.invars, operands or (), strict=operands is not None))
+        facts = collections.defaultdict(Fact, zip(program.invars, operands, strict=False))
 
         def read(variable: Any) -> Fact:
             return Fact() if isinstance(variable, Literal) else facts[variable]
@@ -247,14 +244,13 @@ class _Reader:
 
     def results(self, equation: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
         """What is known about the results of an equation."""
-        name, programs = equation.primitive.name, _called_programs(equation)
+        name, params = equation.primitive.name, jax.tree.leaves(equation.params)
+        programs = [param for param in params if isinstance(param, PROGRAMS)]
         if name in CALLS and programs:
             return self.follow(programs[0], operands)
         if name == "optimization_barrier":
             return operands
-        before = list(filter(None, map(self.rows, equation.invars)))
-        problem = _problem(equation, before, list(map(self.rows, equation.outvars)))
-        if problem:
+        for problem in _problems(equation):
             raise self.refusal(problem)
         for program in programs:
             self.follow(program)
@@ -266,14 +262,6 @@ class _Reader:
             )
             for out in equation.outvars
         ]
-
-    def rows(self, variable: Any) -> Rows | None:
-        """The axis of rows of a variable."""
-        sizes = enumerate(variable.aval.shape)
-        rows = [(axis, size) for axis, size in sizes if export.is_symbolic_dim(size)]
-        if len(rows) > 1:
-            raise self.refusal("pairs of rows")
-        return next(iter(rows), None)
 
     def uses(self, name: str, operands: Sequence[Fact]) -> Fact:
         """What a result is computed from, whatever the shared conditions are."""
@@ -291,54 +279,40 @@ class _Reader:
         return Fact(uses, always_uses, choice)
 
 
-def _problem(equation: Any, before: Sequence[Rows], after: Sequence[Rows | None]) -> str:
-    """Why the results may not have the rows that the operands have; empty if they do.
-
-    Args:
-        equation: whose results and operands they are.
-        before: the axes of rows of those operands that have one.
-        after: those of all results.
-    """
+def _problems(equation: Any) -> Iterator[str]:
+    """The reasons why rows of the results may not be made from the same rows of the operands."""
     name, params = equation.primitive.name, equation.params
+    before = list(filter(None, map(_row_axes, equation.invars)))
+    after = list(map(_row_axes, equation.outvars))
     if before and name in CONTROL_FLOW:
-        return f"{name} on a value outside of the row decides how the row is updated"
+        yield f"{name} on a value outside of the row decides how the row is updated"
     if before and name not in KEEP_ROWS_APART:
-        return f"{name} is not known to keep rows apart"
+        yield f"{name} is not known to keep rows apart"
     others = [param for key, param in params.items() if key not in SIZES]
     if any(map(export.is_symbolic_dim, jax.tree.leaves(others))):
-        return DIFFERS
-    axes = [rows[0] for rows in after if rows]
-    if (
-        not before
-        and name != "broadcast_in_dim"
-        and (name != "iota" or params["dimension"] in axes)
-    ):
-        return f"{name} tells rows apart by their place in the table" if axes else ""
-    for axis, size in before:
-        for rows in after:
-            if not rows or rows[1] != size or _moves_rows(equation, axis, rows[0]):
-                return f"{name} over the rows"
-    return ""
+        yield DIFFERS
+    for axes in after:
+        if len(axes) > 1:
+            yield "pairs of rows"
+        if before and list(axes.values()) != list(before[0].values()):
+            yield f"{name} over the rows"
+        is_equal = name == "broadcast_in_dim" or (
+            name == "iota" and params["dimension"] not in axes
+        )
+        if axes and not before and not is_equal:
+            yield f"{name} tells rows apart by their place in the table"
+    if before and name == "reshape":
+        (operand, *_), (result,) = equation.invars, equation.outvars
+        # A row keeps its place if as many entries come before it.
+        first = math.prod(operand.aval.shape[: min(before[0])])
+        if params["dimensions"] or first != math.prod(result.aval.shape[: min(after[0])]):
+            yield "reshape over the rows"
 
 
-def _moves_rows(equation: Any, axis: int, new_axis: int) -> bool:
-    """Whether an equation whose operand and result have these axes of rows mixes or moves rows."""
-    params = equation.params
-    match equation.primitive.name:
-        case "cumlogsumexp" | "cummax" | "cummin" | "cumprod" | "cumsum":
-            return params["axis"] == axis
-        case "pad":
-            return tuple(params["padding_config"][axis]) != (0, 0, 0)
-        case "reshape":
-            # A row keeps its place if as many entries come before it.
-            before = math.prod(equation.invars[0].aval.shape[:axis])
-            after = math.prod(equation.outvars[0].aval.shape[:new_axis])
-            return params["dimensions"] is not None or before != after
-        case "rev":
-            return axis in params["dimensions"]
-        case "sort":
-            return params["dimension"] == axis
-    return False
+def _row_axes(variable: Any) -> dict[int, Any]:
+    """The axes of rows of a variable, and their sizes: symbols."""
+    sizes = enumerate(variable.aval.shape)
+    return {axis: size for axis, size in sizes if export.is_symbolic_dim(size)}
 
 
 def _stays_condition(equation: Any, operands: Sequence[Fact]) -> bool:
@@ -349,11 +323,6 @@ def _stays_condition(equation: Any, operands: Sequence[Fact]) -> bool:
     if name not in KEEP_CONDITIONS or len(others) == len(operands) or (others and name == "mul"):
         return False
     return all(isinstance(variable, Literal) for variable in others)
-
-
-def _called_programs(equation: Any) -> list[Any]:
-    """The programs among the params of an equation."""
-    return [param for param in jax.tree.leaves(equation.params) if isinstance(param, PROGRAMS)]
 
 
 def _outline(program: Any) -> str:
