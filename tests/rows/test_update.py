@@ -648,6 +648,8 @@ def test_bad_arguments_of_value_and_grad_raise_errors():
         "max_rows: wanted an int of at least 1, got 0",
         lambda: taken(params, {"m": {"t": [1]}}, max_rows=0),
     )
+    message = "params['v']: wanted a table, since max_rows has it, got none among params['m']['t']"
+    expect(ValueError, message, lambda: taken(params, {"m": {"t": [1]}}, max_rows={"v": 2}))
     seen = {"m": {"t": taken_rows(params["m"]["t"], np.array([1]))}}
     expect(
         TypeError,

@@ -18,10 +18,9 @@ Tree = Any
 
 def register_row_gradient(cls: type) -> type:
     """Makes a kind of `RowGradient` a pytree whose one leaf is `values`."""
-    names = [field.name for field in dataclasses.fields(cls)]
 
     def flatten(gradient: Any) -> tuple[Any, Any]:
-        ids, values, *static = (getattr(gradient, name) for name in names)
+        ids, values, *static = vars(gradient).values()
         return (values,), (_Ids(ids), *static)
 
     def unflatten(data: Any, children: Any) -> Any:

@@ -56,7 +56,7 @@ def value_and_grad(
         TypeError: ids are not integers; a table does not have a floating dtype; the loss uses a
             table other than by `lookup`.
         ValueError: `params` has no table [vocab_size, d] where `ids` has an array; a sharded table
-            whose columns are split; a max_rows below 1.
+            whose columns are split; a max_rows below 1, or for a table that is not in `ids`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -96,10 +96,11 @@ def _gather_tables(
 ) -> dict[int, GatheredRows]:
     """The rows that a batch reads from each table in `ids`, by the table's index as a leaf."""
     indices = dict(_named("params", jax.tree.unflatten(treedef, range(len(leaves)))))
-    ids_of = _of_tables(ids, indices)
+    names = [name for name, index in indices.items() if isinstance(index, int)]
+    ids_of = _of_tables("ids", ids, names)
     bounds = dict.fromkeys(ids_of, max_rows)
     if isinstance(max_rows, Mapping):
-        bounds = _of_tables(max_rows, indices)
+        bounds = _of_tables("max_rows", max_rows, list(ids_of))
     gathered = {}
     for name, table_ids in ids_of.items():
         index = indices[name]
@@ -119,14 +120,14 @@ def _gather_tables(
     return gathered
 
 
-def _of_tables(tree: Tree, indices: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a tree by their names; an error for a name that is not a table's."""
+def _of_tables(argument: str, tree: Tree, names: Sequence[str]) -> dict[str, Any]:
+    """The entries of an argument by their names; an error for one that is none of these names."""
     entries = dict(_named("params", tree))
     for name in entries:
-        if not isinstance(indices.get(name), int):
-            more = f" and {len(indices) - 4} more" if len(indices) > 4 else ""
-            got = f"none among {', '.join([*indices][:4])}{more}"
-            raise arguments.value_error(name, "a table, since ids has it", got)
+        if name not in names:
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            got = f"none among {', '.join(names[:4])}{more}"
+            raise arguments.value_error(name, f"a table, since {argument} has it", got)
     return entries
 
 
