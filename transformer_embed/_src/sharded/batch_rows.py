@@ -80,9 +80,28 @@ class BatchRows(GatheredRows):
         """That of the table."""
         return self.row_dtype
 
-    def gather(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
+    @jax.jit
+    def gather(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, ids: Int32[Array, "..."]
+    ) -> Float[Array, "... d"]:
         """See `Table`; exchanged rows are read by ids that are split as the batch is."""
-        return _gather(self, ids)
+        split, id_axes = self.layout.split(ids)
+        if self.hops and set(id_axes) != set(self.id_axes):
+            want = f"split over the mesh axes of the ids given to te.rows, {self.id_axes}"
+            got = f"shape {list(ids.shape)} split over {split}"
+            raise arguments.value_error("ids", want, got)
+
+        def read(held, values, ids):
+            return rows_of_ids(held, values, self.layout.slots(ids))
+
+        held_by = PartitionSpec(self.id_axes)
+        read_all = jax.shard_map(
+            read,
+            mesh=self.layout.mesh,
+            in_specs=(held_by, held_by, PartitionSpec(*split)),
+            out_specs=PartitionSpec(*split, ()),
+        )
+        return read_all(self.ids, arguments.widened(self.values), ids).astype(self.dtype)
 
     def gradient(self, values: Float[Array, "k d"]) -> RowGradient:
         """See `GatheredRows`; exchanged, on each device, that of its shard's rows."""
@@ -90,27 +109,6 @@ class BatchRows(GatheredRows):
             return super().gradient(values)
         ids, sums = _return_gradients(self, values)
         return OwnedRows(ids, sums.astype(self.dtype), self.vocab_size, self.layout)
-
-
-@jax.jit
-def _gather(taken: BatchRows, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
-    split, id_axes = taken.layout.split(ids)
-    if taken.hops and set(id_axes) != set(taken.id_axes):
-        want = f"split over the mesh axes of the ids given to te.rows, {taken.id_axes}"
-        got = f"shape {list(ids.shape)} split over {split}"
-        raise arguments.value_error("ids", want, got)
-
-    def read(held, values, ids):
-        return rows_of_ids(held, values, taken.layout.slots(ids))
-
-    held_by = PartitionSpec(taken.id_axes)
-    read_all = jax.shard_map(
-        read,
-        mesh=taken.layout.mesh,
-        in_specs=(held_by, held_by, PartitionSpec(*split)),
-        out_specs=PartitionSpec(*split, ()),
-    )
-    return read_all(taken.ids, arguments.widened(taken.values), ids).astype(taken.dtype)
 
 
 @jax.jit

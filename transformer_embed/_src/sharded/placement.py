@@ -18,7 +18,7 @@ from transformer_embed._src.functional.partitioning import Axes, devices_along, 
 from transformer_embed._src.rows.gathered_rows import is_leaf
 from transformer_embed._src.sharded.layout import Layout
 from transformer_embed._src.sharded.row_order import RowOrder
-from transformer_embed._src.sharded.table import Sharded, sharded
+from transformer_embed._src.sharded.table import Sharded, put, sharded
 
 TABLES = "*embeddings"
 VIRTUAL_SHARDS = 4096
@@ -100,13 +100,12 @@ def shard_params(
 
     Raises:
         TypeError: mesh is not a Mesh; rules are not a mapping of patterns to PartitionSpec; tables
-            or interleave is not a string; batch_axes is not a tuple; a parameter is traced or is
-            not an array; params is a function and rng is None.
+            or interleave is not a string; a parameter is traced or is not an array; params is a
+            function and rng is None.
         ValueError: a pattern that matches no parameter; a spec with an axis past the dimensions of
             its parameter, that the mesh lacks, or whose number of devices does not divide a
-            dimension other than a table's rows; batch_axes that the mesh lacks, or that split the
-            columns of a contiguous table; rng without a function; an interleaved table whose
-            columns are split, whose batch is not split over the axes of its rows, whose virtual
+            dimension other than a table's rows; batch_axes that are not a tuple of the mesh's axes;
+            rng without a function; an interleaved table whose columns are split, whose virtual
             shards the devices do not divide, or with more than 2**31 - 2**26 rows; virtual_shards
             that are not a power of two of at least 2; a capacity that is not positive.
 
@@ -131,13 +130,10 @@ def shard_params(
         isinstance(spec, PartitionSpec) for spec in rules.values()
     ):
         raise arguments.type_error("rules", "a mapping of patterns to PartitionSpec", rules)
-    if not isinstance(batch_axes, tuple | None):
-        want = "a tuple of mesh axes, or None"
-        raise arguments.type_error("batch_axes", want, repr(batch_axes))
-    if not all(axis in mesh.axis_names for axis in batch_axes or ()):
-        raise arguments.value_error(
-            "batch_axes", f"axes of the mesh, {mesh.axis_names}", batch_axes
-        )
+    axes = mesh.axis_names
+    if not isinstance(batch_axes, tuple | None) or not all(i in axes for i in batch_axes or ()):
+        want = f"a tuple of axes of the mesh, {axes}, or None"
+        raise arguments.value_error("batch_axes", want, repr(batch_axes))
     arguments.integer("virtual_shards", virtual_shards, at_least=2, at_most=2**20)
     if virtual_shards.bit_count() != 1:
         raise arguments.value_error("virtual_shards", "a power of two", virtual_shards)
@@ -192,30 +188,25 @@ class _Placement(NamedTuple):
             raise arguments.type_error("params", want, f"a traced {name}")
         specs = (spec for rule, spec in self.rules.items() if fnmatch.fnmatchcase(name, rule))
         spec = next(specs, PartitionSpec())
-        axes = spec_axes(spec, len(shape))
-        if any(axes[len(shape) :]):
-            want = f"at most {len(shape)} dimensions for {name}"
-            raise arguments.value_error("rules", want, spec)
-        # A None past the last dimension says nothing.
-        spec = PartitionSpec(*[*spec][: len(shape)])
+        while len(spec) > len(shape) and spec[-1] is None:
+            # A None past the last dimension says nothing.
+            spec = PartitionSpec(*spec[:-1])
         # A row-wise optimizer may have one number of state for each row of a table.
-        is_rows = any(axes) and len(shape) in (1, 2) and fnmatch.fnmatchcase(name, self.tables)
+        is_rows = any(spec) and len(shape) in (1, 2) and fnmatch.fnmatchcase(name, self.tables)
         try:
             sharding = NamedSharding(self.mesh, spec)
             # The rows of a table are padded.
             sharding.shard_shape((0, *shape[1:]) if is_rows else shape)
-        except ValueError as error:
+        except (ValueError, IndexError) as error:
             want = f"a spec that fits {name} of shape {list(shape)}"
             raise arguments.value_error("rules", want, f"{spec}: {error}") from error
         if isinstance(array, jax.ShapeDtypeStruct):
-            rows = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+            rows: Any = jax.ShapeDtypeStruct(shape, leaf.dtype)
         else:
             rows = leaf.in_vocabulary_order() if isinstance(leaf, Sharded) else np.asarray(leaf)
         if is_rows:
             return sharded(rows, self.layout(name, shape[0], sharding))
-        if isinstance(rows, jax.ShapeDtypeStruct):
-            return rows
-        return jax.make_array_from_callback(shape, sharding, rows.__getitem__)
+        return put(rows, shape, sharding, lambda index: rows[index])
 
     def layout(self, name: str, vocab_size: int, sharding: NamedSharding) -> Layout:
         """How a table lies on the mesh."""
@@ -225,26 +216,13 @@ class _Placement(NamedTuple):
             if batch_axes is None:
                 used = rows + columns
                 batch_axes = tuple(axis for axis in self.mesh.axis_names if axis not in used)
-            if set(batch_axes) & set(columns):
-                want = f"other axes than those of the columns of {name}"
-                raise arguments.value_error("batch_axes", want, batch_axes)
-            return Layout(
-                RowOrder(vocab_size, 1, math.lcm(ROW_MULTIPLE, parts)),
-                sharding,
-                batch_axes,
-                self.capacity,
-            )
+            order = RowOrder(vocab_size, 1, math.lcm(ROW_MULTIPLE, parts))
+            return Layout(order, sharding, batch_axes, self.capacity)
         if batch_axes is None:
             batch_axes = self.mesh.axis_names
         if columns:
             want = f"rows over mesh axes, and whole columns, for {name}"
             raise arguments.value_error("interleave", want, sharding.spec)
-        if not set(rows) <= set(batch_axes):
-            want = (
-                f"the mesh axes of the rows of {name}, {rows}, among others, "
-                "since it is interleaved"
-            )
-            raise arguments.value_error("batch_axes", want, batch_axes)
         if self.virtual_shards % parts:
             want = (
                 f"a number of devices along {rows} that divides {self.virtual_shards} "

@@ -158,13 +158,16 @@ class Sharded(RowTable):
         return self.layout.order.from_array(np.asarray(self.array))
 
 
-def sharded(rows: np.ndarray | jax.ShapeDtypeStruct, layout: Layout) -> Sharded:
+def sharded(rows: Any, layout: Layout) -> Sharded:
     """A table with these rows, which are in vocabulary order, or with the shape of its array."""
     shape = (layout.order.size, *rows.shape[1:])
+    block = functools.partial(layout.order.block, rows)
+    return Sharded(put(rows, shape, layout.sharding, block), layout)
+
+
+def put(rows: Any, shape: tuple[int, ...], sharding: NamedSharding, block: Callable) -> Any:
+    """An array on a mesh, whose `array[index]` is `block(index)`; for a shape, its shape."""
     if isinstance(rows, jax.ShapeDtypeStruct):
-        array = jax.ShapeDtypeStruct(shape, rows.dtype, sharding=layout.sharding)
-    else:
-        # Each device receives only its own part.
-        block = functools.partial(layout.order.block, rows)
-        array = jax.make_array_from_callback(shape, layout.sharding, block)
-    return Sharded(array, layout)
+        return jax.ShapeDtypeStruct(shape, rows.dtype, sharding=sharding)
+    # Each device receives only its own part.
+    return jax.make_array_from_callback(shape, sharding, block)
