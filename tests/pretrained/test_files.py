@@ -175,7 +175,7 @@ def test_a_layer_norm_without_offset_is_loaded_with_zeros(tmp_path):
     np.testing.assert_allclose(x[0, 0], 2 * (rows - 0.25) / np.sqrt(0.1875 + 1e-5), rtol=1e-6)
     assert "layer_norm/offset" not in str(found.names)
     with pytest.raises(
-        TypeError, match=r"^names: .*layer_norm/scale: wanted a tensor's name, got None$"
+        TypeError, match=r"^names: .*layer_norm/scale: wanted a tensor's name, got NoneType None$"
     ):
         by_hand(
             tmp_path,
@@ -389,10 +389,10 @@ def test_a_new_file_has_the_mode_of_new_files(tmp_path):
 
 def test_only_a_regular_file_is_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    for name, got in (("pipe", "a pipe"), ("..", "a folder")):
+    for name in ("pipe", ".."):
         with pytest.raises(
             ValueError,
-            match=rf"^path: wanted a regular file, or a new name in a folder that exists, got {got}, ",
+            match=r"^path: wanted a regular file, or a new name in a folder that exists, got a folder, a pipe or ",
         ):
             save_embedder(tmp_path / name, SMALL, PARAMS)
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)

@@ -1002,9 +1002,9 @@ def test_names_by_hand_are_those_of_the_config(tmp_path):
         match=r"^names: wanted a parameter's path, .* among token_embedding/embeddings, got 'head/w'$",
     ):
         pretrained.load_embedder(tmp_path / "x.safetensors", config=config, names=names)
-    with pytest.raises(TypeError, match=r"^names: wanted a mapping, or None, got list$"):
+    with pytest.raises(TypeError, match=r"^names: wanted a mapping, or None, got list "):
         pretrained.load_embedder(tmp_path / "x.safetensors", config=config, names=["a"])
-    with pytest.raises(TypeError, match=r"^path: wanted a str or a path, got NoneType$"):
+    with pytest.raises(TypeError, match=r"^path: wanted a str or a path, got NoneType None$"):
         pretrained.load_embedder(None)
 
 
@@ -1135,6 +1135,16 @@ def test_inspect_prints_what_is_found(tmp_path, name):
         else [each for each in (found.rotary, found.bias) if each]
     )
     assert [eval(line, known) for line in printed] == wanted
+
+
+def test_inspect_names_layers_that_are_not_rotated(tmp_path):
+    entries = {"model_type": "cohere2", "rope_theta": 70.0, "vocab_size": 12}
+    checkpoint(tmp_path, CASES["llama"], settings=entries)
+    _, out, _ = run("inspect", tmp_path)
+    assert out.endswith(
+        "rotary, sliding_attention\n  apply_rotary(x, positions, base=70.0, layout='interleaved')\n"
+        "rotary, full_attention\n  not rotated\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from transformer_embed._src.pretrained import rope
+from transformer_embed._src.pretrained.parameters import by_path
 from transformer_embed.cli.checkpoint import add_checkpoint_flags, read_checkpoint
 
 
@@ -38,20 +39,21 @@ def run(args: argparse.Namespace) -> None:
     for field in dataclasses.fields(found.config):
         print(f"  {field.name:<18}{getattr(found.config, field.name)}")
     print(f"layer\n  te.TransformerEmbedding({_code(found.config)})")
+    params = by_path(found.params)
     for name, tensor in sorted((found.names or {}).items()):
-        module, leaf = name.rsplit("/", 1)
-        array = found.params[module][leaf]
+        array = params[name]
         origin = "" if tensor == name else f", from {tensor}"
         print(f"{name}\n  {array.dtype}{list(array.shape)}{origin}")
     for layer, options in rope.by_layer(found.rotary or {}).items():
         print("rotary" + (f", {layer}" if layer else ""))
-        print(f"  apply_rotary(x, positions, {_arguments(options)})")
+        call = "not rotated"
+        if options is not None:
+            call = f"apply_rotary(x, positions, {_arguments(options)})"
+        print(f"  {call}")
     if found.bias is not None:
-        call = (
-            "RelativePositionBias("
-            if "num_buckets" in found.bias
-            else "alibi_bias(query_positions, key_positions, "
-        )
+        call = "alibi_bias(query_positions, key_positions, "
+        if "num_buckets" in found.bias:
+            call = "RelativePositionBias("
         print(f"bias\n  {call}{_arguments(found.bias)})")
 
 

@@ -49,62 +49,77 @@ def _or_null(check: Check) -> Check:
     return lambda name, value: None if value is None else check(name, value)
 
 
+def _unchecked(_: str, value: Any) -> Any:
+    return value
+
+
+_RATES = "embd_pdrop dropout hidden_dropout hidden_dropout_prob dropout_rate"
+# The entries that are known, under the library's names, by the check of their values.
+CHECKS = {
+    name: check
+    for check, names in {
+        _or_null(_count): "vocab_size decoder_vocab_size hidden_size embedding_size "
+        "type_vocab_size max_position_embeddings original_max_position_embeddings "
+        "num_attention_heads head_dim global_head_dim relative_attention_num_buckets rotary_dim "
+        "dim_model_base",
+        _or_null(arguments.integer): "pad_token_id sliding_window",
+        arguments.integer: "relative_attention_max_distance",
+        arguments.rate: _RATES,
+        _positive: "layer_norm_eps embedding_multiplier scale_emb rope_theta partial_rotary_factor "
+        "logit_scale logits_scaling",
+        _or_null(_positive): "sliding_rotary_factor rope_local_base_freq final_logit_softcapping",
+        arguments.flag: "scale_embedding rescale_embeddings alibi rope_interleave asm "
+        "tie_word_embeddings share_encoder_decoder_embeddings scale_decoder_outputs",
+        # rope.py checks them, and `refused_entries`.
+        _unchecked: "rope_scaling rope_parameters sliding_rope_scaling position_embedding_type",
+    }.items()
+    for name in names.split()
+}
+# Of the library. Tensors say the others, or they mean nothing.
+DEFAULTS = {
+    **dict.fromkeys(_RATES.split(), 0.1),
+    "scale_embedding": False,
+    "rescale_embeddings": False,
+    "alibi": False,
+    "asm": False,
+    "rope_interleave": True,
+    "tie_word_embeddings": True,
+    "share_encoder_decoder_embeddings": True,
+    "scale_decoder_outputs": True,
+    "pad_token_id": 1,
+    "layer_norm_eps": 1e-12,
+    "embedding_multiplier": 1.0,
+    "scale_emb": 12.0,
+    "relative_attention_max_distance": 128,
+    "rope_theta": 10_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "rotary_dim": 64,
+    "partial_rotary_factor": 1.0,
+    "sliding_window": 4096,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+    "dim_model_base": 256,
+}
+# Those that do not change the embeddings: a missing one has its default even if config.json does
+# not name the model type.
+HARMLESS = (
+    f"{_RATES} tie_word_embeddings share_encoder_decoder_embeddings scale_decoder_outputs "
+    "logit_scale logits_scaling asm"
+).split()
+
+
 class Entry(NamedTuple):
-    """An entry of config.json.
+    """An entry of config.json, as an architecture reads it.
 
     Args:
-        check: returns its value, or raises an error.
-        default: of the transformers library; None: tensors say it, or it means nothing; or
-            REQUIRED.
-        may_guess: whether a missing one has the default even if config.json does not name the model
-            type, because it does not change the embeddings.
         names: the model's own names, which take precedence, and the library's.
+        check: returns its value, or raises an error.
+        default: None: there is none; or REQUIRED.
     """
 
+    names: tuple[str, ...]
     check: Check
-    default: Any = None
-    may_guess: bool = False
-    names: tuple[str, ...] = ()
-
-
-_SIZES = (
-    "vocab_size decoder_vocab_size hidden_size embedding_size type_vocab_size "
-    "max_position_embeddings original_max_position_embeddings num_attention_heads head_dim "
-    "global_head_dim relative_attention_num_buckets"
-)
-_RATES = "embd_pdrop dropout hidden_dropout hidden_dropout_prob dropout_rate"
-# Those that others check: rope.py, and `refused_entries`.
-_UNCHECKED = "rope_scaling rope_parameters sliding_rope_scaling position_embedding_type"
-# By the library's names.
-ENTRIES = {
-    **dict.fromkeys(_SIZES.split(), Entry(_or_null(_count))),
-    **dict.fromkeys(_RATES.split(), Entry(arguments.rate, 0.1, may_guess=True)),
-    **dict.fromkeys(_UNCHECKED.split(), Entry(lambda _, value: value)),
-    "pad_token_id": Entry(_or_null(arguments.integer), 1),
-    "layer_norm_eps": Entry(_positive, 1e-12),
-    "scale_embedding": Entry(arguments.flag, False),
-    "rescale_embeddings": Entry(arguments.flag, False),
-    "embedding_multiplier": Entry(_positive, 1.0),
-    "scale_emb": Entry(_positive, 12.0),
-    "relative_attention_max_distance": Entry(arguments.integer, 128),
-    "alibi": Entry(arguments.flag, False),
-    "rope_theta": Entry(_positive, 10_000.0),
-    "rope_interleave": Entry(arguments.flag, True),
-    "rotary_dim": Entry(_or_null(_count), 64),
-    "partial_rotary_factor": Entry(_positive, 1.0),
-    "sliding_rotary_factor": Entry(_or_null(_positive)),
-    "rope_local_base_freq": Entry(_or_null(_positive), 10_000.0),
-    "sliding_window": Entry(_or_null(arguments.integer), 4096),
-    # Of the output layer.
-    "tie_word_embeddings": Entry(arguments.flag, True, may_guess=True),
-    "share_encoder_decoder_embeddings": Entry(arguments.flag, True, may_guess=True),
-    "scale_decoder_outputs": Entry(arguments.flag, True, may_guess=True),
-    "final_logit_softcapping": Entry(_or_null(_positive)),
-    "logit_scale": Entry(_positive, 1.0, may_guess=True),
-    "logits_scaling": Entry(_positive, 1.0, may_guess=True),
-    "dim_model_base": Entry(_or_null(_count), 256),
-    "asm": Entry(arguments.flag, False, may_guess=True),
-}
+    default: Any
 
 
 # --- Parts of a layer, by the field of `Architecture` that names them.
@@ -218,13 +233,13 @@ class Architecture(NamedTuple):
         """Whether it has an encoder and a decoder."""
         return "{stack}" in self.tokens
 
-    def tensors(self, stack: str) -> dict[str, list[str]]:
-        """For each parameter, the names that its tensor may have, below the checkpoint's prefix."""
+    def tensors(self, stack: str, prefix: str = "") -> dict[str, list[str]]:
+        """For each parameter, the names that its tensor may have, below a checkpoint's prefix."""
         names = {}
         for parameter, (part, ends) in TENSORS.items():
             modules = getattr(self, part).format(stack=stack).split()
             if modules:
-                names[parameter] = [f"{m}.{end}" for m in modules for end in ends.split()]
+                names[parameter] = [f"{prefix}{m}.{end}" for m in modules for end in ends.split()]
         return names
 
     def read_entries(self) -> dict[str, Entry]:
@@ -233,11 +248,10 @@ class Architecture(NamedTuple):
         reads += [entries for part, entries in READS.items() if getattr(self, part)]
         words = " ".join(map(str, reads)).split()
         entries = {}
-        for name, entry in ENTRIES.items():
+        for name, check in CHECKS.items():
             if name in words:
                 names = (*self.aliases.get(name, "").split(), name)
-                default = self.defaults.get(name, entry.default)
-                entries[name] = entry._replace(names=names, default=default)
+                entries[name] = Entry(names, check, self.defaults.get(name, DEFAULTS.get(name)))
         return entries
 
     def read(self, where: str, given: Options, *, is_file: bool) -> dict[str, Any]:
@@ -271,10 +285,10 @@ class Architecture(NamedTuple):
 
         Entries that mean nothing are None. Without `is_named`, config.json does not say the type.
         """
-        value, missing = {**dict.fromkeys(ENTRIES), **self.defaults}, []
+        value, missing = {**dict.fromkeys(CHECKS), **self.defaults}, []
         for name, entry in self.read_entries().items():
             value[name] = found.get(name, entry.default)
-            has_default = is_named or entry.may_guess or entry.default is None
+            has_default = is_named or name in HARMLESS or entry.default is None
             if value[name] is REQUIRED or not (has_default or name in found):
                 missing.append(entry.names[0])
         return value, missing

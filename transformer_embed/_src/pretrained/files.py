@@ -148,9 +148,7 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
 
 def as_path(path: str | os.PathLike[str]) -> pathlib.Path:
     """The argument `path`."""
-    if not isinstance(path, str | os.PathLike):
-        raise arguments.type_error("path", "a str or a path", type(path).__name__)
-    return pathlib.Path(path)
+    return pathlib.Path(arguments.instance("path", path, str | os.PathLike, "a str or a path"))
 
 
 def _find(path: pathlib.Path) -> pathlib.Path:
@@ -304,6 +302,5 @@ def _regular_mode(path: pathlib.Path, want: str = "a regular file") -> int:
     """
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
-        got = "a folder" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
-        raise arguments.value_error("path", want, f"{got}, {shorten(path)}")
+        raise arguments.value_error("path", want, f"a folder, a pipe or a device, {shorten(path)}")
     return stat.S_IMODE(mode)

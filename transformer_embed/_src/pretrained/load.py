@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
-from transformer_embed._src.layers.embedder import Params
+from transformer_embed._src.layers.embedder import ROOT, Params
 from transformer_embed._src.pretrained import metadata
 from transformer_embed._src.pretrained.description import (
     OFFSETS,
@@ -37,7 +37,6 @@ from transformer_embed._src.pretrained.parameters import (
     full_paths,
     is_transposed,
     parameters_of,
-    short_path,
 )
 from transformer_embed._src.pretrained.recognition import recognised, shapes_of
 
@@ -180,9 +179,8 @@ def _read_by_hand(
     parameters = parameters_of("config", config)
     full = full_paths(names, parameters)
     for name, tensor in full.items():
-        if not isinstance(tensor, str) and not (tensor is None and name in OFFSETS):
-            got = short_repr(tensor)
-            raise arguments.type_error(f"names: {name}", "a tensor's name", got)
+        kinds = str | None if name in OFFSETS else str
+        arguments.instance(f"names: {name}", tensor, kinds, "a tensor's name")
     params, names = _read(tensors, "names", full, parameters, (*DTYPES, FLOAT64))
     return PretrainedInput(config, params, names=names)
 
@@ -250,8 +248,8 @@ def _read_published(
 def _config_json(path: pathlib.Path) -> tuple[Mapping[str, Any], Any]:
     """The text model's entries in a config.json, and its model type, or the whole model's."""
     whole = read_json(path) if path.is_file() else {}
-    parts = (whole.get(name) for name in TEXT_MODEL)
-    entries = next((part for part in parts if isinstance(part, dict)), whole)
+    parts = [*map(whole.get, TEXT_MODEL), whole]
+    entries = next(part for part in parts if isinstance(part, dict))
     return entries, entries.get("model_type") or whole.get("model_type")
 
 
@@ -278,7 +276,7 @@ def _read(
 
     All shapes and dtypes are checked before any tensor is read.
     """
-    if missing := [short_path(name) for name in parameters if name not in names]:
+    if missing := [name.removeprefix(ROOT) for name in parameters if name not in names]:
         want = f"a tensor for each parameter, also for {', '.join(missing)}"
         raise arguments.value_error(where, want, f"only {short_repr(sorted(names))}")
     stored = {name: tensor for name, tensor in names.items() if tensor is not None}
@@ -289,8 +287,9 @@ def _read(
     params: dict[str, dict[str, Array]] = {}
     for name, parameter in parameters.items():
         module, leaf = name.rsplit("/", 1)
-        array = np.zeros(parameter.shape, parameter.dtype)
-        if name in stored:
+        if name not in stored:
+            array = np.zeros(parameter.shape, parameter.dtype)
+        else:
             array = tensors.read(stored[name], parameter.dtype)
             if is_transposed(name, stored[name]):
                 array = np.ascontiguousarray(array.T)
@@ -318,6 +317,6 @@ def _check_entry(
     )
     if is_same and entry.dtype == FLOAT64:
         want += " (config and names load it by hand, rounded to the config's param_dtype)"
-    elif not is_same and entry.shape[1:] == shape[1:]:
+    elif not is_same:
         want += hint
     raise arguments.value_error(tensors.place(tensor), want, entry)

@@ -32,8 +32,7 @@ def call_with_named_errors(
 def check_mappings(**values: Any) -> None:
     """Raises a TypeError unless each value is a mapping or None."""
     for name, value in values.items():
-        if not isinstance(value, Mapping | None):
-            raise arguments.type_error(name, "a mapping, or None", type(value).__name__)
+        arguments.instance(name, value, Mapping | None, "a mapping, or None")
 
 
 def parse(name: str, text: str | bytes) -> dict[str, Any]:

@@ -74,9 +74,9 @@ def _encoded(value: Any) -> Any:
         return dict(value)
     if isinstance(value, np.dtype):
         return value.name
-    if isinstance(value, np.generic):
+    if isinstance(value, np.bool_ | np.integer):
         return value.item()
-    if isinstance(value, numbers.Real):
+    if isinstance(value, numbers.Real | np.generic):
         return float(value)
     want = "numbers, words and scalings"
     raise arguments.type_error("rotary and bias", want, type(value).__name__)

@@ -10,7 +10,7 @@ import jax
 from transformer_embed._src import arguments
 from transformer_embed._src.functional.relative_bias import alibi_bias
 from transformer_embed._src.layers.config import EmbedderConfig
-from transformer_embed._src.layers.embedder import Embedder
+from transformer_embed._src.layers.embedder import ROOT, Embedder
 from transformer_embed._src.layers.modules import RelativePositionBias
 from transformer_embed._src.pretrained import rope
 from transformer_embed._src.pretrained.description import WIDEN
@@ -67,16 +67,11 @@ def full_paths(names: Mapping[Any, Any], paths: Collection[str]) -> dict[str, An
         ends = [path for path in paths if path.endswith(f"/{name}")]
         found = [name] if name in paths else ends
         if len(found) != 1 or found[0] in full:
-            among = ", ".join(map(short_path, paths))
+            among = ", ".join(path.removeprefix(ROOT) for path in paths)
             want = f"a parameter's path, or a suffix that only one path has, among {among}"
             raise arguments.value_error("names", want[:250], short_repr(name))
         full[found[0]] = value
     return full
-
-
-def short_path(path: str) -> str:
-    """The last two parts of a path."""
-    return "/".join(path.split("/")[-2:])
 
 
 def is_transposed(name: str, tensor: str) -> bool:

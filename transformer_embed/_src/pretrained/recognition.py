@@ -70,7 +70,7 @@ def recognised(tensors: Tensors, model_type: Any, stack: str | None) -> Match:
     if named is None:
         found = _unambiguous(where, found)
     kind, prefix, names = found[0]
-    kind = named or as_type(kind, kind.name)
+    kind = as_type(kind, kind.name)
     if len(found) != 1:
         prefixes = short_repr([match.prefix for match in found])
         want = (
@@ -90,16 +90,16 @@ def matches(kinds: Sequence[Architecture], files: Collection[str], stack: str) -
     """The rows whose tensors a file has, for each prefix."""
     found = []
     for kind in kinds:
-        tensors = kind.tensors(stack)
-        ends = [(name, end) for end in tensors[TOKENS] for name in files if name.endswith(end)]
-        for prefix in dict.fromkeys(name.removesuffix(end) for name, end in ends):
-            candidates = {
-                parameter: [prefix + end for end in several]
-                for parameter, several in tensors.items()
-            }
-            names = _first_present(candidates, files)
-            is_whole = not tensors.keys() - names.keys() - set(kind.may_lack)
-            if is_whole and (not prefix or prefix.endswith(".")):
+        prefixes = [
+            name.removesuffix(end)
+            for end in kind.tensors(stack)[TOKENS]
+            for name in files
+            if f".{name}".endswith(f".{end}")
+        ]
+        for prefix in dict.fromkeys(prefixes):
+            tensors = kind.tensors(stack, prefix)
+            names = _first_present(tensors, files)
+            if not tensors.keys() - names.keys() - set(kind.may_lack):
                 found.append(Match(kind, prefix, names))
     return found
 
@@ -184,8 +184,9 @@ def _unambiguous(where: str, found: list[Match]) -> list[Match]:
 
 def _output_names(kind: Architecture, prefix: str, files: Collection[str]) -> dict[str, str]:
     """The tensors of the output layer, beside those of the input layer or further out."""
-    parts = prefix.split(".")[:-1]
-    outer = ["".join(f"{part}." for part in parts[:n]) for n in range(len(parts), -1, -1)]
+    outer = [prefix]
+    while outer[-1]:
+        outer.append(re.sub(r"[^.]*\.$", "", outer[-1]))
     heads = [start + head for start in outer for head in kind.head.split()]
     biases = [f"{head}.bias" for head in heads] + [start + LOGITS_BIAS for start in outer]
     tables = [f"{head}.weight" for head in heads]

@@ -1,5 +1,6 @@
 """The entries of config.json for rotary embeddings, as arguments of `apply_rotary`."""
 
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -19,8 +20,8 @@ LAYERS = {
     FULL: ("rope_theta", "partial_rotary_factor", "rope_scaling"),
     SLIDING: ("rope_local_base_freq", "sliding_rotary_factor", "sliding_rope_scaling"),
 }
-# What the old form has beside the scaling.
-TOP = ("rope_theta", "partial_rotary_factor")
+# What the old form has beside the scaling, as `rope_parameters` calls it.
+TOP = LAYERS[FULL][:2]
 ORIGINAL = "original_max_position_embeddings"
 PROPORTIONAL = "proportional"
 # By the entry rope_type.
@@ -37,11 +38,10 @@ SCALINGS = {
     "mrope": None,
 }
 # Entries that config.json must say if the scaling has such an argument.
-NEEDED = ("factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor")
+NEEDED = "factor low_freq_factor high_freq_factor short_factor long_factor"
 NAMES = (
-    *NEEDED,
-    *("rope_type", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
-    *("attention_factor", ORIGINAL, "mrope_section"),
+    f"{NEEDED} rope_type beta_fast beta_slow truncate mscale mscale_all_dim attention_factor "
+    f"{ORIGINAL} mrope_section"
 )
 CONSECUTIVE, IN_TURNS = "consecutive", "in turns"
 MOST_CHANNELS, MOST_AXES = 8192, 15
@@ -67,7 +67,7 @@ def check(options: Mapping[str, Any], head_dim: int | None = None) -> None:
     heads = jax.ShapeDtypeStruct((1, 1, head_dim), jnp.float32)
     shape = (1, max(axes) + 1) if axes else (1,)
     positions = jax.ShapeDtypeStruct(shape, jnp.int32)
-    jax.eval_shape(lambda x, positions: apply_rotary(x, positions, **options), heads, positions)
+    jax.eval_shape(functools.partial(apply_rotary, **options), heads, positions)
 
 
 def pair_axes(sections: Any, *, take_turns: bool) -> tuple[int, ...]:
@@ -118,7 +118,7 @@ def scaling(
     if not (values.get("mscale") and values.get("mscale_all_dim")):
         # The transformers library uses these two only if both are given.
         values |= {"mscale": 1.0, "mscale_all_dim": 0.0}
-    for name in NEEDED:
+    for name in NEEDED.split():
         if name in taken and name not in values:
             want = f"an entry {name} for the rope_type {kind!r}"
             raise arguments.value_error("rope_scaling", want, "none")
@@ -181,11 +181,10 @@ def old_entries(layer: str, name: str, value: Any, *, is_file: bool) -> dict[str
     *old_names, old_scaling = LAYERS[layer]
     moved = zip(old_names, TOP, strict=True)
     entries = {old: scaling.pop(new) for old, new in moved if new in scaling}
-    known = {key: item for key, item in scaling.items() if key in NAMES}
-    if len(known) < len(scaling) and not is_file:
-        want = f"entries among {', '.join(NAMES)}"
-        got = next(key for key in scaling if key not in NAMES)
-        raise arguments.value_error(name, want, short_repr(got))
+    known = {name: scaling.pop(name) for name in NAMES.split() if name in scaling}
+    if scaling and not is_file:
+        want = f"entries among {', '.join(NAMES.split())}"
+        raise arguments.value_error(name, want, short_repr(next(iter(scaling))))
     # A base or a share alone leaves the scaling of another source as it is.
     if known or not entries:
         entries[old_scaling] = known

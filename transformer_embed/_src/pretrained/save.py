@@ -80,7 +80,7 @@ def save_embedder(
                 raise arguments.value_error("params", want, short_repr((module, name)))
     leaves = {name: _on_host(name, leaf) for name, leaf in by_path(params).items()}
     tensor_names = {name: name for name in leaves} | full_paths(names or {}, leaves)
-    text = metadata.to_json(metadata.Extras(rotary, bias, tensor_names)._asdict())
+    text = metadata.to_json({"rotary": rotary, "bias": bias, "names": tensor_names})
     # Read back, so that what is written can be loaded.
     extras = metadata.extras_from_json("save_embedder", text)
     tensors = sorted(tensor_names.values())
