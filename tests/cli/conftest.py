@@ -7,7 +7,7 @@ from command_line import TABLE
 from safetensors.numpy import save_file
 
 import transformer_embed as te
-from transformer_embed._src.pretrained.metadata import CONFIG, to_json
+from transformer_embed._src.pretrained.own import CONFIG, to_json
 from transformer_embed.cli.main import main
 
 

@@ -10,7 +10,7 @@ from command_line import TABLE
 from safetensors import safe_open
 
 import transformer_embed as te
-from transformer_embed._src.pretrained.metadata import CONFIG, from_json
+from transformer_embed._src.pretrained.own import CONFIG, from_json
 from transformer_embed.cli import embed, language_model
 from transformer_embed.cli.embed import PAD_ID
 from transformer_embed.cli.main import main
@@ -225,7 +225,7 @@ def test_a_line_past_max_len_is_refused(save_embedder, fails, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"arrays": {"a": np.zeros(3)}}, f"wanted a tensor {TABLE}, got the tensors a F64[3]"),
+        ({"arrays": {"a": np.zeros(3)}}, f"wanted a tensor {TABLE}, got 1 tensors: a F64[3]"),
         (
             {"arrays": {TABLE: np.zeros((7, 5), np.float32)}},
             "wanted shape [7, 6], as the configuration says, ",
@@ -294,7 +294,7 @@ def test_a_file_without_tokens(fails, model_file, tmp_path, content):
 def test_a_pipe_in_place_of_a_model_is_refused(fails, text_file, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     line = fails("embed", text_file, "--from", tmp_path / "pipe", "--out", tmp_path / "x.npz")
-    assert "path: wanted a regular file, got a pipe" in line
+    assert "path: wanted a regular file, got a folder, a pipe or a device" in line
 
 
 def test_missing_parameters(fails, text_file, tmp_path):

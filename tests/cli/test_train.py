@@ -23,7 +23,7 @@ from command_line import TABLE
 from safetensors import safe_open
 
 import transformer_embed as te
-from transformer_embed._src.pretrained.metadata import CONFIG
+from transformer_embed._src.pretrained.own import CONFIG
 from transformer_embed.cli import language_model, train
 from transformer_embed.cli.arguments import UserError
 from transformer_embed.cli.main import main

@@ -35,10 +35,10 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import transformer_embed as te
-from transformer_embed._src.pretrained import description, files, metadata, parameters
+from transformer_embed._src.pretrained import description, files, own, parameters
 
 load_embedder, save_embedder = te.pretrained.load_embedder, te.pretrained.save_embedder
-CONFIG, EXTRAS = metadata.CONFIG, metadata.EXTRAS
+CONFIG, EXTRAS = own.CONFIG, own.EXTRAS
 SMALL = te.EmbedderConfig(7, 6)
 PARAMS = drawn(te.Embedder(SMALL).init)
 MOST = 1200
@@ -85,7 +85,7 @@ def follow(advice, folder, monkeypatch):
     names = {"torch": SimpleNamespace(load=load), "glob": glob}
     save_file = lambda tensors, file: saved.update({file: tensors})
     names["safetensors"] = SimpleNamespace(torch=SimpleNamespace(save_file=save_file))
-    eval(advice.split("convert it with ")[1].split(": a pickle may run")[0], names)
+    eval(advice.split("convert it with ")[1], names)
     assert all(tensor.is_cloned for tensor in saved["model.safetensors"].values())
     return set(saved["model.safetensors"]) - {"head"}
 
@@ -101,7 +101,7 @@ def test_a_folder_with_pickles_alone_says_how_to_convert_them(tmp_path, monkeypa
     for name in names:
         (tmp_path / name).write_bytes(b"PK\x03\x04")
     message = refused(tmp_path)
-    assert message.endswith("a pickle may run code and is not opened")
+    assert "got a pickle, which may run code and is not opened; convert it" in message
     assert follow(message, tmp_path, monkeypatch) == {n for n in names if n.endswith(".bin")}
 
 

@@ -258,7 +258,7 @@ def test_a_rotation_given_in_settings_was_once_ignored(tmp_path, name, said, exp
         (
             "llama",
             {"rope_scaling": {"type": "linear", "facter": 2}},
-            r"^settings: rope_scaling: wanted entries among .*, got 'facter'$",
+            r"^settings: wanted entries that a model llama reads \(.*\), got 'rope_scaling: facter'$",
         ),
         (
             "llama",

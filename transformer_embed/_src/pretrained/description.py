@@ -268,8 +268,12 @@ class Architecture(NamedTuple):
                 found[name] = next((value for value in said if value is not None), None)
         if self.rotary:
             found = call_with_named_errors(
-                where, rope.to_old_form, found, is_file=is_file, by_layer=self.rotates_by_layer
+                where, rope.to_old_form, found, by_layer=self.rotates_by_layer
             )
+            # What settings say inside a scaling goes before what config.json says beside it.
+            length = found.get("rope_scaling", {}).get(rope.ORIGINAL)
+            if length is not None and not is_file:
+                found.setdefault(rope.ORIGINAL, length)
         unknown |= {name: found.pop(name) for name in found.keys() - entries.keys()}
         if unknown and not is_file:
             reads = ", ".join(entry.names[0] for entry in entries.values())

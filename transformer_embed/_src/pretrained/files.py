@@ -36,8 +36,9 @@ TEMPORARY = ".transformer_embed-"
 # Seconds after which a temporary file is taken for one that a killed process left.
 STALE = 24 * 60 * 60
 # Tied tensors share memory, which save_file refuses: each is cloned.
-CONVERT = (
-    "convert it with safetensors.torch.save_file({{k: v.clone().contiguous() "
+PICKLE = (
+    "a pickle, which may run code and is not opened; convert it with "
+    "safetensors.torch.save_file({{k: v.clone().contiguous() "
     "for f in glob.glob({!r}) for k, v in torch.load(f, weights_only=True).items()}}, "
     "'model.safetensors')"
 )
@@ -109,17 +110,13 @@ class Tensors:
         return array.reshape(entry.shape)
 
     def listed(self) -> str:
-        """A few names for a message, without layer numbers; those outside of layers come first."""
-        words = {}
-        for name, file in self.files.items():
-            layer = re.sub(r"\b\d+\b", "*", name)
-            info = f" {self.entry(name)}" if file == self.path else ""
-            words["*" in layer, layer] = shorten(layer, 40) + info
-        if not words:
-            return "an empty file"
-        more = f" and {len(words) - LISTED} more" if len(words) > LISTED else ""
-        shown = [words[layer] for layer in sorted(words)]
-        return "the tensors " + ", ".join(shown[:LISTED]) + more
+        """A few names for a message; those outside of numbered layers come first."""
+        names = sorted(self.files, key=lambda name: (re.search(r"\b\d+\b", name) is not None, name))
+        listed = []
+        for name in names[:LISTED]:
+            info = f" {self.entry(name)}" if self.files[name] == self.path else ""
+            listed.append(shorten(name, 40) + info)
+        return f"{len(names)} tensors: {', '.join(listed)}"
 
 
 def _pieces(entry: TensorInfo) -> Iterator[tuple[int, np.ndarray]]:
@@ -166,20 +163,19 @@ def _find(path: pathlib.Path) -> pathlib.Path:
         if (path / name).exists():
             return path / name
     names = sorted(name.name for name in path.iterdir())
+    want, got = f"a folder with {WHOLE} or {WHOLE}{INDEX}", "neither"
+    others = [name for name in names if name.endswith(".safetensors")]
     if any(name.startswith("pytorch_model") for name in names):
-        convert = CONVERT.format("pytorch_model*.bin")
-        raise ValueError(f"{shorten(path)}: {convert}: a pickle may run code and is not opened")
-    if ADAPTER in names:
+        got = PICKLE.format("pytorch_model*.bin")
+    elif ADAPTER in names:
         want = (
             "a whole model, which peft's AutoPeftModel.from_pretrained(folder).merge_and_unload()"
             ".save_pretrained(new_folder) writes, or the folder of the base model"
         )
-        raise arguments.value_error(shorten(path), want, "the changes of an adapter")
-    want = f"a folder with {WHOLE} or {WHOLE}{INDEX}"
-    others = [name for name in names if name.endswith(".safetensors")]
-    if others:
+        got = "the changes of an adapter"
+    elif others:
         want += f" (or pass the file: {shorten(others[0])})"
-    raise arguments.value_error(shorten(path), want, "neither")
+    raise arguments.value_error(shorten(path), want, got)
 
 
 def _shards(path: pathlib.Path) -> dict[str, pathlib.Path]:
@@ -231,7 +227,7 @@ def _describe_contents(path: pathlib.Path, error: Exception) -> str:
         convert = f"safetensors.numpy.save_file(dict(numpy.load({name!r})), 'model.safetensors')"
         return f"an archive of numpy arrays; convert it with {convert}"
     if start.startswith(PICKLE_STARTS):
-        return f"a pickle, which may run code and is not opened; {CONVERT.format(name)}"
+        return PICKLE.format(name)
     if start.startswith(b"version https://git-lfs"):
         return "a pointer of git-lfs; fetch the file itself with `git lfs pull`"
     reason = str(error).removeprefix("Error while deserializing header: ")[:120]
@@ -248,21 +244,24 @@ def write_tensors(
     """
     codes = {dtype: code for code, dtype in DTYPES.items()}
     # Wider dtypes first, so that each array starts at a multiple of its item size.
-    names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
+    stored = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
-    for name in names:
-        array, start = arrays[name], end
-        end += array.nbytes
-        entry = {"dtype": codes[array.dtype], "shape": array.shape, "data_offsets": [start, end]}
-        header[name] = entry
+    for name, array in stored:
+        offsets = [end, end + array.nbytes]
+        header[name] = {
+            "dtype": codes[array.dtype],
+            "shape": array.shape,
+            "data_offsets": offsets,
+        }
+        end = offsets[1]
     text = json.dumps(header, ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
 
     def write(file: IO[bytes]) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            file.write(np.ascontiguousarray(arrays[name]).view(np.uint8).data)
+        for _, array in stored:
+            file.write(np.ascontiguousarray(array).view(np.uint8).data)
 
     write_whole(path, write)
 

@@ -3,17 +3,12 @@
 import os
 import pathlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array
 
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
-from transformer_embed._src.layers.embedder import ROOT, Params
-from transformer_embed._src.pretrained import metadata
 from transformer_embed._src.pretrained.description import (
     OFFSETS,
     OUTPUT_TABLE,
@@ -30,52 +25,20 @@ from transformer_embed._src.pretrained.files import (
 from transformer_embed._src.pretrained.messages import (
     call_with_named_errors,
     check_mappings,
-    short_repr,
     shorten,
 )
+from transformer_embed._src.pretrained.own import CONFIG, read_own
 from transformer_embed._src.pretrained.parameters import (
+    PretrainedInput,
+    checked_config,
     full_paths,
-    is_transposed,
     parameters_of,
+    read_parameters,
 )
 from transformer_embed._src.pretrained.recognition import recognised, shapes_of
 
 # The text model's own entries, in a config.json of several models.
 TEXT_MODEL = ("text_config", "text")
-
-
-class PretrainedInput(NamedTuple):
-    """The input layer of a checkpoint, as `load_embedder` returns it.
-
-    `save_embedder(path, *pretrained)` writes all of it.
-
-    Args:
-        config: for `Embedder` and `TransformerEmbedding`.
-        params: for the `apply` of that embedder; T5's table of biases is under
-            `relative_position_bias`.
-        rotary: the keyword arguments of `apply_rotary`; None if the model has no rotary embeddings.
-            If layers differ (Gemma 3, Cohere 2), a dict with such arguments for each kind of layer,
-            as config.json's `layer_types` names them, and None for a kind that is not rotated.
-            (Where config.json lists `no_rope_layers`: "rope" and "no_rope".) With `pair_axes`
-            (Qwen-VL), positions have three axes, time, height and width, which are equal for text.
-        bias: the keyword arguments of `RelativePositionBias` (T5) or `alibi_bias` (Bloom); None if
-            the model has no bias.
-        names: the name of the tensor that each parameter came from.
-
-    Example:
-        >>> import transformer_embed as te
-        >>> te.pretrained.PretrainedInput._fields
-        ('config', 'params', 'rotary', 'bias', 'names')
-
-    Source:
-        The safetensors format, https://github.com/huggingface/safetensors
-    """
-
-    config: EmbedderConfig
-    params: Params
-    rotary: Mapping[str, Any] | None = None
-    bias: Mapping[str, Any] | None = None
-    names: Mapping[str, str] | None = None
 
 
 def load_embedder(
@@ -164,11 +127,11 @@ def load_embedder(
     if config is not None and names is not None:
         arguments.check_left_out("stack", stack, "names says the tensor of each parameter")
         return _read_by_hand(tensors, config, names)
-    if not settings and metadata.CONFIG in tensors.metadata:
+    if not settings and CONFIG in tensors.metadata:
         arguments.check_left_out(
             "stack", stack, "the file, which save_embedder wrote, says the tensor of each parameter"
         )
-        return _read_own(tensors)
+        return read_own(tensors)
     return _read_published(tensors, stack, dict(settings or {}))
 
 
@@ -181,27 +144,8 @@ def _read_by_hand(
     for name, tensor in full.items():
         kinds = str | None if name in OFFSETS else str
         arguments.instance(f"names: {name}", tensor, kinds, "a tensor's name")
-    params, names = _read(tensors, "names", full, parameters, (*DTYPES, FLOAT64))
+    params, names = read_parameters(tensors, "names", full, parameters, (*DTYPES, FLOAT64))
     return PretrainedInput(config, params, names=names)
-
-
-def _read_own(tensors: Tensors) -> PretrainedInput:
-    """The layer that `save_embedder` described in the metadata."""
-    path = shorten(tensors.path)
-    where, place = f"{path}: {metadata.CONFIG}", f"{path}: {metadata.EXTRAS}"
-    options = metadata.from_json(where, tensors.metadata[metadata.CONFIG])
-    text = tensors.metadata.get(metadata.EXTRAS, "{}")
-    rotary, bias, names = metadata.extras_from_json(place, text)
-    config = _checked_config(tensors, where, options, (names or {}).get(TOKENS, TOKENS))
-    parameters = parameters_of(where, config, rotary, bias)
-    if names is None:
-        names = {name: name for name in parameters}
-    for name in names.keys() - parameters.keys():
-        # It stands beside the input layer.
-        shape = tensors.entry(names[name]).shape
-        parameters[name] = jax.ShapeDtypeStruct(shape, config.param_dtype)
-    params, names = _read(tensors, f"{place}: names", names, parameters)
-    return PretrainedInput(config, params, rotary, bias, names)
 
 
 def _read_published(
@@ -235,13 +179,13 @@ def _read_published(
     dtype = tensors.entry(names[TOKENS]).dtype
     options["param_dtype"] = DTYPES.get(dtype, jnp.dtype("float32"))
     hint = f" (if the vocabulary was resized: settings={{'vocab_size': {shapes[TOKENS][0]}}})"
-    config = _checked_config(tensors, where, options, names[TOKENS], hint)
+    config = checked_config(tensors, where, options, names[TOKENS], hint)
     parameters = parameters_of(where, config, rotary, bias)
     # An output layer that the config does not have is not read, and an offset that the file does
     # not have is zeros. (In a file that `save_embedder` wrote, a missing offset is damage.)
     stored = dict.fromkeys(OFFSETS) | names
     stored = {name: tensor for name, tensor in stored.items() if name in parameters}
-    params, names = _read(tensors, where, stored, parameters)
+    params, names = read_parameters(tensors, where, stored, parameters)
     return PretrainedInput(config, params, rotary, bias, names)
 
 
@@ -251,72 +195,3 @@ def _config_json(path: pathlib.Path) -> tuple[Mapping[str, Any], Any]:
     parts = [*map(whole.get, TEXT_MODEL), whole]
     entries = next(part for part in parts if isinstance(part, dict))
     return entries, entries.get("model_type") or whole.get("model_type")
-
-
-def _checked_config(
-    tensors: Tensors, where: str, options: Mapping[str, Any], table: str, hint: str = ""
-) -> EmbedderConfig:
-    """The config, whose sizes are those of the table of tokens."""
-    # Compared first: the time to make a config grows with its width.
-    width = options.get("embedding_width") or options.get("d_model")
-    sizes = (options.get("vocab_size"), width)
-    if None not in sizes:
-        _check_entry(tensors, table, sizes, hint=hint)
-    return call_with_named_errors(where, EmbedderConfig, **options)
-
-
-def _read(
-    tensors: Tensors,
-    where: str,
-    names: Mapping[str, str | None],
-    parameters: Mapping[str, jax.ShapeDtypeStruct],
-    dtypes: tuple[str, ...] = tuple(DTYPES),
-) -> tuple[Params, dict[str, str]]:
-    """The parameters, and the names of their tensors; one whose tensor is None is zeros.
-
-    All shapes and dtypes are checked before any tensor is read.
-    """
-    if missing := [name.removeprefix(ROOT) for name in parameters if name not in names]:
-        want = f"a tensor for each parameter, also for {', '.join(missing)}"
-        raise arguments.value_error(where, want, f"only {short_repr(sorted(names))}")
-    stored = {name: tensor for name, tensor in names.items() if tensor is not None}
-    for name, tensor in stored.items():
-        shape = parameters[name].shape
-        is_turned = is_transposed(name, tensor)
-        _check_entry(tensors, tensor, shape[::-1] if is_turned else shape, dtypes=dtypes)
-    params: dict[str, dict[str, Array]] = {}
-    for name, parameter in parameters.items():
-        module, leaf = name.rsplit("/", 1)
-        if name not in stored:
-            array = np.zeros(parameter.shape, parameter.dtype)
-        else:
-            array = tensors.read(stored[name], parameter.dtype)
-            if is_transposed(name, stored[name]):
-                array = np.ascontiguousarray(array.T)
-        # Unlike jnp.asarray, this makes no copy on a CPU.
-        params.setdefault(module, {})[leaf] = jax.device_put(array.reshape(parameter.shape))
-    return params, stored
-
-
-def _check_entry(
-    tensors: Tensors,
-    tensor: str,
-    shape: tuple[Any, ...],
-    *,
-    dtypes: tuple[str, ...] = tuple(DTYPES),
-    hint: str = "",
-) -> None:
-    """Raises unless a tensor has this shape, apart from leading axes of 1, and such a dtype."""
-    entry = tensors.entry(tensor)
-    is_same = entry.shape == (1,) * (len(entry.shape) - len(shape)) + shape
-    if is_same and entry.dtype in dtypes:
-        return
-    want = (
-        f"shape {short_repr(list(shape))}, as the configuration says, of "
-        f"{', '.join(dtypes[:-1])} or {dtypes[-1]}"
-    )
-    if is_same and entry.dtype == FLOAT64:
-        want += " (config and names load it by hand, rounded to the config's param_dtype)"
-    elif not is_same:
-        want += hint
-    raise arguments.value_error(tensors.place(tensor), want, entry)

@@ -1,23 +1,60 @@
-"""The parameters of an input layer: their paths, shapes, and names of tensors."""
+"""The parameters of an input layer: their paths, shapes, tensors, and how they are read."""
 
 import functools
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
+import numpy as np
+from jaxtyping import Array
 
 from transformer_embed._src import arguments
 from transformer_embed._src.functional.relative_bias import alibi_bias
 from transformer_embed._src.layers.config import EmbedderConfig
-from transformer_embed._src.layers.embedder import ROOT, Embedder
+from transformer_embed._src.layers.embedder import ROOT, Embedder, Params
 from transformer_embed._src.layers.modules import RelativePositionBias
 from transformer_embed._src.pretrained import rope
 from transformer_embed._src.pretrained.description import WIDEN
+from transformer_embed._src.pretrained.files import DTYPES, FLOAT64, Tensors
 from transformer_embed._src.pretrained.messages import call_with_named_errors, short_repr
 
 # The time to trace a bias grows with its buckets or heads. Real models have up to some hundred.
 MOST_BUCKETS = 4096
+
+
+class PretrainedInput(NamedTuple):
+    """The input layer of a checkpoint, as `load_embedder` returns it.
+
+    `save_embedder(path, *pretrained)` writes all of it.
+
+    Args:
+        config: for `Embedder` and `TransformerEmbedding`.
+        params: for the `apply` of that embedder; T5's table of biases is under
+            `relative_position_bias`.
+        rotary: the keyword arguments of `apply_rotary`; None if the model has no rotary embeddings.
+            If layers differ (Gemma 3, Cohere 2), a dict with such arguments for each kind of layer,
+            as config.json's `layer_types` names them, and None for a kind that is not rotated.
+            (Where config.json lists `no_rope_layers`: "rope" and "no_rope".) With `pair_axes`
+            (Qwen-VL), positions have three axes, time, height and width, which are equal for text.
+        bias: the keyword arguments of `RelativePositionBias` (T5) or `alibi_bias` (Bloom); None if
+            the model has no bias.
+        names: the name of the tensor that each parameter came from.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> te.pretrained.PretrainedInput._fields
+        ('config', 'params', 'rotary', 'bias', 'names')
+
+    Source:
+        The safetensors format, https://github.com/huggingface/safetensors
+    """
+
+    config: EmbedderConfig
+    params: Params
+    rotary: Mapping[str, Any] | None = None
+    bias: Mapping[str, Any] | None = None
+    names: Mapping[str, str] | None = None
 
 
 def parameters_of(
@@ -80,3 +117,72 @@ def is_transposed(name: str, tensor: str) -> bool:
     A linear layer's weights are, unless they have this package's own name.
     """
     return name == WIDEN and tensor != name
+
+
+def checked_config(
+    tensors: Tensors, where: str, options: Mapping[str, Any], table: str, hint: str = ""
+) -> EmbedderConfig:
+    """The config, whose sizes are those of the table of tokens."""
+    # Compared first: the time to make a config grows with its width.
+    width = options.get("embedding_width") or options.get("d_model")
+    sizes = (options.get("vocab_size"), width)
+    if None not in sizes:
+        _check_entry(tensors, table, sizes, hint=hint)
+    return call_with_named_errors(where, EmbedderConfig, **options)
+
+
+def read_parameters(
+    tensors: Tensors,
+    where: str,
+    names: Mapping[str, str | None],
+    parameters: Mapping[str, jax.ShapeDtypeStruct],
+    dtypes: tuple[str, ...] = tuple(DTYPES),
+) -> tuple[Params, dict[str, str]]:
+    """The parameters, and the names of their tensors; one whose tensor is None is zeros.
+
+    All shapes and dtypes are checked before any tensor is read.
+    """
+    if missing := [name.removeprefix(ROOT) for name in parameters if name not in names]:
+        want = f"a tensor for each parameter, also for {', '.join(missing)}"
+        raise arguments.value_error(where, want, f"only {short_repr(sorted(names))}")
+    stored = {name: tensor for name, tensor in names.items() if tensor is not None}
+    for name, tensor in stored.items():
+        shape = parameters[name].shape
+        is_turned = is_transposed(name, tensor)
+        _check_entry(tensors, tensor, shape[::-1] if is_turned else shape, dtypes=dtypes)
+    params: dict[str, dict[str, Array]] = {}
+    for name, parameter in parameters.items():
+        module, leaf = name.rsplit("/", 1)
+        if name not in stored:
+            array = np.zeros(parameter.shape, parameter.dtype)
+        else:
+            array = tensors.read(stored[name], parameter.dtype)
+            if is_transposed(name, stored[name]):
+                array = np.ascontiguousarray(array.T)
+        # Unlike jnp.asarray, this makes no copy on a CPU.
+        params.setdefault(module, {})[leaf] = jax.device_put(array.reshape(parameter.shape))
+    return params, stored
+
+
+def _check_entry(
+    tensors: Tensors,
+    tensor: str,
+    shape: tuple[Any, ...],
+    *,
+    dtypes: tuple[str, ...] = tuple(DTYPES),
+    hint: str = "",
+) -> None:
+    """Raises unless a tensor has this shape, apart from leading axes of 1, and such a dtype."""
+    entry = tensors.entry(tensor)
+    is_same = entry.shape == (1,) * (len(entry.shape) - len(shape)) + shape
+    if is_same and entry.dtype in dtypes:
+        return
+    want = (
+        f"shape {short_repr(list(shape))}, as the configuration says, of "
+        f"{', '.join(dtypes[:-1])} or {dtypes[-1]}"
+    )
+    if is_same and entry.dtype == FLOAT64:
+        want += " (config and names load it by hand, rounded to the config's param_dtype)"
+    elif not is_same:
+        want += hint
+    raise arguments.value_error(tensors.place(tensor), want, entry)

@@ -125,9 +125,7 @@ def scaling(
     return made(**{name: values[name] for name in taken if name in values})
 
 
-def to_old_form(
-    entries: Mapping[str, Any], *, is_file: bool, by_layer: bool = False
-) -> dict[str, Any]:
+def to_old_form(entries: Mapping[str, Any], *, by_layer: bool = False) -> dict[str, Any]:
     """Entries in the old form, with those of `rope_parameters` at the top level.
 
     So `settings=` can replace the file's whichever form each uses. Within one source, entries
@@ -146,20 +144,14 @@ def to_old_form(
     for layer, (*_, name) in LAYERS.items():
         value = others.pop(name, None)
         if not value and layer in parameters:
-            others |= old_entries(layer, "rope_parameters", parameters[layer], is_file=is_file)
+            others |= old_entries(layer, "rope_parameters", parameters[layer])
         elif name in entries:
-            others |= old_entries(layer, name, value, is_file=is_file)
-    length = (others.get("rope_scaling") or {}).get(ORIGINAL)
-    if length is not None and not is_file:
-        others.setdefault(ORIGINAL, length)
+            others |= old_entries(layer, name, value)
     return others
 
 
-def old_entries(layer: str, name: str, value: Any, *, is_file: bool) -> dict[str, Any]:
-    """The entries in the old form of a kind of layer.
-
-    Those of a file that mean nothing are ignored.
-    """
+def old_entries(layer: str, name: str, value: Any) -> dict[str, Any]:
+    """The entries in the old form of a kind of layer, and those that mean nothing."""
     if not isinstance(value, Mapping | None):
         raise arguments.value_error(name, "an object", short_repr(value))
     scaling = {key: item for key, item in (value or {}).items() if item is not None}
@@ -181,11 +173,8 @@ def old_entries(layer: str, name: str, value: Any, *, is_file: bool) -> dict[str
     *old_names, old_scaling = LAYERS[layer]
     moved = zip(old_names, TOP, strict=True)
     entries = {old: scaling.pop(new) for old, new in moved if new in scaling}
-    known = {name: scaling.pop(name) for name in NAMES.split() if name in scaling}
-    if scaling and not is_file:
-        want = f"entries among {', '.join(NAMES.split())}"
-        raise arguments.value_error(name, want, short_repr(next(iter(scaling))))
+    known = {key: scaling.pop(key) for key in NAMES.split() if key in scaling}
     # A base or a share alone leaves the scaling of another source as it is.
     if known or not entries:
         entries[old_scaling] = known
-    return entries
+    return entries | {f"{name}: {key}": item for key, item in scaling.items()}

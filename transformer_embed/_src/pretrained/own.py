@@ -1,6 +1,13 @@
-"""Saves input layers as safetensors files that describe themselves."""
+"""Files that describe themselves: `save_embedder` writes them, and `load_embedder` reads them back.
 
+Their metadata is JSON: a config, rotary embeddings, a bias, and names. What is read is checked by
+the classes and functions that it is for.
+"""
+
+import json
+import numbers
 import os
+import typing
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,19 +16,37 @@ import numpy as np
 
 from transformer_embed._src import arguments
 from transformer_embed._src.functional.lookup import Table
-from transformer_embed._src.layers.config import EmbedderConfig
+from transformer_embed._src.functional.rotary_scaling import Scaling
+from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
 from transformer_embed._src.layers.embedder import Params
-from transformer_embed._src.pretrained import metadata
-from transformer_embed._src.pretrained.description import LOGITS_BIAS
-from transformer_embed._src.pretrained.files import DTYPES, as_path, write_tensors
-from transformer_embed._src.pretrained.messages import check_mappings, short_repr, shorten
+from transformer_embed._src.layers.schemes import Scheme
+from transformer_embed._src.pretrained.description import LOGITS_BIAS, TOKENS
+from transformer_embed._src.pretrained.files import DTYPES, Tensors, as_path, write_tensors
+from transformer_embed._src.pretrained.messages import (
+    call_with_named_errors,
+    check_mappings,
+    parse,
+    short_repr,
+    shorten,
+)
 from transformer_embed._src.pretrained.parameters import (
+    PretrainedInput,
     by_path,
+    checked_config,
     full_paths,
     is_transposed,
     parameters_of,
+    read_parameters,
 )
 from transformer_embed._src.sharded.table import Sharded
+
+# Of the file's metadata.
+CONFIG = "transformer_embed.config"
+EXTRAS = "transformer_embed.extras"
+# The entry of an object that has the name of its class.
+KIND = "kind"
+CLASSES = (OutputLayer, *typing.get_args(Scheme), *typing.get_args(Scaling))
+KINDS = {kind.__name__: kind for kind in CLASSES}
 
 
 def save_embedder(
@@ -34,7 +59,7 @@ def save_embedder(
 ) -> None:
     """Writes a safetensors file that `load_embedder` reads back bit for bit.
 
-    The file is written whole or not at all. The configuration is stored in its metadata. With the
+    The file is written whole or not at all. The configuration is stored in its  With the
     names that `load_embedder` returned, other libraries find the tensors under their original
     names. The checks of `load_embedder` run before anything is written. A replaced file keeps its
     permissions. If a save was killed, a later one in the same folder removes the temporary file
@@ -80,9 +105,9 @@ def save_embedder(
                 raise arguments.value_error("params", want, short_repr((module, name)))
     leaves = {name: _on_host(name, leaf) for name, leaf in by_path(params).items()}
     tensor_names = {name: name for name in leaves} | full_paths(names or {}, leaves)
-    text = metadata.to_json({"rotary": rotary, "bias": bias, "names": tensor_names})
+    text = to_json({"rotary": rotary, "bias": bias, "names": tensor_names})
     # Read back, so that what is written can be loaded.
-    extras = metadata.extras_from_json("save_embedder", text)
+    extras = extras_from_json("save_embedder", text)
     tensors = sorted(tensor_names.values())
     if "__metadata__" in tensors or len(set(tensors)) < len(tensors):
         want = "a tensor of its own for each parameter, other than '__metadata__'"
@@ -97,7 +122,7 @@ def save_embedder(
     for name, tensor in tensor_names.items():
         array = leaves[name].T if is_transposed(name, tensor) else leaves[name]
         arrays[tensor] = array[None] if tensor.endswith(LOGITS_BIAS) else array
-    texts = {metadata.CONFIG: metadata.to_json(vars(config)), metadata.EXTRAS: text}
+    texts = {CONFIG: to_json(vars(config)), EXTRAS: text}
     write_tensors(as_path(path).resolve(), arrays, {"format": "pt"} | texts)
 
 
@@ -116,3 +141,78 @@ def _on_host(name: str, leaf: Any) -> np.ndarray:
     if array.dtype not in DTYPES.values():
         raise arguments.value_error(name, "float32, bfloat16 or float16", array.dtype)
     return array
+
+
+def read_own(tensors: Tensors) -> PretrainedInput:
+    """The layer that `save_embedder` described in the metadata."""
+    path = shorten(tensors.path)
+    where, place = f"{path}: {CONFIG}", f"{path}: {EXTRAS}"
+    options = from_json(where, tensors.metadata[CONFIG])
+    text = tensors.metadata.get(EXTRAS, "{}")
+    extras = extras_from_json(place, text)
+    names = extras.names or {}
+    config = checked_config(tensors, where, options, names.get(TOKENS, TOKENS))
+    parameters = parameters_of(where, config, extras.rotary, extras.bias)
+    names = names or {name: name for name in parameters}
+    for name in names.keys() - parameters.keys():
+        # It stands beside the input layer.
+        shape = tensors.entry(names[name]).shape
+        parameters[name] = jax.ShapeDtypeStruct(shape, config.param_dtype)
+    params, names = read_parameters(tensors, f"{place}: names", names, parameters)
+    return extras._replace(config=config, params=params, names=names)
+
+
+def to_json(values: Mapping[str, Any]) -> str:
+    """Fields of a config or of extras: a scheme has its class name, and so has a scaling."""
+    return json.dumps(dict(values), default=_encoded)
+
+
+def from_json(name: str, text: str) -> dict[str, Any]:
+    """The inverse of `to_json`; a ValueError for any other text.
+
+    A config's arguments are not yet checked, so that sizes can be compared with the tensors before
+    the config is made.
+    """
+    return call_with_named_errors(name, _decoded, parse(name, text))
+
+
+def extras_from_json(name: str, text: str) -> PretrainedInput:
+    """Rotary, bias and names, without a config and parameters."""
+    extras = call_with_named_errors(name, PretrainedInput, None, {}, **from_json(name, text))
+    fields = {"rotary": extras.rotary, "bias": extras.bias, "names": extras.names}
+    call_with_named_errors(name, check_mappings, **fields)
+    for parameter, tensor in (extras.names or {}).items():
+        module, _, leaf = parameter.rpartition("/")
+        if not (module and leaf and isinstance(tensor, str)):
+            want = "parameters as module/name, with their tensors' names"
+            got = short_repr({parameter: tensor})
+            raise arguments.value_error(f"{name}: names", want, got)
+    return extras
+
+
+def _encoded(value: Any) -> Any:
+    """A value of a type that JSON does not have."""
+    if isinstance(value, CLASSES):
+        return {KIND: type(value).__name__} | vars(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, np.dtype):
+        return value.name
+    if isinstance(value, np.bool_ | np.integer):
+        return value.item()
+    if isinstance(value, numbers.Real | np.generic):
+        return float(value)
+    want = "numbers, words and scalings"
+    raise arguments.type_error("rotary and bias", want, type(value).__name__)
+
+
+def _decoded(value: Any) -> Any:
+    """A value with tuples for lists, and instances for objects that name their class."""
+    if isinstance(value, list):
+        return tuple(map(_decoded, value))
+    if not isinstance(value, dict):
+        return value
+    entries = {name: _decoded(item) for name, item in value.items()}
+    if KIND not in entries:
+        return entries
+    return KINDS[arguments.choice(KIND, entries.pop(KIND), tuple(KINDS))](**entries)
