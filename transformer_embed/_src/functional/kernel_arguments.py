@@ -71,9 +71,9 @@ class KernelArguments:
             got = f"a {type(self.rule).__name__}"
             raise arguments.type_error("rule", "a te.AttentionMask", got)
         arguments.convert_fields(self, batch_size=arguments.size)
-        rows = _number_of_rows(self.rule)
-        if self.batch_size is not None and rows not in (1, self.batch_size):
-            raise arguments.value_error("batch_size", f"the rule's {rows} rows", self.batch_size)
+        if self.batch_size is not None and self._rows not in (1, self.batch_size):
+            want = f"the rule's {self._rows} rows"
+            raise arguments.value_error("batch_size", want, self.batch_size)
 
     def dot_product_attention(self) -> dict[str, Any]:
         """Of `jax.nn.dot_product_attention`, as cuDNN takes them with `implementation="cudnn"`.
@@ -136,7 +136,7 @@ class KernelArguments:
 
     def _counts(self, is_key: Bool[Array, "b t"]) -> Int32[Array, "b"]:
         """How many of the keys count, in each row of the batch."""
-        return jnp.broadcast_to(is_key.sum(axis=-1, dtype=jnp.int32), self._rows)
+        return self._for_rows(is_key.sum(axis=-1, dtype=jnp.int32))
 
     def splash_attention(self, num_heads: int) -> tuple[Any, Any]:
         """The mask and the segment ids of splash attention on TPUs.
@@ -231,12 +231,10 @@ class KernelArguments:
 
         def by_row(info: Any, tile: tuple[int, int], by_keys: bool = False) -> Any:
             kinds = self.rule.tile_kinds(tile)
-            kinds = jnp.broadcast_to(kinds, (self._rows, *kinds.shape[1:]))
-            repeated = jax.tree.map(
-                lambda array: jnp.broadcast_to(array, (self._rows, *array.shape)), info
-            )
-            data_next, block_mask = _steps(info.data_next, info.block_mask, kinds, by_keys)
-            return repeated._replace(data_next=data_next, block_mask=block_mask)
+            loads, runs = _steps(info.data_next, info.block_mask, kinds, by_keys)
+            rows = jax.tree.map(lambda array: array[None], info)
+            rows = rows._replace(data_next=loads, block_mask=runs)
+            return jax.tree.map(self._for_rows, rows)
 
         dq = kernel.dq_mask_info
         # jax has no public name for the class of its kernels. They show the arrays by which they
@@ -307,11 +305,15 @@ class KernelArguments:
             ids = [side.padding_mask.astype(jnp.int32) for side in (queries, keys)]
         else:
             ids = [queries.segment_ids, keys.segment_ids]
-        return make(*(jnp.broadcast_to(side, (self._rows, side.shape[-1])) for side in ids))
+        return make(*map(self._for_rows, ids))
+
+    def _for_rows(self, array: Array) -> Array:
+        """An array of [1 or B, ...] with all rows of the batch."""
+        return jnp.broadcast_to(array, (self.batch_size or self._rows, *array.shape[1:]))
 
     @property
     def _rows(self) -> int:
-        return self.batch_size or _number_of_rows(self.rule)
+        return max(arguments.rows("rule", array).shape[0] for array in jax.tree.leaves(self.rule))
 
 
 def _reach_in_rows(rule: AttentionMask, kernel: str) -> Window:
@@ -334,10 +336,6 @@ def _reach_in_rows(rule: AttentionMask, kernel: str) -> Window:
     return limits
 
 
-def _number_of_rows(rule: AttentionMask) -> int:
-    return max(arguments.rows("rule", array).shape[0] for array in jax.tree.leaves(rule))
-
-
 def _refusal(name: str, want: str, got: Any) -> ValueError:
     return arguments.value_error(name, want, f"{got}{WAY_OUT}")
 
@@ -357,7 +355,7 @@ def _check_absent(kernel: str, **parts: Any) -> None:
             raise _refusal(name, f"None for {kernel}, which has no argument for it", got)
 
 
-def _static_block_ids(queries: TokenPositions, kernel: str) -> np.ndarray:
+def _static_block_ids(queries: TokenPositions, kernel: str) -> bytes:
     if arguments.is_traced(queries.block_ids):
         want = f"values known while tracing for {kernel}"
         raise _refusal("block_ids", want, "a traced array")
@@ -365,7 +363,7 @@ def _static_block_ids(queries: TokenPositions, kernel: str) -> np.ndarray:
     if (rows != rows[:1]).any():
         want = f"the same in every row for {kernel}"
         raise _refusal("block_ids", want, "rows that differ")
-    return rows[0]
+    return rows[0].astype(np.int64).tobytes()
 
 
 # The functions below are compiled even if the caller is not.
@@ -413,19 +411,19 @@ def _steps(
     may_run = (kinds != 0) | (is_empty & is_diagonal)
     if by_keys:
         may_run, data_next, block_mask = may_run.mT, data_next.mT, block_mask.mT
-    over_heads = jax.vmap(_steps_of_head, (None, 0, 0))
+
+    def of_head(may_run: Any, data_next: Any, block_mask: Any) -> Any:
+        """Of one row of the batch and one head. The last axis is that of the steps."""
+        tiles = data_next.astype(jnp.int32)
+        runs = jnp.where(jnp.take_along_axis(may_run, tiles, axis=1), block_mask, 0)
+        # A step that runs nothing loads what the next one runs, so that nothing is loaded for it
+        # alone.
+        is_running = (runs > 0).ravel()
+        steps = jnp.arange(is_running.size, dtype=jnp.int32)
+        last = jnp.max(jnp.where(is_running, steps, 0))
+        following = jax.lax.cummin(jnp.where(is_running, steps, last), reverse=True)
+        return data_next.ravel()[following].reshape(data_next.shape), runs
+
+    over_heads = jax.vmap(of_head, (None, 0, 0))
     loads, runs = jax.vmap(over_heads, (0, None, None))(may_run, data_next, block_mask)
     return (loads.mT, runs.mT) if by_keys else (loads, runs)
-
-
-def _steps_of_head(
-    may_run: Bool[Array, "i k"], data_next: Integer[Array, "i j"], block_mask: Integer[Array, "i j"]
-) -> tuple[Integer[Array, "i j"], Integer[Array, "i j"]]:
-    """`_steps` of one row of the batch and one head, where step j is about tile data_next[i, j]."""
-    runs = jnp.where(jnp.take_along_axis(may_run, data_next.astype(jnp.int32), 1), block_mask, 0)
-    # A step that runs nothing loads what the next one runs, so that nothing is loaded for it alone.
-    is_running = (runs > 0).ravel()
-    steps = jnp.arange(is_running.size, dtype=jnp.int32)
-    last = jnp.max(jnp.where(is_running, steps, 0))
-    following = jax.lax.cummin(jnp.where(is_running, steps, last), reverse=True)
-    return data_next.ravel()[following].reshape(data_next.shape), runs

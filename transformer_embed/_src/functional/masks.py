@@ -105,7 +105,7 @@ def combine_masks(*masks: ArrayLike) -> Bool[Array, "b h t s"]:
             want = "rank 4, [batch, heads, queries, keys]"
             raise arguments.value_error(f"masks[{n}]", want, f"shape {list(array.shape)}")
     arguments.broadcast_shape("masks", *(array.shape for array in arrays))
-    return _all(arrays)
+    return functools.reduce(jnp.logical_and, arrays)
 
 
 def mask_to_bias(
@@ -163,13 +163,7 @@ def _differs(ids: Integer[Array, "..."], pad_id: int) -> Bool[Array, "..."]:
 
 @compiled(0)
 def _lower_triangle(length: int) -> Bool[Array, "t t"]:
-    positions = jnp.arange(length, dtype=jnp.int32)
-    return positions[None, :] <= positions[:, None]
-
-
-@compiled()
-def _all(masks: list[Bool[Array, "b h t s"]]) -> Bool[Array, "b h t s"]:
-    return functools.reduce(jnp.logical_and, masks)
+    return jnp.tri(length, dtype=bool)
 
 
 @compiled(1, 2)

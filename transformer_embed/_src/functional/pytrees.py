@@ -20,8 +20,8 @@ def pytree(*static: str) -> Callable[[Class], Class]:
     """
 
     def register(cls: Class) -> Class:
-        fields = [field.name for field in dataclasses.fields(cls) if field.name not in static]
-        keys = [jax.tree_util.GetAttrKey(name) for name in fields]
+        fields = tuple(field.name for field in dataclasses.fields(cls) if field.name not in static)
+        keys = tuple(map(jax.tree_util.GetAttrKey, fields))
 
         def flatten(instance: Any) -> tuple[Any, Any]:
             value = functools.partial(getattr, instance)
@@ -33,8 +33,7 @@ def pytree(*static: str) -> Callable[[Class], Class]:
 
         def unflatten(auxiliary: tuple[Any, ...], leaves: Any) -> Any:
             instance = object.__new__(cls)
-            instance.__dict__.update(zip(fields, leaves, strict=True))
-            instance.__dict__.update(zip(static, auxiliary, strict=True))
+            instance.__dict__.update(zip(fields + static, (*leaves, *auxiliary), strict=True))
             return instance
 
         jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)

@@ -1,10 +1,11 @@
 """Static masks of splash attention that make few tiles. (Importing this imports Pallas.)"""
 
+import dataclasses
 import functools
 
 import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
-from jaxtyping import Bool
+from jaxtyping import Bool, Int64
 
 Tile = tuple[slice, slice]
 
@@ -31,11 +32,18 @@ def _between(rows: int, columns: int, low: int, high: int) -> Bool[np.ndarray, "
     return (low <= difference) & (difference <= high)
 
 
+@dataclasses.dataclass(frozen=True)
 class BlockMask(splash.Mask):
-    """Allows pairs in the same block, for block ids [T] that are at least 0."""
+    """Allows pairs in the same block, for int64 block ids [T] that are at least 0.
 
-    def __init__(self, block_ids: np.ndarray) -> None:
-        self.block_ids = block_ids
+    They are held as bytes, which can be compared and hashed.
+    """
+
+    data: bytes
+
+    @property
+    def block_ids(self) -> Int64[np.ndarray, "t"]:
+        return np.frombuffer(self.data, np.int64)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -44,9 +52,3 @@ class BlockMask(splash.Mask):
     def __getitem__(self, tile: Tile) -> Bool[np.ndarray, "t s"]:
         queries, keys = self.block_ids[tile[0], None], self.block_ids[None, tile[1]]
         return (queries == keys) & (queries >= 0)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, BlockMask) and np.array_equal(self.block_ids, other.block_ids)
-
-    def __hash__(self) -> int:
-        return hash(self.block_ids.tobytes())

@@ -71,15 +71,15 @@ class TokenPositions:
         segment_ids: ArrayLike | None = None,
         block_ids: ArrayLike | None = None,
     ):
-        arguments.set_fields(
-            self, positions=positions, segment_ids=segment_ids, block_ids=block_ids
-        )
-        arguments.convert_fields(self, positions=_as_rows, segment_ids=_as_rows, block_ids=_as_rows)
-        arrays = arrays_of(self)
-        length = self.positions.shape[1]
-        for name, array in arrays.items():
-            arguments.check_same(name, "the length of positions", array.shape[1], length)
+        rows = _as_rows("positions", positions)
+        arrays, length = {"positions": rows}, rows.shape[1]
+        for name, ids in (("segment_ids", segment_ids), ("block_ids", block_ids)):
+            if ids is not None:
+                arrays[name] = _as_rows(name, ids)
+                size = arrays[name].shape[1]
+                arguments.check_same(name, "the length of positions", size, length)
         arguments.check_numbers_of_rows(arrays)
+        arguments.set_fields(self, **arrays)
 
     @property
     def padding_mask(self) -> Bool[Array, "b t"]:
@@ -192,7 +192,7 @@ class TokenPositions:
         rows = arguments.rows("ids", arguments.as_int32("ids", ids))
         pad_id = arguments.int32("pad_id", pad_id)
         counting = _counting(start, at_padding, rows.shape[1])
-        return _arranged("ordered", *_of_ids(rows, pad_id, *counting))
+        return _of_ids(rows, pad_id, *counting)
 
     @classmethod
     def from_lengths(
@@ -241,8 +241,7 @@ class TokenPositions:
             raise arguments.value_error("lengths", "shape [batch]", f"shape {list(lengths.shape)}")
         padding_side = arguments.choice("padding_side", padding_side, ("right", "left"))
         counting = _counting(start, at_padding, length)
-        arrays = _of_lengths(lengths, length, padding_side, *counting)
-        return _arranged(padding_side, *arrays)
+        return _of_lengths(lengths, length, padding_side, *counting)
 
     @classmethod
     def from_segment_ids(
@@ -279,7 +278,7 @@ class TokenPositions:
         if isinstance(integers, np.ndarray):
             _check_runs(np.atleast_2d(integers))
         counting = _counting(start, at_padding, rows.shape[1])
-        return _arranged("packed", _positions_in_segments(rows, *counting), rows)
+        return _of_segments(rows, *counting)
 
     @classmethod
     def from_offset(cls, offset: ArrayLike, length: int) -> "TokenPositions":
@@ -322,7 +321,7 @@ class TokenPositions:
             )
         if isinstance(integers, np.ndarray) and integers.size:
             arguments.check_last_position("offset", int(integers.max()), length)
-        return _arranged("offset", *_of_offset(offset, length))
+        return _of_offset(offset, length)
 
 
 def arrays_of(tokens: TokenPositions) -> dict[str, Any]:
@@ -424,36 +423,38 @@ def positions_of_tokens(
 
 
 @compiled(1, 2, 3)
-def _of_ids(
-    ids: Int32[Array, "b t"], pad_id: int, start: int, at_padding: int
-) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:
+def _of_ids(ids: Int32[Array, "b t"], pad_id: int, start: int, at_padding: int) -> TokenPositions:
     tokens = ids != pad_id
-    return positions_of_tokens(tokens, start, at_padding), tokens.astype(jnp.int32)
+    return _of_tokens("ordered", tokens, start, at_padding)
 
 
 @compiled(1, 2, 3, 4)
 def _of_lengths(
     lengths: Int32[Array, "b"], length: int, padding_side: str, start: int, at_padding: int
-) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:
+) -> TokenPositions:
     index = jnp.arange(length, dtype=jnp.int32)
     tokens = (index if padding_side == "right" else index[::-1])[None] < lengths[:, None]
-    return positions_of_tokens(tokens, start, at_padding), tokens.astype(jnp.int32)
+    return _of_tokens(padding_side, tokens, start, at_padding)
+
+
+def _of_tokens(
+    arrangement: str, tokens: Bool[Array, "b t"], start: int, at_padding: int
+) -> TokenPositions:
+    positions = positions_of_tokens(tokens, start, at_padding)
+    return _arranged(arrangement, positions, tokens.astype(jnp.int32))
 
 
 @compiled(1, 2)
-def _positions_in_segments(
-    segment_ids: Int32[Array, "b t"], start: int, at_padding: int
-) -> Int32[Array, "b t"]:
-    """For each token, how many tokens of its run are before it, plus start."""
+def _of_segments(segment_ids: Int32[Array, "b t"], start: int, at_padding: int) -> TokenPositions:
+    """The position of a token is how many tokens of its run are before it, plus start."""
     index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
     is_first = segment_ids != jnp.roll(segment_ids, 1, axis=1)
     first = jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
-    return jnp.where(segment_ids != 0, index - first + start, at_padding)
+    positions = jnp.where(segment_ids != 0, index - first + start, at_padding)
+    return _arranged("packed", positions, segment_ids)
 
 
 @compiled(1)
-def _of_offset(
-    offset: Int32[Array, "..."], length: int
-) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:
+def _of_offset(offset: Int32[Array, "..."], length: int) -> TokenPositions:
     positions = jnp.atleast_1d(offset)[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
-    return positions, jnp.ones_like(positions)
+    return _arranged("offset", positions, jnp.ones_like(positions))
