@@ -238,7 +238,7 @@ def test_lookup_refuses_bad_tables_and_options():
     with pytest.raises(TypeError, match=r"^pad_id: wanted a Python int, got float 0.0$"):
         te.lookup(TABLE, [0], pad_id=0.0)
     with pytest.raises(
-        ValueError, match=r"^pad_id: wanted an int below 2\*\*31 - 1, got 2147483647$"
+        ValueError, match=r"^pad_id: wanted an int of at most 2147483646, got 2147483647$"
     ):
         te.lookup(TABLE, [0], pad_id=2**31 - 1)
     with pytest.raises(

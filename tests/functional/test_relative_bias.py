@@ -569,7 +569,7 @@ def test_relative_position_buckets_refuse_bad_options():
     )
     refused_buckets(
         ValueError,
-        r"^max_distance: wanted an int below 2\*\*31 - 1, got 2147483647$",
+        r"^max_distance: wanted an int of at most 2147483646, got 2147483647$",
         max_distance=HIGHEST,
     )
     refused_buckets(TypeError, r"^bidirectional: wanted a Python bool, got int 1$", bidirectional=1)

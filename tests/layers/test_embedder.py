@@ -688,7 +688,7 @@ BAD_FIELDS = [
     ("dropout_rate", -0.5, ValueError, "a number in [0, 1)", "-0.5"),
     ("dropout_rate", None, TypeError, "a Python number", "NoneType None"),
     ("pad_id", 0.0, TypeError, "a Python int", "float 0.0"),
-    ("pad_id", 2**31, ValueError, "an int below 2**31 - 1", "2147483648"),
+    ("pad_id", 2**31, ValueError, "an int of at most 2147483646", "2147483648"),
     ("scale", 0, TypeError, SCALE, "0"),
     ("scale", 1, TypeError, SCALE, "1"),
     ("num_token_types", 0, ValueError, POSITIVE, "0"),

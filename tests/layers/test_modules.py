@@ -1266,7 +1266,7 @@ BAD_ARGUMENTS = [
         lambda: TOKENS(pad_id=2**31 - 1),
         ValueError,
         "pad_id",
-        "an int below 2**31 - 1",
+        "an int of at most 2147483646",
         "2147483647",
     ),
     (

@@ -94,7 +94,7 @@ def test_start_shortens_what_a_table_holds():
         ({"start": 1.0}, TypeError, "start: wanted a Python int, got float 1.0"),
         ({"at_padding": True}, TypeError, "at_padding: wanted a Python int, got bool True"),
         ({"at_padding": 1, "pad_id": 0.5}, TypeError, "pad_id: wanted a Python int, got float 0.5"),
-        ({"start": 2**31}, ValueError, f"start: wanted an int below 2**31 - 1, got {2**31}"),
+        ({"start": 2**31}, ValueError, f"start: wanted an int of at most 2147483646, got {2**31}"),
     ],
 )
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -82,6 +82,8 @@ def integer(
 
 # The size of an axis.
 size = functools.partial(integer, at_least=1, at_most=2**31 - 1)
+# An id or a position; `as_int32` gives the two ends of int32 to values outside too.
+int32 = functools.partial(integer, at_least=-(2**31) + 1, at_most=2**31 - 2)
 
 
 def length(name: str, value: Any, *, at_most: int = 2**31) -> Any:
@@ -145,7 +147,7 @@ def choice(name: str, value: Any, choices: Sequence[str]) -> str:
     """One of a few words."""
     if not isinstance(value, str) or value not in choices:
         raise value_error(name, "one of " + ", ".join(map(repr, choices)), reprlib.repr(value))
-    return choices[choices.index(value)]
+    return str(value)
 
 
 def floating_dtype(name: str, dtype: Any) -> jnp.dtype:
@@ -206,7 +208,9 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
         # Flax's nnx.Param, for example. (numpy.asarray would ask for its values, which a traced
         # array does not have.)
         return as_array(name, value.__jax_array__())  # pyright: ignore[reportAttributeAccessIssue]
-    _check_not_fields(name, value)
+    # numpy would stack the fields of a named tuple into one array.
+    if hasattr(value, "_fields") or dataclasses.is_dataclass(value):
+        raise type_error(name, "an array", f"a {type(value).__name__}: pass one of its fields")
     if _holds_mask(value):
         native(name, np.ma.masked_array(0))
     try:
@@ -234,17 +238,6 @@ def _holds_mask(value: Any) -> bool:
     kinds = set(map(type, value))
     nested = any(issubclass(kind, list | tuple | np.ma.MaskedArray) for kind in kinds)
     return nested and any(map(_holds_mask, value))
-
-
-def _check_not_fields(name: str, value: Any) -> None:
-    """Raises for dataclasses and named tuples, whose fields numpy would stack into one array."""
-    fields = getattr(value, "_fields", ()) if isinstance(value, tuple) else ()
-    if dataclasses.is_dataclass(value):
-        fields = [field.name for field in dataclasses.fields(value)]
-    if fields:
-        named = [field for field in fields if name.endswith(field)] or fields
-        hint = " or ".join(f".{field}" for field in named)
-        raise type_error(name, "an array", f"a {type(value).__name__}: pass its {hint}")
 
 
 def as_positions(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
@@ -353,14 +346,6 @@ def _describe(value: Any) -> str:
     if isinstance(value, jax.Array | np.ndarray):
         return f"an array {value.dtype}{list(value.shape)}"
     return f"{type(value).__name__} {reprlib.repr(value)}"
-
-
-def int32(name: str, value: Any) -> int:
-    """A Python int inside int32 that `as_int32` gives to no other value."""
-    value = integer(name, value, at_least=-(2**31) + 1)
-    if value >= 2**31 - 1:
-        raise value_error(name, "an int below 2**31 - 1", value)
-    return value
 
 
 def as_mask(name: str, value: ArrayLike, is_true: str = "may attend") -> jax.Array:
