@@ -61,15 +61,10 @@ def kind_of(case):
     return architectures.by_model_type(case["settings"]["model_type"])
 
 
-def names_of(case):
-    """The names of each entry that its architecture reads, the model's own first."""
-    return {name: entry.names for name, entry in kind_of(case).read_entries().items()}
-
-
 def read_by(case):
     """The entries of a config.json that its architecture reads."""
     known = {
         "model_type",
-        *(name for names in names_of(case).values() for name in names),
+        *(name for names in kind_of(case).names().values() for name in names),
     }
     return {name: value for name, value in case["settings"].items() if name in known}

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from checkpoints import CASES, GOLDEN, checkpoint, kind_of, load, names_of, read_by, tensors_of
+from checkpoints import CASES, GOLDEN, checkpoint, kind_of, load, read_by, tensors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +23,7 @@ FOREIGN = json.loads((GOLDEN / "foreign_names.json").read_text())["cases"]
 ARCHITECTURES = {
     kind_of(case).model_types[-1]: name for name, case in reversed(CASES.items())
 }.values()
-ROTATED = [name for name in ARCHITECTURES if "rope_theta" in names_of(CASES[name])]
+ROTATED = [name for name in ARCHITECTURES if "rope_theta" in kind_of(CASES[name]).names()]
 ROPE = (
     "rope_theta",
     "rope_local_base_freq",
@@ -47,7 +47,7 @@ def loaded(folder, case, in_file, said=None):
 def is_accepted(entry, value):
     """Whether an entry may have a value."""
     with contextlib.suppress(TypeError, ValueError):
-        entry.check("x", value)
+        description.CHECKS[entry]("x", value)
         return True
     return False
 
@@ -60,7 +60,7 @@ def other_value(entry):
 ENTRIES = [
     (name, entry)
     for name in ARCHITECTURES
-    for field, names in names_of(CASES[name]).items()
+    for field, names in kind_of(CASES[name]).names().items()
     if field not in ROPE
     for entry in names
 ]
@@ -69,10 +69,9 @@ ENTRIES = [
 @pytest.mark.parametrize(("name", "entry"), ENTRIES)
 def test_settings_win_for_every_entry_of_every_architecture(tmp_path, name, entry):
     case = CASES[name]
-    kind = kind_of(case)
-    names = names_of(case)
+    names = kind_of(case).names()
     field = next(field for field, aliases in names.items() if entry in aliases)
-    value = other_value(kind.read_entries()[field])
+    value = other_value(field)
     in_file = {key: each for key, each in case["settings"].items() if key not in names[field]}
     said = loaded(tmp_path, case, case["settings"], {entry: value})
     assert said == loaded(tmp_path, case, in_file | {entry: value})
@@ -175,7 +174,7 @@ def test_settings_win_for_every_form_of_a_rotation(name, in_file, said, file_for
     """A scaling replaces the file's whole, a base and a share the file's own, whichever form the
     two have."""
     case = CASES[name]
-    names = names_of(case)
+    names = kind_of(case).names()
     if "longrope" in (parts.get("scaling", {}).get("rope_type") for parts in (in_file, said)):
         in_file, said = (
             {key: value for key, value in parts.items() if key != "part"}
@@ -504,9 +503,8 @@ def test_a_text_config_that_is_not_an_object_is_no_text_model(tmp_path, name, fi
 NUMBERS = [
     (name, field)
     for name in ARCHITECTURES
-    for field, entry in kind_of(CASES[name]).read_entries().items()
-    if field in names_of(CASES[name])
-    if any(is_accepted(entry, number) for number in (0.5, 5)) and not is_accepted(entry, "")
+    for field in kind_of(CASES[name]).names()
+    if any(is_accepted(field, number) for number in (0.5, 5)) and not is_accepted(field, "")
 ]
 
 

@@ -75,7 +75,7 @@ CHECKS = {
     }.items()
     for name in names.split()
 }
-# Of the library. Tensors say the others, or they mean nothing.
+# Of the library; or REQUIRED. Tensors say the others, or they mean nothing.
 DEFAULTS = {
     **dict.fromkeys(_RATES.split(), 0.1),
     "scale_embedding": False,
@@ -106,20 +106,6 @@ HARMLESS = (
     f"{_RATES} tie_word_embeddings share_encoder_decoder_embeddings scale_decoder_outputs "
     "logit_scale logits_scaling asm"
 ).split()
-
-
-class Entry(NamedTuple):
-    """An entry of config.json, as an architecture reads it.
-
-    Args:
-        names: the model's own names, which take precedence, and the library's.
-        check: returns its value, or raises an error.
-        default: None: there is none; or REQUIRED.
-    """
-
-    names: tuple[str, ...]
-    check: Check
-    default: Any
 
 
 # --- Parts of a layer, by the field of `Architecture` that names them.
@@ -242,30 +228,25 @@ class Architecture(NamedTuple):
                 names[parameter] = [f"{prefix}{m}.{end}" for m in modules for end in ends.split()]
         return names
 
-    def read_entries(self) -> dict[str, Entry]:
-        """The entries that are read, with the names and the defaults of this model."""
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """The entries that are read, each with the model's own names and the library's."""
         reads = [self.entries, self.scale, self.dropout, self.rotary, *self.refused_entries]
         reads += [entries for part, entries in READS.items() if getattr(self, part)]
-        words = " ".join(map(str, reads)).split()
-        entries = {}
-        for name, check in CHECKS.items():
-            if name in words:
-                names = (*self.aliases.get(name, "").split(), name)
-                entries[name] = Entry(names, check, self.defaults.get(name, DEFAULTS.get(name)))
-        return entries
+        known = [name for name in CHECKS if name in " ".join(map(str, reads)).split()]
+        return {name: (*self.aliases.get(name, "").split(), name) for name in known}
 
     def read(self, where: str, given: Options, *, is_file: bool) -> dict[str, Any]:
         """The checked values of the entries that a config.json or `settings=` gives.
 
         Entries of a config.json that are not read are left out.
         """
-        entries, unknown = self.read_entries(), dict(given)
+        names, unknown = self.names(), dict(given)
         found = {}
-        for name, entry in entries.items():
-            said = [unknown.pop(alias) for alias in entry.names if alias in unknown]
+        for entry, aliases in names.items():
+            said = [unknown.pop(name) for name in aliases if name in unknown]
             if said:
-                # Null does not hide another name's value.
-                found[name] = next((value for value in said if value is not None), None)
+                # The model's own name goes first; null does not hide another name's value.
+                found[entry] = next((value for value in said if value is not None), None)
         if self.rotary:
             found = call_with_named_errors(
                 where, rope.to_old_form, found, by_layer=self.rotates_by_layer
@@ -274,14 +255,14 @@ class Architecture(NamedTuple):
             length = found.get("rope_scaling", {}).get(rope.ORIGINAL)
             if length is not None and not is_file:
                 found.setdefault(rope.ORIGINAL, length)
-        unknown |= {name: found.pop(name) for name in found.keys() - entries.keys()}
+        unknown |= {entry: found.pop(entry) for entry in found.keys() - names.keys()}
         if unknown and not is_file:
-            reads = ", ".join(entry.names[0] for entry in entries.values())
+            reads = ", ".join(aliases[0] for aliases in names.values())
             want = f"entries that a model {self.name} reads ({reads})"
             raise arguments.value_error(where, want, short_repr(next(iter(unknown))))
         return {
-            name: call_with_named_errors(where, entries[name].check, name, value)
-            for name, value in found.items()
+            entry: call_with_named_errors(where, CHECKS[entry], entry, value)
+            for entry, value in found.items()
         }
 
     def with_defaults(self, found: Options, *, is_named: bool) -> tuple[dict[str, Any], list[str]]:
@@ -290,11 +271,12 @@ class Architecture(NamedTuple):
         Entries that mean nothing are None. Without `is_named`, config.json does not say the type.
         """
         value, missing = {**dict.fromkeys(CHECKS), **self.defaults}, []
-        for name, entry in self.read_entries().items():
-            value[name] = found.get(name, entry.default)
-            has_default = is_named or name in HARMLESS or entry.default is None
-            if value[name] is REQUIRED or not (has_default or name in found):
-                missing.append(entry.names[0])
+        for entry, aliases in self.names().items():
+            default = self.defaults.get(entry, DEFAULTS.get(entry))
+            value[entry] = found.get(entry, default)
+            has_default = is_named or entry in HARMLESS or default is None
+            if value[entry] is REQUIRED or not (has_default or entry in found):
+                missing.append(aliases[0])
         return value, missing
 
     def describe(

@@ -151,12 +151,14 @@ def as_path(path: str | os.PathLike[str]) -> pathlib.Path:
 def _find(path: pathlib.Path) -> pathlib.Path:
     """The file that a path names, or the one inside a folder."""
     if not path.exists():
+        error = os.strerror(errno.ENOENT)
         # One or two words may be a model's name.
-        hint = ""
         if len(path.parts) <= 2:
-            call = "huggingface_hub.snapshot_download(name)"
-            hint = f" (for a model's name, pass the folder that {call} returns)"
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT) + hint, shorten(path))
+            error += (
+                " (for a model's name, pass the folder that huggingface_hub.snapshot_download(name)"
+                " returns)"
+            )
+        raise FileNotFoundError(errno.ENOENT, error, shorten(path))
     if not path.is_dir():
         return path
     for name in (WHOLE, WHOLE + INDEX):

@@ -37,9 +37,6 @@ from transformer_embed._src.pretrained.parameters import (
 )
 from transformer_embed._src.pretrained.recognition import recognised, shapes_of
 
-# The text model's own entries, in a config.json of several models.
-TEXT_MODEL = ("text_config", "text")
-
 
 def load_embedder(
     path: str | os.PathLike[str],
@@ -192,6 +189,7 @@ def _read_published(
 def _config_json(path: pathlib.Path) -> tuple[Mapping[str, Any], Any]:
     """The text model's entries in a config.json, and its model type, or the whole model's."""
     whole = read_json(path) if path.is_file() else {}
-    parts = [*map(whole.get, TEXT_MODEL), whole]
+    # A config.json of several models has the text model's own.
+    parts = [whole.get("text_config"), whole.get("text"), whole]
     entries = next(part for part in parts if isinstance(part, dict))
     return entries, entries.get("model_type") or whole.get("model_type")

@@ -179,8 +179,7 @@ def from_json(name: str, text: str) -> dict[str, Any]:
 def extras_from_json(name: str, text: str) -> PretrainedInput:
     """Rotary, bias and names, without a config and parameters."""
     extras = call_with_named_errors(name, PretrainedInput, None, {}, **from_json(name, text))
-    fields = {"rotary": extras.rotary, "bias": extras.bias, "names": extras.names}
-    call_with_named_errors(name, check_mappings, **fields)
+    call_with_named_errors(name, check_mappings, **extras._asdict())
     for parameter, tensor in (extras.names or {}).items():
         module, _, leaf = parameter.rpartition("/")
         if not (module and leaf and isinstance(tensor, str)):
