@@ -2,9 +2,7 @@
 
 import argparse
 import inspect
-import math
 import pathlib
-import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,7 +27,7 @@ PICTURES = {
     ".svg": ("Date", "Creator"),
     ".pdf": ("CreationDate", "Creator", "Producer"),
 }
-PIXELS_WIDE, TITLE_LETTERS_PER_INCH = 960, 9.5
+PIXELS_WIDE = 960
 FONT = "DejaVu Sans"
 # Pictures of more numbers would fill the memory.
 SIZE = {"type": number(1, 4096), "metavar": "N"}
@@ -137,7 +135,7 @@ def run(args: argparse.Namespace) -> None:
             )
             ax = figure.subplots()
             title = args.draw(ax, **options)
-            ax.set_title(_wrapped(title, round(TITLE_LETTERS_PER_INCH * args.width)))
+            figure.suptitle(title, wrap=True)
             metadata = dict.fromkeys(PICTURES[kind])
             write_whole(out, lambda file: figure.savefig(file, format=kind[1:], metadata=metadata))
     except UserWarning as error:
@@ -145,12 +143,6 @@ def run(args: argparse.Namespace) -> None:
     except (ImportError, TypeError, ValueError) as error:
         raise UserError(str(error)) from error
     print(f"{args.out}: {title}")
-
-
-def _wrapped(title: str, letters: int) -> str:
-    """The title in lines of at most `letters` letters and about equal length."""
-    lines = math.ceil(len(title) / letters)
-    return textwrap.fill(title, min(letters, len(title) // lines + 6))
 
 
 def encoding(
