@@ -16,7 +16,7 @@ import transformer_embed as te
 module = importlib.import_module("transformer_embed._src.functional.dropout")
 
 SHAPES = [(), (1,), (7,), (0, 3), (3, 5), (2, 3, 4), (1, 129)]
-RATES = [1e-9, 0.1, 0.5, 0.9, 1 - 2**-25, np.float32(0.1), np.float64(0.3), np.float16(0.25)]
+RATES = [1e-9, 0.1, 0.25, 0.5, 0.9, 1 - 2**-25]
 KEYS = {
     "typed": jax.random.key,
     "raw": jax.random.PRNGKey,
@@ -64,7 +64,7 @@ def test_dropout_of_many_elements_equals_hk_dropout_bit_for_bit(rate):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rate", [0.1, np.float16(0.1)])
+@pytest.mark.parametrize("rate", [0.1, 0.5])
 def test_dropout_under_vmap_equals_hk_dropout_bit_for_bit(rate):
     keys, x = jax.random.split(jax.random.key(1), 3), normal((3, 4, 5), jnp.float32)
     same_bits(
@@ -85,16 +85,24 @@ def test_the_fast_path_is_taken_where_it_holds():
     """Without it the property above would compare Haiku with itself. Jax's own generator is a
     loop."""
 
-    def program(rate):
+    def program():
         return (
-            jax.jit(lambda k, x: te.dropout(k, rate, x))
+            jax.jit(lambda k, x: te.dropout(k, 0.1, x))
             .lower(jax.random.key(0), jnp.ones((4, 4)))
             .compile()
             .as_text()
         )
 
-    assert "while" not in program(0.1)
-    assert "while" in program(np.float16(0.1))
+    assert "while" not in program()
+    with x64():
+        assert "while" in program()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_a_numpy_scalar_is_its_python_float(dtype):
+    x, rate = normal((5, 7), jnp.bfloat16), dtype(0.3)
+    key = jax.random.key(2)
+    same_bits(te.dropout(key, rate, x), te.dropout(key, float(rate), x))
 
 
 def test_counters_are_places_in_the_flattened_array():

@@ -28,12 +28,12 @@ def dropout(rng: Array, rate: float, x: ArrayLike) -> Float[Array, "..."]:
 
     Args:
         rng: a key of `jax.random.key` or `jax.random.PRNGKey`.
-        rate: in [0, 1), a Python float; 0 returns x as it is. (A numpy scalar acts as in Haiku: a
-            16-bit scalar draws 16-bit floats, and any numpy scalar promotes a narrower x.)
+        rate: in [0, 1), a Python float; 0 returns x as it is. (In Haiku, a numpy scalar draws
+            floats of its own width and promotes a narrower x. Here it counts as a Python float.)
         x: [...], a floating dtype.
 
     Returns:
-        [...], of x's dtype (if rate is a numpy scalar: of the dtype that x is promoted to).
+        [...], of x's dtype.
 
     Raises:
         TypeError: rate is traced or not a number; x does not have a floating dtype of 16 bits or
@@ -51,35 +51,24 @@ def dropout(rng: Array, rate: float, x: ArrayLike) -> Float[Array, "..."]:
         generator: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011),
         threefry-2x32 with 20 rounds, counting elements as JAX does.
     """
-    is_off, x = arguments.rate("rate", rate) == 0, arguments.as_floats("x", x)
-    if is_off:
-        return x
-    keep_rate = 1.0 - rate
-    # The width is a separate argument, because jit takes 0.5 and numpy.float16(0.5) for the same
-    # static value.
-    width = keep_rate.dtype if isinstance(keep_rate, np.floating) else None
-    return _drop_elements(arguments.as_key("rng", rng), x, float(keep_rate), width)
+    rate, x = arguments.rate("rate", rate), arguments.as_floats("x", x)
+    return x if rate == 0 else _drop_elements(arguments.as_key("rng", rng), x, 1 - rate)
 
 
-@compiled(2, 3)
-def _drop_elements(
-    key: Array, x: Float[Array, "..."], keep_rate: float, width: np.dtype | None
-) -> Float[Array, "..."]:
+@compiled(2)
+def _drop_elements(key: Array, x: Float[Array, "..."], keep_rate: float) -> Float[Array, "..."]:
     """x after dropout.
 
     Compiled for eager callers too, so that jax counts the key as used; jax_debug_key_reuse
     checks that.
     """
-    rate = keep_rate if width is None else width.type(keep_rate)
-    return _keep_mask(key, rate, x.shape).astype(x.dtype) * x / rate
+    return _keep_mask(key, keep_rate, x.shape).astype(x.dtype) * x / keep_rate
 
 
-def _keep_mask(
-    key: Array, keep_rate: float | np.floating, shape: tuple[int, ...]
-) -> Bool[Array, "..."]:
+def _keep_mask(key: Array, keep_rate: float, shape: tuple[int, ...]) -> Bool[Array, "..."]:
     """`jax.random.bernoulli(key, keep_rate, shape)`."""
     from_jax = functools.partial(jax.random.bernoulli, p=keep_rate, shape=shape)
-    draws_32_bits = jnp.result_type(keep_rate) == jnp.float32
+    draws_32_bits = jnp.result_type(float) == jnp.float32
     partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
     counts_elements = partitionable and str(jax.random.key_impl(key)) == _THREEFRY
     is_symbolic = any(export.is_symbolic_dim(size) for size in shape)
@@ -91,7 +80,7 @@ def _keep_mask(
 
 
 def _keep_mask_in_registers(
-    key: Array, *, keep_rate: float | np.floating, shape: tuple[int, ...]
+    key: Array, *, keep_rate: float, shape: tuple[int, ...]
 ) -> Bool[Array, "..."]:
     """The elements to keep, where a uniform number is below keep_rate.
 
