@@ -46,7 +46,8 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
 
     def output_layout(self, x: Float[Array, "... d"]) -> tuple[Float[Array, "v d"], OutputLayout]:
         """The rows in vocabulary order, then padding, and how their product with x is split."""
-        raise not_whole_error()
+        want = "a whole table, trained densely, since the output layer is tied to it"
+        raise arguments.type_error("table", want, "some of its rows")
 
     def use_error(self) -> str:
         """The message for any other use."""
@@ -62,12 +63,6 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
     def __getattr__(self, name: str) -> NoReturn:
         """Raises an error for attributes that only an array has: `T`, `at`, `astype`, ..."""
         self._raise_not_an_array()
-
-
-def not_whole_error() -> TypeError:
-    """The error of an output layer that is tied to only some rows of a table."""
-    want = "a whole table, trained densely, since the output layer is tied to it"
-    return arguments.type_error("table", want, "some of its rows")
 
 
 class _NotAnArrayError(TypeError, AttributeError):
@@ -188,9 +183,11 @@ def _lookup_in_array(
     """Compiled for eager callers too."""
     if lookup_style == "gather":
         return _gather(table, ids, pad_id, out_of_range)
-    return _replace_special_rows(
-        _multiply_by_one_hot(table, ids), ids, table.shape[0], pad_id, out_of_range
-    )
+    # A product at full precision with a row of one 1 for each id: the table must be finite.
+    wide, vocab_size = arguments.widened(table), table.shape[0]
+    one_hot = jax.nn.one_hot(jnp.clip(ids, 0, vocab_size - 1), vocab_size, dtype=wide.dtype)
+    rows = jnp.matmul(one_hot, wide, precision=jax.lax.Precision.HIGHEST).astype(table.dtype)
+    return _replace_special_rows(rows, ids, vocab_size, pad_id, out_of_range)
 
 
 def _replace_special_rows(
@@ -208,7 +205,7 @@ def _replace_special_rows(
         fill = np.array(np.nan if out_of_range == "nan" else 0, rows.dtype)
         rows = jnp.where(outside[..., None], fill, rows)
     if pad_id is not None:
-        rows = jnp.where((ids == pad_id)[..., None], jnp.zeros((), rows.dtype), rows)
+        rows = jnp.where((ids == pad_id)[..., None], 0, rows)
     return rows
 
 
@@ -238,13 +235,3 @@ def _gather_jvp(pad_id, out_of_range, primals, tangents):
     if pad_id is not None:
         index = jnp.where(ids == pad_id, np.uint32(2**32 - 1), index)
     return _gather(table, ids, pad_id, out_of_range), read_or_zero(tangents[0], index)
-
-
-@jax.jit
-def _multiply_by_one_hot(
-    table: Float[Array, "v d"], ids: Int32[Array, "..."]
-) -> Float[Array, "... d"]:
-    """`rows_at`, for a finite table."""
-    wide = arguments.widened(table)
-    one_hot = jax.nn.one_hot(jnp.clip(ids, 0, table.shape[0] - 1), table.shape[0], dtype=wide.dtype)
-    return jnp.matmul(one_hot, wide, precision=jax.lax.Precision.HIGHEST).astype(table.dtype)

@@ -25,14 +25,23 @@ def read_or_zero(table: Float[Array, "v d"], index: UInt32[Array, "..."]) -> Flo
     # A row's gradient is summed in this dtype, over repeats and devices.
     wide = arguments.widened(table)
     explicit = explicit_sharding(table, index)
-    by_repeats = functools.partial(_read_each_repeat, explicit)
-    by_runs = functools.partial(_read_each_row_once_per_device, explicit)
-    if _can_sort_index(table, index, explicit):
-        rows = jax.lax.platform_dependent(
-            wide, index, cuda=by_runs, rocm=by_runs, default=by_repeats
+
+    def read_each_repeat(table, index):
+        """A read whose transpose is a scatter-add, by atomic additions on a GPU."""
+        return table.at[index].get(mode="fill", fill_value=0, out_sharding=explicit)
+
+    if not _can_sort_index(table, index, explicit):
+        return read_each_repeat(wide, index).astype(table.dtype)
+    read_once = jax.checkpoint(_read_each_row_once)
+    if explicit is not None:
+        # Each device sums the repeats of its own part of the index.
+        specs = (jax.typeof(table).sharding.spec, jax.typeof(index).sharding.spec)
+        read_once = jax.shard_map(
+            read_once, mesh=explicit.mesh, in_specs=specs, out_specs=explicit.spec
         )
-    else:
-        rows = by_repeats(wide, index)
+    rows = jax.lax.platform_dependent(
+        wide, index, cuda=read_once, rocm=read_once, default=read_each_repeat
+    )
     return rows.astype(table.dtype)
 
 
@@ -49,26 +58,6 @@ def _can_sort_index(
     all_explicit = set(explicit.mesh.axis_types) == {jax.sharding.AxisType.Explicit}
     # Before jax 0.7, a shard_map under explicit axes has no transpose.
     return all_explicit and jax.typeof(table).sharding.spec[0] is None and hasattr(jax, "set_mesh")
-
-
-def _read_each_repeat(
-    explicit: NamedSharding | None, table: Float[Array, "v d"], index: UInt32[Array, "..."]
-) -> Float[Array, "... d"]:
-    """A read whose transpose is a scatter-add, by atomic additions on a GPU."""
-    return table.at[index].get(mode="fill", fill_value=0, out_sharding=explicit)
-
-
-def _read_each_row_once_per_device(
-    explicit: NamedSharding | None, table: Float[Array, "v d"], index: UInt32[Array, "..."]
-) -> Float[Array, "... d"]:
-    """Under explicit mesh axes, each device sums the repeats of its own part of the index."""
-    read = jax.checkpoint(_read_each_row_once)
-    if explicit is None:
-        return read(table, index)
-    specs = (jax.typeof(table).sharding.spec, jax.typeof(index).sharding.spec)
-    return jax.shard_map(read, mesh=explicit.mesh, in_specs=specs, out_specs=explicit.spec)(
-        table, index
-    )
 
 
 def _read_each_row_once(
