@@ -54,11 +54,12 @@ def geometric_frequencies(
 ) -> tuple[decimal.Decimal, ...]:
     """`frequency_scale * base ** (-i / denominator)` for i in 0..count-1, to about 75 digits."""
     with decimal.localcontext(PRECISION):
-        frequencies = [decimal.Decimal(frequency_scale)] * min(count, 1)
+        ratio = decimal.Decimal(1)
+        # The denominator may be 0 for one frequency.
         if count > 1:
             ratio = (-decimal.Decimal(base).ln() / decimal.Decimal(denominator)).exp()
-            frequencies += itertools.repeat(ratio, count - 1)
-        return tuple(itertools.accumulate(frequencies, operator.mul))
+        factors = [decimal.Decimal(frequency_scale), *[ratio] * (count - 1)]
+        return tuple(itertools.accumulate(factors[:count], operator.mul))
 
 
 def words(frequencies: Sequence[decimal.Decimal]) -> Words:
@@ -207,11 +208,11 @@ def _sine_of_phase(phase: _Phase, quarters: Array | np.ndarray) -> Float32[Array
     first = jnp.where(is_sine, angle, leading)
     last = jnp.where(is_sine, residue, lost - angle * residue)
     factor = jnp.where(is_sine, angle, square) * square
-    coefficients = [
+    c_0, c_1, c_2 = (
         jnp.where(is_sine, np.float32(s), np.float32(c))
         for s, c in zip(_SINE, _COSINE, strict=True)
-    ]
-    value = first + (factor * _polynomial(coefficients, square) + last)
+    )
+    value = first + (factor * ((c_2 * square + c_1) * square + c_0) + last)
     bits = jax.lax.bitcast_convert_type(value, jnp.uint32) ^ (shifted & _SIGN)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -230,12 +231,3 @@ def _radians(
     small = coarse * _RADIANS_SECOND + fine * _RADIANS
     angle = exact + small
     return angle, (exact - angle) + small
-
-
-def _polynomial(
-    coefficients: Sequence[Float32[Array, "..."]], x: Float[Array, "..."]
-) -> Float[Array, "..."]:
-    value = coefficients[-1]
-    for coefficient in reversed(coefficients[:-1]):
-        value = value * x + coefficient
-    return value

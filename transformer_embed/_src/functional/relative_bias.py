@@ -101,7 +101,7 @@ def alibi_bias(
     """
     return _alibi(
         *arguments.comparable_rows(query_positions=query_positions, key_positions=key_positions),
-        _slopes(num_heads, max_bias),
+        jax.device_put(_slopes(num_heads, max_bias)),
         arguments.flag("symmetric", symmetric),
         arguments.result_dtype("dtype", dtype),
     )

@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32, Shaped
@@ -205,14 +204,22 @@ def sinusoidal_grid(
     """
     lengths, order = as_grid(shape, axes)
     if axis_positions is not None:
-        axis_positions = _as_coordinates(axis_positions, lengths)
+        axis_positions = arguments.entries(
+            "axis_positions", axis_positions, arguments.as_fitting_positions
+        )
+        shapes = [list(array.shape) for array in axis_positions]
+        expected = [[length] for length in lengths]
+        if shapes != expected:
+            want = f"an array for each axis, of shapes {expected}"
+            raise arguments.value_error("axis_positions", want, f"shapes {shapes}")
     if positions is not None:
         positions = arguments.as_int32("positions", positions)
     d_model = _checked_width(d_model)
-    width = _part_width(d_model, len(lengths), arguments.choice("odd", odd, ODD))
-    part = Sinusoids(base=base, layout=layout, shift=shift, frequency_scale=frequency_scale)
+    options = Sinusoids(
+        base=base, layout=layout, shift=shift, odd=odd, frequency_scale=frequency_scale
+    )
     dtype = arguments.result_dtype("dtype", dtype)
-    return _grid_encoding(positions, axis_positions, lengths, order, d_model, width, part, dtype)
+    return _grid_encoding(positions, axis_positions, lengths, order, d_model, options, dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -272,20 +279,6 @@ def as_grid(
     return lengths, order
 
 
-def _as_coordinates(
-    axis_positions: Sequence[ArrayLike], lengths: tuple[int, ...]
-) -> tuple[jax.Array | np.ndarray, ...]:
-    coordinates = arguments.entries(
-        "axis_positions", axis_positions, arguments.as_fitting_positions
-    )
-    shapes = [list(array.shape) for array in coordinates]
-    expected = [[length] for length in lengths]
-    if shapes != expected:
-        want = f"an array for each axis, of shapes {expected}"
-        raise arguments.value_error("axis_positions", want, f"shapes {shapes}")
-    return coordinates
-
-
 def _frequencies(options: Sinusoids, d_model: int) -> tuple[decimal.Decimal, ...]:
     """The frequency of each pair of a sine and a cosine."""
     width = d_model + d_model % 2 if options.odd == "round_up" else d_model
@@ -335,15 +328,14 @@ def _encoding(
     return phase.sinusoid(positions[..., None], *_channels(options, d_model)).astype(dtype)
 
 
-@compiled(2, 3, 4, 5, 6, 7)
+@compiled(2, 3, 4, 5, 6)
 def _grid_encoding(
     points: Int32[Array, "..."] | None,
     coordinates: tuple[Array, ...] | None,
     lengths: tuple[int, ...],
     order: tuple[int, ...],
     d_model: int,
-    width: int,
-    part: Sinusoids,
+    options: Sinusoids,
     dtype: jnp.dtype,
 ) -> Float[Array, "... d"]:
     if points is None:
@@ -353,7 +345,8 @@ def _grid_encoding(
         along = jnp.unravel_index(points, [max(length, 1) for length in lengths])
     if coordinates is not None and math.prod(lengths):
         along = [jnp.take(*pair, mode="clip") for pair in zip(coordinates, along, strict=True)]
-    parts = jnp.broadcast_arrays(*(_encoding(along[axis], width, part, dtype) for axis in order))
+    width = _part_width(d_model, len(lengths), options.odd)
+    parts = jnp.broadcast_arrays(*(_encoding(along[axis], width, options, dtype) for axis in order))
     encoding = jnp.concatenate(parts, -1)[..., :d_model]
     padding = [(0, 0)] * (encoding.ndim - 1) + [(0, d_model - encoding.shape[-1])]
     encoding = jnp.pad(encoding, padding)
