@@ -1063,9 +1063,7 @@ def test_products_with_the_hessian_of_shards_are_those_of_one_device():
 
 def test_columns_split_in_more_parts_than_rows_are_refused():
     mesh = mesh_of(AxisType.Explicit, (2, 4))
-    message = (
-        r"^table: wanted a number of rows that the 4 parts of its columns divide, got 13(\n|$)"
-    )
+    message = r"^table: wanted a number of rows that its 4 parts divide, got 13(\n|$)"
     with set_mesh(mesh), pytest.raises(ValueError, match=message):
         mesh_step(
             MESH_X,

@@ -420,8 +420,8 @@ def check_broadcasts_to(
 def check_ends_in_length(
     name: str, shape: tuple[int, ...], target: tuple[int, ...], other: str = "the ids"
 ) -> None:
-    """A ValueError unless a shape broadcasts to the target and has the same last axis."""
-    if not shape or shape[-1] != target[-1]:
+    """A ValueError unless a shape broadcasts to the target and has the same last axis, if any."""
+    if target and shape[-1:] != target[-1:]:
         hint = SCALAR_HINT if not shape else ""
         want = f"a last axis of {other}' length, {target[-1]}"
         raise value_error(name, want, f"shape {list(shape)}{hint}")

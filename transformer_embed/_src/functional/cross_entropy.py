@@ -29,8 +29,8 @@ import jax
 import jax.numpy as jnp
 from jax import export
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int32
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
@@ -45,9 +45,9 @@ from transformer_embed._src.functional.partitioning import (
     OutputLayout,
     all_gather,
     devices_along,
-    reshard,
     spec_axes,
 )
+from transformer_embed._src.functional.token_positions import has_next_token, of_next_token
 
 REDUCTIONS = ("mean", "sum")
 # Below 256 tokens a chunk's sum into the table's gradient costs more than the chunk's logits;
@@ -201,21 +201,12 @@ class _LossOptions(NamedTuple):
     chunk_size: int | None
 
 
-class _Tokens(NamedTuple):
-    x: Float[Array, "... d"]
-    labels: Int32[Array, "..."]
-    weights: Float[Array, "..."]
-
-
 def _aligned(name: str, values: Any, convert: Callable, labels: Int32[Array, "..."]) -> Any:
     """The converted values with as many axes as the labels, once they are known to fit them."""
     if values is None:
         return None
     values = convert(name, values)
-    if labels.ndim:
-        arguments.check_ends_in_length(name, values.shape, labels.shape, "the labels")
-    else:
-        arguments.check_broadcasts_to(name, values.shape, "labels", labels.shape)
+    arguments.check_ends_in_length(name, values.shape, labels.shape, "the labels")
     return jnp.expand_dims(values, range(labels.ndim - values.ndim))
 
 
@@ -226,8 +217,8 @@ def _weighted_loss(options, x, table, bias, labels, mask, weights, segment_ids):
     # Made from x, so that under explicit axes it has x's sharding.
     counted = ~jnp.zeros_like(x, bool).any(-1)
     if options.shift:
-        counted &= _has_next_token(labels, segment_ids)
-        labels, mask, weights = jax.tree.map(_of_next_token, (labels, mask, weights))
+        counted &= has_next_token(jnp.ones_like(labels) if segment_ids is None else segment_ids)
+        labels, mask, weights = jax.tree.map(of_next_token, (labels, mask, weights))
     if pad_id is not None:
         counted &= labels != pad_id
     if mask is not None:
@@ -236,8 +227,7 @@ def _weighted_loss(options, x, table, bias, labels, mask, weights, segment_ids):
     x = jnp.where(counted[..., None], x, jnp.zeros((), x.dtype))
     # Any label may stand where it is not counted, also one on a shard's padding.
     labels *= counted.astype(jnp.int32)
-    ones = jnp.ones_like(counted, dtype)
-    weights = jnp.where(counted, ones if weights is None else ones * weights.astype(dtype), 0)
+    weights = jnp.where(counted, 1 if weights is None else weights, 0).astype(dtype)
     if options.reduction == "mean":
         total = jnp.sum(weights)
         weights /= jnp.where(total == 0, 1, total)
@@ -246,28 +236,6 @@ def _weighted_loss(options, x, table, bias, labels, mask, weights, segment_ids):
     array, layout = _array_and_layout(x, table)
     bias = layout.split_bias(bias, array.shape[0])
     return _loss(options, layout, labels, x, array, bias, weights)
-
-
-def _has_next_token(
-    labels: Int32[Array, "... t"], segment_ids: Int32[Array, "... t"] | None
-) -> Bool[Array, "... t"]:
-    """Whether a token is followed by another one of its sequence."""
-    length = labels.shape[-1]
-    has_next = jnp.arange(length, dtype=jnp.int32) < length - 1
-    has_next = jnp.expand_dims(has_next, range(labels.ndim - 1))
-    if segment_ids is None:
-        return has_next
-    return has_next & (segment_ids != 0) & (segment_ids == _of_next_token(segment_ids))
-
-
-def _of_next_token(values: Array) -> Array:
-    """At each token, the value of the token to its right; the last one has the first one's."""
-    *leading, length = spec_axes(jax.typeof(values).sharding.spec, values.ndim)
-    if length:
-        # Explicit axes that split the length cannot be cut at its ends.
-        mesh = jax.typeof(values).sharding.mesh
-        values = reshard(values, NamedSharding(mesh, PartitionSpec(*leading)))
-    return jnp.roll(values, -1, axis=-1)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -293,7 +261,7 @@ def _loss_jvp(options, layout, primals, tangents):
 def _loss_and_gradients(options, layout, labels, x, table, bias, weights):
     """The loss, and the gradients of x, the table, the bias and the weights."""
     of_tokens = PartitionSpec(*layout.x[:-1])
-    specs = (*layout.specs(), PartitionSpec(layout.vocabulary), of_tokens)
+    specs = (*layout.specs(), of_tokens)
     run = functools.partial(_loss_on_device, options, layout)
     run_all = layout.map(run, (of_tokens, *specs), (PartitionSpec(), *specs))
     return run_all(labels, x, table, bias, weights)
@@ -301,41 +269,48 @@ def _loss_and_gradients(options, layout, labels, x, table, bias, weights):
 
 def _loss_on_device(options, layout, labels, x, shard, bias, weights):
     """`_loss_and_gradients` on one of the devices: what it receives, its chunks, what it sends."""
-    tokens = _Tokens(*(all_gather(values, layout.gathered) for values in (x, labels, weights)))
-    rows = layout.whole_rows(shard)
+    x, labels, weights = (all_gather(values, layout.gathered) for values in (x, labels, weights))
+    rows = layout.exchange(shard, 0, 1)
     # Made from the data, so that they vary over the same mesh axes inside a user's shard_map.
-    zeros = [jnp.sum(leaf.ravel()[:1] > 0) & 0 for leaf in (*tokens, rows)]
+    zeros = [jnp.sum(leaf.ravel()[:1] > 0) & 0 for leaf in (x, labels, weights, rows)]
     zero = jnp.array(sum(zeros), weights.dtype)
     start = (zero, jnp.full(rows.shape, zero), jnp.full(rows.shape[:1], zero))
     step = functools.partial(_add_chunk, options, layout, rows, bias)
-    sums, by_token = jax.lax.scan(step, start, _cut_into_chunks(options.chunk_size, tokens))
-    of_x, of_weights = (_joined(tokens.labels, values) for values in by_token)
+    chunks = _cut_into_chunks(options.chunk_size, x, labels, weights)
+    sums, (of_x, of_weights) = jax.lax.scan(step, start, chunks)
+
+    def join(chunks, shape):
+        tokens = chunks.swapaxes(0, 1).reshape(-1, chunks.shape[-1])
+        return tokens[: labels.size].reshape(shape)
+
     batch = tuple(axis for axes in layout.tokens for axis in axes)
     loss, of_rows, of_bias = (jax.lax.psum(values, batch) for values in sums)
-    of_table = layout.split_columns(of_rows)
-    return loss, layout.sum_of_x(of_x), of_table, of_bias, layout.own_tokens(of_weights)
+    of_table = layout.exchange(of_rows, 1, 0)
+    of_x = layout.own_part(join(of_x, x.shape), summed=layout.vocabulary)
+    return loss, of_x, of_table, of_bias, layout.own_part(join(of_weights, labels.shape))
 
 
 def _add_chunk(options, layout, rows, bias, sums, chunk):
     """The sums after adding those of a chunk, and the gradients of the chunk's x and weights."""
+    x, _, weights = chunk
     losses, logit_gradients, factors = _losses_and_logit_gradients(
         options, layout, rows, bias, chunk
     )
     multiply = functools.partial(jnp.einsum, preferred_element_type=factors.dtype)
     # Eight equal columns: a TPU takes as long for a plain sum as for a product with all of x.
-    columns = jnp.broadcast_to(factors[:, None], (len(factors), 8))
-    scaled_x = factors[:, None] * chunk.x.astype(factors.dtype)
+    columns = jnp.broadcast_to(factors, (len(factors), 8))
+    scaled_x = factors * x.astype(factors.dtype)
     chunk_sums = (
-        jnp.sum(losses * chunk.weights),
+        jnp.sum(losses * weights),
         multiply("tv,td->vd", logit_gradients, scaled_x),
         multiply("tv,tc->vc", logit_gradients, columns)[:, 0],
     )
-    x_gradient = factors[:, None] * multiply("tv,vd->td", logit_gradients, rows)
+    x_gradient = factors * multiply("tv,vd->td", logit_gradients, rows)
     return tuple(map(operator.add, sums, chunk_sums)), (x_gradient, losses)
 
 
 def _losses_and_logit_gradients(options, layout, rows, bias, chunk):
-    """Each token's loss [t], the logit gradients [t, v], and a factor for each token [t].
+    """Each token's loss [t, 1], the logit gradients [t, v], and a factor for each token [t, 1].
 
     The gradient of a token's weighted loss in `x @ rows.T + bias` is the product of the last two.
     With logits z, their maximum m, targets p that sum to 1, `total = sum(exp(z - m))` and
@@ -344,32 +319,30 @@ def _losses_and_logit_gradients(options, layout, rows, bias, chunk):
     `mass = total / (1 + 2 * z_loss * log_z)`. Dividing the logit gradients themselves would cost
     another pass over them.
     """
+    x, labels, weights = chunk
     output, smoothing = options.output, options.label_smoothing
     other_share = smoothing / output.vocab_size
-    raw_logits, factor, ids, is_inside = row_logits(output, layout, chunk.x, rows, bias)
+    raw_logits, factor, ids, is_inside = row_logits(output, layout, x, rows, bias)
     logits = jnp.where(is_inside, _without_padding(output, raw_logits, ids), -jnp.inf)
-    top = jax.lax.stop_gradient(logits.max(-1))
+    top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
     top = jax.lax.pmax(top, layout.vocabulary) if layout.vocabulary else top
     # Differences of logits: their rounding does not grow with the logits. The factor comes last:
     # XLA may round `factor * logits - top` only once, which is not 0 where top is rounded.
-    shifted = factor * (logits - top[:, None])
+    shifted = factor * (logits - top)
     exponentials = jnp.exp(shifted)
-    of_label = functools.partial(_of_label, chunk.labels - ids[0, 0])
+    of_label = functools.partial(_of_label, labels - ids[0, 0])
     if smoothing:
         # Shifted logits exist anyway: reading the label's from elsewhere would keep both.
-        summed = jnp.where(is_inside, shifted, 0).sum(-1)
+        summed = jnp.where(is_inside, shifted, 0).sum(-1, keepdims=True)
         expected = (1 - smoothing) * of_label(shifted) + other_share * summed
     else:
         # A CPU would write whole shifted logits only for this. A TPU writes them faster than it
         # repeats their exponentials.
         expected = jax.lax.platform_dependent(
-            logits,
-            top,
-            shifted,
-            cpu=lambda logits, top, shifted: factor * of_label(logits, top),
-            default=lambda logits, top, shifted: of_label(shifted),
+            cpu=lambda: factor * of_label(logits, top), default=lambda: of_label(shifted)
         )
-    total, expected = jax.lax.psum((exponentials.sum(-1), expected), layout.vocabulary)
+    total = exponentials.sum(-1, keepdims=True)
+    total, expected = jax.lax.psum((total, expected), layout.vocabulary)
     losses, mass = jnp.log(total) - expected, total
     if options.z_loss:
         log_z = jnp.log(total) + factor * top
@@ -378,20 +351,20 @@ def _losses_and_logit_gradients(options, layout, rows, bias, chunk):
         mass = total / jnp.where(rise == 0, jnp.finfo(rise.dtype).eps, rise)
     gradients = exponentials
     if smoothing:
-        gradients -= jnp.where(is_inside, other_share, 0) * mass[:, None]
-    at_label = gradients - (1 - smoothing) * mass[:, None]
-    gradients = jnp.where(ids == chunk.labels[:, None], at_label, gradients)
+        gradients -= jnp.where(is_inside, other_share, 0) * mass
+    at_label = gradients - (1 - smoothing) * mass
+    gradients = jnp.where(ids == labels, at_label, gradients)
     if output.softcap is not None:
         gradients *= 1 - jnp.square(raw_logits)
     gradients = _without_padding(output, gradients, ids)
-    return losses, gradients, output.scale * chunk.weights / mass
+    return losses, gradients, output.scale * weights / mass
 
 
-def _of_label(columns, values, shift=0):
-    """`values[t, columns[t]] - shift[t]`, or 0 where another device has the column."""
+def _of_label(columns, values, shift: Any = 0):
+    """The value of each row in its column, minus its shift; 0 where another device has it."""
     last = values.shape[1] - 1
-    index = jnp.clip(columns, 0, last)[:, None]
-    at_label = jnp.take_along_axis(values, index, axis=1, mode="promise_in_bounds")[:, 0]
+    index = jnp.clip(columns, 0, last)
+    at_label = jnp.take_along_axis(values, index, axis=1, mode="promise_in_bounds")
     return jnp.where((columns >= 0) & (columns <= last), at_label - shift, 0)
 
 
@@ -400,16 +373,13 @@ def _without_padding(output, values, ids):
     if output.pad_id is None:
         return values
 
-    def in_place(values, ids):
+    def in_place():
         # As uint32, an id below the first is past the end.
         column = (output.pad_id - ids[0, 0]).astype(jnp.uint32)
         return values.at[:, column].set(0, mode="drop")
 
     return jax.lax.platform_dependent(
-        values,
-        ids,
-        cpu=in_place,
-        default=lambda values, ids: jnp.where(ids == output.pad_id, 0, values),
+        cpu=in_place, default=lambda: jnp.where(ids == output.pad_id, 0, values)
     )
 
 
@@ -418,30 +388,21 @@ def _chunk_count(chunk_size: int | None, tokens: int) -> int:
     return -(-tokens // size)
 
 
-def _cut_into_chunks(chunk_size: int | None, tokens: _Tokens) -> _Tokens:
-    """[count, size, ...]: each chunk takes every count-th token.
+def _cut_into_chunks(chunk_size, x, labels, weights):
+    """[count, size, d] of x, and [count, size, 1] of the labels and of the weights.
 
-    So each device has a part of each chunk if the batch is split. The last chunks are padded with
-    tokens of weight 0.
+    Each chunk takes every count-th token, so each device has a part of each chunk if the batch is
+    split. The last chunks are padded with tokens of weight 0.
     """
-    total, ndim = tokens.labels.size, tokens.labels.ndim
+    total = labels.size
     count = _chunk_count(chunk_size, total)
     size = -(-total // max(count, 1))
 
-    def cut(array):
-        shape = array.shape[ndim:]
-        padding = [(0, count * size - total), *[(0, 0)] * len(shape)]
-        flat = jnp.pad(array.reshape(total, *shape), padding)
-        return flat.reshape(size, count, *shape).swapaxes(0, 1)
+    def cut(array, width):
+        tokens = jnp.pad(array.reshape(total, width), ((0, count * size - total), (0, 0)))
+        return tokens.reshape(size, count, width).swapaxes(0, 1)
 
-    return _Tokens(*map(cut, tokens))
-
-
-def _joined(labels: Int32[Array, "..."], chunks: Float[Array, "c t ..."]) -> Float[Array, "..."]:
-    """The inverse of `_cut_into_chunks`, for values of each token."""
-    shape = chunks.shape[2:]
-    by_token = chunks.swapaxes(0, 1).reshape(-1, *shape)
-    return by_token[: labels.size].reshape(*labels.shape, *shape)
+    return cut(x, x.shape[-1]), cut(labels, 1), cut(weights, 1)
 
 
 def _array_and_layout(
@@ -450,17 +411,13 @@ def _array_and_layout(
     """The table's array, and how it and x are split: plain arrays, only by explicit axes."""
     if isinstance(table, Table):
         return table.output_layout(x)
-    *split, rows, columns = (
-        axes
-        for array in (x, table)
-        for axes in spec_axes(jax.typeof(array).sharding.spec, array.ndim)
-    )
+    split = spec_axes(jax.typeof(x).sharding.spec, x.ndim)
+    rows, columns = spec_axes(jax.typeof(table).sharding.spec, table.ndim)
     if not any((rows, columns, *split)):
         return table, ON_ONE_DEVICE
     layout = OutputLayout(jax.typeof(x).sharding.mesh, rows, columns, tuple(split))
-    parts = devices_along(layout.mesh, columns)
-    held = table.shape[0] // devices_along(layout.mesh, rows)
-    if held % parts:
-        want = f"a number of rows that the {parts} parts of its columns divide"
-        raise arguments.value_error("table", want, held)
+    parts = devices_along(layout.mesh, layout.vocabulary)
+    if table.shape[0] % parts:
+        want = f"a number of rows that its {parts} parts divide"
+        raise arguments.value_error("table", want, table.shape[0])
     return table, layout

@@ -96,9 +96,7 @@ def as_output_layer(
     softcap: float | None,
     scale: float,
     pad_id: int | None,
-) -> tuple[
-    Float[Array, "... d"], Float[Array, "v d"] | Table, Float[Array, "v"] | None, OutputOptions
-]:
+) -> tuple[Array, Array | Table, Array | None, OutputOptions]:
     """x, the table and the bias as arrays that fit each other, and the static options."""
     table, x = as_table("table", table), arguments.as_floats("x", x)
     vocab_size, width = table.shape
@@ -119,31 +117,22 @@ def as_output_layer(
     return x, table, bias, options
 
 
-class RowLogits(NamedTuple):
-    """The logits of the rows of one device, in float32 or wider.
-
-    Args:
-        logits: [..., rows]; that of padding is as of any row.
-        factor: the number that still multiplies them.
-        ids: [..., rows], with axes of size 1: the id of each row.
-        is_inside: like ids, False at rows that pad the vocabulary. True: all are inside, which
-            costs no pass over the logits.
-    """
-
-    logits: Float[Array, "... v"]
-    factor: float
-    ids: Int32[Array, "... v"]
-    is_inside: Any
-
-
 def row_logits(
     options: OutputOptions,
     layout: OutputLayout,
     x: Float[Array, "... d"],
     rows: Float[Array, "v d"],
     bias: Float[Array, "v"] | None,
-) -> RowLogits:
-    """The product of gathered x with whole rows, on one device."""
+) -> tuple[Float[Array, "... v"], float, Int32[Array, "... v"], Any]:
+    """The product of gathered x with whole rows, on one device.
+
+    Returns:
+        logits: [..., rows] in float32 or wider; that of padding is as of any row.
+        factor: the number that still multiplies them.
+        ids: [..., rows], with axes of size 1: the id of each row.
+        is_inside: like ids, False at rows that pad the vocabulary. True: all are inside, which
+            costs no pass over the logits.
+    """
     dtype = arguments.compute_dtype(x.dtype, rows.dtype)
     if x.dtype != rows.dtype:
         x, rows = x.astype(dtype), rows.astype(dtype)
@@ -159,7 +148,7 @@ def row_logits(
     ids = index_along(layout.vocabulary) * size + jnp.arange(size, dtype=jnp.int32)
     is_padded = devices_along(layout.mesh, layout.vocabulary) * size > options.vocab_size
     ids = jnp.expand_dims(ids, leading)
-    return RowLogits(logits, factor, ids, ids < options.vocab_size if is_padded else True)
+    return logits, factor, ids, ids < options.vocab_size if is_padded else True
 
 
 @compiled(0, 1)
@@ -173,7 +162,7 @@ def _logits(
     """`linear_logits` of an array, which is padded if it is longer than the vocabulary."""
 
     def multiply(x, shard, bias):
-        x, rows = all_gather(x, layout.gathered), layout.whole_rows(shard)
+        x, rows = all_gather(x, layout.gathered), layout.exchange(shard, 0, 1)
         logits, factor, ids, is_inside = row_logits(options, layout, x, rows, bias)
         logits *= factor
         if options.pad_id is not None:
@@ -181,7 +170,6 @@ def _logits(
         # Last, for the id of padding may be past the vocabulary.
         return jnp.where(is_inside, logits, jnp.finfo(logits.dtype).min / 2)
 
-    of_vocabulary = PartitionSpec(layout.vocabulary)
     of_logits = PartitionSpec(*layout.tokens, layout.vocabulary)
-    multiply_all = layout.map(multiply, (*layout.specs(), of_vocabulary), of_logits)
+    multiply_all = layout.map(multiply, layout.specs(), of_logits)
     return multiply_all(x, table, layout.split_bias(bias, table.shape[0]))

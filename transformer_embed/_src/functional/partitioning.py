@@ -124,9 +124,10 @@ class OutputLayout(NamedTuple):
         kept = (*self.tokens, ())
         return [axes[len(leading) :] for axes, leading in zip(self.x, kept, strict=False)]
 
-    def specs(self) -> tuple[PartitionSpec, PartitionSpec]:
-        """The specs of x and of the table."""
-        return PartitionSpec(*self.x), PartitionSpec(self.rows, self.columns)
+    def specs(self) -> Sequence[PartitionSpec]:
+        """The specs of x, of the table and of the bias."""
+        table = PartitionSpec(self.rows, self.columns)
+        return PartitionSpec(*self.x), table, PartitionSpec(self.vocabulary)
 
     def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """The function, run on each device."""
@@ -145,31 +146,22 @@ class OutputLayout(NamedTuple):
         padded = jnp.pad(replicated(bias, self.mesh), (0, size - len(bias)))
         return reshard(padded, NamedSharding(self.mesh, PartitionSpec(self.vocabulary)))
 
-    def whole_rows(self, shard: Float[Array, "v d"]) -> Float[Array, "w c"]:
-        """Inside shard_map, this device's rows with all columns."""
+    def exchange(self, array: Float[Array, "v d"], split: int, concat: int) -> Float[Array, "w c"]:
+        """Inside shard_map, a shard as whole rows (split 0, concat 1), or back (1, 0)."""
         if not self.columns:
-            return shard
-        return jax.lax.all_to_all(shard, self.columns, split_axis=0, concat_axis=1, tiled=True)
+            return array
+        return jax.lax.all_to_all(array, self.columns, split, concat, tiled=True)
 
-    def split_columns(self, rows: Float[Array, "w c"]) -> Float[Array, "v d"]:
-        """The inverse of `whole_rows`."""
-        if not self.columns:
-            return rows
-        return jax.lax.all_to_all(rows, self.columns, split_axis=1, concat_axis=0, tiled=True)
+    def own_part(self, values: Float[Array, "..."], summed: Axes = ()) -> Float[Array, "..."]:
+        """This device's part of gathered values, after their sum over the axes `summed`.
 
-    def own_tokens(self, values: Float[Array, "..."]) -> Float[Array, "..."]:
-        """This device's part of values that all devices with a token have alike."""
-        axes = self.gathered[:-1]
-        copies = devices_along(self.mesh, tuple(itertools.chain(*axes)))
-        return reduce_scatter(values / copies, axes)
-
-    def sum_of_x(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """The sum of a gathered x over the vocabulary, scattered to where x came from."""
-        gathered = tuple(itertools.chain(*self.gathered))
-        x = jax.lax.psum(x, tuple(axis for axis in self.vocabulary if axis not in gathered))
-        # Devices along the other axes have the same sum.
-        others = tuple(axis for axis in gathered if axis not in self.vocabulary)
-        return reduce_scatter(x / devices_along(self.mesh, others), self.gathered)
+        Devices along the other axes that they were gathered over have the same values.
+        """
+        dimensions = self.gathered[: values.ndim]
+        gathered = tuple(itertools.chain(*dimensions))
+        values = jax.lax.psum(values, tuple(axis for axis in summed if axis not in gathered))
+        copies = tuple(axis for axis in gathered if axis not in summed)
+        return reduce_scatter(values / devices_along(self.mesh, copies), dimensions)
 
 
 ON_ONE_DEVICE = OutputLayout(None, (), (), ())

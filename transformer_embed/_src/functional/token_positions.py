@@ -6,11 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int32, Integer
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Int32, Integer, Shaped
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.functional.compiled import compiled
+from transformer_embed._src.functional.partitioning import reshard, spec_axes
 from transformer_embed._src.functional.pytrees import pytree
 
 
@@ -97,7 +99,7 @@ class TokenPositions:
             labels = jnp.roll(ids, -1, axis=-1)
             loss = embedder.cross_entropy(params, x, labels, mask=batch.next_token_mask)
         """
-        return _has_next(segments_of(self))
+        return has_next_token(segments_of(self))
 
     def with_block_ids(self, block_ids: ArrayLike) -> "TokenPositions":
         """The same tokens in numbered blocks, such as a prefix or the patches of an image.
@@ -408,9 +410,20 @@ def _is_token(segment_ids: Int32[Array, "b t"]) -> Bool[Array, "b t"]:
 
 
 @compiled()
-def _has_next(segment_ids: Int32[Array, "b t"]) -> Bool[Array, "b t"]:
-    following = jnp.pad(segment_ids, ((0, 0), (0, 1)))[:, 1:]
-    return _is_token(segment_ids) & (following == segment_ids)
+def has_next_token(segment_ids: Int32[Array, "... t"]) -> Bool[Array, "... t"]:
+    """Whether a token is followed by another one of its sequence; 0 is padding."""
+    return _is_token(segment_ids) & (of_next_token(segment_ids) == segment_ids)
+
+
+def of_next_token(values: Shaped[Array, "... t"]) -> Shaped[Array, "... t"]:
+    """At each token, the value of the token to its right; 0 at the last one."""
+    *leading, length = spec_axes(jax.typeof(values).sharding.spec, values.ndim)
+    if length:
+        # Explicit axes that split the length cannot be cut at its ends.
+        mesh = jax.typeof(values).sharding.mesh
+        values = reshard(values, NamedSharding(mesh, PartitionSpec(*leading)))
+    padding = [(0, 0)] * (values.ndim - 1) + [(0, 1)]
+    return jnp.pad(values, padding)[..., 1:]
 
 
 @compiled(1, 2)
