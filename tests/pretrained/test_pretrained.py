@@ -1127,7 +1127,7 @@ def test_inspect_prints_what_is_found(tmp_path, name):
     printed = [line.strip() for line in out.splitlines() if line.strip().startswith(calls)]
     assert len(printed) == {"roberta": 0, "gemma3": 2}.get(name, 1)
     names = ("x", "positions", "query_positions", "key_positions")
-    known = vars(te) | dict.fromkeys(calls, lambda *_, **options: options) | dict.fromkeys(names)
+    known = {"te": te} | dict.fromkeys(calls, lambda *_, **options: options) | dict.fromkeys(names)
     wanted = (
         list(found.rotary.values())
         if name == "gemma3"

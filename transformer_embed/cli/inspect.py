@@ -63,10 +63,13 @@ def _code(value: Any) -> str:
         return repr(value.name)
     if not dataclasses.is_dataclass(value):
         return repr(value)
-    items = [(field, getattr(value, field.name)) for field in dataclasses.fields(value)]
-    options = [f"{field.name}={_code(item)}" for field, item in items if item != field.default]
-    return f"te.{type(value).__name__}({', '.join(options)})"
+    options = {
+        field.name: getattr(value, field.name)
+        for field in dataclasses.fields(value)
+        if getattr(value, field.name) != field.default
+    }
+    return f"te.{type(value).__name__}({_arguments(options)})"
 
 
 def _arguments(options: Any) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in options.items())
+    return ", ".join(f"{name}={_code(value)}" for name, value in options.items())

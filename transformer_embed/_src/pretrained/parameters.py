@@ -1,6 +1,5 @@
 """The parameters of an input layer: their paths, shapes, tensors, and how they are read."""
 
-import functools
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -71,8 +70,8 @@ def parameters_of(
         place = f"{where}: rotary" + (f": {layer!r}" if layer else "")
         if options is not None:
             call_with_named_errors(place, rope.check, options)
-    init = functools.partial(Embedder(config).init, jax.random.key(0))
-    tree = call_with_named_errors(where, jax.eval_shape, init)
+    init, key = Embedder(config).init, jax.random.key(0)
+    tree = call_with_named_errors(where, jax.eval_shape, init, key)
     tree |= call_with_named_errors(f"{where}: bias", _bias_parameters, bias)
     return by_path(tree)
 
