@@ -225,7 +225,7 @@ def test_a_tile_in_a_loop_is_compiled_once_and_outside_is_empty():
     tokens = some_tokens("packed", np.random.default_rng(0))
     mask = te.AttentionMask(tokens, causal=True)
     tile = jax.jit(lambda mask, start: mask.tile(start, 4, (8, 6)))
-    for start in range(LENGTH - 8):
+    for start in range(LENGTH - 8 + 1):
         np.testing.assert_array_equal(
             tile(mask, start), full(mask)[:, start : start + 8, 4 : 4 + 6]
         )

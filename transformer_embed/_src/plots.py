@@ -77,7 +77,8 @@ def plot_encoding(
     extend = "both" if largest > most else "neither"
     names = {"position (tokens)": _names("tokens", tokens, len(values)), "channel": None}
     image = _image(ax, values, names, aspect="auto", cmap=DIVERGING, vmin=-most, vmax=most)
-    return _with_color_bar(image, "value", extend=extend)
+    image.axes.figure.colorbar(image, label="value", extend=extend)
+    return image.axes
 
 
 def plot_wavelengths(
@@ -364,7 +365,8 @@ def plot_bias(
         most = np.abs(shown).max()
         options = {"cmap": DIVERGING, "vmin": -most, "vmax": most}
     image = _queries_and_keys(ax, shown, query_tokens, key_tokens, **options)
-    return _with_color_bar(image, "added to the logit")
+    image.axes.figure.colorbar(image, label="added to the logit")
+    return image.axes
 
 
 def plot_error(
@@ -488,11 +490,6 @@ def _image(
         if texts is not None:
             axis.set_ticks(range(len(texts)), texts, parse_math=False, rotation=rotation)
     return image
-
-
-def _with_color_bar(image: "AxesImage", label: str, **options: Any) -> "Axes":
-    image.axes.figure.colorbar(image, label=label, **options)
-    return image.axes
 
 
 def _queries_and_keys(

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int8, Int32, Integer
+from jaxtyping import Array, Int8, Int32, Integer
 
 from transformer_embed._src import arguments
 from transformer_embed._src.functional.attention_mask import AttentionMask, lengths, reach, sides
@@ -117,7 +117,8 @@ class KernelArguments:
         # jax 0.6.1 forgets a window that comes with neither a causal mask nor lengths.
         if is_padded or (has_window and not is_causal):
             for side, tokens in (("query", queries), ("key_value", keys)):
-                options[f"{side}_seq_lengths"] = self._counts(tokens.padding_mask)
+                counts = tokens.padding_mask.sum(axis=-1, dtype=jnp.int32)
+                options[f"{side}_seq_lengths"] = self._for_rows(counts)
         return options
 
     def _of_one_query(self) -> dict[str, Any]:
@@ -131,12 +132,8 @@ class KernelArguments:
             raise _refusal("window", f"no limit on the left for {kernel}", self.rule.window)
         if right is not None and sides(self.rule)[1].arrangement == "any":
             raise _unknown_order("keys", "a causal mask or a window", kernel, "any")
-        counts = self._counts(self.rule.dense()[:, 0, 0])
-        return {"is_causal": False, "key_value_seq_lengths": counts}
-
-    def _counts(self, is_key: Bool[Array, "b t"]) -> Int32[Array, "b"]:
-        """How many of the keys count, in each row of the batch."""
-        return self._for_rows(is_key.sum(axis=-1, dtype=jnp.int32))
+        counts = self.rule.dense()[:, 0, 0].sum(axis=-1, dtype=jnp.int32)
+        return {"is_causal": False, "key_value_seq_lengths": self._for_rows(counts)}
 
     def splash_attention(self, num_heads: int) -> tuple[Any, Any]:
         """The mask and the segment ids of splash attention on TPUs.

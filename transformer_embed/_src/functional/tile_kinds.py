@@ -58,10 +58,8 @@ def tile_kinds(
         blocks = _blocks(tokens, size)
         of_queries, of_keys = (_merged(blocks, length // size) for length in shape)
     else:
-        of_queries, of_keys = (
-            _blocks(tokens, shape[0]),
-            _blocks(fields(keys, queries, chunk), shape[1]),
-        )
+        of_queries = _blocks(tokens, shape[0])
+        of_keys = _blocks(fields(keys, queries, chunk), shape[1])
 
     number = of_queries["positions"].low.shape[1]
     at_a_time = math.gcd(number, 64)
@@ -117,8 +115,8 @@ def _in_row(tokens: Fields, chunk: int | None) -> Fields:
     """
     positions, segments = tokens["positions"], tokens["segment_ids"]
     begins, before = _begins(segments), _before(positions)
-    most = jnp.iinfo(positions.dtype).max
-    first = positions.min(1, keepdims=True, where=begins, initial=most)
+    highest = jnp.iinfo(positions.dtype).max
+    first = positions.min(1, keepdims=True, where=begins, initial=highest)
     # The second comparison finds positions that wrap.
     rises = (positions - 1 == before) & (positions > before)
     goes_on = jnp.where(begins, positions == first, rises)
