@@ -131,10 +131,10 @@ class Sharded(RowTable):
             raise arguments.type_error("grads", want, f"plain {type(gradient).__name__}")
 
         def update_shard(shared, ids, values, shards):
-            if is_owned:
-                return step(shared, ids, values, shards)
-            shard_rows, order = rows_of_this_shard(layout, ids)
-            return step(shared, shard_rows, values[order], shards)
+            if not is_owned:
+                ids, order = rows_of_this_shard(layout, ids)
+                values = values[order]
+            return step(shared, ids, values, shards)
 
         by_owner = PartitionSpec(layout.rows)
         gradient_spec = by_owner if is_owned else PartitionSpec()
