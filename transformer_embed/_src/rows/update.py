@@ -96,19 +96,20 @@ def update(
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         got = type(optimizer).__name__
         raise arguments.type_error("optimizer", "an optax.GradientTransformation", got)
-    _check_gradients(grads, params)
     leaves, treedef = jax.tree.flatten((grads, params, state), is_leaf=is_leaf)
+    grads_treedef, params_treedef, _ = treedef.children()
+    if grads_treedef != params_treedef:
+        want = "a tree as params, with RowGradient for some tables"
+        raise arguments.value_error("grads", want, str(grads_treedef))
     shapes = list(map(_shape_and_dtype, leaves))
-    blocks = {
-        place: min(len(leaf.ids), BLOCK)
-        for place, leaf in enumerate(leaves)
-        if isinstance(leaf, RowGradient)
-    }
+    gradients = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, RowGradient)}
+    for i, gradient in gradients.items():
+        _check_gradient(gradient, shapes[grads_treedef.num_leaves + i].shape)
+    blocks = {i: min(len(gradient.ids), BLOCK) for i, gradient in gradients.items()}
     tables = row_check.find_tables(optimizer.init, treedef, shapes, blocks)
     arrays = {key: value for key, value in extra_args.items() if _has_only_arrays(value)}
     step = functools.partial(_step, optimizer, extra_args, treedef)
-    block_shapes = tables.with_rows(blocks).items()
-    zeros = {place: jnp.zeros(shape.shape, shape.dtype) for place, shape in block_shapes}
+    zeros = jax.tree.map(jnp.zeros_like, tables.with_rows(blocks))
     traced_step = jax.jit(step)
     row_check.check(
         lambda rows: traced_step(_replaced(leaves, rows), arrays), tables, optimizer.update
@@ -162,14 +163,7 @@ def _update_table(
 ) -> Sequence[Any]:
     """The new rows of a table and of its state, from [gradient, rows, *rows of its state]."""
     gradient, table, *states = leaves
-
-    def step_of_block(shared: Any, rows: Sequence[Array]) -> list[Array]:
-        others, arrays = shared
-        new = step(_replaced(others, dict(zip(places, rows, strict=True))), arrays)
-        return [new[place] for place in places[1:]]
-
-    block = len(shared[0][places[0]])
-    update_arrays = functools.partial(_update_in_blocks, step_of_block, block)
+    update_arrays = functools.partial(_update_in_blocks, step, places)
     if isinstance(table, RowTable):
         return table.update_rows(update_arrays, shared, gradient, states)
     # Rows made by hand may hold arrays of numpy, and ids of any width.
@@ -178,8 +172,8 @@ def _update_table(
 
 
 def _update_in_blocks(
-    step_of_block: Callable,
-    block: int,
+    step: Callable,
+    places: Sequence[int],
     shared: Any,
     ids: Int32[Array, "k"],
     gradient: Float[Array, "k d"],
@@ -187,10 +181,11 @@ def _update_in_blocks(
 ) -> list[Array]:
     """A table and its state after a step, read and written one block of rows at a time.
 
-    The step of a block is `step_of_block(shared, [gradient, rows, *rows of the state])`. All rows
-    at once would allocate new memory for each array. There may be any number of ids. They ascend,
-    and ids past the end of the table are padding.
+    All rows at once would allocate new memory for each array. There may be any number of ids. They
+    ascend, and ids past the end of the table are padding.
     """
+    leaves, arrays = shared
+    block = len(leaves[places[0]])
     padding = -len(ids) % block
     if padding:
         # The write below is told that ids ascend and are distinct, which holds for these as well.
@@ -202,17 +197,18 @@ def _update_in_blocks(
             jax.lax.dynamic_slice_in_dim(array, i * block, block) for array in (ids, gradient)
         )
         old = [read_rows(whole, block_ids) for whole in wholes]
-        new = step_of_block(shared, [block_gradient, *old])
+        rows = dict(zip(places, [block_gradient, *old], strict=True))
+        new = step(_replaced(leaves, rows), arrays)
         moved = jnp.any(block_gradient != 0, axis=-1)
 
-        def write(whole: Array, before: Array, after: Array) -> Array:
-            rows = jax.vmap(jnp.where)(moved, after, before)
+        def write(whole: Array, place: int) -> Array:
+            rows_after = jax.vmap(jnp.where)(moved, new[place], rows[place])
             # Ids past the end of the table are dropped.
             return whole.at[block_ids].set(
-                rows, mode="drop", unique_indices=True, indices_are_sorted=True
+                rows_after, mode="drop", unique_indices=True, indices_are_sorted=True
             )
 
-        return list(map(write, wholes, old, new))
+        return list(map(write, wholes, places[1:]))
 
     wholes = list(map(jnp.asarray, wholes))
     if len(ids) == block:
@@ -231,25 +227,16 @@ def _shape_and_dtype(leaf: Any) -> jax.ShapeDtypeStruct:
         raise arguments.type_error("state", want, f"a {type(leaf).__name__}") from error
 
 
-def _check_gradients(grads: Tree, params: Tree) -> None:
-    """Raises unless each gradient fits its parameter, or its table."""
-    leaves, treedef = jax.tree.flatten(params, is_leaf=is_leaf)
-    gradients, grads_treedef = jax.tree.flatten(grads, is_leaf=is_leaf)
-    if grads_treedef != treedef:
-        want = "a tree as params, with RowGradient for some tables"
-        raise arguments.value_error("grads", want, str(grads_treedef))
-    for leaf, gradient in zip(leaves, gradients, strict=True):
-        if not isinstance(gradient, RowGradient):
-            continue
-        shape = list(_shape_and_dtype(leaf).shape)
-        if list(gradient.shape) != shape:
-            want, got = f"rows of a table {shape}", f"of one {list(gradient.shape)}"
-            raise arguments.value_error("grads", want, got)
-        if len(gradient.ids) != len(gradient.values):
-            want = f"a row for each of {len(gradient.ids)} ids"
-            raise arguments.value_error("grads", want, f"{len(gradient.values)} rows")
-        _check_trace(gradient.ids)
-        check_ascending(gradient)
+def _check_gradient(gradient: RowGradient, shape: Sequence[int]) -> None:
+    """Raises unless a gradient fits its table."""
+    if gradient.shape != shape:
+        want, got = f"rows of a table {list(shape)}", f"of one {list(gradient.shape)}"
+        raise arguments.value_error("grads", want, got)
+    if len(gradient.ids) != len(gradient.values):
+        want = f"a row for each of {len(gradient.ids)} ids"
+        raise arguments.value_error("grads", want, f"{len(gradient.values)} rows")
+    _check_trace(gradient.ids)
+    check_ascending(gradient)
 
 
 def _check_trace(ids: Any) -> None:
