@@ -117,6 +117,16 @@ def test_kinds_are_exact_for_many_packed_batches(rule):
         assert expect_never_wrong(mask.tile_kinds((4, 4)), full(mask), (4, 4)) == 0
 
 
+@pytest.mark.parametrize("start", [3, -5])
+def test_kinds_are_exact_from_any_first_position(start):
+    """Chunks do not begin where the documents do."""
+    for seed in range(4):
+        rows = packed(np.random.default_rng(seed), 8, LENGTH)
+        tokens = te.TokenPositions.from_segment_ids(rows, start=start)
+        mask = te.AttentionMask(tokens, causal=False, window=(2, 6), chunk=5)
+        assert expect_never_wrong(mask.tile_kinds((3, 3)), full(mask), (3, 3)) == 0
+
+
 @pytest.mark.slow
 @quick
 @hypothesis.given(masks, st.sampled_from(KINDS))
