@@ -370,12 +370,12 @@ def test_queries_without_segments_see_every_token():
     [
         (
             TypeError,
-            "queries: wanted a TokenPositions, from te.TokenPositions.from_ids(ids, pad_id=0) for example, got a ndarray",
+            "queries: wanted a TokenPositions, from te.TokenPositions.from_ids(ids, pad_id=0) for example, got an array int64[3]",
             lambda: te.AttentionMask(np.arange(3), causal=True),
         ),
         (
             TypeError,
-            "keys: wanted a TokenPositions, from te.TokenPositions.from_ids(ids, pad_id=0) for example, got a list",
+            "keys: wanted a TokenPositions, from te.TokenPositions.from_ids(ids, pad_id=0) for example, got list [0, 1]",
             lambda: te.AttentionMask(TOKENS, [0, 1], causal=True),
         ),
         (

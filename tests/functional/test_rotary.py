@@ -957,7 +957,7 @@ P = np.arange(3)
         ),
         (
             TypeError,
-            "scaling: wanted LinearScaling(...), another scaling of this package, or None, got 2.0",
+            "scaling: wanted LinearScaling(...), another scaling of this package, or None, got float 2.0",
             lambda: apply_rotary(X, P, scaling=2.0),
         ),
         (

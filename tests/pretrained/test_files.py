@@ -278,7 +278,7 @@ HEAD = {"head": {"w": np.zeros(2, np.float32)}}
         ),
         (
             {"rotary": {"scaling": 2.0}},
-            "rotary: scaling: wanted LinearScaling(...), another scaling of this package, or None, got 2.0",
+            "rotary: scaling: wanted LinearScaling(...), another scaling of this package, or None, got float 2.0",
         ),
         (
             {"rotary": {"base": jnp.ones(1)}},

@@ -12,7 +12,12 @@ from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.functional import phase
 from transformer_embed._src.functional.rotary import apply_rotary
-from transformer_embed._src.functional.rotary_scaling import Scaling, scaled_frequencies, unscaled
+from transformer_embed._src.functional.rotary_scaling import (
+    Scaling,
+    check_scaling,
+    scaled_frequencies,
+    unscaled,
+)
 from transformer_embed._src.functional.sinusoidal import sinusoidal_encoding
 
 if TYPE_CHECKING:
@@ -125,9 +130,7 @@ def plot_wavelengths(
     """
     d_model = arguments.integer("d_model", d_model, at_least=1)
     base = arguments.real("base", base, above=0)
-    if not isinstance(scaling, Scaling | None):
-        want = "a scaling of this package such as LinearScaling(2.0)"
-        raise arguments.type_error("scaling", want, type(scaling).__name__)
+    check_scaling(scaling)
     if scaling and d_model % 2:
         raise arguments.value_error("d_model", "an even number of channels, to scale", d_model)
     frequencies = scaled_frequencies(scaling, d_model, base).frequencies
@@ -437,9 +440,8 @@ def _axes(ax: "Axes | None") -> "Axes":
     if ax is None:
         # pyplot chooses a backend; a given Axes already has one.
         return matplotlib_module("pyplot").subplots(layout="constrained")[1]
-    if not isinstance(ax, matplotlib_module("axes").Axes):
-        raise arguments.type_error("ax", "a matplotlib Axes, or None", type(ax).__name__)
-    return ax
+    kind = matplotlib_module("axes").Axes
+    return arguments.instance("ax", ax, kind, "a matplotlib Axes, or None")
 
 
 def _values(name: str, array: Any, shapes: str, *ranks: int) -> np.ndarray:

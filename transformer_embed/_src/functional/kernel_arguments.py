@@ -67,9 +67,7 @@ class KernelArguments:
     batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rule, AttentionMask):
-            got = f"a {type(self.rule).__name__}"
-            raise arguments.type_error("rule", "a te.AttentionMask", got)
+        arguments.instance("rule", self.rule, AttentionMask, "a te.AttentionMask")
         arguments.convert_fields(self, batch_size=arguments.size)
         if self.batch_size is not None and self._rows not in (1, self.batch_size):
             want = f"the rule's {self._rows} rows"

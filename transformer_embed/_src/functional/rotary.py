@@ -13,7 +13,11 @@ from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.functional import phase
 from transformer_embed._src.functional.compiled import compiled
-from transformer_embed._src.functional.rotary_scaling import Scaling, scaled_frequencies
+from transformer_embed._src.functional.rotary_scaling import (
+    Scaling,
+    check_scaling,
+    scaled_frequencies,
+)
 
 LAYOUTS = ("half", "interleaved")
 PARTIAL = ("first", "proportional")
@@ -102,9 +106,7 @@ def apply_rotary(
     rotated = _checked_rotary_dim(rotary_dim, x.shape[-1])
     is_proportional = arguments.choice("partial", partial, PARTIAL) == "proportional"
     dim = _check_even("head_dim", x.shape[-1]) if is_proportional else rotated
-    if not isinstance(scaling, Scaling | None):
-        want = "LinearScaling(...), another scaling of this package, or None"
-        raise arguments.type_error("scaling", want, repr(scaling))
+    check_scaling(scaling)
     points = arguments.as_fitting_positions("positions", positions)
     axes = ()
     if pair_axes is None:

@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformer_embed._src import arguments
 from transformer_embed._src.functional import phase
@@ -350,6 +350,12 @@ class LongRopeScaling(_Scaling):
 Scaling = (
     LinearScaling | NTKScaling | DynamicNTKScaling | YarnScaling | Llama3Scaling | LongRopeScaling
 )
+
+
+def check_scaling(scaling: Any) -> None:
+    """Raises for anything but a scaling of this module, or None."""
+    want = "LinearScaling(...), another scaling of this package, or None"
+    arguments.instance("scaling", scaling, Scaling | None, want)
 
 
 def scaled_frequencies(scaling: Scaling | None, dim: int, base: float) -> ScaledFrequencies:

@@ -353,9 +353,8 @@ def as_indices(name: str, value: ArrayLike, highest: int, what: str) -> Int32[Ar
 
 def check_token_positions(name: str, value: Any) -> None:
     """Raises a TypeError for anything else."""
-    if not isinstance(value, TokenPositions):
-        want = "a TokenPositions, from te.TokenPositions.from_ids(ids, pad_id=0) for example"
-        raise arguments.type_error(name, want, f"a {type(value).__name__}")
+    want = "a TokenPositions, from te.TokenPositions.from_ids(ids, pad_id=0) for example"
+    arguments.instance(name, value, TokenPositions, want)
 
 
 def _as_rows(name: str, value: ArrayLike) -> Integer[Array, "b t"]:
