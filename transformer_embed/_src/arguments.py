@@ -259,16 +259,20 @@ def as_positions(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
     raise type_error(name, want, array.dtype)
 
 
-def as_fitting_positions(name: str, value: ArrayLike) -> jax.Array:
+def as_fitting_positions(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
     """As `as_positions`; integers that fit int32 have that dtype, so that they share a trace.
 
-    A ValueError if 64-bit integers on the host do not fit. uint32 ones keep their dtype.
+    A ValueError if 64-bit integers on the host do not fit. uint32 ones keep their dtype. Arrays on
+    the host stay there, since a compiled function takes them faster than `jnp.asarray`.
     """
     array = as_positions(name, value)
-    is_uint32 = array.dtype == np.uint32 and isinstance(array, np.ndarray)
-    if array.dtype.kind == "f" or (is_uint32 and array.max(initial=0) >= 2**31):
-        return jnp.asarray(array)
-    return _narrowed(name, array)
+    if not isinstance(array, np.ndarray):
+        return array if array.dtype.kind == "f" else _narrowed(name, array)
+    is_large = array.dtype == np.uint32 and array.max(initial=0) >= 2**31
+    if is_large or array.dtype.kind == "f":
+        return array
+    check_inside(name, array, -(2**31), 2**31 - 1, "int32")
+    return array.astype(np.int32)
 
 
 def as_integers(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
@@ -327,9 +331,8 @@ def _narrowed(name: str, array: jax.Array | np.ndarray) -> jax.Array:
     """Integers as int32, except for a wider jax array; an error if one on the host does not fit."""
     if isinstance(array, np.ndarray):
         check_inside(name, array, -(2**31), 2**31 - 1, "int32")
-    elif not _is_inside_int32(array.dtype):
-        return array
-    return jnp.asarray(array, jnp.int32)
+        return jnp.asarray(array.astype(np.int32))
+    return jnp.asarray(array, jnp.int32) if _is_inside_int32(array.dtype) else array
 
 
 def check_last_position(name: str, first: int, length: int) -> None:
@@ -367,9 +370,9 @@ def broadcast_shape(name: str, *shapes: tuple[int, ...]) -> tuple[Any, ...]:
 
 def check_inside(name: str, array: np.ndarray, lowest: int, highest: int, what: str) -> None:
     """A ValueError names the first host integer outside lowest..highest, and its index."""
-    outside = np.argwhere((array < lowest) | (array > highest))
-    if len(outside):
-        index = tuple(int(i) for i in outside[0])
+    if array.size and (array.min() < lowest or array.max() > highest):
+        first = np.argwhere((array < lowest) | (array > highest))[0]
+        index = tuple(int(i) for i in first)
         place = f" at index {list(index)}" if index else ""
         want = f"integers inside {what}, {lowest}..{highest}"
         raise value_error(name, want, f"{int(array[index])}{place}")

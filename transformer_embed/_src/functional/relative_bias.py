@@ -101,7 +101,7 @@ def alibi_bias(
     """
     return _alibi(
         *arguments.comparable_rows(query_positions=query_positions, key_positions=key_positions),
-        jax.device_put(_slopes(num_heads, max_bias)),
+        tuple(_slopes(num_heads, max_bias).tolist()),
         arguments.flag("symmetric", symmetric),
         arguments.result_dtype("dtype", dtype),
     )
@@ -192,22 +192,22 @@ def _slopes(num_heads: int, max_bias: float) -> np.ndarray:
 # The functions below are compiled even if the caller is not.
 
 
-@compiled(3, 4)
+@compiled(2, 3, 4)
 def _alibi(
     queries: Integer[Array, "q t"],
     keys: Integer[Array, "k s"],
-    slopes: Float[Array, "h"],
+    slopes: tuple[float, ...],
     symmetric: bool,
     dtype: jnp.dtype,
 ) -> Float[Array, "b h t s"]:
     wide = arguments.compute_dtype(dtype)
-    slopes = slopes.astype(wide)[None, :, None, None]
+    factors = np.array(slopes, wide)[None, :, None, None]
     after, distance = _after_and_distance(queries, keys)
     far = distance.astype(wide)
     # 0 - 0 is 0, where -(0) would be -0.
     relative = 0 - far if symmetric else jnp.where(after, far, 0 - far)
     quarter = float(jnp.finfo(dtype).max) / 4
-    return jnp.clip(slopes * relative[:, None], -quarter, quarter).astype(dtype)
+    return jnp.clip(factors * relative[:, None], -quarter, quarter).astype(dtype)
 
 
 @compiled(2, 3, 4)
