@@ -505,6 +505,11 @@ def test_invalid_interleavings_and_exchanges_raise_errors():
         match=r"^interleave: wanted rows over mesh axes, and whole columns, for t, got .*None, 'model'\)$",
     ):
         interleave(mesh, SPEC(None, "model"))
+    with pytest.raises(
+        ValueError,
+        match=r"^batch_axes: wanted the mesh axes of the rows of t, \('model',\), among others.*got \('data',\)$",
+    ):
+        interleave(mesh, SPEC("model"), batch_axes=("data",))
     three = jax.sharding.Mesh(np.array(jax.devices()[:3]), ("data",))
     with pytest.raises(
         ValueError,

@@ -105,9 +105,10 @@ def shard_params(
         ValueError: a pattern that matches no parameter; a spec with an axis past the dimensions of
             its parameter, that the mesh lacks, or whose number of devices does not divide a
             dimension other than a table's rows; batch_axes that are not a tuple of the mesh's axes;
-            rng without a function; an interleaved table whose columns are split, whose virtual
-            shards the devices do not divide, or with more than 2**31 - 2**26 rows; virtual_shards
-            that are not a power of two of at least 2; a capacity that is not positive.
+            rng without a function; an interleaved table whose columns are split, whose batch is not
+            split over the axes of its rows, whose virtual shards the devices do not divide, or with
+            more than 2**31 - 2**26 rows; virtual_shards that are not a power of two of at least 2;
+            a capacity that is not positive.
 
     Example:
         >>> import jax, numpy as np
@@ -223,6 +224,10 @@ class _Placement(NamedTuple):
         if columns:
             want = f"rows over mesh axes, and whole columns, for {name}"
             raise arguments.value_error("interleave", want, sharding.spec)
+        # A lookup would send whole rows to every device, and training would raise an error.
+        if not set(rows) <= set(batch_axes):
+            want = f"the mesh axes of the rows of {name}, {rows}, among others, to interleave it"
+            raise arguments.value_error("batch_axes", want, batch_axes)
         if self.virtual_shards % parts:
             want = (
                 f"a number of devices along {rows} that divides {self.virtual_shards} "
