@@ -309,6 +309,11 @@ class TestPermutedWeights:
             lambda: te.apply_rotary(X, POSITIONS, pair_axes=np.array(2)),
         ),
         (
+            TypeError,
+            "shape: wanted a sequence, got bytes b'half'",
+            lambda: te.sinusoidal_grid(b"half", 4),
+        ),
+        (
             ValueError,
             "base: wanted a finite number above 0, got 1000",
             lambda: te.sinusoidal_table(3, 4, base=10**400),

@@ -128,7 +128,8 @@ def flag(name: str, value: Any) -> bool:
 
 def sequence(name: str, value: Any) -> tuple[Any, ...]:
     """Several values in order."""
-    if isinstance(value, str) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
+    is_text = isinstance(value, str | bytes)
+    if is_text or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
         raise type_error(name, "a sequence", _describe(value))
     return tuple(value)
 

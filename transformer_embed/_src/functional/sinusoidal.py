@@ -266,7 +266,7 @@ def as_grid(
     shape: Sequence[int], axes: Sequence[int] | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The points along each axis of a grid, and the axes in the order of their channels."""
-    lengths = arguments.entries("shape", shape, arguments.integer, at_least=0)
+    lengths = arguments.entries("shape", shape, arguments.integer, at_least=0, at_most=2**31 - 1)
     points = math.prod(lengths)
     if points >= 2**31:
         want = f"a grid of at most {2**31 - 1} points"

@@ -404,7 +404,7 @@ def _written(
 
 
 @compiled()
-def _is_token(segment_ids: Int32[Array, "b t"]) -> Bool[Array, "b t"]:
+def _is_token(segment_ids: Int32[Array, "... t"]) -> Bool[Array, "... t"]:
     return segment_ids != 0
 
 
