@@ -611,6 +611,23 @@ def test_sections_rotate_by_time_height_and_width(tmp_path, name, entry, kind, p
     assert load_embedder(path).rotary == {"base": 70.0, "layout": "half"}
 
 
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl_text"])
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ([8192] * 10**6, "mrope_section: its sum: wanted an int of at most 8192, got 8192000000"),
+        ([3, -1, 2], r"mrope_section\[1\]: wanted an int of at least 0, got -1"),
+        ([3, "3", 2], r"mrope_section\[1\]: wanted a Python int, got str '3'"),
+        (8, "mrope_section: wanted a sequence, got int 8"),
+    ],
+)
+def test_wrong_sections_are_refused_before_memory_is_taken(tmp_path, name, sections, message):
+    scaling = {"rope_type": "default", "mrope_section": sections}
+    entries = {"model_type": name, "vocab_size": 12, "rope_scaling": scaling}
+    with pytest.raises(ValueError, match=message):
+        load_embedder(checkpoint(tmp_path, CASES["llama"], settings=entries))
+
+
 @pytest.mark.parametrize(("sizes", "rotated"), [({}, 4), ({"global_head_dim": 32}, 8)])
 def test_full_layers_may_have_wider_heads_of_which_a_share_rotates(tmp_path, sizes, rotated):
     """As in Gemma 4, whose pairs span the whole head."""

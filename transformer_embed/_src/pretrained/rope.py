@@ -72,8 +72,10 @@ def check(options: Mapping[str, Any], head_dim: int | None = None) -> None:
 
 def pair_axes(sections: Any, *, take_turns: bool) -> tuple[int, ...]:
     """The axis that rotates each pair, where each axis rotates a number of pairs."""
-    name, most = "rope_scaling: mrope_section", MOST_CHANNELS
-    sections = arguments.entries(name, sections, arguments.integer, at_least=0, at_most=most)
+    name = "rope_scaling: mrope_section"
+    sections = arguments.entries(name, sections, arguments.integer, at_least=0)
+    # All of them, since memory is taken for each pair.
+    arguments.integer(f"{name}: its sum", sum(sections), at_most=MOST_CHANNELS)
     if not take_turns:
         return tuple(np.repeat(range(len(sections)), sections).tolist())
     # Those that are left when the turns of an axis have ended are the first axis's.
