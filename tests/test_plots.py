@@ -290,7 +290,12 @@ def test_any_token_can_be_drawn(ax, token, shown):
 @pytest.mark.parametrize(
     ("arguments", "options", "kind", "message"),
     [
-        ([[[1, 2]]], {}, TypeError, "encoding: wanted a floating dtype, got int64"),
+        (
+            [[[1, 2]]],
+            {},
+            TypeError,
+            "encoding: wanted a floating dtype of 16 to 64 bits, got int64",
+        ),
         (
             [[1.0, 2.0]],
             {},
@@ -459,7 +464,9 @@ def test_similarity_of_sinusoids_depends_on_the_distance_alone(ax):
 
 
 def test_bad_arguments_of_plot_similarity_raise_errors():
-    with pytest.raises(TypeError, match=r"^encoding: wanted a floating dtype, got bool$"):
+    with pytest.raises(
+        TypeError, match=r"^encoding: wanted a floating dtype of 16 to 64 bits, got bool$"
+    ):
         plots.plot_similarity(CAUSAL)
     with pytest.raises(
         ValueError, match=r"^encoding: wanted shape \[length, d_model\], not empty, got shape \[\]$"
@@ -739,7 +746,7 @@ def test_a_bias_that_is_masked_throughout(ax):
 @pytest.mark.parametrize(
     ("bias", "options", "kind", "message"),
     [
-        (CAUSAL, {}, TypeError, "bias: wanted a floating dtype, got bool"),
+        (CAUSAL, {}, TypeError, "bias: wanted a floating dtype of 16 to 64 bits, got bool"),
         (
             np.zeros(3),
             {},

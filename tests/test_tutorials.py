@@ -362,7 +362,9 @@ def test_haiku_exercise_table_is_zero_and_ours_is_not():
 def test_position_embedding_note_adds_encodings_to_ids_and_ours_refuse(scheme):
     ids = np.array(BATCH, np.int32)
     added = hk.transform(lambda: te.PositionalEncoding(scheme, 8)(ids, is_training=False))
-    with pytest.raises(TypeError, match=r"^x: wanted a floating dtype, got int32$"):
+    with pytest.raises(
+        TypeError, match=r"^x: wanted a floating dtype of 16 to 64 bits, got int32$"
+    ):
         added.init(jax.random.key(0))
 
 

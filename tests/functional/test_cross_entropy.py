@@ -678,13 +678,21 @@ def test_lists_and_integers_of_any_width_are_taken():
             ValueError,
             r"x: wanted a last axis of the table's width, 3, got shape \[\]",
         ),
-        ({"x": np.ones((4, 5, 3), int)}, TypeError, r"x: wanted a floating dtype, got int64"),
+        (
+            {"x": np.ones((4, 5, 3), int)},
+            TypeError,
+            r"x: wanted a floating dtype of 16 to 64 bits, got int64",
+        ),
         (
             {"table": TABLE[0]},
             ValueError,
             r"table: wanted shape \[vocab_size, d\] with at least one row, got shape \[3\]",
         ),
-        ({"table": TABLE.astype(int)}, TypeError, r"table: wanted a floating dtype, got int64"),
+        (
+            {"table": TABLE.astype(int)},
+            TypeError,
+            r"table: wanted a floating dtype of 16 to 64 bits, got int64",
+        ),
         (
             {"labels": LABELS[0]},
             ValueError,
@@ -699,7 +707,7 @@ def test_lists_and_integers_of_any_width_are_taken():
         (
             {"mask": np.ones((2, 5), bool)},
             ValueError,
-            r"mask and the labels: wanted shapes that broadcast, got \[2, 5\] and \[4, 5\]",
+            r"mask: wanted a shape that broadcasts to that of the labels, \[4, 5\], got shape \[2, 5\]",
         ),
         (
             {"mask": np.ones((4, 1), bool)},
@@ -730,7 +738,11 @@ def test_lists_and_integers_of_any_width_are_taken():
             ValueError,
             r"bias: wanted a number for each row of the table, shape \[7\], got shape \[6\]",
         ),
-        ({"bias": np.ones(7, int)}, TypeError, r"bias: wanted a floating dtype, got int64"),
+        (
+            {"bias": np.ones(7, int)},
+            TypeError,
+            r"bias: wanted a floating dtype of 16 to 64 bits, got int64",
+        ),
         ({"softcap": 0}, ValueError, r"softcap: wanted a finite number above 0, got 0"),
         ({"softcap": -30.0}, ValueError, r"softcap: wanted a finite number above 0, got -30.0"),
         ({"softcap": np.nan}, ValueError, r"softcap: wanted a finite number above 0, got nan"),
@@ -747,7 +759,11 @@ def test_lists_and_integers_of_any_width_are_taken():
             ValueError,
             r"weights: wanted a last axis of the labels' length, 5, got shape \[4, 1\]",
         ),
-        ({"weights": MASK}, TypeError, r"weights: wanted a floating dtype, got bool"),
+        (
+            {"weights": MASK},
+            TypeError,
+            r"weights: wanted a floating dtype of 16 to 64 bits, got bool",
+        ),
         ({"shift": 1}, TypeError, r"shift: wanted a Python bool, got int 1"),
         (
             {"x": X[0, 0], "labels": 3, "shift": True},

@@ -205,7 +205,7 @@ def test_dropout_on_a_mesh_equals_hk_dropout_bit_for_bit(kind):
         ),
         (
             TypeError,
-            "x: wanted a floating dtype, got int32",
+            "x: wanted a floating dtype of 16 to 64 bits, got int32",
             lambda k, x: te.dropout(k, 0.1, x.astype(jnp.int32)),
         ),
         (

@@ -201,7 +201,7 @@ def test_narrow_integers_are_integers(name, dtype):
 def test_floats_of_8_bits_and_less_are_refused(name, dtype):
     function, arrays = CALLS[name]
     with pytest.raises(
-        TypeError, match=r"^\w+: wanted a floating dtype of 16 bits or more, got float"
+        TypeError, match=r"^\w+: wanted a floating dtype of 16 to 64 bits, got float"
     ):
         function(*(array.astype(dtype) if array.dtype == np.float32 else array for array in arrays))
 

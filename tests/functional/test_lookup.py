@@ -193,12 +193,12 @@ def test_lookup_in_float64():
 
 @pytest.mark.parametrize(
     "ids",
-    [[1.0], np.ones(2, np.float16), jnp.ones(2, jnp.bfloat16), [True], np.ones(1, bool), [1 + 0j]],
+    [[1.0], np.ones(2, np.float16), jnp.ones(2, jnp.bfloat16), [True], np.ones(1, bool)],
 )
 def test_lookup_refuses_ids_that_are_not_integers(ids):
     with pytest.raises(
         TypeError,
-        match=r"^ids: wanted an integer dtype, got (float64|float16|bfloat16|bool|complex128)$",
+        match=r"^ids: wanted an integer dtype, got (float64|float16|bfloat16|bool)$",
     ):
         te.lookup(TABLE, ids)
 
@@ -210,9 +210,15 @@ def test_lookup_refuses_lists_of_unequal_lengths():
     ):
         te.lookup(TABLE, [[1, 2], [3]])
     with pytest.raises(
-        TypeError, match=r"^ids: wanted an array of numbers of at most 64 bits, got NoneType None$"
+        TypeError,
+        match=r"^ids: wanted an array of real numbers of at most 64 bits, got NoneType None$",
     ):
         te.lookup(TABLE, None)
+    with pytest.raises(
+        TypeError,
+        match=r"^ids: wanted an array of real numbers of at most 64 bits, got list \[\(1\+0j\)\]$",
+    ):
+        te.lookup(TABLE, [1 + 0j])
 
 
 def test_lookup_refuses_a_list_of_ids_that_jit_took_apart():
@@ -221,7 +227,9 @@ def test_lookup_refuses_a_list_of_ids_that_jit_took_apart():
 
 
 def test_lookup_refuses_bad_tables_and_options():
-    with pytest.raises(TypeError, match=r"^table: wanted a floating dtype, got int32$"):
+    with pytest.raises(
+        TypeError, match=r"^table: wanted a floating dtype of 16 to 64 bits, got int32$"
+    ):
         te.lookup(np.ones((2, 2), np.int32), [0])
     for shape in ((), (2,), (0, 2), (1, 2, 2)):
         message = rf"^table: wanted shape \[vocab_size, d\] with at least one row, got shape \[{', '.join(map(str, shape))}\]$"
@@ -690,9 +698,13 @@ def test_logits_refuses_bad_shapes_and_dtypes():
         match=r"^table: wanted shape \[vocab_size, d\] with at least one row, got shape \[3\]$",
     ):
         te.linear_logits(np.ones(3, np.float32), TABLE[0])
-    with pytest.raises(TypeError, match=r"^x: wanted a floating dtype, got int32$"):
+    with pytest.raises(
+        TypeError, match=r"^x: wanted a floating dtype of 16 to 64 bits, got int32$"
+    ):
         te.linear_logits(np.ones(3, np.int32), TABLE)
-    with pytest.raises(TypeError, match=r"^table: wanted a floating dtype, got int32$"):
+    with pytest.raises(
+        TypeError, match=r"^table: wanted a floating dtype of 16 to 64 bits, got int32$"
+    ):
         te.linear_logits(np.ones(3, np.float32), TABLE.astype(np.int32))
     with pytest.raises(TypeError, match=r"^pad_id: wanted a Python int, got bool True$"):
         te.linear_logits(np.ones(3, np.float32), TABLE, pad_id=True)
@@ -793,7 +805,7 @@ def test_an_empty_list_is_one_of_integers():
 
 def test_check_ids_of_huge_values_is_short():
     with pytest.raises(
-        TypeError, match=r"^ids: wanted an array of numbers of at most 64 bits, got list "
+        TypeError, match=r"^ids: wanted an array of real numbers of at most 64 bits, got list "
     ) as caught:
         te.check_ids([2**70] * 10_000, 4)
     assert len(str(caught.value)) < 300

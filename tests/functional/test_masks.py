@@ -567,7 +567,7 @@ def test_mask_to_bias_under_jit_and_vmap_is_the_eager_one():
 def test_mask_to_bias_refuses_a_dtype_without_a_fraction(dtype):
     with pytest.raises(
         TypeError,
-        match=rf"^dtype: wanted a floating dtype of 16 bits or more, got {jnp.dtype(dtype)}$",
+        match=rf"^dtype: wanted a floating dtype of 16 to 64 bits, got {jnp.dtype(dtype)}$",
     ):
         te.mask_to_bias([True], dtype)
 

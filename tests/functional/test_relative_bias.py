@@ -762,7 +762,7 @@ def test_alibi_bias_refuses_bad_options():
     with pytest.raises(TypeError, match=r"^symmetric: wanted a Python bool, got str 'yes'$"):
         build(num_heads=8, symmetric="yes")
     with pytest.raises(
-        TypeError, match=r"^dtype: wanted a floating dtype of 16 bits or more, got int32$"
+        TypeError, match=r"^dtype: wanted a floating dtype of 16 to 64 bits, got int32$"
     ):
         build(num_heads=8, dtype=jnp.int32)
 

@@ -892,7 +892,7 @@ P = np.arange(3)
     [
         (
             TypeError,
-            "x: wanted a floating dtype, got int32",
+            "x: wanted a floating dtype of 16 to 64 bits, got int32",
             lambda: apply_rotary(np.ones([3, 4, 8], np.int32), P),
         ),
         (
@@ -989,7 +989,7 @@ P = np.arange(3)
         ),
         (
             ValueError,
-            "positions and x's tokens: wanted shapes that broadcast, got [4, 3] and [2, 3]",
+            "positions: wanted a shape that broadcasts to that of x's tokens, [2, 3], got shape [4, 3]",
             lambda: apply_rotary(X, np.zeros([4, 3], int)),
         ),
         (

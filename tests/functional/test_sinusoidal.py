@@ -390,7 +390,7 @@ class TestContract:
         ),
         (
             TypeError,
-            "dtype: wanted a floating dtype of 16 bits or more, got int32",
+            "dtype: wanted a floating dtype of 16 to 64 bits, got int32",
             lambda: te.sinusoidal_table(3, 4, dtype=jnp.int32),
         ),
         (
@@ -410,7 +410,7 @@ class TestContract:
         ),
         (
             TypeError,
-            "positions: wanted an integer dtype",
+            "positions: wanted an array of real numbers",
             lambda: te.sinusoidal_encoding([1j], 4),
         ),
         (
@@ -629,15 +629,15 @@ class TestValuesThatFloat32LacksAreLoud:
                 lambda: te.sinusoidal_grid(4, 6),
             ),
             (
-                "dtype: wanted a floating dtype of 16 bits or more, got str 'floaty'",
+                "dtype: wanted a floating dtype of 16 to 64 bits, got str 'floaty'",
                 lambda: te.sinusoidal_table(3, 4, dtype="floaty"),
             ),
             (
-                "dtype: wanted a floating dtype of 16 bits or more, not an array, got an array float32[2]",
+                "dtype: wanted a floating dtype of 16 to 64 bits, got an array float32[2]",
                 lambda: te.sinusoidal_table(3, 4, dtype=np.zeros(2, np.float32)),
             ),
             (
-                "dtype: wanted a floating dtype of 16 bits or more, got NoneType None",
+                "dtype: wanted a floating dtype of 16 to 64 bits, got NoneType None",
                 lambda: te.sinusoidal_table(3, 4, dtype=None),
             ),
         ],

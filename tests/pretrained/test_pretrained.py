@@ -1039,12 +1039,12 @@ def test_parameters_that_cannot_be_saved(tmp_path):
     ):
         pretrained.save_embedder(path, config, params, names={"embedings": "x"})
     with pytest.raises(
-        TypeError, match=r"^params: wanted a Haiku parameter tree, a dict of dicts, got int$"
+        TypeError, match=r"^params: wanted a Haiku parameter tree, a dict of dicts, got int 3$"
     ):
         pretrained.save_embedder(path, config, 3)
     with pytest.raises(
         TypeError,
-        match=r"^params: wanted a Haiku parameter tree, a dict of dicts, got a dict of others$",
+        match=r"^params: embeddings: wanted the parameters of a module, a dict of arrays, got an array",
     ):
         pretrained.save_embedder(path, config, {"embeddings": np.zeros([7, 6])})
     module = "transformer_embedding/~/token_embedding"

@@ -635,7 +635,7 @@ def test_bad_arguments_of_value_and_grad_raise_errors():
     )
     expect(
         TypeError,
-        "params['i']: wanted a floating dtype, got int32",
+        "params['i']: wanted a floating dtype of 16 to 64 bits, got int32",
         lambda: taken(params, {"i": [1]}),
     )
     expect(

@@ -102,8 +102,8 @@ def real(name: str, value: Any, *, above: float = -math.inf) -> float:
     except OverflowError:
         number = math.inf
     if not math.isfinite(number) or number <= above:
-        want = f"a finite number above {above:g}" if above > -math.inf else "a finite number"
-        raise value_error(name, want, reprlib.repr(value) if isinstance(value, int) else value)
+        want = "a finite number" + (f" above {above:g}" if above > -math.inf else "")
+        raise value_error(name, want, reprlib.repr(value))
     return number
 
 
@@ -152,18 +152,16 @@ def choice(name: str, value: Any, choices: Sequence[str]) -> str:
 
 
 def floating_dtype(name: str, dtype: Any) -> jnp.dtype:
-    """A floating dtype of 16 bits or more."""
-    want = "a floating dtype of 16 bits or more"
-    if isinstance(dtype, jax.Array | np.ndarray | np.generic):
-        raise type_error(name, f"{want}, not an array", _describe(dtype))
+    """A floating dtype of 16 to 64 bits."""
+    want = "a floating dtype of 16 to 64 bits"
+    # numpy takes None for float64, and an array for its dtype.
+    if dtype is None or isinstance(dtype, jax.Array | np.ndarray | np.generic):
+        raise type_error(name, want, _describe(dtype))
     try:
-        # numpy takes None for float64.
-        dtype = jnp.dtype("" if dtype is None else dtype)
+        dtype = jnp.dtype(dtype)
     except (TypeError, ValueError) as error:
         raise type_error(name, want, _describe(dtype)) from error
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize not in (2, 4, 8):
-        if dtype.itemsize >= 16:
-            want = "a floating dtype of 16 to 64 bits"
         raise type_error(name, want, dtype)
     return dtype.newbyteorder("=")
 
@@ -226,23 +224,25 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
         raise value_error(
             name, "an array, or nested lists of equal lengths", "lists of unequal lengths"
         ) from error
-    bits = array.dtype.itemsize * 8 // (2 if array.dtype.kind == "c" else 1)
-    if array.dtype != np.bool_ and (bits > 64 or not jnp.issubdtype(array.dtype, np.number)):
-        raise type_error(name, "an array of numbers of at most 64 bits", _describe(value))
+    is_real = any(jnp.issubdtype(array.dtype, kind) for kind in (bool, jnp.integer, jnp.floating))
+    if not is_real or array.dtype.itemsize > 8:
+        raise type_error(name, "an array of real numbers of at most 64 bits", _describe(value))
     return array.astype(array.dtype.newbyteorder("="))
 
 
 def _holds_mask(value: Any) -> bool:
     """Whether a value is a masked array, or lists hold one: numpy would drop its mask."""
-    if not isinstance(value, list | tuple):
-        return isinstance(value, np.ma.MaskedArray)
-    kinds = set(map(type, value))
-    nested = any(issubclass(kind, list | tuple | np.ma.MaskedArray) for kind in kinds)
-    return nested and any(map(_holds_mask, value))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_mask, value))
+    return isinstance(value, np.ma.MaskedArray)
 
 
 def as_positions(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
-    """Positions: integers of any width, or float32."""
+    """Positions: float32, or integers, as int32 where they fit, so that they share a trace.
+
+    A ValueError if those on the host do not fit; uint32 ones keep their dtype. Arrays on the host
+    stay there, since a compiled function takes them faster than `jnp.asarray`.
+    """
     array = as_array(name, value)
     if isinstance(array, np.ndarray) and array.dtype == np.float64:
         with np.errstate(over="ignore"):
@@ -252,28 +252,13 @@ def as_positions(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
             want = "floats that float32 holds (pass large positions as integers)"
             raise value_error(name, want, array[moved][0])
         return narrow
-    if jnp.issubdtype(array.dtype, jnp.integer):
-        return _at_least_8_bits(array)
     if array.dtype in (jnp.float32, jnp.float64):
         return array
-    want = "an integer dtype, or float32 (16-bit floats skip integers)"
-    raise type_error(name, want, array.dtype)
-
-
-def as_fitting_positions(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
-    """As `as_positions`; integers that fit int32 have that dtype, so that they share a trace.
-
-    A ValueError if 64-bit integers on the host do not fit. uint32 ones keep their dtype. Arrays on
-    the host stay there, since a compiled function takes them faster than `jnp.asarray`.
-    """
-    array = as_positions(name, value)
-    if not isinstance(array, np.ndarray):
-        return array if array.dtype.kind == "f" else _narrowed(name, array)
-    is_large = array.dtype == np.uint32 and array.max(initial=0) >= 2**31
-    if is_large or array.dtype.kind == "f":
-        return array
-    check_inside(name, array, -(2**31), 2**31 - 1, "int32")
-    return array.astype(np.int32)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        want = "an integer dtype, or float32 (16-bit floats skip integers)"
+        raise type_error(name, want, array.dtype)
+    is_large = isinstance(array, np.ndarray) and array.max(initial=0) >= 2**31
+    return array if is_large and array.dtype == np.uint32 else _narrowed(name, array)
 
 
 def as_integers(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
@@ -283,14 +268,8 @@ def as_integers(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
         return array.astype(np.int32)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise type_error(name, "an integer dtype", array.dtype)
-    return _at_least_8_bits(array)
-
-
-def _at_least_8_bits(array: Any) -> Any:
-    """Integers in a dtype that numpy can compare; it cannot compare those of 2 and 4 bits."""
-    if array.dtype.kind != "V":
-        return array
-    return array.astype(jnp.int8 if jnp.issubdtype(array.dtype, jnp.signedinteger) else jnp.uint8)
+    # numpy cannot compare integers of 2 and 4 bits.
+    return array.astype(np.int32) if array.dtype.itemsize == 1 else array
 
 
 def as_int32(name: str, value: ArrayLike) -> jax.Array:
@@ -308,12 +287,12 @@ def as_int32(name: str, value: ArrayLike) -> jax.Array:
 def as_fitting_int32(name: str, value: ArrayLike) -> jax.Array:
     """Integers as int32; an error if one does not fit, or a traced one may not."""
     array = _narrowed(name, as_integers(name, value))
-    if array.dtype == jnp.int32:
-        return array
-    if is_traced(array):
-        want = "an int32 array (convert it by .astype(jnp.int32): int32 may not hold its values)"
-        raise type_error(name, want, _describe(array))
-    return _narrowed(name, jax.device_get(array))
+    if array.dtype != jnp.int32:
+        if is_traced(array):
+            hint = "(convert it by .astype(jnp.int32): int32 may not hold its values)"
+            raise type_error(name, f"an int32 array {hint}", _describe(array))
+        array = _narrowed(name, jax.device_get(array))
+    return jnp.asarray(array)
 
 
 def as_ordered(name: str, value: ArrayLike) -> jax.Array:
@@ -321,18 +300,19 @@ def as_ordered(name: str, value: ArrayLike) -> jax.Array:
     array = _narrowed(name, as_integers(name, value))
     if not jnp.issubdtype(array.dtype, jnp.signedinteger):
         raise type_error(name, "a signed integer dtype", array.dtype)
-    return array
+    return jnp.asarray(array)
 
 
 def _is_inside_int32(dtype: jnp.dtype) -> bool:
     return dtype == jnp.int32 or dtype.itemsize < 4
 
 
-def _narrowed(name: str, array: jax.Array | np.ndarray) -> jax.Array:
+def _narrowed(name: str, array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
     """Integers as int32, except for a wider jax array; an error if one on the host does not fit."""
     if isinstance(array, np.ndarray):
-        check_inside(name, array, -(2**31), 2**31 - 1, "int32")
-        return jnp.asarray(array.astype(np.int32))
+        if array.dtype.itemsize >= 4:
+            check_inside(name, array, -(2**31), 2**31 - 1, "int32")
+        return array.astype(np.int32)
     return jnp.asarray(array, jnp.int32) if _is_inside_int32(array.dtype) else array
 
 
@@ -384,8 +364,7 @@ def as_floats(name: str, value: ArrayLike) -> jax.Array:
     # Floats of 8 and 4 bits lack the NaN or the zero that results may need.
     array = as_array(name, value)
     if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
-        more = " of 16 bits or more" if array.dtype.itemsize < 2 and array.dtype.kind == "V" else ""
-        raise type_error(name, f"a floating dtype{more}", array.dtype)
+        raise type_error(name, "a floating dtype of 16 to 64 bits", array.dtype)
     return jnp.asarray(array)
 
 
@@ -397,28 +376,16 @@ def as_given(name: str, value: ArrayLike) -> jax.Array:
             want = "at most 32 bits, for jax_enable_x64 is off (cast them first)"
             raise type_error(name, want, array.dtype)
         if array.dtype.kind in "iu":
-            return _narrowed(name, array)
+            array = _narrowed(name, array)
     return jnp.asarray(array)
 
 
 def rate(name: str, value: Any) -> float:
     """A probability in [0, 1) that is known while tracing."""
     number = real(name, value)
-    # jax has no wider floats, and a rate keeps its own dtype in the pure function.
-    if getattr(value, "itemsize", 8) > 8:
-        raise type_error(name, "a Python number", _describe(value))
     if not 0 <= number < 1:
         raise value_error(name, "a number in [0, 1)", value)
     return number
-
-
-def check_broadcasts_to(
-    name: str, shape: tuple[int, ...], other: str, target: tuple[int, ...]
-) -> None:
-    """A ValueError unless a shape broadcasts to the target."""
-    if broadcast_shape(f"{name} and {other}", shape, target) != target:
-        want = f"a shape that broadcasts to that of {other}, {list(target)}"
-        raise value_error(name, want, f"shape {list(shape)}")
 
 
 def check_ends_in_length(
@@ -429,7 +396,13 @@ def check_ends_in_length(
         hint = SCALAR_HINT if not shape else ""
         want = f"a last axis of {other}' length, {target[-1]}"
         raise value_error(name, want, f"shape {list(shape)}{hint}")
-    check_broadcasts_to(name, shape, other, target)
+    try:
+        fits = jnp.broadcast_shapes(shape, target) == target
+    except ValueError:
+        fits = False
+    if not fits:
+        want = f"a shape that broadcasts to that of {other}, {list(target)}"
+        raise value_error(name, want, f"shape {list(shape)}")
 
 
 def check_left_out(name: str, value: Any, why: str) -> None:
@@ -484,33 +457,27 @@ def as_key(name: str, rng: Any) -> jax.Array:
     return key
 
 
-def as_params(name: str, value: Any) -> Mapping[str, Mapping[str, Any]]:
+def as_params(name: str, value: Any) -> dict[str, dict[str, Any]]:
     """A Haiku parameter tree with its arrays in the byte order of this machine."""
-    if not isinstance(value, Mapping) or not all(
-        isinstance(module, Mapping) for module in value.values()
-    ):
-        got = "a dict of others" if isinstance(value, Mapping) else type(value).__name__
-        raise type_error(name, "a Haiku parameter tree, a dict of dicts", got)
-    converted = {}
-    for path, module in value.items():
-        for leaf_name, leaf in module.items():
-            if not hasattr(leaf, "shape"):
-                place = f"{name}: {path}/{leaf_name}"
-                raise type_error(place, "an array (use jnp.asarray)", _describe(leaf))
-            if isinstance(leaf, np.ndarray):
-                leaves = converted.setdefault(path, dict(module))
-                leaves[leaf_name] = native(f"{name}: {path}/{leaf_name}", leaf)
-    return {**value, **converted} if converted else value
+    modules = instance(name, value, Mapping, "a Haiku parameter tree, a dict of dicts")
+    return {path: _leaves(f"{name}: {path}", leaves) for path, leaves in modules.items()}
+
+
+def _leaves(name: str, value: Any) -> dict[str, Any]:
+    leaves = instance(name, value, Mapping, "the parameters of a module, a dict of arrays")
+    return {key: native(f"{name}/{key}", leaf) for key, leaf in leaves.items()}
 
 
 def native(name: str, array: Any) -> Any:
-    """An array of numpy in the byte order of this machine; any other value as it is.
+    """An array of numpy in the byte order of this machine; any other array as it is.
 
     A compiled function of jax may read the bytes of another order as they are.
     """
-    if not isinstance(array, np.ndarray):
-        return array
+    if not hasattr(array, "shape"):
+        raise type_error(name, "an array (use jnp.asarray)", _describe(array))
     if isinstance(array, np.ma.MaskedArray):
         want = "an array without a mask (fill it first: x.filled(...))"
         raise type_error(name, want, "a masked array of numpy")
-    return array.astype(array.dtype.newbyteorder("="), copy=False)
+    if isinstance(array, np.ndarray):
+        return array.astype(array.dtype.newbyteorder("="), copy=False)
+    return array

@@ -107,7 +107,7 @@ def apply_rotary(
     is_proportional = arguments.choice("partial", partial, PARTIAL) == "proportional"
     dim = _check_even("head_dim", x.shape[-1]) if is_proportional else rotated
     check_scaling(scaling)
-    points = arguments.as_fitting_positions("positions", positions)
+    points = arguments.as_positions("positions", positions)
     axes = ()
     if pair_axes is None:
         points = points[..., None]

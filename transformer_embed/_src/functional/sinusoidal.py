@@ -204,9 +204,7 @@ def sinusoidal_grid(
     """
     lengths, order = as_grid(shape, axes)
     if axis_positions is not None:
-        axis_positions = arguments.entries(
-            "axis_positions", axis_positions, arguments.as_fitting_positions
-        )
+        axis_positions = arguments.entries("axis_positions", axis_positions, arguments.as_positions)
         shapes = [list(array.shape) for array in axis_positions]
         expected = [[length] for length in lengths]
         if shapes != expected:
@@ -254,7 +252,7 @@ def encode(
 ) -> Float[Array, "... d"]:
     """`sinusoidal_encoding` with these options."""
     d_model, dtype = _checked_width(d_model), arguments.result_dtype("dtype", dtype)
-    positions = arguments.as_fitting_positions("positions", positions)
+    positions = arguments.as_positions("positions", positions)
     return _encoding(positions, d_model, options, dtype)
 
 

@@ -105,7 +105,7 @@ class Embedder:
             params,
             rng,
             arguments.as_int32("ids", ids),
-            None if positions is None else arguments.as_fitting_positions("positions", positions),
+            None if positions is None else arguments.as_positions("positions", positions),
             None if token_types is None else arguments.as_int32("token_types", token_types),
         )
 
