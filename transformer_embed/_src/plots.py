@@ -1,23 +1,18 @@
 """Pictures of encodings, masks and biases; the public `plots` says how to read them."""
 
 import decimal
-import importlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float64
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.functional import phase
 from transformer_embed._src.functional.rotary import apply_rotary
-from transformer_embed._src.functional.rotary_scaling import (
-    Scaling,
-    check_scaling,
-    scaled_frequencies,
-    unscaled,
-)
+from transformer_embed._src.functional.rotary_scaling import Scaling, scaled_frequencies, unscaled
 from transformer_embed._src.functional.sinusoidal import sinusoidal_encoding
 
 if TYPE_CHECKING:
@@ -25,18 +20,18 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
     from matplotlib.lines import Line2D
 
+# Those of the rows and those of the columns.
+Tokens = tuple[Sequence[str] | None, Sequence[str] | None]
 HIDDEN, SOME, ALLOWED = "#E6E6E6", "#6BAED6", "#0B3C5D"
-DIVERGING, SEQUENTIAL = "RdBu_r", "cividis"
 # Blue, vermilion, bluish green and black from Okabe and Ito's colour-blind-safe palette.
 BLUE, VERMILION, GREEN, BLACK = "#0072B2", "#D55E00", "#009E73", "#000000"
 STYLES = (("o", BLUE, "-"), ("s", VERMILION, "--"), ("^", GREEN, ":"), ("D", BLACK, "-."))
 MOST_CELLS_WITH_LINES = 64
+# `mask_to_bias` adds half of the lowest number of a dtype, to which another bias may add a quarter.
+# This is what remains in float16. The softmax of a logit as low is 0 in any dtype.
+HIDING_BIAS = -16376
 # Where a legend goes that would cover the picture.
-BESIDE: Mapping[str, Any] = {
-    "loc": "upper left",
-    "bbox_to_anchor": (1.02, 1.0),
-    "borderaxespad": 0.0,
-}
+BESIDE: Any = {"loc": "upper left", "bbox_to_anchor": (1, 1), "frameon": False}
 
 
 def plot_encoding(
@@ -49,8 +44,8 @@ def plot_encoding(
     """A heat map of vectors, a row for each position and a column for each channel.
 
     Args:
-        encoding: [length, d_model], a floating dtype: an encoding, rows of a table, or their sum.
-            Cells that are NaN are hatched.
+        encoding: [length, d_model]: an encoding, rows of a table, or their sum. Cells that are NaN
+            are hatched.
         ax: where to draw; None: a new pyplot figure.
         tokens: [length] names for the rows; None: rows are numbered.
         limit: the colours run from -limit to limit; above 0. None: the largest magnitude.
@@ -59,10 +54,9 @@ def plot_encoding(
         The Axes, with channel across, position (tokens) down, and a colour bar beside it.
 
     Raises:
-        TypeError: encoding does not have a floating dtype, or is traced; ax is not an Axes; limit
-            is not a Python number.
-        ValueError: encoding is not of rank 2 or is empty; there is not one token for each row;
-            limit is not above 0.
+        TypeError: encoding is traced; limit is not a Python number.
+        ValueError: encoding is not a matrix or is empty; there is not one token for each row; limit
+            is not above 0.
 
     Example:
         >>> import transformer_embed as te
@@ -74,16 +68,9 @@ def plot_encoding(
         The picture of Alammar, "The Illustrated Transformer" (2018),
         https://jalammar.github.io/illustrated-transformer/
     """
-    values = _table("encoding", encoding)
-    largest = np.nanmax(np.abs(values), initial=0.0)
-    most = largest or 1.0
-    if limit is not None:
-        most = arguments.real("limit", limit, above=0)
-    extend = "both" if largest > most else "neither"
-    names = {"position (tokens)": _names("tokens", tokens, len(values)), "channel": None}
-    image = _image(ax, values, names, aspect="auto", cmap=DIVERGING, vmin=-most, vmax=most)
-    image.axes.figure.colorbar(image, label="value", extend=extend)
-    return image.axes
+    values = _matrix("encoding", encoding)
+    image = _image(ax, values, ("position (tokens)", "channel"), (tokens, None), aspect="auto")
+    return _signed(image, "value", limit)
 
 
 def plot_wavelengths(
@@ -110,12 +97,6 @@ def plot_wavelengths(
     Returns:
         The Axes, with pair of channels across and wavelength (tokens, logarithmic) up.
 
-    Raises:
-        TypeError: d_model is not a Python int; base is not a Python number; scaling is not a
-            scaling of this package; ax is not an Axes.
-        ValueError: d_model is below 1, or odd with a scaling; base is not above 0; the scaling does
-            not fit d_model.
-
     Example:
         >>> import transformer_embed as te
         >>> ax = te.plots.plot_wavelengths(128, base=5e5, label="as trained")
@@ -128,11 +109,6 @@ def plot_wavelengths(
         Vaswani et al., "Attention Is All You Need" (2017), section 3.5,
         https://arxiv.org/abs/1706.03762
     """
-    d_model = arguments.integer("d_model", d_model, at_least=1)
-    base = arguments.real("base", base, above=0)
-    check_scaling(scaling)
-    if scaling and d_model % 2:
-        raise arguments.value_error("d_model", "an even number of channels, to scale", d_model)
     frequencies = scaled_frequencies(scaling, d_model, base).frequencies
     wavelengths = [float(2 * phase.PI / frequency) for frequency in frequencies]
     ax = _axes(ax)
@@ -151,7 +127,7 @@ def plot_similarity(
     numbers.
 
     Args:
-        encoding: [length, d_model], a floating dtype: vectors of positions 0..length-1.
+        encoding: [length, d_model]: vectors of positions 0..length-1.
         ax: where to draw; None: a new pyplot figure.
         label: name in the legend; None: no legend.
 
@@ -159,8 +135,8 @@ def plot_similarity(
         The Axes, with distance (tokens) across and dot product up.
 
     Raises:
-        TypeError: encoding does not have a floating dtype, or is traced; ax is not an Axes.
-        ValueError: encoding is not of rank 2, or is empty.
+        TypeError: encoding is traced.
+        ValueError: encoding is not a matrix, or is empty.
 
     Example:
         >>> import transformer_embed as te
@@ -172,14 +148,14 @@ def plot_similarity(
         Wang and Chen, "What Do Position Embeddings Learn?" (2020), figure 1,
         https://arxiv.org/abs/2010.04903, who show the whole matrix of cosines.
     """
-    values = _table("encoding", encoding)
-    products = values @ values.T
-    diagonals = [np.diagonal(products, distance) for distance in range(len(values))]
+    values = _matrix("encoding", encoding)
+    products, distances = values @ values.T, range(len(values))
+    diagonals = [np.diagonal(products, distance) for distance in distances]
     statistics = [(pairs.mean(), pairs.min(), pairs.max()) for pairs in diagonals]
     mean, low, high = np.transpose(statistics)
     ax = _axes(ax)
-    line = _plot(ax, range(len(mean)), mean, label, marker="")
-    ax.fill_between(range(len(mean)), low, high, color=line.get_color(), alpha=0.25, linewidth=0)
+    line = _plot(ax, distances, mean, label, marker="")
+    ax.fill_between(distances, low, high, color=line.get_color(), alpha=0.25, linewidth=0)
     return _finished(ax, "distance (tokens)", "dot product")
 
 
@@ -189,32 +165,26 @@ def plot_mask(
     ax: "Axes | None" = None,
     query_tokens: Sequence[str] | None = None,
     key_tokens: Sequence[str] | None = None,
-    batch_index: int | None = None,
-    head: int | None = None,
 ) -> "Axes":
     """A mask in two tones: which keys each query may attend to.
 
     Args:
-        mask: bool [T, S], [B, T, S] as `AttentionMask.tile` makes it, or [B, heads, T, S] as
-            `AttentionMask.dense` does. True = may attend. Or int8 [B, T / size, S / size] as
-            `AttentionMask.tile_kinds` makes it, drawn in three tones: tiles in which no pair, some
-            pairs or all pairs may attend.
+        mask: bool [T, S], True = may attend. Axes of length 1 may come first, as those of
+            `AttentionMask.dense` and `AttentionMask.tile` for a batch of one; index the row of a
+            larger batch. Or int8 as `AttentionMask.tile_kinds` makes it, drawn in three tones:
+            tiles in which no pair, some pairs or all pairs may attend.
         ax: where to draw; None: a new pyplot figure.
-        query_tokens: [T] names for the queries; None: queries are numbered. A mask with one row for
-            all queries (T = 1) is drawn with a row for each name.
+        query_tokens: [T] names for the queries; None: queries are numbered.
         key_tokens: [S] names for the keys; None: keys are numbered.
-        batch_index: the row of the batch to draw, from 0; may be None if B is 1.
-        head: the head to draw, from 0; may be None if there is one mask for all heads.
 
     Returns:
         The Axes, with key (token attended to) across, query (token that attends) down, and a legend
         of the two tones beside it.
 
     Raises:
-        TypeError: mask is not bool or int8, or is traced; ax is not an Axes; an index is not a
-            Python int.
-        ValueError: mask is of another rank or is empty; an index is missing or out of range; there
-            is not one token for each row or column.
+        TypeError: mask is not bool or int8, or is traced.
+        ValueError: mask is not one matrix or is empty; there is not one token for each row or
+            column.
 
     Example:
         >>> import transformer_embed as te
@@ -228,23 +198,24 @@ def plot_mask(
         Child et al., "Generating Long Sequences with Sparse Transformers" (2019), figure 3,
         https://arxiv.org/abs/1904.10509
     """
+    from matplotlib.colors import ListedColormap  # noqa: PLC0415
+    from matplotlib.patches import Patch  # noqa: PLC0415
+
     if getattr(mask, "dtype", None) == np.int8:
         tones = {"no pair": HIDDEN, "some pairs": SOME, "all pairs": ALLOWED}
-        array = jnp.asarray(mask)
     else:
         tones = {"hidden": HIDDEN, "may attend": ALLOWED}
-        array = arguments.as_mask("mask", mask)
-    values = _one_matrix("mask", array, batch_index, head)
-    colors = matplotlib_module("colors").ListedColormap(list(tones.values()))
+        mask = arguments.as_mask("mask", mask)
     # Each value is the index of its tone. Interpolation would mix them.
+    colors = ListedColormap(list(tones.values()))
     options = {"cmap": colors, "vmin": 0, "vmax": len(tones) - 1, "interpolation": "nearest"}
-    axes = _queries_and_keys(ax, values, query_tokens, key_tokens, **options).axes
-    patch = matplotlib_module("patches").Patch
+    tokens = query_tokens, key_tokens
+    axes = _queries_and_keys(ax, _matrix("mask", mask), tokens, **options).axes
     patches = [
-        patch(facecolor=tone, edgecolor="grey", label=label)
+        Patch(facecolor=tone, edgecolor="grey", label=label)
         for label, tone in reversed(tones.items())
     ]
-    axes.legend(handles=patches, frameon=False, **BESIDE)
+    axes.legend(handles=patches, **BESIDE)
     return axes
 
 
@@ -255,7 +226,6 @@ def plot_rotary(
     ax: "Axes | None" = None,
     base: float = 10_000.0,
     scaling: Scaling | None = None,
-    pairs: Sequence[int] | None = None,
 ) -> "Axes":
     """Points rotated by rotary embeddings: a circle for each pair, a dot for each position.
 
@@ -269,18 +239,15 @@ def plot_rotary(
         ax: where to draw; None: a new pyplot figure.
         base: as in `apply_rotary`.
         scaling: as in `apply_rotary`. An attention factor moves the dots off their circles.
-        pairs: the pairs to draw, in 0..head_dim // 2 - 1, from the innermost circle outwards. None:
-            four, from the first, an eighth of the head apart.
 
     Returns:
         The Axes, with the first channel of a pair across and its second channel up, and a legend
-        of the pairs. Dots of the innermost circle are labelled with their positions unless labels
-        would overlap.
+        of the pairs: four, from the first, an eighth of the head apart. The first six dots of the
+        innermost circle are labelled with their positions.
 
     Raises:
-        TypeError: as `apply_rotary`; ax is not an Axes; a pair is not a Python int.
-        ValueError: as `apply_rotary`; positions are not of rank 1 or are empty; pairs are empty or
-            outside the head.
+        TypeError: as `apply_rotary`.
+        ValueError: as `apply_rotary`.
 
     Example:
         >>> import transformer_embed as te
@@ -292,27 +259,29 @@ def plot_rotary(
         Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), figure 1,
         https://arxiv.org/abs/2104.09864
     """
-    half = arguments.integer("head_dim", head_dim, at_least=2) // 2
-    if pairs is None:
-        pairs = range(0, half, max(1, half // 8))[:4]
-    chosen = arguments.entries("pairs", pairs, arguments.integer, at_least=0, at_most=half - 1)
-    if not chosen:
-        raise arguments.value_error("pairs", f"at least one of 0..{half - 1}", pairs)
-    places = _places(positions)
+    from matplotlib.patches import Circle  # noqa: PLC0415
+
+    half, places = head_dim // 2, np.asarray(positions)
+    pairs = range(0, half, max(1, half // 8))[:4]
     # The point (radius, 0) in each pair of channels.
     x = np.zeros([len(places), 1, head_dim], np.float32)
-    x[..., chosen] = range(1, len(chosen) + 1)
+    x[..., pairs] = range(1, len(pairs) + 1)
     rotated = np.asarray(apply_rotary(x, places, base=base, scaling=scaling))[:, 0]
     ax = _axes(ax)
     ax.set(xlabel="first channel of the pair", ylabel="second channel of the pair")
     ax.set(aspect="equal", xmargin=0.1, ymargin=0.1)
-    circle = matplotlib_module("patches").Circle
-    for radius, pair in enumerate(chosen, 1):
-        ax.add_patch(circle((0, 0), radius, fill=False, color="0.8", linewidth=1, zorder=0))
+    for radius, pair in enumerate(pairs, 1):
+        ax.add_patch(Circle((0, 0), radius, fill=False, color="0.8", zorder=0))
         _plot(ax, rotated[:, pair], rotated[:, pair + half], f"pair {pair}", linestyle="")
     title = "A circle for each pair;\nradii keep them apart.\nNumbers: positions."
-    ax.legend(title=title, frameon=False, **BESIDE)
-    _number_points(ax, places, rotated[:, [chosen[0], chosen[0] + half]])
+    ax.legend(title=title, **BESIDE)
+    # The first pair rotates by a radian at each position: a seventh number would lie on the first.
+    for position, point in zip(places[:6], rotated[:, [0, half]], strict=False):
+        number = f"{position:g}"
+        # In points: a letter is about 6 wide, and a dot 4.
+        outwards = point * (5 + 3 * len(number))
+        text = ax.annotate(number, point, outwards, textcoords="offset points", fontsize="small")
+        text.set(ha="center", va="center")
     return ax
 
 
@@ -322,27 +291,22 @@ def plot_bias(
     ax: "Axes | None" = None,
     query_tokens: Sequence[str] | None = None,
     key_tokens: Sequence[str] | None = None,
-    batch_index: int | None = None,
-    head: int | None = None,
 ) -> "Axes":
     """A heat map of the bias that is added to the logit of each query and key.
 
     Args:
-        bias: [T, S] or [B, heads, T, S], a floating dtype, as `alibi_bias` and
-            `RelativePositionBias` make it. After `mask_to_bias` is added, masked cells are hatched.
+        bias: [T, S], such as one head of what `alibi_bias` and `RelativePositionBias` make. Axes of
+            length 1 may come first. Masked cells, with -16376 or less, are hatched.
         ax: where to draw; None: a new pyplot figure.
         query_tokens: [T] names for the queries; None: queries are numbered.
         key_tokens: [S] names for the keys; None: keys are numbered.
-        batch_index: the row of the batch to draw, from 0; may be None if B is 1.
-        head: the head to draw, from 0; may be None if there is only one.
 
     Returns:
         The Axes, with key (token attended to) across, query (token that attends) down, and a colour
         bar beside it.
 
     Raises:
-        TypeError: bias does not have a floating dtype, or is traced; ax is not an Axes; an index is
-            not a Python int.
+        TypeError: bias is traced.
         ValueError: as `plot_mask`.
 
     Example:
@@ -350,26 +314,17 @@ def plot_bias(
         >>> import transformer_embed as te
         >>> bias = te.alibi_bias(jnp.arange(8), jnp.arange(8), num_heads=4)
         >>> bias += te.mask_to_bias(te.causal_mask(8))
-        >>> ax = te.plots.plot_bias(bias, head=0)
+        >>> ax = te.plots.plot_bias(bias[0, 0])
         >>> int(ax.images[0].get_array().mask.sum())  # the keys after their query
         28
 
     Source:
         Press et al., "Train Short, Test Long" (2022), figure 3, https://arxiv.org/abs/2108.12409
     """
-    array = arguments.as_floats("bias", bias)
-    largest = min(float(jnp.finfo(array.dtype).max), float(jnp.finfo(jnp.float32).max))
-    values = _one_matrix("bias", array, batch_index, head).astype(np.float64)
-    # mask_to_bias adds minus half of the largest number; a bias added to that may raise it by up to
-    # a quarter.
-    shown = np.ma.masked_where(~(values > -largest / 4), values)
-    options: dict[str, Any] = {"cmap": SEQUENTIAL}
-    if (shown < 0).any() and (shown > 0).any():
-        most = np.abs(shown).max()
-        options = {"cmap": DIVERGING, "vmin": -most, "vmax": most}
-    image = _queries_and_keys(ax, shown, query_tokens, key_tokens, **options)
-    image.axes.figure.colorbar(image, label="added to the logit")
-    return image.axes
+    values = _matrix("bias", bias)
+    shown = np.ma.masked_where(~(values > HIDING_BIAS), values)
+    image = _queries_and_keys(ax, shown, (query_tokens, key_tokens))
+    return _signed(image, "added to the logit")
 
 
 def plot_error(
@@ -396,10 +351,8 @@ def plot_error(
         line at the error of rounding a value near 1 to float32.
 
     Raises:
-        TypeError: positions are not integers, or are traced; ax is not an Axes; d_model is not a
-            Python int; base is not a Python number.
-        ValueError: positions are not of rank 1, are empty, below 1 or outside int32; d_model is
-            below 1; base is not above 0.
+        TypeError: positions are not integers, or are traced; and as `sinusoidal_encoding`.
+        ValueError: as `sinusoidal_encoding`.
 
     Example:
         >>> import transformer_embed as te
@@ -408,16 +361,11 @@ def plot_error(
         >>> bool(ours.max() < 6.0e-8)
         True
     """
-    d_model = arguments.integer("d_model", d_model, at_least=1)
-    base = arguments.real("base", base, above=0)
     if positions is None:
-        places = np.unique(np.geomspace(1, 2**31 - 1, 100, dtype=np.int64))
-    else:
-        places = _places(arguments.as_integers("positions", positions))
-        what = "int32 and on a logarithmic axis"
-        arguments.check_inside("positions", places, 1, 2**31 - 1, what)
-    exact, usual = _exact_and_usual(places, d_model, base)
+        positions = np.geomspace(1, 2**31 - 1, 100, dtype=np.int64)
+    places = np.asarray(positions)
     ours = np.asarray(sinusoidal_encoding(places, d_model, base=base))
+    exact, usual = _exact_and_usual(places, d_model, base)
     ax = _axes(ax)
     for encoding, label in ((ours, "transformer_embed"), (usual, "float32 product")):
         _plot(ax, places, np.abs(encoding - exact).max(1), label, linestyle="-", linewidth=1)
@@ -426,118 +374,72 @@ def plot_error(
     return _finished(ax, *labels, xscale="log", yscale="log")
 
 
-def matplotlib_module(module: str) -> Any:
-    """A module of matplotlib, which is optional and slow to load."""
-    try:
-        return importlib.import_module(f"matplotlib.{module}")
-    except ImportError as error:
-        raise ImportError(
-            "transformer_embed.plots needs matplotlib: pip install '.[plots]' in a clone"
-        ) from error
-
-
 def _axes(ax: "Axes | None") -> "Axes":
     if ax is None:
         # pyplot chooses a backend; a given Axes already has one.
-        return matplotlib_module("pyplot").subplots(layout="constrained")[1]
-    kind = matplotlib_module("axes").Axes
-    return arguments.instance("ax", ax, kind, "a matplotlib Axes, or None")
+        from matplotlib import pyplot  # noqa: PLC0415
+
+        ax = pyplot.subplots(layout="constrained")[1]
+    return ax
 
 
-def _values(name: str, array: Any, shapes: str, *ranks: int) -> np.ndarray:
-    """The values of an array of these shapes, not empty."""
-    values = arguments.on_host(name, array)
-    if values.ndim not in ranks or not values.size:
-        got = f"shape {list(values.shape)}"
-        raise arguments.value_error(name, f"{shapes}, not empty", got)
-    return values
-
-
-def _table(name: str, value: ArrayLike) -> np.ndarray:
-    """[length, d_model], in float64."""
-    array = arguments.as_floats(name, value)
-    return _values(name, array, "shape [length, d_model]", 2).astype(np.float64)
-
-
-def _one_matrix(name: str, array: Any, batch_index: int | None, head: int | None) -> np.ndarray:
-    """[T, S]: one head of one row of the batch."""
-    shapes = "shape [T, S], [B, T, S] or [B, heads, T, S]"
-    values = _values(name, array, shapes, 2, 3, 4)
-    values = np.expand_dims(values, {2: (0, 1), 3: (1,), 4: ()}[values.ndim])
-    row = _index("batch_index", batch_index, len(values))
-    return values[row, _index("head", head, values.shape[1])]
-
-
-def _index(name: str, index: int | None, size: int) -> int:
-    if index is None and size == 1:
-        return 0
-    if index is None or arguments.integer(name, index, at_least=0) >= size:
-        raise arguments.value_error(name, f"an int from 0 to {size - 1}", index)
-    return int(index)
+def _matrix(name: str, array: ArrayLike) -> Float64[np.ndarray, "rows columns"]:
+    """A matrix that is not empty, without leading axes of length 1."""
+    values = np.asarray(array, np.float64)
+    if values.ndim < 2 or not values.size or math.prod(values.shape[:-2]) > 1:
+        want = "a matrix that is not empty (choose one by an index, such as x[0])"
+        raise arguments.value_error(name, want, f"shape {list(values.shape)}")
+    return values.reshape(values.shape[-2:])
 
 
 def _image(
-    ax: "Axes | None", values: np.ndarray, names: Mapping[str, list[str] | None], **options: Any
+    ax: Any, values: np.ndarray, labels: tuple[str, str], tokens: Tokens, **options: Any
 ) -> "AxesImage":
-    """A matrix with the labels of its rows and of its columns, and their names; None: numbers."""
+    """A matrix with labels of its rows and of its columns, and their tokens; None: numbers."""
+    from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
+
     ax = _axes(ax)
     image = ax.imshow(values, **options)
     # It is seen where the matrix has no value.
     ax.patch.set(hatch="////", edgecolor="0.75", linewidth=0)
-    locator = matplotlib_module("ticker").MaxNLocator
-    for axis, label, rotation in zip((ax.yaxis, ax.xaxis), names, (0, 90), strict=True):
+    sides = zip((ax.yaxis, ax.xaxis), labels, values.shape, tokens, (0, 90), strict=True)
+    for axis, label, size, names, rotation in sides:
         axis.set_label_text(label)
-        axis.set_major_locator(locator(integer=True, min_n_ticks=1))
-        texts = names[label]
-        if texts is not None:
-            axis.set_ticks(range(len(texts)), texts, parse_math=False, rotation=rotation)
+        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        if names is not None:
+            axis.set_ticks(range(size), names, parse_math=False, rotation=rotation)
     return image
 
 
 def _queries_and_keys(
-    ax: "Axes | None",
-    values: np.ndarray,
-    query_tokens: Sequence[str] | None,
-    key_tokens: Sequence[str] | None,
-    **options: Any,
+    ax: "Axes | None", values: np.ndarray, tokens: Tokens, **options: Any
 ) -> "AxesImage":
-    """[T, S] with lines between its cells; one row for all queries is repeated for each name."""
-    if query_tokens is not None and len(values) == 1:
-        values = np.ma.repeat(values, np.size(query_tokens) or 1, axis=0)
-    names = {
-        "query (token that attends)": _names("query_tokens", query_tokens, len(values)),
-        "key (token attended to)": _names("key_tokens", key_tokens, values.shape[1]),
-    }
-    image = _image(ax, values, names, **options)
-    if max(values.shape) <= MOST_CELLS_WITH_LINES:
-        for axis, size in zip((image.axes.yaxis, image.axes.xaxis), values.shape, strict=True):
-            axis.set_ticks(np.arange(size + 1) - 0.5, minor=True)
-        image.axes.grid(which="minor", color="white", linewidth=1)
-        image.axes.tick_params(which="minor", length=0)
+    """[T, S], with lines between its cells if they are few."""
+    labels = "query (token that attends)", "key (token attended to)"
+    image = _image(ax, values, labels, tokens, **options)
+    queries, keys = values.shape
+    if max(queries, keys) <= MOST_CELLS_WITH_LINES:
+        line = {"color": "white", "linewidth": 1}
+        image.axes.hlines(np.arange(1, queries) - 0.5, -0.5, keys - 0.5, **line)
+        image.axes.vlines(np.arange(1, keys) - 0.5, -0.5, queries - 0.5, **line)
     return image
 
 
-def _names(name: str, tokens: Sequence[str] | None, count: int) -> list[str] | None:
-    """The labels of `count` rows or columns."""
-    if tokens is None:
-        return None
-    tokens = arguments.sequence(name, tokens)
-    if len(tokens) != count:
-        raise arguments.value_error(name, f"a sequence of length {count}", f"length {len(tokens)}")
-    return [_printable(str(token)) for token in tokens]
-
-
-def _printable(text: str) -> str:
-    return text if text.isprintable() else repr(text)[1:-1]
+def _signed(image: Any, label: str, limit: float | None = None) -> "Axes":
+    """The Axes of an image, with a colour bar for values from -limit to limit."""
+    most, extend = np.abs(image.get_array()).max() or 1.0, "neither"
+    if limit is not None:
+        most, extend = arguments.real("limit", limit, above=0), "both"
+    image.set(cmap="RdBu_r", clim=(-most, most))
+    image.axes.figure.colorbar(image, label=label, extend=extend)
+    return image.axes
 
 
 def _plot(ax: "Axes", x: Any, y: Any, label: str | None, **options: Any) -> "Line2D":
     """A series in the next style, without what the options say."""
     marker, color, dash = STYLES[len(ax.lines) % len(STYLES)]
     style = {"marker": marker, "color": color, "linestyle": dash, "markersize": 3.5}
-    # matplotlib would take a list for labels of several lines.
-    name = None if label is None else str(label)
-    return ax.plot(x, y, label=name, **style | options)[0]
+    return ax.plot(x, y, label=label, **style | options)[0]
 
 
 def _finished(ax: "Axes", x_label: str, y_label: str, **options: Any) -> "Axes":
@@ -546,29 +448,6 @@ def _finished(ax: "Axes", x_label: str, y_label: str, **options: Any) -> "Axes":
     if ax.get_legend_handles_labels()[0]:
         ax.legend(frameon=False)
     return ax
-
-
-def _places(positions: ArrayLike) -> np.ndarray:
-    array = arguments.as_positions("positions", positions)
-    return _values("positions", array, "shape [n]", 1)
-
-
-def _number_points(ax: "Axes", positions: np.ndarray, points: np.ndarray) -> None:
-    """Writes positions outside of their points; not those that would overlap an earlier one."""
-    ax.apply_aspect()
-    boxes = []
-    for position, point in zip(positions.tolist(), points, strict=True):
-        number = f"{position:g}"
-        # In points: a letter is about 6 wide, and a dot 4.
-        outwards = point / np.hypot(*point) * (5 + 3 * len(number))
-        text = ax.annotate(number, point, outwards, textcoords="offset points", fontsize="small")
-        text.set(ha="center", va="center")
-        # A title or a legend may shrink the axes, which brings labels closer to each other.
-        box = text.get_window_extent().expanded(1.4, 1.4)
-        if box.count_overlaps(boxes):
-            text.remove()
-        else:
-            boxes.append(box)
 
 
 def _exact_and_usual(
