@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Float, UInt8
+from jaxtyping import Array, Float, UInt8
 
 import transformer_embed as te
 from transformer_embed.cli.progress import progress
@@ -24,46 +24,34 @@ SHORTEST_TEXT = math.ceil((CONTEXT + 1) / HELD_OUT)
 Params = Mapping[str, Mapping[str, Array]]
 
 
-def next_byte_logits(
-    config: te.EmbedderConfig, ids: UInt8[Array, "b t"], *, is_training: bool
-) -> Float[Array, "b t v"]:
-    """A causal pre-norm Transformer with a tied output layer.
+def next_byte_logits(config: te.EmbedderConfig, ids: UInt8[Array, "b t"]) -> Float[Array, "b t v"]:
+    """A causal pre-norm Transformer without dropout, with a tied output layer.
 
     Xiong et al. (2020), https://arxiv.org/abs/2002.04745.
     """
     embed = te.TransformerEmbedding(config)
-    positions = jnp.arange(ids.shape[1])
-    mask = te.AttentionMask(te.TokenPositions(positions), causal=True).dense()
-    x = embed(ids, is_training=is_training)
+    tokens = te.TokenPositions(jnp.arange(ids.shape[1]))
+    mask = te.AttentionMask(tokens, causal=True).dense()
+    x = embed(ids, is_training=False)
     for _ in range(NUM_LAYERS):
-        x = x + _attention(_norm(x), mask)
-        x = x + _feed_forward(_norm(x))
+        w_init = hk.initializers.VarianceScaling()
+        attend = hk.MultiHeadAttention(NUM_HEADS, D_MODEL // NUM_HEADS, w_init=w_init)
+        attend_to = _norm(x)
+        x = x + attend(attend_to, attend_to, attend_to, mask)
+        x = x + hk.nets.MLP([4 * D_MODEL, D_MODEL], activation=_squared_relu)(_norm(x))
     return embed.logits(_norm(x))
-
-
-def _attention(x: Float[Array, "b t d"], mask: Bool[Array, "1 1 t t"]) -> Float[Array, "b t d"]:
-    heads = (*x.shape[:2], NUM_HEADS, D_MODEL // NUM_HEADS)
-    query, key, value = (
-        hk.Linear(D_MODEL, with_bias=False, name=name)(x).reshape(heads)
-        for name in ("query", "key", "value")
-    )
-    return hk.Linear(D_MODEL, name="attended")(
-        jax.nn.dot_product_attention(query, key, value, mask=mask).reshape(x.shape)
-    )
-
-
-def _feed_forward(x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-    """Squared ReLU, which learns faster than GELU and is cheaper on a CPU.
-
-    So et al., "Primer" (2021), https://arxiv.org/abs/2109.08668.
-    """
-    return hk.Linear(D_MODEL, name="narrow")(
-        jnp.square(jax.nn.relu(hk.Linear(4 * D_MODEL, name="wide")(x)))
-    )
 
 
 def _norm(x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
     return hk.LayerNorm(-1, create_scale=True, create_offset=True)(x)
+
+
+def _squared_relu(x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+    """Learns faster than GELU and is cheaper on a CPU.
+
+    So et al., "Primer" (2021), https://arxiv.org/abs/2109.08668.
+    """
+    return jnp.square(jax.nn.relu(x))
 
 
 class Result(NamedTuple):
@@ -80,9 +68,7 @@ def train(
     """Trains on a text but its end; equal arguments give equal results on one machine."""
     config = te.EmbedderConfig(VOCAB_SIZE, D_MODEL, scheme=scheme, dropout_rate=0.0)
     training, held_out = map(_windows, split(text))
-    params = model(config).init(
-        jax.random.key(seed), jnp.zeros([1, CONTEXT], jnp.uint8), is_training=False
-    )
+    params = model(config).init(jax.random.key(seed), jnp.zeros([1, CONTEXT], jnp.uint8))
     state, rng = _optimizer(steps).init(params), np.random.default_rng(seed)
     bar = progress(range(steps), f"{name}, training", quiet=quiet)
     for done in bar:
@@ -91,13 +77,8 @@ def train(
         if done % STEPS_A_LOSS == 0:
             bar.set_postfix_str(f"loss={float(loss):.2f}", refresh=False)
     # Each byte is scored once, except the first one and a remainder shorter than a window.
-    held_out = held_out[::CONTEXT]
-    count = math.ceil(len(held_out) / EVALUATION_BATCH_SIZE)
-    # np.resize fills the last batch with the first windows again.
-    batches = np.resize(held_out, (count, EVALUATION_BATCH_SIZE, CONTEXT + 1))
-    scored = progress(batches, f"{name}, held-out text", quiet=quiet)
-    bits = np.concatenate([_score(config, params, batch) for batch in scored])
-    return Result(config, params, float(bits[: len(held_out)].mean(dtype=np.float64)))
+    bits = _score(config, params, held_out[::CONTEXT])
+    return Result(config, params, float(np.asarray(bits).mean(dtype=np.float64)))
 
 
 def model(config: te.EmbedderConfig) -> hk.Transformed:
@@ -114,9 +95,9 @@ def _step(
     windows: UInt8[Array, "b t"],
 ) -> tuple[optax.Params, optax.OptState, Float[Array, ""]]:
     """One step of training, and the loss before it in bits per byte."""
-    loss, gradient = jax.value_and_grad(
-        lambda params: _bits(config, params, windows, is_training=True).mean()
-    )(params)
+    loss, gradient = jax.value_and_grad(lambda params: _bits(config, params, windows).mean())(
+        params
+    )
     updates, state = _optimizer(steps).update(gradient, state, params)
     return optax.apply_updates(params, updates), state, loss
 
@@ -125,14 +106,17 @@ def _step(
 def _score(
     config: te.EmbedderConfig, params: Params, windows: UInt8[Array, "b t"]
 ) -> Float[Array, "b"]:
-    return _bits(config, params, windows, is_training=False)
+    def score(window):
+        return _bits(config, params, window[None])[0]
+
+    return jax.lax.map(score, windows, batch_size=EVALUATION_BATCH_SIZE)
 
 
 def _bits(
-    config: te.EmbedderConfig, params: Params, windows: UInt8[Array, "b t"], *, is_training: bool
+    config: te.EmbedderConfig, params: Params, windows: UInt8[Array, "b t"]
 ) -> Float[Array, "b"]:
     """Bits per byte of each window: the mean over all its bytes except the first."""
-    logits = model(config).apply(params, windows[:, :-1], is_training=is_training)
+    logits = model(config).apply(params, windows[:, :-1])
     targets = windows[:, 1:].astype(jnp.int32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean(-1) / math.log(2)
 
