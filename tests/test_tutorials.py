@@ -383,7 +383,7 @@ def test_position_embedding_note_stops_at_max_len_and_learned_positions_say_so()
     )
     assert module.apply(module.init(jax.random.key(0), 4), None, 4).shape == (4, 6)
     with pytest.raises(
-        ValueError, match=r"^x: wanted a length of at most max_len = 4, got length 5$"
+        ValueError, match=r"^x: wanted a length of at most 4, where Learned ends, got length 5$"
     ):
         module.init(jax.random.key(0), 5)
 

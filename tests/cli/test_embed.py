@@ -212,7 +212,7 @@ def test_a_line_past_max_len_is_refused(save_embedder, fails, tmp_path):
     source.write_text("1 2 3 4")
     line = fails("embed", source, "--ids", "--from", params, "--out", out)
     assert (
-        "a line has 4 tokens (ids: wanted a length of at most max_len = 3, got length 4); split such lines"
+        "a line has 4 tokens (ids: wanted a length of at most 3, where Learned ends, got length 4); split such lines"
         in line
     )
     source.write_text("1 2 3")
@@ -414,4 +414,4 @@ def test_a_line_past_the_grid_is_refused(save_embedder, fails, tmp_path, text_fi
         tmp_path / "p", te.EmbedderConfig(256, 8, scheme=te.SinusoidalGrid((2, 2)))
     )
     line = fails("embed", text_file, "--from", params, "--out", tmp_path / "x.npz")
-    assert "wanted a length of at most the 4 points of the grid, got length" in line
+    assert "wanted a length of at most 4, where SinusoidalGrid ends, got length" in line

@@ -593,7 +593,7 @@ BAD_CALLS = [
         dataclasses.replace(CONFIG, scheme=te.Learned(4)),
         {},
         ValueError,
-        ("ids", "a length of at most max_len = 4", "length 5"),
+        ("ids", "a length of at most 4, where Learned ends", "length 5"),
     ),
     (
         dataclasses.replace(CONFIG, scheme=te.Learned(16)),

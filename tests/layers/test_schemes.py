@@ -83,7 +83,7 @@ def test_given_positions_are_taken_as_they_are():
 def test_start_shortens_what_a_table_holds():
     assert embed(te.Learned(max_len=7, start=2), IDS).shape == (3, 5, 8)
     with pytest.raises(
-        ValueError, match=r"^ids: wanted a length of at most max_len - start = 4, got length 5\b"
+        ValueError, match=r"^ids: wanted a length of at most 4, where Learned ends, got length 5\b"
     ):
         embed(te.Learned(max_len=6, start=2), IDS)
 

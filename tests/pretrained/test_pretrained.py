@@ -1231,7 +1231,7 @@ def test_a_line_past_the_positions_that_are_left(tmp_path):
     )
     assert status == 2
     assert (
-        "a line has 9 tokens (ids: wanted a length of at most max_len - start = 8, got length 9); split such lines"
+        "a line has 9 tokens (ids: wanted a length of at most 8, where Learned ends, got length 9); split such lines"
         in err
     )
 

@@ -101,7 +101,9 @@ class TokenEmbedding(hk.Module):
         scale = self.config.scale
         # A scale of False is a factor of 1.
         self.factor = math.sqrt(self.config.d_model) if scale is True else scale or 1.0
-        self.w_init = _as_initializer(w_init, hk.initializers.RandomNormal(stddev=1 / self.factor))
+        self.w_init = w_init
+        if w_init is None:
+            self.w_init = hk.initializers.RandomNormal(stddev=1 / self.factor)
 
     def __call__(self, ids: ArrayLike) -> Float[Array, "... d"]:
         """Embeds ids [...], integers, as [..., d_model] of `dtype`."""
@@ -228,7 +230,7 @@ class PositionalEncoding(hk.Module):
         scheme._check(self.d_model)
         self.dropout_rate = arguments.rate("dropout_rate", dropout_rate)
         self.out_of_range = arguments.choice("out_of_range", out_of_range, OUT_OF_RANGE)
-        self.w_init = _as_initializer(w_init, hk.initializers.RandomNormal(stddev=0.02))
+        self.w_init = hk.initializers.RandomNormal(stddev=0.02) if w_init is None else w_init
         self.param_dtype = arguments.floating_dtype("param_dtype", param_dtype)
 
     def __call__(
@@ -336,8 +338,9 @@ class RelativePositionBias(hk.Module):
         self.num_buckets = arguments.size("num_buckets", num_buckets)
         self.max_distance = arguments.size("max_distance", max_distance)
         self.bidirectional = arguments.flag("bidirectional", bidirectional)
-        default = hk.initializers.VarianceScaling(1.0, "fan_avg", "uniform")
-        self.w_init = _as_initializer(w_init, default)
+        self.w_init = w_init
+        if w_init is None:
+            self.w_init = hk.initializers.VarianceScaling(1.0, "fan_avg", "uniform")
         self.param_dtype = arguments.floating_dtype("param_dtype", param_dtype)
         self.dtype = dtype if dtype is None else arguments.floating_dtype("dtype", dtype)
 
@@ -538,19 +541,19 @@ def leaves_by_module(name: str, config: EmbedderConfig, params: Params) -> Mappi
     if ours != theirs:
         missing, unknown = (", ".join(sorted(shapes)) for shapes in (ours - theirs, theirs - ours))
         raise arguments.value_error(name, missing or "no others", unknown or "none of them")
-    return {_module_name(path): leaves for path, leaves in params.items()}
+    return {module_name(path): leaves for path, leaves in params.items()}
 
 
 def _shapes(params: Params) -> collections.Counter[str]:
     """Each parameter in words: its module, its name and its shape."""
     return collections.Counter(
-        f"{_module_name(path)}/{name} {list(leaf.shape)}"
+        f"{module_name(path)}/{name} {list(leaf.shape)}"
         for path, leaves in params.items()
         for name, leaf in leaves.items()
     )
 
 
-def _module_name(path: str) -> str:
+def module_name(path: str) -> str:
     return path.rsplit("/", 1)[-1]
 
 
@@ -565,7 +568,7 @@ def _parameters_from(initial: Mapping[str, Mapping] | None) -> Iterator[None]:
         if initial is None:
             return create_default(shape, dtype, init)
         path, name = context.full_name.rsplit("/", 1)
-        value = initial[_module_name(path)][name]
+        value = initial[module_name(path)][name]
         if isinstance(value, Table) and value.dtype == dtype:
             return value
         return jnp.asarray(value, dtype)
@@ -593,15 +596,6 @@ def _rows_of_types(
     arguments.check_ends_in_length("token_types", token_types.shape, shape)
     rows, _ = embed._scaled_rows(token_types)
     return _expanded_to_rank(rows, len(shape) + 1)
-
-
-def _as_initializer(w_init: Initializer | None, default: Initializer) -> Initializer:
-    if w_init is None:
-        return default
-    if not callable(w_init):
-        want = "a function of a shape and a dtype, such as hk.initializers.RandomNormal()"
-        raise arguments.type_error("w_init", want, f"{type(w_init).__name__} {w_init!r}")
-    return w_init
 
 
 def _expanded_to_rank(x: Float[Array, "..."], rank: int) -> Float[Array, "..."]:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.functional.lookup import Table
-from transformer_embed._src.layers.modules import Params
+from transformer_embed._src.layers.modules import Params, module_name
 from transformer_embed._src.sharded.table import Sharded, sharded
 
 
@@ -125,8 +125,11 @@ def resize_positions(params: Params, max_len: int, *, start: int = 0) -> Params:
 
 def _path_of(params: Params, module: str) -> str:
     """The path of the one module of this name that has a table."""
-    paths = [path for path, leaves in params.items() if "embeddings" in leaves]
-    paths = [path for path in paths if path.rsplit("/", 1)[-1] == module]
+    paths = [
+        path
+        for path, leaves in params.items()
+        if module_name(path) == module and "embeddings" in leaves
+    ]
     if len(paths) != 1:
         got = f"{len(paths)} among {sorted(params)}"
         raise arguments.value_error("params", f"one {module} with embeddings", got)

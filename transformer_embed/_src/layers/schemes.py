@@ -36,15 +36,15 @@ class _Scheme:
     def _check(self, d_model: int) -> None:
         """Raises unless the scheme encodes d_model channels."""
 
-    def _longest(self) -> tuple[int, str] | None:
-        """The greatest length of a row, in numbers and in words; None: any length."""
+    def _longest(self) -> int | None:
+        """The greatest length of a row; None: any length."""
         return None
 
     def _counted(self, name: str, length: int) -> Int32[Array, "t"]:
         """The positions of a row without padding; an error if it is longer than `_longest`."""
         longest = self._longest()
-        if longest is not None and length > longest[0]:
-            want = f"a length of at most {longest[1]}"
+        if longest is not None and length > longest:
+            want = f"a length of at most {longest}, where {type(self).__name__} ends"
             raise arguments.value_error(name, want, f"length {length}")
         arguments.check_last_position("start", self.start, length)
         return jnp.arange(self.start, self.start + length, dtype=jnp.int32)
@@ -173,9 +173,8 @@ class SinusoidalGrid(Sinusoids, _Scheme):
     def _check(self, d_model: int) -> None:
         jax.eval_shape(lambda: self._encoding(np.zeros(1, np.int32), d_model))
 
-    def _longest(self) -> tuple[int, str]:
-        points = math.prod(self.shape)
-        return points, f"the {points} points of the grid"
+    def _longest(self) -> int:
+        return math.prod(self.shape)
 
     def _encoding(self, positions: ArrayLike, d_model: int) -> Float[Array, "... d"]:
         return sinusoidal_grid(d_model=d_model, positions=positions, **dataclasses.asdict(self))
@@ -220,9 +219,8 @@ class Learned(_Counted):
                 want = f"an int in [0, max_len = {self.max_len})"
                 raise arguments.value_error(name, want, position)
 
-    def _longest(self) -> tuple[int, str]:
-        rows = self.max_len - self.start
-        return rows, f"{'max_len' if self.start == 0 else 'max_len - start'} = {rows}"
+    def _longest(self) -> int:
+        return self.max_len - self.start
 
     def _table_length(self) -> int:
         return self.max_len
