@@ -125,9 +125,7 @@ def call(function, arguments):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return True, function(*arguments["masks"]) if "masks" in arguments else function(
-                **arguments
-            )
+            return True, function(**arguments)
         except (TypeError, ValueError) as error:
             message = str(error)
             if not (OURS.match(message) or MISSING.search(message)):

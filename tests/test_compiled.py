@@ -99,7 +99,6 @@ FUNCTIONS = {
         (IDS,),
     ),
     "causal_mask": (lambda: te.causal_mask(LENGTH), ()),
-    "combine_masks": (te.combine_masks, (of(jnp.bool_, 1, 1, 8, 8), of(jnp.bool_, 2, 1, 8, 8))),
     "dropout": (lambda rng, x: te.dropout(rng, 0.1, x), (KEY, X)),
     "lookup": (
         jax.value_and_grad(lambda table, ids: jnp.sum(te.lookup(table, ids, pad_id=0) ** 2)),

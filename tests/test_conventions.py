@@ -453,7 +453,7 @@ def test_padding_masks_queries_too_in_flax_and_t5x():
     """make_attention_mask(tokens, tokens): the outer product."""
     tokens = np.array([[True, True, True, True, False, False]])
     keys = te.TokenPositions(WHERE, tokens.astype(int))
-    ours = te.combine_masks(mask(keys=keys, causal=False)[None, None], tokens[:, None, :, None])
+    ours = mask(keys=keys, causal=False)[None, None] & tokens[:, None, :, None]
     np.testing.assert_array_equal(ours[0, 0], np.outer(tokens, tokens))
     whole = te.TokenPositions.from_lengths([4], 6)
     np.testing.assert_array_equal(ours, te.AttentionMask(whole, causal=False).dense())

@@ -12,7 +12,6 @@ from transformer_embed._src.functional.kernel_arguments import KernelArguments
 from transformer_embed._src.functional.lookup import check_ids, lookup
 from transformer_embed._src.functional.masks import (
     causal_mask,
-    combine_masks,
     mask_to_bias,
     padding_mask,
 )
@@ -75,7 +74,6 @@ __all__ = [
     "apply_rotary",
     "causal_mask",
     "check_ids",
-    "combine_masks",
     "dropout",
     "linear_cross_entropy",
     "linear_logits",

@@ -321,11 +321,6 @@ def causal(got, length):
     same(got, np.array([[s <= t for s in range(length)] for t in range(length)], bool))
 
 
-def combined(got, *masks):
-    flat = [each.ravel() for each in np.broadcast_arrays(*map(np.asarray, masks))]
-    same(got, np.array([all(each) for each in zip(*flat, strict=True)], bool))
-
-
 # --- tables
 
 
@@ -578,7 +573,6 @@ CHECKS = {
     dense_mask: attention,
     te.causal_mask: causal,
     te.check_ids: checked_ids,
-    te.combine_masks: combined,
     te.dropout: dropped_out,
     te.lookup: looked_up,
     te.mask_to_bias: bias,

@@ -34,7 +34,6 @@ GOOD = {
     dense_mask: {"query_positions": POSITIONS, "key_positions": POSITIONS, "causal": True},
     te.causal_mask: {"length": 3},
     te.check_ids: {"ids": IDS, "vocab_size": 4},
-    te.combine_masks: {"masks": (ARRAYS[11], ARRAYS[11])},
     te.dropout: {"rng": jax.random.key(0), "rate": 0.5, "x": X},
     te.lookup: {"table": TABLE, "ids": IDS},
     te.mask_to_bias: {"mask": ARRAYS[2]},
@@ -78,11 +77,7 @@ def check(function, rng, count):
     arguments = dict(GOOD[function])
     names = list(inspect.signature(function).parameters)
     for name in rng.sample(names, min(count, len(names))):
-        value = (
-            rng.choices(VALUES, k=rng.randint(count - 1, 3))
-            if name == "masks"
-            else rng.choice(VALUES)
-        )
+        value = rng.choice(VALUES)
         if (
             name in SIZES
             and not isinstance(value, bool)
@@ -98,9 +93,7 @@ def expect_right(function, arguments):
     with named_on_failure(arguments):
         returned, result = call(function, arguments)
         if returned:
-            full = inspect.signature(function).bind(
-                *arguments.get("masks", ()), **{k: v for k, v in arguments.items() if k != "masks"}
-            )
+            full = inspect.signature(function).bind(**arguments)
             full.apply_defaults()
             CHECKS[function](result, *full.args, **full.kwargs)
 
@@ -139,10 +132,7 @@ def test_every_value_in_every_place_gives_a_right_result_or_our_error(function):
     for name in inspect.signature(function).parameters:
         for value in VALUES:
             is_size = name in SIZES and not isinstance(value, bool) and too_large(value)
-            expect_right(
-                function,
-                GOOD[function] | {name: (value,) if name == "masks" else 5 if is_size else value},
-            )
+            expect_right(function, GOOD[function] | {name: 5 if is_size else value})
 
 
 def test_every_public_function_is_fuzzed():

@@ -46,7 +46,6 @@ CALLS = {
         ).dense(),
         (POSITIONS, POSITIONS, SEGMENTS),
     ),
-    "combine_masks": (te.combine_masks, (PADDING[None, None, None], PADDING[None, None, :, None])),
     "dropout": (lambda x: te.dropout(jax.random.key(0), 0.5, x), (X,)),
     "from_ids": (functools.partial(te.TokenPositions.from_ids, pad_id=0), (IDS,)),
     "from_lengths": (functools.partial(te.TokenPositions.from_lengths, length=4), (IDS[0],)),

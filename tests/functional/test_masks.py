@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from contexts import x64
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as st_numpy
 from references import dense_mask
 
 import transformer_embed as te
@@ -402,41 +400,12 @@ def test_attention_mask_refuses_a_causal_that_is_not_a_bool():
         )
 
 
-# --- combine_masks
-
-masks_of_rank_4 = st_numpy.arrays(
-    bool, st.sampled_from([(2, 1, 3, 3), (1, 2, 3, 1), (2, 1, 1, 3), (1, 1, 1, 1)])
-)
+# --- by hand
 
 
-@pytest.mark.slow
-@quick
-@hypothesis.given(
-    st.lists(masks_of_rank_4, min_size=1, max_size=4), st.randoms(use_true_random=False)
-)
-def test_combine_masks_is_a_conjunction_in_any_order(masks, random):
-    expected = np.logical_and.reduce(np.broadcast_arrays(*masks))
-    shuffled = random.sample(masks, len(masks))
-    np.testing.assert_array_equal(te.combine_masks(*masks), expected)
-    np.testing.assert_array_equal(te.combine_masks(*shuffled, *masks), expected)
-
-
-def test_combine_masks_nests():
-    a, b = (
-        np.tri(3, dtype=bool)[None, None],
-        np.array([[True, False, True], [False] * 3])[:, None, None, :],
-    )
-    c = np.array([True, False, True])[None, None, :, None]
-    np.testing.assert_array_equal(
-        te.combine_masks(te.combine_masks(a, b), c), te.combine_masks(a, te.combine_masks(b, c))
-    )
-
-
-def test_combine_masks_of_padding_and_causal_is_the_attention_mask():
+def test_padding_and_causal_make_the_attention_mask_by_hand():
     tokens = te.padding_mask(IDS, pad_id=0)
-    combined = te.combine_masks(
-        np.asarray(te.causal_mask(5))[None, None], np.asarray(tokens)[:, None, None, :]
-    )
+    combined = te.causal_mask(5)[None, None] & tokens[:, None, None, :]
     positions = np.arange(5)
     np.testing.assert_array_equal(
         combined,
@@ -446,46 +415,10 @@ def test_combine_masks_of_padding_and_causal_is_the_attention_mask():
     )
 
 
-def test_combine_masks_under_jit_and_vmap_is_the_eager_one():
-    a, b = np.tri(3, dtype=bool)[None, None], np.ones((2, 4, 1, 1, 3), bool)
-    b[:, 1:3, ..., 1] = False
-    np.testing.assert_array_equal(jax.jit(te.combine_masks)(a, b[0]), te.combine_masks(a, b[0]))
-    stacked = jax.vmap(te.combine_masks, in_axes=(None, 0))(a, b)
-    np.testing.assert_array_equal(stacked, [te.combine_masks(a, one) for one in b])
-
-
-def test_combine_masks_keeps_empty_axes():
-    assert te.combine_masks(np.ones((0, 1, 1, 3), bool), np.ones((1, 1, 3, 3), bool)).shape == (
-        0,
-        1,
-        3,
-        3,
-    )
-
-
-@pytest.mark.parametrize("shape", [(), (3,), (3, 3), (3, 3, 3), (1, 1, 1, 3, 3)])
-def test_combine_masks_refuses_another_rank_even_where_sizes_agree(shape):
-    message = rf"^masks\[1\]: wanted rank 4, \[batch, heads, queries, keys\], got shape \[{', '.join(map(str, shape))}\]$"
-    with pytest.raises(ValueError, match=message):
-        te.combine_masks(np.ones((3, 1, 3, 3), bool), np.ones(shape, bool))
-
-
-def test_combine_masks_refuses_no_mask_and_shapes_that_do_not_fit():
-    with pytest.raises(ValueError, match=r"^masks: wanted at least one mask, got none$"):
-        te.combine_masks()
-    with pytest.raises(
-        ValueError,
-        match=r"^masks: wanted shapes that broadcast, got \[1, 1, 3, 3\] and \[1, 1, 2, 3\]$",
-    ):
-        te.combine_masks(np.ones((1, 1, 3, 3), bool), np.ones((1, 1, 2, 3), bool))
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int32, np.uint8])
-def test_combine_masks_and_mask_to_bias_refuse_numbers(dtype):
+def test_mask_to_bias_refuses_numbers(dtype):
     numbers = np.ones((1, 1, 2, 2), dtype)
     message = f"wanted a bool array, True = may attend, got {np.dtype(dtype)}$"
-    with pytest.raises(TypeError, match=r"^masks\[0\]: " + message):
-        te.combine_masks(numbers)
     with pytest.raises(TypeError, match="^mask: " + message):
         te.mask_to_bias(numbers)
 
@@ -823,7 +756,6 @@ def test_masks_combine_by_operators():
     np.testing.assert_array_equal(
         causal & ~local, by_loop(lambda q, k: k <= q and abs(q - k) > 1, positions, positions)
     )
-    np.testing.assert_array_equal(te.combine_masks(causal, local), causal & local)
 
 
 def test_masks_at_an_offset_are_rows_of_the_whole():

@@ -171,15 +171,6 @@ def test_a_mask_does_not_hide_nan_and_padding_holds_none(attend):
     assert np.isfinite(attend(QUERY, KEY, value, mask)).all()
 
 
-def test_ranks_that_would_mask_heads_are_refused():
-    tokens = te.padding_mask(np.ones((HEADS, LENGTH), int), pad_id=0)
-    with pytest.raises(
-        ValueError,
-        match=r"masks\[1\]: wanted rank 4, \[batch, heads, queries, keys\], got shape \[2, 6\]",
-    ):
-        te.combine_masks(te.causal_mask(LENGTH)[None, None], tokens)
-
-
 # --- invariances
 
 TABLE = normal(7, 64, WIDTH)

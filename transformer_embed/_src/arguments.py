@@ -340,15 +340,6 @@ def as_mask(name: str, value: ArrayLike, is_true: str = "may attend") -> jax.Arr
     return jnp.asarray(array)
 
 
-def broadcast_shape(name: str, *shapes: tuple[int, ...]) -> tuple[Any, ...]:
-    """The shape that all shapes broadcast to."""
-    try:
-        return jnp.broadcast_shapes(*shapes)
-    except ValueError as error:
-        got = " and ".join(str(list(shape)) for shape in shapes)
-        raise value_error(name, "shapes that broadcast", got) from error
-
-
 def check_inside(name: str, array: np.ndarray, lowest: int, highest: int, what: str) -> None:
     """A ValueError names the first host integer outside lowest..highest, and its index."""
     if array.size and (array.min() < lowest or array.max() > highest):

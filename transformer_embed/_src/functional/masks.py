@@ -1,7 +1,5 @@
 """Masks as bool arrays, True = may attend, and their conversion to a bias."""
 
-import functools
-
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer
@@ -9,8 +7,6 @@ from jaxtyping import Array, Bool, Float, Integer
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
 from transformer_embed._src.functional.compiled import compiled
-
-MOST_QUERIES = 2**30
 
 
 def padding_mask(ids: ArrayLike, *, pad_id: int) -> Bool[Array, "..."]:
@@ -66,46 +62,7 @@ def causal_mask(length: int) -> Bool[Array, "t t"]:
         https://arxiv.org/abs/1706.03762
     """
     # XLA aborts the process if the number of elements overflows.
-    return _lower_triangle(arguments.length("length", length, at_most=MOST_QUERIES))
-
-
-def combine_masks(*masks: ArrayLike) -> Bool[Array, "b h t s"]:
-    """The logical and of masks: True where all masks are True.
-
-    The masks must have rank 4: a [B, S] next to a [T, S] would broadcast silently whenever B equals
-    T.
-
-    Args:
-        *masks: at least one; bool [B or 1, H or 1, T or 1, S or 1].
-
-    Returns:
-        bool, of the shape to which all of them broadcast.
-
-    Raises:
-        TypeError: a mask is not bool.
-        ValueError: there is no mask, a rank is not 4, or the shapes do not broadcast.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import transformer_embed as te
-        >>> tokens = te.padding_mask([[5, 6, 0]], pad_id=0)
-        >>> causal = te.causal_mask(3)
-        >>> te.combine_masks(causal[None, None], tokens[:, None, None, :]).astype(int).tolist()
-        [[[[1, 0, 0], [1, 1, 0], [1, 1, 0]]]]
-
-    Source:
-        Vaswani et al., "Attention Is All You Need" (2017), section 3.2.3,
-        https://arxiv.org/abs/1706.03762
-    """
-    if not masks:
-        raise arguments.value_error("masks", "at least one mask", "none")
-    arrays = [arguments.as_mask(f"masks[{n}]", mask) for n, mask in enumerate(masks)]
-    for n, array in enumerate(arrays):
-        if array.ndim != 4:
-            want = "rank 4, [batch, heads, queries, keys]"
-            raise arguments.value_error(f"masks[{n}]", want, f"shape {list(array.shape)}")
-    arguments.broadcast_shape("masks", *(array.shape for array in arrays))
-    return functools.reduce(jnp.logical_and, arrays)
+    return _lower_triangle(arguments.length("length", length, at_most=2**30))
 
 
 def mask_to_bias(
