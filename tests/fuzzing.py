@@ -13,7 +13,7 @@ import numpy as np
 
 import transformer_embed as te
 
-OURS = re.compile(r"^[\w. ,\[\]':/~]+: wanted ")
+OURS = re.compile(r"^[\w. ,\[\]':/~-]+: wanted ")
 MISSING = re.compile(r"(missing|unexpected|required).* argument")
 
 NUMBERS = [

@@ -225,18 +225,18 @@ def test_a_line_past_max_len_is_refused(save_embedder, fails, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"arrays": {"a": np.zeros(3)}}, f"wanted a tensor {TABLE}, got 1 tensors: a F64[3]"),
+        ({"arrays": {"a": np.zeros(3)}}, f"wanted a tensor {TABLE}, got 1 tensors: a"),
         (
             {"arrays": {TABLE: np.zeros((7, 5), np.float32)}},
             "wanted shape [7, 6], as the configuration says, ",
         ),
         (
             {"arrays": {TABLE: np.zeros((7, 6), np.float64)}},
-            "rounded to the config's param_dtype), got F64[7, 6]",
+            "of F32 or BF16 or F16, got F64[7, 6]",
         ),
         (
             {"text": "{}"},
-            "missing 2 required positional arguments: 'vocab_size' and 'd_model'",
+            "wanted shape [None, None], as the configuration says, of ",
         ),
         ({"text": "[1]"}, "transformer_embed.config: wanted a JSON object, got list"),
         (

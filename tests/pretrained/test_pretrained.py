@@ -40,7 +40,6 @@ from transformer_embed._src.pretrained import architectures
 from transformer_embed._src.pretrained import files as _files
 from transformer_embed._src.pretrained.own import (
     CONFIG,
-    extras_from_json,
     from_json,
     to_json,
 )
@@ -356,7 +355,7 @@ print(np.abs(np.asarray(ours) - theirs).max())
 
 
 @pytest.mark.parametrize("name", ["albert", "gpt2", "clip", "gpt_neox", "bloom"])
-def test_without_a_config_names_and_shapes_tell(tmp_path, name):
+def test_without_a_config_a_type_and_shapes_tell(tmp_path, name):
     """All but what they cannot tell, which an error names and settings give."""
     case = CASES[name]
     with_config = load(tmp_path, name)
@@ -366,36 +365,33 @@ def test_without_a_config_names_and_shapes_tell(tmp_path, name):
         "gpt_neox": ["num_attention_heads", "rotary_emb_base", "rotary_pct"],
         "bloom": ["layer_norm_epsilon", "n_head"],
     }.get(name, [])
+    said = {"model_type": case["settings"]["model_type"]}
     if asked:
         message = (
             r"config\.json: wanted "
             + ", ".join(asked)
-            + r" of a model \w+, as settings=\{\.\.\.\} .* got no config\.json$"
+            + r" of a model \w+, from settings or a config\.json .*, got model_type None there$"
         )
         with pytest.raises(ValueError, match=message):
-            pretrained.load_embedder(tmp_path)
+            pretrained.load_embedder(tmp_path, settings=said)
     entries = case["settings"]
     rope = entries.get("rope_parameters", {"rope_theta": None, "partial_rotary_factor": None})
     entries = entries | {
         "rotary_emb_base": rope["rope_theta"],
         "rotary_pct": rope["partial_rotary_factor"],
     }
-    settings = {key: entries[key] for key in asked}
+    settings = said | {key: entries[key] for key in asked}
     found = pretrained.load_embedder(tmp_path, settings=settings)
     rate = {"dropout_rate": with_config.config.dropout_rate}
     assert is_same(with_config, found._replace(config=dataclasses.replace(found.config, **rate)))
 
 
-@pytest.mark.parametrize(
-    "name", ["bert", "bert with a head", "llama", "marian", "opt", "t5", "bart"]
-)
-def test_names_that_models_share_want_a_model_type(tmp_path, name):
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "marian", "opt", "t5", "bart"])
+def test_a_lone_file_wants_a_model_type(tmp_path, name):
     path = checkpoint(tmp_path, CASES[name], settings={})
-    message = rf"^no config\.json with a model_type beside {re.escape(str(path))}: it names the architecture; "
-    message += r"add one, or pass settings=\{'model_type': '\w+'\} "
-    with pytest.raises(
-        ValueError, match=message + rf"\(the names of the tensors fit .*\b{name.split()[0]}\b"
-    ):
+    message = rf"^model_type: wanted that of a known model, from .* beside {re.escape(str(path))}, got None; "
+    message += r"the tensors fit a model (\S+): pass settings=\{'model_type': '\1'\} if "
+    with pytest.raises(ValueError, match=message):
         pretrained.load_embedder(path)
     alone = pretrained.load_embedder(path, settings=read_by(CASES[name]))
     is_same(load(tmp_path, name), alone)
@@ -461,7 +457,7 @@ def test_two_models_in_one_file(tmp_path):
     }
     with pytest.raises(
         ValueError,
-        match=r"wanted one model bert in a file .*, got 2 of them, under \['context\.', 'query\.'\]",
+        match=r"wanted one model bert in a file .*, got 2, under \['query\.', 'context\.'\]",
     ):
         pretrained.load_embedder(checkpoint(tmp_path, case | {"tensors": twice}))
 
@@ -473,7 +469,7 @@ def test_a_stack_that_is_not_there(tmp_path):
         load(tmp_path, "bert") and pretrained.load_embedder(tmp_path, stack="decoder")
     with pytest.raises(
         ValueError,
-        match=r"wanted the tensors of a model t5, or by hand: .*; got \d+ tensors: .*shared\.weight F32\[12, 8\]",
+        match=r"wanted the tensors of a model t5, or by hand: .*, got \d+ tensors: .*shared\.weight",
     ):
         load(tmp_path, "t5, an encoder alone") and pretrained.load_embedder(
             tmp_path, stack="decoder"
@@ -495,7 +491,7 @@ def test_an_unknown_model_lists_its_tensors_and_the_way_by_hand(tmp_path):
         "weird.table": np.zeros((5, 4), np.float32)
     }
     _files.write_tensors(tmp_path / "model.safetensors", change, {})
-    pattern = r"wanted the tensors of a known model, or by hand: .*; got 4 tensors: weird\.table F32\[5, 4\], h\.0\.w F32\[2, 2\], h\.1\.w F32"
+    pattern = r"got None; load it by hand: .*, which has 4 tensors: weird\.table, h\.0\.w, h\.1\.w, h\.2\.w$"
     with pytest.raises(ValueError, match=pattern) as error:
         pretrained.load_embedder(tmp_path)
     assert load_by_hand(error, tmp_path).config.vocab_size == 5
@@ -514,8 +510,9 @@ def test_an_unknown_type_names_the_file_the_nearest_model_and_the_way_by_hand(tm
     known = load(tmp_path, name)
     path = tmp_path / "model.safetensors"
     message = (
-        rf"^model_type: wanted a known one, got 'mamba9'; the tensors of {re.escape(str(path))} fit a "
-        r"model (\S+): pass settings=\{'model_type': '\1'\} if it computes the same, or load it by hand"
+        rf"^model_type: wanted that of a known model, .* beside {re.escape(str(path))}, got 'mamba9'; the "
+        r"tensors fit a model (\S+): pass settings=\{'model_type': '\1'\} if it computes the same, or "
+        r"load it by hand"
     )
     with pytest.raises(ValueError, match=message) as error:
         pretrained.load_embedder(path, settings={"model_type": "mamba9"}, stack=case["stack"])
@@ -534,7 +531,7 @@ def test_an_unknown_type_whose_tensors_fit_no_row(tmp_path):
     }
     _files.write_tensors(tmp_path / "model.safetensors", change, {})
     with pytest.raises(
-        ValueError, match=r"got 'mamba9'; load \S+model\.safetensors by hand"
+        ValueError, match=r"beside \S+model\.safetensors, got 'mamba9'; load it by hand"
     ) as error:
         pretrained.load_embedder(tmp_path, settings={"model_type": "mamba9"})
     assert load_by_hand(error, tmp_path).names == {TOKENS: "embeddings.token_embedding.weight"}
@@ -545,9 +542,7 @@ def test_a_long_list_is_cut(tmp_path):
         f"{first}{chr(97 + n)}": np.zeros(1, np.float32) for first in "tu" for n in range(26)
     }
     _files.write_tensors(tmp_path / "x.safetensors", tensors, {})
-    with pytest.raises(
-        ValueError, match=r"got 52 tensors: ta F32\[1\], tb F32\[1\], tc F32\[1\], td F32\[1\]$"
-    ):
+    with pytest.raises(ValueError, match=r", which has 52 tensors: ta, tb, tc, td$"):
         pretrained.load_embedder(tmp_path / "x.safetensors")
 
 
@@ -597,12 +592,12 @@ def test_names_by_hand_that_are_wrong(tmp_path):
         (
             "bert",
             {"vocab_size": 13},
-            r"word_embeddings\.weight: wanted shape \[13, 8\], as the configuration says, .* got F32\[12, 8\]$",
+            r"for a model bert: vocab_size: wanted 12, as the tensors say \(.*\), got 13$",
         ),
-        ("bert", {"hidden_size": 9}, r"wanted shape \[.*9\], as the configuration says"),
-        ("bert", {"type_vocab_size": 3}, r"token_type_embeddings\.weight: wanted shape \[3, 8\]"),
-        ("albert", {"embedding_size": 5}, r"wanted shape \[.*5.*\], as the configuration says"),
-        ("albert", {"hidden_size": 9}, r"embedding_hidden_mapping_in\.\w+: wanted shape \[9"),
+        ("bert", {"hidden_size": 9}, r"hidden_size: wanted 8, as the tensors say"),
+        ("bert", {"type_vocab_size": 3}, r"type_vocab_size: wanted 2, as the tensors say"),
+        ("albert", {"embedding_size": 5}, r"embedding_size: wanted \d+, as the tensors say"),
+        ("albert", {"hidden_size": 9}, r"hidden_size: wanted 8, as the tensors say"),
         ("opt", {"max_position_embeddings": 9}, r"embed_positions\.weight: wanted shape \[11, 8\]"),
         ("t5", {"num_heads": 3}, r"relative_attention_bias\.weight: wanted shape \[32, 3\]"),
         (
@@ -613,7 +608,7 @@ def test_names_by_hand_that_are_wrong(tmp_path):
         (
             "bert",
             {"vocab_size": 10**30},
-            r"config\.json, for a model bert: |wanted shape \[1000000",
+            r"config\.json, for a model bert: vocab_size: wanted 12, as .*, got 10000",
         ),
         (
             "llama, dynamic",
@@ -638,7 +633,7 @@ def test_names_by_hand_that_are_wrong(tmp_path):
         (
             "llama",
             {"rope_parameters": {"rope_type": "linear"}},
-            r"rope_scaling: wanted an entry factor for the rope_type 'linear', got none",
+            r"for a model llama: factor: wanted a Python number, got NoneType None",
         ),
         (
             "llama",
@@ -667,7 +662,17 @@ def test_a_table_of_another_rank(tmp_path):
     change = {"wte.weight": np.zeros(12, np.float32), "wpe.weight": np.zeros((3, 4), np.float32)}
     _files.write_tensors(tmp_path / "model.safetensors", change, {})
     with pytest.raises(ValueError, match=r"wte\.weight: wanted shape \[1, 12\], .* got F32\[12\]$"):
-        pretrained.load_embedder(tmp_path)
+        pretrained.load_embedder(tmp_path, settings={"model_type": "gpt2"})
+
+
+def test_deberta_v3_says_that_it_has_no_token_types(tmp_path):
+    """By a size of 0, and no table."""
+    case = CASES["bert"]
+    drop = ["embeddings.token_type_embeddings.weight", "embeddings.position_embeddings.weight"]
+    settings = {"model_type": "deberta-v2", "type_vocab_size": 0}
+    path = checkpoint(tmp_path, case, settings=settings, drop=drop)
+    config = pretrained.load_embedder(path).config
+    assert (config.num_token_types, config.scheme) == (None, None)
 
 
 def test_opt_that_widens_before_positions(tmp_path):
@@ -687,9 +692,9 @@ def test_a_dtype_that_is_not_read(tmp_path):
     )
     with pytest.raises(
         ValueError,
-        match=r"wanted shape \[.*\], as the configuration says, of F32, BF16 or F16 \(config and names load it by hand, .*\), got F64\[",
+        match=r"wanted shape \[.*\], as the configuration says, of F32 or BF16 or F16, got F64\[",
     ):
-        pretrained.load_embedder(tmp_path)
+        pretrained.load_embedder(tmp_path, settings={"model_type": "gpt2"})
 
 
 class Bomb:
@@ -706,7 +711,7 @@ def test_a_pickle_is_not_opened(tmp_path, monkeypatch, protocol):
     )
     with pytest.raises(
         ValueError,
-        match=r"wanted a whole safetensors file, got a pickle, which may run code and is not opened; convert it with safetensors",
+        match=r"wanted a whole safetensors file \(.* a pickle may run code and is not opened: convert it .*, got one ",
     ):
         pretrained.load_embedder(path)
     assert not (tmp_path / "exploded").exists()
@@ -717,7 +722,8 @@ def test_a_truncated_file(tmp_path, keep):
     path = checkpoint(tmp_path, CASES["bert"])
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(
-        ValueError, match=r"model\.safetensors: wanted a whole safetensors file, got "
+        ValueError,
+        match=r"model\.safetensors: wanted a whole safetensors file \(.*\), got one that ",
     ):
         pretrained.load_embedder(path)
 
@@ -738,31 +744,33 @@ def test_a_wrong_header(tmp_path, header):
     path = tmp_path / "x.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
     with pytest.raises(
-        ValueError, match=r"x\.safetensors: wanted a whole safetensors file, got a file that is "
-    ) as error:
+        ValueError,
+        match=r"x\.safetensors: wanted a whole safetensors file \(.*\), got one that cannot",
+    ):
         pretrained.load_embedder(path)
-    assert "Error" not in str(error.value)
 
 
 def test_a_pointer_of_git_lfs(tmp_path):
     path = tmp_path / "x.safetensors"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 90868376\n")
-    with pytest.raises(ValueError, match=r"got a pointer of git-lfs; fetch the file itself"):
+    with pytest.raises(
+        ValueError, match=r"whole safetensors file \(fetch a pointer of git-lfs with"
+    ):
         pretrained.load_embedder(path)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "wanted JSON: Expecting "),
+        ("{", "Expecting "),
         ("[]", "wanted a JSON object, got list"),
-        ("[" * 100_000, "wanted JSON"),
+        ("[" * 100_000, "maximum recursion"),
     ],
 )
 def test_a_damaged_config(tmp_path, text, message):
     path = checkpoint(tmp_path, CASES["bert"])
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"config\.json: " + message):
+    with pytest.raises(ValueError, match=r"config\.json(, as JSON)?: " + message):
         pretrained.load_embedder(path)
 
 
@@ -771,7 +779,7 @@ def test_a_file_that_is_not_there(tmp_path):
         pretrained.load_embedder(tmp_path / "none.safetensors")
     with pytest.raises(
         ValueError,
-        match=r"wanted a folder with model\.safetensors or model\.safetensors\.index\.json, got neither",
+        match=r"wanted a folder with model\.safetensors or model\.safetensors\.index\.json .* got neither",
     ):
         pretrained.load_embedder(tmp_path)
 
@@ -807,32 +815,24 @@ def test_shards_are_the_same_and_only_those_needed_are_opened(tmp_path, name):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weight_map": {}}, "wanted a weight_map from tensors to files in the same folder, got "),
-        (
-            {"weight_map": {"a": 1}},
-            "wanted a weight_map from tensors to files in the same folder, got ",
-        ),
-        ({}, "wanted a weight_map from tensors to files in the same folder, got "),
-        (
-            {"weight_map": {"a": "../a.safetensors"}},
-            "wanted a weight_map from tensors to files in the same folder, got {'a': '../a.safetensors'}",
-        ),
-        (
-            {"weight_map": {"a": "/etc/passwd"}},
-            "wanted a weight_map from tensors to files in the same folder, got {'a': '/etc/passwd'}",
-        ),
+        ({"weight_map": {}}, "which has 0 tensors: $"),
+        ({"weight_map": ["a"]}, "wanted a weight_map from tensors to files, got ['a']"),
+        ({}, "wanted a weight_map from tensors to files, got None"),
+        ({"weight_map": {"a": "/etc/passwd"}}, "/etc/passwd: wanted a whole safetensors file ("),
         (
             {"weight_map": {"wte.weight": "s", "wpe.weight": "s"}},
-            "s: wanted the tensor wte.weight, as model.safetensors.index.json says",
+            "s: wanted a tensor wte.weight, got",
         ),
-        ({"weight_map": {"a.b": "s"}}, "got 1 tensors: a.b$"),
     ],
 )
 def test_a_damaged_index(tmp_path, change, message):
     _files.write_tensors(tmp_path / "s", {"other": np.zeros(1, np.float32)}, {})
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(change))
-    with pytest.raises(ValueError, match=message.replace(".", r"\.")):
-        pretrained.load_embedder(tmp_path)
+    pattern = re.escape(message).replace(r"\$", "$")
+    with pytest.raises(ValueError, match=pattern):
+        pretrained.load_embedder(
+            tmp_path, settings={"model_type": "gpt2"} if "wte" in message else {}
+        )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", ml_dtypes.bfloat16])
@@ -964,7 +964,7 @@ def test_own_parameters_and_back(tmp_path, config):
 def test_extras_round_trip(scaling):
     rotary = {"full": {"base": 1e4, "scaling": scaling}, "sliding": {"scaling": scaling}}
     extras = {"rotary": rotary, "bias": {"num_heads": 2}}
-    assert extras_from_json("x", to_json(extras)) == (None, {}, *extras.values(), None)
+    assert from_json("x", to_json(extras)) == extras
 
 
 def test_what_stands_beside_the_input_layer_comes_back(tmp_path):
@@ -1014,21 +1014,22 @@ def test_parameters_that_cannot_be_saved(tmp_path):
     params = drawn(te.Embedder(config).init)
     with pytest.raises(
         ValueError,
-        match=r"^params: .*learned_positional_encoding/embeddings: wanted shape \[8, 6\], as the config says, got",
+        match=r"learned_positional_encoding/embeddings: wanted shape \[8, 6\], as the configuration says, of .* got F32\[9",
     ):
         pretrained.save_embedder(path, dataclasses.replace(config, scheme=te.Learned(8)), params)
     with pytest.raises(
         ValueError,
-        match=r"token_type_embedding/embeddings: wanted shape \[2, 6\], as the config says, got none",
+        match=r"names: wanted a tensor for each parameter, also for token_type_embedding/embeddings, got only",
     ):
         pretrained.save_embedder(path, dataclasses.replace(config, num_token_types=2), params)
     with pytest.raises(
-        ValueError, match=r"^params: a/b: wanted float32, bfloat16 or float16, got int32$"
+        ValueError,
+        match=r": a/b: wanted shape \[1\], as .*, of F32 or BF16 or F16, got int32\[1\]$",
     ):
         pretrained.save_embedder(path, config, {**params, "a": {"b": np.zeros(1, np.int32)}})
     with pytest.raises(
         ValueError,
-        match=r"^names: wanted a tensor of its own for each parameter, .* got .*'x', 'x'",
+        match=r"^names: wanted a tensor's name of its own for each parameter, .* got .*'x', 'x'",
     ):
         pretrained.save_embedder(
             path, config, params, names={f"{module}/embeddings": "x" for module in params}
@@ -1054,7 +1055,7 @@ def test_parameters_that_cannot_be_saved(tmp_path):
     }
     with pytest.raises(
         TypeError,
-        match=r"^params: .*token_embedding/embeddings: wanted a whole array, got a table held as GatheredRows$",
+        match=r"^table: wanted to be read by te\.lookup or te\.TokenEmbedding alone, ",
     ):
         pretrained.save_embedder(path, config, rows)
     assert list(tmp_path.iterdir()) == []
@@ -1078,11 +1079,8 @@ def test_a_file_half_written_leaves_the_old_one(tmp_path, monkeypatch):
 
 def test_metadata_that_is_not_a_config_raises_an_error(tmp_path):
     path = tmp_path / "x.safetensors"
-    _files.write_tensors(path, {"a": np.zeros(1, np.float32)}, {CONFIG: "{}"})
-    with pytest.raises(
-        ValueError,
-        match=r"transformer_embed\.config: EmbedderConfig.* missing 2 required .*: 'vocab_size'",
-    ):
+    _files.write_tensors(path, {TOKENS: np.zeros((2, 3), np.float32)}, {CONFIG: "{}"})
+    with pytest.raises(ValueError, match=r"embeddings: wanted shape \[None, None\], as the conf"):
         pretrained.load_embedder(path)
 
 
@@ -1178,10 +1176,10 @@ def test_inspect_of_what_is_not_known(tmp_path):
     save_file({"a.b": np.zeros(3, np.float32)}, tmp_path / "x.safetensors")
     status, out, err = run("inspect", tmp_path / "x.safetensors")
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert "got 1 tensors: a.b F32[3]" in err
+    assert "which has 1 tensors: a.b (on the command line: --model-type NAME" in err
     status, _, err = run("inspect", tmp_path / "none")
     assert status == 2
-    assert "none: No such file or directory; name a file that exists" in err
+    assert "none: No such file or directory (for a model's name, pass the folder" in err
 
 
 @pytest.mark.slow

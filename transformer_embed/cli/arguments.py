@@ -81,8 +81,8 @@ def writable(name: str, suffixes: Sequence[str], *inputs: str | None) -> pathlib
 
 def write_whole(path: pathlib.Path, write: Callable[[IO[bytes]], Any]) -> None:
     """Writes a file whole or not at all."""
-    with writing(path):
-        _files.write_whole(path, write)
+    with writing(path), _files.open_whole(path) as file:
+        write(file)
 
 
 @contextlib.contextmanager

@@ -45,11 +45,10 @@ def run(args: argparse.Namespace) -> None:
         origin = "" if tensor == name else f", from {tensor}"
         print(f"{name}\n  {array.dtype}{list(array.shape)}{origin}")
     for layer, options in rope.by_layer(found.rotary or {}).items():
-        print("rotary" + (f", {layer}" if layer else ""))
         call = "not rotated"
         if options is not None:
             call = f"apply_rotary(x, positions, {_arguments(options)})"
-        print(f"  {call}")
+        print(f"rotary, {layer}\n  {call}")
     if found.bias is not None:
         call = "alibi_bias(query_positions, key_positions, "
         if "num_buckets" in found.bias:

@@ -28,8 +28,8 @@ BIAS = "relative_position_bias/embeddings"
 # Of BART and its like, [1, vocab_size].
 LOGITS_BIAS = "final_logits_bias"
 
-Shapes = Mapping[str, tuple[int, ...]]
-VECTORS = (NORM_SCALE, NORM_OFFSET, WIDEN_OFFSET, OUTPUT_BIAS)
+# The last two axes of each tensor; the first is 1 for a vector.
+Shapes = Mapping[str, tuple[int, int]]
 # Parameters that a published model may lack; zeros are equivalent.
 OFFSETS = (NORM_OFFSET, WIDEN_OFFSET)
 STACKS = ("encoder", "decoder")
@@ -59,10 +59,10 @@ CHECKS = {
     name: check
     for check, names in {
         _or_null(_count): "vocab_size decoder_vocab_size hidden_size embedding_size "
-        "type_vocab_size max_position_embeddings original_max_position_embeddings "
+        "max_position_embeddings original_max_position_embeddings "
         "num_attention_heads head_dim global_head_dim relative_attention_num_buckets rotary_dim "
         "dim_model_base",
-        _or_null(arguments.integer): "pad_token_id sliding_window",
+        _or_null(arguments.integer): "pad_token_id sliding_window type_vocab_size",
         arguments.integer: "relative_attention_max_distance",
         arguments.rate: _RATES,
         _positive: "layer_norm_eps embedding_multiplier scale_emb rope_theta partial_rotary_factor "
@@ -170,8 +170,6 @@ class Architecture(NamedTuple):
         defaults: of entries, other than those in `ENTRIES`; the value of one that is not read.
         head: the modules that may be its output layer.
         no_output: why an `OutputLayer` cannot say its output layer; "": it can.
-        known_below: a pattern of prefixes below which no other architecture has tensors of these
-            names; the default matches none.
         refused: tensors that show that the input layer is different, with the reason.
         refused_entries: for an entry, the values that can be loaded, and why others cannot.
     """
@@ -200,7 +198,6 @@ class Architecture(NamedTuple):
     defaults: Mapping[str, Any] = {}
     head: str = "lm_head"
     no_output: str = ""
-    known_below: str = "(?!)"
     refused: Mapping[str, str] = {}
     refused_entries: Mapping[str, tuple[tuple[Any, ...], str]] = {}
 
@@ -265,19 +262,24 @@ class Architecture(NamedTuple):
             for entry, value in found.items()
         }
 
-    def with_defaults(self, found: Options, *, is_named: bool) -> tuple[dict[str, Any], list[str]]:
-        """The values of all entries, and the names of those that must be said.
+    def with_defaults(self, where: str, found: Options, type_in_file: Any) -> dict[str, Any]:
+        """The values of all entries; those that mean nothing are None.
 
-        Entries that mean nothing are None. Without `is_named`, config.json does not say the type.
+        Raises a ValueError for entries that must be said. If config.json does not name this type,
+        its defaults may be another model's.
         """
         value, missing = {**dict.fromkeys(CHECKS), **self.defaults}, []
         for entry, aliases in self.names().items():
             default = self.defaults.get(entry, DEFAULTS.get(entry))
             value[entry] = found.get(entry, default)
-            has_default = is_named or entry in HARMLESS or default is None
-            if value[entry] is REQUIRED or not (has_default or entry in found):
+            is_known = type_in_file in self.model_types or entry in HARMLESS or default is None
+            if value[entry] is REQUIRED or not (is_known or entry in found):
                 missing.append(aliases[0])
-        return value, missing
+        if missing:
+            want = f"{', '.join(sorted(missing))} of a model {self.name}, from settings or"
+            got = f"model_type {type_in_file!r} there"
+            raise arguments.value_error(where, f"{want} a config.json of that model_type", got)
+        return value
 
     def describe(
         self, value: Options, shapes: Shapes, stack: str
@@ -292,22 +294,29 @@ class Architecture(NamedTuple):
                 want = f"{accepted[0]!r}, since {reason}"
                 raise arguments.value_error(name, want, short_repr(value[name]))
         rows, width = shapes[TOKENS]
-        decoder_rows = value["decoder_vocab_size"] if stack == "decoder" else None
+        d_model, _ = shapes.get(WIDEN, (width, rows))
+        types, _ = shapes.get(TOKEN_TYPES, (0, width))
+        sizes = {"hidden_size": d_model, "embedding_size": width, "type_vocab_size": types}
+        has_own_size = stack == STACKS[1] and value["decoder_vocab_size"]
+        sizes["decoder_vocab_size" if has_own_size else "vocab_size"] = rows
+        for name, size in sizes.items():
+            if value[name] not in (None, size):
+                want = (
+                    f"{size}, as the tensors say (if they are right: settings={{{name!r}: {size}}})"
+                )
+                raise arguments.value_error(name, want, short_repr(value[name]))
         options = {
-            "vocab_size": decoder_rows or value["vocab_size"] or rows,
-            "d_model": value["hidden_size"] or shapes.get(WIDEN, (width,))[0],
+            "vocab_size": rows,
+            "d_model": d_model,
             "scheme": self._scheme(value, shapes),
             "scale": value.get(self.scale, self.scale),
             "dropout_rate": value.get(self.dropout, 0.0),
+            "num_token_types": types or None,
+            "layer_norm_eps": value["layer_norm_eps"] if NORM_SCALE in shapes else None,
+            "embedding_width": width if WIDEN in shapes else None,
             "output": self._output(value, shapes, stack),
         }
-        if TOKEN_TYPES in shapes:
-            options["num_token_types"] = value["type_vocab_size"] or shapes[TOKEN_TYPES][0]
-        if NORM_SCALE in shapes:
-            options["layer_norm_eps"] = value["layer_norm_eps"]
-        if WIDEN in shapes:
-            options["embedding_width"] = value["embedding_size"] or width
-        rotary = self._rotary(value, options["d_model"]) if self.rotary else None
+        rotary = self._rotary(value, d_model) if self.rotary else None
         return options, rotary, self._bias(value, shapes, stack)
 
     def _output(self, value: Options, shapes: Shapes, stack: str) -> OutputLayer | str:
@@ -322,7 +331,7 @@ class Architecture(NamedTuple):
             return f"it is the decoder's, which stack={STACKS[1]!r} loads"
         if has_own and OUTPUT_TABLE not in shapes:
             return f"the file has no {self.head.split()[0]}.weight, and it is not tied to the table"
-        for name, shape in ((OUTPUT_TABLE, (rows, width)), (OUTPUT_BIAS, (rows,))):
+        for name, shape in ((OUTPUT_TABLE, (rows, width)), (OUTPUT_BIAS, (1, rows))):
             if shapes.get(name, shape) != shape:
                 return f"its shape is {list(shapes[name])}, not {list(shape)}"
         scale = (value["logit_scale"] or 1.0) / (value["logits_scaling"] or 1.0)
@@ -400,6 +409,5 @@ class Architecture(NamedTuple):
             head_dim = value["global_head_dim"] or head_dim
         if head_dim is None:
             head_dim = width // _count("num_attention_heads", value["num_attention_heads"])
-        rotary["rotary_dim"] = int(head_dim * factor)
-        call_with_named_errors(share, rope.check, rotary, head_dim)
-        return rotary
+        rotary_dim = arguments.integer(share, int(head_dim * factor), at_most=head_dim)
+        return rotary | {"rotary_dim": rotary_dim}

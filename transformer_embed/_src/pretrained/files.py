@@ -1,6 +1,6 @@
 """Files: reads safetensors in pieces, and writes files whole or not at all."""
 
-import dataclasses
+import contextlib
 import errno
 import functools
 import json
@@ -11,7 +11,6 @@ import pathlib
 import re
 import secrets
 import stat
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any, NamedTuple
 
@@ -22,62 +21,67 @@ from transformer_embed._src import arguments
 from transformer_embed._src.pretrained.messages import parse, short_repr, shorten
 
 DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp.dtype("float16")}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
 FLOAT64 = "F64"
-INDEX = ".index.json"
-WHOLE = "model.safetensors"
-ADAPTER = "adapter_config.json"
-# Numbers that are read at once.
-PIECE = 2**21
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Bytes that are read at once.
+PIECE = 2**23
 # Names of tensors in a message.
 LISTED = 4
-ZIP = b"PK\x03\x04"
-PICKLE_STARTS = (ZIP, *(b"\x80" + bytes([protocol]) for protocol in range(2, 6)))
-TEMPORARY = ".transformer_embed-"
-# Seconds after which a temporary file is taken for one that a killed process left.
-STALE = 24 * 60 * 60
+NO_FILE = (
+    "No such file or directory (for a model's name, pass the folder that "
+    "huggingface_hub.snapshot_download(name) returns)"
+)
 # Tied tensors share memory, which save_file refuses: each is cloned.
-PICKLE = (
-    "a pickle, which may run code and is not opened; convert it with "
-    "safetensors.torch.save_file({{k: v.clone().contiguous() "
-    "for f in glob.glob({!r}) for k, v in torch.load(f, weights_only=True).items()}}, "
-    "'model.safetensors')"
+OTHER_FORMATS = (
+    "fetch a pointer of git-lfs with `git lfs pull`; save an adapter with its model by peft's "
+    "model.merge_and_unload().save_pretrained(folder); a pickle may run code and is not opened: "
+    "convert it with safetensors.torch.save_file({k: v.clone().contiguous() "
+    "for f in glob.glob('pytorch_model*.bin') "
+    "for k, v in torch.load(f, weights_only=True).items()}, 'model.safetensors')"
 )
 
 
 class TensorInfo(NamedTuple):
-    """A tensor's entry in the header; `start` is where its bytes begin in the file."""
+    """A tensor's entry in the header; its bytes are those from `start` to `stop` of the file."""
 
     file: pathlib.Path
     dtype: str
     shape: tuple[int, ...]
     start: int
+    stop: int
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Tensors:
-    """The tensors of a checkpoint, by name; a shard is opened when one of its tensors is needed."""
+# The entries of a file, and its metadata.
+Header = tuple[dict[str, TensorInfo], Mapping[str, str]]
+
+
+class Tensors(NamedTuple):
+    """The tensors of a checkpoint.
+
+    Args:
+        path: the file, or the index file of shards.
+        files: the file of each tensor.
+        metadata: of the file.
+        header: the entries of a file and its metadata. A shard is opened when one of its tensors is
+            needed.
+    """
 
     path: pathlib.Path
     files: Mapping[str, pathlib.Path]
     metadata: Mapping[str, str]
-    _opened: dict[pathlib.Path, dict[str, TensorInfo]] = dataclasses.field(default_factory=dict)
+    header: Callable[[pathlib.Path], Header]
 
     def entry(self, name: str) -> TensorInfo:
         """A tensor's file, dtype and shape; a ValueError if it is not there."""
-        if name not in self.files:
-            want = f"a tensor {shorten(name)}"
-            raise arguments.value_error(shorten(self.path), want, self.listed())
-        file = self.files[name]
-        if file not in self._opened:
-            self._opened[file] = _header(file)[0]
-        entries = self._opened[file]
+        file = self.files.get(name, self.path)
+        entries = self.header(file)[0] if name in self.files else {}
         if name not in entries:
-            index = shorten(self.path.name)
-            want = f"the tensor {shorten(name)}, as {index} says"
-            raise arguments.value_error(shorten(file), want, f"{len(entries)} others")
+            want = f"a tensor {shorten(name)}"
+            raise arguments.value_error(shorten(file), want, self.listed())
         return entries[name]
 
     def place(self, name: str) -> str:
@@ -90,7 +94,7 @@ class Tensors:
         if str(first) != str(second):
             return False
         pairs = zip(_pieces(first), _pieces(second), strict=True)
-        return all(one.tobytes() == two.tobytes() for (_, one), (_, two) in pairs)
+        return all(one == two for one, two in pairs)
 
     def read(self, name: str, float64_as: np.dtype) -> np.ndarray:
         """A copy of a tensor in its own dtype; float64 is rounded.
@@ -99,36 +103,37 @@ class Tensors:
         the huge pages that numpy asks for, which are slow to get on a busy machine.
         """
         entry = self.entry(name)
-        dtype, size = DTYPES.get(entry.dtype, float64_as), math.prod(entry.shape)
-        array = np.frombuffer(mmap.mmap(-1, max(size * dtype.itemsize, 1)), dtype, size)
+        buffer = mmap.mmap(-1, max(entry.stop - entry.start, 1))
+        for start, piece in _pieces(entry):
+            buffer[start : start + PIECE] = piece
+        dtype = DTYPES.get(entry.dtype, np.dtype(np.float64))
+        array = np.frombuffer(buffer, dtype, math.prod(entry.shape)).reshape(entry.shape)
+        if entry.dtype != FLOAT64:
+            return array
         with np.errstate(over="ignore"):
-            for start, piece in _pieces(entry):
-                array[start : start + PIECE] = piece
-        if entry.dtype == FLOAT64 and np.isinf(array).any():
-            want = f"numbers that fit into {dtype}"
+            rounded = array.astype(float64_as)
+        if np.isinf(rounded).any():
+            want = f"numbers that fit into {float64_as}"
             raise arguments.value_error(self.place(name), want, "larger ones")
-        return array.reshape(entry.shape)
+        return rounded
 
     def listed(self) -> str:
         """A few names for a message; those outside of numbered layers come first."""
         names = sorted(self.files, key=lambda name: (re.search(r"\b\d+\b", name) is not None, name))
-        listed = []
-        for name in names[:LISTED]:
-            info = f" {self.entry(name)}" if self.files[name] == self.path else ""
-            listed.append(shorten(name, 40) + info)
+        listed = [shorten(name, 40) for name in names[:LISTED]]
         return f"{len(names)} tensors: {', '.join(listed)}"
 
 
-def _pieces(entry: TensorInfo) -> Iterator[tuple[int, np.ndarray]]:
-    """Some numbers of a tensor at a time, and the index of the first of them.
+def _pieces(entry: TensorInfo) -> Iterator[tuple[int, bytes]]:
+    """Some bytes of a tensor at a time, and how many come before them.
 
     The file is not mapped, to save memory.
     """
-    dtype, size = DTYPES.get(entry.dtype, np.dtype(np.float64)), math.prod(entry.shape)
+    size = entry.stop - entry.start
     with open(entry.file, "rb") as file:
         file.seek(entry.start)
         for start in range(0, size, PIECE):
-            yield start, np.fromfile(file, dtype, min(size - start, PIECE))
+            yield start, file.read(min(size - start, PIECE))
 
 
 def open_tensors(path: str | os.PathLike[str]) -> Tensors:
@@ -137,10 +142,11 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
     An index file lists shards, which are beside it.
     """
     found = _find(as_path(path))
+    header = functools.cache(_header)
     if found.name.endswith(".json"):
-        return Tensors(found, _shards(found), {})
-    entries, metadata = _header(found)
-    return Tensors(found, dict.fromkeys(entries, found), metadata, {found: entries})
+        return Tensors(found, _shards(found), {}, header)
+    entries, metadata = header(found)
+    return Tensors(found, dict.fromkeys(entries, found), metadata, header)
 
 
 def as_path(path: str | os.PathLike[str]) -> pathlib.Path:
@@ -151,44 +157,23 @@ def as_path(path: str | os.PathLike[str]) -> pathlib.Path:
 def _find(path: pathlib.Path) -> pathlib.Path:
     """The file that a path names, or the one inside a folder."""
     if not path.exists():
-        error = os.strerror(errno.ENOENT)
-        # One or two words may be a model's name.
-        if len(path.parts) <= 2:
-            error += (
-                " (for a model's name, pass the folder that huggingface_hub.snapshot_download(name)"
-                " returns)"
-            )
-        raise FileNotFoundError(errno.ENOENT, error, shorten(path))
+        raise FileNotFoundError(errno.ENOENT, NO_FILE, shorten(path))
     if not path.is_dir():
         return path
-    for name in (WHOLE, WHOLE + INDEX):
+    for name in (WHOLE, INDEX):
         if (path / name).exists():
             return path / name
-    names = sorted(name.name for name in path.iterdir())
-    want, got = f"a folder with {WHOLE} or {WHOLE}{INDEX}", "neither"
-    others = [name for name in names if name.endswith(".safetensors")]
-    if any(name.startswith("pytorch_model") for name in names):
-        got = PICKLE.format("pytorch_model*.bin")
-    elif ADAPTER in names:
-        want = (
-            "a whole model, which peft's AutoPeftModel.from_pretrained(folder).merge_and_unload()"
-            ".save_pretrained(new_folder) writes, or the folder of the base model"
-        )
-        got = "the changes of an adapter"
-    elif others:
-        want += f" (or pass the file: {shorten(others[0])})"
-    raise arguments.value_error(shorten(path), want, got)
+    want = f"a folder with {WHOLE} or {INDEX} ({OTHER_FORMATS})"
+    raise arguments.value_error(shorten(path), want, "neither")
 
 
 def _shards(path: pathlib.Path) -> dict[str, pathlib.Path]:
     """The file of each tensor, as an index file says."""
     names: Any = read_json(path).get("weight_map")
-    files = list(names.values()) if isinstance(names, dict) else []
-    are_names = [isinstance(name, str) and re.fullmatch(r"[^/\\\0]+", name) for name in files]
-    if not files or not all(are_names):
-        want = "a weight_map from tensors to files in the same folder"
+    if not isinstance(names, dict):
+        want = "a weight_map from tensors to files"
         raise arguments.value_error(shorten(path), want, short_repr(names))
-    return {tensor: path.parent / name for tensor, name in names.items()}
+    return {tensor: path.parent / str(name) for tensor, name in names.items()}
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -197,43 +182,42 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     return parse(shorten(path), path.read_bytes())
 
 
-def _header(path: pathlib.Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+def _header(path: pathlib.Path) -> Header:
     """Each tensor's entry, and the metadata."""
     from safetensors import SafetensorError, safe_open  # noqa: PLC0415 (slow to load)
 
     _regular_mode(path)
     try:
         # It checks the header, and that the file is whole.
-        with safe_open(path, framework="numpy"):
-            pass
-    except (SafetensorError, OSError) as error:
-        got = _describe_contents(path, error)
-        raise arguments.value_error(shorten(path), "a whole safetensors file", got) from error
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+    except SafetensorError as error:
+        want = f"a whole safetensors file ({OTHER_FORMATS})"
+        got = f"one that cannot be read ({error})"
+        raise arguments.value_error(shorten(path), want, got) from error
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
-    metadata = header.pop("__metadata__", None) or {}
+    header.pop("__metadata__", None)
     entries = {}
     for name, entry in header.items():
-        start = 8 + size + entry["data_offsets"][0]
-        entries[name] = TensorInfo(path, entry["dtype"], tuple(entry["shape"]), start)
+        start, stop = (8 + size + offset for offset in entry["data_offsets"])
+        entries[name] = TensorInfo(path, entry["dtype"], tuple(entry["shape"]), start, stop)
     return entries, metadata
 
 
-def _describe_contents(path: pathlib.Path, error: Exception) -> str:
-    """What a file is that is not a safetensors file."""
-    name = path.name
-    with open(path, "rb") as file:
-        start = file.read(256)
-    if start.startswith(ZIP) and b".npy" in start:
-        convert = f"safetensors.numpy.save_file(dict(numpy.load({name!r})), 'model.safetensors')"
-        return f"an archive of numpy arrays; convert it with {convert}"
-    if start.startswith(PICKLE_STARTS):
-        return PICKLE.format(name)
-    if start.startswith(b"version https://git-lfs"):
-        return "a pointer of git-lfs; fetch the file itself with `git lfs pull`"
-    reason = str(error).removeprefix("Error while deserializing header: ")[:120]
-    return f"a file that is cut off, damaged or of another kind ({reason})"
+def as_tensors(
+    path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+) -> Tensors:
+    """The tensors of the file that `write_tensors` writes."""
+    entries, end = {}, 0
+    # Wider dtypes first, so that each array starts at a multiple of its item size.
+    for name in sorted(arrays, key=lambda name: -arrays[name].dtype.itemsize):
+        array = arrays[name]
+        start, end = end, end + array.nbytes
+        code = CODES.get(array.dtype, array.dtype.name)
+        entries[name] = TensorInfo(path, code, array.shape, start, end)
+    return Tensors(path, dict.fromkeys(entries, path), metadata, lambda _: (entries, metadata))
 
 
 def write_tensors(
@@ -244,64 +228,49 @@ def write_tensors(
     `save_file` of safetensors reports a full disk without an errno, and before 0.8 it copies all
     arrays.
     """
-    codes = {dtype: code for code, dtype in DTYPES.items()}
-    # Wider dtypes first, so that each array starts at a multiple of its item size.
-    stored = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    entries, _ = as_tensors(path, arrays, metadata).header(path)
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    end = 0
-    for name, array in stored:
-        offsets = [end, end + array.nbytes]
-        header[name] = {
-            "dtype": codes[array.dtype],
-            "shape": array.shape,
-            "data_offsets": offsets,
-        }
-        end = offsets[1]
+    for name, entry in entries.items():
+        offsets = (entry.start, entry.stop)
+        header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
     text = json.dumps(header, ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-
-    def write(file: IO[bytes]) -> None:
+    with open_whole(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for _, array in stored:
-            file.write(np.ascontiguousarray(array).view(np.uint8).data)
-
-    write_whole(path, write)
+        for name in entries:
+            file.write(np.ascontiguousarray(arrays[name]).view(np.uint8).data)
 
 
-def write_whole(path: pathlib.Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """Writes a temporary file and renames it, so that the path always has a whole file.
+@contextlib.contextmanager
+def open_whole(path: pathlib.Path) -> Iterator[IO[bytes]]:
+    """A temporary file that is renamed at the end, so that the path always has a whole file.
 
-    A replaced file keeps its mode. What killed processes left in the folder is removed.
+    A replaced file keeps its mode.
     """
-    want = "a regular file, or a new name in a folder that exists"
     exists = path.exists()
-    mode = _regular_mode(path, want) if exists else 0o666
-    # With a separator at its end, only the name of a folder is found.
-    os.stat(os.path.join(path.parent, ""))
-    for name in path.parent.glob(f"{TEMPORARY}*.tmp"):
-        if name.is_file() and time.time() - name.stat().st_mtime > STALE:
-            name.unlink(missing_ok=True)
-    name = path.parent / f"{TEMPORARY}{secrets.token_hex(8)}.tmp"
+    mode = _regular_mode(path) if exists else 0o666
+    temporary = path.parent / f".transformer_embed-{secrets.token_hex(8)}.tmp"
     # A private file's replacement must not be readable by others, not even while it is written.
     opener = functools.partial(os.open, mode=mode)
     try:
-        with open(name, "xb", opener=opener) as file:
+        with open(temporary, "xb", opener=opener) as file:
             if exists:
-                name.chmod(mode)
-            write(file)
+                temporary.chmod(mode)
+            yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
+        os.replace(temporary, path)
     finally:
-        name.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
-def _regular_mode(path: pathlib.Path, want: str = "a regular file") -> int:
+def _regular_mode(path: pathlib.Path) -> int:
     """The mode of a regular file.
 
     A ValueError for anything else: to open a pipe is to wait for its other end.
     """
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
-        raise arguments.value_error("path", want, f"a folder, a pipe or a device, {shorten(path)}")
+        got = f"a folder, a pipe or a device, {shorten(path)}"
+        raise arguments.value_error("path", "a regular file", got)
     return stat.S_IMODE(mode)

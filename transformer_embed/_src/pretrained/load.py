@@ -30,6 +30,7 @@ from transformer_embed._src.pretrained.messages import (
 from transformer_embed._src.pretrained.own import CONFIG, read_own
 from transformer_embed._src.pretrained.parameters import (
     PretrainedInput,
+    check_tensors,
     checked_config,
     full_paths,
     parameters_of,
@@ -48,9 +49,9 @@ def load_embedder(
 ) -> PretrainedInput:
     """Loads the parameters and the configuration of a checkpoint's input layer.
 
-    The layer is recognised by the names of the tensors and the `config.json` beside them. Only its
-    own tensors are read, each copied once; peak memory is at most 1.05 times large tables. No code
-    in the file is run. Either everything is loaded or an error is raised.
+    The model type, of the `config.json` beside the file or of `settings`, says which tensors make
+    the layer. Only these are read, each copied once; peak memory is at most 1.05 times large
+    tables. No code in the file is run. Either everything is loaded or an error is raised.
 
     The page "Published models" of the documentation lists the model types that are known, with how
     far each is from the transformers library: BERT, RoBERTa, GPT-2, OPT, T5, BART, Whisper's
@@ -138,11 +139,9 @@ def _read_by_hand(
     """The tensors that `names` gives; float64 is rounded."""
     parameters = parameters_of("config", config)
     full = full_paths(names, parameters)
-    for name, tensor in full.items():
-        kinds = str | None if name in OFFSETS else str
-        arguments.instance(f"names: {name}", tensor, kinds, "a tensor's name")
-    params, names = read_parameters(tensors, "names", full, parameters, (*DTYPES, FLOAT64))
-    return PretrainedInput(config, params, names=names)
+    stored = {name: tensor for name, tensor in full.items() if tensor or name not in OFFSETS}
+    check_tensors(tensors, "names", stored, parameters, may_lack=full, dtypes=(*DTYPES, FLOAT64))
+    return PretrainedInput(config, read_parameters(tensors, stored, parameters), names=stored)
 
 
 def _read_published(
@@ -152,18 +151,11 @@ def _read_published(
     path = tensors.path.parent / "config.json"
     in_file, type_in_file = _config_json(path)
     model_type = settings.pop("model_type", None) or type_in_file
-    kind, _, names = recognised(tensors, model_type, stack)
+    kind, names = recognised(tensors, model_type, stack)
     place = f"{shorten(path)}, for a model {kind.name}"
     entries = kind.read(place, in_file, is_file=True)
     entries |= kind.read("settings", settings, is_file=False)
-    value, missing = kind.with_defaults(entries, is_named=type_in_file in kind.model_types)
-    if missing:
-        want = (
-            f"{', '.join(sorted(missing))} of a model {kind.name}, as settings={{...}} or in a "
-            f"config.json that names the model_type"
-        )
-        got = f"only model_type {type_in_file!r}" if path.is_file() else "no config.json"
-        raise arguments.value_error(shorten(path), want, got)
+    value = kind.with_defaults(shorten(path), entries, type_in_file)
     table = names.get(OUTPUT_TABLE)
     # As in the library: two tables that differ are not tied, whatever config.json says.
     if table and value["tie_word_embeddings"] and tensors.are_equal(table, names[TOKENS]):
@@ -175,15 +167,14 @@ def _read_published(
     )
     dtype = tensors.entry(names[TOKENS]).dtype
     options["param_dtype"] = DTYPES.get(dtype, jnp.dtype("float32"))
-    hint = f" (if the vocabulary was resized: settings={{'vocab_size': {shapes[TOKENS][0]}}})"
-    config = checked_config(tensors, where, options, names[TOKENS], hint)
+    config = checked_config(tensors, where, options, names[TOKENS])
     parameters = parameters_of(where, config, rotary, bias)
     # An output layer that the config does not have is not read, and an offset that the file does
     # not have is zeros. (In a file that `save_embedder` wrote, a missing offset is damage.)
-    stored = dict.fromkeys(OFFSETS) | names
-    stored = {name: tensor for name, tensor in stored.items() if name in parameters}
-    params, names = read_parameters(tensors, where, stored, parameters)
-    return PretrainedInput(config, params, rotary, bias, names)
+    stored = {name: tensor for name, tensor in names.items() if name in parameters}
+    check_tensors(tensors, where, stored, parameters, may_lack=OFFSETS)
+    params = read_parameters(tensors, stored, parameters)
+    return PretrainedInput(config, params, rotary, bias, stored)
 
 
 def _config_json(path: pathlib.Path) -> tuple[Mapping[str, Any], Any]:

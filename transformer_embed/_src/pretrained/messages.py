@@ -35,9 +35,9 @@ def check_mappings(**values: Any) -> None:
         arguments.instance(name, value, Mapping | None, "a mapping, or None")
 
 
-def parse(name: str, text: str | bytes) -> dict[str, Any]:
-    """A JSON object; a ValueError for any other text."""
-    value = call_with_named_errors(f"{name}: wanted JSON", json.loads, text)
+def parse(name: str, text: str | bytes, **options: Any) -> dict[str, Any]:
+    """A JSON object; a ValueError for any other text. The options are those of `json.loads`."""
+    value = call_with_named_errors(f"{name}, as JSON", json.loads, text, **options)
     if not isinstance(value, dict):
         raise arguments.value_error(name, "a JSON object", type(value).__name__)
     return value

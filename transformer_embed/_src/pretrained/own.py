@@ -5,7 +5,6 @@ the classes and functions that it is for.
 """
 
 import json
-import numbers
 import os
 import typing
 from collections.abc import Mapping
@@ -15,13 +14,17 @@ import jax
 import numpy as np
 
 from transformer_embed._src import arguments
-from transformer_embed._src.functional.lookup import Table
 from transformer_embed._src.functional.rotary_scaling import Scaling
 from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
 from transformer_embed._src.layers.embedder import Params
 from transformer_embed._src.layers.schemes import Scheme
 from transformer_embed._src.pretrained.description import LOGITS_BIAS, TOKENS
-from transformer_embed._src.pretrained.files import DTYPES, Tensors, as_path, write_tensors
+from transformer_embed._src.pretrained.files import (
+    Tensors,
+    as_path,
+    as_tensors,
+    write_tensors,
+)
 from transformer_embed._src.pretrained.messages import (
     call_with_named_errors,
     check_mappings,
@@ -31,7 +34,9 @@ from transformer_embed._src.pretrained.messages import (
 )
 from transformer_embed._src.pretrained.parameters import (
     PretrainedInput,
+    Shapes,
     by_path,
+    check_tensors,
     checked_config,
     full_paths,
     is_transposed,
@@ -59,11 +64,11 @@ def save_embedder(
 ) -> None:
     """Writes a safetensors file that `load_embedder` reads back bit for bit.
 
-    The file is written whole or not at all. The configuration is stored in its  With the
+    The file is written whole or not at all. The configuration is stored in its metadata. With the
     names that `load_embedder` returned, other libraries find the tensors under their original
     names. The checks of `load_embedder` run before anything is written. A replaced file keeps its
-    permissions. If a save was killed, a later one in the same folder removes the temporary file
-    that it left, once that file is a day old.
+    permissions. A save that is killed leaves a file `.transformer_embed-*.tmp`, which may be
+    deleted.
 
     Args:
         path: the file to write or replace.
@@ -96,70 +101,63 @@ def save_embedder(
     Source:
         The safetensors format, https://github.com/huggingface/safetensors
     """
-    params = arguments.as_params("params", params)
+    arguments.instance("config", config, EmbedderConfig, "an EmbedderConfig")
     check_mappings(rotary=rotary, bias=bias, names=names)
-    for module, group in params.items():
-        for name in group:
-            if not (isinstance(module, str) and isinstance(name, str)) or "/" in name:
-                want = "names that are strings, those of parameters without a slash"
-                raise arguments.value_error("params", want, short_repr((module, name)))
-    leaves = {name: _on_host(name, leaf) for name, leaf in by_path(params).items()}
+    params = arguments.as_params("params", params)
+    if slashed := [name for group in params.values() for name in group if "/" in name]:
+        raise arguments.value_error("params", "names without a slash", short_repr(slashed[0]))
+    leaves = by_path(params)
     tensor_names = {name: name for name in leaves} | full_paths(names or {}, leaves)
-    text = to_json({"rotary": rotary, "bias": bias, "names": tensor_names})
-    # Read back, so that what is written can be loaded.
-    extras = extras_from_json("save_embedder", text)
-    tensors = sorted(tensor_names.values())
-    if "__metadata__" in tensors or len(set(tensors)) < len(tensors):
-        want = "a tensor of its own for each parameter, other than '__metadata__'"
-        raise arguments.value_error("names", want, short_repr(tensors))
-    parameters = parameters_of("save_embedder", config, extras.rotary, extras.bias)
-    for name, parameter in parameters.items():
-        got = list(leaves[name].shape) if name in leaves else "none"
-        if got != list(parameter.shape):
-            want = f"shape {list(parameter.shape)}, as the config says"
-            raise arguments.value_error(f"params: {shorten(name)}", want, got)
     arrays = {}
     for name, tensor in tensor_names.items():
-        array = leaves[name].T if is_transposed(name, tensor) else leaves[name]
-        arrays[tensor] = array[None] if tensor.endswith(LOGITS_BIAS) else array
-    texts = {CONFIG: to_json(vars(config)), EXTRAS: text}
-    write_tensors(as_path(path).resolve(), arrays, {"format": "pt"} | texts)
+        array = _on_host(leaves[name])
+        array = array.T if is_transposed(name, tensor) else array
+        arrays[tensor] = array[None] if str(tensor).endswith(LOGITS_BIAS) else array
+    tensors = [name for name in arrays if isinstance(name, str) and name != "__metadata__"]
+    if len(tensors) < len(leaves):
+        want = "a tensor's name of its own for each parameter, other than '__metadata__'"
+        raise arguments.value_error("names", want, short_repr([*tensor_names.values()]))
+    extras = {"rotary": rotary, "bias": bias, "names": tensor_names}
+    texts = {CONFIG: to_json(vars(config)), EXTRAS: to_json(extras)}
+    file = as_path(path).resolve()
+    # What is written can be loaded.
+    _described(as_tensors(file, arrays, texts))
+    write_tensors(file, arrays, {"format": "pt"} | texts)
 
 
-def _on_host(name: str, leaf: Any) -> np.ndarray:
-    """An array of this process in its own dtype, in the byte order of this machine."""
-    name = f"params: {shorten(name)}"
+def _on_host(leaf: Any) -> np.ndarray:
+    """An array of this process in its own dtype."""
     if isinstance(leaf, Sharded):
         leaf = leaf.in_vocabulary_order()
-    if isinstance(leaf, Table):
-        got = f"a table held as {type(leaf).__name__}"
-        raise arguments.type_error(name, "a whole array", got)
     if not isinstance(leaf, jax.Array) and hasattr(type(leaf), "__jax_array__"):
         # Flax's nnx.Param, for example.
         leaf = leaf.__jax_array__()
-    array = np.asarray(leaf)
-    if array.dtype not in DTYPES.values():
-        raise arguments.value_error(name, "float32, bfloat16 or float16", array.dtype)
-    return array
+    return np.asarray(leaf)
 
 
 def read_own(tensors: Tensors) -> PretrainedInput:
     """The layer that `save_embedder` described in the metadata."""
+    found, parameters = _described(tensors)
+    return found._replace(params=read_parameters(tensors, found.names or {}, parameters))
+
+
+def _described(tensors: Tensors) -> tuple[PretrainedInput, Shapes]:
+    """All but the parameters, and their shapes."""
     path = shorten(tensors.path)
-    where, place = f"{path}: {CONFIG}", f"{path}: {EXTRAS}"
-    options = from_json(where, tensors.metadata[CONFIG])
-    text = tensors.metadata.get(EXTRAS, "{}")
-    extras = extras_from_json(place, text)
-    names = extras.names or {}
-    config = checked_config(tensors, where, options, names.get(TOKENS, TOKENS))
-    parameters = parameters_of(where, config, extras.rotary, extras.bias)
+    options = from_json(f"{path}: {CONFIG}", tensors.metadata[CONFIG])
+    entries = from_json(f"{path}: {EXTRAS}", tensors.metadata.get(EXTRAS, "{}"))
+    extras = call_with_named_errors(path, PretrainedInput, None, {}, **entries)
+    call_with_named_errors(path, check_mappings, **extras._asdict())
+    names = {name: str(tensor) for name, tensor in (extras.names or {}).items()}
+    config = checked_config(tensors, path, options, names.get(TOKENS, TOKENS))
+    parameters = parameters_of(path, config, extras.rotary, extras.bias)
     names = names or {name: name for name in parameters}
     for name in names.keys() - parameters.keys():
         # It stands beside the input layer.
         shape = tensors.entry(names[name]).shape
         parameters[name] = jax.ShapeDtypeStruct(shape, config.param_dtype)
-    params, names = read_parameters(tensors, f"{place}: names", names, parameters)
-    return extras._replace(config=config, params=params, names=names)
+    check_tensors(tensors, f"{path}: names", names, parameters)
+    return extras._replace(config=config, names=names), parameters
 
 
 def to_json(values: Mapping[str, Any]) -> str:
@@ -173,20 +171,7 @@ def from_json(name: str, text: str) -> dict[str, Any]:
     A config's arguments are not yet checked, so that sizes can be compared with the tensors before
     the config is made.
     """
-    return call_with_named_errors(name, _decoded, parse(name, text))
-
-
-def extras_from_json(name: str, text: str) -> PretrainedInput:
-    """Rotary, bias and names, without a config and parameters."""
-    extras = call_with_named_errors(name, PretrainedInput, None, {}, **from_json(name, text))
-    call_with_named_errors(name, check_mappings, **extras._asdict())
-    for parameter, tensor in (extras.names or {}).items():
-        module, _, leaf = parameter.rpartition("/")
-        if not (module and leaf and isinstance(tensor, str)):
-            want = "parameters as module/name, with their tensors' names"
-            got = short_repr({parameter: tensor})
-            raise arguments.value_error(f"{name}: names", want, got)
-    return extras
+    return parse(name, text, object_hook=_decoded)
 
 
 def _encoded(value: Any) -> Any:
@@ -197,21 +182,15 @@ def _encoded(value: Any) -> Any:
         return dict(value)
     if isinstance(value, np.dtype):
         return value.name
-    if isinstance(value, np.bool_ | np.integer):
-        return value.item()
-    if isinstance(value, numbers.Real | np.generic):
-        return float(value)
-    want = "numbers, words and scalings"
-    raise arguments.type_error("rotary and bias", want, type(value).__name__)
+    # A number of numpy, or a fraction.
+    return value.item() if isinstance(value, np.generic) else float(value)
 
 
-def _decoded(value: Any) -> Any:
-    """A value with tuples for lists, and instances for objects that name their class."""
-    if isinstance(value, list):
-        return tuple(map(_decoded, value))
-    if not isinstance(value, dict):
-        return value
-    entries = {name: _decoded(item) for name, item in value.items()}
+def _decoded(entries: dict[str, Any]) -> Any:
+    """An object with tuples for lists, or an instance of the class that it names."""
+    for name, value in entries.items():
+        if isinstance(value, list):
+            entries[name] = tuple(value)
     if KIND not in entries:
         return entries
     return KINDS[arguments.choice(KIND, entries.pop(KIND), tuple(KINDS))](**entries)

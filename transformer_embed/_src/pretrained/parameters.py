@@ -15,11 +15,14 @@ from transformer_embed._src.layers.embedder import ROOT, Embedder, Params
 from transformer_embed._src.layers.modules import RelativePositionBias
 from transformer_embed._src.pretrained import rope
 from transformer_embed._src.pretrained.description import WIDEN
-from transformer_embed._src.pretrained.files import DTYPES, FLOAT64, Tensors
+from transformer_embed._src.pretrained.files import DTYPES, Tensors
 from transformer_embed._src.pretrained.messages import call_with_named_errors, short_repr
 
 # The time to trace a bias grows with its buckets or heads. Real models have up to some hundred.
 MOST_BUCKETS = 4096
+
+# Of each parameter, by its path.
+Shapes = dict[str, jax.ShapeDtypeStruct]
 
 
 class PretrainedInput(NamedTuple):
@@ -61,15 +64,13 @@ def parameters_of(
     config: EmbedderConfig,
     rotary: Mapping[str, Any] | None = None,
     bias: Mapping[str, Any] | None = None,
-) -> dict[str, jax.ShapeDtypeStruct]:
+) -> Shapes:
     """The shape and dtype of each parameter, by its path, computed without allocating any array.
 
     Raises a ValueError for arguments that `apply_rotary` or the bias refuses.
     """
     for layer, options in rope.by_layer(rotary or {}).items():
-        place = f"{where}: rotary" + (f": {layer!r}" if layer else "")
-        if options is not None:
-            call_with_named_errors(place, rope.check, options)
+        call_with_named_errors(f"{where}: rotary, {layer}", rope.check, options or {})
     init, key = Embedder(config).init, jax.random.key(0)
     tree = call_with_named_errors(where, jax.eval_shape, init, key)
     tree |= call_with_named_errors(f"{where}: bias", _bias_parameters, bias)
@@ -93,7 +94,9 @@ def _bias_parameters(bias: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 def by_path(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The leaves of a Haiku parameter tree, by their paths."""
-    return {f"{module}/{name}": leaf for module in tree for name, leaf in tree[module].items()}
+    return {
+        "/".join((module, name)): leaf for module in tree for name, leaf in tree[module].items()
+    }
 
 
 def full_paths(names: Mapping[Any, Any], paths: Collection[str]) -> dict[str, Any]:
@@ -119,69 +122,57 @@ def is_transposed(name: str, tensor: str) -> bool:
 
 
 def checked_config(
-    tensors: Tensors, where: str, options: Mapping[str, Any], table: str, hint: str = ""
+    tensors: Tensors, where: str, options: Mapping[str, Any], table: str
 ) -> EmbedderConfig:
     """The config, whose sizes are those of the table of tokens."""
     # Compared first: the time to make a config grows with its width.
     width = options.get("embedding_width") or options.get("d_model")
-    sizes = (options.get("vocab_size"), width)
-    if None not in sizes:
-        _check_entry(tensors, table, sizes, hint=hint)
+    _check_entry(tensors, table, (options.get("vocab_size"), width))
     return call_with_named_errors(where, EmbedderConfig, **options)
 
 
-def read_parameters(
+def check_tensors(
     tensors: Tensors,
     where: str,
-    names: Mapping[str, str | None],
-    parameters: Mapping[str, jax.ShapeDtypeStruct],
-    dtypes: tuple[str, ...] = tuple(DTYPES),
-) -> tuple[Params, dict[str, str]]:
-    """The parameters, and the names of their tensors; one whose tensor is None is zeros.
-
-    All shapes and dtypes are checked before any tensor is read.
-    """
-    if missing := [name.removeprefix(ROOT) for name in parameters if name not in names]:
-        want = f"a tensor for each parameter, also for {', '.join(missing)}"
+    names: Mapping[str, str],
+    parameters: Shapes,
+    may_lack: Collection[str] = (),
+    dtypes: Collection[str] = DTYPES,
+) -> None:
+    """Raises unless each parameter has a tensor of its shape and of such a dtype."""
+    if missing := parameters.keys() - names.keys() - set(may_lack):
+        paths = sorted(name.removeprefix(ROOT) for name in missing)
+        want = f"a tensor for each parameter, also for {', '.join(paths)}"
         raise arguments.value_error(where, want, f"only {short_repr(sorted(names))}")
-    stored = {name: tensor for name, tensor in names.items() if tensor is not None}
-    for name, tensor in stored.items():
+    for name, tensor in names.items():
         shape = parameters[name].shape
-        is_turned = is_transposed(name, tensor)
-        _check_entry(tensors, tensor, shape[::-1] if is_turned else shape, dtypes=dtypes)
+        turned = shape[::-1] if is_transposed(name, tensor) else shape
+        _check_entry(tensors, tensor, turned, dtypes)
+
+
+def read_parameters(tensors: Tensors, names: Mapping[str, str], parameters: Shapes) -> Params:
+    """The parameters; zeros for those without a tensor."""
     params: dict[str, dict[str, Array]] = {}
     for name, parameter in parameters.items():
-        module, leaf = name.rsplit("/", 1)
-        if name not in stored:
-            array = np.zeros(parameter.shape, parameter.dtype)
-        else:
-            array = tensors.read(stored[name], parameter.dtype)
-            if is_transposed(name, stored[name]):
+        module, _, leaf = name.rpartition("/")
+        if name in names:
+            array = tensors.read(names[name], parameter.dtype)
+            if is_transposed(name, names[name]):
                 array = np.ascontiguousarray(array.T)
+        else:
+            array = np.zeros(parameter.shape, parameter.dtype)
         # Unlike jnp.asarray, this makes no copy on a CPU.
         params.setdefault(module, {})[leaf] = jax.device_put(array.reshape(parameter.shape))
-    return params, stored
+    return params
 
 
 def _check_entry(
-    tensors: Tensors,
-    tensor: str,
-    shape: tuple[Any, ...],
-    *,
-    dtypes: tuple[str, ...] = tuple(DTYPES),
-    hint: str = "",
+    tensors: Tensors, tensor: str, shape: tuple[Any, ...], dtypes: Collection[str] = DTYPES
 ) -> None:
     """Raises unless a tensor has this shape, apart from leading axes of 1, and such a dtype."""
     entry = tensors.entry(tensor)
     is_same = entry.shape == (1,) * (len(entry.shape) - len(shape)) + shape
-    if is_same and entry.dtype in dtypes:
-        return
-    want = (
-        f"shape {short_repr(list(shape))}, as the configuration says, of "
-        f"{', '.join(dtypes[:-1])} or {dtypes[-1]}"
-    )
-    if is_same and entry.dtype == FLOAT64:
-        want += " (config and names load it by hand, rounded to the config's param_dtype)"
-    elif not is_same:
-        want += hint
-    raise arguments.value_error(tensors.place(tensor), want, entry)
+    if not is_same or entry.dtype not in dtypes:
+        sizes, types = short_repr(list(shape)), " or ".join(dtypes)
+        want = f"shape {sizes}, as the configuration says, of {types}"
+        raise arguments.value_error(tensors.place(tensor), want, entry)

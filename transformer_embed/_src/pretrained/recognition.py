@@ -1,4 +1,4 @@
-"""Recognises the model of a checkpoint by its type, or by tensor names that only one model has."""
+"""Finds the tensors of an input layer in a checkpoint, by the names that its model type has."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.embedder import ROOT
-from transformer_embed._src.pretrained.architectures import ARCHITECTURES, as_type, by_model_type
+from transformer_embed._src.pretrained.architectures import ARCHITECTURES, by_model_type
 from transformer_embed._src.pretrained.description import (
     BIAS,
     LOGITS_BIAS,
@@ -17,23 +17,17 @@ from transformer_embed._src.pretrained.description import (
     STACKS,
     TOKEN_TYPES,
     TOKENS,
-    VECTORS,
     WIDEN,
     WIDEN_OFFSET,
     Architecture,
+    Shapes,
 )
 from transformer_embed._src.pretrained.files import Tensors
 from transformer_embed._src.pretrained.messages import short_repr, shorten
 
-# Characters of a mapping in a message.
-MOST = 700
 BY_HAND = (
     "by hand: load_embedder(path, config=EmbedderConfig(vocab_size, d_model, scheme=None, "
     "scale=False), names={'token_embedding/embeddings': 'embedding.weight'})"
-)
-# Tensors outside of numbered layers that may be a table of tokens, if no row has their names.
-TABLE = re.compile(
-    r"(?!.*(position|type|\b\d+\b)).*(embed|wte|shared|table|token|word)", re.IGNORECASE
 )
 
 
@@ -45,7 +39,9 @@ class Match(NamedTuple):
     names: dict[str, str]
 
 
-def recognised(tensors: Tensors, model_type: Any, stack: str | None) -> Match:
+def recognised(
+    tensors: Tensors, model_type: Any, stack: str | None
+) -> tuple[Architecture, dict[str, str]]:
     """The architecture of a checkpoint, with the tensors of its input and output layers.
 
     Args:
@@ -53,37 +49,29 @@ def recognised(tensors: Tensors, model_type: Any, stack: str | None) -> Match:
         model_type: from settings or config.json, or None.
         stack: "encoder", "decoder", or None.
     """
-    named = by_model_type(model_type)
-    side = stack or STACKS[0]
-    if model_type is not None and named is None:
-        got = f"{short_repr(model_type)}; {_advice(tensors, side)}"
-        raise arguments.value_error("model_type", "a known one", got)
-    kinds = ARCHITECTURES if named is None else (named,)
-    found = matches(kinds, tensors.files, side)
+    kind, side = by_model_type(model_type), stack or STACKS[0]
     where = shorten(tensors.path)
+    if kind is None:
+        want = f"that of a known model, from settings or a config.json beside {where}"
+        got = f"{short_repr(model_type)}; {_advice(tensors, side)}"
+        raise arguments.value_error("model_type", want, got)
+    found = matches([kind], tensors.files, side)
     if not found:
-        model = "a known model" if named is None else f"a model {named.name}"
-        want = f"the tensors of {model}, or {_by_hand(tensors, {})}"
-        if stack is None and matches(kinds, tensors.files, STACKS[1]):
-            want = f"the {side} of {model}; pass stack='decoder' for the decoder, which is there"
-        raise ValueError(f"{where}: wanted {want}; got {tensors.listed()}")
-    if named is None:
-        found = _unambiguous(where, found)
-    kind, prefix, names = found[0]
-    kind = as_type(kind, kind.name)
-    if len(found) != 1:
-        prefixes = short_repr([match.prefix for match in found])
-        want = (
-            f"one model {kind.name} in a file (save each to its own file, or load one with "
-            f"config and names)"
-        )
-        raise arguments.value_error(where, want, f"{len(found)} of them, under {prefixes}")
+        want = f"the tensors of a model {kind.name}, or {_by_hand(tensors, {})}"
+        if stack is None and matches([kind], tensors.files, STACKS[1]):
+            want = f"the encoder of {kind.name}; pass stack='decoder' for its decoder"
+        raise arguments.value_error(where, want, tensors.listed())
+    if len(found) > 1:
+        want = f"one model {kind.name} in a file (or load one with config and names)"
+        got = f"{len(found)}, under {short_repr([match.prefix for match in found])}"
+        raise arguments.value_error(where, want, got)
     if stack is not None and not kind.has_stacks:
         raise arguments.value_error("stack", f"None, since {kind.name} has one stack", repr(stack))
+    _, prefix, names = found[0]
     for tensor, reason in kind.refused.items():
         if prefix + tensor.format(stack=side) in tensors.files:
             raise arguments.value_error(where, f"an input layer like that of {kind.name}", reason)
-    return Match(kind, prefix, names | _output_names(kind, prefix, tensors.files))
+    return kind, names | _output_names(kind, prefix, tensors.files)
 
 
 def matches(kinds: Sequence[Architecture], files: Collection[str], stack: str) -> list[Match]:
@@ -104,12 +92,12 @@ def matches(kinds: Sequence[Architecture], files: Collection[str], stack: str) -
     return found
 
 
-def shapes_of(tensors: Tensors, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    """The last axes of tensors: one of a vector, two of a table."""
+def shapes_of(tensors: Tensors, names: Mapping[str, str]) -> Shapes:
+    """The last two axes of each tensor."""
     shapes = {}
     for name, tensor in names.items():
-        rank = 1 if name in VECTORS else 2
-        shapes[name] = (1, 1, *tensors.entry(tensor).shape)[-rank:]
+        *_, rows, width = (1, 1, *tensors.entry(tensor).shape)
+        shapes[name] = rows, width
     return shapes
 
 
@@ -123,7 +111,6 @@ def _first_present(
 
 def _advice(tensors: Tensors, stack: str) -> str:
     """What a model of an unknown type may be loaded as."""
-    where = shorten(tensors.path)
     fitting = []
     for match in matches(ARCHITECTURES, tensors.files, stack):
         shapes = shapes_of(tensors, match.names)
@@ -131,30 +118,30 @@ def _advice(tensors: Tensors, stack: str) -> str:
         if len(widths) == 1:
             fitting.append(match)
     if not fitting:
-        return f"load {where} {_by_hand(tensors, {})}"
+        return f"load it {_by_hand(tensors, {})}, which has {tensors.listed()}"
     # Of those with equally many tensors, the row with the most types is the likeliest.
     kind, _, names = max(
         fitting,
         key=lambda match: (match.kind.has_stacks, len(match.names), len(match.kind.model_types)),
     )
     return (
-        f"the tensors of {where} fit a model {kind.name}: pass settings={{'model_type': "
-        f"{kind.name!r}}} if it computes the same, or load it {_by_hand(tensors, names)}"
+        f"the tensors fit a model {kind.name}: pass settings={{'model_type': {kind.name!r}}} if it "
+        f"computes the same, or load it {_by_hand(tensors, names)}"
     )
 
 
 def _by_hand(tensors: Tensors, names: Mapping[str, str]) -> str:
     """The call that loads these tensors without a row, for a model without scale.
 
-    Without names, it is for the largest table whose name may be that of tokens.
+    Without names, it is for the largest table.
     """
     if not names:
-        shapes = {name: tensors.entry(name).shape for name in tensors.files if TABLE.match(name)}
-        sizes = {name: shape[0] for name, shape in shapes.items() if len(shape) == 2}
-        names = {TOKENS: max(sizes, key=lambda name: sizes[name])} if sizes else {}
+        shapes = {name: tensors.entry(name).shape for name in tensors.files}
+        tables = [name for name, shape in shapes.items() if len(shape) == 2]
+        if not tables:
+            return BY_HAND
+        names = {TOKENS: max(tables, key=lambda name: shapes[name])}
     own = {name.removeprefix(ROOT): tensor for name, tensor in names.items() if name != BIAS}
-    if not own or len(str(own)) > MOST:
-        return BY_HAND
     shapes = shapes_of(tensors, names)
     rows, width = shapes[TOKENS]
     scheme = f"Learned({shapes[POSITIONS][0]})" if POSITIONS in shapes else "None"
@@ -166,20 +153,6 @@ def _by_hand(tensors: Tensors, names: Mapping[str, str]) -> str:
     if WIDEN in shapes:
         options += f", embedding_width={width}"
     return f"by hand: load_embedder(path, config=EmbedderConfig({options}), names={own})"
-
-
-def _unambiguous(where: str, found: list[Match]) -> list[Match]:
-    """The matches with tensor names that only one model has; of these, those with the most."""
-    certain = [match for match in found if re.search(match.kind.known_below, match.prefix)]
-    if not certain:
-        types = list(dict.fromkeys(match.kind.name for match in found))
-        raise ValueError(
-            f"no config.json with a model_type beside {where}: it names the architecture; add one, "
-            f"or pass settings={{'model_type': {types[0]!r}}} (the names of the tensors fit "
-            f"{', '.join(types)})"
-        )
-    most = max(len(match.names) for match in certain)
-    return [match for match in certain if len(match.names) == most]
 
 
 def _output_names(kind: Architecture, prefix: str, files: Collection[str]) -> dict[str, str]:

@@ -49,19 +49,15 @@ MOST_CHANNELS, MOST_AXES = 8192, 15
 WIDE_HEAD = 256
 
 
-def check(options: Mapping[str, Any], head_dim: int | None = None) -> None:
-    """Raises as `apply_rotary` does for heads of this size.
-
-    None: a size that the arguments allow.
-    """
+def check(options: Mapping[str, Any]) -> None:
+    """Raises as `apply_rotary` does for heads of a size that the arguments allow."""
     values = options.get("pair_axes") or ()
     # Real models have three axes; the time to trace a rotation grows with their number too.
     most = {"at_least": 0, "at_most": MOST_AXES}
     axes = arguments.entries("pair_axes", values, arguments.integer, **most)
-    if head_dim is None:
-        factors = getattr(options.get("scaling"), "short_factor", ())
-        pairs = len(factors) or len(axes)
-        head_dim = 2 * pairs or max(WIDE_HEAD, options.get("rotary_dim") or 0)
+    factors = getattr(options.get("scaling"), "short_factor", ())
+    pairs = len(factors) or len(axes)
+    head_dim = 2 * pairs or max(WIDE_HEAD, options.get("rotary_dim") or 0)
     # The time to trace a rotation grows with this number.
     arguments.integer("head_dim", head_dim, at_least=1, at_most=MOST_CHANNELS)
     heads = jax.ShapeDtypeStruct((1, 1, head_dim), jnp.float32)
@@ -84,9 +80,9 @@ def pair_axes(sections: Any, *, take_turns: bool) -> tuple[int, ...]:
 
 
 def by_layer(rotary: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any] | None]:
-    """The arguments for each kind of layer (None: not rotated); "" if there is one kind."""
+    """The arguments for each kind of layer; None: not rotated."""
     differs = all(isinstance(options, Mapping | None) for options in rotary.values())
-    return rotary if differs else {"": rotary}
+    return rotary if differs else {"all layers": rotary}
 
 
 def scaling(
@@ -108,23 +104,16 @@ def scaling(
     if "original_length" in taken:
         # Dynamic scaling counts from the model's own length.
         length = max_len if kind == "dynamic" else original or entries.get(ORIGINAL) or max_len
-        has_default = kind in ("yarn", "longrope", "su")
-        if length is None or (max_len is None and has_default and "factor" not in entries):
-            want = "an entry max_position_embeddings beside it"
-            raise arguments.value_error("rope_scaling", want, "none")
         length = arguments.integer(ORIGINAL, length, at_least=1)
         # Factors are chosen for the trained length; replace `length` for longer ones.
         values |= {"original_length": length, "length": length}
-        if has_default:
+        if kind in ("yarn", "longrope", "su"):
             values.setdefault("factor", (max_len or 0) / length)
     if not (values.get("mscale") and values.get("mscale_all_dim")):
         # The transformers library uses these two only if both are given.
         values |= {"mscale": 1.0, "mscale_all_dim": 0.0}
-    for name in NEEDED.split():
-        if name in taken and name not in values:
-            want = f"an entry {name} for the rope_type {kind!r}"
-            raise arguments.value_error("rope_scaling", want, "none")
-    return made(**{name: values[name] for name in taken if name in values})
+    said = [name for name in taken if name in values or name in NEEDED.split()]
+    return made(**{name: values.get(name) for name in said})
 
 
 def to_old_form(entries: Mapping[str, Any], *, by_layer: bool = False) -> dict[str, Any]:
