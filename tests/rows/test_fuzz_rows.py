@@ -20,12 +20,7 @@ GRADS = {"table": te.rows.RowGradient(jnp.array([0, 2]), jnp.ones([2, 3]), vocab
 CALLS = {
     te.rows.value_and_grad: {"ids": {"table": IDS}},
     te.rows.add: {"grads": GRADS, "more": GRADS},
-    te.rows.update: {
-        "optimizer": OPTIMIZER,
-        "grads": GRADS,
-        "state": OPTIMIZER.init(PARAMS),
-        "params": PARAMS,
-    },
+    te.rows.update: {"grads": GRADS, "params": PARAMS},
 }
 every_call = pytest.mark.parametrize("function", CALLS, ids=lambda function: function.__name__)
 
@@ -100,6 +95,9 @@ def run(function, changes):
     """Whether the function returns for its usual arguments, some of them changed."""
 
     def step(**arguments):
+        if function is te.rows.update:
+            # Errors about a state or an optimizer are those of jax and optax.
+            return function(OPTIMIZER, state=OPTIMIZER.init(PARAMS), **arguments)
         if function is te.rows.value_and_grad:
             return function(lambda params: jnp.sum(te.lookup(params["table"], IDS)), **arguments)(
                 PARAMS

@@ -1,5 +1,4 @@
 import functools
-from types import SimpleNamespace
 
 import haiku as hk
 import jax
@@ -698,13 +697,13 @@ def test_bad_arguments_of_update_raise_errors():
     other = {"t": te.rows.RowGradient(jnp.array([1]), jnp.ones([1, 2]), 6)}
     expect(
         ValueError,
-        "grads: wanted rows of a table [5, 2], got of one [6, 2]",
+        "grads: wanted a row of a table [5, 2] for each of 1 ids, got 1 rows of one [6, 2]",
         lambda: update(other, state, params),
     )
     other = {"t": te.rows.RowGradient(jnp.array([1, 2]), jnp.ones([1, 2]), 5)}
     expect(
         ValueError,
-        "grads: wanted a row for each of 2 ids, got 1 rows",
+        "grads: wanted a row of a table [5, 2] for each of 2 ids, got 1 rows of one [5, 2]",
         lambda: update(other, state, params),
     )
     expect(
@@ -712,5 +711,4 @@ def test_bad_arguments_of_update_raise_errors():
         "state: wanted that of optimizer.init(params)",
         lambda: update(grads, optax.sgd(1.0).init(params), params),
     )
-    message = "optimizer: wanted an optax.GradientTransformation, got SimpleNamespace"
-    expect(TypeError, message, lambda: te.rows.update(SimpleNamespace(), grads, state, params))
+    expect(TypeError, "not a valid JAX array type", lambda: update(grads, object(), params))

@@ -6,6 +6,7 @@ XLA drops the results that are not used, so a block costs what its rows cost. `r
 beforehand that this gives the rows of the dense step.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -65,11 +66,11 @@ def update(
         (params, state).
 
     Raises:
-        TypeError: the optimizer does not have `init` and `update`, as those of optax do; a state
-            that does not consist of arrays; a `RowGradient` made by hand for an interleaved table.
+        TypeError: a state that does not consist of arrays; a `RowGradient` made by hand for an
+            interleaved table.
         ValueError: the optimizer may update a row from other rows (the message names the
             transformation and the reason), or changes the dtype of its state; trees that do not
-            fit together; a gradient from another trace, or with ids that do not ascend.
+            fit together; a gradient with ids that do not ascend.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -93,88 +94,87 @@ def update(
         https://docs.pytorch.org/docs/stable/generated/torch.optim.SparseAdam.html. Why the rows:
         https://github.com/jax-ml/jax/issues/851
     """
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        got = type(optimizer).__name__
-        raise arguments.type_error("optimizer", "an optax.GradientTransformation", got)
-    leaves, treedef = jax.tree.flatten((grads, params, state), is_leaf=is_leaf)
-    grads_treedef, params_treedef, _ = treedef.children()
+    # shard_map takes no sharded arrays but as arguments.
+    arrays = {name: arg for name, arg in extra_args.items() if isinstance(arg, jax.Array)}
+    trees, treedef = jax.tree.flatten((grads, params, state, arrays), is_leaf=is_leaf)
+    grads_treedef, params_treedef, *_ = treedef.children()
     if grads_treedef != params_treedef:
         want = "a tree as params, with RowGradient for some tables"
         raise arguments.value_error("grads", want, str(grads_treedef))
-    shapes = list(map(_shape_and_dtype, leaves))
-    gradients = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, RowGradient)}
-    for i, gradient in gradients.items():
-        _check_gradient(gradient, shapes[grads_treedef.num_leaves + i].shape)
-    blocks = {i: min(len(gradient.ids), BLOCK) for i, gradient in gradients.items()}
-    tables = row_check.find_tables(optimizer.init, treedef, shapes, blocks)
-    arrays = {key: value for key, value in extra_args.items() if _has_only_arrays(value)}
+    leaves: dict[int, Any] = dict(enumerate(trees))
+    for n, leaf in leaves.items():
+        leaves[n] = leaf if is_leaf(leaf) else jnp.asarray(leaf)
+    blocks = {}
+    for n in range(grads_treedef.num_leaves):
+        if isinstance(leaves[n], RowGradient):
+            leaves[n] = _checked(leaves[n], leaves[grads_treedef.num_leaves + n].shape)
+            blocks[n] = min(len(leaves[n].ids), leaves[n].vocab_size, BLOCK)
     step = functools.partial(_step, optimizer, extra_args, treedef)
-    zeros = jax.tree.map(jnp.zeros_like, tables.with_rows(blocks))
     traced_step = jax.jit(step)
-    row_check.check(
-        lambda rows: traced_step(_replaced(leaves, rows), arrays), tables, optimizer.update
-    )
-    if any(map(arguments.is_traced, zeros.values())):
-        # The calls below have the shapes of a block: they share its trace.
-        step = jax.jit(step, inline=True)
-    # All that is not a table is updated once; a table's rows do not count here.
-    shared = _replaced(leaves, zeros), arrays
-    new_leaves = step(*shared)
-    for places in tables.places.values():
-        new = _update_table(step, shared, places, [leaves[place] for place in places])
-        new_leaves = _replaced(new_leaves, dict(zip(places[1:], new, strict=True)))
-    _, params, state = jax.tree.unflatten(treedef, new_leaves)
+    tables = row_check.find_tables(optimizer.init, treedef, leaves, blocks)
+    row_check.check(lambda rows: traced_step(leaves | rows), tables, optimizer.update)
+    new_leaves = _update_tables(step, leaves, tables)
+    _, params, state, _ = jax.tree.unflatten(treedef, new_leaves.values())
     return params, state
+
+
+def _checked(gradient: RowGradient, shape: Sequence[int]) -> RowGradient:
+    """A gradient as jax arrays; raises unless it fits its table."""
+    # Rows made by hand may hold arrays of numpy, and ids of any width.
+    ids, values = arguments.as_int32("ids", gradient.ids), jnp.asarray(gradient.values)
+    if (gradient.shape, ids.shape) != (shape, values.shape[:1]):
+        want = f"a row of a table {list(shape)} for each of {len(ids)} ids"
+        got = f"{len(values)} rows of one {list(gradient.shape)}"
+        raise arguments.value_error("grads", want, got)
+    check_ascending(gradient)
+    return dataclasses.replace(gradient, ids=ids, values=values)
 
 
 def _step(
     optimizer: "optax.GradientTransformation",
     extra_args: Mapping[str, Any],
     treedef: Any,
-    leaves: Sequence[Any],
-    arrays: Mapping[str, Any],
-) -> list[Any]:
-    """The leaves of (grads, params, state) after a step; the gradients stay."""
+    leaves: dict[int, Any],
+) -> dict[int, Any]:
+    """The leaves of (grads, params, state, arrays) after a step; the first and the last stay."""
     # Slow to load, and only training needs it.
     import optax  # noqa: PLC0415
 
-    grads, params, state = jax.tree.unflatten(treedef, leaves)
+    grads, params, state, arrays = jax.tree.unflatten(treedef, leaves.values())
     updates, state = optimizer.update(grads, state, params, **{**extra_args, **arrays})
-    after = grads, optax.apply_updates(params, updates), state
+    after = grads, optax.apply_updates(params, updates), state, arrays
     new_leaves, new_treedef = jax.tree.flatten(after, is_leaf=is_leaf)
     if new_treedef != treedef:
         raise TypeError("updates and state do not have the structure of parameters and state")
+    return dict(enumerate(new_leaves))
+
+
+def _update_tables(
+    step: Callable, leaves: dict[int, Any], tables: row_check.Tables
+) -> dict[int, Any]:
+    """All leaves after a step, from those before; the gradients stay."""
+    zeros = jax.tree.map(jnp.zeros_like, tables.rows(tables.block))
+    if any(map(arguments.is_traced, zeros.values())):
+        # The calls below have the shapes of a block: they share its trace.
+        step = jax.jit(step, inline=True)
+    # All that is not a table is updated once; a table's rows do not count here.
+    shared = leaves | zeros
+    new_leaves = step(shared)
+    for places in tables.places.values():
+        gradient, table, *states = (leaves[place] for place in places)
+        update_arrays = functools.partial(_update_in_blocks, step, places)
+        if isinstance(table, RowTable):
+            new = table.update_rows(update_arrays, shared, gradient, states)
+        else:
+            new = update_arrays(shared, gradient.ids, gradient.values, [table, *states])
+        new_leaves |= zip(places[1:], new, strict=True)
     return new_leaves
-
-
-def _has_only_arrays(tree: Tree) -> bool:
-    return all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tree))
-
-
-def _replaced(leaves: Sequence[Any], others: Mapping[int, Any]) -> list[Any]:
-    return [others.get(i, leaf) for i, leaf in enumerate(leaves)]
-
-
-def _update_table(
-    step: Callable,
-    shared: Any,
-    places: Sequence[int],
-    leaves: Sequence[Any],
-) -> Sequence[Any]:
-    """The new rows of a table and of its state, from [gradient, rows, *rows of its state]."""
-    gradient, table, *states = leaves
-    update_arrays = functools.partial(_update_in_blocks, step, places)
-    if isinstance(table, RowTable):
-        return table.update_rows(update_arrays, shared, gradient, states)
-    # Rows made by hand may hold arrays of numpy, and ids of any width.
-    ids, values = arguments.as_int32("ids", gradient.ids), jnp.asarray(gradient.values)
-    return update_arrays(shared, ids, values, [table, *states])
 
 
 def _update_in_blocks(
     step: Callable,
     places: Sequence[int],
-    shared: Any,
+    leaves: dict[int, Any],
     ids: Int32[Array, "k"],
     gradient: Float[Array, "k d"],
     wholes: Sequence[Array],
@@ -184,7 +184,6 @@ def _update_in_blocks(
     All rows at once would allocate new memory for each array. There may be any number of ids. They
     ascend, and ids past the end of the table are padding.
     """
-    leaves, arrays = shared
     block = len(leaves[places[0]])
     padding = -len(ids) % block
     if padding:
@@ -192,60 +191,24 @@ def _update_in_blocks(
         past = jnp.maximum(ids[-1] + 1, wholes[0].shape[0]) + jnp.arange(padding, dtype=jnp.int32)
         ids, gradient = jnp.concatenate([ids, past]), jnp.pad(gradient, ((0, padding), (0, 0)))
 
-    def update_block(i: Any, wholes: list[Array]) -> list[Array]:
-        block_ids, block_gradient = (
-            jax.lax.dynamic_slice_in_dim(array, i * block, block) for array in (ids, gradient)
+    def update_block(wholes: list[Array], block: tuple[Array, Array]) -> tuple[list[Array], None]:
+        ids, gradient = block
+        rows = dict(
+            zip(places, [gradient, *(read_rows(whole, ids) for whole in wholes)], strict=True)
         )
-        old = [read_rows(whole, block_ids) for whole in wholes]
-        rows = dict(zip(places, [block_gradient, *old], strict=True))
-        new = step(_replaced(leaves, rows), arrays)
-        moved = jnp.any(block_gradient != 0, axis=-1)
+        new = step(leaves | rows)
+        moved = jnp.any(gradient != 0, axis=-1)
 
         def write(whole: Array, place: int) -> Array:
             rows_after = jax.vmap(jnp.where)(moved, new[place], rows[place])
             # Ids past the end of the table are dropped.
-            return whole.at[block_ids].set(
+            return whole.at[ids].set(
                 rows_after, mode="drop", unique_indices=True, indices_are_sorted=True
             )
 
-        return list(map(write, wholes, places[1:]))
+        return list(map(write, wholes, places[1:])), None
 
-    wholes = list(map(jnp.asarray, wholes))
     if len(ids) == block:
-        return update_block(0, wholes)
-    return jax.lax.fori_loop(0, len(ids) // block, update_block, wholes)
-
-
-def _shape_and_dtype(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of an array, or of the table that a leaf stands for."""
-    if is_leaf(leaf):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    try:
-        return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
-    except TypeError as error:
-        want = "the arrays of optimizer.init(params)"
-        raise arguments.type_error("state", want, f"a {type(leaf).__name__}") from error
-
-
-def _check_gradient(gradient: RowGradient, shape: Sequence[int]) -> None:
-    """Raises unless a gradient fits its table."""
-    if gradient.shape != shape:
-        want, got = f"rows of a table {list(shape)}", f"of one {list(gradient.shape)}"
-        raise arguments.value_error("grads", want, got)
-    if len(gradient.ids) != len(gradient.values):
-        want = f"a row for each of {len(gradient.ids)} ids"
-        raise arguments.value_error("grads", want, f"{len(gradient.values)} rows")
-    _check_trace(gradient.ids)
-    check_ascending(gradient)
-
-
-def _check_trace(ids: Any) -> None:
-    """Raises if a gradient's ids belong to another trace, or would become constants of this one."""
-    remedy = "(its ids stay behind: return .ids and .values, and make a RowGradient of them)"
-    want = "a gradient made by value_and_grad in the same jit, scan or shard_map"
-    try:
-        now = jnp.add(ids, 0)
-    except jax.errors.UnexpectedTracerError as error:
-        raise arguments.value_error("grads", want, f"one from another {remedy}") from error
-    if arguments.is_traced(now) and not arguments.is_traced(ids):
-        raise arguments.value_error("grads", want, f"one from outside {remedy}")
+        return update_block(list(wholes), (ids, gradient))[0]
+    blocks = ids.reshape(-1, block), gradient.reshape(-1, block, gradient.shape[1])
+    return jax.lax.scan(update_block, list(wholes), blocks)[0]
