@@ -99,15 +99,12 @@ class Embedder:
             raise arguments.value_error("rng", want, "None")
         else:
             rng = arguments.as_key("rng", rng)
-        return _apply(
-            self.config,
-            bool(is_training),
-            params,
-            rng,
-            arguments.as_int32("ids", ids),
-            None if positions is None else arguments.as_positions("positions", positions),
-            None if token_types is None else arguments.as_int32("token_types", token_types),
-        )
+        ids = arguments.as_int32("ids", ids)
+        if positions is not None:
+            positions = arguments.as_positions("positions", positions)
+        if token_types is not None:
+            token_types = arguments.as_int32("token_types", token_types)
+        return _apply(self.config, bool(is_training), params, rng, ids, positions, token_types)
 
     def logits(self, params: Params, x: ArrayLike) -> Float[Array, "... v"]:
         """The logits of `config.output`, [..., vocab_size]; see `linear_logits`.
