@@ -28,7 +28,6 @@ class OutputLayer:
         scale: a number above 0.
 
     Raises:
-        TypeError: a field has the wrong type.
         ValueError: softcap or scale is not above 0.
 
     Example:
@@ -92,7 +91,6 @@ class EmbedderConfig:
             `OutputLayer` cannot describe the output layer or the file has none.
 
     Raises:
-        TypeError: a field has the wrong type.
         ValueError: a field is out of range.
 
     Example:

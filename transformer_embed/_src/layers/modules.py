@@ -54,7 +54,6 @@ class TokenEmbedding(hk.Module):
         name: of the module.
 
     Raises:
-        TypeError: an argument has the wrong type.
         ValueError: a size below 1, an unknown out_of_range or lookup_style.
 
     Example:
@@ -192,7 +191,6 @@ class PositionalEncoding(hk.Module):
         name: of the module. None: `learned_positional_encoding` or `positional_encoding`.
 
     Raises:
-        TypeError: an argument has the wrong type.
         ValueError: an argument is out of range; w_init is given for a scheme without parameters;
             when called, the length is beyond the table or grid of the scheme.
 
@@ -306,7 +304,6 @@ class RelativePositionBias(hk.Module):
         name: of the module.
 
     Raises:
-        TypeError: an argument has the wrong type.
         ValueError: a number below 1; when called, as `relative_position_buckets`.
 
     Example:
