@@ -40,10 +40,6 @@ class KernelArguments:
         batch_size: B of the queries, to repeat what a rule with one row for all rows says; `mha`
             needs it. None: the rule's number of rows.
 
-    Raises:
-        TypeError: rule is not an AttentionMask, or batch_size is not a Python int.
-        ValueError: batch_size is less than 1, or the rule has another number of rows.
-
     Example:
         >>> import jax
         >>> import transformer_embed as te
@@ -66,19 +62,13 @@ class KernelArguments:
     rule: AttentionMask
     batch_size: int | None = None
 
-    def __post_init__(self) -> None:
-        arguments.instance("rule", self.rule, AttentionMask, "a te.AttentionMask")
-        arguments.convert_fields(self, batch_size=arguments.size)
-        if self.batch_size is not None and self._rows not in (1, self.batch_size):
-            want = f"the rule's {self._rows} rows"
-            raise arguments.value_error("batch_size", want, self.batch_size)
-
     def dot_product_attention(self) -> dict[str, Any]:
         """Of `jax.nn.dot_product_attention`, as cuDNN takes them with `implementation="cudnn"`.
 
-        The rule may be self-attention of tokens without padding or padded on the right; attention
-        to another sequence that is padded on the right; or one query a row, as in decoding, to a
-        cache that is filled from the left. cuDNN itself refuses a window that reaches to the right.
+        The rule may be self-attention of tokens without padding or padded on the right, or
+        attention to another sequence that is padded on the right. For one query a row, as in
+        decoding, pass the small mask of `rule.dense()` instead. cuDNN itself refuses a window that
+        reaches to the right.
 
         Returns:
             `is_causal`, and where they are needed `local_window_size`, `query_seq_lengths` and
@@ -98,8 +88,6 @@ class KernelArguments:
                     " TokenPositions.from_lengths or from_offset"
                 )
                 raise _refusal(side, want, f"the arrangement {tokens.arrangement!r}")
-        if rule.keys is not None and lengths(rule)[0] == 1:
-            return self._of_one_query()
         left, right = _reach_in_rows(rule, kernel)
         is_causal = right == 0
         options: dict[str, Any] = {"is_causal": is_causal}
@@ -118,20 +106,6 @@ class KernelArguments:
                 counts = tokens.padding_mask.sum(axis=-1, dtype=jnp.int32)
                 options[f"{side}_seq_lengths"] = self._for_rows(counts)
         return options
-
-    def _of_one_query(self) -> dict[str, Any]:
-        """The arguments for a query that sees a number of keys, counted from the left.
-
-        The keys lie in the order of their positions, and the query sees those up to some position.
-        """
-        kernel = "a single query in jax.nn.dot_product_attention"
-        left, right = reach(self.rule)
-        if left is not None:
-            raise _refusal("window", f"no limit on the left for {kernel}", self.rule.window)
-        if right is not None and sides(self.rule)[1].arrangement == "any":
-            raise _unknown_order("keys", "a causal mask or a window", kernel, "any")
-        counts = self.rule.dense()[:, 0, 0].sum(axis=-1, dtype=jnp.int32)
-        return {"is_causal": False, "key_value_seq_lengths": self._for_rows(counts)}
 
     def splash_attention(self, num_heads: int) -> tuple[Any, Any]:
         """The mask and the segment ids of splash attention on TPUs.
@@ -304,11 +278,11 @@ class KernelArguments:
 
     def _for_rows(self, array: Array) -> Array:
         """An array of [1 or B, ...] with all rows of the batch."""
-        return jnp.broadcast_to(array, (self.batch_size or self._rows, *array.shape[1:]))
-
-    @property
-    def _rows(self) -> int:
-        return max(arguments.rows("rule", array).shape[0] for array in jax.tree.leaves(self.rule))
+        rows = self.batch_size
+        if rows is None:
+            arrays = jax.tree.leaves(self.rule)
+            rows = max(arguments.rows("rule", array).shape[0] for array in arrays)
+        return jnp.broadcast_to(array, (rows, *array.shape[1:]))
 
 
 def _reach_in_rows(rule: AttentionMask, kernel: str) -> Window:
@@ -327,19 +301,15 @@ def _reach_in_rows(rule: AttentionMask, kernel: str) -> Window:
         arrangement = rule.queries.arrangement
         has_window = limits not in (CAUSAL, EVERYTHING)
         if arrangement == "any" or (has_window and arrangement == "ordered"):
-            raise _unknown_order("queries", parts, kernel, arrangement)
+            want = f"positions that count the tokens of a row, for {parts} in {kernel}"
+            constructors = "from_lengths, from_segment_ids or from_offset"
+            got = f"the arrangement {arrangement!r}; use TokenPositions.{constructors}"
+            raise _refusal("queries", want, got)
     return limits
 
 
 def _refusal(name: str, want: str, got: Any) -> ValueError:
     return arguments.value_error(name, want, f"{got}{WAY_OUT}")
-
-
-def _unknown_order(side: str, limits: str, kernel: str, arrangement: str) -> ValueError:
-    want = f"positions that count the tokens of a row, for {limits} in {kernel}"
-    constructors = "from_lengths, from_segment_ids or from_offset"
-    got = f"the arrangement {arrangement!r}; use TokenPositions.{constructors}"
-    return _refusal(side, want, got)
 
 
 def _check_absent(kernel: str, **parts: Any) -> None:
@@ -351,14 +321,12 @@ def _check_absent(kernel: str, **parts: Any) -> None:
 
 
 def _static_block_ids(queries: TokenPositions, kernel: str) -> bytes:
-    if arguments.is_traced(queries.block_ids):
-        want = f"values known while tracing for {kernel}"
-        raise _refusal("block_ids", want, "a traced array")
-    rows = np.atleast_2d(np.asarray(queries.block_ids))
-    if (rows != rows[:1]).any():
-        want = f"the same in every row for {kernel}"
-        raise _refusal("block_ids", want, "rows that differ")
-    return rows[0].astype(np.int64).tobytes()
+    ids = queries.block_ids
+    rows = None if arguments.is_traced(ids) else np.atleast_2d(np.asarray(ids, np.int64))
+    if rows is None or (rows != rows[0]).any():
+        want = f"values known while tracing, the same in every row, for {kernel}"
+        raise _refusal("block_ids", want, "others")
+    return rows[0].tobytes()
 
 
 # The functions below are compiled even if the caller is not.
@@ -403,22 +371,16 @@ def _steps(
     queries, keys = kinds.shape[1:]
     is_diagonal = jnp.arange(keys) == (jnp.arange(queries) * keys // queries)[:, None]
     is_empty = jnp.all(kinds == 0, axis=2, keepdims=True)
-    may_run = (kinds != 0) | (is_empty & is_diagonal)
+    may_run = ((kinds != 0) | (is_empty & is_diagonal))[:, None]
     if by_keys:
         may_run, data_next, block_mask = may_run.mT, data_next.mT, block_mask.mT
-
-    def of_head(may_run: Any, data_next: Any, block_mask: Any) -> Any:
-        """Of one row of the batch and one head. The last axis is that of the steps."""
-        tiles = data_next.astype(jnp.int32)
-        runs = jnp.where(jnp.take_along_axis(may_run, tiles, axis=1), block_mask, 0)
-        # A step that runs nothing loads what the next one runs, so that nothing is loaded for it
-        # alone.
-        is_running = (runs > 0).ravel()
-        steps = jnp.arange(is_running.size, dtype=jnp.int32)
-        last = jnp.max(jnp.where(is_running, steps, 0))
-        following = jax.lax.cummin(jnp.where(is_running, steps, last), reverse=True)
-        return data_next.ravel()[following].reshape(data_next.shape), runs
-
-    over_heads = jax.vmap(of_head, (None, 0, 0))
-    loads, runs = jax.vmap(over_heads, (0, None, None))(may_run, data_next, block_mask)
+    # The last axis is that of the steps.
+    tiles = data_next[None].astype(jnp.int32)
+    runs = jnp.where(jnp.take_along_axis(may_run, tiles, axis=3), block_mask, 0)
+    # A step that runs nothing loads what the next one runs, so that nothing is loaded for it alone.
+    is_running = runs.reshape(*runs.shape[:2], -1) > 0
+    steps = jnp.arange(is_running.shape[2], dtype=jnp.int32)
+    following = jax.lax.cummin(jnp.where(is_running, steps, steps[-1]), axis=2, reverse=True)
+    loads = jnp.broadcast_to(data_next, runs.shape).reshape(is_running.shape)
+    loads = jnp.take_along_axis(loads, following, axis=2).reshape(runs.shape)
     return (loads.mT, runs.mT) if by_keys else (loads, runs)
