@@ -437,21 +437,19 @@ def from_ids(got, ids, *, pad_id, start, at_padding):
     same(got.segment_ids, np.array(tokens, np.int64))
 
 
-def from_lengths(got, lengths, length, *, padding_side, start, at_padding):
+def from_lengths(got, lengths, length, *, padding_side):
     tokens = [[n < each for n in range(length)] for each in integers(lengths)]
     tokens = [row if padding_side == "right" else row[::-1] for row in tokens]
-    same(got.positions, np.array([counted(row, start, at_padding) for row in tokens], np.int64))
+    same(got.positions, np.array([counted(row, 0, 0) for row in tokens], np.int64))
     same(got.segment_ids, np.array(tokens, np.int64))
 
 
-def from_segment_ids(got, segment_ids, *, start, at_padding):
+def from_segment_ids(got, segment_ids):
     positions = []
     for row in rows_of(segment_ids)[0]:
         line = []
         for n, each in enumerate(row):
-            line.append(
-                at_padding if each == 0 else start if n == 0 or row[n - 1] != each else line[-1] + 1
-            )
+            line.append(0 if each == 0 or n == 0 or row[n - 1] != each else line[-1] + 1)
         positions.append(line)
     same(got.positions, np.array(positions, np.int64))
     same(got.segment_ids, np.array(rows_of(segment_ids)[0], np.int64))

@@ -122,7 +122,8 @@ def test_kinds_are_exact_from_any_first_position(start):
     """Chunks do not begin where the documents do."""
     for seed in range(4):
         rows = packed(np.random.default_rng(seed), 8, LENGTH)
-        tokens = te.TokenPositions.from_segment_ids(rows, start=start)
+        tokens = te.TokenPositions.from_segment_ids(rows)
+        tokens = te.TokenPositions(tokens.positions + start, tokens.segment_ids)
         mask = te.AttentionMask(tokens, causal=False, window=(2, 6), chunk=5)
         assert expect_never_wrong(mask.tile_kinds((3, 3)), full(mask), (3, 3)) == 0
 
@@ -402,12 +403,12 @@ def test_queries_without_segments_see_every_token():
         ),
         (
             ValueError,
-            "shape[0]: wanted a divisor of the number of queries, 4 (pad the batch to a multiple), got 3",
+            "shape: wanted a divisor of the number of queries, 4 (pad the batch to a multiple), got 3",
             lambda: MASK.tile_kinds((3, 2)),
         ),
         (
             ValueError,
-            "shape[1]: wanted a divisor of the number of keys, 4 (pad the batch to a multiple), got 8",
+            "shape: wanted a divisor of the number of keys, 4 (pad the batch to a multiple), got 8",
             lambda: MASK.tile_kinds((2, 8)),
         ),
         (
@@ -418,7 +419,7 @@ def test_queries_without_segments_see_every_token():
         (TypeError, "shape: wanted a sequence, got int 2", lambda: MASK.tile_kinds(2)),
         (
             ValueError,
-            "shape: wanted two sizes, (number of queries, number of keys), got (2,)",
+            "shape: wanted two values, got (2,)",
             lambda: MASK.tile_kinds((2,)),
         ),
         (

@@ -361,6 +361,7 @@ REFUSED = [
     ("flash mha", *refused("window", BATCHES["right"], causal=True, window=(3, 0))),
     ("flash mha dot", *refused("block_ids", PREFIX, causal=True)),
     ("splash", *refused("chunk", PREFIX, causal=True, chunk=5)),
+    ("splash", *refused("chunk", PREFIX, causal=False, chunk=5)),
     ("dot", *refused("chunk", BATCHES["right"], causal=True, chunk=5)),
     ("dot", *refused("queries", BATCHES["packed"], causal=True)),
     ("dot", *refused("queries", BATCHES["left"], causal=True)),

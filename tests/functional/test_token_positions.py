@@ -10,15 +10,15 @@ import pytest
 import transformer_embed as te
 
 
-def count_by_hand(segment_ids, start=0, at_padding=0):
-    positions = np.full_like(segment_ids, at_padding)
+def count_by_hand(segment_ids):
+    positions = np.zeros_like(segment_ids)
     for row, line in enumerate(segment_ids):
         for column, segment in enumerate(line):
             if segment != 0:
                 run = column
                 while run > 0 and line[run - 1] == segment:
                     run -= 1
-                positions[row, column] = column - run + start
+                positions[row, column] = column - run
     return positions
 
 
@@ -27,14 +27,9 @@ SEGMENTS = np.array(
 )
 
 
-@pytest.mark.parametrize(("start", "at_padding"), [(0, 0), (2, 1), (2, -1)])
-def test_positions_restart_at_each_segment(start, at_padding):
-    token_positions = te.TokenPositions.from_segment_ids(
-        SEGMENTS, start=start, at_padding=at_padding
-    )
-    np.testing.assert_array_equal(
-        token_positions.positions, count_by_hand(SEGMENTS, start, at_padding)
-    )
+def test_positions_restart_at_each_segment():
+    token_positions = te.TokenPositions.from_segment_ids(SEGMENTS)
+    np.testing.assert_array_equal(token_positions.positions, count_by_hand(SEGMENTS))
     np.testing.assert_array_equal(token_positions.segment_ids, SEGMENTS)
     np.testing.assert_array_equal(token_positions.padding_mask, SEGMENTS != 0)
     assert token_positions.positions.dtype == token_positions.segment_ids.dtype == jnp.int32
@@ -353,11 +348,6 @@ def test_empty():
         ),
         (
             ValueError,
-            "start: wanted an int of at most 2147483644, for 4 positions",
-            lambda: te.TokenPositions.from_segment_ids([1] * 4, start=2**31 - 3),
-        ),
-        (
-            ValueError,
             "lengths: wanted integers inside the padded length, 0..4, got -3 at index [1]",
             lambda: te.TokenPositions.from_lengths([2, -3], 4),
         ),
@@ -373,7 +363,7 @@ def test_empty():
         ),
         (
             ValueError,
-            "segment_ids: wanted one run of tokens for each number, got 4 twice in row 1",
+            "segment_ids: wanted one run of tokens for each number, got two runs of one in row 1",
             lambda: te.TokenPositions.from_segment_ids(COMES_BACK),
         ),
         (

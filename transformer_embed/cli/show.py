@@ -136,7 +136,7 @@ def mask(ax: Any, args: argparse.Namespace) -> str:
     rule = te.AttentionMask(
         te.TokenPositions.from_offset(0, length).with_block_ids(blocks),
         causal=not args.bidirectional,
-        window=args.window and tuple(args.window),
+        window=args.window,
         chunk=args.chunk,
     )
     full = np.broadcast_to(rule.dense(), (1, 1, length, length))

@@ -1,6 +1,9 @@
 """The rule of an attention mask: who may attend to whom, without a bool for every pair."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +18,7 @@ from transformer_embed._src.functional.attention_rule import (
     may_attend,
 )
 from transformer_embed._src.functional.compiled import compiled
-from transformer_embed._src.functional.pytrees import pytree
+from transformer_embed._src.functional.pytrees import register_pytree
 from transformer_embed._src.functional.tile_kinds import tile_kinds
 from transformer_embed._src.functional.token_positions import (
     TokenPositions,
@@ -25,7 +28,6 @@ from transformer_embed._src.functional.token_positions import (
 )
 
 
-@pytree("causal", "window", "chunk")
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionMask:
     """Who may attend to whom in an attention layer, as a rule of size O(length).
@@ -96,7 +98,10 @@ class AttentionMask:
             check_token_positions("keys", self.keys)
             _check_sides(self.queries, self.keys)
         arguments.convert_fields(
-            self, causal=arguments.flag, window=_checked_window, chunk=arguments.size
+            self,
+            causal=arguments.flag,
+            window=functools.partial(_pair, convert=_limit),
+            chunk=arguments.size,
         )
 
     def dense(self) -> Bool[Array, "b 1 t s"]:
@@ -144,7 +149,7 @@ class AttentionMask:
             >>> te.AttentionMask(tokens, causal=True).tile(500_000, 499_999, (2, 3))[0].tolist()
             [[True, True, False], [True, True, True]]
         """
-        shape = _checked_shape(shape)
+        shape = _pair("shape", shape, arguments.size)
         queries, keys = lengths(self)
         inside = f"the mask, for a tile of {shape}"
         starts = [
@@ -179,12 +184,15 @@ class AttentionMask:
             >>> te.AttentionMask(tokens, causal=True).tile_kinds((3, 3))[0].tolist()
             [[1, 0, 0, 0], [2, 1, 0, 0], [0, 0, 1, 0], [0, 0, 2, 1]]
         """
-        shape = _checked_shape(shape)
-        for n, (side, length) in enumerate(zip(("queries", "keys"), lengths(self), strict=True)):
-            if length % shape[n]:
+        shape = _pair("shape", shape, arguments.size)
+        for side, length, size in zip(("queries", "keys"), lengths(self), shape, strict=True):
+            if length % size:
                 want = f"a divisor of the number of {side}, {length} (pad the batch to a multiple)"
-                raise arguments.value_error(f"shape[{n}]", want, shape[n])
+                raise arguments.value_error("shape", want, size)
         return tile_kinds(self.queries, self.keys, shape, reach(self), self.chunk)
+
+
+register_pytree(AttentionMask, "causal", "window", "chunk")
 
 
 def sides(mask: AttentionMask) -> tuple[TokenPositions, TokenPositions]:
@@ -219,23 +227,16 @@ def _check_sides(queries: TokenPositions, keys: TokenPositions) -> None:
     arguments.check_numbers_of_rows(arrays)
 
 
-def _checked_window(name: str, window: Window) -> Window:
-    if not isinstance(window, tuple) or len(window) != 2:
-        want = "a tuple (left, right), None for no limit"
-        raise arguments.type_error(name, want, repr(window))
-    left, right = (
-        None if side is None else arguments.integer(f"{name}[{n}]", side, at_least=0)
-        for n, side in enumerate(window)
-    )
-    return left, right
+def _pair(name: str, value: Any, convert: Callable[[str, Any], Any]) -> tuple[Any, Any]:
+    """Two values, of queries and of keys or on the left and on the right."""
+    pair = arguments.entries(name, value, convert)
+    if len(pair) != 2:
+        raise arguments.value_error(name, "two values", value)
+    return pair
 
 
-def _checked_shape(shape: tuple[int, int]) -> tuple[int, int]:
-    sizes = arguments.entries("shape", shape, arguments.size)
-    if len(sizes) != 2:
-        want = "two sizes, (number of queries, number of keys)"
-        raise arguments.value_error("shape", want, shape)
-    return sizes[0], sizes[1]
+def _limit(name: str, distance: Any) -> int | None:
+    return None if distance is None else arguments.integer(name, distance, at_least=0)
 
 
 def _slice(tokens: Fields, start: Array, size: int) -> Fields:

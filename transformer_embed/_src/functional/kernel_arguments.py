@@ -142,11 +142,13 @@ class KernelArguments:
 
         rule, kernel = self.rule, "splash attention"
         shape, limits = lengths(rule), _reach_in_rows(rule, kernel)
+        has_blocks = rule.queries.block_ids is not None
+        if has_blocks:
+            _check_absent(f"{kernel} with block ids", chunk=rule.chunk)
         mask = splash.FullMask(shape)
         if limits != EVERYTHING:
             mask = splash_mask.IndexMask(shape, limits, 0)
-            if rule.queries.block_ids is not None:
-                _check_absent(f"{kernel} with block ids", chunk=rule.chunk)
+            if has_blocks:
                 mask = mask | splash_mask.BlockMask(_static_block_ids(rule.queries, kernel))
         heads = splash.MultiHeadMask([mask] * arguments.size("num_heads", num_heads))
         return heads, self._segment_ids(splash.SegmentIds)

@@ -3,46 +3,38 @@
 import ast
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from jax import export
 
-Class = TypeVar("Class", bound=type)
 
-
-def pytree(*static: str) -> Callable[[Class], Class]:
-    """A decorator that makes a dataclass a pytree with these static fields, for jax.export too.
+def register_pytree(cls: type, *static: str) -> None:
+    """Makes a dataclass a pytree with these static fields, for jax.export too.
 
     Unlike `jax.tree_util.register_dataclass`, it does not call the class to make an instance of new
     leaves, so these are not checked: jax also puts shapes, shardings or None there.
     """
+    fields = tuple(field.name for field in dataclasses.fields(cls) if field.name not in static)
+    keys = tuple(map(jax.tree_util.GetAttrKey, fields))
 
-    def register(cls: Class) -> Class:
-        fields = tuple(field.name for field in dataclasses.fields(cls) if field.name not in static)
-        keys = tuple(map(jax.tree_util.GetAttrKey, fields))
+    def flatten(instance: Any) -> tuple[Any, Any]:
+        value = functools.partial(getattr, instance)
+        return tuple(map(value, fields)), tuple(map(value, static))
 
-        def flatten(instance: Any) -> tuple[Any, Any]:
-            value = functools.partial(getattr, instance)
-            return tuple(map(value, fields)), tuple(map(value, static))
+    def flatten_with_keys(instance: Any) -> tuple[Any, Any]:
+        leaves, auxiliary = flatten(instance)
+        return tuple(zip(keys, leaves, strict=True)), auxiliary
 
-        def flatten_with_keys(instance: Any) -> tuple[Any, Any]:
-            leaves, auxiliary = flatten(instance)
-            return tuple(zip(keys, leaves, strict=True)), auxiliary
+    def unflatten(auxiliary: tuple[Any, ...], leaves: Any) -> Any:
+        instance = object.__new__(cls)
+        instance.__dict__.update(zip(fields + static, (*leaves, *auxiliary), strict=True))
+        return instance
 
-        def unflatten(auxiliary: tuple[Any, ...], leaves: Any) -> Any:
-            instance = object.__new__(cls)
-            instance.__dict__.update(zip(fields + static, (*leaves, *auxiliary), strict=True))
-            return instance
-
-        jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
-        export.register_pytree_node_serialization(
-            cls,
-            serialized_name=f"transformer_embed.{cls.__name__}",
-            serialize_auxdata=lambda auxiliary: repr(auxiliary).encode(),
-            deserialize_auxdata=lambda text: ast.literal_eval(text.decode()),
-        )
-        return cls
-
-    return register
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    export.register_pytree_node_serialization(
+        cls,
+        serialized_name=f"transformer_embed.{cls.__name__}",
+        serialize_auxdata=lambda auxiliary: repr(auxiliary).encode(),
+        deserialize_auxdata=lambda text: ast.literal_eval(text.decode()),
+    )

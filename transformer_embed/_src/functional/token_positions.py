@@ -13,10 +13,9 @@ from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.functional.compiled import compiled
 from transformer_embed._src.functional.partitioning import reshard, spec_axes
-from transformer_embed._src.functional.pytrees import pytree
+from transformer_embed._src.functional.pytrees import register_pytree
 
 
-@pytree("arrangement")
 @dataclasses.dataclass(frozen=True, eq=False, init=False)
 class TokenPositions:
     """The position and the segment of each token in a batch.
@@ -193,8 +192,10 @@ class TokenPositions:
         """
         rows = arguments.rows("ids", arguments.as_int32("ids", ids))
         pad_id = arguments.int32("pad_id", pad_id)
-        counting = _counting(start, at_padding, rows.shape[1])
-        return _of_ids(rows, pad_id, *counting)
+        start = arguments.int32("start", start)
+        at_padding = arguments.int32("at_padding", at_padding)
+        arguments.check_last_position("start", start, rows.shape[1])
+        return _of_ids(rows, pad_id, start, at_padding)
 
     @classmethod
     def from_lengths(
@@ -203,8 +204,6 @@ class TokenPositions:
         length: int,
         *,
         padding_side: str = "right",
-        start: int = 0,
-        at_padding: int = 0,
     ) -> "TokenPositions":
         """For rows of given lengths, all padded to one length.
 
@@ -213,17 +212,15 @@ class TokenPositions:
                 host can check this: on a device, numbers outside are clipped to 0 or `length`.
             length: of the padded rows, at least 0.
             padding_side: `"right"` or `"left"`.
-            start: the position of the first token; see `from_ids`.
-            at_padding: the position of padding; see `from_ids`.
 
         Returns:
-            TokenPositions of [batch, length]. The tokens of a row are segment 1.
+            TokenPositions of [batch, length], counted from 0. The tokens of a row are segment 1. A
+            model that counts from 2 embeds `tokens.positions + 2`.
 
         Raises:
             TypeError: lengths are not integers, or another argument has the wrong type.
             ValueError: lengths do not have rank 1; one of lengths is negative or above length
-                (checked on the host only); length is negative; an unknown padding_side; positions
-                counted from start would not fit int32.
+                (checked on the host only); length is negative; an unknown padding_side.
 
         Example:
             >>> import transformer_embed as te
@@ -242,30 +239,24 @@ class TokenPositions:
         if lengths.ndim != 1:
             raise arguments.value_error("lengths", "shape [batch]", f"shape {list(lengths.shape)}")
         padding_side = arguments.choice("padding_side", padding_side, ("right", "left"))
-        counting = _counting(start, at_padding, length)
-        return _of_lengths(lengths, length, padding_side, *counting)
+        return _of_lengths(lengths, length, padding_side)
 
     @classmethod
-    def from_segment_ids(
-        cls, segment_ids: ArrayLike, *, start: int = 0, at_padding: int = 0
-    ) -> "TokenPositions":
+    def from_segment_ids(cls, segment_ids: ArrayLike) -> "TokenPositions":
         """For packed sequences: positions restart at each segment.
 
         Args:
             segment_ids: [length] or [batch, length] integers: 0 = padding, and a different number
                 for each sequence. The tokens of a sequence must be contiguous: a number that
                 reappears later in the row is an error if the values are on the host.
-            start: the position of the first token of each segment; see `from_ids`.
-            at_padding: the position of padding; see `from_ids`.
 
         Returns:
-            TokenPositions of [batch, length].
+            TokenPositions of [batch, length]. Each sequence is counted from 0; see `from_lengths`.
 
         Raises:
-            TypeError: segment_ids are not integers, or are traced and of a dtype wider than int32;
-                another argument is not a Python int.
+            TypeError: segment_ids are not integers, or are traced and of a dtype wider than int32.
             ValueError: segment_ids do not have rank 1 or 2, do not fit int32, or repeat a number
-                after a gap; positions counted from start would not fit int32.
+                after a gap.
 
         Example:
             >>> import transformer_embed as te
@@ -279,8 +270,7 @@ class TokenPositions:
         rows = arguments.rows("segment_ids", arguments.as_fitting_int32("segment_ids", integers))
         if isinstance(integers, np.ndarray):
             _check_runs(np.atleast_2d(integers))
-        counting = _counting(start, at_padding, rows.shape[1])
-        return _of_segments(rows, *counting)
+        return _of_segments(rows)
 
     @classmethod
     def from_offset(cls, offset: ArrayLike, length: int) -> "TokenPositions":
@@ -324,6 +314,9 @@ class TokenPositions:
         if isinstance(integers, np.ndarray) and integers.size:
             arguments.check_last_position("offset", int(integers.max()), length)
         return _of_offset(offset, length)
+
+
+register_pytree(TokenPositions, "arrangement")
 
 
 def arrays_of(tokens: TokenPositions) -> dict[str, Any]:
@@ -372,22 +365,12 @@ def _arranged(
     return tokens
 
 
-def _counting(start: int, at_padding: int, length: int) -> tuple[int, int]:
-    start, at_padding = arguments.int32("start", start), arguments.int32("at_padding", at_padding)
-    arguments.check_last_position("start", start, length)
-    return start, at_padding
-
-
 def _check_runs(rows: np.ndarray) -> None:
     for number, row in enumerate(rows):
-        seen, count = np.unique(row[np.diff(row, prepend=~row[:1]) != 0], return_counts=True)
-        back = seen[(count > 1) & (seen != 0)]
-        if back.size:
-            raise arguments.value_error(
-                "segment_ids",
-                "one run of tokens for each number",
-                f"{int(back[0])} twice in row {number}",
-            )
+        first_ids = row[(np.diff(row, prepend=0) != 0) & (row != 0)]
+        if np.unique(first_ids).size < first_ids.size:
+            want = "one run of tokens for each number"
+            raise arguments.value_error("segment_ids", want, f"two runs of one in row {number}")
 
 
 # The functions below are compiled even if the caller is not.
@@ -440,30 +423,27 @@ def _of_ids(ids: Int32[Array, "b t"], pad_id: int, start: int, at_padding: int) 
     return _of_tokens("ordered", tokens, start, at_padding)
 
 
-@compiled(1, 2, 3, 4)
-def _of_lengths(
-    lengths: Int32[Array, "b"], length: int, padding_side: str, start: int, at_padding: int
-) -> TokenPositions:
+@compiled(1, 2)
+def _of_lengths(lengths: Int32[Array, "b"], length: int, padding_side: str) -> TokenPositions:
     index = jnp.arange(length, dtype=jnp.int32)
     tokens = (index if padding_side == "right" else index[::-1])[None] < lengths[:, None]
-    return _of_tokens(padding_side, tokens, start, at_padding)
+    return _of_tokens(padding_side, tokens)
 
 
 def _of_tokens(
-    arrangement: str, tokens: Bool[Array, "b t"], start: int, at_padding: int
+    arrangement: str, tokens: Bool[Array, "b t"], start: int = 0, at_padding: int = 0
 ) -> TokenPositions:
     positions = positions_of_tokens(tokens, start, at_padding)
     return _arranged(arrangement, positions, tokens.astype(jnp.int32))
 
 
-@compiled(1, 2)
-def _of_segments(segment_ids: Int32[Array, "b t"], start: int, at_padding: int) -> TokenPositions:
-    """The position of a token is how many tokens of its run are before it, plus start."""
+@compiled()
+def _of_segments(segment_ids: Int32[Array, "b t"]) -> TokenPositions:
+    """The position of a token is how many tokens of its run are before it."""
     index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
     is_first = segment_ids != jnp.roll(segment_ids, 1, axis=1)
     first = jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
-    positions = jnp.where(segment_ids != 0, index - first + start, at_padding)
-    return _arranged("packed", positions, segment_ids)
+    return _arranged("packed", jnp.where(segment_ids != 0, index - first, 0), segment_ids)
 
 
 @compiled(1)
