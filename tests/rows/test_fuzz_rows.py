@@ -19,7 +19,6 @@ STEP = {"table": PARAMS["table"], "ids": IDS, "max_rows": None}
 GRADS = {"table": te.rows.RowGradient(jnp.array([0, 2]), jnp.ones([2, 3]), vocab_size=4)}
 CALLS = {
     te.rows.value_and_grad: {"ids": {"table": IDS}},
-    te.rows.add: {"grads": GRADS, "more": GRADS},
     te.rows.update: {"grads": GRADS, "params": PARAMS},
 }
 every_call = pytest.mark.parametrize("function", CALLS, ids=lambda function: function.__name__)

@@ -28,14 +28,14 @@ def distinct_rows(
     Padding is distinct ids of vocab_size or above.
     """
     size = row_count(ids.size, vocab_size, max_rows)
-    if vocab_size + size > 2**31 - 1:
-        most = f"at most {2**31 - 1 - size} rows, to take {size} of them"
-        raise arguments.value_error("table", most, vocab_size)
     return distinct_ascending(jnp.clip(ids, 0, vocab_size - 1), vocab_size, size)
 
 
 def distinct_ascending(values: Int32[Array, "..."], size: int, room: int) -> Int32[Array, "k"]:
     """The `room` smallest distinct values below `size`, ascending, then values above as padding."""
+    if size + room > 2**31 - 1:
+        most = f"at most {2**31 - 1 - room} rows, to take {room} of them"
+        raise arguments.value_error("table", most, size)
     ordered = jnp.sort(values.reshape(-1))
     first = jnp.concatenate([jnp.ones_like(ordered[:1], bool), ordered[1:] != ordered[:-1]])
     is_distinct = first & (ordered < size)

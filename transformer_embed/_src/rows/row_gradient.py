@@ -1,14 +1,13 @@
 """The gradient of some rows of a large table, as a leaf of a gradient tree."""
 
 import dataclasses
+import functools
 import operator
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from transformer_embed._src import arguments
 from transformer_embed._src.rows.distinct_ids import sum_rows
@@ -16,22 +15,6 @@ from transformer_embed._src.rows.distinct_ids import sum_rows
 Tree = Any
 
 
-def register_row_gradient(cls: type) -> type:
-    """Makes a kind of `RowGradient` a pytree whose one leaf is `values`."""
-
-    def flatten(gradient: Any) -> tuple[Any, Any]:
-        ids, values, *static = vars(gradient).values()
-        return (values,), (_Ids(ids), *static)
-
-    def unflatten(data: Any, children: Any) -> Any:
-        ids, *static = data
-        return cls(ids.ids, *children, *static)
-
-    jax.tree_util.register_pytree_node(cls, flatten, unflatten)
-    return cls
-
-
-@register_row_gradient
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowGradient:
     """The gradient of some rows of a table [vocab_size, d]; all other rows have a gradient of zero.
@@ -49,6 +32,8 @@ class RowGradient:
         ids: [k], int32, ascending and distinct; ids of vocab_size or above are padding.
         values: [k, d], the gradient of each row; zeros for padding.
         vocab_size: number of rows of the table.
+        layout: that of an interleaved table: on each device, ids count from the start of its shard.
+            None: of any other table.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -66,6 +51,7 @@ class RowGradient:
     ids: Any
     values: Any
     vocab_size: int
+    layout: Any = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -79,25 +65,19 @@ class RowGradient:
 
     def __add__(self, other: "RowGradient") -> "RowGradient":
         """The sum; it has the rows of both."""
-        if type(other) is not type(self) or other.shape != self.shape:
+        is_same = isinstance(other, RowGradient) and self.shape == other.shape
+        if not is_same or self.layout != other.layout:
             want = f"rows of the same table, {list(self.shape)}"
             raise arguments.type_error("grads", want, type(other).__name__)
         check_ascending(self)
         check_ascending(other)
         if _Ids(self.ids) == _Ids(other.ids):
             return dataclasses.replace(self, values=self.values + other.values)
-        ids, values = self.sum_rows([self.ids, other.ids], [self.values, other.values])
+        sum_all = functools.partial(sum_rows, size=self.vocab_size)
+        if self.layout is not None:
+            sum_all = self.layout.on_shards(functools.partial(sum_rows, size=self.layout.shard))
+        ids, values = sum_all([self.ids, other.ids], [self.values, other.values])
         return dataclasses.replace(self, ids=ids, values=values)
-
-    def sum_rows(self, ids: Sequence[Array], values: Sequence[Array]) -> tuple[Array, Array]:
-        """The ids of all lists, and the sum of the values of each."""
-        return sum_rows(ids, values, self.vocab_size)
-
-    def __radd__(self, other: Any) -> NoReturn:
-        """Raises a TypeError: `optax.apply_updates` does not take a `RowGradient`."""
-        want = "a step by te.rows.update(optimizer, grads, state, params)"
-        got = f"the sum of {type(other).__name__} and RowGradient"
-        raise arguments.type_error("params", want, got)
 
 
 class _Ids:
@@ -124,9 +104,16 @@ class _Ids:
         return "the ids of one batch (te.rows.add adds gradients of different ids)"
 
 
+jax.tree_util.register_pytree_node(
+    RowGradient,
+    lambda rows: ((rows.values,), (_Ids(rows.ids), rows.vocab_size, rows.layout)),
+    lambda data, values: RowGradient(data[0].ids, *values, *data[1:]),
+)
+
+
 def _on_host(ids: Any) -> np.ndarray | None:
     """The values of some ids, if they can be read."""
-    if arguments.is_traced(ids) or not isinstance(ids, jax.Array | np.ndarray):
+    if arguments.is_traced(ids):
         return None
     with jax.transfer_guard("allow"):
         return np.asarray(ids)
@@ -134,15 +121,10 @@ def _on_host(ids: Any) -> np.ndarray | None:
 
 def check_ascending(gradient: RowGradient) -> None:
     """Raises a ValueError if the ids of a gradient made by hand, outside of jit, do not ascend."""
-    ids = _on_host(gradient.ids) if type(gradient) is RowGradient else None
+    ids = _on_host(gradient.ids) if gradient.layout is None else None
     if ids is not None and len(ids) and (ids[0] < 0 or (ids[1:] <= ids[:-1]).any()):
         want = "row ids that ascend from 0 or above, each of them once"
         raise arguments.value_error("grads", want, str(ids.tolist())[:60])
-
-
-def is_row_gradient(leaf: Any) -> bool:
-    """Whether a leaf of a gradient tree is the gradient of some rows."""
-    return isinstance(leaf, RowGradient)
 
 
 def add(grads: Tree, more: Tree) -> Tree:
@@ -160,7 +142,7 @@ def add(grads: Tree, more: Tree) -> Tree:
 
     Raises:
         TypeError: rows of different tables.
-        ValueError: trees that do not fit together; ids that do not ascend.
+        ValueError: ids that do not ascend.
 
     Example:
         >>> import jax.numpy as jnp
@@ -171,8 +153,4 @@ def add(grads: Tree, more: Tree) -> Tree:
         >>> total.ids[:3].tolist(), total.values[:3].tolist()
         ([1, 3, 8], [[1.0], [3.5], [8.0]])
     """
-    leaves, treedef = jax.tree.flatten(grads, is_leaf=is_row_gradient)
-    others, other_treedef = jax.tree.flatten(more, is_leaf=is_row_gradient)
-    if other_treedef != treedef:
-        raise arguments.value_error("more", f"a tree as grads, {treedef}", str(other_treedef))
-    return jax.tree.unflatten(treedef, map(operator.add, leaves, others))
+    return jax.tree.map(operator.add, grads, more, is_leaf=lambda g: isinstance(g, RowGradient))

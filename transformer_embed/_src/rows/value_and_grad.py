@@ -18,7 +18,7 @@ Tree = Any
 
 
 def value_and_grad(
-    loss: Callable, *, ids: Tree, has_aux: bool = False, max_rows: int | Tree | None = None
+    loss: Callable, *, ids: Tree, has_aux: bool = False, max_rows: int | None = None
 ) -> Callable:
     """`jax.value_and_grad` for a loss that reads few rows of large tables.
 
@@ -39,10 +39,9 @@ def value_and_grad(
             up, [...], including padding and ids outside the vocabulary. Ids may repeat.
         has_aux: whether the loss returns (scalar, aux).
         max_rows: a bound on the distinct ids of a table in a batch; a bound below the number of ids
-            makes the step cheaper. An int, or a tree like `ids` with an int for each table that has
-            a bound. If a batch has more, the highest ids read as NaN. For an interleaved table it
-            bounds the distinct ids of each device's part of the batch, and so the buffers of the
-            exchange; the ids that read as NaN are then not always the highest.
+            makes the step cheaper. If a batch has more, the highest ids read as NaN. For an
+            interleaved table it bounds the distinct ids of each device's part of the batch, and so
+            the buffers of the exchange; the ids that read as NaN are then not always the highest.
 
     Returns:
         A function of (params, ...) to (value, gradients), or to ((value, aux), gradients). The
@@ -56,7 +55,7 @@ def value_and_grad(
         TypeError: ids are not integers; a table does not have a floating dtype; the loss uses a
             table other than by `lookup`.
         ValueError: `params` has no table [vocab_size, d] where `ids` has an array; a sharded table
-            whose columns are split; a max_rows below 1, or for a table that is not in `ids`.
+            whose columns are split; a max_rows below 1.
 
     Example:
         >>> import jax.numpy as jnp
@@ -72,41 +71,34 @@ def value_and_grad(
 
     @functools.wraps(loss)
     def value_and_row_grads(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
-        leaves, treedef = jax.tree.flatten(params, is_leaf=is_leaf)
-        gathered = _gather_tables(leaves, treedef, ids, max_rows)
+        trees, treedef = jax.tree.flatten(params, is_leaf=is_leaf)
+        gathered = _gather_tables(trees, treedef, ids, max_rows)
 
-        def loss_of(leaves: Sequence[Any]) -> Any:
-            filled = list(leaves)
-            for index, rows in gathered.items():
-                filled[index] = dataclasses.replace(rows, values=leaves[index])
-            return loss(jax.tree.unflatten(treedef, filled), *args, **kwargs)
+        def loss_of(leaves: dict[int, Any]) -> Any:
+            rows = {n: dataclasses.replace(rows, values=leaves[n]) for n, rows in gathered.items()}
+            return loss(jax.tree.unflatten(treedef, (leaves | rows).values()), *args, **kwargs)
 
-        for index, rows in gathered.items():
-            leaves[index] = rows.values
+        leaves = dict(enumerate(trees)) | {n: rows.values for n, rows in gathered.items()}
         value, gradients = jax.value_and_grad(loss_of, has_aux=has_aux)(leaves)
-        for index, rows in gathered.items():
-            gradients[index] = rows.gradient(gradients[index])
-        return value, jax.tree.unflatten(treedef, gradients)
+        gradients |= {n: rows.gradient(gradients[n]) for n, rows in gathered.items()}
+        return value, jax.tree.unflatten(treedef, gradients.values())
 
     return value_and_row_grads
 
 
 def _gather_tables(
-    leaves: Sequence[Any], treedef: Any, ids: Tree, max_rows: int | Tree | None
+    leaves: Sequence[Any], treedef: Any, ids: Tree, max_rows: int | None
 ) -> dict[int, GatheredRows]:
     """The rows that a batch reads from each table in `ids`, by the table's index as a leaf."""
     indices = dict(_named("params", jax.tree.unflatten(treedef, range(len(leaves)))))
-    names = [name for name, index in indices.items() if isinstance(index, int)]
-    ids_of = _of_tables("ids", ids, names)
-    bounds = dict.fromkeys(ids_of, max_rows)
-    if isinstance(max_rows, Mapping):
-        bounds = _of_tables("max_rows", max_rows, list(ids_of))
+    most = 2**31 if max_rows is None else arguments.integer("max_rows", max_rows, at_least=1)
     gathered = {}
-    for name, table_ids in ids_of.items():
-        index = indices[name]
+    for name, table_ids in _named("params", ids):
+        index = indices.get(name)
+        if not isinstance(index, int):
+            got = f"none among {', '.join(indices)}"
+            raise arguments.value_error(name, "a table, since ids has it", got)
         table, integers = as_table(name, leaves[index]), arguments.as_int32("ids", table_ids)
-        bound = bounds.get(name)
-        most = 2**31 if bound is None else arguments.integer("max_rows", bound, at_least=1)
         if isinstance(table, RowTable):
             rows = table.take_rows(integers, most)
         elif isinstance(table, Table):
@@ -118,17 +110,6 @@ def _gather_tables(
         sentinel = jnp.full((1, table.shape[1]), jnp.inf, rows.values.dtype)
         gathered[index] = dataclasses.replace(rows, sentinel=sentinel, name=name)
     return gathered
-
-
-def _of_tables(argument: str, tree: Tree, names: Sequence[str]) -> dict[str, Any]:
-    """The entries of an argument by their names; an error for one that is none of these names."""
-    entries = dict(_named("params", tree))
-    for name in entries:
-        if name not in names:
-            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-            got = f"none among {', '.join(names[:4])}{more}"
-            raise arguments.value_error(name, f"a table, since {argument} has it", got)
-    return entries
 
 
 def _named(name: str, tree: Tree) -> Iterator[tuple[str, Any]]:

@@ -5,8 +5,8 @@ If the rows are exchanged, each device holds those that its own part of the batc
     a device                                 the owners of the rows
     distinct slots of its part  --------->  asked: rows of the shard
     rows                        <---------
-    gradients of these rows     --------->  owned: rows of the shard and their summed gradients
-                                            (`OwnedRows`), for the shard's own update
+    gradients of these rows     --------->  owned: rows of the shard and their summed gradients,
+                                            for the shard's own update
 
 Each arrow is an exchange (see `exchange` and `hops`). A slot is the index of an id's row in the
 array. `shard_rows` count rows from the start of a device's shard. Each list ascends, and numbers
@@ -18,7 +18,6 @@ devices that the batch is split over.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -32,13 +31,9 @@ from transformer_embed._src.functional.partitioning import (
     devices_along,
     index_along,
 )
-from transformer_embed._src.rows.distinct_ids import (
-    distinct_ascending,
-    rows_of_ids,
-    sum_rows,
-)
+from transformer_embed._src.rows.distinct_ids import distinct_ascending, rows_of_ids
 from transformer_embed._src.rows.gathered_rows import GatheredRows
-from transformer_embed._src.rows.row_gradient import RowGradient, register_row_gradient
+from transformer_embed._src.rows.row_gradient import RowGradient
 from transformer_embed._src.sharded import exchange
 from transformer_embed._src.sharded.hops import Hop
 from transformer_embed._src.sharded.layout import Layout
@@ -85,11 +80,7 @@ class BatchRows(GatheredRows):
         self, ids: Int32[Array, "..."]
     ) -> Float[Array, "... d"]:
         """See `Table`; exchanged rows are read by ids that are split as the batch is."""
-        split, id_axes = self.layout.split(ids)
-        if self.hops and set(id_axes) != set(self.id_axes):
-            want = f"split over the mesh axes of the ids given to te.rows, {self.id_axes}"
-            got = f"shape {list(ids.shape)} split over {split}"
-            raise arguments.value_error("ids", want, got)
+        split, _ = self.layout.split(ids)
 
         def read(held, values, ids):
             return rows_of_ids(held, values, self.layout.slots(ids))
@@ -108,7 +99,7 @@ class BatchRows(GatheredRows):
         if not self.hops:
             return super().gradient(values)
         ids, sums = _return_gradients(self, values)
-        return OwnedRows(ids, sums.astype(self.dtype), self.vocab_size, self.layout)
+        return RowGradient(ids, sums.astype(self.dtype), self.vocab_size, self.layout)
 
 
 @jax.jit
@@ -141,23 +132,6 @@ def _return_gradients(
     return send_all(taken.sent, taken.asked, gradient)
 
 
-@register_row_gradient
-@dataclasses.dataclass(frozen=True, eq=False)
-class OwnedRows(RowGradient):
-    """On each device, the gradient of some of its shard's rows; `ids` count from its start."""
-
-    layout: Layout
-
-    def sum_rows(self, ids: Sequence[Array], values: Sequence[Array]) -> tuple[Array, Array]:
-        """See `RowGradient`; each device sums its own rows."""
-        owners = PartitionSpec(self.layout.rows)
-        sum_shards = functools.partial(sum_rows, size=self.layout.shard)
-        sum_all = jax.shard_map(
-            sum_shards, mesh=self.layout.mesh, in_specs=owners, out_specs=owners
-        )
-        return sum_all(ids, values)
-
-
 # --- the exchange
 
 
@@ -169,13 +143,13 @@ def gather_from_owners(
 
     The gradient goes back the same way.
     """
-    taken = take_from_owners(layout, arguments.widened(array), ids, None)
+    taken = take_from_owners(layout, arguments.widened(array), ids)
     return taken.gather(ids).astype(array.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def take_from_owners(
-    layout: Layout, array: Float[Array, "m d"], ids: Int32[Array, "..."], max_rows: int | None
+    layout: Layout, array: Float[Array, "m d"], ids: Int32[Array, "..."], max_rows: int = 2**31
 ) -> BatchRows:
     """On each device, the distinct rows of its part of the ids."""
     split, id_axes = layout.split(ids)

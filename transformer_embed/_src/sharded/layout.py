@@ -1,8 +1,10 @@
 """How a table lies on a mesh: which device holds which rows, and how its batch is split."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jax.sharding import NamedSharding
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32
 
 from transformer_embed._src.functional.partitioning import (
@@ -11,7 +13,6 @@ from transformer_embed._src.functional.partitioning import (
     devices_along,
     spec_axes,
 )
-from transformer_embed._src.rows.distinct_ids import row_count
 from transformer_embed._src.sharded.hops import Hop, plan_hops
 from transformer_embed._src.sharded.row_order import RowOrder
 
@@ -58,11 +59,14 @@ class Layout(NamedTuple):
         axes = array_axes(self.mesh, self.batch_axes, ids, ids.ndim)
         return tuple(axes), tuple(axis for names in axes for axis in names)
 
-    def most_asked(self, ids: int, max_rows: int | None) -> int:
-        """The rows that a device asks for at most, for this many ids; None: in a lookup."""
-        if max_rows is None:
-            return max(1, min(ids, self.order.vocab_size))
-        return row_count(ids, self.order.vocab_size, max_rows)
+    def most_asked(self, ids: int, max_rows: int = 2**31) -> int:
+        """The rows that a device asks for at most, for this many ids."""
+        return max(1, min(ids, self.order.vocab_size, max_rows))
+
+    def on_shards(self, function: Callable) -> Callable:
+        """A function of the rows of each device's shard, on all devices."""
+        owners = PartitionSpec(self.rows)
+        return jax.shard_map(function, mesh=self.mesh, in_specs=owners, out_specs=owners)
 
     def hops(self, devices: int, asked: int) -> tuple[Hop, ...]:
         """The hops for `devices` devices that each ask for at most `asked` distinct rows."""

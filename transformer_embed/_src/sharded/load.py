@@ -64,9 +64,8 @@ def exchange_load(table: Sharded, ids: ArrayLike, *, max_rows: int | None = None
         want = f"a first dimension that {devices} devices divide"
         raise arguments.value_error("ids", want, f"shape {list(array.shape)}")
     read = array.reshape(devices, -1).clip(0, vocab_size - 1)
-    if max_rows is not None:
-        arguments.integer("max_rows", max_rows, at_least=1)
-    asked = layout.most_asked(read.shape[1], max_rows)
+    most = 2**31 if max_rows is None else arguments.integer("max_rows", max_rows, at_least=1)
+    asked = layout.most_asked(read.shape[1], most)
     slots = [np.unique(layout.order.slots(part.astype(np.int32))).astype(np.int64) for part in read]
     held = [part[:asked] for part in slots]
     rows, dropped = simulate(layout.hops(devices, asked), held, dict(layout.mesh.shape), batch)

@@ -25,8 +25,6 @@ VIRTUAL_SHARDS = 4096
 # The array of a contiguous table has the same size on all meshes whose devices divide this number:
 # Megatron-LM's `make-vocab-size-divisible-by`, and the lanes of a TPU.
 ROW_MULTIPLE = 128
-# Slots are int32, and slots past the end pad buffers.
-MAX_SIZE = 2**31 - 2**26
 
 
 def shard_params(
@@ -99,16 +97,13 @@ def shard_params(
         A tree like params.
 
     Raises:
-        TypeError: mesh is not a Mesh; rules are not a mapping of patterns to PartitionSpec; tables
-            or interleave is not a string; a parameter is traced or is not an array; params is a
-            function and rng is None.
+        TypeError: params is a function and rng is None.
         ValueError: a pattern that matches no parameter; a spec with an axis past the dimensions of
             its parameter, that the mesh lacks, or whose number of devices does not divide a
             dimension other than a table's rows; batch_axes that are not a tuple of the mesh's axes;
-            rng without a function; an interleaved table whose columns are split, whose batch is not
-            split over the axes of its rows, whose virtual shards the devices do not divide, or with
-            more than 2**31 - 2**26 rows; virtual_shards that are not a power of two of at least 2;
-            a capacity that is not positive.
+            rng without a function; an interleaved table whose columns are split, or whose virtual
+            shards the devices do not divide; virtual_shards that are not a power of two of at least
+            2; a capacity that is not positive.
 
     Example:
         >>> import jax, numpy as np
@@ -125,12 +120,6 @@ def shard_params(
         Xu et al., "GSPMD: General and Scalable Parallelization for ML Computation Graphs" (2021),
         https://arxiv.org/abs/2105.04663
     """
-    if not isinstance(mesh, Mesh):
-        raise arguments.type_error("mesh", "a jax.sharding.Mesh", type(mesh).__name__)
-    if not isinstance(rules, Mapping) or not all(
-        isinstance(spec, PartitionSpec) for spec in rules.values()
-    ):
-        raise arguments.type_error("rules", "a mapping of patterns to PartitionSpec", rules)
     axes = mesh.axis_names
     if not isinstance(batch_axes, tuple | None) or not all(i in axes for i in batch_axes or ()):
         want = f"a tuple of axes of the mesh, {axes}, or None"
@@ -138,11 +127,6 @@ def shard_params(
     arguments.integer("virtual_shards", virtual_shards, at_least=2, at_most=2**20)
     if virtual_shards.bit_count() != 1:
         raise arguments.value_error("virtual_shards", "a power of two", virtual_shards)
-    if not isinstance(tables, str):
-        raise arguments.type_error("tables", "a pattern of names", repr(tables))
-    if not isinstance(interleave, str | None):
-        want = "a pattern of names, or None"
-        raise arguments.type_error("interleave", want, repr(interleave))
     capacity = arguments.real("capacity", capacity, above=0)
     place = _Placement(mesh, rules, tables, batch_axes, interleave, virtual_shards, capacity)
     if callable(params):
@@ -167,44 +151,34 @@ class _Placement(NamedTuple):
         """The parameters on the mesh."""
         paths, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)
         leaves = {jax.tree_util.keystr(k, simple=True, separator="/"): leaf for k, leaf in paths}
-        patterns = dict.fromkeys(self.rules, "rules")
-        if self.interleave is not None:
-            patterns.setdefault(self.interleave, "interleave")
-        for pattern, argument in patterns.items():
+        for pattern in (*self.rules, *filter(None, [self.interleave])):
             if not fnmatch.filter(leaves, pattern):
-                want = f"patterns that match one of {', '.join(leaves)}"
-                raise arguments.value_error(argument, want, repr(pattern))
+                want = f"each to match one of {', '.join(leaves)}"
+                raise arguments.value_error("patterns", want, repr(pattern))
         return jax.tree.unflatten(treedef, itertools.starmap(self.leaf, leaves.items()))
 
     def leaf(self, name: str, leaf: Any) -> Any:
         """A parameter on the mesh."""
-        if not hasattr(leaf, "shape"):
-            raise arguments.type_error("params", f"an array as {name}", type(leaf).__name__)
-        array, shape = leaf.array if isinstance(leaf, Sharded) else leaf, leaf.shape
-        if arguments.is_traced(array):
-            want = (
-                "arrays outside of jit "
-                "(a function that draws them is compiled by shard_params itself)"
-            )
-            raise arguments.type_error("params", want, f"a traced {name}")
+        shape = leaf.shape
         specs = (spec for rule, spec in self.rules.items() if fnmatch.fnmatchcase(name, rule))
         spec = next(specs, PartitionSpec())
-        while len(spec) > len(shape) and spec[-1] is None:
+        if not any(spec[len(shape) :]):
             # A None past the last dimension says nothing.
-            spec = PartitionSpec(*spec[:-1])
+            spec = PartitionSpec(*spec[: len(shape)])
         # A row-wise optimizer may have one number of state for each row of a table.
         is_rows = any(spec) and len(shape) in (1, 2) and fnmatch.fnmatchcase(name, self.tables)
         try:
             sharding = NamedSharding(self.mesh, spec)
             # The rows of a table are padded.
             sharding.shard_shape((0, *shape[1:]) if is_rows else shape)
-        except (ValueError, IndexError) as error:
-            want = f"a spec that fits {name} of shape {list(shape)}"
+        except (AttributeError, ValueError, IndexError) as error:
+            want = f"a PartitionSpec that fits {name} of shape {list(shape)}"
             raise arguments.value_error("rules", want, f"{spec}: {error}") from error
-        if isinstance(array, jax.ShapeDtypeStruct):
-            rows: Any = jax.ShapeDtypeStruct(shape, leaf.dtype)
-        else:
-            rows = leaf.in_vocabulary_order() if isinstance(leaf, Sharded) else np.asarray(leaf)
+        rows: Any = leaf
+        if isinstance(leaf, Sharded):
+            rows = leaf.in_vocabulary_order()
+        elif not isinstance(leaf, jax.ShapeDtypeStruct):
+            rows = np.asarray(leaf)
         if is_rows:
             return sharded(rows, self.layout(name, shape[0], sharding))
         return put(rows, shape, sharding, lambda index: rows[index])
@@ -212,32 +186,22 @@ class _Placement(NamedTuple):
     def layout(self, name: str, vocab_size: int, sharding: NamedSharding) -> Layout:
         """How a table lies on the mesh."""
         rows, columns = spec_axes(sharding.spec, 2)
-        parts, batch_axes = devices_along(self.mesh, rows + columns), self.batch_axes
+        parts, axes = devices_along(self.mesh, rows + columns), self.mesh.axis_names
         if self.interleave is None or not fnmatch.fnmatchcase(name, self.interleave):
-            if batch_axes is None:
-                used = rows + columns
-                batch_axes = tuple(axis for axis in self.mesh.axis_names if axis not in used)
             order = RowOrder(vocab_size, 1, math.lcm(ROW_MULTIPLE, parts))
-            return Layout(order, sharding, batch_axes, self.capacity)
-        if batch_axes is None:
-            batch_axes = self.mesh.axis_names
-        if columns:
+            axes = tuple(axis for axis in axes if axis not in rows + columns)
+        elif columns:
             want = f"rows over mesh axes, and whole columns, for {name}"
             raise arguments.value_error("interleave", want, sharding.spec)
-        # A lookup would send whole rows to every device, and training would raise an error.
-        if not set(rows) <= set(batch_axes):
-            want = f"the mesh axes of the rows of {name}, {rows}, among others, to interleave it"
-            raise arguments.value_error("batch_axes", want, batch_axes)
-        if self.virtual_shards % parts:
+        elif self.virtual_shards % parts:
             want = (
                 f"a number of devices along {rows} that divides {self.virtual_shards} "
                 f"virtual shards, to interleave {name}"
             )
             raise arguments.value_error("mesh", want, parts)
-        order = RowOrder(vocab_size, self.virtual_shards)
-        if order.size > MAX_SIZE:
-            want = f"at most {MAX_SIZE} rows for {name}, padding included, to interleave it"
-            raise arguments.value_error("params", want, order.size)
+        else:
+            order = RowOrder(vocab_size, self.virtual_shards)
+        batch_axes = axes if self.batch_axes is None else self.batch_axes
         return Layout(order, sharding, batch_axes, self.capacity)
 
 

@@ -22,7 +22,6 @@ from transformer_embed._src.rows.gathered_rows import RowTable
 from transformer_embed._src.rows.row_gradient import RowGradient
 from transformer_embed._src.sharded.batch_rows import (
     BatchRows,
-    OwnedRows,
     gather_from_owners,
     take_from_owners,
 )
@@ -122,7 +121,7 @@ class Sharded(RowTable):
         self, step: Callable, shared: Any, gradient: RowGradient, states: Sequence[Any]
     ) -> list["Sharded"]:
         """See `RowTable`; each shard updates its own rows. Nothing is sent."""
-        layout, is_owned = self.layout, isinstance(gradient, OwnedRows)
+        layout, is_owned = self.layout, gradient.layout is not None
         if layout.order.is_interleaved and not is_owned:
             want = (
                 "the gradient of an interleaved table as `value_and_grad` returns it: each device "
@@ -153,8 +152,10 @@ class Sharded(RowTable):
         tables = zip([self, *states], written, strict=True)
         return [dataclasses.replace(table, array=array) for table, array in tables]
 
-    def in_vocabulary_order(self) -> np.ndarray:
-        """All rows, on the host. This process must be able to see all shards."""
+    def in_vocabulary_order(self) -> Any:
+        """All rows, on the host, or their shape. This process must be able to see all shards."""
+        if isinstance(self.array, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(self.shape, self.dtype)
         return self.layout.order.from_array(np.asarray(self.array))
 
 
