@@ -1791,12 +1791,12 @@ def test_a_grid_with_coordinates_of_its_own_as_in_diffusers():
         (
             [[0, 1]],
             ValueError,
-            "axis_positions: wanted an array for each axis, of shapes [[2], [3]], got shapes [[2]]",
+            "axis_positions: wanted arrays as long as the axes, [[2], [3]], got [[2]]",
         ),
         (
             [[0, 1], [0, 1]],
             ValueError,
-            "axis_positions: wanted an array for each axis, of shapes [[2], [3]], got shapes [[2], [2]]",
+            "axis_positions: wanted arrays as long as the axes, [[2], [3]], got [[2], [2]]",
         ),
         (2, TypeError, "axis_positions: wanted a sequence, got int 2"),
         ([0, 1], TypeError, "axis_positions[0]: wanted a sequence, got int 0"),

@@ -107,6 +107,9 @@ def real(name: str, value: Any, *, above: float = -math.inf) -> float:
     return number
 
 
+positive = functools.partial(real, above=0)
+
+
 def not_negative(name: str, value: Any) -> float:
     """A finite Python float of at least 0 that is known while tracing."""
     number = real(name, value)
@@ -402,7 +405,7 @@ def check_left_out(name: str, value: Any, why: str) -> None:
         raise value_error(name, f"None, since {why}", _describe(value))
 
 
-def check_same(name: str, what: str, size: int, expected: int) -> None:
+def check_same(name: str, what: str, size: Any, expected: Any) -> None:
     """A ValueError unless two sizes are equal."""
     if size != expected:
         raise value_error(name, f"{what}, {expected}", size)

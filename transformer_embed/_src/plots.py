@@ -109,7 +109,7 @@ def plot_wavelengths(
         Vaswani et al., "Attention Is All You Need" (2017), section 3.5,
         https://arxiv.org/abs/1706.03762
     """
-    frequencies = scaled_frequencies(scaling, d_model, base).frequencies
+    frequencies, _ = scaled_frequencies(scaling, d_model, base)
     wavelengths = [float(2 * phase.PI / frequency) for frequency in frequencies]
     ax = _axes(ax)
     _plot(ax, range(len(wavelengths)), wavelengths, label, linestyle="")

@@ -110,8 +110,8 @@ def as_output_layer(
             raise arguments.value_error("bias", want, f"shape {list(bias.shape)}")
     options = OutputOptions(
         vocab_size,
-        None if softcap is None else arguments.real("softcap", softcap, above=0),
-        arguments.real("scale", scale, above=0),
+        None if softcap is None else arguments.positive("softcap", softcap),
+        arguments.positive("scale", scale),
         None if pad_id is None else arguments.int32("pad_id", pad_id),
     )
     return x, table, bias, options

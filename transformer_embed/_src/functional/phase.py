@@ -9,8 +9,6 @@ the angle each time the position doubles.
 """
 
 import decimal
-import itertools
-import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,10 +22,8 @@ from transformer_embed._src import arguments
 PI = decimal.Decimal(
     "3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803482534"
 )
-# A frequency beyond the largest decimal becomes infinite, and `words` raises an error for it.
+# A frequency beyond the largest decimal becomes infinite.
 PRECISION = decimal.Context(prec=80, traps=[decimal.InvalidOperation, decimal.DivisionByZero])
-
-ZERO = decimal.Decimal(0)
 
 # An array of words; a phase has a high and a low one.
 Word = UInt32[Array, "..."]
@@ -51,28 +47,33 @@ def geometric_frequencies(
     base: float | decimal.Decimal,
     denominator: float | decimal.Decimal,
     frequency_scale: float = 1.0,
-) -> tuple[decimal.Decimal, ...]:
-    """`frequency_scale * base ** (-i / denominator)` for i in 0..count-1, to about 75 digits."""
+) -> np.ndarray:
+    """`frequency_scale * base ** (-i / denominator)` for i in 0..count-1, to about 75 digits.
+
+    They are decimals in an array of objects, so that numpy multiplies them one by one.
+    """
     with decimal.localcontext(PRECISION):
         ratio = decimal.Decimal(1)
         # The denominator may be 0 for one frequency.
         if count > 1:
             ratio = (-decimal.Decimal(base).ln() / decimal.Decimal(denominator)).exp()
-        factors = [decimal.Decimal(frequency_scale), *[ratio] * (count - 1)]
-        return tuple(itertools.accumulate(factors[:count], operator.mul))
+        factors = np.full(count, ratio)
+        factors[:1] = decimal.Decimal(frequency_scale)
+        return np.multiply.accumulate(factors)
 
 
-def words(frequencies: Sequence[decimal.Decimal]) -> Words:
+def words(frequencies: Sequence[decimal.Decimal] | np.ndarray) -> Words:
     """The words of frequencies in radians per unit of position, rounded to 2**-64 turns."""
     with decimal.localcontext(PRECISION):
-        units = [(f / (2 * PI) * 2**64).to_integral_value() for f in frequencies]
+        # An infinite one has no integer.
+        units = [round(min(f / (2 * PI), 2**32) * 2**64) for f in frequencies]
     if max(units, default=0) >= 2**96:
         raise arguments.value_error(
             "base and frequency_scale",
             "frequencies below 2**32 turns per position",
             f"{max(frequencies):.3g} radians",
         )
-    integers = np.array([int(unit) for unit in units], object)
+    integers = np.array(units, object)
     return Words(*((integers >> shift & 0xFFFFFFFF).astype(np.uint32) for shift in (64, 32, 0)))
 
 
@@ -96,8 +97,9 @@ def sinusoid(
     """
     # Expanded to the positions' rank, because users may disable jax's rank promotion.
     shape = (1,) * (positions.ndim - 1) + (-1,)
-    frequencies = Words(*(word.reshape(shape) for word in frequencies))
-    quarters = quarters.reshape(shape)
+    frequencies, quarters = jax.tree.map(
+        lambda words: words.reshape(shape), (frequencies, quarters)
+    )
     dtype, is_float = positions.dtype, jnp.issubdtype(positions.dtype, jnp.floating)
     if is_float:
         narrow = positions.astype(jnp.float32)

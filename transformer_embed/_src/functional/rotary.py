@@ -118,7 +118,7 @@ def apply_rotary(
             want = f"shape [..., length, {max(axes) + 1} or more], as pair_axes says"
             raise arguments.value_error("positions", want, f"shape {list(points.shape)}")
     arguments.check_ends_in_length("positions", points.shape[:-1], x.shape[:-2], "x's tokens")
-    base = arguments.real("base", base, above=0)
+    base = arguments.positive("base", base)
     return _rotated(x, points, layout, _Options(dim, rotated // 2, base, scaling, axes))
 
 
@@ -161,7 +161,7 @@ def permute_rotary_weights(
     """
     array = arguments.as_given("weights", weights)
     num_heads = arguments.integer("num_heads", num_heads, at_least=1)
-    if array.ndim == 0 or array.shape[-1] % num_heads or array.shape[-1] == 0:
+    if array.ndim == 0 or array.shape[-1] % num_heads:
         want = f"a last axis of {num_heads} heads times head_dim"
         raise arguments.value_error("weights", want, f"shape {list(array.shape)}")
     head_dim = array.shape[-1] // num_heads
@@ -246,8 +246,7 @@ def _cos_and_sin(
         position = jnp.where(pair_axes == axis, other, position)
 
     def wave(quarter: Array) -> Float[Array, "... t h p"]:
-        sine = phase.sinusoid(position, frequencies, quarter)
-        return sine if attention_factor == 1 else sine * np.float32(attention_factor)
+        return np.float32(attention_factor) * phase.sinusoid(position, frequencies, quarter)
 
     # On a CPU, XLA fuses the phases into the products and computes them again for each head; it
     # cannot fuse through a loop.
@@ -263,21 +262,18 @@ def _frequencies(options: _Options) -> tuple[phase.Words, float]:
     """The frequency of each pair, and the attention factor."""
     frequencies, attention_factor = scaled_frequencies(options.scaling, options.dim, options.base)
     # A frequency of 0 rotates nothing.
-    still = (phase.ZERO,) * (options.dim // 2 - options.rotating_pairs)
-    words = phase.words(frequencies[: options.rotating_pairs] + still)
-    return words, attention_factor
+    frequencies[options.rotating_pairs :] = 0
+    return phase.words(frequencies), attention_factor
 
 
 def _checked_rotary_dim(rotary_dim: int | None, head_dim: int) -> int:
     if rotary_dim is None:
         return _check_even("head_dim", head_dim)
-    rotary_dim = _check_even("rotary_dim", arguments.integer("rotary_dim", rotary_dim, at_least=2))
-    if rotary_dim > head_dim:
-        raise arguments.value_error("rotary_dim", f"an int up to head_dim = {head_dim}", rotary_dim)
-    return rotary_dim
+    dim = arguments.integer("rotary_dim", rotary_dim, at_least=2, at_most=head_dim)
+    return _check_even("rotary_dim", dim)
 
 
 def _check_even(name: str, value: int) -> int:
-    if value % 2 or value == 0:
+    if value % 2:
         raise arguments.value_error(name, "an even number of channels, to make pairs", value)
     return value

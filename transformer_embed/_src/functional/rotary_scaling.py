@@ -3,33 +3,23 @@
 import dataclasses
 import decimal
 import functools
-import operator
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import Any, NamedTuple
+from typing import Any
+
+import numpy as np
 
 from transformer_embed._src import arguments
 from transformer_embed._src.functional import phase
 
-Frequencies = tuple[Decimal, ...]
-
-
-class ScaledFrequencies(NamedTuple):
-    """Frequencies in radians per unit of position, and the factor of cosines and sines."""
-
-    frequencies: Frequencies
-    attention_factor: float = 1.0
-
-
-_above_0 = functools.partial(arguments.real, above=0)
-_factors = functools.partial(arguments.entries, convert=_above_0)
+_factors = functools.partial(arguments.entries, convert=arguments.positive)
 # A field of this name has the same meaning in every scaling.
 _CONVERTERS = {
-    "factor": _above_0,
-    "alpha": _above_0,
-    "beta_slow": _above_0,
-    "low_freq_factor": _above_0,
-    "attention_factor": _above_0,
+    "factor": arguments.positive,
+    "alpha": arguments.positive,
+    "beta_slow": arguments.positive,
+    "low_freq_factor": arguments.positive,
+    "attention_factor": arguments.positive,
     "short_factor": _factors,
     "long_factor": _factors,
     # A length of 1 has no logarithm to divide by.
@@ -80,10 +70,9 @@ class LinearScaling(_Scaling):
 
     factor: float
 
-    def scaled(self, dim: int, base: float) -> Frequencies:
-        """The frequencies of dim channels."""
-        factor = Decimal(self.factor)
-        return tuple(f / factor for f in unscaled(dim, base))
+    def scaled(self, dim: int, base: float) -> np.ndarray:
+        """The frequencies of dim channels, as decimals."""
+        return unscaled(dim, base) / Decimal(self.factor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +100,8 @@ class NTKScaling(_Scaling):
 
     alpha: float
 
-    def scaled(self, dim: int, base: float) -> Frequencies:
-        """The frequencies of dim channels."""
+    def scaled(self, dim: int, base: float) -> np.ndarray:
+        """The frequencies of dim channels, as decimals."""
         return _ntk(dim, base, Decimal(self.alpha))
 
 
@@ -149,8 +138,8 @@ class DynamicNTKScaling(_Scaling):
     original_length: int
     length: int
 
-    def scaled(self, dim: int, base: float) -> Frequencies:
-        """The frequencies of dim channels."""
+    def scaled(self, dim: int, base: float) -> np.ndarray:
+        """The frequencies of dim channels, as decimals."""
         longer = Decimal(max(self.length, self.original_length)) / Decimal(self.original_length)
         factor = Decimal(self.factor)
         return _ntk(dim, base, factor * longer - (factor - 1))
@@ -215,8 +204,8 @@ class YarnScaling(_Scaling):
             self, beta_fast=functools.partial(arguments.real, above=self.beta_slow)
         )
 
-    def scaled(self, dim: int, base: float) -> Frequencies:
-        """The frequencies of dim channels."""
+    def scaled(self, dim: int, base: float) -> np.ndarray:
+        """The frequencies of dim channels, as decimals."""
         log_base = Decimal(arguments.real("base", base, above=1)).ln()
 
         def index(turns: float) -> Decimal:
@@ -231,7 +220,7 @@ class YarnScaling(_Scaling):
         low, high = max(low, Decimal(0)), min(high, Decimal(dim - 1))
         if low == high:
             high += Decimal("0.001")
-        ramp = [(i - low) / (high - low) for i in range(dim // 2)]
+        ramp = (np.arange(dim // 2, dtype=object) - low) / (high - low)
         return _blended(unscaled(dim, base), ramp, self.factor)
 
     def usual_attention_factor(self) -> float:
@@ -282,13 +271,12 @@ class Llama3Scaling(_Scaling):
         above_low = functools.partial(arguments.real, above=self.low_freq_factor)
         arguments.convert_fields(self, high_freq_factor=above_low)
 
-    def scaled(self, dim: int, base: float) -> Frequencies:
-        """The frequencies of dim channels."""
+    def scaled(self, dim: int, base: float) -> np.ndarray:
+        """The frequencies of dim channels, as decimals."""
         frequencies = unscaled(dim, base)
         low, high = Decimal(self.low_freq_factor), Decimal(self.high_freq_factor)
-        turns = [self.original_length * f / (2 * phase.PI) for f in frequencies]
-        shares = [(high - n) / (high - low) for n in turns]
-        return _blended(frequencies, shares, self.factor)
+        turns = self.original_length * frequencies / (2 * phase.PI)
+        return _blended(frequencies, (high - turns) / (high - low), self.factor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,13 +321,13 @@ class LongRopeScaling(_Scaling):
     length: int
     attention_factor: float | None = None
 
-    def scaled(self, dim: int, base: float) -> Frequencies:
-        """The frequencies of dim channels."""
+    def scaled(self, dim: int, base: float) -> np.ndarray:
+        """The frequencies of dim channels, as decimals."""
         name = "long_factor" if self.length > self.original_length else "short_factor"
         factors = getattr(self, name)
         what = "half as many numbers as rotated channels"
         arguments.check_same(name, what, len(factors), dim // 2)
-        return tuple(map(operator.truediv, unscaled(dim, base), map(Decimal, factors)))
+        return unscaled(dim, base) / [Decimal(factor) for factor in factors]
 
     def usual_attention_factor(self) -> float:
         """See `_Scaling`."""
@@ -358,38 +346,34 @@ def check_scaling(scaling: Any) -> None:
     arguments.instance("scaling", scaling, Scaling | None, want)
 
 
-def scaled_frequencies(scaling: Scaling | None, dim: int, base: float) -> ScaledFrequencies:
-    """The frequencies of dim channels, which must be even if there is a scaling."""
+def scaled_frequencies(scaling: Scaling | None, dim: int, base: float) -> tuple[np.ndarray, float]:
+    """The frequencies of dim channels, and the factor of cosines and sines.
+
+    dim must be even if there is a scaling.
+    """
     if scaling is None:
-        return ScaledFrequencies(unscaled(dim, base))
+        return unscaled(dim, base), 1.0
     with decimal.localcontext(phase.PRECISION):
-        factor = scaling.attention_factor
-        factor = scaling.usual_attention_factor() if factor is None else factor
-        return ScaledFrequencies(scaling.scaled(dim, base), factor)
+        factor = scaling.attention_factor or scaling.usual_attention_factor()
+        return scaling.scaled(dim, base), factor
 
 
-def unscaled(dim: int, base: float) -> Frequencies:
-    """The frequencies of dim channels without a scaling."""
+def unscaled(dim: int, base: float) -> np.ndarray:
+    """The frequencies of dim channels without a scaling, decimals in an array of objects."""
     return phase.geometric_frequencies((dim + 1) // 2, base, dim / 2)
 
 
-def _ntk(dim: int, base: float, alpha: Decimal) -> Frequencies:
+def _ntk(dim: int, base: float, alpha: Decimal) -> np.ndarray:
     """The frequencies of a base multiplied by alpha ** (d / (d - 2))."""
     # (base * alpha ** (d / (d - 2))) ** (-2i / d) = base ** (-2i / d) * alpha ** (-i / (d / 2 - 1))
     pairs = dim // 2
-    slower = phase.geometric_frequencies(pairs, alpha, pairs - 1)
-    return tuple(map(operator.mul, unscaled(dim, base), slower))
+    return unscaled(dim, base) * phase.geometric_frequencies(pairs, alpha, pairs - 1)
 
 
-def _blended(
-    frequencies: Sequence[Decimal], shares: Sequence[Decimal], factor: float
-) -> Frequencies:
+def _blended(frequencies: np.ndarray, shares: np.ndarray, factor: float) -> np.ndarray:
     """Each frequency blended with itself divided by `factor`, of which it has its share.
 
     Shares are clipped to [0, 1].
     """
-    clipped = [min(max(share, 0), 1) for share in shares]
-    return tuple(
-        f * (share / Decimal(factor) + 1 - share)
-        for f, share in zip(frequencies, clipped, strict=True)
-    )
+    shares = np.clip(shares, 0, 1)
+    return frequencies * (shares / Decimal(factor) + 1 - shares)

@@ -17,8 +17,6 @@ from transformer_embed._src.functional.compiled import compiled
 
 LAYOUTS = ("interleaved", "sin_cos", "cos_sin")
 ODD = ("truncate", "round_up", "zero")
-# The constants of each channel, 16 bytes, are part of the program.
-MOST_CHANNELS = 2**24
 
 
 def sinusoidal_encoding(
@@ -207,12 +205,10 @@ def sinusoidal_grid(
         axis_positions = arguments.entries("axis_positions", axis_positions, arguments.as_positions)
         shapes = [list(array.shape) for array in axis_positions]
         expected = [[length] for length in lengths]
-        if shapes != expected:
-            want = f"an array for each axis, of shapes {expected}"
-            raise arguments.value_error("axis_positions", want, f"shapes {shapes}")
+        arguments.check_same("axis_positions", "arrays as long as the axes", shapes, expected)
     if positions is not None:
         positions = arguments.as_int32("positions", positions)
-    d_model = _checked_width(d_model)
+    d_model = arguments.size("d_model", d_model)
     options = Sinusoids(
         base=base, layout=layout, shift=shift, odd=odd, frequency_scale=frequency_scale
     )
@@ -231,40 +227,35 @@ class Sinusoids:
     frequency_scale: float = 1.0
 
     def __post_init__(self):
-        above_0 = functools.partial(arguments.real, above=0)
         arguments.convert_fields(
             self,
-            base=above_0,
+            base=arguments.positive,
             layout=functools.partial(arguments.choice, choices=LAYOUTS),
             shift=arguments.real,
             odd=functools.partial(arguments.choice, choices=ODD),
-            frequency_scale=above_0,
+            frequency_scale=arguments.positive,
         )
 
 
 def check_channels(options: Sinusoids, d_model: int) -> None:
     """Raises unless the options make an encoding of d_model channels."""
-    _channels(options, _checked_width(d_model))
+    _channels(options, arguments.size("d_model", d_model))
 
 
 def encode(
     positions: ArrayLike, d_model: int, options: Sinusoids, dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "... d"]:
     """`sinusoidal_encoding` with these options."""
-    d_model, dtype = _checked_width(d_model), arguments.result_dtype("dtype", dtype)
+    d_model, dtype = arguments.size("d_model", d_model), arguments.result_dtype("dtype", dtype)
     positions = arguments.as_positions("positions", positions)
     return _encoding(positions, d_model, options, dtype)
-
-
-def _checked_width(d_model: int) -> int:
-    return arguments.integer("d_model", d_model, at_least=1, at_most=MOST_CHANNELS)
 
 
 def as_grid(
     shape: Sequence[int], axes: Sequence[int] | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The points along each axis of a grid, and the axes in the order of their channels."""
-    lengths = arguments.entries("shape", shape, arguments.integer, at_least=0, at_most=2**31 - 1)
+    lengths = arguments.entries("shape", shape, arguments.size)
     points = math.prod(lengths)
     if points >= 2**31:
         want = f"a grid of at most {2**31 - 1} points"
@@ -277,7 +268,7 @@ def as_grid(
     return lengths, order
 
 
-def _frequencies(options: Sinusoids, d_model: int) -> tuple[decimal.Decimal, ...]:
+def _frequencies(options: Sinusoids, d_model: int) -> np.ndarray:
     """The frequency of each pair of a sine and a cosine."""
     width = d_model + d_model % 2 if options.odd == "round_up" else d_model
     pairs = d_model // 2 if options.odd == "zero" else (d_model + 1) // 2
@@ -340,8 +331,8 @@ def _grid_encoding(
         # The coordinates of an axis, with a size of 1 along the others.
         along = jnp.indices(lengths, jnp.int32, sparse=True)
     else:
-        along = jnp.unravel_index(points, [max(length, 1) for length in lengths])
-    if coordinates is not None and math.prod(lengths):
+        along = jnp.unravel_index(points, lengths)
+    if coordinates is not None:
         along = [jnp.take(*pair, mode="clip") for pair in zip(coordinates, along, strict=True)]
     width = _part_width(d_model, len(lengths), options.odd)
     parts = jnp.broadcast_arrays(*(_encoding(along[axis], width, options, dtype) for axis in order))
