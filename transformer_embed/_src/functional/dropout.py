@@ -95,11 +95,9 @@ def _keep_mask_in_registers(
 def _counters(shape: tuple[int, ...]) -> Word:
     """The index of each element in the flattened array."""
     counters = jnp.zeros(shape, jnp.uint32)
-    stride = math.prod(shape)
     for axis, length in enumerate(shape):
-        stride //= max(length, 1)
         index = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-        counters += index * np.uint32(stride)
+        counters = counters * np.uint32(length) + index
     return counters
 
 

@@ -214,15 +214,10 @@ def _gather(
     table: Float[Array, "v d"], ids: Int32[Array, "..."], pad_id: int | None, out_of_range: str
 ) -> Float[Array, "... d"]:
     """`lookup` in a plain table."""
-    index = jnp.clip(ids, 0, table.shape[0] - 1)
-    explicit = explicit_sharding(table, ids)
-    if explicit:
-        rows = table.at[index].get(mode="promise_in_bounds", out_sharding=explicit)
-    else:
-        dimensions = jax.lax.GatherDimensionNumbers(
-            offset_dims=(ids.ndim,), collapsed_slice_dims=(0,), start_index_map=(0,)
-        )
-        rows = jax.lax.gather(table, ids[..., None], dimensions, (1, table.shape[1]), mode="clip")
+    # As uint32, so that jax adds no wrapping of negative indices.
+    index = jnp.clip(ids, 0, table.shape[0] - 1).astype(jnp.uint32)
+    sharding = explicit_sharding(table, ids)
+    rows = table.at[index].get(mode="promise_in_bounds", out_sharding=sharding)
     return _replace_special_rows(rows, ids, table.shape[0], pad_id, out_of_range)
 
 

@@ -73,8 +73,9 @@ def _read_each_row_once(
     vocab_size, size = table.shape[0], index.size
     order = jnp.argsort(index.reshape(-1), stable=True)
     ordered = index.reshape(-1)[order]
-    changes, edge = ordered[1:] != ordered[:-1], jnp.ones((1,), bool)
-    starts, ends = jnp.concatenate([edge, changes]), jnp.concatenate([changes, edge])
+    # The first row starts a run, whatever its index: it differs from its own plus one.
+    starts = jnp.diff(ordered, prepend=ordered[:1] + 1) != 0
+    ends = jnp.roll(starts, -1)
     # All are distinct, also those past the end.
     once = jnp.where(
         ends & (ordered < vocab_size), ordered, vocab_size + jnp.arange(size, dtype=jnp.uint32)
@@ -110,11 +111,7 @@ def _is_on_one_device() -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return jax.device_count() == 1
-    manual = jax.sharding.AxisType.Manual
-    return all(
-        kind == manual or size == 1
-        for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True)
-    )
+    return mesh.size == 1 or set(mesh.axis_types) == {jax.sharding.AxisType.Manual}
 
 
 def explicit_sharding(
@@ -128,10 +125,4 @@ def explicit_sharding(
     if jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
         return None
     columns = jax.typeof(table).sharding.spec[1]
-    if columns is not None and columns in sharding.spec:
-        raise arguments.value_error(
-            "table",
-            "columns over a mesh axis that the ids do not use",
-            f"both over {columns!r}",
-        )
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, columns))
