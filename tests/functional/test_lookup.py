@@ -616,6 +616,14 @@ def test_lookup_on_an_explicit_mesh_without_jit(dtype):
     )
 
 
+def test_columns_over_an_explicit_axis_of_the_ids_are_refused():
+    mesh = mesh_of(AxisType.Explicit)
+    table = jax.device_put(MESH_TABLE, NamedSharding(mesh, SPEC(None, "x")))
+    ids = jax.device_put(MESH_IDS.astype(np.int32), NamedSharding(mesh, SPEC("x")))
+    with set_mesh(mesh), pytest.raises(Exception, match="duplicate entries for `x`"):
+        te.lookup(table, ids)
+
+
 # --- linear_logits
 
 

@@ -21,13 +21,13 @@ over the mesh; `_loss_on_device` receives, scans `_add_chunk` and sends;
 """
 
 import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import export
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
@@ -44,7 +44,6 @@ from transformer_embed._src.functional.partitioning import (
     ON_ONE_DEVICE,
     OutputLayout,
     all_gather,
-    devices_along,
     spec_axes,
 )
 from transformer_embed._src.functional.token_positions import has_next_token, of_next_token
@@ -159,20 +158,16 @@ def linear_cross_entropy(
     """
     x, table, bias, output = as_output_layer(x, table, bias, softcap, scale, pad_id)
     labels = arguments.as_int32("labels", labels)
-    if any(export.is_symbolic_dim(size) for size in x.shape):
-        want = "a shape known while tracing, to be cut into chunks"
-        raise arguments.type_error("x", want, f"shape {list(x.shape)}")
     if labels.shape != x.shape[:-1]:
         want = f"x's shape without its last axis, {list(x.shape[:-1])}"
         raise arguments.value_error("labels", want, f"shape {list(labels.shape)}")
-    if not arguments.flag("shift", shift):
+    shift = arguments.flag("shift", shift)
+    if not shift:
         arguments.check_left_out("segment_ids", segment_ids, "shift is False")
-    elif labels.ndim == 0:
-        raise arguments.value_error("labels", "shape [..., length], to shift them", "shape []")
     as_mask = functools.partial(arguments.as_mask, is_true="counted")
     options = _LossOptions(
         output,
-        bool(shift),
+        shift,
         arguments.rate("label_smoothing", label_smoothing),
         arguments.not_negative("z_loss", z_loss),
         arguments.choice("reduction", reduction, REDUCTIONS),
@@ -273,17 +268,17 @@ def _loss_on_device(options, layout, labels, x, shard, bias, weights):
     rows = layout.exchange(shard, 0, 1)
     # Made from the data, so that they vary over the same mesh axes inside a user's shard_map.
     zeros = [jnp.sum(leaf.ravel()[:1] > 0) & 0 for leaf in (x, labels, weights, rows)]
-    zero = jnp.array(sum(zeros), weights.dtype)
+    zero = sum(zeros).astype(weights.dtype)
     start = (zero, jnp.full(rows.shape, zero), jnp.full(rows.shape[:1], zero))
     step = functools.partial(_add_chunk, options, layout, rows, bias)
-    chunks = _cut_into_chunks(options.chunk_size, x, labels, weights)
+    chunks = _cut_into_chunks(options.chunk_size, x, labels[..., None], weights[..., None])
     sums, (of_x, of_weights) = jax.lax.scan(step, start, chunks)
 
     def join(chunks, shape):
         tokens = chunks.swapaxes(0, 1).reshape(-1, chunks.shape[-1])
         return tokens[: labels.size].reshape(shape)
 
-    batch = tuple(axis for axes in layout.tokens for axis in axes)
+    batch = sum(layout.tokens, ())
     loss, of_rows, of_bias = (jax.lax.psum(values, batch) for values in sums)
     of_table = layout.exchange(of_rows, 1, 0)
     of_x = layout.own_part(join(of_x, x.shape), summed=layout.vocabulary)
@@ -315,9 +310,8 @@ def _losses_and_logit_gradients(options, layout, rows, bias, chunk):
     The gradient of a token's weighted loss in `x @ rows.T + bias` is the product of the last two.
     With logits z, their maximum m, targets p that sum to 1, `total = sum(exp(z - m))` and
     `log_z = log(total) + m`, the loss is `log(total) - sum(p * (z - m)) + z_loss * log_z**2`. Its
-    gradient in z is `(exp(z - m) - mass * p) / mass`, with
-    `mass = total / (1 + 2 * z_loss * log_z)`. Dividing the logit gradients themselves would cost
-    another pass over them.
+    gradient in z is `((1 + 2 * z_loss * log_z) * exp(z - m) - total * p) / total`. Dividing the
+    logit gradients themselves would cost another pass over them.
     """
     x, labels, weights = chunk
     output, smoothing = options.output, options.label_smoothing
@@ -343,21 +337,19 @@ def _losses_and_logit_gradients(options, layout, rows, bias, chunk):
         )
     total = exponentials.sum(-1, keepdims=True)
     total, expected = jax.lax.psum((total, expected), layout.vocabulary)
-    losses, mass = jnp.log(total) - expected, total
+    losses, gradients = jnp.log(total) - expected, exponentials
     if options.z_loss:
         log_z = jnp.log(total) + factor * top
         losses += options.z_loss * log_z**2
-        rise = 1 + 2 * options.z_loss * log_z
-        mass = total / jnp.where(rise == 0, jnp.finfo(rise.dtype).eps, rise)
-    gradients = exponentials
+        gradients *= 1 + 2 * options.z_loss * log_z
     if smoothing:
-        gradients -= jnp.where(is_inside, other_share, 0) * mass
-    at_label = gradients - (1 - smoothing) * mass
+        gradients -= jnp.where(is_inside, other_share, 0) * total
+    at_label = gradients - (1 - smoothing) * total
     gradients = jnp.where(ids == labels, at_label, gradients)
     if output.softcap is not None:
         gradients *= 1 - jnp.square(raw_logits)
     gradients = _without_padding(output, gradients, ids)
-    return losses, gradients, output.scale * weights / mass
+    return losses, gradients, output.scale * weights / total
 
 
 def _of_label(columns, values, shift: Any = 0):
@@ -383,26 +375,23 @@ def _without_padding(output, values, ids):
     )
 
 
-def _chunk_count(chunk_size: int | None, tokens: int) -> int:
-    size = chunk_size or min(max(SMALLEST_CHUNK, -(-tokens // CHUNKS)), LARGEST_CHUNK)
-    return -(-tokens // size)
-
-
-def _cut_into_chunks(chunk_size, x, labels, weights):
-    """[count, size, d] of x, and [count, size, 1] of the labels and of the weights.
+def _cut_into_chunks(chunk_size, *values):
+    """[count, size, d] of each of the values [..., d] of all tokens.
 
     Each chunk takes every count-th token, so each device has a part of each chunk if the batch is
-    split. The last chunks are padded with tokens of weight 0.
+    split. The last chunks are padded with zeros.
     """
-    total = labels.size
-    count = _chunk_count(chunk_size, total)
+    total = math.prod(values[0].shape[:-1])
+    size = chunk_size or min(max(SMALLEST_CHUNK, -(-total // CHUNKS)), LARGEST_CHUNK)
+    count = -(-total // size)
     size = -(-total // max(count, 1))
 
-    def cut(array, width):
+    def cut(array):
+        width = array.shape[-1]
         tokens = jnp.pad(array.reshape(total, width), ((0, count * size - total), (0, 0)))
         return tokens.reshape(size, count, width).swapaxes(0, 1)
 
-    return cut(x, x.shape[-1]), cut(labels, 1), cut(weights, 1)
+    return tuple(map(cut, values))
 
 
 def _array_and_layout(
@@ -415,9 +404,4 @@ def _array_and_layout(
     rows, columns = spec_axes(jax.typeof(table).sharding.spec, table.ndim)
     if not any((rows, columns, *split)):
         return table, ON_ONE_DEVICE
-    layout = OutputLayout(jax.typeof(x).sharding.mesh, rows, columns, tuple(split))
-    parts = devices_along(layout.mesh, layout.vocabulary)
-    if table.shape[0] % parts:
-        want = f"a number of rows that its {parts} parts divide"
-        raise arguments.value_error("table", want, table.shape[0])
-    return table, layout
+    return table, OutputLayout(jax.typeof(x).sharding.mesh, rows, columns, tuple(split))
