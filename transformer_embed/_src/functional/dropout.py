@@ -6,7 +6,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export
 from jaxtyping import Array, Bool, Float
 
 from transformer_embed._src import arguments
@@ -71,9 +70,9 @@ def _keep_mask(key: Array, keep_rate: float, shape: tuple[int, ...]) -> Bool[Arr
     draws_32_bits = jnp.result_type(float) == jnp.float32
     partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
     counts_elements = partitionable and str(jax.random.key_impl(key)) == _THREEFRY
-    is_symbolic = any(export.is_symbolic_dim(size) for size in shape)
     # Elements are counted in 64 bits; ours are the lower ones.
-    if is_symbolic or math.prod(shape) >= 2**32 or not (draws_32_bits and counts_elements):
+    is_small = all(isinstance(size, int) for size in shape) and math.prod(shape) < 2**32
+    if not (is_small and draws_32_bits and counts_elements):
         return from_jax(key)
     unrolled = functools.partial(_keep_mask_in_registers, keep_rate=keep_rate, shape=shape)
     return jax.lax.platform_dependent(key, cpu=unrolled, default=from_jax)

@@ -120,9 +120,7 @@ def lookup(
     pad_id = None if pad_id is None else arguments.int32("pad_id", pad_id)
     table = as_table("table", table)
     ids = arguments.as_int32("ids", ids)
-    if isinstance(table, Table):
-        return _replace_special_rows(table.gather(ids), ids, table.shape[0], pad_id, out_of_range)
-    return _lookup_in_array(table, ids, pad_id, out_of_range, lookup_style)
+    return _lookup(table, ids, pad_id, out_of_range, lookup_style)
 
 
 def check_ids(ids: ArrayLike, vocab_size: int) -> None:
@@ -173,21 +171,24 @@ def rows_at(table: Float[Array, "v d"], ids: Int32[Array, "..."]) -> Float[Array
 
 
 @compiled(2, 3, 4)
-def _lookup_in_array(
-    table: Float[Array, "v d"],
+def _lookup(
+    table: Float[Array, "v d"] | Table,
     ids: Int32[Array, "..."],
     pad_id: int | None,
     out_of_range: str,
     lookup_style: str,
 ) -> Float[Array, "... d"]:
     """Compiled for eager callers too."""
-    if lookup_style == "gather":
+    if isinstance(table, Table):
+        rows = table.gather(ids)
+    elif lookup_style == "gather":
         return _gather(table, ids, pad_id, out_of_range)
-    # A product at full precision with a row of one 1 for each id: the table must be finite.
-    wide, vocab_size = arguments.widened(table), table.shape[0]
-    one_hot = jax.nn.one_hot(jnp.clip(ids, 0, vocab_size - 1), vocab_size, dtype=wide.dtype)
-    rows = jnp.matmul(one_hot, wide, precision=jax.lax.Precision.HIGHEST).astype(table.dtype)
-    return _replace_special_rows(rows, ids, vocab_size, pad_id, out_of_range)
+    else:
+        # A product at full precision with a row of one 1 for each id: the table must be finite.
+        wide, vocab_size = arguments.widened(table), table.shape[0]
+        one_hot = jax.nn.one_hot(jnp.clip(ids, 0, vocab_size - 1), vocab_size, dtype=wide.dtype)
+        rows = jnp.matmul(one_hot, wide, precision=jax.lax.Precision.HIGHEST).astype(table.dtype)
+    return _replace_special_rows(rows, ids, table.shape[0], pad_id, out_of_range)
 
 
 def _replace_special_rows(

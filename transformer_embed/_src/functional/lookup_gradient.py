@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import export
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Integer, UInt32
 
@@ -49,9 +48,9 @@ def _can_sort_index(
     table: Float[Array, "v d"], index: UInt32[Array, "..."], explicit: NamedSharding | None
 ) -> bool:
     """Whether each device has the whole vocabulary, and its part of the index while tracing."""
-    if not index.size * table.size or any(
-        map(export.is_symbolic_dim, (*table.shape, *index.shape))
-    ):
+    sizes = (index.size, table.size)
+    # A symbolic size is not an int, and an empty array has no runs.
+    if not all(isinstance(size, int) and size for size in sizes):
         return False
     if explicit is None:
         return _is_on_one_device()
