@@ -673,12 +673,12 @@ def test_lists_and_integers_of_any_width_are_taken():
         (
             {"x": X[..., :2]},
             ValueError,
-            r"x: wanted a last axis of the table's width, 3, got shape \[4, 5, 2\]",
+            r"x: wanted a last axis of the table's width, \(3,\), got \(2,\)",
         ),
         (
             {"x": np.float32(1)},
             ValueError,
-            r"x: wanted a last axis of the table's width, 3, got shape \[\]",
+            r"x: wanted a last axis of the table's width, \(3,\), got \(\)",
         ),
         (
             {"x": np.ones((4, 5, 3), int)},
@@ -698,7 +698,7 @@ def test_lists_and_integers_of_any_width_are_taken():
         (
             {"labels": LABELS[0]},
             ValueError,
-            r"labels: wanted x's shape without its last axis, \[4, 5\], got shape \[5\]",
+            r"labels: wanted x's shape without its last axis, \(4, 5\), got \(5,\)",
         ),
         ({"labels": np.ones((4, 5))}, TypeError, r"labels: wanted an integer dtype, got float64"),
         (
@@ -738,7 +738,7 @@ def test_lists_and_integers_of_any_width_are_taken():
         (
             {"bias": BIAS[:-1]},
             ValueError,
-            r"bias: wanted a number for each row of the table, shape \[7\], got shape \[6\]",
+            r"bias: wanted a number for each row, \(7,\), got \(6,\)",
         ),
         (
             {"bias": np.ones(7, int)},

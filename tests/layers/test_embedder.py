@@ -628,7 +628,7 @@ def test_logits_refuse_bad_inputs():
     with pytest.raises(TypeError, match=message("x", "a floating dtype of 16 to 64 bits", "int32")):
         embedder.logits(params, IDS)
     with pytest.raises(
-        ValueError, match=message("x", "a last axis of the table's width, 8", "shape [2, 5]")
+        ValueError, match=message("x", "a last axis of the table's width, (8,)", "(5,)")
     ):
         embedder.logits(params, IDS.astype(np.float32))
 

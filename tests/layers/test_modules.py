@@ -1592,7 +1592,7 @@ def test_a_scheme_that_counts_padding_apart_needs_positions_where_there_are_no_i
 def test_logits_of_another_width_are_refused():
     refused(
         ValueError,
-        message("x", "a last axis of the table's width, 8", "shape [2, 5, 7]"),
+        message("x", "a last axis of the table's width, (8,)", "(7,)"),
         lambda: WHOLE().logits(X[..., :7]),
     )
     refused(

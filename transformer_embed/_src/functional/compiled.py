@@ -2,12 +2,11 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
 
-def compiled(*static: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def compiled(*static: int) -> Callable[..., Callable]:
     """A decorator that compiles a function, with the arguments of these indices static.
 
     Without it, a caller who is not compiled would run one small program for each operation. The

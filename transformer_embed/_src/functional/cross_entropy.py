@@ -23,14 +23,13 @@ over the mesh; `_loss_on_device` receives, scans `_add_chunk` and sends;
 import functools
 import math
 import operator
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
@@ -158,9 +157,7 @@ def linear_cross_entropy(
     """
     x, table, bias, output = as_output_layer(x, table, bias, softcap, scale, pad_id)
     labels = arguments.as_int32("labels", labels)
-    if labels.shape != x.shape[:-1]:
-        want = f"x's shape without its last axis, {list(x.shape[:-1])}"
-        raise arguments.value_error("labels", want, f"shape {list(labels.shape)}")
+    arguments.check_same("labels", "x's shape without its last axis", labels.shape, x.shape[:-1])
     shift = arguments.flag("shift", shift)
     if not shift:
         arguments.check_left_out("segment_ids", segment_ids, "shift is False")
@@ -196,7 +193,7 @@ class _LossOptions(NamedTuple):
     chunk_size: int | None
 
 
-def _aligned(name: str, values: Any, convert: Callable, labels: Int32[Array, "..."]) -> Any:
+def _aligned(name, values, convert, labels):
     """The converted values with as many axes as the labels, once they are known to fit them."""
     if values is None:
         return None
@@ -268,7 +265,7 @@ def _loss_on_device(options, layout, labels, x, shard, bias, weights):
     rows = layout.exchange(shard, 0, 1)
     # Made from the data, so that they vary over the same mesh axes inside a user's shard_map.
     zeros = [jnp.sum(leaf.ravel()[:1] > 0) & 0 for leaf in (x, labels, weights, rows)]
-    zero = sum(zeros).astype(weights.dtype)
+    zero = jnp.array(sum(zeros), weights.dtype)
     start = (zero, jnp.full(rows.shape, zero), jnp.full(rows.shape[:1], zero))
     step = functools.partial(_add_chunk, options, layout, rows, bias)
     chunks = _cut_into_chunks(options.chunk_size, x, labels[..., None], weights[..., None])

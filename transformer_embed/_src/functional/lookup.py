@@ -143,7 +143,7 @@ def check_ids(ids: ArrayLike, vocab_size: int) -> None:
         Traceback (most recent call last):
         ValueError: ids: wanted integers inside the vocabulary, 0..50256, got 50257 at index [1, 1]
     """
-    arguments.integer("vocab_size", vocab_size, at_least=1)
+    arguments.size("vocab_size", vocab_size)
     array = arguments.as_integers("ids", ids)
     arguments.check_inside(
         "ids", arguments.on_host("ids", array), 0, vocab_size - 1, "the vocabulary"

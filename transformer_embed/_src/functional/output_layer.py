@@ -100,14 +100,10 @@ def as_output_layer(
     """x, the table and the bias as arrays that fit each other, and the static options."""
     table, x = as_table("table", table), arguments.as_floats("x", x)
     vocab_size, width = table.shape
-    if x.ndim == 0 or x.shape[-1] != width:
-        want = f"a last axis of the table's width, {width}"
-        raise arguments.value_error("x", want, f"shape {list(x.shape)}")
+    arguments.check_same("x", "a last axis of the table's width", x.shape[-1:], (width,))
     if bias is not None:
         bias = arguments.as_floats("bias", bias)
-        if bias.shape != (vocab_size,):
-            want = f"a number for each row of the table, shape [{vocab_size}]"
-            raise arguments.value_error("bias", want, f"shape {list(bias.shape)}")
+        arguments.check_same("bias", "a number for each row", bias.shape, (vocab_size,))
     options = OutputOptions(
         vocab_size,
         None if softcap is None else arguments.positive("softcap", softcap),

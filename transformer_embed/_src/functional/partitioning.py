@@ -16,11 +16,9 @@ Axes = tuple[str, ...]
 
 def spec_axes(spec: PartitionSpec, ndim: int) -> list[Axes]:
     """The mesh axes of each of ndim dimensions, and of those that only the spec has."""
-    axes: list[Axes] = [()] * max(ndim, len(spec))
-    for dimension, names in enumerate(spec):
-        if names is not None:
-            axes[dimension] = names if isinstance(names, tuple) else (names,)
-    return axes
+    padded = (*spec, *[None] * (ndim - len(spec)))
+    # A name is a leaf itself, and None has no leaves.
+    return [tuple(jax.tree.leaves(names)) for names in padded]
 
 
 def array_axes(mesh: Any, batch: Axes, array: Array, batch_dimensions: int) -> list[Axes]:

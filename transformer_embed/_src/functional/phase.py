@@ -10,6 +10,7 @@ the angle each time the position doubles.
 
 import decimal
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from jaxtyping import Array, Float, Float32, Integer, Shaped, UInt32
 
 from transformer_embed._src import arguments
 
-PI = decimal.Decimal(
+PI = Decimal(
     "3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803482534"
 )
 # A frequency beyond the largest decimal becomes infinite.
@@ -44,8 +45,8 @@ class _Phase(NamedTuple):
 
 def geometric_frequencies(
     count: int,
-    base: float | decimal.Decimal,
-    denominator: float | decimal.Decimal,
+    base: float | Decimal,
+    denominator: float | Decimal,
     frequency_scale: float = 1.0,
 ) -> np.ndarray:
     """`frequency_scale * base ** (-i / denominator)` for i in 0..count-1, to about 75 digits.
@@ -53,16 +54,16 @@ def geometric_frequencies(
     They are decimals in an array of objects, so that numpy multiplies them one by one.
     """
     with decimal.localcontext(PRECISION):
-        ratio = decimal.Decimal(1)
+        ratio = Decimal(1)
         # The denominator may be 0 for one frequency.
         if count > 1:
-            ratio = (-decimal.Decimal(base).ln() / decimal.Decimal(denominator)).exp()
+            ratio = (-Decimal(base).ln() / Decimal(denominator)).exp()
         factors = np.full(count, ratio)
-        factors[:1] = decimal.Decimal(frequency_scale)
+        factors[:1] = Decimal(frequency_scale)
         return np.multiply.accumulate(factors)
 
 
-def words(frequencies: Sequence[decimal.Decimal] | np.ndarray) -> Words:
+def words(frequencies: Sequence[Decimal] | np.ndarray) -> Words:
     """The words of frequencies in radians per unit of position, rounded to 2**-64 turns."""
     with decimal.localcontext(PRECISION):
         # An infinite one has no integer.
@@ -139,12 +140,11 @@ def _multiply(number: Integer[Array, "..."], high: np.ndarray, low: np.ndarray) 
 def _sine_at_float(
     positions: Float32[Array, "... #d"], frequencies: Words, quarters: Array | np.ndarray
 ) -> Float32[Array, "... d"]:
-    magnitude, is_negative = jnp.abs(positions), positions < 0
-    high, low = _float_phase(magnitude, frequencies)
-    # The phase of -p is the two's complement of that of p.
-    high = jnp.where(is_negative, ~high + (low == 0).astype(jnp.uint32), high)
-    low = jnp.where(is_negative, -low, low)
-    return jnp.where(magnitude < 2.0**31, _sine_of_phase(_Phase(high, low), quarters), jnp.nan)
+    magnitude = jnp.abs(positions)
+    # sin(-angle + quarter) is sin(angle + half a turn - quarter).
+    quarters = jnp.where(positions < 0, np.uint32(2) - quarters, quarters)
+    sine = _sine_of_phase(_float_phase(magnitude, frequencies), quarters)
+    return jnp.where(magnitude < 2.0**31, sine, jnp.nan)
 
 
 @_sine_at_float.defjvp

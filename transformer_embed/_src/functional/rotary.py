@@ -13,11 +13,7 @@ from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.functional import phase
 from transformer_embed._src.functional.compiled import compiled
-from transformer_embed._src.functional.rotary_scaling import (
-    Scaling,
-    check_scaling,
-    scaled_frequencies,
-)
+from transformer_embed._src.functional.rotary_scaling import Scaling, scaled_frequencies
 
 LAYOUTS = ("half", "interleaved")
 PARTIAL = ("first", "proportional")
@@ -99,14 +95,12 @@ def apply_rotary(
         (2024), section 2.1, https://arxiv.org/abs/2409.12191
     """
     x = arguments.as_floats("x", x)
-    if x.ndim < 3:
-        want = "shape [..., length, heads, head_dim]"
-        raise arguments.value_error("x", want, f"shape {list(x.shape)}")
     layout = arguments.choice("layout", layout, LAYOUTS)
     rotated = _checked_rotary_dim(rotary_dim, x.shape[-1])
     is_proportional = arguments.choice("partial", partial, PARTIAL) == "proportional"
     dim = _check_even("head_dim", x.shape[-1]) if is_proportional else rotated
-    check_scaling(scaling)
+    want = "LinearScaling(...), another scaling of this package, or None"
+    arguments.instance("scaling", scaling, Scaling | None, want)
     points = arguments.as_positions("positions", positions)
     axes = ()
     if pair_axes is None:
@@ -145,9 +139,8 @@ def permute_rotary_weights(
 
     Raises:
         TypeError: num_heads or rotary_dim is not a Python int; weights are a 64-bit numpy array,
-            and jax_enable_x64 is off.
-        ValueError: the last axis is not a multiple of num_heads, an odd number of channels to pair,
-            or an unknown layout.
+            and jax_enable_x64 is off; the last axis is not a multiple of num_heads.
+        ValueError: an odd number of channels to pair, or an unknown layout.
 
     Example:
         >>> import transformer_embed as te
@@ -161,9 +154,6 @@ def permute_rotary_weights(
     """
     array = arguments.as_given("weights", weights)
     num_heads = arguments.integer("num_heads", num_heads, at_least=1)
-    if array.ndim == 0 or array.shape[-1] % num_heads:
-        want = f"a last axis of {num_heads} heads times head_dim"
-        raise arguments.value_error("weights", want, f"shape {list(array.shape)}")
     head_dim = array.shape[-1] // num_heads
     dim = _checked_rotary_dim(rotary_dim, head_dim)
     return _permuted(
@@ -202,7 +192,7 @@ def _rotated(
     wide = arguments.compute_dtype(x.dtype)
     first, second = (half.astype(wide) for half in _split_pairs(x[..., : options.dim], layout))
     first, second = first * cos - second * sin, second * cos + first * sin
-    rotated = _join_pairs(first.astype(x.dtype), second.astype(x.dtype), layout)
+    rotated = _join_pairs([first.astype(x.dtype), second.astype(x.dtype)], layout)
     return jnp.concatenate([rotated, x[..., options.dim :]], -1)
 
 
@@ -211,28 +201,22 @@ def _permuted(
     weights: Shaped[Array, "... hd"], num_heads: int, dim: int, source: str, target: str
 ) -> Shaped[Array, "... hd"]:
     heads = weights.reshape(*weights.shape[:-1], num_heads, -1)
-    pairs = _join_pairs(*_split_pairs(heads[..., :dim], source), target)
+    pairs = _join_pairs(_split_pairs(heads[..., :dim], source), target)
     return jnp.concatenate([pairs, heads[..., dim:]], -1).reshape(weights.shape)
 
 
-def _split_pairs(
-    x: Shaped[Array, "... d"], layout: str
-) -> tuple[Shaped[Array, "... p"], Shaped[Array, "... p"]]:
+def _split_pairs(x: Shaped[Array, "... d"], layout: str) -> list[Shaped[Array, "... p"]]:
     if layout == "half":
-        first, second = jnp.split(x, 2, -1)
-        return first, second
+        return jnp.split(x, 2, -1)
     # A strided index would be a gather, which fails under explicit mesh axes in older releases of
     # jax.
-    first, second = (jax.lax.slice_in_dim(x, start, None, stride=2, axis=-1) for start in (0, 1))
-    return first, second
+    return [jax.lax.slice_in_dim(x, start, None, stride=2, axis=-1) for start in (0, 1)]
 
 
-def _join_pairs(
-    first: Shaped[Array, "... p"], second: Shaped[Array, "... p"], layout: str
-) -> Shaped[Array, "... d"]:
+def _join_pairs(pairs: list[Shaped[Array, "... p"]], layout: str) -> Shaped[Array, "... d"]:
     if layout == "half":
-        return jnp.concatenate([first, second], -1)
-    return jnp.stack([first, second], -1).reshape(*first.shape[:-1], 2 * first.shape[-1])
+        return jnp.concatenate(pairs, -1)
+    return jax.lax.collapse(jnp.stack(pairs, -1), pairs[0].ndim - 1)
 
 
 def _cos_and_sin(

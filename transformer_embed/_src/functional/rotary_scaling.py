@@ -5,7 +5,6 @@ import decimal
 import functools
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import Any
 
 import numpy as np
 
@@ -338,12 +337,6 @@ class LongRopeScaling(_Scaling):
 Scaling = (
     LinearScaling | NTKScaling | DynamicNTKScaling | YarnScaling | Llama3Scaling | LongRopeScaling
 )
-
-
-def check_scaling(scaling: Any) -> None:
-    """Raises for anything but a scaling of this module, or None."""
-    want = "LinearScaling(...), another scaling of this package, or None"
-    arguments.instance("scaling", scaling, Scaling | None, want)
 
 
 def scaled_frequencies(scaling: Scaling | None, dim: int, base: float) -> tuple[np.ndarray, float]:

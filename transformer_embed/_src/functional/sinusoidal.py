@@ -237,11 +237,6 @@ class Sinusoids:
         )
 
 
-def check_channels(options: Sinusoids, d_model: int) -> None:
-    """Raises unless the options make an encoding of d_model channels."""
-    _channels(options, arguments.size("d_model", d_model))
-
-
 def encode(
     positions: ArrayLike, d_model: int, options: Sinusoids, dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "... d"]:
@@ -283,8 +278,11 @@ def _frequencies(options: Sinusoids, d_model: int) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=64)
-def _channels(options: Sinusoids, d_model: int) -> tuple[phase.Words, np.ndarray]:
-    """The frequency of each channel, and its quarter: 0 for a sine, 1 for a cosine."""
+def channels(options: Sinusoids, d_model: int) -> tuple[phase.Words, np.ndarray]:
+    """The frequency of each channel, and its quarter: 0 for a sine, 1 for a cosine.
+
+    A ValueError if the options make no encoding of d_model channels.
+    """
     words = phase.words(_frequencies(options, d_model))
     quarters = np.array([[1], [0]] if options.layout == "cos_sin" else [[0], [1]], np.uint32)
     # [2, pairs]: all sines, then all cosines, or the other way round.
@@ -314,7 +312,7 @@ def _part_width(d_model: int, axes: int, odd: str) -> int:
 def _encoding(
     positions: Shaped[Array, "..."], d_model: int, options: Sinusoids, dtype: jnp.dtype
 ) -> Float[Array, "... d"]:
-    return phase.sinusoid(positions[..., None], *_channels(options, d_model)).astype(dtype)
+    return phase.sinusoid(positions[..., None], *channels(options, d_model)).astype(dtype)
 
 
 @compiled(2, 3, 4, 5, 6)

@@ -15,7 +15,7 @@ from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.functional.sinusoidal import (
     Sinusoids,
     as_grid,
-    check_channels,
+    channels,
     encode,
     sinusoidal_grid,
 )
@@ -112,10 +112,10 @@ class Sinusoidal(_Counted, Sinusoids):
         Sinusoids.__post_init__(self)
         _Counted.__post_init__(self)
         # Two channels have a frequency under any `odd`, and no shift is too large for them.
-        check_channels(self, 2)
+        channels(self, 2)
 
     def _check(self, d_model: int) -> None:
-        check_channels(self, d_model)
+        channels(self, d_model)
 
     def _encoding(self, positions: ArrayLike, d_model: int) -> Float[Array, "... d"]:
         return encode(positions, d_model, self)
