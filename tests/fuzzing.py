@@ -14,7 +14,7 @@ import numpy as np
 import transformer_embed as te
 
 OURS = re.compile(r"^[\w. ,\[\]':/~-]+: wanted ")
-MISSING = re.compile(r"(missing|unexpected|required).* argument")
+PYTHONS = re.compile(r"(missing|unexpected|required).* argument|str.* or (an )?os.PathLike object")
 
 NUMBERS = [
     0,
@@ -128,7 +128,7 @@ def call(function, arguments):
             return True, function(**arguments)
         except (TypeError, ValueError) as error:
             message = str(error)
-            if not (OURS.match(message) or MISSING.search(message)):
+            if not (OURS.match(message) or PYTHONS.search(message)):
                 raise AssertionError(
                     f"not our error: {type(error).__name__}: {message[:300]}"
                 ) from error

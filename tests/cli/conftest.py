@@ -1,13 +1,15 @@
 """What the tests of several commands share: a text, models on disk, and a command that must
 fail."""
 
+import json
+
 import numpy as np
 import pytest
 from command_line import TABLE
 from safetensors.numpy import save_file
 
 import transformer_embed as te
-from transformer_embed._src.pretrained.own import CONFIG, to_json
+from transformer_embed._src.pretrained.own import CONFIG, EXTRAS, encoded
 from transformer_embed.cli.main import main
 
 
@@ -48,11 +50,10 @@ def save_embedder():
             name: np.random.default_rng(0).normal(size=shape).astype(np.float32)
             for name, shape in shapes.items()
         }
-        save_file(
-            change.get("arrays", arrays),
-            path,
-            metadata={CONFIG: change.get("text", to_json(vars(config)))},
-        )
+        text = json.dumps(vars(config), default=encoded)
+        names = json.dumps({"names": {name: name for name in shapes}})
+        metadata = {CONFIG: change.get("text", text), EXTRAS: names}
+        save_file(change.get("arrays", arrays), path, metadata=metadata)
         return path
 
     return save

@@ -40,11 +40,11 @@ def test_what_a_lone_file_lacks_is_asked_for_by_the_names_of_flags(fails, bert):
 def test_settings_are_read_from_a_file_and_model_type_is_added(capsys, bert, tmp_path):
     settings = tmp_path / "settings.json"
     settings.write_text(json.dumps({"layer_norm_eps": 0.5}))
-    assert "layer_norm_eps    0.5" in inspected(
+    assert "layer_norm_eps=0.5" in inspected(
         capsys, bert, "--settings", settings, "--model-type", "bert"
     )
     settings.write_text(json.dumps({"layer_norm_eps": 0.25, "model_type": "bert"}))
-    assert "layer_norm_eps    0.25" in inspected(capsys, bert, "--settings", settings)
+    assert "layer_norm_eps=0.25" in inspected(capsys, bert, "--settings", settings)
 
 
 def test_embed_takes_them_too(bert, tmp_path):
@@ -87,7 +87,10 @@ def test_settings_that_cannot_be_read(fails, bert, tmp_path, content, message):
 def test_the_stack_of_a_file_that_train_wrote_is_refused(fails, text_file, model_file, tmp_path):
     flags = ["--stack", "decoder", "--out", tmp_path / "x.npz"]
     line = fails("embed", text_file, "--from", model_file, *flags)
-    assert "stack: wanted None, since the file, which save_embedder wrote" in line
+    assert (
+        "stack: wanted None, since names, or a file that save_embedder wrote, say the tensor"
+        in line
+    )
 
 
 def test_the_tokens_of_a_published_model_are_not_bytes(fails, text_file, bert, tmp_path):

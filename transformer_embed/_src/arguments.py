@@ -27,12 +27,12 @@ SCALAR_HINT = (
 )
 
 
-def wanted(name: str, want: str, got: Any) -> str:
+def wanted(name: Any, want: str, got: Any) -> str:
     """The message of every error of this package."""
     return f"{name}: wanted {want}, got {got}"
 
 
-def value_error(name: str, want: str, got: Any) -> ValueError:
+def value_error(name: Any, want: str, got: Any) -> ValueError:
     """An error for a value that is out of range or does not fit the others."""
     return ValueError(wanted(name, want, got))
 

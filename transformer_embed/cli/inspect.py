@@ -18,7 +18,7 @@ def add_to(commands: Any) -> None:
         allow_abbrev=False,
         help="print the input layer found in a checkpoint",
         description="Prints the input layer of a published model's checkpoint, or of a file that "
-        "`train --out` wrote: its configuration, the code that makes the layer, each parameter "
+        "`train --out` wrote: the code that makes the layer, each parameter "
         "with the tensor that it comes from, and the arguments of rotary embeddings or of a "
         "position bias if the model has them.",
     )
@@ -36,8 +36,6 @@ def run(args: argparse.Namespace) -> None:
     """Prints what the checkpoint holds."""
     found = read_checkpoint(args.checkpoint, args)
     print(args.checkpoint)
-    for field in dataclasses.fields(found.config):
-        print(f"  {field.name:<18}{getattr(found.config, field.name)}")
     print(f"layer\n  te.TransformerEmbedding({_code(found.config)})")
     params = by_path(found.params)
     for name, tensor in sorted((found.names or {}).items()):

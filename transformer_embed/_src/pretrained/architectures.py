@@ -37,12 +37,7 @@ _bert = functools.partial(
     dropout="hidden_dropout_prob",
     entries="layer_norm_eps",
     no_output="a dense layer and a norm come before it",
-    refused_entries={
-        "position_embedding_type": (
-            ("absolute", None),
-            "others are not part of the input layer",
-        )
-    },
+    refused_entries={"position_embedding_type": "others are not part of the input layer"},
 )
 _gpt2 = functools.partial(
     Architecture,
@@ -138,7 +133,7 @@ ARCHITECTURES = (
         dropout="hidden_dropout_prob",
         aliases={"hidden_size": "emb_dim"},
         head="pred_layer.proj",
-        refused_entries={"asm": ((False,), "its output layer is an adaptive softmax")},
+        refused_entries={"asm": "its output layer is an adaptive softmax"},
     ),
     _gpt2("gpt2 gpt_neo gpt_bigcode gpt-sw3", positions="wpe"),
     _gpt2("openai-gpt", tokens="tokens_embed", positions="positions_embed"),
@@ -150,7 +145,6 @@ ARCHITECTURES = (
         positions="decoder.embed_positions",
         entries="pad_token_id",
         start=2,
-        at_padding=1,
         refused={"decoder.project_in.weight": "it widens tokens before positions are added"},
     ),
     Architecture(
@@ -183,9 +177,7 @@ ARCHITECTURES = (
         tokens="embed_tokens",
         start=2,
         sinusoids=_FAIRSEQ,
-        refused_entries={
-            "pad_token_id": ((1, 0, None), "the sinusoid of that position would be zeros")
-        },
+        refused_entries={"pad_token_id": "the sinusoid of that position would be zeros"},
     ),
     Architecture(
         "t5 mt5 switch_transformers umt5 longt5",
@@ -316,7 +308,7 @@ ARCHITECTURES = (
     _llama(
         "falcon",
         tokens="word_embeddings",
-        refused_entries={"alibi": ((False,), "its ALiBi is divided by the width of a head's root")},
+        refused_entries={"alibi": "its ALiBi is divided by the width of a head's root"},
     ),
     Architecture(
         "mpt",

@@ -87,6 +87,7 @@ DEFAULTS = {
     "share_encoder_decoder_embeddings": True,
     "scale_decoder_outputs": True,
     "pad_token_id": 1,
+    "position_embedding_type": "absolute",
     "layer_norm_eps": 1e-12,
     "embedding_multiplier": 1.0,
     "scale_emb": 12.0,
@@ -104,7 +105,7 @@ DEFAULTS = {
 # not name the model type.
 HARMLESS = (
     f"{_RATES} tie_word_embeddings share_encoder_decoder_embeddings scale_decoder_outputs "
-    "logit_scale logits_scaling asm"
+    "logit_scale logits_scaling asm position_embedding_type"
 ).split()
 
 
@@ -152,8 +153,8 @@ class Architecture(NamedTuple):
         tokens: the module of the token table; of several, the first that is there.
         positions, token_types, norm, widen, bias: likewise; "": there is none.
         may_lack: parameters whose tensors may be missing.
-        start: the first position; None: one more than that of padding, which is its id.
-        at_padding: the position of padding; None: it is counted like tokens.
+        start: the first position; None: one more than the id of padding. If that id is known,
+            padding is at the position before the first; otherwise it is counted like tokens.
         sinusoids: the arguments of `Sinusoidal`; None: positions are learned.
         scale: of the tokens, as for `EmbedderConfig`, or the entry that has it.
         dropout: the entry that has its rate.
@@ -171,7 +172,8 @@ class Architecture(NamedTuple):
         head: the modules that may be its output layer.
         no_output: why an `OutputLayer` cannot say its output layer; "": it can.
         refused: tensors that show that the input layer is different, with the reason.
-        refused_entries: for an entry, the values that can be loaded, and why others cannot.
+        refused_entries: for an entry, why values other than the library's default cannot be
+            loaded.
     """
 
     types: str
@@ -183,7 +185,6 @@ class Architecture(NamedTuple):
     bias: str = ""
     may_lack: tuple[str, ...] = ()
     start: int | None = 0
-    at_padding: int | None = None
     sinusoids: Mapping[str, Any] | None = None
     scale: Any = False
     dropout: str = ""
@@ -199,7 +200,7 @@ class Architecture(NamedTuple):
     head: str = "lm_head"
     no_output: str = ""
     refused: Mapping[str, str] = {}
-    refused_entries: Mapping[str, tuple[tuple[Any, ...], str]] = {}
+    refused_entries: Mapping[str, str] = {}
 
     @property
     def model_types(self) -> tuple[str, ...]:
@@ -262,7 +263,7 @@ class Architecture(NamedTuple):
             for entry, value in found.items()
         }
 
-    def with_defaults(self, where: str, found: Options, type_in_file: Any) -> dict[str, Any]:
+    def with_defaults(self, where: Any, found: Options, type_in_file: Any) -> dict[str, Any]:
         """The values of all entries; those that mean nothing are None.
 
         Raises a ValueError for entries that must be said. If config.json does not name this type,
@@ -289,9 +290,9 @@ class Architecture(NamedTuple):
         It is the arguments of `EmbedderConfig`, of `apply_rotary` (for each kind of layer, if they
         differ), and of `RelativePositionBias` or `alibi_bias`.
         """
-        for name, (accepted, reason) in self.refused_entries.items():
-            if value[name] not in accepted:
-                want = f"{accepted[0]!r}, since {reason}"
+        for name, reason in self.refused_entries.items():
+            if value[name] not in (None, DEFAULTS[name]):
+                want = f"{DEFAULTS[name]!r}, since {reason}"
                 raise arguments.value_error(name, want, short_repr(value[name]))
         rows, width = shapes[TOKENS]
         d_model, _ = shapes.get(WIDEN, (width, rows))
@@ -346,17 +347,17 @@ class Architecture(NamedTuple):
         """The position scheme; a learned table has `start` more rows than config.json says."""
         if self.sinusoids is None and POSITIONS not in shapes:
             return None
-        start, at_padding, pad_id = self.start, self.at_padding, value["pad_token_id"]
+        start, pad_id = self.start, value["pad_token_id"]
         rows = value["max_position_embeddings"]
         if start is None:
-            at_padding, start = pad_id, arguments.integer("pad_token_id", pad_id) + 1
+            start = arguments.integer("pad_token_id", pad_id) + 1
         elif rows is not None:
             rows += start
-        if at_padding is None or pad_id is None:
-            at_padding = pad_id = None
-        padding = {"start": start, "at_padding": at_padding, "pad_id": pad_id}
+        padding: dict[str, Any] = {"start": start}
+        if pad_id is not None and "pad_token_id" not in self.refused_entries:
+            padding |= {"at_padding": start - 1, "pad_id": pad_id}
         if self.sinusoids is not None:
-            return Sinusoidal(**{**self.sinusoids, **padding})
+            return Sinusoidal(**self.sinusoids, **padding)
         return Learned(rows or shapes[POSITIONS][0], **padding)
 
     def _bias(self, value: Options, shapes: Shapes, stack: str) -> Options | None:

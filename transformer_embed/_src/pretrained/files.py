@@ -18,11 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_embed._src import arguments
-from transformer_embed._src.pretrained.messages import parse, short_repr, shorten
+from transformer_embed._src.pretrained.messages import parse, short_repr
 
 DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp.dtype("float16")}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-FLOAT64 = "F64"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Bytes that are read at once.
 PIECE = 2**23
@@ -80,13 +79,9 @@ class Tensors(NamedTuple):
         file = self.files.get(name, self.path)
         entries = self.header(file)[0] if name in self.files else {}
         if name not in entries:
-            want = f"a tensor {shorten(name)}"
-            raise arguments.value_error(shorten(file), want, self.listed())
+            want = f"a tensor {name}"
+            raise arguments.value_error(file, want, self.listed())
         return entries[name]
-
-    def place(self, name: str) -> str:
-        """A tensor for a message."""
-        return f"{shorten(self.path)}: {shorten(name)}"
 
     def are_equal(self, name: str, other: str) -> bool:
         """Whether two tensors have the same bytes."""
@@ -96,8 +91,8 @@ class Tensors(NamedTuple):
         pairs = zip(_pieces(first), _pieces(second), strict=True)
         return all(one == two for one, two in pairs)
 
-    def read(self, name: str, float64_as: np.dtype) -> np.ndarray:
-        """A copy of a tensor in its own dtype; float64 is rounded.
+    def read(self, name: str) -> np.ndarray:
+        """A copy of a tensor.
 
         The copy starts at a page boundary, so that jax does not copy it again on a CPU. It avoids
         the huge pages that numpy asks for, which are slow to get on a busy machine.
@@ -107,21 +102,12 @@ class Tensors(NamedTuple):
         for start, piece in _pieces(entry):
             buffer[start : start + PIECE] = piece
         dtype = DTYPES.get(entry.dtype, np.dtype(np.float64))
-        array = np.frombuffer(buffer, dtype, math.prod(entry.shape)).reshape(entry.shape)
-        if entry.dtype != FLOAT64:
-            return array
-        with np.errstate(over="ignore"):
-            rounded = array.astype(float64_as)
-        if np.isinf(rounded).any():
-            want = f"numbers that fit into {float64_as}"
-            raise arguments.value_error(self.place(name), want, "larger ones")
-        return rounded
+        return np.frombuffer(buffer, dtype, math.prod(entry.shape)).reshape(entry.shape)
 
     def listed(self) -> str:
         """A few names for a message; those outside of numbered layers come first."""
         names = sorted(self.files, key=lambda name: (re.search(r"\b\d+\b", name) is not None, name))
-        listed = [shorten(name, 40) for name in names[:LISTED]]
-        return f"{len(names)} tensors: {', '.join(listed)}"
+        return f"{len(names)} tensors: {', '.join(names[:LISTED])}"
 
 
 def _pieces(entry: TensorInfo) -> Iterator[tuple[int, bytes]]:
@@ -141,7 +127,7 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
 
     An index file lists shards, which are beside it.
     """
-    found = _find(as_path(path))
+    found = _find(pathlib.Path(path))
     header = functools.cache(_header)
     if found.name.endswith(".json"):
         return Tensors(found, _shards(found), {}, header)
@@ -149,22 +135,17 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
     return Tensors(found, dict.fromkeys(entries, found), metadata, header)
 
 
-def as_path(path: str | os.PathLike[str]) -> pathlib.Path:
-    """The argument `path`."""
-    return pathlib.Path(arguments.instance("path", path, str | os.PathLike, "a str or a path"))
-
-
 def _find(path: pathlib.Path) -> pathlib.Path:
     """The file that a path names, or the one inside a folder."""
     if not path.exists():
-        raise FileNotFoundError(errno.ENOENT, NO_FILE, shorten(path))
+        raise FileNotFoundError(errno.ENOENT, NO_FILE, path)
     if not path.is_dir():
         return path
     for name in (WHOLE, INDEX):
         if (path / name).exists():
             return path / name
     want = f"a folder with {WHOLE} or {INDEX} ({OTHER_FORMATS})"
-    raise arguments.value_error(shorten(path), want, "neither")
+    raise arguments.value_error(path, want, "neither")
 
 
 def _shards(path: pathlib.Path) -> dict[str, pathlib.Path]:
@@ -172,14 +153,14 @@ def _shards(path: pathlib.Path) -> dict[str, pathlib.Path]:
     names: Any = read_json(path).get("weight_map")
     if not isinstance(names, dict):
         want = "a weight_map from tensors to files"
-        raise arguments.value_error(shorten(path), want, short_repr(names))
+        raise arguments.value_error(path, want, short_repr(names))
     return {tensor: path.parent / str(name) for tensor, name in names.items()}
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """A JSON object; a ValueError if the file holds anything else."""
     _regular_mode(path)
-    return parse(shorten(path), path.read_bytes())
+    return parse(path, path.read_bytes())
 
 
 def _header(path: pathlib.Path) -> Header:
@@ -194,7 +175,7 @@ def _header(path: pathlib.Path) -> Header:
     except SafetensorError as error:
         want = f"a whole safetensors file ({OTHER_FORMATS})"
         got = f"one that cannot be read ({error})"
-        raise arguments.value_error(shorten(path), want, got) from error
+        raise arguments.value_error(path, want, got) from error
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -271,6 +252,6 @@ def _regular_mode(path: pathlib.Path) -> int:
     """
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
-        got = f"a folder, a pipe or a device, {shorten(path)}"
+        got = f"a folder, a pipe or a device, {path}"
         raise arguments.value_error("path", "a regular file", got)
     return stat.S_IMODE(mode)

@@ -17,7 +17,6 @@ from transformer_embed._src.pretrained.description import (
 )
 from transformer_embed._src.pretrained.files import (
     DTYPES,
-    FLOAT64,
     Tensors,
     open_tensors,
     read_json,
@@ -25,7 +24,6 @@ from transformer_embed._src.pretrained.files import (
 from transformer_embed._src.pretrained.messages import (
     call_with_named_errors,
     check_mappings,
-    shorten,
 )
 from transformer_embed._src.pretrained.own import CONFIG, read_own
 from transformer_embed._src.pretrained.parameters import (
@@ -122,13 +120,13 @@ def load_embedder(
     if (config is None) != (names is None):
         raise arguments.value_error("config and names", "both or neither", "one of them")
     tensors = open_tensors(path)
+    is_own = not settings and CONFIG in tensors.metadata
+    if config is not None or is_own:
+        why = "names, or a file that save_embedder wrote, say the tensor of each parameter"
+        arguments.check_left_out("stack", stack, why)
     if config is not None and names is not None:
-        arguments.check_left_out("stack", stack, "names says the tensor of each parameter")
         return _read_by_hand(tensors, config, names)
-    if not settings and CONFIG in tensors.metadata:
-        arguments.check_left_out(
-            "stack", stack, "the file, which save_embedder wrote, says the tensor of each parameter"
-        )
+    if is_own:
         return read_own(tensors)
     return _read_published(tensors, stack, dict(settings or {}))
 
@@ -140,7 +138,7 @@ def _read_by_hand(
     parameters = parameters_of("config", config)
     full = full_paths(names, parameters)
     stored = {name: tensor for name, tensor in full.items() if tensor or name not in OFFSETS}
-    check_tensors(tensors, "names", stored, parameters, may_lack=full, dtypes=(*DTYPES, FLOAT64))
+    check_tensors(tensors, "names", stored, parameters, may_lack=full, dtypes=(*DTYPES, "F64"))
     return PretrainedInput(config, read_parameters(tensors, stored, parameters), names=stored)
 
 
@@ -152,10 +150,10 @@ def _read_published(
     in_file, type_in_file = _config_json(path)
     model_type = settings.pop("model_type", None) or type_in_file
     kind, names = recognised(tensors, model_type, stack)
-    place = f"{shorten(path)}, for a model {kind.name}"
+    place = f"{path}, for a model {kind.name}"
     entries = kind.read(place, in_file, is_file=True)
     entries |= kind.read("settings", settings, is_file=False)
-    value = kind.with_defaults(shorten(path), entries, type_in_file)
+    value = kind.with_defaults(path, entries, type_in_file)
     table = names.get(OUTPUT_TABLE)
     # As in the library: two tables that differ are not tied, whatever config.json says.
     if table and value["tie_word_embeddings"] and tensors.are_equal(table, names[TOKENS]):

@@ -13,14 +13,8 @@ def short_repr(value: Any) -> str:
     return reprlib.repr(value)[:120]
 
 
-def shorten(name: Any, most: int = 100) -> str:
-    """A path or a name for a message; only its end if it is long."""
-    text = str(name)
-    return text if len(text) <= most else f"...{text[3 - most :]}"
-
-
 def call_with_named_errors(
-    name: str, function: Callable[..., Any], *args: Any, **kwargs: Any
+    name: Any, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """The result of a function; errors become a ValueError that starts with the name."""
     try:
@@ -35,9 +29,11 @@ def check_mappings(**values: Any) -> None:
         arguments.instance(name, value, Mapping | None, "a mapping, or None")
 
 
-def parse(name: str, text: str | bytes, **options: Any) -> dict[str, Any]:
-    """A JSON object; a ValueError for any other text. The options are those of `json.loads`."""
-    value = call_with_named_errors(f"{name}, as JSON", json.loads, text, **options)
+def parse(
+    name: Any, text: str | bytes, decode: Callable[[dict[str, Any]], Any] | None = None
+) -> dict[str, Any]:
+    """A JSON object, each inner one decoded; a ValueError for any other text."""
+    value = call_with_named_errors(f"{name}, as JSON", json.loads, text, object_hook=decode)
     if not isinstance(value, dict):
         raise arguments.value_error(name, "a JSON object", type(value).__name__)
     return value

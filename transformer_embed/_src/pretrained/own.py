@@ -6,6 +6,7 @@ the classes and functions that it is for.
 
 import json
 import os
+import pathlib
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +22,6 @@ from transformer_embed._src.layers.schemes import Scheme
 from transformer_embed._src.pretrained.description import LOGITS_BIAS, TOKENS
 from transformer_embed._src.pretrained.files import (
     Tensors,
-    as_path,
     as_tensors,
     write_tensors,
 )
@@ -30,11 +30,10 @@ from transformer_embed._src.pretrained.messages import (
     check_mappings,
     parse,
     short_repr,
-    shorten,
 )
 from transformer_embed._src.pretrained.parameters import (
     PretrainedInput,
-    Shapes,
+    Specs,
     by_path,
     check_tensors,
     checked_config,
@@ -50,8 +49,10 @@ CONFIG = "transformer_embed.config"
 EXTRAS = "transformer_embed.extras"
 # The entry of an object that has the name of its class.
 KIND = "kind"
-CLASSES = (OutputLayer, *typing.get_args(Scheme), *typing.get_args(Scaling))
-KINDS = {kind.__name__: kind for kind in CLASSES}
+KINDS = {
+    kind.__name__: kind
+    for kind in (OutputLayer, *typing.get_args(Scheme), *typing.get_args(Scaling))
+}
 
 
 def save_embedder(
@@ -118,8 +119,11 @@ def save_embedder(
         want = "a tensor's name of its own for each parameter, other than '__metadata__'"
         raise arguments.value_error("names", want, short_repr([*tensor_names.values()]))
     extras = {"rotary": rotary, "bias": bias, "names": tensor_names}
-    texts = {CONFIG: to_json(vars(config)), EXTRAS: to_json(extras)}
-    file = as_path(path).resolve()
+    texts = {
+        CONFIG: json.dumps(vars(config), default=encoded),
+        EXTRAS: json.dumps(extras, default=encoded),
+    }
+    file = pathlib.Path(path).resolve()
     # What is written can be loaded.
     _described(as_tensors(file, arrays, texts))
     write_tensors(file, arrays, {"format": "pt"} | texts)
@@ -141,17 +145,16 @@ def read_own(tensors: Tensors) -> PretrainedInput:
     return found._replace(params=read_parameters(tensors, found.names or {}, parameters))
 
 
-def _described(tensors: Tensors) -> tuple[PretrainedInput, Shapes]:
+def _described(tensors: Tensors) -> tuple[PretrainedInput, Specs]:
     """All but the parameters, and their shapes."""
-    path = shorten(tensors.path)
-    options = from_json(f"{path}: {CONFIG}", tensors.metadata[CONFIG])
-    entries = from_json(f"{path}: {EXTRAS}", tensors.metadata.get(EXTRAS, "{}"))
+    path = tensors.path
+    options = parse(f"{path}: {CONFIG}", tensors.metadata[CONFIG], decoded)
+    entries = parse(f"{path}: {EXTRAS}", tensors.metadata.get(EXTRAS, "{}"), decoded)
     extras = call_with_named_errors(path, PretrainedInput, None, {}, **entries)
     call_with_named_errors(path, check_mappings, **extras._asdict())
     names = {name: str(tensor) for name, tensor in (extras.names or {}).items()}
     config = checked_config(tensors, path, options, names.get(TOKENS, TOKENS))
     parameters = parameters_of(path, config, extras.rotary, extras.bias)
-    names = names or {name: name for name in parameters}
     for name in names.keys() - parameters.keys():
         # It stands beside the input layer.
         shape = tensors.entry(names[name]).shape
@@ -160,24 +163,11 @@ def _described(tensors: Tensors) -> tuple[PretrainedInput, Shapes]:
     return extras._replace(config=config, names=names), parameters
 
 
-def to_json(values: Mapping[str, Any]) -> str:
-    """Fields of a config or of extras: a scheme has its class name, and so has a scaling."""
-    return json.dumps(dict(values), default=_encoded)
-
-
-def from_json(name: str, text: str) -> dict[str, Any]:
-    """The inverse of `to_json`; a ValueError for any other text.
-
-    A config's arguments are not yet checked, so that sizes can be compared with the tensors before
-    the config is made.
-    """
-    return parse(name, text, object_hook=_decoded)
-
-
-def _encoded(value: Any) -> Any:
-    """A value of a type that JSON does not have."""
-    if isinstance(value, CLASSES):
-        return {KIND: type(value).__name__} | vars(value)
+def encoded(value: Any) -> Any:
+    """A value of a type that JSON does not have: a class has its name, with its fields."""
+    kind = type(value).__name__
+    if kind in KINDS:
+        return {KIND: kind} | vars(value)
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, np.dtype):
@@ -186,7 +176,7 @@ def _encoded(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else float(value)
 
 
-def _decoded(entries: dict[str, Any]) -> Any:
+def decoded(entries: dict[str, Any]) -> Any:
     """An object with tuples for lists, or an instance of the class that it names."""
     for name, value in entries.items():
         if isinstance(value, list):

@@ -11,7 +11,7 @@ from jaxtyping import Array
 from transformer_embed._src import arguments
 from transformer_embed._src.functional.relative_bias import alibi_bias
 from transformer_embed._src.layers.config import EmbedderConfig
-from transformer_embed._src.layers.embedder import ROOT, Embedder, Params
+from transformer_embed._src.layers.embedder import Embedder, Params
 from transformer_embed._src.layers.modules import RelativePositionBias
 from transformer_embed._src.pretrained import rope
 from transformer_embed._src.pretrained.description import WIDEN
@@ -22,7 +22,7 @@ from transformer_embed._src.pretrained.messages import call_with_named_errors, s
 MOST_BUCKETS = 4096
 
 # Of each parameter, by its path.
-Shapes = dict[str, jax.ShapeDtypeStruct]
+Specs = dict[str, jax.ShapeDtypeStruct]
 
 
 class PretrainedInput(NamedTuple):
@@ -60,11 +60,11 @@ class PretrainedInput(NamedTuple):
 
 
 def parameters_of(
-    where: str,
+    where: Any,
     config: EmbedderConfig,
     rotary: Mapping[str, Any] | None = None,
     bias: Mapping[str, Any] | None = None,
-) -> Shapes:
+) -> Specs:
     """The shape and dtype of each parameter, by its path, computed without allocating any array.
 
     Raises a ValueError for arguments that `apply_rotary` or the bias refuses.
@@ -106,7 +106,7 @@ def full_paths(names: Mapping[Any, Any], paths: Collection[str]) -> dict[str, An
         ends = [path for path in paths if path.endswith(f"/{name}")]
         found = [name] if name in paths else ends
         if len(found) != 1 or found[0] in full:
-            among = ", ".join(path.removeprefix(ROOT) for path in paths)
+            among = ", ".join(paths)
             want = f"a parameter's path, or a suffix that only one path has, among {among}"
             raise arguments.value_error("names", want[:250], short_repr(name))
         full[found[0]] = value
@@ -122,7 +122,7 @@ def is_transposed(name: str, tensor: str) -> bool:
 
 
 def checked_config(
-    tensors: Tensors, where: str, options: Mapping[str, Any], table: str
+    tensors: Tensors, where: Any, options: Mapping[str, Any], table: str
 ) -> EmbedderConfig:
     """The config, whose sizes are those of the table of tokens."""
     # Compared first: the time to make a config grows with its width.
@@ -133,16 +133,15 @@ def checked_config(
 
 def check_tensors(
     tensors: Tensors,
-    where: str,
+    where: Any,
     names: Mapping[str, str],
-    parameters: Shapes,
+    parameters: Specs,
     may_lack: Collection[str] = (),
     dtypes: Collection[str] = DTYPES,
 ) -> None:
     """Raises unless each parameter has a tensor of its shape and of such a dtype."""
     if missing := parameters.keys() - names.keys() - set(may_lack):
-        paths = sorted(name.removeprefix(ROOT) for name in missing)
-        want = f"a tensor for each parameter, also for {', '.join(paths)}"
+        want = f"a tensor for each parameter, also for {', '.join(sorted(missing))}"
         raise arguments.value_error(where, want, f"only {short_repr(sorted(names))}")
     for name, tensor in names.items():
         shape = parameters[name].shape
@@ -150,13 +149,16 @@ def check_tensors(
         _check_entry(tensors, tensor, turned, dtypes)
 
 
-def read_parameters(tensors: Tensors, names: Mapping[str, str], parameters: Shapes) -> Params:
+def read_parameters(tensors: Tensors, names: Mapping[str, str], parameters: Specs) -> Params:
     """The parameters; zeros for those without a tensor."""
     params: dict[str, dict[str, Array]] = {}
     for name, parameter in parameters.items():
         module, _, leaf = name.rpartition("/")
         if name in names:
-            array = tensors.read(names[name], parameter.dtype)
+            array = tensors.read(names[name])
+            if array.dtype == np.float64:
+                with np.errstate(over="raise"):
+                    array = call_with_named_errors(names[name], array.astype, parameter.dtype)
             if is_transposed(name, names[name]):
                 array = np.ascontiguousarray(array.T)
         else:
@@ -175,4 +177,4 @@ def _check_entry(
     if not is_same or entry.dtype not in dtypes:
         sizes, types = short_repr(list(shape)), " or ".join(dtypes)
         want = f"shape {sizes}, as the configuration says, of {types}"
-        raise arguments.value_error(tensors.place(tensor), want, entry)
+        raise arguments.value_error(f"{tensors.path}: {tensor}", want, entry)

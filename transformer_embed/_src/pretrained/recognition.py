@@ -23,7 +23,7 @@ from transformer_embed._src.pretrained.description import (
     Shapes,
 )
 from transformer_embed._src.pretrained.files import Tensors
-from transformer_embed._src.pretrained.messages import short_repr, shorten
+from transformer_embed._src.pretrained.messages import short_repr
 
 BY_HAND = (
     "by hand: load_embedder(path, config=EmbedderConfig(vocab_size, d_model, scheme=None, "
@@ -50,7 +50,7 @@ def recognised(
         stack: "encoder", "decoder", or None.
     """
     kind, side = by_model_type(model_type), stack or STACKS[0]
-    where = shorten(tensors.path)
+    where = tensors.path
     if kind is None:
         want = f"that of a known model, from settings or a config.json beside {where}"
         got = f"{short_repr(model_type)}; {_advice(tensors, side)}"
@@ -119,11 +119,7 @@ def _advice(tensors: Tensors, stack: str) -> str:
             fitting.append(match)
     if not fitting:
         return f"load it {_by_hand(tensors, {})}, which has {tensors.listed()}"
-    # Of those with equally many tensors, the row with the most types is the likeliest.
-    kind, _, names = max(
-        fitting,
-        key=lambda match: (match.kind.has_stacks, len(match.names), len(match.kind.model_types)),
-    )
+    kind, _, names = max(fitting, key=lambda match: (match.kind.has_stacks, len(match.names)))
     return (
         f"the tensors fit a model {kind.name}: pass settings={{'model_type': {kind.name!r}}} if it "
         f"computes the same, or load it {_by_hand(tensors, names)}"
