@@ -49,32 +49,24 @@ def tile_kinds(
     chunk: int | None,
 ) -> Int8[Array, "b m n"]:
     """The kinds of tiles of `AttentionMask.tile_kinds`; keys are None in self-attention."""
-    tokens = fields(queries, queries if keys is None else keys, chunk)
     if keys is None:
-        if "segment_ids" in tokens:
-            tokens = _in_row(tokens, chunk)
-        # Over the tokens once, in blocks of which those of queries and of keys consist.
-        size = math.gcd(*shape)
-        blocks = _blocks(tokens, size)
-        of_queries, of_keys = (_merged(blocks, length // size) for length in shape)
+        tokens = others = _in_row(fields(queries, queries, chunk), chunk)
     else:
-        of_queries = _blocks(tokens, shape[0])
-        of_keys = _blocks(fields(keys, queries, chunk), shape[1])
+        tokens, others = fields(queries, keys, chunk), fields(keys, queries, chunk)
+    # Blocks of which those of queries and of keys consist: in self-attention, XLA makes them once.
+    size = math.gcd(*shape)
+    of_queries = _merged(_blocks(tokens, size), shape[0] // size)
+    of_keys = _merged(_blocks(others, size), shape[1] // size)
 
-    number = of_queries["positions"].low.shape[1]
-    at_a_time = math.gcd(number, 64)
-
-    def split(bound: Array) -> Array:
-        return bound.T.reshape(number // at_a_time, at_a_time, bound.shape[0], 1)
-
-    def kinds(of_step: Intervals) -> Int8[Array, "m b n"]:
+    def kinds(of_step: Intervals) -> Int8[Array, "b n"]:
         may = may_attend(of_step, of_keys, window)
         return may.low.astype(jnp.int8) + may.high
 
     # Some queries at a time, because XLA does not fuse into a loop. Else it would compute the
     # intervals again for each tile.
-    steps = jax.lax.map(kinds, jax.tree.map(split, of_queries))
-    return steps.reshape(number, *steps.shape[2:]).swapaxes(0, 1)
+    steps = jax.tree.map(lambda bound: bound.T[:, :, None], of_queries)
+    at_a_time = math.gcd(len(steps["positions"].low), 64)
+    return jax.lax.map(kinds, steps, batch_size=at_a_time).swapaxes(0, 1)
 
 
 def _blocks(tokens: Fields, size: int) -> Intervals:
@@ -113,6 +105,8 @@ def _in_row(tokens: Fields, chunk: int | None) -> Fields:
     all of these numbers rise along the row, so the closest pair of two blocks decides whether some
     pair may attend. The other rows stay as they are.
     """
+    if "segment_ids" not in tokens:
+        return tokens
     positions, segments = tokens["positions"], tokens["segment_ids"]
     begins, before = _begins(segments), _before(positions)
     highest = jnp.iinfo(positions.dtype).max
