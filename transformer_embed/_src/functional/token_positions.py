@@ -118,9 +118,7 @@ class TokenPositions:
             >>> te.AttentionMask(tokens, causal=True).dense()[0, 0].astype(int).tolist()
             [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
         """
-        tokens = dataclasses.replace(self, block_ids=block_ids)
-        arguments.set_fields(tokens, arrangement=self.arrangement)
-        return tokens
+        return _arranged(self.arrangement, self.positions, self.segment_ids, block_ids)
 
     def write(self, tokens: "TokenPositions", slot: ArrayLike) -> "TokenPositions":
         """These slots of a cache, with tokens written into them.
@@ -354,14 +352,9 @@ def _as_rows(name: str, value: ArrayLike) -> Integer[Array, "b t"]:
     return arguments.rows(name, arguments.as_ordered(name, value))
 
 
-def _arranged(
-    arrangement: str, positions: Int32[Array, "b t"], segment_ids: Int32[Array, "b t"]
-) -> TokenPositions:
-    """TokenPositions of arrays that need no check."""
-    tokens = object.__new__(TokenPositions)
-    arguments.set_fields(
-        tokens, positions=positions, segment_ids=segment_ids, arrangement=arrangement
-    )
+def _arranged(arrangement: str, *arrays: Any) -> TokenPositions:
+    tokens = TokenPositions(*arrays)
+    arguments.set_fields(tokens, arrangement=arrangement)
     return tokens
 
 
