@@ -644,7 +644,7 @@ def test_bad_arguments_of_value_and_grad_raise_errors():
     seen = {"m": {"t": taken_rows(params["m"]["t"], np.array([1]))}}
     expect(
         TypeError,
-        "params['m']['t']: wanted a whole table, got some of its rows",
+        "params['t']: wanted to be read by te.lookup or te.TokenEmbedding alone",
         lambda: taken(seen, {"m": {"t": [1]}}),
     )
     huge = jax.ShapeDtypeStruct([2**31 - 2, 1], jnp.float32)

@@ -14,21 +14,16 @@ from transformer_embed._src.functional.lookup import rows_at
 BLOCK = 1024
 
 
-def row_count(ids: int, vocab_size: int, max_rows: int) -> int:
-    """The number of rows to take for this many ids; above one block, of whole blocks."""
-    count = max(1, min(ids, vocab_size, max_rows))
-    return count if count <= BLOCK else -(-count // BLOCK) * BLOCK
-
-
 def distinct_rows(
     ids: Int32[Array, "..."], vocab_size: int, max_rows: int = 2**31
 ) -> Int32[Array, "k"]:
     """The smallest distinct ids, ascending, clipped to the vocabulary, then padding.
 
-    Padding is distinct ids of vocab_size or above.
+    Padding is distinct ids of vocab_size or above. Above one block, there are whole blocks.
     """
-    size = row_count(ids.size, vocab_size, max_rows)
-    return distinct_ascending(jnp.clip(ids, 0, vocab_size - 1), vocab_size, size)
+    count = max(1, min(ids.size, vocab_size, max_rows))
+    room = count if count <= BLOCK else -(-count // BLOCK) * BLOCK
+    return distinct_ascending(jnp.clip(ids, 0, vocab_size - 1), vocab_size, room)
 
 
 def distinct_ascending(values: Int32[Array, "..."], size: int, room: int) -> Int32[Array, "k"]:
@@ -64,14 +59,21 @@ def read_each(values: Int32[Array, "k"], slots: Int32[Array, "..."]) -> Int32[Ar
     return values.at[slots].get(out_sharding=sharding if explicit else None)
 
 
+def find_each(ascending: Int32[Array, "k"], values: Int32[Array, "..."]) -> Int32[Array, "..."]:
+    """The index of each value among the ascending numbers, or k if it is not among them."""
+    size = len(ascending)
+    index = count_below(ascending, values)
+    is_found = read_each(ascending, jnp.minimum(index, size - 1)) == values
+    return jnp.where(is_found, index, size)
+
+
 def rows_of_ids(
     held: Int32[Array, "k"], values: Float[Array, "k d"], ids: Int32[Array, "..."]
 ) -> Float[Array, "... d"]:
     """The value of each id, or NaN for an id that is not among the ascending ones that are held."""
-    slots = jnp.minimum(count_below(held, ids), len(held) - 1)
-    rows = rows_at(values, slots)
-    is_held = read_each(held, slots) == ids
-    return jnp.where(is_held[..., None], rows, np.array(np.nan, rows.dtype))
+    index = find_each(held, ids)
+    rows = rows_at(values, index)
+    return jnp.where((index < len(held))[..., None], rows, np.array(np.nan, rows.dtype))
 
 
 def sum_rows(

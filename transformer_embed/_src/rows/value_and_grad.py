@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer_embed._src import arguments
-from transformer_embed._src.functional.lookup import Table, as_table
+from transformer_embed._src.functional.lookup import as_table
 from transformer_embed._src.functional.partitioning import on_every_device
 from transformer_embed._src.rows.distinct_ids import distinct_rows
 from transformer_embed._src.rows.gathered_rows import GatheredRows, RowTable, is_leaf, read_rows
@@ -98,11 +98,10 @@ def _gather_tables(
         if not isinstance(index, int):
             got = f"none among {', '.join(indices)}"
             raise arguments.value_error(name, "a table, since ids has it", got)
-        table, integers = as_table(name, leaves[index]), arguments.as_int32("ids", table_ids)
+        table: Any = as_table(name, leaves[index])
+        integers = arguments.as_int32("ids", table_ids)
         if isinstance(table, RowTable):
             rows = table.take_rows(integers, most)
-        elif isinstance(table, Table):
-            raise arguments.type_error(name, "a whole table", "some of its rows")
         else:
             held = distinct_rows(on_every_device(integers), table.shape[0], most)
             rows = GatheredRows(held, read_rows(table, held), table.shape[0])

@@ -31,7 +31,7 @@ from transformer_embed._src.functional.partitioning import (
     devices_along,
     index_along,
 )
-from transformer_embed._src.rows.distinct_ids import distinct_ascending, rows_of_ids
+from transformer_embed._src.rows.distinct_ids import distinct_ascending, rows_of_ids, sum_rows
 from transformer_embed._src.rows.gathered_rows import GatheredRows
 from transformer_embed._src.rows.row_gradient import RowGradient
 from transformer_embed._src.sharded import exchange
@@ -114,10 +114,8 @@ def _return_gradients(
     def send(sent, shard_rows, gradient):
         sums = exchange.return_gradients(taken.hops, sent, gradient)
         if replicas:
-            shard_rows, sums = (
-                jax.lax.all_gather(array, replicas, tiled=True) for array in (shard_rows, sums)
-            )
-            shard_rows, sums = exchange.sum_repeats(shard_rows, sums, layout.shard)
+            lists = (list(jax.lax.all_gather(array, replicas)) for array in (shard_rows, sums))
+            shard_rows, sums = sum_rows(*lists, size=layout.shard)
         return shard_rows, sums
 
     # Unchecked: shard_map cannot infer that gathered values are equal along the axis that they were

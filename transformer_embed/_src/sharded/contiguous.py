@@ -36,9 +36,6 @@ def gather_from_shards(
 ) -> Float[Array, "... d"]:
     """The row of each id, which every shard looks up; zeros are added for those of the others."""
     split, id_axes = layout.split(ids)
-    if set(id_axes) & set(layout.columns):
-        want = "columns over a mesh axis that the ids do not use"
-        raise arguments.value_error("table", want, f"both over {layout.columns!r}")
     gathered = [tuple(axis for axis in axes if axis in layout.rows) for axes in split]
     elsewhere = tuple(axis for axis in layout.rows if axis not in id_axes)
 
@@ -46,8 +43,7 @@ def gather_from_shards(
         slots = layout.slots(all_gather(ids, gathered)) - index_along(layout.rows) * len(shard)
         # Unsigned, for a negative index would count from the end.
         values = read_or_zero(shard, slots.astype(jnp.uint32)).astype(array.dtype)
-        values = jax.lax.psum(values, elsewhere) if elsewhere else values
-        return reduce_scatter(values, gathered)
+        return reduce_scatter(jax.lax.psum(values, elsewhere), gathered)
 
     read_all = jax.shard_map(
         read,
@@ -76,14 +72,15 @@ def take_from_shards(
 
 
 def rows_of_this_shard(
-    layout: Layout, ids: Int32[Array, "k"]
-) -> tuple[Int32[Array, "k"], Int32[Array, "k"]]:
-    """Inside shard_map, the rows of this shard among the ids, and the index of each in `ids`.
+    layout: Layout, ids: Int32[Array, "k"], values: Float[Array, "k d"]
+) -> tuple[Int32[Array, "k"], Float[Array, "k d"]]:
+    """Inside shard_map, the rows of this shard among the ids, and their values.
 
     Rows count from the start of the shard; numbers past its end are padding.
     """
     index, first = jnp.arange(len(ids), dtype=jnp.int32), index_along(layout.rows) * layout.shard
+    # Those of earlier shards go to the end.
     order = (index + jnp.sum(ids < first, dtype=jnp.int32)) % len(ids)
-    shard_rows = ids[order] - first
-    here = (shard_rows >= 0) & (shard_rows < layout.shard) & (ids[order] < layout.order.vocab_size)
-    return jnp.where(here, shard_rows, layout.shard + index), order
+    ids, values = ids[order], values[order]
+    here = (ids >= first) & (ids < jnp.minimum(first + layout.shard, layout.order.vocab_size))
+    return jnp.where(here, ids - first, layout.shard + index), values

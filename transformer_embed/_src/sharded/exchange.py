@@ -17,6 +17,7 @@ These are `ask`, `answer` and `return_gradients`. Each arrow is one all-to-all f
 is dropped.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src.functional.lookup_gradient import read_or_zero
-from transformer_embed._src.rows.distinct_ids import count_below, distinct_ascending
+from transformer_embed._src.rows.distinct_ids import count_below, distinct_ascending, find_each
 from transformer_embed._src.sharded.hops import Hop
 
 
@@ -37,7 +38,7 @@ class Sent(NamedTuple):
         places: [k], the place of each slot in the send buffer; slots that do not fit have distinct
             places past its end.
         merged: [parts * room], for each place of the receive buffer, the index of its slot among
-            the distinct ones; past the end: none.
+            the distinct ones; padding is that of padding, or past the end.
     """
 
     starts: Int32[Array, "p"]
@@ -66,7 +67,7 @@ def ask(
         places = jnp.where(fits, parts * hop.room + rank, hop.parts * hop.room + index)
         received = _all_to_all(hop, _send_buffer(hop, starts, slots, size))
         slots = distinct_ascending(received, size, hop.distinct)
-        all_sent.append(Sent(starts, places, _index_in(slots, received, size)))
+        all_sent.append(Sent(starts, places, find_each(slots, received)))
     return all_sent, slots
 
 
@@ -91,41 +92,12 @@ def return_gradients(
     """
     for hop, (starts, _, merged) in zip(hops, sent, strict=True):
         received = _all_to_all(hop, _send_buffer(hop, starts, gradients, 0))
-        gradients = _sum_by_index(received, merged, hop.distinct)
+        # The transpose of `read_or_zero` chooses how to sum on a GPU. Only the type of `sums` is
+        # used: it varies over the mesh as the rows do, so that nothing is summed over devices.
+        sums = jnp.broadcast_to(received[:1], (hop.distinct, received.shape[1]))
+        read = functools.partial(read_or_zero, index=merged.astype(jnp.uint32))
+        (gradients,) = jax.linear_transpose(read, sums)(received)
     return gradients
-
-
-def sum_repeats(
-    slots: Int32[Array, "n"], gradients: Float[Array, "n d"], size: int
-) -> tuple[Int32[Array, "m"], Float[Array, "m d"]]:
-    """The distinct slots below `size`, ascending and padded, and the sum of gradients of each."""
-    distinct = distinct_ascending(slots, size, min(len(slots), size))
-    return distinct, _sum_by_index(gradients, _index_in(distinct, slots, size), len(distinct))
-
-
-def _index_in(
-    distinct: Int32[Array, "m"], slots: Int32[Array, "n"], size: int
-) -> Int32[Array, "n"]:
-    """The index of each slot below `size` among the distinct ones; past the end: none."""
-    index = count_below(distinct, slots)
-    known = (slots < size) & (distinct[jnp.minimum(index, len(distinct) - 1)] == slots)
-    return jnp.where(known, index, len(distinct))
-
-
-def _sum_by_index(
-    rows: Float[Array, "s d"], index: Int32[Array, "s"], count: int
-) -> Float[Array, "m d"]:
-    """The sum of the rows of each index below count.
-
-    It is the transpose of `read_or_zero`, which chooses how to sum on a GPU.
-    """
-    # Only the type is used: it varies over the mesh as the rows do, so that the transpose does not
-    # sum over devices.
-    sums = jnp.broadcast_to(rows[:1], (count, rows.shape[1]))
-    transpose = jax.linear_transpose(
-        lambda sums: read_or_zero(sums, index.astype(jnp.uint32)), sums
-    )
-    return transpose(rows)[0]
 
 
 def _send_buffer(hop: Hop, starts: Int32[Array, "p"], values: Array, fill: int) -> Array:

@@ -69,7 +69,7 @@ def exchange_load(table: Sharded, ids: ArrayLike, *, max_rows: int | None = None
     slots = [np.unique(layout.order.slots(part.astype(np.int32))).astype(np.int64) for part in read]
     held = [part[:asked] for part in slots]
     rows, dropped = simulate(layout.hops(devices, asked), held, dict(layout.mesh.shape), batch)
-    return ExchangeLoad(rows, dropped + sum(map(len, slots)) - sum(map(len, held)))
+    return ExchangeLoad(rows, dropped + sum(len(part[asked:]) for part in slots))
 
 
 def simulate(

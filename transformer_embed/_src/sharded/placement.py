@@ -1,6 +1,5 @@
 """Parameter trees on a device mesh, split by a rule for each parameter's name."""
 
-import dataclasses
 import fnmatch
 import itertools
 import math
@@ -217,8 +216,8 @@ def _draw(init: Callable, rng: Array, mesh: Mesh, targets: Any) -> Any:
     def to_array(rows: Array, target: Any) -> Any:
         if not isinstance(target, Sharded):
             return rows
-        array = target.layout.order.to_array(rows, automatic, target.layout.rows)
-        return dataclasses.replace(target, array=array)
+        layout = target.layout
+        return Sharded(layout.order.to_array(rows, automatic, layout.rows), layout)
 
     # A key's type contains the explicit axes of the surrounding mesh; its data on the host does
     # not.

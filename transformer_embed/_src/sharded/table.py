@@ -121,8 +121,8 @@ class Sharded(RowTable):
         self, step: Callable, shared: Any, gradient: RowGradient, states: Sequence[Any]
     ) -> list["Sharded"]:
         """See `RowTable`; each shard updates its own rows. Nothing is sent."""
-        layout, is_owned = self.layout, gradient.layout is not None
-        if layout.order.is_interleaved and not is_owned:
+        layout, is_owned = self.layout, self.layout.order.is_interleaved
+        if is_owned and gradient.layout != layout:
             want = (
                 "the gradient of an interleaved table as `value_and_grad` returns it: each device "
                 "has those of its own rows"
@@ -131,8 +131,7 @@ class Sharded(RowTable):
 
         def update_shard(shared, ids, values, shards):
             if not is_owned:
-                ids, order = rows_of_this_shard(layout, ids)
-                values = values[order]
+                ids, values = rows_of_this_shard(layout, ids, values)
             return step(shared, ids, values, shards)
 
         by_owner = PartitionSpec(layout.rows)
