@@ -15,9 +15,10 @@ from jaxtyping import Array, Int8, Int32, Integer
 
 from transformer_embed._src import arguments
 from transformer_embed._src.functional.attention_mask import AttentionMask, lengths, reach, sides
-from transformer_embed._src.functional.attention_rule import Window
+from transformer_embed._src.functional.attention_rule import Window, fields
 from transformer_embed._src.functional.compiled import compiled
-from transformer_embed._src.functional.token_positions import TokenPositions, segments_of
+from transformer_embed._src.functional.tile_kinds import in_row
+from transformer_embed._src.functional.token_positions import TokenPositions
 
 WAY_OUT = "; rule.dense() and rule.tile() can express it"
 # What a query reaches without a window, with and without a causal mask.
@@ -264,10 +265,7 @@ class KernelArguments:
         """
         rule, (queries, keys) = self.rule, sides(self.rule)
         if rule.chunk is not None:
-            packed = queries.arrangement == "packed"
-            chunks = _segments_of_chunks(
-                queries.positions, segments_of(queries), rule.chunk, packed
-            )
+            chunks = _segments_of_chunks(queries, rule.chunk)
             ids = [chunks, chunks]
         elif keys.segment_ids is None or queries.arrangement == keys.arrangement == "offset":
             return None
@@ -334,22 +332,13 @@ def _static_block_ids(queries: TokenPositions, kernel: str) -> bytes:
 # The functions below are compiled even if the caller is not.
 
 
-@compiled(2, 3)
-def _segments_of_chunks(
-    positions: Integer[Array, "... t"],
-    segment_ids: Integer[Array, "... t"],
-    chunk: int,
-    packed: bool,
-) -> Int32[Array, "... t"]:
+@compiled(1)
+def _segments_of_chunks(tokens: TokenPositions, chunk: int) -> Int32[Array, "b t"]:
     """Segment ids that differ where the segment or the chunk does; 0 at padding."""
-    numbers = (positions // chunk).astype(jnp.int32)
-    if packed:
-        is_new = (numbers != jnp.roll(numbers, 1, -1)) | (
-            segment_ids != jnp.roll(segment_ids, 1, -1)
-        )
-        numbers = jnp.cumsum(is_new, axis=-1, dtype=jnp.int32)
+    # In rows of several segments, a chunk is named by the index of its first token.
+    named = in_row(fields(tokens, tokens, chunk), chunk)
     # Odd numbers are never 0. They wrap, but 2**31 chunks do not fit into a row.
-    return jnp.where(segment_ids != 0, 2 * numbers + 1, 0)
+    return jnp.where(named["is_token"], 2 * named["chunk"].astype(jnp.int32) + 1, 0)
 
 
 @compiled(3)

@@ -50,7 +50,7 @@ def tile_kinds(
 ) -> Int8[Array, "b m n"]:
     """The kinds of tiles of `AttentionMask.tile_kinds`; keys are None in self-attention."""
     if keys is None:
-        tokens = others = _in_row(fields(queries, queries, chunk), chunk)
+        tokens = others = in_row(fields(queries, queries, chunk), chunk)
     else:
         tokens, others = fields(queries, keys, chunk), fields(keys, queries, chunk)
     # Blocks of which those of queries and of keys consist: in self-attention, XLA makes them once.
@@ -96,7 +96,7 @@ def _merged(intervals: Intervals, number: int) -> Intervals:
     }
 
 
-def _in_row(tokens: Fields, chunk: int | None) -> Fields:
+def in_row(tokens: Fields, chunk: int | None) -> Fields:
     """The tokens with row indices for positions, segments and chunks, where these mean the same.
 
     A run is a stretch of tokens of one segment. In rows where each segment is one run, and
