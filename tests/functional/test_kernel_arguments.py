@@ -214,13 +214,20 @@ def test_attention_to_another_sequence():
         assert jnp.isfinite(outputs).all()
 
 
-def test_decoding_is_refused_for_cudnn():
+@pytest.mark.parametrize("tokens", [1, 3], ids=["one query", "three queries"])
+def test_decoding_with_the_arguments_for_cudnn(tokens):
     """is_causal aligns queries with the first keys, so it is never passed for a cache."""
-    step = te.TokenPositions.from_offset([5, 200], 1)
+    step = te.TokenPositions.from_offset([5, 200], tokens)
     cache = te.TokenPositions.from_lengths([6, 203], LENGTH)
     rule = te.AttentionMask(step, cache, causal=True)
-    with pytest.raises(ValueError, match=r"keys: wanted None \(self-attention\)"):
-        te.KernelArguments(rule).dot_product_attention()
+    queries = draws(BATCH, HEADS, tokens, SIZE)[0]
+    keys, values = draws(BATCH, HEADS, LENGTH, SIZE, seed=1)[:2]
+    if tokens > 1:
+        with pytest.raises(ValueError, match=r"keys: wanted None \(self-attention\)"):
+            dot_product_attend(rule, queries, keys, values)
+        return
+    outputs = dot_product_attend(rule, queries, keys, values)
+    assert jnp.abs(outputs - dense(rule, queries, keys, values)).max() < TOLERANCE
 
 
 def test_a_prefix_known_while_tracing():
@@ -368,6 +375,16 @@ REFUSED = [
     ("dot", *refused("queries", BATCHES["ordered"], causal=False)),
     ("mha", *refused("keys", BATCHES["right"], BATCHES["left"], causal=False)),
     ("dot", *refused("keys", te.TokenPositions([9]), BY_HAND, causal=True)),
+    (
+        "dot",
+        *refused(
+            "window",
+            te.TokenPositions.from_offset(9, 1),
+            BATCHES["right"],
+            causal=True,
+            window=(3, 0),
+        ),
+    ),
 ]
 
 

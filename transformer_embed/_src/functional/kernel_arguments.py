@@ -66,10 +66,9 @@ class KernelArguments:
     def dot_product_attention(self) -> dict[str, Any]:
         """Of `jax.nn.dot_product_attention`, as cuDNN takes them with `implementation="cudnn"`.
 
-        The rule may be self-attention of tokens without padding or padded on the right, or
-        attention to another sequence that is padded on the right. For one query a row, as in
-        decoding, pass the small mask of `rule.dense()` instead. cuDNN itself refuses a window that
-        reaches to the right.
+        The rule may be self-attention of tokens without padding or padded on the right; attention
+        to another sequence that is padded on the right; or one query a row, as in decoding, to a
+        cache that is filled from the left. cuDNN itself refuses a window that reaches to the right.
 
         Returns:
             `is_causal`, and where they are needed `local_window_size`, `query_seq_lengths` and
@@ -89,6 +88,8 @@ class KernelArguments:
                     " TokenPositions.from_lengths or from_offset"
                 )
                 raise _refusal(side, want, f"the arrangement {tokens.arrangement!r}")
+        if rule.keys is not None and lengths(rule)[0] == 1:
+            return self._of_one_query()
         left, right = _reach_in_rows(rule, kernel)
         is_causal = right == 0
         options: dict[str, Any] = {"is_causal": is_causal}
@@ -107,6 +108,20 @@ class KernelArguments:
                 counts = tokens.padding_mask.sum(axis=-1, dtype=jnp.int32)
                 options[f"{side}_seq_lengths"] = self._for_rows(counts)
         return options
+
+    def _of_one_query(self) -> dict[str, Any]:
+        """The arguments for a query that sees a number of keys, counted from the left.
+
+        The keys lie in the order of their positions, and the query sees those up to some position.
+        """
+        kernel = "a single query in jax.nn.dot_product_attention"
+        left, right = reach(self.rule)
+        if left is not None:
+            raise _refusal("window", f"no limit on the left for {kernel}", self.rule.window)
+        if right is not None and sides(self.rule)[1].arrangement == "any":
+            raise _unknown_order("keys", "a causal mask or a window", kernel, "any")
+        counts = self.rule.dense()[:, 0, 0].sum(axis=-1, dtype=jnp.int32)
+        return {"is_causal": False, "key_value_seq_lengths": self._for_rows(counts)}
 
     def splash_attention(self, num_heads: int) -> tuple[Any, Any]:
         """The mask and the segment ids of splash attention on TPUs.
@@ -301,15 +316,19 @@ def _reach_in_rows(rule: AttentionMask, kernel: str) -> Window:
         arrangement = rule.queries.arrangement
         has_window = limits not in (CAUSAL, EVERYTHING)
         if arrangement == "any" or (has_window and arrangement == "ordered"):
-            want = f"positions that count the tokens of a row, for {parts} in {kernel}"
-            constructors = "from_lengths, from_segment_ids or from_offset"
-            got = f"the arrangement {arrangement!r}; use TokenPositions.{constructors}"
-            raise _refusal("queries", want, got)
+            raise _unknown_order("queries", parts, kernel, arrangement)
     return limits
 
 
 def _refusal(name: str, want: str, got: Any) -> ValueError:
     return arguments.value_error(name, want, f"{got}{WAY_OUT}")
+
+
+def _unknown_order(side: str, limits: str, kernel: str, arrangement: str) -> ValueError:
+    want = f"positions that count the tokens of a row, for {limits} in {kernel}"
+    constructors = "from_lengths, from_segment_ids or from_offset"
+    got = f"the arrangement {arrangement!r}; use TokenPositions.{constructors}"
+    return _refusal(side, want, got)
 
 
 def _check_absent(kernel: str, **parts: Any) -> None:
