@@ -12,6 +12,7 @@ import pytest
 from contexts import x64
 from hypothesis import strategies as st
 
+import transformer_embed as te
 from transformer_embed._src.functional import phase
 
 BASES = (2.0, 10_000.0, 1e7)
@@ -283,3 +284,18 @@ def test_no_constant_is_in_a_program_twice():
     text = jax.jit(lambda positions: of_channels(positions, ours)).lower(np.int32([7])).as_text()
     arrays = re.findall(r"dense<(\[\[.*?\]\])>", text)
     assert 0 < len(arrays) == len(set(arrays)) <= 5
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda size: te.sinusoidal_encoding([0], size),
+        lambda size: te.EmbedderConfig(3, size),
+        lambda size: te.sinusoidal_grid((2, 2), size),
+        te.plots.plot_wavelengths,
+    ],
+    ids=["encoding", "config", "grid", "plot"],
+)
+def test_more_frequencies_than_a_program_can_hold_are_refused_at_once(call):
+    with pytest.raises(ValueError, match=r"^number of frequencies: wanted an int of at most"):
+        call(2**31 - 2)

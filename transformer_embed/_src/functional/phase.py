@@ -53,6 +53,8 @@ def geometric_frequencies(
 
     They are decimals in an array of objects, so that numpy multiplies them one by one.
     """
+    # The constants of a frequency are part of the program.
+    arguments.integer("number of frequencies", count, at_most=2**23)
     with decimal.localcontext(PRECISION):
         ratio = Decimal(1)
         # The denominator may be 0 for one frequency.
