@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 from harness import environment, markdown_table
+from safetensors.numpy import save_file
 from tqdm import tqdm
 
 from transformer_embed._src.pretrained import files as _files
@@ -60,9 +61,7 @@ print(json.dumps(dict(seconds=seconds, peak=status("VmHWM") - before, kept=statu
 def write_checkpoint(folder: Path, rows: int, dtype: str) -> Path:
     table = np.random.default_rng(0).random((rows, WIDTH), np.float32).astype(_files.DTYPES[dtype])
     folder.mkdir()
-    _files.write_tensors(
-        folder / "model.safetensors", {"model.embed_tokens.weight": table}, {"format": "pt"}
-    )
+    save_file({"model.embed_tokens.weight": table}, folder / "model.safetensors", {"format": "pt"})
     settings = {
         "model_type": "llama",
         "vocab_size": rows,

@@ -6,9 +6,10 @@ import pathlib
 import zlib
 
 import numpy as np
+from safetensors.numpy import save_file
 
 import transformer_embed as te
-from transformer_embed._src.pretrained import architectures, files
+from transformer_embed._src.pretrained import architectures
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 CASES = {
@@ -45,7 +46,7 @@ def checkpoint(folder, case, *, settings=None, drop=(), change=None):
     tensors = {name: array for name, array in tensors_of(case).items() if name not in drop} | (
         change or {}
     )
-    files.write_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     settings = case["settings"] if settings is None else settings
     if settings:
         (folder / "config.json").write_text(json.dumps(settings))

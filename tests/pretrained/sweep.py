@@ -582,7 +582,7 @@ def page_of(table):
 
 def reason_of(message):
     """What a refusal says, without the file's name; nothing for an unknown type."""
-    if message.startswith("model_type: wanted a known one"):
+    if message.startswith("model_type: wanted "):
         return ""
     return re.sub(r"^/\S+: (wanted .*, got )?", "", message).replace("|", "/")[:110]
 

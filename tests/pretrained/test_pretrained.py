@@ -453,7 +453,7 @@ def test_two_models_in_one_file(tmp_path):
     }
     with pytest.raises(
         ValueError,
-        match=r"wanted one model bert in a file .*, got 2, under \['query\.', 'context\.'\]",
+        match=r"wanted one model bert in a file .*, got 2, under \['context\.', 'query\.'\]",
     ):
         pretrained.load_embedder(checkpoint(tmp_path, case | {"tensors": twice}))
 
@@ -486,7 +486,7 @@ def test_an_unknown_model_lists_its_tensors_and_the_way_by_hand(tmp_path):
     change = {f"h.{n}.w": np.zeros((2, 2), np.float32) for n in range(3)} | {
         "weird.table": np.zeros((5, 4), np.float32)
     }
-    _files.write_tensors(tmp_path / "model.safetensors", change, {})
+    save_file(change, tmp_path / "model.safetensors", {})
     pattern = r"got None; load it by hand: .*, which has 4 tensors: weird\.table, h\.0\.w, h\.1\.w, h\.2\.w$"
     with pytest.raises(ValueError, match=pattern) as error:
         pretrained.load_embedder(tmp_path)
@@ -525,7 +525,7 @@ def test_an_unknown_type_whose_tensors_fit_no_row(tmp_path):
         "embeddings.token_embedding.weight": np.zeros((6, 4), np.float32),
         "embeddings.position_embedding.weight": np.zeros((3, 2), np.float32),
     }
-    _files.write_tensors(tmp_path / "model.safetensors", change, {})
+    save_file(change, tmp_path / "model.safetensors", {})
     with pytest.raises(
         ValueError, match=r"beside \S+model\.safetensors, got 'mamba9'; load it by hand"
     ) as error:
@@ -537,7 +537,7 @@ def test_a_long_list_is_cut(tmp_path):
     tensors = {
         f"{first}{chr(97 + n)}": np.zeros(1, np.float32) for first in "tu" for n in range(26)
     }
-    _files.write_tensors(tmp_path / "x.safetensors", tensors, {})
+    save_file(tensors, tmp_path / "x.safetensors", {})
     with pytest.raises(ValueError, match=r", which has 52 tensors: ta, tb, tc, td$"):
         pretrained.load_embedder(tmp_path / "x.safetensors")
 
@@ -656,7 +656,7 @@ def test_a_config_that_disagrees(tmp_path, name, settings, message):
 
 def test_a_table_of_another_rank(tmp_path):
     change = {"wte.weight": np.zeros(12, np.float32), "wpe.weight": np.zeros((3, 4), np.float32)}
-    _files.write_tensors(tmp_path / "model.safetensors", change, {})
+    save_file(change, tmp_path / "model.safetensors", {})
     with pytest.raises(ValueError, match=r"wte\.weight: wanted shape \[1, 12\], .* got F32\[12\]$"):
         pretrained.load_embedder(tmp_path, settings={"model_type": "gpt2"})
 
@@ -788,7 +788,7 @@ def sharded(folder, case):
     tensors = tensors_of(case)
     names = {name: f"model-{n:05}.safetensors" for n, name in enumerate(tensors)}
     for name, file in names.items():
-        _files.write_tensors(folder / file, {name: tensors[name]}, {})
+        save_file({name: tensors[name]}, folder / file, {})
     (folder / "config.json").write_text(json.dumps(case["settings"]))
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": names}))
@@ -822,7 +822,7 @@ def test_shards_are_the_same_and_only_those_needed_are_opened(tmp_path, name):
     ],
 )
 def test_a_damaged_index(tmp_path, change, message):
-    _files.write_tensors(tmp_path / "s", {"other": np.zeros(1, np.float32)}, {})
+    save_file({"other": np.zeros(1, np.float32)}, tmp_path / "s", {})
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(change))
     pattern = re.escape(message).replace(r"\$", "$")
     with pytest.raises(ValueError, match=pattern):
@@ -1077,7 +1077,7 @@ def test_a_file_half_written_leaves_the_old_one(tmp_path, monkeypatch):
 
 def test_metadata_that_is_not_a_config_raises_an_error(tmp_path):
     path = tmp_path / "x.safetensors"
-    _files.write_tensors(path, {TOKENS: np.zeros((2, 3), np.float32)}, {CONFIG: "{}"})
+    save_file({TOKENS: np.zeros((2, 3), np.float32)}, path, {CONFIG: "{}"})
     with pytest.raises(ValueError, match=r"embeddings: wanted shape \[None, None\], as the conf"):
         pretrained.load_embedder(path)
 
@@ -1312,14 +1312,14 @@ def test_tables_that_differ_are_not_tied(tmp_path):
     table = tensors_of(case)["model.embed_tokens.weight"]
     other = checkpoint(tmp_path, tied)
     assert pretrained.load_embedder(other).config.output == te.OutputLayer(tied=False)
-    for head, output in (
-        (table, te.OutputLayer()),
-        (table[:-1], "its shape is [11, 8], not [12, 8]"),
+    found = pretrained.load_embedder(checkpoint(tmp_path, tied, change={"lm_head.weight": table}))
+    assert found.config.output == te.OutputLayer()
+    assert not [key for key in found.names if "output" in key]
+    path = checkpoint(tmp_path, tied, change={"lm_head.weight": table[:-1]})
+    with pytest.raises(
+        ValueError, match=r"lm_head\.weight: wanted shape \[12, 8\], .* got F32\[11"
     ):
-        path = checkpoint(tmp_path, tied, change={"lm_head.weight": head})
-        found = pretrained.load_embedder(path)
-        assert found.config.output == output
-        assert not [key for key in found.names if "output" in key]
+        pretrained.load_embedder(path)
 
 
 @pytest.mark.parametrize("prefix", ["", "language_model.", "model.language_model."])

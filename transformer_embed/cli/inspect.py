@@ -40,8 +40,7 @@ def run(args: argparse.Namespace) -> None:
     params = by_path(found.params)
     for name, tensor in sorted((found.names or {}).items()):
         array = params[name]
-        origin = "" if tensor == name else f", from {tensor}"
-        print(f"{name}\n  {array.dtype}{list(array.shape)}{origin}")
+        print(f"{name}\n  {array.dtype}{list(array.shape)}, from {tensor}")
     for layer, options in rope.by_layer(found.rotary or {}).items():
         call = "not rotated"
         if options is not None:

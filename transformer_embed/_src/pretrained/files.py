@@ -201,22 +201,20 @@ def as_tensors(
     return Tensors(path, dict.fromkeys(entries, path), metadata, lambda _: (entries, metadata))
 
 
-def write_tensors(
-    path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
-) -> None:
+def write_tensors(tensors: Tensors, arrays: Mapping[str, np.ndarray]) -> None:
     """Writes a safetensors file, whole or not at all.
 
     `save_file` of safetensors reports a full disk without an errno, and before 0.8 it copies all
     arrays.
     """
-    entries, _ = as_tensors(path, arrays, metadata).header(path)
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    entries, metadata = tensors.header(tensors.path)
+    header: dict[str, Any] = {"__metadata__": metadata}
     for name, entry in entries.items():
         offsets = (entry.start, entry.stop)
         header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
     text = json.dumps(header, ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    with open_whole(path) as file:
+    with open_whole(tensors.path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in entries:
             file.write(np.ascontiguousarray(arrays[name]).view(np.uint8).data)

@@ -1,40 +1,23 @@
 """Loads the input layers of published checkpoints from safetensors files."""
 
 import os
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
-from transformer_embed._src.pretrained.description import (
-    OFFSETS,
-    OUTPUT_TABLE,
-    STACKS,
-    TOKENS,
-)
-from transformer_embed._src.pretrained.files import (
-    DTYPES,
-    Tensors,
-    open_tensors,
-    read_json,
-)
-from transformer_embed._src.pretrained.messages import (
-    call_with_named_errors,
-    check_mappings,
-)
+from transformer_embed._src.pretrained.description import OFFSETS, STACKS
+from transformer_embed._src.pretrained.files import DTYPES, Tensors, open_tensors
+from transformer_embed._src.pretrained.messages import check_mappings
 from transformer_embed._src.pretrained.own import CONFIG, read_own
 from transformer_embed._src.pretrained.parameters import (
     PretrainedInput,
     check_tensors,
-    checked_config,
     full_paths,
     parameters_of,
     read_parameters,
 )
-from transformer_embed._src.pretrained.recognition import recognised, shapes_of
+from transformer_embed._src.pretrained.published import read_published
 
 
 def load_embedder(
@@ -128,7 +111,7 @@ def load_embedder(
         return _read_by_hand(tensors, config, names)
     if is_own:
         return read_own(tensors)
-    return _read_published(tensors, stack, dict(settings or {}))
+    return read_published(tensors, stack, dict(settings or {}))
 
 
 def _read_by_hand(
@@ -140,45 +123,3 @@ def _read_by_hand(
     stored = {name: tensor for name, tensor in full.items() if tensor or name not in OFFSETS}
     check_tensors(tensors, "names", stored, parameters, may_lack=full, dtypes=(*DTYPES, "F64"))
     return PretrainedInput(config, read_parameters(tensors, stored, parameters), names=stored)
-
-
-def _read_published(
-    tensors: Tensors, stack: str | None, settings: dict[str, Any]
-) -> PretrainedInput:
-    """The layer of a known model, which config.json and `settings` describe."""
-    path = tensors.path.parent / "config.json"
-    in_file, type_in_file = _config_json(path)
-    model_type = settings.pop("model_type", None) or type_in_file
-    kind, names = recognised(tensors, model_type, stack)
-    place = f"{path}, for a model {kind.name}"
-    entries = kind.read(place, in_file, is_file=True)
-    entries |= kind.read("settings", settings, is_file=False)
-    value = kind.with_defaults(path, entries, type_in_file)
-    table = names.get(OUTPUT_TABLE)
-    # As in the library: two tables that differ are not tied, whatever config.json says.
-    if table and value["tie_word_embeddings"] and tensors.are_equal(table, names[TOKENS]):
-        del names[OUTPUT_TABLE]
-    shapes = shapes_of(tensors, names)
-    where = f"settings and {place}" if settings else place
-    options, rotary, bias = call_with_named_errors(
-        where, kind.describe, value, shapes, stack or STACKS[0]
-    )
-    dtype = tensors.entry(names[TOKENS]).dtype
-    options["param_dtype"] = DTYPES.get(dtype, jnp.dtype("float32"))
-    config = checked_config(tensors, where, options, names[TOKENS])
-    parameters = parameters_of(where, config, rotary, bias)
-    # An output layer that the config does not have is not read, and an offset that the file does
-    # not have is zeros. (In a file that `save_embedder` wrote, a missing offset is damage.)
-    stored = {name: tensor for name, tensor in names.items() if name in parameters}
-    check_tensors(tensors, where, stored, parameters, may_lack=OFFSETS)
-    params = read_parameters(tensors, stored, parameters)
-    return PretrainedInput(config, params, rotary, bias, stored)
-
-
-def _config_json(path: pathlib.Path) -> tuple[Mapping[str, Any], Any]:
-    """The text model's entries in a config.json, and its model type, or the whole model's."""
-    whole = read_json(path) if path.is_file() else {}
-    # A config.json of several models has the text model's own.
-    parts = [whole.get("text_config"), whole.get("text"), whole]
-    entries = next(part for part in parts if isinstance(part, dict))
-    return entries, entries.get("model_type") or whole.get("model_type")

@@ -35,8 +35,8 @@ from transformer_embed._src.pretrained.parameters import (
     PretrainedInput,
     Specs,
     by_path,
+    check_entry,
     check_tensors,
-    checked_config,
     full_paths,
     is_transposed,
     parameters_of,
@@ -123,10 +123,10 @@ def save_embedder(
         CONFIG: json.dumps(vars(config), default=encoded),
         EXTRAS: json.dumps(extras, default=encoded),
     }
-    file = pathlib.Path(path).resolve()
+    file = as_tensors(pathlib.Path(path).resolve(), arrays, {"format": "pt"} | texts)
     # What is written can be loaded.
-    _described(as_tensors(file, arrays, texts))
-    write_tensors(file, arrays, {"format": "pt"} | texts)
+    _described(file)
+    write_tensors(file, arrays)
 
 
 def _on_host(leaf: Any) -> np.ndarray:
@@ -153,7 +153,10 @@ def _described(tensors: Tensors) -> tuple[PretrainedInput, Specs]:
     extras = call_with_named_errors(path, PretrainedInput, None, {}, **entries)
     call_with_named_errors(path, check_mappings, **extras._asdict())
     names = {name: str(tensor) for name, tensor in (extras.names or {}).items()}
-    config = checked_config(tensors, path, options, names.get(TOKENS, TOKENS))
+    # Compared first: the time to make a config grows with its width.
+    width = options.get("embedding_width") or options.get("d_model")
+    check_entry(tensors, names.get(TOKENS, TOKENS), (options.get("vocab_size"), width))
+    config = call_with_named_errors(path, EmbedderConfig, **options)
     parameters = parameters_of(path, config, extras.rotary, extras.bias)
     for name in names.keys() - parameters.keys():
         # It stands beside the input layer.

@@ -121,16 +121,6 @@ def is_transposed(name: str, tensor: str) -> bool:
     return name == WIDEN and tensor != name
 
 
-def checked_config(
-    tensors: Tensors, where: Any, options: Mapping[str, Any], table: str
-) -> EmbedderConfig:
-    """The config, whose sizes are those of the table of tokens."""
-    # Compared first: the time to make a config grows with its width.
-    width = options.get("embedding_width") or options.get("d_model")
-    _check_entry(tensors, table, (options.get("vocab_size"), width))
-    return call_with_named_errors(where, EmbedderConfig, **options)
-
-
 def check_tensors(
     tensors: Tensors,
     where: Any,
@@ -146,7 +136,7 @@ def check_tensors(
     for name, tensor in names.items():
         shape = parameters[name].shape
         turned = shape[::-1] if is_transposed(name, tensor) else shape
-        _check_entry(tensors, tensor, turned, dtypes)
+        check_entry(tensors, tensor, turned, dtypes)
 
 
 def read_parameters(tensors: Tensors, names: Mapping[str, str], parameters: Specs) -> Params:
@@ -168,7 +158,7 @@ def read_parameters(tensors: Tensors, names: Mapping[str, str], parameters: Spec
     return params
 
 
-def _check_entry(
+def check_entry(
     tensors: Tensors, tensor: str, shape: tuple[Any, ...], dtypes: Collection[str] = DTYPES
 ) -> None:
     """Raises unless a tensor has this shape, apart from leading axes of 1, and such a dtype."""

@@ -1,7 +1,6 @@
 """The entries of config.json for rotary embeddings, as arguments of `apply_rotary`."""
 
 import functools
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,7 +31,6 @@ SCALINGS = {
     "yarn": rotary_scaling.YarnScaling,
     "llama3": rotary_scaling.Llama3Scaling,
     "longrope": rotary_scaling.LongRopeScaling,
-    "su": rotary_scaling.LongRopeScaling,
     PROPORTIONAL: rotary_scaling.LinearScaling,
     # Sections for images are not a scaling.
     "mrope": None,
@@ -53,8 +51,8 @@ def check(options: Mapping[str, Any]) -> None:
     """Raises as `apply_rotary` does for heads of a size that the arguments allow."""
     values = options.get("pair_axes") or ()
     # Real models have three axes; the time to trace a rotation grows with their number too.
-    most = {"at_least": 0, "at_most": MOST_AXES}
-    axes = arguments.entries("pair_axes", values, arguments.integer, **most)
+    is_axis = functools.partial(arguments.integer, at_least=0, at_most=MOST_AXES)
+    axes = arguments.entries("pair_axes", values, is_axis)
     factors = getattr(options.get("scaling"), "short_factor", ())
     pairs = len(factors) or len(axes)
     head_dim = 2 * pairs or max(WIDE_HEAD, options.get("rotary_dim") or 0)
@@ -100,14 +98,14 @@ def scaling(
     if made is None or (kind == PROPORTIONAL and entries.get("factor", 1) == 1):
         return None
     values = dict(entries)
-    taken = inspect.signature(made).parameters
+    taken = made.__dataclass_fields__
     if "original_length" in taken:
         # Dynamic scaling counts from the model's own length.
         length = max_len if kind == "dynamic" else original or entries.get(ORIGINAL) or max_len
         length = arguments.integer(ORIGINAL, length, at_least=1)
         # Factors are chosen for the trained length; replace `length` for longer ones.
         values |= {"original_length": length, "length": length}
-        if kind in ("yarn", "longrope", "su"):
+        if kind in ("yarn", "longrope"):
             values.setdefault("factor", (max_len or 0) / length)
     if not (values.get("mscale") and values.get("mscale_all_dim")):
         # The transformers library uses these two only if both are given.
@@ -151,8 +149,8 @@ def old_entries(layer: str, name: str, value: Any) -> dict[str, Any]:
     # The oldest files call the type "type".
     if "type" in scaling:
         scaling.setdefault("rope_type", scaling.pop("type"))
-    # Early files of Phi-3 call LongRoPE yarn.
-    if scaling.get("rope_type") == "yarn" and "short_factor" in scaling:
+    # Early files of Phi-3 call LongRoPE su, or yarn.
+    if scaling.get("rope_type") in ("su", "yarn") and "short_factor" in scaling:
         scaling["rope_type"] = "longrope"
     # Phi-MoE's attention factor, up to the trained length and beyond it.
     near, far = scaling.pop("short_mscale", None), scaling.pop("long_mscale", None)

@@ -1,16 +1,21 @@
-"""Finds the tensors of an input layer in a checkpoint, by the names that its model type has."""
+"""Reads the layer of a published model: its tensors have the names of its model type."""
 
+import pathlib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from transformer_embed._src import arguments
+from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.embedder import ROOT
 from transformer_embed._src.pretrained.architectures import ARCHITECTURES, by_model_type
 from transformer_embed._src.pretrained.description import (
     BIAS,
     LOGITS_BIAS,
     NORM_SCALE,
+    OFFSETS,
     OUTPUT_BIAS,
     OUTPUT_TABLE,
     POSITIONS,
@@ -22,8 +27,14 @@ from transformer_embed._src.pretrained.description import (
     Architecture,
     Shapes,
 )
-from transformer_embed._src.pretrained.files import Tensors
-from transformer_embed._src.pretrained.messages import short_repr
+from transformer_embed._src.pretrained.files import DTYPES, Tensors, read_json
+from transformer_embed._src.pretrained.messages import call_with_named_errors, short_repr
+from transformer_embed._src.pretrained.parameters import (
+    PretrainedInput,
+    check_tensors,
+    parameters_of,
+    read_parameters,
+)
 
 BY_HAND = (
     "by hand: load_embedder(path, config=EmbedderConfig(vocab_size, d_model, scheme=None, "
@@ -37,6 +48,48 @@ class Match(NamedTuple):
     kind: Architecture
     prefix: str
     names: dict[str, str]
+
+
+def read_published(
+    tensors: Tensors, stack: str | None, settings: dict[str, Any]
+) -> PretrainedInput:
+    """The layer of a known model, which config.json and `settings` describe."""
+    path = tensors.path.parent / "config.json"
+    in_file, type_in_file = _config_json(path)
+    model_type = settings.pop("model_type", None) or type_in_file
+    kind, names = recognised(tensors, model_type, stack)
+    place = f"{path}, for a model {kind.name}"
+    entries = kind.read(place, in_file, is_file=True)
+    entries |= kind.read("settings", settings, is_file=False)
+    value = kind.with_defaults(path, entries, type_in_file)
+    table = names.get(OUTPUT_TABLE)
+    # As in the library: two tables that differ are not tied, whatever config.json says.
+    if table and value["tie_word_embeddings"] and tensors.are_equal(table, names[TOKENS]):
+        del names[OUTPUT_TABLE]
+    shapes = shapes_of(tensors, names)
+    where = f"settings and {place}" if settings else place
+    options, rotary, bias = call_with_named_errors(
+        where, kind.describe, value, shapes, stack or STACKS[0]
+    )
+    dtype = tensors.entry(names[TOKENS]).dtype
+    options["param_dtype"] = DTYPES.get(dtype, jnp.dtype("float32"))
+    config = call_with_named_errors(where, EmbedderConfig, **options)
+    parameters = parameters_of(where, config, rotary, bias)
+    # An output layer that the config does not have is not read, and an offset that the file does
+    # not have is zeros. (In a file that `save_embedder` wrote, a missing offset is damage.)
+    stored = {name: tensor for name, tensor in names.items() if name in parameters}
+    check_tensors(tensors, where, stored, parameters, may_lack=OFFSETS)
+    params = read_parameters(tensors, stored, parameters)
+    return PretrainedInput(config, params, rotary, bias, stored)
+
+
+def _config_json(path: pathlib.Path) -> tuple[Mapping[str, Any], Any]:
+    """The text model's entries in a config.json, and its model type, or the whole model's."""
+    whole = read_json(path) if path.is_file() else {}
+    # A config.json of several models has the text model's own.
+    parts = [whole.get("text_config"), whole.get("text"), whole]
+    entries = next(part for part in parts if isinstance(part, dict))
+    return entries, entries.get("model_type") or whole.get("model_type")
 
 
 def recognised(
