@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 import jax.typing
 import numpy as np
+from jaxtyping import Array, Float, Int32
 
 __all__ = ["ArrayLike", "DTypeLike"]
+
+# Shapes that many functions take or return: an id for each token, a vector for each, and a row for
+# each id.
+Ids = Int32[Array, "..."]
+Vectors = Float[Array, "... d"]
+TableArray = Float[Array, "v d"]
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike

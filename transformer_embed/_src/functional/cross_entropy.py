@@ -391,9 +391,7 @@ def _cut_into_chunks(chunk_size, *values):
     return tuple(map(cut, values))
 
 
-def _array_and_layout(
-    x: Float[Array, "... d"], table: Float[Array, "v d"] | Table
-) -> tuple[Float[Array, "v d"], OutputLayout]:
+def _array_and_layout(x, table):
     """The table's array, and how it and x are split: plain arrays, only by explicit axes."""
     if isinstance(table, Table):
         return table.output_layout(x)

@@ -55,7 +55,7 @@ def dropout(rng: Array, rate: float, x: ArrayLike) -> Float[Array, "..."]:
 
 
 @compiled(2)
-def _drop_elements(key: Array, x: Float[Array, "..."], keep_rate: float) -> Float[Array, "..."]:
+def _drop_elements(key, x, keep_rate) -> Float[Array, "..."]:
     """x after dropout.
 
     Compiled for eager callers too, so that jax counts the key as used; jax_debug_key_reuse

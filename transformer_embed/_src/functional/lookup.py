@@ -6,10 +6,10 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
-from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.array_types import ArrayLike, Ids, TableArray, Vectors
 from transformer_embed._src.functional.compiled import compiled
 from transformer_embed._src.functional.lookup_gradient import explicit_sharding, read_or_zero
 from transformer_embed._src.functional.partitioning import OutputLayout
@@ -37,14 +37,14 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
         """The dtype of its rows."""
         raise NotImplementedError
 
-    def gather(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
+    def gather(self, ids: Ids) -> Vectors:
         """The row of each id; an id out of range reads the nearest row.
 
         Gradients of repeated ids are summed in float32 or wider.
         """
         raise NotImplementedError
 
-    def output_layout(self, x: Float[Array, "... d"]) -> tuple[Float[Array, "v d"], OutputLayout]:
+    def output_layout(self, x: Vectors) -> tuple[TableArray, OutputLayout]:
         """The rows in vocabulary order, then padding, and how their product with x is split."""
         want = "a whole table, trained densely, since the output layer is tied to it"
         raise arguments.type_error("table", want, "some of its rows")
@@ -150,7 +150,7 @@ def check_ids(ids: ArrayLike, vocab_size: int) -> None:
     )
 
 
-def as_table(name: str, table: ArrayLike | Table) -> Float[Array, "v d"] | Table:
+def as_table(name: str, table: ArrayLike | Table) -> TableArray | Table:
     """A floating array of rank 2 with at least one row, or a `Table`."""
     if isinstance(table, Table):
         return table
@@ -162,7 +162,7 @@ def as_table(name: str, table: ArrayLike | Table) -> Float[Array, "v d"] | Table
     return array
 
 
-def rows_at(table: Float[Array, "v d"], ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
+def rows_at(table: TableArray, ids: Ids) -> Vectors:
     """`table[ids]`; an id out of range reads the nearest row.
 
     Gradients of repeated ids are summed in float32 or wider.
@@ -171,14 +171,8 @@ def rows_at(table: Float[Array, "v d"], ids: Int32[Array, "..."]) -> Float[Array
 
 
 @compiled(2, 3, 4)
-def _lookup(
-    table: Float[Array, "v d"] | Table,
-    ids: Int32[Array, "..."],
-    pad_id: int | None,
-    out_of_range: str,
-    lookup_style: str,
-) -> Float[Array, "... d"]:
-    """Compiled for eager callers too."""
+def _lookup(table, ids, pad_id, out_of_range, lookup_style) -> Vectors:
+    """`lookup`, compiled for eager callers too."""
     if isinstance(table, Table):
         rows = table.gather(ids)
     elif lookup_style == "gather":
@@ -191,13 +185,7 @@ def _lookup(
     return _replace_special_rows(rows, ids, table.shape[0], pad_id, out_of_range)
 
 
-def _replace_special_rows(
-    rows: Float[Array, "... d"],
-    ids: Int32[Array, "..."],
-    vocab_size: int,
-    pad_id: int | None,
-    out_of_range: str,
-) -> Float[Array, "... d"]:
+def _replace_special_rows(rows, ids, vocab_size, pad_id, out_of_range) -> Vectors:
     """The rows, with NaN or zeros at ids out of range and zeros at padding."""
     if out_of_range != "clip":
         # As uint32, a negative id lies above any vocabulary: one comparison tells both ends.
@@ -211,9 +199,7 @@ def _replace_special_rows(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def _gather(
-    table: Float[Array, "v d"], ids: Int32[Array, "..."], pad_id: int | None, out_of_range: str
-) -> Float[Array, "... d"]:
+def _gather(table, ids, pad_id, out_of_range) -> Vectors:
     """`lookup` in a plain table."""
     # As uint32, so that jax adds no wrapping of negative indices.
     index = jnp.clip(ids, 0, table.shape[0] - 1).astype(jnp.uint32)

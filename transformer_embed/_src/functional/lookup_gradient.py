@@ -8,10 +8,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Integer, UInt32
 
 from transformer_embed._src import arguments
+from transformer_embed._src.array_types import TableArray, Vectors
+
+# Past the end for what has no row.
+Index = UInt32[Array, "..."]
 
 
 @jax.jit
-def read_or_zero(table: Float[Array, "v d"], index: UInt32[Array, "..."]) -> Float[Array, "... d"]:
+def read_or_zero(table: TableArray, index: Index) -> Vectors:
     """`table[index]`, and zeros for an index past the end.
 
     It is linear in the table, and its transpose is the table's gradient.
@@ -29,7 +33,7 @@ def read_or_zero(table: Float[Array, "v d"], index: UInt32[Array, "..."]) -> Flo
         """A read whose transpose is a scatter-add, by atomic additions on a GPU."""
         return table.at[index].get(mode="fill", fill_value=0, out_sharding=explicit)
 
-    if not _can_sort_index(table, index, explicit):
+    if not _can_sort_index(table, index):
         return read_each_repeat(wide, index).astype(table.dtype)
     read_once = jax.checkpoint(_read_each_row_once)
     if explicit is not None:
@@ -44,24 +48,24 @@ def read_or_zero(table: Float[Array, "v d"], index: UInt32[Array, "..."]) -> Flo
     return rows.astype(table.dtype)
 
 
-def _can_sort_index(
-    table: Float[Array, "v d"], index: UInt32[Array, "..."], explicit: NamedSharding | None
-) -> bool:
-    """Whether each device has the whole vocabulary, and its part of the index while tracing."""
-    sizes = (index.size, table.size)
+def _can_sort_index(table: TableArray, index: Index) -> bool:
+    """Whether each device has the whole vocabulary, and its part of the index while tracing.
+
+    If the compiler may split the batch over devices, a sort would gather all of it on each device.
+    """
     # A symbolic size is not an int, and an empty array has no runs.
-    if not all(isinstance(size, int) and size for size in sizes):
+    if not all(isinstance(size, int) and size for size in (index.size, table.size)):
         return False
-    if explicit is None:
-        return _is_on_one_device()
-    all_explicit = set(explicit.mesh.axis_types) == {jax.sharding.AxisType.Explicit}
-    # Before jax 0.7, a shard_map under explicit axes has no transpose.
-    return all_explicit and jax.typeof(table).sharding.spec[0] is None and hasattr(jax, "set_mesh")
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = set(mesh.axis_types)
+    if kinds == {jax.sharding.AxisType.Explicit}:
+        # Before jax 0.7, a shard_map under explicit axes has no transpose.
+        return jax.typeof(table).sharding.spec[0] is None and hasattr(jax, "set_mesh")
+    devices = jax.device_count() if mesh.empty else mesh.size
+    return devices == 1 or kinds == {jax.sharding.AxisType.Manual}
 
 
-def _read_each_row_once(
-    table: Float[Array, "v d"], index: UInt32[Array, "..."]
-) -> Float[Array, "... d"]:
+def _read_each_row_once(table: TableArray, index: Index) -> Vectors:
     """A read whose transpose sums the rows of each index and writes each sum once.
 
     It sorts the rows by index.
@@ -102,20 +106,7 @@ def _sum_runs(starts: Bool[Array, "n"], rows: Float[Array, "n d"]) -> Float[Arra
     return jax.lax.associative_scan(join, (starts[:, None], rows))[1]
 
 
-def _is_on_one_device() -> bool:
-    """Whether it is known that the program, or its part inside a shard_map, runs on one device.
-
-    If the compiler may split the batch over devices, a sort would gather all of it on each device.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return jax.device_count() == 1
-    return mesh.size == 1 or set(mesh.axis_types) == {jax.sharding.AxisType.Manual}
-
-
-def explicit_sharding(
-    table: Float[Array, "v d"], ids: Integer[Array, "..."]
-) -> NamedSharding | None:
+def explicit_sharding(table: TableArray, ids: Integer[Array, "..."]) -> NamedSharding | None:
     """The sharding of the rows under explicit mesh axes; None under other axes.
 
     It is that of the ids, then that of the table's columns.

@@ -1,10 +1,10 @@
 """The output layer: the product of x with every row of a table, such as the embedding table."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
@@ -12,7 +12,6 @@ from transformer_embed._src.functional.compiled import compiled
 from transformer_embed._src.functional.lookup import Table, as_table
 from transformer_embed._src.functional.partitioning import (
     ON_ONE_DEVICE,
-    OutputLayout,
     all_gather,
     devices_along,
     index_along,
@@ -89,15 +88,8 @@ class OutputOptions(NamedTuple):
     pad_id: int | None
 
 
-def as_output_layer(
-    x: ArrayLike,
-    table: ArrayLike | Table,
-    bias: ArrayLike | None,
-    softcap: float | None,
-    scale: float,
-    pad_id: int | None,
-) -> tuple[Array, Array | Table, Array | None, OutputOptions]:
-    """x, the table and the bias as arrays that fit each other, and the static options."""
+def as_output_layer(x, table, bias, softcap, scale, pad_id):
+    """The arguments of `linear_logits`: arrays that fit each other, and the static options."""
     table, x = as_table("table", table), arguments.as_floats("x", x)
     vocab_size, width = table.shape
     arguments.check_same("x", "a last axis of the table's width", x.shape[-1:], (width,))
@@ -113,14 +105,8 @@ def as_output_layer(
     return x, table, bias, options
 
 
-def row_logits(
-    options: OutputOptions,
-    layout: OutputLayout,
-    x: Float[Array, "... d"],
-    rows: Float[Array, "v d"],
-    bias: Float[Array, "v"] | None,
-) -> tuple[Float[Array, "... v"], float, Int32[Array, "... v"], Any]:
-    """The product of gathered x with whole rows, on one device.
+def row_logits(options, layout, x, rows, bias):
+    """The product of gathered x [..., d] with whole rows [rows, d], on one device.
 
     Returns:
         logits: [..., rows] in float32 or wider; that of padding is as of any row.
@@ -148,13 +134,7 @@ def row_logits(
 
 
 @compiled(0, 1)
-def _logits(
-    layout: OutputLayout,
-    options: OutputOptions,
-    x: Float[Array, "... d"],
-    table: Float[Array, "v d"],
-    bias: Float[Array, "v"] | None,
-) -> Float[Array, "... v"]:
+def _logits(layout, options, x, table, bias) -> Float[Array, "... v"]:
     """`linear_logits` of an array, which is padded if it is longer than the vocabulary."""
 
     def multiply(x, shard, bias):

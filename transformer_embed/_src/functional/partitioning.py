@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
+from transformer_embed._src.array_types import TableArray
+
 Axes = tuple[str, ...]
 
 
@@ -144,7 +146,7 @@ class OutputLayout(NamedTuple):
         padded = jnp.pad(replicated(bias, self.mesh), (0, size - len(bias)))
         return reshard(padded, NamedSharding(self.mesh, PartitionSpec(self.vocabulary)))
 
-    def exchange(self, array: Float[Array, "v d"], split: int, concat: int) -> Float[Array, "w c"]:
+    def exchange(self, array: TableArray, split: int, concat: int) -> Float[Array, "w c"]:
         """Inside shard_map, a shard as whole rows (split 0, concat 1), or back (1, 0)."""
         if not self.columns:
             return array

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Integer, Shaped, UInt32
+from jaxtyping import Array, Float32, Integer, Shaped, UInt32
 
 from transformer_embed._src import arguments
 
@@ -28,6 +28,8 @@ PRECISION = decimal.Context(prec=80, traps=[decimal.InvalidOperation, decimal.Di
 
 # An array of words; a phase has a high and a low one.
 Word = UInt32[Array, "..."]
+Whole = Integer[Array, "..."]
+Real = Float32[Array, "..."]
 
 
 class Words(NamedTuple):
@@ -119,7 +121,7 @@ def sinusoid(
     return jnp.where(fits, sine, jnp.nan)
 
 
-def multiply_high(a: Integer[Array, "..."], b: Array | np.ndarray | np.uint32) -> Word:
+def multiply_high(a: Whole, b: Array | np.ndarray | np.uint32) -> Word:
     """The upper 32 bits of the product of an int32 or uint32 `a` and a uint32 `b`.
 
     They come from four 16-bit products.
@@ -132,16 +134,14 @@ def multiply_high(a: Integer[Array, "..."], b: Array | np.ndarray | np.uint32) -
     return a_high * b_high + middle_high + (a_low * b_high + (middle & 0xFFFF) >> 16)
 
 
-def _multiply(number: Integer[Array, "..."], high: np.ndarray, low: np.ndarray) -> _Phase:
+def _multiply(number: Whole, high: np.ndarray, low: np.ndarray) -> _Phase:
     """The product of an int32 or uint32 and a fraction of two words, modulo one turn."""
     word = number.astype(jnp.uint32)
     return _Phase(word * high + multiply_high(number, low), word * low)
 
 
 @jax.custom_jvp
-def _sine_at_float(
-    positions: Float32[Array, "... #d"], frequencies: Words, quarters: Array | np.ndarray
-) -> Float32[Array, "... d"]:
+def _sine_at_float(positions: Real, frequencies: Words, quarters) -> Real:
     magnitude = jnp.abs(positions)
     # sin(-angle + quarter) is sin(angle + half a turn - quarter).
     quarters = jnp.where(positions < 0, np.uint32(2) - quarters, quarters)
@@ -158,7 +158,7 @@ def _sine_at_float_jvp(primals, tangents):
     return _sine_at_float(*primals), slope * tangents[0]
 
 
-def _float_phase(magnitude: Float32[Array, "..."], frequencies: Words) -> _Phase:
+def _float_phase(magnitude: Real, frequencies: Words) -> _Phase:
     """The phase of |position|, from the words of its whole part and of its fraction."""
     whole = jnp.floor(magnitude)
     rest = (magnitude - whole) * 2.0**32
@@ -199,7 +199,7 @@ _SIGN, _IS_ODD, _REST = np.uint32(1 << 31), np.uint32(1 << 30), np.uint32((1 << 
 _EIGHTH = np.uint32(1 << 29)
 
 
-def _sine_of_phase(phase: _Phase, quarters: Array | np.ndarray) -> Float32[Array, "..."]:
+def _sine_of_phase(phase: _Phase, quarters) -> Real:
     """The sine, from one polynomial: the sine's near an even quarter turn, else the cosine's."""
     shifted = phase.high + ((quarters << 30) + _EIGHTH)
     is_sine = shifted & _IS_ODD == 0
@@ -221,9 +221,7 @@ def _sine_of_phase(phase: _Phase, quarters: Array | np.ndarray) -> Float32[Array
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _radians(
-    rest: Integer[Array, "..."], low: Word
-) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+def _radians(rest: Whole, low: Word) -> tuple[Real, Real]:
     """`rest` of 2**-32 turns and `low` of 2**-64 in radians: the angle and its rounding error."""
     # |rest| is at most 2**29; the nearest multiple of 2**18 has 12 bits above its zeros.
     coarse = rest + (1 << 17) & -(1 << 18)

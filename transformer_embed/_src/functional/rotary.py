@@ -176,12 +176,7 @@ class _Options(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "options"))
-def _rotated(
-    x: Float[Array, "... t h d"],
-    positions: Shaped[Array, "... t axes"],
-    layout: str,
-    options: _Options,
-) -> Float[Array, "... t h d"]:
+def _rotated(x, positions, layout, options) -> Float[Array, "... t h d"]:
     """x with its pairs rotated."""
     # Compiled even if the caller is not: else the loop in `_cos_and_sin` would compile at each
     # call. Expanded to x's rank, because users may disable jax's rank promotion.
@@ -197,9 +192,7 @@ def _rotated(
 
 
 @compiled(1, 2, 3, 4)
-def _permuted(
-    weights: Shaped[Array, "... hd"], num_heads: int, dim: int, source: str, target: str
-) -> Shaped[Array, "... hd"]:
+def _permuted(weights, num_heads, dim, source, target) -> Shaped[Array, "... hd"]:
     heads = weights.reshape(*weights.shape[:-1], num_heads, -1)
     pairs = _join_pairs(_split_pairs(heads[..., :dim], source), target)
     return jnp.concatenate([pairs, heads[..., dim:]], -1).reshape(weights.shape)

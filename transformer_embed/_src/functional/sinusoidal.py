@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
-from transformer_embed._src.array_types import ArrayLike, DTypeLike
+from transformer_embed._src.array_types import ArrayLike, DTypeLike, Vectors
 from transformer_embed._src.functional import phase
 from transformer_embed._src.functional.compiled import compiled
 
@@ -239,7 +239,7 @@ class Sinusoids:
 
 def encode(
     positions: ArrayLike, d_model: int, options: Sinusoids, dtype: DTypeLike = jnp.float32
-) -> Float[Array, "... d"]:
+) -> Vectors:
     """`sinusoidal_encoding` with these options."""
     d_model, dtype = arguments.size("d_model", d_model), arguments.result_dtype("dtype", dtype)
     positions = arguments.as_positions("positions", positions)
@@ -309,22 +309,12 @@ def _part_width(d_model: int, axes: int, odd: str) -> int:
 
 
 @compiled(1, 2, 3)
-def _encoding(
-    positions: Shaped[Array, "..."], d_model: int, options: Sinusoids, dtype: jnp.dtype
-) -> Float[Array, "... d"]:
+def _encoding(positions, d_model, options, dtype) -> Vectors:
     return phase.sinusoid(positions[..., None], *channels(options, d_model)).astype(dtype)
 
 
 @compiled(2, 3, 4, 5, 6)
-def _grid_encoding(
-    points: Int32[Array, "..."] | None,
-    coordinates: tuple[Array, ...] | None,
-    lengths: tuple[int, ...],
-    order: tuple[int, ...],
-    d_model: int,
-    options: Sinusoids,
-    dtype: jnp.dtype,
-) -> Float[Array, "... d"]:
+def _grid_encoding(points, coordinates, lengths, order, d_model, options, dtype) -> Vectors:
     if points is None:
         # The coordinates of an axis, with a size of 1 along the others.
         along = jnp.indices(lengths, jnp.int32, sparse=True)
