@@ -324,7 +324,7 @@ class TestPermutedWeights:
         ),
         (
             ValueError,
-            "shape: wanted a grid of at most 2147483647 points",
+            "shape: its number of points: wanted an int of at most 2147483647",
             lambda: te.sinusoidal_grid((46341, 46341), 4, positions=[0]),
         ),
     ],

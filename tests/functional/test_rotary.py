@@ -994,7 +994,7 @@ P = np.arange(3)
         ),
         (
             ValueError,
-            "positions: wanted shape [..., length, 2 or more], as pair_axes says, got shape [3]",
+            "positions: wanted a last axis of x's tokens' length, 3, got shape []",
             lambda: apply_rotary(X, P, pair_axes=(0, 0, 1, 1)),
         ),
         (

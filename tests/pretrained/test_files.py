@@ -481,7 +481,7 @@ CONFIG_TEXT = json.dumps({"vocab_size": 7, "d_model": 6})
         (
             {"scheme": {"kind": "SinusoidalGrid", "shape": [2] * 500}},
             {},
-            "shape: wanted a grid of at most 2147483647 points, got (2, ",
+            "shape: its number of points: wanted an int of at most 2147483647, got ",
         ),
         (
             {"scheme": {"kind": "Learned", "max_len": 2**60}},

@@ -23,7 +23,7 @@ over the mesh; `_loss_on_device` receives, scans `_add_chunk` and sends;
 import functools
 import math
 import operator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -168,7 +168,7 @@ def linear_cross_entropy(
         arguments.rate("label_smoothing", label_smoothing),
         arguments.not_negative("z_loss", z_loss),
         arguments.choice("reduction", reduction, REDUCTIONS),
-        None if chunk_size is None else arguments.integer("chunk_size", chunk_size, at_least=1),
+        None if chunk_size is None else arguments.size("chunk_size", chunk_size),
     )
     return _weighted_loss(
         options,

@@ -13,8 +13,6 @@ from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.functional.compiled import compiled
 from transformer_embed._src.functional.phase import Word
 
-_THREEFRY = "threefry2x32"
-
 
 def dropout(rng: Array, rate: float, x: ArrayLike) -> Float[Array, "..."]:
     """Zeroes elements of x at random with probability `rate` and divides the others by `1 - rate`.
@@ -64,12 +62,12 @@ def _drop_elements(key, x, keep_rate) -> Float[Array, "..."]:
     return _keep_mask(key, keep_rate, x.shape).astype(x.dtype) * x / keep_rate
 
 
-def _keep_mask(key: Array, keep_rate: float, shape: tuple[int, ...]) -> Bool[Array, "..."]:
+def _keep_mask(key, keep_rate, shape) -> Bool[Array, "..."]:
     """`jax.random.bernoulli(key, keep_rate, shape)`."""
     from_jax = functools.partial(jax.random.bernoulli, p=keep_rate, shape=shape)
     draws_32_bits = jnp.result_type(float) == jnp.float32
     partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
-    counts_elements = partitionable and str(jax.random.key_impl(key)) == _THREEFRY
+    counts_elements = partitionable and str(jax.random.key_impl(key)) == "threefry2x32"
     # Elements are counted in 64 bits; ours are the lower ones.
     is_small = all(isinstance(size, int) for size in shape) and math.prod(shape) < 2**32
     if not (is_small and draws_32_bits and counts_elements):

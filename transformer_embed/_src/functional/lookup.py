@@ -27,15 +27,9 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
     it. Any other use as an array is a TypeError.
     """
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """[vocab_size, d]."""
-        raise NotImplementedError
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """The dtype of its rows."""
-        raise NotImplementedError
+    # [vocab_size, d], and the dtype of the rows.
+    shape: Any
+    dtype: Any
 
     def gather(self, ids: Ids) -> Vectors:
         """The row of each id; an id out of range reads the nearest row.
@@ -160,14 +154,6 @@ def as_table(name: str, table: ArrayLike | Table) -> TableArray | Table:
             name, "shape [vocab_size, d] with at least one row", f"shape {list(array.shape)}"
         )
     return array
-
-
-def rows_at(table: TableArray, ids: Ids) -> Vectors:
-    """`table[ids]`; an id out of range reads the nearest row.
-
-    Gradients of repeated ids are summed in float32 or wider.
-    """
-    return _gather(table, ids, None, "clip")
 
 
 @compiled(2, 3, 4)

@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int32
-
-from transformer_embed._src.array_types import TableArray
+from jaxtyping import Array
 
 Axes = tuple[str, ...]
 
@@ -41,7 +39,7 @@ def devices_along(mesh: Any, axes: Axes) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def index_along(axes: Axes) -> Int32[Array, ""] | int:
+def index_along(axes: Axes) -> Array | int:
     """Inside shard_map, the index of this device's block along these axes."""
     return jax.lax.axis_index(axes) if axes else 0
 
@@ -124,7 +122,7 @@ class OutputLayout(NamedTuple):
         kept = (*self.tokens, ())
         return [axes[len(leading) :] for axes, leading in zip(self.x, kept, strict=False)]
 
-    def specs(self) -> Sequence[PartitionSpec]:
+    def specs(self) -> tuple:
         """The specs of x, of the table and of the bias."""
         table = PartitionSpec(self.rows, self.columns)
         return PartitionSpec(*self.x), table, PartitionSpec(self.vocabulary)
@@ -139,26 +137,26 @@ class OutputLayout(NamedTuple):
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
-    def split_bias(self, bias: Float[Array, "v"] | None, size: int) -> Float[Array, "w"] | None:
+    def split_bias(self, bias: Array | None, size: int) -> Array | None:
         """The bias of a table of this size, split as the vocabulary, with zeros for its padding."""
         if bias is None or self.mesh is None:
             return bias
         padded = jnp.pad(replicated(bias, self.mesh), (0, size - len(bias)))
         return reshard(padded, NamedSharding(self.mesh, PartitionSpec(self.vocabulary)))
 
-    def exchange(self, array: TableArray, split: int, concat: int) -> Float[Array, "w c"]:
+    def exchange(self, array: Array, split: int, concat: int) -> Array:
         """Inside shard_map, a shard as whole rows (split 0, concat 1), or back (1, 0)."""
         if not self.columns:
             return array
         return jax.lax.all_to_all(array, self.columns, split, concat, tiled=True)
 
-    def own_part(self, values: Float[Array, "..."], summed: Axes = ()) -> Float[Array, "..."]:
+    def own_part(self, values: Array, summed: Axes = ()) -> Array:
         """This device's part of gathered values, after their sum over the axes `summed`.
 
         Devices along the other axes that they were gathered over have the same values.
         """
         dimensions = self.gathered[: values.ndim]
-        gathered = tuple(itertools.chain(*dimensions))
+        gathered = sum(dimensions, ())
         values = jax.lax.psum(values, tuple(axis for axis in summed if axis not in gathered))
         copies = tuple(axis for axis in gathered if axis not in summed)
         return reduce_scatter(values / devices_along(self.mesh, copies), dimensions)

@@ -9,7 +9,6 @@ the angle each time the position doubles.
 """
 
 import decimal
-from collections.abc import Sequence
 from decimal import Decimal
 from typing import NamedTuple
 
@@ -67,7 +66,7 @@ def geometric_frequencies(
         return np.multiply.accumulate(factors)
 
 
-def words(frequencies: Sequence[Decimal] | np.ndarray) -> Words:
+def words(frequencies: np.ndarray) -> Words:
     """The words of frequencies in radians per unit of position, rounded to 2**-64 turns."""
     with decimal.localcontext(PRECISION):
         # An infinite one has no integer.

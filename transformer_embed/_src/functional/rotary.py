@@ -106,11 +106,11 @@ def apply_rotary(
     if pair_axes is None:
         points = points[..., None]
     else:
-        axes = arguments.entries("pair_axes", pair_axes, arguments.integer, at_least=0)
+        last = points.shape[-1] - 1
+        axes = arguments.entries(
+            "pair_axes", pair_axes, arguments.integer, at_least=0, at_most=last
+        )
         arguments.check_same("pair_axes", "a number for each pair", len(axes), dim // 2)
-        if points.ndim < 2 or points.shape[-1] <= max(axes):
-            want = f"shape [..., length, {max(axes) + 1} or more], as pair_axes says"
-            raise arguments.value_error("positions", want, f"shape {list(points.shape)}")
     arguments.check_ends_in_length("positions", points.shape[:-1], x.shape[:-2], "x's tokens")
     base = arguments.positive("base", base)
     return _rotated(x, points, layout, _Options(dim, rotated // 2, base, scaling, axes))
@@ -222,7 +222,7 @@ def _cos_and_sin(
     for axis, other in enumerate(others, 1):
         position = jnp.where(pair_axes == axis, other, position)
 
-    def wave(quarter: Array) -> Float[Array, "... t h p"]:
+    def wave(quarter):
         return np.float32(attention_factor) * phase.sinusoid(position, frequencies, quarter)
 
     # On a CPU, XLA fuses the phases into the products and computes them again for each head; it

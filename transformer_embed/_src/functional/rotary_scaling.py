@@ -69,9 +69,9 @@ class LinearScaling(_Scaling):
 
     factor: float
 
-    def scaled(self, dim: int, base: float) -> np.ndarray:
-        """The frequencies of dim channels, as decimals."""
-        return unscaled(dim, base) / Decimal(self.factor)
+    def scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
+        """The frequencies, scaled; decimals, as they are in `phase.geometric_frequencies`."""
+        return frequencies / Decimal(self.factor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +99,9 @@ class NTKScaling(_Scaling):
 
     alpha: float
 
-    def scaled(self, dim: int, base: float) -> np.ndarray:
-        """The frequencies of dim channels, as decimals."""
-        return _ntk(dim, base, Decimal(self.alpha))
+    def scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
+        """The frequencies, scaled; decimals, as they are in `phase.geometric_frequencies`."""
+        return _ntk(frequencies, Decimal(self.alpha))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,11 +137,11 @@ class DynamicNTKScaling(_Scaling):
     original_length: int
     length: int
 
-    def scaled(self, dim: int, base: float) -> np.ndarray:
-        """The frequencies of dim channels, as decimals."""
+    def scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
+        """The frequencies, scaled; decimals, as they are in `phase.geometric_frequencies`."""
         longer = Decimal(max(self.length, self.original_length)) / Decimal(self.original_length)
         factor = Decimal(self.factor)
-        return _ntk(dim, base, factor * longer - (factor - 1))
+        return _ntk(frequencies, factor * longer - (factor - 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,9 +203,9 @@ class YarnScaling(_Scaling):
             self, beta_fast=functools.partial(arguments.real, above=self.beta_slow)
         )
 
-    def scaled(self, dim: int, base: float) -> np.ndarray:
-        """The frequencies of dim channels, as decimals."""
-        log_base = Decimal(arguments.real("base", base, above=1)).ln()
+    def scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
+        """The frequencies, scaled; decimals, as they are in `phase.geometric_frequencies`."""
+        dim, log_base = 2 * len(frequencies), Decimal(arguments.real("base", base, above=1)).ln()
 
         def index(turns: float) -> Decimal:
             return (
@@ -220,7 +220,7 @@ class YarnScaling(_Scaling):
         if low == high:
             high += Decimal("0.001")
         ramp = (np.arange(dim // 2, dtype=object) - low) / (high - low)
-        return _blended(unscaled(dim, base), ramp, self.factor)
+        return _blended(frequencies, ramp, self.factor)
 
     def usual_attention_factor(self) -> float:
         """See `_Scaling`."""
@@ -270,9 +270,8 @@ class Llama3Scaling(_Scaling):
         above_low = functools.partial(arguments.real, above=self.low_freq_factor)
         arguments.convert_fields(self, high_freq_factor=above_low)
 
-    def scaled(self, dim: int, base: float) -> np.ndarray:
-        """The frequencies of dim channels, as decimals."""
-        frequencies = unscaled(dim, base)
+    def scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
+        """The frequencies, scaled; decimals, as they are in `phase.geometric_frequencies`."""
         low, high = Decimal(self.low_freq_factor), Decimal(self.high_freq_factor)
         turns = self.original_length * frequencies / (2 * phase.PI)
         return _blended(frequencies, (high - turns) / (high - low), self.factor)
@@ -320,13 +319,13 @@ class LongRopeScaling(_Scaling):
     length: int
     attention_factor: float | None = None
 
-    def scaled(self, dim: int, base: float) -> np.ndarray:
-        """The frequencies of dim channels, as decimals."""
+    def scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
+        """The frequencies, scaled; decimals, as they are in `phase.geometric_frequencies`."""
         name = "long_factor" if self.length > self.original_length else "short_factor"
         factors = getattr(self, name)
         what = "half as many numbers as rotated channels"
-        arguments.check_same(name, what, len(factors), dim // 2)
-        return unscaled(dim, base) / [Decimal(factor) for factor in factors]
+        arguments.check_same(name, what, len(factors), len(frequencies))
+        return frequencies / [Decimal(factor) for factor in factors]
 
     def usual_attention_factor(self) -> float:
         """See `_Scaling`."""
@@ -344,11 +343,12 @@ def scaled_frequencies(scaling: Scaling | None, dim: int, base: float) -> tuple[
 
     dim must be even if there is a scaling.
     """
+    frequencies = unscaled(dim, base)
     if scaling is None:
-        return unscaled(dim, base), 1.0
+        return frequencies, 1.0
     with decimal.localcontext(phase.PRECISION):
         factor = scaling.attention_factor or scaling.usual_attention_factor()
-        return scaling.scaled(dim, base), factor
+        return scaling.scaled(frequencies, base), factor
 
 
 def unscaled(dim: int, base: float) -> np.ndarray:
@@ -356,11 +356,11 @@ def unscaled(dim: int, base: float) -> np.ndarray:
     return phase.geometric_frequencies((dim + 1) // 2, base, dim / 2)
 
 
-def _ntk(dim: int, base: float, alpha: Decimal) -> np.ndarray:
+def _ntk(frequencies: np.ndarray, alpha: Decimal) -> np.ndarray:
     """The frequencies of a base multiplied by alpha ** (d / (d - 2))."""
     # (base * alpha ** (d / (d - 2))) ** (-2i / d) = base ** (-2i / d) * alpha ** (-i / (d / 2 - 1))
-    pairs = dim // 2
-    return unscaled(dim, base) * phase.geometric_frequencies(pairs, alpha, pairs - 1)
+    pairs = len(frequencies)
+    return frequencies * phase.geometric_frequencies(pairs, alpha, pairs - 1)
 
 
 def _blended(frequencies: np.ndarray, shares: np.ndarray, factor: float) -> np.ndarray:

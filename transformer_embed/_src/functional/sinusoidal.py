@@ -251,10 +251,7 @@ def as_grid(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The points along each axis of a grid, and the axes in the order of their channels."""
     lengths = arguments.entries("shape", shape, arguments.size)
-    points = math.prod(lengths)
-    if points >= 2**31:
-        want = f"a grid of at most {2**31 - 1} points"
-        raise arguments.value_error("shape", want, f"{lengths}, {points} points")
+    arguments.size("shape: its number of points", math.prod(lengths))
     first_first = range(len(lengths))
     order = arguments.entries("axes", first_first if axes is None else axes, arguments.integer)
     if not lengths or sorted(order) != list(first_first):
@@ -263,8 +260,12 @@ def as_grid(
     return lengths, order
 
 
-def _frequencies(options: Sinusoids, d_model: int) -> np.ndarray:
-    """The frequency of each pair of a sine and a cosine."""
+@functools.lru_cache(maxsize=64)
+def channels(options: Sinusoids, d_model: int) -> tuple[phase.Words, np.ndarray]:
+    """The frequency of each channel, and its quarter: 0 for a sine, 1 for a cosine.
+
+    A ValueError if the options make no encoding of d_model channels.
+    """
     width = d_model + d_model % 2 if options.odd == "round_up" else d_model
     pairs = d_model // 2 if options.odd == "zero" else (d_model + 1) // 2
     denominator = decimal.Decimal(width) / 2
@@ -274,16 +275,10 @@ def _frequencies(options: Sinusoids, d_model: int) -> np.ndarray:
         if pairs > 1 and denominator <= 0:
             want = f"a number below d_model // 2 = {width // 2}"
             raise arguments.value_error("shift", want, f"{options.shift:g}")
-    return phase.geometric_frequencies(pairs, options.base, denominator, options.frequency_scale)
-
-
-@functools.lru_cache(maxsize=64)
-def channels(options: Sinusoids, d_model: int) -> tuple[phase.Words, np.ndarray]:
-    """The frequency of each channel, and its quarter: 0 for a sine, 1 for a cosine.
-
-    A ValueError if the options make no encoding of d_model channels.
-    """
-    words = phase.words(_frequencies(options, d_model))
+    frequencies = phase.geometric_frequencies(
+        pairs, options.base, denominator, options.frequency_scale
+    )
+    words = phase.words(frequencies)
     quarters = np.array([[1], [0]] if options.layout == "cos_sin" else [[0], [1]], np.uint32)
     # [2, pairs]: all sines, then all cosines, or the other way round.
     channels = np.broadcast_arrays(*words, quarters)

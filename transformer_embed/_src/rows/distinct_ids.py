@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32, Integer
 
 from transformer_embed._src import arguments
-from transformer_embed._src.functional.lookup import rows_at
+from transformer_embed._src.functional.lookup import lookup
 
 # Rows that are updated at a time: a block stays in the processor's cache.
 BLOCK = 1024
@@ -72,7 +72,7 @@ def rows_of_ids(
 ) -> Float[Array, "... d"]:
     """The value of each id, or NaN for an id that is not among the ascending ones that are held."""
     index = find_each(held, ids)
-    rows = rows_at(values, index)
+    rows = lookup(values, index, out_of_range="clip")
     return jnp.where((index < len(held))[..., None], rows, np.array(np.nan, rows.dtype))
 
 
