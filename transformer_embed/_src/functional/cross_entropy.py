@@ -325,12 +325,12 @@ def _losses_and_logit_gradients(options, layout, rows, bias, chunk):
     if smoothing:
         # Shifted logits exist anyway: reading the label's from elsewhere would keep both.
         summed = jnp.where(is_inside, shifted, 0).sum(-1, keepdims=True)
-        expected = (1 - smoothing) * of_label(shifted) + other_share * summed
+        expected = (1 - smoothing) * of_label(shifted, 0) + other_share * summed
     else:
         # A CPU would write whole shifted logits only for this. A TPU writes them faster than it
         # repeats their exponentials.
         expected = jax.lax.platform_dependent(
-            cpu=lambda: factor * of_label(logits, top), default=lambda: of_label(shifted)
+            cpu=lambda: factor * of_label(logits, top), default=lambda: of_label(shifted, 0)
         )
     total = exponentials.sum(-1, keepdims=True)
     total, expected = jax.lax.psum((total, expected), layout.vocabulary)
@@ -349,7 +349,7 @@ def _losses_and_logit_gradients(options, layout, rows, bias, chunk):
     return losses, gradients, output.scale * weights / total
 
 
-def _of_label(columns, values, shift: Any = 0):
+def _of_label(columns, values, shift):
     """The value of each row in its column, minus its shift; 0 where another device has it."""
     last = values.shape[1] - 1
     index = jnp.clip(columns, 0, last)
