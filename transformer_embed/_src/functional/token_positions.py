@@ -322,11 +322,12 @@ def arrays_of(tokens: TokenPositions) -> dict[str, Any]:
 
     Inside vmap they may be [length].
     """
-    names = ("positions", "segment_ids", "block_ids")
-    arrays = {name: getattr(tokens, name) for name in names}
-    return {
-        name: arguments.rows(name, array) for name, array in arrays.items() if array is not None
-    }
+    arrays = {}
+    for name in ("positions", "segment_ids", "block_ids"):
+        array = getattr(tokens, name)
+        if array is not None:
+            arrays[name] = arguments.rows(name, array)
+    return arrays
 
 
 def segments_of(tokens: TokenPositions) -> Array:
