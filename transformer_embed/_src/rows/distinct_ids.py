@@ -1,6 +1,6 @@
 """Distinct ids in ascending order, in arrays of a fixed size, and a search in them."""
 
-from collections.abc import Sequence
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int32, Integer
 
 from transformer_embed._src import arguments
 from transformer_embed._src.functional.lookup import lookup
+from transformer_embed._src.functional.lookup_gradient import read_or_zero
 
 # Rows that are updated at a time: a block stays in the processor's cache.
 BLOCK = 1024
@@ -77,18 +78,22 @@ def rows_of_ids(
 
 
 def sum_rows(
-    ids: Sequence[Int32[Array, "k"]], rows: Sequence[Float[Array, "k d"]], size: int
+    ids: Int32[Array, "n"], rows: Float[Array, "n d"], size: int
 ) -> tuple[Int32[Array, "m"], Float[Array, "m d"]]:
-    """The ids below `size` of several lists, and the sum of the rows of each.
+    """The distinct ids below `size`, ascending and padded, and the sum of the rows of each."""
+    distinct = distinct_ascending(ids, size, min(len(ids), size))
+    return distinct, sum_by_index(rows, find_each(distinct, ids), len(distinct))
 
-    All lists ascend, and none has an id twice.
+
+def sum_by_index(
+    rows: Float[Array, "n d"], index: Int32[Array, "n"], count: int
+) -> Float[Array, "m d"]:
+    """The sum of the rows of each index below `count`.
+
+    It is the transpose of `read_or_zero`, which chooses how to sum on a GPU.
     """
-    every = jnp.concatenate(ids)
-    merged = distinct_ascending(every, size, min(len(every), size))
-    sums = jnp.zeros((len(merged), rows[0].shape[1]), jnp.result_type(*rows))
-    for part, values in zip(ids, rows, strict=True):
-        # Padding gets distinct slots past the end, so that a GPU needs no atomic sum.
-        past = len(merged) + jnp.arange(len(part), dtype=jnp.int32)
-        slots = jnp.where(part < size, count_below(merged, part), past)
-        sums = sums.at[slots].add(values, mode="drop", unique_indices=True)
-    return merged, sums
+    # Only the type is used: it varies over the mesh as the rows do, so that the transpose does not
+    # sum over devices.
+    sums = jnp.broadcast_to(rows[:1], (count, rows.shape[1]))
+    read = functools.partial(read_or_zero, index=index.astype(jnp.uint32))
+    return jax.linear_transpose(read, sums)(rows)[0]

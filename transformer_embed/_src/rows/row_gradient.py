@@ -1,13 +1,13 @@
 """The gradient of some rows of a large table, as a leaf of a gradient tree."""
 
 import dataclasses
-import functools
 import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from transformer_embed._src import arguments
 from transformer_embed._src.rows.distinct_ids import sum_rows
@@ -71,9 +71,12 @@ class RowGradient:
             raise arguments.type_error("grads", want, type(other).__name__)
         check_ascending(self)
         check_ascending(other)
-        sum_all = functools.partial(sum_rows, size=self.vocab_size)
-        if self.layout is not None:
-            sum_all = self.layout.on_shards(functools.partial(sum_rows, size=self.layout.shard))
+
+        def sum_both(ids: Any, values: Any) -> tuple[Array, Array]:
+            size = self.vocab_size if self.layout is None else self.layout.shard
+            return sum_rows(jnp.concatenate(ids), jnp.concatenate(values), size)
+
+        sum_all = sum_both if self.layout is None else self.layout.on_shards(sum_both)
         ids, values = sum_all([self.ids, other.ids], [self.values, other.values])
         return dataclasses.replace(self, ids=ids, values=values)
 

@@ -191,24 +191,24 @@ def _update_in_blocks(
         past = jnp.maximum(ids[-1] + 1, wholes[0].shape[0]) + jnp.arange(padding, dtype=jnp.int32)
         ids, gradient = jnp.concatenate([ids, past]), jnp.pad(gradient, ((0, padding), (0, 0)))
 
-    def update_block(wholes: list[Array], block: tuple[Array, Array]) -> tuple[list[Array], None]:
-        ids, gradient = block
-        rows = dict(
-            zip(places, [gradient, *(read_rows(whole, ids) for whole in wholes)], strict=True)
+    def update_block(i: Any, wholes: list[Array]) -> list[Array]:
+        block_ids, block_gradient = (
+            jax.lax.dynamic_slice_in_dim(array, i * block, block) for array in (ids, gradient)
         )
+        old = (read_rows(whole, block_ids) for whole in wholes)
+        rows = dict(zip(places, [block_gradient, *old], strict=True))
         new = step(leaves | rows)
-        moved = jnp.any(gradient != 0, axis=-1)
+        moved = jnp.any(block_gradient != 0, axis=-1)
 
         def write(whole: Array, place: int) -> Array:
             rows_after = jax.vmap(jnp.where)(moved, new[place], rows[place])
             # Ids past the end of the table are dropped.
-            return whole.at[ids].set(
+            return whole.at[block_ids].set(
                 rows_after, mode="drop", unique_indices=True, indices_are_sorted=True
             )
 
-        return list(map(write, wholes, places[1:])), None
+        return list(map(write, wholes, places[1:]))
 
     if len(ids) == block:
-        return update_block(list(wholes), (ids, gradient))[0]
-    blocks = ids.reshape(-1, block), gradient.reshape(-1, block, gradient.shape[1])
-    return jax.lax.scan(update_block, list(wholes), blocks)[0]
+        return update_block(0, list(wholes))
+    return jax.lax.fori_loop(0, len(ids) // block, update_block, list(wholes))

@@ -114,8 +114,10 @@ def _return_gradients(
     def send(sent, shard_rows, gradient):
         sums = exchange.return_gradients(taken.hops, sent, gradient)
         if replicas:
-            lists = (list(jax.lax.all_gather(array, replicas)) for array in (shard_rows, sums))
-            shard_rows, sums = sum_rows(*lists, size=layout.shard)
+            shard_rows, sums = (
+                jax.lax.all_gather(array, replicas, tiled=True) for array in (shard_rows, sums)
+            )
+            shard_rows, sums = sum_rows(shard_rows, sums, layout.shard)
         return shard_rows, sums
 
     # Unchecked: shard_map cannot infer that gathered values are equal along the axis that they were

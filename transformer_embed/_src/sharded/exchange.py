@@ -17,7 +17,6 @@ These are `ask`, `answer` and `return_gradients`. Each arrow is one all-to-all f
 is dropped.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,7 +25,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src.functional.lookup_gradient import read_or_zero
-from transformer_embed._src.rows.distinct_ids import count_below, distinct_ascending, find_each
+from transformer_embed._src.rows.distinct_ids import (
+    count_below,
+    distinct_ascending,
+    find_each,
+    sum_by_index,
+)
 from transformer_embed._src.sharded.hops import Hop
 
 
@@ -92,11 +96,7 @@ def return_gradients(
     """
     for hop, (starts, _, merged) in zip(hops, sent, strict=True):
         received = _all_to_all(hop, _send_buffer(hop, starts, gradients, 0))
-        # The transpose of `read_or_zero` chooses how to sum on a GPU. Only the type of `sums` is
-        # used: it varies over the mesh as the rows do, so that nothing is summed over devices.
-        sums = jnp.broadcast_to(received[:1], (hop.distinct, received.shape[1]))
-        read = functools.partial(read_or_zero, index=merged.astype(jnp.uint32))
-        (gradients,) = jax.linear_transpose(read, sums)(received)
+        gradients = sum_by_index(received, merged, hop.distinct)
     return gradients
 
 
