@@ -1,6 +1,7 @@
 """Distinct ids in ascending order, in arrays of a fixed size, and a search in them."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -78,11 +79,15 @@ def rows_of_ids(
 
 
 def sum_rows(
-    ids: Int32[Array, "n"], rows: Float[Array, "n d"], size: int
+    lists: Sequence[Int32[Array, "k"]], rows: Sequence[Float[Array, "k d"]], size: int
 ) -> tuple[Int32[Array, "m"], Float[Array, "m d"]]:
-    """The distinct ids below `size`, ascending and padded, and the sum of the rows of each."""
+    """The ids below `size` of several lists, ascending and padded, and the sum of the rows of each.
+
+    Ids may repeat.
+    """
+    ids = jnp.concatenate(lists)
     distinct = distinct_ascending(ids, size, min(len(ids), size))
-    return distinct, sum_by_index(rows, find_each(distinct, ids), len(distinct))
+    return distinct, sum_by_index(jnp.concatenate(rows), find_each(distinct, ids), len(distinct))
 
 
 def sum_by_index(

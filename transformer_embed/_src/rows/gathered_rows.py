@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int32
 from transformer_embed._src import arguments
 from transformer_embed._src.functional.lookup import Table
 from transformer_embed._src.rows.distinct_ids import rows_of_ids
-from transformer_embed._src.rows.row_gradient import RowGradient
+from transformer_embed._src.rows.row_gradient import RowGradient, SomeRows
 
 
 @functools.partial(
@@ -21,7 +21,7 @@ from transformer_embed._src.rows.row_gradient import RowGradient
     meta_fields=["vocab_size", "name"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
-class GatheredRows(Table):
+class GatheredRows(SomeRows, Table):
     """Some rows of a table. It replaces the table in the parameters that a loss reads.
 
     `lookup`, and so every module of this package, reads it like the table. An id inside the
@@ -40,21 +40,9 @@ class GatheredRows(Table):
         name: the parameter, for error messages.
     """
 
-    ids: Any
-    values: Any
-    vocab_size: int
-    sentinel: Any = dataclasses.field(default=None, kw_only=True)
-    name: str = dataclasses.field(default="table", kw_only=True)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """That of the table."""
-        return (self.vocab_size, self.values.shape[-1])
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """That of the table."""
-        return self.values.dtype
+    _: dataclasses.KW_ONLY
+    sentinel: Any = None
+    name: str = "table"
 
     def gather(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
         """The row of each id, or NaN; an id out of range reads the first or the last row."""

@@ -114,7 +114,7 @@ class Tables(NamedTuple):
 
 
 def find_tables(
-    init: Callable, treedef: Any, leaves: Mapping[int, Any], blocks: Mapping[int, int]
+    init: Callable, treedef: Any, leaves: dict[int, Any], blocks: Mapping[int, int]
 ) -> Tables:
     """The tables of a step.
 
@@ -129,8 +129,8 @@ def find_tables(
     places = {symbol: [n, size + n] for symbol, n in zip(symbols, blocks, strict=True)}
     whole = {symbol: leaves[n].shape[0] for symbol, (n, _) in places.items()}
     tables = Tables(leaves, places, whole, dict(zip(symbols, blocks.values(), strict=True)))
-    _, params, *_ = jax.tree.unflatten(treedef, {**leaves, **tables.rows({})}.values())
-    avals = _traced(init, params, init, DIFFERS).out_avals
+    _, params, *_ = jax.tree.unflatten(treedef, (leaves | tables.rows({})).values())
+    avals = _traced(init, params, init).out_avals
     if len(avals) != states:
         want = f"that of optimizer.init(params), {len(avals)} arrays"
         raise arguments.value_error("state", want, states)
@@ -151,8 +151,8 @@ def check(step: Callable[[Any], Sequence[Any]], tables: Tables, update: Callable
     """
     whole = _traced(step, tables.rows(tables.whole), update, "update cannot be traced")
     rows = tables.rows({})
-    program = _traced(step, rows, update, DIFFERS)
-    block = _traced(step, tables.rows(tables.block), update, DIFFERS)
+    program = _traced(step, rows, update)
+    block = _traced(step, tables.rows(tables.block), update)
     facts = _follow(program, [Fact(ROW, frozenset([place])) for place in sorted(rows)], [update])
     # New rows of the table must use their gradient, and those of a state the old ones.
     needs = {table: gradient for gradient, table, *_ in tables.places.values()}
@@ -176,7 +176,9 @@ def check(step: Callable[[Any], Sequence[Any]], tables: Tables, update: Callable
             raise _refusal(DIFFERS, update)
 
 
-def _traced(function: Callable, shapes: Any, blamed: Callable, problem: str) -> ClosedJaxpr:
+def _traced(
+    function: Callable, shapes: Any, blamed: Callable, problem: str = DIFFERS
+) -> ClosedJaxpr:
     """The program of a function of arrays of these shapes."""
     try:
         return jax.make_jaxpr(function)(shapes)

@@ -1,13 +1,13 @@
 """The gradient of some rows of a large table, as a leaf of a gradient tree."""
 
 import dataclasses
+import functools
 import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from transformer_embed._src import arguments
 from transformer_embed._src.rows.distinct_ids import sum_rows
@@ -16,17 +16,36 @@ Tree = Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class RowGradient:
+class SomeRows:
+    """Some rows of a table, or their gradient. It has the shape and the dtype of the table."""
+
+    ids: Any
+    values: Any
+    vocab_size: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """That of the table."""
+        return (self.vocab_size, self.values.shape[-1])
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """That of the values."""
+        return self.values.dtype
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowGradient(SomeRows):
     """The gradient of some rows of a table [vocab_size, d]; all other rows have a gradient of zero.
 
-    It replaces the table in the gradients. It is a pytree whose one leaf is `values`, so
-    `jax.tree.map`, `optax.global_norm` and the like see the nonzero numbers of the dense gradient.
-    The ids are static and belong to the trace that made them. To return a gradient from jit, or
-    carry it through a loop, return its `ids` and `values` and make a new `RowGradient` from them.
-    `add` adds gradients of different rows; `jax.tree.map` raises an error. Train with
-    `te.rows.update`: `optimizer.update` and `optax.apply_updates` do not take a `RowGradient`.
-    Inside your own `shard_map`, `jax.lax.psum` would add rows of different ids: sum the loss there,
-    not its gradient.
+    It replaces the table in the gradients, and has its `shape` and `dtype`. It is a pytree whose
+    one leaf is `values`, so `jax.tree.map`, `optax.global_norm` and the like see the nonzero
+    numbers of the dense gradient. The ids are static and belong to the trace that made them. To
+    return a gradient from jit, or carry it through a loop, return its `ids` and `values` and make a
+    new `RowGradient` from them. `add` adds gradients of different rows; `jax.tree.map` raises an
+    error. Train with `te.rows.update`: `optimizer.update` and `optax.apply_updates` do not take a
+    `RowGradient`. Inside your own `shard_map`, `jax.lax.psum` would add rows of different ids: sum
+    the loss there, not its gradient.
 
     Args:
         ids: [k], int32, ascending and distinct; ids of vocab_size or above are padding.
@@ -48,20 +67,7 @@ class RowGradient:
         TensorFlow's IndexedSlices, https://www.tensorflow.org/api_docs/python/tf/IndexedSlices
     """
 
-    ids: Any
-    values: Any
-    vocab_size: int
     layout: Any = None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """That of the table."""
-        return (self.vocab_size, self.values.shape[-1])
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """That of the values."""
-        return self.values.dtype
 
     def __add__(self, other: "RowGradient") -> "RowGradient":
         """The sum; it has the rows of both."""
@@ -71,12 +77,9 @@ class RowGradient:
             raise arguments.type_error("grads", want, type(other).__name__)
         check_ascending(self)
         check_ascending(other)
-
-        def sum_both(ids: Any, values: Any) -> tuple[Array, Array]:
-            size = self.vocab_size if self.layout is None else self.layout.shard
-            return sum_rows(jnp.concatenate(ids), jnp.concatenate(values), size)
-
-        sum_all = sum_both if self.layout is None else self.layout.on_shards(sum_both)
+        sum_all = functools.partial(sum_rows, size=self.vocab_size)
+        if self.layout is not None:
+            sum_all = self.layout.on_shards(functools.partial(sum_rows, size=self.layout.shard))
         ids, values = sum_all([self.ids, other.ids], [self.values, other.values])
         return dataclasses.replace(self, ids=ids, values=values)
 
@@ -123,7 +126,7 @@ def _on_host(ids: Any) -> np.ndarray | None:
 def check_ascending(gradient: RowGradient) -> None:
     """Raises a ValueError if the ids of a gradient made by hand, outside of jit, do not ascend."""
     ids = _on_host(gradient.ids) if gradient.layout is None else None
-    if ids is not None and len(ids) and (ids[0] < 0 or (ids[1:] <= ids[:-1]).any()):
+    if ids is not None and (np.diff(ids.astype(np.int64), prepend=-1) <= 0).any():
         want = "row ids that ascend from 0 or above, each of them once"
         raise arguments.value_error("grads", want, str(ids.tolist())[:60])
 

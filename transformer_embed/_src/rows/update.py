@@ -8,7 +8,7 @@ beforehand that this gives the rows of the dense step.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -132,7 +132,7 @@ def _checked(gradient: RowGradient, shape: Sequence[int]) -> RowGradient:
 
 def _step(
     optimizer: "optax.GradientTransformation",
-    extra_args: Mapping[str, Any],
+    extra_args: dict[str, Any],
     treedef: Any,
     leaves: dict[int, Any],
 ) -> dict[int, Any]:
@@ -141,7 +141,7 @@ def _step(
     import optax  # noqa: PLC0415
 
     grads, params, state, arrays = jax.tree.unflatten(treedef, leaves.values())
-    updates, state = optimizer.update(grads, state, params, **{**extra_args, **arrays})
+    updates, state = optimizer.update(grads, state, params, **(extra_args | arrays))
     after = grads, optax.apply_updates(params, updates), state, arrays
     new_leaves, new_treedef = jax.tree.flatten(after, is_leaf=is_leaf)
     if new_treedef != treedef:

@@ -18,6 +18,7 @@ devices that the batch is split over.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -67,7 +68,7 @@ class BatchRows(GatheredRows):
     layout: Layout
     id_axes: Axes = ()
     hops: tuple[Hop, ...] = ()
-    sent: list[exchange.Sent] = dataclasses.field(default_factory=list)
+    sent: Sequence[exchange.Sent] = ()
     asked: Any = None
 
     @property
@@ -117,7 +118,7 @@ def _return_gradients(
             shard_rows, sums = (
                 jax.lax.all_gather(array, replicas, tiled=True) for array in (shard_rows, sums)
             )
-            shard_rows, sums = sum_rows(shard_rows, sums, layout.shard)
+            shard_rows, sums = sum_rows([shard_rows], [sums], layout.shard)
         return shard_rows, sums
 
     # Unchecked: shard_map cannot infer that gathered values are equal along the axis that they were

@@ -87,4 +87,4 @@ def _room(trials: int, share: float, checks: int, capacity: float) -> int:
     room = math.ceil(max(mean, 1, min(capacity * mean, trials)))
     while room < trials and bdtrc(room, trials, share) > OVERFLOW_PROBABILITY / checks:
         room += 1
-    return min(trials, room)
+    return room

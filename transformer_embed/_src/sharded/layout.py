@@ -57,7 +57,7 @@ class Layout(NamedTuple):
     def split(self, ids: Int32[Array, "..."]) -> tuple[tuple[Axes, ...], Axes]:
         """The mesh axes that each dimension of the ids is split over, and all of them."""
         axes = array_axes(self.mesh, self.batch_axes, ids, ids.ndim)
-        return tuple(axes), tuple(axis for names in axes for axis in names)
+        return tuple(axes), sum(axes, ())
 
     def most_asked(self, ids: int, max_rows: int = 2**31) -> int:
         """The rows that a device asks for at most, for this many ids."""
@@ -73,6 +73,9 @@ class Layout(NamedTuple):
         sizes = tuple(self.mesh.shape[axis] for axis in self.rows)
         return plan_hops(asked, self.rows, sizes, self.shard, devices, self.capacity)
 
-    def slots(self, ids: Int32[Array, "..."]) -> Int32[Array, "..."]:
-        """The slot of each id's row; an id out of range counts as the first or the last one."""
+    def slots(self, ids: Any) -> Any:
+        """The slot of each id's row; an id out of range counts as the first or the last one.
+
+        Ids are int32, of numpy or jax.
+        """
         return self.order.slots(ids.clip(0, self.order.vocab_size - 1))

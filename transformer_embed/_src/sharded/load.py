@@ -53,20 +53,19 @@ def exchange_load(table: Sharded, ids: ArrayLike, *, max_rows: int | None = None
         >>> load.rows.tolist(), load.dropped
         ([2], 0)
     """
-    array = arguments.on_host("ids", arguments.as_integers("ids", ids))
+    array = arguments.on_host("ids", arguments.as_int32("ids", ids))
     layout = table.layout
     if not layout.order.is_interleaved:
         want = "an interleaved table (see `interleave` of shard_params)"
         raise arguments.value_error("table", want, "a contiguous table")
-    batch, vocab_size = layout.batch_axes, layout.order.vocab_size
+    batch = layout.batch_axes
     devices = devices_along(layout.mesh, batch)
-    if array.ndim == 0 or array.shape[0] % devices:
+    if array.shape[0] % devices:
         want = f"a first dimension that {devices} devices divide"
         raise arguments.value_error("ids", want, f"shape {list(array.shape)}")
-    read = array.reshape(devices, -1).clip(0, vocab_size - 1)
     most = 2**31 if max_rows is None else arguments.integer("max_rows", max_rows, at_least=1)
-    asked = layout.most_asked(read.shape[1], most)
-    slots = [np.unique(layout.order.slots(part.astype(np.int32))).astype(np.int64) for part in read]
+    asked = layout.most_asked(array.size // devices, most)
+    slots = [np.unique(layout.slots(part)) for part in array.reshape(devices, -1)]
     held = [part[:asked] for part in slots]
     rows, dropped = simulate(layout.hops(devices, asked), held, dict(layout.mesh.shape), batch)
     return ExchangeLoad(rows, dropped + sum(len(part[asked:]) for part in slots))
