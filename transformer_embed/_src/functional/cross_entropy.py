@@ -216,15 +216,15 @@ def _weighted_loss(options, x, table, bias, labels, mask, weights, segment_ids):
     if mask is not None:
         counted &= mask
     # Zeros give finite logits, so that their weight of 0 leaves nothing of them.
-    x = jnp.where(counted[..., None], x, jnp.zeros((), x.dtype))
+    x = jnp.where(counted[..., None], x, 0)
     # Any label may stand where it is not counted, also one on a shard's padding.
-    labels *= counted.astype(jnp.int32)
+    labels = jnp.where(counted, labels, 0)
     weights = jnp.where(counted, 1 if weights is None else weights, 0).astype(dtype)
     if options.reduction == "mean":
         total = jnp.sum(weights)
         weights /= jnp.where(total == 0, 1, total)
     outside = labels.astype(jnp.uint32) >= options.output.vocab_size
-    weights = jnp.where(outside, jnp.array(jnp.nan, dtype), weights)
+    weights = jnp.where(outside, jnp.nan, weights)
     array, layout = _array_and_layout(x, table)
     bias = layout.split_bias(bias, array.shape[0])
     return _loss(options, layout, labels, x, array, bias, weights)

@@ -127,7 +127,7 @@ class OutputLayout(NamedTuple):
         table = PartitionSpec(self.rows, self.columns)
         return PartitionSpec(*self.x), table, PartitionSpec(self.vocabulary)
 
-    def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    def map(self, function: Callable, in_specs, out_specs) -> Callable:
         """The function, run on each device."""
         if self.mesh is None:
             return function

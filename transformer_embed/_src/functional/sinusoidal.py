@@ -5,6 +5,7 @@ import decimal
 import functools
 import math
 from collections.abc import Sequence
+from decimal import Decimal
 
 import jax.numpy as jnp
 import numpy as np
@@ -268,23 +269,23 @@ def channels(options: Sinusoids, d_model: int) -> tuple[phase.Words, np.ndarray]
     """
     width = d_model + d_model % 2 if options.odd == "round_up" else d_model
     pairs = d_model // 2 if options.odd == "zero" else (d_model + 1) // 2
-    denominator = decimal.Decimal(width) / 2
+    denominator = Decimal(width) / 2
     if options.shift is not None:
         with decimal.localcontext(phase.PRECISION):
-            denominator = width // 2 - decimal.Decimal(options.shift)
-        if pairs > 1 and denominator <= 0:
-            want = f"a number below d_model // 2 = {width // 2}"
-            raise arguments.value_error("shift", want, f"{options.shift:g}")
+            denominator = width // 2 - Decimal(options.shift)
+    if pairs > 1 and denominator <= 0:
+        want = f"a number below d_model // 2 = {width // 2}"
+        raise arguments.value_error("shift", want, options.shift)
     frequencies = phase.geometric_frequencies(
         pairs, options.base, denominator, options.frequency_scale
     )
     words = phase.words(frequencies)
     quarters = np.array([[1], [0]] if options.layout == "cos_sin" else [[0], [1]], np.uint32)
     # [2, pairs]: all sines, then all cosines, or the other way round.
-    channels = np.broadcast_arrays(*words, quarters)
+    by_pair = np.broadcast_arrays(*words, quarters)
     order = "F" if options.layout == "interleaved" else "C"
     # With odd="zero", the last channel is the sine of 0.
-    *words, quarters = (np.pad(array.ravel(order), (0, 1))[:d_model] for array in channels)
+    *words, quarters = (np.pad(array.ravel(order), (0, 1))[:d_model] for array in by_pair)
     return phase.Words(*words), quarters
 
 
@@ -316,7 +317,7 @@ def _grid_encoding(points, coordinates, lengths, order, d_model, options, dtype)
     else:
         along = jnp.unravel_index(points, lengths)
     if coordinates is not None:
-        along = [jnp.take(*pair, mode="clip") for pair in zip(coordinates, along, strict=True)]
+        along = [array[index] for array, index in zip(coordinates, along, strict=True)]
     width = _part_width(d_model, len(lengths), options.odd)
     parts = jnp.broadcast_arrays(*(_encoding(along[axis], width, options, dtype) for axis in order))
     encoding = jnp.concatenate(parts, -1)[..., :d_model]
@@ -325,4 +326,4 @@ def _grid_encoding(points, coordinates, lengths, order, d_model, options, dtype)
     if points is None:
         return encoding
     inside = (points >= 0) & (points < math.prod(lengths))
-    return jnp.where(inside[..., None], encoding, jnp.array(jnp.nan, dtype))
+    return jnp.where(inside[..., None], encoding, jnp.nan)
