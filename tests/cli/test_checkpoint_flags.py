@@ -87,10 +87,7 @@ def test_settings_that_cannot_be_read(fails, bert, tmp_path, content, message):
 def test_the_stack_of_a_file_that_train_wrote_is_refused(fails, text_file, model_file, tmp_path):
     flags = ["--stack", "decoder", "--out", tmp_path / "x.npz"]
     line = fails("embed", text_file, "--from", model_file, *flags)
-    assert (
-        "stack: wanted None, since names, or a file that save_embedder wrote, say the tensor"
-        in line
-    )
+    assert "stack: wanted None, since names or metadata say each parameter's tensor" in line
 
 
 def test_the_tokens_of_a_published_model_are_not_bytes(fails, text_file, bert, tmp_path):

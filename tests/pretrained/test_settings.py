@@ -350,7 +350,7 @@ def test_a_config_without_model_type_has_no_defaults(tmp_path, name, entry):
     model = case["settings"]["model_type"]
     with pytest.raises(
         ValueError,
-        match=rf"wanted {entry} of a model {model}, from settings or .*, got model_type None there$",
+        match=rf"wanted {entry} of {model}, from settings or .*, got model_type None there$",
     ):
         load_embedder(path, settings={"model_type": model})
     with pytest.raises(
@@ -362,7 +362,7 @@ def test_a_config_without_model_type_has_no_defaults(tmp_path, name, entry):
 
 def test_a_file_of_another_type_lends_no_defaults(tmp_path):
     path = checkpoint(tmp_path, CASES["bert"], settings={"model_type": "bert"})
-    with pytest.raises(ValueError, match=r"wanted layer_norm_eps, pad_token_id of a model roberta"):
+    with pytest.raises(ValueError, match=r"wanted layer_norm_eps, pad_token_id of roberta"):
         load_embedder(path, settings={"model_type": "roberta"})
 
 

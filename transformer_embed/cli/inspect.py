@@ -35,7 +35,6 @@ def add_to(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Prints what the checkpoint holds."""
     found = read_checkpoint(args.checkpoint, args)
-    print(args.checkpoint)
     print(f"layer\n  te.TransformerEmbedding({_code(found.config)})")
     params = by_path(found.params)
     for name, tensor in sorted((found.names or {}).items()):
@@ -46,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
         if options is not None:
             call = f"apply_rotary(x, positions, {_arguments(options)})"
         print(f"rotary, {layer}\n  {call}")
-    if found.bias is not None:
+    if found.bias:
         call = "alibi_bias(query_positions, key_positions, "
         if "num_buckets" in found.bias:
             call = "RelativePositionBias("

@@ -345,7 +345,6 @@ DEFAULTS: dict[str, dict[Any, str]] = {
     "logits_scaling": {4.0: "granite_docling_text"},
     "num_attention_heads": {REQUIRED: "mpt bloom gpt_neox"},
     "original_max_position_embeddings": {4096: "phi3 phi4_multimodal"},
-    "pad_token_id": {0: "lilt"},
     "partial_rotary_factor": {
         0.25: "gemma4_text gemma4_unified_text stablelm qwen3_next qwen3_5_text qwen3_5_moe_text "
         "gpt_neox",

@@ -277,9 +277,9 @@ class Architecture(NamedTuple):
             if value[entry] is REQUIRED or not (is_known or entry in found):
                 missing.append(aliases[0])
         if missing:
-            want = f"{', '.join(sorted(missing))} of a model {self.name}, from settings or"
-            got = f"model_type {type_in_file!r} there"
-            raise arguments.value_error(where, f"{want} a config.json of that model_type", got)
+            entries = ", ".join(sorted(missing))
+            want = f"{entries} of {self.name}, from settings or a config.json of that model_type"
+            raise arguments.value_error(where, want, f"model_type {type_in_file!r} there")
         return value
 
     def describe(

@@ -25,8 +25,6 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Bytes that are read at once.
 PIECE = 2**23
-# Names of tensors in a message.
-LISTED = 4
 NO_FILE = (
     "No such file or directory (for a model's name, pass the folder that "
     "huggingface_hub.snapshot_download(name) returns)"
@@ -86,10 +84,8 @@ class Tensors(NamedTuple):
     def are_equal(self, name: str, other: str) -> bool:
         """Whether two tensors have the same bytes."""
         first, second = self.entry(name), self.entry(other)
-        if str(first) != str(second):
-            return False
-        pairs = zip(_pieces(first), _pieces(second), strict=True)
-        return all(one == two for one, two in pairs)
+        pieces = zip(_pieces(first), _pieces(second), strict=False)
+        return str(first) == str(second) and all(one == two for one, two in pieces)
 
     def read(self, name: str) -> np.ndarray:
         """A copy of a tensor.
@@ -107,7 +103,7 @@ class Tensors(NamedTuple):
     def listed(self) -> str:
         """A few names for a message; those outside of numbered layers come first."""
         names = sorted(self.files, key=lambda name: (re.search(r"\b\d+\b", name) is not None, name))
-        return f"{len(names)} tensors: {', '.join(names[:LISTED])}"
+        return f"{len(names)} tensors: {', '.join(names[:4])}"
 
 
 def _pieces(entry: TensorInfo) -> Iterator[tuple[int, bytes]]:
@@ -127,25 +123,20 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
 
     An index file lists shards, which are beside it.
     """
-    found = _find(pathlib.Path(path))
+    found = pathlib.Path(path)
+    if not found.exists():
+        raise FileNotFoundError(errno.ENOENT, NO_FILE, path)
+    if found.is_dir():
+        names = [name for name in (WHOLE, INDEX) if (found / name).exists()]
+        if not names:
+            want = f"a folder with {WHOLE} or {INDEX} ({OTHER_FORMATS})"
+            raise arguments.value_error(found, want, "neither")
+        found /= names[0]
     header = functools.cache(_header)
     if found.name.endswith(".json"):
         return Tensors(found, _shards(found), {}, header)
     entries, metadata = header(found)
     return Tensors(found, dict.fromkeys(entries, found), metadata, header)
-
-
-def _find(path: pathlib.Path) -> pathlib.Path:
-    """The file that a path names, or the one inside a folder."""
-    if not path.exists():
-        raise FileNotFoundError(errno.ENOENT, NO_FILE, path)
-    if not path.is_dir():
-        return path
-    for name in (WHOLE, INDEX):
-        if (path / name).exists():
-            return path / name
-    want = f"a folder with {WHOLE} or {INDEX} ({OTHER_FORMATS})"
-    raise arguments.value_error(path, want, "neither")
 
 
 def _shards(path: pathlib.Path) -> dict[str, pathlib.Path]:
@@ -170,8 +161,8 @@ def _header(path: pathlib.Path) -> Header:
     _regular_mode(path)
     try:
         # It checks the header, and that the file is whole.
-        with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
+        with safe_open(path, framework="numpy"):
+            pass
     except SafetensorError as error:
         want = f"a whole safetensors file ({OTHER_FORMATS})"
         got = f"one that cannot be read ({error})"
@@ -179,7 +170,7 @@ def _header(path: pathlib.Path) -> Header:
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None) or {}
     entries = {}
     for name, entry in header.items():
         start, stop = (8 + size + offset for offset in entry["data_offsets"])
@@ -230,9 +221,8 @@ def open_whole(path: pathlib.Path) -> Iterator[IO[bytes]]:
     mode = _regular_mode(path) if exists else 0o666
     temporary = path.parent / f".transformer_embed-{secrets.token_hex(8)}.tmp"
     # A private file's replacement must not be readable by others, not even while it is written.
-    opener = functools.partial(os.open, mode=mode)
     try:
-        with open(temporary, "xb", opener=opener) as file:
+        with open(temporary, "xb", opener=functools.partial(os.open, mode=mode)) as file:
             if exists:
                 temporary.chmod(mode)
             yield file

@@ -7,7 +7,7 @@ from typing import Any
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.pretrained.description import OFFSETS, STACKS
-from transformer_embed._src.pretrained.files import DTYPES, Tensors, open_tensors
+from transformer_embed._src.pretrained.files import DTYPES, open_tensors
 from transformer_embed._src.pretrained.messages import check_mappings
 from transformer_embed._src.pretrained.own import CONFIG, read_own
 from transformer_embed._src.pretrained.parameters import (
@@ -105,21 +105,14 @@ def load_embedder(
     tensors = open_tensors(path)
     is_own = not settings and CONFIG in tensors.metadata
     if config is not None or is_own:
-        why = "names, or a file that save_embedder wrote, say the tensor of each parameter"
-        arguments.check_left_out("stack", stack, why)
+        arguments.check_left_out("stack", stack, "names or metadata say each parameter's tensor")
     if config is not None and names is not None:
-        return _read_by_hand(tensors, config, names)
+        parameters = parameters_of("config", config)
+        full = full_paths(names, parameters)
+        # None stands for an offset of zeros; for another parameter, no tensor has this name.
+        stored = {name: tensor for name, tensor in full.items() if tensor or name not in OFFSETS}
+        check_tensors(tensors, stored, parameters, may_lack=full, dtypes=(*DTYPES, "F64"))
+        return PretrainedInput(config, read_parameters(tensors, stored, parameters), names=stored)
     if is_own:
         return read_own(tensors)
     return read_published(tensors, stack, dict(settings or {}))
-
-
-def _read_by_hand(
-    tensors: Tensors, config: EmbedderConfig, names: Mapping[str, str | None]
-) -> PretrainedInput:
-    """The tensors that `names` gives; float64 is rounded."""
-    parameters = parameters_of("config", config)
-    full = full_paths(names, parameters)
-    stored = {name: tensor for name, tensor in full.items() if tensor or name not in OFFSETS}
-    check_tensors(tensors, "names", stored, parameters, may_lack=full, dtypes=(*DTYPES, "F64"))
-    return PretrainedInput(config, read_parameters(tensors, stored, parameters), names=stored)

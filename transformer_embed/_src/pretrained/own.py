@@ -162,7 +162,7 @@ def _described(tensors: Tensors) -> tuple[PretrainedInput, Specs]:
         # It stands beside the input layer.
         shape = tensors.entry(names[name]).shape
         parameters[name] = jax.ShapeDtypeStruct(shape, config.param_dtype)
-    check_tensors(tensors, f"{path}: names", names, parameters)
+    check_tensors(tensors, names, parameters)
     return extras._replace(config=config, names=names), parameters
 
 

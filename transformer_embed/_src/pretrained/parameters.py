@@ -123,7 +123,6 @@ def is_transposed(name: str, tensor: str) -> bool:
 
 def check_tensors(
     tensors: Tensors,
-    where: Any,
     names: Mapping[str, str],
     parameters: Specs,
     may_lack: Collection[str] = (),
@@ -132,7 +131,7 @@ def check_tensors(
     """Raises unless each parameter has a tensor of its shape and of such a dtype."""
     if missing := parameters.keys() - names.keys() - set(may_lack):
         want = f"a tensor for each parameter, also for {', '.join(sorted(missing))}"
-        raise arguments.value_error(where, want, f"only {short_repr(sorted(names))}")
+        raise arguments.value_error(tensors.path, want, f"only {short_repr(sorted(names))}")
     for name, tensor in names.items():
         shape = parameters[name].shape
         turned = shape[::-1] if is_transposed(name, tensor) else shape

@@ -1,6 +1,5 @@
 """Reads the layer of a published model: its tensors have the names of its model type."""
 
-import pathlib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -55,7 +54,11 @@ def read_published(
 ) -> PretrainedInput:
     """The layer of a known model, which config.json and `settings` describe."""
     path = tensors.path.parent / "config.json"
-    in_file, type_in_file = _config_json(path)
+    whole = read_json(path) if path.is_file() else {}
+    # A config.json of several models has the text model's own.
+    parts = [whole.get("text_config"), whole.get("text"), whole]
+    in_file = next(part for part in parts if isinstance(part, dict))
+    type_in_file = in_file.get("model_type") or whole.get("model_type")
     model_type = settings.pop("model_type", None) or type_in_file
     kind, names = recognised(tensors, model_type, stack)
     place = f"{path}, for a model {kind.name}"
@@ -67,7 +70,7 @@ def read_published(
     if table and value["tie_word_embeddings"] and tensors.are_equal(table, names[TOKENS]):
         del names[OUTPUT_TABLE]
     shapes = shapes_of(tensors, names)
-    where = f"settings and {place}" if settings else place
+    where = f"settings and {place}"
     options, rotary, bias = call_with_named_errors(
         where, kind.describe, value, shapes, stack or STACKS[0]
     )
@@ -78,18 +81,9 @@ def read_published(
     # An output layer that the config does not have is not read, and an offset that the file does
     # not have is zeros. (In a file that `save_embedder` wrote, a missing offset is damage.)
     stored = {name: tensor for name, tensor in names.items() if name in parameters}
-    check_tensors(tensors, where, stored, parameters, may_lack=OFFSETS)
+    check_tensors(tensors, stored, parameters, may_lack=OFFSETS)
     params = read_parameters(tensors, stored, parameters)
     return PretrainedInput(config, params, rotary, bias, stored)
-
-
-def _config_json(path: pathlib.Path) -> tuple[Mapping[str, Any], Any]:
-    """The text model's entries in a config.json, and its model type, or the whole model's."""
-    whole = read_json(path) if path.is_file() else {}
-    # A config.json of several models has the text model's own.
-    parts = [whole.get("text_config"), whole.get("text"), whole]
-    entries = next(part for part in parts if isinstance(part, dict))
-    return entries, entries.get("model_type") or whole.get("model_type")
 
 
 def recognised(
@@ -111,15 +105,15 @@ def recognised(
     found = matches([kind], tensors.files, side)
     if not found:
         want = f"the tensors of a model {kind.name}, or {_by_hand(tensors, {})}"
-        if stack is None and matches([kind], tensors.files, STACKS[1]):
+        if matches([kind], tensors.files, STACKS[1]):
             want = f"the encoder of {kind.name}; pass stack='decoder' for its decoder"
         raise arguments.value_error(where, want, tensors.listed())
     if len(found) > 1:
         want = f"one model {kind.name} in a file (or load one with config and names)"
-        got = f"{len(found)}, under {short_repr([match.prefix for match in found])}"
-        raise arguments.value_error(where, want, got)
-    if stack is not None and not kind.has_stacks:
-        raise arguments.value_error("stack", f"None, since {kind.name} has one stack", repr(stack))
+        got = short_repr([match.prefix for match in found])
+        raise arguments.value_error(where, want, f"those under {got}")
+    if not kind.has_stacks:
+        arguments.check_left_out("stack", stack, f"{kind.name} has one stack")
     _, prefix, names = found[0]
     for tensor, reason in kind.refused.items():
         if prefix + tensor.format(stack=side) in tensors.files:

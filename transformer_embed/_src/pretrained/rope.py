@@ -19,8 +19,6 @@ LAYERS = {
     FULL: ("rope_theta", "partial_rotary_factor", "rope_scaling"),
     SLIDING: ("rope_local_base_freq", "sliding_rotary_factor", "sliding_rope_scaling"),
 }
-# What the old form has beside the scaling, as `rope_parameters` calls it.
-TOP = LAYERS[FULL][:2]
 ORIGINAL = "original_max_position_embeddings"
 PROPORTIONAL = "proportional"
 # By the entry rope_type.
@@ -49,10 +47,9 @@ WIDE_HEAD = 256
 
 def check(options: Mapping[str, Any]) -> None:
     """Raises as `apply_rotary` does for heads of a size that the arguments allow."""
-    values = options.get("pair_axes") or ()
+    axes = options.get("pair_axes") or ()
     # Real models have three axes; the time to trace a rotation grows with their number too.
-    is_axis = functools.partial(arguments.integer, at_least=0, at_most=MOST_AXES)
-    axes = arguments.entries("pair_axes", values, is_axis)
+    axes = arguments.entries("pair_axes", axes, arguments.integer, at_least=0, at_most=MOST_AXES)
     factors = getattr(options.get("scaling"), "short_factor", ())
     pairs = len(factors) or len(axes)
     head_dim = 2 * pairs or max(WIDE_HEAD, options.get("rotary_dim") or 0)
@@ -155,12 +152,14 @@ def old_entries(layer: str, name: str, value: Any) -> dict[str, Any]:
     # Phi-MoE's attention factor, up to the trained length and beyond it.
     near, far = scaling.pop("short_mscale", None), scaling.pop("long_mscale", None)
     if near != far:
-        want = "short_mscale and long_mscale alike"
-        raise arguments.value_error(name, want, short_repr((near, far)))
+        raise arguments.value_error(
+            name, "equal short_mscale, long_mscale", short_repr((near, far))
+        )
     if near is not None:
         scaling["attention_factor"] = near
     *old_names, old_scaling = LAYERS[layer]
-    moved = zip(old_names, TOP, strict=True)
+    # `rope_parameters` has the names of full layers, for the entries beside the scaling too.
+    moved = zip(old_names, LAYERS[FULL], strict=False)
     entries = {old: scaling.pop(new) for old, new in moved if new in scaling}
     known = {key: scaling.pop(key) for key in NAMES.split() if key in scaling}
     # A base or a share alone leaves the scaling of another source as it is.
