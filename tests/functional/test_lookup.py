@@ -1,6 +1,7 @@
 """Rows of a table against a loop over ids and against one-hot matrices, on one device and on a mesh
 of eight."""
 
+import contextlib
 import functools
 import itertools
 import re
@@ -454,6 +455,11 @@ def test_gradient_on_a_gpu_is_the_float64_sum_of_repeats(size, distinct):
     )
 
 
+def test_gradient_on_a_gpu_reaches_the_highest_row_of_the_batch():
+    gradient = gradient_on_a_gpu(np.array([4, 1, 4, 2, 0, 1]), np.ones((6, 1), np.float32), 6)
+    np.testing.assert_array_equal(gradient[:, 0], [1, 2, 1, 0, 2, 0])
+
+
 def test_gradient_on_a_gpu_is_the_same_in_every_run():
     rng = np.random.default_rng(0)
     index, cotangent = rng.integers(0, 9, 500), normal(1, 500, WIDTH)
@@ -499,9 +505,10 @@ def test_gradient_lowered_for_a_gpu_scatters_to_distinct_rows_alone(manual):
         assert "stablehlo.sort" not in text[platform]
 
 
-def test_gradient_lowered_for_gpus_that_the_compiler_splits_the_batch_over_sorts_nothing():
+@pytest.mark.parametrize("is_named", [True, False])
+def test_gradient_lowered_for_gpus_that_the_compiler_splits_the_batch_over_sorts_nothing(is_named):
     """A sort of the whole batch would bring all of it to each device."""
-    with set_mesh(mesh_of(AxisType.Auto)):
+    with set_mesh(mesh_of(AxisType.Auto)) if is_named else contextlib.nullcontext():
         traced = jax.jit(jax.grad(lambda table, ids: weighted(table, ids, 1.0))).trace(
             TABLE, IDS.astype(np.int32)
         )
