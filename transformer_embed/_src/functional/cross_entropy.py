@@ -307,8 +307,9 @@ def _losses_and_logit_gradients(options, layout, rows, bias, chunk):
     The gradient of a token's weighted loss in `x @ rows.T + bias` is the product of the last two.
     With logits z, their maximum m, targets p that sum to 1, `total = sum(exp(z - m))` and
     `log_z = log(total) + m`, the loss is `log(total) - sum(p * (z - m)) + z_loss * log_z**2`. Its
-    gradient in z is `((1 + 2 * z_loss * log_z) * exp(z - m) - total * p) / total`. Dividing the
-    logit gradients themselves would cost another pass over them.
+    gradient in z is `(exp(z - m) - mass * p) / mass`, with
+    `mass = total / (1 + 2 * z_loss * log_z)`. Dividing or multiplying the logit gradients
+    themselves would cost another operation for each of them.
     """
     x, labels, weights = chunk
     output, smoothing = options.output, options.label_smoothing
@@ -334,19 +335,20 @@ def _losses_and_logit_gradients(options, layout, rows, bias, chunk):
         )
     total = exponentials.sum(-1, keepdims=True)
     total, expected = jax.lax.psum((total, expected), layout.vocabulary)
-    losses, gradients = jnp.log(total) - expected, exponentials
+    losses, gradients, mass = jnp.log(total) - expected, exponentials, total
     if options.z_loss:
         log_z = jnp.log(total) + factor * top
         losses += options.z_loss * log_z**2
-        gradients *= 1 + 2 * options.z_loss * log_z
+        rise = 1 + 2 * options.z_loss * log_z
+        mass = total / jnp.where(rise == 0, jnp.finfo(rise.dtype).eps, rise)
     if smoothing:
-        gradients -= jnp.where(is_inside, other_share, 0) * total
-    at_label = gradients - (1 - smoothing) * total
+        gradients -= jnp.where(is_inside, other_share, 0) * mass
+    at_label = gradients - (1 - smoothing) * mass
     gradients = jnp.where(ids == labels, at_label, gradients)
     if output.softcap is not None:
         gradients *= 1 - jnp.square(raw_logits)
     gradients = _without_padding(output, gradients, ids)
-    return losses, gradients, output.scale * weights / total
+    return losses, gradients, output.scale * weights / mass
 
 
 def _of_label(columns, values, shift):
