@@ -89,7 +89,7 @@ def _keep_mask_in_registers(
     return (first ^ second) >> 9 < np.uint32(threshold)
 
 
-def _counters(shape: tuple[int, ...]) -> Word:
+def _counters(shape) -> Word:
     """The index of each element in the flattened array."""
     counters = jnp.zeros(shape, jnp.uint32)
     for axis, length in enumerate(shape):

@@ -133,7 +133,7 @@ def multiply_high(a: Whole, b: Array | np.ndarray | np.uint32) -> Word:
     return a_high * b_high + middle_high + (a_low * b_high + (middle & 0xFFFF) >> 16)
 
 
-def _multiply(number: Whole, high: np.ndarray, low: np.ndarray) -> _Phase:
+def _multiply(number: Whole, high, low) -> _Phase:
     """The product of an int32 or uint32 and a fraction of two words, modulo one turn."""
     word = number.astype(jnp.uint32)
     return _Phase(word * high + multiply_high(number, low), word * low)

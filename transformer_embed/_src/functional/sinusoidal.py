@@ -247,9 +247,7 @@ def encode(
     return _encoding(positions, d_model, options, dtype)
 
 
-def as_grid(
-    shape: Sequence[int], axes: Sequence[int] | None
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def as_grid(shape: Sequence[int], axes: Sequence[int] | None) -> tuple[tuple[int, ...], ...]:
     """The points along each axis of a grid, and the axes in the order of their channels."""
     lengths = arguments.entries("shape", shape, arguments.size)
     arguments.size("shape: its number of points", math.prod(lengths))
