@@ -1196,3 +1196,10 @@ def test_bad_arguments_raise_errors(kind, message, call):
 def test_heads_that_do_not_divide_the_weights_are_refused():
     with pytest.raises(TypeError, match="reshape"):
         permute_rotary_weights(np.ones((2, 8), np.float32), 3, source="half", target="interleaved")
+
+
+def test_pair_axes_past_those_of_the_positions_are_refused():
+    with pytest.raises(
+        ValueError, match=r"^pair_axes\[3\]: wanted an int of at most 1, got 2(\n|$)"
+    ):
+        apply_rotary(X, np.zeros([3, 2], int), pair_axes=(0, 0, 1, 2))
