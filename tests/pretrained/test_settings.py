@@ -3,20 +3,22 @@ are not guessed."""
 
 import contextlib
 import dataclasses
+import json
 import tempfile
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from checkpoints import CASES, checkpoint, kind_of, load, read_by, tensors_of
+from checkpoints import CASES, GOLDEN, checkpoint, kind_of, load, read_by, tensors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import transformer_embed as te
-from transformer_embed._src.pretrained import description, rope
+from transformer_embed._src.pretrained import description, files, published, rope
 
 load_embedder = te.pretrained.load_embedder
+FOREIGN = json.loads((GOLDEN / "foreign_names.json").read_text())["cases"]
 # One case for each architecture.
 ARCHITECTURES = {
     kind_of(case).model_types[-1]: name for name, case in reversed(CASES.items())
@@ -364,6 +366,41 @@ def test_a_file_of_another_type_lends_no_defaults(tmp_path):
     path = checkpoint(tmp_path, CASES["bert"], settings={"model_type": "bert"})
     with pytest.raises(ValueError, match=r"wanted layer_norm_eps, pad_token_id of roberta"):
         load_embedder(path, settings={"model_type": "roberta"})
+
+
+# Input layers that compute the same, under names that only they share: it does not matter which of
+# them it is.
+SAME = {
+    "gpt2": {"gpt-sw3", "gpt_bigcode", "gpt_neo", "imagegpt"},
+    "clip": {
+        "aimv2",
+        "clipseg",
+        "groupvit",
+        "metaclip_2",
+        "owlv2",
+        "owlvit",
+        "sam3",
+        "sam3_video",
+        "siglip",
+        "siglip2",
+        "xclip",
+    },
+    "roberta": {"altclip", "xmod"},
+    "gpt_neox": {"gpt_neox_japanese"},
+    "albert": {"rembert"},
+}
+
+
+def test_names_of_tensors_that_other_models_share_are_asked_for():
+    """300 model types of the transformers library whose names match one of ours."""
+    for case in FOREIGN:
+        path = Path("none/model.safetensors")
+        tensors = files.Tensors(path, dict.fromkeys(case["names"], path), {}, lambda path: ({}, {}))
+        for stack in description.STACKS:
+            known = published._type_by_names(tensors, stack)
+            assert known is None or set(case["model_types"]) <= SAME[known], case
+    types = {each for case in FOREIGN for each in case["model_types"]}
+    assert {"whisper", "blenderbot-small", "led", "umt5"} <= types
 
 
 def test_a_bias_for_each_layer_is_not_t5(tmp_path):

@@ -72,6 +72,8 @@ _llama = functools.partial(
 _gemma = functools.partial(_llama, scale=True, entries="final_logit_softcapping")
 _by_layer = functools.partial(_llama, rotates_share=True, rotates_by_layer=True)
 
+# Without a model type, only names that a single architecture has are recognised; for others, the
+# user must give the model type.
 ARCHITECTURES = (
     _bert(
         "bert dpr ernie splinter visual_bert align_text_model chinese_clip_text_model "
@@ -97,6 +99,7 @@ ARCHITECTURES = (
         "altclip_text_model bridgetower_text_model clap_text_model layoutlmv3 lilt",
         entries="layer_norm_eps pad_token_id",
         start=None,
+        known_below=r"\broberta\.$",
         refused={
             "embeddings.x_position_embeddings.weight": _PLACES,
             "layout_embeddings.x_position_embeddings.weight": "it has a second stream for places",
@@ -117,12 +120,14 @@ ARCHITECTURES = (
         defaults={"layer_norm_eps": 1e-12},
         dropout="dropout",
         aliases={"hidden_size": "dim"},
+        known_below=r"\bdistilbert\.$",
     ),
-    _bert("albert rembert", widen="encoder.embedding_hidden_mapping_in"),
+    _bert("albert rembert", widen="encoder.embedding_hidden_mapping_in", known_below=""),
     _bert(
         "electra convbert",
         widen="embeddings_project",
         may_lack=(WIDEN, WIDEN_OFFSET),
+        known_below=r"\belectra\.$",
     ),
     Architecture(
         "xlm flaubert",
@@ -135,7 +140,7 @@ ARCHITECTURES = (
         head="pred_layer.proj",
         refused_entries={"asm": "its output layer is an adaptive softmax"},
     ),
-    _gpt2("gpt2 gpt_neo gpt_bigcode gpt-sw3", positions="wpe"),
+    _gpt2("gpt2 gpt_neo gpt_bigcode gpt-sw3", positions="wpe", known_below=r"^$|\btransformer\.$"),
     _gpt2("openai-gpt", tokens="tokens_embed", positions="positions_embed"),
     _gpt2("ctrl", tokens="w", scale=True, sinusoids=_SIN_COS),
     _gpt2("gptj codegen", rotary="interleaved", entries="rotary_dim"),
@@ -223,6 +228,7 @@ ARCHITECTURES = (
         tokens="embeddings.token_embedding",
         positions="embeddings.position_embedding",
         no_output="it has none",
+        known_below="",
     ),
     Architecture("jamba", tokens="embed_tokens"),
     Architecture("mamba mamba2 falcon_mamba", tokens="embeddings"),
@@ -276,6 +282,7 @@ ARCHITECTURES = (
             "rope_local_base_freq": "local_rope_theta",
         },
         no_output="a dense layer and a norm come before it",
+        known_below="",
     ),
     _llama(
         "granite granitemoe granitemoeshared granitemoehybrid granite_docling_text",
@@ -304,6 +311,7 @@ ARCHITECTURES = (
         rotates_share=True,
         aliases={"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
         head="embed_out lm_head",
+        known_below="",
     ),
     _llama(
         "falcon",
@@ -323,6 +331,7 @@ ARCHITECTURES = (
         entries="layer_norm_eps",
         has_alibi=True,
         aliases={"layer_norm_eps": "layer_norm_epsilon", "num_attention_heads": "n_head"},
+        known_below="",
     ),
 )
 

@@ -171,6 +171,8 @@ class Architecture(NamedTuple):
         defaults: of entries, other than those in `ENTRIES`; the value of one that is not read.
         head: the modules that may be its output layer.
         no_output: why an `OutputLayer` cannot say its output layer; "": it can.
+        known_below: a pattern of prefixes below which no other architecture has tensors of these
+            names; the default matches none.
         refused: tensors that show that the input layer is different, with the reason.
         refused_entries: for an entry, why values other than the library's default cannot be
             loaded.
@@ -199,6 +201,7 @@ class Architecture(NamedTuple):
     defaults: Mapping[str, Any] = {}
     head: str = "lm_head"
     no_output: str = ""
+    known_below: str = "(?!)"
     refused: Mapping[str, str] = {}
     refused_entries: Mapping[str, str] = {}
 

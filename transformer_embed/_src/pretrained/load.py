@@ -31,8 +31,9 @@ def load_embedder(
     """Loads the parameters and the configuration of a checkpoint's input layer.
 
     The model type, of the `config.json` beside the file or of `settings`, says which tensors make
-    the layer. Only these are read, each copied once; peak memory is at most 1.05 times large
-    tables. No code in the file is run. Either everything is loaded or an error is raised.
+    the layer; without one, names of tensors that only one architecture has. Only these are read,
+    each copied once; peak memory is at most 1.05 times large tables. No code in the file is run.
+    Either everything is loaded or an error is raised.
 
     The page "Published models" of the documentation lists the model types that are known, with how
     far each is from the transformers library: BERT, RoBERTa, GPT-2, OPT, T5, BART, Whisper's

@@ -60,7 +60,7 @@ def read_published(
     in_file = next(part for part in parts if isinstance(part, dict))
     type_in_file = in_file.get("model_type") or whole.get("model_type")
     model_type = settings.pop("model_type", None) or type_in_file
-    kind, names = recognised(tensors, model_type, stack)
+    kind, names = recognised(tensors, model_type or _type_by_names(tensors, stack), stack)
     place = f"{path}, for a model {kind.name}"
     entries = kind.read(place, in_file, is_file=True)
     entries |= kind.read("settings", settings, is_file=False)
@@ -84,6 +84,15 @@ def read_published(
     check_tensors(tensors, stored, parameters, may_lack=OFFSETS)
     params = read_parameters(tensors, stored, parameters)
     return PretrainedInput(config, params, rotary, bias, stored)
+
+
+def _type_by_names(tensors: Tensors, stack: str | None) -> str | None:
+    """The type of the model that alone has such names of tensors, if there is one."""
+    found = matches(ARCHITECTURES, tensors.files, stack or STACKS[0])
+    certain = [match for match in found if re.search(match.kind.known_below, match.prefix)]
+    if not certain:
+        return None
+    return max(certain, key=lambda match: len(match.names)).kind.name
 
 
 def recognised(
