@@ -417,11 +417,18 @@ def test_block_ids_that_splash_attention_cannot_take():
         te.KernelArguments(rule).splash_attention(2)
 
 
-@pytest.mark.parametrize("batch_size", [3, 0], ids=str)
+@pytest.mark.parametrize("batch_size", [3, 0, 2.0], ids=str)
 def test_a_batch_size_that_is_not_the_rules(batch_size):
     rule = te.AttentionMask(BATCHES["right"], causal=True)
-    with pytest.raises(ValueError, match=r"[Bb]roadcast"):
-        te.KernelArguments(rule, batch_size).dot_product_attention()
+    error = TypeError if isinstance(batch_size, float) else ValueError
+    with pytest.raises(error, match=r"^batch_size: wanted"):
+        te.KernelArguments(rule, batch_size)
+
+
+def test_what_is_not_a_rule():
+    mask = te.causal_mask(4)
+    with pytest.raises(TypeError, match=r"^rule: wanted a te.AttentionMask, got an array bool"):
+        te.KernelArguments(mask)
 
 
 def test_the_number_of_rows_that_mha_needs():

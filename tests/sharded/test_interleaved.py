@@ -505,6 +505,11 @@ def test_invalid_interleavings_and_exchanges_raise_errors():
         match=r"^interleave: wanted rows over mesh axes, and whole columns, for t, got .*None, 'model'\)$",
     ):
         interleave(mesh, SPEC(None, "model"))
+    with pytest.raises(
+        ValueError,
+        match=r"^batch_axes: wanted the mesh axes of the rows of t, \('model',\), among others.*got \('data',\)$",
+    ):
+        interleave(mesh, SPEC("model"), batch_axes=("data",))
     three = jax.sharding.Mesh(np.array(jax.devices()[:3]), ("data",))
     with pytest.raises(
         ValueError,
@@ -526,13 +531,6 @@ def test_invalid_interleavings_and_exchanges_raise_errors():
         match=r"^table: wanted at most 2147483627 rows, to take 20 of them, got 2147483632$",
     ):
         jax.eval_shape(value_and_grad, large)
-    # What a batch that its rows' axes do not split gets, whoever says so.
-    table = interleave(mesh, SPEC("model"), batch_axes=("data",))
-    with pytest.raises(
-        ValueError, match=r"^ids: wanted split over the mesh axes of the table's rows, \('model',\)"
-    ):
-        te.rows.value_and_grad(lambda params: 0.0, ids={"t": np.arange(8)})({"t": table})
-    np.testing.assert_array_equal(jax.jit(te.lookup)(table, np.arange(8)), TABLE[:8])
     table = interleave(mesh)
     for use in (
         lambda: te.linear_logits(TABLE, table),

@@ -41,6 +41,10 @@ class KernelArguments:
         batch_size: B of the queries, to repeat what a rule with one row for all rows says; `mha`
             needs it. None: the rule's number of rows.
 
+    Raises:
+        TypeError: rule is not an AttentionMask, or batch_size is not a Python int.
+        ValueError: batch_size is less than 1, or the rule has another number of rows.
+
     Example:
         >>> import jax
         >>> import transformer_embed as te
@@ -62,6 +66,13 @@ class KernelArguments:
 
     rule: AttentionMask
     batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        arguments.instance("rule", self.rule, AttentionMask, "a te.AttentionMask")
+        arguments.convert_fields(self, batch_size=arguments.size)
+        if self.batch_size is not None and self._rows not in (1, self.batch_size):
+            want = f"the rule's {self._rows} rows"
+            raise arguments.value_error("batch_size", want, self.batch_size)
 
     def dot_product_attention(self) -> dict[str, Any]:
         """Of `jax.nn.dot_product_attention`, as cuDNN takes them with `implementation="cudnn"`.
@@ -293,11 +304,11 @@ class KernelArguments:
 
     def _for_rows(self, array: Array) -> Array:
         """An array of [1 or B, ...] with all rows of the batch."""
-        rows = self.batch_size
-        if rows is None:
-            arrays = jax.tree.leaves(self.rule)
-            rows = max(arguments.rows("rule", array).shape[0] for array in arrays)
-        return jnp.broadcast_to(array, (rows, *array.shape[1:]))
+        return jnp.broadcast_to(array, (self.batch_size or self._rows, *array.shape[1:]))
+
+    @property
+    def _rows(self) -> int:
+        return max(arguments.rows("rule", array).shape[0] for array in jax.tree.leaves(self.rule))
 
 
 def _reach_in_rows(rule: AttentionMask, kernel: str) -> Window:

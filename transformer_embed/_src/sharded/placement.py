@@ -100,9 +100,10 @@ def shard_params(
         ValueError: a pattern that matches no parameter; a spec with an axis past the dimensions of
             its parameter, that the mesh lacks, or whose number of devices does not divide a
             dimension other than a table's rows; batch_axes that are not a tuple of the mesh's axes;
-            rng without a function; an interleaved table whose columns are split, or whose virtual
-            shards the devices do not divide; virtual_shards that are not a power of two of at least
-            2; a capacity that is not positive.
+            rng without a function; an interleaved table whose columns are split, whose batch is not
+            split over the axes of its rows, or whose virtual shards the devices do not divide;
+            virtual_shards that are not a power of two of at least 2; a capacity that is not
+            positive.
 
     Example:
         >>> import jax, numpy as np
@@ -198,6 +199,10 @@ class _Placement(NamedTuple):
                 f"virtual shards, to interleave {name}"
             )
             raise arguments.value_error("mesh", want, parts)
+        elif self.batch_axes is not None and not set(rows) <= set(self.batch_axes):
+            # A lookup would send whole rows to every device, and training would raise an error.
+            want = f"the mesh axes of the rows of {name}, {rows}, among others, to interleave it"
+            raise arguments.value_error("batch_axes", want, self.batch_axes)
         else:
             order = RowOrder(vocab_size, self.virtual_shards)
         batch_axes = axes if self.batch_axes is None else self.batch_axes
