@@ -171,7 +171,6 @@ class YarnScaling(_Scaling):
         attention_factor: replaces the formula; above 0. None: the formula.
 
     Raises:
-        TypeError: an argument has the wrong type.
         ValueError: an argument out of its range; when applied, a base that is not above 1.
 
     Example:
@@ -247,7 +246,6 @@ class Llama3Scaling(_Scaling):
         original_length: the trained length, at least 2.
 
     Raises:
-        TypeError: an argument has the wrong type.
         ValueError: an argument out of its range.
 
     Example:

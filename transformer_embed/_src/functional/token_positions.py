@@ -216,7 +216,7 @@ class TokenPositions:
             model that counts from 2 embeds `tokens.positions + 2`.
 
         Raises:
-            TypeError: lengths are not integers, or another argument has the wrong type.
+            TypeError: lengths are not integers, or length is not a Python int.
             ValueError: lengths do not have rank 1; one of lengths is negative or above length
                 (checked on the host only); length is negative; an unknown padding_side.
 

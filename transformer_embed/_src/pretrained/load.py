@@ -76,7 +76,6 @@ def load_embedder(
 
     Raises:
         FileNotFoundError: there is no such file.
-        TypeError: an argument has the wrong type.
         ValueError: the file is damaged or has another format; shapes disagree with the
             configuration; a dtype is not float32, bfloat16 or float16; the model is not known;
             settings are missing, invalid, or not read by the model.

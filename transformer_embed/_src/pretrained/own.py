@@ -83,7 +83,6 @@ def save_embedder(
 
     Raises:
         OSError: the file cannot be written.
-        TypeError: an argument has the wrong type.
         ValueError: parameters disagree with the config; a name is used twice or cannot be stored; a
             dtype is not supported; `rotary` or `bias` has arguments that their functions do not
             take; the path is a folder, a pipe or a device.
