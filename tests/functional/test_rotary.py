@@ -897,7 +897,7 @@ P = np.arange(3)
         ),
         (
             ValueError,
-            "positions: wanted a shape that broadcasts to that of x's tokens, [], got shape [3]",
+            "x: wanted shape [..., length, heads, head_dim], got shape [3, 8]",
             lambda: apply_rotary(X[0, :, 0], P),
         ),
         (

@@ -95,6 +95,9 @@ def apply_rotary(
         (2024), section 2.1, https://arxiv.org/abs/2409.12191
     """
     x = arguments.as_floats("x", x)
+    if x.ndim < 3:
+        want = "shape [..., length, heads, head_dim]"
+        raise arguments.value_error("x", want, f"shape {list(x.shape)}")
     layout = arguments.choice("layout", layout, LAYOUTS)
     rotated = _checked_rotary_dim(rotary_dim, x.shape[-1])
     is_proportional = arguments.choice("partial", partial, PARTIAL) == "proportional"

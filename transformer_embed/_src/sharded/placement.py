@@ -96,7 +96,7 @@ def shard_params(
         A tree like params.
 
     Raises:
-        TypeError: params is a function and rng is None.
+        TypeError: a rule is not a PartitionSpec; params is a function and rng is None.
         ValueError: a pattern that matches no parameter; a spec with an axis past the dimensions of
             its parameter, that the mesh lacks, or whose number of devices does not divide a
             dimension other than a table's rows; batch_axes that are not a tuple of the mesh's axes;
@@ -161,7 +161,9 @@ class _Placement(NamedTuple):
         """A parameter on the mesh."""
         shape = leaf.shape
         specs = (spec for rule, spec in self.rules.items() if fnmatch.fnmatchcase(name, rule))
-        spec = next(specs, PartitionSpec())
+        spec = arguments.instance(
+            "rules", next(specs, PartitionSpec()), PartitionSpec, "a PartitionSpec for each pattern"
+        )
         if not any(spec[len(shape) :]):
             # A None past the last dimension says nothing.
             spec = PartitionSpec(*spec[: len(shape)])
@@ -171,7 +173,7 @@ class _Placement(NamedTuple):
             sharding = NamedSharding(self.mesh, spec)
             # The rows of a table are padded.
             sharding.shard_shape((0, *shape[1:]) if is_rows else shape)
-        except (AttributeError, ValueError, IndexError) as error:
+        except (ValueError, IndexError) as error:
             want = f"a PartitionSpec that fits {name} of shape {list(shape)}"
             raise arguments.value_error("rules", want, f"{spec}: {error}") from error
         rows: Any = leaf
