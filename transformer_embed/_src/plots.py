@@ -31,7 +31,12 @@ MOST_CELLS_WITH_LINES = 64
 # This is what remains in float16. The softmax of a logit as low is 0 in any dtype.
 HIDING_BIAS = -16376
 # Where a legend goes that would cover the picture.
-BESIDE: Any = {"loc": "upper left", "bbox_to_anchor": (1, 1), "frameon": False}
+BESIDE: Any = {
+    "loc": "upper left",
+    "bbox_to_anchor": (1.02, 1),
+    "borderaxespad": 0,
+    "frameon": False,
+}
 
 
 def plot_encoding(
