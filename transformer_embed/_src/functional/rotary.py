@@ -109,11 +109,12 @@ def apply_rotary(
     if pair_axes is None:
         points = points[..., None]
     else:
-        last = points.shape[-1] - 1
-        axes = arguments.entries(
-            "pair_axes", pair_axes, arguments.integer, at_least=0, at_most=last
-        )
+        axes = arguments.entries("pair_axes", pair_axes, arguments.integer, at_least=0)
         arguments.check_same("pair_axes", "a number for each pair", len(axes), dim // 2)
+        last = max(axes, default=0)
+        if points.ndim < 2 or points.shape[-1] <= last:
+            want = f"shape [..., length, {last + 1} or more], as pair_axes says"
+            raise arguments.value_error("positions", want, f"shape {list(points.shape)}")
     arguments.check_ends_in_length("positions", points.shape[:-1], x.shape[:-2], "x's tokens")
     base = arguments.positive("base", base)
     return _rotated(x, points, layout, _Options(dim, rotated // 2, base, scaling, axes))
@@ -142,8 +143,9 @@ def permute_rotary_weights(
 
     Raises:
         TypeError: num_heads or rotary_dim is not a Python int; weights are a 64-bit numpy array,
-            and jax_enable_x64 is off; the last axis is not a multiple of num_heads.
-        ValueError: an odd number of channels to pair, or an unknown layout.
+            and jax_enable_x64 is off.
+        ValueError: the last axis is not a multiple of num_heads, an odd number of channels to pair,
+            or an unknown layout.
 
     Example:
         >>> import transformer_embed as te
@@ -157,6 +159,9 @@ def permute_rotary_weights(
     """
     array = arguments.as_given("weights", weights)
     num_heads = arguments.integer("num_heads", num_heads, at_least=1)
+    if array.ndim == 0 or array.shape[-1] % num_heads:
+        want = f"a last axis of {num_heads} heads times head_dim"
+        raise arguments.value_error("weights", want, f"shape {list(array.shape)}")
     head_dim = array.shape[-1] // num_heads
     dim = _checked_rotary_dim(rotary_dim, head_dim)
     return _permuted(
