@@ -728,7 +728,9 @@ def test_options_of_positions_are_checked_with_the_config():
         match=message("layout", "one of 'interleaved', 'sin_cos', 'cos_sin'", "'halves'"),
     ):
         te.EmbedderConfig(11, 8, scheme=te.Sinusoidal(layout="halves"))
-    with pytest.raises(ValueError, match=message("shift", "a number below d_model // 2 = 2", "3")):
+    with pytest.raises(
+        ValueError, match=message("shift", "a number below d_model // 2 = 2", "3.0")
+    ):
         te.EmbedderConfig(11, 8, scheme=te.Sinusoidal(shift=3), embedding_width=4)
 
 

@@ -1323,7 +1323,7 @@ BAD_ARGUMENTS = [
         "one of 'interleaved', 'sin_cos', 'cos_sin'",
         "'halves'",
     ),
-    (lambda: SINUSOIDAL(shift=4), ValueError, "shift", "a number below d_model // 2 = 4", "4"),
+    (lambda: SINUSOIDAL(shift=4), ValueError, "shift", "a number below d_model // 2 = 4", "4.0"),
     (
         lambda: SINUSOIDAL(odd="drop"),
         ValueError,
