@@ -12,6 +12,7 @@ import pytest
 from contexts import x64
 
 import transformer_embed as te
+from transformer_embed._src import arguments
 
 TABLE = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
 IDS = np.array([[1, 0, 3], [2, 2, 0]], np.int32)
@@ -407,3 +408,16 @@ def test_integers_of_2_and_4_bits(library, dtype):
         te.alibi_bias(ids, ids, num_heads=2), te.alibi_bias([0, 1, 1], [0, 1, 1], num_heads=2)
     )
     assert te.TokenPositions.from_ids(ids, pad_id=0).positions.tolist() == [[0, 0, 1]]
+
+
+@pytest.mark.parametrize("convert", ["as_int32", "as_positions", "as_ordered", "as_fitting_int32"])
+def test_an_int32_array_of_jax_is_taken_as_it_is(convert):
+    """`jnp.asarray` would take longer than all else that a call outside of jit does."""
+    array = jnp.asarray(IDS)
+    assert getattr(arguments, convert)("ids", array) is array
+
+
+@pytest.mark.parametrize("convert", ["as_floats", "as_given", "as_positions"])
+def test_a_floating_array_of_jax_is_taken_as_it_is(convert):
+    array = jnp.asarray(TABLE)
+    assert getattr(arguments, convert)("x", array) is array
