@@ -187,10 +187,13 @@ def _replace_special_rows(rows, ids, vocab_size, pad_id, out_of_range) -> Vector
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
 def _gather(table, ids, pad_id, out_of_range) -> Vectors:
     """`lookup` in a plain table."""
-    # As uint32, so that jax adds no wrapping of negative indices.
-    index = jnp.clip(ids, 0, table.shape[0] - 1).astype(jnp.uint32)
     sharding = explicit_sharding(table, ids)
-    rows = table.at[index].get(mode="promise_in_bounds", out_sharding=sharding)
+    if sharding is None:
+        # XLA's gather clips by itself.
+        rows = jnp.take(table, ids, axis=0, mode="clip")
+    else:
+        index = jnp.clip(ids, 0, table.shape[0] - 1)
+        rows = table.at[index].get(mode="promise_in_bounds", out_sharding=sharding)
     return _replace_special_rows(rows, ids, table.shape[0], pad_id, out_of_range)
 
 
