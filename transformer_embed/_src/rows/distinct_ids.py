@@ -73,9 +73,10 @@ def rows_of_ids(
     held: Int32[Array, "k"], values: Float[Array, "k d"], ids: Int32[Array, "..."]
 ) -> Float[Array, "... d"]:
     """The value of each id, or NaN for an id that is not among the ascending ones that are held."""
-    index = find_each(held, ids)
-    rows = lookup(values, index, out_of_range="clip")
-    return jnp.where((index < len(held))[..., None], rows, np.array(np.nan, rows.dtype))
+    # `find_each` would search again for the rows: XLA fuses its result into both uses.
+    slots = jnp.minimum(count_below(held, ids), len(held) - 1)
+    rows, is_held = lookup(values, slots, out_of_range="clip"), read_each(held, slots) == ids
+    return jnp.where(is_held[..., None], rows, np.array(np.nan, rows.dtype))
 
 
 def sum_rows(
