@@ -12,6 +12,8 @@ import re
 import signal
 import stat
 import struct
+import subprocess
+import sys
 import tempfile
 import time
 from types import SimpleNamespace
@@ -435,6 +437,39 @@ def soon():
 @pytest.mark.parametrize("place", PLACES)
 def test_only_regular_files_are_opened(tmp_path, place):
     assert "path: wanted a regular file, got a " in refused(PLACES[place](tmp_path))
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_pipe_named_like_our_temporary_files_stays(tmp_path):
+    name = pipe_as(tmp_path / f"{files.TEMPORARY}x.tmp")
+    save_embedder(tmp_path / "x", SMALL, PARAMS)
+    assert set(tmp_path.iterdir()) == {name, tmp_path / "x"}
+
+
+STOPPED = """
+import pathlib, signal, sys
+from transformer_embed._src.pretrained import files
+with files.open_whole(pathlib.Path(sys.argv[1])):
+    print("written", flush=True)
+    signal.pause()
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_save_leaves_a_file_that_a_later_one_removes(tmp_path):
+    """One that may still be written stays."""
+    path = tmp_path / "x"
+    command = [sys.executable, "-c", STOPPED, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as child:
+        assert child.stdout.readline() == b"written\n"
+        child.kill()
+    (left,) = tmp_path.iterdir()
+    save_embedder(path, SMALL, PARAMS)
+    assert set(tmp_path.iterdir()) == {path, left}
+    old = time.time() - files.STALE - 60
+    os.utime(left, (old, old))
+    save_embedder(path, SMALL, PARAMS)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_missing_folder_is_named(tmp_path):

@@ -11,6 +11,7 @@ import pathlib
 import re
 import secrets
 import stat
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any, NamedTuple
 
@@ -25,6 +26,9 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Bytes that are read at once.
 PIECE = 2**23
+TEMPORARY = ".transformer_embed-"
+# Seconds after which a temporary file is taken for one that a killed process left.
+STALE = 24 * 60 * 60
 NO_FILE = (
     "No such file or directory (for a model's name, pass the folder that "
     "huggingface_hub.snapshot_download(name) returns)"
@@ -215,11 +219,14 @@ def write_tensors(tensors: Tensors, arrays: Mapping[str, np.ndarray]) -> None:
 def open_whole(path: pathlib.Path) -> Iterator[IO[bytes]]:
     """A temporary file that is renamed at the end, so that the path always has a whole file.
 
-    A replaced file keeps its mode.
+    A replaced file keeps its mode. What killed processes left in the folder is removed.
     """
+    for left in path.parent.glob(f"{TEMPORARY}*.tmp"):
+        if left.is_file() and time.time() - left.stat().st_mtime > STALE:
+            left.unlink(missing_ok=True)
     exists = path.exists()
     mode = _regular_mode(path) if exists else 0o666
-    temporary = path.parent / f".transformer_embed-{secrets.token_hex(8)}.tmp"
+    temporary = path.parent / f"{TEMPORARY}{secrets.token_hex(8)}.tmp"
     # A private file's replacement must not be readable by others, not even while it is written.
     try:
         with open(temporary, "xb", opener=functools.partial(os.open, mode=mode)) as file:

@@ -68,8 +68,8 @@ def save_embedder(
     The file is written whole or not at all. The configuration is stored in its metadata. With the
     names that `load_embedder` returned, other libraries find the tensors under their original
     names. The checks of `load_embedder` run before anything is written. A replaced file keeps its
-    permissions. A save that is killed leaves a file `.transformer_embed-*.tmp`, which may be
-    deleted.
+    permissions. If a save was killed, a later one in the same folder removes the temporary file
+    that it left, once that file is a day old.
 
     Args:
         path: the file to write or replace.
