@@ -1254,6 +1254,7 @@ POSITIVE = "an int of at least 1"
 TOKENS = functools.partial(te.TokenEmbedding, 11, 8)
 WHOLE = functools.partial(whole, 11, 8)
 
+INITIALISER = "a function of a shape and a dtype, such as hk.initializers.RandomNormal()"
 BAD_ARGUMENTS = [
     (lambda: te.TokenEmbedding(0, 8), ValueError, "vocab_size", POSITIVE, "0"),
     (lambda: te.TokenEmbedding(11.0, 8), TypeError, "vocab_size", "a Python int", "float 11.0"),
@@ -1363,6 +1364,10 @@ BAD_ARGUMENTS = [
         "None, since the scheme has no parameters",
         "str 'zeros'",
     ),
+    (lambda: TOKENS(w_init="abc"), TypeError, "w_init", INITIALISER, "str 'abc'"),
+    (lambda: TOKENS(w_init=0), TypeError, "w_init", INITIALISER, "int 0"),
+    (lambda: LEARNED(w_init=[1]), TypeError, "w_init", INITIALISER, "list [1]"),
+    (lambda: te.RelativePositionBias(2, w_init=""), TypeError, "w_init", INITIALISER, "str ''"),
     (lambda: te.Learned(max_len=0), ValueError, "max_len", POSITIVE, "0"),
     (lambda: te.Learned(max_len=16.0), TypeError, "max_len", "a Python int", "float 16.0"),
     (

@@ -4,7 +4,7 @@ import collections
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import haiku as hk
@@ -100,9 +100,7 @@ class TokenEmbedding(hk.Module):
         scale = self.config.scale
         # A scale of False is a factor of 1.
         self.factor = math.sqrt(self.config.d_model) if scale is True else scale or 1.0
-        self.w_init = w_init
-        if w_init is None:
-            self.w_init = hk.initializers.RandomNormal(stddev=1 / self.factor)
+        self.w_init = _as_initializer(w_init, hk.initializers.RandomNormal(stddev=1 / self.factor))
 
     def __call__(self, ids: ArrayLike) -> Float[Array, "... d"]:
         """Embeds ids [...], integers, as [..., d_model] of `dtype`."""
@@ -228,7 +226,7 @@ class PositionalEncoding(hk.Module):
         scheme._check(self.d_model)
         self.dropout_rate = arguments.rate("dropout_rate", dropout_rate)
         self.out_of_range = arguments.choice("out_of_range", out_of_range, OUT_OF_RANGE)
-        self.w_init = hk.initializers.RandomNormal(stddev=0.02) if w_init is None else w_init
+        self.w_init = _as_initializer(w_init, hk.initializers.RandomNormal(stddev=0.02))
         self.param_dtype = arguments.floating_dtype("param_dtype", param_dtype)
 
     def __call__(
@@ -335,9 +333,8 @@ class RelativePositionBias(hk.Module):
         self.num_buckets = arguments.size("num_buckets", num_buckets)
         self.max_distance = arguments.size("max_distance", max_distance)
         self.bidirectional = arguments.flag("bidirectional", bidirectional)
-        self.w_init = w_init
-        if w_init is None:
-            self.w_init = hk.initializers.VarianceScaling(1.0, "fan_avg", "uniform")
+        default = hk.initializers.VarianceScaling(1.0, "fan_avg", "uniform")
+        self.w_init = _as_initializer(w_init, default)
         self.param_dtype = arguments.floating_dtype("param_dtype", param_dtype)
         self.dtype = dtype if dtype is None else arguments.floating_dtype("dtype", dtype)
 
@@ -593,6 +590,13 @@ def _rows_of_types(
     arguments.check_ends_in_length("token_types", token_types.shape, shape)
     rows, _ = embed._scaled_rows(token_types)
     return _expanded_to_rank(rows, len(shape) + 1)
+
+
+def _as_initializer(w_init: Initializer | None, default: Initializer) -> Initializer:
+    if w_init is None:
+        return default
+    want = "a function of a shape and a dtype, such as hk.initializers.RandomNormal()"
+    return arguments.instance("w_init", w_init, Callable, want)
 
 
 def _expanded_to_rank(x: Float[Array, "..."], rank: int) -> Float[Array, "..."]:
