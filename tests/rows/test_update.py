@@ -567,6 +567,12 @@ def test_a_whole_table_trains_on_a_batch_that_explicit_axes_split(spec):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
 
 
+def test_each_table_may_have_a_bound_of_its_own():
+    params, ids = {"a": jnp.ones([9, 2]), "b": jnp.ones([9, 2])}, {"a": [1, 1, 1], "b": [2, 3, 4]}
+    grads = jax.eval_shape(lambda params: taken(params, ids, max_rows={"a": 1})[1], params)
+    assert [grads[name].values.shape for name in "ab"] == [(1, 2), (3, 2)]
+
+
 def compiled_step(vocab_size, block=1024):
     params = {
         "embed": {"embeddings": jax.ShapeDtypeStruct([vocab_size, 16], jnp.float32)},
@@ -641,6 +647,8 @@ def test_bad_arguments_of_value_and_grad_raise_errors():
         "max_rows: wanted an int of at least 1, got 0",
         lambda: taken(params, {"m": {"t": [1]}}, max_rows=0),
     )
+    message = "params['v']: wanted a table in ids, since max_rows has it, got none"
+    expect(ValueError, message, lambda: taken(params, {"m": {"t": [1]}}, max_rows={"v": 2}))
     seen = {"m": {"t": taken_rows(params["m"]["t"], np.array([1]))}}
     expect(
         TypeError,
@@ -656,15 +664,17 @@ def test_bad_arguments_of_value_and_grad_raise_errors():
     )
 
 
-def test_rows_are_not_added_to_a_table_as_optax_does():
+def test_rows_added_to_a_table_as_optax_does_name_the_function_to_call():
     params, grads = (
         {"t": jnp.ones([5, 2])},
         {"t": te.rows.RowGradient(jnp.array([1]), jnp.ones([1, 2]), 5)},
     )
     optimizer = optax.sgd(RATE)
     updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    message = "params: wanted a step by te.rows.update(optimizer, grads, state, params), got the sum of ArrayImpl and RowGradient"
+    expect(TypeError, message, lambda: optax.apply_updates(params, updates))
     for table in (params["t"], np.ones([5, 2])):
-        with pytest.raises(TypeError, match="unsupported operand"):
+        with pytest.raises(TypeError):
             optax.apply_updates({"t": table}, updates)
 
 
@@ -698,3 +708,6 @@ def test_bad_arguments_of_update_raise_errors():
         lambda: update(grads, optax.sgd(1.0).init(params), params),
     )
     expect(TypeError, "not a valid JAX array type", lambda: update(grads, object(), params))
+    for other in (None, optax.adam):
+        message = f"optimizer: wanted an optax.GradientTransformation, got {type(other).__name__}"
+        expect(TypeError, message, lambda other=other: te.rows.update(other, grads, state, params))

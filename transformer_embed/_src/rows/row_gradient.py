@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import operator
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +82,12 @@ class RowGradient(SomeRows):
             sum_all = self.layout.on_shards(functools.partial(sum_rows, size=self.layout.shard))
         ids, values = sum_all([self.ids, other.ids], [self.values, other.values])
         return dataclasses.replace(self, ids=ids, values=values)
+
+    def __radd__(self, other: Any) -> NoReturn:
+        """Raises a TypeError: `optax.apply_updates` does not take a `RowGradient`."""
+        want = "a step by te.rows.update(optimizer, grads, state, params)"
+        got = f"the sum of {type(other).__name__} and RowGradient"
+        raise arguments.type_error("params", want, got)
 
 
 class _Ids:

@@ -66,8 +66,8 @@ def update(
         (params, state).
 
     Raises:
-        TypeError: a state that does not consist of arrays; a `RowGradient` made by hand for an
-            interleaved table.
+        TypeError: the optimizer has no `init` and `update`; a state
+            that does not consist of arrays; a `RowGradient` made by hand for an interleaved table.
         ValueError: the optimizer may update a row from other rows (the message names the
             transformation and the reason), or changes the dtype of its state; trees that do not
             fit together; a gradient with ids that do not ascend.
@@ -94,6 +94,9 @@ def update(
         https://docs.pytorch.org/docs/stable/generated/torch.optim.SparseAdam.html. Why the rows:
         https://github.com/jax-ml/jax/issues/851
     """
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        got = type(optimizer).__name__
+        raise arguments.type_error("optimizer", "an optax.GradientTransformation", got)
     # shard_map takes no sharded arrays but as arguments.
     arrays = {name: arg for name, arg in extra_args.items() if isinstance(arg, jax.Array)}
     trees, treedef = jax.tree.flatten((grads, params, state, arrays), is_leaf=is_leaf)

@@ -18,7 +18,7 @@ Tree = Any
 
 
 def value_and_grad(
-    loss: Callable, *, ids: Tree, has_aux: bool = False, max_rows: int | None = None
+    loss: Callable, *, ids: Tree, has_aux: bool = False, max_rows: int | Tree | None = None
 ) -> Callable:
     """`jax.value_and_grad` for a loss that reads few rows of large tables.
 
@@ -39,9 +39,10 @@ def value_and_grad(
             up, [...], including padding and ids outside the vocabulary. Ids may repeat.
         has_aux: whether the loss returns (scalar, aux).
         max_rows: a bound on the distinct ids of a table in a batch; a bound below the number of ids
-            makes the step cheaper. If a batch has more, the highest ids read as NaN. For an
-            interleaved table it bounds the distinct ids of each device's part of the batch, and so
-            the buffers of the exchange; the ids that read as NaN are then not always the highest.
+            makes the step cheaper. An int, or a tree like `ids` with an int for each table that has
+            a bound. If a batch has more, the highest ids read as NaN. For an interleaved table it
+            bounds the distinct ids of each device's part of the batch, and so the buffers of the
+            exchange; the ids that read as NaN are then not always the highest.
 
     Returns:
         A function of (params, ...) to (value, gradients), or to ((value, aux), gradients). The
@@ -55,7 +56,7 @@ def value_and_grad(
         TypeError: ids are not integers; a table does not have a floating dtype; the loss uses a
             table other than by `lookup`.
         ValueError: `params` has no table [vocab_size, d] where `ids` has an array; a sharded table
-            whose columns are split; a max_rows below 1.
+            whose columns are split; a max_rows below 1, or for a table that is not in `ids`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -87,17 +88,20 @@ def value_and_grad(
 
 
 def _gather_tables(
-    leaves: Sequence[Any], treedef: Any, ids: Tree, max_rows: int | None
+    leaves: Sequence[Any], treedef: Any, ids: Tree, max_rows: int | Tree | None
 ) -> dict[int, GatheredRows]:
     """The rows that a batch reads from each table in `ids`, by the table's index as a leaf."""
     indices = dict(_named("params", jax.tree.unflatten(treedef, range(len(leaves)))))
-    most = 2**31 if max_rows is None else arguments.integer("max_rows", max_rows, at_least=1)
-    gathered = {}
+    gathered, bounds = {}, dict(_named("params", max_rows))
+    # One bound is for all tables.
+    of_all = None if isinstance(max_rows, Mapping) else bounds.pop("params")
     for name, table_ids in _named("params", ids):
         index = indices.get(name)
         if not isinstance(index, int):
             got = f"none among {', '.join(indices)}"
             raise arguments.value_error(name, "a table, since ids has it", got)
+        bound = bounds.pop(name, of_all)
+        most = 2**31 if bound is None else arguments.integer("max_rows", bound, at_least=1)
         table: Any = as_table(name, leaves[index])
         integers = arguments.as_int32("ids", table_ids)
         if isinstance(table, RowTable):
@@ -108,6 +112,8 @@ def _gather_tables(
         # Loud, if the loss reads all leaves of the parameters as numbers.
         sentinel = jnp.full((1, table.shape[1]), jnp.inf, rows.values.dtype)
         gathered[index] = dataclasses.replace(rows, sentinel=sentinel, name=name)
+    for name in bounds:
+        raise arguments.value_error(name, "a table in ids, since max_rows has it", "none")
     return gathered
 
 
