@@ -1311,14 +1311,14 @@ def test_tables_that_differ_are_not_tied(tmp_path):
     table = tensors_of(case)["model.embed_tokens.weight"]
     other = checkpoint(tmp_path, tied)
     assert pretrained.load_embedder(other).config.output == te.OutputLayer(tied=False)
-    found = pretrained.load_embedder(checkpoint(tmp_path, tied, change={"lm_head.weight": table}))
-    assert found.config.output == te.OutputLayer()
-    assert not [key for key in found.names if "output" in key]
-    path = checkpoint(tmp_path, tied, change={"lm_head.weight": table[:-1]})
-    with pytest.raises(
-        ValueError, match=r"lm_head\.weight: wanted shape \[12, 8\], .* got F32\[11"
+    for head, output in (
+        (table, te.OutputLayer()),
+        (table[:-1], "its shape is [11, 8], not [12, 8]"),
     ):
-        pretrained.load_embedder(path)
+        path = checkpoint(tmp_path, tied, change={"lm_head.weight": head})
+        found = pretrained.load_embedder(path)
+        assert found.config.output == output
+        assert not [key for key in found.names if "output" in key]
 
 
 @pytest.mark.parametrize("prefix", ["", "language_model.", "model.language_model."])

@@ -325,7 +325,7 @@ class Architecture(NamedTuple):
 
     def _output(self, value: Options, shapes: Shapes, stack: str) -> OutputLayer | str:
         """The output layer, or why there is none."""
-        width = shapes[TOKENS][1]
+        rows, width = shapes[TOKENS]
         is_tied = value["tie_word_embeddings"]
         has_own = OUTPUT_TABLE in shapes or not is_tied
         is_shared = value["share_encoder_decoder_embeddings"] is not False
@@ -335,6 +335,9 @@ class Architecture(NamedTuple):
             return f"it is the decoder's, which stack={STACKS[1]!r} loads"
         if has_own and OUTPUT_TABLE not in shapes:
             return f"the file has no {self.head.split()[0]}.weight, and it is not tied to the table"
+        for name, shape in ((OUTPUT_TABLE, (rows, width)), (OUTPUT_BIAS, (1, rows))):
+            if shapes.get(name, shape) != shape:
+                return f"its shape is {list(shapes[name])}, not {list(shape)}"
         scale = (value["logit_scale"] or 1.0) / (value["logits_scaling"] or 1.0)
         if is_tied and value["scale_decoder_outputs"]:
             scale = width**-0.5
