@@ -584,7 +584,7 @@ def reason_of(message):
     """What a refusal says, without the file's name; nothing for an unknown type."""
     if message.startswith("model_type: wanted "):
         return ""
-    return re.sub(r"^/\S+: (wanted .*, got )?", "", message).replace("|", "/")[:110]
+    return re.sub(r"^/\S+: (wanted (?!the tensors).*, got )?", "", message).replace("|", "/")[:110]
 
 
 def main():

@@ -492,6 +492,14 @@ def test_an_unknown_model_lists_its_tensors_and_the_way_by_hand(tmp_path):
     assert load_by_hand(error, tmp_path).config.vocab_size == 5
 
 
+def test_no_layer_and_no_other_table_is_proposed_as_the_table_of_tokens(tmp_path):
+    names = ("layers.0.linear.weight", "token_type_embeddings.weight", "embed_positions.weight")
+    tensors = {name: np.zeros((9, 4), np.float32) for name in names}
+    save_file(tensors, tmp_path / "model.safetensors", {})
+    with pytest.raises(ValueError, match=r"EmbedderConfig\(vocab_size, d_model, .*: 'embedding\.w"):
+        pretrained.load_embedder(tmp_path)
+
+
 def load_by_hand(error, path):
     """What the call gives that an error proposes."""
     line = re.search(r"by hand: (load_embedder\(.*?\}\))", str(error.value))[1]
@@ -813,7 +821,10 @@ def test_shards_are_the_same_and_only_those_needed_are_opened(tmp_path, name):
         ({"weight_map": {}}, "which has 0 tensors: $"),
         ({"weight_map": ["a"]}, "wanted a weight_map from tensors to files, got ['a']"),
         ({}, "wanted a weight_map from tensors to files, got None"),
-        ({"weight_map": {"a": "/etc/passwd"}}, "/etc/passwd: wanted a whole safetensors file ("),
+        (
+            {"weight_map": {"embed": "/etc/passwd"}},
+            "/etc/passwd: wanted a whole safetensors file (",
+        ),
         (
             {"weight_map": {"wte.weight": "s", "wpe.weight": "s"}},
             "s: wanted a tensor wte.weight, got",

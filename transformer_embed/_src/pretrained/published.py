@@ -39,6 +39,10 @@ BY_HAND = (
     "by hand: load_embedder(path, config=EmbedderConfig(vocab_size, d_model, scheme=None, "
     "scale=False), names={'token_embedding/embeddings': 'embedding.weight'})"
 )
+# Tensors outside of numbered layers that may be a table of tokens, if no row has their names.
+TABLE = re.compile(
+    r"(?!.*(position|type|\b\d+\b)).*(embed|wte|shared|table|token|word)", re.IGNORECASE
+)
 
 
 class Match(NamedTuple):
@@ -185,10 +189,10 @@ def _advice(tensors: Tensors, stack: str) -> str:
 def _by_hand(tensors: Tensors, names: Mapping[str, str]) -> str:
     """The call that loads these tensors without a row, for a model without scale.
 
-    Without names, it is for the largest table.
+    Without names, it is for the largest table whose name may be that of tokens.
     """
     if not names:
-        shapes = {name: tensors.entry(name).shape for name in tensors.files}
+        shapes = {name: tensors.entry(name).shape for name in tensors.files if TABLE.match(name)}
         tables = [name for name, shape in shapes.items() if len(shape) == 2]
         if not tables:
             return BY_HAND
