@@ -662,6 +662,8 @@ def test_bad_arguments_of_value_and_grad_raise_errors():
         message,
         lambda: jax.eval_shape(lambda table: taken({"t": table}, {"t": [1, 2]}), huge),
     )
+    largest = jax.ShapeDtypeStruct([2**31 - 3, 1], jnp.float32)
+    jax.eval_shape(lambda table: taken({"t": table}, {"t": [1, 2]}), largest)
 
 
 def test_rows_added_to_a_table_as_optax_does_name_the_function_to_call():
