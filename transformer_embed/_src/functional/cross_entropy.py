@@ -396,7 +396,7 @@ def _cut_into_chunks(chunk_size, *values):
 def _array_and_layout(x, table):
     """The table's array, and how it and x are split: plain arrays, only by explicit axes."""
     if isinstance(table, Table):
-        return table.output_layout(x)
+        return table._output_layout(x)
     split = spec_axes(jax.typeof(x).sharding.spec, x.ndim)
     rows, columns = spec_axes(jax.typeof(table).sharding.spec, table.ndim)
     if not any((rows, columns, *split)):

@@ -31,25 +31,25 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
     shape: Any
     dtype: Any
 
-    def gather(self, ids: Ids) -> Vectors:
+    def _gather_rows(self, ids: Ids) -> Vectors:
         """The row of each id; an id out of range reads the nearest row.
 
         Gradients of repeated ids are summed in float32 or wider.
         """
         raise NotImplementedError
 
-    def output_layout(self, x: Vectors) -> tuple[TableArray, OutputLayout]:
+    def _output_layout(self, x: Vectors) -> tuple[TableArray, OutputLayout]:
         """The rows in vocabulary order, then padding, and how their product with x is split."""
         want = "a whole table, trained densely, since the output layer is tied to it"
         raise arguments.type_error("table", want, "some of its rows")
 
-    def use_error(self) -> str:
+    def _use_error(self) -> str:
         """The message for any other use."""
         got = f"another use of {type(self).__name__}"
         return arguments.wanted("table", "to be read by lookup or linear_logits alone", got)
 
     def _raise_not_an_array(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _NotAnArrayError(self.use_error())
+        raise _NotAnArrayError(self._use_error())
 
     # Operators and numpy's functions, numpy.asarray, jax's functions, indexing.
     __array_ufunc__ = __array__ = __jax_array__ = __getitem__ = _raise_not_an_array
@@ -160,7 +160,7 @@ def as_table(name: str, table: ArrayLike | Table) -> TableArray | Table:
 def _lookup(table, ids, pad_id, out_of_range, lookup_style) -> Vectors:
     """`lookup`, compiled for eager callers too."""
     if isinstance(table, Table):
-        rows = table.gather(ids)
+        rows = table._gather_rows(ids)
     elif lookup_style == "gather":
         return _gather(table, ids, pad_id, out_of_range)
     else:

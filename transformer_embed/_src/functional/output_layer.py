@@ -75,7 +75,7 @@ def linear_logits(
     x, table, bias, options = as_output_layer(x, table, bias, softcap, scale, pad_id)
     array, layout = table, ON_ONE_DEVICE
     if isinstance(table, Table):
-        array, layout = table.output_layout(x)
+        array, layout = table._output_layout(x)
     return _logits(layout, options, x, array, bias)
 
 

@@ -38,7 +38,7 @@ class _Scaling:
     def __post_init__(self):
         arguments.convert_fields(self, **_CONVERTERS)
 
-    def usual_attention_factor(self) -> float:
+    def _usual_attention_factor(self) -> float:
         """The factor of cosines and sines if `attention_factor` is not set."""
         return 1.0
 
@@ -69,7 +69,7 @@ class LinearScaling(_Scaling):
 
     factor: float
 
-    def scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
+    def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
         """The frequencies, scaled; decimals, as they are in `phase.geometric_frequencies`."""
         return frequencies / Decimal(self.factor)
 
@@ -99,7 +99,7 @@ class NTKScaling(_Scaling):
 
     alpha: float
 
-    def scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
+    def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
         """The frequencies, scaled; decimals, as they are in `phase.geometric_frequencies`."""
         return _ntk(frequencies, Decimal(self.alpha))
 
@@ -137,7 +137,7 @@ class DynamicNTKScaling(_Scaling):
     original_length: int
     length: int
 
-    def scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
+    def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
         """The frequencies, scaled; decimals, as they are in `phase.geometric_frequencies`."""
         longer = Decimal(max(self.length, self.original_length)) / Decimal(self.original_length)
         factor = Decimal(self.factor)
@@ -202,7 +202,7 @@ class YarnScaling(_Scaling):
             self, beta_fast=functools.partial(arguments.real, above=self.beta_slow)
         )
 
-    def scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
+    def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
         """The frequencies, scaled; decimals, as they are in `phase.geometric_frequencies`."""
         dim, log_base = 2 * len(frequencies), Decimal(arguments.real("base", base, above=1)).ln()
 
@@ -221,7 +221,7 @@ class YarnScaling(_Scaling):
         ramp = (np.arange(dim // 2, dtype=object) - low) / (high - low)
         return _blended(frequencies, ramp, self.factor)
 
-    def usual_attention_factor(self) -> float:
+    def _usual_attention_factor(self) -> float:
         """See `_Scaling`."""
         log = max(Decimal(self.factor).ln(), Decimal(0)) / 10
         return float((Decimal(self.mscale) * log + 1) / (Decimal(self.mscale_all_dim) * log + 1))
@@ -268,7 +268,7 @@ class Llama3Scaling(_Scaling):
         above_low = functools.partial(arguments.real, above=self.low_freq_factor)
         arguments.convert_fields(self, high_freq_factor=above_low)
 
-    def scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
+    def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
         """The frequencies, scaled; decimals, as they are in `phase.geometric_frequencies`."""
         low, high = Decimal(self.low_freq_factor), Decimal(self.high_freq_factor)
         turns = self.original_length * frequencies / (2 * phase.PI)
@@ -317,7 +317,7 @@ class LongRopeScaling(_Scaling):
     length: int
     attention_factor: float | None = None
 
-    def scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
+    def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
         """The frequencies, scaled; decimals, as they are in `phase.geometric_frequencies`."""
         name = "long_factor" if self.length > self.original_length else "short_factor"
         factors = getattr(self, name)
@@ -325,7 +325,7 @@ class LongRopeScaling(_Scaling):
         arguments.check_same(name, what, len(factors), len(frequencies))
         return frequencies / [Decimal(factor) for factor in factors]
 
-    def usual_attention_factor(self) -> float:
+    def _usual_attention_factor(self) -> float:
         """See `_Scaling`."""
         log = max(Decimal(self.factor).ln(), Decimal(0))
         return float((1 + log / Decimal(self.original_length).ln()).sqrt())
@@ -345,8 +345,8 @@ def scaled_frequencies(scaling: Scaling | None, dim: int, base: float) -> tuple[
     if scaling is None:
         return frequencies, 1.0
     with decimal.localcontext(phase.PRECISION):
-        factor = scaling.attention_factor or scaling.usual_attention_factor()
-        return scaling.scaled(frequencies, base), factor
+        factor = scaling.attention_factor or scaling._usual_attention_factor()
+        return scaling._scaled(frequencies, base), factor
 
 
 def unscaled(dim: int, base: float) -> np.ndarray:

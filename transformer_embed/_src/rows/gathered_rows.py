@@ -44,7 +44,7 @@ class GatheredRows(SomeRows, Table):
     sentinel: Any = None
     name: str = "table"
 
-    def gather(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
+    def _gather_rows(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
         """The row of each id, or NaN; an id out of range reads the first or the last row."""
         if self.ids.dtype != jnp.int32:
             want = "rows with int32 ids (map over floating leaves only)"
@@ -58,7 +58,7 @@ class GatheredRows(SomeRows, Table):
         zero = jnp.isnan(self.values[0, 0]).astype(jnp.int32) >> 1
         return RowGradient(self.ids + zero, values, self.vocab_size)
 
-    def use_error(self) -> str:
+    def _use_error(self) -> str:
         """The message for any other use."""
         readers = "te.lookup or te.TokenEmbedding alone, since te.rows.value_and_grad has its ids"
         return arguments.wanted(self.name, f"to be read by {readers}", "another use of its rows")
@@ -67,11 +67,11 @@ class GatheredRows(SomeRows, Table):
 class RowTable(Table):
     """A whole table that is not one plain array, whose rows can be gathered and updated."""
 
-    def take_rows(self, ids: Int32[Array, "..."], max_rows: int) -> GatheredRows:
+    def _take_rows(self, ids: Int32[Array, "..."], max_rows: int) -> GatheredRows:
         """The rows of the distinct ids, for a loss to read in this table's place."""
         raise NotImplementedError
 
-    def update_rows(
+    def _update_rows(
         self, step: Callable, shared: Any, gradient: RowGradient, states: Sequence[Any]
     ) -> Sequence[Any]:
         """Applies a step to the arrays that hold this table and its state, and returns both.

@@ -167,7 +167,7 @@ def _update_tables(
         gradient, table, *states = (leaves[place] for place in places)
         update_arrays = functools.partial(_update_in_blocks, step, places)
         if isinstance(table, RowTable):
-            new = table.update_rows(update_arrays, shared, gradient, states)
+            new = table._update_rows(update_arrays, shared, gradient, states)
         else:
             new = update_arrays(shared, gradient.ids, gradient.values, [table, *states])
         new_leaves |= zip(places[1:], new, strict=True)

@@ -105,7 +105,7 @@ def _gather_tables(
         table: Any = as_table(name, leaves[index])
         integers = arguments.as_int32("ids", table_ids)
         if isinstance(table, RowTable):
-            rows = table.take_rows(integers, most)
+            rows = table._take_rows(integers, most)
         else:
             held = distinct_rows(on_every_device(integers), table.shape[0], most)
             rows = GatheredRows(held, read_rows(table, held), table.shape[0])

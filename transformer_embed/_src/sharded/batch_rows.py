@@ -77,7 +77,7 @@ class BatchRows(GatheredRows):
         return self.row_dtype
 
     @jax.jit
-    def gather(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def _gather_rows(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, ids: Int32[Array, "..."]
     ) -> Float[Array, "... d"]:
         """See `Table`; exchanged rows are read by ids that are split as the batch is."""
@@ -145,7 +145,7 @@ def gather_from_owners(
     The gradient goes back the same way.
     """
     taken = take_from_owners(layout, arguments.widened(array), ids)
-    return taken.gather(ids).astype(array.dtype)
+    return taken._gather_rows(ids).astype(array.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))

@@ -92,7 +92,7 @@ class Sharded(RowTable):
         """That of the array."""
         return self.layout.sharding
 
-    def gather(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
+    def _gather_rows(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
         """See `Table`; split as the ids are, then as the columns are.
 
         An exchange needs ids that are split over the rows' axes; others are looked up in all
@@ -103,7 +103,7 @@ class Sharded(RowTable):
         gather = gather_from_owners if by_exchange else gather_from_shards
         return gather(layout, self.array, ids)
 
-    def output_layout(self, x: Float[Array, "... d"]) -> tuple[Array, OutputLayout]:
+    def _output_layout(self, x: Float[Array, "... d"]) -> tuple[Array, OutputLayout]:
         """See `Table`."""
         layout = self.layout
         if layout.order.is_interleaved:
@@ -112,12 +112,12 @@ class Sharded(RowTable):
         split = array_axes(layout.mesh, layout.batch_axes, x, x.ndim - 1)
         return self.array, OutputLayout(layout.mesh, layout.rows, layout.columns, tuple(split))
 
-    def take_rows(self, ids: Int32[Array, "..."], max_rows: int) -> BatchRows:
+    def _take_rows(self, ids: Int32[Array, "..."], max_rows: int) -> BatchRows:
         """See `RowTable`."""
         take = take_from_owners if self.layout.order.is_interleaved else take_from_shards
         return take(self.layout, self.array, ids, max_rows)
 
-    def update_rows(
+    def _update_rows(
         self, step: Callable, shared: Any, gradient: RowGradient, states: Sequence[Any]
     ) -> list["Sharded"]:
         """See `RowTable`; each shard updates its own rows. Nothing is sent."""
