@@ -673,11 +673,13 @@ def test_rows_added_to_a_table_as_optax_does_name_the_function_to_call():
     )
     optimizer = optax.sgd(RATE)
     updates, _ = optimizer.update(grads, optimizer.init(params), params)
-    message = "params: wanted a step by te.rows.update(optimizer, grads, state, params), got the sum of ArrayImpl and RowGradient"
-    expect(TypeError, message, lambda: optax.apply_updates(params, updates))
-    for table in (params["t"], np.ones([5, 2])):
-        with pytest.raises(TypeError):
-            optax.apply_updates({"t": table}, updates)
+    message = (
+        "params: wanted a step by te.rows.update(optimizer, grads, state, params), got the sum of "
+    )
+    for table, kind in ((params["t"], "ArrayImpl"), (np.ones([5, 2]), "float")):
+        tables = {"t": table}
+        call = functools.partial(optax.apply_updates, tables, updates)
+        expect(TypeError, f"{message}{kind} and RowGradient", call)
 
 
 def test_bad_arguments_of_update_raise_errors():

@@ -125,10 +125,10 @@ def find_tables(
         blocks: by the place of each table's gradient, the number of rows updated at a time.
     """
     size, _, states, _ = (tree.num_leaves for tree in treedef.children())
-    bounds = [f"table{n}_rows >= {block}" for n, block in blocks.items()]
-    bounds += [f"table{n}_rows <= {leaves[n].shape[0]}" for n in blocks]
-    names = ",".join(f"table{n}_rows" for n in blocks)
-    symbols = export.symbolic_shape(names, constraints=bounds)
+    names = {n: f"table{n}_rows" for n in blocks}
+    bounds = [f"{name} >= {blocks[n]}" for n, name in names.items()]
+    bounds += [f"{name} <= {leaves[n].shape[0]}" for n, name in names.items()]
+    symbols = export.symbolic_shape(",".join(names.values()), constraints=bounds)
     places = {symbol: [n, size + n] for symbol, n in zip(symbols, blocks, strict=True)}
     whole = {symbol: leaves[n].shape[0] for symbol, (n, _) in places.items()}
     tables = Tables(leaves, places, whole, dict(zip(symbols, blocks.values(), strict=True)))

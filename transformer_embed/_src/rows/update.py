@@ -66,8 +66,8 @@ def update(
         (params, state).
 
     Raises:
-        TypeError: the optimizer has no `init` and `update`; a state
-            that does not consist of arrays; a `RowGradient` made by hand for an interleaved table.
+        TypeError: the optimizer has no `init` and `update`; a state that does not consist of
+            arrays; a `RowGradient` made by hand for an interleaved table.
         ValueError: the optimizer may update a row from other rows (the message names the
             transformation and the reason), or changes the dtype of its state; trees that do not
             fit together; a gradient with ids that do not ascend.
