@@ -90,7 +90,8 @@ def _summary(value: object) -> str:
 
 def _entry(name: str, level: str) -> str:
     value = _value(name)
-    parts = [f"{level} te.{name}", _signature(f"te.{name}", value), _prose(value)]
+    signature = None if inspect.ismodule(value) else _signature(f"te.{name}", value)
+    parts = [f"{level} te.{name}", signature, _prose(value)]
     if inspect.isclass(value):
         for method, function in _methods(value):
             parts += [f"{level}# {method}", _signature(method, function), _prose(function)]

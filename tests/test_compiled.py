@@ -17,6 +17,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
+import pallas_kernels
 import public
 import pytest
 from collectives import collectives
@@ -143,8 +144,8 @@ NOTHING_TO_COMPILE = {
         "NTKScaling",
         "YarnScaling",
     ),
-    *("EmbedderConfig", "KernelArguments", "Learned", "OutputLayer"),
-    *("Sinusoidal", "SinusoidalGrid", "check_ids"),
+    *("EmbedderConfig", "Learned", "OutputLayer"),
+    *("Sinusoidal", "SinusoidalGrid", "check_ids", "check_order"),
 }
 
 
@@ -334,18 +335,20 @@ def test_a_sharded_program_on_a_tpu_sends_nothing_of_the_size_of_a_table(tpu):
 TILES = splash_attention.BlockSizes(*[512] * 8)
 
 
-def splash(arguments, heads):
+def splash(rule, heads):
     """One kernel for all rows of the batch."""
-    mask, segment_ids = arguments.splash_attention(heads.shape[1])
+    mask, segment_ids = te.kernels.splash_attention(rule, heads.shape[1], order="packed")
     kernel = splash_attention.make_splash_mha(
         mask, head_shards=1, q_seq_shards=1, block_sizes=TILES
     )
     return jax.vmap(lambda row, ids: kernel(row, row, row, segment_ids=ids))(heads, segment_ids)
 
 
-def skipping_splash(arguments, heads):
+def skipping_splash(rule, heads):
     """A kernel for each row."""
-    kernels, segment_ids = arguments.splash_kernels(heads.shape[1], block_sizes=TILES)
+    kernels, segment_ids = te.kernels.splash_kernels(
+        rule, heads.shape[1], order="packed", block_sizes=TILES
+    )
     attend = jax.vmap(lambda kernel, row, ids: kernel(row, row, row, segment_ids=ids))
     return attend(kernels, heads, segment_ids)
 
@@ -359,7 +362,7 @@ def test_splash_attention_on_a_tpu_makes_nothing_for_pairs_of_tokens(tpu, attend
     def loss(heads, segment_ids):
         tokens = te.TokenPositions.from_segment_ids(segment_ids)
         rule = te.AttentionMask(tokens, causal=True, window=(1023, 0))
-        return attend(te.KernelArguments(rule), heads).astype(jnp.float32).sum()
+        return attend(rule, heads).astype(jnp.float32).sum()
 
     heads, ids = of(jnp.bfloat16, 1, 8, length, 128), of(jnp.int32, 1, length)
     facts = tpu.facts(jax.value_and_grad(loss), *tpu.like((heads, ids)))
@@ -376,6 +379,20 @@ def test_the_kinds_of_a_million_tokens_tiles_on_a_tpu(tpu):
 
     facts = tpu.facts(kinds, tpu.like(of(jnp.int32, 1, 2**20)))
     assert facts.temporaries < 64 * 2**20
+
+
+@needs_libtpu
+def test_what_kernels_for_tpus_may_call():
+    """In a process of its own, which the compiler aborts where it cannot expand the axes of bools."""
+    ran = subprocess.run(
+        [sys.executable, "tests/pallas_kernels.py"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.stdout.splitlines() == list(pallas_kernels.KERNELS), ran.stderr[-2000:]
 
 
 @needs_libtpu

@@ -4,11 +4,10 @@
 from transformer_embed.cli import ctrl_c as _ctrl_c  # noqa: F401 (before jax)
 
 # isort: on
-from transformer_embed import plots, pretrained, rows, sharding
+from transformer_embed import kernels, plots, pretrained, rows, sharding
 from transformer_embed._src.functional.attention_mask import AttentionMask
 from transformer_embed._src.functional.cross_entropy import linear_cross_entropy
 from transformer_embed._src.functional.dropout import dropout
-from transformer_embed._src.functional.kernel_arguments import KernelArguments
 from transformer_embed._src.functional.lookup import check_ids, lookup
 from transformer_embed._src.functional.masks import (
     causal_mask,
@@ -35,6 +34,7 @@ from transformer_embed._src.functional.sinusoidal import (
     sinusoidal_grid,
     sinusoidal_table,
 )
+from transformer_embed._src.functional.token_order import check_order
 from transformer_embed._src.functional.token_positions import TokenPositions
 from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
 from transformer_embed._src.layers.embedder import Embedder
@@ -54,7 +54,6 @@ __all__ = [
     "DynamicNTKScaling",
     "Embedder",
     "EmbedderConfig",
-    "KernelArguments",
     "Learned",
     "LinearScaling",
     "Llama3Scaling",
@@ -74,7 +73,9 @@ __all__ = [
     "apply_rotary",
     "causal_mask",
     "check_ids",
+    "check_order",
     "dropout",
+    "kernels",
     "linear_cross_entropy",
     "linear_logits",
     "lookup",

@@ -212,14 +212,15 @@ def attention(on: Target, length: int) -> dict[str, Program]:
         return te.AttentionMask(tokens, causal=True, window=(1023, 0))
 
     def skipping(queries, keys, values, segment_ids):
-        kernels, ids = te.KernelArguments(rule_of(segment_ids)).splash_kernels(
-            heads.shape[1], block_sizes=sizes
+        kernels, ids = te.kernels.splash_kernels(
+            rule_of(segment_ids), heads.shape[1], order="packed", block_sizes=sizes
         )
         attend = jax.vmap(lambda kernel, *row: kernel(*row[:3], segment_ids=row[3]))
         return attend(kernels, queries, keys, values, ids)
 
     def splash(queries, keys, values, segment_ids):
-        mask, ids = te.KernelArguments(rule_of(segment_ids)).splash_attention(heads.shape[1])
+        rule = rule_of(segment_ids)
+        mask, ids = te.kernels.splash_attention(rule, heads.shape[1], order="packed")
         kernel = splash_attention.make_splash_mha(
             mask, head_shards=1, q_seq_shards=1, block_sizes=sizes
         )

@@ -328,6 +328,23 @@ def checked_ids(got, ids, vocab_size):
     assert all(0 <= each < vocab_size for each in integers(ids).ravel())
 
 
+def ordered(got, tokens, order):
+    positions, segments = (np.atleast_2d(a) for a in (tokens.positions, tokens.segment_ids))
+    for row, of_row in zip(positions, segments, strict=True):
+        ended = set()
+        for n, segment in enumerate(of_row):
+            before = of_row[n - 1] if n else 0
+            if before != segment:
+                ended.add(before)
+            if segment == 0:
+                assert order != "full"
+            elif segment == before:
+                assert row[n] == row[n - 1] + 1
+            else:
+                assert segment not in ended
+                assert order == "packed" or n == 0
+
+
 def looked_up(got, table, ids, *, pad_id, out_of_range, lookup_style):
     table = np.asarray(table)
     rows = []
@@ -571,6 +588,7 @@ CHECKS = {
     dense_mask: attention,
     te.causal_mask: causal,
     te.check_ids: checked_ids,
+    te.check_order: ordered,
     te.dropout: dropped_out,
     te.lookup: looked_up,
     te.mask_to_bias: bias,

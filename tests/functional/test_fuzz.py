@@ -34,6 +34,7 @@ GOOD = {
     dense_mask: {"query_positions": POSITIONS, "key_positions": POSITIONS, "causal": True},
     te.causal_mask: {"length": 3},
     te.check_ids: {"ids": IDS, "vocab_size": 4},
+    te.check_order: {"tokens": te.TokenPositions([0, 1], [1, 1]), "order": "full"},
     te.dropout: {"rng": jax.random.key(0), "rate": 0.5, "x": X},
     te.lookup: {"table": TABLE, "ids": IDS},
     te.mask_to_bias: {"mask": ARRAYS[2]},

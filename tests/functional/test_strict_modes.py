@@ -57,6 +57,10 @@ FUNCTIONS = CALLS | {
     ),
     "causal_mask": (functools.partial(te.causal_mask, 3), ()),
     "check_ids": (functools.partial(te.check_ids, vocab_size=4), (IDS,)),
+    "check_order": (
+        lambda positions: te.check_order(te.TokenPositions(positions), "full"),
+        (np.arange(3),),
+    ),
     "dropout": (lambda x: te.dropout(jax.random.clone(KEY), 0.5, x), (X,)),
     "dropout_16_bits": (
         lambda x: te.dropout(jax.random.clone(KEY), 0.5, x),
@@ -134,7 +138,7 @@ def test_every_public_name_is_here():
     """But for the functions of tables and parameters, which are in test_strict_tables.py, and those
     that draw."""
     made = {type(value).__name__ for value in [*SCALINGS.values(), *SCHEMES]}
-    made |= {"EmbedderConfig", "KernelArguments", "OutputLayer", "Embedder", "TokenPositions"}
+    made |= {"EmbedderConfig", "OutputLayer", "Embedder", "TokenPositions"}
     names = set(public.TOP) - made
     tables = {"table", "params"}
     of_tables = {n for n in names if tables & inspect.signature(getattr(te, n)).parameters.keys()}
@@ -161,7 +165,7 @@ def test_eagerly_under_all_modes_at_once(name):
 @every_function
 def test_traced_with_its_gradient_under_all_modes_at_once(name):
     function, arrays = FUNCTIONS[name]
-    if name == "check_ids":
+    if name in ("check_ids", "check_order"):
         pytest.skip("is for the host")
 
     def loss(*arrays):

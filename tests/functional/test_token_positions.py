@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.export
@@ -403,3 +404,81 @@ def test_tokens_that_do_not_fit_overwrite_nothing(slot):
     written = jax.jit(lambda slot: cache.write(tokens, slot))(jnp.int32(slot))
     np.testing.assert_array_equal(written.positions, cache.positions)
     np.testing.assert_array_equal(written.segment_ids, cache.segment_ids)
+
+
+# --- orders
+
+ORDERS = {
+    "full": [[1, 1, 1, 1]],
+    "right": [[7, 7, 0, 0], [0, 0, 0, 0]],
+    "packed": [[2, 2, 0, 1], [0, 5, 5, 5], [0, 3, 0, 0]],
+    None: [[1, 0, 1, 1], [1, 2, 2, 1]],
+}
+
+
+def test_check_order_takes_each_row_in_the_orders_that_it_has():
+    words = ["full", "right", "packed"]
+    for number, (name, rows) in enumerate(ORDERS.items()):
+        assert name in (*words, None)
+        for row in rows:
+            tokens = te.TokenPositions(starts_of_runs(row), row)
+            for place, order in enumerate(words):
+                if place >= number:
+                    te.check_order(tokens, order)
+                else:
+                    with pytest.raises(ValueError, match=r"^tokens: wanted .* got another order"):
+                        te.check_order(tokens, order)
+
+
+def starts_of_runs(row):
+    """Positions from 5 on in each run, as a cut batch has them."""
+    positions = [5]
+    for before, segment in itertools.pairwise(row):
+        positions.append(positions[-1] + 1 if before == segment else 5)
+    return positions
+
+
+@pytest.mark.parametrize(
+    ("positions", "place"), [([0, 1, 3], 2), ([0, 2, 1], 1), ([-(2**31), 2**31 - 1, 0], 1)]
+)
+def test_check_order_finds_positions_that_do_not_rise_by_one(positions, place):
+    want = rf"^tokens: wanted positions that rise by one from token to .* got another one at \[0, {place}\]"
+    for order in ("full", "right", "packed"):
+        with pytest.raises(ValueError, match=want):
+            te.check_order(te.TokenPositions(positions), order)
+
+
+def test_check_order_is_for_the_host():
+    check = lambda tokens: te.check_order(tokens, "full")
+    with pytest.raises(TypeError, match=r"^tokens: wanted values on the host, outside of jit, got"):
+        jax.jit(check)(te.TokenPositions.from_offset(0, 3))
+    with pytest.raises(ValueError, match=r"^order: wanted one of 'full', 'right', 'packed', got"):
+        te.check_order(te.TokenPositions.from_offset(0, 3), "left")
+
+
+# --- meshes with explicit axes
+
+
+@pytest.mark.parametrize("spec", [(None, "m"), ("m", None)], ids=["length", "batch"])
+def test_tokens_split_over_explicit_axes(spec):
+    """Along the length, rows are gathered where a row is needed whole."""
+    mesh = jax.make_mesh((2,), ("m",), axis_types=(jax.sharding.AxisType.Explicit,))
+    ids = np.array([[0, 5, 6, 7, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6, 7, 8]])
+    segments = np.array([[1, 1, 2, 2, 2, 0, 3, 3], [4, 4, 4, 4, 5, 5, 5, 5]])
+
+    def everything(ids, segments):
+        both = [
+            te.TokenPositions.from_ids(ids, pad_id=0),
+            te.TokenPositions.from_segment_ids(segments),
+        ]
+        masks = [te.AttentionMask(tokens, causal=True, window=(2, 0)) for tokens in both]
+        return [
+            [tokens, tokens.next_token_mask, mask.dense(), mask.tile_kinds((2, 4))]
+            for tokens, mask in zip(both, masks, strict=True)
+        ]
+
+    expected = everything(ids, segments)
+    with jax.set_mesh(mesh):
+        arrays = [jax.device_put(a, jax.P(*spec)) for a in (ids, segments)]
+        for function in (everything, jax.jit(everything)):
+            jax.tree.map(np.testing.assert_array_equal, function(*arrays), expected)

@@ -16,6 +16,8 @@ from transformer_embed._src.functional.attention_rule import (
     Window,
     fields,
     may_attend,
+    whole_fields,
+    with_conditions,
 )
 from transformer_embed._src.functional.compiled import compiled
 from transformer_embed._src.functional.pytrees import register_pytree
@@ -127,7 +129,7 @@ class AttentionMask:
         """A rectangle of the mask, without the rest of it.
 
         In a Pallas kernel, make a mask of the positions and segment ids that the kernel has loaded,
-        and ask for its only tile.
+        each [1, size], and ask for its only tile: `tile(0, 0, (T, S))`.
 
         Args:
             query_start: integer, the index of the first query of the tile in its row. It may be
@@ -240,35 +242,39 @@ def _limit(name: str, distance: Any) -> int | None:
 
 
 def _slice(tokens: Fields, start: Array, size: int) -> Fields:
-    """A stretch of tokens; padding if there is none, since a dynamic slice would move it."""
-    room = tokens["positions"].shape[1] - size
-    if room:
-        tokens = {
-            name: jax.lax.dynamic_slice_in_dim(array, start, size, axis=1)
-            for name, array in tokens.items()
-        }
-    return tokens | {"is_token": tokens["is_token"] & (start >= 0) & (start <= room)}
+    """A stretch of tokens."""
+    if size == tokens["positions"].shape[1]:
+        # A kernel for TPUs has no dynamic slice of its values.
+        return tokens
+    return {
+        name: jax.lax.dynamic_slice_in_dim(array, start, size, axis=1)
+        for name, array in tokens.items()
+    }
 
 
 def _expanded(tokens: Fields, *axes: int) -> Fields:
-    return {name: jnp.expand_dims(array, axes) for name, array in tokens.items()}
+    return with_conditions({name: jnp.expand_dims(array, axes) for name, array in tokens.items()})
 
 
 # The functions below are compiled even if the caller is not.
 @compiled()
 def _dense(mask: AttentionMask) -> Bool[Array, "b 1 t s"]:
-    queries, keys = _fields(mask)
+    queries, keys = sides(mask)
+    # Only the queries' length may stay split.
+    of_queries = _expanded(fields(queries, keys, mask.chunk), 1, 3)
     # It follows from the equal segment of a key, and would give each query a row of its own.
-    del queries["is_token"]
-    return may_attend(_expanded(queries, 1, 3), _expanded(keys, 1, 2), reach(mask))
+    del of_queries["is_token"]
+    of_keys = _expanded(whole_fields(keys, queries, mask.chunk), 1, 2)
+    return may_attend(of_queries, of_keys, reach(mask))
 
 
 @compiled(2)
 def _tile(mask: AttentionMask, starts: list[Array], shape: tuple[int, int]) -> Bool[Array, "b t s"]:
-    queries, keys = map(_slice, _fields(mask), starts, shape)
-    return may_attend(_expanded(queries, 2), _expanded(keys, 1), reach(mask))
-
-
-def _fields(mask: AttentionMask) -> tuple[Fields, Fields]:
     queries, keys = sides(mask)
-    return fields(queries, keys, mask.chunk), fields(keys, queries, mask.chunk)
+    wholes = whole_fields(queries, keys, mask.chunk), whole_fields(keys, queries, mask.chunk)
+    of_queries, of_keys = map(_slice, wholes, starts, shape)
+    tile = may_attend(_expanded(of_queries, 2), _expanded(of_keys, 1), reach(mask))
+    # A dynamic slice moves a stretch that does not fit.
+    for start, length, size in zip(starts, lengths(mask), shape, strict=True):
+        tile &= (start >= 0) & (start <= length - size)
+    return tile

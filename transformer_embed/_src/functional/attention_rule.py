@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from transformer_embed._src.functional.partitioning import with_whole_rows
 from transformer_embed._src.functional.token_positions import TokenPositions, arrays_of
 
 # How many positions before and after its own a query sees; None: no limit.
@@ -55,16 +56,33 @@ def _after(positions: Any, distance: int) -> Any:
 
 
 def fields(tokens: TokenPositions, others: TokenPositions, chunk: int | None) -> Fields:
-    """What the rule compares of tokens, each [B or 1, length], in the wider dtype of both sides."""
+    """What the rule compares of tokens, in the wider dtype of both sides.
+
+    Integers [B or 1, length]; `token` is not 0 at tokens.
+    """
     arrays = arrays_of(others)
     values = {}
     for name, array in arrays_of(tokens).items():
         dtype = np.promote_types(array.dtype, arrays.get(name, array).dtype)
         values[name] = array.astype(dtype)
     positions = values["positions"]
-    values["is_token"] = values.get("segment_ids", jnp.ones((1, positions.shape[1]), int)) != 0
+    values["token"] = values.get("segment_ids", jnp.ones((1, positions.shape[1]), int))
     if chunk is not None:
         values["chunk"] = positions // chunk
-    if "block_ids" in values:
-        values["is_in_block"] = values["block_ids"] >= 0
     return values
+
+
+def whole_fields(tokens: TokenPositions, others: TokenPositions, chunk: int | None) -> Fields:
+    """The fields, whole on each device if explicit mesh axes split the length."""
+    return jax.tree.map(with_whole_rows, fields(tokens, others, chunk))
+
+
+def with_conditions(tokens: Fields) -> Fields:
+    """The fields, and what is true of each token.
+
+    Call it last: a kernel for TPUs cannot expand the axes of bools.
+    """
+    conditions = {"is_token": tokens["token"] != 0}
+    if "block_ids" in tokens:
+        conditions["is_in_block"] = tokens["block_ids"] >= 0
+    return tokens | conditions

@@ -55,6 +55,16 @@ def on_every_device(array: Array) -> Array:
     return replicated(array, mesh) if AxisType.Explicit in mesh.axis_types else array
 
 
+def with_whole_rows(array: Array) -> Array:
+    """The array, all-gathered along its last axis if explicit mesh axes split it.
+
+    A split axis has neither a cumulative sum nor a neighbour at its ends.
+    """
+    *leading, last = spec_axes(jax.typeof(array).sharding.spec, array.ndim)
+    mesh = jax.typeof(array).sharding.mesh
+    return reshard(array, NamedSharding(mesh, PartitionSpec(*leading))) if last else array
+
+
 def reshard(array: Array, sharding: NamedSharding) -> Array:
     """The array with this sharding, under automatic or explicit axes."""
     if AxisType.Explicit not in sharding.mesh.axis_types:

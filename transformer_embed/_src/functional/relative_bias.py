@@ -223,8 +223,12 @@ def _buckets(
         distance = jnp.where(after, 0, distance)
     # Unrolled, with one comparison for each start: for a reduction, XLA would make an array [b, t,
     # s, starts].
-    past = (jnp.array(distance >= start, jnp.int32) for start in starts)
-    buckets = sum(past, start=jnp.minimum(distance, each_way // 2).astype(jnp.int32))
+    past = ((distance >= start).astype(jnp.int32) for start in starts)
+    exact = each_way // 2
+    # Not a minimum, which kernels for TPUs do not have for unsigned integers: with `< exact`, the
+    # compiler would make one of it.
+    near = jnp.where(distance < exact + 1, distance, exact).astype(jnp.int32)
+    buckets = sum(past, start=near)
     return buckets + jnp.where(after, each_way, 0) if bidirectional else buckets
 
 

@@ -19,7 +19,7 @@ class IndexMask(splash.LocalMask):
 
     def __getitem__(self, tile: Tile) -> Bool[np.ndarray, "t s"]:
         (query, queries_end, _), (key, keys_end, _) = map(slice.indices, tile, self.shape)
-        rows, columns, first = queries_end - query, keys_end - key, query - key
+        rows, columns, first = queries_end - query, keys_end - key, self.offset + query - key
         left, right = (sum(self.shape) if side is None else side for side in self.window_size)
         low, high = (min(max(bound - first, -columns), rows) for bound in (-right, left))
         return _between(rows, columns, low, high)
@@ -34,21 +34,23 @@ def _between(rows: int, columns: int, low: int, high: int) -> Bool[np.ndarray, "
 
 @dataclasses.dataclass(frozen=True)
 class BlockMask(splash.Mask):
-    """Allows pairs in the same block, for int64 block ids [T] that are at least 0.
+    """Allows pairs in the same block, for int64 block ids [T] and [S] that are at least 0.
 
     They are held as bytes, which can be compared and hashed.
     """
 
-    data: bytes
+    queries: bytes
+    keys: bytes
 
-    @property
-    def block_ids(self) -> Int64[np.ndarray, "t"]:
-        return np.frombuffer(self.data, np.int64)
+    def _ids(self) -> list[Int64[np.ndarray, "..."]]:
+        return [np.frombuffer(side, np.int64) for side in (self.queries, self.keys)]
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.block_ids.size, self.block_ids.size
+        queries, keys = self._ids()
+        return queries.size, keys.size
 
     def __getitem__(self, tile: Tile) -> Bool[np.ndarray, "t s"]:
-        queries, keys = self.block_ids[tile[0], None], self.block_ids[None, tile[1]]
-        return (queries == keys) & (queries >= 0)
+        queries, keys = self._ids()
+        of_queries, of_keys = queries[tile[0], None], keys[None, tile[1]]
+        return (of_queries == of_keys) & (of_queries >= 0)

@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int8, Integer
 
-from transformer_embed._src.functional.attention_rule import Fields, Window, fields, may_attend
+from transformer_embed._src.functional.attention_rule import (
+    Fields,
+    Window,
+    may_attend,
+    whole_fields,
+    with_conditions,
+)
 from transformer_embed._src.functional.compiled import compiled
 from transformer_embed._src.functional.token_positions import TokenPositions
 
@@ -50,9 +56,11 @@ def tile_kinds(
 ) -> Int8[Array, "b m n"]:
     """The kinds of tiles of `AttentionMask.tile_kinds`; keys are None in self-attention."""
     if keys is None:
-        tokens = others = in_row(fields(queries, queries, chunk), chunk)
+        tokens = others = _in_row(whole_fields(queries, queries, chunk), chunk)
     else:
-        tokens, others = fields(queries, keys, chunk), fields(keys, queries, chunk)
+        tokens, others = (
+            whole_fields(*sides, chunk) for sides in ((queries, keys), (keys, queries))
+        )
     # Blocks of which those of queries and of keys consist: in self-attention, XLA makes them once.
     size = math.gcd(*shape)
     of_queries = _merged(_blocks(tokens, size), shape[0] // size)
@@ -73,7 +81,7 @@ def tile_kinds(
 
 def _blocks(tokens: Fields, size: int) -> Intervals:
     """The intervals of blocks of this many tokens; padding is left out."""
-    intervals = {}
+    intervals, tokens = {}, with_conditions(tokens)
     for name, array in tokens.items():
         low = high = array
         if array.dtype != bool:
@@ -98,7 +106,7 @@ def _merged(intervals: Intervals, number: int) -> Intervals:
     }
 
 
-def in_row(tokens: Fields, chunk: int | None) -> Fields:
+def _in_row(tokens: Fields, chunk: int | None) -> Fields:
     """The tokens with row indices for positions, segments and chunks, where these mean the same.
 
     A run is a stretch of tokens of one segment. In rows where each segment is one run, and
@@ -116,7 +124,7 @@ def in_row(tokens: Fields, chunk: int | None) -> Fields:
     # The second comparison finds positions that wrap.
     rises = (positions - 1 == before) & (positions > before)
     goes_on = jnp.where(begins, positions == first, rises)
-    is_in_row = (goes_on | ~tokens["is_token"]).all(1) & _is_once(segments, begins)
+    is_in_row = (goes_on | (tokens["token"] == 0)).all(1) & _is_once(segments, begins)
 
     index = jnp.arange(positions.shape[1], dtype=positions.dtype)[None]
     # How many tokens of the run, and of the chunk, are before each.

@@ -6,13 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int32, Integer, Shaped
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.functional.compiled import compiled
-from transformer_embed._src.functional.partitioning import reshard, spec_axes
+from transformer_embed._src.functional.partitioning import with_whole_rows
 from transformer_embed._src.functional.pytrees import register_pytree
 
 
@@ -25,12 +24,8 @@ class TokenPositions:
     arrays of your own. The class is a pytree, so it passes through `jit`, `vmap` and `scan` and can
     be serialised by `jax.export`.
 
-    Its field `arrangement` says how the tokens of a row lie, as far as the constructor knows:
-    `"right"` or `"left"` (padded on that side), `"packed"` (each segment is contiguous),
-    `"offset"` (no padding), `"ordered"` (one segment, padding anywhere); in all of these, positions
-    rise by one from token to token. Of arrays of your own nothing is known: `"any"`. The field is
-    static: `jit` and `scan` compare it as a part of the tree's structure. If you give the arrays
-    another order, by `jax.tree.map` for example, make a new TokenPositions of them.
+    It holds nothing but these arrays, so a batch may be sliced, padded with zeros, stacked or
+    reshaped by `jax.tree.map`, and a cache may be the carry of a `scan`.
 
     Args:
         positions: [length] or [batch, length] integers; the position of each token in its own
@@ -64,7 +59,6 @@ class TokenPositions:
     positions: Array
     segment_ids: Array | None = None
     block_ids: Array | None = None
-    arrangement: str = dataclasses.field(default="any", init=False)
 
     def __init__(
         self,
@@ -118,7 +112,7 @@ class TokenPositions:
             >>> te.AttentionMask(tokens, causal=True).dense()[0, 0].astype(int).tolist()
             [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
         """
-        return _arranged(self.arrangement, self.positions, self.segment_ids, block_ids)
+        return TokenPositions(self.positions, self.segment_ids, block_ids)
 
     def write(self, tokens: "TokenPositions", slot: ArrayLike) -> "TokenPositions":
         """These slots of a cache, with tokens written into them.
@@ -130,7 +124,7 @@ class TokenPositions:
                 the tokens writes none of them, so the mask hides them.
 
         Returns:
-            TokenPositions of the shape of these, arranged in `"any"` order.
+            TokenPositions of the shape of these.
 
         Raises:
             TypeError: tokens is not a TokenPositions.
@@ -139,7 +133,7 @@ class TokenPositions:
 
         Example:
             >>> import transformer_embed as te
-            >>> slots = te.TokenPositions.from_lengths([0], 4)
+            >>> slots = te.TokenPositions.empty(1, 4)
             >>> slots = slots.write(te.TokenPositions.from_offset(0, 3), 0)
             >>> slots.positions.tolist(), slots.padding_mask.tolist()
             ([[0, 1, 2, 0]], [[True, True, True, False]])
@@ -155,6 +149,40 @@ class TokenPositions:
         return TokenPositions(
             **{name: _written(array, new[name], slot) for name, array in held.items()}
         )
+
+    @classmethod
+    def empty(cls, batch_size: int, length: int) -> "TokenPositions":
+        """The slots of a cache that holds no tokens yet; `write` fills them.
+
+        Args:
+            batch_size: number of rows, at least 1.
+            length: number of slots of a row, at least 0.
+
+        Returns:
+            TokenPositions of [batch_size, length], all of them padding.
+
+        Raises:
+            TypeError: batch_size or length is not a Python int.
+            ValueError: batch_size or length is out of its range.
+
+        Example:
+            >>> import jax
+            >>> import transformer_embed as te
+            >>> def step(slots, position):
+            ...     token = te.TokenPositions.from_offset(position, 1)
+            ...     slots = slots.write(token, position)
+            ...     return slots, te.AttentionMask(token, slots, causal=True).dense()[0, 0, 0]
+            >>> _, masks = jax.lax.scan(step, te.TokenPositions.empty(1, 4), jax.numpy.arange(3))
+            >>> masks.astype(int).tolist()
+            [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]
+
+        Source:
+            The incremental decoding of Shazeer, "Fast Transformer Decoding" (2019), section 2.4,
+            https://arxiv.org/abs/1911.02150
+        """
+        shape = arguments.size("batch_size", batch_size), arguments.length("length", length)
+        # Two arrays: a program cannot be given one array twice to write into.
+        return cls(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.int32))
 
     @classmethod
     def from_ids(
@@ -267,7 +295,10 @@ class TokenPositions:
         integers = arguments.as_integers("segment_ids", segment_ids)
         rows = arguments.rows("segment_ids", arguments.as_fitting_int32("segment_ids", integers))
         if isinstance(integers, np.ndarray):
-            _check_runs(np.atleast_2d(integers))
+            again = second_runs(np.atleast_2d(integers)).any(1)
+            if again.any():
+                got = f"two runs of one in row {again.argmax()}"
+                raise arguments.value_error("segment_ids", "one run of tokens for each number", got)
         return _of_segments(rows)
 
     @classmethod
@@ -314,7 +345,7 @@ class TokenPositions:
         return _of_offset(offset, length)
 
 
-register_pytree(TokenPositions, "arrangement")
+register_pytree(TokenPositions)
 
 
 def arrays_of(tokens: TokenPositions) -> dict[str, Any]:
@@ -353,18 +384,14 @@ def _as_rows(name: str, value: ArrayLike) -> Integer[Array, "b t"]:
     return arguments.rows(name, arguments.as_ordered(name, value))
 
 
-def _arranged(arrangement: str, *arrays: Any) -> TokenPositions:
-    tokens = TokenPositions(*arrays)
-    arguments.set_fields(tokens, arrangement=arrangement)
-    return tokens
-
-
-def _check_runs(rows: np.ndarray) -> None:
-    for number, row in enumerate(rows):
-        first_ids = row[(np.diff(row, prepend=0) != 0) & (row != 0)]
-        if np.unique(first_ids).size < first_ids.size:
-            want = "one run of tokens for each number"
-            raise arguments.value_error("segment_ids", want, f"two runs of one in row {number}")
+def second_runs(segment_ids: np.ndarray) -> np.ndarray:
+    """Where, in rows on the host, a run of tokens begins whose number an earlier run has."""
+    begins_again = np.zeros(segment_ids.shape, bool)
+    for row, again in zip(segment_ids, begins_again, strict=True):
+        starts = np.flatnonzero((row != 0) & (row != np.roll(row, 1)))
+        first = np.unique(row[starts], return_index=True)[1]
+        again[np.delete(starts, first)] = True
+    return begins_again
 
 
 # The functions below are compiled even if the caller is not.
@@ -381,25 +408,20 @@ def _written(
 
 
 @compiled()
-def _is_token(segment_ids: Int32[Array, "... t"]) -> Bool[Array, "... t"]:
+def _is_token(segment_ids: Integer[Array, "... t"]) -> Bool[Array, "... t"]:
     return segment_ids != 0
 
 
 @compiled()
-def has_next_token(segment_ids: Int32[Array, "... t"]) -> Bool[Array, "... t"]:
+def has_next_token(segment_ids: Integer[Array, "... t"]) -> Bool[Array, "... t"]:
     """Whether a token is followed by another one of its sequence; 0 is padding."""
     return _is_token(segment_ids) & (of_next_token(segment_ids) == segment_ids)
 
 
 def of_next_token(values: Shaped[Array, "... t"]) -> Shaped[Array, "... t"]:
     """At each token, the value of the token to its right; 0 at the last one."""
-    *leading, length = spec_axes(jax.typeof(values).sharding.spec, values.ndim)
-    if length:
-        # Explicit axes that split the length cannot be cut at its ends.
-        mesh = jax.typeof(values).sharding.mesh
-        values = reshard(values, NamedSharding(mesh, PartitionSpec(*leading)))
     padding = [(0, 0)] * (values.ndim - 1) + [(0, 1)]
-    return jnp.pad(values, padding)[..., 1:]
+    return jnp.pad(with_whole_rows(values), padding)[..., 1:]
 
 
 @compiled(1, 2)
@@ -407,40 +429,39 @@ def positions_of_tokens(
     tokens: Bool[Array, "... t"], start: int, at_padding: int
 ) -> Int32[Array, "... t"]:
     """For each token, how many tokens are before it, plus start."""
-    number = jnp.cumsum(tokens.astype(jnp.int32), axis=-1, dtype=jnp.int32)
+    number = jnp.cumsum(with_whole_rows(tokens).astype(jnp.int32), axis=-1, dtype=jnp.int32)
     return jnp.where(tokens, number + (start - 1), at_padding)
 
 
 @compiled(1, 2, 3)
 def _of_ids(ids: Int32[Array, "b t"], pad_id: int, start: int, at_padding: int) -> TokenPositions:
     tokens = ids != pad_id
-    return _of_tokens("ordered", tokens, start, at_padding)
+    return _of_tokens(tokens, start, at_padding)
 
 
 @compiled(1, 2)
 def _of_lengths(lengths: Int32[Array, "b"], length: int, padding_side: str) -> TokenPositions:
     index = jnp.arange(length, dtype=jnp.int32)
     tokens = (index if padding_side == "right" else index[::-1])[None] < lengths[:, None]
-    return _of_tokens(padding_side, tokens)
+    return _of_tokens(tokens)
 
 
-def _of_tokens(
-    arrangement: str, tokens: Bool[Array, "b t"], start: int = 0, at_padding: int = 0
-) -> TokenPositions:
+def _of_tokens(tokens: Bool[Array, "b t"], start: int = 0, at_padding: int = 0) -> TokenPositions:
     positions = positions_of_tokens(tokens, start, at_padding)
-    return _arranged(arrangement, positions, tokens.astype(jnp.int32))
+    return TokenPositions(positions, tokens.astype(jnp.int32))
 
 
 @compiled()
 def _of_segments(segment_ids: Int32[Array, "b t"]) -> TokenPositions:
     """The position of a token is how many tokens of its run are before it."""
+    segment_ids = with_whole_rows(segment_ids)
     index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
     is_first = segment_ids != jnp.roll(segment_ids, 1, axis=1)
     first = jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
-    return _arranged("packed", jnp.where(segment_ids != 0, index - first, 0), segment_ids)
+    return TokenPositions(jnp.where(segment_ids != 0, index - first, 0), segment_ids)
 
 
 @compiled(1)
 def _of_offset(offset: Int32[Array, "..."], length: int) -> TokenPositions:
     positions = jnp.atleast_1d(offset)[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
-    return _arranged("offset", positions, jnp.ones_like(positions))
+    return TokenPositions(positions, jnp.ones_like(positions))

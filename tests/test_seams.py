@@ -1,0 +1,139 @@
+"""Whole programs in which one part's result is another part's argument."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import transformer_embed as te
+
+HEADS, HEAD_DIM, VOCAB = 2, 8, 17
+CONFIG = te.EmbedderConfig(VOCAB, HEADS * HEAD_DIM, dropout_rate=0.0)
+
+
+@pytest.fixture(scope="module")
+def params():
+    embedder = te.Embedder(CONFIG)
+    mix = jax.random.normal(jax.random.key(1), (3, 16, 16)) / 4
+    return {"embed": embedder.init(jax.random.key(0)), "mix": mix}
+
+
+def decoder(params, ids, tokens, attend):
+    """Hidden vectors of one layer; `attend` takes heads [batch, length, heads, size]."""
+    embedder = te.Embedder(CONFIG)
+    x = embedder.apply(params["embed"], None, ids, is_training=False, positions=tokens.positions)
+    queries, keys, values = (
+        (x @ matrix).reshape(*ids.shape, HEADS, HEAD_DIM) for matrix in params["mix"]
+    )
+    rotate = functools.partial(te.apply_rotary, positions=tokens.positions)
+    attended = attend(rotate(queries), rotate(keys), values)
+    return x + attended.reshape(x.shape)
+
+
+def test_a_loaders_batch_goes_through_a_packed_mask_to_a_kernel(params):
+    """Documents, packed by a loader that reshapes and pads, checked on the host, attended by a
+    kernel inside jit."""
+    documents = [np.arange(1, 6), np.arange(2, 9), np.arange(3, 6)]
+    ids = np.zeros((2, 10), int)
+    segment_ids = np.zeros((2, 10), int)
+    for row, start, number in ((0, 0, 0), (1, 0, 1), (1, 7, 2)):
+        place = slice(start, start + len(documents[number]))
+        ids[row, place], segment_ids[row, place] = documents[number], number + 1
+    batch = {"ids": ids, "tokens": te.TokenPositions.from_segment_ids(segment_ids)}
+    # The two rows of the loader become one row of the model, padded to a multiple of 8.
+    batch = jax.tree.map(lambda a: jnp.pad(a.reshape(1, -1), ((0, 0), (0, 4))), batch)
+    te.check_order(batch["tokens"], "packed")
+
+    @jax.jit
+    def hidden(params, batch):
+        tokens = batch["tokens"]
+        mask = te.AttentionMask(tokens, causal=True, window=(4, 0))
+        said, segment_ids = te.kernels.splash_attention(mask, HEADS, order="packed")
+        allowed = jnp.asarray(said.masks[0][:24, :24])[None]
+        allowed &= segment_ids.q[:, :, None] == segment_ids.kv[:, None, :]
+        attend = functools.partial(jax.nn.dot_product_attention, mask=allowed[:, None])
+        return decoder(params, batch["ids"], tokens, attend)
+
+    packed = hidden(params, batch)[0]
+    for number, start in enumerate((0, 10, 17)):
+        document = documents[number][None]
+        tokens = te.TokenPositions(jnp.arange(document.shape[1]))
+        mask = te.AttentionMask(tokens, causal=True, window=(4, 0)).dense()
+        attend = functools.partial(jax.nn.dot_product_attention, mask=mask)
+        alone = decoder(params, document, tokens, attend)[0]
+        np.testing.assert_allclose(packed[start : start + len(alone)], alone, atol=2e-6)
+
+
+def test_an_empty_cache_is_the_carry_of_a_scan_that_decodes(params):
+    """Prompts padded on the left, then one token a step: each as without a cache."""
+    prompt, steps = jnp.array([[0, 0, 3, 4], [5, 6, 7, 8]]), 5
+    embedder = te.Embedder(CONFIG)
+
+    def attend_to_cache(cache, tokens, slot, new, queries, keys, values):
+        def write(held, part):
+            return jax.lax.dynamic_update_slice_in_dim(held, part, slot, axis=1)
+
+        slots, *held = cache
+        new += [slots.write(tokens, slot), write(held[0], keys), write(held[1], values)]
+        mask = te.AttentionMask(tokens, new[0], causal=True).dense()
+        return jax.nn.dot_product_attention(queries, new[1], new[2], mask=mask)
+
+    def step(params, cache, ids, tokens, slot):
+        new = []
+        attend = functools.partial(attend_to_cache, cache, tokens, slot, new)
+        x = decoder(params, ids, tokens, attend)
+        return new, embedder.logits(params["embed"], x[:, -1]).argmax(-1)[:, None]
+
+    @jax.jit
+    def generate(params, prompt):
+        empty = te.TokenPositions.empty(2, 4 + steps)
+        cache = [empty, *jnp.zeros((2, 2, 4 + steps, HEADS, HEAD_DIM))]
+        tokens = te.TokenPositions.from_ids(prompt, pad_id=0)
+        cache, ids = step(params, cache, prompt, tokens, 0)
+
+        def next_token(carry, slot):
+            cache, ids = carry
+            tokens = te.TokenPositions.from_offset(cache[0].padding_mask.sum(1), 1)
+            return step(params, cache, ids, tokens, slot), ids[:, 0]
+
+        return jax.lax.scan(next_token, (cache, ids), 4 + jnp.arange(steps))[1].T
+
+    generated = generate(params, prompt)
+    for row, start in zip(range(2), (2, 0), strict=True):
+        ids = [*prompt[row, start:].tolist()]
+        for expected in generated[row].tolist():
+            tokens = te.TokenPositions(jnp.arange(len(ids)))
+            mask = te.AttentionMask(tokens, causal=True).dense()
+            attend = functools.partial(jax.nn.dot_product_attention, mask=mask)
+            x = decoder(params, jnp.array([ids]), tokens, attend)
+            ids.append(int(embedder.logits(params["embed"], x[0, -1]).argmax()))
+            assert ids[-1] == expected
+
+
+def test_the_first_steps_of_a_loop_share_one_compilation():
+    """A cache from the constructor and one that `write` made are the same tree."""
+
+    @jax.jit
+    def step(slots, slot):
+        return slots.write(te.TokenPositions.from_offset(slot, 1), slot)
+
+    slots = te.TokenPositions.empty(2, 4)
+    for slot in range(3):
+        slots = step(slots, slot)
+    assert step._cache_size() == 1
+    assert slots.padding_mask.tolist() == [[True, True, True, False]] * 2
+
+
+def test_eager_and_compiled_share_a_batch(params):
+    """A batch that jit returned, made by a constructor inside, goes on outside."""
+    ids = jnp.array([[4, 5, 6, 0]])
+    inside = jax.jit(functools.partial(te.TokenPositions.from_ids, pad_id=0))(ids)
+    outside = te.TokenPositions.from_ids(ids, pad_id=0)
+    assert jax.tree.structure(inside) == jax.tree.structure(outside)
+    for tokens in (inside, outside):
+        options = te.kernels.dot_product_attention(
+            te.AttentionMask(tokens, causal=True), order="right"
+        )
+        assert options["key_value_seq_lengths"].tolist() == [3]
