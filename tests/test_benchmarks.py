@@ -87,3 +87,14 @@ def test_accuracy():
     assert len(rows) == 12
     assert ours <= oracle.MAX_ERROR
     assert theirs > 1
+
+
+@pytest.mark.slow
+def test_two_checkouts_in_one_process():
+    """Here the other one is this one too."""
+    command = [sys.executable, "tests/benchmarks/versions.py", ".", "--rounds=2", "--only", "tile"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    printed = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert re.search(r"\| tile \| [\d.]+ \| [\d.]+ \| \d\.\d{3} \| [\d.]+ to [\d.]+ \|\n$", printed)
