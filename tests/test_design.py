@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "transformer_embed"
 
 # Nobody published these before.
-OWN = {"check_ids", "check_order"}
+OWN = {"Table", "check_ids", "check_order"}
 TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "transformer_embed", "tests", "notebooks"}
 HEAVY = ("optax", "tqdm", "safetensors", "matplotlib")
 

@@ -1,4 +1,7 @@
-"""The input layer of a Transformer for JAX and Haiku: tokens, positions and attention masks."""
+"""The input and output layers of a Transformer for JAX and Haiku.
+
+Token lookup, positions, attention masks, dropout, logits and their loss.
+"""
 
 # isort: off
 from transformer_embed.cli import ctrl_c as _ctrl_c  # noqa: F401 (before jax)
@@ -8,7 +11,7 @@ from transformer_embed import kernels, plots, pretrained, rows, sharding
 from transformer_embed._src.functional.attention_mask import AttentionMask
 from transformer_embed._src.functional.cross_entropy import linear_cross_entropy
 from transformer_embed._src.functional.dropout import dropout
-from transformer_embed._src.functional.lookup import check_ids, lookup
+from transformer_embed._src.functional.lookup import Table, check_ids, lookup
 from transformer_embed._src.functional.masks import (
     causal_mask,
     mask_to_bias,
@@ -64,6 +67,7 @@ __all__ = [
     "RelativePositionBias",
     "Sinusoidal",
     "SinusoidalGrid",
+    "Table",
     "TokenEmbedding",
     "TokenPositions",
     "TransformerEmbedding",

@@ -89,7 +89,7 @@ class AttentionMask:
     keys: TokenPositions | None = None
     _: dataclasses.KW_ONLY
     causal: bool
-    window: Window | None = None
+    window: tuple[int | None, int | None] | None = None
     chunk: int | None = None
 
     def __post_init__(self) -> None:

@@ -21,10 +21,19 @@ LOOKUP_STYLES = ("gather", "one_hot")
 class Table(np.lib.mixins.NDArrayOperatorsMixin):
     """A leaf of parameters that stands for a table [vocab_size, d] but is not one plain array.
 
-    `lookup` and `linear_logits` read it.
+    `te.sharding.Sharded` is one, and so is what replaces a table inside `te.rows.value_and_grad`.
+    Use it in annotations and to find such leaves. `lookup`, `linear_logits` and
+    `linear_cross_entropy` read it. It has the `shape` and `dtype` of the array that it replaces, so
+    that hk.get_parameter accepts it. Any other use as an array is a TypeError.
 
-    It has the `shape` and `dtype` of the array that it replaces, so that hk.get_parameter accepts
-    it. Any other use as an array is a TypeError.
+    Example:
+        >>> import jax
+        >>> import transformer_embed as te
+        >>> params = {"token_embedding": {"embeddings": jax.numpy.ones([5, 2])}}
+        >>> rules = {"*": jax.sharding.PartitionSpec("rows")}
+        >>> params = te.sharding.shard_params(params, jax.make_mesh((1,), ("rows",)), rules)
+        >>> isinstance(params["token_embedding"]["embeddings"], te.Table)
+        True
     """
 
     # [vocab_size, d], and the dtype of the rows.

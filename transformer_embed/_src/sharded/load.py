@@ -13,7 +13,20 @@ from transformer_embed._src.sharded.table import Sharded
 
 
 class ExchangeLoad(NamedTuple):
-    """The load of a batch; see `exchange_load`."""
+    """The load of a batch, as `exchange_load` returns it.
+
+    Args:
+        rows: int64, [size of each mesh axis of the batch, ...], the rows that each device is asked
+            for. An id counts once per device that asks, or once per group of devices whose requests
+            are merged on the way.
+        dropped: the number of requests that do not fit; these ids read as NaN.
+
+    Example:
+        >>> import numpy as np
+        >>> import transformer_embed as te
+        >>> te.sharding.ExchangeLoad(np.array([3, 4]), dropped=0).rows.max()
+        np.int64(4)
+    """
 
     rows: np.ndarray
     dropped: int
@@ -32,9 +45,7 @@ def exchange_load(table: Sharded, ids: ArrayLike, *, max_rows: int | None = None
         max_rows: that of `te.rows.value_and_grad`, if a step trains with one.
 
     Returns:
-        rows: int64, [size of each mesh axis of the batch, ...], the rows that each device is asked
-        for. An id counts once per device that asks, or once per group of devices whose requests are
-        merged on the way. dropped: the number of requests that do not fit; these ids read as NaN.
+        The rows that each device is asked for, and the number of requests that do not fit.
 
     Raises:
         TypeError: ids are not integers, or are traced; max_rows is not an int.

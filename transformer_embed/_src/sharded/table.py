@@ -75,7 +75,7 @@ class Sharded(RowTable):
     """
 
     array: Any
-    layout: Layout
+    layout: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
