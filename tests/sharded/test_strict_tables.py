@@ -120,7 +120,8 @@ def test_every_public_function_of_tables_is_here():
         for name, function in functions.items()
         if inspect.isfunction(function) and ARGUMENTS & {*inspect.signature(function).parameters}
     }
-    assert takes_tables == set(CALLS)
+    # pmean runs where each device has a whole table.
+    assert takes_tables == set(CALLS) | {"rows.pmean"}
 
 
 CASES = [

@@ -44,6 +44,13 @@ def index_along(axes: Axes) -> Array | int:
     return jax.lax.axis_index(axes) if axes else 0
 
 
+def varying_axes(array: Any) -> frozenset[str]:
+    """Inside shard_map, the mesh axes along which an array differs, if its type says so."""
+    kind: Any = jax.typeof(array)
+    # Since jax 0.10, the axes are a part of another attribute.
+    return kind.mat.varying if hasattr(kind, "mat") else kind.vma
+
+
 def replicated(array: Array, mesh: Any) -> Array:
     """The array, whole on every device."""
     return reshard(array, NamedSharding(mesh, PartitionSpec()))

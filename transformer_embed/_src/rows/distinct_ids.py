@@ -9,7 +9,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int32, Integer
 
 from transformer_embed._src import arguments
-from transformer_embed._src.functional.lookup import lookup
 from transformer_embed._src.functional.lookup_gradient import read_or_zero
 
 # Rows that are updated at a time: a block stays in the processor's cache.
@@ -67,16 +66,6 @@ def find_each(ascending: Int32[Array, "k"], values: Int32[Array, "..."]) -> Int3
     index = count_below(ascending, values)
     is_found = read_each(ascending, jnp.minimum(index, size - 1)) == values
     return jnp.where(is_found, index, size)
-
-
-def rows_of_ids(
-    held: Int32[Array, "k"], values: Float[Array, "k d"], ids: Int32[Array, "..."]
-) -> Float[Array, "... d"]:
-    """The value of each id, or NaN for an id that is not among the ascending ones that are held."""
-    # `find_each` would search again for the rows: XLA fuses its result into both uses.
-    slots = jnp.minimum(count_below(held, ids), len(held) - 1)
-    rows, is_held = lookup(values, slots, out_of_range="clip"), read_each(held, slots) == ids
-    return jnp.where(is_held[..., None], rows, np.array(np.nan, rows.dtype))
 
 
 def sum_rows(

@@ -7,17 +7,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+import numpy as np
+from jaxtyping import Array, Float, Int32, Key
 
 from transformer_embed._src import arguments
-from transformer_embed._src.functional.lookup import Table
-from transformer_embed._src.rows.distinct_ids import rows_of_ids
+from transformer_embed._src.functional.lookup import Table, lookup
+from transformer_embed._src.rows.distinct_ids import count_below, read_each
+from transformer_embed._src.rows.marks import are_marks, without_marks
 from transformer_embed._src.rows.row_gradient import RowGradient, SomeRows
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["ids", "values", "sentinel"],
+    data_fields=["keys", "values", "sentinel"],
     meta_fields=["vocab_size", "name"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,39 +31,66 @@ class GatheredRows(SomeRows, Table):
     multiplies by the table, as a tied output layer does, has a gradient for every row, and must
     train the table densely.
 
-    A function of all leaves of the parameters, such as a sum of squares, sees only these rows.
-    `sentinel` makes its result infinite.
+    A function of its leaves sees only these rows. Its result is an error or not finite: `keys` are
+    no numbers, `sentinel` is NaN, and a lookup reads NaN if the marks among the values are not as
+    they were. Only what no number decides passes: sizes, counts, comparisons with NaN.
 
     Args:
-        ids: [k], int32, ascending and distinct; ids of vocab_size or above are padding.
-        values: [k, d], the rows.
+        keys: [k], the ids as `as_keys` makes them: int32, ascending and distinct; ids of vocab_size
+            or above are padding.
+        values: [k + 3, d], the rows, then marks (see `marks`).
         vocab_size: number of rows of the table.
-        sentinel: infinity, [1, d]; no lookup reads it.
+        sentinel: NaN, [1, d]; no lookup reads it.
         name: the parameter, for error messages.
     """
 
+    keys: Any
+    values: Any
+    vocab_size: int
     _: dataclasses.KW_ONLY
     sentinel: Any = None
     name: str = "table"
 
+    @property
+    def ids(self) -> Int32[Array, "k"]:
+        """The ids of the rows."""
+        return jax.random.key_data(self.keys)[..., 0].astype(jnp.int32)
+
     def _gather_rows(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
         """The row of each id, or NaN; an id out of range reads the first or the last row."""
-        if self.ids.dtype != jnp.int32:
-            want = "rows with int32 ids (map over floating leaves only)"
-            raise arguments.type_error(self.name, want, f"ids of {self.ids.dtype}")
         return rows_of_ids(self.ids, self.values, jnp.clip(ids, 0, self.vocab_size - 1))
 
-    def gradient(self, values: Float[Array, "k d"]) -> RowGradient:
+    def gradient(self, values: Float[Array, "n d"]) -> RowGradient:
         """The gradient of these rows."""
         # XLA copies a table that may be overwritten before it is read: with this zero, the update
         # waits for the read.
         zero = jnp.isnan(self.values[0, 0]).astype(jnp.int32) >> 1
-        return RowGradient(self.ids + zero, values, self.vocab_size)
+        return RowGradient(self.ids + zero, without_marks(values), self.vocab_size)
 
     def _use_error(self) -> str:
         """The message for any other use."""
         readers = "te.lookup or te.TokenEmbedding alone, since te.rows.value_and_grad has its ids"
         return arguments.wanted(self.name, f"to be read by {readers}", "another use of its rows")
+
+
+def as_keys(ids: Int32[Array, "k"]) -> Key[Array, "k"]:
+    """Ids as keys of `jax.random`: a dtype that nothing computes with."""
+    bits = ids.astype(jnp.uint32)
+    return jax.random.wrap_key_data(jnp.stack([bits, bits], axis=-1), impl="threefry2x32")
+
+
+def rows_of_ids(
+    held: Int32[Array, "k"], values: Float[Array, "n d"], ids: Int32[Array, "..."]
+) -> Float[Array, "... d"]:
+    """The value of each id, or NaN for an id that is not among the ascending ones that are held.
+
+    All are NaN if the marks are not as they were.
+    """
+    # `find_each` would search again for the rows: XLA fuses its result into both uses.
+    slots = jnp.minimum(count_below(held, ids), len(held) - 1)
+    rows = lookup(without_marks(values), slots, out_of_range="clip")
+    is_right = (read_each(held, slots) == ids) & are_marks(values[len(held) :])
+    return jnp.where(is_right[..., None], rows, np.array(np.nan, rows.dtype))
 
 
 class RowTable(Table):
@@ -76,7 +105,7 @@ class RowTable(Table):
     ) -> Sequence[Any]:
         """Applies a step to the arrays that hold this table and its state, and returns both.
 
-        The step is `step(shared, ids, values, arrays)`.
+        The step is `step(shared, is_right, ids, values, arrays)`.
 
         `shared` is a tree of arrays that every device needs whole. Inside the step, ids count from
         the first row of an array; an id past its end names no row.

@@ -3,23 +3,29 @@
 import dataclasses
 import functools
 import operator
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
-from transformer_embed._src.rows.distinct_ids import sum_rows
+from transformer_embed._src.rows.distinct_ids import (
+    distinct_ascending,
+    find_each,
+    sum_by_index,
+    sum_rows,
+)
+from transformer_embed._src.rows.fingerprint import fingerprint, fits, or_nan
 
 Tree = Any
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class SomeRows:
     """Some rows of a table, or their gradient. It has the shape and the dtype of the table."""
 
-    ids: Any
     values: Any
     vocab_size: int
 
@@ -38,21 +44,32 @@ class SomeRows:
 class RowGradient(SomeRows):
     """The gradient of some rows of a table [vocab_size, d]; all other rows have a gradient of zero.
 
-    It replaces the table in the gradients, and has its `shape` and `dtype`. It is a pytree whose
-    one leaf is `values`, so `jax.tree.map`, `optax.global_norm` and the like see the nonzero
-    numbers of the dense gradient. The ids are static and belong to the trace that made them. To
-    return a gradient from jit, or carry it through a loop, return its `ids` and `values` and make a
-    new `RowGradient` from them. `add` adds gradients of different rows; `jax.tree.map` raises an
-    error. Train with `te.rows.update`: `optimizer.update` and `optax.apply_updates` do not take a
-    `RowGradient`. Inside your own `shard_map`, `jax.lax.psum` would add rows of different ids: sum
-    the loss there, not its gradient.
+    It replaces the table in the gradients, and has its `shape` and `dtype`. It is a pytree of
+    `values` and a few tiny numbers, so `jax.tree.map`, `optax.global_norm` and the like see the
+    nonzero numbers of the dense gradient. Train with `te.rows.update`: `optimizer.update` and
+    `optax.apply_updates` do not take a `RowGradient`.
+
+    The ids are static and belong to the trace that made them. To return a gradient from jit, return
+    its `ids` and `values` and make a new `RowGradient` from them. A scan cannot carry a gradient:
+    to add the gradients of many batches, scan over the batches inside the loss.
+
+    Gradients of different rows are added by `te.rows.add` and averaged over devices by
+    `te.rows.pmean`. The tiny numbers, the `fingerprint`, show if something else mixed rows:
+    after `jax.lax.pmean` over devices with different ids, `update` writes NaN into the table. They
+    keep their ratios if a gradient is scaled as a whole, cast to 32 or 16 bits except float16, or
+    averaged over devices that have the same ids. Other functions of the gradient, such as its sign,
+    end in NaN as well.
 
     Args:
-        ids: [k], int32, ascending and distinct; ids of vocab_size or above are padding.
+        ids: [k], integers, ascending and distinct; ids of vocab_size or above are padding.
         values: [k, d], the gradient of each row; zeros for padding.
         vocab_size: number of rows of the table.
         layout: that of an interleaved table: on each device, ids count from the start of its shard.
             None: of any other table.
+
+    Raises:
+        TypeError: ids are not integers, or values not floating.
+        ValueError: ids that do not ascend, or not a row of values for each.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -67,7 +84,17 @@ class RowGradient(SomeRows):
         TensorFlow's IndexedSlices, https://www.tensorflow.org/api_docs/python/tf/IndexedSlices
     """
 
+    ids: Any
+    values: Any
+    vocab_size: int
     layout: Any = None
+    fingerprint: Any = dataclasses.field(default=None, init=False, repr=False)
+
+    def __post_init__(self):
+        arguments.convert_fields(self, ids=arguments.as_int32, values=arguments.as_floats)
+        self.check(self.shape)
+        _check_ascending(self)
+        arguments.set_fields(self, fingerprint=self._on_shards(fingerprint)(self.ids))
 
     def __add__(self, other: "RowGradient") -> "RowGradient":
         """The sum; it has the rows of both."""
@@ -75,12 +102,11 @@ class RowGradient(SomeRows):
         if not is_same or self.layout != other.layout:
             want = f"rows of the same table, {list(self.shape)}"
             raise arguments.type_error("grads", want, type(other).__name__)
-        check_ascending(self)
-        check_ascending(other)
-        sum_all = functools.partial(sum_rows, size=self.vocab_size)
-        if self.layout is not None:
-            sum_all = self.layout.on_shards(functools.partial(sum_rows, size=self.layout.shard))
-        ids, values = sum_all([self.ids, other.ids], [self.values, other.values])
+        size = self.vocab_size if self.layout is None else self.layout.shard
+        sum_all = self._on_shards(functools.partial(sum_rows, size=size))
+        ids, values = sum_all(
+            [self.ids, other.ids], [self.trusted_values(), other.trusted_values()]
+        )
         return dataclasses.replace(self, ids=ids, values=values)
 
     def __radd__(self, other: Any) -> NoReturn:
@@ -88,6 +114,39 @@ class RowGradient(SomeRows):
         want = "a step by te.rows.update(optimizer, grads, state, params)"
         got = f"the sum of {type(other).__name__} and RowGradient"
         raise arguments.type_error("params", want, got)
+
+    def trusted_values(self) -> Float[Array, "k d"]:
+        """The values, or NaN if the fingerprint shows that something mixed rows."""
+        self.check(self.shape)
+        return self._on_shards(_trusted)(self.ids, self.fingerprint, self.values)
+
+    def check(self, shape: Sequence[int]) -> None:
+        """Raises unless each id has a row of a table of this shape, and belongs to this trace."""
+        if isinstance(self.ids, _Left):
+            raise arguments.type_error("grads", "a RowGradient of this jit", repr(self.ids))
+        rows = (*self.ids.shape, *shape[1:])
+        if self.shape != shape or self.values.shape != rows:
+            want = f"values {list(rows)} of a table {list(shape)}"
+            got = f"values {list(self.values.shape)} of one {list(self.shape)}"
+            raise arguments.value_error("grads", want, got)
+
+    def _on_shards(self, function: Callable) -> Callable:
+        """A function of the rows, on each device of an interleaved table."""
+        return function if self.layout is None else self.layout.on_shards(function)
+
+
+def _trusted(ids: Int32[Array, "k"], scaled: Array, values: Float[Array, "k d"]) -> Array:
+    return or_nan(fits(ids, scaled), values)
+
+
+class _Left:
+    """In place of ids that belong to a trace that is over."""
+
+    def __repr__(self) -> str:
+        return (
+            "one that left its jit or vmap (call te.rows.value_and_grad and te.rows.update in one "
+            "jit, or return its ids and values)"
+        )
 
 
 class _Ids:
@@ -111,14 +170,38 @@ class _Ids:
         return 0
 
     def __repr__(self) -> str:
-        return "the ids of one batch (te.rows.add adds gradients of different ids)"
+        return (
+            "the ids of one batch (te.rows.add adds gradients of different ids; a scan cannot "
+            "carry them: scan over the batches inside the loss of te.rows.value_and_grad)"
+        )
 
 
-jax.tree_util.register_pytree_node(
-    RowGradient,
-    lambda rows: ((rows.values,), (_Ids(rows.ids), rows.vocab_size, rows.layout)),
-    lambda data, values: RowGradient(data[0].ids, *values, *data[1:]),
-)
+def _flatten(gradient: RowGradient) -> tuple[tuple[Any, Any], tuple]:
+    leaves = gradient.values, gradient.fingerprint
+    return leaves, (_Ids(gradient.ids), gradient.vocab_size, gradient.layout)
+
+
+def _unflatten(static: tuple, leaves: Sequence[Any]) -> RowGradient:
+    """The gradient as it was, unchecked: leaves may be anything."""
+    (held, vocab_size, layout), (values, scaled) = static, leaves
+    ids, gradient = held.ids, object.__new__(RowGradient)
+    is_known = isinstance(values, jax.Array) and not arguments.is_traced(values)
+    if is_known and arguments.is_traced(ids) and _is_over(ids):
+        ids = _Left()
+    fields = {"ids": ids, "values": values, "vocab_size": vocab_size, "layout": layout}
+    arguments.set_fields(gradient, fingerprint=scaled, **fields)
+    return gradient
+
+
+jax.tree_util.register_pytree_node(RowGradient, _flatten, _unflatten)
+
+
+def _is_over(traced: Any) -> bool:
+    """Whether a traced array's trace is over."""
+    try:
+        return traced + 0 is None
+    except jax.errors.UnexpectedTracerError:
+        return True
 
 
 def _on_host(ids: Any) -> np.ndarray | None:
@@ -129,7 +212,7 @@ def _on_host(ids: Any) -> np.ndarray | None:
         return np.asarray(ids)
 
 
-def check_ascending(gradient: RowGradient) -> None:
+def _check_ascending(gradient: RowGradient) -> None:
     """Raises a ValueError if the ids of a gradient made by hand, outside of jit, do not ascend."""
     ids = _on_host(gradient.ids) if gradient.layout is None else None
     if ids is not None and (np.diff(ids.astype(np.int64), prepend=-1) <= 0).any():
@@ -137,11 +220,16 @@ def check_ascending(gradient: RowGradient) -> None:
         raise arguments.value_error("grads", want, str(ids.tolist())[:60])
 
 
+def is_gradient(leaf: Any) -> bool:
+    """Whether a leaf of a tree is a `RowGradient`."""
+    return isinstance(leaf, RowGradient)
+
+
 def add(grads: Tree, more: Tree) -> Tree:
     """Adds two gradients of the same parameters, which may hold different rows.
 
-    Use it to accumulate gradients. If both have the same ids, `jax.tree.map(jax.numpy.add, grads,
-    more)` works as well.
+    Use it to accumulate gradients in a Python loop; a scan cannot carry them (see `RowGradient`).
+    If both have the same ids, `jax.tree.map(jax.numpy.add, grads, more)` works as well.
 
     Args:
         grads: gradients that `value_and_grad` returned.
@@ -151,8 +239,7 @@ def add(grads: Tree, more: Tree) -> Tree:
         The sum. A sum of two `RowGradient` has the rows of both, at most vocab_size.
 
     Raises:
-        TypeError: rows of different tables.
-        ValueError: ids that do not ascend.
+        TypeError: rows of different tables; a `RowGradient` that left the jit that made it.
 
     Example:
         >>> import jax.numpy as jnp
@@ -163,4 +250,66 @@ def add(grads: Tree, more: Tree) -> Tree:
         >>> total.ids[:3].tolist(), total.values[:3].tolist()
         ([1, 3, 8], [[1.0], [3.5], [8.0]])
     """
-    return jax.tree.map(operator.add, grads, more, is_leaf=lambda g: isinstance(g, RowGradient))
+    return jax.tree.map(operator.add, grads, more, is_leaf=is_gradient)
+
+
+def pmean(grads: Tree, axis_name: Any) -> Tree:
+    """The mean over the devices of a mapped axis, where `jax.lax.pmean` would mix rows.
+
+    `jax.lax.pmean` averages arrays place by place, but devices with different batches have
+    gradients of different rows. Use this function inside `jax.pmap`, `jax.shard_map` or `jax.vmap`
+    with an `axis_name`. Devices send their ids, and one all-reduce sums their rows.
+
+    With `check_vma=True` (the default of `jax.shard_map`), the gradients of parameters that all
+    devices share are already summed over the devices, rows included, as `jax.grad` does. Average
+    the loss over the devices there; this mean then changes nothing.
+
+    Args:
+        grads: gradients that `value_and_grad` returned.
+        axis_name: that of the mapped axis, or a tuple of several.
+
+    Returns:
+        The mean of each leaf, the same on all devices. A `RowGradient` has the rows of all devices,
+        at most vocab_size.
+
+    Raises:
+        TypeError: a `RowGradient` of an interleaved table, whose rows lie on a mesh already.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> params = {"t": jnp.zeros([6, 1])}
+        >>> def gradient(ids):
+        ...     loss = lambda params: te.lookup(params["t"], ids).sum()
+        ...     _, grads = te.rows.value_and_grad(loss, ids={"t": ids})(params)
+        ...     rows = te.rows.pmean(grads, "devices")["t"]
+        ...     return rows.ids, rows.values[:, 0]
+        >>> batch = jnp.array([[1, 3], [3, 5]])  # one row for each device
+        >>> ids, values = jax.vmap(gradient, axis_name="devices")(batch)
+        >>> ids[0].tolist(), values[0].tolist()
+        ([1, 3, 5, 9], [0.5, 1.0, 0.5, 0.0])
+    """
+    devices = jax.lax.psum(1, axis_name)
+
+    def mean(leaf: Any) -> Any:
+        if not is_gradient(leaf):
+            return jax.lax.pmean(leaf, axis_name)
+        if leaf.layout is not None:
+            want = "rows of a table that is whole on each device"
+            raise arguments.type_error("grads", want, "those of an interleaved table")
+        ids, values = sum_over_devices(leaf.ids, leaf.trusted_values(), leaf.vocab_size, axis_name)
+        return RowGradient(ids, values / devices, leaf.vocab_size)
+
+    return jax.tree.map(mean, grads, is_leaf=is_gradient)
+
+
+def sum_over_devices(
+    ids: Int32[Array, "k"], values: Float[Array, "k d"], vocab_size: int, axis_name: Any
+) -> tuple[Int32[Array, "m"], Float[Array, "m d"]]:
+    """The distinct ids of all devices along mapped axes, and the sum of the rows of each."""
+    # As sums, which shard_map knows to be equal on all devices.
+    lists = jnp.zeros([jax.lax.psum(1, axis_name), ids.size], jnp.int32)
+    lists = jax.lax.psum(lists.at[jax.lax.axis_index(axis_name)].set(ids), axis_name)
+    distinct = distinct_ascending(lists, vocab_size, min(lists.size, vocab_size))
+    own = sum_by_index(values, find_each(distinct, ids), len(distinct))
+    return distinct, jax.lax.psum(own, axis_name)

@@ -6,20 +6,20 @@ XLA drops the results that are not used, so a block costs what its rows cost. `r
 beforehand that this gives the rows of the dense step.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.rows import row_check
 from transformer_embed._src.rows.distinct_ids import BLOCK
+from transformer_embed._src.rows.fingerprint import fits, or_nan
 from transformer_embed._src.rows.gathered_rows import RowTable, is_leaf, read_rows
-from transformer_embed._src.rows.row_gradient import RowGradient, check_ascending
+from transformer_embed._src.rows.row_gradient import is_gradient
 
 if TYPE_CHECKING:
     import optax
@@ -109,9 +109,9 @@ def update(
         leaves[n] = leaf if is_leaf(leaf) else jnp.asarray(leaf)
     blocks = {}
     for n in range(grads_treedef.num_leaves):
-        if isinstance(leaves[n], RowGradient):
-            leaves[n] = _checked(leaves[n], leaves[grads_treedef.num_leaves + n].shape)
-            blocks[n] = min(len(leaves[n].ids), leaves[n].vocab_size, BLOCK)
+        if is_gradient(leaves[n]):
+            leaves[n].check(leaves[grads_treedef.num_leaves + n].shape)
+            blocks[n] = max(1, min(len(leaves[n].ids), leaves[n].vocab_size, BLOCK))
     step = functools.partial(_step, optimizer, extra_args, treedef)
     traced_step = jax.jit(step)
     tables = row_check.find_tables(optimizer.init, treedef, leaves, blocks)
@@ -119,18 +119,6 @@ def update(
     new_leaves = _update_tables(step, leaves, tables)
     _, params, state, _ = jax.tree.unflatten(treedef, new_leaves.values())
     return params, state
-
-
-def _checked(gradient: RowGradient, shape: Sequence[int]) -> RowGradient:
-    """A gradient as jax arrays; raises unless it fits its table."""
-    # Rows made by hand may hold arrays of numpy, and ids of any width.
-    ids, values = arguments.as_int32("ids", gradient.ids), jnp.asarray(gradient.values)
-    if (gradient.shape, ids.shape) != (shape, values.shape[:1]):
-        want = f"a row of a table {list(shape)} for each of {len(ids)} ids"
-        got = f"{len(values)} rows of one {list(gradient.shape)}"
-        raise arguments.value_error("grads", want, got)
-    check_ascending(gradient)
-    return dataclasses.replace(gradient, ids=ids, values=values)
 
 
 def _step(
@@ -169,7 +157,8 @@ def _update_tables(
         if isinstance(table, RowTable):
             new = table._update_rows(update_arrays, shared, gradient, states)
         else:
-            new = update_arrays(shared, gradient.ids, gradient.values, [table, *states])
+            is_right = fits(gradient.ids, gradient.fingerprint)
+            new = update_arrays(shared, is_right, gradient.ids, gradient.values, [table, *states])
         new_leaves |= zip(places[1:], new, strict=True)
     return new_leaves
 
@@ -178,6 +167,7 @@ def _update_in_blocks(
     step: Callable,
     places: Sequence[int],
     leaves: dict[int, Any],
+    is_right: Bool[Array, ""],
     ids: Int32[Array, "k"],
     gradient: Float[Array, "k d"],
     wholes: Sequence[Array],
@@ -185,8 +175,11 @@ def _update_in_blocks(
     """A table and its state after a step, read and written one block of rows at a time.
 
     All rows at once would allocate new memory for each array. There may be any number of ids. They
-    ascend, and ids past the end of the table are padding.
+    ascend, and ids past the end of the table are padding. Each is updated by NaN if the gradient is
+    not of these ids.
     """
+    if not len(ids):
+        return list(wholes)
     block = len(leaves[places[0]])
     padding = -len(ids) % block
     if padding:
@@ -199,6 +192,8 @@ def _update_in_blocks(
             jax.lax.dynamic_slice_in_dim(array, i * block, block) for array in (ids, gradient)
         )
         old = (read_rows(whole, block_ids) for whole in wholes)
+        # Here, where it costs no pass over all rows.
+        block_gradient = or_nan(is_right, block_gradient)
         rows = dict(zip(places, [block_gradient, *old], strict=True))
         new = step(leaves | rows)
         moved = jnp.any(block_gradient != 0, axis=-1)

@@ -32,8 +32,9 @@ from transformer_embed._src.functional.partitioning import (
     devices_along,
     index_along,
 )
-from transformer_embed._src.rows.distinct_ids import distinct_ascending, rows_of_ids, sum_rows
-from transformer_embed._src.rows.gathered_rows import GatheredRows
+from transformer_embed._src.rows.distinct_ids import distinct_ascending, sum_rows
+from transformer_embed._src.rows.gathered_rows import GatheredRows, as_keys, rows_of_ids
+from transformer_embed._src.rows.marks import with_marks, without_marks
 from transformer_embed._src.rows.row_gradient import RowGradient
 from transformer_embed._src.sharded import exchange
 from transformer_embed._src.sharded.hops import Hop
@@ -42,7 +43,7 @@ from transformer_embed._src.sharded.layout import Layout
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["ids", "values", "sentinel", "sent", "asked"],
+    data_fields=["keys", "values", "sentinel", "sent", "asked"],
     meta_fields=["vocab_size", "name", "row_dtype", "layout", "id_axes", "hops"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,10 +51,10 @@ class BatchRows(GatheredRows):
     """The rows of a sharded table that a batch reads, on each device or on all.
 
     Args:
-        ids: [devices * k], slots of the array, ascending and distinct on each device; or [k], if
-            every device holds all rows.
-        values: a row for each, in float32 or wider if their gradient is exchanged: it is summed
-            over devices before it is rounded.
+        keys: [devices * k], slots of the array, ascending and distinct on each device; or [k], if
+            every device holds all rows. See `GatheredRows`.
+        values: a row for each and the marks, on each device, in float32 or wider if their gradient
+            is exchanged: it is summed over devices before it is rounded.
         vocab_size: number of rows of the table.
         row_dtype: dtype of the table.
         layout: that of the table.
@@ -95,7 +96,7 @@ class BatchRows(GatheredRows):
         )
         return read_all(self.ids, arguments.widened(self.values), ids).astype(self.dtype)
 
-    def gradient(self, values: Float[Array, "k d"]) -> RowGradient:
+    def gradient(self, values: Float[Array, "n d"]) -> RowGradient:
         """See `GatheredRows`; exchanged, on each device, that of its shard's rows."""
         if not self.hops:
             return super().gradient(values)
@@ -105,7 +106,7 @@ class BatchRows(GatheredRows):
 
 @jax.jit
 def _return_gradients(
-    taken: BatchRows, gradient: Float[Array, "k d"]
+    taken: BatchRows, gradient: Float[Array, "n d"]
 ) -> tuple[Int32[Array, "m"], Float[Array, "m d"]]:
     """On each device, the rows of its shard that were asked for, and the sum of their gradients."""
     layout = taken.layout
@@ -113,7 +114,7 @@ def _return_gradients(
     replicas = tuple(axis for axis in taken.id_axes if axis not in layout.rows)
 
     def send(sent, shard_rows, gradient):
-        sums = exchange.return_gradients(taken.hops, sent, gradient)
+        sums = exchange.return_gradients(taken.hops, sent, without_marks(gradient))
         if replicas:
             shard_rows, sums = (
                 jax.lax.all_gather(array, replicas, tiled=True) for array in (shard_rows, sums)
@@ -175,7 +176,7 @@ def take_from_owners(
         answers = exchange.answer(hops, sent, values)
         # Padding does not fit either, but only a row that was asked for may read as NaN.
         values = jnp.where((slots < size)[:, None], answers, 0)
-        return slots, arguments.widened(values), sent, shard_rows
+        return slots, with_marks(arguments.widened(values)), sent, shard_rows
 
     take_all = jax.shard_map(
         take,
@@ -185,4 +186,5 @@ def take_from_owners(
     )
     slots, values, sent, asked = take_all(array, ids)
     vocab_size = layout.order.vocab_size
-    return BatchRows(slots, values, vocab_size, array.dtype, layout, id_axes, hops, sent, asked)
+    keys = as_keys(slots)
+    return BatchRows(keys, values, vocab_size, array.dtype, layout, id_axes, hops, sent, asked)

@@ -26,6 +26,8 @@ from transformer_embed._src.functional.partitioning import (
     replicated,
 )
 from transformer_embed._src.rows.distinct_ids import distinct_rows
+from transformer_embed._src.rows.gathered_rows import as_keys
+from transformer_embed._src.rows.marks import with_marks
 from transformer_embed._src.sharded.batch_rows import BatchRows
 from transformer_embed._src.sharded.layout import Layout
 
@@ -68,7 +70,7 @@ def take_from_shards(
     )
     held = distinct_everywhere(replicated(ids, layout.mesh))
     values = gather_from_shards(layout._replace(batch_axes=()), array, held)
-    return BatchRows(held, values, vocab_size, values.dtype, layout)
+    return BatchRows(as_keys(held), with_marks(values), vocab_size, values.dtype, layout)
 
 
 def rows_of_this_shard(

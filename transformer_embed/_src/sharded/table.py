@@ -18,6 +18,7 @@ from transformer_embed._src.functional.partitioning import (
     on_every_device,
     reshard,
 )
+from transformer_embed._src.rows.fingerprint import fits
 from transformer_embed._src.rows.gathered_rows import RowTable
 from transformer_embed._src.rows.row_gradient import RowGradient
 from transformer_embed._src.sharded.batch_rows import (
@@ -129,10 +130,11 @@ class Sharded(RowTable):
             )
             raise arguments.type_error("grads", want, f"plain {type(gradient).__name__}")
 
-        def update_shard(shared, ids, values, shards):
+        def update_shard(shared, scaled, ids, values, shards):
+            is_right = fits(ids, scaled)
             if not is_owned:
                 ids, values = rows_of_this_shard(layout, ids, values)
-            return step(shared, ids, values, shards)
+            return step(shared, is_right, ids, values, shards)
 
         by_owner = PartitionSpec(layout.rows)
         gradient_spec = by_owner if is_owned else PartitionSpec()
@@ -142,12 +144,12 @@ class Sharded(RowTable):
         update_all = jax.shard_map(
             update_shard,
             mesh=layout.mesh,
-            in_specs=(PartitionSpec(), gradient_spec, gradient_spec, by_owner),
+            in_specs=(PartitionSpec(), gradient_spec, gradient_spec, gradient_spec, by_owner),
             out_specs=by_owner,
         )
         # As shard_map does under automatic axes. XLA drops the all-gather of what is not used.
         shared = jax.tree.map(on_every_device, shared)
-        written = update_all(shared, gradient.ids, gradient.values, arrays)
+        written = update_all(shared, gradient.fingerprint, gradient.ids, gradient.values, arrays)
         tables = zip([self, *states], written, strict=True)
         return [dataclasses.replace(table, array=array) for table, array in tables]
 
