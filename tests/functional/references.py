@@ -363,27 +363,25 @@ def looked_up(got, table, ids, *, pad_id, out_of_range, lookup_style):
     )
 
 
-def _zeroed(table, pad_id):
-    table = floats(table)
-    if pad_id is not None and 0 <= pad_id < len(table):
-        table[pad_id] = 0
-    return table
-
-
-def _capped(products, bias, softcap, scale, pad_id):
-    bias = np.zeros(products.shape[-1]) if bias is None else floats(bias).copy()
-    if pad_id is not None and 0 <= pad_id < len(bias):
-        bias[pad_id] = 0
-    u = float(scale) * (products + bias)
+def _capped(products, bias, softcap, scale):
+    u = float(scale) * (products + (0 if bias is None else floats(bias)))
     return u if softcap is None else float(softcap) * np.tanh(u / float(softcap))
 
 
+def _without(values, pad_id):
+    """Values [..., v] without that of padding."""
+    return values[..., np.arange(values.shape[-1]) != pad_id]
+
+
 def logits(got, x, table, *, bias, softcap, scale, pad_id):
-    x, table = floats(x), _zeroed(table, pad_id)
-    expected = _capped(x @ table.T, bias, softcap, scale, pad_id)
+    x, table = floats(x), floats(table)
+    expected = _capped(x @ table.T, bias, softcap, scale)
     # Each of d products and sums is rounded to float32, by 2**-24 of the terms.
     terms = np.abs(x) @ np.abs(table).T + (0 if bias is None else np.abs(floats(bias)))
-    within(got, expected, 2**-23 * (table.shape[1] + 4) * max(1, float(scale)) * terms)
+    error = 2**-23 * (table.shape[1] + 4) * max(1, float(scale)) * terms
+    if pad_id is not None and 0 <= pad_id < len(table):
+        same(got[..., pad_id], np.full(x.shape[:-1], np.finfo(np.float32).min / 2))
+    within(*(_without(values, pad_id) for values in (got, expected, error)))
 
 
 def cross_entropy(
@@ -405,7 +403,7 @@ def cross_entropy(
     reduction,
     chunk_size,
 ):
-    table, labels = _zeroed(table, pad_id), integers(labels)
+    table, labels = floats(table), integers(labels)
     shape, smoothing = labels.shape, float(label_smoothing)
     total, total_weight, terms = 0.0, 0.0, 0.0
     for index in np.ndindex(shape):
@@ -420,8 +418,9 @@ def cross_entropy(
                     continue
         if labels[target] == pad_id or not np.broadcast_to(mask is None or mask, shape)[target]:
             continue
-        z = _capped(table @ floats(x)[index], bias, softcap, scale, pad_id)
+        z = _capped(table @ floats(x)[index], bias, softcap, scale)
         chosen = z[labels[target]] if 0 <= labels[target] < len(table) else np.nan
+        z = _without(z, pad_id)
         log_z = np.log(np.exp(z - z.max()).sum()) + z.max()
         loss = log_z - (1 - smoothing) * chosen - smoothing * z.mean()
         weight = 1.0 if weights is None else np.broadcast_to(floats(weights), shape)[target]

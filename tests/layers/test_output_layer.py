@@ -45,12 +45,13 @@ def made(output):
 
 
 def by_hand(params, output, x=X):
-    """The logits in float64; padding is id 0."""
+    """The logits in float64; padding, id 0, is never predicted."""
     module = {name: np.array(leaf, np.float64) for name, leaf in params[TOKENS].items()}
     table = module["embeddings" if output.tied else "output_embeddings"]
     u = output.scale * (np.float64(x) @ table.T + module.get("output_bias", 0.0))
-    u[..., 0] = 0
-    return u if output.softcap is None else output.softcap * np.tanh(u / output.softcap)
+    logits = u if output.softcap is None else output.softcap * np.tanh(u / output.softcap)
+    logits[..., 0] = np.finfo(np.float32).min / 2
+    return logits
 
 
 # --- logits and loss
@@ -84,7 +85,7 @@ def test_the_loss_is_that_of_the_logits_with_every_setting(output):
     labels, counted = IDS[:, 1:], ((IDS < 7) & (IDS != 0))[:, 1:]
     log_z = np.log(np.exp(logits).sum(-1))
     chosen = np.take_along_axis(logits, labels[..., None], -1)[..., 0]
-    losses = log_z - 0.9 * chosen - 0.1 * logits.mean(-1) + 1e-2 * log_z**2
+    losses = log_z - 0.9 * chosen - 0.1 * logits[..., 1:].mean(-1) + 1e-2 * log_z**2
     want = losses[counted].mean()
     layer = hk.transform(
         lambda: te.TransformerEmbedding(config(output)).cross_entropy(X, IDS, **options)
@@ -118,6 +119,23 @@ def test_the_loss_of_a_config_takes_no_other_settings(option):
     want = f"^{option}: wanted no value here, since the config says it, got 1.0$"
     with pytest.raises(TypeError, match=want):
         embedder.cross_entropy(params, X, IDS, **{option: 1.0})
+
+
+@pytest.mark.parametrize("table", ["whole", "sharded"])
+def test_padding_is_never_predicted(table):
+    """Not by argmax, by samples, by the loss's normaliser, by smoothing; whatever its row holds."""
+    embedder, params = made(LAYERS["all"])
+    rows = {name: leaf.at[0].set(1e4) for name, leaf in params[TOKENS].items()}
+    low = {**params, TOKENS: rows}
+    if table == "sharded":
+        mesh = jax.make_mesh((1, 8), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        low = te.sharding.shard_params(low, mesh, {"*embeddings": SPEC("model")})
+    logits = embedder.logits(low, -X)
+    assert (np.asarray(logits)[..., 0] == np.finfo(np.float32).min / 2).all()
+    assert np.asarray(jax.nn.softmax(logits))[..., 0].max() == 0
+    assert (np.argmax(logits, -1) > 0).all()
+    loss = functools.partial(embedder.cross_entropy, labels=IDS, label_smoothing=0.1)
+    np.testing.assert_allclose(loss(low, X), loss(params, X), rtol=1e-5)
 
 
 # --- parameters

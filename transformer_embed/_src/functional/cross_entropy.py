@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
@@ -73,7 +74,7 @@ def linear_cross_entropy(
 ) -> Float[Array, ""]:
     """The cross-entropy of `linear_logits` with the labels, computed one chunk of tokens at a time.
 
-    For a token with logits z and label y, over a vocabulary of V ids, with `log_z =
+    For a token with logits z and label y, over a vocabulary of V ids without padding, with `log_z =
     log(sum(exp(z)))` and smoothing s,
     `loss = log_z - (1 - s) * z[y] - s * sum(z) / V + z_loss * log_z**2`.
 
@@ -90,10 +91,10 @@ def linear_cross_entropy(
         bias: as in `linear_logits`.
         softcap: as in `linear_logits`.
         scale: as in `linear_logits`.
-        pad_id: the id of padding. Labels that are this id are not counted, and its row of the table
-            counts as zeros, as in `linear_logits`: its logit is 0 and it gets no gradient, but it
-            must be finite. It may be outside the vocabulary (such as -100). To leave out labels and
-            keep their row, use mask. None: no padding.
+        pad_id: the id of padding, which is never predicted: labels that are this id are not
+            counted, and its row of the table and its bias have no part in the loss and get no
+            gradient. It may be outside the vocabulary (such as -100). To leave out labels and keep
+            their row, use mask. None: no padding.
         mask: bool, [length], or more axes that broadcast to the labels'. True = the label is
             counted. None: all.
         weights: floating, [length], or more axes that broadcast to the labels': each label's loss
@@ -313,9 +314,8 @@ def _losses_and_logit_gradients(options, layout, rows, bias, chunk):
     """
     x, labels, weights = chunk
     output, smoothing = options.output, options.label_smoothing
-    other_share = smoothing / output.vocab_size
     raw_logits, factor, ids, is_inside = row_logits(output, layout, x, rows, bias)
-    logits = jnp.where(is_inside, _without_padding(output, raw_logits, ids), -jnp.inf)
+    logits = _excluding(output, layout, raw_logits, factor, ids, is_inside)
     top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
     top = jax.lax.pmax(top, layout.vocabulary) if layout.vocabulary else top
     # Differences of logits: their rounding does not grow with the logits. The factor comes last:
@@ -324,9 +324,10 @@ def _losses_and_logit_gradients(options, layout, rows, bias, chunk):
     exponentials = jnp.exp(shifted)
     of_label = functools.partial(_of_label, labels - ids[0, 0])
     if smoothing:
+        share = jnp.where(is_inside, smoothing / output.predicted(weights.dtype), 0)
         # Shifted logits exist anyway: reading the label's from elsewhere would keep both.
-        summed = jnp.where(is_inside, shifted, 0).sum(-1, keepdims=True)
-        expected = (1 - smoothing) * of_label(shifted, 0) + other_share * summed
+        of_others = (share * shifted).sum(-1, keepdims=True)
+        expected = (1 - smoothing) * of_label(shifted, 0) + of_others
     else:
         # A CPU would write whole shifted logits only for this. A TPU writes them faster than it
         # repeats their exponentials.
@@ -342,12 +343,11 @@ def _losses_and_logit_gradients(options, layout, rows, bias, chunk):
         rise = 1 + 2 * options.z_loss * log_z
         mass = total / jnp.where(rise == 0, jnp.finfo(rise.dtype).eps, rise)
     if smoothing:
-        gradients -= jnp.where(is_inside, other_share, 0) * mass
+        gradients -= share * mass
     at_label = gradients - (1 - smoothing) * mass
     gradients = jnp.where(ids == labels, at_label, gradients)
     if output.softcap is not None:
         gradients *= 1 - jnp.square(raw_logits)
-    gradients = _without_padding(output, gradients, ids)
     return losses, gradients, output.scale * weights / mass
 
 
@@ -359,19 +359,22 @@ def _of_label(columns, values, shift):
     return jnp.where((columns >= 0) & (columns <= last), at_label - shift, 0)
 
 
-def _without_padding(output, values, ids):
-    """Values [t, v] with zeros at the id of padding: in place on a CPU, in one pass elsewhere."""
-    if output.pad_id is None:
-        return values
+def _excluding(output, layout, logits, factor, ids, is_inside):
+    """Logits [t, v] with a low number where they are not inside: on a CPU, in place if it can be."""
+    # Finite, also times the factor: a token that is not counted, whose label may be padding, has
+    # the weight 0.
+    lowest = jnp.finfo(logits.dtype).min / (2 * max(factor, 1))
+
+    def in_one_pass():
+        return jnp.where(is_inside, logits, lowest)
 
     def in_place():
-        # As uint32, an id below the first is past the end.
-        column = (output.pad_id - ids[0, 0]).astype(jnp.uint32)
-        return values.at[:, column].set(0, mode="drop")
+        # As uint32, a negative id is past the end.
+        return logits.at[:, np.uint32(output.pad_id % 2**32)].set(lowest, mode="drop")
 
-    return jax.lax.platform_dependent(
-        cpu=in_place, default=lambda: jnp.where(ids == output.pad_id, 0, values)
-    )
+    if output.pad_id is not None and layout.mesh is None:
+        return jax.lax.platform_dependent(cpu=in_place, default=in_one_pass)
+    return in_one_pass()
 
 
 def _cut_into_chunks(chunk_size, *values):

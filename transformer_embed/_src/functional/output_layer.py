@@ -39,10 +39,9 @@ def linear_logits(
         softcap: a Python number above 0, which no logit exceeds in magnitude (Gemma 2: 30). None:
             no bound.
         scale: a Python number above 0 (T5: d**-0.5).
-        pad_id: the id whose row counts as zeros, as in `lookup`: its logit is 0, with a bias too,
-            and its row and bias get no gradient. The row must still be finite, because 0 times the
-            row enters x's gradient. To sample from the logits, exclude it: 0 is not the lowest
-            logit. None: no padding.
+        pad_id: the id of padding, which is never predicted: its logit is half of the lowest finite
+            number, so its probability is 0, and its row and bias get no gradient. It may be outside
+            the vocabulary. None: no padding.
 
     Returns:
         [..., vocab_size], summed and returned in float32 (float64 if x or the table is). A sharded
@@ -55,16 +54,14 @@ def linear_logits(
             have one number for each row; softcap or scale is not above 0.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> import transformer_embed as te
         >>> te.linear_logits(jnp.array([1.0, 1.0]), jnp.array([[1.0, 2.0], [3.0, 4.0]])).tolist()
         [3.0, 7.0]
 
-        Padding has a logit of 0, so this line comes before `jax.random.categorical`:
-
         >>> logits = te.linear_logits(jnp.array([-1.0]), jnp.array([[0.5], [1.0]]), pad_id=0)
-        >>> logits.at[..., 0].set(-jnp.inf).tolist()
-        [-inf, -1.0]
+        >>> jax.nn.softmax(logits).tolist()
+        [0.0, 1.0]
 
     Source:
         Press and Wolf, "Using the Output Embedding to Improve Language Models" (2017),
@@ -86,6 +83,13 @@ class OutputOptions(NamedTuple):
     softcap: float | None
     scale: float
     pad_id: int | None
+
+    def predicted(self, dtype) -> Float[Array, ""]:
+        """The number of ids without padding, which may be outside; at least 1."""
+        # An array, because a vocabulary's size may be symbolic.
+        size = jnp.asarray(self.vocab_size, dtype)
+        pad_id = -1 if self.pad_id is None else self.pad_id
+        return jnp.maximum(size - ((pad_id >= 0) & (pad_id < size)), 1)
 
 
 def as_output_layer(x, table, bias, softcap, scale, pad_id):
@@ -109,11 +113,11 @@ def row_logits(options, layout, x, rows, bias):
     """The product of gathered x [..., d] with whole rows [rows, d], on one device.
 
     Returns:
-        logits: [..., rows] in float32 or wider; that of padding is as of any row.
+        logits: [..., rows] in float32 or wider; those that are not inside too.
         factor: the number that still multiplies them.
         ids: [..., rows], with axes of size 1: the id of each row.
-        is_inside: like ids, False at rows that pad the vocabulary. True: all are inside, which
-            costs no pass over the logits.
+        is_inside: like ids, False at padding and at rows that pad the vocabulary. True: all are
+            inside, which costs no pass over the logits.
     """
     dtype = arguments.compute_dtype(x.dtype, rows.dtype)
     if x.dtype != rows.dtype:
@@ -130,7 +134,10 @@ def row_logits(options, layout, x, rows, bias):
     ids = index_along(layout.vocabulary) * size + jnp.arange(size, dtype=jnp.int32)
     is_padded = devices_along(layout.mesh, layout.vocabulary) * size > options.vocab_size
     ids = jnp.expand_dims(ids, leading)
-    return logits, factor, ids, ids < options.vocab_size if is_padded else True
+    is_inside = ids < options.vocab_size if is_padded else True
+    if options.pad_id is not None:
+        is_inside &= ids != options.pad_id
+    return logits, factor, ids, is_inside
 
 
 @compiled(0, 1)
@@ -139,12 +146,8 @@ def _logits(layout, options, x, table, bias) -> Float[Array, "... v"]:
 
     def multiply(x, shard, bias):
         x, rows = all_gather(x, layout.gathered), layout.exchange(shard, 0, 1)
-        logits, factor, ids, is_inside = row_logits(options, layout, x, rows, bias)
-        logits *= factor
-        if options.pad_id is not None:
-            logits = jnp.where(ids == options.pad_id, 0, logits)
-        # Last, for the id of padding may be past the vocabulary.
-        return jnp.where(is_inside, logits, jnp.finfo(logits.dtype).min / 2)
+        logits, factor, _, is_inside = row_logits(options, layout, x, rows, bias)
+        return jnp.where(is_inside, factor * logits, jnp.finfo(logits.dtype).min / 2)
 
     of_logits = PartitionSpec(*layout.tokens, layout.vocabulary)
     multiply_all = layout.map(multiply, layout.specs(), of_logits)
