@@ -1078,3 +1078,42 @@ def test_columns_split_in_more_parts_than_rows_are_refused():
             jax.device_put(MESH_TABLE[:13], NamedSharding(mesh, SPEC(None, "model"))),
             MESH_LABELS,
         )
+
+
+# --- where arguments meet
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_gradients_of_narrow_weights_are_rounded_once(dtype):
+    """Weights of one number a column are summed over many rows."""
+    x = jax.random.normal(jax.random.key(0), (2048, 2, 8))
+    table = jax.random.normal(jax.random.key(1), (16, 8))
+    labels = jnp.arange(4096).reshape(2048, 2) % 16
+    loss = lambda w: te.linear_cross_entropy(x, table, labels, weights=w, reduction="sum")
+    narrow, wide = (jax.grad(loss)(jnp.ones(2, each)) for each in (dtype, jnp.float32))
+    error = np.abs(narrow.astype(jnp.float32) / wide - 1).max()
+    assert narrow.dtype == dtype
+    assert error <= jnp.finfo(dtype).eps
+
+
+def test_labels_that_cannot_be_shifted_or_cut():
+    x, table = jnp.ones(2), jnp.ones((3, 2))
+    with pytest.raises(
+        ValueError, match=r"^labels: wanted shape \[..., length\], to shift, got sha"
+    ):
+        te.linear_cross_entropy(x, table, 1, shift=True)
+    (size,) = jax.export.symbolic_shape("b")
+    shapes = [
+        jax.ShapeDtypeStruct((size, 2), jnp.float32),
+        jax.ShapeDtypeStruct((size,), jnp.int32),
+    ]
+    loss = jax.jit(lambda x, labels: te.linear_cross_entropy(x, table, labels))
+    with pytest.raises(
+        ValueError, match=r"^labels: wanted a shape of known sizes, .* got shape \[b"
+    ):
+        jax.export.export(loss)(*shapes)
+
+
+def test_a_weight_for_all_labels_gets_no_hint_for_positions():
+    with pytest.raises(ValueError, match=r"^weights: wanted a last axis .* got shape \[\]$"):
+        te.linear_cross_entropy(jnp.ones((1, 2)), jnp.ones((3, 2)), [1], weights=2.0)

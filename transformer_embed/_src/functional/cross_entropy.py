@@ -28,6 +28,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
@@ -96,7 +97,7 @@ def linear_cross_entropy(
             gradient. It may be outside the vocabulary (such as -100). To leave out labels and keep
             their row, use mask. None: no padding.
         mask: bool, [length], or more axes that broadcast to the labels'. True = the label is
-            counted. None: all.
+            counted. None: all. Where ignored labels are -100, it is `labels != -100`.
         weights: floating, [length], or more axes that broadcast to the labels': each label's loss
             is multiplied by its weight. None: 1.
         shift: True: token t predicts `labels[..., t + 1]`, which brings its mask and weight with
@@ -134,8 +135,9 @@ def linear_cross_entropy(
         ValueError: the table is not of rank 2, or its width is not x's; the shape of labels is not
             x's without its last axis; the bias does not have one number for each row; a mask,
             weights or segment_ids that do not end in the labels' last axis, or do not broadcast to
-            them; segment_ids without shift; an argument out of its range; columns split over a
-            number of devices that does not divide the number of rows.
+            them; segment_ids without shift; labels of rank 0 with shift, or of an unknown size; an
+            argument out of its range; columns split over a number of devices that does not divide
+            the number of rows.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -159,7 +161,12 @@ def linear_cross_entropy(
     x, table, bias, output = as_output_layer(x, table, bias, softcap, scale, pad_id)
     labels = arguments.as_int32("labels", labels)
     arguments.check_same("labels", "x's shape without its last axis", labels.shape, x.shape[:-1])
+    if any(map(export.is_symbolic_dim, labels.shape)):
+        want = "a shape of known sizes, for the loss is computed in chunks"
+        raise arguments.value_error("labels", want, f"shape {list(labels.shape)}")
     shift = arguments.flag("shift", shift)
+    if shift and not labels.ndim:
+        raise arguments.value_error("labels", "shape [..., length], to shift", "shape []")
     if not shift:
         arguments.check_left_out("segment_ids", segment_ids, "shift is False")
     as_mask = functools.partial(arguments.as_mask, is_true="counted")
@@ -220,7 +227,9 @@ def _weighted_loss(options, x, table, bias, labels, mask, weights, segment_ids):
     x = jnp.where(counted[..., None], x, 0)
     # Any label may stand where it is not counted, also one on a shard's padding.
     labels = jnp.where(counted, labels, 0)
-    weights = jnp.where(counted, 1 if weights is None else weights, 0).astype(dtype)
+    # Widened before it is broadcast, so that its gradient is summed in the wide dtype.
+    weights = jnp.ones((), dtype) if weights is None else weights.astype(dtype)
+    weights = jnp.where(counted, weights, 0)
     if options.reduction == "mean":
         total = jnp.sum(weights)
         weights /= jnp.where(total == 0, 1, total)
@@ -360,7 +369,7 @@ def _of_label(columns, values, shift):
 
 
 def _excluding(output, layout, logits, factor, ids, is_inside):
-    """Logits [t, v] with a low number where they are not inside: on a CPU, in place if it can be."""
+    """Logits [t, v] with a low number where they are not inside: in place on a CPU, if it can."""
     # Finite, also times the factor: a token that is not counted, whose label may be padding, has
     # the weight 0.
     lowest = jnp.finfo(logits.dtype).min / (2 * max(factor, 1))

@@ -201,7 +201,8 @@ def _rotated(x, positions, layout, options) -> Float[Array, "... t h d"]:
 
 @compiled(1, 2, 3, 4)
 def _permuted(weights, num_heads, dim, source, target) -> Shaped[Array, "... hd"]:
-    heads = weights.reshape(*weights.shape[:-1], num_heads, -1)
+    # Not -1 for the last size: empty weights do not tell it.
+    heads = weights.reshape(*weights.shape[:-1], num_heads, weights.shape[-1] // num_heads)
     pairs = _join_pairs(_split_pairs(heads[..., :dim], source), target)
     return jnp.concatenate([pairs, heads[..., dim:]], -1).reshape(weights.shape)
 
