@@ -27,10 +27,11 @@ def by_hand(params, ids):
     padding are zeros."""
     table = np.asarray(params, np.float64)
     rows = np.where((ids >= 0)[..., None], table[np.maximum(ids, 0)], 0) * math.sqrt(table.shape[1])
-    angles = np.arange(ids.shape[1])[:, None] * 10_000.0 ** (
+    positions = te.TokenPositions.from_ids(ids, pad_id=PAD_ID).positions
+    angles = np.float64(positions)[..., None] * 10_000.0 ** (
         -2 * np.arange(table.shape[1] // 2) / table.shape[1]
     )
-    return rows + np.stack([np.sin(angles), np.cos(angles)], -1).reshape(ids.shape[1], -1)
+    return rows + np.stack([np.sin(angles), np.cos(angles)], -1).reshape(rows.shape)
 
 
 def test_bars_are_on_a_terminal_until_quiet(monkeypatch, capsys, model_file, text_file, tmp_path):
@@ -70,7 +71,8 @@ def test_embed_is_the_embedder_on_padded_lines(
         row[: len(line.encode())] = list(line.encode())
     np.testing.assert_array_equal(got["ids"], ids)
     np.testing.assert_array_equal(got["mask"], ids != PAD_ID)
-    np.testing.assert_array_equal(got["positions"], [list(range(13))] * 4)
+    counted = te.TokenPositions.from_ids(ids, pad_id=PAD_ID).positions
+    np.testing.assert_array_equal(got["positions"], counted)
     assert {name: array.dtype for name, array in got.items()} == {
         "ids": "i4",
         "mask": "?",

@@ -514,7 +514,8 @@ def dropped_out(got, rng, rate, x):
 def sinusoids(got, *, start, at_padding, pad_id, **options):
     ids = jnp.array([[5, 5 if pad_id is None else pad_id]], jnp.int32)
     padding = 5 if pad_id is None else pad_id
-    tokens = [at_padding is None or int(each) != padding for each in ids[0]]
+    tokens = [int(each) != padding for each in ids[0]]
+    at_padding = start if at_padding is None else at_padding
     try:
         positions, values = got._positions(ids, 5), got._encoding(np.array([start]), 4)
     except ValueError:

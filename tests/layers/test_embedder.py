@@ -584,12 +584,6 @@ BAD_CALLS = [
         ("positions", "an integer dtype, or float32 (16-bit floats skip integers)", "float16"),
     ),
     (
-        dataclasses.replace(CONFIG, scheme=None),
-        {"positions": np.arange(5)},
-        ValueError,
-        ("positions", "None, since the model adds no positions", "a traced int32[5]"),
-    ),
-    (
         dataclasses.replace(CONFIG, scheme=te.Learned(4)),
         {},
         ValueError,
@@ -1019,3 +1013,11 @@ def test_parameters_of_another_config_are_refused():
     np.testing.assert_array_equal(
         embedder.apply(beside, None, IDS, **types), embedder.apply(params, None, IDS, **types)
     )
+
+
+def test_positions_may_be_passed_where_nothing_reads_them():
+    """So that one line of code serves models with and without added positions."""
+    embedder = te.Embedder(dataclasses.replace(CONFIG, scheme=None))
+    params = embedder.init(KEY)
+    apply = functools.partial(embedder.apply, params, None, IDS, is_training=False)
+    np.testing.assert_array_equal(apply(positions=np.arange(5)), apply())

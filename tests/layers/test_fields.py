@@ -75,8 +75,7 @@ def forms_of(value):
 
 
 def arguments_with(kind, name, value):
-    others = {"at_padding": 1} if name == "pad_id" and kind is not te.EmbedderConfig else {}
-    return NEEDED[kind] | others | {name: value}
+    return NEEDED[kind] | {name: value}
 
 
 def computed(made):

@@ -119,13 +119,15 @@ def rows(config, table, ids, pad_id=None):
     return np.array([row(int(i)) for i in np.ravel(ids)]).reshape(*np.shape(ids), width)
 
 
-def counted(scheme, ids):
+def counted(config, ids):
     """The positions of ids when none are given."""
-    start = getattr(scheme, "start", 0)
-    if getattr(scheme, "at_padding", None) is None:
-        return start + np.arange(ids.shape[-1])
-    is_token = np.vectorize(int, otypes=[object])(ids) != scheme.pad_id
-    return np.where(is_token, start + np.cumsum(is_token, -1) - 1, scheme.at_padding)
+    scheme, pad_id = config.scheme, config.pad_id
+    pad_id = pad_id if scheme.pad_id is None else scheme.pad_id
+    if pad_id is None or isinstance(scheme, te.SinusoidalGrid):
+        return scheme.start + np.arange(ids.shape[-1])
+    at_padding = scheme.start if scheme.at_padding is None else scheme.at_padding
+    is_token = np.vectorize(int, otypes=[object])(ids) != pad_id
+    return np.where(is_token, scheme.start + np.cumsum(is_token, -1) - 1, at_padding)
 
 
 def encoding(config, short, positions):
@@ -155,7 +157,7 @@ def embedded(config, short, ids, positions, token_types):
         total = total + encoding(
             config,
             short,
-            np.asarray(counted(config.scheme, ids) if positions is None else positions),
+            np.asarray(counted(config, ids) if positions is None else positions),
         )
     if config.num_token_types is not None:
         total = total + rows(

@@ -51,24 +51,29 @@ def test_ids_of_any_rank(scheme):
     np.testing.assert_array_equal(embed(roberta, IDS[None]), whole[None])
 
 
-@pytest.mark.parametrize("documented", [te.EmbedderConfig, te.TransformerEmbedding])
-def test_the_remedy_for_left_padding_stands_in_the_docstrings_and_works(documented):
-    """Padding on the left is counted, although the config knows pad_id."""
-    text = " ".join(documented.__doc__.split())
-    assert (
-        "With left-padded ids, tokens do not start at position 0" in text
-        or "left padding shifts the positions" in text
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_padding_is_not_counted_where_the_config_knows_its_id(scheme):
+    """On either side and between tokens; right padding changes nothing at tokens."""
+    config = te.EmbedderConfig(10, 8, scheme=scheme, dropout_rate=0.0)
+    params = drawn(te.Embedder(config).init)
+    apply = functools.partial(
+        te.Embedder(dataclasses.replace(config, pad_id=PAD_ID)).apply, params, None
     )
-    assert "scheme=te.Sinusoidal(at_padding=0)" in text
-    left, alone = np.array([[0, 0, 5, 6, 7]]), np.array([[5, 6, 7]])
-    counted = embed(te.Sinusoidal(), left)[:, 2:]
-    assert not np.allclose(counted, embed(te.Sinusoidal(), alone))
-    remedy = te.Sinusoidal(at_padding=0, pad_id=0)
-    np.testing.assert_array_equal(embed(remedy, left)[:, 2:], embed(te.Sinusoidal(), alone))
-    by_hand = te.TokenPositions.from_ids(left, pad_id=0).positions
-    np.testing.assert_array_equal(
-        embed(te.Sinusoidal(), left, positions=by_hand)[:, 2:], embed(te.Sinusoidal(), alone)
-    )
+    got = apply(IDS, is_training=False)
+    alone = apply([5, 6, 7], is_training=False)
+    np.testing.assert_array_equal(got[IDS != PAD_ID], np.tile(alone, (3, 1)))
+    counted = te.Embedder(config).apply(params, None, IDS, is_training=False)
+    np.testing.assert_array_equal(got[0, :3], counted[0, :3])
+    by_hand = te.TokenPositions.from_ids(IDS, pad_id=PAD_ID).positions
+    np.testing.assert_array_equal(got, apply(IDS, is_training=False, positions=by_hand))
+
+
+def test_a_grid_has_no_padding():
+    grid = te.SinusoidalGrid((1, 5))
+    configs = [te.EmbedderConfig(10, 8, scheme=grid, pad_id=pad_id) for pad_id in (None, PAD_ID)]
+    ids = jax.numpy.asarray(IDS)
+    first, second = (config.scheme._positions(ids, config.pad_id) for config in configs)
+    np.testing.assert_array_equal(first, second)
 
 
 def test_given_positions_are_taken_as_they_are():
@@ -145,14 +150,6 @@ def test_the_config_hands_its_padding_id_to_the_scheme(scheme):
     own = dataclasses.replace(said_again.scheme, pad_id=5)
     ids = jax.numpy.asarray(IDS)
     np.testing.assert_array_equal(own._positions(ids, PAD_ID), whole._positions(ids, 5))
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_padding_id_needs_a_position_at_padding(scheme):
-    with pytest.raises(
-        ValueError, match=r"^pad_id: wanted None, since at_padding is not set, got int 1$"
-    ):
-        dataclasses.replace(scheme, pad_id=1)
 
 
 def test_a_start_far_out_is_exact():

@@ -89,7 +89,7 @@ class OutputOptions(NamedTuple):
         # An array, because a vocabulary's size may be symbolic.
         size = jnp.asarray(self.vocab_size, dtype)
         pad_id = -1 if self.pad_id is None else self.pad_id
-        return jnp.maximum(size - ((pad_id >= 0) & (pad_id < size)), 1)
+        return jnp.where((pad_id >= 0) & (pad_id < size), jnp.maximum(size - 1, 1), size)
 
 
 def as_output_layer(x, table, bias, softcap, scale, pad_id):

@@ -81,7 +81,8 @@ class Embedder:
             ids: [..., length], any integer dtype.
             is_training: a Python bool.
             positions: [length], or more axes that broadcast to the ids'; integers, or float32 if
-                they are sinusoidal. None: counted by the config's scheme.
+                they are sinusoidal; accepted, and not read, if the config's scheme is None. None:
+                counted by the scheme, without padding if the config has a `pad_id`.
             token_types: integers, [length], or more axes that broadcast to the ids'; required if
                 num_token_types is set; otherwise must be None.
 

@@ -40,8 +40,8 @@ class TokenEmbedding(hk.Module):
             number (Granite's multiplier). The product is in float32, so the factor is never rounded
             to 16 bits.
         pad_id: the id of padding. Its row reads as zeros and gets no gradient, whatever the
-            initialiser, weight decay or the output layer do. It may be outside the vocabulary.
-            None: no padding.
+            initialiser or weight decay do, and it is never predicted. It may be outside the
+            vocabulary. None: no padding.
         out_of_range: `"nan"`, `"clip"` or `"zero"`; see `lookup`.
         lookup_style: `"gather"` or `"one_hot"`; see `lookup`.
         output: the output layer; see `OutputLayer`. None: `logits` and `cross_entropy` raise an
@@ -241,7 +241,7 @@ class PositionalEncoding(hk.Module):
             is_training: a Python bool. True needs a key unless dropout_rate is 0; False uses none.
             positions: [length], or more axes that broadcast to x's leading ones; integers, or
                 float32 if they are sinusoidal. None: counted from the scheme's `start`. (Required
-                for a scheme with `at_padding`, because x does not show what is padding.)
+                for a scheme with `pad_id` or `at_padding`: x does not show what is padding.)
 
         Returns:
             [..., length, d_model] of x's dtype.
@@ -253,8 +253,8 @@ class PositionalEncoding(hk.Module):
                 "x", f"shape [..., length, d_model = {self.d_model}]", f"shape {list(x.shape)}"
             )
         if positions is None:
-            if self.scheme.at_padding is not None:
-                want = "an array, since the scheme's at_padding depends on the ids"
+            if (self.scheme.pad_id, self.scheme.at_padding) != (None, None):
+                want = "an array, since x does not show what is padding"
                 raise arguments.value_error("positions", want, "None")
             positions = self.scheme._counted("x", x.shape[-2])
         encoding = self._broadcast_encoding(positions, x.shape[:-1], "x's tokens")
@@ -371,10 +371,6 @@ class TransformerEmbedding(hk.Module):
         # In the function that hk.transform takes:
         embed = te.TransformerEmbedding(found.config, initial_params=found.params)
 
-    With left-padded ids, tokens do not start at position 0 by default, because padding is counted
-    too. Use `scheme=te.Sinusoidal(at_padding=0)` in the config, or call the module
-    with `positions=`; see `EmbedderConfig`.
-
     Args:
         config: the description of the layer; see `EmbedderConfig`.
         initial_params: initial values of the module's parameters: the result of `Embedder.init` for
@@ -462,8 +458,8 @@ class TransformerEmbedding(hk.Module):
             ids: [..., length], any integer dtype.
             is_training: a Python bool. True needs a key unless dropout_rate is 0; False uses none.
             positions: [length], or more axes that broadcast to the ids'; integers, or float32 if
-                they are sinusoidal. None: 0..length-1, with padding counted like tokens, unless the
-                scheme sets `start` or `at_padding`.
+                they are sinusoidal; accepted, and not read, if the config's scheme is None. None:
+                counted by the scheme, without padding if the config has a `pad_id`.
             token_types: integers, [length], or more axes that broadcast to the ids'; required if
                 num_token_types is set; otherwise must be None.
 
@@ -476,9 +472,7 @@ class TransformerEmbedding(hk.Module):
             raise arguments.value_error("ids", "shape [..., length]", "shape []")
         with _parameters_from(self._initial_params):
             total, table_dtype = self.tokens._scaled_rows(ids)
-            if self.encoding is None:
-                arguments.check_left_out("positions", positions, "the model adds no positions")
-            else:
+            if self.encoding is not None:
                 if positions is None:
                     positions = self.encoding.scheme._positions(ids, self.config.pad_id)
                 total += self.encoding._broadcast_encoding(positions, ids.shape, "the ids")

@@ -51,11 +51,7 @@ class _Scheme:
 
     def _positions(self, ids: Int32[Array, "... t"], pad_id: int | None) -> Int32[Array, "... t"]:
         """The positions of ids, in a layer with this padding id."""
-        counted = self._counted("ids", ids.shape[-1])
-        if self.at_padding is None:
-            return counted
-        is_token = ids != (pad_id if self.pad_id is None else self.pad_id)
-        return positions_of_tokens(is_token, self.start, self.at_padding)
+        return self._counted("ids", ids.shape[-1])
 
     def _table_length(self) -> int | None:
         """The number of learned positions; None: `_encoding` computes them."""
@@ -68,7 +64,7 @@ class _Scheme:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Counted(_Scheme):
-    """Positions that count from `start`, and may leave out padding."""
+    """Positions that count from `start`, without padding where its id is known."""
 
     start: int = 0
     at_padding: int | None = None
@@ -78,8 +74,14 @@ class _Counted(_Scheme):
         # Python ints, because sums with a narrow numpy integer would wrap.
         int32 = arguments.int32
         arguments.convert_fields(self, start=int32, at_padding=int32, pad_id=int32)
-        if self.at_padding is None:
-            arguments.check_left_out("pad_id", self.pad_id, "at_padding is not set")
+
+    def _positions(self, ids: Int32[Array, "... t"], pad_id: int | None) -> Int32[Array, "... t"]:
+        counted = super()._positions(ids, pad_id)
+        pad_id = pad_id if self.pad_id is None else self.pad_id
+        if pad_id is None:
+            return counted
+        at_padding = self.start if self.at_padding is None else self.at_padding
+        return positions_of_tokens(ids != pad_id, self.start, at_padding)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,15 +90,14 @@ class Sinusoidal(_Counted, Sinusoids):
 
     Args:
         base, layout, shift, odd, frequency_scale: see `sinusoidal_encoding`.
-        start: the first position, when none are given.
-        at_padding: the position of padding, which is then not counted: the first token has position
-            `start` wherever the padding is. None: padding is counted like tokens.
-        pad_id: the id of padding, only with `at_padding`. None: the `pad_id` of the
-            `EmbedderConfig`.
+        start: the position of the first token, when no positions are given.
+        at_padding: the position of padding, which is not counted. None: `start`.
+        pad_id: the id of padding. None: the `pad_id` of the `EmbedderConfig`; if that is None too,
+            every id is counted.
 
     Raises:
         TypeError: start, at_padding or pad_id is not a Python int; and as `sinusoidal_encoding`.
-        ValueError: pad_id without at_padding; and as `sinusoidal_encoding`.
+        ValueError: as `sinusoidal_encoding`.
 
     Example:
         >>> import transformer_embed as te
@@ -186,15 +187,15 @@ class Learned(_Counted):
 
     Args:
         max_len: number of positions, at least 1.
-        start: the first position, when none are given (BART, OPT and RoBERTa count from 2).
-        at_padding: the position of padding, which is then not counted (OPT and RoBERTa: 1). None:
-            padding is counted like tokens.
+        start: the position of the first token, when no positions are given (BART, OPT and RoBERTa:
+            2).
+        at_padding: the position of padding, which is not counted (OPT and RoBERTa: 1). None:
+            `start`.
         pad_id: the id of padding, as in `Sinusoidal`.
 
     Raises:
         TypeError: an argument is not a Python int.
-        ValueError: max_len is below 1; start or at_padding outside [0, max_len); pad_id without
-            at_padding.
+        ValueError: max_len is below 1; start or at_padding outside [0, max_len).
 
     Example:
         >>> import transformer_embed as te
