@@ -793,16 +793,6 @@ class SomeRows(Table):
     shape, dtype = (VOCAB, WIDTH), jnp.dtype("float32")
 
 
-def test_a_symbolic_number_of_tokens_is_refused():
-    (tokens,) = jax.export.symbolic_shape("n")
-    x, labels = (
-        jax.ShapeDtypeStruct((tokens, WIDTH), jnp.float32),
-        jax.ShapeDtypeStruct((tokens,), jnp.int32),
-    )
-    with pytest.raises(Exception, match="inconclusive"):
-        jax.export.export(jax.jit(te.linear_cross_entropy))(x, TABLE, labels)
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"pad_id": 60, "label_smoothing": 0.1}], ids=["default", "smoothed"]
 )

@@ -633,6 +633,9 @@ def test_columns_over_an_explicit_axis_of_the_ids_are_refused():
 
 # --- linear_logits
 
+# That of padding.
+LOWEST = jnp.finfo(jnp.float32).min / 2
+
 
 @pytest.mark.parametrize("shape", [(), (1,), (4,), (2, 4), (0,), (2, 0)])
 @pytest.mark.parametrize("pad_id", [None, 0, 4, 9])
@@ -640,7 +643,7 @@ def test_logits_is_a_product_with_every_row(shape, pad_id):
     x = normal(2, *shape, WIDTH)
     expected = x.astype(np.float64) @ TABLE.astype(np.float64).T
     if pad_id is not None and pad_id < VOCAB:
-        expected[..., pad_id] = 0
+        expected[..., pad_id] = LOWEST
     with jax.default_matmul_precision("highest"):
         logits = te.linear_logits(x, TABLE, pad_id=pad_id)
     assert logits.dtype == jnp.float32
@@ -656,7 +659,7 @@ def test_logits_of_one_hot_vectors_is_the_transposed_table():
 
 
 @pytest.mark.parametrize("content", [1.0, -1e30])
-def test_logits_of_padding_is_zero_and_moves_nothing(content):
+def test_logits_of_padding_are_never_the_highest_and_move_nothing(content):
     table, x = TABLE.copy(), normal(2, 4, WIDTH)
     table[2] = content
     zeroed = np.where(np.arange(VOCAB)[:, None] == 2, 0, TABLE).astype(np.float64)
@@ -664,7 +667,7 @@ def test_logits_of_padding_is_zero_and_moves_nothing(content):
         logits, back = jax.vjp(functools.partial(te.linear_logits, pad_id=2), x, table)
         cotangent = normal(3, 4, VOCAB)
         x_gradient, table_gradient = back(cotangent)
-    np.testing.assert_array_equal(np.asarray(logits)[:, 2], 0)
+    np.testing.assert_array_equal(np.asarray(logits)[:, 2], LOWEST)
     np.testing.assert_array_equal(np.asarray(table_gradient)[2], 0)
     np.testing.assert_allclose(x_gradient, cotangent @ zeroed, rtol=0, atol=VOCAB * PRODUCT_ERROR)
 
@@ -740,7 +743,7 @@ def test_logits_on_an_explicit_mesh_equals_that_of_one_device(table_spec, logits
         logits = jax.jit(functools.partial(te.linear_logits, pad_id=2))(*placed)
     assert logits.sharding.spec == logits_spec
     expected = np.where(
-        np.arange(8) == 2, 0, x.astype(np.float64) @ MESH_TABLE.astype(np.float64).T
+        np.arange(8) == 2, LOWEST, x.astype(np.float64) @ MESH_TABLE.astype(np.float64).T
     )
     np.testing.assert_allclose(logits, expected, rtol=0, atol=4 * PRODUCT_ERROR)
 

@@ -494,7 +494,7 @@ class TestPermutation:
     @pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
     def test_permuting_empty_weights(self, shape):
         layouts = {"source": "half", "target": "interleaved"}
-        assert te.permute_rotary_weights(jnp.zeros(shape), 2, **layouts).shape == shape
+        assert permute_rotary_weights(jnp.zeros(shape), 2, **layouts).shape == shape
 
     def test_permuting_to_the_other_layout_and_back_is_the_identity(self):
         bias = np.arange(24, dtype=np.int32)
