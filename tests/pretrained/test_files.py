@@ -472,6 +472,40 @@ def test_a_killed_save_leaves_a_file_that_a_later_one_removes(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_what_another_process_removes_first_fails_no_save(tmp_path, monkeypatch):
+    left = tmp_path / f"{files.TEMPORARY}x.tmp"
+    left.touch()
+
+    def remove_and_ask():
+        left.unlink(missing_ok=True)
+        return 10 * files.STALE + left.parent.stat().st_mtime
+
+    monkeypatch.setattr(files.time, "time", remove_and_ask)
+    save_embedder(tmp_path / "x", SMALL, PARAMS)
+    assert list(tmp_path.iterdir()) == [tmp_path / "x"]
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+def test_a_config_that_is_not_a_regular_file_is_an_error(tmp_path, make):
+    save_embedder(tmp_path / "model.safetensors", SMALL, PARAMS)
+    make(tmp_path / "config.json")
+    with pytest.raises(ValueError, match=r"^path: wanted a regular file, got a folder, a pipe"):
+        load_embedder(tmp_path, settings={"model_type": "bert"})
+
+
+def test_a_config_that_is_a_dangling_link_is_an_error(tmp_path):
+    save_embedder(tmp_path / "model.safetensors", SMALL, PARAMS)
+    link_to(tmp_path / "config.json", tmp_path / "missing")
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        load_embedder(tmp_path, settings={"model_type": "bert"})
+
+
+@pytest.mark.parametrize("shard", ["../x.safetensors", "a/../../x", "/x.safetensors"])
+def test_shards_are_in_the_folder_of_their_index(tmp_path, shard):
+    assert "wanted shards in its folder, got " in refused(index_of(tmp_path, shard))
+
+
 def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(FileNotFoundError) as missing:
         save_embedder(tmp_path / "missing" / "x", SMALL, PARAMS)

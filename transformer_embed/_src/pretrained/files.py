@@ -149,6 +149,10 @@ def _shards(path: pathlib.Path) -> dict[str, pathlib.Path]:
     if not isinstance(names, dict):
         want = "a weight_map from tensors to files"
         raise arguments.value_error(path, want, short_repr(names))
+    for file in map(pathlib.PurePath, map(str, names.values())):
+        # Links are followed: a cache of the hub has links to files elsewhere.
+        if file.is_absolute() or ".." in file.parts:
+            raise arguments.value_error(path, "shards in its folder", short_repr(str(file)))
     return {tensor: path.parent / str(name) for tensor, name in names.items()}
 
 
@@ -222,8 +226,11 @@ def open_whole(path: pathlib.Path) -> Iterator[IO[bytes]]:
     A replaced file keeps its mode. What killed processes left in the folder is removed.
     """
     for left in path.parent.glob(f"{TEMPORARY}*.tmp"):
-        if left.is_file() and time.time() - left.stat().st_mtime > STALE:
-            left.unlink(missing_ok=True)
+        # Another process may remove it first; one that may not be removed stays.
+        with contextlib.suppress(OSError):
+            found = left.stat()
+            if stat.S_ISREG(found.st_mode) and time.time() - found.st_mtime > STALE:
+                left.unlink()
     exists = path.exists()
     mode = _regular_mode(path) if exists else 0o666
     temporary = path.parent / f"{TEMPORARY}{secrets.token_hex(8)}.tmp"

@@ -1,5 +1,6 @@
 """Reads the layer of a published model: its tensors have the names of its model type."""
 
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -58,7 +59,7 @@ def read_published(
 ) -> PretrainedInput:
     """The layer of a known model, which config.json and `settings` describe."""
     path = tensors.path.parent / "config.json"
-    whole = read_json(path) if path.is_file() else {}
+    whole = read_json(path) if os.path.lexists(path) else {}
     # A config.json of several models has the text model's own.
     parts = [whole.get("text_config"), whole.get("text"), whole]
     in_file = next(part for part in parts if isinstance(part, dict))
