@@ -421,3 +421,39 @@ def test_an_int32_array_of_jax_is_taken_as_it_is(convert):
 def test_a_floating_array_of_jax_is_taken_as_it_is(convert):
     array = jnp.asarray(TABLE)
     assert getattr(arguments, convert)("x", array) is array
+
+
+TABLE_OF_ONES = np.ones((3, 2), np.float32)
+POSITIVE = {
+    "softcap": [
+        lambda value: te.OutputLayer(softcap=value),
+        lambda value: te.linear_logits(TABLE_OF_ONES, TABLE_OF_ONES, softcap=value),
+    ],
+    "scale": [
+        lambda value: te.OutputLayer(scale=value),
+        lambda value: te.EmbedderConfig(4, 4, scale=value),
+        lambda value: te.linear_logits(TABLE_OF_ONES, TABLE_OF_ONES, scale=value),
+    ],
+    "layer_norm_eps": [lambda value: te.EmbedderConfig(4, 4, layer_norm_eps=value)],
+    "attention_factor": [
+        lambda value: te.YarnScaling(2.0, original_length=4, attention_factor=value)
+    ],
+    "base": [lambda value: te.Sinusoidal(base=value)],
+}
+
+
+@pytest.mark.parametrize("value", [1e39, 1e300, 1e-39, 1e-46, 1e-300])
+def test_a_number_that_float32_rounds_to_infinity_or_zero(value):
+    """Also one that is subnormal, which compiled programs flush to zero."""
+    for name, functions in POSITIVE.items():
+        for function in functions:
+            with pytest.raises(ValueError, match=rf"^{name}: wanted a number above 0 that float32"):
+                function(value)
+
+
+def test_an_attention_factor_that_mscale_makes_infinite():
+    scaling = te.YarnScaling(2.0, original_length=4, mscale=1e300)
+    with pytest.raises(
+        ValueError, match=r"^attention factor: wanted a number above 0 that float32"
+    ):
+        te.apply_rotary(np.ones((1, 1, 2), np.float32), [0], scaling=scaling)

@@ -107,7 +107,14 @@ def real(name: str, value: Any, *, above: float = -math.inf) -> float:
     return number
 
 
-positive = functools.partial(real, above=0)
+def positive(name: str, value: Any) -> float:
+    """A Python float above 0 that float32, in which it is computed with, holds too."""
+    number, limits = real(name, value, above=0), jnp.finfo(jnp.float32)
+    lowest, highest = float(limits.tiny), float(limits.max)
+    if not lowest <= number <= highest:
+        want = f"a number above 0 that float32 holds, {lowest:.3g} to {highest:.3g}"
+        raise value_error(name, want, f"{number:g}")
+    return number
 
 
 def not_negative(name: str, value: Any) -> float:

@@ -434,7 +434,7 @@ def _signed(image: Any, label: str, limit: float | None = None) -> "Axes":
     """The Axes of an image, with a colour bar for values from -limit to limit."""
     most, extend = np.abs(image.get_array()).max() or 1.0, "neither"
     if limit is not None:
-        most, extend = arguments.real("limit", limit, above=0), "both"
+        most, extend = arguments.positive("limit", limit), "both"
     image.set(cmap="RdBu_r", clim=(-most, most))
     image.axes.figure.colorbar(image, label=label, extend=extend)
     return image.axes

@@ -345,7 +345,9 @@ def scaled_frequencies(scaling: Scaling | None, dim: int, base: float) -> tuple[
     if scaling is None:
         return frequencies, 1.0
     with decimal.localcontext(phase.PRECISION):
-        factor = scaling.attention_factor or scaling._usual_attention_factor()
+        factor = scaling.attention_factor or arguments.positive(
+            "attention factor", scaling._usual_attention_factor()
+        )
         return scaling._scaled(frequencies, base), factor
 
 

@@ -47,9 +47,12 @@ class OutputLayer:
     scale: float = 1.0
 
     def __post_init__(self):
-        positive = functools.partial(arguments.real, above=0)
         arguments.convert_fields(
-            self, tied=arguments.flag, bias=arguments.flag, softcap=positive, scale=positive
+            self,
+            tied=arguments.flag,
+            bias=arguments.flag,
+            softcap=arguments.positive,
+            scale=arguments.positive,
         )
 
 
@@ -127,7 +130,7 @@ class EmbedderConfig:
             pad_id=arguments.int32,
             scale=_as_scale,
             num_token_types=arguments.size,
-            layer_norm_eps=functools.partial(arguments.real, above=0),
+            layer_norm_eps=arguments.positive,
             embedding_width=arguments.size,
             out_of_range=functools.partial(arguments.choice, choices=OUT_OF_RANGE),
             lookup_style=functools.partial(arguments.choice, choices=LOOKUP_STYLES),
@@ -161,4 +164,4 @@ def _as_scale(name: str, scale: bool | float) -> bool | float:
     if is_ambiguous or not isinstance(scale, numbers.Real | np.floating):
         want = "True, False, or a number above 0 (1.0 is a number, the int 1 could mean True)"
         raise arguments.type_error(name, want, repr(scale))
-    return False if scale == 1 else arguments.real(name, scale, above=0)
+    return False if scale == 1 else arguments.positive(name, scale)

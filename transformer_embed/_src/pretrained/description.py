@@ -42,7 +42,7 @@ ROTATED, UNROTATED = "rope", "no_rope"
 
 Check = Callable[[str, Any], Any]
 _count: Check = functools.partial(arguments.integer, at_least=1)
-_positive: Check = functools.partial(arguments.real, above=0)
+_positive: Check = arguments.positive
 
 
 def _or_null(check: Check) -> Check:

@@ -127,7 +127,7 @@ def shard_params(
     arguments.integer("virtual_shards", virtual_shards, at_least=2, at_most=2**20)
     if virtual_shards.bit_count() != 1:
         raise arguments.value_error("virtual_shards", "a power of two", virtual_shards)
-    capacity = arguments.real("capacity", capacity, above=0)
+    capacity = arguments.positive("capacity", capacity)
     place = _Placement(mesh, rules, tables, batch_axes, interleave, virtual_shards, capacity)
     if callable(params):
         key = arguments.as_key("rng", rng)
