@@ -175,7 +175,7 @@ def test_labels_by_size_do_not_train_rows_by_the_wrong_rule():
     ):
         step(optimizer)
     mask = optax.add_decayed_weights(0.1, mask=by_size(True, False))
-    with pytest.raises(ValueError, match="a program that depends on the number of rows"):
+    with pytest.raises(ValueError, match="it cannot be traced for an unknown number of rows"):
         step(optax.chain(mask, optax.sgd(1.0)))
 
 
@@ -200,7 +200,7 @@ FREEZING = {
     ),
     "a mask of rows": (
         stateless(lambda g: g * np.ones([1000, 1]) if g.shape[0] != 3 else g),
-        "stateless: a program that depends on the number of rows (TypeError: mul got incompatible",
+        "stateless: it cannot be traced for an unknown number of rows (TypeError: mul got incompat",
     ),
     "a slice": (
         stateless(
@@ -264,7 +264,13 @@ APART = {
     "a stack": lambda g: jnp.stack([g, 2 * g], -1).sum(-1),
     "a matrix": lambda g: g @ jnp.array([[1.0, 2.0], [3.0, 4.0]]),
     "transposed": lambda g: (g.T * 2).T.reshape(-1, 1, 2).squeeze(1),
+    "columns": lambda g: g[:, :1] * g[..., 1, None] + g[:, 0][:, None] * g[:, -1:],
+    "columns by index": lambda g: jnp.take(g, jnp.array([1, 0]), axis=1),
+    "a table for all rows": lambda g: jnp.array([3.0, 5.0])[(g > 0).astype(jnp.int32)],
+    "a barrier": lambda g: jnp.prod(jnp.stack(jax.lax.optimization_barrier((g, 2 * g))), axis=0),
+    "constants": lambda g: g * jax.jit(lambda: jax.random.uniform(KEY) * np.array([1, 2.0]))(),
 }
+KEY = jax.random.key(0)
 
 
 @pytest.mark.parametrize("name", APART)
@@ -284,7 +290,13 @@ def test_what_is_one_row_in_a_table_trains_as_the_dense_step(name):
 
 
 MOVED = {
-    "gather is not known to keep rows apart": lambda g: jnp.take(g, jnp.array([1, 0]), axis=1),
+    "gather over the rows": lambda g: jax.lax.gather(
+        g, jnp.array([1]), jax.lax.GatherDimensionNumbers((0, 1), (), (0,)), g.shape, mode="clip"
+    ),
+    # As many columns of one row as the table has rows.
+    "slice over the rows": lambda g: (
+        jax.lax.slice(jnp.broadcast_to(g[:, :1], [g.shape[0], 1000]), (0, 0), (1, g.shape[0])).T
+    ),
     "rev is not known to keep rows apart": lambda g: jax.lax.rev(g, (0,)),
     "sort is not known to keep rows apart": lambda g: jnp.sort(g, axis=0),
     "cumsum is not known to keep rows apart": lambda g: jnp.cumsum(g, axis=0),
@@ -349,19 +361,61 @@ def test_a_shared_number_that_depends_on_the_number_of_rows_is_refused(change):
         step(optimizer)
 
 
-EXACT_NUMBERS_OF_ROWS = {
-    "a power": lambda g: g ** g.shape[0] if g.ndim == 2 and g.shape[0] != 3 else g,
-    "a step size": lambda g: g * (0.5 if g.shape[0] == 1000 else 0.25),
-    "other rows": lambda g: 2 * g if g.shape[0] == 1000 else jnp.abs(g),
-    "a constant": lambda g: g * np.full(2, g.shape[0], np.float32),
+# One number for the table of 1000 rows and another for the rest, as a constant of each kind.
+
+
+def chosen(one, other):
+    """Multiplies by one of two numbers."""
+    return lambda make: lambda g: g * make(one if g.shape == (1000, 2) else other)
+
+
+def hidden(value):
+    """In the middle of more numbers than `str` prints."""
+    return jnp.asarray(np.insert(np.ones(5000, np.float32), 2500, value)).prod()
+
+
+def at_once(value):
+    with jax.ensure_compile_time_eval():
+        return jnp.sin(jnp.array([value, 1.0]))
+
+
+def called_back(callback):
+    return lambda value: callback(lambda: np.float32(value), Shape([], np.float32))
+
+
+Shape = jax.ShapeDtypeStruct
+CONSTANTS = {
+    "float": float,
+    "numpy": lambda value: np.array([value, 1], np.float32),
+    "jax": lambda value: jnp.array([value, 1]),
+    "long": hidden,
+    "computed at once": at_once,
+    "nested": lambda value: jax.jit(lambda: np.array([value, 1], np.float32))(),
+    "branch": lambda value: jax.lax.cond(
+        jnp.ones([]) > 0, lambda: jnp.array([value, 1]), lambda: jnp.ones(2)
+    ),
+    "loop": lambda value: jax.lax.fori_loop(0, 2, lambda _, x: x * value, jnp.ones([])),
+    "remat": jax.checkpoint(lambda value: jnp.array([value, 1]), static_argnums=0),
+    "key": lambda value: jax.random.uniform(jax.random.key(int(8 * value))),
+    "sign of zero": lambda value: jnp.array([np.copysign(0, value - 0.3), 1]),
+    "pure_callback": called_back(jax.pure_callback),
+    "io_callback": called_back(jax.experimental.io_callback),
+}
+CHOSEN = {name: chosen(0.5, 0.25)(make) for name, make in CONSTANTS.items()} | {
+    "power": lambda g: g ** g.shape[0] if g.ndim == 2 and g.shape[0] != 3 else g,
+    "equation": lambda g: 2 * g if g.shape[0] == 1000 else jnp.abs(g),
+    "comparison": lambda g: jnp.where(g > 0 if g.shape[0] == 1000 else g >= 0, g, 1.0),
+    "column": lambda g: g * (g[:, :1] if g.shape[0] == 1000 else g[:, 1:]),
+    "height": lambda g: g * np.full(2, g.shape[0], np.float32),
+    "block": lambda g: g * (0.5 if g.shape[0] == len(IDS) else 0.25),
 }
 
 
-@pytest.mark.parametrize("name", EXACT_NUMBERS_OF_ROWS)
-def test_a_rule_for_an_exact_number_of_rows_is_refused(name):
+@pytest.mark.parametrize("name", CHOSEN)
+def test_an_optimizer_that_chooses_by_the_number_of_rows_is_refused(name):
     """A block has another number, so it would train by another rule."""
-    with pytest.raises(ValueError, match="wanted each row updated from that row alone"):
-        step(stateless(EXACT_NUMBERS_OF_ROWS[name]))
+    reason = f"{name} is not known to keep rows apart" if "callback" in name else ""
+    refuse(stateless(CHOSEN[name]), reason)
 
 
 def test_a_state_that_a_shared_choice_empties_is_refused():
@@ -482,14 +536,36 @@ def test_a_state_of_another_shape_is_refused():
         optax.GradientTransformation(
             squares, lambda updates, state, params: (scaled(updates, state), state)
         ),
-        "a program that depends on the number of rows (TypeError: mul got incompatible shapes",
+        "it cannot be traced for an unknown number of rows (TypeError: mul got incompatible",
     )
 
 
-def test_a_state_of_another_number_of_rows_is_refused():
-    optimizer, more = optax.adam(0.1), {"t": jnp.ones([1001, 2]), "w": PARAMS["w"]}
-    with pytest.raises(ValueError, match="got chain: update cannot be traced"):
-        te.rows.update(optimizer, rows([1, 2]), optimizer.init(more), PARAMS)
+def test_a_state_of_another_optimizer_is_not_blamed_on_the_optimizer():
+    adam, more = optax.adam(0.1), {"t": jnp.ones([1001, 2]), "w": PARAMS["w"]}
+    states = {
+        "[0].mu['t'] [1000, 2], got [0].mu['t'] [1001, 2]": adam.init(more),
+        "[0].count [], got no array there": optax.sgd(0.1).init(PARAMS),
+        "[0].count [], got [0].trace['t'] [1000, 2]": optax.sgd(0.1, 0.9).init(PARAMS),
+        "no array there, got [0].nu_max['t'] [1000, 2]": optax.amsgrad(0.1).init(PARAMS),
+        "its structure, got another": list(adam.init(PARAMS)),
+    }
+    for message, state in states.items():
+        with pytest.raises(ValueError, match=r"^state: wanted that of optimizer\.init") as error:
+            te.rows.update(adam, rows([1, 2]), state, PARAMS)
+        assert message in str(error.value)
+    two = lambda p: (jnp.zeros_like(p),) * (2 if p.shape[0] == 1000 else 1)
+    init = lambda params: jax.tree.map(two, params)
+    refuse(
+        optax.GradientTransformation(init, lambda updates, state, params: (updates, state)),
+        "init depends on the number of rows",
+    )
+
+
+def test_a_refusal_gives_the_true_reason():
+    every_third = optax.MultiSteps(optax.adam(0.1), 3)
+    refuse(optax.novograd(0.1), "scale_by_novograd: reduce_sum over the rows")
+    refuse(every_third, "one condition for the whole table decides how its rows are updated")
+    refuse(optax.adaptive_grad_clip(0.1), "it cannot be traced for an unknown number of rows")
 
 
 # Nothing is kept beyond a trace.

@@ -2,13 +2,16 @@
 
 The step is traced with a symbol in place of each table's number of rows; nothing is computed. An
 axis of rows is an axis whose size is a symbol. Each row of a value must be computed from the same
-row of other values and from values that all rows share. Then a block's program gives the rows that
-the whole program would.
+row of other values and from values that all rows share. The programs for the whole table and for a
+block of its rows must compute the same as that one. Then a block's program gives the rows that the
+whole program would. (The proved program itself does not run: inside shard_map and under explicit
+axes, arrays have types that it was not traced with.)
 
 One more rule: a condition that all rows share (a schedule that emits on every third step) must not
 decide whether a row's gradient or state is used, because a row without a gradient would miss it.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,53 +21,46 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import export
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Literal
 
 from transformer_embed._src import arguments
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(re.findall(r"\w+", text))
-
+from transformer_embed._src.rows.gathered_rows import is_leaf
+from transformer_embed._src.rows.programs import are_same, called, inner_programs, opened, words
 
 # Each row of the results is computed from the same row of the operands, if every result has an axis
 # of rows. Nothing else has that size, so an axis of rows that an equation takes away and makes anew
 # cannot go unseen. (A reshape may move rows: see `_problem`.)
-KEEP_ROWS_APART = _words(
+KEEP_ROWS_APART = words(
     """
     abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh bessel_i0e bessel_i1e
     bitcast_convert_type broadcast_in_dim cbrt ceil clamp complex concatenate conj
     convert_element_type copy cos cosh digamma div dot_general eq eq_to erf erf_inv erfc exp exp2
-    expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log
-    log1p logistic lt lt_to max min mul mulhi name ne neg nextafter not or pcast polygamma
+    expm1 floor gather ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma
+    log log1p logistic lt lt_to max min mul mulhi name ne neg nextafter not or pcast polygamma
     population_count pow pvary real reduce_and reduce_max reduce_min reduce_or reduce_precision
     reduce_prod reduce_sum reduce_xor regularized_incomplete_beta rem reshape round rsqrt select_n
     shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice split sqrt square
     squeeze stack stop_gradient sub tan tanh transpose unstack xor zeta
     """
 )
-# Equations that only call another program, by the names that jax has given them since 0.6.
-CALLS = _words(
-    """
-    checkpoint closed_call core_call core_closed_call custom_jvp_call custom_vjp_call
-    custom_vjp_call_jaxpr jit pjit remat remat2
-    """
-)
+# These take a window of their first operand.
+TAKE = words("gather slice")
+REASONS = {"cond": "one condition for the whole table decides how its rows are updated"}
 # The params of an equation that contain sizes of arrays.
-SIZES = _words("shape new_sizes limit_indices sizes")
+SIZES = words("shape new_sizes limit_indices sizes slice_sizes")
 # A number that is computed from conditions and constants by only these is still a condition:
 # `1 - emit`. Times a constant it is a step size: `0.1 * emit`.
-KEEP_CONDITIONS = _words(
+KEEP_CONDITIONS = words(
     "add broadcast_in_dim convert_element_type copy max min mul neg reshape squeeze sub"
 )
 # A condition among the operands of these may decide whether the others are used.
-DECIDE = _words("and mul or select_n")
+DECIDE = words("and mul or select_n")
 # Kinds of values: the same for all rows, or computed from a row. Of several operands, the last kind
 # counts.
 CONSTANT, CONDITION, SHARED, ROW = range(4)
 
-PROGRAMS = ClosedJaxpr | Jaxpr
 DIFFERS = "a program that depends on the number of rows"
+SYMBOLIC = "it cannot be traced for an unknown number of rows"
 ADVICE = (
     "Train the table densely, or keep that transformation off it with optax.multi_transform. "
     "To clip by a global norm, clip the gradients before update"
@@ -99,7 +95,7 @@ class Tables(NamedTuple):
         block: how many of them are updated at a time.
     """
 
-    leaves: Mapping[int, Any]
+    leaves: dict[int, Any]
     places: Mapping[Any, list[int]]
     whole: Mapping[Any, int]
     block: Mapping[Any, int]
@@ -124,7 +120,7 @@ def find_tables(
         leaves: its leaves.
         blocks: by the place of each table's gradient, the number of rows updated at a time.
     """
-    size, _, states, _ = (tree.num_leaves for tree in treedef.children())
+    size = treedef.children()[0].num_leaves
     names = {n: f"table{n}_rows" for n in blocks}
     bounds = [f"{name} >= {blocks[n]}" for n, name in names.items()]
     bounds += [f"{name} <= {leaves[n].shape[0]}" for n, name in names.items()]
@@ -132,31 +128,60 @@ def find_tables(
     places = {symbol: [n, size + n] for symbol, n in zip(symbols, blocks, strict=True)}
     whole = {symbol: leaves[n].shape[0] for symbol, (n, _) in places.items()}
     tables = Tables(leaves, places, whole, dict(zip(symbols, blocks.values(), strict=True)))
-    _, params, *_ = jax.tree.unflatten(treedef, (leaves | tables.rows({})).values())
-    avals = _traced(init, params, init).out_avals
-    if len(avals) != states:
-        want = f"that of optimizer.init(params), {len(avals)} arrays"
-        raise arguments.value_error("state", want, states)
-    for place, aval in enumerate(avals, 2 * size):
-        symbol, *columns = aval.shape or (0,)
+
+    def first_state(numbers: Mapping[Any, int], problem: str) -> Any:
+        with_rows = leaves | tables.rows(numbers)
+        _, params, *_ = jax.tree.unflatten(treedef, with_rows.values())
+        return _traced(init, params, init, problem)[1]
+
+    _check_state(treedef.unflatten(leaves.values())[2], first_state(whole, "init cannot be traced"))
+    state = first_state({}, SYMBOLIC)
+    if jax.tree.structure(state, is_leaf=is_leaf) != treedef.children()[2]:
+        raise _refusal("init depends on the number of rows", init)
+    for place, leaf in enumerate(jax.tree.leaves(state, is_leaf=is_leaf), 2 * size):
+        symbol, *columns = leaf.shape or (0,)
         if (whole.get(symbol), *columns) == leaves[place].shape:
             places[symbol].append(place)
     return tables
+
+
+def _check_state(state: Any, expected: Any) -> None:
+    """Raises a ValueError unless a state has the structure and the shapes that init gives."""
+    (wants, structure), (gots, other) = map(_described, (expected, state))
+    pairs = itertools.zip_longest(wants, gots, fillvalue="no array there")
+    different = [pair for pair in pairs if len({*pair}) > 1]
+    if different or structure != other:
+        want, got = (*different, ("its structure", "another"))[0]
+        raise arguments.value_error("state", f"that of optimizer.init(params), with {want}", got)
+
+
+def _described(state: Any) -> tuple[list[str], Any]:
+    """The path and shape of each array of a state, and its structure."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_leaf)
+    return [f"{jax.tree_util.keystr(k)} {list(leaf.shape)}" for k, leaf in leaves], treedef
 
 
 def check(step: Callable[[Any], Sequence[Any]], tables: Tables, update: Callable) -> None:
     """Raises a ValueError unless a step on a block of rows gives the rows of the whole step.
 
     Args:
-        step: from an array for each place of a table to all leaves after the step.
+        step: from all leaves, with an array for each place of a table, to those after the step.
         tables: see `find_tables`.
         update: the optimizer's function, to name in an error.
     """
-    whole = _traced(step, tables.rows(tables.whole), update, "update cannot be traced")
     rows = tables.rows({})
-    program = _traced(step, rows, update)
-    block = _traced(step, tables.rows(tables.block), update)
-    facts = _follow(program, [Fact(ROW, frozenset([place])) for place in sorted(rows)], [update])
+
+    def traced(numbers: Mapping[Any, int], problem: str = SYMBOLIC) -> ClosedJaxpr:
+        return _traced(step, tables.leaves | tables.rows(numbers), update, problem)[0]
+
+    whole = traced(tables.whole, "update cannot be traced")
+    program = traced({})
+    block = traced(tables.block)
+    operands = []
+    for place, leaf in (tables.leaves | rows).items():
+        fact = Fact(ROW, frozenset([place])) if place in rows else Fact()
+        operands += [fact] * len(jax.tree.leaves(leaf))
+    facts = _follow(program, operands, [update])
     # New rows of the table must use their gradient, and those of a state the old ones.
     needs = {table: gradient for gradient, table, *_ in tables.places.values()}
     for place, (new, fact) in enumerate(zip(program.out_avals, facts, strict=True)):
@@ -170,21 +195,17 @@ def check(step: Callable[[Any], Sequence[Any]], tables: Tables, update: Callable
             raise _refusal(f"{what} becomes {new.dtype}{list(new.shape)}", update)
         elif fact.loss and needs.get(place, place) not in fact.uses:
             raise fact.loss
-    # A symbol is not equal to any number, but the number of rows may be.
-    for numbers, other in ((tables.whole, whole), (tables.block, block)):
-        outline = _outline(program)
-        for symbol, number in numbers.items():
-            outline = outline.replace(str(symbol), str(number))
-        if outline != _outline(other):
-            raise _refusal(DIFFERS, update)
+    # An optimizer may choose by the number of rows, which a symbol never equals.
+    if not are_same(program, whole, tables.whole) or not are_same(program, block, tables.block):
+        raise _refusal(DIFFERS, update)
 
 
 def _traced(
-    function: Callable, shapes: Any, blamed: Callable, problem: str = DIFFERS
-) -> ClosedJaxpr:
-    """The program of a function of arrays of these shapes."""
+    function: Callable, shapes: Any, blamed: Callable, problem: str
+) -> tuple[ClosedJaxpr, Any]:
+    """The program of a function of arrays of these shapes, and the shapes of its results."""
     try:
-        return jax.make_jaxpr(function)(shapes)
+        return jax.make_jaxpr(function, return_shape=True)(shapes)
     except Exception as error:
         summary = f"{type(error).__name__}: {str(error).split(chr(10), 1)[0][:100]}"
         raise _refusal(f"{problem} ({summary})", blamed) from error
@@ -198,8 +219,7 @@ def _follow(program: Any, operands: Sequence[Fact], blamed: Sequence[Any]) -> li
         operands: what is known about its operands; without any, all rows share them.
         blamed: the optimizer's function, then where the calls around the program were written.
     """
-    # Called programs may be without constants.
-    program = getattr(program, "jaxpr", program)
+    program = opened(program)
     facts = dict(zip(program.invars, operands, strict=False))
 
     def read(variable: Any) -> Fact:
@@ -214,16 +234,16 @@ def _follow(program: Any, operands: Sequence[Fact], blamed: Sequence[Any]) -> li
 
 def _results(equation: Any, operands: Sequence[Fact], blamed: Sequence[Any]) -> Sequence[Fact]:
     """What is known about the results of an equation; see `_follow`."""
-    name, params = equation.primitive.name, jax.tree.leaves(equation.params)
-    programs = [param for param in params if isinstance(param, PROGRAMS)]
-    if name in CALLS and programs:
-        return _follow(programs[0], operands, blamed)
+    name, kinds = equation.primitive.name, [fact.kind for fact in operands]
+    if inner := called(equation):
+        return _follow(inner, operands, blamed)
+    if name == "optimization_barrier":
+        return operands
+    for program in inner_programs(equation):
+        # Control flow by what all rows share; what a branch does to rows is the better reason.
+        _follow(program, operands[1:] if name == "cond" else [], blamed)
     if problem := _problem(equation):
         raise _refusal(problem, *blamed)
-    for program in programs:
-        # Control flow by what all rows share.
-        _follow(program, [], blamed)
-    kinds = [fact.kind for fact in operands]
     kind = max(kinds, default=SHARED)
     if kind < ROW:
         if name not in KEEP_CONDITIONS or (name == "mul" and CONSTANT in kinds):
@@ -247,8 +267,8 @@ def _problem(equation: Any) -> str | None:
     name, params = equation.primitive.name, equation.params
     rows = {*map(_rows_of, equation.invars)} - {()}
     results = {*map(_rows_of, equation.outvars)}
-    if rows and name not in KEEP_ROWS_APART:
-        return f"{name} is not known to keep rows apart"
+    if (rows and name not in KEEP_ROWS_APART) or (results and name.endswith("callback")):
+        return REASONS.get(name, f"{name} is not known to keep rows apart")
     others = [param for key, param in params.items() if key not in SIZES]
     if any(map(export.is_symbolic_dim, jax.tree.leaves(others))):
         return DIFFERS
@@ -259,7 +279,7 @@ def _problem(equation: Any) -> str | None:
             is_alike = not export.is_symbolic_dim(size)
         if results - {()} and not is_alike:
             return f"{name} tells rows apart by their place in the table"
-    elif len(rows | results) > 1:
+    elif len(rows | results) > 1 or (name in TAKE and not _takes_rows_apart(equation)):
         return f"{name} over the rows"
     elif name == "reshape":
         # A row keeps its place if as many entries come before it.
@@ -270,34 +290,23 @@ def _problem(equation: Any) -> str | None:
     return None
 
 
+def _takes_rows_apart(equation: Any) -> bool:
+    """Whether a slice or gather takes a part of every row: whole axes of rows, without an index."""
+    x, window = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    indexed = ()
+    if equation.primitive.name == "gather":
+        window = equation.params["slice_sizes"]
+        indexed = equation.params["dimension_numbers"].start_index_map
+    return all(
+        size == part and axis not in indexed
+        for axis, (size, part) in enumerate(zip(x, window, strict=True))
+        if export.is_symbolic_dim(size) or export.is_symbolic_dim(part)
+    )
+
+
 def _rows_of(variable: Any) -> tuple[Any, ...]:
     """The symbols in the shape of a variable."""
     return tuple(filter(export.is_symbolic_dim, variable.aval.shape))
-
-
-def _outline(program: Any) -> str:
-    """A program and those that it calls, as text.
-
-    `str` would write a program that is called twice only once, if the sizes are the same.
-    """
-    program = getattr(program, "jaxpr", program)
-    names = {}
-
-    def name(variable: Any) -> str:
-        if isinstance(variable, Literal):
-            return str(variable)
-        if variable not in names:
-            names[variable] = f"{len(names)}:{variable.aval}"
-        return names[variable]
-
-    words = list(map(name, (*program.constvars, *program.invars)))
-    for equation in program.eqns:
-        words += [equation.primitive.name, *map(name, (*equation.invars, *equation.outvars))]
-        for param in jax.tree.leaves(equation.params):
-            words.append(_outline(param) if isinstance(param, PROGRAMS) else str(param))
-    words += map(name, program.outvars)
-    # Functions have addresses.
-    return re.sub("at 0x[0-9a-f]+", "", " ".join(words))
 
 
 def _refusal(reason: str, function: Callable, *sources: Any) -> ValueError:

@@ -115,7 +115,7 @@ def update(
     step = functools.partial(_step, optimizer, extra_args, treedef)
     traced_step = jax.jit(step)
     tables = row_check.find_tables(optimizer.init, treedef, leaves, blocks)
-    row_check.check(lambda rows: traced_step(leaves | rows), tables, optimizer.update)
+    row_check.check(traced_step, tables, optimizer.update)
     new_leaves = _update_tables(step, leaves, tables)
     _, params, state, _ = jax.tree.unflatten(treedef, new_leaves.values())
     return params, state
