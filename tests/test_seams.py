@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import transformer_embed as te
@@ -137,3 +138,48 @@ def test_eager_and_compiled_share_a_batch(params):
             te.AttentionMask(tokens, causal=True), order="right"
         )
         assert options["key_value_seq_lengths"].tolist() == [3]
+
+
+def test_training_goes_on_after_an_exchange_that_overflows():
+    """8 devices: the step is skipped and counted, with parameters and state as they were, and the
+    tables are written in place."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec, optimizer = jax.sharding.PartitionSpec, optax.adam(0.1)
+    params = {"table": jnp.ones((32_768, 16)), "w": jnp.ones(16)}
+    trees = [(params, "table"), (optimizer.init(params), "*/table")]
+    held = [
+        te.sharding.shard_params(
+            tree, mesh, {name: spec("x"), "*": spec()}, tables=name, interleave=name
+        )
+        for tree, name in trees
+    ]
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(held, ids):
+        params, state, skipped = held
+        loss = lambda params: jnp.mean(te.lookup(params["table"], ids) @ params["w"])
+        value, grads = te.rows.value_and_grad(loss, ids={"table": ids}, max_rows=4)(params)
+        is_finite = jnp.isfinite(value)
+        params, state = jax.lax.cond(
+            is_finite,
+            lambda: te.rows.update(optimizer, grads, state, params),
+            lambda: (params, state),
+        )
+        return (params, state, skipped + ~is_finite), value
+
+    def batch(ids):
+        sharding = jax.sharding.NamedSharding(mesh, spec("x"))
+        return jax.device_put(np.asarray(ids, np.int32).reshape(8, -1), sharding)
+
+    few, many = batch(np.tile(np.arange(4), 32)), batch(np.arange(128))
+    held = (*held, jnp.zeros((), jnp.int32))
+    analysis = step.lower(held, few).compile().memory_analysis()
+    assert analysis.temp_size_in_bytes < 32_768 * 16 * 4 / 8
+    held, first = step(held, few)
+    before = jax.device_get(held[:2])
+    held, overflow = step(held, many)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(held[:2]), before)
+    held, after = step(held, few)
+    assert jnp.isnan(overflow)
+    assert after < first
+    assert (held[2], held[1][0].count) == (1, 2)

@@ -90,7 +90,9 @@ def shard_params(
         capacity: for interleaved tables. Each device can ask each other device for a fixed number
             of ids, chosen so that random ids overflow less than once in 1e9 steps. A capacity c
             raises it to at least c times the mean of a batch without repeats. An id that does not
-            fit reads as NaN and gets no update; `exchange_load` counts these for a batch.
+            fit reads as NaN and gets no update; `exchange_load` counts these for a batch. Then the
+            loss is NaN: to go on, skip the step with `jax.lax.cond(jnp.isfinite(loss), ...)`, as in
+            the recipe "Train a big table row by row", which leaves the tables in place.
 
     Returns:
         A tree like params.
