@@ -25,6 +25,11 @@ _SLIDING_ROTATES = (SLIDING, FULL)
 _SIN_COS = {"layout": "sin_cos"}
 _FAIRSEQ = {"layout": "sin_cos", "shift": 1, "odd": "zero"}
 _PLACES = "it adds tables of places on a page"
+# They list the layers, whose kinds `PretrainedInput.rotary` names.
+_UNROTATED_LAYERS = "no_rope_layers no_rope_layer_interval"
+
+# Entries that the library once wrote for all models with two stacks.
+_OLD = "normalize_embedding static_position_embeddings extra_pos_embeddings"
 
 # --- Families: what most of their rows say.
 
@@ -51,6 +56,7 @@ _seq2seq = functools.partial(
     tokens="{stack}.embed_tokens shared",
     scale="scale_embedding",
     dropout="dropout",
+    meaningless=_OLD,
     aliases={"hidden_size": "d_model"},
 )
 _bart = functools.partial(
@@ -92,6 +98,8 @@ ARCHITECTURES = (
     _bert(
         "deberta deberta-v2",
         may_lack=(POSITIONS, TOKEN_TYPES),
+        # Each layer's attention reads its table of relative positions.
+        meaningless="relative_attention position_biased_input position_buckets norm_rel_ebd",
         refused={"embeddings.embed_proj.weight": "a linear layer follows the tables"},
     ),
     _bert(
@@ -107,18 +115,39 @@ ARCHITECTURES = (
     ),
     _bert("xlm-roberta-xl", entries="pad_token_id", start=None, norm=""),
     _bert("megatron-bert", entries="", norm=""),
-    _bert("mpnet", token_types="", start=None, defaults={"pad_token_id": 1}),
+    _bert(
+        "mpnet",
+        token_types="",
+        start=None,
+        bias="encoder.relative_attention_bias",
+        defaults={"pad_token_id": 1},
+    ),
     _bert("blip_text_model", token_types=""),
     _bert(
         "bert-generation git", token_types="", head="lm_head.decoder lm_head output", no_output=""
     ),
-    _bert("nomic_bert", positions="", norm="emb_ln", rotary="half", rotates_share=True),
+    _bert(
+        "nomic_bert",
+        positions="",
+        norm="emb_ln",
+        rotary="rotary_emb_interleaved",
+        rotates_share=True,
+        aliases={
+            "hidden_size": "n_embd",
+            "num_attention_heads": "n_head",
+            "hidden_dropout_prob": "resid_pdrop",
+            "layer_norm_eps": "layer_norm_epsilon",
+            "rope_theta": "rotary_emb_base",
+            "partial_rotary_factor": "rotary_emb_fraction",
+        },
+    ),
     _bert(
         "distilbert",
         token_types="",
         entries="",
         defaults={"layer_norm_eps": 1e-12},
         dropout="dropout",
+        meaningless="tie_weights_ sinusoidal_pos_embds",
         aliases={"hidden_size": "dim"},
         known_below=r"\bdistilbert\.$",
     ),
@@ -136,14 +165,24 @@ ARCHITECTURES = (
         norm="layer_norm_emb",
         entries="layer_norm_eps",
         dropout="hidden_dropout_prob",
+        meaningless="use_lang_emb sinusoidal_embeddings share_inout_emb",
         aliases={"hidden_size": "emb_dim"},
         head="pred_layer.proj",
         refused_entries={"asm": "its output layer is an adaptive softmax"},
     ),
-    _gpt2("gpt2 gpt_neo gpt_bigcode gpt-sw3", positions="wpe", known_below=r"^$|\btransformer\.$"),
+    _gpt2(
+        "gpt2 gpt_neo gpt_bigcode gpt-sw3",
+        positions="wpe",
+        aliases={
+            "hidden_size": "n_embd",
+            "max_position_embeddings": "n_positions",
+            "embd_pdrop": "embed_dropout",
+        },
+        known_below=r"^$|\btransformer\.$",
+    ),
     _gpt2("openai-gpt", tokens="tokens_embed", positions="positions_embed"),
     _gpt2("ctrl", tokens="w", scale=True, sinusoids=_SIN_COS),
-    _gpt2("gptj codegen", rotary="interleaved", entries="rotary_dim"),
+    _gpt2("gptj codegen", rotary="interleaved", entries="rotary_dim", meaningless="rotary"),
     Architecture(
         "opt",
         tokens="decoder.embed_tokens",
@@ -163,6 +202,7 @@ ARCHITECTURES = (
     _decoder(
         "whisper",
         scale=False,
+        meaningless="scale_embedding",
         aliases={"hidden_size": "d_model", "max_position_embeddings": "max_target_positions"},
         head="proj_out",
     ),
@@ -172,6 +212,8 @@ ARCHITECTURES = (
         may_lack=(NORM_SCALE, NORM_OFFSET),
         defaults={"layer_norm_eps": 1e-5},
         start=2,
+        meaningless="layernorm_embedding",
+        refused_entries={"use_learned_position_embeddings": "the file has no sinusoids"},
         head="output_projection decoder.output_projection",
     ),
     _decoder(
@@ -220,7 +262,9 @@ ARCHITECTURES = (
         positions="encoder.embed_positions",
         norm="encoder.layernorm_embedding",
     ),
-    _bart("blenderbot bigbird_pegasus", norm=""),
+    _bart("blenderbot", norm=""),
+    # Its encoder has a norm that it does not apply.
+    _bart("bigbird_pegasus", norm="", meaningless=f"{_OLD} layernorm_embedding"),
     Architecture(
         "clip clip_text_model siglip_text_model siglip2_text_model clipseg_text_model "
         "groupvit_text_model metaclip_2_text_model owlv2_text_model owlvit_text_model "
@@ -234,31 +278,56 @@ ARCHITECTURES = (
     Architecture("mamba mamba2 falcon_mamba", tokens="embeddings"),
     _llama(
         "llama mistral qwen2 qwen3 mixtral qwen2_moe qwen3_moe gpt_oss olmo olmo2 olmoe "
-        "olmo_hybrid flex_olmo starcoder2 ministral3 phimoe seed_oss arcee apertus "
-        "internlm3 minimax minimax_m2 aria_text diffllama doge eurobert iquestcoder jais2 jetmoe "
-        "bitnet hy_v3 lfm2 solar_open cwm higgs_audio_v2 "
-        "voxtral_realtime_text cosmos3_edge_text unlimited_ocr_text emu3_text_model"
+        "olmo_hybrid flex_olmo ministral3 phimoe seed_oss arcee apertus "
+        "internlm3 minimax aria_text diffllama doge eurobert iquestcoder jais2 jetmoe "
+        "bitnet hy_v3 solar_open cwm higgs_audio_v2 "
+        "voxtral_realtime_text cosmos3_edge_text unlimited_ocr_text emu3_text_model",
+        # Ministral 3 scales its queries. The library ignores the share.
+        meaningless="llama_4_scaling_beta max_position_embeddings partial_rotary_factor",
     ),
+    _llama("starcoder2", dropout="embedding_dropout"),
+    _llama(
+        "lfm2", meaningless="use_pos_enc theta", aliases={"tie_word_embeddings": "tie_embedding"}
+    ),
+    _llama("minimax_m2", rotates_share=True, entries="rotary_dim"),
     _llama(
         "qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text qwen2_vl qwen2_5_vl",
         sections=CONSECUTIVE,
     ),
-    _llama("qwen3_vl_text qwen3_vl_moe_text qwen3_omni_moe_text", sections=IN_TURNS),
+    _llama(
+        "qwen3_vl_text qwen3_vl_moe_text qwen3_omni_moe_text",
+        sections=IN_TURNS,
+        meaningless="mrope_interleaved interleaved",
+    ),
     _llama(
         "helium ernie4_5 ernie4_5_moe deepseek_v2 glm_moe_dsa openai_privacy_filter",
         rotary="interleaved",
     ),
     _llama("deepseek_v3 axk1 glm4_moe_lite youtu", rotary="rope_interleave"),
     _llama("cohere", rotary="interleaved", entries="logit_scale"),
-    _llama("cohere2", rotary="interleaved", rotated_kinds=_SLIDING_ROTATES, entries="logit_scale"),
+    _llama(
+        "cohere2",
+        rotary="interleaved",
+        rotated_kinds=_SLIDING_ROTATES,
+        entries="logit_scale",
+        meaningless="position_embedding_type use_embedding_sharing",
+    ),
     _llama("exaone4 exaone_moe", rotated_kinds=_SLIDING_ROTATES, entries="sliding_window"),
-    _llama("afmoe flint", rotated_kinds=_SLIDING_ROTATES),
-    _llama("smollm3", rotated_kinds=(ROTATED, UNROTATED)),
-    _llama("llama4 llama4_text", rotary="interleaved", rotated_kinds=(ROTATED, UNROTATED)),
+    _llama("afmoe", scale="mup_enabled", rotated_kinds=_SLIDING_ROTATES),
+    _llama("flint", rotated_kinds=_SLIDING_ROTATES),
+    _llama("smollm3", rotated_kinds=(ROTATED, UNROTATED), meaningless=_UNROTATED_LAYERS),
+    _llama(
+        "llama4 llama4_text",
+        rotary="interleaved",
+        rotated_kinds=(ROTATED, UNROTATED),
+        # It scales the queries of layers that are not rotated.
+        meaningless=f"floor_scale {_UNROTATED_LAYERS}",
+    ),
     _gemma("gemma gemma2 vaultgemma"),
     _gemma(
         "recurrent_gemma",
         rotates_share=True,
+        meaningless="embeddings_scale_by_sqrt_dim",
         aliases={"final_logit_softcapping": "logits_soft_cap"},
     ),
     _gemma(
@@ -274,6 +343,7 @@ ARCHITECTURES = (
         "modernbert modernbert-decoder",
         tokens="embeddings.tok_embeddings",
         norm="embeddings.norm",
+        dropout="embedding_dropout",
         entries="layer_norm_eps",
         may_lack=(NORM_OFFSET,),
         aliases={
@@ -285,9 +355,14 @@ ARCHITECTURES = (
         known_below="",
     ),
     _llama(
-        "granite granitemoe granitemoeshared granitemoehybrid granite_docling_text",
+        "granite granitemoe granitemoeshared granite_docling_text",
         scale="embedding_multiplier",
         entries="logits_scaling",
+    ),
+    _llama(
+        "granitemoehybrid",
+        scale="embedding_multiplier",
+        entries="logits_scaling position_embedding_type",
     ),
     _llama(
         "hyperclovax falcon_h1",
@@ -295,14 +370,25 @@ ARCHITECTURES = (
         entries="logit_scale",
         aliases={"logit_scale": "lm_head_multiplier logits_scaling"},
     ),
-    _llama("minicpm minicpm3", scale="scale_emb", entries="dim_model_base"),
+    _llama(
+        "minicpm minicpm3",
+        scale="scale_emb",
+        entries="dim_model_base",
+        meaningless="mup_denominator",
+    ),
     _llama(
         "phi glm4_moe nemotron persimmon stablelm qwen3_next bamba phi3 phi4_multimodal",
         dropout="embd_pdrop",
         rotates_share=True,
+        aliases={"partial_rotary_factor": "partial_rotary_factor rope_pct rope_percent"},
     ),
     _llama("glm4v_moe_text", rotates_share=True, sections=CONSECUTIVE),
-    _llama("qwen3_5_text qwen3_5_moe_text", rotates_share=True, sections=IN_TURNS),
+    _llama(
+        "qwen3_5_text qwen3_5_moe_text",
+        rotates_share=True,
+        sections=IN_TURNS,
+        meaningless="mrope_interleaved",
+    ),
     _llama("glm glm4", rotary="interleaved", rotates_share=True),
     _llama(
         "gpt_neox gpt_neox_japanese",
@@ -316,12 +402,14 @@ ARCHITECTURES = (
     _llama(
         "falcon",
         tokens="word_embeddings",
+        aliases={"hidden_size": "n_embed"},
         refused_entries={"alibi": "its ALiBi is divided by the width of a head's root"},
     ),
     Architecture(
         "mpt",
         tokens="wte",
         has_alibi=True,
+        meaningless="learned_pos_emb",
         aliases={"hidden_size": "d_model", "num_attention_heads": "n_heads"},
     ),
     Architecture(
@@ -330,7 +418,12 @@ ARCHITECTURES = (
         norm="word_embeddings_layernorm",
         entries="layer_norm_eps",
         has_alibi=True,
-        aliases={"layer_norm_eps": "layer_norm_epsilon", "num_attention_heads": "n_head"},
+        meaningless="offset_alibi",
+        aliases={
+            "hidden_size": "n_embed",
+            "layer_norm_eps": "layer_norm_epsilon",
+            "num_attention_heads": "n_head",
+        },
         known_below="",
     ),
 )
@@ -340,8 +433,10 @@ ARCHITECTURES = (
 DEFAULTS: dict[str, dict[Any, str]] = {
     "dim_model_base": {1: "minicpm"},
     "embd_pdrop": {
-        0.0: "phi glm4_moe nemotron persimmon stablelm qwen3_next bamba phi3 phi4_multimodal"
+        0.0: "phi glm4_moe nemotron persimmon stablelm qwen3_next bamba phi3 phi4_multimodal "
+        "gpt_neo"
     },
+    "embedding_dropout": {0.0: "modernbert modernbert-decoder starcoder2"},
     "embedding_multiplier": {12.0: "granite_docling_text"},
     "final_logit_softcapping": {30.0: "gemma2 vaultgemma recurrent_gemma gemma3n_text"},
     "hidden_dropout": {0.0: "gpt_neox gpt_neox_japanese"},
@@ -360,6 +455,7 @@ DEFAULTS: dict[str, dict[Any, str]] = {
         0.334: "mimo_v2_flash",
         0.5: "phi glm4_moe glm4v_moe_text nemotron persimmon bamba glm glm4 recurrent_gemma",
     },
+    "position_embedding_type": {None: "granitemoehybrid"},
     "rope_local_base_freq": {500_000.0: "olmo3"},
     "rope_theta": {
         1_000.0: "nomic_bert",
@@ -378,6 +474,7 @@ DEFAULTS: dict[str, dict[Any, str]] = {
         REQUIRED: "gpt_oss ministral3 apertus cwm higgs_audio_v2 openai_privacy_filter "
         "gemma4_text gemma4_unified_text",
     },
+    "rotary_dim": {None: "minimax_m2"},
     "scale_decoder_outputs": {False: "mt5"},
     "scale_embedding": {
         True: "biogpt bigbird_pegasus fsmt m2m_100 nllb-moe pegasus_x plbart speech_to_text xglm"

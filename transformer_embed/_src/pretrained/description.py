@@ -5,6 +5,7 @@ config.json a part has.
 """
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ def _unchecked(_: str, value: Any) -> Any:
     return value
 
 
-_RATES = "embd_pdrop dropout hidden_dropout hidden_dropout_prob dropout_rate"
+_RATES = "embd_pdrop embedding_dropout dropout hidden_dropout hidden_dropout_prob dropout_rate"
 # The entries that are known, under the library's names, by the check of their values.
 CHECKS = {
     name: check
@@ -68,8 +69,9 @@ CHECKS = {
         _positive: "layer_norm_eps embedding_multiplier scale_emb rope_theta partial_rotary_factor "
         "logit_scale logits_scaling",
         _or_null(_positive): "sliding_rotary_factor rope_local_base_freq final_logit_softcapping",
-        arguments.flag: "scale_embedding rescale_embeddings alibi rope_interleave asm "
-        "tie_word_embeddings share_encoder_decoder_embeddings scale_decoder_outputs",
+        arguments.flag: "scale_embedding rescale_embeddings mup_enabled alibi rope_interleave "
+        "rotary_emb_interleaved asm tie_word_embeddings share_encoder_decoder_embeddings "
+        "scale_decoder_outputs use_learned_position_embeddings",
         # rope.py checks them, and `refused_entries`.
         _unchecked: "rope_scaling rope_parameters sliding_rope_scaling position_embedding_type",
     }.items()
@@ -80,9 +82,12 @@ DEFAULTS = {
     **dict.fromkeys(_RATES.split(), 0.1),
     "scale_embedding": False,
     "rescale_embeddings": False,
+    "mup_enabled": False,
     "alibi": False,
     "asm": False,
     "rope_interleave": True,
+    "rotary_emb_interleaved": False,
+    "use_learned_position_embeddings": True,
     "tie_word_embeddings": True,
     "share_encoder_decoder_embeddings": True,
     "scale_decoder_outputs": True,
@@ -107,6 +112,19 @@ HARMLESS = (
     f"{_RATES} tie_word_embeddings share_encoder_decoder_embeddings scale_decoder_outputs "
     "logit_scale logits_scaling asm position_embedding_type"
 ).split()
+
+
+# Words in the names of entries that concern the layer, if no part of the name is elsewhere: in
+# attention, feed-forward layers and routers, in towers for images, in the drawing of weights, or in
+# sizes, which tensors say.
+CONCERNS = re.compile(
+    r"posit|pos_|rot(ary|at)|rope|alibi|relative|rel_|sinus|theta|emb|scal|multiplier|mup_|"
+    r"tie_|tying|tied|share_|sharing|padding_idx|soft_?cap|lm_head"
+)
+ELSEWHERE = re.compile(
+    r"(?<!relative_)att|key|query|kv_|qk_|mlp|ffn|ssm|resid|rout|depth|time|init|vision|visual|image|"
+    r"audio|video|emb[a-z]*(_proj)?_(dim|size)|\bn_embe?d|\b(n|max)_\w*pos|_ids?\b|lm_head_bias|finetuned"
+)
 
 
 # --- Parts of a layer, by the field of `Architecture` that names them.
@@ -167,6 +185,7 @@ class Architecture(NamedTuple):
         sections: how pairs are shared out to time, height and width: CONSECUTIVE or IN_TURNS.
         has_alibi: whether attention is biased by `alibi_bias`.
         entries: other entries that are read.
+        meaningless: entries that mean nothing to it, although their names concern the layer.
         aliases: for an entry, the model's own names, which take precedence.
         defaults: of entries, other than those in `ENTRIES`; the value of one that is not read.
         head: the modules that may be its output layer.
@@ -197,6 +216,7 @@ class Architecture(NamedTuple):
     sections: str = ""
     has_alibi: bool = False
     entries: str = ""
+    meaningless: str = ""
     aliases: Mapping[str, str] = {}
     defaults: Mapping[str, Any] = {}
     head: str = "lm_head"
@@ -236,15 +256,12 @@ class Architecture(NamedTuple):
         known = [name for name in CHECKS if name in " ".join(map(str, reads)).split()]
         return {name: (*self.aliases.get(name, "").split(), name) for name in known}
 
-    def read(self, where: str, given: Options, *, is_file: bool) -> dict[str, Any]:
-        """The checked values of the entries that a config.json or `settings=` gives.
-
-        Entries of a config.json that are not read are left out.
-        """
-        names, unknown = self.names(), dict(given)
+    def read(self, where: str, given: Options) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The checked values of the entries of a config.json or `settings=`, and those not read."""
+        names, unread = self.names(), dict(given)
         found = {}
         for entry, aliases in names.items():
-            said = [unknown.pop(name) for name in aliases if name in unknown]
+            said = [unread.pop(name) for name in aliases if name in unread]
             if said:
                 # The model's own name goes first; null does not hide another name's value.
                 found[entry] = next((value for value in said if value is not None), None)
@@ -252,19 +269,20 @@ class Architecture(NamedTuple):
             found = call_with_named_errors(
                 where, rope.to_old_form, found, by_layer=self.rotates_by_layer
             )
-            # What settings say inside a scaling goes before what config.json says beside it.
-            length = found.get("rope_scaling", {}).get(rope.ORIGINAL)
-            if length is not None and not is_file:
-                found.setdefault(rope.ORIGINAL, length)
-        unknown |= {entry: found.pop(entry) for entry in found.keys() - names.keys()}
-        if unknown and not is_file:
-            reads = ", ".join(aliases[0] for aliases in names.values())
-            want = f"entries that a model {self.name} reads ({reads})"
-            raise arguments.value_error(where, want, short_repr(next(iter(unknown))))
-        return {
+        unread |= {entry: found.pop(entry) for entry in found.keys() - names.keys()}
+        checked = {
             entry: call_with_named_errors(where, CHECKS[entry], entry, value)
             for entry, value in found.items()
         }
+        return checked, unread
+
+    def concerns(self, entry: str, value: Any) -> bool:
+        """Whether an entry that is not read may change the layer or its output layer."""
+        is_neutral = not value or value == "absolute" or (value == 1 and value is not True)
+        if is_neutral or entry.rpartition(" ")[2] in self.meaningless.split():
+            return False
+        is_norm = self.norm and re.search(r"eps(ilon)?$", entry)
+        return bool(is_norm or (CONCERNS.search(entry) and not ELSEWHERE.search(entry)))
 
     def with_defaults(self, where: Any, found: Options, type_in_file: Any) -> dict[str, Any]:
         """The values of all entries; those that mean nothing are None.
@@ -320,7 +338,11 @@ class Architecture(NamedTuple):
             "embedding_width": width if WIDEN in shapes else None,
             "output": self._output(value, shapes, stack),
         }
-        rotary = self._rotary(value, d_model) if self.rotary else None
+        # Granite's hybrids say whether they rotate at all.
+        is_rotated = "position_embedding_type" not in self.entries or (
+            value["position_embedding_type"] == "rope"
+        )
+        rotary = self._rotary(value, d_model) if self.rotary and is_rotated else None
         return options, rotary, self._bias(value, shapes, stack)
 
     def _output(self, value: Options, shapes: Shapes, stack: str) -> OutputLayer | str:

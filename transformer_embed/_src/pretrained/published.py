@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.embedder import ROOT
+from transformer_embed._src.pretrained import rope
 from transformer_embed._src.pretrained.architectures import ARCHITECTURES, by_model_type
 from transformer_embed._src.pretrained.description import (
     BIAS,
@@ -44,6 +45,13 @@ BY_HAND = (
 TABLE = re.compile(
     r"(?!.*(position|type|\b\d+\b)).*(embed|wte|shared|table|token|word)", re.IGNORECASE
 )
+# Tensors that may stand beside that table: its siblings, outside of numbered layers. Not buffers,
+# second streams, or what only attention or the end of the model reads.
+BESIDE = re.compile(
+    r"(?!.*(\b\d+\b|_ids$|inv_freq|entity|visual|vision|image|audio|patch_|embed_global|embedding_norm|"
+    r"embedding_projection|rel_embeddings|(^|\.)pos_embed))"
+    r"(embeddings\.|((encoder|decoder)\.)?[^.]*(emb|pos_|posit|rel_|relative|token_type|wte|wpe))"
+)
 
 
 class Match(NamedTuple):
@@ -64,11 +72,13 @@ def read_published(
     parts = [whole.get("text_config"), whole.get("text"), whole]
     in_file = next(part for part in parts if isinstance(part, dict))
     type_in_file = in_file.get("model_type") or whole.get("model_type")
+    if "tie_word_embeddings" in whole:
+        # The whole model has the output layer.
+        in_file = in_file | {"tie_word_embeddings": whole["tie_word_embeddings"]}
     model_type = settings.pop("model_type", None) or type_in_file
     kind, names = recognised(tensors, model_type or _type_by_names(tensors, stack), stack)
     place = f"{path}, for a model {kind.name}"
-    entries = kind.read(place, in_file, is_file=True)
-    entries |= kind.read("settings", settings, is_file=False)
+    entries = _entries(kind, place, in_file, settings)
     value = kind.with_defaults(path, entries, type_in_file)
     table = names.get(OUTPUT_TABLE)
     # As in the library: two tables that differ are not tied, whatever config.json says.
@@ -89,6 +99,35 @@ def read_published(
     check_tensors(tensors, stored, parameters, may_lack=OFFSETS)
     params = read_parameters(tensors, stored, parameters)
     return PretrainedInput(config, params, rotary, bias, stored)
+
+
+def _entries(
+    kind: Architecture, place: str, in_file: dict[str, Any], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """The values of the entries that are read; settings go before those of config.json.
+
+    Raises a ValueError for settings that are not read, and for entries of config.json whose names
+    concern the layer, unless settings say that they are null.
+    """
+    entries, unread = kind.read(place, in_file)
+    said, unknown = kind.read("settings", settings)
+    for name, value in unknown.items():
+        if value is not None or unread.pop(name, None) is None:
+            reads = ", ".join(aliases[0] for aliases in kind.names().values())
+            want = f"entries that a model {kind.name} reads ({reads})"
+            raise arguments.value_error("settings", want, short_repr(name))
+    for name, value in unread.items():
+        if kind.concerns(name, value):
+            want = (
+                "no entry that concerns the layer and is not read (if it means nothing here: "
+                f"settings={{{name!r}: None}})"
+            )
+            raise arguments.value_error(place, want, f"{name}: {short_repr(value)}")
+    # What settings say inside a scaling goes before what config.json says beside it.
+    length = said.get("rope_scaling", {}).get(rope.ORIGINAL)
+    if length is not None:
+        said.setdefault(rope.ORIGINAL, length)
+    return entries | said
 
 
 def _type_by_names(tensors: Tensors, stack: str | None) -> str | None:
@@ -132,7 +171,25 @@ def recognised(
     for tensor, reason in kind.refused.items():
         if prefix + tensor.format(stack=side) in tensors.files:
             raise arguments.value_error(where, f"an input layer like that of {kind.name}", reason)
-    return kind, names | _output_names(kind, prefix, tensors.files)
+    names |= _output_names(kind, prefix, tensors.files)
+    if unread := _unread(kind, prefix, side, tensors.files.keys() - names.values()):
+        want = f"an input layer like that of {kind.name} (or load it with config and names)"
+        raise arguments.value_error(where, want, f"also {unread[0]}, which is not read")
+    return kind, names
+
+
+def _unread(kind: Architecture, prefix: str, stack: str, files: Collection[str]) -> list[str]:
+    """Of the tensors that are not read, those that may belong to the input layer of this stack."""
+    own = kind.tokens.format(stack=stack).partition(".")[0]
+    others = [other for other in STACKS if own in STACKS and other != own]
+    known = kind.meaningless.split() + ["embed_positions"] * (kind.sinusoids is not None)
+    unread = []
+    for name in sorted(files):
+        parts = name.removeprefix(prefix).split(".")
+        is_own = name.startswith(prefix) and parts[0] not in others and not {*parts} & {*known}
+        if is_own and BESIDE.match(".".join(parts)):
+            unread.append(name)
+    return unread
 
 
 def matches(kinds: Sequence[Architecture], files: Collection[str], stack: str) -> list[Match]:
