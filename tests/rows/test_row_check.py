@@ -677,12 +677,63 @@ def test_a_gradient_of_rows_means_what_the_dense_one_means(jit):
     assert leaves == 3  # the rows, their fingerprint, and w
 
 
-def test_a_gradient_from_another_trace_raises_jax_error():
+@pytest.mark.parametrize("leave", [jax.jit, jax.vmap])
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("use", ["add", "update"])
+def test_a_gradient_that_left_its_trace_names_the_way(leave, jit, use):
     optimizer = optax.sgd(0.1)
-    grad = te.rows.value_and_grad(lambda p: jnp.sum(te.lookup(p["t"], IDS)), ids={"t": IDS})
-    left = jax.jit(lambda params: grad(params)[1])(PARAMS)
-    with pytest.raises(jax.errors.UnexpectedTracerError):
-        te.rows.update(optimizer, left, optimizer.init(PARAMS), PARAMS)
+
+    def grads(ids):
+        step = te.rows.value_and_grad(lambda p: jnp.sum(te.lookup(p["t"], ids)), ids={"t": ids})
+        return step(PARAMS)[1]
+
+    left = leave(grads)(IDS[:, None])
+    uses = {
+        "add": lambda grads: te.rows.add(grads, grads),
+        "update": lambda grads: te.rows.update(optimizer, grads, optimizer.init(PARAMS), PARAMS),
+    }
+    message = (
+        r"^grads: wanted a RowGradient of this jit, got one that left its jit or vmap \(call "
+        r"te\.rows\.value_and_grad and te\.rows\.update in one jit, or return its ids and values\)$"
+    )
+    with pytest.raises(TypeError, match=message):
+        (jax.jit(uses[use]) if jit else uses[use])(left)
+
+
+def test_a_scan_that_carries_a_gradient_names_the_way():
+    def body(grads, ids):
+        step = te.rows.value_and_grad(lambda p: jnp.sum(te.lookup(p["t"], ids)), ids={"t": ids})
+        return te.rows.add(grads, step(PARAMS)[1]), None
+
+    with pytest.raises(TypeError, match=r"scan over the batches inside the loss of te\.rows\.v"):
+        jax.lax.scan(body, rows([1, 2]), np.array([[1, 2], [3, 4]]))
+
+
+def test_a_gradient_without_rows_changes_no_table():
+    optimizer = optax.adam(0.1)
+    none = {"t": te.rows.RowGradient([], np.zeros([0, 2], np.float32), 1000), "w": PARAMS["w"]}
+    step = jax.jit(lambda state: te.rows.update(optimizer, none, state, PARAMS))
+    after, _ = step(optimizer.init(PARAMS))
+    np.testing.assert_array_equal(after["t"], PARAMS["t"])
+    assert len(te.rows.add(none, rows([3]))["t"].ids) == 1
+
+
+def test_tables_in_lists_and_tuples_have_ids_in_lists_and_tuples():
+    table = np.arange(10.0, dtype=np.float32).reshape(5, 2)
+    params, ids = {"e": [table, (table, table)], "w": table}, {"e": [None, ([3], [1, 2])]}
+
+    def loss(params):
+        unread, (first, second) = params["e"]
+        return te.lookup(first, [3]).sum() + te.lookup(second, [1, 2]).sum() + unread.sum()
+
+    step = te.rows.value_and_grad(loss, ids=ids, max_rows={"e": ([None, (None, 1)])})
+    value, grads = step(params)
+    assert np.isnan(value)
+    assert grads["e"][0].shape == (5, 2)
+    assert [grad.ids.tolist() for grad in grads["e"][1]] == [[3], [1]]
+    for max_rows in ({"e": [2]}, {"e": 2}, [2]):
+        with pytest.raises(ValueError, match=r"^params\S*: wanted a table"):
+            te.rows.value_and_grad(loss, ids=ids, max_rows=max_rows)(params)
 
 
 def test_a_gradient_from_outside_is_a_constant_of_the_program_and_the_next_is_another():

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int32, Key
 from transformer_embed._src import arguments
 from transformer_embed._src.functional.lookup import Table, lookup
 from transformer_embed._src.rows.distinct_ids import count_below, read_each
-from transformer_embed._src.rows.marks import are_marks, without_marks
+from transformer_embed._src.rows.marks import MARKS, are_marks, without_marks
 from transformer_embed._src.rows.row_gradient import RowGradient, SomeRows
 
 
@@ -58,6 +58,9 @@ class GatheredRows(SomeRows, Table):
 
     def _gather_rows(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
         """The row of each id, or NaN; an id out of range reads the first or the last row."""
+        if len(self.values) != len(self.keys) + MARKS:
+            want = "its rows in their places"
+            raise arguments.type_error(self.name, want, f"{len(self.values)} of them")
         return rows_of_ids(self.ids, self.values, jnp.clip(ids, 0, self.vocab_size - 1))
 
     def gradient(self, values: Float[Array, "n d"]) -> RowGradient:
