@@ -1,6 +1,7 @@
 """What every public function does with the arrays that it is given: whatever holds numbers is read
 right, or refused by our own error."""
 
+import collections
 import functools
 from typing import NamedTuple
 
@@ -339,8 +340,18 @@ def test_errors_are_ours(kind, message, call):
 # Inputs that numpy, jax or Python would read as something else.
 
 
-@pytest.mark.parametrize("hold", [lambda x: [x], lambda x: ([x],), lambda x: [x, x]])
-def test_a_masked_array_inside_lists_is_refused(hold):
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda x: [x],
+        lambda x: ([x],),
+        lambda x: [x, x],
+        lambda x: collections.deque([x]),
+        lambda x: [collections.UserList([x])],
+        lambda x: [[0.0, 1.0], x],
+    ],
+)
+def test_a_masked_array_inside_sequences_is_refused(hold):
     masked = np.ma.masked_array([1.0, 2.0], [True, False])
     message = r"^table: wanted an array without a mask \(fill it first: x.filled\(...\)\), got "
     with pytest.raises(TypeError, match=message):
@@ -348,6 +359,15 @@ def test_a_masked_array_inside_lists_is_refused(hold):
     with pytest.raises(TypeError, match=message):
         te.lookup([[1.0, np.ma.masked]], [0])
     np.testing.assert_array_equal(te.lookup([masked.filled(0.0), [3.0, 4.0]], [0]), [[0.0, 2.0]])
+
+
+def test_numbers_in_a_list_are_not_looked_at_one_by_one(monkeypatch):
+    """A million ids took eight times as long as numpy takes."""
+    looked_at, holds_mask = [], arguments._holds_mask
+    spy = lambda value: looked_at.append(value) or holds_mask(value)
+    monkeypatch.setattr(arguments, "_holds_mask", spy)
+    te.check_ids([list(range(1000)), [np.int32(7)] * 1000], 1000)
+    assert len(looked_at) == 3
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])

@@ -206,7 +206,7 @@ def on_host(name: str, array: jax.Array | np.ndarray) -> np.ndarray:
 
 
 def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndarray:
-    """A jax array as it is; anything else as a numpy array of its own width in native byte order.
+    """A jax array as it is; anything else as a `native` array of numpy of its own width.
 
     The numpy array is always a copy, since jax may share its memory and read it after the caller
     has changed it.
@@ -220,10 +220,8 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
     # numpy would stack the fields of a named tuple into one array.
     if hasattr(value, "_fields") or dataclasses.is_dataclass(value):
         raise type_error(name, "an array", f"a {type(value).__name__}: pass one of its fields")
-    if _holds_mask(value):
-        native(name, np.ma.masked_array(0))
     try:
-        array = np.asarray(value)
+        array = np.asarray(native(name, value))
     except jax.errors.TracerArrayConversionError as error:
         hint = (
             "one array (jit takes a list apart into scalars: "
@@ -240,16 +238,34 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
     return array.astype(array.dtype.newbyteorder("="))
 
 
-def _on_device(array: jax.Array | np.ndarray) -> jax.Array:
+def as_arrays(name: str, tree: Any, is_leaf: Callable) -> Any:
+    """A tree of jax arrays, except for its leaves of another kind."""
+
+    def convert(path: Any, leaf: Any) -> Any:
+        if is_leaf(leaf):
+            return leaf
+        place = name + jax.tree_util.keystr(path)
+        array = native(place, leaf)
+        try:
+            return _on_device(array)
+        except TypeError as error:
+            raise type_error(place, "an array", _describe(leaf)) from error
+
+    return jax.tree.map_with_path(convert, tree, is_leaf=is_leaf)
+
+
+def _on_device(array: Any) -> jax.Array:
     """A jax array. One that is given stays as it is: `jnp.asarray` would take ten microseconds."""
     return array if isinstance(array, jax.Array) else jnp.asarray(array)
 
 
 def _holds_mask(value: Any) -> bool:
-    """Whether a value is a masked array, or lists hold one: numpy would drop its mask."""
-    if isinstance(value, list | tuple):
-        return any(map(_holds_mask, value))
-    return isinstance(value, np.ma.MaskedArray)
+    """Whether a value is a masked array, or a sequence holds one: numpy would drop its mask."""
+    if hasattr(value, "__array__") or not isinstance(value, Sequence) or isinstance(value, str):
+        return isinstance(value, np.ma.MaskedArray)
+    # The types of a million numbers are known in 20 ms.
+    is_plain = all(issubclass(kind, numbers.Number | np.generic) for kind in {*map(type, value)})
+    return not is_plain and any(map(_holds_mask, value))
 
 
 def as_positions(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
@@ -471,17 +487,19 @@ def as_params(name: str, value: Any) -> dict[str, dict[str, Any]]:
 
 def _leaves(name: str, value: Any) -> dict[str, Any]:
     leaves = instance(name, value, Mapping, "the parameters of a module, a dict of arrays")
+    for key, leaf in leaves.items():
+        if not hasattr(leaf, "shape"):
+            raise type_error(f"{name}/{key}", "an array (use jnp.asarray)", _describe(leaf))
     return {key: native(f"{name}/{key}", leaf) for key, leaf in leaves.items()}
 
 
 def native(name: str, array: Any) -> Any:
-    """An array of numpy in the byte order of this machine; any other array as it is.
+    """An array of numpy in the byte order of this machine; anything else as it is.
 
-    A compiled function of jax may read the bytes of another order as they are.
+    Every array of the user passes here. A compiled function of jax may read the bytes of another
+    order as they are, and numpy the numbers that a mask hides.
     """
-    if not hasattr(array, "shape"):
-        raise type_error(name, "an array (use jnp.asarray)", _describe(array))
-    if isinstance(array, np.ma.MaskedArray):
+    if _holds_mask(array):
         want = "an array without a mask (fill it first: x.filled(...))"
         raise type_error(name, want, "a masked array of numpy")
     if isinstance(array, np.ndarray):

@@ -266,7 +266,7 @@ def plot_rotary(
     """
     from matplotlib.patches import Circle  # noqa: PLC0415
 
-    half, places = head_dim // 2, np.asarray(positions)
+    half, places = head_dim // 2, np.asarray(arguments.as_positions("positions", positions))
     pairs = range(0, half, max(1, half // 8))[:4]
     # The point (radius, 0) in each pair of channels.
     x = np.zeros([len(places), 1, head_dim], np.float32)
@@ -368,7 +368,7 @@ def plot_error(
     """
     if positions is None:
         positions = np.geomspace(1, 2**31 - 1, 100, dtype=np.int64)
-    places = np.asarray(positions)
+    places = np.asarray(arguments.as_positions("positions", positions))
     ours = np.asarray(sinusoidal_encoding(places, d_model, base=base))
     exact, usual = _exact_and_usual(places, d_model, base)
     ax = _axes(ax)
@@ -390,7 +390,7 @@ def _axes(ax: "Axes | None") -> "Axes":
 
 def _matrix(name: str, array: ArrayLike) -> Float64[np.ndarray, "rows columns"]:
     """A matrix that is not empty, without leading axes of length 1."""
-    values = np.asarray(array, np.float64)
+    values = np.asarray(arguments.as_array(name, array), np.float64)
     if values.ndim < 2 or not values.size or math.prod(values.shape[:-2]) > 1:
         want = "a matrix that is not empty (choose one by an index, such as x[0])"
         raise arguments.value_error(name, want, f"shape {list(values.shape)}")

@@ -250,7 +250,8 @@ def add(grads: Tree, more: Tree) -> Tree:
         >>> total.ids[:3].tolist(), total.values[:3].tolist()
         ([1, 3, 8], [[1.0], [3.5], [8.0]])
     """
-    return jax.tree.map(operator.add, grads, more, is_leaf=is_gradient)
+    trees = (arguments.as_arrays("grads", tree, is_gradient) for tree in (grads, more))
+    return jax.tree.map(operator.add, *trees, is_leaf=is_gradient)
 
 
 def pmean(grads: Tree, axis_name: Any) -> Tree:

@@ -99,14 +99,14 @@ def update(
         raise arguments.type_error("optimizer", "an optax.GradientTransformation", got)
     # shard_map takes no sharded arrays but as arguments.
     arrays = {name: arg for name, arg in extra_args.items() if isinstance(arg, jax.Array)}
-    trees, treedef = jax.tree.flatten((grads, params, state, arrays), is_leaf=is_leaf)
+    inputs = {"grads": grads, "params": params, "state": state}
+    converted = [arguments.as_arrays(name, tree, is_leaf) for name, tree in inputs.items()]
+    trees, treedef = jax.tree.flatten((*converted, arrays), is_leaf=is_leaf)
     grads_treedef, params_treedef, *_ = treedef.children()
     if grads_treedef != params_treedef:
         want = "a tree as params, with RowGradient for some tables"
         raise arguments.value_error("grads", want, str(grads_treedef))
     leaves: dict[int, Any] = dict(enumerate(trees))
-    for n, leaf in leaves.items():
-        leaves[n] = leaf if is_leaf(leaf) else jnp.asarray(leaf)
     blocks = {}
     for n in range(grads_treedef.num_leaves):
         if is_gradient(leaves[n]):

@@ -95,6 +95,7 @@ def value_and_grad(
 
     @functools.wraps(loss)
     def value_and_row_grads(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
+        params = arguments.as_arrays("params", params, is_leaf)
         trees, treedef = jax.tree.flatten(params, is_leaf=is_leaf)
         gathered = _gather_tables(trees, treedef, ids, max_rows)
 

@@ -161,7 +161,8 @@ class _Placement(NamedTuple):
 
     def leaf(self, name: str, leaf: Any) -> Any:
         """A parameter on the mesh."""
-        shape = leaf.shape
+        leaf = arguments.native(name, leaf)
+        shape = np.shape(leaf)
         specs = (spec for rule, spec in self.rules.items() if fnmatch.fnmatchcase(name, rule))
         spec = arguments.instance(
             "rules", next(specs, PartitionSpec()), PartitionSpec, "a PartitionSpec for each pattern"
