@@ -794,13 +794,13 @@ def test_resize_vocabulary_refuses_bad_arguments():
         te.resize_vocabulary(params, 14)
     with pytest.raises(
         ValueError,
-        match=message("params", "one token_embedding with embeddings", "0 among ['linear']"),
+        match=message("params", "one token_embedding with embeddings", "none among ['linear']"),
     ):
         te.resize_vocabulary({"linear": {}}, 14)
     two = {"a/token_embedding": params[PATH], "b/token_embedding": params[PATH]}
     with pytest.raises(
         ValueError,
-        match=message("params", "one token_embedding with embeddings", f"2 among {sorted(two)}"),
+        match=message("params", "one token_embedding with embeddings", " and ".join(two)),
     ):
         te.resize_vocabulary(two, 14)
 
@@ -907,7 +907,7 @@ class TestResizePositions:
         params = drawn(te.Embedder(te.EmbedderConfig(8, 4)).init)
         with pytest.raises(
             ValueError,
-            match=r"^params: wanted one learned_positional_encoding with embeddings, got 0 among ",
+            match=r"^params: wanted one learned_positional_encoding with embeddings, got none among ",
         ):
             te.resize_positions(params, 9)
         with pytest.raises(ValueError, match=r"^max_len: wanted an int of at least 1, got 0$"):
@@ -993,6 +993,32 @@ def test_parameters_with_a_mask_are_refused(door):
         doors(params)[door]()
 
 
+def in_a_model(params):
+    """The layer's parameters at the paths that they have in somebody's model, beside others."""
+    inside = {f"model/~/{path}": leaves for path, leaves in params.items()}
+    return inside | {"model/~/layer_norm": {"scale": jnp.ones(3)}, "head": {"w": jnp.ones(3)}}
+
+
+@pytest.mark.parametrize(
+    "door",
+    ["apply", "logits", "cross_entropy", "resize_vocabulary", "resize_positions", "initial_params"],
+)
+def test_every_door_finds_the_layer_in_the_parameters_of_a_model(door):
+    params = drawn(te.Embedder(WHOLE).init)
+    found, expected = (doors(tree)[door]() for tree in (in_a_model(params), params))
+    if door.startswith("resize"):
+        expected = in_a_model(expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("door", ["apply", "cross_entropy", "initial_params", "resize_vocabulary"])
+def test_two_layers_in_one_tree_are_both_named(door):
+    params = drawn(te.Embedder(WHOLE).init)
+    want = message("params", "one token_embedding with embeddings", f"model/~/{PATH} and {PATH}")
+    with pytest.raises(ValueError, match=want.replace("params", "(initial_)?params", 1)):
+        doors({**params, **in_a_model(params)})[door]()
+
+
 def test_parameters_of_another_config_are_refused():
     embedder, params = te.Embedder(WHOLE), drawn(te.Embedder(WHOLE).init)
     table = "token_embedding/embeddings"
@@ -1000,7 +1026,7 @@ def test_parameters_of_another_config_are_refused():
     narrow = {**params, PATH: {"embeddings": params[PATH]["embeddings"][:, :5]}}
     for method in (embedder.logits, functools.partial(embedder.cross_entropy, labels=[1, 2])):
         with pytest.raises(
-            ValueError, match=r"^params: wanted token_embedding/embeddings .*, got none"
+            ValueError, match=r"^params: wanted one token_embedding with embeddings, got none among"
         ):
             method(without, np.zeros((2, 6), np.float32))
         with pytest.raises(ValueError, match=rf"^params: wanted {table} \[.*, got {table} \["):

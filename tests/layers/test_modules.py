@@ -581,11 +581,13 @@ def test_initial_parameters_of_another_config_are_refused():
         return in_a_model(initial_params).init(KEY, IDS)
 
     for others, want, got in [
-        ({tokens: {"w": table}}, shape, "token_embedding/w [11, 6]"),
         ({tokens: {"w": table, **params[tokens]}}, "no others", "token_embedding/w [11, 6]"),
         ({tokens: {"embeddings": table[:10]}}, shape, "token_embedding/embeddings [10, 6]"),
-        ({tokens: {}}, shape, "none of them"),
-        ({"token_embedding": params[tokens]}, "no others", shape),
+        (
+            {"a/token_embedding": params[tokens]},
+            "one token_embedding with embeddings",
+            f"a/token_embedding and {tokens}",
+        ),
     ]:
         with pytest.raises(ValueError, match=message("initial_params", want, got)):
             start({**params, **others})

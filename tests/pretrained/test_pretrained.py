@@ -3,6 +3,7 @@ names versions and seed."""
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import io
 import json
@@ -41,6 +42,8 @@ from transformer_embed._src.pretrained import files as _files
 from transformer_embed._src.pretrained.own import CONFIG
 from transformer_embed._src.rows.gathered_rows import GatheredRows
 from transformer_embed.cli.main import main
+
+KEY = jax.random.key(0)
 
 pretrained = te.pretrained
 MINILM = json.loads((GOLDEN / "minilm.json").read_text())["cases"][0]
@@ -984,6 +987,64 @@ def test_what_stands_beside_the_input_layer_comes_back(tmp_path):
     np.testing.assert_array_equal(found.params["head"]["w"], params["head"]["w"])
 
 
+@pytest.mark.parametrize("case", ["bert", "t5"])
+def test_a_loaded_layer_is_tuned_inside_a_model_saved_and_loaded(tmp_path, case):
+    """Every step by the public doors, T5's table of biases too."""
+    found = load(tmp_path, case)
+    ids = np.array([[1, 2, 3]], np.int32)
+    types = None if found.config.num_token_types is None else np.zeros(3, np.int32)
+
+    def model(ids):
+        embed = te.TransformerEmbedding(found.config, initial_params=found.params)
+        x = hk.Linear(4)(embed(ids, is_training=False, token_types=types))
+        if found.bias is not None:
+            x += te.RelativePositionBias(**found.bias)(range(3), range(3)).mean()
+        return x.sum()
+
+    pair = hk.without_apply_rng(hk.transform(lambda ids: hk.to_module(model)("model")(ids)))
+    params = pair.init(KEY, ids)
+    steps = jax.jit(jax.grad(pair.apply))(params, ids)
+    tuned = jax.tree.map(lambda leaf, step: leaf - 0.1 * step.astype(leaf.dtype), params, steps)
+    path = tmp_path / "tuned.safetensors"
+    pretrained.save_embedder(path, found.config, tuned, found.rotary, found.bias)
+    again = pretrained.load_embedder(path)
+    assert (again.config, again.bias) == (found.config, found.bias)
+    tokens = "transformer_embedding/~/token_embedding"
+    assert not np.array_equal(again.params[tokens]["embeddings"], found.params[tokens]["embeddings"])
+    own = {name.removeprefix("model/"): leaves for name, leaves in tuned.items()}
+    own["model/linear"] = own.pop("linear")
+    jax.tree.map(np.testing.assert_array_equal, dict(again.params), own)
+    apply = functools.partial(te.Embedder(found.config).apply, rng=None, ids=ids)
+    np.testing.assert_array_equal(
+        *(apply(tree, is_training=False, token_types=types) for tree in (tuned, again.params))
+    )
+
+
+@pytest.mark.parametrize(
+    ("rotary", "message"),
+    [
+        ({"base": None}, "base: wanted a Python number"),
+        ({"layout": None}, "layout: wanted one of"),
+        ({"base": None, "scaling": None}, "base: wanted a Python number"),
+        ({"pair_axes": np.repeat([0, 1], [2, 2]), "base": 0.0}, "base: wanted a finite number"),
+    ],
+)
+def test_rotary_arguments_that_nothing_takes_are_not_saved(tmp_path, rotary, message):
+    config = te.EmbedderConfig(7, 6)
+    with pytest.raises(ValueError, match=f"rotary, all layers: {message}"):
+        pretrained.save_embedder(tmp_path / "x", config, te.Embedder(config).init(KEY), rotary)
+    assert not list(tmp_path.iterdir())
+
+
+def test_pair_axes_are_saved_as_the_docstring_of_apply_rotary_writes_them(tmp_path):
+    config = te.EmbedderConfig(7, 6)
+    axes = np.repeat([0, 1, 2], [1, 2, 1])
+    rotary = {"pair_axes": axes, "scaling": None}
+    pretrained.save_embedder(tmp_path / "x", config, te.Embedder(config).init(KEY), rotary)
+    found = pretrained.load_embedder(tmp_path / "x").rotary
+    assert found == {"pair_axes": (0, 1, 1, 2), "scaling": None}
+
+
 def test_numbers_of_numpy_are_saved_as_pythons(tmp_path):
     sizes = {
         "dropout_rate": np.float32(0.25),
@@ -1022,14 +1083,19 @@ def test_parameters_that_cannot_be_saved(tmp_path):
     params = drawn(te.Embedder(config).init)
     with pytest.raises(
         ValueError,
-        match=r"learned_positional_encoding/embeddings: wanted shape \[8, 6\], as the configuration says, of .* got F32\[9",
+        match=r"^params: wanted learned_positional_encoding/embeddings \[8, 6\], got learned_positional_encoding/embeddings \[9, 6\]$",
     ):
         pretrained.save_embedder(path, dataclasses.replace(config, scheme=te.Learned(8)), params)
     with pytest.raises(
         ValueError,
-        match=r"x\.safetensors: wanted a tensor for each parameter, also for transformer_embedding/~/token_type_embedding/embeddings, got only",
+        match=r"^params: wanted token_type_embedding/embeddings \[2, 6\], got none of them$",
     ):
         pretrained.save_embedder(path, dataclasses.replace(config, num_token_types=2), params)
+    with pytest.raises(
+        ValueError,
+        match=r"^params: wanted no others, got learned_positional_encoding/embeddings \[9, 6\]$",
+    ):
+        pretrained.save_embedder(path, dataclasses.replace(config, scheme=None), params)
     with pytest.raises(
         ValueError,
         match=r": a/b: wanted shape \[1\], as .*, of F32 or BF16 or F16, got int32\[1\]$",

@@ -16,7 +16,7 @@ from transformer_embed._src.layers.modules import (
     Params,
     TransformerEmbedding,
     init_params,
-    leaves_by_module,
+    layer_paths,
 )
 
 # Where the layer's modules are in the parameters that `init` makes.
@@ -76,7 +76,7 @@ class Embedder:
         does not retrace (except for uint32 positions outside int32).
 
         Args:
-            params: as `init` makes them.
+            params: as `init` makes them, or those of a whole model that holds one such layer.
             rng: a key, for training with dropout. None: to evaluate.
             ids: [..., length], any integer dtype.
             is_training: a Python bool.
@@ -88,7 +88,7 @@ class Embedder:
 
         Raises:
             TypeError: is_training is traced or not a bool; ids are not integers.
-            ValueError: params are not those of this config; training with dropout and rng=None;
+            ValueError: params do not hold one layer of this config; training with dropout and rng=None;
                 positions that do not end in the ids' length, or that lie outside int32 (host
                 values); token types missing, or given although the config has none.
         """
@@ -146,10 +146,7 @@ def _logits(config, params, x):
 
 
 def _run(config: EmbedderConfig, params: Params, rng: Array | None, call: Callable) -> Array:
-    """What `call` returns for the layer with these parameters; an error if they are not its own.
-
-    A tree may also hold the parameters of other modules.
-    """
-    own = {path: leaves for path, leaves in params.items() if path.startswith(ROOT)}
-    leaves_by_module("params", config, own)
-    return hk.transform(lambda: call(TransformerEmbedding(config))).apply(params, rng)
+    """What `call` returns for the layer that the tree of parameters holds."""
+    paths = layer_paths("params", config, params)
+    own = {ROOT + module: params[path] for module, path in paths.items()}
+    return hk.transform(lambda: call(TransformerEmbedding(config))).apply(own, rng)

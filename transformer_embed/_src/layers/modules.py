@@ -4,6 +4,7 @@ import collections
 import contextlib
 import functools
 import math
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -371,17 +372,21 @@ class TransformerEmbedding(hk.Module):
         # In the function that hk.transform takes:
         embed = te.TransformerEmbedding(found.config, initial_params=found.params)
 
+    `Embedder`, `save_embedder`, `resize_vocabulary` and `resize_positions` take the parameters of
+    the whole model and find the layer in them.
+
     Args:
         config: the description of the layer; see `EmbedderConfig`.
-        initial_params: initial values of the module's parameters: the result of `Embedder.init` for
-            this config, or a checkpoint's parameters. Call `init` outside `jax.jit`; inside it,
+        initial_params: initial values of the module's parameters: a Haiku parameter tree with one
+            layer of this config, at any path, such as the result of `Embedder.init`, a checkpoint's
+            parameters or those of a whole model. Call `init` outside `jax.jit`; inside it,
             they would become constants of the program. None: drawn at random.
         name: of the module.
 
     Raises:
         TypeError: config is not an EmbedderConfig; initial_params is not a parameter tree.
-        ValueError: initial_params do not have the parameters of this config, by the names of
-            modules, of parameters, and by shapes.
+        ValueError: initial_params do not hold exactly one layer, with the names of modules and
+            parameters, and the shapes, of this config.
 
     Example:
         >>> import haiku as hk, jax
@@ -413,7 +418,8 @@ class TransformerEmbedding(hk.Module):
         self._initial_params = None
         if initial_params is not None:
             params = arguments.as_params("initial_params", initial_params)
-            self._initial_params = leaves_by_module("initial_params", config, params)
+            paths = layer_paths("initial_params", config, params)
+            self._initial_params = {module: params[path] for module, path in paths.items()}
         embedding = functools.partial(
             TokenEmbedding,
             d_model=config.table_width,
@@ -520,16 +526,32 @@ def parameter_shapes(config: EmbedderConfig) -> Mapping[str, Mapping[str, jax.Sh
     return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
 
 
-def leaves_by_module(name: str, config: EmbedderConfig, params: Params) -> Mapping[str, Mapping]:
-    """The parameters of each module of a config's layer by its name, whatever its path.
+def layer_paths(name: str, config: EmbedderConfig, params: Params) -> dict[str, str]:
+    """The path of each module of a config's layer by its name, in a tree that may hold others too.
 
-    An error if params have other modules, or parameters of other names or shapes.
+    An error unless the tree has one such layer, with parameters of these names and shapes.
     """
-    ours, theirs = _shapes(parameter_shapes(config)), _shapes(params)
+    root = table_path(name, params, "token_embedding").removesuffix("token_embedding")
+    paths = {module_name(path): path for path in params if path == root + module_name(path)}
+    ours = _shapes(parameter_shapes(config))
+    theirs = _shapes({path: params[path] for path in paths.values()})
     if ours != theirs:
         missing, unknown = (", ".join(sorted(shapes)) for shapes in (ours - theirs, theirs - ours))
         raise arguments.value_error(name, missing or "no others", unknown or "none of them")
-    return {module_name(path): leaves for path, leaves in params.items()}
+    return paths
+
+
+def table_path(name: str, params: Params, module: str) -> str:
+    """The path of the one module of this name that has a table, at any depth of a tree."""
+    paths = [
+        path
+        for path, leaves in sorted(params.items())
+        if module_name(path) == module and "embeddings" in leaves
+    ]
+    if len(paths) != 1:
+        got = " and ".join(paths) or f"none among {reprlib.repr(sorted(params))}"
+        raise arguments.value_error(name, f"one {module} with embeddings", got)
+    return paths[0]
 
 
 def _shapes(params: Params) -> collections.Counter[str]:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.functional.lookup import Table
-from transformer_embed._src.layers.modules import Params, module_name
+from transformer_embed._src.layers.modules import Params, table_path
 from transformer_embed._src.sharded.table import Sharded, sharded
 
 
@@ -48,7 +48,7 @@ def resize_vocabulary(params: Params, vocab_size: int, rng: Array | None = None)
     """
     arguments.size("vocab_size", vocab_size)
     params = arguments.as_params("params", params)
-    path = _path_of(params, "token_embedding")
+    path = table_path("params", params, "token_embedding")
     resized = {
         name: _with_rows(f"{path}/{name}", table, vocab_size, rng, n)
         for n, (name, table) in enumerate(sorted(params[path].items()))
@@ -113,7 +113,7 @@ def resize_positions(params: Params, max_len: int, *, start: int = 0) -> Params:
         https://arxiv.org/abs/2010.11929
     """
     params = arguments.as_params("params", params)
-    path = _path_of(params, "learned_positional_encoding")
+    path = table_path("params", params, "learned_positional_encoding")
     table = _whole(f"{path}/embeddings", params[path]["embeddings"])
     start = arguments.integer("start", start, at_least=0, at_most=table.shape[0] - 1)
     rows = arguments.integer("max_len", max_len, at_least=start + 1) - start
@@ -121,19 +121,6 @@ def resize_positions(params: Params, max_len: int, *, start: int = 0) -> Params:
     stretched = jax.image.resize(wide, (rows, table.shape[1]), "linear").astype(table.dtype)
     resized = jnp.concatenate([table[:start], stretched])
     return {**params, path: {**params[path], "embeddings": resized}}
-
-
-def _path_of(params: Params, module: str) -> str:
-    """The path of the one module of this name that has a table."""
-    paths = [
-        path
-        for path, leaves in params.items()
-        if module_name(path) == module and "embeddings" in leaves
-    ]
-    if len(paths) != 1:
-        got = f"{len(paths)} among {sorted(params)}"
-        raise arguments.value_error("params", f"one {module} with embeddings", got)
-    return paths[0]
 
 
 def _whole(path: str, table: Any) -> Float[Array, "v ..."]:

@@ -17,9 +17,10 @@ import numpy as np
 from transformer_embed._src import arguments
 from transformer_embed._src.functional.rotary_scaling import Scaling
 from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
-from transformer_embed._src.layers.embedder import Params
+from transformer_embed._src.layers.embedder import ROOT, Params
+from transformer_embed._src.layers.modules import layer_paths, table_path
 from transformer_embed._src.layers.schemes import Scheme
-from transformer_embed._src.pretrained.description import LOGITS_BIAS, TOKENS
+from transformer_embed._src.pretrained.description import BIAS, LOGITS_BIAS, TOKENS
 from transformer_embed._src.pretrained.files import (
     Tensors,
     as_tensors,
@@ -74,8 +75,9 @@ def save_embedder(
     Args:
         path: the file to write or replace.
         config: as for `Embedder`.
-        params: all parameters of the config, and any others (T5's table); arrays of float32,
-            bfloat16 or float16.
+        params: a Haiku parameter tree with one layer of the config, at any path, as in a whole
+            model; arrays of float32, bfloat16 or float16. The layer, and T5's table if `bias` has
+            buckets, are written with the paths of `load_embedder`, other parameters with their own.
         rotary: see `PretrainedInput`.
         bias: see `PretrainedInput`.
         names: a tensor name for each parameter; see `load_embedder` for shortened paths. Parameters
@@ -83,7 +85,7 @@ def save_embedder(
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: parameters disagree with the config; a name is used twice or cannot be stored; a
+        ValueError: params do not hold one layer of the config; a name is used twice or cannot be stored; a
             dtype is not supported; `rotary` or `bias` has arguments that their functions do not
             take; the path is a folder, a pipe or a device.
 
@@ -106,7 +108,7 @@ def save_embedder(
     params = arguments.as_params("params", params)
     if slashed := [name for group in params.values() for name in group if "/" in name]:
         raise arguments.value_error("params", "names without a slash", short_repr(slashed[0]))
-    leaves = by_path(params)
+    leaves = by_path(_with_own_paths(config, params, bias))
     tensor_names = {name: name for name in leaves} | full_paths(names or {}, leaves)
     arrays = {}
     for name, tensor in tensor_names.items():
@@ -126,6 +128,17 @@ def save_embedder(
     # What is written can be loaded.
     _described(file)
     write_tensors(file, arrays)
+
+
+def _with_own_paths(
+    config: EmbedderConfig, params: Params, bias: Mapping[str, Any] | None
+) -> Params:
+    """The tree with the modules that `load_embedder` knows under the paths that it gives them."""
+    paths = {path: ROOT + name for name, path in layer_paths("params", config, params).items()}
+    if bias is not None and "num_buckets" in bias:
+        module = BIAS.rpartition("/")[0]
+        paths[table_path("params", params, module)] = module
+    return {paths.get(path, path): leaves for path, leaves in params.items()}
 
 
 def _on_host(leaf: Any) -> np.ndarray:
@@ -174,8 +187,8 @@ def encoded(value: Any) -> Any:
         return dict(value)
     if isinstance(value, np.dtype):
         return value.name
-    # A number of numpy, or a fraction.
-    return value.item() if isinstance(value, np.generic) else float(value)
+    # A number or an array of numpy, or a fraction.
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else float(value)
 
 
 def decoded(entries: dict[str, Any]) -> Any:

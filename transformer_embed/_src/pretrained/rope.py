@@ -1,6 +1,7 @@
 """The entries of config.json for rotary embeddings, as arguments of `apply_rotary`."""
 
 import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,9 +48,10 @@ WIDE_HEAD = 256
 
 def check(options: Mapping[str, Any]) -> None:
     """Raises as `apply_rotary` does for heads of a size that the arguments allow."""
-    axes = options.get("pair_axes") or ()
+    axes = options.get("pair_axes")
     # Real models have three axes; the time to trace a rotation grows with their number too.
-    axes = arguments.entries("pair_axes", axes, arguments.integer, at_least=0, at_most=MOST_AXES)
+    integer = functools.partial(arguments.integer, at_least=0, at_most=MOST_AXES)
+    axes = () if axes is None else arguments.entries("pair_axes", axes, integer)
     factors = getattr(options.get("scaling"), "short_factor", ())
     pairs = len(factors) or len(axes)
     head_dim = 2 * pairs or max(WIDE_HEAD, options.get("rotary_dim") or 0)
@@ -76,8 +78,8 @@ def pair_axes(sections: Any, *, take_turns: bool) -> tuple[int, ...]:
 
 def by_layer(rotary: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any] | None]:
     """The arguments for each kind of layer; None: not rotated."""
-    differs = all(isinstance(options, Mapping | None) for options in rotary.values())
-    return rotary if differs else {"all layers": rotary}
+    is_for_all = rotary.keys() & inspect.signature(apply_rotary).parameters.keys()
+    return {"all layers": rotary} if is_for_all else rotary
 
 
 def scaling(
