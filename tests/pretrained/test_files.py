@@ -235,6 +235,7 @@ def test_a_free_multiplier_is_saved_and_loaded(tmp_path):
 
 # --- What cannot be saved is refused before a good file is touched.
 
+BIAS_TABLE = {"relative_position_bias": {"embeddings": np.zeros((32, 2), np.float32)}}
 HEAD = {"head": {"w": np.zeros(2, np.float32)}}
 
 
@@ -273,8 +274,15 @@ HEAD = {"head": {"w": np.zeros(2, np.float32)}}
         ({"rotary": 3}, "rotary: wanted a mapping, or None, got int"),
         ({"bias": {"num_heads": 0}}, "bias: num_heads: wanted an int of at least 1, got 0"),
         (
-            {"bias": {"num_heads": 2, "num_buckets": 32, "max_distance": 3}},
+            {
+                "params": PARAMS | BIAS_TABLE,
+                "bias": {"num_heads": 2, "num_buckets": 32, "max_distance": 3},
+            },
             "max_distance: wanted an int of at least 9, got 3",
+        ),
+        (
+            {"bias": {"num_heads": 2, "num_buckets": 32}},
+            "params: wanted one relative_position_bias with embeddings, got none among ['transformer",
         ),
         ({"bias": {}}, "bias: num_heads: wanted a Python int, got NoneType None"),
         (
@@ -283,7 +291,7 @@ HEAD = {"head": {"w": np.zeros(2, np.float32)}}
         ),
         (
             {"params": PARAMS | {5: {"a": np.zeros(1, np.float32)}}},
-            "expected str instance, int found",
+            "'<' not supported between instances of 'int' and 'str'",
         ),
         (
             {"params": PARAMS | {"a": {"b": np.ma.masked_array([1.0], [True])}}},

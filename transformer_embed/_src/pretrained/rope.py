@@ -78,8 +78,9 @@ def pair_axes(sections: Any, *, take_turns: bool) -> tuple[int, ...]:
 
 def by_layer(rotary: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any] | None]:
     """The arguments for each kind of layer; None: not rotated."""
-    is_for_all = rotary.keys() & inspect.signature(apply_rotary).parameters.keys()
-    return {"all layers": rotary} if is_for_all else rotary
+    names_arguments = rotary.keys() & inspect.signature(apply_rotary).parameters.keys()
+    differs = all(isinstance(options, Mapping | None) for options in rotary.values())
+    return rotary if differs and not names_arguments else {"all layers": rotary}
 
 
 def scaling(
