@@ -15,6 +15,7 @@ from drawn import drawn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import transformer_embed as te
+from transformer_embed._src.layers import embedder as source
 
 SPEC = PartitionSpec
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -260,3 +261,18 @@ def test_a_config_without_an_output_layer_has_no_logits(function):
         match=rf"^{function}: wanted config\.output, an OutputLayer \(or call te\.linear_{function} with other weights\), got None$",
     ):
         getattr(embedder, function)(params, *[X, IDS][: 1 + (function == "cross_entropy")])
+
+
+def test_an_eager_loss_runs_haiku_once_for_each_shape_and_setting():
+    embedder, params = made(LAYERS["tied"])
+    loss = functools.partial(embedder.cross_entropy, params, X, IDS.tolist())
+    loss(mask=(IDS < 7).tolist(), shift=True, label_smoothing=0.25)
+    size = source._cross_entropy._cache_size()
+    again = loss(mask=IDS < 8, shift=True, label_smoothing=0.25)
+    assert source._cross_entropy._cache_size() == size
+    traced = jax.jit(functools.partial(loss, shift=True, label_smoothing=0.25))
+    np.testing.assert_allclose(traced(mask=IDS < 8), again, rtol=1e-6)
+    # 1 == True, and an array has no hash.
+    for option, value, want in (("shift", 1, "bool"), ("label_smoothing", X[0, 0, 0], "number")):
+        with pytest.raises(TypeError, match=f"^{option}: wanted a Python {want}, got "):
+            loss(**{"shift": True, option: jnp.asarray(value) if want == "number" else value})

@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import numbers
 from collections.abc import Callable
 from typing import Any
 
 import haiku as hk
 import jax
+import numpy as np
 from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
@@ -21,6 +23,13 @@ from transformer_embed._src.layers.modules import (
 
 # Where the layer's modules are in the parameters that `init` makes.
 ROOT = "transformer_embedding/~/"
+# The options of a loss that are arrays, and the types of its other options.
+LOSS_ARRAYS = {
+    "mask": functools.partial(arguments.as_mask, is_true="counted"),
+    "weights": arguments.as_floats,
+    "segment_ids": arguments.as_fitting_int32,
+}
+STATIC = str | numbers.Number | np.bool_ | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,11 +131,18 @@ class Embedder:
 
         The labels are [...]; see `TokenEmbedding.cross_entropy`.
         """
-
         params = arguments.as_params("params", params)
-        return _run(
-            self.config, params, None, lambda layer: layer.cross_entropy(x, labels, **options)
-        )
+        x, labels = arguments.as_floats("x", x), arguments.as_int32("labels", labels)
+        arrays = {
+            name: convert(name, options.pop(name))
+            for name, convert in LOSS_ARRAYS.items()
+            if options.get(name) is not None
+        }
+        # Static, with their types, because True == 1. Others, which are wrong, get our errors.
+        static = tuple((name, type(value), value) for name, value in sorted(options.items()))
+        is_static = all(isinstance(value, STATIC) for value in options.values())
+        run = _cross_entropy if is_static else _cross_entropy.__wrapped__
+        return run(self.config, static, params, x, labels, arrays)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -143,6 +159,12 @@ def _apply(config, is_training, params, rng, ids, positions, token_types):
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(config, params, x):
     return _run(config, params, None, lambda layer: layer.logits(x))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _cross_entropy(config, static, params, x, labels, arrays):
+    options = arrays | {name: value for name, _, value in static}
+    return _run(config, params, None, lambda layer: layer.cross_entropy(x, labels, **options))
 
 
 def _run(config: EmbedderConfig, params: Params, rng: Array | None, call: Callable) -> Array:
