@@ -1381,6 +1381,38 @@ def test_logits_are_those_of_the_model(tmp_path, name):
         assert_same(np.asarray(each), unpack(case["logits"]))
 
 
+@pytest.mark.parametrize(
+    ("name", "whole", "output"),
+    [
+        ("granite", {"model_type": "llava_next"}, te.OutputLayer(tied=False)),
+        ("gemma2", {"model_type": "llava"}, te.OutputLayer()),
+        ("gemma2", {"model_type": "paligemma"}, te.OutputLayer(softcap=0.75)),
+        ("cohere2, untied", {"model_type": "aya_vision"}, te.OutputLayer(tied=False)),
+        ("cohere", {"model_type": "another"}, "whether a model another scales or bounds the "
+         "logits like its text model is not known"),
+        ("llama", {"model_type": "another"}, te.OutputLayer(tied=False)),
+        ("qwen2, tied", {"tie_word_embeddings": False}, "the file has no lm_head.weight, and it is "
+         "not tied to the table"),
+        ("qwen2, tied", {"tie_word_embeddings": None}, te.OutputLayer()),
+    ],
+)  # fmt: skip
+def test_the_output_layer_of_a_composite_is_the_whole_models(tmp_path, name, whole, output):
+    """It may leave out the scale and softcap of its text model, and says whether it is tied."""
+    case = HEADS[name]
+    whole = {"text_config": case["settings"]} | whole
+    assert (
+        pretrained.load_embedder(checkpoint(tmp_path, case, settings=whole)).config.output == output
+    )
+
+
+def test_a_composite_is_tied_if_it_says_so(tmp_path):
+    """Whatever its text model says."""
+    case = HEADS["llama"]
+    whole = {"text_config": case["settings"], "tie_word_embeddings": True}
+    path = checkpoint(tmp_path, case, settings=whole, drop=["lm_head.weight"])
+    assert pretrained.load_embedder(path).config.output == te.OutputLayer()
+
+
 def test_tables_that_differ_are_not_tied(tmp_path):
     """Whatever config.json says; equal ones are one."""
     case = HEADS["llama"]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from transformer_embed._src import arguments
-from transformer_embed._src.layers.config import EmbedderConfig
+from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
 from transformer_embed._src.layers.embedder import ROOT
 from transformer_embed._src.pretrained import rope
 from transformer_embed._src.pretrained.architectures import ARCHITECTURES, by_model_type
@@ -52,6 +52,16 @@ BESIDE = re.compile(
     r"embedding_projection|rel_embeddings|(^|\.)pos_embed))"
     r"(embeddings\.|((encoder|decoder)\.)?[^.]*(emb|pos_|posit|rel_|relative|token_type|wte|wpe))"
 )
+# Models around a text model that scale and bound its logits as it does alone, and that do not.
+SCALED_WITHIN = (
+    None,
+    *"paligemma gemma3n gemma4 gemma4_unified granite_docling granite4_vision hyperclovax_vision_v2 "
+    "blip-2 instructblip instructblipvideo".split(),
+)
+UNSCALED_WITHIN = (
+    "aya_vision cohere2_vision gemma3 granite_speech granite_speech_plus idefics2 idefics3 internvl "
+    "llava llava_next llava_next_video llava_onevision mistral3 smolvlm video_llava vipllava"
+).split()
 
 
 class Match(NamedTuple):
@@ -72,9 +82,10 @@ def read_published(
     parts = [whole.get("text_config"), whole.get("text"), whole]
     in_file = next(part for part in parts if isinstance(part, dict))
     type_in_file = in_file.get("model_type") or whole.get("model_type")
-    if "tie_word_embeddings" in whole:
-        # The whole model has the output layer.
-        in_file = in_file | {"tie_word_embeddings": whole["tie_word_embeddings"]}
+    outer = None if in_file is whole else str(whole.get("model_type"))
+    if isinstance(is_tied := whole.get("tie_word_embeddings"), bool):
+        # The output layer is the whole model's.
+        in_file = in_file | {"tie_word_embeddings": is_tied}
     model_type = settings.pop("model_type", None) or type_in_file
     kind, names = recognised(tensors, model_type or _type_by_names(tensors, stack), stack)
     place = f"{path}, for a model {kind.name}"
@@ -89,6 +100,7 @@ def read_published(
     options, rotary, bias = call_with_named_errors(
         where, kind.describe, value, shapes, stack or STACKS[0]
     )
+    options["output"] = _output_within(outer, options["output"])
     dtype = tensors.entry(names[TOKENS]).dtype
     options["param_dtype"] = DTYPES.get(dtype, jnp.dtype("float32"))
     config = call_with_named_errors(where, EmbedderConfig, **options)
@@ -99,6 +111,16 @@ def read_published(
     check_tensors(tensors, stored, parameters, may_lack=OFFSETS)
     params = read_parameters(tensors, stored, parameters)
     return PretrainedInput(config, params, rotary, bias, stored)
+
+
+def _output_within(outer: str | None, output: OutputLayer | str) -> OutputLayer | str:
+    """The output layer of a text model inside a model of the type `outer`, or why there is none."""
+    if isinstance(output, str) or outer in SCALED_WITHIN:
+        return output
+    plain = OutputLayer(output.tied, output.bias)
+    if output == plain or outer in UNSCALED_WITHIN:
+        return plain
+    return f"whether a model {outer} scales or bounds the logits like its text model is not known"
 
 
 def _entries(
