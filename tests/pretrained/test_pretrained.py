@@ -1001,7 +1001,8 @@ def test_a_loaded_layer_is_tuned_inside_a_model_saved_and_loaded(tmp_path, case)
             x += te.RelativePositionBias(**found.bias)(range(3), range(3)).mean()
         return x.sum()
 
-    pair = hk.without_apply_rng(hk.transform(lambda ids: hk.to_module(model)("model")(ids)))
+    # A module is made inside of the function.
+    pair = hk.without_apply_rng(hk.transform(lambda x: hk.to_module(model)("model")(x)))  # noqa: PLW0108
     params = pair.init(KEY, ids)
     steps = jax.jit(jax.grad(pair.apply))(params, ids)
     tuned = jax.tree.map(lambda leaf, step: leaf - 0.1 * step.astype(leaf.dtype), params, steps)
@@ -1010,7 +1011,9 @@ def test_a_loaded_layer_is_tuned_inside_a_model_saved_and_loaded(tmp_path, case)
     again = pretrained.load_embedder(path)
     assert (again.config, again.bias) == (found.config, found.bias)
     tokens = "transformer_embedding/~/token_embedding"
-    assert not np.array_equal(again.params[tokens]["embeddings"], found.params[tokens]["embeddings"])
+    assert not np.array_equal(
+        again.params[tokens]["embeddings"], found.params[tokens]["embeddings"]
+    )
     own = {name.removeprefix("model/"): leaves for name, leaves in tuned.items()}
     own["model/linear"] = own.pop("linear")
     jax.tree.map(np.testing.assert_array_equal, dict(again.params), own)

@@ -332,6 +332,7 @@ def _losses_and_logit_gradients(options, layout, rows, bias, chunk):
     shifted = factor * (logits - top)
     exponentials = jnp.exp(shifted)
     of_label = functools.partial(_of_label, labels - ids[0, 0])
+    share = 0.0
     if smoothing:
         share = jnp.where(is_inside, smoothing / output.predicted(weights.dtype), 0)
         # Shifted logits exist anyway: reading the label's from elsewhere would keep both.

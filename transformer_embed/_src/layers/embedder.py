@@ -2,34 +2,29 @@
 
 import dataclasses
 import functools
-import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import haiku as hk
 import jax
-import numpy as np
 from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.functional.cross_entropy import linear_cross_entropy
+from transformer_embed._src.functional.output_layer import linear_logits
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.modules import (
+    NO_OPTIONS,
     Params,
     TransformerEmbedding,
     init_params,
     layer_paths,
+    output_arguments,
 )
 
 # Where the layer's modules are in the parameters that `init` makes.
 ROOT = "transformer_embedding/~/"
-# The options of a loss that are arrays, and the types of its other options.
-LOSS_ARRAYS = {
-    "mask": functools.partial(arguments.as_mask, is_true="counted"),
-    "weights": arguments.as_floats,
-    "segment_ids": arguments.as_fitting_int32,
-}
-STATIC = str | numbers.Number | np.bool_ | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,9 +92,9 @@ class Embedder:
 
         Raises:
             TypeError: is_training is traced or not a bool; ids are not integers.
-            ValueError: params do not hold one layer of this config; training with dropout and rng=None;
-                positions that do not end in the ids' length, or that lie outside int32 (host
-                values); token types missing, or given although the config has none.
+            ValueError: params do not hold one layer of this config; training with dropout and
+                rng=None; positions that do not end in the ids' length, or that lie outside int32
+                (host values); token types missing, or given although the config has none.
         """
         params = arguments.as_params("params", params)
         if not arguments.flag("is_training", is_training) or self.config.dropout_rate == 0:
@@ -121,8 +116,7 @@ class Embedder:
 
         x is [..., width of the token table]. A sharded table adds columns of padding.
         """
-        params = arguments.as_params("params", params)
-        return _logits(self.config, params, arguments.as_floats("x", x))
+        return linear_logits(x, **self._output("logits", params))
 
     def cross_entropy(
         self, params: Params, x: ArrayLike, labels: ArrayLike, **options: Any
@@ -131,18 +125,16 @@ class Embedder:
 
         The labels are [...]; see `TokenEmbedding.cross_entropy`.
         """
+        output = self._output("cross_entropy", params, options)
+        return linear_cross_entropy(x, labels=labels, **output, **options)
+
+    def _output(
+        self, method: str, params: Params, options: Mapping[str, Any] = NO_OPTIONS
+    ) -> dict[str, Any]:
+        """The arguments of `linear_logits` besides x, for a method."""
         params = arguments.as_params("params", params)
-        x, labels = arguments.as_floats("x", x), arguments.as_int32("labels", labels)
-        arrays = {
-            name: convert(name, options.pop(name))
-            for name, convert in LOSS_ARRAYS.items()
-            if options.get(name) is not None
-        }
-        # Static, with their types, because True == 1. Others, which are wrong, get our errors.
-        static = tuple((name, type(value), value) for name, value in sorted(options.items()))
-        is_static = all(isinstance(value, STATIC) for value in options.values())
-        run = _cross_entropy if is_static else _cross_entropy.__wrapped__
-        return run(self.config, static, params, x, labels, arrays)
+        leaves = params[layer_paths("params", self.config, params)["token_embedding"]]
+        return output_arguments(self.config, method, options, leaves.__getitem__)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -154,17 +146,6 @@ def _init(config: EmbedderConfig, rng: Array) -> Params:
 def _apply(config, is_training, params, rng, ids, positions, token_types):
     options = {"is_training": is_training, "positions": positions, "token_types": token_types}
     return _run(config, params, rng, lambda layer: layer(ids, **options))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _logits(config, params, x):
-    return _run(config, params, None, lambda layer: layer.logits(x))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _cross_entropy(config, static, params, x, labels, arrays):
-    options = arrays | {name: value for name, _, value in static}
-    return _run(config, params, None, lambda layer: layer.cross_entropy(x, labels, **options))
 
 
 def _run(config: EmbedderConfig, params: Params, rng: Array | None, call: Callable) -> Array:

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import math
 import reprlib
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from transformer_embed._src.layers.schemes import SCHEMES, Scheme
 
 Initializer = hk.initializers.Initializer
 Params = Mapping[str, Mapping[str, Any]]
+NO_OPTIONS: Mapping[str, Any] = types.MappingProxyType({})
 
 
 class TokenEmbedding(hk.Module):
@@ -124,32 +126,19 @@ class TokenEmbedding(hk.Module):
         `linear_cross_entropy`: mask, weights, shift, segment_ids, label_smoothing, z_loss,
         reduction and chunk_size.
         """
-        output = self._output("cross_entropy")
-        for name in options.keys() & output.keys():
-            want = "no value here, since the config says it"
-            raise arguments.type_error(name, want, repr(options[name]))
+        output = self._output("cross_entropy", options)
         return linear_cross_entropy(x, labels=labels, **output, **options)
 
-    def _output(self, method: str) -> dict[str, Any]:
+    def _output(self, method: str, options: Mapping[str, Any] = NO_OPTIONS) -> dict[str, Any]:
         """The arguments of `linear_logits` besides x, for a method."""
-        output, width = self.config.output, self.config.d_model
-        if not isinstance(output, OutputLayer):
-            want = f"config.output, an OutputLayer (or call te.linear_{method} with other weights)"
-            got = "None" if output is None else f"none, since {output}"
-            raise arguments.value_error(method, want, got)
-        table, bias = self._table(), None
-        if not output.tied:
-            w_init = hk.initializers.RandomNormal(stddev=1 / math.sqrt(width))
-            table = self._parameter("output_embeddings", w_init, width)
-        if output.bias:
-            bias = self._parameter("output_bias", jnp.zeros)
-        return {
-            "table": table,
-            "bias": bias,
-            "softcap": output.softcap,
-            "scale": output.scale,
-            "pad_id": self.config.pad_id,
+        width = self.config.d_model
+        of_output = hk.initializers.RandomNormal(stddev=1 / math.sqrt(width))
+        parameters = {
+            "embeddings": self._table,
+            "output_embeddings": lambda: self._parameter("output_embeddings", of_output, width),
+            "output_bias": lambda: self._parameter("output_bias", jnp.zeros),
         }
+        return output_arguments(self.config, method, options, lambda name: parameters[name]())
 
     def _scaled_rows(self, ids: ArrayLike) -> tuple[Float[Array, "... d"], jnp.dtype]:
         """The scaled rows in float32 or wider, and the dtype of the table."""
@@ -504,6 +493,33 @@ class TransformerEmbedding(hk.Module):
         """
         with _parameters_from(self._initial_params):
             return self.tokens.cross_entropy(x, labels, **options)
+
+
+def output_arguments(
+    config: EmbedderConfig, method: str, options: Mapping[str, Any], parameter: Callable[[str], Any]
+) -> dict[str, Any]:
+    """The arguments of `linear_logits` besides x, for a method with these options.
+
+    `parameter` returns the parameter of a name.
+    """
+    output = config.output
+    if not isinstance(output, OutputLayer):
+        want = f"config.output, an OutputLayer (or call te.linear_{method} with other weights)"
+        got = "None" if output is None else f"none, since {output}"
+        raise arguments.value_error(method, want, got)
+    # An untied model, too, has a table of tokens.
+    table = parameter("embeddings")
+    output_arguments = {
+        "table": table if output.tied else parameter("output_embeddings"),
+        "bias": parameter("output_bias") if output.bias else None,
+        "softcap": output.softcap,
+        "scale": output.scale,
+        "pad_id": config.pad_id,
+    }
+    for name in output_arguments.keys() & options:
+        want = "no value here, since the config says it"
+        raise arguments.type_error(name, want, repr(options[name]))
+    return output_arguments
 
 
 def init_params(config: EmbedderConfig, rng: Array) -> Params:

@@ -85,9 +85,9 @@ def save_embedder(
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: params do not hold one layer of the config; a name is used twice or cannot be stored; a
-            dtype is not supported; `rotary` or `bias` has arguments that their functions do not
-            take; the path is a folder, a pipe or a device.
+        ValueError: params do not hold one layer of the config; a name is used twice or cannot be
+            stored; a dtype is not supported; `rotary` or `bias` has arguments that their functions
+            do not take; the path is a folder, a pipe or a device.
 
     Example:
         >>> import pathlib, tempfile

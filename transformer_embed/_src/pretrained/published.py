@@ -52,16 +52,19 @@ BESIDE = re.compile(
     r"embedding_projection|rel_embeddings|(^|\.)pos_embed))"
     r"(embeddings\.|((encoder|decoder)\.)?[^.]*(emb|pos_|posit|rel_|relative|token_type|wte|wpe))"
 )
+_words = str.split
 # Models around a text model that scale and bound its logits as it does alone, and that do not.
 SCALED_WITHIN = (
     None,
-    *"paligemma gemma3n gemma4 gemma4_unified granite_docling granite4_vision hyperclovax_vision_v2 "
-    "blip-2 instructblip instructblipvideo".split(),
+    *_words(
+        "paligemma gemma3n gemma4 gemma4_unified granite_docling granite4_vision blip-2"
+        " hyperclovax_vision_v2 instructblip instructblipvideo"
+    ),
 )
-UNSCALED_WITHIN = (
-    "aya_vision cohere2_vision gemma3 granite_speech granite_speech_plus idefics2 idefics3 internvl "
-    "llava llava_next llava_next_video llava_onevision mistral3 smolvlm video_llava vipllava"
-).split()
+UNSCALED_WITHIN = _words(
+    "aya_vision cohere2_vision gemma3 granite_speech granite_speech_plus idefics2 idefics3 llava"
+    " internvl llava_next llava_next_video llava_onevision mistral3 smolvlm video_llava vipllava"
+)
 
 
 class Match(NamedTuple):
