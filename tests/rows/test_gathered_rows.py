@@ -223,6 +223,23 @@ def test_the_gradient_of_another_parameter_through_a_norm_of_all_is_nan():
     assert np.isnan([value, aux, *grads["w"]]).all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_of_mixed_rows_updates_them_by_nan(kind):
+    optimizer = optax.sgd(0.5)
+
+    @jax.jit
+    def steps(params):
+        _, grads = te.rows.value_and_grad(loss, ids={"t": IDS})(params)
+        changed = [jax.tree.map(function, grads) for function in (lambda g: 2 * g, jnp.sign)]
+        return [te.rows.update(optimizer, g, optimizer.init(params), params)[0] for g in changed]
+
+    doubled, mixed = (np.asarray(te.lookup(after["t"], range(5))) for after in steps(placed(kind)))
+    gradient = np.zeros([5, 3], np.float32)
+    np.add.at(gradient, IDS, 1)
+    np.testing.assert_allclose(doubled, TABLE - gradient, rtol=1e-5)
+    np.testing.assert_array_equal(mixed, np.where(gradient, np.nan, TABLE))
+
+
 @pytest.mark.parametrize("leafwise", [lambda x: x * 2, jnp.tanh, jnp.sum, jnp.square])
 def test_a_function_of_every_leaf_is_an_error(leafwise):
     step = te.rows.value_and_grad(lambda p: loss(jax.tree.map(leafwise, p)), ids={"t": IDS})

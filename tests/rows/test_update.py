@@ -627,7 +627,9 @@ def test_bad_arguments_of_value_and_grad_raise_errors():
     params = {"m": {"t": jnp.ones([5, 2])}, "i": jnp.ones([5, 2], jnp.int32), "v": jnp.ones(5)}
     message = "params['m']['x']: wanted a table, since ids or max_rows has it, got none among params['m']['t']"
     expect(ValueError, message, lambda: taken(params, {"m": {"x": [1]}}))
-    message = "params['m'][0]: wanted a table, since ids or max_rows has it, got none among params['m']['t']"
+    message = (
+        "params['m']: wanted a table, since ids or max_rows has it, got none among params['m']['t']"
+    )
     expect(ValueError, message, lambda: taken(params, {"m": [1]}))
     expect(
         ValueError,

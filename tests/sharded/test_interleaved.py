@@ -572,6 +572,18 @@ def test_a_gradient_that_does_not_know_the_owners_is_refused():
         te.rows.update(sgd, grads, sgd.init(params), params)
 
 
+def test_the_mean_over_devices_refuses_a_gradient_that_lies_on_a_mesh():
+    params, ids = {"t": interleave(mesh_of((1, 8)))}, np.zeros((1, 8, 1), np.int32)
+
+    def mean(ids):
+        step = te.rows.value_and_grad(lambda p: te.lookup(p["t"], ids).sum(), ids={"t": ids})
+        return te.rows.pmean(step(params)[1], "i")["t"].values
+
+    message = r"^grads: wanted rows of a table that is whole on each device, got those of an inter"
+    with pytest.raises(TypeError, match=message):
+        jax.eval_shape(jax.vmap(mean, axis_name="i"), ids)
+
+
 @pytest.mark.slow
 def test_looking_up_other_ids_than_given_raises_an_error_or_reads_nan():
     mesh = mesh_of((2, 4))

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 # Exponents of 0..7 above the lowest, two sums of 32 bits with ten digits each.
 DIGITS, BITS = 10, 3
 # The squares of all are zero in float32, so a norm over all leaves stays as it is. And a gradient
-# may be scaled by 1e-13.
+# may be scaled by 1e-12.
 LOWEST = -83
 # Of ratios. One device of 32768 with other ids changes a ratio by more.
 TOLERANCE = 2.0**-16

@@ -56,9 +56,9 @@ class RowGradient(SomeRows):
     Gradients of different rows are added by `te.rows.add` and averaged over devices by
     `te.rows.pmean`. The tiny numbers, the `fingerprint`, show if something else mixed rows:
     after `jax.lax.pmean` over devices with different ids, `update` writes NaN into the table. They
-    keep their ratios if a gradient is scaled as a whole, cast to 32 or 16 bits except float16, or
-    averaged over devices that have the same ids. Other functions of the gradient, such as its sign,
-    end in NaN as well.
+    keep their ratios if a gradient is scaled as a whole (by 1e-12 or more), cast to a dtype other
+    than float16, or averaged over devices that have the same ids. Other functions of the gradient,
+    such as its sign, end in NaN as well.
 
     Args:
         ids: [k], integers, ascending and distinct; ids of vocab_size or above are padding.
