@@ -90,8 +90,7 @@ def test_equal_configs_share_their_compilations(traces):
         embedder = te.Embedder(again)
         params = embedder.init(KEY)
         embedder.apply(params, None, IDS, is_training=False)
-        embedder.logits(params, np.zeros([2, config.d_model], np.float32))
-    assert len(traces) == 2  # apply and logits
+    assert len(traces) == 1
 
 
 @pytest.mark.slow

@@ -496,14 +496,14 @@ def test_what_another_process_removes_first_fails_no_save(tmp_path, monkeypatch)
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
 def test_a_config_that_is_not_a_regular_file_is_an_error(tmp_path, make):
-    save_embedder(tmp_path / "model.safetensors", SMALL, PARAMS)
+    save_file({"other": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
     make(tmp_path / "config.json")
     with pytest.raises(ValueError, match=r"^path: wanted a regular file, got a folder, a pipe"):
         load_embedder(tmp_path, settings={"model_type": "bert"})
 
 
 def test_a_config_that_is_a_dangling_link_is_an_error(tmp_path):
-    save_embedder(tmp_path / "model.safetensors", SMALL, PARAMS)
+    save_file({"other": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
     link_to(tmp_path / "config.json", tmp_path / "missing")
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         load_embedder(tmp_path, settings={"model_type": "bert"})

@@ -527,6 +527,9 @@ def test_settings_of_ones_own_file_may_be_empty(tmp_path):
     params = te.Embedder(config).init(jax.random.key(0))
     te.pretrained.save_embedder(tmp_path / "x", config, params)
     assert load_embedder(tmp_path / "x", settings={}).config == config
+    want = r"^settings: wanted None, since names or metadata say each .*, got dict {'model"
+    with pytest.raises(ValueError, match=want):
+        load_embedder(tmp_path / "x", settings={"model_type": "mamba9"})
 
 
 def test_a_model_type_beside_that_of_the_file_is_named(tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import numbers
+import reprlib
 
 import jax.numpy as jnp
 import numpy as np
@@ -91,8 +92,8 @@ class EmbedderConfig:
         dtype: of the result. None: the dtype of the token table, after a Haiku mixed-precision
             policy has cast it.
         output: the output layer, which `logits` and `cross_entropy` compute. None: they raise an
-            error. A str: they raise an error with this reason; `load_embedder` gives one where
-            `OutputLayer` cannot describe the output layer or the file has none.
+            error. A str of two words or more: they raise an error with this reason; `load_embedder`
+            gives one where `OutputLayer` cannot describe the output layer or the file has none.
 
     Raises:
         ValueError: a field is out of range.
@@ -139,6 +140,9 @@ class EmbedderConfig:
         )
         want = "an OutputLayer, a str, or None"
         arguments.instance("output", self.output, OutputLayer | str | None, want)
+        if isinstance(self.output, str) and len(self.output.split()) < 2:
+            want = "te.OutputLayer(...), None, or the reason why there is none, in words"
+            raise arguments.value_error("output", want, reprlib.repr(self.output))
         if self.scheme is not None:
             arguments.instance("scheme", self.scheme, Scheme, f"{SCHEMES}, or None")
             self.scheme._check(self.table_width)

@@ -122,7 +122,8 @@ class TokenEmbedding(hk.Module):
 
         The labels are [...].
 
-        Labels that are the module's `pad_id` are not counted. The options are those of
+        Labels that are the module's `pad_id` are not counted; leave out others by
+        `mask=labels != -100`. The options are those of
         `linear_cross_entropy`: mask, weights, shift, segment_ids, label_smoothing, z_loss,
         reduction and chunk_size.
         """
@@ -518,6 +519,8 @@ def output_arguments(
     }
     for name in output_arguments.keys() & options:
         want = "no value here, since the config says it"
+        if name == "pad_id":
+            want += " (to leave out labels of -100: mask=labels != -100)"
         raise arguments.type_error(name, want, repr(options[name]))
     return output_arguments
 

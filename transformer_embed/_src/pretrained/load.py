@@ -62,7 +62,7 @@ def load_embedder(
             checkpoint's config.json, which may be missing. A scaling (`rope_scaling`,
             `rope_parameters`) replaces the file's as a whole, except for a `rope_theta` or
             `partial_rotary_factor` that it leaves out. If no config.json names the model type,
-            entries that change the embeddings are required.
+            entries that change the embeddings are required. A file of `save_embedder` takes none.
         config: with `names`, loads any other model, such as one from a tutorial.
         names: the tensor name for each parameter of `Embedder(config).init`. A path may be
             shortened to a suffix that no other parameter has ("token_embedding/embeddings"). None
@@ -103,9 +103,12 @@ def load_embedder(
     if (config is None) != (names is None):
         raise arguments.value_error("config and names", "both or neither", "one of them")
     tensors = open_tensors(path)
-    is_own = not settings and CONFIG in tensors.metadata
+    is_own = CONFIG in tensors.metadata
     if config is not None or is_own:
         arguments.check_left_out("stack", stack, "names or metadata say each parameter's tensor")
+        arguments.check_left_out(
+            "settings", settings or None, "names or metadata say what they would"
+        )
     if config is not None and names is not None:
         parameters = parameters_of("config", config)
         full = full_paths(names, parameters)
