@@ -145,7 +145,7 @@ NOTHING_TO_COMPILE = {
         "YarnScaling",
     ),
     *("EmbedderConfig", "Learned", "OutputLayer"),
-    *("Sinusoidal", "SinusoidalGrid", "check_ids", "check_order"),
+    *("Sinusoidal", "SinusoidalGrid", "Table", "check_ids", "check_order"),
 }
 
 

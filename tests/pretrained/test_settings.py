@@ -527,7 +527,7 @@ def test_settings_of_ones_own_file_may_be_empty(tmp_path):
     params = te.Embedder(config).init(jax.random.key(0))
     te.pretrained.save_embedder(tmp_path / "x", config, params)
     assert load_embedder(tmp_path / "x", settings={}).config == config
-    want = r"^settings: wanted None, since names or metadata say each .*, got dict {'model"
+    want = r"^settings: wanted None, since names or metadata say what they would, got dict {'model"
     with pytest.raises(ValueError, match=want):
         load_embedder(tmp_path / "x", settings={"model_type": "mamba9"})
 
