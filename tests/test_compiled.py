@@ -62,7 +62,7 @@ def init_with_output(make, *arguments):
     """A Haiku module's parameters and its output, drawn and computed in one program."""
 
     def program(rng, *arguments):
-        module = hk.transform(lambda *arguments: make()(*arguments))  # noqa: PLW0108
+        module = hk.transform(lambda *arguments: make()(*arguments))
         return module.apply(module.init(rng, *arguments), rng, *arguments)
 
     return program, (KEY, *arguments)

@@ -1002,7 +1002,7 @@ def test_a_loaded_layer_is_tuned_inside_a_model_saved_and_loaded(tmp_path, case)
         return x.sum()
 
     # A module is made inside of the function.
-    pair = hk.without_apply_rng(hk.transform(lambda x: hk.to_module(model)("model")(x)))  # noqa: PLW0108
+    pair = hk.without_apply_rng(hk.transform(lambda x: hk.to_module(model)("model")(x)))
     params = pair.init(KEY, ids)
     steps = jax.jit(jax.grad(pair.apply))(params, ids)
     tuned = jax.tree.map(lambda leaf, step: leaf - 0.1 * step.astype(leaf.dtype), params, steps)
