@@ -248,7 +248,7 @@ def as_arrays(name: str, tree: Any, is_leaf: Callable) -> Any:
         array = native(place, leaf)
         try:
             return _on_device(array)
-        except TypeError as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise type_error(place, "an array", _describe(leaf)) from error
 
     return jax.tree.map_with_path(convert, tree, is_leaf=is_leaf)
