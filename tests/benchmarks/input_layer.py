@@ -10,6 +10,7 @@ not ours: only equal work is timed.
 """
 
 import argparse
+import dataclasses
 import functools
 import math
 import sys
@@ -232,6 +233,22 @@ def token_positions(options: Options) -> Report:
     return report
 
 
+def padding(options: Options) -> Report:
+    """Positions that skip padding, which each row then has for itself, beside positions that all rows
+    share."""
+    work = peers.make_work()
+    config, params = _ours(work)
+    ids, calls = jnp.asarray(work.ids), {}
+    for name, pad_id in (("without pad_id", None), ("with pad_id", VOCAB_SIZE)):
+        apply = te.Embedder(dataclasses.replace(config, pad_id=pad_id)).apply
+        calls[name] = functools.partial(apply, params, None, ids, is_training=False)
+    np.testing.assert_allclose(*(call() for call in calls.values()), rtol=0, atol=1e-6)
+    samples = interleave(calls, options.rounds, "padding")
+    report = timing_report("Positions that skip padding", samples, ["without pad_id"], {})
+    report.figures["padding: with / without"] = ratio(samples, "with pad_id", "without pad_id")
+    return report
+
+
 def _ours(work: peers.Work) -> tuple[te.EmbedderConfig, Any]:
     config = te.EmbedderConfig(
         VOCAB_SIZE, work.d_model, dropout_rate=RATE, param_dtype=work.dtype, dtype=work.dtype
@@ -430,6 +447,7 @@ CASES: dict[str, Callable[[Options], Report]] = {
     "beside_gather": beside_gather,
     "equal_ids": equal_ids,
     "token_positions": token_positions,
+    "padding": padding,
     "decoding": decoding,
     "bfloat16": bfloat16,
     "long": long_sequence,
