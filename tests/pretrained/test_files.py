@@ -685,7 +685,7 @@ ROTARIES = st.fixed_dictionaries(
                 te.NTKScaling(3.0),
                 te.DynamicNTKScaling(2.0, 8, 16),
                 te.YarnScaling(2.0, 8),
-                te.YarnScaling(2.0, 8, attention_factor=3e38),
+                te.YarnScaling(2.0, 8, attention_factor=3e37),
                 te.Llama3Scaling(8.0),
                 te.LongRopeScaling([1.0, 2.0], [1.0, 3.0], 4.0, 8, 8),
                 te.LongRopeScaling([1e-30], [1.0], 4.0, 8, 8),

@@ -108,9 +108,12 @@ def real(name: str, value: Any, *, above: float = -math.inf) -> float:
 
 
 def positive(name: str, value: Any) -> float:
-    """A Python float above 0 that float32, in which it is computed with, holds too."""
-    number, limits = real(name, value, above=0), jnp.finfo(jnp.float32)
-    lowest, highest = float(limits.tiny), float(limits.max)
+    """A Python float above 0 that float32, in which it is computed with, holds too.
+
+    And so does its inverse: compilers multiply by it, where they do not flush it to 0.
+    """
+    number, lowest = real(name, value, above=0), float(jnp.finfo(jnp.float32).tiny)
+    highest = 1 / lowest
     if not lowest <= number <= highest:
         want = f"a number above 0 that float32 holds, {lowest:.3g} to {highest:.3g}"
         raise value_error(name, want, f"{number:g}")
