@@ -1216,11 +1216,3 @@ def test_pair_axes_past_those_of_the_positions_are_refused():
         match=r"^positions: wanted shape \[..., length, 3 or more\], as pair_axes says, got shape \[3, 2\]",
     ):
         apply_rotary(X, np.zeros([3, 2], int), pair_axes=(0, 0, 1, 2))
-
-
-@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (0,)])
-def test_empty_weights_are_permuted(shape):
-    weights = te.permute_rotary_weights(
-        np.zeros(shape, np.float32), 2, source="half", target="interleaved"
-    )
-    assert weights.shape == shape

@@ -388,7 +388,7 @@ def second_runs(segment_ids: np.ndarray) -> np.ndarray:
     """Where, in rows on the host, a run of tokens begins whose number an earlier run has."""
     begins_again = np.zeros(segment_ids.shape, bool)
     for row, again in zip(segment_ids, begins_again, strict=True):
-        starts = np.flatnonzero((row != 0) & (row != np.roll(row, 1)))
+        starts = np.flatnonzero((row != 0) & (np.diff(row, prepend=0) != 0))
         first = np.unique(row[starts], return_index=True)[1]
         again[np.delete(starts, first)] = True
     return begins_again
