@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from contexts import x64
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
@@ -192,7 +193,7 @@ def said_ids(mask, order):
 
 
 def test_segment_ids_of_64_bits():
-    with jax.enable_x64(True):
+    with x64():
         ids = jnp.array([[2**40 + 1, 2**40 + 1, 1, 0]])
         mask = te.AttentionMask(TokenPositions(jnp.array([[0, 1, 0, 0]]), ids), causal=True)
         options = te.kernels.flash_attention(mask, order="packed")

@@ -7,6 +7,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from contexts import set_mesh
 
 import transformer_embed as te
 
@@ -478,7 +479,7 @@ def test_tokens_split_over_explicit_axes(spec):
         ]
 
     expected = everything(ids, segments)
-    with jax.set_mesh(mesh):
+    with set_mesh(mesh):
         arrays = [jax.device_put(a, jax.P(*spec)) for a in (ids, segments)]
         for function in (everything, jax.jit(everything)):
             jax.tree.map(np.testing.assert_array_equal, function(*arrays), expected)
