@@ -60,7 +60,7 @@ def test_a_lone_file_says_that_config_json_is_missing(tmp_path):
     message = refused(path)
     assert message.startswith(
         "model_type: wanted that of a known model, from settings or a config.json beside "
-        f"{path}, got None; the tensors fit a model bert: pass settings={{'model_type': 'bert'}} if "
+        f"{path}, got None; load its table of tokens alone: "
     )
 
 
@@ -133,7 +133,7 @@ def test_an_unknown_model_with_long_names_is_refused_briefly(tmp_path):
         for n in range(26)
     }
     save_file(names, tmp_path / "model.safetensors")
-    assert "by hand: load_embedder(path, config=" in refused(tmp_path)
+    assert "got None; load it with config and names, which has 26" in refused(tmp_path)
 
 
 # --- By hand.
@@ -633,7 +633,7 @@ def test_hostile_metadata_is_refused_at_once(tmp_path, config, extras, message):
 @pytest.mark.parametrize(
     ("name", "entries", "message"),
     [
-        ("bert", {"model_type": ["bert"]}, ", got ['bert']; the tensors fit a model bert"),
+        ("bert", {"model_type": ["bert"]}, ", got ['bert']; tensors and entries fit a model bert"),
         ("bert", {"hidden_size": 2**40}, "hidden_size: wanted 8, as the tensors say"),
         ("bert", {"vocab_size": {}}, "vocab_size: wanted a Python int, got dict {}"),
         ("marian", {"d_model": 10**8}, "hidden_size: wanted 8, as the tensors say"),

@@ -388,7 +388,7 @@ def test_without_a_config_names_and_shapes_tell(tmp_path, name):
 def test_names_that_models_share_want_a_model_type(tmp_path, name):
     path = checkpoint(tmp_path, CASES[name], settings={})
     message = rf"^model_type: wanted that of a known model, from .* beside {re.escape(str(path))}, got None; "
-    message += r"the tensors fit a model (\S+): pass settings=\{'model_type': '\1'\} if "
+    message += ".*load its table of tokens alone: "
     with pytest.raises(ValueError, match=message):
         pretrained.load_embedder(path)
     alone = pretrained.load_embedder(path, settings=read_by(CASES[name]))
@@ -467,7 +467,7 @@ def test_a_stack_that_is_not_there(tmp_path):
         load(tmp_path, "bert") and pretrained.load_embedder(tmp_path, stack="decoder")
     with pytest.raises(
         ValueError,
-        match=r"wanted the tensors of a model t5, or by hand: .*, got \d+ tensors: .*shared\.weight",
+        match=r"wanted the tensors of a model t5, or its table .*, got \d+ tensors: .*shared\.weight",
     ):
         load(tmp_path, "t5, an encoder alone") and pretrained.load_embedder(
             tmp_path, stack="decoder"
@@ -484,49 +484,70 @@ def test_a_stack_that_is_not_there(tmp_path):
         pretrained.load_embedder(tmp_path, stack="both")
 
 
-def test_an_unknown_model_lists_its_tensors_and_the_way_by_hand(tmp_path):
+def test_an_unknown_model_lists_its_tensors(tmp_path):
     change = {f"h.{n}.w": np.zeros((2, 2), np.float32) for n in range(3)} | {
         "weird.table": np.zeros((5, 4), np.float32)
     }
     save_file(change, tmp_path / "model.safetensors", {})
-    pattern = r"got None; load it by hand: .*, which has 4 tensors: weird\.table, h\.0\.w, h\.1\.w, h\.2\.w$"
-    with pytest.raises(ValueError, match=pattern) as error:
+    pattern = (
+        r"got None; load it with config and names, which has 4 tensors: weird\.table, h\.0\.w, "
+        r"h\.1\.w, h\.2\.w$"
+    )
+    with pytest.raises(ValueError, match=pattern):
         pretrained.load_embedder(tmp_path)
-    assert load_by_hand(error, tmp_path).config.vocab_size == 5
 
 
-def test_no_layer_and_no_other_table_is_proposed_as_the_table_of_tokens(tmp_path):
-    names = ("layers.0.linear.weight", "token_type_embeddings.weight", "embed_positions.weight")
-    tensors = {name: np.zeros((9, 4), np.float32) for name in names}
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("layers.0.embedding.weight", "token_type_embeddings.weight", "embed_positions.weight"),
+        ("a.embed_tokens.weight", "b.embed_tokens.weight"),
+    ],
+)
+def test_no_table_is_proposed_that_is_not_certain(tmp_path, names):
+    tensors = {name: np.full((9, 4), n, np.float32) for n, name in enumerate(names)}
     save_file(tensors, tmp_path / "model.safetensors", {})
-    with pytest.raises(ValueError, match=r"EmbedderConfig\(vocab_size, d_model, .*: 'embedding\.w"):
+    with pytest.raises(ValueError, match=r"got None; load it with config and names, which has"):
         pretrained.load_embedder(tmp_path)
 
 
-def load_by_hand(error, path):
-    """What the call gives that an error proposes."""
-    line = re.search(r"by hand: (load_embedder\(.*?\}\))", str(error.value))[1]
-    return eval(line, vars(te) | {"load_embedder": pretrained.load_embedder, "path": path})
+def followed(error, path):
+    """What the call gives that an error proposes, and the types that it names."""
+    message = str(error.value)
+    line = re.search(r"table of tokens alone: (load_embedder\(.*?\}\))", message)
+    alone = line and eval(
+        line[1], vars(te) | {"load_embedder": pretrained.load_embedder, "path": path}
+    )
+    kinds = re.search(r"fit a model (.*?): pass that model_type", message)
+    return alone, kinds[1].split(" or ") if kinds else []
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_unknown_type_names_the_file_the_nearest_model_and_the_way_by_hand(tmp_path, name):
-    """The way by hand has the file's own names; what tensors do not say is left to the user."""
+def test_an_unknown_type_names_the_nearest_model_and_the_table(tmp_path, name):
+    """What is printed is followed: it is right or not there."""
     case = CASES[name]
     known = load(tmp_path, name)
     path = tmp_path / "model.safetensors"
-    message = (
-        rf"^model_type: wanted that of a known model, .* beside {re.escape(str(path))}, got 'mamba9'; the "
-        r"tensors fit a model (\S+): pass settings=\{'model_type': '\1'\} if it computes the same, or "
-        r"load it by hand"
-    )
-    with pytest.raises(ValueError, match=message) as error:
-        pretrained.load_embedder(path, settings={"model_type": "mamba9"}, stack=case["stack"])
-    found = load_by_hand(error, path)
-    inputs = {key: value for key, value in known.names.items() if not re.search("bias|output", key)}
-    assert found.names == inputs
-    for field in ("vocab_size", "d_model", "num_token_types", "embedding_width"):
-        assert getattr(found.config, field) == getattr(known.config, field)
+    entries = case["settings"]
+    text = "text_config" if "text_config" in entries else "text"
+    inner = entries.get(text, entries) | {"model_type": "mamba9"}
+    unknown = entries | {"model_type": "mamba9"} | ({text: inner} if text in entries else {})
+    (tmp_path / "config.json").write_text(json.dumps(unknown))
+    with pytest.raises(ValueError, match=r"^model_type: wanted .*, got 'mamba9'; ") as error:
+        pretrained.load_embedder(path, stack=case["stack"])
+    alone, kinds = followed(error, path)
+    is_certain = not name.endswith(("untied encoder", "untied decoder", "two vocabularies"))
+    assert (alone is not None) == is_certain
+    if alone is not None:
+        assert alone.names == {TOKENS: known.names[TOKENS]}
+    found = []
+    for kind in kinds:
+        settings = {"model_type": kind}
+        found.append(pretrained.load_embedder(path, stack=case["stack"], settings=settings))
+    is_same = [
+        each.config.scheme == known.config.scheme and each.rotary == known.rotary for each in found
+    ]
+    assert not found or any(is_same)
 
 
 def test_an_unknown_type_whose_tensors_fit_no_row(tmp_path):
@@ -537,10 +558,35 @@ def test_an_unknown_type_whose_tensors_fit_no_row(tmp_path):
     }
     save_file(change, tmp_path / "model.safetensors", {})
     with pytest.raises(
-        ValueError, match=r"beside \S+model\.safetensors, got 'mamba9'; load it by hand"
+        ValueError, match=r"beside \S+model\.safetensors, got 'mamba9'; load its table of tokens"
     ) as error:
         pretrained.load_embedder(tmp_path, settings={"model_type": "mamba9"})
-    assert load_by_hand(error, tmp_path).names == {TOKENS: "embeddings.token_embedding.weight"}
+    alone, kinds = followed(error, tmp_path)
+    assert alone.names == {TOKENS: "embeddings.token_embedding.weight"}
+    assert kinds == []
+
+
+@pytest.mark.parametrize(
+    ("entries", "kinds"),
+    [
+        ({"rope_theta": 1e6}, "llama or helium or cohere"),
+        (
+            {"rope_theta": 1e6, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
+            "granite or hyperclovax",
+        ),
+        ({"rope_theta": 1e6, "final_logit_softcapping": 3.0}, "gemma"),
+        ({"scale_embedding": True}, ""),
+        ({"max_position_embeddings": 9}, ""),
+    ],
+)
+def test_a_type_is_proposed_only_if_it_reads_what_the_file_says(tmp_path, entries, kinds):
+    entries = {"model_type": "mamba9", "tie_word_embeddings": True} | entries
+    case = {"tensors": {}, "settings": entries}
+    table = {"model.embed_tokens.weight": np.ones((12, 8), np.float32)}
+    path = checkpoint(tmp_path, case, change=table)
+    with pytest.raises(ValueError, match=r"^model_type: wanted") as error:
+        pretrained.load_embedder(path)
+    assert " or ".join(followed(error, path)[1]) == kinds
 
 
 def test_a_long_list_is_cut(tmp_path):
@@ -685,7 +731,7 @@ def test_opt_that_widens_before_positions(tmp_path):
     extra = {"model.decoder.project_in.weight": np.zeros((8, 4), np.float32)}
     with pytest.raises(
         ValueError,
-        match=r"wanted an input layer like that of opt, got it widens tokens before positions are added",
+        match=r"wanted an input layer like that of opt, or its table .*, got it widens tokens before positions are added",
     ):
         pretrained.load_embedder(checkpoint(tmp_path, CASES["opt"], change=extra))
 

@@ -281,7 +281,7 @@ ARCHITECTURES = (
         "olmo_hybrid flex_olmo ministral3 phimoe seed_oss arcee apertus "
         "internlm3 minimax aria_text diffllama doge eurobert iquestcoder jais2 jetmoe "
         "bitnet hy_v3 solar_open cwm higgs_audio_v2 "
-        "voxtral_realtime_text cosmos3_edge_text unlimited_ocr_text emu3_text_model",
+        "voxtral_realtime_text unlimited_ocr_text emu3_text_model",
         # Ministral 3 scales its queries. The library ignores the share.
         meaningless="llama_4_scaling_beta max_position_embeddings partial_rotary_factor",
     ),
@@ -295,7 +295,7 @@ ARCHITECTURES = (
         sections=CONSECUTIVE,
     ),
     _llama(
-        "qwen3_vl_text qwen3_vl_moe_text qwen3_omni_moe_text",
+        "qwen3_vl_text qwen3_vl_moe_text qwen3_omni_moe_text cosmos3_edge_text",
         sections=IN_TURNS,
         meaningless="mrope_interleaved interleaved",
     ),
@@ -488,6 +488,17 @@ DEFAULTS: dict[str, dict[Any, str]] = {
         "modernbert modernbert-decoder minicpm minicpm3 falcon",
     },
 }
+
+# Models around a text model that scale and bound its logits as it does alone, and that do not.
+SCALED_WITHIN = (
+    "paligemma gemma3n gemma4 gemma4_unified granite_docling granite4_vision "
+    "hyperclovax_vision_v2 blip-2 instructblip instructblipvideo"
+)
+UNSCALED_WITHIN = (
+    "aya_vision cohere2_vision gemma3 granite_speech granite_speech_plus idefics2 idefics3 "
+    "internvl llava llava_next llava_next_video llava_onevision mistral3 smolvlm video_llava "
+    "vipllava"
+)
 
 
 def by_model_type(model_type: Any) -> Architecture | None:

@@ -422,7 +422,10 @@ class Architecture(NamedTuple):
         scaled = rope.scaling(entries, value["max_position_embeddings"], value[rope.ORIGINAL])
         if scaled is not None:
             rotary["scaling"] = scaled
-        if self.sections and "mrope_section" in entries:
+        if "mrope_section" in entries:
+            if not self.sections:
+                want = f"none, since a model {self.name} is not known to have them"
+                raise arguments.value_error("mrope_section", want, short_repr(entries))
             take_turns = self.sections == rope.IN_TURNS
             rotary["pair_axes"] = rope.pair_axes(entries["mrope_section"], take_turns=take_turns)
         if value["rotary_dim"] is not None:

@@ -9,22 +9,20 @@ import jax.numpy as jnp
 
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
-from transformer_embed._src.layers.embedder import ROOT
 from transformer_embed._src.pretrained import rope
-from transformer_embed._src.pretrained.architectures import ARCHITECTURES, by_model_type
+from transformer_embed._src.pretrained.architectures import (
+    ARCHITECTURES,
+    SCALED_WITHIN,
+    UNSCALED_WITHIN,
+    by_model_type,
+)
 from transformer_embed._src.pretrained.description import (
-    BIAS,
     LOGITS_BIAS,
-    NORM_SCALE,
     OFFSETS,
     OUTPUT_BIAS,
     OUTPUT_TABLE,
-    POSITIONS,
     STACKS,
-    TOKEN_TYPES,
     TOKENS,
-    WIDEN,
-    WIDEN_OFFSET,
     Architecture,
     Shapes,
 )
@@ -32,18 +30,15 @@ from transformer_embed._src.pretrained.files import DTYPES, Tensors, read_json
 from transformer_embed._src.pretrained.messages import call_with_named_errors, short_repr
 from transformer_embed._src.pretrained.parameters import (
     PretrainedInput,
+    Specs,
     check_tensors,
     parameters_of,
     read_parameters,
 )
 
-BY_HAND = (
-    "by hand: load_embedder(path, config=EmbedderConfig(vocab_size, d_model, scheme=None, "
-    "scale=False), names={'token_embedding/embeddings': 'embedding.weight'})"
-)
-# Tensors outside of numbered layers that may be a table of tokens, if no row has their names.
+# Tensors that may be a table of tokens, if no row has their names.
 TABLE = re.compile(
-    r"(?!.*(position|type|\b\d+\b)).*(embed|wte|shared|table|token|word)", re.IGNORECASE
+    r"(?!.*\b\d+\b)(.*\.)?(embed_tokens|(word_|tok(en)?s?_)?emb(ed(ding)?s?)?|wte|shared|embed_in)\.weight"
 )
 # Tensors that may stand beside that table: its siblings, outside of numbered layers. Not buffers,
 # second streams, or what only attention or the end of the model reads.
@@ -51,19 +46,6 @@ BESIDE = re.compile(
     r"(?!.*(\b\d+\b|_ids$|inv_freq|entity|visual|vision|image|audio|patch_|embed_global|embedding_norm|"
     r"embedding_projection|rel_embeddings|(^|\.)pos_embed))"
     r"(embeddings\.|((encoder|decoder)\.)?[^.]*(emb|pos_|posit|rel_|relative|token_type|wte|wpe))"
-)
-_words = str.split
-# Models around a text model that scale and bound its logits as it does alone, and that do not.
-SCALED_WITHIN = (
-    None,
-    *_words(
-        "paligemma gemma3n gemma4 gemma4_unified granite_docling granite4_vision blip-2"
-        " hyperclovax_vision_v2 instructblip instructblipvideo"
-    ),
-)
-UNSCALED_WITHIN = _words(
-    "aya_vision cohere2_vision gemma3 granite_speech granite_speech_plus idefics2 idefics3 llava"
-    " internvl llava_next llava_next_video llava_onevision mistral3 smolvlm video_llava vipllava"
 )
 
 
@@ -90,19 +72,32 @@ def read_published(
         # The output layer is the whole model's.
         in_file = in_file | {"tie_word_embeddings": is_tied}
     model_type = settings.pop("model_type", None) or type_in_file
-    kind, names = recognised(tensors, model_type or _type_by_names(tensors, stack), stack)
+    match = recognised(tensors, model_type or _type_by_names(tensors, stack), stack, in_file)
+    kind = match.kind
     place = f"{path}, for a model {kind.name}"
     entries = _entries(kind, place, in_file, settings)
     value = kind.with_defaults(path, entries, type_in_file)
+    where = f"settings and {place}"
+    found, parameters = _described(tensors, match, value, where, stack or STACKS[0], outer)
+    return found._replace(params=read_parameters(tensors, found.names or {}, parameters))
+
+
+def _described(
+    tensors: Tensors,
+    match: Match,
+    value: Mapping[str, Any],
+    where: str,
+    stack: str,
+    outer: str | None = None,
+) -> tuple[PretrainedInput, Specs]:
+    """All but the parameters, and their shapes, which the tensors have."""
+    kind, _, names = match
     table = names.get(OUTPUT_TABLE)
     # As in the library: two tables that differ are not tied, whatever config.json says.
     if table and value["tie_word_embeddings"] and tensors.are_equal(table, names[TOKENS]):
         del names[OUTPUT_TABLE]
     shapes = shapes_of(tensors, names)
-    where = f"settings and {place}"
-    options, rotary, bias = call_with_named_errors(
-        where, kind.describe, value, shapes, stack or STACKS[0]
-    )
+    options, rotary, bias = call_with_named_errors(where, kind.describe, value, shapes, stack)
     options["output"] = _output_within(outer, options["output"])
     dtype = tensors.entry(names[TOKENS]).dtype
     options["param_dtype"] = DTYPES.get(dtype, jnp.dtype("float32"))
@@ -112,16 +107,15 @@ def read_published(
     # not have is zeros. (In a file that `save_embedder` wrote, a missing offset is damage.)
     stored = {name: tensor for name, tensor in names.items() if name in parameters}
     check_tensors(tensors, stored, parameters, may_lack=OFFSETS)
-    params = read_parameters(tensors, stored, parameters)
-    return PretrainedInput(config, params, rotary, bias, stored)
+    return PretrainedInput(config, {}, rotary, bias, stored), parameters
 
 
 def _output_within(outer: str | None, output: OutputLayer | str) -> OutputLayer | str:
     """The output layer of a text model inside a model of the type `outer`, or why there is none."""
-    if isinstance(output, str) or outer in SCALED_WITHIN:
+    if outer is None or isinstance(output, str) or outer in SCALED_WITHIN.split():
         return output
     plain = OutputLayer(output.tied, output.bias)
-    if output == plain or outer in UNSCALED_WITHIN:
+    if output == plain or outer in UNSCALED_WITHIN.split():
         return plain
     return f"whether a model {outer} scales or bounds the logits like its text model is not known"
 
@@ -165,24 +159,25 @@ def _type_by_names(tensors: Tensors, stack: str | None) -> str | None:
 
 
 def recognised(
-    tensors: Tensors, model_type: Any, stack: str | None
-) -> tuple[Architecture, dict[str, str]]:
-    """The architecture of a checkpoint, with the tensors of its input and output layers.
+    tensors: Tensors, model_type: Any, stack: str | None, in_file: dict[str, Any]
+) -> Match:
+    """The row of a checkpoint, with the tensors of its input and output layers.
 
     Args:
         tensors: the tensors of the checkpoint.
         model_type: from settings or config.json, or None.
         stack: "encoder", "decoder", or None.
+        in_file: the entries of config.json.
     """
     kind, side = by_model_type(model_type), stack or STACKS[0]
     where = tensors.path
     if kind is None:
         want = f"that of a known model, from settings or a config.json beside {where}"
-        got = f"{short_repr(model_type)}; {_advice(tensors, side)}"
+        got = f"{short_repr(model_type)}; {_advice(tensors, stack, in_file)}"
         raise arguments.value_error("model_type", want, got)
     found = matches([kind], tensors.files, side)
     if not found:
-        want = f"the tensors of a model {kind.name}, or {_by_hand(tensors, {})}"
+        want = f"the tensors of a model {kind.name}, or {_by_hand(tensors)}"
         if matches([kind], tensors.files, STACKS[1]):
             want = f"the encoder of {kind.name}; pass stack='decoder' for its decoder"
         raise arguments.value_error(where, want, tensors.listed())
@@ -192,15 +187,21 @@ def recognised(
         raise arguments.value_error(where, want, f"those under {got}")
     if not kind.has_stacks:
         arguments.check_left_out("stack", stack, f"{kind.name} has one stack")
-    _, prefix, names = found[0]
+    if reason := _reason(found[0], side, tensors.files):
+        alone = _by_hand(tensors, found[0].names[TOKENS])
+        want = f"an input layer like that of {kind.name}, or {alone}"
+        raise arguments.value_error(where, want, reason)
+    return found[0]
+
+
+def _reason(match: Match, stack: str, files: Collection[str]) -> str:
+    """Why the input layer is not like that of the row, as its tensors show; "": it is."""
+    kind, prefix, names = match
     for tensor, reason in kind.refused.items():
-        if prefix + tensor.format(stack=side) in tensors.files:
-            raise arguments.value_error(where, f"an input layer like that of {kind.name}", reason)
-    names |= _output_names(kind, prefix, tensors.files)
-    if unread := _unread(kind, prefix, side, tensors.files.keys() - names.values()):
-        want = f"an input layer like that of {kind.name} (or load it with config and names)"
-        raise arguments.value_error(where, want, f"also {unread[0]}, which is not read")
-    return kind, names
+        if prefix + tensor.format(stack=stack) in files:
+            return reason
+    unread = _unread(kind, prefix, stack, set(files) - set(names.values()))
+    return f"also {unread[0]}, which is not read" if unread else ""
 
 
 def _unread(kind: Architecture, prefix: str, stack: str, files: Collection[str]) -> list[str]:
@@ -231,6 +232,7 @@ def matches(kinds: Sequence[Architecture], files: Collection[str], stack: str) -
             tensors = kind.tensors(stack, prefix)
             names = _first_present(tensors, files)
             if not tensors.keys() - names.keys() - set(kind.may_lack):
+                names |= _output_names(kind, prefix, files)
                 found.append(Match(kind, prefix, names))
     return found
 
@@ -252,46 +254,55 @@ def _first_present(
     return {name: ends[0] for name, ends in present.items() if ends}
 
 
-def _advice(tensors: Tensors, stack: str) -> str:
+def _advice(tensors: Tensors, stack: str | None, in_file: dict[str, Any]) -> str:
     """What a model of an unknown type may be loaded as."""
-    fitting = []
-    for match in matches(ARCHITECTURES, tensors.files, stack):
-        shapes = shapes_of(tensors, match.names)
-        widths = {shapes[name][-1] for name in shapes.keys() - {BIAS, WIDEN_OFFSET}}
-        if len(widths) == 1:
-            fitting.append(match)
-    if not fitting:
-        return f"load it {_by_hand(tensors, {})}, which has {tensors.listed()}"
-    kind, _, names = max(fitting, key=lambda match: (match.kind.has_stacks, len(match.names)))
+    fitting = {"": []}
+    for match in matches(ARCHITECTURES, tensors.files, stack or STACKS[0]):
+        fitting.setdefault(_said_by(match, tensors, stack, in_file), []).append(match)
+    # Of the rows that say the same, the first.
+    found = [same[0] for said, same in fitting.items() if said]
+    if not found:
+        return f"load {_by_hand(tensors)}, which has {tensors.listed()}"
+    most = max(len(match.names) for match in found)
+    kinds = [match.kind.name for match in found if len(match.names) == most]
     return (
-        f"the tensors fit a model {kind.name}: pass settings={{'model_type': {kind.name!r}}} if it "
-        f"computes the same, or load it {_by_hand(tensors, names)}"
+        f"tensors and entries fit a model {' or '.join(kinds[:3])}: pass that model_type in "
+        f"settings if it computes the same, or load {_by_hand(tensors)}"
     )
 
 
-def _by_hand(tensors: Tensors, names: Mapping[str, str]) -> str:
-    """The call that loads these tensors without a row, for a model without scale.
+def _said_by(match: Match, tensors: Tensors, stack: str | None, in_file: dict[str, Any]) -> str:
+    """The layer that a row describes if it reads what concerns it and guesses nothing, or ""."""
+    kind, side = by_model_type(match.kind.name), stack or STACKS[0]
+    has_stack = stack is None or match.kind.has_stacks
+    if kind is None or not has_stack or _reason(match, side, tensors.files):
+        return ""
+    try:
+        value = kind.with_defaults("", _entries(kind, "", in_file, {}), None)
+        said, parameters = _described(tensors, match._replace(kind=kind), value, "", side)
+    except ValueError:
+        return ""
+    # A table alone, of which nothing is said, is any model's.
+    is_alone = (
+        parameters.keys() <= {TOKENS, OUTPUT_TABLE, OUTPUT_BIAS}
+        and said.rotary is None
+        and said.bias is None
+    )
+    return "" if is_alone else str(said)
 
-    Without names, it is for the largest table whose name may be that of tokens.
-    """
-    if not names:
-        shapes = {name: tensors.entry(name).shape for name in tensors.files if TABLE.match(name)}
-        tables = [name for name, shape in shapes.items() if len(shape) == 2]
-        if not tables:
-            return BY_HAND
-        names = {TOKENS: max(tables, key=lambda name: shapes[name])}
-    own = {name.removeprefix(ROOT): tensor for name, tensor in names.items() if name != BIAS}
-    shapes = shapes_of(tensors, names)
-    rows, width = shapes[TOKENS]
-    scheme = f"Learned({shapes[POSITIONS][0]})" if POSITIONS in shapes else "None"
-    options = f"{rows}, {shapes.get(WIDEN, (width,))[0]}, scheme={scheme}, scale=False"
-    if TOKEN_TYPES in shapes:
-        options += f", num_token_types={shapes[TOKEN_TYPES][0]}"
-    if NORM_SCALE in shapes:
-        options += ", layer_norm_eps=1e-12"
-    if WIDEN in shapes:
-        options += f", embedding_width={width}"
-    return f"by hand: load_embedder(path, config=EmbedderConfig({options}), names={own})"
+
+def _by_hand(tensors: Tensors, table: str | None = None) -> str:
+    """The call that loads the table of tokens alone, if it is certain."""
+    tables = [name for name in tensors.files if TABLE.fullmatch(name)]
+    if table is None and tables and all(tensors.are_equal(tables[0], each) for each in tables):
+        table = tables[0]
+    shape = tensors.entry(table).shape if table else ()
+    if len(shape) != 2:
+        return "it with config and names"
+    return (
+        f"its table of tokens alone: load_embedder(path, config=EmbedderConfig({shape[0]}, "
+        f"{shape[1]}, scheme=None, scale=False), names={{'token_embedding/embeddings': {table!r}}})"
+    )
 
 
 def _output_names(kind: Architecture, prefix: str, files: Collection[str]) -> dict[str, str]:
