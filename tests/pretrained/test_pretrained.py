@@ -490,7 +490,7 @@ def test_an_unknown_model_lists_its_tensors(tmp_path):
     }
     save_file(change, tmp_path / "model.safetensors", {})
     pattern = (
-        r"got None; load it with config and names, which has 4 tensors: weird\.table, h\.0\.w, "
+        r"got None; load any table with config and names, which has 4 tensors: weird\.table, h\.0\.w, "
         r"h\.1\.w, h\.2\.w$"
     )
     with pytest.raises(ValueError, match=pattern):
@@ -507,7 +507,9 @@ def test_an_unknown_model_lists_its_tensors(tmp_path):
 def test_no_table_is_proposed_that_is_not_certain(tmp_path, names):
     tensors = {name: np.full((9, 4), n, np.float32) for n, name in enumerate(names)}
     save_file(tensors, tmp_path / "model.safetensors", {})
-    with pytest.raises(ValueError, match=r"got None; load it with config and names, which has"):
+    with pytest.raises(
+        ValueError, match=r"got None; load any table with config and names, which has"
+    ):
         pretrained.load_embedder(tmp_path)
 
 
@@ -736,17 +738,31 @@ def test_opt_that_widens_before_positions(tmp_path):
         pretrained.load_embedder(checkpoint(tmp_path, CASES["opt"], change=extra))
 
 
-def test_a_dtype_that_is_not_read(tmp_path):
+@pytest.mark.parametrize(
+    ("dtype", "code"), [("float64", "F64"), ("int8", "I8"), (ml_dtypes.float8_e4m3fn, "F8_E4M3")]
+)
+def test_a_dtype_that_is_not_read(tmp_path, dtype, code):
     tensors = tensors_of(CASES["gpt2"])
     save_file(
-        {name: array.astype(np.float64) for name, array in tensors.items()},
+        {name: array.astype(dtype) for name, array in tensors.items()},
         tmp_path / "model.safetensors",
     )
     with pytest.raises(
         ValueError,
-        match=r"wanted shape \[.*\], as the configuration says, of F32 or BF16 or F16, got F64\[",
+        match=r"wte.weight: wanted shape \[.*\], as the configuration says, of F32 or BF16 or F16, "
+        rf"got {code}\[.*\]: convert it first \(a quantized model by its dequantize\(\)\)$",
     ):
         pretrained.load_embedder(tmp_path, settings={"model_type": "gpt2"})
+
+
+@pytest.mark.parametrize("name", ["model.fp16.safetensors", "0_Transformer/model.safetensors"])
+def test_a_folder_with_another_file_names_it(tmp_path, name):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    checkpoint(path.parent, CASES["gpt2"]).rename(path)
+    with pytest.raises(ValueError, match=rf"wanted a folder with .*, got {path}: pass it$"):
+        pretrained.load_embedder(tmp_path)
+    pretrained.load_embedder(path)
 
 
 class Bomb:
@@ -1147,7 +1163,7 @@ def test_parameters_that_cannot_be_saved(tmp_path):
         pretrained.save_embedder(path, dataclasses.replace(config, scheme=None), params)
     with pytest.raises(
         ValueError,
-        match=r": a/b: wanted shape \[1\], as .*, of F32 or BF16 or F16, got int32\[1\]$",
+        match=r": a/b: wanted shape \[1\], as .*, of F32 or BF16 or F16, got int32\[1\]: convert it",
     ):
         pretrained.save_embedder(path, config, {**params, "a": {"b": np.zeros(1, np.int32)}})
     with pytest.raises(

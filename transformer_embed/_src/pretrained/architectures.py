@@ -44,6 +44,9 @@ _bert = functools.partial(
     no_output="a dense layer and a norm come before it",
     refused_entries={"position_embedding_type": "others are not part of the input layer"},
 )
+_rotated_bert = functools.partial(
+    _bert, positions="", rotary="half", refused_entries={}, meaningless="position_embedding_type"
+)
 _gpt2 = functools.partial(
     Architecture,
     tokens="wte",
@@ -126,9 +129,8 @@ ARCHITECTURES = (
     _bert(
         "bert-generation git", token_types="", head="lm_head.decoder lm_head output", no_output=""
     ),
-    _bert(
+    _rotated_bert(
         "nomic_bert",
-        positions="",
         norm="emb_ln",
         rotary="rotary_emb_interleaved",
         rotates_share=True,
@@ -140,6 +142,16 @@ ARCHITECTURES = (
             "rope_theta": "rotary_emb_base",
             "partial_rotary_factor": "rotary_emb_fraction",
         },
+    ),
+    _rotated_bert("gte", may_lack=(TOKEN_TYPES,)),
+    _rotated_bert("jina_embeddings_v3", norm="emb_ln", aliases={"rope_theta": "rotary_emb_base"}),
+    _rotated_bert(
+        "roformer",
+        rotary="interleaved",
+        widen="embeddings_project",
+        may_lack=(WIDEN, WIDEN_OFFSET),
+        # The sinusoids that rotate heads.
+        meaningless="embed_positions",
     ),
     _bert(
         "distilbert",
@@ -274,8 +286,8 @@ ARCHITECTURES = (
         no_output="it has none",
         known_below="",
     ),
-    Architecture("jamba", tokens="embed_tokens"),
-    Architecture("mamba mamba2 falcon_mamba", tokens="embeddings"),
+    Architecture("jamba kimi_linear", tokens="embed_tokens"),
+    Architecture("mamba mamba2 falcon_mamba nemotron_h", tokens="embeddings"),
     _llama(
         "llama mistral qwen2 qwen3 mixtral qwen2_moe qwen3_moe gpt_oss olmo olmo2 olmoe "
         "olmo_hybrid flex_olmo ministral3 phimoe seed_oss arcee apertus "
@@ -291,7 +303,7 @@ ARCHITECTURES = (
     ),
     _llama("minimax_m2", rotates_share=True, entries="rotary_dim"),
     _llama(
-        "qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text qwen2_vl qwen2_5_vl",
+        "qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text qwen2_vl qwen2_5_vl paddleocr_vl_text",
         sections=CONSECUTIVE,
     ),
     _llama(
@@ -382,7 +394,13 @@ ARCHITECTURES = (
         rotates_share=True,
         aliases={"partial_rotary_factor": "partial_rotary_factor rope_pct rope_percent"},
     ),
-    _llama("glm4v_moe_text", rotates_share=True, sections=CONSECUTIVE),
+    _llama("glm4v_moe_text glm_image_text", rotates_share=True, sections=CONSECUTIVE),
+    _llama(
+        "glm4v_text glm_ocr_text",
+        rotary="interleaved",
+        rotates_share=True,
+        sections=CONSECUTIVE,
+    ),
     _llama(
         "qwen3_5_text qwen3_5_moe_text",
         rotates_share=True,
@@ -441,7 +459,7 @@ DEFAULTS: dict[str, dict[Any, str]] = {
     "final_logit_softcapping": {30.0: "gemma2 vaultgemma recurrent_gemma gemma3n_text"},
     "hidden_dropout": {0.0: "gpt_neox gpt_neox_japanese"},
     "layer_norm_eps": {
-        1e-5: "altclip_text_model bridgetower_text_model layoutlmv3 modernbert "
+        1e-5: "altclip_text_model bridgetower_text_model jina_embeddings_v3 layoutlmv3 modernbert "
         "modernbert-decoder bloom",
         1e-7: "deberta deberta-v2",
     },
@@ -459,10 +477,11 @@ DEFAULTS: dict[str, dict[Any, str]] = {
     "rope_local_base_freq": {500_000.0: "olmo3"},
     "rope_theta": {
         1_000.0: "nomic_bert",
+        20_000.0: "jina_embeddings_v3",
         100_000.0: "helium",
-        160_000.0: "modernbert modernbert-decoder",
-        500_000.0: "flex_olmo bitnet qwen3_vl_text qwen3_vl_moe_text cohere ernie4_5 "
-        "ernie4_5_moe llama4_text olmo3 mellum",
+        160_000.0: "modernbert modernbert-decoder gte",
+        500_000.0: "paddleocr_vl_text flex_olmo bitnet qwen3_vl_text qwen3_vl_moe_text cohere "
+        "ernie4_5 ernie4_5_moe llama4_text olmo3 mellum",
         1_000_000.0: "mixtral phimoe minimax lfm2 solar_open emu3_text_model qwen2_vl_text "
         "qwen2_5_vl_text qwen2_5_omni_text qwen2_vl qwen2_5_vl qwen3_omni_moe_text gemma3 "
         "gemma3_text gemma3n_text embedding_gemma2_text",
@@ -481,8 +500,9 @@ DEFAULTS: dict[str, dict[Any, str]] = {
     },
     "sliding_rotary_factor": {0.334: "mimo_v2_flash"},
     "tie_word_embeddings": {
-        False: "git rembert fsmt mamba2 jamba gptj codegen",
-        True: "starcoder2 jetmoe lfm2 cohere cohere2 ernie4_5 ernie4_5_moe youtu smollm3 "
+        False: "git rembert fsmt mamba2 jamba kimi_linear nemotron_h gptj codegen",
+        True: "paddleocr_vl_text starcoder2 jetmoe lfm2 cohere cohere2 ernie4_5 ernie4_5_moe "
+        "youtu smollm3 "
         "granite_docling_text gpt_neox_japanese gemma gemma2 vaultgemma recurrent_gemma gemma3 "
         "gemma3_text gemma3n_text gemma4_text gemma4_unified_text embedding_gemma2_text "
         "modernbert modernbert-decoder minicpm minicpm3 falcon",

@@ -134,7 +134,10 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
         names = [name for name in (WHOLE, INDEX) if (found / name).exists()]
         if not names:
             want = f"a folder with {WHOLE} or {INDEX} ({OTHER_FORMATS})"
-            raise arguments.value_error(found, want, "neither")
+            others = sorted(map(str, found.glob("**/*.safetensors")))
+            raise arguments.value_error(
+                found, want, f"{others[0]}: pass it" if others else "neither"
+            )
         found /= names[0]
     header = functools.cache(_header)
     if found.name.endswith(".json"):

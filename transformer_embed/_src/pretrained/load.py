@@ -59,7 +59,8 @@ def load_embedder(
         stack: `"encoder"` or `"decoder"`, for models with both; None: the encoder. A stack's own
             table takes precedence over a shared one.
         settings: `config.json` entries, such as {"model_type": "bert"}. They override those in the
-            checkpoint's config.json, which may be missing. A scaling (`rope_scaling`,
+            checkpoint's config.json, which may be missing; None for an entry that is not read says
+            that it means nothing. A scaling (`rope_scaling`,
             `rope_parameters`) replaces the file's as a whole, except for a `rope_theta` or
             `partial_rotary_factor` that it leaves out. If no config.json names the model type,
             entries that change the embeddings are required. A file of `save_embedder` takes none.

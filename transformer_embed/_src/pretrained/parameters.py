@@ -166,4 +166,5 @@ def check_entry(
     if not is_same or entry.dtype not in dtypes:
         sizes, types = short_repr(list(shape)), " or ".join(dtypes)
         want = f"shape {sizes}, as the configuration says, of {types}"
-        raise arguments.value_error(f"{tensors.path}: {tensor}", want, entry)
+        got = f"{entry}: convert it first (a quantized model by its dequantize())"
+        raise arguments.value_error(f"{tensors.path}: {tensor}", want, got if is_same else entry)

@@ -298,7 +298,7 @@ def _by_hand(tensors: Tensors, table: str | None = None) -> str:
         table = tables[0]
     shape = tensors.entry(table).shape if table else ()
     if len(shape) != 2:
-        return "it with config and names"
+        return "any table with config and names"
     return (
         f"its table of tokens alone: load_embedder(path, config=EmbedderConfig({shape[0]}, "
         f"{shape[1]}, scheme=None, scale=False), names={{'token_embedding/embeddings': {table!r}}})"
