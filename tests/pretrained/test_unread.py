@@ -5,7 +5,7 @@ import pytest
 from checkpoints import CASES, checkpoint, kind_of
 
 import transformer_embed as te
-from transformer_embed._src.pretrained.architectures import ARCHITECTURES
+from transformer_embed._src.pretrained import architectures
 
 LLAMA = {"model_type": "llama", "vocab_size": 12}
 ROWS = {
@@ -87,7 +87,7 @@ def test_settings_may_be_null_only_for_an_entry_of_the_file(tmp_path):
 
 def test_meaningless_entries_concern_the_layer():
     """Otherwise they need not be listed."""
-    for row in ARCHITECTURES:
+    for row in architectures.ARCHITECTURES:
         bare = row._replace(meaningless="")
         for entry in row.meaningless.split():
             is_inside_a_scaling = entry in ("max_position_embeddings", "interleaved")
@@ -204,6 +204,200 @@ def test_published_forms_are_read(tmp_path, name):
     for field, value in expected.items():
         where = found if field in found._fields else found.config
         assert getattr(where, field) == value
+
+
+# What published config.json files say besides, as far as its names concern any layer.
+PUBLISHED = {
+    "bert": {"directionality": "bidi", "pooler_fc_size": 768, "gradient_checkpointing": False},
+    "xlm-roberta": {"output_past": True},
+    "albert": {
+        "down_scale_factor": 1,
+        "gap_size": 0,
+        "net_structure_type": 0,
+        "inner_group_num": 1,
+        "num_memory_blocks": 0,
+    },
+    "electra": {"summary_type": "first"},
+    "distilbert": {"tie_weights_": True, "sinusoidal_pos_embds": False, "seq_classif_dropout": 0.2},
+    "gpt2": {
+        "n_ctx": 1024,
+        "layer_norm_epsilon": 1e-05,
+        "scale_attn_weights": True,
+        "reorder_and_upcast_attn": False,
+        "task_specific_params": {},
+    },
+    "gptj": {"rotary": True, "scale_attn_weights": True},
+    "opt": {
+        "word_embed_proj_dim": 768,
+        "_remove_final_layer_norm": False,
+        "do_layer_norm_before": True,
+        "prefix": "</s>",
+    },
+    "t5": {"n_positions": 512, "output_past": True, "layer_norm_epsilon": 1e-06},
+    "bart": {
+        "normalize_embedding": True,
+        "normalize_before": False,
+        "add_bias_logits": False,
+        "static_position_embeddings": False,
+        "extra_pos_embeddings": 2,
+    },
+    "marian": {
+        "normalize_embedding": False,
+        "static_position_embeddings": True,
+        "add_final_layer_norm": False,
+        "num_beams": 6,
+    },
+    "m2m_100": {"normalize_before": True},
+    "whisper": {"scale_embedding": False, "max_source_positions": 1500},
+    "llama": {
+        "pretraining_tp": 1,
+        "mlp_bias": False,
+        "attention_bias": False,
+        "max_sequence_length": 2048,
+    },
+    "mistral": {"sliding_window": 4096},
+    "qwen2": {"use_sliding_window": False, "max_window_layers": 28, "use_mrope": False},
+    "qwen3": {"head_dim": 128, "attention_bias": False},
+    "qwen2_5_vl": {
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "vision_start_token_id": 1,
+        "vision_config": {"x": 1},
+    },
+    "gemma": {"hidden_activation": None},
+    "gemma2": {
+        "attn_logit_softcapping": 50.0,
+        "query_pre_attn_scalar": 256,
+        "cache_implementation": "hybrid",
+    },
+    "gemma3_text": {
+        "query_pre_attn_scalar": 256,
+        "sliding_window_pattern": 6,
+        "attn_logit_softcapping": None,
+    },
+    "phi": {"qk_layernorm": False},
+    "phi3": {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False},
+    "phimoe": {"lm_head_bias": True, "attention_bias": True, "input_jitter_noise": 0.01},
+    "deepseek_v3": {
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "routed_scaling_factor": 2.5,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "moe_layer_freq": 1,
+        "ep_size": 1,
+        "scoring_func": "sigmoid",
+        "num_nextn_predict_layers": 1,
+    },
+    "gpt_oss": {
+        "initial_context_length": 4096,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "swiglu_limit": 7.0,
+    },
+    "cohere": {"model_max_length": 8192, "use_qk_norm": False},
+    "granite": {"attention_multiplier": 0.0078, "residual_multiplier": 0.22},
+    "stablelm": {"rotary_scaling_factor": 1.0, "norm_eps": 1e-05, "use_qkv_bias": False},
+    "gpt_neox": {"use_parallel_residual": True},
+    "falcon": {
+        "bias": False,
+        "multi_query": True,
+        "n_head": 71,
+        "n_layer": 32,
+        "parallel_attn": True,
+    },
+    "falcon_h1": {
+        "attention_in_multiplier": 1.0,
+        "key_multiplier": 0.3,
+        "mlp_multipliers": [0.8, 0.2],
+        "ssm_multipliers": [0.3],
+        "mlp_expansion_factor": 8,
+    },
+    "mpt": {
+        "attn_config": {"alibi": True, "alibi_bias_max": 8},
+        "embedding_fraction": 1.0,
+        "emb_pdrop": 0,
+        "learned_pos_emb": True,
+        "logit_scale": None,
+        "norm_type": "x",
+    },
+    "bloom": {
+        "offset_alibi": 100,
+        "skip_bias_add": True,
+        "seq_length": 2048,
+        "masked_softmax_fusion": True,
+    },
+    "starcoder2": {
+        "norm_type": "layer_norm",
+        "norm_epsilon": 1e-05,
+        "use_bias": True,
+        "mlp_type": "default",
+    },
+    "modernbert": {
+        "position_embedding_type": "absolute",
+        "repad_logits_with_grad": False,
+        "sparse_prediction": False,
+        "decoder_bias": True,
+    },
+    "minicpm": {"scale_depth": 1.4},
+    "smollm3": {"no_rope_layers": [1, 0], "no_rope_layer_interval": 4, "use_mla": False},
+    "llama4_text": {
+        "attn_scale": 0.1,
+        "floor_scale": 8192,
+        "attn_temperature_tuning": True,
+        "no_rope_layers": [1, 0],
+        "qk_norm": True,
+    },
+    "mamba": {
+        "pad_vocab_size_multiple": 8,
+        "residual_in_fp32": True,
+        "time_step_scale": 1.0,
+        "rescale_prenorm_residual": False,
+        "d_inner": 8,
+    },
+    "clip_text_model": {"logit_scale_init_value": 2.66, "projection_dim": 512},
+    "deberta-v2": {
+        "relative_attention": True,
+        "position_buckets": 256,
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+        "pos_att_type": "p2c|c2p",
+        "position_biased_input": False,
+        "max_relative_positions": -1,
+    },
+    "xlm": {
+        "share_inout_emb": True,
+        "use_lang_emb": True,
+        "sinusoidal_embeddings": False,
+        "embed_init_std": 0.02,
+    },
+    "kimi_linear": {"rope_theta": 10000.0, "mla_use_nope": True, "qk_rope_head_dim": 64},
+    "jina_embeddings_v3": {
+        "position_embedding_type": "rotary",
+        "emb_pooler": "mean",
+        "lora_rank": 4,
+    },
+}
+
+
+@pytest.mark.parametrize("model_type", PUBLISHED)
+def test_published_files_are_not_refused(model_type):
+    """What they say besides is known to mean nothing."""
+    kind = architectures.by_model_type(model_type)
+    _, unread = kind.read("config.json", PUBLISHED[model_type])
+    assert [name for name, value in unread.items() if kind.concerns(name, value)] == []
 
 
 def test_mpnet_has_a_bias_of_relative_positions(tmp_path):

@@ -286,8 +286,10 @@ ARCHITECTURES = (
         no_output="it has none",
         known_below="",
     ),
-    Architecture("jamba kimi_linear", tokens="embed_tokens"),
-    Architecture("mamba mamba2 falcon_mamba nemotron_h", tokens="embeddings"),
+    Architecture("jamba kimi_linear", tokens="embed_tokens", meaningless="rope_theta"),
+    Architecture(
+        "mamba mamba2 falcon_mamba nemotron_h", tokens="embeddings", meaningless="rope_theta"
+    ),
     _llama(
         "llama mistral qwen2 qwen3 mixtral qwen2_moe qwen3_moe gpt_oss olmo olmo2 olmoe "
         "olmo_hybrid flex_olmo ministral3 phimoe seed_oss arcee apertus "
