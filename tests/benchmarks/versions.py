@@ -197,7 +197,6 @@ def main():
         help=", ".join(CASES),
     )
     arguments = parser.parse_args()
-    # Other rounds first: a version that is loaded second is no slower for it.
     versions = {"other": load(arguments.other), "this": load(HERE)}
     found, left_out = zip(*rows(versions, arguments.only, arguments.rounds), strict=True)
     columns = ["case", "other, ms", "this, ms", "this / other", "middle half"]

@@ -567,7 +567,7 @@ def page_of(table):
         "## Known differences",
         "",
         "- Entries of config.json whose names concern the layer (positions, rotation, scale, tying, softcap)",
-        "  are read, known to mean nothing to the type, or refused by name. If one means nothing, pass it as",
+        "  are read, known to mean nothing to the type, or raise an error that names them. If one means nothing, pass it as",
         "  `settings={'entry': None}`. Tensors beside the table of tokens that are not read are refused too.",
         "- YaRN in models whose kinds of layers have their own rotations: `truncate: false` is followed; the",
         "  library ignores it there.",

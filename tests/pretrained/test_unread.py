@@ -1,4 +1,4 @@
-"""Entries and tensors that concern a layer and that nothing reads: refused by name."""
+"""Entries and tensors that concern a layer and that nothing reads: errors name them."""
 
 import numpy as np
 import pytest

@@ -15,7 +15,6 @@ from transformer_embed._src.functional.cross_entropy import linear_cross_entropy
 from transformer_embed._src.functional.output_layer import linear_logits
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.modules import (
-    NO_OPTIONS,
     Params,
     TransformerEmbedding,
     init_params,
@@ -116,7 +115,7 @@ class Embedder:
 
         x is [..., width of the token table]. A sharded table adds columns of padding.
         """
-        return linear_logits(x, **self._output("logits", params))
+        return linear_logits(x, **self._output("logits", params, {}))
 
     def cross_entropy(
         self, params: Params, x: ArrayLike, labels: ArrayLike, **options: Any
@@ -128,9 +127,7 @@ class Embedder:
         output = self._output("cross_entropy", params, options)
         return linear_cross_entropy(x, labels=labels, **output, **options)
 
-    def _output(
-        self, method: str, params: Params, options: Mapping[str, Any] = NO_OPTIONS
-    ) -> dict[str, Any]:
+    def _output(self, method: str, params: Params, options: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of `linear_logits` besides x, for a method."""
         params = arguments.as_params("params", params)
         leaves = params[layer_paths("params", self.config, params)["token_embedding"]]

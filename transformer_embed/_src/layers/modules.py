@@ -5,7 +5,6 @@ import contextlib
 import functools
 import math
 import reprlib
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,6 @@ from transformer_embed._src.layers.schemes import SCHEMES, Scheme
 
 Initializer = hk.initializers.Initializer
 Params = Mapping[str, Mapping[str, Any]]
-NO_OPTIONS: Mapping[str, Any] = types.MappingProxyType({})
 
 
 class TokenEmbedding(hk.Module):
@@ -115,7 +113,7 @@ class TokenEmbedding(hk.Module):
 
         x is [..., d_model].
         """
-        return linear_logits(x, **self._output("logits"))
+        return linear_logits(x, **self._output("logits", {}))
 
     def cross_entropy(self, x: ArrayLike, labels: ArrayLike, **options: Any) -> Float[Array, ""]:
         """The cross-entropy of `logits(x)`, computed one chunk of tokens at a time.
@@ -130,7 +128,7 @@ class TokenEmbedding(hk.Module):
         output = self._output("cross_entropy", options)
         return linear_cross_entropy(x, labels=labels, **output, **options)
 
-    def _output(self, method: str, options: Mapping[str, Any] = NO_OPTIONS) -> dict[str, Any]:
+    def _output(self, method: str, options: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of `linear_logits` besides x, for a method."""
         width = self.config.d_model
         of_output = hk.initializers.RandomNormal(stddev=1 / math.sqrt(width))
@@ -510,19 +508,19 @@ def output_arguments(
         raise arguments.value_error(method, want, got)
     # An untied model, too, has a table of tokens.
     table = parameter("embeddings")
-    output_arguments = {
+    found = {
         "table": table if output.tied else parameter("output_embeddings"),
         "bias": parameter("output_bias") if output.bias else None,
         "softcap": output.softcap,
         "scale": output.scale,
         "pad_id": config.pad_id,
     }
-    for name in output_arguments.keys() & options:
+    for name in found.keys() & options:
         want = "no value here, since the config says it"
         if name == "pad_id":
             want += " (to leave out labels of -100: mask=labels != -100)"
         raise arguments.type_error(name, want, repr(options[name]))
-    return output_arguments
+    return found
 
 
 def init_params(config: EmbedderConfig, rng: Array) -> Params:

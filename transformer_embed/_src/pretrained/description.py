@@ -43,7 +43,6 @@ ROTATED, UNROTATED = "rope", "no_rope"
 
 Check = Callable[[str, Any], Any]
 _count: Check = functools.partial(arguments.integer, at_least=1)
-_positive: Check = arguments.positive
 
 
 def _or_null(check: Check) -> Check:
@@ -66,9 +65,11 @@ CHECKS = {
         _or_null(arguments.integer): "pad_token_id sliding_window type_vocab_size",
         arguments.integer: "relative_attention_max_distance",
         arguments.rate: _RATES,
-        _positive: "layer_norm_eps embedding_multiplier scale_emb rope_theta partial_rotary_factor "
-        "logit_scale logits_scaling",
-        _or_null(_positive): "sliding_rotary_factor rope_local_base_freq final_logit_softcapping",
+        arguments.positive: "layer_norm_eps embedding_multiplier scale_emb rope_theta "
+        "partial_rotary_factor logit_scale logits_scaling",
+        _or_null(
+            arguments.positive
+        ): "sliding_rotary_factor rope_local_base_freq final_logit_softcapping",
         arguments.flag: "scale_embedding rescale_embeddings mup_enabled alibi rope_interleave "
         "rotary_emb_interleaved asm tie_word_embeddings share_encoder_decoder_embeddings "
         "scale_decoder_outputs use_learned_position_embeddings",
