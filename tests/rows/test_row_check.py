@@ -447,10 +447,25 @@ def emitting(emit):
     return optax.GradientTransformation(init, update)
 
 
+def choosing(choose):
+    """Chooses by the number of the step."""
+    return optax.GradientTransformation(
+        lambda params: jnp.zeros([], jnp.int32),
+        lambda updates, count, params=None: (
+            jax.tree.map(functools.partial(choose, count), updates),
+            count + 1,
+        ),
+    )
+
+
 def test_a_choice_of_all_rows_may_not_decide_whether_a_gradient_is_used():
     refuse(
         emitting(lambda count: (count % 3 == 2).astype(jnp.float32)),
         "by a condition outside of the row decides whether its gradient or state is used",
+    )
+    refuse(
+        choosing(lambda count, g: jnp.stack([jnp.zeros_like(g), g], 1)[:, (count % 3 == 2) * 1]),
+        "gather by a condition outside of the row decides whether its gradient or state is used",
     )
     refuse(
         stateless(lambda g: jnp.where(jnp.sum(jnp.ones(3)) > 2, g, 0.0)),
@@ -469,13 +484,7 @@ def test_a_choice_of_all_rows_may_not_decide_whether_a_gradient_is_used():
     ids=["a choice", "a sum", "products", "a power"],
 )
 def test_a_schedule_that_chooses_a_step_size_is_no_such_choice(schedule):
-    by_hand = optax.GradientTransformation(
-        lambda params: jnp.zeros([], jnp.int32),
-        lambda updates, count, params=None: (
-            jax.tree.map(lambda g: -schedule(count) * g, updates),
-            count + 1,
-        ),
-    )
+    by_hand = choosing(lambda count, g: -schedule(count) * g)
     for optimizer in (optax.sgd(schedule), by_hand):
         after, _ = step(optimizer)
         np.testing.assert_allclose(np.asarray(after["t"])[[0, 3], 0], [0.5, 0])

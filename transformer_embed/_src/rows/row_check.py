@@ -58,6 +58,8 @@ DECIDE = words("and mul or select_n")
 # Kinds of values: the same for all rows, or computed from a row. Of several operands, the last kind
 # counts.
 CONSTANT, CONDITION, SHARED, ROW = range(4)
+# Among the inputs that a value is computed from: any that is not a table.
+DATA = -1
 
 DIFFERS = "a program that depends on the number of rows"
 SYMBOLIC = "it cannot be traced for an unknown number of rows"
@@ -76,7 +78,7 @@ class Fact(NamedTuple):
 
     Attributes:
         kind: one of the kinds above.
-        uses: the inputs that a row is computed from, whatever the shared conditions are.
+        uses: the inputs that a value is computed from, whatever the shared conditions are.
         loss: the error for the first shared condition that may leave out another input.
     """
 
@@ -179,7 +181,8 @@ def check(step: Callable[[Any], Sequence[Any]], tables: Tables, update: Callable
     block = traced(tables.block)
     operands = []
     for place, leaf in (tables.leaves | rows).items():
-        fact = Fact(ROW, frozenset([place])) if place in rows else Fact()
+        is_table = place in rows
+        fact = Fact(ROW, frozenset([place])) if is_table else Fact(SHARED, frozenset([DATA]))
         operands += [fact] * len(jax.tree.leaves(leaf))
     facts = _follow(program, operands, [update])
     # New rows of the table must use their gradient, and those of a state the old ones.
@@ -245,18 +248,19 @@ def _results(equation: Any, operands: Sequence[Fact], blamed: Sequence[Any]) -> 
     if problem := _problem(equation):
         raise _refusal(problem, *blamed)
     kind = max(kinds, default=SHARED)
+    uses = frozenset().union(*(fact.uses for fact in operands))
     if kind < ROW:
         if name not in KEEP_CONDITIONS or (name == "mul" and CONSTANT in kinds):
             kind = SHARED
         types = (variable.aval.dtype for variable in equation.outvars)
-        return [Fact(CONDITION if dtype == jnp.bool_ else kind) for dtype in types]
-    uses = frozenset().union(*(fact.uses for fact in operands))
+        return [Fact(CONDITION if dtype == jnp.bool_ else kind, uses) for dtype in types]
     loss = next((fact.loss for fact in operands if fact.loss), None)
-    if name in DECIDE and CONDITION in kinds:
+    is_choice = name == "gather" and kinds[1] < ROW and operands[1].uses
+    if is_choice or (name in DECIDE and CONDITION in kinds):
         # select_n(condition, a, b) uses what both use; a product with 0 uses nothing.
         cases = operands[1:] if name == "select_n" else operands
         before, uses = uses, frozenset.intersection(*(fact.uses for fact in cases))
-        if not loss and uses != before:
+        if not loss and before - uses - {DATA}:
             how = "by a condition outside of the row decides whether its gradient or state is used"
             loss = _refusal(f"{name} {how}", *blamed)
     return [Fact(ROW, uses, loss)] * len(equation.outvars)
