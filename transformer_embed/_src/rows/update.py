@@ -57,7 +57,8 @@ def update(
 
     Args:
         optimizer: an optax optimizer.
-        grads: the gradients that `value_and_grad` returned.
+        grads: the gradients that `value_and_grad` returned, scaled as you like. Rows whose
+            gradient was mixed with those of other ids become NaN (see `RowGradient`).
         state: that of optimizer.init(params).
         params: the parameters.
         **extra_args: handed to optimizer.update.
@@ -67,10 +68,11 @@ def update(
 
     Raises:
         TypeError: the optimizer has no `init` and `update`; a state that does not consist of
-            arrays; a `RowGradient` made by hand for an interleaved table.
+            arrays; a `RowGradient` made by hand for an interleaved table, or one that left the jit
+            that made it.
         ValueError: the optimizer may update a row from other rows (the message names the
             transformation and the reason), or changes the dtype of its state; trees that do not
-            fit together; a gradient with ids that do not ascend.
+            fit together.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 from transformer_embed._src import arguments
 from transformer_embed._src.functional.lookup import as_table
 from transformer_embed._src.functional.partitioning import on_every_device, varying_axes
+from transformer_embed._src.rows.devices import sum_over_devices
 from transformer_embed._src.rows.distinct_ids import distinct_rows
 from transformer_embed._src.rows.gathered_rows import (
     GatheredRows,
@@ -22,7 +23,7 @@ from transformer_embed._src.rows.gathered_rows import (
     read_rows,
 )
 from transformer_embed._src.rows.marks import with_marks
-from transformer_embed._src.rows.row_gradient import RowGradient, sum_over_devices
+from transformer_embed._src.rows.row_gradient import RowGradient
 
 Tree = Any
 
