@@ -41,6 +41,7 @@ CACHE_BYTES = 500_000_000
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
+import cases
 import hypothesis
 import typecheck
 
@@ -53,8 +54,17 @@ hypothesis.settings.load_profile("same")
 typecheck.install("transformer_embed._src")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--cases",
+        default=cases.CHOICE,
+        help="which cases of long lists to run: few (the same in each run), a number (others), all",
+    )
+
+
 def pytest_configure(config):
     """Empties the cache once it is large: no entry is ever removed from it otherwise."""
+    cases.CHOICE = config.getoption("cases")
     is_worker = hasattr(config, "workerinput")
     if not is_worker and sum(path.stat().st_size for path in CACHE.glob("*")) > CACHE_BYTES:
         shutil.rmtree(CACHE)
