@@ -4,7 +4,6 @@ import doctest
 import importlib
 import pkgutil
 
-import public
 import pytest
 
 import transformer_embed
@@ -22,13 +21,3 @@ MODULES = [
 def test_examples(name):
     module = importlib.import_module(name)
     assert doctest.testmod(module, optionflags=FLAGS).failed == 0
-
-
-def test_every_public_name_has_an_example():
-    found = {test.name.rsplit(".", 1)[-1] for name in MODULES for test in examples(name)}
-    assert set(public.TOP) <= found
-
-
-def examples(name):
-    tests = doctest.DocTestFinder().find(importlib.import_module(name))
-    return [test for test in tests if test.examples]

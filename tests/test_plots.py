@@ -1,4 +1,3 @@
-import inspect
 import math
 import os
 import re
@@ -113,17 +112,19 @@ def contrast(first, second):
     return (high + 0.05) / (low + 0.05)
 
 
-def test_the_public_functions():
-    assert plots.__all__ == sorted(PICTURES)
-
-
 @pytest.mark.slow
 @every_picture
-def test_a_given_axes_is_drawn_on_and_returned(name, ax):
+def test_a_given_axes_is_drawn_on_named_and_returned(name, ax):
+    """Its axes are named with their units, and in grey it keeps more than half of the tones."""
     before = rendered(ax)
     assert PICTURES[name](ax=ax) is ax
     assert pyplot.get_fignums() == []
-    assert (rendered(ax) != before).any()
+    after = rendered(ax)
+    assert (after != before).any()
+    assert np.ptp(after @ [0.2126, 0.7152, 0.0722]) > 0.5
+    others = [other.get_ylabel() for other in ax.figure.axes if other is not ax]
+    assert {ax.get_xlabel(), ax.get_ylabel(), *others} <= set(LABELS)
+    assert ax.get_title() == ""
 
 
 @every_picture
@@ -132,36 +133,6 @@ def test_no_axes_makes_one_figure_that_pyplot_shows(name):
     assert isinstance(ax, Axes)
     assert pyplot.get_fignums() == [ax.figure.number]
     assert ax.figure.get_layout_engine() is not None
-
-
-@every_picture
-def test_axes_are_named_with_their_units(name, ax):
-    PICTURES[name](ax=ax)
-    for label in (
-        ax.get_xlabel(),
-        ax.get_ylabel(),
-        *(other.get_ylabel() for other in ax.figure.axes if other is not ax),
-    ):
-        assert label in LABELS
-    assert ax.get_title() == ""
-
-
-@every_picture
-def test_the_docstring_has_an_example_and_a_source(name):
-    text = inspect.cleandoc(getattr(plots, name).__doc__)
-    sections = ["Args:", "Returns:", "Example:", "Source:"]
-    # The error over position is a measurement of our own.
-    wanted = sections[:-1] if name == "plot_error" else sections
-    assert [line for line in text.splitlines() if line in sections] == wanted
-    assert ">>> " in text.split("Example:")[1]
-
-
-@every_picture
-def test_a_picture_survives_a_print_in_grey(name, ax):
-    """Rendered in grey, it has all but the tones that its colours share."""
-    PICTURES[name](ax=ax)
-    grey = rendered(ax) @ [0.2126, 0.7152, 0.0722]
-    assert grey.max() - grey.min() > 0.5
 
 
 def test_the_two_tones_are_told_apart():
@@ -219,7 +190,7 @@ def test_without_matplotlib_it_is_named_and_the_package_works(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_encoding_shows_the_array(ax, dtype):
     table = np.asarray(te.sinusoidal_table(9, 6)).astype(dtype)
     plots.plot_encoding(table, ax=ax)
@@ -229,16 +200,13 @@ def test_encoding_shows_the_array(ax, dtype):
     assert ax.get_ylim() == (8.5, -0.5)
 
 
-def test_encoding_limits(ax):
-    plots.plot_encoding([[0.5, -3.0]], ax=ax)
-    assert ax.images[0].get_clim() == (-3, 3)
-    assert ax.images[0].colorbar.extend == "neither"
-
-
-def test_encoding_past_the_limit_is_said(ax):
-    plots.plot_encoding([[0.5, -3.0]], ax=ax, limit=2.0)
-    assert ax.images[0].get_clim() == (-2, 2)
-    assert ax.images[0].colorbar.extend == "both"
+@pytest.mark.parametrize(
+    ("options", "limit", "arrows"), [({}, 3, "neither"), ({"limit": 2.0}, 2, "both")]
+)
+def test_encoding_past_the_limit_is_said(ax, options, limit, arrows):
+    plots.plot_encoding([[0.5, -3.0]], ax=ax, **options)
+    assert ax.images[0].get_clim() == (-limit, limit)
+    assert ax.images[0].colorbar.extend == arrows
 
 
 @pytest.mark.parametrize("value", [0.0, np.nan])
@@ -274,21 +242,50 @@ def test_any_token_can_be_drawn(ax, token, shown):
     assert texts(ax.get_xticklabels()) == texts(ax.get_yticklabels()) == [shown]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "kind", "message"),
-    [
-        ([[1.0, 2.0]], {}, ValueError, f"encoding: wanted {MATRIX}, got shape [2]"),
-        ([np.zeros([0, 4])], {}, ValueError, f"encoding: wanted {MATRIX}, got shape [0, 4]"),
-        ([np.zeros([4, 0])], {}, ValueError, f"encoding: wanted {MATRIX}, got shape [4, 0]"),
-        ([np.zeros([2, 2, 3])], {}, ValueError, f"encoding: wanted {MATRIX}, got shape [2, 2, 3]"),
-        ([[[1.0]]], {"limit": 0}, ValueError, "limit: wanted a finite number above 0, got 0"),
-        ([[[1.0]]], {"limit": "1"}, TypeError, "limit: wanted a Python number, got str '1'"),
-    ],
-)
-def test_bad_arguments_of_plot_encoding_raise_errors(arguments, options, kind, message):
-    with pytest.raises(kind) as caught:
-        plots.plot_encoding(*arguments, **options)
-    assert str(caught.value) == message
+WRONG = [
+    (lambda: plots.plot_encoding([1.0, 2.0]), f"encoding: wanted {MATRIX}, got shape [2]"),
+    (lambda: plots.plot_encoding(np.zeros([0, 4])), f"encoding: wanted {MATRIX}, got shape [0, 4]"),
+    (lambda: plots.plot_encoding(np.zeros([4, 0])), f"encoding: wanted {MATRIX}, got shape [4, 0]"),
+    (
+        lambda: plots.plot_encoding(np.zeros([2, 2, 3])),
+        f"encoding: wanted {MATRIX}, got shape [2, 2, 3]",
+    ),
+    (lambda: plots.plot_encoding([[1.0]], limit=0), "limit: wanted a finite number above 0, got 0"),
+    (lambda: plots.plot_encoding([[1.0]], limit="1"), "limit: wanted a Python number, got str '1'"),
+    (lambda: plots.plot_similarity(1.0), f"encoding: wanted {MATRIX}, got shape []"),
+    (lambda: plots.plot_mask([[1, 0]]), "mask: wanted a bool array, True = may attend, got int64"),
+    (lambda: plots.plot_mask([True]), f"mask: wanted {MATRIX}, got shape [1]"),
+    (
+        lambda: plots.plot_mask(np.ones([1, 3, 2, 2], bool)),
+        f"mask: wanted {MATRIX}, got shape [1, 3, 2, 2]",
+    ),
+    (
+        lambda: plots.plot_rotary([0], 5),
+        "head_dim: wanted an even number of channels, to make pairs, got 5",
+    ),
+    (
+        lambda: plots.plot_rotary([True], 4),
+        "positions: wanted an integer dtype, or float32 (16-bit floats skip integers), got bool",
+    ),
+    (
+        lambda: plots.plot_rotary([0], 4, base=-1.0),
+        "base: wanted a finite number above 0, got -1.0",
+    ),
+    (lambda: plots.plot_bias(np.zeros(3)), f"bias: wanted {MATRIX}, got shape [3]"),
+    (
+        lambda: plots.plot_bias(np.zeros([1, 4, 2, 2])),
+        f"bias: wanted {MATRIX}, got shape [1, 4, 2, 2]",
+    ),
+    (lambda: plots.plot_error(0), "d_model: wanted an int of at least 1, got 0"),
+    (lambda: plots.plot_error(4, base=0.0), "base: wanted a finite number above 0, got 0.0"),
+    (lambda: plots.plot_error(4, positions=[2**31]), "positions: wanted integers inside int32"),
+]
+
+
+def test_bad_arguments_raise_errors():
+    for call, message in WRONG:
+        with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}"):
+            call()
 
 
 def test_tokens_of_another_number_are_refused():
@@ -364,10 +361,7 @@ def test_several_series_differ_and_are_named(ax):
         plots.plot_wavelengths(16, ax=ax, base=10.0 ** (n + 1), label=f"base {n}")
     assert len({(line.get_marker(), line.get_color()) for line in ax.lines}) == 4
     assert texts(ax.get_legend().get_texts()) == [f"base {n}" for n in range(4)]
-
-
-def test_no_label_no_legend(ax):
-    assert plots.plot_wavelengths(16, ax=ax).get_legend() is None
+    assert plots.plot_wavelengths(16, ax=Figure().subplots()).get_legend() is None
 
 
 # plot_similarity
@@ -401,18 +395,15 @@ def test_similarity_of_sinusoids_depends_on_the_distance_alone(ax):
     )
 
 
-def test_bad_arguments_of_plot_similarity_raise_errors():
-    message = f"encoding: wanted {MATRIX}, got shape []"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        plots.plot_similarity(1.0)
-
-
 # plot_mask
 
 
 def test_mask_shows_the_array_and_a_legend_of_its_tones(ax):
-    plots.plot_mask(CAUSAL, ax=ax)
+    """Its last two axes: those of length 1 may come first."""
+    plots.plot_mask(CAUSAL[None, None], ax=ax, query_tokens=list("abcd"), key_tokens=list("efgh"))
     np.testing.assert_array_equal(image(ax), CAUSAL)
+    assert texts(ax.get_yticklabels()) == list("abcd")
+    assert texts(ax.get_xticklabels()) == list("efgh")
     legend = dict(
         zip(texts(ax.get_legend().get_texts()), ax.get_legend().get_patches(), strict=True)
     )
@@ -431,46 +422,10 @@ def test_a_mask_of_one_tone(ax):
     assert len(ax.get_legend().get_texts()) == 2
 
 
-@pytest.mark.slow
-def test_mask_of_attention_mask(ax):
-    batch = te.TokenPositions.from_ids([[5, 6, 7, 0], [8, 9, 0, 0]], pad_id=0)
-    mask = te.AttentionMask(batch, causal=True).dense()
-    plots.plot_mask(mask[1], ax=ax, query_tokens=list("abcd"), key_tokens=list("efgh"))
-    np.testing.assert_array_equal(image(ax), mask[1, 0])
-    assert texts(ax.get_yticklabels()) == list("abcd")
-    assert texts(ax.get_xticklabels()) == list("efgh")
-
-
-def test_axes_of_length_1_may_come_first(ax):
-    plots.plot_mask(CAUSAL[None, None], ax=ax)
-    np.testing.assert_array_equal(image(ax), CAUSAL)
-
-
 @pytest.mark.parametrize(("size", "lines"), [(64, True), (65, False)])
 def test_cells_have_lines_between_them_while_they_are_few(ax, size, lines):
     plots.plot_mask(np.ones([size, 3], bool), ax=ax)
     assert (len(ax.collections) == 2) is lines
-
-
-@pytest.mark.parametrize(
-    ("mask", "options", "kind", "message"),
-    [
-        ([[1, 0]], {}, TypeError, "mask: wanted a bool array, True = may attend, got int64"),
-        ([True], {}, ValueError, f"mask: wanted {MATRIX}, got shape [1]"),
-        (np.ones([0, 2], bool), {}, ValueError, f"mask: wanted {MATRIX}, got shape [0, 2]"),
-        (
-            np.ones([1, 3, 2, 2], bool),
-            {},
-            ValueError,
-            f"mask: wanted {MATRIX}, got shape [1, 3, 2, 2]",
-        ),
-    ],
-)
-def test_bad_arguments_of_plot_mask_raise_errors(mask, options, kind, message):
-    with pytest.raises(kind) as caught:
-        plots.plot_mask(mask, **options)
-    assert str(caught.value) == message
-    assert pyplot.get_fignums() == []
 
 
 # plot_rotary
@@ -497,7 +452,12 @@ def test_rotary_points_are_rotated_by_position_times_frequency(ax, positions):
 )
 def test_the_pairs_that_are_drawn(ax, head_dim, pairs):
     plots.plot_rotary([0, 1], head_dim, ax=ax)
+    assert texts(ax.texts) == ["0", "1"]
     assert texts(ax.get_legend().get_texts()) == [f"pair {pair}" for pair in pairs]
+    assert (
+        ax.get_legend().get_title().get_text()
+        == "A circle for each pair;\nradii keep them apart.\nNumbers: positions."
+    )
 
 
 def test_rotary_with_a_scaling(ax):
@@ -525,45 +485,10 @@ def test_no_text_of_a_rotary_picture_lies_on_another(length, head_dim, inches):
     assert not any(one.overlaps(other) for n, one in enumerate(boxes) for other in boxes[:n])
 
 
-def test_the_legend_says_how_to_read_the_circles(ax):
-    plots.plot_rotary([0, 1], 64, ax=ax)
-    assert texts(ax.texts) == ["0", "1"]
-    legend = ax.get_legend()
-    assert texts(legend.get_texts()) == ["pair 0", "pair 4", "pair 8", "pair 12"]
-    assert (
-        legend.get_title().get_text()
-        == "A circle for each pair;\nradii keep them apart.\nNumbers: positions."
-    )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "kind", "message"),
-    [
-        (
-            [[0], 5],
-            {},
-            ValueError,
-            "head_dim: wanted an even number of channels, to make pairs, got 5",
-        ),
-        (
-            [[True], 4],
-            {},
-            TypeError,
-            "positions: wanted an integer dtype, or float32 (16-bit floats skip integers), got bool",
-        ),
-        ([[0], 4], {"base": -1.0}, ValueError, "base: wanted a finite number above 0, got -1.0"),
-    ],
-)
-def test_bad_arguments_of_plot_rotary_raise_errors(arguments, options, kind, message):
-    with pytest.raises(kind) as caught:
-        plots.plot_rotary(*arguments, **options)
-    assert str(caught.value) == message
-
-
 # plot_bias
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_bias_shows_the_head_and_leaves_out_what_is_masked(ax, dtype):
     bias = te.alibi_bias(POSITIONS, POSITIONS, num_heads=4, dtype=dtype)
     masked = bias + te.mask_to_bias(te.causal_mask(12), dtype)
@@ -579,29 +504,10 @@ def test_infinite_bias_is_left_out(ax):
     assert image(ax).mask.tolist() == [[False, True, True, False]]
 
 
-def test_bias_with_tokens(ax):
-    plots.plot_bias(np.zeros([1, 3]), ax=ax, query_tokens=["q"], key_tokens=WORDS)
-    assert (texts(ax.get_yticklabels()), texts(ax.get_xticklabels())) == (["q"], WORDS)
-    rendered(ax)
-
-
 def test_a_bias_that_is_masked_throughout(ax):
     plots.plot_bias(te.mask_to_bias(np.zeros([2, 2], bool)), ax=ax)
     assert image(ax).mask.all()
     rendered(ax)
-
-
-@pytest.mark.parametrize(
-    ("bias", "options", "kind", "message"),
-    [
-        (np.zeros(3), {}, ValueError, f"bias: wanted {MATRIX}, got shape [3]"),
-        (np.zeros([1, 4, 2, 2]), {}, ValueError, f"bias: wanted {MATRIX}, got shape [1, 4, 2, 2]"),
-    ],
-)
-def test_bad_arguments_of_plot_bias_raise_errors(bias, options, kind, message):
-    with pytest.raises(kind) as caught:
-        plots.plot_bias(bias, **options)
-    assert str(caught.value) == message
 
 
 # plot_error
@@ -647,31 +553,6 @@ def test_error_draws_ours_the_product_and_the_rounding(ax):
         "float32 product",
         "rounding to float32",
     ]
-
-
-@pytest.mark.slow
-def test_the_positions_of_an_error_span_int32(ax):
-    plots.plot_error(2, ax=ax)
-    positions = ax.lines[0].get_xdata()
-    assert (positions[0], positions[-1]) == (1, 2**31 - 1)
-    assert len(positions) == 100
-    assert (np.diff(positions) >= 0).all()
-    assert ax.lines[0].get_ydata().max() <= oracle.MAX_ERROR
-
-
-@pytest.mark.parametrize(
-    ("options", "kind", "message"),
-    [
-        ({"d_model": 0}, ValueError, "d_model: wanted an int of at least 1, got 0"),
-        ({"base": 0.0}, ValueError, "base: wanted a finite number above 0, got 0.0"),
-        ({"positions": [1.0]}, TypeError, "unsupported operand type"),
-        ({"positions": [2**31]}, ValueError, "positions: wanted integers inside int32"),
-    ],
-)
-def test_bad_arguments_of_plot_error_raise_errors(options, kind, message):
-    with pytest.raises(kind) as caught:
-        plots.plot_error(**{"d_model": 4} | options)
-    assert str(caught.value).startswith(message)
 
 
 def test_kinds_of_tiles_are_drawn_in_three_tones(ax):

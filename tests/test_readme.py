@@ -14,7 +14,14 @@ PASTED = [README, QUICK_START]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [README, *PAGES], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=() if path in PASTED else pytest.mark.documentation)
+        for path in (README, *PAGES)
+    ],
+    ids=lambda path: path.stem,
+)
 def test_python_blocks_run_as_pasted(path, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     namespace = {}
@@ -23,6 +30,7 @@ def test_python_blocks_run_as_pasted(path, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.documentation
 @pytest.mark.parametrize("path", PASTED, ids=lambda path: path.stem)
 def test_python_blocks_paste_into_a_plain_prompt_twice(path, monkeypatch, tmp_path, capsys):
     """A plain prompt ends a statement at an empty line, and takes nothing but one before that."""

@@ -41,25 +41,8 @@ BATCH = [
     [101, 21, 8, 15, 9, 7, 13, 102],
 ]
 
-# The printouts of the word embedding notebook, rows of d_model = 6, whole up to place 6 of the
+# The printout of the word embedding notebook, rows of d_model = 6, whole up to place 6 of the
 # second sentence.
-EMBEDDED = [
-    [1.0441, 0.8881, 0.8601, 0.3404, -0.0662, 0.0253],
-    [0.0484, -0.6636, 1.7338, 0.8148, 0.4544, -1.0431],
-    [0.9623, -0.2980, -0.2601, -0.4658, 0.6162, 1.3536],
-    [-0.3131, -0.2842, 1.5859, 1.3463, -0.3044, 1.2154],
-    [-0.7122, 0.4364, 0.9557, 0.2817, -1.3557, 0.4063],
-    [-1.3968, -0.0468, 1.4186, -0.4520, -1.5464, 1.2969],
-    [-1.5857, -1.3188, 0.1622, 0.2144, -1.5348, 0.8898],
-    [2.0735, 0.9201, -0.2692, -0.3501, 0.5740, -1.3714],
-    [1.0441, 0.8881, 0.8601, 0.3404, -0.0662, 0.0253],
-    [0.5270, 0.5284, -0.1764, 0.3905, 0.1528, -0.2726],
-    [-1.3968, -0.0468, 1.4186, -0.4520, -1.5464, 1.2969],
-    [0.9623, -0.2980, -0.2601, -0.4658, 0.6162, 1.3536],
-    [-1.0090, 1.7449, -0.7750, -0.2776, -0.3275, -0.7360],
-    [-1.5857, -1.3188, 0.1622, 0.2144, -1.5348, 0.8898],
-    [2.0735, 0.9201, -0.2692, -0.3501, 0.5740, -1.3714],
-]
 ENCODED = [
     [-0.4895, 2.0224, 0.1256, 0.2468, 0.9603, 0.1633],
     [0.5383, -0.0153, -1.7394, 0.5999, -0.2176, 2.6253],
@@ -182,14 +165,6 @@ def normal(seed, *shape):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def table_of(ids, rows):
-    """A table of 200 rows that holds the first row given for each id."""
-    table = np.zeros((200, 6))
-    for token, row in reversed(list(zip(ids, rows, strict=True))):
-        table[token] = row
-    return table
-
-
 def denominators(d_model):
     """What divides the position in each sine: one over the sine's slope at position 0."""
     slopes = jax.jacfwd(functools.partial(te.sinusoidal_encoding, d_model=d_model))(0.0)
@@ -204,21 +179,6 @@ def test_word_embedding_notebook_prints_this_padding_mask():
     assert te.padding_mask(BATCH, pad_id=0).tolist() == expected
 
 
-def test_word_embedding_notebook_prints_one_vector_for_each_id():
-    rows = embed(table_of(PRINTED_IDS, EMBEDDED), PRINTED_IDS, scale=False)
-    np.testing.assert_array_equal(rows, np.float32(EMBEDDED))
-    assert embed(table_of(PRINTED_IDS, EMBEDDED), BATCH, scale=False).shape == (3, 8, 6)
-
-
-@pytest.mark.slow
-def test_word_embedding_notebook_prints_embeddings_plus_encodings():
-    encodings = np.asarray(te.sinusoidal_encoding(PRINTED_POSITIONS, 6), np.float64)
-    table = table_of(PRINTED_IDS, ENCODED - encodings)
-    output = encode(embed(table, BATCH, scale=False))
-    printed_rows = np.asarray(output).reshape(-1, 6)[: len(ENCODED)]
-    np.testing.assert_allclose(printed_rows, ENCODED, rtol=0, atol=DIFFERENCE_ERROR)
-
-
 @pytest.mark.parametrize("token", [0, 2, 8, 102])
 def test_word_embedding_notebook_one_id_at_two_places_differs_by_the_encodings(token):
     first, second = [n for n, printed in enumerate(PRINTED_IDS) if printed == token]
@@ -230,62 +190,21 @@ def test_word_embedding_notebook_one_id_at_two_places_differs_by_the_encodings(t
     assert np.abs(printed).max() > VISIBLE
 
 
-def test_word_embedding_notebook_one_id_at_one_place_is_one_vector():
-    output = encode(embed(normal(0, 200, 6), BATCH, scale=False))
-    assert ENCODED[0] == ENCODED[8]
-    np.testing.assert_array_equal(output[0, 0], output[1, 0])
-
-
-@pytest.mark.slow
 def test_encoding_walk_through_prints_this_table():
-    np.testing.assert_allclose(
-        te.sinusoidal_table(10, 6), WALK_THROUGH_TABLE, rtol=0, atol=PRINTED_ERROR
-    )
     np.testing.assert_allclose(
         encode(np.zeros((10, 6), np.float32)), WALK_THROUGH_TABLE, rtol=0, atol=PRINTED_ERROR
     )
 
 
-def test_encoding_walk_through_prints_these_shapes():
-    table = te.sinusoidal_table(10, 6)
-    halves = te.sinusoidal_table(10, 6, layout="sin_cos")
-    assert table.shape == (10, 6)
-    np.testing.assert_array_equal(
-        np.stack([halves[:, :3], halves[:, 3:]], -1).reshape(10, 6), table
-    )
-
-
-@pytest.mark.slow
-def test_encoding_walk_through_prints_these_denominators():
+def test_denominators_are_those_that_the_encoding_walk_through_prints():
+    """The position embedding note lists 1, 100 and 10000 for d_model = 4: one too many."""
     np.testing.assert_allclose(
         denominators(6), EVEN_DENOMINATOR, rtol=POWER_ERROR, atol=PRINTED_ERROR
     )
-
-
-@pytest.mark.slow
-def test_datacamp_slides_print_these_shapes():
-    ids = [[1, 2, 3, 4], [5, 6, 7, 8]]
-    embedded = embed(normal(0, 10_000, 512), ids)
-    assert embedded.shape == (2, 4, 512)
-    assert encode(embedded).shape == (2, 4, 512)
-
-
-@pytest.mark.slow
-def test_haiku_exercise_prints_this_shape():
-    ids = jax.random.randint(jax.random.key(0), (4, 3), 0, 5)
-    module = hk.without_apply_rng(hk.transform(lambda: te.TokenEmbedding(100, 64)(ids)))
-    assert module.apply(module.init(jax.random.key(1))).shape == (4, 3, 64)
+    np.testing.assert_allclose(denominators(4), [1, 100], rtol=2.0**-23)
 
 
 # --- What they state.
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("length", "d_model"), [(10, 6), (512, 6), (4, 512), (5000, 64)])
-def test_all_state_the_formula_of_the_paper(length, d_model):
-    np.testing.assert_allclose(
-        te.sinusoidal_table(length, d_model), paper(length, d_model), rtol=0, atol=ENCODING_ERROR
-    )
 
 
 def test_datacamp_slides_scale_embeddings_and_then_add_the_encoding():
@@ -332,13 +251,6 @@ def test_the_mistake_differs_and_ours_is_the_paper(mistake):
 
 
 @pytest.mark.slow
-def test_position_embedding_note_has_one_denominator_too_many_for_its_example():
-    # It lists 1, 100 and 10000 for d_model = 4, where its own code has 1 and 10000, and the paper 1
-    # and 100.
-    np.testing.assert_allclose(denominators(4), [1, 100], rtol=2.0**-23)
-
-
-@pytest.mark.slow
 def test_encoding_walk_through_odd_denominators_are_not_ours():
     np.testing.assert_allclose(
         10_000.0 ** (np.array([1, 3, 5]) / 6), ODD_DENOMINATOR, rtol=POWER_ERROR, atol=PRINTED_ERROR
@@ -352,12 +264,6 @@ def test_encoding_walk_through_odd_denominators_are_not_ours():
     assert (np.abs(odd + 1) > VISIBLE).all()
 
 
-@pytest.mark.slow
-def test_haiku_exercise_table_is_zero_and_ours_is_not():
-    assert not dropped_set(12, 64).any()
-    assert np.asarray(te.sinusoidal_table(12, 64))[1:].any(axis=-1).all()
-
-
 @pytest.mark.parametrize("scheme", [te.Sinusoidal(), te.Learned(512)])
 def test_position_embedding_note_adds_encodings_to_ids_and_ours_refuse(scheme):
     ids = np.array(BATCH, np.int32)
@@ -366,13 +272,6 @@ def test_position_embedding_note_adds_encodings_to_ids_and_ours_refuse(scheme):
         TypeError, match=r"^x: wanted a floating dtype of 16 to 64 bits, got int32$"
     ):
         added.init(jax.random.key(0))
-
-
-@pytest.mark.slow
-def test_position_embedding_note_stops_at_max_len_and_sinusoids_do_not():
-    max_len = 5000
-    encoded = encode(np.zeros((max_len + 2, 6), np.float32))
-    np.testing.assert_allclose(encoded, paper(max_len + 2, 6), rtol=0, atol=ENCODING_ERROR)
 
 
 def test_position_embedding_note_stops_at_max_len_and_learned_positions_say_so():
