@@ -339,7 +339,7 @@ def _without(values, pad_id):
 
 
 def logits(got, x, table, *, bias, softcap, scale, pad_id):
-    x, table = floats(x), floats(table)
+    got, x, table = np.asarray(got), floats(x), floats(table)
     expected = _capped(x @ table.T, bias, softcap, scale)
     # Each of d products and sums is rounded to float32, by 2**-24 of the terms.
     terms = np.abs(x) @ np.abs(table).T + (0 if bias is None else np.abs(floats(bias)))
