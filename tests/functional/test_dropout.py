@@ -117,8 +117,10 @@ def test_rate_zero_returns_x():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_elements_are_dropped_at_the_given_rate(dtype):
-    dropped = check(te.dropout, jax.random.key(0), 0.25, jnp.ones(1000, dtype))
+    dropped = check(te.dropout, jax.random.key(0), 0.25, jnp.ones(10_000, dtype))
     assert dropped.dtype == dtype
+    # Five standard deviations of the mean of 10,000 draws of 0 or 1.
+    assert abs(np.mean(dropped == 0) - 0.25) < 5 * math.sqrt(0.25 * 0.75 / 10_000)
 
 
 @pytest.mark.slow

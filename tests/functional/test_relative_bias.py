@@ -66,6 +66,13 @@ def test_a_bias_is_a_loop(name, queries, keys):
     assert bias.shape[-2:] == (4, 5)
 
 
+@every_function
+def test_a_bias_of_empty_sequences(name):
+    for queries, keys in ((0, 0), (0, 3), (3, 0)):
+        bias = BIASES[name](np.arange(queries), np.zeros((2, keys), int))
+        assert bias.shape == ((2, 3) if name == "alibi" else (2,)) + (queries, keys)
+
+
 @every_bias
 def test_any_two_positions(name):
     """Differences of 33 bits too."""
@@ -89,14 +96,6 @@ def test_published_slopes():
     of_8, of_16 = 0.5 ** np.arange(1, 9), np.float32(0.5 ** (np.arange(1, 17) / 2))
     for expected in (of_8, of_16, [*of_8, *of_16[:8:2]]):
         np.testing.assert_array_equal(alibi_slopes(len(expected)), expected)
-
-
-def test_slopes_are_mpts_too():
-    """MPT takes the slopes of the power of two above: the second, fourth, ..., then the first,
-    third, ..., as many as there are heads."""
-    for num_heads in (3, 5, 6, 12, 17, 31, 71, 112):
-        above = alibi_slopes(2 ** num_heads.bit_length()).tolist()
-        assert alibi_slopes(num_heads).tolist() == (above[1::2] + above[::2])[:num_heads]
 
 
 @pytest.mark.parametrize(
@@ -176,14 +175,14 @@ def test_alibi_bias_in_float64():
 
 # --- T5
 
-SETTINGS = [(32, 128), (32, 64), (48, 81), (12, 10), (33, 100), (5, 9), (64, 20), (128, 2048)]
-SETTINGS += [(7, 1000), (8, HIGHEST - 1)]
-LEAST = [(4, 2, True), (2, 2, False), (32, 9, True)]
+SETTINGS = [(32, 64), (12, 10), (33, 100), (5, 9), (64, 20), (128, 2048), (7, 1000)]
+# The usual one, one with whole logarithms at 36 and 54, and the largest and smallest.
+ALWAYS = [(32, 128, True), (48, 81, False), (8, HIGHEST - 1, True), (4, 2, True), (2, 2, False)]
 
 
 @pytest.mark.parametrize(
     ("num_buckets", "max_distance", "bidirectional"),
-    [*LEAST, *few([(*each, way) for each in SETTINGS for way in (True, False)], 8)],
+    [*ALWAYS, *few([(*each, way) for each in SETTINGS for way in (True, False)], 5)],
 )
 def test_buckets_by_rational_arithmetic(num_buckets, max_distance, bidirectional):
     if not bidirectional:
@@ -192,20 +191,6 @@ def test_buckets_by_rational_arithmetic(num_buckets, max_distance, bidirectional
     options = {"max_distance": max_distance, "bidirectional": bidirectional}
     keys = [*distances, *-distances, LOWEST]
     check(relative_position_buckets, [0], keys, num_buckets=num_buckets, **options)
-
-
-def test_buckets_where_logarithms_are_whole():
-    """Where a logarithm in float32 falls one bucket short."""
-    buckets = functools.partial(relative_position_buckets, [0])
-    # With e = 24 buckets of one distance and 81 / 24 = (3 / 2)**3, distances 36 and 54 stand at one
-    # and two thirds of the logarithm.
-    thirds = buckets(
-        [-35, -36, -53, -54, -80, -81], num_buckets=48, max_distance=81, bidirectional=False
-    )
-    assert np.ravel(thirds).tolist() == [31, 32, 39, 40, 47, 47]
-    # With e = 8 and 128 / 8 = 2**4, distances double every two buckets.
-    doubled = buckets([-8, -15, -16, -31, -32, -63, -64], num_buckets=32, max_distance=128)
-    assert np.ravel(doubled).tolist() == [8, 9, 10, 11, 12, 13, 14]
 
 
 @pytest.mark.parametrize("case", GOLDEN["t5"], ids=lambda case: str(case["num_buckets"]))
@@ -267,13 +252,6 @@ def test_bias_has_one_trace_for_all_offsets(name):
     for offset in (0, 3, HIGHEST - 1):
         assert_bias_right(name, step(np.int32(offset)), offset + np.arange(2), positions)
     assert len(traces) == 1
-
-
-@every_function
-@pytest.mark.parametrize(("queries", "keys"), [(0, 0), (0, 3), (3, 0)])
-def test_bias_of_empty_sequences(name, queries, keys):
-    bias = BIASES[name](np.arange(queries), np.zeros((2, keys), int))
-    assert bias.shape == ((2, 3) if name == "alibi" else (2,)) + (queries, keys)
 
 
 @every_function

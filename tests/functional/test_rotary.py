@@ -197,20 +197,6 @@ class TestFrequencies:
         assert {case["scaling"] for case in GOLDEN} == {None, *names}
 
 
-@pytest.mark.parametrize("layout", rotary.LAYOUTS)
-def test_scores_depend_on_the_difference_of_positions_only(layout):
-    query, key = normal(50, 2, 8), normal(50, 2, 8, seed=1)
-    rotate = jax.jit(lambda x, positions: apply_rotary(x, positions, layout=layout))
-    near = np.arange(50) % 7
-
-    def score(shift):
-        rotated = (rotate(query, near + 13 + shift), rotate(key, near + shift))
-        return np.einsum("thd,thd->th", *(np.asarray(each, np.float64) for each in rotated))
-
-    size = np.linalg.norm(query, axis=-1) * np.linalg.norm(key, axis=-1)
-    assert (np.abs(score(2**30) - score(0)) / size).max() <= 1e-6
-
-
 class TestPermutation:
     @pytest.mark.parametrize(
         ("shape", "num_heads", "rotary_dim"),
@@ -234,20 +220,6 @@ class TestPermutation:
         expected = weights.reshape(2, 3, 2, 4).swapaxes(1, 2).reshape(12, 4)
         ours = permute_rotary_weights(weights.T, 2, source="interleaved", target="half")
         np.testing.assert_array_equal(np.transpose(np.asarray(ours)), expected)
-
-    @pytest.mark.parametrize("options", [{"rotary_dim": 4}, {"scaling": YARN}])
-    def test_permuted_and_rotated_in_the_target_layout_has_the_same_scores(self, options):
-        x, rotary_dim = normal(6, 2, 8), options.get("rotary_dim")
-        layouts = {"source": "interleaved", "target": "half"}
-        permuted = permute_rotary_weights(x, 1, **layouts, rotary_dim=rotary_dim)
-
-        def scores(x, layout):
-            rotated = np.asarray(apply_rotary(x, np.arange(6), layout=layout, **options))
-            return np.einsum("thd,shd->hts", rotated, rotated)
-
-        expected = scores(x, "interleaved")
-        np.testing.assert_allclose(scores(permuted, "half"), expected, rtol=0, atol=1e-4)
-        assert np.abs(scores(x, "half") - expected).max() > 0.1
 
 
 class TestContract:
