@@ -457,47 +457,7 @@ def dropped_out(got, rng, rate, x):
     np.testing.assert_allclose(floats(got)[kept], expected[kept], rtol=error, atol=0)
 
 
-# --- what config and parameters are made of
-
-
-def sinusoids(got, *, start, at_padding, pad_id, **options):
-    ids = jnp.array([[5, 5 if pad_id is None else pad_id]], jnp.int32)
-    padding = 5 if pad_id is None else pad_id
-    tokens = [int(each) != padding for each in ids[0]]
-    at_padding = start if at_padding is None else at_padding
-    try:
-        positions, values = got._positions(ids, 5), got._encoding(np.array([start]), 4)
-    except ValueError:
-        # Two positions from start on leave int32, or the shift does not fit 4 channels.
-        assert start + 2 > 2**31 or options["shift"] is not None
-        return
-    same(positions, np.array(counted(tokens, start, at_padding), np.int64))
-    encoding(values, np.array([start]), 4, dtype=np.float32, **options)
-
-
-def sinusoids_of_a_grid(got, shape, axes, axis_positions, *, odd, **options):
-    d_model = 2 * len(shape)
-    try:
-        values = got._encoding(np.arange(-1, 3), d_model)
-    except ValueError:
-        assert options["shift"] is not None
-        return
-    grid(
-        values,
-        shape,
-        d_model,
-        positions=np.arange(-1, 3),
-        axes=axes,
-        axis_positions=axis_positions,
-        odd=odd,
-        dtype=np.float32,
-        **options,
-    )
-
-
-def learned(got, max_len, *, start, at_padding, pad_id):
-    length = min(2, max_len - start)
-    same(got._counted("ids", length), np.arange(start, start + length))
+# --- parameters
 
 
 def resized_vocabulary(got, params, vocab_size, rng):
@@ -523,9 +483,6 @@ def resized_positions(got, params, max_len, *, start):
 
 
 CHECKS = {
-    te.Learned: learned,
-    te.Sinusoidal: sinusoids,
-    te.SinusoidalGrid: sinusoids_of_a_grid,
     te.resize_positions: resized_positions,
     te.resize_vocabulary: resized_vocabulary,
     te.alibi_bias: alibi,

@@ -20,9 +20,6 @@ import transformer_embed as te
 # What makes a call that works; the fuzzer puts other values in some places.
 X, TABLE, IDS, POSITIONS = ARRAYS[9], ARRAYS[8], ARRAYS[1] % 4, np.arange(3)
 GOOD = {
-    te.Learned: {"max_len": 3},
-    te.Sinusoidal: {},
-    te.SinusoidalGrid: {"shape": (1, 3)},
     te.resize_positions: {
         "params": {"m/learned_positional_encoding": {"embeddings": jnp.asarray(TABLE)}},
         "max_len": 6,

@@ -266,19 +266,6 @@ def test_vmap_of_rows_and_gradients_is_a_loop(axes):
         assert_gradient(gradients[n], ids, np.ones((4, WIDTH)))
 
 
-def test_lookup_has_one_trace_for_all_ids():
-    traces = []
-
-    @jax.jit
-    def find(ids):
-        traces.append(ids)
-        return te.lookup(TABLE, ids)
-
-    for token in range(3):
-        np.testing.assert_array_equal(find(np.array([token], np.int32)), TABLE[token : token + 1])
-    assert len(traces) == 1
-
-
 def test_lookup_survives_export():
     pytest.importorskip("flatbuffers")
     find, ids = jax.jit(functools.partial(te.lookup, pad_id=2)), IDS.astype(np.int32)

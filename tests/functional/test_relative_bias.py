@@ -241,20 +241,6 @@ def test_bias_under_vmap_is_that_of_each_row(name):
 
 
 @every_function
-def test_bias_has_one_trace_for_all_offsets(name):
-    traces, positions = [], np.arange(9)
-
-    @jax.jit
-    def step(offset):
-        traces.append(offset)
-        return BIASES[name](offset + jnp.arange(2), positions)
-
-    for offset in (0, 3, HIGHEST - 1):
-        assert_bias_right(name, step(np.int32(offset)), offset + np.arange(2), positions)
-    assert len(traces) == 1
-
-
-@every_function
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16, jnp.uint16])
 def test_bias_of_narrow_positions_does_not_overflow(name, dtype):
     ends = np.array([jnp.iinfo(dtype).min, jnp.iinfo(dtype).max], dtype)

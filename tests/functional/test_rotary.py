@@ -427,31 +427,31 @@ def test_positions_that_vmap_took_apart_get_a_hint():
         jax.vmap(apply_rotary)(X[:, None].repeat(3, 0)[:3], positions=P)
 
 
-@pytest.mark.parametrize(
-    "scaling",
-    {type(scaling): scaling for scaling in SCALINGS}.values(),
-    ids=lambda s: type(s).__name__,
-)
+# The fields of the scalings, and a value outside of the range.
+RANGES = {
+    ("factor", "alpha", "beta_slow", "low_freq_factor", "attention_factor"): (
+        "a finite number above 0",
+        0,
+    ),
+    ("short_factor", "long_factor"): ("a finite number above 0", 0),
+    ("beta_fast", "high_freq_factor"): ("a finite number above 1", 1),
+    ("mscale", "mscale_all_dim"): ("a finite number of at least 0", -1),
+    ("original_length",): ("an int of at least 2", 1),
+    ("length",): ("an int of at least 0", -1),
+}
+
+
+@pytest.mark.parametrize("scaling", [YARN, LONG, *SCALINGS[:3], Llama3Scaling(8.0)])
 def test_each_field_of_a_scaling_has_a_range(scaling):
-    of_lengths = {"original_length": (1, "2"), "length": (-1, "0")}
-    for field in dataclasses.fields(scaling):
-        name, bad, wanted = field.name, 0, "above 0"
-        if name in of_lengths:
-            bad, least = of_lengths[name]
-            wanted = f"of at least {least}"
-        elif name.startswith("mscale"):
-            bad, wanted = -1, "of at least 0"
-        elif name in ("beta_fast", "high_freq_factor"):
-            bad = getattr(scaling, "beta_slow" if name == "beta_fast" else "low_freq_factor")
-            wanted = f"above {bad}"
-        elif name in ("short_factor", "long_factor"):
-            bad, name = [1, 0], f"{name}[1]"
-        if name != "truncate":
-            what = "an int" if name in of_lengths else "a finite number"
-            got = bad[1] if isinstance(bad, list) else bad
-            message = f"{name}: wanted {what} {wanted}, got {got}"
-            with pytest.raises(ValueError, match="^" + re.escape(message)):
-                dataclasses.replace(scaling, **{field.name: bad})
+    fields = {field.name for field in dataclasses.fields(scaling)} - {"truncate"}
+    for names, (wanted, bad) in RANGES.items():
+        for name in fields.intersection(names):
+            fields.remove(name)
+            is_list = name in ("short_factor", "long_factor")
+            message = re.escape(f"{name}[1]" if is_list else name) + f": wanted {wanted}, got {bad}"
+            with pytest.raises(ValueError, match="^" + message):
+                dataclasses.replace(scaling, **{name: [1, bad] if is_list else bad})
+    assert not fields
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 TypeError or ValueError of ours."""
 
 import dataclasses
+import itertools
 import random
 import warnings
 
@@ -36,6 +37,8 @@ LIKELY = {
     "out_of_range": ["nan", "clip", "zero"],
     "lookup_style": ["gather", "one_hot"],
 }
+SINUSOIDS = ["base", "layout", "shift", "odd", "frequency_scale"]
+SCHEMES = {te.Learned: {"max_len": 3}, te.Sinusoidal: {}, te.SinusoidalGrid: {"shape": (1, 3)}}
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 3, 4)
 LABELS = np.array([[1, 2, 0], [3, 1, 1]])
 CALLS = {
@@ -112,10 +115,11 @@ def encoding(config, short, positions):
     if isinstance(scheme, te.Learned):
         return rows(config, short["learned_positional_encoding/embeddings"], positions)
     if isinstance(scheme, te.SinusoidalGrid):
-        grid = te.sinusoidal_grid(scheme.shape, width, axes=scheme.axes, positions=positions)
+        options = dataclasses.asdict(scheme)
+        grid = te.sinusoidal_grid(d_model=width, positions=positions, **options)
         return np.asarray(grid, np.float64)
-    points = exact_positions(positions)
-    return exact_encoding(points, width, layout=scheme.layout, odd=scheme.odd)
+    options = {name: getattr(scheme, name) for name in SINUSOIDS}
+    return exact_encoding(exact_positions(positions), width, **options)
 
 
 def embedded(config, short, ids, positions, token_types):
@@ -224,6 +228,18 @@ def test_any_argument_gives_a_right_result_or_our_error(name):
 def test_a_value_of_a_field_embeds_rightly_or_is_our_error(field):
     for value in [*few(VALUES, 20), *LIKELY.get(field, [])]:
         exists, config = config_of({field: value})
+        if exists:
+            expect_right(config, "apply")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_value_of_a_field_of_a_scheme_embeds_rightly_or_is_our_error(scheme):
+    names = [field.name for field in dataclasses.fields(scheme)]
+    for name, value in few(itertools.product(names, VALUES), 40):
+        exists, made_scheme = call(scheme, SCHEMES[scheme] | {name: bounded(name, value)})
+        if exists:
+            exists, config = config_of({"scheme": made_scheme})
         if exists:
             expect_right(config, "apply")
 
