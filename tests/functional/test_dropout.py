@@ -63,11 +63,13 @@ def test_dropout_of_many_elements_equals_hk_dropout_bit_for_bit(rate):
     same_bits(*jax.jit(both(rate))(jax.random.key(4), normal((4, 32, 128))))
 
 
+@pytest.mark.slow
 def test_dropout_under_vmap_equals_hk_dropout_bit_for_bit():
     keys, x = jax.random.split(jax.random.key(1), 3), normal((3, 4, 5))
     same_bits(*jax.jit(jax.vmap(both(0.1)))(keys, x))
 
 
+@pytest.mark.slow
 def test_the_gradient_equals_that_of_hk_dropout():
     key, x = jax.random.key(2), normal((4, 30))
 
@@ -77,6 +79,7 @@ def test_the_gradient_equals_that_of_hk_dropout():
     same_bits(gradient(te.dropout), gradient(hk.dropout))
 
 
+@pytest.mark.slow
 def test_the_fast_path_is_taken_where_it_holds():
     """Without it the property above would compare Haiku with itself. Jax's own generator is a
     loop."""

@@ -249,6 +249,7 @@ def test_the_jvp_is_the_lookup_of_the_direction():
 # --- transformations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [(None, 0), (0, None), (1, 1)])
 def test_vmap_of_rows_and_gradients_is_a_loop(axes):
     both = lambda table, ids: (te.lookup(table, ids), jax.grad(weighted)(table, ids, 1.0))
@@ -266,6 +267,7 @@ def test_vmap_of_rows_and_gradients_is_a_loop(axes):
         assert_gradient(gradients[n], ids, np.ones((4, WIDTH)))
 
 
+@pytest.mark.slow
 def test_lookup_survives_export():
     pytest.importorskip("flatbuffers")
     find, ids = jax.jit(functools.partial(te.lookup, pad_id=2)), IDS.astype(np.int32)
@@ -290,6 +292,7 @@ def gradient_on_a_gpu(index, cotangent, vocab_size):
     return jax.linear_transpose(read, jnp.zeros((vocab_size, cotangent.shape[-1])))(cotangent)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 33, 500])
 def test_gradient_on_a_gpu_is_the_float64_sum_of_repeats(size):
     rng, cotangent = np.random.default_rng(size), normal(1, size, WIDTH)
@@ -330,6 +333,7 @@ def step(table, ids):
     return jax.grad(weighted)(table, ids, 1.0, pad_id=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_gradient_lowered_for_a_gpu_scatters_to_distinct_rows_alone(devices):
     """A scatter to repeated rows is atomic there: slow, and not the same from run to run."""
@@ -398,6 +402,7 @@ def test_lookup_on_a_mesh_equals_lookup_on_one_device(kind, ids_spec, table_spec
         assert_gradient(gradient, MESH_IDS, MESH_COTANGENT, 2, policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ids_spec", "table_spec", "rows_spec"), PLACEMENTS[:2])
 def test_gradient_on_an_explicit_mesh_of_gpus_equals_that_of_one_device(
     monkeypatch, ids_spec, table_spec, rows_spec
@@ -449,6 +454,7 @@ def test_logits_are_products_with_every_row(shape, pad_id):
     assert logits.shape == (*shape, VOCAB)
 
 
+@pytest.mark.slow
 def test_logits_of_padding_are_the_lowest_and_move_nothing():
     x, cotangent, is_padding = normal(2, 4, WIDTH), normal(3, 4, VOCAB), np.arange(VOCAB) == 2
     table = np.where(is_padding[:, None], np.float32(-1e30), TABLE)
@@ -502,6 +508,7 @@ def test_bad_arguments_of_logits(kind, message, changes):
         te.linear_logits(**{"x": np.ones(3, np.float32), "table": TABLE} | changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("table_spec", "logits_spec"),
     [(SPEC(), SPEC("x", None, None)), (SPEC("y"), SPEC("x", None, "y"))],

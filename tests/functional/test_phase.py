@@ -68,6 +68,7 @@ def test_unsigned_positions_against_arbitrary_precision():
     assert worst_error(positions, 32, 10_000.0) <= oracle.MAX_ERROR
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frequency_scale", [1.0, 0.125, 1000.0])
 def test_float_positions_against_arbitrary_precision(frequency_scale):
     rng = np.random.default_rng(2)
@@ -76,6 +77,7 @@ def test_float_positions_against_arbitrary_precision(frequency_scale):
     assert worst_error(positions, 32, 10_000.0, frequency_scale) <= oracle.MAX_ERROR
 
 
+@pytest.mark.slow
 def test_whole_floats_equal_integers():
     positions = np.array([0, 1, -1, 77, -4096, 2**24, -(2**24), 2**31 - 128])
     of_floats = sinusoid(positions.astype(np.float32), constants(4))
@@ -160,6 +162,7 @@ def test_derivatives_in_float_positions(order, frequency_scale):
         assert oracle.error(got[n, c], exact) <= bound
 
 
+@pytest.mark.slow
 def test_the_gradient_where_there_is_no_phase_is_nan():
     gradient = jax.jit(jax.grad(lambda p: of_channels(p, constants(1)).sum()))
     assert np.isnan(gradient(np.float32(np.inf)))

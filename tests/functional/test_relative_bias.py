@@ -98,6 +98,7 @@ def test_published_slopes():
         np.testing.assert_array_equal(alibi_slopes(len(expected)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"num_heads": 8}, {"num_heads": 12, "symmetric": True}, {"num_heads": 1, "max_bias": 0.5}],
@@ -145,6 +146,7 @@ def test_alibi_bias_in_16_bits_is_rounded_once(dtype):
     np.testing.assert_array_equal(bias, exact.astype(dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_alibi_bias_and_the_masks_bias_are_finite_and_hide_at_any_distance(dtype):
     mask = te.AttentionMask(te.TokenPositions(EXTREMES), causal=True).dense()
@@ -223,6 +225,7 @@ def test_buckets_published_in_the_paper(bidirectional, before, after):
     assert np.ravel(buckets).tolist() == [before] * 5 + [after] * 5
 
 
+@pytest.mark.slow
 def test_many_buckets_need_no_memory_of_their_own():
     build = functools.partial(relative_position_buckets, num_buckets=128, max_distance=2048)
     program = jax.jit(build).lower(np.arange(256), np.arange(256)).compile()
@@ -233,6 +236,7 @@ def test_many_buckets_need_no_memory_of_their_own():
 # --- Both
 
 
+@pytest.mark.slow
 @every_function
 def test_bias_under_vmap_is_that_of_each_row(name):
     queries, keys = QUERIES[1].astype(np.int32), KEYS[1].astype(np.int32)
@@ -240,6 +244,7 @@ def test_bias_under_vmap_is_that_of_each_row(name):
     assert_bias_right(name, stacked[:, 0], queries, keys)
 
 
+@pytest.mark.slow
 @every_function
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16, jnp.uint16])
 def test_bias_of_narrow_positions_does_not_overflow(name, dtype):
@@ -247,6 +252,7 @@ def test_bias_of_narrow_positions_does_not_overflow(name, dtype):
     assert_bias_right(name, BIASES[name](*map(jax.device_put, (ends, ends))), ends, ends)
 
 
+@pytest.mark.slow
 @every_function
 def test_bias_of_64_bit_positions(name):
     with x64():

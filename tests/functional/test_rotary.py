@@ -84,6 +84,7 @@ class TestAgainstArbitraryPrecision:
     def test_options(self, options):
         check(apply_rotary, normal(6, 2, 8), FAR, **options)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("shape", "positions"),
         [
@@ -103,10 +104,12 @@ class TestAgainstArbitraryPrecision:
     def test_an_odd_head_with_an_even_part(self):
         check(apply_rotary, normal(6, 2, 7), FAR, rotary_dim=4)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
     def test_16_bit_results_are_rounded_once(self, dtype):
         check(apply_rotary, normal(64, 1, 8, dtype=dtype), np.arange(64))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("pair_axes", "positions", "options"),
         [
@@ -120,6 +123,7 @@ class TestAgainstArbitraryPrecision:
     def test_positions_on_several_axes(self, pair_axes, positions, options):
         check(apply_rotary, normal(2, 6, 1, 16), positions, pair_axes=pair_axes, **options)
 
+    @pytest.mark.slow
     def test_64_bit_mode(self):
         x, positions = normal(4, 2, 8), np.array([0, 3, -5, 2**31])
         with x64():
@@ -154,6 +158,7 @@ ANY_SCALING = st.one_of(
 
 
 class TestFrequencies:
+    @pytest.mark.slow
     @hypothesis.given(ANY_SCALING, st.one_of(st.floats(1.001, 100), st.floats(100, 1e15)))
     @hypothesis.settings(max_examples=100)
     def test_those_of_any_scaling_are_rounded_once(self, scaling, base):
@@ -223,6 +228,7 @@ class TestPermutation:
 
 
 class TestContract:
+    @pytest.mark.slow
     def test_vmap(self):
         x, positions = normal(3, 6, 2, 8), np.arange(18).reshape(3, 6)
         rotate = lambda x, p: apply_rotary(x, p, layout="interleaved", rotary_dim=4, scaling=YARN)
@@ -233,6 +239,7 @@ class TestContract:
         np.testing.assert_allclose(mapped, expected, rtol=0, atol=4 * FUSION)
         np.testing.assert_allclose(of_one_row[1], expected[1], rtol=0, atol=4 * FUSION)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "options", [{}, {"layout": "interleaved", "rotary_dim": 4, "scaling": YARN}]
     )
@@ -276,12 +283,14 @@ class TestContract:
             apply_rotary(x, np.arange(4) + 5, base=base)
         assert rotary._rotated._cache_size() == before
 
+    @pytest.mark.slow
     def test_phases_are_computed_once_for_all_heads(self):
         """On a CPU, XLA computes what it fuses again for each head: only the loop's result is ready
         before the products."""
         arrays = np.zeros([2, 3, 4, 8], np.float32), np.zeros([2, 3], np.int32)
         assert " while(" in jax.jit(apply_rotary).lower(*arrays).compile().as_text()
 
+    @pytest.mark.slow
     def test_the_size_of_a_program_does_not_depend_on_the_length(self):
         sizes = [
             len(jax.jit(apply_rotary).lower(np.zeros([n, 1, 64]), np.arange(n)).as_text())

@@ -41,6 +41,7 @@ def test_position_0_alternates_0_and_1():
     np.testing.assert_array_equal(te.sinusoidal_table(1, 4), [[0, 1, 0, 1]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("d_model", [6, 7])
 def test_every_layout_of_every_meaning_of_odd(d_model):
     options = [{"layout": each, "odd": odd} for each, odd in itertools.product(LAYOUTS, ODD)]
@@ -97,12 +98,14 @@ def test_any_constants(positions, d_model, options):
     check_constants(positions, d_model, options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_16_bit_results_are_the_float32_ones_rounded(dtype):
     rounded = np.asarray(te.sinusoidal_table(300, 6)).astype(dtype)
     np.testing.assert_array_equal(te.sinusoidal_table(300, 6, dtype=dtype), rounded)
 
 
+@pytest.mark.slow
 def test_empty_and_single_positions():
     for positions in (3, [], [[0.25], [-999.5]]):
         check(te.sinusoidal_encoding, positions, 4)
@@ -111,6 +114,7 @@ def test_empty_and_single_positions():
 
 
 class TestContract:
+    @pytest.mark.slow
     def test_vmap(self):
         positions = np.arange(-6, 6).reshape(3, 4)
         encode = lambda p: te.sinusoidal_encoding(p, 10)
@@ -124,6 +128,7 @@ class TestContract:
 
 
 class TestGrid:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("shape", "d_model", "options"),
         [
