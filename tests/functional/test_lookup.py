@@ -268,11 +268,19 @@ def test_vmap_of_rows_and_gradients_is_a_loop(axes):
 
 
 @pytest.mark.slow
-def test_lookup_survives_export():
+def test_rows_and_gradients_survive_export_with_any_number_of_ids():
     pytest.importorskip("flatbuffers")
-    find, ids = jax.jit(functools.partial(te.lookup, pad_id=2)), IDS.astype(np.int32)
-    revived = export.deserialize(export.export(find)(TABLE, ids).serialize())
-    assert_right(te.lookup, revived.call(TABLE, ids), TABLE, ids, pad_id=2)
+    both = lambda table, ids: (te.lookup(table, ids), jax.grad(weighted)(table, ids, 1.0))
+    symbolic = jax.ShapeDtypeStruct(export.symbolic_shape("n"), np.int32)
+    revived = export.deserialize(export.export(jax.jit(both))(TABLE, symbolic).serialize())
+    for ids in (np.array([1, 7, 1], np.int32), np.array([4], np.int32)):
+        rows, gradient = revived.call(TABLE, ids)
+        assert_right(te.lookup, rows, TABLE, ids)
+        assert_gradient(gradient, ids, np.ones((len(ids), WIDTH)))
+
+
+def test_the_gradient_of_an_empty_batch_is_zero():
+    np.testing.assert_array_equal(jax.grad(weighted)(TABLE, np.zeros(0, int), 1.0), 0 * TABLE)
 
 
 def test_the_gather_alone_clips_ids():
