@@ -9,6 +9,7 @@ from transformer_embed._src.functional.rotary_scaling import (
     DynamicNTKScaling,
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     NTKScaling,
     YarnScaling,
 )
@@ -70,60 +71,60 @@ def sinusoidal_frequencies(
 
 @mpmath.workprec(200)
 def scaled_frequencies(scaling, dim, base):
-    """The published formulas: frequencies and attention factor."""
+    """The published formulas: the frequency of each pair of dim channels, and the attention
+    factor."""
     plain = [frequency(i, mpf(dim) / 2, base) for i in range(dim // 2)]
     log = lambda factor: mpmath.log(mpf(factor)) if factor > 1 else mpf(0)
-    given = getattr(scaling, "attention_factor", None)
-    if isinstance(scaling, LinearScaling):
-        return [f / mpf(scaling.factor) for f in plain], 1
-    if isinstance(scaling, NTKScaling | DynamicNTKScaling):
-        if isinstance(scaling, NTKScaling):
-            alpha = mpf(scaling.alpha)
-        else:
-            longest = max(scaling.length, scaling.original_length)
-            alpha = mpf(scaling.factor) * longest / scaling.original_length - (
-                mpf(scaling.factor) - 1
-            )
-        stretched = mpf(base) * alpha ** (mpf(dim) / (dim - 2)) if dim > 2 else mpf(base)
-        return [stretched ** (-mpf(2 * i) / dim) for i in range(dim // 2)], 1
-    if isinstance(scaling, YarnScaling):
-        index = lambda turns: (
-            dim
-            * mpmath.log(scaling.original_length / (mpf(turns) * 2 * mpmath.pi))
-            / (2 * mpmath.log(mpf(base)))
-        )
-        low, high = index(scaling.beta_fast), index(scaling.beta_slow)
-        low, high = (mpmath.floor(low), mpmath.ceil(high)) if scaling.truncate else (low, high)
-        low, high = max(low, mpf(0)), min(high, mpf(dim - 1))
-        high = high + mpf("0.001") if low == high else high
-        ramp = [min(max((i - low) / (high - low), 0), 1) for i in range(dim // 2)]
-        mscale = lambda s: mpf(s) * log(scaling.factor) / 10 + 1
-        blend = [
-            f / mpf(scaling.factor) * r + f * (1 - r) for f, r in zip(plain, ramp, strict=True)
-        ]
-        return blend, mscale(scaling.mscale) / mscale(
-            scaling.mscale_all_dim
-        ) if given is None else mpf(given)
-    if isinstance(scaling, Llama3Scaling):
-        return [_llama_3(f, scaling) for f in plain], 1
-    factors = (
-        scaling.long_factor if scaling.length > scaling.original_length else scaling.short_factor
-    )
-    attention = (
-        mpmath.sqrt(1 + log(scaling.factor) / mpmath.log(scaling.original_length))
-        if given is None
-        else mpf(given)
-    )
-    return [f / mpf(factor) for f, factor in zip(plain, factors, strict=True)], attention
+    attention = 1
+    match scaling:
+        case None:
+            return plain, attention
+        case LinearScaling(factor):
+            divisors = [mpf(factor)] * len(plain)
+        case NTKScaling(alpha):
+            return _stretched(mpf(alpha), dim, base), attention
+        case DynamicNTKScaling(factor, original, length):
+            alpha = mpf(factor) * max(length, original) / original - (mpf(factor) - 1)
+            return _stretched(alpha, dim, base), attention
+        case YarnScaling(factor, original):
+            shares = _yarn_shares(scaling, dim, base)
+            divisors = [1 / (share / mpf(factor) + 1 - share) for share in shares]
+            mscale = lambda s: mpf(s) * log(factor) / 10 + 1
+            attention = mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
+        case Llama3Scaling():
+            return [_llama_3(f, scaling) for f in plain], attention
+        case LongRopeScaling(short, long, factor, original, length):
+            divisors = [mpf(each) for each in (long if length > original else short)]
+            attention = mpmath.sqrt(1 + log(factor) / mpmath.log(original))
+    if scaling.attention_factor is not None:
+        attention = mpf(scaling.attention_factor)
+    return [f / divisor for f, divisor in zip(plain, divisors, strict=True)], attention
+
+
+def _stretched(alpha, dim, base):
+    stretched = mpf(base) * alpha ** (mpf(dim) / (dim - 2)) if dim > 2 else mpf(base)
+    return [stretched ** (-mpf(2 * i) / dim) for i in range(dim // 2)]
+
+
+def _yarn_shares(scaling, dim, base):
+    """How much of each frequency is divided by the factor."""
+
+    def index(turns):
+        of_turns = mpmath.log(scaling.original_length / (mpf(turns) * 2 * mpmath.pi))
+        return dim * of_turns / (2 * mpmath.log(mpf(base)))
+
+    low, high = index(scaling.beta_fast), index(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = mpmath.floor(low), mpmath.ceil(high)
+    low, high = max(low, mpf(0)), min(high, mpf(dim - 1))
+    high = high + mpf("0.001") if low == high else high
+    return [min(max((i - low) / (high - low), 0), 1) for i in range(dim // 2)]
 
 
 def _llama_3(frequency, scaling):
     """`apply_scaling` of the published code, by wavelengths."""
-    wavelength, low, high = (
-        2 * mpmath.pi / frequency,
-        mpf(scaling.low_freq_factor),
-        mpf(scaling.high_freq_factor),
-    )
+    wavelength = 2 * mpmath.pi / frequency
+    low, high = mpf(scaling.low_freq_factor), mpf(scaling.high_freq_factor)
     if wavelength < scaling.original_length / high:
         return frequency
     if wavelength > scaling.original_length / low:
@@ -150,10 +151,8 @@ def t5_bucket(query, key, num_buckets, max_distance, bidirectional):
     exact = buckets // 2
     if distance >= exact:
         steps, base = buckets - exact, fractions.Fraction(max_distance, exact)
-        reached = sum(
-            fractions.Fraction(distance, exact) ** steps >= base**j for j in range(1, steps)
-        )
-        distance = exact + reached
+        share = fractions.Fraction(distance, exact) ** steps
+        distance = exact + sum(share >= base**j for j in range(1, steps))
     return distance + (buckets if after and bidirectional else 0)
 
 
@@ -164,10 +163,8 @@ def loop_lookup(table, ids, pad_id=None, out_of_range="nan"):
     for n, token in enumerate(int(token) for token in np.ravel(ids)):
         if token == pad_id:
             flat[n] = 0
-        elif 0 <= token < vocab_size:
-            flat[n] = table[token]
-        elif out_of_range == "clip":
-            flat[n] = table[0 if token < 0 else vocab_size - 1]
+        elif 0 <= token < vocab_size or out_of_range == "clip":
+            flat[n] = table[min(max(token, 0), vocab_size - 1)]
         else:
             flat[n] = np.nan if out_of_range == "nan" else 0
     return flat.reshape(*np.shape(ids), width)

@@ -5,6 +5,8 @@ included, and asserts that the result is right within what the docstring of the 
 promises.
 """
 
+import inspect
+
 import jax.numpy as jnp
 import mpmath
 import numpy as np
@@ -15,8 +17,23 @@ from transformer_embed._src.functional import rotary
 
 # a * cos - b * sin in float32: each product and their sum are rounded once, by 2**-24 of each term.
 ROUNDINGS = 2**-23
+# The attention factor rounded to float32, and its product with a cosine: 2**-24 each.
+OF_A_FACTOR = 2**-23
 # The relative error of a product with a slope, as alibi_bias has it.
 SLOPE_ERROR = 1.8e-7
+
+
+def check(function, *arguments, **options):
+    """The result, after asserting that it is right."""
+    result = function(*arguments, **options)
+    assert_right(function, result, *arguments, **options)
+    return result
+
+
+def assert_right(function, result, *arguments, **options):
+    full = inspect.signature(function).bind(*arguments, **options)
+    full.apply_defaults()
+    CHECKS[function](result, *full.args, **full.kwargs)
 
 
 def integers(value):
@@ -57,12 +74,10 @@ def within(got, expected, error, dtype=jnp.float32):
     assert np.asarray(got).dtype == (np.float32 if dtype == np.float64 else dtype)
     got, expected = floats(got).ravel(), np.asarray(expected, np.float64).ravel()
     assert got.size == expected.size
-    rounding = (
-        0
-        if dtype.itemsize > 2
-        else float(jnp.finfo(dtype).eps) * np.abs(expected)
-        + float(jnp.finfo(dtype).smallest_subnormal)
-    )
+    rounding = 0
+    if dtype.itemsize == 2:
+        of_dtype = jnp.finfo(dtype)
+        rounding = float(of_dtype.eps) * np.abs(expected) + float(of_dtype.smallest_subnormal)
     np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
     excess = np.abs(got - expected) - np.ravel(error) - rounding
     assert not np.any(excess > 0), np.nanmax(excess)
@@ -72,42 +87,41 @@ def within(got, expected, error, dtype=jnp.float32):
 
 
 def exact_positions(value):
-    """As Python numbers: floats as float32 holds them, None for what has no phase."""
+    """An array of Python numbers, floats as float32 holds them; None for what has no phase."""
     array = np.asarray(value)
     if np.issubdtype(array.dtype, np.floating):
-        narrow = [float(each) for each in array.astype(np.float32).ravel()]
-        return [each if abs(each) < 2**31 else None for each in narrow], array.shape
-    found = [int(each) for each in integers(value).ravel()]
-    return [
-        each if array.dtype.itemsize < 8 or -(2**31) <= each < 2**31 else None for each in found
-    ], array.shape
+        numbers = array.astype(np.float32).ravel().tolist()
+        has_phase = lambda number: abs(number) < 2**31
+    else:
+        numbers = integers(value).ravel()
+        has_phase = lambda number: array.dtype.itemsize < 8 or -(2**31) <= number < 2**31
+    points = np.array([number if has_phase(number) else None for number in numbers], object)
+    return points.reshape(array.shape)
 
 
-def is_promised(positions, *constants):
-    """Whether the bound is promised at these positions: at float ones up to frequencies of 1000,
-    below 2**24."""
-    whole = all(isinstance(each, int) for each in positions if each is not None)
-    return whole or (
-        all(each is None or abs(each) < 2**24 for each in positions)
-        and all(c is None or 1 <= c <= 1000 for c in constants)
+def sine_error(points, frequencies):
+    """Of floats it is promised below 2**24 and up to 1000 radians a position."""
+    points = [point for point in points.ravel() if point is not None]
+    is_promised = all(isinstance(point, int) for point in points) or (
+        max(frequencies, default=0) <= 1000 and all(abs(point) < 2**24 for point in points)
     )
+    return oracle.MAX_ERROR if is_promised else 2.0
+
+
+def exact_encoding(points, width, **options):
+    """float64 [*points.shape, width]."""
+    rows = [
+        np.full(width, np.nan) if point is None else oracle.encoding(point, width, **options)
+        for point in points.ravel()
+    ]
+    return np.array(rows, np.float64).reshape(*points.shape, width)
 
 
 def encoding(got, positions, d_model, *, dtype, **options):
-    points, _ = exact_positions(positions)
-    frequencies = (1, options["frequency_scale"], 1 if options["base"] >= 1 else None)
-    assert np.shape(got) == (*np.shape(positions), d_model)
-    if (
-        is_promised(points, *(each for each in frequencies if each is not None))
-        and None not in frequencies[2:]
-    ):
-        expected = [
-            oracle.encoding(p, d_model, **options) if p is not None else [np.nan] * d_model
-            for p in points
-        ]
-        within(
-            got, [[float(channel) for channel in row] for row in expected], oracle.MAX_ERROR, dtype
-        )
+    points = exact_positions(positions)
+    assert np.shape(got) == (*points.shape, d_model)
+    error = sine_error(points, oracle.sinusoidal_frequencies(d_model, **options))
+    within(got, exact_encoding(points, d_model, **options), error, dtype)
 
 
 def table(got, length, d_model, **options):
@@ -121,99 +135,71 @@ def grid(got, shape, d_model, *, positions, axes, axis_positions, odd, dtype, **
         "round_up": 2 * -(-d_model // (2 * parts)),
         "zero": 2 * (d_model // (2 * parts)),
     }[odd]
-    order = range(parts) if axes is None else axes
-    along = (
-        [range(n) for n in shape]
-        if axis_positions is None
-        else [exact_positions(each)[0] for each in axis_positions]
-    )
-    points = list(np.ndindex(*shape))
-    if positions is None:
-        chosen = points
-        assert np.shape(got) == (*shape, d_model)
-    else:
-        chosen = [points[p] if 0 <= p < len(points) else None for p in integers(positions).ravel()]
-        assert np.shape(got) == (*np.shape(positions), d_model)
-    expected = []
-    for point in chosen:
-        channels = [
-            float(value)
-            for axis in (order if width and point is not None else [])
-            for value in (oracle.encoding(along[axis][point[axis]], width, **options))
-        ]
-        expected.append(
-            [np.nan] * d_model if point is None else [*channels, *[0.0] * d_model][:d_model]
-        )
-    if is_promised(
-        [each for axis in along for each in axis],
-        options["frequency_scale"],
-        max(options["base"], 1),
-    ):
-        within(got, expected, oracle.MAX_ERROR, dtype)
+    along = map(np.arange, shape) if axis_positions is None else axis_positions
+    along = [exact_positions(each) for each in along]
+    expected = np.zeros((*shape, 0))
+    for axis in range(parts) if axes is None else axes:
+        part = exact_encoding(along[axis], width, **options)
+        part = part.reshape(*(n if i == axis else 1 for i, n in enumerate(shape)), width)
+        expected = np.concatenate([expected, np.broadcast_to(part, (*shape, width))], -1)
+    expected = expected[..., :d_model]
+    expected = np.pad(expected, [(0, 0)] * parts + [(0, d_model - expected.shape[-1])])
+    if positions is not None:
+        rows, outside = expected.reshape(-1, d_model), np.full(d_model, np.nan)
+        numbers = integers(positions)
+        chosen = [rows[n] if 0 <= n < len(rows) else outside for n in numbers.ravel()]
+        expected = np.array(chosen).reshape(*numbers.shape, d_model)
+    assert np.shape(got) == expected.shape
+    frequencies = oracle.sinusoidal_frequencies(width, **options)
+    within(got, expected, sine_error(np.concatenate(along), frequencies), dtype)
 
 
 def rotated(got, x, positions, *, base, layout, rotary_dim, partial, scaling, pair_axes):
     x = floats(x)
-    head_dim, dtype = x.shape[-1], np.asarray(got).dtype
-    turning = head_dim if rotary_dim is None else rotary_dim
-    dim = head_dim if partial == "proportional" else turning
-    frequencies, attention = (
-        oracle.scaled_frequencies(scaling, dim, base) if scaling is not None else (None, 1)
-    )
-    if frequencies is None:
-        frequencies = [oracle.frequency(i, mpmath.mpf(dim) / 2, base) for i in range(dim // 2)]
-    frequencies = [f if i < turning // 2 else 0 for i, f in enumerate(frequencies)]
-    axis_of = [0] * (dim // 2) if pair_axes is None else pair_axes
-    shape = np.shape(positions) if pair_axes is not None else (*np.shape(positions), 1)
-    points = np.empty(shape, object)
-    points.ravel()[:] = exact_positions(positions)[0]
-    points = np.broadcast_to(points, (*x.shape[:-2], shape[-1]))
+    rotating = x.shape[-1] if rotary_dim is None else rotary_dim
+    dim = x.shape[-1] if partial == "proportional" else rotating
+    frequencies, attention = oracle.scaled_frequencies(scaling, dim, base)
+    frequencies = np.array(frequencies, object)
+    frequencies[rotating // 2 :] = 0
+    points = exact_positions(positions)
+    if pair_axes is None:
+        points, pair_axes = points[..., None], [0] * len(frequencies)
+    points = np.broadcast_to(points, (*x.shape[:-2], points.shape[-1]))
+    points = points[..., None, np.array(pair_axes, int)]
+
+    def wave(point, frequency, quarter):
+        return np.nan if point is None else attention * oracle.sine(point, frequency, quarter)
+
+    cos, sin = (np.vectorize(wave, otypes=[float])(points, frequencies, n) for n in (1, 0))
+    pair = np.arange(dim // 2)
+    a, b = (pair, pair + dim // 2) if layout == "half" else (2 * pair, 2 * pair + 1)
+    first, second = x[..., a], x[..., b]
     expected, size = x.copy(), np.zeros(x.shape)
-    for *place, head in np.ndindex(*x.shape[:-1]):
-        for i, frequency in enumerate(frequencies):
-            a, b = (i, i + dim // 2) if layout == "half" else (2 * i, 2 * i + 1)
-            point, (first, second) = points[(*place, axis_of[i])], x[(*place, head)][[a, b]]
-            cos, sin = (
-                (np.nan, np.nan)
-                if point is None
-                else (float(attention * oracle.sine(point, frequency, n)) for n in (1, 0))
-            )
-            expected[(*place, head, a)], expected[(*place, head, b)] = (
-                first * cos - second * sin,
-                second * cos + first * sin,
-            )
-            size[(*place, head, a)] = size[(*place, head, b)] = abs(first) + abs(second)
-    of_a_factor = 0 if attention == 1 else 2**-23
-    if is_promised(points.ravel().tolist(), *(max(float(f), 1) for f in frequencies)):
-        within(
-            got,
-            expected,
-            float(attention) * size * (oracle.MAX_ERROR + ROUNDINGS + of_a_factor),
-            dtype,
-        )
+    expected[..., a], expected[..., b] = first * cos - second * sin, second * cos + first * sin
+    size[..., a] = size[..., b] = np.abs(first) + np.abs(second)
+    error = sine_error(points, frequencies) + ROUNDINGS + (0 if attention == 1 else OF_A_FACTOR)
+    within(got, expected, float(attention) * size * error, np.asarray(got).dtype)
 
 
 def scaling(got, *_, **__):
-    """The frequencies of 8 channels, as turns in units of 2**-64, rounded once; the attention
-    factor rounded to a float64."""
     dim = 8
     if isinstance(got, te.LongRopeScaling):
         dim = 2 * len(got.long_factor if got.length > got.original_length else got.short_factor)
     if dim:
-        check_words(got, dim, 10_000.0)
+        check_frequencies(got, dim, 10_000.0)
 
 
-def check_words(scaling, dim, base):
+def check_frequencies(scaling, dim, base):
+    """As turns in units of 2**-64, rounded once; the attention factor rounded to a float64."""
     words, attention = rotary._frequencies(
         rotary._Options(dim, dim // 2, base, scaling, (dim // 2,))
     )
     frequencies, exact_attention = oracle.scaled_frequencies(scaling, dim, base)
     with mpmath.workprec(300):
-        for turns, high, low, frequency in zip(
-            words.turns, words.high, words.low, frequencies, strict=True
-        ):
-            word = (int(turns) << 64) + (int(high) << 32) + int(low)
-            assert abs(word - frequency / (2 * mpmath.pi) * 2**64) <= 0.5 + 1e-9
+        for *parts, frequency in zip(*words, frequencies, strict=True):
+            turns, high, low = map(int, parts)
+            units = (turns << 64) + (high << 32) + low
+            assert abs(units - frequency / (2 * mpmath.pi) * 2**64) <= 0.5 + 1e-9
         assert abs(attention - exact_attention) <= 2**-52 * abs(exact_attention)
 
 
@@ -238,17 +224,13 @@ def slopes(got, num_heads, *, max_bias):
 
 
 def alibi(got, query_positions, key_positions, *, num_heads, symmetric, max_bias, dtype):
-    dtype = jnp.dtype(dtype).newbyteorder("=")
     most = float(jnp.finfo(np.asarray(got).dtype).max) / 4
-    distance = np.array(
-        pairs_of(lambda q, k: -abs(k - q) if symmetric else k - q, query_positions, key_positions),
-        np.float64,
-    )
-    exact = [
-        np.clip(float(slope) * distance, -most, most)
-        for slope in oracle.alibi_slopes(num_heads, max_bias)
-    ]
-    expected = np.stack(exact, 1) if distance.size else np.zeros(0)
+    rule = lambda q, k: -abs(k - q) if symmetric else k - q
+    distances = np.array(pairs_of(rule, query_positions, key_positions), np.float64)
+    slopes = np.array([float(slope) for slope in oracle.alibi_slopes(num_heads, max_bias)])
+    expected = np.zeros(0)
+    if distances.size:
+        expected = np.clip(slopes[:, None, None] * distances[:, None], -most, most)
     within(got, expected, SLOPE_ERROR * np.abs(expected) + 2.0**-149, dtype)
 
 
@@ -301,16 +283,10 @@ def attention(got, *, query_positions, key_positions, causal, window, chunk, **i
             seen = seen and side["query_segment_ids"][b][t] == side["key_segment_ids"][b][s]
         return bool(seen and ("key_segment_ids" not in side or side["key_segment_ids"][b][s] != 0))
 
-    batch, queries, keys = (
-        len(side["q"]),
-        np.shape(query_positions)[-1],
-        np.shape(key_positions)[-1],
-    )
-    expected = [
-        [[allowed(b, t, s) for s in range(keys)] for t in range(queries)] for b in range(batch)
-    ]
+    shape = (len(side["q"]), np.shape(query_positions)[-1], np.shape(key_positions)[-1])
+    expected = np.array([allowed(*index) for index in np.ndindex(shape)], bool)
     assert np.ndim(got) == 4
-    same(np.broadcast_to(np.asarray(got)[:, 0], (batch, queries, keys)), np.array(expected, bool))
+    same(np.broadcast_to(np.asarray(got)[:, 0], shape), expected)
 
 
 def padding(got, ids, *, pad_id):
@@ -346,21 +322,10 @@ def ordered(got, tokens, order):
 
 
 def looked_up(got, table, ids, *, pad_id, out_of_range, lookup_style):
-    table = np.asarray(table)
-    rows = []
-    for token in integers(ids).ravel():
-        if token == pad_id:
-            rows.append(np.zeros(table.shape[1], table.dtype))
-        elif 0 <= token < len(table) or out_of_range == "clip":
-            rows.append(table[min(max(token, 0), len(table) - 1)])
-        else:
-            rows.append(
-                np.full(table.shape[1], np.nan if out_of_range == "nan" else 0, table.dtype)
-            )
-    assert np.shape(got) == (*np.shape(ids), table.shape[1])
-    within(
-        got, np.array(rows, np.float64), 0, np.float32 if table.dtype.itemsize > 4 else table.dtype
-    )
+    table, ids = np.asarray(table), integers(ids)
+    dtype = np.float32 if table.dtype.itemsize > 4 else table.dtype
+    assert np.shape(got) == (*ids.shape, table.shape[1])
+    within(got, floats(oracle.loop_lookup(table, ids, pad_id, out_of_range)), 0, dtype)
 
 
 def _capped(products, bias, softcap, scale):
@@ -374,7 +339,7 @@ def _without(values, pad_id):
 
 
 def logits(got, x, table, *, bias, softcap, scale, pad_id):
-    x, table = floats(x), floats(table)
+    got, x, table = np.asarray(got), floats(x), floats(table)
     expected = _capped(x @ table.T, bias, softcap, scale)
     # Each of d products and sums is rounded to float32, by 2**-24 of the terms.
     terms = np.abs(x) @ np.abs(table).T + (0 if bias is None else np.abs(floats(bias)))
@@ -472,12 +437,8 @@ def from_segment_ids(got, segment_ids):
 
 
 def from_offset(got, offset, length):
-    same(
-        got.positions,
-        np.array(
-            [[first + n for n in range(length)] for first in integers(offset).ravel()], np.int64
-        ),
-    )
+    positions = [[first + n for n in range(length)] for first in integers(offset).ravel()]
+    same(got.positions, np.array(positions, np.int64))
     same(got.segment_ids, np.ones(got.positions.shape, np.int64))
 
 
@@ -485,70 +446,18 @@ def from_offset(got, offset, length):
 
 
 def dropped_out(got, rng, rate, x):
-    got, given = floats(got), np.asarray(x)
-    if rate == 0:
-        return same(got, floats(x))
-    kept = got != 0
+    """How many are dropped is in test_dropout.py."""
+    x, kept = np.asarray(x), floats(got) != 0
+    kept |= float(rate) == 0
     # The division, and with a numpy scalar of 16 bits the rate too, are rounded to the result's
     # dtype.
-    error = (
-        2 * float(jnp.finfo(given.dtype).eps)
-        if given.dtype.itemsize == 2 or getattr(rate, "itemsize", 4) == 2
-        else 2**-23
-    )
-    np.testing.assert_allclose(got[kept], (floats(x) / (1 - float(rate)))[kept], rtol=error, atol=0)
-    same(te.dropout(rng, rate, x), got)
-    size = 4096
-    share = (np.asarray(te.dropout(rng, rate, np.ones(size, np.float32))) != 0).mean()
-    # Six standard deviations.
-    assert (
-        abs(share - (1 - float(rate)))
-        <= 6 * np.sqrt(float(rate) * (1 - float(rate)) / size) + 2**-11
-    )
-    return None
+    is_narrow = x.dtype.itemsize == 2 or getattr(rate, "itemsize", 4) == 2
+    error = 2 * float(jnp.finfo(x.dtype).eps) if is_narrow else 2**-23
+    expected = floats(x) / (1 - float(rate))
+    np.testing.assert_allclose(floats(got)[kept], expected[kept], rtol=error, atol=0)
 
 
-# --- what config and parameters are made of
-
-
-def sinusoids(got, *, start, at_padding, pad_id, **options):
-    ids = jnp.array([[5, 5 if pad_id is None else pad_id]], jnp.int32)
-    padding = 5 if pad_id is None else pad_id
-    tokens = [int(each) != padding for each in ids[0]]
-    at_padding = start if at_padding is None else at_padding
-    try:
-        positions, values = got._positions(ids, 5), got._encoding(np.array([start]), 4)
-    except ValueError:
-        # Two positions from start on leave int32, or the shift does not fit 4 channels.
-        assert start + 2 > 2**31 or options["shift"] is not None
-        return
-    same(positions, np.array(counted(tokens, start, at_padding), np.int64))
-    encoding(values, np.array([start]), 4, dtype=np.float32, **options)
-
-
-def sinusoids_of_a_grid(got, shape, axes, axis_positions, *, odd, **options):
-    d_model = 2 * len(shape)
-    try:
-        values = got._encoding(np.arange(-1, 3), d_model)
-    except ValueError:
-        assert options["shift"] is not None
-        return
-    grid(
-        values,
-        shape,
-        d_model,
-        positions=np.arange(-1, 3),
-        axes=axes,
-        axis_positions=axis_positions,
-        odd=odd,
-        dtype=np.float32,
-        **options,
-    )
-
-
-def learned(got, max_len, *, start, at_padding, pad_id):
-    length = min(2, max_len - start)
-    same(got._counted("ids", length), np.arange(start, start + length))
+# --- parameters
 
 
 def resized_vocabulary(got, params, vocab_size, rng):
@@ -567,19 +476,13 @@ def resized_positions(got, params, max_len, *, start):
     assert new.shape == (max_len, old.shape[1])
     same(new[:start], old[:start])
     rows, step = old[start:], (len(old) - start) / (max_len - start)
-    for n in range(max_len - start):
-        weights = np.maximum(
-            0, 1 - np.abs((n + 0.5) * step - 0.5 - np.arange(len(rows))) / max(step, 1)
-        )
-        np.testing.assert_allclose(
-            new[start + n], weights @ rows / weights.sum(), rtol=1e-5, atol=1e-5
-        )
+    for n, row in enumerate(new[start:]):
+        distances = (n + 0.5) * step - 0.5 - np.arange(len(rows))
+        weights = np.maximum(0, 1 - np.abs(distances) / max(step, 1))
+        np.testing.assert_allclose(row, weights @ rows / weights.sum(), rtol=1e-5, atol=1e-5)
 
 
 CHECKS = {
-    te.Learned: learned,
-    te.Sinusoidal: sinusoids,
-    te.SinusoidalGrid: sinusoids_of_a_grid,
     te.resize_positions: resized_positions,
     te.resize_vocabulary: resized_vocabulary,
     te.alibi_bias: alibi,
