@@ -135,15 +135,6 @@ def test_a_window_of_any_distance_at_any_position():
         np.testing.assert_array_equal(got[:, 0], by_pairs(mask))
 
 
-def test_a_prefix_inside_packing():
-    """Both prefixes are block 0, and one must not be seen from the other."""
-    segments, prefix = np.array([1, 1, 1, 2, 2, 2]), np.array([0, 0, -1, 0, 0, -1])
-    tokens = TokenPositions.from_segment_ids(segments).with_block_ids(prefix)
-    one = np.array([[1, 1, 0], [1, 1, 0], [1, 1, 1]], bool)
-    mask = AttentionMask(tokens, causal=True).dense()
-    np.testing.assert_array_equal(mask[0, 0], np.kron(np.eye(2, dtype=bool), one))
-
-
 def test_decoding_has_an_offset_for_each_row_and_one_program():
     cache = TokenPositions.from_lengths([5, 3], 8)
 
@@ -213,6 +204,7 @@ def test_kinds_of_tiles_are_exact_in_self_attention_and_never_wrong(rule, tile):
         expect_kinds(AttentionMask(tokens.with_block_ids(blocks), **rule), tile)
 
 
+@pytest.mark.slow
 def test_kinds_of_tiles_are_exact_for_many_packed_batches():
     """Windows, chunks and padding together, also where chunks do not begin with the documents."""
     for seed, start in itertools.product(range(8), [0, 3, -5]):
@@ -254,26 +246,23 @@ def test_kinds_rely_on_no_order(rule):
 
 
 def test_kinds_of_tiles_without_a_rule():
-    tokens = TokenPositions(np.arange(6))
-    assert AttentionMask(tokens, causal=False).tile_kinds((2, 3)).tolist() == [[[2, 2]] * 3]
-    keys = TokenPositions(np.arange(4), [[0, 0, 0, 0], [1, 1, 1, 0]])
-    kinds = AttentionMask(tokens, keys, causal=False).tile_kinds((2, 2))
-    assert kinds.tolist() == [[[0, 0]] * 3, [[2, 1]] * 3]
+    tokens, segments = TokenPositions(np.arange(6)), [[0, 0, 0, 0], [1, 1, 1, 0]]
+    expect_kinds(AttentionMask(tokens, causal=False), (2, 3), is_exact=True)
+    keys = TokenPositions(np.arange(4), segments)
+    expect_kinds(AttentionMask(tokens, keys, causal=False), (2, 2), is_exact=True)
 
 
 # --- tiles
 
 
-@pytest.mark.parametrize("kind", ["packed", "by hand"])
 @hypothesis.settings(max_examples=15)
 @hypothesis.given(seed=st.integers(0, 99), starts=st.tuples(st.integers(0, 16), st.integers(0, 18)))
-def test_a_tile_is_that_of_the_rule(kind, seed, starts):
-    random, (rows, columns) = np.random.default_rng(seed), (8, 6)
-    sides = some_tokens(kind, random), some_tokens(random.choice(KINDS), random)
+def test_a_tile_is_that_of_the_rule(seed, starts):
+    random, shape = np.random.default_rng(seed), (8, 6)
+    sides = [some_tokens(random.choice(KINDS), random) for _ in range(2)]
     for mask in (AttentionMask(sides[0], **RULES[4]), AttentionMask(*sides, **RULES[4])):
-        first, second = starts
-        expected = by_pairs(mask)[:, first : first + rows, second : second + columns]
-        np.testing.assert_array_equal(mask.tile(*starts, (rows, columns)), expected)
+        rows, columns = (slice(n, n + size) for n, size in zip(starts, shape, strict=True))
+        np.testing.assert_array_equal(mask.tile(*starts, shape), by_pairs(mask)[:, rows, columns])
 
 
 def test_a_tile_in_a_loop_is_compiled_once_and_outside_is_empty():
@@ -287,6 +276,7 @@ def test_a_tile_in_a_loop_is_compiled_once_and_outside_is_empty():
     assert tile._cache_size() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", few(RULES[:5], 2), ids=str)
 def test_a_pallas_kernel_makes_its_tile_of_what_it_loads(rule):
     tokens = some_tokens("packed", np.random.default_rng(1))
@@ -308,31 +298,6 @@ def test_a_pallas_kernel_makes_its_tile_of_what_it_loads(rule):
         interpret=True,
     )(*(tokens.positions, tokens.segment_ids) * 2)
     np.testing.assert_array_equal(got, by_pairs(AttentionMask(tokens, **rule)))
-
-
-def test_a_pallas_kernel_takes_a_tile_at_an_offset_of_the_grid():
-    tokens = some_tokens("left", np.random.default_rng(1), batch=1)
-
-    def kernel(positions, segments, out):
-        whole = AttentionMask(TokenPositions(positions[...], segments[...]), causal=True)
-        out[...] = whole.tile(8 * pl.program_id(0), 6 * pl.program_id(1), (8, 6))
-
-    got = pl.pallas_call(
-        kernel,
-        grid=(LENGTH // 8, LENGTH // 6),
-        out_specs=pl.BlockSpec((1, 8, 6), lambda i, j: (0, i, j)),
-        out_shape=jax.ShapeDtypeStruct((1, LENGTH, LENGTH), jnp.bool_),
-        interpret=True,
-    )(tokens.positions, tokens.segment_ids)
-    np.testing.assert_array_equal(got, by_pairs(AttentionMask(tokens, causal=True)))
-
-
-def test_a_bias_of_a_tile_is_the_tile_of_the_bias():
-    positions = some_tokens("packed", np.random.default_rng(0)).positions
-    alibi = lambda *sides: te.alibi_bias(*sides, num_heads=3)
-    for bias in (alibi, te.relative_position_buckets):
-        tile = bias(positions[:, 8:16], positions[:, 3:9])
-        np.testing.assert_array_equal(tile, bias(positions, positions)[..., 8:16, 3:9])
 
 
 # --- the rule as a tree
@@ -368,6 +333,7 @@ def test_it_passes_through_export():
     assert (returned.window, returned.chunk) == ((1, None), 3)
 
 
+@pytest.mark.slow
 def test_it_is_sharded_over_the_batch():
     mesh, spec = jax.make_mesh((2,), ("batch",)), PartitionSpec("batch")
     placed = jax.device_put(MASK, NamedSharding(mesh, spec))

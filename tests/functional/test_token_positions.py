@@ -102,29 +102,6 @@ def test_no_numbers_are_integers_too(empty):
     assert TokenPositions.from_lengths([0], 0).positions.shape == (1, 0)
 
 
-def everything(ids, numbers):
-    return (
-        TokenPositions.from_ids(ids, pad_id=0),
-        TokenPositions.from_offset(numbers, 2),
-        TokenPositions.from_lengths(numbers, 4),
-        TokenPositions.from_segment_ids(ids),
-    )
-
-
-def test_constructors_under_jit_and_vmap():
-    batches = [np.sort(np.random.default_rng(n).integers(0, 3, (2, 4))) for n in range(3)]
-    numbers = np.array([[0, 1], [4, 2], [3, 3]])
-    expected = [everything(*each) for each in zip(batches, numbers, strict=True)]
-    compiled = jax.jit(everything)
-    for ids, number, each in zip(batches, numbers, expected, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, compiled(ids, number), each)
-    assert compiled._cache_size() == 1
-    mapped = jax.vmap(everything)(np.stack(batches), numbers)
-    jax.tree.map(
-        np.testing.assert_array_equal, mapped, jax.tree.map(lambda *each: np.stack(each), *expected)
-    )
-
-
 # --- what they hold
 
 
@@ -147,6 +124,7 @@ def test_they_pass_through_scan_and_the_serialisation_of_an_exported_program():
     assert stepped.positions.tolist() == [[8, 9], [10, 11]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [(None, "m"), ("m", None)], ids=["length", "batch"])
 def test_tokens_split_over_explicit_axes(spec):
     """Along the length, rows are gathered where a row is needed whole."""
