@@ -58,15 +58,13 @@ def test_ids_padded_anywhere():
     np.testing.assert_array_equal(tokens.segment_ids, np.array(ids) != 0)
 
 
-@pytest.mark.parametrize("offset", [1, 2], ids=["RoBERTa", "OPT"])
-def test_positions_equal_fairseqs(offset):
-    """make_positions: cumsum of the mask times the mask, plus padding_idx; OPT's: minus one, plus
-    the offset of 2."""
+def test_positions_equal_fairseqs():
+    """make_positions of RoBERTa: cumsum of the mask times the mask, plus padding_idx. OPT's are the
+    same: minus one, plus the offset of 2."""
     ids = np.array([[0, 31414, 232, 2, 1, 1], [1, 1, 0, 5, 6, 2], [0, 1, 5, 1, 1, 2]])
     mask = (ids != 1).astype(int)
     tokens = TokenPositions.from_ids(ids, pad_id=1, start=2, at_padding=1)
-    shift = 1 if offset == 1 else -1 + offset
-    np.testing.assert_array_equal(tokens.positions, np.cumsum(mask, 1) * mask + shift)
+    np.testing.assert_array_equal(tokens.positions, np.cumsum(mask, 1) * mask + 1)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -190,6 +188,10 @@ def test_check_order_takes_each_row_in_the_orders_that_it_has():
             else:
                 with pytest.raises(ValueError, match=r"^tokens: wanted .* got another order"):
                     te.check_order(tokens, order)
+
+
+def test_check_order_takes_many_rows_without_segment_ids():
+    te.check_order(TokenPositions([[0, 1, 2]] * 3), "full")
 
 
 @pytest.mark.parametrize(
