@@ -33,6 +33,15 @@ def decoder(params, ids, tokens, attend):
     return x + attended.reshape(x.shape)
 
 
+@functools.partial(jax.jit, static_argnames="window")
+def whole(params, ids, window=None):
+    """The same for rows without padding."""
+    tokens = te.TokenPositions(jnp.arange(ids.shape[1]))
+    mask = te.AttentionMask(tokens, causal=True, window=window).dense()
+    return decoder(params, ids, tokens, functools.partial(jax.nn.dot_product_attention, mask=mask))
+
+
+@pytest.mark.slow
 def test_a_loaders_batch_goes_through_a_packed_mask_to_a_kernel(params):
     """Documents, packed by a loader that reshapes and pads, checked on the host, attended by a
     kernel inside jit."""
@@ -59,14 +68,11 @@ def test_a_loaders_batch_goes_through_a_packed_mask_to_a_kernel(params):
 
     packed = hidden(params, batch)[0]
     for number, start in enumerate((0, 10, 17)):
-        document = documents[number][None]
-        tokens = te.TokenPositions(jnp.arange(document.shape[1]))
-        mask = te.AttentionMask(tokens, causal=True, window=(4, 0)).dense()
-        attend = functools.partial(jax.nn.dot_product_attention, mask=mask)
-        alone = decoder(params, document, tokens, attend)[0]
+        alone = whole(params, documents[number][None], window=(4, 0))[0]
         np.testing.assert_allclose(packed[start : start + len(alone)], alone, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_an_empty_cache_is_the_carry_of_a_scan_that_decodes(params):
     """Prompts padded on the left, then one token a step: each as without a cache."""
     prompt, steps = jnp.array([[0, 0, 3, 4], [5, 6, 7, 8]]), 5
@@ -102,15 +108,10 @@ def test_an_empty_cache_is_the_carry_of_a_scan_that_decodes(params):
         return jax.lax.scan(next_token, (cache, ids), 4 + jnp.arange(steps))[1].T
 
     generated = generate(params, prompt)
-    for row, start in zip(range(2), (2, 0), strict=True):
-        ids = [*prompt[row, start:].tolist()]
-        for expected in generated[row].tolist():
-            tokens = te.TokenPositions(jnp.arange(len(ids)))
-            mask = te.AttentionMask(tokens, causal=True).dense()
-            attend = functools.partial(jax.nn.dot_product_attention, mask=mask)
-            x = decoder(params, jnp.array([ids]), tokens, attend)
-            ids.append(int(embedder.logits(params["embed"], x[0, -1]).argmax()))
-            assert ids[-1] == expected
+    for row, start in enumerate((2, 0)):
+        ids = jnp.concatenate([prompt[row, start:], generated[row]])[None]
+        expected = embedder.logits(params["embed"], whole(params, ids)[0]).argmax(-1)
+        assert generated[row].tolist() == expected[-1 - steps : -1].tolist()
 
 
 def test_the_first_steps_of_a_loop_share_one_compilation():
@@ -140,6 +141,7 @@ def test_eager_and_compiled_share_a_batch(params):
         assert options["key_value_seq_lengths"].tolist() == [3]
 
 
+@pytest.mark.slow
 def test_training_goes_on_after_an_exchange_that_overflows():
     """8 devices: the step is skipped and counted, with parameters and state as they were, and the
     tables are written in place."""

@@ -1,17 +1,22 @@
 """Every public function under all of JAX's strict modes at once: run eagerly, and traced with its
-gradient."""
+gradient. (The modules are in test_modules.py.)"""
 
 import contextlib
 import functools
 import inspect
-import re
+import itertools
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import public
 import pytest
+from cases import few
+from contexts import set_mesh
+from drawn import drawn
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_inputs import CALLS, IDS, POSITIONS, TABLE, X
 
 import transformer_embed as te
@@ -20,23 +25,27 @@ MODES = {
     "rank_promotion": lambda: jax.numpy_rank_promotion("raise"),
     "dtype_promotion": lambda: jax.numpy_dtype_promotion("strict"),
     "debug_nans": lambda: jax.debug_nans(True),
-    "debug_key_reuse": lambda: jax.debug_key_reuse(True),
     "legacy_prng_key": lambda: jax.legacy_prng_key("error"),
+    "debug_key_reuse": lambda: jax.debug_key_reuse(True),
     "transfer_guard": lambda: jax.transfer_guard("disallow"),
 }
 
 
 @contextlib.contextmanager
-def all_modes():
+def strict(*without):
     """Each mode only raises errors of its own, which name what it forbids: none hides another's."""
     with contextlib.ExitStack() as modes:
-        for mode in MODES.values():
-            modes.enter_context(mode())
+        for mode in MODES.keys() - {*without}:
+            modes.enter_context(MODES[mode]())
         yield
 
 
-KEY = jax.random.key(7)
-BATCHES = np.stack([POSITIONS, POSITIONS + 1])
+def assert_finite(tree):
+    assert all(np.isfinite(jax.device_get(leaf)).all() for leaf in jax.tree.leaves(tree))
+
+
+# --- functions of arrays
+
 SCALINGS = {
     "linear": te.LinearScaling(2.0),
     "ntk": te.NTKScaling(2.0),
@@ -45,156 +54,69 @@ SCALINGS = {
     "llama3": te.Llama3Scaling(8.0),
     "longrope": te.LongRopeScaling([1.0, 1.0], [2.0, 4.0], 4.0, original_length=4, length=8),
 }
+X16, TABLE16 = X.astype(jnp.bfloat16), TABLE.astype(jnp.bfloat16)
+LABELS = np.ones((1, 3, 2), np.int32)
+
+
+def in_order(positions):
+    te.check_order(te.TokenPositions(positions), "full")
+
+
 FUNCTIONS = CALLS | {
-    "alibi_bias_16_bits": (
-        functools.partial(te.alibi_bias, num_heads=3, symmetric=True, dtype=jnp.bfloat16),
-        (BATCHES, POSITIONS),
-    ),
-    "alibi_slopes": (functools.partial(te.alibi_slopes, 3), ()),
-    "apply_rotary_16_bits": (
+    "alibi_slopes": (lambda: te.alibi_slopes(3), ()),
+    "apply_rotary, 16 bits": (
         functools.partial(te.apply_rotary, layout="interleaved", rotary_dim=2),
-        (X.astype(jnp.bfloat16), POSITIONS),
+        (X16, POSITIONS),
     ),
-    "causal_mask": (functools.partial(te.causal_mask, 3), ()),
-    "check_ids": (functools.partial(te.check_ids, vocab_size=4), (IDS,)),
-    "check_order": (
-        lambda positions: te.check_order(te.TokenPositions(positions), "full"),
-        (np.arange(3),),
-    ),
-    "dropout": (lambda x: te.dropout(jax.random.clone(KEY), 0.5, x), (X,)),
-    "dropout_16_bits": (
-        lambda x: te.dropout(jax.random.clone(KEY), 0.5, x),
-        (X.astype(jnp.bfloat16),),
-    ),
-    "lookup_16_bits": (functools.partial(te.lookup, pad_id=0), (TABLE.astype(jnp.bfloat16), IDS)),
-    "mask_to_bias_16_bits": (
-        functools.partial(te.mask_to_bias, dtype=jnp.float16, value=-1e4),
-        (IDS == 0,),
-    ),
-    "relative_position_buckets_one_way": (
-        functools.partial(te.relative_position_buckets, bidirectional=False),
-        (BATCHES, POSITIONS),
-    ),
-    "sinusoidal_encoding_of_floats": (
+    "causal_mask": (lambda: te.causal_mask(3), ()),
+    "check_ids": (lambda ids: te.check_ids(ids, vocab_size=4), (IDS,)),
+    "check_order": (in_order, (np.arange(3),)),
+    "lookup, 16 bits": (functools.partial(te.lookup, pad_id=0), (TABLE16, IDS)),
+    "sinusoidal_encoding of floats": (
         lambda positions: te.sinusoidal_encoding(positions, 5, odd="zero"),
         (POSITIONS + np.float32(0.5),),
     ),
-    "sinusoidal_grid_of_all": (
-        functools.partial(te.sinusoidal_grid, (2, 3), 7, odd="round_up", dtype=jnp.bfloat16),
-        (),
-    ),
-    "sinusoidal_table": (functools.partial(te.sinusoidal_table, 3, 5, dtype=jnp.bfloat16), ()),
-    "linear_cross_entropy_16_bits": (
+    "sinusoidal_table": (lambda: te.sinusoidal_table(3, 5, dtype=jnp.bfloat16), ()),
+    "linear_cross_entropy, 16 bits": (
         functools.partial(te.linear_cross_entropy, pad_id=0, label_smoothing=0.1, chunk_size=2),
-        (X[..., :3].astype(jnp.bfloat16), TABLE.astype(jnp.bfloat16), np.ones((1, 3, 2), np.int32)),
+        (X16[..., :3], TABLE16, LABELS),
     ),
-    "linear_logits_16_bits": (
+    "linear_logits, 16 bits": (
         functools.partial(te.linear_logits, pad_id=1),
-        (X[..., :3].astype(jnp.bfloat16), TABLE),
-    ),
-    "token_positions": (
-        lambda ids: te.AttentionMask(
-            te.TokenPositions.from_ids(ids, pad_id=0), causal=True
-        ).dense(),
-        (IDS,),
+        (X16[..., :3], TABLE),
     ),
     **{
-        f"apply_rotary_{name}": (
+        f"apply_rotary, {name}": (
             functools.partial(te.apply_rotary, base=100.0, scaling=scaling),
             (X, POSITIONS),
         )
         for name, scaling in SCALINGS.items()
     },
 }
-SCHEMES = [te.Sinusoidal(at_padding=0), te.SinusoidalGrid((2, 3)), te.Learned(9)]
 
 
-def module(build):
-    """Initialised and applied, compiled: jax itself transfers the constants of eager code."""
-
-    def run(*arrays):
-        transformed = hk.transform(lambda: build()(*arrays))
-        return transformed.apply(transformed.init(jax.random.key(3)), None)
-
-    return jax.jit(run)
-
-
-EVALUATED = {
-    "PositionalEncoding": lambda: te.PositionalEncoding(SCHEMES[2], X.shape[-1]),
-    "TransformerEmbedding": lambda: te.TransformerEmbedding(te.EmbedderConfig(11, 8)),
-}
-FUNCTIONS |= {
-    "TokenEmbedding": (module(lambda: te.TokenEmbedding(11, 6, pad_id=0)), (IDS,)),
-    "RelativePositionBias": (module(lambda: te.RelativePositionBias(2)), (POSITIONS, POSITIONS)),
-    **{
-        name: (module(lambda build=build: functools.partial(build(), is_training=False)), (array,))
-        for (name, build), array in zip(EVALUATED.items(), (X, IDS), strict=True)
-    },
-}
-every_function = pytest.mark.parametrize("name", FUNCTIONS)
-
-
-def test_every_public_name_is_here():
-    """But for the functions of tables and parameters, which are in test_strict_tables.py, and those
-    that draw."""
-    made = {type(value).__name__ for value in [*SCALINGS.values(), *SCHEMES]}
-    made |= {"EmbedderConfig", "OutputLayer", "Embedder", "Table", "TokenPositions"}
-    names = set(public.TOP) - made
-    tables = {"table", "params"}
-    of_tables = {n for n in names if tables & inspect.signature(getattr(te, n)).parameters.keys()}
-    keys = "\n".join(FUNCTIONS)
-    missing = {name for name in names - of_tables if not re.search(rf"^{name}", keys, re.M)}
-    assert missing == set()
-
-
-def on_device(arrays):
-    return [jax.device_put(array) for array in arrays]
-
-
-@every_function
-def test_eagerly_under_all_modes_at_once(name):
-    function, arrays = FUNCTIONS[name]
-    arrays = [jax.device_put(array) for array in arrays]
-    # jax guards transfers only in an operation's first call: forget those of other tests.
+@pytest.fixture(scope="module", autouse=True)
+def nothing_compiled():
+    """jax guards transfers only in an operation's first call: forget those of other tests."""
     jax.clear_caches()
-    with all_modes():
-        leaves = jax.tree.leaves(function(*arrays))
-    assert all(np.isfinite(jax.device_get(leaf)).all() for leaf in leaves)
 
 
-@every_function
-def test_traced_with_its_gradient_under_all_modes_at_once(name):
+@pytest.mark.slow
+@pytest.mark.parametrize("name", few(FUNCTIONS, 16))
+def test_functions_eagerly_and_traced_with_their_gradient(name):
     function, arrays = FUNCTIONS[name]
-    if name in ("check_ids", "check_order"):
-        pytest.skip("is for the host")
+    floats = [n for n, array in enumerate(arrays) if jnp.issubdtype(array.dtype, jnp.floating)]
+    arrays = [jax.device_put(array) for array in arrays]
 
     def loss(*arrays):
         leaves = jax.tree.leaves(function(*arrays))
-        return sum(
-            leaf.astype(jnp.float32).sum()
-            for leaf in leaves
-            if jnp.issubdtype(leaf.dtype, jnp.floating)
-        )
+        return sum(leaf.astype(jnp.float32).sum() for leaf in leaves)
 
-    floats = [n for n, array in enumerate(arrays) if jnp.issubdtype(array.dtype, jnp.floating)]
-    arrays = [jax.device_put(array) for array in arrays]
-    with all_modes():
-        jax.make_jaxpr(jax.value_and_grad(loss, argnums=floats) if floats else function)(*arrays)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: type(scheme).__name__)
-def test_an_embedder_trains_under_all_modes_at_once(scheme):
-    config = te.EmbedderConfig(11, 8, pad_id=0, scheme=scheme, dropout_rate=0.5)
-    embedder, ids = te.Embedder(config), jax.device_put(IDS)
-
-    def loss(params, key, ids):
-        return embedder.apply(params, key, ids, is_training=True).astype(jnp.float32).sum()
-
-    keys = jax.random.key(0), jax.random.key(1)
-    with all_modes():
-        params = jax.jit(embedder.init)(keys[0])
-        leaves = jax.tree.leaves(jax.jit(jax.value_and_grad(loss))(params, keys[1], ids))
-    assert all(np.isfinite(jax.device_get(leaf)).all() for leaf in leaves)
+    with strict():
+        found = function(*arrays)
+        if not name.startswith("check"):
+            jax.make_jaxpr(jax.value_and_grad(loss, floats) if floats else function)(*arrays)
+    assert_finite(found)
 
 
 @pytest.mark.parametrize("dropout", [te.dropout, hk.dropout], ids=["ours", "haiku's"])
@@ -205,3 +127,96 @@ def test_a_key_that_is_used_twice_is_an_error_under_debug_key_reuse(dropout):
         dropout(key, 0.5, x)
         with pytest.raises(jax.errors.KeyReuseError):
             dropout(key, 0.5, x)
+
+
+# --- functions of tables and parameters
+
+NAME, PATTERN = "transformer_embedding/~/token_embedding", "*/token_embedding/embeddings"
+CONFIG = te.EmbedderConfig(vocab_size=37, d_model=8, scheme=te.Learned(8), pad_id=0)
+TABLE_IDS = np.arange(16, dtype=np.int32).reshape(8, 2)
+TABLE_X = np.linspace(-1, 1, 128, dtype=np.float32).reshape(8, 2, 8)
+KINDS = {
+    "plain": None,
+    "rows": {"rules": {PATTERN: PartitionSpec("model")}},
+    "columns": {"rules": {PATTERN: PartitionSpec(None, "model")}},
+    "interleaved": {
+        "rules": {PATTERN: PartitionSpec(("data", "model"))},
+        "interleave": PATTERN,
+        "virtual_shards": 16,
+    },
+}
+
+
+def table_of(params):
+    return params[NAME]["embeddings"]
+
+
+def dense(params, ids, x):
+    """What takes a whole table."""
+
+    def loss(params, x):
+        logits = te.linear_logits(x, table_of(params), pad_id=0)
+        options = {"pad_id": 0, "label_smoothing": 0.1}
+        loss = te.linear_cross_entropy(x, table_of(params), ids, **options)
+        return loss + jnp.sum(jnp.where(logits > -1e9, logits, 0))
+
+    return jax.value_and_grad(loss)(params, x.astype(jnp.bfloat16))
+
+
+def update(params, ids, x):
+    adam, of_table = optax.adam(0.1), {NAME: {"embeddings": ids}}
+    loss = lambda params: jnp.sum(te.lookup(table_of(params), ids, pad_id=0) * x)
+    _, grads = te.rows.value_and_grad(loss, ids=of_table, max_rows=8)(params)
+    more = te.rows.value_and_grad(loss, ids=of_table)(params)[1]
+    with jax.numpy_dtype_promotion("standard"):
+        # optax multiplies a count by a float.
+        return te.rows.update(adam, te.rows.add(grads, more), adam.init(params), params)
+
+
+def host(params, ids, tmp_path):
+    te.pretrained.save_embedder(tmp_path / "model.safetensors", CONFIG, params)
+    larger = te.resize_positions(te.resize_vocabulary(params, 50, jax.random.key(1)), 16)
+    return te.resize_vocabulary(larger, 20)
+
+
+OF_TABLES = {"lookup", "linear_logits", "linear_cross_entropy", "rows.update", "rows.add"}
+OF_TABLES |= {"resize_vocabulary", "resize_positions", "pretrained.save_embedder"}
+OF_TABLES |= {"sharding.exchange_load", "sharding.shard_params"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "table"),
+    few(itertools.product((AxisType.Auto, AxisType.Explicit), KINDS), 3),
+    ids=str,
+)
+def test_functions_of_tables(kind, table, tmp_path):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
+    params = drawn(te.Embedder(CONFIG).init)
+    with set_mesh(mesh), strict("transfer_guard", "debug_key_reuse"):
+        if KINDS[table]:
+            params = te.sharding.shard_params(params, mesh, **KINDS[table])
+        spec = PartitionSpec(("data", "model") if table == "interleaved" else "data")
+        ids, x = jax.device_put((TABLE_IDS, TABLE_X), NamedSharding(mesh, spec))
+        assert_finite(host(params, ids, tmp_path))
+        # What is left out is refused: rows that are not in order, and columns that train by rows.
+        if table != "interleaved":
+            jax.jit(dense).trace(params, ids, x)
+        if table != "columns":
+            jax.jit(update).trace(params, ids, x)
+        if table == "interleaved":
+            te.sharding.exchange_load(table_of(params), ids)
+
+
+def test_every_public_function_is_here():
+    functions = {name: functools.reduce(getattr, name.split("."), te) for name in public.EVERY}
+    functions = {name: each for name, each in functions.items() if inspect.isfunction(each)}
+    of_tables = {
+        name
+        for name, function in functions.items()
+        if {"table", "params", "grads"} & {*inspect.signature(function).parameters}
+    }
+    # pmean runs where each device has a whole table.
+    assert of_tables == OF_TABLES | {"rows.pmean"}
+    tested = {name.split(",")[0].split(" ")[0] for name in FUNCTIONS}
+    assert {name for name in functions if "." not in name} - of_tables <= tested

@@ -64,111 +64,57 @@ def in_haiku(query, key, value, mask):
 
 
 LIBRARIES = [in_jax, in_flax, in_haiku]
-SEGMENTS = np.array([[1, 1, 1, 2, 2, 0], [0, 1, 1, 1, 1, 1]])
-
-
-def masks():
-    positions = np.arange(LENGTH)
-    packed = te.TokenPositions.from_segment_ids(SEGMENTS)
-    tokens = te.padding_mask([[5, 6, 7, 8, 0, 0], [5, 0, 0, 0, 0, 0]], pad_id=0)
-    yield (
-        "causal",
-        te.AttentionMask(te.TokenPositions(positions), causal=True).dense(),
-    )
-    yield (
-        "padding",
-        te.AttentionMask(
-            te.TokenPositions(positions),
-            te.TokenPositions(positions, tokens.astype(int)),
-            causal=False,
-        ).dense(),
-    )
-    yield (
-        "window",
-        te.AttentionMask(
-            te.TokenPositions(positions),
-            te.TokenPositions(positions, tokens.astype(int)),
-            window=(2, 0),
-            causal=True,
-        ).dense(),
-    )
-    yield "packed", te.AttentionMask(packed, causal=True).dense()
+PACKED = te.TokenPositions.from_segment_ids([[1, 1, 1, 2, 2, 0], [0, 1, 1, 1, 1, 1]])
+IDS = np.array([[5, 6, 7, 8, 0, 0], [5, 0, 0, 0, 0, 0]])
+PADDED = te.TokenPositions(range(LENGTH), (IDS != 0).astype(int))
+CAUSAL = te.AttentionMask(te.TokenPositions(range(LENGTH)), causal=True).dense()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attend", LIBRARIES)
-@pytest.mark.parametrize(("name", "mask"), list(masks()))
-def test_one_mask_in_three_libraries(attend, name, mask):
-    expected = by_hand(QUERY, KEY, VALUE, np.asarray(mask))
-    rows = np.broadcast_to(np.asarray(mask).any(-1)[:, 0, :, None, None], expected.shape)
-    np.testing.assert_allclose(
-        np.where(rows, attend(QUERY, KEY, VALUE, mask), 0), np.where(rows, expected, 0), **CLOSE
-    )
+@pytest.mark.parametrize("tokens", [PACKED, PADDED], ids=["packed", "padded"])
+def test_one_mask_in_three_libraries(attend, tokens):
+    mask = np.asarray(te.AttentionMask(tokens, window=(2, 0), causal=True).dense())
+    rows = mask.any(-1)[:, 0, :, None, None]
+    got, want = attend(QUERY, KEY, VALUE, mask), by_hand(QUERY, KEY, VALUE, mask)
+    np.testing.assert_allclose(np.where(rows, got, 0), np.where(rows, want, 0), **CLOSE)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attend", LIBRARIES)
-def test_a_wholly_masked_row_is_finite(attend):
-    mask = te.AttentionMask(
-        te.TokenPositions(range(LENGTH)),
-        te.TokenPositions(range(LENGTH), np.zeros((2, LENGTH), int)),
-        causal=True,
-    ).dense()
-
-    @jax.jit
-    def values_and_gradients(*inputs):
-        output, back = jax.vjp(lambda *inputs: attend(*inputs, mask), *inputs)
-        return output, back(jnp.ones_like(output))
-
-    output, gradients = values_and_gradients(QUERY, KEY, VALUE)
-    assert np.isfinite(output).all()
-    assert all(np.isfinite(gradient).all() for gradient in gradients)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_a_bias_for_a_mask(dtype):
-    """In every dtype, with ALiBi added to it."""
+    """In 16 bits, with ALiBi added to it."""
     positions = np.arange(LENGTH)
-    mask = te.AttentionMask(te.TokenPositions(positions), causal=True).dense()
     distances = te.alibi_bias(positions, positions, num_heads=HEADS, dtype=dtype)
-    bias = np.asarray(te.mask_to_bias(mask, dtype)) + np.asarray(distances)
-    assert np.isfinite(np.asarray(bias, np.float32)).all()
+    bias = te.mask_to_bias(CAUSAL, dtype) + distances
     inputs = [x.astype(dtype) for x in (QUERY, KEY, VALUE)]
-    with_bias = jax.nn.dot_product_attention(*inputs, bias=bias)
-    with_mask = jax.nn.dot_product_attention(*inputs, bias=distances, mask=mask)
-    np.testing.assert_array_equal(
-        np.asarray(with_bias, np.float32), np.asarray(with_mask, np.float32)
-    )
+    # Not compiled: a CPU has no product of float16 with a float32 sum.
+    with_bias = jax.nn.dot_product_attention(*inputs, bias)
+    with_mask = jax.nn.dot_product_attention(*inputs, distances, CAUSAL)
+    np.testing.assert_array_equal(np.float32(with_bias), np.float32(with_mask))
 
 
 @pytest.mark.slow
-def test_haikus_attention_in_float16_is_not_finite():
+def test_a_wholly_masked_row_is_finite_but_for_haiku_in_float16():
     """It masks with -1e30, which float16 has not: use bfloat16 there, or another attention. If this
     fails, Haiku was mended."""
-    mask = te.AttentionMask(te.TokenPositions(range(LENGTH)), causal=True).dense()
-    half = [x.astype(np.float16) for x in (QUERY, KEY, VALUE)]
     hidden = np.zeros((1, 1, 1, LENGTH), bool)
+    for attend in LIBRARIES:
+        assert np.isfinite(attend(QUERY, KEY, VALUE, hidden)).all()
+    half = [x.astype(np.float16) for x in (QUERY, KEY, VALUE)]
     assert np.isnan(in_haiku(*half, hidden)).any()
-    assert np.isfinite(jax.nn.dot_product_attention(*half, mask=mask)).all()
+    assert np.isfinite(jax.nn.dot_product_attention(*half, mask=hidden)).all()
 
 
-@pytest.mark.parametrize("attend", LIBRARIES)
-def test_a_mask_does_not_hide_nan_and_padding_holds_none(attend):
+def test_a_mask_does_not_hide_nan_and_padding_holds_none():
     """A masked key has weight 0, and 0 times NaN is NaN in every row: what stands at padding must
     be finite itself."""
-    ids = np.array([[5, 6, 7, 0, 0, 0], [1, 2, 3, 4, 5, 0]])
-    tokens = te.padding_mask(ids, pad_id=0)
-    mask = te.AttentionMask(
-        te.TokenPositions(range(LENGTH)),
-        te.TokenPositions(range(LENGTH), tokens.astype(int)),
-        causal=True,
-    ).dense()
-    spoilt = np.where(tokens[..., None, None], VALUE, np.nan)
-    assert np.isnan(attend(QUERY, KEY, spoilt, mask)).all()
-    table = jnp.asarray(normal(3, 8, HEADS * SIZE)).at[0].set(np.nan)
-    value = te.lookup(table, ids, pad_id=0).reshape(VALUE.shape)
-    assert np.isfinite(attend(QUERY, KEY, value, mask)).all()
+    mask = te.AttentionMask(te.TokenPositions(range(LENGTH)), PADDED, causal=True).dense()
+    spoilt = np.where((IDS != 0)[..., None, None], VALUE, np.nan)
+    assert np.isnan(in_jax(QUERY, KEY, spoilt, mask)).all()
+    table = jnp.asarray(normal(3, 9, HEADS * SIZE)).at[0].set(np.nan)
+    value = te.lookup(table, IDS, pad_id=0).reshape(VALUE.shape)
+    assert np.isfinite(in_jax(QUERY, KEY, value, mask)).all()
 
 
 # --- invariances
@@ -318,10 +264,9 @@ def test_decoding_with_a_cache_equals_the_whole(scheme):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["rotary", "alibi", "t5"])
-@pytest.mark.parametrize("shift", [1, 1000, 2**30])
-def test_relative_schemes_see_differences_only(scheme, shift):
-    x = normal(14, 1, LENGTH, WIDTH)
-    here = te.TokenPositions.from_offset(0, LENGTH)
-    there = te.TokenPositions.from_offset(shift, LENGTH)
-    attend = compiled_layer(scheme)
-    np.testing.assert_allclose(attend(x, here), attend(x, there), **CLOSE)
+def test_relative_schemes_see_differences_only(scheme):
+    x, attend = normal(14, 1, LENGTH, WIDTH), compiled_layer(scheme)
+    here = attend(x, te.TokenPositions.from_offset(0, LENGTH))
+    for shift in (1, 1000, 2**30):
+        there = attend(x, te.TokenPositions.from_offset(shift, LENGTH))
+        np.testing.assert_allclose(here, there, **CLOSE)
