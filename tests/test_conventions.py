@@ -780,6 +780,47 @@ def test_weights_of_t5x():
     )
 
 
+def our_log_probs(labels, **options):
+    hidden, matrix = (array.astype(np.float32) for array in (HIDDEN, MATRIX))
+    return te.linear_log_probs(hidden, matrix, labels, **options)
+
+
+def log_softmax(logits):
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def of_ids(log_p, ids):
+    return np.take_along_axis(log_p, ids[..., None], -1)[..., 0]
+
+
+def test_selective_log_softmax_of_trl():
+    expected = of_ids(log_softmax(HIDDEN @ MATRIX.T)[:, :-1], TARGETS[:, 1:])
+    np.testing.assert_allclose(our_log_probs(TARGETS, shift=True)[:, 1:], expected, rtol=1e-5)
+
+
+def test_per_token_logps_of_tunix():
+    """Hidden states [-n - 1 : -1] and the last n ids; logits / temperature."""
+    log_p = log_softmax(HIDDEN @ MATRIX.T / 0.7)
+    expected = of_ids(log_p[:, -4:-1], TARGETS[:, -3:])
+    ours = our_log_probs(TARGETS, shift=True, temperature=0.7)[:, -3:]
+    np.testing.assert_allclose(ours, expected, rtol=1e-5)
+
+
+def test_log_probs_and_entropy_of_verl():
+    """entropy = logsumexp(logits) - sum(softmax(logits) * logits), of logits / temperature."""
+    log_p = log_softmax(HIDDEN @ MATRIX.T / 0.7)[:, :-1]
+    options = {"shift": True, "temperature": 0.7, "with_entropy": True}
+    log_probs, entropy = our_log_probs(TARGETS, **options)
+    np.testing.assert_allclose(log_probs[:, 1:], of_ids(log_p, TARGETS[:, 1:]), rtol=1e-5)
+    np.testing.assert_allclose(entropy[:, 1:], -(np.exp(log_p) * log_p).sum(-1), rtol=1e-4)
+
+
+def test_fused_linear_ppo_of_liger():
+    expected = of_ids(log_softmax((HIDDEN @ MATRIX.T + OFFSETS) / 0.7), TARGETS)
+    ours = our_log_probs(TARGETS, bias=OFFSETS.astype(np.float32), temperature=0.7)
+    np.testing.assert_allclose(ours, expected, rtol=1e-5)
+
+
 PAGE = Path(__file__).parents[1] / "notebooks" / "conventions.md"
 ROWS = {
     "Vaswani et al. (2017), Keras, trax, XLM": test_the_paper_keras_trax_xlm,
@@ -859,6 +900,14 @@ ROWS = {
         test_ignore_index_and_label_smoothing_of_pytorch
     ),
     "T5X (`weights`), the sum over the sum of weights": test_weights_of_t5x,
+    "TRL (`selective_log_softmax(logits[:, :-1], ids[:, 1:])`)": test_selective_log_softmax_of_trl,
+    "Tunix (`compute_per_token_logps` of the last n tokens)": test_per_token_logps_of_tunix,
+    "verl (logits divided by the temperature; entropies beside log-probabilities)": (
+        test_log_probs_and_entropy_of_verl
+    ),
+    "Liger (`LigerFusedLinearPPOBase`: hidden states and `selected_token_ids` that are shifted already, bias, temperature)": (
+        test_fused_linear_ppo_of_liger
+    ),
 }
 
 

@@ -11,6 +11,7 @@ from transformer_embed import kernels, plots, pretrained, rows, sharding
 from transformer_embed._src.functional.attention_mask import AttentionMask
 from transformer_embed._src.functional.cross_entropy import linear_cross_entropy
 from transformer_embed._src.functional.dropout import dropout
+from transformer_embed._src.functional.log_probs import linear_log_probs
 from transformer_embed._src.functional.lookup import Table, check_ids, lookup
 from transformer_embed._src.functional.masks import (
     causal_mask,
@@ -81,6 +82,7 @@ __all__ = [
     "dropout",
     "kernels",
     "linear_cross_entropy",
+    "linear_log_probs",
     "linear_logits",
     "lookup",
     "mask_to_bias",

@@ -91,6 +91,11 @@ class OutputOptions(NamedTuple):
         pad_id = -1 if self.pad_id is None else self.pad_id
         return jnp.where((pad_id >= 0) & (pad_id < size), jnp.maximum(size - 1, 1), size)
 
+    def at_temperature(self, temperature: float) -> "OutputOptions":
+        """Those of the logits divided by a temperature."""
+        softcap = None if self.softcap is None else self.softcap / temperature
+        return self._replace(softcap=softcap, scale=self.scale / temperature)
+
 
 def as_output_layer(x, table, bias, softcap, scale, pad_id):
     """The arguments of `linear_logits`: arrays that fit each other, and the static options."""

@@ -424,6 +424,12 @@ def of_next_token(values: Shaped[Array, "... t"]) -> Shaped[Array, "... t"]:
     return jnp.pad(with_whole_rows(values), padding)[..., 1:]
 
 
+def of_previous_token(values: Shaped[Array, "... t"]) -> Shaped[Array, "... t"]:
+    """At each token, the value of the token to its left; 0 at the first one."""
+    padding = [(0, 0)] * (values.ndim - 1) + [(1, 0)]
+    return jnp.pad(with_whole_rows(values), padding)[..., :-1]
+
+
 @compiled(1, 2)
 def positions_of_tokens(
     tokens: Bool[Array, "... t"], start: int, at_padding: int

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.functional.cross_entropy import linear_cross_entropy
+from transformer_embed._src.functional.log_probs import LogProbs, linear_log_probs
 from transformer_embed._src.functional.output_layer import linear_logits
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.modules import (
@@ -119,13 +120,23 @@ class Embedder:
 
     def cross_entropy(
         self, params: Params, x: ArrayLike, labels: ArrayLike, **options: Any
-    ) -> Float[Array, ""]:
+    ) -> Float[Array, "..."]:
         """The cross-entropy of `logits(params, x)`, computed one chunk of tokens at a time.
 
         The labels are [...]; see `TokenEmbedding.cross_entropy`.
         """
         output = self._output("cross_entropy", params, options)
         return linear_cross_entropy(x, labels=labels, **output, **options)
+
+    def log_probs(
+        self, params: Params, x: ArrayLike, labels: ArrayLike, **options: Any
+    ) -> LogProbs | tuple[LogProbs, LogProbs]:
+        """The log-probability of each label under `logits(params, x)`, one chunk at a time.
+
+        The labels are [...]; see `TokenEmbedding.log_probs`.
+        """
+        output = self._output("log_probs", params, options)
+        return linear_log_probs(x, labels=labels, **output, **options)
 
     def _output(self, method: str, params: Params, options: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of `linear_logits` besides x, for a method."""

@@ -17,6 +17,7 @@ from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
 from transformer_embed._src.functional.cross_entropy import linear_cross_entropy
 from transformer_embed._src.functional.dropout import dropout
+from transformer_embed._src.functional.log_probs import LogProbs, linear_log_probs
 from transformer_embed._src.functional.lookup import OUT_OF_RANGE, Table, lookup
 from transformer_embed._src.functional.output_layer import linear_logits
 from transformer_embed._src.functional.relative_bias import relative_position_buckets
@@ -115,7 +116,7 @@ class TokenEmbedding(hk.Module):
         """
         return linear_logits(x, **self._output("logits", {}))
 
-    def cross_entropy(self, x: ArrayLike, labels: ArrayLike, **options: Any) -> Float[Array, ""]:
+    def cross_entropy(self, x: ArrayLike, labels: ArrayLike, **options: Any) -> Float[Array, "..."]:
         """The cross-entropy of `logits(x)`, computed one chunk of tokens at a time.
 
         The labels are [...].
@@ -127,6 +128,17 @@ class TokenEmbedding(hk.Module):
         """
         output = self._output("cross_entropy", options)
         return linear_cross_entropy(x, labels=labels, **output, **options)
+
+    def log_probs(
+        self, x: ArrayLike, labels: ArrayLike, **options: Any
+    ) -> LogProbs | tuple[LogProbs, LogProbs]:
+        """The log-probability of each label under `logits(x)`, one chunk of tokens at a time.
+
+        The labels are [...]. The options are those of `linear_log_probs`: temperature, mask, shift,
+        segment_ids, with_entropy and chunk_size.
+        """
+        output = self._output("log_probs", options)
+        return linear_log_probs(x, labels=labels, **output, **options)
 
     def _output(self, method: str, options: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of `linear_logits` besides x, for a method."""
@@ -485,13 +497,23 @@ class TransformerEmbedding(hk.Module):
         with _parameters_from(self._initial_params):
             return self.tokens.logits(x)
 
-    def cross_entropy(self, x: ArrayLike, labels: ArrayLike, **options: Any) -> Float[Array, ""]:
+    def cross_entropy(self, x: ArrayLike, labels: ArrayLike, **options: Any) -> Float[Array, "..."]:
         """The cross-entropy of `logits(x)` with labels [...].
 
         See `TokenEmbedding.cross_entropy`.
         """
         with _parameters_from(self._initial_params):
             return self.tokens.cross_entropy(x, labels, **options)
+
+    def log_probs(
+        self, x: ArrayLike, labels: ArrayLike, **options: Any
+    ) -> LogProbs | tuple[LogProbs, LogProbs]:
+        """The log-probability of each label [...] under `logits(x)`.
+
+        See `TokenEmbedding.log_probs`.
+        """
+        with _parameters_from(self._initial_params):
+            return self.tokens.log_probs(x, labels, **options)
 
 
 def output_arguments(

@@ -1,0 +1,241 @@
+"""Log-probabilities of labels and their entropies, against whole logits in float64."""
+
+import functools
+
+import collectives
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from contexts import set_mesh, x64
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import transformer_embed as te
+
+# Of numbers of magnitude 1: float32 sums of some 100 terms are within 100 * 2**-24 = 6e-6.
+ERROR = 1e-5
+VOCAB, WIDTH = 7, 3
+RANDOM = np.random.default_rng(0)
+TABLE, X = (RANDOM.normal(size=shape).astype("f4") for shape in ((VOCAB, WIDTH), (4, 6, WIDTH)))
+BIAS, COTANGENTS = (RANDOM.normal(size=shape).astype("f4") for shape in (VOCAB, (2, 4, 6)))
+LABELS = RANDOM.integers(1, VOCAB, (4, 6))
+MASK = RANDOM.random((4, 6)) < 0.7
+SEGMENTS = np.array([[1, 1, 1, 2, 2, 0]] * 4)
+OPTIONS = {
+    "chunks": {"chunk_size": 5},
+    "temperature": {"temperature": 0.7, "softcap": 1.5, "scale": 2.0},
+    "padding": {"pad_id": 0},
+    "shift": {"shift": True, "pad_id": 3},
+    "packed": {"shift": True, "segment_ids": SEGMENTS, "mask": MASK, "chunk_size": 7},
+}
+
+
+def oracle(
+    x,
+    table,
+    bias,
+    *,
+    scale=1.0,
+    softcap=None,
+    temperature=1.0,
+    pad_id=None,
+    mask=True,
+    shift=False,
+    segment_ids=None,
+    chunk_size=None,
+):
+    """The same from whole logits, whose autodiff is jax's."""
+    logits = scale * (x @ table.T + bias)
+    logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    logits = jnp.where(np.arange(VOCAB) == pad_id, -1e9, logits / temperature)
+    log_p = jax.nn.log_softmax(logits)
+    entropies = -(jnp.exp(log_p) * jnp.where(log_p < -1e8, 0, log_p)).sum(-1)
+    counted = np.broadcast_to(mask, LABELS.shape) & ~np.equal(LABELS, pad_id)
+    if shift:
+        log_p, entropies = jnp.roll(log_p, 1, 1), jnp.roll(entropies, 1, 1)
+        segments = np.ones_like(LABELS) if segment_ids is None else segment_ids
+        follows = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
+        counted &= np.pad(follows, ((0, 0), (1, 0)))
+    log_probs = jnp.take_along_axis(log_p, LABELS[..., None], -1)[..., 0]
+    return jnp.where(counted, log_probs, 0), jnp.where(counted, entropies, 0)
+
+
+def ours(x, table, bias, **options):
+    return te.linear_log_probs(x, table, LABELS, bias=bias, with_entropy=True, **options)
+
+
+def value_and_gradients(function, arguments):
+    """The two results, and the gradients of a function of them that is not linear."""
+    loss = lambda *arguments: sum(
+        (jnp.tanh(values) * part).sum()
+        for values, part in zip(function(*arguments), COTANGENTS, strict=True)
+    )
+    return jax.jit(lambda *a: (function(*a), jax.grad(loss, (0, 1, 2))(*a)))(*arguments)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_values_and_gradients_are_those_of_whole_logits(options):
+    got = value_and_gradients(functools.partial(ours, **options), (X, TABLE, BIAS))
+    with x64():
+        wide = [jnp.asarray(array, "f8") for array in (X, TABLE, BIAS)]
+        expected = value_and_gradients(functools.partial(oracle, **options), wide)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=ERROR)
+
+
+def test_forward_mode_vmap_and_second_derivatives_work():
+    directions = tuple(array * 0.1 for array in (X, TABLE, BIAS))
+    for function in (
+        lambda f: jax.jvp(f, (X, TABLE, BIAS), directions)[1],
+        lambda f: jax.vmap(jax.grad(lambda t: f(X, t, BIAS)[0].sum()))(np.stack([TABLE, -TABLE])),
+        lambda f: jax.hessian(lambda t: (f(X, t, BIAS)[0] * COTANGENTS[0]).sum())(TABLE),
+    ):
+        for one, other in zip(
+            jax.tree.leaves(jax.jit(lambda f=function: f(functools.partial(ours, chunk_size=9)))()),
+            jax.tree.leaves(jax.jit(lambda f=function: f(oracle))()),
+            strict=True,
+        ):
+            np.testing.assert_allclose(one, other, rtol=0, atol=3 * ERROR)
+
+
+def test_the_ratio_of_a_policy_to_itself_is_exactly_1():
+    log_probs = lambda x: te.linear_log_probs(x, TABLE, LABELS, chunk_size=5)
+    reference = jax.jit(log_probs)(X)
+    ratio = lambda x: jnp.exp(log_probs(x) - reference)
+    values, pullback = jax.jit(lambda x: jax.vjp(ratio, x)[0])(X), jax.jit(jax.jacrev(ratio))(X)
+    np.testing.assert_array_equal(values, 1)
+    assert np.abs(pullback).max() > 0
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_gradients_of_16_bits_are_summed_in_32(dtype):
+    """Over 64 chunks, a sum in 16 bits is off by several roundings, one is half a unit."""
+    x, table = (jnp.asarray(array, dtype) for array in (np.tile(X, (16, 1, 1)), TABLE))
+    labels = np.tile(LABELS, (16, 1))
+    loss = lambda table, x: te.linear_log_probs(x, table, labels, chunk_size=6).sum()
+    got = jax.grad(loss)(table, x)
+    wide = jax.grad(loss)(table.astype("f4"), x.astype("f4"))
+    assert got.dtype == dtype
+    step = float(jnp.finfo(dtype).eps) * np.abs(wide).max()
+    np.testing.assert_allclose(got.astype("f4"), wide, rtol=0, atol=0.51 * step)
+
+
+def test_losses_of_tokens_are_those_of_the_sum():
+    """`reduction="none"`, with every option that the loss has beside those of log-probabilities."""
+    options = {"label_smoothing": 0.1, "z_loss": 0.01, "shift": True, "weights": COTANGENTS[0] ** 2}
+    weights = options.pop("weights")
+
+    def both(reduction):
+        """Its sum, with the gradients of x and the weights."""
+        loss = functools.partial(te.linear_cross_entropy, reduction=reduction, **options)
+        run = lambda x, weights: loss(x, TABLE, LABELS, weights=weights).sum()
+        return jax.jit(jax.value_and_grad(run, (0, 1)))(X, weights)
+
+    for one, other in zip(jax.tree.leaves(both("none")), jax.tree.leaves(both("sum")), strict=True):
+        np.testing.assert_allclose(one, other, rtol=ERROR, atol=ERROR)
+    of_tokens = te.linear_cross_entropy(X, TABLE, LABELS, reduction="none", **options)
+    np.testing.assert_allclose(of_tokens, both("sum")[1][1], rtol=0, atol=ERROR)
+
+
+def test_labels_that_are_not_counted_have_0_and_those_outside_nan():
+    x = X.copy()
+    x[0, 0] = np.nan
+    labels = LABELS.copy()
+    labels[1, 1] = VOCAB
+    mask = np.ones_like(MASK)
+    mask[0, 0] = False
+    got = te.linear_log_probs(x, TABLE, labels, mask=mask)
+    assert np.argwhere(np.isnan(got)).tolist() == [[1, 1]]
+    mask[0, 0] = mask[1, 1] = False
+    got = te.linear_log_probs(x, TABLE, labels, mask=mask)
+    assert got[0, 0] == got[1, 1] == 0
+    assert not np.signbit(got[0, 0])
+    assert np.isfinite(got).all()
+
+
+# Rows, columns and tokens over the mesh (2, 2): a table by rows, by columns, by both.
+SPLITS = [(("a", None), ("b",)), ((None, "a"), ("b",)), (("a", "b"), ()), (("a", None), ("a", "b"))]
+
+
+@pytest.mark.parametrize(
+    ("axis_type", "of_table", "of_batch"),
+    [*((AxisType.Explicit, *split) for split in SPLITS), (AxisType.Auto, *SPLITS[0])],
+)
+def test_on_a_mesh_all_is_as_on_one_device(axis_type, of_table, of_batch):
+    table, labels = np.vstack([TABLE, TABLE[:1]])[:, [0, 1, 2, 0]], LABELS
+    x = X[..., [0, 1, 2, 0]]
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(axis_type,) * 2)
+
+    def run(x, table, labels):
+        def loss(x, table):
+            values = te.linear_log_probs(
+                x, table, labels, shift=True, with_entropy=True, chunk_size=8
+            )
+            return sum((jnp.tanh(v) * c).sum() for v, c in zip(values, COTANGENTS, strict=True))
+
+        return jax.value_and_grad(loss, (0, 1))(x, table)
+
+    expected = jax.jit(run)(x, table, labels)
+    put = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
+    with set_mesh(mesh):
+        arrays = put(x, of_batch), put(table, *of_table), put(labels, of_batch)
+        got = jax.jit(run)(*arrays)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=ERROR)
+
+
+def test_over_a_split_vocabulary_only_numbers_of_tokens_are_sent():
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Explicit,))
+    put = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
+    with set_mesh(mesh):
+        arguments = (
+            put(np.ones((64, 8), "f4")),
+            put(np.ones((400, 8), "f4"), "a"),
+            put(np.ones(64, int)),
+        )
+        compiled = jax.jit(te.linear_log_probs).lower(*arguments).compile()
+    assert {one.kind for one in collectives.collectives(compiled)} == {"all-reduce"}
+    assert max(one.largest for one in collectives.collectives(compiled)) <= 64
+
+
+def test_backward_memory_is_that_of_a_chunk():
+    """With 8 times the tokens, the temporaries grow by less than one array of logits."""
+
+    def temporaries(tokens):
+        x, labels = jnp.zeros((tokens, 8)), jnp.zeros(tokens, int)
+        loss = lambda x, table: jnp.exp(te.linear_log_probs(x, table, labels, chunk_size=64)).sum()
+        compiled = jax.jit(jax.grad(loss, (0, 1))).lower(x, jnp.zeros((5000, 8))).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(2048) - temporaries(256) < 4 * 64 * 5000
+
+
+def test_the_embedder_and_the_modules_have_them():
+    config = te.EmbedderConfig(
+        VOCAB, WIDTH, pad_id=0, output=te.OutputLayer(scale=0.5, softcap=2.0)
+    )
+    embedder = te.Embedder(config)
+    params = embedder.init(jax.random.key(0))
+    table = params["transformer_embedding/~/token_embedding"]["embeddings"]
+    expected = te.linear_log_probs(
+        X, table, LABELS, scale=0.5, softcap=2.0, pad_id=0, shift=True, temperature=2.0
+    )
+    options = {"shift": True, "temperature": 2.0}
+    np.testing.assert_array_equal(embedder.log_probs(params, X, LABELS, **options), expected)
+    layer = hk.transform(lambda: te.TransformerEmbedding(config).log_probs(X, LABELS, **options))
+    np.testing.assert_array_equal(layer.apply(params, None), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": 0.0}, r"^temperature: wanted a finite number above 0, got 0.0"),
+        ({"with_entropy": 1}, r"^with_entropy: wanted a Python bool"),
+        ({"segment_ids": SEGMENTS}, r"^segment_ids: .*shift is False"),
+        ({"mask": MASK[0, :3]}, r"^mask: wanted a last axis of the labels' length, 6"),
+    ],
+)
+def test_what_is_refused(options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        te.linear_log_probs(X, TABLE, LABELS, **options)
