@@ -20,6 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import transformer_embed as te
 from transformer_embed._src.functional import cross_entropy as implementation
+from transformer_embed._src.functional import losses
 from transformer_embed._src.functional.lookup import Table
 
 SPEC = PartitionSpec
@@ -378,10 +379,10 @@ def test_the_arithmetic_of_accelerators_is_right_too(monkeypatch):
         return default(*arguments)
 
     monkeypatch.setattr(jax.lax, "platform_dependent", choose_default)
-    implementation._weighted_loss.clear_cache()
+    implementation._reduced_loss.clear_cache()
     # The name of a static argument that no other test has: nothing is traced already.
     assert_right(pad_id=1, softcap=2.5)
-    implementation._weighted_loss.clear_cache()
+    implementation._reduced_loss.clear_cache()
     assert len(chosen) >= 2
 
 
@@ -433,7 +434,7 @@ def test_products_with_the_hessian_keep_the_memory_of_chunks():
 
 def test_a_chunk_is_a_twelfth_of_the_tokens_within_bounds():
     for tokens, size in ((1, 1), (3000, 250), (4096, 342), (10**6, 512)):
-        cut = functools.partial(implementation._cut_into_chunks, None)
+        cut = functools.partial(losses.cut_into_chunks, None)
         (chunks,) = jax.eval_shape(cut, jax.ShapeDtypeStruct((tokens, 1), jnp.float32))
         assert chunks.shape == (-(-tokens // size), size, 1)
 
@@ -494,7 +495,7 @@ VALUE_ERRORS = [
     ({"segment_ids": SEGMENTS}, "segment_ids: wanted None, since shift is False, got an array int32[4, 5]"),
     ({"bias": BIAS[:-1]}, "bias: wanted a number for each row, (7,), got (6,)"),
     ({"label_smoothing": 1.0}, "label_smoothing: wanted a number in [0, 1), got 1.0"),
-    ({"reduction": "none"}, "reduction: wanted one of 'mean', 'sum', got 'none'"),
+    ({"reduction": "all"}, "reduction: wanted one of 'mean', 'sum', 'none', got 'all'"),
     ({"chunk_size": 0}, "chunk_size: wanted an int of at least 1, got 0"),
     ({"softcap": 0}, "softcap: wanted a finite number above 0, got 0"),
     ({"softcap": np.nan}, "softcap: wanted a finite number above 0, got nan"),
