@@ -3,7 +3,6 @@ ValueError of ours."""
 
 import collections
 import functools
-import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -72,12 +71,6 @@ def test_the_arguments_that_the_fuzzer_starts_from_give_a_right_step():
 def test_any_value_in_a_place_of_a_step_is_right_or_our_error(name):
     for value in few(VALUES, 12):
         check({name: value})
-
-
-@pytest.mark.slow
-def test_any_two_values_in_a_step_are_right_or_our_error():
-    for table, ids in few(itertools.product(ARRAYS, ARRAYS), 8):
-        check({"table": table, "ids": ids})
 
 
 def step_of_trees(function, **arguments):

@@ -19,30 +19,17 @@ from transformer_embed._src.rows.marks import are_marks, with_marks
 ROWS = GatheredRows(as_keys(jnp.array([1, 2])), with_marks(jnp.ones([2, 3])), 5)
 
 
-def embed_by_haiku(rows):
-    params = {"embed": {"embeddings": rows}}
-    return hk.without_apply_rng(
-        hk.transform(lambda: hk.Embed(5, 3, name="embed")(jnp.array([1])))
-    ).apply(params)
-
-
 OTHER_USES = {
     "times a number": lambda rows: rows * 2,
-    "a number times": lambda rows: 2.0 * rows,
     "array times": lambda rows: jnp.ones(3) * rows,
-    "numpy array plus": lambda rows: np.ones(3) + rows,
     "matmul": lambda rows: jnp.ones([1, 5]) @ rows,
-    "transposed": lambda rows: jnp.ones([1, 3]) @ rows.T,
     "astype": lambda rows: rows.astype(jnp.bfloat16),
     "indexed": lambda rows: rows[jnp.array([1])],
     "at": lambda rows: rows.at[0].set(1),
     "jnp.asarray": jnp.asarray,
     "np.asarray": np.asarray,
     "jnp.sum": jnp.sum,
-    "jnp.dot": lambda rows: jnp.dot(jnp.ones(5), rows),
-    "jnp.take": lambda rows: jnp.take(rows, jnp.array([1]), axis=0),
     "einsum": lambda rows: jnp.einsum("vd->v", rows),
-    "hk.Embed": embed_by_haiku,
 }
 
 
@@ -124,10 +111,7 @@ def noisy(leaf):
 # Added to the loss, of each leaf.
 TERMS = {
     "tanh": jnp.tanh,
-    "1 / (1 + x**2)": lambda x: 1 / (1 + x**2),
     "exp(-x**2)": lambda x: jnp.exp(-(x**2)),
-    "clip": lambda x: jnp.clip(x, -1, 1),
-    "x / (1 + |x|)": lambda x: x / (1 + jnp.abs(x)),
     "squares": jnp.square,
     "variance": jnp.var,
     "largest": jnp.max,
@@ -137,13 +121,10 @@ TERMS = {
 MAPS = {
     "x / norm(x)": functools.partial(map_floats, lambda x: x / jnp.linalg.norm(x)),
     "int4": functools.partial(map_floats, quantized),
-    "x - mean": functools.partial(map_floats, lambda x: x - jnp.mean(x, axis=0)),
     "cumsum": functools.partial(map_floats, functools.partial(jnp.cumsum, axis=0)),
     "noise": functools.partial(map_floats, noisy),
-    "softmax": functools.partial(map_floats, functools.partial(jax.nn.softmax, axis=0)),
     "reversed": functools.partial(jax.tree.map, lambda x: x[::-1]),
     "sorted": functools.partial(map_floats, functools.partial(jnp.sort, axis=0)),
-    "rolled": functools.partial(map_floats, functools.partial(jnp.roll, shift=1, axis=0)),
     "zeros": functools.partial(jax.tree.map, jnp.zeros_like),
     "x / max(1, norm of all)": lambda params: map_floats(
         lambda x: x / jnp.maximum(1, norm(params)), params

@@ -23,21 +23,6 @@ from transformer_embed._src.sharded.layout import Layout
 from transformer_embed._src.sharded.row_order import RowOrder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [(2, 4), (2, 2, 2)], ids=str)
-def test_the_load_on_the_host_counts_what_the_devices_lose(shape):
-    mesh = mesh_of(shape)
-    table, rng = interleave(mesh), np.random.default_rng(5)
-    ids = np.stack([rng.permutation(owned_by_one(36))[:18] for _ in range(8)]).reshape(16, 9)
-    rows = te.lookup(table, put(mesh, ids, mesh.axis_names))
-    lost = np.isnan(np.asarray(rows)).any(-1).reshape(8, 18)
-    load = te.sharding.exchange_load(table, ids)
-    assert load.rows.shape == shape
-    assert (load.dropped > 0) == lost.any()
-    if len(table.layout.hops(8, 18)) == 1:
-        assert load.dropped == lost.sum()
-
-
 @pytest.mark.parametrize("shape", [(1, 8), (8, 8)], ids=str)
 def test_zipf_ids_load_no_device_more_than_1_5_times_the_mean(shape):
     vocab_size, ids, devices = 100_000, 1024, math.prod(shape)
@@ -70,6 +55,7 @@ def test_the_load_of_a_step_with_max_rows_counts_ids_that_read_as_nan(max_rows):
     (_, rows), _ = jax.jit(step)({"t": table})
     lost = np.isnan(np.asarray(rows)).any(-1)[:, :18]
     load = te.sharding.exchange_load(table, ids, max_rows=max_rows)
+    assert load.rows.shape == (2, 4)
     assert load.dropped == lost.sum() >= 8 * max(18 - max_rows, 0)
     if len(table.layout.hops(8, min(18, max_rows))) == 1:
         assert load.rows.sum() == 8 * 18 - lost.sum()

@@ -10,7 +10,7 @@ import optax
 import pytest
 from contexts import set_mesh
 from jax.sharding import NamedSharding
-from sharded_tables import AUTO, BATCHES, BOTH, EXPLICIT, SPEC, TABLE, VOCAB, mesh_of, on_host, put
+from sharded_tables import AUTO, BATCHES, BOTH, EXPLICIT, SPEC, TABLE, VOCAB, mesh_of, put
 
 import transformer_embed as te
 
@@ -87,17 +87,3 @@ def test_row_wise_adagrad_trains(kind, options, start):
     for found, expected in zip((params["t"], sums), adagrad_in_float64(), strict=True):
         # Squares of sums of some hundred numbers below 4, three times.
         np.testing.assert_allclose(found.in_vocabulary_order(), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_a_state_by_row_is_mapped_to_shapes_and_moves_to_another_mesh():
-    def place(tree, shape, **options):
-        rules = {"*t": SPEC("model")}
-        return te.sharding.shard_params(tree, mesh_of(shape), rules, tables="*t", **options)[1]["t"]
-
-    shapes, values = jax.eval_shape(init, None), init(None)
-    for options in ({}, INTERLEAVED):
-        state = place(values, (1, 8), **options)
-        target = place(shapes, (1, 8), **options)
-        assert (target.array.shape, target.shape) == (state.array.shape, (VOCAB,))
-        moved = place([{}, {"t": state}], (4, 2))
-        np.testing.assert_array_equal(on_host(moved), values[1]["t"])
