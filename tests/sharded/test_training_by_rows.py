@@ -1,5 +1,6 @@
 """Training sharded tables by rows: lazy Adam in float64, and what a step sends."""
 
+import functools
 import math
 
 import jax
@@ -35,6 +36,7 @@ from sharded_tables import (
 
 import transformer_embed as te
 from transformer_embed._src.sharded import hops, layout
+from transformer_embed._src.sharded.contiguous import rows_of_this_shard
 
 # The axes, the mesh, how the table is placed on it, the mesh axes of its rows and of the batch.
 CASES = {
@@ -257,3 +259,22 @@ def test_a_table_whose_columns_are_split_is_not_taken_by_rows():
     message = r"^table: wanted rows over mesh axes, and whole columns, got .*None, 'model'\)$"
     with pytest.raises(ValueError, match=message):
         te.rows.value_and_grad(lambda params: 0.0, ids={"t": [1]})({"t": table})
+
+
+def test_each_shard_updates_its_own_rows_in_ascending_order():
+    """The update tells XLA so; a CPU gives the same rows in any order."""
+    layout, ids = (
+        shard(mesh_of((1, 2)), SPEC("model")).layout,
+        np.array([5, 192, 250, 299, 300, 301]),
+    )
+    rows, values = jax.shard_map(
+        functools.partial(rows_of_this_shard, layout),
+        mesh=layout.mesh,
+        in_specs=SPEC(),
+        out_specs=SPEC("model"),
+    )(ids.astype(np.int32), np.float32(ids)[:, None])
+    for found, own, first in zip(np.split(rows, 2), np.split(values, 2), (0, 192), strict=True):
+        assert (np.diff(found) > 0).all()
+        held = found < 192
+        np.testing.assert_array_equal(found[held] + first, own[held, 0])
+        assert held.sum() == {0: 1, 192: 3}[first]
