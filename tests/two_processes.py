@@ -46,11 +46,11 @@ def main():
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(ADDRESS, int(NUM_PROCESSES), int(PROCESS_ID))
     found = {}
-    for name, step in ((DENSE, dense_step), (BY_ROWS, row_step), (BY_EXCHANGE, row_step)):
-        found[f"{name}_losses"], found[f"{name}_table"] = train(step, exchange=name == BY_EXCHANGE)
+    for name, what in LOSSES.items():
+        found[f"{name}_losses"], found[f"{name}_table"] = trained(name)
         losses = ", ".join(f"{loss:.6f}" for loss in found[f"{name}_losses"])
         say(
-            f"process {jax.process_index()} of {jax.process_count()}, {jax.device_count()} devices, {LOSSES[name]}: {losses}"
+            f"process {jax.process_index()} of {jax.process_count()}, {jax.device_count()} devices, {what}: {losses}"
         )
     if jax.process_index() == 0:
         say(
@@ -70,8 +70,9 @@ def quiet_runtime():
     return functools.partial(print, file=output, flush=True)
 
 
-def train(step, exchange):
+def trained(name):
     """The losses, and the table after the last step."""
+    step, exchange = dense_step if name == DENSE else row_step, name == BY_EXCHANGE
     # The first axis goes over the processes: each feeds its own rows of the batch and holds the
     # whole table, or, by exchange, half of it.
     mesh = jax.make_mesh((2, NUM_DEVICES // 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)

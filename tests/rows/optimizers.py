@@ -2,7 +2,7 @@
 that lists which can train by rows.
 
 Usage: python tests/rows/optimizers.py writes notebooks/rows_optimizers.md;
-    `test_row_check.py` checks it.
+    `test_optimizers.py` checks it.
 """
 
 import functools
@@ -237,24 +237,31 @@ def refusal(optimizer):
     return None
 
 
-def page(refusal_of):
-    """notebooks/rows_optimizers.md, from what `refusal` says of each name."""
-    can, cannot, unknown = [], [], []
-    for name, _ in exported():
-        found = refusal_of(name)
-        if found is None:
-            can.append(f"`{name}`")
-        elif "update cannot be traced" in found:
-            unknown.append(f"`{name}`")
-        else:
-            reason = re.search(r"got (.*?)( \([\w./-]+:\d+\))?\. Train the table", found)
-            text = re.sub(
-                r"a state of shape \[[\d, ]*\], which does",
-                "a state that does",
-                reason[1] if reason else found,
-            )
-            cannot.append((f"`{name}`", text.replace("|", "\\|")))
-    rows = "\n".join(f"| {name} | {reason} |" for name, reason in cannot)
+def reason(message):
+    """What the page says of a refusal: None without one, "" for what cannot be traced."""
+    if message is None:
+        return None
+    if "update cannot be traced" in message:
+        return ""
+    found = re.search(r"got (.*?)( \([\w./-]+:\d+\))?\. Train the table", message)
+    return (found[1] if found else message).replace("|", "\\|")
+
+
+def read_page():
+    """The reason for each optimizer, from the page."""
+    can, rest = PAGE.read_text(encoding="utf-8").split("## These cannot")
+    table, unknown = rest.split("### Not checked")
+    name = re.compile(r"`([\w.]+)`[,.]")
+    reasons = dict.fromkeys(name.findall(can.split("## These can")[1]))
+    reasons |= dict(re.findall(r"^\| `([\w.]+)` \| (.*) \|$", table, re.MULTILINE))
+    return reasons | dict.fromkeys(name.findall(unknown), "")
+
+
+def page(reasons):
+    """notebooks/rows_optimizers.md, from the reason for each optimizer."""
+    names = {kind: [f"`{n}`" for n, r in reasons.items() if r == kind] for kind in (None, "")}
+    can, unknown = (", ".join(each) for each in names.values())
+    rows = "\n".join(f"| `{name}` | {reason} |" for name, reason in reasons.items() if reason)
     return f"""# Optimizers that train by rows
 
 This page lists which optimizers of optax can train the tables of `te.rows`. When a step is traced, `te.rows.update` proves that the
@@ -268,7 +275,7 @@ can train it by rows: train it densely.
 
 ## These can train by rows
 
-{", ".join(can)}.
+{can}.
 
 ## These cannot
 
@@ -286,12 +293,12 @@ refused with another reason for those.
 `te.rows.update` cannot trace these with the plain arguments of this page, so the page does not say whether they can train by rows. Some
 need the loss function, the gradients of each example or parameters of their own kind.
 
-{", ".join(unknown)}.
+{unknown}.
 """
 
 
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
-    makers = dict(exported())
-    PAGE.write_text(page(lambda name: refusal(quietly(makers[name]))), encoding="utf-8")
+    reasons = {name: reason(refusal(quietly(make))) for name, make in exported()}
+    PAGE.write_text(page(reasons), encoding="utf-8")
     sys.stdout.write(f"{PAGE}\n")

@@ -15,11 +15,11 @@ SCALES = (1, -1, 1e-12, 2.0**15, 0.3, 1e30, 1 / 3)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("scale", SCALES)
-def test_a_scale_and_a_cast_keep_the_ratios(scale, dtype):
-    cast = (MARK.astype(dtype) * dtype(scale)).astype(dtype)
-    assert fits(IDS, cast)
-    assert fits(IDS, cast * dtype(3) - cast)
+def test_a_scale_and_a_cast_keep_the_ratios(dtype):
+    for scale in SCALES:
+        cast = (MARK.astype(dtype) * dtype(scale)).astype(dtype)
+        assert fits(IDS, cast), scale
+        assert fits(IDS, cast * dtype(3) - cast), scale
 
 
 OTHERS = {
@@ -54,7 +54,7 @@ def test_what_is_no_scale_does_not_fit(name):
 
 
 def test_lists_of_ids_rarely_share_a_fingerprint():
-    ids = jnp.sort(jax.random.randint(jax.random.key(0), [20_000, 3], 0, 60), axis=1)
+    ids = jnp.sort(jax.random.randint(jax.random.key(0), [5_000, 3], 0, 60), axis=1)
     marks = np.asarray(jax.vmap(fingerprint)(ids))[:, 0]
     assert len(np.unique(marks, axis=0)) == len(np.unique(ids, axis=0))
 
@@ -74,7 +74,6 @@ def test_a_sum_of_mixed_rows_is_nan():
 
 def test_norms_are_those_of_the_rows_alone():
     for values in (jnp.zeros([5, 2]), 1e-20 * jnp.ones([5, 2]), jnp.ones([5, 2], jnp.bfloat16)):
-        grads = {"t": te.rows.RowGradient(IDS, values, 30)}
-        clipped, _ = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())
-        plain, _ = optax.clip_by_global_norm(1.0).update({"t": values}, optax.EmptyState())
-        np.testing.assert_array_equal(clipped["t"].values, plain["t"])
+        gradient = te.rows.RowGradient(IDS, values, 30)
+        clip = lambda tree: optax.clip_by_global_norm(1.0).update(tree, optax.EmptyState())[0]
+        np.testing.assert_array_equal(clip(gradient).values, clip(values))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import few
 from jax.sharding import Mesh, PartitionSpec
 
 import transformer_embed as te
@@ -18,36 +19,22 @@ from transformer_embed._src.rows.marks import are_marks, with_marks
 ROWS = GatheredRows(as_keys(jnp.array([1, 2])), with_marks(jnp.ones([2, 3])), 5)
 
 
-def embed_by_haiku(rows):
-    params = {"embed": {"embeddings": rows}}
-    return hk.without_apply_rng(
-        hk.transform(lambda: hk.Embed(5, 3, name="embed")(jnp.array([1])))
-    ).apply(params)
-
-
 OTHER_USES = {
     "times a number": lambda rows: rows * 2,
-    "a number times": lambda rows: 2.0 * rows,
     "array times": lambda rows: jnp.ones(3) * rows,
-    "numpy array plus": lambda rows: np.ones(3) + rows,
     "matmul": lambda rows: jnp.ones([1, 5]) @ rows,
-    "transposed": lambda rows: jnp.ones([1, 3]) @ rows.T,
     "astype": lambda rows: rows.astype(jnp.bfloat16),
     "indexed": lambda rows: rows[jnp.array([1])],
     "at": lambda rows: rows.at[0].set(1),
     "jnp.asarray": jnp.asarray,
     "np.asarray": np.asarray,
     "jnp.sum": jnp.sum,
-    "jnp.dot": lambda rows: jnp.dot(jnp.ones(5), rows),
-    "jnp.take": lambda rows: jnp.take(rows, jnp.array([1]), axis=0),
     "einsum": lambda rows: jnp.einsum("vd->v", rows),
-    "hk.Embed": embed_by_haiku,
 }
 
 
 @pytest.mark.parametrize("name", OTHER_USES)
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_any_other_use_of_rows_is_a_type_error(name, jit):
+def test_any_other_use_of_rows_is_a_type_error(name):
     # jax 0.6.0 has its own TypeError for a sum.
     ours, jaxs = (
         "table: wanted to be read by te.lookup or te.TokenEmbedding alone, since "
@@ -55,49 +42,38 @@ def test_any_other_use_of_rows_is_a_type_error(name, jit):
         "expected ArrayLike, got GatheredRows",
     )
     with pytest.raises(TypeError, match=f"{ours}|{jaxs}" if name == "jnp.sum" else ours):
-        (jax.jit(OTHER_USES[name]) if jit else OTHER_USES[name])(ROWS)
+        OTHER_USES[name](ROWS)
 
 
 def test_rows_look_like_the_table():
     assert (ROWS.shape, ROWS.dtype) == ((5, 3), jnp.float32)
     assert not hasattr(ROWS, "ndim")
-    copied = jax.tree.map(jnp.copy, ROWS)
-    assert copied.shape == (5, 3)
+    assert jax.tree.map(jnp.copy, ROWS).shape == (5, 3)
 
 
-@pytest.mark.slow
-def test_a_tied_table_is_refused():
-    message = "table: wanted a whole table, trained densely, since the output layer is tied to it, got some of its rows"
-    with pytest.raises(TypeError, match=message):
-        te.linear_logits(np.ones(3, np.float32), ROWS)
-
-    def tied(ids):
-        embed = te.TokenEmbedding(5, 3)
-        return embed.logits(embed(ids))
-
-    net = hk.without_apply_rng(hk.transform(tied))
-    params = jax.eval_shape(net.init, jax.random.key(0), np.array([1]))
-    step = te.rows.value_and_grad(
-        lambda params: net.apply(params, [1]).sum(), ids={"token_embedding": {"embeddings": [1]}}
-    )
-    with pytest.raises(TypeError, match=message):
-        jax.eval_shape(step, params)
+def tied(ids):
+    embed = te.TokenEmbedding(5, 3, name="embed")
+    return embed.logits(embed(ids))
 
 
-def test_hk_embed_names_the_parameter_and_the_module_to_use():
-    def embed(ids):
-        return hk.Embed(5, 3, name="embed")(ids)
+MODELS = {
+    "table: wanted a whole table, trained densely, since the output layer is tied to it": tied,
+    "params['embed']['embeddings']: wanted to be read by te.lookup or te.TokenEmbedding": (
+        lambda ids: hk.Embed(5, 3, name="embed")(ids)
+    ),
+}
 
-    net = hk.without_apply_rng(hk.transform(embed))
-    params = net.init(jax.random.key(0), IDS)
+
+@pytest.mark.parametrize("message", MODELS)
+def test_a_model_that_reads_the_table_otherwise_names_it(message):
+    net = hk.without_apply_rng(hk.transform(MODELS[message]))
+    params = jax.eval_shape(net.init, jax.random.key(0), IDS)
     step = te.rows.value_and_grad(
         lambda params: net.apply(params, IDS).sum(), ids={"embed": {"embeddings": IDS}}
     )
-    message = (
-        r"^params\['embed'\]\['embeddings'\]: wanted to be read by te\.lookup or te\.TokenEmbedding"
-    )
-    with pytest.raises(TypeError, match=message):
-        step(params)
+    with pytest.raises(TypeError) as error:
+        jax.eval_shape(step, params)
+    assert str(error.value).startswith(message)
 
 
 # Functions of all leaves of the parameters.
@@ -135,10 +111,7 @@ def noisy(leaf):
 # Added to the loss, of each leaf.
 TERMS = {
     "tanh": jnp.tanh,
-    "1 / (1 + x**2)": lambda x: 1 / (1 + x**2),
     "exp(-x**2)": lambda x: jnp.exp(-(x**2)),
-    "clip": lambda x: jnp.clip(x, -1, 1),
-    "x / (1 + |x|)": lambda x: x / (1 + jnp.abs(x)),
     "squares": jnp.square,
     "variance": jnp.var,
     "largest": jnp.max,
@@ -148,13 +121,10 @@ TERMS = {
 MAPS = {
     "x / norm(x)": functools.partial(map_floats, lambda x: x / jnp.linalg.norm(x)),
     "int4": functools.partial(map_floats, quantized),
-    "x - mean": functools.partial(map_floats, lambda x: x - jnp.mean(x, axis=0)),
     "cumsum": functools.partial(map_floats, functools.partial(jnp.cumsum, axis=0)),
     "noise": functools.partial(map_floats, noisy),
-    "softmax": functools.partial(map_floats, functools.partial(jax.nn.softmax, axis=0)),
     "reversed": functools.partial(jax.tree.map, lambda x: x[::-1]),
     "sorted": functools.partial(map_floats, functools.partial(jnp.sort, axis=0)),
-    "rolled": functools.partial(map_floats, functools.partial(jnp.roll, shift=1, axis=0)),
     "zeros": functools.partial(jax.tree.map, jnp.zeros_like),
     "x / max(1, norm of all)": lambda params: map_floats(
         lambda x: x / jnp.maximum(1, norm(params)), params
@@ -178,9 +148,9 @@ def with_term(term, params):
     return loss(params) + sum(jnp.sum(term(leaf)) for leaf in floats(params))
 
 
-LOSSES = {name: functools.partial(with_term, term) for name, term in TERMS.items()}
-LOSSES |= {name: lambda p, change=change: loss(change(p)) for name, change in MAPS.items()}
-LOSSES |= {
+WRONG = {name: functools.partial(with_term, term) for name, term in TERMS.items()}
+WRONG |= {name: lambda p, change=change: loss(change(p)) for name, change in MAPS.items()}
+LOSSES = {name: WRONG[name] for name in few(WRONG, 8)} | {
     name: lambda p, change=change: loss(p | {"t": map_floats(change, p["t"])})
     for name, (change, _) in RIGHT.items()
 }
@@ -198,20 +168,16 @@ def placed(kind):
     )
 
 
-@functools.cache
-def values(kind):
-    """Of all losses, by one program."""
-    steps = {name: te.rows.value_and_grad(each, ids={"t": IDS}) for name, each in LOSSES.items()}
-    return jax.jit(lambda params: {name: step(params)[0] for name, step in steps.items()})(
-        placed(kind)
-    )
-
-
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_function_of_all_parameters_is_nan_unless_it_treats_each_number_alike(kind, name):
-    expected = RIGHT[name][1] * TABLE[IDS].sum() if name in RIGHT else np.nan
-    np.testing.assert_allclose(values(kind)[name], expected, rtol=1e-2 if "16" in name else 1e-5)
+def test_a_function_of_all_parameters_is_nan_unless_it_treats_each_number_alike(kind):
+    losses = LOSSES if kind == "plain" else {name: LOSSES[name] for name in few(LOSSES, 4)}
+    steps = {name: te.rows.value_and_grad(each, ids={"t": IDS}) for name, each in losses.items()}
+    values = jax.jit(lambda params: {name: step(params)[0] for name, step in steps.items()})
+    for name, value in values(placed(kind)).items():
+        expected = RIGHT[name][1] * TABLE[IDS].sum() if name in RIGHT else np.nan
+        rtol = 1e-2 if "16" in name else 1e-5
+        np.testing.assert_allclose(value, expected, rtol=rtol, err_msg=name)
 
 
 def test_the_gradient_of_another_parameter_through_a_norm_of_all_is_nan():
@@ -223,7 +189,9 @@ def test_the_gradient_of_another_parameter_through_a_norm_of_all_is_nan():
     assert np.isnan([value, aux, *grads["w"]]).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["plain", *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS[1:])]
+)
 def test_a_gradient_of_mixed_rows_updates_them_by_nan(kind):
     optimizer = optax.sgd(0.5)
 
@@ -240,29 +208,30 @@ def test_a_gradient_of_mixed_rows_updates_them_by_nan(kind):
     np.testing.assert_array_equal(mixed, np.where(gradient, np.nan, TABLE))
 
 
-@pytest.mark.parametrize("leafwise", [lambda x: x * 2, jnp.tanh, jnp.sum, jnp.square])
-def test_a_function_of_every_leaf_is_an_error(leafwise):
-    step = te.rows.value_and_grad(lambda p: loss(jax.tree.map(leafwise, p)), ids={"t": IDS})
-    # From jax: ids are no numbers.
-    with pytest.raises((TypeError, ValueError), match=r"key<fry>|extended dtype"):
-        jax.eval_shape(step, PARAMS)
+# From jax: ids are no numbers.
+NO_NUMBERS = r"key<fry>|extended dtype"
+ON_ALL_LEAVES = {
+    "x * 2": (lambda x: x * 2, NO_NUMBERS),
+    "tanh": (jnp.tanh, NO_NUMBERS),
+    "sum": (jnp.sum, NO_NUMBERS),
+    "x[:2]": (lambda x: x[:2], r"^params\['t'\]: wanted its rows in their places, got 2 of them"),
+}
 
 
-def test_other_numbers_of_rows_are_an_error():
+@pytest.mark.parametrize("name", ON_ALL_LEAVES)
+def test_a_function_of_every_leaf_of_the_rows_is_an_error(name):
+    change, message = ON_ALL_LEAVES[name]
     step = te.rows.value_and_grad(
-        lambda p: loss(p | {"t": jax.tree.map(lambda x: x[:2], p["t"])}), ids={"t": IDS}
+        lambda p: loss(p | {"t": jax.tree.map(change, p["t"])}), ids={"t": IDS}
     )
-    with pytest.raises(
-        TypeError, match=r"^params\['t'\]: wanted its rows in their places, got 2 of them"
-    ):
+    with pytest.raises((TypeError, ValueError), match=message):
         jax.eval_shape(step, PARAMS)
 
 
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_a_loss_without_nan_runs_under_debug_nans(jit):
+def test_a_loss_without_nan_runs_under_debug_nans():
     step = te.rows.value_and_grad(loss, ids={"t": IDS})
     with jax.debug_nans(True):
-        value, _ = (jax.jit(step) if jit else step)(placed("plain"))
+        value, _ = jax.jit(step)(placed("plain"))
     np.testing.assert_allclose(value, TABLE[IDS].sum(), rtol=1e-5)
 
 
@@ -270,8 +239,8 @@ def test_a_loss_without_nan_runs_under_debug_nans(jit):
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_marks_show_small_noise_in_any_dtype_and_width(dtype, width):
     marked = with_marks(jnp.ones([2, width], dtype))
-    noise = 1e-3 * jax.random.normal(jax.random.key(0), marked.shape)
-    for scale in (1, -0.3, 1e-3, 123.4):
+    noise = 1e-3 * np.random.default_rng(0).normal(size=marked.shape)
+    for scale in (1, -0.3, 123.4):
         scaled = (marked * scale).astype(dtype)
         assert are_marks(scaled[2:])
         assert not are_marks((scaled + scale * noise).astype(dtype)[2:])

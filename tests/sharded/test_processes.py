@@ -3,6 +3,7 @@ of eight."""
 
 import os
 import pathlib
+import runpy
 import socket
 import subprocess
 import sys
@@ -12,8 +13,9 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "two_processes.py"
+NAMES = ("dense", "by_rows", "by_exchange")
 # A hang fails; a run takes some five seconds.
-TIMEOUT = 120
+TIMEOUT = 240
 # The sums over the devices may go in another order: a gradient that differs by 2**-24 of itself, a
 # few times, makes Adam's step of 0.01 differ by some parts in 2**-20 of that, in each of four
 # steps; the losses are means of numbers below 16.
@@ -27,21 +29,36 @@ def free_port():
         return some.getsockname()[1]
 
 
-def run(num_processes, out):
-    """What each process printed, once all have ended well; none is left running."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(SCRIPT), f"127.0.0.1:{free_port()}", str(num_processes)]
-    processes = [
-        subprocess.Popen(
-            [*command, str(i), str(out)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for i in range(num_processes)
-    ]
+def start(out, port, number):
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), f"127.0.0.1:{port}", "2", str(number), str(out)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def alone():
+    """The losses and the table of each training, in this process."""
+    argv, environment = sys.argv, dict(os.environ)
+    sys.argv = [str(SCRIPT), "", "1", "0"]
     try:
+        script = runpy.run_path(str(SCRIPT))
+    finally:
+        sys.argv = argv
+        os.environ.clear()
+        os.environ.update(environment)
+    return {name: script["trained"](name) for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What each of two processes printed, what they found, and what one process finds."""
+    out, port = tmp_path_factory.mktemp("processes") / "2.npz", free_port()
+    processes = [start(out, port, number) for number in range(2)]
+    try:
+        one = alone()
         printed = [process.communicate(timeout=TIMEOUT)[0] for process in processes]
     finally:
         for process in processes:
@@ -49,60 +66,34 @@ def run(num_processes, out):
             process.wait()
     for process, text in zip(processes, printed, strict=True):
         assert process.returncode == 0, text
-    return printed
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("processes")
-    printed = {count: run(count, folder / f"{count}.npz") for count in (1, 2)}
-    return printed, {count: dict(np.load(folder / f"{count}.npz")) for count in (1, 2)}
+    return printed, dict(np.load(out)), one
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dense", "by_rows", "by_exchange"])
+@pytest.mark.parametrize("name", NAMES)
 def test_two_processes_train_as_one(results, name):
-    _, found = results
-    one, two = (
-        {part: found[count][f"{name}_{part}"] for part in ("losses", "table")} for count in (1, 2)
-    )
-    assert one["losses"].shape == two["losses"].shape == (4,)
-    np.testing.assert_allclose(two["losses"], one["losses"], rtol=0, atol=LOSS_ERROR)
-    np.testing.assert_allclose(two["table"], one["table"], rtol=0, atol=TABLE_ERROR)
-    assert one["losses"][-1] < one["losses"][0]
+    _, two, one = results
+    losses, table = one[name]
+    assert losses[-1] < losses[0]
+    np.testing.assert_allclose(two[f"{name}_losses"], losses, rtol=0, atol=LOSS_ERROR)
+    np.testing.assert_allclose(two[f"{name}_table"], table, rtol=0, atol=TABLE_ERROR)
 
 
 @pytest.mark.slow
 def test_two_processes_by_exchange_train_as_by_replicated_rows(results):
-    _, found = results
-    np.testing.assert_allclose(
-        found[2]["by_exchange_losses"], found[2]["by_rows_losses"], rtol=0, atol=LOSS_ERROR
-    )
-    np.testing.assert_allclose(
-        found[2]["by_exchange_table"], found[2]["by_rows_table"], rtol=0, atol=TABLE_ERROR
-    )
+    _, two, _ = results
+    for part, error in (("losses", LOSS_ERROR), ("table", TABLE_ERROR)):
+        found, expected = two[f"by_exchange_{part}"], two[f"by_rows_{part}"]
+        np.testing.assert_allclose(found, expected, rtol=0, atol=error)
 
 
 @pytest.mark.slow
-def test_every_process_sees_every_device_and_the_same_losses(results):
-    printed, _ = results
-    lines = [text.splitlines() for text in printed[2]]
-    rows = (
-        "lazy Adam by rows, squared error of the embeddings",
-        "lazy Adam by exchanged rows, squared error of the embeddings",
-    )
-    for i, name in enumerate(("dense Adam, cross entropy of the tied output", *rows)):
-        heads, losses = zip(*(each[i].split(": ") for each in lines), strict=True)
-        assert heads == tuple(f"process {process} of 2, 8 devices, {name}" for process in range(2))
-        assert losses[0] == losses[1]
-
-
-@pytest.mark.slow
-def test_the_output_explains_itself_and_holds_nothing_else(results):
-    (first, second), (alone,) = (results[0][count] for count in (2, 1))
-    assert [len(text.splitlines()) for text in (first, second, alone)] == [4, 3, 4]
-    last = first.splitlines()[-1]
-    assert (
-        "they fall, and every process prints the same. The dense training has another loss than the two by rows."
-        in last
-    )
+def test_each_process_prints_the_same_losses_and_the_first_what_they_are(results):
+    first, second = (text.splitlines() for text in results[0])
+    *first, last = first
+    assert "they fall, and every process prints the same. The dense training has another" in last
+    said = "dense Adam, cross", "lazy Adam by rows, squared", "lazy Adam by exchanged rows, squared"
+    for name, *lines in zip(said, first, second, strict=True):
+        for number, line in enumerate(lines):
+            assert line.startswith(f"process {number} of 2, 8 devices, {name}")
+        assert len({line.split(": ")[1] for line in lines}) == 1

@@ -1,0 +1,133 @@
+"""A gradient of some rows means what the dense gradient means, and never meets other rows
+unnoticed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import transformer_embed as te
+
+PARAMS = {"t": np.ones([1000, 2], np.float32), "w": np.ones([3, 2], np.float32)}
+SGD = optax.sgd(0.25)
+
+
+def rows(ids, scale=1.0):
+    """Gradients of one number, and of zeros for padding."""
+    ids = np.array(ids, int)
+    ones = np.where(ids[:, None] < 1000, np.ones(2, np.float32), 0)
+    return {"t": te.rows.RowGradient(ids, scale * ones, 1000), "w": scale * PARAMS["w"]}
+
+
+def dense(ids, values):
+    """The table's gradient, which drops padding."""
+    table = np.zeros([2000, 2], np.float32)
+    np.add.at(table, np.asarray(ids), np.asarray(values))
+    return table[:1000]
+
+
+def changed(table):
+    return np.flatnonzero(np.asarray(table)[:, 0] != 1).tolist()
+
+
+def from_loss(ids):
+    step = te.rows.value_and_grad(lambda p: jnp.sum(te.lookup(p["t"], ids)), ids={"t": ids})
+    return step(PARAMS)[1]
+
+
+@pytest.mark.parametrize("ids", [[3, 3], [5, 2], [-1, 3]])
+def test_ids_made_by_hand_must_ascend(ids):
+    message = (
+        r"^grads: wanted row ids that ascend from 0 or above, each of them once, got \[-?\d, \d\]$"
+    )
+    with pytest.raises(ValueError, match=message):
+        te.rows.update(SGD, rows(ids), SGD.init(PARAMS), PARAMS)
+    with pytest.raises(ValueError, match=message):
+        te.rows.add(rows([1, 2]), rows(ids))
+
+
+def test_the_sum_scale_and_norm_are_those_of_the_dense_gradient():
+    @jax.jit
+    def sums(scale):
+        some, more = rows([1, 3, 1000], 1.0), rows([3, 998, 1001], scale)
+        total = te.rows.add(some, more)
+        halves = jax.tree.map(lambda g: g / 2, total)
+        assert len(jax.tree.leaves(total)) == 3  # the rows, their fingerprint, and w
+        clip = optax.clip_by_global_norm(0.5)
+        clipped, _ = clip.update({"t": total["t"]}, optax.EmptyState())
+        return [(g["t"].ids, g["t"].values) for g in (some, more, total, halves, clipped)]
+
+    some, more, total, halves, clipped = (dense(*each) for each in sums(3.0))
+    np.testing.assert_array_equal(total, some + more)
+    np.testing.assert_array_equal(halves, total / 2)
+    np.testing.assert_allclose(clipped, 0.5 * total / np.linalg.norm(total), rtol=1e-6)
+
+
+def test_tree_map_adds_gradients_of_the_same_rows_alone():
+    with pytest.raises(ValueError, match=r"te\.rows\.add adds gradients of different ids"):
+        jax.tree.map(jnp.add, rows([1, 2]), rows([3, 4]))
+    same = jax.tree.map(jnp.add, rows([1, 2]), rows([1, 2], 2.0))
+    assert (same["t"].ids.tolist(), same["t"].values.tolist()) == ([1, 2], [[3.0, 3.0]] * 2)
+    after, _ = te.rows.update(SGD, same, SGD.init(PARAMS), PARAMS)
+    assert changed(after["t"]) == [1, 2]
+
+
+def test_gradients_of_other_tables_are_not_added():
+    one = te.rows.RowGradient([1], jnp.ones([1, 2]), 5)
+    for other in (jnp.ones([5, 2]), te.rows.RowGradient([1], jnp.ones([1, 2]), 6)):
+        with pytest.raises(
+            TypeError, match=r"^grads: wanted rows of the same table, \[5, 2\], got "
+        ):
+            te.rows.add({"t": one}, {"t": other})
+
+
+USES = {
+    "add": lambda grads: te.rows.add(grads, grads),
+    "update": lambda grads: te.rows.update(SGD, grads, SGD.init(PARAMS), PARAMS),
+}
+
+
+@pytest.mark.parametrize("leave", [jax.jit, jax.vmap])
+@pytest.mark.parametrize("enter", [lambda use: use, jax.jit], ids=["eager", "jit"])
+def test_a_gradient_that_left_its_trace_names_the_way(leave, enter):
+    left = leave(from_loss)(np.array([[0], [3]]))
+    message = (
+        r"^grads: wanted a RowGradient of this jit, got one that left its jit or vmap \(call "
+        r"te\.rows\.value_and_grad and te\.rows\.update in one jit, or return its ids and values\)$"
+    )
+    for use in USES.values():
+        with pytest.raises(TypeError, match=message):
+            enter(use)(left)
+
+
+def test_a_scan_that_carries_a_gradient_names_the_way():
+    def body(grads, ids):
+        return te.rows.add(grads, from_loss(ids)), None
+
+    with pytest.raises(TypeError, match=r"scan over the batches inside the loss of te\.rows\.v"):
+        jax.lax.scan(body, rows([1, 2]), np.array([[1, 2], [3, 4]]))
+
+
+def test_a_gradient_without_rows_changes_no_table():
+    none, adam = rows([]), optax.adam(0.1)
+    after, _ = te.rows.update(adam, none, adam.init(PARAMS), PARAMS)
+    np.testing.assert_array_equal(after["t"], PARAMS["t"])
+    assert len(te.rows.add(none, rows([3]))["t"].ids) == 1
+
+
+def test_a_gradient_from_outside_is_a_constant_of_the_program_and_the_next_is_another():
+    run = jax.jit(lambda params, grads: te.rows.update(SGD, grads, SGD.init(params), params)[0])
+    for ids in ([0, 3, 701], [1, 3, 999]):
+        assert changed(run(PARAMS, rows(ids))["t"]) == ids
+
+
+def test_rows_added_to_a_table_as_optax_does_name_the_function_to_call():
+    message = (
+        r"^params: wanted a step by te\.rows\.update\(optimizer, grads, state, params\), got the "
+        "sum of .* and RowGradient"
+    )
+    updates, _ = SGD.update(rows([1]), SGD.init(PARAMS), PARAMS)
+    for convert in (jnp.asarray, np.asarray):
+        with pytest.raises(TypeError, match=message):
+            optax.apply_updates(jax.tree.map(convert, PARAMS), updates)

@@ -1,0 +1,93 @@
+"""Sharded tables in checkpoints: of Orbax, on other meshes, and in vocabulary order."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from sharded_tables import AUTO, BOTH, EXPLICIT, SPEC, mesh_of, on_host, put
+
+import transformer_embed as te
+
+NAME = "transformer_embedding/~/token_embedding"
+CONFIG = te.EmbedderConfig(vocab_size=37, d_model=8, pad_id=0)
+IDS = np.array([[0, 1], [299, 1], [7, 30], [200, -1]], np.int32)
+ADAM = optax.adam(0.01)
+
+
+@functools.partial(jax.jit, donate_argnums=(0, 1))
+def step(params, state, ids):
+    def loss(params):
+        rows = [te.lookup(params[name], ids, out_of_range="zero") for name in params]
+        return jnp.sum(rows[0] ** 2) + jnp.sum(rows[1] ** 2)
+
+    grads = te.rows.value_and_grad(loss, ids=dict.fromkeys(params, ids))(params)[1]
+    return te.rows.update(ADAM, grads, state, params)
+
+
+def init(rng):
+    params = {
+        "cut": jax.random.normal(rng, (300, 4)),
+        "dealt": jax.random.normal(rng, (300, 4)) + 1,
+    }
+    return params, ADAM.init(params)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="today's Orbax asks for a newer jax")
+def test_a_checkpoint_of_one_mesh_is_restored_on_others_and_trains_on(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint", reason="Orbax is of the test extra")
+    place = functools.partial(
+        te.sharding.shard_params,
+        rules={"*cut": SPEC("model"), "*dealt": SPEC(BOTH)},
+        tables="*[td]",
+        interleave="*dealt",
+        virtual_shards=16,
+    )
+    mesh = mesh_of((2, 2))
+    saved = step(*place(init, mesh, rng=jax.random.key(0)), put(mesh, IDS, BOTH))
+    shapes, kept = jax.eval_shape(init, jax.random.key(0)), on_host(saved)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "step", saved)
+        expected = on_host(step(*saved, put(mesh, IDS, BOTH)))
+        for mesh in (mesh_of((1, 1)), mesh_of((1, 4))):
+            target = place(shapes, mesh)
+            args = jax.tree.map(
+                lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape),
+                target,
+            )
+            restored = checkpointer.restore(
+                tmp_path / "step", args=ocp.args.PyTreeRestore(item=target, restore_args=args)
+            )
+            assert jax.tree.structure(restored) == jax.tree.structure(target)
+            for found, leaf in zip(*map(jax.tree.leaves, (restored, target)), strict=True):
+                assert (found.shape, found.sharding) == (leaf.shape, leaf.sharding)
+            jax.tree.map(np.testing.assert_array_equal, on_host(restored), kept)
+    trained = on_host(step(*restored, put(mesh, IDS, BOTH)))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), trained, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(EXPLICIT, {}), (AUTO, {"interleave": "*/embeddings", "virtual_shards": 16})],
+    ids=["contiguous", "interleaved"],
+)
+def test_resizing_and_saving_use_vocabulary_order(tmp_path, kind, options):
+    params = te.Embedder(CONFIG).init(jax.random.key(7))
+    mesh, rules = mesh_of((1, 2), kind), {"*/embeddings": SPEC("model")}
+    placed = te.sharding.shard_params(params, mesh, rules, **options)
+    plain = params[NAME]["embeddings"]
+    expected = te.resize_vocabulary(params, 50, jax.random.key(1))[NAME]["embeddings"]
+    resized = te.resize_vocabulary(placed, 50, jax.random.key(1))[NAME]["embeddings"]
+    assert resized.shape == (50, 8)
+    assert resized.sharding == placed[NAME]["embeddings"].sharding
+    # The mean and the spread are summed in another order.
+    np.testing.assert_allclose(on_host(resized), expected, rtol=0, atol=1e-6)
+    smaller = te.resize_vocabulary(placed, 20)[NAME]["embeddings"]
+    np.testing.assert_array_equal(on_host(smaller), plain[:20])
+    te.pretrained.save_embedder(tmp_path / "model.safetensors", CONFIG, placed)
+    loaded = te.pretrained.load_embedder(tmp_path / "model.safetensors").params
+    np.testing.assert_array_equal(loaded[NAME]["embeddings"], plain)

@@ -1,0 +1,224 @@
+"""Parameter trees on a mesh: which rule splits what, how tables are padded, drawn and moved, and
+errors."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cases import few
+from fuzzing import VALUES, call, named_on_failure
+from jax.sharding import NamedSharding
+from sharded_tables import (
+    AUTO,
+    BOTH,
+    EXPLICIT,
+    SPEC,
+    TABLE,
+    WIDTH,
+    interleave,
+    mesh_of,
+    on_host,
+    shard,
+)
+
+import transformer_embed as te
+
+SHARDED = te.sharding.Sharded
+MESH = mesh_of((2, 4))
+NAME = "transformer_embedding/~/token_embedding"
+CONFIG = te.EmbedderConfig(vocab_size=37, d_model=16, pad_id=0)
+INTERLEAVED = {"interleave": "*/embeddings", "virtual_shards": 16}
+
+
+def test_names_choose_specs_and_the_first_rule_counts():
+    name = "a/~/token_embedding"
+    params = {name: {"embeddings": TABLE}, "linear": {"w": TABLE, "b": TABLE[0], "c": TABLE}}
+    rules = {
+        "*/embeddings": SPEC("model"),
+        "linear/w": SPEC(None, "model"),
+        "*/b": SPEC("data"),
+        "linear/*": SPEC(),
+    }
+    placed = te.sharding.shard_params(params, MESH, rules)
+    table = placed[name]["embeddings"]
+    assert isinstance(table, SHARDED)
+    assert table.sharding.spec == SPEC("model")
+    specs = {name: array.sharding.spec for name, array in placed["linear"].items()}
+    assert specs == {"w": SPEC(None, "model"), "b": SPEC("data"), "c": SPEC()}
+    jax.tree.map(np.testing.assert_array_equal, on_host(placed), params)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 128, 129, 10**9])
+def test_padding_is_the_same_on_every_mesh_of_a_power_of_two(vocab_size):
+    table = jax.ShapeDtypeStruct((vocab_size, WIDTH), jnp.float32)
+    meshes = map(mesh_of, ((1, 1), (1, 2), (2, 4), (1, 8)))
+    (size,) = {
+        shard(mesh, spec, table).array.shape[0]
+        for mesh in meshes
+        for spec in (SPEC("model"), SPEC(None, "model"))
+    }
+    assert size % 128 == 0
+    assert vocab_size <= size < vocab_size + 128
+
+
+def test_devices_that_do_not_divide_the_padding_get_more_of_it():
+    table = jax.ShapeDtypeStruct((129, WIDTH), jnp.float32)
+    assert shard(mesh_of((1, 3)), SPEC("model"), table).array.shape == (384, WIDTH)
+
+
+def test_every_device_holds_its_shard_alone():
+    padded = np.pad(TABLE, ((0, 84), (0, 0)))
+    for each in shard(MESH, SPEC("model")).array.addressable_shards:
+        assert each.data.shape == (96, WIDTH)
+        np.testing.assert_array_equal(each.data, padded[each.index])
+
+
+@pytest.mark.parametrize("first", [shard, interleave])
+def test_a_table_moves_to_another_mesh_and_order(first):
+    table = first(MESH, SPEC("model"))
+    for mesh, spec in ((mesh_of((4, 2)), SPEC(BOTH)), (mesh_of((1, 2)), SPEC("model"))):
+        moved = shard(mesh, spec, table), interleave(mesh, spec, table, shards=64)
+        for each in moved:
+            np.testing.assert_array_equal(on_host(each), TABLE)
+
+
+def test_shapes_are_mapped_to_shapes_and_move():
+    table = shard(MESH, SPEC("model"), jax.ShapeDtypeStruct((300, WIDTH), jnp.bfloat16))
+    assert (table.shape, table.dtype) == ((300, WIDTH), jnp.bfloat16)
+    sharding = NamedSharding(MESH, SPEC("model"))
+    assert table.array == jax.ShapeDtypeStruct((384, WIDTH), jnp.bfloat16, sharding=sharding)
+    assert shard(mesh_of((4, 2)), SPEC("model"), table).array.shape == (384, WIDTH)
+
+
+def test_numbers_and_states_in_a_tree_are_placed():
+    state = optax.adam(0.1).init({"t": TABLE})[0]._asdict() | {"scale": 1.5}
+    placed = te.sharding.shard_params(state, MESH, {"*/t": SPEC("model")}, tables="*t")
+    assert (placed["count"].tolist(), placed["scale"].tolist()) == (0, 1.5)
+    np.testing.assert_array_equal(on_host(placed["mu"]["t"]), np.zeros_like(TABLE))
+
+
+# --- drawing
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(EXPLICIT, {}), pytest.param(AUTO, INTERLEAVED, marks=pytest.mark.slow)],
+    ids=["contiguous", "interleaved"],
+)
+def test_shards_are_drawn_as_on_one_device(kind, options):
+    embedder, rng = te.Embedder(CONFIG), jax.random.key(7)
+    rules = {"*/embeddings": SPEC(BOTH)}
+    place = functools.partial(
+        te.sharding.shard_params, mesh=mesh_of((2, 4), kind), rules=rules, **options
+    )
+    params = embedder.init(rng)
+    drawn, placed = place(embedder.init, rng=rng), place(params)
+    assert jax.tree.structure(drawn) == jax.tree.structure(placed)
+    for one, other in zip(jax.tree.leaves(drawn), jax.tree.leaves(placed), strict=True):
+        assert one.sharding == other.sharding
+        # XLA may round a product and a sum once in one program and twice in another.
+        np.testing.assert_array_max_ulp(np.asarray(one), np.asarray(other), maxulp=4)
+    drawn = drawn[NAME]["embeddings"].in_vocabulary_order()
+    np.testing.assert_array_max_ulp(drawn, np.asarray(params[NAME]["embeddings"]), maxulp=4)
+
+
+@pytest.mark.slow
+def test_no_device_draws_the_whole_table(monkeypatch):
+    texts, jit = [], jax.jit
+
+    def spy(function, **options):
+        def run(rng):
+            compiled = jit(function, **options).lower(rng).compile()
+            texts.append(compiled.as_text())
+            return compiled(rng)
+
+        return run
+
+    size = 4096 * 16
+    init = lambda rng: {"embeddings": jax.random.normal(rng, (4096, 16))}
+    monkeypatch.setattr(jax, "jit", spy)
+    te.sharding.shard_params(init, MESH, {"*": SPEC(BOTH)}, rng=jax.random.key(0))
+    (text,) = texts
+    arrays = re.findall(r"[fsu]32\[([\d,]+)\]", text)
+    # The partitioner moves the border of a shard by less than a row a device.
+    assert max(np.prod([*map(int, array.split(","))]) for array in arrays) <= size // 8 + 8 * 16
+
+
+# --- errors
+
+PARAMS = {"embed": {"embeddings": TABLE[:13]}, "linear": {"w": TABLE[:13], "b": TABLE[0]}}
+FITS = "rules: wanted a PartitionSpec that fits"
+# By the message: the rules, and other arguments.
+ERRORS = {
+    r"patterns: wanted each to match one of embed/embeddings, linear/b, linear/w, got 'embedding/": (
+        {"embedding/*": SPEC("model")},
+        {},
+    ),
+    "patterns: wanted each to match one of .*, got 'u'$": ({}, {"interleave": "u"}),
+    rf"{FITS} embed/embeddings of shape \[13, 8\], got .*'tensor'.*: .*tensor .*not found in mesh": (
+        {"embed/*": SPEC("tensor")},
+        {},
+    ),
+    "rules: wanted a PartitionSpec for each pattern, got str 'model'$": ({"embed/*": "model"}, {}),
+    rf"{FITS} linear/b of shape \[8\], got .*None, 'model'\)": (
+        {"linear/b": SPEC(None, "model")},
+        {},
+    ),
+    rf"{FITS} linear/w of shape \[13, 8\], got .*partitioned 4 times, but the dimension size is 13": (
+        {"linear/w": SPEC("model")},
+        {},
+    ),
+    rf"{FITS} embed/embeddings of shape \[13, 6\], got .*partitioned 4 times, but .* is 6": (
+        {"*": SPEC(None, "model")},
+        {"params": {"embed": {"embeddings": TABLE[:13, :6]}}},
+    ),
+    **{
+        rf"batch_axes: wanted a tuple of axes of the mesh, \('data', 'model'\), or None, got {got}$": (
+            {},
+            {"batch_axes": axes},
+        )
+        for got, axes in {r"\('tensor',\)": ("tensor",), "'data'": "data", "''": ""}.items()
+    },
+    "rng: wanted None, since params is not a function, got ": ({}, {"rng": jax.random.key(0)}),
+    r"rng: wanted one key of jax.random.key or jax.random.PRNGKey, got NoneType None$": (
+        {},
+        {"params": lambda rng: PARAMS},
+    ),
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_bad_trees_and_rules_raise_errors(message):
+    rules, options = ERRORS[message]
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        te.sharding.shard_params(**{"params": PARAMS, "mesh": MESH, "rules": rules} | options)
+
+
+def test_parameters_are_not_placed_under_jit():
+    with pytest.raises(jax.errors.TracerArrayConversionError):
+        jax.jit(lambda params: te.sharding.shard_params(params, MESH, {}))(PARAMS)
+
+
+def test_columns_over_an_axis_of_the_ids_raise_an_error():
+    table = shard(MESH, SPEC(None, "model"), batch_axes=("model",))
+    with pytest.raises(Exception, match="duplicate entries for `model`"):
+        te.lookup(table, np.arange(8))
+
+
+@pytest.mark.parametrize("options", [{}, INTERLEAVED], ids=["contiguous", "interleaved"])
+@pytest.mark.parametrize("name", ["rng", "batch_axes", "virtual_shards", "capacity"])
+def test_any_argument_keeps_the_table_or_is_named(name, options):
+    good = {
+        "params": {"t/embeddings": TABLE[:10]},
+        "mesh": MESH,
+        "rules": {"*embeddings": SPEC("model")},
+    } | options
+    for value in few(VALUES, 16):
+        with named_on_failure({name: value}):
+            returned, placed = call(te.sharding.shard_params, good | {name: value})
+            if returned:
+                np.testing.assert_array_equal(on_host(placed)["t/embeddings"], TABLE[:10])
