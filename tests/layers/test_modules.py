@@ -196,18 +196,6 @@ def test_the_whole_layer_is_the_formula_in_float64(fields, reference):
     np.testing.assert_allclose(pair.apply(params, None, IDS), want, rtol=0, atol=atol)
 
 
-def test_the_modules_compose_to_the_whole():
-    def parts(ids):
-        positions = te.TokenPositions.from_ids(ids, pad_id=0).positions
-        return learned()(tokens(pad_id=0)(ids), is_training=True, positions=positions)
-
-    composed = hk.transform(lambda ids: whole(pad_id=0, **LEARNED)(ids, is_training=True))
-    params = drawn(composed.init, IDS)
-    own = {path.rsplit("/", 1)[-1]: leaf for path, leaf in params.items()}
-    got = hk.transform(parts).apply(own, KEY, IDS)
-    np.testing.assert_array_equal(got, composed.apply(params, KEY, IDS))
-
-
 # --- The contracts of every module.
 
 
@@ -268,17 +256,6 @@ def test_vmap_over_models_and_keys_equals_a_loop(case):
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *params)
     mapped = jax.jit(jax.vmap(apply, in_axes=(0, 0, None)))(stacked, keys, case.data)
     assert_within_ulps(mapped, loop, case.dtype)
-
-
-@few_modules
-def test_lists_and_numpy_arrays_are_taken(case):
-    apply = functools.partial(transformed(case).apply, params_of(case.name), None)
-    want = apply(jnp.asarray(case.data))
-    np.testing.assert_array_equal(apply(case.data), want)
-    if case.data.dtype.itemsize == 4:
-        got = apply(case.data.tolist())
-        np.testing.assert_array_equal(got, want)
-        assert got.dtype == case.dtype
 
 
 @pytest.mark.slow
@@ -573,33 +550,6 @@ def test_ids_and_positions_outside_the_tables_follow_the_policy(policy):
         outside = {"nan": np.full([3, 8], np.nan), "clip": ends, "zero": np.zeros([3, 8])}
         np.testing.assert_array_equal(found[3:], outside[policy])
         assert ends.all()
-
-
-@pytest.mark.slow
-def test_cross_entropy_of_the_modules_is_that_of_their_table():
-    options = {"mask": IDS > 3, "label_smoothing": 0.1, "reduction": "sum", "chunk_size": 3}
-    embedder = te.Embedder(te.EmbedderConfig(11, 8, pad_id=0))
-    params = drawn(embedder.init)
-    alone = hk.transform(lambda x: tokens(pad_id=0).cross_entropy(x, IDS, **options)).apply
-    inside = hk.transform(lambda x: whole(pad_id=0).cross_entropy(x, IDS, **options)).apply
-
-    def losses(params):
-        table = params[TOKENS]["embeddings"]
-        return jnp.stack(
-            [
-                te.linear_cross_entropy(X, table, IDS, pad_id=0, **options),
-                alone({"token_embedding": {"embeddings": table}}, None, X),
-                inside(params, None, X),
-                embedder.cross_entropy(params, X, IDS, **options),
-            ]
-        )
-
-    values, (gradients,) = jax.jit(
-        lambda params: (losses(params), jax.tree.leaves(jax.jacrev(losses)(params)))
-    )(params)
-    for found in (np.asarray(values), np.asarray(gradients)):
-        assert found.any()
-        np.testing.assert_array_equal(found, np.broadcast_to(found[:1], found.shape))
 
 
 # --- Positions.

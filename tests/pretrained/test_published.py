@@ -149,10 +149,15 @@ def test_names_that_models_share_want_a_model_type(tmp_path, name):
         ({"rope_theta": 1e6, "final_logit_softcapping": 3.0}, ["gemma"]),
         ({"scale_embedding": True}, []),
         ({"max_position_embeddings": 9}, []),
+        # An output layer beside the table says nothing of what comes before it.
+        ({"tie_word_embeddings": False}, []),
     ],
 )  # fmt: skip
 def test_a_type_is_proposed_only_if_it_reads_what_the_file_says(tmp_path, entries, kinds):
-    path = table(tmp_path, {"model_type": "mamba9", "tie_word_embeddings": True} | entries)
+    entries = {"model_type": "mamba9", "tie_word_embeddings": True} | entries
+    is_tied = entries["tie_word_embeddings"]
+    head = {} if is_tied else {"lm_head.weight": (12, 16), "lm_head.bias": (12,)}
+    path = table(tmp_path, entries, **head)
     assert advised(path, r"^model_type: wanted")[1] == kinds
 
 
