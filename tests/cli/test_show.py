@@ -99,6 +99,7 @@ def test_the_suffix_names_the_kind_of_the_file(prints, tmp_path, kind):
     assert out.read_bytes().startswith(MAGIC[kind])
 
 
+@pytest.mark.slow
 def test_the_style_of_the_user_does_not_change_the_file(prints, tmp_path):
     outs = [tmp_path / "first.png", tmp_path / "second.png"]
     for out, size in zip(outs, (10, 20), strict=True):

@@ -84,6 +84,7 @@ def spellings(array):
             yield jax.device_put(array.astype(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{"d_model": 101}, {"d_model": 102, "scheme": te.Learned(16), "num_token_types": 2}],
@@ -280,6 +281,7 @@ def test_lowers_for_other_platforms(platform, dtype):
     assert f"x8x{'bf16' if dtype == 'bfloat16' else 'f32'}>" in text
 
 
+@pytest.mark.slow
 def test_no_constant_grows_with_the_length():
     embedder, params = made(dataclasses.replace(CONFIG, d_model=512))
     shapes = [jax.ShapeDtypeStruct([2, length], jnp.int32) for length in (512, 131_072)]

@@ -209,6 +209,7 @@ def parameter_tree(case, is_training=False, length=5):
     }
 
 
+@pytest.mark.slow
 def test_parameters_are_those_of_the_golden_file():
     """Names, shapes and dtypes are an interface; they depend neither on the flag nor on the
     length."""
@@ -335,6 +336,7 @@ def test_all_strict_modes_of_jax_at_once(case):
         jax.make_jaxpr(jax.grad(lambda params: total(trained.apply(params, KEY, data))))(params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "head",
     [
@@ -507,6 +509,7 @@ def test_a_checkpoint_of_hk_embed_loads_and_is_scaled(scale, factor):
     np.testing.assert_array_equal(got, np.asarray(haiku.apply(params, None)) * np.float32(factor))
 
 
+@pytest.mark.slow
 def test_the_padding_row_stays_zero_while_its_parameters_move():
     def function():
         embed = tokens(pad_id=4, w_init=hk.initializers.Constant(2.0))
@@ -656,6 +659,7 @@ def in_a_model(initial_params):
     return hk.transform(lambda ids: hk.to_module(model)("decoder")(ids))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_s_parameters_start_a_module_inside_a_model():
     params = drawn(te.Embedder(CHECKPOINT).init)
     started = in_a_model(params).init(KEY, IDS)

@@ -112,6 +112,7 @@ def test_the_loss_of_a_config_takes_no_other_settings():
             embedder.cross_entropy(params, X, IDS, **{option: 1.0})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_padding_is_never_predicted(is_sharded):
     """Not by argmax, by samples, by the loss's normaliser, by smoothing; whatever its row holds."""

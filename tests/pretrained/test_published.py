@@ -93,6 +93,7 @@ SAME = {
 }
 
 
+@pytest.mark.slow
 def test_names_of_tensors_that_other_models_share_are_asked_for():
     """300 model types of the transformers library whose names match one of ours."""
     foreign, path = golden("foreign_names.json"), Path("none/model.safetensors")

@@ -8,7 +8,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from cases import few
 from checkpoints import CASES, checkpoint, kind_of, load, load_embedder, save_embedder, table
@@ -144,6 +143,7 @@ def written(parts, names, form):
 FORMS = st.sampled_from(["old", "new", "type"])
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.sampled_from(ROTATED), PARTS, PARTS, FORMS, FORMS)
 def test_settings_win_for_every_form_of_a_rotation(name, in_file, said, file_form, said_form):
@@ -251,6 +251,7 @@ BESIDE = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(
     st.sampled_from(list(ARCHITECTURES)),
@@ -315,19 +316,6 @@ def test_sections_rotate_by_time_height_and_width(tmp_path, name, entry, kind, p
     assert found.rotary == {"base": 70.0, "layout": "half", "pair_axes": pair_axes}
     save_embedder(tmp_path / "saved", *found)
     assert load_embedder(tmp_path / "saved").rotary == found.rotary
-
-
-def in_turns(sections):
-    """The axis of each pair as the transformers library assigns it: time, then slices of others."""
-    axes = np.zeros(sum(sections), int)
-    for axis, size in list(enumerate(sections))[1:]:
-        axes[axis : size * len(sections) : len(sections)] = axis
-    return tuple(axes.tolist())
-
-
-@given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.integers(n, 12), st.just(n), st.just(n))))
-def test_sections_in_turns_are_slices(sections):
-    assert rope.pair_axes(sections, take_turns=True) == in_turns(sections)
 
 
 @pytest.mark.parametrize(("sizes", "rotated"), [({}, 4), ({"global_head_dim": 32}, 8)])
