@@ -1,5 +1,4 @@
-"""What the tests of several commands share: a text, models on disk, and a command that must
-fail."""
+"""What the tests of several commands share: a text, models on disk, and runs of commands."""
 
 import json
 
@@ -16,9 +15,8 @@ from transformer_embed.cli.main import main
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_bytes(
-        b"".join(b"line %d of a text, and %d squared is %d\n" % (n, n, n * n) for n in range(100))
-    )
+    line = b"line %d of a text, and %d squared is %d\n"
+    path.write_bytes(b"".join(line % (n, n, n * n) for n in range(100)))
     return path
 
 
@@ -28,10 +26,8 @@ def model_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "params.safetensors"
     module, name = TABLE.rsplit("/", 1)
     table = np.random.default_rng(0).normal(0, 128**-0.5, (256, 128)).astype(np.float32)
-    others = {"query": {"w": np.ones((3, 2), np.float32)}}
-    te.pretrained.save_embedder(
-        path, te.EmbedderConfig(256, 128, dropout_rate=0.0), {module: {name: table}, **others}
-    )
+    params = {module: {name: table}, "query": {"w": np.ones((3, 2), np.float32)}}
+    te.pretrained.save_embedder(path, te.EmbedderConfig(256, 128, dropout_rate=0.0), params)
     return path
 
 
@@ -42,14 +38,10 @@ def save_embedder():
     def save(path, config, **change):
         shapes = {TABLE: (config.vocab_size, config.d_model)}
         if isinstance(config.scheme, te.Learned):
-            shapes["transformer_embedding/~/learned_positional_encoding/embeddings"] = (
-                config.scheme.max_len,
-                config.d_model,
-            )
-        arrays = {
-            name: np.random.default_rng(0).normal(size=shape).astype(np.float32)
-            for name, shape in shapes.items()
-        }
+            positions = "transformer_embedding/~/learned_positional_encoding/embeddings"
+            shapes[positions] = (config.scheme.max_len, config.d_model)
+        random = np.random.default_rng(0)
+        arrays = {name: np.float32(random.normal(size=shape)) for name, shape in shapes.items()}
         text = json.dumps(vars(config), default=encoded)
         names = json.dumps({"names": {name: name for name in shapes}})
         metadata = {CONFIG: change.get("text", text), EXTRAS: names}
@@ -57,6 +49,18 @@ def save_embedder():
         return path
 
     return save
+
+
+@pytest.fixture
+def prints(capsys):
+    """What a command that works prints on stdout and on stderr."""
+
+    def run(*arguments):
+        capsys.readouterr()
+        assert main([str(argument) for argument in arguments]) == 0
+        return capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from transformer_embed.cli.main import main
-
 SHAPES = {
     "embeddings.word_embeddings.weight": (12, 8),
     "embeddings.position_embeddings.weight": (10, 8),
@@ -13,6 +11,8 @@ SHAPES = {
     "embeddings.LayerNorm.weight": (8,),
     "embeddings.LayerNorm.bias": (8,),
 }
+FLAGS = "(on the command line: --model-type NAME, --settings FILE.json)"
+NOT_BYTES = "are not bytes; give a FILE of ids, as its tokenizer makes them, and --ids"
 
 
 @pytest.fixture
@@ -23,47 +23,40 @@ def bert(tmp_path):
     return path
 
 
-def inspected(capsys, *arguments):
-    assert main(["inspect", *map(str, arguments)]) == 0
-    return capsys.readouterr().out
+@pytest.fixture
+def said(tmp_path):
+    """A file of settings."""
+
+    def write(**settings):
+        path = tmp_path / "settings.json"
+        path.write_text(json.dumps(settings))
+        return "--settings", path
+
+    return write
 
 
 def test_what_a_lone_file_lacks_is_asked_for_by_the_names_of_flags(fails, bert):
-    assert "(on the command line: --model-type NAME, --settings FILE.json)" in fails(
-        "inspect", bert
-    )
+    assert FLAGS in fails("inspect", bert)
     line = fails("inspect", bert, "--model-type", "bert")
     assert "layer_norm_eps" in line
-    assert "--settings FILE.json" in line
+    assert FLAGS in line
 
 
-def test_settings_are_read_from_a_file_and_model_type_is_added(capsys, bert, tmp_path):
-    settings = tmp_path / "settings.json"
-    settings.write_text(json.dumps({"layer_norm_eps": 0.5}))
-    assert "layer_norm_eps=0.5" in inspected(
-        capsys, bert, "--settings", settings, "--model-type", "bert"
-    )
-    settings.write_text(json.dumps({"layer_norm_eps": 0.25, "model_type": "bert"}))
-    assert "layer_norm_eps=0.25" in inspected(capsys, bert, "--settings", settings)
+def test_settings_are_read_from_a_file_and_model_type_is_added(prints, bert, said):
+    flags = [*said(layer_norm_eps=0.5, model_type="gpt2"), "--model-type", "bert"]
+    assert "layer_norm_eps=0.5" in prints("inspect", bert, *flags).out
+    flags = said(layer_norm_eps=0.25, model_type="bert")
+    assert "layer_norm_eps=0.25" in prints("inspect", bert, *flags).out
 
 
-def test_embed_takes_them_too(bert, tmp_path):
-    ids, settings = tmp_path / "ids", tmp_path / "settings.json"
+def test_embed_takes_them_too(prints, fails, bert, said, text_file, tmp_path):
+    ids, out = tmp_path / "ids", tmp_path / "x.npz"
     ids.write_text("1 2 3\n")
-    settings.write_text(json.dumps({"layer_norm_eps": 0.5}))
-    flags = [
-        "--model-type",
-        "bert",
-        "--settings",
-        settings,
-        "--ids",
-        "--out",
-        tmp_path / "x.npz",
-        "--quiet",
-    ]
-    assert main([str(each) for each in ("embed", ids, "--from", bert, *flags)]) == 0
-    with np.load(tmp_path / "x.npz") as arrays:
+    flags = ["--from", bert, *said(layer_norm_eps=0.5, model_type="bert"), "--out", out, "--quiet"]
+    prints("embed", ids, *flags, "--ids")
+    with np.load(out) as arrays:
         assert arrays["embeddings"].shape == (1, 3, 8)
+    assert f"the tokens of {bert} {NOT_BYTES}" in fails("embed", text_file, *flags)
 
 
 @pytest.mark.parametrize(
@@ -81,21 +74,13 @@ def test_settings_that_cannot_be_read(fails, bert, tmp_path, content, message):
     path = tmp_path / "settings.json"
     if content is not None:
         path.write_text(content, encoding="latin-1")
-    assert message.format(path=path) in fails("inspect", bert, "--settings", path)
+    line = fails("inspect", bert, "--settings", path)
+    assert message.format(path=path) in line
+    assert FLAGS not in line
 
 
 def test_the_stack_of_a_file_that_train_wrote_is_refused(fails, text_file, model_file, tmp_path):
     flags = ["--stack", "decoder", "--out", tmp_path / "x.npz"]
     line = fails("embed", text_file, "--from", model_file, *flags)
     assert "stack: wanted None, since names or metadata say each parameter's tensor" in line
-
-
-def test_the_tokens_of_a_published_model_are_not_bytes(fails, text_file, bert, tmp_path):
-    settings = tmp_path / "settings.json"
-    settings.write_text(json.dumps({"layer_norm_eps": 0.5, "model_type": "bert"}))
-    flags = ["--settings", settings, "--out", tmp_path / "x.npz"]
-    line = fails("embed", text_file, "--from", bert, *flags)
-    assert (
-        f"the tokens of {bert} are not bytes; give a FILE of ids, as its tokenizer makes them, and --ids"
-        in line
-    )
+    assert FLAGS not in line

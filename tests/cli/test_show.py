@@ -10,53 +10,27 @@ import transformer_embed as te
 from transformer_embed.cli.main import main
 
 WORDS = ["the", "cat", "sat"]
-
-
-@pytest.fixture(autouse=True)
-def no_figure_is_left():
-    """Each test starts without a figure of pyplot's."""
-    pyplot.close("all")
-    yield
-    pyplot.close("all")
-
-
-def shown_by(ax):
-    return ax.images[0].get_array()
-
-
-def texts(labels):
-    return [label.get_text() for label in labels]
-
-
+MAGIC = {"png": b"\x89PNG\r\n", "svg": b"<?xml", "pdf": b"%PDF-"}
 SHOWN = {
-    "encoding": (
-        ["--length", "9", "--d-model", "6"],
-        "sinusoidal positions (d_model 6)",
-    ),
-    "rotary": (
-        ["--length", "3", "--head-dim", "8"],
-        "points rotated by rotary embeddings (head_dim 8)",
-    ),
+    "encoding": ("--length 9 --d-model 6", "sinusoidal positions (d_model 6)"),
+    "rotary": ("--length 3 --head-dim 8", "points rotated by rotary embeddings (head_dim 8)"),
     "mask": (
-        ["--window", "4", "0", "--chunk", "3", "--prefix", "2"],
+        "--window 4 0 --chunk 3 --prefix 2",
         "causal mask, window: 4 back, chunks of 3, prefix of 2",
     ),
-    "error": (["--d-model", "2"], "error of sinusoidal positions (d_model 2, base 10,000)"),
+    "error": ("--d-model 2", "error of sinusoidal positions (d_model 2, base 10,000)"),
 }
-MAGIC = {"png": b"\x89PNG\r\n", "svg": b"<?xml", "pdf": b"%PDF-"}
 
 
 @pytest.mark.parametrize("picture", SHOWN)
-def test_show_writes_a_picture(capsys, tmp_path, picture):
+def test_show_writes_a_picture_and_prints_its_title(prints, tmp_path, picture):
+    pyplot.close("all")
     flags, title = SHOWN[picture]
     out = tmp_path / "x.png"
-    assert main(["show", picture, *flags, "--out", str(out)]) == 0
-    captured = capsys.readouterr()
-    assert captured.out == f"{out}: {title}\n"
-    assert captured.err == ""
+    assert prints("show", picture, *flags.split(), "--out", out) == (f"{out}: {title}\n", "")
     assert list(tmp_path.iterdir()) == [out]
-    width, height = (int.from_bytes(out.read_bytes()[at : at + 4]) for at in (16, 20))
-    assert (width, height) == (960, 720)
+    sizes = [int.from_bytes(out.read_bytes()[at : at + 4]) for at in (16, 20)]
+    assert sizes == [960, 720]
     assert pyplot.get_fignums() == []
 
 
@@ -73,97 +47,101 @@ def drawn(monkeypatch, tmp_path):
     return show
 
 
+def shown_by(ax):
+    return ax.images[0].get_array()
+
+
 def test_show_encoding_draws_what_its_flags_ask_for(drawn):
     shown = shown_by(drawn("encoding", "--length", "9", "--d-model", "6", "--base", "50"))
     expected = np.asarray(te.sinusoidal_table(9, 6, base=50.0), np.float64)
     np.testing.assert_array_equal(shown, expected)
 
 
-def test_show_mask_draws_what_its_flags_ask_for(drawn):
-    query, key = np.mgrid[:16, :16]
-    shown = shown_by(drawn("mask", "--window", "3", "1", "--chunk", "5", "--prefix", "2"))
-    expected = (key <= query) & (key >= query - 3) & (key // 5 == query // 5) | (key < 2) & (
-        query < 2
-    )
-    np.testing.assert_array_equal(shown, expected)
-    np.testing.assert_array_equal(
-        shown_by(drawn("mask", "--bidirectional", "--window", "0", "2")),
-        (key >= query) & (key <= query + 2),
-    )
+QUERY, KEY = np.mgrid[:16, :16]
+CAUSAL = KEY <= QUERY
 
 
-def test_show_mask_names_its_tokens(drawn):
-    ax = drawn("mask", "--bidirectional", "--tokens", *WORDS)
-    assert texts(ax.get_xticklabels()) == texts(ax.get_yticklabels()) == WORDS
-    assert shown_by(ax).all()
-    assert shown_by(ax).shape == (3, 3)
+@pytest.mark.parametrize(
+    ("flags", "title", "expected"),
+    [
+        ("", "causal mask", CAUSAL),
+        ("--window 3 1", "causal mask, window: 3 back", CAUSAL & (KEY >= QUERY - 3)),
+        ("--chunk 5", "causal mask, chunks of 5", CAUSAL & (KEY // 5 == QUERY // 5)),
+        ("--prefix 2", "causal mask, prefix of 2", CAUSAL | (KEY < 2) & (QUERY < 2)),
+        ("--prefix 1", "causal mask, prefix of 1", CAUSAL),
+        (
+            "--bidirectional --window 0 2",
+            "bidirectional mask, window: 0 back, 2 ahead",
+            (KEY >= QUERY) & (KEY <= QUERY + 2),
+        ),
+    ],
+)
+def test_show_mask_draws_what_its_flags_ask_for_and_says_so(drawn, flags, title, expected):
+    ax = drawn("mask", *flags.split())
+    assert ax.figure.get_suptitle() == title
+    np.testing.assert_array_equal(shown_by(ax), expected)
+
+
+def test_a_narrow_picture_names_its_tokens_and_has_a_title_that_fits(drawn):
+    """It has as many pixels."""
+    ax = drawn("mask", "--tokens", *WORDS, "--window", "2", "0", "--prefix", "2", "--width", "3")
+    for labels in (ax.get_xticklabels(), ax.get_yticklabels()):
+        assert [label.get_text() for label in labels] == WORDS
+    left, right = ax.figure.texts[0].get_window_extent().intervalx
+    assert 0 <= left < right <= 960
+    assert (ax.figure.get_size_inches() * ax.figure.dpi).tolist() == [960, 720]
 
 
 @pytest.mark.parametrize("kind", MAGIC)
-def test_the_suffix_names_the_kind_of_the_file(tmp_path, kind):
-    for suffix in (kind, kind.upper()):
-        out = tmp_path / f"x.{suffix}"
-        assert main(["show", "rotary", "--length", "3", "--head-dim", "8", "--out", str(out)]) == 0
-        assert out.read_bytes().startswith(MAGIC[kind])
+def test_the_suffix_names_the_kind_of_the_file(prints, tmp_path, kind):
+    out = tmp_path / f"x.{kind.upper()}"
+    prints("show", "rotary", "--length", "3", "--head-dim", "8", "--out", out)
+    assert out.read_bytes().startswith(MAGIC[kind])
 
 
-def test_the_style_of_the_user_does_not_change_the_file(tmp_path):
+@pytest.mark.slow
+def test_the_style_of_the_user_does_not_change_the_file(prints, tmp_path):
     outs = [tmp_path / "first.png", tmp_path / "second.png"]
     for out, size in zip(outs, (10, 20), strict=True):
         with matplotlib.rc_context({"font.size": size, "figure.figsize": (size, size)}):
-            assert main(["show", "mask", "--tokens", *WORDS, "--out", str(out)]) == 0
+            prints("show", "mask", "--tokens", *WORDS, "--out", out)
             assert matplotlib.rcParams["font.size"] == size
     assert outs[0].read_bytes() == outs[1].read_bytes()
+
+
+SUFFIXES = "--out: wanted a name that ends in .png, .svg, .pdf, got"
+TO = ["--out", "x.png"]
+WIDTH = "argument --width: wanted a number from 2 to 40, got"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["mask", "--out", "x.gif"],
-            "--out: wanted a name that ends in .png, .svg, .pdf, got 'x.gif'",
-        ),
-        (["mask", "--out", "png"], "--out: wanted a name that ends in .png, .svg, .pdf, got 'png'"),
-        (["mask", "--out", ""], "--out: wanted a name that ends in .png, .svg, .pdf, got ''"),
-        (
-            ["mask", "--out", "missing/x.png"],
-            "cannot write missing/x.png: No such file or directory",
-        ),
+        (["mask", "--out", "x.gif"], f"{SUFFIXES} 'x.gif'"),
+        (["mask", "--out", "png"], f"{SUFFIXES} 'png'"),
+        (["mask", "--out", ""], f"{SUFFIXES} ''"),
+        (["mask", "--out", "missing/x.png"], "cannot write missing/x.png: No such file or directory"),
         (["mask"], "the following arguments are required: --out"),
         ([], "the following arguments are required: PICTURE"),
-        (["sky", "--out", "x.png"], "invalid choice: 'sky'"),
-        (
-            ["rotary", "--length", "0", "--out", "x.png"],
-            "argument --length: wanted an integer from 1 to 4096, got '0'",
-        ),
-        (["mask", "--window", "4", "--out", "x.png"], "argument --window: expected 2 arguments"),
-        (
-            ["mask", "--chunk", "0", "--out", "x.png"],
-            "argument --chunk: wanted an integer from 1 to 1000000000, got '0'",
-        ),
-        (["mask", "--length", "3", "--out", "x.png"], "unrecognized arguments: --length 3"),
-        (
-            ["encoding", "--base", "nan", "--out", "x.png"],
-            "base: wanted a finite number above 0, got nan",
-        ),
-        (
-            ["rotary", "--head-dim", "3", "--out", "x.png"],
-            "head_dim: wanted an even number of channels, to make pairs, got 3",
-        ),
+        (["sky", *TO], "invalid choice: 'sky'"),
+        (["rotary", "--length", "0", *TO], "argument --length: wanted an integer from 1 to 4096, got '0'"),
+        (["rotary", "--head-dim", "3", *TO], "head_dim: wanted an even number of channels, to make pairs, got 3"),
+        (["encoding", "--base", "nan", *TO], "base: wanted a finite number above 0, got nan"),
+        (["mask", "--window", "4", *TO], "argument --window: expected 2 arguments"),
+        (["mask", "--chunk", "0", *TO], "argument --chunk: wanted an integer from 1 to 1000000000, got '0'"),
+        (["mask", "--length", "3", *TO], "unrecognized arguments: --length 3"),
+        (["mask", "--width", "1", *TO], f"{WIDTH} '1'"),
+        (["mask", "--width", "wide", *TO], f"{WIDTH} 'wide'"),
+        (["mask", "--tokens", "a", "日本", *TO], "Glyph 26085 (\\N{CJK UNIFIED IDEOGRAPH-65E5}) missing from font(s) DejaVu Sans"),
     ],
-)
-def test_show_errors_are_one_line(monkeypatch, capsys, tmp_path, arguments, message):
+)  # fmt: skip
+def test_show_errors_are_one_line(monkeypatch, fails, tmp_path, arguments, message):
     monkeypatch.chdir(tmp_path)
-    assert main(["show", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("transformer-embed: error: ")
-    assert captured.err.count("\n") == 1
-    assert message in captured.err
+    assert message in fails("show", *arguments)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_picture_is_written_whole_or_not_at_all(monkeypatch, capsys, tmp_path):
+def test_a_picture_is_written_whole_or_not_at_all(monkeypatch, fails, tmp_path):
     def half(figure, file, **options):
         file.write(b"half")
         raise OSError(28, "No space left on device")
@@ -171,12 +149,8 @@ def test_a_picture_is_written_whole_or_not_at_all(monkeypatch, capsys, tmp_path)
     monkeypatch.setattr(Figure, "savefig", half)
     out = tmp_path / "x.png"
     out.write_bytes(b"old")
-    assert main(["show", "mask", "--out", str(out)]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1
-    assert "No space" in captured.err
-    assert out.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [out]
+    assert "No space" in fails("show", "mask", "--out", out)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
 
 
 @pytest.mark.parametrize("arguments", [[], *([name] for name in SHOWN)])
@@ -187,44 +161,5 @@ def test_help_fits_and_names_every_flag(capsys, monkeypatch, arguments):
     assert stop.value.code == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
-    wanted = SHOWN[arguments[0]][0] + ["--out"] if arguments else list(SHOWN)
-    assert [word for word in wanted if not word.isdigit() and word not in out] == []
-
-
-@pytest.mark.parametrize(
-    ("flags", "title"),
-    [
-        ([], "causal mask"),
-        (["--window", "3", "1"], "causal mask, window: 3 back"),
-        (
-            ["--window", "3", "1", "--bidirectional"],
-            "bidirectional mask, window: 3 back, 1 ahead",
-        ),
-        (["--prefix", "1"], "causal mask, prefix of 1"),
-    ],
-)
-def test_the_title_of_a_mask_says_its_flags_in_words(drawn, flags, title):
-    assert drawn("mask", *flags).figure.get_suptitle() == title
-
-
-def test_a_narrow_picture_has_as_many_pixels_and_a_title_that_fits(drawn):
-    ax = drawn("mask", "--tokens", *WORDS, "--window", "2", "0", "--prefix", "2", "--width", "3")
-    left, right = ax.figure.texts[0].get_window_extent().intervalx
-    assert 0 <= left < right <= 960
-    assert (ax.figure.get_size_inches() * ax.figure.dpi).tolist() == [960, 720]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            ["--tokens", "a", "日本"],
-            "Glyph 26085 (\\N{CJK UNIFIED IDEOGRAPH-65E5}) missing from font(s) DejaVu Sans",
-        ),
-        (["--width", "1"], "argument --width: wanted a number from 2 to 40, got '1'"),
-        (["--width", "wide"], "argument --width: wanted a number from 2 to 40, got 'wide'"),
-    ],
-)
-def test_a_picture_that_could_not_be_read_is_refused(fails, tmp_path, flags, message):
-    assert message in fails("show", "mask", *flags, "--out", tmp_path / "x.png")
-    assert list(tmp_path.iterdir()) == []
+    words = [*SHOWN[arguments[0]][0].split(), "--out"] if arguments else SHOWN
+    assert [word for word in words if not word.isdigit() and word not in out] == []

@@ -2,6 +2,7 @@ import contextlib
 import functools
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -15,11 +16,14 @@ import sys
 import tempfile
 import termios
 import time
+from typing import ClassVar
 
 import jax
 import numpy as np
 import pytest
+from cases import few
 from command_line import TABLE
+from drawn import drawn
 from safetensors import safe_open
 
 import transformer_embed as te
@@ -28,7 +32,6 @@ from transformer_embed.cli import language_model, train
 from transformer_embed.cli.arguments import UserError
 from transformer_embed.cli.main import main
 
-SCORE = re.compile(r"\d+\.\d\d")
 # Enough to beat the frequencies of bytes on the text. All trainings share it, and so what they
 # compile.
 STEPS = 30
@@ -51,38 +54,33 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, text_file):
-    """What a training printed, its progress bars, and the parameters that it wrote."""
+    """The lines that a training printed, its progress bars, and the parameters that it wrote."""
     path = tmp_path_factory.mktemp("trained") / "params.safetensors"
-    with (
-        contextlib.redirect_stdout(io.StringIO()) as out,
-        contextlib.redirect_stderr(Terminal()) as err,
-    ):
-        assert main(["train", str(text_file), "--steps", str(STEPS), "--out", str(path)]) == 0
-    return out.getvalue(), err.getvalue(), path
+    command = ["train", str(text_file), "--steps", str(STEPS), "--out", str(path)]
+    out, err = io.StringIO(), Terminal()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        assert main(command) == 0
+    return out.getvalue().splitlines(), err.getvalue(), path
 
 
 def scores_of(lines):
     """The last column of the table: with positions, without, and of single bytes."""
-    return [line.split()[-1] for line in lines[5:8]]
+    return [float(line.split()[-1]) for line in lines[5:8]]
 
 
 @pytest.mark.slow
-def test_train_prints_a_table(trained, text_file):
-    lines = trained[0].splitlines()
-    assert lines[1] == f"sha256: {hashlib.sha256(text_file.read_bytes()).hexdigest()}"
-    assert max(len(line) for line in lines[1:] if str(trained[2]) not in line) <= 80
-    assert [line[:20].strip() for line in lines[5:8]] == [
-        "sinusoidal positions",
-        "no positions",
-        "unigram",
-    ]
-    assert all(map(SCORE.fullmatch, scores_of(lines)))
-
-
-@pytest.mark.slow
-def test_train_says_in_a_sentence_what_positions_are_worth(trained):
-    lines = trained[0].splitlines()
-    with_positions, without, _ = map(float, scores_of(lines))
+def test_train_prints_a_table_and_what_positions_are_worth(trained, text_file):
+    lines, _, path = trained
+    text = text_file.read_bytes()
+    assert lines[0] == f"text: {text_file}, {len(text):,} bytes"
+    assert lines[1] == f"sha256: {hashlib.sha256(text).hexdigest()}"
+    assert lines[2] == f"The model with sinusoidal positions is in {path}."
+    assert max(map(len, lines[3:])) <= 80
+    names = [line[:20].strip() for line in lines[5:8]]
+    assert names == ["sinusoidal positions", "no positions", "unigram"]
+    with_positions, without, unigram = scores_of(lines)
+    assert f"{unigram:.2f}" == f"{language_model.unigram_bits(text):.2f}"
+    assert with_positions < unigram
     assert lines[-1] == train.verdict(with_positions, without, STEPS)
 
 
@@ -99,169 +97,154 @@ def test_the_verdict_agrees_with_the_figures_of_the_table(with_positions, withou
 
 
 @pytest.mark.slow
-def test_train_says_where_the_model_is_or_how_to_keep_it(monkeypatch, capsys, trained, text_file):
-    assert trained[0].splitlines()[2] == f"The model with sinusoidal positions is in {trained[2]}."
-    monkeypatch.setattr(
-        language_model,
-        "train",
-        lambda *_, **__: language_model.Result(te.EmbedderConfig(1, 1), {}, 2.0),
-    )
-    assert main(["train", str(text_file)]) == 0
-    assert (
-        capsys.readouterr().out.splitlines()[2]
-        == "The model is not kept; `--out PARAMS.safetensors` writes it to a file."
-    )
-
-
-@pytest.mark.slow
 def test_the_progress_bar_shows_the_loss_falling(trained):
-    losses = [
-        float(loss)
-        for loss in re.findall(r"sinusoidal, training: 100%.*loss=(\d+\.\d\d)\]", trained[1])
-    ]
-    assert losses[-1] < 8.0
-    assert "none, training: 100%" in trained[1]
+    shown = re.findall(r"(\w+), training: 100%.*loss=(\d+\.\d\d)\]", trained[1])
+    assert [name for name, _ in shown] == ["sinusoidal", "none"]
+    assert all(float(loss) < 8.0 for _, loss in shown)
+
+
+class Bar(list):
+    """A progress bar that keeps what it shows."""
+
+    shown: ClassVar = []
+
+    def set_postfix_str(self, text, refresh):
+        self.shown.append(text)
 
 
 @pytest.mark.slow
-def test_training_twice_gives_the_same_output_and_parameters(capsys, trained, text_file, tmp_path):
-    printed, _, params = trained
+def test_a_seed_decides_the_model_and_its_figures(
+    monkeypatch, prints, trained, text_file, tmp_path
+):
+    """Reading a loss waits for its step, so that every tenth is read."""
+    lines, _, params = trained
     again = tmp_path / "again.safetensors"
-    assert (
-        main(["train", str(text_file), "--steps", str(STEPS), "--out", str(again), "--quiet"]) == 0
-    )
-    captured = capsys.readouterr()
-    assert captured.out.replace(str(again), str(params)) == printed
-    assert captured.err == ""
+    command = ["train", text_file, "--steps", STEPS, "--out", again, "--quiet"]
+    printed = prints(*command)
+    assert printed.out.replace(str(again), str(params)).splitlines() == lines
+    assert printed.err == ""
     assert again.read_bytes() == params.read_bytes()
+    monkeypatch.setattr(language_model, "progress", lambda steps, name, quiet: Bar(steps))
+    options = {"steps": STEPS, "seed": 1, "quiet": True}
+    other = language_model.train(text_file.read_bytes(), te.Sinusoidal(), "other", **options)
+    module, name = TABLE.rsplit("/", 1)
+    with safe_open(params, framework="numpy") as file:
+        assert (file.get_tensor(TABLE) != other.params[module][name]).mean() > 0.99
+    assert len(Bar.shown) == STEPS // language_model.STEPS_A_LOSS
 
 
-@pytest.mark.slow
-def test_another_seed_gives_another_model(trained, text_file):
-    result = language_model.train(
-        text_file.read_bytes(), te.Sinusoidal(), "sinusoidal", steps=STEPS, seed=1, quiet=True
-    )
-    with safe_open(trained[2], framework="numpy") as file:
-        assert (
-            file.get_tensor(TABLE) != result.params[TABLE.rsplit("/", 1)[0]]["embeddings"]
-        ).mean() > 0.99
-
-
-def test_unigram_bits_are_those_of_counts(text_file):
-    text = text_file.read_bytes()
+def test_unigram_bits_are_those_of_counts_with_one_added(text_file):
+    text, context = text_file.read_bytes(), language_model.CONTEXT
     cut = len(text) - int(len(text) * language_model.HELD_OUT)
     training, held_out = text[:cut], text[cut:]
-    scored = held_out[
-        1 : 1 + (len(held_out) - 1) // language_model.CONTEXT * language_model.CONTEXT
-    ]
-    bits = [
-        -math.log2((training.count(bytes([byte])) + 1) / (len(training) + 256)) for byte in scored
-    ]
-    assert language_model.unigram_bits(text) == pytest.approx(
-        math.fsum(bits) / len(bits), rel=FLOAT64_MEAN
-    )
+    scored = held_out[1 : 1 + (len(held_out) - 1) // context * context]
+    shares = [(training.count(bytes([byte])) + 1) / (len(training) + 256) for byte in scored]
+    bits = math.fsum(-math.log2(share) for share in shares) / len(shares)
+    assert language_model.unigram_bits(text) == pytest.approx(bits, rel=FLOAT64_MEAN)
 
 
 @pytest.mark.slow
-def test_training_lowers_the_bits_below_those_of_a_model_that_knows_nothing(trained, text_file):
-    bits = float(scores_of(trained[0].splitlines())[0])
-    # The printed figure is rounded by at most half a hundredth.
-    assert bits + 0.005 < language_model.unigram_bits(text_file.read_bytes())
-
-
 def test_logits_see_only_what_came_before():
-    config = te.EmbedderConfig(language_model.VOCAB_SIZE, language_model.D_MODEL, dropout_rate=0.0)
+    config = te.EmbedderConfig(language_model.VOCAB_SIZE, language_model.D_MODEL)
     init, apply = language_model.model(config)
     ids = np.arange(12, dtype=np.uint8)[None]
-    other = ids.copy()
-    other[0, 7] = 200
-    params = jax.jit(init)(jax.random.key(0), ids)
+    other = np.where(ids == 7, np.uint8(200), ids)
+    params = jax.tree.map(lambda leaf: 0.05 * leaf, drawn(init, ids))
     logits = jax.jit(functools.partial(apply, params))
     first, second = (np.asarray(logits(each)) for each in (ids, other))
     np.testing.assert_array_equal(first[:, :7], second[:, :7])
     assert (first[:, 7:] != second[:, 7:]).any(-1).all()
 
 
-@pytest.mark.slow
-def test_the_shortest_text_is_enough(trained):
-    text = b"abc" * (language_model.SHORTEST_TEXT // 3)
-    assert math.isfinite(
-        language_model.train(text, None, "none", steps=STEPS, seed=0, quiet=True).bits
-    )
+def test_one_step_is_enough():
+    """The warm-up is shorter than the training."""
+    assert language_model._optimizer(1).init({"w": np.ones(3, np.float32)})
 
 
-def test_a_text_one_byte_too_short(fails, tmp_path):
-    path = tmp_path / "text"
-    path.write_bytes(b"a" * (language_model.SHORTEST_TEXT - 1))
-    shortest = language_model.SHORTEST_TEXT
-    assert (
-        f"the text has {shortest - 1} bytes; give FILEs of {shortest} bytes or more in all"
-        in fails("train", path)
-    )
+# --- Texts.
 
 
-def test_files_are_joined(monkeypatch, text_file):
-    seen = []
+@pytest.fixture
+def read(monkeypatch):
+    """The text that a command would train on."""
 
-    def stop(text, *args, **options):
-        seen.append(text)
-        raise UserError("seen")
+    def run(*arguments):
+        seen = []
 
-    monkeypatch.setattr(language_model, "train", stop)
-    assert main(["train", str(text_file), str(text_file), "--quiet"]) == 2
-    assert seen == [text_file.read_bytes() * 2]
+        def stop(text, *args, **options):
+            seen.append(text)
+            raise UserError("seen")
+
+        monkeypatch.setattr(language_model, "train", stop)
+        assert main(["train", *map(str, arguments), "--quiet"]) == 2
+        return seen[0]
+
+    return run
 
 
-def test_the_default_text_is_the_standard_library():
-    text, source = train._library()
+def test_files_are_joined_and_the_default_is_the_standard_library(read, capsys, text_file):
+    assert read(text_file, text_file) == text_file.read_bytes() * 2
+    capsys.readouterr()
+    text = read()
     assert pathlib.Path(json.__file__).parents[1].joinpath("types.py").read_bytes() in text
-    assert source == f"Python {sys.version.split()[0]} standard library"
-    assert text == train._library()[0]
+    source = f"text: Python {sys.version.split()[0]} standard library, {len(text):,} bytes\n"
+    assert capsys.readouterr().out.startswith(source)
 
 
 def test_no_standard_library(monkeypatch, fails, tmp_path):
     monkeypatch.setattr(train.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    assert (
-        f"{tmp_path} does not hold the source of the standard library; name a FILE to train on"
-        in fails("train")
-    )
+    message = "does not hold the source of the standard library; name a FILE to train on"
+    assert f"{tmp_path} {message}" in fails("train")
+
+
+def test_the_shortest_text_is_enough_and_one_byte_less_is_named(fails, read, tmp_path):
+    path, shortest = tmp_path / "text", language_model.SHORTEST_TEXT
+    training, held_out = language_model.split(b"a" * shortest)
+    # A context and the byte after it, to train on and to score.
+    assert len(held_out) == language_model.CONTEXT + 1 <= len(training)
+    path.write_bytes(b"a" * shortest)
+    assert len(read(path)) == shortest
+    path.write_bytes(b"a" * (shortest - 1))
+    message = f"the text has {shortest - 1} bytes; give FILEs of {shortest} bytes or more in all"
+    assert message in fails("train", path)
+
+
+# --- The file that it writes.
 
 
 @pytest.mark.slow
-def test_params_hold_the_model_and_the_config(trained):
+def test_params_hold_the_model_and_the_config_and_embed_reads_them(prints, trained, tmp_path):
     path = trained[2]
     with safe_open(path, framework="numpy") as file:
         names = set(file.keys())
         fields = json.loads(file.metadata()[CONFIG])
-        table = file.get_tensor(TABLE)
     assert {TABLE, "multi_head_attention/query/w", "layer_norm/scale"} <= names
-    assert table.shape == (256, 128)
-    assert (fields["vocab_size"], fields["d_model"], fields["scheme"]["kind"]) == (
-        256,
-        128,
-        "Sinusoidal",
-    )
+    sizes = fields["vocab_size"], fields["d_model"], fields["scheme"]["kind"]
+    assert sizes == (256, 128, "Sinusoidal")
     assert [each.name for each in path.parent.iterdir()] == [path.name]
-
-
-@pytest.mark.slow
-def test_embed_takes_what_train_wrote(capsys, trained, tmp_path):
     (tmp_path / "text").write_text("abc\n")
-    assert (
-        main(
-            [
-                "embed",
-                str(tmp_path / "text"),
-                "--from",
-                str(trained[2]),
-                "--out",
-                str(tmp_path / "x.npz"),
-                "--quiet",
-            ]
-        )
-        == 0
-    )
-    assert capsys.readouterr().out == f"{tmp_path / 'x.npz'}: 1 lines of up to 3 tokens, 128 wide\n"
+    out = tmp_path / "x.npz"
+    printed = prints("embed", tmp_path / "text", "--from", path, "--out", out, "--quiet")
+    assert printed.out == f"{out}: 1 lines of up to 3 tokens, 128 wide\n"
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_the_first_model_is_saved_before_the_second_is_trained_or_not_kept(
+    monkeypatch, prints, text_file, tmp_path, is_kept
+):
+    config, out, seen = te.EmbedderConfig(1, 1), tmp_path / "x.safetensors", []
+    result = language_model.Result(config, drawn(te.Embedder(config).init), 2.0)
+
+    def record(text, scheme, name, **options):
+        seen.append((name, scheme, out.exists()))
+        return result
+
+    monkeypatch.setattr(language_model, "train", record)
+    printed = prints("train", text_file, *(["--out", out] if is_kept else []))
+    message = "The model is not kept; `--out PARAMS.safetensors` writes it to a file."
+    kept = f"The model with sinusoidal positions is in {out}."
+    assert printed.out.splitlines()[2] == (kept if is_kept else message)
+    assert seen == [("sinusoidal", te.Sinusoidal(), False), ("none", None, is_kept)]
 
 
 def test_a_folder_without_permission(monkeypatch, fails, text_file, tmp_path):
@@ -269,13 +252,22 @@ def test_a_folder_without_permission(monkeypatch, fails, text_file, tmp_path):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
-    line = fails("train", text_file, "--out", tmp_path / "x.safetensors")
-    assert (
-        "Permission denied; name a file in a folder that exists and that you may write to" in line
-    )
+    message = "Permission denied; name a file in a folder that exists and that you may write to"
+    assert message in fails("train", text_file, "--out", tmp_path / "x.safetensors")
 
 
-def interrupted(command, *, at=r"training: +0%", by=signal.SIGINT):
+# --- Ctrl-C, in a process of its own.
+
+
+def read_terminal(ours):
+    """What a terminal shows within a minute; nothing once its last writer has ended."""
+    with contextlib.suppress(OSError):
+        if select.select([ours], [], [], 60)[0]:
+            return os.read(ours, 4096)
+    return b""
+
+
+def interrupted(command, *, at, by):
     """The exit status, and what it showed on its terminal, of a command that gets a signal once it
     shows a text. It never outlives the call."""
     ours, terminal = pty.openpty()
@@ -299,14 +291,6 @@ def interrupted(command, *, at=r"training: +0%", by=signal.SIGINT):
         os.close(ours)
 
 
-def read_terminal(ours):
-    """What a terminal shows within a minute; nothing once its last writer has ended."""
-    with contextlib.suppress(OSError):
-        if select.select([ours], [], [], 60)[0]:
-            return os.read(ours, 4096)
-    return b""
-
-
 @pytest.fixture
 def ctrl_c_is_heard():
     """A child ignores Ctrl-C if this process does, as under `nohup ... &`; a handler here becomes
@@ -316,50 +300,28 @@ def ctrl_c_is_heard():
     signal.signal(signal.SIGINT, before)
 
 
+TRAIN = [sys.executable, "-m", "transformer_embed", "train"]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("ctrl_c_is_heard")
-@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_stops_training_and_leaves_no_file(text_file, tmp_path, by):
-    out = tmp_path / "x.safetensors"
-    status, shown = interrupted(
-        [
-            sys.executable,
-            "-m",
-            "transformer_embed",
-            "train",
-            text_file,
-            "--steps",
-            "1000000",
-            "--out",
-            out,
-        ],
-        by=by,
-    )
-    assert status == -by
+def test_ctrl_c_stops_training_and_leaves_no_file(text_file, tmp_path):
+    command = [*TRAIN, text_file, "--steps", "1000000", "--out", tmp_path / "x.safetensors"]
+    status, shown = interrupted(command, at="training: +0%", by=signal.SIGINT)
+    assert status == -signal.SIGINT
     assert shown.splitlines()[-1].startswith("sinusoidal, training:")
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("ctrl_c_is_heard")
-@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_model_is_saved_before_the_second_is_trained(text_file, tmp_path, by):
-    out = tmp_path / "x.safetensors"
-    command = [sys.executable, "-m", "transformer_embed", "train", text_file, "--out", out]
-    status, shown = interrupted([*command, "--steps", "10"], at=r"none, training: +0%", by=by)
-    assert status == -by
-    assert "Traceback" not in shown
-    assert te.pretrained.load_embedder(out).config.d_model == 128
-    assert list(tmp_path.iterdir()) == [out]
+MOMENTS = itertools.product([signal.SIGINT, signal.SIGTERM], [0.3, 0.6, 0.9, 1.2, 1.6, 2.2])
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ctrl_c_is_heard")
-@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("seconds", [0.3, 0.6, 0.9, 1.2, 1.6, 2.2])
+@pytest.mark.parametrize(("by", "seconds"), few(MOMENTS, 2))
 def test_ctrl_c_in_the_first_seconds_is_heard_and_prints_nothing(text_file, by, seconds):
     """Also while the package is imported."""
-    command = [sys.executable, "-m", "transformer_embed", "train", text_file, "--steps", "1000000"]
+    command = [*TRAIN, text_file, "--steps", "1000000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         time.sleep(seconds)
@@ -367,39 +329,4 @@ def test_ctrl_c_in_the_first_seconds_is_heard_and_prints_nothing(text_file, by, 
         _, shown = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == -by
-    assert shown == b""
-
-
-@pytest.fixture
-def in_the_background():
-    """Under `nohup pytest &` SIGINT is ignored, and a child inherits that."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-WAITS = "import sys, time; print('training:   0%', file=sys.stderr, flush=True); time.sleep(60)"
-
-
-@pytest.mark.usefixtures("in_the_background", "ctrl_c_is_heard")
-def test_ctrl_c_is_heard_where_the_tests_run_in_the_background():
-    status, shown = interrupted([sys.executable, "-c", WAITS])
-    assert status == -signal.SIGINT
-    # Newer versions of Python print it in colour.
-    assert re.sub(r"\x1b\[[\d;]*m", "", shown).splitlines()[-1] == "KeyboardInterrupt"
-
-
-def test_a_command_that_does_not_hear_ctrl_c_never_outlives_the_test(monkeypatch):
-    started = []
-
-    class Impatient(subprocess.Popen):
-        def communicate(self, input=None, timeout=None):
-            started.append(self)
-            return super().communicate(input, timeout and 0.1)
-
-    monkeypatch.setattr(subprocess, "Popen", Impatient)
-    deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
-    with pytest.raises(subprocess.TimeoutExpired):
-        interrupted([sys.executable, "-c", f"{deaf}; {WAITS}"])
-    assert started[0].poll() is not None
+    assert (process.returncode, shown) == (-by, b"")

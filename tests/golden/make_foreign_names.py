@@ -17,7 +17,7 @@ from transformers.models.auto import configuration_auto, modeling_auto
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
-from transformer_embed._src.pretrained import architectures, description, recognition
+from transformer_embed._src.pretrained import architectures, description, published
 
 MAPPINGS = (
     "MODEL",
@@ -78,7 +78,7 @@ def main():
         )
         files = dict.fromkeys(names, HERE)
         if any(
-            recognition.matches(architectures.ARCHITECTURES, files, stack)
+            published.matches(architectures.ARCHITECTURES, files, stack)
             for stack in description.STACKS
         ):
             types.setdefault(tuple(names), set()).add(model_type)

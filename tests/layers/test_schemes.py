@@ -1,178 +1,133 @@
+"""How each scheme counts positions, through the layer that adds them."""
+
 import dataclasses
 import functools
 
-import jax
 import numpy as np
 import pytest
 from drawn import drawn
+from refused import refused
 
 import transformer_embed as te
 
 PAD_ID = 1
 IDS = np.array([[5, 6, 7, 1, 1], [1, 1, 5, 6, 7], [5, 1, 6, 1, 7]])
 SCHEMES = [te.Sinusoidal(), te.Learned(max_len=9)]
+both_schemes = pytest.mark.parametrize("scheme", SCHEMES, ids=["sinusoidal", "learned"])
+# RoBERTa's rule, in its own words: cumsum of the mask times the mask, plus padding_idx.
+ROBERTA = {"start": 2, "at_padding": 1}
+MASK = (IDS != PAD_ID).astype(int)
+ROBERTA_POSITIONS = np.cumsum(MASK, 1) * MASK + 1
 
 
-def embed(scheme, ids, **arguments):
-    embedder = te.Embedder(te.EmbedderConfig(10, 8, scheme=scheme, dropout_rate=0.0))
-    # No token row but zeros: what comes out is the encoding.
-    params = jax.tree.map_with_path(
-        lambda path, leaf: np.asarray(leaf) * ("positional" in path[0].key),
-        drawn(embedder.init),
-        is_leaf=lambda leaf: isinstance(leaf, jax.Array),
-    )
-    return embedder.apply(params, None, ids, is_training=False, **arguments)
+def embed(scheme, ids=IDS, *, d_model=8, pad_id=None, **arguments):
+    """The encoding alone: the rows of tokens are zeros."""
+    config = te.EmbedderConfig(10, d_model, scheme=scheme, pad_id=pad_id)
+    params = {
+        path: {name: leaf * ("positional" in path) for name, leaf in leaves.items()}
+        for path, leaves in drawn(te.Embedder(config).init).items()
+    }
+    return te.Embedder(config).apply(params, None, ids, is_training=False, **arguments)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@both_schemes
 def test_positions_count_from_start(scheme):
     np.testing.assert_array_equal(
-        embed(dataclasses.replace(scheme, start=2), IDS),
-        embed(scheme, IDS, positions=np.arange(2, 7)),
+        embed(dataclasses.replace(scheme, start=2)), embed(scheme, positions=np.arange(2, 7))
     )
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@both_schemes
 def test_only_tokens_are_counted_where_padding_has_a_position_of_its_own(scheme):
-    """RoBERTa's rule, in its own words: cumsum of the mask times the mask, plus padding_idx."""
-    mask = (IDS != PAD_ID).astype(int)
-    positions = np.cumsum(mask, 1) * mask + 1
-    np.testing.assert_array_equal(
-        embed(dataclasses.replace(scheme, start=2, at_padding=1, pad_id=PAD_ID), IDS),
-        embed(scheme, IDS, positions=positions),
-    )
+    """Whether the scheme or the config has its id; a scheme's own wins."""
+    expected = embed(scheme, positions=ROBERTA_POSITIONS)
+    roberta = dataclasses.replace(scheme, **ROBERTA)
+    own = dataclasses.replace(roberta, pad_id=PAD_ID)
+    np.testing.assert_array_equal(embed(own), expected)
+    np.testing.assert_array_equal(embed(roberta, pad_id=PAD_ID), expected)
+    np.testing.assert_array_equal(embed(own, pad_id=5), expected)
+    assert not np.array_equal(embed(roberta, pad_id=5), expected)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@both_schemes
 def test_ids_of_any_rank(scheme):
-    roberta = dataclasses.replace(scheme, start=2, at_padding=1, pad_id=PAD_ID)
-    whole = embed(roberta, IDS)
-    np.testing.assert_array_equal(embed(roberta, IDS[0]), whole[0])
-    np.testing.assert_array_equal(embed(roberta, IDS[None]), whole[None])
+    call = functools.partial(embed, dataclasses.replace(scheme, pad_id=PAD_ID, **ROBERTA))
+    np.testing.assert_array_equal(call(IDS[0]), call()[0])
+    np.testing.assert_array_equal(call(IDS[None]), call()[None])
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@both_schemes
 def test_padding_is_not_counted_where_the_config_knows_its_id(scheme):
-    """On either side and between tokens; right padding changes nothing at tokens."""
-    config = te.EmbedderConfig(10, 8, scheme=scheme, dropout_rate=0.0)
-    params = drawn(te.Embedder(config).init)
-    apply = functools.partial(
-        te.Embedder(dataclasses.replace(config, pad_id=PAD_ID)).apply, params, None
-    )
-    got = apply(IDS, is_training=False)
-    alone = apply([5, 6, 7], is_training=False)
-    expected = np.tile(alone, (3, 1))
-    np.testing.assert_allclose(got[IDS != PAD_ID], expected, rtol=1e-6, atol=1e-6)
-    counted = te.Embedder(config).apply(params, None, IDS, is_training=False)
-    # Two programs: XLA rounds a product and a sum once or twice.
-    np.testing.assert_allclose(got[0, :3], counted[0, :3], rtol=1e-6, atol=1e-6)
-    by_hand = te.TokenPositions.from_ids(IDS, pad_id=PAD_ID).positions
-    np.testing.assert_array_equal(got, apply(IDS, is_training=False, positions=by_hand))
-
-
-def test_a_grid_has_no_padding():
-    grid = te.SinusoidalGrid((1, 5))
-    configs = [te.EmbedderConfig(10, 8, scheme=grid, pad_id=pad_id) for pad_id in (None, PAD_ID)]
-    ids = jax.numpy.asarray(IDS)
-    first, second = (config.scheme._positions(ids, config.pad_id) for config in configs)
-    np.testing.assert_array_equal(first, second)
+    """On either side and between tokens; it has the first position."""
+    positions = te.TokenPositions.from_ids(IDS, pad_id=PAD_ID).positions
+    assert positions.tolist() == [[0, 1, 2, 0, 0], [0, 0, 0, 1, 2], [0, 0, 1, 0, 2]]
+    expected = embed(scheme, positions=positions)
+    np.testing.assert_array_equal(embed(scheme, pad_id=PAD_ID), expected)
 
 
 def test_given_positions_are_taken_as_they_are():
-    scheme = te.Learned(max_len=9, start=2, at_padding=1, pad_id=PAD_ID)
-    positions = np.array([4, 3, 2, 1, 0])
-    np.testing.assert_array_equal(
-        embed(scheme, IDS, positions=positions),
-        embed(te.Learned(max_len=9), IDS, positions=positions),
-    )
+    apart, positions = te.Learned(9, pad_id=PAD_ID, **ROBERTA), np.array([4, 3, 2, 1, 0])
+    plain = embed(te.Learned(9), positions=positions)
+    np.testing.assert_array_equal(embed(apart, positions=positions), plain)
 
 
 def test_start_shortens_what_a_table_holds():
-    assert embed(te.Learned(max_len=7, start=2), IDS).shape == (3, 5, 8)
-    with pytest.raises(
-        ValueError, match=r"^ids: wanted a length of at most 4, where Learned ends, got length 5\b"
-    ):
-        embed(te.Learned(max_len=6, start=2), IDS)
+    assert embed(te.Learned(max_len=7, start=2)).shape == (3, 5, 8)
+    text = "ids: wanted a length of at most 4, where Learned ends, got length 5"
+    with refused(ValueError, text):
+        embed(te.Learned(max_len=6, start=2))
 
 
+def test_a_start_far_out_is_exact_inside_int32():
+    for start in (10**9, 2**31 - 5):
+        far = te.sinusoidal_encoding(np.arange(start, start + 5, dtype=np.int32), 8)
+        got = embed(te.Sinusoidal(start=start))
+        np.testing.assert_array_equal(got, np.broadcast_to(far, (3, 5, 8)))
+    text = (
+        "start: wanted an int of at most 2147483643, for 5 positions inside int32, got 2147483644"
+    )
+    with refused(ValueError, text):
+        embed(te.Sinusoidal(start=2**31 - 4))
+
+
+# --- Grids.
+
+
+def as_rows(shape, d_model, **options):
+    return np.asarray(te.sinusoidal_grid(shape, d_model, **options)).reshape(-1, d_model)
+
+
+# As in diffusers, get_2d_sincos_pos_embed: indices times base_size / grid / interpolation_scale.
+STRETCHED = [np.arange(n) * 16 / n / 2.0 for n in (2, 3)]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("d_model", "options"),
     [
-        ({"start": 1.0}, TypeError, "start: wanted a Python int, got float 1.0"),
-        ({"at_padding": True}, TypeError, "at_padding: wanted a Python int, got bool True"),
-        ({"at_padding": 1, "pad_id": 0.5}, TypeError, "pad_id: wanted a Python int, got float 0.5"),
-        ({"start": 2**31}, ValueError, f"start: wanted an int of at most 2147483646, got {2**31}"),
+        (8, {"axes": (1, 0), "layout": "sin_cos"}),
+        (7, {"odd": "round_up"}),
+        (8, {"axes": (1, 0), "axis_positions": STRETCHED}),
     ],
 )
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_bad_starts(scheme, arguments, error, message):
-    with pytest.raises(error) as raised:
-        dataclasses.replace(scheme, **arguments)
-    assert str(raised.value) == message
-
-
-@pytest.mark.parametrize("name", ["start", "at_padding"])
-@pytest.mark.parametrize("position", [-1, 9])
-def test_a_table_has_no_such_position(name, position):
-    with pytest.raises(
-        ValueError, match=rf"^{name}: wanted an int in \[0, max_len = 9\), got {position}$"
-    ):
-        te.Learned(max_len=9, **{"pad_id": 0 if name == "at_padding" else None, name: position})
-
-
-@pytest.mark.parametrize("odd", ["truncate", "round_up", "zero"])
-def test_a_frequency_that_is_too_high_is_refused_before_the_width_is_known(odd):
-    with pytest.raises(
-        ValueError,
-        match=r"^base and frequency_scale: wanted frequencies below 2\*\*32 turns per position, got 1.00e\+30 radians$",
-    ):
-        te.Sinusoidal(odd=odd, frequency_scale=1e30)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_config_hands_its_padding_id_to_the_scheme(scheme):
-    whole = dataclasses.replace(scheme, start=2, at_padding=1)
-    with pytest.raises(
-        ValueError,
-        match=r"^pad_id: wanted the id of padding, since the scheme's at_padding is set, got None$",
-    ):
-        te.EmbedderConfig(10, 8, scheme=whole)
-    by_config = te.EmbedderConfig(10, 8, scheme=whole, pad_id=PAD_ID)
-    said_again = dataclasses.replace(
-        by_config, scheme=dataclasses.replace(whole, pad_id=PAD_ID), dropout_rate=0.0
-    )
-    params = drawn(te.Embedder(by_config).init)
-    apply = functools.partial(te.Embedder(by_config).apply, params, None, IDS, is_training=False)
+def test_a_grid_of_tokens_is_the_flattened_grid(d_model, options):
+    """A shorter row has its first points; padding is counted."""
+    scheme, ids = te.SinusoidalGrid((2, 3), **options), IDS[:2]
+    rows = as_rows((2, 3), d_model, **options)
+    got = embed(scheme, ids, d_model=d_model, pad_id=PAD_ID)
+    np.testing.assert_array_equal(got, [rows[:5]] * 2)
+    got = embed(scheme, ids, d_model=d_model, positions=np.array([-1, 0, 5, 6, 2**31 - 1]))
     np.testing.assert_array_equal(
-        apply(), te.Embedder(said_again).apply(params, None, IDS, is_training=False)
+        got[0], rows[[0, 0, 5, 0, 0]] * [[np.nan], [1], [1], [np.nan], [np.nan]]
     )
-    # A changed padding id changes both, and a scheme's own id wins.
-    other = te.Embedder(dataclasses.replace(by_config, pad_id=5))
-    assert not np.array_equal(other.apply(params, None, IDS, is_training=False), apply())
-    own = dataclasses.replace(said_again.scheme, pad_id=5)
-    ids = jax.numpy.asarray(IDS)
-    np.testing.assert_array_equal(own._positions(ids, PAD_ID), whole._positions(ids, 5))
+    text = "ids: wanted a length of at most 6, where SinusoidalGrid ends, got length 7"
+    with refused(ValueError, text):
+        embed(scheme, np.zeros(7, int), d_model=d_model)
 
 
-def test_a_start_far_out_is_exact():
-    far = te.sinusoidal_encoding(np.arange(10**9, 10**9 + 5), 8)
-    np.testing.assert_array_equal(
-        embed(te.Sinusoidal(start=10**9), IDS), np.broadcast_to(far, (3, 5, 8))
-    )
-
-
-def test_positions_stay_inside_int32():
-    assert te.Sinusoidal(start=2**31 - 5)._counted("ids", 5)[-1] == 2**31 - 1
-    with pytest.raises(
-        ValueError,
-        match=r"^start: wanted an int of at most 2147483643, for 5 positions inside int32, got 2147483644$",
-    ):
-        te.Sinusoidal(start=2**31 - 4)._counted("ids", 5)
-
-
-def test_narrow_integers_of_numpy_do_not_wrap():
-    scheme = te.Learned(max_len=np.int16(200), start=np.int8(100))
-    assert scheme == te.Learned(max_len=200, start=100)
-    assert scheme._counted("ids", 100)[-1] == 199
-    assert te.Sinusoidal(start=np.int8(100))._counted("ids", 100)[-1] == 199
-    assert len(te.SinusoidalGrid((np.int8(100), np.int8(2)))._counted("ids", 200)) == 200
+def test_a_grid_is_a_value():
+    assert te.SinusoidalGrid([2, 3], axes=[1, 0]) == te.SinusoidalGrid((2, 3), axes=(1, 0))
+    scheme = te.SinusoidalGrid((2, 3), axis_positions=STRETCHED)
+    as_tuples = tuple(map(tuple, STRETCHED))
+    assert hash(scheme) == hash(te.SinusoidalGrid((2, 3), axis_positions=as_tuples))
+    assert scheme.axis_positions[0] == (0.0, 4.0)

@@ -5,6 +5,7 @@ import json
 import pathlib
 import zlib
 
+import jax
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -12,14 +13,22 @@ import transformer_embed as te
 from transformer_embed._src.pretrained import architectures
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
-CASES = {
-    case["name"]: case for case in json.loads((GOLDEN / "pretrained.json").read_text())["cases"]
-}
+
+
+def golden(name):
+    return json.loads((GOLDEN / name).read_text(encoding="utf-8"))["cases"]
+
+
+CASES = {case["name"]: case for case in golden("pretrained.json")}
 PAD = 1
 # A unit in the last place of float32, at the largest value. Layer norms sum their channels in
 # another order than the original does; tests/benchmarks/pretrained.py --precision measures wider
 # models.
 ULPS = 5
+load_embedder, save_embedder = te.pretrained.load_embedder, te.pretrained.save_embedder
+ROOT = "transformer_embedding/~/"
+TOKENS = f"{ROOT}token_embedding/embeddings"
+POSITIONS = f"{ROOT}learned_positional_encoding/embeddings"
 
 
 def unpack(value):
@@ -35,6 +44,16 @@ def assert_same(ours, theirs):
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=ULPS * np.spacing(np.abs(theirs).max()))
 
 
+def assert_identical(left, right):
+    """Config, extras, names, and every bit of the parameters."""
+    assert left[0] == right[0]
+    assert left[2:] == right[2:]
+    assert jax.tree.structure(left.params) == jax.tree.structure(right.params)
+    for one, other in zip(jax.tree.leaves(left.params), jax.tree.leaves(right.params), strict=True):
+        assert one.dtype == other.dtype
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
 def tensors_of(case):
     dtype = np.dtype(case.get("dtype", "float32"))
     return {name: unpack(value).astype(dtype) for name, value in case["tensors"].items()}
@@ -43,19 +62,24 @@ def tensors_of(case):
 def checkpoint(folder, case, *, settings=None, drop=(), change=None):
     """A folder with the tensors and the config.json of a case; settings=None: as they are, {}: no
     file."""
-    tensors = {name: array for name, array in tensors_of(case).items() if name not in drop} | (
-        change or {}
-    )
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    tensors = {name: array for name, array in tensors_of(case).items() if name not in drop}
+    save_file(tensors | (change or {}), folder / "model.safetensors", {"format": "pt"})
     settings = case["settings"] if settings is None else settings
     if settings:
         (folder / "config.json").write_text(json.dumps(settings))
     return folder / "model.safetensors"
 
 
+def table(folder, entries, *tensors, **others):
+    """A checkpoint of 12 tokens with 16 channels, and other tensors by name and shape."""
+    shapes = dict.fromkeys(tensors or ["model.embed_tokens.weight"], (12, 16)) | others
+    arrays = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    return checkpoint(folder, {"tensors": {}}, settings={"vocab_size": 12} | entries, change=arrays)
+
+
 def load(folder, name, **options):
     case = CASES[name]
-    return te.pretrained.load_embedder(checkpoint(folder, case), stack=case["stack"], **options)
+    return load_embedder(checkpoint(folder, case), stack=case["stack"], **options)
 
 
 def kind_of(case):
@@ -64,8 +88,10 @@ def kind_of(case):
 
 def read_by(case):
     """The entries of a config.json that its architecture reads."""
-    known = {
-        "model_type",
-        *(name for names in kind_of(case).names().values() for name in names),
-    }
+    known = {"model_type", *(name for names in kind_of(case).names().values() for name in names)}
     return {name: value for name, value in case["settings"].items() if name in known}
+
+
+def embed(found, ids, token_types=None):
+    apply = te.Embedder(found.config).apply
+    return np.asarray(apply(found.params, None, ids, is_training=False, token_types=token_types))

@@ -1,0 +1,256 @@
+"""The config, the schemes and the output layer as values: equal by value, each field checked."""
+
+import dataclasses
+import re
+import reprlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from refused import refused
+
+import transformer_embed as te
+
+CONFIG = te.EmbedderConfig(vocab_size=11, d_model=8, pad_id=0)
+
+
+def test_configs_are_frozen_hashable_and_equal_by_value():
+    same = te.EmbedderConfig(vocab_size=11, d_model=8, pad_id=0, param_dtype=np.float32)
+    assert same == CONFIG
+    assert {CONFIG: 1}[same] == 1
+    assert dataclasses.replace(CONFIG, d_model=9) != CONFIG
+    with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign to field 'd_model'"):
+        CONFIG.d_model = 9
+
+
+def test_a_dtype_may_be_spelled_in_words():
+    words = te.EmbedderConfig(11, 8, dtype="bfloat16", param_dtype="float16")
+    assert words == te.EmbedderConfig(11, 8, dtype=jnp.bfloat16, param_dtype=jnp.float16)
+    assert (words.dtype, words.param_dtype) == (jnp.bfloat16, jnp.float16)
+
+
+def test_a_multiplier_of_one_is_not_taken_for_true():
+    """1.0 == True: they would share compiled functions."""
+    config = te.EmbedderConfig(11, 9, scale=1.0)
+    assert config.scale is False
+    assert config != te.EmbedderConfig(11, 9, scale=True)
+    assert te.EmbedderConfig(11, 9, scale=np.True_).scale is True
+
+
+# --- A field that is given as another type is the same value, of the same type, or an error.
+
+# The arguments that a class needs, and a value for each field that is None or a bool by default.
+NEEDED = {
+    te.EmbedderConfig: {"vocab_size": 7, "d_model": 8},
+    te.OutputLayer: {},
+    te.Sinusoidal: {},
+    te.SinusoidalGrid: {"shape": (2, 2)},
+    te.Learned: {"max_len": 9},
+    te.LinearScaling: {"factor": 2.0},
+    te.NTKScaling: {"alpha": 2.0},
+    te.DynamicNTKScaling: {"factor": 2.0, "original_length": 4, "length": 8},
+    te.YarnScaling: {"factor": 2.0, "original_length": 4},
+    te.Llama3Scaling: {"factor": 2.0},
+    te.LongRopeScaling: {
+        "short_factor": (1.0, 1.0),
+        "long_factor": (2.0, 4.0),
+        "factor": 4.0,
+        "original_length": 4,
+        "length": 8,
+    },
+}
+VALUES = {
+    "pad_id": 3,
+    "scale": 3.0,
+    "num_token_types": 2,
+    "layer_norm_eps": 0.125,
+    "embedding_width": 4,
+    "shift": 0.5,
+    "at_padding": 1,
+    "axes": (1, 0),
+    "axis_positions": ((0.0, 0.5), (0.0, 2.0)),
+    "attention_factor": 1.25,
+    "dropout_rate": 0.5,
+    "start": 1,
+    "mscale_all_dim": 0.5,
+    "truncate": False,
+    "softcap": 2.5,
+}
+# What each kind of value may be given as.
+FORMS = {
+    bool: [np.bool_, jnp.bool_],
+    int: [np.int16, np.int64, np.uint16, jnp.int32],
+    float: [np.float16, np.float32, np.float64, np.longdouble, jnp.float32, jnp.bfloat16],
+    str: [np.str_],
+}
+
+
+def forms_of(value):
+    """A value as other types' scalars; the entries of a tuple likewise."""
+    if isinstance(value, tuple):
+        entries = zip(*map(forms_of, value), strict=False)
+        return [list(value), np.asarray(value), *map(tuple, entries)]
+    return [form(value) for form in FORMS.get(type(value), [])]
+
+
+def made_or_refused(kind, arguments, name):
+    """None for an error of ours that names the field."""
+    try:
+        return kind(**arguments)
+    except (TypeError, ValueError) as error:
+        if not re.match(rf"{name}(\[\d\])*: wanted |shape and axes: wanted ", str(error)):
+            raise
+        return None
+
+
+@pytest.mark.parametrize("kind", NEEDED)
+def test_a_field_of_any_type_is_converted_or_refused_by_name(kind):
+    pads = {"pad_id": 0} if "pad_id" in kind.__dataclass_fields__ else {}
+    for field in dataclasses.fields(kind):
+        name, needed = field.name, pads | NEEDED[kind]
+        value = (NEEDED[kind] | VALUES).get(name, field.default)
+        forms = [made_or_refused(kind, needed | {name: form}, name) for form in forms_of(value)]
+        expected = kind(**needed | {name: value})
+        # The repr shows the type of a number inside of a tuple too.
+        found = [(made, hash(made), repr(made)) for made in forms if made is not None]
+        assert found == [(expected, hash(expected), repr(expected))] * len(found)
+        assert found or not forms
+
+
+def test_narrow_integers_of_numpy_do_not_wrap():
+    assert te.Learned(max_len=np.int16(200), start=np.int8(100)).start + 100 == 200
+    grid = te.SinusoidalGrid((np.int8(100), np.int8(2)))
+    config = te.EmbedderConfig(11, 8, scheme=grid)
+    params = te.Embedder(config).init(np.array([0, 0], np.uint32))
+    embedded = te.Embedder(config).apply(params, None, np.zeros(200, int), is_training=False)
+    assert np.isfinite(embedded).all()
+
+
+# --- Errors of each field, by message.
+
+POSITIVE, INT = "an int of at least 1", "a Python int"
+ABOVE_0, NUMBER = "a finite number above 0", "a Python number"
+POLICIES = "one of 'nan', 'clip', 'zero'"
+FLOATING = "a floating dtype of 16 to 64 bits"
+SCALE = "True, False, or a number above 0 (1.0 is a number, the int 1 could mean True)"
+SCHEMES = "Sinusoidal(...), SinusoidalGrid(...) or Learned(max_len=...), or None"
+IN_WORDS = "te.OutputLayer(...), None, or the reason why there is none, in words"
+FIELDS = [
+    ("vocab_size", 0, ValueError, POSITIVE, "0"),
+    ("vocab_size", 11.0, TypeError, INT, "float 11.0"),
+    ("d_model", -1, ValueError, POSITIVE, "-1"),
+    ("d_model", True, TypeError, INT, "bool True"),
+    ("scheme", "learned", TypeError, SCHEMES, "str 'learned'"),
+    ("scheme", te.Sinusoidal, TypeError, SCHEMES, f"type {reprlib.repr(te.Sinusoidal)}"),
+    ("dropout_rate", 1.0, ValueError, "a number in [0, 1)", "1.0"),
+    ("dropout_rate", -0.5, ValueError, "a number in [0, 1)", "-0.5"),
+    ("dropout_rate", float("nan"), ValueError, "a finite number", "nan"),
+    ("dropout_rate", None, TypeError, NUMBER, "NoneType None"),
+    ("pad_id", 0.0, TypeError, INT, "float 0.0"),
+    ("pad_id", 2**31, ValueError, "an int of at most 2147483646", "2147483648"),
+    ("pad_id", -(2**31), ValueError, "an int of at least -2147483647", "-2147483648"),
+    ("scale", 0, TypeError, SCALE, "0"),
+    ("scale", 1, TypeError, SCALE, "1"),
+    ("scale", "yes", TypeError, SCALE, "'yes'"),
+    ("scale", 0.0, ValueError, ABOVE_0, "0.0"),
+    ("num_token_types", 0, ValueError, POSITIVE, "0"),
+    ("num_token_types", 2.0, TypeError, INT, "float 2.0"),
+    ("layer_norm_eps", 0.0, ValueError, ABOVE_0, "0.0"),
+    ("layer_norm_eps", float("inf"), ValueError, ABOVE_0, "inf"),
+    ("layer_norm_eps", "1e-12", TypeError, NUMBER, "str '1e-12'"),
+    ("embedding_width", 0, ValueError, POSITIVE, "0"),
+    ("embedding_width", "6", TypeError, INT, "str '6'"),
+    ("out_of_range", "wrap", ValueError, POLICIES, "'wrap'"),
+    ("lookup_style", "matmul", ValueError, "one of 'gather', 'one_hot'", "'matmul'"),
+    ("param_dtype", jnp.int32, TypeError, FLOATING, "int32"),
+    ("dtype", "int8", TypeError, FLOATING, "int8"),
+    ("output", False, TypeError, "an OutputLayer, a str, or None", "bool False"),
+    ("output", "tied", ValueError, IN_WORDS, "'tied'"),
+]
+OUTPUT_FIELDS = [
+    ("tied", 0, TypeError, "a Python bool", "int 0"),
+    ("bias", None, TypeError, "a Python bool", "NoneType None"),
+    ("softcap", 0.0, ValueError, ABOVE_0, "0.0"),
+    ("softcap", float("nan"), ValueError, ABOVE_0, "nan"),
+    ("softcap", "30", TypeError, NUMBER, "str '30'"),
+    ("scale", 0, ValueError, ABOVE_0, "0"),
+    ("scale", True, TypeError, NUMBER, "bool True"),
+    ("scale", None, TypeError, NUMBER, "NoneType None"),
+]
+
+
+@pytest.mark.parametrize(
+    ("made", "fields"),
+    [(CONFIG, FIELDS), (te.OutputLayer(), OUTPUT_FIELDS)],
+    ids=["layer", "output"],
+)
+def test_each_field_is_refused_by_name(made, fields):
+    for name, value, error, want, got in fields:
+        with refused(error, f"{name}: wanted {want}, got {got}"):
+            dataclasses.replace(made, **{name: value})
+    assert {each[0] for each in fields} == {field.name for field in dataclasses.fields(made)}
+
+
+def grid(shape=(2, 3), **options):
+    return te.SinusoidalGrid(shape, **options)
+
+
+TOO_FAST = (
+    "base and frequency_scale: wanted frequencies below 2**32 turns per position, got 1.00e+30 "
+    "radians"
+)
+AS_LONG = "axis_positions: wanted arrays as long as the axes, [[2], [3]], got"
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: te.Learned(0), ValueError, "max_len: wanted an int of at least 1, got 0"),
+        (lambda: te.Learned(16.0), TypeError, "max_len: wanted a Python int, got float 16.0"),
+        (lambda: te.Learned(9, start=1.0), TypeError, "start: wanted a Python int, got float 1.0"),
+        (lambda: te.Learned(9, at_padding=True), TypeError, "at_padding: wanted a Python int, got bool True"),
+        (lambda: te.Learned(9, start=9), ValueError, "start: wanted an int in [0, max_len = 9), got 9"),
+        (lambda: te.Learned(9, start=-1), ValueError, "start: wanted an int in [0, max_len = 9), got -1"),
+        (lambda: te.Learned(9, at_padding=9), ValueError, "at_padding: wanted an int in [0, max_len = 9), got 9"),
+        (lambda: te.Sinusoidal(pad_id=0.5), TypeError, "pad_id: wanted a Python int, got float 0.5"),
+        (lambda: te.Sinusoidal(start=2**31), ValueError, f"start: wanted an int of at most 2147483646, got {2**31}"),
+        (lambda: te.Sinusoidal(base=0), ValueError, "base: wanted a finite number above 0, got 0"),
+        (lambda: te.Sinusoidal(frequency_scale=-1.0), ValueError, "frequency_scale: wanted a finite number above 0, got -1.0"),
+        (lambda: te.Sinusoidal(layout="halves"), ValueError, "layout: wanted one of 'interleaved', 'sin_cos', 'cos_sin', got 'halves'"),
+        (lambda: te.Sinusoidal(odd="drop"), ValueError, "odd: wanted one of 'truncate', 'round_up', 'zero', got 'drop'"),
+        (lambda: te.Sinusoidal(odd="zero", frequency_scale=1e30), ValueError, TOO_FAST),
+        (lambda: te.EmbedderConfig(11, 8, te.Sinusoidal(shift=3), embedding_width=4), ValueError,
+         "shift: wanted a number below d_model // 2 = 2, got 3.0"),
+        (lambda: te.EmbedderConfig(11, 8, te.Learned(9, at_padding=1)), ValueError,
+         "pad_id: wanted the id of padding, since the scheme's at_padding is set, got None"),
+        (lambda: te.EmbedderConfig(8, 7, grid()), ValueError,
+         "d_model: wanted a multiple of the 2 axes (or odd='round_up' or 'zero'), got 7"),
+        (lambda: grid(4), TypeError, "shape: wanted a sequence, got int 4"),
+        (lambda: grid(axes=(0, 0)), ValueError, "axes: wanted a permutation of the axes of shape (2, 3), at least one, got (0, 0)"),
+        (lambda: grid((46341, 46341)), ValueError, f"shape: its number of points: wanted an int of at most {2**31 - 1}, got 2147488281"),
+        (lambda: grid(axis_positions=[[0, 1]]), ValueError, f"{AS_LONG} [[2]]"),
+        (lambda: grid(axis_positions=[[0, 1], [0, 1]]), ValueError, f"{AS_LONG} [[2], [2]]"),
+        (lambda: grid(axis_positions=2), TypeError, "axis_positions: wanted a sequence, got int 2"),
+        (lambda: grid(axis_positions=[0, 1]), TypeError, "axis_positions[0]: wanted a sequence, got int 0"),
+        (lambda: grid(axis_positions=[[0, "a"], [0, 1, 2]]), TypeError, "axis_positions[0][1]: wanted a Python number, got str 'a'"),
+        (lambda: grid(axis_positions=[[0, np.nan], [0, 1, 2]]), ValueError, "axis_positions[0][1]: wanted a finite number, got nan"),
+    ],
+)  # fmt: skip
+def test_bad_schemes_are_refused(make, error, text):
+    with refused(error, text):
+        make()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: te.EmbedderConfig(3, 10**30),
+        lambda: te.EmbedderConfig(3, 10**12, scheme=te.Learned(3)),
+        lambda: te.EmbedderConfig(3, 10**12, scheme=grid()),
+        lambda: te.sinusoidal_table(3, 10**12),
+        lambda: te.sinusoidal_grid((2, 2), 10**30, odd="zero"),
+    ],
+)
+def test_a_width_that_no_array_has_is_refused_at_once(call):
+    with pytest.raises(ValueError, match=r"^d_model: wanted an int of at most \d+, got 10+$"):
+        call()

@@ -1,0 +1,109 @@
+"""Tables with more or fewer rows: the vocabulary, and learned positions."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from drawn import drawn
+from refused import refused
+
+import transformer_embed as te
+
+KEY = jax.random.key(1)
+ROOT = "transformer_embedding/~/"
+TOKENS, POSITIONS = f"{ROOT}token_embedding", f"{ROOT}learned_positional_encoding"
+CONFIG = te.EmbedderConfig(
+    11, 4, scheme=te.Learned(4), output=te.OutputLayer(tied=False, bias=True)
+)
+PARAMS = drawn(te.Embedder(CONFIG).init)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [9, 14])
+def test_a_resized_vocabulary_fits_its_config_and_changes_nothing_else(size):
+    """The output layer has as many rows."""
+    resized = te.resize_vocabulary(PARAMS, size, KEY)
+    embedder = te.Embedder(dataclasses.replace(CONFIG, vocab_size=size))
+    last, past = np.asarray(embedder.apply(resized, None, [size - 1, size], is_training=False))
+    assert np.isfinite(last).all()
+    assert np.isnan(past).all()
+    assert embedder.logits(resized, np.ones([1, 4], np.float32)).shape == (1, size)
+    for name, leaf in PARAMS[TOKENS].items():
+        kept = min(size, 11)
+        np.testing.assert_array_equal(resized[TOKENS][name][:kept], leaf[:kept])
+    assert resized.keys() == PARAMS.keys()
+    assert resized[POSITIONS]["embeddings"] is PARAMS[POSITIONS]["embeddings"]
+
+
+def test_new_rows_are_drawn_like_each_channel_and_unlike_the_output_layer_s():
+    channels = np.arange(1, 17, dtype=np.float32)
+    old = np.random.default_rng(0).normal(1, 2, (200, 16)).astype(np.float32) * channels
+    tables = {"embeddings": old, "output_embeddings": old}
+    grown = te.resize_vocabulary({TOKENS: tables}, 4200, KEY)[TOKENS]
+    rows, others = (np.asarray(grown[name], np.float64) for name in tables)
+    np.testing.assert_array_equal(rows[:200], old)
+    # Of 4000 normal samples the mean has deviation 4000**-0.5 and the deviation 8000**-0.5; five of
+    # each.
+    assert (np.abs(rows[200:].mean(0) - old.mean(0)) < 5 * 4000**-0.5 * old.std(0)).all()
+    assert (np.abs(rows[200:].std(0) / old.std(0) - 1) < 5 * 8000**-0.5).all()
+    assert abs(np.corrcoef(rows[200:, 0], others[200:, 0])[0, 1]) < 0.1
+
+
+@pytest.mark.parametrize("size", [5, 15])
+def test_a_resized_table_keeps_its_dtype(size):
+    params = {TOKENS: {"embeddings": jnp.ones([11, 4], jnp.bfloat16)}}
+    table = te.resize_vocabulary(params, size, KEY)[TOKENS]["embeddings"]
+    assert isinstance(table, jax.Array)
+    assert table.dtype == jnp.bfloat16
+
+
+def stretched(table, max_len, **options):
+    params = {**PARAMS, POSITIONS: {"embeddings": jnp.asarray(table, jnp.float32)}}
+    resized = te.resize_positions(params, max_len, **options)
+    assert resized[TOKENS]["embeddings"] is PARAMS[TOKENS]["embeddings"]
+    return np.asarray(resized[POSITIONS]["embeddings"])
+
+
+def test_a_line_of_positions_stays_a_line():
+    slopes = np.array([1.0, -2.0, 0.5, 0.0])
+    # Rows stand at the middles of their cells; at both ends the last row is held.
+    places = np.clip((np.arange(8) + 0.5) / 2 - 0.5, 0, 3)
+    line = np.arange(4.0)[:, None] * slopes
+    np.testing.assert_allclose(stretched(line, 8), places[:, None] * slopes, atol=1e-6)
+    np.testing.assert_allclose(stretched(line, 4), line, atol=1e-6)
+
+
+def test_rows_before_the_start_are_kept():
+    table = np.array([[1000.0] * 4, [2000.0] * 4, *np.random.default_rng(0).normal(size=(3, 4))])
+    found = stretched(table, 7, start=2)
+    np.testing.assert_array_equal(found[:2], np.float32(table[:2]))
+    np.testing.assert_array_equal(found[2:], stretched(table[2:], 5))
+    assert stretched(table, 6, start=4).shape == (6, 4)
+
+
+TREE = "params: wanted a Haiku parameter tree, a dict of dicts, got NoneType None"
+NONE = "params: wanted one token_embedding with embeddings, got none among ['linear']"
+KEYS = "rng: wanted one key of jax.random.key or jax.random.PRNGKey, got int 0"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: te.resize_vocabulary(PARAMS, 0), ValueError, "vocab_size: wanted an int of at least 1, got 0"),
+        (lambda: te.resize_vocabulary(PARAMS, 12.0), TypeError, "vocab_size: wanted a Python int, got float 12.0"),
+        (lambda: te.resize_vocabulary(PARAMS, 14), ValueError, "rng: wanted a key, to draw 3 new rows, got None"),
+        (lambda: te.resize_vocabulary(PARAMS, 14, 0), TypeError, KEYS),
+        (lambda: te.resize_vocabulary(None, 4), TypeError, TREE),
+        (lambda: te.resize_vocabulary({"linear": {}}, 14), ValueError, NONE),
+        (lambda: te.resize_positions(PARAMS, 0), ValueError, "max_len: wanted an int of at least 1, got 0"),
+        (lambda: te.resize_positions(PARAMS, 2, start=2), ValueError, "max_len: wanted an int of at least 3, got 2"),
+        (lambda: te.resize_positions(PARAMS, 9, start=4), ValueError, "start: wanted an int of at most 3, got 4"),
+        (lambda: te.resize_positions({"linear": {}}, 9), ValueError,
+         "params: wanted one learned_positional_encoding with embeddings, got none among ['linear']"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_refused(call, error, text):
+    with refused(error, text):
+        call()

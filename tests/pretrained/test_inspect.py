@@ -1,0 +1,125 @@
+"""The commands `inspect` and `embed` on published models."""
+
+import io
+from contextlib import redirect_stderr, redirect_stdout
+
+import haiku as hk
+import numpy as np
+import pytest
+from checkpoints import CASES, PAD, checkpoint, embed, load, save_embedder, table
+from drawn import drawn
+from safetensors.numpy import save_file
+
+import transformer_embed as te
+from transformer_embed.cli.main import main
+
+
+def run(*arguments):
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        status = main([str(argument) for argument in arguments])
+    return status, out.getvalue(), err.getvalue()
+
+
+@pytest.mark.parametrize("name", ["roberta", "t5, its decoder", "gemma3", "bloom", "llama, older"])
+def test_inspect_prints_what_is_found(tmp_path, name):
+    found, stack = load(tmp_path, name), CASES[name]["stack"]
+    status, out, err = run("inspect", tmp_path, *(["--stack", stack] if stack else []))
+    assert (status, err) == (0, "")
+    for parameter, tensor in found.names.items():
+        module, leaf = parameter.rsplit("/", 1)
+        shape = list(found.params[module][leaf].shape)
+        assert f"{parameter}\n  float32{shape}, from {tensor}\n" in out
+    code = out.split("layer\n  ")[1].splitlines()[0]
+    made = hk.testing.transform_and_run(lambda: eval(code, {"te": te}))()
+    assert made.config == found.config
+    calls = ("apply_rotary", "RelativePositionBias", "alibi_bias")
+    printed = [line.strip() for line in out.splitlines() if line.strip().startswith(calls)]
+    names = ("x", "positions", "query_positions", "key_positions")
+    known = {"te": te} | dict.fromkeys(calls, lambda *_, **options: options) | dict.fromkeys(names)
+    wanted = [each for each in (found.rotary, found.bias) if each]
+    wanted = [*found.rotary.values()] if name == "gemma3" else wanted
+    assert [eval(line, known) for line in printed] == wanted
+    assert printed == [] if name == "roberta" else printed[0].startswith(EXPECTED[name])
+
+
+EXPECTED = {
+    "t5, its decoder": "RelativePositionBias(num_heads",
+    "gemma3": "apply_rotary(x, positions, base",
+    "bloom": "alibi_bias(query_positions, key_positions, num_heads",
+    "llama, older": "apply_rotary(x, positions, base",
+}
+
+
+def test_inspect_names_layers_that_are_not_rotated(tmp_path):
+    table(tmp_path, {"model_type": "cohere2", "rope_theta": 70.0})
+    assert run("inspect", tmp_path)[1].endswith(
+        "rotary, sliding_attention\n  apply_rotary(x, positions, base=70.0, layout='interleaved')\n"
+        "rotary, full_attention\n  not rotated\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "code"),
+    [
+        (te.EmbedderConfig(9, 4), ""),
+        (
+            te.EmbedderConfig(9, 4, te.Learned(8, start=2), scale=2.0, param_dtype="bfloat16"),
+            ", scheme=te.Learned(start=2, max_len=8), scale=2.0, param_dtype='bfloat16'",
+        ),
+        (
+            te.EmbedderConfig(9, 4, te.SinusoidalGrid((2, 3)), output=te.OutputLayer(scale=2)),
+            ", scheme=te.SinusoidalGrid(shape=(2, 3)), output=te.OutputLayer(scale=2.0)",
+        ),
+        (
+            te.EmbedderConfig(9, 4, None, pad_id=0, output=None),
+            ", scheme=None, pad_id=0, output=None",
+        ),
+    ],
+)
+def test_inspect_prints_code_of_what_is_not_default(tmp_path, config, code):
+    save_embedder(tmp_path / "x", config, drawn(te.Embedder(config).init))
+    code = f"te.EmbedderConfig(vocab_size=9, d_model=4{code})"
+    assert f"layer\n  te.TransformerEmbedding({code})\n" in run("inspect", tmp_path / "x")[1]
+    assert eval(code, {"te": te}) == config
+
+
+def test_inspect_of_what_is_not_known(tmp_path):
+    save_file({"a.b": np.zeros(3, np.float32)}, tmp_path / "x")
+    status, out, err = run("inspect", tmp_path / "x")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "which has 1 tensors: a.b (on the command line: --model-type NAME" in err
+    status, _, err = run("inspect", tmp_path / "none")
+    assert status == 2
+    assert "none: No such file or directory (for a model's name, pass the folder" in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "size"), [("roberta", 6), ("bert", 6), ("m2m100", 10_000)])
+def test_embed_from_a_checkpoint(tmp_path, monkeypatch, name, size):
+    monkeypatch.setattr("transformer_embed.cli.embed.TOKENS_PER_BATCH", size)
+    found, out = load(tmp_path, name), tmp_path / "x.npz"
+    rows = [[5, 6, 7, 8, 9, 3], [4, 5, 6], [PAD, 10]]
+    (tmp_path / "ids").write_text("\n".join(" ".join(map(str, row)) for row in rows))
+    flags = ["--from", tmp_path, "--ids", "--out", out, "--quiet"]
+    status, printed, err = run("embed", tmp_path / "ids", *flags)
+    assert (status, err) == (0, "")
+    assert printed.endswith(f"3 lines of up to 6 tokens, {found.config.d_model} wide\n")
+    with np.load(out) as arrays:
+        got = dict(arrays)
+    for n, row in enumerate(rows):
+        types = None if found.config.num_token_types is None else [[0] * len(row)]
+        embedded = got["embeddings"][n, : len(row)]
+        np.testing.assert_allclose(embedded, embed(found, [row], types)[0], rtol=0, atol=1e-6)
+        assert got["mask"][n].tolist() == [True] * len(row) + [False] * (6 - len(row))
+    # RoBERTa and M2M100 count tokens from 2, with their padding at 1; BERT counts all.
+    assert got["positions"][2, :2].tolist() == ([0, 1] if name == "bert" else [1, 2])
+
+
+def test_a_line_past_the_positions_that_are_left(tmp_path):
+    checkpoint(tmp_path, CASES["roberta"])
+    (tmp_path / "ids").write_text("2 " * 9)
+    flags = ["--from", tmp_path, "--ids", "--out", tmp_path / "x.npz"]
+    status, _, err = run("embed", tmp_path / "ids", *flags)
+    assert status == 2
+    message = "a line has 9 tokens (ids: wanted a length of at most 8, where Learned ends, got length 9); split such lines"
+    assert message in err

@@ -1,0 +1,10 @@
+"""Errors by the whole of their message."""
+
+import re
+
+import pytest
+
+
+def refused(error, message):
+    """Expects an error with this message, after which jax may add a note on a line of its own."""
+    return pytest.raises(error, match="^" + re.escape(message) + r"(?:\n|$)")
