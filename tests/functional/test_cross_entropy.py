@@ -334,6 +334,14 @@ def test_padding_may_be_outside_the_vocabulary(pad_id):
     assert_right(pad_id=pad_id, labels=np.where(MASK, LABELS, pad_id), mask=np.ones(SHAPE, bool))
 
 
+@pytest.mark.slow
+def test_vocabularies_in_which_one_id_is_predicted():
+    one = {name: ARRAYS[name][:1] for name in ("table", "bias")}
+    assert_right(**one, labels=np.zeros(SHAPE, int))
+    two = {name: ARRAYS[name][:2] for name in ("table", "bias")}
+    assert_right(**two, labels=np.ones(SHAPE, int), pad_id=0, label_smoothing=0.3)
+
+
 def test_arrays_of_one_row_are_those_of_every_row():
     row = {"mask": MASK[0], "weights": WEIGHTS[0], "segment_ids": SEGMENTS[0]}
     whole = {name: np.broadcast_to(array, SHAPE) for name, array in row.items()}
