@@ -409,6 +409,12 @@ def test_only_what_is_asked_for_is_computed():
     assert step.lower(**ARRAYS, **ALL).as_text().count("dot_general") == 4
 
 
+def test_a_product_of_16_bits_is_not_widened():
+    x, table = X.astype(jnp.bfloat16), TABLE.astype(jnp.bfloat16)
+    assert "convert" not in jax.jit(te.linear_logits).lower(x, table).as_text()
+    assert te.linear_logits(x, TABLE).dtype == jnp.float32
+
+
 def temporaries(function, *arguments):
     return jax.jit(function).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
 
