@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int32
 from typecheck import check_arrays
 
 import transformer_embed as te
+from transformer_embed._src.array_types import DTypeLike
 from transformer_embed._src.functional import lookup
 
 
@@ -23,6 +24,12 @@ def test_shapes_and_dtypes_of_arguments_and_results_are_checked():
     for wrong in ((table[0], ids), (table, ids + 0.5), (table, ids, 1), (table, ids, 2)):
         with pytest.raises(beartype.roar.BeartypeCallHintViolation):
             taken(*wrong)
+
+
+def test_dtypes_are_instances_of_their_annotation():
+    for dtype in ("float32", jnp.float32, jnp.dtype("float32"), jnp.zeros(0)):
+        assert isinstance(dtype, DTypeLike)
+    assert not isinstance(32, DTypeLike)
 
 
 def test_other_arguments_are_left_to_the_package():

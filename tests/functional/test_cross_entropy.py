@@ -335,6 +335,14 @@ def test_padding_may_be_outside_the_vocabulary(pad_id):
     assert_right(pad_id=pad_id, labels=np.where(MASK, LABELS, pad_id), mask=np.ones(SHAPE, bool))
 
 
+@pytest.mark.slow
+def test_vocabularies_in_which_one_id_is_predicted():
+    one = {name: ARRAYS[name][:1] for name in ("table", "bias")}
+    assert_right(**one, labels=np.zeros(SHAPE, int))
+    two = {name: ARRAYS[name][:2] for name in ("table", "bias")}
+    assert_right(**two, labels=np.ones(SHAPE, int), pad_id=0, label_smoothing=0.3)
+
+
 def test_arrays_of_one_row_are_those_of_every_row():
     row = {"mask": MASK[0], "weights": WEIGHTS[0], "segment_ids": SEGMENTS[0]}
     whole = {name: np.broadcast_to(array, SHAPE) for name, array in row.items()}
@@ -400,6 +408,12 @@ def test_only_what_is_asked_for_is_computed():
     assert products((0, 1)) == 3
     # The fourth one, with eight columns, sums the bias's gradient.
     assert step.lower(**ARRAYS, **ALL).as_text().count("dot_general") == 4
+
+
+def test_a_product_of_16_bits_is_not_widened():
+    x, table = X.astype(jnp.bfloat16), TABLE.astype(jnp.bfloat16)
+    assert "convert" not in jax.jit(te.linear_logits).lower(x, table).as_text()
+    assert te.linear_logits(x, TABLE).dtype == jnp.float32
 
 
 def temporaries(function, *arguments):
