@@ -266,7 +266,7 @@ def tied(table, ids):
         # As a check of the reader: the gradient of a whole table.
         (AUTO, (8, 1), SPEC(), untied, BIG * WIDTH),
     ],
-    ids=str,
+    ids=["rows", "columns", "rows of a batch", "whole gradient"],
 )
 def test_no_dense_step_sends_more_than_a_shard_nor_gathers_it(kind, shape, spec, loss, largest):
     mesh = mesh_of(shape, kind)
