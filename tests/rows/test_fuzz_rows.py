@@ -61,6 +61,7 @@ def check_result(value, got, *, table, ids, max_rows):
     assert np.isnan(value) == any(i not in held for i in ids)
 
 
+@pytest.mark.slow
 def test_the_arguments_that_the_fuzzer_starts_from_give_a_right_step():
     assert call(two_steps_at_once, STEP)[0]
     check({})
@@ -69,7 +70,7 @@ def test_the_arguments_that_the_fuzzer_starts_from_give_a_right_step():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STEP)
 def test_any_value_in_a_place_of_a_step_is_right_or_our_error(name):
-    for value in few(VALUES, 12):
+    for value in few(VALUES, 8):
         check({name: value})
 
 
@@ -89,6 +90,6 @@ TREES = [(function, name) for function, arguments in CALLS.items() for name in a
 )
 def test_any_tree_is_taken_or_named(function, name):
     assert call(functools.partial(step_of_trees, function), CALLS[function])[0]
-    for value in few(VALUES, 16):
+    for value in few(VALUES, 12):
         with named_on_failure({name: value}):
             call(functools.partial(step_of_trees, function), CALLS[function] | {name: value})

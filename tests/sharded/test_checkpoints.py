@@ -3,28 +3,16 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from sharded_tables import AUTO, BOTH, EXPLICIT, SPEC, mesh_of, on_host, put
+from sharded_tables import AUTO, BOTH, EXPLICIT, SPEC, mesh_of, on_host
 
 import transformer_embed as te
 
 NAME = "transformer_embedding/~/token_embedding"
 CONFIG = te.EmbedderConfig(vocab_size=37, d_model=8, pad_id=0)
-IDS = np.array([[0, 1], [299, 1], [7, 30], [200, -1]], np.int32)
 ADAM = optax.adam(0.01)
-
-
-@functools.partial(jax.jit, donate_argnums=(0, 1))
-def step(params, state, ids):
-    def loss(params):
-        rows = [te.lookup(params[name], ids, out_of_range="zero") for name in params]
-        return jnp.sum(rows[0] ** 2) + jnp.sum(rows[1] ** 2)
-
-    grads = te.rows.value_and_grad(loss, ids=dict.fromkeys(params, ids))(params)[1]
-    return te.rows.update(ADAM, grads, state, params)
 
 
 def init(rng):
@@ -32,12 +20,12 @@ def init(rng):
         "cut": jax.random.normal(rng, (300, 4)),
         "dealt": jax.random.normal(rng, (300, 4)) + 1,
     }
-    return params, ADAM.init(params)
+    return params, jax.tree.map(lambda leaf: leaf + 1, ADAM.init(params))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="today's Orbax asks for a newer jax")
-def test_a_checkpoint_of_one_mesh_is_restored_on_others_and_trains_on(tmp_path):
+def test_a_checkpoint_of_one_mesh_is_restored_on_others_as_a_step_needs_it(tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint", reason="Orbax is of the test extra")
     place = functools.partial(
         te.sharding.shard_params,
@@ -46,12 +34,10 @@ def test_a_checkpoint_of_one_mesh_is_restored_on_others_and_trains_on(tmp_path):
         interleave="*dealt",
         virtual_shards=16,
     )
-    mesh = mesh_of((2, 2))
-    saved = step(*place(init, mesh, rng=jax.random.key(0)), put(mesh, IDS, BOTH))
+    saved = place(init, mesh_of((2, 2)), rng=jax.random.key(0))
     shapes, kept = jax.eval_shape(init, jax.random.key(0)), on_host(saved)
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "step", saved)
-        expected = on_host(step(*saved, put(mesh, IDS, BOTH)))
         for mesh in (mesh_of((1, 1)), mesh_of((1, 4))):
             target = place(shapes, mesh)
             args = jax.tree.map(
@@ -65,8 +51,6 @@ def test_a_checkpoint_of_one_mesh_is_restored_on_others_and_trains_on(tmp_path):
             for found, leaf in zip(*map(jax.tree.leaves, (restored, target)), strict=True):
                 assert (found.shape, found.sharding) == (leaf.shape, leaf.sharding)
             jax.tree.map(np.testing.assert_array_equal, on_host(restored), kept)
-    trained = on_host(step(*restored, put(mesh, IDS, BOTH)))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), trained, expected)
 
 
 @pytest.mark.slow

@@ -261,6 +261,7 @@ def test_a_table_whose_columns_are_split_is_not_taken_by_rows():
         te.rows.value_and_grad(lambda params: 0.0, ids={"t": [1]})({"t": table})
 
 
+@pytest.mark.slow
 def test_each_shard_updates_its_own_rows_in_ascending_order():
     """The update tells XLA so; a CPU gives the same rows in any order."""
     layout, ids = (
