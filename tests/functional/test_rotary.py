@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import json
 import pathlib
 import re
@@ -215,8 +216,10 @@ class TestPermutation:
                 check(permute_rotary_weights, weights, num_heads, **layouts, rotary_dim=rotary_dim)
 
     def test_empty_heads(self):
-        layouts = {"source": "half", "target": "interleaved"}
-        check(permute_rotary_weights, np.zeros((4, 0), np.float32), 2, **layouts)
+        for source, target in itertools.permutations(("half", "interleaved")):
+            layouts = {"source": source, "target": target}
+            check(permute_rotary_weights, np.zeros((4, 0), np.float32), 2, **layouts)
+        check(apply_rotary, np.zeros((2, 1, 0), np.float32), [0, 1], layout="interleaved")
 
     def test_as_the_conversion_of_llama(self):
         """The transformers library's `permute` for a torch weight [out, in]: view(heads, d/2, 2,

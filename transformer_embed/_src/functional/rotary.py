@@ -211,8 +211,9 @@ def _split_pairs(x: Shaped[Array, "... d"], layout: str) -> list[Shaped[Array, "
     if layout == "half":
         return jnp.split(x, 2, -1)
     # A strided index would be a gather, which fails under explicit mesh axes in older releases of
-    # jax.
-    return [jax.lax.slice_in_dim(x, start, None, stride=2, axis=-1) for start in (0, 1)]
+    # jax. Of a head without channels, 1 would be past the end.
+    starts = (0, min(1, x.shape[-1]))
+    return [jax.lax.slice_in_dim(x, start, None, stride=2, axis=-1) for start in starts]
 
 
 def _join_pairs(pairs: list[Shaped[Array, "... p"]], layout: str) -> Shaped[Array, "... d"]:
