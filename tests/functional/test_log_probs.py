@@ -231,6 +231,7 @@ def test_the_embedder_and_the_modules_have_them():
     ("options", "message"),
     [
         ({"temperature": 0.0}, r"^temperature: wanted a finite number above 0, got 0.0"),
+        ({"temperature": 1e-30, "scale": 1e30}, r"^scale / temperature: wanted a number above 0"),
         ({"with_entropy": 1}, r"^with_entropy: wanted a Python bool"),
         ({"segment_ids": SEGMENTS}, r"^segment_ids: .*shift is False"),
         ({"mask": MASK[0, :3]}, r"^mask: wanted a last axis of the labels' length, 6"),

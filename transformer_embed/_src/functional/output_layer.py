@@ -93,8 +93,12 @@ class OutputOptions(NamedTuple):
 
     def at_temperature(self, temperature: float) -> "OutputOptions":
         """Those of the logits divided by a temperature."""
-        softcap = None if self.softcap is None else self.softcap / temperature
-        return self._replace(softcap=softcap, scale=self.scale / temperature)
+        scale, softcap = self.scale / temperature, self.softcap
+        if softcap is not None:
+            softcap = arguments.positive("softcap / temperature", softcap / temperature)
+        return self._replace(
+            softcap=softcap, scale=arguments.positive("scale / temperature", scale)
+        )
 
 
 def as_output_layer(x, table, bias, softcap, scale, pad_id):
