@@ -28,10 +28,18 @@ from transformer_embed._src.pretrained import description, files, published
 
 @pytest.mark.parametrize("name", few(CASES, 10))
 def test_settings_alone_say_what_config_json_does(tmp_path, name):
+    """Or what it leaves out, which has no default here, is asked for."""
     beside, case = load(tmp_path, name), CASES[name]
     (tmp_path / "config.json").unlink()
     said = read_by(case | {"settings": case["settings"].get("text_config", case["settings"])})
-    assert_identical(beside, load_embedder(tmp_path, stack=case["stack"], settings=said))
+    try:
+        alone = load_embedder(tmp_path, stack=case["stack"], settings=said)
+    except ValueError as error:
+        asked = re.search(r": wanted (.*) of \w+, from settings or", str(error))[1]
+        if set(asked.split(", ")) & said.keys():
+            raise
+        return
+    assert_identical(beside, alone)
 
 
 @pytest.mark.parametrize("name", ["albert", "gpt2", "clip"])
