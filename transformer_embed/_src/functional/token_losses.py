@@ -41,7 +41,8 @@ def token_losses(options, table, bias, batch):
     losses, entropies = run_all(labels, x, array, bias)
     losses = losses * nan_outside(options, labels, weights)
     if options.with_entropy:
-        entropies = jnp.where(counted, entropies, 0)
+        # A product, since a mesh may split the two differently.
+        entropies = entropies * counted
     if options.shift:
         losses, entropies = jax.tree.map(of_previous_token, (losses, entropies))
     return losses, entropies
