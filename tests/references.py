@@ -349,6 +349,33 @@ def logits(got, x, table, *, bias, softcap, scale, pad_id):
     within(*(_without(values, pad_id) for values in (got, expected, error)))
 
 
+def _of_labels(
+    x, table, labels, bias, softcap, scale, pad_id, mask, shift, segment_ids, smoothing=0, z_loss=0
+):
+    """For each label that is counted: its index, loss, entropy, and a bound of the loss's terms."""
+    shape = labels.shape
+    for index in np.ndindex(shape):
+        target = index
+        if shift:
+            target = (*index[:-1], index[-1] + 1)
+            if target[-1] == shape[-1]:
+                continue
+            if segment_ids is not None:
+                segments = np.broadcast_to(integers(segment_ids), shape)
+                if segments[index] == 0 or segments[index] != segments[target]:
+                    continue
+        if labels[target] == pad_id or not np.broadcast_to(mask is None or mask, shape)[target]:
+            continue
+        z = _capped(table @ floats(x)[index], bias, softcap, scale)
+        chosen = z[labels[target]] if 0 <= labels[target] < len(table) else np.nan
+        z = _without(z, pad_id)
+        log_z = np.log(np.exp(z - z.max()).sum()) + z.max()
+        loss = log_z - (1 - smoothing) * chosen - smoothing * z.mean() + z_loss * log_z**2
+        size = max(1, np.abs(z).max())
+        entropy = (np.exp(z - log_z) * (log_z - z)).sum()
+        yield target, loss, entropy, size + z_loss * size**2
+
+
 def cross_entropy(
     got,
     x,
@@ -369,36 +396,50 @@ def cross_entropy(
     chunk_size,
 ):
     table, labels = floats(table), integers(labels)
-    shape, smoothing = labels.shape, float(label_smoothing)
-    total, total_weight, terms = 0.0, 0.0, 0.0
-    for index in np.ndindex(shape):
-        target = index
-        if shift:
-            target = (*index[:-1], index[-1] + 1)
-            if target[-1] == shape[-1]:
-                continue
-            if segment_ids is not None:
-                segments = np.broadcast_to(integers(segment_ids), shape)
-                if segments[index] == 0 or segments[index] != segments[target]:
-                    continue
-        if labels[target] == pad_id or not np.broadcast_to(mask is None or mask, shape)[target]:
-            continue
-        z = _capped(table @ floats(x)[index], bias, softcap, scale)
-        chosen = z[labels[target]] if 0 <= labels[target] < len(table) else np.nan
-        z = _without(z, pad_id)
-        log_z = np.log(np.exp(z - z.max()).sum()) + z.max()
-        loss = log_z - (1 - smoothing) * chosen - smoothing * z.mean()
-        weight = 1.0 if weights is None else np.broadcast_to(floats(weights), shape)[target]
-        total += weight * (loss + float(z_loss) * log_z**2)
-        total_weight += weight
-        size = max(1, np.abs(z).max())
-        terms += abs(weight) * (size + float(z_loss) * size**2)
-    divisor = (total_weight or 1) if reduction == "mean" else 1
-    if total / divisor > np.finfo(np.float32).max:
+    rule = softcap, scale, pad_id, mask, shift, segment_ids, float(label_smoothing), float(z_loss)
+    losses, weight_of, terms = (np.zeros(labels.shape) for _ in range(3))
+    for label, loss, _, bound in _of_labels(x, table, labels, bias, *rule):
+        weight = 1.0 if weights is None else np.broadcast_to(floats(weights), labels.shape)[label]
+        losses[label], weight_of[label], terms[label] = weight * loss, weight, abs(weight) * bound
+    if reduction == "none":
+        within(got, losses, 1e-5 * terms)
+        return
+    divisor = (weight_of.sum() or 1) if reduction == "mean" else 1
+    if losses.sum() / divisor > np.finfo(np.float32).max:
         assert np.isposinf(got)
         return
     # Sums of some tens of float32 terms, each rounded by 2**-24.
-    within(got, total / divisor, 1e-5 * terms / abs(divisor))
+    within(got, losses.sum() / divisor, 1e-5 * terms.sum() / abs(divisor))
+
+
+def log_probs(
+    got,
+    x,
+    table,
+    labels,
+    *,
+    bias,
+    softcap,
+    scale,
+    pad_id,
+    temperature,
+    mask,
+    shift,
+    segment_ids,
+    with_entropy,
+    chunk_size,
+):
+    table, labels, temperature = floats(table), integers(labels), float(temperature)
+    softcap = None if softcap is None else float(softcap) / temperature
+    rule = softcap, float(scale) / temperature, pad_id, mask, shift, segment_ids
+    expected, entropies, terms = (np.zeros(labels.shape) for _ in range(3))
+    for label, loss, entropy, bound in _of_labels(x, table, labels, bias, *rule):
+        expected[label], entropies[label], terms[label] = -loss, entropy, bound
+    if not with_entropy:
+        within(got, expected, 1e-5 * terms)
+        return
+    within(got[0], expected, 1e-5 * terms)
+    within(got[1], entropies, 1e-5 * terms)
 
 
 # --- positions
@@ -502,6 +543,7 @@ CHECKS = {
     te.sinusoidal_grid: grid,
     te.sinusoidal_table: table,
     te.linear_cross_entropy: cross_entropy,
+    te.linear_log_probs: log_probs,
     te.linear_logits: logits,
     te.TokenPositions.from_ids: from_ids,
     te.TokenPositions.from_lengths: from_lengths,

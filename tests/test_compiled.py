@@ -128,6 +128,10 @@ FUNCTIONS = {
     "sinusoidal_grid": (lambda: te.sinusoidal_grid((8, 8), WIDTH), ()),
     "sinusoidal_table": (lambda: te.sinusoidal_table(LENGTH, WIDTH), ()),
     "linear_cross_entropy": (jax.value_and_grad(te.linear_cross_entropy, (0, 1)), (X, TABLE, IDS)),
+    "linear_log_probs": (
+        jax.grad(lambda *arrays: jnp.exp(te.linear_log_probs(*arrays)).sum(), (0, 1)),
+        (X, TABLE, IDS),
+    ),
     "linear_logits": (te.linear_logits, (X, TABLE)),
     "rows.update": (
         row_step,

@@ -50,6 +50,7 @@ GOOD = {
     te.sinusoidal_grid: {"shape": (2, 3), "d_model": 4},
     te.sinusoidal_table: {"length": 3, "d_model": 4},
     te.linear_cross_entropy: {"x": TABLE[:2], "table": TABLE, "labels": np.array([1, 2])},
+    te.linear_log_probs: {"x": TABLE[:2], "table": TABLE, "labels": np.array([1, 2])},
     te.linear_logits: {"x": TABLE[:2], "table": TABLE},
     te.TokenPositions.from_ids: {"ids": IDS, "pad_id": 0},
     te.TokenPositions.from_lengths: {"lengths": np.array([1, 2]), "length": 3},

@@ -77,6 +77,10 @@ CALLS = {
         te.linear_cross_entropy,
         (X[..., :3], TABLE, IDS[:1, :, None] + np.zeros(2, np.int32)),
     ),
+    "linear_log_probs": (
+        te.linear_log_probs,
+        (X[..., :3], TABLE, IDS[:1, :, None] + np.zeros(2, np.int32)),
+    ),
     "linear_logits": (te.linear_logits, (X[..., :3], TABLE)),
 }
 every_function = pytest.mark.parametrize("name", CALLS)

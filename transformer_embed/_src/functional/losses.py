@@ -1,5 +1,7 @@
-"""What the loss of a batch and the losses of its tokens share: the label and weight of each token,
-and the arithmetic of a chunk."""
+"""What the loss of a batch and the losses of its tokens share.
+
+These are the label and weight of each token, and the arithmetic of a chunk.
+"""
 
 import functools
 import math
