@@ -37,6 +37,7 @@ from transformer_embed._src.functional.losses import (
     array_and_layout,
     as_batch,
     cut_into_chunks,
+    join_chunks,
     losses_and_logit_gradients,
     nan_outside,
     targets,
@@ -226,15 +227,12 @@ def _loss_on_device(options, layout, labels, x, shard, bias, weights):
     chunks = cut_into_chunks(options.chunk_size, x, labels[..., None], weights[..., None])
     sums, (of_x, of_weights) = jax.lax.scan(step, start, chunks)
 
-    def join(chunks, shape):
-        tokens = chunks.swapaxes(0, 1).reshape(-1, chunks.shape[-1])
-        return tokens[: labels.size].reshape(shape)
-
     batch = sum(layout.tokens, ())
     loss, of_rows, of_bias = (jax.lax.psum(values, batch) for values in sums)
     of_table = layout.exchange(of_rows, 1, 0)
-    of_x = layout.own_part(join(of_x, x.shape), summed=layout.vocabulary)
-    return loss, of_x, of_table, of_bias, layout.own_part(join(of_weights, labels.shape))
+    of_x = layout.own_part(join_chunks(of_x, labels.size, x.shape), summed=layout.vocabulary)
+    of_weights = layout.own_part(join_chunks(of_weights, labels.size, labels.shape))
+    return loss, of_x, of_table, of_bias, of_weights
 
 
 def _add_chunk(options, layout, rows, bias, sums, chunk):

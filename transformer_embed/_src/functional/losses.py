@@ -233,6 +233,12 @@ def cut_into_chunks(chunk_size, *values):
     return tuple(map(cut, values))
 
 
+def join_chunks(chunks, total, shape):
+    """The inverse of `cut_into_chunks`: the values of all tokens, without the padding."""
+    tokens = chunks.swapaxes(0, 1).reshape(-1, chunks.shape[-1])
+    return tokens[:total].reshape(shape)
+
+
 def array_and_layout(x, table):
     """The table's array, and how it and x are split: plain arrays, only by explicit axes."""
     if isinstance(table, Table):

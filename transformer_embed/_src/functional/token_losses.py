@@ -18,6 +18,7 @@ from transformer_embed._src import arguments
 from transformer_embed._src.functional.losses import (
     array_and_layout,
     cut_into_chunks,
+    join_chunks,
     losses_and_logit_gradients,
     nan_outside,
     targets,
@@ -62,27 +63,20 @@ def _on_device(options, layout, labels, x, shard, bias):
     chunks = cut_into_chunks(options.chunk_size, labels[..., None], x)
     _, values = jax.lax.scan(step, None, chunks)
 
-    def join(chunks):
-        return chunks.swapaxes(0, 1).ravel()[: labels.size].reshape(labels.shape)
-
-    return jax.tree.map(join, values)
+    return jax.tree.map(lambda chunks: join_chunks(chunks, labels.size, labels.shape), values)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _of_chunk(options, layout, labels, x, rows, wide_rows, bias):
     """Each token's loss and entropy [t, 1]. wide_rows are the rows; only they have a gradient."""
-    found = losses_and_logit_gradients(
-        options, layout, rows, bias, (x, labels, jnp.ones(labels.shape, wide_rows.dtype))
-    )
+    found = _unweighted(options, layout, labels, x, rows, wide_rows, bias)
     return found.losses, found.entropies
 
 
 @functools.partial(_of_chunk.defjvp, symbolic_zeros=True)
 def _of_chunk_jvp(options, layout, primals, tangents):
     labels, x, rows, wide_rows, bias = primals
-    found = losses_and_logit_gradients(
-        options, layout, rows, bias, (x, labels, jnp.ones(labels.shape, wide_rows.dtype))
-    )
+    found = _unweighted(options, layout, labels, x, rows, wide_rows, bias)
     _, of_x, _, of_rows, of_bias = tangents
     multiply = functools.partial(jnp.einsum, "td,vd->tv", preferred_element_type=wide_rows.dtype)
     logit_tangents = jnp.zeros_like(found.gradients)
@@ -100,3 +94,8 @@ def _of_chunk_jvp(options, layout, primals, tangents):
     of_losses = found.factors * tangent(found.gradients)
     of_entropies = tangent(found.entropy_gradients) if options.with_entropy else None
     return (found.losses, found.entropies), (of_losses, of_entropies)
+
+
+def _unweighted(options, layout, labels, x, rows, wide_rows, bias):
+    ones = jnp.ones(labels.shape, wide_rows.dtype)
+    return losses_and_logit_gradients(options, layout, rows, bias, (x, labels, ones))
