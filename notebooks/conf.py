@@ -40,7 +40,7 @@ highlight_language = "none"
 def add_contents(app, page: str, source: list[str]) -> None:
     """Adds to the index the table of contents that its lists of links make, for the sidebar."""
     if page == "index":
-        sections = re.findall(r"^## (.*)\n\n((?:- .*\n)+)", source[0], re.MULTILINE)
+        sections = re.findall(r"^## (.*)\n\n((?: *- .*\n)+)", source[0], re.MULTILINE)
         source[0] += "".join(_contents(title, links) for title, links in sections)
 
 
