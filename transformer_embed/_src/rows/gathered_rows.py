@@ -65,15 +65,22 @@ class GatheredRows(SomeRows, Table):
 
     def gradient(self, values: Float[Array, "n d"]) -> RowGradient:
         """The gradient of these rows."""
-        # XLA copies a table that may be overwritten before it is read: with this zero, the update
-        # waits for the read.
-        zero = jnp.isnan(self.values[0, 0]).astype(jnp.int32) >> 1
-        return RowGradient(self.ids + zero, without_marks(values), self.vocab_size)
+        ids = known_after_reading(self.ids, self.values)
+        return RowGradient(ids, without_marks(values), self.vocab_size)
 
     def _use_error(self) -> str:
         """The message for any other use."""
         readers = "te.lookup or te.TokenEmbedding alone, since te.rows.value_and_grad has its ids"
         return arguments.wanted(self.name, f"to be read by {readers}", "another use of its rows")
+
+
+def known_after_reading(ids: Int32[Array, "k"], rows: Float[Array, "n d"]) -> Int32[Array, "k"]:
+    """The same ids, whose use must wait for these rows.
+
+    XLA copies a donated table if its rows may be overwritten before they are read.
+    """
+    zero = jnp.isnan(rows[0, 0]).astype(jnp.int32) >> 1
+    return ids + zero
 
 
 def as_keys(ids: Int32[Array, "k"]) -> Key[Array, "k"]:

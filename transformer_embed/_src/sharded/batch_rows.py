@@ -33,7 +33,12 @@ from transformer_embed._src.functional.partitioning import (
     index_along,
 )
 from transformer_embed._src.rows.distinct_ids import distinct_ascending, sum_rows
-from transformer_embed._src.rows.gathered_rows import GatheredRows, as_keys, rows_of_ids
+from transformer_embed._src.rows.gathered_rows import (
+    GatheredRows,
+    as_keys,
+    known_after_reading,
+    rows_of_ids,
+)
 from transformer_embed._src.rows.marks import with_marks, without_marks
 from transformer_embed._src.rows.row_gradient import RowGradient
 from transformer_embed._src.sharded import exchange
@@ -176,7 +181,8 @@ def take_from_owners(
         answers = exchange.answer(hops, sent, values)
         # Padding does not fit either, but only a row that was asked for may read as NaN.
         values = jnp.where((slots < size)[:, None], answers, 0)
-        return slots, with_marks(arguments.widened(values)), sent, shard_rows
+        values = with_marks(arguments.widened(values))
+        return slots, values, sent, known_after_reading(shard_rows, values)
 
     take_all = jax.shard_map(
         take,
