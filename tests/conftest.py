@@ -43,6 +43,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import cases
 import hypothesis
+import pytest
 import typecheck
 
 # The same examples in each run, so that a red one can be run again; `pytest --hypothesis-profile
@@ -68,6 +69,15 @@ def pytest_configure(config):
     is_worker = hasattr(config, "workerinput")
     if not is_worker and sum(path.stat().st_size for path in CACHE.glob("*")) > CACHE_BYTES:
         shutil.rmtree(CACHE)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """So that `-m "not slow"`, which takes the place of the expression in pyproject.toml, leaves
+    out what that one does."""
+    for item in items:
+        if {"documentation", "gate"} & {mark.name for mark in item.iter_markers()}:
+            item.add_marker("slow")
 
 
 def pytest_collection_finish():

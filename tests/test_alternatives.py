@@ -35,6 +35,7 @@ def our_rows(ids):
     return te.lookup(TABLE, ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "below", "above", "past_int32"),
     [

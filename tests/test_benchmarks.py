@@ -39,6 +39,7 @@ def chart(monkeypatch):
     return importlib.import_module("chart")
 
 
+@pytest.mark.slow
 def test_the_chart_and_the_table_of_speeds_are_made_from_the_same_results(
     chart, monkeypatch, tmp_path
 ):
@@ -69,7 +70,7 @@ def source(picture):
     return image.text["Source"]
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_accuracy():
     command = [
         sys.executable,
@@ -89,7 +90,7 @@ def test_accuracy():
     assert theirs > 1
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_two_checkouts_in_one_process():
     """Here the other one is this one too."""
     command = [sys.executable, "tests/benchmarks/versions.py", ".", "--rounds=2", "--only", "tile"]

@@ -35,6 +35,7 @@ needs_libtpu = pytest.mark.skipif(
     reason="libtpu is not installed (the extra tpu-check)",
 )
 P = PartitionSpec
+pytestmark = pytest.mark.gate
 
 CONFIG = te.EmbedderConfig(VOCAB, WIDTH, pad_id=0)
 EMBEDDER = te.Embedder(CONFIG)
@@ -204,7 +205,6 @@ def test_the_sum_of_gradients_of_different_rows_is_not_atomic():
 AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "layout", "kind"),
     [
@@ -442,7 +442,6 @@ def test_a_topology_that_xla_refuses_is_one_line(topology):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.slow
 def test_the_command_ends_in_one_line_where_the_target_is_unknown():
     command = [sys.executable, "tests/benchmarks/compiled.py", "--target", "gpu"]
     ran = subprocess.run(

@@ -82,6 +82,7 @@ def test_positional_encodings_1d(d_model):
     np.testing.assert_allclose(te.sinusoidal_table(40, d_model, odd="round_up"), expected, **close)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flip", [False, True])
 @pytest.mark.parametrize("shift", [0, 1])
 def test_diffusers_time_steps(flip, shift):
@@ -138,6 +139,7 @@ def test_tensor2tensor_2d(d_model):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "d_model"),
     [((3, 5), 12), ((3, 5), 14), ((3, 5), 15), ((2, 3, 4), 12), ((2, 3, 4), 16)],
@@ -152,6 +154,7 @@ def test_positional_encodings_2d_and_3d(shape, d_model):
     )
 
 
+@pytest.mark.slow
 def test_mae():
     """get_2d_sincos_pos_embed: width first, omega = 1 / 10000 ** (arange(d / 4) / (d / 4))."""
     expected = grid((3, 5), (1, 0), sines_then_cosines(1 / 10000 ** (np.arange(6) / 6)))
@@ -168,6 +171,7 @@ def test_big_vision():
     )
 
 
+@pytest.mark.slow
 def test_diffusers_2d():
     """get_2d_sincos_pos_embed: indices / (grid / base_size) / interpolation_scale, width first."""
     (h, w), base_size, scale = (4, 8), 16, 2.0
@@ -216,24 +220,29 @@ def geometric(dim, base=10000.0):
     return base ** (-np.arange(0, dim, 2) / dim)
 
 
+@pytest.mark.slow
 def test_llama_neox_gemma_keras_flaxformer():
     check_rotary(rotated(geometric(8), half(8)))
 
 
+@pytest.mark.slow
 def test_gptj_roformer_cohere_torchtune_diffusers():
     check_rotary(
         rotated(geometric(8), [(2 * i, 2 * i + 1) for i in range(4)]), layout="interleaved"
     )
 
 
+@pytest.mark.slow
 def test_partial_rotary_of_gptj_and_neox():
     check_rotary(rotated(geometric(4), half(4)), rotary_dim=4)
 
 
+@pytest.mark.slow
 def test_proportional_rotary_of_gemma():
     check_rotary(rotated(geometric(8)[:2], half(8, 2)), rotary_dim=4, partial="proportional")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair_axes", [[0, 0, 1, 2], [0, 1, 2, 0], [1, 2, 1, 0]])
 def test_axes_of_qwen_vl_and_ernie_vl(pair_axes):
     positions = np.stack([np.arange(40), np.arange(40) // 8, np.arange(40) % 8], -1)
@@ -244,6 +253,7 @@ def test_axes_of_qwen_vl_and_ernie_vl(pair_axes):
     )
 
 
+@pytest.mark.slow
 def test_rotary_timescales():
     """Praxis: timescale = min * (max / min) ** (2i / d), angle = position / timescale."""
     smallest, largest = 2.0, 5e4
@@ -257,10 +267,12 @@ def test_position_interpolation():
     check_rotary(rotated(geometric(8) / 4, half(8)), scaling=te.LinearScaling(4.0))
 
 
+@pytest.mark.slow
 def test_ntk_aware_scaling():
     check_rotary(rotated(geometric(8, 10000 * 4.0 ** (8 / 6)), half(8)), scaling=te.NTKScaling(4.0))
 
 
+@pytest.mark.slow
 def test_dynamic_ntk_scaling():
     """transformers: base * (factor * length / original - (factor - 1)) ** (d / (d - 2))."""
     base = 10000 * (2.0 * 64 / 16 - (2.0 - 1)) ** (8 / 6)
@@ -270,6 +282,7 @@ def test_dynamic_ntk_scaling():
     )
 
 
+@pytest.mark.slow
 def test_yarn():
     """transformers' _compute_yarn_parameters, with beta_fast 32 and beta_slow 1."""
     factor, original, base, dim = 4.0, 4096, 10000.0, 8
@@ -306,6 +319,7 @@ def test_longrope_of_phi3(length):
     check_rotary(rotated(frequencies, half(8), factor=factor), scaling=scaling)
 
 
+@pytest.mark.slow
 def test_dynamic_rope_of_keras_hub():
     """It divides every frequency by factor ** (d / (d - 2)), at every length."""
     check_rotary(
@@ -662,6 +676,7 @@ def test_decoding_behind_left_padding_compiles_once_and_equals_the_unpadded_run(
 TABLE = np.random.default_rng(1).normal(size=(8, 4)).astype(np.float32)
 
 
+@pytest.mark.slow
 def test_rows_times_the_root_of_d_model_in_the_paper_ctrl_and_marian():
     embed = hk.transform(lambda: te.TokenEmbedding(8, 4, w_init=lambda *_: jnp.asarray(TABLE))(IDS))
     np.testing.assert_array_equal(embed.apply(embed.init(None), None), TABLE[IDS] * 2)
@@ -743,6 +758,7 @@ def our_loss(labels, **options):
     return te.linear_cross_entropy(hidden, matrix, labels, **options)
 
 
+@pytest.mark.slow
 def test_z_loss_of_palm_t5x_maxtext_liger_levanter():
     """T5X's cross_entropy_with_logits: loss + z_loss * square(log_z)."""
     losses, log_z = losses_of(TARGETS)
@@ -751,6 +767,7 @@ def test_z_loss_of_palm_t5x_maxtext_liger_levanter():
     )
 
 
+@pytest.mark.slow
 def test_shift_of_cut_cross_entropy():
     """e[..., :-1, :] and targets[..., 1:], without those that are -100."""
     targets = np.where(TARGETS == 4, -100, TARGETS)
@@ -761,6 +778,7 @@ def test_shift_of_cut_cross_entropy():
     )
 
 
+@pytest.mark.slow
 def test_ignore_index_and_label_smoothing_of_pytorch():
     losses, _ = losses_of(TARGETS, 0.1)
     counted = TARGETS != 4
@@ -771,6 +789,7 @@ def test_ignore_index_and_label_smoothing_of_pytorch():
     )
 
 
+@pytest.mark.slow
 def test_weights_of_t5x():
     """compute_weighted_cross_entropy: the sum of loss * weights, and the sum of weights."""
     weights = np.random.default_rng(4).random((2, 5)).astype(np.float32)

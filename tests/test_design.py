@@ -46,7 +46,7 @@ def test_public_modules_hold_no_logic(part):
     assert [ast.unparse(node) for node in tree.body if not is_reexport(node)] == []
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_each_public_name_is_imported_from_its_module():
     lines = [
         f"from transformer_embed.{name.replace('.', ' import ')}"
@@ -76,7 +76,7 @@ def test_help_shows_array_like_and_not_the_union_that_it_expands_to(part):
         assert "table: jax.typing.ArrayLike | " in pydoc.plain(pydoc.render_doc(te.lookup))
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_importing_the_package_loads_nothing_heavy():
     code = f"""
 import sys
@@ -102,6 +102,7 @@ def test_the_top_level_holds_what_the_design_names():
     assert found - left_behind - {"__pycache__"} <= TOP_LEVEL
 
 
+@pytest.mark.slow
 def test_docstrings_start_with_one_line():
     nodes = (ast.Module, ast.ClassDef, ast.FunctionDef)
     for path in PACKAGE.rglob("*.py"):

@@ -62,6 +62,7 @@ def test_every_public_name_has_one_entry_in_the_reference():
     assert sorted(set(listed) - set(public.PARTS)) == sorted(public.EVERY)
 
 
+@pytest.mark.slow
 def test_the_reference_and_the_help_of_commands_are_those_of_the_code():
     """If not: python tests/make_reference.py. (Newer versions of Python lay out help differently.)"""
     pages = make_reference.pages()
@@ -109,14 +110,12 @@ def text_of(html):
     return re.sub(r"<[^>]*>", "", html)
 
 
-@pytest.mark.slow
 @pytest.mark.documentation
 def test_a_reference_page_starts_with_a_table_of_one_line_summaries(pages):
     text = text_of(read(pages / "reference" / "rotary.html"))
     assert text.index("te.permute_rotary_weights") < text.index("te.apply_rotary(")
 
 
-@pytest.mark.slow
 @pytest.mark.documentation
 def test_reference_pages_show_sections_formulas_and_types_as_written(pages):
     html = {page.stem: read(page) for page in pages.rglob("*.html")}
@@ -130,7 +129,6 @@ def test_reference_pages_show_sections_formulas_and_types_as_written(pages):
     assert 'href="rotary.html#te-apply-rotary"' in html["plots"]
 
 
-@pytest.mark.slow
 @pytest.mark.documentation
 def test_the_command_line_page_has_the_help_of_each_command(pages):
     text = text_of(read(pages / "command_line.html"))
@@ -140,7 +138,6 @@ def test_the_command_line_page_has_the_help_of_each_command(pages):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.documentation
 def test_formulas_are_mathml_and_pages_load_nothing_from_elsewhere(pages):
     html = [read(page) for page in pages.rglob("*.html")]
@@ -152,7 +149,6 @@ def test_formulas_are_mathml_and_pages_load_nothing_from_elsewhere(pages):
     ] == []
 
 
-@pytest.mark.slow
 @pytest.mark.documentation
 def test_pages_name_no_machine(pages):
     written = "".join(read(page) for page in pages.rglob("*.html"))
@@ -163,7 +159,6 @@ def test_pages_name_no_machine(pages):
     ] == []
 
 
-@pytest.mark.slow
 @pytest.mark.documentation
 def test_an_unknown_command_in_a_formula_fails_the_build(tmp_path):
     source = tmp_path / "source"
@@ -180,7 +175,6 @@ def test_an_unknown_name_on_a_reference_page_is_an_error():
         make_reference.entries(["nothing_of_this_name"], "##")
 
 
-@pytest.mark.slow
 @pytest.mark.documentation
 def test_a_browser_opens_every_page_link_and_picture_and_finds_what_is_searched(pages):
     pytest.importorskip("selenium")

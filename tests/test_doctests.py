@@ -16,7 +16,7 @@ MODULES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.documentation
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name):
     module = importlib.import_module(name)

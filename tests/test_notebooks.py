@@ -49,7 +49,6 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
-@pytest.mark.slow
 @pytest.mark.documentation
 @by_notebook
 def test_it_runs_and_draws_as_many_pictures_as_are_stored(path, tmp_path):
@@ -60,7 +59,6 @@ def test_it_runs_and_draws_as_many_pictures_as_are_stored(path, tmp_path):
     assert len(_pictures(ran)) == len(_pictures(stored)) > 0
 
 
-@pytest.mark.slow
 @pytest.mark.documentation
 def test_an_assertion_that_fails_in_a_cell_is_a_failure(tmp_path):
     cell = nbformat.v4.new_code_cell(

@@ -172,7 +172,7 @@ print(main(["show", "mask", "--out", "x.png"]), os.listdir())
 """
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_without_matplotlib_it_is_named_and_the_package_works(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", WITHOUT_MATPLOTLIB]
@@ -431,6 +431,7 @@ def test_cells_have_lines_between_them_while_they_are_few(ax, size, lines):
 # plot_rotary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", [[0, 1, 7], [-3, 2_000_000_000], np.float32([0.5])])
 def test_rotary_points_are_rotated_by_position_times_frequency(ax, positions):
     plots.plot_rotary(positions, 32, ax=ax)
@@ -460,6 +461,7 @@ def test_the_pairs_that_are_drawn(ax, head_dim, pairs):
     )
 
 
+@pytest.mark.slow
 def test_rotary_with_a_scaling(ax):
     """Positions interpolated by 2 stand where half of them stood; an attention factor is seen
     whole."""
@@ -473,6 +475,7 @@ def test_rotary_with_a_scaling(ax):
     assert ax.lines[11].get_xdata()[0] == 12.0 < ax.get_xlim()[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("length", "head_dim", "inches"), [(6, 64, 6.4), (50, 64, 6.4), (12, 8, 4.5), (1, 2, 3)]
 )
@@ -488,6 +491,7 @@ def test_no_text_of_a_rotary_picture_lies_on_another(length, head_dim, inches):
 # plot_bias
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_bias_shows_the_head_and_leaves_out_what_is_masked(ax, dtype):
     bias = te.alibi_bias(POSITIONS, POSITIONS, num_heads=4, dtype=dtype)
@@ -504,6 +508,7 @@ def test_infinite_bias_is_left_out(ax):
     assert image(ax).mask.tolist() == [[False, True, True, False]]
 
 
+@pytest.mark.slow
 def test_a_bias_that_is_masked_throughout(ax):
     plots.plot_bias(te.mask_to_bias(np.zeros([2, 2], bool)), ax=ax)
     assert image(ax).mask.all()

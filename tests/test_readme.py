@@ -17,7 +17,7 @@ PASTED = [README, QUICK_START]
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, marks=() if path in PASTED else pytest.mark.documentation)
+        pytest.param(path, marks=() if path == README else pytest.mark.documentation)
         for path in (README, *PAGES)
     ],
     ids=lambda path: path.stem,
@@ -29,7 +29,6 @@ def test_python_blocks_run_as_pasted(path, monkeypatch, tmp_path):
         exec(compile(block, f"{path.name}: {block.splitlines()[0]}", "exec"), namespace)
 
 
-@pytest.mark.slow
 @pytest.mark.documentation
 @pytest.mark.parametrize("path", PASTED, ids=lambda path: path.stem)
 def test_python_blocks_paste_into_a_plain_prompt_twice(path, monkeypatch, tmp_path, capsys):

@@ -190,12 +190,14 @@ def test_word_embedding_notebook_one_id_at_two_places_differs_by_the_encodings(t
     assert np.abs(printed).max() > VISIBLE
 
 
+@pytest.mark.slow
 def test_encoding_walk_through_prints_this_table():
     np.testing.assert_allclose(
         encode(np.zeros((10, 6), np.float32)), WALK_THROUGH_TABLE, rtol=0, atol=PRINTED_ERROR
     )
 
 
+@pytest.mark.slow
 def test_denominators_are_those_that_the_encoding_walk_through_prints():
     """The position embedding note lists 1, 100 and 10000 for d_model = 4: one too many."""
     np.testing.assert_allclose(
@@ -207,6 +209,7 @@ def test_denominators_are_those_that_the_encoding_walk_through_prints():
 # --- What they state.
 
 
+@pytest.mark.slow
 def test_datacamp_slides_scale_embeddings_and_then_add_the_encoding():
     ids, table = np.array([[1, 2, 3, 4], [5, 6, 7, 8]]), normal(0, 10, 512)
     expected = table.astype(np.float64)[ids] * math.sqrt(512) + paper(4, 512)
@@ -224,6 +227,7 @@ def test_haiku_exercise_scales_the_rows_of_hk_embed():
     np.testing.assert_array_equal(ours.apply(params), theirs.apply(params))
 
 
+@pytest.mark.slow
 def test_haiku_exercise_drops_out_after_the_sum():
     x, rate = normal(0, 2, 12, 64), 0.1
     theirs = hk.transform(
@@ -274,6 +278,7 @@ def test_position_embedding_note_adds_encodings_to_ids_and_ours_refuse(scheme):
         added.init(jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_position_embedding_note_stops_at_max_len_and_learned_positions_say_so():
     module = hk.transform(
         lambda length: te.PositionalEncoding(te.Learned(4), 6)(
@@ -287,6 +292,7 @@ def test_position_embedding_note_stops_at_max_len_and_learned_positions_say_so()
         module.init(jax.random.key(0), 5)
 
 
+@pytest.mark.slow
 def test_position_embedding_note_registers_no_table_and_ours_has_none_to_leave_behind():
     # A torch tensor that is no buffer stays where it was made, and is not in what is saved.
     x, device = np.zeros((2, 6), np.float32), jax.devices()[-1]

@@ -49,6 +49,7 @@ def test_settings_are_read_from_a_file_and_model_type_is_added(prints, bert, sai
     assert "layer_norm_eps=0.25" in prints("inspect", bert, *flags).out
 
 
+@pytest.mark.slow
 def test_embed_takes_them_too(prints, fails, bert, said, text_file, tmp_path):
     ids, out = tmp_path / "ids", tmp_path / "x.npz"
     ids.write_text("1 2 3\n")

@@ -41,6 +41,7 @@ def by_hand(params, ids):
     return rows + np.stack([np.sin(angles), np.cos(angles)], -1).reshape(rows.shape), positions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens_a_batch", [1, 40, 16_384])
 def test_embed_is_the_formula_on_padded_lines(
     monkeypatch, embedded, model_file, tmp_path, tokens_a_batch
@@ -64,6 +65,7 @@ def test_embed_is_the_formula_on_padded_lines(
     assert {name: array.dtype for name, array in got.items()} == kinds
 
 
+@pytest.mark.slow
 def test_all_batches_have_one_shape(monkeypatch, embedded, model_file, text_file):
     shapes, real = [], te.Embedder
 
@@ -82,6 +84,7 @@ def test_all_batches_have_one_shape(monkeypatch, embedded, model_file, text_file
     assert len(shapes) * shapes[0][0] % 100 != 0
 
 
+@pytest.mark.slow
 def test_bars_are_on_a_terminal_until_quiet(monkeypatch, prints, model_file, text_file, tmp_path):
     command = ["embed", text_file, "--from", model_file, "--out", tmp_path / "x.npz"]
     assert prints(*command).err == ""
@@ -92,6 +95,7 @@ def test_bars_are_on_a_terminal_until_quiet(monkeypatch, prints, model_file, tex
     assert prints(*command, "--quiet").err == ""
 
 
+@pytest.mark.slow
 def test_ids_and_bytes_are_the_same_tokens(embedded, model_file, tmp_path):
     (tmp_path / "text").write_bytes(b"ab\r\n\xff\n")
     (tmp_path / "ids").write_bytes(b"97  98\n\t255 \n")
@@ -102,6 +106,7 @@ def test_ids_and_bytes_are_the_same_tokens(embedded, model_file, tmp_path):
         np.testing.assert_array_equal(array, ids[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pad_id", "scheme"),
     [(0, None), (3, te.Sinusoidal()), (0, te.Sinusoidal(at_padding=0, pad_id=3))],

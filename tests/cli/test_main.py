@@ -119,7 +119,7 @@ def test_a_name_that_the_terminal_cannot_show_is_escaped(exits, model_file, tmp_
     assert pathlib.Path(out).exists()
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_closed_streams_do_not_cost_the_work(model_file, tmp_path):
     """In a process of its own: the file is whole, and not what XLA prints."""
     out, source = tmp_path / "x.npz", tmp_path / "text"
@@ -131,7 +131,7 @@ def test_closed_streams_do_not_cost_the_work(model_file, tmp_path):
     assert done.returncode == 0
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_wrong_flags_load_nothing_slow():
     code = (
         "import sys\nfrom transformer_embed.cli.main import main\nassert main(['train', '--wrong']) == 2\n"

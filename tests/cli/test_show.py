@@ -22,6 +22,7 @@ SHOWN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("picture", SHOWN)
 def test_show_writes_a_picture_and_prints_its_title(prints, tmp_path, picture):
     pyplot.close("all")
@@ -92,6 +93,7 @@ def test_a_narrow_picture_names_its_tokens_and_has_a_title_that_fits(drawn):
     assert (ax.figure.get_size_inches() * ax.figure.dpi).tolist() == [960, 720]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MAGIC)
 def test_the_suffix_names_the_kind_of_the_file(prints, tmp_path, kind):
     out = tmp_path / f"x.{kind.upper()}"

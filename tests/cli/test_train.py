@@ -303,7 +303,7 @@ def ctrl_c_is_heard():
 TRAIN = [sys.executable, "-m", "transformer_embed", "train"]
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 @pytest.mark.usefixtures("ctrl_c_is_heard")
 def test_ctrl_c_stops_training_and_leaves_no_file(text_file, tmp_path):
     command = [*TRAIN, text_file, "--steps", "1000000", "--out", tmp_path / "x.safetensors"]
@@ -316,7 +316,7 @@ def test_ctrl_c_stops_training_and_leaves_no_file(text_file, tmp_path):
 MOMENTS = itertools.product([signal.SIGINT, signal.SIGTERM], [0.3, 0.6, 0.9, 1.2, 1.6, 2.2])
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 @pytest.mark.usefixtures("ctrl_c_is_heard")
 @pytest.mark.parametrize(("by", "seconds"), few(MOMENTS, 2))
 def test_ctrl_c_in_the_first_seconds_is_heard_and_prints_nothing(text_file, by, seconds):

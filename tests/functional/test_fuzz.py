@@ -94,14 +94,14 @@ def expect_right(function, *changes):
 @every_function
 def test_an_argument_gives_a_right_result_or_our_error(function):
     assert expect_right(function)
-    for change in few(changes_of(function), 4):
+    for change in few(changes_of(function), 3):
         expect_right(function, change)
 
 
 @pytest.mark.slow
 @every_function
 def test_any_argument_gives_a_right_result_or_our_error(function):
-    for change in few(changes_of(function), 60):
+    for change in few(changes_of(function), 40):
         expect_right(function, change)
 
 

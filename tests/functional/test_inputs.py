@@ -279,6 +279,7 @@ def test_an_array_of_jax_is_taken_as_it_is():
         assert getattr(arguments, convert)("x", floats) is floats
 
 
+@pytest.mark.slow
 def test_rotary_of_nothing_is_nothing():
     for shape in [(0, 3, 2, 4), (2, 0, 2, 4), (2, 3, 0, 4)]:
         x = np.zeros(shape, np.float32)

@@ -184,6 +184,7 @@ def test_full_rows_have_no_segments_but_for_their_chunks():
     np.testing.assert_array_equal(np.diff(rows) != 0, np.diff(FULL.positions // 8) != 0)
 
 
+@pytest.mark.slow
 def test_names_of_chunks_are_unique_whatever_the_tokens():
     """Also of tokens in no order: a mask of chunks alone compares no row indices."""
     ids = np.random.default_rng(0).integers(0, 4, (3, 2, 40))
@@ -197,6 +198,7 @@ def test_names_of_chunks_are_unique_whatever_the_tokens():
     assert_said(said_by_splash(mask, None), mask)
 
 
+@pytest.mark.slow
 def test_segment_ids_of_64_bits():
     with x64():
         ids = jnp.array([[2**40 + 1, 2**40 + 1, 1, 0]])
@@ -206,6 +208,7 @@ def test_segment_ids_of_64_bits():
         assert_said(said_by_flash(mask, "packed"), mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", few(RULES[1:], 3), ids=str)
 def test_queries_that_are_a_part_of_their_keys(rule):
     """A chunked prefill: its queries start at an index of the cache."""
@@ -217,6 +220,7 @@ def test_queries_that_are_a_part_of_their_keys(rule):
                 assert_said(said_by_splash(mask, "packed", query_start=start), mask)
 
 
+@pytest.mark.slow
 def test_the_static_mask_of_splash_attention_is_the_rule_in_any_tile():
     for window in ((None, 0), (90, 0), (20, 130), (None, 40), (7, None)):
         rule = AttentionMask(FULL, causal=False, window=window)
@@ -245,6 +249,7 @@ def test_cudnn_gets_no_window_to_the_right_of_a_causal_rule():
         assert options["local_window_size"] == (5, 0)
 
 
+@pytest.mark.slow
 def test_another_sequence_of_another_segment_is_not_seen():
     """Lengths come from the segment ids, whatever these are."""
     keys = TokenPositions([[0, 1, 2]] * 2, [[7, 7, 0], [2, 0, 0]])
@@ -407,6 +412,7 @@ def test_attention_to_another_sequence():
         check(mask, functools.partial(attend, mask, order="right"), has_gradients=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["right", "full"])
 def test_decoding_from_a_cache_that_write_made(order):
     """is_causal aligns queries with the first keys, so it is never passed for a cache."""
@@ -421,6 +427,7 @@ def test_decoding_from_a_cache_that_write_made(order):
 DOCUMENTS = np.repeat([[1, 2, 3, 4, 5], [1, 2, 3, 0, 0]], [130, 126, 200, 100, 84], axis=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [TILES, splash.BlockSizes(128, 128)], ids=["both", "inference"])
 def test_steps_run_the_tiles_in_which_a_pair_may_attend_and_load_no_others(sizes):
     mask = AttentionMask(TokenPositions.from_segment_ids(DOCUMENTS), causal=True)
@@ -443,6 +450,7 @@ def test_steps_run_the_tiles_in_which_a_pair_may_attend_and_load_no_others(sizes
             assert loads[step] == loads[running[running >= step][0]]
 
 
+@pytest.mark.slow
 def test_a_part_of_the_keys_far_from_the_first_runs_the_tiles_of_its_window():
     tokens = TokenPositions.from_offset(0, 640)
     mask = AttentionMask(jax.tree.map(lambda a: a[:, 512:], tokens), tokens, **WINDOW)
@@ -552,6 +560,7 @@ def test_bad_arguments_are_refused():
         assert str(caught.value).startswith(message)
 
 
+@pytest.mark.slow
 def test_tiles_that_are_too_many_for_a_tpu(monkeypatch):
     monkeypatch.setattr(splash_attention, "SCALAR_MEMORY", 7)
     with pytest.raises(ValueError, match=r"^block_sizes: wanted tiles whose .*, 7 bytes, got 8 by"):

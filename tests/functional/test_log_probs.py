@@ -74,6 +74,7 @@ def value_and_gradients(function, arguments):
     return jax.jit(lambda *a: (function(*a), jax.grad(loss, (0, 1, 2))(*a)))(*arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_values_and_gradients_are_those_of_whole_logits(options):
     got = value_and_gradients(functools.partial(ours, **options), (X, TABLE, BIAS))
@@ -84,6 +85,7 @@ def test_values_and_gradients_are_those_of_whole_logits(options):
         np.testing.assert_allclose(one, other, rtol=0, atol=ERROR)
 
 
+@pytest.mark.slow
 def test_forward_mode_vmap_and_second_derivatives_work():
     directions = tuple(array * 0.1 for array in (X, TABLE, BIAS))
     for function in (
@@ -99,6 +101,7 @@ def test_forward_mode_vmap_and_second_derivatives_work():
             np.testing.assert_allclose(one, other, rtol=0, atol=3 * ERROR)
 
 
+@pytest.mark.slow
 def test_the_ratio_of_a_policy_to_itself_is_exactly_1():
     log_probs = lambda x: te.linear_log_probs(x, TABLE, LABELS, chunk_size=5)
     reference = jax.jit(log_probs)(X)
@@ -108,6 +111,7 @@ def test_the_ratio_of_a_policy_to_itself_is_exactly_1():
     assert np.abs(pullback).max() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_gradients_of_16_bits_are_summed_in_32(dtype):
     """Over 64 chunks, a sum in 16 bits is off by several roundings, one is half a unit."""
@@ -121,6 +125,7 @@ def test_gradients_of_16_bits_are_summed_in_32(dtype):
     np.testing.assert_allclose(got.astype("f4"), wide, rtol=0, atol=0.51 * step)
 
 
+@pytest.mark.slow
 def test_losses_of_tokens_are_those_of_the_sum():
     """`reduction="none"`, with every option that the loss has beside those of log-probabilities."""
     options = {"label_smoothing": 0.1, "z_loss": 0.01, "shift": True, "weights": COTANGENTS[0] ** 2}
@@ -138,6 +143,7 @@ def test_losses_of_tokens_are_those_of_the_sum():
     np.testing.assert_allclose(of_tokens, both("sum")[1][1], rtol=0, atol=ERROR)
 
 
+@pytest.mark.slow
 def test_labels_that_are_not_counted_have_0_and_those_outside_nan():
     x = X.copy()
     x[0, 0] = np.nan
@@ -158,6 +164,7 @@ def test_labels_that_are_not_counted_have_0_and_those_outside_nan():
 SPLITS = [(("a", None), ("b",)), ((None, "a"), ("b",)), (("a", "b"), ()), (("a", None), ("a", "b"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axis_type", "of_table", "of_batch"),
     [*((AxisType.Explicit, *split) for split in SPLITS), (AxisType.Auto, *SPLITS[0])],
@@ -185,6 +192,7 @@ def test_on_a_mesh_all_is_as_on_one_device(axis_type, of_table, of_batch):
         np.testing.assert_allclose(one, other, rtol=0, atol=ERROR)
 
 
+@pytest.mark.slow
 def test_over_a_split_vocabulary_only_numbers_of_tokens_are_sent():
     mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Explicit,))
     put = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
@@ -199,6 +207,7 @@ def test_over_a_split_vocabulary_only_numbers_of_tokens_are_sent():
     assert max(one.largest for one in collectives.collectives(compiled)) <= 64
 
 
+@pytest.mark.slow
 def test_backward_memory_is_that_of_a_chunk():
     """With 8 times the tokens, the temporaries grow by less than one array of logits."""
 
@@ -211,6 +220,7 @@ def test_backward_memory_is_that_of_a_chunk():
     assert temporaries(2048) - temporaries(256) < 4 * 64 * 5000
 
 
+@pytest.mark.slow
 def test_the_embedder_and_the_modules_have_them():
     config = te.EmbedderConfig(
         VOCAB, WIDTH, pad_id=0, output=te.OutputLayer(scale=0.5, softcap=2.0)

@@ -65,6 +65,7 @@ def weighted(table, ids, cotangent, **options):
 # --- rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
 def test_rows_and_gradients(style):
     """Of each policy and padding, in one program."""
@@ -362,6 +363,7 @@ def test_rows_and_gradients_survive_export_with_any_number_of_ids():
         assert_gradient(gradient, ids, np.ones((len(ids), WIDTH)))
 
 
+@pytest.mark.slow
 def test_the_gradient_of_an_empty_batch_is_zero():
     with set_mesh(mesh_of(AxisType.Auto, (1,))):
         gradient = jax.grad(weighted)(TABLE, np.zeros(0, int), 1.0)
@@ -490,6 +492,7 @@ def test_logits_of_16_bits_are_summed_in_float32(dtype):
     assert logits.tolist() == [[2048 + 511 * 0.5]]
 
 
+@pytest.mark.slow
 def test_logits_of_mixed_inputs_have_the_wider_dtype():
     assert te.linear_logits(np.ones((1, WIDTH), jnp.bfloat16), TABLE).dtype == jnp.float32
     with x64():

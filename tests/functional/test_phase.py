@@ -61,6 +61,7 @@ def test_integer_positions_against_arbitrary_precision(pairs, base):
     assert worst_error(positions, pairs, base) <= oracle.MAX_ERROR
 
 
+@pytest.mark.slow
 def test_unsigned_positions_against_arbitrary_precision():
     rng = np.random.default_rng(1)
     positions = [[0, 2**31 - 1, 2**31, 2**32 - 1], rng.integers(0, 2**32, 40)]
@@ -90,6 +91,7 @@ multiply_high = jax.jit(phase.multiply_high)
 word = st.integers(0, 2**32 - 1)
 
 
+@pytest.mark.slow
 @hypothesis.given(st.lists(word, min_size=8, max_size=8), word)
 @hypothesis.settings(max_examples=30)
 def test_multiply_high_is_the_upper_word(numbers, other):
@@ -113,6 +115,7 @@ def test_words_of_a_frequency():
     assert [each.tolist() for each in words] == [[0, 2], [2**31, 2**31], [0, 0]]
 
 
+@pytest.mark.slow
 def test_quarter_turns_are_exact():
     with decimal.localcontext(decimal.Context(prec=60)):
         quarter_turn = of_frequencies([phase.PI / 2])
@@ -126,12 +129,14 @@ def test_small_angles_keep_their_relative_accuracy():
     assert oracle.error(got, exact) / float(exact) < 2**-22
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.int8, np.uint16])
 def test_narrow_integers_agree_with_int32(dtype):
     narrow = sinusoid(np.arange(100, dtype=dtype), constants(4))
     np.testing.assert_array_equal(narrow, sinusoid(np.arange(100, dtype=np.int32), constants(4)))
 
 
+@pytest.mark.slow
 def test_float_positions_without_a_phase_give_nan():
     bad = np.float32([np.nan, np.inf, -np.inf, 2.0**31, -(2.0**31), 1e30])
     assert np.isnan(sinusoid(bad, constants(2))).all()

@@ -215,6 +215,7 @@ class TestPermutation:
                 layouts = {"source": source, "target": target}
                 check(permute_rotary_weights, weights, num_heads, **layouts, rotary_dim=rotary_dim)
 
+    @pytest.mark.slow
     def test_empty_heads(self):
         for source, target in itertools.permutations(("half", "interleaved")):
             layouts = {"source": source, "target": target}
@@ -266,6 +267,7 @@ class TestContract:
         slopes = c * (-a * sin - b * cos) + d * (a * cos - b * sin)
         np.testing.assert_allclose(gradient, slopes.sum(-1), rtol=1e-5, atol=1e-6)
 
+    @pytest.mark.slow
     def test_a_traced_offset_does_not_recompile(self):
         traces, x = [], normal(4, 2, 8)
 

@@ -190,12 +190,14 @@ class TestGrid:
 
 
 class TestValuesThatFloat32Lacks:
+    @pytest.mark.slow
     def test_on_the_host(self):
         check(te.sinusoidal_encoding, [2.0**30, 2.0**40, np.inf, np.nan], 4)
         message = r"^positions: wanted floats that float32 holds .*, got 123456789.0$"
         with pytest.raises(ValueError, match=message):
             te.sinusoidal_encoding([0.1, 123456789.0], 4)
 
+    @pytest.mark.slow
     def test_traced_ones_are_nan(self):
         with x64():
             encode = jax.jit(lambda p: te.sinusoidal_encoding(p, 4))

@@ -102,7 +102,7 @@ def nothing_compiled():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", few(FUNCTIONS, 16))
+@pytest.mark.parametrize("name", few(FUNCTIONS, 8))
 def test_functions_eagerly_and_traced_with_their_gradient(name):
     function, arrays = FUNCTIONS[name]
     floats = [n for n, array in enumerate(arrays) if jnp.issubdtype(array.dtype, jnp.floating)]
@@ -119,6 +119,7 @@ def test_functions_eagerly_and_traced_with_their_gradient(name):
     assert_finite(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [te.dropout, hk.dropout], ids=["ours", "haiku's"])
 def test_a_key_that_is_used_twice_is_an_error_under_debug_key_reuse(dropout):
     x = jnp.asarray(X)
@@ -189,7 +190,7 @@ OF_TABLES |= {"sharding.exchange_load", "sharding.shard_params"}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "table"),
-    few(itertools.product((AxisType.Auto, AxisType.Explicit), KINDS), 3),
+    few(itertools.product((AxisType.Auto, AxisType.Explicit), KINDS), 2),
     ids=str,
 )
 def test_functions_of_tables(kind, table, tmp_path):

@@ -106,6 +106,7 @@ def test_a_wholly_masked_row_is_finite_but_for_haiku_in_float16():
     assert np.isfinite(jax.nn.dot_product_attention(*half, mask=hidden)).all()
 
 
+@pytest.mark.slow
 def test_a_mask_does_not_hide_nan_and_padding_holds_none():
     """A masked key has weight 0, and 0 times NaN is NaN in every row: what stands at padding must
     be finite itself."""

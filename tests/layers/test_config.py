@@ -117,6 +117,7 @@ def test_a_field_of_any_type_is_converted_or_refused_by_name(kind):
         assert found or not forms
 
 
+@pytest.mark.slow
 def test_narrow_integers_of_numpy_do_not_wrap():
     assert te.Learned(max_len=np.int16(200), start=np.int8(100)).start + 100 == 200
     grid = te.SinusoidalGrid((np.int8(100), np.int8(2)))

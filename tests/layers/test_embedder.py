@@ -126,6 +126,7 @@ def test_one_trace_whatever_the_dtype_the_offset_the_key_and_an_equal_config(tra
 # --- Values.
 
 
+@pytest.mark.slow
 def test_the_embedder_is_the_module():
     _, params = made()
     module = hk.transform(lambda ids: te.TransformerEmbedding(CONFIG)(ids, is_training=False))
@@ -133,6 +134,7 @@ def test_the_embedder_is_the_module():
     assert jax.tree.structure(params) == jax.tree.structure(jax.eval_shape(module.init, KEY, IDS))
 
 
+@pytest.mark.slow
 def test_init_follows_its_key_of_either_kind():
     embedder = te.Embedder(CONFIG)
     (first,), (again,), (other,) = (
@@ -158,6 +160,7 @@ def test_training_follows_its_key_of_either_kind_and_evaluation_none():
     assert_close(no_rate.apply(params, None, IDS, is_training=True), evaluate())
 
 
+@pytest.mark.slow
 def test_wide_host_integers_do_not_wrap():
     result = np.asarray(evaluate(np.array([5, 2**32 + 5, -(2**32) + 5, -1, 11])))
     assert np.isnan(result).all(-1).tolist() == [False, True, True, True, True]
@@ -180,6 +183,7 @@ def test_positions_wider_than_int32_are_exact_or_lost():
     assert np.isnan(lost).all()
 
 
+@pytest.mark.slow
 def test_a_vocabulary_of_one():
     embedder, params = made(dataclasses.replace(CONFIG, vocab_size=1, pad_id=None))
     result = np.asarray(embedder.apply(params, None, [0, 1, -1], is_training=False))
@@ -272,6 +276,7 @@ def test_export_for_any_batch_and_length(scheme):
         jax.tree.map(assert_close, exported.call(*arguments), both_flags(embedder)(*arguments))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("platform", "dtype"), [("tpu", "bfloat16"), ("cuda", "float32")])
 def test_lowers_for_other_platforms(platform, dtype):
     embedder, params = made(dataclasses.replace(CONFIG, dtype=dtype))
@@ -368,6 +373,7 @@ def doors(*names):
     return pytest.mark.parametrize("door", names or DOORS)
 
 
+@pytest.mark.slow
 @doors()
 def test_parameters_in_another_byte_order_are_read_as_numbers(door):
     other = ">" if np.dtype("<f4").isnative else "<"

@@ -212,21 +212,21 @@ def test_a_config_takes_a_value_or_names_its_field(field):
 def test_some_arguments_give_a_right_result_or_our_error(name):
     config = te.EmbedderConfig(**GOOD)
     expect_right(config, name)
-    for change in few(changes_of(name), 8):
+    for change in few(changes_of(name), 5):
         expect_right(config, name, change)
 
 
 @pytest.mark.slow
 @every_call
 def test_any_argument_gives_a_right_result_or_our_error(name):
-    for change in few(changes_of(name), 80):
+    for change in few(changes_of(name), 50):
         expect_right(te.EmbedderConfig(**GOOD), name, change)
 
 
 @pytest.mark.slow
 @every_field
 def test_a_value_of_a_field_embeds_rightly_or_is_our_error(field):
-    for value in [*few(VALUES, 20), *LIKELY.get(field, [])]:
+    for value in [*few(VALUES, 12), *LIKELY.get(field, [])]:
         exists, config = config_of({field: value})
         if exists:
             expect_right(config, "apply")
@@ -236,7 +236,7 @@ def test_a_value_of_a_field_embeds_rightly_or_is_our_error(field):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_value_of_a_field_of_a_scheme_embeds_rightly_or_is_our_error(scheme):
     names = [field.name for field in dataclasses.fields(scheme)]
-    for name, value in few(itertools.product(names, VALUES), 40):
+    for name, value in few(itertools.product(names, VALUES), 25):
         exists, made_scheme = call(scheme, SCHEMES[scheme] | {name: bounded(name, value)})
         if exists:
             exists, config = config_of({"scheme": made_scheme})

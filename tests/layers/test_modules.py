@@ -176,6 +176,7 @@ def narrow(params):
     return widened(params, wide(params, "token_embedding")[IDS] * 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "reference"),
     [
@@ -228,6 +229,7 @@ def test_the_result_has_the_shape_of_the_data_and_the_dtype_asked_for(case):
         assert (got.shape, got.dtype) == ((2, 5, 8), case.dtype)
 
 
+@pytest.mark.slow
 @few_modules
 def test_jit_equals_eager_and_traces_once(case):
     traces, params = [], params_of(case.name)
@@ -458,6 +460,7 @@ def test_without_a_policy_the_result_has_the_dtype_of_the_table(dtype):
         assert jax.eval_shape(pair.apply, cast, None).dtype == jnp.float16
 
 
+@pytest.mark.slow
 def test_16_bit_sums_round_once():
     x = np.random.default_rng(0).normal(size=[4, 64, 32]).astype(jnp.bfloat16)
     table = np.asarray(te.sinusoidal_table(64, 32))
@@ -466,6 +469,7 @@ def test_16_bit_sums_round_once():
     assert not np.array_equal(x + table.astype(jnp.bfloat16), got)
 
 
+@pytest.mark.slow
 def test_a_16_bit_embedding_rounds_once():
     fields = {"d_model": 64, "num_token_types": 2, "scale": False} | HALF
     pair = hk.transform(lambda: whole(**fields)(IDS, is_training=False, token_types=TYPES))
@@ -475,6 +479,7 @@ def test_a_16_bit_embedding_rounds_once():
     np.testing.assert_array_equal(pair.apply(params, None), want.astype(jnp.bfloat16))
 
 
+@pytest.mark.slow
 def test_the_factor_is_not_rounded_to_bfloat16():
     table = np.random.default_rng(0).normal(size=[4, 3072]).astype(jnp.bfloat16)
     params = {"token_embedding": {"embeddings": jax.device_put(table)}}
@@ -487,6 +492,7 @@ def test_the_factor_is_not_rounded_to_bfloat16():
 # --- Token embeddings.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [True, False])
 def test_default_outputs_have_unit_variance(scale):
     pair = hk.transform(lambda: te.TokenEmbedding(500, 256, scale=scale)(np.arange(500)))
@@ -558,6 +564,7 @@ def test_ids_and_positions_outside_the_tables_follow_the_policy(policy):
 # --- Positions.
 
 
+@pytest.mark.slow
 @both_encodings
 def test_positions_of_one_row_and_of_each(module):
     table = encode(module, np.zeros([1, 16, 8], np.float32))[0]
@@ -628,6 +635,7 @@ def test_each_layer_of_a_stack_adds_once_and_has_a_key_of_its_own():
     assert abs(survived - 1 / 8) < 5 * np.sqrt(1 / 8 * 7 / 8 / result.size)
 
 
+@pytest.mark.slow
 def test_two_dropouts_use_two_keys_and_each_draws_one():
     def function(x):
         results = [sinusoidal(dropout_rate=0.5)(x, is_training=True) for _ in range(2)]
@@ -727,6 +735,7 @@ def test_relative_position_bias_is_the_table_at_the_buckets(bidirectional):
     np.testing.assert_array_equal(bias.apply(params, None, queries, keys), want)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_relative_position_bias_counts_each_pair():
     options = {"num_buckets": 4, "max_distance": 5}
     bias = hk.transform(

@@ -37,6 +37,7 @@ def test_a_resized_vocabulary_fits_its_config_and_changes_nothing_else(size):
     assert resized[POSITIONS]["embeddings"] is PARAMS[POSITIONS]["embeddings"]
 
 
+@pytest.mark.slow
 def test_new_rows_are_drawn_like_each_channel_and_unlike_the_output_layer_s():
     channels = np.arange(1, 17, dtype=np.float32)
     old = np.random.default_rng(0).normal(1, 2, (200, 16)).astype(np.float32) * channels
@@ -75,6 +76,7 @@ def test_a_line_of_positions_stays_a_line():
     np.testing.assert_allclose(stretched(line, 4), line, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_rows_before_the_start_are_kept():
     table = np.array([[1000.0] * 4, [2000.0] * 4, *np.random.default_rng(0).normal(size=(3, 4))])
     found = stretched(table, 7, start=2)

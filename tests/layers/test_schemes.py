@@ -30,6 +30,7 @@ def embed(scheme, ids=IDS, *, d_model=8, pad_id=None, **arguments):
     return te.Embedder(config).apply(params, None, ids, is_training=False, **arguments)
 
 
+@pytest.mark.slow
 @both_schemes
 def test_positions_count_from_start(scheme):
     np.testing.assert_array_equal(
@@ -37,6 +38,7 @@ def test_positions_count_from_start(scheme):
     )
 
 
+@pytest.mark.slow
 @both_schemes
 def test_only_tokens_are_counted_where_padding_has_a_position_of_its_own(scheme):
     """Whether the scheme or the config has its id; a scheme's own wins."""
@@ -49,6 +51,7 @@ def test_only_tokens_are_counted_where_padding_has_a_position_of_its_own(scheme)
     assert not np.array_equal(embed(roberta, pad_id=5), expected)
 
 
+@pytest.mark.slow
 @both_schemes
 def test_ids_of_any_rank(scheme):
     call = functools.partial(embed, dataclasses.replace(scheme, pad_id=PAD_ID, **ROBERTA))
@@ -71,6 +74,7 @@ def test_given_positions_are_taken_as_they_are():
     np.testing.assert_array_equal(embed(apart, positions=positions), plain)
 
 
+@pytest.mark.slow
 def test_start_shortens_what_a_table_holds():
     assert embed(te.Learned(max_len=7, start=2)).shape == (3, 5, 8)
     text = "ids: wanted a length of at most 4, where Learned ends, got length 5"
@@ -78,6 +82,7 @@ def test_start_shortens_what_a_table_holds():
         embed(te.Learned(max_len=6, start=2))
 
 
+@pytest.mark.slow
 def test_a_start_far_out_is_exact_inside_int32():
     for start in (10**9, 2**31 - 5):
         far = te.sinusoidal_encoding(np.arange(start, start + 5, dtype=np.int32), 8)

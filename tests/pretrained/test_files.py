@@ -448,7 +448,7 @@ with files.open_whole(pathlib.Path(sys.argv[1])):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_a_killed_save_leaves_a_file_that_a_later_one_removes(tmp_path):
     """Neither one that may still be written, nor a pipe of such a name."""
     path, pipe = tmp_path / "x", pipe_as(tmp_path / f"{files.TEMPORARY}pipe.tmp")

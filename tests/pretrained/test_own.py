@@ -244,6 +244,7 @@ STORED = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(STORED, st.booleans())
 def test_arrays_of_any_layout_are_saved_by_value(array, is_param):

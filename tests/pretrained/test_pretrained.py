@@ -158,6 +158,7 @@ def test_t5_bias_is_the_originals(tmp_path, name):
     assert len(np.unique(ours)) > 20
 
 
+@pytest.mark.slow
 def test_bloom_bias_is_the_originals(tmp_path):
     case, found = CASES["bloom"], load(tmp_path, "bloom")
     keys = te.TokenPositions.from_ids(case["ids"], pad_id=PAD)
@@ -168,6 +169,7 @@ def test_bloom_bias_is_the_originals(tmp_path):
 # --- MiniLM, a real model.
 
 
+@pytest.mark.slow
 def test_minilm_rows_give_the_originals_embeddings(tmp_path):
     """From the rows that the ids read, in a checkpoint of their own."""
     rows = {

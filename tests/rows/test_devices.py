@@ -110,6 +110,7 @@ def assert_close(found, expected, **tolerance):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a[-1], b, **tolerance), found, expected)
 
 
+@pytest.mark.slow
 @every_map
 def test_pmean_is_the_mean_of_the_dense_gradients(name):
     assert_close(trained(name)["ours"], expected(OTHER_IDS), **TOLERANCE)

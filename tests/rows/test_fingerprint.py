@@ -53,6 +53,7 @@ def test_what_is_no_scale_does_not_fit(name):
     assert not fits(IDS, CHANGED[name])
 
 
+@pytest.mark.slow
 def test_lists_of_ids_rarely_share_a_fingerprint():
     ids = jnp.sort(jax.random.randint(jax.random.key(0), [5_000, 3], 0, 60), axis=1)
     marks = np.asarray(jax.vmap(fingerprint)(ids))[:, 0]
@@ -65,6 +66,7 @@ def test_only_rows_with_a_gradient_become_nan():
     np.testing.assert_array_equal(or_nan(jnp.array(False), values), [[0, np.nan], [0, 0]])
 
 
+@pytest.mark.slow
 def test_a_sum_of_mixed_rows_is_nan():
     gradient = te.rows.RowGradient(IDS, jnp.ones([5, 2]), 30)
     mixed = jax.tree.map(jnp.sign, gradient)
@@ -73,6 +75,7 @@ def test_a_sum_of_mixed_rows_is_nan():
         assert np.isnan(total[:5]).all()
 
 
+@pytest.mark.slow
 def test_norms_are_those_of_the_rows_alone():
     for values in (jnp.zeros([5, 2]), 1e-20 * jnp.ones([5, 2]), jnp.ones([5, 2], jnp.bfloat16)):
         gradient = te.rows.RowGradient(IDS, values, 30)

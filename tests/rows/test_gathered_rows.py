@@ -235,6 +235,7 @@ def test_a_loss_without_nan_runs_under_debug_nans():
     np.testing.assert_allclose(value, TABLE[IDS].sum(), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "width"), [(jnp.float16, 300), (jnp.bfloat16, 1), (jnp.float32, 2)]
 )

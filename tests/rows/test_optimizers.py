@@ -71,7 +71,7 @@ def refused_or_lazy(optimizer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", few(EXPORTED, 8))
+@pytest.mark.parametrize("name", few(EXPORTED, 6))
 def test_an_optimizer_of_optax_is_the_lazy_one_or_refused_as_the_page_says(name):
     reason = made.reason(refused_or_lazy(made.quietly(EXPORTED[name])))
     assert reason == made.read_page()[name] or optax.__version__ not in PAGE

@@ -114,6 +114,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_may_choose_a_step_size(name):
     schedule = SCHEDULES[name]
@@ -122,6 +123,7 @@ def test_a_schedule_may_choose_a_step_size(name):
         np.testing.assert_array_equal(after["t"][np.array([0, 1, 3]), 0], [0.5, 1, 0])
 
 
+@pytest.mark.slow
 def test_a_choice_by_size_that_is_the_same_for_every_block_passes():
     ids = np.arange(100)
     grads = {"t": te.rows.RowGradient(ids, np.ones([100, 2], np.float32), 1000), "w": PARAMS["w"]}
@@ -131,6 +133,7 @@ def test_a_choice_by_size_that_is_the_same_for_every_block_passes():
     np.testing.assert_array_equal(after["w"], PARAMS["w"])
 
 
+@pytest.mark.slow
 def test_many_tables_share_the_traces_of_one_step():
     """Three for the proof, and none for each table: tracing would take seconds otherwise."""
     traces = []

@@ -47,6 +47,7 @@ def test_ids_made_by_hand_must_ascend(ids):
         te.rows.add(rows([1, 2]), rows(ids))
 
 
+@pytest.mark.slow
 def test_the_sum_scale_and_norm_are_those_of_the_dense_gradient():
     @jax.jit
     def sums(scale):
@@ -64,6 +65,7 @@ def test_the_sum_scale_and_norm_are_those_of_the_dense_gradient():
     np.testing.assert_allclose(clipped, 0.5 * total / np.linalg.norm(total), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_tree_map_adds_gradients_of_the_same_rows_alone():
     with pytest.raises(ValueError, match=r"te\.rows\.add adds gradients of different ids"):
         jax.tree.map(jnp.add, rows([1, 2]), rows([3, 4]))
@@ -88,6 +90,7 @@ USES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leave", [jax.jit, jax.vmap])
 @pytest.mark.parametrize("enter", [lambda use: use, jax.jit], ids=["eager", "jit"])
 def test_a_gradient_that_left_its_trace_names_the_way(leave, enter):
@@ -109,6 +112,7 @@ def test_a_scan_that_carries_a_gradient_names_the_way():
         jax.lax.scan(body, rows([1, 2]), np.array([[1, 2], [3, 4]]))
 
 
+@pytest.mark.slow
 def test_a_gradient_without_rows_changes_no_table():
     none, adam = rows([]), optax.adam(0.1)
     after, _ = te.rows.update(adam, none, adam.init(PARAMS), PARAMS)

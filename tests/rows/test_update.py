@@ -184,6 +184,7 @@ def test_a_batch_may_have_as_many_ids_as_the_table_has_rows(size):
     np.testing.assert_array_equal(step(params)["t"], 0.75)
 
 
+@pytest.mark.slow
 def test_padding_of_a_gradient_updates_no_row():
     params, adamw = {"t": np.ones([4, 2], np.float32)}, optax.adamw(1.0)
     grads = rows([1, 5, 6, 7], jnp.ones([4, 2]), 4)
@@ -192,6 +193,7 @@ def test_padding_of_a_gradient_updates_no_row():
         assert changed.all(axis=1).tolist() == [False, True, False, False]
 
 
+@pytest.mark.slow
 def test_clipped_ids_move_the_row_at_the_end():
     clipped = lambda params, ids: te.lookup(params["t"], ids, out_of_range="clip").sum()
     grads = gradient(PARAMS, np.array([-5, 1004]), clipped)
@@ -218,6 +220,7 @@ def test_a_table_of_16_bits_keeps_its_dtype_and_sums_repeats_in_float32(dtype):
 # --- arguments that change
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_closes_over_a_value_uses_that_of_each_trace():
     rate = [1.0]
     optimizer = optax.stateless(lambda grads, _: jax.tree.map(lambda g: -rate[0] * g, grads))

@@ -30,6 +30,7 @@ def taken_rows(table, ids, max_rows=None):
     return taken({"t": table}, {"t": ids}, max_rows=max_rows)[0]["t"]
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(st.lists(st.integers(-3, 12), min_size=8, max_size=8), st.sampled_from([1, 3, None]))
 def test_taken_rows_are_the_smallest_distinct_ones_then_padding(ids, max_rows):
@@ -59,6 +60,7 @@ def test_ids_of_any_width_take_the_row_that_they_name():
     assert (only.ids.tolist(), without_marks(only.values).tolist()) == ([0], [[0, 0]])
 
 
+@pytest.mark.slow
 def test_tables_in_lists_and_tuples_have_ids_and_bounds_in_lists_and_tuples():
     params, ids = {"e": [TABLE, (TABLE, TABLE)], "w": TABLE}, {"e": [None, ([3], [1, 2])]}
 

@@ -147,6 +147,7 @@ def with_infinite_rows():
     return table, shard(mesh_of((2, 4)), SPEC("model"), table)
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(
     ids=st.lists(
@@ -161,6 +162,7 @@ def test_a_sharded_table_treats_any_ids_like_a_plain_one(ids, policy):
     np.testing.assert_array_equal(te.lookup(table, ids, out_of_range=policy), expected)
 
 
+@pytest.mark.slow
 def test_lookup_under_vmap_over_seeds():
     tables, mesh = normal(4, 3, VOCAB, WIDTH), mesh_of((1, 2))
 
@@ -173,6 +175,7 @@ def test_lookup_under_vmap_over_seeds():
     np.testing.assert_array_equal(rows, np.stack([loop_lookup(table, IDS) for table in tables]))
 
 
+@pytest.mark.slow
 def test_padded_logits_change_no_argmax_and_no_loss():
     """Every product is negative: a padded logit of 0 would be the largest."""
     x, positive, labels = -np.abs(X) - 0.1, np.abs(TABLE) + 0.1, np.arange(32).reshape(8, 4)
@@ -227,6 +230,7 @@ def test_a_tied_model_with_dropout_trains_as_on_one_device():
     assert momentum.array.addressable_shards[0].data.size == momentum.array.size // 4
 
 
+@pytest.mark.slow
 def test_hk_embed_raises_an_error_for_a_sharded_table():
     embed = hk.without_apply_rng(hk.transform(lambda ids: hk.Embed(VOCAB, WIDTH)(ids)))
     params = {"embed": {"embeddings": TABLE}}

@@ -55,6 +55,7 @@ def test_large_meshes_route_over_one_axis_after_another(shape, route):
     assert sum(hop.parts * hop.room for hop in planned) < 16384 * 3.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hot_rows", [1024, 8192], ids=str)
 def test_slots_that_devices_share_need_no_more_room_than_others(hot_rows):
     asked, shape, axes = 1024, (8, 8), ("data", "model")

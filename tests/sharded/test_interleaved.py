@@ -73,6 +73,7 @@ def test_lookup_by_exchange_gives_the_rows_bit_for_bit_and_their_gradient(kind, 
     np.testing.assert_allclose(on_host(found[1]), expected_gradient, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_ids_that_the_devices_do_not_divide_are_looked_up_in_every_shard():
     table = interleave(mesh_of((2, 4)))
     for shape in ((), (0,), (5, 2)):
@@ -85,6 +86,7 @@ def roomy_table():
     return interleave(mesh_of((1, 2)), capacity=8.0)
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(
     ids=st.lists(

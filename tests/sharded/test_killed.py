@@ -84,7 +84,7 @@ def killed_run():
             process.communicate()
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 @pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="today's Orbax asks for a newer jax")
 def test_a_checkpoint_that_a_killed_process_was_writing_is_not_there_and_the_one_before_restores(
     tmp_path,
@@ -125,7 +125,7 @@ def test_a_checkpoint_that_a_killed_process_was_writing_is_not_there_and_the_one
     np.testing.assert_array_equal(restored["t"].in_vocabulary_order(), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 @pytest.mark.skipif(not HAS_HEARTBEATS, reason="this jax waits for heartbeats as long as it likes")
 def test_a_run_whose_other_process_is_killed_fails_within_the_timeout_of_the_runtime(killed_run):
     first, survivor, end = killed_run

@@ -69,7 +69,7 @@ def results(tmp_path_factory):
     return printed, dict(np.load(out)), one
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 @pytest.mark.parametrize("name", NAMES)
 def test_two_processes_train_as_one(results, name):
     _, two, one = results
@@ -79,7 +79,7 @@ def test_two_processes_train_as_one(results, name):
     np.testing.assert_allclose(two[f"{name}_table"], table, rtol=0, atol=TABLE_ERROR)
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_two_processes_by_exchange_train_as_by_replicated_rows(results):
     _, two, _ = results
     for part, error in (("losses", LOSS_ERROR), ("table", TABLE_ERROR)):
@@ -87,7 +87,7 @@ def test_two_processes_by_exchange_train_as_by_replicated_rows(results):
         np.testing.assert_allclose(found, expected, rtol=0, atol=error)
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 def test_each_process_prints_the_same_losses_and_the_first_what_they_are(results):
     first, second = (text.splitlines() for text in results[0])
     *first, last = first
