@@ -99,6 +99,8 @@ def test_what_is_stored_names_no_machine(path):
 
 
 def _run(notebook, folder: pathlib.Path, is_optimized: bool = False):
+    # A notebook reads what lies beside it.
+    (folder / "data").symlink_to(ROOT / "notebooks" / "data")
     manager = jupyter_manager.AsyncKernelManager(
         kernel_spec_manager=ThisInterpreter(), connection_file=str(folder / "kernel.json")
     )
