@@ -37,8 +37,9 @@ class PretrainedInput(NamedTuple):
         rotary: the keyword arguments of `apply_rotary`; None if the model has no rotary embeddings.
             If layers differ (Gemma 3, Cohere 2), a dict with such arguments for each kind of layer,
             as config.json's `layer_types` names them, and None for a kind that is not rotated.
-            (Where config.json lists `no_rope_layers`: "rope" and "no_rope".) With `pair_axes`
-            (Qwen-VL), positions have three axes, time, height and width, which are equal for text.
+            (Where config.json lists `no_rope_layers`: "rope" for its 1, "no_rope" for its 0.) With
+            `pair_axes` (Qwen-VL), positions have three axes, time, height and width, which are
+            equal for text.
         bias: the keyword arguments of `RelativePositionBias` (T5) or `alibi_bias` (Bloom); None if
             the model has no bias.
         names: the name of the tensor that each parameter came from.
