@@ -6,7 +6,8 @@ Needs: torch (a CPU build), transformers, and this package's dependencies. It ta
 
 Each type is built small with random weights, twice: with odd settings that config.json says, and
 with the library's defaults that config.json leaves out. Its embeddings are the input of its first
-block, its rotations what its own function returns. --page writes notebooks/published_models.md.
+block, its rotations what its own function returns. Of the types in `whole_models`, the logits (or
+the last hidden vectors of an encoder) are compared too. --page writes notebooks/published_models.md.
 """
 
 import argparse
@@ -31,18 +32,26 @@ PAGE = ROOT / "notebooks" / "published_models.md"
 import jax  # noqa: F401 (before torch: each brings a thread pool)
 import torch
 import transformers
+import whole_models
 from tqdm import tqdm
 from transformers.models.auto import configuration_auto, modeling_auto
 
 import transformer_embed as te
 
-BATCH, LENGTH, VOCAB, PAD = 2, 7, 64, 3
-IDS = np.array([[5, 6, 7, 8, 9, 10, 11], [PAD, PAD, 12, 5, 13, 14, 15]])
+BATCH, LENGTH, VOCAB, PAD = 3, 7, 64, 3
+IDS = np.array([
+    [5, 6, 7, 8, 9, 10, 11], [PAD, PAD, 12, 5, 13, 14, 15], [16, 17, 18, 5, 19, PAD, PAD],
+])  # fmt: skip
+FAR = np.array([0, 1, 30, 500, 7000, 50_000, 100_000])
 ULPS = 5
 STACKS = {"encoder", "decoder"}
 TOKENS = "transformer_embedding/~/token_embedding"
 # Scores of rotated heads: float32 angles of the library, positions below 7.
 SCORE = 2e-5
+# The same at positions up to 100,000, where a float32 angle is off by 4e-3.
+FAR_SCORE = 1e-2
+# Of the largest logit.
+LOGIT = 1e-5
 MOST_PARAMETERS = 8e7
 MAPPINGS = (
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM",
@@ -82,6 +91,7 @@ SIZES = [
     (r"embed_dim|projection_dim|projector_hidden_size", 64),
     (r"num_codevectors_per_group", 4),
     (r"num_kv_shared_layers", 0),
+    (r"sliding_window|window_size", 4),
 ]  # fmt: skip
 ODD = [
     (r"(?!.*(rms|batch|cc)).*(eps|epsilon)", 0.0375),
@@ -191,7 +201,23 @@ def config_of(model_type, *, is_odd):
     default = kind().to_dict()
     if not texts(default):
         raise NotSweptError("no vocabulary")
-    return kind.from_dict(resized(default, is_odd=is_odd))
+    small = resized(default, is_odd=is_odd)
+    if is_odd and model_type in SCALED:
+        text = small.get("text_config", small)
+        text["rope_parameters"] = scaled(text.get("rope_parameters"))
+    return kind.from_dict(small)
+
+
+def scaled(rope):
+    """Rotations with YaRN where they have no scaling, first trained on 8 positions."""
+    if not isinstance(rope, dict):
+        return rope
+    if rope and all(isinstance(value, dict) for value in rope.values()):
+        return {layer: scaled(value) for layer, value in rope.items()}
+    if rope.get("rope_type", "default") != "default" or "mrope_section" in rope:
+        return rope
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+    return rope | yarn
 
 
 def without_defaults(entries, config):
@@ -261,6 +287,7 @@ def built(config):
 
 
 ROTATIONS = []
+FAR_ROTATIONS = []
 LAYER = [None]
 REACHED = set()
 
@@ -328,6 +355,15 @@ def seen_by(model, types):
             options["input_features"] = features
         with contextlib.suppress(Exception):
             part(**options)
+    near = list(ROTATIONS)
+    ROTATIONS.clear()
+    for part in parts:
+        if "position_ids" in inspect.signature(part.forward).parameters:
+            with contextlib.suppress(Exception):
+                positions = torch.tensor(FAR).expand(BATCH, -1)
+                part(input_ids=ids, position_ids=positions, use_cache=False)
+    FAR_ROTATIONS[:] = ROTATIONS
+    ROTATIONS[:] = near
     for handle in handles:
         handle.remove()
     return {name: value for name, value in inputs.items() if is_embedded(value)}
@@ -373,8 +409,13 @@ def scores(heads):
     return np.einsum("bthd,bshd->bhts", heads, heads)
 
 
-def rotation_error(found, blocks, calls, config, model):
-    """The worst difference of the scores of rotated heads, of any layer."""
+def rotation_error(found, blocks, calls, config, model, several=None):  # noqa: PLR0912
+    """The worst difference of the scores of rotated heads, of any layer, at one of the positions."""
+    if several is None:
+        several = (
+            np.arange(LENGTH),
+            np.asarray(te.TokenPositions.from_ids(IDS, pad_id=PAD).positions),
+        )
     worst = 0.0
     text = config.get_text_config(decoder=True)
     kinds = getattr(text, "layer_types", None) or []
@@ -402,9 +443,8 @@ def rotation_error(found, blocks, calls, config, model):
         for before, after in mine:
             length = 1 if before.shape[1] == LENGTH else 2
             heads = np.moveaxis(before, length, 1)
-            counted = te.TokenPositions.from_ids(IDS, pad_id=PAD).positions
             ours = []
-            for positions in (np.arange(LENGTH), np.asarray(counted)):
+            for positions in several:
                 if "pair_axes" in options:
                     axes = 1 + max(options["pair_axes"])
                     positions = np.repeat(positions[..., None], axes, -1)  # noqa: PLW2901
@@ -412,10 +452,9 @@ def rotation_error(found, blocks, calls, config, model):
             theirs = scores(after)
             errors = []
             for each in ours:
-                mine_ = scores(each)
-                errors.append(
-                    np.abs(mine_ - theirs)[:, :, 2:, 2:].max() / max(1, np.abs(theirs).max())
-                )
+                change = np.abs(scores(each) - theirs)
+                are_tokens = (IDS != PAD)[:, None, :, None] & (IDS != PAD)[:, None, None]
+                errors.append((change * are_tokens).max() / max(1, np.abs(theirs).max()))
             worst = max(worst, min(errors))
     return worst
 
@@ -440,18 +479,65 @@ def compare(model_type, *, is_odd):
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         path = pathlib.Path(folder, "config.json")
+        complete = path.read_text()
         if not is_odd:
-            path.write_text(json.dumps(without_defaults(json.loads(path.read_text()), config)))
+            path.write_text(json.dumps(without_defaults(json.loads(complete), config)))
         inputs = seen_by(model, types)
         lines = []
         stacks = ("encoder", "decoder") if config.is_encoder_decoder else (None,)
         for stack in stacks:
             lines.append(of_one(folder, stack, inputs, types, config, model))
-    order = ["wrong", "error", "not measured", "exact", "refused"]
-    return min(lines, key=lambda line: order.index(line[0]))
+        order = ["wrong", "error", "not measured", "exact", "refused"]
+        line = min(lines, key=lambda line: order.index(line[0]))
+        if line[0] == "exact" and model_type in WHOLE:
+            bare = te.pretrained.load_embedder(folder)
+            path.write_text(complete)
+            if not same(bare, te.pretrained.load_embedder(folder)):
+                return "wrong", line[1], "other defaults than the library's", {}
+            whole_models.write_entries(path, model_type, config.get_text_config(decoder=True))
+            try:
+                error = whole_error(model, pathlib.Path(folder), model_type)
+            except Exception as problem:
+                return "error", line[1], f"the whole model: {problem!r:.150}", {}
+            line[3]["logits" if model_type in DECODERS else "hidden"] = error
+            if not error <= LOGIT:
+                return "wrong", line[1], f"the whole model off by {error:.3g}", {}
+    return line
 
 
-def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911 (an outcome each)
+DECODERS, ENCODERS = whole_models.DECODERS.split(), whole_models.ENCODERS.split()
+WHOLE = {*DECODERS, *ENCODERS}
+# Phi 3 has scalings of its own only.
+SCALED = {*DECODERS} - {"phi3"}
+
+
+def same(found, other):
+    """Whether two checkpoints are read alike, but for dropout."""
+    return found[2:4] == other[2:4] and found.config == other.config
+
+
+def whole_error(model, folder, model_type):
+    """The worst difference of logits or last hidden vectors, as a share of the largest."""
+    ids = np.random.default_rng(0).integers(5, 39, (3, 24))
+    ids[1, :9] = ids[2, 20:] = PAD
+    token_types = np.arange(ids.size).reshape(ids.shape) % 2
+    is_token = ids != PAD
+    given = {"input_ids": ids, "attention_mask": is_token, "use_cache": False}
+    if model_type in DECODERS:
+        given["position_ids"] = np.maximum(is_token.cumsum(-1) - 1, 0)
+        ours = whole_models.logits(folder, ids, PAD)
+    else:
+        given["token_type_ids"] = token_types
+        model = model.base_model
+        ours = whole_models.hidden(folder, ids, PAD, token_types)
+    accepted = inspect.signature(model.forward).parameters
+    tensors = {key: torch.tensor(value) for key, value in given.items() if key in accepted}
+    found = model(**tensors | {"attention_mask": torch.tensor(is_token).long()})
+    theirs = (found.logits if model_type in DECODERS else found.last_hidden_state).numpy()
+    return float(np.abs(ours - theirs)[is_token].max() / np.abs(theirs[is_token]).max())
+
+
+def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911, PLR0912 (outcomes)
     """A line for one stack."""
     try:
         try:
@@ -461,21 +547,21 @@ def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911 (an ou
                 raise
             found = te.pretrained.load_embedder(folder)
     except ValueError as error:
-        return "refused", None, str(error).replace(folder, "")
+        return "refused", None, str(error).replace(folder, ""), {}
     except Exception as error:
-        return "error", None, f"{error!r:.200}"
+        return "error", None, f"{error!r:.200}", {}
     if stack is not None and any(
         re.search(rf"\b{other}\b", name)
         for other in STACKS - {stack}
         for name in found.names.values()
     ):
-        return "refused", None, f"it has no {stack} that is known"
+        return "refused", None, f"it has no {stack} that is known", {}
     try:
         blocks, theirs = of_stack(
             inputs, stack, model, np.asarray(found.params[TOKENS]["embeddings"])
         )
     except NotSweptError as error:
-        return "not measured", None, str(error)
+        return "not measured", None, str(error), {}
     # Some models never pass token types on.
     several = [None] if found.config.num_token_types is None else [types, np.zeros_like(types)]
     apply = te.Embedder(found.config).apply
@@ -485,17 +571,36 @@ def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911 (an ou
     ]
     is_token = IDS != PAD
     if outputs[0].shape != theirs.shape:
-        return "wrong", np.inf, f"shape {outputs[0].shape} for {theirs.shape}"
+        return "wrong", np.inf, f"shape {outputs[0].shape} for {theirs.shape}", {}
     ours = min(outputs, key=lambda each: ulps(each[is_token], theirs[is_token]))
     worst = ulps(ours[is_token], theirs[is_token])
     turns = rotation_error(found, blocks, ROTATIONS, config, model)
     if not worst <= ULPS:
-        return "wrong", worst, f"embeddings off by {np.abs(ours - theirs)[is_token].max():.3g}"
+        return "wrong", worst, f"embeddings off by {np.abs(ours - theirs)[is_token].max():.3g}", {}
     if np.isnan(turns):
-        return "not measured", worst, "its rotation"
+        return "not measured", worst, "its rotation", {}
     if turns > SCORE:
-        return "wrong", worst, f"rotation off by {turns:.3g}"
-    return "exact", worst, ""
+        return "wrong", worst, f"rotation off by {turns:.3g}", {}
+    errors = {"why": reasons_of(found.config)}
+    if found.rotary is not None:
+        errors["rotation"] = turns
+        if any(layer and layer[0] == blocks for layer, *_ in FAR_ROTATIONS):
+            far = rotation_error(found, blocks, FAR_ROTATIONS, config, model, [FAR])
+            errors["far"] = far
+            if not far <= FAR_SCORE:
+                return "wrong", worst, f"rotation off by {far:.3g} at 100,000", {}
+    return "exact", worst, "", errors
+
+
+def reasons_of(config):
+    """Why the last bits of embeddings may differ from the library's."""
+    parts = {
+        "norm": config.layer_norm_eps,
+        "sinusoids": isinstance(config.scheme, te.Sinusoidal),
+        "linear layer": config.embedding_width,
+        "factor": config.scale,
+    }
+    return [name for name, is_there in parts.items() if is_there]
 
 
 def sweep(types):
@@ -506,9 +611,9 @@ def sweep(types):
             try:
                 line = compare(model_type, is_odd=is_odd)
             except NotSweptError as error:
-                line = ("not built", None, str(error))
+                line = ("not built", None, str(error), {})
             except Exception as error:
-                line = ("not built", None, f"{type(error).__name__}: {error!s:.150}")
+                line = ("not built", None, f"{type(error).__name__}: {error!s:.150}", {})
             form = "odd" if is_odd else "bare"
             table.setdefault(model_type, {})[form] = line
             if line[0] not in ("exact", "wrong", "error"):
@@ -531,38 +636,55 @@ def page_of(table):
     for model_type, lines in sorted(table.items()):
         by_outcome[outcome(lines)].append(model_type)
     exact, refused = by_outcome["exact"], by_outcome["refused"]
-    worst = {
-        name: max(line[1] for line in table[name].values() if line[1] is not None) for name in exact
-    }
     reasons = {
         name: reason_of(next(line[2] for line in table[name].values() if line[2]))
         for name in refused
     }
     unknown = [name for name in refused if not reasons[name]]
+    rows = [
+        row_of(name, [line for line in table[name].values() if line[0] == "exact"])
+        for name in exact
+    ]
+    whole = {kind: sum(kind in row for row in rows) for kind in ("logits", "hidden vectors")}
+    differ = [name for word in ("wrong", "error") for name in by_outcome[word]]
     lines = [
         "# Published models",
         "",
-        f"How `te.pretrained.load_embedder` compares with the {len(table)} model types of the transformers",
-        f"library {transformers.__version__}: small models with random weights, once with odd settings and once with",
-        "defaults that config.json leaves out. Compared are the input of the first block (tokens, positions,",
-        "token types, norm) and the rotated heads of each layer. Composite models count by their text model.",
+        f"How far `te.pretrained.load_embedder` is from the transformers library {transformers.__version__}. Each of its",
+        f"{len(table)} model types is built small, with random weights, twice: with odd settings, and with the library's",
+        "defaults, which config.json then leaves out. Composite models count by their text model, and are given text only.",
         "",
-        f"{len(exact)} types are exact, {len(refused)} are refused in words, {len(by_outcome['wrong'])} are wrong, "
-        f"{len(by_outcome['error'])} raise another error.",
-        f"{len(by_outcome['not measured'])} load, but this sweep cannot observe them. The others have no vocabulary or",
-        "need sizes or packages that the sweep does not have.",
+        f"{len(exact)} types agree in all that was compared. The table says for each type what that was:",
+        "",
+        f"- *logits* ({whole['logits']} types): the decoder of [notebook 08](08_a_whole_decoder.ipynb) runs the whole model from what",
+        "  `load_embedder` returns, on rows of 24 tokens with padding on the left, on the right and without. With odd",
+        "  settings, rotations are scaled (YaRN, first trained on 8 positions) where the type has no scaling of its own.",
+        f"- *hidden vectors* ({whole['hidden vectors']} types): the same with a small encoder, to the last hidden vectors.",
+        "- *rotations to 100,000*: the products of rotated heads at 7 positions up to that one. Float32 angles of the",
+        "  library cause differences of up to 4e-3 there; here up to 1e-2 pass. *Rotations to 6*: the library's model takes",
+        "  no positions, so only those of 7 tokens were compared; up to 2e-5 pass.",
+        "- *input*, of every type: the input of the first block (tokens, positions, token types, norm) on rows of 7",
+        "  tokens with padding on the left, on the right and without.",
+        "",
+        "Layers other than rotations were not compared where the table does not say logits or hidden vectors.",
+        "Output layers of other types are compared by tests/golden/make_heads.py, for those in that file.",
+        *([f"These differ: {', '.join(differ)}."] if differ else []),
+        "",
+        f"{len(refused)} types are refused in words. {len(by_outcome['not measured'])} load, but this sweep cannot observe",
+        "them. The others have no vocabulary or need sizes or packages that the sweep does not have.",
         "",
         "`python tests/pretrained/sweep.py --page` writes this page. It needs torch and transformers.",
         "",
-        "## Exact",
+        "## Types that agree",
         "",
-        "The worst difference is in units in the last place of the largest value. Layer norms sum in",
-        "another order, and sinusoids are exact here; rotations differ by less than 2e-5 of the largest",
-        "score at these 7 positions. Output layers are compared by tests/golden/make_heads.py, not here.",
+        "The difference of the input is in units in the last place of its largest value, and has what may cause it",
+        "in parentheses: a norm or a linear layer sums in another order, and sinusoids are exact here, while the library computes their angles in float32.",
+        "M2M100 and its kin differ by more at later positions: 250 units at position 500.",
+        "The difference of logits or hidden vectors is a share of the largest.",
         "",
-        "| model type | worst difference |",
-        "|---|---|",
-        *(f"| `{name}` | {worst[name]:g} |" for name in exact),
+        "| model type | compared | input | whole model |",
+        "|---|---|---|---|",
+        *rows,
         "",
         "## Known differences",
         "",
@@ -595,6 +717,27 @@ def page_of(table):
         ", ".join(f"`{name}`" for name in by_outcome["not measured"]) + ".",
     ]
     return "\n".join(lines) + "\n"
+
+
+def row_of(name, lines):
+    """A type's line of the table: what was compared in both forms, and the worst of it."""
+    worst, errors = max(line[1] for line in lines), [line[3] for line in lines]
+    compared = [
+        words
+        for kind, words in {
+            "logits": "logits",
+            "hidden": "hidden vectors",
+            "far": "rotations to 100,000",
+            "rotation": "rotations to 6",
+        }.items()
+        if all(kind in each for each in errors)
+    ]
+    if "rotations to 100,000" in compared:
+        compared.remove("rotations to 6")
+    whole = [each[kind] for each in errors for kind in ("logits", "hidden") if kind in each]
+    why = f" ({', '.join(errors[0]['why'])})" if worst and errors[0]["why"] else ""
+    of_whole = f"{max(whole):.0e}" if whole else ""
+    return f"| `{name}` | {', '.join([*compared, 'input'])} | {worst:g}{why} | {of_whole} |"
 
 
 def reason_of(message):
