@@ -120,6 +120,7 @@ HUB = [
         EMBED_TOKENS,
         {"dropout_rate": 0.25},
     ),
+    ({"model_type": "gptj", "rotary_dim": 4}, "transformer.wte.weight", {"dropout_rate": 0.0}),
     (
         {"model_type": "gpt_neo", "embed_dropout": 0.25},
         "transformer.wte.weight transformer.wpe.weight",

@@ -454,7 +454,7 @@ DEFAULTS: dict[str, dict[Any, str]] = {
     "dim_model_base": {1: "minicpm"},
     "embd_pdrop": {
         0.0: "phi glm4_moe nemotron persimmon stablelm qwen3_next bamba phi3 phi4_multimodal "
-        "gpt_neo"
+        "gpt_neo gptj codegen"
     },
     "embedding_dropout": {0.0: "modernbert modernbert-decoder starcoder2"},
     "embedding_multiplier": {12.0: "granite_docling_text"},
