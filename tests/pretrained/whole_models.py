@@ -81,8 +81,7 @@ ENCODER_ROLES = {
     r"(output\.LayerNorm|output_layer_norm|final_layer_norm)": "norm",
 }
 ENCODERS = (
-    "bert roberta xlm-roberta camembert electra distilbert ernie data2vec-text mpnet splinter "
-    "roc_bert luke"
+    "bert roberta xlm-roberta camembert electra distilbert ernie data2vec-text mpnet splinter luke"
 )
 
 
