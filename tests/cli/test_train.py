@@ -34,7 +34,7 @@ from transformer_embed.cli.main import main
 
 # Enough to beat the frequencies of bytes on the text. All trainings share it, and so what they
 # compile.
-STEPS = 30
+STEPS = 20
 # A float64 mean of n < 1000 terms of one sign: at most n roundings.
 FLOAT64_MEAN = 1000 * 2.0**-53
 

@@ -459,13 +459,17 @@ def test_a_part_of_the_keys_far_from_the_first_runs_the_tiles_of_its_window():
     assert loads[runs > 0].tolist() == [3, 4]
 
 
-def test_a_version_of_jax_whose_kernels_describe_tiles_in_another_way(monkeypatch):
+@pytest.mark.parametrize(
+    "change",
+    [lambda a: a[:, ::-1], lambda a: a + 1, lambda a: None, lambda a: a.ravel(), lambda a: a[None]],
+)
+def test_a_version_of_jax_whose_kernels_describe_tiles_in_another_way(monkeypatch, change):
     make = splash.make_splash_mha
 
     def make_differently(*args, **options):
         kernel = make(*args, **options)
-        tiles = kernel.fwd_mask_info.data_next[:, ::-1]
-        kernel.fwd_mask_info = kernel.fwd_mask_info._replace(data_next=tiles)
+        info = kernel.fwd_mask_info
+        kernel.fwd_mask_info = info._replace(data_next=change(info.data_next))
         return kernel
 
     monkeypatch.setattr(splash, "make_splash_mha", make_differently)
@@ -566,3 +570,11 @@ def test_tiles_that_are_too_many_for_a_tpu(monkeypatch):
     with pytest.raises(ValueError, match=r"^block_sizes: wanted tiles whose .*, 7 bytes, got 8 by"):
         kernels()
     kernels(interpret=True)
+
+
+def test_tiles_that_are_too_many_are_refused_before_they_are_described(monkeypatch):
+    """That takes minutes."""
+    monkeypatch.setattr(splash, "make_splash_mha", None)
+    mask = AttentionMask(TokenPositions.from_offset(0, 2**19), causal=True)
+    with pytest.raises(ValueError, match=r"^block_sizes: wanted tiles .*, got 33554432 bytes"):
+        te.kernels.splash_kernels(mask, 1, order="full")

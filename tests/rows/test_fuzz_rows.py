@@ -70,7 +70,7 @@ def test_the_arguments_that_the_fuzzer_starts_from_give_a_right_step():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STEP)
 def test_any_value_in_a_place_of_a_step_is_right_or_our_error(name):
-    for value in few(VALUES, 8):
+    for value in few(VALUES, 5):
         check({name: value})
 
 
@@ -90,6 +90,6 @@ TREES = [(function, name) for function, arguments in CALLS.items() for name in a
 )
 def test_any_tree_is_taken_or_named(function, name):
     assert call(functools.partial(step_of_trees, function), CALLS[function])[0]
-    for value in few(VALUES, 12):
+    for value in few(VALUES, 8):
         with named_on_failure({name: value}):
             call(functools.partial(step_of_trees, function), CALLS[function] | {name: value})

@@ -60,9 +60,10 @@ def splash_attention(
         never made dense, and the `SegmentIds` int32 [B, T] and [B, S] for a `jax.vmap` of the
         kernel over the rows of the batch; None if there is only one segment.
 
-        A query that sees no key, as in attention to an empty source, gets an average of the values,
-        and the kernel makes the gradients of that average S times too large. Drop these outputs:
-        `jnp.where(keys.padding_mask.any(-1)[:, None, None, None], outputs, 0)`.
+        A query that sees no key gets an average of the values, and the kernel makes the gradients
+        of that average S times too large. Drop these outputs, those of an empty source by
+        `jnp.where(keys.padding_mask.any(-1)[:, None, None, None], outputs, 0)`. A query whose
+        segment has no keys is such a query too.
 
     Raises:
         TypeError: mask is not an AttentionMask; num_heads, batch_size or query_start is not a
@@ -126,8 +127,9 @@ def splash_kernels(
 
     Returns:
         The kernels as one pytree whose arrays have a leading axis for the batch, and the segment
-        ids: call them in a `jax.vmap` over both. On a mesh, the specs of the kernels for
-        `jax.shard_map` are those of one row with an axis for the batch in front:
+        ids: call them in a `jax.vmap` over both. `splash_attention` says what a query that sees no
+        key gets. On a mesh, the specs of the kernels for `jax.shard_map` are those of one row with
+        an axis for the batch in front:
 
             row = jax.tree.map(lambda array: array[0], kernels)
             specs = row.manual_sharding_spec(NamedSharding(mesh, PartitionSpec("heads", "length")))
@@ -164,18 +166,22 @@ def splash_kernels(
     shards = arguments.size("q_seq_shards", q_seq_shards)
     make = splash.make_splash_mqa if is_mqa else splash.make_splash_mha
     counts = {"head_shards": arguments.size("head_shards", head_shards), "q_seq_shards": shards}
+    shape, limits = lengths(mask), reach(mask)
+    sizes = options.get("block_sizes") or splash.BlockSizes.get_default()
+    if not options.get("interpret"):
+        # Before minutes are spent on describing the tiles, of which each takes two bytes or more.
+        band = _band(shape, (sizes.block_q, sizes.block_kv), limits, query_start or 0)
+        _check_scalar_memory(2 * len(band) * int(band.sum(axis=1).max(initial=0)))
     # Under jit too, these arrays are known.
     with jax.ensure_compile_time_eval():
         kernel = make(heads, **counts, **options)
-    shape, limits = lengths(mask), reach(mask)
-    sizes = kernel.kwargs["block_sizes"]
 
     def by_row(info: Any, tile: tuple[int, int], by_keys: bool = False) -> Any:
         # Without tiles for gradients, there is nothing to skip for them.
         if info is None:
             return None
         if not kernel.kwargs["interpret"]:
-            _check_scalar_memory(info)
+            _check_scalar_memory(sum(array.nbytes for array in jax.tree.leaves(info[:3])))
         band = _band(shape, tile, limits, query_start or 0)
         _check_meaning(info, band, mask.queries.block_ids is not None, shards, by_keys)
         may_run = _may_run(mask.tile_kinds(tile), tile, query_start or 0)
@@ -242,9 +248,8 @@ def _band(
     return (nearest <= right) & (furthest >= -left)
 
 
-def _check_scalar_memory(info: Any) -> None:
+def _check_scalar_memory(used: int) -> None:
     """Raises a ValueError if a TPU cannot hold the numbers of the tiles."""
-    used = sum(array.nbytes for array in jax.tree.leaves(info[:3]))
     if used > SCALAR_MEMORY:
         want = f"tiles whose numbers fit into a TPU's scalar memory, {SCALAR_MEMORY} bytes"
         raise arguments.value_error("block_sizes", want, f"{used} bytes (take larger tiles)")
@@ -257,6 +262,20 @@ def _check_meaning(
 
     They are not a public interface of jax, and `_steps` rewrites them.
     """
+    try:
+        is_known = _names_tiles(info, band, has_blocks, shards, by_keys)
+    except (IndexError, TypeError, ValueError):
+        is_known = False
+    if not is_known:
+        want = "the tiles of its mask, as from jax 0.6.1 to 0.12"
+        got = f"others in jax {jax.__version__}; use te.kernels.splash_attention"
+        raise RuntimeError(arguments.wanted("splash_kernels", want, got))
+
+
+def _names_tiles(
+    info: Any, band: Bool[np.ndarray, "m n"], has_blocks: bool, shards: int, by_keys: bool
+) -> bool:
+    """Whether the arrays of a kernel run the tiles of the band; blocks let more tiles run."""
     tiles, runs = np.asarray(info.data_next), np.asarray(info.block_mask) > 0
     heads, rows, columns = np.nonzero(runs)
     loaded = tiles[heads, rows, columns].astype(int)
@@ -266,12 +285,8 @@ def _check_meaning(
         columns = loaded
     ran = np.zeros((len(runs), *band.shape), bool)
     ran[heads, rows, columns] = True
-    # Blocks let more tiles run.
     differs = band & ~ran if has_blocks else band ^ ran
-    if differs.any() or ran.sum() != len(heads):
-        want = "the tiles of its mask, as from jax 0.6.1 to 0.12"
-        got = f"others in jax {jax.__version__}; use te.kernels.splash_attention"
-        raise RuntimeError(arguments.wanted("splash_kernels", want, got))
+    return bool(not differs.any() and ran.sum() == len(heads))
 
 
 def _shard_starts(steps: int, tiles: int, shards: int) -> np.ndarray:
