@@ -167,7 +167,7 @@ def splash_kernels(
     make = splash.make_splash_mqa if is_mqa else splash.make_splash_mha
     counts = {"head_shards": arguments.size("head_shards", head_shards), "q_seq_shards": shards}
     shape, limits = lengths(mask), reach(mask)
-    sizes = options.get("block_sizes") or splash.BlockSizes.get_default()
+    sizes: Any = options.get("block_sizes") or splash.BlockSizes.get_default()
     if not options.get("interpret"):
         # Before minutes are spent on describing the tiles, of which each takes two bytes or more.
         band = _band(shape, (sizes.block_q, sizes.block_kv), limits, query_start or 0)
