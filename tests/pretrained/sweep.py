@@ -22,6 +22,7 @@ import pathlib
 import re
 import sys
 import tempfile
+import textwrap
 import warnings
 
 import numpy as np
@@ -664,7 +665,7 @@ def page_of(table):
         f"{len(exact)} types agree in all that was compared. The table says for each type what that was:",
         "",
         f"- *logits* ({whole['logits']} types): the decoder of [notebook 08](08_a_whole_decoder.ipynb) runs the whole model from what",
-        "  `load_embedder` returns, on rows of 24 tokens with padding on the left, on the right and without. With odd",
+        "  `load_embedder` returns, with the names, traits and entries of tests/pretrained/whole_models.py, on rows of 24 tokens with padding on the left, on the right and without. With odd",
         "  settings, rotations are scaled (YaRN, first trained on 8 positions) where the type has no scaling of its own.",
         f"- *hidden vectors* ({whole['hidden vectors']} types): the same with a small encoder, to the last hidden vectors.",
         "- *rotations to 100,000*: the products of rotated heads at 7 positions up to that one. Float32 angles of the",
@@ -702,7 +703,7 @@ def page_of(table):
         "- YaRN in models whose kinds of layers have their own rotations: `truncate: false` is followed; the",
         "  library ignores it there.",
         "- OPT with `pad_token_id: null` counts padding like tokens; pass `settings={'pad_token_id': id}`.",
-        "- What attention does besides rotating is not returned: the scale of queries in Llama 4 and",
+        "- What attention does besides rotating is not returned: the scale of queries past the original length in Llama 4 and",
         "  Ministral 3, DeBERTa's relative positions, LUKE's entities. LongT5 with global tokens is refused.",
         "- Inside a composite, `tie_word_embeddings` is the whole model's, and most such models leave out the",
         "  scale and softcap of their text model; `config.output` says in words where that is not known. If config.json",
@@ -754,7 +755,8 @@ def reason_of(message):
     """What a refusal says, without the file's name; nothing for an unknown type."""
     if message.startswith("model_type: wanted "):
         return ""
-    return re.sub(r"^/\S+: (wanted (?!the tensors).*, got )?", "", message).replace("|", "/")[:110]
+    message = re.sub(r"^/\S+: (wanted (?!the tensors).*, got )?", "", message).replace("|", "/")
+    return textwrap.shorten(message, 110, placeholder=" ...")
 
 
 def main():

@@ -12,8 +12,6 @@ from transformer_embed._src.functional.losses import LossOptions, as_batch
 from transformer_embed._src.functional.output_layer import as_output_layer
 from transformer_embed._src.functional.token_losses import token_losses
 
-LogProbs = Float[Array, "..."]
-
 
 def linear_log_probs(
     x: ArrayLike,
@@ -30,7 +28,7 @@ def linear_log_probs(
     segment_ids: ArrayLike | None = None,
     with_entropy: bool = False,
     chunk_size: int | None = None,
-) -> LogProbs | tuple[LogProbs, LogProbs]:
+) -> Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]:
     """The log-probability of each label under `linear_logits`, one chunk of tokens at a time.
 
     Reinforcement learning on language models takes gradients through functions of them: ratios of

@@ -11,7 +11,13 @@ import numpy as np
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import DTypeLike
 from transformer_embed._src.functional.lookup import LOOKUP_STYLES, OUT_OF_RANGE
-from transformer_embed._src.layers.schemes import SCHEMES, Scheme, Sinusoidal
+from transformer_embed._src.layers.schemes import (
+    SCHEMES,
+    Learned,
+    Scheme,
+    Sinusoidal,
+    SinusoidalGrid,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +115,7 @@ class EmbedderConfig:
 
     vocab_size: int
     d_model: int
-    scheme: Scheme | None = Sinusoidal()
+    scheme: Sinusoidal | SinusoidalGrid | Learned | None = Sinusoidal()
     dropout_rate: float = 0.1
     pad_id: int | None = None
     scale: bool | float = True

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.functional.cross_entropy import linear_cross_entropy
-from transformer_embed._src.functional.log_probs import LogProbs, linear_log_probs
+from transformer_embed._src.functional.log_probs import linear_log_probs
 from transformer_embed._src.functional.output_layer import linear_logits
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.modules import (
@@ -130,7 +130,7 @@ class Embedder:
 
     def log_probs(
         self, params: Params, x: ArrayLike, labels: ArrayLike, **options: Any
-    ) -> LogProbs | tuple[LogProbs, LogProbs]:
+    ) -> Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]:
         """The log-probability of each label under `logits(params, x)`, one chunk at a time.
 
         The labels are [...]; see `TokenEmbedding.log_probs`.

@@ -17,12 +17,18 @@ from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
 from transformer_embed._src.functional.cross_entropy import linear_cross_entropy
 from transformer_embed._src.functional.dropout import dropout
-from transformer_embed._src.functional.log_probs import LogProbs, linear_log_probs
+from transformer_embed._src.functional.log_probs import linear_log_probs
 from transformer_embed._src.functional.lookup import OUT_OF_RANGE, Table, lookup
 from transformer_embed._src.functional.output_layer import linear_logits
 from transformer_embed._src.functional.relative_bias import relative_position_buckets
 from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
-from transformer_embed._src.layers.schemes import SCHEMES, Scheme
+from transformer_embed._src.layers.schemes import (
+    SCHEMES,
+    Learned,
+    Scheme,
+    Sinusoidal,
+    SinusoidalGrid,
+)
 
 Initializer = hk.initializers.Initializer
 Params = Mapping[str, Mapping[str, Any]]
@@ -131,7 +137,7 @@ class TokenEmbedding(hk.Module):
 
     def log_probs(
         self, x: ArrayLike, labels: ArrayLike, **options: Any
-    ) -> LogProbs | tuple[LogProbs, LogProbs]:
+    ) -> Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]:
         """The log-probability of each label under `logits(x)`, one chunk of tokens at a time.
 
         The labels are [...]. The options are those of `linear_log_probs`: temperature, mask, shift,
@@ -209,7 +215,7 @@ class PositionalEncoding(hk.Module):
 
     def __init__(
         self,
-        scheme: Scheme,
+        scheme: Sinusoidal | SinusoidalGrid | Learned,
         d_model: int,
         *,
         dropout_rate: float = 0.1,
@@ -507,7 +513,7 @@ class TransformerEmbedding(hk.Module):
 
     def log_probs(
         self, x: ArrayLike, labels: ArrayLike, **options: Any
-    ) -> LogProbs | tuple[LogProbs, LogProbs]:
+    ) -> Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]:
         """The log-probability of each label [...] under `logits(x)`.
 
         See `TokenEmbedding.log_probs`.
