@@ -40,10 +40,10 @@ def load_embedder(
     decoder, CLIP, Llama, Mistral, Qwen, Gemma, Phi, Cohere, DeepSeek, Granite, ModernBERT and more.
     Embeddings in float32 have the same bits as that library's, or agree to 5 units in the last
     place of the largest value where a layer norm sums in another order, to 8 if a linear layer
-    follows the norm. M2M100 differs by 250 such
-    units at 500 tokens, because the library computes angles in float32; here they are exact, as are
-    long rotary positions, T5's bucket at some boundaries and Gemma's factor in bfloat16. M2M100's
-    sinusoid at padding is that of position 1 here and zeros there; the mask hides it.
+    follows the norm. M2M100 differs by 250 such units at 500 tokens, because the library computes
+    angles in float32; here they are exact, as are long rotary positions, T5's bucket at some
+    boundaries and Gemma's factor in bfloat16. M2M100's sinusoid at padding is that of position 1
+    here and zeros there; the mask hides it.
 
     Positions that you pass are rows of the table of positions: add `config.scheme.start` to the
     published `position_ids` of OPT and BART, which count from 0.
