@@ -5,7 +5,7 @@ import fractions
 import mpmath
 import numpy as np
 
-from transformer_embed._src.functional.rotary_scaling import (
+from transformer_embed._src.positions.rotary_scaling import (
     DynamicNTKScaling,
     LinearScaling,
     Llama3Scaling,

@@ -13,7 +13,7 @@ import numpy as np
 import oracle
 
 import transformer_embed as te
-from transformer_embed._src.functional import rotary
+from transformer_embed._src.positions import rotary
 
 # a * cos - b * sin in float32: each product and their sum are rounded once, by 2**-24 of each term.
 ROUNDINGS = 2**-23

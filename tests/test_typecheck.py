@@ -8,7 +8,7 @@ from typecheck import check_arrays
 
 import transformer_embed as te
 from transformer_embed._src.array_types import DTypeLike
-from transformer_embed._src.functional import lookup
+from transformer_embed._src.tokens import lookup
 
 
 @check_arrays

@@ -3,43 +3,15 @@
 Token lookup, positions, attention masks, dropout, logits and their loss.
 """
 
-# isort: off
-from transformer_embed.cli import ctrl_c as _ctrl_c  # noqa: F401 (before jax)
-
-# isort: on
 from transformer_embed import kernels, plots, pretrained, rows, sharding
-from transformer_embed._src.functional.attention_mask import AttentionMask
-from transformer_embed._src.functional.cross_entropy import linear_cross_entropy
-from transformer_embed._src.functional.dropout import dropout
-from transformer_embed._src.functional.log_probs import linear_log_probs
-from transformer_embed._src.functional.lookup import Table, check_ids, lookup
-from transformer_embed._src.functional.masks import (
+from transformer_embed._src.attention.attention_mask import AttentionMask
+from transformer_embed._src.attention.masks import (
     causal_mask,
     mask_to_bias,
     padding_mask,
 )
-from transformer_embed._src.functional.output_layer import linear_logits
-from transformer_embed._src.functional.relative_bias import (
-    alibi_bias,
-    alibi_slopes,
-    relative_position_buckets,
-)
-from transformer_embed._src.functional.rotary import apply_rotary, permute_rotary_weights
-from transformer_embed._src.functional.rotary_scaling import (
-    DynamicNTKScaling,
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    NTKScaling,
-    YarnScaling,
-)
-from transformer_embed._src.functional.sinusoidal import (
-    sinusoidal_encoding,
-    sinusoidal_grid,
-    sinusoidal_table,
-)
-from transformer_embed._src.functional.token_order import check_order
-from transformer_embed._src.functional.token_positions import TokenPositions
+from transformer_embed._src.attention.token_order import check_order
+from transformer_embed._src.attention.token_positions import TokenPositions
 from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
 from transformer_embed._src.layers.embedder import Embedder
 from transformer_embed._src.layers.modules import (
@@ -49,7 +21,31 @@ from transformer_embed._src.layers.modules import (
     TransformerEmbedding,
 )
 from transformer_embed._src.layers.resizing import resize_positions, resize_vocabulary
-from transformer_embed._src.layers.schemes import Learned, Sinusoidal, SinusoidalGrid
+from transformer_embed._src.positions.relative_bias import (
+    alibi_bias,
+    alibi_slopes,
+    relative_position_buckets,
+)
+from transformer_embed._src.positions.rotary import apply_rotary, permute_rotary_weights
+from transformer_embed._src.positions.rotary_scaling import (
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    NTKScaling,
+    YarnScaling,
+)
+from transformer_embed._src.positions.schemes import Learned, Sinusoidal, SinusoidalGrid
+from transformer_embed._src.positions.sinusoidal import (
+    sinusoidal_encoding,
+    sinusoidal_grid,
+    sinusoidal_table,
+)
+from transformer_embed._src.tokens.cross_entropy import linear_cross_entropy
+from transformer_embed._src.tokens.dropout import dropout
+from transformer_embed._src.tokens.log_probs import linear_log_probs
+from transformer_embed._src.tokens.lookup import Table, check_ids, lookup
+from transformer_embed._src.tokens.output_layer import linear_logits
 
 __version__ = "0.1.0"
 

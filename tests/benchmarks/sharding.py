@@ -28,10 +28,10 @@ from harness import environment, interleave, markdown_table, ratio
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import transformer_embed as te
-from transformer_embed._src.sharded.hops import plan_hops
-from transformer_embed._src.sharded.layout import Layout
-from transformer_embed._src.sharded.placement import ROW_MULTIPLE, VIRTUAL_SHARDS
-from transformer_embed._src.sharded.row_order import RowOrder
+from transformer_embed._src.tables.sharded.hops import plan_hops
+from transformer_embed._src.tables.sharded.layout import Layout
+from transformer_embed._src.tables.sharded.placement import ROW_MULTIPLE, VIRTUAL_SHARDS
+from transformer_embed._src.tables.sharded.row_order import RowOrder
 
 WIDTH, IDS, MEMORY = 128, 16384, 64e9
 DEVICES, VOCABULARIES = (2, 64, 4096), (10**6, 10**8, 10**9)

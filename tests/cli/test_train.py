@@ -2,7 +2,6 @@ import contextlib
 import functools
 import hashlib
 import io
-import itertools
 import json
 import math
 import os
@@ -15,13 +14,11 @@ import subprocess
 import sys
 import tempfile
 import termios
-import time
 from typing import ClassVar
 
 import jax
 import numpy as np
 import pytest
-from cases import few
 from command_line import TABLE
 from drawn import drawn
 from safetensors import safe_open
@@ -311,22 +308,3 @@ def test_ctrl_c_stops_training_and_leaves_no_file(text_file, tmp_path):
     assert status == -signal.SIGINT
     assert shown.splitlines()[-1].startswith("sinusoidal, training:")
     assert list(tmp_path.iterdir()) == []
-
-
-MOMENTS = itertools.product([signal.SIGINT, signal.SIGTERM], [0.3, 0.6, 0.9, 1.2, 1.6, 2.2])
-
-
-@pytest.mark.gate
-@pytest.mark.usefixtures("ctrl_c_is_heard")
-@pytest.mark.parametrize(("by", "seconds"), few(MOMENTS, 2))
-def test_ctrl_c_in_the_first_seconds_is_heard_and_prints_nothing(text_file, by, seconds):
-    """Also while the package is imported."""
-    command = [*TRAIN, text_file, "--steps", "1000000"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        time.sleep(seconds)
-        process.send_signal(by)
-        _, shown = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert (process.returncode, shown) == (-by, b"")

@@ -39,7 +39,7 @@ from safetensors.numpy import load_file, save_file
 
 import transformer_embed as te
 from transformer_embed._src.pretrained.own import CONFIG, EXTRAS
-from transformer_embed._src.rows.gathered_rows import GatheredRows
+from transformer_embed._src.tables.rows.gathered_rows import GatheredRows
 
 SMALL = te.EmbedderConfig(7, 6)
 PARAMS = drawn(te.Embedder(SMALL).init)

@@ -10,10 +10,10 @@ from jaxtyping import Float64
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
-from transformer_embed._src.functional import phase
-from transformer_embed._src.functional.rotary import apply_rotary
-from transformer_embed._src.functional.rotary_scaling import Scaling, scaled_frequencies, unscaled
-from transformer_embed._src.functional.sinusoidal import sinusoidal_encoding
+from transformer_embed._src.positions import phase
+from transformer_embed._src.positions.rotary import apply_rotary
+from transformer_embed._src.positions.rotary_scaling import Scaling, scaled_frequencies, unscaled
+from transformer_embed._src.positions.sinusoidal import sinusoidal_encoding
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import IO, NoReturn
@@ -19,6 +20,10 @@ DESCRIPTION = (
 
 def run() -> NoReturn:
     """Runs the command that the user typed, then exits."""
+    # Python's own handler waits until compiled code returns. A program that ignores Ctrl-C, as
+    # under `nohup`, goes on ignoring it.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     _prepare_streams()
     sys.exit(main())
 

@@ -10,14 +10,14 @@ import numpy as np
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import DTypeLike
-from transformer_embed._src.functional.lookup import LOOKUP_STYLES, OUT_OF_RANGE
-from transformer_embed._src.layers.schemes import (
+from transformer_embed._src.positions.schemes import (
     SCHEMES,
     Learned,
     Scheme,
     Sinusoidal,
     SinusoidalGrid,
 )
+from transformer_embed._src.tokens.lookup import LOOKUP_STYLES, OUT_OF_RANGE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,9 +11,6 @@ from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
-from transformer_embed._src.functional.cross_entropy import linear_cross_entropy
-from transformer_embed._src.functional.log_probs import linear_log_probs
-from transformer_embed._src.functional.output_layer import linear_logits
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.modules import (
     Params,
@@ -22,6 +19,9 @@ from transformer_embed._src.layers.modules import (
     layer_paths,
     output_arguments,
 )
+from transformer_embed._src.tokens.cross_entropy import linear_cross_entropy
+from transformer_embed._src.tokens.log_probs import linear_log_probs
+from transformer_embed._src.tokens.output_layer import linear_logits
 
 # Where the layer's modules are in the parameters that `init` makes.
 ROOT = "transformer_embedding/~/"

@@ -15,20 +15,20 @@ from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
-from transformer_embed._src.functional.cross_entropy import linear_cross_entropy
-from transformer_embed._src.functional.dropout import dropout
-from transformer_embed._src.functional.log_probs import linear_log_probs
-from transformer_embed._src.functional.lookup import OUT_OF_RANGE, Table, lookup
-from transformer_embed._src.functional.output_layer import linear_logits
-from transformer_embed._src.functional.relative_bias import relative_position_buckets
 from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
-from transformer_embed._src.layers.schemes import (
+from transformer_embed._src.positions.relative_bias import relative_position_buckets
+from transformer_embed._src.positions.schemes import (
     SCHEMES,
     Learned,
     Scheme,
     Sinusoidal,
     SinusoidalGrid,
 )
+from transformer_embed._src.tokens.cross_entropy import linear_cross_entropy
+from transformer_embed._src.tokens.dropout import dropout
+from transformer_embed._src.tokens.log_probs import linear_log_probs
+from transformer_embed._src.tokens.lookup import OUT_OF_RANGE, Table, lookup
+from transformer_embed._src.tokens.output_layer import linear_logits
 
 Initializer = hk.initializers.Initializer
 Params = Mapping[str, Mapping[str, Any]]

@@ -8,9 +8,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
-from transformer_embed._src.functional.lookup import Table
 from transformer_embed._src.layers.modules import Params, table_path
-from transformer_embed._src.sharded.table import Sharded, sharded
+from transformer_embed._src.tables.sharded.table import Sharded, sharded
+from transformer_embed._src.tokens.lookup import Table
 
 
 def resize_vocabulary(params: Params, vocab_size: int, rng: Array | None = None) -> Params:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import OutputLayer
 from transformer_embed._src.layers.embedder import ROOT
-from transformer_embed._src.layers.schemes import Learned, Scheme, Sinusoidal
+from transformer_embed._src.positions.schemes import Learned, Scheme, Sinusoidal
 from transformer_embed._src.pretrained import rope
 from transformer_embed._src.pretrained.messages import call_with_named_errors, short_repr
 

@@ -15,11 +15,11 @@ import jax
 import numpy as np
 
 from transformer_embed._src import arguments
-from transformer_embed._src.functional.rotary_scaling import Scaling
 from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
 from transformer_embed._src.layers.embedder import ROOT, Params
 from transformer_embed._src.layers.modules import layer_paths, table_path
-from transformer_embed._src.layers.schemes import Scheme
+from transformer_embed._src.positions.rotary_scaling import Scaling
+from transformer_embed._src.positions.schemes import Scheme
 from transformer_embed._src.pretrained.description import BIAS, LOGITS_BIAS, TOKENS
 from transformer_embed._src.pretrained.files import (
     Tensors,
@@ -43,7 +43,7 @@ from transformer_embed._src.pretrained.parameters import (
     parameters_of,
     read_parameters,
 )
-from transformer_embed._src.sharded.table import Sharded
+from transformer_embed._src.tables.sharded.table import Sharded
 
 # Of the file's metadata.
 CONFIG = "transformer_embed.config"

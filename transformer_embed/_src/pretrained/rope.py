@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_embed._src import arguments
-from transformer_embed._src.functional import rotary_scaling
-from transformer_embed._src.functional.rotary import apply_rotary
+from transformer_embed._src.positions import rotary_scaling
+from transformer_embed._src.positions.rotary import apply_rotary
 from transformer_embed._src.pretrained.messages import short_repr
 
 FULL, SLIDING = "full_attention", "sliding_attention"

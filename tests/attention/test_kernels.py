@@ -1,0 +1,580 @@
+"""What kernels are told is the rule: as bools of every pair, and by running them interpreted."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import few
+from contexts import x64
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental import pallas as pl
+from jax.experimental.pallas.ops.tpu import flash_attention
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import transformer_embed as te
+from transformer_embed._src.attention import splash_attention
+
+# jax 0.12 points to another package for the GPU's kernel.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from jax.experimental.pallas.ops.gpu import attention as gpu
+
+TokenPositions, AttentionMask = te.TokenPositions, te.AttentionMask
+BATCH, HEADS, LENGTH, TILE, SIZE = 2, 2, 256, 128, 128
+TOLERANCE = 3e-6  # outputs and gradients are of size 1; measured at most 1e-6
+FULL = TokenPositions.from_offset([7, 0], LENGTH)
+RIGHT = TokenPositions.from_lengths([200, LENGTH], LENGTH)
+LEFT = TokenPositions.from_lengths([120, 250], LENGTH, padding_side="left")
+PACKED = TokenPositions.from_segment_ids(
+    np.stack([np.repeat([1, 2, 3, 0], [100, 20, 60, 76]), np.repeat([4, 2], [129, 127])])
+)
+INSIDE = TokenPositions.from_ids(np.tile([5, 0, 5, 5], [BATCH, LENGTH // 4]), pad_id=0)
+IMAGES = RIGHT.with_block_ids(np.repeat([-1, 4, -1, 7], 64))
+TILES = splash.BlockSizes(*[TILE] * 8)
+FUSED_BACKWARD = splash.BlockSizes(*[TILE] * 6, use_fused_bwd_kernel=True)
+
+
+# What the arguments of a kernel say, [B, T, S].
+
+
+def from_ids(queries, keys):
+    return np.asarray(queries)[:, :, None] == np.asarray(keys)[:, None, :]
+
+
+def said_by_splash(mask, order, **options):
+    heads, ids = te.kernels.splash_attention(mask, 1, order=order, **options)
+    said = np.asarray(heads.masks[0][: heads.shape[1], : heads.shape[2]])[None]
+    return said if ids is None else said & from_ids(ids.q, ids.kv)
+
+
+def said_without_windows(mask, causal, *ids):
+    said = np.ones(mask.dense().shape[1:], bool)
+    said = np.tri(said.shape[1], dtype=bool)[None] if causal else said
+    return said & from_ids(*ids) if ids else said
+
+
+def said_by_flash(mask, order):
+    options = te.kernels.flash_attention(mask, order=order)
+    return said_without_windows(mask, options["causal"], *(options["segment_ids"] or ()))
+
+
+def said_by_mha(mask, order):
+    options = te.kernels.mha(mask, order=order, batch_size=BATCH)
+    ids = options["segment_ids"]
+    return said_without_windows(mask, options["causal"], *([] if ids is None else [ids] * 2))
+
+
+def said_by_dot_product(mask, order):
+    options = te.kernels.dot_product_attention(mask, order=order)
+    queries, keys = (side.positions.shape[-1] for side in (mask.queries, mask.keys or mask.queries))
+    ahead = np.arange(keys) - np.arange(queries)[:, None]
+    left, right = options.get("local_window_size", (1000, 1000))
+    said = ((-left <= ahead) & (ahead <= right) & (~(options["is_causal"] & (ahead > 0))))[None]
+    lengths = options.get("key_value_seq_lengths", np.array([keys]))
+    return said & (np.arange(keys) < np.asarray(lengths)[:, None, None])
+
+
+KERNELS = {
+    "splash": said_by_splash,
+    "flash": said_by_flash,
+    "mha": said_by_mha,
+    "dot": said_by_dot_product,
+}
+RULES = [
+    {"causal": False},
+    {"causal": True},
+    {"causal": True, "window": (3, 0)},
+    {"causal": False, "window": (2, 5)},
+    {"causal": False, "window": (None, 4)},
+    {"causal": True, "chunk": 4},
+    {"causal": False, "chunk": 5, "window": (2, 1)},
+]
+
+
+def assert_said(said, mask):
+    """At queries that are tokens and see a key; kernels differ in what the others get."""
+    whole = np.asarray(mask.dense())[:, 0]
+    counts = np.asarray(mask.queries.padding_mask)[:, :, None] & whole.any(-1, keepdims=True)
+    said, whole, counts = np.broadcast_arrays(said, whole, counts)
+    assert (said == whole)[counts].all()
+
+
+ROW = 12
+BATCHES = {
+    "right": lambda draw: TokenPositions.from_lengths(draw(0, ROW), ROW),
+    "left": lambda draw: TokenPositions.from_lengths(draw(0, ROW), ROW, padding_side="left"),
+    "full": lambda draw: TokenPositions.from_offset(draw(-9, 10**9), ROW),
+    "packed": lambda draw: TokenPositions.from_segment_ids(
+        [
+            np.repeat([3, 1, 0, 2], [a, 4 - a, b, 8 - b])
+            for a, b in zip(draw(0, 4), draw(0, 8), strict=True)
+        ]
+    ),
+    "ids": lambda draw: TokenPositions.from_ids(
+        np.random.default_rng(draw(0, 99)).integers(0, 3, (2, ROW)), pad_id=0, start=draw(0, 60)[0]
+    ),
+}
+# What loaders do to every array of a batch [rows, length], by two numbers.
+CHANGES = {
+    "cut the start": lambda a, n, m: np.pad(a[:, n:], ((0, 0), (0, n))),
+    "pad": lambda a, n, m: np.pad(a, ((0, 0), (0, 4))),
+    "one row": lambda a, n, m: np.reshape(a, (1, -1)),
+    "roll": lambda a, n, m: np.roll(a, n, 1),
+    "backwards": lambda a, n, m: a[:, ::-1],
+    "swap two": lambda a, n, m: jnp.asarray(a).at[:, n].set(a[:, m]).at[:, m].set(a[:, n]),
+}
+
+
+@pytest.mark.slow
+@settings(max_examples=30)
+@given(st.data())
+def test_any_change_of_a_batch_is_seen_by_every_kernel(data):
+    """What a kernel is told is the rule of the changed batch, or an error."""
+    numbers = st.integers(0, 11)
+
+    def draw(low, high):
+        return data.draw(st.lists(st.integers(low, high), min_size=2, max_size=2))
+
+    tokens = BATCHES[data.draw(st.sampled_from(sorted(BATCHES)))](draw)
+    for name in data.draw(st.lists(st.sampled_from(sorted(CHANGES)), max_size=3)):
+        change = functools.partial(CHANGES[name], n=data.draw(numbers), m=data.draw(numbers))
+        if tokens.positions.shape == (2, ROW):
+            tokens = jax.tree.map(change, tokens)
+    mask = AttentionMask(jax.tree.map(jnp.asarray, tokens), **data.draw(st.sampled_from(RULES)))
+    for said in KERNELS.values():
+        for order in (None, "full", "right", "packed"):
+            try:
+                bools = said(mask, order)
+            except ValueError:
+                continue
+            assert_said(bools, mask)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_each_kernel_takes_what_it_can_express(rule):
+    """In every order: else all kernels might refuse everything."""
+    orders = {"full": FULL, "right": RIGHT, "packed": PACKED}
+    for order, tokens in orders.items():
+        mask = AttentionMask(tokens, **rule)
+        takes = {"splash"}
+        takes |= {"flash", "mha"} if "window" not in rule else set()
+        takes |= {"dot"} if "chunk" not in rule and order != "packed" else set()
+        for kernel, said in KERNELS.items():
+            if kernel in takes:
+                assert_said(said(mask, order), mask)
+            else:
+                with pytest.raises(ValueError, match=r"^(window|chunk|order): wanted"):
+                    said(mask, order)
+
+
+def test_full_rows_have_no_segments_but_for_their_chunks():
+    """Also at two offsets."""
+    mask = AttentionMask(FULL, causal=True)
+    assert te.kernels.splash_attention(mask, 1, order="full")[1] is None
+    assert te.kernels.dot_product_attention(mask, order="full") == {"is_causal": True}
+    for kernel in (te.kernels.flash_attention, te.kernels.mha):
+        assert kernel(mask, order="full") == {"causal": True, "segment_ids": None}
+    rows = te.kernels.mha(AttentionMask(FULL, causal=True, chunk=8), order="full")["segment_ids"]
+    assert rows.shape == (BATCH, LENGTH)
+    np.testing.assert_array_equal(np.diff(rows) != 0, np.diff(FULL.positions // 8) != 0)
+
+
+@pytest.mark.slow
+def test_names_of_chunks_are_unique_whatever_the_tokens():
+    """Also of tokens in no order: a mask of chunks alone compares no row indices."""
+    ids = np.random.default_rng(0).integers(0, 4, (3, 2, 40))
+    tokens = TokenPositions(9 * ids[1] - 5, ids[0])
+    rule = {"causal": False, "chunk": 10}
+    for keys in (None, TokenPositions(7 * ids[2] - 5, ids[1])):
+        mask = AttentionMask(tokens, keys, **rule)
+        names = jax.jit(lambda mask: te.kernels.flash_attention(mask)["segment_ids"])(mask)
+        assert_said(from_ids(names.q, names.kv), mask)
+    mask = AttentionMask(TokenPositions(jnp.arange(40)), tokens, **rule)
+    assert_said(said_by_splash(mask, None), mask)
+
+
+@pytest.mark.slow
+def test_segment_ids_of_64_bits():
+    with x64():
+        ids = jnp.array([[2**40 + 1, 2**40 + 1, 1, 0]])
+        mask = AttentionMask(TokenPositions(jnp.array([[0, 1, 0, 0]]), ids), causal=True)
+        options = te.kernels.flash_attention(mask, order="packed")
+        assert options["segment_ids"].q.dtype == jnp.int32
+        assert_said(said_by_flash(mask, "packed"), mask)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", few(RULES[1:], 3), ids=str)
+def test_queries_that_are_a_part_of_their_keys(rule):
+    """A chunked prefill: its queries start at an index of the cache."""
+    for keys in (RIGHT, PACKED, LEFT, IMAGES):
+        for start in (0, 60, 128):
+            queries = jax.tree.map(lambda a, s=start: a[:, s : s + 128], keys)
+            mask = AttentionMask(queries, keys, **rule)
+            if keys is not IMAGES or "chunk" not in rule:
+                assert_said(said_by_splash(mask, "packed", query_start=start), mask)
+
+
+@pytest.mark.slow
+def test_the_static_mask_of_splash_attention_is_the_rule_in_any_tile():
+    for window in ((None, 0), (90, 0), (20, 130), (None, 40), (7, None)):
+        rule = AttentionMask(FULL, causal=False, window=window)
+        mask = te.kernels.splash_attention(rule, 1, order="full")[0].masks[0]
+        whole = np.asarray(rule.dense()[0, 0])
+        for tile in ((32, 32), (64, 128)):
+            for start in np.ndindex(LENGTH // tile[0], LENGTH // tile[1]):
+                cut = tuple(slice(n * s, n * (s + 1)) for n, s in zip(tile, start, strict=True))
+                np.testing.assert_array_equal(mask[cut], whole[cut])
+
+
+@pytest.mark.parametrize("window", [(20, 130), (9, None)])
+def test_a_window_that_is_not_causal_never_comes_alone(window):
+    """jax 0.6.1 ignores it then."""
+    mask = AttentionMask(TokenPositions.from_offset([0, 7], 9), causal=False, window=window)
+    options = te.kernels.dot_product_attention(mask, order="full")
+    assert options["query_seq_lengths"].tolist() == [9, 9]
+    assert options["key_value_seq_lengths"].tolist() == [9, 9]
+
+
+def test_cudnn_gets_no_window_to_the_right_of_a_causal_rule():
+    for causal, window in ((True, (5, None)), (True, (5, 7)), (False, (5, 0))):
+        mask = AttentionMask(RIGHT, causal=causal, window=window)
+        options = te.kernels.dot_product_attention(mask, order="right")
+        assert options["is_causal"]
+        assert options["local_window_size"] == (5, 0)
+
+
+@pytest.mark.slow
+def test_another_sequence_of_another_segment_is_not_seen():
+    """Lengths come from the segment ids, whatever these are."""
+    keys = TokenPositions([[0, 1, 2]] * 2, [[7, 7, 0], [2, 0, 0]])
+    mask = AttentionMask(TokenPositions([[0, 1]] * 2, [[7, 7], [1, 1]]), keys, causal=False)
+    options = te.kernels.dot_product_attention(mask, order="right")
+    assert options["key_value_seq_lengths"].tolist() == [2, 0]
+
+
+# Kernels that run.
+
+
+@jax.jit
+def dense(bools, cotangent, *heads):
+    """Outputs and gradients of attention with the bool of every pair."""
+    einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+    def attend(queries, keys, values):
+        logits = jnp.where(bools, einsum("bhtd,bhsd->bhts", queries, keys), -1e30)
+        return einsum("bhts,bhsd->bhtd", jax.nn.softmax(logits), values)
+
+    outputs, back = jax.vjp(attend, *heads)
+    return outputs, back(cotangent)
+
+
+def check(mask, attend, size=SIZE, has_gradients=True):
+    """At tokens that see a key; outputs at others only have to be finite."""
+    sides = mask.queries, mask.keys or mask.queries
+    lengths = [side.positions.shape[-1] for side in sides]
+    random = np.random.default_rng(0)
+    cotangent, *heads = (
+        0.3 * random.normal(size=(BATCH, HEADS, length, size)).astype(np.float32)
+        for length in (lengths[0], *lengths, lengths[1])
+    )
+    bools = np.broadcast_to(mask.dense(), (BATCH, 1, *lengths))
+    counts = bools.any(-1)[..., None] & np.asarray(mask.queries.padding_mask)[:, None, :, None]
+    cotangent = np.where(counts, cotangent, 0)
+    expected, expected_gradients = dense(bools, cotangent, *heads)
+
+    def run(cotangent, *heads):
+        outputs, back = jax.vjp(attend, *heads)
+        return outputs, back(cotangent)
+
+    close = functools.partial(np.testing.assert_allclose, rtol=0, atol=TOLERANCE)
+    if has_gradients:
+        outputs, gradients = jax.jit(run)(cotangent, *heads)
+        jax.tree.map(close, gradients, expected_gradients)
+    else:
+        outputs = jax.jit(attend)(*heads)
+    assert np.isfinite(outputs).all()
+    close(np.where(counts, outputs, 0), np.where(counts, expected, 0))
+
+
+def call(kernel, queries, keys, values, segment_ids):
+    return kernel(queries, keys, values, segment_ids=segment_ids)
+
+
+def splash_attend(mask, *heads, order="packed"):
+    said, segment_ids = te.kernels.splash_attention(mask, HEADS, order=order, batch_size=BATCH)
+    kernel = splash.make_splash_mha(
+        said, head_shards=1, q_seq_shards=1, block_sizes=TILES, interpret=True
+    )
+    return jax.vmap(functools.partial(call, kernel))(*heads, segment_ids)
+
+
+def skipping_attend(mask, *heads, order="packed", block_sizes=TILES, **options):
+    options |= {"order": order, "block_sizes": block_sizes, "batch_size": BATCH}
+    kernels, segment_ids = te.kernels.splash_kernels(mask, HEADS, interpret=True, **options)
+    return jax.vmap(call)(kernels, *heads, segment_ids)
+
+
+def flash_attend(mask, *heads):
+    options = te.kernels.flash_attention(mask, order="packed")
+    return flash_attention.flash_attention(*heads, **options)
+
+
+def mha_attend(mask, *heads):
+    options = te.kernels.mha(mask, order="packed", batch_size=BATCH)
+    outputs = gpu.mha(*(array.swapaxes(1, 2) for array in heads), interpret=True, **options)
+    return outputs.swapaxes(1, 2)
+
+
+def dot_product_attend(mask, *heads, order="right"):
+    options = te.kernels.dot_product_attention(mask, order=order, batch_size=BATCH)
+    heads = (array.swapaxes(1, 2) for array in heads)
+    return jax.nn.dot_product_attention(*heads, scale=1.0, **options).swapaxes(1, 2)
+
+
+WINDOW = {"causal": True, "window": (90, 0)}
+CHUNK = {"causal": True, "chunk": 50}
+SECOND_HALF = jax.tree.map(lambda a: a[:, 128:], PACKED)
+fused_attend = functools.partial(skipping_attend, block_sizes=FUSED_BACKWARD)
+at_128 = functools.partial(skipping_attend, query_start=128)
+RUNS = {
+    "documents": (skipping_attend, AttentionMask(PACKED, **WINDOW)),
+    "fused": (fused_attend, AttentionMask(PACKED, **WINDOW)),
+    "part of the keys": (at_128, AttentionMask(SECOND_HALF, PACKED, **WINDOW)),
+    "prefix": (skipping_attend, AttentionMask(IMAGES, **WINDOW)),
+    "splash": (splash_attend, AttentionMask(LEFT, causal=False, chunk=77, window=(30, 5))),
+    "flash": (flash_attend, AttentionMask(PACKED, **CHUNK)),
+    "mha": (mha_attend, AttentionMask(PACKED, **CHUNK)),
+    "no key": (
+        splash_attend,
+        AttentionMask(RIGHT, TokenPositions.from_lengths([0, 200], LENGTH), causal=False),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_kernels_apply_the_rule(name, monkeypatch):
+    """A query that sees no key has gradients that are too large, unless its output is dropped."""
+    # flash_attention has no argument for the interpreter. (pltpu.force_tpu_interpret_mode can
+    # deadlock.)
+    monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
+    attend, mask = RUNS[name]
+    check(mask, functools.partial(attend, mask))
+
+
+@pytest.mark.slow
+def test_kernels_skip_tiles_with_left_padding_and_a_mask_that_is_an_argument():
+    mask = AttentionMask(LEFT, causal=False, chunk=77, window=(30, 5))
+    attend = jax.jit(skipping_attend)
+    check(mask, functools.partial(attend, mask), has_gradients=False)
+
+
+@pytest.mark.slow
+def test_splash_kernels_on_a_mesh():
+    """Heads and queries are split; keys are whole on each device."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("heads", "length"))
+    mask = AttentionMask(PACKED, **WINDOW)
+    shards = {"head_shards": 2, "q_seq_shards": 2}
+    kernels, segment_ids = te.kernels.splash_kernels(
+        mask, HEADS, order="packed", block_sizes=TILES, interpret=True, **shards
+    )
+    row = jax.tree.map(lambda array: array[0], kernels)
+    specs = row.manual_sharding_spec(NamedSharding(mesh, PartitionSpec("heads", "length")))
+    specs = jax.tree.map(lambda spec: PartitionSpec(None, *spec), specs)
+    queries, keys = PartitionSpec(None, "heads", "length"), PartitionSpec(None, "heads")
+    ids = splash.SegmentIds(PartitionSpec(None, "length"), PartitionSpec())
+    attend = jax.shard_map(
+        jax.vmap(call),
+        mesh=mesh,
+        in_specs=(specs, queries, keys, keys, ids),
+        out_specs=queries,
+        check_vma=False,
+    )
+    check(mask, lambda *heads: attend(kernels, *heads, segment_ids))
+
+
+@pytest.mark.parametrize("rule", RULES[1:5], ids=str)
+def test_dot_product_attention_applies_the_rule_without_a_mask(rule):
+    mask = AttentionMask(RIGHT, **rule)
+    check(mask, functools.partial(dot_product_attend, mask), size=8, has_gradients=False)
+
+
+@pytest.mark.slow
+def test_attention_to_another_sequence():
+    mask = AttentionMask(RIGHT, TokenPositions.from_lengths([200, 17], 384), causal=False)
+    for attend in (skipping_attend, dot_product_attend):
+        check(mask, functools.partial(attend, mask, order="right"), has_gradients=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["right", "full"])
+def test_decoding_from_a_cache_that_write_made(order):
+    """is_causal aligns queries with the first keys, so it is never passed for a cache."""
+    written, length = (5, 8) if order == "right" else (8, 8)
+    prompt = TokenPositions.from_offset([4, 0], written)
+    cache = TokenPositions.empty(BATCH, length).write(prompt, 0)
+    mask = AttentionMask(TokenPositions.from_offset([6, 2], 1), cache, causal=True)
+    attend = functools.partial(dot_product_attend, mask, order=order)
+    check(mask, attend, size=8, has_gradients=False)
+
+
+DOCUMENTS = np.repeat([[1, 2, 3, 4, 5], [1, 2, 3, 0, 0]], [130, 126, 200, 100, 84], axis=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [TILES, splash.BlockSizes(128, 128)], ids=["both", "inference"])
+def test_steps_run_the_tiles_in_which_a_pair_may_attend_and_load_no_others(sizes):
+    mask = AttentionMask(TokenPositions.from_segment_ids(DOCUMENTS), causal=True)
+    kernels, _ = te.kernels.splash_kernels(
+        mask, HEADS, order="packed", block_sizes=sizes, interpret=True
+    )
+    kinds = np.array(mask.tile_kinds((TILE, TILE)))
+    kinds[:, range(5), range(5)] = 1  # a row of tiles always runs one
+    infos = [(kernels.fwd_mask_info, False)]
+    infos += [(kernels.dkv_mask_info, True)] if sizes.has_backward_blocks else []
+    for (info, by_keys), row in [(info, row) for info in infos for row in range(BATCH)]:
+        runs = np.asarray(info.block_mask[row, 0]) > 0
+        loads = np.asarray(info.data_next[row, 0])
+        ran = {(loads[i, j], j) if by_keys else (i, loads[i, j]) for i, j in np.argwhere(runs)}
+        assert ran == {tuple(index) for index in np.argwhere(kinds[row] > 0)}
+        # A step that runs nothing loads what the next one that runs does, so nothing for itself.
+        runs, loads = (array.T.ravel() if by_keys else array.ravel() for array in (runs, loads))
+        running = np.flatnonzero(runs)
+        for step in range(running[-1]):
+            assert loads[step] == loads[running[running >= step][0]]
+
+
+@pytest.mark.slow
+def test_a_part_of_the_keys_far_from_the_first_runs_the_tiles_of_its_window():
+    tokens = TokenPositions.from_offset(0, 640)
+    mask = AttentionMask(jax.tree.map(lambda a: a[:, 512:], tokens), tokens, **WINDOW)
+    made, _ = te.kernels.splash_kernels(mask, 1, order="full", query_start=512, interpret=True)
+    loads, runs = map(np.asarray, (made.fwd_mask_info.data_next, made.fwd_mask_info.block_mask))
+    assert loads[runs > 0].tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda a: a[:, ::-1], lambda a: a + 1, lambda a: None, lambda a: a.ravel(), lambda a: a[None]],
+)
+def test_a_version_of_jax_whose_kernels_describe_tiles_in_another_way(monkeypatch, change):
+    make = splash.make_splash_mha
+
+    def make_differently(*args, **options):
+        kernel = make(*args, **options)
+        info = kernel.fwd_mask_info
+        kernel.fwd_mask_info = info._replace(data_next=change(info.data_next))
+        return kernel
+
+    monkeypatch.setattr(splash, "make_splash_mha", make_differently)
+    mask = AttentionMask(PACKED, causal=True)
+    with pytest.raises(RuntimeError, match=r"^splash_kernels: wanted the tiles of its mask, as fr"):
+        te.kernels.splash_kernels(mask, 1, order="packed", interpret=True)
+
+
+# Errors.
+
+BY_HAND = TokenPositions(jnp.arange(LENGTH)[::-1])
+PREFIX = RIGHT.with_block_ids(np.where(np.arange(LENGTH) < 9, 0, -1))
+STEP = TokenPositions.from_offset(3, 2)
+ONE = TokenPositions.from_offset(9, 1)
+
+
+def refused(name, tokens, keys=None, order="packed", **rule):
+    return name, AttentionMask(tokens, keys, **rule), order
+
+
+REFUSED = [
+    ("splash flash mha", *refused("tokens", BY_HAND, causal=True)),
+    ("splash flash mha", *refused("tokens", INSIDE, causal=True)),
+    ("splash flash mha dot", *refused("order", RIGHT, causal=True, order=None)),
+    ("splash flash mha dot", *refused("order", RIGHT, causal=True, order="sorted")),
+    ("splash", *refused("order", RIGHT, causal=False, window=(3, 3), order=None)),
+    ("splash flash dot", *refused("keys", STEP, RIGHT, causal=True, order="right")),
+    ("flash mha", *refused("window", RIGHT, causal=True, window=(3, 0))),
+    ("flash mha dot", *refused("block_ids", PREFIX, causal=True, order="right")),
+    ("splash", *refused("chunk", PREFIX, causal=True, chunk=5)),
+    ("splash", *refused("chunk", PREFIX, causal=False, chunk=5)),
+    ("dot", *refused("chunk", RIGHT, causal=True, chunk=5, order="right")),
+    ("dot", *refused("order", PACKED, causal=True)),
+    ("dot", *refused("order", PACKED, causal=False, order=None)),
+    ("dot", *refused("tokens", LEFT, causal=True, order="right")),
+    ("mha", *refused("keys", RIGHT, LEFT, causal=False)),
+    ("dot", *refused("tokens", TokenPositions([9]), BY_HAND, causal=True, order="full")),
+    ("dot", *refused("window", ONE, RIGHT, causal=True, window=(3, 0), order="right")),
+]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_what_a_kernel_cannot_say_is_refused(kernel):
+    for kernels, name, mask, order in REFUSED:
+        if kernel in kernels.split():
+            with pytest.raises(ValueError, match=rf"^{name}: wanted .* got "):
+                KERNELS[kernel](mask, order)
+    with pytest.raises(TypeError, match=r"^mask: wanted a te.AttentionMask, got an array bool"):
+        KERNELS[kernel](te.causal_mask(4), "right")
+
+
+def test_block_ids_that_splash_attention_cannot_take():
+    rows = jnp.zeros((BATCH, LENGTH), int).at[1, 4].set(-1)
+
+    def said(ids):
+        mask = AttentionMask(RIGHT.with_block_ids(ids), causal=True)
+        return te.kernels.splash_attention(mask, 2, order="right")[1]
+
+    want = r"^block_ids: wanted values known while tracing, the same in every row"
+    for ids, function in ((jnp.zeros(LENGTH, int), jax.jit(said)), (rows, said)):
+        with pytest.raises(ValueError, match=want):
+            function(ids)
+
+
+CAUSAL, IN_CACHE = (
+    AttentionMask(PACKED, causal=True),
+    AttentionMask(SECOND_HALF, PACKED, causal=True),
+)
+flash = functools.partial(te.kernels.flash_attention, CAUSAL, order="packed")
+mha = functools.partial(te.kernels.mha, order="full")
+static = functools.partial(te.kernels.splash_attention, num_heads=1, order="packed")
+kernels = functools.partial(te.kernels.splash_kernels, CAUSAL, HEADS, order="packed")
+ERRORS = [
+    (ValueError, lambda: flash(batch_size=3), "batch_size: wanted the mask's 2 rows, got 3"),
+    (ValueError, lambda: flash(batch_size=0), "batch_size: wanted an int of at least 1, got 0"),
+    (TypeError, lambda: flash(batch_size=2.0), "batch_size: wanted a Python int, got float 2.0"),
+    (ValueError, lambda: mha(AttentionMask(TokenPositions(np.arange(4)), causal=True)), "batch_size: wanted the number of rows of the queries"),
+    (ValueError, lambda: te.kernels.flash_attention(AttentionMask(RIGHT, causal=True, window=(3, 0)), order="right"), "window: wanted None for flash_attention, which has no argument for it, got (3, 0); mask.dense() and mask.tile() can"),
+    (ValueError, lambda: static(IN_CACHE, query_start=100), "queries.positions: wanted the keys from index 100 on"),
+    (ValueError, lambda: static(IN_CACHE, query_start=129), "query_start: wanted an int of at most 128, got 129"),
+    (ValueError, lambda: static(CAUSAL, query_start=0), "query_start: wanted None, since the mask is self-att"),
+    (ValueError, lambda: kernels(block_sizes=splash.BlockSizes(block_q=192, block_kv=128)), "q_block_size=192 should divide"),
+    (ValueError, lambda: kernels(head_shards=0), "head_shards: wanted an int of at least 1, got 0"),
+    (TypeError, lambda: kernels(q_seq_shards=2.0), "q_seq_shards: wanted a Python int"),
+]  # fmt: skip
+
+
+def test_bad_arguments_are_refused():
+    for kind, bad_call, message in ERRORS:
+        with pytest.raises(kind) as caught:
+            bad_call()
+        assert str(caught.value).startswith(message)
+
+
+@pytest.mark.slow
+def test_tiles_that_are_too_many_for_a_tpu(monkeypatch):
+    monkeypatch.setattr(splash_attention, "SCALAR_MEMORY", 7)
+    with pytest.raises(ValueError, match=r"^block_sizes: wanted tiles whose .*, 7 bytes, got 8 by"):
+        kernels()
+    kernels(interpret=True)
+
+
+def test_tiles_that_are_too_many_are_refused_before_they_are_described(monkeypatch):
+    """That takes minutes."""
+    monkeypatch.setattr(splash, "make_splash_mha", None)
+    mask = AttentionMask(TokenPositions.from_offset(0, 2**19), causal=True)
+    with pytest.raises(ValueError, match=r"^block_sizes: wanted tiles .*, got 33554432 bytes"):
+        te.kernels.splash_kernels(mask, 1, order="full")

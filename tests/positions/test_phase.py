@@ -1,0 +1,211 @@
+import decimal
+import functools
+import itertools
+import re
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import mpmath
+import numpy as np
+import oracle
+import pytest
+from contexts import x64
+from hypothesis import strategies as st
+
+import transformer_embed as te
+from transformer_embed._src.positions import phase
+
+BOUNDARIES = [0, 1, -1, 2, 2**15, 2**16 - 1, 2**16, 2**24 - 1, 2**24, 2**30, 2**31 - 1]
+BOUNDARIES += [-(2**24), -(2**31) + 1, -(2**31)]
+
+
+def of_channels(positions, constants):
+    return phase.sinusoid(jnp.asarray(positions)[..., None], *constants)
+
+
+sinusoid = jax.jit(of_channels)
+
+
+def of_frequencies(frequencies):
+    """A sine and a cosine of each."""
+    quarters = np.array([0, 1] * len(frequencies), np.uint32)
+    return phase.words([f for f in frequencies for _ in range(2)]), quarters
+
+
+def constants(pairs, base=10_000.0):
+    return of_frequencies(phase.geometric_frequencies(pairs, base, pairs))
+
+
+def worst_error(positions, pairs, base, frequency_scale=1.0):
+    """Of 12 of the pairs, the first and the last among them: one program for any number."""
+    some = np.sort([0, pairs - 1, *np.random.default_rng(pairs).integers(0, pairs, 10)])
+    frequencies = phase.geometric_frequencies(pairs, base, pairs, frequency_scale)
+    got = np.asarray(sinusoid(positions, of_frequencies(frequencies[some])))
+    exact = [oracle.frequency(int(i), pairs, base, frequency_scale) for i in some]
+    return max(
+        oracle.error(got[n, 2 * i + quarter], oracle.sine(p.item(), frequency, quarter))
+        for n, p in enumerate(positions)
+        for i, frequency in enumerate(exact)
+        for quarter in (0, 1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("pairs", "base"), [(1, 10_000.0), (2, 2.0), (32, 10_000.0), (256, 2.0), (4096, 1e7)]
+)
+def test_integer_positions_against_arbitrary_precision(pairs, base):
+    rng = np.random.default_rng(pairs)
+    positions = [BOUNDARIES, rng.integers(-(2**31), 2**31, 20), rng.integers(-5000, 5000, 20)]
+    positions = np.concatenate(positions).astype(np.int32)
+    assert worst_error(positions, pairs, base) <= oracle.MAX_ERROR
+
+
+@pytest.mark.slow
+def test_unsigned_positions_against_arbitrary_precision():
+    rng = np.random.default_rng(1)
+    positions = [[0, 2**31 - 1, 2**31, 2**32 - 1], rng.integers(0, 2**32, 40)]
+    positions = np.concatenate(positions).astype(np.uint32)
+    assert worst_error(positions, 32, 10_000.0) <= oracle.MAX_ERROR
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frequency_scale", [1.0, 0.125, 1000.0])
+def test_float_positions_against_arbitrary_precision(frequency_scale):
+    rng = np.random.default_rng(2)
+    drawn = [rng.uniform(-m, m, 12) for m in (1e-6, 1e-3, 1.0, 1e3, 2.0**24)]
+    positions = np.concatenate([[0.5, -0.5, 2**24 - 1], *drawn]).astype(np.float32)
+    assert worst_error(positions, 32, 10_000.0, frequency_scale) <= oracle.MAX_ERROR
+
+
+@pytest.mark.slow
+def test_whole_floats_equal_integers():
+    positions = np.array([0, 1, -1, 77, -4096, 2**24, -(2**24), 2**31 - 128])
+    of_floats = sinusoid(positions.astype(np.float32), constants(4))
+    # The same phase, reached as p and as -(-p): its low words may differ by one unit of 2**-64, the
+    # sine by a rounding.
+    np.testing.assert_allclose(of_floats, sinusoid(positions, constants(4)), rtol=0, atol=2**-23)
+
+
+multiply_high = jax.jit(phase.multiply_high)
+word = st.integers(0, 2**32 - 1)
+
+
+@pytest.mark.slow
+@hypothesis.given(st.lists(word, min_size=8, max_size=8), word)
+@hypothesis.settings(max_examples=30)
+def test_multiply_high_is_the_upper_word(numbers, other):
+    unsigned = np.array(numbers, np.uint32)
+    for values in (unsigned, unsigned.astype(np.int32)):
+        expected = [(n * other >> 32) % 2**32 for n in values.tolist()]
+        assert multiply_high(values, np.uint32(other)).tolist() == expected
+
+
+def test_pi_and_frequencies_to_seventy_digits():
+    with mpmath.workdps(90):
+        assert str(phase.PI)[:80] == mpmath.nstr(mpmath.pi, 90)[:80]
+        for i, frequency in enumerate(phase.geometric_frequencies(5, 10_000.0, 2.5)):
+            exact = mpmath.mpf(10_000) ** (-mpmath.mpf(i) / mpmath.mpf("2.5"))
+            assert abs(mpmath.mpf(str(frequency)) / exact - 1) < mpmath.mpf(10) ** -70
+
+
+def test_words_of_a_frequency():
+    with decimal.localcontext(decimal.Context(prec=60)):
+        words = phase.words([phase.PI, 5 * phase.PI])
+    assert [each.tolist() for each in words] == [[0, 2], [2**31, 2**31], [0, 0]]
+
+
+@pytest.mark.slow
+def test_quarter_turns_are_exact():
+    with decimal.localcontext(decimal.Context(prec=60)):
+        quarter_turn = of_frequencies([phase.PI / 2])
+    got = sinusoid(np.array([0, 1, 2, 3, 4, 2**30 + 1, -1]), quarter_turn)
+    assert got[:, 0].tolist() == [0.0, 1.0, 0.0, -1.0, 0.0, 1.0, -1.0]
+
+
+def test_small_angles_keep_their_relative_accuracy():
+    exact = oracle.sine(1, oracle.frequency(1, 2, 1e14))
+    got = sinusoid(np.array([1]), constants(2, 1e14))[0, 2]
+    assert oracle.error(got, exact) / float(exact) < 2**-22
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [np.int8, np.uint16])
+def test_narrow_integers_agree_with_int32(dtype):
+    narrow = sinusoid(np.arange(100, dtype=dtype), constants(4))
+    np.testing.assert_array_equal(narrow, sinusoid(np.arange(100, dtype=np.int32), constants(4)))
+
+
+@pytest.mark.slow
+def test_float_positions_without_a_phase_give_nan():
+    bad = np.float32([np.nan, np.inf, -np.inf, 2.0**31, -(2.0**31), 1e30])
+    assert np.isnan(sinusoid(bad, constants(2))).all()
+
+
+@functools.cache
+def derivative_at_each(order):
+    derivative = of_channels
+    for _ in range(order):
+        derivative = jax.jacfwd(derivative)
+    return jax.jit(jax.vmap(derivative, (0, None)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [1, 3])
+@pytest.mark.parametrize("frequency_scale", [1.0, 1000.0])
+def test_derivatives_in_float_positions(order, frequency_scale):
+    at = np.array([0.3, -7.25, 1000.5], np.float32)
+    frequencies = phase.geometric_frequencies(3, 10_000.0, 3, frequency_scale)
+    got = np.asarray(derivative_at_each(order)(at, of_frequencies(frequencies)))
+    for (n, p), c in itertools.product(enumerate(at), range(6)):
+        frequency = oracle.frequency(c // 2, 3, 10_000.0, frequency_scale)
+        # Each derivative of a sine or cosine is a quarter turn more.
+        exact = oracle.sine(p.item(), frequency, (c + order) % 2) * frequency**order
+        exact *= (-1) ** ((c % 2 + order) // 2)
+        # Each factor is a float32 product: two roundings a derivative, beside the sine's own error.
+        bound = float(frequency) ** order * (oracle.MAX_ERROR + order * 2**-22)
+        assert oracle.error(got[n, c], exact) <= bound
+
+
+@pytest.mark.slow
+def test_the_gradient_where_there_is_no_phase_is_nan():
+    gradient = jax.jit(jax.grad(lambda p: of_channels(p, constants(1)).sum()))
+    assert np.isnan(gradient(np.float32(np.inf)))
+
+
+@pytest.mark.slow
+def test_64_bit_mode():
+    positions = np.array([0, 3, -5, 2**31 - 1])
+    with x64():
+        wide = np.asarray(sinusoid(np.append(positions, [2**31, 2**40]), constants(8)))
+        floats = sinusoid(np.float64([0.25, 2.0**24 + 0.5]), constants(8))
+        weak = sinusoid(jnp.zeros((), int) + 2**40, constants(8))
+    assert wide.dtype == floats.dtype == jnp.float32
+    np.testing.assert_array_equal(wide[:4], sinusoid(positions, constants(8)))
+    np.testing.assert_array_equal(floats[0], sinusoid(np.float32(0.25), constants(8)))
+    assert np.isnan(wide[4:]).all()
+    assert np.isnan(floats[1]).all()
+    assert np.isnan(weak).all()
+
+
+def test_no_constant_is_in_a_program_twice():
+    """With two more, XLA split the phases of one token over the threads of a CPU, which took longer
+    than computing them."""
+    encode = jax.jit(functools.partial(of_channels, constants=constants(32)))
+    arrays = re.findall(r"dense<(\[\[.*?\]\])>", encode.lower(np.int32([7])).as_text())
+    assert 0 < len(arrays) == len(set(arrays)) <= 5
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda size: te.sinusoidal_encoding([0], size),
+        lambda size: te.EmbedderConfig(3, size),
+        lambda size: te.sinusoidal_grid((2, 2), size),
+        te.plots.plot_wavelengths,
+    ],
+    ids=["encoding", "config", "grid", "plot"],
+)
+def test_more_frequencies_than_a_program_can_hold_are_refused_at_once(call):
+    with pytest.raises(ValueError, match=r"^number of frequencies: wanted an int of at most"):
+        call(2**31 - 2)

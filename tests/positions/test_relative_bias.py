@@ -1,0 +1,353 @@
+"""Position biases against plain Python loops, exact rational arithmetic and published values."""
+
+import functools
+import itertools
+import json
+import pathlib
+import re
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import few
+from contexts import x64
+from hypothesis import strategies as st
+from references import assert_right, check
+
+import transformer_embed as te
+from transformer_embed._src.positions.relative_bias import (
+    alibi_bias,
+    alibi_slopes,
+    relative_position_buckets,
+)
+
+GOLDEN = json.loads(
+    (pathlib.Path(__file__).parents[1] / "golden" / "position_biases.json").read_text(
+        encoding="utf-8"
+    )
+)
+# A slope, a distance past 2**24, their product and the power of another float32 implementation
+# are rounded to float32 once each, on both sides.
+PEER_ERROR = 2 * ((1 + 2.0**-24) ** 3 - 1)
+
+QUERIES = [np.array([1, 2, 9, 4]), np.array([[1, 2, 3, 4], [0, 1, 2, 3], [20, -30, 40, 2000]])]
+KEYS = [np.arange(5), np.arange(5) + np.array([[0], [1], [100]])]
+LOWEST, HIGHEST = -(2**31), 2**31 - 1
+EXTREMES = np.array([LOWEST, LOWEST + 1, -(2**24) - 1, 0, 2**24 + 1, HIGHEST])
+
+BIASES = {
+    "alibi": functools.partial(alibi_bias, num_heads=3),
+    "alibi_symmetric": functools.partial(alibi_bias, num_heads=3, symmetric=True, dtype="bfloat16"),
+    "t5": functools.partial(relative_position_buckets, num_buckets=8, max_distance=20),
+    "t5_causal": functools.partial(
+        relative_position_buckets, num_buckets=8, max_distance=20, bidirectional=False
+    ),
+}
+every_bias = pytest.mark.parametrize("name", BIASES)
+every_function = pytest.mark.parametrize("name", ["alibi", "t5"])
+
+
+def assert_bias_right(name, result, queries, keys):
+    assert_right(BIASES[name].func, result, queries, keys, **BIASES[name].keywords)
+
+
+def check_bias(name, queries, keys):
+    return check(BIASES[name].func, queries, keys, **BIASES[name].keywords)
+
+
+@every_bias
+@pytest.mark.parametrize(("queries", "keys"), list(itertools.product(QUERIES, KEYS)))
+def test_a_bias_is_a_loop(name, queries, keys):
+    bias = check_bias(name, queries, keys)
+    assert bias.shape[0] == (1 if queries.ndim == keys.ndim == 1 else 3)
+    assert bias.shape[-2:] == (4, 5)
+
+
+@pytest.mark.slow
+@every_function
+def test_a_bias_of_empty_sequences(name):
+    for queries, keys in ((0, 0), (0, 3), (3, 0)):
+        bias = BIASES[name](np.arange(queries), np.zeros((2, keys), int))
+        assert bias.shape == ((2, 3) if name == "alibi" else (2,)) + (queries, keys)
+
+
+@every_bias
+def test_any_two_positions(name):
+    """Differences of 33 bits too."""
+    check_bias(name, EXTREMES, EXTREMES)
+
+
+# --- ALiBi
+
+
+@pytest.mark.parametrize("max_bias", [8, 16.0, 0.3, 126])
+def test_slopes_are_the_papers_rounded_once(max_bias):
+    for num_heads in [*range(1, 20), 31, 32, 33, 71, 112, 128, 255]:
+        slopes = check(alibi_slopes, num_heads, max_bias=max_bias)
+        assert slopes.dtype == jnp.float32
+        assert slopes.shape == (num_heads,)
+
+
+def test_published_slopes():
+    """Press et al., section 3, for 8 and 16 heads; the authors' code for 12: those of 8 heads, then
+    4 of those of 16."""
+    of_8, of_16 = 0.5 ** np.arange(1, 9), np.float32(0.5 ** (np.arange(1, 17) / 2))
+    for expected in (of_8, of_16, [*of_8, *of_16[:8:2]]):
+        np.testing.assert_array_equal(alibi_slopes(len(expected)), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{"num_heads": 8}, {"num_heads": 12, "symmetric": True}, {"num_heads": 1, "max_bias": 0.5}],
+)
+@hypothesis.given(st.lists(st.integers(LOWEST, HIGHEST), min_size=6, max_size=6))
+@hypothesis.settings(max_examples=5)
+def test_alibi_bias_of_any_positions(options, positions):
+    check(alibi_bias, positions[:3], positions[3:], **options)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_alibi_bias_has_no_negative_zero(symmetric):
+    assert not np.signbit(alibi_bias([5], [5], num_heads=2, symmetric=symmetric)).any()
+
+
+def test_published_alibi_bias():
+    """Press et al., figure 3: rows 0; -1 0; -2 -1 0; ... times the head's slope m."""
+    bias = np.asarray(alibi_bias(range(5), range(5), num_heads=8))
+    expected = np.tril(np.arange(5) - np.arange(5)[:, None])
+    for head, slope in enumerate(0.5 ** np.arange(1, 9)):
+        np.testing.assert_array_equal(np.tril(bias[0, head]), expected * slope)
+
+
+@pytest.mark.parametrize("num_heads", GOLDEN["bloom"])
+def test_alibi_bias_of_blooms_key_row(num_heads):
+    """A whole row, and one with two tokens of padding on the left, where Bloom multiplies the
+    positions by the mask."""
+    tokens = te.TokenPositions.from_ids([[5, 6, 7, 8, 9], [0, 0, 7, 8, 9]], pad_id=0)
+    bias = alibi_bias([0], tokens.positions, num_heads=int(num_heads))
+    np.testing.assert_allclose(bias[:, :, 0], GOLDEN["bloom"][num_heads], rtol=PEER_ERROR, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_heads", GOLDEN["mpt"])
+def test_alibi_bias_of_mpts_key_row(num_heads):
+    for max_bias, expected in GOLDEN["mpt"][num_heads].items():
+        bias = alibi_bias([4], range(5), num_heads=int(num_heads), max_bias=float(max_bias))
+        np.testing.assert_allclose(bias[0, :, 0], expected, rtol=PEER_ERROR, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_alibi_bias_in_16_bits_is_rounded_once(dtype):
+    """Counted in bfloat16, 1024 positions would be 513."""
+    exact = np.asarray(alibi_bias([1023], np.arange(1024), num_heads=12))
+    bias = alibi_bias([1023], np.arange(1024), num_heads=12, dtype=dtype)
+    np.testing.assert_array_equal(bias, exact.astype(dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_alibi_bias_and_the_masks_bias_are_finite_and_hide_at_any_distance(dtype):
+    mask = te.AttentionMask(te.TokenPositions(EXTREMES), causal=True).dense()
+    bias = alibi_bias(EXTREMES, EXTREMES, num_heads=12, dtype=dtype)
+    total = np.asarray(te.mask_to_bias(mask, dtype)) + np.asarray(bias)
+    weights = np.asarray(jax.nn.softmax(total), np.float64)
+    assert np.isfinite(total).all()
+    assert np.isfinite(weights).all()
+    assert not np.where(mask, 0, weights).any()
+
+
+@pytest.mark.slow
+def test_alibi_bias_in_float16_becomes_a_quarter_of_the_largest():
+    # IEEE 754-2019, table 3.5: the largest finite binary16 is 65504.
+    keys = [-(2**20), -(2**13), 2**13, 2**20]
+    bias = alibi_bias([0], keys, num_heads=2, max_bias=0.5, dtype=jnp.float16)
+    near = np.float16(2**13 * 2**-0.5)
+    assert bias[0, 1, 0].tolist() == [-65504 / 4, -near, near, 65504 / 4]
+
+
+def test_alibi_bias_in_float64():
+    with x64():
+        bias = alibi_bias([HIGHEST], [0], num_heads=3, dtype=jnp.float64)
+    assert bias.dtype == jnp.float64
+    expected = [float(-slope * HIGHEST) for slope in oracle.alibi_slopes(3)]
+    # Two roundings to float64, the power's among them.
+    np.testing.assert_allclose(np.ravel(bias), expected, rtol=2**-51, atol=0)
+
+
+# --- T5
+
+SETTINGS = [(32, 64), (12, 10), (33, 100), (5, 9), (64, 20), (128, 2048), (7, 1000)]
+# The usual one, one with whole logarithms at 36 and 54, and the largest and smallest.
+ALWAYS = [(32, 128, True), (48, 81, False), (8, HIGHEST - 1, True), (4, 2, True), (2, 2, False)]
+
+
+@pytest.mark.parametrize(
+    ("num_buckets", "max_distance", "bidirectional"),
+    [*ALWAYS, *few([(*each, way) for each in SETTINGS for way in (True, False)], 3)],
+)
+def test_buckets_by_rational_arithmetic(num_buckets, max_distance, bidirectional):
+    if not bidirectional:
+        max_distance = max(max_distance, num_buckets // 2 + 1)
+    distances = np.array([*range(150), max_distance - 1, max_distance, HIGHEST])
+    options = {"max_distance": max_distance, "bidirectional": bidirectional}
+    keys = [*distances, *-distances, LOWEST]
+    check(relative_position_buckets, [0], keys, num_buckets=num_buckets, **options)
+
+
+@pytest.mark.parametrize("case", GOLDEN["t5"], ids=lambda case: str(case["num_buckets"]))
+def test_buckets_published_by_transformers(case):
+    options = {name: case[name] for name in ("num_buckets", "max_distance", "bidirectional")}
+    expected = list(case["buckets"])
+    if options["max_distance"] == 81:
+        # Distance 54 stands at two thirds of the logarithm, where theirs, in float32, falls short.
+        assert expected[-54 + 300] == 39
+        expected[-54 + 300] = 40
+    buckets = relative_position_buckets([0], np.arange(-300, 301), **options)
+    assert np.ravel(buckets).tolist() == expected
+
+
+def test_buckets_published_by_model_garden():
+    """tensorflow/models, official/nlp/modeling/layers/position_embedding_test.py: queries 0..2, keys
+    0..1."""
+    both = relative_position_buckets(range(3), range(2))
+    causal = relative_position_buckets(range(3), range(2), bidirectional=False)
+    assert both.tolist() == [[[0, 17], [1, 0], [2, 1]]]
+    assert causal.tolist() == [[[0, 0], [1, 0], [2, 1]]]
+
+
+@pytest.mark.parametrize(("bidirectional", "before", "after"), [(True, 15, 31), (False, 31, 0)])
+def test_buckets_published_in_the_paper(bidirectional, before, after):
+    """Raffel et al., section 2.1: 32 embeddings, all offsets beyond 128 assigned to one (in each
+    direction)."""
+    far = np.array([128, 129, 500, 10**6, HIGHEST])
+    buckets = relative_position_buckets([0], [*-far, *far], bidirectional=bidirectional)
+    assert np.ravel(buckets).tolist() == [before] * 5 + [after] * 5
+
+
+@pytest.mark.slow
+def test_many_buckets_need_no_memory_of_their_own():
+    build = functools.partial(relative_position_buckets, num_buckets=128, max_distance=2048)
+    program = jax.jit(build).lower(np.arange(256), np.arange(256)).compile()
+    analysis = program.memory_analysis()
+    assert analysis.temp_size_in_bytes < analysis.output_size_in_bytes
+
+
+# --- Both
+
+
+@pytest.mark.slow
+@every_function
+def test_bias_under_vmap_is_that_of_each_row(name):
+    queries, keys = QUERIES[1].astype(np.int32), KEYS[1].astype(np.int32)
+    stacked = np.asarray(jax.jit(jax.vmap(BIASES[name]))(queries, keys))
+    assert_bias_right(name, stacked[:, 0], queries, keys)
+
+
+@pytest.mark.slow
+@every_function
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16, jnp.uint16])
+def test_bias_of_narrow_positions_does_not_overflow(name, dtype):
+    ends = np.array([jnp.iinfo(dtype).min, jnp.iinfo(dtype).max], dtype)
+    assert_bias_right(name, BIASES[name](*map(jax.device_put, (ends, ends))), ends, ends)
+
+
+@pytest.mark.slow
+@every_function
+def test_bias_of_64_bit_positions(name):
+    with x64():
+        query, keys, narrow = (
+            jax.device_put(each)
+            for each in (np.array([2**40]), np.array([0, 2**40 + 7, 2**41]), np.array([3], "int32"))
+        )
+        assert_bias_right(name, BIASES[name](query, keys), [2**40], [0, 2**40 + 7, 2**41])
+        assert_bias_right(name, BIASES[name](narrow, keys), [3], [0, 2**40 + 7, 2**41])
+
+
+@pytest.mark.slow
+@every_function
+def test_bias_on_an_explicit_mesh_equals_bias_on_one_device(name):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    rows = np.arange(4)[:, None] + np.arange(3)
+    spec = jax.sharding.PartitionSpec("data")
+    positions = jax.device_put(rows, jax.sharding.NamedSharding(mesh, spec))
+    for build in (BIASES[name], jax.jit(BIASES[name])):
+        bias = build(positions, positions)
+        assert jax.typeof(bias).sharding.spec[0] == "data"
+        assert_bias_right(name, bias, rows, rows)
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "message", "options"),
+    [
+        ("slopes", TypeError, "num_heads: wanted a Python int, got float 8.0", {"num_heads": 8.0}),
+        ("slopes", ValueError, "num_heads: wanted an int of at least 1, got 0", {"num_heads": 0}),
+        ("slopes", TypeError, "max_bias: wanted a Python number, got str '8'", {"max_bias": "8"}),
+        ("slopes", ValueError, "max_bias: wanted a finite number above 0, got 0", {"max_bias": 0}),
+        (
+            *("slopes", ValueError),
+            "max_bias: wanted a number above 0, at most 126, got 126.5",
+            {"max_bias": 126.5},
+        ),
+        ("alibi", ValueError, "num_heads: wanted an int of at least 1, got 0", {"num_heads": 0}),
+        ("alibi", ValueError, "max_bias: wanted a finite number above 0, got -8", {"max_bias": -8}),
+        ("alibi", TypeError, "symmetric: wanted a Python bool, got str", {"symmetric": "yes"}),
+        ("alibi", TypeError, "dtype: wanted a floating dtype of 16 to 64", {"dtype": jnp.int32}),
+        ("t5", TypeError, "num_buckets: wanted a Python int, got float 8.0", {"num_buckets": 8.0}),
+        ("t5", ValueError, "num_buckets: wanted an int of at least 4, got 3", {"num_buckets": 3}),
+        (
+            *("t5_causal", ValueError),
+            "num_buckets: wanted an int of at least 2, got 1",
+            {"num_buckets": 1},
+        ),
+        ("t5", TypeError, "max_distance: wanted a Python int, got float", {"max_distance": 128.0}),
+        ("t5", ValueError, "max_distance: wanted an int of at least 3, got 2", {"max_distance": 2}),
+        (
+            *("t5_causal", ValueError),
+            "max_distance: wanted an int of at least 5, got 4",
+            {"max_distance": 4},
+        ),
+        (
+            *("t5", ValueError),
+            "max_distance: wanted an int of at most 2147483646, got 2147483647",
+            {"max_distance": HIGHEST},
+        ),
+        ("t5", TypeError, "bidirectional: wanted a Python bool, got int 1", {"bidirectional": 1}),
+    ],
+)
+def test_bad_options(function, kind, message, options):
+    build = functools.partial(alibi_slopes, num_heads=8)
+    if function != "slopes":
+        build = functools.partial(BIASES[function], [0], [0])
+    with pytest.raises(kind, match="^" + re.escape(message)):
+        build(**options)
+
+
+@every_function
+@pytest.mark.parametrize("side", ["query_positions", "key_positions"])
+def test_bad_positions(name, side):
+    shape = "wanted shape [length] or [batch, length], got shape "
+    for kind, message, positions in (
+        (TypeError, "wanted an integer dtype, got float64", [0.0, 1.0]),
+        (TypeError, "wanted an integer dtype, got bool", [True, False]),
+        (TypeError, "wanted a signed integer dtype, got uint32", jnp.arange(2, dtype=jnp.uint32)),
+        (ValueError, shape + "[]", 1),
+        (ValueError, shape + "[1, 1, 2]", [[[0, 1]]]),
+        (
+            ValueError,
+            "wanted integers inside int32, -2147483648..2147483647, got 4294967296 at index [1]",
+            np.array([0, 2**32]),
+        ),
+    ):
+        with pytest.raises(kind, match="^" + re.escape(f"{side}: {message}")):
+            BIASES[name](**{"query_positions": [0, 1], "key_positions": [0, 1]} | {side: positions})
+
+
+@every_function
+def test_batches_of_unequal_sizes(name):
+    message = "query_positions and key_positions: wanted the same number of rows, or 1, got 2 and 3"
+    with pytest.raises(ValueError, match="^" + message):
+        BIASES[name](np.zeros((2, 4), int), np.zeros((3, 5), int))

@@ -1,0 +1,277 @@
+"""The tables of published projects are in tests/test_conventions.py."""
+
+import itertools
+import re
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import mpmath
+import numpy as np
+import oracle
+import pytest
+from contexts import x64
+from hypothesis import strategies as st
+from references import assert_right, check
+
+import transformer_embed as te
+from transformer_embed._src.positions.sinusoidal import LAYOUTS, ODD
+
+FAR = [2**20 + 1, 2**31 - 1, -(2**31), -3]
+
+
+@pytest.mark.parametrize("d_model", [1, 2, 7])
+def test_the_table_equals_the_papers_formula(d_model):
+    """Vaswani et al. (2017), section 3.5, in float64."""
+    channel = np.arange(d_model)
+    angles = np.arange(50)[:, None] / 10_000 ** (channel // 2 * 2 / d_model)
+    expected = np.where(channel % 2, np.cos(angles), np.sin(angles))
+    table = te.sinusoidal_table(50, d_model)
+    np.testing.assert_allclose(table, expected, rtol=0, atol=oracle.MAX_ERROR)
+
+
+def test_a_published_row():
+    """Row 1 of the table of 6 channels in "The Annotated Transformer"'s formula: sin and cos of 1,
+    10000^(-1/3), 10000^(-2/3)."""
+    expected = [0.8415, 0.5403, 0.0464, 0.9989, 0.0022, 1.0]
+    np.testing.assert_allclose(te.sinusoidal_table(2, 6)[1], expected, atol=5e-5)
+
+
+def test_position_0_alternates_0_and_1():
+    np.testing.assert_array_equal(te.sinusoidal_table(1, 4), [[0, 1, 0, 1]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d_model", [8, 9])
+def test_every_layout_of_every_meaning_of_odd(d_model):
+    options = [{"layout": each, "odd": odd} for each, odd in itertools.product(LAYOUTS, ODD)]
+    encode = jax.jit(lambda: [te.sinusoidal_encoding(FAR, d_model, **each) for each in options])
+    for each, encoding in zip(options, encode(), strict=True):
+        assert_right(te.sinusoidal_encoding, encoding, FAR, d_model, **each)
+
+
+# A program has its constants: one for four positions.
+POSITIONS = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=4, max_size=4)
+CONSTANTS = st.fixed_dictionaries(
+    {"layout": st.sampled_from(LAYOUTS), "odd": st.sampled_from(ODD)},
+    optional={
+        "base": st.one_of(
+            st.floats(1e-9, 1, exclude_min=True), st.floats(1, 100), st.floats(100, 1e30)
+        ),
+        "frequency_scale": st.one_of(st.floats(1e-30, 1), st.floats(1, 1e9), st.floats(1e9, 1e12)),
+        "shift": st.one_of(st.floats(-4, 0.999), st.floats(-1e12, 0), st.integers(-(2**40), 0)),
+    },
+)
+
+
+def check_constants(positions, d_model, options):
+    """Fractional, negative, tiny and huge ones: the bound holds, or a frequency passes 2**32 turns
+    per position and the error says so."""
+    if max(oracle.sinusoidal_frequencies(d_model, **options), default=0) < 2**33 * mpmath.pi:
+        check(te.sinusoidal_encoding, positions, d_model, **options)
+    else:
+        with pytest.raises(
+            ValueError, match=r"^base and frequency_scale: wanted frequencies below"
+        ):
+            te.sinusoidal_encoding(positions, d_model, **options)
+
+
+@pytest.mark.parametrize(
+    ("d_model", "options"),
+    [
+        (12, {"base": 2.0}),
+        (2, {"shift": 1}),
+        (64, {"layout": "sin_cos", "shift": 0.1, "frequency_scale": 1e9}),
+        (17, {"layout": "sin_cos", "shift": -3.7, "base": 1.5, "odd": "round_up"}),
+        (64, {"frequency_scale": 2.7e10}),
+        (64, {"base": 1e-20}),
+    ],
+)
+def test_constants(d_model, options):
+    check_constants(FAR, d_model, options)
+
+
+@pytest.mark.slow
+@hypothesis.given(POSITIONS, st.sampled_from([1, 2, 5, 9, 34]), CONSTANTS)
+@hypothesis.settings(max_examples=25)
+def test_any_constants(positions, d_model, options):
+    check_constants(positions, d_model, options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_16_bit_results_are_the_float32_ones_rounded(dtype):
+    rounded = np.asarray(te.sinusoidal_table(300, 6)).astype(dtype)
+    np.testing.assert_array_equal(te.sinusoidal_table(300, 6, dtype=dtype), rounded)
+
+
+@pytest.mark.slow
+def test_empty_and_single_positions():
+    for positions in (3, [], [[0.25], [-999.5]]):
+        check(te.sinusoidal_encoding, positions, 4)
+    check(te.sinusoidal_table, 0, 4)
+    check(te.sinusoidal_table, 3, 1, odd="zero")
+
+
+class TestContract:
+    @pytest.mark.slow
+    def test_vmap(self):
+        positions = np.arange(-6, 6).reshape(3, 4)
+        encode = lambda p: te.sinusoidal_encoding(p, 10)
+        assert_right(te.sinusoidal_encoding, jax.vmap(encode)(positions), positions, 10)
+
+    def test_the_size_of_a_program_does_not_depend_on_the_length(self):
+        encode = jax.jit(lambda n: te.sinusoidal_table(n, 256), static_argnums=0)
+        sizes = [len(encode.lower(n).as_text()) for n in (512, 131_072)]
+        assert abs(sizes[0] / sizes[1] - 1) < 0.05
+        assert sizes[1] < 200_000
+
+
+class TestGrid:
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        ("shape", "d_model", "options"),
+        [
+            ((7,), 6, {}),
+            ((3, 5), 12, {}),
+            ((3, 5), 24, {"axes": (1, 0), "layout": "sin_cos", "shift": 1}),
+            ((2, 3, 4), 30, {"axes": (2, 0, 1), "layout": "cos_sin"}),
+            *(((3, 5), d_model, {"odd": "round_up"}) for d_model in (12, 14, 15, 17)),
+            *(((2, 3), d_model, {"odd": "zero"}) for d_model in (3, 12, 14, 15)),
+            ((3, 2), 4, {"axis_positions": ([0.5, 7, -2], np.array([2**30, 5]))}),
+            ((3, 5), 8, {"positions": np.array([[0, 7], [14, 15], [-1, 3]])}),
+            (
+                (2, 3),
+                15,
+                {
+                    "positions": [5, 6, 0],
+                    "odd": "zero",
+                    "axes": (1, 0),
+                    "axis_positions": ([0, 9], [1, 2.5, 4]),
+                    "dtype": jnp.bfloat16,
+                },
+            ),
+        ],
+    )
+    def test_each_point_has_the_encodings_of_its_coordinates(self, shape, d_model, options):
+        check(te.sinusoidal_grid, shape, d_model, **options)
+
+    @pytest.mark.parametrize(
+        ("kind", "message", "shape", "options"),
+        [
+            (
+                ValueError,
+                "axes: wanted a permutation of the axes of shape (2, 2), at least one, got (0, 0)",
+                *((2, 2), {"axes": (0, 0)}),
+            ),
+            (ValueError, "axes: wanted a permutation of the axes of shape (), at least", (), {}),
+            (
+                ValueError,
+                "d_model: wanted a multiple of the 3 axes (or odd='round_up' or 'zero'), got 4",
+                *((2, 2, 2), {}),
+            ),
+            (ValueError, "shape[1]: wanted an int of at least 1, got 0", (2, 0), {}),
+            (TypeError, "shape: wanted a sequence, got int 4", 4, {}),
+            (
+                ValueError,
+                "axis_positions: wanted arrays as long as the axes, [[2], [3]], got [[2], [2]]",
+                *((2, 3), {"axis_positions": ([0, 1], [0, 1])}),
+            ),
+            (
+                ValueError,
+                "axis_positions: wanted arrays as long as the axes, [[2], [3]], got [[2]]",
+                *((2, 3), {"axis_positions": ([0, 1],)}),
+            ),
+        ],
+    )
+    def test_errors(self, kind, message, shape, options):
+        with pytest.raises(kind, match="^" + re.escape(message)):
+            te.sinusoidal_grid(shape, 4, **options)
+
+
+class TestValuesThatFloat32Lacks:
+    @pytest.mark.slow
+    def test_on_the_host(self):
+        check(te.sinusoidal_encoding, [2.0**30, 2.0**40, np.inf, np.nan], 4)
+        message = r"^positions: wanted floats that float32 holds .*, got 123456789.0$"
+        with pytest.raises(ValueError, match=message):
+            te.sinusoidal_encoding([0.1, 123456789.0], 4)
+
+    @pytest.mark.slow
+    def test_traced_ones_are_nan(self):
+        with x64():
+            encode = jax.jit(lambda p: te.sinusoidal_encoding(p, 4))
+            got = encode(jnp.array([123456789.0, 2.0**30, 0.1]))
+        assert np.isnan(got).any(-1).tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "options"),
+    [
+        (TypeError, "d_model: wanted a Python int, got float 2.5", {"d_model": 2.5}),
+        (TypeError, "d_model: wanted a Python int, got list [4]", {"d_model": [4]}),
+        (ValueError, "d_model: wanted an int of at least 1, got 0", {"d_model": 0}),
+        (TypeError, "length: wanted a Python int, got bool True", {"length": True}),
+        (ValueError, "length: wanted an int of at least 0, got -1", {"length": -1}),
+        (
+            ValueError,
+            "layout: wanted one of 'interleaved', 'sin_cos', 'cos_sin', got ['sin_cos']",
+            {"layout": ["sin_cos"]},
+        ),
+        (
+            ValueError,
+            "odd: wanted one of 'truncate', 'round_up', 'zero', got None",
+            {"odd": None},
+        ),
+        (ValueError, "base: wanted a finite number above 0, got 0", {"base": 0}),
+        (TypeError, "base: wanted a Python number, got str '10000'", {"base": "10000"}),
+        (
+            TypeError,
+            "base: wanted a Python number, got an array float32[]",
+            {"base": jnp.float32(1e4)},
+        ),
+        (
+            ValueError,
+            "frequency_scale: wanted a finite number above 0, got inf",
+            {"frequency_scale": np.inf},
+        ),
+        (ValueError, "shift: wanted a number below d_model // 2 = 2, got 2", {"shift": 2}),
+        *(
+            (
+                TypeError,
+                f"dtype: wanted a floating dtype of 16 to 64 bits, got {got}",
+                {"dtype": each},
+            )
+            for each, got in (
+                (jnp.int32, "int32"),
+                ("floaty", "str 'floaty'"),
+                (np.zeros(2, np.float32), "an array float32[2]"),
+                (None, "NoneType None"),
+            )
+        ),
+    ],
+)
+def test_bad_arguments_of_a_table(kind, message, options):
+    with pytest.raises(kind, match="^" + re.escape(message)):
+        te.sinusoidal_table(**{"length": 3, "d_model": 4} | options)
+
+
+def test_a_traced_option_is_refused():
+    with pytest.raises(TypeError, match=r"^base: wanted a Python number, got a traced"):
+        jax.jit(lambda base: te.sinusoidal_table(3, 4, base=base))(4.0)
+
+
+INT32 = "positions: wanted integers inside int32, -2147483648..2147483647, got "
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "positions"),
+    [
+        (TypeError, "positions: wanted an integer dtype, or float32", jnp.ones(3, jnp.bfloat16)),
+        (ValueError, INT32 + "2147483648 at index [1]", np.array([5, 2**31])),
+        (ValueError, INT32 + "4294967301", np.uint64(2**32 + 5)),
+    ],
+)
+def test_bad_positions(kind, message, positions):
+    with pytest.raises(kind, match="^" + re.escape(message)):
+        te.sinusoidal_encoding(positions, 4)

@@ -1,0 +1,248 @@
+"""What a loss may do with the rows that stand in place of a table: look them up. Any other use raises
+an error, or is not finite."""
+
+import functools
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cases import few
+from jax.sharding import Mesh, PartitionSpec
+
+import transformer_embed as te
+from transformer_embed._src.tables.rows.gathered_rows import GatheredRows, as_keys
+from transformer_embed._src.tables.rows.marks import are_marks, with_marks
+
+ROWS = GatheredRows(as_keys(jnp.array([1, 2])), with_marks(jnp.ones([2, 3])), 5)
+
+
+OTHER_USES = {
+    "times a number": lambda rows: rows * 2,
+    "array times": lambda rows: jnp.ones(3) * rows,
+    "matmul": lambda rows: jnp.ones([1, 5]) @ rows,
+    "astype": lambda rows: rows.astype(jnp.bfloat16),
+    "indexed": lambda rows: rows[jnp.array([1])],
+    "at": lambda rows: rows.at[0].set(1),
+    "jnp.asarray": jnp.asarray,
+    "np.asarray": np.asarray,
+    "jnp.sum": jnp.sum,
+    "einsum": lambda rows: jnp.einsum("vd->v", rows),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_USES)
+def test_any_other_use_of_rows_is_a_type_error(name):
+    # jax 0.6.0 has its own TypeError for a sum.
+    ours, jaxs = (
+        "table: wanted to be read by te.lookup or te.TokenEmbedding alone, since "
+        "te.rows.value_and_grad has its ids, got another use of its rows",
+        "expected ArrayLike, got GatheredRows",
+    )
+    with pytest.raises(TypeError, match=f"{ours}|{jaxs}" if name == "jnp.sum" else ours):
+        OTHER_USES[name](ROWS)
+
+
+def test_rows_look_like_the_table():
+    assert (ROWS.shape, ROWS.dtype) == ((5, 3), jnp.float32)
+    assert not hasattr(ROWS, "ndim")
+    assert jax.tree.map(jnp.copy, ROWS).shape == (5, 3)
+
+
+def tied(ids):
+    embed = te.TokenEmbedding(5, 3, name="embed")
+    return embed.logits(embed(ids))
+
+
+MODELS = {
+    "table: wanted a whole table, trained densely, since the output layer is tied to it": tied,
+    "params['embed']['embeddings']: wanted to be read by te.lookup or te.TokenEmbedding": (
+        lambda ids: hk.Embed(5, 3, name="embed")(ids)
+    ),
+}
+
+
+@pytest.mark.parametrize("message", MODELS)
+def test_a_model_that_reads_the_table_otherwise_names_it(message):
+    net = hk.without_apply_rng(hk.transform(MODELS[message]))
+    params = jax.eval_shape(net.init, jax.random.key(0), IDS)
+    step = te.rows.value_and_grad(
+        lambda params: net.apply(params, IDS).sum(), ids={"embed": {"embeddings": IDS}}
+    )
+    with pytest.raises(TypeError) as error:
+        jax.eval_shape(step, params)
+    assert str(error.value).startswith(message)
+
+
+# Functions of all leaves of the parameters.
+
+IDS = np.array([1, 3, 3, 4])
+TABLE = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+PARAMS = {"t": TABLE, "w": np.ones(3, np.float32)}
+
+
+def is_float(leaf):
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def floats(params):
+    return filter(is_float, jax.tree.leaves(params))
+
+
+def map_floats(function, params):
+    return jax.tree.map(lambda leaf: function(leaf) if is_float(leaf) else leaf, params)
+
+
+def norm(params):
+    return jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in floats(params)))
+
+
+def quantized(leaf):
+    scale = jnp.max(jnp.abs(leaf)) / 7
+    return jnp.round(leaf / scale) * scale
+
+
+def noisy(leaf):
+    return leaf + 0.01 * jax.random.normal(jax.random.key(0), leaf.shape)
+
+
+# Added to the loss, of each leaf.
+TERMS = {
+    "tanh": jnp.tanh,
+    "exp(-x**2)": lambda x: jnp.exp(-(x**2)),
+    "squares": jnp.square,
+    "variance": jnp.var,
+    "largest": jnp.max,
+    "huber": optax.huber_loss,
+}
+# Of the parameters, before the loss.
+MAPS = {
+    "x / norm(x)": functools.partial(map_floats, lambda x: x / jnp.linalg.norm(x)),
+    "int4": functools.partial(map_floats, quantized),
+    "cumsum": functools.partial(map_floats, functools.partial(jnp.cumsum, axis=0)),
+    "noise": functools.partial(map_floats, noisy),
+    "reversed": functools.partial(jax.tree.map, lambda x: x[::-1]),
+    "sorted": functools.partial(map_floats, functools.partial(jnp.sort, axis=0)),
+    "zeros": functools.partial(jax.tree.map, jnp.zeros_like),
+    "x / max(1, norm of all)": lambda params: map_floats(
+        lambda x: x / jnp.maximum(1, norm(params)), params
+    ),
+}
+# These treat each number alike: they are right, and so are their factors of the loss.
+RIGHT = {
+    "as they are": (lambda x: x, 1),
+    "scaled": (lambda x: -0.3 * x, -0.3),
+    "scaled columns": (lambda x: x * jnp.full(3, 0.7), 0.7),
+    "bfloat16": (lambda x: x.astype(jnp.bfloat16), 1),
+    "float16": (lambda x: x.astype(jnp.float16), 1),
+}
+
+
+def loss(params):
+    return jnp.sum(te.lookup(params["t"], IDS).astype(jnp.float32))
+
+
+def with_term(term, params):
+    return loss(params) + sum(jnp.sum(term(leaf)) for leaf in floats(params))
+
+
+WRONG = {name: functools.partial(with_term, term) for name, term in TERMS.items()}
+WRONG |= {name: lambda p, change=change: loss(change(p)) for name, change in MAPS.items()}
+LOSSES = {name: WRONG[name] for name in few(WRONG, 8)} | {
+    name: lambda p, change=change: loss(p | {"t": map_floats(change, p["t"])})
+    for name, (change, _) in RIGHT.items()
+}
+KINDS = ("plain", "contiguous", "interleaved")
+
+
+def placed(kind):
+    """Parameters with a table of a kind."""
+    if kind == "plain":
+        return jax.tree.map(jnp.asarray, PARAMS)
+    mesh = Mesh(np.array(jax.devices()[:2]), ["model"])
+    options = {"interleave": "t", "virtual_shards": 2} if kind == "interleaved" else {}
+    return te.sharding.shard_params(
+        PARAMS, mesh, {"t": PartitionSpec("model")}, tables="t", **options
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_function_of_all_parameters_is_nan_unless_it_treats_each_number_alike(kind):
+    losses = LOSSES if kind == "plain" else {name: LOSSES[name] for name in few(LOSSES, 4)}
+    steps = {name: te.rows.value_and_grad(each, ids={"t": IDS}) for name, each in losses.items()}
+    values = jax.jit(lambda params: {name: step(params)[0] for name, step in steps.items()})
+    for name, value in values(placed(kind)).items():
+        expected = RIGHT[name][1] * TABLE[IDS].sum() if name in RIGHT else np.nan
+        rtol = 1e-2 if "16" in name else 1e-5
+        np.testing.assert_allclose(value, expected, rtol=rtol, err_msg=name)
+
+
+def test_the_gradient_of_another_parameter_through_a_norm_of_all_is_nan():
+    def with_norm(params):
+        return jnp.sum(te.lookup(params["t"], IDS) * params["w"]) + norm(params), norm(params)
+
+    step = te.rows.value_and_grad(with_norm, ids={"t": IDS}, has_aux=True)
+    (value, aux), grads = jax.jit(step)(PARAMS)
+    assert np.isnan([value, aux, *grads["w"]]).all()
+
+
+@pytest.mark.parametrize(
+    "kind", ["plain", *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS[1:])]
+)
+def test_a_gradient_of_mixed_rows_updates_them_by_nan(kind):
+    optimizer = optax.sgd(0.5)
+
+    @jax.jit
+    def steps(params):
+        _, grads = te.rows.value_and_grad(loss, ids={"t": IDS})(params)
+        changed = [jax.tree.map(function, grads) for function in (lambda g: 2 * g, jnp.sign)]
+        return [te.rows.update(optimizer, g, optimizer.init(params), params)[0] for g in changed]
+
+    doubled, mixed = (np.asarray(te.lookup(after["t"], range(5))) for after in steps(placed(kind)))
+    gradient = np.zeros([5, 3], np.float32)
+    np.add.at(gradient, IDS, 1)
+    np.testing.assert_allclose(doubled, TABLE - gradient, rtol=1e-5)
+    np.testing.assert_array_equal(mixed, np.where(gradient, np.nan, TABLE))
+
+
+# From jax: ids are no numbers.
+NO_NUMBERS = r"key<fry>|extended dtype"
+ON_ALL_LEAVES = {
+    "x * 2": (lambda x: x * 2, NO_NUMBERS),
+    "tanh": (jnp.tanh, NO_NUMBERS),
+    "sum": (jnp.sum, NO_NUMBERS),
+    "x[:2]": (lambda x: x[:2], r"^params\['t'\]: wanted its rows in their places, got 2 of them"),
+}
+
+
+@pytest.mark.parametrize("name", ON_ALL_LEAVES)
+def test_a_function_of_every_leaf_of_the_rows_is_an_error(name):
+    change, message = ON_ALL_LEAVES[name]
+    step = te.rows.value_and_grad(
+        lambda p: loss(p | {"t": jax.tree.map(change, p["t"])}), ids={"t": IDS}
+    )
+    with pytest.raises((TypeError, ValueError), match=message):
+        jax.eval_shape(step, PARAMS)
+
+
+def test_a_loss_without_nan_runs_under_debug_nans():
+    step = te.rows.value_and_grad(loss, ids={"t": IDS})
+    with jax.debug_nans(True):
+        value, _ = jax.jit(step)(placed("plain"))
+    np.testing.assert_allclose(value, TABLE[IDS].sum(), rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "width"), [(jnp.float16, 300), (jnp.bfloat16, 1), (jnp.float32, 2)]
+)
+def test_marks_show_small_noise_in_any_dtype_and_width(dtype, width):
+    marked = with_marks(jnp.ones([2, width], dtype))
+    noise = 1e-3 * np.random.default_rng(0).normal(size=marked.shape)
+    for scale in (1, -0.3, 123.4):
+        scaled = (marked * scale).astype(dtype)
+        assert are_marks(scaled[2:])
+        assert not are_marks((scaled + scale * noise).astype(dtype)[2:])

@@ -1,0 +1,126 @@
+"""Tables, batches and meshes for tests, and a training by rows with its oracle."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import transformer_embed as te
+from transformer_embed._src.tables.sharded.row_order import RowOrder
+
+SPEC = PartitionSpec
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+NAMES = ("data", "model", "extra")
+BOTH = ("data", "model")
+
+# Of the 8 shards of a contiguous table, one has padding alone.
+VOCAB, WIDTH, SHARDS, PAD = 300, 8, 16, 3
+RATE, STEPS = 0.1, 3
+# Gradients are sums of at most some hundred cotangents below 4, rounded by 2**-24 each: Adam turns
+# a relative error of 2**-16 in a gradient into one of that size in a step of at most RATE, but for
+# gradients near its epsilon of 1e-8, which random ones are not.
+TRAINED_ERROR = STEPS * RATE * 2.0**-13
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32).clip(-4, 4)
+
+
+TABLE = normal(0, VOCAB, WIDTH)
+# Repeats on one device and on all, padding, and ids out of range at both ends.
+BATCHES = [
+    np.random.default_rng(seed).integers(-3, VOCAB + 5, (8, 4)).astype(np.int32)
+    for seed in range(STEPS)
+]
+for batch in BATCHES:
+    batch[:, 0], batch[2:4, 1], batch[0, 1:3], batch[1, 1:3] = 7, 7, (PAD, PAD), (-2, VOCAB + 1)
+WEIGHTS = [normal(10 + seed, 8, 4, WIDTH) for seed in range(STEPS)]
+
+
+def mesh_of(shape, kind=AUTO):
+    """Of the first devices."""
+    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+    return jax.sharding.Mesh(devices, NAMES[: len(shape)], axis_types=(kind,) * len(shape))
+
+
+def put(mesh, array, *axes):
+    return jax.device_put(array, NamedSharding(mesh, SPEC(*axes)))
+
+
+def shard(mesh, spec, table=TABLE, **options):
+    return te.sharding.shard_params({"t": table}, mesh, {"t": spec}, tables="t", **options)["t"]
+
+
+def interleave(mesh, spec=None, table=TABLE, shards=SHARDS, **options):
+    spec = SPEC(mesh.axis_names) if spec is None else spec
+    return shard(mesh, spec, table, interleave="t", virtual_shards=shards, **options)
+
+
+def on_host(tree):
+    """Tables in vocabulary order, once the padding of a contiguous one is found to be zeros."""
+
+    def read(leaf):
+        if not isinstance(leaf, te.sharding.Sharded):
+            return np.asarray(leaf)
+        rows = leaf.in_vocabulary_order()
+        if not leaf.layout.order.is_interleaved:
+            assert not np.asarray(leaf.array)[len(rows) :].any()
+        return rows
+
+    return jax.tree.map(read, tree, is_leaf=lambda leaf: isinstance(leaf, te.sharding.Sharded))
+
+
+def placed_state(optimizer, params):
+    """The state of an optimizer, placed as a step leaves it: with one that is placed otherwise, the
+    first step would compile twice."""
+    shardings = {leaf.shape: leaf.sharding for leaf in jax.tree.leaves(params)}
+    (some, *_) = shardings.values()
+    everywhere = NamedSharding(some.mesh, SPEC())
+    state = optimizer.init(jax.tree.map(np.asarray, params))
+    return jax.device_put(
+        state, jax.tree.map(lambda leaf: shardings.get(leaf.shape, everywhere), state)
+    )
+
+
+def owned_by_one(count, devices=8):
+    """Ids that one device of an interleaved table owns."""
+    order = RowOrder(VOCAB, SHARDS)
+    owners = order.slots(np.arange(VOCAB, dtype=np.int32)) // (order.size // devices)
+    return np.flatnonzero(owners == 2)[:count].astype(np.int32)
+
+
+ADAM = optax.adam(RATE)
+
+
+def loss(params, ids, weights):
+    rows = te.lookup(params["t"], ids, pad_id=PAD, out_of_range="zero")
+    return jnp.sum(rows.astype(jnp.float32) * weights)
+
+
+@functools.partial(jax.jit, donate_argnums=(0, 1))
+def row_step(params, state, ids, weights):
+    """A step, the loss, and the norm of its gradient."""
+    value, grads = te.rows.value_and_grad(loss, ids={"t": ids})(params, ids, weights)
+    norm = jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads)))
+    return *te.rows.update(ADAM, grads, state, params), value, norm
+
+
+def lazy_adam(batches=BATCHES):
+    """In float64: the table, its moments, and the loss and the norm of each step's gradient."""
+    table, first, second = TABLE.astype(np.float64), np.zeros(TABLE.shape), np.zeros(TABLE.shape)
+    losses, norms = [], []
+    for step, (ids, weights) in enumerate(zip(batches, WEIGHTS, strict=True), 1):
+        counted = (ids >= 0) & (ids < VOCAB) & (ids != PAD)
+        losses.append(np.sum(table[ids[counted]] * weights[counted]))
+        gradient = np.zeros(TABLE.shape)
+        np.add.at(gradient, ids[counted], weights[counted])
+        norms.append(np.sqrt(np.sum(gradient**2)))
+        moved = gradient.any(-1)
+        first[moved] = 0.9 * first[moved] + 0.1 * gradient[moved]
+        second[moved] = 0.999 * second[moved] + 0.001 * gradient[moved] ** 2
+        update = RATE * (first / (1 - 0.9**step)) / (np.sqrt(second / (1 - 0.999**step)) + 1e-8)
+        table[moved] -= update[moved]
+    return table, first, second, losses, norms

@@ -1,0 +1,702 @@
+"""The cross-entropy of an output layer against a loop over tokens in float64, on one device and on
+meshes."""
+
+import functools
+import itertools
+
+import collectives
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.export
+import jax.numpy as jnp
+import jax.test_util
+import numpy as np
+import optax
+import pytest
+from cases import few
+from contexts import set_mesh, x64
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import transformer_embed as te
+from transformer_embed._src.tokens import cross_entropy as implementation
+from transformer_embed._src.tokens import losses
+from transformer_embed._src.tokens.lookup import Table
+
+SPEC = PartitionSpec
+# What is promised of values and gradients of magnitude 1; float32 sums of some 100 terms are within
+# 100 * 2**-24 = 6e-6.
+ERROR = 1e-5
+VOCAB, WIDTH, SHAPE = 7, 3, (4, 5)
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+TABLE, X, BIAS = normal(0, VOCAB, WIDTH), normal(1, *SHAPE, WIDTH), normal(20, VOCAB)
+LABELS = np.random.default_rng(2).integers(0, VOCAB, SHAPE).astype(np.int32)
+MASK = np.random.default_rng(3).random(SHAPE) < 0.7
+WEIGHTS = np.random.default_rng(21).random(SHAPE).astype(np.float32)
+SEGMENTS = np.int32([[1, 1, 2, 2, 2], [3, 3, 3, 3, 3], [1, 1, 0, 0, 0], [0, 0, 5, 6, 6]])
+ARRAYS = {"x": X, "table": TABLE, "labels": LABELS, "bias": BIAS, "weights": WEIGHTS, "mask": MASK}
+PACKED = {"shift": True, "segment_ids": SEGMENTS}
+
+
+def oracle(
+    x,
+    table,
+    labels,
+    *,
+    bias=0.0,
+    softcap=None,
+    scale=1.0,
+    pad_id=None,
+    mask=True,
+    weights=1.0,
+    shift=False,
+    segment_ids=1,
+    label_smoothing=0.0,
+    z_loss=0.0,
+    reduction="mean",
+    chunk_size=None,
+):
+    """Loss and the gradients of x, the table, the bias and the weights, one token at a time."""
+    del chunk_size
+    x, table = np.asarray(x, np.float64), np.asarray(table, np.float64)
+    vocab, shape = len(table), np.shape(labels)
+    weights = np.broadcast_to(np.asarray(weights, np.float64), shape)
+    segments = np.broadcast_to(segment_ids, shape)
+    counted = np.broadcast_to(mask, shape) & (labels != pad_id)
+    predicted = np.arange(vocab) != pad_id
+    targets = {}
+    for index in np.ndindex(shape):
+        label = (*index[:-1], index[-1] + 1) if shift else index
+        if shift and (label[-1] == shape[-1] or segments[index] != segments[label]):
+            continue
+        if counted[label] and (not shift or segments[index] != 0):
+            targets[index] = label
+    total = sum(weights[label] for label in targets.values()) if reduction == "mean" else 1.0
+    total = total or 1.0
+    of_x, of_table, of_bias = np.zeros_like(x), np.zeros_like(table), np.zeros(vocab)
+    losses, of_weights = np.zeros(shape), np.zeros(shape)
+    for index, label in targets.items():
+        u = scale * (table @ x[index] + np.asarray(bias, np.float64))
+        logits = u if softcap is None else softcap * np.tanh(u / softcap)
+        logits = np.where(predicted, logits, np.finfo(np.float32).min)
+        log_z = logits.max() + np.log(np.exp(logits - logits.max()).sum())
+        target = label_smoothing / predicted.sum() * predicted
+        target[labels[label]] += 1 - label_smoothing
+        losses[label] = log_z - target @ logits + z_loss * log_z**2
+        slope = np.exp(logits - log_z) * (1 + 2 * z_loss * log_z) - target
+        slope *= scale * weights[label] / total
+        if softcap is not None:
+            slope /= np.cosh(u / softcap) ** 2
+        of_x[index] = slope @ table
+        of_table += np.outer(slope, x[index])
+        of_bias += slope
+    loss = (losses * weights).sum() / total
+    for label in targets.values():
+        of_weights[label] = (losses[label] - loss * (reduction == "mean")) / total
+    return loss, of_x, of_table, of_bias, of_weights
+
+
+STATIC = [
+    *("softcap", "scale", "pad_id", "shift", "label_smoothing", "z_loss", "reduction", "chunk_size")
+]
+
+
+@functools.partial(jax.jit, static_argnames=STATIC)
+def step(x, table, labels, bias, weights, **options):
+    """Loss and the gradients of x, the table, the bias and the weights."""
+
+    def loss(x, table, bias, weights):
+        return te.linear_cross_entropy(x, table, labels, bias=bias, weights=weights, **options)
+
+    value, gradients = jax.value_and_grad(loss, (0, 1, 2, 3))(x, table, bias, weights)
+    return value, *gradients
+
+
+def assert_close(got, expected, error=ERROR):
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(one, np.float64), other, rtol=error, atol=error)
+
+
+def assert_right(error=ERROR, **changes):
+    arguments = ARRAYS | changes
+    got = step(**arguments)
+    assert_close(got, oracle(**arguments), error)
+    return got
+
+
+def value(**changes):
+    return te.linear_cross_entropy(**ARRAYS | changes)
+
+
+# --- values and gradients
+
+ALL = {
+    "softcap": 2.0,
+    "scale": 3.0,
+    "pad_id": 2,
+    **PACKED,
+    "label_smoothing": 0.1,
+    "z_loss": 0.1,
+    "chunk_size": 3,
+}
+SETTINGS = {
+    "none": {},
+    "softcap": {"softcap": 2.0},
+    "z_loss of a scaled sum": {"scale": 2.0, "z_loss": 0.1, "reduction": "sum"},
+    "shift": {"shift": True, "chunk_size": 1},
+    "padding": {"pad_id": 2, "label_smoothing": 0.3, "chunk_size": 1000},
+    "packed": {**PACKED, "z_loss": 0.1},
+    "all": ALL,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
+def test_each_setting_is_that_of_a_loop_in_float64(options):
+    assert_right(**options)
+
+
+@pytest.mark.slow
+@hypothesis.settings(max_examples=15)
+@hypothesis.given(seed=st.integers(0, 99), size=st.sampled_from([0.1, 1, 9]), masked=st.booleans())
+def test_any_arrays_are_those_of_a_loop_in_float64(seed, size, masked):
+    rng = np.random.default_rng(seed)
+    assert_right(
+        # Scaled sums of 3 terms of magnitude 9.
+        100 * ERROR,
+        **ALL | {"segment_ids": rng.integers(0, 3, SHAPE, np.int32)},
+        x=size * normal(seed, *SHAPE, WIDTH),
+        labels=rng.integers(0, VOCAB, SHAPE, np.int32),
+        weights=rng.random(SHAPE).astype(np.float32),
+        mask=rng.random(SHAPE) < (0.6 if masked else 1),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("x", "table", "label", "options", "loss"),
+    [
+        # Stanford CS231n, linear classification notes, softmax classifier: scores -2.85, 0.86, 0.28
+        # with label 2 cost 1.04. https://cs231n.github.io/linear-classify/
+        ([-2.85, 0.86, 0.28], np.eye(3, dtype=np.float32), 2, {}, 1.04),
+        # Gemma 2, section 2: softcap * tanh(logits / softcap), so a loss of at most 2 softcaps.
+        ([1e4], np.float32([[1], [-1]]), 1, {"softcap": 30.0}, 60),
+    ],
+    ids=["softmax", "softcap"],
+)
+def test_published_losses(x, table, label, options, loss):
+    got = te.linear_cross_entropy(x, table, label, **options)
+    np.testing.assert_allclose(got, loss, rtol=2e-3)
+
+
+SIZES = [
+    {"scale": size, "label_smoothing": smoothing, "z_loss": z_loss} | softcap
+    for size in (1e6, 1e10, 3e15)
+    for smoothing, z_loss in itertools.product((0.0, 0.1), (0.0, 1e-4))
+    for softcap in ({}, {"softcap": size})
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", few(SIZES, 3), ids=str)
+def test_a_factor_of_any_size_gives_finite_losses_and_gradients(options):
+    """A product that is rounded once in one place and twice in another differs by more than 1."""
+    for values, exact in zip(step(**ARRAYS, **options), oracle(**ARRAYS, **options), strict=True):
+        np.testing.assert_allclose(values, exact, rtol=0, atol=ERROR * np.abs(exact).max())
+
+
+@pytest.mark.slow
+def test_a_z_loss_whose_slope_is_zero_has_its_gradient():
+    # One id, whose logit is log_z = -1 / (2 z_loss): the two terms of the slope cancel.
+    x, table = np.float32([[-1]]), np.float32([[1], [1e4]])
+    loss = lambda x: te.linear_cross_entropy(x, table, [0], z_loss=0.5)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(x), [[-1]], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_every_setting_in_float64():
+    with x64():
+        wide = {name: np.float64(ARRAYS[name]) for name in ("x", "table", "bias", "weights")}
+        got = assert_right(1e-13, **wide, **ALL)
+        assert {array.dtype for array in got} == {jnp.dtype("float64")}
+
+
+@pytest.mark.slow
+def test_first_and_second_derivatives_are_finite_differences():
+    with x64():
+
+        @jax.jit
+        def loss(x, table, bias, weights):
+            options = ALL | {"segment_ids": SEGMENTS[0]}
+            return te.linear_cross_entropy(
+                x, table, LABELS[0], bias=bias, weights=weights, **options
+            )
+
+        arguments = map(np.float64, (X[0], TABLE, BIAS, WEIGHTS[0] + 0.1))
+        jax.test_util.check_grads(
+            loss, tuple(arguments), order=2, modes="rev", atol=1e-5, rtol=1e-5, eps=1e-4
+        )
+
+
+# --- narrow dtypes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_16_bits_are_summed_in_float32_and_cast_once(dtype):
+    tokens = 1024
+    x, table, bias = (
+        normal(n, *shape).astype(dtype) for n, shape in enumerate([(tokens, 2), (3, 2), (3,)])
+    )
+    arrays = {"labels": np.arange(tokens) % 3, "weights": np.ones(tokens, np.float32)}
+    options = {"reduction": "sum", "chunk_size": 16, "pad_id": 9}
+    got = step(x, table, bias=bias, **arrays, **options)
+    assert [each.dtype for each in got] == [jnp.float32, *[dtype] * 3, jnp.float32]
+    want = oracle(*map(np.float32, (x, table)), bias=np.float32(bias), **arrays, **options)
+    # One rounding to the dtype, and float32 sums of 1024 terms of both signs.
+    half_ulp = float(jnp.finfo(dtype).eps) / 2
+    for one, other in zip(got[1:4], want[1:4], strict=True):
+        sums = tokens * 2.0**-24 * 4
+        np.testing.assert_allclose(np.float32(one), other, rtol=half_ulp + ERROR, atol=sums)
+    assert_close([got[0], got[4]], [want[0], want[4]])
+
+
+@pytest.mark.slow
+def test_a_scale_on_the_loss_reaches_float16_gradients_before_they_are_rounded():
+    tokens, scale = 2**14, 2.0**15
+    x, table = np.full((tokens, 1), 2.0**-8, np.float16), np.array([[1.0], [-1.0]], np.float16)
+    loss = lambda x: scale * te.linear_cross_entropy(x, table, np.zeros(tokens, int))
+    # About -1 / tokens each: below float16's normal numbers, above them when scaled.
+    want = scale * oracle([[2.0**-8]], table, np.array([0]))[1][0, 0] / tokens
+    np.testing.assert_allclose(np.float32(jax.jit(jax.grad(loss))(x)), want, rtol=2.0**-11 + ERROR)
+
+
+@pytest.mark.slow
+def test_gradients_of_narrow_weights_are_rounded_once():
+    """Weights of one number a column are summed over many rows."""
+    x, table, labels = (
+        normal(0, 2048, 2, 8),
+        normal(1, 16, 8),
+        np.arange(4096).reshape(2048, 2) % 16,
+    )
+    loss = lambda w: te.linear_cross_entropy(x, table, labels, weights=w, reduction="sum")
+    both = jax.jit(lambda *weights: [jax.grad(loss)(each) for each in weights])
+    narrow, wide = both(jnp.ones(2, jnp.bfloat16), jnp.ones(2))
+    assert narrow.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float32(narrow), wide, rtol=2**-8)
+
+
+# --- tokens that are not counted
+
+
+@pytest.mark.parametrize("content", [np.nan, np.inf, 1e30])
+def test_what_stands_at_a_token_that_is_not_counted_changes_nothing(content):
+    x, labels, weights = X.copy(), LABELS.copy(), WEIGHTS.copy()
+    x[~MASK], labels[~MASK], weights[~MASK] = content, 10**6, content
+    got = step(**ARRAYS | {"x": x, "labels": labels, "weights": weights})
+    assert_close(got, oracle(**ARRAYS))
+    np.testing.assert_array_equal(np.asarray(got[1])[~MASK], 0)
+
+
+def test_padding_is_not_predicted_and_gets_no_gradient():
+    table = TABLE.copy()
+    table[2] = 1e4
+    got = assert_right(table=table, **SETTINGS["padding"])
+    np.testing.assert_array_equal(np.asarray(got[2])[2], 0)
+    assert got[3][2] == 0
+
+
+@pytest.mark.slow
+def test_no_counted_token_costs_nothing_and_moves_nothing():
+    no_rows = {name: array[:0] for name, array in ARRAYS.items() if len(array) == SHAPE[0]}
+    for changes in ({"mask": np.zeros(SHAPE, bool)}, no_rows):
+        for got in step(**ARRAYS | changes):
+            np.testing.assert_array_equal(got, 0)
+    loss, of_x, of_table, of_bias, _ = step(**ARRAYS | {"weights": np.zeros(SHAPE, np.float32)})
+    assert not any(map(np.any, (loss, of_x, of_table, of_bias)))
+
+
+def test_a_counted_label_outside_the_vocabulary_makes_all_nan():
+    labels, mask = LABELS.astype(np.int64), np.ones(SHAPE, bool)
+    for labels[1, 2] in (VOCAB, -1, -(2**31)):
+        _, of_x, of_table, *_ = step(**ARRAYS | {"labels": np.int32(labels), "mask": mask})
+        assert np.isnan(of_table).all()
+        assert np.isnan(np.asarray(of_x)[1, 2]).all()
+    # Outside of jit, 64 bits are read as they are.
+    labels[1, 2] = 2**32 + 1
+    assert np.isnan(value(labels=labels, mask=mask))
+
+
+PAD_IDS = (-100, 2, VOCAB, -(2**31) + 1, 0, 127, 2**31 - 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pad_id", few(PAD_IDS, 2))
+def test_padding_may_be_outside_the_vocabulary(pad_id):
+    assert_right(pad_id=pad_id, labels=np.where(MASK, LABELS, pad_id), mask=np.ones(SHAPE, bool))
+
+
+@pytest.mark.slow
+def test_vocabularies_in_which_one_id_is_predicted():
+    one = {name: ARRAYS[name][:1] for name in ("table", "bias")}
+    assert_right(**one, labels=np.zeros(SHAPE, int))
+    two = {name: ARRAYS[name][:2] for name in ("table", "bias")}
+    assert_right(**two, labels=np.ones(SHAPE, int), pad_id=0, label_smoothing=0.3)
+
+
+@pytest.mark.slow
+def test_arrays_of_one_row_are_those_of_every_row():
+    row = {"mask": MASK[0], "weights": WEIGHTS[0], "segment_ids": SEGMENTS[0]}
+    whole = {name: np.broadcast_to(array, SHAPE) for name, array in row.items()}
+    want = oracle(**ARRAYS | ALL | whole)[0]
+    np.testing.assert_allclose(value(**ALL | row), want, rtol=ERROR)
+
+
+@pytest.mark.slow
+def test_packed_sequences_train_alike_by_segment_ids_and_by_next_token_mask():
+    """Whatever stands between them and in the padding."""
+    labels, x = LABELS.copy(), X.copy()
+    labels[SEGMENTS == 0], x[SEGMENTS == 0] = 10**6, np.nan
+    plain = {"weights": None, "reduction": "sum"}
+    together = value(**plain, **PACKED, x=x, labels=labels, mask=None)
+    mask = te.TokenPositions.from_segment_ids(SEGMENTS).next_token_mask
+    rolled = value(**plain, x=x, labels=jnp.roll(labels, -1, axis=-1), mask=mask)
+    alone = oracle(X, TABLE, LABELS, bias=BIAS, reduction="sum", **PACKED)[0]
+    np.testing.assert_allclose([together, rolled], [alone] * 2, rtol=ERROR)
+
+
+# --- transformations and cost
+
+
+@pytest.mark.slow
+def test_vmap_is_a_loop():
+    rows = {name: ARRAYS[name] for name in ("x", "labels", "weights")}
+    mapped = jax.vmap(
+        lambda rows: te.linear_cross_entropy(table=TABLE, bias=BIAS, **rows, chunk_size=2)
+    )(rows)
+    each = [
+        oracle(table=TABLE, bias=BIAS, **jax.tree.map(lambda a, n=n: a[n], rows)) for n in range(4)
+    ]
+    np.testing.assert_allclose(mapped, [loss for loss, *_ in each], rtol=ERROR)
+
+
+@pytest.mark.slow
+def test_the_arithmetic_of_accelerators_is_right_too(monkeypatch):
+    chosen = []
+
+    def choose_default(*arguments, cpu, default):
+        chosen.append(default)
+        return default(*arguments)
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", choose_default)
+    implementation._reduced_loss.clear_cache()
+    # The name of a static argument that no other test has: nothing is traced already.
+    assert_right(pad_id=1, softcap=2.5)
+    implementation._reduced_loss.clear_cache()
+    assert len(chosen) >= 2
+
+
+def products(gradients, **options):
+    """Number of products in the program, those in loops once each."""
+    loss = lambda x, table: value(x=x, table=table, **options)
+    function = jax.value_and_grad(loss, gradients) if gradients else loss
+    return jax.jit(function).lower(X, TABLE).as_text().count("dot_general")
+
+
+@pytest.mark.slow
+def test_only_what_is_asked_for_is_computed():
+    assert products(()) == 1
+    assert products((0,)) == products((1,)) == 2
+    assert products((0, 1)) == 3
+    # The fourth one, with eight columns, sums the bias's gradient.
+    assert step.lower(**ARRAYS, **ALL).as_text().count("dot_general") == 4
+
+
+def test_a_product_of_16_bits_is_not_widened():
+    x, table = X.astype(jnp.bfloat16), TABLE.astype(jnp.bfloat16)
+    assert "convert" not in jax.jit(te.linear_logits).lower(x, table).as_text()
+    assert te.linear_logits(x, TABLE).dtype == jnp.float32
+
+
+def temporaries(function, *arguments):
+    return jax.jit(function).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.slow
+def test_temporaries_are_an_eighth_of_whole_logits_or_less():
+    many = [((8, 512, 8), jnp.float32), ((512, 8), jnp.float32), ((8, 512), jnp.int32)]
+    many = [jax.ShapeDtypeStruct(*each) for each in many]
+
+    def dense(x, table, labels):
+        logits = te.linear_logits(x, table)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    whole = temporaries(jax.value_and_grad(dense, (0, 1)), *many)
+    assert 8 * temporaries(te.linear_cross_entropy, *many) <= whole
+    # jax 0.6 keeps a second chunk for the softcap.
+    settings = {"softcap": 30.0, "scale": 0.5, "z_loss": 1e-4, "shift": True}
+    for options, part in (({"label_smoothing": 0.1}, 8), ({"pad_id": 3}, 8), (settings, 7)):
+        loss = functools.partial(te.linear_cross_entropy, **options)
+        assert part * temporaries(jax.value_and_grad(loss, (0, 1)), *many) <= whole
+
+
+@pytest.mark.slow
+def test_products_with_the_hessian_keep_the_memory_of_chunks():
+    x, table, labels = normal(8, 2048, 2), normal(9, 256, 2), np.zeros(2048, int)
+    gradient = jax.grad(lambda table: te.linear_cross_entropy(x, table, labels, chunk_size=32))
+    product = lambda table: jax.jvp(gradient, (table,), (table,))
+    assert 8 * temporaries(product, table) < 2048 * 256 * 4
+
+
+def test_a_chunk_is_a_twelfth_of_the_tokens_within_bounds():
+    for tokens, size in ((1, 1), (3000, 250), (4096, 342), (10**6, 512)):
+        cut = functools.partial(losses.cut_into_chunks, None)
+        (chunks,) = jax.eval_shape(cut, jax.ShapeDtypeStruct((tokens, 1), jnp.float32))
+        assert chunks.shape == (-(-tokens // size), size, 1)
+
+
+@pytest.mark.slow
+def test_a_symbolic_vocabulary_gives_the_loss_of_each():
+    options = {"pad_id": 60, "label_smoothing": 0.1}
+    loss = jax.jit(lambda table: te.linear_cross_entropy(X, table, LABELS, **options))
+    (rows,) = jax.export.symbolic_shape("v")
+    exported = jax.export.export(loss)(jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32))
+    for vocab in (VOCAB, VOCAB + 3):
+        table = normal(7, vocab, WIDTH)
+        want = oracle(X, table, LABELS, **options)[0]
+        np.testing.assert_allclose(exported.call(table), want, rtol=ERROR)
+
+
+# --- errors
+
+
+@jax.tree_util.register_static
+class SomeRows(Table):
+    shape, dtype = (VOCAB, WIDTH), jnp.dtype("float32")
+
+
+FLOATING, ENDS = (
+    "wanted a floating dtype of 16 to 64 bits, got",
+    "wanted a last axis of the labels' length, 5, got shape",
+)
+LABEL = {"x": np.ones(3, np.float32), "labels": 1, "mask": None}
+TYPE_ERRORS = [
+    ({"x": np.ones((4, 5, 3), int)}, f"x: {FLOATING} int64"),
+    ({"table": TABLE.astype(int)}, f"table: {FLOATING} int64"),
+    ({"table": SomeRows()}, "table: wanted a whole table, trained densely, since the output layer is tied to it, got some of its rows"),
+    ({"labels": np.ones(SHAPE)}, "labels: wanted an integer dtype, got float64"),
+    ({"mask": np.ones(SHAPE)}, "mask: wanted a bool array, True = counted, got float64"),
+    ({"pad_id": 0.0}, "pad_id: wanted a Python int, got float 0.0"),
+    ({"label_smoothing": "a"}, "label_smoothing: wanted a Python number, got str 'a'"),
+    ({"chunk_size": 1.5}, "chunk_size: wanted a Python int, got float 1.5"),
+    ({"bias": np.ones(7, int)}, f"bias: {FLOATING} int64"),
+    ({"scale": None}, "scale: wanted a Python number, got NoneType None"),
+    ({"weights": MASK}, f"weights: {FLOATING} bool"),
+    ({"shift": 1}, "shift: wanted a Python bool, got int 1"),
+    ({"shift": True, "segment_ids": WEIGHTS}, "segment_ids: wanted an integer dtype, got float32"),
+]  # fmt: skip
+VALUE_ERRORS = [
+    ({"x": X[..., :2]}, "x: wanted a last axis of the table's width, (3,), got (2,)"),
+    ({"x": np.float32(1)}, "x: wanted a last axis of the table's width, (3,), got ()"),
+    ({"table": TABLE[0]}, "table: wanted shape [vocab_size, d] with at least one row, got shape [3]"),
+    ({"labels": LABELS[0]}, "labels: wanted x's shape without its last axis, (4, 5), got (5,)"),
+    (LABEL | {"shift": True}, "labels: wanted shape [..., length], to shift, got shape []"),
+    ({"mask": MASK[:2]}, "mask: wanted a shape that broadcasts to that of the labels, [4, 5], got shape [2, 5]"),
+    ({"mask": MASK[None, :3]}, "mask: wanted a shape that broadcasts to that of the labels, [4, 5], got shape [1, 3, 5]"),
+    ({"mask": MASK[:, :1]}, f"mask: {ENDS} [4, 1]"),
+    ({"weights": WEIGHTS[:, :1]}, f"weights: {ENDS} [4, 1]"),
+    # No hint for positions.
+    ({"weights": 2.0}, f"weights: {ENDS} []"),
+    (PACKED | {"segment_ids": SEGMENTS[:, :4]}, f"segment_ids: {ENDS} [4, 4]"),
+    ({"segment_ids": SEGMENTS}, "segment_ids: wanted None, since shift is False, got an array int32[4, 5]"),
+    ({"bias": BIAS[:-1]}, "bias: wanted a number for each row, (7,), got (6,)"),
+    ({"label_smoothing": 1.0}, "label_smoothing: wanted a number in [0, 1), got 1.0"),
+    ({"reduction": "all"}, "reduction: wanted one of 'mean', 'sum', 'none', got 'all'"),
+    ({"chunk_size": 0}, "chunk_size: wanted an int of at least 1, got 0"),
+    ({"softcap": 0}, "softcap: wanted a finite number above 0, got 0"),
+    ({"softcap": np.nan}, "softcap: wanted a finite number above 0, got nan"),
+    ({"scale": 0.0}, "scale: wanted a finite number above 0, got 0.0"),
+    ({"z_loss": -1e-4}, "z_loss: wanted a finite number of at least 0, got -0.0001"),
+    ({"z_loss": np.nan}, "z_loss: wanted a finite number, got nan"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "errors"), [(TypeError, TYPE_ERRORS), (ValueError, VALUE_ERRORS)])
+def test_bad_arguments_are_refused(kind, errors):
+    for changes, message in errors:
+        with pytest.raises(kind) as caught:
+            value(**changes)
+        assert str(caught.value).split("\n")[0] == message
+
+
+def test_a_number_of_labels_that_is_not_known_is_refused():
+    (size,) = jax.export.symbolic_shape("b")
+    shapes = ((size, 3), jnp.float32), ((size,), jnp.int32)
+    loss = jax.jit(lambda x, labels: te.linear_cross_entropy(x, TABLE, labels))
+    want = r"^labels: wanted a shape of known sizes, .* got shape \[b"
+    with pytest.raises(ValueError, match=want):
+        jax.export.export(loss)(*(jax.ShapeDtypeStruct(*each) for each in shapes))
+
+
+# --- meshes
+
+# Divided by eight in every direction, and a sharded vocabulary that eight does not divide. Labels
+# that do not count are any number, also that of a row that pads the vocabulary.
+ROWS, COUNTED = 13, np.arange(64).reshape(8, 8) % 4 > 0
+MESH_LABELS = np.random.default_rng(12).integers(0, ROWS, (8, 8)).astype(np.int32)
+MESH_LABELS[~COUNTED] = np.resize([-100, -(2**31), 13, 63, 64, 2**31 - 1], 16)
+MESH = {
+    "x": normal(10, 8, 8, 8),
+    "table": normal(11, 64, 8),
+    "labels": MESH_LABELS,
+    "mask": COUNTED,
+    "bias": normal(13, 64),
+    "weights": np.random.default_rng(14).random((8, 8)).astype(np.float32),
+    "segment_ids": np.sort(np.random.default_rng(15).integers(0, 3, (8, 8)), 1).astype(np.int32),
+}
+MESH_OPTIONS = ALL | {"pad_id": 3, "scale": 0.5, "chunk_size": 4}
+del MESH_OPTIONS["segment_ids"]
+KINDS = [AxisType.Auto, AxisType.Explicit]
+BY_DATA, WHOLE = SPEC("data"), SPEC()
+
+
+def mesh_of(kind, shape=(2, 4)):
+    return jax.make_mesh(shape, ("data", "model"), axis_types=(kind,) * 2)
+
+
+def on_mesh(mesh, x=BY_DATA, table=None, tokens=WHOLE, bias=WHOLE):
+    """The arrays, split so; without a spec of the table, all but the table."""
+    specs = dict.fromkeys(("labels", "mask", "weights", "segment_ids"), tokens)
+    specs |= {"x": x, "bias": bias}
+    if table is not None:
+        specs["table"] = table
+    return {
+        name: jax.device_put(MESH[name], NamedSharding(mesh, spec)) for name, spec in specs.items()
+    }
+
+
+PLACEMENTS = [
+    {"table": SPEC()},
+    {"table": SPEC("data")},
+    {"table": SPEC("model")},
+    {"table": SPEC("data", "model"), "x": SPEC("data", None, "model")},
+    {"table": SPEC(None, "model"), "x": SPEC(("data", "model"))},
+    {"table": SPEC(("model", "data")), "x": SPEC(None, "model")},
+    {"table": SPEC(), "x": SPEC("data", "model"), "bias": SPEC("model")},
+    {"table": SPEC("model"), "x": SPEC("data", "model"), "tokens": SPEC("data", "model")},
+    {"table": SPEC("data", "model"), "x": SPEC(None, ("data", "model")), "bias": SPEC("data")},
+    {"table": SPEC("model"), "x": SPEC(("model", "data")), "tokens": SPEC(("model", "data"))},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "specs"), few(itertools.product(KINDS, PLACEMENTS), 3), ids=str)
+def test_split_arrays_give_the_loss_of_one_device(kind, specs):
+    explicit = kind == AxisType.Explicit
+    if jax.__version_info__ < (0, 7) and explicit and specs.get("x", ())[1:]:
+        pytest.skip("jax 0.6 cannot transpose the shift of weights along an axis that it splits")
+    mesh = mesh_of(kind)
+    with set_mesh(mesh):
+        arrays = on_mesh(mesh, **specs)
+        got = step(**arrays, **MESH_OPTIONS)
+    assert_close(got, oracle(**MESH, **MESH_OPTIONS))
+    if explicit:
+        for gradient, name in zip(got[1:], ("x", "table", "bias", "weights"), strict=True):
+            assert gradient.sharding.is_equivalent_to(arrays[name].sharding, gradient.ndim)
+
+
+def sharded(mesh, spec, rows=ROWS):
+    return te.sharding.shard_params({"t": MESH["table"][:rows]}, mesh, {"*": spec}, tables="*")["t"]
+
+
+@functools.cache
+def of_13_rows():
+    arrays = MESH | {"table": MESH["table"][:ROWS], "bias": MESH["bias"][:ROWS]}
+    return oracle(**arrays, **MESH_OPTIONS)
+
+
+SPECS = [SPEC("model"), SPEC("model", "data"), SPEC(("data", "model")), SPEC(None, "model")]
+SHAPES = [(2, 4), (1, 8), (8, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "spec", "shape"), few(itertools.product(KINDS, SPECS, SHAPES), 3), ids=str
+)
+def test_a_sharded_table_gives_the_loss_and_the_logits_of_one_device(kind, spec, shape):
+    mesh = mesh_of(kind, shape)
+    with set_mesh(mesh):
+        arrays = on_mesh(mesh) | {"table": sharded(mesh, spec)}
+        arrays["bias"] = bias = MESH["bias"][:ROWS]
+        loss, of_x, of_table, *others = step(**arrays, **MESH_OPTIONS)
+        options = {"softcap": 2.0, "scale": 0.5, "pad_id": 3}
+        logits = te.linear_logits(arrays["x"], arrays["table"], bias=bias, **options)
+    of_rows = np.asarray(of_table.array)
+    assert_close((loss, of_x, of_rows[:ROWS], *others), of_13_rows())
+    np.testing.assert_array_equal(of_rows[ROWS:], 0)
+    assert of_table.array.sharding.is_equivalent_to(arrays["table"].array.sharding, 2)
+    plain = te.linear_logits(MESH["x"], MESH["table"][:ROWS], bias=bias, **options)
+    np.testing.assert_allclose(np.asarray(logits)[..., :ROWS], plain, atol=ERROR)
+
+
+def mesh_loss(x, table, labels):
+    return te.linear_cross_entropy(x, table, labels, pad_id=3, label_smoothing=0.1, chunk_size=4)
+
+
+mesh_step = jax.jit(jax.value_and_grad(mesh_loss, (0, 1)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_shards_send_no_table_and_no_logits(kind):
+    mesh = mesh_of(kind)
+    with set_mesh(mesh):
+        arrays = on_mesh(mesh, tokens=SPEC("data"))
+        table = sharded(mesh, SPEC("model"), rows=64)
+        compiled = mesh_step.lower(arrays["x"], table, arrays["labels"]).compile()
+    sent = collectives.collectives(compiled)
+    assert {each.kind for each in sent} == {"all-reduce"}
+    # x's gradient of half of the tokens, the gradient of a quarter of the rows: never 64 rows of 8,
+    # or a token's 64 logits.
+    largest = max(np.prod(shape, dtype=int) for each in sent for _, shape in each.operands)
+    assert largest <= 32 * 8
+
+
+@pytest.mark.slow
+def test_inside_a_shard_map_each_device_has_the_loss_of_its_tokens():
+    def mean(x, table, labels):
+        loss = te.linear_cross_entropy(x, table, labels, label_smoothing=0.1, chunk_size=4)
+        return jax.lax.pmean(loss, "data")
+
+    specs = SPEC("data"), SPEC(), SPEC("data")
+    loss = jax.shard_map(
+        mean, mesh=mesh_of(AxisType.Auto, (8, 1)), in_specs=specs, out_specs=SPEC()
+    )
+    arrays = MESH["x"], MESH["table"], np.abs(MESH_LABELS % 64)
+    value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(*arrays)
+    assert_close((value, *gradients), oracle(*arrays, label_smoothing=0.1)[:3])
+
+
+@pytest.mark.slow
+def test_products_with_the_hessian_of_shards_are_those_of_one_device():
+    def product(x, table, labels):
+        return jax.jvp(jax.grad(lambda x: mesh_loss(x, table, labels)), (x,), (x,))[1]
+
+    mesh = mesh_of(AxisType.Explicit)
+    with set_mesh(mesh):
+        got = jax.jit(product)(on_mesh(mesh)["x"], sharded(mesh, SPEC("model")), MESH["labels"])
+    want = jax.jit(product)(MESH["x"], MESH["table"][:ROWS], MESH["labels"])
+    np.testing.assert_allclose(got, want, rtol=ERROR, atol=ERROR)
+
+
+@pytest.mark.slow
+def test_columns_split_in_more_parts_than_rows_are_refused():
+    mesh = mesh_of(AxisType.Explicit)
+    table = jax.device_put(MESH["table"][:ROWS], NamedSharding(mesh, SPEC(None, "model")))
+    with set_mesh(mesh), pytest.raises(ValueError, match="all_to_all split_axis"):
+        mesh_step(MESH["x"], table, MESH["labels"])

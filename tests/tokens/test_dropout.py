@@ -1,0 +1,168 @@
+import functools
+import importlib
+import math
+import re
+
+import haiku as hk
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from contexts import set_mesh, x64
+from hypothesis import strategies as st
+from references import check
+
+import transformer_embed as te
+
+module = importlib.import_module("transformer_embed._src.tokens.dropout")
+
+SHAPES = [(), (7,), (0, 3), (2, 3, 4), (1, 129)]
+RATES = [1e-9, 0.1, 1 / 3, 0.9, 1 - 2**-25]
+KEYS = {
+    "typed": jax.random.key,
+    "raw": jax.random.PRNGKey,
+    "rbg": lambda seed: jax.random.key(seed, impl="rbg"),
+}
+
+
+def same_bits(ours, theirs):
+    assert ours.dtype == theirs.dtype
+    assert ours.shape == theirs.shape
+    assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
+
+
+def both(rate):
+    """Ours and Haiku's, both compiled: eager, Haiku's product and quotient are two roundings that
+    XLA may fuse."""
+    return lambda key, x: (te.dropout(key, rate, x), hk.dropout(key, rate, x))
+
+
+def normal(shape, dtype=jnp.float32):
+    return jax.device_put(np.asarray(np.random.default_rng(9).normal(size=shape)).astype(dtype))
+
+
+@pytest.mark.slow
+@hypothesis.given(
+    shape=st.sampled_from(SHAPES),
+    rate=st.sampled_from(RATES),
+    dtype=st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16]),
+    kind=st.sampled_from(sorted(KEYS)),
+    seed=st.integers(0, 2**31 - 1),
+    wide=st.booleans(),
+    partitionable=st.booleans(),
+)
+@hypothesis.settings(max_examples=12)
+def test_dropout_equals_hk_dropout_bit_for_bit(shape, rate, dtype, kind, seed, wide, partitionable):
+    with x64(wide), jax.threefry_partitionable(partitionable):
+        same_bits(*jax.jit(both(rate))(KEYS[kind](seed), normal(shape, dtype)))
+
+
+@pytest.mark.parametrize("rate", [1 / 3, 1e-9])
+def test_dropout_of_many_elements_equals_hk_dropout_bit_for_bit(rate):
+    same_bits(*jax.jit(both(rate))(jax.random.key(4), normal((4, 32, 128))))
+
+
+@pytest.mark.slow
+def test_dropout_under_vmap_equals_hk_dropout_bit_for_bit():
+    keys, x = jax.random.split(jax.random.key(1), 3), normal((3, 4, 5))
+    same_bits(*jax.jit(jax.vmap(both(0.1)))(keys, x))
+
+
+@pytest.mark.slow
+def test_the_gradient_equals_that_of_hk_dropout():
+    key, x = jax.random.key(2), normal((4, 30))
+
+    def gradient(drop):
+        return jax.jit(jax.grad(lambda x: (drop(key, 0.3, x) ** 2).sum()))(x)
+
+    same_bits(gradient(te.dropout), gradient(hk.dropout))
+
+
+@pytest.mark.slow
+def test_the_fast_path_is_taken_where_it_holds():
+    """Without it the property above would compare Haiku with itself. Jax's own generator is a
+    loop."""
+
+    def program():
+        drop = jax.jit(lambda k, x: te.dropout(k, 0.1, x))
+        return drop.lower(jax.random.key(0), jnp.ones((4, 4))).compile().as_text()
+
+    assert "while" not in program()
+    with x64():
+        assert "while" in program()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+def test_a_numpy_scalar_is_its_python_float(dtype):
+    x, rate, key = normal((5, 7), jnp.bfloat16), dtype(0.3), jax.random.key(2)
+    same_bits(te.dropout(key, rate, x), te.dropout(key, float(rate), x))
+
+
+@pytest.mark.parametrize(("rows", "fits"), [(2, True), (3, False), (4, False)])
+def test_arrays_with_more_elements_than_a_word_counts_use_jaxs_generator(monkeypatch, rows, fits):
+    shapes = []
+
+    def keep_all(key, *, keep_rate, shape):
+        shapes.append(shape)
+        return jnp.ones(shape, bool)
+
+    monkeypatch.setattr(module, "_keep_mask_in_registers", keep_all)
+    mask = functools.partial(module._keep_mask, keep_rate=0.9, shape=(rows, 2**30 + 2**29))
+    jax.eval_shape(mask, jax.random.key(0))
+    assert bool(shapes) == fits
+
+
+def test_rate_zero_returns_x():
+    x = normal((3,))
+    assert te.dropout(jax.random.key(0), 0.0, x) is x
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_elements_are_dropped_at_the_given_rate(dtype):
+    dropped = check(te.dropout, jax.random.key(0), 0.25, jnp.ones(10_000, dtype))
+    assert dropped.dtype == dtype
+    # Five standard deviations of the mean of 10,000 draws of 0 or 1.
+    assert abs(np.mean(dropped == 0) - 0.25) < 5 * math.sqrt(0.25 * 0.75 / 10_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_dropout_on_a_mesh_equals_hk_dropout(kind):
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind,) * 2)
+    key, x = jax.random.key(3), normal((4, 8))
+    expected = jax.jit(lambda key, x: hk.dropout(key, 0.4, x))(key, x)
+    with set_mesh(mesh):
+        spec = jax.sharding.PartitionSpec("a", "b")
+        sharded = jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+        dropped = jax.jit(lambda key, x: te.dropout(key, 0.4, x))(key, sharded)
+    assert dropped.sharding.spec == sharded.sharding.spec
+    # Not to the bit: the signs of zeros follow from XLA's order of passes, which a partitioned
+    # program changes for Haiku's dropout too.
+    np.testing.assert_array_equal(dropped, expected)
+
+
+KEY = "rng: wanted one key of jax.random.key or jax.random.PRNGKey, got "
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "changes"),
+    [
+        (ValueError, "rate: wanted a number in [0, 1), got 1.0", {"rate": 1.0}),
+        (ValueError, "rate: wanted a number in [0, 1), got -0.1", {"rate": -0.1}),
+        (ValueError, "rate: wanted a finite number, got nan", {"rate": math.nan}),
+        (TypeError, "rate: wanted a Python number, got str '0.1'", {"rate": "0.1"}),
+        (TypeError, "x: wanted a floating dtype of 16 to 64 bits, got int64", {"x": np.arange(4)}),
+        (TypeError, KEY + "NoneType", {"rng": None}),
+        (TypeError, KEY + "int", {"rng": 3}),
+        (TypeError, KEY + "keys of shape [2]", {"rng": jax.random.split(jax.random.key(0))}),
+    ],
+)
+def test_bad_arguments_raise_errors(kind, message, changes):
+    with pytest.raises(kind, match="^" + re.escape(message)):
+        te.dropout(**{"rng": jax.random.key(0), "rate": 0.1, "x": jnp.ones(4)} | changes)
+
+
+def test_a_traced_rate_is_refused():
+    with pytest.raises(TypeError, match=r"^rate: wanted a Python number, got a traced"):
+        jax.jit(lambda rate: te.dropout(jax.random.key(0), rate, jnp.ones(4)))(0.1)

@@ -1,0 +1,595 @@
+"""Rows of a table against a loop over ids and against one-hot matrices, on one device and on a
+mesh."""
+
+import contextlib
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from contexts import set_mesh, x64
+from jax import export
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from oracle import loop_lookup
+from references import assert_right, check
+
+import transformer_embed as te
+from transformer_embed._src.tokens import lookup_gradient
+
+# A gradient row sums at most 16 cotangents below 4 in magnitude: each sum is rounded by 2**-24 of
+# at most 64.
+GRADIENT_ERROR = 16 * 64 * 2.0**-24
+# A float32 sum of n products of numbers below 4 in magnitude, each partial sum rounded by 2**-24.
+PRODUCT_ERROR = 16 * 2.0**-24
+
+POLICIES = ("nan", "clip", "zero")
+STYLES = ("gather", "one_hot")
+VOCAB, WIDTH = 5, 3
+# Inside, at both ends, beyond both ends, far beyond, and repeated.
+IDS = np.array([[0, 4, 2, 2], [-1, 5, 2, 4], [1, -7, 2**31 - 1, -(2**31)]])
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+TABLE = normal(0, VOCAB, WIDTH)
+COTANGENT = normal(1, *IDS.shape, WIDTH)
+
+
+def one_hot(ids, pad_id=None, out_of_range="nan", vocab_size=VOCAB):
+    """float64 [number of ids, vocab_size]: the row of the table that each id reads, and none where
+    it reads a constant."""
+    matrix = np.zeros((np.size(ids), vocab_size))
+    for n, token in enumerate(int(token) for token in np.ravel(ids)):
+        inside = 0 <= token < vocab_size
+        if token != pad_id and (inside or out_of_range == "clip"):
+            matrix[n, min(max(token, 0), vocab_size - 1)] = 1
+    return matrix
+
+
+def assert_gradient(got, ids, cotangent, pad_id=None, out_of_range="nan"):
+    matrix = one_hot(ids, pad_id, out_of_range, len(got))
+    expected = matrix.T @ cotangent.reshape(-1, cotangent.shape[-1]).astype(np.float64)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=GRADIENT_ERROR)
+    np.testing.assert_array_equal(np.asarray(got)[~expected.any(-1)], 0)
+
+
+def weighted(table, ids, cotangent, **options):
+    return jnp.sum(te.lookup(table, ids, **options) * cotangent)
+
+
+# --- rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", STYLES)
+def test_rows_and_gradients(style):
+    """Of each policy and padding, in one program."""
+    options = [
+        {"out_of_range": policy, "pad_id": pad_id, "lookup_style": style}
+        for policy, pad_id in itertools.product(POLICIES, (None, 2, 4, 9, -1))
+    ]
+
+    def with_gradient(table, options):
+        rows, back = jax.vjp(functools.partial(te.lookup, ids=IDS, **options), table)
+        return rows, back(COTANGENT)[0]
+
+    found = jax.jit(lambda table: [with_gradient(table, each) for each in options])(TABLE)
+    for each, (rows, gradient) in zip(options, found, strict=True):
+        assert_right(te.lookup, rows, TABLE, IDS, **each)
+        assert_gradient(gradient, IDS, COTANGENT, each["pad_id"], each["out_of_range"])
+
+
+@pytest.mark.parametrize(("style", "dtype"), [("gather", "bfloat16"), ("one_hot", "float16")])
+def test_rows_of_16_bits_are_copied(style, dtype):
+    check(te.lookup, TABLE.astype(jnp.dtype(dtype)), [3, 0, 7], lookup_style=style)
+
+
+@pytest.mark.parametrize(
+    ("table", "ids"),
+    [
+        (TABLE.tolist(), IDS.tolist()),
+        (jnp.asarray(TABLE), jnp.asarray(IDS, jnp.int32)),
+        (TABLE, 3),
+        (TABLE, []),
+        (TABLE, np.full((2, 0), 3)),
+        (TABLE[:1], [0, 1, -1]),
+        (TABLE[:, :0], [0, 5]),
+    ],
+)
+def test_arrays_of_any_kind_and_shape(table, ids):
+    check(te.lookup, table, ids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "vocab_size", "ids"),
+    [
+        (np.int8, 70_000, [0, 127, -1, -128]),
+        (np.uint16, 70_000, [0, 2**15 - 1, 2**15, 2**16 - 1]),
+        (np.uint32, 200, [0, 199, 200, 2**32 - 1]),
+        (np.int64, 200, [0, 199, 2**32 + 5, -(2**32) + 5, 2**63 - 1, -(2**63)]),
+        (np.uint64, 200, [0, 199, 2**32 + 5, 2**64 - 1]),
+    ],
+)
+def test_ids_of_any_integer_dtype(dtype, vocab_size, ids):
+    table, ids = normal(0, vocab_size, 1), np.array(ids, dtype)
+    for policy in ("nan", "clip"):
+        check(te.lookup, table, ids, out_of_range=policy)
+        with x64(np.dtype(dtype).itemsize == 8):
+            check(te.lookup, table, jax.device_put(ids), out_of_range=policy)
+
+
+def test_pad_id_is_compared_with_the_whole_id():
+    check(te.lookup, TABLE, np.array([2**32 + 2, 2]), pad_id=2, out_of_range="clip")
+    check(te.lookup, normal(0, 300, 1), np.array([44], np.uint8), pad_id=300)
+
+
+def test_rows_of_float64():
+    with x64():
+        rows = te.lookup(TABLE.astype(float), jax.device_put(IDS), pad_id=2)
+    assert rows.dtype == jnp.float64
+    np.testing.assert_array_equal(rows, loop_lookup(TABLE, IDS, 2))
+
+
+NUMBERS = "ids: wanted an array of real numbers of at most 64 bits, got "
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "changes"),
+    [
+        *(
+            (TypeError, f"ids: wanted an integer dtype, got {dtype}", {"ids": ids})
+            for dtype, ids in (
+                ("float64", [1.0]),
+                ("bfloat16", jnp.ones(2, jnp.bfloat16)),
+                ("bool", [True]),
+            )
+        ),
+        (
+            ValueError,
+            "ids: wanted an array, or nested lists of equal lengths, got lists of unequal lengths",
+            {"ids": [[1, 2], [3]]},
+        ),
+        (TypeError, NUMBERS + "NoneType None", {"ids": None}),
+        (TypeError, NUMBERS + "list [(1+0j)]", {"ids": [1 + 0j]}),
+        (TypeError, "table: wanted a floating dtype of 16 to 64 bits, got int64", {"table": IDS}),
+        *(
+            (
+                ValueError,
+                f"table: wanted shape [vocab_size, d] with at least one row, got shape {list(shape)}",
+                {"table": np.ones(shape, np.float32)},
+            )
+            for shape in ((), (2,), (0, 2), (1, 2, 2))
+        ),
+        (
+            ValueError,
+            "out_of_range: wanted one of 'nan', 'clip', 'zero', got 'wrap'",
+            {"out_of_range": "wrap"},
+        ),
+        (
+            ValueError,
+            "lookup_style: wanted one of 'gather', 'one_hot', got 'matmul'",
+            {"lookup_style": "matmul"},
+        ),
+        (TypeError, "pad_id: wanted a Python int, got float 0.0", {"pad_id": 0.0}),
+        (
+            ValueError,
+            "pad_id: wanted an int of at most 2147483646, got 2147483647",
+            {"pad_id": 2**31 - 1},
+        ),
+        (
+            ValueError,
+            "pad_id: wanted an int of at least -2147483647, got -2147483648",
+            {"pad_id": -(2**31)},
+        ),
+    ],
+)
+def test_bad_arguments_of_lookup(kind, message, changes):
+    with pytest.raises(kind, match="^" + re.escape(message)):
+        te.lookup(**{"table": TABLE, "ids": [0]} | changes)
+
+
+def test_a_list_of_ids_that_jit_took_apart_is_refused():
+    with pytest.raises(TypeError, match=r"^ids: wanted one array .*, got a list of traced values"):
+        jax.jit(te.lookup)(TABLE, [1, 2])
+
+
+# --- derivatives
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def read_around_padding(table, policy):
+    """The rows of three ids, two of them padding, and the gradient of their sum."""
+    read = functools.partial(te.lookup, ids=[2, 1, 2], pad_id=2, out_of_range=policy)
+    return read(table), jax.grad(lambda table: read(table).sum())(table)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_padding_reads_as_zeros_whatever_the_table_holds(policy):
+    for content in (np.nan, -np.inf):
+        table = np.where(np.arange(VOCAB)[:, None] == 2, np.float32(content), TABLE)
+        rows, gradient = read_around_padding(table, policy)
+        np.testing.assert_array_equal(rows, [np.zeros(WIDTH), TABLE[1], np.zeros(WIDTH)])
+        assert_gradient(gradient, [1], np.ones((1, WIDTH)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_gradients_count_further_than_16_bits_do(dtype, style):
+    # One by one, bfloat16 counts to 256 and float16 to 2048; the sum, a power of two, is exact.
+    ids = np.full(4096, 3)
+    total = lambda table: weighted(table, ids, 1.0, lookup_style=style)
+    gradient = jax.jit(jax.grad(total))(TABLE.astype(dtype))
+    assert gradient.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(gradient, np.float32)[3], 4096)
+
+
+def test_the_jvp_is_the_lookup_of_the_direction():
+    """Zeros where an id reads a constant."""
+    direction = normal(2, VOCAB, WIDTH)
+
+    @jax.jit
+    def tangents(table, direction):
+        find = functools.partial(te.lookup, ids=IDS, pad_id=2)
+        return [
+            jax.jvp(functools.partial(find, out_of_range=policy), (table,), (direction,))[1]
+            for policy in POLICIES
+        ]
+
+    for policy, tangent in zip(POLICIES, tangents(TABLE, direction), strict=True):
+        expected = one_hot(IDS, 2, policy).astype(np.float32) @ direction
+        np.testing.assert_array_equal(tangent, expected.reshape(tangent.shape))
+
+
+# --- transformations
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [(None, 0), (0, None), (1, 1)])
+def test_vmap_of_rows_and_gradients_is_a_loop(axes):
+    both = lambda table, ids: (te.lookup(table, ids), jax.grad(weighted)(table, ids, 1.0))
+    arrays = [
+        each[0] if axis is None else np.moveaxis(each, 0, axis)
+        for each, axis in zip((normal(2, 3, VOCAB, WIDTH), IDS.astype(np.int32)), axes, strict=True)
+    ]
+    rows, gradients = jax.jit(jax.vmap(both, axes))(*arrays)
+    for n in range(3):
+        table, ids = (
+            each if axis is None else each.take(n, axis)
+            for each, axis in zip(arrays, axes, strict=True)
+        )
+        assert_right(te.lookup, rows[n], table, ids)
+        assert_gradient(gradients[n], ids, np.ones((4, WIDTH)))
+
+
+def test_the_gather_alone_clips_ids():
+    """XLA's gather reads the nearest row anyway: a clip before it would be one more kernel."""
+    text = jax.jit(te.lookup).lower(TABLE, jnp.zeros([3], jnp.int32)).as_text()
+    assert "gather" in text
+    assert not any(word in text for word in ("clamp", "maximum", "minimum"))
+
+
+# --- the gradient on a GPU
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def gradient_on_a_gpu(index, cotangent, vocab_size):
+    """The gradient that a GPU computes, here on the CPU."""
+    read = functools.partial(lookup_gradient._read_each_row_once, index=index)
+    return jax.linear_transpose(read, jnp.zeros((vocab_size, cotangent.shape[-1])))(cotangent)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 33, 500])
+def test_gradient_on_a_gpu_is_the_float64_sum_of_repeats(size):
+    rng, cotangent = np.random.default_rng(size), normal(1, size, WIDTH)
+    for distinct in (1, 7, 90):
+        index = rng.integers(0, distinct, size).astype(np.uint32)
+        # Of rows that do not exist; what is not finite stays in its own row.
+        index[1::5] = 2**32 - 1 - rng.integers(0, 3)
+        inside = index < 90
+        expected, magnitude = np.zeros((2, 90, WIDTH))
+        np.add.at(expected, index[inside], cotangent[inside].astype(np.float64))
+        np.add.at(magnitude, index[inside], np.abs(cotangent[inside], dtype=np.float64))
+        gradient = np.asarray(gradient_on_a_gpu(index, cotangent, 90))
+        # A sum over a tree of at most 10 levels, each of which rounds by 2**-24 of the magnitudes
+        # below it.
+        assert np.all(np.abs(gradient - expected) <= 10 * 2.0**-24 * magnitude)
+
+
+def test_gradient_on_a_gpu_keeps_what_is_not_finite_in_its_own_row():
+    cotangent = np.ones((6, WIDTH), np.float32)
+    cotangent[3] = np.nan
+    gradient = gradient_on_a_gpu(np.array([4, 1, 4, 2, 0, 1], np.uint32), cotangent, 6)
+    expected = np.array([1, 2, np.nan, 0, 2, 0])
+    np.testing.assert_array_equal(gradient, np.broadcast_to(expected[:, None], (6, WIDTH)))
+
+
+def mesh_of(kind, shape=(2, 2)):
+    devices = jax.devices("cpu")[: int(np.prod(shape))]
+    axes = ("x", "y")[: len(shape)]
+    return jax.make_mesh(shape, axes, axis_types=(kind,) * len(shape), devices=devices)
+
+
+def lowered_gradient(step, platform):
+    traced = jax.jit(step).trace(TABLE, np.zeros((4, 2), np.int32))
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def step(table, ids):
+    return jax.grad(weighted)(table, ids, 1.0, pad_id=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+def test_gradient_lowered_for_a_gpu_scatters_to_distinct_rows_alone(devices):
+    """A scatter to repeated rows is atomic there: slow, and not the same from run to run."""
+    mesh, of_mesh = mesh_of(AxisType.Auto, (devices,)), step
+    if devices > 1:
+        specs = (PartitionSpec(), PartitionSpec("x"))
+        of_mesh = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
+    with set_mesh(mesh):
+        text = {name: lowered_gradient(of_mesh, name) for name in ("cuda", "cpu", "tpu")}
+    assert set(re.findall(r"stablehlo\.scatter.*?unique_indices = (\w+)", text["cuda"])) == {"true"}
+    assert "stablehlo.sort" in text["cuda"]
+    for platform in ("cpu", "tpu"):
+        assert "stablehlo.sort" not in text[platform]
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_gradient_lowered_for_gpus_that_the_compiler_splits_the_batch_over_sorts_nothing(is_named):
+    """A sort of the whole batch would bring all of it to each device."""
+    with set_mesh(mesh_of(AxisType.Auto)) if is_named else contextlib.nullcontext():
+        assert "stablehlo.sort" not in lowered_gradient(step, "cuda")
+
+
+@pytest.mark.slow
+def test_rows_and_gradients_survive_export_with_any_number_of_ids():
+    """On one device, where a GPU would sort the ids."""
+    pytest.importorskip("flatbuffers")
+    both = lambda table, ids: (te.lookup(table, ids), jax.grad(weighted)(table, ids, 1.0))
+    symbolic = jax.ShapeDtypeStruct(export.symbolic_shape("n"), np.int32)
+    with set_mesh(mesh_of(AxisType.Auto, (1,))):
+        revived = export.deserialize(export.export(jax.jit(both))(TABLE, symbolic).serialize())
+    for ids in (np.array([1, 7, 1], np.int32), np.array([4], np.int32)):
+        rows, gradient = revived.call(TABLE, ids)
+        assert_right(te.lookup, rows, TABLE, ids)
+        assert_gradient(gradient, ids, np.ones((len(ids), WIDTH)))
+
+
+@pytest.mark.slow
+def test_the_gradient_of_an_empty_batch_is_zero():
+    with set_mesh(mesh_of(AxisType.Auto, (1,))):
+        gradient = jax.grad(weighted)(TABLE, np.zeros(0, int), 1.0)
+    np.testing.assert_array_equal(gradient, 0 * TABLE)
+
+
+# --- meshes
+
+SPEC = PartitionSpec
+MESH_IDS = np.array([[0, 7, 3, 3], [9, -1, 5, 2]], np.int32)
+MESH_TABLE = normal(3, 8, 4)
+MESH_COTANGENT = normal(4, *MESH_IDS.shape, 4)
+# Of ids, table and rows.
+PLACEMENTS = [
+    (SPEC("x"), SPEC(), SPEC("x", None, None)),
+    (SPEC("x"), SPEC(None, "y"), SPEC("x", None, "y")),
+    (SPEC(None, ("x", "y")), SPEC(), SPEC(None, ("x", "y"), None)),
+    (SPEC("x"), SPEC("y"), SPEC("x", None, None)),
+]
+
+
+def put(mesh, *pairs):
+    return [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in pairs]
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def mesh_step(table, ids, cotangent, policies):
+    """By policy: the rows, and the gradient of the table."""
+
+    def of_policy(policy):
+        find = functools.partial(te.lookup, ids=ids, pad_id=2, out_of_range=policy)
+        rows, back = jax.vjp(find, table)
+        return rows, back(cotangent)[0]
+
+    return {policy: of_policy(policy) for policy in policies}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ids_spec", "table_spec", "rows_spec"), PLACEMENTS)
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_lookup_on_a_mesh_equals_lookup_on_one_device(kind, ids_spec, table_spec, rows_spec):
+    mesh = mesh_of(kind)
+    with set_mesh(mesh):
+        pairs = (MESH_TABLE, table_spec), (MESH_IDS, ids_spec), (MESH_COTANGENT, rows_spec)
+        found = mesh_step(*put(mesh, *pairs), ("nan", "clip"))
+    for policy, (rows, gradient) in found.items():
+        if kind == AxisType.Explicit:
+            assert rows.sharding.spec == rows_spec, policy
+        assert_right(te.lookup, rows, MESH_TABLE, MESH_IDS, pad_id=2, out_of_range=policy)
+        assert_gradient(gradient, MESH_IDS, MESH_COTANGENT, 2, policy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ids_spec", "table_spec", "rows_spec"), PLACEMENTS[:2])
+def test_gradient_on_an_explicit_mesh_of_gpus_equals_that_of_one_device(
+    monkeypatch, ids_spec, table_spec, rows_spec
+):
+    """The gradient that GPUs compute, here on CPU devices."""
+    mesh = mesh_of(AxisType.Explicit)
+    monkeypatch.setattr(
+        jax.lax, "platform_dependent", lambda *arrays, cuda, rocm, default: cuda(*arrays)
+    )
+
+    @jax.jit
+    def gradient(table, index, cotangent):
+        read = functools.partial(lookup_gradient.read_or_zero.__wrapped__, index=index)
+        return jax.linear_transpose(read, table)(cotangent)[0]
+
+    pairs = (MESH_TABLE, table_spec), (MESH_IDS.astype(np.uint32), ids_spec)
+    with set_mesh(mesh):
+        found = gradient(*put(mesh, *pairs, (MESH_COTANGENT, rows_spec)))
+    assert_gradient(found, MESH_IDS, MESH_COTANGENT)
+
+
+def test_lookup_on_an_explicit_mesh_without_jit():
+    mesh, table = mesh_of(AxisType.Explicit), MESH_TABLE.astype(jnp.bfloat16)
+    with set_mesh(mesh):
+        rows = te.lookup(table, *put(mesh, (MESH_IDS, SPEC("x"))), pad_id=2)
+    assert rows.sharding.spec == SPEC("x", None, None)
+    assert_right(te.lookup, rows, table, MESH_IDS, pad_id=2)
+
+
+def test_columns_over_an_explicit_axis_of_the_ids_are_refused():
+    mesh = mesh_of(AxisType.Explicit)
+    arrays = put(mesh, (MESH_TABLE, SPEC(None, "x")), (MESH_IDS, SPEC("x")))
+    with set_mesh(mesh), pytest.raises(Exception, match="duplicate entries for `x`"):
+        te.lookup(*arrays)
+
+
+# --- linear_logits
+
+# That of padding.
+LOWEST = jnp.finfo(jnp.float32).min / 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "pad_id"), [((), None), ((4,), 0), ((2, 4), 4), ((2, 4), 9), ((2, 0), 2)]
+)
+def test_logits_are_products_with_every_row(shape, pad_id):
+    with jax.default_matmul_precision("highest"):
+        logits = check(te.linear_logits, normal(2, *shape, WIDTH), TABLE, pad_id=pad_id)
+    assert logits.shape == (*shape, VOCAB)
+
+
+@pytest.mark.slow
+def test_logits_of_padding_are_the_lowest_and_move_nothing():
+    x, cotangent, is_padding = normal(2, 4, WIDTH), normal(3, 4, VOCAB), np.arange(VOCAB) == 2
+    table = np.where(is_padding[:, None], np.float32(-1e30), TABLE)
+    with jax.default_matmul_precision("highest"):
+        logits, back = jax.vjp(functools.partial(te.linear_logits, pad_id=2), x, table)
+        x_gradient, table_gradient = back(cotangent)
+    np.testing.assert_array_equal(logits[:, 2], LOWEST)
+    np.testing.assert_array_equal(table_gradient[2], 0)
+    expected = cotangent @ np.where(is_padding[:, None], 0, TABLE).astype(np.float64)
+    np.testing.assert_allclose(x_gradient, expected, rtol=0, atol=VOCAB * PRODUCT_ERROR)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_logits_of_16_bits_are_summed_in_float32(dtype):
+    # 2048 + 511 * 0.5 is exact in float32 and no number of 8 or 11 bits: they step by 16 and by 2
+    # there.
+    table = np.full((1, 512), 0.5, dtype)
+    table[0, 0] = 2048
+    logits = te.linear_logits(np.ones((1, 512), dtype), table)
+    assert logits.dtype == jnp.float32
+    assert logits.tolist() == [[2048 + 511 * 0.5]]
+
+
+@pytest.mark.slow
+def test_logits_of_mixed_inputs_have_the_wider_dtype():
+    assert te.linear_logits(np.ones((1, WIDTH), jnp.bfloat16), TABLE).dtype == jnp.float32
+    with x64():
+        assert te.linear_logits(np.ones((1, WIDTH)), TABLE).dtype == jnp.float64
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "changes"),
+    [
+        (
+            ValueError,
+            "x: wanted a last axis of the table's width, (3,), got (4,)",
+            {"x": np.ones((2, 4), np.float32)},
+        ),
+        (
+            ValueError,
+            "x: wanted a last axis of the table's width, (3,), got ()",
+            {"x": np.float32(1)},
+        ),
+        (ValueError, "table: wanted shape [vocab_size, d] with at least", {"table": TABLE[0]}),
+        (TypeError, "x: wanted a floating dtype of 16 to 64 bits, got int64", {"x": IDS}),
+        (TypeError, "table: wanted a floating dtype of 16 to 64 bits, got int64", {"table": IDS}),
+        (TypeError, "pad_id: wanted a Python int, got bool True", {"pad_id": True}),
+    ],
+)
+def test_bad_arguments_of_logits(kind, message, changes):
+    with pytest.raises(kind, match="^" + re.escape(message)):
+        te.linear_logits(**{"x": np.ones(3, np.float32), "table": TABLE} | changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("table_spec", "logits_spec"),
+    [(SPEC(), SPEC("x", None, None)), (SPEC("y"), SPEC("x", None, "y"))],
+)
+def test_logits_on_an_explicit_mesh_equal_those_of_one_device(table_spec, logits_spec):
+    mesh = mesh_of(AxisType.Explicit)
+    with set_mesh(mesh), jax.default_matmul_precision("highest"):
+        arrays = put(mesh, (MESH_COTANGENT, SPEC("x")), (MESH_TABLE, table_spec))
+        logits = jax.jit(functools.partial(te.linear_logits, pad_id=2))(*arrays)
+    assert logits.sharding.spec == logits_spec
+    assert_right(te.linear_logits, logits, MESH_COTANGENT, MESH_TABLE, pad_id=2)
+
+
+# --- check_ids
+
+
+@pytest.mark.parametrize(
+    ("ids", "vocab_size"),
+    [
+        (0, 5),
+        ([[0, 4], [2, 2]], 5),
+        ([], 5),
+        (jnp.arange(5), 5),
+        (np.array([4], np.uint64), 5),
+        # A vocabulary that the dtype of the ids does not hold.
+        (np.array([0, 127], np.int8), 200),
+        (np.array([0, 255], np.uint8), 300),
+    ],
+)
+def test_ids_in_the_vocabulary_pass(ids, vocab_size):
+    assert te.check_ids(ids, vocab_size) is None
+
+
+INSIDE = "ids: wanted integers inside the vocabulary, 0..4, got "
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "ids", "vocab_size"),
+    [
+        (ValueError, INSIDE + "5", 5, 5),
+        (ValueError, INSIDE + "-1 at index [1]", [0, -1, 5], 5),
+        (ValueError, INSIDE + "5 at index [1, 1]", [[0, 1], [2, 5], [-1, 0]], 5),
+        (
+            ValueError,
+            INSIDE + "18446744073709551615 at index [0]",
+            *(np.array([2**64 - 1], np.uint64), 5),
+        ),
+        (ValueError, INSIDE + "-1 at index [0, 0]", jnp.array([[-1]]), 5),
+        (
+            ValueError,
+            "ids: wanted integers inside the vocabulary, 0..126, got 127 at index [1]",
+            *(np.array([0, 127], np.int8), 127),
+        ),
+        (TypeError, "ids: wanted an integer dtype, got bool", [True], 5),
+        (ValueError, "vocab_size: wanted an int of at least 1, got 0", [0], 0),
+        (TypeError, "vocab_size: wanted a Python int, got float 5.0", [0], 5.0),
+        (TypeError, NUMBERS + "list ", [2**70] * 10_000, 4),
+    ],
+)
+def test_ids_outside_the_vocabulary_and_other_bad_arguments(kind, message, ids, vocab_size):
+    with pytest.raises(kind, match="^" + re.escape(message)) as caught:
+        te.check_ids(ids, vocab_size)
+    assert len(str(caught.value)) < 300
+
+
+def test_traced_ids_are_not_checked():
+    message = r"^ids: wanted values on the host, outside of jit, got a traced int32\[2\]"
+    with pytest.raises(TypeError, match=message):
+        jax.jit(lambda ids: te.check_ids(ids, VOCAB))(np.zeros(2, np.int32))

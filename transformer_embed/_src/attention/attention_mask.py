@@ -1,0 +1,280 @@
+"""The rule of an attention mask: who may attend to whom, without a bool for every pair."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int8
+
+from transformer_embed._src import arguments
+from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.attention.attention_rule import (
+    Fields,
+    Window,
+    fields,
+    may_attend,
+    whole_fields,
+    with_conditions,
+)
+from transformer_embed._src.attention.tile_kinds import tile_kinds
+from transformer_embed._src.attention.token_positions import (
+    TokenPositions,
+    arrays_of,
+    as_indices,
+    check_token_positions,
+)
+from transformer_embed._src.compiled import compiled
+from transformer_embed._src.pytrees import register_pytree
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AttentionMask:
+    """Who may attend to whom in an attention layer, as a rule of size O(length).
+
+    A query at position q may attend to a key at position k where
+
+        (k <= q if causal, and q - left <= k <= q + right, and q // chunk == k // chunk,
+         or both are in the same block)
+        and both have the same segment id, and the key is a token, not padding
+
+    and terms whose arguments are not given are left out. The class is a pytree, so it passes
+    through `jit`, `vmap` and `scan`, can be sharded over the batch and serialised by `jax.export`.
+
+    Args:
+        queries: the tokens that attend. If they have no segment ids, they see the tokens of every
+            segment.
+        keys: the tokens that are attended to, such as a cache or another sequence. None: the
+            queries themselves (self-attention).
+        causal: True: keys after the query are hidden (a decoder, GPT). False: a query sees keys on
+            both sides (an encoder, BERT). There is no default.
+        window: (left, right), how many positions before and after its own a query sees, at least 0;
+            None: no limit, so `query - left <= key <= query + right`. A causal window of w tokens
+            that includes the query's own, as in transformers, is (w - 1, 0); tensor2tensor and
+            axlearn do not count it: (w, 0).
+        chunk: length of a chunk, at least 1: a query sees only the keys of its own chunk, positions
+            0..chunk-1, chunk..2*chunk-1, ... (Llama 4). Positions from `TokenPositions.from_ids`
+            count chunks from the first token that is not padding, as transformers does.
+
+    Raises:
+        TypeError: queries or keys are not TokenPositions, causal is not a Python bool, or a window
+            or chunk is not a Python int.
+        ValueError: queries and keys have different numbers of rows, only one of them has block ids,
+            only the queries have segment ids, or a window or chunk is out of range.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> tokens = te.TokenPositions.from_ids([[5, 6, 7, 0], [8, 9, 0, 0]], pad_id=0)
+        >>> te.AttentionMask(tokens, causal=True).dense().shape
+        (2, 1, 4, 4)
+        >>> step = te.TokenPositions.from_offset([3, 2], 1)
+        >>> mask = te.AttentionMask(step, tokens, causal=True).dense()  # tokens in a cache
+        >>> mask[:, 0, 0].astype(int).tolist()
+        [[1, 1, 1, 0], [1, 1, 0, 0]]
+
+    Source:
+        Vaswani et al., "Attention Is All You Need" (2017), section 3.2.3,
+        https://arxiv.org/abs/1706.03762. Windows: Beltagy et al., "Longformer" (2020), section 3.1,
+        https://arxiv.org/abs/2004.05150. Segments: Raffel et al., "T5" (2020), section 3.5.2,
+        https://arxiv.org/abs/1910.10683. Chunks: the block of the fixed pattern of Child et al.,
+        "Generating Long Sequences with Sparse Transformers" (2019), section 4.3,
+        https://arxiv.org/abs/1904.10509. Blocks: the prefix language model of T5, section 3.2.1;
+        numbered blocks (images in text, for example) as in transformers' Gemma 3.
+    """
+
+    queries: TokenPositions
+    keys: TokenPositions | None = None
+    _: dataclasses.KW_ONLY
+    causal: bool
+    window: tuple[int | None, int | None] | None = None
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.keys is self.queries:
+            arguments.set_fields(self, keys=None)
+        check_token_positions("queries", self.queries)
+        if self.keys is not None:
+            check_token_positions("keys", self.keys)
+            _check_sides(self.queries, self.keys)
+        arguments.convert_fields(
+            self,
+            causal=arguments.flag,
+            window=functools.partial(_pair, convert=_limit),
+            chunk=arguments.size,
+        )
+
+    def dense(self) -> Bool[Array, "b 1 t s"]:
+        """The mask as an array, in the smallest shape that broadcasts.
+
+        Returns:
+            bool [B or 1, 1, T or 1, S], True = may attend, for logits [B, heads, T, S]: the batch
+            axis is 1 if all rows have the same mask, the query axis is 1 if all queries have the
+            same mask. A row may be all False: see `mask_to_bias`. A mask does not protect against
+            keys or values that are NaN or infinite, because 0 times them is NaN.
+
+        Example:
+            >>> import transformer_embed as te
+            >>> tokens = te.TokenPositions.from_offset(0, 3)
+            >>> te.AttentionMask(tokens, causal=True, window=(1, 0)).dense()[0, 0].tolist()
+            [[True, False, False], [True, True, False], [False, True, True]]
+        """
+        return _dense(self)
+
+    def tile(
+        self, query_start: ArrayLike, key_start: ArrayLike, shape: tuple[int, int]
+    ) -> Bool[Array, "b t s"]:
+        """A rectangle of the mask, without the rest of it.
+
+        In a Pallas kernel, make a mask of the positions and segment ids that the kernel has loaded,
+        each [1, size], and ask for its only tile: `tile(0, 0, (T, S))`.
+
+        Args:
+            query_start: integer, the index of the first query of the tile in its row. It may be
+                traced.
+            key_start: integer, the index of the first key; it may be traced.
+            shape: (number of queries, number of keys), at least 1 each.
+
+        Returns:
+            bool [B or 1, *shape], True = may attend: `dense()[:, 0, query_start:, key_start:]`, cut
+            to the shape. It is all False if a traced start leaves no room for the shape.
+
+        Raises:
+            TypeError: a start is not an integer, or shape does not hold two Python ints.
+            ValueError: the tile is not inside the mask (checked on the host only).
+
+        Example:
+            >>> import transformer_embed as te
+            >>> tokens = te.TokenPositions.from_offset(0, 1_000_000)
+            >>> te.AttentionMask(tokens, causal=True).tile(500_000, 499_999, (2, 3))[0].tolist()
+            [[True, True, False], [True, True, True]]
+        """
+        shape = _pair("shape", shape, arguments.size)
+        queries, keys = lengths(self)
+        inside = f"the mask, for a tile of {shape}"
+        starts = [
+            as_indices("query_start", query_start, queries - shape[0], inside),
+            as_indices("key_start", key_start, keys - shape[1], inside),
+        ]
+        return _tile(self, starts, shape)
+
+    def tile_kinds(self, shape: tuple[int, int]) -> Int8[Array, "b m n"]:
+        """For each tile of the mask, whether none, some or all of its pairs may attend.
+
+        An attention kernel skips the tiles without a pair, and needs no mask where all pairs may
+        attend. Time and memory are O(T + S + number of tiles).
+
+        Args:
+            shape: (number of queries, number of keys) of a tile; they must divide T and S.
+
+        Returns:
+            int8 [B or 1, T / shape[0], S / shape[1]]: 0 none, 1 some, 2 all. 0 always means that no
+            pair may attend, and 2 that all may. Without block ids, for self-attention over padded
+            or packed rows (with the same first position in each sequence of a row) and for a
+            sequence with its cache, every such tile has its 0 or 2. For other rules, it may have a
+            1 instead.
+
+        Raises:
+            TypeError: shape does not hold two Python ints.
+            ValueError: shape does not divide the lengths of queries and keys.
+
+        Example:
+            >>> import transformer_embed as te
+            >>> tokens = te.TokenPositions.from_segment_ids([[1] * 6 + [2] * 6])
+            >>> te.AttentionMask(tokens, causal=True).tile_kinds((3, 3))[0].tolist()
+            [[1, 0, 0, 0], [2, 1, 0, 0], [0, 0, 1, 0], [0, 0, 2, 1]]
+        """
+        shape = _pair("shape", shape, arguments.size)
+        for side, length, size in zip(("queries", "keys"), lengths(self), shape, strict=True):
+            if length % size:
+                want = f"a divisor of the number of {side}, {length} (pad the batch to a multiple)"
+                raise arguments.value_error("shape", want, size)
+        return tile_kinds(self.queries, self.keys, shape, reach(self), self.chunk)
+
+
+register_pytree(AttentionMask, "causal", "window", "chunk")
+
+
+def sides(mask: AttentionMask) -> tuple[TokenPositions, TokenPositions]:
+    """The queries and the keys."""
+    return mask.queries, mask.queries if mask.keys is None else mask.keys
+
+
+def lengths(mask: AttentionMask) -> tuple[int, int]:
+    """The numbers of queries and of keys."""
+    queries, keys = sides(mask)
+    return queries.positions.shape[-1], keys.positions.shape[-1]
+
+
+def reach(mask: AttentionMask) -> Window:
+    """How many positions before and after its own a query sees."""
+    left, right = mask.window or (None, None)
+    return left, 0 if mask.causal else right
+
+
+def _check_sides(queries: TokenPositions, keys: TokenPositions) -> None:
+    """Raises a ValueError unless one can attend to the other."""
+    arrays = {f"queries.{name}": array for name, array in arrays_of(queries).items()}
+    arrays |= {f"keys.{name}": array for name, array in arrays_of(keys).items()}
+    # Without segment ids, queries see the keys of every segment.
+    for name, other in (
+        ("keys.segment_ids", "queries.segment_ids"),
+        ("keys.block_ids", "queries.block_ids"),
+        ("queries.block_ids", "keys.block_ids"),
+    ):
+        if other in arrays and name not in arrays:
+            raise arguments.value_error(name, f"an array, since {other} is given", "None")
+    arguments.check_numbers_of_rows(arrays)
+
+
+def _pair(name: str, value: Any, convert: Callable[[str, Any], Any]) -> tuple[Any, Any]:
+    """Two values, of queries and of keys or on the left and on the right."""
+    pair = arguments.entries(name, value, convert)
+    if len(pair) != 2:
+        raise arguments.value_error(name, "two values", value)
+    return pair
+
+
+def _limit(name: str, distance: Any) -> int | None:
+    return None if distance is None else arguments.integer(name, distance, at_least=0)
+
+
+def _slice(tokens: Fields, start: Array, size: int) -> Fields:
+    """A stretch of tokens."""
+    if size == tokens["positions"].shape[1]:
+        # A kernel for TPUs has no dynamic slice of its values.
+        return tokens
+    return {
+        name: jax.lax.dynamic_slice_in_dim(array, start, size, axis=1)
+        for name, array in tokens.items()
+    }
+
+
+def _expanded(tokens: Fields, *axes: int) -> Fields:
+    return with_conditions({name: jnp.expand_dims(array, axes) for name, array in tokens.items()})
+
+
+# The functions below are compiled even if the caller is not.
+@compiled()
+def _dense(mask: AttentionMask) -> Bool[Array, "b 1 t s"]:
+    queries, keys = sides(mask)
+    # Only the queries' length may stay split.
+    of_queries = _expanded(fields(queries, keys, mask.chunk), 1, 3)
+    # It follows from the equal segment of a key, and would give each query a row of its own.
+    del of_queries["is_token"]
+    of_keys = _expanded(whole_fields(keys, queries, mask.chunk), 1, 2)
+    return may_attend(of_queries, of_keys, reach(mask))
+
+
+@compiled(2)
+def _tile(mask: AttentionMask, starts: list[Array], shape: tuple[int, int]) -> Bool[Array, "b t s"]:
+    queries, keys = sides(mask)
+    wholes = whole_fields(queries, keys, mask.chunk), whole_fields(keys, queries, mask.chunk)
+    of_queries, of_keys = map(_slice, wholes, starts, shape)
+    tile = may_attend(_expanded(of_queries, 2), _expanded(of_keys, 1), reach(mask))
+    # A dynamic slice moves a stretch that does not fit.
+    for start, length, size in zip(starts, lengths(mask), shape, strict=True):
+        tile &= (start >= 0) & (start <= length - size)
+    return tile

@@ -1,0 +1,88 @@
+"""The one statement of who may attend to whom."""
+
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from transformer_embed._src.attention.token_positions import TokenPositions, arrays_of
+from transformer_embed._src.partitioning import with_whole_rows
+
+# How many positions before and after its own a query sees; None: no limit.
+Window = tuple[int | None, int | None]
+# What the rule compares, by name.
+Fields = dict[str, Array]
+
+
+def may_attend(queries: dict[str, Any], keys: dict[str, Any], window: Window) -> Any:
+    """Whether queries may attend to keys, for `fields` that broadcast against each other.
+
+    This is the only place that states the rule. The fields are arrays; or, for tiles, all of them
+    are `Interval`s, and so is the result. Their operators are all that it needs.
+    """
+    left, right = window
+    limits = []
+    if right is not None:
+        limits.append(keys["positions"] <= _after(queries["positions"], right))
+    if left is not None:
+        limits.append(queries["positions"] <= _after(keys["positions"], left))
+    if "chunk" in queries:
+        limits.append(queries["chunk"] == keys["chunk"])
+    if "block_ids" in queries and limits:
+        is_in_block = queries["is_in_block"] & keys["is_in_block"]
+        in_one_block = is_in_block & (queries["block_ids"] == keys["block_ids"])
+        limits = [functools.reduce(operator.and_, limits) | in_one_block]
+    if "segment_ids" in queries:
+        limits.append(queries["segment_ids"] == keys["segment_ids"])
+    limits += [side["is_token"] for side in (queries, keys) if "is_token" in side]
+    return functools.reduce(operator.and_, limits)
+
+
+def _after(positions: Any, distance: int) -> Any:
+    """`positions + distance`; the highest value of the dtype where that is beyond it."""
+
+    def add(array: Array) -> Array:
+        info = jnp.iinfo(array.dtype)
+        # No two positions are further apart. A distance that does not fit the dtype wraps, and so
+        # does the sum, which is right again unless it is beyond the dtype.
+        step = np.array(min(distance, info.max - info.min)).astype(array.dtype)
+        return jnp.where(array + step < array, info.max, array + step)
+
+    return jax.tree.map(add, positions)
+
+
+def fields(tokens: TokenPositions, others: TokenPositions, chunk: int | None) -> Fields:
+    """What the rule compares of tokens, in the wider dtype of both sides.
+
+    Integers [B or 1, length]; `token` is not 0 at tokens.
+    """
+    arrays = arrays_of(others)
+    values = {}
+    for name, array in arrays_of(tokens).items():
+        dtype = np.promote_types(array.dtype, arrays.get(name, array).dtype)
+        values[name] = array.astype(dtype)
+    positions = values["positions"]
+    values["token"] = values.get("segment_ids", jnp.ones((1, positions.shape[1]), int))
+    if chunk is not None:
+        values["chunk"] = positions // chunk
+    return values
+
+
+def whole_fields(tokens: TokenPositions, others: TokenPositions, chunk: int | None) -> Fields:
+    """The fields, whole on each device if explicit mesh axes split the length."""
+    return jax.tree.map(with_whole_rows, fields(tokens, others, chunk))
+
+
+def with_conditions(tokens: Fields) -> Fields:
+    """The fields, and what is true of each token.
+
+    Call it last: a kernel for TPUs cannot expand the axes of bools.
+    """
+    conditions = {"is_token": tokens["token"] != 0}
+    if "block_ids" in tokens:
+        conditions["is_in_block"] = tokens["block_ids"] >= 0
+    return tokens | conditions

@@ -1,0 +1,204 @@
+"""The arguments with which fused attention kernels apply a rule, or an error that says why not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from transformer_embed._src import arguments
+from transformer_embed._src.attention.attention_mask import AttentionMask, lengths, reach, sides
+from transformer_embed._src.attention.row_indices import (
+    CAUSAL,
+    EVERYTHING,
+    check_absent,
+    check_order_is_given,
+    check_promise,
+    for_rows,
+    number_of_rows,
+    reach_in_rows,
+    refusal,
+    segment_ids,
+)
+
+
+def dot_product_attention(
+    mask: AttentionMask, *, order: str | None = None, batch_size: int | None = None
+) -> dict[str, Any]:
+    """The arguments of `jax.nn.dot_product_attention` that apply a mask without its [T, S] bools.
+
+    They are those that cuDNN takes, with `implementation="cudnn"`. The mask may be self-attention;
+    attention to another sequence without a causal mask or a window; or one query a row, as in
+    decoding, to a cache that is filled from the left. cuDNN itself refuses a window that reaches to
+    the right.
+
+    Args:
+        mask: the mask; without block ids and chunks.
+        order: how the tokens of each row lie, `"full"` or `"right"`; see `te.kernels`. None, if the
+            mask has neither segment ids nor a causal mask nor a window.
+        batch_size: B of the queries, if the mask has one row for all of them. None: its number of
+            rows.
+
+    Returns:
+        `is_causal`, and where they are needed `local_window_size`, `query_seq_lengths` and
+        `key_value_seq_lengths` (int32 [B]). With lengths, outputs of queries at padding are 0.
+
+    Raises:
+        TypeError: mask is not an AttentionMask, or batch_size is not a Python int.
+        ValueError: a part of the mask that these arguments cannot express; the tokens are not
+            traced and lie in another order.
+
+    Example:
+        >>> import jax
+        >>> import transformer_embed as te
+        >>> tokens = te.TokenPositions.from_lengths([3, 2], 4)
+        >>> mask = te.AttentionMask(tokens, causal=True, window=(1, 0))
+        >>> options = te.kernels.dot_product_attention(mask, order="right")
+        >>> options["is_causal"], options["local_window_size"]
+        (True, (1, 0))
+        >>> options["key_value_seq_lengths"].tolist()
+        [3, 2]
+        >>> heads = jax.random.normal(jax.random.key(0), [2, 4, 1, 8])
+        >>> jax.nn.dot_product_attention(heads, heads, heads, **options).shape
+        (2, 4, 1, 8)
+
+    Source:
+        Dao et al., "FlashAttention" (2022), section 3.1, https://arxiv.org/abs/2205.14135, on
+        attention that holds one tile at a time.
+    """
+    kernel = "jax.nn.dot_product_attention"
+    check_promise(mask, order)
+    rows = number_of_rows(mask, batch_size)
+    queries, keys = sides(mask)
+    check_absent(kernel, block_ids=queries.block_ids, chunk=mask.chunk)
+    limits, has_padding = reach(mask), keys.segment_ids is not None and order != "full"
+    if has_padding or limits != EVERYTHING:
+        parts = f"segment ids, a causal mask or a window in {kernel}"
+        check_order_is_given(order, parts, ("full", "right"))
+    is_step = mask.keys is not None and lengths(mask)[0] == 1
+    if is_step and limits[0] is not None:
+        raise refusal("window", f"no limit on the left for a single query in {kernel}", mask.window)
+    left, right = EVERYTHING if is_step else reach_in_rows(mask, kernel, order)
+    is_causal = right == 0
+    options: dict[str, Any] = {"is_causal": is_causal}
+    has_window = (left, right) not in (CAUSAL, EVERYTHING)
+    if has_window:
+        # A side without a limit gets the length, which no distance reaches. cuDNN refuses a window
+        # to the right, which is 0 in a causal one.
+        length = max(lengths(mask))
+        options["local_window_size"] = tuple(
+            length if side is None else side for side in (left, right)
+        )
+    # jax 0.6.1 forgets a window that comes with neither a causal mask nor lengths.
+    needs_lengths = has_padding or (has_window and not is_causal)
+    counts = {}
+    if needs_lengths and not is_step:
+        counts["query"] = queries.padding_mask.sum(axis=-1, dtype=jnp.int32)
+    if needs_lengths or (is_step and limits != EVERYTHING):
+        counts["key_value"] = _visible_keys(mask)
+    return options | {
+        f"{side}_seq_lengths": for_rows(rows, number) for side, number in counts.items()
+    }
+
+
+def flash_attention(
+    mask: AttentionMask, *, order: str | None = None, batch_size: int | None = None
+) -> dict[str, Any]:
+    """The arguments of Pallas' `flash_attention` on TPUs that apply a mask.
+
+    Args:
+        mask: the mask; without a window and block ids, and between two sequences not causal.
+        order: how the tokens of each row lie; see `te.kernels`. None, if the mask is not causal.
+        batch_size: B of the queries, if the mask has one row for all of them. None: its number of
+            rows.
+
+    Returns:
+        `causal`, and `segment_ids`: `SegmentIds` int32 [B, T] and [B, S], or None.
+
+    Raises:
+        TypeError: mask is not an AttentionMask, or batch_size is not a Python int.
+        ValueError: a part of the mask that the kernel cannot express; the tokens are not traced and
+            lie in another order.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> tokens = te.TokenPositions.from_segment_ids([[1] * 100 + [2] * 28])
+        >>> mask = te.AttentionMask(tokens, causal=True)
+        >>> options = te.kernels.flash_attention(mask, order="packed")
+        >>> options["causal"], options["segment_ids"].q.shape
+        (True, (1, 128))
+
+    Source:
+        Dao et al., "FlashAttention" (2022), https://arxiv.org/abs/2205.14135
+    """
+    # Imported when it is used: Pallas takes longer to import than this package.
+    from jax.experimental.pallas.ops.tpu.flash_attention import SegmentIds  # noqa: PLC0415
+
+    return _without_windows("flash_attention", mask, order, batch_size, SegmentIds)
+
+
+def mha(
+    mask: AttentionMask, *, order: str | None = None, batch_size: int | None = None
+) -> dict[str, Any]:
+    """The arguments of Pallas' `mha` on GPUs that apply a mask.
+
+    Args:
+        mask: the mask; self-attention without a window and block ids.
+        order: how the tokens of each row lie; see `te.kernels`. None, if the mask is not causal.
+        batch_size: B of the queries. It may be None if the mask has more than one row. (The kernel
+            would read beyond the end of segment ids that have one row for all.)
+
+    Returns:
+        `causal`, and `segment_ids`: int32 [B, T], or None.
+
+    Raises:
+        TypeError: mask is not an AttentionMask, or batch_size is not a Python int.
+        ValueError: a part of the mask that the kernel cannot express; the tokens are not traced and
+            lie in another order; batch_size is missing.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> tokens = te.TokenPositions.from_lengths([3, 2], 4)
+        >>> mask = te.AttentionMask(tokens, causal=True)
+        >>> te.kernels.mha(mask, order="right")["segment_ids"].tolist()
+        [[1, 1, 1, 0], [1, 1, 0, 0]]
+
+    Source:
+        Dao et al., "FlashAttention" (2022), https://arxiv.org/abs/2205.14135
+    """
+    kernel = "Pallas' mha"
+    options = _without_windows(kernel, mask, order, batch_size, lambda queries, _: queries)
+    if mask.keys is not None:
+        raise refusal("keys", f"None (self-attention) for {kernel}", "another sequence")
+    if batch_size is None and number_of_rows(mask, None) == 1:
+        want = f"the number of rows of the queries, for {kernel}"
+        raise arguments.value_error("batch_size", want, None)
+    return options
+
+
+def _without_windows(
+    kernel: str,
+    mask: AttentionMask,
+    order: str | None,
+    batch_size: int | None,
+    make: Callable[[Array, Array], Any],
+) -> dict[str, Any]:
+    """The arguments of a kernel that can say neither a window nor blocks."""
+    check_promise(mask, order)
+    rows = number_of_rows(mask, batch_size)
+    limits, ids = reach_in_rows(mask, kernel, order), segment_ids(mask, order)
+    window = None if limits in (CAUSAL, EVERYTHING) else mask.window
+    check_absent(kernel, window=window, block_ids=mask.queries.block_ids)
+    if ids is not None:
+        ids = make(*(for_rows(rows, of_side) for of_side in ids))
+    return {"causal": limits == CAUSAL, "segment_ids": ids}
+
+
+def _visible_keys(mask: AttentionMask) -> Array:
+    """How many keys of each row the first query sees; in self-attention, the number of tokens.
+
+    In the orders that the kernel takes, these are the first keys of the row.
+    """
+    if mask.keys is None:
+        return mask.queries.padding_mask.sum(axis=-1, dtype=jnp.int32)
+    return mask.tile(0, 0, (1, lengths(mask)[1]))[:, 0].sum(axis=-1, dtype=jnp.int32)

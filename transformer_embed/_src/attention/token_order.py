@@ -1,0 +1,78 @@
+"""How the tokens of each row lie, which fused kernels rely on: a promise, checked on the host."""
+
+import jax
+import numpy as np
+from jaxtyping import Bool
+
+from transformer_embed._src import arguments
+from transformer_embed._src.attention.token_positions import (
+    TokenPositions,
+    arrays_of,
+    check_token_positions,
+    second_runs,
+)
+
+# Each order is one of those below it, too.
+ORDERS = {
+    "full": "one sequence a row, without padding",
+    "right": "one sequence a row, then padding",
+    "packed": "each sequence in one run of tokens",
+}
+
+
+def check_order(tokens: TokenPositions, order: str) -> None:
+    """Raises unless the tokens of each row lie in this order.
+
+    The functions of `te.kernels` rely on an order, and call this if the tokens are not traced. Use
+    it on the host, in a data pipeline, for tokens that reach them inside jit.
+
+    Args:
+        tokens: the tokens of a batch; not traced.
+        order: `"full"`: one sequence and no padding in each row. `"right"`: one sequence in each
+            row, then padding. `"packed"`: any number of sequences, each in one run of tokens, with
+            padding anywhere between them (so also padding on the left). Positions rise by one from
+            token to token of a sequence.
+
+    Raises:
+        TypeError: tokens is not a TokenPositions, or it is traced.
+        ValueError: the tokens lie in another order; the message gives the first such token.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> tokens = te.TokenPositions.from_ids([[5, 6, 0, 7]], pad_id=0)
+        >>> te.check_order(tokens, "right")
+        Traceback (most recent call last):
+        ValueError: tokens: wanted one sequence a row, then padding, got another order at [0, 3]
+    """
+    check_token_positions("tokens", tokens)
+    want = ORDERS[arguments.choice("order", order, tuple(ORDERS))]
+    arrays = {name: arguments.on_host("tokens", array) for name, array in arrays_of(tokens).items()}
+    positions, segments = np.broadcast_arrays(
+        arrays["positions"], arrays.get("segment_ids", np.ones((1, 1), int))
+    )
+    is_token = segments != 0
+    begins = is_token & (np.diff(segments, prepend=0) != 0)
+    is_wrong = second_runs(segments)
+    if order != "packed":
+        is_wrong[:, 1:] |= begins[:, 1:]
+    if order == "full":
+        is_wrong |= ~is_token
+    _check_nowhere(is_wrong, want, "another order")
+    # In 64 bits, where a difference of positions does not wrap.
+    steps = np.diff(positions.astype(np.int64), prepend=0)
+    want = "positions that rise by one from token to token of a sequence"
+    _check_nowhere(is_token & ~begins & (steps != 1), want, "another one")
+
+
+def _check_nowhere(is_wrong: Bool[np.ndarray, "b t"], want: str, got: str) -> None:
+    if is_wrong.any():
+        first = np.argwhere(is_wrong)[0].tolist()
+        raise arguments.value_error("tokens", want, f"{got} at {first}")
+
+
+def is_on_host(tokens: TokenPositions) -> bool:
+    """Whether this process has the values of all arrays."""
+    return not any(
+        arguments.is_traced(array) or not getattr(array, "is_fully_addressable", True)
+        for array in jax.tree.leaves(tokens)
+    )

@@ -1,0 +1,473 @@
+"""The position and the segment of each token: padding on either side, packing, decoding."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int32, Integer, Shaped
+
+from transformer_embed._src import arguments
+from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.compiled import compiled
+from transformer_embed._src.partitioning import with_whole_rows
+from transformer_embed._src.pytrees import register_pytree
+
+
+@dataclasses.dataclass(frozen=True, eq=False, init=False)
+class TokenPositions:
+    """The position and the segment of each token in a batch.
+
+    Position encodings and attention masks are made from these. Use one of the constructors
+    `from_ids`, `from_lengths`, `from_segment_ids` and `from_offset`, inside or outside jit, or pass
+    arrays of your own. The class is a pytree, so it passes through `jit`, `vmap` and `scan` and can
+    be serialised by `jax.export`.
+
+    It holds nothing but these arrays, so a batch may be sliced, padded with zeros, stacked or
+    reshaped by `jax.tree.map`, and a cache may be the carry of a `scan`.
+
+    Args:
+        positions: [length] or [batch, length] integers; the position of each token in its own
+            sequence.
+        segment_ids: [length] or [batch, length] integers; the sequence that each token belongs to,
+            0 = padding. None: one sequence, without padding.
+        block_ids: [length] or [batch, length] integers; tokens of one block attend to each other
+            even where a causal mask, a window or a chunk forbids it. Negative: in no block. None:
+            there are no blocks. See `with_block_ids`.
+
+    Raises:
+        TypeError: an array does not hold signed integers (uint8 and uint16 pass).
+        ValueError: host integers outside int32, a rank other than 1 or 2, or shapes that do not fit
+            each other.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> batch = te.TokenPositions.from_ids([[0, 0, 7, 8, 9], [5, 6, 0, 0, 0]], pad_id=0)
+        >>> batch.positions.tolist()
+        [[0, 0, 0, 1, 2], [0, 1, 0, 0, 0]]
+        >>> te.AttentionMask(batch, causal=True).dense().shape
+        (2, 1, 5, 5)
+        >>> batch.next_token_mask.astype(int).tolist()
+        [[0, 0, 1, 1, 0], [1, 0, 0, 0, 0]]
+
+    Source:
+        Raffel et al., "T5" (2020), section 3.5.2, packs several sequences into one row;
+        https://arxiv.org/abs/1910.10683
+    """
+
+    positions: Array
+    segment_ids: Array | None = None
+    block_ids: Array | None = None
+
+    def __init__(
+        self,
+        positions: ArrayLike,
+        segment_ids: ArrayLike | None = None,
+        block_ids: ArrayLike | None = None,
+    ):
+        rows = _as_rows("positions", positions)
+        arrays, length = {"positions": rows}, rows.shape[1]
+        for name, ids in (("segment_ids", segment_ids), ("block_ids", block_ids)):
+            if ids is not None:
+                arrays[name] = _as_rows(name, ids)
+                size = arrays[name].shape[1]
+                arguments.check_same(name, "the length of positions", size, length)
+        arguments.check_numbers_of_rows(arrays)
+        arguments.set_fields(self, **arrays)
+
+    @property
+    def padding_mask(self) -> Bool[Array, "b t"]:
+        """bool [batch, length], True = a token."""
+        return _is_token(segments_of(self))
+
+    @property
+    def next_token_mask(self) -> Bool[Array, "b t"]:
+        """bool [batch, length], True = the token to the right belongs to the same sequence.
+
+        It is False at padding and at the last token of each sequence, in every row and also where
+        another sequence follows. A language model that predicts the next token is trained on these
+        positions only:
+
+            labels = jnp.roll(ids, -1, axis=-1)
+            loss = embedder.cross_entropy(params, x, labels, mask=batch.next_token_mask)
+        """
+        return has_next_token(segments_of(self))
+
+    def with_block_ids(self, block_ids: ArrayLike) -> "TokenPositions":
+        """The same tokens in numbered blocks, such as a prefix or the patches of an image.
+
+        Args:
+            block_ids: [length] or [batch, length] integers, negative: in no block. Tokens of one
+                block and segment attend to each other even where a causal mask, a window or a chunk
+                forbids it. A prefix is block 0, with -1 after it: `jnp.where(is_prefix, 0, -1)`.
+
+        Raises:
+            TypeError: block_ids are not signed integers (uint8 and uint16 pass).
+            ValueError: host integers outside int32, or a shape that does not fit the positions.
+
+        Example:
+            >>> import transformer_embed as te
+            >>> tokens = te.TokenPositions.from_lengths([3], 3).with_block_ids([0, 0, -1])
+            >>> te.AttentionMask(tokens, causal=True).dense()[0, 0].astype(int).tolist()
+            [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
+        """
+        return TokenPositions(self.positions, self.segment_ids, block_ids)
+
+    def write(self, tokens: "TokenPositions", slot: ArrayLike) -> "TokenPositions":
+        """These slots of a cache, with tokens written into them.
+
+        Args:
+            tokens: the new tokens; one row of them may serve all rows of the cache.
+            slot: the slot of the first token, as for `jax.lax.dynamic_update_slice_in_dim`, which
+                writes the keys and values. It may be traced; a traced slot that leaves no room for
+                the tokens writes none of them, so the mask hides them.
+
+        Returns:
+            TokenPositions of the shape of these.
+
+        Raises:
+            TypeError: tokens is not a TokenPositions.
+            ValueError: only one side has segment ids or block ids, or the tokens do not fit into
+                the cache at this slot (checked on the host only).
+
+        Example:
+            >>> import transformer_embed as te
+            >>> slots = te.TokenPositions.empty(1, 4)
+            >>> slots = slots.write(te.TokenPositions.from_offset(0, 3), 0)
+            >>> slots.positions.tolist(), slots.padding_mask.tolist()
+            ([[0, 1, 2, 0]], [[True, True, True, False]])
+        """
+        check_token_positions("tokens", tokens)
+        held, new = arrays_of(self), arrays_of(tokens)
+        if held.keys() != new.keys():
+            want = "the arrays that the cache has, " + ", ".join(held)
+            raise arguments.value_error("tokens", want, ", ".join(new))
+        length = new["positions"].shape[-1]
+        room = held["positions"].shape[-1] - length
+        slot = as_indices("slot", slot, room, f"the cache, for {length} tokens")
+        return TokenPositions(
+            **{name: _written(array, new[name], slot) for name, array in held.items()}
+        )
+
+    @classmethod
+    def empty(cls, batch_size: int, length: int) -> "TokenPositions":
+        """The slots of a cache that holds no tokens yet; `write` fills them.
+
+        Args:
+            batch_size: number of rows, at least 1.
+            length: number of slots of a row, at least 0.
+
+        Returns:
+            TokenPositions of [batch_size, length], all of them padding.
+
+        Raises:
+            TypeError: batch_size or length is not a Python int.
+            ValueError: batch_size or length is out of its range.
+
+        Example:
+            >>> import jax
+            >>> import transformer_embed as te
+            >>> def step(slots, position):
+            ...     token = te.TokenPositions.from_offset(position, 1)
+            ...     slots = slots.write(token, position)
+            ...     return slots, te.AttentionMask(token, slots, causal=True).dense()[0, 0, 0]
+            >>> _, masks = jax.lax.scan(step, te.TokenPositions.empty(1, 4), jax.numpy.arange(3))
+            >>> masks.astype(int).tolist()
+            [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]
+
+        Source:
+            The incremental decoding of Shazeer, "Fast Transformer Decoding" (2019), section 2.4,
+            https://arxiv.org/abs/1911.02150
+        """
+        shape = arguments.size("batch_size", batch_size), arguments.length("length", length)
+        # Two arrays: a program cannot be given one array twice to write into.
+        return cls(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.int32))
+
+    @classmethod
+    def from_ids(
+        cls, ids: ArrayLike, *, pad_id: int, start: int = 0, at_padding: int = 0
+    ) -> "TokenPositions":
+        """For a padded batch of ids: padding may be on the left, on the right, or both.
+
+        Args:
+            ids: [length] or [batch, length], any integer dtype.
+            pad_id: the id of padding; any int, -1 for example. There is no default.
+            start: the position of the first token. RoBERTa: padding_idx + 1 = 2; OPT: 2.
+            at_padding: the position of padding. RoBERTa: padding_idx = 1; OPT: 1. (For BERT, which
+                counts padding like tokens, do not pass positions.)
+
+        Returns:
+            TokenPositions of [batch, length]. The tokens of a row are segment 1. Padding between
+            tokens is not counted.
+
+        Raises:
+            TypeError: ids are not integers, or another argument is not a Python int.
+            ValueError: ids do not have rank 1 or 2; pad_id is outside int32; positions counted from
+                start would not fit int32.
+
+        Example:
+            >>> import transformer_embed as te
+            >>> batch = te.TokenPositions.from_ids([[5, 6, 1, 1]], pad_id=1, start=2, at_padding=1)
+            >>> batch.positions.tolist()
+            [[2, 3, 1, 1]]
+
+        Source:
+            Liu et al., "RoBERTa" (2019), https://arxiv.org/abs/1907.11692, as in fairseq's
+            make_positions.
+        """
+        rows = arguments.rows("ids", arguments.as_int32("ids", ids))
+        pad_id = arguments.int32("pad_id", pad_id)
+        start = arguments.int32("start", start)
+        at_padding = arguments.int32("at_padding", at_padding)
+        arguments.check_last_position("start", start, rows.shape[1])
+        return _of_ids(rows, pad_id, start, at_padding)
+
+    @classmethod
+    def from_lengths(
+        cls,
+        lengths: ArrayLike,
+        length: int,
+        *,
+        padding_side: str = "right",
+    ) -> "TokenPositions":
+        """For rows of given lengths, all padded to one length.
+
+        Args:
+            lengths: [batch] integers from 0 to `length`: how many tokens each row has. Only the
+                host can check this: on a device, numbers outside are clipped to 0 or `length`.
+            length: of the padded rows, at least 0.
+            padding_side: `"right"` or `"left"`.
+
+        Returns:
+            TokenPositions of [batch, length], counted from 0. The tokens of a row are segment 1. A
+            model that counts from 2 embeds `tokens.positions + 2`.
+
+        Raises:
+            TypeError: lengths are not integers, or length is not a Python int.
+            ValueError: lengths do not have rank 1; one of lengths is negative or above length
+                (checked on the host only); length is negative; an unknown padding_side.
+
+        Example:
+            >>> import transformer_embed as te
+            >>> batch = te.TokenPositions.from_lengths([2, 3], 4, padding_side="left")
+            >>> batch.padding_mask.astype(int).tolist()
+            [[0, 0, 1, 1], [0, 1, 1, 1]]
+
+        Source:
+            The sequence lengths of `tf.sequence_mask` and of `jax.nn.dot_product_attention`,
+            https://docs.jax.dev.
+        """
+        length = arguments.length("length", length)
+        # A symbolic length is assumed to be large enough.
+        highest = length if isinstance(length, int) else 2**31 - 1
+        lengths = as_indices("lengths", lengths, highest, "the padded length")
+        if lengths.ndim != 1:
+            raise arguments.value_error("lengths", "shape [batch]", f"shape {list(lengths.shape)}")
+        padding_side = arguments.choice("padding_side", padding_side, ("right", "left"))
+        return _of_lengths(lengths, length, padding_side)
+
+    @classmethod
+    def from_segment_ids(cls, segment_ids: ArrayLike) -> "TokenPositions":
+        """For packed sequences: positions restart at each segment.
+
+        Args:
+            segment_ids: [length] or [batch, length] integers: 0 = padding, and a different number
+                for each sequence. The tokens of a sequence must be contiguous: a number that
+                reappears later in the row is an error if the values are on the host.
+
+        Returns:
+            TokenPositions of [batch, length]. Each sequence is counted from 0; see `from_lengths`.
+
+        Raises:
+            TypeError: segment_ids are not integers, or are traced and of a dtype wider than int32.
+            ValueError: segment_ids do not have rank 1 or 2, do not fit int32, or repeat a number
+                after a gap.
+
+        Example:
+            >>> import transformer_embed as te
+            >>> te.TokenPositions.from_segment_ids([[1, 1, 1, 2, 2, 0]]).positions.tolist()
+            [[0, 1, 2, 0, 1, 0]]
+
+        Source:
+            Raffel et al., "T5" (2020), section 3.5.2, https://arxiv.org/abs/1910.10683
+        """
+        integers = arguments.as_integers("segment_ids", segment_ids)
+        rows = arguments.rows("segment_ids", arguments.as_fitting_int32("segment_ids", integers))
+        if isinstance(integers, np.ndarray):
+            again = second_runs(np.atleast_2d(integers)).any(1)
+            if again.any():
+                got = f"two runs of one in row {again.argmax()}"
+                raise arguments.value_error("segment_ids", "one run of tokens for each number", got)
+        return _of_segments(rows)
+
+    @classmethod
+    def from_offset(cls, offset: ArrayLike, length: int) -> "TokenPositions":
+        """For new tokens that follow those in a cache.
+
+        Args:
+            offset: integers, [] or [batch]: the position of the first token, one for all rows or
+                one for each. It may be traced, so decoding at a new offset does not recompile.
+                Positions must fit into int32: on the host this is checked, on a device they wrap.
+                For models that count from another number (OPT from 2), add it to the offset.
+            length: number of tokens, 1 in step-by-step decoding; at least 0.
+
+        Returns:
+            TokenPositions of [1 or batch, length], all in segment 1.
+
+        Raises:
+            TypeError: offset is not an integer, or is traced and of a dtype wider than int32;
+                length is not a Python int.
+            ValueError: offset has a rank above 1; length is negative; positions would not fit int32
+                (checked on the host only).
+
+        Example:
+            >>> import transformer_embed as te
+            >>> step = te.TokenPositions.from_offset([5, 2], 1)
+            >>> cache = te.TokenPositions.from_lengths([6, 3], 8)
+            >>> mask = te.AttentionMask(step, cache, causal=True).dense()
+            >>> mask[:, 0, 0].astype(int).tolist()
+            [[1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0, 0]]
+
+        Source:
+            Dai et al., "Transformer-XL" (2019), section 3.2, on states reused from before;
+            https://arxiv.org/abs/1901.02860
+        """
+        length = arguments.length("length", length)
+        integers = arguments.as_integers("offset", offset)
+        offset = arguments.as_fitting_int32("offset", integers)
+        if offset.ndim > 1:
+            raise arguments.value_error(
+                "offset", "shape [] or [batch]", f"shape {list(offset.shape)}"
+            )
+        if isinstance(integers, np.ndarray) and integers.size:
+            arguments.check_last_position("offset", int(integers.max()), length)
+        return _of_offset(offset, length)
+
+
+register_pytree(TokenPositions)
+
+
+def arrays_of(tokens: TokenPositions) -> dict[str, Any]:
+    """The arrays of tokens by their names, those that are not None, as [B or 1, length].
+
+    Inside vmap they may be [length].
+    """
+    arrays = {}
+    for name in ("positions", "segment_ids", "block_ids"):
+        array = getattr(tokens, name)
+        if array is not None:
+            arrays[name] = arguments.rows(name, array)
+    return arrays
+
+
+def segments_of(tokens: TokenPositions) -> Array:
+    """The segment ids of tokens; ones if there are none."""
+    return jnp.ones_like(tokens.positions) if tokens.segment_ids is None else tokens.segment_ids
+
+
+def as_indices(name: str, value: ArrayLike, highest: int, what: str) -> Int32[Array, "..."]:
+    """Integers as int32. On the host, a ValueError unless they are inside 0..highest."""
+    integers = arguments.as_integers(name, value)
+    if isinstance(integers, np.ndarray):
+        arguments.check_inside(name, integers, 0, highest, what)
+    return arguments.as_int32(name, integers)
+
+
+def check_token_positions(name: str, value: Any) -> None:
+    """Raises a TypeError for anything else."""
+    want = "a TokenPositions, from te.TokenPositions.from_ids(ids, pad_id=0) for example"
+    arguments.instance(name, value, TokenPositions, want)
+
+
+def _as_rows(name: str, value: ArrayLike) -> Integer[Array, "b t"]:
+    return arguments.rows(name, arguments.as_ordered(name, value))
+
+
+def second_runs(segment_ids: np.ndarray) -> np.ndarray:
+    """Where, in rows on the host, a run of tokens begins whose number an earlier run has."""
+    begins_again = np.zeros(segment_ids.shape, bool)
+    for row, again in zip(segment_ids, begins_again, strict=True):
+        starts = np.flatnonzero((row != 0) & (np.diff(row, prepend=0) != 0))
+        first = np.unique(row[starts], return_index=True)[1]
+        again[np.delete(starts, first)] = True
+    return begins_again
+
+
+# The functions below are compiled even if the caller is not.
+
+
+@compiled()
+def _written(
+    held: Integer[Array, "b t"], new: Integer[Array, "n s"], slot: Int32[Array, ""]
+) -> Integer[Array, "b t"]:
+    new = jnp.broadcast_to(new, (held.shape[0], new.shape[1])).astype(held.dtype)
+    written = jax.lax.dynamic_update_slice_in_dim(held, new, slot, axis=1)
+    # dynamic_update_slice shifts an update that does not fit, and would overwrite other tokens.
+    return jnp.where((slot >= 0) & (slot <= held.shape[1] - new.shape[1]), written, held)
+
+
+@compiled()
+def _is_token(segment_ids: Integer[Array, "... t"]) -> Bool[Array, "... t"]:
+    return segment_ids != 0
+
+
+@compiled()
+def has_next_token(segment_ids: Integer[Array, "... t"]) -> Bool[Array, "... t"]:
+    """Whether a token is followed by another one of its sequence; 0 is padding."""
+    return _is_token(segment_ids) & (of_next_token(segment_ids) == segment_ids)
+
+
+def of_next_token(values: Shaped[Array, "... t"]) -> Shaped[Array, "... t"]:
+    """At each token, the value of the token to its right; 0 at the last one."""
+    padding = [(0, 0)] * (values.ndim - 1) + [(0, 1)]
+    return jnp.pad(with_whole_rows(values), padding)[..., 1:]
+
+
+def of_previous_token(values: Shaped[Array, "... t"]) -> Shaped[Array, "... t"]:
+    """At each token, the value of the token to its left; 0 at the first one."""
+    padding = [(0, 0)] * (values.ndim - 1) + [(1, 0)]
+    return jnp.pad(with_whole_rows(values), padding)[..., :-1]
+
+
+@compiled(1, 2)
+def positions_of_tokens(
+    tokens: Bool[Array, "... t"], start: int, at_padding: int
+) -> Int32[Array, "... t"]:
+    """For each token, how many tokens are before it, plus start."""
+    number = jnp.cumsum(with_whole_rows(tokens).astype(jnp.int32), axis=-1, dtype=jnp.int32)
+    return jnp.where(tokens, number + (start - 1), at_padding)
+
+
+@compiled(1, 2, 3)
+def _of_ids(ids: Int32[Array, "b t"], pad_id: int, start: int, at_padding: int) -> TokenPositions:
+    tokens = ids != pad_id
+    return _of_tokens(tokens, start, at_padding)
+
+
+@compiled(1, 2)
+def _of_lengths(lengths: Int32[Array, "b"], length: int, padding_side: str) -> TokenPositions:
+    index = jnp.arange(length, dtype=jnp.int32)
+    tokens = (index if padding_side == "right" else index[::-1])[None] < lengths[:, None]
+    return _of_tokens(tokens)
+
+
+def _of_tokens(tokens: Bool[Array, "b t"], start: int = 0, at_padding: int = 0) -> TokenPositions:
+    positions = positions_of_tokens(tokens, start, at_padding)
+    return TokenPositions(positions, tokens.astype(jnp.int32))
+
+
+@compiled()
+def _of_segments(segment_ids: Int32[Array, "b t"]) -> TokenPositions:
+    """The position of a token is how many tokens of its run are before it."""
+    segment_ids = with_whole_rows(segment_ids)
+    index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
+    is_first = segment_ids != jnp.roll(segment_ids, 1, axis=1)
+    first = jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
+    return TokenPositions(jnp.where(segment_ids != 0, index - first, 0), segment_ids)
+
+
+@compiled(1)
+def _of_offset(offset: Int32[Array, "..."], length: int) -> TokenPositions:
+    positions = jnp.atleast_1d(offset)[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+    return TokenPositions(positions, jnp.ones_like(positions))

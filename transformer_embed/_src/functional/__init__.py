@@ -1,1 +1,0 @@
-"""Pure functions on arrays: no Haiku, no optimizer."""

@@ -1,0 +1,1 @@
+"""Positional encodings, rotations and biases, as pure functions."""

@@ -1,0 +1,244 @@
+"""Position biases, added to attention logits: ALiBi's bias and T5's buckets."""
+
+import bisect
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int32, Integer, UInt
+
+from transformer_embed._src import arguments
+from transformer_embed._src.array_types import ArrayLike, DTypeLike
+from transformer_embed._src.compiled import compiled
+
+
+def alibi_slopes(num_heads: int, *, max_bias: float = 8.0) -> Float32[Array, "h"]:
+    """ALiBi's slope of each head.
+
+    Where num_heads = n is a power of two, for i in 0..n - 1:
+
+        slopes[i] = 2 ** (-max_bias * (i + 1) / n)
+
+    Otherwise n is the power of two below num_heads: its slopes come first, then the first, third,
+    fifth, ... of 2n heads.
+
+    Args:
+        num_heads: at least 1.
+        max_bias: the last slope is 2 ** -max_bias. Above 0, at most 126 (for which the slope is
+            float32's smallest normal number). MPT and Keras call it `alibi_bias_max`.
+
+    Returns:
+        float32 [num_heads], in (0, 1); each is rounded once.
+
+    Raises:
+        TypeError: num_heads is not a Python int, or max_bias is not a Python number.
+        ValueError: num_heads is below 1, or max_bias is outside (0, 126].
+
+    Example:
+        >>> import transformer_embed as te
+        >>> te.alibi_slopes(3).tolist()
+        [0.0625, 0.00390625, 0.25]
+
+    Source:
+        Press et al., "Train Short, Test Long" (2022), section 3, https://arxiv.org/abs/2108.12409;
+        head counts that are not a power of two as in the authors' code. MPT's rule looks different
+        and gives the same slopes in the same order.
+    """
+    return jax.device_put(_slopes(num_heads, max_bias).astype(np.float32))
+
+
+def alibi_bias(
+    query_positions: ArrayLike,
+    key_positions: ArrayLike,
+    *,
+    num_heads: int,
+    symmetric: bool = False,
+    max_bias: float = 8.0,
+    dtype: DTypeLike = jnp.float32,
+) -> Float[Array, "b h t s"]:
+    """ALiBi's bias: each head's slope times the distance of the key from the query.
+
+        bias[b, h, t, s] = slopes[h] * (key_positions[b, s] - query_positions[b, t])
+
+    or, if symmetric, `-slopes[h] * abs(key_positions[b, s] - query_positions[b, t])`. It is made
+    from positions, so it is right for queries at an offset in a cache, for packed sequences and for
+    padding on either side.
+
+    Without `symmetric`, keys after the query get a positive bias: mask them. A softmax ignores a
+    term that is constant over the keys, so one row can serve all queries: `query_positions=[0]`
+    gives `slopes * key`, the bias of Bloom and Falcon (which computes it in bfloat16), and
+    `query_positions=[length - 1]` that of MPT and Keras. The symmetric bias has no such row.
+
+    Args:
+        query_positions: [T] or [B, T] integers.
+        key_positions: [S] or [B, S] integers.
+        num_heads: as in `alibi_slopes`.
+        symmetric: whether keys after the query count by their distance, like those before it
+            (encoders; MPT without a causal mask).
+        max_bias: as in `alibi_slopes`.
+        dtype: of the result.
+
+    Returns:
+        [B or 1, num_heads, T, S] of `dtype`. Distances are exact integers for any two positions;
+        the product is computed in float32 (relative error below 1.8e-7) and rounded once. Values
+        are limited to a quarter of the dtype's largest number, which matters only in float16
+        (16376): after adding `mask_to_bias`, nothing overflows and masked keys stay masked.
+
+    Raises:
+        TypeError: positions are not signed integers (uint8 and uint16 pass); symmetric is not a
+            Python bool; dtype is not a floating dtype; and as `alibi_slopes`.
+        ValueError: host positions outside int32, a rank other than 1 or 2, unequal numbers of rows;
+            and as `alibi_slopes`.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> te.alibi_bias([2], [0, 1, 2], num_heads=2).tolist()
+        [[[[-0.125, -0.0625, 0.0]], [[-0.0078125, -0.00390625, 0.0]]]]
+
+    Source:
+        Press et al., "Train Short, Test Long" (2022), section 3, https://arxiv.org/abs/2108.12409
+    """
+    return _alibi(
+        *arguments.comparable_rows(query_positions=query_positions, key_positions=key_positions),
+        tuple(_slopes(num_heads, max_bias).tolist()),
+        arguments.flag("symmetric", symmetric),
+        arguments.result_dtype("dtype", dtype),
+    )
+
+
+def relative_position_buckets(
+    query_positions: ArrayLike,
+    key_positions: ArrayLike,
+    *,
+    num_buckets: int = 32,
+    max_distance: int = 128,
+    bidirectional: bool = True,
+) -> Int32[Array, "b t s"]:
+    """T5's bucket of the distance between each query and key: the row of a table of biases.
+
+    With m buckets for each direction, of which the first e = m // 2 hold one distance each,
+    distance n has bucket
+
+        n                                                                     if n < e
+        min(m - 1, e + floor(log(n / e) / log(max_distance / e) * (m - e)))   otherwise
+
+    computed in exact integers, because float32 logarithms are one bucket too low at some distances.
+
+    Args:
+        query_positions: [T] or [B, T] integers.
+        key_positions: [S] or [B, S] integers.
+        num_buckets: rows of the table, at least 4 (2 if not bidirectional). If bidirectional, an
+            odd number leaves the last row unused.
+        max_distance: distances of at least this share the last bucket. Must be larger than e above.
+        bidirectional: True (T5's encoder): buckets 0..m-1, m = num_buckets // 2, are for keys at or
+            before the query, m..2m-1 for keys after it. False (its decoder): all m = num_buckets
+            are for keys at or before the query; those after it get 0, since a mask hides them.
+
+    Returns:
+        int32 [B or 1, T, S], in [0, num_buckets); exact for any two int32 positions.
+
+    Raises:
+        TypeError: positions are not signed integers (uint8 and uint16 pass); num_buckets or
+            max_distance is not a Python int; bidirectional is not a Python bool.
+        ValueError: host positions outside int32, a rank other than 1 or 2, unequal numbers of rows;
+            num_buckets or max_distance is too low, or max_distance 2**31 - 1 or more.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> te.relative_position_buckets([20], [0, 19, 20, 21, 2000]).tolist()
+        [[[10, 1, 0, 17, 31]]]
+
+    Source:
+        Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
+        Transformer" (2020), section 2.1, https://arxiv.org/abs/1910.10683; the formula is that of
+        its code, Mesh TensorFlow.
+    """
+    bidirectional = arguments.flag("bidirectional", bidirectional)
+    num_buckets = arguments.integer("num_buckets", num_buckets, at_least=4 if bidirectional else 2)
+    each_way = num_buckets // 2 if bidirectional else num_buckets
+    arguments.integer("max_distance", max_distance, at_least=each_way // 2 + 1)
+    starts = _bucket_starts(each_way, arguments.int32("max_distance", max_distance))
+    return _buckets(
+        *arguments.comparable_rows(query_positions=query_positions, key_positions=key_positions),
+        each_way,
+        starts,
+        bidirectional,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
+    """The first distance of each bucket past e = buckets // 2."""
+    # The least n with (n / e) ** (buckets - e) >= (max_distance / e) ** j.
+    exact = buckets // 2
+    steps = buckets - exact
+    powers = (max_distance**j * exact ** (steps - j) for j in range(1, steps))
+    return tuple(
+        bisect.bisect_left(range(max_distance), power, key=lambda n: n**steps) for power in powers
+    )
+
+
+def _slopes(num_heads: int, max_bias: float) -> np.ndarray:
+    max_bias = arguments.real("max_bias", max_bias, above=0)
+    if max_bias > 126:
+        raise arguments.value_error("max_bias", "a number above 0, at most 126", max_bias)
+    num_heads = arguments.integer("num_heads", num_heads, at_least=1)
+    power = 2 ** (num_heads.bit_length() - 1)
+    heads = [*range(1, power + 1), *(i + 0.5 for i in range(num_heads - power))]
+    return np.array([2.0 ** (-max_bias * head / power) for head in heads])
+
+
+# The functions below are compiled even if the caller is not.
+
+
+@compiled(2, 3, 4)
+def _alibi(
+    queries: Integer[Array, "q t"],
+    keys: Integer[Array, "k s"],
+    slopes: tuple[float, ...],
+    symmetric: bool,
+    dtype: jnp.dtype,
+) -> Float[Array, "b h t s"]:
+    wide = arguments.compute_dtype(dtype)
+    factors = np.array(slopes, wide)[None, :, None, None]
+    after, distance = _after_and_distance(queries, keys)
+    far = distance.astype(wide)
+    # 0 - 0 is 0, where -(0) would be -0.
+    relative = 0 - far if symmetric else jnp.where(after, far, 0 - far)
+    quarter = float(jnp.finfo(dtype).max) / 4
+    return jnp.clip(factors * relative[:, None], -quarter, quarter).astype(dtype)
+
+
+@compiled(2, 3, 4)
+def _buckets(
+    queries: Integer[Array, "q t"],
+    keys: Integer[Array, "k s"],
+    each_way: int,
+    starts: tuple[int, ...],
+    bidirectional: bool,
+) -> Int32[Array, "b t s"]:
+    after, distance = _after_and_distance(queries, keys)
+    if not bidirectional:
+        distance = jnp.where(after, 0, distance)
+    # Unrolled, with one comparison for each start: for a reduction, XLA would make an array [b, t,
+    # s, starts].
+    past = ((distance >= start).astype(jnp.int32) for start in starts)
+    exact = each_way // 2
+    # Not a minimum, which kernels for TPUs do not have for unsigned integers: with `< exact`, the
+    # compiler would make one of it.
+    near = jnp.where(distance < exact + 1, distance, exact).astype(jnp.int32)
+    buckets = sum(past, start=near)
+    return buckets + jnp.where(after, each_way, 0) if bidirectional else buckets
+
+
+def _after_and_distance(
+    queries: Integer[Array, "q t"], keys: Integer[Array, "k s"]
+) -> tuple[Bool[Array, "b t s"], UInt[Array, "b t s"]]:
+    """Whether each key is after the query, and their distance."""
+    # The distance of two signed integers fits the unsigned dtype of their width.
+    dtype = np.promote_types(queries.dtype, keys.dtype)
+    queries, keys = queries.astype(dtype)[:, :, None], keys.astype(dtype)[:, None, :]
+    unsigned = np.dtype(f"u{dtype}")
+    after, difference = keys > queries, keys.astype(unsigned) - queries.astype(unsigned)
+    return after, jnp.where(after, difference, -difference)

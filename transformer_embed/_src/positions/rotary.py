@@ -1,0 +1,266 @@
+"""Rotary position embeddings: rotated queries and keys, exact at any position."""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Shaped
+
+from transformer_embed._src import arguments
+from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.compiled import compiled
+from transformer_embed._src.positions import phase
+from transformer_embed._src.positions.rotary_scaling import Scaling, scaled_frequencies
+
+LAYOUTS = ("half", "interleaved")
+PARTIAL = ("first", "proportional")
+
+
+def apply_rotary(
+    x: ArrayLike,
+    positions: ArrayLike,
+    *,
+    base: float = 10_000.0,
+    layout: str = "half",
+    rotary_dim: int | None = None,
+    partial: str = "first",
+    scaling: Scaling | None = None,
+    pair_axes: Sequence[int] | None = None,
+) -> Float[Array, "... t h d"]:
+    """Rotates each pair of channels of queries or keys, exactly at any position.
+
+    The angle is proportional to the position. With the defaults, for i in 0..head_dim//2 - 1 and
+    angle = position * base ** (-2i / head_dim), the channels a = i and b = i + head_dim//2 become
+
+        x[..., a] * cos(angle) - x[..., b] * sin(angle)
+        x[..., b] * cos(angle) + x[..., a] * sin(angle)
+
+    The dot product of a rotated query and a rotated key depends on the difference of their
+    positions only. Rotations add up, so do not rotate the keys in a cache again. There is no table
+    and no longest position.
+
+    Args:
+        x: [..., length, heads, head_dim], a floating dtype. (Some libraries have heads before
+            length: swap those axes.)
+        positions: [length], or more axes that broadcast to those of x before the heads; any integer
+            dtype, or float32. With pair_axes, [..., length, axes].
+        base: above 0, often called theta. The wavelengths grow from 2 pi towards 2 pi times this.
+        layout: which channels form a pair.
+            `"half"`: i and i + d/2 (Llama, GPT-NeoX, Gemma).
+            `"interleaved"`: 2i and 2i + 1 (RoFormer, GPT-J).
+        rotary_dim: how many channels are rotated, an even number. None: all of them.
+        partial: which channels rotate if rotary_dim is smaller than head_dim. `"first"`: the first
+            rotary_dim channels are rotated as a head of that size (GPT-J, GPT-NeoX).
+            `"proportional"`: pairs span the whole head, with head_dim in the exponents; the first
+            rotary_dim / 2 pairs rotate (Gemma).
+        scaling: of the frequencies, for contexts longer than in training: `LinearScaling`,
+            `NTKScaling`, `DynamicNTKScaling`, `YarnScaling`, `Llama3Scaling` or `LongRopeScaling`.
+            None: no scaling.
+        pair_axes: for positions on several axes, such as time, height and width: which of them
+            rotates each pair, a number from 0 for each. The frequencies are those of a single
+            axis. `np.repeat([0, 1, 2], [16, 24, 24])` in Qwen2-VL, where the sections are (16, 24,
+            24); `[0, 1, 2] * 20 + [0] * 4` in Qwen3-VL, where they take turns. None: one axis.
+
+    Returns:
+        [..., length, heads, head_dim] of x's dtype, computed in float32 and rounded once. The error
+        of a cosine or sine is at most 6.0e-8 for every int32 and uint32 position, and for float32
+        ones below 2**24 in magnitude. If the scaling has an attention factor, the error is
+        multiplied by it, and float32's rounding of the product is added. NaN for a 64-bit jax
+        integer outside int32, and for a float that is not finite or is 2**31 or more in magnitude.
+        Differentiable in x and in float positions.
+
+    Raises:
+        TypeError: x does not have a floating dtype of 16 bits or more; positions are neither
+            integers nor float32.
+        ValueError: a shape that does not fit; an odd number of channels to pair; a host position
+            outside int32; an unknown layout or partial; pair_axes that are not one for each pair;
+            a base and a scaling that make a frequency of 2**32 turns per position or more.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> query, key = jnp.ones([3, 2, 64]), jnp.ones([3, 2, 64])
+        >>> near = te.apply_rotary(query, [7, 8, 9]) * te.apply_rotary(key, [5, 6, 7])
+        >>> far = te.apply_rotary(query, [2 * 10**9 + 7, 8, 9])
+        >>> far *= te.apply_rotary(key, [2 * 10**9 + 5, 6, 7])
+        >>> bool(jnp.allclose(near.sum(-1), far.sum(-1)))
+        True
+
+    Source:
+        Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), section
+        3.4.2, equation 34, https://arxiv.org/abs/2104.09864. Several axes: Wang et al., "Qwen2-VL"
+        (2024), section 2.1, https://arxiv.org/abs/2409.12191
+    """
+    x = arguments.as_floats("x", x)
+    if x.ndim < 3:
+        want = "shape [..., length, heads, head_dim]"
+        raise arguments.value_error("x", want, f"shape {list(x.shape)}")
+    layout = arguments.choice("layout", layout, LAYOUTS)
+    rotated = _checked_rotary_dim(rotary_dim, x.shape[-1])
+    is_proportional = arguments.choice("partial", partial, PARTIAL) == "proportional"
+    dim = _check_even("head_dim", x.shape[-1]) if is_proportional else rotated
+    want = "LinearScaling(...), another scaling of this package, or None"
+    arguments.instance("scaling", scaling, Scaling | None, want)
+    points = arguments.as_positions("positions", positions)
+    axes = ()
+    if pair_axes is None:
+        points = points[..., None]
+    else:
+        axes = arguments.entries("pair_axes", pair_axes, arguments.integer, at_least=0)
+        arguments.check_same("pair_axes", "a number for each pair", len(axes), dim // 2)
+        last = max(axes, default=0)
+        if points.ndim < 2 or points.shape[-1] <= last:
+            want = f"shape [..., length, {last + 1} or more], as pair_axes says"
+            raise arguments.value_error("positions", want, f"shape {list(points.shape)}")
+    arguments.check_ends_in_length("positions", points.shape[:-1], x.shape[:-2], "x's tokens")
+    base = arguments.positive("base", base)
+    return _rotated(x, points, layout, _Options(dim, rotated // 2, base, scaling, axes))
+
+
+def permute_rotary_weights(
+    weights: ArrayLike, num_heads: int, *, source: str, target: str, rotary_dim: int | None = None
+) -> Shaped[Array, "... hd"]:
+    """Reorders the channels of a projection's weights or biases for another rotary layout.
+
+    Queries and keys projected by permuted weights and rotated in the target layout have the same
+    dot products as before. Permute the projections of queries and keys (and the scale of a norm
+    between projection and rotation), not that of values.
+
+    Args:
+        weights: [..., num_heads * head_dim], of any dtype that jax holds. The output channels are
+            the last axis, as in hk.Linear (in PyTorch they are the first: transpose).
+        num_heads: at least 1. With grouped queries, keys have their own number.
+        source: the layout that the weights are in: `"half"` or `"interleaved"`; see `apply_rotary`.
+        target: the layout to convert them to.
+        rotary_dim: how many channels of each head, from the first, form pairs. None: all of them,
+            which is also right for `apply_rotary(..., partial="proportional")`.
+
+    Returns:
+        An array of the weights' shape and dtype.
+
+    Raises:
+        TypeError: num_heads or rotary_dim is not a Python int; weights are a 64-bit numpy array,
+            and jax_enable_x64 is off.
+        ValueError: the last axis is not a multiple of num_heads, an odd number of channels to pair,
+            or an unknown layout.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> layouts = {"source": "half", "target": "interleaved"}
+        >>> te.permute_rotary_weights([0, 1, 2, 3, 4, 5], 1, **layouts).tolist()
+        [0, 3, 1, 4, 2, 5]
+
+    Source:
+        The conversion of Llama's published checkpoints (interleaved) for the transformers library
+        (half).
+    """
+    array = arguments.as_given("weights", weights)
+    num_heads = arguments.integer("num_heads", num_heads, at_least=1)
+    if array.ndim == 0 or array.shape[-1] % num_heads:
+        want = f"a last axis of {num_heads} heads times head_dim"
+        raise arguments.value_error("weights", want, f"shape {list(array.shape)}")
+    head_dim = array.shape[-1] // num_heads
+    dim = _checked_rotary_dim(rotary_dim, head_dim)
+    return _permuted(
+        array,
+        num_heads,
+        dim,
+        arguments.choice("source", source, LAYOUTS),
+        arguments.choice("target", target, LAYOUTS),
+    )
+
+
+class _Options(NamedTuple):
+    """`dim` channels are paired, the first pairs rotate, each by its axis (): the only one."""
+
+    dim: int
+    rotating_pairs: int
+    base: float
+    scaling: Scaling | None
+    pair_axes: tuple[int, ...]
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "options"))
+def _rotated(x, positions, layout, options) -> Float[Array, "... t h d"]:
+    """x with its pairs rotated."""
+    # Compiled even if the caller is not: else the loop in `_cos_and_sin` would compile at each
+    # call. Expanded to x's rank, because users may disable jax's rank promotion.
+    positions = jnp.expand_dims(positions, (*range(x.ndim - positions.ndim - 1), -2))
+    cos, sin = _cos_and_sin(positions, options)
+    # A TPU splits and joins 16-bit arrays directly; widening to float32 first would take extra
+    # passes over memory.
+    wide = arguments.compute_dtype(x.dtype)
+    first, second = (half.astype(wide) for half in _split_pairs(x[..., : options.dim], layout))
+    first, second = first * cos - second * sin, second * cos + first * sin
+    rotated = _join_pairs([first.astype(x.dtype), second.astype(x.dtype)], layout)
+    return jnp.concatenate([rotated, x[..., options.dim :]], -1)
+
+
+@compiled(1, 2, 3, 4)
+def _permuted(weights, num_heads, dim, source, target) -> Shaped[Array, "... hd"]:
+    # Not -1 for the last size: empty weights do not tell it.
+    heads = weights.reshape(*weights.shape[:-1], num_heads, weights.shape[-1] // num_heads)
+    pairs = _join_pairs(_split_pairs(heads[..., :dim], source), target)
+    return jnp.concatenate([pairs, heads[..., dim:]], -1).reshape(weights.shape)
+
+
+def _split_pairs(x: Shaped[Array, "... d"], layout: str) -> list[Shaped[Array, "... p"]]:
+    if layout == "half":
+        return jnp.split(x, 2, -1)
+    # A strided index would be a gather, which fails under explicit mesh axes in older releases of
+    # jax. Of a head without channels, 1 would be past the end.
+    starts = (0, min(1, x.shape[-1]))
+    return [jax.lax.slice_in_dim(x, start, None, stride=2, axis=-1) for start in starts]
+
+
+def _join_pairs(pairs: list[Shaped[Array, "... p"]], layout: str) -> Shaped[Array, "... d"]:
+    if layout == "half":
+        return jnp.concatenate(pairs, -1)
+    return jax.lax.collapse(jnp.stack(pairs, -1), pairs[0].ndim - 1)
+
+
+def _cos_and_sin(
+    positions: Shaped[Array, "... t h axes"], options: _Options
+) -> Float[Array, "2 ... t h p"]:
+    frequencies, attention_factor = _frequencies(options)
+    pair_axes = np.expand_dims(options.pair_axes, tuple(range(positions.ndim - 1)))
+    # The position of each pair is that on its axis.
+    position, *others = jnp.split(positions, positions.shape[-1], -1)
+    for axis, other in enumerate(others, 1):
+        position = jnp.where(pair_axes == axis, other, position)
+
+    def wave(quarter):
+        return np.float32(attention_factor) * phase.sinusoid(position, frequencies, quarter)
+
+    # On a CPU, XLA fuses the phases into the products and computes them again for each head; it
+    # cannot fuse through a loop.
+    return jax.lax.platform_dependent(
+        np.array([1, 0], np.uint32),
+        cpu=functools.partial(jax.lax.map, wave),
+        default=lambda quarters: jnp.stack([wave(quarter) for quarter in quarters]),
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _frequencies(options: _Options) -> tuple[phase.Words, float]:
+    """The frequency of each pair, and the attention factor."""
+    frequencies, attention_factor = scaled_frequencies(options.scaling, options.dim, options.base)
+    # A frequency of 0 rotates nothing.
+    frequencies[options.rotating_pairs :] = 0
+    return phase.words(frequencies), attention_factor
+
+
+def _checked_rotary_dim(rotary_dim: int | None, head_dim: int) -> int:
+    if rotary_dim is None:
+        return _check_even("head_dim", head_dim)
+    dim = arguments.integer("rotary_dim", rotary_dim, at_least=2, at_most=head_dim)
+    return _check_even("rotary_dim", dim)
+
+
+def _check_even(name: str, value: int) -> int:
+    if value % 2:
+        raise arguments.value_error(name, "an even number of channels, to make pairs", value)
+    return value

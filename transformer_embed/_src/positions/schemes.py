@@ -1,0 +1,231 @@
+"""Position schemes: how an input layer counts and encodes positions, as frozen dataclasses."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from transformer_embed._src import arguments
+from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.attention.token_positions import positions_of_tokens
+from transformer_embed._src.positions.sinusoidal import (
+    Sinusoids,
+    as_grid,
+    channels,
+    encode,
+    sinusoidal_grid,
+)
+
+
+class _Scheme:
+    """What `EmbedderConfig` and the modules ask of a scheme.
+
+    The methods are private because they are not for users, who see a scheme's fields only.
+    """
+
+    _module_name = "positional_encoding"
+    start: int = 0
+    at_padding: int | None = None
+    pad_id: int | None = None
+
+    def _check(self, d_model: int) -> None:
+        """Raises unless the scheme encodes d_model channels."""
+
+    def _longest(self) -> int | None:
+        """The greatest length of a row; None: any length."""
+        return None
+
+    def _counted(self, name: str, length: int) -> Int32[Array, "t"]:
+        """The positions of a row without padding; an error if it is longer than `_longest`."""
+        longest = self._longest()
+        if longest is not None and length > longest:
+            want = f"a length of at most {longest}, where {type(self).__name__} ends"
+            raise arguments.value_error(name, want, f"length {length}")
+        arguments.check_last_position("start", self.start, length)
+        return jnp.arange(self.start, self.start + length, dtype=jnp.int32)
+
+    def _positions(self, ids: Int32[Array, "... t"], pad_id: int | None) -> Int32[Array, "... t"]:
+        """The positions of ids, in a layer with this padding id."""
+        return self._counted("ids", ids.shape[-1])
+
+    def _table_length(self) -> int | None:
+        """The number of learned positions; None: `_encoding` computes them."""
+        return None
+
+    def _encoding(self, positions: ArrayLike, d_model: int) -> Float[Array, "... d"]:
+        """The float32 encoding of positions."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Counted(_Scheme):
+    """Positions that count from `start`, without padding where its id is known."""
+
+    start: int = 0
+    at_padding: int | None = None
+    pad_id: int | None = None
+
+    def __post_init__(self):
+        # Python ints, because sums with a narrow numpy integer would wrap.
+        int32 = arguments.int32
+        arguments.convert_fields(self, start=int32, at_padding=int32, pad_id=int32)
+
+    def _positions(self, ids: Int32[Array, "... t"], pad_id: int | None) -> Int32[Array, "... t"]:
+        counted = super()._positions(ids, pad_id)
+        pad_id = pad_id if self.pad_id is None else self.pad_id
+        if pad_id is None:
+            return counted
+        at_padding = self.start if self.at_padding is None else self.at_padding
+        return positions_of_tokens(ids != pad_id, self.start, at_padding)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sinusoidal(_Counted, Sinusoids):
+    """Sinusoidal positions, for `EmbedderConfig` and `PositionalEncoding`.
+
+    Args:
+        base, layout, shift, odd, frequency_scale: see `sinusoidal_encoding`.
+        start: the position of the first token, when no positions are given.
+        at_padding: the position of padding, which is not counted. None: `start`.
+        pad_id: the id of padding. None: the `pad_id` of the `EmbedderConfig`; if that is None too,
+            every id is counted.
+
+    Raises:
+        TypeError: start, at_padding or pad_id is not a Python int; and as `sinusoidal_encoding`.
+        ValueError: as `sinusoidal_encoding`.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> te.Sinusoidal(layout="sin_cos", shift=1).base
+        10000.0
+
+    Source:
+        Vaswani et al., "Attention Is All You Need" (2017), section 3.5,
+        https://arxiv.org/abs/1706.03762
+    """
+
+    def __post_init__(self):
+        Sinusoids.__post_init__(self)
+        _Counted.__post_init__(self)
+        # Two channels have a frequency under any `odd`, and no shift is too large for them.
+        channels(self, 2)
+
+    def _check(self, d_model: int) -> None:
+        channels(self, d_model)
+
+    def _encoding(self, positions: ArrayLike, d_model: int) -> Float[Array, "... d"]:
+        return encode(positions, d_model, self)
+
+
+@dataclasses.dataclass(frozen=True)
+class SinusoidalGrid(Sinusoids, _Scheme):
+    """Sinusoidal positions on a grid, for the tokens of an image or a video.
+
+    It is a scheme of `EmbedderConfig` and `PositionalEncoding`.
+
+    Tokens are in row-major order: position p of a grid (h, w) is the point (p // w, p % w). A
+    position outside the grid gives NaN; a length beyond its number of points is an error.
+
+    The layer takes flattened patches, [..., h * w, d_model]: a shorter row has the first points.
+    Add a class token after the layer.
+
+    Args:
+        shape: points along each axis, a tuple of ints; at most 2**31 - 1 points in all.
+        axes: the order of the axes; see `sinusoidal_grid`.
+        odd: how d_model channels are split over the axes; see `sinusoidal_grid`.
+        axis_positions: for each axis of shape, the coordinates of its points, as numbers that are
+            known while tracing; kept as tuples of floats. None: 0, 1, 2, ... See `sinusoidal_grid`.
+            For n points in place of the m of training, `np.arange(n) * m / n` interpolates.
+        base, layout, shift, frequency_scale: see `sinusoidal_encoding`.
+
+    Raises:
+        TypeError: axis_positions are not sequences of Python numbers; and as `sinusoidal_grid`.
+        ValueError: as `sinusoidal_grid`.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> grid = te.SinusoidalGrid((16, 16), axes=(1, 0))
+        >>> te.EmbedderConfig(1024, 256, scheme=grid).scheme.shape
+        (16, 16)
+
+    Source:
+        Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021), appendix D.4,
+        https://arxiv.org/abs/2010.11929
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[int, ...] | None = None
+    axis_positions: Sequence[Sequence[float]] | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        shape, order = as_grid(self.shape, self.axes)
+        reals = functools.partial(arguments.entries, convert=arguments.real)
+        arguments.set_fields(self, shape=shape, axes=None if self.axes is None else order)
+        coordinates = functools.partial(arguments.entries, convert=reals)
+        arguments.convert_fields(self, axis_positions=coordinates)
+        self._check(2 * len(shape))
+
+    def _check(self, d_model: int) -> None:
+        jax.eval_shape(lambda: self._encoding(np.zeros(1, np.int32), d_model))
+
+    def _longest(self) -> int:
+        return math.prod(self.shape)
+
+    def _encoding(self, positions: ArrayLike, d_model: int) -> Float[Array, "... d"]:
+        return sinusoidal_grid(d_model=d_model, positions=positions, **dataclasses.asdict(self))
+
+
+@dataclasses.dataclass(frozen=True)
+class Learned(_Counted):
+    """Learned positions, for `EmbedderConfig` and `PositionalEncoding`: a vector for each position.
+
+    Args:
+        max_len: number of positions, at least 1.
+        start: the position of the first token, when no positions are given (BART, OPT and RoBERTa:
+            2).
+        at_padding: the position of padding, which is not counted (OPT and RoBERTa: 1). None:
+            `start`.
+        pad_id: the id of padding, as in `Sinusoidal`.
+
+    Raises:
+        TypeError: an argument is not a Python int.
+        ValueError: max_len is below 1; start or at_padding outside [0, max_len).
+
+    Example:
+        >>> import transformer_embed as te
+        >>> roberta = te.Learned(max_len=514, start=2, at_padding=1, pad_id=1)
+        >>> te.EmbedderConfig(50265, 768, scheme=roberta).scheme.start
+        2
+
+    Source:
+        Gehring et al., "Convolutional Sequence to Sequence Learning" (2017), section 3.1,
+        https://arxiv.org/abs/1705.03122
+    """
+
+    max_len: int
+
+    _module_name = "learned_positional_encoding"
+
+    def __post_init__(self):
+        super().__post_init__()
+        arguments.convert_fields(self, max_len=arguments.size)
+        for name, position in (("start", self.start), ("at_padding", self.at_padding)):
+            if position is not None and not 0 <= position < self.max_len:
+                want = f"an int in [0, max_len = {self.max_len})"
+                raise arguments.value_error(name, want, position)
+
+    def _longest(self) -> int:
+        return self.max_len - self.start
+
+    def _table_length(self) -> int:
+        return self.max_len
+
+
+SCHEMES = "Sinusoidal(...), SinusoidalGrid(...) or Learned(max_len=...)"
+Scheme = Sinusoidal | SinusoidalGrid | Learned

@@ -1,0 +1,327 @@
+"""Sinusoidal position encodings: of any positions, as tables and on grids, in every layout."""
+
+import dataclasses
+import decimal
+import functools
+import math
+from collections.abc import Sequence
+from decimal import Decimal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from transformer_embed._src import arguments
+from transformer_embed._src.array_types import ArrayLike, DTypeLike, Vectors
+from transformer_embed._src.compiled import compiled
+from transformer_embed._src.positions import phase
+
+LAYOUTS = ("interleaved", "sin_cos", "cos_sin")
+ODD = ("truncate", "round_up", "zero")
+
+
+def sinusoidal_encoding(
+    positions: ArrayLike,
+    d_model: int,
+    *,
+    base: float = 10_000.0,
+    layout: str = "interleaved",
+    shift: float | None = None,
+    odd: str = "truncate",
+    frequency_scale: float = 1.0,
+    dtype: DTypeLike = jnp.float32,
+) -> Float[Array, "... d"]:
+    """The sinusoidal encoding of each position, exact at any position.
+
+    With the defaults, for i in 0..d_model//2 - 1:
+
+        encoding[..., 2i]     = sin(position * base ** (-2i / d_model))
+        encoding[..., 2i + 1] = cos(position * base ** (-2i / d_model))
+
+    There is no table and no longest position. Positions may be traced, negative, fractional, and of
+    any shape.
+
+    Args:
+        positions: [...]; any integer dtype, or float32 for fractional positions. float64 is rounded
+            to float32. If that would change an integer, it is an error on the host and gives NaN on
+            a device.
+        d_model: number of channels, at least 1, even or odd.
+        base: above 0. The wavelengths grow from 2 pi towards 2 pi times this.
+        layout: the order of the channels. `"interleaved"`: sine and cosine of each frequency side
+            by side (Vaswani et al.; Keras, trax, XLM). `"sin_cos"`: all sines, then all cosines
+            (tensor2tensor, fairseq, Marian, CTRL, Flax's examples, MaxText, Whisper). `"cos_sin"`:
+            all cosines, then all sines (MusicGen; diffusers with `flip_sin_to_cos`).
+        shift: a number to subtract from the denominator of the exponents. `None`: frequency i is
+            base ** (-2i / d_model) (Vaswani et al.). A number s: it is base ** (-i / (d_model // 2
+            - s)). tensor2tensor, fairseq and Whisper have s = 1; diffusers has 0 or 1
+            (`downscale_freq_shift`).
+        odd: what an odd d_model means. `"truncate"`: the exponents use d_model itself, and the last
+            cosine (in `"cos_sin"`, sine) is left out (Keras, Marian, RoFormer). `"round_up"`: the
+            encoding for d_model + 1 without its last channel (the positional-encodings package).
+            `"zero"`: d_model // 2 pairs and a last channel of zeros (tensor2tensor, fairseq,
+            MusicGen, diffusers).
+        frequency_scale: above 0; multiplies every frequency, like tensor2tensor's `min_timescale`
+            (its `max_timescale` is `base * min_timescale`) and diffusers' `scale`.
+        dtype: of the result. The encoding is computed in float32 and rounded once.
+
+    Returns:
+        [..., d_model] of `dtype`, in [-1, 1]. The absolute error in float32 is at most 6.0e-8 for
+        every int32 and uint32 position, and for float32 positions below 2**24 in magnitude if
+        frequency_scale is at most 1000. NaN for a 64-bit jax integer outside int32, and for a float
+        that is not finite or is 2**31 or more in magnitude. Differentiable in float positions, to
+        any order.
+
+    Raises:
+        TypeError: positions are neither integers nor float32; d_model is not a Python int; dtype is
+            not a floating dtype.
+        ValueError: layout or odd is unknown; base or frequency_scale is not above 0, or makes a
+            frequency of 2**32 turns per position or more; shift is d_model // 2 or more; a host
+            position is outside int32 (and uint32).
+
+    Example:
+        >>> import transformer_embed as te
+        >>> import numpy as np
+        >>> print(np.asarray(te.sinusoidal_encoding([0, 1_000_000_000], 4)).round(3))
+        [[ 0.     1.     0.     1.   ]
+         [ 0.546  0.838  0.421 -0.907]]
+
+    Source:
+        Vaswani et al., "Attention Is All You Need" (2017), section 3.5,
+        https://arxiv.org/abs/1706.03762. The other conventions are those of the named projects'
+        code.
+    """
+    options = Sinusoids(
+        base=base, layout=layout, shift=shift, odd=odd, frequency_scale=frequency_scale
+    )
+    return encode(positions, d_model, options, dtype)
+
+
+def sinusoidal_table(
+    length: int,
+    d_model: int,
+    *,
+    base: float = 10_000.0,
+    layout: str = "interleaved",
+    shift: float | None = None,
+    odd: str = "truncate",
+    frequency_scale: float = 1.0,
+    dtype: DTypeLike = jnp.float32,
+) -> Float[Array, "t d"]:
+    """The sinusoidal encodings of positions 0..length-1.
+
+    Args:
+        length: number of positions, at least 0 and at most 2**31.
+        d_model, base, layout, shift, odd, frequency_scale, dtype: see `sinusoidal_encoding`.
+
+    Returns:
+        [length, d_model] of `dtype`: `sinusoidal_encoding(jnp.arange(length), d_model, ...)`.
+
+    Raises:
+        TypeError: length is not a Python int; and as `sinusoidal_encoding`.
+        ValueError: length is out of range; and as `sinusoidal_encoding`.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> import numpy as np
+        >>> print(np.asarray(te.sinusoidal_table(2, 4)).round(3))
+        [[0.    1.    0.    1.   ]
+         [0.841 0.54  0.01  1.   ]]
+
+    Source:
+        Vaswani et al., "Attention Is All You Need" (2017), section 3.5,
+        https://arxiv.org/abs/1706.03762
+    """
+    return sinusoidal_encoding(
+        jnp.arange(arguments.length("length", length), dtype=jnp.int32),
+        d_model,
+        base=base,
+        layout=layout,
+        shift=shift,
+        odd=odd,
+        frequency_scale=frequency_scale,
+        dtype=dtype,
+    )
+
+
+def sinusoidal_grid(
+    shape: tuple[int, ...],
+    d_model: int,
+    *,
+    positions: ArrayLike | None = None,
+    axes: tuple[int, ...] | None = None,
+    axis_positions: Sequence[ArrayLike] | None = None,
+    base: float = 10_000.0,
+    layout: str = "interleaved",
+    shift: float | None = None,
+    odd: str = "truncate",
+    frequency_scale: float = 1.0,
+    dtype: DTypeLike = jnp.float32,
+) -> Float[Array, "... d"]:
+    """The sinusoidal encodings of the points of a grid, 2-D for images or 3-D for video.
+
+    Each axis gets an equal part of the channels. Part k of the channels is the
+    `sinusoidal_encoding` of the coordinate along axis axes[k].
+
+    Args:
+        shape: number of points along each axis, [height, width] for an image; at least 1 axis, at
+            most 2**31 - 1 points.
+        d_model: number of channels.
+        positions: [...] integers: points of the grid, numbered in row-major order like a sequence
+            of image tokens. None: all points, in the grid's shape.
+        axes: the axis that each part encodes, a permutation. None: the first axis first
+            (tensor2tensor, the positional-encodings package); (1, 0) is width first (MAE,
+            diffusers, big_vision).
+        axis_positions: for each axis of shape, the coordinates of its points, [shape[axis]],
+            integers or float32. None: 0, 1, 2, ... diffusers' are `np.arange(n) * base_size / n /
+            interpolation_scale` for an axis of n points.
+        base, layout, shift, frequency_scale, dtype: see `sinusoidal_encoding`, for one part.
+            MAE, diffusers and big_vision have `layout="sin_cos"`, big_vision with `shift=1`.
+        odd: how d_model channels are split over n axes. `"truncate"`: d_model / n channels for each
+            axis; d_model is a multiple of n. `"round_up"`: d_model / n rounded up to an even number
+            for each axis, and the concatenation cut to d_model (the positional-encodings package).
+            `"zero"`: d_model / n rounded down to an even number for each axis, and zeros in the
+            last channels (tensor2tensor).
+
+    Returns:
+        [*shape, d_model], or [*positions.shape, d_model], of `dtype`, in [-1, 1], with the error of
+        `sinusoidal_encoding`. NaN for a position outside the grid.
+
+    Raises:
+        TypeError: shape or axes is not a tuple of ints; and as `sinusoidal_encoding`.
+        ValueError: shape is out of range; axes is not a permutation; axis_positions do not fit the
+            shape; d_model cannot be split; and as `sinusoidal_encoding`.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> te.sinusoidal_grid((14, 14), 768, axes=(1, 0), layout="sin_cos").shape
+        (14, 14, 768)
+
+    Source:
+        Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021), appendix D.4,
+        https://arxiv.org/abs/2010.11929; He et al., "Masked Autoencoders Are Scalable Vision
+        Learners" (2022), https://arxiv.org/abs/2111.06377
+    """
+    lengths, order = as_grid(shape, axes)
+    if axis_positions is not None:
+        axis_positions = arguments.entries("axis_positions", axis_positions, arguments.as_positions)
+        shapes = [list(array.shape) for array in axis_positions]
+        expected = [[length] for length in lengths]
+        arguments.check_same("axis_positions", "arrays as long as the axes", shapes, expected)
+    if positions is not None:
+        positions = arguments.as_int32("positions", positions)
+    d_model = arguments.size("d_model", d_model)
+    options = Sinusoids(
+        base=base, layout=layout, shift=shift, odd=odd, frequency_scale=frequency_scale
+    )
+    dtype = arguments.result_dtype("dtype", dtype)
+    return _grid_encoding(positions, axis_positions, lengths, order, d_model, options, dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sinusoids:
+    """The options of `sinusoidal_encoding`, converted and checked."""
+
+    base: float = 10_000.0
+    layout: str = "interleaved"
+    shift: float | None = None
+    odd: str = "truncate"
+    frequency_scale: float = 1.0
+
+    def __post_init__(self):
+        arguments.convert_fields(
+            self,
+            base=arguments.positive,
+            layout=functools.partial(arguments.choice, choices=LAYOUTS),
+            shift=arguments.real,
+            odd=functools.partial(arguments.choice, choices=ODD),
+            frequency_scale=arguments.positive,
+        )
+
+
+def encode(
+    positions: ArrayLike, d_model: int, options: Sinusoids, dtype: DTypeLike = jnp.float32
+) -> Vectors:
+    """`sinusoidal_encoding` with these options."""
+    d_model, dtype = arguments.size("d_model", d_model), arguments.result_dtype("dtype", dtype)
+    positions = arguments.as_positions("positions", positions)
+    return _encoding(positions, d_model, options, dtype)
+
+
+def as_grid(shape: Sequence[int], axes: Sequence[int] | None) -> tuple[tuple[int, ...], ...]:
+    """The points along each axis of a grid, and the axes in the order of their channels."""
+    lengths = arguments.entries("shape", shape, arguments.size)
+    arguments.size("shape: its number of points", math.prod(lengths))
+    first_first = range(len(lengths))
+    order = arguments.entries("axes", first_first if axes is None else axes, arguments.integer)
+    if not lengths or sorted(order) != list(first_first):
+        want = f"a permutation of the axes of shape {lengths}, at least one"
+        raise arguments.value_error("axes", want, axes)
+    return lengths, order
+
+
+@functools.lru_cache(maxsize=64)
+def channels(options: Sinusoids, d_model: int) -> tuple[phase.Words, np.ndarray]:
+    """The frequency of each channel, and its quarter: 0 for a sine, 1 for a cosine.
+
+    A ValueError if the options make no encoding of d_model channels.
+    """
+    width = d_model + d_model % 2 if options.odd == "round_up" else d_model
+    pairs = d_model // 2 if options.odd == "zero" else (d_model + 1) // 2
+    denominator = Decimal(width) / 2
+    if options.shift is not None:
+        with decimal.localcontext(phase.PRECISION):
+            denominator = width // 2 - Decimal(options.shift)
+    if pairs > 1 and denominator <= 0:
+        want = f"a number below d_model // 2 = {width // 2}"
+        raise arguments.value_error("shift", want, options.shift)
+    frequencies = phase.geometric_frequencies(
+        pairs, options.base, denominator, options.frequency_scale
+    )
+    words = phase.words(frequencies)
+    quarters = np.array([[1], [0]] if options.layout == "cos_sin" else [[0], [1]], np.uint32)
+    # [2, pairs]: all sines, then all cosines, or the other way round.
+    by_pair = np.broadcast_arrays(*words, quarters)
+    order = "F" if options.layout == "interleaved" else "C"
+    # With odd="zero", the last channel is the sine of 0.
+    *words, quarters = (np.pad(array.ravel(order), (0, 1))[:d_model] for array in by_pair)
+    return phase.Words(*words), quarters
+
+
+def _part_width(d_model: int, axes: int, odd: str) -> int:
+    """The channels of each axis of a grid."""
+    if odd == "round_up":
+        return 2 * math.ceil(d_model / (2 * axes))
+    if odd == "zero":
+        return 2 * (d_model // (2 * axes))
+    if d_model % axes:
+        want = f"a multiple of the {axes} axes (or odd='round_up' or 'zero')"
+        raise arguments.value_error("d_model", want, d_model)
+    return d_model // axes
+
+
+# The functions below are compiled even if the caller is not.
+
+
+@compiled(1, 2, 3)
+def _encoding(positions, d_model, options, dtype) -> Vectors:
+    return phase.sinusoid(positions[..., None], *channels(options, d_model)).astype(dtype)
+
+
+@compiled(2, 3, 4, 5, 6)
+def _grid_encoding(points, coordinates, lengths, order, d_model, options, dtype) -> Vectors:
+    if points is None:
+        # The coordinates of an axis, with a size of 1 along the others.
+        along = jnp.indices(lengths, jnp.int32, sparse=True)
+    else:
+        along = jnp.unravel_index(points, lengths)
+    if coordinates is not None:
+        along = [array[index] for array, index in zip(coordinates, along, strict=True)]
+    width = _part_width(d_model, len(lengths), options.odd)
+    parts = jnp.broadcast_arrays(*(_encoding(along[axis], width, options, dtype) for axis in order))
+    encoding = jnp.concatenate(parts, -1)[..., :d_model]
+    padding = [(0, 0)] * (encoding.ndim - 1) + [(0, d_model - encoding.shape[-1])]
+    encoding = jnp.pad(encoding, padding)
+    if points is None:
+        return encoding
+    inside = (points >= 0) & (points < math.prod(lengths))
+    return jnp.where(inside[..., None], encoding, jnp.nan)

@@ -1,0 +1,1 @@
+"""Tables that are trained by the rows of a batch or sharded over a mesh."""

@@ -1,0 +1,133 @@
+"""The rows of a large table that a batch reads, as a leaf of the parameters that a loss sees."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32, Key
+
+from transformer_embed._src import arguments
+from transformer_embed._src.tables.rows.distinct_ids import count_below, read_each
+from transformer_embed._src.tables.rows.marks import MARKS, are_marks, without_marks
+from transformer_embed._src.tables.rows.row_gradient import RowGradient, SomeRows
+from transformer_embed._src.tokens.lookup import Table, lookup
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["keys", "values", "sentinel"],
+    meta_fields=["vocab_size", "name"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class GatheredRows(SomeRows, Table):
+    """Some rows of a table. It replaces the table in the parameters that a loss reads.
+
+    `lookup`, and so every module of this package, reads it like the table. An id inside the
+    vocabulary whose row is not held reads as NaN. Any other use is a TypeError: a model that also
+    multiplies by the table, as a tied output layer does, has a gradient for every row, and must
+    train the table densely.
+
+    A function of its leaves sees only these rows. Its result is an error or not finite: `keys` are
+    no numbers, `sentinel` is NaN, and a lookup reads NaN if the marks among the values are not as
+    they were. Only what no number decides passes: sizes, counts, comparisons with NaN.
+
+    Args:
+        keys: [k], the ids as `as_keys` makes them: int32, ascending and distinct; ids of vocab_size
+            or above are padding.
+        values: [k + 3, d], the rows, then marks (see `marks`).
+        vocab_size: number of rows of the table.
+        sentinel: NaN, [1, d]; no lookup reads it.
+        name: the parameter, for error messages.
+    """
+
+    keys: Any
+    values: Any
+    vocab_size: int
+    _: dataclasses.KW_ONLY
+    sentinel: Any = None
+    name: str = "table"
+
+    @property
+    def ids(self) -> Int32[Array, "k"]:
+        """The ids of the rows."""
+        return jax.random.key_data(self.keys)[..., 0].astype(jnp.int32)
+
+    def _gather_rows(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
+        """The row of each id, or NaN; an id out of range reads the first or the last row."""
+        if len(self.values) != len(self.keys) + MARKS:
+            want = "its rows in their places"
+            raise arguments.type_error(self.name, want, f"{len(self.values)} of them")
+        return rows_of_ids(self.ids, self.values, jnp.clip(ids, 0, self.vocab_size - 1))
+
+    def gradient(self, values: Float[Array, "n d"]) -> RowGradient:
+        """The gradient of these rows."""
+        ids = known_after_reading(self.ids, self.values)
+        return RowGradient(ids, without_marks(values), self.vocab_size)
+
+    def _use_error(self) -> str:
+        """The message for any other use."""
+        readers = "te.lookup or te.TokenEmbedding alone, since te.rows.value_and_grad has its ids"
+        return arguments.wanted(self.name, f"to be read by {readers}", "another use of its rows")
+
+
+def known_after_reading(ids: Int32[Array, "k"], rows: Float[Array, "n d"]) -> Int32[Array, "k"]:
+    """The same ids, whose use must wait for these rows.
+
+    XLA copies a donated table if its rows may be overwritten before they are read.
+    """
+    zero = jnp.isnan(rows[0, 0]).astype(jnp.int32) >> 1
+    return ids + zero
+
+
+def as_keys(ids: Int32[Array, "k"]) -> Key[Array, "k"]:
+    """Ids as keys of `jax.random`: a dtype that nothing computes with."""
+    bits = ids.astype(jnp.uint32)
+    return jax.random.wrap_key_data(jnp.stack([bits, bits], axis=-1), impl="threefry2x32")
+
+
+def rows_of_ids(
+    held: Int32[Array, "k"], values: Float[Array, "n d"], ids: Int32[Array, "..."]
+) -> Float[Array, "... d"]:
+    """The value of each id, or NaN for an id that is not among the ascending ones that are held.
+
+    All are NaN if the marks are not as they were.
+    """
+    # `find_each` would search again for the rows: XLA fuses its result into both uses.
+    slots = jnp.minimum(count_below(held, ids), len(held) - 1)
+    rows = lookup(without_marks(values), slots, out_of_range="clip")
+    is_right = (read_each(held, slots) == ids) & are_marks(values[len(held) :])
+    return jnp.where(is_right[..., None], rows, np.array(np.nan, rows.dtype))
+
+
+class RowTable(Table):
+    """A whole table that is not one plain array, whose rows can be gathered and updated."""
+
+    def _take_rows(self, ids: Int32[Array, "..."], max_rows: int) -> GatheredRows:
+        """The rows of the distinct ids, for a loss to read in this table's place."""
+        raise NotImplementedError
+
+    def _update_rows(
+        self, step: Callable, shared: Any, gradient: RowGradient, states: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Applies a step to the arrays that hold this table and its state, and returns both.
+
+        The step is `step(shared, is_right, ids, values, arrays)`.
+
+        `shared` is a tree of arrays that every device needs whole. Inside the step, ids count from
+        the first row of an array; an id past its end names no row.
+        """
+        raise NotImplementedError
+
+
+def is_leaf(leaf: Any) -> bool:
+    """Whether a leaf of a tree stands for a table, or for the gradient of some rows of one."""
+    return isinstance(leaf, Table | RowGradient)
+
+
+def read_rows(table: Array, ids: Int32[Array, "k"]) -> Array:
+    """The rows of ascending ids; an id past the vocabulary reads an arbitrary row."""
+    return table.at[ids].get(mode="clip", indices_are_sorted=True)

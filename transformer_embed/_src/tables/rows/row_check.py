@@ -1,0 +1,342 @@
+"""Checks that an optimizer updates each row of a table from that row alone.
+
+The step is traced with a symbol in place of each table's number of rows; nothing is computed. An
+axis of rows is an axis whose size is a symbol. Each row of a value must be computed from the same
+row of other values and from values that all rows share. The programs for the whole table and for a
+block of its rows must compute the same as that one. Then a block's program gives the rows that the
+whole program would. (The proved program itself does not run: inside shard_map and under explicit
+axes, arrays have types that it was not traced with.)
+
+One more rule: a condition that all rows share (a schedule that emits on every third step) must not
+decide whether a row's gradient or state is used, because a row without a gradient would miss it.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import export
+from jax.extend.core import ClosedJaxpr, Literal
+
+from transformer_embed._src import arguments
+from transformer_embed._src.tables.rows.gathered_rows import is_leaf
+from transformer_embed._src.tables.rows.programs import (
+    are_same,
+    called,
+    inner_programs,
+    opened,
+    words,
+)
+
+# Each row of the results is computed from the same row of the operands, if every result has an axis
+# of rows. Nothing else has that size, so an axis of rows that an equation takes away and makes anew
+# cannot go unseen. (A reshape may move rows: see `_problem`.)
+KEEP_ROWS_APART = words(
+    """
+    abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+    bitcast_convert_type broadcast_in_dim cbrt ceil clamp complex concatenate conj
+    convert_element_type copy cos cosh digamma div dot_general eq eq_to erf erf_inv erfc exp exp2
+    expm1 floor gather ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma
+    log log1p logistic lt lt_to max min mul mulhi name ne neg nextafter not or pcast polygamma
+    population_count pow pvary real reduce_and reduce_max reduce_min reduce_or reduce_precision
+    reduce_prod reduce_sum reduce_xor regularized_incomplete_beta rem reshape round rsqrt select_n
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice split sqrt square
+    squeeze stack stop_gradient sub tan tanh transpose unstack xor zeta
+    """
+)
+# These take a window of their first operand.
+TAKE = words("gather slice")
+REASONS = {"cond": "one condition for the whole table decides how its rows are updated"}
+# The params of an equation that contain sizes of arrays.
+SIZES = words("shape new_sizes limit_indices sizes slice_sizes")
+# A number that is computed from conditions and constants by only these is still a condition:
+# `1 - emit`. Times a constant it is a step size: `0.1 * emit`.
+KEEP_CONDITIONS = words(
+    "add broadcast_in_dim convert_element_type copy max min mul neg reshape squeeze sub"
+)
+# A condition among the operands of these may decide whether the others are used.
+DECIDE = words("and mul or select_n")
+# Kinds of values: the same for all rows, or computed from a row. Of several operands, the last kind
+# counts.
+CONSTANT, CONDITION, SHARED, ROW = range(4)
+# Among the inputs that a value is computed from: any that is not a table.
+DATA = -1
+
+DIFFERS = "a program that depends on the number of rows"
+SYMBOLIC = "it cannot be traced for an unknown number of rows"
+ADVICE = (
+    "Train the table densely, or keep that transformation off it with optax.multi_transform. "
+    "To clip by a global norm, clip the gradients before update"
+)
+# A transformation's name, in the qualified name of a function inside it.
+UPDATE = re.compile(r"(?:^|\.)(\w+)(?:\.<locals>)?\.update\w*(?:\.|$)")
+
+Shape = jax.ShapeDtypeStruct
+
+
+class Fact(NamedTuple):
+    """What is known about a value.
+
+    Attributes:
+        kind: one of the kinds above.
+        uses: the inputs that a value is computed from, whatever the shared conditions are.
+        loss: the error for the first shared condition that may leave out another input.
+    """
+
+    kind: int = SHARED
+    uses: frozenset[int] = frozenset()
+    loss: ValueError | None = None
+
+
+class Tables(NamedTuple):
+    """The tables of a step, each by a symbol for its number of rows.
+
+    Attributes:
+        leaves: those of (gradients, parameters, state, other arguments).
+        places: where a table's gradient, its rows and their state are among the leaves.
+        whole: the number of rows of a table.
+        block: how many of them are updated at a time.
+    """
+
+    leaves: dict[int, Any]
+    places: Mapping[Any, list[int]]
+    whole: Mapping[Any, int]
+    block: Mapping[Any, int]
+
+    def rows(self, numbers: Mapping[Any, int]) -> dict[int, Shape]:
+        """The shape at each place of a table, with a number in place of its symbol, if given."""
+        return {
+            n: Shape((numbers.get(symbol, symbol), *self.leaves[n].shape[1:]), self.leaves[n].dtype)
+            for symbol, places in self.places.items()
+            for n in places
+        }
+
+
+def find_tables(
+    init: Callable, treedef: Any, leaves: dict[int, Any], blocks: Mapping[int, int]
+) -> Tables:
+    """The tables of a step.
+
+    Args:
+        init: the optimizer's function.
+        treedef: that of (gradients, parameters, state, other arguments).
+        leaves: its leaves.
+        blocks: by the place of each table's gradient, the number of rows updated at a time.
+    """
+    size = treedef.children()[0].num_leaves
+    names = {n: f"table{n}_rows" for n in blocks}
+    bounds = [f"{name} >= {blocks[n]}" for n, name in names.items()]
+    bounds += [f"{name} <= {leaves[n].shape[0]}" for n, name in names.items()]
+    symbols = export.symbolic_shape(",".join(names.values()), constraints=bounds)
+    places = {symbol: [n, size + n] for symbol, n in zip(symbols, blocks, strict=True)}
+    whole = {symbol: leaves[n].shape[0] for symbol, (n, _) in places.items()}
+    tables = Tables(leaves, places, whole, dict(zip(symbols, blocks.values(), strict=True)))
+
+    def first_state(numbers: Mapping[Any, int], problem: str) -> Any:
+        with_rows = leaves | tables.rows(numbers)
+        _, params, *_ = jax.tree.unflatten(treedef, with_rows.values())
+        return _traced(init, params, init, problem)[1]
+
+    _check_state(treedef.unflatten(leaves.values())[2], first_state(whole, "init cannot be traced"))
+    state = first_state({}, SYMBOLIC)
+    if jax.tree.structure(state, is_leaf=is_leaf) != treedef.children()[2]:
+        raise _refusal("init depends on the number of rows", init)
+    for place, leaf in enumerate(jax.tree.leaves(state, is_leaf=is_leaf), 2 * size):
+        symbol, *columns = leaf.shape or (0,)
+        if (whole.get(symbol), *columns) == leaves[place].shape:
+            places[symbol].append(place)
+    return tables
+
+
+def _check_state(state: Any, expected: Any) -> None:
+    """Raises a ValueError unless a state has the structure and the shapes that init gives."""
+    (wants, structure), (gots, other) = map(_described, (expected, state))
+    pairs = itertools.zip_longest(wants, gots, fillvalue="no array there")
+    different = [pair for pair in pairs if len({*pair}) > 1]
+    if different or structure != other:
+        want, got = (*different, ("its structure", "another"))[0]
+        raise arguments.value_error("state", f"that of optimizer.init(params), with {want}", got)
+
+
+def _described(state: Any) -> tuple[list[str], Any]:
+    """The path and shape of each array of a state, and its structure."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_leaf)
+    return [f"{jax.tree_util.keystr(k)} {list(leaf.shape)}" for k, leaf in leaves], treedef
+
+
+def check(step: Callable[[Any], Sequence[Any]], tables: Tables, update: Callable) -> None:
+    """Raises a ValueError unless a step on a block of rows gives the rows of the whole step.
+
+    Args:
+        step: from all leaves, with an array for each place of a table, to those after the step.
+        tables: see `find_tables`.
+        update: the optimizer's function, to name in an error.
+    """
+    rows = tables.rows({})
+
+    def traced(numbers: Mapping[Any, int], problem: str = SYMBOLIC) -> ClosedJaxpr:
+        return _traced(step, tables.leaves | tables.rows(numbers), update, problem)[0]
+
+    whole = traced(tables.whole, "update cannot be traced")
+    program = traced({})
+    block = traced(tables.block)
+    operands = []
+    for place, leaf in (tables.leaves | rows).items():
+        is_table = place in rows
+        fact = Fact(ROW, frozenset([place])) if is_table else Fact(SHARED, frozenset([DATA]))
+        operands += [fact] * len(jax.tree.leaves(leaf))
+    facts = _follow(program, operands, [update])
+    # New rows of the table must use their gradient, and those of a state the old ones.
+    needs = {table: gradient for gradient, table, *_ in tables.places.values()}
+    for place, (new, fact) in enumerate(zip(program.out_avals, facts, strict=True)):
+        old = rows.get(place)
+        if old is None:
+            if any(map(export.is_symbolic_dim, new.shape)):
+                what = "parameters or state outside the table"
+                raise _refusal(f"{what} become one row for each of its rows", update)
+        elif (new.shape, new.dtype) != (old.shape, old.dtype):
+            what = f"a state {old.dtype}{list(old.shape)}"
+            raise _refusal(f"{what} becomes {new.dtype}{list(new.shape)}", update)
+        elif fact.loss and needs.get(place, place) not in fact.uses:
+            raise fact.loss
+    # An optimizer may choose by the number of rows, which a symbol never equals.
+    if not are_same(program, whole, tables.whole) or not are_same(program, block, tables.block):
+        raise _refusal(DIFFERS, update)
+
+
+def _traced(
+    function: Callable, shapes: Any, blamed: Callable, problem: str
+) -> tuple[ClosedJaxpr, Any]:
+    """The program of a function of arrays of these shapes, and the shapes of its results."""
+    try:
+        return jax.make_jaxpr(function, return_shape=True)(shapes)
+    except Exception as error:
+        summary = f"{type(error).__name__}: {str(error).split(chr(10), 1)[0][:100]}"
+        raise _refusal(f"{problem} ({summary})", blamed) from error
+
+
+def _follow(program: Any, operands: Sequence[Fact], blamed: Sequence[Any]) -> list[Fact]:
+    """What is known about the results of a program; raises if it mixes rows.
+
+    Args:
+        program: the program.
+        operands: what is known about its operands; without any, all rows share them.
+        blamed: the optimizer's function, then where the calls around the program were written.
+    """
+    program = opened(program)
+    facts = dict(zip(program.invars, operands, strict=False))
+
+    def read(variable: Any) -> Fact:
+        return Fact(CONSTANT) if isinstance(variable, Literal) else facts.get(variable, Fact())
+
+    for equation in program.eqns:
+        sources = [*blamed, equation.source_info]
+        results = _results(equation, list(map(read, equation.invars)), sources)
+        facts.update(zip(equation.outvars, results, strict=True))
+    return list(map(read, program.outvars))
+
+
+def _results(equation: Any, operands: Sequence[Fact], blamed: Sequence[Any]) -> Sequence[Fact]:
+    """What is known about the results of an equation; see `_follow`."""
+    name, kinds = equation.primitive.name, [fact.kind for fact in operands]
+    if inner := called(equation):
+        return _follow(inner, operands, blamed)
+    if name == "optimization_barrier":
+        return operands
+    for program in inner_programs(equation):
+        # Control flow by what all rows share; what a branch does to rows is the better reason.
+        _follow(program, operands[1:] if name == "cond" else [], blamed)
+    if problem := _problem(equation):
+        raise _refusal(problem, *blamed)
+    kind = max(kinds, default=SHARED)
+    uses = frozenset().union(*(fact.uses for fact in operands))
+    if kind < ROW:
+        if name not in KEEP_CONDITIONS or (name == "mul" and CONSTANT in kinds):
+            kind = SHARED
+        types = (variable.aval.dtype for variable in equation.outvars)
+        return [Fact(CONDITION if dtype == jnp.bool_ else kind, uses) for dtype in types]
+    loss = next((fact.loss for fact in operands if fact.loss), None)
+    is_choice = name == "gather" and kinds[1] < ROW and operands[1].uses
+    if is_choice or (name in DECIDE and CONDITION in kinds):
+        # select_n(condition, a, b) uses what both use; a product with 0 uses nothing.
+        cases = operands[1:] if name == "select_n" else operands
+        before, uses = uses, frozenset.intersection(*(fact.uses for fact in cases))
+        if not loss and before - uses - {DATA}:
+            how = "by a condition outside of the row decides whether its gradient or state is used"
+            loss = _refusal(f"{name} {how}", *blamed)
+    return [Fact(ROW, uses, loss)] * len(equation.outvars)
+
+
+def _problem(equation: Any) -> str | None:
+    """Why rows of the results may not be made from the same rows of the operands, if so."""
+    name, params = equation.primitive.name, equation.params
+    rows = {*map(_rows_of, equation.invars)} - {()}
+    results = {*map(_rows_of, equation.outvars)}
+    if (rows and name not in KEEP_ROWS_APART) or (results and name.endswith("callback")):
+        return REASONS.get(name, f"{name} is not known to keep rows apart")
+    others = [param for key, param in params.items() if key not in SIZES]
+    if any(map(export.is_symbolic_dim, jax.tree.leaves(others))):
+        return DIFFERS
+    if not rows:
+        is_alike = name == "broadcast_in_dim"
+        if name == "iota":
+            size = equation.outvars[0].aval.shape[params["dimension"]]
+            is_alike = not export.is_symbolic_dim(size)
+        if results - {()} and not is_alike:
+            return f"{name} tells rows apart by their place in the table"
+    elif len(rows | results) > 1 or (name in TAKE and not _takes_rows_apart(equation)):
+        return f"{name} over the rows"
+    elif name == "reshape":
+        # A row keeps its place if as many entries come before it.
+        shapes = (variable.aval.shape for variable in (equation.invars[0], equation.outvars[0]))
+        before, after = (math.prod(shape[: shape.index(next(iter(rows))[0])]) for shape in shapes)
+        if params["dimensions"] or before != after:
+            return "reshape over the rows"
+    return None
+
+
+def _takes_rows_apart(equation: Any) -> bool:
+    """Whether a slice or gather takes a part of every row: whole axes of rows, without an index."""
+    x, window = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    indexed = ()
+    if equation.primitive.name == "gather":
+        window = equation.params["slice_sizes"]
+        indexed = equation.params["dimension_numbers"].start_index_map
+    return all(
+        size == part and axis not in indexed
+        for axis, (size, part) in enumerate(zip(x, window, strict=True))
+        if export.is_symbolic_dim(size) or export.is_symbolic_dim(part)
+    )
+
+
+def _rows_of(variable: Any) -> tuple[Any, ...]:
+    """The symbols in the shape of a variable."""
+    return tuple(filter(export.is_symbolic_dim, variable.aval.shape))
+
+
+def _refusal(reason: str, function: Callable, *sources: Any) -> ValueError:
+    """The error for an optimizer that is not row-wise.
+
+    It names the transformation that wrote an equation, or one of the optimizer's functions.
+    """
+    name = getattr(function, "__qualname__", type(function).__name__).split(".")[0]
+    got = f"{next(_transformations(sources), name)}: {reason}"
+    want = "each row updated from that row alone"
+    return ValueError(f"{arguments.wanted('optimizer', want, got)}. {ADVICE}.")
+
+
+def _transformations(sources: Sequence[Any]) -> Iterator[str]:
+    """The transformations that wrote an equation, from where the calls around it were written."""
+    for source in sources:
+        # The innermost call comes first, outside of this folder.
+        frames = source.traceback.raw_frames()[0] if source.traceback else ()
+        for code in frames:
+            if Path(code.co_filename).parent == Path(__file__).parent:
+                break
+            if match := UPDATE.search(code.co_qualname):
+                yield match[1]

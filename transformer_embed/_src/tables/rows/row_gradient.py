@@ -1,0 +1,249 @@
+"""The gradient of some rows of a large table, as a leaf of a gradient tree."""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from transformer_embed._src import arguments
+from transformer_embed._src.tables.rows.distinct_ids import sum_rows
+from transformer_embed._src.tables.rows.fingerprint import fingerprint, fits, or_nan
+
+Tree = Any
+
+
+class SomeRows:
+    """Some rows of a table, or their gradient. It has the shape and the dtype of the table."""
+
+    values: Any
+    vocab_size: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """That of the table."""
+        return (self.vocab_size, self.values.shape[-1])
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """That of the values."""
+        return self.values.dtype
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowGradient(SomeRows):
+    """The gradient of some rows of a table [vocab_size, d]; all other rows have a gradient of zero.
+
+    It replaces the table in the gradients, and has its `shape` and `dtype`. It is a pytree of
+    `values` and a few tiny numbers, so `jax.tree.map`, `optax.global_norm` and the like see the
+    nonzero numbers of the dense gradient. Train with `te.rows.update`: `optimizer.update` and
+    `optax.apply_updates` do not take a `RowGradient`.
+
+    The ids are static and belong to the trace that made them. To return a gradient from jit, return
+    its `ids` and `values` and make a new `RowGradient` from them. A scan cannot carry a gradient:
+    to add the gradients of many batches, scan over the batches inside the loss.
+
+    Gradients of different rows are added by `te.rows.add` and averaged over devices by
+    `te.rows.pmean`. The tiny numbers, the `fingerprint`, show if something else mixed rows:
+    after `jax.lax.pmean` over devices with different ids, `update` writes NaN into the table. They
+    keep their ratios if a gradient is scaled as a whole (by 1e-12 or more), cast to a dtype other
+    than float16, or averaged over devices that have the same ids. Other functions of the gradient,
+    such as its sign, end in NaN as well.
+
+    Args:
+        ids: [k], integers, ascending and distinct; ids of vocab_size or above are padding.
+        values: [k, d], the gradient of each row; zeros for padding.
+        vocab_size: number of rows of the table.
+        layout: that of an interleaved table: on each device, ids count from the start of its shard.
+            None: of any other table.
+
+    Raises:
+        TypeError: ids are not integers, or values not floating.
+        ValueError: ids that do not ascend, or not a row of values for each.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> rows = jnp.array([[3.0], [4.0]])
+        >>> gradient = te.rows.RowGradient(jnp.array([1, 3]), rows, vocab_size=10)
+        >>> halves = jax.tree.map(lambda g: g / 2, {"t": gradient})["t"]
+        >>> halves.ids.tolist(), halves.values.tolist()
+        ([1, 3], [[1.5], [2.0]])
+
+    Source:
+        TensorFlow's IndexedSlices, https://www.tensorflow.org/api_docs/python/tf/IndexedSlices
+    """
+
+    ids: Any
+    values: Any
+    vocab_size: int
+    layout: Any = None
+    fingerprint: Any = dataclasses.field(default=None, init=False, repr=False)
+
+    def __post_init__(self):
+        arguments.convert_fields(self, ids=arguments.as_int32, values=arguments.as_floats)
+        self.check(self.shape)
+        _check_ascending(self)
+        arguments.set_fields(self, fingerprint=self._on_shards(fingerprint)(self.ids))
+
+    def __add__(self, other: "RowGradient") -> "RowGradient":
+        """The sum; it has the rows of both."""
+        is_same = isinstance(other, RowGradient) and self.shape == other.shape
+        if not is_same or self.layout != other.layout:
+            want = f"rows of the same table, {list(self.shape)}"
+            raise arguments.type_error("grads", want, type(other).__name__)
+        size = self.vocab_size if self.layout is None else self.layout.shard
+        sum_all = self._on_shards(functools.partial(sum_rows, size=size))
+        ids, values = sum_all(
+            [self.ids, other.ids], [self.trusted_values(), other.trusted_values()]
+        )
+        return dataclasses.replace(self, ids=ids, values=values)
+
+    def __radd__(self, other: Any) -> NoReturn:
+        """Raises a TypeError: `optax.apply_updates` does not take a `RowGradient`."""
+        want = "a step by te.rows.update(optimizer, grads, state, params)"
+        got = f"the sum of {type(other).__name__} and RowGradient"
+        raise arguments.type_error("params", want, got)
+
+    def trusted_values(self) -> Float[Array, "k d"]:
+        """The values, or NaN if the fingerprint shows that something mixed rows."""
+        self.check(self.shape)
+        return self._on_shards(_trusted)(self.ids, self.fingerprint, self.values)
+
+    def check(self, shape: Sequence[int]) -> None:
+        """Raises unless each id has a row of a table of this shape, and belongs to this trace."""
+        if isinstance(self.ids, _Left):
+            raise arguments.type_error("grads", "a RowGradient of this jit", repr(self.ids))
+        rows = (*self.ids.shape, *shape[1:])
+        if self.shape != shape or self.values.shape != rows:
+            want = f"values {list(rows)} of a table {list(shape)}"
+            got = f"values {list(self.values.shape)} of one {list(self.shape)}"
+            raise arguments.value_error("grads", want, got)
+
+    def _on_shards(self, function: Callable) -> Callable:
+        """A function of the rows, on each device of an interleaved table."""
+        return function if self.layout is None else self.layout.on_shards(function)
+
+
+def _trusted(ids: Int32[Array, "k"], scaled: Array, values: Float[Array, "k d"]) -> Array:
+    return or_nan(fits(ids, scaled), values)
+
+
+class _Left:
+    """In place of ids that belong to a trace that is over."""
+
+    def __repr__(self) -> str:
+        return (
+            "one that left its jit or vmap (call te.rows.value_and_grad and te.rows.update in one "
+            "jit, or return its ids and values)"
+        )
+
+
+class _Ids:
+    """Ids as static data of a pytree.
+
+    Two are equal if they are the same array or, outside of jit, have the same values.
+    """
+
+    def __init__(self, ids: Any):
+        self.ids = ids
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Ids):
+            return False
+        ids, others = _on_host(self.ids), _on_host(other.ids)
+        if ids is None or others is None:
+            return self.ids is other.ids
+        return np.array_equal(ids, others)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return (
+            "the ids of one batch (te.rows.add adds gradients of different ids; a scan cannot "
+            "carry them: scan over the batches inside the loss of te.rows.value_and_grad)"
+        )
+
+
+def _flatten(gradient: RowGradient) -> tuple[tuple[Any, Any], tuple]:
+    leaves = gradient.values, gradient.fingerprint
+    return leaves, (_Ids(gradient.ids), gradient.vocab_size, gradient.layout)
+
+
+def _unflatten(static: tuple, leaves: Sequence[Any]) -> RowGradient:
+    """The gradient as it was, unchecked: leaves may be anything."""
+    (held, vocab_size, layout), (values, scaled) = static, leaves
+    ids, gradient = held.ids, object.__new__(RowGradient)
+    is_known = isinstance(values, jax.Array) and not arguments.is_traced(values)
+    if is_known and arguments.is_traced(ids) and _is_over(ids):
+        ids = _Left()
+    fields = {"ids": ids, "values": values, "vocab_size": vocab_size, "layout": layout}
+    arguments.set_fields(gradient, fingerprint=scaled, **fields)
+    return gradient
+
+
+jax.tree_util.register_pytree_node(RowGradient, _flatten, _unflatten)
+
+
+def _is_over(traced: Any) -> bool:
+    """Whether a traced array's trace is over."""
+    try:
+        return traced + 0 is None
+    except jax.errors.UnexpectedTracerError:
+        return True
+
+
+def _on_host(ids: Any) -> np.ndarray | None:
+    """The values of some ids, if they can be read."""
+    if arguments.is_traced(ids):
+        return None
+    with jax.transfer_guard("allow"):
+        return np.asarray(ids)
+
+
+def _check_ascending(gradient: RowGradient) -> None:
+    """Raises a ValueError if the ids of a gradient made by hand, outside of jit, do not ascend."""
+    ids = _on_host(gradient.ids) if gradient.layout is None else None
+    if ids is not None and (np.diff(ids.astype(np.int64), prepend=-1) <= 0).any():
+        want = "row ids that ascend from 0 or above, each of them once"
+        raise arguments.value_error("grads", want, str(ids.tolist())[:60])
+
+
+def is_gradient(leaf: Any) -> bool:
+    """Whether a leaf of a tree is a `RowGradient`."""
+    return isinstance(leaf, RowGradient)
+
+
+def add(grads: Tree, more: Tree) -> Tree:
+    """Adds two gradients of the same parameters, which may hold different rows.
+
+    Use it to accumulate gradients in a Python loop; a scan cannot carry them (see `RowGradient`).
+    If both have the same ids, `jax.tree.map(jax.numpy.add, grads, more)` works as well.
+
+    Args:
+        grads: gradients that `value_and_grad` returned.
+        more: others, of the same parameters.
+
+    Returns:
+        The sum. A sum of two `RowGradient` has the rows of both, at most vocab_size.
+
+    Raises:
+        TypeError: rows of different tables; a `RowGradient` that left the jit that made it.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> one = te.rows.RowGradient(jnp.array([1, 3]), jnp.array([[1.0], [3.0]]), vocab_size=10)
+        >>> other = te.rows.RowGradient(jnp.array([3, 8]), jnp.array([[0.5], [8.0]]), vocab_size=10)
+        >>> total = te.rows.add({"t": one}, {"t": other})["t"]
+        >>> total.ids[:3].tolist(), total.values[:3].tolist()
+        ([1, 3, 8], [[1.0], [3.5], [8.0]])
+    """
+    trees = (arguments.as_arrays("grads", tree, is_gradient) for tree in (grads, more))
+    return jax.tree.map(operator.add, *trees, is_leaf=is_gradient)

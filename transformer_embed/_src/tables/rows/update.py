@@ -1,0 +1,214 @@
+"""One step of an optimizer that updates only the rows with a gradient, one block at a time.
+
+`optimizer.update` is called once for all that is not a table, with zeros in place of the tables'
+rows, and once in the loop over the blocks of each table, with the rows of the block in their place.
+XLA drops the results that are not used, so a block costs what its rows cost. `row_check` makes sure
+beforehand that this gives the rows of the dense step.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from transformer_embed._src import arguments
+from transformer_embed._src.tables.rows import row_check
+from transformer_embed._src.tables.rows.distinct_ids import BLOCK
+from transformer_embed._src.tables.rows.fingerprint import fits, or_nan
+from transformer_embed._src.tables.rows.gathered_rows import RowTable, is_leaf, read_rows
+from transformer_embed._src.tables.rows.row_gradient import is_gradient
+
+if TYPE_CHECKING:
+    import optax
+
+Tree = Any
+
+
+def update(
+    optimizer: "optax.GradientTransformation",
+    grads: Tree,
+    state: Tree,
+    params: Tree,
+    **extra_args: Any,
+) -> tuple[Tree, Tree]:
+    """One step of an optimizer that updates, in each table, only the rows with a gradient.
+
+    Parameters whose gradient is not a `RowGradient` are updated by `optimizer.update` and
+    `optax.apply_updates` as usual. In a table, only the rows with a nonzero gradient change,
+    together with their optimizer state. Every other row stays the same bit for bit, including rows
+    that the batch does not read and the padding row; ids out of range change nothing. Such a lazy
+    update differs from the dense one if the dense optimizer moves rows without a gradient: until
+    its next gradient, a row's moments do not decay, momentum does not move it, and weight decay
+    does not shrink it. Step counts, and so bias correction and schedules, advance for all rows. SGD
+    without momentum and Adagrad leave rows without a gradient alone, so they train the same either
+    way.
+
+    Under jit with params and state donated, tables and state are written in place, at a cost that
+    follows the batch. In a sharded table, each shard updates its own rows: only their gradient is
+    sent, by one all-reduce over the devices that share the batch.
+
+    `update` first traces the optimizer and follows the data to prove that each row is updated from
+    that row alone: under jit, once. Adam, Adagrad, Lion and most others pass, with schedules, masks
+    and labels. Global norms, Adafactor, noise and gradient accumulation (`optax.MultiSteps`) do
+    not. To clip by a global norm, clip the gradients before `update`.
+
+    Args:
+        optimizer: an optax optimizer.
+        grads: the gradients that `value_and_grad` returned, scaled as you like. Rows whose
+            gradient was mixed with those of other ids become NaN (see `RowGradient`).
+        state: that of optimizer.init(params).
+        params: the parameters.
+        **extra_args: handed to optimizer.update.
+
+    Returns:
+        (params, state).
+
+    Raises:
+        TypeError: the optimizer has no `init` and `update`; a state that does not consist of
+            arrays; a `RowGradient` made by hand for an interleaved table, or one that left the jit
+            that made it.
+        ValueError: the optimizer may update a row from other rows (the message names the
+            transformation and the reason), or changes the dtype of its state; trees that do not
+            fit together.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> import transformer_embed as te
+        >>> params = {"embeddings": jnp.ones([5, 2]), "scale": jnp.array(2.0)}
+        >>> def loss(params, ids):
+        ...     return jnp.sum(params["scale"] * te.lookup(params["embeddings"], ids))
+        >>> optimizer = optax.sgd(0.1)
+        >>> state = optimizer.init(params)
+        >>> def step(params, state, ids):
+        ...     value, grads = te.rows.value_and_grad(loss, ids={"embeddings": ids})(params, ids)
+        ...     params, state = te.rows.update(optimizer, grads, state, params)
+        ...     return params, state, value
+        >>> step = jax.jit(step, donate_argnums=(0, 1))
+        >>> params, state, value = step(params, state, jnp.array([3, 3, 1]))
+        >>> print(params["embeddings"][:, 0], params["scale"])
+        [1.  0.8 1.  0.6 1. ] 1.4
+
+    Source:
+        Lazy Adam: https://www.tensorflow.org/addons/api_docs/python/tfa/optimizers/LazyAdam;
+        https://docs.pytorch.org/docs/stable/generated/torch.optim.SparseAdam.html. Why the rows:
+        https://github.com/jax-ml/jax/issues/851
+    """
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        got = type(optimizer).__name__
+        raise arguments.type_error("optimizer", "an optax.GradientTransformation", got)
+    # shard_map takes no sharded arrays but as arguments.
+    arrays = {name: arg for name, arg in extra_args.items() if isinstance(arg, jax.Array)}
+    inputs = {"grads": grads, "params": params, "state": state}
+    converted = [arguments.as_arrays(name, tree, is_leaf) for name, tree in inputs.items()]
+    trees, treedef = jax.tree.flatten((*converted, arrays), is_leaf=is_leaf)
+    grads_treedef, params_treedef, *_ = treedef.children()
+    if grads_treedef != params_treedef:
+        want = "a tree as params, with RowGradient for some tables"
+        raise arguments.value_error("grads", want, str(grads_treedef))
+    leaves: dict[int, Any] = dict(enumerate(trees))
+    blocks = {}
+    for n in range(grads_treedef.num_leaves):
+        if is_gradient(leaves[n]):
+            leaves[n].check(leaves[grads_treedef.num_leaves + n].shape)
+            blocks[n] = max(1, min(len(leaves[n].ids), leaves[n].vocab_size, BLOCK))
+    step = functools.partial(_step, optimizer, extra_args, treedef)
+    traced_step = jax.jit(step)
+    tables = row_check.find_tables(optimizer.init, treedef, leaves, blocks)
+    row_check.check(traced_step, tables, optimizer.update)
+    new_leaves = _update_tables(step, leaves, tables)
+    _, params, state, _ = jax.tree.unflatten(treedef, new_leaves.values())
+    return params, state
+
+
+def _step(
+    optimizer: "optax.GradientTransformation",
+    extra_args: dict[str, Any],
+    treedef: Any,
+    leaves: dict[int, Any],
+) -> dict[int, Any]:
+    """The leaves of (grads, params, state, arrays) after a step; the first and the last stay."""
+    # Slow to load, and only training needs it.
+    import optax  # noqa: PLC0415
+
+    grads, params, state, arrays = jax.tree.unflatten(treedef, leaves.values())
+    updates, state = optimizer.update(grads, state, params, **(extra_args | arrays))
+    after = grads, optax.apply_updates(params, updates), state, arrays
+    new_leaves, new_treedef = jax.tree.flatten(after, is_leaf=is_leaf)
+    if new_treedef != treedef:
+        raise TypeError("updates and state do not have the structure of parameters and state")
+    return dict(enumerate(new_leaves))
+
+
+def _update_tables(
+    step: Callable, leaves: dict[int, Any], tables: row_check.Tables
+) -> dict[int, Any]:
+    """All leaves after a step, from those before; the gradients stay."""
+    zeros = jax.tree.map(jnp.zeros_like, tables.rows(tables.block))
+    if any(map(arguments.is_traced, zeros.values())):
+        # The calls below have the shapes of a block: they share its trace.
+        step = jax.jit(step, inline=True)
+    # All that is not a table is updated once; a table's rows do not count here.
+    shared = leaves | zeros
+    new_leaves = step(shared)
+    for places in tables.places.values():
+        gradient, table, *states = (leaves[place] for place in places)
+        update_arrays = functools.partial(_update_in_blocks, step, places)
+        if isinstance(table, RowTable):
+            new = table._update_rows(update_arrays, shared, gradient, states)
+        else:
+            is_right = fits(gradient.ids, gradient.fingerprint)
+            new = update_arrays(shared, is_right, gradient.ids, gradient.values, [table, *states])
+        new_leaves |= zip(places[1:], new, strict=True)
+    return new_leaves
+
+
+def _update_in_blocks(
+    step: Callable,
+    places: Sequence[int],
+    leaves: dict[int, Any],
+    is_right: Bool[Array, ""],
+    ids: Int32[Array, "k"],
+    gradient: Float[Array, "k d"],
+    wholes: Sequence[Array],
+) -> list[Array]:
+    """A table and its state after a step, read and written one block of rows at a time.
+
+    All rows at once would allocate new memory for each array. There may be any number of ids. They
+    ascend, and ids past the end of the table are padding. Each is updated by NaN if the gradient is
+    not of these ids.
+    """
+    if not len(ids):
+        return list(wholes)
+    block = len(leaves[places[0]])
+    padding = -len(ids) % block
+    if padding:
+        # The write below is told that ids ascend and are distinct, which holds for these as well.
+        past = jnp.maximum(ids[-1] + 1, wholes[0].shape[0]) + jnp.arange(padding, dtype=jnp.int32)
+        ids, gradient = jnp.concatenate([ids, past]), jnp.pad(gradient, ((0, padding), (0, 0)))
+
+    def update_block(i: Any, wholes: list[Array]) -> list[Array]:
+        block_ids, block_gradient = (
+            jax.lax.dynamic_slice_in_dim(array, i * block, block) for array in (ids, gradient)
+        )
+        old = (read_rows(whole, block_ids) for whole in wholes)
+        # Here, where it costs no pass over all rows.
+        block_gradient = or_nan(is_right, block_gradient)
+        rows = dict(zip(places, [block_gradient, *old], strict=True))
+        new = step(leaves | rows)
+        moved = jnp.any(block_gradient != 0, axis=-1)
+
+        def write(whole: Array, place: int) -> Array:
+            rows_after = jax.vmap(jnp.where)(moved, new[place], rows[place])
+            # Ids past the end of the table are dropped.
+            return whole.at[block_ids].set(
+                rows_after, mode="drop", unique_indices=True, indices_are_sorted=True
+            )
+
+        return list(map(write, wholes, places[1:]))
+
+    if len(ids) == block:
+        return update_block(0, list(wholes))
+    return jax.lax.fori_loop(0, len(ids) // block, update_block, list(wholes))

@@ -1,0 +1,175 @@
+"""The gradient of a loss that reads large tables: only the rows that its batch reads."""
+
+import dataclasses
+import functools
+import numbers
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from transformer_embed._src import arguments
+from transformer_embed._src.partitioning import on_every_device, varying_axes
+from transformer_embed._src.tables.rows.devices import sum_over_devices
+from transformer_embed._src.tables.rows.distinct_ids import distinct_rows
+from transformer_embed._src.tables.rows.gathered_rows import (
+    GatheredRows,
+    RowTable,
+    as_keys,
+    is_leaf,
+    read_rows,
+)
+from transformer_embed._src.tables.rows.marks import with_marks
+from transformer_embed._src.tables.rows.row_gradient import RowGradient
+from transformer_embed._src.tokens.lookup import as_table
+
+Tree = Any
+
+
+def value_and_grad(
+    loss: Callable, *, ids: Tree, has_aux: bool = False, max_rows: int | Tree | None = None
+) -> Callable:
+    """`jax.value_and_grad` for a loss that reads few rows of large tables.
+
+    A table's gradient holds only these rows. Like `jax.value_and_grad`, it differentiates the first
+    argument. While the loss runs, the rows of the batch take the place of each table, and only
+    `lookup` can read them. A function of all parameters sees only these rows, and so it fails: a
+    term such as an L2 norm is NaN, a map over all leaves raises an error, and if a map over
+    floating leaves computes a row from others (`x / norm(x)`, noise, quantization by a maximum),
+    `lookup` reads NaN. So leave the tables out of such functions. Casts and scales of floating
+    leaves work. Only what does not depend on NaN and infinity passes unnoticed: a size, a count, a
+    comparison.
+
+    To add the gradients of many small batches, scan over them inside the loss, with `ids` of all of
+    them; `jax.checkpoint` of a batch's loss keeps the memory of one batch.
+
+    Devices that each have a batch (`jax.pmap`, `jax.shard_map`, `jax.vmap` with an axis name) have
+    gradients of different rows: average these by `te.rows.pmean`. Inside `jax.shard_map` with
+    `check_vma=True`, the gradient of a table that all devices share is summed over the devices, as
+    `jax.grad` does: average the loss there.
+
+    For a sharded table, every device receives the rows of the whole batch: ids are all-gathered and
+    one all-reduce over the shards collects the rows. For an interleaved table, each device receives
+    the rows of its own part of the batch from their owners (see `interleave` of
+    `sharding.shard_params`).
+
+    Args:
+        loss: a function of (params, ...) to a scalar, or to (scalar, aux). It reads the tables in
+            `ids` only by `lookup`, as `TokenEmbedding` does.
+        ids: a tree like `params`, of the tables that are trained by rows; a list or tuple has None
+            for other entries. In a table's place it has all ids that the loss looks up, [...],
+            including padding and ids outside the vocabulary. Ids may repeat.
+        has_aux: whether the loss returns (scalar, aux).
+        max_rows: a bound on the distinct ids of a table in a batch; a bound below the number of ids
+            makes the step cheaper. An int, or a tree like `ids` with an int for each table that has
+            a bound. If a batch has more, the highest ids read as NaN. For an interleaved table it
+            bounds the distinct ids of each device's part of the batch, and so the buffers of the
+            exchange; the ids that read as NaN are then not always the highest.
+
+    Returns:
+        A function of (params, ...) to (value, gradients), or to ((value, aux), gradients). The
+        gradients are a tree like `params`, with a `RowGradient` for each table in `ids`. It holds k
+        rows, the smallest of the number of ids, vocab_size and max_rows (above 1024, rounded up to
+        a multiple of 1024). For an interleaved table, each device has the gradient of its own
+        shard's rows, which `ids` count from the start of the shard; their number is the largest
+        that it can be asked for.
+
+    Raises:
+        TypeError: ids are not integers; a table does not have a floating dtype; the loss uses a
+            table other than by `lookup`.
+        ValueError: `params` has no table [vocab_size, d] where `ids` has an array; a sharded table
+            whose columns are split; a max_rows below 1, or for a table that is not in `ids`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> params = {"embed": {"embeddings": jnp.arange(20.0).reshape(10, 2)}}
+        >>> ids = jnp.array([7, 2, 7])
+        >>> loss = lambda params: jnp.sum(te.lookup(params["embed"]["embeddings"], ids))
+        >>> value, grads = te.rows.value_and_grad(loss, ids={"embed": {"embeddings": ids}})(params)
+        >>> rows = grads["embed"]["embeddings"]
+        >>> float(value), rows.ids.tolist(), rows.values.tolist()
+        (67.0, [2, 7, 12], [[1.0, 1.0], [2.0, 2.0], [0.0, 0.0]])
+    """
+
+    @functools.wraps(loss)
+    def value_and_row_grads(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
+        params = arguments.as_arrays("params", params, is_leaf)
+        trees, treedef = jax.tree.flatten(params, is_leaf=is_leaf)
+        gathered = _gather_tables(trees, treedef, ids, max_rows)
+
+        def loss_of(leaves: dict[int, Any]) -> Any:
+            rows = {n: dataclasses.replace(rows, values=leaves[n]) for n, rows in gathered.items()}
+            return loss(jax.tree.unflatten(treedef, (leaves | rows).values()), *args, **kwargs)
+
+        leaves = dict(enumerate(trees)) | {n: rows.values for n, rows in gathered.items()}
+        value, gradients = jax.value_and_grad(loss_of, has_aux=has_aux)(leaves)
+        gradients |= {n: _gradient(trees[n], rows, gradients[n]) for n, rows in gathered.items()}
+        return value, jax.tree.unflatten(treedef, gradients.values())
+
+    return value_and_row_grads
+
+
+def _gradient(table: Any, rows: GatheredRows, values: Float[Array, "n d"]) -> RowGradient:
+    """The gradient of a table, the same on devices that share the table."""
+    gradient = rows.gradient(values)
+    if isinstance(table, RowTable):
+        return gradient
+    axes = tuple(sorted(varying_axes(gradient.values) - varying_axes(table)))
+    if not axes:
+        return gradient
+    # `jax.grad` inserts this sum for arrays.
+    sums = sum_over_devices(gradient.ids, gradient.values, gradient.vocab_size, axes)
+    return RowGradient(*sums, gradient.vocab_size)
+
+
+def _gather_tables(
+    leaves: Sequence[Any], treedef: Any, ids: Tree, max_rows: int | Tree | None
+) -> dict[int, GatheredRows]:
+    """The rows that a batch reads from each table in `ids`, by the table's index as a leaf."""
+    indices = jax.tree.unflatten(treedef, range(len(leaves)))
+    gathered, of_all = {}, isinstance(max_rows, numbers.Integral) or max_rows is None
+    bounds = {} if of_all else dict(_at_leaves("params", indices, max_rows))
+    for name, (index, table_ids) in _at_leaves("params", indices, ids):
+        _, bound = bounds.pop(name, (index, max_rows if of_all else None))
+        most = 2**31 if bound is None else arguments.integer("max_rows", bound, at_least=1)
+        table: Any = as_table(name, leaves[index])
+        integers = arguments.as_int32("ids", table_ids)
+        if isinstance(table, RowTable):
+            rows = table._take_rows(integers, most)
+        else:
+            held = distinct_rows(on_every_device(integers), table.shape[0], most)
+            values = with_marks(read_rows(table, held))
+            rows = GatheredRows(as_keys(held), values, table.shape[0])
+        # Loud, if the loss reads all leaves of the parameters as numbers. Of numpy, since
+        # jax_debug_nans lets it pass.
+        sentinel = np.full((1, table.shape[1]), np.nan, rows.values.dtype)
+        gathered[index] = dataclasses.replace(rows, sentinel=sentinel, name=name)
+    for name in bounds:
+        raise arguments.value_error(name, "a table in ids, since max_rows has it", "none")
+    return gathered
+
+
+def _at_leaves(name: str, indices: Tree, tree: Tree) -> Iterator[tuple[str, tuple[int, Any]]]:
+    """The name of each leaf of the indices that a tree has something for: the index and that."""
+    if isinstance(indices, int):
+        yield name, (indices, tree)
+        return
+    inner, is_mapping = _children(indices), isinstance(indices, Mapping)
+    parts = _children(tree) if isinstance(tree, Mapping) == is_mapping else {"": tree}
+    for key, child in parts.items():
+        if key not in inner:
+            got = f"none among {', '.join(name + each for each in inner)}"
+            raise arguments.value_error(name + key, "a table, since ids or max_rows has it", got)
+        if child is not None:
+            yield from _at_leaves(name + key, inner[key], child)
+
+
+def _children(tree: Tree) -> dict[str, Tree]:
+    """The parts of a tree, by how their place is written; that of a leaf is empty."""
+    if isinstance(tree, Mapping):
+        return {f"[{key!r}]": child for key, child in tree.items()}
+    children, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda part: part is not tree)
+    return {jax.tree_util.keystr(path): child for path, child in children}

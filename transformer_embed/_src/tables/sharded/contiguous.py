@@ -1,0 +1,88 @@
+"""Rows collected by a sum over the shards: each row is nonzero in only one of them.
+
+    a device that holds some rows                  devices that read rows
+    ids of all of them      <--- all-gather -----  ids of their own part of the batch
+    its rows, zeros for others  ---- sum -------->  all rows
+
+In training by rows, every device gets all distinct rows of the whole batch, and reads those of its
+own part of the batch. Their gradient is summed over the devices that the batch is split over, and
+each device then updates the rows that it holds. So what a device sends grows with the whole batch,
+which is cheaper than an exchange up to some dozens of devices.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int32
+
+from transformer_embed._src import arguments
+from transformer_embed._src.partitioning import (
+    all_gather,
+    index_along,
+    reduce_scatter,
+    replicated,
+)
+from transformer_embed._src.tables.rows.distinct_ids import distinct_rows
+from transformer_embed._src.tables.rows.gathered_rows import as_keys
+from transformer_embed._src.tables.rows.marks import with_marks
+from transformer_embed._src.tables.sharded.batch_rows import BatchRows
+from transformer_embed._src.tables.sharded.layout import Layout
+from transformer_embed._src.tokens.lookup_gradient import read_or_zero
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def gather_from_shards(
+    layout: Layout, array: Float[Array, "m c"], ids: Int32[Array, "..."]
+) -> Float[Array, "... d"]:
+    """The row of each id, which every shard looks up; zeros are added for those of the others."""
+    split, id_axes = layout.split(ids)
+    gathered = [tuple(axis for axis in axes if axis in layout.rows) for axes in split]
+    elsewhere = tuple(axis for axis in layout.rows if axis not in id_axes)
+
+    def read(shard, ids):
+        slots = layout.slots(all_gather(ids, gathered)) - index_along(layout.rows) * len(shard)
+        # Unsigned, for a negative index would count from the end.
+        values = read_or_zero(shard, slots.astype(jnp.uint32)).astype(array.dtype)
+        return reduce_scatter(jax.lax.psum(values, elsewhere), gathered)
+
+    read_all = jax.shard_map(
+        read,
+        mesh=layout.mesh,
+        in_specs=(PartitionSpec(layout.rows, layout.columns), PartitionSpec(*split)),
+        out_specs=PartitionSpec(*split, layout.columns),
+    )
+    return read_all(arguments.widened(array), ids)
+
+
+def take_from_shards(
+    layout: Layout, array: Float[Array, "m d"], ids: Int32[Array, "..."], max_rows: int
+) -> BatchRows:
+    """The distinct rows of the whole batch, on every device."""
+    if layout.columns:
+        want = "rows over mesh axes, and whole columns"
+        raise arguments.value_error("table", want, layout.sharding.spec)
+    vocab_size, everywhere = layout.order.vocab_size, PartitionSpec()
+    distinct = functools.partial(distinct_rows, vocab_size=vocab_size, max_rows=max_rows)
+    distinct_everywhere = jax.shard_map(
+        distinct, mesh=layout.mesh, in_specs=everywhere, out_specs=everywhere
+    )
+    held = distinct_everywhere(replicated(ids, layout.mesh))
+    values = gather_from_shards(layout._replace(batch_axes=()), array, held)
+    return BatchRows(as_keys(held), with_marks(values), vocab_size, values.dtype, layout)
+
+
+def rows_of_this_shard(
+    layout: Layout, ids: Int32[Array, "k"], values: Float[Array, "k d"]
+) -> tuple[Int32[Array, "k"], Float[Array, "k d"]]:
+    """Inside shard_map, the rows of this shard among the ids, and their values.
+
+    Rows count from the start of the shard; numbers past its end are padding.
+    """
+    index, first = jnp.arange(len(ids), dtype=jnp.int32), index_along(layout.rows) * layout.shard
+    # Those of earlier shards go to the end.
+    order = (index + jnp.sum(ids < first, dtype=jnp.int32)) % len(ids)
+    ids, values = ids[order], values[order]
+    here = (ids >= first) & (ids < jnp.minimum(first + layout.shard, layout.order.vocab_size))
+    return jnp.where(here, ids - first, layout.shard + index), values

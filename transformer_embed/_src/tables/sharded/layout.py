@@ -1,0 +1,81 @@
+"""How a table lies on a mesh: which device holds which rows, and how its batch is split."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Int32
+
+from transformer_embed._src.partitioning import (
+    Axes,
+    array_axes,
+    devices_along,
+    spec_axes,
+)
+from transformer_embed._src.tables.sharded.hops import Hop, plan_hops
+from transformer_embed._src.tables.sharded.row_order import RowOrder
+
+
+class Layout(NamedTuple):
+    """A table on a mesh, without its rows; static.
+
+    Args:
+        order: which slot of the array holds which row.
+        sharding: of the array.
+        batch_axes: under automatic axes, the mesh axes that the first dimension of ids and x is
+            split over, if the number of devices along them divides it. Under explicit axes, the
+            arrays' own shardings are used instead.
+        capacity: of an interleaved table; see `shard_params`.
+    """
+
+    order: RowOrder
+    sharding: NamedSharding
+    batch_axes: Axes
+    capacity: float
+
+    @property
+    def mesh(self) -> Any:
+        """The devices."""
+        return self.sharding.mesh
+
+    @property
+    def rows(self) -> Axes:
+        """The mesh axes that the rows are split over."""
+        return spec_axes(self.sharding.spec, 2)[0]
+
+    @property
+    def columns(self) -> Axes:
+        """The mesh axes that the columns are split over."""
+        return spec_axes(self.sharding.spec, 2)[1]
+
+    @property
+    def shard(self) -> int:
+        """Rows of a device's shard."""
+        return self.order.size // devices_along(self.mesh, self.rows)
+
+    def split(self, ids: Int32[Array, "..."]) -> tuple[tuple[Axes, ...], Axes]:
+        """The mesh axes that each dimension of the ids is split over, and all of them."""
+        axes = array_axes(self.mesh, self.batch_axes, ids, ids.ndim)
+        return tuple(axes), sum(axes, ())
+
+    def most_asked(self, ids: int, max_rows: int = 2**31) -> int:
+        """The rows that a device asks for at most, for this many ids."""
+        return max(1, min(ids, self.order.vocab_size, max_rows))
+
+    def on_shards(self, function: Callable) -> Callable:
+        """A function of the rows of each device's shard, on all devices."""
+        owners = PartitionSpec(self.rows)
+        return jax.shard_map(function, mesh=self.mesh, in_specs=owners, out_specs=owners)
+
+    def hops(self, devices: int, asked: int) -> tuple[Hop, ...]:
+        """The hops for `devices` devices that each ask for at most `asked` distinct rows."""
+        sizes = tuple(self.mesh.shape[axis] for axis in self.rows)
+        return plan_hops(asked, self.rows, sizes, self.shard, devices, self.capacity)
+
+    def slots(self, ids: Any) -> Any:
+        """The slot of each id's row; an id out of range counts as the first or the last one.
+
+        Ids are int32, of numpy or jax.
+        """
+        return self.order.slots(ids.clip(0, self.order.vocab_size - 1))

@@ -1,0 +1,244 @@
+"""Parameter trees on a device mesh, split by a rule for each parameter's name."""
+
+import fnmatch
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from transformer_embed._src import arguments
+from transformer_embed._src.partitioning import Axes, devices_along, spec_axes
+from transformer_embed._src.tables.rows.gathered_rows import is_leaf
+from transformer_embed._src.tables.sharded.layout import Layout
+from transformer_embed._src.tables.sharded.row_order import RowOrder
+from transformer_embed._src.tables.sharded.table import Sharded, put, sharded
+
+TABLES = "*embeddings"
+VIRTUAL_SHARDS = 4096
+# The array of a contiguous table has the same size on all meshes whose devices divide this number:
+# Megatron-LM's `make-vocab-size-divisible-by`, and the lanes of a TPU.
+ROW_MULTIPLE = 128
+
+
+def shard_params(
+    params: Any,
+    mesh: Mesh,
+    rules: Mapping[str, PartitionSpec],
+    *,
+    rng: Array | None = None,
+    tables: str = TABLES,
+    batch_axes: Axes | None = None,
+    interleave: str | None = None,
+    virtual_shards: int = VIRTUAL_SHARDS,
+    capacity: float = 1.0,
+) -> Any:
+    """Puts a parameter tree on a mesh, split by a rule for each parameter's name.
+
+    Tables become `Sharded`. A name is the parameter's path in the tree, such as
+    `"transformer_embedding/~/token_embedding/embeddings"`. The first rule whose pattern matches it
+    decides (`*` stands for any characters, slashes included). A parameter that no rule matches is
+    replicated.
+
+    A table is either contiguous, a block of consecutive rows on each device, or interleaved (see
+    `interleave`): TensorFlow says "div" and "mod". Up to some dozens of devices, leave it
+    contiguous. This also decides how its rows travel:
+
+    - Contiguous: in training by rows, the distinct rows that the whole batch reads are copied to
+      every device, which is cheaper up to some dozens of devices and works for any batch. Rows are
+      not exchanged, even if the batch is split over their mesh axes: an exchange has buffers of a
+      fixed size, and in vocabulary order the frequent ids, and so most of the load, are on one
+      device.
+    - Interleaved: rows are exchanged. In training by rows, in `lookup` and in its dense gradient,
+      each device asks the owners for the rows that its own part of the batch reads, and sends their
+      gradients back. What a device sends hardly grows with the number of devices, and not with the
+      table. The batch must be split over the mesh axes of the rows. For other ids (if the devices
+      do not divide their number, for example), `lookup` reads from all shards as in a contiguous
+      table, and training by rows raises an error.
+
+    Args:
+        params: a parameter tree, or a function that draws one from a key. The function is compiled
+            so that each device draws its own shards and no device holds a whole table; the values
+            are the same as on one device. A tree holds whole arrays, `Sharded` tables (to move them
+            to another mesh), or shapes from jax.eval_shape: then the result has the shapes and
+            shardings to compile for, or to restore a checkpoint into. An optimizer state works too,
+            because its paths end in the parameters' names. With many processes, every process
+            passes the same tree.
+        mesh: of any shape, with automatic or explicit axes.
+        rules: patterns and their specs: for each dimension a mesh axis, a tuple of them, or None.
+        rng: a key, required if params is a function; otherwise must be None.
+        tables: a pattern for the names of tables: of rank 2, split by a rule, and read only by
+            `lookup` and `linear_logits`. Other modules, such as hk.Embed, need a plain array: leave
+            their tables out of the pattern. An array of rank 1 with such a name has one number for
+            each row, such as row-wise Adagrad's state.
+        batch_axes: under automatic axes, the mesh axes that the first dimension of ids is split
+            over. None: the axes that the table does not use; for an interleaved table, all axes of
+            the mesh, so ids are best put on `PartitionSpec(<all axes>)`. If a contiguous table's
+            rows are split over a batch axis, ids are all-gathered and rows reduce-scattered over
+            that axis.
+        interleave: a pattern for the names of tables to interleave: their rows are spread over
+            virtual shards, so that the frequent ids of a vocabulary sorted by frequency are not all
+            on one device, and rows are exchanged. None: all tables are contiguous. A table that a
+            tied output layer reads cannot be interleaved.
+        virtual_shards: a power of two that the number of devices along the rows' axes divides. An
+            interleaved table's array, and so its checkpoint, is the same on every such mesh.
+        capacity: for interleaved tables. Each device can ask each other device for a fixed number
+            of ids, chosen so that random ids overflow less than once in 1e9 steps. A capacity c
+            raises it to at least c times the mean of a batch without repeats. An id that does not
+            fit reads as NaN and gets no update; `exchange_load` counts these for a batch. Then the
+            loss is NaN: to go on, skip the step with `jax.lax.cond(jnp.isfinite(loss), ...)`, as in
+            the recipe "Train a big table row by row", which leaves the tables in place.
+
+    Returns:
+        A tree like params.
+
+    Raises:
+        TypeError: a rule is not a PartitionSpec; params is a function and rng is None.
+        ValueError: a pattern that matches no parameter; a spec with an axis past the dimensions of
+            its parameter, that the mesh lacks, or whose number of devices does not divide a
+            dimension other than a table's rows; batch_axes that are not a tuple of the mesh's axes;
+            rng without a function; an interleaved table whose columns are split, whose batch is not
+            split over the axes of its rows, or whose virtual shards the devices do not divide;
+            virtual_shards that are not a power of two of at least 2; a capacity that is not
+            positive.
+
+    Example:
+        >>> import jax, numpy as np
+        >>> from jax.sharding import Mesh, PartitionSpec
+        >>> import transformer_embed as te
+        >>> embedder = te.Embedder(te.EmbedderConfig(vocab_size=1000, d_model=64))
+        >>> mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ["data", "model"])
+        >>> rules = {"*/token_embedding/embeddings": PartitionSpec("model")}
+        >>> params = te.sharding.shard_params(embedder.init, mesh, rules, rng=jax.random.key(0))
+        >>> embedder.apply(params, None, [[1, 2, 3]], is_training=False).shape
+        (1, 3, 64)
+
+    Source:
+        Xu et al., "GSPMD: General and Scalable Parallelization for ML Computation Graphs" (2021),
+        https://arxiv.org/abs/2105.04663
+    """
+    axes = mesh.axis_names
+    if not isinstance(batch_axes, tuple | None) or not all(i in axes for i in batch_axes or ()):
+        want = f"a tuple of axes of the mesh, {axes}, or None"
+        raise arguments.value_error("batch_axes", want, repr(batch_axes))
+    arguments.integer("virtual_shards", virtual_shards, at_least=2, at_most=2**20)
+    if virtual_shards.bit_count() != 1:
+        raise arguments.value_error("virtual_shards", "a power of two", virtual_shards)
+    capacity = arguments.positive("capacity", capacity)
+    place = _Placement(mesh, rules, tables, batch_axes, interleave, virtual_shards, capacity)
+    if callable(params):
+        key = arguments.as_key("rng", rng)
+        return _draw(params, key, mesh, place.tree(jax.eval_shape(params, key)))
+    arguments.check_left_out("rng", rng, "params is not a function")
+    return place.tree(params)
+
+
+class _Placement(NamedTuple):
+    """Places parameters; see `shard_params`."""
+
+    mesh: Mesh
+    rules: Mapping[str, PartitionSpec]
+    tables: str
+    batch_axes: Axes | None
+    interleave: str | None
+    virtual_shards: int
+    capacity: float
+
+    def tree(self, params: Any) -> Any:
+        """The parameters on the mesh."""
+        paths, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)
+        leaves = {jax.tree_util.keystr(k, simple=True, separator="/"): leaf for k, leaf in paths}
+        for pattern in (*self.rules, *filter(None, [self.interleave])):
+            if not fnmatch.filter(leaves, pattern):
+                want = f"each to match one of {', '.join(leaves)}"
+                raise arguments.value_error("patterns", want, repr(pattern))
+        return jax.tree.unflatten(treedef, itertools.starmap(self.leaf, leaves.items()))
+
+    def leaf(self, name: str, leaf: Any) -> Any:
+        """A parameter on the mesh."""
+        leaf = arguments.native(name, leaf)
+        shape = np.shape(leaf)
+        specs = (spec for rule, spec in self.rules.items() if fnmatch.fnmatchcase(name, rule))
+        spec = arguments.instance(
+            "rules", next(specs, PartitionSpec()), PartitionSpec, "a PartitionSpec for each pattern"
+        )
+        if not any(spec[len(shape) :]):
+            # A None past the last dimension says nothing.
+            spec = PartitionSpec(*spec[: len(shape)])
+        # A row-wise optimizer may have one number of state for each row of a table.
+        is_rows = any(spec) and len(shape) in (1, 2) and fnmatch.fnmatchcase(name, self.tables)
+        try:
+            sharding = NamedSharding(self.mesh, spec)
+            # The rows of a table are padded.
+            sharding.shard_shape((0, *shape[1:]) if is_rows else shape)
+        except (ValueError, IndexError) as error:
+            want = f"a PartitionSpec that fits {name} of shape {list(shape)}"
+            raise arguments.value_error("rules", want, f"{spec}: {error}") from error
+        rows: Any = leaf
+        if isinstance(leaf, Sharded):
+            rows = leaf.in_vocabulary_order()
+        elif not isinstance(leaf, jax.ShapeDtypeStruct):
+            rows = np.asarray(leaf)
+        if is_rows:
+            return sharded(rows, self.layout(name, shape[0], sharding))
+        return put(rows, shape, sharding, lambda index: rows[index])
+
+    def layout(self, name: str, vocab_size: int, sharding: NamedSharding) -> Layout:
+        """How a table lies on the mesh."""
+        rows, columns = spec_axes(sharding.spec, 2)
+        parts, axes = devices_along(self.mesh, rows + columns), self.mesh.axis_names
+        if self.interleave is None or not fnmatch.fnmatchcase(name, self.interleave):
+            order = RowOrder(vocab_size, 1, math.lcm(ROW_MULTIPLE, parts))
+            axes = tuple(axis for axis in axes if axis not in rows + columns)
+        elif columns:
+            want = f"rows over mesh axes, and whole columns, for {name}"
+            raise arguments.value_error("interleave", want, sharding.spec)
+        elif self.virtual_shards % parts:
+            want = (
+                f"a number of devices along {rows} that divides {self.virtual_shards} "
+                f"virtual shards, to interleave {name}"
+            )
+            raise arguments.value_error("mesh", want, parts)
+        elif self.batch_axes is not None and not set(rows) <= set(self.batch_axes):
+            # A lookup would send whole rows to every device, and training would raise an error.
+            want = f"the mesh axes of the rows of {name}, {rows}, among others, to interleave it"
+            raise arguments.value_error("batch_axes", want, self.batch_axes)
+        else:
+            order = RowOrder(vocab_size, self.virtual_shards)
+        batch_axes = axes if self.batch_axes is None else self.batch_axes
+        return Layout(order, sharding, batch_axes, self.capacity)
+
+
+def _draw(init: Callable, rng: Array, mesh: Mesh, targets: Any) -> Any:
+    """The tree that init draws, sharded and padded like its targets.
+
+    Under explicit axes, every device would draw whole arrays; only automatic axes split the
+    drawing.
+    """
+    automatic = Mesh(mesh.devices, mesh.axis_names)
+    shardings = jax.tree.map(lambda target: NamedSharding(automatic, target.sharding.spec), targets)
+
+    def to_array(rows: Array, target: Any) -> Any:
+        if not isinstance(target, Sharded):
+            return rows
+        layout = target.layout
+        return Sharded(layout.order.to_array(rows, automatic, layout.rows), layout)
+
+    # A key's type contains the explicit axes of the surrounding mesh; its data on the host does
+    # not.
+    numbers, kind = np.asarray(jax.random.key_data(rng)), jax.random.key_impl(rng)
+    # jax 0.6 has the context under another name.
+    set_mesh = getattr(jax, "set_mesh", None) or getattr(jax.sharding, "use_mesh")  # noqa: B009
+    with set_mesh(automatic):
+        draw = jax.jit(
+            lambda key: jax.tree.map(to_array, init(key), targets), out_shardings=shardings
+        )
+        drawn = draw(jax.random.wrap_key_data(jnp.asarray(numbers), impl=kind))
+    return jax.tree.map(
+        lambda array, target: jax.device_put(array, target.sharding), drawn, targets
+    )

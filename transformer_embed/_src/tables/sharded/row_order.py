@@ -1,0 +1,123 @@
+"""The order of rows in the array of a sharded table: contiguous or interleaved.
+
+The index of an id's row in that array is its *slot*. The array is padded with zeros.
+
+A *contiguous* table keeps vocabulary order, a block of consecutive ids on each device (TensorFlow's
+"div"). A vocabulary is usually sorted by frequency, so most of a batch reads the first block.
+
+An *interleaved* table deals its rows to S virtual shards like cards (TensorFlow's "mod"): every S
+consecutive ids, a round, go to S different ones. The array is [S * R, d], virtual shard after
+virtual shard, with R = ceil(vocab_size / S) rows each. A mesh whose size divides S holds whole
+virtual shards on each device. Neighbouring ids reach different devices on every mesh because the
+order of the virtual shards within a round is bit-reversed: the device of an id depends on its low
+bits. Each round is also shifted by a hash of its number, so that ids a multiple of S apart spread
+as well.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Shaped
+
+from transformer_embed._src.partitioning import (
+    Axes,
+    devices_along,
+    reshard,
+)
+
+# 2**32 divided by the golden ratio: the multiplier of Fibonacci hashing.
+HASH = 0x9E3779B1
+
+
+class RowOrder(NamedTuple):
+    """Which slot of the array holds which row.
+
+    Args:
+        vocab_size: number of rows.
+        virtual_shards: a power of two; 1 if the rows are contiguous.
+        multiple: what the number of rounds is padded to a multiple of.
+    """
+
+    vocab_size: int
+    virtual_shards: int
+    multiple: int = 1
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether the rows are dealt to several virtual shards."""
+        return self.virtual_shards > 1
+
+    @property
+    def rounds(self) -> int:
+        """Rows of each virtual shard, padding included."""
+        return -(-self.vocab_size // (self.virtual_shards * self.multiple)) * self.multiple
+
+    @property
+    def size(self) -> int:
+        """Rows of the array, padding included."""
+        return self.rounds * self.virtual_shards
+
+    def slots(self, ids: Any) -> Any:
+        """The slot of each id inside the vocabulary; numpy or jax int32."""
+        if not self.is_interleaved:
+            return ids
+        round_number, card = ids // self.virtual_shards, ids % self.virtual_shards
+        return (self._reversed(card) ^ self._hash(round_number)) * self.rounds + round_number
+
+    def ids(self, slots: Any) -> Any:
+        """The id in each slot; an id of vocab_size or above marks padding."""
+        if not self.is_interleaved:
+            return slots
+        shard, round_number = slots // self.rounds, slots % self.rounds
+        card = self._reversed(shard ^ self._hash(round_number))
+        return round_number * self.virtual_shards + card
+
+    def from_array(self, array: Shaped[np.ndarray, "m ..."]) -> Shaped[np.ndarray, "v ..."]:
+        """The rows in vocabulary order, on the host."""
+        if not self.is_interleaved:
+            return array[: self.vocab_size]
+        return array[self.slots(np.arange(self.vocab_size, dtype=np.int32))]
+
+    def block(self, rows: Shaped[np.ndarray, "v ..."], index: Any) -> Shaped[np.ndarray, "b ..."]:
+        """`array[index]` for rows in vocabulary order, on the host."""
+        ids = self.ids(np.arange(*index[0].indices(self.size), dtype=np.int32))
+        block = rows[(np.minimum(ids, len(rows) - 1), *index[1:])]
+        block[ids >= len(rows)] = 0
+        return block
+
+    def to_array(
+        self, rows: Float[Array, "v ..."], mesh: Mesh, axes: Axes
+    ) -> Float[Array, "m ..."]:
+        """The array for rows in vocabulary order, under jit.
+
+        Both are split over these axes, and no device holds more than a few shards: if the rows are
+        interleaved, each device holds some rounds, sorts their rows by virtual shard, and sends
+        each device the virtual shards that live there, by one all-to-all.
+        """
+        columns, shards = [(0, 0)] * (rows.ndim - 1), self.virtual_shards
+        if not self.is_interleaved:
+            return jnp.pad(rows, [(0, self.size - len(rows)), *columns])
+        rounds = -(-self.rounds // devices_along(mesh, axes)) * devices_along(mesh, axes)
+        by_device = NamedSharding(mesh, PartitionSpec(axes))
+        padded = jnp.pad(rows, [(0, rounds * shards - len(rows)), *columns])
+        numbers = jnp.arange(rounds, dtype=jnp.int32)[:, None]
+        cards = self._reversed(jnp.arange(shards, dtype=jnp.int32) ^ self._hash(numbers))
+        hands = reshard(padded.reshape(rounds, shards, -1), by_device)
+        hands = jnp.take_along_axis(hands, cards[..., None], axis=1)
+        dealt = reshard(reshard(hands, by_device).swapaxes(0, 1), by_device)
+        return dealt[:, : self.rounds].reshape(-1, *rows.shape[1:])
+
+    def _reversed(self, cards: Any) -> Any:
+        """The binary digits of numbers below virtual_shards in reverse order."""
+        digits = self.virtual_shards.bit_length() - 1
+        reverse = cards & 0
+        for digit in range(digits):
+            reverse = reverse | ((cards >> digit & 1) << (digits - 1 - digit))
+        return reverse
+
+    def _hash(self, round_number: Any) -> Any:
+        """A hash of the round, below virtual_shards; 0 for the first round."""
+        unused = np.uint32(33 - self.virtual_shards.bit_length())
+        return (round_number.astype("uint32") * np.uint32(HASH) >> unused).astype("int32")

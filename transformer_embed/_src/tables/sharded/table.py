@@ -1,0 +1,175 @@
+"""A sharded table, as a leaf of a parameter tree."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int32
+
+from transformer_embed._src import arguments
+from transformer_embed._src.partitioning import (
+    OutputLayout,
+    array_axes,
+    on_every_device,
+    reshard,
+)
+from transformer_embed._src.tables.rows.fingerprint import fits
+from transformer_embed._src.tables.rows.gathered_rows import RowTable
+from transformer_embed._src.tables.rows.row_gradient import RowGradient
+from transformer_embed._src.tables.sharded.batch_rows import (
+    BatchRows,
+    gather_from_owners,
+    take_from_owners,
+)
+from transformer_embed._src.tables.sharded.contiguous import (
+    gather_from_shards,
+    rows_of_this_shard,
+    take_from_shards,
+)
+from transformer_embed._src.tables.sharded.layout import Layout
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["layout"])
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sharded(RowTable):
+    """A sharded table, as a leaf of a parameter tree.
+
+    `lookup`, `linear_logits` and every module of this package read it. `shard_params` makes it. It
+    is a pytree whose one leaf is the padded array, so gradients, optimizer states and checkpoints
+    have the same structure and sharding. No device holds, sends or receives a whole table. Padding
+    rows are never read and get no gradient. Their logits are half of the dtype's lowest number, so
+    they do not affect softmax, argmax or cross-entropy.
+
+    `lookup` returns the same values as on one device, bit for bit. `linear_logits` returns [...,
+    padded vocab_size], split over the table's axes. x is first gathered over every axis that splits
+    its channels or the table, and over the later axes of the same dimension. If columns are split,
+    an all-to-all first splits the table by rows instead. A gradient of the table is summed over the
+    axes that the batch is split over and stays in its shard.
+
+    Args:
+        array: [padded vocab_size, d], or [padded vocab_size] for optimizer state with one number
+            for each row. A contiguous table is padded to a multiple of 128 rows, so a checkpoint of
+            it can be restored on every mesh whose devices along its axes divide 128.
+        layout: how it lies on the mesh; see `shard_params`.
+
+    Example:
+        >>> import jax, numpy as np
+        >>> from jax.sharding import Mesh, PartitionSpec
+        >>> import transformer_embed as te
+        >>> mesh = Mesh(np.array(jax.devices()[:1]), ["model"])
+        >>> params = {"embed": {"embeddings": np.ones([5, 2], np.float32)}}
+        >>> rules = {"embed/*": PartitionSpec("model")}
+        >>> table = te.sharding.shard_params(params, mesh, rules)["embed"]["embeddings"]
+        >>> isinstance(table, te.sharding.Sharded), table.shape, te.lookup(table, [4]).tolist()
+        (True, (5, 2), [[1.0, 1.0]])
+
+    Source:
+        Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
+        Parallelism" (2019), section 3, https://arxiv.org/abs/1909.08053. The exchange: Ivchenko et
+        al., "TorchRec: a PyTorch Domain Library for Recommendation Systems" (2022),
+        https://doi.org/10.1145/3523227.3547387
+    """
+
+    array: Any
+    layout: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(vocab_size, d), without the padding."""
+        return (self.layout.order.vocab_size, *self.array.shape[1:])
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the rows."""
+        return self.array.dtype
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """That of the array."""
+        return self.layout.sharding
+
+    def _gather_rows(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
+        """See `Table`; split as the ids are, then as the columns are.
+
+        An exchange needs ids that are split over the rows' axes; others are looked up in all
+        shards.
+        """
+        layout = self.layout
+        by_exchange = layout.order.is_interleaved and set(layout.rows) <= set(layout.split(ids)[1])
+        gather = gather_from_owners if by_exchange else gather_from_shards
+        return gather(layout, self.array, ids)
+
+    def _output_layout(self, x: Float[Array, "... d"]) -> tuple[Array, OutputLayout]:
+        """See `Table`."""
+        layout = self.layout
+        if layout.order.is_interleaved:
+            want = "rows in vocabulary order for a tied output layer: leave it out of `interleave`"
+            raise arguments.type_error("table", want, "an interleaved table")
+        split = array_axes(layout.mesh, layout.batch_axes, x, x.ndim - 1)
+        return self.array, OutputLayout(layout.mesh, layout.rows, layout.columns, tuple(split))
+
+    def _take_rows(self, ids: Int32[Array, "..."], max_rows: int) -> BatchRows:
+        """See `RowTable`."""
+        take = take_from_owners if self.layout.order.is_interleaved else take_from_shards
+        return take(self.layout, self.array, ids, max_rows)
+
+    def _update_rows(
+        self, step: Callable, shared: Any, gradient: RowGradient, states: Sequence[Any]
+    ) -> list["Sharded"]:
+        """See `RowTable`; each shard updates its own rows. Nothing is sent."""
+        layout, is_owned = self.layout, self.layout.order.is_interleaved
+        if is_owned and gradient.layout != layout:
+            want = (
+                "the gradient of an interleaved table as `value_and_grad` returns it: each device "
+                "has those of its own rows"
+            )
+            raise arguments.type_error("grads", want, f"plain {type(gradient).__name__}")
+
+        def update_shard(shared, scaled, ids, values, shards):
+            is_right = fits(ids, scaled)
+            if not is_owned:
+                ids, values = rows_of_this_shard(layout, ids, values)
+            return step(shared, is_right, ids, values, shards)
+
+        by_owner = PartitionSpec(layout.rows)
+        gradient_spec = by_owner if is_owned else PartitionSpec()
+        # The state has the table's rows, but not always its columns, nor its sharding.
+        sharding = NamedSharding(layout.mesh, by_owner)
+        arrays = [self.array, *(reshard(state.array, sharding) for state in states)]
+        update_all = jax.shard_map(
+            update_shard,
+            mesh=layout.mesh,
+            in_specs=(PartitionSpec(), gradient_spec, gradient_spec, gradient_spec, by_owner),
+            out_specs=by_owner,
+        )
+        # As shard_map does under automatic axes. XLA drops the all-gather of what is not used.
+        shared = jax.tree.map(on_every_device, shared)
+        written = update_all(shared, gradient.fingerprint, gradient.ids, gradient.values, arrays)
+        tables = zip([self, *states], written, strict=True)
+        return [dataclasses.replace(table, array=array) for table, array in tables]
+
+    def in_vocabulary_order(self) -> Any:
+        """All rows, on the host, or their shape. This process must be able to see all shards."""
+        if isinstance(self.array, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(self.shape, self.dtype)
+        return self.layout.order.from_array(np.asarray(self.array))
+
+
+def sharded(rows: Any, layout: Layout) -> Sharded:
+    """A table with these rows, which are in vocabulary order, or with the shape of its array."""
+    shape = (layout.order.size, *rows.shape[1:])
+    block = functools.partial(layout.order.block, rows)
+    return Sharded(put(rows, shape, layout.sharding, block), layout)
+
+
+def put(rows: Any, shape: tuple[int, ...], sharding: NamedSharding, block: Callable) -> Any:
+    """An array on a mesh, whose `array[index]` is `block(index)`; for a shape, its shape."""
+    if isinstance(rows, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, rows.dtype, sharding=sharding)
+    # Each device receives only its own part.
+    return jax.make_array_from_callback(shape, sharding, block)

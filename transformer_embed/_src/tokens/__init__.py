@@ -1,0 +1,1 @@
+"""Token lookup, dropout, the output layer and its losses, as pure functions."""

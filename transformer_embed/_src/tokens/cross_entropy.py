@@ -1,0 +1,254 @@
+"""The cross-entropy of an output layer, one chunk of tokens at a time.
+
+So [tokens, vocabulary] logits never exist at once.
+
+The tokens (x, labels, weights) are cut into chunks, and a `scan` over them carries three sums: the
+loss, the table's gradient [rows, d] and the bias's [rows]. The step for a chunk computes its logits
+[chunk, rows], then its losses and the gradients of the logits, and from these the gradient of the
+chunk's x and its parts of the sums. Then the logits are freed.
+
+On a mesh, each device first receives whole rows and the tokens that they meet (see
+`OutputLayout`), so it holds some rows of the vocabulary. Within a chunk, devices with the same
+tokens exchange three numbers per token: the largest logit, the sum of exponentials and the label's
+logit. At the end the gradient of x is summed over the devices with the same tokens and scattered to
+where x came from; the gradient of the rows is summed over the parts of the batch and returns to its
+columns.
+
+In reading order: `linear_cross_entropy` checks its arguments; `targets` gives each token its label
+and weight; `_loss` and its rule define the gradient; `_loss_and_gradients` splits the work over the
+mesh; `_loss_on_device` receives, scans `_add_chunk` and sends; `losses_and_logit_gradients` is the
+arithmetic, also of the losses of single tokens (token_losses.py).
+"""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from transformer_embed._src import arguments
+from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.partitioning import all_gather
+from transformer_embed._src.tokens.lookup import Table
+from transformer_embed._src.tokens.losses import (
+    LossOptions,
+    array_and_layout,
+    as_batch,
+    cut_into_chunks,
+    join_chunks,
+    losses_and_logit_gradients,
+    nan_outside,
+    targets,
+)
+from transformer_embed._src.tokens.output_layer import as_output_layer
+from transformer_embed._src.tokens.token_losses import token_losses
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def linear_cross_entropy(
+    x: ArrayLike,
+    table: ArrayLike | Table,
+    labels: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    pad_id: int | None = None,
+    mask: ArrayLike | None = None,
+    weights: ArrayLike | None = None,
+    shift: bool = False,
+    segment_ids: ArrayLike | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    chunk_size: int | None = None,
+) -> Float[Array, "..."]:
+    """The cross-entropy of `linear_logits` with the labels, computed one chunk of tokens at a time.
+
+    For a token with logits z and label y, over a vocabulary of V ids without padding, with `log_z =
+    log(sum(exp(z)))` and smoothing s,
+    `loss = log_z - (1 - s) * z[y] - s * sum(z) / V + z_loss * log_z**2`.
+
+    One pass over the chunks computes value and gradient, with three products with the table, as
+    many as without chunks. Forward mode and second derivatives work too: a product with the Hessian
+    (`jax.jvp` of `jax.grad`) also needs the memory of only one chunk.
+
+    Args:
+        x: [..., d], a floating dtype.
+        table: [vocab_size, d], a floating dtype: the embedding table of a tied output layer, or a
+            table of its own.
+        labels: [...], any integer dtype: the id that each token should predict; with shift, the ids
+            themselves.
+        bias: as in `linear_logits`.
+        softcap: as in `linear_logits`.
+        scale: as in `linear_logits`.
+        pad_id: the id of padding, which is never predicted: labels that are this id are not
+            counted, and its row of the table and its bias have no part in the loss and get no
+            gradient. It may be outside the vocabulary (such as -100). To leave out labels and keep
+            their row, use mask. None: no padding.
+        mask: bool, [length], or more axes that broadcast to the labels'. True = the label is
+            counted. None: all. Where ignored labels are -100, it is `labels != -100`.
+        weights: floating, [length], or more axes that broadcast to the labels': each label's loss
+            is multiplied by its weight. None: 1.
+        shift: True: token t predicts `labels[..., t + 1]`, which brings its mask and weight with
+            it; the last token predicts nothing.
+        segment_ids: integers, [length], or more axes that broadcast to the labels', for packed
+            sequences, with shift: 0 = padding, and another number for each sequence
+            (`TokenPositions.segment_ids`). The last token of a sequence predicts nothing. None: one
+            sequence a row.
+        label_smoothing: in [0, 1), a Python float: the part of each label's weight that is spread
+            evenly over the vocabulary.
+        z_loss: a Python number of at least 0, which keeps log_z near 0 (PaLM: 1e-4).
+        reduction: `"mean"` divides the sum over the counted labels by the sum of their weights;
+            `"sum"` does not; `"none"` returns each label's loss times its weight (see Returns).
+        chunk_size: the largest number of tokens in a chunk (on a mesh with explicit axes, on each
+            device). None: a twelfth of the tokens, but at least 256 and at most 512.
+
+    Returns:
+        A scalar, computed in float32 (float64 if x or the table is). The loss and its gradients are
+        0 if no label is counted, and NaN if a counted label is outside the vocabulary. At tokens
+        that are not counted, x has no effect, even if it is NaN, and its gradient is 0. x, table,
+        bias and weights have gradients, summed in float32 or wider over all chunks, then cast once
+        to their dtypes.
+
+        With `reduction="none"`, an array [...]: at each label its loss times its weight, 0 where it
+        is not counted. With shift, the loss of `labels[..., t]` is at t. Each may get another
+        cotangent, so the backward pass computes logits again: four products in all.
+
+        With a sharded table, or any array on a mesh with explicit axes, no device gathers a table
+        or logits. x is all-gathered over the mesh axes that also split the table. Devices with the
+        same tokens exchange three numbers per token and, once, the gradients of x. Devices with the
+        same rows exchange the gradient of the rows once. For plain arrays on automatic axes the
+        value is the same, and the compiler chooses what is sent.
+
+    Raises:
+        TypeError: x, the table, the bias or weights do not have a floating dtype; labels or
+            segment_ids are not integers; mask is not bool; shift is not a Python bool; softcap,
+            scale, label_smoothing, z_loss or chunk_size is not a Python number; the table has only
+            some of its rows, as inside `te.rows.value_and_grad`.
+        ValueError: the table is not of rank 2, or its width is not x's; the shape of labels is not
+            x's without its last axis; the bias does not have one number for each row; a mask,
+            weights or segment_ids that do not end in the labels' last axis, or do not broadcast to
+            them; segment_ids without shift; labels of rank 0 with shift, or of an unknown size; an
+            argument out of its range; columns split over a number of devices that does not divide
+            the number of rows.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> table = jnp.array([[1.0, 2.0], [3.0, 4.0], [0.0, 0.0]])
+        >>> x = jnp.array([[0.0, 0.0], [0.0, 0.0], [5.0, 5.0]])
+        >>> print(te.linear_cross_entropy(x, table, [1, 2, -1], pad_id=-1))  # log(3)
+        1.0986123
+        >>> jax.grad(te.linear_cross_entropy)(x, table, [1, 2, -1], pad_id=-1)[2].tolist()
+        [0.0, 0.0]
+
+    Source:
+        Label smoothing: Szegedy et al., "Rethinking the Inception Architecture" (2016), section 7,
+        https://arxiv.org/abs/1512.00567. z_loss: Chowdhery et al., "PaLM" (2022), section 5,
+        https://arxiv.org/abs/2204.02311. The gradient in the forward pass: Hsu et al., "Liger
+        Kernel" (2024), section 3.2, https://arxiv.org/abs/2410.10989. The name and shift: Wijmans
+        et al., "Cut Your Losses in Large-Vocabulary Language Models" (2024),
+        https://arxiv.org/abs/2411.09009. The loss over a split vocabulary: Shoeybi et al.,
+        "Megatron-LM" (2019), section 3, https://arxiv.org/abs/1909.08053
+    """
+    x, table, bias, output = as_output_layer(x, table, bias, softcap, scale, pad_id)
+    batch = as_batch(x, labels, mask, weights, shift, segment_ids)
+    options = LossOptions(
+        output,
+        shift,
+        None if chunk_size is None else arguments.size("chunk_size", chunk_size),
+        arguments.rate("label_smoothing", label_smoothing),
+        arguments.not_negative("z_loss", z_loss),
+        arguments.choice("reduction", reduction, REDUCTIONS),
+    )
+    return _reduced_loss(options, table, bias, batch)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _reduced_loss(options, table, bias, batch):
+    """The sum or mean of the tokens' weighted losses, or each of them."""
+    if options.reduction == "none":
+        losses, _ = token_losses(options, table, bias, batch)
+        return losses
+    dtype = arguments.compute_dtype(batch.x.dtype, table.dtype)
+    x, labels, _, weights = targets(options, batch, dtype)
+    if options.reduction == "mean":
+        total = jnp.sum(weights)
+        weights /= jnp.where(total == 0, 1, total)
+    weights = nan_outside(options, labels, weights)
+    array, layout = array_and_layout(x, table)
+    bias = layout.split_bias(bias, array.shape[0])
+    return _loss(options, layout, labels, x, array, bias, weights)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _loss(options, layout, labels, x, table, bias, weights):
+    """The sum of each token's loss times its weight."""
+    return _loss_and_gradients(options, layout, labels, x, table, bias, weights)[0]
+
+
+@functools.partial(_loss.defjvp, symbolic_zeros=True)
+def _loss_jvp(options, layout, primals, tangents):
+    """The tangent is linear in the tangents, with the gradients as coefficients.
+
+    So its transpose only scales the gradients. Lowering drops what computes the others.
+    """
+    loss, *gradients = _loss_and_gradients(options, layout, *primals)
+    sum_of_tangents = jnp.zeros_like(loss)
+    for gradient, tangent in zip(gradients, tangents[1:], strict=True):
+        if not isinstance(tangent, SymbolicZero | None):
+            sum_of_tangents += jnp.sum(gradient * tangent.astype(gradient.dtype))
+    return loss, sum_of_tangents
+
+
+def _loss_and_gradients(options, layout, labels, x, table, bias, weights):
+    """The loss, and the gradients of x, the table, the bias and the weights."""
+    of_tokens = PartitionSpec(*layout.x[:-1])
+    specs = (*layout.specs(), of_tokens)
+    run = functools.partial(_loss_on_device, options, layout)
+    run_all = layout.map(run, (of_tokens, *specs), (PartitionSpec(), *specs))
+    return run_all(labels, x, table, bias, weights)
+
+
+def _loss_on_device(options, layout, labels, x, shard, bias, weights):
+    """`_loss_and_gradients` on one of the devices: what it receives, its chunks, what it sends."""
+    x, labels, weights = (all_gather(values, layout.gathered) for values in (x, labels, weights))
+    rows = layout.exchange(shard, 0, 1)
+    # Made from the data, so that they vary over the same mesh axes inside a user's shard_map.
+    zeros = [jnp.sum(leaf.ravel()[:1] > 0) & 0 for leaf in (x, labels, weights, rows)]
+    zero = jnp.array(sum(zeros), weights.dtype)
+    start = (zero, jnp.full(rows.shape, zero), jnp.full(rows.shape[:1], zero))
+    step = functools.partial(_add_chunk, options, layout, rows, bias)
+    chunks = cut_into_chunks(options.chunk_size, x, labels[..., None], weights[..., None])
+    sums, (of_x, of_weights) = jax.lax.scan(step, start, chunks)
+
+    batch = sum(layout.tokens, ())
+    loss, of_rows, of_bias = (jax.lax.psum(values, batch) for values in sums)
+    of_table = layout.exchange(of_rows, 1, 0)
+    of_x = layout.own_part(join_chunks(of_x, labels.size, x.shape), summed=layout.vocabulary)
+    of_weights = layout.own_part(join_chunks(of_weights, labels.size, labels.shape))
+    return loss, of_x, of_table, of_bias, of_weights
+
+
+def _add_chunk(options, layout, rows, bias, sums, chunk):
+    """The sums after adding those of a chunk, and the gradients of the chunk's x and weights."""
+    x, _, weights = chunk
+    losses, logit_gradients, factors, *_ = losses_and_logit_gradients(
+        options, layout, rows, bias, chunk
+    )
+    multiply = functools.partial(jnp.einsum, preferred_element_type=factors.dtype)
+    # Eight equal columns: a TPU takes as long for a plain sum as for a product with all of x.
+    columns = jnp.broadcast_to(factors, (len(factors), 8))
+    scaled_x = factors * x.astype(factors.dtype)
+    chunk_sums = (
+        jnp.sum(losses * weights),
+        multiply("tv,td->vd", logit_gradients, scaled_x),
+        multiply("tv,tc->vc", logit_gradients, columns)[:, 0],
+    )
+    x_gradient = factors * multiply("tv,vd->td", logit_gradients, rows)
+    return tuple(map(operator.add, sums, chunk_sums)), (x_gradient, losses)

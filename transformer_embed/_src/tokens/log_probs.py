@@ -1,0 +1,115 @@
+"""The log-probability of each label under an output layer."""
+
+import functools
+
+import jax
+from jaxtyping import Array, Float
+
+from transformer_embed._src import arguments
+from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.tokens.lookup import Table
+from transformer_embed._src.tokens.losses import LossOptions, as_batch
+from transformer_embed._src.tokens.output_layer import as_output_layer
+from transformer_embed._src.tokens.token_losses import token_losses
+
+
+def linear_log_probs(
+    x: ArrayLike,
+    table: ArrayLike | Table,
+    labels: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    pad_id: int | None = None,
+    temperature: float = 1.0,
+    mask: ArrayLike | None = None,
+    shift: bool = False,
+    segment_ids: ArrayLike | None = None,
+    with_entropy: bool = False,
+    chunk_size: int | None = None,
+) -> Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """The log-probability of each label under `linear_logits`, one chunk of tokens at a time.
+
+    Reinforcement learning on language models takes gradients through functions of them: ratios of
+    two policies, clips, KL terms. Logits of the whole batch never exist, neither in the forward nor
+    in the backward pass.
+
+    The forward pass takes one product with the table, and the backward pass three, of which one
+    computes the logits again. Forward mode, `jax.vmap` and second derivatives work too.
+
+    Args:
+        x: [..., d], a floating dtype.
+        table: [vocab_size, d], as in `linear_cross_entropy`.
+        labels: [...], any integer dtype: the id whose log-probability each token asks for; with
+            shift, the ids themselves.
+        bias: as in `linear_logits`.
+        softcap: as in `linear_logits`.
+        scale: as in `linear_logits`.
+        pad_id: as in `linear_cross_entropy`.
+        temperature: a Python number above 0, that of sampling: the logits are divided by it.
+        mask: bool, [length], or more axes that broadcast to the labels'. True = the label is
+            counted. None: all. Labels that a prompt gives are usually not counted.
+        shift: True: token t predicts `labels[..., t + 1]`.
+        segment_ids: as in `linear_cross_entropy`, with shift.
+        with_entropy: True returns entropies too.
+        chunk_size: as in `linear_cross_entropy`.
+
+    Returns:
+        [...], in float32 (float64 if x or the table is): at each label, its log-probability given
+        the token that predicts it. With shift, that of `labels[..., t]` is at t, and the first
+        label of a sequence has none. With `with_entropy=True` it is a pair, whose second array has
+        at each label the entropy, in nats, of the distribution that predicts it.
+
+        Both are 0 at labels that are not counted, where x has no effect. The log-probability of a
+        counted label outside the vocabulary is NaN.
+
+        Equal arguments give equal bits, with or without gradients, under jit: the ratio of a policy
+        to itself is exactly 1. Another `chunk_size`, batch shape, mesh or `with_entropy` may sum in
+        another order, and so may a call outside of jit: differences of a few units in the last
+        place.
+
+        With a sharded table, or any array on a mesh with explicit axes, no device gathers a table
+        or logits: devices with the same tokens exchange three numbers per token (four with
+        entropies).
+
+    Raises:
+        TypeError: as for `linear_cross_entropy`; with_entropy is not a Python bool.
+        ValueError: as for `linear_cross_entropy`; temperature is not above 0.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> table = jnp.array([[0.0, 0.0], [3.0, 4.0]])
+        >>> x = jnp.zeros([1, 3, 2])
+        >>> ids = jnp.array([[0, 1, 1]])
+        >>> log_probs, entropy = te.linear_log_probs(x, table, ids, shift=True, with_entropy=True)
+        >>> print(log_probs, entropy)  # log(1 / 2), and log(2)
+        [[ 0.        -0.6931472 -0.6931472]] [[0.        0.6931472 0.6931472]]
+
+        >>> def ppo_loss(x, old_log_probs, advantages):
+        ...     log_probs = te.linear_log_probs(x, table, ids, shift=True)
+        ...     ratio = jnp.exp(log_probs - old_log_probs)
+        ...     clipped = jnp.clip(ratio, 0.8, 1.2)
+        ...     return -jnp.minimum(ratio * advantages, clipped * advantages).mean()
+        >>> jax.grad(ppo_loss)(x, log_probs, jnp.ones([1, 3])).shape
+        (1, 3, 2)
+    """
+    x, table, bias, output = as_output_layer(x, table, bias, softcap, scale, pad_id)
+    temperature = arguments.positive("temperature", temperature)
+    batch = as_batch(x, labels, mask, None, shift, segment_ids)
+    options = LossOptions(
+        output.at_temperature(temperature),
+        shift,
+        None if chunk_size is None else arguments.size("chunk_size", chunk_size),
+        with_entropy=arguments.flag("with_entropy", with_entropy),
+    )
+    return _log_probs(options, table, bias, batch)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _log_probs(options, table, bias, batch):
+    losses, entropies = token_losses(options, table, bias, batch)
+    # A difference, because the negative of 0 is -0.
+    log_probs = 0 - losses
+    return (log_probs, entropies) if options.with_entropy else log_probs

@@ -1,0 +1,250 @@
+"""What the loss of a batch and the losses of its tokens share.
+
+These are the label and weight of each token, and the arithmetic of a chunk.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+from transformer_embed._src import arguments
+from transformer_embed._src.attention.token_positions import has_next_token, of_next_token
+from transformer_embed._src.partitioning import ON_ONE_DEVICE, OutputLayout, spec_axes
+from transformer_embed._src.tokens.lookup import Table
+from transformer_embed._src.tokens.output_layer import (
+    OutputOptions,
+    row_logits,
+)
+
+# Below 256 tokens a chunk's sum into the table's gradient costs more than the chunk's logits;
+# beyond 512 nothing gets faster.
+SMALLEST_CHUNK, LARGEST_CHUNK, CHUNKS = 256, 512, 12
+
+
+class LossOptions(NamedTuple):
+    """The static arguments of `linear_cross_entropy` and `linear_log_probs`."""
+
+    output: OutputOptions
+    shift: bool
+    chunk_size: int | None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    reduction: str = "none"
+    with_entropy: bool = False
+
+
+class Batch(NamedTuple):
+    """Tokens [...], as arrays that fit each other, with what each of them predicts."""
+
+    x: jax.Array
+    labels: jax.Array
+    mask: jax.Array | None
+    weights: jax.Array | None
+    segment_ids: jax.Array | None
+
+
+def as_batch(x, labels, mask, weights, shift, segment_ids) -> Batch:
+    """The checked arguments of a loss, each with as many axes as the labels."""
+    labels = arguments.as_int32("labels", labels)
+    arguments.check_same("labels", "x's shape without its last axis", labels.shape, x.shape[:-1])
+    if any(map(export.is_symbolic_dim, labels.shape)):
+        want = "a shape of known sizes, for the loss is computed in chunks"
+        raise arguments.value_error("labels", want, f"shape {list(labels.shape)}")
+    if arguments.flag("shift", shift):
+        if not labels.ndim:
+            raise arguments.value_error("labels", "shape [..., length], to shift", "shape []")
+    else:
+        arguments.check_left_out("segment_ids", segment_ids, "shift is False")
+    as_mask = functools.partial(arguments.as_mask, is_true="counted")
+    return Batch(
+        x,
+        labels,
+        _aligned("mask", mask, as_mask, labels),
+        _aligned("weights", weights, arguments.as_floats, labels),
+        _aligned("segment_ids", segment_ids, arguments.as_fitting_int32, labels),
+    )
+
+
+def _aligned(name, values, convert, labels):
+    """The converted values with as many axes as the labels, once they are known to fit them."""
+    if values is None:
+        return None
+    values = convert(name, values)
+    arguments.check_ends_in_length(name, values.shape, labels.shape, "the labels")
+    return jnp.expand_dims(values, range(labels.ndim - values.ndim))
+
+
+class Targets(NamedTuple):
+    """What each token predicts."""
+
+    x: jax.Array
+    labels: jax.Array
+    counted: jax.Array
+    weights: jax.Array  # 0 where a token is not counted.
+
+
+def targets(options, batch, dtype) -> Targets:
+    """For each token the label that it predicts, and its weight of this dtype."""
+    x, labels, mask, weights, segment_ids = batch
+    pad_id = options.output.pad_id
+    # Made from x, so that under explicit axes it has x's sharding.
+    counted = ~jnp.zeros_like(x, bool).any(-1)
+    if options.shift:
+        counted &= has_next_token(jnp.ones_like(labels) if segment_ids is None else segment_ids)
+        labels, mask, weights = jax.tree.map(of_next_token, (labels, mask, weights))
+    if pad_id is not None:
+        counted &= labels != pad_id
+    if mask is not None:
+        counted &= mask
+    # Zeros give finite logits, so that their weight of 0 leaves nothing of them.
+    x = jnp.where(counted[..., None], x, 0)
+    # Any label may stand where it is not counted, also one on a shard's padding.
+    labels = jnp.where(counted, labels, 0)
+    # Widened before it is broadcast, so that its gradient is summed in the wide dtype.
+    weights = jnp.ones((), dtype) if weights is None else weights.astype(dtype)
+    return Targets(x, labels, counted, jnp.where(counted, weights, 0))
+
+
+def nan_outside(options, labels, values):
+    """The values, NaN where a label is outside the vocabulary."""
+    outside = labels.astype(jnp.uint32) >= options.output.vocab_size
+    return jnp.where(outside, jnp.nan, values)
+
+
+class ChunkLosses(NamedTuple):
+    """Of a chunk of t tokens and v rows of the vocabulary; entropies are None unless asked for."""
+
+    losses: jax.Array  # [t, 1]
+    gradients: jax.Array  # [t, v]: times the factors, those of the weighted losses in the logits.
+    factors: jax.Array  # [t, 1]
+    entropies: jax.Array | None  # [t, 1]
+    entropy_gradients: jax.Array | None  # [t, v]
+
+
+def losses_and_logit_gradients(options, layout, rows, bias, chunk) -> ChunkLosses:
+    """The losses of a chunk's tokens, and their gradients in the logits `x @ rows.T + bias`.
+
+    With logits z, their maximum m, targets p that sum to 1, `total = sum(exp(z - m))` and
+    `log_z = log(total) + m`, the loss is `log(total) - sum(p * (z - m)) + z_loss * log_z**2`. Its
+    gradient in z is `(exp(z - m) - mass * p) / mass`, with
+    `mass = total / (1 + 2 * z_loss * log_z)`. Dividing or multiplying the logit gradients
+    themselves would cost another operation for each of them.
+
+    With `mean = sum(exp(z - m) * (z - m)) / total`, the entropy is `log(total) - mean`, and its
+    gradient in z is `exp(z - m) * (mean - (z - m)) / total`.
+    """
+    x, labels, weights = chunk
+    output, smoothing = options.output, options.label_smoothing
+    raw_logits, factor, ids, is_inside = row_logits(output, layout, x, rows, bias)
+    logits = _excluding(output, layout, raw_logits, factor, ids, is_inside)
+    top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+    top = jax.lax.pmax(top, layout.vocabulary) if layout.vocabulary else top
+    # Differences of logits: their rounding does not grow with the logits. The factor comes last:
+    # XLA may round `factor * logits - top` only once, which is not 0 where top is rounded.
+    shifted = factor * (logits - top)
+    exponentials = jnp.exp(shifted)
+    of_label = functools.partial(_of_label, labels - ids[0, 0])
+    share = 0.0
+    if smoothing:
+        share = jnp.where(is_inside, smoothing / output.predicted(weights.dtype), 0)
+        # Shifted logits exist anyway: reading the label's from elsewhere would keep both.
+        of_others = (share * shifted).sum(-1, keepdims=True)
+        expected = (1 - smoothing) * of_label(shifted, 0) + of_others
+    else:
+        # A CPU would write whole shifted logits only for this. A TPU writes them faster than it
+        # repeats their exponentials.
+        expected = jax.lax.platform_dependent(
+            cpu=lambda: factor * of_label(logits, top), default=lambda: of_label(shifted, 0)
+        )
+    total = exponentials.sum(-1, keepdims=True)
+    total, expected = jax.lax.psum((total, expected), layout.vocabulary)
+    losses, gradients, mass = jnp.log(total) - expected, exponentials, total
+    if options.z_loss:
+        log_z = jnp.log(total) + factor * top
+        losses += options.z_loss * log_z**2
+        rise = 1 + 2 * options.z_loss * log_z
+        mass = total / jnp.where(rise == 0, jnp.finfo(rise.dtype).eps, rise)
+    if smoothing:
+        gradients -= share * mass
+    at_label = gradients - (1 - smoothing) * mass
+    gradients = jnp.where(ids == labels, at_label, gradients)
+    slope = output.scale
+    if output.softcap is not None:
+        slope_of_cap = 1 - jnp.square(raw_logits)
+        gradients *= slope_of_cap
+        slope *= slope_of_cap
+    entropies = entropy_gradients = None
+    if options.with_entropy:
+        sum_of_shifted = (exponentials * shifted).sum(-1, keepdims=True)
+        mean = jax.lax.psum(sum_of_shifted, layout.vocabulary) / total
+        entropies = jnp.log(total) - mean
+        entropy_gradients = slope * exponentials * (mean - shifted) / total
+    factors = output.scale * weights / mass
+    return ChunkLosses(losses, gradients, factors, entropies, entropy_gradients)
+
+
+def _of_label(columns, values, shift):
+    """The value of each row in its column, minus its shift; 0 where another device has it."""
+    last = values.shape[1] - 1
+    index = jnp.clip(columns, 0, last)
+    at_label = jnp.take_along_axis(values, index, axis=1, mode="promise_in_bounds")
+    return jnp.where((columns >= 0) & (columns <= last), at_label - shift, 0)
+
+
+def _excluding(output, layout, logits, factor, ids, is_inside):
+    """Logits [t, v] with a low number where they are not inside: in place on a CPU, if it can."""
+    # Finite, also times the factor: a token that is not counted, whose label may be padding, has
+    # the weight 0.
+    lowest = jnp.finfo(logits.dtype).min / (2 * max(factor, 1))
+
+    def in_one_pass():
+        return jnp.where(is_inside, logits, lowest)
+
+    def in_place():
+        # As uint32, a negative id is past the end.
+        return logits.at[:, np.uint32(output.pad_id % 2**32)].set(lowest, mode="drop")
+
+    if output.pad_id is not None and layout.mesh is None:
+        return jax.lax.platform_dependent(cpu=in_place, default=in_one_pass)
+    return in_one_pass()
+
+
+def cut_into_chunks(chunk_size, *values):
+    """[count, size, d] of each of the values [..., d] of all tokens.
+
+    Each chunk takes every count-th token, so each device has a part of each chunk if the batch is
+    split. The last chunks are padded with zeros.
+    """
+    total = math.prod(values[0].shape[:-1])
+    size = chunk_size or min(max(SMALLEST_CHUNK, -(-total // CHUNKS)), LARGEST_CHUNK)
+    count = -(-total // size)
+    size = -(-total // max(count, 1))
+
+    def cut(array):
+        width = array.shape[-1]
+        tokens = jnp.pad(array.reshape(total, width), ((0, count * size - total), (0, 0)))
+        return tokens.reshape(size, count, width).swapaxes(0, 1)
+
+    return tuple(map(cut, values))
+
+
+def join_chunks(chunks, total, shape):
+    """The inverse of `cut_into_chunks`: the values of all tokens, without the padding."""
+    tokens = chunks.swapaxes(0, 1).reshape(-1, chunks.shape[-1])
+    return tokens[:total].reshape(shape)
+
+
+def array_and_layout(x, table):
+    """The table's array, and how it and x are split: plain arrays, only by explicit axes."""
+    if isinstance(table, Table):
+        return table._output_layout(x)
+    split = spec_axes(jax.typeof(x).sharding.spec, x.ndim)
+    rows, columns = spec_axes(jax.typeof(table).sharding.spec, table.ndim)
+    if not any((rows, columns, *split)):
+        return table, ON_ONE_DEVICE
+    return table, OutputLayout(jax.typeof(x).sharding.mesh, rows, columns, tuple(split))

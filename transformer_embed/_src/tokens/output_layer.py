@@ -1,0 +1,163 @@
+"""The output layer: the product of x with every row of a table, such as the embedding table."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from transformer_embed._src import arguments
+from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.compiled import compiled
+from transformer_embed._src.partitioning import (
+    ON_ONE_DEVICE,
+    all_gather,
+    devices_along,
+    index_along,
+)
+from transformer_embed._src.tokens.lookup import Table, as_table
+
+
+def linear_logits(
+    x: ArrayLike,
+    table: ArrayLike | Table,
+    *,
+    bias: ArrayLike | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    pad_id: int | None = None,
+) -> Float[Array, "... v"]:
+    """The logits of an output layer: the product of x with every row of a table.
+
+    With `u = scale * (x @ table.T + bias)`, they are u, or `softcap * tanh(u / softcap)`. A tied
+    output layer has the embedding table as its table.
+
+    Args:
+        x: [..., d], a floating dtype.
+        table: [vocab_size, d], a floating dtype.
+        bias: [vocab_size], a floating dtype. None: no bias.
+        softcap: a Python number above 0, which no logit exceeds in magnitude (Gemma 2: 30). None:
+            no bound.
+        scale: a Python number above 0 (T5: d**-0.5).
+        pad_id: the id of padding, which is never predicted: its logit is half of the lowest finite
+            number, so its probability is 0, and its row and bias get no gradient. It may be outside
+            the vocabulary. None: no padding.
+
+    Returns:
+        [..., vocab_size], summed and returned in float32 (float64 if x or the table is). A sharded
+        table pads the vocabulary: see `sharding.Sharded`.
+
+    Raises:
+        TypeError: x, the table or the bias does not have a floating dtype of 16 bits or more;
+            softcap or scale is not a Python number.
+        ValueError: the table does not have rank 2, or its width is not that of x; the bias does not
+            have one number for each row; softcap or scale is not above 0.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> te.linear_logits(jnp.array([1.0, 1.0]), jnp.array([[1.0, 2.0], [3.0, 4.0]])).tolist()
+        [3.0, 7.0]
+
+        >>> logits = te.linear_logits(jnp.array([-1.0]), jnp.array([[0.5], [1.0]]), pad_id=0)
+        >>> jax.nn.softmax(logits).tolist()
+        [0.0, 1.0]
+
+    Source:
+        Press and Wolf, "Using the Output Embedding to Improve Language Models" (2017),
+        https://arxiv.org/abs/1608.05859; Vaswani et al., "Attention Is All You Need" (2017),
+        section 3.4, https://arxiv.org/abs/1706.03762. The softcap: "Gemma 2" (2024), section 2,
+        https://arxiv.org/abs/2408.00118
+    """
+    x, table, bias, options = as_output_layer(x, table, bias, softcap, scale, pad_id)
+    array, layout = table, ON_ONE_DEVICE
+    if isinstance(table, Table):
+        array, layout = table._output_layout(x)
+    return _logits(layout, options, x, array, bias)
+
+
+class OutputOptions(NamedTuple):
+    """The arguments of an output layer that are static."""
+
+    vocab_size: int
+    softcap: float | None
+    scale: float
+    pad_id: int | None
+
+    def predicted(self, dtype) -> Float[Array, ""]:
+        """The number of ids without padding, which may be outside; at least 1."""
+        # An array, because a vocabulary's size may be symbolic.
+        size = jnp.asarray(self.vocab_size, dtype)
+        pad_id = -1 if self.pad_id is None else self.pad_id
+        return jnp.where((pad_id >= 0) & (pad_id < size), jnp.maximum(size - 1, 1), size)
+
+    def at_temperature(self, temperature: float) -> "OutputOptions":
+        """Those of the logits divided by a temperature."""
+        scale, softcap = self.scale / temperature, self.softcap
+        if softcap is not None:
+            softcap = arguments.positive("softcap / temperature", softcap / temperature)
+        return self._replace(
+            softcap=softcap, scale=arguments.positive("scale / temperature", scale)
+        )
+
+
+def as_output_layer(x, table, bias, softcap, scale, pad_id):
+    """The arguments of `linear_logits`: arrays that fit each other, and the static options."""
+    table, x = as_table("table", table), arguments.as_floats("x", x)
+    vocab_size, width = table.shape
+    arguments.check_same("x", "a last axis of the table's width", x.shape[-1:], (width,))
+    if bias is not None:
+        bias = arguments.as_floats("bias", bias)
+        arguments.check_same("bias", "a number for each row", bias.shape, (vocab_size,))
+    options = OutputOptions(
+        vocab_size,
+        None if softcap is None else arguments.positive("softcap", softcap),
+        arguments.positive("scale", scale),
+        None if pad_id is None else arguments.int32("pad_id", pad_id),
+    )
+    return x, table, bias, options
+
+
+def row_logits(options, layout, x, rows, bias):
+    """The product of gathered x [..., d] with whole rows [rows, d], on one device.
+
+    Returns:
+        logits: [..., rows] in float32 or wider; those that are not inside too.
+        factor: the number that still multiplies them.
+        ids: [..., rows], with axes of size 1: the id of each row.
+        is_inside: like ids, False at padding and at rows that pad the vocabulary. True: all are
+            inside, which costs no pass over the logits.
+    """
+    dtype = arguments.compute_dtype(x.dtype, rows.dtype)
+    if x.dtype != rows.dtype:
+        x, rows = x.astype(dtype), rows.astype(dtype)
+    # Expanded to x's rank, because users may disable jax's rank promotion.
+    leading = range(x.ndim - 1)
+    logits = jnp.einsum("...d,vd->...v", x, rows, preferred_element_type=dtype)
+    if bias is not None:
+        logits += jnp.expand_dims(bias.astype(dtype), leading)
+    factor = options.scale
+    if options.softcap is not None:
+        logits, factor = jnp.tanh(options.scale * logits / options.softcap), options.softcap
+    size = rows.shape[0]
+    ids = index_along(layout.vocabulary) * size + jnp.arange(size, dtype=jnp.int32)
+    is_padded = devices_along(layout.mesh, layout.vocabulary) * size > options.vocab_size
+    ids = jnp.expand_dims(ids, leading)
+    is_inside = ids < options.vocab_size if is_padded else True
+    if options.pad_id is not None:
+        is_inside &= ids != options.pad_id
+    return logits, factor, ids, is_inside
+
+
+@compiled(0, 1)
+def _logits(layout, options, x, table, bias) -> Float[Array, "... v"]:
+    """`linear_logits` of an array, which is padded if it is longer than the vocabulary."""
+
+    def multiply(x, shard, bias):
+        x, rows = all_gather(x, layout.gathered), layout.exchange(shard, 0, 1)
+        logits, factor, _, is_inside = row_logits(options, layout, x, rows, bias)
+        return jnp.where(is_inside, factor * logits, jnp.finfo(logits.dtype).min / 2)
+
+    of_logits = PartitionSpec(*layout.tokens, layout.vocabulary)
+    multiply_all = layout.map(multiply, layout.specs(), of_logits)
+    return multiply_all(x, table, layout.split_bias(bias, table.shape[0]))

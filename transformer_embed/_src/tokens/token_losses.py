@@ -1,0 +1,101 @@
+"""The loss of each token and the entropy of its prediction, one chunk of tokens at a time.
+
+Unlike the sum of all losses (cross_entropy.py), each of them may get another cotangent, so their
+gradients cannot be computed before the cotangents are known: the backward pass computes the logits
+of a chunk again. A chunk is a step of a `scan` and a `jax.checkpoint`, which keeps its x and labels
+only; inside it, `_of_chunk` has a rule of its own, which keeps one [chunk, vocabulary] array where
+autodiff of its arithmetic would keep several.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import PartitionSpec
+
+from transformer_embed._src import arguments
+from transformer_embed._src.attention.token_positions import of_previous_token
+from transformer_embed._src.partitioning import all_gather
+from transformer_embed._src.tokens.losses import (
+    array_and_layout,
+    cut_into_chunks,
+    join_chunks,
+    losses_and_logit_gradients,
+    nan_outside,
+    targets,
+)
+
+
+def token_losses(options, table, bias, batch):
+    """At each label its weighted loss and, if `options.with_entropy`, the entropy; else None.
+
+    Both are 0 at labels that are not counted.
+    """
+    dtype = arguments.compute_dtype(batch.x.dtype, table.dtype)
+    x, labels, counted, weights = targets(options, batch, dtype)
+    array, layout = array_and_layout(x, table)
+    bias = layout.split_bias(bias, array.shape[0])
+    of_tokens = PartitionSpec(*layout.x[:-1])
+    run = functools.partial(_on_device, options, layout)
+    run_all = layout.map(run, (of_tokens, *layout.specs()), PartitionSpec(*layout.tokens))
+    losses, entropies = run_all(labels, x, array, bias)
+    losses = losses * nan_outside(options, labels, weights)
+    if options.with_entropy:
+        # A product, since a mesh may split the two differently.
+        entropies = entropies * counted
+    if options.shift:
+        losses, entropies = jax.tree.map(of_previous_token, (losses, entropies))
+    return losses, entropies
+
+
+def _on_device(options, layout, labels, x, shard, bias):
+    """Each token's loss and entropy, on one of the devices."""
+    x, labels = (all_gather(values, layout.gathered) for values in (x, labels))
+    rows = layout.exchange(shard, 0, 1)
+    # Carries the gradient of the rows, so that it is summed over the chunks in the wide dtype.
+    wide_rows = rows.astype(arguments.compute_dtype(x.dtype, rows.dtype))
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def step(_, chunk):
+        return None, _of_chunk(options, layout, *chunk, rows, wide_rows, bias)
+
+    chunks = cut_into_chunks(options.chunk_size, labels[..., None], x)
+    _, values = jax.lax.scan(step, None, chunks)
+
+    return jax.tree.map(lambda chunks: join_chunks(chunks, labels.size, labels.shape), values)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _of_chunk(options, layout, labels, x, rows, wide_rows, bias):
+    """Each token's loss and entropy [t, 1]. wide_rows are the rows; only they have a gradient."""
+    found = _unweighted(options, layout, labels, x, rows, wide_rows, bias)
+    return found.losses, found.entropies
+
+
+@functools.partial(_of_chunk.defjvp, symbolic_zeros=True)
+def _of_chunk_jvp(options, layout, primals, tangents):
+    labels, x, rows, wide_rows, bias = primals
+    found = _unweighted(options, layout, labels, x, rows, wide_rows, bias)
+    _, of_x, _, of_rows, of_bias = tangents
+    multiply = functools.partial(jnp.einsum, "td,vd->tv", preferred_element_type=wide_rows.dtype)
+    logit_tangents = jnp.zeros_like(found.gradients)
+    if not isinstance(of_x, SymbolicZero):
+        logit_tangents += multiply(of_x, rows)
+    if not isinstance(of_rows, SymbolicZero):
+        logit_tangents += multiply(x, of_rows)
+    if not isinstance(of_bias, SymbolicZero | None):
+        logit_tangents += of_bias.astype(wide_rows.dtype)[None]
+
+    def tangent(gradients):
+        of_rows = (gradients * logit_tangents).sum(-1, keepdims=True)
+        return jax.lax.psum(of_rows, layout.vocabulary)
+
+    of_losses = found.factors * tangent(found.gradients)
+    of_entropies = tangent(found.entropy_gradients) if options.with_entropy else None
+    return (found.losses, found.entropies), (of_losses, of_entropies)
+
+
+def _unweighted(options, layout, labels, x, rows, wide_rows, bias):
+    ones = jnp.ones(labels.shape, wide_rows.dtype)
+    return losses_and_logit_gradients(options, layout, rows, bias, (x, labels, ones))
