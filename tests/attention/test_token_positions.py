@@ -167,6 +167,21 @@ def test_tokens_that_do_not_fit_overwrite_nothing(slot):
     jax.tree.map(np.testing.assert_array_equal, written, CACHE)
 
 
+def test_tokens_of_another_shape_than_the_cache_are_refused():
+    def write(tokens):
+        return jax.eval_shape(lambda slot: CACHE.write(tokens, slot), jnp.int32(0))
+
+    rows, length = CACHE.positions.shape
+    with pytest.raises(
+        ValueError, match=rf"^tokens.positions: wanted 1 row, or {rows} as the cache, got 5$"
+    ):
+        write(TokenPositions.from_offset([3] * 5, 1))
+    with pytest.raises(
+        ValueError, match=rf"^tokens: wanted at most {length}, the cache's length, got 9$"
+    ):
+        write(TokenPositions.from_offset(3, 9))
+
+
 # --- orders
 
 ORDERS = {

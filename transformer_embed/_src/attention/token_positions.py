@@ -128,8 +128,9 @@ class TokenPositions:
 
         Raises:
             TypeError: tokens is not a TokenPositions.
-            ValueError: only one side has segment ids or block ids, or the tokens do not fit into
-                the cache at this slot (checked on the host only).
+            ValueError: only one side has segment ids or block ids; tokens have another number of
+                rows, and not 1; they do not fit into the cache at this slot (only the host can
+                check a slot).
 
         Example:
             >>> import transformer_embed as te
@@ -143,8 +144,14 @@ class TokenPositions:
         if held.keys() != new.keys():
             want = "the arrays that the cache has, " + ", ".join(held)
             raise arguments.value_error("tokens", want, ", ".join(new))
-        length = new["positions"].shape[-1]
-        room = held["positions"].shape[-1] - length
+        for name, array in held.items():
+            if new[name].shape[0] not in (1, array.shape[0]):
+                want = f"1 row, or {array.shape[0]} as the cache"
+                raise arguments.value_error(f"tokens.{name}", want, new[name].shape[0])
+        length, slots = (arrays["positions"].shape[-1] for arrays in (new, held))
+        room = slots - length
+        if room < 0:
+            raise arguments.value_error("tokens", f"at most {slots}, the cache's length", length)
         slot = as_indices("slot", slot, room, f"the cache, for {length} tokens")
         return TokenPositions(
             **{name: _written(array, new[name], slot) for name, array in held.items()}
