@@ -53,10 +53,11 @@ def convert_fields(instance: Any, **converters: Callable[[str, Any], Any]) -> No
 
     None stays where it is the default.
     """
-    for field in dataclasses.fields(instance):
-        value = getattr(instance, field.name)
-        if field.name in converters and not (value is None and field.default is None):
-            set_fields(instance, **{field.name: converters[field.name](field.name, value)})
+    for name, value in list(vars(instance).items()):
+        # A dataclass keeps its defaults as attributes of the class.
+        is_default_none = value is None and getattr(type(instance), name, 0) is None
+        if name in converters and not is_default_none:
+            set_fields(instance, **{name: converters[name](name, value)})
 
 
 def instance(name: str, value: Any, kinds: Any, want: str) -> Any:
@@ -107,15 +108,17 @@ def real(name: str, value: Any, *, above: float = -math.inf) -> float:
     return number
 
 
+_TINY = float(np.finfo(np.float32).tiny)
+
+
 def positive(name: str, value: Any) -> float:
     """A Python float above 0 that float32, in which it is computed with, holds too.
 
     And so does its inverse: compilers multiply by it, where they do not flush it to 0.
     """
-    number, lowest = real(name, value, above=0), float(jnp.finfo(jnp.float32).tiny)
-    highest = 1 / lowest
-    if not lowest <= number <= highest:
-        want = f"a number above 0 that float32 holds, {lowest:.3g} to {highest:.3g}"
+    number = real(name, value, above=0)
+    if not _TINY <= number <= 1 / _TINY:
+        want = f"a number above 0 that float32 holds, {_TINY:.3g} to {1 / _TINY:.3g}"
         raise value_error(name, want, f"{number:g}")
     return number
 
@@ -278,21 +281,21 @@ def as_positions(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
     stay there, since a compiled function takes them faster than `jnp.asarray`.
     """
     array = as_array(name, value)
-    if isinstance(array, np.ndarray) and array.dtype == np.float64:
-        with np.errstate(over="ignore"):
-            narrow = array.astype(np.float32)
-        moved = np.isfinite(array) & (np.abs(array) >= 2**24) & (narrow != array)
-        if moved.any():
-            want = "floats that float32 holds (pass large positions as integers)"
-            raise value_error(name, want, array[moved][0])
-        return narrow
-    if array.dtype in (jnp.float32, jnp.float64):
-        return array
-    if not jnp.issubdtype(array.dtype, jnp.integer):
+    if jnp.issubdtype(array.dtype, jnp.integer):
+        is_large = isinstance(array, np.ndarray) and array.max(initial=0) >= 2**31
+        return array if is_large and array.dtype == np.uint32 else _narrowed(name, array)
+    if array.dtype not in (np.float32, np.float64):
         want = "an integer dtype, or float32 (16-bit floats skip integers)"
         raise type_error(name, want, array.dtype)
-    is_large = isinstance(array, np.ndarray) and array.max(initial=0) >= 2**31
-    return array if is_large and array.dtype == np.uint32 else _narrowed(name, array)
+    if isinstance(array, jax.Array) or array.dtype == np.float32:
+        return array
+    with np.errstate(over="ignore"):
+        narrow = array.astype(np.float32)
+    moved = np.isfinite(array) & (np.abs(array) >= 2**24) & (narrow != array)
+    if moved.any():
+        want = "floats that float32 holds (pass large positions as integers)"
+        raise value_error(name, want, array[moved][0])
+    return narrow
 
 
 def as_integers(name: str, value: ArrayLike) -> jax.Array | np.ndarray:

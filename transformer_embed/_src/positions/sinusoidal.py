@@ -131,16 +131,12 @@ def sinusoidal_table(
         Vaswani et al., "Attention Is All You Need" (2017), section 3.5,
         https://arxiv.org/abs/1706.03762
     """
-    return sinusoidal_encoding(
-        jnp.arange(arguments.length("length", length), dtype=jnp.int32),
-        d_model,
-        base=base,
-        layout=layout,
-        shift=shift,
-        odd=odd,
-        frequency_scale=frequency_scale,
-        dtype=dtype,
+    length = arguments.length("length", length)
+    options = Sinusoids(
+        base=base, layout=layout, shift=shift, odd=odd, frequency_scale=frequency_scale
     )
+    d_model, dtype = arguments.size("d_model", d_model), arguments.result_dtype("dtype", dtype)
+    return _table(length, d_model, options, dtype)
 
 
 def sinusoidal_grid(
@@ -305,6 +301,11 @@ def _part_width(d_model: int, axes: int, odd: str) -> int:
 @compiled(1, 2, 3)
 def _encoding(positions, d_model, options, dtype) -> Vectors:
     return phase.sinusoid(positions[..., None], *channels(options, d_model)).astype(dtype)
+
+
+@compiled(0, 1, 2, 3)
+def _table(length, d_model, options, dtype) -> Vectors:
+    return _encoding(jnp.arange(length, dtype=jnp.int32), d_model, options, dtype)
 
 
 @compiled(2, 3, 4, 5, 6)
