@@ -156,8 +156,10 @@ class OutputLayout(NamedTuple):
 
     def split_bias(self, bias: Array | None, size: int) -> Array | None:
         """The bias of a table of this size, split as the vocabulary, with zeros for its padding."""
-        if bias is None or self.mesh is None:
-            return bias
+        if bias is None:
+            return None
+        if self.mesh is None:
+            return on_every_device(bias)
         padded = jnp.pad(replicated(bias, self.mesh), (0, size - len(bias)))
         return reshard(padded, NamedSharding(self.mesh, PartitionSpec(self.vocabulary)))
 

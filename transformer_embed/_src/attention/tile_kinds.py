@@ -14,7 +14,7 @@ from transformer_embed._src.attention.attention_rule import (
     whole_fields,
     with_conditions,
 )
-from transformer_embed._src.attention.token_positions import TokenPositions
+from transformer_embed._src.attention.token_positions import TokenPositions, of_previous_token
 from transformer_embed._src.compiled import compiled
 
 
@@ -118,7 +118,7 @@ def _in_row(tokens: Fields, chunk: int | None) -> Fields:
     if "segment_ids" not in tokens:
         return tokens
     positions, segments = tokens["positions"], tokens["segment_ids"]
-    begins, before = _begins(segments), _before(positions)
+    begins, before = _begins(segments), of_previous_token(positions)
     highest = jnp.iinfo(positions.dtype).max
     first = positions.min(1, keepdims=True, where=begins, initial=highest)
     # The second comparison finds positions that wrap.
@@ -142,18 +142,13 @@ def _in_row(tokens: Fields, chunk: int | None) -> Fields:
 
 def _begins(segments: Integer[Array, "b t"]) -> Bool[Array, "b t"]:
     """Which tokens begin a run of one segment."""
-    return (segments != 0) & (segments != _before(segments))
-
-
-def _before(array: Array) -> Array:
-    """At each token, the value of the token before it; 0 at the first one."""
-    return jnp.pad(array, ((0, 0), (1, 0)))[:, :-1]
+    return (segments != 0) & (segments != of_previous_token(segments))
 
 
 def _is_once(segments: Integer[Array, "b t"], begins: Bool[Array, "b t"]) -> Bool[Array, "b"]:
     """In which rows each segment is one run."""
     # Numbers that rise along one stretch of tokens, as most do, need no sorting.
-    before = _before(segments)
+    before = of_previous_token(segments)
     rises = (begins & ((before == 0) | (segments < before))).sum(1) <= 1
 
     def is_once() -> Array:

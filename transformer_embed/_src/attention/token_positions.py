@@ -425,16 +425,20 @@ def has_next_token(segment_ids: Integer[Array, "... t"]) -> Bool[Array, "... t"]
     return _is_token(segment_ids) & (of_next_token(segment_ids) == segment_ids)
 
 
+# The two functions below do not pad one side and cut the other: XLA gave wrong values, before jax
+# 0.10, where it split such an array over devices.
+
+
 def of_next_token(values: Shaped[Array, "... t"]) -> Shaped[Array, "... t"]:
     """At each token, the value of the token to its right; 0 at the last one."""
-    padding = [(0, 0)] * (values.ndim - 1) + [(0, 1)]
-    return jnp.pad(with_whole_rows(values), padding)[..., 1:]
+    values = with_whole_rows(values)
+    return jnp.concatenate([values[..., 1:], jnp.zeros_like(values[..., :1])], axis=-1)
 
 
 def of_previous_token(values: Shaped[Array, "... t"]) -> Shaped[Array, "... t"]:
     """At each token, the value of the token to its left; 0 at the first one."""
-    padding = [(0, 0)] * (values.ndim - 1) + [(1, 0)]
-    return jnp.pad(with_whole_rows(values), padding)[..., :-1]
+    values = with_whole_rows(values)
+    return jnp.concatenate([jnp.zeros_like(values[..., :1]), values[..., :-1]], axis=-1)
 
 
 @compiled(1, 2)
