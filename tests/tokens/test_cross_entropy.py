@@ -612,6 +612,16 @@ def test_split_arrays_give_the_loss_of_one_device(kind, specs):
             assert gradient.sharding.is_equivalent_to(arrays[name].sharding, gradient.ndim)
 
 
+def test_explicit_axes_may_split_the_labels_otherwise_than_x():
+    mesh = mesh_of(AxisType.Explicit)
+    with set_mesh(mesh):
+        arrays = on_mesh(mesh, table=WHOLE, tokens=SPEC("model", "data"), bias=SPEC("model"))
+        _, *gradients = jax.eval_shape(lambda: step(**arrays, **MESH_OPTIONS))
+    assert [g.shape for g in gradients] == [
+        arrays[name].shape for name in ("x", "table", "bias", "weights")
+    ]
+
+
 def sharded(mesh, spec, rows=ROWS):
     return te.sharding.shard_params({"t": MESH["table"][:rows]}, mesh, {"*": spec}, tables="*")["t"]
 

@@ -82,6 +82,17 @@ def reshard(array: Array, sharding: NamedSharding) -> Array:
     return jax.sharding.reshard(array, sharding)
 
 
+def split_like(array: Array, other: Array) -> Array:
+    """The array, split over explicit mesh axes as the leading dimensions of the other one."""
+    sharding = jax.typeof(other).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return array
+    # A dimension of 1 is broadcast, and cannot be split.
+    names = zip(array.shape, sharding.spec, strict=False)
+    spec = PartitionSpec(*(axes if size > 1 else None for size, axes in names))
+    return reshard(array, NamedSharding(sharding.mesh, spec))
+
+
 def all_gather(array: Array, axes: Sequence[Axes]) -> Array:
     """Inside shard_map, the array, gathered in its dimensions over these axes."""
     for dimension, names in enumerate(axes[: array.ndim]):

@@ -14,7 +14,7 @@ from jax import export
 
 from transformer_embed._src import arguments
 from transformer_embed._src.attention.token_positions import has_next_token, of_next_token
-from transformer_embed._src.partitioning import ON_ONE_DEVICE, OutputLayout, spec_axes
+from transformer_embed._src.partitioning import ON_ONE_DEVICE, OutputLayout, spec_axes, split_like
 from transformer_embed._src.tokens.lookup import Table
 from transformer_embed._src.tokens.output_layer import (
     OutputOptions,
@@ -90,7 +90,8 @@ class Targets(NamedTuple):
 
 def targets(options, batch, dtype) -> Targets:
     """For each token the label that it predicts, and its weight of this dtype."""
-    x, labels, mask, weights, segment_ids = batch
+    x, *of_tokens = batch
+    labels, mask, weights, segment_ids = jax.tree.map(lambda a: split_like(a, x), of_tokens)
     pad_id = options.output.pad_id
     # Made from x, so that under explicit axes it has x's sharding.
     counted = ~jnp.zeros_like(x, bool).any(-1)
