@@ -4,9 +4,8 @@ A row names the parts of a layer; `TENSORS` and `READS` say which tensors and wh
 config.json a part has.
 """
 
-import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from transformer_embed._src import arguments
@@ -14,6 +13,14 @@ from transformer_embed._src.layers.config import OutputLayer
 from transformer_embed._src.layers.embedder import ROOT
 from transformer_embed._src.positions.schemes import Learned, Scheme, Sinusoidal
 from transformer_embed._src.pretrained import rope
+from transformer_embed._src.pretrained.entries import (
+    CONCERNS,
+    ELSEWHERE,
+    ENTRIES,
+    HARMLESS,
+    REQUIRED,
+    count,
+)
 from transformer_embed._src.pretrained.messages import call_with_named_errors, short_repr
 
 TOKENS = f"{ROOT}token_embedding/embeddings"
@@ -34,98 +41,8 @@ Shapes = Mapping[str, tuple[int, int]]
 # Parameters that a published model may lack; zeros are equivalent.
 OFFSETS = (NORM_OFFSET, WIDEN_OFFSET)
 STACKS = ("encoder", "decoder")
-REQUIRED: Any = object()
 # Kinds of layers, where config.json lists the layers that do not rotate.
 ROTATED, UNROTATED = "rope", "no_rope"
-
-
-# --- Entries of config.json.
-
-Check = Callable[[str, Any], Any]
-_count: Check = functools.partial(arguments.integer, at_least=1)
-
-
-def _or_null(check: Check) -> Check:
-    return lambda name, value: None if value is None else check(name, value)
-
-
-def _unchecked(_: str, value: Any) -> Any:
-    return value
-
-
-_RATES = "embd_pdrop embedding_dropout dropout hidden_dropout hidden_dropout_prob dropout_rate"
-# The entries that are known, under the library's names, by the check of their values.
-CHECKS = {
-    name: check
-    for check, names in {
-        _or_null(_count): "vocab_size decoder_vocab_size hidden_size embedding_size "
-        "max_position_embeddings original_max_position_embeddings "
-        "num_attention_heads head_dim global_head_dim relative_attention_num_buckets rotary_dim "
-        "dim_model_base",
-        _or_null(arguments.integer): "pad_token_id sliding_window type_vocab_size",
-        arguments.integer: "relative_attention_max_distance",
-        arguments.rate: _RATES,
-        arguments.positive: "layer_norm_eps embedding_multiplier scale_emb rope_theta "
-        "partial_rotary_factor logit_scale logits_scaling",
-        _or_null(
-            arguments.positive
-        ): "sliding_rotary_factor rope_local_base_freq final_logit_softcapping",
-        arguments.flag: "scale_embedding rescale_embeddings mup_enabled alibi rope_interleave "
-        "rotary_emb_interleaved asm tie_word_embeddings share_encoder_decoder_embeddings "
-        "scale_decoder_outputs use_learned_position_embeddings",
-        # rope.py checks them, and `refused_entries`.
-        _unchecked: "rope_scaling rope_parameters sliding_rope_scaling position_embedding_type",
-    }.items()
-    for name in names.split()
-}
-# Of the library; or REQUIRED. Tensors say the others, or they mean nothing.
-DEFAULTS = {
-    **dict.fromkeys(_RATES.split(), 0.1),
-    "scale_embedding": False,
-    "rescale_embeddings": False,
-    "mup_enabled": False,
-    "alibi": False,
-    "asm": False,
-    "rope_interleave": True,
-    "rotary_emb_interleaved": False,
-    "use_learned_position_embeddings": True,
-    "tie_word_embeddings": True,
-    "share_encoder_decoder_embeddings": True,
-    "scale_decoder_outputs": True,
-    "pad_token_id": 1,
-    "position_embedding_type": "absolute",
-    "layer_norm_eps": 1e-12,
-    "embedding_multiplier": 1.0,
-    "scale_emb": 12.0,
-    "relative_attention_max_distance": 128,
-    "rope_theta": 10_000.0,
-    "rope_local_base_freq": 10_000.0,
-    "rotary_dim": 64,
-    "partial_rotary_factor": 1.0,
-    "sliding_window": 4096,
-    "logit_scale": 1.0,
-    "logits_scaling": 1.0,
-    "dim_model_base": 256,
-}
-# Those that do not change the embeddings: a missing one has its default even if config.json does
-# not name the model type.
-HARMLESS = (
-    f"{_RATES} tie_word_embeddings share_encoder_decoder_embeddings scale_decoder_outputs "
-    "logit_scale logits_scaling asm position_embedding_type"
-).split()
-
-
-# Words in the names of entries that concern the layer, if no part of the name is elsewhere: in
-# attention, feed-forward layers and routers, in towers for images, in the drawing of weights, or in
-# sizes, which tensors say.
-CONCERNS = re.compile(
-    r"posit|pos_|rot(ary|at)|rope|alibi|relative|rel_|sinus|theta|emb|scal|multiplier|mup_|"
-    r"tie_|tying|tied|share_|sharing|padding_idx|soft_?cap|lm_head"
-)
-ELSEWHERE = re.compile(
-    r"(?<!relative_)att|key|query|kv_|qk_|mlp|ffn|ssm|resid|rout|depth|time|init|vision|visual|image|"
-    r"audio|video|pool|emb[a-z]*(_proj)?_(dim|size)|\bn_embe?d|\b(n|max)_\w*pos|_ids?\b|lm_head_bias|finetuned"
-)
 
 
 # --- Parts of a layer, by the field of `Architecture` that names them.
@@ -142,19 +59,19 @@ TENSORS = {
     WIDEN_OFFSET: ("widen", "bias"),
     BIAS: ("bias", "weight"),
 }
-# The entries that describe each part.
+# The entries that describe each part, or that another entry needs.
 READS = {
     "tokens": "vocab_size hidden_size tie_word_embeddings",
     "positions": "max_position_embeddings",
+    "norm": "layer_norm_eps",
     "token_types": "type_vocab_size",
     "widen": "embedding_size",
     "bias": "num_attention_heads relative_attention_num_buckets relative_attention_max_distance",
     "has_alibi": "num_attention_heads",
     "rotary": "rope_theta rope_scaling rope_parameters max_position_embeddings "
     "original_max_position_embeddings",
-    "rotates_share": "partial_rotary_factor num_attention_heads head_dim",
-    "rotates_by_layer": "rope_local_base_freq sliding_rope_scaling sliding_rotary_factor "
-    "global_head_dim",
+    "partial_rotary_factor": "num_attention_heads head_dim",
+    "rope_local_base_freq": "sliding_rope_scaling sliding_rotary_factor global_head_dim",
 }
 
 
@@ -172,23 +89,23 @@ class Architecture(NamedTuple):
         tokens: the module of the token table; of several, the first that is there.
         positions, token_types, norm, widen, bias: likewise; "": there is none.
         may_lack: parameters whose tensors may be missing.
-        start: the first position; None: one more than the id of padding. If that id is known,
-            padding is at the position before the first; otherwise it is counted like tokens.
+        start: the first position; or the entry that has the id of padding: one more. If that id
+            is known, padding is at the position before the first; otherwise it is counted like
+            tokens.
         sinusoids: the arguments of `Sinusoidal`; None: positions are learned.
         scale: of the tokens, as for `EmbedderConfig`, or the entry that has it.
         dropout: the entry that has its rate.
         rotary: the layout, as for `apply_rotary`, or the entry that says whether it is interleaved;
             "": nothing is rotated.
-        rotates_share: whether config.json says how many of a head's channels rotate.
-        rotates_by_layer: whether layers of each kind have their own entries.
         rotated_kinds: the kind of layers that rotate and the kind that does not; None: all rotate,
             as they do if the entry sliding_window is read and null.
         sections: how pairs are shared out to time, height and width: CONSECUTIVE or IN_TURNS.
         has_alibi: whether attention is biased by `alibi_bias`.
-        entries: other entries that are read.
+        entries: those that it reads, besides those of its parts (`READS`) and those that the other
+            fields name, and those whose default is not the one in `ENTRIES`; with the defaults.
+        fixed: entries of its parts that it does not read, with the values that they have.
         meaningless: entries that mean nothing to it, although their names concern the layer.
         aliases: for an entry, the model's own names, which take precedence.
-        defaults: of entries, other than those in `ENTRIES`; the value of one that is not read.
         head: the modules that may be its output layer.
         no_output: why an `OutputLayer` cannot say its output layer; "": it can.
         known_below: a pattern of prefixes below which no other architecture has tensors of these
@@ -206,20 +123,18 @@ class Architecture(NamedTuple):
     widen: str = ""
     bias: str = ""
     may_lack: tuple[str, ...] = ()
-    start: int | None = 0
+    start: int | str = 0
     sinusoids: Mapping[str, Any] | None = None
     scale: Any = False
     dropout: str = ""
     rotary: str = ""
-    rotates_share: bool = False
-    rotates_by_layer: bool = False
     rotated_kinds: tuple[str, str] | None = None
     sections: str = ""
     has_alibi: bool = False
-    entries: str = ""
+    entries: Mapping[str, Any] = {}
+    fixed: Mapping[str, Any] = {}
     meaningless: str = ""
     aliases: Mapping[str, str] = {}
-    defaults: Mapping[str, Any] = {}
     head: str = "lm_head"
     no_output: str = ""
     known_below: str = "(?!)"
@@ -252,9 +167,12 @@ class Architecture(NamedTuple):
 
     def names(self) -> dict[str, tuple[str, ...]]:
         """The entries that are read, each with the model's own names and the library's."""
-        reads = [self.entries, self.scale, self.dropout, self.rotary, *self.refused_entries]
-        reads += [entries for part, entries in READS.items() if getattr(self, part)]
-        known = [name for name in CHECKS if name in " ".join(map(str, reads)).split()]
+        reads = [self.start, self.scale, self.dropout, self.rotary]
+        reads += [*self.entries, *self.refused_entries]
+        for part, entries in READS.items():
+            if part in self.entries or getattr(self, part, None):
+                reads += entries.split()
+        known = [name for name in ENTRIES if name in reads and name not in self.fixed]
         return {name: (*self.aliases.get(name, "").split(), name) for name in known}
 
     def read(self, where: str, given: Options) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -268,11 +186,11 @@ class Architecture(NamedTuple):
                 found[entry] = next((value for value in said if value is not None), None)
         if self.rotary:
             found = call_with_named_errors(
-                where, rope.to_old_form, found, by_layer=self.rotates_by_layer
+                where, rope.to_old_form, found, by_layer=rope.LOCAL in self.entries
             )
         unread |= {entry: found.pop(entry) for entry in found.keys() - names.keys()}
         checked = {
-            entry: call_with_named_errors(where, CHECKS[entry], entry, value)
+            entry: call_with_named_errors(where, ENTRIES[entry].check, entry, value)
             for entry, value in found.items()
         }
         return checked, unread
@@ -291,9 +209,9 @@ class Architecture(NamedTuple):
         Raises a ValueError for entries that must be said. If config.json does not name this type,
         its defaults may be another model's.
         """
-        value, missing = {**dict.fromkeys(CHECKS), **self.defaults}, []
+        value, missing = {**dict.fromkeys(ENTRIES), **self.fixed}, []
         for entry, aliases in self.names().items():
-            default = self.defaults.get(entry, DEFAULTS.get(entry))
+            default = self.entries.get(entry, ENTRIES[entry].default)
             value[entry] = found.get(entry, default)
             is_known = type_in_file in self.model_types or entry in HARMLESS or default is None
             if value[entry] is REQUIRED or not (is_known or entry in found):
@@ -313,8 +231,9 @@ class Architecture(NamedTuple):
         differ), and of `RelativePositionBias` or `alibi_bias`.
         """
         for name, reason in self.refused_entries.items():
-            if value[name] not in (None, DEFAULTS[name]):
-                want = f"{DEFAULTS[name]!r}, since {reason}"
+            default = ENTRIES[name].default
+            if value[name] not in (None, default):
+                want = f"{default!r}, since {reason}"
                 raise arguments.value_error(name, want, short_repr(value[name]))
         rows, width = shapes[TOKENS]
         d_model, _ = shapes.get(WIDEN, (width, rows))
@@ -375,8 +294,8 @@ class Architecture(NamedTuple):
             return None
         start, pad_id = self.start, value["pad_token_id"]
         rows = value["max_position_embeddings"]
-        if start is None:
-            start = arguments.integer("pad_token_id", pad_id) + 1
+        if isinstance(start, str):
+            start = arguments.integer(start, value[start]) + 1
         elif rows is not None:
             rows += start
         padding: dict[str, Any] = {"start": start}
@@ -389,7 +308,7 @@ class Architecture(NamedTuple):
     def _bias(self, value: Options, shapes: Shapes, stack: str) -> Options | None:
         """The arguments of the bias; T5's looks both ways in the encoder."""
         if self.has_alibi:
-            return {"num_heads": _count("num_attention_heads", value["num_attention_heads"])}
+            return {"num_heads": count("num_attention_heads", value["num_attention_heads"])}
         if BIAS not in shapes:
             return None
         buckets, heads = shapes[BIAS]
@@ -402,7 +321,7 @@ class Architecture(NamedTuple):
 
     def _rotary(self, value: Options, width: int) -> Options:
         """The arguments of `apply_rotary`, or those of each kind of layer."""
-        if self.rotates_by_layer:
+        if rope.LOCAL in self.entries:
             return {layer: self._rotation(value, width, layer) for layer in rope.LAYERS}
         rotation = self._rotation(value, width, rope.FULL)
         # EXAONE 4 rotates in all layers if it has no window.
@@ -438,6 +357,6 @@ class Architecture(NamedTuple):
             rotary["partial"] = rope.PROPORTIONAL
             head_dim = value["global_head_dim"] or head_dim
         if head_dim is None:
-            head_dim = width // _count("num_attention_heads", value["num_attention_heads"])
+            head_dim = width // count("num_attention_heads", value["num_attention_heads"])
         rotary_dim = arguments.integer(share, int(head_dim * factor), at_most=head_dim)
         return rotary | {"rotary_dim": rotary_dim}

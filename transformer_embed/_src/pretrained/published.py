@@ -277,8 +277,10 @@ def _said_by(match: Match, tensors: Tensors, stack: str | None, in_file: dict[st
     has_stack = stack is None or match.kind.has_stacks
     if kind is None or not has_stack or _reason(match, side, tensors.files):
         return ""
+    is_tied = {"tie_word_embeddings": True}
     try:
-        value = kind.with_defaults("", _entries(kind, "", in_file, {}), None)
+        # Types that differ only in whether they tie their output layer are the same here.
+        value = kind.with_defaults("", _entries(kind, "", is_tied | in_file, {}), None)
         said, parameters = _described(tensors, match._replace(kind=kind), value, "", side)
     except ValueError:
         return ""

@@ -15,10 +15,11 @@ from transformer_embed._src.positions.rotary import apply_rotary
 from transformer_embed._src.pretrained.messages import short_repr
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+LOCAL = "rope_local_base_freq"
 # The entries of each kind of layer in the old form: base, share of the channels, and scaling.
 LAYERS = {
     FULL: ("rope_theta", "partial_rotary_factor", "rope_scaling"),
-    SLIDING: ("rope_local_base_freq", "sliding_rotary_factor", "sliding_rope_scaling"),
+    SLIDING: (LOCAL, "sliding_rotary_factor", "sliding_rope_scaling"),
 }
 ORIGINAL = "original_max_position_embeddings"
 PROPORTIONAL = "proportional"
