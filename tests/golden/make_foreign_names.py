@@ -17,7 +17,7 @@ from transformers.models.auto import configuration_auto, modeling_auto
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
-from transformer_embed._src.pretrained import architectures, description, published
+from transformer_embed._src.pretrained import architectures, description, files, published
 
 MAPPINGS = (
     "MODEL",
@@ -76,9 +76,9 @@ def main():
         names = sorted(
             name for name in tensors if any(name == end or name.endswith(f".{end}") for end in ENDS)
         )
-        files = dict.fromkeys(names, HERE)
+        found = files.Tensors(HERE, dict.fromkeys(names, HERE), {}, lambda _: ({}, {}))
         if any(
-            published.matches(architectures.ARCHITECTURES, files, stack)
+            published.matches(architectures.ARCHITECTURES, published.Published(found, stack))
             for stack in description.STACKS
         ):
             types.setdefault(tuple(names), set()).add(model_type)

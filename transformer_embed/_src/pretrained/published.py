@@ -1,8 +1,10 @@
-"""Reads the layer of a published model: its tensors have the names of its model type."""
+"""Describes the layer of a published model: its tensors have the names of its model type."""
 
+import contextlib
 import os
+import pathlib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -24,8 +26,8 @@ from transformer_embed._src.pretrained.description import (
     STACKS,
     TOKENS,
     Architecture,
-    Shapes,
 )
+from transformer_embed._src.pretrained.entries import ENTRIES
 from transformer_embed._src.pretrained.files import DTYPES, Tensors, read_json
 from transformer_embed._src.pretrained.messages import call_with_named_errors, short_repr
 from transformer_embed._src.pretrained.parameters import (
@@ -33,7 +35,6 @@ from transformer_embed._src.pretrained.parameters import (
     Specs,
     check_tensors,
     parameters_of,
-    read_parameters,
 )
 
 # Tensors that may be a table of tokens, if no row has their names.
@@ -47,6 +48,33 @@ BESIDE = re.compile(
     r"embedding_projection|rel_embeddings|(^|\.)pos_embed))"
     r"(embeddings\.|((encoder|decoder)\.)?[^.]*(emb|pos_|posit|rel_|relative|token_type|wte|wpe))"
 )
+# Entries that may say that tokens are scaled.
+SCALE = re.compile(r"(?=.*(emb|input))(?=.*(scal|multiplier))|mup_")
+
+
+class Published(NamedTuple):
+    """The files of a published model.
+
+    Args:
+        tensors: of the checkpoint.
+        stack: "encoder", "decoder", or None: not said.
+        path: of config.json.
+        entries: of config.json, those of the text model.
+        model_type: of the text model, as config.json says.
+        outer: the type of the whole model, if the text model is a part of it.
+    """
+
+    tensors: Tensors
+    stack: str | None = None
+    path: pathlib.Path = pathlib.Path()
+    entries: Mapping[str, Any] = {}
+    model_type: Any = None
+    outer: str | None = None
+
+    @property
+    def side(self) -> str:
+        """The stack that is read."""
+        return self.stack or STACKS[0]
 
 
 class Match(NamedTuple):
@@ -57,48 +85,41 @@ class Match(NamedTuple):
     names: dict[str, str]
 
 
-def read_published(
+def describe_published(
     tensors: Tensors, stack: str | None, settings: dict[str, Any]
-) -> PretrainedInput:
+) -> tuple[PretrainedInput, Specs]:
     """The layer of a known model, which config.json and `settings` describe."""
     path = tensors.path.parent / "config.json"
     whole = read_json(path) if os.path.lexists(path) else {}
     # A config.json of several models has the text model's own.
     parts = [whole.get("text_config"), whole.get("text"), whole]
-    in_file = next(part for part in parts if isinstance(part, dict))
-    type_in_file = in_file.get("model_type") or whole.get("model_type")
-    outer = None if in_file is whole else str(whole.get("model_type"))
+    entries = next(part for part in parts if isinstance(part, dict))
+    type_in_file = entries.get("model_type") or whole.get("model_type")
+    outer = None if entries is whole else str(whole.get("model_type"))
     if isinstance(is_tied := whole.get("tie_word_embeddings"), bool):
         # The output layer is the whole model's.
-        in_file = in_file | {"tie_word_embeddings": is_tied}
-    model_type = settings.pop("model_type", None) or type_in_file
-    match = recognised(tensors, model_type or _type_by_names(tensors, stack), stack, in_file)
-    kind = match.kind
-    place = f"{path}, for a model {kind.name}"
-    entries = _entries(kind, place, in_file, settings)
-    value = kind.with_defaults(path, entries, type_in_file)
-    where = f"settings and {place}"
-    found, parameters = _described(tensors, match, value, where, stack or STACKS[0], outer)
-    return found._replace(params=read_parameters(tensors, found.names or {}, parameters))
+        entries = entries | {"tie_word_embeddings": is_tied}
+    file = Published(tensors, stack, path, entries, type_in_file, outer)
+    return _described(file, recognised(file, settings.pop("model_type", None)), settings)
 
 
 def _described(
-    tensors: Tensors,
-    match: Match,
-    value: Mapping[str, Any],
-    where: str,
-    stack: str,
-    outer: str | None = None,
+    file: Published, match: Match, settings: Mapping[str, Any]
 ) -> tuple[PretrainedInput, Specs]:
     """All but the parameters, and their shapes, which the tensors have."""
     kind, _, names = match
+    tensors, place = file.tensors, f"{file.path}, for a model {kind.name}"
+    entries = _entries(kind, place, file.entries, settings)
+    value = kind.with_defaults(file.path, entries, file.model_type)
+    where = f"settings and {place}"
     table = names.get(OUTPUT_TABLE)
     # As in the library: two tables that differ are not tied, whatever config.json says.
     if table and value["tie_word_embeddings"] and tensors.are_equal(table, names[TOKENS]):
         del names[OUTPUT_TABLE]
-    shapes = shapes_of(tensors, names)
-    options, rotary, bias = call_with_named_errors(where, kind.describe, value, shapes, stack)
-    options["output"] = _output_within(outer, options["output"])
+    # The last two axes of each tensor.
+    shapes = {name: (1, 1, *tensors.entry(names[name]).shape)[-2:] for name in names}
+    options, rotary, bias = call_with_named_errors(where, kind.describe, value, shapes, file.side)
+    options["output"] = _output_within(file.outer, options["output"])
     dtype = tensors.entry(names[TOKENS]).dtype
     options["param_dtype"] = DTYPES.get(dtype, jnp.dtype("float32"))
     config = call_with_named_errors(where, EmbedderConfig, **options)
@@ -121,7 +142,7 @@ def _output_within(outer: str | None, output: OutputLayer | str) -> OutputLayer 
 
 
 def _entries(
-    kind: Architecture, place: str, in_file: dict[str, Any], settings: dict[str, Any]
+    kind: Architecture, place: str, in_file: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The values of the entries that are read; settings go before those of config.json.
 
@@ -149,36 +170,26 @@ def _entries(
     return entries | said
 
 
-def _type_by_names(tensors: Tensors, stack: str | None) -> str | None:
-    """The type of the model that alone has such names of tensors, if there is one."""
-    found = matches(ARCHITECTURES, tensors.files, stack or STACKS[0])
-    certain = [match for match in found if re.search(match.kind.known_below, match.prefix)]
-    if not certain:
-        return None
-    return max(certain, key=lambda match: len(match.names)).kind.name
+# --- Which model it is.
 
 
-def recognised(
-    tensors: Tensors, model_type: Any, stack: str | None, in_file: dict[str, Any]
-) -> Match:
+def recognised(file: Published, model_type: Any) -> Match:
     """The row of a checkpoint, with the tensors of its input and output layers.
 
-    Args:
-        tensors: the tensors of the checkpoint.
-        model_type: from settings or config.json, or None.
-        stack: "encoder", "decoder", or None.
-        in_file: the entries of config.json.
+    The type is that of settings, of config.json, or of the model that alone has such tensors.
     """
-    kind, side = by_model_type(model_type), stack or STACKS[0]
-    where = tensors.path
+    tensors, where = file.tensors, file.tensors.path
+    model_type = model_type or file.model_type or type_by_names(file)
+    kind = by_model_type(model_type)
     if kind is None:
         want = f"that of a known model, from settings or a config.json beside {where}"
-        got = f"{short_repr(model_type)}; {_advice(tensors, stack, in_file)}"
-        raise arguments.value_error("model_type", want, got)
-    found = matches([kind], tensors.files, side)
+        raise arguments.value_error(
+            "model_type", want, f"{short_repr(model_type)}; {_advice(file)}"
+        )
+    found = matches([kind], file)
     if not found:
-        want = f"the tensors of a model {kind.name}, or {_by_hand(tensors)}"
-        if matches([kind], tensors.files, STACKS[1]):
+        want = f"the tensors of a model {kind.name}, or {_by_hand(file, kind)}"
+        if matches([kind], file._replace(stack=STACKS[1])):
             want = f"the encoder of {kind.name}; pass stack='decoder' for its decoder"
         raise arguments.value_error(where, want, tensors.listed())
     if len(found) > 1:
@@ -186,125 +197,31 @@ def recognised(
         got = short_repr([match.prefix for match in found])
         raise arguments.value_error(where, want, f"those under {got}")
     if not kind.has_stacks:
-        arguments.check_left_out("stack", stack, f"{kind.name} has one stack")
-    if reason := _reason(found[0], side, tensors.files):
-        alone = _by_hand(tensors, found[0].names[TOKENS])
+        arguments.check_left_out("stack", file.stack, f"{kind.name} has one stack")
+    if reason := _reason(found[0], file):
+        alone = _by_hand(file, kind, found[0].names[TOKENS])
         want = f"an input layer like that of {kind.name}, or {alone}"
         raise arguments.value_error(where, want, reason)
     return found[0]
 
 
-def _reason(match: Match, stack: str, files: Collection[str]) -> str:
-    """Why the input layer is not like that of the row, as its tensors show; "": it is."""
-    kind, prefix, names = match
-    for tensor, reason in kind.refused.items():
-        if prefix + tensor.format(stack=stack) in files:
-            return reason
-    unread = _unread(kind, prefix, stack, set(files) - set(names.values()))
-    return f"also {unread[0]}, which is not read" if unread else ""
-
-
-def _unread(kind: Architecture, prefix: str, stack: str, files: Collection[str]) -> list[str]:
-    """Of the tensors that are not read, those that may belong to the input layer of this stack."""
-    own = kind.tokens.format(stack=stack).partition(".")[0]
-    others = [other for other in STACKS if own in STACKS and other != own]
-    known = kind.meaningless.split() + ["embed_positions"] * (kind.sinusoids is not None)
-    unread = []
-    for name in sorted(files):
-        parts = name.removeprefix(prefix).split(".")
-        is_own = name.startswith(prefix) and parts[0] not in others and not {*parts} & {*known}
-        if is_own and BESIDE.match(".".join(parts)):
-            unread.append(name)
-    return unread
-
-
-def matches(kinds: Sequence[Architecture], files: Collection[str], stack: str) -> list[Match]:
+def matches(kinds: Iterable[Architecture], file: Published) -> list[Match]:
     """The rows whose tensors a file has, for each prefix."""
-    found = []
+    files, found = file.tensors.files, []
     for kind in kinds:
         prefixes = [
             name.removesuffix(end)
-            for end in kind.tensors(stack)[TOKENS]
+            for end in kind.tensors(file.side)[TOKENS]
             for name in files
             if f".{name}".endswith(f".{end}")
         ]
         for prefix in dict.fromkeys(prefixes):
-            tensors = kind.tensors(stack, prefix)
+            tensors = kind.tensors(file.side, prefix)
             names = _first_present(tensors, files)
             if not tensors.keys() - names.keys() - set(kind.may_lack):
                 names |= _output_names(kind, prefix, files)
                 found.append(Match(kind, prefix, names))
     return found
-
-
-def shapes_of(tensors: Tensors, names: Mapping[str, str]) -> Shapes:
-    """The last two axes of each tensor."""
-    shapes = {}
-    for name, tensor in names.items():
-        *_, rows, width = (1, 1, *tensors.entry(tensor).shape)
-        shapes[name] = rows, width
-    return shapes
-
-
-def _first_present(
-    candidates: Mapping[str, Sequence[str]], files: Collection[str]
-) -> dict[str, str]:
-    """The first of each parameter's names that a file has, if it has any."""
-    present = {name: [end for end in ends if end in files] for name, ends in candidates.items()}
-    return {name: ends[0] for name, ends in present.items() if ends}
-
-
-def _advice(tensors: Tensors, stack: str | None, in_file: dict[str, Any]) -> str:
-    """What a model of an unknown type may be loaded as."""
-    fitting = {"": []}
-    for match in matches(ARCHITECTURES, tensors.files, stack or STACKS[0]):
-        fitting.setdefault(_said_by(match, tensors, stack, in_file), []).append(match)
-    # Of the rows that say the same, the first.
-    found = [same[0] for said, same in fitting.items() if said]
-    if not found:
-        return f"load {_by_hand(tensors)}, which has {tensors.listed()}"
-    most = max(len(match.names) for match in found)
-    kinds = [match.kind.name for match in found if len(match.names) == most]
-    return (
-        f"tensors and entries fit a model {' or '.join(kinds[:3])}: pass that model_type in "
-        f"settings if it computes the same, or load {_by_hand(tensors)}"
-    )
-
-
-def _said_by(match: Match, tensors: Tensors, stack: str | None, in_file: dict[str, Any]) -> str:
-    """The layer that a row describes if it reads what concerns it and guesses nothing, or ""."""
-    kind, side = by_model_type(match.kind.name), stack or STACKS[0]
-    has_stack = stack is None or match.kind.has_stacks
-    if kind is None or not has_stack or _reason(match, side, tensors.files):
-        return ""
-    is_tied = {"tie_word_embeddings": True}
-    try:
-        # Types that differ only in whether they tie their output layer are the same here.
-        value = kind.with_defaults("", _entries(kind, "", is_tied | in_file, {}), None)
-        said, parameters = _described(tensors, match._replace(kind=kind), value, "", side)
-    except ValueError:
-        return ""
-    # A table alone, of which nothing is said, is any model's.
-    is_alone = (
-        parameters.keys() <= {TOKENS, OUTPUT_TABLE, OUTPUT_BIAS}
-        and said.rotary is None
-        and said.bias is None
-    )
-    return "" if is_alone else str(said)
-
-
-def _by_hand(tensors: Tensors, table: str | None = None) -> str:
-    """The call that loads the table of tokens alone, if it is certain."""
-    tables = [name for name in tensors.files if TABLE.fullmatch(name)]
-    if table is None and tables and all(tensors.are_equal(tables[0], each) for each in tables):
-        table = tables[0]
-    shape = tensors.entry(table).shape if table else ()
-    if len(shape) != 2:
-        return "any table with config and names"
-    return (
-        f"its table of tokens alone: load_embedder(path, config=EmbedderConfig({shape[0]}, "
-        f"{shape[1]}, scheme=None, scale=False), names={{'token_embedding/embeddings': {table!r}}})"
-    )
 
 
 def _output_names(kind: Architecture, prefix: str, files: Collection[str]) -> dict[str, str]:
@@ -316,3 +233,112 @@ def _output_names(kind: Architecture, prefix: str, files: Collection[str]) -> di
     biases = [f"{head}.bias" for head in heads] + [start + LOGITS_BIAS for start in outer]
     tables = [f"{head}.weight" for head in heads]
     return _first_present({OUTPUT_TABLE: tables, OUTPUT_BIAS: biases}, files)
+
+
+def _first_present(
+    candidates: Mapping[str, Sequence[str]], files: Collection[str]
+) -> dict[str, str]:
+    """The first of each parameter's names that a file has, if it has any."""
+    present = {name: [end for end in ends if end in files] for name, ends in candidates.items()}
+    return {name: ends[0] for name, ends in present.items() if ends}
+
+
+def type_by_names(file: Published) -> str | None:
+    """The type of the model that alone has such names of tensors, if there is one."""
+    certain = {
+        match.kind.name: len(match.names)
+        for match in matches(ARCHITECTURES, file)
+        if re.search(match.kind.known_below, match.prefix)
+    }
+    return max(certain, key=certain.__getitem__, default=None)
+
+
+def _reason(match: Match, file: Published) -> str:
+    """Why the input layer is not like that of the row, as its tensors show; "": it is."""
+    kind, prefix, names = match
+    files = file.tensors.files
+    for tensor, reason in kind.refused.items():
+        if prefix + tensor.format(stack=file.side) in files:
+            return reason
+    own = kind.tokens.format(stack=file.side).partition(".")[0]
+    left_out = {*kind.meaningless.split()}
+    if kind.sinusoids is not None:
+        left_out.add("embed_positions")
+    if own in STACKS:
+        left_out |= {*STACKS} - {own}
+    for name in sorted(files.keys() - names.values()):
+        below = name.removeprefix(prefix)
+        is_own = name.startswith(prefix) and not left_out & {*below.split(".")}
+        if is_own and BESIDE.match(below):
+            return f"also {name}, which is not read"
+    return ""
+
+
+# --- What to do with one that is not known.
+
+
+def _advice(file: Published) -> str:
+    """What a model of an unknown type may be loaded as."""
+    fitting = {}
+    for match in matches(ARCHITECTURES, file):
+        # Of the rows that say the same, the first.
+        fitting.setdefault(_said_by(match, file), match)
+    fitting.pop("", None)
+    if not fitting:
+        return f"load {_by_hand(file)}, which has {file.tensors.listed()}"
+    most = max(len(match.names) for match in fitting.values())
+    kinds = [match.kind.name for match in fitting.values() if len(match.names) == most]
+    return (
+        f"tensors and entries fit a model {' or '.join(kinds[:3])}: pass that model_type in "
+        f"settings if it computes the same, or load {_by_hand(file)}"
+    )
+
+
+def _said_by(match: Match, file: Published) -> str:
+    """The layer that a row describes if it reads what concerns it and guesses nothing, or ""."""
+    if (file.stack and not match.kind.has_stacks) or _reason(match, file):
+        return ""
+    # Types that differ only in whether they tie their output layer are the same here.
+    entries = {"tie_word_embeddings": True, **file.entries}
+    try:
+        said, parameters = _described(file._replace(entries=entries, model_type=None), match, {})
+    except ValueError:
+        return ""
+    # A table alone, of which nothing is said, is any model's.
+    is_alone = (
+        parameters.keys() <= {TOKENS, OUTPUT_TABLE, OUTPUT_BIAS}
+        and said.rotary is None
+        and said.bias is None
+    )
+    return "" if is_alone else str(said)
+
+
+def _by_hand(file: Published, kind: Architecture | None = None, table: str | None = None) -> str:
+    """The call that loads the table of tokens alone, if the table and its scale are certain."""
+    tensors = file.tensors
+    tables = [name for name in tensors.files if TABLE.fullmatch(name)]
+    if table is None and tables and all(tensors.are_equal(tables[0], each) for each in tables):
+        table = tables[0]
+    shape, scale = tensors.entry(table).shape if table else (), _scale(file, kind)
+    if len(shape) != 2 or scale is None:
+        return "any table with config and names"
+    return (
+        f"its table of tokens alone: load_embedder(path, config=EmbedderConfig({shape[0]}, "
+        f"{shape[1]}, scheme=None, scale={scale}, output=None), "
+        f"names={{'token_embedding/embeddings': {table!r}}})"
+    )
+
+
+def _scale(file: Published, kind: Architecture | None) -> bool | float | None:
+    """The scale of tokens, as the row or the entries of any row say; None: it is not certain."""
+    rows = [row for row in ARCHITECTURES if row.scale in file.entries]
+    kind = kind or [*rows, Architecture("", "")][0]
+    for name, value in file.entries.items():
+        if name != kind.scale and SCALE.search(name) and kind.concerns(name, value):
+            return None
+    if isinstance(kind.scale, bool):
+        return kind.scale
+    default = kind.entries.get(kind.scale, ENTRIES[kind.scale].default)
+    with contextlib.suppress(TypeError, ValueError):
+        return ENTRIES[kind.scale].check("", file.entries.get(kind.scale, default))
+    return None
