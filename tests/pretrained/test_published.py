@@ -23,7 +23,7 @@ from checkpoints import (
 from safetensors.numpy import save_file
 
 import transformer_embed as te
-from transformer_embed._src.pretrained import description, files, published
+from transformer_embed._src.pretrained import architecture, files, published, recognition
 
 
 @pytest.mark.parametrize("name", few(CASES, 10))
@@ -107,8 +107,8 @@ def test_names_of_tensors_that_other_models_share_are_asked_for():
     foreign, path = golden("foreign_names.json"), Path("none/model.safetensors")
     for case in foreign:
         tensors = files.Tensors(path, dict.fromkeys(case["names"], path), {}, lambda path: ({}, {}))
-        for stack in description.STACKS:
-            known = published.type_by_names(published.Published(tensors, stack))
+        for stack in architecture.STACKS:
+            known = recognition.type_by_names(published.Published(tensors, stack))
             assert known is None or set(case["model_types"]) <= set(SAME[known].split()), case
     types = {each for case in foreign for each in case["model_types"]}
     assert {"whisper", "blenderbot-small", "led", "umt5"} <= types

@@ -6,7 +6,7 @@ Types, tensor names and defaults are those of the transformers library.
 import functools
 from typing import Any
 
-from transformer_embed._src.pretrained.description import (
+from transformer_embed._src.pretrained.architecture import (
     NORM_OFFSET,
     NORM_SCALE,
     POSITIONS,
@@ -538,17 +538,6 @@ ARCHITECTURES = (
         layer_norm_eps=1e-5,
         num_attention_heads=REQUIRED,
     ),
-)
-
-# Models around a text model that scale and bound its logits as it does alone, and that do not.
-SCALED_WITHIN = (
-    "paligemma gemma3n gemma4 gemma4_unified granite_docling granite4_vision "
-    "hyperclovax_vision_v2 blip-2 instructblip instructblipvideo"
-)
-UNSCALED_WITHIN = (
-    "aya_vision cohere2_vision gemma3 granite_speech granite_speech_plus idefics2 idefics3 "
-    "internvl llava llava_next llava_next_video llava_onevision mistral3 smolvlm video_llava "
-    "vipllava"
 )
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
-from transformer_embed._src.pretrained.description import OFFSETS, STACKS
+from transformer_embed._src.pretrained.architecture import OFFSETS, STACKS
+from transformer_embed._src.pretrained.description import describe
 from transformer_embed._src.pretrained.files import DTYPES, open_tensors
 from transformer_embed._src.pretrained.messages import check_mappings
 from transformer_embed._src.pretrained.own import CONFIG, describe_own
@@ -17,7 +18,8 @@ from transformer_embed._src.pretrained.parameters import (
     parameters_of,
     read_parameters,
 )
-from transformer_embed._src.pretrained.published import describe_published
+from transformer_embed._src.pretrained.published import open_published
+from transformer_embed._src.pretrained.recognition import recognised
 
 
 def load_embedder(
@@ -121,5 +123,7 @@ def load_embedder(
     elif is_own:
         found, parameters = describe_own(tensors)
     else:
-        found, parameters = describe_published(tensors, stack, dict(settings or {}))
+        file, said = open_published(tensors, stack), dict(settings or {})
+        match = recognised(file, said.pop("model_type", None))
+        found, parameters = describe(file, match, said)
     return found._replace(params=read_parameters(tensors, found.names or {}, parameters))

@@ -20,7 +20,7 @@ from transformer_embed._src.layers.embedder import ROOT, Params
 from transformer_embed._src.layers.modules import layer_paths, table_path
 from transformer_embed._src.positions.rotary_scaling import Scaling
 from transformer_embed._src.positions.schemes import Scheme
-from transformer_embed._src.pretrained.description import BIAS, LOGITS_BIAS, TOKENS
+from transformer_embed._src.pretrained.architecture import BIAS, LOGITS_BIAS, TOKENS
 from transformer_embed._src.pretrained.files import (
     Tensors,
     as_tensors,

@@ -12,7 +12,11 @@ import numpy as np
 from transformer_embed._src import arguments
 from transformer_embed._src.positions import rotary_scaling
 from transformer_embed._src.positions.rotary import apply_rotary
+from transformer_embed._src.pretrained.architecture import Architecture
+from transformer_embed._src.pretrained.entries import count
 from transformer_embed._src.pretrained.messages import short_repr
+
+Options = Mapping[str, Any]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 LOCAL = "rope_local_base_freq"
@@ -64,13 +68,67 @@ def check(options: Mapping[str, Any]) -> None:
     jax.eval_shape(functools.partial(apply_rotary, **options), heads, positions)
 
 
-def pair_axes(sections: Any, *, take_turns: bool) -> tuple[int, ...]:
+def rotary(kind: Architecture, value: Options, width: int) -> Options | None:
+    """The arguments of `apply_rotary`, or those of each kind of layer; None: nothing rotates."""
+    # Granite's hybrids say whether they rotate at all.
+    is_said = "position_embedding_type" in kind.entries
+    if not kind.rotary or (is_said and value["position_embedding_type"] != "rope"):
+        return None
+    if LOCAL in kind.entries:
+        return {layer: _rotation(kind, value, width, layer) for layer in LAYERS}
+    rotation = _rotation(kind, value, width, FULL)
+    # EXAONE 4 rotates in all layers if it has no window.
+    has_window = "sliding_window" not in kind.entries or value["sliding_window"] is not None
+    if kind.rotated_kinds is None or not has_window:
+        return rotation
+    rotated, unrotated = kind.rotated_kinds
+    return {rotated: rotation, unrotated: None}
+
+
+def _rotation(kind: Architecture, value: Options, width: int, layer: str) -> dict[str, Any]:
+    """The arguments of `apply_rotary` for a kind of layer."""
+    base, share, scaling_name = LAYERS[layer]
+    entries = value[scaling_name] or {}
+    layout = kind.rotary
+    if layout in value:
+        layout = "interleaved" if value[layout] else "half"
+    is_proportional = entries.get("rope_type") == PROPORTIONAL
+    rotary_dim = _rotary_dim(value, width, share, is_proportional=is_proportional)
+    options = {
+        "base": value[base] or value["rope_theta"],
+        "layout": layout,
+        "scaling": scaling(entries, value["max_position_embeddings"], value[ORIGINAL]),
+        "pair_axes": _pair_axes(kind, entries),
+        "partial": PROPORTIONAL if is_proportional and rotary_dim else None,
+        "rotary_dim": rotary_dim,
+    }
+    return {name: option for name, option in options.items() if option is not None}
+
+
+def _rotary_dim(value: Options, width: int, share: str, *, is_proportional: bool) -> int | None:
+    """The number of a head's channels that rotate; None: all."""
+    if value["rotary_dim"] is not None or value[share] in (None, 1):
+        return value["rotary_dim"]
+    head_dim = value["head_dim"]
+    if is_proportional:
+        head_dim = value["global_head_dim"] or head_dim
+    if head_dim is None:
+        head_dim = width // count("num_attention_heads", value["num_attention_heads"])
+    return arguments.integer(share, int(head_dim * value[share]), at_most=head_dim)
+
+
+def _pair_axes(kind: Architecture, entries: Options) -> tuple[int, ...] | None:
     """The axis that rotates each pair, where each axis rotates a number of pairs."""
+    if "mrope_section" not in entries:
+        return None
+    if not kind.sections:
+        want = f"none, since a model {kind.name} is not known to have them"
+        raise arguments.value_error("mrope_section", want, short_repr(entries))
     name = "rope_scaling: mrope_section"
-    sections = arguments.entries(name, sections, arguments.integer, at_least=0)
+    sections = arguments.entries(name, entries["mrope_section"], arguments.integer, at_least=0)
     # All of them, since memory is taken for each pair.
     arguments.integer(f"{name}: its sum", sum(sections), at_most=MOST_CHANNELS)
-    if not take_turns:
+    if kind.sections == CONSECUTIVE:
         return tuple(np.repeat(range(len(sections)), sections).tolist())
     # Those that are left when the turns of an axis have ended are the first axis's.
     turn, axis = np.divmod(np.arange(sum(sections)), max(len(sections), 1))
