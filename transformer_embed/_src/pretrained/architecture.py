@@ -57,7 +57,8 @@ READS = {
     "rotary": "rope_theta rope_scaling rope_parameters max_position_embeddings "
     "original_max_position_embeddings",
     "partial_rotary_factor": "num_attention_heads head_dim",
-    "rope_local_base_freq": "sliding_rope_scaling sliding_rotary_factor global_head_dim",
+    "rope_local_base_freq": "sliding_rope_scaling partial_rotary_factor sliding_rotary_factor "
+    "num_attention_heads head_dim global_head_dim",
 }
 
 
@@ -71,7 +72,7 @@ class Architecture(NamedTuple):
         types: the model types, as config.json names them.
         tokens: the module of the token table; of several, the first that is there.
         positions, token_types, norm, widen, bias: likewise; "": there is none.
-        may_lack: parameters whose tensors may be missing.
+        may_lack: parameters whose tensors may be missing, by the ends of their paths.
         start: the first position; or the entry that has the id of padding: one more. If that id
             is known, padding is at the position before the first; otherwise it is counted like
             tokens.
@@ -105,7 +106,7 @@ class Architecture(NamedTuple):
     norm: str = ""
     widen: str = ""
     bias: str = ""
-    may_lack: tuple[str, ...] = ()
+    may_lack: str = ""
     start: int | str = 0
     sinusoids: Mapping[str, Any] | None = None
     scale: Any = False

@@ -7,14 +7,8 @@ import functools
 from typing import Any
 
 from transformer_embed._src.pretrained.architecture import (
-    NORM_OFFSET,
-    NORM_SCALE,
-    POSITIONS,
     ROTATED,
-    TOKEN_TYPES,
     UNROTATED,
-    WIDEN,
-    WIDEN_OFFSET,
     Architecture,
 )
 from transformer_embed._src.pretrained.entries import REQUIRED
@@ -140,13 +134,12 @@ _llama4 = functools.partial(
     # It scales the queries of layers that are not rotated.
     meaningless=f"floor_scale {_UNROTATED_LAYERS}",
 )
-_by_layer = functools.partial(_llama, partial_rotary_factor=1.0, rope_local_base_freq=10_000.0)
+_by_layer = functools.partial(_llama, rope_local_base_freq=10_000.0)
 _gemma = functools.partial(
     _llama, scale=True, final_logit_softcapping=None, tie_word_embeddings=True
 )
 _gemma3 = functools.partial(
     _gemma,
-    partial_rotary_factor=1.0,
     rope_local_base_freq=10_000.0,
     rope_theta=1_000_000.0,
     refused={"embed_tokens_per_layer.weight": "every layer adds a row of embed_tokens_per_layer"},
@@ -190,7 +183,7 @@ ARCHITECTURES = (
     _bert("big_bird", scale="rescale_embeddings"),
     _bert(
         "deberta deberta-v2",
-        may_lack=(POSITIONS, TOKEN_TYPES),
+        may_lack="learned_positional_encoding/embeddings token_type_embedding/embeddings",
         # Each layer's attention reads its table of relative positions.
         meaningless="relative_attention position_biased_input position_buckets norm_rel_ebd",
         refused={"embeddings.embed_proj.weight": "a linear layer follows the tables"},
@@ -228,7 +221,7 @@ ARCHITECTURES = (
         partial_rotary_factor=1.0,
         rope_theta=1_000.0,
     ),
-    _rotated_bert("gte", may_lack=(TOKEN_TYPES,), rope_theta=160_000.0),
+    _rotated_bert("gte", may_lack="token_type_embedding/embeddings", rope_theta=160_000.0),
     _rotated_bert(
         "jina_embeddings_v3",
         norm="emb_ln",
@@ -240,7 +233,7 @@ ARCHITECTURES = (
         "roformer",
         rotary="interleaved",
         widen="embeddings_project",
-        may_lack=(WIDEN, WIDEN_OFFSET),
+        may_lack="widen/w widen/b",
         # The sinusoids that rotate heads.
         meaningless="embed_positions",
     ),
@@ -258,7 +251,7 @@ ARCHITECTURES = (
     _bert(
         "electra convbert",
         widen="embeddings_project",
-        may_lack=(WIDEN, WIDEN_OFFSET),
+        may_lack="widen/w widen/b",
         known_below=r"\belectra\.$",
     ),
     _row(
@@ -311,7 +304,7 @@ ARCHITECTURES = (
     _decoder(
         "trocr",
         norm="decoder.layernorm_embedding",
-        may_lack=(NORM_SCALE, NORM_OFFSET),
+        may_lack="layer_norm/scale layer_norm/offset",
         fixed={"layer_norm_eps": 1e-5},
         start=2,
         meaningless="layernorm_embedding",
@@ -460,7 +453,7 @@ ARCHITECTURES = (
         tokens="embeddings.tok_embeddings",
         norm="embeddings.norm",
         dropout="embedding_dropout",
-        may_lack=(NORM_OFFSET,),
+        may_lack="layer_norm/offset",
         aliases={
             "layer_norm_eps": "norm_eps",
             "rope_theta": "global_rope_theta",

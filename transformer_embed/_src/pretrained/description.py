@@ -62,9 +62,7 @@ def describe(
     if table and value["tie_word_embeddings"] and tensors.are_equal(table, names[TOKENS]):
         del names[OUTPUT_TABLE]
     shapes = {name: (1, 1, *tensors.entry(names[name]).shape)[-2:] for name in names}
-    options = call_with_named_errors(where, _options, kind, value, shapes, file)
-    rotary = call_with_named_errors(where, rope.rotary, kind, value, options["d_model"])
-    bias = call_with_named_errors(where, _bias, kind, value, shapes, file.side)
+    options, rotary, bias = call_with_named_errors(where, _parts, kind, value, shapes, file)
     dtype = DTYPES.get(tensors.entry(names[TOKENS]).dtype, jnp.dtype("float32"))
     config = call_with_named_errors(where, EmbedderConfig, **options, param_dtype=dtype)
     parameters = parameters_of(where, config, rotary, bias)
@@ -148,8 +146,10 @@ def _with_defaults(kind: Architecture, file: Published, found: Options) -> dict[
 # --- Parts of the layer.
 
 
-def _options(kind: Architecture, value: Options, shapes: Shapes, file: Published) -> dict[str, Any]:
-    """The arguments of `EmbedderConfig`, for tensors of these shapes."""
+def _parts(
+    kind: Architecture, value: Options, shapes: Shapes, file: Published
+) -> tuple[dict[str, Any], Options | None, Options | None]:
+    """The arguments of `EmbedderConfig`, of `apply_rotary` and of the bias."""
     for name, reason in kind.refused_entries.items():
         default = ENTRIES[name].default
         if value[name] not in (None, default):
@@ -165,7 +165,7 @@ def _options(kind: Architecture, value: Options, shapes: Shapes, file: Published
         if value[name] not in (None, size):
             want = f"{size}, as the tensors say (if they are right: settings={{{name!r}: {size}}})"
             raise arguments.value_error(name, want, short_repr(value[name]))
-    return {
+    options = {
         "vocab_size": rows,
         "d_model": d_model,
         "scheme": _scheme(kind, value, shapes),
@@ -176,6 +176,8 @@ def _options(kind: Architecture, value: Options, shapes: Shapes, file: Published
         "embedding_width": width if WIDEN in shapes else None,
         "output": _output(kind, value, shapes, file),
     }
+    rotary = rope.rotary(kind, value, d_model)
+    return options, rotary, _bias(kind, value, shapes, file.side)
 
 
 def _scheme(kind: Architecture, value: Options, shapes: Shapes) -> Scheme | None:

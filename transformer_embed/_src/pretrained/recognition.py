@@ -71,6 +71,7 @@ def matches(kinds: Iterable[Architecture], file: Published) -> list[Match]:
     """The rows whose tensors a file has, for each prefix."""
     files, found = file.tensors.files, []
     for kind in kinds:
+        may_lack = tuple(kind.may_lack.split())
         prefixes = [
             name.removesuffix(end)
             for end in kind.tensors(file.side)[TOKENS]
@@ -80,7 +81,8 @@ def matches(kinds: Iterable[Architecture], file: Published) -> list[Match]:
         for prefix in dict.fromkeys(prefixes):
             tensors = kind.tensors(file.side, prefix)
             names = _first_present(tensors, files)
-            if not tensors.keys() - names.keys() - set(kind.may_lack):
+            missing = tensors.keys() - names.keys()
+            if all(name.endswith(may_lack) for name in missing):
                 names |= _output_names(kind, prefix, files)
                 found.append(Match(kind, prefix, names))
     return found
