@@ -45,8 +45,9 @@ ENDS = {
     name.format(stack=stack)
     for each in architectures.ARCHITECTURES
     for stack in architecture.STACKS
-    for names in (*each.tensors(stack).values(), each.refused)
+    for parameter, names in (each.tensors(stack) | {"refused": each.refused}).items()
     for name in names
+    if "output" not in parameter
 }
 
 

@@ -44,6 +44,8 @@ TENSORS = {
     WIDEN: ("widen", "weight"),
     WIDEN_OFFSET: ("widen", "bias"),
     BIAS: ("bias", "weight"),
+    OUTPUT_TABLE: ("head", "weight"),
+    OUTPUT_BIAS: ("head", "bias"),
 }
 # The entries that describe each part, or that another entry needs.
 READS = {
@@ -145,12 +147,23 @@ class Architecture(NamedTuple):
         return "{stack}" in self.tokens
 
     def tensors(self, stack: str, prefix: str = "") -> dict[str, list[str]]:
-        """For each parameter, the names that its tensor may have, below a checkpoint's prefix."""
-        names = {}
+        """For each parameter, the names that its tensor may have, below a checkpoint's prefix.
+
+        Those of the output layer are there too, or further out.
+        """
+        parts, names = prefix.split("."), {}
+        outer = [".".join([*parts[:n], ""]) for n in reversed(range(len(parts)))]
         for parameter, (part, ends) in TENSORS.items():
             modules = getattr(self, part).format(stack=stack).split()
+            starts = outer if part == "head" else [prefix]
             if modules:
-                names[parameter] = [f"{prefix}{m}.{end}" for m in modules for end in ends.split()]
+                names[parameter] = [
+                    f"{start}{module}.{end}"
+                    for start in starts
+                    for module in modules
+                    for end in ends.split()
+                ]
+        names[OUTPUT_BIAS] += [start + LOGITS_BIAS for start in outer]
         return names
 
     def names(self) -> dict[str, tuple[str, ...]]:

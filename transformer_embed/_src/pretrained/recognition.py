@@ -2,12 +2,11 @@
 
 import contextlib
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from transformer_embed._src import arguments
 from transformer_embed._src.pretrained.architecture import (
-    LOGITS_BIAS,
     OUTPUT_BIAS,
     OUTPUT_TABLE,
     STACKS,
@@ -71,7 +70,7 @@ def matches(kinds: Iterable[Architecture], file: Published) -> list[Match]:
     """The rows whose tensors a file has, for each prefix."""
     files, found = file.tensors.files, []
     for kind in kinds:
-        may_lack = tuple(kind.may_lack.split())
+        may_lack = (*kind.may_lack.split(), OUTPUT_TABLE, OUTPUT_BIAS)
         prefixes = [
             name.removesuffix(end)
             for end in kind.tensors(file.side)[TOKENS]
@@ -80,31 +79,14 @@ def matches(kinds: Iterable[Architecture], file: Published) -> list[Match]:
         ]
         for prefix in dict.fromkeys(prefixes):
             tensors = kind.tensors(file.side, prefix)
-            names = _first_present(tensors, files)
+            present = {
+                name: [end for end in ends if end in files] for name, ends in tensors.items()
+            }
+            names = {name: ends[0] for name, ends in present.items() if ends}
             missing = tensors.keys() - names.keys()
             if all(name.endswith(may_lack) for name in missing):
-                names |= _output_names(kind, prefix, files)
                 found.append(Match(kind, prefix, names))
     return found
-
-
-def _output_names(kind: Architecture, prefix: str, files: Collection[str]) -> dict[str, str]:
-    """The tensors of the output layer, beside those of the input layer or further out."""
-    outer = [prefix]
-    while outer[-1]:
-        outer.append(re.sub(r"[^.]*\.$", "", outer[-1]))
-    heads = [start + head for start in outer for head in kind.head.split()]
-    biases = [f"{head}.bias" for head in heads] + [start + LOGITS_BIAS for start in outer]
-    tables = [f"{head}.weight" for head in heads]
-    return _first_present({OUTPUT_TABLE: tables, OUTPUT_BIAS: biases}, files)
-
-
-def _first_present(
-    candidates: Mapping[str, Sequence[str]], files: Collection[str]
-) -> dict[str, str]:
-    """The first of each parameter's names that a file has, if it has any."""
-    present = {name: [end for end in ends if end in files] for name, ends in candidates.items()}
-    return {name: ends[0] for name, ends in present.items() if ends}
 
 
 def type_by_names(file: Published) -> str | None:
