@@ -87,7 +87,7 @@ def read(kind: Architecture, where: str, given: Options) -> tuple[dict[str, Any]
             found[entry] = next((value for value in said if value is not None), None)
     if kind.rotary:
         by_layer = rope.LOCAL in kind.entries
-        found = call_with_named_errors(where, rope.to_old_form, found, by_layer=by_layer)
+        found = call_with_named_errors(where, rope.flat, found, by_layer=by_layer)
     unread |= {entry: found.pop(entry) for entry in found.keys() - names.keys()}
     for entry, value in found.items():
         found[entry] = call_with_named_errors(where, ENTRIES[entry].check, entry, value)
