@@ -17,7 +17,13 @@ from transformers.models.auto import configuration_auto, modeling_auto
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
-from transformer_embed._src.pretrained import architectures, description, published
+from transformer_embed._src.pretrained import (
+    architecture,
+    architectures,
+    files,
+    published,
+    recognition,
+)
 
 MAPPINGS = (
     "MODEL",
@@ -38,9 +44,10 @@ KNOWN = {name for each in architectures.ARCHITECTURES for name in each.model_typ
 ENDS = {
     name.format(stack=stack)
     for each in architectures.ARCHITECTURES
-    for stack in description.STACKS
-    for names in (*each.tensors(stack).values(), each.refused)
+    for stack in architecture.STACKS
+    for parameter, names in (each.tensors(stack) | {"refused": each.refused}).items()
     for name in names
+    if "output" not in parameter
 }
 
 
@@ -76,10 +83,10 @@ def main():
         names = sorted(
             name for name in tensors if any(name == end or name.endswith(f".{end}") for end in ENDS)
         )
-        files = dict.fromkeys(names, HERE)
+        found = files.Tensors(HERE, dict.fromkeys(names, HERE), {}, lambda _: ({}, {}))
         if any(
-            published.matches(architectures.ARCHITECTURES, files, stack)
-            for stack in description.STACKS
+            recognition.matches(architectures.ARCHITECTURES, published.Published(found, stack))
+            for stack in architecture.STACKS
         ):
             types.setdefault(tuple(names), set()).add(model_type)
     lines = ",\n".join(

@@ -719,7 +719,7 @@ def page_of(table):
         "## Refused, because the type is not known",
         "",
         "The error names known types that read all of the file's entries and tensors, if there are any, and",
-        "the call that loads the table of tokens alone, if one table is certain.",
+        "the call that loads the table of tokens alone, if one table and its scale are certain.",
         "",
         ", ".join(f"`{name}`" for name in unknown) + ".",
         "",

@@ -35,6 +35,7 @@ from safetensors.numpy import save_file
 
 import transformer_embed as te
 from transformer_embed._src.pretrained import architectures
+from transformer_embed._src.pretrained.entries import ENTRIES
 
 MINILM = golden("minilm.json")[0]
 # Of rotated heads, of at most 1 and a few roundings.
@@ -324,18 +325,22 @@ def blocks_about_models():
     return re.findall(r"```\n(.*?)```", page.split("### Add a published model")[1], re.S)
 
 
-def test_a_new_type_is_one_word_and_its_defaults_one_line(tmp_path, monkeypatch):
-    word, default = blocks_about_models()[0].splitlines()
-    name = word.split()[-1].strip('"')
-    rows = [
-        row._replace(types=f"{row.types} {name}") if "llama" in row.model_types else row
-        for row in architectures.ARCHITECTURES
-    ]
-    monkeypatch.setattr(architectures, "ARCHITECTURES", tuple(rows))
-    monkeypatch.setattr(architectures, "DEFAULTS", eval(f"{{{default}}}"))
-    settings = {"model_type": name, "vocab_size": 12}
-    found = load_embedder(checkpoint(tmp_path, CASES["llama"], settings=settings))
-    assert found.rotary == {"base": 1e6, "layout": "half"}
+def test_a_new_type_is_one_word_or_one_line_with_its_defaults(tmp_path, monkeypatch):
+    rows = eval(f"({blocks_about_models()[0]})", vars(architectures))
+    monkeypatch.setattr(architectures, "ARCHITECTURES", rows)
+    for row, base in zip(rows, [1e4, 1e6], strict=True):
+        settings = {"model_type": row.model_types[-1], "vocab_size": 12}
+        found = load_embedder(checkpoint(tmp_path, CASES["llama"], settings=settings))
+        assert found.rotary == {"base": base, "layout": "half"}
+
+
+def test_rows_name_entries_that_are_known():
+    """A keyword of a row that is neither a field nor an entry is a slip of the pen."""
+    for row in architectures.ARCHITECTURES:
+        assert {*row.entries, *row.fixed, *row.refused_entries, *row.aliases} <= ENTRIES.keys()
+        assert not row.fixed.keys() & row.names().keys()
+    types = [name for row in architectures.ARCHITECTURES for name in row.model_types]
+    assert len(types) == len({*types})
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from checkpoints import (
 from safetensors.numpy import save_file
 
 import transformer_embed as te
-from transformer_embed._src.pretrained import description, files, published
+from transformer_embed._src.pretrained import architecture, files, published, recognition
 
 
 @pytest.mark.parametrize("name", few(CASES, 10))
@@ -107,8 +107,8 @@ def test_names_of_tensors_that_other_models_share_are_asked_for():
     foreign, path = golden("foreign_names.json"), Path("none/model.safetensors")
     for case in foreign:
         tensors = files.Tensors(path, dict.fromkeys(case["names"], path), {}, lambda path: ({}, {}))
-        for stack in description.STACKS:
-            known = published._type_by_names(tensors, stack)
+        for stack in architecture.STACKS:
+            known = recognition.type_by_names(published.Published(tensors, stack))
             assert known is None or set(case["model_types"]) <= set(SAME[known].split()), case
     types = {each for case in foreign for each in case["model_types"]}
     assert {"whisper", "blenderbot-small", "led", "umt5"} <= types
@@ -168,6 +168,36 @@ def test_a_type_is_proposed_only_if_it_reads_what_the_file_says(tmp_path, entrie
     head = {} if is_tied else {"lm_head.weight": (12, 16), "lm_head.bias": (12,)}
     path = table(tmp_path, entries, **head)
     assert advised(path, r"^model_type: wanted")[1] == kinds
+
+
+@pytest.mark.parametrize(
+    ("entries", "scale"),
+    [
+        ({}, False),
+        ({"scale_embedding": True, "tie_word_embeddings": False}, True),
+        ({"scale_embedding": False}, False),
+        ({"embedding_multiplier": 3.0}, 3.0),
+        ({"mup_enabled": True, "hidden_size": 16}, True),
+        # Nothing certain is said.
+        ({"scale_embedding": 0.5}, None),
+        ({"emb_multiplier": 0.5}, None),
+        ({"emb_multiplier": 1.0}, False),
+        ({"model_type": "llama", "input_embedding_scale": 2.0}, None),
+        # Known types, whose input layer is not like theirs.
+        ({"model_type": "llama"}, False),
+        ({"model_type": "gemma"}, True),
+        ({"model_type": "granite", "embedding_multiplier": 3.0}, 3.0),
+        ({"model_type": "granite"}, False),
+        ({"model_type": "afmoe"}, False),
+    ],
+)
+def test_the_call_for_a_table_alone_says_what_the_file_says(tmp_path, entries, scale):
+    """It said scale=False and a tied output layer, whatever config.json says."""
+    entries = {"model_type": "mamba9"} | entries
+    path = table(tmp_path, entries, "model.embed_tokens.weight", "model.embed_positions.weight")
+    alone, _ = advised(path, "wanted")
+    assert (alone is None) == (scale is None)
+    assert alone is None or (alone.config.scale, alone.config.output) == (scale, None)
 
 
 EMBEDDINGS = "embeddings.token_embedding.weight"

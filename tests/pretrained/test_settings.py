@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import transformer_embed as te
-from transformer_embed._src.pretrained import description, rope
+from transformer_embed._src.pretrained import entries, rope
 
 # One case for each architecture.
 ARCHITECTURES = {
@@ -40,7 +40,7 @@ def found_or_refused(folder, case, in_file, said=None):
 def is_accepted(entry, value):
     """Whether an entry may have a value, whatever the others are."""
     with contextlib.suppress(TypeError, ValueError):
-        description.CHECKS[entry]("x", value)
+        entries.ENTRIES[entry].check("x", value)
         return True
     return False
 

@@ -7,7 +7,7 @@ from cases import few
 from checkpoints import CASES, GOLDEN, checkpoint, kind_of, load_embedder, table
 
 import transformer_embed as te
-from transformer_embed._src.pretrained import architectures
+from transformer_embed._src.pretrained import architectures, description
 
 LLAMA = {"model_type": "llama"}
 HALF = {"layout": "half"}
@@ -80,7 +80,7 @@ def test_published_files_are_not_refused():
     published = json.loads((GOLDEN / "config_entries.json").read_text(encoding="utf-8"))
     for model_type, entries in published.items():
         kind = architectures.by_model_type(model_type)
-        _, unread = kind.read("config.json", entries)
+        _, unread = description.read(kind, "config.json", entries)
         concerning = [name for name, value in unread.items() if kind.concerns(name, value)]
         assert concerning == [], model_type
 

@@ -6,10 +6,11 @@ from typing import Any
 
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
-from transformer_embed._src.pretrained.description import OFFSETS, STACKS
+from transformer_embed._src.pretrained.architecture import OFFSETS, STACKS
+from transformer_embed._src.pretrained.description import describe
 from transformer_embed._src.pretrained.files import DTYPES, open_tensors
 from transformer_embed._src.pretrained.messages import check_mappings
-from transformer_embed._src.pretrained.own import CONFIG, read_own
+from transformer_embed._src.pretrained.own import CONFIG, describe_own
 from transformer_embed._src.pretrained.parameters import (
     PretrainedInput,
     check_tensors,
@@ -17,7 +18,8 @@ from transformer_embed._src.pretrained.parameters import (
     parameters_of,
     read_parameters,
 )
-from transformer_embed._src.pretrained.published import read_published
+from transformer_embed._src.pretrained.published import open_published
+from transformer_embed._src.pretrained.recognition import recognised
 
 
 def load_embedder(
@@ -117,7 +119,11 @@ def load_embedder(
         # None stands for an offset of zeros; for another parameter, no tensor has this name.
         stored = {name: tensor for name, tensor in full.items() if tensor or name not in OFFSETS}
         check_tensors(tensors, stored, parameters, may_lack=full, dtypes=(*DTYPES, "F64"))
-        return PretrainedInput(config, read_parameters(tensors, stored, parameters), names=stored)
-    if is_own:
-        return read_own(tensors)
-    return read_published(tensors, stack, dict(settings or {}))
+        found = PretrainedInput(config, {}, names=stored)
+    elif is_own:
+        found, parameters = describe_own(tensors)
+    else:
+        file, said = open_published(tensors, stack), dict(settings or {})
+        match = recognised(file, said.pop("model_type", None))
+        found, parameters = describe(file, match, said)
+    return found._replace(params=read_parameters(tensors, found.names or {}, parameters))

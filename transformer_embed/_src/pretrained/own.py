@@ -20,7 +20,7 @@ from transformer_embed._src.layers.embedder import ROOT, Params
 from transformer_embed._src.layers.modules import layer_paths, table_path
 from transformer_embed._src.positions.rotary_scaling import Scaling
 from transformer_embed._src.positions.schemes import Scheme
-from transformer_embed._src.pretrained.description import BIAS, LOGITS_BIAS, TOKENS
+from transformer_embed._src.pretrained.architecture import BIAS, LOGITS_BIAS, TOKENS
 from transformer_embed._src.pretrained.files import (
     Tensors,
     as_tensors,
@@ -41,7 +41,6 @@ from transformer_embed._src.pretrained.parameters import (
     full_paths,
     is_transposed,
     parameters_of,
-    read_parameters,
 )
 from transformer_embed._src.tables.sharded.table import Sharded
 
@@ -126,7 +125,7 @@ def save_embedder(
     }
     file = as_tensors(pathlib.Path(path).resolve(), arrays, {"format": "pt"} | texts)
     # What is written can be loaded.
-    _described(file)
+    describe_own(file)
     write_tensors(file, arrays)
 
 
@@ -151,14 +150,9 @@ def _on_host(leaf: Any) -> np.ndarray:
     return np.asarray(leaf)
 
 
-def read_own(tensors: Tensors) -> PretrainedInput:
-    """The layer that `save_embedder` described in the metadata."""
-    found, parameters = _described(tensors)
-    return found._replace(params=read_parameters(tensors, found.names or {}, parameters))
-
-
-def _described(tensors: Tensors) -> tuple[PretrainedInput, Specs]:
-    """All but the parameters, and their shapes."""
+def describe_own(tensors: Tensors) -> tuple[PretrainedInput, Specs]:
+    """The layer that `save_embedder` described in the metadata: all but the parameters, and their
+    shapes."""
     path = tensors.path
     options = parse(f"{path}: {CONFIG}", tensors.metadata[CONFIG], decoded)
     entries = parse(f"{path}: {EXTRAS}", tensors.metadata.get(EXTRAS, "{}"), decoded)

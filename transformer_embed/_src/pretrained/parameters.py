@@ -14,7 +14,7 @@ from transformer_embed._src.layers.embedder import Embedder, Params
 from transformer_embed._src.layers.modules import RelativePositionBias
 from transformer_embed._src.positions.relative_bias import alibi_bias
 from transformer_embed._src.pretrained import rope
-from transformer_embed._src.pretrained.description import WIDEN
+from transformer_embed._src.pretrained.architecture import WIDEN
 from transformer_embed._src.pretrained.files import DTYPES, Tensors
 from transformer_embed._src.pretrained.messages import call_with_named_errors, short_repr
 

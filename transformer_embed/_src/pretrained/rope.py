@@ -12,13 +12,19 @@ import numpy as np
 from transformer_embed._src import arguments
 from transformer_embed._src.positions import rotary_scaling
 from transformer_embed._src.positions.rotary import apply_rotary
+from transformer_embed._src.pretrained.architecture import Architecture
+from transformer_embed._src.pretrained.entries import count
 from transformer_embed._src.pretrained.messages import short_repr
 
+Options = Mapping[str, Any]
+
 FULL, SLIDING = "full_attention", "sliding_attention"
-# The entries of each kind of layer in the old form: base, share of the channels, and scaling.
+LOCAL = "rope_local_base_freq"
+# For each kind of layer, the entries of config.json that have its base, its share of the channels
+# that rotate, and its scaling.
 LAYERS = {
     FULL: ("rope_theta", "partial_rotary_factor", "rope_scaling"),
-    SLIDING: ("rope_local_base_freq", "sliding_rotary_factor", "sliding_rope_scaling"),
+    SLIDING: (LOCAL, "sliding_rotary_factor", "sliding_rope_scaling"),
 }
 ORIGINAL = "original_max_position_embeddings"
 PROPORTIONAL = "proportional"
@@ -63,13 +69,67 @@ def check(options: Mapping[str, Any]) -> None:
     jax.eval_shape(functools.partial(apply_rotary, **options), heads, positions)
 
 
-def pair_axes(sections: Any, *, take_turns: bool) -> tuple[int, ...]:
+def rotary(kind: Architecture, value: Options, width: int) -> Options | None:
+    """The arguments of `apply_rotary`, or those of each kind of layer; None: nothing rotates."""
+    # Granite's hybrids say whether they rotate at all.
+    is_said = "position_embedding_type" in kind.entries
+    if not kind.rotary or (is_said and value["position_embedding_type"] != "rope"):
+        return None
+    if LOCAL in kind.entries:
+        return {layer: _rotation(kind, value, width, layer) for layer in LAYERS}
+    rotation = _rotation(kind, value, width, FULL)
+    # EXAONE 4 rotates in all layers if it has no window.
+    has_window = "sliding_window" not in kind.entries or value["sliding_window"] is not None
+    if kind.rotated_kinds is None or not has_window:
+        return rotation
+    rotated, unrotated = kind.rotated_kinds
+    return {rotated: rotation, unrotated: None}
+
+
+def _rotation(kind: Architecture, value: Options, width: int, layer: str) -> dict[str, Any]:
+    """The arguments of `apply_rotary` for a kind of layer."""
+    base, share, scaling_name = LAYERS[layer]
+    entries = value[scaling_name] or {}
+    layout = kind.rotary
+    if layout in value:
+        layout = "interleaved" if value[layout] else "half"
+    is_proportional = entries.get("rope_type") == PROPORTIONAL
+    rotary_dim = _rotary_dim(value, width, share, is_proportional=is_proportional)
+    options = {
+        "base": value[base] or value["rope_theta"],
+        "layout": layout,
+        "scaling": scaling(entries, value["max_position_embeddings"], value[ORIGINAL]),
+        "pair_axes": _pair_axes(kind, entries),
+        "partial": PROPORTIONAL if is_proportional and rotary_dim else None,
+        "rotary_dim": rotary_dim,
+    }
+    return {name: option for name, option in options.items() if option is not None}
+
+
+def _rotary_dim(value: Options, width: int, share: str, *, is_proportional: bool) -> int | None:
+    """The number of a head's channels that rotate; None: all."""
+    if value["rotary_dim"] is not None or value[share] in (None, 1):
+        return value["rotary_dim"]
+    head_dim = value["head_dim"]
+    if is_proportional:
+        head_dim = value["global_head_dim"] or head_dim
+    if head_dim is None:
+        head_dim = width // count("num_attention_heads", value["num_attention_heads"])
+    return arguments.integer(share, int(head_dim * value[share]), at_most=head_dim)
+
+
+def _pair_axes(kind: Architecture, entries: Options) -> tuple[int, ...] | None:
     """The axis that rotates each pair, where each axis rotates a number of pairs."""
+    if "mrope_section" not in entries:
+        return None
+    if not kind.sections:
+        want = f"none, since a model {kind.name} is not known to have them"
+        raise arguments.value_error("mrope_section", want, short_repr(entries))
     name = "rope_scaling: mrope_section"
-    sections = arguments.entries(name, sections, arguments.integer, at_least=0)
+    sections = arguments.entries(name, entries["mrope_section"], arguments.integer, at_least=0)
     # All of them, since memory is taken for each pair.
     arguments.integer(f"{name}: its sum", sum(sections), at_most=MOST_CHANNELS)
-    if not take_turns:
+    if kind.sections == CONSECUTIVE:
         return tuple(np.repeat(range(len(sections)), sections).tolist())
     # Those that are left when the turns of an axis have ended are the first axis's.
     turn, axis = np.divmod(np.arange(sum(sections)), max(len(sections), 1))
@@ -114,16 +174,16 @@ def scaling(
     return made(**{name: values.get(name) for name in said})
 
 
-def to_old_form(entries: Mapping[str, Any], *, by_layer: bool = False) -> dict[str, Any]:
-    """Entries in the old form, with those of `rope_parameters` at the top level.
+def flat(entries: Options, *, by_layer: bool = False) -> dict[str, Any]:
+    """Entries without `rope_parameters`: what it holds is at the top level, named as in `LAYERS`.
 
     So `settings=` can replace the file's whichever form each uses. Within one source, entries
     inside `rope_parameters` take precedence over those beside it, and `rope_scaling` over
-    `rope_parameters`, as in the transformers library. With `by_layer`, `rope_parameters` has the
-    entries of each kind of layer, and `rope_scaling` is for full layers.
+    `rope_parameters`, as in the transformers library. With `by_layer`, `rope_parameters` has an
+    object for each kind of layer, and `rope_scaling` is for full layers.
     """
-    others = dict(entries)
-    parameters: Any = others.pop("rope_parameters", {})
+    found = dict(entries)
+    parameters: Any = found.pop("rope_parameters", {})
     if by_layer and parameters:
         if not isinstance(parameters, Mapping) or set(parameters) - set(LAYERS):
             want = f"an object with the entries {FULL} and {SLIDING}"
@@ -131,41 +191,45 @@ def to_old_form(entries: Mapping[str, Any], *, by_layer: bool = False) -> dict[s
     elif "rope_parameters" in entries:
         parameters = {FULL: parameters}
     for layer, (*_, name) in LAYERS.items():
-        value = others.pop(name, None)
+        value = found.pop(name, None)
         if not value and layer in parameters:
-            others |= old_entries(layer, "rope_parameters", parameters[layer])
+            found |= _flat_rotation(layer, "rope_parameters", parameters[layer])
         elif name in entries:
-            others |= old_entries(layer, name, value)
-    return others
+            found |= _flat_rotation(layer, name, value)
+    return found
 
 
-def old_entries(layer: str, name: str, value: Any) -> dict[str, Any]:
-    """The entries in the old form of a kind of layer, and those that mean nothing."""
+def _flat_rotation(layer: str, source: str, value: Any) -> dict[str, Any]:
+    """The entries of one object for a kind of layer; those that mean nothing name their source."""
     if not isinstance(value, Mapping | None):
-        raise arguments.value_error(name, "an object", short_repr(value))
-    scaling = {key: item for key, item in (value or {}).items() if item is not None}
-    if scaling.keys() & LAYERS.keys():
-        raise arguments.value_error(name, "one rotation for all layers", short_repr(value))
-    # The oldest files call the type "type".
-    if "type" in scaling:
-        scaling.setdefault("rope_type", scaling.pop("type"))
-    # Early files of Phi-3 call LongRoPE su, or yarn.
-    if scaling.get("rope_type") in ("su", "yarn") and "short_factor" in scaling:
-        scaling["rope_type"] = "longrope"
-    # Phi-MoE's attention factor, up to the trained length and beyond it.
-    near, far = scaling.pop("short_mscale", None), scaling.pop("long_mscale", None)
-    if near != far:
-        raise arguments.value_error(
-            name, "equal short_mscale, long_mscale", short_repr((near, far))
-        )
-    if near is not None:
-        scaling["attention_factor"] = near
-    *old_names, old_scaling = LAYERS[layer]
-    # `rope_parameters` has the names of full layers, for the entries beside the scaling too.
-    moved = zip(old_names, LAYERS[FULL], strict=False)
-    entries = {old: scaling.pop(new) for old, new in moved if new in scaling}
-    known = {key: scaling.pop(key) for key in NAMES.split() if key in scaling}
+        raise arguments.value_error(source, "an object", short_repr(value))
+    inside = {key: item for key, item in (value or {}).items() if item is not None}
+    if inside.keys() & LAYERS.keys():
+        raise arguments.value_error(source, "one rotation for all layers", short_repr(value))
+    _rename_old(source, inside)
+    *names, scaling_name = LAYERS[layer]
+    # An object names its base and share as full layers do.
+    pairs = zip(names, LAYERS[FULL], strict=False)
+    entries = {name: inside.pop(full) for name, full in pairs if full in inside}
+    known = {key: inside.pop(key) for key in NAMES.split() if key in inside}
     # A base or a share alone leaves the scaling of another source as it is.
     if known or not entries:
-        entries[old_scaling] = known
-    return entries | {f"{name}: {key}": item for key, item in scaling.items()}
+        entries[scaling_name] = known
+    return entries | {f"{source}: {key}": item for key, item in inside.items()}
+
+
+def _rename_old(source: str, inside: dict[str, Any]) -> None:
+    """Gives the entries of an object the names of today."""
+    # The oldest files call the type "type".
+    if "type" in inside:
+        inside.setdefault("rope_type", inside.pop("type"))
+    # Early files of Phi-3 call LongRoPE su, or yarn.
+    if inside.get("rope_type") in ("su", "yarn") and "short_factor" in inside:
+        inside["rope_type"] = "longrope"
+    # Phi-MoE's attention factor, up to the trained length and beyond it.
+    near, far = inside.pop("short_mscale", None), inside.pop("long_mscale", None)
+    if near != far:
+        want = "equal short_mscale, long_mscale"
+        raise arguments.value_error(source, want, short_repr((near, far)))
+    if near is not None:
+        inside["attention_factor"] = near

@@ -1,0 +1,185 @@
+"""What a row of the registry says: the tensors and the entries of config.json of an input layer.
+
+A row names the parts of a layer; `TENSORS` and `READS` say which tensors and which entries of
+config.json a part has.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from transformer_embed._src.layers.embedder import ROOT
+from transformer_embed._src.pretrained.entries import CONCERNS, ELSEWHERE, ENTRIES
+
+TOKENS = f"{ROOT}token_embedding/embeddings"
+POSITIONS = f"{ROOT}learned_positional_encoding/embeddings"
+TOKEN_TYPES = f"{ROOT}token_type_embedding/embeddings"
+NORM_SCALE = f"{ROOT}layer_norm/scale"
+NORM_OFFSET = f"{ROOT}layer_norm/offset"
+WIDEN = f"{ROOT}widen/w"
+WIDEN_OFFSET = f"{ROOT}widen/b"
+OUTPUT_TABLE = f"{ROOT}token_embedding/output_embeddings"
+OUTPUT_BIAS = f"{ROOT}token_embedding/output_bias"
+BIAS = "relative_position_bias/embeddings"
+# Of BART and its like, [1, vocab_size].
+LOGITS_BIAS = "final_logits_bias"
+
+# Parameters that a published model may lack; zeros are equivalent.
+OFFSETS = (NORM_OFFSET, WIDEN_OFFSET)
+STACKS = ("encoder", "decoder")
+# Kinds of layers, where config.json lists the layers that do not rotate.
+ROTATED, UNROTATED = "rope", "no_rope"
+
+
+# --- Parts of a layer, by the field of `Architecture` that names them.
+
+# For each parameter, its part and how its tensor's name may end. (In older files of BERT, a norm
+# has gamma and beta.)
+TENSORS = {
+    TOKENS: ("tokens", "weight"),
+    POSITIONS: ("positions", "weight"),
+    TOKEN_TYPES: ("token_types", "weight"),
+    NORM_SCALE: ("norm", "weight gamma"),
+    NORM_OFFSET: ("norm", "bias beta"),
+    WIDEN: ("widen", "weight"),
+    WIDEN_OFFSET: ("widen", "bias"),
+    BIAS: ("bias", "weight"),
+    OUTPUT_TABLE: ("head", "weight"),
+    OUTPUT_BIAS: ("head", "bias"),
+}
+# The entries that describe each part, or that another entry needs.
+READS = {
+    "tokens": "vocab_size hidden_size tie_word_embeddings",
+    "positions": "max_position_embeddings",
+    "norm": "layer_norm_eps",
+    "token_types": "type_vocab_size",
+    "widen": "embedding_size",
+    "bias": "num_attention_heads relative_attention_num_buckets relative_attention_max_distance",
+    "has_alibi": "num_attention_heads",
+    "rotary": "rope_theta rope_scaling rope_parameters max_position_embeddings "
+    "original_max_position_embeddings",
+    "partial_rotary_factor": "num_attention_heads head_dim",
+    "rope_local_base_freq": "sliding_rope_scaling partial_rotary_factor sliding_rotary_factor "
+    "num_attention_heads head_dim global_head_dim",
+}
+
+
+class Architecture(NamedTuple):
+    """One kind of input layer: a row of the registry.
+
+    Several names in one string are separated by spaces. Modules are names of the checkpoint's
+    tensors without ".weight", below its prefix; `{stack}` stands for encoder or decoder.
+
+    Args:
+        types: the model types, as config.json names them.
+        tokens: the module of the token table; of several, the first that is there.
+        positions, token_types, norm, widen, bias: likewise; "": there is none.
+        may_lack: parameters whose tensors may be missing, by the ends of their paths.
+        start: the first position; or the entry that has the id of padding: one more. If that id
+            is known, padding is at the position before the first; otherwise it is counted like
+            tokens.
+        sinusoids: the arguments of `Sinusoidal`; None: positions are learned.
+        scale: of the tokens, as for `EmbedderConfig`, or the entry that has it.
+        dropout: the entry that has its rate.
+        rotary: the layout, as for `apply_rotary`, or the entry that says whether it is interleaved;
+            "": nothing is rotated.
+        rotated_kinds: the kind of layers that rotate and the kind that does not; None: all rotate,
+            as they do if the entry sliding_window is read and null.
+        sections: how pairs are shared out to time, height and width: CONSECUTIVE or IN_TURNS.
+        has_alibi: whether attention is biased by `alibi_bias`.
+        entries: those that it reads, besides those of its parts (`READS`) and those that the other
+            fields name, and those whose default is not the one in `ENTRIES`; with the defaults.
+        fixed: entries of its parts that it does not read, with the values that they have.
+        meaningless: entries that mean nothing to it, although their names concern the layer.
+        aliases: for an entry, the model's own names, which take precedence.
+        head: the modules that may be its output layer.
+        no_output: why an `OutputLayer` cannot say its output layer; "": it can.
+        known_below: a pattern of prefixes below which no other architecture has tensors of these
+            names; the default matches none.
+        refused: tensors that show that the input layer is different, with the reason.
+        refused_entries: for an entry, why values other than the library's default cannot be
+            loaded.
+    """
+
+    types: str
+    tokens: str
+    positions: str = ""
+    token_types: str = ""
+    norm: str = ""
+    widen: str = ""
+    bias: str = ""
+    may_lack: str = ""
+    start: int | str = 0
+    sinusoids: Mapping[str, Any] | None = None
+    scale: Any = False
+    dropout: str = ""
+    rotary: str = ""
+    rotated_kinds: tuple[str, str] | None = None
+    sections: str = ""
+    has_alibi: bool = False
+    entries: Mapping[str, Any] = {}
+    fixed: Mapping[str, Any] = {}
+    meaningless: str = ""
+    aliases: Mapping[str, str] = {}
+    head: str = "lm_head"
+    no_output: str = ""
+    known_below: str = "(?!)"
+    refused: Mapping[str, str] = {}
+    refused_entries: Mapping[str, str] = {}
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """The model types."""
+        return tuple(self.types.split())
+
+    @property
+    def name(self) -> str:
+        """The type that was looked for, or the first."""
+        return self.model_types[0]
+
+    def default(self, entry: str) -> Any:
+        """The value of an entry that config.json leaves out."""
+        return self.entries.get(entry, ENTRIES[entry].default)
+
+    @property
+    def has_stacks(self) -> bool:
+        """Whether it has an encoder and a decoder."""
+        return "{stack}" in self.tokens
+
+    def tensors(self, stack: str, prefix: str = "") -> dict[str, list[str]]:
+        """For each parameter, the names that its tensor may have, below a checkpoint's prefix.
+
+        Those of the output layer are there too, or further out.
+        """
+        parts, names = prefix.split("."), {}
+        outer = [".".join([*parts[:n], ""]) for n in reversed(range(len(parts)))]
+        for parameter, (part, ends) in TENSORS.items():
+            modules = getattr(self, part).format(stack=stack).split()
+            starts = outer if part == "head" else [prefix]
+            if modules:
+                names[parameter] = [
+                    f"{start}{module}.{end}"
+                    for start in starts
+                    for module in modules
+                    for end in ends.split()
+                ]
+        names[OUTPUT_BIAS] += [start + LOGITS_BIAS for start in outer]
+        return names
+
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """The entries that are read, each with the model's own names and the library's."""
+        reads = [self.start, self.scale, self.dropout, self.rotary]
+        reads += [*self.entries, *self.refused_entries]
+        for part, entries in READS.items():
+            if part in self.entries or getattr(self, part, None):
+                reads += entries.split()
+        known = [name for name in ENTRIES if name in reads and name not in self.fixed]
+        return {name: (*self.aliases.get(name, "").split(), name) for name in known}
+
+    def concerns(self, entry: str, value: Any) -> bool:
+        """Whether an entry that is not read may change the layer or its output layer."""
+        is_neutral = not value or value == "absolute" or (value == 1 and value is not True)
+        if is_neutral or entry.rpartition(" ")[2] in self.meaningless.split():
+            return False
+        is_norm = self.norm and re.search(r"eps(ilon)?$", entry)
+        return bool(is_norm or (CONCERNS.search(entry) and not ELSEWHERE.search(entry)))

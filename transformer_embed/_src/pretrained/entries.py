@@ -1,0 +1,91 @@
+"""Entries of config.json: which are known, their values, and which may concern an input layer."""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from transformer_embed._src import arguments
+
+REQUIRED: Any = object()
+Check = Callable[[str, Any], Any]
+count: Check = functools.partial(arguments.integer, at_least=1)
+
+
+class Entry(NamedTuple):
+    """The check of an entry's value, and the library's default; None: tensors say it, or it means
+    nothing."""
+
+    check: Check
+    default: Any = None
+
+
+def _or_null(check: Check) -> Check:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _unchecked(_: str, value: Any) -> Any:
+    return value
+
+
+_RATES = "embd_pdrop embedding_dropout dropout hidden_dropout hidden_dropout_prob dropout_rate"
+# The entries that are known, under the library's names. A row has defaults of its own.
+ENTRIES = {
+    name: Entry(check, default)
+    for check, default, names in (
+        (
+            _or_null(count),
+            None,
+            "vocab_size decoder_vocab_size hidden_size embedding_size max_position_embeddings "
+            "original_max_position_embeddings num_attention_heads head_dim global_head_dim "
+            "relative_attention_num_buckets rotary_dim dim_model_base",
+        ),
+        (_or_null(arguments.integer), None, "sliding_window type_vocab_size"),
+        (_or_null(arguments.integer), 1, "pad_token_id"),
+        (arguments.integer, 128, "relative_attention_max_distance"),
+        (arguments.rate, 0.1, _RATES),
+        (arguments.positive, 1e-12, "layer_norm_eps"),
+        (arguments.positive, 1.0, "embedding_multiplier partial_rotary_factor"),
+        (arguments.positive, 1.0, "logit_scale logits_scaling"),
+        (arguments.positive, 12.0, "scale_emb"),
+        (arguments.positive, 10_000.0, "rope_theta"),
+        (
+            _or_null(arguments.positive),
+            None,
+            "sliding_rotary_factor rope_local_base_freq final_logit_softcapping",
+        ),
+        (
+            arguments.flag,
+            False,
+            "scale_embedding rescale_embeddings mup_enabled alibi rotary_emb_interleaved asm",
+        ),
+        (
+            arguments.flag,
+            True,
+            "rope_interleave tie_word_embeddings share_encoder_decoder_embeddings "
+            "scale_decoder_outputs use_learned_position_embeddings",
+        ),
+        (_unchecked, "absolute", "position_embedding_type"),
+        # rope.py checks them.
+        (_unchecked, None, "rope_scaling rope_parameters sliding_rope_scaling"),
+    )
+    for name in names.split()
+}
+# Those that do not change the embeddings: a missing one has its default even if config.json does
+# not name the model type.
+HARMLESS = (
+    f"{_RATES} tie_word_embeddings share_encoder_decoder_embeddings scale_decoder_outputs "
+    "logit_scale logits_scaling asm position_embedding_type"
+).split()
+
+# Words in the names of entries that concern the layer, if no part of the name is elsewhere: in
+# attention, feed-forward layers and routers, in towers for images, in the drawing of weights, or in
+# sizes, which tensors say.
+CONCERNS = re.compile(
+    r"posit|pos_|rot(ary|at)|rope|alibi|relative|rel_|sinus|theta|emb|scal|multiplier|mup_|"
+    r"tie_|tying|tied|share_|sharing|padding_idx|soft_?cap|lm_head"
+)
+ELSEWHERE = re.compile(
+    r"(?<!relative_)att|key|query|kv_|qk_|mlp|ffn|ssm|resid|rout|depth|time|init|vision|visual|image|"
+    r"audio|video|pool|emb[a-z]*(_proj)?_(dim|size)|\bn_embe?d|\b(n|max)_\w*pos|_ids?\b|lm_head_bias|finetuned"
+)

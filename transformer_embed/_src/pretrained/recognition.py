@@ -1,0 +1,190 @@
+"""Which model a file holds: by its type, by names of tensors, or an error that says what to try."""
+
+import contextlib
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from transformer_embed._src import arguments
+from transformer_embed._src.pretrained.architecture import (
+    OUTPUT_BIAS,
+    OUTPUT_TABLE,
+    STACKS,
+    TOKENS,
+    Architecture,
+)
+from transformer_embed._src.pretrained.architectures import ARCHITECTURES, by_model_type
+from transformer_embed._src.pretrained.description import describe
+from transformer_embed._src.pretrained.entries import ENTRIES
+from transformer_embed._src.pretrained.messages import short_repr
+from transformer_embed._src.pretrained.published import Match, Published
+
+# Tensors that may be a table of tokens, if no row has their names.
+TABLE = re.compile(
+    r"(?!.*\b\d+\b)(.*\.)?(embed_tokens|(word_|tok(en)?s?_)?emb(ed(ding)?s?)?|wte|shared|embed_in)\.weight"
+)
+# Tensors that may stand beside that table: its siblings, outside of numbered layers. Not buffers,
+# second streams, or what only attention or the end of the model reads.
+BESIDE = re.compile(
+    r"(?!.*(\b\d+\b|_ids$|inv_freq|entity|visual|vision|image|audio|patch_|embed_global|embedding_norm|"
+    r"embedding_projection|rel_embeddings|(^|\.)pos_embed))"
+    r"(embeddings\.|((encoder|decoder)\.)?[^.]*(emb|pos_|posit|rel_|relative|token_type|wte|wpe))"
+)
+# Entries that may say that tokens are scaled.
+SCALE = re.compile(r"(?=.*(emb|input))(?=.*(scal|multiplier))|mup_")
+
+
+def recognised(file: Published, model_type: Any) -> Match:
+    """The row of a checkpoint, with the tensors of its input and output layers.
+
+    The type is that of settings, of config.json, or of the model that alone has such tensors.
+    """
+    tensors, where = file.tensors, file.tensors.path
+    model_type = model_type or file.model_type or type_by_names(file)
+    kind = by_model_type(model_type)
+    if kind is None:
+        want = f"that of a known model, from settings or a config.json beside {where}"
+        raise arguments.value_error(
+            "model_type", want, f"{short_repr(model_type)}; {_advice(file)}"
+        )
+    found = matches([kind], file)
+    if not found:
+        want = f"the tensors of a model {kind.name}, or {_by_hand(file, kind)}"
+        if matches([kind], file._replace(stack=STACKS[1])):
+            want = f"the encoder of {kind.name}; pass stack='decoder' for its decoder"
+        raise arguments.value_error(where, want, tensors.listed())
+    if len(found) > 1:
+        want = f"one model {kind.name} in a file (or load one with config and names)"
+        got = short_repr([match.prefix for match in found])
+        raise arguments.value_error(where, want, f"those under {got}")
+    if not kind.has_stacks:
+        arguments.check_left_out("stack", file.stack, f"{kind.name} has one stack")
+    if reason := _reason(found[0], file):
+        alone = _by_hand(file, kind, found[0].names[TOKENS])
+        want = f"an input layer like that of {kind.name}, or {alone}"
+        raise arguments.value_error(where, want, reason)
+    return found[0]
+
+
+def matches(kinds: Iterable[Architecture], file: Published) -> list[Match]:
+    """The rows whose tensors a file has, for each prefix."""
+    files, found = file.tensors.files, []
+    for kind in kinds:
+        may_lack = (*kind.may_lack.split(), OUTPUT_TABLE, OUTPUT_BIAS)
+        prefixes = [
+            name.removesuffix(end)
+            for end in kind.tensors(file.side)[TOKENS]
+            for name in files
+            if f".{name}".endswith(f".{end}")
+        ]
+        for prefix in dict.fromkeys(prefixes):
+            tensors = kind.tensors(file.side, prefix)
+            present = {
+                name: [end for end in ends if end in files] for name, ends in tensors.items()
+            }
+            names = {name: ends[0] for name, ends in present.items() if ends}
+            missing = tensors.keys() - names.keys()
+            if all(name.endswith(may_lack) for name in missing):
+                found.append(Match(kind, prefix, names))
+    return found
+
+
+def type_by_names(file: Published) -> str | None:
+    """The type of the model that alone has such names of tensors, if there is one."""
+    certain = {
+        match.kind.name: len(match.names)
+        for match in matches(ARCHITECTURES, file)
+        if re.search(match.kind.known_below, match.prefix)
+    }
+    return max(certain, key=certain.__getitem__, default=None)
+
+
+def _reason(match: Match, file: Published) -> str:
+    """Why the input layer is not like that of the row, as its tensors show; "": it is."""
+    kind, prefix, names = match
+    files = file.tensors.files
+    for tensor, reason in kind.refused.items():
+        if prefix + tensor.format(stack=file.side) in files:
+            return reason
+    own = kind.tokens.format(stack=file.side).partition(".")[0]
+    left_out = {*kind.meaningless.split()}
+    if kind.sinusoids is not None:
+        left_out.add("embed_positions")
+    if own in STACKS:
+        left_out |= {*STACKS} - {own}
+    for name in sorted(files.keys() - names.values()):
+        below = name.removeprefix(prefix)
+        is_own = name.startswith(prefix) and not left_out & {*below.split(".")}
+        if is_own and BESIDE.match(below):
+            return f"also {name}, which is not read"
+    return ""
+
+
+# --- What to do with one that is not known.
+
+
+def _advice(file: Published) -> str:
+    """What a model of an unknown type may be loaded as."""
+    fitting = {}
+    for match in matches(ARCHITECTURES, file):
+        # Of the rows that say the same, the first.
+        fitting.setdefault(_said_by(match, file), match)
+    fitting.pop("", None)
+    if not fitting:
+        return f"load {_by_hand(file)}, which has {file.tensors.listed()}"
+    most = max(len(match.names) for match in fitting.values())
+    kinds = [match.kind.name for match in fitting.values() if len(match.names) == most]
+    return (
+        f"tensors and entries fit a model {' or '.join(kinds[:3])}: pass that model_type in "
+        f"settings if it computes the same, or load {_by_hand(file)}"
+    )
+
+
+def _said_by(match: Match, file: Published) -> str:
+    """The layer that a row describes if it reads what concerns it and guesses nothing, or ""."""
+    if (file.stack and not match.kind.has_stacks) or _reason(match, file):
+        return ""
+    # Types that differ only in whether they tie their output layer are the same here.
+    entries = {"tie_word_embeddings": True, **file.entries}
+    try:
+        said, parameters = describe(file._replace(entries=entries, model_type=None), match, {})
+    except ValueError:
+        return ""
+    # A table alone, of which nothing is said, is any model's.
+    is_alone = (
+        parameters.keys() <= {TOKENS, OUTPUT_TABLE, OUTPUT_BIAS}
+        and said.rotary is None
+        and said.bias is None
+    )
+    return "" if is_alone else str(said)
+
+
+def _by_hand(file: Published, kind: Architecture | None = None, table: str | None = None) -> str:
+    """The call that loads the table of tokens alone, if the table and its scale are certain."""
+    tensors = file.tensors
+    tables = [name for name in tensors.files if TABLE.fullmatch(name)]
+    if table is None and tables and all(tensors.are_equal(tables[0], each) for each in tables):
+        table = tables[0]
+    shape, scale = tensors.entry(table).shape if table else (), _scale(file, kind)
+    if len(shape) != 2 or scale is None:
+        return "any table with config and names"
+    return (
+        f"its table of tokens alone: load_embedder(path, config=EmbedderConfig({shape[0]}, "
+        f"{shape[1]}, scheme=None, scale={scale}, output=None), "
+        f"names={{'token_embedding/embeddings': {table!r}}})"
+    )
+
+
+def _scale(file: Published, kind: Architecture | None) -> bool | float | None:
+    """The scale of tokens, as the row or the entries of any row say; None: it is not certain."""
+    rows = [row for row in ARCHITECTURES if row.scale in file.entries]
+    kind = kind or [*rows, Architecture("", "")][0]
+    for name, value in file.entries.items():
+        if name != kind.scale and SCALE.search(name) and kind.concerns(name, value):
+            return None
+    if isinstance(kind.scale, bool):
+        return kind.scale
+    said = file.entries.get(kind.scale, kind.default(kind.scale))
+    with contextlib.suppress(TypeError, ValueError):
+        return ENTRIES[kind.scale].check("", said)
+    return None
