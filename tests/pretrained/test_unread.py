@@ -11,6 +11,7 @@ from transformer_embed._src.pretrained import architectures
 
 LLAMA = {"model_type": "llama"}
 HALF = {"layout": "half"}
+WTE = "transformer.wte.weight"
 ROWS = {kind_of(case).types: name for name, case in CASES.items() if "stray" not in name}
 
 
@@ -46,6 +47,25 @@ def test_entries_of_other_models_are_refused_in_a_llama(tmp_path, entries):
     (name,) = entries
     with pytest.raises(ValueError, match=f"is not read .*, got {name}: "):
         load_embedder(table(tmp_path, LLAMA | entries))
+
+
+@pytest.mark.parametrize(
+    ("attention", "message"),
+    [
+        ({"alibi": False}, "alibi: wanted True, since the transformers library ignores .*, got "),
+        ({"alibi": 1}, "alibi: wanted a Python bool, got int 1"),
+        ({"alibi_bias_max": 16}, "alibi_bias_max: wanted 8, since the transformers .*, got 16.0$"),
+    ],
+)
+def test_alibi_inside_the_attention_of_mpt_is_read(tmp_path, attention, message):
+    """The library adds ALiBi with a bias of 8 whatever it says."""
+    entries = {"model_type": "mpt", "d_model": 16, "n_heads": 4}
+    said = {"alibi": True, "alibi_bias_max": 8, "softmax_scale": 2.0}
+    for attn_config in (None, {}, said):
+        found = load_embedder(table(tmp_path, entries | {"attn_config": attn_config}, WTE))
+        assert found.bias == {"num_heads": 4}
+    with pytest.raises(ValueError, match=f"for a model mpt: {message}"):
+        load_embedder(table(tmp_path, entries | {"attn_config": said | attention}, WTE))
 
 
 def test_entries_that_say_nothing_or_concern_other_parts_are_left_out(tmp_path):

@@ -28,6 +28,8 @@ _PLACES = "it adds tables of places on a page"
 # They list the layers, whose kinds `PretrainedInput.rotary` names.
 _UNROTATED_LAYERS = "no_rope_layers no_rope_layer_interval"
 
+_IGNORED = "the transformers library ignores what config.json says"
+
 # Entries that the library once wrote for all models with two stacks.
 _OLD = "normalize_embedding static_position_embeddings extra_pos_embeddings"
 
@@ -431,6 +433,8 @@ ARCHITECTURES = (
         has_alibi=True,
         meaningless="learned_pos_emb",
         aliases={"hidden_size": "d_model", "num_attention_heads": "n_heads"},
+        defaults={"alibi": True},
+        refused_entries=dict.fromkeys(("alibi", "alibi_bias_max"), _IGNORED),
     ),
     Architecture(
         "bloom",

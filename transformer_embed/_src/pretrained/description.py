@@ -66,7 +66,7 @@ CHECKS = {
         arguments.integer: "relative_attention_max_distance",
         arguments.rate: _RATES,
         arguments.positive: "layer_norm_eps embedding_multiplier scale_emb rope_theta "
-        "partial_rotary_factor logit_scale logits_scaling",
+        "partial_rotary_factor logit_scale logits_scaling alibi_bias_max",
         _or_null(
             arguments.positive
         ): "sliding_rotary_factor rope_local_base_freq final_logit_softcapping",
@@ -85,6 +85,7 @@ DEFAULTS = {
     "rescale_embeddings": False,
     "mup_enabled": False,
     "alibi": False,
+    "alibi_bias_max": 8,
     "asm": False,
     "rope_interleave": True,
     "rotary_emb_interleaved": False,
@@ -259,7 +260,10 @@ class Architecture(NamedTuple):
 
     def read(self, where: str, given: Options) -> tuple[dict[str, Any], dict[str, Any]]:
         """The checked values of the entries of a config.json or `settings=`, and those not read."""
-        names, unread = self.names(), dict(given)
+        names, attention = self.names(), given.get("attn_config")
+        # MPT's ALiBi.
+        within = attention if isinstance(attention, Mapping) else {}
+        unread = {**{entry: within[entry] for entry in names if entry in within}, **given}
         found = {}
         for entry, aliases in names.items():
             said = [unread.pop(name) for name in aliases if name in unread]
@@ -313,8 +317,9 @@ class Architecture(NamedTuple):
         differ), and of `RelativePositionBias` or `alibi_bias`.
         """
         for name, reason in self.refused_entries.items():
-            if value[name] not in (None, DEFAULTS[name]):
-                want = f"{DEFAULTS[name]!r}, since {reason}"
+            default = self.defaults.get(name, DEFAULTS[name])
+            if value[name] not in (None, default):
+                want = f"{default!r}, since {reason}"
                 raise arguments.value_error(name, want, short_repr(value[name]))
         rows, width = shapes[TOKENS]
         d_model, _ = shapes.get(WIDEN, (width, rows))
