@@ -145,7 +145,8 @@ ARCHITECTURES = (
             "partial_rotary_factor": "rotary_emb_fraction",
         },
     ),
-    _rotated_bert("gte", may_lack=(TOKEN_TYPES,)),
+    # Alibaba's own code of GTE is the type new.
+    _rotated_bert("gte new", may_lack=(TOKEN_TYPES,)),
     _rotated_bert("jina_embeddings_v3", norm="emb_ln", aliases={"rope_theta": "rotary_emb_base"}),
     _rotated_bert(
         "roformer",
@@ -183,6 +184,15 @@ ARCHITECTURES = (
         aliases={"hidden_size": "emb_dim"},
         head="pred_layer.proj",
         refused_entries={"asm": "its output layer is an adaptive softmax"},
+    ),
+    Architecture(
+        "xlnet",
+        tokens="word_embedding",
+        dropout="dropout",
+        # Its attention adds sinusoids of distances. The embedding of what a query is to predict.
+        meaningless="mask_emb untie_r",
+        aliases={"hidden_size": "d_model"},
+        head="lm_loss",
     ),
     _gpt2(
         "gpt2 gpt_neo gpt_bigcode gpt-sw3",
@@ -297,7 +307,7 @@ ARCHITECTURES = (
         "olmo_hybrid flex_olmo ministral3 phimoe seed_oss arcee apertus "
         "internlm3 minimax aria_text diffllama doge eurobert iquestcoder jais2 jetmoe "
         "bitnet hy_v3 solar_open cwm higgs_audio_v2 "
-        "voxtral_realtime_text unlimited_ocr_text emu3_text_model",
+        "voxtral_realtime_text unlimited_ocr_text emu3_text_model mllama_text_model",
         # Ministral 3 scales its queries. The library ignores the share.
         meaningless="llama_4_scaling_beta max_position_embeddings partial_rotary_factor",
     ),
@@ -316,10 +326,16 @@ ARCHITECTURES = (
         meaningless="mrope_interleaved interleaved",
     ),
     _llama(
-        "helium ernie4_5 ernie4_5_moe deepseek_v2 glm_moe_dsa openai_privacy_filter",
+        "helium ernie4_5 ernie4_5_moe deepseek_v2 deepseek_v32 glm_moe_dsa openai_privacy_filter",
         rotary="interleaved",
     ),
     _llama("deepseek_v3 axk1 glm4_moe_lite youtu", rotary="rope_interleave"),
+    _llama(
+        "mistral4",
+        rotary="rope_interleave",
+        # It scales its queries. The channels that rotate are a head of their own.
+        meaningless="llama_4_scaling_beta max_position_embeddings partial_rotary_factor",
+    ),
     _llama("cohere", rotary="interleaved", entries="logit_scale"),
     _llama(
         "cohere2",
@@ -327,6 +343,13 @@ ARCHITECTURES = (
         rotated_kinds=_SLIDING_ROTATES,
         entries="logit_scale",
         meaningless="position_embedding_type use_embedding_sharing",
+    ),
+    # Its first layers may be dense, which rotate with full attention too.
+    _llama(
+        "cohere2_moe",
+        rotary="interleaved",
+        rotated_kinds=(ROTATED, UNROTATED),
+        entries="logit_scale",
     ),
     _llama("exaone4 exaone_moe", rotated_kinds=_SLIDING_ROTATES, entries="sliding_window"),
     _llama("afmoe", scale="mup_enabled", rotated_kinds=_SLIDING_ROTATES),
@@ -354,6 +377,18 @@ ARCHITECTURES = (
             "embed_tokens_per_layer.weight": "every layer adds a row of embed_tokens_per_layer"
         },
     ),
+    _llama(
+        "nanochat",
+        refused={
+            "layers.0.self_attn.q_proj.weight": "a norm without parameters follows, and heads "
+            "rotate backwards"
+        },
+    ),
+    _seq2seq(
+        "t5gemma",
+        tokens="{stack}.embed_tokens",
+        refused={"{stack}.embed_tokens.weight": "config.json describes each stack apart"},
+    ),
     _by_layer("olmo3 mellum mimo_v2_flash"),
     _by_layer(
         "modernbert modernbert-decoder",
@@ -371,7 +406,7 @@ ARCHITECTURES = (
         known_below="",
     ),
     _llama(
-        "granite granitemoe granitemoeshared granite_docling_text",
+        "granite granitemoe granitemoeshared granite_docling_text granite_swa granitemoe_swa",
         scale="embedding_multiplier",
         entries="logits_scaling",
     ),
@@ -469,7 +504,7 @@ DEFAULTS: dict[str, dict[Any, str]] = {
         "modernbert-decoder bloom",
         1e-7: "deberta deberta-v2",
     },
-    "logit_scale": {0.0625: "cohere cohere2"},
+    "logit_scale": {0.0625: "cohere cohere2 cohere2_moe"},
     "logits_scaling": {4.0: "granite_docling_text"},
     "num_attention_heads": {REQUIRED: "mpt bloom gpt_neox"},
     "original_max_position_embeddings": {4096: "phi3 phi4_multimodal"},
@@ -487,7 +522,7 @@ DEFAULTS: dict[str, dict[Any, str]] = {
         100_000.0: "helium",
         160_000.0: "modernbert modernbert-decoder gte",
         500_000.0: "paddleocr_vl_text flex_olmo bitnet qwen3_vl_text qwen3_vl_moe_text cohere "
-        "ernie4_5 ernie4_5_moe llama4_text olmo3 mellum",
+        "ernie4_5 ernie4_5_moe llama4_text mllama_text_model olmo3 mellum",
         1_000_000.0: "mixtral phimoe minimax lfm2 solar_open emu3_text_model qwen2_vl_text "
         "qwen2_5_vl_text qwen2_5_omni_text qwen2_vl qwen2_5_vl qwen3_omni_moe_text gemma3 "
         "gemma3_text gemma3n_text embedding_gemma2_text",
@@ -496,7 +531,7 @@ DEFAULTS: dict[str, dict[Any, str]] = {
         11_158_840.0: "hy_v3",
         100_000_000.0: "cosmos3_edge_text",
         # A scaling comes with it.
-        REQUIRED: "gpt_oss ministral3 apertus cwm higgs_audio_v2 openai_privacy_filter "
+        REQUIRED: "gpt_oss ministral3 mistral4 apertus cwm higgs_audio_v2 openai_privacy_filter "
         "gemma4_text gemma4_unified_text",
     },
     "rotary_dim": {None: "minimax_m2"},
@@ -507,10 +542,10 @@ DEFAULTS: dict[str, dict[Any, str]] = {
     "sliding_rotary_factor": {0.334: "mimo_v2_flash"},
     "tie_word_embeddings": {
         False: "git rembert fsmt mamba2 jamba kimi_linear nemotron_h gptj codegen",
-        True: "paddleocr_vl_text starcoder2 jetmoe lfm2 cohere cohere2 ernie4_5 ernie4_5_moe "
-        "youtu smollm3 "
-        "granite_docling_text gpt_neox_japanese gemma gemma2 vaultgemma recurrent_gemma gemma3 "
-        "gemma3_text gemma3n_text gemma4_text gemma4_unified_text embedding_gemma2_text "
+        True: "paddleocr_vl_text starcoder2 jetmoe lfm2 cohere cohere2 cohere2_moe ernie4_5 "
+        "ernie4_5_moe youtu smollm3 granite_docling_text granite_swa gpt_neox_japanese "
+        "gemma gemma2 vaultgemma recurrent_gemma gemma3 gemma3_text "
+        "gemma3n_text gemma4_text gemma4_unified_text embedding_gemma2_text "
         "modernbert modernbert-decoder minicpm minicpm3 falcon",
     },
 }
