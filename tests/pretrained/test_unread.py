@@ -70,6 +70,12 @@ def test_alibi_inside_the_attention_of_mpt_is_read(tmp_path, attention, message)
 
 OF_NEW_ROWS = [
     (
+        # The library adds the scaling of the type's default.
+        {"model_type": "gpt_oss", "rope_theta": 150_000.0},
+        "model.embed_tokens.weight",
+        "wanted rope_scaling of gpt_oss, from settings or a config.json",
+    ),
+    (
         {"model_type": "nanochat"},
         "model.embed_tokens.weight model.layers.0.self_attn.q_proj.weight",
         "its table of tokens alone: load_embedder.*, got a norm without parameters follows",

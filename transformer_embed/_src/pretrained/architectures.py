@@ -487,6 +487,11 @@ ARCHITECTURES = (
     ),
 )
 
+# The default rotation of these types has a scaling.
+_SCALED = (
+    "gpt_oss ministral3 mistral4 apertus cwm higgs_audio_v2 openai_privacy_filter "
+    "gemma4_text gemma4_unified_text"
+)
 # Defaults of entries in which types differ from their row, with the types; REQUIRED: config.json
 # must say it.
 DEFAULTS: dict[str, dict[Any, str]] = {
@@ -516,6 +521,7 @@ DEFAULTS: dict[str, dict[Any, str]] = {
     },
     "position_embedding_type": {None: "granitemoehybrid"},
     "rope_local_base_freq": {500_000.0: "olmo3"},
+    "rope_scaling": {REQUIRED: _SCALED},
     "rope_theta": {
         1_000.0: "nomic_bert",
         20_000.0: "jina_embeddings_v3",
@@ -530,9 +536,7 @@ DEFAULTS: dict[str, dict[Any, str]] = {
         5_000_000.0: "minimax_m2 mimo_v2_flash",
         11_158_840.0: "hy_v3",
         100_000_000.0: "cosmos3_edge_text",
-        # A scaling comes with it.
-        REQUIRED: "gpt_oss ministral3 mistral4 apertus cwm higgs_audio_v2 openai_privacy_filter "
-        "gemma4_text gemma4_unified_text",
+        REQUIRED: _SCALED,
     },
     "rotary_dim": {None: "minimax_m2"},
     "scale_decoder_outputs": {False: "mt5"},
