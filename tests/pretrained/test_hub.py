@@ -37,7 +37,7 @@ def described(tmp_path, monkeypatch):
         with path.open("r+b") as file:
             file.truncate(8 + len(header) + start)
         (tmp_path / "config.json").write_text(json.dumps(CONFIGS[repository]))
-        return load_embedder(path, settings=SAID.get(repository), **options)
+        return load_embedder(path, **{"settings": SAID.get(repository)} | options)
 
     return load
 
@@ -80,6 +80,14 @@ def test_a_published_file_is_read_as_the_library_reads_it(described, repository)
     assert bool(rotations) == bool(facts["rotations"]) or "gpt-j" in repository
 
 
+def tensors_of(entries):
+    """The tensors of an encoder's input layer without positions, with their shapes."""
+    rows, width, types = (entries[f"{name}_size"] for name in ("vocab", "hidden", "type_vocab"))
+    tensors = {f"embeddings.LayerNorm.{end}": [width] for end in ("weight", "bias")}
+    tensors |= {"embeddings.token_type_embeddings.weight": [types, width]} if types else {}
+    return tensors | {"embeddings.word_embeddings.weight": [rows, width]}
+
+
 @pytest.mark.parametrize(
     ("repository", "message"),
     [
@@ -91,12 +99,23 @@ def test_a_published_file_is_read_as_the_library_reads_it(described, repository)
 )
 def test_what_their_own_code_computes_otherwise_is_refused(described, repository, message):
     entries = CONFIGS[repository]
-    width = entries["hidden_size"]
-    tensors = {"embeddings.word_embeddings.weight": [entries["vocab_size"], width]}
-    types = entries["type_vocab_size"]
-    tensors |= {"embeddings.token_type_embeddings.weight": [types, width]} if types else {}
-    tensors |= {f"embeddings.LayerNorm.{end}": [width] for end in ("weight", "bias")}
+    tensors = tensors_of(entries)
     if entries["position_embedding_type"] == "alibi":
-        tensors["embeddings.position_embeddings.weight"] = [8192, width]
+        tensors["embeddings.position_embeddings.weight"] = [8192, entries["hidden_size"]]
     with pytest.raises(ValueError, match=message):
         described(repository, tensors)
+
+
+@pytest.mark.parametrize("repository", ["base-en-v1.5", "multilingual-base"])
+def test_the_scaling_of_gte_can_be_said_in_settings(described, repository):
+    """As notebooks/published_models.md says. Its code multiplies the base by the factor s, and
+    divides frequencies by s ** (2 / head_dim)."""
+    entries = CONFIGS[f"Alibaba-NLP/gte-{repository}"]
+    factor, base, dim = entries["rope_scaling"]["factor"], entries["rope_theta"], 64
+    scaling = {"rope_type": "linear", "factor": factor ** (2 / dim)}
+    said = {"rope_theta": factor * base, "rope_scaling": scaling}
+    found = described(f"Alibaba-NLP/gte-{repository}", tensors_of(entries), settings=said)
+    ours, _ = frequencies_of(found.rotary, dim // 2)
+    places = np.array(sorted({round(n * (dim // 2 - 1) / 8) for n in range(9)}))
+    theirs = (base * factor) ** (-2 * places / dim) / factor ** (2 / dim)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-12)
