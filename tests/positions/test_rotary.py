@@ -52,6 +52,8 @@ SCALINGS = [
     YarnScaling(4.0, original_length=4096, beta_slow=1e-5, attention_factor=2),
     Llama3Scaling(8.0),
     Llama3Scaling(32.0, low_freq_factor=1.5, high_freq_factor=5.0, original_length=2000),
+    # Llama 4 Scout.
+    Llama3Scaling(16.0, low_freq_factor=1.0, high_freq_factor=1.0),
     LONG,
     dataclasses.replace(LONG, length=4096, attention_factor=1.5),
 ]
@@ -448,7 +450,8 @@ RANGES = {
         0,
     ),
     ("short_factor", "long_factor"): ("a finite number above 0", 0),
-    ("beta_fast", "high_freq_factor"): ("a finite number above 1", 1),
+    ("beta_fast",): ("a finite number above 1", 1),
+    ("high_freq_factor",): ("a number of at least low_freq_factor, 1", 0.5),
     ("mscale", "mscale_all_dim"): ("a finite number of at least 0", -1),
     ("original_length",): ("an int of at least 2", 1),
     ("length",): ("an int of at least 0", -1),

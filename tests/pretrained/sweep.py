@@ -113,6 +113,7 @@ SPECIAL = {
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "xlnet": {"d_head": 16},
     "helium": {"head_dim": 16},
+    "mistral4": {"qk_nope_head_dim": 8, "head_dim": 16},
     # Those with such tables are refused, as Gemma 3n is.
     "gemma4_text": {"hidden_size_per_layer_input": 0},
     "xglm": {"pad_token_id": 1},
@@ -124,6 +125,10 @@ SPECIAL = {
     "squeezebert": {"embedding_size": 64},
     "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [4, 10]},
 }
+
+
+# Functions that rotate what only chooses the keys that attention reads.
+OF_INDEXERS = {("modeling_deepseek_v32", "apply_rotary_pos_emb")}
 
 
 class NotSweptError(Exception):
@@ -302,6 +307,8 @@ def record_rotations(model):
         module = sys.modules[name]
         for label, function in list(vars(module).items()):
             if not re.match(r"apply_.*rot", label) or hasattr(function, "plain"):
+                continue
+            if (name.rpartition(".")[2], label) in OF_INDEXERS:
                 continue
             if not callable(function) or "vision" in label or inspect.isclass(function):
                 continue
@@ -702,6 +709,15 @@ def page_of(table):
         "  `settings={'entry': None}`. Tensors beside the table of tokens that are not read are refused too.",
         "- YaRN in models whose kinds of layers have their own rotations: `truncate: false` is followed; the",
         "  library ignores it there.",
+        "- Llama 3.2 Vision has 8 more rows than the `vocab_size` of its config.json, and its output layer has not: pass",
+        "  `settings={'vocab_size': 128264}`; `config.output` then says why there is none. Mistral 4 scales its queries,",
+        "  XLNet's attention adds sinusoids of distances, and DeepSeek V3.2 chooses keys by heads that rotate by halves;",
+        "  these are not returned.",
+        "- The config.json of 56 well-known repositories, as they are published, is in tests/golden/hub_configs.json. Of 52",
+        "  (BERT to gpt-oss), tests/pretrained/test_hub.py compares the table, tying, scale, norm, positions, softcap and frequencies with the",
+        "  library's. Jina v2 (a BERT with ALiBi) and v3 raise an error, and so does Alibaba's GTE 1.5 (the type new), whose",
+        "  scaling `ntk` with a factor s can be said: `settings={'rope_theta': s * rope_theta, 'rope_scaling':",
+        "  {'rope_type': 'linear', 'factor': s ** (2 / head_dim)}}`.",
         "- OPT with `pad_token_id: null` counts padding like tokens; pass `settings={'pad_token_id': id}`.",
         "- What attention does besides rotating is not returned: the scale of queries past the original length in Llama 4 and",
         "  Ministral 3, DeBERTa's relative positions, LUKE's entities. LongT5 with global tokens is refused.",
@@ -755,6 +771,8 @@ def reason_of(message):
     """What a refusal says, without the file's name; nothing for an unknown type."""
     if message.startswith("model_type: wanted "):
         return ""
+    message = re.sub(r"^(settings and )?/config.json, for a model \w+: ", "", message)
+    message = re.sub(r"^wanted no entry .* got (\w+): .*", r"it has \1, which is not read", message)
     message = re.sub(r"^/\S+: (wanted (?!the tensors).*, got )?", "", message).replace("|", "/")
     return textwrap.shorten(message, 110, placeholder=" ...")
 

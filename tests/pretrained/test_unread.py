@@ -11,6 +11,7 @@ from transformer_embed._src.pretrained import architectures, description
 
 LLAMA = {"model_type": "llama"}
 HALF = {"layout": "half"}
+WTE = "transformer.wte.weight"
 ROWS = {kind_of(case).types: name for name, case in CASES.items() if "stray" not in name}
 
 
@@ -46,6 +47,61 @@ def test_entries_of_other_models_are_refused_in_a_llama(tmp_path, entries):
     (name,) = entries
     with pytest.raises(ValueError, match=f"is not read .*, got {name}: "):
         load_embedder(table(tmp_path, LLAMA | entries))
+
+
+@pytest.mark.parametrize(
+    ("attention", "message"),
+    [
+        ({"alibi": False}, "alibi: wanted True, since the transformers library ignores .*, got "),
+        ({"alibi": 1}, "alibi: wanted a Python bool, got int 1"),
+        ({"alibi_bias_max": 16}, "alibi_bias_max: wanted 8, since the transformers .*, got 16.0$"),
+    ],
+)
+def test_alibi_inside_the_attention_of_mpt_is_read(tmp_path, attention, message):
+    """The library adds ALiBi with a bias of 8 whatever it says."""
+    entries = {"model_type": "mpt", "d_model": 16, "n_heads": 4}
+    said = {"alibi": True, "alibi_bias_max": 8, "softmax_scale": 2.0}
+    for attn_config in (None, {}, said):
+        found = load_embedder(table(tmp_path, entries | {"attn_config": attn_config}, WTE))
+        assert found.bias == {"num_heads": 4}
+    with pytest.raises(ValueError, match=f"for a model mpt: {message}"):
+        load_embedder(table(tmp_path, entries | {"attn_config": said | attention}, WTE))
+
+
+OF_NEW_ROWS = [
+    (
+        # The library adds the scaling of the type's default.
+        {"model_type": "gpt_oss", "rope_theta": 150_000.0},
+        "model.embed_tokens.weight",
+        "wanted rope_scaling of gpt_oss, from settings or a config.json",
+    ),
+    (
+        {"model_type": "nanochat"},
+        "model.embed_tokens.weight model.layers.0.self_attn.q_proj.weight",
+        "its table of tokens alone: load_embedder.*, got a norm without parameters follows",
+    ),
+    (
+        {"model_type": "t5gemma", "encoder": {}, "decoder": {}},
+        "model.encoder.embed_tokens.weight model.decoder.embed_tokens.weight",
+        "its table of tokens alone: load_embedder.*, got config.json describes each stack apart$",
+    ),
+    (
+        {"model_type": "granite_swa", "layer_rope_theta": [1e4, 0]},
+        "model.embed_tokens.weight",
+        r"is not read .*, got layer_rope_theta: \[10000.0, 0\]$",
+    ),
+    (
+        {"text_config": {"model_type": "mllama_text_model", "vocab_size": 4}},
+        "language_model.model.embed_tokens.weight",
+        r"vocab_size: wanted 12, as the tensors say \(if they are right: settings=.*, got 4$",
+    ),
+]
+
+
+@pytest.mark.parametrize(("entries", "tensors", "message"), OF_NEW_ROWS)
+def test_what_a_row_cannot_say_is_refused_with_the_reason(tmp_path, entries, tensors, message):
+    with pytest.raises(ValueError, match=message):
+        load_embedder(table(tmp_path, entries, *tensors.split()))
 
 
 def test_entries_that_say_nothing_or_concern_other_parts_are_left_out(tmp_path):
@@ -166,6 +222,43 @@ HUB = [
         {"model_type": "bloom", "n_embed": 16, "n_head": 4},
         "word_embeddings.weight word_embeddings_layernorm",
         {"bias": {"num_heads": 4}},
+    ),
+    (
+        {"model_type": "xlnet", "d_model": 16, "n_head": 2, "dropout": 0.25},
+        "transformer.word_embedding.weight transformer.mask_emb lm_loss.weight",
+        {"scheme": None, "dropout_rate": 0.25, "output": te.OutputLayer()},
+    ),
+    (
+        {"model_type": "deepseek_v32", "qk_rope_head_dim": 4, "rope_theta": 70.0},
+        f"{EMBED_TOKENS} lm_head.weight",
+        {
+            "rotary": {"base": 70.0, "layout": "interleaved"},
+            "output": te.OutputLayer(tied=False),
+        },
+    ),
+    (
+        {"model_type": "mistral4", "rope_interleave": False, "qk_rope_head_dim": 4}
+        | {"rope_parameters": {"rope_theta": 70.0, "rope_type": "default"}},
+        EMBED_TOKENS,
+        {"rotary": HALF | {"base": 70.0}},
+    ),
+    (
+        {"model_type": "cohere2_moe", "mlp_layer_types": ["dense", "sparse"]},
+        EMBED_TOKENS,
+        {
+            "output": te.OutputLayer(scale=0.0625),
+            "rotary": {"rope": {"base": 1e4, "layout": "interleaved"}, "no_rope": None},
+        },
+    ),
+    (
+        {"model_type": "granite_swa", "embedding_multiplier": 12.0, "logits_scaling": 8.0},
+        EMBED_TOKENS,
+        {"scale": 12.0, "output": te.OutputLayer(scale=0.125), "rotary": HALF | {"base": 1e4}},
+    ),
+    (
+        {"model_type": "new", "rope_theta": 70.0, "type_vocab_size": 0},
+        "new.embeddings.word_embeddings.weight new.embeddings.LayerNorm",
+        {"rotary": HALF | {"base": 70.0}, "num_token_types": None, "layer_norm_eps": 1e-12},
     ),
     (
         {"model_type": "deberta-v2", "position_biased_input": False},

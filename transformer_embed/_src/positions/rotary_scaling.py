@@ -241,8 +241,8 @@ class Llama3Scaling(_Scaling):
         factor: 8 in Llama 3.1, 32 in Llama 3.2; above 0.
         low_freq_factor: frequencies that make at most this many turns are divided by factor; above
             0.
-        high_freq_factor: frequencies that make at least this many turns are kept; above
-            low_freq_factor.
+        high_freq_factor: frequencies that make at least this many turns are kept; at least
+            low_freq_factor, which leaves nothing to blend (Llama 4 Scout).
         original_length: the trained length, at least 2.
 
     Raises:
@@ -265,14 +265,18 @@ class Llama3Scaling(_Scaling):
 
     def __post_init__(self):
         super().__post_init__()
-        above_low = functools.partial(arguments.real, above=self.low_freq_factor)
-        arguments.convert_fields(self, high_freq_factor=above_low)
+        arguments.convert_fields(self, high_freq_factor=arguments.real)
+        if self.high_freq_factor < self.low_freq_factor:
+            want = f"a number of at least low_freq_factor, {self.low_freq_factor:g}"
+            raise arguments.value_error("high_freq_factor", want, f"{self.high_freq_factor:g}")
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
         """The frequencies, scaled; decimals, as they are in `phase.geometric_frequencies`."""
         low, high = Decimal(self.low_freq_factor), Decimal(self.high_freq_factor)
         turns = self.original_length * frequencies / (2 * phase.PI)
-        return _blended(frequencies, (high - turns) / (high - low), self.factor)
+        # Equal bounds are a step.
+        width = high - low or Decimal("1e-20")
+        return _blended(frequencies, (high - turns) / width, self.factor)
 
 
 @dataclasses.dataclass(frozen=True)

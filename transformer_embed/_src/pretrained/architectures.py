@@ -22,6 +22,10 @@ _PLACES = "it adds tables of places on a page"
 # They list the layers, whose kinds `PretrainedInput.rotary` names.
 _UNROTATED_LAYERS = "no_rope_layers no_rope_layer_interval"
 
+_IGNORED = "the transformers library ignores what config.json says"
+# The default rotation has a scaling.
+_SCALED: Any = {"rope_theta": REQUIRED, "rope_scaling": REQUIRED}
+
 # Entries that the library once wrote for all models with two stacks.
 _OLD = "normalize_embedding static_position_embeddings extra_pos_embeddings"
 
@@ -222,6 +226,8 @@ ARCHITECTURES = (
         rope_theta=1_000.0,
     ),
     _rotated_bert("gte", may_lack="token_type_embedding/embeddings", rope_theta=160_000.0),
+    # Alibaba's own code of GTE.
+    _rotated_bert("new", may_lack="token_type_embedding/embeddings"),
     _rotated_bert(
         "jina_embeddings_v3",
         norm="emb_ln",
@@ -264,6 +270,15 @@ ARCHITECTURES = (
         aliases={"hidden_size": "emb_dim"},
         head="pred_layer.proj",
         refused_entries={"asm": "its output layer is an adaptive softmax"},
+    ),
+    _row(
+        "xlnet",
+        tokens="word_embedding",
+        dropout="dropout",
+        # Its attention adds sinusoids of distances. The embedding of what a query is to predict.
+        meaningless="mask_emb untie_r",
+        aliases={"hidden_size": "d_model"},
+        head="lm_loss",
     ),
     _gpt2_itself("gpt2 gpt_bigcode gpt-sw3"),
     _gpt2_itself("gpt_neo", embd_pdrop=0.0),
@@ -372,9 +387,8 @@ ARCHITECTURES = (
         "internlm3 aria_text diffllama doge eurobert iquestcoder jais2 voxtral_realtime_text "
         "unlimited_ocr_text"
     ),
-    # A scaling comes with their base.
-    _like_llama("gpt_oss ministral3 apertus cwm higgs_audio_v2", rope_theta=REQUIRED),
-    _like_llama("flex_olmo bitnet", rope_theta=500_000.0),
+    _like_llama("gpt_oss ministral3 apertus cwm higgs_audio_v2", **_SCALED),
+    _like_llama("flex_olmo bitnet mllama_text_model", rope_theta=500_000.0),
     _like_llama("mixtral phimoe minimax solar_open emu3_text_model", rope_theta=1_000_000.0),
     _like_llama("hy_v3", rope_theta=11_158_840.0),
     _like_llama("jetmoe", tie_word_embeddings=True),
@@ -402,16 +416,28 @@ ARCHITECTURES = (
     _qwen3_vl("cosmos3_edge_text", rope_theta=100_000_000.0),
     _interleaved("helium", rope_theta=100_000.0),
     _interleaved("ernie4_5 ernie4_5_moe", rope_theta=500_000.0, tie_word_embeddings=True),
-    _interleaved("deepseek_v2 glm_moe_dsa"),
-    # A scaling comes with its base.
-    _interleaved("openai_privacy_filter", rope_theta=REQUIRED),
+    _interleaved("deepseek_v2 deepseek_v32 glm_moe_dsa"),
+    _interleaved("openai_privacy_filter", **_SCALED),
     _deepseek("deepseek_v3 axk1 glm4_moe_lite"),
     _deepseek("youtu", tie_word_embeddings=True),
+    _deepseek(
+        "mistral4",
+        # It scales its queries. The channels that rotate are a head of their own.
+        meaningless="llama_4_scaling_beta max_position_embeddings partial_rotary_factor",
+        **_SCALED,
+    ),
     _interleaved("cohere", logit_scale=0.0625, rope_theta=500_000.0, tie_word_embeddings=True),
     _interleaved(
         "cohere2",
         rotated_kinds=_SLIDING_ROTATES,
         meaningless="position_embedding_type use_embedding_sharing",
+        logit_scale=0.0625,
+        tie_word_embeddings=True,
+    ),
+    # Its first layers may be dense, which rotate with full attention too.
+    _interleaved(
+        "cohere2_moe",
+        rotated_kinds=(ROTATED, UNROTATED),
         logit_scale=0.0625,
         tie_word_embeddings=True,
     ),
@@ -438,8 +464,19 @@ ARCHITECTURES = (
     ),
     _gemma3("gemma3 gemma3_text embedding_gemma2_text"),
     _gemma3("gemma3n_text", final_logit_softcapping=30.0),
-    # A scaling comes with their base.
-    _gemma3("gemma4_text gemma4_unified_text", partial_rotary_factor=0.25, rope_theta=REQUIRED),
+    _gemma3("gemma4_text gemma4_unified_text", partial_rotary_factor=0.25, **_SCALED),
+    _llama(
+        "nanochat",
+        refused={
+            "layers.0.self_attn.q_proj.weight": "a norm without parameters follows, and heads "
+            "rotate backwards"
+        },
+    ),
+    _seq2seq(
+        "t5gemma",
+        tokens="{stack}.embed_tokens",
+        refused={"{stack}.embed_tokens.weight": "config.json describes each stack apart"},
+    ),
     _by_layer("olmo3", rope_local_base_freq=500_000.0, rope_theta=500_000.0),
     _by_layer("mellum", rope_theta=500_000.0),
     _by_layer(
@@ -466,7 +503,8 @@ ARCHITECTURES = (
         rope_theta=160_000.0,
         tie_word_embeddings=True,
     ),
-    _granite("granite granitemoe granitemoeshared"),
+    _granite("granite granitemoe granitemoeshared granitemoe_swa"),
+    _granite("granite_swa", tie_word_embeddings=True),
     _granite(
         "granite_docling_text",
         embedding_multiplier=12.0,
@@ -515,6 +553,8 @@ ARCHITECTURES = (
         meaningless="learned_pos_emb",
         aliases={"hidden_size": "d_model", "num_attention_heads": "n_heads"},
         num_attention_heads=REQUIRED,
+        alibi=True,
+        refused_entries=dict.fromkeys(("alibi", "alibi_bias_max"), _IGNORED),
     ),
     _row(
         "bloom",

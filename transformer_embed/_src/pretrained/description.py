@@ -78,7 +78,10 @@ def describe(
 
 def read(kind: Architecture, where: str, given: Options) -> tuple[dict[str, Any], dict[str, Any]]:
     """The checked values of the entries of a config.json or `settings=`, and those not read."""
-    names, unread = kind.names(), dict(given)
+    names, attention = kind.names(), given.get("attn_config")
+    # MPT's ALiBi.
+    within = attention if isinstance(attention, Mapping) else {}
+    unread = {**{entry: within[entry] for entry in names if entry in within}, **given}
     found = {}
     for entry, aliases in names.items():
         said = [unread.pop(name) for name in aliases if name in unread]
@@ -151,7 +154,7 @@ def _parts(
 ) -> tuple[dict[str, Any], Options | None, Options | None]:
     """The arguments of `EmbedderConfig`, of `apply_rotary` and of the bias."""
     for name, reason in kind.refused_entries.items():
-        default = ENTRIES[name].default
+        default = kind.default(name)
         if value[name] not in (None, default):
             want = f"{default!r}, since {reason}"
             raise arguments.value_error(name, want, short_repr(value[name]))

@@ -47,6 +47,7 @@ ENTRIES = {
         (arguments.positive, 1e-12, "layer_norm_eps"),
         (arguments.positive, 1.0, "embedding_multiplier partial_rotary_factor"),
         (arguments.positive, 1.0, "logit_scale logits_scaling"),
+        (arguments.positive, 8, "alibi_bias_max"),
         (arguments.positive, 12.0, "scale_emb"),
         (arguments.positive, 10_000.0, "rope_theta"),
         (

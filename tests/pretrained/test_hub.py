@@ -1,0 +1,121 @@
+"""Files of well-known repositories, as they are published, against the library's reading of them."""
+
+import json
+
+import numpy as np
+import pytest
+from cases import few
+from checkpoints import GOLDEN, load_embedder
+
+import transformer_embed as te
+from transformer_embed._src.positions.rotary_scaling import scaled_frequencies
+from transformer_embed._src.pretrained import load, rope
+
+CONFIGS = json.loads((GOLDEN / "hub_configs.json").read_text(encoding="utf-8"))["configs"]
+FACTS = json.loads((GOLDEN / "hub_facts.json").read_text(encoding="utf-8"))["cases"]
+# Of each: what must be said besides the published file.
+SAID = {"meta-llama/Llama-3.2-11B-Vision": {"vocab_size": 128264}}
+# In the library, float32 numbers and their powers.
+FREQUENCY = 2e-6
+
+
+@pytest.fixture
+def described(tmp_path, monkeypatch):
+    """Loads a repository's files, whose tensors have no data, without reading them."""
+    monkeypatch.setattr(load, "read_parameters", lambda *_: {})
+
+    def described(repository, tensors, **options):
+        start, entries = 0, {}
+        for name, shape in tensors.items():
+            end = start + 2 * int(np.prod(shape))
+            entries[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+            start = end
+        header = json.dumps(entries).encode()
+        header += b" " * (-len(header) % 8)
+        path = tmp_path / "model.safetensors"
+        path.write_bytes(len(header).to_bytes(8, "little") + header)
+        with path.open("r+b") as file:
+            file.truncate(8 + len(header) + start)
+        (tmp_path / "config.json").write_text(json.dumps(CONFIGS[repository]))
+        return load_embedder(path, **{"settings": SAID.get(repository)} | options)
+
+    return described
+
+
+def frequencies_of(options, pairs):
+    """The frequencies of a head's rotated channels, and the factor of cosines and sines."""
+    dim = options.get("rotary_dim", 2 * pairs)
+    assert dim == 2 * pairs
+    found, factor = scaled_frequencies(options.get("scaling"), dim, options["base"])
+    places = sorted({round(n * (pairs - 1) / 8) for n in range(9)})
+    return found[places].astype(float), factor
+
+
+@pytest.mark.parametrize("repository", few(FACTS, 14))
+def test_a_published_file_is_read_as_the_library_reads_it(described, repository):
+    facts = FACTS[repository]
+    has_stacks = CONFIGS[repository].get("is_encoder_decoder") and "whisper" not in repository
+    found = described(repository, facts["tensors"], stack="decoder" if has_stacks else None)
+    config, output = found.config, found.config.output
+    width = config.embedding_width or config.d_model
+    assert [config.vocab_size, width] == facts["table"]
+    scale = {True: config.d_model**0.5, False: 1.0}.get(config.scale, config.scale)
+    assert scale == pytest.approx(facts["scale"])
+    assert config.layer_norm_eps == facts["norm"]
+    positions = config.scheme and [config.scheme.start, config.scheme.max_len]
+    assert positions == facts["positions"]
+    if isinstance(output, te.OutputLayer):
+        assert output.tied == facts["tied"]
+        assert output.softcap == facts["softcap"]
+    bias = found.bias or {}
+    buckets, distance = facts["bias"]
+    assert bias.get("num_buckets") == buckets
+    assert bias.get("max_distance") == (distance or bias.get("max_distance"))
+    rotations = rope.by_layer(found.rotary) if found.rotary else {}
+    for kind, said in facts["rotations"].items():
+        options = rotations.get(kind) or next(filter(None, rotations.values()))
+        ours, factor = frequencies_of(options, said["pairs"])
+        np.testing.assert_allclose(ours, said["frequencies"], rtol=FREQUENCY)
+        assert factor == pytest.approx(said["factor"], rel=1e-6)
+    assert bool(rotations) == bool(facts["rotations"]) or "gpt-j" in repository
+
+
+def tensors_of(entries):
+    """The tensors of an encoder's input layer without positions, with their shapes."""
+    rows, width, types = (entries[f"{name}_size"] for name in ("vocab", "hidden", "type_vocab"))
+    tensors = {f"embeddings.LayerNorm.{end}": [width] for end in ("weight", "bias")}
+    tensors |= {"embeddings.token_type_embeddings.weight": [types, width]} if types else {}
+    return tensors | {"embeddings.word_embeddings.weight": [rows, width]}
+
+
+@pytest.mark.parametrize(
+    ("repository", "message"),
+    [
+        ("jinaai/jina-embeddings-v2-base-en", "position_embedding_type: wanted 'absolute'"),
+        ("jinaai/jina-embeddings-v3", "wanted the tensors of a model xlm-roberta"),
+        ("Alibaba-NLP/gte-base-en-v1.5", "rope_type: wanted one of .*, got 'ntk'$"),
+        ("Alibaba-NLP/gte-multilingual-base", "rope_type: wanted one of .*, got 'ntk'$"),
+    ],
+)
+def test_what_their_own_code_computes_otherwise_is_refused(described, repository, message):
+    entries = CONFIGS[repository]
+    tensors = tensors_of(entries)
+    if entries["position_embedding_type"] == "alibi":
+        tensors["embeddings.position_embeddings.weight"] = [8192, entries["hidden_size"]]
+    with pytest.raises(ValueError, match=message):
+        described(repository, tensors)
+
+
+@pytest.mark.parametrize("repository", ["base-en-v1.5", "multilingual-base"])
+def test_the_scaling_of_gte_can_be_said_in_settings(described, repository):
+    """As notebooks/published_models.md says. Its code multiplies the base by the factor s, and
+    divides frequencies by s ** (2 / head_dim)."""
+    entries = CONFIGS[f"Alibaba-NLP/gte-{repository}"]
+    factor, base, dim = entries["rope_scaling"]["factor"], entries["rope_theta"], 64
+    scaling = {"rope_type": "linear", "factor": factor ** (2 / dim)}
+    said = {"rope_theta": factor * base, "rope_scaling": scaling}
+    found = described(f"Alibaba-NLP/gte-{repository}", tensors_of(entries), settings=said)
+    ours, _ = frequencies_of(found.rotary, dim // 2)
+    places = np.array(sorted({round(n * (dim // 2 - 1) / 8) for n in range(9)}))
+    theirs = (base * factor) ** (-2 * places / dim) / factor ** (2 / dim)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-12)
