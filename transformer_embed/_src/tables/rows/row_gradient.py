@@ -1,7 +1,6 @@
 """The gradient of some rows of a large table, as a leaf of a gradient tree."""
 
 import dataclasses
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -98,11 +97,13 @@ class RowGradient(SomeRows):
             want = f"rows of the same table, {list(self.shape)}"
             raise arguments.type_error("grads", want, type(other).__name__)
         size = self.vocab_size if self.layout is None else self.layout.shard
-        sum_all = self._on_shards(functools.partial(sum_rows, size=size))
-        ids, values = sum_all(
-            [self.ids, other.ids], [self.trusted_values(), other.trusted_values()]
-        )
-        return dataclasses.replace(self, ids=ids, values=values)
+
+        def sum_both(ids: list[Array], values: list[Array]) -> tuple[Array, Array]:
+            return sum_rows(jnp.concatenate(ids), jnp.concatenate(values), size)
+
+        values = [self.trusted_values(), other.trusted_values()]
+        ids, sums = self._on_shards(sum_both)([self.ids, other.ids], values)
+        return dataclasses.replace(self, ids=ids, values=sums)
 
     def __radd__(self, other: Any) -> NoReturn:
         """Raises a TypeError: `optax.apply_updates` does not take a `RowGradient`."""

@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Float, Int32
 from transformer_embed._src import arguments
 from transformer_embed._src.tables.rows import row_check
 from transformer_embed._src.tables.rows.distinct_ids import BLOCK
-from transformer_embed._src.tables.rows.fingerprint import fits, or_nan
-from transformer_embed._src.tables.rows.gathered_rows import RowTable, is_leaf, read_rows
+from transformer_embed._src.tables.rows.fingerprint import or_nan
+from transformer_embed._src.tables.rows.gathered_rows import is_leaf, read_rows, row_table
 from transformer_embed._src.tables.rows.row_gradient import is_gradient
 
 if TYPE_CHECKING:
@@ -156,11 +156,7 @@ def _update_tables(
     for places in tables.places.values():
         gradient, table, *states = (leaves[place] for place in places)
         update_arrays = functools.partial(_update_in_blocks, step, places)
-        if isinstance(table, RowTable):
-            new = table._update_rows(update_arrays, shared, gradient, states)
-        else:
-            is_right = fits(gradient.ids, gradient.fingerprint)
-            new = update_arrays(shared, is_right, gradient.ids, gradient.values, [table, *states])
+        new = row_table(table)._update_rows(update_arrays, shared, gradient, states)
         new_leaves |= zip(places[1:], new, strict=True)
     return new_leaves
 

@@ -1,36 +1,50 @@
 """Rows by exchange: what devices send to the owners of rows, and get from them.
 
 Each device asks the owners for the rows that its part of the batch reads, and sends them the
-gradients of those rows.
+gradients of those rows:
 
-Everything here runs inside `jax.shard_map`, on one device among many. Rows are named by their slot
-in the sharded array, so a device's shard is a range of slots, and ascending slots are grouped by
-owner.
+    a device                                       the owners of the rows
+    distinct slots of its part  - all-to-all --->  slots asked for, repeats merged
+    rows                       <--- all-to-all --  rows of the shard
+    gradients of these rows     - all-to-all --->  one gradient for each row, repeats summed,
+                                                   for the shard's own update
 
-    this device                                    the owners of the rows
-    distinct slots          ---- all-to-all ---->  slots asked for, repeats merged
-    rows                    <--- all-to-all -----  rows of the shard
-    gradients of rows       ---- all-to-all ---->  one gradient per row, repeats summed
+These are `_ask`, `_answer` and `_return`. Each arrow is one all-to-all for each hop (see `hops`).
+Buffers have a fixed size; the answer to a slot that does not fit is NaN, and its gradient is
+dropped.
 
-These are `ask`, `answer` and `return_gradients`. Each arrow is one all-to-all for each hop (see
-`hops`). Buffers have a fixed size; the answer to a slot that does not fit is NaN, and its gradient
-is dropped.
+A slot is the index of an id's row in the sharded array, so a device's shard is a range of slots,
+and ascending slots are grouped by owner. `shard_rows` count rows from the start of a device's
+shard. Each list ascends, and numbers past the end are padding.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
+from transformer_embed._src import arguments
+from transformer_embed._src.partitioning import Axes, devices_along, index_along
 from transformer_embed._src.tables.rows.distinct_ids import (
     count_below,
     distinct_ascending,
     find_each,
     sum_by_index,
+    sum_rows,
 )
+from transformer_embed._src.tables.rows.gathered_rows import (
+    GatheredRows,
+    as_keys,
+    known_after_reading,
+)
+from transformer_embed._src.tables.rows.marks import with_marks, without_marks
+from transformer_embed._src.tables.rows.row_gradient import RowGradient
 from transformer_embed._src.tables.sharded.hops import Hop
+from transformer_embed._src.tables.sharded.layout import Layout, RowReader
 from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 
 
@@ -50,7 +64,114 @@ class Sent(NamedTuple):
     merged: Int32[Array, "s"]
 
 
-def ask(
+def gather_from_owners(
+    layout: Layout, array: Float[Array, "m d"], ids: Int32[Array, "..."]
+) -> Float[Array, "... d"]:
+    """The row of each id; each device asks for the distinct rows of its part of the ids.
+
+    The gradient goes back the same way.
+    """
+    rows, _ = take_from_owners(layout, arguments.widened(array), ids)
+    return rows._gather_rows(ids).astype(array.dtype)
+
+
+def take_from_owners(
+    layout: Layout, array: Float[Array, "m d"], ids: Int32[Array, "..."], max_rows: int = 2**31
+) -> tuple[GatheredRows, Callable[[Array], RowGradient]]:
+    """On each device, the distinct rows of its part of the ids; see `Table._take_rows`.
+
+    The gradient has, on each device, the rows of its shard that were asked for.
+    """
+    _, id_axes = layout.split(ids)
+    if not set(layout.rows) <= set(id_axes):
+        want = (
+            f"split over the mesh axes of the table's rows, {layout.rows}, to exchange them "
+            "(the batch must divide by the devices)"
+        )
+        got = f"shape {list(ids.shape)} split over {id_axes}"
+        raise arguments.value_error("ids", want, got)
+    devices, vocab_size = devices_along(layout.mesh, id_axes), layout.order.vocab_size
+    most = layout.most_asked(ids.size // devices, max_rows)
+    hops = layout.hops(devices, most)
+    slots, values, sent, asked = _ask_owners(layout, hops, most, array, ids)
+
+    def gradient(cotangent: Float[Array, "n d"]) -> RowGradient:
+        shard_rows, sums = _return_to_owners(layout, id_axes, hops, sent, asked, cotangent)
+        return RowGradient(shard_rows, sums.astype(array.dtype), vocab_size, layout)
+
+    reader = RowReader(layout, id_axes, array.dtype)
+    return GatheredRows(as_keys(slots), values, vocab_size, reader), gradient
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _ask_owners(
+    layout: Layout,
+    hops: tuple[Hop, ...],
+    most: int,
+    array: Float[Array, "m d"],
+    ids: Int32[Array, "..."],
+) -> tuple[Array, Array, list[Sent], Array]:
+    """On each device, the slots that it asks for, their rows in float32 or wider, and the marks.
+
+    Also what it sent over each hop, and the rows of its shard that it is asked for.
+    """
+    size, (split, id_axes) = layout.order.size, layout.split(ids)
+
+    def take(shard, ids):
+        slots = distinct_ascending(layout.slots(ids), size, most)
+        sent, asked = _ask(hops, slots, size)
+        shard_rows = asked - index_along(layout.rows) * len(shard)
+        values = shard.at[shard_rows].get(
+            mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True
+        )
+        answers = _answer(hops, sent, values)
+        # Padding does not fit either, but only a row that was asked for may read as NaN.
+        values = jnp.where((slots < size)[:, None], answers, 0)
+        values = with_marks(arguments.widened(values))
+        return slots, values, sent, known_after_reading(shard_rows, values)
+
+    in_specs = PartitionSpec(layout.rows), PartitionSpec(*split)
+    return layout.map(take, in_specs, PartitionSpec(id_axes))(array, ids)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _return_to_owners(
+    layout: Layout,
+    id_axes: Axes,
+    hops: tuple[Hop, ...],
+    sent: Sequence[Sent],
+    asked: Int32[Array, "m"],
+    gradient: Float[Array, "n d"],
+) -> tuple[Int32[Array, "m"], Float[Array, "m d"]]:
+    """On each device, the rows of its shard that were asked for, and the sum of their gradients."""
+    # Devices along these axes hold the same rows.
+    replicas = tuple(axis for axis in id_axes if axis not in layout.rows)
+
+    def send(sent, shard_rows, gradient):
+        sums = _return(hops, sent, without_marks(gradient))
+        if replicas:
+            shard_rows, sums = (
+                jax.lax.all_gather(array, replicas, tiled=True) for array in (shard_rows, sums)
+            )
+            shard_rows, sums = sum_rows(shard_rows, sums, layout.shard)
+        return shard_rows, sums
+
+    # Unchecked: shard_map cannot infer that gathered values are equal along the axis that they were
+    # gathered over.
+    send_all = jax.shard_map(
+        send,
+        mesh=layout.mesh,
+        in_specs=PartitionSpec(id_axes),
+        out_specs=PartitionSpec(layout.rows),
+        check_vma=False,
+    )
+    return send_all(sent, asked, gradient)
+
+
+# --- on each device, inside shard_map
+
+
+def _ask(
     hops: Sequence[Hop], slots: Int32[Array, "k"], size: int
 ) -> tuple[list[Sent], Int32[Array, "m"]]:
     """Sends ascending, distinct slots to their owners.
@@ -75,7 +196,7 @@ def ask(
     return all_sent, slots
 
 
-def answer(
+def _answer(
     hops: Sequence[Hop], sent: Sequence[Sent], rows: Float[Array, "m d"]
 ) -> Float[Array, "k d"]:
     """The rows that the owners send back; NaN for a slot that did not fit."""
@@ -87,12 +208,12 @@ def answer(
     return rows
 
 
-def return_gradients(
+def _return(
     hops: Sequence[Hop], sent: Sequence[Sent], gradients: Float[Array, "k d"]
 ) -> Float[Array, "m d"]:
     """The gradient of each row that this device was asked for, summed over those that asked.
 
-    It is the transpose of `answer`.
+    It is the transpose of `_answer`.
     """
     for hop, (starts, _, merged) in zip(hops, sent, strict=True):
         received = _all_to_all(hop, _send_buffer(hop, starts, gradients, 0))
