@@ -154,6 +154,13 @@ class Sharded(Table):
             return jax.ShapeDtypeStruct(self.shape, self.dtype)
         return self.layout.order.from_array(np.asarray(self.array))
 
+    _whole_rows = in_vocabulary_order
+
+    def _with_rows(self, rows: Any) -> "Sharded":
+        """See `Table`."""
+        order = self.layout.order._replace(vocab_size=len(rows))
+        return sharded(rows, self.layout._replace(order=order))
+
 
 def sharded(rows: Any, layout: Layout) -> Sharded:
     """A table with these rows, which are in vocabulary order, or with the shape of its array."""
