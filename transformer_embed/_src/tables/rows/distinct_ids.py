@@ -15,14 +15,17 @@ from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 BLOCK = 1024
 
 
-def distinct_rows(
-    ids: Int32[Array, "..."], vocab_size: int, max_rows: int = 2**31
-) -> Int32[Array, "k"]:
+def most_distinct(count: int, vocab_size: int, max_rows: int) -> int:
+    """The rows that so many ids can ask for at most, but at least 1."""
+    return max(1, min(count, vocab_size, max_rows))
+
+
+def distinct_rows(ids: Int32[Array, "..."], vocab_size: int, max_rows: int) -> Int32[Array, "k"]:
     """The smallest distinct ids, ascending, clipped to the vocabulary, then padding.
 
     Padding is distinct ids of vocab_size or above. Above one block, there are whole blocks.
     """
-    count = max(1, min(ids.size, vocab_size, max_rows))
+    count = most_distinct(ids.size, vocab_size, max_rows)
     room = count if count <= BLOCK else -(-count // BLOCK) * BLOCK
     return distinct_ascending(jnp.clip(ids, 0, vocab_size - 1), vocab_size, room)
 

@@ -24,7 +24,7 @@ from jax import export
 from jax.extend.core import ClosedJaxpr, Literal
 
 from transformer_embed._src import arguments
-from transformer_embed._src.tables.rows.distinct_ids import BLOCK
+from transformer_embed._src.tables.rows.distinct_ids import BLOCK, most_distinct
 from transformer_embed._src.tables.rows.gathered_rows import is_leaf
 from transformer_embed._src.tables.rows.programs import (
     are_same,
@@ -137,16 +137,15 @@ def find_tables(init: Callable, treedef: Any, leaves: dict[int, Any]) -> Tables:
         treedef: that of (gradients, parameters, state, other arguments).
         leaves: its leaves.
     """
-    size, names, bounds = treedef.children()[0].num_leaves, {}, []
-    for n in filter(lambda n: is_gradient(leaves[n]), range(size)):
+    size, bounds = treedef.children()[0].num_leaves, []
+    gradients = [n for n in range(size) if is_gradient(leaves[n])]
+    for n in gradients:
         leaves[n].check(leaves[size + n].shape)
-        names[n] = f"table{n}_rows"
-        bounds += [
-            f"{names[n]} >= {_block_size(leaves[n])}",
-            f"{names[n]} <= {leaves[n].vocab_size}",
-        ]
-    symbols = export.symbolic_shape(",".join(names.values()), constraints=bounds)
-    indices = {symbol: [n, size + n] for symbol, n in zip(symbols, names, strict=True)}
+        bounds.append(f"table{n}_rows >= {_block_size(leaves[n])}")
+        bounds.append(f"table{n}_rows <= {leaves[n].vocab_size}")
+    names = ",".join(f"table{n}_rows" for n in gradients)
+    symbols = export.symbolic_shape(names, constraints=bounds)
+    indices = {symbol: [n, size + n] for symbol, n in zip(symbols, gradients, strict=True)}
     tables = Tables(leaves, indices)
 
     def first_state(sizes: Mapping[Any, int], problem: str) -> Any:
@@ -167,7 +166,7 @@ def find_tables(init: Callable, treedef: Any, leaves: dict[int, Any]) -> Tables:
 
 
 def _block_size(gradient: RowGradient) -> int:
-    return max(1, min(len(gradient.ids), gradient.vocab_size, BLOCK))
+    return most_distinct(len(gradient.ids), gradient.vocab_size, BLOCK)
 
 
 def _check_state(state: Any, expected: Any) -> None:
@@ -198,14 +197,13 @@ def check(step: Callable[[Any], Sequence[Any]], tables: Tables, update: Callable
     def traced(sizes: Mapping[Any, int], problem: str = SYMBOLIC) -> ClosedJaxpr:
         return _traced(step, tables.shapes(sizes), update, problem)[0]
 
-    whole, block = tables.vocab_sizes, tables.block_sizes
-    # The whole table first: an error with its number of rows is not one of an unknown number.
-    programs = [(traced(whole, "update cannot be traced"), whole)]
-    program = traced({})
-    programs.append((traced(block), block))
+    # The whole table first, for an error that has nothing to do with an unknown number of rows.
+    whole = traced(tables.vocab_sizes, "update cannot be traced")
+    program, block = traced({}), traced(tables.block_sizes)
     _check_rows_apart(program, tables, update)
+    is_whole = are_same(program, whole, tables.vocab_sizes)
     # An optimizer may choose by the number of rows, which a symbol never equals.
-    if not all(are_same(program, *other) for other in programs):
+    if not is_whole or not are_same(program, block, tables.block_sizes):
         raise _refusal(DIFFERS, update)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.tables.rows.distinct_ids import sum_rows
@@ -114,7 +114,11 @@ class RowGradient(SomeRows):
     def trusted_values(self) -> Float[Array, "k d"]:
         """The values, or NaN if the fingerprint shows that something mixed rows."""
         self.check(self.shape)
-        return self._on_shards(_trusted)(self.ids, self.fingerprint, self.values)
+
+        def trusted(ids: Array, scaled: Array, values: Array) -> Array:
+            return or_nan(fits(ids, scaled), values)
+
+        return self._on_shards(trusted)(self.ids, self.fingerprint, self.values)
 
     def check(self, shape: Sequence[int]) -> None:
         """Raises unless each id has a row of a table of this shape, and belongs to this trace."""
@@ -129,10 +133,6 @@ class RowGradient(SomeRows):
     def _on_shards(self, function: Callable) -> Callable:
         """A function of the rows, on each device of an interleaved table."""
         return function if self.layout is None else self.layout.on_shards(function)
-
-
-def _trusted(ids: Int32[Array, "k"], scaled: Array, values: Float[Array, "k d"]) -> Array:
-    return or_nan(fits(ids, scaled), values)
 
 
 class _Left:

@@ -107,10 +107,11 @@ def _take_tables(
 ) -> dict[int, tuple[GatheredRows, Callable]]:
     """What is taken of each table in `ids` (see `Table`), by the table's index as a leaf."""
     indices = jax.tree.unflatten(treedef, range(len(leaves)))
-    taken, of_all = {}, isinstance(max_rows, numbers.Integral) or max_rows is None
-    bounds = {} if of_all else dict(_at_leaves("params", indices, max_rows))
+    taken, bounds, bound_of_all = {}, {}, max_rows
+    if not isinstance(max_rows, numbers.Integral | None):
+        bounds, bound_of_all = dict(_at_leaves("params", indices, max_rows)), None
     for name, (index, table_ids) in _at_leaves("params", indices, ids):
-        _, bound = bounds.pop(name, (index, max_rows if of_all else None))
+        _, bound = bounds.pop(name, (index, bound_of_all))
         most = 2**31 if bound is None else arguments.integer("max_rows", bound, at_least=1)
         table = row_table(as_table(name, leaves[index]))
         rows, to_gradient = table._take_rows(arguments.as_int32("ids", table_ids), most)

@@ -60,6 +60,7 @@ def take_from_shards(
         raise arguments.value_error("table", want, layout.sharding.spec)
     vocab_size = layout.order.vocab_size
     distinct = functools.partial(distinct_rows, vocab_size=vocab_size, max_rows=max_rows)
+    # jax 0.6 has no rule for a scatter under explicit axes.
     distinct_everywhere = layout.map(distinct, PartitionSpec(), PartitionSpec())
     held = distinct_everywhere(replicated(ids, layout.mesh))
     rows = gather_from_shards(layout._replace(batch_axes=()), array, held)

@@ -18,9 +18,9 @@ and ascending slots are grouped by owner. `shard_rows` count rows from the start
 shard. Each list ascends, and numbers past the end are padding.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ from transformer_embed._src.tables.rows.distinct_ids import (
     count_below,
     distinct_ascending,
     find_each,
+    most_distinct,
     sum_by_index,
     sum_rows,
 )
@@ -48,19 +49,27 @@ from transformer_embed._src.tables.sharded.layout import Layout, RowReader
 from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 
 
-class Sent(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["starts", "buffer_slots", "merged"],
+    meta_fields=["hop"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sent:
     """Where requests are in the send and receive buffers of one hop, on one device.
 
     Args:
+        hop: the hop.
         starts: [parts + 1], the index of the first slot sent to each part.
-        places: [k], the place of each slot in the send buffer; slots that do not fit have distinct
-            places past its end.
-        merged: [parts * room], for each place of the receive buffer, the index of its slot among
-            the distinct ones; padding is that of padding, or past the end.
+        buffer_slots: [k], where each slot is in the send buffer; slots that do not fit have
+            distinct numbers past its end.
+        merged: [parts * room], for each slot of the receive buffer, its index among the distinct
+            ones; padding is that of padding, or past the end.
     """
 
+    hop: Hop
     starts: Int32[Array, "p"]
-    places: Int32[Array, "k"]
+    buffer_slots: Int32[Array, "k"]
     merged: Int32[Array, "s"]
 
 
@@ -90,32 +99,29 @@ def take_from_owners(
         )
         got = f"shape {list(ids.shape)} split over {id_axes}"
         raise arguments.value_error("ids", want, got)
-    devices, vocab_size = devices_along(layout.mesh, id_axes), layout.order.vocab_size
-    most = layout.most_asked(ids.size // devices, max_rows)
-    hops = layout.hops(devices, most)
-    slots, values, sent, asked = _ask_owners(layout, hops, most, array, ids)
+    slots, values, sent, asked = _ask_owners(layout, max_rows, array, ids)
+    vocab_size = layout.order.vocab_size
 
     def gradient(cotangent: Float[Array, "n d"]) -> RowGradient:
-        shard_rows, sums = _return_to_owners(layout, id_axes, hops, sent, asked, cotangent)
+        shard_rows, sums = _return_to_owners(layout, id_axes, sent, asked, cotangent)
         return RowGradient(shard_rows, sums.astype(array.dtype), vocab_size, layout)
 
     reader = RowReader(layout, id_axes, array.dtype)
     return GatheredRows(as_keys(slots), values, vocab_size, reader), gradient
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _ask_owners(
-    layout: Layout,
-    hops: tuple[Hop, ...],
-    most: int,
-    array: Float[Array, "m d"],
-    ids: Int32[Array, "..."],
+    layout: Layout, max_rows: int, array: Float[Array, "m d"], ids: Int32[Array, "..."]
 ) -> tuple[Array, Array, list[Sent], Array]:
     """On each device, the slots that it asks for, their rows in float32 or wider, and the marks.
 
     Also what it sent over each hop, and the rows of its shard that it is asked for.
     """
     size, (split, id_axes) = layout.order.size, layout.split(ids)
+    devices = devices_along(layout.mesh, id_axes)
+    most = most_distinct(ids.size // devices, layout.order.vocab_size, max_rows)
+    hops = layout.hops(devices, most)
 
     def take(shard, ids):
         slots = distinct_ascending(layout.slots(ids), size, most)
@@ -124,7 +130,7 @@ def _ask_owners(
         values = shard.at[shard_rows].get(
             mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True
         )
-        answers = _answer(hops, sent, values)
+        answers = _answer(sent, values)
         # Padding does not fit either, but only a row that was asked for may read as NaN.
         values = jnp.where((slots < size)[:, None], answers, 0)
         values = with_marks(arguments.widened(values))
@@ -134,11 +140,10 @@ def _ask_owners(
     return layout.map(take, in_specs, PartitionSpec(id_axes))(array, ids)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _return_to_owners(
     layout: Layout,
     id_axes: Axes,
-    hops: tuple[Hop, ...],
     sent: Sequence[Sent],
     asked: Int32[Array, "m"],
     gradient: Float[Array, "n d"],
@@ -148,7 +153,7 @@ def _return_to_owners(
     replicas = tuple(axis for axis in id_axes if axis not in layout.rows)
 
     def send(sent, shard_rows, gradient):
-        sums = _return(hops, sent, without_marks(gradient))
+        sums = _return(sent, without_marks(gradient))
         if replicas:
             shard_rows, sums = (
                 jax.lax.all_gather(array, replicas, tiled=True) for array in (shard_rows, sums)
@@ -182,50 +187,49 @@ def _ask(
         What was sent over each hop, and the slots that this device is asked for, ascending and
         padded in the same way.
     """
-    all_sent = []
+    sent = []
     for hop in hops:
         parts = jnp.where(slots < size, slots // hop.stride % hop.parts, hop.parts)
         starts = count_below(parts, jnp.arange(hop.parts + 1, dtype=jnp.int32))
         index = jnp.arange(len(slots), dtype=jnp.int32)
         rank = index - starts[parts]
         fits = (parts < hop.parts) & (rank < hop.room)
-        places = jnp.where(fits, parts * hop.room + rank, hop.parts * hop.room + index)
-        received = _all_to_all(hop, _send_buffer(hop, starts, slots, size))
+        buffer_slots = jnp.where(fits, parts * hop.room + rank, hop.parts * hop.room + index)
+        received = _send(hop, starts, slots, size)
         slots = distinct_ascending(received, size, hop.distinct)
-        all_sent.append(Sent(starts, places, find_each(slots, received)))
-    return all_sent, slots
+        sent.append(Sent(hop, starts, buffer_slots, find_each(slots, received)))
+    return sent, slots
 
 
-def _answer(
-    hops: Sequence[Hop], sent: Sequence[Sent], rows: Float[Array, "m d"]
-) -> Float[Array, "k d"]:
+def _answer(sent: Sequence[Sent], rows: Float[Array, "m d"]) -> Float[Array, "k d"]:
     """The rows that the owners send back; NaN for a slot that did not fit."""
-    for hop, (_, places, merged) in reversed([*zip(hops, sent, strict=True)]):
-        known = (merged < len(rows))[:, None]
-        answers = jnp.where(known, read_or_zero(rows, merged.astype(jnp.uint32)), jnp.nan)
-        received = _all_to_all(hop, answers)
-        rows = received.at[places].get(mode="fill", fill_value=jnp.nan, unique_indices=True)
+    for each in reversed(sent):
+        known = (each.merged < len(rows))[:, None]
+        answers = jnp.where(known, read_or_zero(rows, each.merged.astype(jnp.uint32)), jnp.nan)
+        received = _all_to_all(each.hop, answers).at[each.buffer_slots]
+        rows = received.get(mode="fill", fill_value=jnp.nan, unique_indices=True)
     return rows
 
 
-def _return(
-    hops: Sequence[Hop], sent: Sequence[Sent], gradients: Float[Array, "k d"]
-) -> Float[Array, "m d"]:
+def _return(sent: Sequence[Sent], gradients: Float[Array, "k d"]) -> Float[Array, "m d"]:
     """The gradient of each row that this device was asked for, summed over those that asked.
 
     It is the transpose of `_answer`.
     """
-    for hop, (starts, _, merged) in zip(hops, sent, strict=True):
-        received = _all_to_all(hop, _send_buffer(hop, starts, gradients, 0))
-        gradients = sum_by_index(received, merged, hop.distinct)
+    for each in sent:
+        received = _send(each.hop, each.starts, gradients, 0)
+        gradients = sum_by_index(received, each.merged, each.hop.distinct)
     return gradients
 
 
-def _send_buffer(hop: Hop, starts: Int32[Array, "p"], values: Array, fill: int) -> Array:
-    """[parts * room, ...]: the values for each part, which are contiguous, padded with `fill`."""
+def _send(hop: Hop, starts: Int32[Array, "p"], values: Array, fill: int) -> Array:
+    """Sends each part its values, which are contiguous, padded with `fill`; returns those received.
+
+    Each is [parts * room, ...].
+    """
     index = starts[:-1, None] + jnp.arange(hop.room, dtype=jnp.int32)[None]
     index = jnp.where(index < starts[1:, None], index, len(values)).reshape(-1)
-    return values.at[index].get(mode="fill", fill_value=fill)
+    return _all_to_all(hop, values.at[index].get(mode="fill", fill_value=fill))
 
 
 def _all_to_all(hop: Hop, buffer: Array) -> Array:

@@ -62,10 +62,6 @@ class Layout(NamedTuple):
         axes = array_axes(self.mesh, self.batch_axes, ids, ids.ndim)
         return tuple(axes), sum(axes, ())
 
-    def most_asked(self, ids: int, max_rows: int = 2**31) -> int:
-        """The rows that a device asks for at most, for this many ids."""
-        return max(1, min(ids, self.order.vocab_size, max_rows))
-
     def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """The function, run on each device."""
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
