@@ -9,7 +9,6 @@ from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.modules import Params, table_path
-from transformer_embed._src.tables.sharded.table import Sharded, sharded
 from transformer_embed._src.tokens.lookup import Table
 
 
@@ -58,8 +57,9 @@ def resize_vocabulary(params: Params, vocab_size: int, rng: Array | None = None)
 
 def _with_rows(path: str, table: Any, vocab_size: int, rng: Array | None, salt: int) -> Any:
     """A parameter with a row for each id, with this number of rows."""
-    is_sharded = isinstance(table, Sharded)
-    rows = table.in_vocabulary_order() if is_sharded else _whole(path, table)
+    whole = table._whole_rows() if isinstance(table, Table) else None
+    is_sharded = whole is not None
+    rows: Any = whole if is_sharded else _whole(path, table)
     more = vocab_size - rows.shape[0]
     if more > 0:
         if rng is None:
@@ -71,10 +71,7 @@ def _with_rows(path: str, table: Any, vocab_size: int, rng: Array | None, salt: 
         library = np if is_sharded else jnp
         rows = library.concatenate([rows, drawn.astype(rows.dtype)])
     resized: Any = rows[:vocab_size]
-    if not is_sharded:
-        return resized
-    order = table.layout.order._replace(vocab_size=vocab_size)
-    return sharded(resized, table.layout._replace(order=order))
+    return table._with_rows(resized) if is_sharded else resized
 
 
 def resize_positions(params: Params, max_len: int, *, start: int = 0) -> Params:

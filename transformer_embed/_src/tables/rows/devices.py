@@ -3,15 +3,9 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
-from transformer_embed._src.tables.rows.distinct_ids import (
-    distinct_ascending,
-    find_each,
-    sum_by_index,
-)
+from transformer_embed._src.tables.rows.distinct_ids import sum_over_devices
 from transformer_embed._src.tables.rows.row_gradient import RowGradient, is_gradient
 
 Tree = Any
@@ -65,15 +59,3 @@ def pmean(grads: Tree, axis_name: Any) -> Tree:
         return RowGradient(ids, values / devices, leaf.vocab_size)
 
     return jax.tree.map(mean, grads, is_leaf=is_gradient)
-
-
-def sum_over_devices(
-    ids: Int32[Array, "k"], values: Float[Array, "k d"], vocab_size: int, axis_name: Any
-) -> tuple[Int32[Array, "m"], Float[Array, "m d"]]:
-    """The distinct ids of all devices along mapped axes, and the sum of the rows of each."""
-    # As sums, which shard_map knows to be equal on all devices.
-    lists = jnp.zeros([jax.lax.psum(1, axis_name), ids.size], jnp.int32)
-    lists = jax.lax.psum(lists.at[jax.lax.axis_index(axis_name)].set(ids), axis_name)
-    distinct = distinct_ascending(lists, vocab_size, min(lists.size, vocab_size))
-    own = sum_by_index(values, find_each(distinct, ids), len(distinct))
-    return distinct, jax.lax.psum(own, axis_name)

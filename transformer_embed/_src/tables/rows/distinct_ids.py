@@ -1,7 +1,7 @@
 """Distinct ids in ascending order, in arrays of a fixed size, and a search in them."""
 
 import functools
-from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,17 @@ from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 BLOCK = 1024
 
 
-def distinct_rows(
-    ids: Int32[Array, "..."], vocab_size: int, max_rows: int = 2**31
-) -> Int32[Array, "k"]:
+def most_distinct(count: int, vocab_size: int, max_rows: int) -> int:
+    """The rows that so many ids can ask for at most, but at least 1."""
+    return max(1, min(count, vocab_size, max_rows))
+
+
+def distinct_rows(ids: Int32[Array, "..."], vocab_size: int, max_rows: int) -> Int32[Array, "k"]:
     """The smallest distinct ids, ascending, clipped to the vocabulary, then padding.
 
     Padding is distinct ids of vocab_size or above. Above one block, there are whole blocks.
     """
-    count = max(1, min(ids.size, vocab_size, max_rows))
+    count = most_distinct(ids.size, vocab_size, max_rows)
     room = count if count <= BLOCK else -(-count // BLOCK) * BLOCK
     return distinct_ascending(jnp.clip(ids, 0, vocab_size - 1), vocab_size, room)
 
@@ -69,15 +72,29 @@ def find_each(ascending: Int32[Array, "k"], values: Int32[Array, "..."]) -> Int3
 
 
 def sum_rows(
-    lists: Sequence[Int32[Array, "k"]], rows: Sequence[Float[Array, "k d"]], size: int
+    ids: Int32[Array, "k"],
+    rows: Float[Array, "k d"],
+    size: int,
+    every: Int32[Array, "..."] | None = None,
 ) -> tuple[Int32[Array, "m"], Float[Array, "m d"]]:
-    """The ids below `size` of several lists, ascending and padded, and the sum of the rows of each.
+    """The distinct ids below `size`, ascending and padded, and the sum of the rows of each.
 
-    Ids may repeat.
+    With `every`, of these ids, which include the others.
     """
-    ids = jnp.concatenate(lists)
-    distinct = distinct_ascending(ids, size, min(len(ids), size))
-    return distinct, sum_by_index(jnp.concatenate(rows), find_each(distinct, ids), len(distinct))
+    every = ids if every is None else every
+    distinct = distinct_ascending(every, size, min(every.size, size))
+    return distinct, sum_by_index(rows, find_each(distinct, ids), len(distinct))
+
+
+def sum_over_devices(
+    ids: Int32[Array, "k"], values: Float[Array, "k d"], vocab_size: int, axis_name: Any
+) -> tuple[Int32[Array, "m"], Float[Array, "m d"]]:
+    """The distinct ids of all devices along mapped axes, and the sum of the rows of each."""
+    # As sums, which shard_map knows to be equal on all devices.
+    lists = jnp.zeros([jax.lax.psum(1, axis_name), ids.size], jnp.int32)
+    lists = jax.lax.psum(lists.at[jax.lax.axis_index(axis_name)].set(ids), axis_name)
+    distinct, own = sum_rows(ids, values, vocab_size, lists)
+    return distinct, jax.lax.psum(own, axis_name)
 
 
 def sum_by_index(

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int32, Key
 
 from transformer_embed._src import arguments
-from transformer_embed._src.tables.rows.distinct_ids import count_below, read_each
-from transformer_embed._src.tables.rows.marks import MARKS, are_marks, without_marks
+from transformer_embed._src.partitioning import on_every_device, varying_axes
+from transformer_embed._src.tables.rows.distinct_ids import (
+    count_below,
+    distinct_rows,
+    read_each,
+    sum_over_devices,
+)
+from transformer_embed._src.tables.rows.fingerprint import fits
+from transformer_embed._src.tables.rows.marks import MARKS, are_marks, with_marks, without_marks
 from transformer_embed._src.tables.rows.row_gradient import RowGradient, SomeRows
 from transformer_embed._src.tokens.lookup import Table, lookup
 
@@ -20,7 +27,7 @@ from transformer_embed._src.tokens.lookup import Table, lookup
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["keys", "values", "sentinel"],
-    meta_fields=["vocab_size", "name"],
+    meta_fields=["vocab_size", "reader", "name"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class GatheredRows(SomeRows, Table):
@@ -40,6 +47,8 @@ class GatheredRows(SomeRows, Table):
             or above are padding.
         values: [k + 3, d], the rows, then marks (see `marks`).
         vocab_size: number of rows of the table.
+        reader: how rows that devices of a mesh hold are read: its `read`, and the `dtype` of the
+            table. None: as those of a plain array.
         sentinel: NaN, [1, d]; no lookup reads it.
         name: the parameter, for error messages.
     """
@@ -47,6 +56,7 @@ class GatheredRows(SomeRows, Table):
     keys: Any
     values: Any
     vocab_size: int
+    reader: Any = None
     _: dataclasses.KW_ONLY
     sentinel: Any = None
     name: str = "table"
@@ -56,17 +66,19 @@ class GatheredRows(SomeRows, Table):
         """The ids of the rows."""
         return jax.random.key_data(self.keys)[..., 0].astype(jnp.int32)
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        """That of the table."""
+        return self.values.dtype if self.reader is None else self.reader.dtype
+
     def _gather_rows(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
         """The row of each id, or NaN; an id out of range reads the first or the last row."""
+        if self.reader is not None:
+            return self.reader.read(self.ids, self.values, ids)
         if len(self.values) != len(self.keys) + MARKS:
             want = "its rows in their places"
             raise arguments.type_error(self.name, want, f"{len(self.values)} of them")
         return rows_of_ids(self.ids, self.values, jnp.clip(ids, 0, self.vocab_size - 1))
-
-    def gradient(self, values: Float[Array, "n d"]) -> RowGradient:
-        """The gradient of these rows."""
-        ids = known_after_reading(self.ids, self.values)
-        return RowGradient(ids, without_marks(values), self.vocab_size)
 
     def _use_error(self) -> str:
         """The message for any other use."""
@@ -79,6 +91,7 @@ def known_after_reading(ids: Int32[Array, "k"], rows: Float[Array, "n d"]) -> In
 
     XLA copies a donated table if its rows may be overwritten before they are read.
     """
+    # Half of 0 or 1 is 0, but XLA does not see that. (It drops an optimization_barrier too early.)
     zero = jnp.isnan(rows[0, 0]).astype(jnp.int32) >> 1
     return ids + zero
 
@@ -103,26 +116,6 @@ def rows_of_ids(
     return jnp.where(is_right[..., None], rows, np.array(np.nan, rows.dtype))
 
 
-class RowTable(Table):
-    """A whole table that is not one plain array, whose rows can be gathered and updated."""
-
-    def _take_rows(self, ids: Int32[Array, "..."], max_rows: int) -> GatheredRows:
-        """The rows of the distinct ids, for a loss to read in this table's place."""
-        raise NotImplementedError
-
-    def _update_rows(
-        self, step: Callable, shared: Any, gradient: RowGradient, states: Sequence[Any]
-    ) -> Sequence[Any]:
-        """Applies a step to the arrays that hold this table and its state, and returns both.
-
-        The step is `step(shared, is_right, ids, values, arrays)`.
-
-        `shared` is a tree of arrays that every device needs whole. Inside the step, ids count from
-        the first row of an array; an id past its end names no row.
-        """
-        raise NotImplementedError
-
-
 def is_leaf(leaf: Any) -> bool:
     """Whether a leaf of a tree stands for a table, or for the gradient of some rows of one."""
     return isinstance(leaf, Table | RowGradient)
@@ -131,3 +124,49 @@ def is_leaf(leaf: Any) -> bool:
 def read_rows(table: Array, ids: Int32[Array, "k"]) -> Array:
     """The rows of ascending ids; an id past the vocabulary reads an arbitrary row."""
     return table.at[ids].get(mode="clip", indices_are_sorted=True)
+
+
+class ArrayTable(NamedTuple):
+    """A plain array as a table."""
+
+    array: Array
+
+    def _take_rows(
+        self, ids: Int32[Array, "..."], max_rows: int
+    ) -> tuple[GatheredRows, Callable[[Array], RowGradient]]:
+        """See `Table`."""
+        vocab_size = len(self.array)
+        held = distinct_rows(on_every_device(ids), vocab_size, max_rows)
+        return as_taken(self.array, vocab_size, held, read_rows(self.array, held))
+
+    def _update_rows(
+        self, step: Callable, shared: Any, gradient: RowGradient, states: Sequence[Array]
+    ) -> Sequence[Array]:
+        """See `Table`."""
+        is_right = fits(gradient.ids, gradient.fingerprint)
+        return step(shared, is_right, gradient.ids, gradient.values, [self.array, *states])
+
+
+def row_table(table: Array | Table) -> ArrayTable | Table:
+    """A table whose rows can be taken and updated."""
+    return table if isinstance(table, Table) else ArrayTable(table)
+
+
+def as_taken(
+    array: Array,
+    vocab_size: int,
+    ids: Int32[Array, "k"],
+    rows: Float[Array, "k d"],
+    reader: Any = None,
+) -> tuple[GatheredRows, Callable[[Array], RowGradient]]:
+    """What `_take_rows` returns for rows that are the same wherever the batch is read."""
+    values = with_marks(rows)
+
+    def gradient(cotangent: Float[Array, "n d"]) -> RowGradient:
+        held, sums = known_after_reading(ids, values), without_marks(cotangent)
+        # `jax.grad` inserts this sum for arrays that devices with different batches share.
+        if axes := tuple(sorted(varying_axes(sums) - varying_axes(array))):
+            held, sums = sum_over_devices(held, sums, vocab_size, axes)
+        return RowGradient(held, sums, vocab_size)
+
+    return GatheredRows(as_keys(ids), values, vocab_size, reader), gradient

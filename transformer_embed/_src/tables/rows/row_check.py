@@ -24,6 +24,7 @@ from jax import export
 from jax.extend.core import ClosedJaxpr, Literal
 
 from transformer_embed._src import arguments
+from transformer_embed._src.tables.rows.distinct_ids import BLOCK, most_distinct
 from transformer_embed._src.tables.rows.gathered_rows import is_leaf
 from transformer_embed._src.tables.rows.programs import (
     are_same,
@@ -32,6 +33,7 @@ from transformer_embed._src.tables.rows.programs import (
     opened,
     words,
 )
+from transformer_embed._src.tables.rows.row_gradient import RowGradient, is_gradient
 
 # Each row of the results is computed from the same row of the operands, if every result has an axis
 # of rows. Nothing else has that size, so an axis of rows that an equation takes away and makes anew
@@ -98,59 +100,73 @@ class Tables(NamedTuple):
 
     Attributes:
         leaves: those of (gradients, parameters, state, other arguments).
-        places: where a table's gradient, its rows and their state are among the leaves.
-        whole: the number of rows of a table.
-        block: how many of them are updated at a time.
+        indices: those of a table's gradient, of the table and of its state among the leaves.
     """
 
     leaves: dict[int, Any]
-    places: Mapping[Any, list[int]]
-    whole: Mapping[Any, int]
-    block: Mapping[Any, int]
+    indices: Mapping[Any, list[int]]
 
-    def rows(self, numbers: Mapping[Any, int]) -> dict[int, Shape]:
-        """The shape at each place of a table, with a number in place of its symbol, if given."""
+    @property
+    def vocab_sizes(self) -> dict[Any, int]:
+        """The number of rows of each table."""
+        return {symbol: self.leaves[n].vocab_size for symbol, (n, *_) in self.indices.items()}
+
+    @property
+    def block_sizes(self) -> dict[Any, int]:
+        """How many of them are updated at a time."""
+        return {symbol: _block_size(self.leaves[n]) for symbol, (n, *_) in self.indices.items()}
+
+    def rows(self, sizes: Mapping[Any, int]) -> dict[int, Shape]:
+        """The shape at each index of a table, with a number in place of its symbol, if given."""
         return {
-            n: Shape((numbers.get(symbol, symbol), *self.leaves[n].shape[1:]), self.leaves[n].dtype)
-            for symbol, places in self.places.items()
-            for n in places
+            n: Shape((sizes.get(symbol, symbol), *self.leaves[n].shape[1:]), self.leaves[n].dtype)
+            for symbol, indices in self.indices.items()
+            for n in indices
         }
 
+    def shapes(self, sizes: Mapping[Any, int]) -> dict[int, Any]:
+        """All leaves, with these shapes for tables."""
+        return self.leaves | self.rows(sizes)
 
-def find_tables(
-    init: Callable, treedef: Any, leaves: dict[int, Any], blocks: Mapping[int, int]
-) -> Tables:
+
+def find_tables(init: Callable, treedef: Any, leaves: dict[int, Any]) -> Tables:
     """The tables of a step.
 
     Args:
         init: the optimizer's function.
         treedef: that of (gradients, parameters, state, other arguments).
         leaves: its leaves.
-        blocks: by the place of each table's gradient, the number of rows updated at a time.
     """
-    size = treedef.children()[0].num_leaves
-    names = {n: f"table{n}_rows" for n in blocks}
-    bounds = [f"{name} >= {blocks[n]}" for n, name in names.items()]
-    bounds += [f"{name} <= {leaves[n].shape[0]}" for n, name in names.items()]
-    symbols = export.symbolic_shape(",".join(names.values()), constraints=bounds)
-    places = {symbol: [n, size + n] for symbol, n in zip(symbols, blocks, strict=True)}
-    whole = {symbol: leaves[n].shape[0] for symbol, (n, _) in places.items()}
-    tables = Tables(leaves, places, whole, dict(zip(symbols, blocks.values(), strict=True)))
+    size, bounds = treedef.children()[0].num_leaves, []
+    gradients = [n for n in range(size) if is_gradient(leaves[n])]
+    for n in gradients:
+        leaves[n].check(leaves[size + n].shape)
+        bounds.append(f"table{n}_rows >= {_block_size(leaves[n])}")
+        bounds.append(f"table{n}_rows <= {leaves[n].vocab_size}")
+    names = ",".join(f"table{n}_rows" for n in gradients)
+    symbols = export.symbolic_shape(names, constraints=bounds)
+    indices = {symbol: [n, size + n] for symbol, n in zip(symbols, gradients, strict=True)}
+    tables = Tables(leaves, indices)
 
-    def first_state(numbers: Mapping[Any, int], problem: str) -> Any:
-        with_rows = leaves | tables.rows(numbers)
-        _, params, *_ = jax.tree.unflatten(treedef, with_rows.values())
+    def first_state(sizes: Mapping[Any, int], problem: str) -> Any:
+        _, params, *_ = jax.tree.unflatten(treedef, tables.shapes(sizes).values())
         return _traced(init, params, init, problem)[1]
 
-    _check_state(treedef.unflatten(leaves.values())[2], first_state(whole, "init cannot be traced"))
+    sizes = tables.vocab_sizes
+    expected = first_state(sizes, "init cannot be traced")
+    _check_state(treedef.unflatten(leaves.values())[2], expected)
     state = first_state({}, SYMBOLIC)
     if jax.tree.structure(state, is_leaf=is_leaf) != treedef.children()[2]:
         raise _refusal("init depends on the number of rows", init)
-    for place, leaf in enumerate(jax.tree.leaves(state, is_leaf=is_leaf), 2 * size):
+    for index, leaf in enumerate(jax.tree.leaves(state, is_leaf=is_leaf), 2 * size):
         symbol, *columns = leaf.shape or (0,)
-        if (whole.get(symbol), *columns) == leaves[place].shape:
-            places[symbol].append(place)
+        if (sizes.get(symbol), *columns) == leaves[index].shape:
+            indices[symbol].append(index)
     return tables
+
+
+def _block_size(gradient: RowGradient) -> int:
+    return most_distinct(len(gradient.ids), gradient.vocab_size, BLOCK)
 
 
 def _check_state(state: Any, expected: Any) -> None:
@@ -173,28 +189,36 @@ def check(step: Callable[[Any], Sequence[Any]], tables: Tables, update: Callable
     """Raises a ValueError unless a step on a block of rows gives the rows of the whole step.
 
     Args:
-        step: from all leaves, with an array for each place of a table, to those after the step.
+        step: from all leaves, with an array for each leaf of a table, to those after the step.
         tables: see `find_tables`.
         update: the optimizer's function, to name in an error.
     """
-    rows = tables.rows({})
 
-    def traced(numbers: Mapping[Any, int], problem: str = SYMBOLIC) -> ClosedJaxpr:
-        return _traced(step, tables.leaves | tables.rows(numbers), update, problem)[0]
+    def traced(sizes: Mapping[Any, int], problem: str = SYMBOLIC) -> ClosedJaxpr:
+        return _traced(step, tables.shapes(sizes), update, problem)[0]
 
-    whole = traced(tables.whole, "update cannot be traced")
-    program = traced({})
-    block = traced(tables.block)
-    operands = []
-    for place, leaf in (tables.leaves | rows).items():
-        is_table = place in rows
-        fact = Fact(ROW, frozenset([place])) if is_table else Fact(SHARED, frozenset([DATA]))
+    # The whole table first, for an error that has nothing to do with an unknown number of rows.
+    whole = traced(tables.vocab_sizes, "update cannot be traced")
+    program, block = traced({}), traced(tables.block_sizes)
+    _check_rows_apart(program, tables, update)
+    is_whole = are_same(program, whole, tables.vocab_sizes)
+    # An optimizer may choose by the number of rows, which a symbol never equals.
+    if not is_whole or not are_same(program, block, tables.block_sizes):
+        raise _refusal(DIFFERS, update)
+
+
+def _check_rows_apart(program: ClosedJaxpr, tables: Tables, update: Callable) -> None:
+    """Raises a ValueError unless a step computes each row from that row alone; see `check`."""
+    rows, operands = tables.rows({}), []
+    for index, leaf in tables.shapes({}).items():
+        is_table = index in rows
+        fact = Fact(ROW, frozenset([index])) if is_table else Fact(SHARED, frozenset([DATA]))
         operands += [fact] * len(jax.tree.leaves(leaf))
     facts = _follow(program, operands, [update])
     # New rows of the table must use their gradient, and those of a state the old ones.
-    needs = {table: gradient for gradient, table, *_ in tables.places.values()}
-    for place, (new, fact) in enumerate(zip(program.out_avals, facts, strict=True)):
-        old = rows.get(place)
+    needs = {table: gradient for gradient, table, *_ in tables.indices.values()}
+    for index, (new, fact) in enumerate(zip(program.out_avals, facts, strict=True)):
+        old = rows.get(index)
         if old is None:
             if any(map(export.is_symbolic_dim, new.shape)):
                 what = "parameters or state outside the table"
@@ -202,11 +226,8 @@ def check(step: Callable[[Any], Sequence[Any]], tables: Tables, update: Callable
         elif (new.shape, new.dtype) != (old.shape, old.dtype):
             what = f"a state {old.dtype}{list(old.shape)}"
             raise _refusal(f"{what} becomes {new.dtype}{list(new.shape)}", update)
-        elif fact.loss and needs.get(place, place) not in fact.uses:
+        elif fact.loss and needs.get(index, index) not in fact.uses:
             raise fact.loss
-    # An optimizer may choose by the number of rows, which a symbol never equals.
-    if not are_same(program, whole, tables.whole) or not are_same(program, block, tables.block):
-        raise _refusal(DIFFERS, update)
 
 
 def _traced(

@@ -1,7 +1,6 @@
 """The gradient of some rows of a large table, as a leaf of a gradient tree."""
 
 import dataclasses
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -9,7 +8,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.tables.rows.distinct_ids import sum_rows
@@ -98,11 +97,13 @@ class RowGradient(SomeRows):
             want = f"rows of the same table, {list(self.shape)}"
             raise arguments.type_error("grads", want, type(other).__name__)
         size = self.vocab_size if self.layout is None else self.layout.shard
-        sum_all = self._on_shards(functools.partial(sum_rows, size=size))
-        ids, values = sum_all(
-            [self.ids, other.ids], [self.trusted_values(), other.trusted_values()]
-        )
-        return dataclasses.replace(self, ids=ids, values=values)
+
+        def sum_both(ids: list[Array], values: list[Array]) -> tuple[Array, Array]:
+            return sum_rows(jnp.concatenate(ids), jnp.concatenate(values), size)
+
+        values = [self.trusted_values(), other.trusted_values()]
+        ids, sums = self._on_shards(sum_both)([self.ids, other.ids], values)
+        return dataclasses.replace(self, ids=ids, values=sums)
 
     def __radd__(self, other: Any) -> NoReturn:
         """Raises a TypeError: `optax.apply_updates` does not take a `RowGradient`."""
@@ -113,7 +114,11 @@ class RowGradient(SomeRows):
     def trusted_values(self) -> Float[Array, "k d"]:
         """The values, or NaN if the fingerprint shows that something mixed rows."""
         self.check(self.shape)
-        return self._on_shards(_trusted)(self.ids, self.fingerprint, self.values)
+
+        def trusted(ids: Array, scaled: Array, values: Array) -> Array:
+            return or_nan(fits(ids, scaled), values)
+
+        return self._on_shards(trusted)(self.ids, self.fingerprint, self.values)
 
     def check(self, shape: Sequence[int]) -> None:
         """Raises unless each id has a row of a table of this shape, and belongs to this trace."""
@@ -128,10 +133,6 @@ class RowGradient(SomeRows):
     def _on_shards(self, function: Callable) -> Callable:
         """A function of the rows, on each device of an interleaved table."""
         return function if self.layout is None else self.layout.on_shards(function)
-
-
-def _trusted(ids: Int32[Array, "k"], scaled: Array, values: Float[Array, "k d"]) -> Array:
-    return or_nan(fits(ids, scaled), values)
 
 
 class _Left:

@@ -16,10 +16,8 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.tables.rows import row_check
-from transformer_embed._src.tables.rows.distinct_ids import BLOCK
-from transformer_embed._src.tables.rows.fingerprint import fits, or_nan
-from transformer_embed._src.tables.rows.gathered_rows import RowTable, is_leaf, read_rows
-from transformer_embed._src.tables.rows.row_gradient import is_gradient
+from transformer_embed._src.tables.rows.fingerprint import or_nan
+from transformer_embed._src.tables.rows.gathered_rows import is_leaf, read_rows, row_table
 
 if TYPE_CHECKING:
     import optax
@@ -108,17 +106,10 @@ def update(
     if grads_treedef != params_treedef:
         want = "a tree as params, with RowGradient for some tables"
         raise arguments.value_error("grads", want, str(grads_treedef))
-    leaves: dict[int, Any] = dict(enumerate(trees))
-    blocks = {}
-    for n in range(grads_treedef.num_leaves):
-        if is_gradient(leaves[n]):
-            leaves[n].check(leaves[grads_treedef.num_leaves + n].shape)
-            blocks[n] = max(1, min(len(leaves[n].ids), leaves[n].vocab_size, BLOCK))
+    tables = row_check.find_tables(optimizer.init, treedef, dict(enumerate(trees)))
     step = functools.partial(_step, optimizer, extra_args, treedef)
-    traced_step = jax.jit(step)
-    tables = row_check.find_tables(optimizer.init, treedef, leaves, blocks)
-    row_check.check(traced_step, tables, optimizer.update)
-    new_leaves = _update_tables(step, leaves, tables)
+    row_check.check(jax.jit(step), tables, optimizer.update)
+    new_leaves = _update_tables(step, tables)
     _, params, state, _ = jax.tree.unflatten(treedef, new_leaves.values())
     return params, state
 
@@ -142,37 +133,31 @@ def _step(
     return dict(enumerate(new_leaves))
 
 
-def _update_tables(
-    step: Callable, leaves: dict[int, Any], tables: row_check.Tables
-) -> dict[int, Any]:
-    """All leaves after a step, from those before; the gradients stay."""
-    zeros = jax.tree.map(jnp.zeros_like, tables.rows(tables.block))
+def _update_tables(step: Callable, tables: row_check.Tables) -> dict[int, Any]:
+    """All leaves after a step; the gradients stay."""
+    zeros = jax.tree.map(jnp.zeros_like, tables.rows(tables.block_sizes))
     if any(map(arguments.is_traced, zeros.values())):
         # The calls below have the shapes of a block: they share its trace.
         step = jax.jit(step, inline=True)
     # All that is not a table is updated once; a table's rows do not count here.
-    shared = leaves | zeros
+    shared = tables.leaves | zeros
     new_leaves = step(shared)
-    for places in tables.places.values():
-        gradient, table, *states = (leaves[place] for place in places)
-        update_arrays = functools.partial(_update_in_blocks, step, places)
-        if isinstance(table, RowTable):
-            new = table._update_rows(update_arrays, shared, gradient, states)
-        else:
-            is_right = fits(gradient.ids, gradient.fingerprint)
-            new = update_arrays(shared, is_right, gradient.ids, gradient.values, [table, *states])
-        new_leaves |= zip(places[1:], new, strict=True)
+    for indices in tables.indices.values():
+        gradient, table, *states = (tables.leaves[n] for n in indices)
+        update_arrays = functools.partial(_update_in_blocks, step, indices)
+        new = row_table(table)._update_rows(update_arrays, shared, gradient, states)
+        new_leaves |= zip(indices[1:], new, strict=True)
     return new_leaves
 
 
 def _update_in_blocks(
     step: Callable,
-    places: Sequence[int],
+    indices: Sequence[int],
     leaves: dict[int, Any],
     is_right: Bool[Array, ""],
     ids: Int32[Array, "k"],
     gradient: Float[Array, "k d"],
-    wholes: Sequence[Array],
+    arrays: Sequence[Array],
 ) -> list[Array]:
     """A table and its state after a step, read and written one block of rows at a time.
 
@@ -181,34 +166,41 @@ def _update_in_blocks(
     not of these ids.
     """
     if not len(ids):
-        return list(wholes)
-    block = len(leaves[places[0]])
-    padding = -len(ids) % block
-    if padding:
-        # The write below is told that ids ascend and are distinct, which holds for these as well.
-        past = jnp.maximum(ids[-1] + 1, wholes[0].shape[0]) + jnp.arange(padding, dtype=jnp.int32)
-        ids, gradient = jnp.concatenate([ids, past]), jnp.pad(gradient, ((0, padding), (0, 0)))
+        return list(arrays)
+    block = len(leaves[indices[0]])
+    ids, gradient = _pad(ids, gradient, -len(ids) % block, len(arrays[0]))
 
-    def update_block(i: Any, wholes: list[Array]) -> list[Array]:
+    def update_block(i: Any, arrays: list[Array]) -> list[Array]:
         block_ids, block_gradient = (
             jax.lax.dynamic_slice_in_dim(array, i * block, block) for array in (ids, gradient)
         )
-        old = (read_rows(whole, block_ids) for whole in wholes)
+        old = (read_rows(array, block_ids) for array in arrays)
         # Here, where it costs no pass over all rows.
         block_gradient = or_nan(is_right, block_gradient)
-        rows = dict(zip(places, [block_gradient, *old], strict=True))
+        rows = dict(zip(indices, [block_gradient, *old], strict=True))
         new = step(leaves | rows)
         moved = jnp.any(block_gradient != 0, axis=-1)
 
-        def write(whole: Array, place: int) -> Array:
-            rows_after = jax.vmap(jnp.where)(moved, new[place], rows[place])
+        def write(array: Array, index: int) -> Array:
+            rows_after = jax.vmap(jnp.where)(moved, new[index], rows[index])
             # Ids past the end of the table are dropped.
-            return whole.at[block_ids].set(
+            return array.at[block_ids].set(
                 rows_after, mode="drop", unique_indices=True, indices_are_sorted=True
             )
 
-        return list(map(write, wholes, places[1:]))
+        return list(map(write, arrays, indices[1:]))
 
     if len(ids) == block:
-        return update_block(0, list(wholes))
-    return jax.lax.fori_loop(0, len(ids) // block, update_block, list(wholes))
+        return update_block(0, list(arrays))
+    return jax.lax.fori_loop(0, len(ids) // block, update_block, list(arrays))
+
+
+def _pad(
+    ids: Int32[Array, "k"], gradient: Float[Array, "k d"], count: int, vocab_size: int
+) -> tuple[Int32[Array, "m"], Float[Array, "m d"]]:
+    """The ids, then `count` more past the end of the table, and zeros for their gradient."""
+    if not count:
+        return ids, gradient
+    # A write is told that ids ascend and are distinct, which holds for these as well.
+    past = jnp.maximum(ids[-1] + 1, vocab_size) + jnp.arange(count, dtype=jnp.int32)
+    return jnp.concatenate([ids, past]), jnp.pad(gradient, ((0, count), (0, 0)))

@@ -8,21 +8,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
-from transformer_embed._src.partitioning import on_every_device, varying_axes
-from transformer_embed._src.tables.rows.devices import sum_over_devices
-from transformer_embed._src.tables.rows.distinct_ids import distinct_rows
-from transformer_embed._src.tables.rows.gathered_rows import (
-    GatheredRows,
-    RowTable,
-    as_keys,
-    is_leaf,
-    read_rows,
-)
-from transformer_embed._src.tables.rows.marks import with_marks
-from transformer_embed._src.tables.rows.row_gradient import RowGradient
+from transformer_embed._src.tables.rows.gathered_rows import GatheredRows, is_leaf, row_table
 from transformer_embed._src.tokens.lookup import as_table
 
 Tree = Any
@@ -98,58 +86,42 @@ def value_and_grad(
     def value_and_row_grads(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
         params = arguments.as_arrays("params", params, is_leaf)
         trees, treedef = jax.tree.flatten(params, is_leaf=is_leaf)
-        gathered = _gather_tables(trees, treedef, ids, max_rows)
+        taken = _take_tables(trees, treedef, ids, max_rows)
 
         def loss_of(leaves: dict[int, Any]) -> Any:
-            rows = {n: dataclasses.replace(rows, values=leaves[n]) for n, rows in gathered.items()}
-            return loss(jax.tree.unflatten(treedef, (leaves | rows).values()), *args, **kwargs)
+            read = {
+                n: dataclasses.replace(rows, values=leaves[n]) for n, (rows, _) in taken.items()
+            }
+            return loss(jax.tree.unflatten(treedef, (leaves | read).values()), *args, **kwargs)
 
-        leaves = dict(enumerate(trees)) | {n: rows.values for n, rows in gathered.items()}
+        leaves = dict(enumerate(trees)) | {n: rows.values for n, (rows, _) in taken.items()}
         value, gradients = jax.value_and_grad(loss_of, has_aux=has_aux)(leaves)
-        gradients |= {n: _gradient(trees[n], rows, gradients[n]) for n, rows in gathered.items()}
+        gradients |= {n: to_gradient(gradients[n]) for n, (_, to_gradient) in taken.items()}
         return value, jax.tree.unflatten(treedef, gradients.values())
 
     return value_and_row_grads
 
 
-def _gradient(table: Any, rows: GatheredRows, values: Float[Array, "n d"]) -> RowGradient:
-    """The gradient of a table, the same on devices that share the table."""
-    gradient = rows.gradient(values)
-    if isinstance(table, RowTable):
-        return gradient
-    axes = tuple(sorted(varying_axes(gradient.values) - varying_axes(table)))
-    if not axes:
-        return gradient
-    # `jax.grad` inserts this sum for arrays.
-    sums = sum_over_devices(gradient.ids, gradient.values, gradient.vocab_size, axes)
-    return RowGradient(*sums, gradient.vocab_size)
-
-
-def _gather_tables(
+def _take_tables(
     leaves: Sequence[Any], treedef: Any, ids: Tree, max_rows: int | Tree | None
-) -> dict[int, GatheredRows]:
-    """The rows that a batch reads from each table in `ids`, by the table's index as a leaf."""
+) -> dict[int, tuple[GatheredRows, Callable]]:
+    """What is taken of each table in `ids` (see `Table`), by the table's index as a leaf."""
     indices = jax.tree.unflatten(treedef, range(len(leaves)))
-    gathered, of_all = {}, isinstance(max_rows, numbers.Integral) or max_rows is None
-    bounds = {} if of_all else dict(_at_leaves("params", indices, max_rows))
+    taken, bounds, bound_of_all = {}, {}, max_rows
+    if not isinstance(max_rows, numbers.Integral | None):
+        bounds, bound_of_all = dict(_at_leaves("params", indices, max_rows)), None
     for name, (index, table_ids) in _at_leaves("params", indices, ids):
-        _, bound = bounds.pop(name, (index, max_rows if of_all else None))
+        _, bound = bounds.pop(name, (index, bound_of_all))
         most = 2**31 if bound is None else arguments.integer("max_rows", bound, at_least=1)
-        table: Any = as_table(name, leaves[index])
-        integers = arguments.as_int32("ids", table_ids)
-        if isinstance(table, RowTable):
-            rows = table._take_rows(integers, most)
-        else:
-            held = distinct_rows(on_every_device(integers), table.shape[0], most)
-            values = with_marks(read_rows(table, held))
-            rows = GatheredRows(as_keys(held), values, table.shape[0])
+        table = row_table(as_table(name, leaves[index]))
+        rows, to_gradient = table._take_rows(arguments.as_int32("ids", table_ids), most)
         # Loud, if the loss reads all leaves of the parameters as numbers. Of numpy, since
         # jax_debug_nans lets it pass.
-        sentinel = np.full((1, table.shape[1]), np.nan, rows.values.dtype)
-        gathered[index] = dataclasses.replace(rows, sentinel=sentinel, name=name)
+        sentinel = np.full((1, rows.shape[1]), np.nan, rows.values.dtype)
+        taken[index] = dataclasses.replace(rows, sentinel=sentinel, name=name), to_gradient
     for name in bounds:
         raise arguments.value_error(name, "a table in ids, since max_rows has it", "none")
-    return gathered
+    return taken
 
 
 def _at_leaves(name: str, indices: Tree, tree: Tree) -> Iterator[tuple[str, tuple[int, Any]]]:

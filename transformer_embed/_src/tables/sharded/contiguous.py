@@ -11,6 +11,7 @@ which is cheaper than an exchange up to some dozens of devices.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +26,8 @@ from transformer_embed._src.partitioning import (
     replicated,
 )
 from transformer_embed._src.tables.rows.distinct_ids import distinct_rows
-from transformer_embed._src.tables.rows.gathered_rows import as_keys
-from transformer_embed._src.tables.rows.marks import with_marks
-from transformer_embed._src.tables.sharded.batch_rows import BatchRows
-from transformer_embed._src.tables.sharded.layout import Layout
+from transformer_embed._src.tables.rows.gathered_rows import GatheredRows, as_taken
+from transformer_embed._src.tables.sharded.layout import Layout, RowReader
 from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 
 
@@ -47,30 +46,25 @@ def gather_from_shards(
         values = read_or_zero(shard, slots.astype(jnp.uint32)).astype(array.dtype)
         return reduce_scatter(jax.lax.psum(values, elsewhere), gathered)
 
-    read_all = jax.shard_map(
-        read,
-        mesh=layout.mesh,
-        in_specs=(PartitionSpec(layout.rows, layout.columns), PartitionSpec(*split)),
-        out_specs=PartitionSpec(*split, layout.columns),
-    )
+    in_specs = PartitionSpec(layout.rows, layout.columns), PartitionSpec(*split)
+    read_all = layout.map(read, in_specs, PartitionSpec(*split, layout.columns))
     return read_all(arguments.widened(array), ids)
 
 
 def take_from_shards(
     layout: Layout, array: Float[Array, "m d"], ids: Int32[Array, "..."], max_rows: int
-) -> BatchRows:
+) -> tuple[GatheredRows, Callable]:
     """The distinct rows of the whole batch, on every device."""
     if layout.columns:
         want = "rows over mesh axes, and whole columns"
         raise arguments.value_error("table", want, layout.sharding.spec)
-    vocab_size, everywhere = layout.order.vocab_size, PartitionSpec()
+    vocab_size = layout.order.vocab_size
     distinct = functools.partial(distinct_rows, vocab_size=vocab_size, max_rows=max_rows)
-    distinct_everywhere = jax.shard_map(
-        distinct, mesh=layout.mesh, in_specs=everywhere, out_specs=everywhere
-    )
+    # jax 0.6 has no rule for a scatter under explicit axes.
+    distinct_everywhere = layout.map(distinct, PartitionSpec(), PartitionSpec())
     held = distinct_everywhere(replicated(ids, layout.mesh))
-    values = gather_from_shards(layout._replace(batch_axes=()), array, held)
-    return BatchRows(as_keys(held), with_marks(values), vocab_size, values.dtype, layout)
+    rows = gather_from_shards(layout._replace(batch_axes=()), array, held)
+    return as_taken(array, vocab_size, held, rows, RowReader(layout, (), array.dtype))
 
 
 def rows_of_this_shard(

@@ -1,56 +1,182 @@
 """Rows by exchange: what devices send to the owners of rows, and get from them.
 
 Each device asks the owners for the rows that its part of the batch reads, and sends them the
-gradients of those rows.
+gradients of those rows:
 
-Everything here runs inside `jax.shard_map`, on one device among many. Rows are named by their slot
-in the sharded array, so a device's shard is a range of slots, and ascending slots are grouped by
-owner.
+    a device                                       the owners of the rows
+    distinct slots of its part  - all-to-all --->  slots asked for, repeats merged
+    rows                       <--- all-to-all --  rows of the shard
+    gradients of these rows     - all-to-all --->  one gradient for each row, repeats summed,
+                                                   for the shard's own update
 
-    this device                                    the owners of the rows
-    distinct slots          ---- all-to-all ---->  slots asked for, repeats merged
-    rows                    <--- all-to-all -----  rows of the shard
-    gradients of rows       ---- all-to-all ---->  one gradient per row, repeats summed
+These are `_ask`, `_answer` and `_return`. Each arrow is one all-to-all for each hop (see `hops`).
+Buffers have a fixed size; the answer to a slot that does not fit is NaN, and its gradient is
+dropped.
 
-These are `ask`, `answer` and `return_gradients`. Each arrow is one all-to-all for each hop (see
-`hops`). Buffers have a fixed size; the answer to a slot that does not fit is NaN, and its gradient
-is dropped.
+A slot is the index of an id's row in the sharded array, so a device's shard is a range of slots,
+and ascending slots are grouped by owner. `shard_rows` count rows from the start of a device's
+shard. Each list ascends, and numbers past the end are padding.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
+from transformer_embed._src import arguments
+from transformer_embed._src.partitioning import Axes, devices_along, index_along
 from transformer_embed._src.tables.rows.distinct_ids import (
     count_below,
     distinct_ascending,
     find_each,
+    most_distinct,
     sum_by_index,
+    sum_rows,
 )
+from transformer_embed._src.tables.rows.gathered_rows import (
+    GatheredRows,
+    as_keys,
+    known_after_reading,
+)
+from transformer_embed._src.tables.rows.marks import with_marks, without_marks
+from transformer_embed._src.tables.rows.row_gradient import RowGradient
 from transformer_embed._src.tables.sharded.hops import Hop
+from transformer_embed._src.tables.sharded.layout import Layout, RowReader
 from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 
 
-class Sent(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["starts", "buffer_slots", "merged"],
+    meta_fields=["hop"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sent:
     """Where requests are in the send and receive buffers of one hop, on one device.
 
     Args:
+        hop: the hop.
         starts: [parts + 1], the index of the first slot sent to each part.
-        places: [k], the place of each slot in the send buffer; slots that do not fit have distinct
-            places past its end.
-        merged: [parts * room], for each place of the receive buffer, the index of its slot among
-            the distinct ones; padding is that of padding, or past the end.
+        buffer_slots: [k], where each slot is in the send buffer; slots that do not fit have
+            distinct numbers past its end.
+        merged: [parts * room], for each slot of the receive buffer, its index among the distinct
+            ones; padding is that of padding, or past the end.
     """
 
+    hop: Hop
     starts: Int32[Array, "p"]
-    places: Int32[Array, "k"]
+    buffer_slots: Int32[Array, "k"]
     merged: Int32[Array, "s"]
 
 
-def ask(
+def gather_from_owners(
+    layout: Layout, array: Float[Array, "m d"], ids: Int32[Array, "..."]
+) -> Float[Array, "... d"]:
+    """The row of each id; each device asks for the distinct rows of its part of the ids.
+
+    The gradient goes back the same way.
+    """
+    rows, _ = take_from_owners(layout, arguments.widened(array), ids)
+    return rows._gather_rows(ids).astype(array.dtype)
+
+
+def take_from_owners(
+    layout: Layout, array: Float[Array, "m d"], ids: Int32[Array, "..."], max_rows: int = 2**31
+) -> tuple[GatheredRows, Callable[[Array], RowGradient]]:
+    """On each device, the distinct rows of its part of the ids; see `Table._take_rows`.
+
+    The gradient has, on each device, the rows of its shard that were asked for.
+    """
+    _, id_axes = layout.split(ids)
+    if not set(layout.rows) <= set(id_axes):
+        want = (
+            f"split over the mesh axes of the table's rows, {layout.rows}, to exchange them "
+            "(the batch must divide by the devices)"
+        )
+        got = f"shape {list(ids.shape)} split over {id_axes}"
+        raise arguments.value_error("ids", want, got)
+    slots, values, sent, asked = _ask_owners(layout, max_rows, array, ids)
+    vocab_size = layout.order.vocab_size
+
+    def gradient(cotangent: Float[Array, "n d"]) -> RowGradient:
+        shard_rows, sums = _return_to_owners(layout, id_axes, sent, asked, cotangent)
+        return RowGradient(shard_rows, sums.astype(array.dtype), vocab_size, layout)
+
+    reader = RowReader(layout, id_axes, array.dtype)
+    return GatheredRows(as_keys(slots), values, vocab_size, reader), gradient
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _ask_owners(
+    layout: Layout, max_rows: int, array: Float[Array, "m d"], ids: Int32[Array, "..."]
+) -> tuple[Array, Array, list[Sent], Array]:
+    """On each device, the slots that it asks for, their rows in float32 or wider, and the marks.
+
+    Also what it sent over each hop, and the rows of its shard that it is asked for.
+    """
+    size, (split, id_axes) = layout.order.size, layout.split(ids)
+    devices = devices_along(layout.mesh, id_axes)
+    most = most_distinct(ids.size // devices, layout.order.vocab_size, max_rows)
+    hops = layout.hops(devices, most)
+
+    def take(shard, ids):
+        slots = distinct_ascending(layout.slots(ids), size, most)
+        sent, asked = _ask(hops, slots, size)
+        shard_rows = asked - index_along(layout.rows) * len(shard)
+        values = shard.at[shard_rows].get(
+            mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True
+        )
+        answers = _answer(sent, values)
+        # Padding does not fit either, but only a row that was asked for may read as NaN.
+        values = jnp.where((slots < size)[:, None], answers, 0)
+        values = with_marks(arguments.widened(values))
+        return slots, values, sent, known_after_reading(shard_rows, values)
+
+    in_specs = PartitionSpec(layout.rows), PartitionSpec(*split)
+    return layout.map(take, in_specs, PartitionSpec(id_axes))(array, ids)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _return_to_owners(
+    layout: Layout,
+    id_axes: Axes,
+    sent: Sequence[Sent],
+    asked: Int32[Array, "m"],
+    gradient: Float[Array, "n d"],
+) -> tuple[Int32[Array, "m"], Float[Array, "m d"]]:
+    """On each device, the rows of its shard that were asked for, and the sum of their gradients."""
+    # Devices along these axes hold the same rows.
+    replicas = tuple(axis for axis in id_axes if axis not in layout.rows)
+
+    def send(sent, shard_rows, gradient):
+        sums = _return(sent, without_marks(gradient))
+        if replicas:
+            shard_rows, sums = (
+                jax.lax.all_gather(array, replicas, tiled=True) for array in (shard_rows, sums)
+            )
+            shard_rows, sums = sum_rows(shard_rows, sums, layout.shard)
+        return shard_rows, sums
+
+    # Unchecked: shard_map cannot infer that gathered values are equal along the axis that they were
+    # gathered over.
+    send_all = jax.shard_map(
+        send,
+        mesh=layout.mesh,
+        in_specs=PartitionSpec(id_axes),
+        out_specs=PartitionSpec(layout.rows),
+        check_vma=False,
+    )
+    return send_all(sent, asked, gradient)
+
+
+# --- on each device, inside shard_map
+
+
+def _ask(
     hops: Sequence[Hop], slots: Int32[Array, "k"], size: int
 ) -> tuple[list[Sent], Int32[Array, "m"]]:
     """Sends ascending, distinct slots to their owners.
@@ -61,50 +187,49 @@ def ask(
         What was sent over each hop, and the slots that this device is asked for, ascending and
         padded in the same way.
     """
-    all_sent = []
+    sent = []
     for hop in hops:
         parts = jnp.where(slots < size, slots // hop.stride % hop.parts, hop.parts)
         starts = count_below(parts, jnp.arange(hop.parts + 1, dtype=jnp.int32))
         index = jnp.arange(len(slots), dtype=jnp.int32)
         rank = index - starts[parts]
         fits = (parts < hop.parts) & (rank < hop.room)
-        places = jnp.where(fits, parts * hop.room + rank, hop.parts * hop.room + index)
-        received = _all_to_all(hop, _send_buffer(hop, starts, slots, size))
+        buffer_slots = jnp.where(fits, parts * hop.room + rank, hop.parts * hop.room + index)
+        received = _send(hop, starts, slots, size)
         slots = distinct_ascending(received, size, hop.distinct)
-        all_sent.append(Sent(starts, places, find_each(slots, received)))
-    return all_sent, slots
+        sent.append(Sent(hop, starts, buffer_slots, find_each(slots, received)))
+    return sent, slots
 
 
-def answer(
-    hops: Sequence[Hop], sent: Sequence[Sent], rows: Float[Array, "m d"]
-) -> Float[Array, "k d"]:
+def _answer(sent: Sequence[Sent], rows: Float[Array, "m d"]) -> Float[Array, "k d"]:
     """The rows that the owners send back; NaN for a slot that did not fit."""
-    for hop, (_, places, merged) in reversed([*zip(hops, sent, strict=True)]):
-        known = (merged < len(rows))[:, None]
-        answers = jnp.where(known, read_or_zero(rows, merged.astype(jnp.uint32)), jnp.nan)
-        received = _all_to_all(hop, answers)
-        rows = received.at[places].get(mode="fill", fill_value=jnp.nan, unique_indices=True)
+    for each in reversed(sent):
+        known = (each.merged < len(rows))[:, None]
+        answers = jnp.where(known, read_or_zero(rows, each.merged.astype(jnp.uint32)), jnp.nan)
+        received = _all_to_all(each.hop, answers).at[each.buffer_slots]
+        rows = received.get(mode="fill", fill_value=jnp.nan, unique_indices=True)
     return rows
 
 
-def return_gradients(
-    hops: Sequence[Hop], sent: Sequence[Sent], gradients: Float[Array, "k d"]
-) -> Float[Array, "m d"]:
+def _return(sent: Sequence[Sent], gradients: Float[Array, "k d"]) -> Float[Array, "m d"]:
     """The gradient of each row that this device was asked for, summed over those that asked.
 
-    It is the transpose of `answer`.
+    It is the transpose of `_answer`.
     """
-    for hop, (starts, _, merged) in zip(hops, sent, strict=True):
-        received = _all_to_all(hop, _send_buffer(hop, starts, gradients, 0))
-        gradients = sum_by_index(received, merged, hop.distinct)
+    for each in sent:
+        received = _send(each.hop, each.starts, gradients, 0)
+        gradients = sum_by_index(received, each.merged, each.hop.distinct)
     return gradients
 
 
-def _send_buffer(hop: Hop, starts: Int32[Array, "p"], values: Array, fill: int) -> Array:
-    """[parts * room, ...]: the values for each part, which are contiguous, padded with `fill`."""
+def _send(hop: Hop, starts: Int32[Array, "p"], values: Array, fill: int) -> Array:
+    """Sends each part its values, which are contiguous, padded with `fill`; returns those received.
+
+    Each is [parts * room, ...].
+    """
     index = starts[:-1, None] + jnp.arange(hop.room, dtype=jnp.int32)[None]
     index = jnp.where(index < starts[1:, None], index, len(values)).reshape(-1)
-    return values.at[index].get(mode="fill", fill_value=fill)
+    return _all_to_all(hop, values.at[index].get(mode="fill", fill_value=fill))
 
 
 def _all_to_all(hop: Hop, buffer: Array) -> Array:

@@ -1,18 +1,21 @@
 """How a table lies on a mesh: which device holds which rows, and how its batch is split."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Float, Int32
 
+from transformer_embed._src import arguments
 from transformer_embed._src.partitioning import (
     Axes,
     array_axes,
     devices_along,
     spec_axes,
 )
+from transformer_embed._src.tables.rows.gathered_rows import rows_of_ids
 from transformer_embed._src.tables.sharded.hops import Hop, plan_hops
 from transformer_embed._src.tables.sharded.row_order import RowOrder
 
@@ -59,14 +62,13 @@ class Layout(NamedTuple):
         axes = array_axes(self.mesh, self.batch_axes, ids, ids.ndim)
         return tuple(axes), sum(axes, ())
 
-    def most_asked(self, ids: int, max_rows: int = 2**31) -> int:
-        """The rows that a device asks for at most, for this many ids."""
-        return max(1, min(ids, self.order.vocab_size, max_rows))
+    def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """The function, run on each device."""
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
 
     def on_shards(self, function: Callable) -> Callable:
         """A function of the rows of each device's shard, on all devices."""
-        owners = PartitionSpec(self.rows)
-        return jax.shard_map(function, mesh=self.mesh, in_specs=owners, out_specs=owners)
+        return self.map(function, PartitionSpec(self.rows), PartitionSpec(self.rows))
 
     def hops(self, devices: int, asked: int) -> tuple[Hop, ...]:
         """The hops for `devices` devices that each ask for at most `asked` distinct rows."""
@@ -79,3 +81,33 @@ class Layout(NamedTuple):
         Ids are int32, of numpy or jax.
         """
         return self.order.slots(ids.clip(0, self.order.vocab_size - 1))
+
+
+class RowReader(NamedTuple):
+    """How the rows of a sharded table are read, as `GatheredRows` asks; static.
+
+    Args:
+        layout: that of the table.
+        holders: the mesh axes along which devices hold different rows; none if all hold the same.
+        dtype: that of the table.
+    """
+
+    layout: Layout
+    holders: Axes
+    dtype: Any
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def read(
+        self, held: Int32[Array, "k"], values: Float[Array, "n d"], ids: Int32[Array, "..."]
+    ) -> Float[Array, "... d"]:
+        """The row of each id; if devices hold different rows, ids are split as the batch is."""
+        split, _ = self.layout.split(ids)
+
+        def read(held, values, ids):
+            return rows_of_ids(held, values, self.layout.slots(ids))
+
+        by_holder = PartitionSpec(self.holders)
+        in_specs = by_holder, by_holder, PartitionSpec(*split)
+        read_all = self.layout.map(read, in_specs, PartitionSpec(*split, ()))
+        # In float32 or wider: gradients are summed over devices before they are rounded.
+        return read_all(held, arguments.widened(values), ids).astype(self.dtype)

@@ -68,8 +68,6 @@ class RowOrder(NamedTuple):
 
     def ids(self, slots: Any) -> Any:
         """The id in each slot; an id of vocab_size or above marks padding."""
-        if not self.is_interleaved:
-            return slots
         shard, round_number = slots // self.rounds, slots % self.rounds
         card = self._reversed(shard ^ self._hash(round_number))
         return round_number * self.virtual_shards + card

@@ -19,24 +19,21 @@ from transformer_embed._src.partitioning import (
     reshard,
 )
 from transformer_embed._src.tables.rows.fingerprint import fits
-from transformer_embed._src.tables.rows.gathered_rows import RowTable
+from transformer_embed._src.tables.rows.gathered_rows import GatheredRows
 from transformer_embed._src.tables.rows.row_gradient import RowGradient
-from transformer_embed._src.tables.sharded.batch_rows import (
-    BatchRows,
-    gather_from_owners,
-    take_from_owners,
-)
 from transformer_embed._src.tables.sharded.contiguous import (
     gather_from_shards,
     rows_of_this_shard,
     take_from_shards,
 )
+from transformer_embed._src.tables.sharded.exchange import gather_from_owners, take_from_owners
 from transformer_embed._src.tables.sharded.layout import Layout
+from transformer_embed._src.tokens.lookup import Table
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["layout"])
 @dataclasses.dataclass(frozen=True, eq=False)
-class Sharded(RowTable):
+class Sharded(Table):
     """A sharded table, as a leaf of a parameter tree.
 
     `lookup`, `linear_logits` and every module of this package read it. `shard_params` makes it. It
@@ -113,15 +110,17 @@ class Sharded(RowTable):
         split = array_axes(layout.mesh, layout.batch_axes, x, x.ndim - 1)
         return self.array, OutputLayout(layout.mesh, layout.rows, layout.columns, tuple(split))
 
-    def _take_rows(self, ids: Int32[Array, "..."], max_rows: int) -> BatchRows:
-        """See `RowTable`."""
+    def _take_rows(
+        self, ids: Int32[Array, "..."], max_rows: int
+    ) -> tuple[GatheredRows, Callable[[Array], RowGradient]]:
+        """See `Table`."""
         take = take_from_owners if self.layout.order.is_interleaved else take_from_shards
         return take(self.layout, self.array, ids, max_rows)
 
     def _update_rows(
         self, step: Callable, shared: Any, gradient: RowGradient, states: Sequence[Any]
     ) -> list["Sharded"]:
-        """See `RowTable`; each shard updates its own rows. Nothing is sent."""
+        """See `Table`; each shard updates its own rows. Nothing is sent."""
         layout, is_owned = self.layout, self.layout.order.is_interleaved
         if is_owned and gradient.layout != layout:
             want = (
@@ -141,12 +140,8 @@ class Sharded(RowTable):
         # The state has the table's rows, but not always its columns, nor its sharding.
         sharding = NamedSharding(layout.mesh, by_owner)
         arrays = [self.array, *(reshard(state.array, sharding) for state in states)]
-        update_all = jax.shard_map(
-            update_shard,
-            mesh=layout.mesh,
-            in_specs=(PartitionSpec(), gradient_spec, gradient_spec, gradient_spec, by_owner),
-            out_specs=by_owner,
-        )
+        in_specs = PartitionSpec(), gradient_spec, gradient_spec, gradient_spec, by_owner
+        update_all = layout.map(update_shard, in_specs, by_owner)
         # As shard_map does under automatic axes. XLA drops the all-gather of what is not used.
         shared = jax.tree.map(on_every_device, shared)
         written = update_all(shared, gradient.fingerprint, gradient.ids, gradient.values, arrays)
@@ -158,6 +153,13 @@ class Sharded(RowTable):
         if isinstance(self.array, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(self.shape, self.dtype)
         return self.layout.order.from_array(np.asarray(self.array))
+
+    _whole_rows = in_vocabulary_order
+
+    def _with_rows(self, rows: Any) -> "Sharded":
+        """See `Table`."""
+        order = self.layout.order._replace(vocab_size=len(rows))
+        return sharded(rows, self.layout._replace(order=order))
 
 
 def sharded(rows: Any, layout: Layout) -> Sharded:
