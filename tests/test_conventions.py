@@ -490,46 +490,10 @@ def test_levanters_attention_mask():
     assert_same_at_tokens(rule.dense()[:, 0], same_segment(39))
 
 
-def test_axlearns_attention_biases():
-    """sliding_window_causal_mask: query - key <= sliding_window_size, and equal segment ids."""
+def test_attention_of_axlearn_ejkernel_and_flex_attention():
+    """axlearn's sliding_window_causal_mask: query - key <= sliding_window_size, and equal segment
+    ids. ejkernel's documents count from 0, and -1 is padding."""
     assert_same_at_tokens(packed_rule(window=(40, 0)).dense()[:, 0], same_segment(40))
-
-
-def test_ejkernels_mask_info():
-    """Its documents count from 0, and -1 is padding."""
-    ours = packed_rule(window=(40, 0)).dense()[:, 0]
-    assert_same_at_tokens(ours, same_segment(40))
-    masks = pytest.importorskip("ejkernel.types.mask")
-    theirs = masks.MaskInfo.from_segments(jnp.array(PACKED - 1)).apply_causal()
-    theirs = theirs.apply_sliding_window((40, 0))
-    equal(ours, theirs.get_or_compute_attention_mask()[:, 0])
-
-
-def test_the_block_mask_of_flex_attention():
-    """kv_indices lists the tiles that need the mask, full_kv_indices those that need none."""
-    rule = packed_rule(window=(40, 0))
-    assert_same_at_tokens(rule.dense()[:, 0], same_segment(40))
-    torch = pytest.importorskip("torch")
-    flex = pytest.importorskip("torch.nn.attention.flex_attention")
-    ids, size = torch.tensor(PACKED), 32
-
-    def mask_mod(b, h, query, key):
-        near = (query >= key) & (query - key <= 40)
-        return near & (ids[b, query] == ids[b, key]) & (ids[b, key] != 0)
-
-    length = PACKED.shape[1]
-    theirs = flex.create_block_mask(
-        mask_mod, len(PACKED), None, length, length, device="cpu", BLOCK_SIZE=size
-    )
-    kinds = np.asarray(rule.tile_kinds((size, size)))
-    for kind, counts, indices in (
-        (1, theirs.kv_num_blocks, theirs.kv_indices),
-        (2, theirs.full_kv_num_blocks, theirs.full_kv_indices),
-    ):
-        listed = np.zeros_like(kinds, bool)
-        for row, tile in np.ndindex(kinds.shape[:2]):
-            listed[row, tile, indices[row, 0, tile, : counts[row, 0, tile]].numpy()] = True
-        equal(kinds == kind, listed)
 
 
 # --- Position ids
@@ -791,9 +755,9 @@ ROWS = {
     "added to the logits: the dtype's lowest value (transformers)": test_added_to_the_logits,
     "added to the logits: -1e9 (T5X, tensor2tensor)": test_added_to_the_logits,
     "`AttentionMask.causal(sliding_window=w, segment_ids=ids)` (Levanter)": test_levanters_attention_mask,
-    "`SegmentIdAttentionBias(ids)` and `sliding_window_causal_mask(w)` (axlearn)": test_axlearns_attention_biases,
-    "`MaskInfo.from_segments(ids).apply_causal().apply_sliding_window((l, r))` (ejkernel)": test_ejkernels_mask_info,
-    "`create_block_mask(mask_mod, ..., BLOCK_SIZE=n)` (FlexAttention)": test_the_block_mask_of_flex_attention,
+    "`SegmentIdAttentionBias(ids)` and `sliding_window_causal_mask(w)` (axlearn)": test_attention_of_axlearn_ejkernel_and_flex_attention,
+    "`MaskInfo.from_segments(ids).apply_causal().apply_sliding_window((l, r))` (ejkernel)": test_attention_of_axlearn_ejkernel_and_flex_attention,
+    "`create_block_mask(mask_mod, ..., BLOCK_SIZE=n)` (FlexAttention)": test_attention_of_axlearn_ejkernel_and_flex_attention,
     "BERT, GPT-2 (0..length - 1, also at padding)": test_bert_and_gpt2_count_padding_from_0,
     "RoBERTa and OPT (padding at 1, tokens from 2)": test_roberta_and_opt,
     "BART (from 2, also at padding)": test_bart_counts_padding_from_2,
