@@ -116,25 +116,11 @@ FUNCTIONS = {name: with_gradient(*call) for name, call in CALLS.items()} | {
     ),
 }
 # Classes of options and of what CALLS makes, and what reads values on the host.
-NOTHING_TO_COMPILE = set(
-    [
-        "DynamicNTKScaling",
-        "LinearScaling",
-        "Llama3Scaling",
-        "LongRopeScaling",
-        "NTKScaling",
-        "YarnScaling",
-        "Learned",
-        "EmbedderConfig",
-        "OutputLayer",
-        "Sinusoidal",
-        "SinusoidalGrid",
-        "Table",
-        "TokenPositions",
-        "check_ids",
-        "check_order",
-    ]
-)
+NOTHING_TO_COMPILE = {
+    "DynamicNTKScaling", "LinearScaling", "Llama3Scaling", "LongRopeScaling", "NTKScaling",
+    "YarnScaling", "Learned", "EmbedderConfig", "OutputLayer", "Sinusoidal", "SinusoidalGrid",
+    "Table", "TokenPositions", "check_ids", "check_order",
+}  # fmt: skip
 
 
 def test_each_public_function_has_a_program():
