@@ -26,6 +26,11 @@ class Collective(NamedTuple):
     line: str
 
     @property
+    def summary(self):
+        arrays = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in self.operands)
+        return f"{self.kind} of {arrays}"
+
+    @property
     def largest(self):
         """Number of elements of the largest operand."""
         return max((math.prod(shape) for _, shape in self.operands), default=0)

@@ -350,10 +350,11 @@ def logits(got, x, table, *, bias, softcap, scale, pad_id):
 
 
 def _of_labels(
-    x, table, labels, bias, softcap, scale, pad_id, mask, shift, segment_ids, smoothing=0, z_loss=0
-):
+    x, table, labels, *, bias, softcap, scale, pad_id, mask, shift, segment_ids,
+    label_smoothing=0, z_loss=0,
+):  # fmt: skip
     """For each label that is counted: its index, loss, entropy, and a bound of the loss's terms."""
-    shape = labels.shape
+    shape, smoothing, z_loss = labels.shape, float(label_smoothing), float(z_loss)
     for index in np.ndindex(shape):
         target = index
         if shift:
@@ -376,29 +377,10 @@ def _of_labels(
         yield target, loss, entropy, size + z_loss * size**2
 
 
-def cross_entropy(
-    got,
-    x,
-    table,
-    labels,
-    *,
-    bias,
-    softcap,
-    scale,
-    pad_id,
-    mask,
-    weights,
-    shift,
-    segment_ids,
-    label_smoothing,
-    z_loss,
-    reduction,
-    chunk_size,
-):
+def cross_entropy(got, x, table, labels, *, weights, reduction, chunk_size, **rule):
     table, labels = floats(table), integers(labels)
-    rule = softcap, scale, pad_id, mask, shift, segment_ids, float(label_smoothing), float(z_loss)
     losses, weight_of, terms = (np.zeros(labels.shape) for _ in range(3))
-    for label, loss, _, bound in _of_labels(x, table, labels, bias, *rule):
+    for label, loss, _, bound in _of_labels(x, table, labels, **rule):
         weight = 1.0 if weights is None else np.broadcast_to(floats(weights), labels.shape)[label]
         losses[label], weight_of[label], terms[label] = weight * loss, weight, abs(weight) * bound
     if reduction == "none":
@@ -412,34 +394,16 @@ def cross_entropy(
     within(got, losses.sum() / divisor, 1e-5 * terms.sum() / abs(divisor))
 
 
-def log_probs(
-    got,
-    x,
-    table,
-    labels,
-    *,
-    bias,
-    softcap,
-    scale,
-    pad_id,
-    temperature,
-    mask,
-    shift,
-    segment_ids,
-    with_entropy,
-    chunk_size,
-):
+def log_probs(got, x, table, labels, *, temperature, with_entropy, chunk_size, **rule):
     table, labels, temperature = floats(table), integers(labels), float(temperature)
-    softcap = None if softcap is None else float(softcap) / temperature
-    rule = softcap, float(scale) / temperature, pad_id, mask, shift, segment_ids
-    expected, entropies, terms = (np.zeros(labels.shape) for _ in range(3))
-    for label, loss, entropy, bound in _of_labels(x, table, labels, bias, *rule):
-        expected[label], entropies[label], terms[label] = -loss, entropy, bound
-    if not with_entropy:
-        within(got, expected, 1e-5 * terms)
-        return
-    within(got[0], expected, 1e-5 * terms)
-    within(got[1], entropies, 1e-5 * terms)
+    rule["scale"] = float(rule["scale"]) / temperature
+    if rule["softcap"] is not None:
+        rule["softcap"] = float(rule["softcap"]) / temperature
+    expected, terms = np.zeros((2, *labels.shape)), np.zeros(labels.shape)
+    for label, loss, entropy, bound in _of_labels(x, table, labels, **rule):
+        expected[:, *label], terms[label] = (-loss, entropy), bound
+    for found, wanted in zip(got if with_entropy else [got], expected, strict=False):
+        within(found, wanted, 1e-5 * terms)
 
 
 # --- positions

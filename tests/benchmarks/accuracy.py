@@ -5,7 +5,6 @@ Usage: python tests/benchmarks/accuracy.py [--positions N] [--d-model D] [--base
     [--rotary-base R]
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ import transformer_embed as te
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import oracle
+from harness import markdown_table, parser_of
 
 WHOLE = (
     ("0 .. 1e3", 0, 10**3),
@@ -28,6 +28,8 @@ WHOLE = (
     ("0 .. 2^31 - 1", 0, 2**31 - 1),
     ("-2^31 .. -1", -(2**31), -1),
 )
+# Random positions a row; channels and bases of the sinusoids and of the rotations, Llama 3's.
+DEFAULTS = {"positions": 10_000, "d-model": 512, "base": 1e4, "head-dim": 128, "rotary-base": 5e5}
 FRACTIONAL = (("0 .. 1e3, fractional", 0, 10**3), ("0 .. 2^24, fractional", 0, 2**24))
 
 
@@ -95,25 +97,11 @@ def errors(kind, low, high, count, rng):
 
 def main():
     """Prints a Markdown table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument(
-        "--positions", type=int, default=10_000, help="random positions a row (default: 10000)"
-    )
-    parser.add_argument(
-        "--d-model", type=int, default=512, help="channels of the sinusoids, even (default: 512)"
-    )
-    parser.add_argument(
-        "--base", type=float, default=10_000.0, help="base of the sinusoids (default: 10000)"
-    )
-    parser.add_argument(
-        "--head-dim", type=int, default=128, help="channels of the rotations, even (default: 128)"
-    )
-    parser.add_argument(
-        "--rotary-base",
-        type=float,
-        default=500_000.0,
-        help="base of the rotations (default: 500000, Llama 3's)",
-    )
+    parser = parser_of(__doc__)
+    for name, default in DEFAULTS.items():
+        parser.add_argument(
+            f"--{name}", type=type(default), default=default, help=f"(default: {default:g})"
+        )
     options = parser.parse_args()
     rng = np.random.default_rng(0)
     sinusoids = (options.d_model // 2, options.base, sines_and_cosines)
@@ -123,13 +111,14 @@ def main():
         Kind("rotary", WHOLE, np.int32, options.head_dim // 2, options.rotary_base, rotations),
     )
     print(f"{options.positions} positions a row, jax {jax.__version__}\n")
-    print("| encoding | positions | max error, ours | max error, float32 product |")
-    print("|---|---|---|---|")
+    rows = []
     for kind in kinds:
         name = f"{kind.name}, {2 * kind.pairs} channels, base {kind.base:g}"
         for label, low, high in kind.ranges:
-            ours, theirs = errors(kind, low, high, options.positions, rng)
-            print(f"| {name} | {label} | {ours:.1e} | {theirs:.1e} |", flush=True)
+            worst = errors(kind, low, high, options.positions, rng)
+            rows.append([name, label, *(f"{error:.1e}" for error in worst)])
+    columns = ["encoding", "positions", "max error, ours", "max error, float32 product"]
+    print(markdown_table(columns, rows))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@
 Usage: python tests/benchmarks/chart.py [RESULTS.json]
 """
 
-import argparse
 import hashlib
 import json
 import re
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import matplotlib.style
 import numpy as np
-from harness import markdown_table
+from harness import markdown_table, parser_of
 from matplotlib.figure import Figure
 
 PAGES = Path(__file__).parents[2] / "notebooks"
@@ -81,14 +80,10 @@ def draw(results: dict) -> Figure:
 
 def main() -> None:
     """Writes the chart, whatever the user's style, and the table; equal results give equal files."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__)
+    help = "written by input_layer.py --json (default: the results in this folder)"
     parser.add_argument(
-        "results",
-        type=Path,
-        nargs="?",
-        default=RESULTS,
-        metavar="RESULTS.json",
-        help="written by input_layer.py --json (default: the results in this folder)",
+        "results", type=Path, nargs="?", default=RESULTS, metavar="RESULTS.json", help=help
     )
     results = json.loads(parser.parse_args().results.read_text(encoding="utf-8"))
     missing = [case for case in CASES if case not in results["cases"]]

@@ -7,16 +7,14 @@ The processes alternate; medians are printed. Small arrays: what is timed is tra
 The process has imported the package and has run a first small program of jax.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from harness import environment, markdown_table, seconds_in_fresh_processes
+from harness import markdown_table, parser_of, print_machine, seconds_in_fresh_processes
 
-PACKAGES = ("transformer-embed", "jax", "jaxlib", "numpy")
 BOUND_MS = 300
 # Each function, and the arrays that it is called with.
 CALLS = {
@@ -54,53 +52,29 @@ start = time.perf_counter()
 jax.block_until_ready({wrapped}(*arguments))
 print(time.perf_counter() - start)
 """
-EAGER, JITTED = "first eager call, ms", "first call under jit, ms"
+EAGER = "first eager call, ms"
+WAYS = {EAGER: "function", "first call under jit, ms": "jax.jit(function)"}
 
 
 def main():
     """Prints a Markdown table and whether each eager call is within the bound."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument(
-        "names",
-        nargs="*",
-        metavar="NAME",
-        help=f"functions to time (default: all): {', '.join(CALLS)}",
-    )
+    parser = parser_of(__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of: {', '.join(CALLS)}")
     parser.add_argument("--repeats", type=int, default=5, help="processes a line (default: 5)")
     arguments = parser.parse_args()
-    if unknown := [name for name in arguments.names if name not in CALLS]:
-        parser.error(f"unknown function {unknown[0]}; there are {', '.join(CALLS)}")
-    if arguments.repeats < 1:
-        parser.error("--repeats: wanted 1 or more")
-    machine = environment(PACKAGES)
-    print(
-        f"{machine['cpus']} CPUs, {machine['platform']}, "
-        + ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    )
-    rows, slow = [], []
+    print_machine(("transformer-embed", "jax", "jaxlib", "numpy"), f"{arguments.repeats} repeats")
+    rows = []
     for name in arguments.names or CALLS:
-        wrapped = {EAGER: "function", JITTED: "jax.jit(function)"}
-        if name == "check_ids":
-            del wrapped[JITTED]
         programs = {
-            title: PROGRAM.format(call=CALLS[name], wrapped=each) for title, each in wrapped.items()
+            title: PROGRAM.format(call=CALLS[name], wrapped=wrapped)
+            for title, wrapped in WAYS.items()
+            if title == EAGER or name != "check_ids"
         }
-        medians = {
-            title: float(np.median(times))
-            for title, times in seconds_in_fresh_processes(
-                programs, arguments.repeats, name
-            ).items()
-        }
-        rows.append(
-            [
-                name,
-                *(f"{medians[title]:.0f}" if title in medians else "" for title in (EAGER, JITTED)),
-            ]
-        )
-        if medians[EAGER] > BOUND_MS:
-            slow.append(name)
-    print(markdown_table(["function", EAGER, JITTED], rows))
-    print(f"over {BOUND_MS} ms: {', '.join(slow) if slow else 'none'}")
+        samples = seconds_in_fresh_processes(programs, arguments.repeats, name)
+        medians = [float(np.median(times)) for times in samples.values()]
+        is_slow = "" if medians[0] <= BOUND_MS else f"over {BOUND_MS} ms"
+        rows.append([name, *(f"{median:.0f}" for median in medians), is_slow])
+    print(markdown_table(["function", *WAYS, ""], rows))
 
 
 if __name__ == "__main__":

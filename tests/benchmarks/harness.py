@@ -1,8 +1,9 @@
-"""Interleaved timing, paired ratios, Markdown tables, and files that are written whole or not at
-all."""
+"""The command of a benchmark, interleaved timing, paired ratios, and Markdown tables."""
 
+import argparse
 import dataclasses
 import json
+import math
 import os
 import platform
 import random
@@ -23,21 +24,25 @@ Samples = Mapping[str, np.ndarray]
 
 @dataclasses.dataclass
 class Report:
-    """What one case found: a table, remarks under it, and the figures that targets are held
-    against."""
+    """What one case found: a table, remarks under it, the times, and what it is held to."""
 
     title: str
     columns: Sequence[str]
     rows: list[list[str]] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
-    figures: dict[str, float] = dataclasses.field(default_factory=dict)
     samples: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    held: list[list[str]] = dataclasses.field(default_factory=list)
+
+    def hold(self, what: str, value: float, *, least: float = -math.inf, most: float = math.inf):
+        """A line of the summary; NaN where the value was not measured."""
+        bound = f">= {least:g}" if least > -math.inf else f"<= {most:.3g}"
+        met = "met" if least <= value <= most else "MISSED"
+        met = "not measured" if math.isnan(value) else met
+        self.held.append([what, bound, f"{value:.3g}", met])
 
     def markdown(self) -> str:
         notes = "".join(f"\n- {note}" for note in self.notes)
-        return f"\n## {self.title}\n\n{markdown_table(self.columns, self.rows)}" + (
-            "\n" + notes if notes else ""
-        )
+        return f"\n## {self.title}\n\n{markdown_table(self.columns, self.rows)}\n{notes}"
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -50,6 +55,7 @@ def interleave(
 ) -> Samples:
     """Milliseconds a call, one sample a round and line; every round takes the lines in another
     order."""
+    jax.block_until_ready([call() for call in calls.values()])
     order = list(calls)
     samples = {name: [] for name in order}
     shuffle = random.Random(0).shuffle
@@ -93,71 +99,76 @@ def ratio(samples: Samples, line: str, by: str) -> float:
     """The median over the rounds of one line's time by another's; NaN where either was not
     timed."""
     if line not in samples or by not in samples:
-        return float("nan")
+        return math.nan
     return float(np.median(samples[line] / samples[by]))
 
 
-def timing_report(
-    title: str,
-    samples: Samples,
-    references: Sequence[str],
-    skipped: Mapping[str, str],
-    unit: str = "ms",
-) -> Report:
+def timing_report(title: str, samples: Samples, references: Sequence[str]) -> Report:
     """Medians, and each line's paired ratio to each reference."""
-    report = Report(
-        title, ["line", f"median, {unit}", *(f"/ {reference}" for reference in references)]
-    )
+    report = Report(title, ["line", "median, ms", *(f"/ {name}" for name in references)])
     for name, times in samples.items():
         ratios = [f"{ratio(samples, name, reference):.2f}" for reference in references]
-        report.rows.append(
-            [name, f"{np.median(times) * (1e3 if unit == 'us' else 1):.4g}", *ratios]
-        )
-        report.samples[f"{name}, ms"] = [float(value) for value in times]
-    report.notes += not_timed(skipped)
+        report.rows.append([name, f"{np.median(times):.4g}", *ratios])
+        report.samples[f"{name}, ms"] = times.tolist()
     return report
 
 
-def not_timed(skipped: Mapping[str, str]) -> list[str]:
-    return [f"not timed: {name} ({reason})" for name, reason in skipped.items()]
-
-
 def seconds_in_fresh_processes(programs: Mapping[str, str], repeats: int, label: str) -> Samples:
-    """Each program prints a number of seconds; they alternate, and a first run of each, which fills
-    the caches of files, is dropped."""
+    """Milliseconds of programs that each print seconds; they alternate, and a first run of each,
+    which fills the caches of files, is dropped."""
     samples = {name: [] for name in programs}
-    for repeat in tqdm(range(repeats + 1), desc=label, leave=False):
+    for _ in tqdm(range(repeats + 1), desc=label, leave=False):
         for name, program in programs.items():
-            output = subprocess.run(
-                [sys.executable, "-c", program], check=True, capture_output=True, text=True
-            ).stdout
-            if repeat:
-                samples[name].append(1e3 * float(output.split()[-1]))
-    return {name: np.array(values) for name, values in samples.items()}
+            command = [sys.executable, "-c", program]
+            output = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+            samples[name].append(1e3 * float(output.split()[-1]))
+    return {name: np.array(values[1:]) for name, values in samples.items()}
 
 
-def environment(packages: Sequence[str]) -> dict[str, Any]:
-    """The machine and the versions of what is installed."""
+def print_machine(packages: Sequence[str], what: str) -> dict[str, Any]:
+    """The machine, and the versions of what is installed."""
     versions = {"python": platform.python_version()}
     for package in packages:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = "not installed"
-    return {
-        "cpus": os.cpu_count(),
-        "platform": platform.platform(),
-        "backend": jax.default_backend(),
-        "versions": versions,
-    }
+    where = f"{os.cpu_count()} CPUs, {platform.platform()}, jax on {jax.default_backend()}"
+    names = ", ".join(f"{name} {version}" for name, version in versions.items())
+    print(f"{where}, {what}\n\n{names}\n", flush=True)
+    return {"cpus": os.cpu_count(), "platform": platform.platform(), "versions": versions}
 
 
-def write_whole(path: Path, value: Any) -> None:
-    """As JSON, beside the file, then in its place."""
-    text = json.dumps(value, indent=1, allow_nan=False)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+def parser_of(document: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(description=document.split("\n\n", maxsplit=1)[0])
+
+
+def run(
+    document: str,
+    cases: Mapping[str, Callable[[int], Report]],
+    packages: Sequence[str],
+    rounds: int,
+) -> None:
+    """The command of a benchmark: a Markdown table a case, and one of what they are held to."""
+    parser = parser_of(document)
+    parser.add_argument("--rounds", type=int, default=rounds, help="a case (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write all samples and tables here")
+    parser.add_argument(
+        "--only", nargs="+", choices=cases, default=list(cases), metavar="CASE",
+        help=f"some of: {', '.join(cases)}",
+    )  # fmt: skip
+    arguments = parser.parse_args()
+    if arguments.rounds < 1 or (arguments.json and not arguments.json.parent.is_dir()):
+        parser.error("wanted 1 round or more, and for --json a folder that exists")
+    machine = print_machine(packages, f"{arguments.rounds} rounds")
+    reports = {}
+    for name in tqdm(arguments.only, desc="cases"):
+        reports[name] = cases[name](arguments.rounds)
+        tqdm.write(reports[name].markdown(), file=sys.stdout)
+        sys.stdout.flush()
+    held = [line for report in reports.values() for line in report.held]
+    print(f"\n## Summary\n\n{markdown_table(['target', 'bound', 'measured', ''], held)}")
+    if arguments.json:
+        found = {name: dataclasses.asdict(report) for name, report in reports.items()}
+        found = {"machine": machine, "rounds": arguments.rounds, "cases": found}
+        arguments.json.write_text(json.dumps(found, indent=1))

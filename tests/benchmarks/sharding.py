@@ -1,15 +1,13 @@
 """What each device sends in a training step of a sharded table: formulas, checked against programs
 compiled for 8 CPU devices.
 
-Usage: PYTHONPATH=. python tests/benchmarks/sharding.py [--pods [TARGET ...]] [--time] [--zipf]
+Usage: python tests/benchmarks/sharding.py [--pods [TARGET ...]] [--zipf]
 
 Without an option: the formulas and their check. --pods compiles a step by exchange for TPU pods
-that are not there (a few minutes each; needs `pip install "jax[tpu]"`). --time runs steps by
-exchange and by replicated rows on 8 CPU devices. --zipf counts what each device has to send where
-ids follow a Zipf distribution.
+that are not there (a few minutes each; needs `pip install "jax[tpu]"`). --zipf counts what each
+device has to send where ids follow a Zipf distribution.
 """
 
-import argparse
 import math
 import os
 import pathlib
@@ -24,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from collectives import collectives
-from harness import environment, interleave, markdown_table, ratio
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from harness import markdown_table, parser_of, print_machine
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import transformer_embed as te
 from transformer_embed._src.tables.sharded.hops import plan_hops
@@ -84,21 +82,13 @@ WAYS = {"dense": dense, "sharded": in_shards, "by rows": by_rows, "by exchange":
 def best(way, vocab_size, devices):
     """The fewest bytes of the meshes data x shards on which the table fits, and that mesh; None
     where it fits on none."""
-    meshes = (
-        [(devices // 2**i, 2**i) for i in range(devices.bit_length()) if devices % 2**i == 0]
-        if way != "dense"
-        else [(devices, 1)]
-    )
-    copies = [1 if way == "by exchange" else data for data, _ in meshes]
-    fits = [BYTES_HELD * vocab_size * WIDTH * each <= MEMORY * devices for each in copies]
-    return min(
-        (
-            (WAYS[way](vocab_size, *mesh), mesh)
-            for mesh, fit in zip(meshes, fits, strict=True)
-            if fit
-        ),
-        default=None,
-    )
+    shards = [1] if way == "dense" else [2**i for i in range(devices.bit_length())]
+    found = []
+    for mesh in ((devices // each, each) for each in shards if devices % each == 0):
+        copies = 1 if way == "by exchange" else mesh[0]
+        if BYTES_HELD * vocab_size * WIDTH * copies <= MEMORY * devices:
+            found.append((WAYS[way](vocab_size, *mesh), mesh))
+    return min(found, default=None)
 
 
 def on_paper():
@@ -113,11 +103,7 @@ def on_paper():
 def _cell(way, vocab_size, devices):
     found = best(way, vocab_size, devices)
     if found is None:
-        return (
-            f"does not fit ({dense(vocab_size, devices, 1) / 1e6:,.0f} MB)"
-            if way == "dense"
-            else "does not fit"
-        )
+        return "does not fit"
     sent, (data, shards) = found
     return f"{sent / 1e6:,.0f} MB, {data} x {shards}"
 
@@ -143,11 +129,7 @@ def step_of(way, optimizer):
 def arguments_of(way, mesh, optimizer, vocab_size, width, ids):
     """The shapes and shardings of the arguments of a step: float32, `ids` tokens a device."""
     exchanges, tokens = way == "by exchange", ids * mesh.size
-    spec = (
-        PartitionSpec()
-        if way == "dense"
-        else PartitionSpec(mesh.axis_names if exchanges else "model")
-    )
+    spec = PartitionSpec(None if way == "dense" else mesh.axis_names if exchanges else "model")
     options = {"tables": "*embeddings", "interleave": "*embeddings" if exchanges else None}
     params = {"embeddings": jax.ShapeDtypeStruct((vocab_size, width), jnp.float32)}
     trees = params, jax.eval_shape(optimizer.init, params)
@@ -162,21 +144,16 @@ def arguments_of(way, mesh, optimizer, vocab_size, width, ids):
     )
 
 
-def mesh_of(data, shards):
-    return jax.make_mesh((data, shards), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-
-
 def checks():
     """Bytes that each device sends in a step of SGD, by the formula and by the compiled program:
     they are equal."""
     rows, optimizer, sizes = [], optax.sgd(0.1), {"vocab_size": 4096, "width": 16, "ids": 32}
     for way, formula in WAYS.items():
         for data, shards in ((8, 1), (4, 2), (2, 4), (1, 8)):
-            program = (
-                step_of(way, optimizer)
-                .lower(*arguments_of(way, mesh_of(data, shards), optimizer, **sizes))
-                .compile()
-            )
+            kinds = (AxisType.Auto,) * 2
+            mesh = jax.make_mesh((data, shards), ("data", "model"), axis_types=kinds)
+            arguments = arguments_of(way, mesh, optimizer, **sizes)
+            program = step_of(way, optimizer).lower(*arguments).compile()
             got = sum(each.sent for each in collectives(program))
             paper = formula(sizes["vocab_size"], data, shards, sizes["width"], sizes["ids"])
             rows.append([way, f"{data} x {shards}", f"{paper:,.0f}", f"{got:,.0f}"])
@@ -196,106 +173,24 @@ def compiled_for_pods(names):
     """Steps of Adam by exchange."""
     from targets import target  # noqa: PLC0415
 
-    columns = [
-        "target",
-        "rows",
-        "chips",
-        "sent, MB",
-        "goal",
-        "temporaries, MB",
-        "goal",
-        "held, MB",
-        "largest array sent",
-        "kinds",
-        "s",
-    ]
     rows, optimizer = [], optax.adam(1e-3)
     for name in names:
-        vocab_size, shape, most_sent, most_temporaries = PODS[name]
+        vocab_size, (data, shards), *goals = PODS[name]
         on = target(name)
-        mesh = Mesh(
-            np.array(on.devices).reshape(shape), ("data", "model"), axis_types=(AxisType.Auto,) * 2
-        )
+        mesh = on.mesh(data=data, model=shards)
         arguments = arguments_of("by exchange", mesh, optimizer, vocab_size, WIDTH, IDS)
         facts = on.facts(step_of("by exchange", optimizer), *arguments)
-        kept = 3 * 4 * WIDTH * arguments[0]["embeddings"].array.shape[0] / mesh.size
-        largest = max(
-            (each for sent in facts.collectives for each in sent.operands),
-            key=lambda each: math.prod(each[1]),
-        )
+        held = BYTES_HELD * WIDTH * arguments[0]["embeddings"].array.shape[0] / mesh.size
+        largest = max(facts.collectives, key=lambda each: each.largest).summary
         kinds = ", ".join(sorted({each.kind for each in facts.collectives}))
-        figures = [
-            f"{facts.sent / 1e6:.1f}",
-            f"<= {most_sent}",
-            f"{facts.temporaries / 1e6:.1f}",
-            f"<= {most_temporaries}",
-        ]
-        cells = [
-            f"{kept / 1e6:,.0f}",
-            f"{largest[0]}{list(largest[1])}",
-            kinds,
-            f"{facts.seconds:.0f}",
-        ]
-        rows.append([name, f"{vocab_size:.0e}", str(mesh.size), *figures, *cells])
+        sizes = [f"{size / 1e6:,.1f}" for size in (facts.sent, facts.temporaries, held)]
+        goals = [f"<= {goal}" for goal in goals]
+        cells = [name, f"{vocab_size:.0e}", str(mesh.size), *sizes, *goals, largest, kinds]
+        rows.append([*cells, f"{facts.seconds:.0f}"])
         print(" | ".join(rows[-1]), flush=True)
+    columns = ["target", "rows", "chips", "sent, MB", "temporaries, MB", "held, MB", "goal: sent"]
+    columns += ["goal: temporaries", "largest array sent", "kinds", "s"]
     return markdown_table(columns, rows)
-
-
-def timed(rounds=20, ids=2048, width=32):
-    """Steps of Adam on 8 CPU devices: by exchange beside replicated rows, and by exchange as the
-    table grows."""
-    lines = {}
-    for way, mesh, vocab_size in (
-        ("by exchange", mesh_of(1, 8), 10**6),
-        ("by rows", mesh_of(1, 8), 10**6),
-        ("by exchange", mesh_of(1, 8), 10**5),
-        ("by exchange", mesh_of(1, 8), 10**7),
-    ):
-        lines[f"{way}, {vocab_size:.0e} rows"] = _line(way, mesh, vocab_size, width, ids)
-    samples = interleave(lines, rounds, "steps")
-    medians = [[name, f"{np.median(times):.1f}"] for name, times in samples.items()]
-    names = list(lines)
-    found = [
-        ["by exchange / by rows, 1e6 rows", f"{ratio(samples, names[0], names[1]):.2f}", "<= 1"],
-        ["by exchange, 1e7 / 1e5 rows", f"{ratio(samples, names[3], names[2]):.2f}", "<= 1.7"],
-    ]
-    return (
-        markdown_table(["step", "median, ms"], medians)
-        + "\n\n"
-        + markdown_table(["ratio", "measured", "goal"], found)
-    )
-
-
-def _line(way, mesh, vocab_size, width, ids):
-    optimizer = optax.adam(1e-3)
-    shapes = arguments_of(way, mesh, optimizer, vocab_size, width, ids)
-    make = jax.jit(
-        lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes[:2]),
-        out_shardings=_shardings(shapes[:2]),
-    )
-    held, step = list(make()), step_of(way, optimizer)
-    rng = np.random.default_rng(0)
-    batches = [
-        jax.device_put(
-            rng.integers(0, vocab_size, shapes[2].shape).astype(np.int32), shapes[2].sharding
-        )
-        for _ in range(8)
-    ]
-    weights = jax.device_put(
-        rng.normal(size=shapes[3].shape).astype(np.float32), shapes[3].sharding
-    )
-    turn = iter(range(10**9))
-
-    def call():
-        held[:] = step(*held, batches[next(turn) % len(batches)], weights)
-        return held[0]
-
-    jax.block_until_ready(call())
-    return call
-
-
-def _shardings(tree):
-    return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
 def zipf(vocab_size=10**6, exponent=1.05, ids=IDS):
@@ -311,54 +206,33 @@ def zipf(vocab_size=10**6, exponent=1.05, ids=IDS):
         table = te.sharding.Sharded(array, Layout(order, sharding, axes, 1.0))
         batch = np.searchsorted(steps, rng.random((mesh.size, ids))).clip(0, vocab_size - 1)
         load = te.sharding.exchange_load(table, batch)
-        rows.append(
-            [
-                f"{shape[0]} x {shape[1]}",
-                f"{load.rows.mean():,.0f}",
-                f"{load.rows.max() / load.rows.mean():.2f}",
-                str(load.dropped),
-            ]
-        )
-    return markdown_table(
-        [
-            "data x model",
-            "mean rows asked for",
-            "busiest / mean (goal: <= 1.5)",
-            "ids without room",
-        ],
-        rows,
-    )
+        mean, most = load.rows.mean(), load.rows.max()
+        mesh = f"{shape[0]} x {shape[1]}"
+        rows.append([mesh, f"{mean:,.0f}", f"{most / mean:.2f}", str(load.dropped)])
+    columns = ["data x model", "mean rows asked for", "busiest / mean", "ids without room"]
+    return markdown_table(columns, rows)
 
 
 def main():
     """Prints Markdown tables."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument(
-        "--pods",
-        nargs="*",
-        choices=PODS,
-        metavar="TARGET",
+        "--pods", nargs="*", choices=PODS, metavar="TARGET",
         help=f"compile for TPU pods: {', '.join(PODS)} (default: all)",
-    )
-    parser.add_argument("--time", action="store_true", help="time steps on 8 CPU devices")
+    )  # fmt: skip
     parser.add_argument(
-        "--zipf",
-        action="store_true",
-        help="count the load of each device under Zipf-distributed ids",
+        "--zipf", action="store_true", help="count what Zipf-distributed ids ask for"
     )
     arguments = parser.parse_args()
-    found = environment(["jax", "jaxlib", "libtpu", "numpy"])
-    print(f"{found['platform']}, {found['cpus']} cores, {found['versions']}\n")
+    what = f"width {WIDTH}, float32, {IDS} ids a device"
+    print_machine(["jax", "jaxlib", "libtpu", "numpy"], what)
     if arguments.pods is not None:
-        pods = compiled_for_pods(arguments.pods or PODS)
-        print(f"Adam, width {WIDTH}, float32, {IDS} ids a device:\n\n{pods}")
-    if arguments.time:
-        print(f"Adam on 8 CPU devices, 2048 ids a device:\n\n{timed()}")
-    if arguments.zipf:
-        print(f"Zipf-distributed ids, exponent 1.05, 1e6 rows, {IDS} ids a device:\n\n{zipf()}")
-    if arguments.pods is None and not arguments.time and not arguments.zipf:
-        what = f"Bytes that each device sends in a step: width {WIDTH}, {IDS} ids a device, float32"
-        print(f"{what}; data x shards, the best mesh that fits in 64 GB.\n\n{on_paper()}\n")
+        print(f"Adam by exchange:\n\n{compiled_for_pods(arguments.pods or PODS)}")
+    elif arguments.zipf:
+        print(f"Zipf-distributed ids, exponent 1.05, 1e6 rows:\n\n{zipf()}")
+    else:
+        print("Bytes that each device sends in a step; data x shards, the best mesh that fits in")
+        print(f"64 GB.\n\n{on_paper()}\n")
         print(f"Eight CPU devices, 4096 rows of width 16, 32 ids a device:\n\n{checks()}")
 
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 import transformers
 from transformers.models.auto import configuration_auto
 
-from transformer_embed._src.pretrained import architectures, rope
+from transformer_embed._src.pretrained import architectures, description, rope
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 30.0}
 # Forms of a rotation with base 777 and a scaling; the last has half of the channels too.
@@ -69,7 +69,7 @@ def unread(model_type, config_class):
                 config = config_class.from_dict({"model_type": model_type, name: value})
                 declared = [each for each in found if each in type(config).__dataclass_fields__]
                 is_read = any(getattr(config, each) == value for each in declared)
-                ours, _ = kind.read("config.json", {name: value})
+                ours, _ = description.read(kind, "config.json", {name: value})
                 if is_read and ours.get(entry) != value:
                     yield f"{entry} as {name}"
 
@@ -78,14 +78,14 @@ def rotations(model_type, config_class):
     """The forms of a rotation that are read otherwise."""
     kind = architectures.by_model_type(model_type)
     is_declared = "rope_parameters" in config_class.__dataclass_fields__
-    for form in FORMS if kind.rotary and is_declared and not kind.rotates_by_layer else ():
+    for form in FORMS if kind.rotary and is_declared and rope.LOCAL not in kind.entries else ():
         with contextlib.suppress(Exception):
             # The library writes into its own.
             config = config_class.from_dict({"model_type": model_type, **copy.deepcopy(form)})
             theirs = config.get_text_config().rope_parameters
             theirs = theirs.get(rope.FULL, theirs)
-            found, left = kind.read("config.json", form)
-            value = kind.with_defaults("", found, model_type)
+            found, left = description.read(kind, "config.json", form)
+            value = {entry: found.get(entry, kind.default(entry)) for entry in kind.names()}
             scaling = value["rope_scaling"] or {}
             ours = {
                 "rope_theta": value["rope_theta"],
@@ -93,7 +93,7 @@ def rotations(model_type, config_class):
                 "factor": scaling.get("factor"),
                 "beta_fast": scaling.get("beta_fast"),
             }
-            if kind.rotates_share:
+            if "partial_rotary_factor" in value:
                 ours["partial_rotary_factor"] = value["partial_rotary_factor"]
             for name, mine in ours.items():
                 other = theirs.get(name, 1.0 if name.startswith("partial") else None)

@@ -1,6 +1,6 @@
 """Compares te.pretrained with every model type of the transformers library.
 
-Run: python tests/pretrained/sweep.py [TYPE ...] [--json FILE] [--page]
+Run: python tests/pretrained/sweep.py [TYPE ...] [--page]
 Needs: torch (a CPU build), transformers, and this package's dependencies. It takes some minutes;
     no test runs it.
 
@@ -644,121 +644,48 @@ def outcome(lines):
     return words[0]
 
 
-def page_of(table):
-    """The page of the documentation."""
-    by_outcome = collections.defaultdict(list)
+def page_of(table, page):
+    """The page of the documentation, with the numbers and lists of this sweep."""
+    types = collections.defaultdict(list)
     for model_type, lines in sorted(table.items()):
-        by_outcome[outcome(lines)].append(model_type)
-    exact, refused = by_outcome["exact"], by_outcome["refused"]
+        types[outcome(lines)].append(model_type)
+    exact = {
+        name: [line for line in table[name].values() if line[0] == "exact"]
+        for name in types["exact"]
+    }
+    rows = [row_of(name, lines) for name, lines in exact.items()]
     reasons = {
         name: reason_of(next(line[2] for line in table[name].values() if line[2]))
-        for name in refused
+        for name in types["refused"]
     }
-    unknown = [name for name in refused if not reasons[name]]
-    rows = [
-        row_of(name, [line for line in table[name].values() if line[0] == "exact"])
-        for name in exact
-    ]
-    whole = {kind: sum(kind in row for row in rows) for kind in ("logits", "hidden vectors")}
-    differ = [name for word in ("wrong", "error") for name in by_outcome[word]]
-    lines = [
-        "# Published models",
-        "",
-        f"How far `te.pretrained.load_embedder` is from the transformers library {transformers.__version__}. Each of its",
-        f"{len(table)} model types is built small, with random weights, twice: with odd settings, and with the library's",
-        "defaults, which config.json then leaves out (not if `load_embedder` asks for them). Composite models count by",
-        "their text model, and are given text only.",
-        "",
-        f"{len(exact)} types agree in all that was compared. The table says for each type what that was:",
-        "",
-        f"- *logits* ({whole['logits']} types): the decoder of [notebook 08](08_a_whole_decoder.ipynb) runs the whole model from what",
-        "  `load_embedder` returns, with the names, traits and entries of tests/pretrained/whole_models.py, on rows of",
-        "  24 tokens with padding on the left, on the right and without. With odd settings, rotations are scaled (YaRN, first trained on 8 positions) where the type has no scaling of its own.",
-        f"- *hidden vectors* ({whole['hidden vectors']} types): the same with a small encoder, to the last hidden vectors.",
-        "- *rotations to 100,000*: the products of rotated heads at 7 positions up to that one. Float32 angles of the",
-        "  library cause differences of up to 4e-3 there; here up to 1e-2 pass. *Rotations to 6*: the library's model takes",
-        "  no positions, so only those of 7 tokens were compared; up to 2e-5 pass.",
-        "- *input*, of every type: the input of the first block (tokens, positions, token types, norm) on rows of 7",
-        "  tokens with padding on the left, on the right and without.",
-        "",
-        "Layers other than rotations were not compared where the table does not say logits or hidden vectors.",
-        "Output layers of other types are compared by tests/golden/make_heads.py, for those in that file.",
-        *([f"These differ: {', '.join(differ)}."] if differ else []),
-        "",
-        f"{len(refused)} types are refused in words, and {len(by_outcome['not measured'])} load, but this sweep cannot observe them. The others have no",
-        "vocabulary, or need sizes or packages that the sweep does not have.",
-        "",
-        "`python tests/pretrained/sweep.py --page` writes this page. It needs torch and transformers.",
-        "",
-        "## Types that agree",
-        "",
-        "The difference of the input is in units in the last place of its largest value, and has what may cause it",
-        "in parentheses: a norm or a linear layer sums in another order, a factor may be rounded, and sinusoids are",
-        "exact here, while the library computes their angles in float32.",
-        "M2M100 and its kin differ by more at later positions: 250 units at position 500.",
-        "The difference of logits or hidden vectors is a share of the largest.",
-        "",
-        "| model type | compared | input | whole model |",
-        "|---|---|---|---|",
-        *rows,
-        "",
-        "## Known differences",
-        "",
-        "- Entries of config.json whose names concern the layer (positions, rotation, scale, tying, softcap)",
-        "  are read, known to mean nothing to the type, or raise an error that names them. If one means nothing, pass it as",
-        "  `settings={'entry': None}`. Tensors beside the table of tokens that are not read are refused too.",
-        "- YaRN in models whose kinds of layers have their own rotations: `truncate: false` is followed; the",
-        "  library ignores it there.",
-        "- Llama 3.2 Vision has 8 more rows than the `vocab_size` of its config.json, and its output layer has not: pass",
-        "  `settings={'vocab_size': 128264}`; `config.output` then says why there is none. Mistral 4 scales its queries,",
-        "  XLNet's attention adds sinusoids of distances, and DeepSeek V3.2 chooses keys by heads that rotate by halves;",
-        "  these are not returned.",
-        "- The config.json of 56 well-known repositories, as they are published, is in tests/golden/hub_configs.json. Of 52",
-        "  (BERT to gpt-oss), tests/pretrained/test_hub.py compares the table, tying, scale, norm, positions, softcap and frequencies with the",
-        "  library's. Jina v2 (a BERT with ALiBi) and v3 raise an error, and so does Alibaba's GTE 1.5 (the type new), whose",
-        "  scaling `ntk` with a factor s can be said: `settings={'rope_theta': s * rope_theta, 'rope_scaling':",
-        "  {'rope_type': 'linear', 'factor': s ** (2 / head_dim)}}`.",
-        "- OPT with `pad_token_id: null` counts padding like tokens; pass `settings={'pad_token_id': id}`.",
-        "- What attention does besides rotating is not returned: the scale of queries past the original length in Llama 4 and",
-        "  Ministral 3, DeBERTa's relative positions, LUKE's entities. LongT5 with global tokens is refused.",
-        "- Inside a composite, `tie_word_embeddings` is the whole model's, and most such models leave out the",
-        "  scale and softcap of their text model; `config.output` says in words where that is not known. If config.json",
-        "  leaves out `tie_word_embeddings` and the file has no output table, `config.output` says so, where the library ties;",
-        "  pass `settings={'tie_word_embeddings': True}`.",
-        "",
-        "## Refused, with the reason",
-        "",
-        "| model type | reason |",
-        "|---|---|",
-        *(f"| `{name}` | {reasons[name]} |" for name in refused if reasons[name]),
-        "",
-        "## Refused, because the type is not known",
-        "",
-        "The error names known types that read all of the file's entries and tensors, if there are any, and",
-        "the call that loads the table of tokens alone, if one table and its scale are certain.",
-        "",
-        ", ".join(f"`{name}`" for name in unknown) + ".",
-        "",
-        "## Not measured",
-        "",
-        ", ".join(f"`{name}`" for name in by_outcome["not measured"]) + ".",
-    ]
-    return "\n".join(lines) + "\n"
+    said = [f"| `{name}` | {reason} |" for name, reason in reasons.items() if reason]
+    names_of = lambda names: ", ".join(f"`{name}`" for name in names) + "."
+    written = {
+        r"(library )[\d.]+(\. Each of its\n)": transformers.__version__,
+        r"(\n)\d+( model types is)": len(table),
+        r"(\n)\d+( types agree)": len(exact),
+        r"(\n)\d+( types are refused)": len(reasons),
+        r"(words, and )\d+( load, but)": len(types["not measured"]),
+        r"(logits\* \()\d+( types)": sum("logits" in row for row in rows),
+        r"(hidden vectors\* \()\d+( types)": sum("hidden vectors" in row for row in rows),
+        r"(\| whole model \|\n[-|]+\n).*?(\n\n)": "\n".join(rows),
+        r"(\| reason \|\n[-|]+\n).*?(\n\n)": "\n".join(said),
+        r"(certain\.\n\n).*?(\n)": names_of(name for name in reasons if not reasons[name]),
+        r"(Not measured\n\n).*?(\n)": names_of(types["not measured"]),
+    }
+    for pattern, value in written.items():
+        replace = lambda found, value=value: f"{found[1]}{value}{found[2]}"
+        page, count = re.subn(pattern, replace, page, flags=re.DOTALL)
+        assert count == 1, pattern
+    return page
 
 
 def row_of(name, lines):
     """A type's line of the table: what was compared in both forms, and the worst of it."""
     worst, errors = max(line[1] for line in lines), [line[3] for line in lines]
-    compared = [
-        words
-        for kind, words in {
-            "logits": "logits",
-            "hidden": "hidden vectors",
-            "far": "rotations to 100,000",
-            "rotation": "rotations to 6",
-        }.items()
-        if all(kind in each for each in errors)
-    ]
+    kinds = {"logits": "logits", "hidden": "hidden vectors", "far": "rotations to 100,000"}
+    kinds |= {"rotation": "rotations to 6"}
+    compared = [words for kind, words in kinds.items() if all(kind in each for each in errors)]
     if "rotations to 100,000" in compared:
         compared.remove("rotations to 6")
     whole = [each[kind] for each in errors for kind in ("logits", "hidden") if kind in each]
@@ -781,7 +708,6 @@ def main():
     """Prints the counts, and each type that is not refused or built."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("types", nargs="*")
-    parser.add_argument("--json")
     parser.add_argument("--page", action="store_true")
     args = parser.parse_args()
     transformers.utils.logging.set_verbosity(50)
@@ -789,10 +715,8 @@ def main():
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     table = sweep(args.types or sorted(configuration_auto.CONFIG_MAPPING_NAMES))
-    if args.json:
-        pathlib.Path(args.json).write_text(json.dumps(table, indent=1))
     if args.page:
-        PAGE.write_text(page_of(table))
+        PAGE.write_text(page_of(table, PAGE.read_text()))
     for model_type, lines in table.items():
         if args.types or outcome(lines) not in ("not built", "refused", "exact"):
             print(model_type, json.dumps(lines))
