@@ -1,6 +1,6 @@
 """The rule of a mask for splash attention on TPUs, with kernels that skip tiles without a pair."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -162,44 +162,64 @@ def splash_kernels(
 
     promises = {"order": order, "batch_size": batch_size, "query_start": query_start}
     heads, ids = splash_attention(mask, num_heads, **promises)
-    rows = number_of_rows(mask, batch_size)
-    shards = arguments.size("q_seq_shards", q_seq_shards)
+    rows, shards = number_of_rows(mask, batch_size), arguments.size("q_seq_shards", q_seq_shards)
+    by_row = _ByRow(mask, rows, shards, query_start or 0, bool(options.get("interpret")))
     make = splash.make_splash_mqa if is_mqa else splash.make_splash_mha
     counts = {"head_shards": arguments.size("head_shards", head_shards), "q_seq_shards": shards}
-    shape, limits = lengths(mask), reach(mask)
     sizes: Any = options.get("block_sizes") or splash.BlockSizes.get_default()
-    if not options.get("interpret"):
-        # Before minutes are spent on describing the tiles, of which each takes two bytes or more.
-        band = _band(shape, (sizes.block_q, sizes.block_kv), limits, query_start or 0)
-        _check_scalar_memory(2 * len(band) * int(band.sum(axis=1).max(initial=0)))
+    by_row.check_number_of_tiles((sizes.block_q, sizes.block_kv))
     # Under jit too, these arrays are known.
     with jax.ensure_compile_time_eval():
         kernel = make(heads, **counts, **options)
-
-    def by_row(info: Any, tile: tuple[int, int], by_keys: bool = False) -> Any:
-        # Without tiles for gradients, there is nothing to skip for them.
-        if info is None:
-            return None
-        if not kernel.kwargs["interpret"]:
-            _check_scalar_memory(sum(array.nbytes for array in jax.tree.leaves(info[:3])))
-        band = _band(shape, tile, limits, query_start or 0)
-        _check_meaning(info, band, mask.queries.block_ids is not None, shards, by_keys)
-        may_run = _may_run(mask.tile_kinds(tile), tile, query_start or 0)
-        loads, runs = _steps(info.data_next, info.block_mask, may_run, shards, by_keys)
-        batch = jax.tree.map(lambda array: for_rows(rows, array[None]), info)
-        skipping = {"data_next": for_rows(rows, loads), "block_mask": for_rows(rows, runs)}
-        return batch._replace(**skipping)
-
     # jax has no public name for the class of its kernels. They show the arrays by which they skip
     # tiles, for the forward pass and for the gradients of queries and of keys; if one kernel
     # computes both, there is none for queries alone.
     kernels = type(kernel)(
-        by_row(kernel.fwd_mask_info, (sizes.block_q, sizes.block_kv)),
-        by_row(kernel.dq_mask_info, (sizes.block_q_dq, sizes.block_kv_dq)),
-        by_row(kernel.dkv_mask_info, (sizes.block_q_dkv, sizes.block_kv_dkv), by_keys=True),
+        by_row.infos(kernel.fwd_mask_info, (sizes.block_q, sizes.block_kv)),
+        by_row.infos(kernel.dq_mask_info, (sizes.block_q_dq, sizes.block_kv_dq)),
+        by_row.infos(kernel.dkv_mask_info, (sizes.block_q_dkv, sizes.block_kv_dkv), by_keys=True),
         **kernel.kwargs,
     )
     return kernels, ids
+
+
+class _ByRow(NamedTuple):
+    """Describes the tiles that the kernel of each row runs."""
+
+    mask: AttentionMask
+    rows: int
+    shards: int
+    query_start: int
+    is_interpreted: bool
+
+    def band(self, tile: tuple[int, int]) -> Bool[np.ndarray, "m n"]:
+        """The tiles that the kernel of all rows runs, without block ids."""
+        return _band(lengths(self.mask), tile, reach(self.mask), self.query_start)
+
+    def check_number_of_tiles(self, tile: tuple[int, int]) -> None:
+        """Raises before minutes are spent on describing tiles, of which each takes two bytes."""
+        band = self.band(tile)
+        self.check_scalar_memory(2 * len(band) * int(band.sum(axis=1).max(initial=0)))
+
+    def check_scalar_memory(self, used: int) -> None:
+        """Raises a ValueError if a TPU cannot hold the numbers of the tiles."""
+        if used > SCALAR_MEMORY and not self.is_interpreted:
+            want = f"tiles whose numbers fit into a TPU's scalar memory, {SCALAR_MEMORY} bytes"
+            raise arguments.value_error("block_sizes", want, f"{used} bytes (take larger tiles)")
+
+    def infos(self, info: Any, tile: tuple[int, int], by_keys: bool = False) -> Any:
+        """The arrays by which the kernel of each row skips tiles, from those for all rows."""
+        # Without tiles for gradients, there is nothing to skip for them.
+        if info is None:
+            return None
+        self.check_scalar_memory(sum(array.nbytes for array in jax.tree.leaves(info[:3])))
+        has_blocks = self.mask.queries.block_ids is not None
+        _check_meaning(info, self.band(tile), has_blocks, self.shards, by_keys)
+        may_run = _may_run(self.mask.tile_kinds(tile), tile, self.query_start)
+        loads, runs = _steps(info.data_next, info.block_mask, may_run, self.shards, by_keys)
+        batch = jax.tree.map(lambda array: for_rows(self.rows, array[None]), info)
+        skipping = {"data_next": loads, "block_mask": runs}
+        return batch._replace(**{name: for_rows(self.rows, skipping[name]) for name in skipping})
 
 
 def _check_query_start(mask: AttentionMask, query_start: int | None) -> None:
@@ -246,13 +266,6 @@ def _band(
     furthest = keys + tile[1] - 1 - (queries[:, None] + query_start)
     left, right = (np.inf if side is None else side for side in limits)
     return (nearest <= right) & (furthest >= -left)
-
-
-def _check_scalar_memory(used: int) -> None:
-    """Raises a ValueError if a TPU cannot hold the numbers of the tiles."""
-    if used > SCALAR_MEMORY:
-        want = f"tiles whose numbers fit into a TPU's scalar memory, {SCALAR_MEMORY} bytes"
-        raise arguments.value_error("block_sizes", want, f"{used} bytes (take larger tiles)")
 
 
 def _check_meaning(

@@ -135,9 +135,6 @@ def losses_and_logit_gradients(options, layout, rows, bias, chunk) -> ChunkLosse
     gradient in z is `(exp(z - m) - mass * p) / mass`, with
     `mass = total / (1 + 2 * z_loss * log_z)`. Dividing or multiplying the logit gradients
     themselves would cost another operation for each of them.
-
-    With `mean = sum(exp(z - m) * (z - m)) / total`, the entropy is `log(total) - mean`, and its
-    gradient in z is `exp(z - m) * (mean - (z - m)) / total`.
     """
     x, labels, weights = chunk
     output, smoothing = options.output, options.label_smoothing
@@ -179,14 +176,21 @@ def losses_and_logit_gradients(options, layout, rows, bias, chunk) -> ChunkLosse
         slope_of_cap = 1 - jnp.square(raw_logits)
         gradients *= slope_of_cap
         slope *= slope_of_cap
-    entropies = entropy_gradients = None
+    entropies = (None, None)
     if options.with_entropy:
-        sum_of_shifted = (exponentials * shifted).sum(-1, keepdims=True)
-        mean = jax.lax.psum(sum_of_shifted, layout.vocabulary) / total
-        entropies = jnp.log(total) - mean
-        entropy_gradients = slope * exponentials * (mean - shifted) / total
-    factors = output.scale * weights / mass
-    return ChunkLosses(losses, gradients, factors, entropies, entropy_gradients)
+        entropies = _entropies_and_gradients(layout, shifted, exponentials, total, slope)
+    return ChunkLosses(losses, gradients, output.scale * weights / mass, *entropies)
+
+
+def _entropies_and_gradients(layout, shifted, exponentials, total, slope):
+    """The entropies of a chunk's predictions, and their gradients in the logits.
+
+    With `mean = sum(exp(z - m) * (z - m)) / total`, the entropy is `log(total) - mean`, and its
+    gradient in z is `exp(z - m) * (mean - (z - m)) / total`.
+    """
+    sum_of_shifted = (exponentials * shifted).sum(-1, keepdims=True)
+    mean = jax.lax.psum(sum_of_shifted, layout.vocabulary) / total
+    return jnp.log(total) - mean, slope * exponentials * (mean - shifted) / total
 
 
 def _of_label(columns, values, shift):
