@@ -59,7 +59,7 @@ class Embedder:
 
     def init(self, rng: Array) -> Params:
         """The parameters, a Haiku parameter tree, drawn with rng."""
-        return _init(self.config, arguments.as_key("rng", rng))
+        return init_params(self.config, arguments.as_key("rng", rng))
 
     def apply(
         self,
@@ -143,11 +143,6 @@ class Embedder:
         params = arguments.as_params("params", params)
         leaves = params[layer_paths("params", self.config, params)["token_embedding"]]
         return output_arguments(self.config, method, options, leaves.__getitem__)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _init(config: EmbedderConfig, rng: Array) -> Params:
-    return init_params(config, rng)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

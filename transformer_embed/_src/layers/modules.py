@@ -551,6 +551,8 @@ def output_arguments(
     return found
 
 
+# Compiled, so that its shapes below need no trace of their own.
+@functools.partial(jax.jit, static_argnums=0)
 def init_params(config: EmbedderConfig, rng: Array) -> Params:
     """The parameters of a config's layer, drawn with rng."""
     ids = jnp.zeros([1, 1], jnp.int32)
@@ -568,7 +570,7 @@ def init_params(config: EmbedderConfig, rng: Array) -> Params:
 @functools.lru_cache(maxsize=64)
 def parameter_shapes(config: EmbedderConfig) -> Mapping[str, Mapping[str, jax.ShapeDtypeStruct]]:
     """The shape and dtype of each parameter of a config's layer."""
-    return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    return jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
 
 
 def layer_paths(name: str, config: EmbedderConfig, params: Params) -> dict[str, str]:
