@@ -68,13 +68,17 @@ class GatheredRows(SomeRows, Table):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """That of the table."""
-        return self.values.dtype if self.reader is None else self.reader.dtype
+        """That of the table, or the one that a map over the parameters cast it to."""
+        # Rows of an exchange are held in the wide dtype in which their gradients are summed.
+        held = self.values.dtype
+        if self.reader is None or held != arguments.compute_dtype(self.reader.dtype):
+            return held
+        return self.reader.dtype
 
     def _gather_rows(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
         """The row of each id, or NaN; an id out of range reads the first or the last row."""
         if self.reader is not None:
-            return self.reader.read(self.ids, self.values, ids)
+            return self.reader.read(self.ids, self.values, ids).astype(self.dtype)
         if len(self.values) != len(self.keys) + MARKS:
             want = "its rows in their places"
             raise arguments.type_error(self.name, want, f"{len(self.values)} of them")

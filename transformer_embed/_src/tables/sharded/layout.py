@@ -100,7 +100,10 @@ class RowReader(NamedTuple):
     def read(
         self, held: Int32[Array, "k"], values: Float[Array, "n d"], ids: Int32[Array, "..."]
     ) -> Float[Array, "... d"]:
-        """The row of each id; if devices hold different rows, ids are split as the batch is."""
+        """The row of each id, in float32 or wider.
+
+        If devices hold different rows, ids are split as the batch is.
+        """
         split, _ = self.layout.split(ids)
 
         def read(held, values, ids):
@@ -109,5 +112,5 @@ class RowReader(NamedTuple):
         by_holder = PartitionSpec(self.holders)
         in_specs = by_holder, by_holder, PartitionSpec(*split)
         read_all = self.layout.map(read, in_specs, PartitionSpec(*split, ()))
-        # In float32 or wider: gradients are summed over devices before they are rounded.
-        return read_all(held, arguments.widened(values), ids).astype(self.dtype)
+        # Gradients are summed over devices before they are rounded.
+        return read_all(held, arguments.widened(values), ids)
