@@ -13,8 +13,10 @@ count: Check = functools.partial(arguments.integer, at_least=1)
 
 
 class Entry(NamedTuple):
-    """The check of an entry's value, and the library's default; None: tensors say it, or it means
-    nothing."""
+    """The check of an entry's value, and the library's default.
+
+    None: tensors say it, or it means nothing.
+    """
 
     check: Check
     default: Any = None
