@@ -151,8 +151,7 @@ def _on_host(leaf: Any) -> np.ndarray:
 
 
 def describe_own(tensors: Tensors) -> tuple[PretrainedInput, Specs]:
-    """The layer that `save_embedder` described in the metadata: all but the parameters, and their
-    shapes."""
+    """The layer that `save_embedder` described in the metadata, and its parameters' shapes."""
     path = tensors.path
     options = parse(f"{path}: {CONFIG}", tensors.metadata[CONFIG], decoded)
     entries = parse(f"{path}: {EXTRAS}", tensors.metadata.get(EXTRAS, "{}"), decoded)
