@@ -28,7 +28,7 @@ def value_and_grad(
     floating leaves computes a row from others (`x / norm(x)`, noise, quantization by a maximum),
     `lookup` reads NaN. So leave the tables out of such functions. Casts and scales of floating
     leaves work. Only what does not depend on NaN and infinity passes unnoticed: a size, a count, a
-    comparison.
+    comparison, a sort, or a function that skips NaN (`jnp.nansum`).
 
     To add the gradients of many small batches, scan over them inside the loss, with `ids` of all of
     them; `jax.checkpoint` of a batch's loss keeps the memory of one batch.
