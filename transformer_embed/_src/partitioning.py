@@ -21,12 +21,17 @@ def spec_axes(spec: PartitionSpec, ndim: int) -> list[Axes]:
     return [tuple(jax.tree.leaves(names)) for names in padded]
 
 
+def is_explicit(mesh: Any) -> bool:
+    """Whether types say how arrays are split over some axes of a mesh."""
+    return AxisType.Explicit in mesh.axis_types
+
+
 def array_axes(mesh: Any, batch: Axes, array: Array, batch_dimensions: int) -> list[Axes]:
     """The mesh axes that each dimension is split over.
 
     They come from the array's type under explicit axes; else the first one is split over `batch`.
     """
-    if AxisType.Explicit in mesh.axis_types:
+    if is_explicit(mesh):
         return spec_axes(jax.typeof(array).sharding.spec, array.ndim)
     axes: list[Axes] = [()] * array.ndim
     if batch_dimensions and array.shape[0] % devices_along(mesh, batch) == 0:
@@ -59,7 +64,7 @@ def replicated(array: Array, mesh: Any) -> Array:
 def on_every_device(array: Array) -> Array:
     """The array, all-gathered if explicit mesh axes split it."""
     mesh = jax.typeof(array).sharding.mesh
-    return replicated(array, mesh) if AxisType.Explicit in mesh.axis_types else array
+    return replicated(array, mesh) if is_explicit(mesh) else array
 
 
 def with_whole_rows(array: Array) -> Array:
@@ -74,7 +79,7 @@ def with_whole_rows(array: Array) -> Array:
 
 def reshard(array: Array, sharding: NamedSharding) -> Array:
     """The array with this sharding, under automatic or explicit axes."""
-    if AxisType.Explicit not in sharding.mesh.axis_types:
+    if not is_explicit(sharding.mesh):
         return jax.lax.with_sharding_constraint(array, sharding)
     # jax 0.6 has it elsewhere.
     if not hasattr(jax.sharding, "reshard"):
@@ -85,7 +90,7 @@ def reshard(array: Array, sharding: NamedSharding) -> Array:
 def split_like(array: Array, other: Array) -> Array:
     """The array, split over explicit mesh axes as the leading dimensions of the other one."""
     sharding = jax.typeof(other).sharding
-    if AxisType.Explicit not in sharding.mesh.axis_types:
+    if not is_explicit(sharding.mesh):
         return array
     # A dimension of 1 is broadcast, and cannot be split.
     names = zip(array.shape, sharding.spec, strict=False)

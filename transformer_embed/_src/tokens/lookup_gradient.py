@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Integer, UInt32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import TableArray, Vectors
+from transformer_embed._src.partitioning import is_explicit
 
 # Past the end for what has no row.
 Index = UInt32[Array, "..."]
@@ -112,7 +113,7 @@ def explicit_sharding(table: TableArray, ids: Integer[Array, "..."]) -> NamedSha
     It is that of the ids, then that of the table's columns.
     """
     sharding = jax.typeof(ids).sharding
-    if jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
+    if not is_explicit(sharding.mesh):
         return None
     columns = jax.typeof(table).sharding.spec[1]
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, columns))

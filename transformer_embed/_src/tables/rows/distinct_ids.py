@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32, Integer
 
 from transformer_embed._src import arguments
+from transformer_embed._src.partitioning import is_explicit
 from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 
 # Rows that are updated at a time: a block stays in the processor's cache.
@@ -59,7 +60,7 @@ def count_below(
 def read_each(values: Int32[Array, "k"], slots: Int32[Array, "..."]) -> Int32[Array, "..."]:
     """`values[slots]`; under explicit mesh axes, split as the slots are."""
     sharding = jax.typeof(slots).sharding
-    explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+    explicit = is_explicit(sharding.mesh)
     return values.at[slots].get(out_sharding=sharding if explicit else None)
 
 
