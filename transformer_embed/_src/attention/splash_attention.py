@@ -193,8 +193,13 @@ class _ByRow(NamedTuple):
     is_interpreted: bool
 
     def band(self, tile: tuple[int, int]) -> Bool[np.ndarray, "m n"]:
-        """The tiles that the kernel of all rows runs, without block ids."""
-        return _band(lengths(self.mask), tile, reach(self.mask), self.query_start)
+        """Which tiles of row indices have a pair that the causal mask and the window allow."""
+        shape = lengths(self.mask)
+        queries, keys = (np.arange(0, *sizes) for sizes in zip(shape, tile, strict=True))
+        queries = queries[:, None] + self.query_start
+        nearest, furthest = keys - (queries + tile[0] - 1), keys + tile[1] - 1 - queries
+        left, right = (np.inf if side is None else side for side in reach(self.mask))
+        return (nearest <= right) & (furthest >= -left)
 
     def check_number_of_tiles(self, tile: tuple[int, int]) -> None:
         """Raises before minutes are spent on describing tiles, of which each takes two bytes."""
@@ -255,17 +260,6 @@ def _static_block_ids(tokens: TokenPositions) -> bytes:
         want = f"values known while tracing, the same in every row, for {KERNEL}"
         raise refusal("block_ids", want, "others")
     return rows[0].tobytes()
-
-
-def _band(
-    shape: tuple[int, int], tile: tuple[int, int], limits: Window, query_start: int
-) -> Bool[np.ndarray, "m n"]:
-    """Which tiles of row indices have a pair inside the limits."""
-    queries, keys = (np.arange(0, length, size) for length, size in zip(shape, tile, strict=True))
-    nearest = keys - (queries[:, None] + query_start + tile[0] - 1)
-    furthest = keys + tile[1] - 1 - (queries[:, None] + query_start)
-    left, right = (np.inf if side is None else side for side in limits)
-    return (nearest <= right) & (furthest >= -left)
 
 
 def _check_meaning(
