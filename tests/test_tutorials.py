@@ -63,10 +63,15 @@ WALK_THROUGH_TABLE = [
 ]
 
 
-def paper(length, d_model):
-    """Vaswani et al. (2017), section 3.5, in float64."""
-    angles = np.arange(length)[:, None] / 10_000.0 ** (2 * np.arange(d_model // 2) / d_model)
-    return np.stack([np.sin(angles), np.cos(angles)], -1).reshape(length, d_model)
+INDEX = np.arange(3)
+
+
+def table(exponents=INDEX / 3, waves=(np.sin, np.cos), base=10_000.0, length=10):
+    """Vaswani et al. (2017), section 3.5, in float64, for d_model = 6; the exponents are those of
+    the sines and cosines, or of both in two rows."""
+    of_waves = np.broadcast_to(exponents, (2, np.shape(exponents)[-1]))
+    angles = np.arange(length)[:, None, None] / base**of_waves
+    return np.stack([wave(angles[:, n]) for n, wave in enumerate(waves)], -1).reshape(length, -1)
 
 
 def encode(x):
@@ -127,25 +132,15 @@ def test_denominators_are_those_that_the_encoding_walk_through_prints():
 
 @pytest.mark.slow
 def test_datacamp_slides_scale_embeddings_and_then_add_the_encoding():
-    ids, table = (
+    ids, rows = (
         np.array([[1, 2, 3, 4], [5, 6, 7, 8]]),
         np.random.default_rng(0).normal(size=(10, 512)),
     )
-    expected = table.astype(np.float64)[ids] * math.sqrt(512) + paper(4, 512)
-    np.testing.assert_allclose(encode(embed(table, ids)), expected, rtol=0, atol=SUM_ERROR)
+    expected = rows.astype(np.float64)[ids] * math.sqrt(512) + table(np.arange(256) / 256, length=4)
+    np.testing.assert_allclose(encode(embed(rows, ids)), expected, rtol=0, atol=SUM_ERROR)
 
 
 # --- Their mistakes.
-
-INDEX = np.arange(3)
-
-
-def table(exponents=INDEX / 3, waves=(np.sin, np.cos), base=10_000.0):
-    """Positions 0..9 and d_model = 6; the exponents are those of the sines, or of sines and cosines."""
-    of_waves = np.broadcast_to(exponents, (2, 3))
-    angles = np.arange(10)[:, None, None] / base**of_waves
-    return np.stack([wave(angles[:, n]) for n, wave in enumerate(waves)], -1).reshape(10, 6)
-
 
 MISTAKES = {
     "the position embedding note doubles the exponent": table(2 * INDEX / 3),
