@@ -72,7 +72,7 @@ def unlike(line: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     kept = np.where(dropped == 0, 0, theirs / (1 - RATE))
     wrong = np.max(np.abs(dropped - kept)) > 2 * TOLERANCE
     if wrong or abs(np.mean(dropped == 0) - RATE) > STATISTICAL_TOLERANCE:
-        return f"in training it is no dropout at rate {RATE}"
+        return f"in training it does not drop elements at rate {RATE}"
     theirs, mine = map(np.linalg.norm, results["grad"])
     if not abs(theirs / mine - 1) <= STATISTICAL_TOLERANCE:
         return f"its gradient's norm is {theirs / mine:.3f} of ours"

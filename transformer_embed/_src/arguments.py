@@ -352,7 +352,7 @@ def _is_int32(value: Any) -> TypeGuard[jax.Array]:
 
 
 def _is_inside_int32(dtype: jnp.dtype) -> bool:
-    return dtype == jnp.int32 or dtype.itemsize < 4
+    return dtype == _INT32 or dtype.itemsize < 4
 
 
 def _narrowed(name: str, array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
