@@ -189,7 +189,7 @@ def _reduced_loss(options, table, bias, batch):
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _loss(options, layout, labels, x, table, bias, weights):
     """The sum of each token's loss times its weight."""
-    return _loss_and_gradients(_add_chunk, options, layout, labels, x, table, bias, weights)[0]
+    return _loss_and_gradients(options, layout, labels, x, table, bias, weights)[0]
 
 
 @functools.partial(_loss.defjvp, symbolic_zeros=True)
@@ -198,7 +198,7 @@ def _loss_jvp(options, layout, primals, tangents):
 
     So its transpose only scales the gradients. Lowering drops what computes the others.
     """
-    loss, *gradients = _loss_and_gradients(_add_chunk_again, options, layout, *primals)
+    loss, *gradients = _loss_and_gradients(options, layout, *primals)
     sum_of_tangents = jnp.zeros_like(loss)
     for gradient, tangent in zip(gradients, tangents[1:], strict=True):
         if not isinstance(tangent, SymbolicZero | None):
@@ -206,16 +206,16 @@ def _loss_jvp(options, layout, primals, tangents):
     return loss, sum_of_tangents
 
 
-def _loss_and_gradients(add_chunk, options, layout, labels, x, table, bias, weights):
+def _loss_and_gradients(options, layout, labels, x, table, bias, weights):
     """The loss, and the gradients of x, the table, the bias and the weights."""
     of_tokens = PartitionSpec(*layout.x[:-1])
     specs = (*layout.specs(), of_tokens)
-    run = functools.partial(_loss_on_device, add_chunk, options, layout)
+    run = functools.partial(_loss_on_device, options, layout)
     run_all = layout.map(run, (of_tokens, *specs), (PartitionSpec(), *specs))
     return run_all(labels, x, table, bias, weights)
 
 
-def _loss_on_device(add_chunk, options, layout, labels, x, shard, bias, weights):
+def _loss_on_device(options, layout, labels, x, shard, bias, weights):
     """`_loss_and_gradients` on one of the devices: what it receives, its chunks, what it sends."""
     x, labels, weights = (all_gather(values, layout.gathered) for values in (x, labels, weights))
     rows = layout.exchange(shard, 0, 1)
@@ -223,7 +223,7 @@ def _loss_on_device(add_chunk, options, layout, labels, x, shard, bias, weights)
     zeros = [jnp.sum(leaf.ravel()[:1] > 0) & 0 for leaf in (x, labels, weights, rows)]
     zero = jnp.array(sum(zeros), weights.dtype)
     start = (zero, jnp.full(rows.shape, zero), jnp.full(rows.shape[:1], zero))
-    step = functools.partial(add_chunk, options, layout, rows, bias)
+    step = functools.partial(_add_chunk, options, layout, rows, bias)
     chunks = cut_into_chunks(options.chunk_size, x, labels[..., None], weights[..., None])
     sums, (of_x, of_weights) = jax.lax.scan(step, start, chunks)
 
@@ -252,15 +252,3 @@ def _add_chunk(options, layout, rows, bias, sums, chunk):
     )
     x_gradient = factors * multiply("tv,vd->td", logit_gradients, rows)
     return tuple(map(operator.add, sums, chunk_sums)), (x_gradient, losses)
-
-
-# Partial evaluation of a gradient would drop either of the two alone. Without them, a gradient of
-# the gradient keeps the logits of all chunks.
-_add_chunk_again = jax.custom_jvp(
-    jax.checkpoint(_add_chunk, static_argnums=(0, 1), prevent_cse=False), nondiff_argnums=(0, 1)
-)
-
-
-@_add_chunk_again.defjvp
-def _add_chunk_again_jvp(options, layout, primals, tangents):
-    return jax.jvp(functools.partial(_add_chunk_again.fun, options, layout), primals, tangents)
