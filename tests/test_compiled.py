@@ -186,8 +186,6 @@ AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
     ],
 )
 def test_gradients_of_tables_on_a_mesh_of_gpus_are_not_atomic_sums(program, layout, kind):
-    if layout.startswith("whole") and not hasattr(jax, "set_mesh"):
-        pytest.skip("jax 0.6 does not transpose shard_map under explicit axes")
     mesh, shape = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2), (VOCAB, 8)
     if layout in ("interleaved", "contiguous"):
         over, interleave = ("model", None) if layout == "contiguous" else (mesh.axis_names, "table")

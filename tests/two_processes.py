@@ -100,7 +100,7 @@ def trained(name):
         table.array
     )
     return losses, np.asarray(everywhere.addressable_data(0))[
-        table.layout.slots(np.arange(VOCAB_SIZE, dtype=np.int32))
+        table.split.slots(np.arange(VOCAB_SIZE, dtype=np.int32))
     ]
 
 

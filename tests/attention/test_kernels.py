@@ -232,15 +232,6 @@ def test_the_static_mask_of_splash_attention_is_the_rule_in_any_tile():
                 np.testing.assert_array_equal(mask[cut], whole[cut])
 
 
-@pytest.mark.parametrize("window", [(20, 130), (9, None)])
-def test_a_window_that_is_not_causal_never_comes_alone(window):
-    """jax 0.6.1 ignores it then."""
-    mask = AttentionMask(TokenPositions.from_offset([0, 7], 9), causal=False, window=window)
-    options = te.kernels.dot_product_attention(mask, order="full")
-    assert options["query_seq_lengths"].tolist() == [9, 9]
-    assert options["key_value_seq_lengths"].tolist() == [9, 9]
-
-
 def test_cudnn_gets_no_window_to_the_right_of_a_causal_rule():
     for causal, window in ((True, (5, None)), (True, (5, 7)), (False, (5, 0))):
         mask = AttentionMask(RIGHT, causal=causal, window=window)

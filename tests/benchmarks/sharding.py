@@ -27,9 +27,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import transformer_embed as te
 from transformer_embed._src.tables.sharded.hops import plan_hops
-from transformer_embed._src.tables.sharded.layout import Layout
 from transformer_embed._src.tables.sharded.placement import ROW_MULTIPLE, VIRTUAL_SHARDS
 from transformer_embed._src.tables.sharded.row_order import RowOrder
+from transformer_embed._src.tables.sharded.table_split import TableSplit
 
 WIDTH, IDS, MEMORY = 128, 16384, 64e9
 DEVICES, VOCABULARIES = (2, 64, 4096), (10**6, 10**8, 10**9)
@@ -203,7 +203,7 @@ def zipf(vocab_size=10**6, exponent=1.05, ids=IDS):
         axes, order = mesh.axis_names, RowOrder(vocab_size, VIRTUAL_SHARDS)
         array = jax.ShapeDtypeStruct((order.size, WIDTH), jnp.float32)
         sharding = NamedSharding(mesh, PartitionSpec(axes))
-        table = te.sharding.Sharded(array, Layout(order, sharding, axes, 1.0))
+        table = te.sharding.Sharded(array, TableSplit(order, sharding, axes, 1.0))
         batch = np.searchsorted(steps, rng.random((mesh.size, ids))).clip(0, vocab_size - 1)
         load = te.sharding.exchange_load(table, batch)
         mean, most = load.rows.mean(), load.rows.max()

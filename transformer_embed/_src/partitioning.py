@@ -1,6 +1,5 @@
 """The mesh axes that each dimension of an array is split over, and what devices along them send."""
 
-import importlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -81,9 +80,6 @@ def reshard(array: Array, sharding: NamedSharding) -> Array:
     """The array with this sharding, under automatic or explicit axes."""
     if not is_explicit(sharding.mesh):
         return jax.lax.with_sharding_constraint(array, sharding)
-    # jax 0.6 has it elsewhere.
-    if not hasattr(jax.sharding, "reshard"):
-        return importlib.import_module("jax.experimental.shard").reshard(array, sharding)
     return jax.sharding.reshard(array, sharding)
 
 
@@ -114,7 +110,7 @@ def reduce_scatter(array: Array, axes: Sequence[Axes]) -> Array:
     return array
 
 
-class OutputLayout(NamedTuple):
+class OutputSplit(NamedTuple):
     """How an output layer, the product of x with every row of a table, is split over a mesh.
 
     Each device first receives two things. One is tokens: x is all-gathered over every axis that
@@ -170,7 +166,7 @@ class OutputLayout(NamedTuple):
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
-    def split_bias(self, bias: Array | None, size: int) -> Array | None:
+    def bias(self, bias: Array | None, size: int) -> Array | None:
         """The bias of a table of this size, split as the vocabulary, with zeros for its padding."""
         if bias is None:
             return None
@@ -197,4 +193,4 @@ class OutputLayout(NamedTuple):
         return reduce_scatter(values / devices_along(self.mesh, copies), dimensions)
 
 
-ON_ONE_DEVICE = OutputLayout(None, (), (), ())
+ON_ONE_DEVICE = OutputSplit(None, (), (), ())

@@ -314,9 +314,6 @@ def test_the_global_norm_is_clipped_before_the_update():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not hasattr(jax, "set_mesh"), reason="jax 0.6 does not scatter under explicit axes"
-)
 @pytest.mark.parametrize("spec", [("x",), (None, "x")])
 def test_a_whole_table_trains_on_a_batch_that_explicit_axes_split(spec):
     """Plain data parallelism."""

@@ -66,7 +66,7 @@ def on_host(tree):
         if not isinstance(leaf, te.sharding.Sharded):
             return np.asarray(leaf)
         rows = leaf.in_vocabulary_order()
-        if not leaf.layout.order.is_interleaved:
+        if not leaf.split.order.is_interleaved:
             assert not np.asarray(leaf.array)[len(rows) :].any()
         return rows
 

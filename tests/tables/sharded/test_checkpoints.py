@@ -24,7 +24,6 @@ def init(rng):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="today's Orbax asks for a newer jax")
 def test_a_checkpoint_of_one_mesh_is_restored_on_others_as_a_step_needs_it(tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint", reason="Orbax is of the test extra")
     place = functools.partial(

@@ -39,7 +39,7 @@ from sharded_tables import (
 from test_training_by_rows import axis_by_axis
 
 import transformer_embed as te
-from transformer_embed._src.tables.sharded import layout
+from transformer_embed._src.tables.sharded import table_split
 
 
 @jax.jit
@@ -111,7 +111,7 @@ def test_rows_that_do_not_fit_on_either_hop_are_nan_and_counted(narrow, monkeypa
         planned[narrow] = planned[narrow]._replace(room=8)
         return tuple(planned)
 
-    monkeypatch.setattr(layout, "plan_hops", plan)
+    monkeypatch.setattr(table_split, "plan_hops", plan)
     # No other test has this capacity, and so the program of this one: 8 of the 18 ids that each
     # device asks of one owner fit on the narrow hop.
     mesh = mesh_of((2, 4))
@@ -135,13 +135,13 @@ def test_ids_that_find_no_room_read_as_nan_and_get_no_update():
     mesh, same = mesh_of((1, 8)), owned_by_one(18)
     ids = np.tile(same, (8, 1))
     crowded, roomy = interleave(mesh), interleave(mesh, capacity=8.0)
-    room = crowded.layout.hops(8, 18)[0].room
+    room = crowded.split.hops(8, 18)[0].room
     load = te.sharding.exchange_load(crowded, ids)
     assert load.dropped == 8 * (len(same) - room) > 0
     assert load.rows.tolist() == [[0, 0, 8 * room, 0, 0, 0, 0, 0]]
     assert te.sharding.exchange_load(roomy, ids).dropped == 0
     np.testing.assert_array_equal(te.lookup(roomy, put(mesh, ids, BOTH)), TABLE[ids])
-    held = same[np.argsort(crowded.layout.order.slots(same))[:room]]
+    held = same[np.argsort(crowded.split.order.slots(same))[:room]]
 
     params = {"t": crowded}
     state = placed_state(ADAM, params)

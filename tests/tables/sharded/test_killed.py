@@ -85,7 +85,6 @@ def killed_run():
 
 
 @pytest.mark.gate
-@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="today's Orbax asks for a newer jax")
 def test_a_checkpoint_that_a_killed_process_was_writing_is_not_there_and_the_one_before_restores(
     tmp_path,
 ):

@@ -19,8 +19,8 @@ from sharded_tables import (
 )
 
 import transformer_embed as te
-from transformer_embed._src.tables.sharded.layout import Layout
 from transformer_embed._src.tables.sharded.row_order import RowOrder
+from transformer_embed._src.tables.sharded.table_split import TableSplit
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (8, 8)], ids=str)
@@ -31,7 +31,9 @@ def test_zipf_ids_load_no_device_more_than_1_5_times_the_mean(shape):
     mesh = AbstractMesh(shape, BOTH, axis_types=(AUTO,) * 2)
     order = RowOrder(vocab_size, 4096)
     array = jax.ShapeDtypeStruct((order.size, WIDTH), jnp.float32)
-    table = te.sharding.Sharded(array, Layout(order, NamedSharding(mesh, SPEC(BOTH)), BOTH, 1.0))
+    table = te.sharding.Sharded(
+        array, TableSplit(order, NamedSharding(mesh, SPEC(BOTH)), BOTH, 1.0)
+    )
     load = te.sharding.exchange_load(table, batch)
     assert load.dropped == 0
     assert load.rows.max() <= 1.5 * load.rows.mean()
@@ -57,5 +59,5 @@ def test_the_load_of_a_step_with_max_rows_counts_ids_that_read_as_nan(max_rows):
     load = te.sharding.exchange_load(table, ids, max_rows=max_rows)
     assert load.rows.shape == (2, 4)
     assert load.dropped == lost.sum() >= 8 * max(18 - max_rows, 0)
-    if len(table.layout.hops(8, min(18, max_rows))) == 1:
+    if len(table.split.hops(8, min(18, max_rows))) == 1:
         assert load.rows.sum() == 8 * 18 - lost.sum()

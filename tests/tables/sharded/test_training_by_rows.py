@@ -35,7 +35,7 @@ from sharded_tables import (
 )
 
 import transformer_embed as te
-from transformer_embed._src.tables.sharded import hops, layout
+from transformer_embed._src.tables.sharded import hops, table_split
 from transformer_embed._src.tables.sharded.contiguous import rows_of_this_shard
 
 # The axes, the mesh, how the table is placed on it, the mesh axes of its rows and of the batch.
@@ -91,7 +91,7 @@ def test_training_by_rows_is_lazy_adam_in_float64_and_sends_only_ids_and_rows(na
             assert (each.kind == "all-gather") == (each.operands[0][0] == "s32"), each.line
     elif rows == batch:
         # One all-to-all of ids and two of rows for each hop; else sums of a number.
-        sizes = [hop.parts * hop.room for hop in placed.layout.hops(8, BATCHES[0][0].size)]
+        sizes = [hop.parts * hop.room for hop in placed.split.hops(8, BATCHES[0][0].size)]
         rows = [size * WIDTH for size in sizes]
         exchanged = [each for each in sent if each.kind == "all-to-all"]
         found = [sum(math.prod(size) for _, size in each.operands) for each in exchanged]
@@ -107,7 +107,7 @@ def axis_by_axis(asked, axes, sizes, shard, devices, capacity):
 
 @pytest.mark.slow
 def test_one_mesh_axis_after_the_other_trains_like_a_single_hop(monkeypatch):
-    monkeypatch.setattr(layout, "plan_hops", axis_by_axis)
+    monkeypatch.setattr(table_split, "plan_hops", axis_by_axis)
     # No other test has this capacity, and so the programs of this one.
     mesh = mesh_of((2, 4))
     table = interleave(mesh, capacity=1.0625)
@@ -265,13 +265,13 @@ def test_a_table_whose_columns_are_split_is_not_taken_by_rows():
 @pytest.mark.slow
 def test_each_shard_updates_its_own_rows_in_ascending_order():
     """The update tells XLA so; a CPU gives the same rows in any order."""
-    layout, ids = (
-        shard(mesh_of((1, 2)), SPEC("model")).layout,
+    split, ids = (
+        shard(mesh_of((1, 2)), SPEC("model")).split,
         np.array([5, 192, 250, 299, 300, 301]),
     )
     rows, values = jax.shard_map(
-        functools.partial(rows_of_this_shard, layout),
-        mesh=layout.mesh,
+        functools.partial(rows_of_this_shard, split),
+        mesh=split.mesh,
         in_specs=SPEC(),
         out_specs=SPEC("model"),
     )(ids.astype(np.int32), np.float32(ids)[:, None])

@@ -79,22 +79,18 @@ def dot_product_attention(
     if is_step and limits[0] is not None:
         raise refusal("window", f"no limit on the left for a single query in {kernel}", mask.window)
     left, right = EVERYTHING if is_step else reach_in_rows(mask, kernel, order)
-    is_causal = right == 0
-    options: dict[str, Any] = {"is_causal": is_causal}
-    has_window = (left, right) not in (CAUSAL, EVERYTHING)
-    if has_window:
+    options: dict[str, Any] = {"is_causal": right == 0}
+    if (left, right) not in (CAUSAL, EVERYTHING):
         # A side without a limit gets the length, which no distance reaches. cuDNN refuses a window
         # to the right, which is 0 in a causal one.
         length = max(lengths(mask))
         options["local_window_size"] = tuple(
             length if side is None else side for side in (left, right)
         )
-    # jax 0.6.1 forgets a window that comes with neither a causal mask nor lengths.
-    needs_lengths = has_padding or (has_window and not is_causal)
     counts = {}
-    if needs_lengths and not is_step:
+    if has_padding and not is_step:
         counts["query"] = queries.padding_mask.sum(axis=-1, dtype=jnp.int32)
-    if needs_lengths or (is_step and limits != EVERYTHING):
+    if has_padding or (is_step and limits != EVERYTHING):
         counts["key_value"] = _visible_keys(mask)
     return options | {
         f"{side}_seq_lengths": for_rows(rows, number) for side, number in counts.items()

@@ -140,7 +140,7 @@ def splash_kernels(
         ValueError: as `splash_attention`; a size of a tile does not divide the length, or the tiles
             are too many for the scalar memory.
         RuntimeError: this version of jax describes the tiles of its kernels in another way than
-            those from 0.6.1 to 0.12.
+            those from 0.9 to 0.12.
 
     Example:
         >>> import jax
@@ -274,7 +274,7 @@ def _check_meaning(
     except (IndexError, TypeError, ValueError):
         is_known = False
     if not is_known:
-        want = "the tiles of its mask, as from jax 0.6.1 to 0.12"
+        want = "the tiles of its mask, as from jax 0.9 to 0.12"
         got = f"others in jax {jax.__version__}; use te.kernels.splash_attention"
         raise RuntimeError(arguments.wanted("splash_kernels", want, got))
 

@@ -73,9 +73,7 @@ def tile_kinds(
     # Some queries at a time, because XLA does not fuse into a loop. Else it would compute the
     # intervals again for each tile.
     steps = jax.tree.map(lambda bound: bound.T[:, :, None], of_queries)
-    number = len(steps["positions"].low)
-    # jax 0.6 cannot divide no queries into batches.
-    at_a_time = math.gcd(number, 64) if number else None
+    at_a_time = math.gcd(len(steps["positions"].low), 64)
     return jax.lax.map(kinds, steps, batch_size=at_a_time).swapaxes(0, 1)
 
 

@@ -210,8 +210,8 @@ def _permuted(weights, num_heads, dim, source, target) -> Shaped[Array, "... hd"
 def _split_pairs(x: Shaped[Array, "... d"], layout: str) -> list[Shaped[Array, "... p"]]:
     if layout == "half":
         return jnp.split(x, 2, -1)
-    # A strided index would be a gather, which fails under explicit mesh axes in older releases of
-    # jax. Of a head without channels, 1 would be past the end.
+    # Before jax 0.10 a strided index is a gather, which fails under explicit mesh axes. Of a head
+    # without channels, 1 would be past the end.
     starts = (0, min(1, x.shape[-1]))
     return [jax.lax.slice_in_dim(x, start, None, stride=2, axis=-1) for start in starts]
 

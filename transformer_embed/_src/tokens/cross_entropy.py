@@ -8,7 +8,7 @@ loss, the table's gradient [rows, d] and the bias's [rows]. The step for a chunk
 chunk's x and its parts of the sums. Then the logits are freed.
 
 On a mesh, each device first receives whole rows and the tokens that they meet (see
-`OutputLayout`), so it holds some rows of the vocabulary. Within a chunk, devices with the same
+`OutputSplit`), so it holds some rows of the vocabulary. Within a chunk, devices with the same
 tokens exchange three numbers per token: the largest logit, the sum of exponentials and the label's
 logit. At the end the gradient of x is summed over the devices with the same tokens and scattered to
 where x came from; the gradient of the rows is summed over the parts of the batch and returns to its
@@ -35,7 +35,7 @@ from transformer_embed._src.partitioning import all_gather
 from transformer_embed._src.tokens.lookup import Table
 from transformer_embed._src.tokens.losses import (
     LossOptions,
-    array_and_layout,
+    array_and_split,
     as_batch,
     cut_into_chunks,
     join_chunks,
@@ -181,24 +181,24 @@ def _reduced_loss(options, table, bias, batch):
         total = jnp.sum(weights)
         weights /= jnp.where(total == 0, 1, total)
     weights = nan_outside(options, labels, weights)
-    array, layout = array_and_layout(x, table)
-    bias = layout.split_bias(bias, array.shape[0])
-    return _loss(options, layout, labels, x, array, bias, weights)
+    array, split = array_and_split(x, table)
+    bias = split.bias(bias, array.shape[0])
+    return _loss(options, split, labels, x, array, bias, weights)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _loss(options, layout, labels, x, table, bias, weights):
+def _loss(options, split, labels, x, table, bias, weights):
     """The sum of each token's loss times its weight."""
-    return _loss_and_gradients(options, layout, labels, x, table, bias, weights)[0]
+    return _loss_and_gradients(options, split, labels, x, table, bias, weights)[0]
 
 
 @functools.partial(_loss.defjvp, symbolic_zeros=True)
-def _loss_jvp(options, layout, primals, tangents):
+def _loss_jvp(options, split, primals, tangents):
     """The tangent is linear in the tangents, with the gradients as coefficients.
 
     So its transpose only scales the gradients. Lowering drops what computes the others.
     """
-    loss, *gradients = _loss_and_gradients(options, layout, *primals)
+    loss, *gradients = _loss_and_gradients(options, split, *primals)
     sum_of_tangents = jnp.zeros_like(loss)
     for gradient, tangent in zip(gradients, tangents[1:], strict=True):
         if not isinstance(tangent, SymbolicZero | None):
@@ -206,40 +206,40 @@ def _loss_jvp(options, layout, primals, tangents):
     return loss, sum_of_tangents
 
 
-def _loss_and_gradients(options, layout, labels, x, table, bias, weights):
+def _loss_and_gradients(options, split, labels, x, table, bias, weights):
     """The loss, and the gradients of x, the table, the bias and the weights."""
-    of_tokens = PartitionSpec(*layout.x[:-1])
-    specs = (*layout.specs(), of_tokens)
-    run = functools.partial(_loss_on_device, options, layout)
-    run_all = layout.map(run, (of_tokens, *specs), (PartitionSpec(), *specs))
+    of_tokens = PartitionSpec(*split.x[:-1])
+    specs = (*split.specs(), of_tokens)
+    run = functools.partial(_loss_on_device, options, split)
+    run_all = split.map(run, (of_tokens, *specs), (PartitionSpec(), *specs))
     return run_all(labels, x, table, bias, weights)
 
 
-def _loss_on_device(options, layout, labels, x, shard, bias, weights):
+def _loss_on_device(options, split, labels, x, shard, bias, weights):
     """`_loss_and_gradients` on one of the devices: what it receives, its chunks, what it sends."""
-    x, labels, weights = (all_gather(values, layout.gathered) for values in (x, labels, weights))
-    rows = layout.exchange(shard, 0, 1)
+    x, labels, weights = (all_gather(values, split.gathered) for values in (x, labels, weights))
+    rows = split.exchange(shard, 0, 1)
     # Made from the data, so that they vary over the same mesh axes inside a user's shard_map.
     zeros = [jnp.sum(leaf.ravel()[:1] > 0) & 0 for leaf in (x, labels, weights, rows)]
     zero = jnp.array(sum(zeros), weights.dtype)
     start = (zero, jnp.full(rows.shape, zero), jnp.full(rows.shape[:1], zero))
-    step = functools.partial(_add_chunk, options, layout, rows, bias)
+    step = functools.partial(_add_chunk, options, split, rows, bias)
     chunks = cut_into_chunks(options.chunk_size, x, labels[..., None], weights[..., None])
     sums, (of_x, of_weights) = jax.lax.scan(step, start, chunks)
 
-    batch = sum(layout.tokens, ())
+    batch = sum(split.tokens, ())
     loss, of_rows, of_bias = (jax.lax.psum(values, batch) for values in sums)
-    of_table = layout.exchange(of_rows, 1, 0)
-    of_x = layout.own_part(join_chunks(of_x, labels.size, x.shape), summed=layout.vocabulary)
-    of_weights = layout.own_part(join_chunks(of_weights, labels.size, labels.shape))
+    of_table = split.exchange(of_rows, 1, 0)
+    of_x = split.own_part(join_chunks(of_x, labels.size, x.shape), summed=split.vocabulary)
+    of_weights = split.own_part(join_chunks(of_weights, labels.size, labels.shape))
     return loss, of_x, of_table, of_bias, of_weights
 
 
-def _add_chunk(options, layout, rows, bias, sums, chunk):
+def _add_chunk(options, split, rows, bias, sums, chunk):
     """The sums after adding those of a chunk, and the gradients of the chunk's x and weights."""
     x, _, weights = chunk
     losses, logit_gradients, factors, *_ = losses_and_logit_gradients(
-        options, layout, rows, bias, chunk
+        options, split, rows, bias, chunk
     )
     multiply = functools.partial(jnp.einsum, preferred_element_type=factors.dtype)
     # Eight equal columns: a TPU takes as long for a plain sum as for a product with all of x.

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, Ids, TableArray, Vectors
 from transformer_embed._src.compiled import compiled
-from transformer_embed._src.partitioning import OutputLayout
+from transformer_embed._src.partitioning import OutputSplit
 from transformer_embed._src.tokens.lookup_gradient import explicit_sharding, read_or_zero
 
 OUT_OF_RANGE = ("nan", "clip", "zero")
@@ -48,7 +48,7 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
         """
         raise NotImplementedError
 
-    def _output_layout(self, x: Vectors) -> tuple[TableArray, OutputLayout]:
+    def _output_split(self, x: Vectors) -> tuple[TableArray, OutputSplit]:
         """The rows in vocabulary order, then padding, and how their product with x is split."""
         want = "a whole table, trained densely, since the output layer is tied to it"
         raise arguments.type_error("table", want, "some of its rows")

@@ -60,8 +60,7 @@ def _can_sort_index(table: TableArray, index: Index) -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     kinds = set(mesh.axis_types)
     if kinds == {jax.sharding.AxisType.Explicit}:
-        # Before jax 0.7, a shard_map under explicit axes has no transpose.
-        return jax.typeof(table).sharding.spec[0] is None and hasattr(jax, "set_mesh")
+        return jax.typeof(table).sharding.spec[0] is None
     devices = jax.device_count() if mesh.empty else mesh.size
     return devices == 1 or kinds == {jax.sharding.AxisType.Manual}
 

@@ -14,7 +14,7 @@ from jax import export
 
 from transformer_embed._src import arguments
 from transformer_embed._src.attention.token_positions import has_next_token, of_next_token
-from transformer_embed._src.partitioning import ON_ONE_DEVICE, OutputLayout, spec_axes, split_like
+from transformer_embed._src.partitioning import ON_ONE_DEVICE, OutputSplit, spec_axes, split_like
 from transformer_embed._src.tokens.lookup import Table
 from transformer_embed._src.tokens.output_layer import (
     OutputOptions,
@@ -127,7 +127,7 @@ class ChunkLosses(NamedTuple):
     entropy_gradients: jax.Array | None  # [t, v]
 
 
-def losses_and_logit_gradients(options, layout, rows, bias, chunk) -> ChunkLosses:
+def losses_and_logit_gradients(options, split, rows, bias, chunk) -> ChunkLosses:
     """The losses of a chunk's tokens, and their gradients in the logits `x @ rows.T + bias`.
 
     With logits z, their maximum m, targets p that sum to 1, `total = sum(exp(z - m))` and
@@ -138,10 +138,10 @@ def losses_and_logit_gradients(options, layout, rows, bias, chunk) -> ChunkLosse
     """
     x, labels, weights = chunk
     output, smoothing = options.output, options.label_smoothing
-    raw_logits, factor, ids, is_inside = row_logits(output, layout, x, rows, bias)
-    logits = _excluding(output, layout, raw_logits, factor, ids, is_inside)
+    raw_logits, factor, ids, is_inside = row_logits(output, split, x, rows, bias)
+    logits = _excluding(output, split, raw_logits, factor, ids, is_inside)
     top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
-    top = jax.lax.pmax(top, layout.vocabulary) if layout.vocabulary else top
+    top = jax.lax.pmax(top, split.vocabulary) if split.vocabulary else top
     # Differences of logits: their rounding does not grow with the logits. The factor comes last:
     # XLA may round `factor * logits - top` only once, which is not 0 where top is rounded.
     shifted = factor * (logits - top)
@@ -160,7 +160,7 @@ def losses_and_logit_gradients(options, layout, rows, bias, chunk) -> ChunkLosse
             cpu=lambda: factor * of_label(logits, top), default=lambda: of_label(shifted, 0)
         )
     total = exponentials.sum(-1, keepdims=True)
-    total, expected = jax.lax.psum((total, expected), layout.vocabulary)
+    total, expected = jax.lax.psum((total, expected), split.vocabulary)
     losses, gradients, mass = jnp.log(total) - expected, exponentials, total
     if options.z_loss:
         log_z = jnp.log(total) + factor * top
@@ -178,18 +178,18 @@ def losses_and_logit_gradients(options, layout, rows, bias, chunk) -> ChunkLosse
         slope *= slope_of_cap
     entropies = (None, None)
     if options.with_entropy:
-        entropies = _entropies_and_gradients(layout, shifted, exponentials, total, slope)
+        entropies = _entropies_and_gradients(split, shifted, exponentials, total, slope)
     return ChunkLosses(losses, gradients, output.scale * weights / mass, *entropies)
 
 
-def _entropies_and_gradients(layout, shifted, exponentials, total, slope):
+def _entropies_and_gradients(split, shifted, exponentials, total, slope):
     """The entropies of a chunk's predictions, and their gradients in the logits.
 
     With `mean = sum(exp(z - m) * (z - m)) / total`, the entropy is `log(total) - mean`, and its
     gradient in z is `exp(z - m) * (mean - (z - m)) / total`.
     """
     sum_of_shifted = (exponentials * shifted).sum(-1, keepdims=True)
-    mean = jax.lax.psum(sum_of_shifted, layout.vocabulary) / total
+    mean = jax.lax.psum(sum_of_shifted, split.vocabulary) / total
     return jnp.log(total) - mean, slope * exponentials * (mean - shifted) / total
 
 
@@ -201,7 +201,7 @@ def _of_label(columns, values, shift):
     return jnp.where((columns >= 0) & (columns <= last), at_label - shift, 0)
 
 
-def _excluding(output, layout, logits, factor, ids, is_inside):
+def _excluding(output, split, logits, factor, ids, is_inside):
     """Logits [t, v] with a low number where they are not inside: in place on a CPU, if it can."""
     # Finite, also times the factor: a token that is not counted, whose label may be padding, has
     # the weight 0.
@@ -214,7 +214,7 @@ def _excluding(output, layout, logits, factor, ids, is_inside):
         # As uint32, a negative id is past the end.
         return logits.at[:, np.uint32(output.pad_id % 2**32)].set(lowest, mode="drop")
 
-    if output.pad_id is not None and layout.mesh is None:
+    if output.pad_id is not None and split.mesh is None:
         return jax.lax.platform_dependent(cpu=in_place, default=in_one_pass)
     return in_one_pass()
 
@@ -244,12 +244,12 @@ def join_chunks(chunks, total, shape):
     return tokens[:total].reshape(shape)
 
 
-def array_and_layout(x, table):
+def array_and_split(x, table):
     """The table's array, and how it and x are split: plain arrays, only by explicit axes."""
     if isinstance(table, Table):
-        return table._output_layout(x)
-    split = spec_axes(jax.typeof(x).sharding.spec, x.ndim)
+        return table._output_split(x)
+    of_x = spec_axes(jax.typeof(x).sharding.spec, x.ndim)
     rows, columns = spec_axes(jax.typeof(table).sharding.spec, table.ndim)
-    if not any((rows, columns, *split)):
+    if not any((rows, columns, *of_x)):
         return table, ON_ONE_DEVICE
-    return table, OutputLayout(jax.typeof(x).sharding.mesh, rows, columns, tuple(split))
+    return table, OutputSplit(jax.typeof(x).sharding.mesh, rows, columns, tuple(of_x))

@@ -70,10 +70,10 @@ def linear_logits(
         https://arxiv.org/abs/2408.00118
     """
     x, table, bias, options = as_output_layer(x, table, bias, softcap, scale, pad_id)
-    array, layout = table, ON_ONE_DEVICE
+    array, split = table, ON_ONE_DEVICE
     if isinstance(table, Table):
-        array, layout = table._output_layout(x)
-    return _logits(layout, options, x, array, bias)
+        array, split = table._output_split(x)
+    return _logits(split, options, x, array, bias)
 
 
 class OutputOptions(NamedTuple):
@@ -118,7 +118,7 @@ def as_output_layer(x, table, bias, softcap, scale, pad_id):
     return x, table, bias, options
 
 
-def row_logits(options, layout, x, rows, bias):
+def row_logits(options, split, x, rows, bias):
     """The product of gathered x [..., d] with whole rows [rows, d], on one device.
 
     Returns:
@@ -140,8 +140,8 @@ def row_logits(options, layout, x, rows, bias):
     if options.softcap is not None:
         logits, factor = jnp.tanh(options.scale * logits / options.softcap), options.softcap
     size = rows.shape[0]
-    ids = index_along(layout.vocabulary) * size + jnp.arange(size, dtype=jnp.int32)
-    is_padded = devices_along(layout.mesh, layout.vocabulary) * size > options.vocab_size
+    ids = index_along(split.vocabulary) * size + jnp.arange(size, dtype=jnp.int32)
+    is_padded = devices_along(split.mesh, split.vocabulary) * size > options.vocab_size
     ids = jnp.expand_dims(ids, leading)
     is_inside = ids < options.vocab_size if is_padded else True
     if options.pad_id is not None:
@@ -150,14 +150,14 @@ def row_logits(options, layout, x, rows, bias):
 
 
 @compiled(0, 1)
-def _logits(layout, options, x, table, bias) -> Float[Array, "... v"]:
+def _logits(split, options, x, table, bias) -> Float[Array, "... v"]:
     """`linear_logits` of an array, which is padded if it is longer than the vocabulary."""
 
     def multiply(x, shard, bias):
-        x, rows = all_gather(x, layout.gathered), layout.exchange(shard, 0, 1)
-        logits, factor, _, is_inside = row_logits(options, layout, x, rows, bias)
+        x, rows = all_gather(x, split.gathered), split.exchange(shard, 0, 1)
+        logits, factor, _, is_inside = row_logits(options, split, x, rows, bias)
         return jnp.where(is_inside, factor * logits, jnp.finfo(logits.dtype).min / 2)
 
-    of_logits = PartitionSpec(*layout.tokens, layout.vocabulary)
-    multiply_all = layout.map(multiply, layout.specs(), of_logits)
-    return multiply_all(x, table, layout.split_bias(bias, table.shape[0]))
+    of_logits = PartitionSpec(*split.tokens, split.vocabulary)
+    multiply_all = split.map(multiply, split.specs(), of_logits)
+    return multiply_all(x, table, split.bias(bias, table.shape[0]))

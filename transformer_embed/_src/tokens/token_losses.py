@@ -18,7 +18,7 @@ from transformer_embed._src import arguments
 from transformer_embed._src.attention.token_positions import of_previous_token
 from transformer_embed._src.partitioning import all_gather
 from transformer_embed._src.tokens.losses import (
-    array_and_layout,
+    array_and_split,
     cut_into_chunks,
     join_chunks,
     losses_and_logit_gradients,
@@ -34,11 +34,11 @@ def token_losses(options, table, bias, batch):
     """
     dtype = arguments.compute_dtype(batch.x.dtype, table.dtype)
     x, labels, counted, weights = targets(options, batch, dtype)
-    array, layout = array_and_layout(x, table)
-    bias = layout.split_bias(bias, array.shape[0])
-    of_tokens = PartitionSpec(*layout.x[:-1])
-    run = functools.partial(_on_device, options, layout)
-    run_all = layout.map(run, (of_tokens, *layout.specs()), PartitionSpec(*layout.tokens))
+    array, split = array_and_split(x, table)
+    bias = split.bias(bias, array.shape[0])
+    of_tokens = PartitionSpec(*split.x[:-1])
+    run = functools.partial(_on_device, options, split)
+    run_all = split.map(run, (of_tokens, *split.specs()), PartitionSpec(*split.tokens))
     losses, entropies = run_all(labels, x, array, bias)
     losses = losses * nan_outside(options, labels, weights)
     if options.with_entropy:
@@ -49,16 +49,16 @@ def token_losses(options, table, bias, batch):
     return losses, entropies
 
 
-def _on_device(options, layout, labels, x, shard, bias):
+def _on_device(options, split, labels, x, shard, bias):
     """Each token's loss and entropy, on one of the devices."""
-    x, labels = (all_gather(values, layout.gathered) for values in (x, labels))
-    rows = layout.exchange(shard, 0, 1)
+    x, labels = (all_gather(values, split.gathered) for values in (x, labels))
+    rows = split.exchange(shard, 0, 1)
     # Carries the gradient of the rows, so that it is summed over the chunks in the wide dtype.
     wide_rows = rows.astype(arguments.compute_dtype(x.dtype, rows.dtype))
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def step(_, chunk):
-        return None, _of_chunk(options, layout, *chunk, rows, wide_rows, bias)
+        return None, _of_chunk(options, split, *chunk, rows, wide_rows, bias)
 
     chunks = cut_into_chunks(options.chunk_size, labels[..., None], x)
     _, values = jax.lax.scan(step, None, chunks)
@@ -67,16 +67,16 @@ def _on_device(options, layout, labels, x, shard, bias):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _of_chunk(options, layout, labels, x, rows, wide_rows, bias):
+def _of_chunk(options, split, labels, x, rows, wide_rows, bias):
     """Each token's loss and entropy [t, 1]. wide_rows are the rows; only they have a gradient."""
-    found = _unweighted(options, layout, labels, x, rows, wide_rows, bias)
+    found = _unweighted(options, split, labels, x, rows, wide_rows, bias)
     return found.losses, found.entropies
 
 
 @functools.partial(_of_chunk.defjvp, symbolic_zeros=True)
-def _of_chunk_jvp(options, layout, primals, tangents):
+def _of_chunk_jvp(options, split, primals, tangents):
     labels, x, rows, wide_rows, bias = primals
-    found = _unweighted(options, layout, labels, x, rows, wide_rows, bias)
+    found = _unweighted(options, split, labels, x, rows, wide_rows, bias)
     _, of_x, _, of_rows, of_bias = tangents
     multiply = functools.partial(jnp.einsum, "td,vd->tv", preferred_element_type=wide_rows.dtype)
     logit_tangents = jnp.zeros_like(found.gradients)
@@ -89,13 +89,13 @@ def _of_chunk_jvp(options, layout, primals, tangents):
 
     def tangent(gradients):
         of_rows = (gradients * logit_tangents).sum(-1, keepdims=True)
-        return jax.lax.psum(of_rows, layout.vocabulary)
+        return jax.lax.psum(of_rows, split.vocabulary)
 
     of_losses = found.factors * tangent(found.gradients)
     of_entropies = tangent(found.entropy_gradients) if options.with_entropy else None
     return (found.losses, found.entropies), (of_losses, of_entropies)
 
 
-def _unweighted(options, layout, labels, x, rows, wide_rows, bias):
+def _unweighted(options, split, labels, x, rows, wide_rows, bias):
     ones = jnp.ones(labels.shape, wide_rows.dtype)
-    return losses_and_logit_gradients(options, layout, rows, bias, (x, labels, ones))
+    return losses_and_logit_gradients(options, split, rows, bias, (x, labels, ones))

@@ -52,7 +52,7 @@ def pmean(grads: Tree, axis_name: Any) -> Tree:
     def mean(leaf: Any) -> Any:
         if not is_gradient(leaf):
             return jax.lax.pmean(leaf, axis_name)
-        if leaf.layout is not None:
+        if leaf.split is not None:
             want = "rows of a table that is whole on each device"
             raise arguments.type_error("grads", want, "those of an interleaved table")
         ids, values = sum_over_devices(leaf.ids, leaf.trusted_values(), leaf.vocab_size, axis_name)

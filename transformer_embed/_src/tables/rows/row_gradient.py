@@ -58,7 +58,7 @@ class RowGradient(SomeRows):
         ids: [k], integers, ascending and distinct; ids of vocab_size or above are padding.
         values: [k, d], the gradient of each row; zeros for padding.
         vocab_size: number of rows of the table.
-        layout: that of an interleaved table: on each device, ids count from the start of its shard.
+        split: that of an interleaved table: on each device, ids count from the start of its shard.
             None: of any other table.
 
     Raises:
@@ -81,7 +81,7 @@ class RowGradient(SomeRows):
     ids: Any
     values: Any
     vocab_size: int
-    layout: Any = None
+    split: Any = None
     fingerprint: Any = dataclasses.field(default=None, init=False, repr=False)
 
     def __post_init__(self):
@@ -93,10 +93,10 @@ class RowGradient(SomeRows):
     def __add__(self, other: "RowGradient") -> "RowGradient":
         """The sum; it has the rows of both."""
         is_same = isinstance(other, RowGradient) and self.shape == other.shape
-        if not is_same or self.layout != other.layout:
+        if not is_same or self.split != other.split:
             want = f"rows of the same table, {list(self.shape)}"
             raise arguments.type_error("grads", want, type(other).__name__)
-        size = self.vocab_size if self.layout is None else self.layout.shard
+        size = self.vocab_size if self.split is None else self.split.shard
 
         def sum_both(ids: list[Array], values: list[Array]) -> tuple[Array, Array]:
             return sum_rows(jnp.concatenate(ids), jnp.concatenate(values), size)
@@ -132,7 +132,7 @@ class RowGradient(SomeRows):
 
     def _on_shards(self, function: Callable) -> Callable:
         """A function of the rows, on each device of an interleaved table."""
-        return function if self.layout is None else self.layout.on_shards(function)
+        return function if self.split is None else self.split.on_shards(function)
 
 
 class _Left:
@@ -174,17 +174,17 @@ class _Ids:
 
 def _flatten(gradient: RowGradient) -> tuple[tuple[Any, Any], tuple]:
     leaves = gradient.values, gradient.fingerprint
-    return leaves, (_Ids(gradient.ids), gradient.vocab_size, gradient.layout)
+    return leaves, (_Ids(gradient.ids), gradient.vocab_size, gradient.split)
 
 
 def _unflatten(static: tuple, leaves: Sequence[Any]) -> RowGradient:
     """The gradient as it was, unchecked: leaves may be anything."""
-    (held, vocab_size, layout), (values, scaled) = static, leaves
+    (held, vocab_size, split), (values, scaled) = static, leaves
     ids, gradient = held.ids, object.__new__(RowGradient)
     is_known = isinstance(values, jax.Array) and not arguments.is_traced(values)
     if is_known and arguments.is_traced(ids) and _is_over(ids):
         ids = _Left()
-    fields = {"ids": ids, "values": values, "vocab_size": vocab_size, "layout": layout}
+    fields = {"ids": ids, "values": values, "vocab_size": vocab_size, "split": split}
     arguments.set_fields(gradient, fingerprint=scaled, **fields)
     return gradient
 
@@ -210,7 +210,7 @@ def _on_host(ids: Any) -> np.ndarray | None:
 
 def _check_ascending(gradient: RowGradient) -> None:
     """Raises a ValueError if the ids of a gradient made by hand, outside of jit, do not ascend."""
-    ids = _on_host(gradient.ids) if gradient.layout is None else None
+    ids = _on_host(gradient.ids) if gradient.split is None else None
     if ids is not None and (np.diff(ids.astype(np.int64), prepend=-1) <= 0).any():
         want = "row ids that ascend from 0 or above, each of them once"
         raise arguments.value_error("grads", want, str(ids.tolist())[:60])

@@ -27,56 +27,53 @@ from transformer_embed._src.partitioning import (
 )
 from transformer_embed._src.tables.rows.distinct_ids import distinct_rows
 from transformer_embed._src.tables.rows.gathered_rows import GatheredRows, as_taken
-from transformer_embed._src.tables.sharded.layout import Layout, RowReader
+from transformer_embed._src.tables.sharded.table_split import RowReader, TableSplit
 from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def gather_from_shards(
-    layout: Layout, array: Float[Array, "m c"], ids: Int32[Array, "..."]
+    split: TableSplit, array: Float[Array, "m c"], ids: Int32[Array, "..."]
 ) -> Float[Array, "... d"]:
     """The row of each id, which every shard looks up; zeros are added for those of the others."""
-    split, id_axes = layout.split(ids)
-    gathered = [tuple(axis for axis in axes if axis in layout.rows) for axes in split]
-    elsewhere = tuple(axis for axis in layout.rows if axis not in id_axes)
+    by_dimension, id_axes = split.axes_of(ids)
+    gathered = [tuple(axis for axis in axes if axis in split.rows) for axes in by_dimension]
+    elsewhere = tuple(axis for axis in split.rows if axis not in id_axes)
 
     def read(shard, ids):
-        slots = layout.slots(all_gather(ids, gathered)) - index_along(layout.rows) * len(shard)
+        slots = split.slots(all_gather(ids, gathered)) - index_along(split.rows) * len(shard)
         # Unsigned, for a negative index would count from the end.
         values = read_or_zero(shard, slots.astype(jnp.uint32)).astype(array.dtype)
         return reduce_scatter(jax.lax.psum(values, elsewhere), gathered)
 
-    in_specs = PartitionSpec(layout.rows, layout.columns), PartitionSpec(*split)
-    read_all = layout.map(read, in_specs, PartitionSpec(*split, layout.columns))
+    in_specs = PartitionSpec(split.rows, split.columns), PartitionSpec(*by_dimension)
+    read_all = split.map(read, in_specs, PartitionSpec(*by_dimension, split.columns))
     return read_all(arguments.widened(array), ids)
 
 
 def take_from_shards(
-    layout: Layout, array: Float[Array, "m d"], ids: Int32[Array, "..."], max_rows: int
+    split: TableSplit, array: Float[Array, "m d"], ids: Int32[Array, "..."], max_rows: int
 ) -> tuple[GatheredRows, Callable]:
     """The distinct rows of the whole batch, on every device."""
-    if layout.columns:
+    if split.columns:
         want = "rows over mesh axes, and whole columns"
-        raise arguments.value_error("table", want, layout.sharding.spec)
-    vocab_size = layout.order.vocab_size
-    distinct = functools.partial(distinct_rows, vocab_size=vocab_size, max_rows=max_rows)
-    # jax 0.6 has no rule for a scatter under explicit axes.
-    distinct_everywhere = layout.map(distinct, PartitionSpec(), PartitionSpec())
-    held = distinct_everywhere(replicated(ids, layout.mesh))
-    rows = gather_from_shards(layout._replace(batch_axes=()), array, held)
-    return as_taken(array, vocab_size, held, rows, RowReader(layout, (), array.dtype))
+        raise arguments.value_error("table", want, split.sharding.spec)
+    vocab_size = split.order.vocab_size
+    held = distinct_rows(replicated(ids, split.mesh), vocab_size, max_rows)
+    rows = gather_from_shards(split._replace(batch_axes=()), array, held)
+    return as_taken(array, vocab_size, held, rows, RowReader(split, (), array.dtype))
 
 
 def rows_of_this_shard(
-    layout: Layout, ids: Int32[Array, "k"], values: Float[Array, "k d"]
+    split: TableSplit, ids: Int32[Array, "k"], values: Float[Array, "k d"]
 ) -> tuple[Int32[Array, "k"], Float[Array, "k d"]]:
     """Inside shard_map, the rows of this shard among the ids, and their values.
 
     Rows count from the start of the shard; numbers past its end are padding.
     """
-    index, first = jnp.arange(len(ids), dtype=jnp.int32), index_along(layout.rows) * layout.shard
+    index, first = jnp.arange(len(ids), dtype=jnp.int32), index_along(split.rows) * split.shard
     # Those of earlier shards go to the end.
     order = (index + jnp.sum(ids < first, dtype=jnp.int32)) % len(ids)
     ids, values = ids[order], values[order]
-    here = (ids >= first) & (ids < jnp.minimum(first + layout.shard, layout.order.vocab_size))
-    return jnp.where(here, ids - first, layout.shard + index), values
+    here = (ids >= first) & (ids < jnp.minimum(first + split.shard, split.order.vocab_size))
+    return jnp.where(here, ids - first, split.shard + index), values

@@ -45,7 +45,7 @@ from transformer_embed._src.tables.rows.gathered_rows import (
 from transformer_embed._src.tables.rows.marks import with_marks, without_marks
 from transformer_embed._src.tables.rows.row_gradient import RowGradient
 from transformer_embed._src.tables.sharded.hops import Hop
-from transformer_embed._src.tables.sharded.layout import Layout, RowReader
+from transformer_embed._src.tables.sharded.table_split import RowReader, TableSplit
 from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 
 
@@ -74,59 +74,59 @@ class Sent:
 
 
 def gather_from_owners(
-    layout: Layout, array: Float[Array, "m d"], ids: Int32[Array, "..."]
+    split: TableSplit, array: Float[Array, "m d"], ids: Int32[Array, "..."]
 ) -> Float[Array, "... d"]:
     """The row of each id; each device asks for the distinct rows of its part of the ids.
 
     The gradient goes back the same way.
     """
-    rows, _ = take_from_owners(layout, arguments.widened(array), ids)
+    rows, _ = take_from_owners(split, arguments.widened(array), ids)
     return rows._gather_rows(ids).astype(array.dtype)
 
 
 def take_from_owners(
-    layout: Layout, array: Float[Array, "m d"], ids: Int32[Array, "..."], max_rows: int = 2**31
+    split: TableSplit, array: Float[Array, "m d"], ids: Int32[Array, "..."], max_rows: int = 2**31
 ) -> tuple[GatheredRows, Callable[[Array], RowGradient]]:
     """On each device, the distinct rows of its part of the ids; see `Table._take_rows`.
 
     The gradient has, on each device, the rows of its shard that were asked for.
     """
-    _, id_axes = layout.split(ids)
-    if not set(layout.rows) <= set(id_axes):
+    _, id_axes = split.axes_of(ids)
+    if not set(split.rows) <= set(id_axes):
         want = (
-            f"split over the mesh axes of the table's rows, {layout.rows}, to exchange them "
+            f"split over the mesh axes of the table's rows, {split.rows}, to exchange them "
             "(the batch must divide by the devices)"
         )
         got = f"shape {list(ids.shape)} split over {id_axes}"
         raise arguments.value_error("ids", want, got)
-    slots, values, sent, asked = _ask_owners(layout, max_rows, array, ids)
-    vocab_size = layout.order.vocab_size
+    slots, values, sent, asked = _ask_owners(split, max_rows, array, ids)
+    vocab_size = split.order.vocab_size
 
     def gradient(cotangent: Float[Array, "n d"]) -> RowGradient:
-        shard_rows, sums = _return_to_owners(layout, id_axes, sent, asked, cotangent)
-        return RowGradient(shard_rows, sums.astype(array.dtype), vocab_size, layout)
+        shard_rows, sums = _return_to_owners(split, id_axes, sent, asked, cotangent)
+        return RowGradient(shard_rows, sums.astype(array.dtype), vocab_size, split)
 
-    reader = RowReader(layout, id_axes, array.dtype)
+    reader = RowReader(split, id_axes, array.dtype)
     return GatheredRows(as_keys(slots), values, vocab_size, reader), gradient
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _ask_owners(
-    layout: Layout, max_rows: int, array: Float[Array, "m d"], ids: Int32[Array, "..."]
+    split: TableSplit, max_rows: int, array: Float[Array, "m d"], ids: Int32[Array, "..."]
 ) -> tuple[Array, Array, list[Sent], Array]:
     """On each device, the slots that it asks for, their rows in float32 or wider, and the marks.
 
     Also what it sent over each hop, and the rows of its shard that it is asked for.
     """
-    size, (split, id_axes) = layout.order.size, layout.split(ids)
-    devices = devices_along(layout.mesh, id_axes)
-    most = most_distinct(ids.size // devices, layout.order.vocab_size, max_rows)
-    hops = layout.hops(devices, most)
+    size, (by_dimension, id_axes) = split.order.size, split.axes_of(ids)
+    devices = devices_along(split.mesh, id_axes)
+    most = most_distinct(ids.size // devices, split.order.vocab_size, max_rows)
+    hops = split.hops(devices, most)
 
     def take(shard, ids):
-        slots = distinct_ascending(layout.slots(ids), size, most)
+        slots = distinct_ascending(split.slots(ids), size, most)
         sent, asked = _ask(hops, slots, size)
-        shard_rows = asked - index_along(layout.rows) * len(shard)
+        shard_rows = asked - index_along(split.rows) * len(shard)
         values = shard.at[shard_rows].get(
             mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True
         )
@@ -136,13 +136,13 @@ def _ask_owners(
         values = with_marks(arguments.widened(values))
         return slots, values, sent, known_after_reading(shard_rows, values)
 
-    in_specs = PartitionSpec(layout.rows), PartitionSpec(*split)
-    return layout.map(take, in_specs, PartitionSpec(id_axes))(array, ids)
+    in_specs = PartitionSpec(split.rows), PartitionSpec(*by_dimension)
+    return split.map(take, in_specs, PartitionSpec(id_axes))(array, ids)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _return_to_owners(
-    layout: Layout,
+    split: TableSplit,
     id_axes: Axes,
     sent: Sequence[Sent],
     asked: Int32[Array, "m"],
@@ -150,7 +150,7 @@ def _return_to_owners(
 ) -> tuple[Int32[Array, "m"], Float[Array, "m d"]]:
     """On each device, the rows of its shard that were asked for, and the sum of their gradients."""
     # Devices along these axes hold the same rows.
-    replicas = tuple(axis for axis in id_axes if axis not in layout.rows)
+    replicas = tuple(axis for axis in id_axes if axis not in split.rows)
 
     def send(sent, shard_rows, gradient):
         sums = _return(sent, without_marks(gradient))
@@ -158,16 +158,16 @@ def _return_to_owners(
             shard_rows, sums = (
                 jax.lax.all_gather(array, replicas, tiled=True) for array in (shard_rows, sums)
             )
-            shard_rows, sums = sum_rows(shard_rows, sums, layout.shard)
+            shard_rows, sums = sum_rows(shard_rows, sums, split.shard)
         return shard_rows, sums
 
     # Unchecked: shard_map cannot infer that gathered values are equal along the axis that they were
     # gathered over.
     send_all = jax.shard_map(
         send,
-        mesh=layout.mesh,
+        mesh=split.mesh,
         in_specs=PartitionSpec(id_axes),
-        out_specs=PartitionSpec(layout.rows),
+        out_specs=PartitionSpec(split.rows),
         check_vma=False,
     )
     return send_all(sent, asked, gradient)

@@ -66,20 +66,20 @@ def exchange_load(table: Sharded, ids: ArrayLike, *, max_rows: int | None = None
         ([2], 0)
     """
     array = arguments.on_host("ids", arguments.as_int32("ids", ids))
-    layout = table.layout
-    if not layout.order.is_interleaved:
+    split = table.split
+    if not split.order.is_interleaved:
         want = "an interleaved table (see `interleave` of shard_params)"
         raise arguments.value_error("table", want, "a contiguous table")
-    batch = layout.batch_axes
-    devices = devices_along(layout.mesh, batch)
+    batch = split.batch_axes
+    devices = devices_along(split.mesh, batch)
     if array.shape[0] % devices:
         want = f"a first dimension that {devices} devices divide"
         raise arguments.value_error("ids", want, f"shape {list(array.shape)}")
     most = 2**31 if max_rows is None else arguments.integer("max_rows", max_rows, at_least=1)
-    asked = most_distinct(array.size // devices, layout.order.vocab_size, most)
-    slots = [np.unique(layout.slots(part)) for part in array.reshape(devices, -1)]
+    asked = most_distinct(array.size // devices, split.order.vocab_size, most)
+    slots = [np.unique(split.slots(part)) for part in array.reshape(devices, -1)]
     held = [part[:asked] for part in slots]
-    rows, dropped = simulate(layout.hops(devices, asked), held, dict(layout.mesh.shape), batch)
+    rows, dropped = simulate(split.hops(devices, asked), held, dict(split.mesh.shape), batch)
     return ExchangeLoad(rows, dropped + sum(len(part[asked:]) for part in slots))
 
 

@@ -15,9 +15,9 @@ from jaxtyping import Array
 from transformer_embed._src import arguments
 from transformer_embed._src.partitioning import Axes, devices_along, spec_axes
 from transformer_embed._src.tables.rows.gathered_rows import is_leaf
-from transformer_embed._src.tables.sharded.layout import Layout
 from transformer_embed._src.tables.sharded.row_order import RowOrder
 from transformer_embed._src.tables.sharded.table import Sharded, put, sharded
+from transformer_embed._src.tables.sharded.table_split import TableSplit
 
 TABLES = "*embeddings"
 VIRTUAL_SHARDS = 4096
@@ -185,10 +185,10 @@ class _Placement(NamedTuple):
         elif not isinstance(leaf, jax.ShapeDtypeStruct):
             rows = np.asarray(leaf)
         if is_rows:
-            return sharded(rows, self.layout(name, shape[0], sharding))
+            return sharded(rows, self.split_of(name, shape[0], sharding))
         return put(rows, shape, sharding, lambda index: rows[index])
 
-    def layout(self, name: str, vocab_size: int, sharding: NamedSharding) -> Layout:
+    def split_of(self, name: str, vocab_size: int, sharding: NamedSharding) -> TableSplit:
         """How a table lies on the mesh."""
         rows, columns = spec_axes(sharding.spec, 2)
         parts, axes = devices_along(self.mesh, rows + columns), self.mesh.axis_names
@@ -211,7 +211,7 @@ class _Placement(NamedTuple):
         else:
             order = RowOrder(vocab_size, self.virtual_shards)
         batch_axes = axes if self.batch_axes is None else self.batch_axes
-        return Layout(order, sharding, batch_axes, self.capacity)
+        return TableSplit(order, sharding, batch_axes, self.capacity)
 
 
 def _draw(init: Callable, rng: Array, mesh: Mesh, targets: Any) -> Any:
@@ -226,15 +226,13 @@ def _draw(init: Callable, rng: Array, mesh: Mesh, targets: Any) -> Any:
     def to_array(rows: Array, target: Any) -> Any:
         if not isinstance(target, Sharded):
             return rows
-        layout = target.layout
-        return Sharded(layout.order.to_array(rows, automatic, layout.rows), layout)
+        split = target.split
+        return Sharded(split.order.to_array(rows, automatic, split.rows), split)
 
     # A key's type contains the explicit axes of the surrounding mesh; its data on the host does
     # not.
     numbers, kind = np.asarray(jax.random.key_data(rng)), jax.random.key_impl(rng)
-    # jax 0.6 has the context under another name.
-    set_mesh = getattr(jax, "set_mesh", None) or getattr(jax.sharding, "use_mesh")  # noqa: B009
-    with set_mesh(automatic):
+    with jax.set_mesh(automatic):
         draw = jax.jit(
             lambda key: jax.tree.map(to_array, init(key), targets), out_shardings=shardings
         )

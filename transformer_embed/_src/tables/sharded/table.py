@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.partitioning import (
-    OutputLayout,
+    OutputSplit,
     array_axes,
     on_every_device,
     reshard,
@@ -27,11 +27,11 @@ from transformer_embed._src.tables.sharded.contiguous import (
     take_from_shards,
 )
 from transformer_embed._src.tables.sharded.exchange import gather_from_owners, take_from_owners
-from transformer_embed._src.tables.sharded.layout import Layout
+from transformer_embed._src.tables.sharded.table_split import TableSplit
 from transformer_embed._src.tokens.lookup import Table
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["layout"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["split"])
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sharded(Table):
     """A sharded table, as a leaf of a parameter tree.
@@ -52,7 +52,7 @@ class Sharded(Table):
         array: [padded vocab_size, d], or [padded vocab_size] for optimizer state with one number
             for each row. A contiguous table is padded to a multiple of 128 rows, so a checkpoint of
             it can be restored on every mesh whose devices along its axes divide 128.
-        layout: how it lies on the mesh; see `shard_params`.
+        split: how it lies on the mesh; see `shard_params`.
 
     Example:
         >>> import jax, numpy as np
@@ -73,12 +73,12 @@ class Sharded(Table):
     """
 
     array: Any
-    layout: Any
+    split: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
         """(vocab_size, d), without the padding."""
-        return (self.layout.order.vocab_size, *self.array.shape[1:])
+        return (self.split.order.vocab_size, *self.array.shape[1:])
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -88,7 +88,7 @@ class Sharded(Table):
     @property
     def sharding(self) -> NamedSharding:
         """That of the array."""
-        return self.layout.sharding
+        return self.split.sharding
 
     def _gather_rows(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
         """See `Table`; split as the ids are, then as the columns are.
@@ -96,33 +96,33 @@ class Sharded(Table):
         An exchange needs ids that are split over the rows' axes; others are looked up in all
         shards.
         """
-        layout = self.layout
-        by_exchange = layout.order.is_interleaved and set(layout.rows) <= set(layout.split(ids)[1])
+        split = self.split
+        by_exchange = split.order.is_interleaved and set(split.rows) <= set(split.axes_of(ids)[1])
         gather = gather_from_owners if by_exchange else gather_from_shards
-        return gather(layout, self.array, ids)
+        return gather(split, self.array, ids)
 
-    def _output_layout(self, x: Float[Array, "... d"]) -> tuple[Array, OutputLayout]:
+    def _output_split(self, x: Float[Array, "... d"]) -> tuple[Array, OutputSplit]:
         """See `Table`."""
-        layout = self.layout
-        if layout.order.is_interleaved:
+        split = self.split
+        if split.order.is_interleaved:
             want = "rows in vocabulary order for a tied output layer: leave it out of `interleave`"
             raise arguments.type_error("table", want, "an interleaved table")
-        split = array_axes(layout.mesh, layout.batch_axes, x, x.ndim - 1)
-        return self.array, OutputLayout(layout.mesh, layout.rows, layout.columns, tuple(split))
+        of_x = array_axes(split.mesh, split.batch_axes, x, x.ndim - 1)
+        return self.array, OutputSplit(split.mesh, split.rows, split.columns, tuple(of_x))
 
     def _take_rows(
         self, ids: Int32[Array, "..."], max_rows: int
     ) -> tuple[GatheredRows, Callable[[Array], RowGradient]]:
         """See `Table`."""
-        take = take_from_owners if self.layout.order.is_interleaved else take_from_shards
-        return take(self.layout, self.array, ids, max_rows)
+        take = take_from_owners if self.split.order.is_interleaved else take_from_shards
+        return take(self.split, self.array, ids, max_rows)
 
     def _update_rows(
         self, step: Callable, shared: Any, gradient: RowGradient, states: Sequence[Any]
     ) -> list["Sharded"]:
         """See `Table`; each shard updates its own rows. Nothing is sent."""
-        layout, is_owned = self.layout, self.layout.order.is_interleaved
-        if is_owned and gradient.layout != layout:
+        split, is_owned = self.split, self.split.order.is_interleaved
+        if is_owned and gradient.split != split:
             want = (
                 "the gradient of an interleaved table as `value_and_grad` returns it: each device "
                 "has those of its own rows"
@@ -132,16 +132,16 @@ class Sharded(Table):
         def update_shard(shared, scaled, ids, values, shards):
             is_right = fits(ids, scaled)
             if not is_owned:
-                ids, values = rows_of_this_shard(layout, ids, values)
+                ids, values = rows_of_this_shard(split, ids, values)
             return step(shared, is_right, ids, values, shards)
 
-        by_owner = PartitionSpec(layout.rows)
+        by_owner = PartitionSpec(split.rows)
         gradient_spec = by_owner if is_owned else PartitionSpec()
         # The state has the table's rows, but not always its columns, nor its sharding.
-        sharding = NamedSharding(layout.mesh, by_owner)
+        sharding = NamedSharding(split.mesh, by_owner)
         arrays = [self.array, *(reshard(state.array, sharding) for state in states)]
         in_specs = PartitionSpec(), gradient_spec, gradient_spec, gradient_spec, by_owner
-        update_all = layout.map(update_shard, in_specs, by_owner)
+        update_all = split.map(update_shard, in_specs, by_owner)
         # As shard_map does under automatic axes. XLA drops the all-gather of what is not used.
         shared = jax.tree.map(on_every_device, shared)
         written = update_all(shared, gradient.fingerprint, gradient.ids, gradient.values, arrays)
@@ -152,21 +152,21 @@ class Sharded(Table):
         """All rows, on the host, or their shape. This process must be able to see all shards."""
         if isinstance(self.array, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(self.shape, self.dtype)
-        return self.layout.order.from_array(np.asarray(self.array))
+        return self.split.order.from_array(np.asarray(self.array))
 
     _whole_rows = in_vocabulary_order
 
     def _with_rows(self, rows: Any) -> "Sharded":
         """See `Table`."""
-        order = self.layout.order._replace(vocab_size=len(rows))
-        return sharded(rows, self.layout._replace(order=order))
+        order = self.split.order._replace(vocab_size=len(rows))
+        return sharded(rows, self.split._replace(order=order))
 
 
-def sharded(rows: Any, layout: Layout) -> Sharded:
+def sharded(rows: Any, split: TableSplit) -> Sharded:
     """A table with these rows, which are in vocabulary order, or with the shape of its array."""
-    shape = (layout.order.size, *rows.shape[1:])
-    block = functools.partial(layout.order.block, rows)
-    return Sharded(put(rows, shape, layout.sharding, block), layout)
+    shape = (split.order.size, *rows.shape[1:])
+    block = functools.partial(split.order.block, rows)
+    return Sharded(put(rows, shape, split.sharding, block), split)
 
 
 def put(rows: Any, shape: tuple[int, ...], sharding: NamedSharding, block: Callable) -> Any:

@@ -20,7 +20,7 @@ from transformer_embed._src.tables.sharded.hops import Hop, plan_hops
 from transformer_embed._src.tables.sharded.row_order import RowOrder
 
 
-class Layout(NamedTuple):
+class TableSplit(NamedTuple):
     """A table on a mesh, without its rows; static.
 
     Args:
@@ -57,7 +57,7 @@ class Layout(NamedTuple):
         """Rows of a device's shard."""
         return self.order.size // devices_along(self.mesh, self.rows)
 
-    def split(self, ids: Int32[Array, "..."]) -> tuple[tuple[Axes, ...], Axes]:
+    def axes_of(self, ids: Int32[Array, "..."]) -> tuple[tuple[Axes, ...], Axes]:
         """The mesh axes that each dimension of the ids is split over, and all of them."""
         axes = array_axes(self.mesh, self.batch_axes, ids, ids.ndim)
         return tuple(axes), sum(axes, ())
@@ -87,12 +87,12 @@ class RowReader(NamedTuple):
     """How the rows of a sharded table are read, as `GatheredRows` asks; static.
 
     Args:
-        layout: that of the table.
+        split: that of the table.
         holders: the mesh axes along which devices hold different rows; none if all hold the same.
         dtype: that of the table.
     """
 
-    layout: Layout
+    split: TableSplit
     holders: Axes
     dtype: Any
 
@@ -104,13 +104,13 @@ class RowReader(NamedTuple):
 
         If devices hold different rows, ids are split as the batch is.
         """
-        split, _ = self.layout.split(ids)
+        by_dimension, _ = self.split.axes_of(ids)
 
         def read(held, values, ids):
-            return rows_of_ids(held, values, self.layout.slots(ids))
+            return rows_of_ids(held, values, self.split.slots(ids))
 
         by_holder = PartitionSpec(self.holders)
-        in_specs = by_holder, by_holder, PartitionSpec(*split)
-        read_all = self.layout.map(read, in_specs, PartitionSpec(*split, ()))
+        in_specs = by_holder, by_holder, PartitionSpec(*by_dimension)
+        read_all = self.split.map(read, in_specs, PartitionSpec(*by_dimension, ()))
         # Gradients are summed over devices before they are rounded.
         return read_all(held, arguments.widened(values), ids)
