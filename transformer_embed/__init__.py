@@ -14,13 +14,11 @@ from transformer_embed._src.attention.token_order import check_order
 from transformer_embed._src.attention.token_positions import TokenPositions
 from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
 from transformer_embed._src.layers.embedder import Embedder
-from transformer_embed._src.layers.modules import (
-    PositionalEncoding,
-    RelativePositionBias,
-    TokenEmbedding,
-    TransformerEmbedding,
-)
+from transformer_embed._src.layers.positional_encoding import PositionalEncoding
+from transformer_embed._src.layers.relative_position_bias import RelativePositionBias
 from transformer_embed._src.layers.resizing import resize_positions, resize_vocabulary
+from transformer_embed._src.layers.token_embedding import TokenEmbedding
+from transformer_embed._src.layers.transformer_embedding import TransformerEmbedding
 from transformer_embed._src.positions.relative_bias import (
     alibi_bias,
     alibi_slopes,

@@ -12,12 +12,12 @@ from jaxtyping import Array, Float
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.layers.config import EmbedderConfig
-from transformer_embed._src.layers.modules import (
-    Params,
+from transformer_embed._src.layers.parameters import Params
+from transformer_embed._src.layers.token_embedding import output_arguments
+from transformer_embed._src.layers.transformer_embedding import (
     TransformerEmbedding,
     init_params,
     layer_paths,
-    output_arguments,
 )
 from transformer_embed._src.tokens.cross_entropy import linear_cross_entropy
 from transformer_embed._src.tokens.log_probs import linear_log_probs

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
-from transformer_embed._src.layers.modules import Params, table_path
+from transformer_embed._src.layers.parameters import Params, table_path
 from transformer_embed._src.tokens.lookup import Table
 
 

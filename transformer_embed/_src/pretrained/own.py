@@ -17,7 +17,8 @@ import numpy as np
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
 from transformer_embed._src.layers.embedder import ROOT, Params
-from transformer_embed._src.layers.modules import layer_paths, table_path
+from transformer_embed._src.layers.parameters import table_path
+from transformer_embed._src.layers.transformer_embedding import layer_paths
 from transformer_embed._src.positions.rotary_scaling import Scaling
 from transformer_embed._src.positions.schemes import Scheme
 from transformer_embed._src.pretrained.architecture import BIAS, LOGITS_BIAS, TOKENS

@@ -11,7 +11,7 @@ from jaxtyping import Array
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.embedder import Embedder, Params
-from transformer_embed._src.layers.modules import RelativePositionBias
+from transformer_embed._src.layers.relative_position_bias import RelativePositionBias
 from transformer_embed._src.positions.relative_bias import alibi_bias
 from transformer_embed._src.pretrained import rope
 from transformer_embed._src.pretrained.architecture import WIDEN

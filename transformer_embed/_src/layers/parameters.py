@@ -1,0 +1,69 @@
+"""The parameters of a module: how they are made, read and found in a tree."""
+
+import contextlib
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import haiku as hk
+import jax.numpy as jnp
+
+from transformer_embed._src import arguments
+from transformer_embed._src.tokens.lookup import Table
+
+Initializer = hk.initializers.Initializer
+Params = Mapping[str, Mapping[str, Any]]
+
+
+def as_initializer(w_init: Initializer | None, default: Initializer) -> Initializer:
+    if w_init is None:
+        return default
+    want = "a function of a shape and a dtype, such as hk.initializers.RandomNormal()"
+    return arguments.instance("w_init", w_init, Callable, want)
+
+
+def parameter(
+    shape: Sequence[int], dtype: Any, w_init: Initializer, name: str = "embeddings"
+) -> Any:
+    """A parameter of the module that calls."""
+    return arguments.native(name, hk.get_parameter(name, shape, dtype, w_init))
+
+
+@contextlib.contextmanager
+def parameters_from(initial: Mapping[str, Mapping] | None) -> Iterator[None]:
+    """Creates parameters with the initial values, and reads them as native arrays.
+
+    (Not a method: a mixed-precision policy casts what methods of modules return.)
+    """
+
+    def create(create_default, shape, dtype, init, context):
+        if initial is None:
+            return create_default(shape, dtype, init)
+        path, name = context.full_name.rsplit("/", 1)
+        value = initial[module_name(path)][name]
+        if isinstance(value, Table) and value.dtype == dtype:
+            return value
+        return jnp.asarray(value, dtype)
+
+    def read(read_default, value, context):
+        return read_default(arguments.native(context.full_name, value))
+
+    with hk.custom_creator(create), hk.custom_getter(read):  # pyright: ignore[reportArgumentType]
+        yield
+
+
+def table_path(name: str, params: Params, module: str) -> str:
+    """The path of the one module of this name that has a table, at any depth of a tree."""
+    paths = [
+        path
+        for path, leaves in sorted(params.items())
+        if module_name(path) == module and "embeddings" in leaves
+    ]
+    if len(paths) != 1:
+        got = " and ".join(paths) or f"none among {reprlib.repr(sorted(params))}"
+        raise arguments.value_error(name, f"one {module} with embeddings", got)
+    return paths[0]
+
+
+def module_name(path: str) -> str:
+    return path.rsplit("/", 1)[-1]

@@ -1,0 +1,162 @@
+"""Position encodings added to embeddings, then dropout."""
+
+import functools
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from transformer_embed._src import arguments
+from transformer_embed._src.array_types import ArrayLike, DTypeLike
+from transformer_embed._src.layers.parameters import Initializer, as_initializer, parameter
+from transformer_embed._src.positions.schemes import (
+    SCHEMES,
+    Learned,
+    Scheme,
+    Sinusoidal,
+    SinusoidalGrid,
+)
+from transformer_embed._src.tokens.dropout import dropout
+from transformer_embed._src.tokens.lookup import OUT_OF_RANGE, lookup
+
+
+class PositionalEncoding(hk.Module):
+    """Adds the encodings of positions to embeddings, then applies dropout.
+
+    Sinusoidal encodings have no parameters. Learned ones are the parameter `embeddings`, [max_len,
+    d_model].
+
+    Args:
+        scheme: `Sinusoidal(...)`, `SinusoidalGrid(...)` or `Learned(max_len=...)`.
+        d_model: channels, at least 1.
+        dropout_rate: in [0, 1).
+        out_of_range: `"nan"`, `"clip"` or `"zero"`, for positions outside the table of learned
+            ones; see `lookup`. (A length beyond the table is an error, because it is known while
+            tracing.)
+        w_init: initialiser of learned positions. None: normal with standard deviation 0.02, as in
+            BERT and GPT-2.
+        param_dtype: of learned positions.
+        name: of the module. None: `learned_positional_encoding` or `positional_encoding`.
+
+    Raises:
+        ValueError: an argument is out of range; w_init is given for a scheme without parameters;
+            when called, the length is beyond the table or grid of the scheme.
+
+    Example:
+        >>> import haiku as hk, jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> scheme = te.Sinusoidal()
+        >>> encode = hk.transform(lambda x: te.PositionalEncoding(scheme, 8)(x, is_training=False))
+        >>> encode.apply({}, None, jnp.zeros([2, 5, 8])).shape
+        (2, 5, 8)
+
+    Source:
+        Vaswani et al., "Attention Is All You Need" (2017), sections 3.5 and 5.4,
+        https://arxiv.org/abs/1706.03762. Learned positions: Gehring et al., "Convolutional Sequence
+        to Sequence Learning" (2017), section 3.1, https://arxiv.org/abs/1705.03122
+    """
+
+    def __init__(
+        self,
+        scheme: Sinusoidal | SinusoidalGrid | Learned,
+        d_model: int,
+        *,
+        dropout_rate: float = 0.1,
+        out_of_range: str = "nan",
+        w_init: Initializer | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        name: str | None = None,
+    ):
+        arguments.instance("scheme", scheme, Scheme, SCHEMES)
+        super().__init__(name=name or scheme._module_name)
+        if scheme._table_length() is None:
+            arguments.check_left_out("w_init", w_init, "the scheme has no parameters")
+        self.scheme = scheme
+        self.d_model = arguments.size("d_model", d_model)
+        scheme._check(self.d_model)
+        self.dropout_rate = arguments.rate("dropout_rate", dropout_rate)
+        self.out_of_range = arguments.choice("out_of_range", out_of_range, OUT_OF_RANGE)
+        self.w_init = as_initializer(w_init, hk.initializers.RandomNormal(stddev=0.02))
+        self.param_dtype = arguments.floating_dtype("param_dtype", param_dtype)
+
+    def __call__(
+        self, x: ArrayLike, *, is_training: bool, positions: ArrayLike | None = None
+    ) -> Float[Array, "... t d"]:
+        """Adds the encodings in float32, rounds once to x's dtype, then applies dropout.
+
+        Dropout needs is_training=True.
+
+        Args:
+            x: [..., length, d_model], a floating dtype.
+            is_training: a Python bool. True needs a key unless dropout_rate is 0; False uses none.
+            positions: [length], or more axes that broadcast to x's leading ones; integers, or
+                float32 if they are sinusoidal. None: counted from the scheme's `start`. (Required
+                for a scheme with `pad_id` or `at_padding`: x does not show what is padding.)
+
+        Returns:
+            [..., length, d_model] of x's dtype.
+        """
+        arguments.flag("is_training", is_training)
+        x = arguments.as_floats("x", x)
+        if x.ndim < 2 or x.shape[-1] != self.d_model:
+            raise arguments.value_error(
+                "x", f"shape [..., length, d_model = {self.d_model}]", f"shape {list(x.shape)}"
+            )
+        if positions is None:
+            if (self.scheme.pad_id, self.scheme.at_padding) != (None, None):
+                want = "an array, since x does not show what is padding"
+                raise arguments.value_error("positions", want, "None")
+            positions = self.scheme._counted("x", x.shape[-2])
+        encoding = self._broadcast_encoding(positions, x.shape[:-1], "x's tokens")
+        total = (arguments.widened(x) + encoding).astype(x.dtype)
+        return apply_dropout(total, self.dropout_rate, is_training)
+
+    def encoding(self, positions: ArrayLike) -> Float[Array, "... d"]:
+        """The encodings [..., d_model] of positions [...], in float32 or wider."""
+        rows = self.scheme._table_length()
+        if rows is None:
+            return self.scheme._encoding(positions, self.d_model)
+        table = parameter((rows, self.d_model), self.param_dtype, self.w_init)
+        positions = arguments.as_int32("positions", positions)
+        return arguments.widened(lookup(table, positions, out_of_range=self.out_of_range))
+
+    def _broadcast_encoding(
+        self, positions: ArrayLike, shape: tuple[int, ...], tokens: str
+    ) -> Float[Array, "... d"]:
+        """The encodings of positions, broadcast to the shape of the tokens."""
+        positions = arguments.as_array("positions", positions)
+        arguments.check_ends_in_length("positions", positions.shape, shape, tokens)
+        encoding = self.encoding(positions)
+        if positions.ndim == 1 and any(size != 1 for size in shape[:-1]):
+            encoding = _fusion_barrier(encoding)
+        return expanded_to_rank(encoding, len(shape) + 1)
+
+
+def expanded_to_rank(x: Float[Array, "..."], rank: int) -> Float[Array, "..."]:
+    """The same values with leading axes of size 1, for sums under strict rank promotion."""
+    return x if x.ndim == rank else jax.lax.expand_dims(x, range(rank - x.ndim))
+
+
+def _fusion_barrier(rows: Float[Array, "t d"]) -> Float[Array, "t d"]:
+    """The same rows, computed once.
+
+    On a CPU, XLA would fuse their computation into the sum and repeat it for each batch row; it
+    cannot fuse through a gather.
+    """
+    # Under explicit mesh axes that split the rows, the gather would need a sharding.
+    if any(jax.typeof(rows).sharding.spec):
+        return rows
+    every_row = jnp.arange(rows.shape[0], dtype=jnp.int32)
+    gather = functools.partial(jnp.take, indices=every_row, axis=0, mode="clip")
+    return jax.lax.platform_dependent(rows, cpu=gather, default=lambda rows: rows)
+
+
+def apply_dropout(x: Float[Array, "..."], rate: float, is_training: bool) -> Float[Array, "..."]:
+    if not is_training or rate == 0:
+        return x
+    rng = hk.maybe_next_rng_key()
+    if rng is None:
+        want = "a key, to train with dropout (pass is_training=False to evaluate)"
+        raise arguments.value_error("rng", want, "None")
+    return dropout(rng, rate, x)

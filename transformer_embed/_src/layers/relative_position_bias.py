@@ -1,0 +1,87 @@
+"""T5's learned bias of attention logits, as a module."""
+
+import haiku as hk
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from transformer_embed._src import arguments
+from transformer_embed._src.array_types import ArrayLike, DTypeLike
+from transformer_embed._src.layers.parameters import Initializer, as_initializer, parameter
+from transformer_embed._src.positions.relative_bias import relative_position_buckets
+from transformer_embed._src.tokens.lookup import lookup
+
+
+class RelativePositionBias(hk.Module):
+    """T5's learned bias of attention logits: a number for each head and bucket of distances.
+
+    The numbers are the parameter `embeddings`, [num_buckets, num_heads], as in transformers; T5X
+    has the transpose. T5 shares one module between all layers of a stack, and adds the bias to
+    logits that are not divided by sqrt(head_dim).
+
+    Args:
+        num_heads: at least 1.
+        num_buckets: as in `relative_position_buckets`.
+        max_distance: as in `relative_position_buckets`.
+        bidirectional: True in an encoder, False in a causal decoder; see
+            `relative_position_buckets`.
+        w_init: initialiser of the table. None: uniform with variance 1 / fan_avg, as in T5X.
+        param_dtype: of the table.
+        dtype: of the result. None: the dtype of the table, after a Haiku mixed-precision policy has
+            cast it.
+        name: of the module.
+
+    Raises:
+        ValueError: a number below 1; when called, as `relative_position_buckets`.
+
+    Example:
+        >>> import haiku as hk, jax
+        >>> import transformer_embed as te
+        >>> bias = hk.without_apply_rng(hk.transform(lambda q, k: te.RelativePositionBias(8)(q, k)))
+        >>> params = bias.init(jax.random.key(0), range(5), range(5))
+        >>> bias.apply(params, [4], range(5)).shape
+        (1, 8, 1, 5)
+
+    Source:
+        Raffel et al., "T5" (2020), section 2.1, https://arxiv.org/abs/1910.10683
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        *,
+        num_buckets: int = 32,
+        max_distance: int = 128,
+        bidirectional: bool = True,
+        w_init: Initializer | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        dtype: DTypeLike | None = None,
+        name: str | None = None,
+    ):
+        super().__init__(name=name)
+        self.num_heads = arguments.size("num_heads", num_heads)
+        self.num_buckets = arguments.size("num_buckets", num_buckets)
+        self.max_distance = arguments.size("max_distance", max_distance)
+        self.bidirectional = arguments.flag("bidirectional", bidirectional)
+        default = hk.initializers.VarianceScaling(1.0, "fan_avg", "uniform")
+        self.w_init = as_initializer(w_init, default)
+        self.param_dtype = arguments.floating_dtype("param_dtype", param_dtype)
+        self.dtype = dtype if dtype is None else arguments.floating_dtype("dtype", dtype)
+
+    def __call__(
+        self, query_positions: ArrayLike, key_positions: ArrayLike
+    ) -> Float[Array, "b h t s"]:
+        """The bias [B or 1, num_heads, T, S] of `dtype`.
+
+        Positions are [T] or [B, T], and [S] or [B, S].
+        """
+        buckets = relative_position_buckets(
+            query_positions,
+            key_positions,
+            num_buckets=self.num_buckets,
+            max_distance=self.max_distance,
+            bidirectional=self.bidirectional,
+        )
+        table = parameter((self.num_buckets, self.num_heads), self.param_dtype, self.w_init)
+        # A bucket is never out of range, and "clip" skips the check.
+        bias = jnp.moveaxis(lookup(table, buckets, out_of_range="clip"), -1, 1)
+        return bias if self.dtype is None else bias.astype(self.dtype)

@@ -1,0 +1,190 @@
+"""Token ids as rows of a table, and the output layer over it."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import haiku as hk
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from transformer_embed._src import arguments
+from transformer_embed._src.array_types import ArrayLike, DTypeLike
+from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
+from transformer_embed._src.layers.parameters import Initializer, as_initializer, parameter
+from transformer_embed._src.tokens.cross_entropy import linear_cross_entropy
+from transformer_embed._src.tokens.log_probs import linear_log_probs
+from transformer_embed._src.tokens.lookup import lookup
+from transformer_embed._src.tokens.output_layer import linear_logits
+
+
+class TokenEmbedding(hk.Module):
+    """Embeds token ids as rows of a table times sqrt(d_model), with an output layer.
+
+    The table is the parameter `embeddings`, [vocab_size, d_model], as in hk.Embed, so checkpoints
+    of hk.Embed can be loaded. `logits` and `cross_entropy` read it too, or the parameters that
+    `output` adds.
+
+    Args:
+        vocab_size: number of rows, at least 1.
+        d_model: width of a row, at least 1.
+        scale: True multiplies rows by sqrt(d_model), False by 1, and a number above 0 by that
+            number (Granite's multiplier). The product is in float32, so the factor is never rounded
+            to 16 bits.
+        pad_id: the id of padding. Its row reads as zeros and gets no gradient, whatever the
+            initialiser or weight decay do, and it is never predicted. It may be outside the
+            vocabulary. None: no padding.
+        out_of_range: `"nan"`, `"clip"` or `"zero"`; see `lookup`.
+        lookup_style: `"gather"` or `"one_hot"`; see `lookup`.
+        output: the output layer; see `OutputLayer`. None: `logits` and `cross_entropy` raise an
+            error. A str: they raise it with this reason.
+        w_init: initialiser of the table. None: normal, scaled so that the module's outputs have
+            unit variance.
+        param_dtype: of the parameters.
+        dtype: of the result. None: the dtype of the table, after a Haiku mixed-precision policy has
+            cast it.
+        name: of the module.
+
+    Raises:
+        ValueError: a size below 1, an unknown out_of_range or lookup_style.
+
+    Example:
+        >>> import haiku as hk, jax
+        >>> import transformer_embed as te
+        >>> embed = hk.without_apply_rng(hk.transform(lambda ids: te.TokenEmbedding(100, 64)(ids)))
+        >>> params = embed.init(jax.random.key(0), [[1, 2, 3]])
+        >>> embed.apply(params, [[1, 2, 3]]).shape
+        (1, 3, 64)
+
+    Source:
+        Vaswani et al., "Attention Is All You Need" (2017), section 3.4,
+        https://arxiv.org/abs/1706.03762
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_model: int,
+        *,
+        scale: bool | float = True,
+        pad_id: int | None = None,
+        out_of_range: str = "nan",
+        lookup_style: str = "gather",
+        output: OutputLayer | str | None = OutputLayer(),
+        w_init: Initializer | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        dtype: DTypeLike | None = None,
+        name: str | None = None,
+    ):
+        super().__init__(name=name)
+        self.config = EmbedderConfig(
+            vocab_size,
+            d_model,
+            scheme=None,
+            scale=scale,
+            pad_id=pad_id,
+            out_of_range=out_of_range,
+            lookup_style=lookup_style,
+            param_dtype=param_dtype,
+            dtype=dtype,
+            output=output,
+        )
+        scale = self.config.scale
+        # A scale of False is a factor of 1.
+        self.factor = math.sqrt(self.config.d_model) if scale is True else scale or 1.0
+        self.w_init = as_initializer(w_init, hk.initializers.RandomNormal(stddev=1 / self.factor))
+
+    def __call__(self, ids: ArrayLike) -> Float[Array, "... d"]:
+        """Embeds ids [...], integers, as [..., d_model] of `dtype`."""
+        rows, table_dtype = self._scaled_rows(ids)
+        return rows.astype(table_dtype if self.config.dtype is None else self.config.dtype)
+
+    def logits(self, x: ArrayLike) -> Float[Array, "... v"]:
+        """The logits of `output`, float32 [..., vocab_size]; see `linear_logits`.
+
+        x is [..., d_model].
+        """
+        return linear_logits(x, **self._output("logits", {}))
+
+    def cross_entropy(self, x: ArrayLike, labels: ArrayLike, **options: Any) -> Float[Array, "..."]:
+        """The cross-entropy of `logits(x)`, computed one chunk of tokens at a time.
+
+        The labels are [...].
+
+        Labels that are the module's `pad_id` are not counted; leave out others by
+        `mask=labels != -100`. The options are those of
+        `linear_cross_entropy`: mask, weights, shift, segment_ids, label_smoothing, z_loss,
+        reduction and chunk_size.
+        """
+        output = self._output("cross_entropy", options)
+        return linear_cross_entropy(x, labels=labels, **output, **options)
+
+    def log_probs(
+        self, x: ArrayLike, labels: ArrayLike, **options: Any
+    ) -> Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]:
+        """The log-probability of each label under `logits(x)`, one chunk of tokens at a time.
+
+        The labels are [...]. The options are those of `linear_log_probs`: temperature, mask, shift,
+        segment_ids, with_entropy and chunk_size.
+        """
+        output = self._output("log_probs", options)
+        return linear_log_probs(x, labels=labels, **output, **options)
+
+    def _output(self, method: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of `linear_logits` besides x, for a method."""
+        width = self.config.d_model
+        of_output = hk.initializers.RandomNormal(stddev=1 / math.sqrt(width))
+        parameters = {
+            "embeddings": self._table,
+            "output_embeddings": lambda: self._parameter("output_embeddings", of_output, width),
+            "output_bias": lambda: self._parameter("output_bias", jnp.zeros),
+        }
+        return output_arguments(self.config, method, options, lambda name: parameters[name]())
+
+    def _scaled_rows(self, ids: ArrayLike) -> tuple[Float[Array, "... d"], jnp.dtype]:
+        """The scaled rows in float32 or wider, and the dtype of the table."""
+        table = self._table()
+        rows = lookup(
+            table,
+            ids,
+            pad_id=self.config.pad_id,
+            out_of_range=self.config.out_of_range,
+            lookup_style=self.config.lookup_style,
+        )
+        return arguments.widened(rows) * self.factor, table.dtype
+
+    def _table(self) -> Any:
+        return self._parameter("embeddings", self.w_init, self.config.d_model)
+
+    def _parameter(self, name: str, w_init: Initializer, *width: int) -> Any:
+        """The parameter of this name, [vocab_size, *width]."""
+        return parameter((self.config.vocab_size, *width), self.config.param_dtype, w_init, name)
+
+
+def output_arguments(
+    config: EmbedderConfig, method: str, options: Mapping[str, Any], parameter: Callable[[str], Any]
+) -> dict[str, Any]:
+    """The arguments of `linear_logits` besides x, for a method with these options.
+
+    `parameter` returns the parameter of a name.
+    """
+    output = config.output
+    if not isinstance(output, OutputLayer):
+        want = f"config.output, an OutputLayer (or call te.linear_{method} with other weights)"
+        got = "None" if output is None else f"none, since {output}"
+        raise arguments.value_error(method, want, got)
+    # An untied model, too, has a table of tokens.
+    table = parameter("embeddings")
+    found = {
+        "table": table if output.tied else parameter("output_embeddings"),
+        "bias": parameter("output_bias") if output.bias else None,
+        "softcap": output.softcap,
+        "scale": output.scale,
+        "pad_id": config.pad_id,
+    }
+    for name in found.keys() & options:
+        want = "no value here, since the config says it"
+        if name == "pad_id":
+            want += " (to leave out labels of -100: mask=labels != -100)"
+        raise arguments.type_error(name, want, repr(options[name]))
+    return found
