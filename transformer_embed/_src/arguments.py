@@ -53,11 +53,13 @@ def convert_fields(instance: Any, **converters: Callable[[str, Any], Any]) -> No
 
     None stays where it is the default.
     """
-    for name, value in list(vars(instance).items()):
+    converted = {}
+    for name, value in vars(instance).items():
         # A dataclass keeps its defaults as attributes of the class.
         is_default_none = value is None and getattr(type(instance), name, 0) is None
         if name in converters and not is_default_none:
-            set_fields(instance, **{name: converters[name](name, value)})
+            converted[name] = converters[name](name, value)
+    set_fields(instance, **converted)
 
 
 def instance(name: str, value: Any, kinds: Any, want: str) -> Any:

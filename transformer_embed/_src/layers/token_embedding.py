@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
-from transformer_embed._src.array_types import ArrayLike, DTypeLike
+from transformer_embed._src.array_types import ArrayLike, DTypeLike, Ids
 from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
 from transformer_embed._src.layers.parameters import Initializer, as_initializer, parameter
 from transformer_embed._src.tokens.cross_entropy import linear_cross_entropy
 from transformer_embed._src.tokens.log_probs import linear_log_probs
-from transformer_embed._src.tokens.lookup import lookup
+from transformer_embed._src.tokens.lookup import as_table, look_up
 from transformer_embed._src.tokens.output_layer import linear_logits
 
 
@@ -96,7 +96,7 @@ class TokenEmbedding(hk.Module):
 
     def __call__(self, ids: ArrayLike) -> Float[Array, "... d"]:
         """Embeds ids [...], integers, as [..., d_model] of `dtype`."""
-        rows, table_dtype = self._scaled_rows(ids)
+        rows, table_dtype = self._scaled_rows(arguments.as_int32("ids", ids))
         return rows.astype(table_dtype if self.config.dtype is None else self.config.dtype)
 
     def logits(self, x: ArrayLike) -> Float[Array, "... v"]:
@@ -141,16 +141,10 @@ class TokenEmbedding(hk.Module):
         }
         return output_arguments(self.config, method, options, lambda name: parameters[name]())
 
-    def _scaled_rows(self, ids: ArrayLike) -> tuple[Float[Array, "... d"], jnp.dtype]:
+    def _scaled_rows(self, ids: Ids) -> tuple[Float[Array, "... d"], jnp.dtype]:
         """The scaled rows in float32 or wider, and the dtype of the table."""
-        table = self._table()
-        rows = lookup(
-            table,
-            ids,
-            pad_id=self.config.pad_id,
-            out_of_range=self.config.out_of_range,
-            lookup_style=self.config.lookup_style,
-        )
+        config, table = self.config, as_table("table", self._table())
+        rows = look_up(table, ids, config.pad_id, config.out_of_range, config.lookup_style)
         return arguments.widened(rows) * self.factor, table.dtype
 
     def _table(self) -> Any:

@@ -22,18 +22,22 @@ arithmetic, also of the losses of single tokens (token_losses.py).
 
 import functools
 import operator
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
-from transformer_embed._src.partitioning import all_gather
+from transformer_embed._src.partitioning import OutputSplit, all_gather
 from transformer_embed._src.tokens.lookup import Table
 from transformer_embed._src.tokens.losses import (
+    Batch,
+    Chunk,
     LossOptions,
     array_and_split,
     as_batch,
@@ -170,7 +174,9 @@ def linear_cross_entropy(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _reduced_loss(options, table, bias, batch):
+def _reduced_loss(
+    options: LossOptions, table: Any, bias: Array | None, batch: Batch
+) -> Float[Array, "..."]:
     """The sum or mean of the tokens' weighted losses, or each of them."""
     if options.reduction == "none":
         losses, _ = token_losses(options, table, bias, batch)
@@ -187,13 +193,23 @@ def _reduced_loss(options, table, bias, batch):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _loss(options, split, labels, x, table, bias, weights):
+def _loss(
+    options: LossOptions,
+    split: OutputSplit,
+    labels: Int32[Array, "..."],
+    x: Float[Array, "... d"],
+    table: Float[Array, "v d"],
+    bias: Array | None,
+    weights: Float[Array, "..."],
+) -> Float[Array, ""]:
     """The sum of each token's loss times its weight."""
     return _loss_and_gradients(options, split, labels, x, table, bias, weights)[0]
 
 
 @functools.partial(_loss.defjvp, symbolic_zeros=True)
-def _loss_jvp(options, split, primals, tangents):
+def _loss_jvp(
+    options: LossOptions, split: OutputSplit, primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[Array, Array]:
     """The tangent is linear in the tangents, with the gradients as coefficients.
 
     So its transpose only scales the gradients. Lowering drops what computes the others.
@@ -206,7 +222,15 @@ def _loss_jvp(options, split, primals, tangents):
     return loss, sum_of_tangents
 
 
-def _loss_and_gradients(options, split, labels, x, table, bias, weights):
+def _loss_and_gradients(
+    options: LossOptions,
+    split: OutputSplit,
+    labels: Int32[Array, "..."],
+    x: Float[Array, "... d"],
+    table: Float[Array, "v d"],
+    bias: Array | None,
+    weights: Float[Array, "..."],
+) -> tuple[Array, ...]:
     """The loss, and the gradients of x, the table, the bias and the weights."""
     of_tokens = PartitionSpec(*split.x[:-1])
     specs = (*split.specs(), of_tokens)
@@ -215,7 +239,15 @@ def _loss_and_gradients(options, split, labels, x, table, bias, weights):
     return run_all(labels, x, table, bias, weights)
 
 
-def _loss_on_device(options, split, labels, x, shard, bias, weights):
+def _loss_on_device(
+    options: LossOptions,
+    split: OutputSplit,
+    labels: Int32[Array, "..."],
+    x: Float[Array, "... c"],
+    shard: Float[Array, "r c"],
+    bias: Array | None,
+    weights: Float[Array, "..."],
+) -> tuple[Array, ...]:
     """`_loss_and_gradients` on one of the devices: what it receives, its chunks, what it sends."""
     x, labels, weights = (all_gather(values, split.gathered) for values in (x, labels, weights))
     rows = split.exchange(shard, 0, 1)
@@ -235,7 +267,14 @@ def _loss_on_device(options, split, labels, x, shard, bias, weights):
     return loss, of_x, of_table, of_bias, of_weights
 
 
-def _add_chunk(options, split, rows, bias, sums, chunk):
+def _add_chunk(
+    options: LossOptions,
+    split: OutputSplit,
+    rows: Float[Array, "r d"],
+    bias: Array | None,
+    sums: tuple[Array, ...],
+    chunk: Chunk,
+) -> tuple[tuple[Array, ...], tuple[Array, Array]]:
     """The sums after adding those of a chunk, and the gradients of the chunk's x and weights."""
     x, _, weights = chunk
     losses, logit_gradients, factors, *_ = losses_and_logit_gradients(

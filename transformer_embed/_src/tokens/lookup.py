@@ -151,7 +151,7 @@ def lookup(
     pad_id = None if pad_id is None else arguments.int32("pad_id", pad_id)
     table = as_table("table", table)
     ids = arguments.as_int32("ids", ids)
-    return _lookup(table, ids, pad_id, out_of_range, lookup_style)
+    return look_up(table, ids, pad_id, out_of_range, lookup_style)
 
 
 def check_ids(ids: ArrayLike, vocab_size: int) -> None:
@@ -194,8 +194,10 @@ def as_table(name: str, table: ArrayLike | Table) -> TableArray | Table:
 
 
 @compiled(2, 3, 4)
-def _lookup(table, ids, pad_id, out_of_range, lookup_style) -> Vectors:
-    """`lookup`, compiled for eager callers too."""
+def look_up(
+    table: Any, ids: Ids, pad_id: int | None, out_of_range: str, lookup_style: str
+) -> Vectors:
+    """`lookup` of checked arguments, compiled for eager callers too."""
     if isinstance(table, Table):
         rows = table._gather_rows(ids)
     elif lookup_style == "gather":
@@ -208,7 +210,9 @@ def _lookup(table, ids, pad_id, out_of_range, lookup_style) -> Vectors:
     return _replace_special_rows(rows, ids, table.shape[0], pad_id, out_of_range)
 
 
-def _replace_special_rows(rows, ids, vocab_size, pad_id, out_of_range) -> Vectors:
+def _replace_special_rows(
+    rows: Vectors, ids: Ids, vocab_size: Any, pad_id: int | None, out_of_range: str
+) -> Vectors:
     """The rows, with NaN or zeros at ids out of range and zeros at padding."""
     if out_of_range != "clip":
         # As uint32, a negative id lies above any vocabulary: one comparison tells both ends.
@@ -222,7 +226,7 @@ def _replace_special_rows(rows, ids, vocab_size, pad_id, out_of_range) -> Vector
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def _gather(table, ids, pad_id, out_of_range) -> Vectors:
+def _gather(table: TableArray, ids: Ids, pad_id: int | None, out_of_range: str) -> Vectors:
     """`lookup` in a plain table."""
     sharding = explicit_sharding(table, ids)
     if sharding is None:
@@ -235,7 +239,9 @@ def _gather(table, ids, pad_id, out_of_range) -> Vectors:
 
 
 @_gather.defjvp
-def _gather_jvp(pad_id, out_of_range, primals, tangents):
+def _gather_jvp(
+    pad_id: int | None, out_of_range: str, primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[Vectors, Any]:
     table, ids = primals
     # An index past the end reads zeros, and its gradient is dropped. Negative ids become such ones.
     index = jnp.clip(ids, 0, table.shape[0] - 1) if out_of_range == "clip" else ids

@@ -5,14 +5,17 @@ These are the label and weight of each token, and the arithmetic of a chunk.
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
+from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
+from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.attention.token_positions import has_next_token, of_next_token
 from transformer_embed._src.partitioning import ON_ONE_DEVICE, OutputSplit, spec_axes, split_like
 from transformer_embed._src.tokens.lookup import Table
@@ -48,35 +51,44 @@ class Batch(NamedTuple):
     segment_ids: jax.Array | None
 
 
-def as_batch(x, labels, mask, weights, shift, segment_ids) -> Batch:
+def as_batch(
+    x: jax.Array,
+    labels: ArrayLike,
+    mask: ArrayLike | None,
+    weights: ArrayLike | None,
+    shift: bool,
+    segment_ids: ArrayLike | None,
+) -> Batch:
     """The checked arguments of a loss, each with as many axes as the labels."""
-    labels = arguments.as_int32("labels", labels)
-    arguments.check_same("labels", "x's shape without its last axis", labels.shape, x.shape[:-1])
-    if any(map(export.is_symbolic_dim, labels.shape)):
+    ids = arguments.as_int32("labels", labels)
+    arguments.check_same("labels", "x's shape without its last axis", ids.shape, x.shape[:-1])
+    if any(map(export.is_symbolic_dim, ids.shape)):
         want = "a shape of known sizes, for the loss is computed in chunks"
-        raise arguments.value_error("labels", want, f"shape {list(labels.shape)}")
+        raise arguments.value_error("labels", want, f"shape {list(ids.shape)}")
     if arguments.flag("shift", shift):
-        if not labels.ndim:
+        if not ids.ndim:
             raise arguments.value_error("labels", "shape [..., length], to shift", "shape []")
     else:
         arguments.check_left_out("segment_ids", segment_ids, "shift is False")
     as_mask = functools.partial(arguments.as_mask, is_true="counted")
     return Batch(
         x,
-        labels,
-        _aligned("mask", mask, as_mask, labels),
-        _aligned("weights", weights, arguments.as_floats, labels),
-        _aligned("segment_ids", segment_ids, arguments.as_fitting_int32, labels),
+        ids,
+        _aligned("mask", mask, as_mask, ids),
+        _aligned("weights", weights, arguments.as_floats, ids),
+        _aligned("segment_ids", segment_ids, arguments.as_fitting_int32, ids),
     )
 
 
-def _aligned(name, values, convert, labels):
+def _aligned(
+    name: str, values: ArrayLike | None, convert: Callable, labels: jax.Array
+) -> jax.Array | None:
     """The converted values with as many axes as the labels, once they are known to fit them."""
     if values is None:
         return None
-    values = convert(name, values)
-    arguments.check_ends_in_length(name, values.shape, labels.shape, "the labels")
-    return jnp.expand_dims(values, range(labels.ndim - values.ndim))
+    array = convert(name, values)
+    arguments.check_ends_in_length(name, array.shape, labels.shape, "the labels")
+    return jnp.expand_dims(array, range(labels.ndim - array.ndim))
 
 
 class Targets(NamedTuple):
@@ -88,7 +100,7 @@ class Targets(NamedTuple):
     weights: jax.Array  # 0 where a token is not counted.
 
 
-def targets(options, batch, dtype) -> Targets:
+def targets(options: LossOptions, batch: Batch, dtype: jnp.dtype) -> Targets:
     """For each token the label that it predicts, and its weight of this dtype."""
     x, *of_tokens = batch
     labels, mask, weights, segment_ids = jax.tree.map(lambda a: split_like(a, x), of_tokens)
@@ -111,10 +123,16 @@ def targets(options, batch, dtype) -> Targets:
     return Targets(x, labels, counted, jnp.where(counted, weights, 0))
 
 
-def nan_outside(options, labels, values):
+def nan_outside(
+    options: LossOptions, labels: Int32[Array, "..."], values: Float[Array, "..."]
+) -> Float[Array, "..."]:
     """The values, NaN where a label is outside the vocabulary."""
     outside = labels.astype(jnp.uint32) >= options.output.vocab_size
     return jnp.where(outside, jnp.nan, values)
+
+
+# The x, the labels and the weights of t tokens, each [t, d] or [t, 1].
+Chunk = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class ChunkLosses(NamedTuple):
@@ -127,7 +145,13 @@ class ChunkLosses(NamedTuple):
     entropy_gradients: jax.Array | None  # [t, v]
 
 
-def losses_and_logit_gradients(options, split, rows, bias, chunk) -> ChunkLosses:
+def losses_and_logit_gradients(
+    options: LossOptions,
+    split: OutputSplit,
+    rows: Float[Array, "r d"],
+    bias: jax.Array | None,
+    chunk: Chunk,
+) -> ChunkLosses:
     """The losses of a chunk's tokens, and their gradients in the logits `x @ rows.T + bias`.
 
     With logits z, their maximum m, targets p that sum to 1, `total = sum(exp(z - m))` and
@@ -182,7 +206,13 @@ def losses_and_logit_gradients(options, split, rows, bias, chunk) -> ChunkLosses
     return ChunkLosses(losses, gradients, output.scale * weights / mass, *entropies)
 
 
-def _entropies_and_gradients(split, shifted, exponentials, total, slope):
+def _entropies_and_gradients(
+    split: OutputSplit,
+    shifted: Float[Array, "t r"],
+    exponentials: Float[Array, "t r"],
+    total: Float[Array, "t 1"],
+    slope: float | jax.Array,
+) -> tuple[Float[Array, "t 1"], Float[Array, "t r"]]:
     """The entropies of a chunk's predictions, and their gradients in the logits.
 
     With `mean = sum(exp(z - m) * (z - m)) / total`, the entropy is `log(total) - mean`, and its
@@ -193,7 +223,9 @@ def _entropies_and_gradients(split, shifted, exponentials, total, slope):
     return jnp.log(total) - mean, slope * exponentials * (mean - shifted) / total
 
 
-def _of_label(columns, values, shift):
+def _of_label(
+    columns: Int32[Array, "t 1"], values: Float[Array, "t r"], shift: float | jax.Array
+) -> Float[Array, "t 1"]:
     """The value of each row in its column, minus its shift; 0 where another device has it."""
     last = values.shape[1] - 1
     index = jnp.clip(columns, 0, last)
@@ -201,25 +233,34 @@ def _of_label(columns, values, shift):
     return jnp.where((columns >= 0) & (columns <= last), at_label - shift, 0)
 
 
-def _excluding(output, split, logits, factor, ids, is_inside):
+def _excluding(
+    output: OutputOptions,
+    split: OutputSplit,
+    logits: Float[Array, "t r"],
+    factor: float,
+    ids: Int32[Array, "1 r"],
+    is_inside: bool | jax.Array,
+) -> Float[Array, "t r"]:
     """Logits [t, v] with a low number where they are not inside: in place on a CPU, if it can."""
     # Finite, also times the factor: a token that is not counted, whose label may be padding, has
     # the weight 0.
     lowest = jnp.finfo(logits.dtype).min / (2 * max(factor, 1))
 
-    def in_one_pass():
+    def in_one_pass() -> jax.Array:
         return jnp.where(is_inside, logits, lowest)
 
-    def in_place():
-        # As uint32, a negative id is past the end.
-        return logits.at[:, np.uint32(output.pad_id % 2**32)].set(lowest, mode="drop")
+    if output.pad_id is None or split.mesh is not None:
+        return in_one_pass()
+    # As uint32, a negative id is past the end.
+    padding = np.uint32(output.pad_id % 2**32)
 
-    if output.pad_id is not None and split.mesh is None:
-        return jax.lax.platform_dependent(cpu=in_place, default=in_one_pass)
-    return in_one_pass()
+    def in_place() -> jax.Array:
+        return logits.at[:, padding].set(lowest, mode="drop")
+
+    return jax.lax.platform_dependent(cpu=in_place, default=in_one_pass)
 
 
-def cut_into_chunks(chunk_size, *values):
+def cut_into_chunks(chunk_size: int | None, *values: jax.Array) -> Any:
     """[count, size, d] of each of the values [..., d] of all tokens.
 
     Each chunk takes every count-th token, so each device has a part of each chunk if the batch is
@@ -238,13 +279,15 @@ def cut_into_chunks(chunk_size, *values):
     return tuple(map(cut, values))
 
 
-def join_chunks(chunks, total, shape):
+def join_chunks(
+    chunks: Float[Array, "n s c"], total: int, shape: tuple[int, ...]
+) -> Float[Array, "..."]:
     """The inverse of `cut_into_chunks`: the values of all tokens, without the padding."""
     tokens = chunks.swapaxes(0, 1).reshape(-1, chunks.shape[-1])
     return tokens[:total].reshape(shape)
 
 
-def array_and_split(x, table):
+def array_and_split(x: jax.Array, table: Any) -> tuple[jax.Array, OutputSplit]:
     """The table's array, and how it and x are split: plain arrays, only by explicit axes."""
     if isinstance(table, Table):
         return table._output_split(x)

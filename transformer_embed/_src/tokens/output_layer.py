@@ -1,6 +1,6 @@
 """The output layer: the product of x with every row of a table, such as the embedding table."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -11,6 +11,7 @@ from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.partitioning import (
     ON_ONE_DEVICE,
+    OutputSplit,
     all_gather,
     devices_along,
     index_along,
@@ -101,7 +102,14 @@ class OutputOptions(NamedTuple):
         )
 
 
-def as_output_layer(x, table, bias, softcap, scale, pad_id):
+def as_output_layer(
+    x: ArrayLike,
+    table: ArrayLike | Table,
+    bias: ArrayLike | None,
+    softcap: float | None,
+    scale: float,
+    pad_id: int | None,
+) -> tuple[Array, Any, Array | None, OutputOptions]:
     """The arguments of `linear_logits`: arrays that fit each other, and the static options."""
     table, x = as_table("table", table), arguments.as_floats("x", x)
     vocab_size, width = table.shape
@@ -118,7 +126,13 @@ def as_output_layer(x, table, bias, softcap, scale, pad_id):
     return x, table, bias, options
 
 
-def row_logits(options, split, x, rows, bias):
+def row_logits(
+    options: OutputOptions,
+    split: OutputSplit,
+    x: Float[Array, "... d"],
+    rows: Float[Array, "r d"],
+    bias: Array | None,
+) -> tuple[Array, float, Array, Any]:
     """The product of gathered x [..., d] with whole rows [rows, d], on one device.
 
     Returns:
@@ -150,7 +164,13 @@ def row_logits(options, split, x, rows, bias):
 
 
 @compiled(0, 1)
-def _logits(split, options, x, table, bias) -> Float[Array, "... v"]:
+def _logits(
+    split: OutputSplit,
+    options: OutputOptions,
+    x: Float[Array, "... d"],
+    table: Float[Array, "v d"],
+    bias: Array | None,
+) -> Float[Array, "... v"]:
     """`linear_logits` of an array, which is padded if it is longer than the vocabulary."""
 
     def multiply(x, shard, bias):

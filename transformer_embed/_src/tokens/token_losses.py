@@ -8,16 +8,22 @@ autodiff of its arithmetic would keep several.
 """
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.attention.token_positions import of_previous_token
-from transformer_embed._src.partitioning import all_gather
+from transformer_embed._src.partitioning import OutputSplit, all_gather
 from transformer_embed._src.tokens.losses import (
+    Batch,
+    ChunkLosses,
+    LossOptions,
     array_and_split,
     cut_into_chunks,
     join_chunks,
@@ -27,7 +33,9 @@ from transformer_embed._src.tokens.losses import (
 )
 
 
-def token_losses(options, table, bias, batch):
+def token_losses(
+    options: LossOptions, table: Any, bias: Array | None, batch: Batch
+) -> tuple[Array, Array | None]:
     """At each label its weighted loss and, if `options.with_entropy`, the entropy; else None.
 
     Both are 0 at labels that are not counted.
@@ -49,7 +57,14 @@ def token_losses(options, table, bias, batch):
     return losses, entropies
 
 
-def _on_device(options, split, labels, x, shard, bias):
+def _on_device(
+    options: LossOptions,
+    split: OutputSplit,
+    labels: Int32[Array, "..."],
+    x: Float[Array, "... c"],
+    shard: Float[Array, "r c"],
+    bias: Array | None,
+) -> tuple[Array, Array | None]:
     """Each token's loss and entropy, on one of the devices."""
     x, labels = (all_gather(values, split.gathered) for values in (x, labels))
     rows = split.exchange(shard, 0, 1)
@@ -67,14 +82,24 @@ def _on_device(options, split, labels, x, shard, bias):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _of_chunk(options, split, labels, x, rows, wide_rows, bias):
+def _of_chunk(
+    options: LossOptions,
+    split: OutputSplit,
+    labels: Int32[Array, "t 1"],
+    x: Float[Array, "t d"],
+    rows: Float[Array, "r d"],
+    wide_rows: Float[Array, "r d"],
+    bias: Array | None,
+) -> tuple[Array, Array | None]:
     """Each token's loss and entropy [t, 1]. wide_rows are the rows; only they have a gradient."""
     found = _unweighted(options, split, labels, x, rows, wide_rows, bias)
     return found.losses, found.entropies
 
 
 @functools.partial(_of_chunk.defjvp, symbolic_zeros=True)
-def _of_chunk_jvp(options, split, primals, tangents):
+def _of_chunk_jvp(
+    options: LossOptions, split: OutputSplit, primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[Any, Any]:
     labels, x, rows, wide_rows, bias = primals
     found = _unweighted(options, split, labels, x, rows, wide_rows, bias)
     _, of_x, _, of_rows, of_bias = tangents
@@ -96,6 +121,14 @@ def _of_chunk_jvp(options, split, primals, tangents):
     return (found.losses, found.entropies), (of_losses, of_entropies)
 
 
-def _unweighted(options, split, labels, x, rows, wide_rows, bias):
+def _unweighted(
+    options: LossOptions,
+    split: OutputSplit,
+    labels: Int32[Array, "t 1"],
+    x: Float[Array, "t d"],
+    rows: Float[Array, "r d"],
+    wide_rows: Float[Array, "r d"],
+    bias: Array | None,
+) -> ChunkLosses:
     ones = jnp.ones(labels.shape, wide_rows.dtype)
     return losses_and_logit_gradients(options, split, rows, bias, (x, labels, ones))
