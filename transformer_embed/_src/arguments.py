@@ -252,12 +252,12 @@ def as_arrays(name: str, tree: Any, is_leaf: Callable) -> Any:
     def convert(path: Any, leaf: Any) -> Any:
         if is_leaf(leaf):
             return leaf
-        place = name + jax.tree_util.keystr(path)
-        array = native(place, leaf)
+        full_name = name + jax.tree_util.keystr(path)
+        array = native(full_name, leaf)
         try:
             return _on_device(array)
         except (TypeError, ValueError, OverflowError) as error:
-            raise type_error(place, "an array", _describe(leaf)) from error
+            raise type_error(full_name, "an array", _describe(leaf)) from error
 
     return jax.tree.map_with_path(convert, tree, is_leaf=is_leaf)
 
@@ -395,9 +395,9 @@ def check_inside(name: str, array: np.ndarray, lowest: int, highest: int, what: 
     if array.size and (array.min() < lowest or array.max() > highest):
         first = np.argwhere((array < lowest) | (array > highest))[0]
         index = tuple(int(i) for i in first)
-        place = f" at index {list(index)}" if index else ""
+        where = f" at index {list(index)}" if index else ""
         want = f"integers inside {what}, {lowest}..{highest}"
-        raise value_error(name, want, f"{int(array[index])}{place}")
+        raise value_error(name, want, f"{int(array[index])}{where}")
 
 
 def as_floats(name: str, value: ArrayLike) -> jax.Array:

@@ -266,12 +266,12 @@ def plot_rotary(
     """
     from matplotlib.patches import Circle  # noqa: PLC0415
 
-    half, places = head_dim // 2, np.asarray(arguments.as_positions("positions", positions))
+    half, points = head_dim // 2, np.asarray(arguments.as_positions("positions", positions))
     pairs = range(0, half, max(1, half // 8))[:4]
     # The point (radius, 0) in each pair of channels.
-    x = np.zeros([len(places), 1, head_dim], np.float32)
+    x = np.zeros([len(points), 1, head_dim], np.float32)
     x[..., pairs] = range(1, len(pairs) + 1)
-    rotated = np.asarray(apply_rotary(x, places, base=base, scaling=scaling))[:, 0]
+    rotated = np.asarray(apply_rotary(x, points, base=base, scaling=scaling))[:, 0]
     ax = _axes(ax)
     ax.set(xlabel="first channel of the pair", ylabel="second channel of the pair")
     ax.set(aspect="equal", xmargin=0.1, ymargin=0.1)
@@ -281,7 +281,7 @@ def plot_rotary(
     title = "A circle for each pair;\nradii keep them apart.\nNumbers: positions."
     ax.legend(title=title, **BESIDE)
     # The first pair rotates by a radian at each position: a seventh number would lie on the first.
-    for position, point in zip(places[:6], rotated[:, [0, half]], strict=False):
+    for position, point in zip(points[:6], rotated[:, [0, half]], strict=False):
         number = f"{position:g}"
         # In points: a letter is about 6 wide, and a dot 4.
         outwards = point * (5 + 3 * len(number))
@@ -368,12 +368,12 @@ def plot_error(
     """
     if positions is None:
         positions = np.geomspace(1, 2**31 - 1, 100, dtype=np.int64)
-    places = np.asarray(arguments.as_positions("positions", positions))
-    ours = np.asarray(sinusoidal_encoding(places, d_model, base=base))
-    exact, usual = _exact_and_usual(places, d_model, base)
+    points = np.asarray(arguments.as_positions("positions", positions))
+    ours = np.asarray(sinusoidal_encoding(points, d_model, base=base))
+    exact, usual = _exact_and_usual(points, d_model, base)
     ax = _axes(ax)
     for encoding, label in ((ours, "transformer_embed"), (usual, "float32 product")):
-        _plot(ax, places, np.abs(encoding - exact).max(1), label, linestyle="-", linewidth=1)
+        _plot(ax, points, np.abs(encoding - exact).max(1), label, linestyle="-", linewidth=1)
     ax.axhline(2.0**-25, color=BLACK, linestyle=":", linewidth=1, label="rounding to float32")
     labels = "position (tokens)", "largest error of any channel"
     return _finished(ax, *labels, xscale="log", yscale="log")

@@ -271,8 +271,8 @@ def _dense(mask: AttentionMask) -> Bool[Array, "b 1 t s"]:
 @compiled(2)
 def _tile(mask: AttentionMask, starts: list[Array], shape: tuple[int, int]) -> Bool[Array, "b t s"]:
     queries, keys = sides(mask)
-    wholes = whole_fields(queries, keys, mask.chunk), whole_fields(keys, queries, mask.chunk)
-    of_queries, of_keys = map(_slice, wholes, starts, shape)
+    of_sides = whole_fields(queries, keys, mask.chunk), whole_fields(keys, queries, mask.chunk)
+    of_queries, of_keys = map(_slice, of_sides, starts, shape)
     tile = may_attend(_expanded(of_queries, 2), _expanded(of_keys, 1), reach(mask))
     # A dynamic slice moves a stretch that does not fit.
     for start, length, size in zip(starts, lengths(mask), shape, strict=True):

@@ -57,9 +57,9 @@ def resize_vocabulary(params: Params, vocab_size: int, rng: Array | None = None)
 
 def _with_rows(path: str, table: Any, vocab_size: int, rng: Array | None, salt: int) -> Any:
     """A parameter with a row for each id, with this number of rows."""
-    whole = table._whole_rows() if isinstance(table, Table) else None
-    is_sharded = whole is not None
-    rows: Any = whole if is_sharded else _whole(path, table)
+    on_host = table._all_rows() if isinstance(table, Table) else None
+    is_sharded = on_host is not None
+    rows: Any = on_host if is_sharded else _whole(path, table)
     more = vocab_size - rows.shape[0]
     if more > 0:
         if rng is None:

@@ -159,13 +159,13 @@ def _sine_at_float_jvp(primals, tangents):
 
 def _float_phase(magnitude: Real, frequencies: Words) -> _Phase:
     """The phase of |position|, from the words of its whole part and of its fraction."""
-    whole = jnp.floor(magnitude)
-    rest = (magnitude - whole) * 2.0**32
+    integer = jnp.floor(magnitude)
+    rest = (magnitude - integer) * 2.0**32
     first = jnp.floor(rest)
     second = (rest - first) * 2.0**32
-    whole, first, second = (part.astype(jnp.uint32) for part in (whole, first, second))
+    integer, first, second = (part.astype(jnp.uint32) for part in (integer, first, second))
     turns, high, low = frequencies
-    phase = _multiply(whole, high, low)
+    phase = _multiply(integer, high, low)
     # What lies above a turn or below 2**-64 turns is left out.
     for product in (
         _multiply(first, turns, high),

@@ -72,12 +72,12 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
         """
         self._raise_not_an_array()
 
-    def _whole_rows(self) -> Any:
+    def _all_rows(self) -> Any:
         """All rows in vocabulary order, on the host; None if this holds only some of them."""
         return None
 
     def _with_rows(self, rows: Any) -> "Table":
-        """A table like this one with these rows, as `_whole_rows` gives them."""
+        """A table like this one with these rows, as `_all_rows` gives them."""
         self._raise_not_an_array()
 
     def _use_error(self) -> str:

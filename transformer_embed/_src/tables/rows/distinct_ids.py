@@ -16,6 +16,11 @@ from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 BLOCK = 1024
 
 
+def as_max_rows(bound: int | None) -> int:
+    """A bound on distinct ids; one that no number of int32 ids reaches for None."""
+    return 2**31 if bound is None else arguments.integer("max_rows", bound, at_least=1)
+
+
 def most_distinct(count: int, vocab_size: int, max_rows: int) -> int:
     """The rows that so many ids can ask for at most, but at least 1."""
     return max(1, min(count, vocab_size, max_rows))

@@ -198,12 +198,12 @@ def check(step: Callable[[Any], Sequence[Any]], tables: Tables, update: Callable
         return _traced(step, tables.shapes(sizes), update, problem)[0]
 
     # The whole table first, for an error that has nothing to do with an unknown number of rows.
-    whole = traced(tables.vocab_sizes, "update cannot be traced")
+    of_all_rows = traced(tables.vocab_sizes, "update cannot be traced")
     program, block = traced({}), traced(tables.block_sizes)
     _check_rows_apart(program, tables, update)
-    is_whole = are_same(program, whole, tables.vocab_sizes)
+    is_same = are_same(program, of_all_rows, tables.vocab_sizes)
     # An optimizer may choose by the number of rows, which a symbol never equals.
-    if not is_whole or not are_same(program, block, tables.block_sizes):
+    if not is_same or not are_same(program, block, tables.block_sizes):
         raise _refusal(DIFFERS, update)
 
 

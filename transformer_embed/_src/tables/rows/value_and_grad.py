@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from transformer_embed._src import arguments
+from transformer_embed._src.tables.rows.distinct_ids import as_max_rows
 from transformer_embed._src.tables.rows.gathered_rows import GatheredRows, is_leaf, row_table
 from transformer_embed._src.tokens.lookup import as_table
 
@@ -112,9 +113,10 @@ def _take_tables(
         bounds, bound_of_all = dict(_at_leaves("params", indices, max_rows)), None
     for name, (index, table_ids) in _at_leaves("params", indices, ids):
         _, bound = bounds.pop(name, (index, bound_of_all))
-        most = 2**31 if bound is None else arguments.integer("max_rows", bound, at_least=1)
         table = row_table(as_table(name, leaves[index]))
-        rows, to_gradient = table._take_rows(arguments.as_int32("ids", table_ids), most)
+        rows, to_gradient = table._take_rows(
+            arguments.as_int32("ids", table_ids), as_max_rows(bound)
+        )
         # Loud, if the loss reads all leaves of the parameters as numbers. Of numpy, since
         # jax_debug_nans lets it pass.
         sentinel = np.full((1, rows.shape[1]), np.nan, rows.values.dtype)

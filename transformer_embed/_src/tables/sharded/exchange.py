@@ -30,6 +30,7 @@ from jaxtyping import Array, Float, Int32
 from transformer_embed._src import arguments
 from transformer_embed._src.partitioning import Axes, devices_along, index_along
 from transformer_embed._src.tables.rows.distinct_ids import (
+    as_max_rows,
     count_below,
     distinct_ascending,
     find_each,
@@ -80,12 +81,12 @@ def gather_from_owners(
 
     The gradient goes back the same way.
     """
-    rows, _ = take_from_owners(split, arguments.widened(array), ids)
+    rows, _ = take_from_owners(split, arguments.widened(array), ids, as_max_rows(None))
     return rows._gather_rows(ids).astype(array.dtype)
 
 
 def take_from_owners(
-    split: TableSplit, array: Float[Array, "m d"], ids: Int32[Array, "..."], max_rows: int = 2**31
+    split: TableSplit, array: Float[Array, "m d"], ids: Int32[Array, "..."], max_rows: int
 ) -> tuple[GatheredRows, Callable[[Array], RowGradient]]:
     """On each device, the distinct rows of its part of the ids; see `Table._take_rows`.
 

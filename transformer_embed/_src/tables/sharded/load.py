@@ -8,7 +8,7 @@ import numpy as np
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.partitioning import Axes, devices_along
-from transformer_embed._src.tables.rows.distinct_ids import most_distinct
+from transformer_embed._src.tables.rows.distinct_ids import as_max_rows, most_distinct
 from transformer_embed._src.tables.sharded.hops import Hop
 from transformer_embed._src.tables.sharded.table import Sharded
 
@@ -75,7 +75,7 @@ def exchange_load(table: Sharded, ids: ArrayLike, *, max_rows: int | None = None
     if array.shape[0] % devices:
         want = f"a first dimension that {devices} devices divide"
         raise arguments.value_error("ids", want, f"shape {list(array.shape)}")
-    most = 2**31 if max_rows is None else arguments.integer("max_rows", max_rows, at_least=1)
+    most = as_max_rows(max_rows)
     asked = most_distinct(array.size // devices, split.order.vocab_size, most)
     slots = [np.unique(split.slots(part)) for part in array.reshape(devices, -1)]
     held = [part[:asked] for part in slots]

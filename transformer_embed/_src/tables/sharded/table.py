@@ -154,7 +154,7 @@ class Sharded(Table):
             return jax.ShapeDtypeStruct(self.shape, self.dtype)
         return self.split.order.from_array(np.asarray(self.array))
 
-    _whole_rows = in_vocabulary_order
+    _all_rows = in_vocabulary_order
 
     def _with_rows(self, rows: Any) -> "Sharded":
         """See `Table`."""
