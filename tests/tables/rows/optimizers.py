@@ -244,7 +244,8 @@ def reason(message):
     if "update cannot be traced" in message:
         return ""
     found = re.search(r"got (.*?)( \([\w./-]+:\d+\))?\. Train the table", message)
-    return (found[1] if found else message).replace("|", "\\|")
+    said = found[1] if found else message
+    return re.sub(r" \((?:Type|Value)Error: .*", "", said).replace("|", "\\|")
 
 
 def read_page():

@@ -51,9 +51,8 @@ class AttentionMask:
         causal: True: keys after the query are hidden (a decoder, GPT). False: a query sees keys on
             both sides (an encoder, BERT). There is no default.
         window: (left, right), how many positions before and after its own a query sees, at least 0;
-            None: no limit, so `query - left <= key <= query + right`. A causal window of w tokens
-            that includes the query's own, as in transformers, is (w - 1, 0); tensor2tensor and
-            axlearn do not count it: (w, 0).
+            None: no limit. A causal window of w tokens that includes the query's own, as in
+            transformers, is (w - 1, 0).
         chunk: length of a chunk, at least 1: a query sees only the keys of its own chunk, positions
             0..chunk-1, chunk..2*chunk-1, ... (Llama 4). Positions from `TokenPositions.from_ids`
             count chunks from the first token that is not padding, as transformers does.
@@ -170,11 +169,12 @@ class AttentionMask:
             shape: (number of queries, number of keys) of a tile; they must divide T and S.
 
         Returns:
-            int8 [B or 1, T / shape[0], S / shape[1]]: 0 none, 1 some, 2 all. 0 always means that no
-            pair may attend, and 2 that all may. Without block ids, for self-attention over padded
-            or packed rows (with the same first position in each sequence of a row) and for a
-            sequence with its cache, every such tile has its 0 or 2. For other rules, it may have a
-            1 instead.
+            int8 [B or 1, T / shape[0], S / shape[1]]. Skip a tile of 0: no pair may attend. Leave
+            out the mask in a tile of 2: all pairs may. Mask a tile of 1, by `tile` for example.
+
+            Padded or packed self-attention (with the same first position in each sequence of a
+            row), and a sequence with its cache, have a 1 only where some pairs may and some may
+            not. With block ids or other rules, a 1 may also stand where none or all may.
 
         Raises:
             TypeError: shape does not hold two Python ints.

@@ -36,8 +36,8 @@ def dot_product_attention(
         mask: the mask; without block ids and chunks.
         order: how the tokens of each row lie, `"full"` or `"right"`; see `te.kernels`. None, if the
             mask has neither segment ids nor a causal mask nor a window.
-        batch_size: B of the queries, if the mask has one row for all of them. None: its number of
-            rows.
+        batch_size: pass the number of rows of the batch, B, if the mask was made for one row that
+            stands for all. None: the mask has B rows.
 
     Returns:
         `is_causal`, and where they are needed `local_window_size`, `query_seq_lengths` and
@@ -61,10 +61,6 @@ def dot_product_attention(
         >>> heads = jax.random.normal(jax.random.key(0), [2, 4, 1, 8])
         >>> jax.nn.dot_product_attention(heads, heads, heads, **options).shape
         (2, 4, 1, 8)
-
-    Source:
-        Dao et al., "FlashAttention" (2022), section 3.1, https://arxiv.org/abs/2205.14135, on
-        attention that holds one tile at a time.
     """
     kernel = "jax.nn.dot_product_attention"
     check_promise(mask, order)
@@ -105,8 +101,8 @@ def flash_attention(
     Args:
         mask: the mask; without a window and block ids, and between two sequences not causal.
         order: how the tokens of each row lie; see `te.kernels`. None, if the mask is not causal.
-        batch_size: B of the queries, if the mask has one row for all of them. None: its number of
-            rows.
+        batch_size: pass the number of rows of the batch, B, if the mask was made for one row that
+            stands for all. None: the mask has B rows.
 
     Returns:
         `causal`, and `segment_ids`: `SegmentIds` int32 [B, T] and [B, S], or None.
@@ -123,9 +119,6 @@ def flash_attention(
         >>> options = te.kernels.flash_attention(mask, order="packed")
         >>> options["causal"], options["segment_ids"].q.shape
         (True, (1, 128))
-
-    Source:
-        Dao et al., "FlashAttention" (2022), https://arxiv.org/abs/2205.14135
     """
     # Imported when it is used: Pallas takes longer to import than this package.
     from jax.experimental.pallas.ops.tpu.flash_attention import SegmentIds  # noqa: PLC0415
@@ -141,8 +134,8 @@ def mha(
     Args:
         mask: the mask; self-attention without a window and block ids.
         order: how the tokens of each row lie; see `te.kernels`. None, if the mask is not causal.
-        batch_size: B of the queries. It may be None if the mask has more than one row. (The kernel
-            would read beyond the end of segment ids that have one row for all.)
+        batch_size: the number of rows of the batch, B, which the kernel's segment ids must have.
+            None: the mask has B rows, more than one.
 
     Returns:
         `causal`, and `segment_ids`: int32 [B, T], or None.
@@ -158,9 +151,6 @@ def mha(
         >>> mask = te.AttentionMask(tokens, causal=True)
         >>> te.kernels.mha(mask, order="right")["segment_ids"].tolist()
         [[1, 1, 1, 0], [1, 1, 0, 0]]
-
-    Source:
-        Dao et al., "FlashAttention" (2022), https://arxiv.org/abs/2205.14135
     """
     kernel = "Pallas' mha"
     options = _without_windows(kernel, mask, order, batch_size, lambda queries, _: queries)

@@ -27,11 +27,6 @@ def padding_mask(ids: ArrayLike, *, pad_id: int) -> Bool[Array, "..."]:
         >>> import transformer_embed as te
         >>> te.padding_mask([[101, 7, 102, 0]], pad_id=0).tolist()
         [[True, True, True, False]]
-
-    Source:
-        Vaswani et al., "Attention Is All You Need" (2017), section 3.2.3,
-        https://arxiv.org/abs/1706.03762, masks illegal connections; the padding mask does so for
-        batches of unequal sequences.
     """
     return _differs(arguments.as_int32("ids", ids), arguments.int32("pad_id", pad_id))
 

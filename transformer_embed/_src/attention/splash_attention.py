@@ -49,8 +49,8 @@ def splash_attention(
         num_heads: number of query heads.
         order: how the tokens of each row lie; see `te.kernels`. None, if the mask has neither a
             causal mask nor a window.
-        batch_size: B of the queries, if the mask has one row for all of them. None: its number of
-            rows.
+        batch_size: pass the number of rows of the batch, B, if the mask was made for one row that
+            stands for all. None: the mask has B rows.
         query_start: the index, among the keys, of the first query, if the queries are a part of the
             keys: the new tokens of a chunked prefill, for example. A Python int. None: the keys are
             another sequence, or the queries themselves.

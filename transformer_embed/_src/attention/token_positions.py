@@ -50,10 +50,6 @@ class TokenPositions:
         (2, 1, 5, 5)
         >>> batch.next_token_mask.astype(int).tolist()
         [[0, 0, 1, 1, 0], [1, 0, 0, 0, 0]]
-
-    Source:
-        Raffel et al., "T5" (2020), section 3.5.2, packs several sequences into one row;
-        https://arxiv.org/abs/1910.10683
     """
 
     positions: Array
@@ -182,10 +178,6 @@ class TokenPositions:
             >>> _, masks = jax.lax.scan(step, te.TokenPositions.empty(1, 4), jax.numpy.arange(3))
             >>> masks.astype(int).tolist()
             [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]
-
-        Source:
-            The incremental decoding of Shazeer, "Fast Transformer Decoding" (2019), section 2.4,
-            https://arxiv.org/abs/1911.02150
         """
         shape = arguments.size("batch_size", batch_size), arguments.length("length", length)
         # Two arrays: a program cannot be given one array twice to write into.
@@ -260,10 +252,6 @@ class TokenPositions:
             >>> batch = te.TokenPositions.from_lengths([2, 3], 4, padding_side="left")
             >>> batch.padding_mask.astype(int).tolist()
             [[0, 0, 1, 1], [0, 1, 1, 1]]
-
-        Source:
-            The sequence lengths of `tf.sequence_mask` and of `jax.nn.dot_product_attention`,
-            https://docs.jax.dev.
         """
         length = arguments.length("length", length)
         # A symbolic length is assumed to be large enough.
@@ -335,10 +323,6 @@ class TokenPositions:
             >>> mask = te.AttentionMask(step, cache, causal=True).dense()
             >>> mask[:, 0, 0].astype(int).tolist()
             [[1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0, 0]]
-
-        Source:
-            Dai et al., "Transformer-XL" (2019), section 3.2, on states reused from before;
-            https://arxiv.org/abs/1901.02860
         """
         length = arguments.length("length", length)
         integers = arguments.as_integers("offset", offset)

@@ -108,9 +108,6 @@ class EmbedderConfig:
         >>> import transformer_embed as te
         >>> te.EmbedderConfig(vocab_size=256, d_model=64, pad_id=0).scheme.layout
         'interleaved'
-
-    Source:
-        See `TransformerEmbedding`.
     """
 
     vocab_size: int

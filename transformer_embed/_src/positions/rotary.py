@@ -39,45 +39,39 @@ def apply_rotary(
         x[..., b] * cos(angle) + x[..., a] * sin(angle)
 
     The dot product of a rotated query and a rotated key depends on the difference of their
-    positions only. Rotations add up, so do not rotate the keys in a cache again. There is no table
-    and no longest position.
+    positions only. Rotations add up, so do not rotate the keys in a cache again. The page
+    "Conventions of other projects" has the arguments for each published model.
 
     Args:
-        x: [..., length, heads, head_dim], a floating dtype. (Some libraries have heads before
-            length: swap those axes.)
+        x: [..., length, heads, head_dim], a floating dtype. (If heads come before length, swap
+            these axes.)
         positions: [length], or more axes that broadcast to those of x before the heads; any integer
             dtype, or float32. With pair_axes, [..., length, axes].
-        base: above 0, often called theta. The wavelengths grow from 2 pi towards 2 pi times this.
-        layout: which channels form a pair.
-            `"half"`: i and i + d/2 (Llama, GPT-NeoX, Gemma).
-            `"interleaved"`: 2i and 2i + 1 (RoFormer, GPT-J).
+        base: as in `sinusoidal_encoding`, often called theta.
+        layout: which channels form a pair. `"half"`: i and i + d/2. `"interleaved"`: 2i and 2i + 1.
         rotary_dim: how many channels are rotated, an even number. None: all of them.
         partial: which channels rotate if rotary_dim is smaller than head_dim. `"first"`: the first
-            rotary_dim channels are rotated as a head of that size (GPT-J, GPT-NeoX).
-            `"proportional"`: pairs span the whole head, with head_dim in the exponents; the first
-            rotary_dim / 2 pairs rotate (Gemma).
+            rotary_dim channels, as a head of that size. `"proportional"`: pairs span the whole
+            head, with head_dim in the exponents; the first rotary_dim / 2 pairs rotate.
         scaling: of the frequencies, for contexts longer than in training: `LinearScaling`,
             `NTKScaling`, `DynamicNTKScaling`, `YarnScaling`, `Llama3Scaling` or `LongRopeScaling`.
             None: no scaling.
-        pair_axes: for positions on several axes, such as time, height and width: which of them
-            rotates each pair, a number from 0 for each. The frequencies are those of a single
-            axis. `np.repeat([0, 1, 2], [16, 24, 24])` in Qwen2-VL, where the sections are (16, 24,
-            24); `[0, 1, 2] * 20 + [0] * 4` in Qwen3-VL, where they take turns. None: one axis.
+        pair_axes: for positions on several axes, such as time, height and width: the axis, from 0,
+            that rotates each pair, for example `np.repeat([0, 1, 2], [16, 24, 24])`. The
+            frequencies are those of a single axis. None: one axis.
 
     Returns:
-        [..., length, heads, head_dim] of x's dtype, computed in float32 and rounded once. The error
-        of a cosine or sine is at most 6.0e-8 for every int32 and uint32 position, and for float32
-        ones below 2**24 in magnitude. If the scaling has an attention factor, the error is
-        multiplied by it, and float32's rounding of the product is added. NaN for a 64-bit jax
-        integer outside int32, and for a float that is not finite or is 2**31 or more in magnitude.
-        Differentiable in x and in float positions.
+        [..., length, heads, head_dim] of x's dtype, computed in float32 and rounded once. Cosines
+        and sines have the error of `sinusoidal_encoding`, at most 6.0e-8, and are NaN for the same
+        positions. An attention factor of the scaling multiplies the error, and adds float32's
+        rounding of the product. Differentiable in x and in float positions.
 
     Raises:
         TypeError: x does not have a floating dtype of 16 bits or more; positions are neither
             integers nor float32.
         ValueError: a shape that does not fit; an odd number of channels to pair; a host position
-            outside int32; an unknown layout or partial; pair_axes that are not one for each pair;
-            a base and a scaling that make a frequency of 2**32 turns per position or more.
+            outside int32; an unknown layout or partial; pair_axes that are not one for each pair; a
+            base and a scaling that make a frequency of 2**32 turns per position or more.
 
     Example:
         >>> import jax.numpy as jnp

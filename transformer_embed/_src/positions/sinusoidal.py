@@ -39,7 +39,8 @@ def sinusoidal_encoding(
         encoding[..., 2i + 1] = cos(position * base ** (-2i / d_model))
 
     There is no table and no longest position. Positions may be traced, negative, fractional, and of
-    any shape.
+    any shape. The page "Conventions of other projects" has the arguments that reproduce each
+    project.
 
     Args:
         positions: [...]; any integer dtype, or float32 for fractional positions. float64 is rounded
@@ -48,20 +49,15 @@ def sinusoidal_encoding(
         d_model: number of channels, at least 1, even or odd.
         base: above 0. The wavelengths grow from 2 pi towards 2 pi times this.
         layout: the order of the channels. `"interleaved"`: sine and cosine of each frequency side
-            by side (Vaswani et al.; Keras, trax, XLM). `"sin_cos"`: all sines, then all cosines
-            (tensor2tensor, fairseq, Marian, CTRL, Flax's examples, MaxText, Whisper). `"cos_sin"`:
-            all cosines, then all sines (MusicGen; diffusers with `flip_sin_to_cos`).
+            by side. `"sin_cos"`: all sines, then all cosines. `"cos_sin"`: all cosines, then all
+            sines.
         shift: a number to subtract from the denominator of the exponents. `None`: frequency i is
-            base ** (-2i / d_model) (Vaswani et al.). A number s: it is base ** (-i / (d_model // 2
-            - s)). tensor2tensor, fairseq and Whisper have s = 1; diffusers has 0 or 1
-            (`downscale_freq_shift`).
+            base ** (-2i / d_model). A number s, such as tensor2tensor's 1: it is base ** (-i /
+            (d_model // 2 - s)).
         odd: what an odd d_model means. `"truncate"`: the exponents use d_model itself, and the last
-            cosine (in `"cos_sin"`, sine) is left out (Keras, Marian, RoFormer). `"round_up"`: the
-            encoding for d_model + 1 without its last channel (the positional-encodings package).
-            `"zero"`: d_model // 2 pairs and a last channel of zeros (tensor2tensor, fairseq,
-            MusicGen, diffusers).
-        frequency_scale: above 0; multiplies every frequency, like tensor2tensor's `min_timescale`
-            (its `max_timescale` is `base * min_timescale`) and diffusers' `scale`.
+            cosine (in `"cos_sin"`, sine) is left out. `"round_up"`: the encoding for d_model + 1
+            without its last channel. `"zero"`: d_model // 2 pairs and a last channel of zeros.
+        frequency_scale: above 0; multiplies every frequency.
         dtype: of the result. The encoding is computed in float32 and rounded once.
 
     Returns:
@@ -87,8 +83,7 @@ def sinusoidal_encoding(
 
     Source:
         Vaswani et al., "Attention Is All You Need" (2017), section 3.5,
-        https://arxiv.org/abs/1706.03762. The other conventions are those of the named projects'
-        code.
+        https://arxiv.org/abs/1706.03762
     """
     options = Sinusoids(
         base=base, layout=layout, shift=shift, odd=odd, frequency_scale=frequency_scale

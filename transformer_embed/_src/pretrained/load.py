@@ -32,29 +32,16 @@ def load_embedder(
 ) -> PretrainedInput:
     """Loads the parameters and the configuration of a checkpoint's input layer.
 
-    The model type, of the `config.json` beside the file or of `settings`, says which tensors make
-    the layer; without one, names of tensors that only one architecture has. Only these are read,
-    each copied once; peak memory is at most 1.05 times large tables. No code in the file is run.
-    Either everything is loaded or an error is raised.
-
-    The page "Published models" of the documentation lists the model types that are known, with how
-    far each is from the transformers library: BERT, RoBERTa, GPT-2, OPT, T5, BART, Whisper's
-    decoder, CLIP, Llama, Mistral, Qwen, Gemma, Phi, Cohere, DeepSeek, Granite, ModernBERT and more.
-    Embeddings in float32 have the same bits as that library's, or agree to 5 units in the last
-    place of the largest value where a layer norm sums in another order, to 8 if a linear layer
-    follows the norm. M2M100 differs by 250 such units at 500 tokens, because the library computes
-    angles in float32; here they are exact, as are long rotary positions, T5's bucket at some
-    boundaries and Gemma's factor in bfloat16. M2M100's sinusoid at padding is that of position 1
-    here and zeros there; the mask hides it.
+    Embeddings are those of the original model; the page "Published models" lists the model types
+    that are known, and how exactly each is reproduced. The type, of the `config.json` beside the
+    file or of `settings`, says which tensors make the layer; without one, names of tensors that
+    only one architecture has. Only these tensors are read, each copied once; peak memory is at most
+    1.05 times large tables. No code in the file is run. Either everything is loaded or an error is
+    raised.
 
     Positions that you pass are rows of the table of positions: add `config.scheme.start` to the
-    published `position_ids` of OPT and BART, which count from 0.
-
-    `config.output` is the model's output layer, with its table and bias if the file has them, or
-    says in words why there is none. Of a model with two stacks, an untied one is the decoder's.
-
-    `config.pad_id` is None, because the padding row is read as it is stored. Models with token
-    types need `token_types`; pass zeros if the original model is called without them.
+    published `position_ids` of OPT and BART, which count from 0. Models with token types need
+    `token_types`; pass zeros if the original model is called without them.
 
     Args:
         path: a safetensors file, an index file (`model.safetensors.index.json`) beside its shards,
@@ -62,11 +49,9 @@ def load_embedder(
         stack: `"encoder"` or `"decoder"`, for models with both; None: the encoder. A stack's own
             table takes precedence over a shared one.
         settings: `config.json` entries, such as {"model_type": "bert"}. They override those in the
-            checkpoint's config.json, which may be missing; None for an entry that is not read says
-            that it means nothing. A scaling (`rope_scaling`,
-            `rope_parameters`) replaces the file's as a whole, except for a `rope_theta` or
-            `partial_rotary_factor` that it leaves out. If no config.json names the model type,
-            entries that change the embeddings are required. A file of `save_embedder` takes none.
+            checkpoint's config.json, which may be missing: entries that change the embeddings are
+            then required. None for an entry that is not read says that it means nothing. A file of
+            `save_embedder` takes none.
         config: with `names`, loads any other model, such as one from a tutorial.
         names: the tensor name for each parameter of `Embedder(config).init`. A path may be
             shortened to a suffix that no other parameter has ("token_embedding/embeddings"). None
@@ -77,6 +62,9 @@ def load_embedder(
     Returns:
         PretrainedInput(config, params, rotary, bias, names). Parameters have the dtypes of their
         tensors, `config.param_dtype` is that of the token table, and `config.dtype` is None.
+        `config.pad_id` is None, because the padding row is read as it is stored. `config.output` is
+        the model's output layer, with its table and bias if the file has them, or says in words why
+        there is none. Of a model with two stacks, an untied one is the decoder's.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -96,10 +84,6 @@ def load_embedder(
         >>> config, params, *_ = te.pretrained.load_embedder(path, config=config, names=names)
         >>> te.Embedder(config).apply(params, None, [[1, 2, 3]], is_training=False).shape
         (1, 3, 4)
-
-    Source:
-        The models' published checkpoints and the transformers library,
-        https://github.com/huggingface/transformers
     """
     if stack is not None:
         arguments.choice("stack", stack, STACKS)

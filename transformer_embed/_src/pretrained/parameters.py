@@ -48,9 +48,6 @@ class PretrainedInput(NamedTuple):
         >>> import transformer_embed as te
         >>> te.pretrained.PretrainedInput._fields
         ('config', 'params', 'rotary', 'bias', 'names')
-
-    Source:
-        The safetensors format, https://github.com/huggingface/safetensors
     """
 
     config: EmbedderConfig

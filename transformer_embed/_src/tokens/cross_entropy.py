@@ -77,69 +77,46 @@ def linear_cross_entropy(
     log(sum(exp(z)))` and smoothing s,
     `loss = log_z - (1 - s) * z[y] - s * sum(z) / V + z_loss * log_z**2`.
 
-    One pass over the chunks computes value and gradient, with three products with the table, as
-    many as without chunks. Forward mode and second derivatives work too: a product with the Hessian
-    (`jax.jvp` of `jax.grad`) also needs the memory of only one chunk.
+    "What the loss costs", a section of the reference page, has time and memory, and what devices
+    exchange.
 
     Args:
         x: [..., d], a floating dtype.
-        table: [vocab_size, d], a floating dtype: the embedding table of a tied output layer, or a
-            table of its own.
+        table: [vocab_size, d], a floating dtype: that of the embedding (tied), or one of its own.
         labels: [...], any integer dtype: the id that each token should predict; with shift, the ids
             themselves.
-        bias: as in `linear_logits`.
-        softcap: as in `linear_logits`.
-        scale: as in `linear_logits`.
-        pad_id: the id of padding, which is never predicted: labels that are this id are not
-            counted, and its row of the table and its bias have no part in the loss and get no
-            gradient. It may be outside the vocabulary (such as -100). To leave out labels and keep
-            their row, use mask. None: no padding.
+        bias, softcap, scale: as in `linear_logits`.
+        pad_id: the id of padding, as in `linear_logits`: labels that are this id are not counted.
+            To leave out labels and keep their row of the table, use mask.
         mask: bool, [length], or more axes that broadcast to the labels'. True = the label is
-            counted. None: all. Where ignored labels are -100, it is `labels != -100`.
-        weights: floating, [length], or more axes that broadcast to the labels': each label's loss
-            is multiplied by its weight. None: 1.
-        shift: True: token t predicts `labels[..., t + 1]`, which brings its mask and weight with
-            it; the last token predicts nothing.
-        segment_ids: integers, [length], or more axes that broadcast to the labels', for packed
-            sequences, with shift: 0 = padding, and another number for each sequence
-            (`TokenPositions.segment_ids`). The last token of a sequence predicts nothing. None: one
+            counted; `labels != -100` for example. None: all.
+        weights: floating, with axes as in mask: each label's loss is multiplied by its weight.
+            None: 1.
+        shift: True: token t predicts `labels[..., t + 1]`, which brings its mask and weight; the
+            last token predicts nothing.
+        segment_ids: integers, with axes as in mask, for packed sequences, with shift: those of
+            `TokenPositions` (0 = padding). The last token of a sequence predicts nothing. None: one
             sequence a row.
-        label_smoothing: in [0, 1), a Python float: the part of each label's weight that is spread
-            evenly over the vocabulary.
+        label_smoothing: in [0, 1), a Python float: the part of each label that is spread evenly
+            over the vocabulary.
         z_loss: a Python number of at least 0, which keeps log_z near 0 (PaLM: 1e-4).
         reduction: `"mean"` divides the sum over the counted labels by the sum of their weights;
-            `"sum"` does not; `"none"` returns each label's loss times its weight (see Returns).
-        chunk_size: the largest number of tokens in a chunk (on a mesh with explicit axes, on each
-            device). None: a twelfth of the tokens, but at least 256 and at most 512.
+            `"sum"` does not; `"none"` returns each label's loss times its weight.
+        chunk_size: the largest number of tokens in a chunk. None: between 256 and 512.
 
     Returns:
-        A scalar, computed in float32 (float64 if x or the table is). The loss and its gradients are
-        0 if no label is counted, and NaN if a counted label is outside the vocabulary. At tokens
-        that are not counted, x has no effect, even if it is NaN, and its gradient is 0. x, table,
-        bias and weights have gradients, summed in float32 or wider over all chunks, then cast once
-        to their dtypes.
+        A scalar in float32 (float64 if x or the table is); with `reduction="none"`, an array [...].
+        The loss and its gradients are 0 if no label is counted, and NaN if a counted label is
+        outside the vocabulary. At tokens that are not counted, x has no effect, even if it is NaN.
 
-        With `reduction="none"`, an array [...]: at each label its loss times its weight, 0 where it
-        is not counted. With shift, the loss of `labels[..., t]` is at t. Each may get another
-        cotangent, so the backward pass computes logits again: four products in all.
-
-        With a sharded table, or any array on a mesh with explicit axes, no device gathers a table
-        or logits. x is all-gathered over the mesh axes that also split the table. Devices with the
-        same tokens exchange three numbers per token and, once, the gradients of x. Devices with the
-        same rows exchange the gradient of the rows once. For plain arrays on automatic axes the
-        value is the same, and the compiler chooses what is sent.
+        With shift and `reduction="none"`, the loss of `labels[..., t]` is at t.
 
     Raises:
-        TypeError: x, the table, the bias or weights do not have a floating dtype; labels or
-            segment_ids are not integers; mask is not bool; shift is not a Python bool; softcap,
-            scale, label_smoothing, z_loss or chunk_size is not a Python number; the table has only
-            some of its rows, as inside `te.rows.value_and_grad`.
-        ValueError: the table is not of rank 2, or its width is not x's; the shape of labels is not
-            x's without its last axis; the bias does not have one number for each row; a mask,
-            weights or segment_ids that do not end in the labels' last axis, or do not broadcast to
-            them; segment_ids without shift; labels of rank 0 with shift, or of an unknown size; an
-            argument out of its range; columns split over a number of devices that does not divide
-            the number of rows.
+        TypeError: an argument has another dtype or Python type than it says above; the table has
+            only some of its rows, as inside `te.rows.value_and_grad`.
+        ValueError: shapes that do not fit together; segment_ids without shift; shift with labels of
+            rank 0 or of an unknown size; an argument out of its range; columns split over a number
+            of devices that does not divide the number of rows.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -154,11 +131,8 @@ def linear_cross_entropy(
     Source:
         Label smoothing: Szegedy et al., "Rethinking the Inception Architecture" (2016), section 7,
         https://arxiv.org/abs/1512.00567. z_loss: Chowdhery et al., "PaLM" (2022), section 5,
-        https://arxiv.org/abs/2204.02311. The gradient in the forward pass: Hsu et al., "Liger
-        Kernel" (2024), section 3.2, https://arxiv.org/abs/2410.10989. The name and shift: Wijmans
-        et al., "Cut Your Losses in Large-Vocabulary Language Models" (2024),
-        https://arxiv.org/abs/2411.09009. The loss over a split vocabulary: Shoeybi et al.,
-        "Megatron-LM" (2019), section 3, https://arxiv.org/abs/1909.08053
+        https://arxiv.org/abs/2204.02311. The name and shift: Wijmans et al., "Cut Your Losses in
+        Large-Vocabulary Language Models" (2024), https://arxiv.org/abs/2411.09009
     """
     x, table, bias, output = as_output_layer(x, table, bias, softcap, scale, pad_id)
     batch = as_batch(x, labels, mask, weights, shift, segment_ids)

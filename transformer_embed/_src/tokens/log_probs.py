@@ -33,27 +33,19 @@ def linear_log_probs(
 
     Reinforcement learning on language models takes gradients through functions of them: ratios of
     two policies, clips, KL terms. Logits of the whole batch never exist, neither in the forward nor
-    in the backward pass.
-
-    The forward pass takes one product with the table, and the backward pass three, of which one
-    computes the logits again. Forward mode, `jax.vmap` and second derivatives work too.
+    in the backward pass. "What the loss costs", a section of the reference page, has time and
+    memory, and what devices exchange.
 
     Args:
         x: [..., d], a floating dtype.
         table: [vocab_size, d], as in `linear_cross_entropy`.
         labels: [...], any integer dtype: the id whose log-probability each token asks for; with
             shift, the ids themselves.
-        bias: as in `linear_logits`.
-        softcap: as in `linear_logits`.
-        scale: as in `linear_logits`.
-        pad_id: as in `linear_cross_entropy`.
+        bias, softcap, scale: as in `linear_logits`.
+        pad_id, shift, segment_ids, chunk_size: as in `linear_cross_entropy`.
         temperature: a Python number above 0, that of sampling: the logits are divided by it.
-        mask: bool, [length], or more axes that broadcast to the labels'. True = the label is
-            counted. None: all. Labels that a prompt gives are usually not counted.
-        shift: True: token t predicts `labels[..., t + 1]`.
-        segment_ids: as in `linear_cross_entropy`, with shift.
+        mask: as in `linear_cross_entropy`. Labels that a prompt gives are usually not counted.
         with_entropy: True returns entropies too.
-        chunk_size: as in `linear_cross_entropy`.
 
     Returns:
         [...], in float32 (float64 if x or the table is): at each label, its log-probability given
@@ -64,14 +56,9 @@ def linear_log_probs(
         Both are 0 at labels that are not counted, where x has no effect. The log-probability of a
         counted label outside the vocabulary is NaN.
 
-        Equal arguments give equal bits, with or without gradients, under jit: the ratio of a policy
-        to itself is exactly 1. Another `chunk_size`, batch shape, mesh or `with_entropy` may sum in
-        another order, and so may a call outside of jit: differences of a few units in the last
-        place.
-
-        With a sharded table, or any array on a mesh with explicit axes, no device gathers a table
-        or logits: devices with the same tokens exchange three numbers per token (four with
-        entropies).
+        Under jit, equal arguments give equal bits, with or without gradients: the ratio of a policy
+        to itself is exactly 1. Another `chunk_size`, batch shape, mesh or `with_entropy`, or a call
+        outside of jit, may differ by a few units in the last place.
 
     Raises:
         TypeError: as for `linear_cross_entropy`; with_entropy is not a Python bool.

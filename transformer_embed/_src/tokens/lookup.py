@@ -141,10 +141,6 @@ def lookup(
         >>> table = jnp.array([[1.0, 2.0], [3.0, 4.0]])
         >>> te.lookup(table, [1, 0, 2**32 + 1], pad_id=0).tolist()
         [[3.0, 4.0], [0.0, 0.0], [nan, nan]]
-
-    Source:
-        The input embedding of Vaswani et al., "Attention Is All You Need" (2017), section 3.4,
-        https://arxiv.org/abs/1706.03762
     """
     arguments.choice("out_of_range", out_of_range, OUT_OF_RANGE)
     arguments.choice("lookup_style", lookup_style, LOOKUP_STYLES)

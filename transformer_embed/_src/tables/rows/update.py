@@ -34,29 +34,22 @@ def update(
 ) -> tuple[Tree, Tree]:
     """One step of an optimizer that updates, in each table, only the rows with a gradient.
 
-    Parameters whose gradient is not a `RowGradient` are updated by `optimizer.update` and
-    `optax.apply_updates` as usual. In a table, only the rows with a nonzero gradient change,
-    together with their optimizer state. Every other row stays the same bit for bit, including rows
-    that the batch does not read and the padding row; ids out of range change nothing. Such a lazy
-    update differs from the dense one if the dense optimizer moves rows without a gradient: until
-    its next gradient, a row's moments do not decay, momentum does not move it, and weight decay
-    does not shrink it. Step counts, and so bias correction and schedules, advance for all rows. SGD
-    without momentum and Adagrad leave rows without a gradient alone, so they train the same either
-    way.
+    In a table, only the rows with a nonzero gradient change, together with their optimizer state.
+    Every other row stays the same bit for bit, including rows that the batch does not read and the
+    padding row; ids out of range change nothing. Parameters whose gradient is not a `RowGradient`
+    are updated by `optimizer.update` and `optax.apply_updates` as usual.
 
     Under jit with params and state donated, tables and state are written in place, at a cost that
-    follows the batch. In a sharded table, each shard updates its own rows: only their gradient is
-    sent, by one all-reduce over the devices that share the batch.
+    follows the batch.
 
     `update` first traces the optimizer and follows the data to prove that each row is updated from
-    that row alone: under jit, once. Adam, Adagrad, Lion and most others pass, with schedules, masks
-    and labels. Global norms, Adafactor, noise and gradient accumulation (`optax.MultiSteps`) do
-    not. To clip by a global norm, clip the gradients before `update`.
+    that row alone: under jit, once. The page "Optimizers that train by rows" lists which optimizers
+    pass. To clip by a global norm, clip the gradients before `update`.
 
     Args:
         optimizer: an optax optimizer.
-        grads: the gradients that `value_and_grad` returned, scaled as you like. Rows whose
-            gradient was mixed with those of other ids become NaN (see `RowGradient`).
+        grads: the gradients that `value_and_grad` returned, scaled as you like. Rows whose gradient
+            was mixed with those of other ids become NaN (see `RowGradient`).
         state: that of optimizer.init(params).
         params: the parameters.
         **extra_args: handed to optimizer.update.
@@ -69,8 +62,8 @@ def update(
             arrays; a `RowGradient` made by hand for an interleaved table, or one that left the jit
             that made it.
         ValueError: the optimizer may update a row from other rows (the message names the
-            transformation and the reason), or changes the dtype of its state; trees that do not
-            fit together.
+            transformation and the reason), or changes the dtype of its state; trees that do not fit
+            together.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax

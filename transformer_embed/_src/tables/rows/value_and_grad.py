@@ -22,27 +22,13 @@ def value_and_grad(
 ) -> Callable:
     """`jax.value_and_grad` for a loss that reads few rows of large tables.
 
-    A table's gradient holds only these rows. Like `jax.value_and_grad`, it differentiates the first
-    argument. While the loss runs, the rows of the batch take the place of each table, and only
-    `lookup` can read them. A function of all parameters sees only these rows, and so it fails: a
-    term such as an L2 norm is NaN, a map over all leaves raises an error, and if a map over
-    floating leaves computes a row from others (`x / norm(x)`, noise, quantization by a maximum),
-    `lookup` reads NaN. So leave the tables out of such functions. Casts and scales of floating
-    leaves work. Only what does not depend on NaN and infinity passes unnoticed: a size, a count, a
-    comparison, a sort, or a function that skips NaN (`jnp.nansum`).
+    Like `jax.value_and_grad`, it differentiates the first argument. The gradient of a table holds
+    only the rows that the batch reads; `te.rows.update` takes it.
 
-    To add the gradients of many small batches, scan over them inside the loss, with `ids` of all of
-    them; `jax.checkpoint` of a batch's loss keeps the memory of one batch.
-
-    Devices that each have a batch (`jax.pmap`, `jax.shard_map`, `jax.vmap` with an axis name) have
-    gradients of different rows: average these by `te.rows.pmean`. Inside `jax.shard_map` with
-    `check_vma=True`, the gradient of a table that all devices share is summed over the devices, as
-    `jax.grad` does: average the loss there.
-
-    For a sharded table, every device receives the rows of the whole batch: ids are all-gathered and
-    one all-reduce over the shards collects the rows. For an interleaved table, each device receives
-    the rows of its own part of the batch from their owners (see `interleave` of
-    `sharding.shard_params`).
+    While the loss runs, only `lookup` can read these tables, so leave them out of functions of all
+    parameters, such as an L2 norm. "Training by rows", a section of the reference page, says what
+    these see. To add gradients of many batches, or to average them over devices, see the page
+    "Training loops".
 
     Args:
         loss: a function of (params, ...) to a scalar, or to (scalar, aux). It reads the tables in
@@ -58,12 +44,11 @@ def value_and_grad(
             exchange; the ids that read as NaN are then not always the highest.
 
     Returns:
-        A function of (params, ...) to (value, gradients), or to ((value, aux), gradients). The
-        gradients are a tree like `params`, with a `RowGradient` for each table in `ids`. It holds k
-        rows, the smallest of the number of ids, vocab_size and max_rows (above 1024, rounded up to
-        a multiple of 1024). For an interleaved table, each device has the gradient of its own
-        shard's rows, which `ids` count from the start of the shard; their number is the largest
-        that it can be asked for.
+        A function that you call like the loss. It returns (value, gradients), or ((value, aux),
+        gradients). The gradients are a tree like `params`, with a `RowGradient` for each table in
+        `ids`. It has k rows: the number of ids, vocab_size or max_rows, whichever is smallest
+        (above 1024, rounded up to a multiple of 1024). For an interleaved table, each device has
+        the gradient of its own shard's rows, as many as it can be asked for.
 
     Raises:
         TypeError: ids are not integers; a table does not have a floating dtype; the loss uses a

@@ -40,72 +40,50 @@ def shard_params(
 ) -> Any:
     """Puts a parameter tree on a mesh, split by a rule for each parameter's name.
 
-    Tables become `Sharded`. A name is the parameter's path in the tree, such as
-    `"transformer_embedding/~/token_embedding/embeddings"`. The first rule whose pattern matches it
-    decides (`*` stands for any characters, slashes included). A parameter that no rule matches is
-    replicated.
+    A name is the parameter's path in the tree, such as
+    `"transformer_embedding/~/token_embedding/embeddings"` (Haiku writes `~` for `__init__`). The
+    first rule whose pattern matches the name decides; `*` stands for any characters, slashes
+    included. A parameter that no rule matches is replicated. Tables become `Sharded`.
 
-    A table is either contiguous, a block of consecutive rows on each device, or interleaved (see
-    `interleave`): TensorFlow says "div" and "mod". Up to some dozens of devices, leave it
-    contiguous. This also decides how its rows travel:
-
-    - Contiguous: in training by rows, the distinct rows that the whole batch reads are copied to
-      every device, which is cheaper up to some dozens of devices and works for any batch. Rows are
-      not exchanged, even if the batch is split over their mesh axes: an exchange has buffers of a
-      fixed size, and in vocabulary order the frequent ids, and so most of the load, are on one
-      device.
-    - Interleaved: rows are exchanged. In training by rows, in `lookup` and in its dense gradient,
-      each device asks the owners for the rows that its own part of the batch reads, and sends their
-      gradients back. What a device sends hardly grows with the number of devices, and not with the
-      table. The batch must be split over the mesh axes of the rows. For other ids (if the devices
-      do not divide their number, for example), `lookup` reads from all shards as in a contiguous
-      table, and training by rows raises an error.
+    Up to some dozens of devices, rules are all that you need. Beyond that, `interleave` large
+    tables, so that devices exchange only the rows that each of them reads. "Tables on a mesh", a
+    section of the reference page, says how rows lie and travel in both cases.
 
     Args:
-        params: a parameter tree, or a function that draws one from a key. The function is compiled
-            so that each device draws its own shards and no device holds a whole table; the values
-            are the same as on one device. A tree holds whole arrays, `Sharded` tables (to move them
-            to another mesh), or shapes from jax.eval_shape: then the result has the shapes and
-            shardings to compile for, or to restore a checkpoint into. An optimizer state works too,
-            because its paths end in the parameters' names. With many processes, every process
-            passes the same tree.
+        params: a function that draws parameters from a key, such as `Embedder.init`; or a tree of
+            parameters, an optimizer state (its paths end in the parameters' names), or shapes from
+            jax.eval_shape. A tree may hold `Sharded` tables of another mesh. With many processes,
+            every process passes the same tree.
         mesh: of any shape, with automatic or explicit axes.
         rules: patterns and their specs: for each dimension a mesh axis, a tuple of them, or None.
         rng: a key, required if params is a function; otherwise must be None.
-        tables: a pattern for the names of tables: of rank 2, split by a rule, and read only by
-            `lookup` and `linear_logits`. Other modules, such as hk.Embed, need a plain array: leave
-            their tables out of the pattern. An array of rank 1 with such a name has one number for
+        tables: a pattern for the names of tables, [vocab_size, d], that a rule splits, and that
+            only `lookup` and `linear_logits` read. Other modules, such as hk.Embed, need a plain
+            array: leave their tables out. An array [vocab_size] with such a name has one number for
             each row, such as row-wise Adagrad's state.
-        batch_axes: under automatic axes, the mesh axes that the first dimension of ids is split
-            over. None: the axes that the table does not use; for an interleaved table, all axes of
-            the mesh, so ids are best put on `PartitionSpec(<all axes>)`. If a contiguous table's
-            rows are split over a batch axis, ids are all-gathered and rows reduce-scattered over
-            that axis.
-        interleave: a pattern for the names of tables to interleave: their rows are spread over
-            virtual shards, so that the frequent ids of a vocabulary sorted by frequency are not all
-            on one device, and rows are exchanged. None: all tables are contiguous. A table that a
-            tied output layer reads cannot be interleaved.
-        virtual_shards: a power of two that the number of devices along the rows' axes divides. An
-            interleaved table's array, and so its checkpoint, is the same on every such mesh.
-        capacity: for interleaved tables. Each device can ask each other device for a fixed number
-            of ids, chosen so that random ids overflow less than once in 1e9 steps. A capacity c
-            raises it to at least c times the mean of a batch without repeats. An id that does not
-            fit reads as NaN and gets no update; `exchange_load` counts these for a batch. Then the
-            loss is NaN: to go on, skip the step with `jax.lax.cond(jnp.isfinite(loss), ...)`, as in
-            the recipe "Train a big table row by row", which leaves the tables in place.
+        batch_axes: the mesh axes that you split the batch (the first dimension of ids) over. Only
+            automatic axes need it: with explicit ones, the type of ids says it. None: the axes that
+            the table does not use; for an interleaved table, all axes of the mesh.
+        interleave: a pattern for the names of tables to interleave. None: none, all are contiguous.
+            A table that a tied output layer reads cannot be interleaved.
+        virtual_shards: the parts that an interleaved table is dealt to, of which each device stores
+            several: a power of two of at least 2 that the number of devices along the rows' axes
+            divides.
+        capacity: raise it if ids of an interleaved table do not fit into the buffers of the
+            exchange (`exchange_load` counts them, and they read as NaN): there is then room for at
+            least this many times the mean of a batch without repeats.
 
     Returns:
-        A tree like params.
+        A tree like params; if params holds shapes, one of the shapes and shardings to compile for,
+        or to restore a checkpoint into.
 
     Raises:
         TypeError: a rule is not a PartitionSpec; params is a function and rng is None.
-        ValueError: a pattern that matches no parameter; a spec with an axis past the dimensions of
-            its parameter, that the mesh lacks, or whose number of devices does not divide a
-            dimension other than a table's rows; batch_axes that are not a tuple of the mesh's axes;
-            rng without a function; an interleaved table whose columns are split, whose batch is not
-            split over the axes of its rows, or whose virtual shards the devices do not divide;
-            virtual_shards that are not a power of two of at least 2; a capacity that is not
-            positive.
+        ValueError: a pattern that matches no parameter; a spec that does not fit its parameter or
+            the mesh (only a table's rows are padded); batch_axes that are not a tuple of the mesh's
+            axes; rng without a function; an interleaved table whose columns are split, whose batch
+            is not split over the axes of its rows, or whose virtual shards the devices do not
+            divide; virtual_shards or a capacity out of range.
 
     Example:
         >>> import jax, numpy as np
