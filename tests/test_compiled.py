@@ -107,7 +107,7 @@ FUNCTIONS = {name: with_gradient(*call) for name, call in CALLS.items()} | {
         (jax.eval_shape(LEARNED.init, jax.random.key(0)),),
     ),
     "resize_vocabulary": (
-        lambda params, rng: te.resize_vocabulary(params, VOCAB + 8, rng),
+        lambda params, rng: te.resize_vocabulary(params, VOCAB + 8, rng=rng),
         (PARAMS, KEY),
     ),
     "rows.update": (

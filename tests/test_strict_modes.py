@@ -177,7 +177,7 @@ def update(params, ids, x):
 
 def host(params, ids, tmp_path):
     te.pretrained.save_embedder(tmp_path / "model.safetensors", CONFIG, params)
-    larger = te.resize_positions(te.resize_vocabulary(params, 50, jax.random.key(1)), 16)
+    larger = te.resize_positions(te.resize_vocabulary(params, 50, rng=jax.random.key(1)), 16)
     return te.resize_vocabulary(larger, 20)
 
 

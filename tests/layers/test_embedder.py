@@ -356,7 +356,7 @@ DOORS = {
     "logits": lambda params: whole.logits(params, X),
     "cross_entropy": lambda params: whole.cross_entropy(params, X, [1, 2]),
     "initial_params": lambda params: hk.transform(lambda: module(params)).init(KEY),
-    "resize_vocabulary": lambda params: te.resize_vocabulary(params, 13, KEY),
+    "resize_vocabulary": lambda params: te.resize_vocabulary(params, 13, rng=KEY),
     "resize_positions": lambda params: te.resize_positions(params, 12),
     "transform": lambda params: hk.transform(module).apply(params, None),
     "token_embedding": part(lambda: te.TokenEmbedding(11, 6)(IDS), TOKENS),

@@ -24,7 +24,7 @@ PARAMS = drawn(te.Embedder(CONFIG).init)
 @pytest.mark.parametrize("size", [9, 14])
 def test_a_resized_vocabulary_fits_its_config_and_changes_nothing_else(size):
     """The output layer has as many rows."""
-    resized = te.resize_vocabulary(PARAMS, size, KEY)
+    resized = te.resize_vocabulary(PARAMS, size, rng=KEY)
     embedder = te.Embedder(dataclasses.replace(CONFIG, vocab_size=size))
     last, past = np.asarray(embedder.apply(resized, None, [size - 1, size], is_training=False))
     assert np.isfinite(last).all()
@@ -42,7 +42,7 @@ def test_new_rows_are_drawn_like_each_channel_and_unlike_the_output_layer_s():
     channels = np.arange(1, 17, dtype=np.float32)
     old = np.random.default_rng(0).normal(1, 2, (200, 16)).astype(np.float32) * channels
     tables = {"embeddings": old, "output_embeddings": old}
-    grown = te.resize_vocabulary({TOKENS: tables}, 4200, KEY)[TOKENS]
+    grown = te.resize_vocabulary({TOKENS: tables}, 4200, rng=KEY)[TOKENS]
     rows, others = (np.asarray(grown[name], np.float64) for name in tables)
     np.testing.assert_array_equal(rows[:200], old)
     # Of 4000 normal samples the mean has deviation 4000**-0.5 and the deviation 8000**-0.5; five of
@@ -55,7 +55,7 @@ def test_new_rows_are_drawn_like_each_channel_and_unlike_the_output_layer_s():
 @pytest.mark.parametrize("size", [5, 15])
 def test_a_resized_table_keeps_its_dtype(size):
     params = {TOKENS: {"embeddings": jnp.ones([11, 4], jnp.bfloat16)}}
-    table = te.resize_vocabulary(params, size, KEY)[TOKENS]["embeddings"]
+    table = te.resize_vocabulary(params, size, rng=KEY)[TOKENS]["embeddings"]
     assert isinstance(table, jax.Array)
     assert table.dtype == jnp.bfloat16
 
@@ -96,7 +96,7 @@ KEYS = "rng: wanted one key of jax.random.key or jax.random.PRNGKey, got int 0"
         (lambda: te.resize_vocabulary(PARAMS, 0), ValueError, "vocab_size: wanted an int of at least 1, got 0"),
         (lambda: te.resize_vocabulary(PARAMS, 12.0), TypeError, "vocab_size: wanted a Python int, got float 12.0"),
         (lambda: te.resize_vocabulary(PARAMS, 14), ValueError, "rng: wanted a key, to draw 3 new rows, got None"),
-        (lambda: te.resize_vocabulary(PARAMS, 14, 0), TypeError, KEYS),
+        (lambda: te.resize_vocabulary(PARAMS, 14, rng=0), TypeError, KEYS),
         (lambda: te.resize_vocabulary(None, 4), TypeError, TREE),
         (lambda: te.resize_vocabulary({"linear": {}}, 14), ValueError, NONE),
         (lambda: te.resize_positions(PARAMS, 0), ValueError, "max_len: wanted an int of at least 1, got 0"),

@@ -63,8 +63,8 @@ def test_resizing_and_saving_use_vocabulary_order(tmp_path, kind, options):
     mesh, rules = mesh_of((1, 2), kind), {"*/embeddings": SPEC("model")}
     placed = te.sharding.shard_params(params, mesh, rules, **options)
     plain = params[NAME]["embeddings"]
-    expected = te.resize_vocabulary(params, 50, jax.random.key(1))[NAME]["embeddings"]
-    resized = te.resize_vocabulary(placed, 50, jax.random.key(1))[NAME]["embeddings"]
+    expected = te.resize_vocabulary(params, 50, rng=jax.random.key(1))[NAME]["embeddings"]
+    resized = te.resize_vocabulary(placed, 50, rng=jax.random.key(1))[NAME]["embeddings"]
     assert resized.shape == (50, 8)
     assert resized.sharding == placed[NAME]["embeddings"].sharding
     # The mean and the spread are summed in another order.

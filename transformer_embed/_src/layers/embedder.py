@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import haiku as hk
 import jax
@@ -19,8 +19,8 @@ from transformer_embed._src.layers.transformer_embedding import (
     init_params,
     layer_paths,
 )
-from transformer_embed._src.tokens.cross_entropy import linear_cross_entropy
-from transformer_embed._src.tokens.log_probs import linear_log_probs
+from transformer_embed._src.tokens.cross_entropy import CrossEntropyOptions, linear_cross_entropy
+from transformer_embed._src.tokens.log_probs import LogProbsOptions, linear_log_probs
 from transformer_embed._src.tokens.output_layer import linear_logits
 
 # Where the layer's modules are in the parameters that `init` makes.
@@ -119,7 +119,11 @@ class Embedder:
         return linear_logits(x, **self._output("logits", params, {}))
 
     def cross_entropy(
-        self, params: Params, x: ArrayLike, labels: ArrayLike, **options: Any
+        self,
+        params: Params,
+        x: ArrayLike,
+        labels: ArrayLike,
+        **options: Unpack[CrossEntropyOptions],
     ) -> Float[Array, "..."]:
         """The cross-entropy of `logits(params, x)`, computed one chunk of tokens at a time.
 
@@ -129,7 +133,7 @@ class Embedder:
         return linear_cross_entropy(x, labels=labels, **output, **options)
 
     def log_probs(
-        self, params: Params, x: ArrayLike, labels: ArrayLike, **options: Any
+        self, params: Params, x: ArrayLike, labels: ArrayLike, **options: Unpack[LogProbsOptions]
     ) -> Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]:
         """The log-probability of each label under `logits(params, x)`, one chunk at a time.
 
@@ -138,7 +142,7 @@ class Embedder:
         output = self._output("log_probs", params, options)
         return linear_log_probs(x, labels=labels, **output, **options)
 
-    def _output(self, method: str, params: Params, options: Mapping[str, Any]) -> dict[str, Any]:
+    def _output(self, method: str, params: Params, options: Mapping[str, object]) -> dict[str, Any]:
         """The arguments of `linear_logits` besides x, for a method."""
         params = arguments.as_params("params", params)
         leaves = params[layer_paths("params", self.config, params)["token_embedding"]]

@@ -12,7 +12,7 @@ from transformer_embed._src.layers.parameters import Params, table_path
 from transformer_embed._src.tokens.lookup import Table
 
 
-def resize_vocabulary(params: Params, vocab_size: int, rng: Array | None = None) -> Params:
+def resize_vocabulary(params: Params, vocab_size: int, *, rng: Array | None = None) -> Params:
     """Adds rows to the end of an embedder's token table, or removes rows from its end.
 
     The parameters of an output layer change with it. New rows are drawn from a normal distribution
@@ -37,7 +37,8 @@ def resize_vocabulary(params: Params, vocab_size: int, rng: Array | None = None)
         >>> import jax
         >>> import transformer_embed as te
         >>> embedder = te.Embedder(te.EmbedderConfig(vocab_size=256, d_model=64))
-        >>> params = te.resize_vocabulary(embedder.init(jax.random.key(0)), 300, jax.random.key(1))
+        >>> params = embedder.init(jax.random.key(0))
+        >>> params = te.resize_vocabulary(params, 300, rng=jax.random.key(1))
         >>> params["transformer_embedding/~/token_embedding"]["embeddings"].shape
         (300, 64)
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import haiku as hk
 import jax.numpy as jnp
@@ -12,8 +12,8 @@ from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike, Ids
 from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
 from transformer_embed._src.layers.parameters import Initializer, as_initializer, parameter
-from transformer_embed._src.tokens.cross_entropy import linear_cross_entropy
-from transformer_embed._src.tokens.log_probs import linear_log_probs
+from transformer_embed._src.tokens.cross_entropy import CrossEntropyOptions, linear_cross_entropy
+from transformer_embed._src.tokens.log_probs import LogProbsOptions, linear_log_probs
 from transformer_embed._src.tokens.lookup import as_table, look_up
 from transformer_embed._src.tokens.output_layer import linear_logits
 
@@ -106,7 +106,9 @@ class TokenEmbedding(hk.Module):
         """
         return linear_logits(x, **self._output("logits", {}))
 
-    def cross_entropy(self, x: ArrayLike, labels: ArrayLike, **options: Any) -> Float[Array, "..."]:
+    def cross_entropy(
+        self, x: ArrayLike, labels: ArrayLike, **options: Unpack[CrossEntropyOptions]
+    ) -> Float[Array, "..."]:
         """The cross-entropy of `logits(x)`, computed one chunk of tokens at a time.
 
         The labels are [...].
@@ -120,7 +122,7 @@ class TokenEmbedding(hk.Module):
         return linear_cross_entropy(x, labels=labels, **output, **options)
 
     def log_probs(
-        self, x: ArrayLike, labels: ArrayLike, **options: Any
+        self, x: ArrayLike, labels: ArrayLike, **options: Unpack[LogProbsOptions]
     ) -> Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]:
         """The log-probability of each label under `logits(x)`, one chunk of tokens at a time.
 
@@ -130,7 +132,7 @@ class TokenEmbedding(hk.Module):
         output = self._output("log_probs", options)
         return linear_log_probs(x, labels=labels, **output, **options)
 
-    def _output(self, method: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    def _output(self, method: str, options: Mapping[str, object]) -> dict[str, Any]:
         """The arguments of `linear_logits` besides x, for a method."""
         width = self.config.d_model
         of_output = hk.initializers.RandomNormal(stddev=1 / math.sqrt(width))
@@ -156,7 +158,10 @@ class TokenEmbedding(hk.Module):
 
 
 def output_arguments(
-    config: EmbedderConfig, method: str, options: Mapping[str, Any], parameter: Callable[[str], Any]
+    config: EmbedderConfig,
+    method: str,
+    options: Mapping[str, object],
+    parameter: Callable[[str], Any],
 ) -> dict[str, Any]:
     """The arguments of `linear_logits` besides x, for a method with these options.
 

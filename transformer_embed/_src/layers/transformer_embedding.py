@@ -3,7 +3,7 @@
 import collections
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Unpack
 
 import haiku as hk
 import jax
@@ -25,6 +25,8 @@ from transformer_embed._src.layers.positional_encoding import (
     expanded_to_rank,
 )
 from transformer_embed._src.layers.token_embedding import TokenEmbedding
+from transformer_embed._src.tokens.cross_entropy import CrossEntropyOptions
+from transformer_embed._src.tokens.log_probs import LogProbsOptions
 
 
 class TransformerEmbedding(hk.Module):
@@ -165,7 +167,9 @@ class TransformerEmbedding(hk.Module):
         with parameters_from(self._initial_params):
             return self.tokens.logits(x)
 
-    def cross_entropy(self, x: ArrayLike, labels: ArrayLike, **options: Any) -> Float[Array, "..."]:
+    def cross_entropy(
+        self, x: ArrayLike, labels: ArrayLike, **options: Unpack[CrossEntropyOptions]
+    ) -> Float[Array, "..."]:
         """The cross-entropy of `logits(x)` with labels [...].
 
         See `TokenEmbedding.cross_entropy`.
@@ -174,7 +178,7 @@ class TransformerEmbedding(hk.Module):
             return self.tokens.cross_entropy(x, labels, **options)
 
     def log_probs(
-        self, x: ArrayLike, labels: ArrayLike, **options: Any
+        self, x: ArrayLike, labels: ArrayLike, **options: Unpack[LogProbsOptions]
     ) -> Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]:
         """The log-probability of each label [...] under `logits(x)`.
 

@@ -23,7 +23,7 @@ arithmetic, also of the losses of single tokens (token_losses.py).
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,19 @@ from transformer_embed._src.tokens.output_layer import as_output_layer
 from transformer_embed._src.tokens.token_losses import token_losses
 
 REDUCTIONS = ("mean", "sum", "none")
+
+
+class CrossEntropyOptions(TypedDict, total=False):
+    """The arguments of `linear_cross_entropy` that say which labels count, and how."""
+
+    mask: ArrayLike | None
+    weights: ArrayLike | None
+    shift: bool
+    segment_ids: ArrayLike | None
+    label_smoothing: float
+    z_loss: float
+    reduction: str
+    chunk_size: int | None
 
 
 def linear_cross_entropy(

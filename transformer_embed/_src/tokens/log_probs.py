@@ -1,6 +1,7 @@
 """The log-probability of each label under an output layer."""
 
 import functools
+from typing import TypedDict
 
 import jax
 from jaxtyping import Array, Float
@@ -11,6 +12,17 @@ from transformer_embed._src.tokens.lookup import Table
 from transformer_embed._src.tokens.losses import LossOptions, as_batch
 from transformer_embed._src.tokens.output_layer import as_output_layer
 from transformer_embed._src.tokens.token_losses import token_losses
+
+
+class LogProbsOptions(TypedDict, total=False):
+    """The arguments of `linear_log_probs` that say which labels count, and how."""
+
+    temperature: float
+    mask: ArrayLike | None
+    shift: bool
+    segment_ids: ArrayLike | None
+    with_entropy: bool
+    chunk_size: int | None
 
 
 def linear_log_probs(
