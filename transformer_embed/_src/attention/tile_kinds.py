@@ -67,6 +67,7 @@ def tile_kinds(
     of_keys = _merged(_blocks(others, size), shape[1] // size)
 
     def kinds(of_step: Intervals) -> Int8[Array, "b n"]:
+        # low is True where all pairs may attend, high where some may: 2, 1 or 0.
         may = may_attend(of_step, of_keys, window)
         return may.low.astype(jnp.int8) + may.high
 
@@ -87,6 +88,7 @@ def _blocks(tokens: Fields, size: int) -> Intervals:
             counts = tokens["is_token"]
             if name == "block_ids":
                 counts &= tokens["is_in_block"]
+            # What is left out widens no interval: its low end is the highest number.
             low, high = jnp.where(counts, array, info.max), jnp.where(counts, array, info.min)
         intervals[name] = Interval(low, high)
     return _merged(intervals, size)

@@ -457,6 +457,7 @@ def _of_segments(segment_ids: Int32[Array, "b t"]) -> TokenPositions:
     """The position of a token is how many tokens of its run are before it."""
     segment_ids = with_whole_rows(segment_ids)
     index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
+    # Rolled, the first token meets the last one. Its index is 0 either way.
     is_first = segment_ids != jnp.roll(segment_ids, 1, axis=1)
     first = jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
     return TokenPositions(jnp.where(segment_ids != 0, index - first, 0), segment_ids)

@@ -92,6 +92,7 @@ class TokenEmbedding(hk.Module):
         scale = self.config.scale
         # A scale of False is a factor of 1.
         self.factor = math.sqrt(self.config.d_model) if scale is True else scale or 1.0
+        # Scaled rows then have unit variance.
         self.w_init = as_initializer(w_init, hk.initializers.RandomNormal(stddev=1 / self.factor))
 
     def __call__(self, ids: ArrayLike) -> Float[Array, "... d"]:

@@ -135,6 +135,7 @@ def multiply_high(a: Whole, b: Array | np.ndarray | np.uint32) -> Word:
 
 def _multiply(number: Whole, high, low) -> _Phase:
     """The product of an int32 or uint32 and a fraction of two words, modulo one turn."""
+    # Products wrap, which drops whole turns.
     word = number.astype(jnp.uint32)
     return _Phase(word * high + multiply_high(number, low), word * low)
 
@@ -153,6 +154,7 @@ def _sine_at_float_jvp(primals, tangents):
     positions, frequencies, quarters = primals
     turns, high, low = (word.astype(jnp.float32) for word in frequencies)
     radians = 2 * np.pi * (turns + (high * 2**-32 + low * 2**-64))
+    # A quarter turn on, the sine is the cosine.
     slope = radians * _sine_at_float(positions, frequencies, quarters + np.uint32(1))
     return _sine_at_float(*primals), slope * tangents[0]
 
@@ -160,6 +162,7 @@ def _sine_at_float_jvp(primals, tangents):
 def _float_phase(magnitude: Real, frequencies: Words) -> _Phase:
     """The phase of |position|, from the words of its whole part and of its fraction."""
     integer = jnp.floor(magnitude)
+    # Exact: a float32 has 24 bits, and scaling by a power of two rounds nothing.
     rest = (magnitude - integer) * 2.0**32
     first = jnp.floor(rest)
     second = (rest - first) * 2.0**32
@@ -216,6 +219,7 @@ def _sine_of_phase(phase: _Phase, quarters) -> Real:
         for s, c in zip(_SINE, _COSINE, strict=True)
     )
     value = first + (factor * ((c_2 * square + c_1) * square + c_0) + last)
+    # The top bit says whether the sine is negative here, so it flips the sign bit.
     bits = jax.lax.bitcast_convert_type(value, jnp.uint32) ^ (shifted & _SIGN)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 

@@ -59,6 +59,7 @@ def _drop_elements(key, x, keep_rate) -> Float[Array, "..."]:
     Compiled for eager callers too, so that jax counts the key as used; jax_debug_key_reuse
     checks that.
     """
+    # In this order, as in hk.dropout: another one rounds otherwise.
     return _keep_mask(key, keep_rate, x.shape).astype(x.dtype) * x / keep_rate
 
 
@@ -85,6 +86,7 @@ def _keep_mask_in_registers(
     """
     words = jax.random.key_data(key)
     first, second = _threefry(words[0], words[1], _counters(shape))
+    # jax compares with keep_rate in float32, so it is rounded to that first.
     threshold = math.ceil(float(np.float32(keep_rate)) * 2**23)
     return (first ^ second) >> 9 < np.uint32(threshold)
 

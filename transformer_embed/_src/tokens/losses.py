@@ -164,6 +164,7 @@ def losses_and_logit_gradients(
     output, smoothing = options.output, options.label_smoothing
     raw_logits, factor, ids, is_inside = row_logits(output, split, x, rows, bias)
     logits = _excluding(output, split, raw_logits, factor, ids, is_inside)
+    # The loss does not depend on what is subtracted, so it needs no gradient.
     top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
     top = jax.lax.pmax(top, split.vocabulary) if split.vocabulary else top
     # Differences of logits: their rounding does not grow with the logits. The factor comes last:
@@ -184,6 +185,7 @@ def losses_and_logit_gradients(
             cpu=lambda: factor * of_label(logits, top), default=lambda: of_label(shifted, 0)
         )
     total = exponentials.sum(-1, keepdims=True)
+    # One all-reduce for both numbers.
     total, expected = jax.lax.psum((total, expected), split.vocabulary)
     losses, gradients, mass = jnp.log(total) - expected, exponentials, total
     if options.z_loss:
@@ -228,6 +230,7 @@ def _of_label(
 ) -> Float[Array, "t 1"]:
     """The value of each row in its column, minus its shift; 0 where another device has it."""
     last = values.shape[1] - 1
+    # On a shard of the vocabulary, the label may belong to another device.
     index = jnp.clip(columns, 0, last)
     at_label = jnp.take_along_axis(values, index, axis=1, mode="promise_in_bounds")
     return jnp.where((columns >= 0) & (columns <= last), at_label - shift, 0)

@@ -176,6 +176,7 @@ def _logits(
     def multiply(x, shard, bias):
         x, rows = all_gather(x, split.gathered), split.exchange(shard, 0, 1)
         logits, factor, _, is_inside = row_logits(options, split, x, rows, bias)
+        # Half of the lowest number: a bias on top of it does not overflow to -inf.
         return jnp.where(is_inside, factor * logits, jnp.finfo(logits.dtype).min / 2)
 
     of_logits = PartitionSpec(*split.tokens, split.vocabulary)

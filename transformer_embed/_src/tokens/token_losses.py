@@ -71,6 +71,7 @@ def _on_device(
     # Carries the gradient of the rows, so that it is summed over the chunks in the wide dtype.
     wide_rows = rows.astype(arguments.compute_dtype(x.dtype, rows.dtype))
 
+    # In a loop nothing can be shared with the backward pass: barriers against that would only cost.
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def step(_, chunk):
         return None, _of_chunk(options, split, *chunk, rows, wide_rows, bias)

@@ -175,6 +175,7 @@ def _update_in_blocks(
         moved = jnp.any(block_gradient != 0, axis=-1)
 
         def write(array: Array, index: int) -> Array:
+            # State may have one number for each row: vmap takes arrays of any rank.
             rows_after = jax.vmap(jnp.where)(moved, new[index], rows[index])
             # Ids past the end of the table are dropped.
             return array.at[block_ids].set(

@@ -117,5 +117,6 @@ class RowOrder(NamedTuple):
 
     def _hash(self, round_number: Any) -> Any:
         """A hash of the round, below virtual_shards; 0 for the first round."""
+        # Every bit of the number reaches the top bits of the product, so those are kept.
         unused = np.uint32(33 - self.virtual_shards.bit_length())
         return (round_number.astype("uint32") * np.uint32(HASH) >> unused).astype("int32")
