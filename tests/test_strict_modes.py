@@ -1,7 +1,6 @@
 """Every public function under all of JAX's strict modes at once: run eagerly, and traced with its
 gradient. (The modules are in test_modules.py.)"""
 
-import contextlib
 import functools
 import inspect
 import itertools
@@ -14,30 +13,12 @@ import optax
 import public
 import pytest
 from cases import few
-from contexts import set_mesh
+from contexts import set_mesh, strict
 from drawn import drawn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_inputs import CALLS, IDS, POSITIONS, TABLE, X
 
 import transformer_embed as te
-
-MODES = {
-    "rank_promotion": lambda: jax.numpy_rank_promotion("raise"),
-    "dtype_promotion": lambda: jax.numpy_dtype_promotion("strict"),
-    "debug_nans": lambda: jax.debug_nans(True),
-    "legacy_prng_key": lambda: jax.legacy_prng_key("error"),
-    "debug_key_reuse": lambda: jax.debug_key_reuse(True),
-    "transfer_guard": lambda: jax.transfer_guard("disallow"),
-}
-
-
-@contextlib.contextmanager
-def strict(*without):
-    """Each mode only raises errors of its own, which name what it forbids: none hides another's."""
-    with contextlib.ExitStack() as modes:
-        for mode in MODES.keys() - {*without}:
-            modes.enter_context(MODES[mode]())
-        yield
 
 
 def assert_finite(tree):

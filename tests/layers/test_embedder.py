@@ -191,11 +191,6 @@ def test_a_vocabulary_of_one():
     assert embedder.logits(params, result[:1]).shape == (1, 1)
 
 
-@pytest.mark.parametrize("length", [0, 1])
-def test_short_sequences(length):
-    assert evaluate(np.zeros([2, length], np.int32)).shape == (2, length, 8)
-
-
 def test_positions_may_be_passed_where_nothing_reads_them():
     """So that one line of code serves models with and without added positions."""
     config = dataclasses.replace(CONFIG, scheme=None)
@@ -217,15 +212,6 @@ def test_vmap_over_seeds():
         want = np.asarray(train(embedder.init(key), key, IDS))
         assert_close(got[n], want)
         np.testing.assert_array_equal(got[n] == 0, want == 0)
-
-
-@pytest.mark.slow
-def test_vmap_over_the_batch():
-    def row(ids, positions):
-        return evaluate(ids, positions=positions)
-
-    positions = np.array([[0, 1, 2, 3, 4], [7, 8, 9, 10, 11]])
-    assert_close(jax.vmap(row)(IDS, positions), evaluate(positions=positions))
 
 
 @pytest.mark.slow
@@ -417,17 +403,20 @@ def test_two_layers_in_one_tree_are_both_named(door):
         DOORS[door]({**params, **in_a_model(params)})
 
 
-@doors("apply", "logits", "cross_entropy")
+@doors("apply", "logits", "cross_entropy", "initial_params")
 def test_parameters_of_another_config_are_refused(door):
     params, table = of_the_whole(), "token_embedding/embeddings"
+    name = "initial_params" if door == "initial_params" else "params"
     without = {path: leaves for path, leaves in params.items() if path != TOKENS}
-    with pytest.raises(ValueError, match=r"^params: wanted one token_embedding with embeddings"):
+    with pytest.raises(ValueError, match=f"^{name}: wanted one token_embedding with embeddings"):
         DOORS[door](without)
+    with pytest.raises(ValueError, match=r"wanted layer_norm/offset \[6\], .*, got none of them$"):
+        DOORS[door]({TOKENS: params[TOKENS]})
     narrow = {**params, TOKENS: {"embeddings": params[TOKENS]["embeddings"][:, :5]}}
-    with refused(ValueError, f"params: wanted {table} [11, 6], got {table} [11, 5]"):
+    with refused(ValueError, f"{name}: wanted {table} [11, 6], got {table} [11, 5]"):
         DOORS[door](narrow)
     more = {**params, f"{ROOT}layer_norm": {"w": X, **params[f"{ROOT}layer_norm"]}}
-    with refused(ValueError, "params: wanted no others, got layer_norm/w [2, 6]"):
+    with refused(ValueError, f"{name}: wanted no others, got layer_norm/w [2, 6]"):
         DOORS[door](more)
 
 
