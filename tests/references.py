@@ -6,6 +6,7 @@ promises.
 """
 
 import inspect
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import mpmath
@@ -328,82 +329,98 @@ def looked_up(got, table, ids, *, pad_id, out_of_range, lookup_style):
     within(got, floats(oracle.loop_lookup(table, ids, pad_id, out_of_range)), 0, dtype)
 
 
-def _capped(products, bias, softcap, scale):
-    u = float(scale) * (products + (0 if bias is None else floats(bias)))
-    return u if softcap is None else float(softcap) * np.tanh(u / float(softcap))
+def whole_logits(x, table, bias=None, softcap=None, scale=1.0):
+    """In float64, and how much faster they rise than products do."""
+    u = float(scale) * (floats(x) @ floats(table).T + (0 if bias is None else floats(bias)))
+    if softcap is None:
+        return u, float(scale)
+    with np.errstate(over="ignore"):
+        return softcap * np.tanh(u / float(softcap)), scale / np.cosh(u / float(softcap)) ** 2
 
 
-def _without(values, pad_id):
-    """Values [..., v] without that of padding."""
-    return values[..., np.arange(values.shape[-1]) != pad_id]
+class Losses(NamedTuple):
+    """Of each label: whether it counts, its token's x, and values from whole logits; the last is
+    the gradient of the products."""
+
+    counted: np.ndarray
+    x: np.ndarray
+    losses: np.ndarray
+    entropies: np.ndarray
+    sizes: np.ndarray
+    slopes: np.ndarray
+
+
+def whole_losses(
+    x, table, labels, *, pad_id=None, mask=None, shift=False, segment_ids=None,
+    label_smoothing=0.0, z_loss=0.0, temperature=1.0, **of_logits,
+):  # fmt: skip
+    smoothing, z_loss, x = float(label_smoothing), float(z_loss), floats(x)
+    counted = np.broadcast_to(True if mask is None else mask, labels.shape)
+    counted = counted & np.not_equal(labels, pad_id)
+    if shift:
+        # The first label of a row and of a segment is that of no token.
+        x = np.roll(x, 1, -2)
+        segments = np.broadcast_to(1 if segment_ids is None else segment_ids, labels.shape)
+        follows = (segments[..., 1:] == segments[..., :-1]) & (segments[..., 1:] != 0)
+        counted &= np.insert(follows, 0, False, axis=-1)[..., : labels.shape[-1]]
+    x, labels = np.where(counted[..., None], x, 0), np.where(counted, labels, 0)
+    logits, rise = whole_logits(x, table, **of_logits)
+    logits = logits / float(temperature)
+    ids = np.arange(len(table))
+    predicted, is_label = ids != pad_id, np.equal(labels[..., None], ids)
+    log_z = np.logaddexp.reduce(np.where(predicted, logits, -np.inf), -1, keepdims=True)
+    log_p = np.where(predicted, logits - log_z, 0)
+    p = np.where(predicted, np.exp(log_p), 0)
+    wanted = (1 - smoothing) * is_label + smoothing * predicted / predicted.sum()
+    wanted = np.where(is_label.any(-1, keepdims=True), wanted, np.nan)
+    losses = -(wanted * log_p).sum(-1) + z_loss * log_z[..., 0] ** 2
+    slopes = (p * (1 + 2 * z_loss * log_z) - wanted) * rise
+    sizes = np.maximum(1, np.abs(logits * predicted).max(-1))
+    return Losses(counted, x, losses, -(p * log_p).sum(-1), sizes, slopes)
+
+
+def counted_weights(counted, weights, reduction):
+    """Zero where a label does not count, and what divides their losses."""
+    weights = np.where(counted, 1.0 if weights is None else floats(weights), 0)
+    return weights, (weights.sum() or 1.0) if reduction == "mean" else 1.0
 
 
 def logits(got, x, table, *, bias, softcap, scale, pad_id):
-    got, x, table = np.asarray(got), floats(x), floats(table)
-    expected = _capped(x @ table.T, bias, softcap, scale)
+    expected, _ = whole_logits(x, table, bias, softcap, scale)
     # Each of d products and sums is rounded to float32, by 2**-24 of the terms.
-    terms = np.abs(x) @ np.abs(table).T + (0 if bias is None else np.abs(floats(bias)))
-    error = 2**-23 * (table.shape[1] + 4) * max(1, float(scale)) * terms
+    terms = np.abs(floats(x)) @ np.abs(floats(table)).T
+    terms = terms + (0 if bias is None else np.abs(floats(bias)))
+    error = 2**-23 * (np.shape(table)[1] + 4) * max(1, float(scale)) * terms
     if pad_id is not None and 0 <= pad_id < len(table):
-        same(got[..., pad_id], np.full(x.shape[:-1], np.finfo(np.float32).min / 2))
-    within(*(_without(values, pad_id) for values in (got, expected, error)))
+        expected[..., pad_id] = np.finfo(np.float32).min / 2
+    within(got, expected, error)
 
 
-def _of_labels(
-    x, table, labels, *, bias, softcap, scale, pad_id, mask, shift, segment_ids,
-    label_smoothing=0, z_loss=0,
-):  # fmt: skip
-    """For each label that is counted: its index, loss, entropy, and a bound of the loss's terms."""
-    shape, smoothing, z_loss = labels.shape, float(label_smoothing), float(z_loss)
-    for index in np.ndindex(shape):
-        target = index
-        if shift:
-            target = (*index[:-1], index[-1] + 1)
-            if target[-1] == shape[-1]:
-                continue
-            if segment_ids is not None:
-                segments = np.broadcast_to(integers(segment_ids), shape)
-                if segments[index] == 0 or segments[index] != segments[target]:
-                    continue
-        if labels[target] == pad_id or not np.broadcast_to(mask is None or mask, shape)[target]:
-            continue
-        z = _capped(table @ floats(x)[index], bias, softcap, scale)
-        chosen = z[labels[target]] if 0 <= labels[target] < len(table) else np.nan
-        z = _without(z, pad_id)
-        log_z = np.log(np.exp(z - z.max()).sum()) + z.max()
-        loss = log_z - (1 - smoothing) * chosen - smoothing * z.mean() + z_loss * log_z**2
-        size = max(1, np.abs(z).max())
-        entropy = (np.exp(z - log_z) * (log_z - z)).sum()
-        yield target, loss, entropy, size + z_loss * size**2
+# Sums of some tens of float32 terms, each rounded by 2**-24.
+OF_A_LOSS = 1e-5
 
 
-def cross_entropy(got, x, table, labels, *, weights, reduction, chunk_size, **rule):
-    table, labels = floats(table), integers(labels)
-    losses, weight_of, terms = (np.zeros(labels.shape) for _ in range(3))
-    for label, loss, _, bound in _of_labels(x, table, labels, **rule):
-        weight = 1.0 if weights is None else np.broadcast_to(floats(weights), labels.shape)[label]
-        losses[label], weight_of[label], terms[label] = weight * loss, weight, abs(weight) * bound
+def cross_entropy(got, x, table, labels, *, weights, reduction, chunk_size, z_loss, **options):
+    counted, _, losses, _, sizes, _ = whole_losses(
+        x, table, integers(labels), z_loss=z_loss, **options
+    )
+    weights, divisor = counted_weights(counted, weights, reduction)
+    losses = np.where(counted, losses, 0) * weights
+    error = OF_A_LOSS * np.abs(weights) * (sizes + float(z_loss) * sizes**2)
     if reduction == "none":
-        within(got, losses, 1e-5 * terms)
-        return
-    divisor = (weight_of.sum() or 1) if reduction == "mean" else 1
-    if losses.sum() / divisor > np.finfo(np.float32).max:
+        within(got, losses, error)
+    elif losses.sum() / divisor > np.finfo(np.float32).max:
         assert np.isposinf(got)
-        return
-    # Sums of some tens of float32 terms, each rounded by 2**-24.
-    within(got, losses.sum() / divisor, 1e-5 * terms.sum() / abs(divisor))
+    else:
+        within(got, losses.sum() / divisor, error.sum() / abs(divisor))
 
 
-def log_probs(got, x, table, labels, *, temperature, with_entropy, chunk_size, **rule):
-    table, labels, temperature = floats(table), integers(labels), float(temperature)
-    rule["scale"] = float(rule["scale"]) / temperature
-    if rule["softcap"] is not None:
-        rule["softcap"] = float(rule["softcap"]) / temperature
-    expected, terms = np.zeros((2, *labels.shape)), np.zeros(labels.shape)
-    for label, loss, entropy, bound in _of_labels(x, table, labels, **rule):
-        expected[:, *label], terms[label] = (-loss, entropy), bound
-    for found, wanted in zip(got if with_entropy else [got], expected, strict=False):
-        within(found, wanted, 1e-5 * terms)
+def log_probs(got, x, table, labels, *, with_entropy, chunk_size, **options):
+    found = whole_losses(x, table, integers(labels), **options)
+    for ours, expected in zip(
+        got if with_entropy else [got], (-found.losses, found.entropies), strict=False
+    ):
+        within(ours, np.where(found.counted, expected, 0), OF_A_LOSS * found.sizes)
 
 
 # --- positions

@@ -7,13 +7,13 @@ import pathlib
 
 import haiku as hk
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import few
 from contexts import set_mesh
 from drawn import drawn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from references import assert_right
 from refused import refused
 
 import transformer_embed as te
@@ -47,24 +47,6 @@ def made(name):
     return embedder, drawn(embedder.init)
 
 
-def logits_by_hand(params, output):
-    """In float64; padding, id 0, is never predicted."""
-    module = {name: np.array(leaf, np.float64) for name, leaf in params[TOKENS].items()}
-    table = module["embeddings" if output.tied else "output_embeddings"]
-    u = output.scale * (np.float64(X) @ table.T + module.get("output_bias", 0.0))
-    logits = u if output.softcap is None else output.softcap * np.tanh(u / output.softcap)
-    logits[..., 0] = LOWEST
-    return logits
-
-
-def loss_by_hand(logits):
-    logits, labels, counted = logits[:, :-1], IDS[:, 1:], ((IDS < 7) & (IDS != 0))[:, 1:]
-    log_z = np.log(np.exp(logits).sum(-1))
-    chosen = np.take_along_axis(logits, labels[..., None], -1)[..., 0]
-    losses = log_z - 0.9 * chosen - 0.1 * logits[..., 1:].mean(-1) + 1e-2 * log_z**2
-    return losses[counted].mean()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_logits_and_loss_are_the_formula_in_float64_in_every_module(name):
@@ -91,13 +73,13 @@ def test_logits_and_loss_are_the_formula_in_float64_in_every_module(name):
         ]
         return found, gradient[TOKENS]
 
-    want = logits_by_hand(params, output)
+    leaves, of_logits = params[TOKENS], {"softcap": output.softcap, "scale": output.scale}
+    table = leaves["embeddings" if output.tied else "output_embeddings"]
+    of_logits |= {"bias": leaves.get("output_bias"), "pad_id": 0}
     found, gradient = of_each(params)
     for logits, loss in found:
-        # Sums of 9 terms below 16, times the scale.
-        np.testing.assert_allclose(logits, want, rtol=0, atol=output.scale * 2**-18)
-        assert logits.dtype == jnp.float32
-        np.testing.assert_allclose(loss, loss_by_hand(want), rtol=1e-5)
+        assert_right(te.linear_logits, logits, X, table, **of_logits)
+        assert_right(te.linear_cross_entropy, loss, X, table, IDS, **of_logits, **OPTIONS)
     for leaf_name, leaf in gradient.items():
         assert np.any(leaf) == (leaf_name != "embeddings" or output.tied)
         np.testing.assert_array_equal(leaf[0], 0)

@@ -17,6 +17,8 @@ import pytest
 from cases import few
 from contexts import set_mesh, x64
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from references import counted_weights, whole_losses
+from refused import refused
 
 import transformer_embed as te
 from transformer_embed._src.tokens import cross_entropy as implementation
@@ -44,61 +46,21 @@ PACKED = {"shift": True, "segment_ids": SEGMENTS}
 
 
 def oracle(
-    x,
-    table,
-    labels,
-    *,
-    bias=0.0,
-    softcap=None,
-    scale=1.0,
-    pad_id=None,
-    mask=True,
-    weights=1.0,
-    shift=False,
-    segment_ids=1,
-    label_smoothing=0.0,
-    z_loss=0.0,
-    reduction="mean",
-    chunk_size=None,
+    x, table, labels, *, weights=None, reduction="mean", chunk_size=None, shift=False, **options
 ):
-    """Loss and the gradients of x, the table, the bias and the weights, one token at a time."""
-    del chunk_size
-    x, table = np.asarray(x, np.float64), np.asarray(table, np.float64)
-    vocab, shape = len(table), np.shape(labels)
-    weights = np.broadcast_to(np.asarray(weights, np.float64), shape)
-    segments = np.broadcast_to(segment_ids, shape)
-    counted = np.broadcast_to(mask, shape) & (labels != pad_id)
-    predicted = np.arange(vocab) != pad_id
-    targets = {}
-    for index in np.ndindex(shape):
-        label = (*index[:-1], index[-1] + 1) if shift else index
-        if shift and (label[-1] == shape[-1] or segments[index] != segments[label]):
-            continue
-        if counted[label] and (not shift or segments[index] != 0):
-            targets[index] = label
-    total = sum(weights[label] for label in targets.values()) if reduction == "mean" else 1.0
-    total = total or 1.0
-    of_x, of_table, of_bias = np.zeros_like(x), np.zeros_like(table), np.zeros(vocab)
-    losses, of_weights = np.zeros(shape), np.zeros(shape)
-    for index, label in targets.items():
-        u = scale * (table @ x[index] + np.asarray(bias, np.float64))
-        logits = u if softcap is None else softcap * np.tanh(u / softcap)
-        logits = np.where(predicted, logits, np.finfo(np.float32).min)
-        log_z = logits.max() + np.log(np.exp(logits - logits.max()).sum())
-        target = label_smoothing / predicted.sum() * predicted
-        target[labels[label]] += 1 - label_smoothing
-        losses[label] = log_z - target @ logits + z_loss * log_z**2
-        slope = np.exp(logits - log_z) * (1 + 2 * z_loss * log_z) - target
-        slope *= scale * weights[label] / total
-        if softcap is not None:
-            slope /= np.cosh(u / softcap) ** 2
-        of_x[index] = slope @ table
-        of_table += np.outer(slope, x[index])
-        of_bias += slope
-    loss = (losses * weights).sum() / total
-    for label in targets.values():
-        of_weights[label] = (losses[label] - loss * (reduction == "mean")) / total
-    return loss, of_x, of_table, of_bias, of_weights
+    """Loss and the gradients of x, the table, the bias and the weights, from whole logits in
+    float64."""
+    counted, x, losses, _, _, slopes = whole_losses(x, table, labels, shift=shift, **options)
+    weights, total = counted_weights(counted, weights, reduction)
+    losses = np.where(counted, losses, 0) / total
+    loss = (losses * weights).sum()
+    slopes *= weights[..., None] / total
+    of_x = slopes @ np.float64(table)
+    of_x = np.roll(of_x, -1, -2) if shift else of_x
+    of_weights = np.where(counted, losses - loss / total * (reduction == "mean"), 0)
+    of_logits = slopes.reshape(-1, len(table))
+    of_table = of_logits.T @ x.reshape(len(of_logits), -1)
+    return loss, of_x, of_table, of_logits.sum(0), of_weights
 
 
 STATIC = [
@@ -485,6 +447,7 @@ FLOATING, ENDS = (
     "wanted a last axis of the labels' length, 5, got shape",
 )
 LABEL = {"x": np.ones(3, np.float32), "labels": 1, "mask": None}
+OF_LOGITS = {"x", "table", "bias", "softcap", "scale", "pad_id"}
 TYPE_ERRORS = [
     ({"x": np.ones((4, 5, 3), int)}, f"x: {FLOATING} int64"),
     ({"table": TABLE.astype(int)}, f"table: {FLOATING} int64"),
@@ -529,9 +492,13 @@ VALUE_ERRORS = [
 @pytest.mark.parametrize(("kind", "errors"), [(TypeError, TYPE_ERRORS), (ValueError, VALUE_ERRORS)])
 def test_bad_arguments_are_refused(kind, errors):
     for changes, message in errors:
-        with pytest.raises(kind) as caught:
-            value(**changes)
-        assert str(caught.value).split("\n")[0] == message
+        arguments = ARRAYS | changes
+        of_logits = {name: arguments[name] for name in OF_LOGITS & arguments.keys()}
+        with refused(kind, message):
+            te.linear_cross_entropy(**arguments)
+        if changes.keys() <= OF_LOGITS:
+            with refused(kind, message):
+                te.linear_logits(**of_logits)
 
 
 def test_a_number_of_labels_that_is_not_known_is_refused():

@@ -499,30 +499,6 @@ def test_logits_of_mixed_inputs_have_the_wider_dtype():
         assert te.linear_logits(np.ones((1, WIDTH)), TABLE).dtype == jnp.float64
 
 
-@pytest.mark.parametrize(
-    ("kind", "message", "changes"),
-    [
-        (
-            ValueError,
-            "x: wanted a last axis of the table's width, (3,), got (4,)",
-            {"x": np.ones((2, 4), np.float32)},
-        ),
-        (
-            ValueError,
-            "x: wanted a last axis of the table's width, (3,), got ()",
-            {"x": np.float32(1)},
-        ),
-        (ValueError, "table: wanted shape [vocab_size, d] with at least", {"table": TABLE[0]}),
-        (TypeError, "x: wanted a floating dtype of 16 to 64 bits, got int64", {"x": IDS}),
-        (TypeError, "table: wanted a floating dtype of 16 to 64 bits, got int64", {"table": IDS}),
-        (TypeError, "pad_id: wanted a Python int, got bool True", {"pad_id": True}),
-    ],
-)
-def test_bad_arguments_of_logits(kind, message, changes):
-    with pytest.raises(kind, match="^" + re.escape(message)):
-        te.linear_logits(**{"x": np.ones(3, np.float32), "table": TABLE} | changes)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("table_spec", "logits_spec"),
