@@ -71,7 +71,7 @@ ZERO = {"shift": 1, "odd": "zero"}
 # Widths, arguments, and a formula of the width.
 SINUSOIDS = {
     "Vaswani et al. (2017), Keras, trax, XLM": (
-        [6, 7],
+        [1, 2, 6, 7],
         {},
         lambda d: np.where(np.arange(d) % 2, np.cos(of_the_paper(d)), np.sin(of_the_paper(d))),
     ),

@@ -32,14 +32,6 @@ def embed(scheme, ids=IDS, *, d_model=8, pad_id=None, **arguments):
 
 @pytest.mark.slow
 @both_schemes
-def test_positions_count_from_start(scheme):
-    np.testing.assert_array_equal(
-        embed(dataclasses.replace(scheme, start=2)), embed(scheme, positions=np.arange(2, 7))
-    )
-
-
-@pytest.mark.slow
-@both_schemes
 def test_only_tokens_are_counted_where_padding_has_a_position_of_its_own(scheme):
     """Whether the scheme or the config has its id; a scheme's own wins."""
     expected = embed(scheme, positions=ROBERTA_POSITIONS)
@@ -57,15 +49,6 @@ def test_ids_of_any_rank(scheme):
     call = functools.partial(embed, dataclasses.replace(scheme, pad_id=PAD_ID, **ROBERTA))
     np.testing.assert_array_equal(call(IDS[0]), call()[0])
     np.testing.assert_array_equal(call(IDS[None]), call()[None])
-
-
-@both_schemes
-def test_padding_is_not_counted_where_the_config_knows_its_id(scheme):
-    """On either side and between tokens; it has the first position."""
-    positions = te.TokenPositions.from_ids(IDS, pad_id=PAD_ID).positions
-    assert positions.tolist() == [[0, 1, 2, 0, 0], [0, 0, 0, 1, 2], [0, 0, 1, 0, 2]]
-    expected = embed(scheme, positions=positions)
-    np.testing.assert_array_equal(embed(scheme, pad_id=PAD_ID), expected)
 
 
 def test_given_positions_are_taken_as_they_are():
