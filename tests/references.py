@@ -6,6 +6,7 @@ promises.
 """
 
 import inspect
+import types
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -267,27 +268,47 @@ def dense_mask(
     return te.AttentionMask(queries, keys, causal=causal, window=window, chunk=chunk).dense()
 
 
-def attention(got, *, query_positions, key_positions, causal, window, chunk, **ids):
-    ids = {name: each for name, each in ids.items() if each is not None}
-    rows = rows_of(query_positions, key_positions, *ids.values())
-    side = dict(zip(["q", "k", *ids], rows, strict=True))
+def allowed_pairs(queries, keys, *, causal, window, chunk):
+    """The rule of two sides that have fields as TokenPositions has: [B, T, S], with axes of size 1
+    along which no term differs."""
+    sides = [
+        {
+            field: np.expand_dims(np.atleast_2d(np.asarray(array, np.int64)), axis)
+            for field in ("positions", "segment_ids", "block_ids")
+            if (array := getattr(side, field)) is not None
+        }
+        for side, axis in ((queries, 2), (keys, 1))
+    ]
+    q, k = (side["positions"] for side in sides)
     left, right = window or (None, None)
+    limits = [k <= q] if causal else []
+    limits += [q - left <= k] if left is not None else []
+    limits += [k <= q + right] if right is not None else []
+    limits += [q // chunk == k // chunk] if chunk else []
+    allowed = np.ones((1, 1, k.shape[2]), bool)
+    if limits:
+        inside = np.logical_and.reduce(np.broadcast_arrays(*limits))
+        if "block_ids" in sides[0]:
+            blocks = [side["block_ids"] for side in sides]
+            inside = inside | (blocks[0] >= 0) & (blocks[0] == blocks[1])
+        allowed = allowed & inside
+    segments = [side["segment_ids"] for side in sides if "segment_ids" in side]
+    if segments:
+        allowed = allowed & (segments[-1] != 0) & (segments[0] == segments[-1])
+    return allowed
 
-    def allowed(b, t, s):
-        q, k = side["q"][b][t], side["k"][b][s]
-        seen = not causal or k <= q
-        seen = seen and (left is None or q - k <= left) and (right is None or k - q <= right)
-        seen = seen and (chunk is None or q // chunk == k // chunk)
-        if "query_block_ids" in side:
-            seen = seen or side["query_block_ids"][b][t] == side["key_block_ids"][b][s] >= 0
-        if "query_segment_ids" in side:
-            seen = seen and side["query_segment_ids"][b][t] == side["key_segment_ids"][b][s]
-        return bool(seen and ("key_segment_ids" not in side or side["key_segment_ids"][b][s] != 0))
 
-    shape = (len(side["q"]), np.shape(query_positions)[-1], np.shape(key_positions)[-1])
-    expected = np.array([allowed(*index) for index in np.ndindex(shape)], bool)
-    assert np.ndim(got) == 4
-    same(np.broadcast_to(np.asarray(got)[:, 0], shape), expected)
+def attention(got, *, query_positions, key_positions, causal, window, chunk, **ids):
+    sides = (
+        types.SimpleNamespace(
+            positions=integers(positions),
+            segment_ids=ids[f"{side}_segment_ids"],
+            block_ids=ids[f"{side}_block_ids"],
+        )
+        for side, positions in (("query", query_positions), ("key", key_positions))
+    )
+    expected = allowed_pairs(*sides, causal=causal, window=window, chunk=chunk)
+    same(*np.broadcast_arrays(np.asarray(got)[:, 0], expected))
 
 
 def padding(got, ids, *, pad_id):

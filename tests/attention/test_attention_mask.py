@@ -13,6 +13,7 @@ from cases import few
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding, PartitionSpec
+from references import allowed_pairs
 
 import transformer_embed as te
 
@@ -34,32 +35,8 @@ RULES = [
 
 
 def by_pairs(mask):
-    """[B, T, S], with axes of size 1 along which no term differs."""
-    queries, keys = (
-        {
-            field: np.expand_dims(np.atleast_2d(np.asarray(array, np.int64)), axis)
-            for field in ("positions", "segment_ids", "block_ids")
-            if (array := getattr(tokens, field)) is not None
-        }
-        for tokens, axis in ((mask.queries, 2), (mask.keys or mask.queries, 1))
-    )
-    q, k, (left, right) = queries["positions"], keys["positions"], mask.window or (None, None)
-    limits = [k <= q] if mask.causal else []
-    limits += [q - left <= k] if left is not None else []
-    limits += [k <= q + right] if right is not None else []
-    limits += [q // mask.chunk == k // mask.chunk] if mask.chunk else []
-    allowed = np.ones((1, 1, k.shape[2]), bool)
-    if limits:
-        inside = np.logical_and.reduce(np.broadcast_arrays(*limits))
-        if "block_ids" in queries:
-            blocks = queries["block_ids"], keys["block_ids"]
-            inside = inside | (blocks[0] >= 0) & (blocks[0] == blocks[1])
-        allowed = allowed & inside
-    if "segment_ids" in keys:
-        allowed = allowed & (keys["segment_ids"] != 0)
-    if "segment_ids" in queries:
-        allowed = allowed & (queries["segment_ids"] == keys["segment_ids"])
-    return allowed
+    rule = {"causal": mask.causal, "window": mask.window, "chunk": mask.chunk}
+    return allowed_pairs(mask.queries, mask.keys or mask.queries, **rule)
 
 
 def packed(random, batch, length):
@@ -150,17 +127,6 @@ def test_decoding_has_an_offset_for_each_row_and_one_program():
     assert step._cache_size() == 1
 
 
-NARROW = [np.int8, np.uint8, np.int16, np.uint16]
-
-
-@pytest.mark.parametrize("dtype", [*NARROW, np.int32, np.uint32, np.int64, np.uint64])
-def test_positions_of_any_integer_dtype(dtype):
-    queries = np.array([100, 0], dtype)
-    queries = jax.device_put(queries) if dtype in NARROW else queries
-    mask = AttentionMask(TokenPositions(queries), TokenPositions([-1, 100, 356]), causal=True)
-    assert mask.dense()[0, 0].tolist() == [[True, True, False], [True, False, False]]
-
-
 @pytest.mark.parametrize(("batch", "length"), [(1, 0), (0, 2), (1, 1)])
 def test_no_tokens_and_one(batch, length):
     mask = AttentionMask(TokenPositions(np.zeros((batch, length), int)), causal=True)
@@ -203,15 +169,6 @@ def test_kinds_of_tiles_are_exact_in_self_attention_and_never_wrong(rule, tile):
         expect_kinds(AttentionMask(tokens, keys, **rule), tile, is_exact)
         blocks = np.sort(random.integers(-1, 3, (BATCH, LENGTH)))[:, :: random.choice([1, -1])]
         expect_kinds(AttentionMask(tokens.with_block_ids(blocks), **rule), tile)
-
-
-@pytest.mark.slow
-def test_kinds_of_tiles_are_exact_for_many_packed_batches():
-    """Windows, chunks and padding together, also where chunks do not begin with the documents."""
-    for seed, start in itertools.product(range(8), [0, 3, -5]):
-        tokens = some_tokens("packed", np.random.default_rng(seed), batch=8)
-        tokens = TokenPositions(tokens.positions + start, tokens.segment_ids)
-        expect_kinds(AttentionMask(tokens, **RULES[4]), (4, 4), is_exact=True)
 
 
 @pytest.mark.slow
@@ -260,6 +217,11 @@ def test_kinds_of_tiles_without_a_rule():
 # --- tiles
 
 
+@jax.jit
+def tile(mask, query_start, key_start):
+    return mask.tile(query_start, key_start, (8, 6))
+
+
 @pytest.mark.slow
 @hypothesis.settings(max_examples=15)
 @hypothesis.given(seed=st.integers(0, 99), starts=st.tuples(st.integers(0, 16), st.integers(0, 18)))
@@ -268,19 +230,10 @@ def test_a_tile_is_that_of_the_rule(seed, starts):
     sides = [some_tokens(random.choice(KINDS), random) for _ in range(2)]
     for mask in (AttentionMask(sides[0], **RULES[4]), AttentionMask(*sides, **RULES[4])):
         rows, columns = (slice(n, n + size) for n, size in zip(starts, shape, strict=True))
-        np.testing.assert_array_equal(mask.tile(*starts, shape), by_pairs(mask)[:, rows, columns])
-
-
-@pytest.mark.slow
-def test_a_tile_in_a_loop_is_compiled_once_and_outside_is_empty():
-    mask = AttentionMask(some_tokens("packed", np.random.default_rng(0)), causal=True)
-    tile = jax.jit(lambda mask, start: mask.tile(start, 4, (8, 6)))
-    for start in (0, 3, LENGTH - 8):
-        expected = by_pairs(mask)[:, start : start + 8, 4:10]
-        np.testing.assert_array_equal(tile(mask, start), expected)
-    for start in (-1, LENGTH - 7, 2**31 - 1):
-        assert not tile(mask, start).any()
-    assert tile._cache_size() == 1
+        expected = by_pairs(mask)[:, rows, columns]
+        np.testing.assert_array_equal(tile(mask, *starts), expected)
+    for outside in (-1, LENGTH - 7, 2**31 - 1):
+        assert not tile(mask, outside, 4).any()
 
 
 @pytest.mark.slow

@@ -220,18 +220,6 @@ def test_queries_that_are_a_part_of_their_keys(rule):
                 assert_said(said_by_splash(mask, "packed", query_start=start), mask)
 
 
-@pytest.mark.slow
-def test_the_static_mask_of_splash_attention_is_the_rule_in_any_tile():
-    for window in ((None, 0), (90, 0), (20, 130), (None, 40), (7, None)):
-        rule = AttentionMask(FULL, causal=False, window=window)
-        mask = te.kernels.splash_attention(rule, 1, order="full")[0].masks[0]
-        whole = np.asarray(rule.dense()[0, 0])
-        for tile in ((32, 32), (64, 128)):
-            for start in np.ndindex(LENGTH // tile[0], LENGTH // tile[1]):
-                cut = tuple(slice(n * s, n * (s + 1)) for n, s in zip(tile, start, strict=True))
-                np.testing.assert_array_equal(mask[cut], whole[cut])
-
-
 @pytest.mark.parametrize("window", [(20, 130), (9, None)])
 def test_a_window_that_is_not_causal_never_comes_alone(window):
     """jax 0.6.1 ignores it then."""
@@ -344,6 +332,10 @@ fused_attend = functools.partial(skipping_attend, block_sizes=FUSED_BACKWARD)
 at_128 = functools.partial(skipping_attend, query_start=128)
 RUNS = {
     "documents": (skipping_attend, AttentionMask(PACKED, **WINDOW)),
+    "an argument": (
+        jax.jit(skipping_attend),
+        AttentionMask(LEFT, causal=False, chunk=77, window=(30, 5)),
+    ),
     "fused": (fused_attend, AttentionMask(PACKED, **WINDOW)),
     "part of the keys": (at_128, AttentionMask(SECOND_HALF, PACKED, **WINDOW)),
     "prefix": (skipping_attend, AttentionMask(IMAGES, **WINDOW)),
@@ -366,13 +358,6 @@ def test_kernels_apply_the_rule(name, monkeypatch):
     monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
     attend, mask = RUNS[name]
     check(mask, functools.partial(attend, mask))
-
-
-@pytest.mark.slow
-def test_kernels_skip_tiles_with_left_padding_and_a_mask_that_is_an_argument():
-    mask = AttentionMask(LEFT, causal=False, chunk=77, window=(30, 5))
-    attend = jax.jit(skipping_attend)
-    check(mask, functools.partial(attend, mask), has_gradients=False)
 
 
 @pytest.mark.slow

@@ -77,15 +77,6 @@ def test_a_bias_hides_keys_to_the_bit_and_a_wholly_masked_row_has_a_gradient(dty
     assert np.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_the_value_of_a_bias_can_be_that_of_transformers_and_of_t5x(dtype):
-    lowest = float(jnp.finfo(dtype).min)
-    got = te.mask_to_bias([True, False], dtype, value=lowest)
-    assert got.dtype == jnp.dtype(dtype)
-    assert got.tolist() == [0.0, lowest]
-    assert te.mask_to_bias([False], value=-1e9).tolist() == [-1e9]
-
-
 ROUNDED = [(d, e) for d in ("float16", "bfloat16", "float32", "float64") for e in (1, 8, 40, 300)]
 
 
