@@ -142,27 +142,6 @@ def test_datacamp_slides_scale_embeddings_and_then_add_the_encoding():
 
 # --- Their mistakes.
 
-MISTAKES = {
-    "the position embedding note doubles the exponent": table(2 * INDEX / 3),
-    "the position embedding note multiplies in its worked example": table(-INDEX / 2),
-    "the note and the DataCamp slides give the cosine the even channels": table(
-        waves=(np.cos, np.sin)
-    ),
-    "the encoding walk-through writes a sine for both halves": table(waves=(np.sin, np.sin)),
-    "the encoding walk-through computes denominators of odd channels": table(
-        [INDEX / 3, INDEX / 3 + 1 / 6]
-    ),
-    "the Haiku exercise writes a base of 1000": table(base=1_000.0),
-    "the Haiku exercise drops the result of set": np.zeros((10, 6)),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_the_mistake_differs_and_ours_is_the_paper(mistake):
-    ours = np.asarray(te.sinusoidal_table(10, 6))
-    np.testing.assert_allclose(ours, table(), rtol=0, atol=6.0e-8)
-    assert np.abs(ours - MISTAKES[mistake]).max() > VISIBLE
-
 
 @pytest.mark.parametrize("scheme", [te.Sinusoidal(), te.Learned(512)])
 def test_position_embedding_note_adds_encodings_to_ids_and_ours_refuse(scheme):

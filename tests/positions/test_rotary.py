@@ -92,6 +92,7 @@ CASES = [
     ((0, 3, 2, 2), [0, 1, 2], {}),
     ((1, 0, 2), [7.0], {}),
     ((2, 1, 0), [0, 1], {"layout": "interleaved"}),
+    ((2, 3, 0, 4), [0, 1, 2], {"rotary_dim": 2}),
     # Qwen2-VL: sections (2, 3, 3), one after the other. Qwen3-VL: they take turns.
     ((2, 6, 1, 16), GRID, {"pair_axes": np.repeat([0, 1, 2], [2, 3, 3]), "base": 1e6}),
     ((2, 6, 1, 16), GRID, {"pair_axes": [0, 1, 2] * 2 + [0] * 2, "layout": "interleaved"}),
