@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from cases import few
 from hypothesis import strategies as st
-from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding, PartitionSpec
 from references import allowed_pairs
 
@@ -234,30 +233,6 @@ def test_a_tile_is_that_of_the_rule(seed, starts):
         np.testing.assert_array_equal(tile(mask, *starts), expected)
     for outside in (-1, LENGTH - 7, 2**31 - 1):
         assert not tile(mask, outside, 4).any()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", few(RULES[:5], 2), ids=str)
-def test_a_pallas_kernel_makes_its_tile_of_what_it_loads(rule):
-    tokens = some_tokens("packed", np.random.default_rng(1))
-    rows, columns = 8, 6
-
-    def kernel(query_positions, query_segments, key_positions, key_segments, out):
-        queries = TokenPositions(query_positions[...], query_segments[...])
-        keys = TokenPositions(key_positions[...], key_segments[...])
-        out[...] = AttentionMask(queries, keys, **rule).tile(0, 0, (rows, columns))
-
-    of_queries = pl.BlockSpec((1, rows), lambda b, i, j: (b, i))
-    of_keys = pl.BlockSpec((1, columns), lambda b, i, j: (b, j))
-    got = pl.pallas_call(
-        kernel,
-        grid=(BATCH, LENGTH // rows, LENGTH // columns),
-        in_specs=[of_queries, of_queries, of_keys, of_keys],
-        out_specs=pl.BlockSpec((1, rows, columns), lambda b, i, j: (b, i, j)),
-        out_shape=jax.ShapeDtypeStruct((BATCH, LENGTH, LENGTH), jnp.bool_),
-        interpret=True,
-    )(*(tokens.positions, tokens.segment_ids) * 2)
-    np.testing.assert_array_equal(got, by_pairs(AttentionMask(tokens, **rule)))
 
 
 # --- the rule as a tree

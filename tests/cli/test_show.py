@@ -153,15 +153,3 @@ def test_a_picture_is_written_whole_or_not_at_all(monkeypatch, fails, tmp_path):
     out.write_bytes(b"old")
     assert "No space" in fails("show", "mask", "--out", out)
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
-
-
-@pytest.mark.parametrize("arguments", [[], *([name] for name in SHOWN)])
-def test_help_fits_and_names_every_flag(capsys, monkeypatch, arguments):
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit) as stop:
-        main(["show", *arguments, "--help"])
-    assert stop.value.code == 0
-    out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= 80
-    words = [*SHOWN[arguments[0]][0].split(), "--out"] if arguments else SHOWN
-    assert [word for word in words if not word.isdigit() and word not in out] == []

@@ -1,7 +1,6 @@
 """The output layer of a config: its parameters, logits and loss, in every module."""
 
 import functools
-import itertools
 import json
 import pathlib
 
@@ -9,10 +8,8 @@ import haiku as hk
 import jax
 import numpy as np
 import pytest
-from cases import few
-from contexts import set_mesh
 from drawn import drawn
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 from references import assert_right
 from refused import refused
 
@@ -58,7 +55,11 @@ def test_logits_and_loss_are_the_formula_in_float64_in_every_module(name):
     def of_module(build):
         def call():
             module = build()
-            return module.logits(X), module.cross_entropy(X, IDS, **OPTIONS)
+            return (
+                module.logits(X),
+                module.cross_entropy(X, IDS, **OPTIONS),
+                module.log_probs(X, IDS, temperature=0.5),
+            )
 
         return hk.transform(call).apply
 
@@ -67,7 +68,11 @@ def test_logits_and_loss_are_the_formula_in_float64_in_every_module(name):
         loss = lambda params: embedder.cross_entropy(params, X, IDS, **OPTIONS)
         value, gradient = jax.value_and_grad(loss)(params)
         found = [
-            (embedder.logits(params, X), value),
+            (
+                embedder.logits(params, X),
+                value,
+                embedder.log_probs(params, X, IDS, temperature=0.5),
+            ),
             of_module(layer)(params, None),
             of_module(tokens)({"token_embedding": params[TOKENS]}, None),
         ]
@@ -77,9 +82,10 @@ def test_logits_and_loss_are_the_formula_in_float64_in_every_module(name):
     table = leaves["embeddings" if output.tied else "output_embeddings"]
     of_logits |= {"bias": leaves.get("output_bias"), "pad_id": 0}
     found, gradient = of_each(params)
-    for logits, loss in found:
+    for logits, loss, log_probs in found:
         assert_right(te.linear_logits, logits, X, table, **of_logits)
         assert_right(te.linear_cross_entropy, loss, X, table, IDS, **of_logits, **OPTIONS)
+        assert_right(te.linear_log_probs, log_probs, X, table, IDS, **of_logits, temperature=0.5)
     for leaf_name, leaf in gradient.items():
         assert np.any(leaf) == (leaf_name != "embeddings" or output.tied)
         np.testing.assert_array_equal(leaf[0], 0)
@@ -136,36 +142,6 @@ def test_initial_parameters_include_the_output_layer():
     layer = lambda: te.TransformerEmbedding(embedder.config, initial_params=params).logits(X)
     started = hk.transform(layer).init(KEY)
     jax.tree.map(np.testing.assert_array_equal, started, params)
-
-
-CUTS = [SPEC("model"), SPEC(None, "model"), SPEC(("data", "model"))]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "spec", "name"),
-    few(itertools.product([AxisType.Auto, AxisType.Explicit], CUTS, ["bert", "all"]), 2),
-)
-def test_a_sharded_output_layer_gives_the_logits_and_the_loss_of_one_device(kind, spec, name):
-    embedder, params = made(name)
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
-
-    def step(params, x):
-        loss = functools.partial(embedder.cross_entropy, labels=IDS, shift=True, chunk_size=2)
-        return embedder.logits(params, x), jax.grad(loss, (0, 1))(params, x)
-
-    with set_mesh(mesh):
-        placed = te.sharding.shard_params(params, mesh, {"*embeddings": spec})
-        x = jax.device_put(X, NamedSharding(mesh, SPEC("data")))
-        logits, (of_params, of_x) = jax.jit(step)(placed, x)
-    want_logits, (want_params, want_x) = jax.jit(step)(params, X)
-    np.testing.assert_allclose(np.asarray(logits)[..., :VOCAB], want_logits, atol=1e-5)
-    np.testing.assert_allclose(of_x, want_x, atol=1e-5)
-    for leaf, want in want_params[TOKENS].items():
-        got, is_table = of_params[TOKENS][leaf], leaf.endswith("embeddings")
-        assert isinstance(placed[TOKENS][leaf], te.sharding.Sharded) == is_table
-        rows = got.in_vocabulary_order() if is_table else got
-        np.testing.assert_allclose(rows, want, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["logits", "cross_entropy"])

@@ -470,9 +470,7 @@ VALUE_ERRORS = [
     ({"labels": LABELS[0]}, "labels: wanted x's shape without its last axis, (4, 5), got (5,)"),
     (LABEL | {"shift": True}, "labels: wanted shape [..., length], to shift, got shape []"),
     ({"mask": MASK[:2]}, "mask: wanted a shape that broadcasts to that of the labels, [4, 5], got shape [2, 5]"),
-    ({"mask": MASK[None, :3]}, "mask: wanted a shape that broadcasts to that of the labels, [4, 5], got shape [1, 3, 5]"),
     ({"mask": MASK[:, :1]}, f"mask: {ENDS} [4, 1]"),
-    ({"weights": WEIGHTS[:, :1]}, f"weights: {ENDS} [4, 1]"),
     # No hint for positions.
     ({"weights": 2.0}, f"weights: {ENDS} []"),
     (PACKED | {"segment_ids": SEGMENTS[:, :4]}, f"segment_ids: {ENDS} [4, 4]"),
@@ -482,10 +480,8 @@ VALUE_ERRORS = [
     ({"reduction": "all"}, "reduction: wanted one of 'mean', 'sum', 'none', got 'all'"),
     ({"chunk_size": 0}, "chunk_size: wanted an int of at least 1, got 0"),
     ({"softcap": 0}, "softcap: wanted a finite number above 0, got 0"),
-    ({"softcap": np.nan}, "softcap: wanted a finite number above 0, got nan"),
     ({"scale": 0.0}, "scale: wanted a finite number above 0, got 0.0"),
     ({"z_loss": -1e-4}, "z_loss: wanted a finite number of at least 0, got -0.0001"),
-    ({"z_loss": np.nan}, "z_loss: wanted a finite number, got nan"),
 ]  # fmt: skip
 
 

@@ -93,12 +93,6 @@ def test_the_fast_path_is_taken_where_it_holds():
         assert "while" in program()
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float64])
-def test_a_numpy_scalar_is_its_python_float(dtype):
-    x, rate, key = normal((5, 7), jnp.bfloat16), dtype(0.3), jax.random.key(2)
-    same_bits(te.dropout(key, rate, x), te.dropout(key, float(rate), x))
-
-
 @pytest.mark.parametrize(("rows", "fits"), [(2, True), (3, False), (4, False)])
 def test_arrays_with_more_elements_than_a_word_counts_use_jaxs_generator(monkeypatch, rows, fits):
     shapes = []

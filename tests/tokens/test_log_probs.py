@@ -3,7 +3,6 @@
 import functools
 
 import collectives
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -218,23 +217,6 @@ def test_backward_memory_is_that_of_a_chunk():
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporaries(2048) - temporaries(256) < 4 * 64 * 5000
-
-
-@pytest.mark.slow
-def test_the_embedder_and_the_modules_have_them():
-    config = te.EmbedderConfig(
-        VOCAB, WIDTH, pad_id=0, output=te.OutputLayer(scale=0.5, softcap=2.0)
-    )
-    embedder = te.Embedder(config)
-    params = embedder.init(jax.random.key(0))
-    table = params["transformer_embedding/~/token_embedding"]["embeddings"]
-    expected = te.linear_log_probs(
-        X, table, LABELS, scale=0.5, softcap=2.0, pad_id=0, shift=True, temperature=2.0
-    )
-    options = {"shift": True, "temperature": 2.0}
-    np.testing.assert_array_equal(embedder.log_probs(params, X, LABELS, **options), expected)
-    layer = hk.transform(lambda: te.TransformerEmbedding(config).log_probs(X, LABELS, **options))
-    np.testing.assert_array_equal(layer.apply(params, None), expected)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import transformer_embed as te
-from transformer_embed._src.tables.rows.fingerprint import fingerprint, fits, or_nan
+from transformer_embed._src.tables.rows.fingerprint import fingerprint, fits
 
 IDS = jnp.array([1, 4, 7, 20, 21])
 MARK = fingerprint(IDS)
@@ -58,12 +58,6 @@ def test_lists_of_ids_rarely_share_a_fingerprint():
     ids = jnp.sort(jax.random.randint(jax.random.key(0), [5_000, 3], 0, 60), axis=1)
     marks = np.asarray(jax.vmap(fingerprint)(ids))[:, 0]
     assert len(np.unique(marks, axis=0)) == len(np.unique(ids, axis=0))
-
-
-def test_only_rows_with_a_gradient_become_nan():
-    values = jnp.array([[0.0, 1.0], [0.0, 0.0]])
-    np.testing.assert_array_equal(or_nan(jnp.array(True), values), values)
-    np.testing.assert_array_equal(or_nan(jnp.array(False), values), [[0, np.nan], [0, 0]])
 
 
 @pytest.mark.slow

@@ -228,13 +228,6 @@ def test_a_function_of_every_leaf_of_the_rows_is_an_error(name):
         jax.eval_shape(step, PARAMS)
 
 
-def test_a_loss_without_nan_runs_under_debug_nans():
-    step = te.rows.value_and_grad(loss, ids={"t": IDS})
-    with jax.debug_nans(True):
-        value, _ = jax.jit(step)(placed("plain"))
-    np.testing.assert_allclose(value, TABLE[IDS].sum(), rtol=1e-5)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "width"), [(jnp.float16, 300), (jnp.bfloat16, 1), (jnp.float32, 2)]

@@ -413,12 +413,6 @@ def test_a_state_keeps_its_dtype_or_is_refused(dtype, state_dtype, added):
         refuse(optimizer, message, params=params)
 
 
-def test_float32_hyperparameters_may_not_widen_a_state_of_16_bits():
-    params = PARAMS | {"t": jnp.ones([1000, 2], jnp.bfloat16)}
-    optimizer = optax.inject_hyperparams(optax.radam, hyperparam_dtype=jnp.float32)(0.1)
-    refuse(optimizer, "a state bfloat16[table0_rows, 2] becomes float32[", params=params)
-
-
 def test_a_state_of_another_optimizer_is_not_blamed_on_the_optimizer():
     adam, more = optax.adam(0.1), PARAMS | {"t": jnp.ones([1001, 2])}
     states = {

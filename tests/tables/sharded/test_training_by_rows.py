@@ -280,35 +280,3 @@ def test_each_shard_updates_its_own_rows_in_ascending_order():
         held = found < 192
         np.testing.assert_array_equal(found[held] + first, own[held, 0])
         assert held.sum() == {0: 1, 192: 3}[first]
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(
-    "place",
-    [
-        lambda _, table: table,
-        lambda mesh, table: shard(mesh, SPEC(BOTH), table),
-        lambda mesh, table: interleave(mesh, None, table),
-    ],
-    ids=["plain", "contiguous", "interleaved"],
-)
-def test_rows_have_the_dtype_that_a_cast_of_the_parameters_gives(place, dtype):
-    table = place(mesh_of((2, 4)), jnp.asarray(TABLE, dtype))
-    found = []
-
-    def half_loss(params, ids):
-        found.append(te.lookup(params["t"], ids).dtype)
-        half = jax.tree.map(
-            lambda leaf: (
-                leaf.astype(jnp.float16) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
-            ),
-            params,
-        )
-        rows = te.lookup(half["t"], ids)
-        found.append(rows.dtype)
-        return rows.astype(jnp.float32).sum()
-
-    ids = jnp.arange(8)
-    grads = jax.eval_shape(te.rows.value_and_grad(half_loss, ids={"t": ids}), {"t": table}, ids)[1]
-    assert found == [dtype, jnp.float16]
-    assert grads["t"].values.dtype == dtype
