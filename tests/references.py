@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import mpmath
 import numpy as np
 import oracle
+from compare import equal, near
 
 import transformer_embed as te
 from transformer_embed._src.positions import rotary
@@ -67,7 +68,7 @@ def same(got, expected):
     """Equal to the bit, in shape too, if there is anything to compare."""
     got, expected = np.asarray(got), np.asarray(expected)
     assert got.size == expected.size
-    np.testing.assert_array_equal(got.astype(expected.dtype).ravel(), expected.ravel())
+    equal(got.astype(expected.dtype).ravel(), expected.ravel())
 
 
 def within(got, expected, error, dtype=jnp.float32):
@@ -80,7 +81,7 @@ def within(got, expected, error, dtype=jnp.float32):
     if dtype.itemsize == 2:
         of_dtype = jnp.finfo(dtype)
         rounding = float(of_dtype.eps) * np.abs(expected) + float(of_dtype.smallest_subnormal)
-    np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
+    equal(np.isnan(got), np.isnan(expected))
     excess = np.abs(got - expected) - np.ravel(error) - rounding
     assert not np.any(excess > 0), np.nanmax(excess)
 
@@ -497,7 +498,7 @@ def dropped_out(got, rng, rate, x):
     is_narrow = x.dtype.itemsize == 2 or getattr(rate, "itemsize", 4) == 2
     error = 2 * float(jnp.finfo(x.dtype).eps) if is_narrow else 2**-23
     expected = floats(x) / (1 - float(rate))
-    np.testing.assert_allclose(floats(got)[kept], expected[kept], rtol=error, atol=0)
+    near(floats(got)[kept], expected[kept], rtol=error)
 
 
 # --- parameters
@@ -522,7 +523,7 @@ def resized_positions(got, params, max_len, *, start):
     for n, row in enumerate(new[start:]):
         distances = (n + 0.5) * step - 0.5 - np.arange(len(rows))
         weights = np.maximum(0, 1 - np.abs(distances) / max(step, 1))
-        np.testing.assert_allclose(row, weights @ rows / weights.sum(), rtol=1e-5, atol=1e-5)
+        near(row, weights @ rows / weights.sum(), rtol=1e-5, atol=1e-5)
 
 
 CHECKS = {

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from compare import equal
 
 import transformer_embed as te
 
@@ -19,11 +20,14 @@ POSITIONS = np.arange(40.0)[:, None]
 # A rotation is two products of values up to 1 and a sum, each rounded in float32.
 ROTATED = 4 * 2**-24 + 2 * oracle.MAX_ERROR
 
-equal = np.testing.assert_array_equal
-
 
 def every(rows):
     return pytest.mark.parametrize("name", rows)
+
+
+def golden(name):
+    path = Path(__file__).parent / "golden" / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def near(ours, expected, atol=oracle.MAX_ERROR, rtol=0.0):
@@ -205,11 +209,11 @@ def test_grids(name):
 HEAD = np.sin(np.arange(40 * 2 * 8)).reshape(40, 2, 8)
 
 
-def rotated(frequencies, pairs=None, positions=POSITIONS, factor=1.0):
+def rotated(frequencies, pairs=None, positions=POSITIONS):
     """Channels (a, b) of each pair rotated by position * frequency, in float64."""
     out, angles = HEAD.copy(), positions * frequencies
     for (a, b), angle in zip(pairs or half(8), angles.T, strict=True):
-        cos, sin = factor * np.cos(angle)[:, None], factor * np.sin(angle)[:, None]
+        cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
         out[..., a] = HEAD[..., a] * cos - HEAD[..., b] * sin
         out[..., b] = HEAD[..., b] * cos + HEAD[..., a] * sin
     return out
@@ -232,27 +236,6 @@ def timescales(smallest, largest):
     return 1 / (smallest * (largest / smallest) ** (np.arange(0, 8, 2) / 8))
 
 
-def yarn():
-    """transformers' _compute_yarn_parameters, with beta_fast 32 and beta_slow 1."""
-    where = lambda turns: 8 * np.log(4096 / (turns * 2 * np.pi)) / (2 * np.log(10000.0))
-    low, high = max(np.floor(where(32.0)), 0), min(np.ceil(where(1.0)), 7)
-    ramp = np.clip((np.arange(4) - low) / (high - low), 0, 1)
-    frequencies = geometric(8) / 4 * ramp + geometric(8) * (1 - ramp)
-    return rotated(frequencies, factor=0.1 * np.log(4) + 1)
-
-
-def llama3(frequency):
-    """Meta's apply_scaling."""
-    wavelength = 2 * np.pi / frequency
-    smooth = (8192 / wavelength - 1) / (4 - 1)
-    between = (1 - smooth) * frequency / 8 + smooth * frequency
-    return np.select(
-        [wavelength < 8192 / 4, wavelength > 8192], [frequency, frequency / 8], between
-    )
-
-
-LONG = [4.0, 5.0, 6.0, 7.0]
-PHI3 = te.LongRopeScaling([1.0] * 4, LONG, factor=4.0, original_length=32, length=64)
 # Arguments, and a formula.
 ROTARY = {
     "Llama, Mistral, Qwen, GPT-NeoX, Gemma, Keras, flaxformer": (
@@ -275,27 +258,9 @@ ROTARY = {
         {"base": 5e4 / 2, "scaling": te.LinearScaling(2.0)},
         lambda: rotated(timescales(2.0, 5e4)),
     ),
-    'position interpolation ("linear")': (
-        {"scaling": te.LinearScaling(4.0)},
-        lambda: rotated(geometric(8) / 4),
-    ),
     "NTK-aware scaling": (
         {"scaling": te.NTKScaling(4.0)},
         lambda: rotated(geometric(8, 10000 * 4.0 ** (8 / 6))),
-    ),
-    # transformers: base * (factor * length / original - (factor - 1)) ** (d / (d - 2)).
-    "dynamic NTK scaling": (
-        {"scaling": te.DynamicNTKScaling(2.0, original_length=16, length=64)},
-        lambda: rotated(geometric(8, 10000 * (2.0 * 64 / 16 - (2.0 - 1)) ** (8 / 6))),
-    ),
-    "YaRN": ({"scaling": te.YarnScaling(4.0, original_length=4096)}, yarn),
-    "Llama 3": (
-        {"base": 500000.0, "scaling": te.Llama3Scaling(8.0)},
-        lambda: rotated(llama3(geometric(8, 500000.0))),
-    ),
-    "LongRoPE (Phi-3)": (
-        {"scaling": PHI3},
-        lambda: rotated(geometric(8) / LONG, factor=np.sqrt(1 + np.log(4) / np.log(32))),
     ),
     # It divides every frequency by factor ** (d / (d - 2)), at every length.
     'keras-hub\'s rope type `"dynamic"`': (
@@ -319,6 +284,21 @@ def rotate(positions, **options):
 def test_rotary(name):
     options, formula = ROTARY[name]
     near(rotate(np.arange(40), **options), formula(), ROTATED)
+
+
+# tests/positions/test_rotary.py has the frequencies that transformers printed of each.
+PUBLISHED = {
+    'position interpolation ("linear")': "LinearScaling",
+    "dynamic NTK scaling": "DynamicNTKScaling",
+    "YaRN": "YarnScaling",
+    "Llama 3": "Llama3Scaling",
+    "LongRoPE (Phi-3)": "LongRopeScaling",
+}
+
+
+def test_published_scalings():
+    scalings = {case["scaling"] for case in golden("rotary_frequencies")}
+    assert scalings == {None, *PUBLISHED.values()}
 
 
 AXES = {
@@ -373,7 +353,6 @@ def test_biases(name):
 
 
 RANGE = np.arange(601)
-GOLDEN = Path(__file__).parent / "golden" / "position_biases.json"
 T5 = {"T5 encoder": True, "T5 decoder": False}
 
 
@@ -382,7 +361,7 @@ def test_t5(name):
     """transformers' _relative_position_bucket of key - query in -300..300."""
     (expected,) = (
         case["buckets"]
-        for case in json.loads(GOLDEN.read_text(encoding="utf-8"))["t5"]
+        for case in golden("position_biases")["t5"]
         if (case["num_buckets"], case["bidirectional"]) == (32, T5[name])
     )
     bias = hk.transform(lambda: te.RelativePositionBias(1, bidirectional=T5[name])([300], RANGE))
@@ -678,7 +657,7 @@ def test_log_probs(name):
 
 
 PAGE = Path(__file__).parents[1] / "notebooks" / "conventions.md"
-LISTS = [SINUSOIDS, GRIDS, ROTARY, AXES, BIASES, T5, MASKS, ADDED, EQUAL, OUTPUTS]
+LISTS = [SINUSOIDS, GRIDS, ROTARY, PUBLISHED, AXES, BIASES, T5, MASKS, ADDED, EQUAL, OUTPUTS]
 LISTS += [CROSS_ENTROPIES, LOG_PROBS]
 
 

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import oracle
 import pytest
+from compare import equal, near
 
 pytest.importorskip("matplotlib")
 import matplotlib
@@ -185,7 +186,7 @@ def test_encoding_shows_the_array(ax, dtype):
     table = np.asarray(te.sinusoidal_table(9, 6)).astype(dtype)
     plots.plot_encoding(table, ax=ax, tokens=list("abcdefghi"))
     assert texts(ax.get_yticklabels()) == list("abcdefghi")
-    np.testing.assert_array_equal(image(ax), table.astype(np.float64))
+    equal(image(ax), table.astype(np.float64))
     assert ax.images[0].get_clim() == (-1, 1)
     assert ax.get_xlim() == (-0.5, 5.5)
     assert ax.get_ylim() == (8.5, -0.5)
@@ -288,10 +289,8 @@ def test_wavelengths_are_those_of_the_formula(ax, d_model, base):
     plots.plot_wavelengths(d_model, ax=ax, base=base)
     pairs = np.arange((d_model + 1) // 2)
     got = ax.lines[0].get_xydata()
-    np.testing.assert_array_equal(got[:, 0], pairs)
-    np.testing.assert_allclose(
-        got[:, 1], 2 * np.pi * base ** (2 * pairs / d_model), rtol=64 * WAVELENGTH
-    )
+    equal(got[:, 0], pairs)
+    near(got[:, 1], 2 * np.pi * base ** (2 * pairs / d_model), rtol=64 * WAVELENGTH)
     assert ax.get_yscale() == "log"
 
 
@@ -302,8 +301,8 @@ def test_a_published_scaling(ax):
     plots.plot_wavelengths(128, ax=ax, base=500_000.0, scaling=te.Llama3Scaling(8.0))
     before, after = (line.get_ydata() for line in ax.lines)
     factors = after / before
-    np.testing.assert_allclose(factors[before <= 8192 / 4], 1, rtol=WAVELENGTH)
-    np.testing.assert_allclose(factors[before >= 8192], 8, rtol=WAVELENGTH)
+    near(factors[before <= 8192 / 4], 1, rtol=WAVELENGTH)
+    near(factors[before >= 8192], 8, rtol=WAVELENGTH)
     assert (
         ((factors > 1) & (factors < 8)).sum() == ((before > 8192 / 4) & (before < 8192)).sum() > 0
     )
@@ -343,7 +342,7 @@ def test_similarity_is_the_mean_over_pairs(ax):
 def test_mask_shows_the_array_and_a_legend_of_its_tones(ax):
     """Its last two axes: those of length 1 may come first."""
     plots.plot_mask(CAUSAL[None, None], ax=ax, query_tokens=list("abcd"), key_tokens=list("efgh"))
-    np.testing.assert_array_equal(image(ax), CAUSAL)
+    equal(image(ax), CAUSAL)
     assert texts(ax.get_yticklabels()) == list("abcd")
     assert texts(ax.get_xticklabels()) == list("efgh")
     legend = dict(
@@ -353,9 +352,7 @@ def test_mask_shows_the_array_and_a_legend_of_its_tones(ax):
     picture = rendered(ax)
     for (query, key), allowed in np.ndenumerate(CAUSAL):
         column, row = ax.transData.transform((key, query)).astype(int)
-        np.testing.assert_allclose(
-            picture[picture.shape[0] - row, column], tones[allowed][:3], rtol=0, atol=1 / 255
-        )
+        near(picture[picture.shape[0] - row, column], tones[allowed][:3], atol=1 / 255)
 
 
 @pytest.mark.parametrize(("size", "lines"), [(64, True), (65, False)])
@@ -380,7 +377,7 @@ def test_rotary_points_are_rotated_by_position_times_frequency(ax, positions):
             ]
             for position in positions
         ]
-        np.testing.assert_allclose(line.get_xydata(), expected, rtol=0, atol=ROTATED)
+        near(line.get_xydata(), expected, atol=ROTATED)
     assert texts(ax.texts) == [f"{position:g}" for position in positions]
 
 
@@ -404,7 +401,7 @@ def test_rotary_with_a_scaling(ax):
     plots.plot_rotary([8], 16, ax=ax, scaling=te.LinearScaling(2.0))
     plots.plot_rotary([4], 16, ax=ax)
     for first, second in zip(ax.lines[:4], ax.lines[4:], strict=True):
-        np.testing.assert_allclose(first.get_xydata(), second.get_xydata(), rtol=0, atol=ROTATED)
+        near(first.get_xydata(), second.get_xydata(), atol=ROTATED)
     plots.plot_rotary(
         [0], 16, ax=ax, scaling=te.YarnScaling(2.0, original_length=64, attention_factor=3.0)
     )
@@ -433,10 +430,8 @@ def test_bias_shows_the_head_and_leaves_out_what_is_masked(ax, dtype):
     bias = te.alibi_bias(POSITIONS, POSITIONS, num_heads=4, dtype=dtype)
     masked = bias + te.mask_to_bias(te.causal_mask(12), dtype)
     plots.plot_bias(masked[0, 2], ax=ax)
-    np.testing.assert_array_equal(image(ax).mask, ~np.tri(12, dtype=bool))
-    np.testing.assert_array_equal(
-        image(ax).compressed(), np.asarray(bias[0, 2], np.float64)[np.tri(12, dtype=bool)]
-    )
+    equal(image(ax).mask, ~np.tri(12, dtype=bool))
+    equal(image(ax).compressed(), np.asarray(bias[0, 2], np.float64)[np.tri(12, dtype=bool)])
     other, masked = new_axes(), new_axes()
     plots.plot_bias(np.float32([[0.0, -np.inf, -16376.0, -16375.0]]), ax=other)
     assert image(other).mask.tolist() == [[False, True, True, False]]
@@ -465,7 +460,7 @@ def test_error_draws_ours_the_product_and_the_rounding(ax):
         worst = [
             max(map(oracle.error, got, wanted)) for got, wanted in zip(table, exact, strict=True)
         ]
-        np.testing.assert_allclose(line.get_ydata(), worst, rtol=0, atol=EXACT)
+        near(line.get_ydata(), worst, atol=EXACT)
     assert ours.get_ydata().max() <= oracle.MAX_ERROR
     # Half of float32's spacing at the last angle is 64 radians.
     assert (np.diff(product.get_ydata()) > 0).all()
@@ -483,7 +478,7 @@ def test_kinds_of_tiles_are_drawn_in_three_tones(ax):
     tokens = te.TokenPositions.from_segment_ids([[1] * 6 + [2] * 6])
     kinds = te.AttentionMask(tokens, causal=True).tile_kinds((3, 3))
     plots.plot_mask(kinds, ax=ax)
-    np.testing.assert_array_equal(image(ax), kinds[0])
+    equal(image(ax), kinds[0])
     assert ax.images[0].get_clim() == (0, 2)
     assert texts(ax.get_legend().get_texts()) == ["all pairs", "some pairs", "no pair"]
     assert len({patch.get_facecolor() for patch in ax.get_legend().get_patches()}) == 3

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from compare import equal
 
 pytest.importorskip("matplotlib")
 import matplotlib
@@ -55,7 +56,7 @@ def shown_by(ax):
 def test_show_encoding_draws_what_its_flags_ask_for(drawn):
     shown = shown_by(drawn("encoding", "--length", "9", "--d-model", "6", "--base", "50"))
     expected = np.asarray(te.sinusoidal_table(9, 6, base=50.0), np.float64)
-    np.testing.assert_array_equal(shown, expected)
+    equal(shown, expected)
 
 
 QUERY, KEY = np.mgrid[:16, :16]
@@ -80,7 +81,7 @@ CAUSAL = KEY <= QUERY
 def test_show_mask_draws_what_its_flags_ask_for_and_says_so(drawn, flags, title, expected):
     ax = drawn("mask", *flags.split())
     assert ax.figure.get_suptitle() == title
-    np.testing.assert_array_equal(shown_by(ax), expected)
+    equal(shown_by(ax), expected)
 
 
 def test_a_narrow_picture_names_its_tokens_and_has_a_title_that_fits(drawn):

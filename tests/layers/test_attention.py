@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compare import equal, near
 from hypothesis import strategies as st
 
 import transformer_embed as te
@@ -77,7 +78,7 @@ def test_one_mask_in_three_libraries(attend, tokens):
     mask = np.asarray(te.AttentionMask(tokens, window=(2, 0), causal=True).dense())
     rows = mask.any(-1)[:, 0, :, None, None]
     got, want = attend(QUERY, KEY, VALUE, mask), by_hand(QUERY, KEY, VALUE, mask)
-    np.testing.assert_allclose(np.where(rows, got, 0), np.where(rows, want, 0), **CLOSE)
+    near(np.where(rows, got, 0), np.where(rows, want, 0), **CLOSE)
 
 
 @pytest.mark.slow
@@ -91,7 +92,7 @@ def test_a_bias_for_a_mask(dtype):
     # Not compiled: a CPU has no product of float16 with a float32 sum.
     with_bias = jax.nn.dot_product_attention(*inputs, bias)
     with_mask = jax.nn.dot_product_attention(*inputs, distances, CAUSAL)
-    np.testing.assert_array_equal(np.float32(with_bias), np.float32(with_mask))
+    equal(np.float32(with_bias), np.float32(with_mask))
 
 
 @pytest.mark.slow
@@ -213,9 +214,7 @@ def test_packed_equals_each_alone_wherever_it_stands(scheme, lengths, before, se
         for shift in (0, x.shape[1] - length):
             alone = of_segments(scheme, np.roll(x, shift - (end - length), axis=1), [length], shift)
             for ours, theirs in zip(packed, alone, strict=True):
-                np.testing.assert_allclose(
-                    ours[:, end - length : end], theirs[:, shift : shift + length], **CLOSE
-                )
+                near(ours[:, end - length : end], theirs[:, shift : shift + length], **CLOSE)
 
 
 @pytest.mark.slow
@@ -225,4 +224,4 @@ def test_relative_schemes_see_differences_only(scheme):
     here = attend(x, te.TokenPositions.from_offset(0, LENGTH))
     for shift in (1, 1000, 2**30):
         there = attend(x, te.TokenPositions.from_offset(shift, LENGTH))
-        np.testing.assert_allclose(here, there, **CLOSE)
+        near(here, there, **CLOSE)

@@ -8,6 +8,7 @@ import haiku as hk
 import jax
 import numpy as np
 import pytest
+from compare import equal, near
 from drawn import drawn
 from jax.sharding import AxisType, PartitionSpec
 from references import assert_right
@@ -88,7 +89,7 @@ def test_logits_and_loss_are_the_formula_in_float64_in_every_module(name):
         assert_right(te.linear_log_probs, log_probs, X, table, IDS, **of_logits, temperature=0.5)
     for leaf_name, leaf in gradient.items():
         assert np.any(leaf) == (leaf_name != "embeddings" or output.tied)
-        np.testing.assert_array_equal(leaf[0], 0)
+        equal(leaf[0], 0)
 
 
 def test_the_loss_of_a_config_takes_no_other_settings():
@@ -115,7 +116,7 @@ def test_padding_is_never_predicted(is_sharded):
     assert (logits[..., 0] == LOWEST).all()
     assert np.asarray(jax.nn.softmax(logits))[..., 0].max() == 0
     loss = functools.partial(embedder.cross_entropy, labels=IDS, label_smoothing=0.1)
-    np.testing.assert_allclose(loss(low, X), loss(params, X), rtol=1e-5)
+    near(loss(low, X), loss(params, X), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["tied", "bert", "phi"])
@@ -131,17 +132,17 @@ def test_parameters_are_those_of_the_golden_file(name):
 @pytest.mark.slow
 def test_the_output_layer_changes_no_other_parameter():
     plain, other = (te.Embedder(config(LAYERS[name])).init(KEY) for name in ("tied", "all"))
-    np.testing.assert_array_equal(plain[TOKENS]["embeddings"], other[TOKENS]["embeddings"])
-    np.testing.assert_array_equal(other[TOKENS]["output_bias"], np.zeros(VOCAB))
+    equal(plain[TOKENS]["embeddings"], other[TOKENS]["embeddings"])
+    equal(other[TOKENS]["output_bias"], np.zeros(VOCAB))
     large = te.Embedder(te.EmbedderConfig(4096, 64, output=LAYERS["phi"])).init(KEY)
-    np.testing.assert_allclose(large[TOKENS]["output_embeddings"].std(), 1 / 8, rtol=0.01)
+    near(large[TOKENS]["output_embeddings"].std(), 1 / 8, rtol=0.01)
 
 
 def test_initial_parameters_include_the_output_layer():
     embedder, params = made("all")
     layer = lambda: te.TransformerEmbedding(embedder.config, initial_params=params).logits(X)
     started = hk.transform(layer).init(KEY)
-    jax.tree.map(np.testing.assert_array_equal, started, params)
+    equal(started, params)
 
 
 @pytest.mark.parametrize("method", ["logits", "cross_entropy"])

@@ -12,7 +12,9 @@ import numpy as np
 import oracle
 import pytest
 from cases import few
+from compare import equal, near
 from contexts import x64
+from meshes import EXPLICIT, mesh_of, put
 from references import assert_right, check
 
 import transformer_embed as te
@@ -94,7 +96,7 @@ def test_published_slopes():
     4 of those of 16."""
     of_8, of_16 = 0.5 ** np.arange(1, 9), np.float32(0.5 ** (np.arange(1, 17) / 2))
     for expected in (of_8, of_16, [*of_8, *of_16[:8:2]]):
-        np.testing.assert_array_equal(alibi_slopes(len(expected)), expected)
+        equal(alibi_slopes(len(expected)), expected)
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
@@ -107,7 +109,7 @@ def test_published_alibi_bias():
     bias = np.asarray(alibi_bias(range(5), range(5), num_heads=8))
     expected = np.tril(np.arange(5) - np.arange(5)[:, None])
     for head, slope in enumerate(0.5 ** np.arange(1, 9)):
-        np.testing.assert_array_equal(np.tril(bias[0, head]), expected * slope)
+        equal(np.tril(bias[0, head]), expected * slope)
 
 
 @pytest.mark.parametrize("num_heads", GOLDEN["bloom"])
@@ -116,7 +118,7 @@ def test_alibi_bias_of_blooms_key_row(num_heads):
     positions by the mask."""
     tokens = te.TokenPositions.from_ids([[5, 6, 7, 8, 9], [0, 0, 7, 8, 9]], pad_id=0)
     bias = alibi_bias([0], tokens.positions, num_heads=int(num_heads))
-    np.testing.assert_allclose(bias[:, :, 0], GOLDEN["bloom"][num_heads], rtol=PEER_ERROR, atol=0)
+    near(bias[:, :, 0], GOLDEN["bloom"][num_heads], rtol=PEER_ERROR)
 
 
 @pytest.mark.slow
@@ -124,7 +126,7 @@ def test_alibi_bias_of_blooms_key_row(num_heads):
 def test_alibi_bias_of_mpts_key_row(num_heads):
     for max_bias, expected in GOLDEN["mpt"][num_heads].items():
         bias = alibi_bias([4], range(5), num_heads=int(num_heads), max_bias=float(max_bias))
-        np.testing.assert_allclose(bias[0, :, 0], expected, rtol=PEER_ERROR, atol=0)
+        near(bias[0, :, 0], expected, rtol=PEER_ERROR)
 
 
 @pytest.mark.slow
@@ -154,7 +156,7 @@ def test_alibi_bias_in_float64():
     assert bias.dtype == jnp.float64
     expected = [float(-slope * HIGHEST) for slope in oracle.alibi_slopes(3)]
     # Two roundings to float64, the power's among them.
-    np.testing.assert_allclose(np.ravel(bias), expected, rtol=2**-51, atol=0)
+    near(np.ravel(bias), expected, rtol=2**-51)
 
 
 # --- T5
@@ -249,10 +251,8 @@ def test_bias_of_64_bit_positions(name):
 @pytest.mark.slow
 @every_function
 def test_bias_on_an_explicit_mesh_equals_bias_on_one_device(name):
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     rows = np.arange(4)[:, None] + np.arange(3)
-    spec = jax.sharding.PartitionSpec("data")
-    positions = jax.device_put(rows, jax.sharding.NamedSharding(mesh, spec))
+    positions = put(mesh_of((2,), ("data",), EXPLICIT), rows, "data")
     for build in (BIASES[name], jax.jit(BIASES[name])):
         bias = build(positions, positions)
         assert jax.typeof(bias).sharding.spec[0] == "data"

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import re
 
 import hypothesis
 import jax
@@ -11,9 +10,11 @@ import mpmath
 import numpy as np
 import oracle
 import pytest
+from compare import equal, near
 from contexts import x64
 from hypothesis import strategies as st
 from references import assert_right, check
+from refused import each_refused
 
 import transformer_embed as te
 from transformer_embed._src.positions.sinusoidal import LAYOUTS, ODD
@@ -25,7 +26,7 @@ def test_a_published_row():
     """Row 1 of the table of 6 channels in "The Annotated Transformer"'s formula: sin and cos of 1,
     10000^(-1/3), 10000^(-2/3)."""
     expected = [0.8415, 0.5403, 0.0464, 0.9989, 0.0022, 1.0]
-    np.testing.assert_allclose(te.sinusoidal_table(2, 6)[1], expected, atol=5e-5)
+    near(te.sinusoidal_table(2, 6)[1], expected, atol=5e-5)
 
 
 @pytest.mark.slow
@@ -89,7 +90,7 @@ def test_any_constants(positions, d_model, options):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_16_bit_results_are_the_float32_ones_rounded(dtype):
     rounded = np.asarray(te.sinusoidal_table(300, 6)).astype(dtype)
-    np.testing.assert_array_equal(te.sinusoidal_table(300, 6, dtype=dtype), rounded)
+    equal(te.sinusoidal_table(300, 6, dtype=dtype), rounded)
 
 
 @pytest.mark.slow
@@ -196,8 +197,6 @@ VALUE_ERRORS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "errors"), [(TypeError, TYPE_ERRORS), (ValueError, VALUE_ERRORS)])
-def test_bad_arguments_are_refused(kind, errors):
-    for call, message in errors:
-        with pytest.raises(kind, match="^" + re.escape(message)):
-            call()
+def test_bad_arguments_are_refused():
+    each_refused(TypeError, TYPE_ERRORS)
+    each_refused(ValueError, VALUE_ERRORS)

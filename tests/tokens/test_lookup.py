@@ -8,9 +8,11 @@ import re
 
 import jax
 import jax.numpy as jnp
+import meshes
 import ml_dtypes
 import numpy as np
 import pytest
+from compare import equal, near
 from contexts import set_mesh, x64
 from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -56,8 +58,8 @@ def one_hot(ids, pad_id=None, out_of_range="nan", vocab_size=VOCAB):
 def assert_gradient(got, ids, cotangent, pad_id=None, out_of_range="nan"):
     matrix = one_hot(ids, pad_id, out_of_range, len(got))
     expected = matrix.T @ cotangent.reshape(-1, cotangent.shape[-1]).astype(np.float64)
-    np.testing.assert_allclose(got, expected, rtol=0, atol=GRADIENT_ERROR)
-    np.testing.assert_array_equal(np.asarray(got)[~expected.any(-1)], 0)
+    near(got, expected, atol=GRADIENT_ERROR)
+    equal(np.asarray(got)[~expected.any(-1)], 0)
 
 
 def weighted(table, ids, cotangent, **options):
@@ -135,7 +137,7 @@ def test_rows_of_float64():
     with x64():
         rows = te.lookup(TABLE.astype(float), jax.device_put(IDS), pad_id=2)
     assert rows.dtype == jnp.float64
-    np.testing.assert_array_equal(rows, loop_lookup(TABLE, IDS, 2))
+    equal(rows, loop_lookup(TABLE, IDS, 2))
 
 
 NUMBERS = "ids: wanted an array of real numbers of at most 64 bits, got "
@@ -185,7 +187,7 @@ def test_padding_reads_as_zeros_whatever_the_table_holds(policy):
     for content in (np.nan, -np.inf):
         table = np.where(np.arange(VOCAB)[:, None] == 2, np.float32(content), TABLE)
         rows, gradient = read_around_padding(table, policy)
-        np.testing.assert_array_equal(rows, [np.zeros(WIDTH), TABLE[1], np.zeros(WIDTH)])
+        equal(rows, [np.zeros(WIDTH), TABLE[1], np.zeros(WIDTH)])
         assert_gradient(gradient, [1], np.ones((1, WIDTH)))
 
 
@@ -198,7 +200,7 @@ def test_gradients_count_further_than_16_bits_do(dtype, style):
     total = lambda table: weighted(table, ids, 1.0, lookup_style=style)
     gradient = jax.jit(jax.grad(total))(TABLE.astype(dtype))
     assert gradient.dtype == dtype
-    np.testing.assert_array_equal(np.asarray(gradient, np.float32)[3], 4096)
+    equal(np.asarray(gradient, np.float32)[3], 4096)
 
 
 def test_the_jvp_is_the_lookup_of_the_direction():
@@ -215,7 +217,7 @@ def test_the_jvp_is_the_lookup_of_the_direction():
 
     for policy, tangent in zip(POLICIES, tangents(TABLE, direction), strict=True):
         expected = one_hot(IDS, 2, policy).astype(np.float32) @ direction
-        np.testing.assert_array_equal(tangent, expected.reshape(tangent.shape))
+        equal(tangent, expected.reshape(tangent.shape))
 
 
 # --- transformations
@@ -275,13 +277,11 @@ def test_gradient_on_a_gpu_is_the_float64_sum_of_repeats(size):
         # below it.
         error = np.abs(gradient - expected)
         assert np.all((error <= 10 * 2.0**-24 * magnitude) | np.isnan(expected))
-        np.testing.assert_array_equal(np.isnan(gradient), np.isnan(expected))
+        equal(np.isnan(gradient), np.isnan(expected))
 
 
 def mesh_of(kind, shape=(2, 2)):
-    devices = jax.devices("cpu")[: int(np.prod(shape))]
-    axes = ("x", "y")[: len(shape)]
-    return jax.make_mesh(shape, axes, axis_types=(kind,) * len(shape), devices=devices)
+    return meshes.mesh_of(shape, ("x", "y")[: len(shape)], kind)
 
 
 def lowered_gradient(step, platform):
@@ -334,7 +334,7 @@ def test_rows_and_gradients_survive_export_with_any_number_of_ids():
 def test_the_gradient_of_an_empty_batch_is_zero():
     with set_mesh(mesh_of(AxisType.Auto, (1,))):
         gradient = jax.grad(weighted)(TABLE, np.zeros(0, int), 1.0)
-    np.testing.assert_array_equal(gradient, 0 * TABLE)
+    equal(gradient, 0 * TABLE)
 
 
 # --- meshes
@@ -434,10 +434,10 @@ def test_logits_of_padding_are_the_lowest_and_move_nothing():
     with jax.default_matmul_precision("highest"):
         logits, back = jax.vjp(functools.partial(te.linear_logits, pad_id=2), x, table)
         x_gradient, table_gradient = back(cotangent)
-    np.testing.assert_array_equal(logits[:, 2], LOWEST)
-    np.testing.assert_array_equal(table_gradient[2], 0)
+    equal(logits[:, 2], LOWEST)
+    equal(table_gradient[2], 0)
     expected = cotangent @ np.where(is_padding[:, None], 0, TABLE).astype(np.float64)
-    np.testing.assert_allclose(x_gradient, expected, rtol=0, atol=VOCAB * PRODUCT_ERROR)
+    near(x_gradient, expected, atol=VOCAB * PRODUCT_ERROR)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

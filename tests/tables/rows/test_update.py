@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compare import equal, near
+from meshes import EXPLICIT, mesh_of, put
 
 import transformer_embed as te
 
@@ -71,7 +73,7 @@ def table_of(params):
 
 def assert_close(found, expected, **options):
     options = {"rtol": TOLERANCE, "atol": TOLERANCE} | options
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **options), found, expected)
+    near(found, expected, **options)
 
 
 def batch_of(rng):
@@ -110,7 +112,7 @@ def test_rows_follow_the_lazy_rule_and_others_stay_bit_for_bit(name):
         for i, leaf in enumerate(leaves):
             assert_close(leaf, np.stack([states[row][i] for row in range(VOCAB_SIZE)]))
     still = [0, PAD, *range(12, VOCAB_SIZE)]
-    np.testing.assert_array_equal(table_of(params)[still], first[still])
+    equal(table_of(params)[still], first[still])
     assert len(traces) == 1
 
 
@@ -164,7 +166,7 @@ def test_a_batch_may_have_as_many_ids_as_the_table_has_rows(size):
             params,
         )[0]
     )
-    np.testing.assert_array_equal(step(params)["t"], 0.75)
+    equal(step(params)["t"], 0.75)
 
 
 @pytest.mark.slow
@@ -219,7 +221,7 @@ def test_extra_arguments_may_be_anything_that_the_optimizer_takes():
     extra = {"flag": True, "mode": "double", "value": jnp.array(0.25)}
     grads = rows([1, 2], jnp.ones([2, 2]))
     after, _ = te.rows.update(optimizer, grads, (), {"t": PARAMS["t"]}, **extra)
-    np.testing.assert_array_equal(after["t"][:4, 0], [1, 0.5, 0.5, 1])
+    equal(after["t"][:4, 0], [1, 0.5, 0.5, 1])
 
 
 # --- steps in other forms
@@ -241,7 +243,7 @@ def test_steps_in_a_scan_and_with_aux_are_those_of_a_loop():
     scanned, aux = jax.jit(lambda carry: jax.lax.scan(one, carry, batches))(first)
     single = jax.jit(one)
     looped = functools.reduce(lambda carry, ids: single(carry, ids)[0], batches, first)
-    np.testing.assert_array_equal(aux, batches)
+    equal(aux, batches)
     assert_close(scanned, looped, rtol=1e-6)
 
 
@@ -269,11 +271,8 @@ def test_a_step_works_under_vmap_over_seeds():
 @pytest.mark.parametrize("spec", [("x",), (None, "x")])
 def test_a_whole_table_trains_on_a_batch_that_explicit_axes_split(spec):
     """Plain data parallelism."""
-    kinds = (jax.sharding.AxisType.Explicit,)
-    mesh = jax.make_mesh((2,), ("x",), axis_types=kinds, devices=jax.devices()[:2])
-    place = lambda array, *axes: jax.device_put(
-        array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
-    )
+    mesh = mesh_of((2,), ("x",), EXPLICIT)
+    place = functools.partial(put, mesh)
     params, optimizer = make_params(), optax.adamw(RATE)
     state = optimizer.init(params)
     ids = np.array([5, 9, 9, VOCAB_SIZE]).reshape([2] * len(spec) if len(spec) > 1 else -1)
@@ -330,7 +329,7 @@ def doors(convert):
 @pytest.mark.parametrize("door", doors(np.asarray))
 def test_arrays_in_another_byte_order_or_with_a_mask_are_read_right_or_refused(door):
     swapped = lambda array: array.astype(array.dtype.newbyteorder())
-    jax.tree.map(np.testing.assert_array_equal, doors(swapped)[door](), doors(np.asarray)[door]())
+    equal(doors(swapped)[door](), doors(np.asarray)[door]())
     with pytest.raises(TypeError, match=r"wanted an array without a mask \(fill it first: "):
         doors(np.ma.masked_array)[door]()
 
