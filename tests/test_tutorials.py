@@ -1,12 +1,11 @@
-"""Five tutorials on the input layer of a Transformer: what they print, the formulas they state, and
-the mistakes they make.
+"""Tutorials on the input layer of a Transformer: what they print and the formulas they
+state.
 
 - the position embedding note: a PyTorch note on position encoding alone;
 - the word embedding notebook: word embedding, positions and masks of one 3 x 8 batch, in PyTorch;
 - the DataCamp slides: J. Chapman, "Transformer Models with PyTorch", embedding and positional
 encoding;
-- the encoding walk-through: a PyTorch notebook that builds a 10 x 6 table step by step;
-- the Haiku exercise: embeddings and positional encoding as Haiku modules.
+- the encoding walk-through: a PyTorch notebook that builds a 10 x 6 table step by step.
 """
 
 import functools
@@ -62,17 +61,6 @@ WALK_THROUGH_TABLE = [
     [0.9894, -0.1455, 0.3629, 0.9318, 0.0172, 0.9999],
     [0.4121, -0.9111, 0.4057, 0.9140, 0.0194, 0.9998],
 ]
-
-
-INDEX = np.arange(3)
-
-
-def table(exponents=INDEX / 3, waves=(np.sin, np.cos), base=10_000.0, length=10):
-    """Vaswani et al. (2017), section 3.5, in float64, for d_model = 6; the exponents are those of
-    the sines and cosines, or of both in two rows."""
-    of_waves = np.broadcast_to(exponents, (2, np.shape(exponents)[-1]))
-    angles = np.arange(length)[:, None, None] / base**of_waves
-    return np.stack([wave(angles[:, n]) for n, wave in enumerate(waves)], -1).reshape(length, -1)
 
 
 def encode(x):
@@ -133,5 +121,7 @@ def test_datacamp_slides_scale_embeddings_and_then_add_the_encoding():
         np.array([[1, 2, 3, 4], [5, 6, 7, 8]]),
         np.random.default_rng(0).normal(size=(10, 512)),
     )
-    expected = rows.astype(np.float64)[ids] * math.sqrt(512) + table(np.arange(256) / 256, length=4)
+    angles = np.arange(4)[:, None] / 10_000 ** (np.arange(256) / 256)
+    sinusoids = np.stack([np.sin(angles), np.cos(angles)], -1).reshape(4, 512)
+    expected = rows.astype(np.float64)[ids] * math.sqrt(512) + sinusoids
     near(encode(embed(rows, ids)), expected, atol=SUM_ERROR)
