@@ -6,11 +6,14 @@ promises.
 """
 
 import inspect
+import types
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import mpmath
 import numpy as np
 import oracle
+from compare import equal, near
 
 import transformer_embed as te
 from transformer_embed._src.positions import rotary
@@ -65,7 +68,7 @@ def same(got, expected):
     """Equal to the bit, in shape too, if there is anything to compare."""
     got, expected = np.asarray(got), np.asarray(expected)
     assert got.size == expected.size
-    np.testing.assert_array_equal(got.astype(expected.dtype).ravel(), expected.ravel())
+    equal(got.astype(expected.dtype).ravel(), expected.ravel())
 
 
 def within(got, expected, error, dtype=jnp.float32):
@@ -78,7 +81,7 @@ def within(got, expected, error, dtype=jnp.float32):
     if dtype.itemsize == 2:
         of_dtype = jnp.finfo(dtype)
         rounding = float(of_dtype.eps) * np.abs(expected) + float(of_dtype.smallest_subnormal)
-    np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
+    equal(np.isnan(got), np.isnan(expected))
     excess = np.abs(got - expected) - np.ravel(error) - rounding
     assert not np.any(excess > 0), np.nanmax(excess)
 
@@ -266,27 +269,47 @@ def dense_mask(
     return te.AttentionMask(queries, keys, causal=causal, window=window, chunk=chunk).dense()
 
 
-def attention(got, *, query_positions, key_positions, causal, window, chunk, **ids):
-    ids = {name: each for name, each in ids.items() if each is not None}
-    rows = rows_of(query_positions, key_positions, *ids.values())
-    side = dict(zip(["q", "k", *ids], rows, strict=True))
+def allowed_pairs(queries, keys, *, causal, window, chunk):
+    """The rule of two sides that have fields as TokenPositions has: [B, T, S], with axes of size 1
+    along which no term differs."""
+    sides = [
+        {
+            field: np.expand_dims(np.atleast_2d(np.asarray(array, np.int64)), axis)
+            for field in ("positions", "segment_ids", "block_ids")
+            if (array := getattr(side, field)) is not None
+        }
+        for side, axis in ((queries, 2), (keys, 1))
+    ]
+    q, k = (side["positions"] for side in sides)
     left, right = window or (None, None)
+    limits = [k <= q] if causal else []
+    limits += [q - left <= k] if left is not None else []
+    limits += [k <= q + right] if right is not None else []
+    limits += [q // chunk == k // chunk] if chunk else []
+    allowed = np.ones((1, 1, k.shape[2]), bool)
+    if limits:
+        inside = np.logical_and.reduce(np.broadcast_arrays(*limits))
+        if "block_ids" in sides[0]:
+            blocks = [side["block_ids"] for side in sides]
+            inside = inside | (blocks[0] >= 0) & (blocks[0] == blocks[1])
+        allowed = allowed & inside
+    segments = [side["segment_ids"] for side in sides if "segment_ids" in side]
+    if segments:
+        allowed = allowed & (segments[-1] != 0) & (segments[0] == segments[-1])
+    return allowed
 
-    def allowed(b, t, s):
-        q, k = side["q"][b][t], side["k"][b][s]
-        seen = not causal or k <= q
-        seen = seen and (left is None or q - k <= left) and (right is None or k - q <= right)
-        seen = seen and (chunk is None or q // chunk == k // chunk)
-        if "query_block_ids" in side:
-            seen = seen or side["query_block_ids"][b][t] == side["key_block_ids"][b][s] >= 0
-        if "query_segment_ids" in side:
-            seen = seen and side["query_segment_ids"][b][t] == side["key_segment_ids"][b][s]
-        return bool(seen and ("key_segment_ids" not in side or side["key_segment_ids"][b][s] != 0))
 
-    shape = (len(side["q"]), np.shape(query_positions)[-1], np.shape(key_positions)[-1])
-    expected = np.array([allowed(*index) for index in np.ndindex(shape)], bool)
-    assert np.ndim(got) == 4
-    same(np.broadcast_to(np.asarray(got)[:, 0], shape), expected)
+def attention(got, *, query_positions, key_positions, causal, window, chunk, **ids):
+    sides = (
+        types.SimpleNamespace(
+            positions=integers(positions),
+            segment_ids=ids[f"{side}_segment_ids"],
+            block_ids=ids[f"{side}_block_ids"],
+        )
+        for side, positions in (("query", query_positions), ("key", key_positions))
+    )
+    expected = allowed_pairs(*sides, causal=causal, window=window, chunk=chunk)
+    same(*np.broadcast_arrays(np.asarray(got)[:, 0], expected))
 
 
 def padding(got, ids, *, pad_id):
@@ -328,82 +351,98 @@ def looked_up(got, table, ids, *, pad_id, out_of_range, lookup_style):
     within(got, floats(oracle.loop_lookup(table, ids, pad_id, out_of_range)), 0, dtype)
 
 
-def _capped(products, bias, softcap, scale):
-    u = float(scale) * (products + (0 if bias is None else floats(bias)))
-    return u if softcap is None else float(softcap) * np.tanh(u / float(softcap))
+def whole_logits(x, table, bias=None, softcap=None, scale=1.0):
+    """In float64, and how much faster they rise than products do."""
+    u = float(scale) * (floats(x) @ floats(table).T + (0 if bias is None else floats(bias)))
+    if softcap is None:
+        return u, float(scale)
+    with np.errstate(over="ignore"):
+        return softcap * np.tanh(u / float(softcap)), scale / np.cosh(u / float(softcap)) ** 2
 
 
-def _without(values, pad_id):
-    """Values [..., v] without that of padding."""
-    return values[..., np.arange(values.shape[-1]) != pad_id]
+class Losses(NamedTuple):
+    """Of each label: whether it counts, its token's x, and values from whole logits; the last is
+    the gradient of the products."""
+
+    counted: np.ndarray
+    x: np.ndarray
+    losses: np.ndarray
+    entropies: np.ndarray
+    sizes: np.ndarray
+    slopes: np.ndarray
+
+
+def whole_losses(
+    x, table, labels, *, pad_id=None, mask=None, shift=False, segment_ids=None,
+    label_smoothing=0.0, z_loss=0.0, temperature=1.0, **of_logits,
+):  # fmt: skip
+    smoothing, z_loss, x = float(label_smoothing), float(z_loss), floats(x)
+    counted = np.broadcast_to(True if mask is None else mask, labels.shape)
+    counted = counted & np.not_equal(labels, pad_id)
+    if shift:
+        # The first label of a row and of a segment is that of no token.
+        x = np.roll(x, 1, -2)
+        segments = np.broadcast_to(1 if segment_ids is None else segment_ids, labels.shape)
+        follows = (segments[..., 1:] == segments[..., :-1]) & (segments[..., 1:] != 0)
+        counted &= np.insert(follows, 0, False, axis=-1)[..., : labels.shape[-1]]
+    x, labels = np.where(counted[..., None], x, 0), np.where(counted, labels, 0)
+    logits, rise = whole_logits(x, table, **of_logits)
+    logits = logits / float(temperature)
+    ids = np.arange(len(table))
+    predicted, is_label = ids != pad_id, np.equal(labels[..., None], ids)
+    log_z = np.logaddexp.reduce(np.where(predicted, logits, -np.inf), -1, keepdims=True)
+    log_p = np.where(predicted, logits - log_z, 0)
+    p = np.where(predicted, np.exp(log_p), 0)
+    wanted = (1 - smoothing) * is_label + smoothing * predicted / predicted.sum()
+    wanted = np.where(is_label.any(-1, keepdims=True), wanted, np.nan)
+    losses = -(wanted * log_p).sum(-1) + z_loss * log_z[..., 0] ** 2
+    slopes = (p * (1 + 2 * z_loss * log_z) - wanted) * rise
+    sizes = np.maximum(1, np.abs(logits * predicted).max(-1))
+    return Losses(counted, x, losses, -(p * log_p).sum(-1), sizes, slopes)
+
+
+def counted_weights(counted, weights, reduction):
+    """Zero where a label does not count, and what divides their losses."""
+    weights = np.where(counted, 1.0 if weights is None else floats(weights), 0)
+    return weights, (weights.sum() or 1.0) if reduction == "mean" else 1.0
 
 
 def logits(got, x, table, *, bias, softcap, scale, pad_id):
-    got, x, table = np.asarray(got), floats(x), floats(table)
-    expected = _capped(x @ table.T, bias, softcap, scale)
+    expected, _ = whole_logits(x, table, bias, softcap, scale)
     # Each of d products and sums is rounded to float32, by 2**-24 of the terms.
-    terms = np.abs(x) @ np.abs(table).T + (0 if bias is None else np.abs(floats(bias)))
-    error = 2**-23 * (table.shape[1] + 4) * max(1, float(scale)) * terms
+    terms = np.abs(floats(x)) @ np.abs(floats(table)).T
+    terms = terms + (0 if bias is None else np.abs(floats(bias)))
+    error = 2**-23 * (np.shape(table)[1] + 4) * max(1, float(scale)) * terms
     if pad_id is not None and 0 <= pad_id < len(table):
-        same(got[..., pad_id], np.full(x.shape[:-1], np.finfo(np.float32).min / 2))
-    within(*(_without(values, pad_id) for values in (got, expected, error)))
+        expected[..., pad_id] = np.finfo(np.float32).min / 2
+    within(got, expected, error)
 
 
-def _of_labels(
-    x, table, labels, *, bias, softcap, scale, pad_id, mask, shift, segment_ids,
-    label_smoothing=0, z_loss=0,
-):  # fmt: skip
-    """For each label that is counted: its index, loss, entropy, and a bound of the loss's terms."""
-    shape, smoothing, z_loss = labels.shape, float(label_smoothing), float(z_loss)
-    for index in np.ndindex(shape):
-        target = index
-        if shift:
-            target = (*index[:-1], index[-1] + 1)
-            if target[-1] == shape[-1]:
-                continue
-            if segment_ids is not None:
-                segments = np.broadcast_to(integers(segment_ids), shape)
-                if segments[index] == 0 or segments[index] != segments[target]:
-                    continue
-        if labels[target] == pad_id or not np.broadcast_to(mask is None or mask, shape)[target]:
-            continue
-        z = _capped(table @ floats(x)[index], bias, softcap, scale)
-        chosen = z[labels[target]] if 0 <= labels[target] < len(table) else np.nan
-        z = _without(z, pad_id)
-        log_z = np.log(np.exp(z - z.max()).sum()) + z.max()
-        loss = log_z - (1 - smoothing) * chosen - smoothing * z.mean() + z_loss * log_z**2
-        size = max(1, np.abs(z).max())
-        entropy = (np.exp(z - log_z) * (log_z - z)).sum()
-        yield target, loss, entropy, size + z_loss * size**2
+# Sums of some tens of float32 terms, each rounded by 2**-24.
+OF_A_LOSS = 1e-5
 
 
-def cross_entropy(got, x, table, labels, *, weights, reduction, chunk_size, **rule):
-    table, labels = floats(table), integers(labels)
-    losses, weight_of, terms = (np.zeros(labels.shape) for _ in range(3))
-    for label, loss, _, bound in _of_labels(x, table, labels, **rule):
-        weight = 1.0 if weights is None else np.broadcast_to(floats(weights), labels.shape)[label]
-        losses[label], weight_of[label], terms[label] = weight * loss, weight, abs(weight) * bound
+def cross_entropy(got, x, table, labels, *, weights, reduction, chunk_size, z_loss, **options):
+    counted, _, losses, _, sizes, _ = whole_losses(
+        x, table, integers(labels), z_loss=z_loss, **options
+    )
+    weights, divisor = counted_weights(counted, weights, reduction)
+    losses = np.where(counted, losses, 0) * weights
+    error = OF_A_LOSS * np.abs(weights) * (sizes + float(z_loss) * sizes**2)
     if reduction == "none":
-        within(got, losses, 1e-5 * terms)
-        return
-    divisor = (weight_of.sum() or 1) if reduction == "mean" else 1
-    if losses.sum() / divisor > np.finfo(np.float32).max:
+        within(got, losses, error)
+    elif losses.sum() / divisor > np.finfo(np.float32).max:
         assert np.isposinf(got)
-        return
-    # Sums of some tens of float32 terms, each rounded by 2**-24.
-    within(got, losses.sum() / divisor, 1e-5 * terms.sum() / abs(divisor))
+    else:
+        within(got, losses.sum() / divisor, error.sum() / abs(divisor))
 
 
-def log_probs(got, x, table, labels, *, temperature, with_entropy, chunk_size, **rule):
-    table, labels, temperature = floats(table), integers(labels), float(temperature)
-    rule["scale"] = float(rule["scale"]) / temperature
-    if rule["softcap"] is not None:
-        rule["softcap"] = float(rule["softcap"]) / temperature
-    expected, terms = np.zeros((2, *labels.shape)), np.zeros(labels.shape)
-    for label, loss, entropy, bound in _of_labels(x, table, labels, **rule):
-        expected[:, *label], terms[label] = (-loss, entropy), bound
-    for found, wanted in zip(got if with_entropy else [got], expected, strict=False):
-        within(found, wanted, 1e-5 * terms)
+def log_probs(got, x, table, labels, *, with_entropy, chunk_size, **options):
+    found = whole_losses(x, table, integers(labels), **options)
+    for ours, expected in zip(
+        got if with_entropy else [got], (-found.losses, found.entropies), strict=False
+    ):
+        within(ours, np.where(found.counted, expected, 0), OF_A_LOSS * found.sizes)
 
 
 # --- positions
@@ -459,7 +498,7 @@ def dropped_out(got, rng, rate, x):
     is_narrow = x.dtype.itemsize == 2 or getattr(rate, "itemsize", 4) == 2
     error = 2 * float(jnp.finfo(x.dtype).eps) if is_narrow else 2**-23
     expected = floats(x) / (1 - float(rate))
-    np.testing.assert_allclose(floats(got)[kept], expected[kept], rtol=error, atol=0)
+    near(floats(got)[kept], expected[kept], rtol=error)
 
 
 # --- parameters
@@ -484,7 +523,7 @@ def resized_positions(got, params, max_len, *, start):
     for n, row in enumerate(new[start:]):
         distances = (n + 0.5) * step - 0.5 - np.arange(len(rows))
         weights = np.maximum(0, 1 - np.abs(distances) / max(step, 1))
-        np.testing.assert_allclose(row, weights @ rows / weights.sum(), rtol=1e-5, atol=1e-5)
+        near(row, weights @ rows / weights.sum(), rtol=1e-5, atol=1e-5)
 
 
 CHECKS = {

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compare import equal
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -46,9 +47,9 @@ def our_rows(ids):
     ids=["ours", "Haiku", "Flax"],
 )
 def test_ids_outside_the_vocabulary(rows, below, above, past_int32):
-    np.testing.assert_array_equal(rows(np.array([-1]))[0], below)
-    np.testing.assert_array_equal(rows(np.array([10]))[0], above)
-    np.testing.assert_array_equal(rows(PAST_INT32)[0], past_int32)
+    equal(rows(np.array([-1]))[0], below)
+    equal(rows(np.array([10]))[0], above)
+    equal(rows(PAST_INT32)[0], past_int32)
 
 
 @pytest.mark.slow

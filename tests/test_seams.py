@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compare import equal, near
 
 import transformer_embed as te
 
@@ -69,7 +70,7 @@ def test_a_loaders_batch_goes_through_a_packed_mask_to_a_kernel(params):
     packed = hidden(params, batch)[0]
     for number, start in enumerate((0, 10, 17)):
         alone = whole(params, documents[number][None], window=(4, 0))[0]
-        np.testing.assert_allclose(packed[start : start + len(alone)], alone, atol=2e-6)
+        near(packed[start : start + len(alone)], alone, atol=2e-6)
 
 
 @pytest.mark.slow
@@ -180,7 +181,7 @@ def test_training_goes_on_after_an_exchange_that_overflows():
     held, first = step(held, few)
     before = jax.device_get(held[:2])
     held, overflow = step(held, many)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(held[:2]), before)
+    equal(jax.device_get(held[:2]), before)
     held, after = step(held, few)
     assert jnp.isnan(overflow)
     assert after < first

@@ -1,7 +1,6 @@
 """Every public function under all of JAX's strict modes at once: run eagerly, and traced with its
 gradient. (The modules are in test_modules.py.)"""
 
-import contextlib
 import functools
 import inspect
 import itertools
@@ -13,31 +12,13 @@ import numpy as np
 import optax
 import public
 import pytest
+from calls import CALLS, IDS, POSITIONS, TABLE, X, of_arrays
 from cases import few
-from contexts import set_mesh
+from contexts import set_mesh, strict
 from drawn import drawn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from test_inputs import CALLS, IDS, POSITIONS, TABLE, X
 
 import transformer_embed as te
-
-MODES = {
-    "rank_promotion": lambda: jax.numpy_rank_promotion("raise"),
-    "dtype_promotion": lambda: jax.numpy_dtype_promotion("strict"),
-    "debug_nans": lambda: jax.debug_nans(True),
-    "legacy_prng_key": lambda: jax.legacy_prng_key("error"),
-    "debug_key_reuse": lambda: jax.debug_key_reuse(True),
-    "transfer_guard": lambda: jax.transfer_guard("disallow"),
-}
-
-
-@contextlib.contextmanager
-def strict(*without):
-    """Each mode only raises errors of its own, which name what it forbids: none hides another's."""
-    with contextlib.ExitStack() as modes:
-        for mode in MODES.keys() - {*without}:
-            modes.enter_context(MODES[mode]())
-        yield
 
 
 def assert_finite(tree):
@@ -54,41 +35,39 @@ SCALINGS = {
     "llama3": te.Llama3Scaling(8.0),
     "longrope": te.LongRopeScaling([1.0, 1.0], [2.0, 4.0], 4.0, original_length=4, length=8),
 }
-X16, TABLE16 = X.astype(jnp.bfloat16), TABLE.astype(jnp.bfloat16)
-LABELS = np.ones((1, 3, 2), np.int32)
 
 
 def in_order(positions):
     te.check_order(te.TokenPositions(positions), "full")
 
 
+OF_16_BITS = {"x": X.astype(jnp.bfloat16)[..., :3], "table": TABLE.astype(jnp.bfloat16)}
 FUNCTIONS = CALLS | {
-    "alibi_slopes": (lambda: te.alibi_slopes(3), ()),
-    "apply_rotary, 16 bits": (
-        functools.partial(te.apply_rotary, layout="interleaved", rotary_dim=2),
-        (X16, POSITIONS),
+    "alibi_slopes": of_arrays(te.alibi_slopes, num_heads=3),
+    "apply_rotary, 16 bits": of_arrays(
+        te.apply_rotary,
+        x=X.astype(jnp.bfloat16),
+        positions=POSITIONS,
+        layout="interleaved",
+        rotary_dim=2,
     ),
-    "causal_mask": (lambda: te.causal_mask(3), ()),
-    "check_ids": (lambda ids: te.check_ids(ids, vocab_size=4), (IDS,)),
-    "check_order": (in_order, (np.arange(3),)),
-    "lookup, 16 bits": (functools.partial(te.lookup, pad_id=0), (TABLE16, IDS)),
-    "sinusoidal_encoding of floats": (
-        lambda positions: te.sinusoidal_encoding(positions, 5, odd="zero"),
-        (POSITIONS + np.float32(0.5),),
+    "causal_mask": of_arrays(te.causal_mask, length=3),
+    "check_ids": of_arrays(te.check_ids, ids=IDS, vocab_size=4),
+    "check_order": of_arrays(in_order, positions=np.arange(3)),
+    "lookup, 16 bits": of_arrays(te.lookup, table=OF_16_BITS["table"], ids=IDS, pad_id=0),
+    "sinusoidal_encoding of floats": of_arrays(
+        te.sinusoidal_encoding, positions=POSITIONS + np.float32(0.5), d_model=5, odd="zero"
     ),
-    "sinusoidal_table": (lambda: te.sinusoidal_table(3, 5, dtype=jnp.bfloat16), ()),
-    "linear_cross_entropy, 16 bits": (
+    "sinusoidal_table": of_arrays(te.sinusoidal_table, length=3, d_model=5, dtype="bfloat16"),
+    "linear_cross_entropy, 16 bits": of_arrays(
         functools.partial(te.linear_cross_entropy, pad_id=0, label_smoothing=0.1, chunk_size=2),
-        (X16[..., :3], TABLE16, LABELS),
+        **OF_16_BITS,
+        labels=np.ones((1, 3, 2), np.int32),
     ),
-    "linear_logits, 16 bits": (
-        functools.partial(te.linear_logits, pad_id=1),
-        (X16[..., :3], TABLE),
-    ),
+    "linear_logits, 16 bits": of_arrays(te.linear_logits, **OF_16_BITS, pad_id=1),
     **{
-        f"apply_rotary, {name}": (
-            functools.partial(te.apply_rotary, base=100.0, scaling=scaling),
-            (X, POSITIONS),
+        f"apply_rotary, {name}": of_arrays(
+            te.apply_rotary, x=X, positions=POSITIONS, base=100.0, scaling=scaling
         )
         for name, scaling in SCALINGS.items()
     },

@@ -9,7 +9,10 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compare import equal
 from contexts import set_mesh
+from references import check
+from refused import each_refused
 
 import transformer_embed as te
 
@@ -36,10 +39,8 @@ def next_by_hand(rows):
 
 
 def test_positions_restart_at_each_segment():
-    tokens = TokenPositions.from_segment_ids(SEGMENTS)
-    np.testing.assert_array_equal(tokens.positions, [*map(count_by_hand, SEGMENTS)])
-    np.testing.assert_array_equal(tokens.segment_ids, SEGMENTS)
-    np.testing.assert_array_equal(tokens.padding_mask, SEGMENTS != 0)
+    tokens = check(TokenPositions.from_segment_ids, SEGMENTS)
+    equal(tokens.padding_mask, SEGMENTS != 0)
     assert tokens.positions.dtype == tokens.segment_ids.dtype == jnp.int32
 
 
@@ -52,37 +53,18 @@ def test_ids_padded_anywhere():
         [0] * 5,
         [wide, 5, 0, -wide, wide + 3],
     ]
-    tokens = TokenPositions.from_ids(np.array(ids), pad_id=0)
-    expected = [[0, 1, 2, 0, 0], [0, 0, 0, 1, 2], [0, 0, 0, 1, 0], [0] * 5, [0, 1, 0, 2, 3]]
-    assert tokens.positions.tolist() == expected
-    np.testing.assert_array_equal(tokens.segment_ids, np.array(ids) != 0)
-
-
-def test_positions_equal_fairseqs():
-    """make_positions of RoBERTa: cumsum of the mask times the mask, plus padding_idx. OPT's are the
-    same: minus one, plus the offset of 2."""
-    ids = np.array([[0, 31414, 232, 2, 1, 1], [1, 1, 0, 5, 6, 2], [0, 1, 5, 1, 1, 2]])
-    mask = (ids != 1).astype(int)
-    tokens = TokenPositions.from_ids(ids, pad_id=1, start=2, at_padding=1)
-    np.testing.assert_array_equal(tokens.positions, np.cumsum(mask, 1) * mask + 1)
+    check(TokenPositions.from_ids, np.array(ids), pad_id=0)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_lengths_have_their_padding_on_one_side(side):
-    tokens = TokenPositions.from_lengths([0, 2, 4], 4, padding_side=side)
-    expected = [[0] * 4, [0, 0, 1, 1] if side == "left" else [1, 1, 0, 0], [1] * 4]
-    assert tokens.segment_ids.tolist() == expected
-    assert tokens.positions.tolist() == [*map(count_by_hand, expected)]
-    assert tokens.next_token_mask.tolist() == next_by_hand(expected)
-    of_ids = TokenPositions.from_ids(np.array(expected) * 7, pad_id=0)
-    jax.tree.map(np.testing.assert_array_equal, of_ids, tokens)
+    tokens = check(TokenPositions.from_lengths, [0, 2, 4], 4, padding_side=side)
+    assert tokens.next_token_mask.tolist() == next_by_hand(tokens.segment_ids.tolist())
 
 
 @pytest.mark.parametrize("offset", [3, [3], [3, 0, 2**31 - 5], -(2**31)])
 def test_offsets_count_from_the_offset(offset):
-    tokens = TokenPositions.from_offset(offset, 2)
-    np.testing.assert_array_equal(tokens.positions, np.c_[offset] + np.arange(2))
-    assert np.asarray(tokens.padding_mask).all()
+    assert np.asarray(check(TokenPositions.from_offset, offset, 2).padding_mask).all()
 
 
 def test_positions_reach_the_end_of_int32():
@@ -141,7 +123,7 @@ def test_tokens_split_over_explicit_axes(spec):
     with set_mesh(mesh):
         arrays = [jax.device_put(a, jax.P(*spec)) for a in (ids, segments)]
         for function in (forms, jax.jit(forms)):
-            jax.tree.map(np.testing.assert_array_equal, function(*arrays), expected)
+            equal(function(*arrays), expected)
 
 
 # --- a cache
@@ -154,8 +136,8 @@ def test_tokens_are_written_into_slots_of_a_cache():
     tokens = TokenPositions.from_offset([3, 1], 2)
     for slot in (3, jnp.int32(3)):
         written = CACHE.write(tokens, slot)
-        np.testing.assert_array_equal(written.positions, [[0, 1, 2, 3, 4], [0, 0, 0, 1, 2]])
-        np.testing.assert_array_equal(written.segment_ids, [[1, 1, 1, 1, 1], [1, 0, 0, 1, 1]])
+        equal(written.positions, [[0, 1, 2, 3, 4], [0, 0, 0, 1, 2]])
+        equal(written.segment_ids, [[1, 1, 1, 1, 1], [1, 0, 0, 1, 1]])
 
 
 @pytest.mark.parametrize("slot", [4, -1, 2**31 - 1])
@@ -164,7 +146,7 @@ def test_tokens_that_do_not_fit_overwrite_nothing(slot):
     with pytest.raises(ValueError, match=rf"^slot: wanted .* 0\.\.3, got {slot}$"):
         CACHE.write(tokens, slot)
     written = CACHE.write(tokens, jnp.int32(slot))
-    jax.tree.map(np.testing.assert_array_equal, written, CACHE)
+    equal(written, CACHE)
 
 
 def test_tokens_of_another_shape_than_the_cache_are_refused():
@@ -268,9 +250,6 @@ VALUE_ERRORS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "errors"), [(TypeError, TYPE_ERRORS), (ValueError, VALUE_ERRORS)])
-def test_bad_arguments_are_refused(kind, errors):
-    for call, message in errors:
-        with pytest.raises(kind) as caught:
-            call()
-        assert str(caught.value) == message
+def test_bad_arguments_are_refused():
+    each_refused(TypeError, TYPE_ERRORS)
+    each_refused(ValueError, VALUE_ERRORS)

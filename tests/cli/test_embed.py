@@ -6,6 +6,7 @@ import types
 import numpy as np
 import pytest
 from command_line import TABLE
+from compare import equal, near
 from safetensors import safe_open
 
 import transformer_embed as te
@@ -57,10 +58,10 @@ def test_embed_is_the_formula_on_padded_lines(
         row[: len(line.encode())] = list(line.encode())
     with safe_open(model_file, framework="numpy") as file:
         embeddings, positions = by_hand(file.get_tensor(TABLE), ids)
-    np.testing.assert_array_equal(got["ids"], ids)
-    np.testing.assert_array_equal(got["mask"], ids != PAD_ID)
-    np.testing.assert_array_equal(got["positions"], positions)
-    np.testing.assert_allclose(got["embeddings"], embeddings, rtol=0, atol=BY_HAND)
+    equal(got["ids"], ids)
+    equal(got["mask"], ids != PAD_ID)
+    equal(got["positions"], positions)
+    near(got["embeddings"], embeddings, atol=BY_HAND)
     kinds = {"embeddings": "f4", "mask": "?", "positions": "i4", "ids": "i4"}
     assert {name: array.dtype for name, array in got.items()} == kinds
 
@@ -103,7 +104,7 @@ def test_ids_and_bytes_are_the_same_tokens(embedded, model_file, tmp_path):
     ids, _ = embedded(tmp_path / "ids", model_file, "--ids")
     assert text["ids"].tolist() == [[97, 98], [255, PAD_ID]]
     for name, array in text.items():
-        np.testing.assert_array_equal(array, ids[name])
+        equal(array, ids[name])
 
 
 @pytest.mark.slow
@@ -121,9 +122,9 @@ def test_padding_inside_a_line_is_padding_to_the_model(
     ids = np.array([[1, pad_id, 2], [4, pad_id, pad_id]])
     loaded = te.pretrained.load_embedder(params)
     expected = te.Embedder(config).apply(loaded.params, None, ids, is_training=False)
-    np.testing.assert_array_equal(got["ids"], ids)
-    np.testing.assert_array_equal(got["mask"], ids != pad_id)
-    np.testing.assert_allclose(got["embeddings"], expected, rtol=0, atol=BY_HAND)
+    equal(got["ids"], ids)
+    equal(got["mask"], ids != pad_id)
+    near(got["embeddings"], expected, atol=BY_HAND)
 
 
 # --- Errors.

@@ -42,14 +42,21 @@ def test_wrong_flags(fails, arguments, message):
         (["train"], "FILE --out --steps --seed --quiet last 5% bits per byte: lower standard library"),
         (["embed"], "FILE --from --model-type --settings --out --ids --quiet [lines,"),
         (["inspect"], "CHECKPOINT --stack --model-type --settings config.json"),
+        (["show"], "encoding rotary mask error"),
+        (["show", "encoding"], "--length --d-model --base --out"),
+        (["show", "rotary"], "--length --head-dim --base --out"),
+        (["show", "mask"], "--window --chunk --prefix --bidirectional --tokens --width --out"),
+        (["show", "error"], "--d-model --base --out"),
         (["--version"], te.__version__),
     ],
 )  # fmt: skip
-def test_help_explains(capsys, arguments, words):
+def test_help_explains_and_fits(capsys, monkeypatch, arguments, words):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stop:
         main([*arguments, "--help"] if "--version" not in arguments else arguments)
     assert stop.value.code == 0
     out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
     assert [word for word in words.split() if word not in out] == []
 
 

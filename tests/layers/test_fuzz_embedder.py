@@ -13,6 +13,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import few
+from compare import near
 from drawn import drawn
 from fuzzing import ARRAYS, VALUES, bounded, call, named_on_failure
 from references import assert_right, exact_encoding, exact_positions
@@ -151,7 +152,7 @@ def close(got, expected, dtype):
     with np.errstate(over="ignore"):
         rounded = np.asarray(expected).astype(dtype).astype(np.float64)
     got = np.asarray(got).astype(np.float64)
-    np.testing.assert_allclose(got, rounded, rtol=8 * eps, atol=32 * eps)
+    near(got, rounded, rtol=8 * eps, atol=32 * eps)
 
 
 def check_apply(config, short, result, *, rng, ids, is_training, positions, token_types):

@@ -1,7 +1,6 @@
 """The Haiku modules: their values in float64, what each promises, and a list of modules through
 every contract."""
 
-import contextlib
 import functools
 import json
 import os
@@ -17,6 +16,8 @@ import numpy as np
 import optax
 import pytest
 from cases import few
+from compare import equal, near
+from contexts import strict
 from drawn import drawn
 from refused import refused
 
@@ -36,7 +37,6 @@ ROUNDINGS = 16
 KEY = jax.random.key(0)
 IDS = np.array([[5, 6, 7, 0, 3], [1, 2, 10, 4, 4]], np.int32)
 X = np.linspace(-1, 1, 2 * 5 * 8, dtype=np.float32).reshape(2, 5, 8)
-WEIGHTS = np.sin(np.arange(80, dtype=np.float32)).reshape(2, 5, 8)
 TYPES = np.array([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]], np.int32)
 TOKENS = "transformer_embedding/~/token_embedding"
 LOWEST = np.finfo(np.float32).min / 2
@@ -138,7 +138,7 @@ def assert_within_ulps(got, want, dtype):
     assert got.dtype == want.dtype == dtype
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     atol = FUSION_ULPS[dtype] * float(jnp.finfo(dtype).eps) * np.abs(want).max()
-    np.testing.assert_allclose(got, want, rtol=0, atol=atol)
+    near(got, want, atol=atol)
 
 
 # --- The whole, by hand in float64.
@@ -194,7 +194,7 @@ def test_the_whole_layer_is_the_formula_in_float64(fields, reference):
     want = reference(params)
     # A norm divides by the deviation and lets the roundings of the sum grow, by less than 8.
     atol = ROUNDINGS * np.finfo(np.float32).eps * np.abs(want).max() * 8
-    np.testing.assert_allclose(pair.apply(params, None, IDS), want, rtol=0, atol=atol)
+    near(pair.apply(params, None, IDS), want, atol=atol)
 
 
 # --- The contracts of every module.
@@ -248,45 +248,6 @@ def test_jit_equals_eager_and_traces_once(case):
 
 @pytest.mark.slow
 @two_modules
-def test_vmap_over_models_and_keys_equals_a_loop(case):
-    params = [
-        jax.tree.map(lambda leaf, factor=factor: factor * np.asarray(leaf), params_of(case.name))
-        for factor in (1, -1)
-    ]
-    keys = jax.random.split(KEY, 2)
-    apply = transformed(case, is_training=True).apply
-    loop = np.stack([apply(*each, case.data) for each in zip(params, keys, strict=True)])
-    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *params)
-    mapped = jax.jit(jax.vmap(apply, in_axes=(0, 0, None)))(stacked, keys, case.data)
-    assert_within_ulps(mapped, loop, case.dtype)
-
-
-@pytest.mark.slow
-@two_modules
-def test_remat_changes_no_gradient(case):
-    def rematerialised(data):
-        module = case.build()
-        return hk.remat(lambda data: case.call(module, data, is_training=True))(data)
-
-    def loss(apply, params):
-        """Weighted, for the plain sum of squares after a norm is a constant."""
-        return (apply(params, KEY, case.data).astype(jnp.float32) * WEIGHTS).sum()
-
-    applies = [transformed(case, is_training=True).apply, hk.transform(rematerialised).apply]
-    want, got = jax.jit(lambda params: [jax.grad(loss, 1)(each, params) for each in applies])(
-        params_of(case.name)
-    )
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for leaf, wanted in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        # 16-bit data round each of the 10 terms of a gradient once.
-        eps = max(float(jnp.finfo(dtype).eps) for dtype in (case.dtype, leaf.dtype))
-        found, expected = np.asarray(leaf, np.float64), np.asarray(wanted, np.float64)
-        assert expected.any()
-        np.testing.assert_allclose(found, expected, rtol=0, atol=10 * eps * np.abs(expected).max())
-
-
-@pytest.mark.slow
-@two_modules
 def test_haiku_vmap_over_the_batch(case):
     def mapped(data):
         module = case.build()
@@ -299,28 +260,6 @@ def test_haiku_vmap_over_the_batch(case):
     got = jax.jit(hk.transform(mapped).apply)(params_of(case.name), None, case.data)
     want = transformed(case).apply(params_of(case.name), None, case.data)
     assert_within_ulps(got, want, case.dtype)
-
-
-STRICT = {
-    "jax_numpy_rank_promotion": "raise",
-    "jax_numpy_dtype_promotion": "strict",
-    "jax_debug_nans": True,
-    "jax_debug_key_reuse": True,
-    "jax_legacy_prng_key": "error",
-    "jax_transfer_guard": "disallow",
-}
-
-
-@contextlib.contextmanager
-def strict():
-    before = {option: getattr(jax.config, option) for option in STRICT}
-    try:
-        for option, value in STRICT.items():
-            jax.config.update(option, value)
-        yield
-    finally:
-        for option, value in before.items():
-            jax.config.update(option, value)
 
 
 def total(x):
@@ -336,25 +275,6 @@ def test_all_strict_modes_of_jax_at_once(case):
         jax.make_jaxpr(evaluated.init)(KEY, data)
         jax.make_jaxpr(evaluated.apply)(params, KEY, data)
         jax.make_jaxpr(jax.grad(lambda params: total(trained.apply(params, KEY, data))))(params)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "head",
-    [
-        lambda x: whole(pad_id=0).cross_entropy(x, IDS, mask=IDS != 3, label_smoothing=0.1),
-        lambda x: te.RelativePositionBias(8, bidirectional=False, dtype=jnp.bfloat16)(
-            [[7]], range(5)
-        ),
-    ],
-    ids=["cross_entropy", "relative_position_bias"],
-)
-def test_heads_under_all_strict_modes_of_jax_at_once(head):
-    pair, x = hk.without_apply_rng(hk.transform(head)), jax.device_put(X.astype(jnp.bfloat16))
-    params = drawn(pair.init, x)
-    with strict():
-        jax.make_jaxpr(pair.init)(KEY, x)
-        jax.make_jaxpr(jax.grad(lambda *both: total(pair.apply(*both)), (0, 1)))(params, x)
 
 
 # --- Dtypes and mixed precision. A model behind its input layer has 7 products, each on what the
@@ -461,32 +381,23 @@ def test_without_a_policy_the_result_has_the_dtype_of_the_table(dtype):
 
 
 @pytest.mark.slow
-def test_16_bit_sums_round_once():
-    x = np.random.default_rng(0).normal(size=[4, 64, 32]).astype(jnp.bfloat16)
-    table = np.asarray(te.sinusoidal_table(64, 32))
-    got = encode(functools.partial(sinusoidal, 32), x)
-    np.testing.assert_array_equal(got, (x.astype(np.float32) + table).astype(jnp.bfloat16))
-    assert not np.array_equal(x + table.astype(jnp.bfloat16), got)
-
-
-@pytest.mark.slow
-def test_a_16_bit_embedding_rounds_once():
+def test_16_bit_results_are_rounded_once():
+    """A factor, an encoding and token types are not rounded before they are used."""
+    random, sinusoids = np.random.default_rng(0), np.asarray(te.sinusoidal_table(5, 64))
+    x = random.normal(size=[5, 64]).astype(jnp.bfloat16)
+    added = encode(functools.partial(sinusoidal, 64), x)
+    equal(added, (np.float32(x) + sinusoids).astype(jnp.bfloat16))
     fields = {"d_model": 64, "num_token_types": 2, "scale": False} | HALF
     pair = hk.transform(lambda: whole(**fields)(IDS, is_training=False, token_types=TYPES))
     params = drawn(pair.init)
-    rows = wide(params, "token_embedding")[IDS] + np.asarray(te.sinusoidal_table(5, 64))
+    rows = wide(params, "token_embedding")[IDS] + sinusoids
     want = np.float32(rows) + np.float32(wide(params, "token_type_embedding"))[TYPES]
-    np.testing.assert_array_equal(pair.apply(params, None), want.astype(jnp.bfloat16))
-
-
-@pytest.mark.slow
-def test_the_factor_is_not_rounded_to_bfloat16():
-    table = np.random.default_rng(0).normal(size=[4, 3072]).astype(jnp.bfloat16)
+    equal(pair.apply(params, None), want.astype(jnp.bfloat16))
+    table = random.normal(size=[4, 3072]).astype(jnp.bfloat16)
     params = {"token_embedding": {"embeddings": jax.device_put(table)}}
-    got = evaluate(lambda ids: te.TokenEmbedding(4, 3072, **HALF)(ids), np.arange(4), params)
-    product = np.asarray(table, np.float32) * np.float32(np.sqrt(3072.0))
-    np.testing.assert_array_equal(got, product.astype(jnp.bfloat16))
-    assert not np.array_equal(table * np.sqrt(3072.0).astype(jnp.bfloat16), got)
+    scaled = evaluate(lambda ids: te.TokenEmbedding(4, 3072, **HALF)(ids), np.arange(4), params)
+    product = np.float32(table) * np.float32(np.sqrt(3072.0))
+    equal(scaled, product.astype(jnp.bfloat16))
 
 
 # --- Token embeddings.
@@ -501,18 +412,6 @@ def test_default_outputs_have_unit_variance(scale):
     # each.
     assert abs(outputs.mean()) < 5 * outputs.size**-0.5
     assert abs(outputs.var() - 1) < 5 * (2 / outputs.size) ** 0.5
-
-
-@pytest.mark.parametrize(("scale", "factor"), [(True, 3), (False, 1), (12, 12), (0.5, 0.5)])
-def test_a_checkpoint_of_hk_embed_loads_and_is_scaled(scale, factor):
-    haiku = hk.transform(lambda: hk.Embed(11, 9)(IDS))
-    params = drawn(haiku.init)
-    got = evaluate(
-        lambda ids: te.TokenEmbedding(11, 9, scale=scale)(ids),
-        IDS,
-        {"token_embedding": params["embed"]},
-    )
-    np.testing.assert_array_equal(got, np.asarray(haiku.apply(params, None)) * np.float32(factor))
 
 
 @pytest.mark.slow
@@ -538,12 +437,6 @@ def test_the_padding_row_stays_zero_while_its_parameters_move():
     assert (logits[..., 4] == LOWEST).all()
 
 
-def test_a_padding_id_may_lie_outside_the_vocabulary():
-    result = np.asarray(evaluate(tokens_with(pad_id=-1), [[-1, 3], [11, -2]]))
-    assert np.isnan(result).all(-1).tolist() == [[False, False], [True, True]]
-    assert result.any(-1)[0].tolist() == [False, True]
-
-
 def tokens_with(**options):
     return lambda ids: tokens(**options)(ids)
 
@@ -557,7 +450,7 @@ def test_ids_and_positions_outside_the_tables_follow_the_policy(policy):
     for found in (np.asarray(rows), places):
         ends = found[:3]
         outside = {"nan": np.full([3, 8], np.nan), "clip": ends, "zero": np.zeros([3, 8])}
-        np.testing.assert_array_equal(found[3:], outside[policy])
+        equal(found[3:], outside[policy])
         assert ends.all()
 
 
@@ -573,8 +466,8 @@ def test_positions_of_one_row_and_of_each(module):
     each_row = np.array([[0, 1, 2, 3, 4], [11, 12, 13, 14, 15]])
     for positions in (np.arange(5), one_row, each_row, each_row.tolist()):
         got = encode(module, zeros, positions=positions)
-        np.testing.assert_array_equal(got, np.broadcast_to(table[np.array(positions)], got.shape))
-    np.testing.assert_array_equal(encode(module, zeros), [table[:5]] * 2)
+        equal(got, np.broadcast_to(table[np.array(positions)], got.shape))
+    equal(encode(module, zeros), [table[:5]] * 2)
 
 
 @both_encodings
@@ -582,7 +475,7 @@ def test_positions_of_one_row_and_of_each(module):
 def test_lengths_0_and_1_and_any_leading_axes(module, shape):
     first = encode(module, np.zeros([1, 8], np.float32))[: shape[-2]]
     got = encode(module, np.zeros(shape, np.float32))
-    np.testing.assert_array_equal(got, np.broadcast_to(first, shape))
+    equal(got, np.broadcast_to(first, shape))
 
 
 # --- Dropout.
@@ -599,7 +492,7 @@ def test_evaluation_takes_no_key_and_draws_none(case):
     without_key, no_key = apply(None, case.data)
     assert no_key is None
     assert after == hk.transform(hk.next_rng_key).apply({}, KEY)
-    np.testing.assert_array_equal(with_key, without_key)
+    equal(with_key, without_key)
 
 
 @pytest.mark.parametrize(
@@ -616,23 +509,8 @@ def test_training_equals_hk_dropout_of_evaluation(name):
     key, params = jax.random.key(2), params_of(case.name)
     want = hk.transform(by_haiku).apply(params, key, case.data)
     got = transformed(case, is_training=True).apply(params, key, case.data)
-    np.testing.assert_array_equal(got, want)
+    equal(got, want)
     assert (np.asarray(got) == 0).any()
-
-
-@pytest.mark.slow
-def test_each_layer_of_a_stack_adds_once_and_has_a_key_of_its_own():
-    def stacked(x, is_training):
-        encode = lambda x: sinusoidal(dropout_rate=0.5)(x, is_training=is_training)
-        return hk.layer_stack(3)(encode)(x)
-
-    apply, table = hk.transform(stacked).apply, np.asarray(te.sinusoidal_table(5, 8))
-    assert_within_ulps(apply({}, None, X, False), ((X + table) + table) + table, jnp.float32)
-    result = np.asarray(apply({}, KEY, np.full([64, 5, 8], 1e3, np.float32), True))
-    # With one key for all layers an element survives three times (8000) or never; with three keys
-    # it may be dropped last alone.
-    survived = (result > 7000).mean()
-    assert abs(survived - 1 / 8) < 5 * np.sqrt(1 / 8 * 7 / 8 / result.size)
 
 
 @pytest.mark.slow
@@ -644,11 +522,6 @@ def test_two_dropouts_use_two_keys_and_each_draws_one():
     first, second, after = hk.transform(function).apply({}, KEY, np.full_like(X, 9))
     assert not np.array_equal(first == 0, second == 0)
     assert after == hk.transform(lambda: [hk.next_rng_key() for _ in range(3)][2]).apply({}, KEY)
-
-
-def test_no_rate_needs_no_key():
-    trained = evaluate(lambda x: sinusoidal(dropout_rate=0)(x, is_training=True), X)
-    np.testing.assert_array_equal(trained, encode(sinusoidal, X))
 
 
 # --- The parameters of a checkpoint under the module's own path.
@@ -676,47 +549,15 @@ def test_a_checkpoint_s_parameters_start_a_module_inside_a_model():
         for path, leaf in params.items()
     }
     assert started.keys() == {*inside, "decoder/linear"}
-    jax.tree.map(np.testing.assert_array_equal, {path: started[path] for path in inside}, inside)
+    equal({path: started[path] for path in inside}, inside)
     # What is trained wins over what it started from.
     moved = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf) + 1), started)
     got, want, before = (
         in_a_model(initial).apply(tree, None, IDS)
         for initial, tree in ((params, moved), (None, moved), (params, started))
     )
-    np.testing.assert_array_equal(got, want)
+    equal(got, want)
     assert not np.array_equal(got, before)
-
-
-def test_initial_parameters_of_another_config_are_refused():
-    params = drawn(te.Embedder(CHECKPOINT).init)
-    table = params[TOKENS]["embeddings"]
-
-    def start(initial_params):
-        return in_a_model(initial_params).init(KEY, IDS)
-
-    for others, message in [
-        (
-            {TOKENS: {"w": table, **params[TOKENS]}},
-            "initial_params: wanted no others, got token_embedding/w [11, 6]",
-        ),
-        (
-            {TOKENS: {"embeddings": table[:10]}},
-            "initial_params: wanted token_embedding/embeddings [11, 6], got "
-            "token_embedding/embeddings [10, 6]",
-        ),
-        (
-            {"a/token_embedding": params[TOKENS]},
-            "initial_params: wanted one token_embedding with embeddings, got a/token_embedding and "
-            + TOKENS,
-        ),
-    ]:
-        with refused(ValueError, message):
-            start({**params, **others})
-    with pytest.raises(ValueError, match=r"wanted layer_norm/offset \[6\], .*, got none of them$"):
-        start({TOKENS: params[TOKENS]})
-    want = r"^initial_params: wanted a Haiku parameter tree, a dict of dicts, got list \["
-    with pytest.raises(TypeError, match=want):
-        start([params])
 
 
 # --- RelativePositionBias
@@ -732,20 +573,7 @@ def test_relative_position_bias_is_the_table_at_the_buckets(bidirectional):
     assert (leaf.shape, leaf.dtype) == ((8, 3), jnp.float32)
     buckets = np.asarray(te.relative_position_buckets(queries, keys, **options))
     want = np.moveaxis(np.asarray(leaf)[buckets], -1, 1)
-    np.testing.assert_array_equal(bias.apply(params, None, queries, keys), want)
-
-
-@pytest.mark.slow
-def test_the_gradient_of_relative_position_bias_counts_each_pair():
-    options = {"num_buckets": 4, "max_distance": 5}
-    bias = hk.transform(
-        lambda: te.RelativePositionBias(2, dtype=jnp.bfloat16, **options)(range(6), range(6))
-    )
-    loss = lambda params: bias.apply(params, None).astype(jnp.float32).sum()
-    (gradient,) = jax.tree.leaves(jax.grad(loss)(drawn(bias.init)))
-    buckets = te.relative_position_buckets(range(6), range(6), **options)
-    counts = np.bincount(np.ravel(buckets), minlength=4)
-    np.testing.assert_array_equal(gradient, np.stack([counts, counts], 1))
+    equal(bias.apply(params, None, queries, keys), want)
 
 
 # --- Errors, by message.
@@ -790,11 +618,8 @@ TYPED = {"num_token_types": 2}
 @pytest.mark.parametrize(
     ("build", "error", "text"),
     [
-        (lambda: te.TokenEmbedding(0, 8), ValueError, "vocab_size: wanted an int of at least 1, got 0"),
-        (lambda: tokens(scale=0.0), ValueError, "scale: wanted a finite number above 0, got 0.0"),
         (lambda: tokens(w_init="abc"), TypeError, f"{INITIALISER}, got str 'abc'"),
         (lambda: sinusoidal(0), ValueError, "d_model: wanted an int of at least 1, got 0"),
-        (lambda: sinusoidal(8.0), TypeError, "d_model: wanted a Python int, got float 8.0"),
         (lambda: sinusoidal(dropout_rate=1.0), ValueError, "dropout_rate: wanted a number in [0, 1), got 1.0"),
         (lambda: sinusoidal(shift=4), ValueError, "shift: wanted a number below d_model // 2 = 4, got 4.0"),
         (lambda: learned(out_of_range="raise"), ValueError, f"{POLICIES}, got 'raise'"),
@@ -804,8 +629,6 @@ TYPED = {"num_token_types": 2}
         (lambda: te.PositionalEncoding(te.Sinusoidal(), 8, w_init="zeros"), ValueError,
          "w_init: wanted None, since the scheme has no parameters, got str 'zeros'"),
         (lambda: bias(0), ValueError, "num_heads: wanted an int of at least 1, got 0"),
-        (lambda: bias(num_buckets=3), ValueError, "num_buckets: wanted an int of at least 4, got 3"),
-        (lambda: bias(max_distance=8), ValueError, "max_distance: wanted an int of at least 9, got 8"),
         (lambda: bias(bidirectional=1), TypeError, "bidirectional: wanted a Python bool, got int 1"),
         (lambda: bias(dtype=jnp.int32), TypeError, f"dtype: wanted {FLOATING}, got int32"),
         (lambda: bias(w_init=""), TypeError, f"{INITIALISER}, got str ''"),
@@ -813,34 +636,23 @@ TYPED = {"num_token_types": 2}
          "config: wanted an EmbedderConfig, such as te.EmbedderConfig(vocab_size=256, d_model=64), got int 11"),
         (lambda: added(IDS), TypeError, f"x: wanted {FLOATING}, got int32"),
         (lambda: added(X[..., :7]), ValueError, f"{SHAPE}, got shape [2, 5, 7]"),
-        (lambda: added(X[0, 0]), ValueError, f"{SHAPE}, got shape [8]"),
         (lambda: added(positions=3), ValueError, f"{LENGTH}, got {HINT}"),
-        (lambda: added(positions=[[0], [1]]), ValueError, f"{LENGTH}, got shape [2, 1]"),
         (lambda: added(positions=np.zeros([3, 5], int)), ValueError, f"{BROADCASTS} [2, 5], got shape [3, 5]"),
-        (lambda: added(X[0], positions=np.zeros([2, 5], int)), ValueError, f"{BROADCASTS} [5], got shape [2, 5]"),
-        (lambda: added(positions=[[1], [2, 3]]), ValueError,
-         "positions: wanted an array, or nested lists of equal lengths, got lists of unequal lengths"),
         (lambda: added(positions=np.arange(5, dtype=np.float16)), TypeError, f"positions: wanted {INTEGER_OR_FLOAT32}, got float16"),
         (lambda: added(scheme=apart(), positions=jnp.arange(5.0)), TypeError, "positions: wanted an integer dtype, got float32"),
         (lambda: added(scheme=te.Learned(4)), ValueError, f"x: {TOO_LONG}"),
         (lambda: added(scheme=apart(at_padding=1)), ValueError, "positions: wanted an array, since x does not show what is padding, got None"),
         (lambda: added(scheme=apart(pad_id=0)), ValueError, "positions: wanted an array, since x does not show what is padding, got None"),
         (lambda: added(is_training=1), TypeError, f"{FLAG}, got int 1"),
-        (lambda: embedded(IDS == 0), TypeError, "ids: wanted an integer dtype, got bool"),
         (lambda: embedded(None), TypeError, "ids: wanted an array of real numbers of at most 64 bits, got NoneType None"),
         (lambda: embedded(3), ValueError, "ids: wanted shape [..., length], got shape []"),
         (lambda: embedded(fields={"scheme": te.Learned(4)}), ValueError, f"ids: {TOO_LONG}"),
-        (lambda: embedded(positions=7), ValueError, f"positions: wanted a last axis of the ids' length, 5, got {HINT}"),
         (lambda: embedded(token_types=TYPES), ValueError,
          "token_types: wanted None, since num_token_types is not set, got an array int32[2, 5]"),
         (lambda: embedded(fields=TYPED), ValueError, "token_types: wanted an array, since num_token_types is set, got None"),
         (lambda: embedded(fields=TYPED, token_types=TYPES / 2), TypeError, "token_types: wanted an integer dtype, got float64"),
         (lambda: embedded(IDS[0], TYPED, token_types=TYPES), ValueError,
          "token_types: wanted a shape that broadcasts to that of the ids, [5], got shape [2, 5]"),
-        (lambda: embedded(fields=TYPED, token_types=TYPES[:, :4]), ValueError,
-         "token_types: wanted a last axis of the ids' length, 5, got shape [2, 4]"),
-        (lambda: whole().logits(X[..., :7]), ValueError, "x: wanted a last axis of the table's width, (8,), got (7,)"),
-        (lambda: tokens().logits(IDS), TypeError, f"x: wanted {FLOATING}, got int32"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_refused(build, error, text):

@@ -1,19 +1,17 @@
 """The output layer of a config: its parameters, logits and loss, in every module."""
 
 import functools
-import itertools
 import json
 import pathlib
 
 import haiku as hk
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import few
-from contexts import set_mesh
+from compare import equal, near
 from drawn import drawn
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
+from references import assert_right
 from refused import refused
 
 import transformer_embed as te
@@ -47,24 +45,6 @@ def made(name):
     return embedder, drawn(embedder.init)
 
 
-def logits_by_hand(params, output):
-    """In float64; padding, id 0, is never predicted."""
-    module = {name: np.array(leaf, np.float64) for name, leaf in params[TOKENS].items()}
-    table = module["embeddings" if output.tied else "output_embeddings"]
-    u = output.scale * (np.float64(X) @ table.T + module.get("output_bias", 0.0))
-    logits = u if output.softcap is None else output.softcap * np.tanh(u / output.softcap)
-    logits[..., 0] = LOWEST
-    return logits
-
-
-def loss_by_hand(logits):
-    logits, labels, counted = logits[:, :-1], IDS[:, 1:], ((IDS < 7) & (IDS != 0))[:, 1:]
-    log_z = np.log(np.exp(logits).sum(-1))
-    chosen = np.take_along_axis(logits, labels[..., None], -1)[..., 0]
-    losses = log_z - 0.9 * chosen - 0.1 * logits[..., 1:].mean(-1) + 1e-2 * log_z**2
-    return losses[counted].mean()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_logits_and_loss_are_the_formula_in_float64_in_every_module(name):
@@ -76,7 +56,11 @@ def test_logits_and_loss_are_the_formula_in_float64_in_every_module(name):
     def of_module(build):
         def call():
             module = build()
-            return module.logits(X), module.cross_entropy(X, IDS, **OPTIONS)
+            return (
+                module.logits(X),
+                module.cross_entropy(X, IDS, **OPTIONS),
+                module.log_probs(X, IDS, temperature=0.5),
+            )
 
         return hk.transform(call).apply
 
@@ -85,22 +69,27 @@ def test_logits_and_loss_are_the_formula_in_float64_in_every_module(name):
         loss = lambda params: embedder.cross_entropy(params, X, IDS, **OPTIONS)
         value, gradient = jax.value_and_grad(loss)(params)
         found = [
-            (embedder.logits(params, X), value),
+            (
+                embedder.logits(params, X),
+                value,
+                embedder.log_probs(params, X, IDS, temperature=0.5),
+            ),
             of_module(layer)(params, None),
             of_module(tokens)({"token_embedding": params[TOKENS]}, None),
         ]
         return found, gradient[TOKENS]
 
-    want = logits_by_hand(params, output)
+    leaves, of_logits = params[TOKENS], {"softcap": output.softcap, "scale": output.scale}
+    table = leaves["embeddings" if output.tied else "output_embeddings"]
+    of_logits |= {"bias": leaves.get("output_bias"), "pad_id": 0}
     found, gradient = of_each(params)
-    for logits, loss in found:
-        # Sums of 9 terms below 16, times the scale.
-        np.testing.assert_allclose(logits, want, rtol=0, atol=output.scale * 2**-18)
-        assert logits.dtype == jnp.float32
-        np.testing.assert_allclose(loss, loss_by_hand(want), rtol=1e-5)
+    for logits, loss, log_probs in found:
+        assert_right(te.linear_logits, logits, X, table, **of_logits)
+        assert_right(te.linear_cross_entropy, loss, X, table, IDS, **of_logits, **OPTIONS)
+        assert_right(te.linear_log_probs, log_probs, X, table, IDS, **of_logits, temperature=0.5)
     for leaf_name, leaf in gradient.items():
         assert np.any(leaf) == (leaf_name != "embeddings" or output.tied)
-        np.testing.assert_array_equal(leaf[0], 0)
+        equal(leaf[0], 0)
 
 
 def test_the_loss_of_a_config_takes_no_other_settings():
@@ -127,7 +116,7 @@ def test_padding_is_never_predicted(is_sharded):
     assert (logits[..., 0] == LOWEST).all()
     assert np.asarray(jax.nn.softmax(logits))[..., 0].max() == 0
     loss = functools.partial(embedder.cross_entropy, labels=IDS, label_smoothing=0.1)
-    np.testing.assert_allclose(loss(low, X), loss(params, X), rtol=1e-5)
+    near(loss(low, X), loss(params, X), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["tied", "bert", "phi"])
@@ -143,47 +132,17 @@ def test_parameters_are_those_of_the_golden_file(name):
 @pytest.mark.slow
 def test_the_output_layer_changes_no_other_parameter():
     plain, other = (te.Embedder(config(LAYERS[name])).init(KEY) for name in ("tied", "all"))
-    np.testing.assert_array_equal(plain[TOKENS]["embeddings"], other[TOKENS]["embeddings"])
-    np.testing.assert_array_equal(other[TOKENS]["output_bias"], np.zeros(VOCAB))
+    equal(plain[TOKENS]["embeddings"], other[TOKENS]["embeddings"])
+    equal(other[TOKENS]["output_bias"], np.zeros(VOCAB))
     large = te.Embedder(te.EmbedderConfig(4096, 64, output=LAYERS["phi"])).init(KEY)
-    np.testing.assert_allclose(large[TOKENS]["output_embeddings"].std(), 1 / 8, rtol=0.01)
+    near(large[TOKENS]["output_embeddings"].std(), 1 / 8, rtol=0.01)
 
 
 def test_initial_parameters_include_the_output_layer():
     embedder, params = made("all")
     layer = lambda: te.TransformerEmbedding(embedder.config, initial_params=params).logits(X)
     started = hk.transform(layer).init(KEY)
-    jax.tree.map(np.testing.assert_array_equal, started, params)
-
-
-CUTS = [SPEC("model"), SPEC(None, "model"), SPEC(("data", "model"))]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "spec", "name"),
-    few(itertools.product([AxisType.Auto, AxisType.Explicit], CUTS, ["bert", "all"]), 2),
-)
-def test_a_sharded_output_layer_gives_the_logits_and_the_loss_of_one_device(kind, spec, name):
-    embedder, params = made(name)
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
-
-    def step(params, x):
-        loss = functools.partial(embedder.cross_entropy, labels=IDS, shift=True, chunk_size=2)
-        return embedder.logits(params, x), jax.grad(loss, (0, 1))(params, x)
-
-    with set_mesh(mesh):
-        placed = te.sharding.shard_params(params, mesh, {"*embeddings": spec})
-        x = jax.device_put(X, NamedSharding(mesh, SPEC("data")))
-        logits, (of_params, of_x) = jax.jit(step)(placed, x)
-    want_logits, (want_params, want_x) = jax.jit(step)(params, X)
-    np.testing.assert_allclose(np.asarray(logits)[..., :VOCAB], want_logits, atol=1e-5)
-    np.testing.assert_allclose(of_x, want_x, atol=1e-5)
-    for leaf, want in want_params[TOKENS].items():
-        got, is_table = of_params[TOKENS][leaf], leaf.endswith("embeddings")
-        assert isinstance(placed[TOKENS][leaf], te.sharding.Sharded) == is_table
-        rows = got.in_vocabulary_order() if is_table else got
-        np.testing.assert_allclose(rows, want, atol=1e-5)
+    equal(started, params)
 
 
 @pytest.mark.parametrize("method", ["logits", "cross_entropy"])

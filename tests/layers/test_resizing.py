@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compare import equal, near
 from drawn import drawn
 from refused import refused
 
@@ -32,7 +33,7 @@ def test_a_resized_vocabulary_fits_its_config_and_changes_nothing_else(size):
     assert embedder.logits(resized, np.ones([1, 4], np.float32)).shape == (1, size)
     for name, leaf in PARAMS[TOKENS].items():
         kept = min(size, 11)
-        np.testing.assert_array_equal(resized[TOKENS][name][:kept], leaf[:kept])
+        equal(resized[TOKENS][name][:kept], leaf[:kept])
     assert resized.keys() == PARAMS.keys()
     assert resized[POSITIONS]["embeddings"] is PARAMS[POSITIONS]["embeddings"]
 
@@ -44,7 +45,7 @@ def test_new_rows_are_drawn_like_each_channel_and_unlike_the_output_layer_s():
     tables = {"embeddings": old, "output_embeddings": old}
     grown = te.resize_vocabulary({TOKENS: tables}, 4200, rng=KEY)[TOKENS]
     rows, others = (np.asarray(grown[name], np.float64) for name in tables)
-    np.testing.assert_array_equal(rows[:200], old)
+    equal(rows[:200], old)
     # Of 4000 normal samples the mean has deviation 4000**-0.5 and the deviation 8000**-0.5; five of
     # each.
     assert (np.abs(rows[200:].mean(0) - old.mean(0)) < 5 * 4000**-0.5 * old.std(0)).all()
@@ -72,16 +73,16 @@ def test_a_line_of_positions_stays_a_line():
     # Rows stand at the middles of their cells; at both ends the last row is held.
     places = np.clip((np.arange(8) + 0.5) / 2 - 0.5, 0, 3)
     line = np.arange(4.0)[:, None] * slopes
-    np.testing.assert_allclose(stretched(line, 8), places[:, None] * slopes, atol=1e-6)
-    np.testing.assert_allclose(stretched(line, 4), line, atol=1e-6)
+    near(stretched(line, 8), places[:, None] * slopes, atol=1e-6)
+    near(stretched(line, 4), line, atol=1e-6)
 
 
 @pytest.mark.slow
 def test_rows_before_the_start_are_kept():
     table = np.array([[1000.0] * 4, [2000.0] * 4, *np.random.default_rng(0).normal(size=(3, 4))])
     found = stretched(table, 7, start=2)
-    np.testing.assert_array_equal(found[:2], np.float32(table[:2]))
-    np.testing.assert_array_equal(found[2:], stretched(table[2:], 5))
+    equal(found[:2], np.float32(table[:2]))
+    equal(found[2:], stretched(table[2:], 5))
     assert stretched(table, 6, start=4).shape == (6, 4)
 
 

@@ -11,12 +11,16 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import jax.test_util
+import meshes
 import numpy as np
 import optax
 import pytest
 from cases import few
+from compare import equal, near
 from contexts import set_mesh, x64
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
+from references import counted_weights, whole_losses
+from refused import refused
 
 import transformer_embed as te
 from transformer_embed._src.tokens import cross_entropy as implementation
@@ -44,61 +48,21 @@ PACKED = {"shift": True, "segment_ids": SEGMENTS}
 
 
 def oracle(
-    x,
-    table,
-    labels,
-    *,
-    bias=0.0,
-    softcap=None,
-    scale=1.0,
-    pad_id=None,
-    mask=True,
-    weights=1.0,
-    shift=False,
-    segment_ids=1,
-    label_smoothing=0.0,
-    z_loss=0.0,
-    reduction="mean",
-    chunk_size=None,
+    x, table, labels, *, weights=None, reduction="mean", chunk_size=None, shift=False, **options
 ):
-    """Loss and the gradients of x, the table, the bias and the weights, one token at a time."""
-    del chunk_size
-    x, table = np.asarray(x, np.float64), np.asarray(table, np.float64)
-    vocab, shape = len(table), np.shape(labels)
-    weights = np.broadcast_to(np.asarray(weights, np.float64), shape)
-    segments = np.broadcast_to(segment_ids, shape)
-    counted = np.broadcast_to(mask, shape) & (labels != pad_id)
-    predicted = np.arange(vocab) != pad_id
-    targets = {}
-    for index in np.ndindex(shape):
-        label = (*index[:-1], index[-1] + 1) if shift else index
-        if shift and (label[-1] == shape[-1] or segments[index] != segments[label]):
-            continue
-        if counted[label] and (not shift or segments[index] != 0):
-            targets[index] = label
-    total = sum(weights[label] for label in targets.values()) if reduction == "mean" else 1.0
-    total = total or 1.0
-    of_x, of_table, of_bias = np.zeros_like(x), np.zeros_like(table), np.zeros(vocab)
-    losses, of_weights = np.zeros(shape), np.zeros(shape)
-    for index, label in targets.items():
-        u = scale * (table @ x[index] + np.asarray(bias, np.float64))
-        logits = u if softcap is None else softcap * np.tanh(u / softcap)
-        logits = np.where(predicted, logits, np.finfo(np.float32).min)
-        log_z = logits.max() + np.log(np.exp(logits - logits.max()).sum())
-        target = label_smoothing / predicted.sum() * predicted
-        target[labels[label]] += 1 - label_smoothing
-        losses[label] = log_z - target @ logits + z_loss * log_z**2
-        slope = np.exp(logits - log_z) * (1 + 2 * z_loss * log_z) - target
-        slope *= scale * weights[label] / total
-        if softcap is not None:
-            slope /= np.cosh(u / softcap) ** 2
-        of_x[index] = slope @ table
-        of_table += np.outer(slope, x[index])
-        of_bias += slope
-    loss = (losses * weights).sum() / total
-    for label in targets.values():
-        of_weights[label] = (losses[label] - loss * (reduction == "mean")) / total
-    return loss, of_x, of_table, of_bias, of_weights
+    """Loss and the gradients of x, the table, the bias and the weights, from whole logits in
+    float64."""
+    counted, x, losses, _, _, slopes = whole_losses(x, table, labels, shift=shift, **options)
+    weights, total = counted_weights(counted, weights, reduction)
+    losses = np.where(counted, losses, 0) / total
+    loss = (losses * weights).sum()
+    slopes *= weights[..., None] / total
+    of_x = slopes @ np.float64(table)
+    of_x = np.roll(of_x, -1, -2) if shift else of_x
+    of_weights = np.where(counted, losses - loss / total * (reduction == "mean"), 0)
+    of_logits = slopes.reshape(-1, len(table))
+    of_table = of_logits.T @ x.reshape(len(of_logits), -1)
+    return loss, of_x, of_table, of_logits.sum(0), of_weights
 
 
 STATIC = [
@@ -119,7 +83,7 @@ def step(x, table, labels, bias, weights, **options):
 
 def assert_close(got, expected, error=ERROR):
     for one, other in zip(got, expected, strict=True):
-        np.testing.assert_allclose(np.asarray(one, np.float64), other, rtol=error, atol=error)
+        near(np.asarray(one, np.float64), other, rtol=error, atol=error)
 
 
 def assert_right(error=ERROR, **changes):
@@ -191,7 +155,7 @@ def test_any_arrays_are_those_of_a_loop_in_float64(seed, size, masked):
 )
 def test_published_losses(x, table, label, options, loss):
     got = te.linear_cross_entropy(x, table, label, **options)
-    np.testing.assert_allclose(got, loss, rtol=2e-3)
+    near(got, loss, rtol=2e-3)
 
 
 SIZES = [
@@ -207,7 +171,7 @@ SIZES = [
 def test_a_factor_of_any_size_gives_finite_losses_and_gradients(options):
     """A product that is rounded once in one place and twice in another differs by more than 1."""
     for values, exact in zip(step(**ARRAYS, **options), oracle(**ARRAYS, **options), strict=True):
-        np.testing.assert_allclose(values, exact, rtol=0, atol=ERROR * np.abs(exact).max())
+        near(values, exact, atol=ERROR * np.abs(exact).max())
 
 
 @pytest.mark.slow
@@ -215,7 +179,7 @@ def test_a_z_loss_whose_slope_is_zero_has_its_gradient():
     # One id, whose logit is log_z = -1 / (2 z_loss): the two terms of the slope cancel.
     x, table = np.float32([[-1]]), np.float32([[1], [1e4]])
     loss = lambda x: te.linear_cross_entropy(x, table, [0], z_loss=0.5)
-    np.testing.assert_allclose(jax.jit(jax.grad(loss))(x), [[-1]], rtol=1e-5)
+    near(jax.jit(jax.grad(loss))(x), [[-1]], rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -262,7 +226,7 @@ def test_16_bits_are_summed_in_float32_and_cast_once(dtype):
     half_ulp = float(jnp.finfo(dtype).eps) / 2
     for one, other in zip(got[1:4], want[1:4], strict=True):
         sums = tokens * 2.0**-24 * 4
-        np.testing.assert_allclose(np.float32(one), other, rtol=half_ulp + ERROR, atol=sums)
+        near(np.float32(one), other, rtol=half_ulp + ERROR, atol=sums)
     assert_close([got[0], got[4]], [want[0], want[4]])
 
 
@@ -273,7 +237,7 @@ def test_a_scale_on_the_loss_reaches_float16_gradients_before_they_are_rounded()
     loss = lambda x: scale * te.linear_cross_entropy(x, table, np.zeros(tokens, int))
     # About -1 / tokens each: below float16's normal numbers, above them when scaled.
     want = scale * oracle([[2.0**-8]], table, np.array([0]))[1][0, 0] / tokens
-    np.testing.assert_allclose(np.float32(jax.jit(jax.grad(loss))(x)), want, rtol=2.0**-11 + ERROR)
+    near(np.float32(jax.jit(jax.grad(loss))(x)), want, rtol=2.0**-11 + ERROR)
 
 
 @pytest.mark.slow
@@ -288,7 +252,7 @@ def test_gradients_of_narrow_weights_are_rounded_once():
     both = jax.jit(lambda *weights: [jax.grad(loss)(each) for each in weights])
     narrow, wide = both(jnp.ones(2, jnp.bfloat16), jnp.ones(2))
     assert narrow.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.float32(narrow), wide, rtol=2**-8)
+    near(np.float32(narrow), wide, rtol=2**-8)
 
 
 # --- tokens that are not counted
@@ -300,14 +264,14 @@ def test_what_stands_at_a_token_that_is_not_counted_changes_nothing(content):
     x[~MASK], labels[~MASK], weights[~MASK] = content, 10**6, content
     got = step(**ARRAYS | {"x": x, "labels": labels, "weights": weights})
     assert_close(got, oracle(**ARRAYS))
-    np.testing.assert_array_equal(np.asarray(got[1])[~MASK], 0)
+    equal(np.asarray(got[1])[~MASK], 0)
 
 
 def test_padding_is_not_predicted_and_gets_no_gradient():
     table = TABLE.copy()
     table[2] = 1e4
     got = assert_right(table=table, **SETTINGS["padding"])
-    np.testing.assert_array_equal(np.asarray(got[2])[2], 0)
+    equal(np.asarray(got[2])[2], 0)
     assert got[3][2] == 0
 
 
@@ -316,7 +280,7 @@ def test_no_counted_token_costs_nothing_and_moves_nothing():
     no_rows = {name: array[:0] for name, array in ARRAYS.items() if len(array) == SHAPE[0]}
     for changes in ({"mask": np.zeros(SHAPE, bool)}, no_rows):
         for got in step(**ARRAYS | changes):
-            np.testing.assert_array_equal(got, 0)
+            equal(got, 0)
     loss, of_x, of_table, of_bias, _ = step(**ARRAYS | {"weights": np.zeros(SHAPE, np.float32)})
     assert not any(map(np.any, (loss, of_x, of_table, of_bias)))
 
@@ -354,7 +318,7 @@ def test_arrays_of_one_row_are_those_of_every_row():
     row = {"mask": MASK[0], "weights": WEIGHTS[0], "segment_ids": SEGMENTS[0]}
     whole = {name: np.broadcast_to(array, SHAPE) for name, array in row.items()}
     want = oracle(**ARRAYS | ALL | whole)[0]
-    np.testing.assert_allclose(value(**ALL | row), want, rtol=ERROR)
+    near(value(**ALL | row), want, rtol=ERROR)
 
 
 @pytest.mark.slow
@@ -367,7 +331,7 @@ def test_packed_sequences_train_alike_by_segment_ids_and_by_next_token_mask():
     mask = te.TokenPositions.from_segment_ids(SEGMENTS).next_token_mask
     rolled = value(**plain, x=x, labels=jnp.roll(labels, -1, axis=-1), mask=mask)
     alone = oracle(X, TABLE, LABELS, bias=BIAS, reduction="sum", **PACKED)[0]
-    np.testing.assert_allclose([together, rolled], [alone] * 2, rtol=ERROR)
+    near([together, rolled], [alone] * 2, rtol=ERROR)
 
 
 # --- transformations and cost
@@ -382,7 +346,7 @@ def test_vmap_is_a_loop():
     each = [
         oracle(table=TABLE, bias=BIAS, **jax.tree.map(lambda a, n=n: a[n], rows)) for n in range(4)
     ]
-    np.testing.assert_allclose(mapped, [loss for loss, *_ in each], rtol=ERROR)
+    near(mapped, [loss for loss, *_ in each], rtol=ERROR)
 
 
 @pytest.mark.slow
@@ -469,7 +433,7 @@ def test_a_symbolic_vocabulary_gives_the_loss_of_each():
     for vocab in (VOCAB, VOCAB + 3):
         table = normal(7, vocab, WIDTH)
         want = oracle(X, table, LABELS, **options)[0]
-        np.testing.assert_allclose(exported.call(table), want, rtol=ERROR)
+        near(exported.call(table), want, rtol=ERROR)
 
 
 # --- errors
@@ -485,6 +449,7 @@ FLOATING, ENDS = (
     "wanted a last axis of the labels' length, 5, got shape",
 )
 LABEL = {"x": np.ones(3, np.float32), "labels": 1, "mask": None}
+OF_LOGITS = {"x", "table", "bias", "softcap", "scale", "pad_id"}
 TYPE_ERRORS = [
     ({"x": np.ones((4, 5, 3), int)}, f"x: {FLOATING} int64"),
     ({"table": TABLE.astype(int)}, f"table: {FLOATING} int64"),
@@ -507,9 +472,7 @@ VALUE_ERRORS = [
     ({"labels": LABELS[0]}, "labels: wanted x's shape without its last axis, (4, 5), got (5,)"),
     (LABEL | {"shift": True}, "labels: wanted shape [..., length], to shift, got shape []"),
     ({"mask": MASK[:2]}, "mask: wanted a shape that broadcasts to that of the labels, [4, 5], got shape [2, 5]"),
-    ({"mask": MASK[None, :3]}, "mask: wanted a shape that broadcasts to that of the labels, [4, 5], got shape [1, 3, 5]"),
     ({"mask": MASK[:, :1]}, f"mask: {ENDS} [4, 1]"),
-    ({"weights": WEIGHTS[:, :1]}, f"weights: {ENDS} [4, 1]"),
     # No hint for positions.
     ({"weights": 2.0}, f"weights: {ENDS} []"),
     (PACKED | {"segment_ids": SEGMENTS[:, :4]}, f"segment_ids: {ENDS} [4, 4]"),
@@ -519,19 +482,21 @@ VALUE_ERRORS = [
     ({"reduction": "all"}, "reduction: wanted one of 'mean', 'sum', 'none', got 'all'"),
     ({"chunk_size": 0}, "chunk_size: wanted an int of at least 1, got 0"),
     ({"softcap": 0}, "softcap: wanted a finite number above 0, got 0"),
-    ({"softcap": np.nan}, "softcap: wanted a finite number above 0, got nan"),
     ({"scale": 0.0}, "scale: wanted a finite number above 0, got 0.0"),
     ({"z_loss": -1e-4}, "z_loss: wanted a finite number of at least 0, got -0.0001"),
-    ({"z_loss": np.nan}, "z_loss: wanted a finite number, got nan"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "errors"), [(TypeError, TYPE_ERRORS), (ValueError, VALUE_ERRORS)])
 def test_bad_arguments_are_refused(kind, errors):
     for changes, message in errors:
-        with pytest.raises(kind) as caught:
-            value(**changes)
-        assert str(caught.value).split("\n")[0] == message
+        arguments = ARRAYS | changes
+        of_logits = {name: arguments[name] for name in OF_LOGITS & arguments.keys()}
+        with refused(kind, message):
+            te.linear_cross_entropy(**arguments)
+        if changes.keys() <= OF_LOGITS:
+            with refused(kind, message):
+                te.linear_logits(**of_logits)
 
 
 def test_a_number_of_labels_that_is_not_known_is_refused():
@@ -566,7 +531,7 @@ BY_DATA, WHOLE = SPEC("data"), SPEC()
 
 
 def mesh_of(kind, shape=(2, 4)):
-    return jax.make_mesh(shape, ("data", "model"), axis_types=(kind,) * 2)
+    return meshes.mesh_of(shape, ("data", "model"), kind)
 
 
 def on_mesh(mesh, x=BY_DATA, table=None, tokens=WHOLE, bias=WHOLE):
@@ -575,9 +540,7 @@ def on_mesh(mesh, x=BY_DATA, table=None, tokens=WHOLE, bias=WHOLE):
     specs |= {"x": x, "bias": bias}
     if table is not None:
         specs["table"] = table
-    return {
-        name: jax.device_put(MESH[name], NamedSharding(mesh, spec)) for name, spec in specs.items()
-    }
+    return {name: meshes.put(mesh, MESH[name], *spec) for name, spec in specs.items()}
 
 
 PLACEMENTS = [
@@ -645,10 +608,10 @@ def test_a_sharded_table_gives_the_loss_and_the_logits_of_one_device(kind, spec,
         logits = te.linear_logits(arrays["x"], arrays["table"], bias=bias, **options)
     of_rows = np.asarray(of_table.array)
     assert_close((loss, of_x, of_rows[:ROWS], *others), of_13_rows())
-    np.testing.assert_array_equal(of_rows[ROWS:], 0)
+    equal(of_rows[ROWS:], 0)
     assert of_table.array.sharding.is_equivalent_to(arrays["table"].array.sharding, 2)
     plain = te.linear_logits(MESH["x"], MESH["table"][:ROWS], bias=bias, **options)
-    np.testing.assert_allclose(np.asarray(logits)[..., :ROWS], plain, atol=ERROR)
+    near(np.asarray(logits)[..., :ROWS], plain, atol=ERROR)
 
 
 def mesh_loss(x, table, labels):
@@ -698,12 +661,12 @@ def test_products_with_the_hessian_of_shards_are_those_of_one_device():
     with set_mesh(mesh):
         got = jax.jit(product)(on_mesh(mesh)["x"], sharded(mesh, SPEC("model")), MESH["labels"])
     want = jax.jit(product)(MESH["x"], MESH["table"][:ROWS], MESH["labels"])
-    np.testing.assert_allclose(got, want, rtol=ERROR, atol=ERROR)
+    near(got, want, rtol=ERROR, atol=ERROR)
 
 
 @pytest.mark.slow
 def test_columns_split_in_more_parts_than_rows_are_refused():
     mesh = mesh_of(AxisType.Explicit)
-    table = jax.device_put(MESH["table"][:ROWS], NamedSharding(mesh, SPEC(None, "model")))
+    table = meshes.put(mesh, MESH["table"][:ROWS], None, "model")
     with set_mesh(mesh), pytest.raises(ValueError, match="all_to_all split_axis"):
         mesh_step(MESH["x"], table, MESH["labels"])

@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compare import equal
 from contexts import set_mesh, x64
 from hypothesis import strategies as st
+from meshes import AUTO, EXPLICIT, mesh_of, put
 from references import check
 
 import transformer_embed as te
@@ -93,12 +95,6 @@ def test_the_fast_path_is_taken_where_it_holds():
         assert "while" in program()
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float64])
-def test_a_numpy_scalar_is_its_python_float(dtype):
-    x, rate, key = normal((5, 7), jnp.bfloat16), dtype(0.3), jax.random.key(2)
-    same_bits(te.dropout(key, rate, x), te.dropout(key, float(rate), x))
-
-
 @pytest.mark.parametrize(("rows", "fits"), [(2, True), (3, False), (4, False)])
 def test_arrays_with_more_elements_than_a_word_counts_use_jaxs_generator(monkeypatch, rows, fits):
     shapes = []
@@ -127,19 +123,18 @@ def test_elements_are_dropped_at_the_given_rate(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_dropout_on_a_mesh_equals_hk_dropout(kind):
-    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind,) * 2)
+    mesh = mesh_of((2, 2), ("a", "b"), kind)
     key, x = jax.random.key(3), normal((4, 8))
     expected = jax.jit(lambda key, x: hk.dropout(key, 0.4, x))(key, x)
     with set_mesh(mesh):
-        spec = jax.sharding.PartitionSpec("a", "b")
-        sharded = jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+        sharded = put(mesh, x, "a", "b")
         dropped = jax.jit(lambda key, x: te.dropout(key, 0.4, x))(key, sharded)
     assert dropped.sharding.spec == sharded.sharding.spec
     # Not to the bit: the signs of zeros follow from XLA's order of passes, which a partitioned
     # program changes for Haiku's dropout too.
-    np.testing.assert_array_equal(dropped, expected)
+    equal(dropped, expected)
 
 
 KEY = "rng: wanted one key of jax.random.key or jax.random.PRNGKey, got "

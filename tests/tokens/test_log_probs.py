@@ -3,13 +3,13 @@
 import functools
 
 import collectives
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compare import equal, near
 from contexts import set_mesh, x64
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from meshes import AUTO, EXPLICIT, mesh_of, put
 
 import transformer_embed as te
 
@@ -81,8 +81,7 @@ def test_values_and_gradients_are_those_of_whole_logits(options):
     with x64():
         wide = [jnp.asarray(array, "f8") for array in (X, TABLE, BIAS)]
         expected = value_and_gradients(functools.partial(oracle, **options), wide)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=ERROR)
+    near(got, expected, atol=ERROR)
 
 
 @pytest.mark.slow
@@ -93,12 +92,8 @@ def test_forward_mode_vmap_and_second_derivatives_work():
         lambda f: jax.vmap(jax.grad(lambda t: f(X, t, BIAS)[0].sum()))(np.stack([TABLE, -TABLE])),
         lambda f: jax.hessian(lambda t: (f(X, t, BIAS)[0] * COTANGENTS[0]).sum())(TABLE),
     ):
-        for one, other in zip(
-            jax.tree.leaves(jax.jit(lambda f=function: f(functools.partial(ours, chunk_size=9)))()),
-            jax.tree.leaves(jax.jit(lambda f=function: f(oracle))()),
-            strict=True,
-        ):
-            np.testing.assert_allclose(one, other, rtol=0, atol=3 * ERROR)
+        got = jax.jit(lambda f=function: f(functools.partial(ours, chunk_size=9)))()
+        near(got, jax.jit(lambda f=function: f(oracle))(), atol=3 * ERROR)
 
 
 @pytest.mark.slow
@@ -107,7 +102,7 @@ def test_the_ratio_of_a_policy_to_itself_is_exactly_1():
     reference = jax.jit(log_probs)(X)
     ratio = lambda x: jnp.exp(log_probs(x) - reference)
     values, pullback = jax.jit(lambda x: jax.vjp(ratio, x)[0])(X), jax.jit(jax.jacrev(ratio))(X)
-    np.testing.assert_array_equal(values, 1)
+    equal(values, 1)
     assert np.abs(pullback).max() > 0
 
 
@@ -122,7 +117,7 @@ def test_gradients_of_16_bits_are_summed_in_32(dtype):
     wide = jax.grad(loss)(table.astype("f4"), x.astype("f4"))
     assert got.dtype == dtype
     step = float(jnp.finfo(dtype).eps) * np.abs(wide).max()
-    np.testing.assert_allclose(got.astype("f4"), wide, rtol=0, atol=0.51 * step)
+    near(got.astype("f4"), wide, atol=0.51 * step)
 
 
 @pytest.mark.slow
@@ -137,10 +132,9 @@ def test_losses_of_tokens_are_those_of_the_sum():
         run = lambda x, weights: loss(x, TABLE, LABELS, weights=weights).sum()
         return jax.jit(jax.value_and_grad(run, (0, 1)))(X, weights)
 
-    for one, other in zip(jax.tree.leaves(both("none")), jax.tree.leaves(both("sum")), strict=True):
-        np.testing.assert_allclose(one, other, rtol=ERROR, atol=ERROR)
+    near(both("none"), both("sum"), rtol=ERROR, atol=ERROR)
     of_tokens = te.linear_cross_entropy(X, TABLE, LABELS, reduction="none", **options)
-    np.testing.assert_allclose(of_tokens, both("sum")[1][1], rtol=0, atol=ERROR)
+    near(of_tokens, both("sum")[1][1], atol=ERROR)
 
 
 @pytest.mark.slow
@@ -167,12 +161,12 @@ SPLITS = [(("a", None), ("b",)), ((None, "a"), ("b",)), (("a", "b"), ()), (("a",
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("axis_type", "of_table", "of_batch"),
-    [*((AxisType.Explicit, *split) for split in SPLITS), (AxisType.Auto, *SPLITS[0])],
+    [*((EXPLICIT, *split) for split in SPLITS), (AUTO, *SPLITS[0])],
 )
 def test_on_a_mesh_all_is_as_on_one_device(axis_type, of_table, of_batch):
     table, labels = np.vstack([TABLE, TABLE[:1]])[:, [0, 1, 2, 0]], LABELS
     x = X[..., [0, 1, 2, 0]]
-    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(axis_type,) * 2)
+    mesh = mesh_of((2, 2), ("a", "b"), axis_type)
 
     def run(x, table, labels):
         def loss(x, table):
@@ -184,23 +178,20 @@ def test_on_a_mesh_all_is_as_on_one_device(axis_type, of_table, of_batch):
         return jax.value_and_grad(loss, (0, 1))(x, table)
 
     expected = jax.jit(run)(x, table, labels)
-    put = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
     with set_mesh(mesh):
-        arrays = put(x, of_batch), put(table, *of_table), put(labels, of_batch)
+        arrays = put(mesh, x, of_batch), put(mesh, table, *of_table), put(mesh, labels, of_batch)
         got = jax.jit(run)(*arrays)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=ERROR)
+    near(got, expected, atol=ERROR)
 
 
 @pytest.mark.slow
 def test_over_a_split_vocabulary_only_numbers_of_tokens_are_sent():
-    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Explicit,))
-    put = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
+    mesh = mesh_of((4,), ("a",), EXPLICIT)
     with set_mesh(mesh):
         arguments = (
-            put(np.ones((64, 8), "f4")),
-            put(np.ones((400, 8), "f4"), "a"),
-            put(np.ones(64, int)),
+            put(mesh, np.ones((64, 8), "f4")),
+            put(mesh, np.ones((400, 8), "f4"), "a"),
+            put(mesh, np.ones(64, int)),
         )
         compiled = jax.jit(te.linear_log_probs).lower(*arguments).compile()
     assert {one.kind for one in collectives.collectives(compiled)} == {"all-reduce"}
@@ -218,23 +209,6 @@ def test_backward_memory_is_that_of_a_chunk():
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporaries(2048) - temporaries(256) < 4 * 64 * 5000
-
-
-@pytest.mark.slow
-def test_the_embedder_and_the_modules_have_them():
-    config = te.EmbedderConfig(
-        VOCAB, WIDTH, pad_id=0, output=te.OutputLayer(scale=0.5, softcap=2.0)
-    )
-    embedder = te.Embedder(config)
-    params = embedder.init(jax.random.key(0))
-    table = params["transformer_embedding/~/token_embedding"]["embeddings"]
-    expected = te.linear_log_probs(
-        X, table, LABELS, scale=0.5, softcap=2.0, pad_id=0, shift=True, temperature=2.0
-    )
-    options = {"shift": True, "temperature": 2.0}
-    np.testing.assert_array_equal(embedder.log_probs(params, X, LABELS, **options), expected)
-    layer = hk.transform(lambda: te.TransformerEmbedding(config).log_probs(X, LABELS, **options))
-    np.testing.assert_array_equal(layer.apply(params, None), expected)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from cases import few
+from compare import equal
 
 import transformer_embed as te
 
@@ -120,7 +121,7 @@ def test_a_schedule_may_choose_a_step_size(name):
     schedule = SCHEDULES[name]
     for optimizer in (optax.sgd(schedule), counted(lambda count, g: -schedule(count) * g)):
         after, _ = step(optimizer)
-        np.testing.assert_array_equal(after["t"][np.array([0, 1, 3]), 0], [0.5, 1, 0])
+        equal(after["t"][np.array([0, 1, 3]), 0], [0.5, 1, 0])
 
 
 @pytest.mark.slow
@@ -129,8 +130,8 @@ def test_a_choice_by_size_that_is_the_same_for_every_block_passes():
     grads = {"t": te.rows.RowGradient(ids, np.ones([100, 2], np.float32), 1000), "w": PARAMS["w"]}
     optimizer = labelled_by_size()
     after, _ = te.rows.update(optimizer, grads, optimizer.init(PARAMS), PARAMS)
-    np.testing.assert_array_equal(after["t"][:, 0], np.where(np.arange(1000) < 100, 0, 1))
-    np.testing.assert_array_equal(after["w"], PARAMS["w"])
+    equal(after["t"][:, 0], np.where(np.arange(1000) < 100, 0, 1))
+    equal(after["w"], PARAMS["w"])
 
 
 @pytest.mark.slow
@@ -164,7 +165,7 @@ def test_the_proof_holds_in_strict_modes(strict):
     given = jax.tree.map(jnp.asarray, (PARAMS, VALUES))
     with strict():
         after = train(*given)
-    np.testing.assert_array_equal(np.asarray(after["t"])[:4, 0], [0, 1, 1, -1])
+    equal(np.asarray(after["t"])[:4, 0], [0, 1, 1, -1])
 
 
 # --- what is refused
@@ -275,9 +276,6 @@ REFUSED = {
         name: (stateless(change), f"{name} is not known to keep rows apart")
         for name, change in {
             "rev": lambda g: jax.lax.rev(g, (0,)),
-            "sort": lambda g: jnp.sort(g, axis=0),
-            "cumsum": lambda g: jnp.cumsum(g, axis=0),
-            "pad": lambda g: jax.lax.pad(g, 0.0, ((1, -1, 0), (0, 0, 0))),
             "scan": lambda g: jax.lax.scan(lambda s, x: (s + x, s), jnp.zeros(2), g)[1],
         }.items()
     },
@@ -411,12 +409,6 @@ def test_a_state_keeps_its_dtype_or_is_refused(dtype, state_dtype, added):
     else:
         message = f"a state {state_dtype}[table0_rows, 2] becomes {widened}["
         refuse(optimizer, message, params=params)
-
-
-def test_float32_hyperparameters_may_not_widen_a_state_of_16_bits():
-    params = PARAMS | {"t": jnp.ones([1000, 2], jnp.bfloat16)}
-    optimizer = optax.inject_hyperparams(optax.radam, hyperparam_dtype=jnp.float32)(0.1)
-    refuse(optimizer, "a state bfloat16[table0_rows, 2] becomes float32[", params=params)
 
 
 def test_a_state_of_another_optimizer_is_not_blamed_on_the_optimizer():

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compare import equal, near
 
 import transformer_embed as te
 
@@ -60,9 +61,9 @@ def test_the_sum_scale_and_norm_are_those_of_the_dense_gradient():
         return [(g["t"].ids, g["t"].values) for g in (some, more, total, halves, clipped)]
 
     some, more, total, halves, clipped = (dense(*each) for each in sums(3.0))
-    np.testing.assert_array_equal(total, some + more)
-    np.testing.assert_array_equal(halves, total / 2)
-    np.testing.assert_allclose(clipped, 0.5 * total / np.linalg.norm(total), rtol=1e-6)
+    equal(total, some + more)
+    equal(halves, total / 2)
+    near(clipped, 0.5 * total / np.linalg.norm(total), rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -116,7 +117,7 @@ def test_a_scan_that_carries_a_gradient_names_the_way():
 def test_a_gradient_without_rows_changes_no_table():
     none, adam = rows([]), optax.adam(0.1)
     after, _ = te.rows.update(adam, none, adam.init(PARAMS), PARAMS)
-    np.testing.assert_array_equal(after["t"], PARAMS["t"])
+    equal(after["t"], PARAMS["t"])
     assert len(te.rows.add(none, rows([3]))["t"].ids) == 1
 
 

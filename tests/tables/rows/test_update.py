@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compare import equal, near
+from meshes import EXPLICIT, mesh_of, put
 
 import transformer_embed as te
 
@@ -26,23 +28,9 @@ def scheduled_sgd(g, p, s, t):
     return p - RATE / t * g, s
 
 
-def momentum(g, p, s, t):
-    m = g + 0.9 * s[0]
-    return p - RATE * m, [m]
-
-
-def adagrad(g, p, s, t):
-    v = s[0] + g**2
-    return p - RATE * g / np.sqrt(v + 1e-7), [v]
-
-
 def adamw(g, p, s, t):
     m, v = 0.9 * s[0] + 0.1 * g, 0.999 * s[1] + 0.001 * g**2
     return p - RATE * (m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8) + 0.1 * p), [m, v]
-
-
-def lion(g, p, s, t):
-    return p - RATE * (np.sign(0.9 * s[0] + 0.1 * g) + 0.01 * p), [0.99 * s[0] + 0.01 * g]
 
 
 def adam_then_momentum(g, p, s, t):
@@ -54,10 +42,7 @@ def adam_then_momentum(g, p, s, t):
 # The optimizer, its rule, and what its states start at.
 OPTIMIZERS = {
     "sgd, a schedule": (optax.sgd(lambda count: RATE / (count + 1)), scheduled_sgd, []),
-    "momentum": (optax.sgd(RATE, momentum=0.9), momentum, [0.0]),
-    "adagrad": (optax.adagrad(RATE), adagrad, [0.1]),
     "adamw": (optax.adamw(RATE, weight_decay=0.1), adamw, [0.0] * 2),
-    "lion": (optax.lion(RATE, weight_decay=0.01), lion, [0.0]),
     "a chain": (
         optax.chain(optax.scale_by_adam(), optax.chain(optax.trace(0.5), optax.scale(-RATE))),
         adam_then_momentum,
@@ -88,7 +73,7 @@ def table_of(params):
 
 def assert_close(found, expected, **options):
     options = {"rtol": TOLERANCE, "atol": TOLERANCE} | options
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **options), found, expected)
+    near(found, expected, **options)
 
 
 def batch_of(rng):
@@ -127,7 +112,7 @@ def test_rows_follow_the_lazy_rule_and_others_stay_bit_for_bit(name):
         for i, leaf in enumerate(leaves):
             assert_close(leaf, np.stack([states[row][i] for row in range(VOCAB_SIZE)]))
     still = [0, PAD, *range(12, VOCAB_SIZE)]
-    np.testing.assert_array_equal(table_of(params)[still], first[still])
+    equal(table_of(params)[still], first[still])
     assert len(traces) == 1
 
 
@@ -181,16 +166,7 @@ def test_a_batch_may_have_as_many_ids_as_the_table_has_rows(size):
             params,
         )[0]
     )
-    np.testing.assert_array_equal(step(params)["t"], 0.75)
-
-
-@pytest.mark.slow
-def test_padding_of_a_gradient_updates_no_row():
-    params, adamw = {"t": np.ones([4, 2], np.float32)}, optax.adamw(1.0)
-    grads = rows([1, 5, 6, 7], jnp.ones([4, 2]), 4)
-    after, state = te.rows.update(adamw, grads, adamw.init(params), params)
-    for changed in (np.asarray(after["t"]) != 1, np.asarray(state[0].mu["t"]) != 0):
-        assert changed.all(axis=1).tolist() == [False, True, False, False]
+    equal(step(params)["t"], 0.75)
 
 
 @pytest.mark.slow
@@ -245,7 +221,7 @@ def test_extra_arguments_may_be_anything_that_the_optimizer_takes():
     extra = {"flag": True, "mode": "double", "value": jnp.array(0.25)}
     grads = rows([1, 2], jnp.ones([2, 2]))
     after, _ = te.rows.update(optimizer, grads, (), {"t": PARAMS["t"]}, **extra)
-    np.testing.assert_array_equal(after["t"][:4, 0], [1, 0.5, 0.5, 1])
+    equal(after["t"][:4, 0], [1, 0.5, 0.5, 1])
 
 
 # --- steps in other forms
@@ -267,12 +243,12 @@ def test_steps_in_a_scan_and_with_aux_are_those_of_a_loop():
     scanned, aux = jax.jit(lambda carry: jax.lax.scan(one, carry, batches))(first)
     single = jax.jit(one)
     looped = functools.reduce(lambda carry, ids: single(carry, ids)[0], batches, first)
-    np.testing.assert_array_equal(aux, batches)
+    equal(aux, batches)
     assert_close(scanned, looped, rtol=1e-6)
 
 
 @pytest.mark.slow
-def test_a_step_works_under_vmap_over_seeds_and_on_the_devices_of_a_shard_map():
+def test_a_step_works_under_vmap_over_seeds():
     optimizer, ids = optax.adam(RATE), np.array([[0, 3, 3], [5, 0, 8]])
     tables = np.stack([table_of(make_params(seed)) for seed in range(2)])
 
@@ -282,46 +258,18 @@ def test_a_step_works_under_vmap_over_seeds_and_on_the_devices_of_a_shard_map():
             "t"
         ]
 
-    mesh, split = (
-        jax.sharding.Mesh(np.array(jax.devices()[:2]), ["x"]),
-        jax.sharding.PartitionSpec("x"),
-    )
-    shard_map = jax.shard_map(
-        lambda tables, ids: one(tables[0], ids[0])[None],
-        mesh=mesh,
-        in_specs=(split, split),
-        out_specs=split,
-    )
     alone = jax.jit(one)
     expected = np.stack([alone(*each) for each in zip(tables, ids, strict=True)])
     assert (expected != tables).any(axis=2).sum(axis=1).tolist() == [2, 3]
-    for together in (jax.vmap(one), shard_map):
-        assert_close(jax.jit(together)(tables, ids), expected)
-
-
-@pytest.mark.slow
-def test_the_global_norm_is_clipped_before_the_update():
-    clip, optimizer = optax.clip_by_global_norm(0.5), optax.sgd(1.0)
-
-    @jax.jit
-    def both(params):
-        grads, _ = clip.update(gradient(params), optax.EmptyState())
-        dense, _ = clip.update(jax.grad(tanh_loss)(params), optax.EmptyState())
-        ours, _ = te.rows.update(optimizer, grads, optimizer.init(params), params)
-        return ours, jax.tree.map(jnp.subtract, params, dense)
-
-    assert_close(*both(PARAMS), rtol=1e-6)
+    assert_close(jax.jit(jax.vmap(one))(tables, ids), expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", [("x",), (None, "x")])
 def test_a_whole_table_trains_on_a_batch_that_explicit_axes_split(spec):
     """Plain data parallelism."""
-    kinds = (jax.sharding.AxisType.Explicit,)
-    mesh = jax.make_mesh((2,), ("x",), axis_types=kinds, devices=jax.devices()[:2])
-    place = lambda array, *axes: jax.device_put(
-        array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
-    )
+    mesh = mesh_of((2,), ("x",), EXPLICIT)
+    place = functools.partial(put, mesh)
     params, optimizer = make_params(), optax.adamw(RATE)
     state = optimizer.init(params)
     ids = np.array([5, 9, 9, VOCAB_SIZE]).reshape([2] * len(spec) if len(spec) > 1 else -1)
@@ -378,7 +326,7 @@ def doors(convert):
 @pytest.mark.parametrize("door", doors(np.asarray))
 def test_arrays_in_another_byte_order_or_with_a_mask_are_read_right_or_refused(door):
     swapped = lambda array: array.astype(array.dtype.newbyteorder())
-    jax.tree.map(np.testing.assert_array_equal, doors(swapped)[door](), doors(np.asarray)[door]())
+    equal(doors(swapped)[door](), doors(np.asarray)[door]())
     with pytest.raises(TypeError, match=r"wanted an array without a mask \(fill it first: "):
         doors(np.ma.masked_array)[door]()
 

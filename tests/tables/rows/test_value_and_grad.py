@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compare import equal, near
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,9 +39,9 @@ def test_taken_rows_are_the_smallest_distinct_ones_then_padding(ids, max_rows):
     size = max_rows or 8
     want = np.unique(np.clip(ids, 0, 9))[:size]
     assert rows.ids.shape == (size,)
-    np.testing.assert_array_equal(rows.ids[: len(want)], want)
-    np.testing.assert_array_equal(rows.ids[len(want) :], 10 + np.arange(len(want), size))
-    np.testing.assert_array_equal(rows.values[: len(want), 0], want)
+    equal(rows.ids[: len(want)], want)
+    equal(rows.ids[len(want) :], 10 + np.arange(len(want), size))
+    equal(rows.values[: len(want), 0], want)
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 8])
@@ -48,7 +49,7 @@ def test_every_id_finds_its_row_or_nan(size):
     held = np.sort(np.random.default_rng(size).permutation(100)[:size])
     table, every = np.arange(100, dtype=np.float32)[:, None], np.arange(100)
     found = te.lookup(taken_rows(table, held), every)[:, 0]
-    np.testing.assert_array_equal(found, np.where(np.isin(every, held), every, np.nan))
+    equal(found, np.where(np.isin(every, held), every, np.nan))
 
 
 def test_ids_of_any_width_take_the_row_that_they_name():
@@ -159,6 +160,4 @@ def test_a_model_with_remat_and_a_layer_stack_reads_rows_as_it_reads_tables():
         return (value, grads), jax.value_and_grad(loss)(params)
 
     found, expected = both(params)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected
-    )
+    near(found, expected, rtol=1e-5, atol=1e-5)

@@ -4,15 +4,17 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 import optax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
+from meshes import AUTO, EXPLICIT, put
 
 import transformer_embed as te
 from transformer_embed._src.tables.sharded.row_order import RowOrder
 
 SPEC = PartitionSpec
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+__all__ = ["AUTO", "EXPLICIT", "put"]
 NAMES = ("data", "model", "extra")
 BOTH = ("data", "model")
 
@@ -41,13 +43,7 @@ WEIGHTS = [normal(10 + seed, 8, 4, WIDTH) for seed in range(STEPS)]
 
 
 def mesh_of(shape, kind=AUTO):
-    """Of the first devices."""
-    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
-    return jax.sharding.Mesh(devices, NAMES[: len(shape)], axis_types=(kind,) * len(shape))
-
-
-def put(mesh, array, *axes):
-    return jax.device_put(array, NamedSharding(mesh, SPEC(*axes)))
+    return meshes.mesh_of(shape, NAMES[: len(shape)], kind)
 
 
 def shard(mesh, spec, table=TABLE, **options):

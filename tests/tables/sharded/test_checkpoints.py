@@ -3,9 +3,9 @@
 import functools
 
 import jax
-import numpy as np
 import optax
 import pytest
+from compare import equal, near
 from sharded_tables import AUTO, BOTH, EXPLICIT, SPEC, mesh_of, on_host
 
 import transformer_embed as te
@@ -49,7 +49,7 @@ def test_a_checkpoint_of_one_mesh_is_restored_on_others_as_a_step_needs_it(tmp_p
             assert jax.tree.structure(restored) == jax.tree.structure(target)
             for found, leaf in zip(*map(jax.tree.leaves, (restored, target)), strict=True):
                 assert (found.shape, found.sharding) == (leaf.shape, leaf.sharding)
-            jax.tree.map(np.testing.assert_array_equal, on_host(restored), kept)
+            equal(on_host(restored), kept)
 
 
 @pytest.mark.slow
@@ -68,9 +68,9 @@ def test_resizing_and_saving_use_vocabulary_order(tmp_path, kind, options):
     assert resized.shape == (50, 8)
     assert resized.sharding == placed[NAME]["embeddings"].sharding
     # The mean and the spread are summed in another order.
-    np.testing.assert_allclose(on_host(resized), expected, rtol=0, atol=1e-6)
+    near(on_host(resized), expected, atol=1e-6)
     smaller = te.resize_vocabulary(placed, 20)[NAME]["embeddings"]
-    np.testing.assert_array_equal(on_host(smaller), plain[:20])
+    equal(on_host(smaller), plain[:20])
     te.pretrained.save_embedder(tmp_path / "model.safetensors", CONFIG, placed)
     loaded = te.pretrained.load_embedder(tmp_path / "model.safetensors").params
-    np.testing.assert_array_equal(loaded[NAME]["embeddings"], plain)
+    equal(loaded[NAME]["embeddings"], plain)

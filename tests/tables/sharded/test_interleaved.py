@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from collectives import collectives
+from compare import equal, near
 from contexts import set_mesh
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,10 +68,10 @@ def test_lookup_by_exchange_gives_the_rows_bit_for_bit_and_their_gradient(kind, 
     if rows == batch:
         assert {each.kind for each in sent} == {"all-to-all"}
     expected, expected_gradient = lookup_and_gradient(TABLE, BATCHES[0], WEIGHTS[0])
-    np.testing.assert_array_equal(found[0], expected)
+    equal(found[0], expected)
     assert found[0].sharding.is_equivalent_to(NamedSharding(mesh, SPEC(batch)), 3)
     assert found[1].array.sharding.is_equivalent_to(table.sharding, 2)
-    np.testing.assert_allclose(on_host(found[1]), expected_gradient, rtol=0, atol=1e-4)
+    near(on_host(found[1]), expected_gradient, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -78,7 +79,7 @@ def test_ids_that_the_devices_do_not_divide_are_looked_up_in_every_shard():
     table = interleave(mesh_of((2, 4)))
     for shape in ((), (0,), (5, 2)):
         ids = np.full(shape, 5, np.int32)
-        np.testing.assert_array_equal(te.lookup(table, ids), TABLE[ids])
+        equal(te.lookup(table, ids), TABLE[ids])
 
 
 @functools.cache
@@ -97,7 +98,7 @@ def roomy_table():
 def test_lookup_by_exchange_of_any_ids(ids, policy):
     ids = np.array(ids, np.int32)
     expected = loop_lookup(TABLE, ids, out_of_range=policy)
-    np.testing.assert_array_equal(te.lookup(roomy_table(), ids, out_of_range=policy), expected)
+    equal(te.lookup(roomy_table(), ids, out_of_range=policy), expected)
 
 
 # --- ids that find no room
@@ -126,8 +127,8 @@ def test_rows_that_do_not_fit_on_either_hop_are_nan_and_counted(narrow, monkeypa
     assert dropped in ({8 * 10}, {4 * 10, 2 * 10})[narrow]
     expected = np.zeros_like(TABLE)
     np.add.at(expected, ids, np.where(lost[..., None], 0, weights))
-    np.testing.assert_array_equal(np.asarray(rows)[~lost], TABLE[ids[~lost]])
-    np.testing.assert_allclose(on_host(gradient), expected, rtol=0, atol=1e-4)
+    equal(np.asarray(rows)[~lost], TABLE[ids[~lost]])
+    near(on_host(gradient), expected, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -140,7 +141,7 @@ def test_ids_that_find_no_room_read_as_nan_and_get_no_update():
     assert load.dropped == 8 * (len(same) - room) > 0
     assert load.rows.tolist() == [[0, 0, 8 * room, 0, 0, 0, 0, 0]]
     assert te.sharding.exchange_load(roomy, ids).dropped == 0
-    np.testing.assert_array_equal(te.lookup(roomy, put(mesh, ids, BOTH)), TABLE[ids])
+    equal(te.lookup(roomy, put(mesh, ids, BOTH)), TABLE[ids])
     held = same[np.argsort(crowded.split.order.slots(same))[:room]]
 
     params = {"t": crowded}
@@ -150,8 +151,8 @@ def test_ids_that_find_no_room_read_as_nan_and_get_no_update():
     assert np.isnan(value)
     gradient, expected = np.zeros_like(TABLE), TABLE.copy()
     gradient[held], expected[held] = 8, TABLE[held] - RATE
-    np.testing.assert_allclose(on_host(state[0].mu["t"]), 0.1 * gradient, rtol=1e-6)
-    np.testing.assert_allclose(on_host(params["t"]), expected, rtol=0, atol=1e-5)
+    near(on_host(state[0].mu["t"]), 0.1 * gradient, rtol=1e-6)
+    near(on_host(params["t"]), expected, atol=1e-5)
 
 
 # --- errors

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from cases import few
+from compare import equal
 from fuzzing import VALUES, call, named_on_failure
 from jax.sharding import NamedSharding
 from sharded_tables import (
@@ -49,7 +50,7 @@ def test_names_choose_specs_and_the_first_rule_counts():
     assert table.sharding.spec == SPEC("model")
     specs = {name: array.sharding.spec for name, array in placed["linear"].items()}
     assert specs == {"w": SPEC(None, "model"), "b": SPEC("data"), "c": SPEC()}
-    jax.tree.map(np.testing.assert_array_equal, on_host(placed), params)
+    equal(on_host(placed), params)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 128, 129, 10**9])
@@ -63,18 +64,17 @@ def test_padding_is_the_same_on_every_mesh_of_a_power_of_two(vocab_size):
     }
     assert size % 128 == 0
     assert vocab_size <= size < vocab_size + 128
-
-
-def test_devices_that_do_not_divide_the_padding_get_more_of_it():
-    table = jax.ShapeDtypeStruct((129, WIDTH), jnp.float32)
-    assert shard(mesh_of((1, 3)), SPEC("model"), table).array.shape == (384, WIDTH)
+    # Devices that do not divide it get more.
+    odd = shard(mesh_of((1, 3)), SPEC("model"), table).array.shape[0]
+    assert odd % (3 * 128) == 0
+    assert vocab_size <= odd < vocab_size + 3 * 128
 
 
 def test_every_device_holds_its_shard_alone():
     padded = np.pad(TABLE, ((0, 84), (0, 0)))
     for each in shard(MESH, SPEC("model")).array.addressable_shards:
         assert each.data.shape == (96, WIDTH)
-        np.testing.assert_array_equal(each.data, padded[each.index])
+        equal(each.data, padded[each.index])
 
 
 @pytest.mark.parametrize("first", [shard, interleave])
@@ -83,7 +83,7 @@ def test_a_table_moves_to_another_mesh_and_order(first):
     for mesh, spec in ((mesh_of((4, 2)), SPEC(BOTH)), (mesh_of((1, 2)), SPEC("model"))):
         moved = shard(mesh, spec, table), interleave(mesh, spec, table, shards=64)
         for each in moved:
-            np.testing.assert_array_equal(on_host(each), TABLE)
+            equal(on_host(each), TABLE)
 
 
 def test_shapes_are_mapped_to_shapes_and_move():
@@ -98,7 +98,7 @@ def test_numbers_and_states_in_a_tree_are_placed():
     state = optax.adam(0.1).init({"t": TABLE})[0]._asdict() | {"scale": 1.5}
     placed = te.sharding.shard_params(state, MESH, {"*/t": SPEC("model")}, tables="*t")
     assert (placed["count"].tolist(), placed["scale"].tolist()) == (0, 1.5)
-    np.testing.assert_array_equal(on_host(placed["mu"]["t"]), np.zeros_like(TABLE))
+    equal(on_host(placed["mu"]["t"]), np.zeros_like(TABLE))
 
 
 # --- drawing
@@ -221,4 +221,4 @@ def test_any_argument_keeps_the_table_or_is_named(name, options):
         with named_on_failure({name: value}):
             returned, placed = call(te.sharding.shard_params, good | {name: value})
             if returned:
-                np.testing.assert_array_equal(on_host(placed)["t/embeddings"], TABLE[:10])
+                equal(on_host(placed)["t/embeddings"], TABLE[:10])

@@ -10,6 +10,7 @@ import sys
 
 import numpy as np
 import pytest
+from compare import near
 
 ROOT = pathlib.Path(__file__).parents[3]
 SCRIPT = ROOT / "tests" / "two_processes.py"
@@ -75,8 +76,8 @@ def test_two_processes_train_as_one(results, name):
     _, two, one = results
     losses, table = one[name]
     assert losses[-1] < losses[0]
-    np.testing.assert_allclose(two[f"{name}_losses"], losses, rtol=0, atol=LOSS_ERROR)
-    np.testing.assert_allclose(two[f"{name}_table"], table, rtol=0, atol=TABLE_ERROR)
+    near(two[f"{name}_losses"], losses, atol=LOSS_ERROR)
+    near(two[f"{name}_table"], table, atol=TABLE_ERROR)
 
 
 @pytest.mark.gate
@@ -84,7 +85,7 @@ def test_two_processes_by_exchange_train_as_by_replicated_rows(results):
     _, two, _ = results
     for part, error in (("losses", LOSS_ERROR), ("table", TABLE_ERROR)):
         found, expected = two[f"by_exchange_{part}"], two[f"by_rows_{part}"]
-        np.testing.assert_allclose(found, expected, rtol=0, atol=error)
+        near(found, expected, atol=error)
 
 
 @pytest.mark.gate

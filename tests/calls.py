@@ -1,0 +1,103 @@
+"""A call of every public function that works, and the same as functions of arrays alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from references import dense_mask
+
+import transformer_embed as te
+
+TABLE = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
+IDS = np.array([[1, 0, 3], [2, 2, 0]], np.int32)
+POSITIONS = np.array([0, 1, 2], np.int32)
+SEGMENTS = np.array([[1, 1, 2]], np.int32)
+X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(1, 3, 2, 4)
+LABELS = np.array([1, 2], np.int32)
+
+GOOD = {
+    te.resize_positions: {
+        "params": {"m/learned_positional_encoding": {"embeddings": jnp.asarray(TABLE)}},
+        "max_len": 6,
+    },
+    te.resize_vocabulary: {
+        "params": {"m/token_embedding": {"embeddings": jnp.asarray(TABLE)}},
+        "vocab_size": 3,
+    },
+    te.alibi_bias: {"query_positions": POSITIONS, "key_positions": POSITIONS, "num_heads": 2},
+    te.alibi_slopes: {"num_heads": 2},
+    te.apply_rotary: {"x": X, "positions": POSITIONS},
+    dense_mask: {"query_positions": POSITIONS, "key_positions": POSITIONS, "causal": True},
+    te.causal_mask: {"length": 3},
+    te.check_ids: {"ids": IDS, "vocab_size": 4},
+    te.check_order: {"tokens": te.TokenPositions([0, 1], [1, 1]), "order": "full"},
+    te.dropout: {"rng": jax.random.key(0), "rate": 0.5, "x": X},
+    te.lookup: {"table": TABLE, "ids": IDS},
+    te.mask_to_bias: {"mask": np.array([True, True, False])},
+    te.padding_mask: {"ids": IDS, "pad_id": 0},
+    te.permute_rotary_weights: {
+        "weights": X,
+        "num_heads": 1,
+        "source": "half",
+        "target": "interleaved",
+    },
+    te.relative_position_buckets: {"query_positions": POSITIONS, "key_positions": POSITIONS},
+    te.sinusoidal_encoding: {"positions": POSITIONS, "d_model": 4},
+    te.sinusoidal_grid: {"shape": (2, 3), "d_model": 4},
+    te.sinusoidal_table: {"length": 3, "d_model": 4},
+    te.linear_cross_entropy: {"x": TABLE[:2], "table": TABLE, "labels": LABELS},
+    te.linear_log_probs: {"x": TABLE[:2], "table": TABLE, "labels": LABELS},
+    te.linear_logits: {"x": TABLE[:2], "table": TABLE},
+    te.TokenPositions.from_ids: {"ids": IDS, "pad_id": 0},
+    te.TokenPositions.from_lengths: {"lengths": LABELS, "length": 3},
+    te.TokenPositions.from_offset: {"offset": LABELS, "length": 3},
+    te.TokenPositions.from_segment_ids: {"segment_ids": SEGMENTS},
+    te.LinearScaling: {"factor": 2.0},
+    te.NTKScaling: {"alpha": 2.0},
+    te.DynamicNTKScaling: {"factor": 2.0, "original_length": 4, "length": 8},
+    te.YarnScaling: {"factor": 2.0, "original_length": 4},
+    te.Llama3Scaling: {"factor": 8.0},
+    te.LongRopeScaling: {
+        "short_factor": [1.0],
+        "long_factor": [2.0],
+        "factor": 2.0,
+        "original_length": 4,
+        "length": 8,
+    },
+}
+
+
+def of_arrays(function, **arguments):
+    """A function of its arrays alone, and these."""
+    arrays = {name: value for name, value in arguments.items() if isinstance(value, np.ndarray)}
+    rest = {name: value for name, value in arguments.items() if name not in arrays}
+    call = lambda *values: function(**rest, **dict(zip(arrays, values, strict=True)))
+    return call, tuple(arrays.values())
+
+
+SIDES = {"query_positions": POSITIONS, "key_positions": POSITIONS}
+IN_SEGMENTS = dict.fromkeys(["query_segment_ids", "key_segment_ids"], SEGMENTS)
+IN_BLOCKS = dict.fromkeys(["query_block_ids", "key_block_ids"], SEGMENTS)
+# Those that take arrays, trace, and give arrays.
+CALLS = {
+    function.__name__: of_arrays(function, **arguments)
+    for function, arguments in GOOD.items()
+    if any(isinstance(value, np.ndarray) for value in arguments.values())
+    and function is not te.check_ids
+}
+CALLS["AttentionMask"] = of_arrays(
+    functools.partial(dense_mask, causal=True, window=(1, 0)), **SIDES, **IN_SEGMENTS
+)
+CALLS["AttentionMask, chunks and blocks"] = of_arrays(
+    functools.partial(dense_mask, causal=False, chunk=2), **SIDES, **IN_BLOCKS
+)
+CALLS["apply_rotary_axes"] = of_arrays(
+    te.apply_rotary, x=X, positions=np.stack([POSITIONS] * 2, -1), pair_axes=(0, 1)
+)
+CALLS["lookup_one_hot"] = of_arrays(
+    te.lookup, table=TABLE, ids=IDS, lookup_style="one_hot", pad_id=0
+)
+CALLS["sinusoidal_grid"] = of_arrays(
+    te.sinusoidal_grid, shape=(2, 2), d_model=4, positions=POSITIONS
+)

@@ -1,0 +1,16 @@
+"""Meshes of the first devices, and arrays on them."""
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+
+
+def mesh_of(shape, names, kind=AUTO):
+    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+    return Mesh(devices, names, axis_types=(kind,) * len(shape))
+
+
+def put(mesh, tree, *axes):
+    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec(*axes)))
