@@ -56,6 +56,8 @@ SCORE = 2e-5
 FAR_SCORE = 1e-2
 # Of the largest logit.
 LOGIT = 1e-5
+# Of all distances; the library's float32 puts some into the next bucket.
+BUCKETS = 0.01
 MOST_PARAMETERS = 8e7
 MAPPINGS = (
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM",
@@ -96,6 +98,7 @@ SIZES = [
     (r"num_codevectors_per_group", 4),
     (r"num_kv_shared_layers", 0),
     (r"sliding_window|window_size", 4),
+    (r"local_attention", 8),
 ]  # fmt: skip
 ODD = [
     (r"(?!.*(rms|batch|cc)).*(eps|epsilon)", 0.0375),
@@ -211,9 +214,12 @@ def config_of(model_type, *, is_odd):
     if not texts(default):
         raise NotSweptError("no vocabulary")
     small = resized(default, is_odd=is_odd)
-    if is_odd and model_type in SCALED:
+    if is_odd and model_type not in UNSCALED:
         text = small.get("text_config", small)
         text["rope_parameters"] = scaled(text.get("rope_parameters"))
+        if text.get("head_dim", 0) is None:
+            # YaRN in the library does not expect it.
+            text["head_dim"] = text["hidden_size"] // text["num_attention_heads"]
     return kind.from_dict(small)
 
 
@@ -299,6 +305,8 @@ ROTATIONS = []
 FAR_ROTATIONS = []
 LAYER = [None]
 REACHED = set()
+# The last hidden states of a model, and its logits.
+HEADS = []
 
 
 def record_rotations(model):
@@ -358,6 +366,14 @@ def seen_by(model, types):
     parts = [model] + [
         part for part in model.modules() if isinstance(part, transformers.PreTrainedModel)
     ]
+    states = []
+
+    def after(_, args, output):
+        state = getattr(output, "last_hidden_state", None)
+        if state is not None:
+            states.append(state.numpy())
+
+    handles += [part.register_forward_hook(after) for part in parts]
     features = torch.zeros(BATCH, 80, 80)
     for part in parts:
         accepted = inspect.signature(part.forward).parameters
@@ -365,7 +381,8 @@ def seen_by(model, types):
         if "input_features" in accepted:
             options["input_features"] = features
         with contextlib.suppress(Exception):
-            part(**options)
+            found = part(**options)
+            HEADS.append((states[-1], found.logits.numpy()))
     near = list(ROTATIONS)
     ROTATIONS.clear()
     for part in parts:
@@ -482,15 +499,18 @@ def attends(block):
 
 def compare(model_type, *, is_odd):
     """A line of the table: what came of it, the worst ulps, and words."""
-    ROTATIONS.clear()
-    REACHED.clear()
+    for record in (ROTATIONS, REACHED, HEADS):
+        record.clear()
     config = config_of(model_type, is_odd=is_odd)
     model = built(config)
     types = np.arange(IDS.size).reshape(IDS.shape) % 2
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        path = pathlib.Path(folder, "config.json")
+        path, whole = pathlib.Path(folder, "config.json"), pathlib.Path(folder, "whole")
         complete = path.read_text()
+        whole.mkdir()
+        (whole / "config.json").write_text(complete)
+        (whole / "model.safetensors").symlink_to(f"{folder}/model.safetensors")
         if not is_odd:
             path.write_text(json.dumps(without_defaults(json.loads(complete), config)))
         inputs = seen_by(model, types)
@@ -500,26 +520,36 @@ def compare(model_type, *, is_odd):
             lines.append(of_one(folder, stack, inputs, types, config, model))
         order = ["wrong", "error", "not measured", "exact", "refused"]
         line = min(lines, key=lambda line: order.index(line[0]))
+        if line[0] == "exact":
+            line = joined([each for each in lines if each[0] == "exact"])
+            if "far" in line[3] and '"yarn"' in complete:
+                line[3]["past"] = line[3]["far"]
         if line[0] == "exact" and model_type in WHOLE:
-            bare = te.pretrained.load_embedder(folder)
-            path.write_text(complete)
-            if not same(bare, te.pretrained.load_embedder(folder)):
-                return "wrong", line[1], "other defaults than the library's", {}
-            whole_models.write_entries(path, model_type, config.get_text_config(decoder=True))
+            if model_type in DECODERS:
+                text = config.get_text_config(decoder=True)
+                whole_models.write_entries(whole / "config.json", model_type, text)
             try:
-                error = whole_error(model, pathlib.Path(folder), model_type)
+                error = whole_error(model, whole, model_type)
             except Exception as problem:
                 return "error", line[1], f"the whole model: {problem!r:.150}", {}
-            line[3]["logits" if model_type in DECODERS else "hidden"] = error
+            line[3]["hidden" if model_type in ENCODERS else "logits"] = error
             if not error <= LOGIT:
                 return "wrong", line[1], f"the whole model off by {error:.3g}", {}
     return line
 
 
+def joined(lines):
+    """A line for all stacks of a model: the worst of each thing that was compared in any."""
+    worst = {}
+    for *_, errors in lines:
+        worst |= {kind: max(error, worst.get(kind, error)) for kind, error in errors.items()}
+    return "exact", max(line[1] for line in lines), "", worst
+
+
 DECODERS, ENCODERS = whole_models.DECODERS.split(), whole_models.ENCODERS.split()
-WHOLE = {*DECODERS, *ENCODERS}
+WHOLE = {*DECODERS, *ENCODERS, *whole_models.STACKS.split()}
 # Phi 3 has scalings of its own only.
-SCALED = {*DECODERS} - {"phi3"}
+UNSCALED = {"phi3"}
 
 
 def same(found, other):
@@ -534,32 +564,34 @@ def whole_error(model, folder, model_type):
     """The worst difference of logits or last hidden vectors, as a share of the largest."""
     ids = np.random.default_rng(0).integers(5, 39, (3, 24))
     ids[1, :9] = ids[2, 20:] = PAD
-    token_types = np.arange(ids.size).reshape(ids.shape) % 2
     is_token = ids != PAD
-    given = {"input_ids": ids, "attention_mask": is_token, "use_cache": False}
+    given = {"input_ids": ids, "attention_mask": is_token.astype(int), "use_cache": False}
+    types = np.arange(ids.size).reshape(ids.shape) % 2
     if model_type in DECODERS:
         given["position_ids"] = np.maximum(is_token.cumsum(-1) - 1, 0)
-        ours = whole_models.logits(folder, ids, PAD)
+    elif model_type in ENCODERS:
+        model = getattr(model, "text_model", model.base_model)
+        given["token_type_ids"] = types
     else:
-        given["token_type_ids"] = token_types
-        model = model.base_model
-        ours = whole_models.hidden(folder, ids, PAD, token_types)
+        given |= {"decoder_input_ids": ids, "decoder_attention_mask": given["attention_mask"]}
+        given["input_features"] = np.zeros((3, 80, 80), np.float32)
     accepted = inspect.signature(model.forward).parameters
-    tensors = {key: torch.tensor(value) for key, value in given.items() if key in accepted}
-    found = model(**tensors | {"attention_mask": torch.tensor(is_token).long()})
-    theirs = (found.logits if model_type in DECODERS else found.last_hidden_state).numpy()
-    return float(np.abs(ours - theirs)[is_token].max() / np.abs(theirs[is_token]).max())
+    found = model(**{key: torch.tensor(given[key]) for key in given if key in accepted})
+    theirs = (found.last_hidden_state if model_type in ENCODERS else found.logits).numpy()
+    if model_type in DECODERS:
+        ours = whole_models.logits(folder, ids, PAD)
+    elif model_type in ENCODERS:
+        ours = whole_models.hidden(folder, ids, PAD, token_types=types)
+    else:
+        states = found.encoder_last_hidden_state.numpy() if "input_features" in accepted else None
+        ours = whole_models.of_stacks(folder, ids, PAD, states)
+    return share(ours[is_token], theirs[is_token])
 
 
 def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911, PLR0912 (outcomes)
     """A line for one stack."""
     try:
-        try:
-            found = te.pretrained.load_embedder(folder, stack=stack)
-        except ValueError as error:
-            if "stack: wanted None" not in str(error):
-                raise
-            found = te.pretrained.load_embedder(folder)
+        found = whole_models.load(folder, stack)
     except ValueError as error:
         return "refused", None, str(error).replace(folder, ""), {}
     except Exception as error:
@@ -588,6 +620,8 @@ def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911, PLR09
         return "wrong", np.inf, f"shape {outputs[0].shape} for {theirs.shape}", {}
     ours = min(outputs, key=lambda each: ulps(each[is_token], theirs[is_token]))
     worst = ulps(ours[is_token], theirs[is_token])
+    if not same(found, whole_models.load(f"{folder}/whole", stack)):
+        return "wrong", worst, "other defaults than the library's", {}
     turns = rotation_error(found, blocks, ROTATIONS, config, model)
     if not worst <= (ULPS if found.config.embedding_width is None else WIDENED_ULPS):
         return "wrong", worst, f"embeddings off by {np.abs(ours - theirs)[is_token].max():.3g}", {}
@@ -603,7 +637,43 @@ def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911, PLR09
             errors["far"] = far
             if not far <= FAR_SCORE:
                 return "wrong", worst, f"rotation off by {far:.3g} at 100,000", {}
+    if found.bias is not None and (error := bias_error(found, model)) is not None:
+        errors["bias"] = error
+        if error > BUCKETS:
+            return "wrong", worst, f"bias off at {error:.1%} of all distances", {}
+    if isinstance(found.config.output, te.OutputLayer) and (error := head_error(found)) is not None:
+        errors["head"] = error
+        if not error <= LOGIT:
+            return "wrong", worst, f"logits of the last hidden state off by {error:.3g}", {}
     return "exact", worst, "", errors
+
+
+def head_error(found):
+    """The worst difference of logits of the library's last hidden state; None: it has no logits."""
+    for states, theirs in HEADS:
+        if theirs.shape == (*IDS.shape, found.config.vocab_size):
+            ours = np.asarray(te.Embedder(found.config).logits(found.params, states))
+            return share(ours[IDS != PAD], theirs[IDS != PAD])
+    return None
+
+
+def bias_error(found, model):
+    """The share of distances at which T5's biases differ; None: its attention computes none."""
+    for part in model.modules():
+        table = getattr(part, "relative_attention_bias", None)
+        compute = getattr(part, "compute_bias", len)
+        if table is None or "key_length" not in inspect.signature(compute).parameters:
+            continue
+        own = found.params["relative_position_bias"]["embeddings"]
+        if np.array_equal(table.weight.numpy(), own):
+            ours = whole_models.bias_of(found, range(600))
+            return float(np.mean(ours != compute(600, 600)[0].numpy()))
+    return None
+
+
+def share(ours, theirs):
+    """The worst difference, as a share of the largest value."""
+    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
 
 def reasons_of(config):
@@ -617,22 +687,19 @@ def reasons_of(config):
     return [name for name, is_there in parts.items() if is_there]
 
 
-def sweep(types):
-    """A line for each type."""
-    table = {}
-    for model_type in tqdm(types, mininterval=5):
-        for is_odd in (True, False):
-            try:
-                line = compare(model_type, is_odd=is_odd)
-            except NotSweptError as error:
-                line = ("not built", None, str(error), {})
-            except Exception as error:
-                line = ("not built", None, f"{type(error).__name__}: {error!s:.150}", {})
-            form = "odd" if is_odd else "bare"
-            table.setdefault(model_type, {})[form] = line
-            if line[0] not in ("exact", "wrong", "error"):
-                break
-    return table
+def both_forms(model_type):
+    """A line for each form of a type; for the first alone, if there is nothing to compare."""
+    lines = {}
+    for form in ("odd", "bare"):
+        try:
+            line = compare(model_type, is_odd=form == "odd")
+        except Exception as error:
+            why = "" if isinstance(error, NotSweptError) else f"{type(error).__name__}: "
+            line = ("not built", None, f"{why}{error!s:.150}", {})
+        lines[form] = line
+        if line[0] not in ("exact", "wrong", "error"):
+            break
+    return lines
 
 
 def outcome(lines):
@@ -709,12 +776,24 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("types", nargs="*")
     parser.add_argument("--page", action="store_true")
+    parser.add_argument(
+        "--table",
+        type=pathlib.Path,
+        help="a file that keeps each line; without TYPE, the types in it are not compared again",
+    )
     args = parser.parse_args()
     transformers.utils.logging.set_verbosity(50)
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    table = sweep(args.types or sorted(configuration_auto.CONFIG_MAPPING_NAMES))
+    table = {}
+    if args.table and args.table.exists():
+        table = json.loads(args.table.read_text())
+    types = args.types or sorted({*configuration_auto.CONFIG_MAPPING_NAMES} - {*table})
+    for model_type in tqdm(types, mininterval=5):
+        table[model_type] = both_forms(model_type)
+        if args.table:
+            args.table.write_text(json.dumps(table))
     if args.page:
         PAGE.write_text(page_of(table, PAGE.read_text()))
     for model_type, lines in table.items():
