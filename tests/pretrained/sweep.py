@@ -181,7 +181,7 @@ def resized(entries, *, is_odd):  # noqa: PLR0912 (a rule for each kind of entry
         kinds = list(dict.fromkeys(small["layer_types"]))
         small["layer_types"] = (kinds * 3)[:3]
     if "qk_rope_head_dim" in entries:
-        small["head_dim"] = 8
+        small |= {"head_dim": 8, "num_key_value_heads": 4}
     small |= SPECIAL.get(entries.get("model_type"), {})
     rope = small.get("rope_parameters")
     if isinstance(rope, dict):
@@ -378,11 +378,11 @@ def seen_by(model, types):
     for part in parts:
         accepted = inspect.signature(part.forward).parameters
         options = {key: value for key, value in given.items() if key in accepted}
-        if "input_features" in accepted:
-            options["input_features"] = features
-        with contextlib.suppress(Exception):
-            found = part(**options)
-            HEADS.append((states[-1], found.logits.numpy()))
+        for more in ({"input_features": features}, {}):
+            with contextlib.suppress(Exception):
+                if more.keys() <= accepted.keys():
+                    found = part(**options | more)
+                    HEADS.append((states[-1], found.logits.numpy()))
     near = list(ROTATIONS)
     ROTATIONS.clear()
     for part in parts:
@@ -522,7 +522,7 @@ def compare(model_type, *, is_odd):
         line = min(lines, key=lambda line: order.index(line[0]))
         if line[0] == "exact":
             line = joined([each for each in lines if each[0] == "exact"])
-            if "far" in line[3] and '"yarn"' in complete:
+            if "far" in line[3] and re.search(IS_SCALED, complete):
                 line[3]["past"] = line[3]["far"]
         if line[0] == "exact" and model_type in WHOLE:
             if model_type in DECODERS:
@@ -548,8 +548,9 @@ def joined(lines):
 
 DECODERS, ENCODERS = whole_models.DECODERS.split(), whole_models.ENCODERS.split()
 WHOLE = {*DECODERS, *ENCODERS, *whole_models.STACKS.split()}
-# Phi 3 has scalings of its own only.
-UNSCALED = {"phi3"}
+# They have scalings of their own only, or do not say how many positions they have.
+UNSCALED = {"phi3", "phi4_multimodal", "phimoe", "recurrent_gemma"}
+IS_SCALED = r'"rope_type": "(yarn|llama3|linear|dynamic|longrope)"'
 
 
 def same(found, other):
@@ -576,6 +577,8 @@ def whole_error(model, folder, model_type):
         given |= {"decoder_input_ids": ids, "decoder_attention_mask": given["attention_mask"]}
         given["input_features"] = np.zeros((3, 80, 80), np.float32)
     accepted = inspect.signature(model.forward).parameters
+    if "input_features" in accepted:
+        given.pop("attention_mask")
     found = model(**{key: torch.tensor(given[key]) for key in given if key in accepted})
     theirs = (found.last_hidden_state if model_type in ENCODERS else found.logits).numpy()
     if model_type in DECODERS:
@@ -651,7 +654,9 @@ def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911, PLR09
 def head_error(found):
     """The worst difference of logits of the library's last hidden state; None: it has no logits."""
     for states, theirs in HEADS:
-        if theirs.shape == (*IDS.shape, found.config.vocab_size):
+        width = found.params[TOKENS]["embeddings"].shape[-1]
+        is_ours = theirs.shape == (*IDS.shape, found.config.vocab_size)
+        if is_ours and states.shape == (*IDS.shape, width):
             ours = np.asarray(te.Embedder(found.config).logits(found.params, states))
             return share(ours[IDS != PAD], theirs[IDS != PAD])
     return None

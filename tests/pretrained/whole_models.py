@@ -4,6 +4,7 @@ The tables say what they need to know of a type besides its config.json and what
 returns.
 """
 
+import collections
 import functools
 import json
 import pathlib
@@ -44,6 +45,7 @@ ACTIVATIONS = {
     "swish": jax.nn.silu,
     "gelu_fast": jax.nn.gelu,
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "gpt_oss": lambda x: jnp.minimum(x, 7) * jax.nn.sigmoid(1.702 * jnp.minimum(x, 7)),
 }
 # Entries that the decoder asks for and that a type has under another name, or never writes.
 ENTRIES = {
@@ -61,7 +63,8 @@ ENTRIES = {
 EXPERT = r"layers\.(?P<layer>\d+)\.\w+\.experts\.\d+\.(?P<role>\w+)\.weight$"
 EXPERT_ROLES = {"w1": "gate", "gate_proj": "gate", "w3": "up", "up_proj": "up"}
 EXPERT_ROLES |= {"w2": "down", "down_proj": "down"}
-ROUTER = r"layers\.(?P<layer>\d+)\.\w+\.gate\.weight$"
+FUSED = r"layers\.(?P<layer>\d+)\.mlp\.experts\.(?P<roles>gate_up|down)_proj(_bias)?$"
+ROUTER = r"layers\.(?P<layer>\d+)\.\w+\.(gate|router)\.(?P<leaf>weight|bias)$"
 SIZES = "num_attention_heads num_hidden_layers num_key_value_heads"
 EPSILONS = "norm_epsilon norm_eps"
 DECODERS = (
@@ -73,25 +76,26 @@ DECODERS = (
     "granite_speech_plus hyperclovax_vision_v2 idefics2 idefics3 internvl janus lighton_ocr llava "
     "llava_next llava_next_video llava_onevision mistral3 moss_transcribe_diarize musicflamingo "
     "ovis2 paligemma pp_chart2table qianfan_ocr qwen2_audio qwen3_asr shieldgemma2 smolvlm "
-    "qwen2_vl qwen2_5_vl qwen3_vl mixtral qwen3_moe olmoe"
+    "qwen2_vl qwen2_5_vl qwen3_vl mixtral qwen3_moe olmoe gpt_oss"
 )
 # Of a layer's tensors in `stack`.
 STACK_ROLES = {
     r"experts\.\d+\.\w+": None,
-    r"Wqkv": "query key value",
+    r"Wqkv|qkv_proj": "query key value",
     r"(self|attention)\.query|(attn|Attention)\.q|q_lin|q_proj": "query",
     r"(self|attention)\.key|(attn|Attention)\.k|k_lin|k_proj": "key",
     r"(self|attention)\.value|(attn|Attention)\.v|v_lin|v_proj": "value",
     r"attention\.(output\.)?dense|(attn|Attention)\.W?o|out_lin|out_proj|o_proj": "mix",
     r"decoder\S+layer\.1\.layer_norm|encoder_attn_layer_norm": "norm_cross",
     r"layer\.0\.layer_norm|attention\.(output\.)?LayerNorm|(sa|self_attn)_layer_norm|attn_norm|"
-    r"norm1|post_attention_layernorm": "norm_mix",
+    r"norm1|post_attention_layernorm|layernorm_before|attn_ln": "norm_mix",
     r"Wi": "gate up",
+    r"up_gate_proj": "up gate",
     r"wi_0|fc12|gate_proj": "gate",
     r"intermediate\.dense|lin1|fc11?|ffn|wi(_1)?|up_proj": "up",
     r"output\.dense|lin2|fc2|ffn_output|[wW]o|down_proj": "down",
     r"output\.LayerNorm|(output|final|full_layer)_layer_norm|layer\.[12]\.layer_norm|norm2|mlp_norm|"
-    r"post_mlp_layernorm": "norm_mlp",
+    r"post_mlp_layernorm|layernorm_after|mlp_ln": "norm_mlp",
 }
 CAUSAL = "clip clip_text_model clipseg_text_model groupvit_text_model metaclip_2_text_model"
 CAUSAL += " owlv2_text_model owlvit_text_model xclip_text_model"
@@ -154,42 +158,84 @@ def logits(folder, ids, pad_id):
     # For text, the three positions of a token are equal.
     for options in filter(None, model.rotary):
         options.pop("pair_axes", None)
-    apply = hk.transform(functools.partial(parts.decoder, model)).apply
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    options = {}
+    if sinks := [tensors[name] for name in sorted(tensors) if name.endswith(".sinks")]:
+        options["attend"] = functools.partial(attend_with_sinks, iter(sinks))
+        model.activation = ACTIVATIONS["gpt_oss"]
+    apply = hk.transform(functools.partial(parts.decoder, model, **options)).apply
     tokens = te.TokenPositions.from_ids(ids, pad_id=pad_id)
     with hk.intercept_methods(routed(model, folder)):
         return np.asarray(apply(model.params, None, ids, tokens)[0])
 
 
+def experts_of(tensors):
+    """The experts of each layer side by side, its router, and what experts add to their sums.
+
+    gpt-oss has the experts of a layer in one tensor, its gates between what they multiply.
+    """
+    blocks, routers = collections.defaultdict(list), collections.defaultdict(dict)
+    for name, array in sorted(tensors.items()):
+        if found := re.search(EXPERT, name):
+            blocks[found["layer"], EXPERT_ROLES[found["role"]], "w"].append(array.T)
+        elif found := re.search(FUSED, name):
+            parts = {"gate": array[..., ::2], "up": array[..., 1::2]}
+            for role in found["roles"].split("_"):
+                blocks[found["layer"], role, "wb"["bias" in name]] += [*parts.get(role, array)]
+        elif found := re.search(ROUTER, name):
+            routers[found["layer"]][found["leaf"]] = array.T
+    layers, offsets = collections.defaultdict(dict), {}
+    for (number, role, leaf), arrays in blocks.items():
+        if (role, leaf) == ("down", "b"):
+            offsets[number] = np.stack(arrays)
+        else:
+            layers[number, role][leaf] = np.concatenate(arrays, 0 if role == "down" else -1)
+    return layers, routers, offsets
+
+
 def routed(model, folder):
-    """Puts the experts of a layer side by side; what they get up to is times the router's weights."""
+    """An interceptor: what experts get up to is times the router's weights."""
     tensors = safetensors.numpy.load_file(folder / "model.safetensors")
     entries = json.loads((folder / "config.json").read_text())
     entries = entries.get("text_config", entries)
-    routers, experts = {}, {}
-    for name, array in sorted(tensors.items()):
-        if found := re.search(EXPERT, name):
-            role = EXPERT_ROLES[found["role"]]
-            experts.setdefault((found["layer"], role), []).append(array.T)
-        elif found := re.search(ROUTER, name):
-            routers[found["layer"]] = array.T
-    for (number, role), weights in experts.items():
-        leaves = {"w": np.concatenate(weights, 0 if role == "down" else 1)}
+    layers, routers, offsets = experts_of(tensors)
+    for (number, role), leaves in layers.items():
         model.layers[int(number)][role] = model.params[f"layer_{number}/{role}"] = leaves
+    shares = {}
+
+    def share(number, x):
+        logits = x @ routers[number]["weight"] + routers[number].get("bias", 0)
+        weights = jax.nn.softmax(logits)
+        least = jax.lax.top_k(weights, entries["num_experts_per_tok"])[0][..., -1:]
+        weights = jnp.where(weights >= least, weights, 0)
+        if entries.get("norm_topk_prob", True):
+            weights /= weights.sum(-1, keepdims=True)
+        shares[number] = weights
 
     def call(function, args, options, context):
         y = function(*args, **options)
         place = f"{context.module.module_name}.{context.method_name}"
-        found = re.search(r"layer_(\d+)/up.__call__$", place)
+        found = re.search(r"layer_(\d+)/(up|down).__call__$", place)
         if found is None or found[1] not in routers:
             return y
-        shares = jax.nn.softmax(args[0] @ routers[found[1]])
-        least = jax.lax.top_k(shares, entries["num_experts_per_tok"])[0][..., -1:]
-        shares = jnp.where(shares >= least, shares, 0)
-        if entries.get("norm_topk_prob", True):
-            shares /= shares.sum(-1, keepdims=True)
-        return y * jnp.repeat(shares, y.shape[-1] // shares.shape[-1], axis=-1)
+        number, role = found.groups()
+        if role == "down":
+            return y + shares[number] @ offsets[number] if offsets else y
+        share(number, args[0])
+        if "swiglu_limit" in entries:
+            y = jnp.clip(y, -entries["swiglu_limit"], entries["swiglu_limit"]) + 1
+        return y * jnp.repeat(shares[number], y.shape[-1] // shares[number].shape[-1], axis=-1)
 
     return call
+
+
+def attend_with_sinks(sinks, rule, query, key, value, *, scale, softcap, bias):
+    """Attention that may also attend to nothing: each head of each layer has a logit for that."""
+    key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+    logits = scale * jnp.einsum("bthd,bshd->bhts", query, key) + te.mask_to_bias(rule.dense())
+    sink = jnp.broadcast_to(next(sinks)[:, None, None], (*logits.shape[:-1], 1))
+    weights = jax.nn.softmax(jnp.concatenate([logits, sink], -1))[..., :-1]
+    return jnp.einsum("bhts,bshd->bthd", weights, value)
 
 
 def read_stack(folder, side):
