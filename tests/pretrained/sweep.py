@@ -110,6 +110,10 @@ ODD = [
 ]
 
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}
+BASES = {
+    "layer_rope_theta": [700.0, 0, 700.0],
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+}
 SPECIAL = {
     "bamba": MAMBA,
     "granitemoehybrid": MAMBA,
@@ -120,6 +124,8 @@ SPECIAL = {
     # Those with such tables are refused, as Gemma 3n is.
     "gemma4_text": {"hidden_size_per_layer_input": 0},
     "xglm": {"pad_token_id": 1},
+    "granite_swa": BASES,
+    "granitemoe_swa": BASES,
     "zaya": {"num_experts_per_tok": 1},
     "gpt_neo": {
         "attention_layers": ["global", "local", "global"],
@@ -132,6 +138,31 @@ SPECIAL = {
 
 # Functions that rotate what only chooses the keys that attention reads.
 OF_INDEXERS = {("modeling_deepseek_v32", "apply_rotary_pos_emb")}
+
+
+# What the page calls the comparisons.
+COMPARED = {
+    "logits": "logits",
+    "hidden": "hidden vectors",
+    "head": "output layer",
+    "bias": "biases",
+}
+ROTATED = {
+    "past": "scaled rotations to 100,000",
+    "far": "rotations to 100,000",
+    "rotation": "rotations to 6",
+}
+# In the order of an estimate of their downloads from the hub.
+MOST_USED = (
+    "bert mpnet xlm-roberta roberta distilbert qwen3 qwen2 llama electra clip gpt2 t5 opt qwen2_5_vl "
+    "qwen3_vl gpt_oss modernbert nomic_bert deberta-v2 whisper siglip gemma3 gemma3_text mistral "
+    "bart albert camembert marian m2m_100 qwen3_moe qwen2_vl phi3 gemma2 mixtral deepseek_v3 "
+    "mt5 gpt_neox bloom mbart llava"
+)
+NOT_WHOLE = {
+    "deberta-v2": "no: its attention adds scores of relative positions",
+    "deepseek_v3": "no: its heads come from latents, its experts from groups",
+}
 
 
 class NotSweptError(Exception):
@@ -730,6 +761,8 @@ def page_of(table, page):
         name: reason_of(next(line[2] for line in table[name].values() if line[2]))
         for name in types["refused"]
     }
+    used = [row for name in MOST_USED.split() for row in rows if row.startswith(f"| `{name}` ")]
+    assert len(used) == len(MOST_USED.split())
     said = [f"| `{name}` | {reason} |" for name, reason in reasons.items() if reason]
     names_of = lambda names: ", ".join(f"`{name}`" for name in names) + "."
     written = {
@@ -738,13 +771,16 @@ def page_of(table, page):
         r"(\n)\d+( types agree)": len(exact),
         r"(\n)\d+( types are refused)": len(reasons),
         r"(words, and )\d+( load, but)": len(types["not measured"]),
-        r"(logits\* \()\d+( types)": sum("logits" in row for row in rows),
-        r"(hidden vectors\* \()\d+( types)": sum("hidden vectors" in row for row in rows),
-        r"(\| whole model \|\n[-|]+\n).*?(\n\n)": "\n".join(rows),
+        r"(The )\d+( that are used most)": len(used),
+        r"(used most\n.*?\| whole model \|\n[-|]+\n).*?(\n\n)": "\n".join(used),
+        r"(All types\n.*?\| whole model \|\n[-|]+\n).*?(\n\n)": "\n".join(rows),
         r"(\| reason \|\n[-|]+\n).*?(\n\n)": "\n".join(said),
         r"(certain\.\n\n).*?(\n)": names_of(name for name in reasons if not reasons[name]),
         r"(Not measured\n\n).*?(\n)": names_of(types["not measured"]),
     }
+    for words in COMPARED.values():
+        count = sum(f" {words}," in row for row in rows)
+        written[rf"(- \*{words}\* \()\d+( types)"] = count
     for pattern, value in written.items():
         replace = lambda found, value=value: f"{found[1]}{value}{found[2]}"
         page, count = re.subn(pattern, replace, page, flags=re.DOTALL)
@@ -753,17 +789,22 @@ def page_of(table, page):
 
 
 def row_of(name, lines):
-    """A type's line of the table: what was compared in both forms, and the worst of it."""
-    worst, errors = max(line[1] for line in lines), [line[3] for line in lines]
-    kinds = {"logits": "logits", "hidden": "hidden vectors", "far": "rotations to 100,000"}
-    kinds |= {"rotation": "rotations to 6"}
-    compared = [words for kind, words in kinds.items() if all(kind in each for each in errors)]
-    if "rotations to 100,000" in compared:
-        compared.remove("rotations to 6")
-    whole = [each[kind] for each in errors for kind in ("logits", "hidden") if kind in each]
-    why = f" ({', '.join(errors[0]['why'])})" if worst and errors[0]["why"] else ""
-    of_whole = f"{max(whole):.0e}" if whole else ""
-    return f"| `{name}` | {', '.join([*compared, 'input'])} | {worst:g}{why} | {of_whole} |"
+    """A type's line of the table: what was compared, and the worst of it in both forms."""
+    errors = [line[3] for line in lines]
+
+    def worst(*kinds):
+        values = [each[kind] for each in errors for kind in kinds if kind in each]
+        return f"{max(values):.0e}" if values else ""
+
+    compared = [words for kind, words in COMPARED.items() if kind in errors[0]]
+    if rotation := next((kind for kind in ROTATED if kind in errors[0]), ""):
+        compared.append(ROTATED[rotation])
+    ulps = max(line[1] for line in lines)
+    why = f" ({', '.join(errors[0]['why'])})" if ulps and errors[0]["why"] else ""
+    whole = worst("logits", "hidden") or NOT_WHOLE.get(name, "")
+    cells = [f"`{name}`", ", ".join([*compared, "input"]), f"{ulps:g}{why}"]
+    cells += [worst("far") or worst("rotation"), worst("head"), whole]
+    return f"| {' | '.join(cells)} |"
 
 
 def reason_of(message):

@@ -46,7 +46,6 @@ _bert = functools.partial(
     norm="embeddings.LayerNorm",
     dropout="hidden_dropout_prob",
     no_output="a dense layer and a norm come before it",
-    refused_entries={"position_embedding_type": "others are not part of the input layer"},
 )
 _albert = functools.partial(
     _bert,
@@ -64,7 +63,7 @@ _roberta = functools.partial(
     },
 )
 _rotated_bert = functools.partial(
-    _bert, positions="", rotary="half", refused_entries={}, meaningless="position_embedding_type"
+    _bert, positions="", rotary="half", meaningless="position_embedding_type"
 )
 _generation = functools.partial(
     _bert, token_types="", head="lm_head.decoder lm_head output", no_output=""
@@ -148,6 +147,7 @@ _gemma3 = functools.partial(
     refused={"embed_tokens_per_layer.weight": "every layer adds a row of embed_tokens_per_layer"},
 )
 _granite = functools.partial(_llama, scale="embedding_multiplier", logits_scaling=1.0)
+_granite_swa = functools.partial(_granite, layer_rope_theta=None, layer_types=None)
 _minicpm = functools.partial(
     _llama, scale="scale_emb", meaningless="mup_denominator", tie_word_embeddings=True
 )
@@ -270,7 +270,6 @@ ARCHITECTURES = (
         meaningless="use_lang_emb sinusoidal_embeddings share_inout_emb",
         aliases={"hidden_size": "emb_dim"},
         head="pred_layer.proj",
-        refused_entries={"asm": "its output layer is an adaptive softmax"},
     ),
     _row(
         "xlnet",
@@ -515,8 +514,9 @@ ARCHITECTURES = (
         rope_theta=160_000.0,
         tie_word_embeddings=True,
     ),
-    _granite("granite granitemoe granitemoeshared granitemoe_swa"),
-    _granite("granite_swa", tie_word_embeddings=True),
+    _granite("granite granitemoe granitemoeshared"),
+    _granite_swa("granitemoe_swa"),
+    _granite_swa("granite_swa", tie_word_embeddings=True),
     _granite(
         "granite_docling_text",
         embedding_multiplier=12.0,
