@@ -72,18 +72,14 @@ _gpt2 = functools.partial(
     _row,
     tokens="wte",
     dropout="embd_pdrop",
-    aliases={"hidden_size": "n_embd", "max_position_embeddings": "n_positions"},
-)
-_gpt2_itself = functools.partial(
-    _gpt2,
-    positions="wpe",
     aliases={
         "hidden_size": "n_embd",
         "max_position_embeddings": "n_positions",
+        # Of GPT-Neo.
         "embd_pdrop": "embed_dropout",
     },
-    known_below=r"^$|\btransformer\.$",
 )
+_gpt2_itself = functools.partial(_gpt2, positions="wpe", known_below=r"^$|\btransformer\.$")
 _seq2seq = functools.partial(
     _row,
     # A stack's own table comes first: if the two are not tied, the shared one is not used.
