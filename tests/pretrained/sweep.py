@@ -48,7 +48,7 @@ FAR = np.array([0, 1, 30, 500, 7000, 50_000, 100_000])
 ULPS = 5
 # If a linear layer follows a norm.
 WIDENED_ULPS = 8
-STACKS = {"encoder", "decoder"}
+SIDES = {"encoder", "decoder"}
 TOKENS = "transformer_embedding/~/token_embedding"
 # Scores of rotated heads: float32 angles of the library, positions below 7.
 SCORE = 2e-5
@@ -576,7 +576,8 @@ def joined(lines):
 
 
 DECODERS, ENCODERS = whole_models.DECODERS.split(), whole_models.ENCODERS.split()
-WHOLE = {*DECODERS, *ENCODERS, *whole_models.STACKS.split()}
+STACKS = whole_models.STACKS.split()
+WHOLE = {*DECODERS, *ENCODERS, *STACKS}
 # They have scalings of their own only, or do not say how many positions they have.
 UNSCALED = {"phi3", "phi4_multimodal", "phimoe", "recurrent_gemma"}
 IS_SCALED = r'"rope_type": "(yarn|llama3|linear|dynamic|longrope)"'
@@ -606,7 +607,8 @@ def whole_error(model, folder, model_type):
         given |= {"decoder_input_ids": ids, "decoder_attention_mask": given["attention_mask"]}
         given["input_features"] = np.zeros((3, 80, 80), np.float32)
     accepted = inspect.signature(model.forward).parameters
-    if "input_features" in accepted:
+    of_sounds = model_type in STACKS and "input_features" in accepted
+    if of_sounds:
         given.pop("attention_mask")
     found = model(**{key: torch.tensor(given[key]) for key in given if key in accepted})
     theirs = (found.last_hidden_state if model_type in ENCODERS else found.logits).numpy()
@@ -615,7 +617,7 @@ def whole_error(model, folder, model_type):
     elif model_type in ENCODERS:
         ours = whole_models.hidden(folder, ids, PAD, token_types=types)
     else:
-        states = found.encoder_last_hidden_state.numpy() if "input_features" in accepted else None
+        states = found.encoder_last_hidden_state.numpy() if of_sounds else None
         ours = whole_models.of_stacks(folder, ids, PAD, states)
     return share(ours[is_token], theirs[is_token])
 
@@ -630,7 +632,7 @@ def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911, PLR09
         return "error", None, f"{error!r:.200}", {}
     if stack is not None and any(
         re.search(rf"\b{other}\b", name)
-        for other in STACKS - {stack}
+        for other in SIDES - {stack}
         for name in found.names.values()
     ):
         return "refused", None, f"it has no {stack} that is known", {}
@@ -793,7 +795,7 @@ def row_of(name, lines):
 
     def worst(*kinds):
         values = [each[kind] for each in errors for kind in kinds if kind in each]
-        return f"{max(values):.0e}" if values else ""
+        return f"{max(values):.1g}" if values else ""
 
     compared = [words for kind, words in COMPARED.items() if kind in errors[0]]
     if rotation := next((kind for kind in ROTATED if kind in errors[0]), ""):

@@ -76,7 +76,7 @@ DECODERS = (
     "granite_speech_plus hyperclovax_vision_v2 idefics2 idefics3 internvl janus lighton_ocr llava "
     "llava_next llava_next_video llava_onevision mistral3 moss_transcribe_diarize musicflamingo "
     "ovis2 paligemma pp_chart2table qianfan_ocr qwen2_audio qwen3_asr shieldgemma2 smolvlm "
-    "qwen2_vl qwen2_5_vl qwen3_vl mixtral qwen3_moe olmoe gpt_oss"
+    "qwen2_vl qwen2_5_vl qwen3_vl mixtral qwen3_moe olmoe gpt_oss granite_swa"
 )
 # Of a layer's tensors in `stack`.
 STACK_ROLES = {
@@ -162,7 +162,6 @@ def logits(folder, ids, pad_id):
     options = {}
     if sinks := [tensors[name] for name in sorted(tensors) if name.endswith(".sinks")]:
         options["attend"] = functools.partial(attend_with_sinks, iter(sinks))
-        model.activation = ACTIVATIONS["gpt_oss"]
     apply = hk.transform(functools.partial(parts.decoder, model, **options)).apply
     tokens = te.TokenPositions.from_ids(ids, pad_id=pad_id)
     with hk.intercept_methods(routed(model, folder)):
@@ -201,6 +200,8 @@ def routed(model, folder):
     layers, routers, offsets = experts_of(tensors)
     for (number, role), leaves in layers.items():
         model.layers[int(number)][role] = model.params[f"layer_{number}/{role}"] = leaves
+    if "swiglu_limit" in entries:
+        model.activation = ACTIVATIONS["gpt_oss"]
     shares = {}
 
     def share(number, x):
