@@ -195,6 +195,16 @@ HUB = [
     ),
     ({"model_type": "gptj", "rotary_dim": 4}, "transformer.wte.weight", {"dropout_rate": 0.0}),
     (
+        {"model_type": "whisper"},
+        "decoder.embed_tokens.weight decoder.embed_positions.weight",
+        {"dropout_rate": 0.0},
+    ),
+    (
+        {"model_type": "whisper", "dropout": 0.25},
+        "decoder.embed_tokens.weight decoder.embed_positions.weight",
+        {"dropout_rate": 0.25},
+    ),
+    (
         {"model_type": "gpt_neo", "embed_dropout": 0.25},
         "transformer.wte.weight transformer.wpe.weight",
         {"dropout_rate": 0.25},
