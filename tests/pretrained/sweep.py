@@ -48,7 +48,7 @@ FAR = np.array([0, 1, 30, 500, 7000, 50_000, 100_000])
 ULPS = 5
 # If a linear layer follows a norm.
 WIDENED_ULPS = 8
-STACKS = {"encoder", "decoder"}
+SIDES = {"encoder", "decoder"}
 TOKENS = "transformer_embedding/~/token_embedding"
 # Scores of rotated heads: float32 angles of the library, positions below 7.
 SCORE = 2e-5
@@ -96,6 +96,7 @@ SIZES = [
     (r"num_codevectors_per_group", 4),
     (r"num_kv_shared_layers", 0),
     (r"sliding_window|window_size", 4),
+    (r"local_attention", 8),
 ]  # fmt: skip
 ODD = [
     (r"(?!.*(rms|batch|cc)).*(eps|epsilon)", 0.0375),
@@ -107,6 +108,10 @@ ODD = [
 ]
 
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}
+BASES = {
+    "layer_rope_theta": [700.0, 0, 700.0],
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+}
 SPECIAL = {
     "bamba": MAMBA,
     "granitemoehybrid": MAMBA,
@@ -117,6 +122,8 @@ SPECIAL = {
     # Those with such tables are refused, as Gemma 3n is.
     "gemma4_text": {"hidden_size_per_layer_input": 0},
     "xglm": {"pad_token_id": 1},
+    "granite_swa": BASES,
+    "granitemoe_swa": BASES,
     "zaya": {"num_experts_per_tok": 1},
     "gpt_neo": {
         "attention_layers": ["global", "local", "global"],
@@ -129,6 +136,31 @@ SPECIAL = {
 
 # Functions that rotate what only chooses the keys that attention reads.
 OF_INDEXERS = {("modeling_deepseek_v32", "apply_rotary_pos_emb")}
+
+
+# What the page calls the comparisons.
+COMPARED = {
+    "logits": "logits",
+    "hidden": "hidden vectors",
+    "head": "output layer",
+    "bias": "biases",
+}
+ROTATED = {
+    "past": "scaled rotations to 100,000",
+    "far": "rotations to 100,000",
+    "rotation": "rotations to 6",
+}
+# In the order of an estimate of their downloads from the hub.
+MOST_USED = (
+    "bert mpnet xlm-roberta roberta distilbert qwen3 qwen2 llama electra clip gpt2 t5 opt qwen2_5_vl "
+    "qwen3_vl gpt_oss modernbert nomic_bert deberta-v2 whisper siglip gemma3 gemma3_text mistral "
+    "bart albert camembert marian m2m_100 qwen3_moe qwen2_vl phi3 gemma2 mixtral deepseek_v3 "
+    "mt5 gpt_neox bloom mbart llava"
+)
+NOT_WHOLE = {
+    "deberta-v2": "no: its attention adds scores of relative positions",
+    "deepseek_v3": "no: its heads come from latents, its experts from groups",
+}
 
 
 class NotSweptError(Exception):
@@ -178,7 +210,7 @@ def resized(entries, *, is_odd):  # noqa: PLR0912 (a rule for each kind of entry
         kinds = list(dict.fromkeys(small["layer_types"]))
         small["layer_types"] = (kinds * 3)[:3]
     if "qk_rope_head_dim" in entries:
-        small["head_dim"] = 8
+        small |= {"head_dim": 8, "num_key_value_heads": 4}
     small |= SPECIAL.get(entries.get("model_type"), {})
     rope = small.get("rope_parameters")
     if isinstance(rope, dict):
@@ -211,9 +243,12 @@ def config_of(model_type, *, is_odd):
     if not texts(default):
         raise NotSweptError("no vocabulary")
     small = resized(default, is_odd=is_odd)
-    if is_odd and model_type in SCALED:
+    if is_odd and model_type not in UNSCALED:
         text = small.get("text_config", small)
         text["rope_parameters"] = scaled(text.get("rope_parameters"))
+        if text.get("head_dim", 0) is None:
+            # YaRN in the library does not expect it.
+            text["head_dim"] = text["hidden_size"] // text["num_attention_heads"]
     return kind.from_dict(small)
 
 
@@ -299,6 +334,8 @@ ROTATIONS = []
 FAR_ROTATIONS = []
 LAYER = [None]
 REACHED = set()
+# The last hidden states of a model, and its logits.
+HEADS = []
 
 
 def record_rotations(model):
@@ -358,14 +395,23 @@ def seen_by(model, types):
     parts = [model] + [
         part for part in model.modules() if isinstance(part, transformers.PreTrainedModel)
     ]
+    states = []
+
+    def after(_, args, output):
+        state = getattr(output, "last_hidden_state", None)
+        if state is not None:
+            states.append(state.numpy())
+
+    handles += [part.register_forward_hook(after) for part in parts]
     features = torch.zeros(BATCH, 80, 80)
     for part in parts:
         accepted = inspect.signature(part.forward).parameters
         options = {key: value for key, value in given.items() if key in accepted}
-        if "input_features" in accepted:
-            options["input_features"] = features
-        with contextlib.suppress(Exception):
-            part(**options)
+        for more in ({"input_features": features}, {}):
+            with contextlib.suppress(Exception):
+                if more.keys() <= accepted.keys():
+                    found = part(**options | more)
+                    HEADS.append((states[-1], found.logits.numpy()))
     near = list(ROTATIONS)
     ROTATIONS.clear()
     for part in parts:
@@ -482,15 +528,18 @@ def attends(block):
 
 def compare(model_type, *, is_odd):
     """A line of the table: what came of it, the worst ulps, and words."""
-    ROTATIONS.clear()
-    REACHED.clear()
+    for record in (ROTATIONS, REACHED, HEADS):
+        record.clear()
     config = config_of(model_type, is_odd=is_odd)
     model = built(config)
     types = np.arange(IDS.size).reshape(IDS.shape) % 2
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        path = pathlib.Path(folder, "config.json")
+        path, whole = pathlib.Path(folder, "config.json"), pathlib.Path(folder, "whole")
         complete = path.read_text()
+        whole.mkdir()
+        (whole / "config.json").write_text(complete)
+        (whole / "model.safetensors").symlink_to(f"{folder}/model.safetensors")
         if not is_odd:
             path.write_text(json.dumps(without_defaults(json.loads(complete), config)))
         inputs = seen_by(model, types)
@@ -500,26 +549,38 @@ def compare(model_type, *, is_odd):
             lines.append(of_one(folder, stack, inputs, types, config, model))
         order = ["wrong", "error", "not measured", "exact", "refused"]
         line = min(lines, key=lambda line: order.index(line[0]))
+        if line[0] == "exact":
+            line = joined([each for each in lines if each[0] == "exact"])
+            if "far" in line[3] and re.search(IS_SCALED, complete):
+                line[3]["past"] = line[3]["far"]
         if line[0] == "exact" and model_type in WHOLE:
-            bare = te.pretrained.load_embedder(folder)
-            path.write_text(complete)
-            if not same(bare, te.pretrained.load_embedder(folder)):
-                return "wrong", line[1], "other defaults than the library's", {}
-            whole_models.write_entries(path, model_type, config.get_text_config(decoder=True))
+            if model_type in DECODERS:
+                text = config.get_text_config(decoder=True)
+                whole_models.write_entries(whole / "config.json", model_type, text)
             try:
-                error = whole_error(model, pathlib.Path(folder), model_type)
+                error = whole_error(model, whole, model_type)
             except Exception as problem:
                 return "error", line[1], f"the whole model: {problem!r:.150}", {}
-            line[3]["logits" if model_type in DECODERS else "hidden"] = error
+            line[3]["hidden" if model_type in ENCODERS else "logits"] = error
             if not error <= LOGIT:
                 return "wrong", line[1], f"the whole model off by {error:.3g}", {}
     return line
 
 
+def joined(lines):
+    """A line for all stacks of a model: the worst of each thing that was compared in any."""
+    worst = {}
+    for *_, errors in lines:
+        worst |= {kind: max(error, worst.get(kind, error)) for kind, error in errors.items()}
+    return "exact", max(line[1] for line in lines), "", worst
+
+
 DECODERS, ENCODERS = whole_models.DECODERS.split(), whole_models.ENCODERS.split()
-WHOLE = {*DECODERS, *ENCODERS}
-# Phi 3 has scalings of its own only.
-SCALED = {*DECODERS} - {"phi3"}
+STACKS = whole_models.STACKS.split()
+WHOLE = {*DECODERS, *ENCODERS, *STACKS}
+# They have scalings of their own only, or do not say how many positions they have.
+UNSCALED = {"phi3", "phi4_multimodal", "phimoe", "recurrent_gemma"}
+IS_SCALED = r'"rope_type": "(yarn|llama3|linear|dynamic|longrope)"'
 
 
 def same(found, other):
@@ -534,39 +595,44 @@ def whole_error(model, folder, model_type):
     """The worst difference of logits or last hidden vectors, as a share of the largest."""
     ids = np.random.default_rng(0).integers(5, 39, (3, 24))
     ids[1, :9] = ids[2, 20:] = PAD
-    token_types = np.arange(ids.size).reshape(ids.shape) % 2
     is_token = ids != PAD
-    given = {"input_ids": ids, "attention_mask": is_token, "use_cache": False}
+    given = {"input_ids": ids, "attention_mask": is_token.astype(int), "use_cache": False}
+    types = np.arange(ids.size).reshape(ids.shape) % 2
     if model_type in DECODERS:
         given["position_ids"] = np.maximum(is_token.cumsum(-1) - 1, 0)
-        ours = whole_models.logits(folder, ids, PAD)
+    elif model_type in ENCODERS:
+        model = getattr(model, "text_model", model.base_model)
+        given["token_type_ids"] = types
     else:
-        given["token_type_ids"] = token_types
-        model = model.base_model
-        ours = whole_models.hidden(folder, ids, PAD, token_types)
+        given |= {"decoder_input_ids": ids, "decoder_attention_mask": given["attention_mask"]}
+        given["input_features"] = np.zeros((3, 80, 80), np.float32)
     accepted = inspect.signature(model.forward).parameters
-    tensors = {key: torch.tensor(value) for key, value in given.items() if key in accepted}
-    found = model(**tensors | {"attention_mask": torch.tensor(is_token).long()})
-    theirs = (found.logits if model_type in DECODERS else found.last_hidden_state).numpy()
-    return float(np.abs(ours - theirs)[is_token].max() / np.abs(theirs[is_token]).max())
+    of_sounds = model_type in STACKS and "input_features" in accepted
+    if of_sounds:
+        given.pop("attention_mask")
+    found = model(**{key: torch.tensor(given[key]) for key in given if key in accepted})
+    theirs = (found.last_hidden_state if model_type in ENCODERS else found.logits).numpy()
+    if model_type in DECODERS:
+        ours = whole_models.logits(folder, ids, PAD)
+    elif model_type in ENCODERS:
+        ours = whole_models.hidden(folder, ids, PAD, token_types=types)
+    else:
+        states = found.encoder_last_hidden_state.numpy() if of_sounds else None
+        ours = whole_models.of_stacks(folder, ids, PAD, states)
+    return share(ours[is_token], theirs[is_token])
 
 
 def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911, PLR0912 (outcomes)
     """A line for one stack."""
     try:
-        try:
-            found = te.pretrained.load_embedder(folder, stack=stack)
-        except ValueError as error:
-            if "stack: wanted None" not in str(error):
-                raise
-            found = te.pretrained.load_embedder(folder)
+        found = whole_models.load(folder, stack)
     except ValueError as error:
         return "refused", None, str(error).replace(folder, ""), {}
     except Exception as error:
         return "error", None, f"{error!r:.200}", {}
     if stack is not None and any(
         re.search(rf"\b{other}\b", name)
-        for other in STACKS - {stack}
+        for other in SIDES - {stack}
         for name in found.names.values()
     ):
         return "refused", None, f"it has no {stack} that is known", {}
@@ -588,6 +654,9 @@ def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911, PLR09
         return "wrong", np.inf, f"shape {outputs[0].shape} for {theirs.shape}", {}
     ours = min(outputs, key=lambda each: ulps(each[is_token], theirs[is_token]))
     worst = ulps(ours[is_token], theirs[is_token])
+    complete = whole_models.load(f"{folder}/whole", stack)
+    if not same(found, complete):
+        return "wrong", worst, "other defaults than the library's", {}
     turns = rotation_error(found, blocks, ROTATIONS, config, model)
     if not worst <= (ULPS if found.config.embedding_width is None else WIDENED_ULPS):
         return "wrong", worst, f"embeddings off by {np.abs(ours - theirs)[is_token].max():.3g}", {}
@@ -603,7 +672,45 @@ def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911, PLR09
             errors["far"] = far
             if not far <= FAR_SCORE:
                 return "wrong", worst, f"rotation off by {far:.3g} at 100,000", {}
+    if found.bias is not None and (error := bias_error(found, model)) is not None:
+        errors["bias"] = error
+        if error:
+            return "wrong", worst, f"bias off at {error:.1%} of all distances", {}
+    if not isinstance(complete.config.output, str) and (error := head_error(complete)) is not None:
+        errors["head"] = error
+        if not error <= LOGIT:
+            return "wrong", worst, f"logits of the last hidden state off by {error:.3g}", {}
     return "exact", worst, "", errors
+
+
+def head_error(found):
+    """The worst difference of logits of the library's last hidden state; None: it has no logits."""
+    for states, theirs in HEADS:
+        width = found.params[TOKENS]["embeddings"].shape[-1]
+        is_ours = theirs.shape == (*IDS.shape, found.config.vocab_size)
+        if is_ours and states.shape == (*IDS.shape, width):
+            ours = np.asarray(te.Embedder(found.config).logits(found.params, states))
+            return share(ours[IDS != PAD], theirs[IDS != PAD])
+    return None
+
+
+def bias_error(found, model):
+    """The share of distances at which T5's biases differ; None: its attention computes none."""
+    for part in model.modules():
+        table = getattr(part, "relative_attention_bias", None)
+        compute = getattr(part, "compute_bias", len)
+        if table is None or "key_length" not in inspect.signature(compute).parameters:
+            continue
+        own = found.params["relative_position_bias"]["embeddings"]
+        if np.array_equal(table.weight.numpy(), own):
+            ours = whole_models.bias_of(found, range(600))
+            return float(np.mean(ours != compute(600, 600)[0].numpy()))
+    return None
+
+
+def share(ours, theirs):
+    """The worst difference, as a share of the largest value."""
+    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
 
 def reasons_of(config):
@@ -617,22 +724,19 @@ def reasons_of(config):
     return [name for name, is_there in parts.items() if is_there]
 
 
-def sweep(types):
-    """A line for each type."""
-    table = {}
-    for model_type in tqdm(types, mininterval=5):
-        for is_odd in (True, False):
-            try:
-                line = compare(model_type, is_odd=is_odd)
-            except NotSweptError as error:
-                line = ("not built", None, str(error), {})
-            except Exception as error:
-                line = ("not built", None, f"{type(error).__name__}: {error!s:.150}", {})
-            form = "odd" if is_odd else "bare"
-            table.setdefault(model_type, {})[form] = line
-            if line[0] not in ("exact", "wrong", "error"):
-                break
-    return table
+def both_forms(model_type):
+    """A line for each form of a type; for the first alone, if there is nothing to compare."""
+    lines = {}
+    for form in ("odd", "bare"):
+        try:
+            line = compare(model_type, is_odd=form == "odd")
+        except Exception as error:
+            why = "" if isinstance(error, NotSweptError) else f"{type(error).__name__}: "
+            line = ("not built", None, f"{why}{error!s:.150}", {})
+        lines[form] = line
+        if line[0] not in ("exact", "wrong", "error"):
+            break
+    return lines
 
 
 def outcome(lines):
@@ -658,6 +762,8 @@ def page_of(table, page):
         name: reason_of(next(line[2] for line in table[name].values() if line[2]))
         for name in types["refused"]
     }
+    used = [row for name in MOST_USED.split() for row in rows if row.startswith(f"| `{name}` ")]
+    assert len(used) == len(MOST_USED.split())
     said = [f"| `{name}` | {reason} |" for name, reason in reasons.items() if reason]
     names_of = lambda names: ", ".join(f"`{name}`" for name in names) + "."
     written = {
@@ -666,13 +772,16 @@ def page_of(table, page):
         r"(\n)\d+( types agree)": len(exact),
         r"(\n)\d+( types are refused)": len(reasons),
         r"(words, and )\d+( load, but)": len(types["not measured"]),
-        r"(logits\* \()\d+( types)": sum("logits" in row for row in rows),
-        r"(hidden vectors\* \()\d+( types)": sum("hidden vectors" in row for row in rows),
-        r"(\| whole model \|\n[-|]+\n).*?(\n\n)": "\n".join(rows),
+        r"(The )\d+( that are used most)": len(used),
+        r"(used most\n.*?\| whole model \|\n[-|]+\n).*?(\n\n)": "\n".join(used),
+        r"(All types\n.*?\| whole model \|\n[-|]+\n).*?(\n\n)": "\n".join(rows),
         r"(\| reason \|\n[-|]+\n).*?(\n\n)": "\n".join(said),
         r"(certain\.\n\n).*?(\n)": names_of(name for name in reasons if not reasons[name]),
         r"(Not measured\n\n).*?(\n)": names_of(types["not measured"]),
     }
+    for words in COMPARED.values():
+        count = sum(f" {words}," in row for row in rows)
+        written[rf"(- \*{words}\* \()\d+( types)"] = count
     for pattern, value in written.items():
         replace = lambda found, value=value: f"{found[1]}{value}{found[2]}"
         page, count = re.subn(pattern, replace, page, flags=re.DOTALL)
@@ -681,17 +790,22 @@ def page_of(table, page):
 
 
 def row_of(name, lines):
-    """A type's line of the table: what was compared in both forms, and the worst of it."""
-    worst, errors = max(line[1] for line in lines), [line[3] for line in lines]
-    kinds = {"logits": "logits", "hidden": "hidden vectors", "far": "rotations to 100,000"}
-    kinds |= {"rotation": "rotations to 6"}
-    compared = [words for kind, words in kinds.items() if all(kind in each for each in errors)]
-    if "rotations to 100,000" in compared:
-        compared.remove("rotations to 6")
-    whole = [each[kind] for each in errors for kind in ("logits", "hidden") if kind in each]
-    why = f" ({', '.join(errors[0]['why'])})" if worst and errors[0]["why"] else ""
-    of_whole = f"{max(whole):.0e}" if whole else ""
-    return f"| `{name}` | {', '.join([*compared, 'input'])} | {worst:g}{why} | {of_whole} |"
+    """A type's line of the table: what was compared, and the worst of it in both forms."""
+    errors = [line[3] for line in lines]
+
+    def worst(*kinds):
+        values = [each[kind] for each in errors for kind in kinds if kind in each]
+        return f"{max(values):.1g}" if values else ""
+
+    compared = [words for kind, words in COMPARED.items() if kind in errors[0]]
+    if rotation := next((kind for kind in ROTATED if kind in errors[0]), ""):
+        compared.append(ROTATED[rotation])
+    ulps = max(line[1] for line in lines)
+    why = f" ({', '.join(errors[0]['why'])})" if ulps and errors[0]["why"] else ""
+    whole = worst("logits", "hidden") or NOT_WHOLE.get(name, "")
+    cells = [f"`{name}`", ", ".join([*compared, "input"]), f"{ulps:g}{why}"]
+    cells += [worst("far") or worst("rotation"), worst("head"), whole]
+    return f"| {' | '.join(cells)} |"
 
 
 def reason_of(message):
@@ -709,12 +823,24 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("types", nargs="*")
     parser.add_argument("--page", action="store_true")
+    parser.add_argument(
+        "--table",
+        type=pathlib.Path,
+        help="a file that keeps each line; without TYPE, the types in it are not compared again",
+    )
     args = parser.parse_args()
     transformers.utils.logging.set_verbosity(50)
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    table = sweep(args.types or sorted(configuration_auto.CONFIG_MAPPING_NAMES))
+    table = {}
+    if args.table and args.table.exists():
+        table = json.loads(args.table.read_text())
+    types = args.types or sorted({*configuration_auto.CONFIG_MAPPING_NAMES} - {*table})
+    for model_type in tqdm(types, mininterval=5):
+        table[model_type] = both_forms(model_type)
+        if args.table:
+            args.table.write_text(json.dumps(table))
     if args.page:
         PAGE.write_text(page_of(table, PAGE.read_text()))
     for model_type, lines in table.items():

@@ -142,20 +142,6 @@ def rotates(rotary):
     return False
 
 
-@pytest.mark.slow
-@settings(max_examples=30)
-@given(ROTARIES)
-def test_rotary_arguments_are_saved_if_and_only_if_they_can_be_used(rotary):
-    with in_a_folder() as path:
-        try:
-            save_embedder(path, SMALL, PARAMS, rotary=rotary)
-        except ValueError:
-            assert not rotates(rotary)
-            return
-        assert load_embedder(path).rotary == rotary
-        assert rotates(rotary)
-
-
 BIASES = st.fixed_dictionaries(
     {"num_heads": st.integers(0, 3)},
     optional={"symmetric": st.booleans(), "max_bias": st.floats(-1, 300)},
@@ -177,19 +163,23 @@ def biases(bias):
 
 
 @pytest.mark.slow
-@settings(max_examples=30)
-@given(BIASES)
-def test_bias_arguments_are_saved_if_and_only_if_they_can_be_used(bias):
-    table = np.zeros((bias.get("num_buckets", 0), bias["num_heads"]), np.float32)
+@settings(max_examples=60)
+@given(
+    st.tuples(st.just("rotary"), ROTARIES, st.just(rotates))
+    | st.tuples(st.just("bias"), BIASES, st.just(biases))
+)
+def test_rotary_and_bias_arguments_are_saved_if_and_only_if_they_can_be_used(case):
+    name, options, works = case
+    table = np.zeros((options.get("num_buckets", 0), options.get("num_heads", 0)), np.float32)
     params = PARAMS | {"relative_position_bias": {"embeddings": table}}
     with in_a_folder() as path:
         try:
-            save_embedder(path, SMALL, params, bias=bias)
+            save_embedder(path, SMALL, params, **{name: options})
         except ValueError:
-            assert not biases(bias)
+            assert not works(options)
             return
-        assert load_embedder(path).bias == bias
-        assert biases(bias)
+        assert getattr(load_embedder(path), name) == options
+        assert works(options)
 
 
 @pytest.mark.parametrize(

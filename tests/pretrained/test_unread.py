@@ -86,9 +86,20 @@ OF_NEW_ROWS = [
         "its table of tokens alone: load_embedder.*, got config.json describes each stack apart$",
     ),
     (
-        {"model_type": "granite_swa", "layer_rope_theta": [1e4, 0]},
+        {"model_type": "granite_swa", "layer_rope_theta": [1e4, 0], "layer_types": ["a", "a"]},
         "model.embed_tokens.weight",
-        r"is not read .*, got layer_rope_theta: \[10000.0, 0\]$",
+        r"layer_rope_theta: wanted one base for each kind of layer in layer_types, \['a', 'a'\], "
+        r"got \[10000.0, 0\]$",
+    ),
+    (
+        {"model_type": "granite_swa", "layer_rope_theta": [1e4]},
+        "model.embed_tokens.weight",
+        "for a model granite_swa: .*NoneType",
+    ),
+    (
+        {"model_type": "xlm", "asm": True},
+        "embeddings.weight position_embeddings.weight layer_norm_emb.weight layer_norm_emb.bias",
+        "is not read .*, got asm: True$",
     ),
     (
         {"text_config": {"model_type": "mllama_text_model", "vocab_size": 4}},
@@ -170,6 +181,12 @@ HUB = [
         EMBED_TOKENS,
         {"rotary": HALF | {"base": 1e7}},
     ),
+    (
+        {"model_type": "granite_swa", "layer_rope_theta": [7e3, 0, 7e3]}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        EMBED_TOKENS,
+        {"rotary": {"sliding_attention": HALF | {"base": 7e3}, "full_attention": None}},
+    ),
     ({"model_type": "afmoe", "mup_enabled": True}, EMBED_TOKENS, {"scale": True}),
     (
         {"model_type": "starcoder2", "embedding_dropout": 0.25},
@@ -177,6 +194,16 @@ HUB = [
         {"dropout_rate": 0.25},
     ),
     ({"model_type": "gptj", "rotary_dim": 4}, "transformer.wte.weight", {"dropout_rate": 0.0}),
+    (
+        {"model_type": "whisper"},
+        "decoder.embed_tokens.weight decoder.embed_positions.weight",
+        {"dropout_rate": 0.0},
+    ),
+    (
+        {"model_type": "whisper", "dropout": 0.25},
+        "decoder.embed_tokens.weight decoder.embed_positions.weight",
+        {"dropout_rate": 0.25},
+    ),
     (
         {"model_type": "gpt_neo", "embed_dropout": 0.25},
         "transformer.wte.weight transformer.wpe.weight",

@@ -46,9 +46,13 @@ _bert = functools.partial(
     norm="embeddings.LayerNorm",
     dropout="hidden_dropout_prob",
     no_output="a dense layer and a norm come before it",
-    refused_entries={"position_embedding_type": "others are not part of the input layer"},
 )
-_albert = functools.partial(_bert, widen="encoder.embedding_hidden_mapping_in", known_below="")
+_albert = functools.partial(
+    _bert,
+    widen="encoder.embedding_hidden_mapping_in",
+    known_below="",
+    hidden_dropout_prob=0.0,
+)
 _roberta = functools.partial(
     _bert,
     start="pad_token_id",
@@ -59,7 +63,7 @@ _roberta = functools.partial(
     },
 )
 _rotated_bert = functools.partial(
-    _bert, positions="", rotary="half", refused_entries={}, meaningless="position_embedding_type"
+    _bert, positions="", rotary="half", meaningless="position_embedding_type"
 )
 _generation = functools.partial(
     _bert, token_types="", head="lm_head.decoder lm_head output", no_output=""
@@ -68,18 +72,14 @@ _gpt2 = functools.partial(
     _row,
     tokens="wte",
     dropout="embd_pdrop",
-    aliases={"hidden_size": "n_embd", "max_position_embeddings": "n_positions"},
-)
-_gpt2_itself = functools.partial(
-    _gpt2,
-    positions="wpe",
     aliases={
         "hidden_size": "n_embd",
         "max_position_embeddings": "n_positions",
+        # Of GPT-Neo.
         "embd_pdrop": "embed_dropout",
     },
-    known_below=r"^$|\btransformer\.$",
 )
+_gpt2_itself = functools.partial(_gpt2, positions="wpe", known_below=r"^$|\btransformer\.$")
 _seq2seq = functools.partial(
     _row,
     # A stack's own table comes first: if the two are not tied, the shared one is not used.
@@ -132,12 +132,6 @@ _qwen2_vl = functools.partial(_llama, sections=CONSECUTIVE)
 _qwen3_vl = functools.partial(
     _llama, sections=IN_TURNS, meaningless="mrope_interleaved interleaved"
 )
-_llama4 = functools.partial(
-    _interleaved,
-    rotated_kinds=(ROTATED, UNROTATED),
-    # It scales the queries of layers that are not rotated.
-    meaningless=f"floor_scale {_UNROTATED_LAYERS}",
-)
 _by_layer = functools.partial(_llama, rope_local_base_freq=10_000.0)
 _gemma = functools.partial(
     _llama, scale=True, final_logit_softcapping=None, tie_word_embeddings=True
@@ -149,6 +143,7 @@ _gemma3 = functools.partial(
     refused={"embed_tokens_per_layer.weight": "every layer adds a row of embed_tokens_per_layer"},
 )
 _granite = functools.partial(_llama, scale="embedding_multiplier", logits_scaling=1.0)
+_granite_swa = functools.partial(_granite, layer_rope_theta=None, layer_types=None)
 _minicpm = functools.partial(
     _llama, scale="scale_emb", meaningless="mup_denominator", tie_word_embeddings=True
 )
@@ -173,7 +168,7 @@ _gpt_neox = functools.partial(
 ARCHITECTURES = (
     _bert(
         "bert dpr ernie splinter visual_bert align_text_model chinese_clip_text_model "
-        "flava_text_model layoutlm fnet roc_bert markuplm tapas",
+        "layoutlm fnet roc_bert markuplm tapas",
         refused={
             "embeddings_project.weight": "it has narrow tables that a linear layer widens",
             "embeddings.task_type_embeddings.weight": "it adds a table of tasks",
@@ -207,7 +202,8 @@ ARCHITECTURES = (
         bias="encoder.relative_attention_bias",
         fixed={"pad_token_id": 1},
     ),
-    _bert("blip_text_model", token_types=""),
+    _bert("flava_text_model", hidden_dropout_prob=0.0),
+    _bert("blip_text_model", token_types="", hidden_dropout_prob=0.0),
     _generation("bert-generation"),
     _generation("git", tie_word_embeddings=False),
     _rotated_bert(
@@ -222,6 +218,7 @@ ARCHITECTURES = (
             "rope_theta": "rotary_emb_base",
             "partial_rotary_factor": "rotary_emb_fraction",
         },
+        hidden_dropout_prob=0.0,
         partial_rotary_factor=1.0,
         rope_theta=1_000.0,
     ),
@@ -269,7 +266,6 @@ ARCHITECTURES = (
         meaningless="use_lang_emb sinusoidal_embeddings share_inout_emb",
         aliases={"hidden_size": "emb_dim"},
         head="pred_layer.proj",
-        refused_entries={"asm": "its output layer is an adaptive softmax"},
     ),
     _row(
         "xlnet",
@@ -312,9 +308,15 @@ ARCHITECTURES = (
     _decoder(
         "whisper",
         scale=False,
+        dropout="embd_pdrop",
         meaningless="scale_embedding",
-        aliases={"hidden_size": "d_model", "max_position_embeddings": "max_target_positions"},
+        aliases={
+            "hidden_size": "d_model",
+            "max_position_embeddings": "max_target_positions",
+            "embd_pdrop": "dropout",
+        },
         head="proj_out",
+        embd_pdrop=0.0,
     ),
     _decoder(
         "trocr",
@@ -451,8 +453,13 @@ ARCHITECTURES = (
         rope_theta=2_000_000.0,
         tie_word_embeddings=True,
     ),
-    _llama4("llama4"),
-    _llama4("llama4_text", rope_theta=500_000.0),
+    _interleaved(
+        "llama4 llama4_text",
+        rotated_kinds=(ROTATED, UNROTATED),
+        # It scales the queries of layers that are not rotated.
+        meaningless=f"floor_scale {_UNROTATED_LAYERS}",
+        rope_theta=500_000.0,
+    ),
     _gemma("gemma"),
     _gemma("gemma2 vaultgemma", final_logit_softcapping=30.0),
     _gemma(
@@ -503,8 +510,9 @@ ARCHITECTURES = (
         rope_theta=160_000.0,
         tie_word_embeddings=True,
     ),
-    _granite("granite granitemoe granitemoeshared granitemoe_swa"),
-    _granite("granite_swa", tie_word_embeddings=True),
+    _granite("granite granitemoe granitemoeshared"),
+    _granite_swa("granitemoe_swa"),
+    _granite_swa("granite_swa", tie_word_embeddings=True),
     _granite(
         "granite_docling_text",
         embedding_multiplier=12.0,

@@ -60,7 +60,7 @@ ENTRIES = {
         (
             arguments.flag,
             False,
-            "scale_embedding rescale_embeddings mup_enabled alibi rotary_emb_interleaved asm",
+            "scale_embedding rescale_embeddings mup_enabled alibi rotary_emb_interleaved",
         ),
         (
             arguments.flag,
@@ -68,9 +68,13 @@ ENTRIES = {
             "rope_interleave tie_word_embeddings share_encoder_decoder_embeddings "
             "scale_decoder_outputs use_learned_position_embeddings",
         ),
-        (_unchecked, "absolute", "position_embedding_type"),
         # rope.py checks them.
-        (_unchecked, None, "rope_scaling rope_parameters sliding_rope_scaling"),
+        (
+            _unchecked,
+            None,
+            "rope_scaling rope_parameters sliding_rope_scaling layer_rope_theta layer_types "
+            "position_embedding_type",
+        ),
     )
     for name in names.split()
 }
@@ -78,7 +82,7 @@ ENTRIES = {
 # not name the model type.
 HARMLESS = (
     f"{_RATES} tie_word_embeddings share_encoder_decoder_embeddings scale_decoder_outputs "
-    "logit_scale logits_scaling asm position_embedding_type"
+    "logit_scale logits_scaling"
 ).split()
 
 # Words in the names of entries that concern the layer, if no part of the name is elsewhere: in
@@ -86,7 +90,7 @@ HARMLESS = (
 # sizes, which tensors say.
 CONCERNS = re.compile(
     r"posit|pos_|rot(ary|at)|rope|alibi|relative|rel_|sinus|theta|emb|scal|multiplier|mup_|"
-    r"tie_|tying|tied|share_|sharing|padding_idx|soft_?cap|lm_head"
+    r"tie_|tying|tied|share_|sharing|padding_idx|soft_?cap|lm_head|^asm$"
 )
 ELSEWHERE = re.compile(
     r"(?<!relative_)att|key|query|kv_|qk_|mlp|ffn|ssm|resid|rout|depth|time|init|vision|visual|image|"

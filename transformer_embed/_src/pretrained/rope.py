@@ -77,6 +77,8 @@ def rotary(kind: Architecture, value: Options, width: int) -> Options | None:
         return None
     if LOCAL in kind.entries:
         return {layer: _rotation(kind, value, width, layer) for layer in LAYERS}
+    if value["layer_rope_theta"]:
+        return _by_base(kind, value, width)
     rotation = _rotation(kind, value, width, FULL)
     # EXAONE 4 rotates in all layers if it has no window.
     has_window = "sliding_window" not in kind.entries or value["sliding_window"] is not None
@@ -84,6 +86,20 @@ def rotary(kind: Architecture, value: Options, width: int) -> Options | None:
         return rotation
     rotated, unrotated = kind.rotated_kinds
     return {rotated: rotation, unrotated: None}
+
+
+def _by_base(kind: Architecture, value: Options, width: int) -> Options:
+    """The arguments for each kind of layer, where each layer has a base; 0: it does not rotate."""
+    layers, bases = value["layer_types"], value["layer_rope_theta"]
+    base_of = {*zip(layers, bases, strict=True)}
+    if len(base_of) > len({*layers}):
+        want = f"one base for each kind of layer in layer_types, {short_repr(layers)}"
+        raise arguments.value_error("layer_rope_theta", want, short_repr(bases))
+    rotations = {}
+    for layer, base in base_of:
+        said = {**value, "rope_theta": base}
+        rotations[layer] = _rotation(kind, said, width, FULL) if base else None
+    return rotations
 
 
 def _rotation(kind: Architecture, value: Options, width: int, layer: str) -> dict[str, Any]:
