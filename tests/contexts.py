@@ -1,8 +1,6 @@
-"""Contexts of jax: all strict modes at once, and those that have another name, or another home, in
-its older versions."""
+"""All strict modes of jax at once."""
 
 import contextlib
-import importlib
 
 import jax
 
@@ -14,17 +12,6 @@ MODES = {
     "debug_key_reuse": lambda: jax.debug_key_reuse(True),
     "transfer_guard": lambda: jax.transfer_guard("disallow"),
 }
-
-
-def x64(enabled=True):
-    """64-bit types."""
-    home = jax if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental")
-    return home.enable_x64(enabled)
-
-
-def set_mesh(mesh):
-    """A mesh."""
-    return (getattr(jax, "set_mesh", None) or jax.sharding.use_mesh)(mesh)
 
 
 @contextlib.contextmanager

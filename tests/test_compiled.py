@@ -21,7 +21,6 @@ import pallas_kernels
 import public
 import pytest
 from collectives import collectives
-from contexts import set_mesh
 from jax.experimental.pallas.ops.tpu import splash_attention
 from jax.sharding import NamedSharding, PartitionSpec
 from targets import TargetError, target
@@ -130,7 +129,7 @@ def test_each_public_function_has_a_program():
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_each_public_function_lowers_for_an_nvidia_gpu(name):
     function, arguments = FUNCTIONS[name]
-    with set_mesh(one_device()):
+    with jax.set_mesh(one_device()):
         assert not atomic_sums(scatters(function, *arguments))
 
 
@@ -165,7 +164,7 @@ def test_the_sum_of_gradients_of_different_rows_is_not_atomic():
         one, another = (te.rows.RowGradient(ids, values, VOCAB) for ids in (some, other))
         return te.rows.add(one, another).values
 
-    with set_mesh(one_device()):
+    with jax.set_mesh(one_device()):
         found = scatters(program, of(jnp.int32, 8), of(jnp.int32, 8), of(jnp.float32, 8, 4))
     assert found
     assert not atomic_sums(found)
@@ -207,7 +206,7 @@ def test_gradients_of_tables_on_a_mesh_of_gpus_are_not_atomic_sums(program, layo
     weights = jax.ShapeDtypeStruct(
         (16, 8, 8), jnp.float32, sharding=NamedSharding(mesh, P(*batch, None, columns))
     )
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         found = scatters(program, placed, ids, weights)
     assert found
     assert not atomic_sums(found)

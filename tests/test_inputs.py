@@ -13,7 +13,6 @@ import pytest
 from calls import CALLS, IDS, POSITIONS, TABLE, X
 from cases import few
 from compare import equal
-from contexts import x64
 from refused import each_refused
 
 import transformer_embed as te
@@ -141,7 +140,7 @@ def test_unsigned_positions_in_the_other_byte_order():
 def test_traced_integers_that_int32_may_not_hold_are_refused(name):
     """On the host they are refused by value; traced, by dtype, for clamped or wrapped they would be
     other numbers."""
-    with x64():
+    with jax.enable_x64():
         for dtype in (np.uint32, np.int64, np.uint64):
             message = rf"wanted an int32 array \(.*astype.*\), got a traced {np.dtype(dtype)}\[2\]"
             with pytest.raises(TypeError, match=message):
@@ -171,7 +170,7 @@ def test_permuted_weights_keep_their_numbers():
     for weights in (np.ones(4), np.arange(4), np.array([2**40, 0, 0, 0])):
         with pytest.raises(TypeError, match=message):
             permute(weights)
-    with x64():
+    with jax.enable_x64():
         assert permute(np.arange(4.0)).dtype == jnp.float64
     assert permute([0, 1, 2, 3]).dtype == jnp.int32
     assert permute([0.5, 1, 2, 3]).dtype == jnp.float32

@@ -14,7 +14,7 @@ import public
 import pytest
 from calls import CALLS, IDS, POSITIONS, TABLE, X, of_arrays
 from cases import few
-from contexts import set_mesh, strict
+from contexts import strict
 from drawn import drawn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -175,7 +175,7 @@ OF_TABLES |= {"sharding.exchange_load", "sharding.shard_params"}
 def test_functions_of_tables(kind, table, tmp_path):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
     params = drawn(te.Embedder(CONFIG).init)
-    with set_mesh(mesh), strict("transfer_guard", "debug_key_reuse"):
+    with jax.set_mesh(mesh), strict("transfer_guard", "debug_key_reuse"):
         if KINDS[table]:
             params = te.sharding.shard_params(params, mesh, **KINDS[table])
         spec = PartitionSpec(("data", "model") if table == "interleaved" else "data")

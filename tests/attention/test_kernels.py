@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from cases import few
 from compare import equal, near
-from contexts import x64
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
@@ -202,7 +201,7 @@ def test_names_of_chunks_are_unique_whatever_the_tokens():
 
 @pytest.mark.slow
 def test_segment_ids_of_64_bits():
-    with x64():
+    with jax.enable_x64():
         ids = jnp.array([[2**40 + 1, 2**40 + 1, 1, 0]])
         mask = AttentionMask(TokenPositions(jnp.array([[0, 1, 0, 0]]), ids), causal=True)
         options = te.kernels.flash_attention(mask, order="packed")

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from cases import few
 from compare import equal
-from contexts import x64
 from refused import each_refused
 
 import transformer_embed as te
@@ -85,7 +84,7 @@ ROUNDED = [(d, e) for d in ("float16", "bfloat16", "float32", "float64") for e i
 @pytest.mark.parametrize(("dtype", "exponent"), few(ROUNDED, 6))
 def test_a_bias_that_rounds_to_zero_is_refused(dtype, exponent):
     value = -(10.0**-exponent)
-    with x64():
+    with jax.enable_x64():
         if float(np.asarray(value).astype(jnp.dtype(dtype))) < 0:
             assert np.asarray(te.mask_to_bias([False], dtype, value=value)) < 0
         else:
@@ -96,7 +95,7 @@ def test_a_bias_that_rounds_to_zero_is_refused(dtype, exponent):
 @pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype")
 def test_a_bias_is_finite_in_float64_in_either_mode(enabled):
-    with x64(enabled):
+    with jax.enable_x64(enabled):
         bias = te.mask_to_bias([True, False], "float64")
     assert bias.dtype == (jnp.float64 if enabled else jnp.float32)
     assert np.isfinite(bias).all()

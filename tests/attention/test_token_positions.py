@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import equal
-from contexts import set_mesh
 from references import check
 from refused import each_refused
 
@@ -120,7 +119,7 @@ def test_tokens_split_over_explicit_axes(spec):
         ]
 
     expected = forms(ids, segments)
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         arrays = [jax.device_put(a, jax.P(*spec)) for a in (ids, segments)]
         for function in (forms, jax.jit(forms)):
             equal(function(*arrays), expected)

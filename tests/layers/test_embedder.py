@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from cases import few
 from compare import equal, near
-from contexts import set_mesh, x64
 from drawn import drawn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -179,7 +178,7 @@ def test_positions_wider_than_int32_are_exact_or_lost():
     found, at_zero = apply(positions=highest), apply(positions=np.zeros_like(highest))
     encoding, of_zero = (te.sinusoidal_encoding(each, 8) for each in (highest, highest * 0))
     assert_close((found - at_zero) / 4, np.broadcast_to(encoding - of_zero, found.shape) / 4)
-    with x64():
+    with jax.enable_x64():
         lost = apply(positions=jax.device_put(np.arange(5) + 2.0**24 + 0.5))
     assert np.isnan(lost).all()
 
@@ -273,7 +272,7 @@ def test_on_a_mesh_the_values_are_one_device_s(kind, columns):
     table = NamedSharding(mesh, P(None, columns))
     spread = jax.tree.map(lambda leaf: jax.device_put(leaf, table), params)
     ids = jax.device_put(IDS, NamedSharding(mesh, P("data")))
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         found = both_flags(embedder)(spread, jax.random.PRNGKey(0), ids)
     want = both_flags(embedder)(params, jax.random.PRNGKey(0), IDS)
     assert_close(found, want)

@@ -11,7 +11,6 @@ import numpy as np
 import oracle
 import pytest
 from compare import equal
-from contexts import x64
 from hypothesis import strategies as st
 
 import transformer_embed as te
@@ -148,7 +147,7 @@ def test_the_gradient_where_there_is_no_phase_is_nan():
 @pytest.mark.slow
 def test_64_bit_mode():
     positions = np.array([0, 3, -5, 2**31 - 1])
-    with x64():
+    with jax.enable_x64():
         wide = np.asarray(sinusoid(np.append(positions, [2**31, 2**40]), constants(8)))
         floats = sinusoid(np.float64([0.25, 2.0**24 + 0.5]), constants(8))
         weak = sinusoid(jnp.zeros((), int) + 2**40, constants(8))

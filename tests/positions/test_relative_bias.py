@@ -13,7 +13,6 @@ import oracle
 import pytest
 from cases import few
 from compare import equal, near
-from contexts import x64
 from meshes import EXPLICIT, mesh_of, put
 from references import assert_right, check
 
@@ -151,7 +150,7 @@ def test_alibi_bias_in_float16_becomes_a_quarter_of_the_largest():
 
 
 def test_alibi_bias_in_float64():
-    with x64():
+    with jax.enable_x64():
         bias = alibi_bias([HIGHEST], [0], num_heads=3, dtype=jnp.float64)
     assert bias.dtype == jnp.float64
     expected = [float(-slope * HIGHEST) for slope in oracle.alibi_slopes(3)]
@@ -239,7 +238,7 @@ def test_bias_of_narrow_positions_does_not_overflow(name, dtype):
 @pytest.mark.slow
 @every_function
 def test_bias_of_64_bit_positions(name):
-    with x64():
+    with jax.enable_x64():
         query, keys, narrow = (
             jax.device_put(each)
             for each in (np.array([2**40]), np.array([0, 2**40 + 7, 2**41]), np.array([3], "int32"))

@@ -12,7 +12,6 @@ import numpy as np
 import oracle
 import pytest
 from compare import equal, near
-from contexts import set_mesh, x64
 from hypothesis import strategies as st
 from meshes import AUTO, EXPLICIT, mesh_of, put
 from references import ROUNDINGS, assert_right, check, check_frequencies
@@ -118,7 +117,7 @@ def test_16_bit_results_are_rounded_once():
 @pytest.mark.slow
 def test_64_bit_mode():
     x, positions = normal(4, 2, 8), np.array([0, 3, -5, 2**31])
-    with x64():
+    with jax.enable_x64():
         wide = np.asarray(apply_rotary(*map(jax.device_put, (x.astype(float), positions))))
     assert wide.dtype == jnp.float64
     assert_right(apply_rotary, wide[:3].astype(np.float32), x[:3], positions[:3])
@@ -280,7 +279,7 @@ class TestContract:
         mesh = mesh_of((2, 2, 2), ("rows", "length", "heads"), kind)
         x, positions = normal(2, 2, 2, 4), np.array([[0, 1], [70, 2**30]], np.int32)
         place = functools.partial(put, mesh)
-        with set_mesh(mesh):
+        with jax.set_mesh(mesh):
             sharded_x = place(x, "rows", "length", "heads")
             rotate = jax.jit(
                 lambda x, sharded, replicated: (

@@ -11,7 +11,6 @@ import numpy as np
 import oracle
 import pytest
 from compare import equal, near
-from contexts import x64
 from hypothesis import strategies as st
 from references import assert_right, check
 from refused import each_refused
@@ -155,7 +154,7 @@ class TestValuesThatFloat32Lacks:
 
     @pytest.mark.slow
     def test_traced_ones_are_nan(self):
-        with x64():
+        with jax.enable_x64():
             encode = jax.jit(lambda p: te.sinusoidal_encoding(p, 4))
             got = encode(jnp.array([123456789.0, 2.0**30, 0.1]))
         assert np.isnan(got).any(-1).tolist() == [True, False, False]

@@ -17,7 +17,6 @@ import optax
 import pytest
 from cases import few
 from compare import equal, near
-from contexts import set_mesh, x64
 from jax.sharding import AxisType, PartitionSpec
 from references import counted_weights, whole_losses
 from refused import refused
@@ -184,7 +183,7 @@ def test_a_z_loss_whose_slope_is_zero_has_its_gradient():
 
 @pytest.mark.slow
 def test_every_setting_in_float64():
-    with x64():
+    with jax.enable_x64():
         wide = {name: np.float64(ARRAYS[name]) for name in ("x", "table", "bias", "weights")}
         got = assert_right(1e-13, **wide, **ALL)
         assert {array.dtype for array in got} == {jnp.dtype("float64")}
@@ -192,7 +191,7 @@ def test_every_setting_in_float64():
 
 @pytest.mark.slow
 def test_first_and_second_derivatives_are_finite_differences():
-    with x64():
+    with jax.enable_x64():
 
         @jax.jit
         def loss(x, table, bias, weights):
@@ -561,7 +560,7 @@ PLACEMENTS = [
 @pytest.mark.parametrize(("kind", "specs"), few(itertools.product(KINDS, PLACEMENTS), 3), ids=str)
 def test_split_arrays_give_the_loss_of_one_device(kind, specs):
     mesh = mesh_of(kind)
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         arrays = on_mesh(mesh, **specs)
         got = step(**arrays, **MESH_OPTIONS)
     assert_close(got, oracle(**MESH, **MESH_OPTIONS))
@@ -572,7 +571,7 @@ def test_split_arrays_give_the_loss_of_one_device(kind, specs):
 
 def test_explicit_axes_may_split_the_labels_otherwise_than_x():
     mesh = mesh_of(AxisType.Explicit)
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         arrays = on_mesh(mesh, table=WHOLE, tokens=SPEC("model", "data"), bias=SPEC("model"))
         _, *gradients = jax.eval_shape(lambda: step(**arrays, **MESH_OPTIONS))
     assert [g.shape for g in gradients] == [
@@ -600,7 +599,7 @@ SHAPES = [(2, 4), (1, 8), (8, 1)]
 )
 def test_a_sharded_table_gives_the_loss_and_the_logits_of_one_device(kind, spec, shape):
     mesh = mesh_of(kind, shape)
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         arrays = on_mesh(mesh) | {"table": sharded(mesh, spec)}
         arrays["bias"] = bias = MESH["bias"][:ROWS]
         loss, of_x, of_table, *others = step(**arrays, **MESH_OPTIONS)
@@ -625,7 +624,7 @@ mesh_step = jax.jit(jax.value_and_grad(mesh_loss, (0, 1)))
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards_send_no_table_and_no_logits(kind):
     mesh = mesh_of(kind)
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         arrays = on_mesh(mesh, tokens=SPEC("data"))
         table = sharded(mesh, SPEC("model"), rows=64)
         compiled = mesh_step.lower(arrays["x"], table, arrays["labels"]).compile()
@@ -658,7 +657,7 @@ def test_products_with_the_hessian_of_shards_are_those_of_one_device():
         return jax.jvp(jax.grad(lambda x: mesh_loss(x, table, labels)), (x,), (x,))[1]
 
     mesh = mesh_of(AxisType.Explicit)
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         got = jax.jit(product)(on_mesh(mesh)["x"], sharded(mesh, SPEC("model")), MESH["labels"])
     want = jax.jit(product)(MESH["x"], MESH["table"][:ROWS], MESH["labels"])
     near(got, want, rtol=ERROR, atol=ERROR)
@@ -668,5 +667,5 @@ def test_products_with_the_hessian_of_shards_are_those_of_one_device():
 def test_columns_split_in_more_parts_than_rows_are_refused():
     mesh = mesh_of(AxisType.Explicit)
     table = meshes.put(mesh, MESH["table"][:ROWS], None, "model")
-    with set_mesh(mesh), pytest.raises(ValueError, match="all_to_all split_axis"):
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="all_to_all split_axis"):
         mesh_step(MESH["x"], table, MESH["labels"])

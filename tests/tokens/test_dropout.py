@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import equal
-from contexts import set_mesh, x64
 from hypothesis import strategies as st
 from meshes import AUTO, EXPLICIT, mesh_of, put
 from references import check
@@ -56,7 +55,7 @@ def normal(shape, dtype=jnp.float32):
 )
 @hypothesis.settings(max_examples=12)
 def test_dropout_equals_hk_dropout_bit_for_bit(shape, rate, dtype, kind, seed, wide, partitionable):
-    with x64(wide), jax.threefry_partitionable(partitionable):
+    with jax.enable_x64(wide), jax.threefry_partitionable(partitionable):
         same_bits(*jax.jit(both(rate))(KEYS[kind](seed), normal(shape, dtype)))
 
 
@@ -91,7 +90,7 @@ def test_the_fast_path_is_taken_where_it_holds():
         return drop.lower(jax.random.key(0), jnp.ones((4, 4))).compile().as_text()
 
     assert "while" not in program()
-    with x64():
+    with jax.enable_x64():
         assert "while" in program()
 
 
@@ -128,7 +127,7 @@ def test_dropout_on_a_mesh_equals_hk_dropout(kind):
     mesh = mesh_of((2, 2), ("a", "b"), kind)
     key, x = jax.random.key(3), normal((4, 8))
     expected = jax.jit(lambda key, x: hk.dropout(key, 0.4, x))(key, x)
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         sharded = put(mesh, x, "a", "b")
         dropped = jax.jit(lambda key, x: te.dropout(key, 0.4, x))(key, sharded)
     assert dropped.sharding.spec == sharded.sharding.spec

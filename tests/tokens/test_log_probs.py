@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import equal, near
-from contexts import set_mesh, x64
 from meshes import AUTO, EXPLICIT, mesh_of, put
 
 import transformer_embed as te
@@ -78,7 +77,7 @@ def value_and_gradients(function, arguments):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_values_and_gradients_are_those_of_whole_logits(options):
     got = value_and_gradients(functools.partial(ours, **options), (X, TABLE, BIAS))
-    with x64():
+    with jax.enable_x64():
         wide = [jnp.asarray(array, "f8") for array in (X, TABLE, BIAS)]
         expected = value_and_gradients(functools.partial(oracle, **options), wide)
     near(got, expected, atol=ERROR)
@@ -178,7 +177,7 @@ def test_on_a_mesh_all_is_as_on_one_device(axis_type, of_table, of_batch):
         return jax.value_and_grad(loss, (0, 1))(x, table)
 
     expected = jax.jit(run)(x, table, labels)
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         arrays = put(mesh, x, of_batch), put(mesh, table, *of_table), put(mesh, labels, of_batch)
         got = jax.jit(run)(*arrays)
     near(got, expected, atol=ERROR)
@@ -187,7 +186,7 @@ def test_on_a_mesh_all_is_as_on_one_device(axis_type, of_table, of_batch):
 @pytest.mark.slow
 def test_over_a_split_vocabulary_only_numbers_of_tokens_are_sent():
     mesh = mesh_of((4,), ("a",), EXPLICIT)
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         arguments = (
             put(mesh, np.ones((64, 8), "f4")),
             put(mesh, np.ones((400, 8), "f4"), "a"),

@@ -13,7 +13,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from compare import equal, near
-from contexts import set_mesh, x64
 from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from oracle import loop_lookup
@@ -124,7 +123,7 @@ def test_ids_of_any_integer_dtype(dtype, vocab_size, ids):
     table, ids = normal(0, vocab_size, 1), np.array(ids, dtype)
     for policy in ("nan", "clip"):
         check(te.lookup, table, ids, out_of_range=policy)
-        with x64(np.dtype(dtype).itemsize == 8):
+        with jax.enable_x64(np.dtype(dtype).itemsize == 8):
             check(te.lookup, table, jax.device_put(ids), out_of_range=policy)
 
 
@@ -134,7 +133,7 @@ def test_pad_id_is_compared_with_the_whole_id():
 
 
 def test_rows_of_float64():
-    with x64():
+    with jax.enable_x64():
         rows = te.lookup(TABLE.astype(float), jax.device_put(IDS), pad_id=2)
     assert rows.dtype == jnp.float64
     equal(rows, loop_lookup(TABLE, IDS, 2))
@@ -301,7 +300,7 @@ def test_gradient_lowered_for_a_gpu_scatters_to_distinct_rows_alone(devices):
     if devices > 1:
         specs = (PartitionSpec(), PartitionSpec("x"))
         of_mesh = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         text = {name: lowered_gradient(of_mesh, name) for name in ("cuda", "cpu", "tpu")}
     assert set(re.findall(r"stablehlo\.scatter.*?unique_indices = (\w+)", text["cuda"])) == {"true"}
     assert "stablehlo.sort" in text["cuda"]
@@ -312,7 +311,7 @@ def test_gradient_lowered_for_a_gpu_scatters_to_distinct_rows_alone(devices):
 @pytest.mark.parametrize("is_named", [True, False])
 def test_gradient_lowered_for_gpus_that_the_compiler_splits_the_batch_over_sorts_nothing(is_named):
     """A sort of the whole batch would bring all of it to each device."""
-    with set_mesh(mesh_of(AxisType.Auto)) if is_named else contextlib.nullcontext():
+    with jax.set_mesh(mesh_of(AxisType.Auto)) if is_named else contextlib.nullcontext():
         assert "stablehlo.sort" not in lowered_gradient(step, "cuda")
 
 
@@ -322,7 +321,7 @@ def test_rows_and_gradients_survive_export_with_any_number_of_ids():
     pytest.importorskip("flatbuffers")
     both = lambda table, ids: (te.lookup(table, ids), jax.grad(weighted)(table, ids, 1.0))
     symbolic = jax.ShapeDtypeStruct(export.symbolic_shape("n"), np.int32)
-    with set_mesh(mesh_of(AxisType.Auto, (1,))):
+    with jax.set_mesh(mesh_of(AxisType.Auto, (1,))):
         revived = export.deserialize(export.export(jax.jit(both))(TABLE, symbolic).serialize())
     for ids in (np.array([1, 7, 1], np.int32), np.array([4], np.int32)):
         rows, gradient = revived.call(TABLE, ids)
@@ -332,7 +331,7 @@ def test_rows_and_gradients_survive_export_with_any_number_of_ids():
 
 @pytest.mark.slow
 def test_the_gradient_of_an_empty_batch_is_zero():
-    with set_mesh(mesh_of(AxisType.Auto, (1,))):
+    with jax.set_mesh(mesh_of(AxisType.Auto, (1,))):
         gradient = jax.grad(weighted)(TABLE, np.zeros(0, int), 1.0)
     equal(gradient, 0 * TABLE)
 
@@ -373,7 +372,7 @@ def mesh_step(table, ids, cotangent, policies):
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 def test_lookup_on_a_mesh_equals_lookup_on_one_device(kind, ids_spec, table_spec, rows_spec):
     mesh = mesh_of(kind)
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         pairs = (MESH_TABLE, table_spec), (MESH_IDS, ids_spec), (MESH_COTANGENT, rows_spec)
         found = mesh_step(*put(mesh, *pairs), ("nan", "clip"))
     for policy, (rows, gradient) in found.items():
@@ -400,7 +399,7 @@ def test_gradient_on_an_explicit_mesh_of_gpus_equals_that_of_one_device(
         return jax.linear_transpose(read, table)(cotangent)[0]
 
     pairs = (MESH_TABLE, table_spec), (MESH_IDS.astype(np.uint32), ids_spec)
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         found = gradient(*put(mesh, *pairs, (MESH_COTANGENT, rows_spec)))
     assert_gradient(found, MESH_IDS, MESH_COTANGENT)
 
@@ -408,7 +407,7 @@ def test_gradient_on_an_explicit_mesh_of_gpus_equals_that_of_one_device(
 def test_columns_over_an_explicit_axis_of_the_ids_are_refused():
     mesh = mesh_of(AxisType.Explicit)
     arrays = put(mesh, (MESH_TABLE, SPEC(None, "x")), (MESH_IDS, SPEC("x")))
-    with set_mesh(mesh), pytest.raises(Exception, match="duplicate entries for `x`"):
+    with jax.set_mesh(mesh), pytest.raises(Exception, match="duplicate entries for `x`"):
         te.lookup(*arrays)
 
 
@@ -454,7 +453,7 @@ def test_logits_of_16_bits_are_summed_in_float32(dtype):
 @pytest.mark.slow
 def test_logits_of_mixed_inputs_have_the_wider_dtype():
     assert te.linear_logits(np.ones((1, WIDTH), jnp.bfloat16), TABLE).dtype == jnp.float32
-    with x64():
+    with jax.enable_x64():
         assert te.linear_logits(np.ones((1, WIDTH)), TABLE).dtype == jnp.float64
 
 
@@ -465,7 +464,7 @@ def test_logits_of_mixed_inputs_have_the_wider_dtype():
 )
 def test_logits_on_an_explicit_mesh_equal_those_of_one_device(table_spec, logits_spec):
     mesh = mesh_of(AxisType.Explicit)
-    with set_mesh(mesh), jax.default_matmul_precision("highest"):
+    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
         arrays = put(mesh, (MESH_COTANGENT, SPEC("x")), (MESH_TABLE, table_spec))
         logits = jax.jit(functools.partial(te.linear_logits, pad_id=2))(*arrays)
     assert logits.sharding.spec == logits_spec

@@ -8,7 +8,6 @@ import optimizers as made
 import pytest
 from cases import few
 from compare import near
-from contexts import x64
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,7 +43,7 @@ def gradients():
 
 def refused_or_lazy(optimizer):
     """The message; or None after steps equal to those of the oracle, in parameters and state."""
-    with x64():
+    with jax.enable_x64():
         message = made.refusal(optimizer)
         if message is not None:
             ours = "optimizer: wanted each row updated from that row alone, got "

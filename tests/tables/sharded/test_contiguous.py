@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from collectives import collectives
 from compare import equal, near
-from contexts import set_mesh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
@@ -83,7 +82,7 @@ def test_lookup_and_logits_equal_those_on_one_device_and_stay_split(name):
         options["batch_axes"] = BOTH
     table, batch = shard(mesh, spec, **options), (*place, None, None)[:2]
     columns = spec[1] if len(spec) > 1 else None
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         cotangent = put(mesh, COTANGENT, *batch, columns)
         found = rows_and_logits(
             table, put(mesh, IDS, *batch), cotangent, put(mesh, X, *place), OF_LOGITS
@@ -129,7 +128,7 @@ def test_the_devices_need_not_divide_the_ids(kind):
             for ids in batches
         ]
 
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         found = read(tables)
     for (rows, logits), ids in zip(found, 2 * batches, strict=True):
         assert rows.shape == (*ids.shape, WIDTH)
@@ -219,7 +218,7 @@ def tied(table, ids):
 def test_no_dense_step_sends_more_than_a_shard_nor_gathers_it(kind, shape, spec, loss, largest):
     mesh = mesh_of(shape, kind)
     table = shard(mesh, spec, jax.ShapeDtypeStruct((BIG, WIDTH), jnp.float32))
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         ids = put(mesh, np.zeros(BATCH, np.int32), "data")
         sent = collectives(jax.jit(jax.grad(loss)).lower(table, ids).compile())
     assert max(each.largest for each in sent) <= largest

@@ -9,7 +9,6 @@ import optax
 import pytest
 from collectives import collectives
 from compare import equal, near
-from contexts import set_mesh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
@@ -61,7 +60,7 @@ def lookup_and_gradient(table, ids, weights):
 def test_lookup_by_exchange_gives_the_rows_bit_for_bit_and_their_gradient(kind, shape, rows):
     mesh = mesh_of(shape, kind)
     table, batch = interleave(mesh, SPEC(rows)), mesh.axis_names
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         arguments = table, put(mesh, BATCHES[0], batch), put(mesh, WEIGHTS[0], batch)
         found = lookup_and_gradient(*arguments)
         sent = collectives(lookup_and_gradient.lower(*arguments).compile())

@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from compare import equal, near
-from contexts import set_mesh
 from jax.sharding import NamedSharding
 from sharded_tables import AUTO, BATCHES, BOTH, EXPLICIT, SPEC, TABLE, VOCAB, mesh_of, put
 
@@ -75,7 +74,7 @@ def test_row_wise_adagrad_trains(kind, options, start):
     place = functools.partial(
         te.sharding.shard_params, mesh=mesh, rules=rules, tables="*t", **options
     )
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         params, state = drawn = place(init, rng=jax.random.key(0))
         equal(drawn, place(init(None)))
         if start == "optimizer":

@@ -10,7 +10,6 @@ import optax
 import pytest
 from collectives import collectives
 from compare import equal, near
-from contexts import set_mesh
 from sharded_tables import (
     ADAM,
     AUTO,
@@ -59,7 +58,7 @@ def train(mesh, table, batch):
     """The table, its state, the losses and norms of a training, and what a step sends."""
     params, values = {"t": table}, []
     state, compiled = placed_state(ADAM, params), None
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         for data in zip(BATCHES, WEIGHTS, strict=True):
             arguments = (params, state, *(put(mesh, array, batch) for array in data))
             compiled = compiled or row_step.lower(*arguments).compile()
@@ -227,7 +226,7 @@ def test_a_table_trains_by_rows_beside_a_sharded_table_and_a_sharded_kernel(kind
 
     expected = step(plain, optimizer.init(plain), ids, cotangent)
     specs = {"kernel": SPEC(None, "model"), "t*": SPEC("model")}
-    with set_mesh(mesh):
+    with jax.set_mesh(mesh):
         params = te.sharding.shard_params(plain, mesh, specs, tables="t*")
         arguments = (
             params,
