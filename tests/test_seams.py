@@ -34,12 +34,27 @@ def decoder(params, ids, tokens, attend):
     return x + attended.reshape(x.shape)
 
 
-@functools.partial(jax.jit, static_argnames="window")
-def whole(params, ids, window=None):
+def t5_bias(queries, keys):
+    buckets = te.relative_position_buckets(queries, keys, bidirectional=False)
+    table = jnp.sin(jnp.arange(32.0 * HEADS)).reshape(32, HEADS)
+    return jnp.moveaxis(te.lookup(table, buckets), -1, 1)
+
+
+BIASES = {
+    "no bias": lambda queries, keys: None,
+    "alibi": functools.partial(te.alibi_bias, num_heads=HEADS),
+    "t5": t5_bias,
+}
+
+
+@functools.partial(jax.jit, static_argnames=("window", "bias"))
+def whole(params, ids, window=None, bias="no bias"):
     """The same for rows without padding."""
     tokens = te.TokenPositions(jnp.arange(ids.shape[1]))
     mask = te.AttentionMask(tokens, causal=True, window=window).dense()
-    return decoder(params, ids, tokens, functools.partial(jax.nn.dot_product_attention, mask=mask))
+    biases = BIASES[bias](tokens.positions, tokens.positions)
+    attend = functools.partial(jax.nn.dot_product_attention, bias=biases, mask=mask)
+    return decoder(params, ids, tokens, attend)
 
 
 @pytest.mark.slow
@@ -74,7 +89,8 @@ def test_a_loaders_batch_goes_through_a_packed_mask_to_a_kernel(params):
 
 
 @pytest.mark.slow
-def test_an_empty_cache_is_the_carry_of_a_scan_that_decodes(params):
+@pytest.mark.parametrize("bias", BIASES)
+def test_an_empty_cache_is_the_carry_of_a_scan_that_decodes(params, bias):
     """Prompts padded on the left, then one token a step: each as without a cache."""
     prompt, steps = jnp.array([[0, 0, 3, 4], [5, 6, 7, 8]]), 5
     embedder = te.Embedder(CONFIG)
@@ -86,7 +102,8 @@ def test_an_empty_cache_is_the_carry_of_a_scan_that_decodes(params):
         slots, *held = cache
         new += [slots.write(tokens, slot), write(held[0], keys), write(held[1], values)]
         mask = te.AttentionMask(tokens, new[0], causal=True).dense()
-        return jax.nn.dot_product_attention(queries, new[1], new[2], mask=mask)
+        biases = BIASES[bias](tokens.positions, new[0].positions)
+        return jax.nn.dot_product_attention(queries, new[1], new[2], bias=biases, mask=mask)
 
     def step(params, cache, ids, tokens, slot):
         new = []
@@ -111,7 +128,7 @@ def test_an_empty_cache_is_the_carry_of_a_scan_that_decodes(params):
     generated = generate(params, prompt)
     for row, start in enumerate((2, 0)):
         ids = jnp.concatenate([prompt[row, start:], generated[row]])[None]
-        expected = embedder.logits(params["embed"], whole(params, ids)[0]).argmax(-1)
+        expected = embedder.logits(params["embed"], whole(params, ids, bias=bias)[0]).argmax(-1)
         assert generated[row].tolist() == expected[-1 - steps : -1].tolist()
 
 

@@ -221,6 +221,11 @@ def test_queries_that_are_a_part_of_their_keys(rule):
                 assert_said(said_by_splash(mask, "packed", query_start=start), mask)
 
 
+def test_a_rule_without_limits_needs_no_promise():
+    mask = AttentionMask(TokenPositions(range(9)), causal=False)
+    assert te.kernels.dot_product_attention(mask) == {"is_causal": False}
+
+
 def test_cudnn_gets_no_window_to_the_right_of_a_causal_rule():
     for causal, window in ((True, (5, None)), (True, (5, 7)), (False, (5, 0))):
         mask = AttentionMask(RIGHT, causal=causal, window=window)

@@ -8,6 +8,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from collectives import collectives
 from compare import equal, near
@@ -29,6 +30,7 @@ from sharded_tables import (
     mesh_of,
     normal,
     on_host,
+    placed_state,
     put,
     shard,
 )
@@ -171,6 +173,31 @@ def test_lookup_under_vmap_over_seeds():
 
     rows = look([shard(mesh, SPEC("model"), table) for table in tables])
     equal(rows, np.stack([loop_lookup(table, IDS) for table in tables]))
+
+
+@pytest.mark.slow
+def test_a_tied_model_with_dropout_trains_densely_as_on_one_device():
+    embedder = te.Embedder(te.EmbedderConfig(37, 16, pad_id=0, dropout_rate=0.25))
+    ids, adam = np.random.default_rng(5).integers(0, 37, (8, 6)).astype(np.int32), optax.adam(0.01)
+
+    @jax.jit
+    def step(params, state, seed, ids):
+        def loss(params):
+            x = embedder.apply(params, jax.random.key(seed), ids, is_training=True)
+            return embedder.cross_entropy(params, x, ids)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, state = adam.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    params = on_host(embedder.init(jax.random.key(7)))
+    expected = step(params, adam.init(params), 0, ids)
+    mesh = mesh_of((2, 4), EXPLICIT)
+    with jax.set_mesh(mesh):
+        rules = {"*/token_embedding/embeddings": SPEC("model")}
+        placed = te.sharding.shard_params(params, mesh, rules)
+        found = step(placed, placed_state(adam, placed), 0, put(mesh, ids, "data"))
+    near(on_host(found), on_host(expected), atol=ERROR)
 
 
 @pytest.mark.slow
