@@ -1,5 +1,6 @@
 """Files on disk: safetensors, shards, pickles, pipes, and how a file is replaced."""
 
+import dataclasses
 import glob
 import json
 import os
@@ -355,6 +356,13 @@ def test_a_file_keeps_its_mode_and_a_new_one_has_that_of_new_files(tmp_path, mod
     save_embedder(path, SMALL, PARAMS)
     expected = stat.S_IMODE(plain.stat().st_mode) if mode is None else mode
     assert stat.S_IMODE(path.stat().st_mode) == expected
+
+
+def test_the_numbers_of_a_file_start_at_a_multiple_of_eight_bytes(tmp_path):
+    for rate in (0.5, 0.25, 0.125, 0.0625):
+        save_embedder(tmp_path / "x", dataclasses.replace(SMALL, dropout_rate=rate), PARAMS)
+        header = (tmp_path / "x").read_bytes()[:8]
+        assert int.from_bytes(header, "little") % 8 == 0
 
 
 def test_a_link_stays_a_link(tmp_path):
