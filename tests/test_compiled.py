@@ -177,7 +177,7 @@ AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
     ("program", "layout", "kind"),
     [
         *itertools.product(
-            [lookup_gradient, lazy_step], ["interleaved", "contiguous"], [AUTO, EXPLICIT]
+            [lookup_gradient, lazy_step], ["striped", "contiguous"], [AUTO, EXPLICIT]
         ),
         # Under automatic axes the compiler splits this one: sorted, the whole batch would go to
         # each device.
@@ -186,21 +186,21 @@ AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
 )
 def test_gradients_of_tables_on_a_mesh_of_gpus_are_not_atomic_sums(program, layout, kind):
     mesh, shape = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2), (VOCAB, 8)
-    if layout in ("interleaved", "contiguous"):
-        over, interleave = ("model", None) if layout == "contiguous" else (mesh.axis_names, "table")
+    if layout in ("striped", "contiguous"):
+        over, stripe = ("model", None) if layout == "contiguous" else (mesh.axis_names, "table")
         placed = te.sharding.shard_params(
             {"table": of(jnp.float32, *shape)},
             mesh,
             {"*": P(over)},
             tables="table",
-            interleave=interleave,
+            stripe=stripe,
         )
     else:
         spec = P() if layout == "whole" else P(None, "model")
         placed = {
             "table": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
         }
-    batch = P(mesh.axis_names) if layout == "interleaved" else P("data")
+    batch = P(mesh.axis_names) if layout == "striped" else P("data")
     ids = jax.ShapeDtypeStruct((16, 8), jnp.int32, sharding=NamedSharding(mesh, batch))
     columns = "model" if layout == "whole rows" else None
     weights = jax.ShapeDtypeStruct(

@@ -169,7 +169,7 @@ def test_training_goes_on_after_an_exchange_that_overflows():
     trees = [(params, "table"), (optimizer.init(params), "*/table")]
     held = [
         te.sharding.shard_params(
-            tree, mesh, {name: spec("x"), "*": spec()}, tables=name, interleave=name
+            tree, mesh, {name: spec("x"), "*": spec()}, tables=name, stripe=name
         )
         for tree, name in trees
     ]

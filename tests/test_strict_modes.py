@@ -48,7 +48,7 @@ FUNCTIONS = CALLS | {
         te.apply_rotary,
         x=X.astype(jnp.bfloat16),
         positions=POSITIONS,
-        layout="interleaved",
+        layout="striped",
         rotary_dim=2,
     ),
     "causal_mask": of_arrays(te.causal_mask, length=3),
@@ -119,9 +119,9 @@ KINDS = {
     "plain": None,
     "rows": {"rules": {PATTERN: PartitionSpec("model")}},
     "columns": {"rules": {PATTERN: PartitionSpec(None, "model")}},
-    "interleaved": {
+    "striped": {
         "rules": {PATTERN: PartitionSpec(("data", "model"))},
-        "interleave": PATTERN,
+        "stripe": PATTERN,
         "virtual_shards": 16,
     },
 }
@@ -178,15 +178,15 @@ def test_functions_of_tables(kind, table, tmp_path):
     with jax.set_mesh(mesh), strict("transfer_guard", "debug_key_reuse"):
         if KINDS[table]:
             params = te.sharding.shard_params(params, mesh, **KINDS[table])
-        spec = PartitionSpec(("data", "model") if table == "interleaved" else "data")
+        spec = PartitionSpec(("data", "model") if table == "striped" else "data")
         ids, x = jax.device_put((TABLE_IDS, TABLE_X), NamedSharding(mesh, spec))
         assert_finite(host(params, ids, tmp_path))
         # What is left out is refused: rows that are not in order, and columns that train by rows.
-        if table != "interleaved":
+        if table != "striped":
             jax.jit(dense).trace(params, ids, x)
         if table != "columns":
             jax.jit(update).trace(params, ids, x)
-        if table == "interleaved":
+        if table == "striped":
             te.sharding.exchange_load(table_of(params), ids)
 
 

@@ -77,13 +77,13 @@ def trained(name):
     # whole table, or, by exchange, half of it.
     mesh = jax.make_mesh((2, NUM_DEVICES // 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     name, over = "*/token_embedding/embeddings", ("data", "model") if exchange else "model"
-    interleave = name if exchange else None
+    stripe = name if exchange else None
     params = te.sharding.shard_params(
         EMBEDDER.init,
         mesh,
         {name: PartitionSpec(over)},
         rng=jax.random.key(0),
-        interleave=interleave,
+        stripe=stripe,
     )
     state, losses = init_state(params, mesh), []
     batch = np.random.default_rng(0).integers(0, VOCAB_SIZE, (8, 17)).astype(np.int32)

@@ -130,7 +130,7 @@ def arguments_of(way, mesh, optimizer, vocab_size, width, ids):
     """The shapes and shardings of the arguments of a step: float32, `ids` tokens a device."""
     exchanges, tokens = way == "by exchange", ids * mesh.size
     spec = PartitionSpec(None if way == "dense" else mesh.axis_names if exchanges else "model")
-    options = {"tables": "*embeddings", "interleave": "*embeddings" if exchanges else None}
+    options = {"tables": "*embeddings", "stripe": "*embeddings" if exchanges else None}
     params = {"embeddings": jax.ShapeDtypeStruct((vocab_size, width), jnp.float32)}
     trees = params, jax.eval_shape(optimizer.init, params)
     placed = te.sharding.shard_params(trees, mesh, {"*embeddings": spec}, **options)

@@ -155,7 +155,7 @@ LOSSES = {name: WRONG[name] for name in few(WRONG, 8)} | {
     name: lambda p, change=change: loss(p | {"t": map_floats(change, p["t"])})
     for name, (change, _) in RIGHT.items()
 }
-KINDS = ("plain", "contiguous", "interleaved")
+KINDS = ("plain", "contiguous", "striped")
 
 
 def placed(kind):
@@ -163,7 +163,7 @@ def placed(kind):
     if kind == "plain":
         return jax.tree.map(jnp.asarray, PARAMS)
     mesh = Mesh(np.array(jax.devices()[:2]), ["model"])
-    options = {"interleave": "t", "virtual_shards": 2} if kind == "interleaved" else {}
+    options = {"stripe": "t", "virtual_shards": 2} if kind == "striped" else {}
     return te.sharding.shard_params(
         PARAMS, mesh, {"t": PartitionSpec("model")}, tables="t", **options
     )

@@ -50,9 +50,9 @@ def shard(mesh, spec, table=TABLE, **options):
     return te.sharding.shard_params({"t": table}, mesh, {"t": spec}, tables="t", **options)["t"]
 
 
-def interleave(mesh, spec=None, table=TABLE, shards=SHARDS, **options):
+def stripe(mesh, spec=None, table=TABLE, shards=SHARDS, **options):
     spec = SPEC(mesh.axis_names) if spec is None else spec
-    return shard(mesh, spec, table, interleave="t", virtual_shards=shards, **options)
+    return shard(mesh, spec, table, stripe="t", virtual_shards=shards, **options)
 
 
 def on_host(tree):
@@ -62,7 +62,7 @@ def on_host(tree):
         if not isinstance(leaf, te.sharding.Sharded):
             return np.asarray(leaf)
         rows = leaf.in_vocabulary_order()
-        if not leaf.split.order.is_interleaved:
+        if not leaf.split.order.is_striped:
             assert not np.asarray(leaf.array)[len(rows) :].any()
         return rows
 
@@ -82,7 +82,7 @@ def placed_state(optimizer, params):
 
 
 def owned_by_one(count, devices=8):
-    """Ids that one device of an interleaved table owns."""
+    """Ids that one device of a striped table owns."""
     order = RowOrder(VOCAB, SHARDS)
     owners = order.slots(np.arange(VOCAB, dtype=np.int32)) // (order.size // devices)
     return np.flatnonzero(owners == 2)[:count].astype(np.int32)

@@ -30,7 +30,7 @@ def test_a_checkpoint_of_one_mesh_is_restored_on_others_as_a_step_needs_it(tmp_p
         te.sharding.shard_params,
         rules={"*cut": SPEC("model"), "*dealt": SPEC(BOTH)},
         tables="*[td]",
-        interleave="*dealt",
+        stripe="*dealt",
         virtual_shards=16,
     )
     saved = place(init, mesh_of((2, 2)), rng=jax.random.key(0))
@@ -55,8 +55,8 @@ def test_a_checkpoint_of_one_mesh_is_restored_on_others_as_a_step_needs_it(tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [(EXPLICIT, {}), (AUTO, {"interleave": "*/embeddings", "virtual_shards": 16})],
-    ids=["contiguous", "interleaved"],
+    [(EXPLICIT, {}), (AUTO, {"stripe": "*/embeddings", "virtual_shards": 16})],
+    ids=["contiguous", "striped"],
 )
 def test_resizing_and_saving_use_vocabulary_order(tmp_path, kind, options):
     params = te.Embedder(CONFIG).init(jax.random.key(7))

@@ -39,7 +39,7 @@ import transformer_embed as te
 
 mesh = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
 table = np.random.default_rng(0).normal(size=(int(sys.argv[2]), int(sys.argv[3]))).astype(np.float32)
-place = lambda table: te.sharding.shard_params({"t": table}, mesh, {"t": PartitionSpec("model")}, tables="t", interleave="t")
+place = lambda table: te.sharding.shard_params({"t": table}, mesh, {"t": PartitionSpec("model")}, tables="t", stripe="t")
 with ocp.PyTreeCheckpointer() as checkpointer:
     for step in (1, 2):
         checkpointer.save(f"{sys.argv[1]}/{step}", place(table * step))
@@ -112,7 +112,7 @@ def test_a_checkpoint_that_a_killed_process_was_writing_is_not_there_and_the_one
     mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
     shape = {"t": jax.ShapeDtypeStruct((VOCAB, WIDTH), np.float32)}
     target = te.sharding.shard_params(
-        shape, mesh, {"t": PartitionSpec("model")}, tables="t", interleave="t"
+        shape, mesh, {"t": PartitionSpec("model")}, tables="t", stripe="t"
     )
     args = jax.tree.map(
         lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape), target

@@ -12,10 +12,10 @@ from sharded_tables import (
     BOTH,
     SPEC,
     WIDTH,
-    interleave,
     mesh_of,
     owned_by_one,
     put,
+    stripe,
 )
 
 import transformer_embed as te
@@ -45,7 +45,7 @@ def test_the_load_of_a_step_with_max_rows_counts_ids_that_read_as_nan(max_rows):
     """It bounds the rows of each device's part of the batch."""
     mesh = mesh_of((2, 4))
     # 18 ids of one owner on each device, twice: more than an exchange of few has room for.
-    table, ids = interleave(mesh), np.tile(owned_by_one(18), (8, 2))
+    table, ids = stripe(mesh), np.tile(owned_by_one(18), (8, 2))
 
     def loss(params):
         found = te.lookup(params["t"], ids)

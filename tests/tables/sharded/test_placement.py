@@ -20,10 +20,10 @@ from sharded_tables import (
     SPEC,
     TABLE,
     WIDTH,
-    interleave,
     mesh_of,
     on_host,
     shard,
+    stripe,
 )
 
 import transformer_embed as te
@@ -32,7 +32,7 @@ SHARDED = te.sharding.Sharded
 MESH = mesh_of((2, 4))
 NAME = "transformer_embedding/~/token_embedding"
 CONFIG = te.EmbedderConfig(vocab_size=37, d_model=16, pad_id=0)
-INTERLEAVED = {"interleave": "*/embeddings", "virtual_shards": 16}
+STRIPED = {"stripe": "*/embeddings", "virtual_shards": 16}
 
 
 def test_names_choose_specs_and_the_first_rule_counts():
@@ -77,11 +77,11 @@ def test_every_device_holds_its_shard_alone():
         equal(each.data, padded[each.index])
 
 
-@pytest.mark.parametrize("first", [shard, interleave])
+@pytest.mark.parametrize("first", [shard, stripe])
 def test_a_table_moves_to_another_mesh_and_order(first):
     table = first(MESH, SPEC("model"))
     for mesh, spec in ((mesh_of((4, 2)), SPEC(BOTH)), (mesh_of((1, 2)), SPEC("model"))):
-        moved = shard(mesh, spec, table), interleave(mesh, spec, table, shards=64)
+        moved = shard(mesh, spec, table), stripe(mesh, spec, table, shards=64)
         for each in moved:
             equal(on_host(each), TABLE)
 
@@ -106,8 +106,8 @@ def test_numbers_and_states_in_a_tree_are_placed():
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [(EXPLICIT, {}), pytest.param(AUTO, INTERLEAVED, marks=pytest.mark.slow)],
-    ids=["contiguous", "interleaved"],
+    [(EXPLICIT, {}), pytest.param(AUTO, STRIPED, marks=pytest.mark.slow)],
+    ids=["contiguous", "striped"],
 )
 def test_shards_are_drawn_as_on_one_device(kind, options):
     embedder, rng = te.Embedder(CONFIG), jax.random.key(7)
@@ -158,7 +158,7 @@ ERRORS = {
         {"embedding/*": SPEC("model")},
         {},
     ),
-    "patterns: wanted each to match one of .*, got 'u'$": ({}, {"interleave": "u"}),
+    "patterns: wanted each to match one of .*, got 'u'$": ({}, {"stripe": "u"}),
     rf"{FITS} embed/embeddings of shape \[13, 8\], got .*'tensor'.*: .*tensor .*not found in mesh": (
         {"embed/*": SPEC("tensor")},
         {},
@@ -209,7 +209,7 @@ def test_columns_over_an_axis_of_the_ids_raise_an_error():
         te.lookup(table, np.arange(8))
 
 
-@pytest.mark.parametrize("options", [{}, INTERLEAVED], ids=["contiguous", "interleaved"])
+@pytest.mark.parametrize("options", [{}, STRIPED], ids=["contiguous", "striped"])
 @pytest.mark.parametrize("name", ["rng", "batch_axes", "virtual_shards", "capacity"])
 def test_any_argument_keeps_the_table_or_is_named(name, options):
     good = {

@@ -1,4 +1,4 @@
-"""The order of rows in the array of an interleaved table."""
+"""The order of rows in the array of a striped table."""
 
 import jax
 import numpy as np
@@ -6,7 +6,7 @@ import pytest
 from compare import equal
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sharded_tables import BOTH, SPEC, interleave, mesh_of
+from sharded_tables import BOTH, SPEC, mesh_of, stripe
 
 from transformer_embed._src.tables.sharded.row_order import RowOrder
 
@@ -43,9 +43,9 @@ def test_neighbouring_ids_reach_different_devices_on_every_mesh(devices):
     assert apart.max() <= max(4 * apart.mean(), 8)
 
 
-def test_an_interleaved_array_is_the_same_on_every_mesh():
+def test_an_striped_array_is_the_same_on_every_mesh():
     first, *others = (
-        np.asarray(interleave(mesh_of(shape), SPEC(rows)).array)
+        np.asarray(stripe(mesh_of(shape), SPEC(rows)).array)
         for shape, rows in (((1, 1), BOTH), ((2, 4), BOTH), ((2, 4), "model"))
     )
     for other in others:

@@ -15,7 +15,7 @@ from sharded_tables import AUTO, BATCHES, BOTH, EXPLICIT, SPEC, TABLE, VOCAB, me
 import transformer_embed as te
 
 RATE = 0.1
-INTERLEAVED = {"interleave": "*t", "virtual_shards": 16}
+STRIPED = {"stripe": "*t", "virtual_shards": 16}
 
 
 def row_wise_adagrad():
@@ -64,8 +64,8 @@ def init(rng):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options", "start"),
-    [(AUTO, {}, "optimizer"), (EXPLICIT, INTERLEAVED, "function")],
-    ids=["contiguous", "interleaved"],
+    [(AUTO, {}, "optimizer"), (EXPLICIT, STRIPED, "function")],
+    ids=["contiguous", "striped"],
 )
 def test_row_wise_adagrad_trains(kind, options, start):
     mesh = mesh_of((2, 4), kind)

@@ -23,7 +23,6 @@ from sharded_tables import (
     VOCAB,
     WEIGHTS,
     WIDTH,
-    interleave,
     lazy_adam,
     mesh_of,
     normal,
@@ -32,6 +31,7 @@ from sharded_tables import (
     put,
     row_step,
     shard,
+    stripe,
 )
 
 import transformer_embed as te
@@ -42,12 +42,12 @@ from transformer_embed._src.tables.sharded.contiguous import rows_of_this_shard
 CASES = {
     "contiguous": (AUTO, (2, 4), shard, "model", "data"),
     "contiguous over the whole mesh": (EXPLICIT, (2, 4), shard, BOTH, None),
-    "interleaved": (AUTO, (2, 4), interleave, BOTH, BOTH),
+    "striped": (AUTO, (2, 4), stripe, BOTH, BOTH),
     # Devices along the axis that the rows are not split over sum their gradients.
-    "interleaved over some axes": (
+    "striped over some axes": (
         EXPLICIT,
         (2, 2, 2),
-        interleave,
+        stripe,
         ("extra", "data"),
         ("data", "model", "extra"),
     ),
@@ -110,7 +110,7 @@ def test_one_mesh_axis_after_the_other_trains_like_a_single_hop(monkeypatch):
     monkeypatch.setattr(table_split, "plan_hops", axis_by_axis)
     # No other test has this capacity, and so the programs of this one.
     mesh = mesh_of((2, 4))
-    table = interleave(mesh, capacity=1.0625)
+    table = stripe(mesh, capacity=1.0625)
     assert not any(te.sharding.exchange_load(table, ids).dropped for ids in BATCHES)
     trained, _, losses, *_ = train(mesh, table, BOTH)
     expected, _, _, expected_losses, _ = lazy_adam()
@@ -119,10 +119,10 @@ def test_one_mesh_axis_after_the_other_trains_like_a_single_hop(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_step_reuses_the_buffers_of_an_interleaved_table_and_its_moments():
+def test_a_step_reuses_the_buffers_of_an_striped_table_and_its_moments():
     """Also where no gradient waits for the rows: that of a sum."""
     mesh, vocab_size = mesh_of((1, 8)), 2**18
-    table = interleave(mesh, table=jax.ShapeDtypeStruct((vocab_size, WIDTH), jnp.float32))
+    table = stripe(mesh, table=jax.ShapeDtypeStruct((vocab_size, WIDTH), jnp.float32))
     adam, *rest = jax.eval_shape(ADAM.init, {"t": table})
     state = adam._replace(mu={"t": table}, nu={"t": table}), *rest
     ids = jax.ShapeDtypeStruct(
@@ -143,7 +143,7 @@ def test_a_step_reuses_the_buffers_of_an_interleaved_table_and_its_moments():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("place", "dtype"), [(shard, jnp.float16), (interleave, jnp.bfloat16)], ids=["cut", "dealt"]
+    ("place", "dtype"), [(shard, jnp.float16), (stripe, jnp.bfloat16)], ids=["cut", "dealt"]
 )
 def test_gradients_of_16_bits_are_summed_over_all_devices_before_they_round(place, dtype):
     mesh, sgd, count = mesh_of((2, 4)), optax.sgd(2.0**-10), 4096
@@ -166,11 +166,11 @@ def test_gradients_of_16_bits_are_summed_over_all_devices_before_they_round(plac
 
 
 @pytest.mark.slow
-def test_gradients_accumulate_over_several_interleaved_tables_and_lookups():
+def test_gradients_accumulate_over_several_striped_tables_and_lookups():
     mesh, sgd = mesh_of((2, 4)), optax.sgd(0.5)
     plain = {"t": TABLE, "u": normal(30, 50, 4)}
     params = te.sharding.shard_params(
-        plain, mesh, {"*": SPEC(BOTH)}, tables="?", interleave="?", virtual_shards=16
+        plain, mesh, {"*": SPEC(BOTH)}, tables="?", stripe="?", virtual_shards=16
     )
 
     def value(params, ids, more):

@@ -31,7 +31,7 @@ def pmean(grads: Tree, axis_name: Any) -> Tree:
         at most vocab_size.
 
     Raises:
-        TypeError: a `RowGradient` of an interleaved table, whose rows lie on a mesh already.
+        TypeError: a `RowGradient` of a striped table, whose rows lie on a mesh already.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -54,7 +54,7 @@ def pmean(grads: Tree, axis_name: Any) -> Tree:
             return jax.lax.pmean(leaf, axis_name)
         if leaf.split is not None:
             want = "rows of a table that is whole on each device"
-            raise arguments.type_error("grads", want, "those of an interleaved table")
+            raise arguments.type_error("grads", want, "those of a striped table")
         ids, values = sum_over_devices(leaf.ids, leaf.trusted_values(), leaf.vocab_size, axis_name)
         return RowGradient(ids, values / devices, leaf.vocab_size)
 

@@ -58,7 +58,7 @@ class RowGradient(SomeRows):
         ids: [k], integers, ascending and distinct; ids of vocab_size or above are padding.
         values: [k, d], the gradient of each row; zeros for padding.
         vocab_size: number of rows of the table.
-        split: that of an interleaved table: on each device, ids count from the start of its shard.
+        split: that of a striped table: on each device, ids count from the start of its shard.
             None: of any other table.
 
     Raises:
@@ -131,7 +131,7 @@ class RowGradient(SomeRows):
             raise arguments.value_error("grads", want, got)
 
     def _on_shards(self, function: Callable) -> Callable:
-        """A function of the rows, on each device of an interleaved table."""
+        """A function of the rows, on each device of a striped table."""
         return function if self.split is None else self.split.on_shards(function)
 
 

@@ -39,7 +39,7 @@ def value_and_grad(
         has_aux: whether the loss returns (scalar, aux).
         max_rows: a bound on the distinct ids of a table in a batch; a bound below the number of ids
             makes the step cheaper. An int, or a tree like `ids` with an int for each table that has
-            a bound. If a batch has more, the highest ids read as NaN. For an interleaved table it
+            a bound. If a batch has more, the highest ids read as NaN. For a striped table it
             bounds the distinct ids of each device's part of the batch, and so the buffers of the
             exchange; the ids that read as NaN are then not always the highest.
 
@@ -47,7 +47,7 @@ def value_and_grad(
         A function that you call like the loss. It returns (value, gradients), or ((value, aux),
         gradients). The gradients are a tree like `params`, with a `RowGradient` for each table in
         `ids`. It has k rows: the number of ids, vocab_size or max_rows, whichever is smallest
-        (above 1024, rounded up to a multiple of 1024). For an interleaved table, each device has
+        (above 1024, rounded up to a multiple of 1024). For a striped table, each device has
         the gradient of its own shard's rows, as many as it can be asked for.
 
     Raises:

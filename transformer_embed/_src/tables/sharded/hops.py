@@ -7,7 +7,7 @@ row is sent once for each hop. `plan_hops` chooses the route with the smaller bu
 while a step is traced.
 
 Buffers overflow in less than one step in 1e9, if each device draws its ids independently and their
-owners are evenly spread, as interleaved rows are: of n slots, each goes to a part with probability
+owners are evenly spread, as striped rows are: of n slots, each goes to a part with probability
 p, so their number is binomial, and more than r go there with the probability
 `sum(C(n, k) p**k (1 - p)**(n - k) for k > r)`. All parts of all devices of all hops together must
 stay below 1e-9.

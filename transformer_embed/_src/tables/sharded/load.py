@@ -34,13 +34,13 @@ class ExchangeLoad(NamedTuple):
 
 
 def exchange_load(table: Sharded, ids: ArrayLike, *, max_rows: int | None = None) -> ExchangeLoad:
-    """Counts what devices send of an interleaved table for a batch, and how many ids do not fit.
+    """Counts what devices send of a striped table for a batch, and how many ids do not fit.
 
     It runs on the host. It also works on a table of shapes, which `shard_params` makes from the
     result of jax.eval_shape.
 
     Args:
-        table: an interleaved table; see `shard_params`.
+        table: a striped table; see `shard_params`.
         ids: [batch, ...], any integer dtype, not traced: the ids of all devices, whose first
             dimension is split over `batch_axes`.
         max_rows: that of `te.rows.value_and_grad`, if a step trains with one.
@@ -50,7 +50,7 @@ def exchange_load(table: Sharded, ids: ArrayLike, *, max_rows: int | None = None
 
     Raises:
         TypeError: ids are not integers, or are traced; max_rows is not an int.
-        ValueError: the table is not interleaved; a batch that the devices do not divide; a max_rows
+        ValueError: the table is not striped; a batch that the devices do not divide; a max_rows
             below 1.
 
     Example:
@@ -60,15 +60,15 @@ def exchange_load(table: Sharded, ids: ArrayLike, *, max_rows: int | None = None
         >>> mesh = Mesh(np.array(jax.devices()[:1]), ["model"])
         >>> params = {"embed": {"embeddings": np.ones([5, 2], np.float32)}}
         >>> rules = {"*": PartitionSpec("model")}
-        >>> params = te.sharding.shard_params(params, mesh, rules, interleave="*", virtual_shards=2)
+        >>> params = te.sharding.shard_params(params, mesh, rules, stripe="*", virtual_shards=2)
         >>> load = te.sharding.exchange_load(params["embed"]["embeddings"], np.array([4, 1, 4]))
         >>> load.rows.tolist(), load.dropped
         ([2], 0)
     """
     array = arguments.on_host("ids", arguments.as_int32("ids", ids))
     split = table.split
-    if not split.order.is_interleaved:
-        want = "an interleaved table (see `interleave` of shard_params)"
+    if not split.order.is_striped:
+        want = "a striped table (see `stripe` of shard_params)"
         raise arguments.value_error("table", want, "a contiguous table")
     batch = split.batch_axes
     devices = devices_along(split.mesh, batch)

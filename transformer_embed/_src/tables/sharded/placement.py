@@ -34,7 +34,7 @@ def shard_params(
     rng: Array | None = None,
     tables: str = TABLES,
     batch_axes: Axes | None = None,
-    interleave: str | None = None,
+    stripe: str | None = None,
     virtual_shards: int = VIRTUAL_SHARDS,
     capacity: float = 1.0,
 ) -> Any:
@@ -45,7 +45,7 @@ def shard_params(
     first rule whose pattern matches the name decides; `*` stands for any characters, slashes
     included. A parameter that no rule matches is replicated. Tables become `Sharded`.
 
-    Up to some dozens of devices, rules are all that you need. Beyond that, `interleave` large
+    Up to some dozens of devices, rules are all that you need. Beyond that, `stripe` large
     tables, so that devices exchange only the rows that each of them reads. "Tables on a mesh", a
     section of the reference page, says how rows lie and travel in both cases.
 
@@ -63,13 +63,13 @@ def shard_params(
             each row, such as row-wise Adagrad's state.
         batch_axes: the mesh axes that you split the batch (the first dimension of ids) over. Only
             automatic axes need it: with explicit ones, the type of ids says it. None: the axes that
-            the table does not use; for an interleaved table, all axes of the mesh.
-        interleave: a pattern for the names of tables to interleave. None: none, all are contiguous.
-            A table that a tied output layer reads cannot be interleaved.
-        virtual_shards: the parts that an interleaved table is dealt to, of which each device stores
+            the table does not use; for a striped table, all axes of the mesh.
+        stripe: a pattern for the names of tables to stripe. None: none, all are contiguous.
+            A table that a tied output layer reads cannot be striped.
+        virtual_shards: the parts that a striped table is dealt to, of which each device stores
             several: a power of two of at least 2 that the number of devices along the rows' axes
             divides.
-        capacity: raise it if ids of an interleaved table do not fit into the buffers of the
+        capacity: raise it if ids of a striped table do not fit into the buffers of the
             exchange (`exchange_load` counts them, and they read as NaN): there is then room for at
             least this many times the mean of a batch without repeats.
 
@@ -81,7 +81,7 @@ def shard_params(
         TypeError: a rule is not a PartitionSpec; params is a function and rng is None.
         ValueError: a pattern that matches no parameter; a spec that does not fit its parameter or
             the mesh (only a table's rows are padded); batch_axes that are not a tuple of the mesh's
-            axes; rng without a function; an interleaved table whose columns are split, whose batch
+            axes; rng without a function; a striped table whose columns are split, whose batch
             is not split over the axes of its rows, or whose virtual shards the devices do not
             divide; virtual_shards or a capacity out of range.
 
@@ -108,7 +108,7 @@ def shard_params(
     if virtual_shards.bit_count() != 1:
         raise arguments.value_error("virtual_shards", "a power of two", virtual_shards)
     capacity = arguments.positive("capacity", capacity)
-    place = _Placement(mesh, rules, tables, batch_axes, interleave, virtual_shards, capacity)
+    place = _Placement(mesh, rules, tables, batch_axes, stripe, virtual_shards, capacity)
     if callable(params):
         key = arguments.as_key("rng", rng)
         return _draw(params, key, mesh, place.tree(jax.eval_shape(params, key)))
@@ -123,7 +123,7 @@ class _Placement(NamedTuple):
     rules: Mapping[str, PartitionSpec]
     tables: str
     batch_axes: Axes | None
-    interleave: str | None
+    stripe: str | None
     virtual_shards: int
     capacity: float
 
@@ -131,7 +131,7 @@ class _Placement(NamedTuple):
         """The parameters on the mesh."""
         paths, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)
         leaves = {jax.tree_util.keystr(k, simple=True, separator="/"): leaf for k, leaf in paths}
-        for pattern in (*self.rules, *filter(None, [self.interleave])):
+        for pattern in (*self.rules, *filter(None, [self.stripe])):
             if not fnmatch.filter(leaves, pattern):
                 want = f"each to match one of {', '.join(leaves)}"
                 raise arguments.value_error("patterns", want, repr(pattern))
@@ -170,21 +170,21 @@ class _Placement(NamedTuple):
         """How a table lies on the mesh."""
         rows, columns = spec_axes(sharding.spec, 2)
         parts, axes = devices_along(self.mesh, rows + columns), self.mesh.axis_names
-        if self.interleave is None or not fnmatch.fnmatchcase(name, self.interleave):
+        if self.stripe is None or not fnmatch.fnmatchcase(name, self.stripe):
             order = RowOrder(vocab_size, 1, math.lcm(ROW_MULTIPLE, parts))
             axes = tuple(axis for axis in axes if axis not in rows + columns)
         elif columns:
             want = f"rows over mesh axes, and whole columns, for {name}"
-            raise arguments.value_error("interleave", want, sharding.spec)
+            raise arguments.value_error("stripe", want, sharding.spec)
         elif self.virtual_shards % parts:
             want = (
                 f"a number of devices along {rows} that divides {self.virtual_shards} "
-                f"virtual shards, to interleave {name}"
+                f"virtual shards, to stripe {name}"
             )
             raise arguments.value_error("mesh", want, parts)
         elif self.batch_axes is not None and not set(rows) <= set(self.batch_axes):
             # A lookup would send whole rows to every device, and training would raise an error.
-            want = f"the mesh axes of the rows of {name}, {rows}, among others, to interleave it"
+            want = f"the mesh axes of the rows of {name}, {rows}, among others, to stripe it"
             raise arguments.value_error("batch_axes", want, self.batch_axes)
         else:
             order = RowOrder(vocab_size, self.virtual_shards)

@@ -1,11 +1,11 @@
-"""The order of rows in the array of a sharded table: contiguous or interleaved.
+"""The order of rows in the array of a sharded table: contiguous or striped.
 
 The index of an id's row in that array is its *slot*. The array is padded with zeros.
 
 A *contiguous* table keeps vocabulary order, a block of consecutive ids on each device (TensorFlow's
 "div"). A vocabulary is usually sorted by frequency, so most of a batch reads the first block.
 
-An *interleaved* table deals its rows to S virtual shards like cards (TensorFlow's "mod"): every S
+A *striped* table deals its rows to S virtual shards like cards (TensorFlow's "mod"): every S
 consecutive ids, a round, go to S different ones. The array is [S * R, d], virtual shard after
 virtual shard, with R = ceil(vocab_size / S) rows each. A mesh whose size divides S holds whole
 virtual shards on each device. Neighbouring ids reach different devices on every mesh because the
@@ -45,7 +45,7 @@ class RowOrder(NamedTuple):
     multiple: int = 1
 
     @property
-    def is_interleaved(self) -> bool:
+    def is_striped(self) -> bool:
         """Whether the rows are dealt to several virtual shards."""
         return self.virtual_shards > 1
 
@@ -61,7 +61,7 @@ class RowOrder(NamedTuple):
 
     def slots(self, ids: Any) -> Any:
         """The slot of each id inside the vocabulary; numpy or jax int32."""
-        if not self.is_interleaved:
+        if not self.is_striped:
             return ids
         round_number, card = ids // self.virtual_shards, ids % self.virtual_shards
         return (self._reversed(card) ^ self._hash(round_number)) * self.rounds + round_number
@@ -74,7 +74,7 @@ class RowOrder(NamedTuple):
 
     def from_array(self, array: Shaped[np.ndarray, "m ..."]) -> Shaped[np.ndarray, "v ..."]:
         """The rows in vocabulary order, on the host."""
-        if not self.is_interleaved:
+        if not self.is_striped:
             return array[: self.vocab_size]
         return array[self.slots(np.arange(self.vocab_size, dtype=np.int32))]
 
@@ -91,11 +91,11 @@ class RowOrder(NamedTuple):
         """The array for rows in vocabulary order, under jit.
 
         Both are split over these axes, and no device holds more than a few shards: if the rows are
-        interleaved, each device holds some rounds, sorts their rows by virtual shard, and sends
+        striped, each device holds some rounds, sorts their rows by virtual shard, and sends
         each device the virtual shards that live there, by one all-to-all.
         """
         columns, shards = [(0, 0)] * (rows.ndim - 1), self.virtual_shards
-        if not self.is_interleaved:
+        if not self.is_striped:
             return jnp.pad(rows, [(0, self.size - len(rows)), *columns])
         rounds = -(-self.rounds // devices_along(mesh, axes)) * devices_along(mesh, axes)
         by_device = NamedSharding(mesh, PartitionSpec(axes))

@@ -97,16 +97,16 @@ class Sharded(Table):
         shards.
         """
         split = self.split
-        by_exchange = split.order.is_interleaved and set(split.rows) <= set(split.axes_of(ids)[1])
+        by_exchange = split.order.is_striped and set(split.rows) <= set(split.axes_of(ids)[1])
         gather = gather_from_owners if by_exchange else gather_from_shards
         return gather(split, self.array, ids)
 
     def _output_split(self, x: Float[Array, "... d"]) -> tuple[Array, OutputSplit]:
         """See `Table`."""
         split = self.split
-        if split.order.is_interleaved:
-            want = "rows in vocabulary order for a tied output layer: leave it out of `interleave`"
-            raise arguments.type_error("table", want, "an interleaved table")
+        if split.order.is_striped:
+            want = "rows in vocabulary order for a tied output layer: leave it out of `stripe`"
+            raise arguments.type_error("table", want, "a striped table")
         of_x = array_axes(split.mesh, split.batch_axes, x, x.ndim - 1)
         return self.array, OutputSplit(split.mesh, split.rows, split.columns, tuple(of_x))
 
@@ -114,17 +114,17 @@ class Sharded(Table):
         self, ids: Int32[Array, "..."], max_rows: int
     ) -> tuple[GatheredRows, Callable[[Array], RowGradient]]:
         """See `Table`."""
-        take = take_from_owners if self.split.order.is_interleaved else take_from_shards
+        take = take_from_owners if self.split.order.is_striped else take_from_shards
         return take(self.split, self.array, ids, max_rows)
 
     def _update_rows(
         self, step: Callable, shared: Any, gradient: RowGradient, states: Sequence[Any]
     ) -> list["Sharded"]:
         """See `Table`; each shard updates its own rows. Nothing is sent."""
-        split, is_owned = self.split, self.split.order.is_interleaved
+        split, is_owned = self.split, self.split.order.is_striped
         if is_owned and gradient.split != split:
             want = (
-                "the gradient of an interleaved table as `value_and_grad` returns it: each device "
+                "the gradient of a striped table as `value_and_grad` returns it: each device "
                 "has those of its own rows"
             )
             raise arguments.type_error("grads", want, f"plain {type(gradient).__name__}")

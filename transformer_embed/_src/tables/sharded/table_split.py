@@ -29,7 +29,7 @@ class TableSplit(NamedTuple):
         batch_axes: under automatic axes, the mesh axes that the first dimension of ids and x is
             split over, if the number of devices along them divides it. Under explicit axes, the
             arrays' own shardings are used instead.
-        capacity: of an interleaved table; see `shard_params`.
+        capacity: of a striped table; see `shard_params`.
     """
 
     order: RowOrder

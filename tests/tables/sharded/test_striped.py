@@ -1,4 +1,4 @@
-"""Rows by exchange: lookups in interleaved tables, ids that find no room, and errors."""
+"""Rows by exchange: lookups in striped tables, ids that find no room, and errors."""
 
 import functools
 
@@ -26,7 +26,6 @@ from sharded_tables import (
     VOCAB,
     WEIGHTS,
     WIDTH,
-    interleave,
     mesh_of,
     normal,
     on_host,
@@ -35,6 +34,7 @@ from sharded_tables import (
     put,
     row_step,
     shard,
+    stripe,
 )
 from test_training_by_rows import axis_by_axis
 
@@ -59,7 +59,7 @@ def lookup_and_gradient(table, ids, weights):
 )
 def test_lookup_by_exchange_gives_the_rows_bit_for_bit_and_their_gradient(kind, shape, rows):
     mesh = mesh_of(shape, kind)
-    table, batch = interleave(mesh, SPEC(rows)), mesh.axis_names
+    table, batch = stripe(mesh, SPEC(rows)), mesh.axis_names
     with jax.set_mesh(mesh):
         arguments = table, put(mesh, BATCHES[0], batch), put(mesh, WEIGHTS[0], batch)
         found = lookup_and_gradient(*arguments)
@@ -75,7 +75,7 @@ def test_lookup_by_exchange_gives_the_rows_bit_for_bit_and_their_gradient(kind, 
 
 @pytest.mark.slow
 def test_ids_that_the_devices_do_not_divide_are_looked_up_in_every_shard():
-    table = interleave(mesh_of((2, 4)))
+    table = stripe(mesh_of((2, 4)))
     for shape in ((), (0,), (5, 2)):
         ids = np.full(shape, 5, np.int32)
         equal(te.lookup(table, ids), TABLE[ids])
@@ -83,7 +83,7 @@ def test_ids_that_the_devices_do_not_divide_are_looked_up_in_every_shard():
 
 @functools.cache
 def roomy_table():
-    return interleave(mesh_of((1, 2)), capacity=8.0)
+    return stripe(mesh_of((1, 2)), capacity=8.0)
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_rows_that_do_not_fit_on_either_hop_are_nan_and_counted(narrow, monkeypa
     # No other test has this capacity, and so the program of this one: 8 of the 18 ids that each
     # device asks of one owner fit on the narrow hop.
     mesh = mesh_of((2, 4))
-    table = interleave(mesh, capacity=16 + narrow)
+    table = stripe(mesh, capacity=16 + narrow)
     ids = np.tile(owned_by_one(18), (8, 1))
     weights = normal(20, *ids.shape, WIDTH)
     rows, gradient = lookup_and_gradient(table, put(mesh, ids, BOTH), put(mesh, weights, BOTH))
@@ -134,7 +134,7 @@ def test_rows_that_do_not_fit_on_either_hop_are_nan_and_counted(narrow, monkeypa
 def test_ids_that_find_no_room_read_as_nan_and_get_no_update():
     mesh, same = mesh_of((1, 8)), owned_by_one(18)
     ids = np.tile(same, (8, 1))
-    crowded, roomy = interleave(mesh), interleave(mesh, capacity=8.0)
+    crowded, roomy = stripe(mesh), stripe(mesh, capacity=8.0)
     room = crowded.split.hops(8, 18)[0].room
     load = te.sharding.exchange_load(crowded, ids)
     assert load.dropped == 8 * (len(same) - room) > 0
@@ -181,30 +181,28 @@ def mean(table):
 
 
 MESH = mesh_of((2, 4))
-TIED = (
-    "table: wanted rows in vocabulary order for a tied output layer: leave it out of `interleave`"
-)
+TIED = "table: wanted rows in vocabulary order for a tied output layer: leave it out of `stripe`"
 LARGE = jax.ShapeDtypeStruct((2**31 - 20, 1), np.float32)
 ERRORS = {
-    r"interleave: wanted rows over mesh axes, and whole columns, for t, got .*None, 'model'\)$": (
-        lambda _: interleave(MESH, SPEC(None, "model"))
+    r"stripe: wanted rows over mesh axes, and whole columns, for t, got .*None, 'model'\)$": (
+        lambda _: stripe(MESH, SPEC(None, "model"))
     ),
     r"batch_axes: wanted the mesh axes of the rows of t, \('model',\), among others.*'data',\)$": (
-        lambda _: interleave(MESH, SPEC("model"), batch_axes=("data",))
+        lambda _: stripe(MESH, SPEC("model"), batch_axes=("data",))
     ),
     r"mesh: wanted a number of devices along \('data',\) that divides 16 virtual shards, to "
-    r"interleave t, got 3$": lambda _: interleave(mesh_of((3,))),
-    r"virtual_shards: wanted a power of two, got 12$": lambda _: interleave(MESH, shards=12),
-    r"capacity: wanted a finite number above 0, got 0$": lambda _: interleave(MESH, capacity=0),
+    r"stripe t, got 3$": lambda _: stripe(mesh_of((3,))),
+    r"virtual_shards: wanted a power of two, got 12$": lambda _: stripe(MESH, shards=12),
+    r"capacity: wanted a finite number above 0, got 0$": lambda _: stripe(MESH, capacity=0),
     r"table: wanted at most 2147483627 rows, to take 20 of them, got 2147483632$": (
-        lambda _: by_rows(interleave(MESH, table=LARGE), np.arange(160))
+        lambda _: by_rows(stripe(MESH, table=LARGE), np.arange(160))
     ),
     f"{TIED}, got": lambda table: te.linear_logits(TABLE, table),
     f"{TIED}, .*": lambda table: te.linear_cross_entropy(TABLE, table, np.arange(VOCAB)),
     r"ids: wanted split over the mesh axes of the table's rows, \('data', 'model'\), to exchange": (
         lambda table: by_rows(table, np.arange(5))
     ),
-    r"table: wanted an interleaved table \(see `interleave` of shard_params\), got a contiguous": (
+    r"table: wanted a striped table \(see `stripe` of shard_params\), got a contiguous": (
         lambda _: load(shard(MESH, SPEC("model")), BATCHES[0])
     ),
     r"ids: wanted a first dimension that 8 devices divide, got shape \[5\]$": (
@@ -214,22 +212,22 @@ ERRORS = {
         lambda table: jax.jit(lambda ids: load(table, ids).dropped)(jnp.zeros(8, jnp.int32))
     ),
     r"max_rows: wanted ": lambda table: te.sharding.exchange_load(table, BATCHES[0], max_rows=0),
-    r"grads: wanted the gradient of an interleaved table as `value_and_grad` returns it: .*plain": (
+    r"grads: wanted the gradient of a striped table as `value_and_grad` returns it: .*plain": (
         updated
     ),
-    r"grads: wanted rows of a table that is whole on each device, got those of an inter": mean,
+    r"grads: wanted rows of a table that is whole on each device, got those of a stri": mean,
 }
 
 
 @pytest.mark.parametrize("message", ERRORS)
-def test_invalid_interleavings_and_exchanges_raise_errors(message):
+def test_invalid_stripes_and_exchanges_raise_errors(message):
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
-        ERRORS[message](interleave(MESH))
+        ERRORS[message](stripe(MESH))
 
 
 @pytest.mark.slow
 def test_looking_up_other_ids_than_given_raises_an_error_or_reads_nan():
-    table, ids = interleave(MESH), put(MESH, np.zeros((8, 2), np.int32), BOTH)
+    table, ids = stripe(MESH), put(MESH, np.zeros((8, 2), np.int32), BOTH)
     look = lambda ids: lambda params: te.lookup(params["t"], ids).sum()
     with pytest.raises(ValueError, match="out_specs"):
         by_rows(table, ids, look(np.arange(5)))
