@@ -231,7 +231,7 @@ def _loss_on_device(
     split: OutputSplit,
     labels: Int32[Array, "..."],
     x: Float[Array, "... c"],
-    shard: Float[Array, "r c"],
+    shard: Float[Array, "r k"],
     bias: Array | None,
     weights: Float[Array, "..."],
 ) -> tuple[Array, ...]:

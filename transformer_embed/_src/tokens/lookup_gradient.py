@@ -60,7 +60,10 @@ def _can_sort_index(table: TableArray, index: Index) -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     kinds = set(mesh.axis_types)
     if kinds == {jax.sharding.AxisType.Explicit}:
-        return jax.typeof(table).sharding.spec[0] is None
+        # Before jax 0.10, the transpose of such a shard_map has automatic axes where explicit ones
+        # are wanted.
+        can_transpose = jax.__version_info__ >= (0, 10)
+        return can_transpose and jax.typeof(table).sharding.spec[0] is None
     devices = jax.device_count() if mesh.empty else mesh.size
     return devices == 1 or kinds == {jax.sharding.AxisType.Manual}
 

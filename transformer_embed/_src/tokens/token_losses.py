@@ -62,7 +62,7 @@ def _on_device(
     split: OutputSplit,
     labels: Int32[Array, "..."],
     x: Float[Array, "... c"],
-    shard: Float[Array, "r c"],
+    shard: Float[Array, "r k"],
     bias: Array | None,
 ) -> tuple[Array, Array | None]:
     """Each token's loss and entropy, on one of the devices."""
