@@ -48,7 +48,7 @@ FUNCTIONS = CALLS | {
         te.apply_rotary,
         x=X.astype(jnp.bfloat16),
         positions=POSITIONS,
-        layout="striped",
+        layout="interleaved",
         rotary_dim=2,
     ),
     "causal_mask": of_arrays(te.causal_mask, length=3),

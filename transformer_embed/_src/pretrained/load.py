@@ -32,8 +32,10 @@ def load_embedder(
 ) -> PretrainedInput:
     """Loads the parameters and the configuration of a checkpoint's input layer.
 
-    Embeddings are those of the original model; the page "Published models" lists the model types
-    that are known, and how exactly each is reproduced. The type, of the `config.json` beside the
+    Embeddings in float32 have the bits of the transformers library's, or agree to 5 units in the
+    last place of the largest value where a layer norm sums in another order, to 8 if a linear layer
+    follows the norm. The page "Published models" lists the model types that are known, and how
+    exactly each is reproduced. The type, of the `config.json` beside the
     file or of `settings`, says which tensors make the layer; without one, names of tensors that
     only one architecture has. Only these tensors are read, each copied once; peak memory is at most
     1.05 times large tables. No code in the file is run. Either everything is loaded or an error is
