@@ -164,22 +164,22 @@ SPLITS = [(("a", None), ("b",)), ((None, "a"), ("b",)), (("a", "b"), ()), (("a",
 )
 def test_on_a_mesh_all_is_as_on_one_device(axis_type, of_table, of_batch):
     table, labels = np.vstack([TABLE, TABLE[:1]])[:, [0, 1, 2, 0]], LABELS
-    x = X[..., [0, 1, 2, 0]]
+    x, bias = X[..., [0, 1, 2, 0]], np.linspace(-1, 1, len(table), dtype=np.float32)
     mesh = mesh_of((2, 2), ("a", "b"), axis_type)
 
-    def run(x, table, labels):
-        def loss(x, table):
+    def run(x, table, bias, labels):
+        def loss(x, table, bias):
             values = te.linear_log_probs(
-                x, table, labels, shift=True, with_entropy=True, chunk_size=8
+                x, table, labels, bias=bias, shift=True, with_entropy=True, chunk_size=8
             )
             return sum((jnp.tanh(v) * c).sum() for v, c in zip(values, COTANGENTS, strict=True))
 
-        return jax.value_and_grad(loss, (0, 1))(x, table)
+        return jax.value_and_grad(loss, (0, 1, 2))(x, table, bias)
 
-    expected = jax.jit(run)(x, table, labels)
+    expected = jax.jit(run)(x, table, bias, labels)
     with jax.set_mesh(mesh):
-        arrays = put(mesh, x, of_batch), put(mesh, table, *of_table), put(mesh, labels, of_batch)
-        got = jax.jit(run)(*arrays)
+        split = put(mesh, x, of_batch), put(mesh, table, *of_table)
+        got = jax.jit(run)(*split, put(mesh, bias), put(mesh, labels, of_batch))
     near(got, expected, atol=ERROR)
 
 
