@@ -11,6 +11,7 @@ import pytest
 from compare import equal, near
 from drawn import drawn
 from jax.sharding import AxisType, PartitionSpec
+from meshes import EXPLICIT, mesh_of, put
 from references import assert_right
 from refused import refused
 
@@ -143,6 +144,27 @@ def test_initial_parameters_include_the_output_layer():
     layer = lambda: te.TransformerEmbedding(embedder.config, initial_params=params).logits(X)
     started = hk.transform(layer).init(KEY)
     equal(started, params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", [SPEC("model"), SPEC(None, "model")])
+def test_a_sharded_output_layer_gives_the_logits_and_the_loss_of_one_device(spec):
+    embedder, params = made("all")
+    mesh = mesh_of((2, 4), ("data", "model"), EXPLICIT)
+
+    def step(params, x):
+        loss = functools.partial(embedder.cross_entropy, labels=IDS, shift=True, chunk_size=2)
+        return embedder.logits(params, x), jax.grad(loss, (0, 1))(params, x)
+
+    with jax.set_mesh(mesh):
+        placed = te.sharding.shard_params(params, mesh, {"*embeddings": spec})
+        logits, (of_params, of_x) = jax.jit(step)(placed, put(mesh, X, "data"))
+    is_table = lambda leaf: isinstance(leaf, te.sharding.Sharded)
+    rows = lambda leaf: leaf.in_vocabulary_order() if is_table(leaf) else leaf
+    # The rest is the padding of the vocabulary.
+    logits = np.asarray(logits)[..., :VOCAB]
+    got = logits, (jax.tree.map(rows, of_params, is_leaf=is_table), of_x)
+    near(got, jax.jit(step)(params, X), atol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["logits", "cross_entropy"])
