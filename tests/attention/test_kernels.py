@@ -359,9 +359,9 @@ def test_kernels_apply_the_rule(name, monkeypatch):
 
 @pytest.mark.slow
 def test_partial_tiles_are_not_in_the_scalar_memory():
-    """The bools of 81 tiles take more than a megabyte."""
-    ids = np.random.default_rng(0).integers(-1, 300, 1152)
-    tokens = TokenPositions(range(1152)).with_block_ids(ids)
+    """The bools of 66 tiles take more than a megabyte."""
+    ids = np.random.default_rng(0).integers(-1, 300, 1408)
+    tokens = TokenPositions(range(1408)).with_block_ids(ids)
     mask = AttentionMask(tokens, causal=True)
     te.kernels.splash_kernels(mask, 1, order="full")
 
