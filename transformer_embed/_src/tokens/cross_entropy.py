@@ -180,17 +180,9 @@ def _reduced_loss(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _loss(
-    options: LossOptions,
-    split: OutputSplit,
-    labels: Int32[Array, "..."],
-    x: Float[Array, "... d"],
-    table: Float[Array, "v d"],
-    bias: Array | None,
-    weights: Float[Array, "..."],
-) -> Float[Array, ""]:
-    """The sum of each token's loss times its weight."""
-    return _loss_and_gradients(options, split, labels, x, table, bias, weights)[0]
+def _loss(options: LossOptions, split: OutputSplit, *arrays: Any) -> Float[Array, ""]:
+    """The sum of each token's loss times its weight; see `_loss_on_device` for the arrays."""
+    return _loss_and_gradients(options, split, *arrays)[0]
 
 
 @functools.partial(_loss.defjvp, symbolic_zeros=True)
@@ -210,20 +202,14 @@ def _loss_jvp(
 
 
 def _loss_and_gradients(
-    options: LossOptions,
-    split: OutputSplit,
-    labels: Int32[Array, "..."],
-    x: Float[Array, "... d"],
-    table: Float[Array, "v d"],
-    bias: Array | None,
-    weights: Float[Array, "..."],
+    options: LossOptions, split: OutputSplit, *arrays: Any
 ) -> tuple[Array, ...]:
     """The loss, and the gradients of x, the table, the bias and the weights."""
     of_tokens = PartitionSpec(*split.x[:-1])
     specs = (*split.specs(), of_tokens)
     run = functools.partial(_loss_on_device, options, split)
     run_all = split.map(run, (of_tokens, *specs), (PartitionSpec(), *specs))
-    return run_all(labels, x, table, bias, weights)
+    return run_all(*arrays)
 
 
 def _loss_on_device(

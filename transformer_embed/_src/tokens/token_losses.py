@@ -83,17 +83,9 @@ def _on_device(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _of_chunk(
-    options: LossOptions,
-    split: OutputSplit,
-    labels: Int32[Array, "t 1"],
-    x: Float[Array, "t d"],
-    rows: Float[Array, "r d"],
-    wide_rows: Float[Array, "r d"],
-    bias: Array | None,
-) -> tuple[Array, Array | None]:
-    """Each token's loss and entropy [t, 1]. wide_rows are the rows; only they have a gradient."""
-    found = _unweighted(options, split, labels, x, rows, wide_rows, bias)
+def _of_chunk(options: LossOptions, split: OutputSplit, *arrays: Any) -> tuple[Array, Array | None]:
+    """Each token's loss and entropy [t, 1]; see `_unweighted` for the arrays."""
+    found = _unweighted(options, split, *arrays)
     return found.losses, found.entropies
 
 
@@ -101,8 +93,8 @@ def _of_chunk(
 def _of_chunk_jvp(
     options: LossOptions, split: OutputSplit, primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[Any, Any]:
-    labels, x, rows, wide_rows, bias = primals
-    found = _unweighted(options, split, labels, x, rows, wide_rows, bias)
+    _, x, rows, wide_rows, _ = primals
+    found = _unweighted(options, split, *primals)
     _, of_x, _, of_rows, of_bias = tangents
     multiply = functools.partial(jnp.einsum, "td,vd->tv", preferred_element_type=wide_rows.dtype)
     logit_tangents = jnp.zeros_like(found.gradients)
@@ -131,5 +123,6 @@ def _unweighted(
     wide_rows: Float[Array, "r d"],
     bias: Array | None,
 ) -> ChunkLosses:
+    """The losses of a chunk. wide_rows are the rows; only they have a gradient."""
     ones = jnp.ones(labels.shape, wide_rows.dtype)
     return losses_and_logit_gradients(options, split, rows, bias, (x, labels, ones))
