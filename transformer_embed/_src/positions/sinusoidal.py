@@ -38,9 +38,9 @@ def sinusoidal_encoding(
         encoding[..., 2i]     = sin(position * base ** (-2i / d_model))
         encoding[..., 2i + 1] = cos(position * base ** (-2i / d_model))
 
-    There is no table and no longest position. Positions may be traced, negative, fractional, and of
-    any shape. The page "Conventions of other projects" has the arguments that reproduce each
-    project.
+    No table is needed, and there is no maximum length. Positions may be traced, negative,
+    fractional, and of any shape. The page "Conventions of other projects" has the arguments that
+    reproduce each project.
 
     Args:
         positions: [...]; any integer dtype, or float32 for fractional positions. float64 is rounded

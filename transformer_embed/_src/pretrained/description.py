@@ -229,7 +229,7 @@ def _output(
 def _no_output(
     kind: Architecture, value: Options, shapes: Shapes, stack: str, *, is_tied: bool
 ) -> str:
-    """Why there is no output layer; empty if there is one."""
+    """The reason why there is no output layer; an empty text if there is one."""
     rows, width = shapes[TOKENS]
     is_the_decoders = not is_tied or value["share_encoder_decoder_embeddings"] is False
     if kind.no_output:
