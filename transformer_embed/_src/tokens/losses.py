@@ -171,7 +171,8 @@ def losses_and_logit_gradients(
     # XLA may round `factor * logits - top` only once, which is not 0 where top is rounded.
     shifted = factor * (logits - top)
     exponentials = jnp.exp(shifted)
-    of_label = functools.partial(_of_label, labels - ids[0, 0])
+    columns = labels - ids[0, 0]
+    of_label = functools.partial(_of_label, columns)
     share = 0.0
     if smoothing:
         share = jnp.where(is_inside, smoothing / output.predicted(weights.dtype), 0)
@@ -195,8 +196,7 @@ def losses_and_logit_gradients(
         mass = total / jnp.where(rise == 0, jnp.finfo(rise.dtype).eps, rise)
     if smoothing:
         gradients -= share * mass
-    at_label = gradients - (1 - smoothing) * mass
-    gradients = jnp.where(ids == labels, at_label, gradients)
+    gradients = _minus_at_label(columns, gradients, (1 - smoothing) * mass)
     slope = output.scale
     if output.softcap is not None:
         slope_of_cap = 1 - jnp.square(raw_logits)
@@ -234,6 +234,23 @@ def _of_label(
     index = jnp.clip(columns, 0, last)
     at_label = jnp.take_along_axis(values, index, axis=1, mode="promise_in_bounds")
     return jnp.where((columns >= 0) & (columns <= last), at_label - shift, 0)
+
+
+def _minus_at_label(
+    columns: Int32[Array, "t 1"], values: Float[Array, "t r"], amounts: Float[Array, "t 1"]
+) -> Float[Array, "t r"]:
+    """The values, in each row minus its amount in its column: in place on a CPU."""
+
+    def in_one_pass() -> jax.Array:
+        is_label = jnp.arange(values.shape[1])[None] == columns
+        return jnp.where(is_label, values - amounts, values)
+
+    def in_place() -> jax.Array:
+        # As uint32, a negative column is past the end. By vmap, a mesh may split the rows.
+        subtract = jax.vmap(lambda row, column, n: row.at[column].add(-n, mode="drop"))
+        return subtract(values, columns.astype(jnp.uint32), amounts)
+
+    return jax.lax.platform_dependent(cpu=in_place, default=in_one_pass)
 
 
 def _excluding(
