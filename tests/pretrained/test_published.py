@@ -80,6 +80,12 @@ def test_an_untied_stack_has_its_own_table(tmp_path, name):
     assert load(tmp_path, name).names[TOKENS] == f"model.{stack}.embed_tokens.weight"
 
 
+def test_each_stack_of_two_vocabularies_has_its_own_size(tmp_path):
+    folder = checkpoint(tmp_path, CASES["marian, two vocabularies"])
+    found = [load_embedder(folder, stack=stack) for stack in architecture.STACKS]
+    assert [each.config.vocab_size for each in found] == [12, 15]
+
+
 def test_deberta_v3_says_that_it_has_no_token_types(tmp_path):
     """By a size of 0, and no table."""
     drop = ["embeddings.token_type_embeddings.weight", "embeddings.position_embeddings.weight"]
