@@ -196,7 +196,7 @@ def losses_and_logit_gradients(
         mass = total / jnp.where(rise == 0, jnp.finfo(rise.dtype).eps, rise)
     if smoothing:
         gradients -= share * mass
-    gradients = _minus_at_label(columns, gradients, (1 - smoothing) * mass)
+    gradients = _minus_at_label(options, columns, gradients, (1 - smoothing) * mass)
     slope = output.scale
     if output.softcap is not None:
         slope_of_cap = 1 - jnp.square(raw_logits)
@@ -237,13 +237,20 @@ def _of_label(
 
 
 def _minus_at_label(
-    columns: Int32[Array, "t 1"], values: Float[Array, "t r"], amounts: Float[Array, "t 1"]
+    options: LossOptions,
+    columns: Int32[Array, "t 1"],
+    values: Float[Array, "t r"],
+    amounts: Float[Array, "t 1"],
 ) -> Float[Array, "t r"]:
-    """The values, in each row minus its amount in its column: in place on a CPU."""
+    """The values, in each row minus its amount in its column: in place on a CPU, if it can."""
 
     def in_one_pass() -> jax.Array:
         is_label = jnp.arange(values.shape[1])[None] == columns
         return jnp.where(is_label, values - amounts, values)
+
+    if options.reduction == "none":
+        # Fused with the product with the cotangents, which writes all of them anyway.
+        return in_one_pass()
 
     def in_place() -> jax.Array:
         # As uint32, a negative column is past the end. By vmap, a mesh may split the rows.
