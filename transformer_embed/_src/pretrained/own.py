@@ -110,15 +110,7 @@ def save_embedder(
         raise arguments.value_error("params", "names without a slash", short_repr(slashed[0]))
     leaves = by_path(_with_own_paths(config, params, bias))
     tensor_names = {name: name for name in leaves} | full_paths(names or {}, leaves)
-    arrays = {}
-    for name, tensor in tensor_names.items():
-        array = _on_host(leaves[name])
-        array = array.T if is_transposed(name, tensor) else array
-        arrays[tensor] = array[None] if str(tensor).endswith(LOGITS_BIAS) else array
-    tensors = [name for name in arrays if isinstance(name, str) and name != "__metadata__"]
-    if len(tensors) < len(leaves):
-        want = "a tensor's name of its own for each parameter, other than '__metadata__'"
-        raise arguments.value_error("names", want, short_repr([*tensor_names.values()]))
+    arrays = _by_tensor_name(leaves, tensor_names)
     extras = {"rotary": rotary, "bias": bias, "names": tensor_names}
     texts = {
         CONFIG: json.dumps(vars(config), default=encoded),
@@ -128,6 +120,20 @@ def save_embedder(
     # What is written can be loaded.
     describe_own(file)
     write_tensors(file, arrays)
+
+
+def _by_tensor_name(leaves: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The arrays of a file: each parameter under its tensor's name, and as that tensor lies."""
+    arrays = {}
+    for name, tensor in names.items():
+        array = _on_host(leaves[name])
+        array = array.T if is_transposed(name, tensor) else array
+        arrays[tensor] = array[None] if str(tensor).endswith(LOGITS_BIAS) else array
+    tensors = [name for name in arrays if isinstance(name, str) and name != "__metadata__"]
+    if len(tensors) < len(leaves):
+        want = "a tensor's name of its own for each parameter, other than '__metadata__'"
+        raise arguments.value_error("names", want, short_repr([*names.values()]))
+    return arrays
 
 
 def _with_own_paths(
