@@ -190,6 +190,7 @@ class OutputSplit(NamedTuple):
         gathered = sum(dimensions, ())
         values = jax.lax.psum(values, tuple(axis for axis in summed if axis not in gathered))
         copies = tuple(axis for axis in gathered if axis not in summed)
+        # The scatter sums copies that are equal.
         return reduce_scatter(values / devices_along(self.mesh, copies), dimensions)
 
 

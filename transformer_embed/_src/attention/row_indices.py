@@ -41,6 +41,7 @@ def check_promise(mask: AttentionMask, order: str | None, query_start: int | Non
     if not (is_on_host(queries) and is_on_host(keys)):
         return
     if order is not None:
+        # Both sides of self-attention are one object, checked once.
         for tokens in {id(queries): queries, id(keys): keys}.values():
             check_order(tokens, order)
     if query_start is not None:
@@ -99,6 +100,7 @@ def segment_ids(mask: AttentionMask, order: str | None) -> list[Integer[Array, "
     if queries.segment_ids is None:
         # Without segments of their own, queries see the tokens of every segment.
         ids = [side.padding_mask.astype(jnp.int32) for side in (queries, keys)]
+    # Kernels compare int32: ids of another dtype could wrap, and are numbered.
     if mask.chunk is None and all(side.dtype == jnp.int32 for side in ids):
         return ids
     if mask.chunk is None:
@@ -115,6 +117,8 @@ def _names(segments: list[Array], chunks: list[Array]) -> list[Int32[Array, "b t
         dtype = np.promote_types(*(array.dtype for array in of_sides))
         rows = [jnp.broadcast_to(array, (batch, array.shape[1])) for array in of_sides]
         pairs.append(jnp.concatenate([array.astype(dtype) for array in rows], axis=1))
+    # Sorted, equal pairs are neighbours: counting where a new one begins numbers them. A sort by
+    # index puts the numbers where the pairs were.
     index = jax.lax.broadcasted_iota(jnp.int32, pairs[0].shape, 1)
     *ordered, index = jax.lax.sort((*pairs, index), dimension=1, num_keys=2)
     changes = [array[:, 1:] != array[:, :-1] for array in ordered]

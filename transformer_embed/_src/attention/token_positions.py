@@ -431,6 +431,7 @@ def positions_of_tokens(
 ) -> Int32[Array, "... t"]:
     """For each token, how many tokens are before it, plus start."""
     number = jnp.cumsum(with_whole_rows(tokens).astype(jnp.int32), axis=-1, dtype=jnp.int32)
+    # The sum counts the token itself.
     return jnp.where(tokens, number + (start - 1), at_padding)
 
 

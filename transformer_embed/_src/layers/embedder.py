@@ -98,6 +98,7 @@ class Embedder:
         """
         params = arguments.as_params("params", params)
         if not arguments.flag("is_training", is_training) or self.config.dropout_rate == 0:
+            # Evaluation is one program, with a key or without.
             rng = None
         elif rng is None:
             want = "a key such as jax.random.key(0), to train with dropout"

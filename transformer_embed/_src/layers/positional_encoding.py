@@ -128,6 +128,7 @@ class PositionalEncoding(hk.Module):
         positions = arguments.as_array("positions", positions)
         arguments.check_ends_in_length("positions", positions.shape, shape, tokens)
         encoding = self.encoding(positions)
+        # A row that is used once is computed once anyway.
         if positions.ndim == 1 and any(size != 1 for size in shape[:-1]):
             encoding = _fusion_barrier(encoding)
         return expanded_to_rank(encoding, len(shape) + 1)

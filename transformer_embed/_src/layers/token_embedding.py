@@ -136,6 +136,7 @@ class TokenEmbedding(hk.Module):
     def _output(self, method: str, options: Mapping[str, object]) -> dict[str, Any]:
         """The arguments of `linear_logits` besides x, for a method."""
         width = self.config.d_model
+        # From an x of unit variance, logits of unit variance.
         of_output = hk.initializers.RandomNormal(stddev=1 / math.sqrt(width))
         parameters = {
             "embeddings": self._table,

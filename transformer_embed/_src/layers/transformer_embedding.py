@@ -102,6 +102,7 @@ class TransformerEmbedding(hk.Module):
         )
         self.encoding = self.token_types = self.norm = self.widen = None
         if config.scheme is not None:
+            # Only its encodings are used: dropout comes after the norm.
             self.encoding = PositionalEncoding(
                 config.scheme,
                 config.table_width,
@@ -210,6 +211,7 @@ def init_params(config: EmbedderConfig, rng: Array) -> Params:
         layer = TransformerEmbedding(config)
         layer(ids, is_training=False, token_types=token_types)
         if isinstance(config.output, OutputLayer):
+            # Draws the parameters that only the output layer has.
             layer.logits(jnp.zeros(config.table_width))
 
     return hk.transform(embed).init(rng)

@@ -102,6 +102,7 @@ def known_after_reading(ids: Int32[Array, "k"], rows: Float[Array, "n d"]) -> In
 
 def as_keys(ids: Int32[Array, "k"]) -> Key[Array, "k"]:
     """Ids as keys of `jax.random`: a dtype that nothing computes with."""
+    # A key has two words.
     bits = ids.astype(jnp.uint32)
     return jax.random.wrap_key_data(jnp.stack([bits, bits], axis=-1), impl="threefry2x32")
 

@@ -159,10 +159,12 @@ class _Ids:
             return False
         ids, others = _on_host(self.ids), _on_host(other.ids)
         if ids is None or others is None:
+            # Traced ids have no values: those of one batch are one object.
             return self.ids is other.ids
         return np.array_equal(ids, others)
 
     def __hash__(self) -> int:
+        # Equal ids need equal hashes, and traced ones have no values to make one of.
         return 0
 
     def __repr__(self) -> str:
@@ -195,6 +197,7 @@ jax.tree_util.register_pytree_node(RowGradient, _flatten, _unflatten)
 def _is_over(traced: Any) -> bool:
     """Whether a traced array's trace is over."""
     try:
+        # Any use of an array whose trace is over raises.
         return traced + 0 is None
     except jax.errors.UnexpectedTracerError:
         return True
@@ -204,6 +207,7 @@ def _on_host(ids: Any) -> np.ndarray | None:
     """The values of some ids, if they can be read."""
     if arguments.is_traced(ids):
         return None
+    # Who forbids transfers means those of the model.
     with jax.transfer_guard("allow"):
         return np.asarray(ids)
 
@@ -211,6 +215,7 @@ def _on_host(ids: Any) -> np.ndarray | None:
 def _check_ascending(gradient: RowGradient) -> None:
     """Raises a ValueError if the ids of a gradient made by hand, outside of jit, do not ascend."""
     ids = _on_host(gradient.ids) if gradient.split is None else None
+    # As int32, the difference of two ids may wrap.
     if ids is not None and (np.diff(ids.astype(np.int64), prepend=-1) <= 0).any():
         want = "row ids that ascend from 0 or above, each of them once"
         raise arguments.value_error("grads", want, str(ids.tolist())[:60])

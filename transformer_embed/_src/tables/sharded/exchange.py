@@ -128,6 +128,7 @@ def _ask_owners(
         slots = distinct_ascending(split.slots(ids), size, most)
         sent, asked = _ask(hops, slots, size)
         shard_rows = asked - index_along(split.rows) * len(shard)
+        # Padding lies past the shard and reads zeros.
         values = shard.at[shard_rows].get(
             mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True
         )
@@ -195,6 +196,8 @@ def _ask(
         index = jnp.arange(len(slots), dtype=jnp.int32)
         rank = index - starts[parts]
         fits = (parts < hop.parts) & (rank < hop.room)
+        # What does not fit has an index of its own past the buffer: `_answer` promises that none
+        # repeats.
         buffer_slots = jnp.where(fits, parts * hop.room + rank, hop.parts * hop.room + index)
         received = _send(hop, starts, slots, size)
         slots = distinct_ascending(received, size, hop.distinct)

@@ -81,6 +81,7 @@ class RowOrder(NamedTuple):
     def block(self, rows: Shaped[np.ndarray, "v ..."], index: Any) -> Shaped[np.ndarray, "b ..."]:
         """`array[index]` for rows in vocabulary order, on the host."""
         ids = self.ids(np.arange(*index[0].indices(self.size), dtype=np.int32))
+        # Padding reads the last row, and is zero below.
         block = rows[(np.minimum(ids, len(rows) - 1), *index[1:])]
         block[ids >= len(rows)] = 0
         return block
