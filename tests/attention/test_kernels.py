@@ -328,14 +328,12 @@ SECOND_HALF = jax.tree.map(lambda a: a[:, 128:], PACKED)
 fused_attend = functools.partial(skipping_attend, block_sizes=FUSED_BACKWARD)
 at_128 = functools.partial(skipping_attend, query_start=128)
 RUNS = {
-    "documents": (skipping_attend, AttentionMask(PACKED, **WINDOW)),
     "an argument": (
         jax.jit(skipping_attend),
         AttentionMask(LEFT, causal=False, chunk=77, window=(30, 5)),
     ),
-    "fused": (fused_attend, AttentionMask(PACKED, **WINDOW)),
     "part of the keys": (at_128, AttentionMask(SECOND_HALF, PACKED, **WINDOW)),
-    "prefix": (skipping_attend, AttentionMask(IMAGES, **WINDOW)),
+    "prefix, fused": (fused_attend, AttentionMask(IMAGES, **WINDOW)),
     "splash": (splash_attend, AttentionMask(LEFT, causal=False, chunk=77, window=(30, 5))),
     "flash": (flash_attend, AttentionMask(PACKED, **CHUNK)),
     "mha": (mha_attend, AttentionMask(PACKED, **CHUNK)),
@@ -390,7 +388,7 @@ def test_splash_kernels_on_a_mesh():
     check(mask, lambda *heads: attend(kernels, *heads, segment_ids))
 
 
-@pytest.mark.parametrize("rule", RULES[1:5], ids=str)
+@pytest.mark.parametrize("rule", RULES[2:4], ids=str)
 def test_dot_product_attention_applies_the_rule_without_a_mask(rule):
     mask = AttentionMask(RIGHT, **rule)
     check(mask, functools.partial(dot_product_attend, mask), size=8, has_gradients=False)
@@ -555,7 +553,6 @@ def test_bad_arguments_are_refused():
     each_refused(ValueError, VALUE_ERRORS)
 
 
-@pytest.mark.slow
 def test_tiles_that_are_too_many_for_a_tpu(monkeypatch):
     monkeypatch.setattr(splash_attention, "SCALAR_MEMORY", 7)
     with pytest.raises(ValueError, match=r"^block_sizes: wanted tiles whose .*, 7 bytes, got 8 by"):
@@ -566,6 +563,6 @@ def test_tiles_that_are_too_many_for_a_tpu(monkeypatch):
 def test_tiles_that_are_too_many_are_refused_before_they_are_described(monkeypatch):
     """That takes minutes."""
     monkeypatch.setattr(splash, "make_splash_mha", None)
-    mask = AttentionMask(TokenPositions.from_offset(0, 2**19), causal=True)
-    with pytest.raises(ValueError, match=r"^block_sizes: wanted tiles .*, got 33554432 bytes"):
+    mask = AttentionMask(TokenPositions.from_offset(0, 2**17), causal=True)
+    with pytest.raises(ValueError, match=r"^block_sizes: wanted tiles .*, got 2097152 bytes"):
         te.kernels.splash_kernels(mask, 1, order="full")
