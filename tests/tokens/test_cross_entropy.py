@@ -109,11 +109,9 @@ ALL = {
 }
 SETTINGS = {
     "none": {},
-    "softcap": {"softcap": 2.0},
     "z_loss of a scaled sum": {"scale": 2.0, "z_loss": 0.1, "reduction": "sum"},
     "shift": {"shift": True, "chunk_size": 1},
     "padding": {"pad_id": 2, "label_smoothing": 0.3, "chunk_size": 1000},
-    "packed": {**PACKED, "z_loss": 0.1},
     "all": ALL,
 }
 
@@ -166,7 +164,7 @@ SIZES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", few(SIZES, 3), ids=str)
+@pytest.mark.parametrize("options", few(SIZES, 2), ids=str)
 def test_a_factor_of_any_size_gives_finite_losses_and_gradients(options):
     """A product that is rounded once in one place and twice in another differs by more than 1."""
     for values, exact in zip(step(**ARRAYS, **options), oracle(**ARRAYS, **options), strict=True):
@@ -210,9 +208,8 @@ def test_first_and_second_derivatives_are_finite_differences():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_16_bits_are_summed_in_float32_and_cast_once(dtype):
-    tokens = 1024
+def test_16_bits_are_summed_in_float32_and_cast_once():
+    tokens, dtype = 1024, jnp.bfloat16
     x, table, bias = (
         normal(n, *shape).astype(dtype) for n, shape in enumerate([(tokens, 2), (3, 2), (3,)])
     )
@@ -299,7 +296,7 @@ PAD_IDS = (-100, 2, VOCAB, -(2**31) + 1, 0, 127, 2**31 - 2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pad_id", few(PAD_IDS, 2))
+@pytest.mark.parametrize("pad_id", few(PAD_IDS, 1))
 def test_padding_may_be_outside_the_vocabulary(pad_id):
     assert_right(pad_id=pad_id, labels=np.where(MASK, LABELS, pad_id), mask=np.ones(SHAPE, bool))
 
@@ -557,7 +554,7 @@ PLACEMENTS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "specs"), few(itertools.product(KINDS, PLACEMENTS), 3), ids=str)
+@pytest.mark.parametrize(("kind", "specs"), few(itertools.product(KINDS, PLACEMENTS), 2), ids=str)
 def test_split_arrays_give_the_loss_of_one_device(kind, specs):
     mesh = mesh_of(kind)
     with jax.set_mesh(mesh):
@@ -595,7 +592,7 @@ SHAPES = [(2, 4), (1, 8), (8, 1)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "spec", "shape"), few(itertools.product(KINDS, SPECS, SHAPES), 3), ids=str
+    ("kind", "spec", "shape"), few(itertools.product(KINDS, SPECS, SHAPES), 2), ids=str
 )
 def test_a_sharded_table_gives_the_loss_and_the_logits_of_one_device(kind, spec, shape):
     mesh = mesh_of(kind, shape)
