@@ -89,7 +89,7 @@ def test_a_loaders_batch_goes_through_a_packed_mask_to_a_kernel(params):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("bias", ["alibi", "t5"])
 def test_an_empty_cache_is_the_carry_of_a_scan_that_decodes(params, bias):
     """Prompts padded on the left, then one token a step: each as without a cache."""
     prompt, steps = jnp.array([[0, 0, 3, 4], [5, 6, 7, 8]]), 5
@@ -193,8 +193,8 @@ def test_training_goes_on_after_an_exchange_that_overflows():
 
     few, many = batch(np.tile(np.arange(4), 32)), batch(np.arange(128))
     held = (*held, jnp.zeros((), jnp.int32))
-    analysis = step.lower(held, few).compile().memory_analysis()
-    assert analysis.temp_size_in_bytes < 32_768 * 16 * 4 / 8
+    step = step.lower(held, few).compile()
+    assert step.memory_analysis().temp_size_in_bytes < 32_768 * 16 * 4 / 8
     held, first = step(held, few)
     before = jax.device_get(held[:2])
     held, overflow = step(held, many)
