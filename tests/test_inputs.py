@@ -17,6 +17,9 @@ from refused import each_refused
 
 import transformer_embed as te
 from transformer_embed._src import arguments
+from transformer_embed._src.attention import token_positions
+from transformer_embed._src.positions import rotary
+from transformer_embed._src.positions.phase import as_positions
 
 every_function = pytest.mark.parametrize("name", CALLS)
 
@@ -207,11 +210,17 @@ def test_numbers_in_a_list_are_not_looked_at_one_by_one(monkeypatch):
 
 def test_an_array_of_jax_is_taken_as_it_is():
     """`jnp.asarray` would take longer than all else that a call outside of jit does."""
-    ids, floats = jnp.asarray(IDS), jnp.asarray(TABLE)
-    for convert in ("as_int32", "as_positions", "as_ordered", "as_fitting_int32"):
-        assert getattr(arguments, convert)("ids", ids) is ids
-    for convert in ("as_floats", "as_given", "as_positions"):
-        assert getattr(arguments, convert)("x", floats) is floats
+    ids, floats = jnp.atleast_2d(jnp.asarray(IDS)), jnp.asarray(TABLE)
+    for convert in (
+        arguments.as_int32,
+        arguments.as_integers,
+        as_positions,
+        token_positions.as_fitting_int32,
+        token_positions.as_comparable,
+    ):
+        assert convert("ids", ids) is ids
+    for convert in (arguments.as_floats, rotary._as_weights, as_positions):
+        assert convert("x", floats) is floats
 
 
 ONES = np.ones((3, 2), np.float32)

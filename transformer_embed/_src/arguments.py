@@ -10,7 +10,7 @@ import functools
 import math
 import numbers
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -65,7 +65,7 @@ def convert_fields(instance: Any, **converters: Callable[[str, Any], Any]) -> No
 def instance(name: str, value: Any, kinds: Any, want: str) -> Any:
     """A value of one of these types."""
     if not isinstance(value, kinds):
-        raise type_error(name, want, _describe(value))
+        raise type_error(name, want, describe(value))
     return value
 
 
@@ -74,7 +74,7 @@ def integer(
 ) -> int:
     """A Python int that is known while tracing."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise type_error(name, "a Python int", _describe(value))
+        raise type_error(name, "a Python int", describe(value))
     value = int(value)
     if at_least is not None and value < at_least:
         raise value_error(name, f"an int of at least {at_least}", value)
@@ -96,41 +96,42 @@ def length(name: str, value: Any, *, at_most: int = 2**31) -> Any:
     return integer(name, value, at_least=0, at_most=at_most)
 
 
-def real(name: str, value: Any, *, above: float = -math.inf) -> float:
-    """A finite Python float that is known while tracing."""
+def real(
+    name: str,
+    value: Any,
+    *,
+    above: float = -math.inf,
+    lowest: float = -math.inf,
+    highest: float = math.inf,
+    want: str = "",
+) -> float:
+    """A finite Python float that is known while tracing, inside bounds that `want` describes."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real | np.floating):
-        raise type_error(name, "a Python number", _describe(value))
+        raise type_error(name, "a Python number", describe(value))
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number) or number <= above:
         want = "a finite number" + (f" above {above:g}" if above > -math.inf else "")
-        raise value_error(name, want, reprlib.repr(value))
-    return number
+    elif lowest <= number <= highest:
+        return number
+    raise value_error(name, want, reprlib.repr(value))
 
 
 _TINY = float(np.finfo(np.float32).tiny)
-
-
-def positive(name: str, value: Any) -> float:
-    """A Python float above 0 that float32, in which it is computed with, holds too.
-
-    And so does its inverse: compilers multiply by it, where they do not flush it to 0.
-    """
-    number = real(name, value, above=0)
-    if not _TINY <= number <= 1 / _TINY:
-        want = f"a number above 0 that float32 holds, {_TINY:.3g} to {1 / _TINY:.3g}"
-        raise value_error(name, want, f"{number:g}")
-    return number
-
-
-def not_negative(name: str, value: Any) -> float:
-    """A finite Python float of at least 0 that is known while tracing."""
-    number = real(name, value)
-    if number < 0:
-        raise value_error(name, "a finite number of at least 0", value)
-    return number
+# Programs compute in float32, and compilers multiply by the inverse of a divisor: both must be
+# normal numbers there, for others are flushed to 0.
+positive = functools.partial(
+    real,
+    above=0,
+    lowest=_TINY,
+    highest=1 / _TINY,
+    want=f"a number above 0 that float32 holds, {_TINY:.3g} to {1 / _TINY:.3g}",
+)
+not_negative = functools.partial(real, lowest=0, want="a finite number of at least 0")
+# A probability.
+rate = functools.partial(real, lowest=0, highest=math.nextafter(1, 0), want="a number in [0, 1)")
 
 
 def flag(name: str, value: Any) -> bool:
@@ -140,26 +141,19 @@ def flag(name: str, value: Any) -> bool:
         if is_traced(value):
             remedy = "bind it with functools.partial, or make it a static argument of jit"
             want += f" known while tracing ({remedy})"
-        raise type_error(name, want, _describe(value))
+        raise type_error(name, want, describe(value))
     return bool(value)
-
-
-def sequence(name: str, value: Any) -> tuple[Any, ...]:
-    """Several values in order."""
-    is_text = isinstance(value, str | bytes)
-    if is_text or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
-        raise type_error(name, "a sequence", _describe(value))
-    return tuple(value)
 
 
 def entries(
     name: str, value: Any, convert: Callable, *args: Any, **options: Any
 ) -> tuple[Any, ...]:
     """Several values in order, each converted by `convert(its name, it, ...)`."""
-    return tuple(
-        convert(f"{name}[{n}]", entry, *args, **options)
-        for n, entry in enumerate(sequence(name, value))
-    )
+    is_text = isinstance(value, str | bytes)
+    # An array without axes says that it is iterable, and is not.
+    if is_text or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
+        raise type_error(name, "a sequence", describe(value))
+    return tuple(convert(f"{name}[{n}]", entry, *args, **options) for n, entry in enumerate(value))
 
 
 def choice(name: str, value: Any, choices: Sequence[str]) -> str:
@@ -174,11 +168,11 @@ def floating_dtype(name: str, dtype: Any) -> jnp.dtype:
     want = "a floating dtype of 16 to 64 bits"
     # numpy takes None for float64, and an array for its dtype.
     if dtype is None or isinstance(dtype, jax.Array | np.ndarray | np.generic):
-        raise type_error(name, want, _describe(dtype))
+        raise type_error(name, want, describe(dtype))
     try:
         dtype = jnp.dtype(dtype)
     except (TypeError, ValueError) as error:
-        raise type_error(name, want, _describe(dtype)) from error
+        raise type_error(name, want, describe(dtype)) from error
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize not in (2, 4, 8):
         raise type_error(name, want, dtype)
     return dtype.newbyteorder("=")
@@ -209,7 +203,7 @@ def is_traced(value: Any) -> bool:
 def on_host(name: str, array: jax.Array | np.ndarray) -> np.ndarray:
     """The values of an array that is not traced."""
     if is_traced(array):
-        raise type_error(name, "values on the host, outside of jit", _describe(array))
+        raise type_error(name, "values on the host, outside of jit", describe(array))
     return jax.device_get(array)
 
 
@@ -242,27 +236,11 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
         ) from error
     is_real = any(jnp.issubdtype(array.dtype, kind) for kind in (bool, jnp.integer, jnp.floating))
     if not is_real or array.dtype.itemsize > 8:
-        raise type_error(name, "an array of real numbers of at most 64 bits", _describe(value))
+        raise type_error(name, "an array of real numbers of at most 64 bits", describe(value))
     return array.astype(array.dtype.newbyteorder("="))
 
 
-def as_arrays(name: str, tree: Any, is_leaf: Callable) -> Any:
-    """A tree of jax arrays, except for its leaves of another kind."""
-
-    def convert(path: Any, leaf: Any) -> Any:
-        if is_leaf(leaf):
-            return leaf
-        full_name = name + jax.tree_util.keystr(path)
-        array = native(full_name, leaf)
-        try:
-            return _on_device(array)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise type_error(full_name, "an array", _describe(leaf)) from error
-
-    return jax.tree.map_with_path(convert, tree, is_leaf=is_leaf)
-
-
-def _on_device(array: Any) -> jax.Array:
+def on_device(array: Any) -> jax.Array:
     """A jax array. One that is given stays as it is: `jnp.asarray` would take ten microseconds."""
     return array if isinstance(array, jax.Array) else jnp.asarray(array)
 
@@ -276,35 +254,47 @@ def _holds_mask(value: Any) -> bool:
     return not is_plain and any(map(_holds_mask, value))
 
 
-def as_positions(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
-    """Positions: float32, or integers, as int32 where they fit, so that they share a trace.
+def as_integers(
+    name: str,
+    value: ArrayLike,
+    lowest: int = -(2**31),
+    highest: int = 2**31 - 1,
+    what: str = "int32",
+) -> jax.Array | np.ndarray:
+    """Integers as int32, but a wider jax array as it is; those on the host are inside the range.
 
-    A ValueError if those on the host do not fit; uint32 ones keep their dtype. Arrays on the host
-    stay there, since a compiled function takes them faster than `jnp.asarray`.
+    A ValueError names the first one outside, and its index.
     """
-    if _is_int32(value):
+    if is_int32(value):
         return value
-    array = as_array(name, value)
-    if jnp.issubdtype(array.dtype, jnp.integer):
-        is_large = isinstance(array, np.ndarray) and array.max(initial=0) >= 2**31
-        return array if is_large and array.dtype == np.uint32 else _narrowed(name, array)
-    if array.dtype not in (np.float32, np.float64):
-        want = "an integer dtype, or float32 (16-bit floats skip integers)"
-        raise type_error(name, want, array.dtype)
-    if isinstance(array, jax.Array) or array.dtype == np.float32:
-        return array
-    with np.errstate(over="ignore"):
-        narrow = array.astype(np.float32)
-    moved = np.isfinite(array) & (np.abs(array) >= 2**24) & (narrow != array)
-    if moved.any():
-        want = "floats that float32 holds (pass large positions as integers)"
-        raise value_error(name, want, array[moved][0])
-    return narrow
+    array = _integers(name, value)
+    if isinstance(array, jax.Array):
+        return array.astype(np.int32) if _is_inside_int32(array.dtype) else array
+    if array.size and (array.min() < lowest or array.max() > highest):
+        first = np.argwhere((array < lowest) | (array > highest))[0]
+        index = tuple(int(i) for i in first)
+        where = f" at index {list(index)}" if index else ""
+        want = f"integers inside {what}, {lowest}..{highest}"
+        raise value_error(name, want, f"{int(array[index])}{where}")
+    return array.astype(np.int32)
 
 
-def as_integers(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
-    """Integers of any width. An empty list counts as integers, although numpy makes it float64."""
+def as_int32(name: str, value: ArrayLike) -> jax.Array:
+    """Integers as int32. Those outside become its lowest or highest value; they never wrap."""
+    if is_int32(value):
+        return value
+    array = _integers(name, value)
+    if not _is_inside_int32(array.dtype):
+        library = np if isinstance(array, np.ndarray) else jnp
+        lowest = max(jnp.iinfo(array.dtype).min, -(2**31))
+        array = library.clip(array, lowest, 2**31 - 1)
+    return jnp.asarray(array, jnp.int32)
+
+
+def _integers(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
+    """Integers of any width."""
     array = as_array(name, value)
+    # numpy makes an empty list float64.
     if array.size == 0 and isinstance(value, list | tuple):
         return array.astype(np.int32)
     if not jnp.issubdtype(array.dtype, jnp.integer):
@@ -313,42 +303,11 @@ def as_integers(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
     return array.astype(np.int32) if array.dtype.itemsize == 1 else array
 
 
-def as_int32(name: str, value: ArrayLike) -> jax.Array:
-    """Integers as int32. Those outside become its lowest or highest value; they never wrap."""
-    if _is_int32(value):
-        return value
-    array = as_integers(name, value)
-    if not _is_inside_int32(array.dtype):
-        library = np if isinstance(array, np.ndarray) else jnp
-        lowest = max(jnp.iinfo(array.dtype).min, -(2**31))
-        array = library.clip(array, lowest, 2**31 - 1)
-    return jnp.asarray(array, jnp.int32)
-
-
-def as_fitting_int32(name: str, value: ArrayLike) -> jax.Array:
-    """Integers as int32; an error if one does not fit, or a traced one may not."""
-    array = _narrowed(name, as_integers(name, value))
-    if array.dtype != jnp.int32:
-        if is_traced(array):
-            hint = "(convert it by .astype(jnp.int32): int32 may not hold its values)"
-            raise type_error(name, f"an int32 array {hint}", _describe(array))
-        array = _narrowed(name, jax.device_get(array))
-    return _on_device(array)
-
-
-def as_ordered(name: str, value: ArrayLike) -> jax.Array:
-    """Signed integers to compare. Clamped or wrapped ones would compare wrongly: an error."""
-    array = _narrowed(name, as_integers(name, value))
-    if not jnp.issubdtype(array.dtype, jnp.signedinteger):
-        raise type_error(name, "a signed integer dtype", array.dtype)
-    return _on_device(array)
-
-
 # Comparing with `jnp.int32`, a type, takes a microsecond of each decoded token.
 _INT32 = np.dtype(np.int32)
 
 
-def _is_int32(value: Any) -> TypeGuard[jax.Array]:
+def is_int32(value: Any) -> TypeGuard[jax.Array]:
     """Whether a value needs no conversion to int32."""
     return isinstance(value, jax.Array) and value.dtype == _INT32 and not value.weak_type
 
@@ -357,24 +316,7 @@ def _is_inside_int32(dtype: jnp.dtype) -> bool:
     return dtype == _INT32 or dtype.itemsize < 4
 
 
-def _narrowed(name: str, array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
-    """Integers as int32, except for a wider jax array; an error if one on the host does not fit."""
-    if isinstance(array, np.ndarray):
-        if array.dtype.itemsize >= 4:
-            check_inside(name, array, -(2**31), 2**31 - 1, "int32")
-        return array.astype(np.int32)
-    return as_int32(name, array) if _is_inside_int32(array.dtype) else array
-
-
-def check_last_position(name: str, first: int, length: int) -> None:
-    """A ValueError if positions first, first + 1, ... would leave int32."""
-    # A symbolic length is assumed to be small enough.
-    if not export.is_symbolic_dim(length) and first + length > 2**31:
-        want = f"an int of at most {2**31 - length}, for {length} positions inside int32"
-        raise value_error(name, want, first)
-
-
-def _describe(value: Any) -> str:
+def describe(value: Any) -> str:
     if is_traced(value):
         return f"a traced {value.dtype}{list(value.shape)}"
     if isinstance(value, jax.Array | np.ndarray):
@@ -387,17 +329,7 @@ def as_mask(name: str, value: ArrayLike, is_true: str = "may attend") -> jax.Arr
     array = as_array(name, value)
     if array.dtype != jnp.bool_:
         raise type_error(name, f"a bool array, True = {is_true}", array.dtype)
-    return _on_device(array)
-
-
-def check_inside(name: str, array: np.ndarray, lowest: int, highest: int, what: str) -> None:
-    """A ValueError names the first host integer outside lowest..highest, and its index."""
-    if array.size and (array.min() < lowest or array.max() > highest):
-        first = np.argwhere((array < lowest) | (array > highest))[0]
-        index = tuple(int(i) for i in first)
-        where = f" at index {list(index)}" if index else ""
-        want = f"integers inside {what}, {lowest}..{highest}"
-        raise value_error(name, want, f"{int(array[index])}{where}")
+    return on_device(array)
 
 
 def as_floats(name: str, value: ArrayLike) -> jax.Array:
@@ -406,27 +338,7 @@ def as_floats(name: str, value: ArrayLike) -> jax.Array:
     array = as_array(name, value)
     if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
         raise type_error(name, "a floating dtype of 16 to 64 bits", array.dtype)
-    return _on_device(array)
-
-
-def as_given(name: str, value: ArrayLike) -> jax.Array:
-    """A jax array of the same dtype; of the dtype that jax gives to lists and Python numbers."""
-    array = as_array(name, value)
-    if isinstance(array, np.ndarray) and jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
-        if not isinstance(value, list | tuple | int | float | complex):
-            want = "at most 32 bits, for jax_enable_x64 is off (cast them first)"
-            raise type_error(name, want, array.dtype)
-        if array.dtype.kind in "iu":
-            array = _narrowed(name, array)
-    return _on_device(array)
-
-
-def rate(name: str, value: Any) -> float:
-    """A probability in [0, 1) that is known while tracing."""
-    number = real(name, value)
-    if not 0 <= number < 1:
-        raise value_error(name, "a number in [0, 1)", value)
-    return number
+    return on_device(array)
 
 
 def check_ends_in_length(
@@ -449,38 +361,13 @@ def check_ends_in_length(
 def check_left_out(name: str, value: Any, why: str) -> None:
     """A ValueError if an argument is given."""
     if value is not None:
-        raise value_error(name, f"None, since {why}", _describe(value))
+        raise value_error(name, f"None, since {why}", describe(value))
 
 
 def check_same(name: str, what: str, size: Any, expected: Any) -> None:
     """A ValueError unless two sizes are equal."""
     if size != expected:
         raise value_error(name, f"{what}, {expected}", size)
-
-
-def rows(name: str, array: Any) -> Any:
-    """An array [length] or [batch, length], as [1 or batch, length]."""
-    if array.ndim not in (1, 2):
-        raise value_error(name, "shape [length] or [batch, length]", f"shape {list(array.shape)}")
-    return array if array.ndim == 2 else array[None]
-
-
-def comparable_rows(**sides: ArrayLike) -> list[jax.Array]:
-    """Integers of queries and of keys to compare, as [1 or batch, length].
-
-    Each may be [length] or [batch, length].
-    """
-    arrays = {name: rows(name, as_ordered(name, value)) for name, value in sides.items()}
-    check_numbers_of_rows(arrays)
-    return list(arrays.values())
-
-
-def check_numbers_of_rows(arrays: Mapping[str, Any]) -> None:
-    """A ValueError unless all arrays have the same number of rows, or 1."""
-    counts = [array.shape[0] for array in arrays.values()]
-    if len(set(counts) - {1}) > 1:
-        names, got = (" and ".join(map(str, words)) for words in (arrays, counts))
-        raise value_error(names, "the same number of rows, or 1", got)
 
 
 def as_key(name: str, rng: Any) -> jax.Array:
@@ -492,24 +379,10 @@ def as_key(name: str, rng: Any) -> jax.Array:
         is_typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
         key = rng if is_typed else jax.random.wrap_key_data(rng)
     except (AttributeError, TypeError, ValueError) as error:
-        raise type_error(name, want, _describe(rng)) from error
+        raise type_error(name, want, describe(rng)) from error
     if key.shape != ():
         raise type_error(name, want, f"keys of shape {list(key.shape)}")
     return key
-
-
-def as_params(name: str, value: Any) -> dict[str, dict[str, Any]]:
-    """A Haiku parameter tree with its arrays in the byte order of this machine."""
-    modules = instance(name, value, Mapping, "a Haiku parameter tree, a dict of dicts")
-    return {path: _leaves(f"{name}: {path}", leaves) for path, leaves in modules.items()}
-
-
-def _leaves(name: str, value: Any) -> dict[str, Any]:
-    leaves = instance(name, value, Mapping, "the parameters of a module, a dict of arrays")
-    for key, leaf in leaves.items():
-        if not hasattr(leaf, "shape"):
-            raise type_error(f"{name}/{key}", "an array (use jnp.asarray)", _describe(leaf))
-    return {key: native(f"{name}/{key}", leaf) for key, leaf in leaves.items()}
 
 
 def native(name: str, array: Any) -> Any:

@@ -266,7 +266,7 @@ def plot_rotary(
     """
     from matplotlib.patches import Circle  # noqa: PLC0415
 
-    half, points = head_dim // 2, np.asarray(arguments.as_positions("positions", positions))
+    half, points = head_dim // 2, np.asarray(phase.as_positions("positions", positions))
     pairs = range(0, half, max(1, half // 8))[:4]
     # The point (radius, 0) in each pair of channels.
     x = np.zeros([len(points), 1, head_dim], np.float32)
@@ -368,7 +368,7 @@ def plot_error(
     """
     if positions is None:
         positions = np.geomspace(1, 2**31 - 1, 100, dtype=np.int64)
-    points = np.asarray(arguments.as_positions("positions", positions))
+    points = np.asarray(phase.as_positions("positions", positions))
     ours = np.asarray(sinusoidal_encoding(points, d_model, base=base))
     exact, usual = _exact_and_usual(points, d_model, base)
     ax = _axes(ax)

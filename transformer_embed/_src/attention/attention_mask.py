@@ -24,6 +24,7 @@ from transformer_embed._src.attention.token_positions import (
     TokenPositions,
     arrays_of,
     as_indices,
+    check_numbers_of_rows,
     check_token_positions,
 )
 from transformer_embed._src.compiled import compiled
@@ -226,7 +227,7 @@ def _check_sides(queries: TokenPositions, keys: TokenPositions) -> None:
     ):
         if other in arrays and name not in arrays:
             raise arguments.value_error(name, f"an array, since {other} is given", "None")
-    arguments.check_numbers_of_rows(arrays)
+    check_numbers_of_rows(arrays)
 
 
 def _pair(name: str, value: Any, convert: Callable[[str, Any], Any]) -> tuple[Any, Any]:

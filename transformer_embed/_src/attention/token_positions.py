@@ -1,11 +1,13 @@
 """The position and the segment of each token: padding on either side, packing, decoding."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jaxtyping import Array, Bool, Int32, Integer, Shaped
 
 from transformer_embed._src import arguments
@@ -62,14 +64,14 @@ class TokenPositions:
         segment_ids: ArrayLike | None = None,
         block_ids: ArrayLike | None = None,
     ):
-        rows = _as_rows("positions", positions)
+        rows = as_comparable("positions", positions)
         arrays, length = {"positions": rows}, rows.shape[1]
         for name, ids in (("segment_ids", segment_ids), ("block_ids", block_ids)):
             if ids is not None:
-                arrays[name] = _as_rows(name, ids)
+                arrays[name] = as_comparable(name, ids)
                 size = arrays[name].shape[1]
                 arguments.check_same(name, "the length of positions", size, length)
-        arguments.check_numbers_of_rows(arrays)
+        check_numbers_of_rows(arrays)
         arguments.set_fields(self, **arrays)
 
     @property
@@ -215,11 +217,11 @@ class TokenPositions:
             Liu et al., "RoBERTa" (2019), https://arxiv.org/abs/1907.11692, as in fairseq's
             make_positions.
         """
-        rows = arguments.rows("ids", arguments.as_int32("ids", ids))
+        rows = _rows("ids", arguments.as_int32("ids", ids))
         pad_id = arguments.int32("pad_id", pad_id)
         start = arguments.int32("start", start)
         at_padding = arguments.int32("at_padding", at_padding)
-        arguments.check_last_position("start", start, rows.shape[1])
+        check_last_position("start", start, rows.shape[1])
         return _of_ids(rows, pad_id, start, at_padding)
 
     @classmethod
@@ -254,8 +256,8 @@ class TokenPositions:
             [[0, 0, 1, 1], [0, 1, 1, 1]]
         """
         length = arguments.length("length", length)
-        # A symbolic length is assumed to be large enough.
-        highest = length if isinstance(length, int) else 2**31 - 1
+        # A symbolic length is assumed to be large enough. One of 2**31 is beyond int32 itself.
+        highest = min(length, 2**31 - 1) if isinstance(length, int) else 2**31 - 1
         lengths = as_indices("lengths", lengths, highest, "the padded length")
         if lengths.ndim != 1:
             raise arguments.value_error("lengths", "shape [batch]", f"shape {list(lengths.shape)}")
@@ -288,7 +290,7 @@ class TokenPositions:
             Raffel et al., "T5" (2020), section 3.5.2, https://arxiv.org/abs/1910.10683
         """
         integers = arguments.as_integers("segment_ids", segment_ids)
-        rows = arguments.rows("segment_ids", arguments.as_fitting_int32("segment_ids", integers))
+        rows = _rows("segment_ids", as_fitting_int32("segment_ids", integers))
         if isinstance(integers, np.ndarray):
             again = second_runs(np.atleast_2d(integers)).any(1)
             if again.any():
@@ -326,13 +328,13 @@ class TokenPositions:
         """
         length = arguments.length("length", length)
         integers = arguments.as_integers("offset", offset)
-        offset = arguments.as_fitting_int32("offset", integers)
+        offset = as_fitting_int32("offset", integers)
         if offset.ndim > 1:
             raise arguments.value_error(
                 "offset", "shape [] or [batch]", f"shape {list(offset.shape)}"
             )
         if isinstance(integers, np.ndarray) and integers.size:
-            arguments.check_last_position("offset", int(integers.max()), length)
+            check_last_position("offset", int(integers.max()), length)
         return _of_offset(offset, length)
 
 
@@ -348,7 +350,7 @@ def arrays_of(tokens: TokenPositions) -> dict[str, Any]:
     for name in ("positions", "segment_ids", "block_ids"):
         array = getattr(tokens, name)
         if array is not None:
-            arrays[name] = arguments.rows(name, array)
+            arrays[name] = _rows(name, array)
     return arrays
 
 
@@ -359,10 +361,7 @@ def segments_of(tokens: TokenPositions) -> Array:
 
 def as_indices(name: str, value: ArrayLike, highest: int, what: str) -> Int32[Array, "..."]:
     """Integers as int32. On the host, a ValueError unless they are inside 0..highest."""
-    integers = arguments.as_integers(name, value)
-    if isinstance(integers, np.ndarray):
-        arguments.check_inside(name, integers, 0, highest, what)
-    return arguments.as_int32(name, integers)
+    return arguments.as_int32(name, arguments.as_integers(name, value, 0, highest, what))
 
 
 def check_token_positions(name: str, value: Any) -> None:
@@ -371,8 +370,51 @@ def check_token_positions(name: str, value: Any) -> None:
     arguments.instance(name, value, TokenPositions, want)
 
 
-def _as_rows(name: str, value: ArrayLike) -> Integer[Array, "b t"]:
-    return arguments.rows(name, arguments.as_ordered(name, value))
+def as_comparable(name: str, value: ArrayLike) -> Integer[Array, "b t"]:
+    """Signed integers to compare, [length] or [batch, length], as [1 or batch, length].
+
+    Clamped or wrapped ones would compare wrongly: an error on the host, and a wider jax array stays
+    as it is.
+    """
+    array = arguments.as_integers(name, value)
+    if not jnp.issubdtype(array.dtype, jnp.signedinteger):
+        raise arguments.type_error(name, "a signed integer dtype", array.dtype)
+    return _rows(name, arguments.on_device(array))
+
+
+def as_fitting_int32(name: str, value: ArrayLike) -> Int32[Array, "..."]:
+    """Integers as int32; an error if one does not fit, or a traced one may not."""
+    array = arguments.as_integers(name, value)
+    if array.dtype != np.int32:
+        if arguments.is_traced(array):
+            hint = "(convert it by .astype(jnp.int32): int32 may not hold its values)"
+            raise arguments.type_error(name, f"an int32 array {hint}", arguments.describe(array))
+        array = arguments.as_integers(name, jax.device_get(array))
+    return arguments.on_device(array)
+
+
+def _rows(name: str, array: Any) -> Any:
+    """An array [length] or [batch, length], as [1 or batch, length]."""
+    if array.ndim not in (1, 2):
+        got = f"shape {list(array.shape)}"
+        raise arguments.value_error(name, "shape [length] or [batch, length]", got)
+    return array if array.ndim == 2 else array[None]
+
+
+def check_numbers_of_rows(arrays: Mapping[str, Any]) -> None:
+    """A ValueError unless all arrays have the same number of rows, or 1."""
+    counts = [array.shape[0] for array in arrays.values()]
+    if len(set(counts) - {1}) > 1:
+        names, got = (" and ".join(map(str, words)) for words in (arrays, counts))
+        raise arguments.value_error(names, "the same number of rows, or 1", got)
+
+
+def check_last_position(name: str, first: int, length: int) -> None:
+    """A ValueError if positions first, first + 1, ... would leave int32."""
+    # A symbolic length is assumed to be small enough.
+    if not export.is_symbolic_dim(length) and first + length > 2**31:
+        want = f"an int of at most {2**31 - length}, for {length} positions inside int32"
+        raise arguments.value_error(name, want, first)
 
 
 def second_runs(segment_ids: np.ndarray) -> np.ndarray:

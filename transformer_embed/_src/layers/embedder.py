@@ -12,13 +12,14 @@ from jaxtyping import Array, Float
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.layers.config import EmbedderConfig
-from transformer_embed._src.layers.parameters import Params
+from transformer_embed._src.layers.parameters import Params, as_params
 from transformer_embed._src.layers.token_embedding import output_arguments
 from transformer_embed._src.layers.transformer_embedding import (
     TransformerEmbedding,
     init_params,
     layer_paths,
 )
+from transformer_embed._src.positions.phase import as_positions
 from transformer_embed._src.tokens.cross_entropy import CrossEntropyOptions, linear_cross_entropy
 from transformer_embed._src.tokens.log_probs import LogProbsOptions, linear_log_probs
 from transformer_embed._src.tokens.output_layer import linear_logits
@@ -96,7 +97,7 @@ class Embedder:
                 rng=None; positions that do not end in the ids' length, or that lie outside int32
                 (host values); token types missing, or given although the config has none.
         """
-        params = arguments.as_params("params", params)
+        params = as_params("params", params)
         if not arguments.flag("is_training", is_training) or self.config.dropout_rate == 0:
             # Evaluation is one program, with a key or without.
             rng = None
@@ -107,7 +108,7 @@ class Embedder:
             rng = arguments.as_key("rng", rng)
         ids = arguments.as_int32("ids", ids)
         if positions is not None:
-            positions = arguments.as_positions("positions", positions)
+            positions = as_positions("positions", positions)
         if token_types is not None:
             token_types = arguments.as_int32("token_types", token_types)
         return _apply(self.config, bool(is_training), params, rng, ids, positions, token_types)
@@ -145,7 +146,7 @@ class Embedder:
 
     def _output(self, method: str, params: Params, options: Mapping[str, object]) -> dict[str, Any]:
         """The arguments of `linear_logits` besides x, for a method."""
-        params = arguments.as_params("params", params)
+        params = as_params("params", params)
         leaves = params[layer_paths("params", self.config, params)["token_embedding"]]
         return output_arguments(self.config, method, options, leaves.__getitem__)
 

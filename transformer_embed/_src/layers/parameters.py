@@ -29,6 +29,24 @@ def parameter(
     return arguments.native(name, hk.get_parameter(name, shape, dtype, w_init))
 
 
+def as_params(name: str, value: Any) -> dict[str, dict[str, Any]]:
+    """A Haiku parameter tree with its arrays in the byte order of this machine."""
+    modules = arguments.instance(name, value, Mapping, "a Haiku parameter tree, a dict of dicts")
+    return {path: _leaves(f"{name}: {path}", leaves) for path, leaves in modules.items()}
+
+
+def _leaves(name: str, value: Any) -> dict[str, Any]:
+    want = "the parameters of a module, a dict of arrays"
+    leaves = {}
+    for key, leaf in arguments.instance(name, value, Mapping, want).items():
+        path = f"{name}/{key}"
+        if not hasattr(leaf, "shape"):
+            got = arguments.describe(leaf)
+            raise arguments.type_error(path, "an array (use jnp.asarray)", got)
+        leaves[key] = arguments.native(path, leaf)
+    return leaves
+
+
 @contextlib.contextmanager
 def parameters_from(initial: Mapping[str, Mapping] | None) -> Iterator[None]:
     """Creates parameters with the initial values, and reads them as native arrays.

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
-from transformer_embed._src.layers.parameters import Params, table_path
+from transformer_embed._src.layers.parameters import Params, as_params, table_path
 from transformer_embed._src.tokens.lookup import Table
 
 
@@ -47,7 +47,7 @@ def resize_vocabulary(params: Params, vocab_size: int, *, rng: Array | None = No
         https://nlp.stanford.edu/~johnhew/vocab-expansion.html, with a diagonal covariance.
     """
     arguments.size("vocab_size", vocab_size)
-    params = arguments.as_params("params", params)
+    params = as_params("params", params)
     path = table_path("params", params, "token_embedding")
     resized = {
         name: _with_rows(f"{path}/{name}", table, vocab_size, rng, n)
@@ -110,7 +110,7 @@ def resize_positions(params: Params, max_len: int, *, start: int = 0) -> Params:
         Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021), section 3.2,
         https://arxiv.org/abs/2010.11929
     """
-    params = arguments.as_params("params", params)
+    params = as_params("params", params)
     path = table_path("params", params, "learned_positional_encoding")
     table = _whole(f"{path}/embeddings", params[path]["embeddings"])
     start = arguments.integer("start", start, at_least=0, at_most=table.shape[0] - 1)

@@ -15,6 +15,7 @@ from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
 from transformer_embed._src.layers.parameters import (
     Params,
+    as_params,
     module_name,
     parameters_from,
     table_path,
@@ -87,7 +88,7 @@ class TransformerEmbedding(hk.Module):
         self.config = arguments.instance("config", config, EmbedderConfig, want)
         self._initial_params = None
         if initial_params is not None:
-            params = arguments.as_params("initial_params", initial_params)
+            params = as_params("initial_params", initial_params)
             paths = layer_paths("initial_params", config, params)
             self._initial_params = {module: params[path] for module, path in paths.items()}
         embedding = functools.partial(

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float32, Integer, Shaped, UInt32
 
 from transformer_embed._src import arguments
+from transformer_embed._src.array_types import ArrayLike
 
 PI = Decimal(
     "3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803482534"
@@ -42,6 +43,34 @@ class Words(NamedTuple):
 class _Phase(NamedTuple):
     high: Word
     low: Word
+
+
+def as_positions(name: str, value: ArrayLike) -> Array | np.ndarray:
+    """Positions: float32, or integers, as int32 where they fit, so that they share a trace.
+
+    A ValueError if those on the host do not fit; uint32 ones keep their dtype. Arrays on the host
+    stay there, since a compiled function takes them faster than `jnp.asarray`.
+    """
+    if arguments.is_int32(value):
+        return value
+    array = arguments.as_array(name, value)
+    if jnp.issubdtype(array.dtype, jnp.integer):
+        is_host_uint32 = isinstance(array, np.ndarray) and array.dtype == np.uint32
+        is_large = is_host_uint32 and array.max(initial=0) >= 2**31
+        return array if is_large else arguments.as_integers(name, array)
+    if array.dtype not in (np.float32, np.float64):
+        want = "an integer dtype, or float32 (16-bit floats skip integers)"
+        raise arguments.type_error(name, want, array.dtype)
+    if isinstance(array, jax.Array) or array.dtype == np.float32:
+        return array
+    with np.errstate(over="ignore"):
+        narrow = array.astype(np.float32)
+    # Only from 2**24 on does float32 skip integers.
+    moved = np.isfinite(array) & (np.abs(array) >= 2**24) & (narrow != array)
+    if moved.any():
+        want = "floats that float32 holds (pass large positions as integers)"
+        raise arguments.value_error(name, want, array[moved][0])
+    return narrow
 
 
 def geometric_frequencies(

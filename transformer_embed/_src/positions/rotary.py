@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +98,7 @@ def apply_rotary(
     dim = _check_even("head_dim", x.shape[-1]) if is_proportional else rotated
     want = "LinearScaling(...), another scaling of this package, or None"
     arguments.instance("scaling", scaling, Scaling | None, want)
-    points = arguments.as_positions("positions", positions)
+    points = phase.as_positions("positions", positions)
     axes = ()
     if pair_axes is None:
         points = points[..., None]
@@ -151,7 +151,7 @@ def permute_rotary_weights(
         The conversion of Llama's published checkpoints (interleaved) for the transformers library
         (half).
     """
-    array = arguments.as_given("weights", weights)
+    array = _as_weights("weights", weights)
     num_heads = arguments.integer("num_heads", num_heads, at_least=1)
     if array.ndim == 0 or array.shape[-1] % num_heads:
         want = f"a last axis of {num_heads} heads times head_dim"
@@ -165,6 +165,19 @@ def permute_rotary_weights(
         arguments.choice("source", source, LAYOUTS),
         arguments.choice("target", target, LAYOUTS),
     )
+
+
+def _as_weights(name: str, value: ArrayLike) -> Array:
+    """A jax array of the same dtype; of the dtype that jax gives to lists and Python numbers."""
+    array: Any = arguments.as_array(name, value)
+    if isinstance(array, np.ndarray) and jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
+        if not isinstance(value, list | tuple | int | float | complex):
+            want = "at most 32 bits, for jax_enable_x64 is off (cast them first)"
+            raise arguments.type_error(name, want, array.dtype)
+        # jnp.asarray would wrap an integer that int32 does not hold.
+        if array.dtype.kind in "iu":
+            array = arguments.as_integers(name, array)
+    return arguments.on_device(array)
 
 
 class _Options(NamedTuple):

@@ -12,7 +12,10 @@ from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
-from transformer_embed._src.attention.token_positions import positions_of_tokens
+from transformer_embed._src.attention.token_positions import (
+    check_last_position,
+    positions_of_tokens,
+)
 from transformer_embed._src.positions.sinusoidal import (
     Sinusoids,
     as_grid,
@@ -46,7 +49,7 @@ class _Scheme:
         if longest is not None and length > longest:
             want = f"a length of at most {longest}, where {type(self).__name__} ends"
             raise arguments.value_error(name, want, f"length {length}")
-        arguments.check_last_position("start", self.start, length)
+        check_last_position("start", self.start, length)
         return jnp.arange(self.start, self.start + length, dtype=jnp.int32)
 
     def _positions(self, ids: Int32[Array, "... t"], pad_id: int | None) -> Int32[Array, "... t"]:

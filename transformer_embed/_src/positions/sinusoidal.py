@@ -194,7 +194,7 @@ def sinusoidal_grid(
     """
     lengths, order = as_grid(shape, axes)
     if axis_positions is not None:
-        axis_positions = arguments.entries("axis_positions", axis_positions, arguments.as_positions)
+        axis_positions = arguments.entries("axis_positions", axis_positions, phase.as_positions)
         shapes = [list(array.shape) for array in axis_positions]
         expected = [[length] for length in lengths]
         arguments.check_same("axis_positions", "arrays as long as the axes", shapes, expected)
@@ -234,7 +234,7 @@ def encode(
 ) -> Vectors:
     """`sinusoidal_encoding` with these options."""
     d_model, dtype = arguments.size("d_model", d_model), arguments.result_dtype("dtype", dtype)
-    positions = arguments.as_positions("positions", positions)
+    positions = phase.as_positions("positions", positions)
     return _encoding(positions, d_model, options, dtype)
 
 

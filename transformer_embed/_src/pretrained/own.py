@@ -17,7 +17,7 @@ import numpy as np
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
 from transformer_embed._src.layers.embedder import ROOT, Params
-from transformer_embed._src.layers.parameters import table_path
+from transformer_embed._src.layers.parameters import as_params, table_path
 from transformer_embed._src.layers.transformer_embedding import layer_paths
 from transformer_embed._src.positions.rotary_scaling import Scaling
 from transformer_embed._src.positions.schemes import Scheme
@@ -105,7 +105,7 @@ def save_embedder(
     """
     arguments.instance("config", config, EmbedderConfig, "an EmbedderConfig")
     check_mappings(rotary=rotary, bias=bias, names=names)
-    params = arguments.as_params("params", params)
+    params = as_params("params", params)
     if slashed := [name for group in params.values() for name in group if "/" in name]:
         raise arguments.value_error("params", "names without a slash", short_repr(slashed[0]))
     leaves = by_path(_with_own_paths(config, params, bias))

@@ -170,11 +170,11 @@ def check_ids(ids: ArrayLike, vocab_size: int) -> None:
         Traceback (most recent call last):
         ValueError: ids: wanted integers inside the vocabulary, 0..50256, got 50257 at index [1, 1]
     """
-    arguments.size("vocab_size", vocab_size)
-    array = arguments.as_integers("ids", ids)
-    arguments.check_inside(
-        "ids", arguments.on_host("ids", array), 0, vocab_size - 1, "the vocabulary"
-    )
+    inside = 0, arguments.size("vocab_size", vocab_size) - 1, "the vocabulary"
+    array = arguments.as_integers("ids", ids, *inside)
+    # What is on a device is not checked there.
+    if isinstance(array, jax.Array):
+        arguments.as_integers("ids", arguments.on_host("ids", array), *inside)
 
 
 def as_table(name: str, table: ArrayLike | Table) -> TableArray | Table:

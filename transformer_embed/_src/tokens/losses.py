@@ -16,7 +16,11 @@ from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
-from transformer_embed._src.attention.token_positions import has_next_token, of_next_token
+from transformer_embed._src.attention.token_positions import (
+    as_fitting_int32,
+    has_next_token,
+    of_next_token,
+)
 from transformer_embed._src.partitioning import ON_ONE_DEVICE, OutputSplit, spec_axes, split_like
 from transformer_embed._src.tokens.lookup import Table
 from transformer_embed._src.tokens.output_layer import (
@@ -76,7 +80,7 @@ def as_batch(
         ids,
         _aligned("mask", mask, as_mask, ids),
         _aligned("weights", weights, arguments.as_floats, ids),
-        _aligned("segment_ids", segment_ids, arguments.as_fitting_int32, ids),
+        _aligned("segment_ids", segment_ids, as_fitting_int32, ids),
     )
 
 

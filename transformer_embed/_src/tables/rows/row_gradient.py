@@ -221,6 +221,22 @@ def _check_ascending(gradient: RowGradient) -> None:
         raise arguments.value_error("grads", want, str(ids.tolist())[:60])
 
 
+def as_arrays(name: str, tree: Tree, is_leaf: Callable) -> Any:
+    """A tree of jax arrays, except for its leaves of another kind."""
+
+    def convert(path: Any, leaf: Any) -> Any:
+        if is_leaf(leaf):
+            return leaf
+        full_name = name + jax.tree_util.keystr(path)
+        array = arguments.native(full_name, leaf)
+        try:
+            return arguments.on_device(array)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise arguments.type_error(full_name, "an array", arguments.describe(leaf)) from error
+
+    return jax.tree.map_with_path(convert, tree, is_leaf=is_leaf)
+
+
 def is_gradient(leaf: Any) -> bool:
     """Whether a leaf of a tree is a `RowGradient`."""
     return isinstance(leaf, RowGradient)
@@ -251,5 +267,5 @@ def add(grads: Tree, more: Tree) -> Tree:
         >>> total.ids[:3].tolist(), total.values[:3].tolist()
         ([1, 3, 8], [[1.0], [3.5], [8.0]])
     """
-    trees = (arguments.as_arrays("grads", tree, is_gradient) for tree in (grads, more))
+    trees = (as_arrays("grads", tree, is_gradient) for tree in (grads, more))
     return jax.tree.map(operator.add, *trees, is_leaf=is_gradient)

@@ -18,6 +18,7 @@ from transformer_embed._src import arguments
 from transformer_embed._src.tables.rows import row_check
 from transformer_embed._src.tables.rows.fingerprint import or_nan
 from transformer_embed._src.tables.rows.gathered_rows import is_leaf, read_rows, row_table
+from transformer_embed._src.tables.rows.row_gradient import as_arrays
 
 if TYPE_CHECKING:
     import optax
@@ -93,7 +94,7 @@ def update(
     # shard_map takes no sharded arrays but as arguments.
     arrays = {name: arg for name, arg in extra_args.items() if isinstance(arg, jax.Array)}
     inputs = {"grads": grads, "params": params, "state": state}
-    converted = [arguments.as_arrays(name, tree, is_leaf) for name, tree in inputs.items()]
+    converted = [as_arrays(name, tree, is_leaf) for name, tree in inputs.items()]
     trees, treedef = jax.tree.flatten((*converted, arrays), is_leaf=is_leaf)
     grads_treedef, params_treedef, *_ = treedef.children()
     if grads_treedef != params_treedef:

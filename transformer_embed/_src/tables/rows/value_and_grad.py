@@ -12,6 +12,7 @@ import numpy as np
 from transformer_embed._src import arguments
 from transformer_embed._src.tables.rows.distinct_ids import as_max_rows
 from transformer_embed._src.tables.rows.gathered_rows import GatheredRows, is_leaf, row_table
+from transformer_embed._src.tables.rows.row_gradient import as_arrays
 from transformer_embed._src.tokens.lookup import as_table
 
 Tree = Any
@@ -70,7 +71,7 @@ def value_and_grad(
 
     @functools.wraps(loss)
     def value_and_row_grads(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
-        params = arguments.as_arrays("params", params, is_leaf)
+        params = as_arrays("params", params, is_leaf)
         trees, treedef = jax.tree.flatten(params, is_leaf=is_leaf)
         taken = _take_tables(trees, treedef, ids, max_rows)
 
