@@ -1,6 +1,7 @@
 """Position encodings added to embeddings, then dropout."""
 
 import functools
+from typing import Any
 
 import haiku as hk
 import jax
@@ -107,27 +108,34 @@ class PositionalEncoding(hk.Module):
             if (self.scheme.pad_id, self.scheme.at_padding) != (None, None):
                 want = "an array, since x does not show what is padding"
                 raise arguments.value_error("positions", want, "None")
-            positions = self.scheme._counted("x", x.shape[-2])
-        encoding = self._broadcast_encoding(positions, x.shape[:-1], "x's tokens")
+            points = self.scheme._counted("x", x.shape[-2])
+        else:
+            points = self._given(positions, x.shape[:-1], "x's tokens")
+        encoding = self._broadcast_encoding(points, x.shape[:-1])
         total = (arguments.widened(x) + encoding).astype(x.dtype)
         return apply_dropout(total, self.dropout_rate, is_training)
 
     def encoding(self, positions: ArrayLike) -> Float[Array, "... d"]:
         """The encodings [..., d_model] of positions [...], in float32 or wider."""
+        return self._encoding(self.scheme._as_positions("positions", positions))
+
+    def _encoding(self, positions: Any) -> Float[Array, "... d"]:
+        """`encoding` of positions that the scheme has converted."""
         rows = self.scheme._table_length()
         if rows is None:
             return self.scheme._encoding(positions, self.d_model)
         table = parameter((rows, self.d_model), self.param_dtype, self.w_init)
-        positions = arguments.as_int32("positions", positions)
         return arguments.widened(lookup(table, positions, out_of_range=self.out_of_range))
 
-    def _broadcast_encoding(
-        self, positions: ArrayLike, shape: tuple[int, ...], tokens: str
-    ) -> Float[Array, "... d"]:
-        """The encodings of positions, broadcast to the shape of the tokens."""
-        positions = arguments.as_array("positions", positions)
-        arguments.check_ends_in_length("positions", positions.shape, shape, tokens)
-        encoding = self.encoding(positions)
+    def _given(self, positions: ArrayLike, shape: tuple[int, ...], tokens: str) -> Any:
+        """The positions that a caller gives for tokens of this shape."""
+        array = self.scheme._as_positions("positions", positions)
+        arguments.check_ends_in_length("positions", array.shape, shape, tokens)
+        return array
+
+    def _broadcast_encoding(self, positions: Any, shape: tuple[int, ...]) -> Float[Array, "... d"]:
+        """The encodings of converted positions, broadcast to the shape of the tokens."""
+        encoding = self._encoding(positions)
         # A row that is used once is computed once anyway.
         if positions.ndim == 1 and any(size != 1 for size in shape[:-1]):
             encoding = _fusion_barrier(encoding)

@@ -152,8 +152,10 @@ class TransformerEmbedding(hk.Module):
             total, table_dtype = self.tokens._scaled_rows(ids)
             if self.encoding is not None:
                 if positions is None:
-                    positions = self.encoding.scheme._positions(ids, self.config.pad_id)
-                total += self.encoding._broadcast_encoding(positions, ids.shape, "the ids")
+                    points = self.encoding.scheme._positions(ids, self.config.pad_id)
+                else:
+                    points = self.encoding._given(positions, ids.shape, "the ids")
+                total += self.encoding._broadcast_encoding(points, ids.shape)
             if self.token_types is None:
                 arguments.check_left_out("token_types", token_types, "num_token_types is not set")
             else:

@@ -4,25 +4,39 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
-from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.attention.token_positions import (
     check_last_position,
     positions_of_tokens,
 )
+from transformer_embed._src.positions.phase import as_positions
 from transformer_embed._src.positions.sinusoidal import (
+    CONVERTERS,
     Sinusoids,
+    as_coordinates,
     as_grid,
     channels,
     encode,
-    sinusoidal_grid,
+    encode_grid,
+    part_width,
 )
+
+_reals = functools.partial(arguments.entries, convert=arguments.real)
+# A field of this name has the same meaning in every scheme.
+_CONVERTERS = CONVERTERS | {
+    # Python ints, because sums with a narrow numpy integer would wrap.
+    "start": arguments.int32,
+    "at_padding": arguments.int32,
+    "pad_id": arguments.int32,
+    "max_len": arguments.size,
+    "axis_positions": functools.partial(arguments.entries, convert=_reals),
+}
 
 
 class _Scheme:
@@ -32,9 +46,14 @@ class _Scheme:
     """
 
     _module_name = "positional_encoding"
+    _as_positions = staticmethod(arguments.as_int32)
+    # Not fields: a grid has none of them.
     start: int = 0
     at_padding: int | None = None
     pad_id: int | None = None
+
+    def __post_init__(self):
+        arguments.convert_fields(self, **_CONVERTERS)
 
     def _check(self, d_model: int) -> None:
         """Raises unless the scheme encodes d_model channels."""
@@ -54,41 +73,24 @@ class _Scheme:
 
     def _positions(self, ids: Int32[Array, "... t"], pad_id: int | None) -> Int32[Array, "... t"]:
         """The positions of ids, in a layer with this padding id."""
-        return self._counted("ids", ids.shape[-1])
-
-    def _table_length(self) -> int | None:
-        """The number of learned positions; None: `_encoding` computes them."""
-        return None
-
-    def _encoding(self, positions: ArrayLike, d_model: int) -> Float[Array, "... d"]:
-        """The float32 encoding of positions."""
-        raise NotImplementedError
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Counted(_Scheme):
-    """Positions that count from `start`, without padding where its id is known."""
-
-    start: int = 0
-    at_padding: int | None = None
-    pad_id: int | None = None
-
-    def __post_init__(self):
-        # Python ints, because sums with a narrow numpy integer would wrap.
-        int32 = arguments.int32
-        arguments.convert_fields(self, start=int32, at_padding=int32, pad_id=int32)
-
-    def _positions(self, ids: Int32[Array, "... t"], pad_id: int | None) -> Int32[Array, "... t"]:
-        counted = super()._positions(ids, pad_id)
+        counted = self._counted("ids", ids.shape[-1])
         pad_id = pad_id if self.pad_id is None else self.pad_id
         if pad_id is None:
             return counted
         at_padding = self.start if self.at_padding is None else self.at_padding
         return positions_of_tokens(ids != pad_id, self.start, at_padding)
 
+    def _table_length(self) -> int | None:
+        """The number of learned positions; None: `_encoding` computes them."""
+        return None
+
+    def _encoding(self, positions: Any, d_model: int) -> Float[Array, "... d"]:
+        """The float32 encoding of positions that `_as_positions` returned."""
+        raise NotImplementedError
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sinusoidal(_Counted, Sinusoids):
+class Sinusoidal(_Scheme, Sinusoids):
     """Sinusoidal positions, for `EmbedderConfig` and `PositionalEncoding`.
 
     Args:
@@ -112,21 +114,26 @@ class Sinusoidal(_Counted, Sinusoids):
         https://arxiv.org/abs/1706.03762
     """
 
+    start: int = 0
+    at_padding: int | None = None
+    pad_id: int | None = None
+
+    _as_positions = staticmethod(as_positions)
+
     def __post_init__(self):
-        Sinusoids.__post_init__(self)
-        _Counted.__post_init__(self)
+        super().__post_init__()
         # Two channels have a frequency under any `odd`, and no shift is too large for them.
-        channels(self, 2)
+        self._check(2)
 
     def _check(self, d_model: int) -> None:
         channels(self, d_model)
 
-    def _encoding(self, positions: ArrayLike, d_model: int) -> Float[Array, "... d"]:
-        return encode(positions, d_model, self)
+    def _encoding(self, positions: Any, d_model: int) -> Float[Array, "... d"]:
+        return encode(positions, d_model, self, np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
-class SinusoidalGrid(Sinusoids, _Scheme):
+class SinusoidalGrid(_Scheme, Sinusoids):
     """Sinusoidal positions on a grid, for the tokens of an image or a video.
 
     It is a scheme of `EmbedderConfig` and `PositionalEncoding`.
@@ -168,24 +175,28 @@ class SinusoidalGrid(Sinusoids, _Scheme):
     def __post_init__(self):
         super().__post_init__()
         shape, order = as_grid(self.shape, self.axes)
-        reals = functools.partial(arguments.entries, convert=arguments.real)
         arguments.set_fields(self, shape=shape, axes=None if self.axes is None else order)
-        coordinates = functools.partial(arguments.entries, convert=reals)
-        arguments.convert_fields(self, axis_positions=coordinates)
+        as_coordinates(self.axis_positions, shape)
         self._check(2 * len(shape))
 
     def _check(self, d_model: int) -> None:
-        jax.eval_shape(lambda: self._encoding(np.zeros(1, np.int32), d_model))
+        channels(self, part_width(d_model, len(self.shape), self.odd))
 
     def _longest(self) -> int:
         return math.prod(self.shape)
 
-    def _encoding(self, positions: ArrayLike, d_model: int) -> Float[Array, "... d"]:
-        return sinusoidal_grid(d_model=d_model, positions=positions, **dataclasses.asdict(self))
+    def _positions(self, ids: Int32[Array, "... t"], pad_id: int | None) -> Int32[Array, "t"]:
+        # A point of the grid stays where it is, whatever its id.
+        return self._counted("ids", ids.shape[-1])
+
+    def _encoding(self, positions: Any, d_model: int) -> Float[Array, "... d"]:
+        coordinates = as_coordinates(self.axis_positions, self.shape)
+        order = self.axes or tuple(range(len(self.shape)))
+        return encode_grid(positions, coordinates, self.shape, order, d_model, self, np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
-class Learned(_Counted):
+class Learned(_Scheme):
     """Learned positions, for `EmbedderConfig` and `PositionalEncoding`: a vector for each position.
 
     Args:
@@ -212,12 +223,15 @@ class Learned(_Counted):
     """
 
     max_len: int
+    _: dataclasses.KW_ONLY
+    start: int = 0
+    at_padding: int | None = None
+    pad_id: int | None = None
 
     _module_name = "learned_positional_encoding"
 
     def __post_init__(self):
         super().__post_init__()
-        arguments.convert_fields(self, max_len=arguments.size)
         for name, position in (("start", self.start), ("at_padding", self.at_padding)):
             if position is not None and not 0 <= position < self.max_len:
                 want = f"an int in [0, max_len = {self.max_len})"

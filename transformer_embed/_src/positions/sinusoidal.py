@@ -88,7 +88,8 @@ def sinusoidal_encoding(
     options = Sinusoids(
         base=base, layout=layout, shift=shift, odd=odd, frequency_scale=frequency_scale
     )
-    return encode(positions, d_model, options, dtype)
+    d_model, dtype = arguments.size("d_model", d_model), arguments.result_dtype("dtype", dtype)
+    return encode(phase.as_positions("positions", positions), d_model, options, dtype)
 
 
 def sinusoidal_table(
@@ -193,11 +194,7 @@ def sinusoidal_grid(
         Learners" (2022), https://arxiv.org/abs/2111.06377
     """
     lengths, order = as_grid(shape, axes)
-    if axis_positions is not None:
-        axis_positions = arguments.entries("axis_positions", axis_positions, phase.as_positions)
-        shapes = [list(array.shape) for array in axis_positions]
-        expected = [[length] for length in lengths]
-        arguments.check_same("axis_positions", "arrays as long as the axes", shapes, expected)
+    coordinates = as_coordinates(axis_positions, lengths)
     if positions is not None:
         positions = arguments.as_int32("positions", positions)
     d_model = arguments.size("d_model", d_model)
@@ -205,7 +202,17 @@ def sinusoidal_grid(
         base=base, layout=layout, shift=shift, odd=odd, frequency_scale=frequency_scale
     )
     dtype = arguments.result_dtype("dtype", dtype)
-    return _grid_encoding(positions, axis_positions, lengths, order, d_model, options, dtype)
+    return encode_grid(positions, coordinates, lengths, order, d_model, options, dtype)
+
+
+# Of the fields of `Sinusoids`.
+CONVERTERS = {
+    "base": arguments.positive,
+    "layout": functools.partial(arguments.choice, choices=LAYOUTS),
+    "shift": arguments.real,
+    "odd": functools.partial(arguments.choice, choices=ODD),
+    "frequency_scale": arguments.positive,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -219,23 +226,7 @@ class Sinusoids:
     frequency_scale: float = 1.0
 
     def __post_init__(self):
-        arguments.convert_fields(
-            self,
-            base=arguments.positive,
-            layout=functools.partial(arguments.choice, choices=LAYOUTS),
-            shift=arguments.real,
-            odd=functools.partial(arguments.choice, choices=ODD),
-            frequency_scale=arguments.positive,
-        )
-
-
-def encode(
-    positions: ArrayLike, d_model: int, options: Sinusoids, dtype: DTypeLike = jnp.float32
-) -> Vectors:
-    """`sinusoidal_encoding` with these options."""
-    d_model, dtype = arguments.size("d_model", d_model), arguments.result_dtype("dtype", dtype)
-    positions = phase.as_positions("positions", positions)
-    return _encoding(positions, d_model, options, dtype)
+        arguments.convert_fields(self, **CONVERTERS)
 
 
 def as_grid(shape: Sequence[int], axes: Sequence[int] | None) -> tuple[tuple[int, ...], ...]:
@@ -248,6 +239,19 @@ def as_grid(shape: Sequence[int], axes: Sequence[int] | None) -> tuple[tuple[int
         want = f"a permutation of the axes of shape {lengths}, at least one"
         raise arguments.value_error("axes", want, axes)
     return lengths, order
+
+
+def as_coordinates(
+    axis_positions: Sequence[ArrayLike] | None, lengths: tuple[int, ...]
+) -> tuple[Array | np.ndarray, ...] | None:
+    """The coordinates of the points along each axis of a grid; None if they are 0, 1, 2, ..."""
+    if axis_positions is None:
+        return None
+    coordinates = arguments.entries("axis_positions", axis_positions, phase.as_positions)
+    shapes = [list(array.shape) for array in coordinates]
+    expected = [[length] for length in lengths]
+    arguments.check_same("axis_positions", "arrays as long as the axes", shapes, expected)
+    return coordinates
 
 
 @functools.lru_cache(maxsize=64)
@@ -278,7 +282,7 @@ def channels(options: Sinusoids, d_model: int) -> tuple[phase.Words, np.ndarray]
     return phase.Words(*words), quarters
 
 
-def _part_width(d_model: int, axes: int, odd: str) -> int:
+def part_width(d_model: int, axes: int, odd: str) -> int:
     """The channels of each axis of a grid."""
     if odd == "round_up":
         return 2 * math.ceil(d_model / (2 * axes))
@@ -294,17 +298,17 @@ def _part_width(d_model: int, axes: int, odd: str) -> int:
 
 
 @compiled(1, 2, 3)
-def _encoding(positions, d_model, options, dtype) -> Vectors:
+def encode(positions, d_model, options, dtype) -> Vectors:
     return phase.sinusoid(positions[..., None], *channels(options, d_model)).astype(dtype)
 
 
 @compiled(0, 1, 2, 3)
 def _table(length, d_model, options, dtype) -> Vectors:
-    return _encoding(jnp.arange(length, dtype=jnp.int32), d_model, options, dtype)
+    return encode(jnp.arange(length, dtype=jnp.int32), d_model, options, dtype)
 
 
 @compiled(2, 3, 4, 5, 6)
-def _grid_encoding(points, coordinates, lengths, order, d_model, options, dtype) -> Vectors:
+def encode_grid(points, coordinates, lengths, order, d_model, options, dtype) -> Vectors:
     if points is None:
         # The coordinates of an axis, with a size of 1 along the others.
         along = jnp.indices(lengths, jnp.int32, sparse=True)
@@ -312,8 +316,8 @@ def _grid_encoding(points, coordinates, lengths, order, d_model, options, dtype)
         along = jnp.unravel_index(points, lengths)
     if coordinates is not None:
         along = [array[index] for array, index in zip(coordinates, along, strict=True)]
-    width = _part_width(d_model, len(lengths), options.odd)
-    parts = jnp.broadcast_arrays(*(_encoding(along[axis], width, options, dtype) for axis in order))
+    width = part_width(d_model, len(lengths), options.odd)
+    parts = jnp.broadcast_arrays(*(encode(along[axis], width, options, dtype) for axis in order))
     encoding = jnp.concatenate(parts, -1)[..., :d_model]
     padding = [(0, 0)] * (encoding.ndim - 1) + [(0, d_model - encoding.shape[-1])]
     encoding = jnp.pad(encoding, padding)
