@@ -216,7 +216,7 @@ def test_an_array_of_jax_is_taken_as_it_is():
         arguments.as_integers,
         as_positions,
         token_positions.as_fitting_int32,
-        token_positions.as_comparable,
+        lambda name, ids: token_positions.comparable_rows(**{name: ids})[name],
     ):
         assert convert("ids", ids) is ids
     for convert in (arguments.as_floats, rotary._as_weights, as_positions):

@@ -269,7 +269,7 @@ def as_integers(
         return value
     array = _integers(name, value)
     if isinstance(array, jax.Array):
-        return array.astype(np.int32) if _is_inside_int32(array.dtype) else array
+        return array.astype(np.int32) if np.can_cast(array.dtype, np.int32) else array
     if array.size and (array.min() < lowest or array.max() > highest):
         first = np.argwhere((array < lowest) | (array > highest))[0]
         index = tuple(int(i) for i in first)
@@ -284,10 +284,9 @@ def as_int32(name: str, value: ArrayLike) -> jax.Array:
     if is_int32(value):
         return value
     array = _integers(name, value)
-    if not _is_inside_int32(array.dtype):
-        library = np if isinstance(array, np.ndarray) else jnp
-        lowest = max(jnp.iinfo(array.dtype).min, -(2**31))
-        array = library.clip(array, lowest, 2**31 - 1)
+    if not np.can_cast(array.dtype, np.int32):
+        # Neither end may be outside the array's own dtype.
+        array = array.clip(max(jnp.iinfo(array.dtype).min, -(2**31)), 2**31 - 1)
     return jnp.asarray(array, jnp.int32)
 
 
@@ -310,10 +309,6 @@ _INT32 = np.dtype(np.int32)
 def is_int32(value: Any) -> TypeGuard[jax.Array]:
     """Whether a value needs no conversion to int32."""
     return isinstance(value, jax.Array) and value.dtype == _INT32 and not value.weak_type
-
-
-def _is_inside_int32(dtype: jnp.dtype) -> bool:
-    return dtype == _INT32 or dtype.itemsize < 4
 
 
 def describe(value: Any) -> str:

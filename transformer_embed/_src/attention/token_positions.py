@@ -64,14 +64,12 @@ class TokenPositions:
         segment_ids: ArrayLike | None = None,
         block_ids: ArrayLike | None = None,
     ):
-        rows = as_comparable("positions", positions)
-        arrays, length = {"positions": rows}, rows.shape[1]
-        for name, ids in (("segment_ids", segment_ids), ("block_ids", block_ids)):
-            if ids is not None:
-                arrays[name] = as_comparable(name, ids)
-                size = arrays[name].shape[1]
-                arguments.check_same(name, "the length of positions", size, length)
-        check_numbers_of_rows(arrays)
+        others = {"segment_ids": segment_ids, "block_ids": block_ids}
+        given = {name: ids for name, ids in others.items() if ids is not None}
+        arrays = comparable_rows(positions=positions, **given)
+        length = arrays["positions"].shape[1]
+        for name, array in arrays.items():
+            arguments.check_same(name, "the length of positions", array.shape[1], length)
         arguments.set_fields(self, **arrays)
 
     @property
@@ -370,16 +368,20 @@ def check_token_positions(name: str, value: Any) -> None:
     arguments.instance(name, value, TokenPositions, want)
 
 
-def as_comparable(name: str, value: ArrayLike) -> Integer[Array, "b t"]:
-    """Signed integers to compare, [length] or [batch, length], as [1 or batch, length].
+def comparable_rows(**given: ArrayLike) -> dict[str, Integer[Array, "b t"]]:
+    """Signed integers to compare, each [length] or [batch, length], as [1 or batch, length].
 
     Clamped or wrapped ones would compare wrongly: an error on the host, and a wider jax array stays
     as it is.
     """
-    array = arguments.as_integers(name, value)
-    if not jnp.issubdtype(array.dtype, jnp.signedinteger):
-        raise arguments.type_error(name, "a signed integer dtype", array.dtype)
-    return _rows(name, arguments.on_device(array))
+    arrays = {}
+    for name, value in given.items():
+        array = arguments.as_integers(name, value)
+        if not jnp.issubdtype(array.dtype, jnp.signedinteger):
+            raise arguments.type_error(name, "a signed integer dtype", array.dtype)
+        arrays[name] = _rows(name, arguments.on_device(array))
+    check_numbers_of_rows(arrays)
+    return arrays
 
 
 def as_fitting_int32(name: str, value: ArrayLike) -> Int32[Array, "..."]:

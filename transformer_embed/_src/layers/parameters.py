@@ -2,7 +2,7 @@
 
 import contextlib
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import haiku as hk
@@ -20,13 +20,6 @@ def as_initializer(w_init: Initializer | None, default: Initializer) -> Initiali
         return default
     want = "a function of a shape and a dtype, such as hk.initializers.RandomNormal()"
     return arguments.instance("w_init", w_init, Callable, want)
-
-
-def parameter(
-    shape: Sequence[int], dtype: Any, w_init: Initializer, name: str = "embeddings"
-) -> Any:
-    """A parameter of the module that calls."""
-    return arguments.native(name, hk.get_parameter(name, shape, dtype, w_init))
 
 
 def as_params(name: str, value: Any) -> dict[str, dict[str, Any]]:

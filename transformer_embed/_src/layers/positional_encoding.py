@@ -1,6 +1,7 @@
 """Position encodings added to embeddings, then dropout."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import haiku as hk
@@ -10,7 +11,7 @@ from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
-from transformer_embed._src.layers.parameters import Initializer, as_initializer, parameter
+from transformer_embed._src.layers.parameters import Initializer, as_initializer
 from transformer_embed._src.positions.schemes import (
     SCHEMES,
     Learned,
@@ -71,7 +72,7 @@ class PositionalEncoding(hk.Module):
     ):
         arguments.instance("scheme", scheme, Scheme, SCHEMES)
         super().__init__(name=name or scheme._module_name)
-        if scheme._table_length() is None:
+        if scheme.max_len is None:
             arguments.check_left_out("w_init", w_init, "the scheme has no parameters")
         self.scheme = scheme
         self.d_model = arguments.size("d_model", d_model)
@@ -104,14 +105,12 @@ class PositionalEncoding(hk.Module):
             raise arguments.value_error(
                 "x", f"shape [..., length, d_model = {self.d_model}]", f"shape {list(x.shape)}"
             )
-        if positions is None:
-            if (self.scheme.pad_id, self.scheme.at_padding) != (None, None):
-                want = "an array, since x does not show what is padding"
-                raise arguments.value_error("positions", want, "None")
-            points = self.scheme._counted("x", x.shape[-2])
-        else:
-            points = self._given(positions, x.shape[:-1], "x's tokens")
-        encoding = self._broadcast_encoding(points, x.shape[:-1])
+        scheme = self.scheme
+        if positions is None and (scheme.pad_id, scheme.at_padding) != (None, None):
+            want = "an array, since x does not show what is padding"
+            raise arguments.value_error("positions", want, "None")
+        count = functools.partial(scheme._counted, "x", x.shape[-2])
+        encoding = self._of_tokens(x.shape[:-1], positions, "x's tokens", count)
         total = (arguments.widened(x) + encoding).astype(x.dtype)
         return apply_dropout(total, self.dropout_rate, is_training)
 
@@ -121,20 +120,26 @@ class PositionalEncoding(hk.Module):
 
     def _encoding(self, positions: Any) -> Float[Array, "... d"]:
         """`encoding` of positions that the scheme has converted."""
-        rows = self.scheme._table_length()
+        rows = self.scheme.max_len
         if rows is None:
             return self.scheme._encoding(positions, self.d_model)
-        table = parameter((rows, self.d_model), self.param_dtype, self.w_init)
+        shape = rows, self.d_model
+        table: Any = hk.get_parameter("embeddings", shape, self.param_dtype, self.w_init)
         return arguments.widened(lookup(table, positions, out_of_range=self.out_of_range))
 
-    def _given(self, positions: ArrayLike, shape: tuple[int, ...], tokens: str) -> Any:
-        """The positions that a caller gives for tokens of this shape."""
-        array = self.scheme._as_positions("positions", positions)
-        arguments.check_ends_in_length("positions", array.shape, shape, tokens)
-        return array
-
-    def _broadcast_encoding(self, positions: Any, shape: tuple[int, ...]) -> Float[Array, "... d"]:
-        """The encodings of converted positions, broadcast to the shape of the tokens."""
+    def _of_tokens(
+        self,
+        shape: tuple[int, ...],
+        given: ArrayLike | None,
+        tokens: str,
+        count: Callable[[], Array],
+    ) -> Float[Array, "... d"]:
+        """The encodings of tokens of this shape: at the given positions, else at those counted."""
+        if given is None:
+            positions = count()
+        else:
+            positions = self.scheme._as_positions("positions", given)
+            arguments.check_ends_in_length("positions", positions.shape, shape, tokens)
         encoding = self._encoding(positions)
         # A row that is used once is computed once anyway.
         if positions.ndim == 1 and any(size != 1 for size in shape[:-1]):

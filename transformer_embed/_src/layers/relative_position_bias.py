@@ -1,12 +1,14 @@
 """T5's learned bias of attention logits, as a module."""
 
+from typing import Any
+
 import haiku as hk
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
-from transformer_embed._src.layers.parameters import Initializer, as_initializer, parameter
+from transformer_embed._src.layers.parameters import Initializer, as_initializer
 from transformer_embed._src.positions.relative_bias import relative_position_buckets
 from transformer_embed._src.tokens.lookup import lookup
 
@@ -81,7 +83,8 @@ class RelativePositionBias(hk.Module):
             max_distance=self.max_distance,
             bidirectional=self.bidirectional,
         )
-        table = parameter((self.num_buckets, self.num_heads), self.param_dtype, self.w_init)
+        shape = self.num_buckets, self.num_heads
+        table: Any = hk.get_parameter("embeddings", shape, self.param_dtype, self.w_init)
         # A bucket is never out of range, and "clip" skips the check.
         bias = jnp.moveaxis(lookup(table, buckets, out_of_range="clip"), -1, 1)
         return bias if self.dtype is None else bias.astype(self.dtype)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike, Ids
 from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
-from transformer_embed._src.layers.parameters import Initializer, as_initializer, parameter
+from transformer_embed._src.layers.parameters import Initializer, as_initializer
 from transformer_embed._src.tokens.cross_entropy import CrossEntropyOptions, linear_cross_entropy
 from transformer_embed._src.tokens.log_probs import LogProbsOptions, linear_log_probs
 from transformer_embed._src.tokens.lookup import as_table, look_up
@@ -156,7 +156,8 @@ class TokenEmbedding(hk.Module):
 
     def _parameter(self, name: str, w_init: Initializer, *width: int) -> Any:
         """The parameter of this name, [vocab_size, *width]."""
-        return parameter((self.config.vocab_size, *width), self.config.param_dtype, w_init, name)
+        shape = (self.config.vocab_size, *width)
+        return hk.get_parameter(name, shape, self.config.param_dtype, w_init)
 
 
 def output_arguments(

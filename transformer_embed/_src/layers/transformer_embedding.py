@@ -151,11 +151,9 @@ class TransformerEmbedding(hk.Module):
         with parameters_from(self._initial_params):
             total, table_dtype = self.tokens._scaled_rows(ids)
             if self.encoding is not None:
-                if positions is None:
-                    points = self.encoding.scheme._positions(ids, self.config.pad_id)
-                else:
-                    points = self.encoding._given(positions, ids.shape, "the ids")
-                total += self.encoding._broadcast_encoding(points, ids.shape)
+                scheme = self.encoding.scheme
+                count = functools.partial(scheme._positions, ids, self.config.pad_id)
+                total += self.encoding._of_tokens(ids.shape, positions, "the ids", count)
             if self.token_types is None:
                 arguments.check_left_out("token_types", token_types, "num_token_types is not set")
             else:
@@ -214,8 +212,8 @@ def init_params(config: EmbedderConfig, rng: Array) -> Params:
         layer = TransformerEmbedding(config)
         layer(ids, is_training=False, token_types=token_types)
         if isinstance(config.output, OutputLayer):
-            # Draws the parameters that only the output layer has.
-            layer.logits(jnp.zeros(config.table_width))
+            # Its parameters are read, and so made, without the product.
+            layer.tokens._output("logits", {})
 
     return hk.transform(embed).init(rng)
 

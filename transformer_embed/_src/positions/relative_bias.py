@@ -10,10 +10,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Integer, UInt
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
-from transformer_embed._src.attention.token_positions import (
-    as_comparable,
-    check_numbers_of_rows,
-)
+from transformer_embed._src.attention.token_positions import comparable_rows
 from transformer_embed._src.compiled import compiled
 
 
@@ -104,7 +101,7 @@ def alibi_bias(
         Press et al., "Train Short, Test Long" (2022), section 3, https://arxiv.org/abs/2108.12409
     """
     return _alibi(
-        *_comparable(query_positions=query_positions, key_positions=key_positions),
+        *comparable_rows(query_positions=query_positions, key_positions=key_positions).values(),
         tuple(_slopes(num_heads, max_bias).tolist()),
         arguments.flag("symmetric", symmetric),
         arguments.result_dtype("dtype", dtype),
@@ -164,18 +161,11 @@ def relative_position_buckets(
     arguments.integer("max_distance", max_distance, at_least=each_way // 2 + 1)
     starts = _bucket_starts(each_way, arguments.int32("max_distance", max_distance))
     return _buckets(
-        *_comparable(query_positions=query_positions, key_positions=key_positions),
+        *comparable_rows(query_positions=query_positions, key_positions=key_positions).values(),
         each_way,
         starts,
         bidirectional,
     )
-
-
-def _comparable(**sides: ArrayLike) -> list[Integer[Array, "b t"]]:
-    """Positions of queries and of keys to compare, as [1 or batch, length]."""
-    arrays = {name: as_comparable(name, positions) for name, positions in sides.items()}
-    check_numbers_of_rows(arrays)
-    return list(arrays.values())
 
 
 @functools.lru_cache(maxsize=64)
@@ -193,7 +183,7 @@ def _bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
 def _slopes(num_heads: int, max_bias: float) -> np.ndarray:
     want = "a number above 0, at most 126"
     max_bias = arguments.real("max_bias", max_bias, above=0, highest=126, want=want)
-    num_heads = arguments.integer("num_heads", num_heads, at_least=1)
+    num_heads = arguments.size("num_heads", num_heads)
     power = 2 ** (num_heads.bit_length() - 1)
     heads = [*range(1, power + 1), *(i + 0.5 for i in range(num_heads - power))]
     return np.array([2.0 ** (-max_bias * head / power) for head in heads])

@@ -152,7 +152,7 @@ def permute_rotary_weights(
         (half).
     """
     array = _as_weights("weights", weights)
-    num_heads = arguments.integer("num_heads", num_heads, at_least=1)
+    num_heads = arguments.size("num_heads", num_heads)
     if array.ndim == 0 or array.shape[-1] % num_heads:
         want = f"a last axis of {num_heads} heads times head_dim"
         raise arguments.value_error("weights", want, f"shape {list(array.shape)}")

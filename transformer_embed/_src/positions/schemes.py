@@ -47,10 +47,11 @@ class _Scheme:
 
     _module_name = "positional_encoding"
     _as_positions = staticmethod(arguments.as_int32)
-    # Not fields: a grid has none of them.
+    # What a scheme without fields of these names has. Only learned positions have a max_len.
     start: int = 0
     at_padding: int | None = None
     pad_id: int | None = None
+    max_len: int | None = None
 
     def __post_init__(self):
         arguments.convert_fields(self, **_CONVERTERS)
@@ -79,10 +80,6 @@ class _Scheme:
             return counted
         at_padding = self.start if self.at_padding is None else self.at_padding
         return positions_of_tokens(ids != pad_id, self.start, at_padding)
-
-    def _table_length(self) -> int | None:
-        """The number of learned positions; None: `_encoding` computes them."""
-        return None
 
     def _encoding(self, positions: Any, d_model: int) -> Float[Array, "... d"]:
         """The float32 encoding of positions that `_as_positions` returned."""
@@ -222,7 +219,7 @@ class Learned(_Scheme):
         https://arxiv.org/abs/1705.03122
     """
 
-    max_len: int
+    max_len: int  # pyright: ignore[reportIncompatibleVariableOverride]
     _: dataclasses.KW_ONLY
     start: int = 0
     at_padding: int | None = None
@@ -239,9 +236,6 @@ class Learned(_Scheme):
 
     def _longest(self) -> int:
         return self.max_len - self.start
-
-    def _table_length(self) -> int:
-        return self.max_len
 
 
 SCHEMES = "Sinusoidal(...), SinusoidalGrid(...) or Learned(max_len=...)"
