@@ -53,13 +53,12 @@ def convert_fields(instance: Any, **converters: Callable[[str, Any], Any]) -> No
 
     None stays where it is the default.
     """
-    converted = {}
+    # A key that is there may be set while the dict is read.
     for name, value in vars(instance).items():
         # A dataclass keeps its defaults as attributes of the class.
         is_default_none = value is None and getattr(type(instance), name, 0) is None
         if name in converters and not is_default_none:
-            converted[name] = converters[name](name, value)
-    set_fields(instance, **converted)
+            object.__setattr__(instance, name, converters[name](name, value))
 
 
 def instance(name: str, value: Any, kinds: Any, want: str) -> Any:
@@ -75,6 +74,7 @@ def integer(
     """A Python int that is known while tracing."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise type_error(name, "a Python int", describe(value))
+    # A numpy integer would wrap in sums.
     value = int(value)
     if at_least is not None and value < at_least:
         raise value_error(name, f"an int of at least {at_least}", value)
@@ -110,6 +110,7 @@ def real(
         raise type_error(name, "a Python number", describe(value))
     try:
         number = float(value)
+    # Of an int of more than 308 digits.
     except OverflowError:
         number = math.inf
     if not math.isfinite(number) or number <= above:
@@ -145,21 +146,20 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def entries(
-    name: str, value: Any, convert: Callable, *args: Any, **options: Any
-) -> tuple[Any, ...]:
+def entries(name: str, value: Any, convert: Callable, **options: Any) -> tuple[Any, ...]:
     """Several values in order, each converted by `convert(its name, it, ...)`."""
     is_text = isinstance(value, str | bytes)
     # An array without axes says that it is iterable, and is not.
     if is_text or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
         raise type_error(name, "a sequence", describe(value))
-    return tuple(convert(f"{name}[{n}]", entry, *args, **options) for n, entry in enumerate(value))
+    return tuple(convert(f"{name}[{n}]", entry, **options) for n, entry in enumerate(value))
 
 
 def choice(name: str, value: Any, choices: Sequence[str]) -> str:
     """One of a few words."""
     if not isinstance(value, str) or value not in choices:
         raise value_error(name, "one of " + ", ".join(map(repr, choices)), reprlib.repr(value))
+    # numpy's str_ would show in the repr of a config.
     return str(value)
 
 
@@ -175,12 +175,14 @@ def floating_dtype(name: str, dtype: Any) -> jnp.dtype:
         raise type_error(name, want, describe(dtype)) from error
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize not in (2, 4, 8):
         raise type_error(name, want, dtype)
+    # jax has no dtypes of the other byte order.
     return dtype.newbyteorder("=")
 
 
 def result_dtype(name: str, dtype: Any) -> jnp.dtype:
     """A `floating_dtype` that jax has: with x64 off, float64 becomes float32 with jax's warning."""
     dtype = floating_dtype(name, dtype)
+    # An array is made only where jax would warn: it takes longer than all other checks of a call.
     return dtype if jax.dtypes.canonicalize_dtype(dtype) == dtype else jnp.zeros(0, dtype).dtype
 
 
@@ -287,6 +289,7 @@ def as_int32(name: str, value: ArrayLike) -> jax.Array:
     if not np.can_cast(array.dtype, np.int32):
         # Neither end may be outside the array's own dtype.
         array = array.clip(max(jnp.iinfo(array.dtype).min, -(2**31)), 2**31 - 1)
+    # A weak int32 too: it would be traced again.
     return jnp.asarray(array, jnp.int32)
 
 

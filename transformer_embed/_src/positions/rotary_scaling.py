@@ -265,10 +265,10 @@ class Llama3Scaling(_Scaling):
 
     def __post_init__(self):
         super().__post_init__()
-        arguments.convert_fields(self, high_freq_factor=arguments.real)
-        if self.high_freq_factor < self.low_freq_factor:
-            want = f"a number of at least low_freq_factor, {self.low_freq_factor:g}"
-            raise arguments.value_error("high_freq_factor", want, f"{self.high_freq_factor:g}")
+        low = self.low_freq_factor
+        want = f"a number of at least low_freq_factor, {low:g}"
+        convert = functools.partial(arguments.real, lowest=low, want=want)
+        arguments.convert_fields(self, high_freq_factor=convert)
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
         """The frequencies, scaled; decimals, as they are in `phase.geometric_frequencies`."""

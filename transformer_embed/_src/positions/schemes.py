@@ -51,7 +51,7 @@ class _Scheme:
     start: int = 0
     at_padding: int | None = None
     pad_id: int | None = None
-    max_len: int | None = None
+    max_len: Any = None
 
     def __post_init__(self):
         arguments.convert_fields(self, **_CONVERTERS)
@@ -219,7 +219,7 @@ class Learned(_Scheme):
         https://arxiv.org/abs/1705.03122
     """
 
-    max_len: int  # pyright: ignore[reportIncompatibleVariableOverride]
+    max_len: int
     _: dataclasses.KW_ONLY
     start: int = 0
     at_padding: int | None = None
