@@ -64,7 +64,7 @@ def test_inspect_names_layers_that_are_not_rotated(tmp_path):
         (te.EmbedderConfig(9, 4), ""),
         (
             te.EmbedderConfig(9, 4, te.Learned(8, start=2), scale=2.0, param_dtype="bfloat16"),
-            ", scheme=te.Learned(start=2, max_len=8), scale=2.0, param_dtype='bfloat16'",
+            ", scheme=te.Learned(max_len=8, start=2), scale=2.0, param_dtype='bfloat16'",
         ),
         (
             te.EmbedderConfig(9, 4, te.SinusoidalGrid((2, 3)), output=te.OutputLayer(scale=2)),
