@@ -221,6 +221,7 @@ def test_gradients_reach_every_parameter_inside_another_jit():
     assert all(np.isfinite(leaf).all() and leaf.any() for leaf in gradient)
 
 
+@functools.cache
 def both_flags(embedder):
     """Evaluation and training on arrays of plain dtypes, as an exported program takes them."""
 
@@ -263,8 +264,10 @@ def test_no_constant_grows_with_the_length():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
-@pytest.mark.parametrize("columns", [None, "model"], ids=["replicated", "columns"])
+@pytest.mark.parametrize(
+    ("kind", "columns"),
+    [(AxisType.Explicit, None), (AxisType.Explicit, "model"), (AxisType.Auto, "model")],
+)
 def test_on_a_mesh_the_values_are_one_device_s(kind, columns):
     """Ids have their rows over `data`, parameters perhaps their channels over `model`."""
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
