@@ -553,6 +553,7 @@ def test_bad_arguments_are_refused():
     each_refused(ValueError, VALUE_ERRORS)
 
 
+@pytest.mark.slow
 def test_tiles_that_are_too_many_for_a_tpu(monkeypatch):
     monkeypatch.setattr(splash_attention, "SCALAR_MEMORY", 7)
     with pytest.raises(ValueError, match=r"^block_sizes: wanted tiles whose .*, 7 bytes, got 8 by"):
