@@ -1,13 +1,16 @@
 """Whole programs in which one part's result is another part's argument."""
 
 import functools
+import types
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from compare import equal, near
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import transformer_embed as te
 
@@ -203,3 +206,109 @@ def test_training_goes_on_after_an_exchange_that_overflows():
     assert jnp.isnan(overflow)
     assert after < first
     assert (held[2], held[1][0].count) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda tokens: te.AttentionMask(tokens, causal=True).dense(),
+        lambda tokens: te.check_order(tokens, "packed"),
+        lambda tokens: te.TokenPositions.empty(1, 4).write(tokens, 0),
+    ],
+    ids=["mask", "order", "cache"],
+)
+@pytest.mark.parametrize("dtype", [np.uint32, np.float32, jnp.bfloat16])
+def test_what_a_loader_makes_of_positions_is_asked_for_its_dtype(read, dtype):
+    tokens = te.TokenPositions.from_segment_ids([1, 1, 2, 0])
+    tokens = jax.tree.map(lambda array: np.asarray(array).astype(dtype), tokens)
+    with pytest.raises(TypeError, match="positions: wanted a signed integer dtype"):
+        read(tokens)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int64])
+def test_a_loader_may_store_positions_in_few_or_many_bits(dtype):
+    tokens = te.TokenPositions.from_segment_ids([1, 1, 2, 0])
+    stored = jax.tree.map(lambda array: np.asarray(array).astype(dtype), tokens)
+    masks = [
+        te.AttentionMask(each, causal=True, window=(2, 0)).dense() for each in (tokens, stored)
+    ]
+    equal(*masks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("columns", "batch"), [("x", "x"), ("x", ("y", "x")), (("y", "x"), ("x", "y"))], ids=str
+)
+@pytest.mark.parametrize("is_table", [False, True], ids=["array", "Sharded"])
+@pytest.mark.parametrize("style", ["gather", "one_hot"])
+def test_explicit_axes_may_split_the_batch_and_the_columns(columns, batch, is_table, style):
+    """As in FSDP, where one axis splits the batch and every parameter."""
+    mesh = jax.make_mesh((2, 4), ("y", "x"), axis_types=(AxisType.Explicit,) * 2)
+    config = te.EmbedderConfig(24, 16, pad_id=0, dropout_rate=0.0, lookup_style=style)
+    embedder = te.Embedder(config)
+    params = embedder.init(jax.random.key(0))
+    ids = jnp.arange(32, dtype=jnp.int32).reshape(8, 4) % 24
+
+    @jax.jit
+    def run(params, ids):
+        def loss(params):
+            x = embedder.apply(params, None, ids, is_training=False)
+            log_probs, entropies = embedder.log_probs(params, x, ids, shift=True, with_entropy=True)
+            losses = embedder.cross_entropy(params, x, ids, reduction="none")
+            total = jnp.sum(log_probs * entropies) + jnp.sum(losses**2)
+            return total, (x, log_probs, entropies, losses)
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    (_, expected), gradient = run(params, ids)
+    with jax.set_mesh(mesh):
+        split = {"*": PartitionSpec(None, columns)}
+        tables = "*embeddings" if is_table else "none"
+        params = te.sharding.shard_params(params, mesh, split, tables=tables)
+        ids = jax.device_put(ids, NamedSharding(mesh, PartitionSpec(batch)))
+        (_, values), sharded_gradient = run(params, ids)
+    for value in values:
+        assert value.sharding.spec[0] == batch
+    jax.tree.map(functools.partial(near, atol=1e-5), jax.device_get(values), expected)
+    (table,), (found,) = map(jax.tree.leaves, (gradient, sharded_gradient))
+    near(jax.device_get(found)[:24], table, atol=1e-4)
+
+
+@pytest.mark.parametrize("spec", [("x",), (None, "x")], ids=str)
+def test_an_array_that_explicit_axes_split_does_not_train_by_rows(spec):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        table = jax.device_put(jnp.ones((16, 8)), NamedSharding(mesh, PartitionSpec(*spec)))
+        step = te.rows.value_and_grad(lambda table: te.lookup(table, [1]).sum(), ids=jnp.array([1]))
+        with pytest.raises(ValueError, match="table: wanted a whole array, or a Sharded one"):
+            step(table)
+
+
+@pytest.mark.parametrize("kind", [hk.data_structures.to_immutable_dict, types.MappingProxyType])
+def test_mappings_that_hide_their_tables_are_refused(kind):
+    """jax flattens Haiku's immutable dicts as a whole: nothing would be found in them."""
+    mesh = jax.make_mesh((8,), ("x",))
+    tables = {"embed": {"embeddings": jnp.ones((8, 2))}}
+    step = te.rows.value_and_grad(lambda params: 0.0, ids={"embed": {"embeddings": [1]}})
+    _, grads = step(tables)
+    for call in (
+        lambda params: step(params),
+        lambda params: te.rows.update(optax.sgd(1.0), grads, (), params),
+        lambda params: te.sharding.shard_params(params, mesh, {"embed/*": PartitionSpec("x")}),
+    ):
+        with pytest.raises(TypeError, match="params: wanted dicts"):
+            call(kind(tables))
+
+
+def test_a_wrapper_may_hold_a_sharded_table():
+    """As Flax's nnx.Param."""
+
+    class Param:
+        def __jax_array__(self):
+            return table
+
+    mesh = jax.make_mesh((8,), ("x",))
+    params = {"embeddings": jnp.arange(16.0).reshape(8, 2)}
+    table = te.sharding.shard_params(params, mesh, {"*": PartitionSpec("x")})["embeddings"]
+    equal(te.lookup(Param(), [3]), te.lookup(table, [3]))
+    equal(te.linear_logits(jnp.ones(2), Param()), te.linear_logits(jnp.ones(2), table))

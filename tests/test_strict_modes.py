@@ -64,6 +64,12 @@ FUNCTIONS = CALLS | {
         **OF_16_BITS,
         labels=np.ones((1, 3, 2), np.int32),
     ),
+    "linear_log_probs, entropies": of_arrays(
+        functools.partial(te.linear_log_probs, pad_id=0, with_entropy=True),
+        x=X[..., :3],
+        table=TABLE,
+        labels=np.ones((1, 3, 2), np.int32),
+    ),
     "linear_logits, 16 bits": of_arrays(te.linear_logits, **OF_16_BITS, pad_id=1),
     **{
         f"apply_rotary, {name}": of_arrays(

@@ -404,11 +404,13 @@ def test_gradient_on_an_explicit_mesh_of_gpus_equals_that_of_one_device(
     assert_gradient(found, MESH_IDS, MESH_COTANGENT)
 
 
-def test_columns_over_an_explicit_axis_of_the_ids_are_refused():
+def test_columns_over_an_explicit_axis_of_the_ids():
     mesh = mesh_of(AxisType.Explicit)
     arrays = put(mesh, (MESH_TABLE, SPEC(None, "x")), (MESH_IDS, SPEC("x")))
-    with jax.set_mesh(mesh), pytest.raises(Exception, match="duplicate entries for `x`"):
-        te.lookup(*arrays)
+    with jax.set_mesh(mesh):
+        rows = te.lookup(*arrays)
+    assert rows.sharding.spec == SPEC("x", None, None)
+    equal(jax.device_get(rows), te.lookup(MESH_TABLE, MESH_IDS))
 
 
 # --- linear_logits

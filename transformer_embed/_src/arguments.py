@@ -10,7 +10,7 @@ import functools
 import math
 import numbers
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -18,6 +18,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import export
+from jax.tree_util import FlattenedIndexKey
 
 from transformer_embed._src.array_types import ArrayLike
 
@@ -218,9 +219,8 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
     if isinstance(value, jax.Array):
         return value
     if hasattr(type(value), "__jax_array__"):
-        # Flax's nnx.Param, for example. (numpy.asarray would ask for its values, which a traced
-        # array does not have.)
-        return as_array(name, value.__jax_array__())  # pyright: ignore[reportAttributeAccessIssue]
+        # (numpy.asarray would ask for its values, which a traced array does not have.)
+        return as_array(name, unwrapped(value))
     # numpy would stack the fields of a named tuple into one array.
     if hasattr(value, "_fields") or dataclasses.is_dataclass(value):
         raise type_error(name, "an array", f"a {type(value).__name__}: pass one of its fields")
@@ -240,6 +240,30 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
     if not is_real or array.dtype.itemsize > 8:
         raise type_error(name, "an array of real numbers of at most 64 bits", describe(value))
     return array.astype(array.dtype.newbyteorder("="))
+
+
+def unwrapped(value: Any) -> Any:
+    """What a wrapper such as Flax's nnx.Param holds; anything else as it is."""
+    if isinstance(value, jax.Array) or not hasattr(type(value), "__jax_array__"):
+        return value
+    return value.__jax_array__()
+
+
+def check_open(name: str, tree: Any) -> None:
+    """A TypeError for mappings that jax flattens as a whole, such as Haiku's immutable dicts.
+
+    `is_leaf` finds no table in them, and paths have no names.
+    """
+    for part in filter(_is_closed, jax.tree.leaves(tree, is_leaf=_is_closed)):
+        want = "dicts (hk.data_structures.to_mutable_dict makes them)"
+        raise type_error(name, want, type(part).__name__)
+
+
+def _is_closed(part: Any) -> bool:
+    if isinstance(part, dict) or not isinstance(part, Mapping):
+        return False
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(part)]
+    return any(not path or isinstance(path[0], FlattenedIndexKey) for path in paths)
 
 
 def on_device(array: Any) -> jax.Array:
@@ -371,8 +395,7 @@ def check_same(name: str, what: str, size: Any, expected: Any) -> None:
 def as_key(name: str, rng: Any) -> jax.Array:
     """One typed key, made from a typed or a raw one."""
     want = "one key of jax.random.key or jax.random.PRNGKey"
-    if not isinstance(rng, jax.Array) and hasattr(type(rng), "__jax_array__"):
-        rng = rng.__jax_array__()
+    rng = unwrapped(rng)
     try:
         is_typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
         key = rng if is_typed else jax.random.wrap_key_data(rng)

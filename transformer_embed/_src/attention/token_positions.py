@@ -348,6 +348,8 @@ def arrays_of(tokens: TokenPositions) -> dict[str, Any]:
     for name in ("positions", "segment_ids", "block_ids"):
         array = getattr(tokens, name)
         if array is not None:
+            # `jax.tree.map` may have made it of any dtype.
+            _check_ordered(name, array.dtype)
             arrays[name] = _rows(name, array)
     return arrays
 
@@ -382,6 +384,13 @@ def comparable_rows(**given: ArrayLike) -> dict[str, Integer[Array, "b t"]]:
         arrays[name] = _rows(name, arguments.on_device(array))
     check_numbers_of_rows(arrays)
     return arrays
+
+
+def _check_ordered(name: str, dtype: jnp.dtype) -> None:
+    """A TypeError unless int32 or a wider signed dtype holds the integers of a dtype."""
+    is_short = jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize < 4
+    if not (is_short or jnp.issubdtype(dtype, jnp.signedinteger)):
+        raise arguments.type_error(name, "a signed integer dtype", dtype)
 
 
 def as_fitting_int32(name: str, value: ArrayLike) -> Int32[Array, "..."]:

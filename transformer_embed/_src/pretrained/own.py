@@ -149,11 +149,10 @@ def _with_own_paths(
 
 def _on_host(leaf: Any) -> np.ndarray:
     """An array of this process in its own dtype."""
+    if not isinstance(leaf, Sharded):
+        leaf = arguments.unwrapped(leaf)
     if isinstance(leaf, Sharded):
         leaf = leaf.in_vocabulary_order()
-    if not isinstance(leaf, jax.Array) and hasattr(type(leaf), "__jax_array__"):
-        # Flax's nnx.Param, for example.
-        leaf = leaf.__jax_array__()
     return np.asarray(leaf)
 
 

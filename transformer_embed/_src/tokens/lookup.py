@@ -7,12 +7,13 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, Ids, TableArray, Vectors
 from transformer_embed._src.compiled import compiled
-from transformer_embed._src.partitioning import OutputSplit
+from transformer_embed._src.partitioning import OutputSplit, reshard, spec_axes
 from transformer_embed._src.tokens.lookup_gradient import explicit_sharding, read_or_zero
 
 OUT_OF_RANGE = ("nan", "clip", "zero")
@@ -127,7 +128,7 @@ def lookup(
 
     Returns:
         [..., d] of the table's dtype. Under explicit mesh axes, leading axes are sharded like the
-        ids and the last axis like the table's columns.
+        ids and the last axis like the table's columns, over the axes that do not split the ids.
 
     Raises:
         TypeError: ids are not integers; the table does not have a floating dtype of 16 bits or
@@ -179,9 +180,10 @@ def check_ids(ids: ArrayLike, vocab_size: int) -> None:
 
 def as_table(name: str, table: ArrayLike | Table) -> TableArray | Table:
     """A floating array of rank 2 with at least one row, or a `Table`."""
-    if isinstance(table, Table):
-        return table
-    array = arguments.as_floats(name, table)
+    held = table if isinstance(table, Table) else arguments.unwrapped(table)
+    if isinstance(held, Table):
+        return held
+    array = arguments.as_floats(name, held)
     if array.ndim != 2 or array.shape[0] == 0:
         raise arguments.value_error(
             name, "shape [vocab_size, d] with at least one row", f"shape {list(array.shape)}"
@@ -194,6 +196,25 @@ def look_up(
     table: Any, ids: Ids, pad_id: int | None, out_of_range: str, lookup_style: str
 ) -> Vectors:
     """`lookup` of checked arguments, compiled for eager callers too."""
+    sharding = jax.typeof(ids).sharding
+    # Of a `Table` too, whose first leaf is its array or has no columns.
+    first, *_ = jax.tree.leaves(table)
+    columns = spec_axes(jax.typeof(first).sharding.spec, 2)[1]
+    of_ids = spec_axes(sharding.spec, ids.ndim)
+    if not set(columns) & set(sum(of_ids, ())):
+        return _look_up(table, ids, pad_id, out_of_range, lookup_style)
+    # No axis may split two dimensions: each device reads its columns for the ids of all of them.
+    others = [tuple(axis for axis in axes if axis not in columns) for axes in of_ids]
+    ids = reshard(ids, NamedSharding(sharding.mesh, PartitionSpec(*others)))
+    rows = _look_up(table, ids, pad_id, out_of_range, lookup_style)
+    kept = tuple(axis for axis in columns if axis not in sum(of_ids, ()))
+    return reshard(rows, NamedSharding(sharding.mesh, PartitionSpec(*of_ids, kept)))
+
+
+def _look_up(
+    table: Any, ids: Ids, pad_id: int | None, out_of_range: str, lookup_style: str
+) -> Vectors:
+    """`look_up` of ids that are not split over the mesh axes of the table's columns."""
     if isinstance(table, Table):
         rows = table._gather_rows(ids)
     elif lookup_style == "gather":

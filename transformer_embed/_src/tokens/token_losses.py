@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.attention.token_positions import of_previous_token
-from transformer_embed._src.partitioning import OutputSplit, all_gather
+from transformer_embed._src.partitioning import OutputSplit, all_gather, split_like
 from transformer_embed._src.tokens.losses import (
     Batch,
     ChunkLosses,
@@ -47,11 +47,11 @@ def token_losses(
     of_tokens = PartitionSpec(*split.x[:-1])
     run = functools.partial(_on_device, options, split)
     run_all = split.map(run, (of_tokens, *split.specs()), PartitionSpec(*split.tokens))
-    losses, entropies = run_all(labels, x, array, bias)
-    losses = losses * nan_outside(options, labels, weights)
+    # Split as x again: over axes of the table too, along which its tokens were gathered.
+    losses, entropies = jax.tree.map(lambda a: split_like(a, x), run_all(labels, x, array, bias))
+    losses *= nan_outside(options, labels, weights)
     if options.with_entropy:
-        # A product, since a mesh may split the two differently.
-        entropies = entropies * counted
+        entropies = jnp.where(counted, entropies, 0)
     if options.shift:
         losses, entropies = jax.tree.map(of_previous_token, (losses, entropies))
     return losses, entropies

@@ -140,6 +140,10 @@ class ArrayTable(NamedTuple):
         self, ids: Int32[Array, "..."], max_rows: int
     ) -> tuple[GatheredRows, Callable[[Array], RowGradient]]:
         """See `Table`."""
+        spec = jax.typeof(self.array).sharding.spec
+        if any(spec):
+            want = "a whole array, or a Sharded one (te.sharding.shard_params makes it)"
+            raise arguments.value_error("table", want, f"an array split as {spec}")
         vocab_size = len(self.array)
         held = distinct_rows(on_every_device(ids), vocab_size, max_rows)
         return as_taken(self.array, vocab_size, held, read_rows(self.array, held))

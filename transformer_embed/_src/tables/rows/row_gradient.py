@@ -223,6 +223,7 @@ def _check_ascending(gradient: RowGradient) -> None:
 
 def as_arrays(name: str, tree: Tree, is_leaf: Callable) -> Any:
     """A tree of jax arrays, except for its leaves of another kind."""
+    arguments.check_open(name, tree)
 
     def convert(path: Any, leaf: Any) -> Any:
         if is_leaf(leaf):

@@ -55,7 +55,8 @@ def value_and_grad(
         TypeError: ids are not integers; a table does not have a floating dtype; the loss uses a
             table other than by `lookup`.
         ValueError: `params` has no table [vocab_size, d] where `ids` has an array; a sharded table
-            whose columns are split; a max_rows below 1, or for a table that is not in `ids`.
+            whose columns are split; an array that explicit mesh axes split; a max_rows below 1, or
+            for a table that is not in `ids`.
 
     Example:
         >>> import jax.numpy as jnp

@@ -129,6 +129,7 @@ class _Placement(NamedTuple):
 
     def tree(self, params: Any) -> Any:
         """The parameters on the mesh."""
+        arguments.check_open("params", params)
         paths, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)
         leaves = {jax.tree_util.keystr(k, simple=True, separator="/"): leaf for k, leaf in paths}
         for pattern in (*self.rules, *filter(None, [self.stripe])):
