@@ -10,7 +10,8 @@ import numpy as np
 import optax
 import pytest
 from compare import equal, near
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
+from meshes import EXPLICIT, mesh_of, put
 
 import transformer_embed as te
 
@@ -237,13 +238,20 @@ def test_a_loader_may_store_positions_in_few_or_many_bits(dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("columns", "batch"), [("x", "x"), ("x", ("y", "x")), (("y", "x"), ("x", "y"))], ids=str
+    ("columns", "batch", "kept"),
+    [
+        ("x", "x", None),
+        ("x", ("y", "x"), None),
+        (("y", "x"), ("x", "y"), None),
+        (("y", "x"), "x", "y"),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("is_table", [False, True], ids=["array", "Sharded"])
 @pytest.mark.parametrize("style", ["gather", "one_hot"])
-def test_explicit_axes_may_split_the_batch_and_the_columns(columns, batch, is_table, style):
+def test_explicit_axes_may_split_the_batch_and_the_columns(columns, batch, kept, is_table, style):
     """As in FSDP, where one axis splits the batch and every parameter."""
-    mesh = jax.make_mesh((2, 4), ("y", "x"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = mesh_of((2, 4), ("y", "x"), EXPLICIT)
     config = te.EmbedderConfig(24, 16, pad_id=0, dropout_rate=0.0, lookup_style=style)
     embedder = te.Embedder(config)
     params = embedder.init(jax.random.key(0))
@@ -265,10 +273,10 @@ def test_explicit_axes_may_split_the_batch_and_the_columns(columns, batch, is_ta
         split = {"*": PartitionSpec(None, columns)}
         tables = "*embeddings" if is_table else "none"
         params = te.sharding.shard_params(params, mesh, split, tables=tables)
-        ids = jax.device_put(ids, NamedSharding(mesh, PartitionSpec(batch)))
-        (_, values), sharded_gradient = run(params, ids)
+        (_, values), sharded_gradient = run(params, put(mesh, ids, batch))
     for value in values:
         assert value.sharding.spec[0] == batch
+    assert values[0].sharding.spec[2] == kept
     jax.tree.map(functools.partial(near, atol=1e-5), jax.device_get(values), expected)
     (table,), (found,) = map(jax.tree.leaves, (gradient, sharded_gradient))
     near(jax.device_get(found)[:24], table, atol=1e-4)
@@ -276,9 +284,9 @@ def test_explicit_axes_may_split_the_batch_and_the_columns(columns, batch, is_ta
 
 @pytest.mark.parametrize("spec", [("x",), (None, "x")], ids=str)
 def test_an_array_that_explicit_axes_split_does_not_train_by_rows(spec):
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    mesh = mesh_of((8,), ("x",), EXPLICIT)
     with jax.set_mesh(mesh):
-        table = jax.device_put(jnp.ones((16, 8)), NamedSharding(mesh, PartitionSpec(*spec)))
+        table = put(mesh, jnp.ones((16, 8)), *spec)
         step = te.rows.value_and_grad(lambda table: te.lookup(table, [1]).sum(), ids=jnp.array([1]))
         with pytest.raises(ValueError, match="table: wanted a whole array, or a Sharded one"):
             step(table)
@@ -287,7 +295,7 @@ def test_an_array_that_explicit_axes_split_does_not_train_by_rows(spec):
 @pytest.mark.parametrize("kind", [hk.data_structures.to_immutable_dict, types.MappingProxyType])
 def test_mappings_that_hide_their_tables_are_refused(kind):
     """jax flattens Haiku's immutable dicts as a whole: nothing would be found in them."""
-    mesh = jax.make_mesh((8,), ("x",))
+    mesh = mesh_of((8,), ("x",))
     tables = {"embed": {"embeddings": jnp.ones((8, 2))}}
     step = te.rows.value_and_grad(lambda params: 0.0, ids={"embed": {"embeddings": [1]}})
     _, grads = step(tables)
@@ -307,7 +315,7 @@ def test_a_wrapper_may_hold_a_sharded_table():
         def __jax_array__(self):
             return table
 
-    mesh = jax.make_mesh((8,), ("x",))
+    mesh = mesh_of((8,), ("x",))
     params = {"embeddings": jnp.arange(16.0).reshape(8, 2)}
     table = te.sharding.shard_params(params, mesh, {"*": PartitionSpec("x")})["embeddings"]
     equal(te.lookup(Param(), [3]), te.lookup(table, [3]))
