@@ -1,7 +1,6 @@
 """Position encodings added to embeddings, then dropout."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import haiku as hk
@@ -105,12 +104,14 @@ class PositionalEncoding(hk.Module):
             raise arguments.value_error(
                 "x", f"shape [..., length, d_model = {self.d_model}]", f"shape {list(x.shape)}"
             )
-        scheme = self.scheme
-        if positions is None and (scheme.pad_id, scheme.at_padding) != (None, None):
+        if positions is not None:
+            positions = self._given(positions, x.shape[:-1], "x's tokens")
+        elif (self.scheme.pad_id, self.scheme.at_padding) != (None, None):
             want = "an array, since x does not show what is padding"
             raise arguments.value_error("positions", want, "None")
-        count = functools.partial(scheme._counted, "x", x.shape[-2])
-        encoding = self._of_tokens(x.shape[:-1], positions, "x's tokens", count)
+        else:
+            positions = self.scheme._counted("x", x.shape[-2])
+        encoding = self._of_tokens(positions, x.shape[:-1])
         total = (arguments.widened(x) + encoding).astype(x.dtype)
         return apply_dropout(total, self.dropout_rate, is_training)
 
@@ -127,19 +128,14 @@ class PositionalEncoding(hk.Module):
         table: Any = hk.get_parameter("embeddings", shape, self.param_dtype, self.w_init)
         return arguments.widened(lookup(table, positions, out_of_range=self.out_of_range))
 
-    def _of_tokens(
-        self,
-        shape: tuple[int, ...],
-        given: ArrayLike | None,
-        tokens: str,
-        count: Callable[[], Array],
-    ) -> Float[Array, "... d"]:
-        """The encodings of tokens of this shape: at the given positions, else at those counted."""
-        if given is None:
-            positions = count()
-        else:
-            positions = self.scheme._as_positions("positions", given)
-            arguments.check_ends_in_length("positions", positions.shape, shape, tokens)
+    def _given(self, positions: ArrayLike, shape: tuple[int, ...], tokens: str) -> Any:
+        """The positions that a caller gives for tokens of this shape."""
+        array = self.scheme._as_positions("positions", positions)
+        arguments.check_ends_in_length("positions", array.shape, shape, tokens)
+        return array
+
+    def _of_tokens(self, positions: Any, shape: tuple[int, ...]) -> Float[Array, "... d"]:
+        """The encodings of converted positions, for tokens of this shape."""
         encoding = self._encoding(positions)
         # A row that is used once is computed once anyway.
         if positions.ndim == 1 and any(size != 1 for size in shape[:-1]):

@@ -151,9 +151,11 @@ class TransformerEmbedding(hk.Module):
         with parameters_from(self._initial_params):
             total, table_dtype = self.tokens._scaled_rows(ids)
             if self.encoding is not None:
-                scheme = self.encoding.scheme
-                count = functools.partial(scheme._positions, ids, self.config.pad_id)
-                total += self.encoding._of_tokens(ids.shape, positions, "the ids", count)
+                if positions is None:
+                    positions = self.encoding.scheme._positions(ids, self.config.pad_id)
+                else:
+                    positions = self.encoding._given(positions, ids.shape, "the ids")
+                total += self.encoding._of_tokens(positions, ids.shape)
             if self.token_types is None:
                 arguments.check_left_out("token_types", token_types, "num_token_types is not set")
             else:
