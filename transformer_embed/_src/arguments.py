@@ -54,12 +54,13 @@ def convert_fields(instance: Any, **converters: Callable[[str, Any], Any]) -> No
 
     None stays where it is the default.
     """
-    # A key that is there may be set while the dict is read.
+    converted = {}
     for name, value in vars(instance).items():
         # A dataclass keeps its defaults as attributes of the class.
         is_default_none = value is None and getattr(type(instance), name, 0) is None
         if name in converters and not is_default_none:
-            object.__setattr__(instance, name, converters[name](name, value))
+            converted[name] = converters[name](name, value)
+    set_fields(instance, **converted)
 
 
 def instance(name: str, value: Any, kinds: Any, want: str) -> Any:
@@ -111,7 +112,7 @@ def real(
         raise type_error(name, "a Python number", describe(value))
     try:
         number = float(value)
-    # Of an int of more than 308 digits.
+    # An int of more than 308 digits.
     except OverflowError:
         number = math.inf
     if not math.isfinite(number) or number <= above:
@@ -132,7 +133,6 @@ positive = functools.partial(
     want=f"a number above 0 that float32 holds, {_TINY:.3g} to {1 / _TINY:.3g}",
 )
 not_negative = functools.partial(real, lowest=0, want="a finite number of at least 0")
-# A probability.
 rate = functools.partial(real, lowest=0, highest=math.nextafter(1, 0), want="a number in [0, 1)")
 
 
@@ -219,7 +219,7 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
     if isinstance(value, jax.Array):
         return value
     if hasattr(type(value), "__jax_array__"):
-        # (numpy.asarray would ask for its values, which a traced array does not have.)
+        # numpy.asarray would ask for its values, which a traced array does not have.
         return as_array(name, unwrapped(value))
     # numpy would stack the fields of a named tuple into one array.
     if hasattr(value, "_fields") or dataclasses.is_dataclass(value):

@@ -379,8 +379,7 @@ def comparable_rows(**given: ArrayLike) -> dict[str, Integer[Array, "b t"]]:
     arrays = {}
     for name, value in given.items():
         array = arguments.as_integers(name, value)
-        if not jnp.issubdtype(array.dtype, jnp.signedinteger):
-            raise arguments.type_error(name, "a signed integer dtype", array.dtype)
+        _check_ordered(name, array.dtype)
         arrays[name] = _rows(name, arguments.on_device(array))
     check_numbers_of_rows(arrays)
     return arrays

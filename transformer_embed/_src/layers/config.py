@@ -143,7 +143,7 @@ class EmbedderConfig:
         )
         want = "an OutputLayer, a str, or None"
         arguments.instance("output", self.output, OutputLayer | str | None, want)
-        # A single word is rather a wrong name than a reason.
+        # A single word is more likely a mistaken name than a reason.
         if isinstance(self.output, str) and len(self.output.split()) < 2:
             want = "te.OutputLayer(...), None, or the reason why there is none, in words"
             raise arguments.value_error("output", want, reprlib.repr(self.output))

@@ -38,7 +38,7 @@ def sinusoidal_encoding(
         encoding[..., 2i]     = sin(position * base ** (-2i / d_model))
         encoding[..., 2i + 1] = cos(position * base ** (-2i / d_model))
 
-    No table is needed, and there is no maximum length. Positions may be traced, negative,
+    Sequences may have any length, since nothing is precomputed. Positions may be traced, negative,
     fractional, and of any shape. The page "Conventions of other projects" has the arguments that
     reproduce each project.
 

@@ -229,7 +229,7 @@ def _output(
 def _no_output(
     kind: Architecture, value: Options, shapes: Shapes, stack: str, *, is_tied: bool
 ) -> str:
-    """The reason why there is no output layer; an empty text if there is one."""
+    """Why a model has no output layer; an empty string if it has one."""
     rows, width = shapes[TOKENS]
     is_the_decoders = not is_tied or value["share_encoder_decoder_embeddings"] is False
     if kind.no_output:

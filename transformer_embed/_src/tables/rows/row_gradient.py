@@ -207,7 +207,7 @@ def _on_host(ids: Any) -> np.ndarray | None:
     """The values of some ids, if they can be read."""
     if arguments.is_traced(ids):
         return None
-    # Who forbids transfers means those of the model.
+    # A transfer guard is meant for the model's transfers, not for those of a check.
     with jax.transfer_guard("allow"):
         return np.asarray(ids)
 
