@@ -23,10 +23,7 @@ from transformer_embed._src.attention.token_positions import (
 )
 from transformer_embed._src.partitioning import ON_ONE_DEVICE, OutputSplit, spec_axes, split_like
 from transformer_embed._src.tokens.lookup import Table
-from transformer_embed._src.tokens.output_layer import (
-    OutputOptions,
-    row_logits,
-)
+from transformer_embed._src.tokens.output_layer import OutputOptions, RowLogits, row_logits
 
 # Below 256 tokens a chunk's sum into the table's gradient costs more than the chunk's logits;
 # beyond 512 nothing gets faster.
@@ -166,50 +163,76 @@ def losses_and_logit_gradients(
     """
     x, labels, weights = chunk
     output, smoothing = options.output, options.label_smoothing
-    raw_logits, factor, ids, is_inside = row_logits(output, split, x, rows, bias)
-    logits = _excluding(output, split, raw_logits, factor, ids, is_inside)
-    # The loss does not depend on what is subtracted, so it needs no gradient.
-    top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
-    top = jax.lax.pmax(top, split.vocabulary) if split.vocabulary else top
-    # Differences of logits: their rounding does not grow with the logits. The factor comes last:
-    # XLA may round `factor * logits - top` only once, which is not 0 where top is rounded.
-    shifted = factor * (logits - top)
+    of_rows = row_logits(output, split, x, rows, bias)
+    logits, top, shifted = _shifted(output, split, of_rows)
     exponentials = jnp.exp(shifted)
-    columns = labels - ids[0, 0]
-    of_label = functools.partial(_of_label, columns)
+    total = exponentials.sum(-1, keepdims=True)
+    columns = labels - of_rows.ids[0, 0]
+    # What smoothing gives to each row.
     share = 0.0
     if smoothing:
-        share = jnp.where(is_inside, smoothing / output.predicted(weights.dtype), 0)
-        # Shifted logits exist anyway: reading the label's from elsewhere would keep both.
-        of_others = (share * shifted).sum(-1, keepdims=True)
-        expected = (1 - smoothing) * of_label(shifted, 0) + of_others
-    else:
-        # A CPU would write whole shifted logits only for this. A TPU writes them faster than it
-        # repeats their exponentials.
-        expected = jax.lax.platform_dependent(
-            cpu=lambda: factor * of_label(logits, top), default=lambda: of_label(shifted, 0)
-        )
-    total = exponentials.sum(-1, keepdims=True)
+        share = jnp.where(of_rows.is_inside, smoothing / output.predicted(weights.dtype), 0)
+    expected = _expected(options, columns, share, of_rows.factor, logits, top, shifted)
     # One all-reduce for both numbers.
     total, expected = jax.lax.psum((total, expected), split.vocabulary)
-    losses, gradients, mass = jnp.log(total) - expected, exponentials, total
+    losses, mass = jnp.log(total) - expected, total
     if options.z_loss:
-        log_z = jnp.log(total) + factor * top
+        log_z = jnp.log(total) + of_rows.factor * top
         losses += options.z_loss * log_z**2
-        rise = 1 + 2 * options.z_loss * log_z
-        mass = total / jnp.where(rise == 0, jnp.finfo(rise.dtype).eps, rise)
-    if smoothing:
-        gradients -= share * mass
+        mass = total / _rise(options.z_loss, log_z)
+    gradients = exponentials - share * mass if smoothing else exponentials
     gradients = _minus_at_label(options, columns, gradients, (1 - smoothing) * mass)
     slope = output.scale
     if output.softcap is not None:
-        slope_of_cap = 1 - jnp.square(raw_logits)
+        # The derivative of tanh.
+        slope_of_cap = 1 - jnp.square(of_rows.unscaled)
         gradients *= slope_of_cap
         slope *= slope_of_cap
     entropies = (None, None)
     if options.with_entropy:
         entropies = _entropies_and_gradients(split, shifted, exponentials, total, slope)
     return ChunkLosses(losses, gradients, output.scale * weights / mass, *entropies)
+
+
+def _rise(z_loss: float, log_z: Float[Array, "t 1"]) -> Float[Array, "t 1"]:
+    """The derivative of `log_z + z_loss * log_z**2`, but never 0: gradients are divided by it."""
+    rise = 1 + 2 * z_loss * log_z
+    return jnp.where(rise == 0, jnp.finfo(rise.dtype).eps, rise)
+
+
+def _shifted(
+    output: OutputOptions, split: OutputSplit, of_rows: RowLogits
+) -> tuple[Float[Array, "t r"], Float[Array, "t 1"], Float[Array, "t r"]]:
+    """Without their factor, the logits and each token's largest; and their scaled difference."""
+    logits = _excluding(output, split, of_rows)
+    # The loss does not depend on what is subtracted, so it needs no gradient.
+    top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+    top = jax.lax.pmax(top, split.vocabulary) if split.vocabulary else top
+    # Differences of logits: their rounding does not grow with the logits. The factor comes last:
+    # XLA may round `factor * logits - top` only once, which is not 0 where top is rounded.
+    return logits, top, of_rows.factor * (logits - top)
+
+
+def _expected(
+    options: LossOptions,
+    columns: Int32[Array, "t 1"],
+    share: float | jax.Array,
+    factor: float,
+    logits: Float[Array, "t r"],
+    top: Float[Array, "t 1"],
+    shifted: Float[Array, "t r"],
+) -> Float[Array, "t 1"]:
+    """The mean of the shifted logits under the targets, of the rows of this device."""
+    if options.label_smoothing:
+        # Shifted logits exist anyway: reading the label's from elsewhere would keep both.
+        of_label = (1 - options.label_smoothing) * _of_label(columns, shifted, 0)
+        return of_label + (share * shifted).sum(-1, keepdims=True)
+    # A CPU would write whole shifted logits only for this. A TPU writes them faster than it
+    # repeats their exponentials.
+    return jax.lax.platform_dependent(
+        cpu=lambda: factor * _of_label(columns, logits, top),
+        default=lambda: _of_label(columns, shifted, 0),
+    )
 
 
 def _entropies_and_gradients(
@@ -265,20 +288,16 @@ def _minus_at_label(
 
 
 def _excluding(
-    output: OutputOptions,
-    split: OutputSplit,
-    logits: Float[Array, "t r"],
-    factor: float,
-    ids: Int32[Array, "1 r"],
-    is_inside: bool | jax.Array,
+    output: OutputOptions, split: OutputSplit, of_rows: RowLogits
 ) -> Float[Array, "t r"]:
-    """Logits [t, v] with a low number where they are not inside: in place on a CPU, if it can."""
+    """The unscaled logits, low where they are not inside: in place on a CPU, if it can."""
+    logits = of_rows.unscaled
     # Finite, also times the factor: a token that is not counted, whose label may be padding, has
     # the weight 0.
-    lowest = jnp.finfo(logits.dtype).min / (2 * max(factor, 1))
+    lowest = jnp.finfo(logits.dtype).min / (2 * max(of_rows.factor, 1))
 
     def in_one_pass() -> jax.Array:
-        return jnp.where(is_inside, logits, lowest)
+        return jnp.where(of_rows.is_inside, logits, lowest)
 
     if output.pad_id is None or split.mesh is not None:
         return in_one_pass()

@@ -126,33 +126,42 @@ def as_output_layer(
     return x, table, bias, options
 
 
+class RowLogits(NamedTuple):
+    """The logits of tokens for the rows of one device, `factor * unscaled`.
+
+    Args:
+        unscaled: [..., rows] in float32 or wider; those of rows that are not inside too.
+        factor: the softcap, or else the scale.
+        ids: [..., rows], with axes of size 1: the id of each row.
+        is_inside: like ids, False at padding and at rows that pad the vocabulary. True: all are
+            inside, which costs no pass over the logits.
+    """
+
+    unscaled: Array
+    factor: float
+    ids: Array
+    is_inside: Array | bool
+
+
 def row_logits(
     options: OutputOptions,
     split: OutputSplit,
     x: Float[Array, "... d"],
     rows: Float[Array, "r d"],
     bias: Array | None,
-) -> tuple[Array, float, Array, Any]:
-    """The product of gathered x [..., d] with whole rows [rows, d], on one device.
-
-    Returns:
-        logits: [..., rows] in float32 or wider; those that are not inside too.
-        factor: the number that still multiplies them.
-        ids: [..., rows], with axes of size 1: the id of each row.
-        is_inside: like ids, False at padding and at rows that pad the vocabulary. True: all are
-            inside, which costs no pass over the logits.
-    """
+) -> RowLogits:
+    """The product of gathered x with whole rows, on one device."""
     dtype = arguments.compute_dtype(x.dtype, rows.dtype)
     if x.dtype != rows.dtype:
         x, rows = x.astype(dtype), rows.astype(dtype)
     # Expanded to x's rank, because users may disable jax's rank promotion.
     leading = range(x.ndim - 1)
-    logits = jnp.einsum("...d,vd->...v", x, rows, preferred_element_type=dtype)
+    unscaled = jnp.einsum("...d,vd->...v", x, rows, preferred_element_type=dtype)
     if bias is not None:
-        logits += jnp.expand_dims(bias.astype(dtype), leading)
+        unscaled += jnp.expand_dims(bias.astype(dtype), leading)
     factor = options.scale
     if options.softcap is not None:
-        logits, factor = jnp.tanh(options.scale * logits / options.softcap), options.softcap
+        unscaled, factor = jnp.tanh(options.scale * unscaled / options.softcap), options.softcap
     size = rows.shape[0]
     ids = index_along(split.vocabulary) * size + jnp.arange(size, dtype=jnp.int32)
     is_padded = devices_along(split.mesh, split.vocabulary) * size > options.vocab_size
@@ -160,7 +169,7 @@ def row_logits(
     is_inside = ids < options.vocab_size if is_padded else True
     if options.pad_id is not None:
         is_inside &= ids != options.pad_id
-    return logits, factor, ids, is_inside
+    return RowLogits(unscaled, factor, ids, is_inside)
 
 
 @compiled(0, 1)
@@ -175,9 +184,10 @@ def _logits(
 
     def multiply(x, shard, bias):
         x, rows = all_gather(x, split.gathered), split.exchange(shard, 0, 1)
-        logits, factor, _, is_inside = row_logits(options, split, x, rows, bias)
+        of_rows = row_logits(options, split, x, rows, bias)
+        logits = of_rows.factor * of_rows.unscaled
         # Half of the lowest number: a bias on top of it does not overflow to -inf.
-        return jnp.where(is_inside, factor * logits, jnp.finfo(logits.dtype).min / 2)
+        return jnp.where(of_rows.is_inside, logits, jnp.finfo(logits.dtype).min / 2)
 
     of_logits = PartitionSpec(*split.tokens, split.vocabulary)
     multiply_all = split.map(multiply, split.specs(), of_logits)
