@@ -140,18 +140,24 @@ def test_unsigned_positions_in_the_other_byte_order():
 
 
 @pytest.mark.parametrize("name", ["from_segment_ids", "from_offset"])
-def test_traced_integers_that_int32_may_not_hold_are_refused(name):
-    """On the host they are refused by value; traced, by dtype, for clamped or wrapped they would be
-    other numbers."""
+def test_integers_of_another_width_are_compared_unchanged(name):
+    """A sum of lengths is int64 in x64 mode. Clamped or wrapped it would be another number, so
+    known values are checked, and traced ones keep a signed dtype."""
+    build = CALLS[name][0]
     with jax.enable_x64():
-        for dtype in (np.uint32, np.int64, np.uint64):
-            message = rf"wanted an int32 array \(.*astype.*\), got a traced {np.dtype(dtype)}\[2\]"
-            with pytest.raises(TypeError, match=message):
-                jax.jit(CALLS[name][0])(np.array([3_000_000_000, 3_000_000_001], dtype))
-        positions = te.TokenPositions.from_offset(jnp.array([5, 2]), 1).positions
-        assert positions.tolist() == [[5], [2]]
-        with pytest.raises(ValueError, match=r"^offset: wanted integers inside int32"):
-            te.TokenPositions.from_offset(jnp.array([2**40]), 1)
+        for dtype in (np.uint32, np.uint64):
+            with pytest.raises(
+                TypeError, match=f"wanted a signed integer dtype, got {dtype.__name__}"
+            ):
+                jax.jit(build)(np.array([5, 2], dtype))
+            equal(build(jnp.array([5, 2], dtype)), build([5, 2]))
+        with pytest.raises(ValueError, match=rf"^{name[5:]}: wanted integers inside int32"):
+            build(jnp.array([2**40]))
+        for first in (5, 2**40):
+            narrow, wide = (jax.jit(build)(np.array(ids)) for ids in ([0, 1], [first, first + 1]))
+            is_offset = name == "from_offset"
+            equal(wide.positions, narrow.positions + first * is_offset)
+            equal(wide.segment_ids, narrow.segment_ids + first * (not is_offset))
 
 
 def test_a_length_past_int32_is_refused_and_ends_no_process():
@@ -215,8 +221,7 @@ def test_an_array_of_jax_is_taken_as_it_is():
         arguments.as_int32,
         arguments.as_integers,
         as_positions,
-        token_positions.as_fitting_int32,
-        lambda name, ids: token_positions.comparable_rows(**{name: ids})[name],
+        token_positions.as_comparable,
     ):
         assert convert("ids", ids) is ids
     for convert in (arguments.as_floats, rotary._as_weights, as_positions):

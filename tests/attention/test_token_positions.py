@@ -214,7 +214,7 @@ COMES_BACK = np.array([[1, 1, 2, 0], [4, 0, 4, 0]], np.uint8)
 TYPE_ERRORS = [
     (lambda: TokenPositions.from_ids([1]), "TokenPositions.from_ids() missing 1 required keyword-only argument: 'pad_id'"),
     (lambda: TokenPositions([0.0]), "positions: wanted an integer dtype, got float64"),
-    (lambda: TokenPositions(jnp.zeros(2, jnp.uint32)), "positions: wanted a signed integer dtype, got uint32"),
+    (lambda: jax.jit(TokenPositions)(np.zeros(2, np.uint32)), "positions: wanted a signed integer dtype, got uint32"),
     (lambda: TokenPositions([0, 1], [0.5, 1.5]), "segment_ids: wanted an integer dtype, got float64"),
     (lambda: TokenPositions([0, 1], block_ids=[True, False]), "block_ids: wanted an integer dtype, got bool"),
     (lambda: from_ids(np.ones([1, 2], np.float32)), "ids: wanted an integer dtype, got float32"),

@@ -39,7 +39,8 @@ class TokenPositions:
             there are no blocks. See `with_block_ids`.
 
     Raises:
-        TypeError: an array does not hold signed integers (uint8 and uint16 pass).
+        TypeError: an array does not hold integers, or is traced and holds unsigned ones of 32 bits
+            or more.
         ValueError: host integers outside int32, a rank other than 1 or 2, or shapes that do not fit
             each other.
 
@@ -99,7 +100,7 @@ class TokenPositions:
                 forbids it. A prefix is block 0, with -1 after it: `jnp.where(is_prefix, 0, -1)`.
 
         Raises:
-            TypeError: block_ids are not signed integers (uint8 and uint16 pass).
+            TypeError: block_ids are not integers that `TokenPositions` takes.
             ValueError: host integers outside int32, or a shape that does not fit the positions.
 
         Example:
@@ -275,7 +276,7 @@ class TokenPositions:
             TokenPositions of [batch, length]. Each sequence is counted from 0; see `from_lengths`.
 
         Raises:
-            TypeError: segment_ids are not integers, or are traced and of a dtype wider than int32.
+            TypeError: segment_ids are not integers that `TokenPositions` takes.
             ValueError: segment_ids do not have rank 1 or 2, do not fit int32, or repeat a number
                 after a gap.
 
@@ -288,7 +289,7 @@ class TokenPositions:
             Raffel et al., "T5" (2020), section 3.5.2, https://arxiv.org/abs/1910.10683
         """
         integers = arguments.as_integers("segment_ids", segment_ids)
-        rows = _rows("segment_ids", as_fitting_int32("segment_ids", integers))
+        rows = _rows("segment_ids", as_comparable("segment_ids", integers))
         if isinstance(integers, np.ndarray):
             again = second_runs(np.atleast_2d(integers)).any(1)
             if again.any():
@@ -311,8 +312,8 @@ class TokenPositions:
             TokenPositions of [1 or batch, length], all in segment 1.
 
         Raises:
-            TypeError: offset is not an integer, or is traced and of a dtype wider than int32;
-                length is not a Python int.
+            TypeError: offset does not hold integers that `TokenPositions` takes; length is not a
+                Python int.
             ValueError: offset has a rank above 1; length is negative; positions would not fit int32
                 (checked on the host only).
 
@@ -326,7 +327,7 @@ class TokenPositions:
         """
         length = arguments.length("length", length)
         integers = arguments.as_integers("offset", offset)
-        offset = as_fitting_int32("offset", integers)
+        offset = as_comparable("offset", integers)
         if offset.ndim > 1:
             raise arguments.value_error(
                 "offset", "shape [] or [batch]", f"shape {list(offset.shape)}"
@@ -371,18 +372,22 @@ def check_token_positions(name: str, value: Any) -> None:
 
 
 def comparable_rows(**given: ArrayLike) -> dict[str, Integer[Array, "b t"]]:
-    """Signed integers to compare, each [length] or [batch, length], as [1 or batch, length].
-
-    Clamped or wrapped ones would compare wrongly: an error on the host, and a wider jax array stays
-    as it is.
-    """
-    arrays = {}
-    for name, value in given.items():
-        array = arguments.as_integers(name, value)
-        _check_ordered(name, array.dtype)
-        arrays[name] = _rows(name, arguments.on_device(array))
+    """`as_comparable` of arrays [length] or [batch, length], as [1 or batch, length]."""
+    arrays = {name: _rows(name, as_comparable(name, value)) for name, value in given.items()}
     check_numbers_of_rows(arrays)
     return arrays
+
+
+def as_comparable(name: str, value: ArrayLike) -> Integer[Array, "..."]:
+    """Signed integers to compare, as int32; a traced array of a wider dtype stays as it is.
+
+    Clamped or wrapped ones would compare wrongly: a ValueError if the values are known.
+    """
+    array = arguments.as_integers(name, value)
+    if array.dtype != np.int32 and not arguments.is_traced(array):
+        array = arguments.as_integers(name, jax.device_get(array))
+    _check_ordered(name, array.dtype)
+    return arguments.on_device(array)
 
 
 def _check_ordered(name: str, dtype: jnp.dtype) -> None:
@@ -390,17 +395,6 @@ def _check_ordered(name: str, dtype: jnp.dtype) -> None:
     is_short = jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize < 4
     if not (is_short or jnp.issubdtype(dtype, jnp.signedinteger)):
         raise arguments.type_error(name, "a signed integer dtype", dtype)
-
-
-def as_fitting_int32(name: str, value: ArrayLike) -> Int32[Array, "..."]:
-    """Integers as int32; an error if one does not fit, or a traced one may not."""
-    array = arguments.as_integers(name, value)
-    if array.dtype != np.int32:
-        if arguments.is_traced(array):
-            hint = "(convert it by .astype(jnp.int32): int32 may not hold its values)"
-            raise arguments.type_error(name, f"an int32 array {hint}", arguments.describe(array))
-        array = arguments.as_integers(name, jax.device_get(array))
-    return arguments.on_device(array)
 
 
 def _rows(name: str, array: Any) -> Any:
@@ -506,7 +500,7 @@ def _of_tokens(tokens: Bool[Array, "b t"], start: int = 0, at_padding: int = 0) 
 
 
 @compiled()
-def _of_segments(segment_ids: Int32[Array, "b t"]) -> TokenPositions:
+def _of_segments(segment_ids: Integer[Array, "b t"]) -> TokenPositions:
     """The position of a token is how many tokens of its run are before it."""
     segment_ids = with_whole_rows(segment_ids)
     index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
@@ -517,6 +511,6 @@ def _of_segments(segment_ids: Int32[Array, "b t"]) -> TokenPositions:
 
 
 @compiled(1)
-def _of_offset(offset: Int32[Array, "..."], length: int) -> TokenPositions:
-    positions = jnp.atleast_1d(offset)[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+def _of_offset(offset: Integer[Array, "..."], length: int) -> TokenPositions:
+    positions = jnp.atleast_1d(offset)[:, None] + jnp.arange(length, dtype=offset.dtype)[None]
     return TokenPositions(positions, jnp.ones_like(positions))

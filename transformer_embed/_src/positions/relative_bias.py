@@ -87,7 +87,7 @@ def alibi_bias(
         (16376): after adding `mask_to_bias`, nothing overflows and masked keys stay masked.
 
     Raises:
-        TypeError: positions are not signed integers (uint8 and uint16 pass); symmetric is not a
+        TypeError: positions are not integers that `TokenPositions` takes; symmetric is not a
             Python bool; dtype is not a floating dtype; and as `alibi_slopes`.
         ValueError: host positions outside int32, a rank other than 1 or 2, unequal numbers of rows;
             and as `alibi_slopes`.
@@ -140,7 +140,7 @@ def relative_position_buckets(
         int32 [B or 1, T, S], in [0, num_buckets); exact for any two int32 positions.
 
     Raises:
-        TypeError: positions are not signed integers (uint8 and uint16 pass); num_buckets or
+        TypeError: positions are not integers that `TokenPositions` takes; num_buckets or
             max_distance is not a Python int; bidirectional is not a Python bool.
         ValueError: host positions outside int32, a rank other than 1 or 2, unequal numbers of rows;
             num_buckets or max_distance is too low, or max_distance 2**31 - 1 or more.

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int32
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.attention.token_positions import (
-    as_fitting_int32,
+    as_comparable,
     has_next_token,
     of_next_token,
 )
@@ -77,7 +77,7 @@ def as_batch(
         ids,
         _aligned("mask", mask, as_mask, ids),
         _aligned("weights", weights, arguments.as_floats, ids),
-        _aligned("segment_ids", segment_ids, as_fitting_int32, ids),
+        _aligned("segment_ids", segment_ids, as_comparable, ids),
     )
 
 
