@@ -11,7 +11,7 @@ import optax
 import pytest
 from compare import equal, near
 from jax.sharding import PartitionSpec
-from meshes import EXPLICIT, mesh_of, put
+from meshes import AUTO, EXPLICIT, mesh_of, put
 
 import transformer_embed as te
 
@@ -280,6 +280,39 @@ def test_explicit_axes_may_split_the_batch_and_the_columns(columns, batch, kept,
     jax.tree.map(functools.partial(near, atol=1e-5), jax.device_get(values), expected)
     (table,), (found,) = map(jax.tree.leaves, (gradient, sharded_gradient))
     near(jax.device_get(found)[:24], table, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kinds", "split"), [((EXPLICIT, AUTO), "x"), ((AUTO, EXPLICIT), ("y", "x"))], ids=str
+)
+def test_some_axes_of_a_mesh_are_explicit_and_others_automatic(kinds, split):
+    """Types say how the batch is split, and the compiler splits the model, for example."""
+    mesh = jax.make_mesh((2, 4), ("y", "x"), axis_types=kinds)
+    embedder, optimizer = te.Embedder(CONFIG), optax.sgd(0.01, momentum=0.9)
+    params = embedder.init(jax.random.key(0))
+    ids = jnp.arange(32, dtype=jnp.int32).reshape(8, 4) % VOCAB
+    (path,) = params
+
+    @jax.jit
+    def run(params, ids):
+        def loss(params, reduction="mean"):
+            x = embedder.apply(params, None, ids, is_training=False)
+            return embedder.cross_entropy(params, x, ids, shift=True, reduction=reduction)
+
+        square = lambda params: jnp.sum(embedder.apply(params, None, ids, is_training=False) ** 2)
+        rows = te.rows.value_and_grad(square, ids={path: {"embeddings": ids}})(params)[1]
+        state = optimizer.init(params)
+        updated = te.rows.update(optimizer, rows, state, params)[0]
+        return jax.value_and_grad(loss)(params), loss(params, "none"), loss(updated)
+
+    expected = run(params, ids)
+    with jax.set_mesh(mesh):
+        params = te.sharding.shard_params(params, mesh, {"*embeddings": PartitionSpec(split)})
+        found = jax.device_get(run(params, put(mesh, ids, "y")))
+    for value, want in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        # A sharded table has rows of padding.
+        near(value[: len(want)] if want.ndim else value, want, atol=1e-5)
 
 
 @pytest.mark.parametrize("spec", [("x",), (None, "x")], ids=str)

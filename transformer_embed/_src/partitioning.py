@@ -77,10 +77,20 @@ def with_whole_rows(array: Array) -> Array:
 
 
 def reshard(array: Array, sharding: NamedSharding) -> Array:
-    """The array with this sharding, under automatic or explicit axes."""
+    """The array with this sharding, under automatic or explicit axes, or some of each kind."""
     if not is_explicit(sharding.mesh):
         return jax.lax.with_sharding_constraint(array, sharding)
-    return jax.sharding.reshard(array, sharding)
+    array = jax.sharding.reshard(array, _along(sharding, AxisType.Explicit))
+    automatic = _along(sharding, AxisType.Auto)
+    return jax.lax.with_sharding_constraint(array, automatic) if any(automatic.spec) else array
+
+
+def _along(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
+    """A sharding over the axes of one kind, the only ones that a function of jax accepts."""
+    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+    dimensions = spec_axes(sharding.spec, 0)
+    spec = (tuple(axis for axis in axes if kinds[axis] == kind) for axes in dimensions)
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
 def split_like(array: Array, other: Array) -> Array:
