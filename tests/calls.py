@@ -59,12 +59,17 @@ GOOD = {
     te.YarnScaling: {"factor": 2.0, "original_length": 4},
     te.Llama3Scaling: {"factor": 8.0},
     te.LongRopeScaling: {
-        "short_factor": [1.0],
-        "long_factor": [2.0],
-        "factor": 2.0,
+        "short_factor": (1.0, 1.0),
+        "long_factor": (2.0, 4.0),
+        "factor": 4.0,
         "original_length": 4,
         "length": 8,
     },
+}
+
+
+SCALINGS = {
+    kind: arguments for kind, arguments in GOOD.items() if kind.__name__.endswith("Scaling")
 }
 
 

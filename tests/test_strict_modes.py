@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import public
 import pytest
-from calls import CALLS, IDS, POSITIONS, TABLE, X, of_arrays
+from calls import CALLS, IDS, POSITIONS, SCALINGS, TABLE, X, of_arrays
 from cases import few
 from contexts import strict
 from drawn import drawn
@@ -26,15 +26,6 @@ def assert_finite(tree):
 
 
 # --- functions of arrays
-
-SCALINGS = {
-    "linear": te.LinearScaling(2.0),
-    "ntk": te.NTKScaling(2.0),
-    "dynamic": te.DynamicNTKScaling(2.0, original_length=4, length=8),
-    "yarn": te.YarnScaling(2.0, original_length=4),
-    "llama3": te.Llama3Scaling(8.0),
-    "longrope": te.LongRopeScaling([1.0, 1.0], [2.0, 4.0], 4.0, original_length=4, length=8),
-}
 
 
 def in_order(positions):
@@ -72,10 +63,10 @@ FUNCTIONS = CALLS | {
     ),
     "linear_logits, 16 bits": of_arrays(te.linear_logits, **OF_16_BITS, pad_id=1),
     **{
-        f"apply_rotary, {name}": of_arrays(
-            te.apply_rotary, x=X, positions=POSITIONS, base=100.0, scaling=scaling
+        f"apply_rotary, {kind.__name__}": of_arrays(
+            te.apply_rotary, x=X, positions=POSITIONS, base=100.0, scaling=kind(**arguments)
         )
-        for name, scaling in SCALINGS.items()
+        for kind, arguments in SCALINGS.items()
     },
 }
 

@@ -28,19 +28,6 @@ def test_padding_mask_compares_numbers_and_wraps_none(ids, pad_id, expected):
     assert te.padding_mask(ids, pad_id=pad_id).tolist() == expected
 
 
-@pytest.mark.parametrize("length", [0, 1, 7])
-def test_causal_mask_is_a_loop(length):
-    mask = te.causal_mask(length)
-    assert mask.shape == (length, length)
-    assert mask.tolist() == [[s <= t for s in range(length)] for t in range(length)]
-
-
-@pytest.mark.parametrize("shape", [(0,), (2, 1, 0, 3)])
-def test_shapes_are_kept(shape):
-    assert te.padding_mask(np.zeros(shape, np.int32), pad_id=0).shape == shape
-    assert te.mask_to_bias(np.ones(shape, bool)).shape == shape
-
-
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_bias_is_zero_or_half_of_the_lowest(dtype):
     lowest = float(jnp.finfo(dtype).min)
@@ -51,11 +38,6 @@ def test_a_bias_is_zero_or_half_of_the_lowest(dtype):
     # ALiBi's steepest slope for 8 heads, 1/2, at a distance of 2**15; and two masks.
     for other in (np.array(-(2.0**14), dtype), got):
         assert np.isfinite(np.asarray(got + other, np.float32)).all()
-
-
-def test_a_bias_of_published_float16_limits():
-    # IEEE 754-2019, table 3.5: the largest finite binary16 is (2 - 2**-10) * 2**15 = 65504.
-    assert te.mask_to_bias(False, np.float16).tolist() == -65504 / 2
 
 
 @pytest.mark.slow
@@ -106,16 +88,12 @@ PAD, BELOW = "pad_id: wanted ", "value: wanted a number below 0 that float"
 BIT_16_TO_64 = "dtype: wanted a floating dtype of 16 to 64 bits, got "
 TYPE_ERRORS = [
     (lambda: te.padding_mask([1.0], pad_id=0), "ids: wanted an integer dtype, got float"),
-    (lambda: te.padding_mask([True], pad_id=0), "ids: wanted an integer dtype, got bool"),
     (lambda: te.padding_mask([1]), "padding_mask() missing 1 required keyword-only"),
     (lambda: te.padding_mask([1], pad_id=True), PAD + "a Python int, got bool True"),
-    (lambda: te.padding_mask([1], pad_id=None), PAD + "a Python int, got NoneType"),
-    (lambda: te.causal_mask(3.0), "length: wanted a Python int, got float 3.0"),
     (lambda: jax.jit(te.causal_mask)(3), "length: wanted a Python int, got a traced int32"),
     (lambda: te.mask_to_bias([1.0]), "mask: wanted a bool array, True = may attend, got float64"),
     (lambda: te.mask_to_bias([True], int), BIT_16_TO_64 + "int64"),
     (lambda: te.mask_to_bias([True], "float8_e4m3fn"), BIT_16_TO_64 + "float8_e4m3fn"),
-    (lambda: te.mask_to_bias([True], None), BIT_16_TO_64 + "NoneType None"),
 ]  # fmt: skip
 VALUE_ERRORS = [
     (lambda: te.padding_mask([1], pad_id=2**31 - 1), PAD + "an int of at most 2147483646"),
@@ -124,7 +102,6 @@ VALUE_ERRORS = [
     (lambda: jax.eval_shape(lambda: te.causal_mask(2**30 + 1)), "length: wanted an int of at most 1073741824"),
     (lambda: te.mask_to_bias([True], "float16", value=-1e9), BELOW + "16 holds, at least -65504, got -1e+09"),
     (lambda: te.mask_to_bias([True], value=0.0), BELOW + "32 holds, at least -3.4"),
-    (lambda: te.mask_to_bias([True], value=-1e39), BELOW + "32 holds, at least -3.4"),
 ]  # fmt: skip
 
 

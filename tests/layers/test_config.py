@@ -7,6 +7,7 @@ import reprlib
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from calls import SCALINGS
 from refused import refused
 
 import transformer_embed as te
@@ -46,19 +47,7 @@ NEEDED = {
     te.Sinusoidal: {},
     te.SinusoidalGrid: {"shape": (2, 2)},
     te.Learned: {"max_len": 9},
-    te.LinearScaling: {"factor": 2.0},
-    te.NTKScaling: {"alpha": 2.0},
-    te.DynamicNTKScaling: {"factor": 2.0, "original_length": 4, "length": 8},
-    te.YarnScaling: {"factor": 2.0, "original_length": 4},
-    te.Llama3Scaling: {"factor": 2.0},
-    te.LongRopeScaling: {
-        "short_factor": (1.0, 1.0),
-        "long_factor": (2.0, 4.0),
-        "factor": 4.0,
-        "original_length": 4,
-        "length": 8,
-    },
-}
+} | SCALINGS
 VALUES = {
     "pad_id": 3,
     "scale": 3.0,
@@ -117,20 +106,10 @@ def test_a_field_of_any_type_is_converted_or_refused_by_name(kind):
         assert found or not forms
 
 
-@pytest.mark.slow
-def test_narrow_integers_of_numpy_do_not_wrap():
-    assert te.Learned(max_len=np.int16(200), start=np.int8(100)).start + 100 == 200
-    grid = te.SinusoidalGrid((np.int8(100), np.int8(2)))
-    config = te.EmbedderConfig(11, 8, scheme=grid)
-    params = te.Embedder(config).init(np.array([0, 0], np.uint32))
-    embedded = te.Embedder(config).apply(params, None, np.zeros(200, int), is_training=False)
-    assert np.isfinite(embedded).all()
-
-
 # --- Errors of each field, by message.
 
-POSITIVE, INT = "an int of at least 1", "a Python int"
-ABOVE_0, NUMBER = "a finite number above 0", "a Python number"
+POSITIVE = "an int of at least 1"
+ABOVE_0 = "a finite number above 0"
 POLICIES = "one of 'nan', 'clip', 'zero'"
 FLOATING = "a floating dtype of 16 to 64 bits"
 SCALE = "True, False, or a number above 0 (1.0 is a number, the int 1 could mean True)"
@@ -139,24 +118,18 @@ IN_WORDS = "te.OutputLayer(...), None, or the reason why there is none, in words
 FIELDS = [
     ("vocab_size", 0, ValueError, POSITIVE, "0"),
     ("d_model", -1, ValueError, POSITIVE, "-1"),
-    ("d_model", True, TypeError, INT, "bool True"),
     ("scheme", "learned", TypeError, SCHEMES, "str 'learned'"),
     ("scheme", te.Sinusoidal, TypeError, SCHEMES, f"type {reprlib.repr(te.Sinusoidal)}"),
     ("dropout_rate", 1.0, ValueError, "a number in [0, 1)", "1.0"),
-    ("dropout_rate", -0.5, ValueError, "a number in [0, 1)", "-0.5"),
-    ("dropout_rate", float("nan"), ValueError, "a finite number", "nan"),
-    ("pad_id", 0.0, TypeError, INT, "float 0.0"),
+    ("pad_id", 0.0, TypeError, "a Python int", "float 0.0"),
     ("pad_id", 2**31, ValueError, "an int of at most 2147483646", "2147483648"),
-    ("pad_id", -(2**31), ValueError, "an int of at least -2147483647", "-2147483648"),
     ("scale", 0, TypeError, SCALE, "0"),
     ("scale", 1, TypeError, SCALE, "1"),
     ("scale", "yes", TypeError, SCALE, "'yes'"),
     ("scale", 0.0, ValueError, ABOVE_0, "0.0"),
     ("num_token_types", 0, ValueError, POSITIVE, "0"),
     ("layer_norm_eps", 0.0, ValueError, ABOVE_0, "0.0"),
-    ("layer_norm_eps", float("inf"), ValueError, ABOVE_0, "inf"),
     ("embedding_width", 0, ValueError, POSITIVE, "0"),
-    ("embedding_width", "6", TypeError, INT, "str '6'"),
     ("out_of_range", "wrap", ValueError, POLICIES, "'wrap'"),
     ("lookup_style", "matmul", ValueError, "one of 'gather', 'one_hot'", "'matmul'"),
     ("param_dtype", jnp.int32, TypeError, FLOATING, "int32"),
@@ -168,16 +141,14 @@ OUTPUT_FIELDS = [
     ("tied", 0, TypeError, "a Python bool", "int 0"),
     ("bias", None, TypeError, "a Python bool", "NoneType None"),
     ("softcap", 0.0, ValueError, ABOVE_0, "0.0"),
-    ("softcap", "30", TypeError, NUMBER, "str '30'"),
     ("scale", 0, ValueError, ABOVE_0, "0"),
-    ("scale", None, TypeError, NUMBER, "NoneType None"),
+    ("scale", None, TypeError, "a Python number", "NoneType None"),
 ]
 
 
 @pytest.mark.parametrize(
     ("made", "fields"),
     [(CONFIG, FIELDS), (te.OutputLayer(), OUTPUT_FIELDS)],
-    ids=["layer", "output"],
 )
 def test_each_field_is_refused_by_name(made, fields):
     for name, value, error, want, got in fields:
@@ -201,7 +172,6 @@ AS_LONG = "axis_positions: wanted arrays as long as the axes, [[2], [3]], got"
     ("make", "error", "text"),
     [
         (lambda: te.Learned(0), ValueError, "max_len: wanted an int of at least 1, got 0"),
-        (lambda: te.Learned(16.0), TypeError, "max_len: wanted a Python int, got float 16.0"),
         (lambda: te.Learned(9, at_padding=True), TypeError, "at_padding: wanted a Python int, got bool True"),
         (lambda: te.Learned(9, start=9), ValueError, "start: wanted an int in [0, max_len = 9), got 9"),
         (lambda: te.Learned(9, start=-1), ValueError, "start: wanted an int in [0, max_len = 9), got -1"),
@@ -217,13 +187,11 @@ AS_LONG = "axis_positions: wanted arrays as long as the axes, [[2], [3]], got"
          "pad_id: wanted the id of padding, since the scheme's at_padding is set, got None"),
         (lambda: te.EmbedderConfig(8, 7, grid()), ValueError,
          "d_model: wanted a multiple of the 2 axes (or odd='round_up' or 'zero'), got 7"),
-        (lambda: grid(4), TypeError, "shape: wanted a sequence, got int 4"),
         (lambda: grid(axes=(0, 0)), ValueError, "axes: wanted a permutation of the axes of shape (2, 3), at least one, got (0, 0)"),
         (lambda: grid((46341, 46341)), ValueError, f"shape: its number of points: wanted an int of at most {2**31 - 1}, got 2147488281"),
         (lambda: grid(axis_positions=[[0, 1]]), ValueError, f"{AS_LONG} [[2]]"),
         (lambda: grid(axis_positions=2), TypeError, "axis_positions: wanted a sequence, got int 2"),
         (lambda: grid(axis_positions=[[0, "a"], [0, 1, 2]]), TypeError, "axis_positions[0][1]: wanted a Python number, got str 'a'"),
-        (lambda: grid(axis_positions=[[0, np.nan], [0, 1, 2]]), ValueError, "axis_positions[0][1]: wanted a finite number, got nan"),
     ],
 )  # fmt: skip
 def test_bad_schemes_are_refused(make, error, text):

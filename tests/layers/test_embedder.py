@@ -88,7 +88,6 @@ def spellings(array):
 @pytest.mark.parametrize(
     "changes",
     [{"d_model": 101}, {"d_model": 102, "scheme": te.Learned(16), "num_token_types": 2}],
-    ids=["sinusoidal", "learned"],
 )
 def test_one_trace_whatever_the_dtype_the_offset_the_key_and_an_equal_config(traces, changes):
     """The widths are nobody else's."""
@@ -158,36 +157,6 @@ def test_training_follows_its_key_of_either_kind_and_evaluation_none():
     equal(evaluated, evaluate())
     no_rate, params = made(dataclasses.replace(CONFIG, dropout_rate=0.0))
     assert_close(no_rate.apply(params, None, IDS, is_training=True), evaluate())
-
-
-@pytest.mark.slow
-def test_wide_host_integers_do_not_wrap():
-    result = np.asarray(evaluate(np.array([5, 2**32 + 5, -(2**32) + 5, -1, 11])))
-    assert np.isnan(result).all(-1).tolist() == [False, True, True, True, True]
-    assert np.isnan(evaluate(np.array([2**64 - 1] * 5, np.uint64))).all()
-    types = np.array([[0, 1, 2**32 + 1, -(2**32), 2]] * 2)
-    result = np.asarray(evaluate(config=BERT, token_types=types))
-    assert np.isnan(result).all(-1).tolist() == [[False, False, True, True, True]] * 2
-
-
-@pytest.mark.slow
-def test_positions_wider_than_int32_are_exact_or_lost():
-    embedder, params = made()
-    apply = functools.partial(embedder.apply, params, None, IDS, is_training=False)
-    highest = np.array([2**32 - 1, 2**31, 5, 4, 3], np.uint32)
-    found, at_zero = apply(positions=highest), apply(positions=np.zeros_like(highest))
-    encoding, of_zero = (te.sinusoidal_encoding(each, 8) for each in (highest, highest * 0))
-    assert_close((found - at_zero) / 4, np.broadcast_to(encoding - of_zero, found.shape) / 4)
-    with jax.enable_x64():
-        lost = apply(positions=jax.device_put(np.arange(5) + 2.0**24 + 0.5))
-    assert np.isnan(lost).all()
-
-
-def test_positions_may_be_passed_where_nothing_reads_them():
-    """So that one line of code serves models with and without added positions."""
-    config = dataclasses.replace(CONFIG, scheme=None)
-    given = evaluate(config=config, positions=np.arange(5))
-    equal(given, evaluate(config=config))
 
 
 # --- Transformations.

@@ -38,6 +38,36 @@ LIKELY = {
     "out_of_range": ["nan", "clip", "zero"],
     "lookup_style": ["gather", "one_hot"],
 }
+BERT = {
+    "scheme": te.Learned(max_len=16),
+    "scale": False,
+    "num_token_types": 2,
+    "layer_norm_eps": 1e-12,
+}
+WIDE = np.array([0, 4, -1, 5, 2**32 + 1, -(2**32)])
+# Calls that no error may answer: fields of the config, and arguments.
+CERTAIN = [
+    (BERT, {}),
+    (BERT | {"embedding_width": 6}, {}),
+    ({"embedding_width": 3, "scheme": None}, {}),
+    ({"pad_id": 0}, {"ids": WIDE}),
+    ({}, {"ids": np.array([2**64 - 1, 1], np.uint64)}),
+    ({"num_token_types": 2}, {"ids": WIDE % 5, "token_types": WIDE}),
+    *[({}, {"ids": np.zeros(shape, int)}) for shape in [(0,), (1,), (3, 2, 1)]],
+    *[
+        (
+            BERT | {"out_of_range": policy},
+            {"ids": WIDE, "token_types": WIDE, "positions": range(12, 18)},
+        )
+        for policy in ("nan", "clip", "zero")
+    ],
+    *[
+        ({"scheme": scheme}, {"positions": positions})
+        for scheme in (te.Sinusoidal(), te.Learned(16), None)
+        for positions in ([3, 9, 0], [[0, 1, 2], [11, 15, 16]])
+    ],
+    ({}, {"positions": np.array([2**32 - 1, 2**31, 5], np.uint32)}),
+]
 SINUSOIDS = ["base", "layout", "shift", "odd", "frequency_scale"]
 SCHEMES = {te.Learned: {"max_len": 3}, te.Sinusoidal: {}, te.SinusoidalGrid: {"shape": (1, 3)}}
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 3, 4)
@@ -143,8 +173,8 @@ def embedded(config, short, ids, positions, token_types):
     return total
 
 
-def close(got, expected, dtype):
-    """To a few roundings of the dtype, whose overflow is infinite."""
+def close(got, expected, dtype, size=1):
+    """To a few roundings of the dtype, whose overflow is infinite, of sums of values of a size."""
     dtype = jnp.dtype(jax.dtypes.canonicalize_dtype(dtype))
     assert np.asarray(got).dtype == dtype
     assert np.shape(got) == np.shape(expected)
@@ -152,20 +182,27 @@ def close(got, expected, dtype):
     with np.errstate(over="ignore"):
         rounded = np.asarray(expected).astype(dtype).astype(np.float64)
     got = np.asarray(got).astype(np.float64)
-    near(got, rounded, rtol=8 * eps, atol=32 * eps)
+    near(got, rounded, rtol=8 * eps, atol=32 * eps * size)
 
 
 def check_apply(config, short, result, *, rng, ids, is_training, positions, token_types):
     assert result.shape == (*np.shape(ids), config.d_model)
+    dtype = config.param_dtype if config.dtype is None else config.dtype
+    total, size = embedded(config, short, ids, positions, token_types), 1
     if config.embedding_width is not None:
-        return
-    total = embedded(config, short, ids, positions, token_types)
-    if is_training and config.dropout_rate > 0:
+        # Dropout and a rounding to 16 bits come before this product.
+        if is_training or {jnp.dtype(dtype), jnp.dtype(config.param_dtype)} != {
+            np.dtype("float32")
+        }:
+            return
+        size = max(1, np.nanmax(np.abs(total), initial=0))
+        total = total @ short["widen/w"] + short["widen/b"]
+    elif is_training and config.dropout_rate > 0:
         got = np.asarray(result)
         kept = np.isnan(got) | (got != 0)
         result = np.where(kept, got, np.zeros_like(got))
         total = np.where(kept, total / (1 - config.dropout_rate), 0)
-    close(result, total, config.param_dtype if config.dtype is None else config.dtype)
+    close(result, total, dtype, size)
 
 
 def check_logits(config, short, result, *, x):
@@ -182,7 +219,10 @@ CHECKS = {"apply": check_apply, "logits": check_logits, "cross_entropy": check_c
 
 
 def expect_right(config, name, *changes):
-    """Calls one of an embedder's functions with its usual arguments, some of them changed."""
+    """Calls one of an embedder's functions with its usual arguments, some of them changed.
+
+    Returns whether it returned.
+    """
     embedder, params, short = made(config)
     usual = {"params": params, **CALLS[name]}
     if name == "apply" and config.num_token_types is not None:
@@ -192,6 +232,7 @@ def expect_right(config, name, *changes):
         returned, result = call(getattr(embedder, name), arguments)
         if returned and arguments.pop("params") is params:
             CHECKS[name](config, short, result, **arguments)
+    return returned
 
 
 def changes_of(name):
@@ -201,6 +242,12 @@ def changes_of(name):
         for argument in ["params", *CALLS[name]]
         for value in values_of_argument(argument)
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fields", "changes"), CERTAIN)
+def test_a_call_without_a_mistake_gives_a_right_result(fields, changes):
+    assert expect_right(te.EmbedderConfig(**GOOD | fields), "apply", *changes.items())
 
 
 @every_field
