@@ -81,6 +81,17 @@ def of_arrays(function, **arguments):
     return call, tuple(arrays.values())
 
 
+def with_gradient(function, arrays):
+    """Its value, and the gradient by its floats."""
+    floats = [n for n, array in enumerate(arrays) if jnp.issubdtype(array.dtype, jnp.floating)]
+
+    def loss(*arrays):
+        leaves = jax.tree.leaves(function(*arrays))
+        return sum(leaf.astype(jnp.float32).sum() for leaf in leaves)
+
+    return jax.value_and_grad(loss, floats) if floats else function
+
+
 SIDES = {"query_positions": POSITIONS, "key_positions": POSITIONS}
 IN_SEGMENTS = dict.fromkeys(["query_segment_ids", "key_segment_ids"], SEGMENTS)
 IN_BLOCKS = dict.fromkeys(["query_block_ids", "key_block_ids"], SEGMENTS)

@@ -5,18 +5,18 @@ import functools
 import inspect
 import itertools
 
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import public
 import pytest
-from calls import CALLS, IDS, POSITIONS, SCALINGS, TABLE, X, of_arrays
+from calls import CALLS, IDS, POSITIONS, SCALINGS, TABLE, X, of_arrays, with_gradient
 from cases import few
 from contexts import strict
 from drawn import drawn
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
+from meshes import AUTO, EXPLICIT, mesh_of, put
 
 import transformer_embed as te
 
@@ -81,29 +81,21 @@ def nothing_compiled():
 @pytest.mark.parametrize("name", few(FUNCTIONS, 8))
 def test_functions_eagerly_and_traced_with_their_gradient(name):
     function, arrays = FUNCTIONS[name]
-    floats = [n for n, array in enumerate(arrays) if jnp.issubdtype(array.dtype, jnp.floating)]
     arrays = [jax.device_put(array) for array in arrays]
-
-    def loss(*arrays):
-        leaves = jax.tree.leaves(function(*arrays))
-        return sum(leaf.astype(jnp.float32).sum() for leaf in leaves)
-
     with strict():
         found = function(*arrays)
         if not name.startswith("check"):
-            jax.make_jaxpr(jax.value_and_grad(loss, floats) if floats else function)(*arrays)
+            jax.make_jaxpr(with_gradient(function, arrays))(*arrays)
     assert_finite(found)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dropout", [te.dropout, hk.dropout], ids=["ours", "haiku's"])
-def test_a_key_that_is_used_twice_is_an_error_under_debug_key_reuse(dropout):
-    x = jnp.asarray(X)
+def test_a_key_that_is_used_twice_is_an_error_under_debug_key_reuse():
+    x, key = jnp.asarray(X), jax.random.key(0)
     with jax.debug_key_reuse(True):
-        key = jax.random.key(0)
-        dropout(key, 0.5, x)
+        te.dropout(key, 0.5, x)
         with pytest.raises(jax.errors.KeyReuseError):
-            dropout(key, 0.5, x)
+            te.dropout(key, 0.5, x)
 
 
 # --- functions of tables and parameters
@@ -166,17 +158,16 @@ OF_TABLES |= {"sharding.exchange_load", "sharding.shard_params"}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "table"),
-    few(itertools.product((AxisType.Auto, AxisType.Explicit), KINDS), 2),
-    ids=str,
+    few(itertools.product((AUTO, EXPLICIT), KINDS), 2),
 )
 def test_functions_of_tables(kind, table, tmp_path):
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
+    mesh = mesh_of((2, 4), ("data", "model"), kind)
     params = drawn(te.Embedder(CONFIG).init)
     with jax.set_mesh(mesh), strict("transfer_guard", "debug_key_reuse"):
         if KINDS[table]:
             params = te.sharding.shard_params(params, mesh, **KINDS[table])
-        spec = PartitionSpec(("data", "model") if table == "striped" else "data")
-        ids, x = jax.device_put((TABLE_IDS, TABLE_X), NamedSharding(mesh, spec))
+        axes = ("data", "model") if table == "striped" else "data"
+        ids, x = put(mesh, (TABLE_IDS, TABLE_X), axes)
         assert_finite(host(params, ids, tmp_path))
         # What is left out is refused: rows that are not in order, and columns that train by rows.
         if table != "striped":

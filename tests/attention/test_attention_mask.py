@@ -13,7 +13,8 @@ from batches import EXACT, KINDS, RULES, some_tokens
 from cases import few
 from compare import equal
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
+from meshes import mesh_of, put
 from references import allowed_pairs
 from refused import each_refused
 
@@ -40,7 +41,7 @@ def expect_dense(mask):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("rule", RULES)
 def test_the_dense_mask_is_the_rule_in_the_smallest_shape(rule):
     random = np.random.default_rng(0)
     tokens, others = some_tokens("packed", random), some_tokens("by hand", random)
@@ -64,12 +65,12 @@ def test_a_window_of_any_distance_at_any_position():
         equal(got[:, 0], by_pairs(mask))
 
 
-@pytest.mark.parametrize(("batch", "length"), [(1, 0), (0, 2), (1, 1)])
-def test_no_tokens_and_one(batch, length):
+@pytest.mark.parametrize(("batch", "length"), [(1, 0), (0, 2)])
+def test_no_tokens(batch, length):
     mask = AttentionMask(TokenPositions(np.zeros((batch, length), int)), causal=True)
     assert mask.dense().shape == (batch, 1, length, length)
-    if length != 2:
-        assert mask.tile_kinds((1, 1)).shape == (batch, length, length)
+    if length == 0:
+        assert mask.tile_kinds((1, 1)).shape == (batch, 0, 0)
 
 
 # --- kinds of tiles
@@ -94,7 +95,7 @@ def expect_kinds(mask, tile, is_exact=False):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rule", "tile"), few(itertools.product(RULES, TILES), 3), ids=str)
+@pytest.mark.parametrize(("rule", "tile"), few(itertools.product(RULES, TILES), 3))
 def test_kinds_of_tiles_are_exact_in_self_attention_and_never_wrong(rule, tile):
     for seed, kind in itertools.product(range(6), KINDS):
         random = np.random.default_rng(seed)
@@ -124,22 +125,22 @@ def test_tiles_by_hand_that_are_loose_are_few():
     assert np.mean([expect_kinds(mask, (4, 4)) for mask in masks]) < 0.35
 
 
-NO_ORDER = {
-    "wrap": ([2**31 - 2, 2**31 - 1, -(2**31), -(2**31) + 1], [1, 1, 1, 1]),
-    "gap": ([0, 1, 0, 1], [1, 1, 0, 1]),
-    "again": ([0, 1, 0, 0], [1, 1, 0, 1]),
-    "back": ([0, 1, 0, 1], [1, 1, 2, 1]),
-    "jump": ([0, 1, 3, 4], [1, 1, 1, 1]),
-    "fall": ([3, 2, 1, 0], [1, 1, 1, 1]),
-    "ends of int32": ([0, 1, 2, 0], [2**31 - 1] * 3 + [-(2**31)]),
-    "take turns": ([0, 1, 2, 3], [-1, 1, -1, 1]),
-}
+NO_ORDER = [
+    ([2**31 - 2, 2**31 - 1, -(2**31), -(2**31) + 1], [1, 1, 1, 1]),
+    ([0, 1, 0, 1], [1, 1, 0, 1]),
+    ([0, 1, 0, 0], [1, 1, 0, 1]),
+    ([0, 1, 0, 1], [1, 1, 2, 1]),
+    ([0, 1, 3, 4], [1, 1, 1, 1]),
+    ([3, 2, 1, 0], [1, 1, 1, 1]),
+    ([0, 1, 2, 0], [2**31 - 1] * 3 + [-(2**31)]),
+    ([0, 1, 2, 3], [-1, 1, -1, 1]),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", [RULES[2], RULES[5]], ids=str)
+@pytest.mark.parametrize("rule", [RULES[2], RULES[5]])
 def test_kinds_rely_on_no_order(rule):
-    for tile, tokens in itertools.product([(1, 1), (2, 2)], NO_ORDER.values()):
+    for tile, tokens in itertools.product([(1, 1), (2, 2)], NO_ORDER):
         expect_kinds(AttentionMask(TokenPositions(*tokens), **rule), tile)
 
 
@@ -190,7 +191,7 @@ def expect_same(got):
 
 
 @pytest.mark.slow
-def test_it_passes_through_transformations():
+def test_it_passes_through_transformations_export_and_a_mesh():
     carried, _ = jax.lax.scan(lambda mask, _: (mask, None), MASK, length=2)
     expect_same(forms(carried))
     expect_same(jax.vmap(forms)(MASK))
@@ -198,20 +199,13 @@ def test_it_passes_through_transformations():
     gradient = jax.grad(loss)(jnp.ones((2, 1, 4, 4)), MASK)
     equal(gradient, MASK.dense().astype(float))
 
-
-@pytest.mark.slow
-def test_it_passes_through_export():
-    program = jax.jit(lambda mask: (mask, forms(mask)))
-    loaded = jax.export.deserialize(jax.export.export(program)(MASK).serialize())
-    returned, got = loaded.call(MASK)
+    exported = jax.export.export(jax.jit(lambda mask: (mask, forms(mask))))(MASK)
+    returned, got = jax.export.deserialize(exported.serialize()).call(MASK)
     expect_same(got)
     assert (returned.window, returned.chunk) == ((1, None), 3)
 
-
-@pytest.mark.slow
-def test_it_is_sharded_over_the_batch():
-    mesh, spec = jax.make_mesh((2,), ("batch",)), PartitionSpec("batch")
-    placed = jax.device_put(MASK, NamedSharding(mesh, spec))
+    mesh, spec = mesh_of((2,), ("batch",)), PartitionSpec("batch")
+    placed = put(mesh, MASK, "batch")
     assert placed.queries.positions.sharding.spec == spec
     expect_same(forms(placed))
     expect_same(jax.jit(jax.shard_map(forms, mesh=mesh, in_specs=spec, out_specs=spec))(placed))

@@ -13,8 +13,9 @@ import pytest
 from cases import few
 from compare import equal, near
 from drawn import drawn
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import AUTO, EXPLICIT, mesh_of, put
 from refused import refused
 
 import transformer_embed as te
@@ -98,13 +99,12 @@ def test_one_trace_whatever_the_dtype_the_offset_the_key_and_an_equal_config(tra
 
     def apply(ids, key=None, is_training=False, **options):
         again = dataclasses.replace(config, param_dtype="float32", dropout_rate=np.float64(0.1))
-        return te.Embedder(again).apply(
-            params, key, ids, is_training=is_training, **types | options
-        )
+        options = {"positions": np.arange(5), "is_training": is_training} | types | options
+        return te.Embedder(again).apply(params, key, ids, **options)
 
-    want = apply(IDS, positions=np.arange(5))
+    want = apply(IDS)
     for ids in spellings(IDS):
-        equal(apply(ids, positions=np.arange(5)), want)
+        equal(apply(ids), want)
     for offset in (1, 9):
         row = np.arange(5) + offset
         moved = apply(IDS, positions=row)
@@ -113,12 +113,11 @@ def test_one_trace_whatever_the_dtype_the_offset_the_key_and_an_equal_config(tra
             equal(apply(IDS, KEY, positions=positions), moved)
     apply(weak([2, 5]), positions=weak([5]), **dict.fromkeys(types, weak([2, 5])))
     for other in spellings(TYPES) if types else ():
-        got = apply(IDS, positions=np.arange(5), token_types=other)
-        equal(got, want)
+        equal(apply(IDS, token_types=other), want)
     assert len(traces) == 1
     for _ in range(2):
-        apply(IDS[:1], positions=np.arange(5), **dict.fromkeys(types, TYPES[:1]))
-        apply(IDS, KEY, is_training=True, positions=np.arange(5))
+        apply(IDS[:1], **dict.fromkeys(types, TYPES[:1]))
+        apply(IDS, KEY, is_training=True)
     assert len(traces) == 3
 
 
@@ -126,35 +125,17 @@ def test_one_trace_whatever_the_dtype_the_offset_the_key_and_an_equal_config(tra
 
 
 @pytest.mark.slow
-def test_the_embedder_is_the_module():
-    _, params = made()
-    module = hk.transform(lambda ids: te.TransformerEmbedding(CONFIG)(ids, is_training=False))
-    assert_close(evaluate(), module.apply(params, None, IDS))
-    assert jax.tree.structure(params) == jax.tree.structure(jax.eval_shape(module.init, KEY, IDS))
-
-
-@pytest.mark.slow
-def test_init_follows_its_key_of_either_kind():
-    embedder = te.Embedder(CONFIG)
-    (first,), (again,), (other,) = (
-        jax.tree.leaves(embedder.init(key))
-        for key in (KEY, jax.random.PRNGKey(0), jax.random.key(1))
-    )
-    equal(first, again)
-    assert (first != other).mean() > 0.9
-
-
-@pytest.mark.slow
-def test_training_follows_its_key_of_either_kind_and_evaluation_none():
+def test_init_and_training_follow_a_key_of_either_kind_and_evaluation_none():
     embedder, params = made()
-    trained = [
-        embedder.apply(params, key, IDS, is_training=True)
-        for key in (KEY, jax.random.PRNGKey(0), jax.random.key(1))
-    ]
-    equal(trained[0], trained[1])
-    assert not np.array_equal(trained[0], trained[2])
-    evaluated = embedder.apply(params, KEY, IDS, is_training=np.False_)
-    equal(evaluated, evaluate())
+    train = functools.partial(embedder.apply, params, ids=IDS, is_training=True)
+    for draw, share in ((embedder.init, 0.9), (train, 0)):
+        first, again, other = (
+            jax.tree.leaves(draw(rng=key))[0]
+            for key in (KEY, jax.random.PRNGKey(0), jax.random.key(1))
+        )
+        equal(first, again)
+        assert (first != other).mean() > share
+    equal(embedder.apply(params, KEY, IDS, is_training=np.False_), evaluate())
     no_rate, params = made(dataclasses.replace(CONFIG, dropout_rate=0.0))
     assert_close(no_rate.apply(params, None, IDS, is_training=True), evaluate())
 
@@ -235,15 +216,12 @@ def test_no_constant_grows_with_the_length():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "columns"),
-    [(AxisType.Explicit, None), (AxisType.Explicit, "model"), (AxisType.Auto, "model")],
+    [(EXPLICIT, None), (EXPLICIT, "model"), (AUTO, "model")],
 )
 def test_on_a_mesh_the_values_are_one_device_s(kind, columns):
     """Ids have their rows over `data`, parameters perhaps their channels over `model`."""
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
-    embedder, params = made()
-    table = NamedSharding(mesh, P(None, columns))
-    spread = jax.tree.map(lambda leaf: jax.device_put(leaf, table), params)
-    ids = jax.device_put(IDS, NamedSharding(mesh, P("data")))
+    mesh, (embedder, params) = mesh_of((2, 4), ("data", "model"), kind), made()
+    spread, ids = put(mesh, params, None, columns), put(mesh, IDS, "data")
     with jax.set_mesh(mesh):
         found = both_flags(embedder)(spread, jax.random.PRNGKey(0), ids)
     want = both_flags(embedder)(params, jax.random.PRNGKey(0), IDS)
@@ -299,6 +277,11 @@ DOORS = {
         lambda: te.RelativePositionBias(6, num_buckets=11)([0], [1, 2]), TOKENS
     ),
 }
+
+
+@pytest.mark.slow
+def test_the_embedder_is_the_module():
+    assert_close(*(DOORS[door](of_the_whole()) for door in ("apply", "transform")))
 
 
 def doors(*names):
@@ -409,8 +392,6 @@ def mapped(config, **options):
         (lambda: mapped(CONFIG, positions=np.arange(5)), ValueError, f"{LENGTH}, got {HINT}"),
         (lambda: evaluate(positions=[0, 1, 2, 3, 2**31]), ValueError,
          "positions: wanted integers inside int32, -2147483648..2147483647, got 2147483648 at index [4]"),
-        (lambda: evaluate(token_types=IDS), ValueError,
-         "token_types: wanted None, since num_token_types is not set, got a traced int32[2, 5]"),
         (lambda: mapped(BERT, token_types=TYPES[0]), ValueError,
          "token_types: wanted a last axis of the ids' length, 5, got shape []"),
     ],

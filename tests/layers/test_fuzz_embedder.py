@@ -16,7 +16,7 @@ from cases import few
 from compare import near
 from drawn import drawn
 from fuzzing import ARRAYS, VALUES, bounded, call, named_on_failure
-from references import assert_right, exact_encoding, exact_positions
+from references import exact_encoding, exact_positions
 
 import transformer_embed as te
 
@@ -47,6 +47,7 @@ BERT = {
 WIDE = np.array([0, 4, -1, 5, 2**32 + 1, -(2**32)])
 # Calls that no error may answer: fields of the config, and arguments.
 CERTAIN = [
+    ({}, {}),
     (BERT, {}),
     (BERT | {"embedding_width": 6}, {}),
     ({"embedding_width": 3, "scheme": None}, {}),
@@ -70,32 +71,18 @@ CERTAIN = [
 ]
 SINUSOIDS = ["base", "layout", "shift", "odd", "frequency_scale"]
 SCHEMES = {te.Learned: {"max_len": 3}, te.Sinusoidal: {}, te.SinusoidalGrid: {"shape": (1, 3)}}
-X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 3, 4)
-LABELS = np.array([[1, 2, 0], [3, 1, 1]])
-CALLS = {
-    "apply": {
-        "rng": None,
-        "ids": IDS,
-        "is_training": False,
-        "positions": None,
-        "token_types": None,
-    },
-    "logits": {"x": X},
-    "cross_entropy": {"x": X, "labels": LABELS}
-    | dict.fromkeys(["mask", "chunk_size"])
-    | {"label_smoothing": 0.0, "reduction": "mean"},
+APPLIED = {
+    "rng": None,
+    "ids": IDS,
+    "is_training": False,
+    "positions": None,
+    "token_types": None,
 }
-every_call = pytest.mark.parametrize("name", CALLS)
 every_field = pytest.mark.parametrize("field", FIELDS)
 
 
 def values_for(field):
     return [*VALUES, *LIKELY.get(field, [])]
-
-
-def values_of_argument(name):
-    """Without a tree that lacks parameters: Haiku names the first that it does not find."""
-    return [value for value in VALUES if name != "params" or not isinstance(value, dict) or value]
 
 
 def config_of(fields):
@@ -205,49 +192,28 @@ def check_apply(config, short, result, *, rng, ids, is_training, positions, toke
     close(result, total, dtype, size)
 
 
-def check_logits(config, short, result, *, x):
-    table = short["token_embedding/embeddings"]
-    assert_right(te.linear_logits, result, x, table, pad_id=config.pad_id)
-
-
-def check_cross_entropy(config, short, result, *, x, labels, **options):
-    table = short["token_embedding/embeddings"]
-    assert_right(te.linear_cross_entropy, result, x, table, labels, pad_id=config.pad_id, **options)
-
-
-CHECKS = {"apply": check_apply, "logits": check_logits, "cross_entropy": check_cross_entropy}
-
-
-def expect_right(config, name, *changes):
-    """Calls one of an embedder's functions with its usual arguments, some of them changed.
-
-    Returns whether it returned.
-    """
+def expect_right(config, *changes):
+    """Applies an embedder to its usual arguments, some of them changed: whether it returned."""
     embedder, params, short = made(config)
-    usual = {"params": params, **CALLS[name]}
-    if name == "apply" and config.num_token_types is not None:
-        usual["token_types"] = IDS % config.num_token_types
-    arguments = usual | dict(changes)
+    arguments = APPLIED | {"params": params}
+    if config.num_token_types is not None:
+        arguments["token_types"] = IDS % config.num_token_types
+    arguments |= dict(changes)
     with named_on_failure({"config": config} | arguments):
-        returned, result = call(getattr(embedder, name), arguments)
+        returned, result = call(embedder.apply, arguments)
         if returned and arguments.pop("params") is params:
-            CHECKS[name](config, short, result, **arguments)
+            check_apply(config, short, result, **arguments)
     return returned
 
 
-def changes_of(name):
-    """Any value of any one argument."""
-    return [
-        (argument, value)
-        for argument in ["params", *CALLS[name]]
-        for value in values_of_argument(argument)
-    ]
+# Any value of any one argument.
+CHANGES = list(itertools.product(["params", *APPLIED], VALUES))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("fields", "changes"), CERTAIN)
 def test_a_call_without_a_mistake_gives_a_right_result(fields, changes):
-    assert expect_right(te.EmbedderConfig(**GOOD | fields), "apply", *changes.items())
+    assert expect_right(te.EmbedderConfig(**GOOD | fields), *changes.items())
 
 
 @every_field
@@ -256,19 +222,10 @@ def test_a_config_takes_a_value_or_names_its_field(field):
         config_of({field: value})
 
 
-@every_call
-def test_some_arguments_give_a_right_result_or_our_error(name):
-    config = te.EmbedderConfig(**GOOD)
-    expect_right(config, name)
-    for change in few(changes_of(name), 5):
-        expect_right(config, name, change)
-
-
 @pytest.mark.slow
-@every_call
-def test_any_argument_gives_a_right_result_or_our_error(name):
-    for change in few(changes_of(name), 50):
-        expect_right(te.EmbedderConfig(**GOOD), name, change)
+def test_any_argument_gives_a_right_result_or_our_error():
+    for change in few(CHANGES, 80):
+        expect_right(te.EmbedderConfig(**GOOD), change)
 
 
 @pytest.mark.slow
@@ -277,7 +234,7 @@ def test_a_value_of_a_field_embeds_rightly_or_is_our_error(field):
     for value in [*few(VALUES, 12), *LIKELY.get(field, [])]:
         exists, config = config_of({field: value})
         if exists:
-            expect_right(config, "apply")
+            expect_right(config)
 
 
 @pytest.mark.slow
@@ -289,22 +246,14 @@ def test_a_value_of_a_field_of_a_scheme_embeds_rightly_or_is_our_error(scheme):
         if exists:
             exists, config = config_of({"scheme": made_scheme})
         if exists:
-            expect_right(config, "apply")
+            expect_right(config)
 
 
 @pytest.mark.slow
-@every_call
-def test_any_config_and_arguments_give_a_right_result_or_our_error(name):
+def test_any_config_and_arguments_give_a_right_result_or_our_error():
     rng = random.Random(cases.CHOICE)
-    for _ in range(60):
+    for _ in range(100):
         fields = {field: rng.choice(values_for(field)) for field in rng.sample(FIELDS, 2)}
         exists, config = config_of(fields)
         if exists:
-            expect_right(config, name, *rng.sample(changes_of(name), rng.randint(0, 2)))
-
-
-def test_an_embedder_and_init_take_a_value_or_name_their_argument():
-    for value in VALUES:
-        assert not call(te.Embedder, {"config": value})[0]
-        returned, params = call(te.Embedder(te.EmbedderConfig(**GOOD)).init, {"rng": value})
-        assert not returned or jax.tree.leaves(params)[0].shape == (5, 4)
+            expect_right(config, *rng.sample(CHANGES, rng.randint(0, 2)))

@@ -103,9 +103,8 @@ CASES = [
     of_the_whole("float16", dtype=jnp.float16, **LEARNED),
 ]
 BY_NAME = {case.name: case for case in CASES}
-every_module = pytest.mark.parametrize("case", CASES, ids=BY_NAME)
-few_modules = pytest.mark.parametrize("case", few(CASES, 4), ids=lambda case: case.name)
-two_modules = pytest.mark.parametrize("case", few(CASES, 2), ids=lambda case: case.name)
+every_module = pytest.mark.parametrize("case", CASES)
+few_modules = pytest.mark.parametrize("case", few(CASES, 4))
 both_encodings = pytest.mark.parametrize("module", [sinusoidal, learned])
 
 
@@ -185,15 +184,13 @@ def test_jit_equals_eager_and_traces_once(case):
 
 
 @pytest.mark.slow
-@two_modules
-def test_haiku_vmap_over_the_batch(case):
+@pytest.mark.parametrize("name", ["learned_positional_encoding", "transformer_embedding_grid"])
+def test_haiku_vmap_over_the_batch(name):
+    case = BY_NAME[name]
+
     def mapped(data):
         module = case.build()
-
-        def one(data, token_types):
-            return case._replace(token_types=token_types).call(module, data, is_training=False)
-
-        return hk.vmap(one, split_rng=False)(data, case.token_types)
+        return hk.vmap(lambda row: case.call(module, row, False), split_rng=False)(data)
 
     got = jax.jit(hk.transform(mapped).apply)(params_of(case.name), None, case.data)
     want = transformed(case).apply(params_of(case.name), None, case.data)
@@ -220,8 +217,6 @@ def test_all_strict_modes_of_jax_at_once(case):
 
 
 class Model(hk.Module):
-    """What stands in for the input layer is one of ours, or hk.Embed."""
-
     def __init__(self, build):
         super().__init__(name="model")
         self.build = build
@@ -229,11 +224,6 @@ class Model(hk.Module):
     def __call__(self, ids):
         x, logits = self.build(ids)
         return logits(hk.Linear(8)(x))
-
-
-def by_hk_embed(ids):
-    embed = hk.Embed(11, 8)
-    return embed(ids), lambda x: x @ embed.embeddings.T
 
 
 def by_parts(ids):
@@ -269,7 +259,6 @@ def products(build, compute):
 @pytest.mark.parametrize(
     ("build", "fields"),
     [
-        (by_hk_embed, {}),
         (by_parts, {}),
         (by_the_whole, LEARNED | {"layer_norm_eps": 1e-6}),
         (by_the_whole, {"embedding_width": 8}),
@@ -319,24 +308,19 @@ def test_without_a_policy_the_result_has_the_dtype_of_the_table(dtype):
 @pytest.mark.slow
 def test_16_bit_results_are_rounded_once():
     """A factor, an encoding and token types are not rounded before they are used."""
-    random, sinusoids = np.random.default_rng(0), np.asarray(te.sinusoidal_table(5, 64))
-    x = random.normal(size=[5, 64]).astype(jnp.bfloat16)
+    sinusoids = np.asarray(te.sinusoidal_table(5, 64))
+    x = np.random.default_rng(0).normal(size=[5, 64]).astype(jnp.bfloat16)
     added = encode(functools.partial(sinusoidal, 64), x)
     equal(added, (np.float32(x) + sinusoids).astype(jnp.bfloat16))
-    fields = {"d_model": 64, "num_token_types": 2, "scale": False} | HALF
+    fields = {"d_model": 64, "num_token_types": 2, "scale": 0.1} | HALF
     pair = hk.transform(lambda: whole(**fields)(IDS, is_training=False, token_types=TYPES))
     params = drawn(pair.init)
     rows, types = (
         np.float32(params[f"transformer_embedding/~/{name}"]["embeddings"])
         for name in ("token_embedding", "token_type_embedding")
     )
-    want = rows[IDS] + sinusoids + types[TYPES]
+    want = rows[IDS] * np.float32(0.1) + sinusoids + types[TYPES]
     equal(pair.apply(params, None), want.astype(jnp.bfloat16))
-    table = random.normal(size=[4, 3072]).astype(jnp.bfloat16)
-    params = {"token_embedding": {"embeddings": jax.device_put(table)}}
-    scaled = evaluate(lambda ids: te.TokenEmbedding(4, 3072, **HALF)(ids), np.arange(4), params)
-    product = np.float32(table) * np.float32(np.sqrt(3072.0))
-    equal(scaled, product.astype(jnp.bfloat16))
 
 
 # --- Token embeddings.
@@ -347,10 +331,10 @@ def test_16_bit_results_are_rounded_once():
 def test_default_outputs_have_unit_variance(scale):
     pair = hk.transform(lambda: te.TokenEmbedding(500, 256, scale=scale)(np.arange(500)))
     outputs = np.asarray(pair.apply(pair.init(KEY), None), np.float64)
-    # Of n normal samples the mean has deviation n**-0.5 and the variance (2 / n)**0.5; five of
-    # each.
-    assert abs(outputs.mean()) < 5 * outputs.size**-0.5
-    assert abs(outputs.var() - 1) < 5 * (2 / outputs.size) ** 0.5
+    # Five deviations of the mean of n = 128,000 normal samples, n**-0.5, and of the variance,
+    # (2 / n)**0.5.
+    near(outputs.mean(), 0, atol=0.0139)
+    near(outputs.var(), 1, atol=0.0197)
 
 
 # --- Positions.
@@ -426,18 +410,15 @@ def in_a_model(initial_params):
         embed = te.TransformerEmbedding(CHECKPOINT, initial_params=initial_params, name="embed")
         return hk.Linear(3)(embed(ids, is_training=False, token_types=TYPES))
 
-    return hk.transform(lambda ids: hk.to_module(model)("decoder")(ids))
+    return hk.transform(model)
 
 
 @pytest.mark.slow
 def test_a_checkpoint_s_parameters_start_a_module_inside_a_model():
     params = drawn(te.Embedder(CHECKPOINT).init)
     started = in_a_model(params).init(KEY, IDS)
-    inside = {
-        path.replace("transformer_embedding", "decoder/embed"): leaf
-        for path, leaf in params.items()
-    }
-    assert started.keys() == {*inside, "decoder/linear"}
+    inside = {path.replace("transformer_embedding", "embed"): params[path] for path in params}
+    assert started.keys() == {*inside, "linear"}
     equal({path: started[path] for path in inside}, inside)
     # What is trained wins over what it started from.
     moved = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf) + 1), started)
@@ -452,9 +433,8 @@ def test_a_checkpoint_s_parameters_start_a_module_inside_a_model():
 # --- RelativePositionBias
 
 
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_relative_position_bias_is_the_table_at_the_buckets(bidirectional):
-    options = {"num_buckets": 8, "max_distance": 20, "bidirectional": bidirectional}
+def test_relative_position_bias_is_the_table_at_the_buckets():
+    options = {"num_buckets": 8, "max_distance": 20, "bidirectional": False}
     bias = hk.transform(lambda *both: te.RelativePositionBias(3, **options)(*both))
     queries, keys = np.array([[4, 5], [30, 0]]), np.arange(6)
     params = drawn(bias.init, queries, keys)
@@ -479,14 +459,8 @@ def bias(num_heads=1, **options):
     return te.RelativePositionBias(num_heads, **options)([0], [0])
 
 
-FLAG = "is_training: wanted a Python bool"
-HINT = (
-    "shape []; add jnp.arange(length) to a scalar offset; jax.vmap maps keyword arguments over "
-    "axis 0: bind them with functools.partial"
-)
 INTEGER_OR_FLOAT32 = "an integer dtype, or float32 (16-bit floats skip integers)"
 SHAPE = "x: wanted shape [..., length, d_model = 8]"
-LENGTH = "positions: wanted a last axis of x's tokens' length, 5"
 BROADCASTS = "positions: wanted a shape that broadcasts to that of x's tokens,"
 TOO_LONG = "wanted a length of at most 4, where Learned ends, got length 5"
 AT = {"is_training": False}
@@ -523,21 +497,15 @@ TYPED = {"num_token_types": 2}
          "config: wanted an EmbedderConfig, such as te.EmbedderConfig(vocab_size=256, d_model=64), got int 11"),
         (lambda: added(IDS), TypeError, f"x: wanted {FLOATING}, got int32"),
         (lambda: added(X[..., :7]), ValueError, f"{SHAPE}, got shape [2, 5, 7]"),
-        (lambda: added(positions=3), ValueError, f"{LENGTH}, got {HINT}"),
         (lambda: added(positions=np.zeros([3, 5], int)), ValueError, f"{BROADCASTS} [2, 5], got shape [3, 5]"),
         (lambda: added(positions=np.arange(5, dtype=np.float16)), TypeError, f"positions: wanted {INTEGER_OR_FLOAT32}, got float16"),
         (lambda: added(scheme=apart(), positions=jnp.arange(5.0)), TypeError, "positions: wanted an integer dtype, got float32"),
         (lambda: added(scheme=te.Learned(4)), ValueError, f"x: {TOO_LONG}"),
         *[(functools.partial(added, scheme=apart(**{name: 0})), ValueError,
            "positions: wanted an array, since x does not show what is padding, got None") for name in ("at_padding", "pad_id")],
-        (lambda: added(is_training=1), TypeError, f"{FLAG}, got int 1"),
-        (lambda: jax.jit(lambda flag: added(is_training=flag))(True), TypeError,
-         f"{FLAG} known while tracing (bind it with functools.partial, or make it a static argument of jit), got a traced bool[]"),
-        (lambda: jax.jit(lambda rate: sinusoidal(dropout_rate=rate))(0.5), TypeError,
-         "dropout_rate: wanted a Python number, got a traced float32[]"),
+        (lambda: added(is_training=1), TypeError, "is_training: wanted a Python bool, got int 1"),
         (lambda: hk.transform(lambda: added(is_training=True)).apply({}, None), ValueError,
          "rng: wanted a key, to train with dropout (pass is_training=False to evaluate), got None"),
-        (lambda: embedded(None), TypeError, "ids: wanted an array of real numbers of at most 64 bits, got NoneType None"),
         (lambda: embedded(3), ValueError, "ids: wanted shape [..., length], got shape []"),
         (lambda: embedded(fields={"scheme": te.Learned(4)}), ValueError, f"ids: {TOO_LONG}"),
         (lambda: embedded(token_types=TYPES), ValueError,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from compare import equal, near
 from drawn import drawn
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 from meshes import EXPLICIT, mesh_of, put
 from references import assert_right
 from refused import refused
@@ -33,6 +33,7 @@ LAYERS = {
     "all": te.OutputLayer(tied=False, bias=True, softcap=2.0, scale=3.0),
 }
 LOWEST = np.finfo(np.float32).min / 2
+COOLED = {"temperature": 0.5}
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2, "shift": True, "mask": IDS < 7}
 
 
@@ -57,11 +58,8 @@ def test_logits_and_loss_are_the_formula_in_float64_in_every_module(name):
     def of_module(build):
         def call():
             module = build()
-            return (
-                module.logits(X),
-                module.cross_entropy(X, IDS, **OPTIONS),
-                module.log_probs(X, IDS, temperature=0.5),
-            )
+            log_probs = module.log_probs(X, IDS, **COOLED)
+            return module.logits(X), module.cross_entropy(X, IDS, **OPTIONS), log_probs
 
         return hk.transform(call).apply
 
@@ -70,11 +68,7 @@ def test_logits_and_loss_are_the_formula_in_float64_in_every_module(name):
         loss = lambda params: embedder.cross_entropy(params, X, IDS, **OPTIONS)
         value, gradient = jax.value_and_grad(loss)(params)
         found = [
-            (
-                embedder.logits(params, X),
-                value,
-                embedder.log_probs(params, X, IDS, temperature=0.5),
-            ),
+            (embedder.logits(params, X), value, embedder.log_probs(params, X, IDS, **COOLED)),
             of_module(layer)(params, None),
             of_module(tokens)({"token_embedding": params[TOKENS]}, None),
         ]
@@ -87,7 +81,7 @@ def test_logits_and_loss_are_the_formula_in_float64_in_every_module(name):
     for logits, loss, log_probs in found:
         assert_right(te.linear_logits, logits, X, table, **of_logits)
         assert_right(te.linear_cross_entropy, loss, X, table, IDS, **of_logits, **OPTIONS)
-        assert_right(te.linear_log_probs, log_probs, X, table, IDS, **of_logits, temperature=0.5)
+        assert_right(te.linear_log_probs, log_probs, X, table, IDS, **of_logits, **COOLED)
     for leaf_name, leaf in gradient.items():
         assert np.any(leaf) == (leaf_name != "embeddings" or output.tied)
         equal(leaf[0], 0)
@@ -111,7 +105,7 @@ def test_padding_is_never_predicted(is_sharded):
     rows = {name: leaf.at[0].set(1e4) for name, leaf in params[TOKENS].items()}
     low = {**params, TOKENS: rows}
     if is_sharded:
-        mesh = jax.make_mesh((1, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        mesh = mesh_of((1, 2), ("data", "model"))
         low = te.sharding.shard_params(low, mesh, {"*embeddings": SPEC("model")})
     logits = np.asarray(embedder.logits(low, -X))
     assert (logits[..., 0] == LOWEST).all()
