@@ -37,7 +37,7 @@ PACKED = TokenPositions.from_segment_ids(
     np.stack([np.repeat([1, 2, 3, 0], [100, 20, 60, 76]), np.repeat([4, 2], [129, 127])])
 )
 INSIDE = TokenPositions.from_ids(np.tile([5, 0, 5, 5], [BATCH, LENGTH // 4]), pad_id=0)
-IMAGES = RIGHT.with_block_ids(np.repeat([-1, 4, -1, 7], 64))
+IMAGES = RIGHT.with_block_ids(np.repeat([-1, 0, -1, 7], 64))
 TILES = splash.BlockSizes(*[TILE] * 8)
 FUSED_BACKWARD = splash.BlockSizes(*[TILE] * 6, use_fused_bwd_kernel=True)
 
@@ -409,11 +409,12 @@ def test_steps_run_the_tiles_in_which_a_pair_may_attend_and_load_no_others(sizes
 
 @pytest.mark.slow
 def test_a_part_of_the_keys_far_from_the_first_runs_the_tiles_of_its_window():
-    tokens = TokenPositions.from_offset(0, 640)
-    mask = AttentionMask(jax.tree.map(lambda a: a[:, 512:], tokens), tokens, **WINDOW)
+    tokens = TokenPositions.from_offset(0, 768)
+    queries = jax.tree.map(lambda a: a[:, 512:640], tokens)
+    mask = AttentionMask(queries, tokens, causal=False, window=(1, 1))
     made, _ = te.kernels.splash_kernels(mask, 1, order="full", query_start=512, interpret=True)
     loads, runs = map(np.asarray, (made.fwd_mask_info.data_next, made.fwd_mask_info.block_mask))
-    assert loads[runs > 0].tolist() == [3, 4]
+    assert loads[runs > 0].tolist() == [3, 4, 5]
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import AUTO, EXPLICIT, mesh_of, put
 from refused import refused
+from sample import IDS, KEY, POSITIONS, ROOT, TOKENS, TYPES
 
 import transformer_embed as te
 from transformer_embed._src.layers import embedder as source
 
-KEY = jax.random.key(0)
-IDS = np.array([[5, 6, 7, 0, 3], [1, 2, 10, 4, 4]], np.int32)
-TYPES = (IDS > 4).astype(np.int32)
 CONFIG = te.EmbedderConfig(vocab_size=11, d_model=8, pad_id=0)
 BERT = te.EmbedderConfig(
     vocab_size=11,
@@ -37,8 +35,6 @@ BERT = te.EmbedderConfig(
 # Two programs for one function may fuse a product and a sum: one rounding less of each, of values
 # below 16; a norm and a linear layer over 6 channels add their sums.
 FUSION = 16 * 8 * float(np.finfo(np.float32).eps)
-ROOT = "transformer_embedding/~/"
-TOKENS, POSITIONS = f"{ROOT}token_embedding", f"{ROOT}learned_positional_encoding"
 
 
 @functools.cache

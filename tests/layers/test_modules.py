@@ -19,6 +19,7 @@ from compare import equal, near
 from contexts import strict
 from drawn import drawn
 from refused import refused
+from sample import IDS, KEY, ROOT, TYPES
 
 import transformer_embed as te
 
@@ -29,11 +30,7 @@ REWRITE_GOLDEN = "TRANSFORMER_EMBED_REWRITE_GOLDEN"
 # XLA may fuse a product and a sum, which spares one rounding (half an ulp) of each part; a norm
 # adds two reductions of 8 terms and a division. In units of the last place of the largest value.
 FUSION_ULPS = {jnp.float32: 8, jnp.bfloat16: 1, jnp.float16: 1}
-KEY = jax.random.key(0)
-IDS = np.array([[5, 6, 7, 0, 3], [1, 2, 10, 4, 4]], np.int32)
 X = np.linspace(-1, 1, 2 * 5 * 8, dtype=np.float32).reshape(2, 5, 8)
-TYPES = np.array([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]], np.int32)
-TOKENS = "transformer_embedding/~/token_embedding"
 
 
 def sinusoidal(d_model=8, *, dropout_rate=0.1, **fields):
@@ -316,7 +313,7 @@ def test_16_bit_results_are_rounded_once():
     pair = hk.transform(lambda: whole(**fields)(IDS, is_training=False, token_types=TYPES))
     params = drawn(pair.init)
     rows, types = (
-        np.float32(params[f"transformer_embedding/~/{name}"]["embeddings"])
+        np.float32(params[ROOT + name]["embeddings"])
         for name in ("token_embedding", "token_type_embedding")
     )
     want = rows[IDS] * np.float32(0.1) + sinusoids + types[TYPES]

@@ -14,15 +14,13 @@ from jax.sharding import PartitionSpec
 from meshes import EXPLICIT, mesh_of, put
 from references import assert_right
 from refused import refused
+from sample import IDS, KEY, TOKENS
 
 import transformer_embed as te
 
 SPEC = PartitionSpec
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "output_layers.json"
-TOKENS = "transformer_embedding/~/token_embedding"
 VOCAB, WIDTH = 11, 8
-KEY = jax.random.key(0)
-IDS = np.array([[5, 6, 7, 0, 3], [1, 2, 10, 4, 4]], np.int32)
 X = np.random.default_rng(0).normal(size=(2, 5, WIDTH)).astype(np.float32)
 LAYERS = {
     "tied": te.OutputLayer(),

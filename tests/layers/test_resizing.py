@@ -10,12 +10,10 @@ from compare import equal
 from drawn import drawn
 from references import check
 from refused import refused
+from sample import KEY, POSITIONS, TOKENS
 
 import transformer_embed as te
 
-KEY = jax.random.key(1)
-ROOT = "transformer_embedding/~/"
-TOKENS, POSITIONS = f"{ROOT}token_embedding", f"{ROOT}learned_positional_encoding"
 CONFIG = te.EmbedderConfig(
     11, 4, scheme=te.Learned(4), output=te.OutputLayer(tied=False, bias=True)
 )
