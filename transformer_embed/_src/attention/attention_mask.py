@@ -31,6 +31,7 @@ from transformer_embed._src.compiled import compiled
 from transformer_embed._src.pytrees import register_pytree
 
 
+# Not compared by its fields: equality of arrays is an array, which has no truth value.
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionMask:
     """Who may attend to whom in an attention layer, as a rule of size O(length).
@@ -93,6 +94,7 @@ class AttentionMask:
     chunk: int | None = None
 
     def __post_init__(self) -> None:
+        # None means that query i is key i, as kernels that compare row indices need it.
         if self.keys is self.queries:
             arguments.set_fields(self, keys=None)
         check_token_positions("queries", self.queries)

@@ -32,7 +32,9 @@ def may_attend(queries: dict[str, Any], keys: dict[str, Any], window: Window) ->
         limits.append(queries["positions"] <= _after(keys["positions"], left))
     if "chunk" in queries:
         limits.append(queries["chunk"] == keys["chunk"])
+    # Blocks only lift limits, and change nothing where there are none.
     if "block_ids" in queries and limits:
+        # Asked of both sides, because an interval of block ids leaves out tokens in no block.
         is_in_block = queries["is_in_block"] & keys["is_in_block"]
         in_one_block = is_in_block & (queries["block_ids"] == keys["block_ids"])
         limits = [functools.reduce(operator.and_, limits) | in_one_block]

@@ -71,6 +71,7 @@ def dot_product_attention(
     if has_padding or limits != EVERYTHING:
         parts = f"segment ids, a causal mask or a window in {kernel}"
         check_order_is_given(order, parts, ("full", "right"))
+    # A single query is told how many keys it sees: is_causal would align it with the first key.
     is_step = mask.keys is not None and lengths(mask)[0] == 1
     if is_step and limits[0] is not None:
         raise refusal("window", f"no limit on the left for a single query in {kernel}", mask.window)
@@ -83,6 +84,7 @@ def dot_product_attention(
         options["local_window_size"] = tuple(
             length if side is None else side for side in (left, right)
         )
+    # jax takes int32 alone, and a sum of bools has 64 bits if jax_enable_x64 is on.
     counts = {}
     if has_padding and not is_step:
         counts["query"] = queries.padding_mask.sum(axis=-1, dtype=jnp.int32)
@@ -153,6 +155,7 @@ def mha(
         [[1, 1, 1, 0], [1, 1, 0, 0]]
     """
     kernel = "Pallas' mha"
+    # The kernel takes one array, for queries and keys alike.
     options = _without_windows(kernel, mask, order, batch_size, lambda queries, _: queries)
     if mask.keys is not None:
         raise refusal("keys", f"None (self-attention) for {kernel}", "another sequence")

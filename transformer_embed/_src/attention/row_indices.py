@@ -38,6 +38,7 @@ def check_promise(mask: AttentionMask, order: str | None, query_start: int | Non
     queries, keys = sides(mask)
     if order is not None:
         arguments.choice("order", order, tuple(ORDERS))
+    # Traced tokens cannot be checked: the promise is believed.
     if not (is_on_host(queries) and is_on_host(keys)):
         return
     if order is not None:
@@ -100,17 +101,18 @@ def segment_ids(mask: AttentionMask, order: str | None) -> list[Integer[Array, "
     if queries.segment_ids is None:
         # Without segments of their own, queries see the tokens of every segment.
         ids = [side.padding_mask.astype(jnp.int32) for side in (queries, keys)]
+    if mask.chunk is not None:
+        return _names(ids, [side.positions // mask.chunk for side in (queries, keys)])
     # Kernels compare int32: ids of another dtype could wrap, and are numbered.
-    if mask.chunk is None and all(side.dtype == jnp.int32 for side in ids):
-        return ids
-    if mask.chunk is None:
+    if any(side.dtype != jnp.int32 for side in ids):
         return _names(ids, [jnp.zeros_like(side) for side in ids])
-    return _names(ids, [side.positions // mask.chunk for side in (queries, keys)])
+    return ids
 
 
 @compiled()
 def _names(segments: list[Array], chunks: list[Array]) -> list[Int32[Array, "b t"]]:
     """Numbers of the pairs of a segment and a chunk: equal for equal pairs, whatever the tokens."""
+    # Queries and keys are numbered together: apart, one pair could get two numbers.
     batch = max(len(array) for array in (*segments, *chunks))
     pairs = []
     for of_sides in (segments, chunks):

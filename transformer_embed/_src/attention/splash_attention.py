@@ -208,6 +208,7 @@ class _ByRow(NamedTuple):
 
     def check_scalar_memory(self, used: int) -> None:
         """Raises a ValueError if a TPU cannot hold the numbers of the tiles."""
+        # The interpreter has no such memory.
         if used > SCALAR_MEMORY and not self.is_interpreted:
             want = f"tiles whose numbers fit into a TPU's scalar memory, {SCALAR_MEMORY} bytes"
             raise arguments.value_error("block_sizes", want, f"{used} bytes (take larger tiles)")
@@ -315,6 +316,7 @@ def _may_run(
     """
     queries, keys = kinds.shape[1:]
     diagonal = (query_start + np.arange(queries) * tile[0]) // tile[1]
+    # There may be more queries than keys.
     is_diagonal = np.arange(keys) == np.minimum(diagonal, keys - 1)[:, None]
     is_empty = jnp.all(kinds == 0, axis=2, keepdims=True)
     return ((kinds != 0) | (is_empty & is_diagonal))[:, None]

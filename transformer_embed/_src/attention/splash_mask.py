@@ -20,7 +20,9 @@ class IndexMask(splash.LocalMask):
     def __getitem__(self, tile: Tile) -> Bool[np.ndarray, "t s"]:
         (query, queries_end, _), (key, keys_end, _) = map(slice.indices, tile, self.shape)
         rows, columns, first = queries_end - query, keys_end - key, self.offset + query - key
+        # No limit is a distance that no two tokens have.
         left, right = (sum(self.shape) if side is None else side for side in self.window_size)
+        # Clamped to the tile's corners, so that all tiles inside the window share one array.
         low, high = (min(max(bound - first, -columns), rows) for bound in (-right, left))
         return _between(rows, columns, low, high)
 

@@ -74,6 +74,7 @@ def tile_kinds(
     # Some queries at a time, because XLA does not fuse into a loop. Else it would compute the
     # intervals again for each tile.
     steps = jax.tree.map(lambda bound: bound.T[:, :, None], of_queries)
+    # A divisor, because lax.map traces its function again for a remainder.
     at_a_time = math.gcd(len(steps["positions"].low), 64)
     return jax.lax.map(kinds, steps, batch_size=at_a_time).swapaxes(0, 1)
 

@@ -147,6 +147,7 @@ class EmbedderConfig:
         if isinstance(self.output, str) and len(self.output.split()) < 2:
             want = "te.OutputLayer(...), None, or the reason why there is none, in words"
             raise arguments.value_error("output", want, reprlib.repr(self.output))
+        # After the conversions above, because a scheme is checked against the width.
         if self.scheme is not None:
             arguments.instance("scheme", self.scheme, Scheme, f"{SCHEMES}, or None")
             self.scheme._check(self.table_width)

@@ -106,11 +106,13 @@ class Embedder:
             raise arguments.value_error("rng", want, "None")
         else:
             rng = arguments.as_key("rng", rng)
+        # Before jit: host values are range-checked, and all integer dtypes share one trace.
         ids = arguments.as_int32("ids", ids)
         if positions is not None:
             positions = as_positions("positions", positions)
         if token_types is not None:
             token_types = arguments.as_int32("token_types", token_types)
+        # As a static argument, np.True_ is not True to jax, which would trace again.
         return _apply(self.config, bool(is_training), params, rng, ids, positions, token_types)
 
     def logits(self, params: Params, x: ArrayLike) -> Float[Array, "... v"]:
@@ -146,6 +148,7 @@ class Embedder:
 
     def _output(self, method: str, params: Params, options: Mapping[str, object]) -> dict[str, Any]:
         """The arguments of `linear_logits` besides x, for a method."""
+        # Not by hk.transform, which takes most of the time of an eager loss.
         params = as_params("params", params)
         leaves = params[layer_paths("params", self.config, params)["token_embedding"]]
         return output_arguments(self.config, method, options, leaves.__getitem__)
@@ -160,5 +163,6 @@ def _apply(config, is_training, params, rng, ids, positions, token_types):
 def _run(config: EmbedderConfig, params: Params, rng: Array | None, call: Callable) -> Array:
     """What `call` returns for the layer that the tree of parameters holds."""
     paths = layer_paths("params", config, params)
+    # The module below stands at ROOT, wherever the layer is in the tree.
     own = {ROOT + module: params[path] for module, path in paths.items()}
     return hk.transform(lambda: call(TransformerEmbedding(config))).apply(own, rng)

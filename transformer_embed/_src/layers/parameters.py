@@ -33,6 +33,7 @@ def _leaves(name: str, value: Any) -> dict[str, Any]:
     leaves = {}
     for key, leaf in arguments.instance(name, value, Mapping, want).items():
         path = f"{name}/{key}"
+        # Not an instance of jax.Array: a `Table` and what jax.eval_shape returns pass too.
         if not hasattr(leaf, "shape"):
             got = arguments.describe(leaf)
             raise arguments.type_error(path, "an array (use jnp.asarray)", got)
@@ -52,11 +53,13 @@ def parameters_from(initial: Mapping[str, Mapping] | None) -> Iterator[None]:
             return create_default(shape, dtype, init)
         path, name = context.full_name.rsplit("/", 1)
         value = initial[module_name(path)][name]
+        # A sharded table cannot become one array.
         if isinstance(value, Table) and value.dtype == dtype:
             return value
         return jnp.asarray(value, dtype)
 
     def read(read_default, value, context):
+        # jax ignores another byte order at shapes that it has seen.
         return read_default(arguments.native(context.full_name, value))
 
     with hk.custom_creator(create), hk.custom_getter(read):  # pyright: ignore[reportArgumentType]

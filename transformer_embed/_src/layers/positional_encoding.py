@@ -69,6 +69,7 @@ class PositionalEncoding(hk.Module):
         param_dtype: DTypeLike = jnp.float32,
         name: str | None = None,
     ):
+        # First, since the name of the module depends on it.
         arguments.instance("scheme", scheme, Scheme, SCHEMES)
         super().__init__(name=name or scheme._module_name)
         if scheme.max_len is None:
@@ -158,6 +159,7 @@ def _fusion_barrier(rows: Float[Array, "t d"]) -> Float[Array, "t d"]:
     if any(jax.typeof(rows).sharding.spec):
         return rows
     every_row = jnp.arange(rows.shape[0], dtype=jnp.int32)
+    # No index is out of range. With its default mode, jax would compare each one and select.
     gather = functools.partial(jnp.take, indices=every_row, axis=0, mode="clip")
     return jax.lax.platform_dependent(rows, cpu=gather, default=lambda rows: rows)
 
@@ -165,6 +167,7 @@ def _fusion_barrier(rows: Float[Array, "t d"]) -> Float[Array, "t d"]:
 def apply_dropout(x: Float[Array, "..."], rate: float, is_training: bool) -> Float[Array, "..."]:
     if not is_training or rate == 0:
         return x
+    # next_rng_key would raise Haiku's error, which does not say how to evaluate.
     rng = hk.maybe_next_rng_key()
     if rng is None:
         want = "a key, to train with dropout (pass is_training=False to evaluate)"

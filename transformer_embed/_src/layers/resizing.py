@@ -49,6 +49,7 @@ def resize_vocabulary(params: Params, vocab_size: int, *, rng: Array | None = No
     arguments.size("vocab_size", vocab_size)
     params = as_params("params", params)
     path = table_path("params", params, "token_embedding")
+    # Sorted, because a table's number chooses its random rows, and a dict may have any order.
     resized = {
         name: _with_rows(f"{path}/{name}", table, vocab_size, rng, n)
         for n, (name, table) in enumerate(sorted(params[path].items()))
@@ -65,10 +66,13 @@ def _with_rows(path: str, table: Any, vocab_size: int, rng: Array | None, salt: 
     if more > 0:
         if rng is None:
             raise arguments.value_error("rng", f"a key, to draw {more} new rows", "None")
+        # NumPy sums 16-bit rows in 16 bits: the mean of 4096 ones of bfloat16 is 0.0625.
         wide = arguments.widened(rows)
+        # Without the salt, all tables would get rows of the same random numbers.
         key = jax.random.fold_in(arguments.as_key("rng", rng), salt)
         normal = jax.random.normal(key, (more, *rows.shape[1:]), wide.dtype)
         drawn = wide.mean(0, keepdims=True) + wide.std(0, keepdims=True) * normal
+        # A sharded table's rows stay on the host: one device may have no room for them.
         library = np if is_sharded else jnp
         rows = library.concatenate([rows, drawn.astype(rows.dtype)])
     resized: Any = rows[:vocab_size]
@@ -115,6 +119,7 @@ def resize_positions(params: Params, max_len: int, *, start: int = 0) -> Params:
     table = _whole(f"{path}/embeddings", params[path]["embeddings"])
     start = arguments.integer("start", start, at_least=0, at_most=table.shape[0] - 1)
     rows = arguments.integer("max_len", max_len, at_least=start + 1) - start
+    # jax.image.resize rounds its weights to the dtype of what it resizes.
     wide = arguments.widened(table[start:])
     stretched = jax.image.resize(wide, (rows, table.shape[1]), "linear").astype(table.dtype)
     resized = jnp.concatenate([table[:start], stretched])

@@ -77,6 +77,7 @@ class TokenEmbedding(hk.Module):
         name: str | None = None,
     ):
         super().__init__(name=name)
+        # A config checks and converts the arguments, most of which it has too.
         self.config = EmbedderConfig(
             vocab_size,
             d_model,
@@ -138,6 +139,7 @@ class TokenEmbedding(hk.Module):
         width = self.config.d_model
         # From an x of unit variance, logits of unit variance.
         of_output = hk.initializers.RandomNormal(stddev=1 / math.sqrt(width))
+        # Functions, because hk.get_parameter makes a parameter that this layer may not have.
         parameters = {
             "embeddings": self._table,
             "output_embeddings": lambda: self._parameter("output_embeddings", of_output, width),

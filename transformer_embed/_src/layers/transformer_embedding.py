@@ -1,6 +1,5 @@
 """The whole input layer as a module: tokens, positions, token types, norm and dropout."""
 
-import collections
 import functools
 from collections.abc import Mapping
 from typing import Unpack
@@ -114,6 +113,7 @@ class TransformerEmbedding(hk.Module):
             self.token_types = embedding(
                 config.num_token_types,
                 scale=False,
+                # As in BERT.
                 w_init=hk.initializers.RandomNormal(stddev=0.02),
                 name="token_type_embedding",
             )
@@ -164,6 +164,7 @@ class TransformerEmbedding(hk.Module):
                 total = self.norm(total)
             dtype = table_dtype if self.config.dtype is None else self.config.dtype
             x = apply_dropout(total.astype(dtype), self.config.dropout_rate, is_training)
+            # hk.Linear makes its parameters in the dtype of its input.
             return x if self.widen is None else self.widen(x.astype(table_dtype)).astype(dtype)
 
     def logits(self, x: ArrayLike) -> Float[Array, "... v"]:
@@ -207,6 +208,7 @@ def _rows_of_types(
 @functools.partial(jax.jit, static_argnums=0)
 def init_params(config: EmbedderConfig, rng: Array) -> Params:
     """The parameters of a config's layer, drawn with rng."""
+    # Any ids do, since no parameter's shape depends on them.
     ids = jnp.zeros([1, 1], jnp.int32)
     token_types = None if config.num_token_types is None else ids
 
@@ -220,6 +222,7 @@ def init_params(config: EmbedderConfig, rng: Array) -> Params:
     return hk.transform(embed).init(rng)
 
 
+# Kept, because each eager `logits` and `cross_entropy` asks for them, and `init` is traced.
 @functools.lru_cache(maxsize=64)
 def parameter_shapes(config: EmbedderConfig) -> Mapping[str, Mapping[str, jax.ShapeDtypeStruct]]:
     """The shape and dtype of each parameter of a config's layer."""
@@ -232,6 +235,7 @@ def layer_paths(name: str, config: EmbedderConfig, params: Params) -> dict[str, 
     An error unless the tree has one such layer, with parameters of these names and shapes.
     """
     root = table_path(name, params, "token_embedding").removesuffix("token_embedding")
+    # A model may have other modules of these names, but not beside the token table.
     paths = {module_name(path): path for path in params if path == root + module_name(path)}
     ours = _shapes(parameter_shapes(config))
     theirs = _shapes({path: params[path] for path in paths.values()})
@@ -241,10 +245,10 @@ def layer_paths(name: str, config: EmbedderConfig, params: Params) -> dict[str, 
     return paths
 
 
-def _shapes(params: Params) -> collections.Counter[str]:
+def _shapes(params: Params) -> set[str]:
     """Each parameter in words: its module, its name and its shape."""
-    return collections.Counter(
+    return {
         f"{module_name(path)}/{name} {list(leaf.shape)}"
         for path, leaves in params.items()
         for name, leaf in leaves.items()
-    )
+    }
