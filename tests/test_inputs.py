@@ -220,21 +220,16 @@ def test_an_array_of_jax_is_taken_as_it_is():
 
 ONES = np.ones((3, 2), np.float32)
 YARN = functools.partial(te.YarnScaling, 2.0, original_length=4)
-POSITIVE = [
-    ("softcap", lambda value: te.linear_logits(ONES, ONES, softcap=value)),
-    ("scale", lambda value: te.EmbedderConfig(4, 4, scale=value)),
-    ("layer_norm_eps", lambda value: te.EmbedderConfig(4, 4, layer_norm_eps=value)),
-    ("attention_factor", lambda value: YARN(attention_factor=value)),
-    ("base", lambda value: te.Sinusoidal(base=value)),
-]
 
 
 @pytest.mark.parametrize("value", [3e38, 1e300, 1e-39, 1e-300])
 def test_a_number_that_float32_rounds_to_infinity_or_zero(value):
     """Also one that is subnormal, which compiled programs flush to zero."""
-    for name, function in POSITIVE:
-        with pytest.raises(ValueError, match=rf"^{name}: wanted a number above 0 that float32"):
-            function(value)
+    message = "wanted a number above 0 that float32"
+    with pytest.raises(ValueError, match=f"^softcap: {message}"):
+        te.linear_logits(ONES, ONES, softcap=value)
+    with pytest.raises(ValueError, match=f"^scale: {message}"):
+        te.EmbedderConfig(4, 4, scale=value)
 
 
 TYPE_ERRORS = [
@@ -244,8 +239,6 @@ TYPE_ERRORS = [
 ]  # fmt: skip
 VALUE_ERRORS = [
     (lambda: te.sinusoidal_table(3, 4, base=10**400), "base: wanted a finite number above 0, got 1000"),
-    (lambda: te.NTKScaling(10**400), "alpha: wanted a finite number above 0, got 1000"),
-    (lambda: te.sinusoidal_grid((46341, 46341), 4, positions=[0]), "shape: its number of points: wanted an int of at most 2147483647"),
     (lambda: CALLS["permute_rotary_weights"][0]([2**40, 0, 0, 0]), "weights: wanted integers inside int32"),
     (lambda: te.apply_rotary(X[..., :2], POSITIONS, scaling=YARN(mscale=1e300)), "attention factor: wanted a number above 0 that float32"),
     (lambda: te.lookup([[1.0], [1.0, 2.0]], [0]), "table: wanted an array, or nested lists of equal lengths, got lists of unequal lengths"),

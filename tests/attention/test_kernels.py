@@ -1,6 +1,7 @@
 """What kernels are told is the rule: as bools of every pair, and by running them interpreted."""
 
 import functools
+import itertools
 import warnings
 
 import jax
@@ -55,21 +56,20 @@ def said_by_splash(mask, order, **options):
     return said if ids is None else said & from_ids(ids.q, ids.kv)
 
 
-def said_without_windows(mask, causal, *ids):
+def said_without_windows(mask, causal, segment_ids):
     said = np.ones(mask.dense().shape[1:], bool)
-    said = np.tri(said.shape[1], dtype=bool)[None] if causal else said
-    return said & from_ids(*ids) if ids else said
+    said = np.tril(said) if causal else said
+    return said if segment_ids is None else said & from_ids(*segment_ids)
 
 
 def said_by_flash(mask, order):
-    options = te.kernels.flash_attention(mask, order=order)
-    return said_without_windows(mask, options["causal"], *(options["segment_ids"] or ()))
+    return said_without_windows(mask, **te.kernels.flash_attention(mask, order=order))
 
 
 def said_by_mha(mask, order):
     options = te.kernels.mha(mask, order=order, batch_size=BATCH)
     ids = options["segment_ids"]
-    return said_without_windows(mask, options["causal"], *([] if ids is None else [ids] * 2))
+    return said_without_windows(mask, options["causal"], None if ids is None else [ids] * 2)
 
 
 def said_by_dot_product(mask, order):
@@ -385,17 +385,15 @@ DOCUMENTS = np.repeat([[1, 2, 3, 4, 5], [1, 2, 3, 0, 0]], [130, 126, 200, 100, 8
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [TILES, splash.BlockSizes(128, 128)])
-def test_steps_run_the_tiles_in_which_a_pair_may_attend_and_load_no_others(sizes):
+def test_steps_run_the_tiles_in_which_a_pair_may_attend_and_load_no_others():
     mask = AttentionMask(TokenPositions.from_segment_ids(DOCUMENTS), causal=True)
     kernels, _ = te.kernels.splash_kernels(
-        mask, HEADS, order="packed", block_sizes=sizes, interpret=True
+        mask, HEADS, order="packed", block_sizes=TILES, interpret=True
     )
     kinds = np.array(mask.tile_kinds((TILE, TILE)))
     kinds[:, range(5), range(5)] = 1  # a row of tiles always runs one
-    infos = [(kernels.fwd_mask_info, False)]
-    infos += [(kernels.dkv_mask_info, True)] if sizes.has_backward_blocks else []
-    for (info, by_keys), row in [(info, row) for info in infos for row in range(BATCH)]:
+    infos = [(kernels.fwd_mask_info, False), (kernels.dkv_mask_info, True)]
+    for (info, by_keys), row in itertools.product(infos, range(BATCH)):
         runs = np.asarray(info.block_mask[row, 0]) > 0
         loads = np.asarray(info.data_next[row, 0])
         ran = {(loads[i, j], j) if by_keys else (i, loads[i, j]) for i, j in np.argwhere(runs)}

@@ -319,30 +319,22 @@ def test_every_door_finds_the_layer_in_the_parameters_of_a_model(door):
     equal(found, expected)
 
 
-@doors("apply", "cross_entropy", "initial_params", "resize_vocabulary")
-def test_two_layers_in_one_tree_are_both_named(door):
-    params = of_the_whole()
-    name = "initial_params" if door == "initial_params" else "params"
-    text = f"{name}: wanted one token_embedding with embeddings, got model/~/{TOKENS} and {TOKENS}"
-    with refused(ValueError, text):
-        DOORS[door]({**params, **in_a_model(params)})
-
-
 @doors("apply", "logits", "cross_entropy", "initial_params")
-def test_parameters_of_another_config_are_refused(door):
+def test_parameters_that_do_not_hold_one_layer_of_the_config_are_refused(door):
     params, table = of_the_whole(), "token_embedding/embeddings"
     name = "initial_params" if door == "initial_params" else "params"
-    without = {path: leaves for path, leaves in params.items() if path != TOKENS}
-    with pytest.raises(ValueError, match=f"^{name}: wanted one token_embedding with embeddings"):
-        DOORS[door](without)
+    layer_norm = {**params[f"{ROOT}layer_norm"], "w": X}
+    one = "one token_embedding with embeddings, got"
+    for tree, text in [
+        ({**params, **in_a_model(params)}, f"{one} model/~/{TOKENS} and {TOKENS}"),
+        ({"linear": {}}, f"{one} none among ['linear']"),
+        ({**params, TOKENS: {"embeddings": X}}, f"{table} [11, 6], got {table} [2, 6]"),
+        ({**params, f"{ROOT}layer_norm": layer_norm}, "no others, got layer_norm/w [2, 6]"),
+    ]:
+        with refused(ValueError, f"{name}: wanted {text}"):
+            DOORS[door](tree)
     with pytest.raises(ValueError, match=r"wanted layer_norm/offset \[6\], .*, got none of them$"):
         DOORS[door]({TOKENS: params[TOKENS]})
-    narrow = {**params, TOKENS: {"embeddings": params[TOKENS]["embeddings"][:, :5]}}
-    with refused(ValueError, f"{name}: wanted {table} [11, 6], got {table} [11, 5]"):
-        DOORS[door](narrow)
-    more = {**params, f"{ROOT}layer_norm": {"w": X, **params[f"{ROOT}layer_norm"]}}
-    with refused(ValueError, f"{name}: wanted no others, got layer_norm/w [2, 6]"):
-        DOORS[door](more)
 
 
 # --- Errors, by message.
@@ -363,20 +355,11 @@ def trained(key, **options):
     return made()[0].apply(made()[1], key, IDS, is_training=True)
 
 
-def mapped(config, **options):
-    """What vmap maps besides the ids: one row of types for all would be one type for all tokens of
-    each row."""
-    embedder, params = made(config)
-    by_row = jax.vmap(functools.partial(embedder.apply, is_training=False), (None, None, 0))
-    return by_row(params, None, np.zeros([5, 5], np.int32), **options)
-
-
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
         (lambda: te.Embedder({"d_model": 8}), TypeError, "config: wanted an EmbedderConfig, got dict {'d_model': 8}"),
         (lambda: whole.init(jax.random.split(KEY, 3)), TypeError, f"{KEYS} keys of shape [3]"),
-        (lambda: whole.init(0), TypeError, f"{KEYS} int 0"),
         (lambda: trained("x"), TypeError, f"{KEYS} str 'x'"),
         (lambda: trained(None), ValueError, "rng: wanted a key such as jax.random.key(0), to train with dropout, got None"),
         (lambda: made()[0].apply(made()[1], None, IDS, is_training=0), TypeError, f"{FLAG}, got int 0"),
@@ -385,10 +368,10 @@ def mapped(config, **options):
         *[(functools.partial(DOORS[door], [1]), TypeError, TREE) for door in ("apply", "logits", "resize_positions")],
         *[(functools.partial(DOORS[door], LISTS), TypeError, LISTED) for door in ("apply", "logits", "cross_entropy")],
         (lambda: evaluate(IDS / 2), TypeError, "ids: wanted an integer dtype, got float64"),
-        (lambda: mapped(CONFIG, positions=np.arange(5)), ValueError, f"{LENGTH}, got {HINT}"),
+        (lambda: evaluate(positions=3), ValueError, f"{LENGTH}, got {HINT}"),
         (lambda: evaluate(positions=[0, 1, 2, 3, 2**31]), ValueError,
          "positions: wanted integers inside int32, -2147483648..2147483647, got 2147483648 at index [4]"),
-        (lambda: mapped(BERT, token_types=TYPES[0]), ValueError,
+        (lambda: evaluate(config=BERT, token_types=1), ValueError,
          "token_types: wanted a last axis of the ids' length, 5, got shape []"),
     ],
 )  # fmt: skip

@@ -26,8 +26,6 @@ LAYERS = {
     "tied": te.OutputLayer(),
     "bert": te.OutputLayer(bias=True),
     "phi": te.OutputLayer(tied=False, bias=True),
-    "gemma2": te.OutputLayer(softcap=2.5),
-    "cohere": te.OutputLayer(scale=0.0625),
     "all": te.OutputLayer(tied=False, bias=True, softcap=2.0, scale=3.0),
 }
 LOWEST = np.finfo(np.float32).min / 2
