@@ -25,7 +25,7 @@ every_function = pytest.mark.parametrize("name", CALLS)
 
 
 class Wrapped(NamedTuple):
-    """Not an array, but jax takes it for one: Flax's nnx.Param in small. A tree, for jit."""
+    """Not an array, but jax takes it for one: Flax's nnx.Param in small."""
 
     array: jax.Array
 

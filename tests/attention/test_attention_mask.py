@@ -238,7 +238,6 @@ def mask_of(queries=TOKENS, keys=None, causal=True, **rule):
 
 
 TYPE_ERRORS = [
-    (lambda: AttentionMask(TOKENS), "AttentionMask.__init__() missing 1 required keyword-only argument: 'causal'"),
     (lambda: mask_of(np.arange(3)), f"queries: {WANTED} an array int64[3]"),
     (lambda: mask_of(keys=[0, 1]), f"keys: {WANTED} list [0, 1]"),
     (lambda: jax.jit(lambda causal: mask_of(causal=causal).causal)(True), "causal: wanted a Python bool known while tracing (bind it with functools.partial, or make it a static argument of jit), got a traced bool[]"),

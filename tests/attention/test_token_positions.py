@@ -1,6 +1,5 @@
 """The position and the segment of each token, counted by hand."""
 
-import dataclasses
 import functools
 import itertools
 
@@ -71,17 +70,6 @@ def test_a_constructor_counts_tokens_as_a_loop_does(make, values, options):
 
 
 # --- what they hold
-
-
-def test_they_pass_through_scan_and_the_serialisation_of_an_exported_program():
-    def advance(held, _):
-        return dataclasses.replace(held, positions=held.positions + 1), held.padding_mask
-
-    held, _ = jax.lax.scan(advance, TokenPositions.from_offset(jnp.array([3, 5]), 2), length=4)
-    exported = jax.export.export(jax.jit(lambda held: advance(held, None)[0]))(held)
-    stepped = jax.export.deserialize(exported.serialize()).call(held)
-    assert isinstance(stepped, TokenPositions)
-    assert stepped.positions.tolist() == [[8, 9], [10, 11]]
 
 
 @pytest.mark.slow
@@ -175,7 +163,6 @@ from_lengths, from_offset = TokenPositions.from_lengths, TokenPositions.from_off
 ROWS = "wanted shape [length] or [batch, length], got shape"
 COMES_BACK = np.array([[1, 1, 2, 0], [4, 0, 4, 0]], np.uint8)
 TYPE_ERRORS = [
-    (lambda: TokenPositions.from_ids([1]), "TokenPositions.from_ids() missing 1 required keyword-only argument: 'pad_id'"),
     (lambda: jax.jit(TokenPositions)(np.zeros(2, np.uint32)), "positions: wanted a signed integer dtype, got uint32"),
     (lambda: TokenPositions([0, 1], block_ids=[True, False]), "block_ids: wanted an integer dtype, got bool"),
     (lambda: from_ids([1], start=0.5), "start: wanted a Python int, got float 0.5"),
