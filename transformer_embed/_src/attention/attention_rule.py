@@ -65,6 +65,7 @@ def fields(tokens: TokenPositions, others: TokenPositions, chunk: int | None) ->
     arrays = arrays_of(others)
     values = {}
     for name, array in arrays_of(tokens).items():
+        # Under strict dtype promotion, jax compares no int32 with int64.
         dtype = np.promote_types(array.dtype, arrays.get(name, array).dtype)
         values[name] = array.astype(dtype)
     positions = values["positions"]

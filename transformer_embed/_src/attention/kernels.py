@@ -73,6 +73,7 @@ def dot_product_attention(
         check_order_is_given(order, parts, ("full", "right"))
     # A single query is told how many keys it sees: is_causal would align it with the first key.
     is_step = mask.keys is not None and lengths(mask)[0] == 1
+    # What a window hides are the first keys, which a number of keys cannot leave out.
     if is_step and limits[0] is not None:
         raise refusal("window", f"no limit on the left for a single query in {kernel}", mask.window)
     left, right = EVERYTHING if is_step else reach_in_rows(mask, kernel, order)

@@ -294,6 +294,7 @@ def _names_tiles(
     ran = np.zeros((len(runs), *band.shape), bool)
     ran[heads, rows, columns] = True
     differs = band & ~ran if has_blocks else band ^ ran
+    # A tile that runs twice is marked once.
     return bool(not differs.any() and ran.sum() == len(heads))
 
 

@@ -54,6 +54,7 @@ def check_order(tokens: TokenPositions, order: str) -> None:
     begins = is_token & (np.diff(segments, prepend=0) != 0)
     is_wrong = second_runs(segments)
     if order != "packed":
+        # The sequence of a row begins at its first token.
         is_wrong[:, 1:] |= begins[:, 1:]
     if order == "full":
         is_wrong |= ~is_token

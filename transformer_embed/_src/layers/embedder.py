@@ -154,6 +154,7 @@ class Embedder:
         return output_arguments(self.config, method, options, leaves.__getitem__)
 
 
+# jax compares a static config by value: equal ones share a program.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _apply(config, is_training, params, rng, ids, positions, token_types):
     options = {"is_training": is_training, "positions": positions, "token_types": token_types}

@@ -68,6 +68,7 @@ def parameters_from(initial: Mapping[str, Mapping] | None) -> Iterator[None]:
 
 def table_path(name: str, params: Params, module: str) -> str:
     """The path of the one module of this name that has a table, at any depth of a tree."""
+    # Sorted, so that an error does not depend on the order of the tree.
     paths = [
         path
         for path, leaves in sorted(params.items())
