@@ -16,18 +16,12 @@ CONFIG = te.EmbedderConfig(vocab_size=11, d_model=8, pad_id=0)
 
 
 def test_configs_are_frozen_hashable_and_equal_by_value():
-    same = te.EmbedderConfig(vocab_size=11, d_model=8, pad_id=0, param_dtype=np.float32)
+    same = te.EmbedderConfig(vocab_size=11, d_model=8, pad_id=0, param_dtype="float32")
     assert same == CONFIG
     assert {CONFIG: 1}[same] == 1
     assert dataclasses.replace(CONFIG, d_model=9) != CONFIG
     with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign to field 'd_model'"):
         CONFIG.d_model = 9
-
-
-def test_a_dtype_may_be_spelled_in_words():
-    words = te.EmbedderConfig(11, 8, dtype="bfloat16", param_dtype="float16")
-    assert words == te.EmbedderConfig(11, 8, dtype=jnp.bfloat16, param_dtype=jnp.float16)
-    assert (words.dtype, words.param_dtype) == (jnp.bfloat16, jnp.float16)
 
 
 def test_a_multiplier_of_one_is_not_taken_for_true():
@@ -122,10 +116,8 @@ FIELDS = [
     ("scheme", te.Sinusoidal, TypeError, SCHEMES, f"type {reprlib.repr(te.Sinusoidal)}"),
     ("dropout_rate", 1.0, ValueError, "a number in [0, 1)", "1.0"),
     ("pad_id", 0.0, TypeError, "a Python int", "float 0.0"),
-    ("pad_id", 2**31, ValueError, "an int of at most 2147483646", "2147483648"),
     ("scale", 0, TypeError, SCALE, "0"),
     ("scale", 1, TypeError, SCALE, "1"),
-    ("scale", "yes", TypeError, SCALE, "'yes'"),
     ("scale", 0.0, ValueError, ABOVE_0, "0.0"),
     ("num_token_types", 0, ValueError, POSITIVE, "0"),
     ("layer_norm_eps", 0.0, ValueError, ABOVE_0, "0.0"),

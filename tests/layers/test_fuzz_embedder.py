@@ -67,7 +67,7 @@ CERTAIN = [
         for scheme in (te.Sinusoidal(), te.Learned(16), None)
         for positions in ([3, 9, 0], [[0, 1, 2], [11, 15, 16]])
     ],
-    ({}, {"positions": np.array([2**32 - 1, 2**31, 5], np.uint32)}),
+    ({}, {"positions": np.array([2**32 - 1, 2**31, 5], ">u4")}),
 ]
 SINUSOIDS = ["base", "layout", "shift", "odd", "frequency_scale"]
 APPLIED = {
