@@ -35,7 +35,8 @@ def labels(params):
 
 
 # What stands for an argument without a default, by its name.
-ARGUMENTS = {
+INNER = ("inner", "opt", "tx", "optimizer", "base_optimizer", "fast_optimizer")
+ARGUMENTS = dict.fromkeys(INNER, optax.adam(0.1)) | {
     "learning_rate": 0.1,
     "decay": 0.9,
     "clipping": 0.1,
@@ -48,12 +49,6 @@ ARGUMENTS = {
     "max_delta": 0.5,
     "max_norm": 1.0,
     "threshold": 1.0,
-    "inner": optax.adam(0.1),
-    "opt": optax.adam(0.1),
-    "tx": optax.adam(0.1),
-    "optimizer": optax.adam(0.1),
-    "base_optimizer": optax.adam(0.1),
-    "fast_optimizer": optax.adam(0.1),
     "adv_optimizer": optax.sgd(0.1),
     "inner_factory": optax.adam,
     "max_consecutive_errors": 3,
@@ -99,13 +94,12 @@ def exported():
             maker = getattr(module, name)
             if name.startswith("_") or name in NOT_OPTIMIZERS or not callable(maker):
                 continue
-            said = (
-                "GradientTransformation" in str(_signature(maker).return_annotation)
-                or name == "MultiSteps"
-            )
+            signature = _signature(maker)
+            returns = str(signature.return_annotation)
+            said = "GradientTransformation" in returns or name == "MultiSteps"
             required = [
                 p.name
-                for p in _signature(maker).parameters.values()
+                for p in signature.parameters.values()
                 if p.default is p.empty and p.kind not in VARIADIC
             ]
             arguments = {"f": FUNCTIONS.get(name)} if name in FUNCTIONS else ARGUMENTS
@@ -142,19 +136,11 @@ def quietly(call, *args):
         return call(*args)
 
 
-def make_params(seed=0):
-    rng = np.random.default_rng(seed)
-    shapes = {
-        "embed": {"table": (VOCAB_SIZE, WIDTH)},
-        "other": (OTHER_SIZE, 2),
-        "w": (WIDTH, 3),
-        "b": (3,),
-    }
-    return jax.tree.map(
-        lambda shape: jnp.asarray(rng.normal(size=shape)),
-        shapes,
-        is_leaf=lambda leaf: isinstance(leaf, tuple),
-    )
+def make_params():
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape))
+    tables = {"embed": {"table": normal(VOCAB_SIZE, WIDTH)}, "other": normal(OTHER_SIZE, 2)}
+    return {**tables, "w": normal(WIDTH, 3), "b": normal(3)}
 
 
 def loss(params, batch):
@@ -168,22 +154,15 @@ def make_batch(seed):
     rng = np.random.default_rng(seed)
     # Repeats, and ids out of range.
     ids, more = rng.integers(-1, 10, 7), rng.integers(0, OTHER_SIZE + 1, 5)
-    return (
-        jnp.asarray(ids),
-        jnp.asarray(more),
-        jnp.asarray(rng.normal(size=(7, WIDTH))),
-        jnp.asarray(rng.normal(size=(5, 2))),
-    )
+    weights = rng.normal(size=(7, WIDTH)), rng.normal(size=(5, 2))
+    return tuple(map(jnp.asarray, (ids, more, *weights)))
 
 
 def by_rows(grads):
     """Gradients of rows, from those that have ids and values in their place."""
     table = te.rows.RowGradient(*grads["embed"]["table"], VOCAB_SIZE)
-    return {
-        **grads,
-        "embed": {"table": table},
-        "other": te.rows.RowGradient(*grads["other"], OTHER_SIZE),
-    }
+    other = te.rows.RowGradient(*grads["other"], OTHER_SIZE)
+    return {**grads, "embed": {"table": table}, "other": other}
 
 
 def lazy_step(optimizer, params, state, grads, **extra):
@@ -206,32 +185,22 @@ def lazy_step(optimizer, params, state, grads, **extra):
 
 def extra_arguments(optimizer):
     """The value of the loss, for an optimizer that asks for it."""
-    return (
-        {"value": jnp.asarray(1.0)}
-        if isinstance(optimizer, optax.GradientTransformationExtraArgs)
-        else {}
-    )
+    takes_more = isinstance(optimizer, optax.GradientTransformationExtraArgs)
+    return {"value": jnp.asarray(1.0)} if takes_more else {}
 
 
 def refusal(optimizer):
     """Why an optimizer cannot train by rows; None where it can."""
-    params = make_params()
+    params, extra = make_params(), extra_arguments(optimizer)
     table, other = (np.arange(7), np.ones((7, WIDTH))), (np.arange(5), np.ones((5, 2)))
+    grads = {**params, "embed": {"table": table}, "other": other}
 
     def step(params, state, grads):
-        return te.rows.update(
-            optimizer, by_rows(grads), state, params, **extra_arguments(optimizer)
-        )
+        return te.rows.update(optimizer, by_rows(grads), state, params, **extra)
 
     try:
         state = quietly(optimizer.init, params)
-        quietly(
-            jax.eval_shape,
-            step,
-            params,
-            state,
-            {**params, "embed": {"table": table}, "other": other},
-        )
+        quietly(jax.eval_shape, step, params, state, grads)
     except ValueError as error:
         return str(error)
     return None

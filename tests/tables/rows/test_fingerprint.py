@@ -62,15 +62,6 @@ def test_lists_of_ids_rarely_share_a_fingerprint():
 
 
 @pytest.mark.slow
-def test_a_sum_of_mixed_rows_is_nan():
-    gradient = te.rows.RowGradient(IDS, jnp.ones([5, 2]), 30)
-    mixed = jax.tree.map(jnp.sign, gradient)
-    for one, other in ((gradient, mixed), (mixed, gradient)):
-        total = jax.jit(lambda one, other: te.rows.add(one, other).values)(one, other)
-        assert np.isnan(total[:5]).all()
-
-
-@pytest.mark.slow
 def test_norms_are_those_of_the_rows_alone():
     for values in (jnp.zeros([5, 2]), 1e-20 * jnp.ones([5, 2]), jnp.ones([5, 2], jnp.bfloat16)):
         gradient = te.rows.RowGradient(IDS, values, 30)

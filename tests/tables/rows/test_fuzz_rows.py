@@ -1,7 +1,6 @@
 """Any arguments of the functions of `te.rows`: the step of SGD by plain loops, or a TypeError or
 ValueError of ours."""
 
-import collections
 import functools
 
 import jax.numpy as jnp
@@ -43,6 +42,7 @@ def check(changes):
         if isinstance(arguments["ids"], dict):  # a gradient of plain arrays, by jax alone
             return
         returned, result = call(two_steps_at_once, arguments)
+        assert returned or changes
         if returned:
             check_result(*result, **arguments)
 
@@ -50,25 +50,20 @@ def check(changes):
 def check_result(value, got, *, table, ids, max_rows):
     table = np.asarray(table).astype(np.float64)
     ids = [int(each) for each in np.ravel(np.asarray(ids))]
-    distinct = sorted({min(max(i, 0), len(table) - 1) for i in ids})
-    held = set(
-        distinct if max_rows is None or isinstance(max_rows, dict) else distinct[: int(max_rows)]
-    )
-    for i, times in collections.Counter(i for i in ids if i in held).items():
-        table[i] -= times
+    held = sorted({min(max(i, 0), len(table) - 1) for i in ids})
+    if not isinstance(max_rows, dict | None):
+        held = held[: int(max_rows)]
+    for i in ids:
+        if i in held:
+            table[i] -= 1
     near(np.asarray(got).astype(np.float64), table, rtol=1e-2 if got.dtype.itemsize == 2 else 1e-6)
     assert np.isnan(value) == any(i not in held for i in ids)
 
 
 @pytest.mark.slow
-def test_the_arguments_that_the_fuzzer_starts_from_give_a_right_step():
-    assert call(two_steps_at_once, STEP)[0]
-    check({})
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", STEP)
 def test_any_value_in_a_place_of_a_step_is_right_or_our_error(name):
+    check({})
     for value in few(VALUES, 5):
         check({name: value})
 

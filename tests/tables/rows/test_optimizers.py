@@ -85,11 +85,9 @@ def test_the_page_has_every_optimizer_of_optax():
 PARTS = {
     "adam": optax.scale_by_adam,
     "trace": lambda: optax.trace(0.9),
-    "rms": optax.scale_by_rms,
     "clip": lambda: optax.clip(0.3),
     "centralize": optax.centralize,
     "decay": lambda: optax.add_decayed_weights(0.1),
-    "decay, masked": lambda: optax.add_decayed_weights(0.1, mask=made.tables_only),
     "schedule": lambda: optax.scale_by_schedule(optax.piecewise_constant_schedule(1.0, {3: 0.5})),
     "global norm": lambda: optax.clip_by_global_norm(1.0),
     "every": lambda: optax.apply_every(2),

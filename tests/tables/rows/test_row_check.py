@@ -2,14 +2,12 @@
 refused for which reason."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import few
 from compare import equal
 
 import transformer_embed as te
@@ -60,10 +58,6 @@ def counted(change):
     return transformation(update, lambda params: jnp.zeros([], jnp.int32))
 
 
-def counted_zeros(params):
-    return jnp.zeros([], jnp.int32), jax.tree.map(jnp.zeros_like, params)
-
-
 def zeros(params):
     return jax.tree.map(jnp.zeros_like, params)
 
@@ -71,15 +65,10 @@ def zeros(params):
 # --- what passes
 
 APART = {
-    "softmax": jax.nn.softmax,
     "logsumexp": lambda g: g - jax.nn.logsumexp(g, axis=-1, keepdims=True),
-    "bits": lambda g: jax.lax.bitcast_convert_type(
-        jax.lax.bitcast_convert_type(g, jnp.int32) ^ 1, jnp.float32
-    ),
     "bits of another width": lambda g: jax.lax.bitcast_convert_type(
         jax.lax.bitcast_convert_type(g, jnp.int16), jnp.float32
     ),
-    "a stack": lambda g: jnp.stack([g, 2 * g], -1).sum(-1),
     "a matrix": lambda g: g @ jnp.array([[1.0, 2.0], [3.0, 4.0]]),
     "transposed": lambda g: (g.T * 2).T.reshape(-1, 1, 2).squeeze(1),
     "columns": lambda g: g[:, :1] * g[..., 1, None] + g[:, 0][:, None] * g[:, -1:],
@@ -96,41 +85,37 @@ def test_what_is_one_row_in_a_table_trains_as_the_dense_step():
     table, ids = np.ones([9, 2], np.float32), np.array([2, 3, 5, 7])
 
     @jax.jit
-    def tables(params, values):
-        grads = {"t": te.rows.RowGradient(ids, values, 9)}
+    def tables(table, values):
+        grads, update = te.rows.RowGradient(ids, values, 9), te.rows.update
         steps = {name: stateless(change) for name, change in APART.items()}
-        return {name: te.rows.update(steps[name], grads, (), params)[0]["t"] for name in APART}
+        return {name: update(step, grads, (), table)[0] for name, step in steps.items()}
 
-    for name, found in tables({"t": table}, gradient).items():
+    for name, found in tables(table, gradient).items():
         expected = table.copy()
         expected[ids] += APART[name](jnp.asarray(gradient))
         np.testing.assert_allclose(found, expected, rtol=1e-6, err_msg=name)
 
 
-SCHEDULES = {
-    "a choice": lambda count: jnp.where(count < 1, 0.5, 0.25),
-    "a sum": lambda count: jnp.where(count < 1, 0.5, 0.25) + 0.1 * (count > 5),
-    "products": lambda count: 0.5 * (count < 100) + 0.25 * (count >= 100),
-    "a power": lambda count: 0.5 * 0.5 ** (count > 0),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_may_choose_a_step_size(name):
-    schedule = SCHEDULES[name]
-    for optimizer in (optax.sgd(schedule), counted(lambda count, g: -schedule(count) * g)):
-        after, _ = step(optimizer)
-        equal(after["t"][np.array([0, 1, 3]), 0], [0.5, 1, 0])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda count: jnp.where(count < 1, 0.5, 0.25) + 0.1 * (count > 5),
+        lambda count: 0.5 * (count < 100) + 0.25 * (count >= 100),
+        lambda count: 0.5 * 0.5 ** (count > 0),
+    ],
+)
+def test_a_schedule_may_choose_a_step_size(schedule):
+    after, _ = step(optax.sgd(schedule))
+    equal(after["t"][np.array([0, 1, 3]), 0], [0.5, 1, 0])
 
 
 @pytest.mark.slow
 def test_a_choice_by_size_that_is_the_same_for_every_block_passes():
-    ids = np.arange(100)
-    grads = {"t": te.rows.RowGradient(ids, np.ones([100, 2], np.float32), 1000), "w": PARAMS["w"]}
-    optimizer = labelled_by_size()
+    optimizer, ids = labelled_by_size(), np.arange(100)
+    grads = {"t": te.rows.RowGradient(ids, jnp.ones([100, 2]), 1000), "w": PARAMS["w"]}
     after, _ = te.rows.update(optimizer, grads, optimizer.init(PARAMS), PARAMS)
-    equal(after["t"][:, 0], np.where(np.arange(1000) < 100, 0, 1))
+    equal(after["t"][:, 0], np.repeat([0, 1], [100, 900]))
     equal(after["w"], PARAMS["w"])
 
 
@@ -139,11 +124,10 @@ def test_many_tables_share_the_traces_of_one_step():
     """Three for the proof, and none for each table: tracing would take seconds otherwise."""
     traces = []
     counting = stateless(lambda g: traces.append(g) or -g)
-    params = {f"t{i}": Shape([10000 + i, 8], jnp.float32) for i in range(10)}
-    ids = {name: np.arange(2000) for name in params}
+    params = [Shape([10_000 + i, 8], jnp.float32) for i in range(10)]
 
     def train(params):
-        _, grads = te.rows.value_and_grad(lambda p: jnp.zeros([]), ids=ids)(params)
+        grads = [te.rows.RowGradient(np.arange(2000), p[:2000], len(p)) for p in params]
         return te.rows.update(counting, grads, (), params)
 
     jax.eval_shape(train, params)
@@ -151,74 +135,44 @@ def test_many_tables_share_the_traces_of_one_step():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "strict",
-    [jax.disable_jit, functools.partial(jax.transfer_guard, "disallow")],
-    ids=["no jit", "guard"],
-)
-def test_the_proof_holds_in_strict_modes(strict):
-    @jax.jit
-    def train(params, values):
-        grads = {"t": te.rows.RowGradient(IDS, values, 1000), "w": params["w"]}
-        return te.rows.update(stateless(jnp.negative), grads, (), params)[0]
-
-    given = jax.tree.map(jnp.asarray, (PARAMS, VALUES))
-    with strict():
-        after = train(*given)
-    equal(np.asarray(after["t"])[:4, 0], [0, 1, 1, -1])
+def test_the_proof_holds_in_strict_modes():
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    for mode in (jax.disable_jit(), jax.transfer_guard("disallow")):
+        with mode:
+            after = jax.jit(lambda params: step(stateless(jnp.negative), params)[0])(params)
+        equal(np.asarray(after["t"])[:4, 0], [0, 1, 1, -1])
 
 
 # --- what is refused
 
 
-def by_size(large, small):
-    return lambda params: jax.tree.map(lambda leaf: large if leaf.size > 100 else small, params)
-
-
 def labelled_by_size():
     """Few rows are smaller than the bound; their table is not."""
     kinds = {"large": optax.sgd(1.0), "small": optax.set_to_zero()}
-    return optax.multi_transform(kinds, by_size("large", "small"))
+    label = lambda leaf: "large" if leaf.size > 100 else "small"
+    return optax.multi_transform(kinds, lambda params: jax.tree.map(label, params))
 
 
 def by_the_largest_row(updates, state):
     return {**updates, "w": updates["w"] * jnp.max(jnp.abs(updates["t"]))}, state
 
 
-def scan_over_the_rows(updates, state):
-    """A number that all rows share, from a loop of as many steps as there are rows."""
-    steps = updates["t"].shape[0]
-    number = jax.lax.scan(lambda x, _: (0.9 * x, None), 1.0, None, length=steps)[0]
-    return jax.tree.map(lambda g: number * g, updates), state
+def by_a_scan_over_the_rows(g):
+    return g * jax.lax.scan(lambda x, _: (0.9 * x, None), 1.0, None, length=g.shape[0])[0]
 
 
-def count_in_a_branch(updates, state):
-    """A number that all rows share, from a branch that counts the rows."""
-    is_positive = updates["w"][0, 0] > 0
-    count = jax.lax.cond(is_positive, lambda: jnp.ones(len(updates["t"])).sum(), lambda: 1.0)
-    return jax.tree.map(lambda g: count * g, updates), state
+def by_a_count_in_a_branch(g):
+    return g * jax.lax.cond(jnp.ones([]) > 0, lambda: jnp.ones(len(g)).sum(), lambda: 1.0)
 
 
-def last_of_even_steps(updates, state):
-    count, _ = state
-    last = jax.tree.map(lambda g: jnp.where(count % 2 == 0, g, 0.0), updates)
-    return updates, (count + 1, last)
-
-
-def emit_every_third(updates, state):
-    count, gathered = state
-    now = (count % 3 == 2).astype(jnp.float32)
-    gathered = jax.tree.map(jnp.add, gathered, updates)
-    kept = jax.tree.map(lambda g: (1 - now) * g, gathered)
-    return jax.tree.map(lambda g: -now * g, gathered), (count + 1, kept)
+def emptied(updates, state):
+    """The old state counts only if a condition that all rows share says so."""
+    now = lambda g, s: jnp.where(jnp.ones([]) > 0, g + s, g)
+    return updates, jax.tree.map(now, updates, state)
 
 
 def narrowed(updates, state):
     return updates, jax.tree.map(lambda s: s.mean(1, keepdims=True), state)
-
-
-def by_squares(updates, state):
-    return jax.tree.map(lambda g, s: g * s.sum(1)[:, None], updates, state), state
 
 
 def as_many_arrays_as_the_size_asks(params):
@@ -243,8 +197,7 @@ def as_many_columns_as_rows(g):
 DECIDES = "by a condition outside of the row decides whether its gradient or state is used"
 UNKNOWN = "it cannot be traced for an unknown number of rows"
 REFUSED = {
-    # Rows told apart by their place; jax 0.6 first computes the index from the number of rows.
-    "row 0": (stateless(lambda g: g.at[0].set(0.0)), "transformation: "),
+    # Rows told apart by their place.
     "rows from 700 on": (
         stateless(lambda g: jnp.where(jnp.arange(g.shape[0])[:, None] < 700, g, 0.0)),
         "transformation: iota tells rows apart",
@@ -254,12 +207,7 @@ REFUSED = {
         f"transformation: {UNKNOWN} (TypeError: mul got incompat",
     ),
     "labels by size": (labelled_by_size(), "row alone, got "),
-    "a mask by size": (
-        optax.chain(optax.add_decayed_weights(0.1, mask=by_size(True, False)), optax.sgd(1.0)),
-        UNKNOWN,
-    ),
     # Rows that meet.
-    "found_nan": (optax.zero_nans(), "got zero_nans: reduce_or over the rows"),
     "novograd": (optax.novograd(0.1), "scale_by_novograd: reduce_sum over the rows"),
     "a block's norm": (optax.adaptive_grad_clip(0.1), UNKNOWN),
     "another parameter": (
@@ -270,44 +218,30 @@ REFUSED = {
     "slice": (stateless(without_the_first), "slice over the rows"),
     "slice of columns": (stateless(as_many_columns_as_rows), "slice over the rows"),
     "reshape": (stateless(lambda g: g.reshape(2, -1).T), "reshape over the rows"),
-    "a matrix of columns": (stateless(lambda g: g @ (g.T @ g)), "dot_general over the rows"),
     "a matrix of rows": (stateless(lambda g: (g @ g.T) @ g), "dot_general over the rows"),
-    **{
-        name: (stateless(change), f"{name} is not known to keep rows apart")
-        for name, change in {
-            "rev": lambda g: jax.lax.rev(g, (0,)),
-            "scan": lambda g: jax.lax.scan(lambda s, x: (s + x, s), jnp.zeros(2), g)[1],
-        }.items()
-    },
+    "rev": (stateless(lambda g: jnp.flip(g, 0)), "rev is not known to keep rows apart"),
+    "scan": (
+        stateless(lambda g: jax.lax.scan(lambda s, x: (s + x, s), jnp.zeros(2), g)[1]),
+        "scan is not known to keep rows apart",
+    ),
     # The number of rows.
-    "a scan": (transformation(scan_over_the_rows), "row alone"),
-    "a branch": (transformation(count_in_a_branch), "row alone"),
+    "a scan": (stateless(by_a_scan_over_the_rows), "row alone"),
+    "a branch": (stateless(by_a_count_in_a_branch), "row alone"),
     # A choice of all rows, by which a row without a gradient would miss its turn.
     "MultiSteps": (
         optax.MultiSteps(optax.adam(0.1), 3),
         "one condition for the whole table decides how its rows are updated",
     ),
-    "an emptied state": (transformation(last_of_even_steps, counted_zeros), f"select_n {DECIDES}"),
-    "a product": (transformation(emit_every_third, counted_zeros), DECIDES),
+    "an emptied state": (transformation(emptied, zeros), f"select_n {DECIDES}"),
+    "a product": (counted(lambda count, g: (1 - (count % 3 == 2)) * g), DECIDES),
     "a choice by index": (
         counted(lambda count, g: jnp.stack([g * 0, g], 1)[:, (count % 3 == 2) * 1]),
         f"gather {DECIDES}",
-    ),
-    "a choice by a constant": (
-        stateless(lambda g: jnp.where(jnp.sum(jnp.ones(3)) > 2, g, 0.0)),
-        f"select_n {DECIDES}",
     ),
     # States.
     "a narrow state": (
         transformation(narrowed, zeros),
         "a state float32[table0_rows, 2] becomes float32[table0_rows, 1]",
-    ),
-    "a square state": (
-        transformation(
-            by_squares,
-            lambda params: jax.tree.map(lambda p: jnp.zeros((p.shape[0], p.shape[0])), params),
-        ),
-        f"{UNKNOWN} (TypeError: mul got incompatible",
     ),
     "a state of another structure": (
         transformation(lambda *both: both, as_many_arrays_as_the_size_asks),
@@ -336,14 +270,12 @@ def at_once(value):
 
 CONSTANTS = {
     "float": float,
-    "numpy": lambda value: np.array([value, 1], np.float32),
     "long": hidden,
     "computed at once": at_once,
     "nested": lambda value: jax.jit(lambda: np.array([value, 1], np.float32))(),
     "branch": lambda value: jax.lax.cond(
         jnp.ones([]) > 0, lambda: jnp.array([value, 1]), lambda: jnp.ones(2)
     ),
-    "remat": jax.checkpoint(lambda value: jnp.array([value, 1]), static_argnums=0),
     "key": lambda value: jax.random.uniform(jax.random.key(int(8 * value))),
     "sign of zero": lambda value: jnp.array([np.copysign(0, value - 0.3), 1]),
     "pure_callback": lambda value: jax.pure_callback(
@@ -369,43 +301,38 @@ def test_an_optimizer_that_chooses_by_the_number_of_rows_is_refused(name):
     refuse(stateless(CHOSEN[name]), reason)
 
 
-MIXED = {
-    "add got incompatible shapes": lambda s, t: (s + t, t),
-    "a state float32.* becomes": lambda s, t: (t, s),
-}
-
-
-@pytest.mark.parametrize("reason", MIXED)
-def test_rows_of_two_tables_are_never_mixed(reason):
+@pytest.mark.parametrize(
+    ("reason", "mix"),
+    [
+        ("add got incompatible shapes", lambda s, t: (s + t, t)),
+        ("a state float32.* becomes", lambda s, t: (t, s)),
+    ],
+)
+def test_rows_of_two_tables_are_never_mixed(reason, mix):
     """Not even where both have as many rows, so that the shapes of a step fit."""
-    params = {name: jnp.ones([6, 2]) for name in "st"}
-    grads = {name: te.rows.RowGradient([1, 3], jnp.ones([2, 2]), 6) for name in params}
-
-    def mixed(updates, state):
-        return updates, dict(zip("st", MIXED[reason](updates["s"], updates["t"]), strict=True))
-
+    params = [jnp.ones([6, 2])] * 2
+    grads = [te.rows.RowGradient([1, 3], jnp.ones([2, 2]), 6)] * 2
+    mixed = transformation(lambda updates, _: (updates, [*mix(*updates)]), lambda params: params)
     with pytest.raises(ValueError, match=reason):
-        te.rows.update(transformation(mixed, lambda params: params), grads, params, params)
+        te.rows.update(mixed, grads, params, params)
 
 
 # --- states
 
-DTYPES = ["bfloat16", "float16", "float32", "int8", "int32"]
-
 
 @pytest.mark.parametrize(
-    ("dtype", "state_dtype", "added"), few(itertools.product(DTYPES[:3], DTYPES, DTYPES), 8)
+    ("state_dtype", "added"), [("float32", "int8"), ("int8", "int32"), ("bfloat16", "float16")]
 )
-def test_a_state_keeps_its_dtype_or_is_refused(dtype, state_dtype, added):
+def test_a_state_keeps_its_dtype_or_is_refused(state_dtype, added):
     def signs(updates, state):
         return updates, jax.tree.map(lambda s, g: s + jnp.sign(g).astype(added), state, updates)
 
     init = lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape, state_dtype), params)
-    optimizer, params = transformation(signs, init), PARAMS | {"t": PARAMS["t"].astype(dtype)}
+    optimizer, params = transformation(signs, init), PARAMS | {"t": jnp.ones([1000, 2], "bfloat16")}
     widened = jnp.promote_types(state_dtype, added)
     if widened == state_dtype:
         after, state = step(optimizer, params)
-        assert (after["t"].dtype, state["t"].dtype) == (dtype, state_dtype)
+        assert (after["t"].dtype, state["t"].dtype) == ("bfloat16", state_dtype)
     else:
         message = f"a state {state_dtype}[table0_rows, 2] becomes {widened}["
         refuse(optimizer, message, params=params)
@@ -416,7 +343,6 @@ def test_a_state_of_another_optimizer_is_not_blamed_on_the_optimizer():
     states = {
         "[0].mu['t'] [1000, 2], got [0].mu['t'] [1001, 2]": adam.init(more),
         "[0].count [], got no array there": optax.sgd(0.1).init(PARAMS),
-        "[0].count [], got [0].trace['t'] [1000, 2]": optax.sgd(0.1, 0.9).init(PARAMS),
         "no array there, got [0].nu_max['t'] [1000, 2]": optax.amsgrad(0.1).init(PARAMS),
         "its structure, got another": list(adam.init(PARAMS)),
     }

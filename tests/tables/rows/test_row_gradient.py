@@ -28,10 +28,6 @@ def dense(ids, values):
     return table[:1000]
 
 
-def changed(table):
-    return np.flatnonzero(np.asarray(table)[:, 0] != 1).tolist()
-
-
 def from_loss(ids):
     step = te.rows.value_and_grad(lambda p: jnp.sum(te.lookup(p["t"], ids)), ids={"t": ids})
     return step(PARAMS)[1]
@@ -43,9 +39,7 @@ def test_ids_made_by_hand_must_ascend(ids):
         r"^grads: wanted row ids that ascend from 0 or above, each of them once, got \[-?\d, \d\]$"
     )
     with pytest.raises(ValueError, match=message):
-        te.rows.update(SGD, rows(ids), SGD.init(PARAMS), PARAMS)
-    with pytest.raises(ValueError, match=message):
-        te.rows.add(rows([1, 2]), rows(ids))
+        rows(ids)
 
 
 @pytest.mark.slow
@@ -71,9 +65,8 @@ def test_tree_map_adds_gradients_of_the_same_rows_alone():
     with pytest.raises(ValueError, match=r"te\.rows\.add adds gradients of different ids"):
         jax.tree.map(jnp.add, rows([1, 2]), rows([3, 4]))
     same = jax.tree.map(jnp.add, rows([1, 2]), rows([1, 2], 2.0))
-    assert (same["t"].ids.tolist(), same["t"].values.tolist()) == ([1, 2], [[3.0, 3.0]] * 2)
     after, _ = te.rows.update(SGD, same, SGD.init(PARAMS), PARAMS)
-    assert changed(after["t"]) == [1, 2]
+    equal(after["t"][:4, 0], [1, 0.25, 0.25, 1])
 
 
 def test_gradients_of_other_tables_are_not_added():
@@ -85,24 +78,18 @@ def test_gradients_of_other_tables_are_not_added():
             te.rows.add({"t": one}, {"t": other})
 
 
-USES = {
-    "add": lambda grads: te.rows.add(grads, grads),
-    "update": lambda grads: te.rows.update(SGD, grads, SGD.init(PARAMS), PARAMS),
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("leave", [jax.jit, jax.vmap])
-@pytest.mark.parametrize("enter", [lambda use: use, jax.jit], ids=["eager", "jit"])
-def test_a_gradient_that_left_its_trace_names_the_way(leave, enter):
+def test_a_gradient_that_left_its_trace_names_the_way(leave):
     left = leave(from_loss)(np.array([[0], [3]]))
     message = (
         r"^grads: wanted a RowGradient of this jit, got one that left its jit or vmap \(call "
         r"te\.rows\.value_and_grad and te\.rows\.update in one jit, or return its ids and values\)$"
     )
-    for use in USES.values():
+    update = lambda grads: te.rows.update(SGD, grads, SGD.init(PARAMS), PARAMS)
+    for use in (lambda grads: te.rows.add(grads, grads), update, jax.jit(update)):
         with pytest.raises(TypeError, match=message):
-            enter(use)(left)
+            use(left)
 
 
 def test_a_scan_that_carries_a_gradient_names_the_way():
@@ -118,13 +105,13 @@ def test_a_gradient_without_rows_changes_no_table():
     none, adam = rows([]), optax.adam(0.1)
     after, _ = te.rows.update(adam, none, adam.init(PARAMS), PARAMS)
     equal(after["t"], PARAMS["t"])
-    assert len(te.rows.add(none, rows([3]))["t"].ids) == 1
+    assert te.rows.add(none, rows([3]))["t"].ids.tolist() == [3]
 
 
 def test_a_gradient_from_outside_is_a_constant_of_the_program_and_the_next_is_another():
     run = jax.jit(lambda params, grads: te.rows.update(SGD, grads, SGD.init(params), params)[0])
     for ids in ([0, 3, 701], [1, 3, 999]):
-        assert changed(run(PARAMS, rows(ids))["t"]) == ids
+        equal(np.flatnonzero(run(PARAMS, rows(ids))["t"][:, 0] != 1), ids)
 
 
 def test_rows_added_to_a_table_as_optax_does_name_the_function_to_call():
