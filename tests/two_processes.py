@@ -78,14 +78,10 @@ def trained(name):
     mesh = jax.make_mesh((2, NUM_DEVICES // 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     name, over = "*/token_embedding/embeddings", ("data", "model") if exchange else "model"
     stripe = name if exchange else None
-    params = te.sharding.shard_params(
-        EMBEDDER.init,
-        mesh,
-        {name: PartitionSpec(over)},
-        rng=jax.random.key(0),
-        stripe=stripe,
+    params, state = te.sharding.shard_params(
+        init, mesh, {name: PartitionSpec(over)}, rng=jax.random.key(0), stripe=stripe
     )
-    state, losses = init_state(params, mesh), []
+    losses = []
     batch = np.random.default_rng(0).integers(0, VOCAB_SIZE, (8, 17)).astype(np.int32)
     ids = jax.make_array_from_callback(
         batch.shape,
@@ -104,20 +100,14 @@ def trained(name):
     ]
 
 
-def init_state(params, mesh):
-    """The optimizer's state, placed as a step leaves it: each device holds the moments of its own
-    rows, and the step compiles once."""
-    (table,) = jax.tree.leaves(params)
-    place = lambda leaf: (
-        table.sharding if leaf.shape == table.shape else NamedSharding(mesh, PartitionSpec())
-    )
-    return jax.jit(
-        OPTIMIZER.init, out_shardings=jax.tree.map(place, jax.eval_shape(OPTIMIZER.init, params))
-    )(params)
-
-
 EMBEDDER = te.Embedder(te.EmbedderConfig(VOCAB_SIZE, D_MODEL, pad_id=0))
 OPTIMIZER = optax.adam(0.01)
+
+
+def init(rng):
+    """Parameters and the state of the optimizer: each device holds the moments of its own rows."""
+    params = EMBEDDER.init(rng)
+    return params, OPTIMIZER.init(params)
 
 
 @jax.jit

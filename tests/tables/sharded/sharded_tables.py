@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import meshes
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+import pytest
+from jax.sharding import PartitionSpec
 from meshes import AUTO, EXPLICIT, put
 
 import transformer_embed as te
@@ -40,6 +41,11 @@ BATCHES = [
 for batch in BATCHES:
     batch[:, 0], batch[2:4, 1], batch[0, 1:3], batch[1, 1:3] = 7, 7, (PAD, PAD), (-2, VOCAB + 1)
 WEIGHTS = [normal(10 + seed, 8, 4, WIDTH) for seed in range(STEPS)]
+# Of the loss below, with respect to the whole table.
+GRADIENTS = np.zeros((STEPS, VOCAB, WIDTH))
+for gradient, ids, weights in zip(GRADIENTS, BATCHES, WEIGHTS, strict=True):
+    counted = (ids >= 0) & (ids < VOCAB) & (ids != PAD)
+    np.add.at(gradient, ids[counted], weights[counted])
 
 
 def mesh_of(shape, kind=AUTO):
@@ -70,15 +76,23 @@ def on_host(tree):
 
 
 def placed_state(optimizer, params):
-    """The state of an optimizer, placed as a step leaves it: with one that is placed otherwise, the
-    first step would compile twice."""
-    shardings = {leaf.shape: leaf.sharding for leaf in jax.tree.leaves(params)}
-    (some, *_) = shardings.values()
-    everywhere = NamedSharding(some.mesh, SPEC())
-    state = optimizer.init(jax.tree.map(np.asarray, params))
-    return jax.device_put(
-        state, jax.tree.map(lambda leaf: shardings.get(leaf.shape, everywhere), state)
+    """The state of an optimizer, placed as a step leaves it: with a count that is placed otherwise,
+    the first step would compile twice."""
+    mesh = jax.tree.leaves(params)[0].sharding.mesh
+    place = lambda leaf: leaf if leaf.ndim else put(mesh, leaf)
+    return jax.tree.map(place, optimizer.init(params))
+
+
+def restored(path, target):
+    """An Orbax checkpoint, on the mesh of a tree of shapes."""
+    ocp = pytest.importorskip("orbax.checkpoint", reason="Orbax is of the test extra")
+    args = jax.tree.map(
+        lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape), target
     )
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        return checkpointer.restore(
+            path, args=ocp.args.PyTreeRestore(item=target, restore_args=args)
+        )
 
 
 def owned_by_one(count, devices=8):
@@ -102,21 +116,3 @@ def row_step(params, state, ids, weights):
     value, grads = te.rows.value_and_grad(loss, ids={"t": ids})(params, ids, weights)
     norm = jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads)))
     return *te.rows.update(ADAM, grads, state, params), value, norm
-
-
-def lazy_adam(batches=BATCHES):
-    """In float64: the table, its moments, and the loss and the norm of each step's gradient."""
-    table, first, second = TABLE.astype(np.float64), np.zeros(TABLE.shape), np.zeros(TABLE.shape)
-    losses, norms = [], []
-    for step, (ids, weights) in enumerate(zip(batches, WEIGHTS, strict=True), 1):
-        counted = (ids >= 0) & (ids < VOCAB) & (ids != PAD)
-        losses.append(np.sum(table[ids[counted]] * weights[counted]))
-        gradient = np.zeros(TABLE.shape)
-        np.add.at(gradient, ids[counted], weights[counted])
-        norms.append(np.sqrt(np.sum(gradient**2)))
-        moved = gradient.any(-1)
-        first[moved] = 0.9 * first[moved] + 0.1 * gradient[moved]
-        second[moved] = 0.999 * second[moved] + 0.001 * gradient[moved] ** 2
-        update = RATE * (first / (1 - 0.9**step)) / (np.sqrt(second / (1 - 0.999**step)) + 1e-8)
-        table[moved] -= update[moved]
-    return table, first, second, losses, norms

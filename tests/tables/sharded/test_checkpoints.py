@@ -6,7 +6,7 @@ import jax
 import optax
 import pytest
 from compare import equal, near
-from sharded_tables import AUTO, BOTH, EXPLICIT, SPEC, mesh_of, on_host
+from sharded_tables import AUTO, BOTH, EXPLICIT, SPEC, mesh_of, on_host, restored
 
 import transformer_embed as te
 
@@ -16,10 +16,8 @@ ADAM = optax.adam(0.01)
 
 
 def init(rng):
-    params = {
-        "cut": jax.random.normal(rng, (300, 4)),
-        "dealt": jax.random.normal(rng, (300, 4)) + 1,
-    }
+    drawn = jax.random.normal(rng, (300, 4))
+    params = {"contiguous": drawn, "striped": drawn + 1}
     return params, jax.tree.map(lambda leaf: leaf + 1, ADAM.init(params))
 
 
@@ -28,28 +26,25 @@ def test_a_checkpoint_of_one_mesh_is_restored_on_others_as_a_step_needs_it(tmp_p
     ocp = pytest.importorskip("orbax.checkpoint", reason="Orbax is of the test extra")
     place = functools.partial(
         te.sharding.shard_params,
-        rules={"*cut": SPEC("model"), "*dealt": SPEC(BOTH)},
-        tables="*[td]",
-        stripe="*dealt",
+        rules={"*contiguous": SPEC("model"), "*striped": SPEC(BOTH)},
+        tables="*",
+        stripe="*striped",
         virtual_shards=16,
     )
     saved = place(init, mesh_of((2, 2)), rng=jax.random.key(0))
     shapes, kept = jax.eval_shape(init, jax.random.key(0)), on_host(saved)
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "step", saved)
-        for mesh in (mesh_of((1, 1)), mesh_of((1, 4))):
-            target = place(shapes, mesh)
-            args = jax.tree.map(
-                lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape),
-                target,
-            )
-            restored = checkpointer.restore(
-                tmp_path / "step", args=ocp.args.PyTreeRestore(item=target, restore_args=args)
-            )
-            assert jax.tree.structure(restored) == jax.tree.structure(target)
-            for found, leaf in zip(*map(jax.tree.leaves, (restored, target)), strict=True):
-                assert (found.shape, found.sharding) == (leaf.shape, leaf.sharding)
-            equal(on_host(restored), kept)
+    for shape in ((1, 1), (1, 4)):
+        target = place(shapes, mesh_of(shape))
+        found = restored(tmp_path / "step", target)
+        assert jax.tree.structure(found) == jax.tree.structure(target)
+        jax.tree.map(assert_placed, found, target)
+        equal(on_host(found), kept)
+
+
+def assert_placed(array, target):
+    assert (array.shape, array.sharding) == (target.shape, target.sharding)
 
 
 @pytest.mark.slow
@@ -69,8 +64,6 @@ def test_resizing_and_saving_use_vocabulary_order(tmp_path, kind, options):
     assert resized.sharding == placed[NAME]["embeddings"].sharding
     # The mean and the spread are summed in another order.
     near(on_host(resized), expected, atol=1e-6)
-    smaller = te.resize_vocabulary(placed, 20)[NAME]["embeddings"]
-    equal(on_host(smaller), plain[:20])
     te.pretrained.save_embedder(tmp_path / "model.safetensors", CONFIG, placed)
     loaded = te.pretrained.load_embedder(tmp_path / "model.safetensors").params
     equal(loaded[NAME]["embeddings"], plain)

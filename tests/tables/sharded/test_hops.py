@@ -11,7 +11,7 @@ from transformer_embed._src.tables.sharded.load import simulate
 
 
 @pytest.mark.parametrize(
-    ("trials", "share"), [(16384, 1 / 256), (16384, 1 / 4096), (1024, 1 / 8), (10, 1 / 2)], ids=str
+    ("trials", "share"), [(16384, 1 / 256), (16384, 1 / 4096), (10, 1 / 2)], ids=str
 )
 def test_buffers_are_the_smallest_with_the_stated_probability(trials, share):
     checks = 100_000
@@ -40,12 +40,7 @@ def test_capacity_raises_and_never_lowers():
 
 @pytest.mark.parametrize(
     ("shape", "route"),
-    [
-        ((2, 4), [("data", "model")]),
-        ((16, 16), [("data", "model")]),
-        ((16, 32), [("data",), ("model",)]),
-        ((64, 64), [("data",), ("model",)]),
-    ],
+    [((16, 16), [("data", "model")]), ((16, 32), [("data",), ("model",)])],
     ids=str,
 )
 def test_large_meshes_route_over_one_axis_after_another(shape, route):
@@ -56,7 +51,7 @@ def test_large_meshes_route_over_one_axis_after_another(shape, route):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hot_rows", [1024, 8192], ids=str)
+@pytest.mark.parametrize("hot_rows", [1024, 8192])
 def test_slots_that_devices_share_need_no_more_room_than_others(hot_rows):
     asked, shape, axes = 1024, (8, 8), ("data", "model")
     rng = np.random.default_rng(0)

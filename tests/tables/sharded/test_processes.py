@@ -81,14 +81,6 @@ def test_two_processes_train_as_one(results, name):
 
 
 @pytest.mark.gate
-def test_two_processes_by_exchange_train_as_by_replicated_rows(results):
-    _, two, _ = results
-    for part, error in (("losses", LOSS_ERROR), ("table", TABLE_ERROR)):
-        found, expected = two[f"by_exchange_{part}"], two[f"by_rows_{part}"]
-        near(found, expected, atol=error)
-
-
-@pytest.mark.gate
 def test_each_process_prints_the_same_losses_and_the_first_what_they_are(results):
     first, second = (text.splitlines() for text in results[0])
     *first, last = first

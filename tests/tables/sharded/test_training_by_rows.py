@@ -10,20 +10,23 @@ import optax
 import pytest
 from collectives import collectives
 from compare import equal, near
+from oracle import lazy_adam
 from sharded_tables import (
     ADAM,
     AUTO,
     BATCHES,
     BOTH,
     EXPLICIT,
+    GRADIENTS,
     PAD,
+    RATE,
     SPEC,
+    STEPS,
     TABLE,
     TRAINED_ERROR,
     VOCAB,
     WEIGHTS,
     WIDTH,
-    lazy_adam,
     mesh_of,
     normal,
     on_host,
@@ -53,17 +56,28 @@ CASES = {
 }
 
 
-def train(mesh, table, batch):
-    """The table, its state, the losses and norms of a training, and what a step sends."""
-    params, values = {"t": table}, []
-    state, compiled = placed_state(ADAM, params), None
+def check_training(mesh, table, batch):
+    """Trains the table, beside lazy Adam in float64; returns what a step sends."""
+    params, losses, norms, compiled = {"t": table}, [], [], None
+    state = placed_state(ADAM, params)
     with jax.set_mesh(mesh):
         for data in zip(BATCHES, WEIGHTS, strict=True):
             arguments = (params, state, *(put(mesh, array, batch) for array in data))
             compiled = compiled or row_step.lower(*arguments).compile()
-            params, state, *both = compiled(*arguments)
-            values.append([float(value) for value in both])
-    return params["t"], state, *map(list, zip(*values, strict=True)), collectives(compiled)
+            params, state, loss, norm = compiled(*arguments)
+            losses.append(float(loss))
+            norms.append(float(norm))
+    tables, *moments = lazy_adam(TABLE, GRADIENTS, RATE)
+    # The loss is linear in the table.
+    near(losses, [np.sum(each) for each in tables[:STEPS] * GRADIENTS], atol=1e-3)
+    near(norms, [np.linalg.norm(each) for each in GRADIENTS], rtol=1e-5)
+    found = on_host(params["t"])
+    near(found, tables[-1], atol=TRAINED_ERROR)
+    near(on_host([state[0].mu["t"], state[0].nu["t"]]), moments, atol=1e-5)
+    still = np.setdiff1d(np.arange(VOCAB), np.setdiff1d(BATCHES, [PAD]))
+    equal(found[still], TABLE[still])
+    assert params["t"].array.sharding.is_equivalent_to(table.sharding, 2)
+    return collectives(compiled)
 
 
 @pytest.mark.slow
@@ -72,18 +86,7 @@ def test_training_by_rows_is_lazy_adam_in_float64_and_sends_only_ids_and_rows(na
     kind, shape, place, rows, batch = CASES[name]
     mesh = mesh_of(shape, kind)
     placed = place(mesh, SPEC(rows))
-    table, state, losses, norms, sent = train(mesh, placed, batch)
-    expected, first, second, expected_losses, expected_norms = lazy_adam()
-    near(losses, expected_losses, atol=1e-3)
-    near(norms, expected_norms, rtol=1e-5)
-    found = on_host(table)
-    near(found, expected, atol=TRAINED_ERROR)
-    near(on_host(state[0].mu["t"]), first, atol=1e-5)
-    near(on_host(state[0].nu["t"]), second, atol=1e-5)
-    still = np.setdiff1d(np.arange(VOCAB), np.setdiff1d(BATCHES, [PAD]))
-    equal(found[still], TABLE[still])
-    assert table.array.sharding.is_equivalent_to(placed.sharding, 2)
-
+    sent = check_training(mesh, placed, batch)
     if place is shard:
         for each in sent:
             assert each.largest <= WEIGHTS[0].size < VOCAB * WIDTH / 8, each.line
@@ -111,22 +114,21 @@ def test_one_mesh_axis_after_the_other_trains_like_a_single_hop(monkeypatch):
     mesh = mesh_of((2, 4))
     table = stripe(mesh, capacity=1.0625)
     assert not any(te.sharding.exchange_load(table, ids).dropped for ids in BATCHES)
-    trained, _, losses, *_ = train(mesh, table, BOTH)
-    expected, _, _, expected_losses, _ = lazy_adam()
-    near(losses, expected_losses, atol=1e-3)
-    near(on_host(trained), expected, atol=TRAINED_ERROR)
+    check_training(mesh, table, BOTH)
 
 
 @pytest.mark.slow
-def test_a_step_reuses_the_buffers_of_an_striped_table_and_its_moments():
+@pytest.mark.parametrize(
+    ("place", "devices"),
+    [(stripe, 8), (shard, 8), (lambda mesh, spec, table: table, 1)],
+    ids=["striped", "contiguous", "plain"],
+)
+def test_a_step_writes_in_place_and_its_memory_does_not_grow_with_the_table(place, devices):
     """Also where no gradient waits for the rows: that of a sum."""
-    mesh, vocab_size = mesh_of((1, 8)), 2**18
-    table = stripe(mesh, table=jax.ShapeDtypeStruct((vocab_size, WIDTH), jnp.float32))
-    adam, *rest = jax.eval_shape(ADAM.init, {"t": table})
-    state = adam._replace(mu={"t": table}, nu={"t": table}), *rest
-    ids = jax.ShapeDtypeStruct(
-        (128,), jnp.int32, sharding=jax.sharding.NamedSharding(mesh, SPEC(BOTH))
-    )
+    mesh, vocab_size = mesh_of((1, devices)), 2**18
+    table = place(mesh, SPEC(BOTH), jax.ShapeDtypeStruct((vocab_size, WIDTH), jnp.float32))
+    state = jax.eval_shape(ADAM.init, {"t": TABLE})
+    state = jax.tree.map(lambda leaf: table if leaf.ndim else leaf, state)
 
     def step(params, state, ids):
         total = lambda params: jnp.sum(te.lookup(params["t"], ids))
@@ -134,34 +136,38 @@ def test_a_step_reuses_the_buffers_of_an_striped_table_and_its_moments():
         return *te.rows.update(ADAM, grads, state, params), value
 
     step = jax.jit(step, donate_argnums=(0, 1))
+    ids = put(mesh, np.zeros(128, np.int32), BOTH)
     memory = step.lower({"t": table}, state, ids).compile().memory_analysis()
-    size = 4 * WIDTH * vocab_size // 8
+    size = 4 * WIDTH * vocab_size // devices
     assert memory.alias_size_in_bytes >= 3 * size
     assert memory.temp_size_in_bytes < size / 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("place", "dtype"), [(shard, jnp.float16), (stripe, jnp.bfloat16)], ids=["cut", "dealt"]
+    "place",
+    [shard, stripe, lambda mesh, spec, table: jnp.asarray(table)],
+    ids=["contiguous", "striped", "plain"],
 )
-def test_gradients_of_16_bits_are_summed_over_all_devices_before_they_round(place, dtype):
-    mesh, sgd, count = mesh_of((2, 4)), optax.sgd(2.0**-10), 4096
-    table = place(mesh, SPEC(BOTH), TABLE.astype(dtype))
-    # 16 bits stop counting by ones at 256 or 2048.
-    ids = put(mesh, np.full((count, 1), 5, np.int32), BOTH)
+def test_gradients_of_16_bits_are_summed_over_all_devices_before_they_round(place):
+    mesh, sgd, dtype = mesh_of((2, 4)), optax.sgd(2.0**-10), jnp.bfloat16
+    # On each device or data-parallel half, as many equal ids as 16 bits round down; all are 2040.
+    ids = np.full((8 * 257, 1), 5, np.int32)
+    ids[-16:] = 6
 
     @jax.jit
     def step(params, ids):
         value = lambda params: jnp.sum(te.lookup(params["t"], ids).astype(jnp.float32))
-        grads = te.rows.value_and_grad(value, ids={"t": ids}, max_rows=1)(params)[1]
-        return te.rows.update(sgd, grads, sgd.init(params), params)[0], grads["t"].values
+        grads = te.rows.value_and_grad(value, ids={"t": ids}, max_rows=2)(params)[1]
+        return te.rows.update(sgd, grads, sgd.init(params), params)[0], jax.grad(value)(params)
 
-    params, values = step({"t": table}, ids)
-    assert params["t"].dtype == values.dtype == dtype
-    assert np.asarray(values).max() == count
-    expected = TABLE.astype(dtype)
-    expected[5] -= dtype(4)
-    equal(on_host(params["t"]), expected)
+    params, dense = step(
+        {"t": place(mesh, SPEC("model"), TABLE.astype(dtype))}, put(mesh, ids, BOTH)
+    )
+    gradient = np.zeros_like(TABLE, dtype)
+    gradient[5], gradient[6] = 2040, 16
+    equal(on_host(dense["t"]), gradient)
+    equal(on_host(params["t"]), TABLE.astype(dtype) - gradient * dtype(2.0**-10))
 
 
 @pytest.mark.slow
@@ -185,99 +191,69 @@ def test_gradients_accumulate_over_several_striped_tables_and_lookups():
         return te.rows.update(sgd, te.rows.add(*grads), sgd.init(params), params)[0]
 
     # Few enough ids that some repeat: in one lookup, in both of a batch, and in both batches.
-    rng = np.random.default_rng(1)
-    batches = list(rng.integers(0, 30, (2, 2, 8, 4), np.int32))
-    found = on_host(step(params, [[put(mesh, each, BOTH) for each in both] for both in batches]))
-    gradient = jax.jit(jax.grad(value))
-    one, other = (gradient(plain, *both) for both in batches)
-    for name, table in plain.items():
-        expected = table - 0.5 * (one[name] + other[name])
-        near(found[name], expected, atol=1e-4)
-
-
-def by_columns():
-    """Gradient descent at a rate of its own for each column, which the state holds."""
-
-    def update(gradients, rates, params=None):
-        is_table = lambda g: g.shape[-1] == WIDTH
-        return jax.tree.map(lambda g: -g * (rates if is_table(g) else 0.1), gradients), rates
-
-    return optax.GradientTransformation(lambda params: jnp.linspace(0.1, 0.2, WIDTH), update)
-
-
-OPTIMIZER = optax.chain(optax.trace(0.9), by_columns())
-
-
-@jax.jit
-def step_by_rows(params, state, ids, cotangent):
-    """Of one table by rows, of another densely, and of a kernel."""
-
-    def loss(params):
-        x = te.lookup(params["tokens"], ids, out_of_range="zero")
-        x += te.lookup(params["types"], ids, out_of_range="clip")
-        return jnp.sum(x @ params["kernel"] * cotangent)
-
-    _, grads = te.rows.value_and_grad(loss, ids={"tokens": ids})(params)
-    return te.rows.update(OPTIMIZER, grads, state, params)
+    batches = [*np.random.default_rng(1).integers(0, 30, (2, 2, 8, 4), np.int32)]
+    found = on_host(step(params, [[*put(mesh, each, None, BOTH)] for each in batches]))
+    one, other = (jax.grad(value)(plain, *each) for each in batches)
+    expected = jax.tree.map(lambda table, *both: table - 0.5 * sum(both), plain, one, other)
+    near(found, expected, atol=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_a_table_trains_by_rows_beside_a_sharded_table_and_a_sharded_kernel(kind):
+    @jax.jit
+    def step(params, state, ids, cotangent):
+        def loss(params):
+            x = te.lookup(params["tokens"], ids, out_of_range="zero")
+            x += te.lookup(params["types"], ids, out_of_range="clip")
+            return jnp.sum(x @ params["kernel"] * cotangent)
+
+        _, grads = te.rows.value_and_grad(loss, ids={"tokens": ids})(params)
+        return te.rows.update(ADAM, grads, state, params)
+
     plain = {"kernel": normal(8, WIDTH, 512), "tokens": TABLE, "types": normal(9, VOCAB, WIDTH)}
     mesh, ids, cotangent = mesh_of((2, 4), kind), BATCHES[0], normal(10, 8, 4, 512)
-    expected = step_by_rows(plain, OPTIMIZER.init(plain), ids, cotangent)
+    expected = step(plain, ADAM.init(plain), ids, cotangent)
     specs = {"kernel": SPEC(None, "model"), "t*": SPEC("model")}
     with jax.set_mesh(mesh):
         params = te.sharding.shard_params(plain, mesh, specs, tables="t*")
-        arguments = (
-            params,
-            placed_state(OPTIMIZER, params),
-            put(mesh, ids, "data"),
-            put(mesh, cotangent, "data", None, "model"),
-        )
-        compiled = step_by_rows.lower(*arguments).compile()
+        batch = put(mesh, ids, "data"), put(mesh, cotangent, "data", None, "model")
+        arguments = params, placed_state(ADAM, params), *batch
+        compiled = step.lower(*arguments).compile()
         found = on_host(compiled(*arguments))
     near(found, expected, rtol=1e-5, atol=1e-4)
     sent = collectives(compiled)
     assert not any(each.kind == "all-gather" and each.operands[0][0] == "f32" for each in sent)
 
 
-def test_an_optimizer_that_is_not_row_wise_is_refused_for_a_sharded_table():
-    mesh, clip = mesh_of((2, 4)), optax.clip_by_global_norm(1.0)
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (SPEC("model"), "^optimizer: .*, got clip_by_global_norm: .*Train the table densely"),
+        (
+            SPEC(None, "model"),
+            r"^table: wanted rows over mesh axes, and whole columns, got .*None, 'model'\)$",
+        ),
+    ],
+)
+def test_an_optimizer_that_is_not_row_wise_and_columns_that_are_split_are_refused(spec, message):
+    clip = optax.clip_by_global_norm(1.0)
 
     def step(params, ids):
         grads = te.rows.value_and_grad(lambda p: te.lookup(p["t"], ids).sum(), ids={"t": ids})
         return te.rows.update(clip, grads(params)[1], clip.init(params), params)
 
-    message = r"^optimizer: wanted each row .*, got clip_by_global_norm: .*Train the table densely"
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(step, {"t": shard(mesh, SPEC("model"))}, BATCHES[0])
-
-
-def test_a_table_whose_columns_are_split_is_not_taken_by_rows():
-    table = shard(mesh_of((1, 2)), SPEC(None, "model"))
-    message = r"^table: wanted rows over mesh axes, and whole columns, got .*None, 'model'\)$"
-    with pytest.raises(ValueError, match=message):
-        te.rows.value_and_grad(lambda params: 0.0, ids={"t": [1]})({"t": table})
+        jax.eval_shape(step, {"t": shard(mesh_of((2, 4)), spec)}, BATCHES[0])
 
 
 @pytest.mark.slow
 def test_each_shard_updates_its_own_rows_in_ascending_order():
     """The update tells XLA so; a CPU gives the same rows in any order."""
-    split, ids = (
-        shard(mesh_of((1, 2)), SPEC("model")).split,
-        np.array([5, 192, 250, 299, 300, 301]),
-    )
-    held_rows = jax.shard_map(
-        functools.partial(rows_of_this_shard, split),
-        mesh=split.mesh,
-        in_specs=SPEC(),
-        out_specs=SPEC("model"),
-    )
-    rows, values = jax.jit(held_rows)(ids.astype(np.int32), np.float32(ids)[:, None])
-    for found, own, first in zip(np.split(rows, 2), np.split(values, 2), (0, 192), strict=True):
-        assert (np.diff(found) > 0).all()
-        held = found < 192
-        equal(found[held] + first, own[held, 0])
-        assert held.sum() == {0: 1, 192: 3}[first]
+    split = shard(mesh_of((1, 2)), SPEC("model")).split
+    ids = np.array([5, 192, 250, 299, 300, 301], np.int32)
+    held_rows = split.map(functools.partial(rows_of_this_shard, split), SPEC(), SPEC("model"))
+    rows, values = jax.jit(held_rows)(ids, np.float32(ids)[:, None])
+    # The first 192 rows and the other 108; numbers from 192 on are padding.
+    equal(rows, [5, 193, 194, 195, 196, 197, 0, 58, 107, 195, 196, 197])
+    equal(values[:, 0], [*ids, *np.roll(ids, -1)])
