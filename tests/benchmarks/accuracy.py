@@ -20,6 +20,7 @@ import transformer_embed as te
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import oracle
 from harness import markdown_table, parser_of
+from peers import float32_waves
 
 WHOLE = (
     ("0 .. 1e3", 0, 10**3),
@@ -61,13 +62,6 @@ def rotations(positions, head_dim, base):
     return sines, cosines
 
 
-def float32_formula(positions, pairs, base):
-    """The angle as a float32 product, as it is usually written."""
-    frequencies = jnp.exp(jnp.arange(pairs, dtype=jnp.float32) * np.float32(-np.log(base) / pairs))
-    angles = positions[:, None].astype(jnp.float32) * frequencies
-    return jnp.sin(angles), jnp.cos(angles)
-
-
 def errors(kind, low, high, count, rng):
     """The largest errors (ours, the formula's) over random positions and both ends, in a random
     pair of channels each and the first."""
@@ -79,7 +73,7 @@ def errors(kind, low, high, count, rng):
     positions = np.append(random, [low, high]).astype(kind.dtype)
     encode = (
         lambda p: kind.ours(p, 2 * kind.pairs, kind.base),
-        lambda p: float32_formula(p, kind.pairs, kind.base),
+        lambda p: float32_waves(p, kind.pairs, kind.base),
     )
     found = [np.stack([np.asarray(each) for each in jax.jit(f)(positions)]) for f in encode]
     worst = [0.0, 0.0]

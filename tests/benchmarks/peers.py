@@ -61,10 +61,16 @@ def sinusoid(length: int = LENGTH) -> np.ndarray:
 
 def float32_sinusoid(positions: jax.Array) -> jax.Array:
     """[..., d_model] by float32 products."""
-    steps = jnp.arange(0, D_MODEL, 2, dtype=jnp.float32)
-    frequencies = jnp.exp(steps * np.float32(-math.log(10_000) / D_MODEL))
+    waves = float32_waves(positions, D_MODEL // 2, 10_000)
+    return jnp.stack(waves, -1).reshape(*positions.shape, D_MODEL)
+
+
+def float32_waves(positions: jax.Array, pairs: int, base: float) -> tuple[jax.Array, jax.Array]:
+    """Sines and cosines of angles that are float32 products, as they are usually written."""
+    steps = jnp.arange(pairs, dtype=jnp.float32)
+    frequencies = jnp.exp(steps * np.float32(-math.log(base) / pairs))
     angles = positions[..., None].astype(jnp.float32) * frequencies
-    return jnp.stack([jnp.sin(angles), jnp.cos(angles)], -1).reshape(*positions.shape, D_MODEL)
+    return jnp.sin(angles), jnp.cos(angles)
 
 
 def calls_of(name: str, work: Work) -> Calls:

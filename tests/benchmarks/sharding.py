@@ -29,7 +29,6 @@ import transformer_embed as te
 from transformer_embed._src.tables.sharded.hops import plan_hops
 from transformer_embed._src.tables.sharded.placement import ROW_MULTIPLE, VIRTUAL_SHARDS
 from transformer_embed._src.tables.sharded.row_order import RowOrder
-from transformer_embed._src.tables.sharded.table_split import TableSplit
 
 WIDTH, IDS, MEMORY = 128, 16384, 64e9
 DEVICES, VOCABULARIES = (2, 64, 4096), (10**6, 10**8, 10**9)
@@ -200,12 +199,9 @@ def zipf(vocab_size=10**6, exponent=1.05, ids=IDS):
     steps, rng = np.cumsum(weights / weights.sum()), np.random.default_rng(0)
     for shape in ((1, 8), (2, 4), (8, 8), (16, 16)):
         mesh = jax.sharding.AbstractMesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-        axes, order = mesh.axis_names, RowOrder(vocab_size, VIRTUAL_SHARDS)
-        array = jax.ShapeDtypeStruct((order.size, WIDTH), jnp.float32)
-        sharding = NamedSharding(mesh, PartitionSpec(axes))
-        table = te.sharding.Sharded(array, TableSplit(order, sharding, axes, 1.0))
+        params, *_ = arguments_of("by exchange", mesh, optax.sgd(0.1), vocab_size, WIDTH, ids)
         batch = np.searchsorted(steps, rng.random((mesh.size, ids))).clip(0, vocab_size - 1)
-        load = te.sharding.exchange_load(table, batch)
+        load = te.sharding.exchange_load(params["embeddings"], batch)
         mean, most = load.rows.mean(), load.rows.max()
         mesh = f"{shape[0]} x {shape[1]}"
         rows.append([mesh, f"{mean:,.0f}", f"{most / mean:.2f}", str(load.dropped)])
