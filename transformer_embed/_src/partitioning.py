@@ -71,9 +71,9 @@ def with_whole_rows(array: Array) -> Array:
 
     A split axis has neither a cumulative sum nor a neighbour at its ends.
     """
-    *leading, last = spec_axes(jax.typeof(array).sharding.spec, array.ndim)
-    mesh = jax.typeof(array).sharding.mesh
-    return reshard(array, NamedSharding(mesh, PartitionSpec(*leading))) if last else array
+    sharding = jax.typeof(array).sharding
+    *leading, last = spec_axes(sharding.spec, array.ndim)
+    return reshard(array, NamedSharding(sharding.mesh, PartitionSpec(*leading))) if last else array
 
 
 def reshard(array: Array, sharding: NamedSharding) -> Array:

@@ -31,6 +31,7 @@ def register_pytree(cls: type, *static: str) -> None:
         instance.__dict__.update(zip(fields + static, (*leaves, *auxiliary), strict=True))
         return instance
 
+    # Without the last one, jax would make keys in every flattening and drop them.
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
     export.register_pytree_node_serialization(
         cls,

@@ -38,12 +38,14 @@ def distinct_rows(ids: Int32[Array, "..."], vocab_size: int, max_rows: int) -> I
 
 def distinct_ascending(values: Int32[Array, "..."], size: int, room: int) -> Int32[Array, "k"]:
     """The `room` smallest distinct values below `size`, ascending, then values above as padding."""
+    # Padding counts from `size` on: int32 would wrap.
     if size + room > 2**31 - 1:
         most = f"at most {2**31 - 1 - room} rows, to take {room} of them"
         raise arguments.value_error("table", most, size)
     ordered = jnp.sort(values.reshape(-1))
     first = jnp.concatenate([jnp.ones_like(ordered[:1], bool), ordered[1:] != ordered[:-1]])
     is_distinct = first & (ordered < size)
+    # Repeats, and values of `size` or above, go past the end and are dropped.
     slots = jnp.where(is_distinct, jnp.cumsum(is_distinct, dtype=jnp.int32) - 1, room)
     return jnp.arange(size, size + room, dtype=jnp.int32).at[slots].set(ordered, mode="drop")
 

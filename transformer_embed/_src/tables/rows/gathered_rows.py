@@ -116,6 +116,7 @@ def rows_of_ids(
     """
     # `find_each` would search again for the rows: XLA fuses its result into both uses.
     slots = jnp.minimum(count_below(held, ids), len(held) - 1)
+    # Its gradient sums the repeats of a row before they round to 16 bits.
     rows = lookup(without_marks(values), slots, out_of_range="clip")
     is_right = (read_each(held, slots) == ids) & are_marks(values[len(held) :])
     return jnp.where(is_right[..., None], rows, np.array(np.nan, rows.dtype))

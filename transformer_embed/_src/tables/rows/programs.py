@@ -95,6 +95,7 @@ class _Numbering:
     def _param(self, param: Any) -> Any:
         if isinstance(param, PROGRAMS):
             return self.results(param)
+        # By bytes: 0.0 equals -0.0, and an array is not hashable.
         if isinstance(param, float | np.ndarray | jax.Array):
             return self._constant(param)
         return self._sizes.get(param, param)
@@ -103,7 +104,8 @@ class _Numbering:
         try:
             array = np.asarray(jax.device_get(value))
         except (TypeError, RuntimeError):
-            # A traced value, a key, or an array of other processes.
+            # A traced value, a key, or an array of other processes. Both programs keep it alive, so
+            # no other object gets its id.
             return self._number("object", id(value))
         return self._number(array.shape, array.dtype, array.tobytes())
 

@@ -101,6 +101,7 @@ class RowGradient(SomeRows):
         def sum_both(ids: list[Array], values: list[Array]) -> tuple[Array, Array]:
             return sum_rows(jnp.concatenate(ids), jnp.concatenate(values), size)
 
+        # The sum gets a fingerprint of its own, which would hide that something mixed these rows.
         values = [self.trusted_values(), other.trusted_values()]
         ids, sums = self._on_shards(sum_both)([self.ids, other.ids], values)
         return dataclasses.replace(self, ids=ids, values=sums)
@@ -183,6 +184,7 @@ def _unflatten(static: tuple, leaves: Sequence[Any]) -> RowGradient:
     """The gradient as it was, unchecked: leaves may be anything."""
     (held, vocab_size, split), (values, scaled) = static, leaves
     ids, gradient = held.ids, object.__new__(RowGradient)
+    # Values that jit or vmap returned are known, but their ids still belong to its trace.
     is_known = isinstance(values, jax.Array) and not arguments.is_traced(values)
     if is_known and arguments.is_traced(ids) and _is_over(ids):
         ids = _Left()

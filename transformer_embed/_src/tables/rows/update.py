@@ -159,6 +159,7 @@ def _update_in_blocks(
     ascend, and ids past the end of the table are padding. Each is updated by NaN if the gradient is
     not of these ids.
     """
+    # Of no ids, no block can be sliced, not even in a loop that does not run.
     if not len(ids):
         return list(arrays)
     block = len(leaves[indices[0]])

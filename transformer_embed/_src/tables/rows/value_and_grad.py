@@ -82,6 +82,7 @@ def value_and_grad(
             }
             return loss(jax.tree.unflatten(treedef, (leaves | read).values()), *args, **kwargs)
 
+        # Of rows, only the values: jax.grad refuses keys.
         leaves = dict(enumerate(trees)) | {n: rows.values for n, (rows, _) in taken.items()}
         value, gradients = jax.value_and_grad(loss_of, has_aux=has_aux)(leaves)
         gradients |= {n: to_gradient(gradients[n]) for n, (_, to_gradient) in taken.items()}
@@ -119,6 +120,7 @@ def _at_leaves(name: str, indices: Tree, tree: Tree) -> Iterator[tuple[str, tupl
         yield name, (indices, tree)
         return
     inner, is_mapping = _children(indices), isinstance(indices, Mapping)
+    # A tree of another kind has no part of any of these names: the error below names it.
     parts = _children(tree) if isinstance(tree, Mapping) == is_mapping else {"": tree}
     for key, child in parts.items():
         if key not in inner:

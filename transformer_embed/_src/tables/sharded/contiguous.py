@@ -75,5 +75,6 @@ def rows_of_this_shard(
     # Those of earlier shards go to the end.
     order = (index + jnp.sum(ids < first, dtype=jnp.int32)) % len(ids)
     ids, values = ids[order], values[order]
+    # Padding ascends and is distinct as well: the update promises XLA both.
     here = (ids >= first) & (ids < jnp.minimum(first + split.shard, split.order.vocab_size))
     return jnp.where(here, ids - first, split.shard + index), values

@@ -81,6 +81,7 @@ def gather_from_owners(
 
     The gradient goes back the same way.
     """
+    # Owners sum the gradients that devices return, before these round to 16 bits.
     rows, _ = take_from_owners(split, arguments.widened(array), ids, as_max_rows(None))
     return rows._gather_rows(ids).astype(array.dtype)
 

@@ -61,11 +61,13 @@ def _hops(
 ) -> tuple[Hop, ...]:
     """The hops over these axes, each with its number of devices."""
     owners = math.prod(parts for _, parts in legs)
+    # In a hop, each device fills a buffer for each part and one with what it receives.
     checks = sum(devices * (parts + 1) for _, parts in legs)
     hops, senders, receivers, most = [], 1, owners, min(asked, shard * owners)
     for axes, parts in legs:
         receivers //= parts
         share, stride = receivers / owners, shard * receivers
+        # No device asks for more than `most` slots, and no part owns more than `stride` of them.
         room = min(_room(asked * senders, share, checks, capacity), most, stride)
         room = -(-room // TILE) * TILE
         senders *= parts

@@ -103,6 +103,7 @@ def simulate(
         along = [batch.index(axis) for axis in hop.axes]
         owners[along] = np.unravel_index(parts, [sizes[axis] for axis in hop.axes])
         received = np.ravel_multi_index(tuple(owners[:, fits]), shape)
+        # Requests of several devices for one slot are merged.
         pairs = np.unique([received, slots[fits]], axis=1)
         held = _rank(pairs[0]) < hop.distinct
         dropped += np.sum(~fits) + np.sum(~held)

@@ -111,6 +111,7 @@ class RowOrder(NamedTuple):
     def _reversed(self, cards: Any) -> Any:
         """The binary digits of numbers below virtual_shards in reverse order."""
         digits = self.virtual_shards.bit_length() - 1
+        # Zeros of the same type, numpy's or jax's.
         reverse = cards & 0
         for digit in range(digits):
             reverse = reverse | ((cards >> digit & 1) << (digits - 1 - digit))

@@ -130,6 +130,7 @@ class Sharded(Table):
             raise arguments.type_error("grads", want, f"plain {type(gradient).__name__}")
 
         def update_shard(shared, scaled, ids, values, shards):
+            # Before the rows of other shards are left out: the fingerprint is that of all ids.
             is_right = fits(ids, scaled)
             if not is_owned:
                 ids, values = rows_of_this_shard(split, ids, values)
