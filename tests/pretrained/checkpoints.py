@@ -3,10 +3,13 @@
 import base64
 import json
 import pathlib
+import time
 import zlib
 
 import jax
 import numpy as np
+import pytest
+from drawn import drawn
 from safetensors.numpy import save_file
 
 import transformer_embed as te
@@ -25,10 +28,24 @@ PAD = 1
 # another order than the original does; tests/benchmarks/pretrained.py --precision measures wider
 # models.
 ULPS = 5
+# Characters of a message.
+MOST = 1200
 load_embedder, save_embedder = te.pretrained.load_embedder, te.pretrained.save_embedder
 ROOT = "transformer_embedding/~/"
 TOKENS = f"{ROOT}token_embedding/embeddings"
 POSITIONS = f"{ROOT}learned_positional_encoding/embeddings"
+SMALL = te.EmbedderConfig(7, 6)
+PARAMS = drawn(te.Embedder(SMALL).init)
+
+
+def refused(*arguments, **options):
+    """The message of a refusal, which is short and soon."""
+    start = time.process_time()
+    with pytest.raises((TypeError, ValueError, FileNotFoundError)) as error:
+        load_embedder(*arguments, **options)
+    assert time.process_time() - start < 5
+    assert len(str(error.value)) < MOST
+    return str(error.value)
 
 
 def unpack(value):

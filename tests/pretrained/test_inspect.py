@@ -59,28 +59,19 @@ def test_inspect_names_layers_that_are_not_rotated(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "code"),
+    "options",
     [
-        (te.EmbedderConfig(9, 4), ""),
-        (
-            te.EmbedderConfig(9, 4, te.Learned(8, start=2), scale=2.0, param_dtype="bfloat16"),
-            ", scheme=te.Learned(max_len=8, start=2), scale=2.0, param_dtype='bfloat16'",
-        ),
-        (
-            te.EmbedderConfig(9, 4, te.SinusoidalGrid((2, 3)), output=te.OutputLayer(scale=2)),
-            ", scheme=te.SinusoidalGrid(shape=(2, 3)), output=te.OutputLayer(scale=2.0)",
-        ),
-        (
-            te.EmbedderConfig(9, 4, None, pad_id=0, output=None),
-            ", scheme=None, pad_id=0, output=None",
-        ),
+        "",
+        ", scheme=te.Learned(max_len=8, start=2), scale=2.0, param_dtype='bfloat16'",
+        ", scheme=te.SinusoidalGrid(shape=(2, 3)), output=te.OutputLayer(scale=2.0)",
+        ", scheme=None, pad_id=0, output=None",
     ],
 )
-def test_inspect_prints_code_of_what_is_not_default(tmp_path, config, code):
+def test_inspect_prints_code_of_what_is_not_default(tmp_path, options):
+    code = f"te.EmbedderConfig(vocab_size=9, d_model=4{options})"
+    config = eval(code, {"te": te})
     save_embedder(tmp_path / "x", config, drawn(te.Embedder(config).init))
-    code = f"te.EmbedderConfig(vocab_size=9, d_model=4{code})"
     assert f"layer\n  te.TransformerEmbedding({code})\n" in run("inspect", tmp_path / "x")[1]
-    assert eval(code, {"te": te}) == config
 
 
 def test_inspect_of_what_is_not_known(tmp_path):

@@ -2,16 +2,13 @@
 
 import contextlib
 import fractions
-import functools
 import json
 import os
 import pathlib
 import re
 import struct
 import tempfile
-import time
 
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -20,13 +17,17 @@ import pytest
 from cases import few
 from checkpoints import (
     CASES,
+    MOST,
+    PARAMS,
     POSITIONS,
     ROOT,
+    SMALL,
     TOKENS,
     assert_identical,
     checkpoint,
     load,
     load_embedder,
+    refused,
     save_embedder,
     tensors_of,
 )
@@ -39,11 +40,8 @@ from safetensors.numpy import load_file, save_file
 
 import transformer_embed as te
 from transformer_embed._src.pretrained.own import CONFIG, EXTRAS
+from transformer_embed._src.pretrained.parameters import by_path
 from transformer_embed._src.tables.rows.gathered_rows import GatheredRows
-
-SMALL = te.EmbedderConfig(7, 6)
-PARAMS = drawn(te.Embedder(SMALL).init)
-MOST = 1200
 
 
 @contextlib.contextmanager
@@ -70,11 +68,15 @@ def test_saved_under_the_originals_names_and_back_bit_for_bit(tmp_path, name):
 
 
 CONFIGS = [
-    te.EmbedderConfig(7, 6, scheme=None, scale=12.0, layer_norm_eps=fractions.Fraction(1, 4)),
     te.EmbedderConfig(
-        7, 6, scheme=te.Sinusoidal(layout="sin_cos", shift=1.0), dtype="bfloat16", pad_id=3
+        7,
+        8,
+        scheme=te.Sinusoidal(layout="sin_cos", base=10**20, shift=fractions.Fraction(1, 4)),
+        scale=12.0,
+        layer_norm_eps=fractions.Fraction(1, 4),
+        dtype="bfloat16",
+        pad_id=3,
     ),
-    te.EmbedderConfig(7, 8, scheme=te.Sinusoidal(base=10**20, shift=fractions.Fraction(1, 4))),
     te.EmbedderConfig(
         np.int64(7),
         6,
@@ -96,153 +98,74 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=range(len(CONFIGS)))
+@pytest.mark.parametrize("config", CONFIGS)
 def test_any_config_and_what_stands_beside_the_layer_come_back(tmp_path, config):
     params = {**drawn(te.Embedder(config).init), "head": {"w": jnp.arange(6.0)}}
     params = jax.tree.map(lambda leaf: leaf.astype(config.param_dtype), params)
     save_embedder(str(tmp_path / "x"), config, params)
-    paths = [f"{module}/{name}" for module, leaves in params.items() for name in leaves]
-    own = te.pretrained.PretrainedInput(config, params, names={path: path for path in paths})
+    own = te.pretrained.PretrainedInput(
+        config, params, names={path: path for path in by_path(params)}
+    )
     assert_identical(own, load_embedder(tmp_path / "x"))
 
 
-SCALINGS = [
-    None,
-    te.LinearScaling(2.0),
-    te.NTKScaling(3.0),
-    te.DynamicNTKScaling(2.0, 8, 16),
-    te.YarnScaling(2.0, 8),
-    te.YarnScaling(2.0, 8, attention_factor=3e37),
-    te.Llama3Scaling(8.0),
-    te.LongRopeScaling([1.0, 2.0], [1.0, 3.0], 4.0, 8, 8),
-    te.LongRopeScaling([1e-30], [1.0], 4.0, 8, 8),
+LONG = te.LongRopeScaling([1.0, 2.0], [1.0, 3.0], 4.0, 8, 8)
+BUCKETS = {"num_heads": 2, "num_buckets": 32}
+BIAS_TABLE = {"relative_position_bias": {"embeddings": np.zeros((32, 2), np.float32)}}
+ROTARIES = [
+    {"base": fractions.Fraction(20001, 2), "layout": "interleaved", "rotary_dim": 6, "partial": "proportional"},
+    {"base": 10**20, "rotary_dim": 512, "scaling": None},
+    {"pair_axes": (0, 1), "rotary_dim": 4, "scaling": LONG},
+    {"pair_axes": (0, 3, 1), "scaling": te.DynamicNTKScaling(2.0, 8, 16)},
+    {"scaling": te.YarnScaling(2.0, 8, attention_factor=3e37)},
+    {"full": {"base": np.float64(1e4)}, "sliding": {"scaling": te.NTKScaling(3.0)}},
+    {"full": {"scaling": te.Llama3Scaling(8.0)}, "sliding": None},
+]  # fmt: skip
+BIASES = [
+    {"num_heads": 3, "symmetric": True, "max_bias": 100.0},
+    BUCKETS | {"bidirectional": False, "max_distance": 2**31 - 2},
 ]
-ROTARIES = st.fixed_dictionaries(
-    {},
-    optional={
-        "base": st.sampled_from([0.5, 1.0, 1e4, 10**20, fractions.Fraction(20001, 2)]),
-        "layout": st.sampled_from(["half", "interleaved"]),
-        "rotary_dim": st.sampled_from([None, 1, 2, 4, 6]),
-        "partial": st.sampled_from(["first", "proportional"]),
-        "pair_axes": st.none() | st.lists(st.integers(-1, 3), max_size=3).map(tuple),
-        "scaling": st.sampled_from(SCALINGS),
-    },
-)
-
-
-def rotates(rotary):
-    """Whether heads of some size can be rotated so."""
-    axes = (1 + max(rotary["pair_axes"]),) if rotary.get("pair_axes") else ()
-    for head_dim in (*range(2, 20, 2), 256):
-        heads = jax.ShapeDtypeStruct((1, 1, head_dim), jnp.float32)
-        positions = jax.ShapeDtypeStruct((1, *axes), jnp.int32)
-        with contextlib.suppress(ValueError):
-            jax.eval_shape(functools.partial(te.apply_rotary, **rotary), heads, positions)
-            return True
-    return False
-
-
-BIASES = st.fixed_dictionaries(
-    {"num_heads": st.integers(0, 3)},
-    optional={"symmetric": st.booleans(), "max_bias": st.floats(-1, 300)},
-) | st.fixed_dictionaries(
-    {"num_heads": st.integers(0, 3), "num_buckets": st.integers(0, 9)},
-    optional={"bidirectional": st.booleans(), "max_distance": st.sampled_from([1, 5, 2**31])},
-)
-
-
-def biases(bias):
-    """Whether logits can be biased so."""
-    makes = hk.transform(lambda: te.RelativePositionBias(**bias)([0, 1], [0, 1])).init
-    if "num_buckets" not in bias:
-        makes = lambda key: te.alibi_bias([0, 1], [0, 1], **bias)
-    with contextlib.suppress(ValueError):
-        jax.eval_shape(makes, jax.random.key(0))
-        return True
-    return False
-
-
-@pytest.mark.slow
-@settings(max_examples=60)
-@given(
-    st.tuples(st.just("rotary"), ROTARIES, st.just(rotates))
-    | st.tuples(st.just("bias"), BIASES, st.just(biases))
-)
-def test_rotary_and_bias_arguments_are_saved_if_and_only_if_they_can_be_used(case):
-    name, options, works = case
-    table = np.zeros((options.get("num_buckets", 0), options.get("num_heads", 0)), np.float32)
-    params = PARAMS | {"relative_position_bias": {"embeddings": table}}
-    with in_a_folder() as path:
-        try:
-            save_embedder(path, SMALL, params, **{name: options})
-        except ValueError:
-            assert not works(options)
-            return
-        assert getattr(load_embedder(path), name) == options
-        assert works(options)
 
 
 @pytest.mark.parametrize(
-    ("rotary", "read"),
-    [
-        ({"full": {"base": np.float64(1e4)}, "sliding": {"scaling": te.LinearScaling(2.0)}}, None),
-        ({"full": {"base": 1e4}, "sliding": None}, None),
-        # As the docstring of apply_rotary writes them.
-        (
-            {"pair_axes": np.repeat([0, 1, 2], [1, 2, 1]), "scaling": None},
-            {"pair_axes": (0, 1, 1, 2), "scaling": None},
-        ),
-    ],
+    "extras", [{"rotary": each} for each in ROTARIES] + [{"bias": each} for each in BIASES]
 )
-def test_rotary_arguments_of_layers_and_arrays_come_back(tmp_path, rotary, read):
-    save_embedder(tmp_path / "x", SMALL, PARAMS, rotary=rotary)
-    assert load_embedder(tmp_path / "x").rotary == (rotary if read is None else read)
+def test_arguments_that_can_be_used_come_back(tmp_path, extras):
+    save_embedder(tmp_path / "x", SMALL, PARAMS | BIAS_TABLE, **extras)
+    found = load_embedder(tmp_path / "x")
+    assert {name: getattr(found, name) for name in extras} == extras
 
 
-@pytest.mark.slow
-def test_a_loaded_layer_is_tuned_inside_a_model_saved_and_loaded(tmp_path):
-    """Every step by the public doors, T5's table of biases too."""
-    found, ids = load(tmp_path, "t5"), np.array([[1, 2, 3]], np.int32)
+def test_an_array_of_axes_comes_back_as_a_tuple(tmp_path):
+    """As the docstring of apply_rotary writes them."""
+    rotary = {"pair_axes": np.repeat([0, 1, 2], [1, 2, 1])}
+    save_embedder(tmp_path / "x", SMALL, PARAMS, rotary)
+    assert load_embedder(tmp_path / "x").rotary == {"pair_axes": (0, 1, 1, 2)}
 
-    def model(ids):
-        embed = te.TransformerEmbedding(found.config, initial_params=found.params)
-        x = hk.Linear(4)(embed(ids, is_training=False))
-        return (x + te.RelativePositionBias(**found.bias)(range(3), range(3)).mean()).sum()
 
-    pair = hk.without_apply_rng(hk.transform(lambda x: hk.to_module(model)("model")(x)))
-    params = pair.init(jax.random.key(0), ids)
-    steps = jax.jit(jax.grad(pair.apply))(params, ids)
-    tuned = jax.tree.map(lambda leaf, step: leaf - 0.1 * step, params, steps)
-    path = tmp_path / "tuned.safetensors"
-    save_embedder(path, found.config, tuned, found.rotary, found.bias)
+def test_a_layer_inside_a_model_is_saved_and_loaded(tmp_path):
+    """With T5's table of biases, which is elsewhere in the model."""
+    found, path = load(tmp_path, "t5"), tmp_path / "tuned.safetensors"
+    linear = {"model/linear": {"w": jnp.ones((8, 4))}}
+    model = {f"model/{module}": leaves for module, leaves in found.params.items()}
+    save_embedder(path, found.config, model | linear, found.rotary, found.bias)
     again = load_embedder(path)
     assert (again.config, again.bias) == (found.config, found.bias)
-    module = f"{ROOT}token_embedding"
-    assert not np.array_equal(
-        again.params[module]["embeddings"], found.params[module]["embeddings"]
-    )
-    own = {name.removeprefix("model/"): leaves for name, leaves in tuned.items()}
-    own["model/linear"] = own.pop("linear")
-    jax.tree.map(np.testing.assert_array_equal, dict(again.params), own)
+    jax.tree.map(np.testing.assert_array_equal, dict(again.params), {**found.params, **linear})
 
 
-STORED = st.builds(
-    lambda values, dtype, step: np.array(values, dtype)[::step],
-    st.lists(st.floats(-9, 9, width=16), max_size=6),
-    st.sampled_from(["<f4", ">f4", "<f2", ">f2"]),
-    st.sampled_from([1, -1, 2]),
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        np.arange(6, dtype=">f4")[::2],
+        np.arange(6, dtype="<f2")[::-1],
+        nnx.Param(jnp.arange(3.0)),
+    ],
 )
-
-
-@pytest.mark.slow
-@settings(max_examples=15)
-@given(STORED, st.booleans())
-def test_arrays_of_any_layout_are_saved_by_value(array, is_param):
+def test_arrays_of_any_layout_are_saved_by_value(tmp_path, leaf):
     """Of either byte order, with any stride, and inside Flax's nnx.Param."""
-    leaf = nnx.Param(jnp.asarray(array)) if is_param and array.dtype.isnative else array
-    with in_a_folder() as path:
-        save_embedder(path, SMALL, PARAMS | {"a": {"b": leaf}})
-        got = load_embedder(path).params["a"]["b"]
+    save_embedder(tmp_path / "x", SMALL, PARAMS | {"a": {"b": leaf}})
+    got, array = load_embedder(tmp_path / "x").params["a"]["b"], np.asarray(leaf)
     assert got.dtype == array.dtype.newbyteorder("=")
     np.testing.assert_array_equal(got, array)
 
@@ -255,8 +178,6 @@ def beside(value):
 
 
 GATHERED = {"embeddings": GatheredRows(jnp.array([1]), jnp.ones([1, 6]), 7)}
-BUCKETS = {"num_heads": 2, "num_buckets": 32}
-BIAS_TABLE = {"relative_position_bias": {"embeddings": np.zeros((32, 2), np.float32)}}
 UNSAVED = [
     ({"names": {TOKENS: "__metadata__"}}, "other than '__metadata__'"),
     ({"names": {TOKENS: 5}}, "names: wanted a tensor's name of its own for each par"),
@@ -267,34 +188,31 @@ UNSAVED = [
     (beside(np.ones(1, np.float32)) | {"names": {TOKENS: "x", "a/b": "x"}}, "names: wanted a tensor's name of its own"),
     ({"rotary": {"base": "x"}}, "rotary, all layers: base: wanted a Python number, got str 'x'"),
     ({"rotary": {"base": None, "scaling": None}}, "rotary, all layers: base: wanted a Python number"),
-    ({"rotary": {"base": -1.0}}, "base: wanted a finite number above 0, got -1.0"),
-    ({"rotary": {"layout": "thirds"}}, "layout: wanted one of 'half', 'interleaved', got 'thirds'"),
-    ({"rotary": {"pair_axes": np.arange(4), "base": 0.0}}, "base: wanted a finite number"),
     ({"rotary": {"full": {"rotary_dim": 3}}}, "rotary, full: rotary_dim: wanted an even number of channels, to make pairs, got 3"),
-    ({"rotary": {"scaling": 2.0}}, "scaling: wanted LinearScaling(...), another scaling of this package, or None, got float 2.0"),
     ({"rotary": {"base": jnp.ones(2)}}, "Only scalar arrays can be converted to Python scalars"),
-    ({"rotary": 3}, "rotary: wanted a mapping, or None, got int"),
+    ({"rotary": {"rotary_dim": 10**5}}, "head_dim: wanted an int of at most 8192, got 100000"),
+    ({"rotary": {"pair_axes": (0, 20)}}, "pair_axes[1]: wanted an int of at most 15, got 20"),
+    ({"rotary": {"pair_axes": (0, 1), "rotary_dim": 6}}, "rotary_dim: wanted an int of at most 4, got 6"),
+    ({"rotary": {"scaling": te.LongRopeScaling([1e-30], [1.0], 4.0, 8, 8)}}, "wanted frequencies below 2**32 turns"),
+    ({"bias": {"num_heads": 2, "max_bias": 0.0}}, "bias: max_bias: wanted a finite number above 0"),
     ({"bias": {"num_heads": 0}}, "bias: num_heads: wanted an int of at least 1, got 0"),
     ({"params": PARAMS | BIAS_TABLE, "bias": BUCKETS | {"max_distance": 3}}, "max_distance: wanted an int of at least 9, got 3"),
     ({"bias": BUCKETS}, "params: wanted one relative_position_bias with embeddings, got none among ['transformer"),
     ({"bias": {}}, "bias: num_heads: wanted a Python int, got NoneType None"),
-    ({"params": 3}, "params: wanted a Haiku parameter tree, a dict of dicts, got int 3"),
     ({"params": {"embeddings": np.ones(2)}}, "params: embeddings: wanted the parameters of a module, a dict of arrays, got an array"),
     ({"params": PARAMS | {"a": {"b/c": np.ones(1)}}}, "params: wanted names without a slash, got 'b/c'"),
     ({"params": PARAMS | {5: {"a": np.ones(1)}}}, "'<' not supported between instances of 'int' and 'str'"),
     (beside(np.ma.masked_array([1.0], [True])), "params: a/b: wanted an array without a mask (fill it first: x.filled(...)), got a masked"),
     (beside([1.0]), "params: a/b: "),
     (beside(np.ones(1, ml_dtypes.float8_e4m3fn)), "x.safetensors: a/b: wanted shape [1], as the configuration says, of F32 or BF16 or F16, got"),
-    (beside(np.ones(1, np.int32)), "of F32 or BF16 or F16, got int32[1]: convert it"),
     (beside(jax.random.key(0)), "array with PRNGKey dtype cannot be converted to a NumPy array"),
     ({"params": {f"{ROOT}token_embedding": GATHERED}}, "table: wanted to be read by te.lookup or te.TokenEmbedding alone, "),
-    ({"config": 3}, "config: wanted an EmbedderConfig, got int"),
     ({"config": te.EmbedderConfig(7, 6, scheme=te.Learned(8))}, "params: wanted learned_positional_encoding/embeddings [8, 6], got none of them"),
     ({"config": te.EmbedderConfig(8, 6)}, "params: wanted token_embedding/embeddings [8, 6], got token_embedding/embeddings [7, 6]"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("options", "message"), UNSAVED, ids=range(len(UNSAVED)))
+@pytest.mark.parametrize(("options", "message"), UNSAVED)
 def test_what_would_not_load_again_is_not_saved(tmp_path, options, message):
     path = tmp_path / "x.safetensors"
     path.write_bytes(b"good")
@@ -345,47 +263,24 @@ HOSTILE = [
     ("{}", {}, "embeddings: wanted shape [None, None], as the conf"),
     ("[1]", {}, "transformer_embed.config: wanted a JSON object, got list"),
     ("[" * 100_000, {}, "config, as JSON: maximum recursion"),
-    ('{"a":' * 100_000, {}, "config, as JSON: maximum recursion"),
-    ({}, "[" * 100_000, "extras, as JSON: maximum recursion"),
-    ({"vocab_size": 0}, {}, "wanted shape [0, 6], as the configuration says"),
-    ({"vocab_size": 2**40}, {}, "wanted shape [1099511627776, 6]"),
     ({"vocab_size": 10**4000}, {}, "embeddings: wanted shape [1000000"),
     ({"d_model": "6"}, {}, "embeddings: wanted shape [7, '6']"),
-    ({"d_model": True}, {}, "embeddings: wanted shape [7, True]"),
     ({"scale": "yes"}, {}, "scale: wanted True, False, or a number above 0 "),
-    ({"dropout_rate": float("nan")}, {}, "dropout_rate: wanted a finite number, got nan"),
-    ({"param_dtype": "float31"}, {}, "param_dtype: wanted a floating dtype"),
     ({"unknown": 1}, {}, "EmbedderConfig.__init__() got an unexpected keyword argument 'unknown'"),
     ({"scheme": {"kind": "SinusoidalGrid", "shape": [2] * 500}}, {}, "shape: its number of points: wanted an int of at most 2147483647, got "),
     ({"scheme": {"kind": "Learned", "max_len": 2**60}}, {}, "max_len: wanted an int of at most"),
     ({"scheme": {"kind": ["Learned"]}}, {}, "kind: wanted one of 'OutputLayer', 'Sinusoidal', 'SinusoidalGrid', 'Learned', "),
-    ({"scheme": "sinusoidal"}, {}, "scheme: wanted Sinusoidal(...), SinusoidalGrid(...) or Learned(max_len=...), or None, got str 'sinus"),
     ({}, {"names": ["a"]}, "names: wanted a mapping, or None, got tuple"),
     ({}, {"names": {"a": ["b"]}}, "wanted a tensor ('b',), got 1 tensors: "),
-    ({}, {"names": {"noslash": TOKENS}}, f"{ALSO}['noslash']"),
     ({}, {"names": {"a/b": TOKENS}}, f"{ALSO}['a/b']"),
-    ({}, {"rotary": "base"}, "rotary: wanted a mapping, or None, got str"),
-    ({}, {"rotary": {"base": [1]}}, "rotary, all layers: base: wanted a Python number, got tuple (1,)"),
     ({}, {"rotary": {"scaling": YARN}}, "factor: wanted a finite number above 0"),
     ({}, {"rotary": {"scaling": {"kind": "os.system"}}}, "got 'os.system'"),
-    ({}, {"rotary": {"x": {"scaling": {"kind": "LinearScaling", "factor": 1e400}}}}, "factor: wanted a finite number above 0, got inf"),
     ({}, WITH_BIAS | {"bias": {"num_heads": 2**40, "num_buckets": 32}}, "num_heads: wanted an int of at"),
     ({}, WITH_BIAS | {"bias": {"num_heads": 2, "num_buckets": 2**40}}, "num_buckets: wanted an int of at most 4096"),
-    ({}, {"bias": [1, 2]}, "bias: wanted a mapping, or None, got tuple"),
 ]  # fmt: skip
 
 
-def refused(path):
-    """The message of a refusal, which is short and soon."""
-    start = time.process_time()
-    with pytest.raises((TypeError, ValueError)) as error:
-        load_embedder(path)
-    assert time.process_time() - start < 5
-    assert len(str(error.value)) < MOST
-    return str(error.value)
-
-
-@pytest.mark.parametrize(("config", "extras", "message"), HOSTILE, ids=range(len(HOSTILE)))
+@pytest.mark.parametrize(("config", "extras", "message"), HOSTILE)
 def test_hostile_metadata_is_refused_at_once(tmp_path, config, extras, message):
     config = SIZES | config if isinstance(config, dict) else config
     names = TABLE | ({POSITIONS: "positions"} if "max_len" in str(config) else {})
