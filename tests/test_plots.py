@@ -1,5 +1,4 @@
 import functools
-import math
 import os
 import re
 import subprocess
@@ -53,8 +52,6 @@ ROTATED = 4 * 2.0**-22
 EXACT = 2 * 2.0**-51
 # A wavelength is rounded to float64 once by each side, the formula's power and product once each.
 WAVELENGTH = 8 * 2.0**-52
-# n <= 64 products below 1 are summed in float64 by either side, then at most 40 sums are.
-SUMS = 2 * 64 * 40 * 2.0**-52
 # Web Content Accessibility Guidelines 2.1, success criterion 1.4.11: neighbouring tones of
 # graphics.
 LEAST_CONTRAST = 3.0
@@ -218,14 +215,11 @@ def test_cells_without_a_value_are_hatched(ax):
     assert nan.min() < 0.9 < zero.min()
 
 
-@pytest.mark.parametrize(
-    ("token", "shown"),
-    [("$x$", "$x$"), ("Ġthe", "Ġthe"), (7, "7")],
-)
-def test_any_token_can_be_drawn(ax, token, shown):
-    plots.plot_mask([[True]], ax=ax, key_tokens=[token], query_tokens=[token])
+def test_any_token_can_be_drawn(ax):
+    tokens = ["$x$", "Ġthe", 7]
+    plots.plot_mask(np.eye(3) > 0, ax=ax, key_tokens=tokens, query_tokens=tokens)
     rendered(ax)
-    assert texts(ax.get_xticklabels()) == texts(ax.get_yticklabels()) == [shown]
+    assert texts(ax.get_xticklabels()) == texts(ax.get_yticklabels()) == ["$x$", "Ġthe", "7"]
 
 
 WRONG = [
@@ -233,18 +227,13 @@ WRONG = [
     (plots.plot_encoding, np.zeros([0, 4]), {}, f"encoding: wanted {MATRIX}, got shape [0, 4]"),
     (plots.plot_encoding, np.zeros([2, 2, 3]), {}, f"encoding: wanted {MATRIX}, got shape [2, 2, 3]"),
     (plots.plot_encoding, [[1.0]], {"limit": 0}, "limit: wanted a finite number above 0, got 0"),
-    (plots.plot_encoding, [[1.0]], {"limit": "1"}, "limit: wanted a Python number, got str '1'"),
     (plots.plot_similarity, 1.0, {}, f"encoding: wanted {MATRIX}, got shape []"),
     (plots.plot_mask, [[1, 0]], {}, "mask: wanted a bool array, True = may attend, got int64"),
-    (plots.plot_mask, [True], {}, f"mask: wanted {MATRIX}, got shape [1]"),
     (plots.plot_mask, np.ones([1, 3, 2, 2], bool), {}, f"mask: wanted {MATRIX}, got shape [1, 3, 2, 2]"),
     (plots.plot_rotary, [0], {"head_dim": 5}, "head_dim: wanted an even number of channels, to make pairs, got 5"),
     (plots.plot_rotary, [True], {"head_dim": 4}, "positions: wanted an integer dtype, or float32 (16-bit floats skip integers), got bool"),
-    (plots.plot_rotary, [0], {"head_dim": 4, "base": -1.0}, "base: wanted a finite number above 0, got -1.0"),
     (plots.plot_bias, np.zeros(3), {}, f"bias: wanted {MATRIX}, got shape [3]"),
-    (plots.plot_bias, np.zeros([1, 4, 2, 2]), {}, f"bias: wanted {MATRIX}, got shape [1, 4, 2, 2]"),
     (plots.plot_error, 0, {}, "d_model: wanted an int of at least 1, got 0"),
-    (plots.plot_error, 4, {"base": 0.0}, "base: wanted a finite number above 0, got 0.0"),
     (plots.plot_error, 4, {"positions": [2**31]}, "positions: wanted integers inside int32"),
 ]  # fmt: skip
 
@@ -255,12 +244,10 @@ def test_bad_arguments_raise_errors():
             draw(argument, **options)
 
 
-def test_tokens_of_another_number_are_refused():
-    for options in ({"query_tokens": WORDS}, {"key_tokens": WORDS}):
-        with pytest.raises(ValueError, match="labels"):
-            plots.plot_mask(CAUSAL, **options)
+@pytest.mark.parametrize("options", [{"query_tokens": WORDS}, {"key_tokens": WORDS}])
+def test_tokens_of_another_number_are_refused(options):
     with pytest.raises(ValueError, match="labels"):
-        plots.plot_encoding([[1.0]], tokens=WORDS)
+        plots.plot_mask(CAUSAL, **options)
 
 
 @pytest.mark.parametrize(
@@ -282,9 +269,7 @@ def test_traced_arrays_are_refused(draw):
 # plot_wavelengths
 
 
-@pytest.mark.parametrize(
-    ("d_model", "base"), [(64, 10_000.0), (7, 500.0), (1, 10_000.0), (2, 10_000.0)]
-)
+@pytest.mark.parametrize(("d_model", "base"), [(64, 10_000.0), (7, 500.0), (1, 10_000.0)])
 def test_wavelengths_are_those_of_the_formula(ax, d_model, base):
     plots.plot_wavelengths(d_model, ax=ax, base=base)
     pairs = np.arange((d_model + 1) // 2)
@@ -294,18 +279,11 @@ def test_wavelengths_are_those_of_the_formula(ax, d_model, base):
     assert ax.get_yscale() == "log"
 
 
-def test_a_published_scaling(ax):
-    """Llama 3.1's: wavelengths up to 8192 / 4 as they were, those from 8192 on times 8 (Grattafiori
-    et al., 2024, its published code)."""
-    plots.plot_wavelengths(128, ax=ax, base=500_000.0)
-    plots.plot_wavelengths(128, ax=ax, base=500_000.0, scaling=te.Llama3Scaling(8.0))
+def test_a_scaling_changes_wavelengths(ax):
+    plots.plot_wavelengths(16, ax=ax)
+    plots.plot_wavelengths(16, ax=ax, scaling=te.LinearScaling(8.0))
     before, after = (line.get_ydata() for line in ax.lines)
-    factors = after / before
-    near(factors[before <= 8192 / 4], 1, rtol=WAVELENGTH)
-    near(factors[before >= 8192], 8, rtol=WAVELENGTH)
-    assert (
-        ((factors > 1) & (factors < 8)).sum() == ((before > 8192 / 4) & (before < 8192)).sum() > 0
-    )
+    near(after, 8 * before, rtol=WAVELENGTH)
 
 
 def test_several_series_differ_and_are_named(ax):
@@ -320,20 +298,16 @@ def test_several_series_differ_and_are_named(ax):
 
 
 def test_similarity_is_the_mean_over_pairs(ax):
-    encoding = (
-        np.random.default_rng(0).uniform(-1, 1, (40, 64)).astype(np.float32).astype(np.float64)
-    )
+    """Of integers, whose products are exact."""
+    encoding = np.random.default_rng(0).integers(-9, 9, (8, 4))
     plots.plot_similarity(encoding, ax=ax)
     band = ax.collections[0].get_paths()[0].vertices
-    for distance in range(40):
-        products = [math.fsum(encoding[p] * encoding[p + distance]) for p in range(40 - distance)]
-        assert ax.lines[0].get_xydata()[distance] == pytest.approx(
-            [distance, np.mean(products)], abs=SUMS
-        )
+    for distance, (place, mean) in enumerate(ax.lines[0].get_xydata()):
+        products = np.diagonal(encoding @ encoding.T, distance)
+        assert (place, mean) == (distance, products.mean())
         heights = band[band[:, 0] == distance, 1]
-        assert (heights.min(), heights.max()) == pytest.approx(
-            (min(products), max(products)), abs=SUMS
-        )
+        assert (heights.min(), heights.max()) == (products.min(), products.max())
+    assert distance == 7
 
 
 # plot_mask
@@ -345,14 +319,10 @@ def test_mask_shows_the_array_and_a_legend_of_its_tones(ax):
     equal(image(ax), CAUSAL)
     assert texts(ax.get_yticklabels()) == list("abcd")
     assert texts(ax.get_xticklabels()) == list("efgh")
-    legend = dict(
-        zip(texts(ax.get_legend().get_texts()), ax.get_legend().get_patches(), strict=True)
-    )
-    tones = {True: legend["may attend"].get_facecolor(), False: legend["hidden"].get_facecolor()}
-    picture = rendered(ax)
-    for (query, key), allowed in np.ndenumerate(CAUSAL):
-        column, row = ax.transData.transform((key, query)).astype(int)
-        near(picture[picture.shape[0] - row, column], tones[allowed][:3], atol=1 / 255)
+    shown = ax.images[0].to_rgba(np.array([True, False]), norm=True)
+    legend = ax.get_legend()
+    assert texts(legend.get_texts()) == ["may attend", "hidden"]
+    equal(shown, np.array([patch.get_facecolor() for patch in legend.get_patches()]))
 
 
 @pytest.mark.parametrize(("size", "lines"), [(64, True), (65, False)])
@@ -370,14 +340,9 @@ def test_rotary_points_are_rotated_by_position_times_frequency(ax, positions):
     plots.plot_rotary(positions, 32, ax=ax)
     for line, pair, radius in zip(ax.lines, (0, 2, 4, 6), (1, 2, 3, 4), strict=True):
         frequency = oracle.frequency(pair, 16)
-        expected = [
-            [
-                float(radius * oracle.sine(float(position), frequency, quarters))
-                for quarters in (1, 0)
-            ]
-            for position in positions
-        ]
-        near(line.get_xydata(), expected, atol=ROTATED)
+        for point, position in zip(line.get_xydata(), positions, strict=True):
+            sides = [oracle.sine(float(position), frequency, quarters) for quarters in (1, 0)]
+            near(point, radius * np.array(sides, float), atol=ROTATED)
     assert texts(ax.texts) == [f"{position:g}" for position in positions]
 
 
@@ -388,10 +353,6 @@ def test_the_pairs_that_are_drawn(ax, head_dim, pairs):
     plots.plot_rotary([0, 1], head_dim, ax=ax)
     assert texts(ax.texts) == ["0", "1"]
     assert texts(ax.get_legend().get_texts()) == [f"pair {pair}" for pair in pairs]
-    assert (
-        ax.get_legend().get_title().get_text()
-        == "A circle for each pair;\nradii keep them apart.\nNumbers: positions."
-    )
 
 
 @pytest.mark.slow
@@ -432,12 +393,15 @@ def test_bias_shows_the_head_and_leaves_out_what_is_masked(ax, dtype):
     plots.plot_bias(masked[0, 2], ax=ax)
     equal(image(ax).mask, ~np.tri(12, dtype=bool))
     equal(image(ax).compressed(), np.asarray(bias[0, 2], np.float64)[np.tri(12, dtype=bool)])
-    other, masked = new_axes(), new_axes()
+    other = new_axes()
     plots.plot_bias(np.float32([[0.0, -np.inf, -16376.0, -16375.0]]), ax=other)
     assert image(other).mask.tolist() == [[False, True, True, False]]
-    plots.plot_bias(te.mask_to_bias(np.zeros([2, 2], bool)), ax=masked)
-    assert image(masked).mask.all()
-    rendered(masked)
+
+
+def test_a_bias_that_is_masked_everywhere_is_drawn(ax):
+    plots.plot_bias(te.mask_to_bias(np.zeros([2, 2], bool)), ax=ax)
+    assert image(ax).mask.all()
+    rendered(ax)
 
 
 # plot_error
@@ -457,9 +421,7 @@ def test_error_draws_ours_the_product_and_the_rounding(ax):
     angles = np.float32(positions)[:, None] * frequencies
     usual = np.stack([np.sin(angles), np.cos(angles)], -1).reshape(4, 6)
     for line, table in ((ours, np.asarray(te.sinusoidal_encoding(positions, 6))), (product, usual)):
-        worst = [
-            max(map(oracle.error, got, wanted)) for got, wanted in zip(table, exact, strict=True)
-        ]
+        worst = [max(map(oracle.error, *rows)) for rows in zip(table, exact, strict=True)]
         near(line.get_ydata(), worst, atol=EXACT)
     assert ours.get_ydata().max() <= oracle.MAX_ERROR
     # Half of float32's spacing at the last angle is 64 radians.
@@ -467,11 +429,8 @@ def test_error_draws_ours_the_product_and_the_rounding(ax):
     assert product.get_ydata()[3] > 0.5
     assert set(rounding.get_ydata()) == {float(np.spacing(np.float32(0.5))) / 2}
     assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
-    assert texts(ax.get_legend().get_texts()) == [
-        "transformer_embed",
-        "float32 product",
-        "rounding to float32",
-    ]
+    labels = ["transformer_embed", "float32 product", "rounding to float32"]
+    assert texts(ax.get_legend().get_texts()) == labels
 
 
 def test_kinds_of_tiles_are_drawn_in_three_tones(ax):
