@@ -1,7 +1,5 @@
-import dataclasses
 import os
 import sys
-import types
 
 import numpy as np
 import pytest
@@ -58,30 +56,26 @@ def test_embed_is_the_formula_on_padded_lines(
         row[: len(line.encode())] = list(line.encode())
     with safe_open(model_file, framework="numpy") as file:
         embeddings, positions = by_hand(file.get_tensor(TABLE), ids)
-    equal(got["ids"], ids)
-    equal(got["mask"], ids != PAD_ID)
-    equal(got["positions"], positions)
+    expected = {"ids": ids, "mask": ids != PAD_ID, "positions": np.int32(positions)}
+    for name, array in expected.items():
+        assert got[name].dtype == array.dtype
+        equal(got[name], array)
     near(got["embeddings"], embeddings, atol=BY_HAND)
-    kinds = {"embeddings": "f4", "mask": "?", "positions": "i4", "ids": "i4"}
-    assert {name: array.dtype for name, array in got.items()} == kinds
+    assert got["embeddings"].dtype == np.float32
 
 
 @pytest.mark.slow
 def test_all_batches_have_one_shape(monkeypatch, embedded, model_file, text_file):
-    shapes, real = [], te.Embedder
+    shapes, real = [], te.Embedder.apply
 
-    def observed(config):
-        def apply(params, rng, ids, **options):
-            shapes.append(ids.shape)
-            return real(config).apply(params, rng, ids, **options)
+    def observed(self, params, rng, ids, **options):
+        shapes.append(ids.shape)
+        return real(self, params, rng, ids, **options)
 
-        return types.SimpleNamespace(apply=apply)
-
-    monkeypatch.setattr(te, "Embedder", observed)
+    monkeypatch.setattr(te.Embedder, "apply", observed)
     monkeypatch.setattr(embed, "TOKENS_PER_BATCH", 1_000)
     embedded(text_file, model_file)
-    assert len(shapes) > 1
-    assert len(set(shapes)) == 1
+    assert len(shapes) > len(set(shapes)) == 1
     assert len(shapes) * shapes[0][0] % 100 != 0
 
 
@@ -141,8 +135,6 @@ def test_a_wrong_id_is_named(fails, model_file, tmp_path, wrong):
 
 
 NOT_BYTES = "are not bytes; give a FILE of ids, as its tokenizer makes them, and --ids"
-KIND = '{"vocab_size": 7, "d_model": 6, "scheme": {"kind": "rotary"}}'
-GRID = te.SinusoidalGrid((2, 2))
 SMALL = te.EmbedderConfig(7, 6)
 
 
@@ -150,17 +142,12 @@ SMALL = te.EmbedderConfig(7, 6)
     ("config", "change", "ids", "message"),
     [
         (SMALL, {}, None, NOT_BYTES),
-        (te.EmbedderConfig(257, 6), {}, None, NOT_BYTES),
-        (dataclasses.replace(SMALL, scheme=te.Learned(3)), {}, "1 2 3 4",
+        (te.EmbedderConfig(7, 6, scheme=te.Learned(3)), {}, "1 2 3 4",
          "a line has 4 tokens (ids: wanted a length of at most 3, where Learned ends, got length 4); split such lines"),
-        (te.EmbedderConfig(256, 8, scheme=GRID), {}, None, "wanted a length of at most 4, where SinusoidalGrid ends, got length"),
         (SMALL, {}, " \n", "ids holds no tokens; give a file of ids"),
         (te.EmbedderConfig(256, 6), {}, "\n", "holds no tokens; give a file of ids"),
         (SMALL, {"arrays": {"a": np.zeros(3)}}, None, f"wanted a tensor {TABLE}, got 1 tensors: a"),
-        (SMALL, {"arrays": {TABLE: np.zeros((7, 5), np.float32)}}, None, "wanted shape [7, 6], as the configuration says, "),
-        (SMALL, {"arrays": {TABLE: np.zeros((7, 6))}}, None, "of F32 or BF16 or F16, got F64[7, 6]"),
         (SMALL, {"text": "[1]"}, None, "transformer_embed.config: wanted a JSON object, got list"),
-        (SMALL, {"text": KIND}, None, "'LongRopeScaling', got 'rotary'"),
     ],
 )  # fmt: skip
 def test_a_model_that_does_not_fit_the_file(
@@ -173,7 +160,7 @@ def test_a_model_that_does_not_fit_the_file(
     assert not (tmp_path / "x.npz").exists()
 
 
-@pytest.mark.parametrize("keep", [None, 1, 100, -1])
+@pytest.mark.parametrize("keep", [None, 100])
 def test_a_model_that_cannot_be_read(fails, model_file, tmp_path, text_file, keep):
     params = tmp_path / "p"
     message = f"cannot read {params}: No such file or directory"
