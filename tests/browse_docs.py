@@ -1,5 +1,4 @@
-"""Opens the built documentation in headless Chromium: `python tests/browse_docs.py build/docs
-[--screenshots FOLDER]`.
+"""Opens the built documentation in headless Chromium: `python tests/browse_docs.py build/docs`.
 
 Needs Chromium with its driver, and the package selenium. Every page has to open without an error in
 the console, all of its links and pictures have to be there, no page may be wider than a phone, and
@@ -28,16 +27,6 @@ FLAGS = [
     "--hide-scrollbars",
 ]
 DESKTOP, PHONE = (1280, 900), (390, 844)
-PICTURED = (
-    "index",
-    "quick_start",
-    "02_positions",
-    "reference/rotary",
-    "conventions",
-    "performance",
-    "numerics",
-    "command_line",
-)
 SEARCHED, FOUND = "apply_rotary", "reference/rotary.html"
 SECONDS = 30
 
@@ -52,7 +41,7 @@ IDS = "return [...document.querySelectorAll('[id]')].map(element => element.id)"
 RESULTS = "return [...document.querySelectorAll('ul.search li a')].map(a => a.href)"
 
 
-def browse(docs: pathlib.Path, screenshots: pathlib.Path | None = None) -> list[str]:
+def browse(docs: pathlib.Path) -> list[str]:
     """What is wrong with the pages in a folder: a line each."""
     with _server(docs) as address, _browser() as driver:
         pages = sorted(
@@ -75,8 +64,6 @@ def browse(docs: pathlib.Path, screenshots: pathlib.Path | None = None) -> list[
         faults += _broken_links(address, links, ids)
         faults += _too_wide(driver, address, pages)
         faults += _unfound(driver, address)
-        if screenshots:
-            _take(driver, address, screenshots)
     print(
         f"{len(pages)} pages, {sum(map(len, links.values()))} links, {pictures} pictures, {len(faults)} faults"
     )
@@ -87,9 +74,8 @@ def _broken_links(address: str, links: dict[str, list[str]], ids: dict[str, set[
     """Links to pages or places of this documentation that are not there."""
     faults = []
     for page, targets in links.items():
-        for target in sorted(
-            {target.removeprefix(f"{address}/") for target in targets if target.startswith(address)}
-        ):
+        inside = {target for target in targets if target.startswith(address)}
+        for target in sorted(each.removeprefix(f"{address}/") for each in inside):
             goal, _, place = target.partition("#")
             goal = goal or "index.html"
             if goal not in ids or (place and place not in ids[goal]):
@@ -115,21 +101,8 @@ def _unfound(driver, address: str) -> list[str]:
 
     driver.get(f"{address}/search.html?q={SEARCHED}")
     results = WebDriverWait(driver, SECONDS).until(lambda driver: driver.execute_script(RESULTS))
-    return (
-        []
-        if any(FOUND in result for result in results)
-        else [f"search: {SEARCHED} is not found on {FOUND}"]
-    )
-
-
-def _take(driver, address: str, folder: pathlib.Path) -> None:
-    """Pictures of some pages, at the width of a desk and of a phone."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for width, size in {"desktop": DESKTOP, "phone": PHONE}.items():
-        _resize(driver, size)
-        for page in PICTURED:
-            driver.get(f"{address}/{page}.html")
-            driver.save_screenshot(str(folder / f"{page.replace('/', '_')}_{width}.png"))
+    is_found = any(FOUND in result for result in results)
+    return [] if is_found else [f"search: {SEARCHED} is not found on {FOUND}"]
 
 
 def _resize(driver, size: tuple[int, int]) -> None:
@@ -161,10 +134,8 @@ def _server(folder: pathlib.Path):
 def _browser():
     from selenium import webdriver  # noqa: PLC0415
 
-    options, service = (
-        webdriver.ChromeOptions(),
-        webdriver.ChromeService(shutil.which("chromedriver")),
-    )
+    options = webdriver.ChromeOptions()
+    service = webdriver.ChromeService(shutil.which("chromedriver"))
     options.binary_location = chromium()
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     with tempfile.TemporaryDirectory() as profile:
@@ -192,22 +163,16 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("docs", type=pathlib.Path, help="folder of the built pages")
-    parser.add_argument(
-        "--screenshots",
-        type=pathlib.Path,
-        metavar="FOLDER",
-        help="save pictures of some pages here",
-    )
-    arguments = parser.parse_args()
+    docs = parser.parse_args().docs
     if not chromium():
         parser.error(
             "wanted Chromium and its driver on the path; on Debian: apt-get install chromium chromium-driver"
         )
-    if not (arguments.docs / "index.html").exists():
+    if not (docs / "index.html").exists():
         parser.error(
-            f"{arguments.docs}: wanted built pages; run: python -m sphinx -W --keep-going notebooks {arguments.docs}"
+            f"{docs}: wanted built pages; run: python -m sphinx -W --keep-going notebooks {docs}"
         )
-    faults = browse(arguments.docs, arguments.screenshots)
+    faults = browse(docs)
     print(*faults, sep="\n", end="\n" if faults else "")
     return int(bool(faults))
 
