@@ -124,7 +124,7 @@ def test_padding_inside_a_line_is_padding_to_the_model(
 # --- Errors.
 
 
-@pytest.mark.parametrize("wrong", ["256", "-1", "x", "1.0", "1_0", "+5", "٣", "9" * 5000])
+@pytest.mark.parametrize("wrong", ["256", "-1", "1_0", "٣", "9" * 5000])
 def test_a_wrong_id_is_named(fails, model_file, tmp_path, wrong):
     source = tmp_path / "ids"
     source.write_text(f"1 2 3\n4 {wrong} 5\n", encoding="utf-8")

@@ -66,46 +66,36 @@ MAPPINGS = (
     "MODEL_FOR_PRETRAINING",
     "MODEL",
 )
-SIZES = [
-    (r"word_embed_proj_dim", 64),
-    (r"vocab_size|decoder_vocab_size|entity_vocab_size", VOCAB),
-    (r"hidden_size|d_model|n_embd|dim|emb_dim|attention_hidden_size|encoder_hidden_size", 64),
-    (r"embedding_size", 48),
-    (r"num_attention_heads|n_heads?|num_heads|(en|de)coder_attention_heads|attention_heads", 4),
-    (r"num_key_value_heads|num_kv_heads|n_kv_heads|multi_query_group_num", 2),
-    (r"head_dim", 24),
-    (r"num_hidden_layers|n_layers?|num_layers|(en|de)coder_layers|num_decoder_layers", 3),
-    (r"(moe_|shared_expert_)?intermediate_size|\w*ffn_dim|d_ff|n_inner|ffn_hidden_size|mlp_dim", 40),
-    (r"max_(target_|source_)?positions?(_embeddings)?|n_positions|n_ctx|max_seq_len|context_length", 40),
-    (r"max_position_embeddings|seq_length|max_sequence_length", 40),
-    (r"type_vocab_size", 3),
-    (r"num_experts|num_local_experts|n_routed_experts|moe_num_experts", 4),
-    (r"num_experts_per_tok|moe_topk|moe_k|num_experts_per_token|top_k_experts", 2),
-    (r"n_group|topk_group|first_k_dense_replace|n_shared_experts|num_nextn_predict_layers", 1),
-    (r"q_lora_rank|kv_lora_rank", 16),
-    (r"qk_rope_head_dim", 8),
-    (r"qk_nope_head_dim|v_head_dim", 12),
-    (r"d_kv", 16),
-    (r"rotary_dim", 8),
-    (r"vocab_size_per_layer_input", VOCAB),
-    (r"hidden_size_per_layer_input", 8),
-    (r"image_size|img_size", 32),
-    (r"patch_size", 8),
-    (r"depth", 2),
-    (r"embed_dim|projection_dim|projector_hidden_size", 64),
-    (r"num_codevectors_per_group", 4),
-    (r"num_kv_shared_layers", 0),
-    (r"sliding_window|window_size", 4),
-    (r"local_attention", 8),
-]  # fmt: skip
-ODD = [
-    (r"(?!.*(rms|batch|cc)).*(eps|epsilon)", 0.0375),
-    (r"embedding_multiplier|scale_emb|embedding_scale", 1.7),
-    (r"logit_scale|logits_scaling|lm_head_multiplier", 0.3),
-    (r"final_logit_softcapping", 2.5),
-    (r"rope_theta|rotary_emb_base|rope_local_base_freq", 700.0),
-    (r"partial_rotary_factor|rotary_pct", 0.5),
-]
+SIZES = {
+    r"vocab_size|decoder_vocab_size|entity_vocab_size|vocab_size_per_layer_input": VOCAB,
+    r"hidden_size|d_model|n_embd|dim|emb_dim|attention_hidden_size|encoder_hidden_size|embed_dim|"
+    r"word_embed_proj_dim|projection_dim|projector_hidden_size": 64,
+    r"embedding_size": 48,
+    r"(moe_|shared_expert_)?intermediate_size|\w*ffn_dim|d_ff|n_inner|ffn_hidden_size|mlp_dim|"
+    r"max_(target_|source_)?positions?(_embeddings)?|n_positions|n_ctx|max_seq_len|context_length|"
+    r"max_position_embeddings|seq_length|max_sequence_length": 40,
+    r"image_size|img_size": 32,
+    r"head_dim": 24,
+    r"q_lora_rank|kv_lora_rank|d_kv": 16,
+    r"qk_nope_head_dim|v_head_dim": 12,
+    r"qk_rope_head_dim|rotary_dim|hidden_size_per_layer_input|patch_size|local_attention": 8,
+    r"num_attention_heads|n_heads?|num_heads|(en|de)coder_attention_heads|attention_heads|"
+    r"num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_codevectors_per_group|"
+    r"sliding_window|window_size": 4,
+    r"num_hidden_layers|n_layers?|num_layers|(en|de)coder_layers|num_decoder_layers|type_vocab_size": 3,
+    r"num_key_value_heads|num_kv_heads|n_kv_heads|multi_query_group_num|depth|"
+    r"num_experts_per_tok|moe_topk|moe_k|num_experts_per_token|top_k_experts": 2,
+    r"n_group|topk_group|first_k_dense_replace|n_shared_experts|num_nextn_predict_layers": 1,
+    r"num_kv_shared_layers": 0,
+}
+ODD = {
+    r"(?!.*(rms|batch|cc)).*(eps|epsilon)": 0.0375,
+    r"embedding_multiplier|scale_emb|embedding_scale": 1.7,
+    r"logit_scale|logits_scaling|lm_head_multiplier": 0.3,
+    r"final_logit_softcapping": 2.5,
+    r"rope_theta|rotary_emb_base|rope_local_base_freq": 700.0,
+    r"partial_rotary_factor|rotary_pct": 0.5,
+}
 
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}
 BASES = {
@@ -176,6 +166,11 @@ def texts(entries):
     )
 
 
+def chosen(rules, key, value):
+    """The number of the first pattern that a name matches, or its own value."""
+    return next((number for pattern, number in rules.items() if re.fullmatch(pattern, key)), value)
+
+
 def resized(entries, *, is_odd):  # noqa: PLR0912 (a rule for each kind of entry)
     """Entries of a config.json with small sizes, and odd numbers if asked."""
     small = dict(entries)
@@ -200,10 +195,9 @@ def resized(entries, *, is_odd):  # noqa: PLR0912 (a rule for each kind of entry
         elif re.search(r"token_(id|index)$|image_token|forced", key) and isinstance(value, int):
             small[key] = next(tokens, VOCAB - 1)
         elif isinstance(value, int) and not isinstance(value, bool):
-            rule = next((size for name, size in SIZES if re.fullmatch(name, key)), None)
-            small[key] = value if rule is None else rule
+            small[key] = chosen(SIZES, key, value)
         elif isinstance(value, float) and is_odd:
-            small[key] = next((odd for name, odd in ODD if re.fullmatch(name, key)), value)
+            small[key] = chosen(ODD, key, value)
     if is_odd and isinstance(small.get("scale_embedding"), bool):
         small["scale_embedding"] = not small["scale_embedding"]
     if isinstance(small.get("layer_types"), list):

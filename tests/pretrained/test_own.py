@@ -355,19 +355,6 @@ def test_flipped_and_truncated_files(changes, keep):
         right_or_refused(path)
 
 
-@pytest.mark.slow
-@settings(max_examples=25)
-@given(
-    st.dictionaries(
-        st.sampled_from(list(te.EmbedderConfig.__dataclass_fields__)), JSON, max_size=3
-    ),
-    st.dictionaries(st.sampled_from(["rotary", "bias", "names"]), JSON, max_size=2),
-)
-def test_crafted_metadata(config, extras):
-    with in_a_folder() as path:
-        right_or_refused(described(path, SIZES | {"scheme": None} | config, extras))
-
-
 ENTRIES = (
     "vocab_size hidden_size model_type rope_theta rope_scaling rope_parameters text_config "
     "layer_norm_eps pad_token_id max_position_embeddings head_dim num_attention_heads "

@@ -214,37 +214,25 @@ BESIDE = {
     "rope_scaling": {"type": "linear", "factor": 4.0},
     "partial_rotary_factor": 0.25,
     "position_embedding_type": "sine",
-    "vocab_size": 3,
-    "hidden_size": 3,
-    "d_model": 3,
-    "max_position_embeddings": 3,
+    **dict.fromkeys(["vocab_size", "hidden_size", "d_model", "max_position_embeddings"], 3),
     "pad_token_id": 2,
     "tie_word_embeddings": False,
     "hidden_dropout_prob": 0.25,
     "scale_embedding": True,
 }
+LEFT_OUT = {"layer_norm_eps", "rope_theta", "rope_parameters", "pad_token_id"}
 
 
-@pytest.mark.slow
-@settings(max_examples=20)
-@given(
-    st.sampled_from(list(ARCHITECTURES)),
-    st.fixed_dictionaries({}, optional={key: st.just(value) for key, value in BESIDE.items()}),
-    st.sampled_from(["text_config", "text"]),
-    st.sampled_from(["an outer model", None, "bert"]),
-    st.sets(st.sampled_from(["layer_norm_eps", "rope_theta", "rope_parameters", "pad_token_id"])),
-)
-def test_of_a_composite_config_only_the_text_models_entries_are_read(
-    name, beside, part, outer, left_out
-):
+@pytest.mark.parametrize("part", ["text_config", "text"])
+@pytest.mark.parametrize("name", few(ARCHITECTURES, 6))
+def test_of_a_composite_config_only_the_text_models_entries_are_read(tmp_path, name, part):
     """Entries that the text model leaves out are its defaults; the output layer is the whole's."""
     case = CASES[name]
     text = case["settings"].get("text_config", case["settings"])
-    text = {key: value for key, value in text.items() if key not in left_out}
-    whole = beside | {part: text} | ({"model_type": outer} if outer else {})
-    with tempfile.TemporaryDirectory() as folder:
-        alone, reason = found_or_refused(folder, case, text)
-        found, message = found_or_refused(folder, case, whole)
+    text = {key: value for key, value in text.items() if key not in LEFT_OUT}
+    alone, reason = found_or_refused(tmp_path, case, text)
+    whole = BESIDE | {"model_type": "an outer model", part: text}
+    found, message = found_or_refused(tmp_path, case, whole)
     assert (found is None, message) == (alone is None, reason)
     if found is not None:
         config = dataclasses.replace(found.config, output=alone.config.output)
