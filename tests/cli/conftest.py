@@ -1,14 +1,10 @@
-"""What the tests of several commands share: a text, models on disk, and runs of commands."""
-
-import json
+"""What the tests of several commands share: a text, a model on disk, and runs of commands."""
 
 import numpy as np
 import pytest
-from command_line import TABLE
-from safetensors.numpy import save_file
+from drawn import drawn
 
 import transformer_embed as te
-from transformer_embed._src.pretrained.own import CONFIG, EXTRAS, encoded
 from transformer_embed.cli.main import main
 
 
@@ -24,31 +20,10 @@ def text_file(tmp_path_factory):
 def model_file(tmp_path_factory):
     """A model as `train --out` writes it, untrained."""
     path = tmp_path_factory.mktemp("model") / "params.safetensors"
-    module, name = TABLE.rsplit("/", 1)
-    table = np.random.default_rng(0).normal(0, 128**-0.5, (256, 128)).astype(np.float32)
-    params = {module: {name: table}, "query": {"w": np.ones((3, 2), np.float32)}}
-    te.pretrained.save_embedder(path, te.EmbedderConfig(256, 128, dropout_rate=0.0), params)
+    config = te.EmbedderConfig(256, 128, dropout_rate=0.0)
+    params = drawn(te.Embedder(config).init) | {"query": {"w": np.ones((3, 2), np.float32)}}
+    te.pretrained.save_embedder(path, config, params)
     return path
-
-
-@pytest.fixture
-def save_embedder():
-    """Saves an embedder under a path, or something that is almost one."""
-
-    def save(path, config, **change):
-        shapes = {TABLE: (config.vocab_size, config.d_model)}
-        if isinstance(config.scheme, te.Learned):
-            positions = "transformer_embedding/~/learned_positional_encoding/embeddings"
-            shapes[positions] = (config.scheme.max_len, config.d_model)
-        random = np.random.default_rng(0)
-        arrays = {name: np.float32(random.normal(size=shape)) for name, shape in shapes.items()}
-        text = json.dumps(vars(config), default=encoded)
-        names = json.dumps({"names": {name: name for name in shapes}})
-        metadata = {CONFIG: change.get("text", text), EXTRAS: names}
-        save_file(change.get("arrays", arrays), path, metadata=metadata)
-        return path
-
-    return save
 
 
 @pytest.fixture

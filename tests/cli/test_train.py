@@ -15,7 +15,6 @@ from typing import ClassVar
 import jax
 import numpy as np
 import pytest
-from command_line import TABLE
 from compare import equal
 from drawn import drawn
 from safetensors import safe_open
@@ -26,6 +25,7 @@ from transformer_embed.cli import language_model, train
 from transformer_embed.cli.arguments import UserError
 from transformer_embed.cli.main import main
 
+TABLE = "transformer_embedding/~/token_embedding/embeddings"
 # Enough to beat the frequencies of bytes on the text. All trainings share it, and so what they
 # compile.
 STEPS = 20
