@@ -126,9 +126,9 @@ def _signature(name: str, value: object) -> str:
     return f"```python\n{line}\n```"
 
 
-def _node(function: object) -> ast.FunctionDef | ast.ClassDef:
-    source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
-    return ast.parse(source).body[0]
+def _parsed(value: object) -> tuple[ast.FunctionDef | ast.ClassDef, str]:
+    source = textwrap.dedent(inspect.getsource(inspect.unwrap(value)))
+    return ast.parse(source).body[0], source
 
 
 def _fields(kind: type) -> list[str]:
@@ -136,10 +136,9 @@ def _fields(kind: type) -> list[str]:
     lines = {}
     for base in reversed(kind.__mro__):
         if base.__module__.startswith("transformer_embed."):
-            source = textwrap.dedent(inspect.getsource(base))
-            for each in _node(base).body:
-                if isinstance(each, ast.AnnAssign):
-                    lines[ast.unparse(each.target)] = _field(each, source)
+            node, source = _parsed(base)
+            fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+            lines |= {each.target.id: _text(each, source) for each in fields}
     if not dataclasses.is_dataclass(kind):
         return list(lines.values())
     fields = [field for field in dataclasses.fields(kind) if field.init]
@@ -149,57 +148,43 @@ def _fields(kind: type) -> list[str]:
 
 
 def _arguments(value: object) -> tuple[list[str], str]:
-    node, source = _node(value), textwrap.dedent(inspect.getsource(inspect.unwrap(value)))
-    constants = vars(inspect.getmodule(inspect.unwrap(value)))
-    if isinstance(node, ast.ClassDef):
+    node, source = _parsed(value)
+    is_class = isinstance(node, ast.ClassDef)
+    if is_class:
         init = [each for each in node.body if getattr(each, "name", "") == "__init__"]
         if not init:
             return _fields(value), ""
         node = init[0]
+    constants = vars(inspect.getmodule(inspect.unwrap(value)))
+
+    def written(argument: ast.arg, default: ast.expr | None = None) -> str:
+        text = _text(argument, source)
+        if isinstance(default, ast.Name) and default.id in constants:
+            return f"{text} = {json.dumps(constants[default.id])}"
+        return text if default is None else f"{text} = {_text(default, source)}"
+
     spec = node.args
     plain = [*spec.posonlyargs, *spec.args]
     defaults = [None] * (len(plain) - len(spec.defaults)) + spec.defaults
-    arguments = [_argument(*pair, source, constants) for pair in zip(plain, defaults, strict=True)]
-    if arguments and plain[0].arg in ("self", "cls"):
-        arguments = arguments[1:]
+    arguments = list(map(written, plain, defaults))
+    if plain and plain[0].arg in ("self", "cls"):
+        del arguments[0]
     if spec.vararg:
-        arguments.append("*" + _argument(spec.vararg, None, source, constants))
+        arguments.append(f"*{written(spec.vararg)}")
     elif spec.kwonlyargs:
         arguments.append("*")
-    arguments += [
-        _argument(*pair, source, constants)
-        for pair in zip(spec.kwonlyargs, spec.kw_defaults, strict=True)
-    ]
+    arguments += map(written, spec.kwonlyargs, spec.kw_defaults)
     if spec.kwarg:
-        arguments.append("**" + _argument(spec.kwarg, None, source, constants))
-    is_init = node.name == "__init__"
-    return (
-        arguments,
-        "" if is_init or node.returns is None else f" -> {_text(node.returns, source)}",
-    )
+        arguments.append(f"**{written(spec.kwarg)}")
+    has_none = is_class or node.returns is None
+    return arguments, "" if has_none else f" -> {_text(node.returns, source)}"
 
 
-def _argument(
-    argument: ast.arg, default: ast.expr | None, source: str, constants: dict[str, object]
-) -> str:
-    text = argument.arg
-    if argument.annotation:
-        text += f": {_text(argument.annotation, source)}"
-    if isinstance(default, ast.Name) and default.id in constants:
-        return f"{text} = {json.dumps(constants[default.id])}"
-    return text if default is None else f"{text} = {_text(default, source)}"
-
-
-def _field(node: ast.AnnAssign, source: str) -> str:
-    text = f"{node.target.id}: {_text(node.annotation, source)}"
-    return text if node.value is None else f"{text} = {_text(node.value, source)}"
-
-
-def _text(node: ast.expr, source: str) -> str:
+def _text(node: ast.AST, source: str) -> str:
+    """A part of the source in one line, forward references without their quotes."""
     text = " ".join((ast.get_source_segment(source, node) or "").split())
     # Defaults are in double quotes too, but have no capital letter.
-    is_forward_reference = isinstance(node, ast.Constant) and isinstance(node.value, str)
-    return text.strip('"') if is_forward_reference and text[1:2].isupper() else text
+    return re.sub(r'"([A-Z][^"]*)"', r"\1", text)
 
 
 def _prose(value: object) -> str:

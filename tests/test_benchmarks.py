@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import oracle
 import pytest
 
@@ -70,21 +71,20 @@ def source(picture):
     return image.text["Source"]
 
 
+def printed_by(script, *flags):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, f"tests/benchmarks/{script}", *flags]
+    run = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    return run.stdout
+
+
 @pytest.mark.gate
 def test_accuracy():
-    command = [
-        sys.executable,
-        "tests/benchmarks/accuracy.py",
-        "--positions=20",
-        "--d-model=8",
-        "--head-dim=4",
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    printed = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-    ).stdout
+    printed = printed_by("accuracy.py", "--positions=20", "--d-model=8", "--head-dim=4")
     rows = re.findall(r"\| (\d\.\de[-+]\d\d) \| (\d\.\de[-+]\d\d) \|$", printed, re.MULTILINE)
-    ours, theirs = (max(float(row[which]) for row in rows) for which in (0, 1))
+    ours, theirs = np.max(np.array(rows, float), axis=0)
     assert len(rows) == 12
     assert ours <= oracle.MAX_ERROR
     assert theirs > 1
@@ -93,9 +93,5 @@ def test_accuracy():
 @pytest.mark.gate
 def test_two_checkouts_in_one_process():
     """Here the other one is this one too."""
-    command = [sys.executable, "tests/benchmarks/versions.py", ".", "--rounds=2", "--only", "tile"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    printed = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-    ).stdout
+    printed = printed_by("versions.py", ".", "--rounds=2", "--only=tile")
     assert re.search(r"\| tile \| [\d.]+ \| [\d.]+ \| \d\.\d{3} \| [\d.]+ to [\d.]+ \|\n$", printed)

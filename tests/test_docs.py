@@ -73,9 +73,7 @@ def test_the_reference_and_the_help_of_commands_are_those_of_the_code():
 
 def test_the_reference_shows_no_internals():
     text = "".join(map(read, REFERENCE))
-    assert [
-        word for word in ("See `Table`", "_src", "jaxlib", "Alias for field") if word in text
-    ] == []
+    assert re.findall("See `Table`|_src|jaxlib|Alias for field", text) == []
 
 
 def test_pages_read_without_sphinx():
@@ -142,21 +140,14 @@ def test_the_command_line_page_has_the_help_of_each_command(pages):
 def test_formulas_are_mathml_and_pages_load_nothing_from_elsewhere(pages):
     html = [read(page) for page in pages.rglob("*.html")]
     assert sum("<math " in page for page in html) >= 3
-    assert [
-        found
-        for page in html
-        for found in re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=\"(https?:[^\"]*)\"", page)
-    ] == []
+    loaded = r"<(?:script|link|img)[^>]*(?:src|href)=\"https?:[^\"]*\""
+    assert re.findall(loaded, "".join(html)) == []
 
 
 @pytest.mark.documentation
 def test_pages_name_no_machine(pages):
     written = "".join(read(page) for page in pages.rglob("*.html"))
-    assert [
-        word
-        for word in ("/home/", "/root/", "/tmp/", "site-packages", str(ROOT))
-        if word in written
-    ] == []
+    assert re.findall(f"/home/|/root/|/tmp/|site-packages|{re.escape(str(ROOT))}", written) == []
 
 
 @pytest.mark.documentation
@@ -168,11 +159,6 @@ def test_an_unknown_command_in_a_formula_fails_the_build(tmp_path):
     done = build(source, tmp_path / "out")
     assert "nosuchcommand" in done.stderr
     assert done.returncode != 0
-
-
-def test_an_unknown_name_on_a_reference_page_is_an_error():
-    with pytest.raises(AttributeError, match="nothing_of_this_name"):
-        make_reference.entries(["nothing_of_this_name"], "##")
 
 
 @pytest.mark.documentation
@@ -187,13 +173,7 @@ def test_a_browser_opens_every_page_link_and_picture_and_finds_what_is_searched(
 
 def test_every_page_is_in_the_index_with_a_line():
     index = read(SOURCE / "index.md")
-    files = [
-        path.relative_to(SOURCE).as_posix()
-        for pattern in ("*.md", "*.ipynb", "reference/*.md")
-        for path in SOURCE.glob(pattern)
-    ]
-    assert [
-        file
-        for file in files
-        if file != "index.md" and not re.search(rf"\]\({re.escape(file)}\): \S", index)
-    ] == []
+    for pattern in ("*.md", "*.ipynb", "reference/*.md"):
+        for path in {*SOURCE.glob(pattern)} - {SOURCE / "index.md"}:
+            file = path.relative_to(SOURCE).as_posix()
+            assert re.search(rf"\]\({re.escape(file)}\): \S", index), file

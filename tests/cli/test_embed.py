@@ -102,7 +102,7 @@ def test_ids_and_bytes_are_the_same_tokens(embedded, model_file, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pad_id", "scheme"),
-    [(0, None), (3, te.Sinusoidal()), (0, te.Sinusoidal(at_padding=0, pad_id=3))],
+    [(3, te.Sinusoidal()), (0, te.Sinusoidal(at_padding=0, pad_id=3))],
 )
 def test_padding_inside_a_line_is_padding_to_the_model(embedded, tmp_path, pad_id, scheme):
     config = te.EmbedderConfig(7, 6, pad_id=pad_id, scheme=scheme)

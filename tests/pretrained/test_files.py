@@ -205,13 +205,11 @@ def test_a_damaged_index(tmp_path, index, message):
 def test_dtypes_are_kept_bit_for_bit(tmp_path, name, dtype):
     case = CASES[name]
     tensors = {key: array.astype(dtype) for key, array in tensors_of(case).items()}
+    wide = load(tmp_path, name)
     found = load_embedder(checkpoint(tmp_path, case, change=tensors), stack=case["stack"])
     assert (found.config.param_dtype, found.config.dtype) == (dtype, None)
-    for parameter, tensor in found.names.items():
-        module, leaf = parameter.rsplit("/", 1)
-        expected = tensors[tensor].T if parameter.endswith("/w") else tensors[tensor]
-        expected = expected[0] if tensor == "final_logits_bias" else expected
-        np.testing.assert_array_equal(np.asarray(found.params[module][leaf]), expected)
+    expected = jax.tree.map(lambda leaf: leaf.astype(dtype), wide.params)
+    assert_identical(found, wide._replace(config=found.config, params=expected))
 
 
 def test_only_parameters_are_read_and_each_is_copied_once(tmp_path, monkeypatch):

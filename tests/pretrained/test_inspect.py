@@ -11,6 +11,8 @@ from drawn import drawn
 from safetensors.numpy import save_file
 
 import transformer_embed as te
+from transformer_embed._src.pretrained import rope
+from transformer_embed._src.pretrained.parameters import by_path
 from transformer_embed.cli.main import main
 
 
@@ -20,34 +22,34 @@ def run(*arguments):
     return status, out.getvalue(), err.getvalue()
 
 
-@pytest.mark.parametrize("name", ["roberta", "t5, its decoder", "gemma3", "bloom", "llama, older"])
-def test_inspect_prints_what_is_found(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [
+        ("roberta", None),
+        ("t5, its decoder", "RelativePositionBias(num_heads"),
+        ("gemma3", "apply_rotary(x, positions, base"),
+        ("bloom", "alibi_bias(query_positions, key_positions, num_heads"),
+        ("llama, older", "apply_rotary(x, positions, base"),
+    ],
+)
+def test_inspect_prints_what_is_found(tmp_path, name, start):
     found, stack = load(tmp_path, name), CASES[name]["stack"]
     status, out, err = run("inspect", tmp_path, *(["--stack", stack] if stack else []))
     assert (status, err) == (0, "")
-    for parameter, tensor in found.names.items():
-        module, leaf = parameter.rsplit("/", 1)
-        shape = list(found.params[module][leaf].shape)
-        assert f"{parameter}\n  float32{shape}, from {tensor}\n" in out
+    for parameter, array in by_path(found.params).items():
+        tensor = found.names[parameter]
+        assert f"{parameter}\n  float32{list(array.shape)}, from {tensor}\n" in out
     code = out.split("layer\n  ")[1].splitlines()[0]
     made = hk.testing.transform_and_run(lambda: eval(code, {"te": te}))()
     assert made.config == found.config
     calls = ("apply_rotary", "RelativePositionBias", "alibi_bias")
     printed = [line.strip() for line in out.splitlines() if line.strip().startswith(calls)]
-    names = ("x", "positions", "query_positions", "key_positions")
-    known = {"te": te} | dict.fromkeys(calls, lambda *_, **options: options) | dict.fromkeys(names)
-    wanted = [each for each in (found.rotary, found.bias) if each]
-    wanted = [*found.rotary.values()] if name == "gemma3" else wanted
+    assert all(line.startswith(start) for line in printed)
+    names = dict.fromkeys(("x", "positions", "query_positions", "key_positions"))
+    known = {"te": te} | names | dict.fromkeys(calls, lambda *_, **options: options)
+    rotations = rope.by_layer(found.rotary).values() if found.rotary else []
+    wanted = [*rotations, *filter(None, [found.bias])]
     assert [eval(line, known) for line in printed] == wanted
-    assert printed == [] if name == "roberta" else printed[0].startswith(EXPECTED[name])
-
-
-EXPECTED = {
-    "t5, its decoder": "RelativePositionBias(num_heads",
-    "gemma3": "apply_rotary(x, positions, base",
-    "bloom": "alibi_bias(query_positions, key_positions, num_heads",
-    "llama, older": "apply_rotary(x, positions, base",
-}
 
 
 def test_inspect_names_layers_that_are_not_rotated(tmp_path):

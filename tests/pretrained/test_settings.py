@@ -144,33 +144,19 @@ def test_settings_win_for_every_form_of_a_rotation(name, in_file, said, file_for
         assert found.rotary.get(rope.FULL, found.rotary)["base"] == said["rope_theta"]
 
 
-LLAMA3 = te.Llama3Scaling(8.0, 1.0, 4.0, 32)
 HALF = {"layout": "half"}
 
 
 @pytest.mark.parametrize(
-    ("name", "said", "rotary"),
+    ("name", "scaling", "rotary"),
     [
-        ("llama, llama3", {"rope_theta": 123.0}, HALF | {"base": 123.0, "scaling": LLAMA3}),
-        ("llama, llama3", {"rope_parameters": {"rope_theta": 5.0}}, HALF | {"base": 5.0, "scaling": LLAMA3}),
-        ("llama, llama3", {"rope_scaling": {"type": "linear", "factor": 2}}, HALF | {"base": 5e5, "scaling": te.LinearScaling(2.0)}),
-        ("llama, llama3", {"rope_scaling": None}, HALF | {"base": 5e5}),
-        ("gemma3", {"rope_local_base_freq": 7.0}, {rope.FULL: HALF | {"base": 1e6}, rope.SLIDING: HALF | {"base": 7.0}}),
-        ("phi", {"partial_rotary_factor": 0.25}, HALF | {"base": 1e4, "rotary_dim": 4}),
+        ("llama, llama3", None, {"base": 5e5}),
         # What Phi-3's file says inside its scaling is not read, but what settings say is.
-        ("phi3, longrope", {"rope_scaling": {"type": "yarn", "factor": 2, rope.ORIGINAL: 20}}, HALF | {"base": 1e4, "scaling": te.YarnScaling(2.0, 20)}),
-        ("gpt_neox", {"rotary_pct": 0.5}, HALF | {"base": 1e4, "rotary_dim": 8}),
+        ("phi3, longrope", {"type": "yarn", "factor": 2, rope.ORIGINAL: 20}, {"base": 1e4, "scaling": te.YarnScaling(2.0, 20)}),
     ],
 )  # fmt: skip
-def test_a_rotation_given_in_settings_was_once_ignored(tmp_path, name, said, rotary):
-    assert load(tmp_path, name, settings=said).rotary == rotary
-
-
-def test_settings_go_before_the_file(tmp_path):
-    said = {"model_type": "roberta", "pad_token_id": 3, "layer_norm_eps": 1e-3}
-    config = load(tmp_path, "bert", settings=said).config
-    assert config.scheme == te.Learned(10, start=4, at_padding=3, pad_id=3)
-    assert config.layer_norm_eps == 1e-3
+def test_a_scaling_in_settings_replaces_the_files(tmp_path, name, scaling, rotary):
+    assert load(tmp_path, name, settings={"rope_scaling": scaling}).rotary == HALF | rotary
 
 
 def test_what_a_config_leaves_out_is_the_architectures(tmp_path):
@@ -248,17 +234,12 @@ def test_a_text_config_that_is_not_an_object_is_no_text_model(tmp_path, field):
 
 # --- Rotations.
 
-CONSECUTIVE, IN_TURNS = (0, 0, 0, 0, 1, 1, 2, 2), (0, 1, 2, 0, 1, 2, 0, 0)
-
 
 @pytest.mark.parametrize(
     ("name", "entry", "kind", "pair_axes"),
     [
-        ("qwen2_vl", "rope_scaling", {"type": "mrope"}, CONSECUTIVE),
-        ("qwen2_5_vl_text", "rope_parameters", {"rope_theta": 70.0}, CONSECUTIVE),
-        ("qwen3_vl_text", "rope_parameters", {"rope_theta": 70.0}, IN_TURNS),
-        ("qwen3_5_text", "rope_scaling", {"rope_type": "default"}, IN_TURNS),
-        ("qwen3_next", "rope_scaling", {}, None),
+        ("qwen2_vl", "rope_scaling", {"type": "mrope"}, (0, 0, 0, 0, 1, 1, 2, 2)),
+        ("qwen3_vl_text", "rope_parameters", {"rope_theta": 70.0}, (0, 1, 2, 0, 1, 2, 0, 0)),
     ],
 )
 def test_sections_rotate_by_time_height_and_width(tmp_path, name, entry, kind, pair_axes):
@@ -266,18 +247,8 @@ def test_sections_rotate_by_time_height_and_width(tmp_path, name, entry, kind, p
     height and width have ended."""
     sections = {"rope_type": "default", "mrope_section": [4, 2, 2]} | kind
     entries = {"model_type": name, "rope_theta": 70.0, entry: sections}
-    path = table(tmp_path, entries | {"partial_rotary_factor": 1.0})
-    if pair_axes is None:
-        message = (
-            "mrope_section: wanted none, since a model qwen3_next is not known to have them, got"
-        )
-        with pytest.raises(ValueError, match=message):
-            load_embedder(path)
-        return
-    found = load_embedder(path)
-    assert found.rotary == {"base": 70.0, "layout": "half", "pair_axes": pair_axes}
-    save_embedder(tmp_path / "saved", *found)
-    assert load_embedder(tmp_path / "saved").rotary == found.rotary
+    found = load_embedder(table(tmp_path, entries | {"partial_rotary_factor": 1.0}))
+    assert found.rotary == HALF | {"base": 70.0, "pair_axes": pair_axes}
 
 
 @pytest.mark.parametrize(("sizes", "rotated"), [({}, 4), ({"global_head_dim": 32}, 8)])
@@ -327,6 +298,7 @@ IN_FILE = [
     ("phi", {"head_dim": 2**62}, "head_dim: wanted an int of at most 8192, got 2305"),
     ("phi", {"num_attention_heads": 0, "rope_parameters": None}, "num_attention_heads: wanted an int of at least 1, got 0"),
     ("bloom", {"n_head": None}, "for a model bloom: num_attention_heads: wanted a Python int, got NoneType None$"),
+    ("llama", {"rope_scaling": {"type": "mrope", "mrope_section": [4, 4]}}, "mrope_section: wanted none, since a model llama is not known to have them, got"),
     ("llama", sectioned([8192] * 10**5), "mrope_section: its sum: wanted an int of at most 8192, got 819200000"),
     ("llama", sectioned([3, -1, 2]), r"mrope_section\[1\]: wanted an int of at least 0, got -1"),
 ]  # fmt: skip
