@@ -9,7 +9,6 @@ A page marks such a part with a comment, and the part ends with another one:
 Usage: python tests/make_reference.py. tests/test_docs.py checks that the pages are up to date.
 """
 
-import argparse
 import ast
 import contextlib
 import dataclasses
@@ -268,9 +267,6 @@ def anchor(name: str) -> str:
 
 
 def main() -> None:
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    ).parse_args()
     for path, text in pages().items():
         path.write_text(text, encoding="utf-8")
 

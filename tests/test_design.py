@@ -66,12 +66,3 @@ def test_the_top_level_holds_what_the_design_names():
     left_behind = {"build", "dist"}
     found = {path.name for path in ROOT.glob("[!.]*") if path.suffix != ".egg-info"}
     assert found - left_behind - {"__pycache__"} <= TOP_LEVEL
-
-
-@pytest.mark.slow
-def test_docstrings_start_with_one_line():
-    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    for path in PACKAGE.rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        texts = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, nodes)]
-        assert [text for text in texts if text and text.partition("\n")[2].split("\n")[0]] == []

@@ -49,7 +49,6 @@ def test_entries_of_other_models_are_refused_in_a_llama(tmp_path, entries):
     ("attention", "message"),
     [
         ({"alibi": False}, "alibi: wanted True, since the transformers library ignores .*, got "),
-        ({"alibi": 1}, "alibi: wanted a Python bool, got int 1"),
         ({"alibi_bias_max": 16}, "alibi_bias_max: wanted 8, since the transformers .*, got 16.0$"),
     ],
 )
@@ -136,7 +135,6 @@ HUB = [
      {"rotary": HALF | {"base": 1e7}}),
     (BY_BASE | {"layer_rope_theta": [7e3, 0, 7e3], "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
      EMBED_TOKENS, {"rotary": {"sliding_attention": HALF | {"base": 7e3}, "full_attention": None}}),
-    ({"model_type": "afmoe", "mup_enabled": True}, EMBED_TOKENS, {"scale": True}),
     ({"model_type": "starcoder2", "embedding_dropout": 0.25}, EMBED_TOKENS, {"dropout_rate": 0.25}),
     ({"model_type": "gptj", "rotary": True, "rotary_dim": 4}, WTE,
      {"dropout_rate": 0.0, "rotary": TURNED | {"base": 1e4, "rotary_dim": 4}}),
