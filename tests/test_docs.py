@@ -109,31 +109,18 @@ def text_of(html):
 
 
 @pytest.mark.documentation
-def test_a_reference_page_starts_with_a_table_of_one_line_summaries(pages):
-    text = text_of(read(pages / "reference" / "rotary.html"))
-    assert text.index("te.permute_rotary_weights") < text.index("te.apply_rotary(")
-
-
-@pytest.mark.documentation
-def test_reference_pages_show_sections_formulas_and_types_as_written(pages):
+def test_pages_show_tables_sections_formulas_and_types_as_written(pages):
     html = {page.stem: read(page) for page in pages.rglob("*.html")}
+    rotary = text_of(html["rotary"])
+    assert rotary.index("te.permute_rotary_weights") < rotary.index("te.apply_rotary(")
     text = text_of(html["positions"])
-    sections = ("Arguments", "Returns", "Raises", "Source", "&gt;&gt;&gt; ")
-    assert all(section in text for section in sections)
-    formula = "encoding[..., 2i]     = sin(position * base ** (-2i / d_model))\nencoding[..., 2i + 1] = cos("
-    assert formula in text
-    assert "[*shape, d_model]" in text
+    for part in ("Arguments", "Returns", "Raises", "Source", "&gt;&gt;&gt; ", "[*shape, d_model]"):
+        assert part in text
+    assert "encoding[..., 2i]     = sin(position * base ** (-2i / d_model))\nencoding[" in text
     assert "positions: ArrayLike" in text
     assert 'href="rotary.html#te-apply-rotary"' in html["plots"]
-
-
-@pytest.mark.documentation
-def test_the_command_line_page_has_the_help_of_each_command(pages):
-    text = text_of(read(pages / "command_line.html"))
-    assert all(
-        f"usage: transformer-embed {command} " in text
-        for command in ("train", "embed", "inspect", "show")
-    )
+    for command in ("train", "embed", "inspect", "show"):
+        assert f"usage: transformer-embed {command} " in text_of(html["command_line"])
 
 
 @pytest.mark.documentation
@@ -162,7 +149,7 @@ def test_an_unknown_command_in_a_formula_fails_the_build(tmp_path):
 
 
 @pytest.mark.documentation
-def test_a_browser_opens_every_page_link_and_picture_and_finds_what_is_searched(pages):
+def test_a_browser_opens_every_page_and_picture_and_finds_what_is_searched(pages):
     pytest.importorskip("selenium")
     import browse_docs  # noqa: PLC0415
 

@@ -12,7 +12,6 @@ SHAPES = {
     "LayerNorm.bias": 8,
 }
 FLAGS = "(on the command line: --model-type NAME, --settings FILE.json)"
-NOT_BYTES = "are not bytes; give a FILE of ids, as its tokenizer makes them, and --ids"
 
 
 @pytest.fixture
@@ -51,14 +50,13 @@ def test_settings_are_read_from_a_file_and_model_type_is_added(prints, bert, sai
 
 
 @pytest.mark.slow
-def test_embed_takes_them_too(prints, fails, bert, said, text_file, tmp_path):
+def test_embed_takes_them_too(prints, bert, said, tmp_path):
     ids, out = tmp_path / "ids", tmp_path / "x.npz"
     ids.write_text("1 2 3\n")
     flags = ["--from", bert, *said(layer_norm_eps=0.5, model_type="bert"), "--out", out, "--quiet"]
     prints("embed", ids, *flags, "--ids")
     with np.load(out) as arrays:
         assert arrays["embeddings"].shape == (1, 3, 8)
-    assert f"the tokens of {bert} {NOT_BYTES}" in fails("embed", text_file, *flags)
 
 
 @pytest.mark.parametrize(
@@ -77,11 +75,4 @@ def test_settings_that_cannot_be_read(fails, bert, tmp_path, content, message):
         path.write_text(content)
     line = fails("inspect", bert, "--settings", path)
     assert message.format(path=path) in line
-    assert FLAGS not in line
-
-
-def test_the_stack_of_a_file_that_train_wrote_is_refused(fails, text_file, model_file, tmp_path):
-    flags = ["--stack", "decoder", "--out", tmp_path / "x.npz"]
-    line = fails("embed", text_file, "--from", model_file, *flags)
-    assert "stack: wanted None, since names or metadata say each parameter's tensor" in line
     assert FLAGS not in line

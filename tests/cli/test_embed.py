@@ -1,6 +1,7 @@
 import dataclasses
 import os
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -241,10 +242,6 @@ def test_a_link_keeps_pointing_at_what_is_written(embedded, model_file, text_fil
 def test_errors_of_the_system_that_are_not_of_files_are_raised(monkeypatch, model_file):
     """A bug is not a mistake of the user."""
     error = OSError(5, "Input/output error", "/somewhere")
-    monkeypatch.setattr("transformer_embed.cli.inspect.run", lambda args: raised(error))
+    monkeypatch.setattr("transformer_embed.cli.inspect.run", mock.Mock(side_effect=error))
     with pytest.raises(OSError, match="/somewhere"):
         main(["inspect", os.fspath(model_file)])
-
-
-def raised(error):
-    raise error

@@ -14,32 +14,34 @@ PARAMS = drawn(te.Embedder(CONFIG).init)
 NAMES = {"token_embedding/embeddings": "wte"}
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def saved(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     te.pretrained.save_embedder("saved", CONFIG, PARAMS, names=NAMES)
-    return "saved"
+
+
+def is_read_back(found):
+    assert found.config == CONFIG
+    jax.tree.map(np.testing.assert_array_equal, found.params, PARAMS)
 
 
 @pytest.mark.parametrize("name", ["path", "config", "params", "rotary", "bias", "names"])
-def test_what_is_saved_with_any_argument_is_read_back(saved, name):
+def test_what_is_saved_with_any_argument_is_read_back(name):
     for value in VALUES:
-        arguments = {"path": saved, "config": CONFIG, "params": PARAMS} | {name: value}
+        arguments = {"path": "saved", "config": CONFIG, "params": PARAMS} | {name: value}
         try:
             returned, _ = call(te.pretrained.save_embedder, arguments)
         except OSError:
             assert name == "path"
             continue
         if returned:
-            found = te.pretrained.load_embedder(arguments["path"])
-            assert found.config == CONFIG
-            jax.tree.map(np.testing.assert_array_equal, found.params, PARAMS)
+            is_read_back(te.pretrained.load_embedder(arguments["path"]))
 
 
 @pytest.mark.parametrize("name", ["path", "stack", "settings", "config", "names"])
 @pytest.mark.parametrize("is_by_hand", [False, True])
-def test_any_argument_loads_what_was_saved_or_is_named(saved, name, is_by_hand):
-    arguments = {"path": saved} | ({"config": CONFIG, "names": NAMES} if is_by_hand else {})
+def test_any_argument_loads_what_was_saved_or_is_named(name, is_by_hand):
+    arguments = {"path": "saved"} | ({"config": CONFIG, "names": NAMES} if is_by_hand else {})
     assert call(te.pretrained.load_embedder, arguments)[0]
     for value in VALUES:
         try:
@@ -48,5 +50,4 @@ def test_any_argument_loads_what_was_saved_or_is_named(saved, name, is_by_hand):
             assert name == "path"
             continue
         if returned:
-            assert found.config == CONFIG
-            jax.tree.map(np.testing.assert_array_equal, found.params, PARAMS)
+            is_read_back(found)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from checkpoints import CASES, PAD, checkpoint, embed, load, save_embedder, table
 from drawn import drawn
-from safetensors.numpy import save_file
 
 import transformer_embed as te
 from transformer_embed._src.pretrained import rope
@@ -74,16 +73,6 @@ def test_inspect_prints_code_of_what_is_not_default(tmp_path, options):
     config = eval(code, {"te": te})
     save_embedder(tmp_path / "x", config, drawn(te.Embedder(config).init))
     assert f"layer\n  te.TransformerEmbedding({code})\n" in run("inspect", tmp_path / "x")[1]
-
-
-def test_inspect_of_what_is_not_known(tmp_path):
-    save_file({"a.b": np.zeros(3, np.float32)}, tmp_path / "x")
-    status, out, err = run("inspect", tmp_path / "x")
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert "which has 1 tensors: a.b (on the command line: --model-type NAME" in err
-    status, _, err = run("inspect", tmp_path / "none")
-    assert status == 2
-    assert "none: No such file or directory (for a model's name, pass the folder" in err
 
 
 @pytest.mark.slow

@@ -100,40 +100,33 @@ PARTS = st.fixed_dictionaries(
 )
 
 
-def written(parts, names, form):
-    """Parts of a rotation as entries of a config.json: in the old form, the new one, or the old one
-    with "type"."""
+def written(parts, names, is_new):
+    """Parts of a rotation as entries of a config.json, in the new form if there is a scaling."""
     parts = {name: value for name, value in parts.items() if name in names}
-    scaling = parts.get("rope_scaling")
-    if form == "new" and scaling is not None:
-        inside = {key: parts[key] for key in rope.LAYERS[rope.FULL][:2] if key in parts} | scaling
-        if "rope_local_base_freq" not in names:
-            return {"rope_parameters": inside}
-        layers = {rope.FULL: inside}
-        if "rope_local_base_freq" in parts:
-            theta = parts["rope_local_base_freq"]
-            layers[rope.SLIDING] = {"rope_type": "default", "rope_theta": theta}
-        return {"rope_parameters": layers}
-    if form == "type" and scaling is not None:
-        rest = {key: value for key, value in scaling.items() if key != "rope_type"}
-        parts["rope_scaling"] = {"type": scaling["rope_type"]} | rest
-    return {names[name][0]: value for name, value in parts.items()}
-
-
-FORMS = st.sampled_from(["old", "new", "type"])
+    if not is_new or "rope_scaling" not in parts:
+        return {names[name][0]: value for name, value in parts.items()}
+    inside = {key: parts[key] for key in rope.LAYERS[rope.FULL][:2] if key in parts}
+    inside |= parts["rope_scaling"]
+    if "rope_local_base_freq" not in names:
+        return {"rope_parameters": inside}
+    layers = {rope.FULL: inside}
+    if "rope_local_base_freq" in parts:
+        theta = parts["rope_local_base_freq"]
+        layers[rope.SLIDING] = {"rope_type": "default", "rope_theta": theta}
+    return {"rope_parameters": layers}
 
 
 @pytest.mark.slow
 @settings(max_examples=30)
-@given(st.sampled_from(ROTATED), PARTS, PARTS, FORMS, FORMS)
-def test_settings_win_for_every_form_of_a_rotation(name, in_file, said, file_form, said_form):
+@given(st.sampled_from(ROTATED), PARTS, PARTS, st.booleans(), st.booleans())
+def test_settings_win_for_both_forms_of_a_rotation(name, in_file, said, is_new_file, is_new_said):
     """A scaling replaces the file's whole, a base and a share the file's own, whichever form the
     two have."""
     case, names = CASES[name], kind_of(CASES[name]).names()
     unread = {alias for entry in ROPE for alias in names.get(entry, ())}
     rest = {key: value for key, value in case["settings"].items() if key not in unread}
-    both = rest | written(in_file | said, names, "old")
-    file, spoken = written(in_file, names, file_form), written(said, names, said_form)
+    both = rest | written(in_file | said, names, is_new=False)
+    file, spoken = written(in_file, names, is_new_file), written(said, names, is_new_said)
     with tempfile.TemporaryDirectory() as folder:
         expected, reason = found_or_refused(folder, case, both)
         found, message = found_or_refused(folder, case, rest | file, spoken)
