@@ -117,6 +117,7 @@ def plot_wavelengths(
     frequencies, _ = scaled_frequencies(scaling, d_model, base)
     wavelengths = [float(2 * phase.PI / frequency) for frequency in frequencies]
     ax = _axes(ax)
+    # Dots: there is no pair between two others.
     _plot(ax, range(len(wavelengths)), wavelengths, label, linestyle="")
     return _finished(ax, "pair of channels", "wavelength (tokens)", yscale="log")
 
@@ -374,6 +375,7 @@ def plot_error(
     ax = _axes(ax)
     for encoding, label in ((ours, "transformer_embed"), (usual, "float32 product")):
         _plot(ax, points, np.abs(encoding - exact).max(1), label, linestyle="-", linewidth=1)
+    # Half of the distance of float32 numbers just below 1.
     ax.axhline(2.0**-25, color=BLACK, linestyle=":", linewidth=1, label="rounding to float32")
     labels = "position (tokens)", "largest error of any channel"
     return _finished(ax, *labels, xscale="log", yscale="log")
@@ -410,8 +412,10 @@ def _image(
     sides = zip((ax.yaxis, ax.xaxis), labels, values.shape, tokens, (0, 90), strict=True)
     for axis, label, size, names, rotation in sides:
         axis.set_label_text(label)
+        # A matrix with few rows would get ticks between them.
         axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         if names is not None:
+            # "$x$" is a token, not a formula.
             axis.set_ticks(range(size), names, parse_math=False, rotation=rotation)
     return image
 
@@ -432,8 +436,10 @@ def _queries_and_keys(
 
 def _signed(image: Any, label: str, limit: float | None = None) -> "Axes":
     """The Axes of an image, with a colour bar for values from -limit to limit."""
+    # All zeros, or no value at all: colours need a range all the same.
     most, extend = np.abs(image.get_array()).max() or 1.0, "neither"
     if limit is not None:
+        # Values may lie beyond: the ends of the bar are arrows.
         most, extend = arguments.positive("limit", limit), "both"
     image.set(cmap="RdBu_r", clim=(-most, most))
     image.axes.figure.colorbar(image, label=label, extend=extend)
@@ -442,6 +448,7 @@ def _signed(image: Any, label: str, limit: float | None = None) -> "Axes":
 
 def _plot(ax: "Axes", x: Any, y: Any, label: str | None, **options: Any) -> "Line2D":
     """A series in the next style, without what the options say."""
+    # A style for each series that the Axes has already, so that calls may share one.
     marker, color, dash = STYLES[len(ax.lines) % len(STYLES)]
     style = {"marker": marker, "color": color, "linestyle": dash, "markersize": 3.5}
     return ax.plot(x, y, label=label, **style | options)[0]
@@ -462,7 +469,7 @@ def _exact_and_usual(
     frequencies: Any = unscaled(d_model, base)
     with decimal.localcontext(phase.PRECISION):
         # Without the whole turns, which would cost digits.
-        angles = np.multiply.outer(positions.astype(object), frequencies) % (2 * phase.PI)
+        angles = np.multiply.outer(positions, frequencies) % (2 * phase.PI)
     exponents = np.arange(0, d_model, 2, dtype=np.float32) / np.float32(d_model)
     usual_angles = positions.astype(np.float32)[:, None] * np.float32(base) ** -exponents
     return _interleaved(angles.astype(np.float64), d_model), _interleaved(usual_angles, d_model)

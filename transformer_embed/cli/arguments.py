@@ -39,6 +39,7 @@ def contents(path: str) -> bytes:
     try:
         with open(path, "rb") as file:
             data = file.read()
+    # A path with a null byte is a ValueError.
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from error
     if not data:
@@ -62,6 +63,7 @@ def writable(name: str, suffixes: Sequence[str], *inputs: str | None) -> pathlib
     if pathlib.Path(name).suffix.lower() not in suffixes:
         raise UserError(f"--out: wanted a name that ends in {', '.join(suffixes)}, got {name!r}")
     try:
+        # What a link leads to is replaced, so that the link stays.
         path = pathlib.Path(os.path.realpath(name))
         if path.exists():
             read = [file for file in inputs if file and os.path.exists(file)]

@@ -36,6 +36,7 @@ def read_checkpoint(path: str, args: argparse.Namespace) -> pretrained.Pretraine
         raise unreadable(path, error) from error
     except ValueError as error:
         message = str(error)
+        # The message names the argument of `load_embedder`.
         if "settings" in message:
             message += " (on the command line: --model-type NAME, --settings FILE.json)"
         raise UserError(message) from error

@@ -107,6 +107,7 @@ def _ids(line: bytes, place: str, vocab_size: int) -> list[int]:
     """The ids that a line holds as decimal numbers."""
     ids = []
     for token in line.split():
+        # int() takes "1_0" and "+5", and refuses 5,000 digits in words of its own.
         ids.append(int(token) if token.isdigit() and len(token) < 12 else vocab_size)
         if ids[-1] >= vocab_size:
             raise UserError(

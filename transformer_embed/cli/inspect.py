@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _code(value: Any) -> str:
     """Code that makes a value, after `import transformer_embed as te`."""
+    # The repr of a dtype is code of numpy.
     if isinstance(value, np.dtype):
         return repr(value.name)
     if not dataclasses.is_dataclass(value):

@@ -19,6 +19,7 @@ VOCAB_SIZE, D_MODEL, NUM_HEADS, NUM_LAYERS, CONTEXT = 256, 128, 4, 2, 128
 BATCH_SIZE, EVALUATION_BATCH_SIZE, PEAK_LEARNING_RATE, HELD_OUT = 4, 64, 5e-3, 0.05
 # The progress bar shows the loss of every tenth step, because reading a loss waits for its step.
 STEPS_A_LOSS = 10
+# Its held-out end has one context, and the byte after it.
 SHORTEST_TEXT = math.ceil((CONTEXT + 1) / HELD_OUT)
 
 Params = Mapping[str, Mapping[str, Array]]
@@ -86,6 +87,7 @@ def model(config: te.EmbedderConfig) -> hk.Transformed:
     return hk.without_apply_rng(hk.transform(functools.partial(next_byte_logits, config)))
 
 
+# The new parameters and state take the memory of the old ones.
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3))
 def _step(
     config: te.EmbedderConfig,
@@ -137,6 +139,7 @@ def split(text: bytes) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _optimizer(steps: int) -> optax.GradientTransformation:
+    # optax wants at least one step after the warm-up.
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, PEAK_LEARNING_RATE, max(1, steps // 10), max(2, steps)
     )

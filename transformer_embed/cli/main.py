@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         try:
+            # `parse_args` would name the --help of the program, not that of the command.
             args, unknown = _parser().parse_known_args(argv)
             if unknown:
                 raise UserError(
@@ -55,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
             args.run(args)
         finally:
+            # Python would report a failed flush at exit in its own words.
             sys.stdout.flush()
     except UserError as error:
         return _failed(f"error: {error}", 2)
@@ -63,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "error: out of memory; give a smaller FILE, or split it and its longest lines", 2
         )
     except OSError as error:
+        # Commands turn errors of files into a UserError: this one is a bug.
         if error.filename is not None:
             raise
         # Python would try to write the rest at exit.
@@ -91,6 +94,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
+    # Abbreviations would change their meaning when a flag is added.
     parser = _Parser(prog=PROGRAM, description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"%(prog)s {te.__version__}")
     commands = parser.add_subparsers(required=True, dest="name", metavar="COMMAND")

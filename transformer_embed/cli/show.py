@@ -98,6 +98,7 @@ def run(args: argparse.Namespace) -> None:
         with style.context("default"), warnings.catch_warnings():
             # A letter that the font lacks would be drawn as a box, with a warning.
             warnings.simplefilter("error", UserWarning)
+            # As many pixels at any width.
             size, dpi = (args.width, 0.75 * args.width), PIXELS_WIDE / args.width
             figure = Figure(size, dpi, layout="constrained")
             title = args.draw(figure.subplots(), args)
@@ -139,6 +140,7 @@ def mask(ax: Any, args: argparse.Namespace) -> str:
         window=args.window,
         chunk=args.chunk,
     )
+    # A rule that hides nothing has axes of size 1.
     full = np.broadcast_to(rule.dense(), (1, 1, length, length))
     te.plots.plot_mask(full, ax=ax, query_tokens=args.tokens, key_tokens=args.tokens)
     words = ["bidirectional mask" if args.bidirectional else "causal mask"]

@@ -81,6 +81,7 @@ def run(args: argparse.Namespace) -> None:
             f"the text has {len(text)} bytes; give FILEs of {shortest} bytes or more in all"
         )
     digest = hashlib.sha256(text).hexdigest()
+    # At once, also into a pipe: training takes a minute.
     print(f"text: {source}, {len(text):,} bytes\nsha256: {digest}", flush=True)
     options = {"steps": args.steps, "seed": args.seed, "quiet": args.quiet}
     sinusoidal = language_model.train(text, te.Sinusoidal(), "sinusoidal", **options)
@@ -97,6 +98,7 @@ def run(args: argparse.Namespace) -> None:
     rows = (
         ("sinusoidal positions", size, sinusoidal.bits),
         ("no positions", size, none.bits),
+        # Shares that sum to 1.
         ("unigram", language_model.VOCAB_SIZE - 1, unigram),
     )
     for name, parameters, bits in rows:

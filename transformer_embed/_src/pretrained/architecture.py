@@ -152,6 +152,7 @@ class Architecture(NamedTuple):
         Those of the output layer are there too, or further out.
         """
         parts, names = prefix.split("."), {}
+        # From the prefix outwards: a model of images has the head in its text model or around it.
         outer = [".".join([*parts[:n], ""]) for n in reversed(range(len(parts)))]
         for parameter, (part, ends) in TENSORS.items():
             modules = getattr(self, part).format(stack=stack).split()
@@ -163,6 +164,7 @@ class Architecture(NamedTuple):
                     for module in modules
                     for end in ends.split()
                 ]
+        # BART has no bias in its head, but this buffer beside its stacks.
         names[OUTPUT_BIAS] += [start + LOGITS_BIAS for start in outer]
         return names
 
@@ -178,8 +180,11 @@ class Architecture(NamedTuple):
 
     def concerns(self, entry: str, value: Any) -> bool:
         """Whether an entry that is not read may change the layer or its output layer."""
+        # A factor of 1 changes nothing; True equals 1, but switches something on.
         is_neutral = not value or value == "absolute" or (value == 1 and value is not True)
+        # What stands inside an object is named "rope_scaling: interleaved".
         if is_neutral or entry.rpartition(" ")[2] in self.meaningless.split():
             return False
+        # The other layers have norms too: an epsilon concerns this one if it has a norm.
         is_norm = self.norm and re.search(r"eps(ilon)?$", entry)
         return bool(is_norm or (CONCERNS.search(entry) and not ELSEWHERE.search(entry)))

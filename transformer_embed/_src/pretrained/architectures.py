@@ -50,6 +50,7 @@ _bert = functools.partial(
 _albert = functools.partial(
     _bert,
     widen="encoder.embedding_hidden_mapping_in",
+    # No other architecture has such names, below any prefix.
     known_below="",
     hidden_dropout_prob=0.0,
 )
@@ -100,6 +101,7 @@ _bart = functools.partial(
     _seq2seq,
     positions="{stack}.embed_positions",
     norm="{stack}.layernorm_embedding",
+    # Its config.json has no epsilon.
     fixed={"layer_norm_eps": 1e-5},
 )
 # Parameters of one stack, a decoder.
@@ -244,6 +246,7 @@ ARCHITECTURES = (
         "distilbert",
         token_types="",
         dropout="dropout",
+        # Its config.json has no epsilon.
         fixed={"layer_norm_eps": 1e-12},
         meaningless="tie_weights_ sinusoidal_pos_embds",
         aliases={"hidden_size": "dim"},
@@ -292,6 +295,7 @@ ARCHITECTURES = (
         "opt",
         tokens="decoder.embed_tokens",
         positions="decoder.embed_positions",
+        # Its table has two rows more than config.json has positions.
         start=2,
         refused={"decoder.project_in.weight": "it widens tokens before positions are added"},
         pad_token_id=1,
@@ -307,6 +311,7 @@ ARCHITECTURES = (
     ),
     _decoder(
         "whisper",
+        # Its config.json has this entry, which the decoder does not read.
         scale=False,
         dropout="embd_pdrop",
         meaningless="scale_embedding",
@@ -343,6 +348,7 @@ ARCHITECTURES = (
         refused_entries={"pad_token_id": "the sinusoid of that position would be zeros"},
         scale_embedding=True,
     ),
+    # A tied output layer of T5 divides by the root of d_model; mT5's does not.
     _t5("t5 switch_transformers umt5 longt5", scale_decoder_outputs=True),
     _t5("mt5", scale_decoder_outputs=False),
     _seq2seq(

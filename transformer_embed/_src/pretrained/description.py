@@ -63,6 +63,7 @@ def describe(
         del names[OUTPUT_TABLE]
     shapes = {name: (1, 1, *tensors.entry(names[name]).shape)[-2:] for name in names}
     options, rotary, bias = call_with_named_errors(where, _parts, kind, value, shapes, file)
+    # Another dtype is refused by `check_tensors`, which names the tensor.
     dtype = DTYPES.get(tensors.entry(names[TOKENS]).dtype, jnp.dtype("float32"))
     config = call_with_named_errors(where, EmbedderConfig, **options, param_dtype=dtype)
     parameters = parameters_of(where, config, rotary, bias)
@@ -79,7 +80,7 @@ def describe(
 def read(kind: Architecture, where: str, given: Options) -> tuple[dict[str, Any], dict[str, Any]]:
     """The checked values of the entries of a config.json or `settings=`, and those not read."""
     names, attention = kind.names(), given.get("attn_config")
-    # MPT's ALiBi.
+    # MPT says its ALiBi inside of `attn_config`; what stands outside goes first.
     within = attention if isinstance(attention, Mapping) else {}
     unread = {**{entry: within[entry] for entry in names if entry in within}, **given}
     found = {}
@@ -90,6 +91,7 @@ def read(kind: Architecture, where: str, given: Options) -> tuple[dict[str, Any]
             found[entry] = next((value for value in said if value is not None), None)
     if kind.rotary:
         by_layer = rope.LOCAL in kind.entries
+        # Before the checks, which are of entries at the top level.
         found = call_with_named_errors(where, rope.flat, found, by_layer=by_layer)
     unread |= {entry: found.pop(entry) for entry in found.keys() - names.keys()}
     for entry, value in found.items():
@@ -108,6 +110,7 @@ def _entries(
     entries, unread = read(kind, place, in_file)
     said, unknown = read(kind, "settings", settings)
     for name, value in unknown.items():
+        # Null takes away an entry of config.json that is not read; there must be one of that name.
         if value is not None or unread.pop(name, None) is None:
             reads = ", ".join(aliases[0] for aliases in kind.names().values())
             want = f"entries that a model {kind.name} reads ({reads})"
@@ -162,6 +165,7 @@ def _parts(
     d_model, _ = shapes.get(WIDEN, (width, rows))
     types, _ = shapes.get(TOKEN_TYPES, (0, width))
     sizes = {"hidden_size": d_model, "embedding_size": width, "type_vocab_size": types}
+    # Marian's decoder may have a vocabulary of its own.
     has_own_size = file.side == STACKS[1] and value["decoder_vocab_size"]
     sizes["decoder_vocab_size" if has_own_size else "vocab_size"] = rows
     for name, size in sizes.items():
@@ -189,6 +193,8 @@ def _scheme(kind: Architecture, value: Options, shapes: Shapes) -> Scheme | None
         return None
     start, pad_id = kind.start, value["pad_token_id"]
     rows = value["max_position_embeddings"]
+    # RoBERTa counts from its padding id, and config.json counts all rows of the table; OPT's
+    # config.json leaves out the rows before the first position.
     if isinstance(start, str):
         start = arguments.integer(start, value[start]) + 1
     elif rows is not None:
@@ -198,6 +204,7 @@ def _scheme(kind: Architecture, value: Options, shapes: Shapes) -> Scheme | None
         padding |= {"at_padding": start - 1, "pad_id": pad_id}
     if kind.sinusoids is not None:
         return Sinusoidal(**kind.sinusoids, **padding)
+    # A table of another size than config.json says is refused later, by its shape.
     return Learned(rows or shapes[POSITIONS][0], **padding)
 
 
@@ -209,7 +216,9 @@ def _output(
     if reason := _no_output(kind, value, shapes, file.side, is_tied=is_tied):
         return reason
     _, width = shapes[TOKENS]
+    # Cohere multiplies logits, Granite divides them.
     scale = (value["logit_scale"] or 1.0) / (value["logits_scaling"] or 1.0)
+    # T5 scales them only if they come from its table of tokens.
     if value["tie_word_embeddings"] and value["scale_decoder_outputs"]:
         scale = width**-0.5
     if value["dim_model_base"]:
@@ -238,6 +247,7 @@ def _no_output(
         return f"it is the decoder's, which stack={STACKS[1]!r} loads"
     if not is_tied and OUTPUT_TABLE not in shapes:
         return f"the file has no {kind.head.split()[0]}.weight, and it is not tied to the table"
+    # An `OutputLayer` has the vocabulary and the width of the table.
     for name, shape in ((OUTPUT_TABLE, (rows, width)), (OUTPUT_BIAS, (1, rows))):
         if shapes.get(name, shape) != shape:
             return f"its shape is {list(shapes[name])}, not {list(shape)}"
@@ -252,6 +262,7 @@ def _bias(kind: Architecture, value: Options, shapes: Shapes, stack: str) -> Opt
         return None
     buckets, heads = shapes[BIAS]
     return {
+        # Entries go before shapes, so that a tensor which disagrees is refused.
         "num_heads": value["num_attention_heads"] or heads,
         "num_buckets": value["relative_attention_num_buckets"] or buckets,
         "max_distance": value["relative_attention_max_distance"],

@@ -88,6 +88,7 @@ class Tensors(NamedTuple):
     def are_equal(self, name: str, other: str) -> bool:
         """Whether two tensors have the same bytes."""
         first, second = self.entry(name), self.entry(other)
+        # Tensors of one shape and dtype have as many pieces.
         pieces = zip(_pieces(first), _pieces(second), strict=False)
         return str(first) == str(second) and all(one == two for one, two in pieces)
 
@@ -98,6 +99,7 @@ class Tensors(NamedTuple):
         the huge pages that numpy asks for, which are slow to get on a busy machine.
         """
         entry = self.entry(name)
+        # No mapping has a size of 0, as an empty tensor has.
         buffer = mmap.mmap(-1, max(entry.stop - entry.start, 1))
         for start, piece in _pieces(entry):
             buffer[start : start + PIECE] = piece
@@ -139,6 +141,7 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
                 found, want, f"{others[0]}: pass it" if others else "neither"
             )
         found /= names[0]
+    # The header of a shard is read once, when its first tensor is asked for.
     header = functools.cache(_header)
     if found.name.endswith(".json"):
         return Tensors(found, _shards(found), {}, header)
@@ -214,11 +217,14 @@ def write_tensors(tensors: Tensors, arrays: Mapping[str, np.ndarray]) -> None:
     for name, entry in entries.items():
         offsets = (entry.start, entry.stop)
         header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
+    # Names as they are: a lone surrogate fails here, before the file is touched.
     text = json.dumps(header, ensure_ascii=False).encode()
+    # Arrays then start at a multiple of eight bytes.
     text += b" " * (-len(text) % 8)
     with open_whole(tensors.path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in entries:
+            # As bytes, since a bfloat16 array has no buffer that a file takes.
             file.write(np.ascontiguousarray(arrays[name]).view(np.uint8).data)
 
 
@@ -235,15 +241,19 @@ def open_whole(path: pathlib.Path) -> Iterator[IO[bytes]]:
             if stat.S_ISREG(found.st_mode) and time.time() - found.st_mtime > STALE:
                 left.unlink()
     exists = path.exists()
+    # A new file has the mode of any new file: what the umask leaves of this.
     mode = _regular_mode(path) if exists else 0o666
+    # In the same folder: a file of another file system cannot be renamed to the path.
     temporary = path.parent / f"{TEMPORARY}{secrets.token_hex(8)}.tmp"
     # A private file's replacement must not be readable by others, not even while it is written.
     try:
         with open(temporary, "xb", opener=functools.partial(os.open, mode=mode)) as file:
             if exists:
+                # The umask took bits away that the replaced file has.
                 temporary.chmod(mode)
             yield file
             file.flush()
+            # The data first: after a crash, the new name must not have an empty file.
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:

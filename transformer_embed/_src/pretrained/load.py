@@ -95,6 +95,7 @@ def load_embedder(
     tensors = open_tensors(path)
     is_own = CONFIG in tensors.metadata
     if config is not None or is_own:
+        # Empty settings say nothing.
         arguments.check_left_out("stack", stack, "names or metadata say each parameter's tensor")
         arguments.check_left_out(
             "settings", settings or None, "names or metadata say what they would"
@@ -104,6 +105,7 @@ def load_embedder(
         full = full_paths(names, parameters)
         # None stands for an offset of zeros; for another parameter, no tensor has this name.
         stored = {name: tensor for name, tensor in full.items() if tensor or name not in OFFSETS}
+        # Tutorials save float64 tables; they are rounded when they are read.
         check_tensors(tensors, stored, parameters, may_lack=full, dtypes=(*DTYPES, "F64"))
         found = PretrainedInput(config, {}, names=stored)
     elif is_own:

@@ -19,6 +19,7 @@ def call_with_named_errors(
     """The result of a function; errors become a ValueError that starts with the name."""
     try:
         return function(*args, **kwargs)
+    # JSON may nest deeper than Python calls, and has infinities, which no int has.
     except (ArithmeticError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{name}: {str(error)[:260]}") from error
 

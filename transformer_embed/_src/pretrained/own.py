@@ -50,6 +50,7 @@ CONFIG = "transformer_embed.config"
 EXTRAS = "transformer_embed.extras"
 # The entry of an object that has the name of its class.
 KIND = "kind"
+# What a file names is looked up here alone: it can make no other object.
 KINDS = {
     kind.__name__: kind
     for kind in (OutputLayer, *typing.get_args(Scheme), *typing.get_args(Scaling))
@@ -128,7 +129,9 @@ def _by_tensor_name(leaves: Mapping[str, Any], names: Mapping[str, Any]) -> dict
     for name, tensor in names.items():
         array = _on_host(leaves[name])
         array = array.T if is_transposed(name, tensor) else array
+        # BART's own has an axis of 1 before it.
         arrays[tensor] = array[None] if str(tensor).endswith(LOGITS_BIAS) else array
+    # Parameters that share a name leave one array; the header keeps its metadata under the other.
     tensors = [name for name in arrays if isinstance(name, str) and name != "__metadata__"]
     if len(tensors) < len(leaves):
         want = "a tensor's name of its own for each parameter, other than '__metadata__'"
@@ -149,6 +152,7 @@ def _with_own_paths(
 
 def _on_host(leaf: Any) -> np.ndarray:
     """An array of this process in its own dtype."""
+    # A Sharded raises if it is asked for one array.
     if not isinstance(leaf, Sharded):
         leaf = arguments.unwrapped(leaf)
     if isinstance(leaf, Sharded):
@@ -193,6 +197,7 @@ def encoded(value: Any) -> Any:
 def decoded(entries: dict[str, Any]) -> Any:
     """An object with tuples for lists, or an instance of the class that it names."""
     for name, value in entries.items():
+        # JSON has no tuples, which configurations and `pair_axes` are compared by.
         if isinstance(value, list):
             entries[name] = tuple(value)
     if KIND not in entries:

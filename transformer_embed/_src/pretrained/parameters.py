@@ -102,10 +102,12 @@ def full_paths(names: Mapping[Any, Any], paths: Collection[str]) -> dict[str, An
     full = {}
     for name, value in names.items():
         ends = [path for path in paths if path.endswith(f"/{name}")]
+        # A whole path goes first: it may also be the end of a longer one.
         found = [name] if name in paths else ends
         if len(found) != 1 or found[0] in full:
             among = ", ".join(paths)
             want = f"a parameter's path, or a suffix that only one path has, among {among}"
+            # A whole model has hundreds of paths.
             raise arguments.value_error("names", want[:250], short_repr(name))
         full[found[0]] = value
     return full
@@ -144,6 +146,7 @@ def read_parameters(tensors: Tensors, names: Mapping[str, str], parameters: Spec
         if name in names:
             array = tensors.read(names[name])
             if array.dtype == np.float64:
+                # A number past the dtype's range would become infinite, with a warning at most.
                 with np.errstate(over="raise"):
                     array = call_with_named_errors(names[name], array.astype, parameter.dtype)
             if is_transposed(name, names[name]):

@@ -45,6 +45,7 @@ class Match(NamedTuple):
 def open_published(tensors: Tensors, stack: str | None) -> Published:
     """The files of a published model, with the entries of the config.json beside the tensors."""
     path = tensors.path.parent / "config.json"
+    # A link that leads nowhere is an error, not a file that is missing.
     whole = read_json(path) if os.path.lexists(path) else {}
     # A config.json of several models has the text model's own.
     parts = [whole.get("text_config"), whole.get("text"), whole]

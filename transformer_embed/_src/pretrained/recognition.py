@@ -77,6 +77,7 @@ def matches(kinds: Iterable[Architecture], file: Published) -> list[Match]:
             for name in files
             if f".{name}".endswith(f".{end}")
         ]
+        # Several names of a table may have one prefix.
         for prefix in dict.fromkeys(prefixes):
             tensors = kind.tensors(file.side, prefix)
             present = {
@@ -96,6 +97,7 @@ def type_by_names(file: Published) -> str | None:
         for match in matches(ARCHITECTURES, file)
         if re.search(match.kind.known_below, match.prefix)
     }
+    # Rows that share names compute the same (GPT-2 and GPT-Neo): of equals, the first.
     return max(certain, key=certain.__getitem__, default=None)
 
 
@@ -107,6 +109,7 @@ def _reason(match: Match, file: Published) -> str:
         if prefix + tensor.format(stack=file.side) in files:
             return reason
     own = kind.tokens.format(stack=file.side).partition(".")[0]
+    # Sinusoids may be stored; a stack has the other one beside it.
     left_out = {*kind.meaningless.split()}
     if kind.sinusoids is not None:
         left_out.add("embed_positions")
@@ -177,6 +180,7 @@ def _by_hand(file: Published, kind: Architecture | None = None, table: str | Non
 
 def _scale(file: Published, kind: Architecture | None) -> bool | float | None:
     """The scale of tokens, as the row or the entries of any row say; None: it is not certain."""
+    # Without a type, the first row whose scale is one of the entries that the file has.
     rows = [row for row in ARCHITECTURES if row.scale in file.entries]
     kind = kind or [*rows, Architecture("", "")][0]
     for name, value in file.entries.items():

@@ -47,6 +47,7 @@ NAMES = (
     f"{ORIGINAL} mrope_section"
 )
 CONSECUTIVE, IN_TURNS = "consecutive", "in turns"
+# Of a file that anyone may have written.
 MOST_CHANNELS, MOST_AXES = 8192, 15
 # Wider than published heads: the frequencies of a narrower one lie between those of a wider one.
 WIDE_HEAD = 256
@@ -112,6 +113,7 @@ def _rotation(kind: Architecture, value: Options, width: int, layer: str) -> dic
     is_proportional = entries.get("rope_type") == PROPORTIONAL
     rotary_dim = _rotary_dim(value, width, share, is_proportional=is_proportional)
     options = {
+        # A base that sliding layers do not have is the full ones'.
         "base": value[base] or value["rope_theta"],
         "layout": layout,
         "scaling": scaling(entries, value["max_position_embeddings"], value[ORIGINAL]),
@@ -131,6 +133,7 @@ def _rotary_dim(value: Options, width: int, share: str, *, is_proportional: bool
         head_dim = value["global_head_dim"] or head_dim
     if head_dim is None:
         head_dim = width // count("num_attention_heads", value["num_attention_heads"])
+    # Rounded down: the share of MiMo V2 Flash is 0.334.
     return arguments.integer(share, int(head_dim * value[share]), at_most=head_dim)
 
 
@@ -154,6 +157,7 @@ def _pair_axes(kind: Architecture, entries: Options) -> tuple[int, ...] | None:
 
 def by_layer(rotary: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any] | None]:
     """The arguments for each kind of layer; None: not rotated."""
+    # {"base": None} names an argument, not a kind of layer that does not rotate.
     names_arguments = rotary.keys() & inspect.signature(apply_rotary).parameters.keys()
     differs = all(isinstance(options, Mapping | None) for options in rotary.values())
     return rotary if differs and not names_arguments else {"all layers": rotary}
