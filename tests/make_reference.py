@@ -19,6 +19,7 @@ import json
 import os
 import re
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -97,20 +98,18 @@ def _entry(name: str, level: str) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def _methods(kind: type) -> list[tuple[str, object]]:
+def _methods(kind: type) -> Iterator[tuple[str, object]]:
     """What a class of ours shows beside its arguments, in the order of its source.
 
     What it only implements of a class above it, other parts of the package call.
     """
     above = {name for base in kind.__mro__[1:] for name in vars(base)}
-    names = ["__call__", *(name for name in vars(kind) if not name.startswith("_"))]
-    own = [(name, vars(kind)[name]) for name in names if name in vars(kind) and name not in above]
-    functions = [
-        (name, getattr(value, "__func__", value))
-        for name, value in own
-        if isinstance(value, classmethod | staticmethod | property) or inspect.isfunction(value)
-    ]
-    return [(name, value) for name, value in functions if inspect.getdoc(value)]
+    for name in ["__call__", *(name for name in vars(kind) if not name.startswith("_"))]:
+        value = vars(kind).get(name)
+        is_method = isinstance(value, classmethod | staticmethod | property)
+        is_shown = name not in above and (is_method or inspect.isfunction(value))
+        if is_shown and inspect.getdoc(value):
+            yield name, getattr(value, "__func__", value)
 
 
 def _signature(name: str, value: object) -> str:

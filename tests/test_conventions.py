@@ -662,7 +662,7 @@ LISTS += [CROSS_ENTROPIES, LOG_PROBS]
 
 
 def test_each_row_of_the_page_has_its_test():
-    """Of all tables but the last, whose names tests/test_tutorials.py uses."""
+    """Of all tables but the last, which lists names."""
     tables = PAGE.read_text(encoding="utf-8").split("## Names in tutorials")[0]
     cells = re.findall(r"(?m)^\| (.*?) \| .* \|$", tables)
     tested = ["diffusers, time steps", *itertools.chain(*LISTS)]

@@ -22,6 +22,7 @@ jupyter_manager = pytest.importorskip("jupyter_client.manager")
 
 ROOT = pathlib.Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+assert NOTEBOOKS
 SECONDS_A_CELL = 300
 MOST_BYTES = 700_000
 OPTIMIZED = {"04_train_a_transformer"}
@@ -51,10 +52,6 @@ class ThisInterpreter(jupyter_kernelspec.KernelSpecManager):
     def get_kernel_spec(self, kernel_name):
         argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
         return jupyter_kernelspec.KernelSpec(argv=argv, display_name=kernel_name, language="python")
-
-
-def test_there_are_notebooks():
-    assert NOTEBOOKS
 
 
 @pytest.mark.documentation

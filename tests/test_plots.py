@@ -330,9 +330,7 @@ def test_rotary_points_are_rotated_by_position_times_frequency(ax, positions):
     assert texts(ax.texts) == [f"{position:g}" for position in positions]
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "pairs"), [(64, [0, 4, 8, 12]), (8, [0, 1, 2, 3]), (4, [0, 1]), (2, [0])]
-)
+@pytest.mark.parametrize(("head_dim", "pairs"), [(64, [0, 4, 8, 12]), (8, [0, 1, 2, 3]), (2, [0])])
 def test_the_pairs_that_are_drawn(ax, head_dim, pairs):
     plots.plot_rotary([0, 1], head_dim, ax=ax)
     assert texts(ax.texts) == ["0", "1"]

@@ -54,11 +54,6 @@ def trained(tmp_path_factory, text_file):
     return out.getvalue().splitlines(), err.getvalue(), path
 
 
-def scores_of(lines):
-    """The last column of the table: with positions, without, and of single bytes."""
-    return [float(line.split()[-1]) for line in lines[5:8]]
-
-
 @pytest.mark.slow
 def test_train_prints_a_table_and_what_positions_are_worth(trained, text_file):
     lines, _, path = trained
@@ -69,7 +64,7 @@ def test_train_prints_a_table_and_what_positions_are_worth(trained, text_file):
     assert max(map(len, lines[3:])) <= 80
     names = [line[:20].strip() for line in lines[5:8]]
     assert names == ["sinusoidal positions", "no positions", "unigram"]
-    with_positions, without, unigram = scores_of(lines)
+    with_positions, without, unigram = (float(line.split()[-1]) for line in lines[5:8])
     assert f"{unigram:.2f}" == f"{language_model.unigram_bits(text):.2f}"
     assert with_positions < unigram
     assert lines[-1] == train.verdict(with_positions, without, STEPS)

@@ -335,18 +335,14 @@ def right_or_refused(path):
             assert getattr(found.config, name) == value
 
 
-def with_changes(changes, keep=None):
-    data = bytearray(SAVED)
-    for at, token in changes:
-        data[at : at + len(token)] = token
-    return bytes(data[:keep])
-
-
 @settings(max_examples=40)
 @given(FLIPS, st.none() | st.integers(0, len(SAVED)))
 def test_flipped_and_truncated_files(changes, keep):
     with in_a_folder() as path:
-        path.write_bytes(with_changes(changes, keep))
+        data = bytearray(SAVED)
+        for at, token in changes:
+            data[at : at + len(token)] = token
+        path.write_bytes(data[:keep])
         right_or_refused(path)
 
 
