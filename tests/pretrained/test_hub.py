@@ -36,17 +36,13 @@ def described(tmp_path, monkeypatch):
     return described
 
 
-def picked(pairs):
-    """Nine of a head's pairs, as in golden/make_hub_facts.py."""
-    return sorted({round(n * (pairs - 1) / 8) for n in range(9)})
-
-
 def frequencies_of(options, pairs):
-    """The frequencies of some rotated pairs of a head, and the factor of cosines and sines."""
+    """The frequencies of nine rotated pairs of a head, and the factor of cosines and sines."""
     dim = options.get("rotary_dim", 2 * pairs)
     assert dim == 2 * pairs
     found, factor = scaled_frequencies(options.get("scaling"), dim, options["base"])
-    return found[picked(pairs)].astype(float), factor
+    places = sorted({round(n * (pairs - 1) / 8) for n in range(9)})
+    return found[places].astype(float), factor
 
 
 @pytest.mark.parametrize("repository", FACTS)
@@ -102,17 +98,3 @@ def test_what_their_own_code_computes_otherwise_is_refused(described, repository
         tensors["embeddings.position_embeddings.weight"] = [8192, entries["hidden_size"]]
     with pytest.raises(ValueError, match=message):
         described(repository, tensors)
-
-
-def test_the_scaling_of_gte_can_be_said_in_settings(described):
-    """As notebooks/published_models.md says. Its code multiplies the base by the factor s, and
-    divides frequencies by s ** (2 / head_dim)."""
-    repository, dim = "Alibaba-NLP/gte-multilingual-base", 64
-    entries = CONFIGS[repository]
-    factor, base = entries["rope_scaling"]["factor"], entries["rope_theta"]
-    scaling = {"rope_type": "linear", "factor": factor ** (2 / dim)}
-    said = {"rope_theta": factor * base, "rope_scaling": scaling}
-    found = described(repository, tensors_of(entries), settings=said)
-    ours, _ = frequencies_of(found.rotary, dim // 2)
-    powers = -2 * np.array(picked(dim // 2)) / dim
-    np.testing.assert_allclose(ours, (base * factor) ** powers / scaling["factor"], rtol=1e-12)

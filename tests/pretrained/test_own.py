@@ -32,7 +32,6 @@ from checkpoints import (
     tensors_of,
 )
 from drawn import drawn
-from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -154,20 +153,13 @@ def test_a_layer_inside_a_model_is_saved_and_loaded(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, dict(again.params), {**found.params, **linear})
 
 
-@pytest.mark.parametrize(
-    "leaf",
-    [
-        np.arange(6, dtype=">f4")[::2],
-        np.arange(6, dtype="<f2")[::-1],
-        nnx.Param(jnp.arange(3.0)),
-    ],
-)
+@pytest.mark.parametrize("leaf", [np.arange(6, dtype=">f4")[::2], np.arange(6, dtype="<f2")[::-1]])
 def test_arrays_of_any_layout_are_saved_by_value(tmp_path, leaf):
-    """Of either byte order, with any stride, and inside Flax's nnx.Param."""
+    """Of either byte order, with any stride."""
     save_embedder(tmp_path / "x", SMALL, PARAMS | {"a": {"b": leaf}})
-    got, array = load_embedder(tmp_path / "x").params["a"]["b"], np.asarray(leaf)
-    assert got.dtype == array.dtype.newbyteorder("=")
-    np.testing.assert_array_equal(got, array)
+    got = load_embedder(tmp_path / "x").params["a"]["b"]
+    assert got.dtype == leaf.dtype.newbyteorder("=")
+    np.testing.assert_array_equal(got, leaf)
 
 
 # --- What cannot be loaded again is refused before a good file is touched.
@@ -196,10 +188,8 @@ UNSAVED = [
     ({"bias": {"num_heads": 0}}, "bias: num_heads: wanted an int of at least 1, got 0"),
     ({"params": PARAMS | BIAS_TABLE, "bias": BUCKETS | {"max_distance": 3}}, "max_distance: wanted an int of at least 9, got 3"),
     ({"bias": BUCKETS}, "params: wanted one relative_position_bias with embeddings, got none among ['transformer"),
-    ({"bias": {}}, "bias: num_heads: wanted a Python int, got NoneType None"),
     ({"params": {"embeddings": np.ones(2)}}, "params: embeddings: wanted the parameters of a module, a dict of arrays, got an array"),
     ({"params": PARAMS | {"a": {"b/c": np.ones(1)}}}, "params: wanted names without a slash, got 'b/c'"),
-    (beside(np.ma.masked_array([1.0], [True])), "params: a/b: wanted an array without a mask (fill it first: x.filled(...)), got a masked"),
     (beside([1.0]), "params: a/b: "),
     (beside(np.ones(1, ml_dtypes.float8_e4m3fn)), "x.safetensors: a/b: wanted shape [1], as the configuration says, of F32 or BF16 or F16, got"),
     ({"params": {f"{ROOT}token_embedding": GATHERED}}, "table: wanted to be read by te.lookup or te.TokenEmbedding alone, "),
@@ -260,7 +250,6 @@ HOSTILE = [
     ("[1]", {}, "transformer_embed.config: wanted a JSON object, got list"),
     ("[" * 100_000, {}, "config, as JSON: maximum recursion"),
     ({"vocab_size": 10**4000}, {}, "embeddings: wanted shape [1000000"),
-    ({"scale": "yes"}, {}, "scale: wanted True, False, or a number above 0 "),
     ({"unknown": 1}, {}, "EmbedderConfig.__init__() got an unexpected keyword argument 'unknown'"),
     ({"scheme": {"kind": "SinusoidalGrid", "shape": [2] * 500}}, {}, "shape: its number of points: wanted an int of at most 2147483647, got "),
     ({"scheme": {"kind": "Learned", "max_len": 2**60}}, {}, "max_len: wanted an int of at most"),

@@ -152,7 +152,7 @@ def _with_own_paths(
 
 def _on_host(leaf: Any) -> np.ndarray:
     """An array of this process in its own dtype."""
-    # A Sharded raises if it is asked for one array.
+    # A wrapper such as nnx.Param may hold a Sharded, which raises if it is asked for one array.
     if not isinstance(leaf, Sharded):
         leaf = arguments.unwrapped(leaf)
     if isinstance(leaf, Sharded):
