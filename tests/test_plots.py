@@ -390,19 +390,20 @@ def test_a_bias_that_is_masked_everywhere_is_drawn(ax):
 
 @pytest.mark.slow
 def test_error_draws_ours_the_product_and_the_rounding(ax):
-    positions = [1, 12_347, 9_999_991, 2_000_000_011]
-    plots.plot_error(6, positions=positions, ax=ax)
+    positions, base = [1, 12_347, 2_000_000_011], 9_000.0
+    plots.plot_error(6, positions=positions, base=base, ax=ax)
     ours, product, rounding = ax.lines
-    frequencies = np.float32(10_000) ** (-np.arange(3, dtype=np.float32) / np.float32(3))
+    frequencies = np.float32(base) ** (-np.arange(3, dtype=np.float32) / np.float32(3))
     angles = np.float32(positions)[:, None] * frequencies
-    usual = np.stack([np.sin(angles), np.cos(angles)], -1).reshape(4, 6)
-    for line, table in ((ours, te.sinusoidal_encoding(positions, 6)), (product, usual)):
+    usual = np.stack([np.sin(angles), np.cos(angles)], -1).reshape(3, 6)
+    ours_at = te.sinusoidal_encoding(positions, 6, base=base)
+    for line, table in ((ours, ours_at), (product, usual)):
         assert line.get_xdata().tolist() == positions
         for row, place, drawn in zip(np.asarray(table), positions, line.get_ydata(), strict=True):
-            exact = oracle.encoding(place, 6)
+            exact = oracle.encoding(place, 6, base=base)
             near(drawn, max(map(oracle.error, row, exact)), atol=EXACT)
     # Half of float32's spacing at the last angle is 64 radians.
-    assert product.get_ydata()[3] > 0.5
+    assert product.get_ydata()[2] > 0.5
     assert set(rounding.get_ydata()) == {float(np.spacing(np.float32(0.5))) / 2}
     assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
     labels = ["transformer_embed", "float32 product", "rounding to float32"]
