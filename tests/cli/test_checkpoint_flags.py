@@ -65,7 +65,6 @@ def test_embed_takes_them_too(prints, bert, said, tmp_path):
         ("{", "--settings: {path} is not JSON (Expecting property name"),
         ("[" * 100_000, "--settings: {path} is not JSON ("),
         ("[1]", "--settings: wanted a JSON object such as config.json holds, got a list in {path}"),
-        ("", "{path} is empty; name a file that holds something"),
         (None, "cannot read {path}: No such file or directory"),
     ],
 )
