@@ -247,9 +247,11 @@ def _entropies_and_gradients(
     With `mean = sum(exp(z - m) * (z - m)) / total`, the entropy is `log(total) - mean`, and its
     gradient in z is `exp(z - m) * (mean - (z - m)) / total`.
     """
-    sum_of_shifted = (exponentials * shifted).sum(-1, keepdims=True)
-    mean = jax.lax.psum(sum_of_shifted, split.vocabulary) / total
-    return jnp.log(total) - mean, slope * exponentials * (mean - shifted) / total
+    products = exponentials * shifted
+    mean = jax.lax.psum(products.sum(-1, keepdims=True), split.vocabulary) / total
+    # Not `exponentials * (mean - shifted)`: that factor is huge at padding, and would overflow in
+    # the derivative by the slope.
+    return jnp.log(total) - mean, slope * (exponentials * mean - products) / total
 
 
 def _of_label(
