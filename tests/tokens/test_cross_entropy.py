@@ -5,8 +5,6 @@ import functools
 import itertools
 
 import collectives
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -18,7 +16,7 @@ import pytest
 from cases import few
 from compare import equal, near
 from jax.sharding import AxisType, PartitionSpec
-from references import counted_weights, whole_losses
+from references import assert_right, counted_weights, whole_losses
 from refused import refused
 
 import transformer_embed as te
@@ -85,7 +83,7 @@ def assert_close(got, expected, error=ERROR):
         near(np.asarray(one, np.float64), other, rtol=error, atol=error)
 
 
-def assert_right(error=ERROR, **changes):
+def assert_gradients_right(error=ERROR, **changes):
     arguments = ARRAYS | changes
     got = step(**arguments)
     assert_close(got, oracle(**arguments), error)
@@ -107,64 +105,44 @@ ALL = {
     "z_loss": 0.1,
     "chunk_size": 3,
 }
-SETTINGS = {
-    "none": {},
-    "z_loss of a scaled sum": {"scale": 2.0, "z_loss": 0.1, "reduction": "sum"},
-    "shift": {"shift": True, "chunk_size": 1},
-    "padding": {"pad_id": 2, "label_smoothing": 0.3, "chunk_size": 1000},
-    "all": ALL,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
-def test_each_setting_is_that_of_a_loop_in_float64(options):
-    assert_right(**options)
-
-
-@pytest.mark.slow
-@hypothesis.settings(max_examples=15)
-@hypothesis.given(seed=st.integers(0, 99), size=st.sampled_from([0.1, 1, 9]), masked=st.booleans())
-def test_any_arrays_are_those_of_a_loop_in_float64(seed, size, masked):
-    rng = np.random.default_rng(seed)
-    assert_right(
-        # Scaled sums of 3 terms of magnitude 9.
-        100 * ERROR,
-        **ALL | {"segment_ids": rng.integers(0, 3, SHAPE, np.int32)},
-        x=size * normal(seed, *SHAPE, WIDTH),
-        labels=rng.integers(0, VOCAB, SHAPE, np.int32),
-        weights=rng.random(SHAPE).astype(np.float32),
-        mask=rng.random(SHAPE) < (0.6 if masked else 1),
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("x", "table", "label", "options", "loss"),
-    [
-        # Stanford CS231n, linear classification notes, softmax classifier: scores -2.85, 0.86, 0.28
-        # with label 2 cost 1.04. https://cs231n.github.io/linear-classify/
-        ([-2.85, 0.86, 0.28], np.eye(3, dtype=np.float32), 2, {}, 1.04),
-        # Gemma 2, section 2: softcap * tanh(logits / softcap), so a loss of at most 2 softcaps.
-        ([1e4], np.float32([[1], [-1]]), 1, {"softcap": 30.0}, 60),
-    ],
-    ids=["softmax", "softcap"],
-)
-def test_published_losses(x, table, label, options, loss):
-    got = te.linear_cross_entropy(x, table, label, **options)
-    near(got, loss, rtol=2e-3)
-
-
-SIZES = [
-    {"scale": size, "label_smoothing": smoothing, "z_loss": z_loss} | softcap
-    for size in (1e6, 1e10, 3e15)
-    for smoothing, z_loss in itertools.product((0.0, 0.1), (0.0, 1e-4))
-    for softcap in ({}, {"softcap": size})
+SETTINGS = [
+    {},
+    {"scale": 2.0, "z_loss": 0.1, "reduction": "sum"},
+    {"shift": True, "chunk_size": 1},
+    {"pad_id": 2, "label_smoothing": 0.3, "chunk_size": 1000},
+    # Outside the vocabulary, at its ends.
+    {"pad_id": VOCAB, "label_smoothing": 0.1},
+    {"pad_id": -(2**31) + 1},
+    {"mask": MASK[0], "segment_ids": SEGMENTS[0], "shift": True},
+    ALL,
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", few(SIZES, 2), ids=str)
+@pytest.mark.parametrize("options", SETTINGS, ids=str)
+def test_each_setting_is_that_of_a_loop_in_float64(options):
+    assert_gradients_right(**options)
+    # Scaled sums of 3 terms of magnitude 9.
+    assert_gradients_right(100 * ERROR, x=9 * X, **options)
+
+
+@pytest.mark.slow
+def test_a_published_loss():
+    """Stanford CS231n, linear classification notes, softmax classifier: scores -2.85, 0.86, 0.28
+    with label 2 cost 1.04. https://cs231n.github.io/linear-classify/"""
+    got = te.linear_cross_entropy([-2.85, 0.86, 0.28], np.eye(3, dtype=np.float32), 2)
+    near(got, 1.04, rtol=2e-3)
+
+
+SIZES = [
+    {"scale": 1e6, "label_smoothing": 0.1, "z_loss": 1e-4},
+    {"scale": 1e10},
+    {"scale": 3e15, "softcap": 3e15, "z_loss": 1e-4},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", SIZES, ids=str)
 def test_a_factor_of_any_size_gives_finite_losses_and_gradients(options):
     """A product that is rounded once in one place and twice in another differs by more than 1."""
     for values, exact in zip(step(**ARRAYS, **options), oracle(**ARRAYS, **options), strict=True):
@@ -183,7 +161,7 @@ def test_a_z_loss_whose_slope_is_zero_has_its_gradient():
 def test_every_setting_in_float64():
     with jax.enable_x64():
         wide = {name: np.float64(ARRAYS[name]) for name in ("x", "table", "bias", "weights")}
-        got = assert_right(1e-13, **wide, **ALL)
+        got = assert_gradients_right(1e-13, **wide, **ALL)
         assert {array.dtype for array in got} == {jnp.dtype("float64")}
 
 
@@ -192,16 +170,13 @@ def test_first_and_second_derivatives_are_finite_differences():
     with jax.enable_x64():
 
         @jax.jit
-        def loss(x, table, bias, weights):
-            options = ALL | {"segment_ids": SEGMENTS[0]}
-            return te.linear_cross_entropy(
-                x, table, LABELS[0], bias=bias, weights=weights, **options
-            )
+        def loss(*arrays):
+            given = dict(zip(("x", "table", "bias", "weights"), arrays, strict=True))
+            return te.linear_cross_entropy(labels=LABELS, **given, **ALL)
 
-        arguments = map(np.float64, (X[0], TABLE, BIAS, WEIGHTS[0] + 0.1))
-        jax.test_util.check_grads(
-            loss, tuple(arguments), order=2, modes="rev", atol=1e-5, rtol=1e-5, eps=1e-4
-        )
+        arrays = tuple(map(np.float64, (X, TABLE, BIAS, WEIGHTS + 0.1)))
+        near_by = {"atol": 1e-5, "rtol": 1e-5, "eps": 1e-4}
+        jax.test_util.check_grads(loss, arrays, order=2, modes="rev", **near_by)
 
 
 # --- narrow dtypes
@@ -210,18 +185,16 @@ def test_first_and_second_derivatives_are_finite_differences():
 @pytest.mark.slow
 def test_16_bits_are_summed_in_float32_and_cast_once():
     tokens, dtype = 1024, jnp.bfloat16
-    x, table, bias = (
-        normal(n, *shape).astype(dtype) for n, shape in enumerate([(tokens, 2), (3, 2), (3,)])
-    )
-    arrays = {"labels": np.arange(tokens) % 3, "weights": np.ones(tokens, np.float32)}
-    options = {"reduction": "sum", "chunk_size": 16, "pad_id": 9}
-    got = step(x, table, bias=bias, **arrays, **options)
+    arrays = {"x": normal(0, tokens, 2), "table": normal(1, 3, 2), "bias": normal(2, 3)}
+    arguments = {name: array.astype(dtype) for name, array in arrays.items()}
+    arguments |= {"labels": np.arange(tokens) % 3, "weights": np.ones(tokens, np.float32)}
+    arguments |= {"reduction": "sum", "chunk_size": 16, "pad_id": 9}
+    got, want = step(**arguments), oracle(**arguments)
     assert [each.dtype for each in got] == [jnp.float32, *[dtype] * 3, jnp.float32]
-    want = oracle(*map(np.float32, (x, table)), bias=np.float32(bias), **arrays, **options)
     # One rounding to the dtype, and float32 sums of 1024 terms of both signs.
     half_ulp = float(jnp.finfo(dtype).eps) / 2
+    sums = tokens * 2.0**-24 * 4
     for one, other in zip(got[1:4], want[1:4], strict=True):
-        sums = tokens * 2.0**-24 * 4
         near(np.float32(one), other, rtol=half_ulp + ERROR, atol=sums)
     assert_close([got[0], got[4]], [want[0], want[4]])
 
@@ -239,16 +212,12 @@ def test_a_scale_on_the_loss_reaches_float16_gradients_before_they_are_rounded()
 @pytest.mark.slow
 def test_gradients_of_narrow_weights_are_rounded_once():
     """Weights of one number a column are summed over many rows."""
-    x, table, labels = (
-        normal(0, 2048, 2, 8),
-        normal(1, 16, 8),
-        np.arange(4096).reshape(2048, 2) % 16,
-    )
-    loss = lambda w: te.linear_cross_entropy(x, table, labels, weights=w, reduction="sum")
-    both = jax.jit(lambda *weights: [jax.grad(loss)(each) for each in weights])
-    narrow, wide = both(jnp.ones(2, jnp.bfloat16), jnp.ones(2))
-    assert narrow.dtype == jnp.bfloat16
-    near(np.float32(narrow), wide, rtol=2**-8)
+    x, table = normal(0, 2048, 2, 8), normal(1, 16, 8)
+    loss = functools.partial(te.linear_cross_entropy, x, table, np.arange(4096).reshape(-1, 2) % 16)
+    of_weights = jax.grad(lambda weights: loss(weights=weights, reduction="sum"))
+    got = jax.jit(of_weights)(jnp.ones(2, jnp.bfloat16))
+    assert got.dtype == jnp.bfloat16
+    near(np.float32(got), loss(reduction="none").sum(0), rtol=2**-8)
 
 
 # --- tokens that are not counted
@@ -266,7 +235,7 @@ def test_what_stands_at_a_token_that_is_not_counted_changes_nothing(content):
 def test_padding_is_not_predicted_and_gets_no_gradient():
     table = TABLE.copy()
     table[2] = 1e4
-    got = assert_right(table=table, **SETTINGS["padding"])
+    got = assert_gradients_right(table=table, pad_id=2, label_smoothing=0.3)
     equal(np.asarray(got[2])[2], 0)
     assert got[3][2] == 0
 
@@ -292,29 +261,12 @@ def test_a_counted_label_outside_the_vocabulary_makes_all_nan():
     assert np.isnan(value(labels=labels, mask=mask))
 
 
-PAD_IDS = (-100, 2, VOCAB, -(2**31) + 1, 0, 127, 2**31 - 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pad_id", few(PAD_IDS, 1))
-def test_padding_may_be_outside_the_vocabulary(pad_id):
-    assert_right(pad_id=pad_id, labels=np.where(MASK, LABELS, pad_id), mask=np.ones(SHAPE, bool))
-
-
 @pytest.mark.slow
 def test_vocabularies_in_which_one_id_is_predicted():
     one = {name: ARRAYS[name][:1] for name in ("table", "bias")}
-    assert_right(**one, labels=np.zeros(SHAPE, int))
+    assert_gradients_right(**one, labels=np.zeros(SHAPE, int))
     two = {name: ARRAYS[name][:2] for name in ("table", "bias")}
-    assert_right(**two, labels=np.ones(SHAPE, int), pad_id=0, label_smoothing=0.3)
-
-
-@pytest.mark.slow
-def test_arrays_of_one_row_are_those_of_every_row():
-    row = {"mask": MASK[0], "weights": WEIGHTS[0], "segment_ids": SEGMENTS[0]}
-    whole = {name: np.broadcast_to(array, SHAPE) for name, array in row.items()}
-    want = oracle(**ARRAYS | ALL | whole)[0]
-    near(value(**ALL | row), want, rtol=ERROR)
+    assert_gradients_right(**two, labels=np.ones(SHAPE, int), pad_id=0, label_smoothing=0.3)
 
 
 @pytest.mark.slow
@@ -323,26 +275,22 @@ def test_packed_sequences_train_alike_by_segment_ids_and_by_next_token_mask():
     labels, x = LABELS.copy(), X.copy()
     labels[SEGMENTS == 0], x[SEGMENTS == 0] = 10**6, np.nan
     plain = {"weights": None, "reduction": "sum"}
-    together = value(**plain, **PACKED, x=x, labels=labels, mask=None)
+    by_segments = value(**plain, **PACKED, x=x, labels=labels, mask=None)
     mask = te.TokenPositions.from_segment_ids(SEGMENTS).next_token_mask
-    rolled = value(**plain, x=x, labels=jnp.roll(labels, -1, axis=-1), mask=mask)
+    by_mask = value(**plain, x=x, labels=jnp.roll(labels, -1, axis=-1), mask=mask)
     alone = oracle(X, TABLE, LABELS, bias=BIAS, reduction="sum", **PACKED)[0]
-    near([together, rolled], [alone] * 2, rtol=ERROR)
+    near([by_segments, by_mask], [alone] * 2, rtol=ERROR)
 
 
 # --- transformations and cost
 
 
 @pytest.mark.slow
-def test_vmap_is_a_loop():
-    rows = {name: ARRAYS[name] for name in ("x", "labels", "weights")}
-    mapped = jax.vmap(
-        lambda rows: te.linear_cross_entropy(table=TABLE, bias=BIAS, **rows, chunk_size=2)
-    )(rows)
-    each = [
-        oracle(table=TABLE, bias=BIAS, **jax.tree.map(lambda a, n=n: a[n], rows)) for n in range(4)
-    ]
-    near(mapped, [loss for loss, *_ in each], rtol=ERROR)
+@pytest.mark.parametrize("function", [te.linear_cross_entropy, te.linear_log_probs])
+def test_vmap_is_a_loop(function):
+    mapped = jax.vmap(functools.partial(function, chunk_size=2), (0, None, 0))(X, TABLE, LABELS)
+    for each, x, labels in zip(mapped, X, LABELS, strict=True):
+        assert_right(function, each, x, TABLE, labels)
 
 
 @pytest.mark.slow
@@ -356,7 +304,7 @@ def test_the_arithmetic_of_accelerators_is_right_too(monkeypatch):
     monkeypatch.setattr(jax.lax, "platform_dependent", choose_default)
     implementation._reduced_loss.clear_cache()
     # The name of a static argument that no other test has: nothing is traced already.
-    assert_right(pad_id=1, softcap=2.5)
+    assert_gradients_right(pad_id=1, softcap=2.5)
     implementation._reduced_loss.clear_cache()
     assert len(chosen) >= 2
 
@@ -389,8 +337,7 @@ def temporaries(function, *arguments):
 
 @pytest.mark.slow
 def test_temporaries_are_an_eighth_of_whole_logits_or_less():
-    many = [((8, 512, 8), jnp.float32), ((512, 8), jnp.float32), ((8, 512), jnp.int32)]
-    many = [jax.ShapeDtypeStruct(*each) for each in many]
+    many = jnp.zeros((8, 512, 8)), jnp.zeros((512, 8)), jnp.zeros((8, 512), int)
 
     def dense(x, table, labels):
         logits = te.linear_logits(x, table)
@@ -444,7 +391,6 @@ FLOATING, ENDS = (
     "wanted a floating dtype of 16 to 64 bits, got",
     "wanted a last axis of the labels' length, 5, got shape",
 )
-LABEL = {"x": np.ones(3, np.float32), "labels": 1, "mask": None}
 OF_LOGITS = {"x", "table", "bias", "softcap", "scale", "pad_id"}
 TYPE_ERRORS = [
     ({"x": np.ones((4, 5, 3), int)}, f"x: {FLOATING} int64"),
@@ -466,7 +412,7 @@ VALUE_ERRORS = [
     ({"x": np.float32(1)}, "x: wanted a last axis of the table's width, (3,), got ()"),
     ({"table": TABLE[0]}, "table: wanted shape [vocab_size, d] with at least one row, got shape [3]"),
     ({"labels": LABELS[0]}, "labels: wanted x's shape without its last axis, (4, 5), got (5,)"),
-    (LABEL | {"shift": True}, "labels: wanted shape [..., length], to shift, got shape []"),
+    ({"x": X[0, 0], "labels": 1, "mask": None, "shift": True}, "labels: wanted shape [..., length], to shift, got shape []"),
     ({"mask": MASK[:2]}, "mask: wanted a shape that broadcasts to that of the labels, [4, 5], got shape [2, 5]"),
     ({"mask": MASK[:, :1]}, f"mask: {ENDS} [4, 1]"),
     # No hint for positions.
@@ -497,11 +443,10 @@ def test_bad_arguments_are_refused(kind, errors):
 
 def test_a_number_of_labels_that_is_not_known_is_refused():
     (size,) = jax.export.symbolic_shape("b")
-    shapes = ((size, 3), jnp.float32), ((size,), jnp.int32)
-    loss = jax.jit(lambda x, labels: te.linear_cross_entropy(x, TABLE, labels))
+    x, labels = jax.ShapeDtypeStruct((size, 3), "float32"), jax.ShapeDtypeStruct((size,), "int32")
     want = r"^labels: wanted a shape of known sizes, .* got shape \[b"
     with pytest.raises(ValueError, match=want):
-        jax.export.export(loss)(*(jax.ShapeDtypeStruct(*each) for each in shapes))
+        jax.eval_shape(lambda x, labels: te.linear_cross_entropy(x, TABLE, labels), x, labels)
 
 
 # --- meshes
@@ -553,8 +498,16 @@ PLACEMENTS = [
 ]
 
 
+# Explicit axes may split the labels otherwise than x.
+OTHER_LABELS = {"table": WHOLE, "tokens": SPEC("model", "data"), "bias": SPEC("model")}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "specs"), few(itertools.product(KINDS, PLACEMENTS), 2), ids=str)
+@pytest.mark.parametrize(
+    ("kind", "specs"),
+    [(AxisType.Explicit, OTHER_LABELS), *few(itertools.product(KINDS, PLACEMENTS), 2)],
+    ids=str,
+)
 def test_split_arrays_give_the_loss_of_one_device(kind, specs):
     mesh = mesh_of(kind)
     with jax.set_mesh(mesh):
@@ -566,24 +519,8 @@ def test_split_arrays_give_the_loss_of_one_device(kind, specs):
             assert gradient.sharding.is_equivalent_to(arrays[name].sharding, gradient.ndim)
 
 
-def test_explicit_axes_may_split_the_labels_otherwise_than_x():
-    mesh = mesh_of(AxisType.Explicit)
-    with jax.set_mesh(mesh):
-        arrays = on_mesh(mesh, table=WHOLE, tokens=SPEC("model", "data"), bias=SPEC("model"))
-        _, *gradients = jax.eval_shape(lambda: step(**arrays, **MESH_OPTIONS))
-    assert [g.shape for g in gradients] == [
-        arrays[name].shape for name in ("x", "table", "bias", "weights")
-    ]
-
-
 def sharded(mesh, spec, rows=ROWS):
     return te.sharding.shard_params({"t": MESH["table"][:rows]}, mesh, {"*": spec}, tables="*")["t"]
-
-
-@functools.cache
-def of_13_rows():
-    arrays = MESH | {"table": MESH["table"][:ROWS], "bias": MESH["bias"][:ROWS]}
-    return oracle(**arrays, **MESH_OPTIONS)
 
 
 SPECS = [SPEC("model"), SPEC("model", "data"), SPEC(("data", "model")), SPEC(None, "model")]
@@ -597,16 +534,17 @@ SHAPES = [(2, 4), (1, 8), (8, 1)]
 def test_a_sharded_table_gives_the_loss_and_the_logits_of_one_device(kind, spec, shape):
     mesh = mesh_of(kind, shape)
     with jax.set_mesh(mesh):
-        arrays = on_mesh(mesh) | {"table": sharded(mesh, spec)}
-        arrays["bias"] = bias = MESH["bias"][:ROWS]
+        bias, table = MESH["bias"][:ROWS], MESH["table"][:ROWS]
+        arrays = on_mesh(mesh) | {"table": sharded(mesh, spec), "bias": bias}
         loss, of_x, of_table, *others = step(**arrays, **MESH_OPTIONS)
         options = {"softcap": 2.0, "scale": 0.5, "pad_id": 3}
         logits = te.linear_logits(arrays["x"], arrays["table"], bias=bias, **options)
     of_rows = np.asarray(of_table.array)
-    assert_close((loss, of_x, of_rows[:ROWS], *others), of_13_rows())
+    expected = oracle(**MESH | {"table": table, "bias": bias}, **MESH_OPTIONS)
+    assert_close((loss, of_x, of_rows[:ROWS], *others), expected)
     equal(of_rows[ROWS:], 0)
     assert of_table.array.sharding.is_equivalent_to(arrays["table"].array.sharding, 2)
-    plain = te.linear_logits(MESH["x"], MESH["table"][:ROWS], bias=bias, **options)
+    plain = te.linear_logits(MESH["x"], table, bias=bias, **options)
     near(np.asarray(logits)[..., :ROWS], plain, atol=ERROR)
 
 
