@@ -1,7 +1,11 @@
-"""Parameters for tests in which any values do."""
+"""Arrays and parameters for tests in which any values do."""
 
 import jax
 import numpy as np
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def drawn(init, *arguments):

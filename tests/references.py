@@ -490,7 +490,7 @@ def from_offset(got, offset, length):
 
 
 def dropped_out(got, rng, rate, x):
-    """How many are dropped is in test_dropout.py."""
+    """Which ones are dropped is in test_dropout.py."""
     x, kept = np.asarray(x), floats(got) != 0
     kept |= float(rate) == 0
     # The division, and with a numpy scalar of 16 bits the rate too, are rounded to the result's

@@ -15,6 +15,7 @@ import optax
 import pytest
 from cases import few
 from compare import equal, near
+from drawn import normal
 from jax.sharding import AxisType, PartitionSpec
 from references import assert_right, counted_weights, whole_losses
 from refused import refused
@@ -29,10 +30,6 @@ SPEC = PartitionSpec
 # 100 * 2**-24 = 6e-6.
 ERROR = 1e-5
 VOCAB, WIDTH, SHAPE = 7, 3, (4, 5)
-
-
-def normal(seed, *shape):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 TABLE, X, BIAS = normal(0, VOCAB, WIDTH), normal(1, *SHAPE, WIDTH), normal(20, VOCAB)

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from compare import equal, near
+from drawn import normal
 from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from oracle import loop_lookup
@@ -33,10 +34,6 @@ STYLES = ("gather", "one_hot")
 VOCAB, WIDTH = 5, 3
 # Inside, at both ends, beyond both ends, far beyond, and repeated.
 IDS = np.array([[0, 4, 2, 2], [-1, 5, 2, 4], [1, -7, 2**31 - 1, -(2**31)]])
-
-
-def normal(seed, *shape):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 TABLE = normal(0, VOCAB, WIDTH)
@@ -95,8 +92,6 @@ def test_rows_of_16_bits_are_copied(style, dtype):
 @pytest.mark.parametrize(
     ("table", "ids"),
     [
-        (TABLE.tolist(), IDS.tolist()),
-        (jnp.asarray(TABLE), jnp.asarray(IDS, jnp.int32)),
         (TABLE, 3),
         (TABLE, []),
         (TABLE, np.full((2, 0), 3)),
@@ -104,26 +99,26 @@ def test_rows_of_16_bits_are_copied(style, dtype):
         (TABLE[:, :0], [0, 5]),
     ],
 )
-def test_arrays_of_any_kind_and_shape(table, ids):
+def test_arrays_of_any_shape(table, ids):
     check(te.lookup, table, ids)
 
 
+IDS_OF_DTYPES = {
+    "int8": [0, 127, -1, -128],
+    "uint16": [0, 2**15 - 1, 2**15, 2**16 - 1],
+    "uint32": [0, 69_999, 70_000, 2**32 - 1],
+    "int64": [0, 69_999, 2**32 + 5, -(2**32) + 5, 2**63 - 1, -(2**63)],
+    "uint64": [0, 69_999, 2**32 + 5, 2**64 - 1],
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "vocab_size", "ids"),
-    [
-        (np.int8, 70_000, [0, 127, -1, -128]),
-        (np.uint16, 70_000, [0, 2**15 - 1, 2**15, 2**16 - 1]),
-        (np.uint32, 200, [0, 199, 200, 2**32 - 1]),
-        (np.int64, 200, [0, 199, 2**32 + 5, -(2**32) + 5, 2**63 - 1, -(2**63)]),
-        (np.uint64, 200, [0, 199, 2**32 + 5, 2**64 - 1]),
-    ],
-)
-def test_ids_of_any_integer_dtype(dtype, vocab_size, ids):
-    table, ids = normal(0, vocab_size, 1), np.array(ids, dtype)
+@pytest.mark.parametrize("dtype", IDS_OF_DTYPES)
+def test_ids_of_any_integer_dtype(dtype):
+    table, ids = normal(0, 70_000, 1), np.array(IDS_OF_DTYPES[dtype], dtype)
     for policy in ("nan", "clip"):
         check(te.lookup, table, ids, out_of_range=policy)
-        with jax.enable_x64(np.dtype(dtype).itemsize == 8):
+        with jax.enable_x64("64" in dtype):
             check(te.lookup, table, jax.device_put(ids), out_of_range=policy)
 
 
@@ -132,10 +127,11 @@ def test_pad_id_is_compared_with_the_whole_id():
     check(te.lookup, normal(0, 300, 1), np.array([44], np.uint8), pad_id=300)
 
 
-def test_rows_of_float64():
+def test_rows_and_logits_of_float64():
     with jax.enable_x64():
-        rows = te.lookup(TABLE.astype(float), jax.device_put(IDS), pad_id=2)
-    assert rows.dtype == jnp.float64
+        table = jax.device_put(TABLE.astype(float))
+        rows = te.lookup(table, jax.device_put(IDS), pad_id=2)
+        assert te.linear_logits(TABLE, table).dtype == rows.dtype == jnp.float64
     equal(rows, loop_lookup(TABLE, IDS, 2))
 
 
@@ -146,12 +142,9 @@ ERRORS = [
     (TypeError, {"ids": [True]}, "ids: wanted an integer dtype, got bool"),
     (ValueError, {"ids": [[1, 2], [3]]}, "ids: wanted an array, or nested lists of equal lengths, got lists of unequal lengths"),
     (TypeError, {"ids": None}, NUMBERS + "NoneType None"),
-    (TypeError, {"ids": [1 + 0j]}, NUMBERS + "list [(1+0j)]"),
     (TypeError, {"table": IDS}, "table: wanted a floating dtype of 16 to 64 bits, got int64"),
-    (ValueError, {"table": np.float32(1)}, TABLES + "[]"),
     (ValueError, {"table": TABLE[0]}, TABLES + "[3]"),
     (ValueError, {"table": TABLE[:0]}, TABLES + "[0, 3]"),
-    (ValueError, {"table": TABLE[None]}, TABLES + "[1, 5, 3]"),
     (ValueError, {"out_of_range": "wrap"}, "out_of_range: wanted one of 'nan', 'clip', 'zero', got 'wrap'"),
     (ValueError, {"lookup_style": "matmul"}, "lookup_style: wanted one of 'gather', 'one_hot', got 'matmul'"),
     (TypeError, {"pad_id": 0.0}, "pad_id: wanted a Python int, got float 0.0"),
@@ -166,26 +159,18 @@ def test_bad_arguments_of_lookup():
             te.lookup(**{"table": TABLE, "ids": [0]} | changes)
 
 
-def test_a_list_of_ids_that_jit_took_apart_is_refused():
-    with pytest.raises(TypeError, match=r"^ids: wanted one array .*, got a list of traced values"):
-        jax.jit(te.lookup)(TABLE, [1, 2])
-
-
 # --- derivatives
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def read_around_padding(table, policy):
-    """The rows of three ids, two of them padding, and the gradient of their sum."""
-    read = functools.partial(te.lookup, ids=[2, 1, 2], pad_id=2, out_of_range=policy)
-    return read(table), jax.grad(lambda table: read(table).sum())(table)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_padding_reads_as_zeros_whatever_the_table_holds(policy):
+    read = functools.partial(te.lookup, ids=[2, 1, 2], pad_id=2, out_of_range=policy)
+    total = jax.jit(
+        jax.value_and_grad(lambda table: (read(table).sum(), read(table)), has_aux=True)
+    )
     for content in (np.nan, -np.inf):
         table = np.where(np.arange(VOCAB)[:, None] == 2, np.float32(content), TABLE)
-        rows, gradient = read_around_padding(table, policy)
+        (_, rows), gradient = total(table)
         equal(rows, [np.zeros(WIDTH), TABLE[1], np.zeros(WIDTH)])
         assert_gradient(gradient, [1], np.ones((1, WIDTH)))
 
@@ -205,16 +190,9 @@ def test_gradients_count_further_than_16_bits_do(dtype, style):
 def test_the_jvp_is_the_lookup_of_the_direction():
     """Zeros where an id reads a constant."""
     direction = normal(2, VOCAB, WIDTH)
-
-    @jax.jit
-    def tangents(table, direction):
-        find = functools.partial(te.lookup, ids=IDS, pad_id=2)
-        return [
-            jax.jvp(functools.partial(find, out_of_range=policy), (table,), (direction,))[1]
-            for policy in POLICIES
-        ]
-
-    for policy, tangent in zip(POLICIES, tangents(TABLE, direction), strict=True):
+    for policy in POLICIES:
+        find = functools.partial(te.lookup, ids=IDS, pad_id=2, out_of_range=policy)
+        tangent = jax.jit(lambda table, find=find: jax.jvp(find, (table,), (direction,))[1])(TABLE)
         expected = one_hot(IDS, 2, policy).astype(np.float32) @ direction
         equal(tangent, expected.reshape(tangent.shape))
 
@@ -222,19 +200,19 @@ def test_the_jvp_is_the_lookup_of_the_direction():
 # --- transformations
 
 
+def rows_and_gradient(table, ids):
+    return te.lookup(table, ids), jax.grad(weighted)(table, ids, 1.0)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [(None, 0), (0, None), (1, 1)])
+@pytest.mark.parametrize("axes", [(None, 0), (0, None), (0, 0)])
 def test_vmap_of_rows_and_gradients_is_a_loop(axes):
-    both = lambda table, ids: (te.lookup(table, ids), jax.grad(weighted)(table, ids, 1.0))
-    arrays = [
-        each[0] if axis is None else np.moveaxis(each, 0, axis)
-        for each, axis in zip((normal(2, 3, VOCAB, WIDTH), IDS.astype(np.int32)), axes, strict=True)
-    ]
-    rows, gradients = jax.jit(jax.vmap(both, axes))(*arrays)
+    arrays = [normal(2, 3, VOCAB, WIDTH), IDS.astype(np.int32)]
+    given = [each[0] if axis is None else each for each, axis in zip(arrays, axes, strict=True)]
+    rows, gradients = jax.jit(jax.vmap(rows_and_gradient, axes))(*given)
     for n in range(3):
         table, ids = (
-            each if axis is None else each.take(n, axis)
-            for each, axis in zip(arrays, axes, strict=True)
+            each[0 if axis is None else n] for each, axis in zip(arrays, axes, strict=True)
         )
         assert_right(te.lookup, rows[n], table, ids)
         assert_gradient(gradients[n], ids, np.ones((4, WIDTH)))
@@ -319,10 +297,11 @@ def test_gradient_lowered_for_gpus_that_the_compiler_splits_the_batch_over_sorts
 def test_rows_and_gradients_survive_export_with_any_number_of_ids():
     """On one device, where a GPU would sort the ids."""
     pytest.importorskip("flatbuffers")
-    both = lambda table, ids: (te.lookup(table, ids), jax.grad(weighted)(table, ids, 1.0))
     symbolic = jax.ShapeDtypeStruct(export.symbolic_shape("n"), np.int32)
     with jax.set_mesh(mesh_of(AxisType.Auto, (1,))):
-        revived = export.deserialize(export.export(jax.jit(both))(TABLE, symbolic).serialize())
+        revived = export.deserialize(
+            export.export(jax.jit(rows_and_gradient))(TABLE, symbolic).serialize()
+        )
     for ids in (np.array([1, 7, 1], np.int32), np.array([4], np.int32)):
         rows, gradient = revived.call(TABLE, ids)
         assert_right(te.lookup, rows, TABLE, ids)
@@ -355,29 +334,24 @@ def put(mesh, *pairs):
     return [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in pairs]
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def mesh_step(table, ids, cotangent, policies):
-    """By policy: the rows, and the gradient of the table."""
-
-    def of_policy(policy):
-        find = functools.partial(te.lookup, ids=ids, pad_id=2, out_of_range=policy)
-        rows, back = jax.vjp(find, table)
-        return rows, back(cotangent)[0]
-
-    return {policy: of_policy(policy) for policy in policies}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("ids_spec", "table_spec", "rows_spec"), PLACEMENTS)
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 def test_lookup_on_a_mesh_equals_lookup_on_one_device(kind, ids_spec, table_spec, rows_spec):
     mesh = mesh_of(kind)
-    with jax.set_mesh(mesh):
-        pairs = (MESH_TABLE, table_spec), (MESH_IDS, ids_spec), (MESH_COTANGENT, rows_spec)
-        found = mesh_step(*put(mesh, *pairs), ("nan", "clip"))
-    for policy, (rows, gradient) in found.items():
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def with_gradient(table, ids, cotangent, policy):
+        find = functools.partial(te.lookup, ids=ids, pad_id=2, out_of_range=policy)
+        rows, back = jax.vjp(find, table)
+        return rows, back(cotangent)[0]
+
+    for policy in ("nan", "clip"):
+        with jax.set_mesh(mesh):
+            pairs = (MESH_TABLE, table_spec), (MESH_IDS, ids_spec), (MESH_COTANGENT, rows_spec)
+            rows, gradient = with_gradient(*put(mesh, *pairs), policy)
         if kind == AxisType.Explicit:
-            assert rows.sharding.spec == rows_spec, policy
+            assert rows.sharding.spec == rows_spec
         assert_right(te.lookup, rows, MESH_TABLE, MESH_IDS, pad_id=2, out_of_range=policy)
         assert_gradient(gradient, MESH_IDS, MESH_COTANGENT, 2, policy)
 
@@ -402,15 +376,6 @@ def test_gradient_on_an_explicit_mesh_of_gpus_equals_that_of_one_device(
     with jax.set_mesh(mesh):
         found = gradient(*put(mesh, *pairs, (MESH_COTANGENT, rows_spec)))
     assert_gradient(found, MESH_IDS, MESH_COTANGENT)
-
-
-def test_columns_over_an_explicit_axis_of_the_ids():
-    mesh = mesh_of(AxisType.Explicit)
-    arrays = put(mesh, (MESH_TABLE, SPEC(None, "x")), (MESH_IDS, SPEC("x")))
-    with jax.set_mesh(mesh):
-        rows = te.lookup(*arrays)
-    assert rows.sharding.spec == SPEC("x", None, None)
-    equal(jax.device_get(rows), te.lookup(MESH_TABLE, MESH_IDS))
 
 
 # --- linear_logits
@@ -453,13 +418,6 @@ def test_logits_of_16_bits_are_summed_in_float32(dtype):
 
 
 @pytest.mark.slow
-def test_logits_of_mixed_inputs_have_the_wider_dtype():
-    assert te.linear_logits(np.ones((1, WIDTH), jnp.bfloat16), TABLE).dtype == jnp.float32
-    with jax.enable_x64():
-        assert te.linear_logits(np.ones((1, WIDTH)), TABLE).dtype == jnp.float64
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("table_spec", "logits_spec"),
     [(SPEC(), SPEC("x", None, None)), (SPEC("y"), SPEC("x", None, "y"))],
@@ -476,22 +434,18 @@ def test_logits_on_an_explicit_mesh_equal_those_of_one_device(table_spec, logits
 # --- check_ids
 
 
-@pytest.mark.parametrize(
-    ("ids", "vocab_size"),
-    [
+def test_ids_in_the_vocabulary_pass():
+    for ids, vocab_size in (
         (0, 5),
-        ([[0, 4], [2, 2]], 5),
         ([], 5),
         (jnp.arange(5), 5),
-        (np.array([4], np.uint64), 5),
+        (np.array([[4]], np.uint64), 5),
         # A vocabulary that the dtype of the ids does not hold.
         (np.array([0, 127], np.int8), 200),
         (np.array([0, 255], np.uint8), 300),
         (np.array([0, 1, 1], ml_dtypes.int2), 2),
-    ],
-)
-def test_ids_in_the_vocabulary_pass(ids, vocab_size):
-    assert te.check_ids(ids, vocab_size) is None
+    ):
+        te.check_ids(ids, vocab_size)
 
 
 INSIDE = "ids: wanted integers inside the vocabulary, 0..4, got "
