@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import few
-from compare import equal, near
+from compare import near
 from meshes import EXPLICIT, mesh_of, put
 from references import assert_right, check
 
@@ -23,11 +22,8 @@ from transformer_embed._src.positions.relative_bias import (
     relative_position_buckets,
 )
 
-GOLDEN = json.loads(
-    (pathlib.Path(__file__).parents[1] / "golden" / "position_biases.json").read_text(
-        encoding="utf-8"
-    )
-)
+FILE = pathlib.Path(__file__).parents[1] / "golden" / "position_biases.json"
+GOLDEN = json.loads(FILE.read_bytes())
 # A slope, a distance past 2**24, their product and the power of another float32 implementation
 # are rounded to float32 once each, on both sides.
 PEER_ERROR = 2 * ((1 + 2.0**-24) ** 3 - 1)
@@ -58,25 +54,22 @@ def check_bias(name, queries, keys):
 
 
 @every_bias
-@pytest.mark.parametrize(("queries", "keys"), list(itertools.product(QUERIES, KEYS)))
-def test_a_bias_is_a_loop(name, queries, keys):
-    bias = check_bias(name, queries, keys)
-    assert bias.shape[0] == (1 if queries.ndim == keys.ndim == 1 else 3)
-    assert bias.shape[-2:] == (4, 5)
+def test_a_bias_is_a_loop(name):
+    for queries, keys in itertools.product(QUERIES, KEYS):
+        bias = check_bias(name, queries, keys)
+        assert bias.shape[0] == (1 if queries.ndim == keys.ndim == 1 else 3)
+        assert bias.shape[-2:] == (4, 5)
+    # Differences of 33 bits too.
+    check_bias(name, EXTREMES, EXTREMES)
 
 
 @pytest.mark.slow
 @every_function
 def test_a_bias_of_empty_sequences(name):
     for queries, keys in ((0, 0), (0, 3), (3, 0)):
-        bias = BIASES[name](np.arange(queries), np.zeros((2, keys), int))
-        assert bias.shape == ((2, 3) if name == "alibi" else (2,)) + (queries, keys)
-
-
-@every_bias
-def test_any_two_positions(name):
-    """Differences of 33 bits too."""
-    check_bias(name, EXTREMES, EXTREMES)
+        bias = check_bias(name, np.arange(queries), np.zeros((2, keys), int))
+        assert bias.shape[0] == 2
+        assert bias.shape[-2:] == (queries, keys)
 
 
 # --- ALiBi
@@ -90,25 +83,9 @@ def test_slopes_are_the_papers_rounded_once(max_bias):
         assert slopes.shape == (num_heads,)
 
 
-def test_published_slopes():
-    """Press et al., section 3, for 8 and 16 heads; the authors' code for 12: those of 8 heads, then
-    4 of those of 16."""
-    of_8, of_16 = 0.5 ** np.arange(1, 9), np.float32(0.5 ** (np.arange(1, 17) / 2))
-    for expected in (of_8, of_16, [*of_8, *of_16[:8:2]]):
-        equal(alibi_slopes(len(expected)), expected)
-
-
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_alibi_bias_has_no_negative_zero(symmetric):
     assert not np.signbit(alibi_bias([5], [5], num_heads=2, symmetric=symmetric)).any()
-
-
-def test_published_alibi_bias():
-    """Press et al., figure 3: rows 0; -1 0; -2 -1 0; ... times the head's slope m."""
-    bias = np.asarray(alibi_bias(range(5), range(5), num_heads=8))
-    expected = np.tril(np.arange(5) - np.arange(5)[:, None])
-    for head, slope in enumerate(0.5 ** np.arange(1, 9)):
-        equal(np.tril(bias[0, head]), expected * slope)
 
 
 @pytest.mark.parametrize("num_heads", GOLDEN["bloom"])
@@ -160,18 +137,15 @@ def test_alibi_bias_in_float64():
 
 # --- T5
 
-SETTINGS = [(32, 64), (12, 10), (33, 100), (5, 9), (64, 20), (128, 2048), (7, 1000)]
-# The usual one, one with whole logarithms at 36 and 54, and the largest and smallest.
-ALWAYS = [(32, 128, True), (48, 81, False), (8, HIGHEST - 1, True), (4, 2, True), (2, 2, False)]
+# The usual one, one with whole logarithms at 36 and 54, the largest and smallest, and others.
+BUCKETS = [
+    *[(32, 128, True), (48, 81, False), (8, HIGHEST - 1, True), (4, 2, True), (2, 2, False)],
+    *[(33, 100, True), (5, 9, False), (64, 40, False), (7, 1000, True)],
+]
 
 
-@pytest.mark.parametrize(
-    ("num_buckets", "max_distance", "bidirectional"),
-    [*ALWAYS, *few([(*each, way) for each in SETTINGS for way in (True, False)], 3)],
-)
+@pytest.mark.parametrize(("num_buckets", "max_distance", "bidirectional"), BUCKETS)
 def test_buckets_by_rational_arithmetic(num_buckets, max_distance, bidirectional):
-    if not bidirectional:
-        max_distance = max(max_distance, num_buckets // 2 + 1)
     distances = np.array([*range(150), max_distance - 1, max_distance, HIGHEST])
     options = {"max_distance": max_distance, "bidirectional": bidirectional}
     keys = [*distances, *-distances, LOWEST]
@@ -180,32 +154,14 @@ def test_buckets_by_rational_arithmetic(num_buckets, max_distance, bidirectional
 
 @pytest.mark.parametrize("case", GOLDEN["t5"], ids=lambda case: str(case["num_buckets"]))
 def test_buckets_published_by_transformers(case):
-    options = {name: case[name] for name in ("num_buckets", "max_distance", "bidirectional")}
-    expected = list(case["buckets"])
+    options = {**case}
+    expected = list(options.pop("buckets"))
     if options["max_distance"] == 81:
         # Distance 54 stands at two thirds of the logarithm, where theirs, in float32, falls short.
         assert expected[-54 + 300] == 39
         expected[-54 + 300] = 40
     buckets = relative_position_buckets([0], np.arange(-300, 301), **options)
     assert np.ravel(buckets).tolist() == expected
-
-
-def test_buckets_published_by_model_garden():
-    """tensorflow/models, official/nlp/modeling/layers/position_embedding_test.py: queries 0..2, keys
-    0..1."""
-    both = relative_position_buckets(range(3), range(2))
-    causal = relative_position_buckets(range(3), range(2), bidirectional=False)
-    assert both.tolist() == [[[0, 17], [1, 0], [2, 1]]]
-    assert causal.tolist() == [[[0, 0], [1, 0], [2, 1]]]
-
-
-@pytest.mark.parametrize(("bidirectional", "before", "after"), [(True, 15, 31), (False, 31, 0)])
-def test_buckets_published_in_the_paper(bidirectional, before, after):
-    """Raffel et al., section 2.1: 32 embeddings, all offsets beyond 128 assigned to one (in each
-    direction)."""
-    far = np.array([128, 129, 500, 10**6, HIGHEST])
-    buckets = relative_position_buckets([0], [*-far, *far], bidirectional=bidirectional)
-    assert np.ravel(buckets).tolist() == [before] * 5 + [after] * 5
 
 
 @pytest.mark.slow
@@ -229,22 +185,19 @@ def test_bias_under_vmap_is_that_of_each_row(name):
 
 @pytest.mark.slow
 @every_function
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16, jnp.uint16])
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint16])
 def test_bias_of_narrow_positions_does_not_overflow(name, dtype):
-    ends = np.array([jnp.iinfo(dtype).min, jnp.iinfo(dtype).max], dtype)
-    assert_bias_right(name, BIASES[name](*map(jax.device_put, (ends, ends))), ends, ends)
+    ends = jnp.array([jnp.iinfo(dtype).min, jnp.iinfo(dtype).max], dtype)
+    check_bias(name, ends, ends)
 
 
 @pytest.mark.slow
 @every_function
 def test_bias_of_64_bit_positions(name):
     with jax.enable_x64():
-        query, keys, narrow = (
-            jax.device_put(each)
-            for each in (np.array([2**40]), np.array([0, 2**40 + 7, 2**41]), np.array([3], "int32"))
-        )
-        assert_bias_right(name, BIASES[name](query, keys), [2**40], [0, 2**40 + 7, 2**41])
-        assert_bias_right(name, BIASES[name](narrow, keys), [3], [0, 2**40 + 7, 2**41])
+        keys = jnp.array([0, 2**40 + 7, 2**41])
+        for query in (jnp.array([2**40]), jnp.array([3], "int32")):
+            check_bias(name, query, keys)
 
 
 @pytest.mark.slow
@@ -262,10 +215,8 @@ INT, ABOVE_0 = "wanted a Python int, got float", "wanted a finite number above 0
 BAD_OPTIONS = [
     ("slopes", TypeError, {"num_heads": 8.0}, f"num_heads: {INT} 8.0"),
     ("slopes", ValueError, {"num_heads": 0}, "num_heads: wanted an int of at least 1, got 0"),
-    ("slopes", TypeError, {"max_bias": "8"}, "max_bias: wanted a Python number, got str '8'"),
     ("slopes", ValueError, {"max_bias": 0}, f"max_bias: {ABOVE_0} 0"),
     ("slopes", ValueError, {"max_bias": 126.5}, "max_bias: wanted a number above 0, at most 126, got 126.5"),
-    ("alibi", ValueError, {"num_heads": 0}, "num_heads: wanted an int of at least 1, got 0"),
     ("alibi", ValueError, {"max_bias": -8}, f"max_bias: {ABOVE_0} -8"),
     ("alibi", TypeError, {"symmetric": "yes"}, "symmetric: wanted a Python bool, got str"),
     ("alibi", TypeError, {"dtype": jnp.int32}, "dtype: wanted a floating dtype of 16 to 64"),
@@ -291,17 +242,10 @@ def test_bad_options():
 @every_function
 @pytest.mark.parametrize("side", ["query_positions", "key_positions"])
 def test_bad_positions(name, side):
-    shape = "wanted shape [length] or [batch, length], got shape "
     for kind, message, positions in (
         (TypeError, "wanted an integer dtype, got float64", [0.0, 1.0]),
-        (TypeError, "wanted an integer dtype, got bool", [True, False]),
-        (ValueError, shape + "[]", 1),
-        (ValueError, shape + "[1, 1, 2]", [[[0, 1]]]),
-        (
-            ValueError,
-            "wanted integers inside int32, -2147483648..2147483647, got 4294967296 at index [1]",
-            np.array([0, 2**32]),
-        ),
+        (ValueError, "wanted shape [length] or [batch, length], got shape []", 1),
+        (ValueError, "wanted integers inside int32, ", np.array([0, 2**32])),
     ):
         with pytest.raises(kind, match="^" + re.escape(f"{side}: {message}")):
             BIASES[name](**{"query_positions": [0, 1], "key_positions": [0, 1]} | {side: positions})
