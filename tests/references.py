@@ -140,13 +140,10 @@ def grid(got, shape, d_model, *, positions, axes, axis_positions, odd, dtype, **
     }[odd]
     along = map(np.arange, shape) if axis_positions is None else axis_positions
     along = [exact_positions(each) for each in along]
-    expected = np.zeros((*shape, 0))
-    for axis in range(parts) if axes is None else axes:
-        part = exact_encoding(along[axis], width, **options)
-        part = part.reshape(*(n if i == axis else 1 for i, n in enumerate(shape)), width)
-        expected = np.concatenate([expected, np.broadcast_to(part, (*shape, width))], -1)
-    expected = expected[..., :d_model]
-    expected = np.pad(expected, [(0, 0)] * parts + [(0, d_model - expected.shape[-1])])
+    points = np.meshgrid(*along, indexing="ij")
+    order = range(parts) if axes is None else axes
+    encodings = [exact_encoding(points[axis], width, **options) for axis in order]
+    expected = np.concatenate([*encodings, np.zeros((*shape, d_model))], -1)[..., :d_model]
     if positions is not None:
         rows, outside = expected.reshape(-1, d_model), np.full(d_model, np.nan)
         numbers = integers(positions)
@@ -328,19 +325,14 @@ def checked_ids(got, ids, vocab_size):
 
 
 def ordered(got, tokens, order):
-    positions, segments = (np.atleast_2d(a) for a in (tokens.positions, tokens.segment_ids))
-    for row, of_row in zip(positions, segments, strict=True):
-        ended = set()
-        for n, segment in enumerate(of_row):
-            before = of_row[n - 1] if n else 0
-            if before != segment:
-                ended.add(before)
+    for row, segments in zip(*rows_of(tokens.positions, tokens.segment_ids), strict=True):
+        for n, (before, segment) in enumerate(zip([0, *segments], segments, strict=False)):
             if segment == 0:
                 assert order != "full"
             elif segment == before:
                 assert row[n] == row[n - 1] + 1
             else:
-                assert segment not in ended
+                assert segment not in segments[:n]
                 assert order == "packed" or n == 0
 
 
@@ -448,42 +440,40 @@ def log_probs(got, x, table, labels, *, with_entropy, chunk_size, **options):
 # --- positions
 
 
-def counted(token, start, at_padding):
-    positions, before = [], 0
-    for each in token:
-        positions.append(start + before if each else at_padding)
-        before += bool(each)
-    return positions
+def counted(row, start, at_padding):
+    """The positions of a row of bools, which say what is a token."""
+    return [start + sum(row[:n]) if each else at_padding for n, each in enumerate(row)]
+
+
+def same_tokens(got, positions, segment_ids):
+    same(got.positions, np.array(positions, np.int64))
+    same(got.segment_ids, np.array(segment_ids, np.int64))
 
 
 def from_ids(got, ids, *, pad_id, start, at_padding):
     tokens = [[each != pad_id for each in row] for row in rows_of(ids)[0]]
-    same(got.positions, np.array([counted(row, start, at_padding) for row in tokens], np.int64))
-    same(got.segment_ids, np.array(tokens, np.int64))
+    same_tokens(got, [counted(row, start, at_padding) for row in tokens], tokens)
 
 
 def from_lengths(got, lengths, length, *, padding_side):
     tokens = [[n < each for n in range(length)] for each in integers(lengths)]
     tokens = [row if padding_side == "right" else row[::-1] for row in tokens]
-    same(got.positions, np.array([counted(row, 0, 0) for row in tokens], np.int64))
-    same(got.segment_ids, np.array(tokens, np.int64))
+    same_tokens(got, [counted(row, 0, 0) for row in tokens], tokens)
 
 
 def from_segment_ids(got, segment_ids):
-    positions = []
-    for row in rows_of(segment_ids)[0]:
+    rows, positions = rows_of(segment_ids)[0], []
+    for row in rows:
         line = []
-        for n, each in enumerate(row):
-            line.append(0 if each == 0 or n == 0 or row[n - 1] != each else line[-1] + 1)
+        for before, each in zip([0, *row], row, strict=False):
+            line.append(line[-1] + 1 if each == before != 0 else 0)
         positions.append(line)
-    same(got.positions, np.array(positions, np.int64))
-    same(got.segment_ids, np.array(rows_of(segment_ids)[0], np.int64))
+    same_tokens(got, positions, rows)
 
 
 def from_offset(got, offset, length):
     positions = [[first + n for n in range(length)] for first in integers(offset).ravel()]
-    same(got.positions, np.array(positions, np.int64))
-    same(got.segment_ids, np.ones(got.positions.shape, np.int64))
+    same_tokens(got, positions, np.ones(got.positions.shape))
 
 
 # --- random

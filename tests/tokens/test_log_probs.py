@@ -1,6 +1,5 @@
 """Log-probabilities and entropies of single tokens, their derivatives, and the losses of tokens."""
 
-
 import collectives
 import jax
 import jax.numpy as jnp
