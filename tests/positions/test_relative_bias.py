@@ -14,6 +14,7 @@ import pytest
 from compare import near
 from meshes import EXPLICIT, mesh_of, put
 from references import assert_right, check
+from refused import refused
 
 import transformer_embed as te
 from transformer_embed._src.positions.relative_bias import (
@@ -217,13 +218,11 @@ BAD_OPTIONS = [
     ("slopes", ValueError, {"num_heads": 0}, "num_heads: wanted an int of at least 1, got 0"),
     ("slopes", ValueError, {"max_bias": 0}, f"max_bias: {ABOVE_0} 0"),
     ("slopes", ValueError, {"max_bias": 126.5}, "max_bias: wanted a number above 0, at most 126, got 126.5"),
-    ("alibi", ValueError, {"max_bias": -8}, f"max_bias: {ABOVE_0} -8"),
     ("alibi", TypeError, {"symmetric": "yes"}, "symmetric: wanted a Python bool, got str"),
     ("alibi", TypeError, {"dtype": jnp.int32}, "dtype: wanted a floating dtype of 16 to 64"),
     ("t5", TypeError, {"num_buckets": 8.0}, f"num_buckets: {INT} 8.0"),
     ("t5", ValueError, {"num_buckets": 3}, "num_buckets: wanted an int of at least 4, got 3"),
     ("t5_causal", ValueError, {"num_buckets": 1}, "num_buckets: wanted an int of at least 2, got 1"),
-    ("t5", TypeError, {"max_distance": 128.0}, f"max_distance: {INT}"),
     ("t5", ValueError, {"max_distance": 2}, "max_distance: wanted an int of at least 3, got 2"),
     ("t5_causal", ValueError, {"max_distance": 4}, "max_distance: wanted an int of at least 5, got 4"),
     ("t5", ValueError, {"max_distance": HIGHEST}, "max_distance: wanted an int of at most 2147483646, got 2147483647"),
@@ -240,19 +239,12 @@ def test_bad_options():
 
 
 @every_function
-@pytest.mark.parametrize("side", ["query_positions", "key_positions"])
-def test_bad_positions(name, side):
-    for kind, message, positions in (
-        (TypeError, "wanted an integer dtype, got float64", [0.0, 1.0]),
-        (ValueError, "wanted shape [length] or [batch, length], got shape []", 1),
-        (ValueError, "wanted integers inside int32, ", np.array([0, 2**32])),
-    ):
-        with pytest.raises(kind, match="^" + re.escape(f"{side}: {message}")):
-            BIASES[name](**{"query_positions": [0, 1], "key_positions": [0, 1]} | {side: positions})
-
-
-@every_function
-def test_batches_of_unequal_sizes(name):
-    message = "query_positions and key_positions: wanted the same number of rows, or 1, got 2 and 3"
-    with pytest.raises(ValueError, match="^" + message):
+def test_bad_positions(name):
+    """The errors of each array are in tests/attention/test_token_positions.py."""
+    for side in ("query_positions", "key_positions"):
+        arguments = {"query_positions": [0, 1], "key_positions": [0, 1]} | {side: 1}
+        with refused(ValueError, f"{side}: wanted shape [length] or [batch, length], got shape []"):
+            BIASES[name](**arguments)
+    want = "query_positions and key_positions: wanted the same number of rows, or 1, got 2 and 3"
+    with refused(ValueError, want):
         BIASES[name](np.zeros((2, 4), int), np.zeros((3, 5), int))

@@ -4,6 +4,7 @@ import itertools
 import json
 import pathlib
 import re
+import typing
 
 import hypothesis
 import jax
@@ -112,30 +113,35 @@ def test_64_bit_mode():
 
 positive = st.one_of(st.floats(1e-9, 1e-2), st.floats(0.01, 100), st.floats(100, 1e12))
 lengths = st.one_of(st.integers(2, 100), st.integers(2, 2**40))
-current_lengths = st.one_of(st.just(0), lengths)
+above, below = st.floats(3, 1e12), st.floats(1e-9, 2.9)
 half_of_8 = st.lists(positive, min_size=4, max_size=4)
-maybe = st.one_of(st.none(), positive)
-not_negative = st.one_of(st.just(0.0), positive)
-two_in_order = st.tuples(positive, positive).map(sorted).filter(lambda pair: pair[0] < pair[1])
-ANY_SCALING = st.one_of(
-    st.builds(LinearScaling, positive),
-    st.builds(NTKScaling, positive),
-    st.builds(DynamicNTKScaling, positive, lengths, current_lengths),
-    st.builds(
-        lambda betas, *rest: YarnScaling(*rest[:2], betas[1], betas[0], *rest[2:]),
-        two_in_order,
-        *(positive, lengths, st.booleans(), not_negative, not_negative, maybe),
-    ),
-    st.builds(
-        lambda factor, freqs, length: Llama3Scaling(factor, *freqs, length),
-        *(positive, two_in_order, lengths),
-    ),
-    st.builds(LongRopeScaling, half_of_8, half_of_8, positive, lengths, current_lengths, maybe),
-)
+FIELDS = {
+    "factor": positive,
+    "alpha": positive,
+    "original_length": lengths,
+    "length": st.one_of(st.just(0), lengths),
+    "beta_fast": above,
+    "beta_slow": below,
+    "truncate": st.booleans(),
+    "mscale": st.one_of(st.just(0.0), positive),
+    "mscale_all_dim": st.one_of(st.just(0.0), positive),
+    "attention_factor": st.one_of(st.none(), positive),
+    "low_freq_factor": below,
+    "high_freq_factor": above,
+    "short_factor": half_of_8,
+    "long_factor": half_of_8,
+}
+
+
+def any_of(kind):
+    return st.builds(kind, **{each.name: FIELDS[each.name] for each in dataclasses.fields(kind)})
 
 
 @pytest.mark.slow
-@hypothesis.given(ANY_SCALING, st.one_of(st.floats(1.001, 100), st.floats(100, 1e15)))
+@hypothesis.given(
+    st.one_of(*map(any_of, typing.get_args(rotary_scaling.Scaling))),
+    st.one_of(st.floats(1.001, 100), st.floats(100, 1e15)),
+)
 @hypothesis.settings(max_examples=100)
 def test_frequencies_of_any_scaling_are_rounded_once(scaling, base):
     """Fractional, tiny and huge constants: each is a float64, and nothing after it is."""
