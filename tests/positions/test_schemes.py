@@ -1,7 +1,6 @@
 """How each scheme counts positions, through the layer that adds them."""
 
 import dataclasses
-import functools
 
 import numpy as np
 import pytest
@@ -42,20 +41,10 @@ def test_only_tokens_are_counted_where_padding_has_a_position_of_its_own(scheme)
     equal(embed(roberta, pad_id=PAD_ID), expected)
     equal(embed(own, pad_id=5), expected)
     assert not np.array_equal(embed(roberta, pad_id=5), expected)
-
-
-@pytest.mark.slow
-@both_schemes
-def test_ids_of_any_rank(scheme):
-    call = functools.partial(embed, dataclasses.replace(scheme, pad_id=PAD_ID, **ROBERTA))
-    equal(call(IDS[0]), call()[0])
-    equal(call(IDS[None]), call()[None])
-
-
-def test_given_positions_are_taken_as_they_are():
-    apart, positions = te.Learned(9, pad_id=PAD_ID, **ROBERTA), np.array([4, 3, 2, 1, 0])
-    plain = embed(te.Learned(9), positions=positions)
-    equal(embed(apart, positions=positions), plain)
+    # Of any rank; given positions are taken as they are.
+    equal(embed(own, IDS[0]), expected[0])
+    equal(embed(own, IDS[None]), expected[None])
+    equal(embed(own, positions=ROBERTA_POSITIONS), expected)
 
 
 @pytest.mark.slow

@@ -35,11 +35,9 @@ POSITIONS = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=4, max_size=4)
 CONSTANTS = st.fixed_dictionaries(
     {"layout": st.sampled_from(LAYOUTS), "odd": st.sampled_from(ODD)},
     optional={
-        "base": st.one_of(
-            st.floats(1e-9, 1, exclude_min=True), st.floats(1, 100), st.floats(100, 1e30)
-        ),
-        "frequency_scale": st.one_of(st.floats(1e-30, 1), st.floats(1, 1e9), st.floats(1e9, 1e12)),
-        "shift": st.one_of(st.floats(-4, 0.999), st.floats(-1e12, 0), st.integers(-(2**40), 0)),
+        "base": st.one_of(st.floats(1e-9, 1), st.floats(1, 1e30)),
+        "frequency_scale": st.one_of(st.floats(1e-30, 1), st.floats(1, 1e12)),
+        "shift": st.one_of(st.floats(-1e12, 0.999), st.integers(-(2**40), 0)),
     },
 )
 

@@ -243,22 +243,17 @@ def test_padding_is_not_predicted_and_gets_no_gradient():
 @pytest.mark.slow
 def test_no_counted_token_costs_nothing_and_moves_nothing():
     no_rows = {name: array[:0] for name, array in ARRAYS.items() if len(array) == SHAPE[0]}
-    for changes in ({"mask": np.zeros(SHAPE, bool)}, no_rows):
-        for got in step(**ARRAYS | changes):
+    for changes in (no_rows, {"mask": np.zeros(SHAPE, bool)}, {"weights": np.zeros(SHAPE, "f4")}):
+        for got in step(**ARRAYS | changes)[:4]:
             equal(got, 0)
-    loss, of_x, of_table, of_bias, _ = step(**ARRAYS | {"weights": np.zeros(SHAPE, np.float32)})
-    assert not any(map(np.any, (loss, of_x, of_table, of_bias)))
 
 
 def test_a_counted_label_outside_the_vocabulary_makes_all_nan():
-    labels, mask = LABELS.astype(np.int64), np.ones(SHAPE, bool)
+    labels, mask = LABELS.copy(), np.ones(SHAPE, bool)
     for labels[1, 2] in (VOCAB, -1, -(2**31)):
-        _, of_x, of_table, *_ = step(**ARRAYS | {"labels": np.int32(labels), "mask": mask})
+        _, of_x, of_table, *_ = step(**ARRAYS | {"labels": labels, "mask": mask})
         assert np.isnan(of_table).all()
         assert np.isnan(np.asarray(of_x)[1, 2]).all()
-    # Outside of jit, 64 bits are read as they are.
-    labels[1, 2] = 2**32 + 1
-    assert np.isnan(value(labels=labels, mask=mask))
 
 
 @pytest.mark.slow
@@ -309,18 +304,16 @@ def test_the_arithmetic_of_accelerators_is_right_too(monkeypatch):
     assert len(chosen) >= 2
 
 
-def products(gradients, **options):
+def products(function, *arrays):
     """Number of products in the program, those in loops once each."""
-    loss = lambda x, table: value(x=x, table=table, **options)
-    function = jax.value_and_grad(loss, gradients) if gradients else loss
-    return jax.jit(function).lower(X, TABLE).as_text().count("dot_general")
+    return function.lower(*arrays).as_text().count("dot_general")
 
 
 @pytest.mark.slow
 def test_only_what_is_asked_for_is_computed():
-    assert products(()) == 1
-    assert products((0,)) == products((1,)) == 2
-    assert products((0, 1)) == 3
+    loss = lambda x, table: value(x=x, table=table)
+    functions = loss, jax.grad(loss), jax.grad(loss, 1), jax.grad(loss, (0, 1))
+    assert [products(jax.jit(each), X, TABLE) for each in functions] == [1, 2, 2, 3]
     # The fourth one, with eight columns, sums the bias's gradient.
     assert step.lower(**ARRAYS, **ALL).as_text().count("dot_general") == 4
 
@@ -375,8 +368,7 @@ def test_a_symbolic_vocabulary_gives_the_loss_of_each():
     exported = jax.export.export(loss)(jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32))
     for vocab in (VOCAB, VOCAB + 3):
         table = normal(7, vocab, WIDTH)
-        want = oracle(X, table, LABELS, **options)[0]
-        near(exported.call(table), want, rtol=ERROR)
+        assert_right(te.linear_cross_entropy, exported.call(table), X, table, LABELS, **options)
 
 
 # --- errors

@@ -40,20 +40,11 @@ TABLE = normal(0, VOCAB, WIDTH)
 COTANGENT = normal(1, *IDS.shape, WIDTH)
 
 
-def one_hot(ids, pad_id=None, out_of_range="nan", vocab_size=VOCAB):
-    """float64 [number of ids, vocab_size]: the row of the table that each id reads, and none where
-    it reads a constant."""
-    matrix = np.zeros((np.size(ids), vocab_size))
-    for n, token in enumerate(int(token) for token in np.ravel(ids)):
-        inside = 0 <= token < vocab_size
-        if token != pad_id and (inside or out_of_range == "clip"):
-            matrix[n, min(max(token, 0), vocab_size - 1)] = 1
-    return matrix
-
-
 def assert_gradient(got, ids, cotangent, pad_id=None, out_of_range="nan"):
-    matrix = one_hot(ids, pad_id, out_of_range, len(got))
-    expected = matrix.T @ cotangent.reshape(-1, cotangent.shape[-1]).astype(np.float64)
+    last, expected = len(got) - 1, np.zeros(got.shape)
+    for token, row in zip(np.ravel(ids), cotangent.reshape(-1, got.shape[1]), strict=True):
+        if token != pad_id and (0 <= token <= last or out_of_range == "clip"):
+            expected[min(max(token, 0), last)] += row
     near(got, expected, atol=GRADIENT_ERROR)
     equal(np.asarray(got)[~expected.any(-1)], 0)
 
@@ -164,14 +155,11 @@ def test_bad_arguments_of_lookup():
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_padding_reads_as_zeros_whatever_the_table_holds(policy):
-    read = functools.partial(te.lookup, ids=[2, 1, 2], pad_id=2, out_of_range=policy)
-    total = jax.jit(
-        jax.value_and_grad(lambda table: (read(table).sum(), read(table)), has_aux=True)
-    )
+    read = jax.jit(functools.partial(te.lookup, ids=[2, 1, 2], pad_id=2, out_of_range=policy))
     for content in (np.nan, -np.inf):
         table = np.where(np.arange(VOCAB)[:, None] == 2, np.float32(content), TABLE)
-        (_, rows), gradient = total(table)
-        equal(rows, [np.zeros(WIDTH), TABLE[1], np.zeros(WIDTH)])
+        equal(read(table), [np.zeros(WIDTH), TABLE[1], np.zeros(WIDTH)])
+        gradient = jax.grad(lambda table: read(table).sum())(table)
         assert_gradient(gradient, [1], np.ones((1, WIDTH)))
 
 
@@ -193,8 +181,7 @@ def test_the_jvp_is_the_lookup_of_the_direction():
     for policy in POLICIES:
         find = functools.partial(te.lookup, ids=IDS, pad_id=2, out_of_range=policy)
         tangent = jax.jit(lambda table, find=find: jax.jvp(find, (table,), (direction,))[1])(TABLE)
-        expected = one_hot(IDS, 2, policy).astype(np.float32) @ direction
-        equal(tangent, expected.reshape(tangent.shape))
+        equal(tangent, np.nan_to_num(loop_lookup(direction, IDS, 2, policy)))
 
 
 # --- transformations
@@ -340,20 +327,18 @@ def put(mesh, *pairs):
 def test_lookup_on_a_mesh_equals_lookup_on_one_device(kind, ids_spec, table_spec, rows_spec):
     mesh = mesh_of(kind)
 
-    @functools.partial(jax.jit, static_argnums=3)
-    def with_gradient(table, ids, cotangent, policy):
-        find = functools.partial(te.lookup, ids=ids, pad_id=2, out_of_range=policy)
-        rows, back = jax.vjp(find, table)
+    @jax.jit
+    def with_gradient(table, ids, cotangent):
+        rows, back = jax.vjp(functools.partial(te.lookup, ids=ids, pad_id=2), table)
         return rows, back(cotangent)[0]
 
-    for policy in ("nan", "clip"):
-        with jax.set_mesh(mesh):
-            pairs = (MESH_TABLE, table_spec), (MESH_IDS, ids_spec), (MESH_COTANGENT, rows_spec)
-            rows, gradient = with_gradient(*put(mesh, *pairs), policy)
-        if kind == AxisType.Explicit:
-            assert rows.sharding.spec == rows_spec
-        assert_right(te.lookup, rows, MESH_TABLE, MESH_IDS, pad_id=2, out_of_range=policy)
-        assert_gradient(gradient, MESH_IDS, MESH_COTANGENT, 2, policy)
+    with jax.set_mesh(mesh):
+        pairs = (MESH_TABLE, table_spec), (MESH_IDS, ids_spec), (MESH_COTANGENT, rows_spec)
+        rows, gradient = with_gradient(*put(mesh, *pairs))
+    if kind == AxisType.Explicit:
+        assert rows.sharding.spec == rows_spec
+    assert_right(te.lookup, rows, MESH_TABLE, MESH_IDS, pad_id=2)
+    assert_gradient(gradient, MESH_IDS, MESH_COTANGENT, 2)
 
 
 @pytest.mark.slow
