@@ -192,73 +192,72 @@ HEAD = np.sin(np.arange(40 * 2 * 8)).reshape(40, 2, 8)
 ON_AXES = np.stack([np.arange(40), np.arange(40) // 8, np.arange(40) % 8], -1)
 
 
-def half(dim):
-    return [(i, i + dim // 2) for i in range(dim // 2)]
-
-
-def neighbours(dim):
-    return [(i, i + 1) for i in range(0, dim, 2)]
+HALF = slice(4), slice(4, 8)
+NEIGHBOURS = slice(0, 8, 2), slice(1, 8, 2)
 
 
 def geometric(dim, base=10000.0):
     return base ** (-np.arange(0, dim, 2) / dim)
 
 
-# Arguments, the frequency of each pair, and the pairs.
+# Arguments, the frequency of each pair, and the first and the second channels of pairs.
 ROTARY = {
-    "Llama, Mistral, Qwen, GPT-NeoX, Gemma, Keras, flaxformer": ({}, geometric(8), half(8)),
+    "Llama, Mistral, Qwen, GPT-NeoX, Gemma, Keras, flaxformer": ({}, geometric(8), HALF),
     "GPT-J, RoFormer, Cohere, GLM, Helium, ERNIE 4.5, DeepSeek, torchtune, diffusers": (
         {"layout": "interleaved"},
         geometric(8),
-        neighbours(8),
+        NEIGHBOURS,
     ),
-    "GPT-J and GPT-NeoX, partial rotary": ({"rotary_dim": 4}, geometric(4), half(4)),
+    "GPT-J and GPT-NeoX, partial rotary": (
+        {"rotary_dim": 4},
+        geometric(4),
+        (slice(2), slice(2, 4)),
+    ),
     "Gemma, proportional rotary": (
         {"rotary_dim": 4, "partial": "proportional"},
         geometric(8)[:2],
-        half(8)[:2],
+        (slice(2), slice(4, 6)),
     ),
-    "Qwen2-VL, multi-axis rotary": ({"pair_axes": [0, 0, 1, 2]}, geometric(8), half(8)),
-    "Qwen3-VL, multi-axis rotary": ({"pair_axes": [0, 1, 2, 0]}, geometric(8), half(8)),
+    "Qwen2-VL, multi-axis rotary": ({"pair_axes": [0, 0, 1, 2]}, geometric(8), HALF),
+    "Qwen3-VL, multi-axis rotary": ({"pair_axes": [0, 1, 2, 0]}, geometric(8), HALF),
     "ERNIE 4.5-VL, multi-axis rotary": (
         {"pair_axes": [1, 2, 1, 0], "layout": "interleaved"},
         geometric(8),
-        neighbours(8),
+        NEIGHBOURS,
     ),
     # Praxis: timescale = min * (max / min) ** (2i / d), angle = position / timescale.
     "rotary code with a `min_timescale` m and `max_timescale` M": (
         {"base": 5e4 / 2, "scaling": te.LinearScaling(2.0)},
         1 / (2.0 * (5e4 / 2.0) ** (np.arange(0, 8, 2) / 8)),
-        half(8),
+        HALF,
     ),
     "NTK-aware scaling": (
         {"scaling": te.NTKScaling(4.0)},
         geometric(8, 10000 * 4.0 ** (8 / 6)),
-        half(8),
+        HALF,
     ),
     # It divides every frequency by factor ** (d / (d - 2)), at every length.
     'keras-hub\'s rope type `"dynamic"`': (
         {"scaling": te.LinearScaling(4.0 ** (8 / (8 - 2)))},
         geometric(8) / 4.0 ** (8 / 6),
-        half(8),
+        HALF,
     ),
     # get_1d_rotary_pos_embed: theta = theta * ntk_factor.
-    "diffusers' `ntk_factor`": ({"base": 10000.0 * 3.0}, geometric(8, 10000.0 * 3.0), half(8)),
+    "diffusers' `ntk_factor`": ({"base": 10000.0 * 3.0}, geometric(8, 10000.0 * 3.0), HALF),
 }
 
 
 @pytest.mark.slow
 @every(ROTARY)
 def test_rotary(name):
-    """Channels (a, b) of each pair rotated by position * frequency, in float64."""
-    options, frequencies, pairs = ROTARY[name]
+    """Channels a and b of each pair rotated by position * frequency, in float64."""
+    options, frequencies, (a, b) = ROTARY[name]
     positions = ON_AXES if "pair_axes" in options else ON_AXES[:, 0]
     angles = ON_AXES[:, options.get("pair_axes", [0])] * frequencies
+    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
     expected = HEAD.copy()
-    for (a, b), angle in zip(pairs, angles.T, strict=True):
-        cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
-        expected[..., a] = HEAD[..., a] * cos - HEAD[..., b] * sin
-        expected[..., b] = HEAD[..., b] * cos + HEAD[..., a] * sin
+    expected[..., a] = HEAD[..., a] * cos - HEAD[..., b] * sin
+    expected[..., b] = HEAD[..., b] * cos + HEAD[..., a] * sin
     near(te.apply_rotary(HEAD.astype(np.float32), positions, **options), expected, ROTATED)
 
 

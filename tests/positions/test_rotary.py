@@ -45,13 +45,11 @@ SCALINGS = [
     LinearScaling(4.0),
     NTKScaling(8.0),
     DynamicNTKScaling(2.0, original_length=2048, length=5000),
-    DynamicNTKScaling(4.0, original_length=2048, length=0),
     YARN,
     YarnScaling(40.0, 4096, 24.0, 1.5, truncate=False, mscale=0.7, mscale_all_dim=0.3),
     YarnScaling(4.0, original_length=200_000),
     YarnScaling(4.0, original_length=4096, beta_slow=1e-5, attention_factor=2),
     Llama3Scaling(8.0),
-    Llama3Scaling(32.0, low_freq_factor=1.5, high_freq_factor=5.0, original_length=2000),
     # Llama 4 Scout.
     Llama3Scaling(16.0, low_freq_factor=1.0, high_freq_factor=1.0),
     LONG,
@@ -64,16 +62,19 @@ FAR = np.array([0, 1, -4095, 2**20 + 1, 2**31 - 1, -(2**31)])
 GRID = np.random.default_rng(1).integers(0, 500, [6, 3])
 
 
+OF_FAR = [
+    {},
+    {"base": 1e6, "layout": "interleaved"},
+    {"layout": "interleaved", "rotary_dim": 6},
+    {"rotary_dim": 4, "partial": "proportional", "layout": "interleaved"},
+    {"rotary_dim": 8, "partial": "proportional", "scaling": NTKScaling(4.0)},
+    {"rotary_dim": 4, "scaling": NTKScaling(4.0)},
+    {"scaling": YARN},
+    {"scaling": dataclasses.replace(LONG, attention_factor=1.5), "base": 500.0},
+]
 # Shapes, positions and options.
 CASES = [
-    ((6, 2, 8), FAR, {}),
-    ((6, 2, 8), FAR, {"base": 1e6, "layout": "interleaved"}),
-    ((6, 2, 8), FAR, {"layout": "interleaved", "rotary_dim": 6}),
-    ((6, 2, 8), FAR, {"rotary_dim": 4, "partial": "proportional", "layout": "interleaved"}),
-    ((6, 2, 8), FAR, {"rotary_dim": 8, "partial": "proportional", "scaling": NTKScaling(4.0)}),
-    ((6, 2, 8), FAR, {"rotary_dim": 4, "scaling": NTKScaling(4.0)}),
-    ((6, 2, 8), FAR, {"scaling": YARN}),
-    ((6, 2, 8), FAR, {"scaling": dataclasses.replace(LONG, attention_factor=1.5), "base": 500.0}),
+    *(((6, 2, 8), FAR, options) for options in OF_FAR),
     ((6, 2, 7), FAR, {"rotary_dim": 4}),
     ((2, 6, 3, 4), GRID[:, :2].T, {}),
     ((2, 6, 3, 4), FAR[None], {}),
@@ -105,10 +106,9 @@ def test_16_bit_results_are_rounded_once():
 def test_64_bit_mode():
     x, positions = normal(0, 4, 2, 8), np.array([0, 3, -5, 2**31])
     with jax.enable_x64():
-        wide = np.asarray(apply_rotary(*map(jax.device_put, (x.astype(float), positions))))
+        wide = apply_rotary(jnp.asarray(x, float), jax.device_put(positions))
     assert wide.dtype == jnp.float64
-    assert_right(apply_rotary, wide[:3].astype(np.float32), x[:3], positions[:3])
-    assert np.isnan(wide[3]).all()
+    assert_right(apply_rotary, wide.astype("float32"), x, positions)
 
 
 positive = st.one_of(st.floats(1e-9, 1e-2), st.floats(0.01, 100), st.floats(100, 1e12))
@@ -333,7 +333,6 @@ VALUE_ERRORS = [
     (lambda: permute(X, 1, target=None), "target: wanted one of 'half', 'interleaved', got None"),
     (lambda: permute(X, 8), f"head_dim: {EVEN}1"),
     (lambda: permute(X, 3), "weights: wanted a last axis of 3 heads times head_dim, got shape [2, 3, 4, 8]"),
-    (lambda: permute(1.0, 3), "weights: wanted a last axis of 3 heads times head_dim, got shape []"),
     (lambda: permute(X, 2, rotary_dim=6), "rotary_dim: wanted an int of at most 4, got 6"),
 ]  # fmt: skip
 

@@ -131,8 +131,6 @@ def test_backward_memory_is_that_of_a_chunk():
         ({"temperature": 0.0}, r"^temperature: wanted a finite number above 0, got 0.0"),
         ({"temperature": 1e-30, "scale": 1e30}, r"^scale / temperature: wanted a number above 0"),
         ({"with_entropy": 1}, r"^with_entropy: wanted a Python bool"),
-        ({"segment_ids": SEGMENTS}, r"^segment_ids: .*shift is False"),
-        ({"mask": MASK[0, :3]}, r"^mask: wanted a last axis of the labels' length, 6"),
     ],
 )
 def test_what_is_refused(options, message):

@@ -15,7 +15,8 @@ import pytest
 from compare import equal, near
 from drawn import normal
 from jax import export
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
+from meshes import put
 from oracle import loop_lookup
 from references import assert_right, check
 from refused import refused
@@ -317,10 +318,6 @@ PLACEMENTS = [
 ]
 
 
-def put(mesh, *pairs):
-    return [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in pairs]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("ids_spec", "table_spec", "rows_spec"), PLACEMENTS)
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
@@ -333,8 +330,8 @@ def test_lookup_on_a_mesh_equals_lookup_on_one_device(kind, ids_spec, table_spec
         return rows, back(cotangent)[0]
 
     with jax.set_mesh(mesh):
-        pairs = (MESH_TABLE, table_spec), (MESH_IDS, ids_spec), (MESH_COTANGENT, rows_spec)
-        rows, gradient = with_gradient(*put(mesh, *pairs))
+        table, ids = put(mesh, MESH_TABLE, *table_spec), put(mesh, MESH_IDS, *ids_spec)
+        rows, gradient = with_gradient(table, ids, put(mesh, MESH_COTANGENT, *rows_spec))
     if kind == AxisType.Explicit:
         assert rows.sharding.spec == rows_spec
     assert_right(te.lookup, rows, MESH_TABLE, MESH_IDS, pad_id=2)
@@ -357,9 +354,10 @@ def test_gradient_on_an_explicit_mesh_of_gpus_equals_that_of_one_device(
         read = functools.partial(lookup_gradient.read_or_zero.__wrapped__, index=index)
         return jax.linear_transpose(read, table)(cotangent)[0]
 
-    pairs = (MESH_TABLE, table_spec), (MESH_IDS.astype(np.uint32), ids_spec)
     with jax.set_mesh(mesh):
-        found = gradient(*put(mesh, *pairs, (MESH_COTANGENT, rows_spec)))
+        table, index = put(mesh, MESH_TABLE, *table_spec), MESH_IDS.astype(np.uint32)
+        cotangent = put(mesh, MESH_COTANGENT, *rows_spec)
+        found = gradient(table, put(mesh, index, *ids_spec), cotangent)
     assert_gradient(found, MESH_IDS, MESH_COTANGENT)
 
 
@@ -373,8 +371,7 @@ LOWEST = jnp.finfo(jnp.float32).min / 2
     ("shape", "pad_id"), [((), None), ((4,), 0), ((2, 4), 4), ((2, 4), 9), ((2, 0), 2)]
 )
 def test_logits_are_products_with_every_row(shape, pad_id):
-    with jax.default_matmul_precision("highest"):
-        logits = check(te.linear_logits, normal(2, *shape, WIDTH), TABLE, pad_id=pad_id)
+    logits = check(te.linear_logits, normal(2, *shape, WIDTH), TABLE, pad_id=pad_id)
     assert logits.shape == (*shape, VOCAB)
 
 
@@ -382,9 +379,8 @@ def test_logits_are_products_with_every_row(shape, pad_id):
 def test_logits_of_padding_are_the_lowest_and_move_nothing():
     x, cotangent, is_padding = normal(2, 4, WIDTH), normal(3, 4, VOCAB), np.arange(VOCAB) == 2
     table = np.where(is_padding[:, None], np.float32(-1e30), TABLE)
-    with jax.default_matmul_precision("highest"):
-        logits, back = jax.vjp(functools.partial(te.linear_logits, pad_id=2), x, table)
-        x_gradient, table_gradient = back(cotangent)
+    logits, back = jax.vjp(functools.partial(te.linear_logits, pad_id=2), x, table)
+    x_gradient, table_gradient = back(cotangent)
     equal(logits[:, 2], LOWEST)
     equal(table_gradient[2], 0)
     expected = cotangent @ np.where(is_padding[:, None], 0, TABLE).astype(np.float64)
@@ -409,8 +405,8 @@ def test_logits_of_16_bits_are_summed_in_float32(dtype):
 )
 def test_logits_on_an_explicit_mesh_equal_those_of_one_device(table_spec, logits_spec):
     mesh = mesh_of(AxisType.Explicit)
-    with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
-        arrays = put(mesh, (MESH_COTANGENT, SPEC("x")), (MESH_TABLE, table_spec))
+    with jax.set_mesh(mesh):
+        arrays = put(mesh, MESH_COTANGENT, "x"), put(mesh, MESH_TABLE, *table_spec)
         logits = jax.jit(functools.partial(te.linear_logits, pad_id=2))(*arrays)
     assert logits.sharding.spec == logits_spec
     assert_right(te.linear_logits, logits, MESH_COTANGENT, MESH_TABLE, pad_id=2)
