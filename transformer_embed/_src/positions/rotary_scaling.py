@@ -216,6 +216,7 @@ class YarnScaling(_Scaling):
             low = low.to_integral_value(decimal.ROUND_FLOOR)
             high = high.to_integral_value(decimal.ROUND_CEILING)
         low, high = max(low, Decimal(0)), min(high, Decimal(dim - 1))
+        # As in YaRN's code: a ramp without a width would divide by zero.
         if low == high:
             high += Decimal("0.001")
         ramp = (np.arange(dim // 2, dtype=object) - low) / (high - low)

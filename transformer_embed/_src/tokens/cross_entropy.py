@@ -172,7 +172,9 @@ def _reduced_loss(
     x, labels, _, weights = targets(options, batch, dtype)
     if options.reduction == "mean":
         total = jnp.sum(weights)
+        # If no label is counted, 0 / 1 in place of NaN.
         weights /= jnp.where(total == 0, 1, total)
+    # Weights of NaN make the loss NaN, and also all its gradients.
     weights = nan_outside(options, labels, weights)
     array, split = array_and_split(x, table)
     bias = split.bias(bias, array.shape[0])

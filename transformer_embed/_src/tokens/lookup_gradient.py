@@ -36,6 +36,8 @@ def read_or_zero(table: TableArray, index: Index) -> Vectors:
 
     if not _can_sort_index(table, index):
         return read_each_repeat(wide, index).astype(table.dtype)
+    # Without it, the forward pass would sort the index and keep arrays of the rows' size for the
+    # backward pass.
     read_once = jax.checkpoint(_read_each_row_once)
     if explicit is not None:
         # Each device sums the repeats of its own part of the index.
@@ -71,10 +73,8 @@ def _can_sort_index(table: TableArray, index: Index) -> bool:
 def _read_each_row_once(table: TableArray, index: Index) -> Vectors:
     """A read whose transpose sums the rows of each index and writes each sum once.
 
-    It sorts the rows by index.
-
-    So the gradient on a GPU is the same from run to run, and its time does not depend on how often
-    an index repeats.
+    It sorts the rows by index, so the gradient on a GPU is the same from run to run, and its time
+    does not depend on how often an index repeats.
     """
     vocab_size, size = table.shape[0], index.size
     order = jnp.argsort(index.reshape(-1), stable=True)

@@ -207,6 +207,7 @@ def _shifted(
     logits = _excluding(output, split, of_rows)
     # The loss does not depend on what is subtracted, so it needs no gradient.
     top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+    # Inside a user's shard_map, jax refuses a maximum over no axes.
     top = jax.lax.pmax(top, split.vocabulary) if split.vocabulary else top
     # Differences of logits: their rounding does not grow with the logits. The factor comes last:
     # XLA may round `factor * logits - top` only once, which is not 0 where top is rounded.

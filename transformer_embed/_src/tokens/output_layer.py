@@ -152,6 +152,7 @@ def row_logits(
 ) -> RowLogits:
     """The product of gathered x with whole rows, on one device."""
     dtype = arguments.compute_dtype(x.dtype, rows.dtype)
+    # Of one narrow dtype, they are multiplied as they are: no wide copy of the table exists.
     if x.dtype != rows.dtype:
         x, rows = x.astype(dtype), rows.astype(dtype)
     # Expanded to x's rank, because users may disable jax's rank promotion.
