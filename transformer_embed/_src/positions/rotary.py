@@ -69,9 +69,9 @@ def apply_rotary(
     Raises:
         TypeError: x does not have a floating dtype of 16 bits or more; positions are neither
             integers nor float32.
-        ValueError: a shape that does not fit; an odd number of channels to pair; a host position
-            outside int32; an unknown layout or partial; pair_axes that are not one for each pair; a
-            base and a scaling that make a frequency of 2**32 turns per position or more.
+        ValueError: a shape or pair_axes that do not fit; an odd number of channels to pair; an
+            argument out of its range; a host position outside int32; a base and a scaling that make
+            a frequency of 2**32 turns per position or more.
 
     Example:
         >>> import jax.numpy as jnp

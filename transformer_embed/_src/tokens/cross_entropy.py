@@ -90,17 +90,16 @@ def linear_cross_entropy(
     log(sum(exp(z)))` and smoothing s,
     `loss = log_z - (1 - s) * z[y] - s * sum(z) / V + z_loss * log_z**2`.
 
-    "What the loss costs", a section of the reference page, has time and memory, and what devices
-    exchange.
+    For its time and memory, see "What the loss costs", a section of the reference page.
 
     Args:
         x: [..., d], a floating dtype.
-        table: [vocab_size, d], a floating dtype: that of the embedding (tied), or one of its own.
+        table: [vocab_size, d], a floating dtype.
         labels: [...], any integer dtype: the id that each token should predict; with shift, the ids
             themselves.
         bias, softcap, scale: as in `linear_logits`.
-        pad_id: the id of padding, as in `linear_logits`: labels that are this id are not counted.
-            To leave out labels and keep their row of the table, use mask.
+        pad_id: as in `linear_logits`; labels that are this id are not counted. To leave out labels
+            and keep their row of the table, use mask.
         mask: bool, [length], or more axes that broadcast to the labels'. True = the label is
             counted; `labels != -100` for example. None: all.
         weights: floating, with axes as in mask: each label's loss is multiplied by its weight.
@@ -125,11 +124,11 @@ def linear_cross_entropy(
         With shift and `reduction="none"`, the loss of `labels[..., t]` is at t.
 
     Raises:
-        TypeError: an argument has another dtype or Python type than it says above; the table has
-            only some of its rows, as inside `te.rows.value_and_grad`.
-        ValueError: shapes that do not fit together; segment_ids without shift; shift with labels of
-            rank 0 or of an unknown size; an argument out of its range; columns split over a number
-            of devices that does not divide the number of rows.
+        TypeError: an argument of another dtype or type; a table that has only some of its rows, as
+            inside `te.rows.value_and_grad`.
+        ValueError: an argument out of its range, or shapes that do not fit together; labels of a
+            symbolic size; segment_ids without shift; columns split over a number of devices that
+            does not divide the number of rows.
 
     Example:
         >>> import jax, jax.numpy as jnp
