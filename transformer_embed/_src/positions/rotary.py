@@ -181,7 +181,7 @@ def _as_weights(name: str, value: ArrayLike) -> Array:
 
 
 class _Options(NamedTuple):
-    """`dim` channels are paired, the first pairs rotate, each by its axis (): the only one."""
+    """Of `dim` paired channels the first pairs rotate, each by its axis; (): there is one axis."""
 
     dim: int
     rotating_pairs: int

@@ -201,13 +201,14 @@ def look_up(
     first, *_ = jax.tree.leaves(table)
     columns = spec_axes(jax.typeof(first).sharding.spec, 2)[1]
     of_ids = spec_axes(sharding.spec, ids.ndim)
-    if not set(columns) & set(sum(of_ids, ())):
+    batch_axes = set(sum(of_ids, ()))
+    if batch_axes.isdisjoint(columns):
         return _look_up(table, ids, pad_id, out_of_range, lookup_style)
     # No axis may split two dimensions: each device reads its columns for the ids of all of them.
     others = [tuple(axis for axis in axes if axis not in columns) for axes in of_ids]
     ids = reshard(ids, NamedSharding(sharding.mesh, PartitionSpec(*others)))
     rows = _look_up(table, ids, pad_id, out_of_range, lookup_style)
-    kept = tuple(axis for axis in columns if axis not in sum(of_ids, ()))
+    kept = tuple(axis for axis in columns if axis not in batch_axes)
     return reshard(rows, NamedSharding(sharding.mesh, PartitionSpec(*of_ids, kept)))
 
 

@@ -68,11 +68,10 @@ def _on_device(
     """Each token's loss and entropy, on one of the devices."""
     x, labels = (all_gather(values, split.gathered) for values in (x, labels))
     rows = split.exchange(shard, 0, 1)
+    dtype = arguments.compute_dtype(x.dtype, rows.dtype)
     # These carry the gradients of the rows and the bias, so that they are summed over the chunks in
     # the wide dtype.
-    wide_rows, bias = jax.tree.map(
-        lambda a: a.astype(arguments.compute_dtype(x.dtype, rows.dtype)), (rows, bias)
-    )
+    wide_rows, bias = jax.tree.map(lambda array: array.astype(dtype), (rows, bias))
 
     # In a loop nothing can be shared with the backward pass: barriers against that would only cost.
     @functools.partial(jax.checkpoint, prevent_cse=False)
