@@ -140,7 +140,7 @@ def test_buckets_by_rational_arithmetic(num_buckets, max_distance, bidirectional
     check(relative_position_buckets, [0], keys, num_buckets=num_buckets, **options)
 
 
-@pytest.mark.parametrize("case", GOLDEN["t5"], ids=lambda case: str(case["num_buckets"]))
+@pytest.mark.parametrize("case", GOLDEN["t5"])
 def test_buckets_published_by_transformers(case):
     options = {**case}
     expected = list(options.pop("buckets"))

@@ -158,7 +158,7 @@ def test_frequencies_of_usual_scalings_are_rounded_once(dim):
         check_frequencies(scaling, dim, 10_000.0)
 
 
-@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: str(case["scaling"]))
+@pytest.mark.parametrize("case", GOLDEN)
 def test_published_frequencies(case):
     scaling = case["scaling"] and getattr(rotary_scaling, case["scaling"])(**case["arguments"])
     pairs = case.get("rotary_dim", case["head_dim"]) // 2

@@ -71,10 +71,6 @@ def test_a_start_far_out_is_exact_inside_int32():
 # --- Grids.
 
 
-def as_rows(shape, d_model, **options):
-    return np.asarray(te.sinusoidal_grid(shape, d_model, **options)).reshape(-1, d_model)
-
-
 # As in diffusers, get_2d_sincos_pos_embed: indices times base_size / grid / interpolation_scale.
 STRETCHED = [np.arange(n) * 16 / n / 2.0 for n in (2, 3)]
 
@@ -91,7 +87,7 @@ STRETCHED = [np.arange(n) * 16 / n / 2.0 for n in (2, 3)]
 def test_a_grid_of_tokens_is_the_flattened_grid(d_model, options):
     """A shorter row has its first points; padding is counted."""
     scheme, ids = te.SinusoidalGrid((2, 3), **options), IDS[:2]
-    rows = as_rows((2, 3), d_model, **options)
+    rows = np.asarray(te.sinusoidal_grid((2, 3), d_model, **options)).reshape(-1, d_model)
     got = embed(scheme, ids, d_model=d_model, pad_id=PAD_ID)
     equal(got, [rows[:5]] * 2)
     got = embed(scheme, ids, d_model=d_model, positions=np.array([-1, 0, 5, 6, 2**31 - 1]))

@@ -118,7 +118,7 @@ SETTINGS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", SETTINGS, ids=str)
+@pytest.mark.parametrize("options", SETTINGS)
 def test_each_setting_is_that_of_a_loop_in_float64(options):
     assert_gradients_right(**options)
     # Scaled sums of 3 terms of magnitude 9.
@@ -141,7 +141,7 @@ SIZES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", SIZES, ids=str)
+@pytest.mark.parametrize("options", SIZES)
 def test_a_factor_of_any_size_gives_finite_losses_and_gradients(options):
     """A product that is rounded once in one place and twice in another differs by more than 1."""
     for values, exact in zip(step(**ARRAYS, **options), oracle(**ARRAYS, **options), strict=True):
@@ -334,11 +334,10 @@ def test_temporaries_are_an_eighth_of_whole_logits_or_less():
 
     whole = temporaries(jax.value_and_grad(dense, (0, 1)), *many)
     assert 8 * temporaries(te.linear_cross_entropy, *many) <= whole
-    # jax 0.6 keeps a second chunk for the softcap.
     settings = {"softcap": 30.0, "scale": 0.5, "z_loss": 1e-4, "shift": True}
-    for options, part in (({"label_smoothing": 0.1}, 8), ({"pad_id": 3}, 8), (settings, 7)):
+    for options in ({"label_smoothing": 0.1}, {"pad_id": 3}, settings):
         loss = functools.partial(te.linear_cross_entropy, **options)
-        assert part * temporaries(jax.value_and_grad(loss, (0, 1)), *many) <= whole
+        assert 8 * temporaries(jax.value_and_grad(loss, (0, 1)), *many) <= whole
 
 
 @pytest.mark.slow

@@ -108,8 +108,9 @@ def test_over_a_split_vocabulary_only_numbers_of_tokens_are_sent():
             put(mesh, jnp.ones(64, int)),
         )
         compiled = jax.jit(te.linear_log_probs).lower(*arguments).compile()
-    assert {one.kind for one in collectives.collectives(compiled)} == {"all-reduce"}
-    assert max(one.largest for one in collectives.collectives(compiled)) <= 64
+    sent = collectives.collectives(compiled)
+    assert {each.kind for each in sent} == {"all-reduce"}
+    assert max(each.largest for each in sent) <= 64
 
 
 @pytest.mark.slow
