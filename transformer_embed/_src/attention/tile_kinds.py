@@ -76,7 +76,9 @@ def tile_kinds(
     steps = jax.tree.map(lambda bound: bound.T[:, :, None], of_queries)
     # A divisor, because lax.map traces its function again for a remainder.
     at_a_time = math.gcd(len(steps["positions"].low), 64)
-    return jax.lax.map(kinds, steps, batch_size=at_a_time).swapaxes(0, 1)
+    # Nor can it join steps of a batch without rows.
+    is_empty = not all(bound.size for bound in jax.tree.leaves((steps, of_keys)))
+    return jax.lax.map(kinds, steps, batch_size=None if is_empty else at_a_time).swapaxes(0, 1)
 
 
 def _blocks(tokens: Fields, size: int) -> Intervals:
