@@ -39,8 +39,8 @@ class TokenPositions:
             there are no blocks. See `with_block_ids`.
 
     Raises:
-        TypeError: an array does not hold integers, or is traced and holds unsigned ones of 32 bits
-            or more.
+        TypeError: an array does not hold integers, or is a jax array of unsigned ones of 32 bits or
+            more.
         ValueError: host integers outside int32, a rank other than 1 or 2, or shapes that do not fit
             each other.
 
@@ -379,13 +379,11 @@ def comparable_rows(**given: ArrayLike) -> dict[str, Integer[Array, "b t"]]:
 
 
 def as_comparable(name: str, value: ArrayLike) -> Integer[Array, "..."]:
-    """Signed integers to compare, as int32; a traced array of a wider dtype stays as it is.
+    """Signed integers to compare, as int32; a jax array of a wider dtype stays as it is.
 
-    Clamped or wrapped ones would compare wrongly: a ValueError if the values are known.
+    Clamped or wrapped ones would compare wrongly.
     """
     array = arguments.as_integers(name, value)
-    if array.dtype != np.int32 and not arguments.is_traced(array):
-        array = arguments.as_integers(name, jax.device_get(array))
     _check_ordered(name, array.dtype)
     return arguments.on_device(array)
 

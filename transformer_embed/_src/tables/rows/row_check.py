@@ -141,8 +141,8 @@ def find_tables(init: Callable, treedef: Any, leaves: dict[int, Any]) -> Tables:
     gradients = [n for n in range(size) if is_gradient(leaves[n])]
     for n in gradients:
         leaves[n].check(leaves[size + n].shape)
-        bounds.append(f"table{n}_rows >= {_block_size(leaves[n])}")
-        bounds.append(f"table{n}_rows <= {leaves[n].vocab_size}")
+        rows = f"table{n}_rows"
+        bounds += [f"{rows} >= {_block_size(leaves[n])}", f"{rows} <= {leaves[n].vocab_size}"]
     names = ",".join(f"table{n}_rows" for n in gradients)
     symbols = export.symbolic_shape(names, constraints=bounds)
     indices = {symbol: [n, size + n] for symbol, n in zip(symbols, gradients, strict=True)}
