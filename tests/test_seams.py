@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from compare import equal, near
+from flax import nnx
 from jax.sharding import PartitionSpec
 from meshes import AUTO, EXPLICIT, mesh_of, put
 
@@ -341,15 +342,14 @@ def test_mappings_that_hide_their_tables_are_refused(kind):
             call(kind(tables))
 
 
-def test_a_wrapper_may_hold_a_sharded_table():
-    """As Flax's nnx.Param."""
-
-    class Param:
-        def __jax_array__(self):
-            return table
-
+def test_flax_may_hold_a_sharded_table(tmp_path):
     mesh = mesh_of((8,), ("x",))
-    params = {"embeddings": jnp.arange(16.0).reshape(8, 2)}
-    table = te.sharding.shard_params(params, mesh, {"*": PartitionSpec("x")})["embeddings"]
-    equal(te.lookup(Param(), [3]), te.lookup(table, [3]))
-    equal(te.linear_logits(jnp.ones(2), Param()), te.linear_logits(jnp.ones(2), table))
+    ((path, layer),) = te.Embedder(CONFIG).init(jax.random.key(0)).items()
+    table = te.sharding.shard_params(layer, mesh, {"*": PartitionSpec("x")})["embeddings"]
+    x = jnp.ones(CONFIG.d_model)
+    equal(te.lookup(nnx.Param(table), [3]), te.lookup(table, [3]))
+    equal(te.linear_logits(x, nnx.Param(table)), te.linear_logits(x, table))
+    params = {path: {"embeddings": nnx.Param(table)}}
+    te.pretrained.save_embedder(tmp_path / "a.safetensors", CONFIG, params)
+    saved = te.pretrained.load_embedder(tmp_path / "a.safetensors").params
+    equal(saved[path]["embeddings"], layer["embeddings"])

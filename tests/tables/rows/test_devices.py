@@ -66,6 +66,7 @@ every_map = pytest.mark.parametrize(
 MEANS = {
     "ours": (te.rows.pmean, OTHER_IDS),
     "mixed": (jax.lax.pmean, OTHER_IDS),
+    "both": (lambda *args: te.rows.pmean(jax.lax.pmean(*args), args[1]), OTHER_IDS),
     "same": (jax.lax.pmean, SAME_IDS),
 }
 
@@ -113,9 +114,11 @@ def test_pmean_is_the_mean_of_the_dense_gradients(name):
 def test_the_mean_of_jax_is_right_over_the_same_ids_and_else_right_or_nan(name):
     same = expected(SAME_IDS)
     assert_close(trained(name)["same"], same)
-    mixed, other = trained(name)["mixed"], expected(OTHER_IDS)
-    if name == SHARED:
-        assert_close(mixed, other)
-    else:
-        assert_close(mixed["w"], other["w"])
-        assert np.isnan(mixed["t"]).any(axis=(1, 2)).all()
+    other = expected(OTHER_IDS)
+    for mean in ("mixed", "both"):
+        found = trained(name)[mean]
+        if name == SHARED:
+            assert_close(found, other)
+        else:
+            assert_close(found["w"], other["w"])
+            assert np.isnan(found["t"]).any(axis=(1, 2)).all()

@@ -92,6 +92,18 @@ def test_a_gradient_that_left_its_trace_names_the_way(leave):
             use(left)
 
 
+def test_a_gradient_that_is_known_keeps_ids_that_are_traced():
+    """Of a loss that reads no row, vmap traces only the ids."""
+
+    def step(ids):
+        grads = te.rows.value_and_grad(lambda params: jnp.zeros(()), ids={"t": ids})(PARAMS)[1]
+        doubled = jax.tree.map(lambda leaf: 2 * leaf, grads)
+        return te.rows.update(SGD, doubled, SGD.init(PARAMS), PARAMS)[0]["t"]
+
+    for updated in jax.vmap(step)(np.array([[0, 1], [3, 3]])):
+        equal(updated, PARAMS["t"])
+
+
 def test_a_scan_that_carries_a_gradient_names_the_way():
     def body(grads, ids):
         return te.rows.add(grads, from_loss(ids)), None

@@ -181,7 +181,7 @@ def _as_weights(name: str, value: ArrayLike) -> Array:
 
 
 class _Options(NamedTuple):
-    """Of `dim` paired channels the first pairs rotate, each by its axis; (): there is one axis."""
+    """The first pairs of `dim` channels rotate, each by its axis; () if there is only one axis."""
 
     dim: int
     rotating_pairs: int

@@ -36,8 +36,7 @@ def read_or_zero(table: TableArray, index: Index) -> Vectors:
 
     if not _can_sort_index(table, index):
         return read_each_repeat(wide, index).astype(table.dtype)
-    # Without it, the forward pass would sort the index and keep arrays of the rows' size for the
-    # backward pass.
+    # Without a checkpoint, the forward pass would sort the index and keep arrays of the rows' size.
     read_once = jax.checkpoint(_read_each_row_once)
     if explicit is not None:
         # Each device sums the repeats of its own part of the index.
