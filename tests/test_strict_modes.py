@@ -32,6 +32,11 @@ def in_order(positions):
     te.check_order(te.TokenPositions(positions), "full")
 
 
+def kinds_of_tiles(positions):
+    tokens = te.TokenPositions(positions)
+    return te.AttentionMask(tokens, causal=True, window=(2, 0)).tile_kinds((2, 2))
+
+
 OF_16_BITS = {"x": X.astype(jnp.bfloat16)[..., :3], "table": TABLE.astype(jnp.bfloat16)}
 FUNCTIONS = CALLS | {
     "alibi_slopes": of_arrays(te.alibi_slopes, num_heads=3),
@@ -43,6 +48,7 @@ FUNCTIONS = CALLS | {
         rotary_dim=2,
     ),
     "causal_mask": of_arrays(te.causal_mask, length=3),
+    "tile_kinds": of_arrays(kinds_of_tiles, positions=np.arange(4)),
     "check_ids": of_arrays(te.check_ids, ids=IDS, vocab_size=4),
     "check_order": of_arrays(in_order, positions=np.arange(3)),
     "lookup, 16 bits": of_arrays(te.lookup, table=OF_16_BITS["table"], ids=IDS, pad_id=0),

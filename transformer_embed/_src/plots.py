@@ -115,6 +115,8 @@ def plot_wavelengths(
         https://arxiv.org/abs/1706.03762
     """
     frequencies, _ = scaled_frequencies(scaling, d_model, base)
+    if scaling is not None and d_model % 2:
+        raise arguments.value_error("d_model", "an even number, since there is a scaling", d_model)
     wavelengths = [float(2 * phase.PI / frequency) for frequency in frequencies]
     ax = _axes(ax)
     # Dots: there is no pair between two others.
@@ -358,7 +360,7 @@ def plot_error(
 
     Raises:
         TypeError: positions are not integers, or are traced; and as `sinusoidal_encoding`.
-        ValueError: as `sinusoidal_encoding`.
+        ValueError: positions below 1 on the host; and as `sinusoidal_encoding`.
 
     Example:
         >>> import transformer_embed as te
@@ -369,7 +371,8 @@ def plot_error(
     """
     if positions is None:
         positions = np.geomspace(1, 2**31 - 1, 100, dtype=np.int64)
-    points = np.asarray(phase.as_positions("positions", positions))
+    known = arguments.on_host("positions", arguments.as_array("positions", positions))
+    points = arguments.as_integers("positions", known, 1, what="a logarithmic axis")
     ours = np.asarray(sinusoidal_encoding(points, d_model, base=base))
     exact, usual = _exact_and_usual(points, d_model, base)
     ax = _axes(ax)
@@ -392,7 +395,7 @@ def _axes(ax: "Axes | None") -> "Axes":
 
 def _matrix(name: str, array: ArrayLike) -> Float64[np.ndarray, "rows columns"]:
     """A matrix that is not empty, without leading axes of length 1."""
-    values = np.asarray(arguments.as_array(name, array), np.float64)
+    values = np.asarray(arguments.on_host(name, arguments.as_array(name, array)), np.float64)
     if values.ndim < 2 or not values.size or math.prod(values.shape[:-2]) > 1:
         want = "a matrix that is not empty (choose one by an index, such as x[0])"
         raise arguments.value_error(name, want, f"shape {list(values.shape)}")
@@ -415,6 +418,7 @@ def _image(
         # A matrix with few rows would get ticks between them.
         axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         if names is not None:
+            arguments.check_same("tokens", f"a name for each {label}", len(names), size)
             # "$x$" is a token, not a formula.
             axis.set_ticks(range(size), names, parse_math=False, rotation=rotation)
     return image

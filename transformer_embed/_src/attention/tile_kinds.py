@@ -69,7 +69,7 @@ def tile_kinds(
     def kinds(of_step: Intervals) -> Int8[Array, "b n"]:
         # low is True where all pairs may attend, high where some may: 2, 1 or 0.
         may = may_attend(of_step, of_keys, window)
-        return may.low.astype(jnp.int8) + may.high
+        return may.low.astype(jnp.int8) + may.high.astype(jnp.int8)
 
     # Some queries at a time, because XLA does not fuse into a loop. Else it would compute the
     # intervals again for each tile.

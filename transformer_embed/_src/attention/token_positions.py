@@ -97,7 +97,8 @@ class TokenPositions:
         Args:
             block_ids: [length] or [batch, length] integers, negative: in no block. Tokens of one
                 block and segment attend to each other even where a causal mask, a window or a chunk
-                forbids it. A prefix is block 0, with -1 after it: `jnp.where(is_prefix, 0, -1)`.
+                forbids it. A prefix is block 0, with -1 after it: `jnp.where(is_prefix, 0, -1)`. To
+                decode with a cache, give blocks to its empty slots, too, and to each new token: -1.
 
         Raises:
             TypeError: block_ids are not integers that `TokenPositions` takes.

@@ -113,7 +113,8 @@ def _entries(
         # Null takes away an entry of config.json that is not read; there must be one of that name.
         if value is not None or unread.pop(name, None) is None:
             reads = ", ".join(aliases[0] for aliases in kind.names().values())
-            want = f"entries that a model {kind.name} reads ({reads})"
+            hint = "a whole config.json goes beside the file"
+            want = f"entries that a model {kind.name} reads ({reads}; {hint})"
             raise arguments.value_error("settings", want, short_repr(name))
     for name, value in unread.items():
         if kind.concerns(name, value):
@@ -145,7 +146,9 @@ def _with_defaults(kind: Architecture, file: Published, found: Options) -> dict[
     if missing:
         entries = ", ".join(sorted(missing))
         want = f"{entries} of {kind.name}, from settings or a config.json of that model_type"
-        raise arguments.value_error(file.path, want, f"model_type {file.model_type!r} there")
+        has_type = file.model_type is not None
+        got = f"model_type {file.model_type!r} there" if has_type else "no model_type there"
+        raise arguments.value_error(file.path, want, got)
     return value
 
 

@@ -36,7 +36,7 @@ def value_and_grad(
             `ids` only by `lookup`, as `TokenEmbedding` does.
         ids: a tree like `params`, of the tables that are trained by rows; a list or tuple has None
             for other entries. In a table's place it has all ids that the loss looks up, [...],
-            including padding and ids outside the vocabulary. Ids may repeat.
+            including padding and ids outside the vocabulary; others read as NaN. Ids may repeat.
         has_aux: whether the loss returns (scalar, aux).
         max_rows: a bound on the distinct ids of a table in a batch; a bound below the number of ids
             makes the step cheaper. An int, or a tree like `ids` with an int for each table that has
