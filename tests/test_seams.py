@@ -353,3 +353,23 @@ def test_flax_may_hold_a_sharded_table(tmp_path):
     te.pretrained.save_embedder(tmp_path / "a.safetensors", CONFIG, params)
     saved = te.pretrained.load_embedder(tmp_path / "a.safetensors").params
     equal(saved[path]["embeddings"], layer["embeddings"])
+
+    params = {"embeddings": jnp.arange(16.0).reshape(8, 2)}
+    table = te.sharding.shard_params(params, mesh, {"*": PartitionSpec("x")})["embeddings"]
+    equal(te.lookup(Param(), [3]), te.lookup(table, [3]))
+    equal(te.linear_logits(jnp.ones(2), Param()), te.linear_logits(jnp.ones(2), table))
+
+
+@pytest.mark.parametrize("spec", [("y", None), (None, "x"), ("y", "x")], ids=str)
+@pytest.mark.parametrize("rows", [1, 4], ids=["one row", "all rows"])
+def test_a_cache_that_explicit_axes_split_takes_tokens_that_they_do_not_split(spec, rows):
+    """As the offset of a step of decoding, which all rows may share."""
+    mesh = mesh_of((2, 4), ("y", "x"), EXPLICIT)
+    tokens = te.TokenPositions.from_offset(np.arange(rows), 3)
+    expected = te.TokenPositions.empty(4, 8).write(tokens, 2)
+    with jax.set_mesh(mesh):
+        cache = put(mesh, te.TokenPositions.empty(4, 8), *spec)
+        written = jax.jit(te.TokenPositions.write)(cache, tokens, 2)
+    equal(written, expected)
+    for before, after in zip(*map(jax.tree.leaves, (cache, written)), strict=True):
+        assert jax.typeof(after) == jax.typeof(before)

@@ -98,9 +98,9 @@ def split_like(array: Array, other: Array) -> Array:
     sharding = jax.typeof(other).sharding
     if not is_explicit(sharding.mesh):
         return array
-    # A dimension of 1 is broadcast, and cannot be split.
-    names = zip(array.shape, sharding.spec, strict=False)
-    spec = PartitionSpec(*(axes if size > 1 else None for size, axes in names))
+    # A dimension of 1 is broadcast to the other's size, and cannot be split.
+    names = zip(array.shape, other.shape, sharding.spec, strict=False)
+    spec = PartitionSpec(*(axes if size == whole else None for size, whole, axes in names))
     return reshard(array, NamedSharding(sharding.mesh, spec))
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int32, Integer, Shaped
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.compiled import compiled
-from transformer_embed._src.partitioning import with_whole_rows
+from transformer_embed._src.partitioning import split_like, with_whole_rows
 from transformer_embed._src.pytrees import register_pytree
 
 
@@ -437,8 +437,10 @@ def second_runs(segment_ids: np.ndarray) -> np.ndarray:
 def _written(
     held: Integer[Array, "b t"], new: Integer[Array, "n s"], slot: Int32[Array, ""]
 ) -> Integer[Array, "b t"]:
-    new = jnp.broadcast_to(new, (held.shape[0], new.shape[1])).astype(held.dtype)
-    written = jax.lax.dynamic_update_slice_in_dim(held, new, slot, axis=1)
+    rows = with_whole_rows(held)
+    new = jnp.broadcast_to(new, (rows.shape[0], new.shape[1])).astype(rows.dtype)
+    new = split_like(with_whole_rows(new), rows)
+    written = split_like(jax.lax.dynamic_update_slice_in_dim(rows, new, slot, axis=1), held)
     # dynamic_update_slice shifts an update that does not fit, and would overwrite other tokens.
     return jnp.where((slot >= 0) & (slot <= held.shape[1] - new.shape[1]), written, held)
 
