@@ -373,3 +373,22 @@ def test_a_cache_that_explicit_axes_split_takes_tokens_that_they_do_not_split(sp
     equal(written, expected)
     for before, after in zip(*map(jax.tree.leaves, (cache, written)), strict=True):
         assert jax.typeof(after) == jax.typeof(before)
+
+
+@pytest.mark.parametrize("columns", [None, "y"])
+def test_a_lookup_inside_a_shard_map_over_some_explicit_axes_has_a_gradient(columns):
+    """It is differentiated from outside, where the other axes are still explicit."""
+    mesh = mesh_of((2, 4), ("y", "x"), EXPLICIT)
+    table, ids = jnp.arange(24.0).reshape(12, 2), jnp.arange(8).reshape(4, 2)
+
+    def loss(table, ids):
+        return jnp.sum(te.lookup(table, ids) ** 2)
+
+    with jax.set_mesh(mesh):
+        specs = {"in_specs": (PartitionSpec(), PartitionSpec("x")), "out_specs": PartitionSpec()}
+        sum_of_parts = jax.shard_map(
+            lambda *parts: jax.lax.psum(loss(*parts), "x"), axis_names={"x"}, **specs
+        )
+        arrays = put(mesh, table, None, columns), put(mesh, ids, "x")
+        gradient = jax.jit(jax.grad(sum_of_parts))(*arrays)
+    equal(gradient, jax.grad(loss)(table, ids))

@@ -29,10 +29,14 @@ def read_or_zero(table: TableArray, index: Index) -> Vectors:
     # A row's gradient is summed in this dtype, over repeats and devices.
     wide = arguments.widened(table)
     explicit = explicit_sharding(table, index)
+    of_rows = jax.typeof(table).sharding.spec[:1]
+    is_split = any((*of_rows, *jax.typeof(index).sharding.spec))
+    # jax cannot transpose a read with it inside a user's shard_map over some of the mesh axes.
+    out_sharding = explicit if is_split else None
 
     def read_each_repeat(table, index):
         """A read whose transpose is a scatter-add, by atomic additions on a GPU."""
-        return table.at[index].get(mode="fill", fill_value=0, out_sharding=explicit)
+        return table.at[index].get(mode="fill", fill_value=0, out_sharding=out_sharding)
 
     if not _can_sort_index(table, index):
         return read_each_repeat(wide, index).astype(table.dtype)
