@@ -354,11 +354,6 @@ def test_flax_may_hold_a_sharded_table(tmp_path):
     saved = te.pretrained.load_embedder(tmp_path / "a.safetensors").params
     equal(saved[path]["embeddings"], layer["embeddings"])
 
-    params = {"embeddings": jnp.arange(16.0).reshape(8, 2)}
-    table = te.sharding.shard_params(params, mesh, {"*": PartitionSpec("x")})["embeddings"]
-    equal(te.lookup(Param(), [3]), te.lookup(table, [3]))
-    equal(te.linear_logits(jnp.ones(2), Param()), te.linear_logits(jnp.ones(2), table))
-
 
 @pytest.mark.parametrize("spec", [("y", None), (None, "x"), ("y", "x")], ids=str)
 @pytest.mark.parametrize("rows", [1, 4], ids=["one row", "all rows"])

@@ -322,7 +322,7 @@ def test_entries_that_mean_nothing_are_refused_at_once(tmp_path, is_said, name, 
 @pytest.mark.parametrize(
     ("name", "left_out", "said", "message"),
     [
-        ("bert", ["layer_norm_eps"], "bert", "wanted layer_norm_eps of bert, from settings or .*, got no model_type there$"),
+        ("bert", ["layer_norm_eps"], "bert", "wanted layer_norm_eps of bert, from settings or .*, got model_type None there$"),
         ("t5", ["relative_attention_max_distance"], "t5", "wanted relative_attention_max_distance of t5, .* None there$"),
         ("bert", ["layer_norm_eps", "pad_token_id"], "roberta", "wanted layer_norm_eps, pad_token_id of roberta"),
         ("bloom", ["n_head", "layer_norm_epsilon"], "bloom", "wanted layer_norm_epsilon, n_head of bloom"),

@@ -372,7 +372,7 @@ def plot_error(
     if positions is None:
         positions = np.geomspace(1, 2**31 - 1, 100, dtype=np.int64)
     known = arguments.on_host("positions", arguments.as_array("positions", positions))
-    points = arguments.as_integers("positions", known, 1, what="a logarithmic axis")
+    points = np.asarray(arguments.as_integers("positions", known, 1, what="a logarithmic axis"))
     ours = np.asarray(sinusoidal_encoding(points, d_model, base=base))
     exact, usual = _exact_and_usual(points, d_model, base)
     ax = _axes(ax)
@@ -418,7 +418,8 @@ def _image(
         # A matrix with few rows would get ticks between them.
         axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         if names is not None:
-            arguments.check_same("tokens", f"a name for each {label}", len(names), size)
+            each = label.split(" (")[0]
+            arguments.check_same("tokens", f"a name for each {each}", len(names), size)
             # "$x$" is a token, not a formula.
             axis.set_ticks(range(size), names, parse_math=False, rotation=rotation)
     return image

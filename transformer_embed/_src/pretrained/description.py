@@ -146,9 +146,7 @@ def _with_defaults(kind: Architecture, file: Published, found: Options) -> dict[
     if missing:
         entries = ", ".join(sorted(missing))
         want = f"{entries} of {kind.name}, from settings or a config.json of that model_type"
-        has_type = file.model_type is not None
-        got = f"model_type {file.model_type!r} there" if has_type else "no model_type there"
-        raise arguments.value_error(file.path, want, got)
+        raise arguments.value_error(file.path, want, f"model_type {file.model_type!r} there")
     return value
 
 
