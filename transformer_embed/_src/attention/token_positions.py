@@ -290,7 +290,7 @@ class TokenPositions:
             Raffel et al., "T5" (2020), section 3.5.2, https://arxiv.org/abs/1910.10683
         """
         integers = arguments.as_integers("segment_ids", segment_ids)
-        rows = _rows("segment_ids", as_comparable("segment_ids", integers))
+        rows = _rows("segment_ids", _ordered("segment_ids", integers))
         if isinstance(integers, np.ndarray):
             again = second_runs(np.atleast_2d(integers)).any(1)
             if again.any():
@@ -328,7 +328,7 @@ class TokenPositions:
         """
         length = arguments.length("length", length)
         integers = arguments.as_integers("offset", offset)
-        offset = as_comparable("offset", integers)
+        offset = _ordered("offset", integers)
         if offset.ndim > 1:
             raise arguments.value_error(
                 "offset", "shape [] or [batch]", f"shape {list(offset.shape)}"
@@ -384,7 +384,10 @@ def as_comparable(name: str, value: ArrayLike) -> Integer[Array, "..."]:
 
     Clamped or wrapped ones would compare wrongly.
     """
-    array = arguments.as_integers(name, value)
+    return _ordered(name, arguments.as_integers(name, value))
+
+
+def _ordered(name: str, array: Any) -> Integer[Array, "..."]:
     _check_ordered(name, array.dtype)
     return arguments.on_device(array)
 
