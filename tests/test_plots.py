@@ -213,7 +213,9 @@ WRONG = [
     (plots.plot_error, 0, {}, "d_model: wanted an int of at least 1, got 0"),
     (plots.plot_error, 4, {"positions": [2**31]}, "positions: wanted integers inside a logarithmic axis, 1..2147483647, got 2147483648 at index [0]"),
     (plots.plot_error, 4, {"positions": [5, 0]}, "positions: wanted integers inside a logarithmic axis, 1..2147483647, got 0 at index [1]"),
-    (plots.plot_wavelengths, 63, {"scaling": te.NTKScaling(2.0)}, "d_model: wanted an even number, since there is a scaling, got 63"),
+    (plots.plot_wavelengths, 0, {}, "d_model: wanted an int of at least 1, got 0"),
+    (plots.plot_wavelengths, 4, {"base": 0}, "base: wanted a finite number above 0, got 0"),
+    (plots.plot_wavelengths, 63, {"scaling": te.NTKScaling(2.0)}, "d_model: wanted an even number of channels, to make pairs, got 63"),
     (plots.plot_encoding, [[1.0]], {"tokens": []}, "tokens: wanted a name for each position, 1, got 0"),
 ]  # fmt: skip
 

@@ -11,7 +11,7 @@ from jaxtyping import Float64
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.positions import phase
-from transformer_embed._src.positions.rotary import apply_rotary
+from transformer_embed._src.positions.rotary import apply_rotary, check_even
 from transformer_embed._src.positions.rotary_scaling import Scaling, scaled_frequencies, unscaled
 from transformer_embed._src.positions.sinusoidal import sinusoidal_encoding
 
@@ -102,6 +102,10 @@ def plot_wavelengths(
     Returns:
         The Axes, with pair of channels across and wavelength (tokens, logarithmic) up.
 
+    Raises:
+        TypeError: d_model is not a Python int, or base is not a Python number.
+        ValueError: d_model or base is out of its range; d_model is odd, and there is a scaling.
+
     Example:
         >>> import transformer_embed as te
         >>> ax = te.plots.plot_wavelengths(128, base=5e5, label="as trained")
@@ -114,12 +118,13 @@ def plot_wavelengths(
         Vaswani et al., "Attention Is All You Need" (2017), section 3.5,
         https://arxiv.org/abs/1706.03762
     """
-    frequencies, _ = scaled_frequencies(scaling, d_model, base)
-    if scaling is not None and d_model % 2:
-        raise arguments.value_error("d_model", "an even number, since there is a scaling", d_model)
+    d_model = arguments.size("d_model", d_model)
+    frequencies, _ = scaled_frequencies(scaling, d_model, arguments.positive("base", base))
+    if scaling is not None:
+        check_even("d_model", d_model)
     wavelengths = [float(2 * phase.PI / frequency) for frequency in frequencies]
     ax = _axes(ax)
-    # Dots: there is no pair between two others.
+    # Dots without a line, because no value lies between two pairs.
     _plot(ax, range(len(wavelengths)), wavelengths, label, linestyle="")
     return _finished(ax, "pair of channels", "wavelength (tokens)", yscale="log")
 
@@ -269,7 +274,8 @@ def plot_rotary(
     """
     from matplotlib.patches import Circle  # noqa: PLC0415
 
-    half, points = head_dim // 2, np.asarray(phase.as_positions("positions", positions))
+    points = arguments.on_host("positions", phase.as_positions("positions", positions))
+    half = head_dim // 2
     pairs = range(0, half, max(1, half // 8))[:4]
     # The point (radius, 0) in each pair of channels.
     x = np.zeros([len(points), 1, head_dim], np.float32)

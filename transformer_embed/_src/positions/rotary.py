@@ -95,7 +95,7 @@ def apply_rotary(
     layout = arguments.choice("layout", layout, LAYOUTS)
     rotated = _checked_rotary_dim(rotary_dim, x.shape[-1])
     is_proportional = arguments.choice("partial", partial, PARTIAL) == "proportional"
-    dim = _check_even("head_dim", x.shape[-1]) if is_proportional else rotated
+    dim = check_even("head_dim", x.shape[-1]) if is_proportional else rotated
     want = "LinearScaling(...), another scaling of this package, or None"
     arguments.instance("scaling", scaling, Scaling | None, want)
     points = phase.as_positions("positions", positions)
@@ -262,12 +262,13 @@ def _frequencies(options: _Options) -> tuple[phase.Words, float]:
 
 def _checked_rotary_dim(rotary_dim: int | None, head_dim: int) -> int:
     if rotary_dim is None:
-        return _check_even("head_dim", head_dim)
+        return check_even("head_dim", head_dim)
     dim = arguments.integer("rotary_dim", rotary_dim, at_least=2, at_most=head_dim)
-    return _check_even("rotary_dim", dim)
+    return check_even("rotary_dim", dim)
 
 
-def _check_even(name: str, value: int) -> int:
+def check_even(name: str, value: int) -> int:
+    """A number of channels that are paired."""
     if value % 2:
         raise arguments.value_error(name, "an even number of channels, to make pairs", value)
     return value
