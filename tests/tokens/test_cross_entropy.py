@@ -231,6 +231,24 @@ def test_what_stands_at_a_token_that_is_not_counted_changes_nothing(content):
     equal(np.asarray(got[1])[~MASK], 0)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_weight_of_0_leaves_nothing_of_an_infinite_loss(reduction):
+    x, labels, bias, weights = X.copy(), LABELS.copy(), BIAS.copy(), WEIGHTS.copy()
+    weights[:, :3] = 0
+    x[0, 0], labels[0, 1:3], bias[2] = np.nan, [2, VOCAB], -np.inf
+    labels[:, 3:] = 1
+    changes = {"x": x, "labels": labels, "bias": bias, "reduction": reduction}
+    got = step(**ARRAYS | changes | {"weights": weights})[:4]
+    changes |= {"mask": MASK & (weights > 0)}
+    assert_close(got, step(**ARRAYS | changes)[:4])
+    equal(te.linear_cross_entropy(X[..., :1], [[1e4]], np.zeros(SHAPE, int), pad_id=0, z_loss=1), 0)
+
+
+def test_a_softcap_lifts_no_ban():
+    logits = te.linear_logits(X, TABLE, bias=np.float32([0, -np.inf, *BIAS[2:]]), softcap=5.0)
+    equal(np.isneginf(logits).all((0, 1)), np.arange(VOCAB) == 1)
+
+
 def test_padding_is_not_predicted_and_gets_no_gradient():
     table = TABLE.copy()
     table[2] = 1e4

@@ -46,6 +46,7 @@ from transformer_embed._src.tokens.losses import (
     losses_and_logit_gradients,
     nan_outside,
     targets,
+    weighted,
 )
 from transformer_embed._src.tokens.output_layer import as_output_layer
 from transformer_embed._src.tokens.token_losses import token_losses
@@ -120,6 +121,7 @@ def linear_cross_entropy(
         A scalar in float32 (float64 if x or the table is); with `reduction="none"`, an array [...].
         The loss and its gradients are 0 if no label is counted, and NaN if a counted label is
         outside the vocabulary. At tokens that are not counted, x has no effect, even if it is NaN.
+        A weight of 0 leaves exactly 0 of a loss, even of an infinite one or NaN.
 
         With shift and `reduction="none"`, the loss of `labels[..., t]` is at t.
 
@@ -259,7 +261,7 @@ def _add_chunk(
     columns = jnp.broadcast_to(factors, (len(factors), 8))
     scaled_x = factors * x.astype(factors.dtype)
     chunk_sums = (
-        jnp.sum(losses * weights),
+        jnp.sum(weighted(losses, weights)),
         multiply("tv,td->vd", logit_gradients, scaled_x),
         multiply("tv,tc->vc", logit_gradients, columns)[:, 0],
     )

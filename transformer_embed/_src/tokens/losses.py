@@ -115,21 +115,28 @@ def targets(options: LossOptions, batch: Batch, dtype: jnp.dtype) -> Targets:
         counted &= labels != pad_id
     if mask is not None:
         counted &= mask
-    # Zeros give finite logits, so that their weight of 0 leaves nothing of them.
-    x = jnp.where(counted[..., None], x, 0)
-    # Any label may stand where it is not counted, also one on a shard's padding.
-    labels = jnp.where(counted, labels, 0)
     # Widened before it is broadcast, so that its gradient is summed in the wide dtype.
     weights = jnp.ones((), dtype) if weights is None else weights.astype(dtype)
-    return Targets(x, labels, counted, jnp.where(counted, weights, 0))
+    weights = jnp.where(counted, weights, 0)
+    # Zeros give finite logits, so that their weight of 0 leaves nothing of them.
+    is_used = counted & ((weights != 0) | jnp.isfinite(x).all(-1))
+    x = jnp.where(is_used[..., None], x, 0)
+    # Any label may stand where it is not counted, also one on a shard's padding.
+    labels = jnp.where(counted, labels, 0)
+    return Targets(x, labels, counted, weights)
 
 
 def nan_outside(
-    options: LossOptions, labels: Int32[Array, "..."], values: Float[Array, "..."]
+    options: LossOptions, labels: Int32[Array, "..."], weights: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-    """The values, NaN where a label is outside the vocabulary."""
+    """The weights, NaN where one that is not 0 is that of a label outside the vocabulary."""
     outside = labels.astype(jnp.uint32) >= options.output.vocab_size
-    return jnp.where(outside, jnp.nan, values)
+    return jnp.where(outside & (weights != 0), jnp.nan, weights)
+
+
+def weighted(losses: Float[Array, "..."], weights: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The losses times their weights: 0 where a weight is, also of an infinite loss or NaN."""
+    return jnp.where((weights == 0) & ~jnp.isfinite(losses), 0, losses) * weights
 
 
 # The x, the labels and the weights of t tokens, each [t, d] or [t, 1].
@@ -184,14 +191,15 @@ def losses_and_logit_gradients(
     gradients = _minus_at_label(options, columns, gradients, (1 - smoothing) * mass)
     slope = output.scale
     if output.softcap is not None:
-        # The derivative of tanh.
-        slope_of_cap = 1 - jnp.square(of_rows.unscaled)
+        # The derivative of tanh, 0 at a ban.
+        slope_of_cap = 1 - jnp.square(jnp.maximum(of_rows.unscaled, -1))
         gradients *= slope_of_cap
         slope *= slope_of_cap
     entropies = (None, None)
     if options.with_entropy:
         entropies = _entropies_and_gradients(split, shifted, exponentials, total, slope)
-    return ChunkLosses(losses, gradients, output.scale * weights / mass, *entropies)
+    factors = jnp.where(weights == 0, 0, output.scale * weights / mass)
+    return ChunkLosses(losses, gradients, factors, *entropies)
 
 
 def _rise(z_loss: float, log_z: Float[Array, "t 1"]) -> Float[Array, "t 1"]:
@@ -248,7 +256,8 @@ def _entropies_and_gradients(
     With `mean = sum(exp(z - m) * (z - m)) / total`, the entropy is `log(total) - mean`, and its
     gradient in z is `exp(z - m) * (mean - (z - m)) / total`.
     """
-    products = exponentials * shifted
+    # A ban is -inf, and counts as 0.
+    products = exponentials * jnp.maximum(shifted, jnp.finfo(shifted.dtype).min)
     mean = jax.lax.psum(products.sum(-1, keepdims=True), split.vocabulary) / total
     # Not `exponentials * (mean - shifted)`: that factor is huge at padding, and would overflow in
     # the derivative by the slope.

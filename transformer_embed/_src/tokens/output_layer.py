@@ -36,9 +36,10 @@ def linear_logits(
     Args:
         x: [..., d], a floating dtype.
         table: [vocab_size, d], a floating dtype.
-        bias: [vocab_size], a floating dtype. None: no bias.
-        softcap: a Python number above 0, which no logit exceeds in magnitude (Gemma 2: 30). None:
-            no bound.
+        bias: [vocab_size], a floating dtype. An id whose bias is -inf is banned: its logit is -inf,
+            with a softcap too. None: no bias.
+        softcap: a Python number above 0, which no other logit exceeds in magnitude (Gemma 2: 30).
+            None: no bound.
         scale: a Python number above 0 (T5: d**-0.5).
         pad_id: the id of padding, which is never predicted: its logit is half of the lowest finite
             number, so its probability is 0, and its row and bias get no gradient. It may be outside
@@ -163,6 +164,10 @@ def row_logits(
     factor = options.scale
     if options.softcap is not None:
         unscaled, factor = jnp.tanh(options.scale * unscaled / options.softcap), options.softcap
+        if bias is not None:
+            # No cap lifts a ban.
+            bias = jnp.expand_dims(bias.astype(dtype), leading)
+            unscaled = jnp.where(bias == -jnp.inf, bias, unscaled)
     size = rows.shape[0]
     ids = index_along(split.vocabulary) * size + jnp.arange(size, dtype=jnp.int32)
     is_padded = devices_along(split.mesh, split.vocabulary) * size > options.vocab_size

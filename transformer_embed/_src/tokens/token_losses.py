@@ -30,6 +30,7 @@ from transformer_embed._src.tokens.losses import (
     losses_and_logit_gradients,
     nan_outside,
     targets,
+    weighted,
 )
 
 
@@ -49,7 +50,7 @@ def token_losses(
     run_all = split.map(run, (of_tokens, *split.specs()), PartitionSpec(*split.tokens))
     # Split as x again: over axes of the table too, along which its tokens were gathered.
     losses, entropies = jax.tree.map(lambda a: split_like(a, x), run_all(labels, x, array, bias))
-    losses *= nan_outside(options, labels, weights)
+    losses = weighted(losses, nan_outside(options, labels, weights))
     if options.with_entropy:
         entropies = jnp.where(counted, entropies, 0)
     if options.shift:
