@@ -240,6 +240,8 @@ TYPE_ERRORS = [
     (lambda: mask_of(np.arange(3)), f"queries: {WANTED} an array int64[3]"),
     (lambda: mask_of(keys=[0, 1]), f"keys: {WANTED} list [0, 1]"),
     (lambda: jax.jit(lambda causal: mask_of(causal=causal).causal)(True), "causal: wanted a Python bool known while tracing (bind it with functools.partial, or make it a static argument of jit), got a traced bool[]"),
+    (lambda: mask_of(window={5, 1}), "window: wanted a sequence, got set {1, 5}"),
+    (lambda: mask_of(window={5: 0, 1: 0}), "window: wanted a sequence, got dict {"),
     (lambda: mask_of(window=(1, 0.5)), "window[1]: wanted a Python int, got float 0.5"),
     (lambda: MASK.tile_kinds((2.0, 2)), "shape[0]: wanted a Python int, got float 2.0"),
     (lambda: MASK.tile(0, 0.5, (2, 2)), "key_start: wanted an integer dtype, got float64"),

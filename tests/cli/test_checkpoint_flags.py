@@ -35,6 +35,12 @@ def said(tmp_path):
     return write
 
 
+def test_a_device_without_an_end_is_read_to_a_bound(fails, bert, monkeypatch):
+    monkeypatch.setattr("transformer_embed.cli.arguments.MOST_BYTES", 99)
+    message = "/dev/zero holds more than 99 bytes; split it"
+    assert message in fails("inspect", bert, "--settings", "/dev/zero")
+
+
 def test_what_a_lone_file_lacks_is_asked_for_by_the_names_of_flags(fails, bert):
     assert FLAGS in fails("inspect", bert)
     line = fails("inspect", bert, "--model-type", "bert")

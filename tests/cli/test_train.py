@@ -196,6 +196,12 @@ def test_the_shortest_text_is_enough_and_one_byte_less_is_named(fails, read, tmp
 # --- The file that it writes.
 
 
+def test_an_empty_name_of_a_file_is_refused_before_training(fails, text_file):
+    assert "--out: wanted a name that ends in .safetensors, got ''" in fails(
+        "train", text_file, "--out", ""
+    )
+
+
 @pytest.mark.slow
 def test_params_hold_the_model_and_the_config_and_embed_reads_them(prints, trained, tmp_path):
     path = trained[2]

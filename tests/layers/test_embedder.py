@@ -378,3 +378,12 @@ def trained(key, **options):
 def test_bad_calls_are_refused(call, error, text):
     with refused(error, text):
         call()
+
+
+def test_initial_params_of_another_dtype_are_rounded_to_the_config_s():
+    config = te.EmbedderConfig(5, 4, scheme=None, param_dtype=jnp.bfloat16)
+    wide = te.Embedder(dataclasses.replace(config, param_dtype=jnp.float32)).init(KEY)
+    layer = lambda: te.TransformerEmbedding(config, initial_params=wide)(IDS, is_training=False)
+    made = hk.transform(layer).init(KEY)
+    equal(made, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), wide))
+    assert {leaf.dtype for leaf in jax.tree.leaves(made)} == {jnp.dtype(jnp.bfloat16)}

@@ -73,6 +73,13 @@ NONE = "params: wanted one token_embedding with embeddings, got none among ['lin
 KEYS = "rng: wanted one key of jax.random.key or jax.random.PRNGKey, got int 0"
 
 
+@pytest.mark.parametrize("kind", [np.uint8, np.int8, np.uint64])
+def test_a_number_of_rows_of_numpy_does_not_wrap(kind):
+    expected = te.resize_vocabulary(PARAMS, 12, rng=KEY)
+    equal(te.resize_vocabulary(PARAMS, kind(12), rng=KEY), expected)
+    equal(te.resize_vocabulary(PARAMS, kind(2)), te.resize_vocabulary(PARAMS, 2))
+
+
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
@@ -82,6 +89,7 @@ KEYS = "rng: wanted one key of jax.random.key or jax.random.PRNGKey, got int 0"
         (lambda: te.resize_vocabulary({"linear": {}}, 14), ValueError, NONE),
         (lambda: te.resize_positions(PARAMS, 2, start=2), ValueError, "max_len: wanted an int of at least 3, got 2"),
         (lambda: te.resize_positions(PARAMS, 9, start=4), ValueError, "start: wanted an int of at most 3, got 4"),
+        (lambda: te.resize_positions(PARAMS, 2**40), ValueError, "max_len: wanted an int of at most 2147483647, got 1099511627776"),
         (lambda: te.resize_positions({"linear": {}}, 9), ValueError,
          "params: wanted one learned_positional_encoding with embeddings, got none among ['linear']"),
     ],

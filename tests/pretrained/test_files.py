@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import signal
 import stat
 import time
@@ -34,7 +35,7 @@ from checkpoints import (
 from safetensors.numpy import load_file, save_file
 
 import transformer_embed as te
-from transformer_embed._src.pretrained import files, parameters
+from transformer_embed._src.pretrained import files, parameters, recognition
 
 # --- Other formats, each with what to do.
 
@@ -101,6 +102,40 @@ def test_a_model_name_in_place_of_a_path_says_to_download_it():
     assert message in refused("meta-llama/Llama-3.2-1B")
     with pytest.raises(TypeError, match=r"str.* or (an )?os.PathLike object"):
         load_embedder(None)
+
+
+def test_a_whole_disk_is_not_searched_for_a_message(monkeypatch):
+    def endless(top):
+        for n in range(10**9):
+            assert n < 1000
+            yield f"{top}/{n}", [], ["config.json"]
+
+    monkeypatch.setattr(os, "walk", endless)
+    assert refused("/").endswith("got neither")
+
+
+@pytest.mark.parametrize("letter", ["x", "\x1b", "\n", "\u202e"])
+def test_names_of_a_file_are_printable_and_cut_in_messages(tmp_path, letter):
+    name = f"wte.weight{letter * 10**5}"
+    save_file({name: np.ones([2, 2], np.float32)}, tmp_path / "x.safetensors")
+    index = json.dumps({"weight_map": {"wte.weight": name}})
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    (tmp_path / "long").mkdir()
+    (tmp_path / "long/config.json").write_text(json.dumps({"model_type": name}))
+    shutil.copy(tmp_path / "x.safetensors", tmp_path / "long/model.safetensors")
+    for path in (tmp_path / "x.safetensors", tmp_path, tmp_path / "long"):
+        # `refused` asks for the length.
+        assert refused(path).isprintable()
+
+
+def test_an_index_of_many_names_of_an_unknown_model_is_read_fast(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(recognition, "BESIDE", SimpleNamespace(match=asked.append))
+    names = [f"model.layers.{n}.down_proj.weight" for n in range(500)]
+    arrays = dict.fromkeys(["model.embed_tokens.weight", *names], np.ones([2, 2], np.float32))
+    save_file(arrays, tmp_path / "x.safetensors")
+    refused(tmp_path / "x.safetensors")
+    assert len(asked) < 500
 
 
 # --- Damaged files.

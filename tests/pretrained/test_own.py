@@ -258,6 +258,8 @@ HOSTILE = [
     ({}, {"names": {"a": ["b"]}}, "wanted a tensor ('b',), got 1 tensors: "),
     ({}, {"names": {"a/b": TOKENS}}, f"{ALSO}['a/b']"),
     ({}, {"rotary": {"scaling": YARN}}, "factor: wanted a finite number above 0"),
+    ({}, {"rotary": [{"kind": "LinearScaling", "factor": 2}] * 9_000}, "number of objects: wanted an int of at most 64"),
+    ({"a\x1b]0;forged\n": 1}, {}, r"unexpected keyword argument 'a\x1b]0;forged\n'"),
     ({}, {"rotary": {"scaling": {"kind": "os.system"}}}, "got 'os.system'"),
     ({}, WITH_BIAS | {"bias": {"num_heads": 2**40, "num_buckets": 32}}, "num_heads: wanted an int of at"),
     ({}, WITH_BIAS | {"bias": {"num_heads": 2, "num_buckets": 2**40}}, "num_buckets: wanted an int of at most 4096"),

@@ -10,7 +10,7 @@ import functools
 import math
 import numbers
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, TypeGuard
 
 import jax
@@ -28,9 +28,32 @@ SCALAR_HINT = (
 )
 
 
+# Letters of a name, of what was wanted and of what was passed.
+LONGEST = 800
+
+
+def printable(text: str) -> str:
+    """A text with its control codes as Python would write them.
+
+    A name in a file could clear the screen, or forge a line of output.
+    """
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
+def shown(value: Any) -> str:
+    """A text that somebody else may have chosen: printable, without its middle if it is long."""
+    # Twice: a control code is longer when it is printed, and a whole file takes long to print.
+    return _cut(printable(_cut(str(value))))
+
+
+def _cut(text: str) -> str:
+    half = LONGEST // 2
+    return text if len(text) <= LONGEST else f"{text[:half]}...{text[-half:]}"
+
+
 def wanted(name: Any, want: str, got: Any) -> str:
     """The message of every error of this package."""
-    return f"{name}: wanted {want}, got {got}"
+    return f"{shown(name)}: wanted {shown(want)}, got {shown(got)}"
 
 
 def value_error(name: Any, want: str, got: Any) -> ValueError:
@@ -149,9 +172,9 @@ def flag(name: str, value: Any) -> bool:
 
 def entries(name: str, value: Any, convert: Callable, **options: Any) -> tuple[Any, ...]:
     """Several values in order, each converted by `convert(its name, it, ...)`."""
-    is_text = isinstance(value, str | bytes)
-    # An array without axes says that it is iterable, and is not.
-    if is_text or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
+    # Sets have no order. An array without axes says that it is iterable, and is not.
+    refused = isinstance(value, str | bytes | Set | Mapping)
+    if refused or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
         raise type_error(name, "a sequence", describe(value))
     return tuple(convert(f"{name}[{n}]", entry, **options) for n, entry in enumerate(value))
 

@@ -30,6 +30,8 @@ def number(lowest: int, highest: int, kind: type = int) -> Callable[[str], Any]:
     return convert
 
 
+# Of a file that is read whole.
+MOST_BYTES = 2**30
 # Steps or tokens, and the distance between two tokens.
 COUNT, DISTANCE = number(1, 10**9), number(0, 10**9)
 
@@ -38,12 +40,15 @@ def contents(path: str) -> bytes:
     """The bytes of a file that is not empty."""
     try:
         with open(path, "rb") as file:
-            data = file.read()
+            # A device may have no end.
+            data = file.read(MOST_BYTES + 1)
     # A path with a null byte is a ValueError.
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from error
     if not data:
         raise UserError(f"{path} is empty; name a file that holds something")
+    if len(data) > MOST_BYTES:
+        raise UserError(f"{path} holds more than {MOST_BYTES:,} bytes; split it")
     return data
 
 

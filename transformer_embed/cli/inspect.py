@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from transformer_embed._src.arguments import shown
 from transformer_embed._src.pretrained import rope
 from transformer_embed._src.pretrained.parameters import by_path
 from transformer_embed.cli.checkpoint import add_checkpoint_flags, read_checkpoint
@@ -39,12 +40,12 @@ def run(args: argparse.Namespace) -> None:
     params = by_path(found.params)
     for name, tensor in sorted((found.names or {}).items()):
         array = params[name]
-        print(f"{name}\n  {array.dtype}{list(array.shape)}, from {tensor}")
+        print(f"{shown(name)}\n  {array.dtype}{list(array.shape)}, from {shown(tensor)}")
     for layer, options in rope.by_layer(found.rotary or {}).items():
         call = "not rotated"
         if options is not None:
             call = f"apply_rotary(x, positions, {_arguments(options)})"
-        print(f"rotary, {layer}\n  {call}")
+        print(f"rotary, {shown(layer)}\n  {call}")
     if found.bias:
         call = "alibi_bias(query_positions, key_positions, "
         if "num_buckets" in found.bias:

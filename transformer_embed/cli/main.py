@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import IO, NoReturn
 
 import transformer_embed as te
+from transformer_embed._src.arguments import printable
 from transformer_embed.cli import embed, inspect, show, train
 from transformer_embed.cli.arguments import UserError, reason
 
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _failed(message: str, status: int) -> int:
     try:
-        print(f"{PROGRAM}: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        print(f"{PROGRAM}: {printable(' '.join(message.split()))}", file=sys.stderr, flush=True)
     except OSError:
         _redirect_to_null(sys.stderr)
     return status

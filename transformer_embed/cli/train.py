@@ -68,7 +68,8 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Prints the scores and, with --out, writes the model."""
-    out = args.out and writable(args.out, (".safetensors",), *args.files)
+    # An empty name is a mistake, not the absence of one.
+    out = None if args.out is None else writable(args.out, (".safetensors",), *args.files)
     text, source = b"".join(map(contents, args.files)), ", ".join(args.files)
     if not args.files:
         text, source = _library()

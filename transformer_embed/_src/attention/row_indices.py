@@ -137,7 +137,7 @@ def number_of_rows(mask: AttentionMask, batch_size: int | None) -> int:
     rows = max(array.shape[0] for tokens in sides(mask) for array in arrays_of(tokens).values())
     if batch_size is None:
         return rows
-    arguments.size("batch_size", batch_size)
+    batch_size = arguments.size("batch_size", batch_size)
     if rows not in (1, batch_size):
         raise arguments.value_error("batch_size", f"the mask's {rows} rows", batch_size)
     return batch_size

@@ -86,7 +86,7 @@ def splash_attention(
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # noqa: PLC0415
 
     num_heads = arguments.size("num_heads", num_heads)
-    _check_query_start(mask, query_start)
+    query_start = _checked_query_start(mask, query_start)
     check_promise(mask, order, query_start)
     rows, ids = number_of_rows(mask, batch_size), segment_ids(mask, order)
     limits = reach_in_rows(mask, KERNEL, order, query_start)
@@ -228,13 +228,13 @@ class _ByRow(NamedTuple):
         return batch._replace(**{name: for_rows(self.rows, skipping[name]) for name in skipping})
 
 
-def _check_query_start(mask: AttentionMask, query_start: int | None) -> None:
+def _checked_query_start(mask: AttentionMask, query_start: int | None) -> int | None:
     if query_start is None:
-        return
+        return None
     if mask.keys is None:
         arguments.check_left_out("query_start", query_start, "the mask is self-attention")
     queries, keys = lengths(mask)
-    arguments.integer("query_start", query_start, at_least=0, at_most=keys - queries)
+    return arguments.integer("query_start", query_start, at_least=0, at_most=keys - queries)
 
 
 def _static_mask(mask: AttentionMask, limits: Window, query_start: int) -> Any:

@@ -46,7 +46,7 @@ def resize_vocabulary(params: Params, vocab_size: int, *, rng: Array | None = No
         Hewitt, "Initializing New Word Embeddings for Pretrained Language Models" (2021),
         https://nlp.stanford.edu/~johnhew/vocab-expansion.html, with a diagonal covariance.
     """
-    arguments.size("vocab_size", vocab_size)
+    vocab_size = arguments.size("vocab_size", vocab_size)
     params = as_params("params", params)
     path = table_path("params", params, "token_embedding")
     # Sorted, because a table's number chooses its random rows, and a dict may have any order.
@@ -118,7 +118,7 @@ def resize_positions(params: Params, max_len: int, *, start: int = 0) -> Params:
     path = table_path("params", params, "learned_positional_encoding")
     table = _whole(f"{path}/embeddings", params[path]["embeddings"])
     start = arguments.integer("start", start, at_least=0, at_most=table.shape[0] - 1)
-    rows = arguments.integer("max_len", max_len, at_least=start + 1) - start
+    rows = arguments.integer("max_len", max_len, at_least=start + 1, at_most=2**31 - 1) - start
     # jax.image.resize rounds its weights to the dtype of what it resizes.
     wide = arguments.widened(table[start:])
     stretched = jax.image.resize(wide, (rows, table.shape[1]), "linear").astype(table.dtype)

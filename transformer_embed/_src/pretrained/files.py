@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import functools
+import itertools
 import json
 import math
 import mmap
@@ -26,6 +27,12 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Bytes that are read at once.
 PIECE = 2**23
+# The index of a model of 200,000 tensors has 20 MB.
+LARGEST_JSON = 2**26
+# What is searched for the message of an error.
+MOST_FOLDERS = 100
+# The longest that file systems take.
+LONGEST_NAME = 255
 TEMPORARY = ".transformer_embed-"
 # Seconds after which a temporary file is taken for one that a killed process left.
 STALE = 24 * 60 * 60
@@ -136,10 +143,8 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
         names = [name for name in (WHOLE, INDEX) if (found / name).exists()]
         if not names:
             want = f"a folder with {WHOLE} or {INDEX} ({OTHER_FORMATS})"
-            others = sorted(map(str, found.glob("**/*.safetensors")))
-            raise arguments.value_error(
-                found, want, f"{others[0]}: pass it" if others else "neither"
-            )
+            other = next(_safetensors_below(found), None)
+            raise arguments.value_error(found, want, f"{other}: pass it" if other else "neither")
         found /= names[0]
     # The header of a shard is read once, when its first tensor is asked for.
     header = functools.cache(_header)
@@ -149,22 +154,37 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
     return Tensors(found, dict.fromkeys(entries, found), metadata, header)
 
 
+def _safetensors_below(folder: pathlib.Path) -> Iterator[str]:
+    """Safetensors files in a folder and below it, in the first of its folders."""
+    # What cannot be listed is skipped.
+    for place, _, names in itertools.islice(os.walk(folder), MOST_FOLDERS):
+        yield from (os.path.join(place, name) for name in names if name.endswith(".safetensors"))
+
+
 def _shards(path: pathlib.Path) -> dict[str, pathlib.Path]:
     """The file of each tensor, as an index file says."""
     names: Any = read_json(path).get("weight_map")
     if not isinstance(names, dict):
         want = "a weight_map from tensors to files"
         raise arguments.value_error(path, want, short_repr(names))
-    for file in map(pathlib.PurePath, map(str, names.values())):
+    files = {}
+    # Thousands of tensors are in a few files.
+    for name in {*map(str, names.values())}:
+        file = pathlib.PurePath(name)
+        is_name = name.isprintable() and len(name) < LONGEST_NAME
         # Links are followed: a cache of the hub has links to files elsewhere.
-        if file.is_absolute() or ".." in file.parts:
-            raise arguments.value_error(path, "shards in its folder", short_repr(str(file)))
-    return {tensor: path.parent / str(name) for tensor, name in names.items()}
+        if not is_name or file.is_absolute() or ".." in file.parts:
+            raise arguments.value_error(path, "shards in its folder", short_repr(name))
+        files[name] = path.parent / file
+    return {tensor: files[str(name)] for tensor, name in names.items()}
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """A JSON object; a ValueError if the file holds anything else."""
     _regular_mode(path)
+    size = path.stat().st_size
+    if size > LARGEST_JSON:
+        raise arguments.value_error(path, f"at most {LARGEST_JSON} bytes of JSON", size)
     return parse(path, path.read_bytes())
 
 

@@ -21,7 +21,7 @@ def call_with_named_errors(
         return function(*args, **kwargs)
     # JSON may nest deeper than Python calls, and has infinities, which no int has.
     except (ArithmeticError, RecursionError, TypeError, ValueError) as error:
-        raise ValueError(f"{name}: {str(error)[:260]}") from error
+        raise ValueError(f"{arguments.shown(name)}: {arguments.shown(error)}") from error
 
 
 def check_mappings(**values: Any) -> None:

@@ -4,11 +4,13 @@ Their metadata is JSON: a config, rotary embeddings, a bias, and names. What is 
 the classes and functions that it is for.
 """
 
+import functools
+import itertools
 import json
 import os
 import pathlib
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -50,6 +52,8 @@ CONFIG = "transformer_embed.config"
 EXTRAS = "transformer_embed.extras"
 # The entry of an object that has the name of its class.
 KIND = "kind"
+# A scheme, an output layer, and a scaling for each kind of layer; a file may name 20,000.
+MOST_OBJECTS = 64
 # What a file names is looked up here alone: it can make no other object.
 KINDS = {
     kind.__name__: kind
@@ -163,8 +167,9 @@ def _on_host(leaf: Any) -> np.ndarray:
 def describe_own(tensors: Tensors) -> tuple[PretrainedInput, Specs]:
     """The layer that `save_embedder` described in the metadata, and its parameters' shapes."""
     path = tensors.path
-    options = parse(f"{path}: {CONFIG}", tensors.metadata[CONFIG], decoded)
-    entries = parse(f"{path}: {EXTRAS}", tensors.metadata.get(EXTRAS, "{}"), decoded)
+    decode = functools.partial(decoded, itertools.count())
+    options = parse(f"{path}: {CONFIG}", tensors.metadata[CONFIG], decode)
+    entries = parse(f"{path}: {EXTRAS}", tensors.metadata.get(EXTRAS, "{}"), decode)
     extras = call_with_named_errors(path, PretrainedInput, None, {}, **entries)
     call_with_named_errors(path, check_mappings, **extras._asdict())
     names = {name: str(tensor) for name, tensor in (extras.names or {}).items()}
@@ -194,12 +199,16 @@ def encoded(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else float(value)
 
 
-def decoded(entries: dict[str, Any]) -> Any:
-    """An object with tuples for lists, or an instance of the class that it names."""
+def decoded(made: Iterator[int], entries: dict[str, Any]) -> Any:
+    """An object with tuples for lists, or an instance of the class that it names.
+
+    `made` counts the instances.
+    """
     for name, value in entries.items():
         # JSON has no tuples, which configurations and `pair_axes` are compared by.
         if isinstance(value, list):
             entries[name] = tuple(value)
     if KIND not in entries:
         return entries
+    arguments.integer("number of objects", next(made), at_most=MOST_OBJECTS)
     return KINDS[arguments.choice(KIND, entries.pop(KIND), tuple(KINDS))](**entries)

@@ -23,13 +23,16 @@ from transformer_embed._src.pretrained.published import Match, Published
 TABLE = re.compile(
     r"(?!.*\b\d+\b)(.*\.)?(embed_tokens|(word_|tok(en)?s?_)?emb(ed(ding)?s?)?|wte|shared|embed_in)\.weight"
 )
+WORDS = "emb|pos_|posit|rel_|relative|token_type|wte|wpe"
 # Tensors that may stand beside that table: its siblings, outside of numbered layers. Not buffers,
 # second streams, or what only attention or the end of the model reads.
 BESIDE = re.compile(
     r"(?!.*(\b\d+\b|_ids$|inv_freq|entity|visual|vision|image|audio|patch_|embed_global|embedding_norm|"
     r"embedding_projection|rel_embeddings|(^|\.)pos_embed))"
-    r"(embeddings\.|((encoder|decoder)\.)?[^.]*(emb|pos_|posit|rel_|relative|token_type|wte|wpe))"
+    rf"(embeddings\.|((encoder|decoder)\.)?[^.]*({WORDS}))"
 )
+# Tables of tokens of one name; a file that anyone wrote may have as many as tensors.
+MOST_PREFIXES = 100
 # Entries that may say that tokens are scaled.
 SCALE = re.compile(r"(?=.*(emb|input))(?=.*(scal|multiplier))|mup_")
 
@@ -40,12 +43,14 @@ def recognised(file: Published, model_type: Any) -> Match:
     The type is that of settings, of config.json, or of the model that alone has such tensors.
     """
     tensors, where = file.tensors, file.tensors.path
+    # Once: a model may have 200,000 tensors, and advice asks of each row.
+    beside = sorted(filter(re.compile(WORDS).search, tensors.files))
     model_type = model_type or file.model_type or type_by_names(file)
     kind = by_model_type(model_type)
     if kind is None:
         want = f"that of a known model, from settings or a config.json beside {where}"
         raise arguments.value_error(
-            "model_type", want, f"{short_repr(model_type)}; {_advice(file)}"
+            "model_type", want, f"{short_repr(model_type)}; {_advice(file, beside)}"
         )
     found = matches([kind], file)
     if not found:
@@ -59,7 +64,7 @@ def recognised(file: Published, model_type: Any) -> Match:
         raise arguments.value_error(where, want, f"those under {got}")
     if not kind.has_stacks:
         arguments.check_left_out("stack", file.stack, f"{kind.name} has one stack")
-    if reason := _reason(found[0], file):
+    if reason := _reason(found[0], file, beside):
         alone = _by_hand(file, kind, found[0].names[TOKENS])
         want = f"an input layer like that of {kind.name}, or {alone}"
         raise arguments.value_error(where, want, reason)
@@ -69,12 +74,15 @@ def recognised(file: Published, model_type: Any) -> Match:
 def matches(kinds: Iterable[Architecture], file: Published) -> list[Match]:
     """The rows whose tensors a file has, for each prefix."""
     files, found = file.tensors.files, []
+    by_end: dict[str, list[str]] = {}
+    for name in files:
+        by_end.setdefault(_end(name), []).append(name)
     for kind in kinds:
         may_lack = (*kind.may_lack.split(), OUTPUT_TABLE, OUTPUT_BIAS)
         prefixes = [
             name.removesuffix(end)
             for end in kind.tensors(file.side)[TOKENS]
-            for name in files
+            for name in by_end.get(_end(end), [])[:MOST_PREFIXES]
             if f".{name}".endswith(f".{end}")
         ]
         # Several names of a table may have one prefix.
@@ -90,6 +98,11 @@ def matches(kinds: Iterable[Architecture], file: Published) -> list[Match]:
     return found
 
 
+def _end(name: str) -> str:
+    """The module and the leaf of a tensor's name."""
+    return ".".join(name.rsplit(".", 2)[-2:])
+
+
 def type_by_names(file: Published) -> str | None:
     """The type of the model that alone has such names of tensors, if there is one."""
     certain = {
@@ -101,7 +114,7 @@ def type_by_names(file: Published) -> str | None:
     return max(certain, key=certain.__getitem__, default=None)
 
 
-def _reason(match: Match, file: Published) -> str:
+def _reason(match: Match, file: Published, beside: Iterable[str]) -> str:
     """Why the input layer is not like that of the row, as its tensors show; "": it is."""
     kind, prefix, names = match
     files = file.tensors.files
@@ -115,9 +128,10 @@ def _reason(match: Match, file: Published) -> str:
         left_out.add("embed_positions")
     if own in STACKS:
         left_out |= {*STACKS} - {own}
-    for name in sorted(files.keys() - names.values()):
+    read = {*names.values()}
+    for name in beside:
         below = name.removeprefix(prefix)
-        is_own = name.startswith(prefix) and not left_out & {*below.split(".")}
+        is_own = name.startswith(prefix) and name not in read and not left_out & {*below.split(".")}
         if is_own and BESIDE.match(below):
             return f"also {name}, which is not read"
     return ""
@@ -126,12 +140,12 @@ def _reason(match: Match, file: Published) -> str:
 # --- What to do with one that is not known.
 
 
-def _advice(file: Published) -> str:
+def _advice(file: Published, beside: Iterable[str]) -> str:
     """What a model of an unknown type may be loaded as."""
     fitting = {}
     for match in matches(ARCHITECTURES, file):
         # Of the rows that say the same, the first.
-        fitting.setdefault(_said_by(match, file), match)
+        fitting.setdefault(_said_by(match, file, beside), match)
     fitting.pop("", None)
     if not fitting:
         return f"load {_by_hand(file)}, which has {file.tensors.listed()}"
@@ -143,9 +157,9 @@ def _advice(file: Published) -> str:
     )
 
 
-def _said_by(match: Match, file: Published) -> str:
+def _said_by(match: Match, file: Published, beside: Iterable[str]) -> str:
     """The layer that a row describes if it reads what concerns it and guesses nothing, or ""."""
-    if (file.stack and not match.kind.has_stacks) or _reason(match, file):
+    if (file.stack and not match.kind.has_stacks) or _reason(match, file, beside):
         return ""
     # Types that differ only in whether they tie their output layer are the same here.
     entries = {"tie_word_embeddings": True, **file.entries}
