@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from references import dense_mask
+from references import dense_mask, linear_cross_entropy, linear_log_probs, linear_logits
 
 import transformer_embed as te
 
@@ -46,9 +46,9 @@ GOOD = {
     te.sinusoidal_encoding: {"positions": POSITIONS, "d_model": 4},
     te.sinusoidal_grid: {"shape": (2, 3), "d_model": 4},
     te.sinusoidal_table: {"length": 3, "d_model": 4},
-    te.linear_cross_entropy: {"x": TABLE[:2], "table": TABLE, "labels": LABELS},
-    te.linear_log_probs: {"x": TABLE[:2], "table": TABLE, "labels": LABELS},
-    te.linear_logits: {"x": TABLE[:2], "table": TABLE},
+    linear_cross_entropy: {"x": TABLE[:2], "table": TABLE, "labels": LABELS},
+    linear_log_probs: {"x": TABLE[:2], "table": TABLE, "labels": LABELS},
+    linear_logits: {"x": TABLE[:2], "table": TABLE},
     te.TokenPositions.from_ids: {"ids": IDS, "pad_id": 0},
     te.TokenPositions.from_lengths: {"lengths": LABELS, "length": 3},
     te.TokenPositions.from_offset: {"offset": LABELS, "length": 3},

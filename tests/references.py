@@ -5,6 +5,7 @@ included, and asserts that the result is right within what the docstring of the 
 promises.
 """
 
+import functools
 import inspect
 import types
 from typing import NamedTuple
@@ -24,6 +25,27 @@ ROUNDINGS = 2**-23
 OF_A_FACTOR = 2**-23
 # The relative error of a product with a slope, as alibi_bias has it.
 SLOPE_ERROR = 1.8e-7
+
+
+def flat(function):
+    """The function with the fields of its output layer among its own arguments."""
+    fields = [*inspect.signature(te.OutputLayer).parameters.values()]
+
+    @functools.wraps(function)
+    def call(x, table, *arguments, **options):
+        given = {each.name: options.pop(each.name) for each in fields if each.name in options}
+        return function(x, te.OutputLayer(table, **given), *arguments, **options)
+
+    x, _, *others = inspect.signature(function).parameters.values()
+    bias = fields[1].replace(kind=inspect.Parameter.KEYWORD_ONLY)
+    parameters = sorted([x, fields[0], *others, bias, *fields[2:]], key=lambda each: each.kind)
+    call.__signature__ = inspect.Signature(parameters)
+    return call
+
+
+linear_logits, linear_cross_entropy, linear_log_probs = map(
+    flat, (te.linear_logits, te.linear_cross_entropy, te.linear_log_probs)
+)
 
 
 def check(function, *arguments, **options):
@@ -537,9 +559,9 @@ CHECKS = {
     te.sinusoidal_encoding: encoding,
     te.sinusoidal_grid: grid,
     te.sinusoidal_table: table,
-    te.linear_cross_entropy: cross_entropy,
-    te.linear_log_probs: log_probs,
-    te.linear_logits: logits,
+    linear_cross_entropy: cross_entropy,
+    linear_log_probs: log_probs,
+    linear_logits: logits,
     te.TokenPositions.from_ids: from_ids,
     te.TokenPositions.from_lengths: from_lengths,
     te.TokenPositions.from_offset: from_offset,

@@ -12,6 +12,7 @@ import numpy as np
 import oracle
 import pytest
 from compare import equal
+from references import linear_cross_entropy, linear_log_probs, linear_logits
 
 import transformer_embed as te
 
@@ -474,15 +475,15 @@ BIAS = OFFSETS.astype(np.float32)
 
 OUTPUTS = {
     # transformers: BertLMPredictionHead's decoder, PhiForCausalLM's lm_head.
-    "BERT": (te.OutputLayer(bias=True), LOGITS + OFFSETS),
-    "Phi": (te.OutputLayer(tied=False, bias=True), LOGITS + OFFSETS),
+    "BERT": (te.OutputConfig(bias=True), LOGITS + OFFSETS),
+    "Phi": (te.OutputConfig(tied=False, bias=True), LOGITS + OFFSETS),
     # T5ForConditionalGeneration: sequence_output * d_model**-0.5 before the tied lm_head.
-    "T5, tied": (te.OutputLayer(scale=8**-0.5), (HIDDEN * 8**-0.5) @ MATRIX.T),
+    "T5, tied": (te.OutputConfig(scale=8**-0.5), (HIDDEN * 8**-0.5) @ MATRIX.T),
     # Gemma2ForCausalLM: logits / cap, tanh, logits * cap.
-    "Gemma 2": (te.OutputLayer(softcap=2.0), np.tanh(LOGITS / 2) * 2),
+    "Gemma 2": (te.OutputConfig(softcap=2.0), np.tanh(LOGITS / 2) * 2),
     # CohereForCausalLM: logits * logit_scale. GraniteForCausalLM: logits / logits_scaling.
-    "Cohere": (te.OutputLayer(scale=0.0625), LOGITS * 0.0625),
-    "Granite": (te.OutputLayer(scale=1 / 13), LOGITS / 13),
+    "Cohere": (te.OutputConfig(scale=0.0625), LOGITS * 0.0625),
+    "Granite": (te.OutputConfig(scale=1 / 13), LOGITS / 13),
 }
 
 
@@ -491,7 +492,7 @@ def test_output_layers(name):
     """That a module's layer does what its fields say is in tests/layers/test_output_layer.py."""
     output, expected = OUTPUTS[name]
     options = {"softcap": output.softcap, "scale": output.scale}
-    ours = te.linear_logits(*NARROW, bias=BIAS if output.bias else None, **options)
+    ours = linear_logits(*NARROW, bias=BIAS if output.bias else None, **options)
     near(ours, expected, 1e-5)
 
 
@@ -513,8 +514,8 @@ WEIGHTS = RANDOM.random((2, 5)).astype(np.float32)
 # Without the targets that are 4.
 COUNTS = TARGETS != 4
 COOL = {"shift": True, "temperature": 0.7}
-cross_entropy = functools.partial(te.linear_cross_entropy, *NARROW)
-log_probs = functools.partial(te.linear_log_probs, *NARROW, TARGETS)
+cross_entropy = functools.partial(linear_cross_entropy, *NARROW)
+log_probs = functools.partial(linear_log_probs, *NARROW, TARGETS)
 LOSSES_OF_PROJECTS = {
     # T5X's cross_entropy_with_logits: loss + z_loss * square(log_z).
     "PaLM, T5X, MaxText (`z_loss`), Liger (`lse_square_scale`), Levanter (`logsumexp_weight`)": (

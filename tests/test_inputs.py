@@ -215,7 +215,7 @@ def test_a_number_that_float32_rounds_to_infinity_or_zero(value):
     """Also one that is subnormal, which compiled programs flush to zero."""
     message = "wanted a number above 0 that float32"
     with pytest.raises(ValueError, match=f"^softcap: {message}"):
-        te.linear_logits(ONES, ONES, softcap=value)
+        te.OutputLayer(ONES, softcap=value)
     with pytest.raises(ValueError, match=f"^scale: {message}"):
         te.EmbedderConfig(4, 4, scale=value)
 

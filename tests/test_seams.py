@@ -114,7 +114,7 @@ def test_an_empty_cache_is_the_carry_of_a_scan_that_decodes(params, bias):
         new = []
         attend = functools.partial(attend_to_cache, cache, tokens, slot, new)
         x = decoder(params, ids, tokens, attend)
-        return new, embedder.logits(params["embed"], x[:, -1]).argmax(-1)[:, None]
+        return new, te.linear_logits(x[:, -1], embedder.output(params["embed"])).argmax(-1)[:, None]
 
     @jax.jit
     def generate(params, prompt):
@@ -133,7 +133,8 @@ def test_an_empty_cache_is_the_carry_of_a_scan_that_decodes(params, bias):
     generated = generate(params, prompt)
     for row, start in enumerate((2, 0)):
         ids = jnp.concatenate([prompt[row, start:], generated[row]])[None]
-        expected = embedder.logits(params["embed"], whole(params, ids, bias=bias)[0]).argmax(-1)
+        x, *_ = whole(params, ids, bias=bias)
+        expected = te.linear_logits(x, embedder.output(params["embed"])).argmax(-1)
         assert generated[row].tolist() == expected[-1 - steps : -1].tolist()
 
 
@@ -262,8 +263,9 @@ def test_explicit_axes_may_split_the_batch_and_the_columns(columns, batch, kept,
     def run(params, ids):
         def loss(params):
             x = embedder.apply(params, None, ids, is_training=False)
-            log_probs, entropies = embedder.log_probs(params, x, ids, shift=True, with_entropy=True)
-            losses = embedder.cross_entropy(params, x, ids, reduction="none")
+            output, options = embedder.output(params), {"shift": True, "with_entropy": True}
+            log_probs, entropies = te.linear_log_probs(x, output, ids, **options)
+            losses = te.linear_cross_entropy(x, output, ids, reduction="none")
             total = jnp.sum(log_probs * entropies) + jnp.sum(losses**2)
             return total, (x, log_probs, entropies, losses)
 
@@ -299,7 +301,8 @@ def test_some_axes_of_a_mesh_are_explicit_and_others_automatic(kinds, split):
     def run(params, ids):
         def loss(params, reduction="mean"):
             x = embedder.apply(params, None, ids, is_training=False)
-            return embedder.cross_entropy(params, x, ids, shift=True, reduction=reduction)
+            output, options = embedder.output(params), {"reduction": reduction}
+            return te.linear_cross_entropy(x, output, ids, shift=True, **options)
 
         square = lambda params: jnp.sum(embedder.apply(params, None, ids, is_training=False) ** 2)
         rows = te.rows.value_and_grad(square, ids={path: {"embeddings": ids}})(params)[1]

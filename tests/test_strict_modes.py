@@ -17,6 +17,7 @@ from contexts import strict
 from drawn import drawn
 from jax.sharding import PartitionSpec
 from meshes import AUTO, EXPLICIT, mesh_of, put
+from references import linear_cross_entropy, linear_log_probs, linear_logits
 
 import transformer_embed as te
 
@@ -57,17 +58,17 @@ FUNCTIONS = CALLS | {
     ),
     "sinusoidal_table": of_arrays(te.sinusoidal_table, length=3, d_model=5, dtype="bfloat16"),
     "linear_cross_entropy, 16 bits": of_arrays(
-        functools.partial(te.linear_cross_entropy, pad_id=0, label_smoothing=0.1, chunk_size=2),
+        functools.partial(linear_cross_entropy, pad_id=0, label_smoothing=0.1, chunk_size=2),
         **OF_16_BITS,
         labels=np.ones((1, 3, 2), np.int32),
     ),
     "linear_log_probs, entropies": of_arrays(
-        functools.partial(te.linear_log_probs, pad_id=0, with_entropy=True),
+        functools.partial(linear_log_probs, pad_id=0, with_entropy=True),
         x=X[..., :3],
         table=TABLE,
         labels=np.ones((1, 3, 2), np.int32),
     ),
-    "linear_logits, 16 bits": of_arrays(te.linear_logits, **OF_16_BITS, pad_id=1),
+    "linear_logits, 16 bits": of_arrays(linear_logits, **OF_16_BITS, pad_id=1),
     **{
         f"apply_rotary, {kind.__name__}": of_arrays(
             te.apply_rotary, x=X, positions=POSITIONS, base=100.0, scaling=kind(**arguments)
@@ -130,10 +131,10 @@ def dense(params, ids, x):
     """What takes a whole table."""
 
     def loss(params, x):
-        logits = te.linear_logits(x, table_of(params), pad_id=0)
+        logits = linear_logits(x, table_of(params), pad_id=0)
         options = {"pad_id": 0, "label_smoothing": 0.1}
-        loss = te.linear_cross_entropy(x, table_of(params), ids, **options)
-        log_probs = te.linear_log_probs(x, table_of(params), ids, pad_id=0)
+        loss = linear_cross_entropy(x, table_of(params), ids, **options)
+        log_probs = linear_log_probs(x, table_of(params), ids, pad_id=0)
         return loss + jnp.sum(jnp.where(logits > -1e9, logits, 0)) + jnp.sum(log_probs)
 
     return jax.value_and_grad(loss)(params, x.astype(jnp.bfloat16))
@@ -190,7 +191,7 @@ def test_every_public_function_is_here():
     of_tables = {
         name
         for name, function in functions.items()
-        if {"table", "params", "grads"} & {*inspect.signature(function).parameters}
+        if {"table", "output", "params", "grads"} & {*inspect.signature(function).parameters}
     }
     # pmean runs where each device has a whole table.
     assert of_tables == OF_TABLES | {"rows.pmean"}

@@ -116,7 +116,7 @@ def dense_step(params, state, rng, ids):
 
     def loss(params):
         x = EMBEDDER.apply(params, rng, ids[:, :-1], is_training=True)
-        logits = EMBEDDER.logits(params, x)
+        logits = te.linear_logits(x, EMBEDDER.output(params))
         return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]).mean()
 
     value, gradients = jax.value_and_grad(loss)(params)

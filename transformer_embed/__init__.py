@@ -12,7 +12,7 @@ from transformer_embed._src.attention.masks import (
 )
 from transformer_embed._src.attention.token_order import check_order
 from transformer_embed._src.attention.token_positions import TokenPositions
-from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
+from transformer_embed._src.layers.config import EmbedderConfig, OutputConfig
 from transformer_embed._src.layers.embedder import Embedder
 from transformer_embed._src.layers.positional_encoding import PositionalEncoding
 from transformer_embed._src.layers.relative_position_bias import RelativePositionBias
@@ -43,7 +43,7 @@ from transformer_embed._src.tokens.cross_entropy import linear_cross_entropy
 from transformer_embed._src.tokens.dropout import dropout
 from transformer_embed._src.tokens.log_probs import linear_log_probs
 from transformer_embed._src.tokens.lookup import Table, check_ids, lookup
-from transformer_embed._src.tokens.output_layer import linear_logits
+from transformer_embed._src.tokens.output_layer import OutputLayer, linear_logits
 
 __version__ = "0.1.0"
 
@@ -57,6 +57,7 @@ __all__ = [
     "Llama3Scaling",
     "LongRopeScaling",
     "NTKScaling",
+    "OutputConfig",
     "OutputLayer",
     "PositionalEncoding",
     "RelativePositionBias",

@@ -284,5 +284,8 @@ OTHERS: Program = {
     "mask, packed": (lambda ids: rule_of(ids, chunk=512).dense(), (PACKED,)),
     "tile": (lambda ids: rule_of(ids).tile(512, 512, (512, 512)), (PACKED,)),
     "dropout": (lambda x: te.dropout(jax.random.key(0), 0.1, x), (of(*HEADS),)),
-    "loss": (functools.partial(te.linear_cross_entropy, pad_id=0), tied_loss()[OURS][1]),
+    "loss": (
+        lambda x, table, ids: te.linear_cross_entropy(x, te.OutputLayer(table, pad_id=0), ids),
+        tied_loss()[OURS][1],
+    ),
 }

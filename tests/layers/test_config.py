@@ -37,7 +37,7 @@ def test_a_multiplier_of_one_is_not_taken_for_true():
 # The arguments that a class needs, and a value for each field that is None or a bool by default.
 NEEDED = {
     te.EmbedderConfig: {"vocab_size": 7, "d_model": 8},
-    te.OutputLayer: {},
+    te.OutputConfig: {},
     te.Sinusoidal: {},
     te.SinusoidalGrid: {"shape": (2, 2)},
     te.Learned: {"max_len": 9},
@@ -108,7 +108,7 @@ POLICIES = "one of 'nan', 'clip', 'zero'"
 FLOATING = "a floating dtype of 16 to 64 bits"
 SCALE = "True, False, or a number above 0 (1.0 is a number, the int 1 could mean True)"
 SCHEMES = "Sinusoidal(...), SinusoidalGrid(...) or Learned(max_len=...), or None"
-IN_WORDS = "te.OutputLayer(...), None, or the reason why there is none, in words"
+IN_WORDS = "te.OutputConfig(...), None, or the reason why there is none, in words"
 FIELDS = [
     ("vocab_size", 0, ValueError, POSITIVE, "0"),
     ("d_model", -1, ValueError, POSITIVE, "-1"),
@@ -126,7 +126,7 @@ FIELDS = [
     ("lookup_style", "matmul", ValueError, "one of 'gather', 'one_hot'", "'matmul'"),
     ("param_dtype", jnp.int32, TypeError, FLOATING, "int32"),
     ("dtype", "int8", TypeError, FLOATING, "int8"),
-    ("output", False, TypeError, "an OutputLayer, a str, or None", "bool False"),
+    ("output", False, TypeError, "an OutputConfig, a str, or None", "bool False"),
     ("output", "tied", ValueError, IN_WORDS, "'tied'"),
 ]
 OUTPUT_FIELDS = [
@@ -140,7 +140,7 @@ OUTPUT_FIELDS = [
 
 @pytest.mark.parametrize(
     ("made", "fields"),
-    [(CONFIG, FIELDS), (te.OutputLayer(), OUTPUT_FIELDS)],
+    [(CONFIG, FIELDS), (te.OutputConfig(), OUTPUT_FIELDS)],
 )
 def test_each_field_is_refused_by_name(made, fields):
     for name, value, error, want, got in fields:

@@ -161,7 +161,7 @@ def test_gradients_reach_every_parameter_inside_another_jit():
     def gradient_of(params, offset):
         options = {"positions": offset + jnp.arange(5), "token_types": TYPES}
         x = embedder.apply(params, KEY, IDS, is_training=True, **options)
-        return (x**2).mean() + (embedder.logits(params, x[..., :6]) ** 2).mean()
+        return (x**2).mean() + (te.linear_logits(x[..., :6], embedder.output(params)) ** 2).mean()
 
     gradient = map(np.asarray, jax.tree.leaves(gradient_of(params, 4)))
     assert all(np.isfinite(leaf).all() and leaf.any() for leaf in gradient)
@@ -259,8 +259,7 @@ whole = te.Embedder(WHOLE)
 # What each function that takes parameters makes of them.
 DOORS = {
     "apply": lambda params: whole.apply(params, None, IDS, is_training=False, token_types=TYPES),
-    "logits": lambda params: whole.logits(params, X),
-    "cross_entropy": lambda params: whole.cross_entropy(params, X, [1, 2]),
+    "output": whole.output,
     "initial_params": lambda params: hk.transform(lambda: module(params)).init(KEY),
     "resize_vocabulary": lambda params: te.resize_vocabulary(params, 13, rng=KEY),
     "resize_positions": lambda params: te.resize_positions(params, 12),
@@ -294,7 +293,7 @@ def test_parameters_in_another_byte_order_are_read_as_numbers(door):
     assert door.startswith("resize") or all(leaf.dtype.isnative for leaf in jax.tree.leaves(found))
 
 
-@doors("apply", "logits", "cross_entropy", "initial_params", "transform")
+@doors("apply", "output", "initial_params", "transform")
 def test_parameters_with_a_mask_are_refused(door):
     params = jax.tree.map(np.ma.masked_array, of_the_whole())
     with pytest.raises(TypeError, match=r": wanted an array without a mask \(fill it first: "):
@@ -307,7 +306,7 @@ def in_a_model(params):
     return inside | {"model/~/layer_norm": {"scale": jnp.ones(3)}, "head": {"w": jnp.ones(3)}}
 
 
-FINDING = list(DOORS)[:6]
+FINDING = list(DOORS)[:5]
 
 
 @doors(*FINDING)
@@ -319,7 +318,7 @@ def test_every_door_finds_the_layer_in_the_parameters_of_a_model(door):
     equal(found, expected)
 
 
-@doors("apply", "logits", "cross_entropy", "initial_params")
+@doors("apply", "output", "initial_params")
 def test_parameters_that_do_not_hold_one_layer_of_the_config_are_refused(door):
     params, table = of_the_whole(), "token_embedding/embeddings"
     name = "initial_params" if door == "initial_params" else "params"
@@ -365,8 +364,8 @@ def trained(key, **options):
         (lambda: made()[0].apply(made()[1], None, IDS, is_training=0), TypeError, f"{FLAG}, got int 0"),
         (lambda: jax.jit(lambda flag: made()[0].apply(made()[1], KEY, IDS, is_training=flag))(True), TypeError,
          f"{FLAG} known while tracing (bind it with functools.partial, or make it a static argument of jit), got a traced bool[]"),
-        *[(functools.partial(DOORS[door], [1]), TypeError, TREE) for door in ("apply", "logits", "resize_positions")],
-        *[(functools.partial(DOORS[door], LISTS), TypeError, LISTED) for door in ("apply", "logits", "cross_entropy")],
+        *[(functools.partial(DOORS[door], [1]), TypeError, TREE) for door in ("apply", "output", "resize_positions")],
+        *[(functools.partial(DOORS[door], LISTS), TypeError, LISTED) for door in ("apply", "output")],
         (lambda: evaluate(IDS / 2), TypeError, "ids: wanted an integer dtype, got float64"),
         (lambda: evaluate(positions=3), ValueError, f"{LENGTH}, got {HINT}"),
         (lambda: evaluate(positions=[0, 1, 2, 3, 2**31]), ValueError,

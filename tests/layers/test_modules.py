@@ -212,18 +212,18 @@ class Model(hk.Module):
         self.build = build
 
     def __call__(self, ids):
-        x, logits = self.build(ids)
-        return logits(hk.Linear(8)(x))
+        x, output = self.build(ids)
+        return te.linear_logits(hk.Linear(8)(x), output())
 
 
 def by_parts(ids):
     embed = tokens(pad_id=0)
-    return learned(dropout_rate=0.5)(embed(ids), is_training=True), embed.logits
+    return learned(dropout_rate=0.5)(embed(ids), is_training=True), embed.output
 
 
 def by_the_whole(ids, **fields):
     embed = whole(pad_id=0, **fields)
-    return embed(ids, is_training=True), embed.logits
+    return embed(ids, is_training=True), embed.output
 
 
 def flat(equations):

@@ -1,18 +1,21 @@
-"""The output layer of a config: its parameters, logits and loss, in every module."""
+"""The output layer of a config: its parameters and what it computes, in every module."""
 
 import functools
 import json
 import pathlib
+import pickle
 
 import haiku as hk
 import jax
+import jax.export
 import numpy as np
+import optax
 import pytest
 from compare import equal, near
 from drawn import drawn
 from jax.sharding import PartitionSpec
 from meshes import EXPLICIT, mesh_of, put
-from references import assert_right
+from references import assert_right, linear_cross_entropy, linear_log_probs, linear_logits
 from refused import refused
 from sample import IDS, KEY, TOKENS
 
@@ -23,10 +26,10 @@ GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "output_layers.json"
 VOCAB, WIDTH = 11, 8
 X = np.random.default_rng(0).normal(size=(2, 5, WIDTH)).astype(np.float32)
 LAYERS = {
-    "tied": te.OutputLayer(),
-    "bert": te.OutputLayer(bias=True),
-    "phi": te.OutputLayer(tied=False, bias=True),
-    "all": te.OutputLayer(tied=False, bias=True, softcap=2.0, scale=3.0),
+    "tied": te.OutputConfig(),
+    "bert": te.OutputConfig(bias=True),
+    "phi": te.OutputConfig(tied=False, bias=True),
+    "all": te.OutputConfig(tied=False, bias=True, softcap=2.0, scale=3.0),
 }
 LOWEST = np.finfo(np.float32).min / 2
 COOLED = {"temperature": 0.5}
@@ -43,6 +46,11 @@ def made(name):
     return embedder, drawn(embedder.init)
 
 
+def all_of(output):
+    loss = te.linear_cross_entropy(X, output, IDS, **OPTIONS)
+    return te.linear_logits(X, output), loss, te.linear_log_probs(X, output, IDS, **COOLED)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_logits_and_loss_are_the_formula_in_float64_in_every_module(name):
@@ -53,18 +61,16 @@ def test_logits_and_loss_are_the_formula_in_float64_in_every_module(name):
 
     def of_module(build):
         def call():
-            module = build()
-            log_probs = module.log_probs(X, IDS, **COOLED)
-            return module.logits(X), module.cross_entropy(X, IDS, **OPTIONS), log_probs
+            return all_of(build().output())
 
         return hk.transform(call).apply
 
     @jax.jit
     def of_each(params):
-        loss = lambda params: embedder.cross_entropy(params, X, IDS, **OPTIONS)
-        value, gradient = jax.value_and_grad(loss)(params)
+        loss = lambda params: te.linear_cross_entropy(X, embedder.output(params), IDS, **OPTIONS)
+        gradient = jax.grad(loss)(params)
         found = [
-            (embedder.logits(params, X), value, embedder.log_probs(params, X, IDS, **COOLED)),
+            all_of(embedder.output(params)),
             of_module(layer)(params, None),
             of_module(tokens)({"token_embedding": params[TOKENS]}, None),
         ]
@@ -75,22 +81,12 @@ def test_logits_and_loss_are_the_formula_in_float64_in_every_module(name):
     of_logits |= {"bias": leaves.get("output_bias"), "pad_id": 0}
     found, gradient = of_each(params)
     for logits, loss, log_probs in found:
-        assert_right(te.linear_logits, logits, X, table, **of_logits)
-        assert_right(te.linear_cross_entropy, loss, X, table, IDS, **of_logits, **OPTIONS)
-        assert_right(te.linear_log_probs, log_probs, X, table, IDS, **of_logits, **COOLED)
+        assert_right(linear_logits, logits, X, table, **of_logits)
+        assert_right(linear_cross_entropy, loss, X, table, IDS, **of_logits, **OPTIONS)
+        assert_right(linear_log_probs, log_probs, X, table, IDS, **of_logits, **COOLED)
     for leaf_name, leaf in gradient.items():
         assert np.any(leaf) == (leaf_name != "embeddings" or output.tied)
         equal(leaf[0], 0)
-
-
-def test_the_loss_of_a_config_takes_no_other_settings():
-    embedder, params = made("tied")
-    for option in ("softcap", "scale", "bias", "table", "pad_id"):
-        hint = " (to leave out labels of -100: mask=labels != -100)" * (option == "pad_id")
-        with refused(
-            TypeError, f"{option}: wanted no value here, since the config says it{hint}, got 1.0"
-        ):
-            embedder.cross_entropy(params, X, IDS, **{option: 1.0})
 
 
 @pytest.mark.slow
@@ -103,11 +99,11 @@ def test_padding_is_never_predicted(is_sharded):
     if is_sharded:
         mesh = mesh_of((1, 2), ("data", "model"))
         low = te.sharding.shard_params(low, mesh, {"*embeddings": SPEC("model")})
-    logits = np.asarray(embedder.logits(low, -X))
+    logits = np.asarray(te.linear_logits(-X, embedder.output(low)))
     assert (logits[..., 0] == LOWEST).all()
     assert np.asarray(jax.nn.softmax(logits))[..., 0].max() == 0
-    loss = functools.partial(embedder.cross_entropy, labels=IDS, label_smoothing=0.1)
-    near(loss(low, X), loss(params, X), rtol=1e-5)
+    loss = functools.partial(te.linear_cross_entropy, X, labels=IDS, label_smoothing=0.1)
+    near(loss(embedder.output(low)), loss(embedder.output(params)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["tied", "bert", "phi"])
@@ -131,7 +127,7 @@ def test_the_output_layer_changes_no_other_parameter():
 
 def test_initial_parameters_include_the_output_layer():
     embedder, params = made("all")
-    layer = lambda: te.TransformerEmbedding(embedder.config, initial_params=params).logits(X)
+    layer = lambda: te.TransformerEmbedding(embedder.config, initial_params=params).output()
     started = hk.transform(layer).init(KEY)
     equal(started, params)
 
@@ -143,8 +139,9 @@ def test_a_sharded_output_layer_gives_the_logits_and_the_loss_of_one_device(spec
     mesh = mesh_of((2, 4), ("data", "model"), EXPLICIT)
 
     def step(params, x):
-        loss = functools.partial(embedder.cross_entropy, labels=IDS, shift=True, chunk_size=2)
-        return embedder.logits(params, x), jax.grad(loss, (0, 1))(params, x)
+        options = {"shift": True, "chunk_size": 2}
+        loss = lambda params, x: te.linear_cross_entropy(x, embedder.output(params), IDS, **options)
+        return te.linear_logits(x, embedder.output(params)), jax.grad(loss, (0, 1))(params, x)
 
     with jax.set_mesh(mesh):
         placed = te.sharding.shard_params(params, mesh, {"*embeddings": spec})
@@ -157,35 +154,100 @@ def test_a_sharded_output_layer_gives_the_logits_and_the_loss_of_one_device(spec
     near(got, jax.jit(step)(params, X), atol=1e-5)
 
 
-@pytest.mark.parametrize("method", ["logits", "cross_entropy"])
 @pytest.mark.parametrize(
     ("output", "got"), [(None, "None"), ("it has none", "none, since it has none")]
 )
-def test_a_config_without_an_output_layer_says_why(output, got, method):
-    arguments = [X, IDS][: 1 + (method == "cross_entropy")]
+def test_a_config_without_an_output_layer_says_why(output, got):
     embedder = te.Embedder(config(output))
-    module = hk.transform(
-        lambda: getattr(te.TransformerEmbedding(config(output)), method)(*arguments)
-    )
+    module = hk.transform(lambda: te.TransformerEmbedding(config(output)).output())
     params = drawn(embedder.init)
     assert set(params[TOKENS]) == {"embeddings"}
-    text = (
-        f"{method}: wanted config.output, an OutputLayer (or call te.linear_{method} with other "
-        f"weights), got {got}"
-    )
-    with refused(ValueError, text):
-        getattr(embedder, method)(params, *arguments)
-    with refused(ValueError, text):
+    want = "config.output, an OutputConfig (or make a te.OutputLayer of other weights)"
+    with refused(ValueError, f"output: wanted {want}, got {got}"):
+        embedder.output(params)
+    with refused(ValueError, f"output: wanted {want}, got {got}"):
         module.init(KEY)
 
 
 def test_an_eager_loss_runs_no_haiku(monkeypatch):
     """From the second call on: it took most of its time."""
     embedder, params = made("phi")
-    calls = (
-        lambda: embedder.cross_entropy(params, X, IDS.tolist(), shift=True),
-        lambda: embedder.logits(params, X),
-    )
-    shapes = [call().shape for call in calls]
+    call = lambda: te.linear_cross_entropy(X, embedder.output(params), IDS.tolist(), shift=True)
+    expected = call()
     monkeypatch.setattr(hk, "transform", None)
-    assert [call().shape for call in calls] == shapes == [(), (*IDS.shape, VOCAB)]
+    equal(call(), expected)
+
+
+# --- one value
+
+OUTPUT = te.OutputLayer(
+    np.random.default_rng(1).normal(size=(VOCAB, WIDTH)).astype(np.float32),
+    np.linspace(-1, 1, VOCAB, dtype=np.float32),
+    softcap=2.0,
+    scale=3.0,
+    pad_id=0,
+)
+
+
+def logits_of(output):
+    return te.linear_logits(X, output)
+
+
+def scanned(output):
+    carry, _ = jax.lax.scan(lambda carry, _: (carry, None), output, length=2)
+    return logits_of(carry)
+
+
+def with_a_row_each(output):
+    stacked = jax.tree.map(lambda leaf: jax.numpy.stack([leaf, leaf]), output)
+    return jax.vmap(logits_of)(stacked)[1]
+
+
+def exported(output):
+    return jax.export.export(jax.jit(logits_of))(output).call(output)
+
+
+@pytest.mark.parametrize("way", [jax.jit(logits_of), scanned, with_a_row_each, exported])
+def test_an_output_layer_goes_through_transformations(way):
+    near(way(OUTPUT), logits_of(OUTPUT), atol=1e-5)
+
+
+def test_an_output_layer_is_pickled_whole():
+    near(logits_of(pickle.loads(pickle.dumps(OUTPUT))), logits_of(OUTPUT))
+
+
+@pytest.mark.slow
+def test_a_gradient_is_an_output_layer_with_a_table_of_its_kind():
+    mesh = mesh_of((2,), ("model",))
+    placed = te.sharding.shard_params({"t": OUTPUT.table}, mesh, {"t": SPEC("model")}, tables="t")
+    loss = lambda output: te.linear_cross_entropy(X, output, IDS)
+    of_shards = jax.jit(jax.grad(loss))(te.OutputLayer(placed["t"], OUTPUT.bias, pad_id=0))
+    assert isinstance(of_shards.table, te.sharding.Sharded)
+    expected = jax.grad(loss)(te.OutputLayer(OUTPUT.table, OUTPUT.bias, pad_id=0))
+    got = of_shards.table.in_vocabulary_order(), of_shards.bias
+    near(got, (expected.table, expected.bias), atol=1e-6)
+
+
+@pytest.mark.slow
+def test_an_output_layer_is_trained_beside_a_table_that_is_trained_by_rows():
+    params = {"embed": OUTPUT.table, "output": OUTPUT}
+
+    def loss(params):
+        return te.linear_cross_entropy(te.lookup(params["embed"], IDS), params["output"], IDS)
+
+    value, grads = te.rows.value_and_grad(loss, ids={"embed": IDS})(params)
+    adam = optax.adam(0.1)
+    new, _ = te.rows.update(adam, grads, adam.init(params), params)
+    want, dense = jax.value_and_grad(loss)(params)
+    near(value, want, rtol=1e-6)
+    near(grads["output"].table, dense["output"].table, atol=1e-6)
+    assert isinstance(new["output"], te.OutputLayer)
+
+
+def test_a_leaf_that_was_replaced_is_checked():
+    stacked = jax.tree.map(lambda leaf: leaf[None], OUTPUT)
+    with refused(
+        ValueError,
+        f"table: wanted shape [vocab_size, d] with at least one row, got shape [1, {VOCAB}, {WIDTH}]",
+    ):
+        logits_of(stacked)

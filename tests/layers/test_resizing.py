@@ -15,7 +15,7 @@ from sample import KEY, POSITIONS, TOKENS
 import transformer_embed as te
 
 CONFIG = te.EmbedderConfig(
-    11, 4, scheme=te.Learned(4), output=te.OutputLayer(tied=False, bias=True)
+    11, 4, scheme=te.Learned(4), output=te.OutputConfig(tied=False, bias=True)
 )
 PARAMS = drawn(te.Embedder(CONFIG).init)
 
@@ -29,7 +29,10 @@ def test_a_resized_vocabulary_fits_its_config_and_changes_nothing_else(size):
     last, past = np.asarray(embedder.apply(resized, None, [size - 1, size], is_training=False))
     assert np.isfinite(last).all()
     assert np.isnan(past).all()
-    assert embedder.logits(resized, np.ones([1, 4], np.float32)).shape == (1, size)
+    assert te.linear_logits(np.ones([1, 4], np.float32), embedder.output(resized)).shape == (
+        1,
+        size,
+    )
     for name, leaf in PARAMS[TOKENS].items():
         kept = min(size, 11)
         equal(resized[TOKENS][name][:kept], leaf[:kept])

@@ -683,7 +683,9 @@ def head_error(found):
         width = found.params[TOKENS]["embeddings"].shape[-1]
         is_ours = theirs.shape == (*IDS.shape, found.config.vocab_size)
         if is_ours and states.shape == (*IDS.shape, width):
-            ours = np.asarray(te.Embedder(found.config).logits(found.params, states))
+            ours = np.asarray(
+                te.linear_logits(states, te.Embedder(found.config).output(found.params))
+            )
             return share(ours[IDS != PAD], theirs[IDS != PAD])
     return None
 

@@ -58,7 +58,7 @@ def test_a_published_file_is_read_as_the_library_reads_it(described, repository)
     assert config.layer_norm_eps == facts["norm"]
     positions = config.scheme and [config.scheme.start, config.scheme.max_len]
     assert positions == facts["positions"]
-    if isinstance(output, te.OutputLayer):
+    if isinstance(output, te.OutputConfig):
         assert output.tied == facts["tied"]
         assert output.softcap == facts["softcap"]
     bias = found.bias or {}

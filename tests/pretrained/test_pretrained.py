@@ -175,7 +175,10 @@ def test_logits_are_those_of_the_model(tmp_path, name):
     assert saved.config == found.config
     states, logits = unpack(case["states"]), unpack(case["logits"])
     for each in (found, saved):
-        assert_same(np.asarray(te.Embedder(each.config).logits(each.params, states)), logits)
+        assert_same(
+            np.asarray(te.linear_logits(states, te.Embedder(each.config).output(each.params))),
+            logits,
+        )
 
 
 UNKNOWN = "whether a model another scales or bounds the logits like its text model is not known"
@@ -200,14 +203,14 @@ def test_what_is_not_an_output_layer_is_not_read(tmp_path, name, reason):
 @pytest.mark.parametrize(
     ("name", "whole", "output"),
     [
-        ("granite", {"model_type": "llava_next"}, te.OutputLayer(tied=False)),
-        ("gemma2", {"model_type": "llava"}, te.OutputLayer()),
-        ("gemma2", {"model_type": "paligemma"}, te.OutputLayer(softcap=0.75)),
+        ("granite", {"model_type": "llava_next"}, te.OutputConfig(tied=False)),
+        ("gemma2", {"model_type": "llava"}, te.OutputConfig()),
+        ("gemma2", {"model_type": "paligemma"}, te.OutputConfig(softcap=0.75)),
         ("cohere", {"model_type": "another"}, UNKNOWN),
-        ("llama", {"model_type": "another"}, te.OutputLayer(tied=False)),
+        ("llama", {"model_type": "another"}, te.OutputConfig(tied=False)),
         ("qwen2, tied", {"tie_word_embeddings": False}, NOT_THERE),
-        ("qwen2, tied", {"tie_word_embeddings": None}, te.OutputLayer()),
-        ("phi", {"tie_word_embeddings": True, "lm_head": None}, te.OutputLayer(bias=True)),
+        ("qwen2, tied", {"tie_word_embeddings": None}, te.OutputConfig()),
+        ("phi", {"tie_word_embeddings": True, "lm_head": None}, te.OutputConfig(bias=True)),
     ],
 )
 def test_the_output_layer_of_a_composite_is_the_whole_models(tmp_path, name, whole, output):
@@ -223,8 +226,8 @@ def test_tables_that_differ_are_not_tied(tmp_path):
     tied = case | {"settings": case["settings"] | {"tie_word_embeddings": True}}
     table = tensors_of(case)["model.embed_tokens.weight"]
     for change, output in (
-        ({}, te.OutputLayer(tied=False)),
-        ({"lm_head.weight": table}, te.OutputLayer()),
+        ({}, te.OutputConfig(tied=False)),
+        ({"lm_head.weight": table}, te.OutputConfig()),
         ({"lm_head.weight": table[:-1]}, "its shape is [11, 8], not [12, 8]"),
     ):
         found = load_embedder(checkpoint(tmp_path, tied, change=change))

@@ -360,4 +360,4 @@ def of_stacks(folder, ids, pad_id, memory=None):
         mask = (ids != pad_id)[:, None, None]
     states = hidden(folder, ids, pad_id, side="decoder", memory=(memory, mask))
     found = load(folder, "decoder")
-    return np.asarray(te.Embedder(found.config).logits(found.params, states))
+    return np.asarray(te.linear_logits(states, te.Embedder(found.config).output(found.params)))

@@ -17,7 +17,14 @@ from cases import few
 from compare import equal, near
 from drawn import normal
 from jax.sharding import AxisType, PartitionSpec
-from references import assert_right, counted_weights, whole_losses
+from references import (
+    assert_right,
+    counted_weights,
+    linear_cross_entropy,
+    linear_log_probs,
+    linear_logits,
+    whole_losses,
+)
 from refused import refused
 
 import transformer_embed as te
@@ -70,7 +77,7 @@ def step(x, table, labels, bias, weights, **options):
 
     def loss(x, table, bias, weights):
         arguments = {"bias": bias, "weights": weights, **options}
-        return te.linear_cross_entropy(x, table, labels, **arguments).sum()
+        return linear_cross_entropy(x, table, labels, **arguments).sum()
 
     value, gradients = jax.value_and_grad(loss, (0, 1, 2, 3))(x, table, bias, weights)
     return value, *gradients
@@ -89,7 +96,7 @@ def assert_gradients_right(error=ERROR, **changes):
 
 
 def value(**changes):
-    return te.linear_cross_entropy(**ARRAYS | changes)
+    return linear_cross_entropy(**ARRAYS | changes)
 
 
 # --- values and gradients
@@ -129,7 +136,7 @@ def test_each_setting_is_that_of_a_loop_in_float64(options):
 def test_a_published_loss():
     """Stanford CS231n, linear classification notes, softmax classifier: scores -2.85, 0.86, 0.28
     with label 2 cost 1.04. https://cs231n.github.io/linear-classify/"""
-    got = te.linear_cross_entropy([-2.85, 0.86, 0.28], np.eye(3, dtype=np.float32), 2)
+    got = linear_cross_entropy([-2.85, 0.86, 0.28], np.eye(3, dtype=np.float32), 2)
     near(got, 1.04, rtol=2e-3)
 
 
@@ -152,7 +159,7 @@ def test_a_factor_of_any_size_gives_finite_losses_and_gradients(options):
 def test_a_z_loss_whose_slope_is_zero_has_its_gradient():
     # One id, whose logit is log_z = -1 / (2 z_loss): the two terms of the slope cancel.
     x, table = np.float32([[-1]]), np.float32([[1], [1e4]])
-    loss = lambda x: te.linear_cross_entropy(x, table, [0], z_loss=0.5)
+    loss = lambda x: linear_cross_entropy(x, table, [0], z_loss=0.5)
     near(jax.jit(jax.grad(loss))(x), [[-1]], rtol=1e-5)
 
 
@@ -171,7 +178,7 @@ def test_first_and_second_derivatives_are_finite_differences():
         @jax.jit
         def loss(*arrays):
             given = dict(zip(("x", "table", "bias", "weights"), arrays, strict=True))
-            return te.linear_cross_entropy(labels=LABELS, **given, **ALL)
+            return linear_cross_entropy(labels=LABELS, **given, **ALL)
 
         arrays = tuple(map(np.float64, (X, TABLE, BIAS, WEIGHTS + 0.1)))
         jax.test_util.check_grads(loss, arrays, 2, modes="rev", atol=1e-5, rtol=1e-5, eps=1e-4)
@@ -202,7 +209,7 @@ def test_16_bits_are_summed_in_float32_and_cast_once(reduction):
 def test_a_scale_on_the_loss_reaches_float16_gradients_before_they_are_rounded():
     tokens, scale = 2**14, 2.0**15
     x, table = np.full((tokens, 1), 2.0**-8, np.float16), np.array([[1.0], [-1.0]], np.float16)
-    loss = lambda x: scale * te.linear_cross_entropy(x, table, np.zeros(tokens, int))
+    loss = lambda x: scale * linear_cross_entropy(x, table, np.zeros(tokens, int))
     # About -1 / tokens each: below float16's normal numbers, above them when scaled.
     want = scale * oracle([[2.0**-8]], table, np.array([0]))[1][0, 0] / tokens
     near(np.float32(jax.jit(jax.grad(loss))(x)), want, rtol=2.0**-11 + ERROR)
@@ -212,7 +219,7 @@ def test_a_scale_on_the_loss_reaches_float16_gradients_before_they_are_rounded()
 def test_gradients_of_narrow_weights_are_rounded_once():
     """Weights of one number a column are summed over many rows."""
     x, table = normal(0, 2048, 2, 8), normal(1, 16, 8)
-    loss = functools.partial(te.linear_cross_entropy, x, table, np.arange(4096).reshape(-1, 2) % 16)
+    loss = functools.partial(linear_cross_entropy, x, table, np.arange(4096).reshape(-1, 2) % 16)
     of_weights = jax.grad(lambda weights: loss(weights=weights, reduction="sum"))
     got = jax.jit(of_weights)(jnp.ones(2, jnp.bfloat16))
     assert got.dtype == jnp.bfloat16
@@ -241,11 +248,11 @@ def test_a_weight_of_0_leaves_nothing_of_an_infinite_loss(reduction):
     got = step(**ARRAYS | changes | {"weights": weights})[:4]
     changes |= {"mask": MASK & (weights > 0)}
     assert_close(got, step(**ARRAYS | changes)[:4])
-    equal(te.linear_cross_entropy(X[..., :1], [[1e4]], np.zeros(SHAPE, int), pad_id=0, z_loss=1), 0)
+    equal(linear_cross_entropy(X[..., :1], [[1e4]], np.zeros(SHAPE, int), pad_id=0, z_loss=1), 0)
 
 
 def test_a_softcap_lifts_no_ban():
-    logits = te.linear_logits(X, TABLE, bias=np.float32([0, -np.inf, *BIAS[2:]]), softcap=5.0)
+    logits = linear_logits(X, TABLE, bias=np.float32([0, -np.inf, *BIAS[2:]]), softcap=5.0)
     equal(np.isneginf(logits).all((0, 1)), np.arange(VOCAB) == 1)
 
 
@@ -286,7 +293,7 @@ def test_packed_sequences_train_alike_by_segment_ids_and_by_next_token_mask():
     x, labels = X.copy(), LABELS.copy()
     x[SEGMENTS == 0], labels[SEGMENTS == 0] = np.nan, 10**6
     mask = te.TokenPositions.from_segment_ids(SEGMENTS).next_token_mask
-    loss = functools.partial(te.linear_cross_entropy, x, TABLE)
+    loss = functools.partial(linear_cross_entropy, x, TABLE)
     found = [loss(labels, **PACKED), loss(np.roll(labels, -1, axis=1), mask=mask)]
     near(found, [oracle(X, TABLE, LABELS, **PACKED)[0]] * 2, rtol=ERROR)
 
@@ -295,7 +302,7 @@ def test_packed_sequences_train_alike_by_segment_ids_and_by_next_token_mask():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", [te.linear_cross_entropy, te.linear_log_probs])
+@pytest.mark.parametrize("function", [linear_cross_entropy, linear_log_probs])
 def test_vmap_is_a_loop(function):
     mapped = jax.vmap(functools.partial(function, chunk_size=2), (0, None, 0))(X, TABLE, LABELS)
     for each, x, labels in zip(mapped, X, LABELS, strict=True):
@@ -334,8 +341,8 @@ def test_only_what_is_asked_for_is_computed():
 
 def test_a_product_of_16_bits_is_not_widened():
     x, table = X.astype(jnp.bfloat16), TABLE.astype(jnp.bfloat16)
-    assert "convert" not in jax.jit(te.linear_logits).lower(x, table).as_text()
-    assert te.linear_logits(x, TABLE).dtype == jnp.float32
+    assert "convert" not in jax.jit(linear_logits).lower(x, table).as_text()
+    assert linear_logits(x, TABLE).dtype == jnp.float32
 
 
 def temporaries(function, *arguments):
@@ -347,21 +354,21 @@ def test_temporaries_are_an_eighth_of_whole_logits_or_less():
     many = jnp.zeros((8, 512, 8)), jnp.zeros((512, 8)), jnp.zeros((8, 512), int)
 
     def dense(x, table, labels):
-        logits = te.linear_logits(x, table)
+        logits = linear_logits(x, table)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     whole = temporaries(jax.value_and_grad(dense, (0, 1)), *many)
-    assert 8 * temporaries(te.linear_cross_entropy, *many) <= whole
+    assert 8 * temporaries(linear_cross_entropy, *many) <= whole
     settings = {"softcap": 30.0, "scale": 0.5, "z_loss": 1e-4, "shift": True}
     for options in ({"label_smoothing": 0.1}, {"pad_id": 3}, settings):
-        loss = functools.partial(te.linear_cross_entropy, **options)
+        loss = functools.partial(linear_cross_entropy, **options)
         assert 8 * temporaries(jax.value_and_grad(loss, (0, 1)), *many) <= whole
 
 
 @pytest.mark.slow
 def test_products_with_the_hessian_keep_the_memory_of_chunks():
     x, table, labels = normal(8, 2048, 2), normal(9, 256, 2), np.zeros(2048, int)
-    gradient = jax.grad(lambda table: te.linear_cross_entropy(x, table, labels, chunk_size=32))
+    gradient = jax.grad(lambda table: linear_cross_entropy(x, table, labels, chunk_size=32))
     product = lambda table: jax.jvp(gradient, (table,), (table,))
     assert 8 * temporaries(product, table) < 2048 * 256 * 4
 
@@ -375,12 +382,12 @@ def test_a_chunk_is_a_twelfth_of_the_tokens_within_bounds():
 @pytest.mark.slow
 def test_a_symbolic_vocabulary_gives_the_loss_of_each():
     options = {"pad_id": 60, "label_smoothing": 0.1}
-    loss = jax.jit(lambda table: te.linear_cross_entropy(X, table, LABELS, **options))
+    loss = jax.jit(lambda table: linear_cross_entropy(X, table, LABELS, **options))
     (rows,) = jax.export.symbolic_shape("v")
     exported = jax.export.export(loss)(jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32))
     for vocab in (VOCAB, VOCAB + 3):
         table = normal(7, vocab, WIDTH)
-        assert_right(te.linear_cross_entropy, exported.call(table), X, table, LABELS, **options)
+        assert_right(linear_cross_entropy, exported.call(table), X, table, LABELS, **options)
 
 
 # --- errors
@@ -434,10 +441,10 @@ def test_bad_arguments_are_refused(kind, errors):
         arguments = ARRAYS | changes
         of_logits = {name: arguments[name] for name in OF_LOGITS & arguments.keys()}
         with refused(kind, message):
-            te.linear_cross_entropy(**arguments)
+            linear_cross_entropy(**arguments)
         if changes.keys() <= OF_LOGITS:
             with refused(kind, message):
-                te.linear_logits(**of_logits)
+                linear_logits(**of_logits)
 
 
 def test_a_number_of_labels_that_is_not_known_is_refused():
@@ -445,7 +452,7 @@ def test_a_number_of_labels_that_is_not_known_is_refused():
     x, labels = jax.ShapeDtypeStruct((size, 3), "float32"), jax.ShapeDtypeStruct((size,), "int32")
     want = r"^labels: wanted a shape of known sizes, .* got shape \[b"
     with pytest.raises(ValueError, match=want):
-        jax.eval_shape(lambda x, labels: te.linear_cross_entropy(x, TABLE, labels), x, labels)
+        jax.eval_shape(lambda x, labels: linear_cross_entropy(x, TABLE, labels), x, labels)
 
 
 # --- meshes
@@ -538,18 +545,18 @@ def test_a_sharded_table_gives_the_loss_and_the_logits_of_one_device(kind, spec,
         arrays = on_mesh(mesh) | {"table": sharded(mesh, spec), "bias": bias}
         loss, of_x, of_table, *others = step(**arrays, **MESH_OPTIONS)
         options = {"softcap": 2.0, "scale": 0.5, "pad_id": 3}
-        logits = te.linear_logits(arrays["x"], arrays["table"], bias=bias, **options)
+        logits = linear_logits(arrays["x"], arrays["table"], bias=bias, **options)
     of_rows = np.asarray(of_table.array)
     expected = oracle(**MESH | {"table": table, "bias": bias}, **MESH_OPTIONS)
     assert_close((loss, of_x, of_rows[:ROWS], *others), expected)
     equal(of_rows[ROWS:], 0)
     assert of_table.array.sharding.is_equivalent_to(arrays["table"].array.sharding, 2)
-    plain = te.linear_logits(MESH["x"], table, bias=bias, **options)
+    plain = linear_logits(MESH["x"], table, bias=bias, **options)
     near(np.asarray(logits)[..., :ROWS], plain, atol=ERROR)
 
 
 def mesh_loss(x, table, labels):
-    return te.linear_cross_entropy(x, table, labels, pad_id=3, label_smoothing=0.1, chunk_size=4)
+    return linear_cross_entropy(x, table, labels, pad_id=3, label_smoothing=0.1, chunk_size=4)
 
 
 mesh_step = jax.jit(jax.value_and_grad(mesh_loss, (0, 1)))
@@ -574,7 +581,7 @@ def test_shards_send_no_table_and_no_logits(kind):
 @pytest.mark.slow
 def test_inside_a_shard_map_each_device_has_the_loss_of_its_tokens():
     def mean(x, table, labels):
-        loss = te.linear_cross_entropy(x, table, labels, label_smoothing=0.1, chunk_size=4)
+        loss = linear_cross_entropy(x, table, labels, label_smoothing=0.1, chunk_size=4)
         return jax.lax.pmean(loss, "data")
 
     specs = SPEC("data"), SPEC(), SPEC("data")

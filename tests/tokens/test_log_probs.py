@@ -9,9 +9,7 @@ import pytest
 from compare import equal, near
 from drawn import normal
 from meshes import AUTO, EXPLICIT, mesh_of, put
-from references import check
-
-import transformer_embed as te
+from references import check, linear_log_probs
 
 # Of numbers of magnitude 1: float32 sums of some 100 terms are within 100 * 2**-24 = 6e-6.
 ERROR = 1e-5
@@ -32,11 +30,11 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS)
 def test_values_are_those_of_a_loop_and_derivatives_are_finite_differences(options):
     options = {"with_entropy": True, **options}
-    check(te.linear_log_probs, X, TABLE, LABELS, bias=BIAS, **options)
+    check(linear_log_probs, X, TABLE, LABELS, bias=BIAS, **options)
 
     @jax.jit
     def log_probs(x, table, bias):
-        return te.linear_log_probs(x, table, LABELS, bias=bias, **options)
+        return linear_log_probs(x, table, LABELS, bias=bias, **options)
 
     with jax.enable_x64():
         arrays = tuple(map(np.float64, (X, TABLE, BIAS)))
@@ -45,7 +43,7 @@ def test_values_are_those_of_a_loop_and_derivatives_are_finite_differences(optio
 
 @pytest.mark.slow
 def test_the_ratio_of_a_policy_to_itself_is_exactly_1():
-    log_probs = lambda x: te.linear_log_probs(x, TABLE, LABELS, chunk_size=5)
+    log_probs = lambda x: linear_log_probs(x, TABLE, LABELS, chunk_size=5)
     reference = jax.jit(log_probs)(X)
 
     @jax.jit
@@ -62,7 +60,7 @@ def test_the_ratio_of_a_policy_to_itself_is_exactly_1():
 def test_labels_that_are_not_counted_have_0_and_those_outside_nan():
     x, labels, mask = X.copy(), LABELS.copy(), np.ones_like(MASK)
     x[0, 0], mask[0, 0], labels[1, 1] = np.nan, False, VOCAB
-    got = te.linear_log_probs(x, TABLE, labels, mask=mask)
+    got = linear_log_probs(x, TABLE, labels, mask=mask)
     assert np.argwhere(np.isnan(got)).tolist() == [[1, 1]]
     assert got[0, 0] == 0
     assert not np.signbit(got[0, 0])
@@ -80,7 +78,7 @@ def test_a_banned_id_is_as_one_that_the_vocabulary_lacks(ban, options):
     def step(x, table, bias, labels):
         def loss(x, table, bias):
             arguments = {"bias": bias, **options}
-            found = te.linear_log_probs(x, table, labels, with_entropy=True, **arguments)
+            found = linear_log_probs(x, table, labels, with_entropy=True, **arguments)
             return sum((jnp.tanh(v) * c).sum() for v, c in zip(found, COTANGENTS, strict=True))
 
         return jax.value_and_grad(loss, (0, 1, 2))(x, table, bias)
@@ -96,7 +94,7 @@ def test_a_banned_id_is_as_one_that_the_vocabulary_lacks(ban, options):
 @jax.jit
 def step(x, table, bias, labels):
     def loss(x, table, bias):
-        values = te.linear_log_probs(
+        values = linear_log_probs(
             x, table, labels, bias=bias, shift=True, with_entropy=True, chunk_size=8
         )
         return sum((jnp.tanh(v) * c).sum() for v, c in zip(values, COTANGENTS, strict=True))
@@ -132,7 +130,7 @@ def test_over_a_split_vocabulary_only_numbers_of_tokens_are_sent():
             put(mesh, jnp.ones((400, 8)), "a"),
             put(mesh, jnp.ones(64, int)),
         )
-        compiled = jax.jit(te.linear_log_probs).lower(*arguments).compile()
+        compiled = jax.jit(linear_log_probs).lower(*arguments).compile()
     sent = collectives.collectives(compiled)
     assert {each.kind for each in sent} == {"all-reduce"}
     assert max(each.largest for each in sent) <= 64
@@ -144,7 +142,7 @@ def test_backward_memory_is_that_of_a_chunk():
 
     def temporaries(tokens):
         x, labels = jnp.zeros((tokens, 8)), jnp.zeros(tokens, int)
-        loss = lambda x, table: jnp.exp(te.linear_log_probs(x, table, labels, chunk_size=64)).sum()
+        loss = lambda x, table: jnp.exp(linear_log_probs(x, table, labels, chunk_size=64)).sum()
         compiled = jax.jit(jax.grad(loss, (0, 1))).lower(x, jnp.zeros((5000, 8))).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
@@ -161,4 +159,4 @@ def test_backward_memory_is_that_of_a_chunk():
 )
 def test_what_is_refused(options, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        te.linear_log_probs(X, TABLE, LABELS, **options)
+        linear_log_probs(X, TABLE, LABELS, **options)

@@ -18,7 +18,7 @@ from jax import export
 from jax.sharding import AxisType, PartitionSpec
 from meshes import put
 from oracle import loop_lookup
-from references import assert_right, check
+from references import assert_right, check, linear_logits
 from refused import refused
 
 import transformer_embed as te
@@ -123,7 +123,7 @@ def test_rows_and_logits_of_float64():
     with jax.enable_x64():
         table = jax.device_put(TABLE.astype(float))
         rows = te.lookup(table, jax.device_put(IDS), pad_id=2)
-        assert te.linear_logits(TABLE, table).dtype == rows.dtype == jnp.float64
+        assert linear_logits(TABLE, table).dtype == rows.dtype == jnp.float64
     equal(rows, loop_lookup(TABLE, IDS, 2))
 
 
@@ -371,7 +371,7 @@ LOWEST = jnp.finfo(jnp.float32).min / 2
     ("shape", "pad_id"), [((), None), ((4,), 0), ((2, 4), 4), ((2, 4), 9), ((2, 0), 2)]
 )
 def test_logits_are_products_with_every_row(shape, pad_id):
-    logits = check(te.linear_logits, normal(2, *shape, WIDTH), TABLE, pad_id=pad_id)
+    logits = check(linear_logits, normal(2, *shape, WIDTH), TABLE, pad_id=pad_id)
     assert logits.shape == (*shape, VOCAB)
 
 
@@ -379,7 +379,7 @@ def test_logits_are_products_with_every_row(shape, pad_id):
 def test_logits_of_padding_are_the_lowest_and_move_nothing():
     x, cotangent, is_padding = normal(2, 4, WIDTH), normal(3, 4, VOCAB), np.arange(VOCAB) == 2
     table = np.where(is_padding[:, None], np.float32(-1e30), TABLE)
-    logits, back = jax.vjp(functools.partial(te.linear_logits, pad_id=2), x, table)
+    logits, back = jax.vjp(functools.partial(linear_logits, pad_id=2), x, table)
     x_gradient, table_gradient = back(cotangent)
     equal(logits[:, 2], LOWEST)
     equal(table_gradient[2], 0)
@@ -393,7 +393,7 @@ def test_logits_of_16_bits_are_summed_in_float32(dtype):
     # there.
     table = np.full((1, 512), 0.5, dtype)
     table[0, 0] = 2048
-    logits = te.linear_logits(np.ones((1, 512), dtype), table)
+    logits = linear_logits(np.ones((1, 512), dtype), table)
     assert logits.dtype == jnp.float32
     assert logits.tolist() == [[2048 + 511 * 0.5]]
 
@@ -407,9 +407,9 @@ def test_logits_on_an_explicit_mesh_equal_those_of_one_device(table_spec, logits
     mesh = mesh_of(AxisType.Explicit)
     with jax.set_mesh(mesh):
         arrays = put(mesh, MESH_COTANGENT, "x"), put(mesh, MESH_TABLE, *table_spec)
-        logits = jax.jit(functools.partial(te.linear_logits, pad_id=2))(*arrays)
+        logits = jax.jit(functools.partial(linear_logits, pad_id=2))(*arrays)
     assert logits.sharding.spec == logits_spec
-    assert_right(te.linear_logits, logits, MESH_COTANGENT, MESH_TABLE, pad_id=2)
+    assert_right(linear_logits, logits, MESH_COTANGENT, MESH_TABLE, pad_id=2)
 
 
 # --- check_ids

@@ -40,7 +40,7 @@ def next_byte_logits(config: te.EmbedderConfig, ids: UInt8[Array, "b t"]) -> Flo
         attend_to = _norm(x)
         x = x + attend(attend_to, attend_to, attend_to, mask)
         x = x + hk.nets.MLP([4 * D_MODEL, D_MODEL], activation=_squared_relu)(_norm(x))
-    return embed.logits(_norm(x))
+    return te.linear_logits(_norm(x), embed.output())
 
 
 def _norm(x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:

@@ -49,7 +49,7 @@ def test_rows_look_like_the_table():
 
 def tied(ids):
     embed = te.TokenEmbedding(5, 3, name="embed")
-    return embed.logits(embed(ids))
+    return te.linear_logits(embed(ids), embed.output())
 
 
 MODELS = {

@@ -83,7 +83,9 @@ def rows_and_logits(table, ids, cotangent, x, of_logits):
     """The rows and their gradient, the logits and theirs, of the table and of x."""
     look = functools.partial(te.lookup, ids=ids, pad_id=PAD, out_of_range="zero")
     rows, of_table = jax.vjp(look, table)
-    logits, back = jax.vjp(lambda table, x: te.linear_logits(x, table, pad_id=PAD), table, x)
+    logits, back = jax.vjp(
+        lambda table, x: te.linear_logits(x, te.OutputLayer(table, pad_id=PAD)), table, x
+    )
     size = logits.shape[-1]
     of_logits = jnp.zeros_like(logits) + jnp.concatenate([of_logits, jnp.ones(size)])[:size]
     return rows, of_table(cotangent)[0], logits, *back(of_logits)
@@ -191,7 +193,7 @@ def test_a_tied_model_with_dropout_has_the_loss_and_the_gradient_of_one_device()
     @jax.value_and_grad
     def loss(params, ids):
         x = embedder.apply(params, jax.random.key(0), ids, is_training=True)
-        return embedder.cross_entropy(params, x, ids)
+        return te.linear_cross_entropy(x, embedder.output(params), ids)
 
     params = on_host(embedder.init(jax.random.key(7)))
     mesh = mesh_of((2, 4), EXPLICIT)

@@ -87,7 +87,8 @@ class TokenPositions:
         positions only:
 
             labels = jnp.roll(ids, -1, axis=-1)
-            loss = embedder.cross_entropy(params, x, labels, mask=batch.next_token_mask)
+            output = embedder.output(params)
+            loss = te.linear_cross_entropy(x, output, labels, mask=batch.next_token_mask)
         """
         return has_next_token(segments_of(self))
 

@@ -21,25 +21,24 @@ from transformer_embed._src.tokens.lookup import LOOKUP_STYLES, OUT_OF_RANGE
 
 
 @dataclasses.dataclass(frozen=True)
-class OutputLayer:
+class OutputConfig:
     """Describes an output layer, for `EmbedderConfig` and `TokenEmbedding`.
 
-    For hidden states x, the logits are `u = scale * (x @ table.T + bias)`, or
-    `softcap * tanh(u / softcap)`. See `linear_logits`.
+    `Embedder.output` and the modules' `output` make the `OutputLayer` that it describes, with the
+    config's `pad_id`.
 
     Args:
         tied: True: its table is the token table. False: it has a table of its own, the parameter
             `output_embeddings`, [vocab_size, width of the token table].
         bias: whether a number is added for each id, the parameter `output_bias`, [vocab_size].
-        softcap: a number above 0, which no logit exceeds in magnitude. None: no bound.
-        scale: a number above 0.
+        softcap, scale: as in `OutputLayer`.
 
     Raises:
         ValueError: softcap or scale is not above 0.
 
     Example:
         >>> import transformer_embed as te
-        >>> gemma2 = te.OutputLayer(softcap=30.0)
+        >>> gemma2 = te.OutputConfig(softcap=30.0)
         >>> te.EmbedderConfig(vocab_size=256, d_model=64, output=gemma2).output.tied
         True
 
@@ -97,9 +96,9 @@ class EmbedderConfig:
             norm's parameters are float32.
         dtype: of the result. None: the dtype of the token table, after a Haiku mixed-precision
             policy has cast it.
-        output: the output layer, which `logits` and `cross_entropy` compute. None: they raise an
-            error. A str of two words or more: they raise an error with this reason; `load_embedder`
-            gives one where `OutputLayer` cannot describe the output layer or the file has none.
+        output: the output layer. None: there is none, and asking for it raises an error. A str of
+            two words or more: the error has this reason; `load_embedder` gives one where
+            `OutputConfig` cannot describe the output layer or the file has none.
 
     Raises:
         ValueError: a field is out of range.
@@ -123,7 +122,7 @@ class EmbedderConfig:
     lookup_style: str = "gather"
     param_dtype: DTypeLike = jnp.float32
     dtype: DTypeLike | None = None
-    output: OutputLayer | str | None = OutputLayer()
+    output: OutputConfig | str | None = OutputConfig()
 
     def __post_init__(self):
         arguments.convert_fields(
@@ -141,11 +140,11 @@ class EmbedderConfig:
             param_dtype=arguments.floating_dtype,
             dtype=arguments.floating_dtype,
         )
-        want = "an OutputLayer, a str, or None"
-        arguments.instance("output", self.output, OutputLayer | str | None, want)
+        want = "an OutputConfig, a str, or None"
+        arguments.instance("output", self.output, OutputConfig | str | None, want)
         # A single word is more likely a mistaken name than a reason.
         if isinstance(self.output, str) and len(self.output.split()) < 2:
-            want = "te.OutputLayer(...), None, or the reason why there is none, in words"
+            want = "te.OutputConfig(...), None, or the reason why there is none, in words"
             raise arguments.value_error("output", want, reprlib.repr(self.output))
         # After the conversions above, because a scheme is checked against the width.
         if self.scheme is not None:

@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, Unpack
+from collections.abc import Callable
 
 import haiku as hk
 import jax
@@ -13,16 +12,14 @@ from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.parameters import Params, as_params
-from transformer_embed._src.layers.token_embedding import output_arguments
+from transformer_embed._src.layers.token_embedding import output_layer
 from transformer_embed._src.layers.transformer_embedding import (
     TransformerEmbedding,
     init_params,
     layer_paths,
 )
 from transformer_embed._src.positions.phase import as_positions
-from transformer_embed._src.tokens.cross_entropy import CrossEntropyOptions, linear_cross_entropy
-from transformer_embed._src.tokens.log_probs import LogProbsOptions, linear_log_probs
-from transformer_embed._src.tokens.output_layer import linear_logits
+from transformer_embed._src.tokens.output_layer import OutputLayer
 
 # Where the layer's modules are in the parameters that `init` makes.
 ROOT = "transformer_embedding/~/"
@@ -46,7 +43,7 @@ class Embedder:
         >>> embedder.apply(params, None, [[5, 6, 0]], is_training=False).shape
         (1, 3, 64)
         >>> x = embedder.apply(params, jax.random.key(1), [[5, 6, 0]], is_training=True)
-        >>> embedder.cross_entropy(params, x, labels=[[6, 7, 0]]).shape
+        >>> te.linear_cross_entropy(x, embedder.output(params), [[6, 7, 0]]).shape
         ()
 
     Source:
@@ -115,43 +112,19 @@ class Embedder:
         # As a static argument, np.True_ is not True to jax, which would trace again.
         return _apply(self.config, bool(is_training), params, rng, ids, positions, token_types)
 
-    def logits(self, params: Params, x: ArrayLike) -> Float[Array, "... v"]:
-        """The logits of `config.output`, [..., vocab_size]; see `linear_logits`.
+    def output(self, params: Params) -> OutputLayer:
+        """The output layer that `config.output` describes, for `linear_logits` and the losses.
 
-        x is [..., width of the token table]. A sharded table adds columns of padding.
+        Args:
+            params: as for `apply`.
+
+        Raises:
+            ValueError: the config has no output layer; params do not hold one layer of it.
         """
-        return linear_logits(x, **self._output("logits", params, {}))
-
-    def cross_entropy(
-        self,
-        params: Params,
-        x: ArrayLike,
-        labels: ArrayLike,
-        **options: Unpack[CrossEntropyOptions],
-    ) -> Float[Array, "..."]:
-        """The cross-entropy of `logits(params, x)`, computed one chunk of tokens at a time.
-
-        The labels are [...]; see `TokenEmbedding.cross_entropy`.
-        """
-        output = self._output("cross_entropy", params, options)
-        return linear_cross_entropy(x, labels=labels, **output, **options)
-
-    def log_probs(
-        self, params: Params, x: ArrayLike, labels: ArrayLike, **options: Unpack[LogProbsOptions]
-    ) -> Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]:
-        """The log-probability of each label under `logits(params, x)`, one chunk at a time.
-
-        The labels are [...]; see `TokenEmbedding.log_probs`.
-        """
-        output = self._output("log_probs", params, options)
-        return linear_log_probs(x, labels=labels, **output, **options)
-
-    def _output(self, method: str, params: Params, options: Mapping[str, object]) -> dict[str, Any]:
-        """The arguments of `linear_logits` besides x, for a method."""
         # Not by hk.transform, which takes most of the time of an eager loss.
         params = as_params("params", params)
         leaves = params[layer_paths("params", self.config, params)["token_embedding"]]
-        return output_arguments(self.config, method, options, leaves.__getitem__)
+        return output_layer(self.config, leaves.__getitem__)
 
 
 # jax compares a static config by value: equal ones share a program.

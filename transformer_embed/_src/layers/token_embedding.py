@@ -1,8 +1,8 @@
 """Token ids as rows of a table, and the output layer over it."""
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, Unpack
+from collections.abc import Callable
+from typing import Any
 
 import haiku as hk
 import jax.numpy as jnp
@@ -10,20 +10,17 @@ from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike, Ids
-from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
+from transformer_embed._src.layers.config import EmbedderConfig, OutputConfig
 from transformer_embed._src.layers.parameters import Initializer, as_initializer
-from transformer_embed._src.tokens.cross_entropy import CrossEntropyOptions, linear_cross_entropy
-from transformer_embed._src.tokens.log_probs import LogProbsOptions, linear_log_probs
 from transformer_embed._src.tokens.lookup import as_table, look_up
-from transformer_embed._src.tokens.output_layer import linear_logits
+from transformer_embed._src.tokens.output_layer import OutputLayer
 
 
 class TokenEmbedding(hk.Module):
     """Embeds token ids as rows of a table times sqrt(d_model), with an output layer.
 
     The table is the parameter `embeddings`, [vocab_size, d_model], as in hk.Embed, so checkpoints
-    of hk.Embed can be loaded. `logits` and `cross_entropy` read it too, or the parameters that
-    `output` adds.
+    of hk.Embed can be loaded. The output layer reads it too, or the parameters that it adds.
 
     Args:
         vocab_size: number of rows, at least 1.
@@ -36,8 +33,7 @@ class TokenEmbedding(hk.Module):
             vocabulary. None: no padding.
         out_of_range: `"nan"`, `"clip"` or `"zero"`; see `lookup`.
         lookup_style: `"gather"` or `"one_hot"`; see `lookup`.
-        output: the output layer; see `OutputLayer`. None: `logits` and `cross_entropy` raise an
-            error. A str: they raise it with this reason.
+        output: the output layer; see `EmbedderConfig`.
         w_init: initialiser of the table. None: normal, scaled so that the module's outputs have
             unit variance.
         param_dtype: of the parameters.
@@ -70,7 +66,7 @@ class TokenEmbedding(hk.Module):
         pad_id: int | None = None,
         out_of_range: str = "nan",
         lookup_style: str = "gather",
-        output: OutputLayer | str | None = OutputLayer(),
+        output: OutputConfig | str | None = OutputConfig(),
         w_init: Initializer | None = None,
         param_dtype: DTypeLike = jnp.float32,
         dtype: DTypeLike | None = None,
@@ -101,41 +97,8 @@ class TokenEmbedding(hk.Module):
         rows, table_dtype = self._scaled_rows(arguments.as_int32("ids", ids))
         return rows.astype(table_dtype if self.config.dtype is None else self.config.dtype)
 
-    def logits(self, x: ArrayLike) -> Float[Array, "... v"]:
-        """The logits of `output`, float32 [..., vocab_size]; see `linear_logits`.
-
-        x is [..., d_model].
-        """
-        return linear_logits(x, **self._output("logits", {}))
-
-    def cross_entropy(
-        self, x: ArrayLike, labels: ArrayLike, **options: Unpack[CrossEntropyOptions]
-    ) -> Float[Array, "..."]:
-        """The cross-entropy of `logits(x)`, computed one chunk of tokens at a time.
-
-        The labels are [...].
-
-        Labels that are the module's `pad_id` are not counted; leave out others by
-        `mask=labels != -100`. The options are those of
-        `linear_cross_entropy`: mask, weights, shift, segment_ids, label_smoothing, z_loss,
-        reduction and chunk_size.
-        """
-        output = self._output("cross_entropy", options)
-        return linear_cross_entropy(x, labels=labels, **output, **options)
-
-    def log_probs(
-        self, x: ArrayLike, labels: ArrayLike, **options: Unpack[LogProbsOptions]
-    ) -> Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]:
-        """The log-probability of each label under `logits(x)`, one chunk of tokens at a time.
-
-        The labels are [...]. The options are those of `linear_log_probs`: temperature, mask, shift,
-        segment_ids, with_entropy and chunk_size.
-        """
-        output = self._output("log_probs", options)
-        return linear_log_probs(x, labels=labels, **output, **options)
-
-    def _output(self, method: str, options: Mapping[str, object]) -> dict[str, Any]:
-        """The arguments of `linear_logits` besides x, for a method."""
+    def output(self) -> OutputLayer:
+        """The output layer of the config, for `linear_logits` and the losses."""
         width = self.config.d_model
         # From an x of unit variance, logits of unit variance.
         of_output = hk.initializers.RandomNormal(stddev=1 / math.sqrt(width))
@@ -145,7 +108,7 @@ class TokenEmbedding(hk.Module):
             "output_embeddings": lambda: self._parameter("output_embeddings", of_output, width),
             "output_bias": lambda: self._parameter("output_bias", jnp.zeros),
         }
-        return output_arguments(self.config, method, options, lambda name: parameters[name]())
+        return output_layer(self.config, lambda name: parameters[name]())
 
     def _scaled_rows(self, ids: Ids) -> tuple[Float[Array, "... d"], jnp.dtype]:
         """The scaled rows in float32 or wider, and the dtype of the table."""
@@ -162,33 +125,19 @@ class TokenEmbedding(hk.Module):
         return hk.get_parameter(name, shape, self.config.param_dtype, w_init)
 
 
-def output_arguments(
-    config: EmbedderConfig,
-    method: str,
-    options: Mapping[str, object],
-    parameter: Callable[[str], Any],
-) -> dict[str, Any]:
-    """The arguments of `linear_logits` besides x, for a method with these options.
-
-    `parameter` returns the parameter of a name.
-    """
+def output_layer(config: EmbedderConfig, parameter: Callable[[str], Any]) -> OutputLayer:
+    """The output layer of a config; `parameter` returns the parameter of a name."""
     output = config.output
-    if not isinstance(output, OutputLayer):
-        want = f"config.output, an OutputLayer (or call te.linear_{method} with other weights)"
+    if not isinstance(output, OutputConfig):
+        want = "config.output, an OutputConfig (or make a te.OutputLayer of other weights)"
         got = "None" if output is None else f"none, since {output}"
-        raise arguments.value_error(method, want, got)
+        raise arguments.value_error("output", want, got)
     # An untied model, too, has a table of tokens.
     table = parameter("embeddings")
-    found = {
-        "table": table if output.tied else parameter("output_embeddings"),
-        "bias": parameter("output_bias") if output.bias else None,
-        "softcap": output.softcap,
-        "scale": output.scale,
-        "pad_id": config.pad_id,
-    }
-    for name in found.keys() & options:
-        want = "no value here, since the config says it"
-        if name == "pad_id":
-            want += " (to leave out labels of -100: mask=labels != -100)"
-        raise arguments.type_error(name, want, repr(options[name]))
-    return found
+    return OutputLayer(
+        table if output.tied else parameter("output_embeddings"),
+        parameter("output_bias") if output.bias else None,
+        softcap=output.softcap,
+        scale=output.scale,
+        pad_id=config.pad_id,
+    )

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Unpack
 
 import haiku as hk
 import jax
@@ -11,7 +10,7 @@ from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
-from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
+from transformer_embed._src.layers.config import EmbedderConfig, OutputConfig
 from transformer_embed._src.layers.parameters import (
     Params,
     as_params,
@@ -25,8 +24,7 @@ from transformer_embed._src.layers.positional_encoding import (
     expanded_to_rank,
 )
 from transformer_embed._src.layers.token_embedding import TokenEmbedding
-from transformer_embed._src.tokens.cross_entropy import CrossEntropyOptions
-from transformer_embed._src.tokens.log_probs import LogProbsOptions
+from transformer_embed._src.tokens.output_layer import OutputLayer
 
 
 class TransformerEmbedding(hk.Module):
@@ -167,30 +165,13 @@ class TransformerEmbedding(hk.Module):
             # hk.Linear makes its parameters in the dtype of its input.
             return x if self.widen is None else self.widen(x.astype(table_dtype)).astype(dtype)
 
-    def logits(self, x: ArrayLike) -> Float[Array, "... v"]:
-        """The logits of `config.output`; x is as wide as the token table. See `linear_logits`."""
-        with parameters_from(self._initial_params):
-            return self.tokens.logits(x)
+    def output(self) -> OutputLayer:
+        """The output layer of the config, for `linear_logits` and the losses.
 
-    def cross_entropy(
-        self, x: ArrayLike, labels: ArrayLike, **options: Unpack[CrossEntropyOptions]
-    ) -> Float[Array, "..."]:
-        """The cross-entropy of `logits(x)` with labels [...].
-
-        See `TokenEmbedding.cross_entropy`.
+        The x that they take is as wide as the token table.
         """
         with parameters_from(self._initial_params):
-            return self.tokens.cross_entropy(x, labels, **options)
-
-    def log_probs(
-        self, x: ArrayLike, labels: ArrayLike, **options: Unpack[LogProbsOptions]
-    ) -> Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]:
-        """The log-probability of each label [...] under `logits(x)`.
-
-        See `TokenEmbedding.log_probs`.
-        """
-        with parameters_from(self._initial_params):
-            return self.tokens.log_probs(x, labels, **options)
+            return self.tokens.output()
 
 
 def _rows_of_types(
@@ -215,9 +196,9 @@ def init_params(config: EmbedderConfig, rng: Array) -> Params:
     def embed():
         layer = TransformerEmbedding(config)
         layer(ids, is_training=False, token_types=token_types)
-        if isinstance(config.output, OutputLayer):
-            # Its parameters are read, and so made, without the product.
-            layer.tokens._output("logits", {})
+        if isinstance(config.output, OutputConfig):
+            # Its parameters are read, and so made.
+            layer.output()
 
     return hk.transform(embed).init(rng)
 

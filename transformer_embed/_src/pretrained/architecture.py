@@ -93,7 +93,7 @@ class Architecture(NamedTuple):
         meaningless: entries that mean nothing to it, although their names concern the layer.
         aliases: for an entry, the model's own names, which take precedence.
         head: the modules that may be its output layer.
-        no_output: why an `OutputLayer` cannot say its output layer; "": it can.
+        no_output: why an `OutputConfig` cannot say its output layer; "": it can.
         known_below: a pattern of prefixes below which no other architecture has tensors of these
             names; the default matches none.
         refused: tensors that show that the input layer is different, with the reason.

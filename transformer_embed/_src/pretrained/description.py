@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from transformer_embed._src import arguments
-from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
+from transformer_embed._src.layers.config import EmbedderConfig, OutputConfig
 from transformer_embed._src.positions.schemes import Learned, Scheme, Sinusoidal
 from transformer_embed._src.pretrained import rope
 from transformer_embed._src.pretrained.architecture import (
@@ -211,7 +211,7 @@ def _scheme(kind: Architecture, value: Options, shapes: Shapes) -> Scheme | None
 
 def _output(
     kind: Architecture, value: Options, shapes: Shapes, file: Published
-) -> OutputLayer | str:
+) -> OutputConfig | str:
     """The output layer, or why there is none."""
     is_tied = value["tie_word_embeddings"] and OUTPUT_TABLE not in shapes
     if reason := _no_output(kind, value, shapes, file.side, is_tied=is_tied):
@@ -224,8 +224,8 @@ def _output(
         scale = width**-0.5
     if value["dim_model_base"]:
         scale = value["dim_model_base"] / width
-    plain = OutputLayer(is_tied, OUTPUT_BIAS in shapes)
-    output = OutputLayer(plain.tied, plain.bias, value["final_logit_softcapping"], scale)
+    plain = OutputConfig(is_tied, OUTPUT_BIAS in shapes)
+    output = OutputConfig(plain.tied, plain.bias, value["final_logit_softcapping"], scale)
     # A model around a text model may leave out what the text model does to its logits.
     if file.outer is None or output == plain or file.outer in SCALED_WITHIN.split():
         return output
@@ -248,7 +248,7 @@ def _no_output(
         return f"it is the decoder's, which stack={STACKS[1]!r} loads"
     if not is_tied and OUTPUT_TABLE not in shapes:
         return f"the file has no {kind.head.split()[0]}.weight, and it is not tied to the table"
-    # An `OutputLayer` has the vocabulary and the width of the table.
+    # An `OutputConfig` has the vocabulary and the width of the table.
     for name, shape in ((OUTPUT_TABLE, (rows, width)), (OUTPUT_BIAS, (1, rows))):
         if shapes.get(name, shape) != shape:
             return f"its shape is {list(shapes[name])}, not {list(shape)}"

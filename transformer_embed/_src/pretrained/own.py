@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from transformer_embed._src import arguments
-from transformer_embed._src.layers.config import EmbedderConfig, OutputLayer
+from transformer_embed._src.layers.config import EmbedderConfig, OutputConfig
 from transformer_embed._src.layers.embedder import ROOT, Params
 from transformer_embed._src.layers.parameters import as_params, table_path
 from transformer_embed._src.layers.transformer_embedding import layer_paths
@@ -57,7 +57,7 @@ MOST_OBJECTS = 64
 # What a file names is looked up here alone: it can make no other object.
 KINDS = {
     kind.__name__: kind
-    for kind in (OutputLayer, *typing.get_args(Scheme), *typing.get_args(Scaling))
+    for kind in (OutputConfig, *typing.get_args(Scheme), *typing.get_args(Scaling))
 }
 
 

@@ -23,7 +23,7 @@ arithmetic, also of the losses of single tokens (token_losses.py).
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,34 +48,17 @@ from transformer_embed._src.tokens.losses import (
     targets,
     weighted,
 )
-from transformer_embed._src.tokens.output_layer import as_output_layer
+from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
 from transformer_embed._src.tokens.token_losses import token_losses
 
 REDUCTIONS = ("mean", "sum", "none")
 
 
-class CrossEntropyOptions(TypedDict, total=False):
-    """The arguments of `linear_cross_entropy` that say which labels count, and how."""
-
-    mask: ArrayLike | None
-    weights: ArrayLike | None
-    shift: bool
-    segment_ids: ArrayLike | None
-    label_smoothing: float
-    z_loss: float
-    reduction: str
-    chunk_size: int | None
-
-
 def linear_cross_entropy(
     x: ArrayLike,
-    table: ArrayLike | Table,
+    output: OutputLayer | ArrayLike | Table,
     labels: ArrayLike,
     *,
-    bias: ArrayLike | None = None,
-    softcap: float | None = None,
-    scale: float = 1.0,
-    pad_id: int | None = None,
     mask: ArrayLike | None = None,
     weights: ArrayLike | None = None,
     shift: bool = False,
@@ -95,12 +78,11 @@ def linear_cross_entropy(
 
     Args:
         x: [..., d], a floating dtype.
-        table: [vocab_size, d], a floating dtype.
+        output: an `OutputLayer`, or the table of one without other settings, [vocab_size, d].
+            Labels that are its `pad_id` are not counted; to leave out labels and keep their row of
+            the table, use mask.
         labels: [...], any integer dtype: the id that each token should predict; with shift, the ids
             themselves.
-        bias, softcap, scale: as in `linear_logits`.
-        pad_id: as in `linear_logits`; labels that are this id are not counted. To leave out labels
-            and keep their row of the table, use mask.
         mask: bool, [length], or more axes that broadcast to the labels'. True = the label is
             counted; `labels != -100` for example. None: all.
         weights: floating, with axes as in mask: each label's loss is multiplied by its weight.
@@ -137,9 +119,10 @@ def linear_cross_entropy(
         >>> import transformer_embed as te
         >>> table = jnp.array([[1.0, 2.0], [3.0, 4.0], [0.0, 0.0]])
         >>> x = jnp.array([[0.0, 0.0], [0.0, 0.0], [5.0, 5.0]])
-        >>> print(te.linear_cross_entropy(x, table, [1, 2, -1], pad_id=-1))  # log(3)
+        >>> output = te.OutputLayer(table, pad_id=-1)
+        >>> print(te.linear_cross_entropy(x, output, [1, 2, -1]))  # log(3)
         1.0986123
-        >>> jax.grad(te.linear_cross_entropy)(x, table, [1, 2, -1], pad_id=-1)[2].tolist()
+        >>> jax.grad(te.linear_cross_entropy)(x, output, [1, 2, -1])[2].tolist()
         [0.0, 0.0]
 
     Source:
@@ -148,17 +131,17 @@ def linear_cross_entropy(
         https://arxiv.org/abs/2204.02311. The name and shift: Wijmans et al., "Cut Your Losses in
         Large-Vocabulary Language Models" (2024), https://arxiv.org/abs/2411.09009
     """
-    x, table, bias, output = as_output_layer(x, table, bias, softcap, scale, pad_id)
+    x, output = as_output_layer(x, output)
     batch = as_batch(x, labels, mask, weights, shift, segment_ids)
     options = LossOptions(
-        output,
+        output._options,
         shift,
         None if chunk_size is None else arguments.size("chunk_size", chunk_size),
         arguments.rate("label_smoothing", label_smoothing),
         arguments.not_negative("z_loss", z_loss),
         arguments.choice("reduction", reduction, REDUCTIONS),
     )
-    return _reduced_loss(options, table, bias, batch)
+    return _reduced_loss(options, output.table, output.bias, batch)
 
 
 @functools.partial(jax.jit, static_argnums=0)

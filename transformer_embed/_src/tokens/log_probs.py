@@ -1,7 +1,6 @@
 """The log-probability of each label under an output layer."""
 
 import functools
-from typing import TypedDict
 
 import jax
 from jaxtyping import Array, Float
@@ -10,30 +9,15 @@ from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.tokens.lookup import Table
 from transformer_embed._src.tokens.losses import LossOptions, as_batch
-from transformer_embed._src.tokens.output_layer import as_output_layer
+from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
 from transformer_embed._src.tokens.token_losses import token_losses
-
-
-class LogProbsOptions(TypedDict, total=False):
-    """The arguments of `linear_log_probs` that say which labels count, and how."""
-
-    temperature: float
-    mask: ArrayLike | None
-    shift: bool
-    segment_ids: ArrayLike | None
-    with_entropy: bool
-    chunk_size: int | None
 
 
 def linear_log_probs(
     x: ArrayLike,
-    table: ArrayLike | Table,
+    output: OutputLayer | ArrayLike | Table,
     labels: ArrayLike,
     *,
-    bias: ArrayLike | None = None,
-    softcap: float | None = None,
-    scale: float = 1.0,
-    pad_id: int | None = None,
     temperature: float = 1.0,
     mask: ArrayLike | None = None,
     shift: bool = False,
@@ -50,11 +34,10 @@ def linear_log_probs(
 
     Args:
         x: [..., d], a floating dtype.
-        table: [vocab_size, d], as in `linear_cross_entropy`.
+        output: as in `linear_cross_entropy`.
         labels: [...], any integer dtype: the id whose log-probability each token asks for; with
             shift, the ids themselves.
-        bias, softcap, scale: as in `linear_logits`.
-        pad_id, shift, segment_ids, chunk_size: as in `linear_cross_entropy`.
+        shift, segment_ids, chunk_size: as in `linear_cross_entropy`.
         temperature: a Python number above 0, that of sampling: the logits are divided by it.
         mask: as in `linear_cross_entropy`. Labels that a prompt gives are usually not counted.
         with_entropy: True returns entropies too.
@@ -94,16 +77,16 @@ def linear_log_probs(
         >>> jax.grad(ppo_loss)(x, log_probs, jnp.ones([1, 3])).shape
         (1, 3, 2)
     """
-    x, table, bias, output = as_output_layer(x, table, bias, softcap, scale, pad_id)
+    x, output = as_output_layer(x, output)
     temperature = arguments.positive("temperature", temperature)
     batch = as_batch(x, labels, mask, None, shift, segment_ids)
     options = LossOptions(
-        output.at_temperature(temperature),
+        output._options.at_temperature(temperature),
         shift,
         None if chunk_size is None else arguments.size("chunk_size", chunk_size),
         with_entropy=arguments.flag("with_entropy", with_entropy),
     )
-    return _log_probs(options, table, bias, batch)
+    return _log_probs(options, output.table, output.bias, batch)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -1,5 +1,6 @@
 """The output layer: the product of x with every row of a table, such as the embedding table."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,25 +17,22 @@ from transformer_embed._src.partitioning import (
     devices_along,
     index_along,
 )
+from transformer_embed._src.pytrees import register_pytree
 from transformer_embed._src.tokens.lookup import Table, as_table
 
 
-def linear_logits(
-    x: ArrayLike,
-    table: ArrayLike | Table,
-    *,
-    bias: ArrayLike | None = None,
-    softcap: float | None = None,
-    scale: float = 1.0,
-    pad_id: int | None = None,
-) -> Float[Array, "... v"]:
-    """The logits of an output layer: the product of x with every row of a table.
+@dataclasses.dataclass(frozen=True, eq=False, init=False)
+class OutputLayer:
+    """An output layer, whose logits are the product of hidden states with every row of a table.
 
-    With `u = scale * (x @ table.T + bias)`, they are u, or `softcap * tanh(u / softcap)`. A tied
-    output layer has the embedding table as its table.
+    With `u = scale * (x @ table.T + bias)`, the logits are u, or `softcap * tanh(u / softcap)`. A
+    tied output layer has the embedding table as its table. `Embedder.output`,
+    `TokenEmbedding.output` and `TransformerEmbedding.output` make those of a config.
+
+    It is a pytree whose leaves are the table and the bias, so that it goes through `jax.jit`,
+    `jax.vmap` and `jax.lax.scan`, and its gradient is an OutputLayer again.
 
     Args:
-        x: [..., d], a floating dtype.
         table: [vocab_size, d], a floating dtype.
         bias: [vocab_size], a floating dtype. An id whose bias is -inf is banned: its logit is -inf,
             with a softcap too. None: no bias.
@@ -45,25 +43,20 @@ def linear_logits(
             number, so its probability is 0, and its row and bias get no gradient. It may be outside
             the vocabulary. None: no padding.
 
-    Returns:
-        [..., vocab_size], summed and returned in float32 (float64 if x or the table is). A sharded
-        table pads the vocabulary: see `sharding.Sharded`.
-
     Raises:
-        TypeError: x, the table or the bias does not have a floating dtype of 16 bits or more;
-            softcap or scale is not a Python number.
-        ValueError: the table does not have rank 2, or its width is not that of x; the bias does not
-            have one number for each row; softcap or scale is not above 0.
+        TypeError: the table or the bias does not have a floating dtype of 16 bits or more; softcap
+            or scale is not a Python number.
+        ValueError: the table does not have rank 2; the bias does not have one number for each row;
+            softcap or scale is not above 0.
 
     Example:
         >>> import jax, jax.numpy as jnp
         >>> import transformer_embed as te
-        >>> te.linear_logits(jnp.array([1.0, 1.0]), jnp.array([[1.0, 2.0], [3.0, 4.0]])).tolist()
-        [3.0, 7.0]
-
-        >>> logits = te.linear_logits(jnp.array([-1.0]), jnp.array([[0.5], [1.0]]), pad_id=0)
-        >>> jax.nn.softmax(logits).tolist()
-        [0.0, 1.0]
+        >>> output = te.OutputLayer(jnp.array([[0.5], [1.0]]), pad_id=0)
+        >>> te.linear_cross_entropy(jnp.ones([3, 1]), output, [1, 1, 0]).tolist()  # 0 is padding
+        0.0
+        >>> jax.grad(lambda output: te.linear_logits([2.0], output)[1])(output).table.tolist()
+        [[0.0], [2.0]]
 
     Source:
         Press and Wolf, "Using the Output Embedding to Improve Language Models" (2017),
@@ -71,15 +64,73 @@ def linear_logits(
         section 3.4, https://arxiv.org/abs/1706.03762. The softcap: "Gemma 2" (2024), section 2,
         https://arxiv.org/abs/2408.00118
     """
-    x, table, bias, options = as_output_layer(x, table, bias, softcap, scale, pad_id)
-    array, split = table, ON_ONE_DEVICE
-    if isinstance(table, Table):
-        array, split = table._output_split(x)
-    return _logits(split, options, x, array, bias)
+
+    table: Any
+    bias: Array | None
+    softcap: float | None
+    scale: float
+    pad_id: int | None
+
+    def __init__(
+        self,
+        table: ArrayLike | Table,
+        bias: ArrayLike | None = None,
+        *,
+        softcap: float | None = None,
+        scale: float = 1.0,
+        pad_id: int | None = None,
+    ):
+        table = as_table("table", table)
+        if bias is not None:
+            bias = arguments.as_floats("bias", bias)
+            arguments.check_same("bias", "a number for each row", bias.shape, table.shape[:1])
+        arguments.set_fields(
+            self,
+            table=table,
+            bias=bias,
+            softcap=None if softcap is None else arguments.positive("softcap", softcap),
+            scale=arguments.positive("scale", scale),
+            pad_id=None if pad_id is None else arguments.int32("pad_id", pad_id),
+        )
+
+    @property
+    def _options(self) -> "OutputOptions":
+        return OutputOptions(self.table.shape[0], self.softcap, self.scale, self.pad_id)
+
+
+register_pytree(OutputLayer, "softcap", "scale", "pad_id")
+
+
+def linear_logits(x: ArrayLike, output: OutputLayer | ArrayLike | Table) -> Float[Array, "... v"]:
+    """The logits of an output layer.
+
+    Args:
+        x: [..., d], a floating dtype.
+        output: an `OutputLayer`, or the table of one without other settings, [vocab_size, d].
+
+    Returns:
+        [..., vocab_size], summed and returned in float32 (float64 if x or the table is). A sharded
+        table pads the vocabulary: see `sharding.Sharded`.
+
+    Raises:
+        TypeError: x does not have a floating dtype of 16 bits or more.
+        ValueError: the width of the table is not that of x.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> te.linear_logits([1.0, 1.0], jnp.array([[1.0, 2.0], [3.0, 4.0]])).tolist()
+        [3.0, 7.0]
+
+        >>> output = te.OutputLayer(jnp.array([[0.5], [1.0]]), pad_id=0)
+        >>> jax.nn.softmax(te.linear_logits([-1.0], output)).tolist()
+        [0.0, 1.0]
+    """
+    return _logits(*as_output_layer(x, output))
 
 
 class OutputOptions(NamedTuple):
-    """The arguments of an output layer that are static."""
+    """What is static of an output layer."""
 
     vocab_size: int
     softcap: float | None
@@ -104,27 +155,16 @@ class OutputOptions(NamedTuple):
 
 
 def as_output_layer(
-    x: ArrayLike,
-    table: ArrayLike | Table,
-    bias: ArrayLike | None,
-    softcap: float | None,
-    scale: float,
-    pad_id: int | None,
-) -> tuple[Array, Any, Array | None, OutputOptions]:
-    """The arguments of `linear_logits`: arrays that fit each other, and the static options."""
-    table, x = as_table("table", table), arguments.as_floats("x", x)
-    vocab_size, width = table.shape
-    arguments.check_same("x", "a last axis of the table's width", x.shape[-1:], (width,))
-    if bias is not None:
-        bias = arguments.as_floats("bias", bias)
-        arguments.check_same("bias", "a number for each row", bias.shape, (vocab_size,))
-    options = OutputOptions(
-        vocab_size,
-        None if softcap is None else arguments.positive("softcap", softcap),
-        arguments.positive("scale", scale),
-        None if pad_id is None else arguments.int32("pad_id", pad_id),
+    x: ArrayLike, output: OutputLayer | ArrayLike | Table
+) -> tuple[Array, OutputLayer]:
+    """The arguments of `linear_logits`, which fit each other."""
+    x = arguments.as_floats("x", x)
+    # Made again, because a tree's leaves may have been replaced by any others.
+    output = OutputLayer(**vars(output)) if isinstance(output, OutputLayer) else OutputLayer(output)
+    arguments.check_same(
+        "x", "a last axis of the table's width", x.shape[-1:], output.table.shape[1:]
     )
-    return x, table, bias, options
+    return x, output
 
 
 class RowLogits(NamedTuple):
@@ -178,23 +218,20 @@ def row_logits(
     return RowLogits(unscaled, factor, ids, is_inside)
 
 
-@compiled(0, 1)
-def _logits(
-    split: OutputSplit,
-    options: OutputOptions,
-    x: Float[Array, "... d"],
-    table: Float[Array, "v d"],
-    bias: Array | None,
-) -> Float[Array, "... v"]:
-    """`linear_logits` of an array, which is padded if it is longer than the vocabulary."""
+@compiled()
+def _logits(x: Float[Array, "... d"], output: OutputLayer) -> Float[Array, "... v"]:
+    """`linear_logits` of arrays; of a `Table` with its padding."""
+    table, split = output.table, ON_ONE_DEVICE
+    if isinstance(table, Table):
+        table, split = table._output_split(x)
 
     def multiply(x, shard, bias):
         x, rows = all_gather(x, split.gathered), split.exchange(shard, 0, 1)
-        of_rows = row_logits(options, split, x, rows, bias)
+        of_rows = row_logits(output._options, split, x, rows, bias)
         logits = of_rows.factor * of_rows.unscaled
         # Half of the lowest number: a bias on top of it does not overflow to -inf.
         return jnp.where(of_rows.is_inside, logits, jnp.finfo(logits.dtype).min / 2)
 
     of_logits = PartitionSpec(*split.tokens, split.vocabulary)
     multiply_all = split.map(multiply, split.specs(), of_logits)
-    return multiply_all(x, table, split.bias(bias, table.shape[0]))
+    return multiply_all(x, table, split.bias(output.bias, table.shape[0]))
