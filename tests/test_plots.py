@@ -150,6 +150,7 @@ def test_without_matplotlib_it_is_named_and_the_package_works(tmp_path):
     assert others == ["[[ True]]", "2 []"]
     assert run.stderr.startswith("transformer-embed: error: ")
     assert "matplotlib" in run.stderr
+    assert "; pip install '.[plots]' installs it" in run.stderr
 
 
 # plot_encoding

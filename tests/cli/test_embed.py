@@ -189,6 +189,12 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(
     for place in ("missing/x", "file/x", "folder", "x" * 300):
         out = tmp_path / f"{place}{suffix}"
         assert f"cannot write {out}: " in fails(command, text_file, "--out", out, *flags)
+    loop = tmp_path / f"loop{suffix}"
+    loop.symlink_to(loop)
+    assert f"cannot write {loop}: it is not a reg" in fails(
+        command, text_file, "--out", loop, *flags
+    )
+    loop.unlink()
     for name in ("x.txt", suffix[1:]):
         out = tmp_path / name
         wanted = f"--out: wanted a name that ends in {suffix}, got '{out}'"

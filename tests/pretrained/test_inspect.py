@@ -51,6 +51,15 @@ def test_inspect_prints_what_is_found(tmp_path, name, start):
     assert [eval(line, known) for line in printed] == wanted
 
 
+def test_inspect_counts_what_stands_beside_the_layer(tmp_path):
+    params = drawn(te.Embedder(te.EmbedderConfig(9, 4)).init)
+    params |= {f"decoder/block_{n}": {"w": np.ones(4, np.float32)} for n in range(3)}
+    save_embedder(tmp_path / "x.safetensors", te.EmbedderConfig(9, 4), params)
+    out = run("inspect", tmp_path / "x.safetensors")[1]
+    assert "block" not in out
+    assert out.endswith("beside the layer\n  3 parameters\n")
+
+
 def test_inspect_names_layers_that_are_not_rotated(tmp_path):
     table(tmp_path, {"model_type": "cohere2", "rope_theta": 70.0})
     assert run("inspect", tmp_path)[1].endswith(

@@ -74,8 +74,9 @@ def writable(name: str, suffixes: Sequence[str], *inputs: str | None) -> pathlib
             read = [file for file in inputs if file and os.path.exists(file)]
             if any(map(path.samefile, read)):
                 raise UserError(f"cannot write {name}: it is also read; name another file")
-            if not path.is_file():
-                raise UserError(f"cannot write {name}: it is not a regular file; name a file")
+        # `realpath` leaves a loop of links as a link, of which `exists` says that it is not there.
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise UserError(f"cannot write {name}: it is not a regular file; name a file")
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except (OSError, ValueError) as error:

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 
 from transformer_embed._src.arguments import shown
+from transformer_embed._src.layers.embedder import ROOT
 from transformer_embed._src.pretrained import rope
+from transformer_embed._src.pretrained.architecture import BIAS
 from transformer_embed._src.pretrained.parameters import by_path
 from transformer_embed.cli.checkpoint import add_checkpoint_flags, read_checkpoint
 
@@ -38,9 +40,16 @@ def run(args: argparse.Namespace) -> None:
     found = read_checkpoint(args.checkpoint, args)
     print(f"layer\n  te.TransformerEmbedding({_code(found.config)})")
     params = by_path(found.params)
-    for name, tensor in sorted((found.names or {}).items()):
+    names = found.names or {}
+    # A whole model may stand beside its input layer.
+    own = {name for name in names if name.startswith(ROOT) or name == BIAS}
+    for name, tensor in sorted(names.items()):
+        if name not in own:
+            continue
         array = params[name]
         print(f"{shown(name)}\n  {array.dtype}{list(array.shape)}, from {shown(tensor)}")
+    if len(own) < len(names):
+        print(f"beside the layer\n  {len(names) - len(own)} parameters")
     for layer, options in rope.by_layer(found.rotary or {}).items():
         call = "not rotated"
         if options is not None:

@@ -105,7 +105,9 @@ def run(args: argparse.Namespace) -> None:
             figure.suptitle(title, wrap=True)
             kind = pathlib.Path(args.out).suffix[1:]
             write_whole(out, lambda file: figure.savefig(file, format=kind))
-    except (ImportError, ValueError, UserWarning) as error:
+    except ImportError as error:
+        raise UserError(f"{error}; pip install '.[plots]' installs it") from error
+    except (ValueError, UserWarning) as error:
         raise UserError(str(error)) from error
     print(f"{args.out}: {title}")
 

@@ -104,7 +104,7 @@ def shard_params(
     if not isinstance(batch_axes, tuple | None) or not all(i in axes for i in batch_axes or ()):
         want = f"a tuple of axes of the mesh, {axes}, or None"
         raise arguments.value_error("batch_axes", want, repr(batch_axes))
-    arguments.integer("virtual_shards", virtual_shards, at_least=2, at_most=2**20)
+    virtual_shards = arguments.integer("virtual_shards", virtual_shards, at_least=2, at_most=2**20)
     if virtual_shards.bit_count() != 1:
         raise arguments.value_error("virtual_shards", "a power of two", virtual_shards)
     capacity = arguments.positive("capacity", capacity)
