@@ -1,0 +1,321 @@
+"""How well small models learn from different starts, that is, tables drawn at different sizes.
+
+Each row is a kind of config, each column a start: the score at the best of the rates, a mean over
+seeds, and the first loss in parentheses. The score is the loss on held-out text, or on new rows of
+the tasks that are drawn: `copy` (the token three places back) and `masked` (masked tokens of two
+arithmetic progressions a row, in a model like BERT). All runs of a width are one program, since
+what differs between them is an array.
+
+Usage: python tests/benchmarks/learning.py [--tasks text copy] [--widths 64 256] [--json FILE]
+`text` needs `pip install tokenizers`; `nnx.Embed` needs Flax. On two CPU cores, one task of width 64
+with --seeds 1 takes some minutes; a GPU runs all of them in five.
+"""
+
+import functools
+import json
+import math
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from harness import markdown_table, parser_of
+
+import transformer_embed as te
+
+NUM_LAYERS, HEAD_DIM = 2, 64
+HELD_OUT_BATCHES = 16
+RUNS_AT_ONCE = {64: 64, 256: 64, 1024: 16}
+
+
+class Task(NamedTuple):
+    """What is learned, and by which model."""
+
+    steps: int
+    vocab_size: int
+    length: int
+    batch_size: int
+    schemes: tuple[str, ...]
+    is_bert: bool = False
+
+
+TASKS = {
+    "text": Task(300, 4096, 128, 16, ("rotary", "sinusoidal", "learned")),
+    "bytes": Task(300, 256, 128, 16, ("rotary", "sinusoidal")),
+    "copy": Task(400, 64, 32, 32, ("sinusoidal", "learned")),
+    "masked": Task(600, 41, 32, 32, ("learned",), is_bert=True),
+}
+
+
+class Run(NamedTuple):
+    """What differs between the runs of a program; each an array."""
+
+    tokens: Any
+    added: Any
+    output: Any
+    multiplier: Any
+    tied: Any
+    rotary: Any
+    sinusoidal: Any
+    learned: Any
+    rate: Any
+    decay: Any
+    seed: Any
+
+
+def config_of(task: Task, width: int, scheme: str, tied: bool, scale: bool) -> te.EmbedderConfig:
+    schemes = {"learned": te.Learned(max_len=task.length), "sinusoidal": te.Sinusoidal()}
+    return te.EmbedderConfig(
+        task.vocab_size,
+        width,
+        schemes.get(scheme),
+        scale=scale,
+        num_token_types=2 if task.is_bert else None,
+        layer_norm_eps=1e-6 if task.is_bert else None,
+        output=te.OutputConfig(tied=tied),
+    )
+
+
+def stddev_in(make_module: Any, task: Task, width: int) -> float:
+    """The standard deviation of a table that another library draws."""
+    return float(np.std(make_module(task.vocab_size, width)))
+
+
+def haiku_table(vocab_size: int, width: int) -> jax.Array:
+    embed = hk.transform(lambda ids: hk.Embed(vocab_size, width)(ids))
+    return embed.init(jax.random.key(0), jnp.zeros(1, int))["embed"]["embeddings"]
+
+
+def flax_table(vocab_size: int, width: int) -> jax.Array:
+    from flax import nnx  # noqa: PLC0415
+
+    return nnx.Embed(vocab_size, width, rngs=nnx.Rngs(0)).embedding[...]
+
+
+def starts_of(task: Task, width: int, config: te.EmbedderConfig) -> Mapping[str, tuple]:
+    """The standard deviations of each start: tokens, positions and types, the output layer's."""
+    ours, unit = config.stddevs, width**-0.5
+    flax, haiku = (stddev_in(make, task, width) for make in (flax_table, haiku_table))
+    return {
+        "this package": ours,
+        "tokens / 2": (ours.tokens / 2, ours.added / 2, ours.output),
+        "tokens * 2": (ours.tokens * 2, ours.added * 2, ours.output),
+        "tokens of size 1": (1 / config.factor, 0.02, unit),
+        "0.02 (transformers)": (0.02, 0.02, 0.02),
+        "`nnx.Embed`": (flax, flax, flax),
+        "`hk.Embed`": (haiku, haiku, unit),
+    }
+
+
+def draw(task: Task, width: int, run: Run) -> dict[str, Any]:
+    """The parameters, those of the layers alike for all starts of a seed."""
+    keys = iter(jax.random.split(jax.random.key(run.seed), 4 + 4 * NUM_LAYERS))
+
+    def normal(stddev, *shape):
+        return stddev * jax.random.normal(next(keys), shape)
+
+    unit, depth = width**-0.5, math.sqrt(2 * NUM_LAYERS)
+    return {
+        "tokens": normal(run.tokens, task.vocab_size, width),
+        "output": normal(run.output, task.vocab_size, width),
+        "positions": normal(run.added, task.length, width),
+        "types": normal(run.added, 2, width),
+        "norms": jnp.ones([2 * NUM_LAYERS + 2, width]),
+        "layers": [
+            {
+                "heads": normal(unit, width, 3 * width),
+                "out": normal(unit / depth, width, width),
+                "up": normal(unit, width, 4 * width),
+                "down": normal(unit / 2 / depth, 4 * width, width),
+            }
+            for _ in range(NUM_LAYERS)
+        ],
+    }
+
+
+def norm(x: jax.Array, gain: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * gain
+
+
+def hidden(task: Task, is_post_norm: bool, params: Any, run: Run, batch: Any) -> jax.Array:
+    """A Transformer's hidden states: causal, or BERT's with a norm on its embeddings."""
+    ids, norms = batch["ids"], iter(params["norms"])
+    width, positions = params["tokens"].shape[1], jnp.arange(ids.shape[1])
+    x = run.multiplier * params["tokens"][ids]
+    x += run.sinusoidal * te.sinusoidal_encoding(positions, width)
+    x += run.learned * params["positions"]
+    first = next(norms)
+    if task.is_bert:
+        x = norm(x + params["types"][batch["types"]], first)
+    for layer in params["layers"]:
+        before, after = next(norms), next(norms)
+        y = x if is_post_norm else norm(x, before)
+        heads = (y @ layer["heads"]).reshape(*ids.shape, -1, min(HEAD_DIM, width // 2))
+        # Positions of zero rotate by nothing.
+        angles = positions * run.rotary.astype(int)
+        query, key, value = jnp.split(heads, 3, axis=2)
+        query, key = te.apply_rotary(query, angles), te.apply_rotary(key, angles)
+        y = jax.nn.dot_product_attention(query, key, value, is_causal=not task.is_bert)
+        x = x + y.reshape(x.shape) @ layer["out"]
+        x, y = (norm(x, before),) * 2 if is_post_norm else (x, norm(x, after))
+        x = x + jax.nn.gelu(y @ layer["up"]) @ layer["down"]
+        x = norm(x, after) if is_post_norm else x
+    return x if is_post_norm else norm(x, next(norms))
+
+
+def loss_of(task: Task, is_post_norm: bool, params: Any, run: Run, batch: Any) -> jax.Array:
+    x = hidden(task, is_post_norm, params, run, batch)
+    table = jnp.where(run.tied, params["tokens"], params["output"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(x @ table.T, batch["labels"])
+    return jnp.sum(losses * batch["mask"]) / jnp.sum(batch["mask"])
+
+
+def batch_of(name: str, task: Task, data: jax.Array, key: jax.Array) -> dict[str, jax.Array]:
+    shape = task.batch_size, task.length
+    if name == "copy":
+        ids = jax.random.randint(key, shape, 0, task.vocab_size)
+        mask = jnp.broadcast_to(jnp.arange(task.length) >= 3, shape)
+        return {"ids": ids, "labels": jnp.roll(ids, 3, 1), "mask": mask}
+    if name == "masked":
+        of_rows, of_mask = jax.random.split(key)
+        masked = task.vocab_size - 1
+        start, step = jax.random.randint(of_rows, (2, task.batch_size, 2, 1), 0, masked)
+        ids = ((start + step * jnp.arange(task.length // 2)) % masked).reshape(shape)
+        mask = jax.random.bernoulli(of_mask, 0.15, shape)
+        types = jnp.broadcast_to(jnp.arange(task.length) // (task.length // 2), shape)
+        return {"ids": jnp.where(mask, masked, ids), "labels": ids, "mask": mask, "types": types}
+    starts = jax.random.randint(key, shape[:1], 0, len(data) - task.length)
+    ids = data[starts[:, None] + jnp.arange(task.length + 1)]
+    return {"ids": ids[:, :-1], "labels": ids[:, 1:], "mask": jnp.ones(shape, bool)}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def train(
+    name: str, task: Task, width: int, is_post_norm: bool, runs: Run, data: Any, held_out: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The first and the last loss of each run, the last one on what was not trained on."""
+    adam = optax.scale_by_adam(b2=0.98)
+    rates = optax.warmup_cosine_decay_schedule(0.0, 1.0, task.steps // 10, task.steps, 0.1)
+
+    def of_run(run):
+        def loss(params, data, key, n):
+            batch = batch_of(name, task, data, jax.random.fold_in(key, n))
+            return loss_of(task, is_post_norm, params, run, batch)
+
+        def step(carry, n):
+            params, state = carry
+            key = jax.random.key(run.seed + 1000)
+            value, gradient = jax.value_and_grad(loss)(params, data, key, n)
+            updates, state = adam.update(gradient, state, params)
+            rate = run.rate * rates(n)
+            params = jax.tree.map(lambda p, u: p - rate * (u + run.decay * p), params, updates)
+            return (params, state), value
+
+        params = draw(task, width, run)
+        steps = jnp.arange(task.steps)
+        (params, _), curve = jax.lax.scan(step, (params, adam.init(params)), steps)
+
+        def score(n):
+            return loss(params, held_out, jax.random.key(99), n)
+
+        return curve[0], jax.lax.map(score, jnp.arange(HELD_OUT_BATCHES)).mean()
+
+    return jax.vmap(of_run)(runs)
+
+
+def text_of(name: str, task: Task) -> tuple[jax.Array, jax.Array]:
+    """The ids of Python's standard library, and those of its last 5 %, held out."""
+    if name in ("copy", "masked"):
+        return (jnp.zeros(1, int),) * 2
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
+    if name == "bytes":
+        ids = np.frombuffer(text, np.uint8).astype(np.int32)
+    else:
+        import tokenizers  # noqa: PLC0415
+
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+        by_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.pre_tokenizer = by_bytes
+        lines = text.decode("utf-8", "ignore").splitlines(keepends=True)
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=task.vocab_size, initial_alphabet=by_bytes.alphabet(), show_progress=False
+        )
+        tokenizer.train_from_iterator(lines, trainer)
+        ids = np.concatenate([np.array(each.ids, int) for each in tokenizer.encode_batch(lines)])
+    held_out = len(ids) // 20
+    return jnp.asarray(ids[:-held_out]), jnp.asarray(ids[-held_out:])
+
+
+def measure(name: str, width: int, options: Any) -> list[dict[str, Any]]:
+    """A record for each run of a task at a width."""
+    task = TASKS[name]._replace(**({"steps": options.steps} if options.steps else {}))
+    records, runs = [], []
+    for scheme in options.schemes or task.schemes:
+        for tied, scale in ((True, True), (True, False), (False, True), (False, False)):
+            config = config_of(task, width, scheme, tied, scale)
+            kind = f"{'tied' if tied else 'untied'}, `scale={scale}`, {scheme}"
+            for start, stddevs in starts_of(task, width, config).items():
+                for rate in options.rates:
+                    for seed in range(options.seeds):
+                        found = {"task": name, "width": width, "kind": kind, "start": start}
+                        records.append(found | {"rate": rate, "seed": seed})
+                        schemes = [scheme == each for each in Run._fields[5:8]]
+                        fields = [config.factor, tied, *schemes, rate, options.decay, seed]
+                        runs.append(Run(*stddevs, *fields))
+    data, held_out = text_of(name, task)
+    at_once = RUNS_AT_ONCE.get(width, 16)
+    # The last block is filled up, so that all are one program.
+    blocks = [np.arange(n, n + at_once) % len(runs) for n in range(0, len(runs), at_once)]
+    for block in blocks:
+        batch = jax.tree.map(lambda *leaves: jnp.asarray(leaves), *[runs[n] for n in block])
+        found = train(name, task, width, options.post_norm, batch, data, held_out)
+        for n, first, last in zip(block, *map(np.asarray, found), strict=True):
+            records[n] |= {"first": float(first), "last": float(last)}
+    return records
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """A row for each kind, a column for each start, the best rate's mean over seeds."""
+    kinds, starts, rates = (
+        dict.fromkeys(r[key] for r in records) for key in ("kind", "start", "rate")
+    )
+
+    def cell(kind, start):
+        of_start = [r for r in records if (r["kind"], r["start"]) == (kind, start)]
+        means = [np.mean([r["last"] for r in of_start if r["rate"] == rate]) for rate in rates]
+        return f"{min(means):.3f} ({np.mean([r['first'] for r in of_start]):.1f})"
+
+    rows = [[kind, *(cell(kind, start) for start in starts)] for kind in kinds]
+    return markdown_table(["", *starts], rows)
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--widths", nargs="+", type=int, default=[64, 256])
+    parser.add_argument("--schemes", nargs="+", help="of positions (default: the task's)")
+    parser.add_argument("--rates", nargs="+", type=float, default=[1e-3, 3e-3])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="of each run (default: the task's)")
+    parser.add_argument("--decay", type=float, default=0.0, help="weight decay")
+    parser.add_argument("--post-norm", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add a line for each run to FILE")
+    options = parser.parse_args()
+    for name in options.tasks:
+        for width in options.widths:
+            records = measure(name, width, options)
+            guess = math.log(TASKS[name].vocab_size)
+            print(f"\n## {name}, width {width}, log(vocab_size) = {guess:.2f}\n\n{table(records)}")
+            if options.json:
+                with options.json.open("a", encoding="utf-8") as file:
+                    file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+if __name__ == "__main__":
+    main()
