@@ -3,10 +3,12 @@ the project that it names."""
 
 import functools
 import itertools
+import math
 import re
 from pathlib import Path
 
 import haiku as hk
+import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
@@ -463,6 +465,28 @@ def test_what_is_equal_to_the_bit(name):
     equal(ours(), expected)
 
 
+# --- Starts
+
+WIDE = 64
+STARTS = {
+    # transformers: initializer_range of the configs; gemma's init_input_embeddings.
+    "BERT, GPT-2, Llama, EasyDeL": (0.02, 0.02),
+    "Gemma": (0.01, 0.01),
+    # variance_scaling of 1 by the fan of a row.
+    "`nnx.Embed`, axlearn": (WIDE**-0.5, math.sqrt(1 / WIDE)),
+    "`hk.Embed`, Equinox, MaxText, T5": (1.0, 1.0),
+    "Levanter": (1 / WIDE, 1 / WIDE),
+}
+
+
+@every(STARTS)
+def test_starts(name):
+    init_stddev, expected = STARTS[name]
+    config = te.EmbedderConfig(2000, WIDE, None, init_stddev=init_stddev)
+    (leaves,) = te.Embedder(config).init(jax.random.key(0)).values()
+    near(np.std(leaves["embeddings"]), expected, 0, 0.01)
+
+
 # --- Output layers and their loss
 
 RANDOM = np.random.default_rng(0)
@@ -568,7 +592,18 @@ def test_losses(name):
 
 
 PAGE = Path(__file__).parents[1] / "notebooks" / "conventions.md"
-LISTS = [SINUSOIDS, GRIDS, ROTARY, PUBLISHED, BIASES, MASKS, EQUAL, OUTPUTS, LOSSES_OF_PROJECTS]
+LISTS = [
+    SINUSOIDS,
+    GRIDS,
+    ROTARY,
+    PUBLISHED,
+    BIASES,
+    MASKS,
+    EQUAL,
+    STARTS,
+    OUTPUTS,
+    LOSSES_OF_PROJECTS,
+]
 
 
 def test_each_row_of_the_page_has_its_test():

@@ -313,20 +313,6 @@ def test_16_bit_results_are_rounded_once():
     equal(pair.apply(params, None), want.astype(jnp.bfloat16))
 
 
-# --- Token embeddings.
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scale", [True, False])
-def test_default_outputs_have_unit_variance(scale):
-    pair = hk.transform(lambda: te.TokenEmbedding(500, 256, scale=scale)(np.arange(500)))
-    outputs = np.asarray(pair.apply(pair.init(KEY), None), np.float64)
-    # Five deviations of the mean of n = 128,000 normal samples, n**-0.5, and of the variance,
-    # (2 / n)**0.5.
-    near(outputs.mean(), 0, atol=0.0139)
-    near(outputs.var(), 1, atol=0.0197)
-
-
 # --- Positions.
 
 

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import math
 import numbers
 import reprlib
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -62,6 +64,14 @@ class OutputConfig:
         )
 
 
+class Stddevs(NamedTuple):
+    """The standard deviations with which tables are drawn."""
+
+    tokens: float
+    added: float  # learned positions and token types
+    output: float  # an output layer's own table
+
+
 @dataclasses.dataclass(frozen=True)
 class EmbedderConfig:
     """Describes an input layer, for `Embedder` and `TransformerEmbedding`.
@@ -99,6 +109,16 @@ class EmbedderConfig:
         output: the output layer. None: there is none, and asking for it raises an error. A str of
             two words or more: the error has this reason; `load_embedder` gives one where
             `OutputConfig` cannot describe the output layer or the file has none.
+        init_stddev: standard deviation of all tables when they are drawn, a number above 0 (0.02 in
+            BERT, GPT-2 and Llama, where it is called initializer_range). None: chosen so that
+            training starts well. With the factors m of `scale` and o of `output.scale`, and w =
+            table_width, it is s = 1 / (2 * m) for tokens, so that they enter at half of unit size.
+            If the output layer is tied, s is at most 1 / (o * sqrt(w)) and 2 / sqrt(o * w * m), or
+            8 / (o * w) if there is a layer norm, so that a token does not predict itself. It is m *
+            s / 2 for learned positions and token types, half the size of the tokens beside them,
+            and 1 / (2 * o * sqrt(w)) for an output layer's own table.
+            Before training, the loss is then about log(vocab_size). The page Performance has the
+            measurements.
 
     Raises:
         ValueError: a field is out of range.
@@ -123,6 +143,7 @@ class EmbedderConfig:
     param_dtype: DTypeLike = jnp.float32
     dtype: DTypeLike | None = None
     output: OutputConfig | str | None = OutputConfig()
+    init_stddev: float | None = None
 
     def __post_init__(self):
         arguments.convert_fields(
@@ -139,6 +160,7 @@ class EmbedderConfig:
             lookup_style=functools.partial(arguments.choice, choices=LOOKUP_STYLES),
             param_dtype=arguments.floating_dtype,
             dtype=arguments.floating_dtype,
+            init_stddev=arguments.positive,
         )
         want = "an OutputConfig, a str, or None"
         arguments.instance("output", self.output, OutputConfig | str | None, want)
@@ -159,6 +181,31 @@ class EmbedderConfig:
     def table_width(self) -> int:
         """The width of the tables, and of the input of the output layer."""
         return self.d_model if self.embedding_width is None else self.embedding_width
+
+    @property
+    def factor(self) -> float:
+        """The number that token rows are multiplied by."""
+        # A scale of False is a factor of 1.
+        return math.sqrt(self.table_width) if self.scale is True else self.scale or 1.0
+
+    @property
+    def stddevs(self) -> Stddevs:
+        """The standard deviations with which tables are drawn; see `init_stddev`."""
+        if self.init_stddev is not None:
+            return Stddevs(self.init_stddev, self.init_stddev, self.init_stddev)
+        output = self.output if isinstance(self.output, OutputConfig) else OutputConfig(tied=False)
+        # From an x of unit variance, a table of this size makes logits of unit variance.
+        unit_logits = 1 / (output.scale * math.sqrt(self.table_width))
+        tokens = 0.5 / self.factor
+        if output.tied:
+            # A token first predicts itself. Beside noise of size 1, its own logit is at most
+            # output.scale * factor * width * tokens**2, which the last bound keeps below 4; behind
+            # a norm it is output.scale * width * tokens / sqrt(2), kept below 6.
+            own = output.scale * self.table_width
+            has_norm = self.layer_norm_eps is not None
+            most = 8 / own if has_norm else 2 / math.sqrt(own * self.factor)
+            tokens = min(tokens, unit_logits, most)
+        return Stddevs(tokens, self.factor * tokens / 2, unit_logits / 2)
 
 
 def _as_scale(name: str, scale: bool | float) -> bool | float:

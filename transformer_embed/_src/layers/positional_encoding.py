@@ -36,7 +36,7 @@ class PositionalEncoding(hk.Module):
             ones; see `lookup`. (A length beyond the table is an error, because it is known while
             tracing.)
         w_init: initialiser of learned positions. None: normal with standard deviation 0.02, as in
-            BERT and GPT-2.
+            BERT and GPT-2. (`TransformerEmbedding` draws them as its config says.)
         param_dtype: of learned positions.
         name: of the module. None: `learned_positional_encoding` or `positional_encoding`.
 

@@ -1,6 +1,5 @@
 """Token ids as rows of a table, and the output layer over it."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -34,8 +33,8 @@ class TokenEmbedding(hk.Module):
         out_of_range: `"nan"`, `"clip"` or `"zero"`; see `lookup`.
         lookup_style: `"gather"` or `"one_hot"`; see `lookup`.
         output: the output layer; see `EmbedderConfig`.
-        w_init: initialiser of the table. None: normal, scaled so that the module's outputs have
-            unit variance.
+        init_stddev: standard deviation of the tables when they are drawn; see `EmbedderConfig`.
+        w_init: initialiser of the token table. None: normal, as init_stddev says.
         param_dtype: of the parameters.
         dtype: of the result. None: the dtype of the table, after a Haiku mixed-precision policy has
             cast it.
@@ -67,6 +66,7 @@ class TokenEmbedding(hk.Module):
         out_of_range: str = "nan",
         lookup_style: str = "gather",
         output: OutputConfig | str | None = OutputConfig(),
+        init_stddev: float | None = None,
         w_init: Initializer | None = None,
         param_dtype: DTypeLike = jnp.float32,
         dtype: DTypeLike | None = None,
@@ -85,12 +85,10 @@ class TokenEmbedding(hk.Module):
             param_dtype=param_dtype,
             dtype=dtype,
             output=output,
+            init_stddev=init_stddev,
         )
-        scale = self.config.scale
-        # A scale of False is a factor of 1.
-        self.factor = math.sqrt(self.config.d_model) if scale is True else scale or 1.0
-        # Scaled rows then have unit variance.
-        self.w_init = as_initializer(w_init, hk.initializers.RandomNormal(stddev=1 / self.factor))
+        normal = hk.initializers.RandomNormal(self.config.stddevs.tokens)
+        self.w_init = as_initializer(w_init, normal)
 
     def __call__(self, ids: ArrayLike) -> Float[Array, "... d"]:
         """Embeds ids [...], integers, as [..., d_model] of `dtype`."""
@@ -100,8 +98,7 @@ class TokenEmbedding(hk.Module):
     def output(self) -> OutputLayer:
         """The output layer of the config, for `linear_logits` and the losses."""
         width = self.config.d_model
-        # From an x of unit variance, logits of unit variance.
-        of_output = hk.initializers.RandomNormal(stddev=1 / math.sqrt(width))
+        of_output = hk.initializers.RandomNormal(self.config.stddevs.output)
         # Functions, because hk.get_parameter makes a parameter that this layer may not have.
         parameters = {
             "embeddings": self._table,
@@ -114,7 +111,7 @@ class TokenEmbedding(hk.Module):
         """The scaled rows in float32 or wider, and the dtype of the table."""
         config, table = self.config, as_table("table", self._table())
         rows = look_up(table, ids, config.pad_id, config.out_of_range, config.lookup_style)
-        return arguments.widened(rows) * self.factor, table.dtype
+        return arguments.widened(rows) * config.factor, table.dtype
 
     def _table(self) -> Any:
         return self._parameter("embeddings", self.w_init, self.config.d_model)

@@ -96,8 +96,15 @@ class TransformerEmbedding(hk.Module):
             param_dtype=config.param_dtype,
         )
         self.tokens = embedding(
-            config.vocab_size, scale=config.scale, pad_id=config.pad_id, output=config.output
+            config.vocab_size,
+            scale=config.scale,
+            pad_id=config.pad_id,
+            output=config.output,
+            init_stddev=config.init_stddev,
+            # Only this config knows of the norm.
+            w_init=hk.initializers.RandomNormal(config.stddevs.tokens),
         )
+        added = hk.initializers.RandomNormal(config.stddevs.added)
         self.encoding = self.token_types = self.norm = self.widen = None
         if config.scheme is not None:
             # Only its encodings are used: dropout comes after the norm.
@@ -105,14 +112,14 @@ class TransformerEmbedding(hk.Module):
                 config.scheme,
                 config.table_width,
                 out_of_range=config.out_of_range,
+                w_init=None if config.scheme.max_len is None else added,
                 param_dtype=config.param_dtype,
             )
         if config.num_token_types is not None:
             self.token_types = embedding(
                 config.num_token_types,
                 scale=False,
-                # As in BERT.
-                w_init=hk.initializers.RandomNormal(stddev=0.02),
+                w_init=added,
                 name="token_type_embedding",
             )
         if config.layer_norm_eps is not None:

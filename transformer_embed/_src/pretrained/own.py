@@ -59,6 +59,8 @@ KINDS = {
     kind.__name__: kind
     for kind in (OutputConfig, *typing.get_args(Scheme), *typing.get_args(Scaling))
 }
+# Its name in files of older versions.
+KINDS["OutputLayer"] = OutputConfig
 
 
 def save_embedder(
