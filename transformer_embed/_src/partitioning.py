@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +23,41 @@ def spec_axes(spec: PartitionSpec, ndim: int) -> list[Axes]:
 def is_explicit(mesh: Any) -> bool:
     """Whether types say how arrays are split over some axes of a mesh."""
     return AxisType.Explicit in mesh.axis_types
+
+
+def free_axes(mesh: Any) -> Axes:
+    """The axes of a mesh, without those of somebody's shard_map around this call.
+
+    An array here is one device's along those: no other device can be reached by its type.
+    """
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(axis for axis, kind in kinds if kind != AxisType.Manual)
+
+
+def mesh_here(mesh: Any) -> Any:
+    """A mesh as it is here: inside somebody's shard_map, its type says which axes are free."""
+    here = jax.sharding.get_abstract_mesh()
+    if here.axis_names != mesh.axis_names or not here.manual_axes:
+        return mesh
+    return here
+
+
+def on_each_device(mesh: Any, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """The function, run on each device along the free axes of a mesh.
+
+    Types say what varies along each axis, those of somebody's shard_map too: jax then sums
+    gradients over devices where an array is shared, and nowhere else.
+    """
+    free = frozenset(free_axes(mesh))
+    if not free:
+        return function
+    if len(free) < len(mesh.axis_names):
+        # What a shard_map inside another one keeps for its gradient gets a wrong spec from jax,
+        # unless it is an argument.
+        function = jax.checkpoint(function)
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=free
+    )
 
 
 def array_axes(mesh: Any, batch: Axes, array: Array, batch_dimensions: int) -> list[Axes]:
@@ -55,6 +90,15 @@ def varying_axes(array: Any) -> frozenset[str]:
     return kind.mat.varying if hasattr(kind, "mat") else kind.vma
 
 
+def varying(array: Array, axes: Iterable[str]) -> Array:
+    """Inside shard_map, the array with a type that lets it differ along these axes too.
+
+    Its gradient is summed over them here, for example before a loop and not in each of its steps.
+    """
+    others = tuple(sorted({*axes} - varying_axes(array)))
+    return jax.lax.pcast(array, others, to="varying") if others else array
+
+
 def replicated(array: Array, mesh: Any) -> Array:
     """The array, whole on every device."""
     return reshard(array, NamedSharding(mesh, PartitionSpec()))
@@ -78,6 +122,8 @@ def with_whole_rows(array: Array) -> Array:
 
 def reshard(array: Array, sharding: NamedSharding) -> Array:
     """The array with this sharding, under automatic or explicit axes, or some of each kind."""
+    if not free_axes(sharding.mesh):
+        return array
     if not is_explicit(sharding.mesh):
         return jax.lax.with_sharding_constraint(array, sharding)
     array = jax.sharding.reshard(array, _along(sharding, AxisType.Explicit))
@@ -123,9 +169,9 @@ def reduce_scatter(array: Array, axes: Sequence[Axes]) -> Array:
 class OutputSplit(NamedTuple):
     """How an output layer, the product of x with every row of a table, is split over a mesh.
 
-    Each device first receives two things. One is tokens: x is all-gathered over every axis that
-    splits its channels or the table, and over the later axes of the same dimension. The other is
-    whole rows: if the table's columns are split, an all-to-all splits its rows instead.
+    Each device receives two things. One is tokens: x is all-gathered over every axis that splits
+    its channels or the table, and over the later axes of the same dimension. The other is whole
+    rows: if the table's columns are split, an all-to-all splits its rows instead.
 
     Args:
         mesh: the devices.
@@ -157,24 +203,36 @@ class OutputSplit(NamedTuple):
 
     @property
     def gathered(self) -> list[Axes]:
-        """The axes that each dimension of x is gathered over."""
+        """The axes of the vocabulary that each dimension of x is gathered over, on each device.
+
+        The gradient of x is summed over them as it is scattered. (jax gathers x over its other
+        axes before: a device's type cannot say that what it gathered is alike on others.)
+        """
         kept = (*self.tokens, ())
-        return [axes[len(leading) :] for axes, leading in zip(self.x, kept, strict=False)]
+        rest = [axes[len(leading) :] for axes, leading in zip(self.x, kept, strict=False)]
+        in_table = self.vocabulary.__contains__
+        return [tuple(itertools.takewhile(in_table, axes)) for axes in rest]
+
+    def receive(self, x: Array, *of_tokens: Array) -> tuple[Array, ...]:
+        """The arguments of a function of `map`, without the axes that it does not gather over."""
+        if self.mesh is None:
+            return (x, *of_tokens)
+        specs = self.specs()[0], *[PartitionSpec(*self.tokens)] * len(of_tokens)
+        shardings = [NamedSharding(self.mesh, spec) for spec in specs]
+        return tuple(map(reshard, (x, *of_tokens), shardings))
 
     def specs(self) -> tuple:
         """The specs of x, of the table and of the bias."""
+        kept = (*self.tokens, ())
+        of_x = (axes + more for axes, more in zip(kept, self.gathered, strict=False))
         table = PartitionSpec(self.rows, self.columns)
-        return PartitionSpec(*self.x), table, PartitionSpec(self.vocabulary)
+        return PartitionSpec(*of_x), table, PartitionSpec(self.vocabulary)
 
     def map(self, function: Callable, in_specs, out_specs) -> Callable:
         """The function, run on each device."""
         if self.mesh is None:
             return function
-        # Unchecked: shard_map cannot infer that what comes of a gathered x is the same on devices
-        # along an axis that it was gathered over and the table is not split over.
-        return jax.shard_map(
-            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
+        return on_each_device(self.mesh, function, in_specs, out_specs)
 
     def bias(self, bias: Array | None, size: int) -> Array | None:
         """The bias of a table of this size, split as the vocabulary, with zeros for its padding."""
@@ -191,17 +249,11 @@ class OutputSplit(NamedTuple):
             return array
         return jax.lax.all_to_all(array, self.columns, split, concat, tiled=True)
 
-    def own_part(self, values: Array, summed: Axes = ()) -> Array:
-        """This device's part of gathered values, after their sum over the axes `summed`.
-
-        Devices along the other axes that they were gathered over have the same values.
-        """
-        dimensions = self.gathered[: values.ndim]
-        gathered = sum(dimensions, ())
-        values = jax.lax.psum(values, tuple(axis for axis in summed if axis not in gathered))
-        copies = tuple(axis for axis in gathered if axis not in summed)
-        # The scatter sums copies that are equal.
-        return reduce_scatter(values / devices_along(self.mesh, copies), dimensions)
+    def scatter(self, values: Array) -> Array:
+        """This device's part of gathered x, after a sum over the vocabulary."""
+        gathered = sum(self.gathered, ())
+        others = tuple(axis for axis in self.vocabulary if axis not in gathered)
+        return reduce_scatter(jax.lax.psum(values, others), self.gathered)
 
 
 ON_ONE_DEVICE = OutputSplit(None, (), (), ())

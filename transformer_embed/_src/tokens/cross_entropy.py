@@ -33,7 +33,7 @@ from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
-from transformer_embed._src.partitioning import OutputSplit, all_gather
+from transformer_embed._src.partitioning import OutputSplit, all_gather, varying, varying_axes
 from transformer_embed._src.tokens.lookup import Table
 from transformer_embed._src.tokens.losses import (
     Batch,
@@ -162,6 +162,7 @@ def _reduced_loss(
     weights = nan_outside(options, labels, weights)
     array, split = array_and_split(x, table)
     bias = split.bias(bias, array.shape[0])
+    x, labels, weights = split.receive(x, labels, weights)
     return _loss(options, split, labels, x, array, bias, weights)
 
 
@@ -191,7 +192,7 @@ def _loss_and_gradients(
     options: LossOptions, split: OutputSplit, *arrays: Any
 ) -> tuple[Array, ...]:
     """The loss, and the gradients of x, the table, the bias and the weights."""
-    of_tokens = PartitionSpec(*split.x[:-1])
+    of_tokens = PartitionSpec(*split.tokens)
     specs = (*split.specs(), of_tokens)
     run = functools.partial(_loss_on_device, options, split)
     run_all = split.map(run, (of_tokens, *specs), (PartitionSpec(), *specs))
@@ -208,12 +209,11 @@ def _loss_on_device(
     weights: Float[Array, "..."],
 ) -> tuple[Array, ...]:
     """`_loss_and_gradients` on one of the devices: what it receives, its chunks, what it sends."""
-    x, labels, weights = (all_gather(values, split.gathered) for values in (x, labels, weights))
-    rows = split.exchange(shard, 0, 1)
-    # Made from the data, so that they vary over the same mesh axes inside a user's shard_map.
-    zeros = [jnp.sum(leaf.ravel()[:1] > 0) & 0 for leaf in (x, labels, weights, rows)]
-    zero = jnp.array(sum(zeros), weights.dtype)
-    start = (zero, jnp.full(rows.shape, zero), jnp.full(rows.shape[:1], zero))
+    x, rows = all_gather(x, split.gathered), split.exchange(shard, 0, 1)
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves((labels, x, rows, bias, weights))))
+    # The sum over the vocabulary, of which the loss is made, is alike along its axes.
+    zero = varying(jnp.zeros((), weights.dtype), axes - {*split.vocabulary})
+    start = (zero, *(varying(jnp.full(n, zero), axes) for n in (rows.shape, rows.shape[:1])))
     step = functools.partial(_add_chunk, options, split, rows, bias)
     chunks = cut_into_chunks(options.chunk_size, x, labels[..., None], weights[..., None])
     sums, (of_x, of_weights) = jax.lax.scan(step, start, chunks)
@@ -221,9 +221,8 @@ def _loss_on_device(
     batch = sum(split.tokens, ())
     loss, of_rows, of_bias = (jax.lax.psum(values, batch) for values in sums)
     of_table = split.exchange(of_rows, 1, 0)
-    of_x = split.own_part(join_chunks(of_x, labels.size, x.shape), summed=split.vocabulary)
-    of_weights = split.own_part(join_chunks(of_weights, labels.size, labels.shape))
-    return loss, of_x, of_table, of_bias, of_weights
+    of_x = split.scatter(join_chunks(of_x, labels.size, x.shape))
+    return loss, of_x, of_table, of_bias, join_chunks(of_weights, labels.size, labels.shape)
 
 
 def _add_chunk(

@@ -13,8 +13,8 @@ from jaxtyping import Array, Float
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, Ids, TableArray, Vectors
 from transformer_embed._src.compiled import compiled
-from transformer_embed._src.partitioning import OutputSplit, reshard, spec_axes
-from transformer_embed._src.tokens.lookup_gradient import explicit_sharding, read_or_zero
+from transformer_embed._src.partitioning import OutputSplit, is_explicit, reshard, spec_axes
+from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 
 OUT_OF_RANGE = ("nan", "clip", "zero")
 LOOKUP_STYLES = ("gather", "one_hot")
@@ -246,13 +246,11 @@ def _replace_special_rows(
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
 def _gather(table: TableArray, ids: Ids, pad_id: int | None, out_of_range: str) -> Vectors:
     """`lookup` in a plain table."""
-    sharding = explicit_sharding(table, ids)
-    if sharding is None:
+    if is_explicit(jax.typeof(ids).sharding.mesh):
+        rows = read_or_zero(table, jnp.clip(ids, 0, table.shape[0] - 1).astype(jnp.uint32))
+    else:
         # XLA's gather clips by itself.
         rows = jnp.take(table, ids, axis=0, mode="clip")
-    else:
-        index = jnp.clip(ids, 0, table.shape[0] - 1)
-        rows = table.at[index].get(mode="promise_in_bounds", out_sharding=sharding)
     return _replace_special_rows(rows, ids, table.shape[0], pad_id, out_of_range)
 
 

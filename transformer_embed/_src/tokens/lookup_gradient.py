@@ -1,18 +1,27 @@
 """The gradient of a lookup: a read whose transpose sums the gradients of repeated rows."""
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Integer, UInt32
+from jax.sharding import PartitionSpec
+from jaxtyping import Bool, Float, UInt32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import TableArray, Vectors
-from transformer_embed._src.partitioning import is_explicit
+from transformer_embed._src.partitioning import (
+    Axes,
+    all_gather,
+    index_along,
+    on_each_device,
+    reduce_scatter,
+    spec_axes,
+)
 
 # Past the end for what has no row.
-Index = UInt32[Array, "..."]
+Index = UInt32[jax.Array, "..."]
 
 
 @jax.jit
@@ -26,36 +35,56 @@ def read_or_zero(table: TableArray, index: Index) -> Vectors:
     some 256 of them. XLA fuses the conversion into the read, so no float32 copy of the table
     exists.
     """
+    mesh = jax.typeof(index).sharding.mesh
+    by_dimension = spec_axes(jax.typeof(index).sharding.spec, index.ndim)
+    rows, columns = spec_axes(jax.typeof(table).sharding.spec, 2)
+    if any((rows, columns, *by_dimension)):
+        return read_from_shards(mesh, rows, columns, by_dimension, table, index)
     # A row's gradient is summed in this dtype, over repeats and devices.
     wide = arguments.widened(table)
-    explicit = explicit_sharding(table, index)
-    of_rows = jax.typeof(table).sharding.spec[:1]
-    is_split = any((*of_rows, *jax.typeof(index).sharding.spec))
-    # jax cannot transpose a read with it inside a user's shard_map over some of the mesh axes.
-    out_sharding = explicit if is_split else None
-
-    def read_each_repeat(table, index):
-        """A read whose transpose is a scatter-add, by atomic additions on a GPU."""
-        return table.at[index].get(mode="fill", fill_value=0, out_sharding=out_sharding)
-
     if not _can_sort_index(table, index):
-        return read_each_repeat(wide, index).astype(table.dtype)
+        return _read_each_repeat(wide, index).astype(table.dtype)
     # Without a checkpoint, the forward pass would sort the index and keep arrays of the rows' size.
     read_once = jax.checkpoint(_read_each_row_once)
-    if explicit is not None:
-        # Each device sums the repeats of its own part of the index.
-        specs = (jax.typeof(table).sharding.spec, jax.typeof(index).sharding.spec)
-        read_once = jax.shard_map(
-            read_once, mesh=explicit.mesh, in_specs=specs, out_specs=explicit.spec
-        )
-    rows = jax.lax.platform_dependent(
-        wide, index, cuda=read_once, rocm=read_once, default=read_each_repeat
+    values = jax.lax.platform_dependent(
+        wide, index, cuda=read_once, rocm=read_once, default=_read_each_repeat
     )
-    return rows.astype(table.dtype)
+    return values.astype(table.dtype)
+
+
+def read_from_shards(
+    mesh: Any,
+    rows: Axes,
+    columns: Axes,
+    by_dimension: Sequence[Axes],
+    table: TableArray,
+    index: Index,
+) -> Vectors:
+    """`read_or_zero` in a table that is split over a mesh, with these axes.
+
+    Every shard looks up all of the index, and zeros are added for the rows of the others.
+    """
+    gathered = [tuple(axis for axis in axes if axis in rows) for axes in by_dimension]
+    elsewhere = tuple(axis for axis in rows if axis not in sum(by_dimension, ()))
+
+    def read(shard, index):
+        # Unsigned, so that an index before the shard is past its end too.
+        first = jnp.uint32(index_along(rows) * len(shard))
+        values = read_or_zero(shard, all_gather(index, gathered) - first).astype(table.dtype)
+        return reduce_scatter(jax.lax.psum(values, elsewhere), gathered)
+
+    in_specs = PartitionSpec(rows, columns), PartitionSpec(*by_dimension)
+    read_all = on_each_device(mesh, read, in_specs, PartitionSpec(*by_dimension, columns))
+    return read_all(arguments.widened(table), index)
+
+
+def _read_each_repeat(table: TableArray, index: Index) -> Vectors:
+    """A read whose transpose is a scatter-add, by atomic additions on a GPU."""
+    return table.at[index].get(mode="fill", fill_value=0)
 
 
 def _can_sort_index(table: TableArray, index: Index) -> bool:
-    """Whether each device has the whole vocabulary, and its part of the index while tracing.
+    """Whether each device has its part of the index while tracing.
 
     If the compiler may split the batch over devices, a sort would gather all of it on each device.
     """
@@ -63,14 +92,9 @@ def _can_sort_index(table: TableArray, index: Index) -> bool:
     if not all(isinstance(size, int) and size for size in (index.size, table.size)):
         return False
     mesh = jax.sharding.get_abstract_mesh()
-    kinds = set(mesh.axis_types)
-    if kinds == {jax.sharding.AxisType.Explicit}:
-        # Before jax 0.10, the transpose of such a shard_map has automatic axes where explicit ones
-        # are wanted.
-        can_transpose = jax.__version_info__ >= (0, 10)
-        return can_transpose and jax.typeof(table).sharding.spec[0] is None
-    devices = jax.device_count() if mesh.empty else mesh.size
-    return devices == 1 or kinds == {jax.sharding.AxisType.Manual}
+    if mesh.empty:
+        return jax.device_count() == 1
+    return mesh.size == 1 or jax.sharding.AxisType.Auto not in mesh.axis_types
 
 
 def _read_each_row_once(table: TableArray, index: Index) -> Vectors:
@@ -97,7 +121,9 @@ def _read_each_row_once(table: TableArray, index: Index) -> Vectors:
     return rows.reshape(*index.shape, table.shape[1])
 
 
-def _sum_runs(starts: Bool[Array, "n"], rows: Float[Array, "n d"]) -> Float[Array, "n d"]:
+def _sum_runs(
+    starts: Bool[jax.Array, "n"], rows: Float[jax.Array, "n d"]
+) -> Float[jax.Array, "n d"]:
     """For each row, the sum of its run up to that row. `starts` says where runs start."""
 
     def join(left, right):
@@ -110,15 +136,3 @@ def _sum_runs(starts: Bool[Array, "n"], rows: Float[Array, "n d"]) -> Float[Arra
         )
 
     return jax.lax.associative_scan(join, (starts[:, None], rows))[1]
-
-
-def explicit_sharding(table: TableArray, ids: Integer[Array, "..."]) -> NamedSharding | None:
-    """The sharding of the rows under explicit mesh axes; None under other axes.
-
-    It is that of the ids, then that of the table's columns.
-    """
-    sharding = jax.typeof(ids).sharding
-    if not is_explicit(sharding.mesh):
-        return None
-    columns = jax.typeof(table).sharding.spec[1]
-    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, columns))

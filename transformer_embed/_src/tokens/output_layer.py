@@ -234,4 +234,4 @@ def _logits(x: Float[Array, "... d"], output: OutputLayer) -> Float[Array, "... 
 
     of_logits = PartitionSpec(*split.tokens, split.vocabulary)
     multiply_all = split.map(multiply, split.specs(), of_logits)
-    return multiply_all(x, table, split.bias(output.bias, table.shape[0]))
+    return multiply_all(*split.receive(x), table, split.bias(output.bias, table.shape[0]))

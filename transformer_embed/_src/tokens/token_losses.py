@@ -19,7 +19,13 @@ from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.attention.token_positions import of_previous_token
-from transformer_embed._src.partitioning import OutputSplit, all_gather, split_like
+from transformer_embed._src.partitioning import (
+    OutputSplit,
+    all_gather,
+    split_like,
+    varying,
+    varying_axes,
+)
 from transformer_embed._src.tokens.losses import (
     Batch,
     ChunkLosses,
@@ -45,11 +51,14 @@ def token_losses(
     x, labels, counted, weights = targets(options, batch, dtype)
     array, split = array_and_split(x, table)
     bias = split.bias(bias, array.shape[0])
-    of_tokens = PartitionSpec(*split.x[:-1])
+    received, of_labels = split.receive(x, labels)
+    of_tokens = PartitionSpec(*split.tokens)
     run = functools.partial(_on_device, options, split)
-    run_all = split.map(run, (of_tokens, *split.specs()), PartitionSpec(*split.tokens))
+    run_all = split.map(run, (of_tokens, *split.specs()), of_tokens)
     # Split as x again: over axes of the table too, along which its tokens were gathered.
-    losses, entropies = jax.tree.map(lambda a: split_like(a, x), run_all(labels, x, array, bias))
+    losses, entropies = jax.tree.map(
+        lambda a: split_like(a, x), run_all(of_labels, received, array, bias)
+    )
     losses = weighted(losses, nan_outside(options, labels, weights))
     if options.with_entropy:
         entropies = jnp.where(counted, entropies, 0)
@@ -67,12 +76,13 @@ def _on_device(
     bias: Array | None,
 ) -> tuple[Array, Array | None]:
     """Each token's loss and entropy, on one of the devices."""
-    x, labels = (all_gather(values, split.gathered) for values in (x, labels))
-    rows = split.exchange(shard, 0, 1)
+    x, rows = all_gather(x, split.gathered), split.exchange(shard, 0, 1)
     dtype = arguments.compute_dtype(x.dtype, rows.dtype)
     # These carry the gradients of the rows and the bias, so that they are summed over the chunks in
-    # the wide dtype.
+    # the wide dtype, and over devices after that.
     wide_rows, bias = jax.tree.map(lambda array: array.astype(dtype), (rows, bias))
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves((labels, x, rows, bias))))
+    x, wide_rows, bias = jax.tree.map(lambda array: varying(array, axes), (x, wide_rows, bias))
 
     # In a loop nothing can be shared with the backward pass: barriers against that would only cost.
     @functools.partial(jax.checkpoint, prevent_cse=False)

@@ -15,20 +15,14 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
-from transformer_embed._src.partitioning import (
-    all_gather,
-    index_along,
-    reduce_scatter,
-    replicated,
-)
+from transformer_embed._src.partitioning import index_along, replicated
 from transformer_embed._src.tables.rows.distinct_ids import distinct_rows
 from transformer_embed._src.tables.rows.gathered_rows import GatheredRows, as_taken
 from transformer_embed._src.tables.sharded.table_split import RowReader, TableSplit
-from transformer_embed._src.tokens.lookup_gradient import read_or_zero
+from transformer_embed._src.tokens.lookup_gradient import read_from_shards
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -36,19 +30,9 @@ def gather_from_shards(
     split: TableSplit, array: Float[Array, "m c"], ids: Int32[Array, "..."]
 ) -> Float[Array, "... d"]:
     """The row of each id, which every shard looks up; zeros are added for those of the others."""
-    by_dimension, id_axes = split.axes_of(ids)
-    gathered = [tuple(axis for axis in axes if axis in split.rows) for axes in by_dimension]
-    elsewhere = tuple(axis for axis in split.rows if axis not in id_axes)
-
-    def read(shard, ids):
-        slots = split.slots(all_gather(ids, gathered)) - index_along(split.rows) * len(shard)
-        # Unsigned, for a negative index would count from the end.
-        values = read_or_zero(shard, slots.astype(jnp.uint32)).astype(array.dtype)
-        return reduce_scatter(jax.lax.psum(values, elsewhere), gathered)
-
-    in_specs = PartitionSpec(split.rows, split.columns), PartitionSpec(*by_dimension)
-    read_all = split.map(read, in_specs, PartitionSpec(*by_dimension, split.columns))
-    return read_all(arguments.widened(array), ids)
+    by_dimension, _ = split.axes_of(ids)
+    index = split.slots(ids).astype(jnp.uint32)
+    return read_from_shards(split.mesh, split.rows, split.columns, by_dimension, array, index)
 
 
 def take_from_shards(

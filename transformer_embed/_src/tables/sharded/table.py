@@ -15,6 +15,7 @@ from transformer_embed._src import arguments
 from transformer_embed._src.partitioning import (
     OutputSplit,
     array_axes,
+    free_axes,
     on_every_device,
     reshard,
 )
@@ -90,20 +91,34 @@ class Sharded(Table):
         """That of the array."""
         return self.split.sharding
 
+    @property
+    def _split_here(self) -> TableSplit:
+        """Its split, as somebody's shard_map around this call has it."""
+        size, held = self.split.order.size, self.array.shape[0]
+        if held != size:
+            want = "all of its rows inside a shard_map, by a spec that does not split them"
+            raise arguments.value_error("table", want, f"{held} of {size}")
+        split = self.split.here()
+        if split.mesh.axis_names != free_axes(split.mesh) and jax.__version_info__ < (0, 10):
+            # Its programs wait for each other without an end.
+            want = "jax 0.10 or newer, to read a sharded table inside a shard_map"
+            raise arguments.value_error("table", want, jax.__version__)
+        return split
+
     def _gather_rows(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
         """See `Table`; split as the ids are, then as the columns are.
 
         An exchange needs ids that are split over the rows' axes; others are looked up in all
         shards.
         """
-        split = self.split
+        split = self._split_here
         by_exchange = split.order.is_striped and set(split.rows) <= set(split.axes_of(ids)[1])
         gather = gather_from_owners if by_exchange else gather_from_shards
         return gather(split, self.array, ids)
 
     def _output_split(self, x: Float[Array, "... d"]) -> tuple[Array, OutputSplit]:
         """See `Table`."""
-        split = self.split
+        split = self._split_here
         if split.order.is_striped:
             want = "rows in vocabulary order for a tied output layer: leave it out of `stripe`"
             raise arguments.type_error("table", want, "a striped table")
@@ -114,14 +129,19 @@ class Sharded(Table):
         self, ids: Int32[Array, "..."], max_rows: int
     ) -> tuple[GatheredRows, Callable[[Array], RowGradient]]:
         """See `Table`."""
-        take = take_from_owners if self.split.order.is_striped else take_from_shards
-        return take(self.split, self.array, ids, max_rows)
+        split = self._split_here
+        if split.order.is_striped and split.mesh.manual_axes:
+            # Devices along these axes would return gradients of one row apart.
+            want = "a contiguous one, to train by rows inside a shard_map over some mesh axes"
+            raise arguments.value_error("table", want, "a striped table")
+        take = take_from_owners if split.order.is_striped else take_from_shards
+        return take(split, self.array, ids, max_rows)
 
     def _update_rows(
         self, step: Callable, shared: Any, gradient: RowGradient, states: Sequence[Any]
     ) -> list["Sharded"]:
         """See `Table`; each shard updates its own rows. Nothing is sent."""
-        split, is_owned = self.split, self.split.order.is_striped
+        split, is_owned = self._split_here, self.split.order.is_striped
         if is_owned and gradient.split != split:
             want = (
                 "the gradient of a striped table as `value_and_grad` returns it: each device "

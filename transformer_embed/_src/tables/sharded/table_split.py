@@ -13,6 +13,9 @@ from transformer_embed._src.partitioning import (
     Axes,
     array_axes,
     devices_along,
+    free_axes,
+    mesh_here,
+    on_each_device,
     spec_axes,
 )
 from transformer_embed._src.tables.rows.gathered_rows import rows_of_ids
@@ -36,6 +39,18 @@ class TableSplit(NamedTuple):
     sharding: NamedSharding
     batch_axes: Axes
     capacity: float
+
+    def here(self) -> "TableSplit":
+        """The same inside somebody's shard_map: without its axes, along which it is whole."""
+        mesh = mesh_here(self.sharding.mesh)
+        free = free_axes(mesh)
+        spec = [
+            tuple(axis for axis in axes if axis in free)
+            for axes in spec_axes(self.sharding.spec, 0)
+        ]
+        batch_axes = tuple(axis for axis in self.batch_axes if axis in free)
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return self._replace(sharding=sharding, batch_axes=batch_axes)
 
     @property
     def mesh(self) -> Any:
@@ -64,7 +79,7 @@ class TableSplit(NamedTuple):
 
     def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """The function, run on each device."""
-        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
+        return on_each_device(self.mesh, function, in_specs, out_specs)
 
     def on_shards(self, function: Callable) -> Callable:
         """A function of the rows of each device's shard, on all devices."""

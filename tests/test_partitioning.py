@@ -1,0 +1,157 @@
+"""The package inside somebody's shard_map over some of the axes of a mesh."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import equal, near
+from jax.sharding import PartitionSpec
+from meshes import AUTO, EXPLICIT, mesh_of, put
+
+import transformer_embed as te
+
+SPEC, NAMES, VOCAB, WIDTH = PartitionSpec, ("data", "model", "extra"), 300, 8
+SPLITS = {
+    "rows": SPEC("model"),
+    "columns": SPEC(None, "model"),
+    "both": SPEC("model", "extra"),
+    "rows over all": SPEC(("data", "model")),
+}
+RANDOM = np.random.default_rng(0)
+TABLE = RANDOM.normal(size=(VOCAB, WIDTH)).astype(np.float32)
+X = RANDOM.normal(size=(4, 4, WIDTH)).astype(np.float32)
+IDS = RANDOM.integers(0, VOCAB, (4, 4)).astype(np.int32)
+# Sums of some hundred terms below 10, each rounded by 2**-24 of itself.
+ERROR = 1e-4
+
+
+def plain_parts(x, table, ids):
+    """The numbers of `parts`, in jax.numpy alone."""
+    logits = x @ table.T
+    log_probs = jax.nn.log_softmax((x + table[ids]) @ table.T)
+    of_labels = (log_probs * jax.nn.one_hot(ids, VOCAB)).sum(-1)
+    entropies = -(jnp.exp(log_probs) * log_probs).sum(-1)
+    return {
+        "lookup": jnp.mean(table[ids] ** 2),
+        "logits": jnp.mean(jnp.sin(logits)),
+        "loss": -of_labels.mean(),
+        "losses": jnp.mean(of_labels**2),
+        "log_probs": jnp.mean(of_labels**2),
+        "entropies": jnp.mean(entropies**2),
+    }
+
+
+def parts(x, table, ids):
+    """What reads a table, each as a number."""
+    logits, rows = te.linear_logits(x, table), te.lookup(table, ids)
+    x += rows
+    log_probs, entropies = te.linear_log_probs(x, table, ids, with_entropy=True)
+    # Those of padding are the lowest numbers.
+    is_row = jnp.arange(logits.shape[-1]) < VOCAB
+    return {
+        "lookup": jnp.mean(rows**2),
+        "logits": jnp.sum(jnp.where(is_row, jnp.sin(logits), 0)) / (ids.size * VOCAB),
+        "loss": te.linear_cross_entropy(x, table, ids),
+        "losses": jnp.mean(te.linear_cross_entropy(x, table, ids, reduction="none") ** 2),
+        "log_probs": jnp.mean(log_probs**2),
+        "entropies": jnp.mean(entropies**2),
+    }
+
+
+def total(numbers):
+    return sum(n * number for n, number in enumerate(numbers.values(), 1)), numbers
+
+
+def over_data(function, out_specs):
+    specs = (SPEC("data"), SPEC(), SPEC("data"))
+    return jax.shard_map(function, in_specs=specs, out_specs=out_specs, axis_names={"data"})
+
+
+def found(kind, split, is_sharded, where):
+    mesh = mesh_of((2, 2, 2), NAMES, kind)
+    mean = functools.partial(jax.lax.pmean, axis_name="data")
+    with jax.set_mesh(mesh):
+        if is_sharded:
+            table = te.sharding.shard_params(TABLE, mesh, {"*": split}, tables="*")
+        else:
+            table = put(mesh, TABLE, *split)
+        arrays = put(mesh, X, "data"), table, put(mesh, IDS, "data")
+        if where == "outside":
+            loss = over_data(lambda *args: mean(total(parts(*args))), SPEC())
+            step = jax.value_and_grad(loss, (0, 1), has_aux=True)
+        else:
+
+            def step(*args):
+                loss = lambda *args: mean(total(parts(*args)))
+                (_, values), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(*args)
+                return (None, values), grads
+
+            out_specs = ((None, SPEC()), (SPEC("data"), SPEC()))
+            step = over_data(step, out_specs)
+        return jax.jit(step)(*arrays)
+
+
+# jax refuses the table of the last split where types say it, and XLA of jax 0.12 aborts on a plain
+# array that it splits both ways.
+CASES = [
+    (kind, split, is_sharded)
+    for kind in (AUTO, EXPLICIT)
+    for split in SPLITS
+    for is_sharded in (False, True)
+    if (kind, split) != (EXPLICIT, "rows over all")
+    if (kind, split, is_sharded) != (AUTO, "both", False)
+]
+HAS_NESTED_MAPS = jax.__version_info__ >= (0, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize(("kind", "split", "is_sharded"), CASES, ids=str)
+def test_gradients_inside_a_shard_map_over_some_axes_are_those_of_the_whole_batch(
+    kind, split, is_sharded, where
+):
+    if is_sharded and not HAS_NESTED_MAPS:
+        with pytest.raises(ValueError, match=r"table: wanted jax 0\.10 or newer"):
+            found(kind, SPLITS[split], is_sharded, where)
+        return
+    (_, values), grads = found(kind, SPLITS[split], is_sharded, where)
+    loss = lambda *args: total(plain_parts(*args))
+    (_, wants), want_grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(X, TABLE, IDS)
+    near(values, wants, atol=ERROR)
+    of_table = grads[1].array if is_sharded else grads[1]
+    copies = {}
+    for shard in of_table.addressable_shards:
+        first = copies.setdefault(str(shard.index), np.asarray(shard.data))
+        equal(np.asarray(shard.data), first)
+    near(np.asarray(of_table)[:VOCAB], want_grads[1], atol=ERROR)
+    near(grads[0], want_grads[0], atol=ERROR)
+
+
+def test_a_sharded_table_whose_rows_a_shard_map_splits_is_refused():
+    mesh = mesh_of((2, 2, 2), NAMES)
+    table = te.sharding.shard_params(TABLE, mesh, {"*": SPEC("data")}, tables="*")
+    read = jax.shard_map(
+        te.lookup, mesh=mesh, in_specs=SPEC("data"), out_specs=SPEC("data"), axis_names={"data"}
+    )
+    with pytest.raises(ValueError, match="table: wanted all of its rows inside a shard_map"):
+        jax.jit(read)(table, IDS)
+
+
+@pytest.mark.skipif(not HAS_NESTED_MAPS, reason="an error of its own, tested above")
+def test_a_striped_table_does_not_train_by_rows_inside_a_shard_map_over_some_axes():
+    """Gradients of one row would come from devices that do not know of each other."""
+    mesh = mesh_of((2, 2, 2), NAMES, EXPLICIT)
+    rules, options = {"*": SPEC("model")}, {"stripe": "*", "virtual_shards": 16}
+
+    def step(table, ids):
+        loss = lambda table: jax.lax.pmean(te.lookup(table, ids).mean(), "data")
+        return te.rows.value_and_grad(loss, ids=ids)(table)[0]
+
+    with jax.set_mesh(mesh):
+        table = te.sharding.shard_params(TABLE, mesh, rules, tables="*", **options)
+        specs = (SPEC(), SPEC("data"))
+        run = jax.shard_map(step, in_specs=specs, out_specs=SPEC(), axis_names={"data"})
+        with pytest.raises(ValueError, match="table: wanted a contiguous one"):
+            jax.jit(run)(table, put(mesh, IDS, "data", "model"))
