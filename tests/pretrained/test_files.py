@@ -128,6 +128,15 @@ def test_names_of_a_file_are_printable_and_cut_in_messages(tmp_path, letter):
         assert refused(path).isprintable()
 
 
+def test_a_second_model_is_not_hidden_behind_many_tables(tmp_path):
+    names = [f"m{n}.embed_tokens.weight" for n in range(101)]
+    save_file(dict.fromkeys(names, np.ones([2, 2], np.float32)), tmp_path / "x.safetensors")
+    want = "at most 100 tensors of the name of a table"
+    message = refused(tmp_path / "x.safetensors", settings={"model_type": "llama"})
+    assert want in message
+    assert message.endswith("got 101")
+
+
 def test_an_index_of_many_names_of_an_unknown_model_is_read_fast(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(recognition, "BESIDE", SimpleNamespace(match=asked.append))

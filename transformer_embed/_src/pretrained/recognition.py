@@ -78,11 +78,15 @@ def matches(kinds: Iterable[Architecture], file: Published) -> list[Match]:
     for name in files:
         by_end.setdefault(_end(name), []).append(name)
     for kind in kinds:
+        ends = kind.tensors(file.side)[TOKENS]
+        if (most := max(len(by_end.get(_end(end), ())) for end in ends)) > MOST_PREFIXES:
+            want = f"at most {MOST_PREFIXES} tensors of the name of a table, {' or '.join(ends)}"
+            raise arguments.value_error(file.tensors.path, want, most)
         may_lack = (*kind.may_lack.split(), OUTPUT_TABLE, OUTPUT_BIAS)
         prefixes = [
             name.removesuffix(end)
-            for end in kind.tensors(file.side)[TOKENS]
-            for name in by_end.get(_end(end), [])[:MOST_PREFIXES]
+            for end in ends
+            for name in by_end.get(_end(end), ())
             if f".{name}".endswith(f".{end}")
         ]
         # Several names of a table may have one prefix.
