@@ -7,6 +7,7 @@ arithmetic progressions a row, in a model like BERT). All runs of a width are on
 what differs between them is an array.
 
 Usage: python tests/benchmarks/learning.py [--tasks text copy] [--widths 64 256] [--json FILE]
+       python tests/benchmarks/learning.py --draw FILE... draws the picture of the page Performance
 `text` needs `pip install tokenizers`; `nnx.Embed` needs Flax. On two CPU cores, one task of width 64
 with --seeds 1 takes some minutes; a GPU runs all of them in five.
 """
@@ -22,14 +23,17 @@ from typing import Any, NamedTuple
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import matplotlib.style
 import numpy as np
 import optax
 from harness import markdown_table, parser_of
+from matplotlib.figure import Figure
 
 import transformer_embed as te
 
 NUM_LAYERS, HEAD_DIM = 2, 64
 HELD_OUT_BATCHES = 16
+PICTURE = Path(__file__).parents[2] / "notebooks" / "pictures" / "starts.png"
 RUNS_AT_ONCE = {64: 64, 256: 64, 1024: 16}
 
 
@@ -269,7 +273,7 @@ def measure(name: str, width: int, options: Any) -> list[dict[str, Any]]:
                         fields = [config.factor, tied, *schemes, rate, options.decay, seed]
                         runs.append(Run(*stddevs, *fields))
     data, held_out = text_of(name, task)
-    at_once = RUNS_AT_ONCE.get(width, 16)
+    at_once = min(RUNS_AT_ONCE.get(width, 16), len(runs))
     # The last block is filled up, so that all are one program.
     blocks = [np.arange(n, n + at_once) % len(runs) for n in range(0, len(runs), at_once)]
     for block in blocks:
@@ -280,19 +284,47 @@ def measure(name: str, width: int, options: Any) -> list[dict[str, Any]]:
     return records
 
 
+def best(records: list[dict[str, Any]]) -> float:
+    """The loss at the best rate, a mean over seeds."""
+    rates = {r["rate"] for r in records}
+    return min(float(np.mean([r["last"] for r in records if r["rate"] == rate])) for rate in rates)
+
+
 def table(records: list[dict[str, Any]]) -> str:
     """A row for each kind, a column for each start, the best rate's mean over seeds."""
-    kinds, starts, rates = (
-        dict.fromkeys(r[key] for r in records) for key in ("kind", "start", "rate")
-    )
+    kinds, starts = (dict.fromkeys(r[key] for r in records) for key in ("kind", "start"))
 
     def cell(kind, start):
         of_start = [r for r in records if (r["kind"], r["start"]) == (kind, start)]
-        means = [np.mean([r["last"] for r in of_start if r["rate"] == rate]) for rate in rates]
-        return f"{min(means):.3f} ({np.mean([r['first'] for r in of_start]):.1f})"
+        return f"{best(of_start):.3f} ({np.mean([r['first'] for r in of_start]):.1f})"
 
     rows = [[kind, *(cell(kind, start) for start in starts)] for kind in kinds]
     return markdown_table(["", *starts], rows)
+
+
+def draw_losses(files: list[Path]) -> Figure:
+    """The loss on held-out text after training, by width, of tied and scaled tables."""
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    kind = "tied, `scale=True`, rotary"
+    records = [r for r in map(json.loads, lines) if (r["task"], r["kind"]) == ("text", kind)]
+    widths = sorted({r["width"] for r in records})
+    figure = Figure((6.5, 3.4), layout="constrained", dpi=160)
+    ax = figure.subplots()
+    ax.set_prop_cycle(color=["#0072B2", "#B0B0B0", "#606060", "#E69F00", "#D55E00", "#CC79A7"])
+    for start in dict.fromkeys(r["start"] for r in records):
+        # Its losses would leave no room for the others.
+        if start == "`hk.Embed`":
+            continue
+        of_start = [[r for r in records if (r["start"], r["width"]) == (start, w)] for w in widths]
+        style = {"linewidth": 3, "zorder": 3} if start == "this package" else {"linestyle": "--"}
+        ax.plot(widths, list(map(best, of_start)), marker="o", label=start.strip("`"), **style)
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(widths, map(str, widths))
+    ax.set(xlabel="width", ylabel="held-out loss, nats per token")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    figure.suptitle("a tied model of two layers, by how its table is drawn", fontsize="medium")
+    return figure
 
 
 def main() -> None:
@@ -306,7 +338,13 @@ def main() -> None:
     parser.add_argument("--decay", type=float, default=0.0, help="weight decay")
     parser.add_argument("--post-norm", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add a line for each run to FILE")
+    help = "files of --json: train nothing, draw notebooks/pictures/starts.png"
+    parser.add_argument("--draw", nargs="+", type=Path, metavar="FILE", help=help)
     options = parser.parse_args()
+    if options.draw:
+        with matplotlib.style.context("default"):
+            draw_losses(options.draw).savefig(PICTURE, metadata={"Software": None})
+        return
     for name in options.tasks:
         for width in options.widths:
             records = measure(name, width, options)
