@@ -8,8 +8,8 @@ what differs between them is an array.
 
 Usage: python tests/benchmarks/learning.py [--tasks text copy] [--widths 64 256] [--json FILE]
        python tests/benchmarks/learning.py --draw FILE... draws the picture of the page Performance
-`text` needs `pip install tokenizers`; `nnx.Embed` needs Flax. On two CPU cores, one task of width 64
-with --seeds 1 takes some minutes; a GPU runs all of them in five.
+`text` needs `pip install tokenizers`; `nnx.Embed` needs Flax. A GPU runs all tasks in some minutes. A
+CPU takes too long for whole runs: try `--steps 20 --seeds 1`.
 """
 
 import functools
