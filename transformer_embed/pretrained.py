@@ -3,8 +3,9 @@
 See `load_embedder` for how far embeddings are from the original model's.
 """
 
+from transformer_embed._src.pretrained.layers import Layer
 from transformer_embed._src.pretrained.load import load_embedder
 from transformer_embed._src.pretrained.own import save_embedder
 from transformer_embed._src.pretrained.parameters import PretrainedInput
 
-__all__ = ["PretrainedInput", "load_embedder", "save_embedder"]
+__all__ = ["Layer", "PretrainedInput", "load_embedder", "save_embedder"]

@@ -90,12 +90,19 @@ def table(folder, entries, *tensors, **others):
     """A checkpoint of 12 tokens with 16 channels, and other tensors by name and shape."""
     shapes = dict.fromkeys(tensors or ["model.embed_tokens.weight"], (12, 16)) | others
     arrays = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
-    return checkpoint(folder, {"tensors": {}}, settings={"vocab_size": 12} | entries, change=arrays)
+    entries = {"vocab_size": 12, "num_hidden_layers": 6} | entries
+    return checkpoint(folder, {"tensors": {}}, settings=entries, change=arrays)
 
 
 def load(folder, name, **options):
     case = CASES[name]
     return load_embedder(checkpoint(folder, case), stack=case["stack"], **options)
+
+
+def rotary_of(found):
+    """The rotation of all layers, or if they differ, of each kind."""
+    kinds = {layer.type: layer.rotary for layer in found.layers}
+    return kinds if len(kinds) > 1 else next(iter(kinds.values()), None)
 
 
 def kind_of(case):

@@ -124,6 +124,8 @@ SPECIAL = {
 }
 
 
+# Their attention makes another mask of the one that a layer is given.
+OWN_MASKS = {"gpt_neo", "mpt"}
 # Functions that rotate what only chooses the keys that attention reads.
 OF_INDEXERS = {("modeling_deepseek_v32", "apply_rotary_pos_emb")}
 
@@ -328,6 +330,8 @@ ROTATIONS = []
 FAR_ROTATIONS = []
 LAYER = [None]
 REACHED = set()
+# Of each layer, which tokens see which.
+MASKS = {}
 # The last hidden states of a model, and its logits.
 HEADS = []
 
@@ -371,6 +375,10 @@ def seen_by(model, types):
             def before(_, args, kwargs, name=name, n=n):
                 LAYER[0] = (name, n)
                 REACHED.add(LAYER[0])
+                mask = kwargs.get("attention_mask")
+                if torch.is_tensor(mask) and mask.ndim == 4 and mask.shape[-2:] == (LENGTH,) * 2:
+                    seen = mask if mask.dtype == torch.bool else mask > -1
+                    MASKS.setdefault(LAYER[0], seen[:, :1].numpy().copy())
                 first = args[0] if args else kwargs.get("hidden_states")
                 if n == 0 and torch.is_tensor(first) and first.is_floating_point() and table:
                     if first.shape[:2] == (LENGTH, BATCH):
@@ -460,7 +468,7 @@ def scores(heads):
     return np.einsum("bthd,bshd->bhts", heads, heads)
 
 
-def rotation_error(found, blocks, calls, config, model, several=None):  # noqa: PLR0912
+def rotation_error(found, blocks, calls, config, model, several=None):
     """The worst difference of the scores of rotated heads, of any layer, at one of the positions."""
     if several is None:
         several = (
@@ -468,24 +476,16 @@ def rotation_error(found, blocks, calls, config, model, several=None):  # noqa: 
             np.asarray(te.TokenPositions.from_ids(IDS, pad_id=PAD).positions),
         )
     worst = 0.0
-    text = config.get_text_config(decoder=True)
-    kinds = getattr(text, "layer_types", None) or []
     calls = [
         (layer[1], before, after) for layer, before, after in calls if layer and layer[0] == blocks
     ]
-    rotary = found.rotary
-    if rotary is None:
+    if not found.layers or all(layer.rotary is None for layer in found.layers):
         return np.inf if calls else 0.0
     if not calls:
         return np.nan
-    for layer in range(3):
+    for layer in range(min(3, len(found.layers))):
         mine = [call[1:] for call in calls if call[0] == layer]
-        options = rotary
-        if any(value is None or isinstance(value, dict) for value in rotary.values()):
-            if layer < len(kinds) and kinds[layer] in rotary:
-                options = rotary[kinds[layer]]
-            else:
-                options = rotary.get("rope") if mine else None
+        options = found.layers[layer].rotary
         # A model may stop early, for want of images or of fitting sizes.
         if not mine and layer >= max(n for name, n in REACHED if name == blocks):
             continue
@@ -510,6 +510,19 @@ def rotation_error(found, blocks, calls, config, model, several=None):  # noqa: 
     return worst
 
 
+def mask_error(found, blocks):
+    """Which layer sees other tokens than in the library, in words; "": none that was seen."""
+    tokens = te.TokenPositions.from_ids(IDS, pad_id=PAD)
+    is_token = (IDS != PAD)[:, None, :, None] & (IDS != PAD)[:, None, None]
+    for (name, number), theirs in MASKS.items():
+        if name != blocks or number >= len(found.layers):
+            continue
+        ours = np.asarray(te.AttentionMask(tokens, **found.layers[number].mask).dense())
+        if np.any((ours != theirs) & is_token):
+            return f"layer {number} of {found.layers[number]} sees other tokens"
+    return ""
+
+
 def attends(block):
     """Whether a block has an attention that may rotate."""
     kinds = {
@@ -522,7 +535,7 @@ def attends(block):
 
 def compare(model_type, *, is_odd):
     """A line of the table: what came of it, the worst ulps, and words."""
-    for record in (ROTATIONS, REACHED, HEADS):
+    for record in (ROTATIONS, REACHED, MASKS, HEADS):
         record.clear()
     config = config_of(model_type, is_odd=is_odd)
     model = built(config)
@@ -582,7 +595,9 @@ def same(found, other):
     config = found.config
     if isinstance(config.output, str):
         config = dataclasses.replace(config, output=other.config.output)
-    return found[2:4] == other[2:4] and config == other.config
+    # Hybrids that list their layers say nothing of them without the list.
+    are_layers_same = not found.layers or found.layers == other.layers
+    return are_layers_same and found.bias == other.bias and config == other.config
 
 
 def whole_error(model, folder, model_type):
@@ -659,13 +674,15 @@ def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911, PLR09
     if turns > SCORE:
         return "wrong", worst, f"rotation off by {turns:.3g}", {}
     errors = {"why": reasons_of(found.config)}
-    if found.rotary is not None:
+    if any(layer.rotary for layer in found.layers):
         errors["rotation"] = turns
         if any(layer and layer[0] == blocks for layer, *_ in FAR_ROTATIONS):
             far = rotation_error(found, blocks, FAR_ROTATIONS, config, model, [FAR])
             errors["far"] = far
             if not far <= FAR_SCORE:
                 return "wrong", worst, f"rotation off by {far:.3g} at 100,000", {}
+    if config.model_type not in OWN_MASKS and (words := mask_error(found, blocks)):
+        return "wrong", worst, words, {}
     if found.bias is not None and (error := bias_error(found, model)) is not None:
         errors["bias"] = error
         if error:

@@ -9,7 +9,7 @@ from checkpoints import GOLDEN, load_embedder
 
 import transformer_embed as te
 from transformer_embed._src.positions.rotary_scaling import scaled_frequencies
-from transformer_embed._src.pretrained import files, load, rope
+from transformer_embed._src.pretrained import files, load
 
 CONFIGS = json.loads((GOLDEN / "hub_configs.json").read_text(encoding="utf-8"))["configs"]
 FACTS = json.loads((GOLDEN / "hub_facts.json").read_text(encoding="utf-8"))["cases"]
@@ -65,7 +65,7 @@ def test_a_published_file_is_read_as_the_library_reads_it(described, repository)
     buckets, distance = facts["bias"]
     assert bias.get("num_buckets") == buckets
     assert bias.get("max_distance") == (distance or bias.get("max_distance"))
-    rotations = rope.by_layer(found.rotary) if found.rotary else {}
+    rotations = {layer.type: layer.rotary for layer in found.layers if layer.rotary}
     for kind, said in facts["rotations"].items():
         options = rotations.get(kind) or next(filter(None, rotations.values()))
         ours, factor = frequencies_of(options, said["pairs"])

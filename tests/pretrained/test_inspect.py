@@ -10,7 +10,7 @@ from checkpoints import CASES, PAD, checkpoint, embed, load, save_embedder, tabl
 from drawn import drawn
 
 import transformer_embed as te
-from transformer_embed._src.pretrained import rope
+from transformer_embed._src.pretrained.layers import alike
 from transformer_embed._src.pretrained.parameters import by_path
 from transformer_embed.cli.main import main
 
@@ -41,13 +41,13 @@ def test_inspect_prints_what_is_found(tmp_path, name, start):
     code = out.split("layer\n  ")[1].splitlines()[0]
     made = hk.testing.transform_and_run(lambda: eval(code, {"te": te}))()
     assert made.config == found.config
-    calls = ("apply_rotary", "RelativePositionBias", "alibi_bias")
+    calls = ("apply_rotary", "AttentionMask", "RelativePositionBias", "alibi_bias")
     printed = [line.strip() for line in out.splitlines() if line.strip().startswith(calls)]
-    assert all(line.startswith(start) for line in printed)
-    names = dict.fromkeys(("x", "positions", "query_positions", "key_positions"))
+    assert all(line.startswith((start or "AttentionMask", "AttentionMask")) for line in printed)
+    names = dict.fromkeys(("x", "tokens", "positions", "query_positions", "key_positions"))
     known = {"te": te} | names | dict.fromkeys(calls, lambda *_, **options: options)
-    rotations = rope.by_layer(found.rotary).values() if found.rotary else []
-    wanted = [*rotations, *filter(None, [found.bias])]
+    wanted = [each for layer, _ in alike(found.layers) for each in (layer.rotary, layer.mask)]
+    wanted = [each for each in [*wanted, found.bias] if each is not None]
     assert [eval(line, known) for line in printed] == wanted
 
 
@@ -63,8 +63,10 @@ def test_inspect_counts_what_stands_beside_the_layer(tmp_path):
 def test_inspect_names_layers_that_are_not_rotated(tmp_path):
     table(tmp_path, {"model_type": "cohere2", "rope_theta": 70.0})
     assert run("inspect", tmp_path)[1].endswith(
-        "rotary, sliding_attention\n  apply_rotary(x, positions, base=70.0, layout='interleaved')\n"
-        "rotary, full_attention\n  not rotated\n"
+        "sliding_attention, in layers 0, 1, 2, 4, 5\n"
+        "  apply_rotary(x, positions, base=70.0, layout='interleaved')\n"
+        "  AttentionMask(tokens, causal=True, window=(4095, 0))\n"
+        "full_attention, in layers 3\n  AttentionMask(tokens, causal=True)\n"
     )
 
 

@@ -108,6 +108,10 @@ def test_any_config_and_what_stands_beside_the_layer_come_back(tmp_path, config)
     assert_identical(own, load_embedder(tmp_path / "x"))
 
 
+def layer(rotary, **mask):
+    return te.pretrained.Layer("full_attention", rotary, {"causal": True} | mask)
+
+
 LONG = te.LongRopeScaling([1.0, 2.0], [1.0, 3.0], 4.0, 8, 8)
 BUCKETS = {"num_heads": 2, "num_buckets": 32}
 BIAS_TABLE = {"relative_position_bias": {"embeddings": np.zeros((32, 2), np.float32)}}
@@ -117,8 +121,9 @@ ROTARIES = [
     {"pair_axes": (0, 1), "rotary_dim": 4, "scaling": LONG},
     {"pair_axes": (0, 3, 1), "scaling": te.DynamicNTKScaling(2.0, 8, 16)},
     {"scaling": te.YarnScaling(2.0, 8, attention_factor=3e37)},
-    {"full": {"base": np.float64(1e4)}, "sliding": {"scaling": te.NTKScaling(3.0)}},
-    {"full": {"scaling": te.Llama3Scaling(8.0)}, "sliding": None},
+    {"base": np.float64(1e4)},
+    {"scaling": te.NTKScaling(3.0)},
+    {"scaling": te.Llama3Scaling(8.0)},
 ]  # fmt: skip
 BIASES = [
     {"num_heads": 3, "symmetric": True, "max_bias": 100.0},
@@ -127,7 +132,9 @@ BIASES = [
 
 
 @pytest.mark.parametrize(
-    "extras", [{"rotary": each} for each in ROTARIES] + [{"bias": each} for each in BIASES]
+    "extras",
+    [{"layers": (layer(each), layer(None))} for each in ROTARIES]
+    + [{"bias": each} for each in BIASES],
 )
 def test_arguments_that_can_be_used_come_back(tmp_path, extras):
     save_embedder(tmp_path / "x", SMALL, PARAMS | BIAS_TABLE, **extras)
@@ -138,8 +145,8 @@ def test_arguments_that_can_be_used_come_back(tmp_path, extras):
 def test_an_array_of_axes_comes_back_as_a_tuple(tmp_path):
     """As the docstring of apply_rotary writes them."""
     rotary = {"pair_axes": np.repeat([0, 1, 2], [1, 2, 1])}
-    save_embedder(tmp_path / "x", SMALL, PARAMS, rotary)
-    assert load_embedder(tmp_path / "x").rotary == {"pair_axes": (0, 1, 1, 2)}
+    save_embedder(tmp_path / "x", SMALL, PARAMS, [layer(rotary)])
+    assert load_embedder(tmp_path / "x").layers[0].rotary == {"pair_axes": (0, 1, 1, 2)}
 
 
 def test_a_layer_inside_a_model_is_saved_and_loaded(tmp_path):
@@ -147,7 +154,7 @@ def test_a_layer_inside_a_model_is_saved_and_loaded(tmp_path):
     found, path = load(tmp_path, "t5"), tmp_path / "tuned.safetensors"
     linear = {"model/linear": {"w": jnp.ones((8, 4))}}
     model = {f"model/{module}": leaves for module, leaves in found.params.items()}
-    save_embedder(path, found.config, model | linear, found.rotary, found.bias)
+    save_embedder(path, found.config, model | linear, found.layers, found.bias)
     again = load_embedder(path)
     assert (again.config, again.bias) == (found.config, found.bias)
     jax.tree.map(np.testing.assert_array_equal, dict(again.params), {**found.params, **linear})
@@ -177,13 +184,13 @@ UNSAVED = [
     ({"names": ["x"]}, "names: wanted a mapping, or None, got list"),
     ({"names": {"embedings": "x"}}, "names: wanted a parameter's path, or a suffix that only one path has, among "),
     (beside(np.ones(1, np.float32)) | {"names": {TOKENS: "x", "a/b": "x"}}, "names: wanted a tensor's name of its own"),
-    ({"rotary": {"base": "x"}}, "rotary, all layers: base: wanted a Python number, got str 'x'"),
-    ({"rotary": {"base": None, "scaling": None}}, "rotary, all layers: base: wanted a Python number"),
-    ({"rotary": {"full": {"rotary_dim": 3}}}, "rotary, full: rotary_dim: wanted an even number of channels, to make pairs, got 3"),
-    ({"rotary": {"rotary_dim": 10**5}}, "head_dim: wanted an int of at most 8192, got 100000"),
-    ({"rotary": {"pair_axes": (0, 20)}}, "pair_axes[1]: wanted an int of at most 15, got 20"),
-    ({"rotary": {"pair_axes": (0, 1), "rotary_dim": 6}}, "rotary_dim: wanted an int of at most 4, got 6"),
-    ({"rotary": {"scaling": te.LongRopeScaling([1e-30], [1.0], 4.0, 8, 8)}}, "wanted frequencies below 2**32 turns"),
+    ({"layers": [layer({"base": "x"})]}, "layer 0: rotary: base: wanted a Python number, got str 'x'"),
+    ({"layers": [layer({"base": None, "scaling": None})]}, "rotary: base: wanted a Python number"),
+    ({"layers": [layer(None), layer({"rotary_dim": 3})]}, "layer 1: rotary: rotary_dim: wanted an even number of channels, to make pairs, got 3"),
+    ({"layers": [layer({"rotary_dim": 10**5})]}, "head_dim: wanted an int of at most 8192, got 100000"),
+    ({"layers": [layer({"pair_axes": (0, 20)})]}, "pair_axes[1]: wanted an int of at most 15, got 20"),
+    ({"layers": [layer({"pair_axes": (0, 1), "rotary_dim": 6})]}, "rotary_dim: wanted an int of at most 4, got 6"),
+    ({"layers": [layer({"scaling": te.LongRopeScaling([1e-30], [1.0], 4.0, 8, 8)})]}, "wanted frequencies below 2**32 turns"),
     ({"bias": {"num_heads": 2, "max_bias": 0.0}}, "bias: max_bias: wanted a finite number above 0"),
     ({"bias": {"num_heads": 0}}, "bias: num_heads: wanted an int of at least 1, got 0"),
     ({"params": PARAMS | BIAS_TABLE, "bias": BUCKETS | {"max_distance": 3}}, "max_distance: wanted an int of at least 9, got 3"),
@@ -253,14 +260,15 @@ HOSTILE = [
     ({"unknown": 1}, {}, "EmbedderConfig.__init__() got an unexpected keyword argument 'unknown'"),
     ({"scheme": {"kind": "SinusoidalGrid", "shape": [2] * 500}}, {}, "shape: its number of points: wanted an int of at most 2147483647, got "),
     ({"scheme": {"kind": "Learned", "max_len": 2**60}}, {}, "max_len: wanted an int of at most"),
-    ({"scheme": {"kind": ["Learned"]}}, {}, "kind: wanted one of 'OutputConfig', 'Sinusoidal', 'SinusoidalGrid', 'Learned', "),
+    ({"scheme": {"kind": ["Learned"]}}, {}, "kind: wanted one of 'OutputConfig', 'Layer', 'Sinusoidal', 'SinusoidalGrid', 'Learned', "),
     ({}, {"names": ["a"]}, "names: wanted a mapping, or None, got tuple"),
     ({}, {"names": {"a": ["b"]}}, "wanted a tensor ('b',), got 1 tensors: "),
     ({}, {"names": {"a/b": TOKENS}}, f"{ALSO}['a/b']"),
-    ({}, {"rotary": {"scaling": YARN}}, "factor: wanted a finite number above 0"),
-    ({}, {"rotary": [{"kind": "LinearScaling", "factor": 2}] * 9_000}, "number of objects: wanted an int of at most 64"),
+    ({}, {"rotary": {"base": 1e4}}, "extras: wanted layers, which files have today (or load it with config and names), got rotary"),
+    ({}, {"layers": [{"scaling": YARN}]}, "factor: wanted a finite number above 0"),
+    ({}, {"layers": [{"kind": "LinearScaling", "factor": 2}] * 9_000}, "number of objects: wanted an int of at most 64"),
     ({"a\x1b]0;forged\n": 1}, {}, r"unexpected keyword argument 'a\x1b]0;forged\n'"),
-    ({}, {"rotary": {"scaling": {"kind": "os.system"}}}, "got 'os.system'"),
+    ({}, {"layers": [{"kind": "os.system"}]}, "got 'os.system'"),
     ({}, WITH_BIAS | {"bias": {"num_heads": 2**40, "num_buckets": 32}}, "num_heads: wanted an int of at"),
     ({}, WITH_BIAS | {"bias": {"num_heads": 2, "num_buckets": 2**40}}, "num_buckets: wanted an int of at most 4096"),
 ]  # fmt: skip
@@ -281,8 +289,8 @@ ORIGINAL = te.EmbedderConfig(7, 6, layer_norm_eps=1e-5)
 
 def original():
     with in_a_folder() as path:
-        rotary = {"base": 1e4, "scaling": te.LinearScaling(2.0)}
-        save_embedder(path, ORIGINAL, drawn(te.Embedder(ORIGINAL).init), rotary)
+        layers = [layer({"base": 1e4, "scaling": te.LinearScaling(2.0)})]
+        save_embedder(path, ORIGINAL, drawn(te.Embedder(ORIGINAL).init), layers)
         return path.read_bytes()
 
 

@@ -27,6 +27,7 @@ from checkpoints import (
     golden,
     load,
     load_embedder,
+    rotary_of,
     save_embedder,
     tensors_of,
     unpack,
@@ -106,7 +107,9 @@ ROTARY = [(name, n) for name, case in CASES.items() for n in range(len(case.get(
 def test_rotated_heads_are_the_originals(tmp_path, name, n):
     """[positions, 1, head_dim]."""
     case, found = CASES[name]["rotary"][n], load(tmp_path, name)
-    options = dict(found.rotary if case["layer"] is None else found.rotary[case["layer"]])
+    options = dict(
+        next(layer.rotary for layer in found.layers if layer.type == (case["layer"] or layer.type))
+    )
     if case["length"] is not None:
         options["scaling"] = dataclasses.replace(options["scaling"], length=case["length"])
     theirs, positions = unpack(case["rotated"]), np.asarray(case["positions"])
@@ -274,9 +277,9 @@ def test_a_new_type_is_one_word_or_one_line_with_its_defaults(tmp_path, monkeypa
     rows = eval(f"({blocks_about_models()[0]})", vars(architectures))
     monkeypatch.setattr(architectures, "ARCHITECTURES", rows)
     for row, base in zip(rows, [1e4, 1e6], strict=True):
-        settings = {"model_type": row.model_types[-1], "vocab_size": 12}
+        settings = {"model_type": row.model_types[-1], "vocab_size": 12, "num_hidden_layers": 1}
         found = load_embedder(checkpoint(tmp_path, CASES["llama"], settings=settings))
-        assert found.rotary == {"base": base, "layout": "half"}
+        assert rotary_of(found) == {"base": base, "layout": "half"}
 
 
 def test_rows_name_entries_that_are_known():
@@ -294,10 +297,11 @@ def test_a_new_architecture_is_one_row(tmp_path, monkeypatch):
     tensors = {"m.tok.weight": np.ones((3, 4), "f4"), "m.tok_norm.weight": np.ones(4, "f4")}
     save_file(tensors, tmp_path / "model.safetensors")
     entries = {"model_type": row.name, "norm_eps": 0.5, "multiplier": 1.5, "rope_theta": 70.0}
+    entries |= {"num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(entries))
     found = load_embedder(tmp_path)
     options = {"scale": 1.5, "layer_norm_eps": 0.5, "dropout_rate": 0.0, "output": NOT_THERE}
     assert found.config == te.EmbedderConfig(3, 4, scheme=None, **options)
-    assert found.rotary == {"base": 70.0, "layout": "interleaved"}
+    assert rotary_of(found) == {"base": 70.0, "layout": "interleaved"}
     save_embedder(tmp_path / "saved", *found)
     assert_identical(found, load_embedder(tmp_path / "saved")._replace(names=found.names))

@@ -10,12 +10,21 @@ from pathlib import Path
 
 import pytest
 from cases import few
-from checkpoints import CASES, checkpoint, kind_of, load, load_embedder, save_embedder, table
+from checkpoints import (
+    CASES,
+    checkpoint,
+    kind_of,
+    load,
+    load_embedder,
+    rotary_of,
+    save_embedder,
+    table,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import transformer_embed as te
-from transformer_embed._src.pretrained import entries, rope
+from transformer_embed._src.pretrained import architecture, entries, rope
 
 # One case for each architecture.
 ARCHITECTURES = {
@@ -105,14 +114,14 @@ def written(parts, names, is_new):
     parts = {name: value for name, value in parts.items() if name in names}
     if not is_new or "rope_scaling" not in parts:
         return {names[name][0]: value for name, value in parts.items()}
-    inside = {key: parts[key] for key in rope.LAYERS[rope.FULL][:2] if key in parts}
+    inside = {key: parts[key] for key in rope.LAYERS[architecture.FULL][:2] if key in parts}
     inside |= parts["rope_scaling"]
     if "rope_local_base_freq" not in names:
         return {"rope_parameters": inside}
-    layers = {rope.FULL: inside}
+    layers = {architecture.FULL: inside}
     if "rope_local_base_freq" in parts:
         theta = parts["rope_local_base_freq"]
-        layers[rope.SLIDING] = {"rope_type": "default", "rope_theta": theta}
+        layers[architecture.SLIDING] = {"rope_type": "default", "rope_theta": theta}
     return {"rope_parameters": layers}
 
 
@@ -133,7 +142,7 @@ def test_settings_win_for_both_forms_of_a_rotation(name, in_file, said, is_new_f
     assert found == expected
     assert message.split(": ")[-1] == reason.split(": ")[-1]
     if "rope_theta" in said and found is not None:
-        assert found.rotary.get(rope.FULL, found.rotary)["base"] == said["rope_theta"]
+        assert found.layers[0].rotary["base"] == said["rope_theta"]
 
 
 HALF = {"layout": "half"}
@@ -148,13 +157,13 @@ HALF = {"layout": "half"}
     ],
 )  # fmt: skip
 def test_a_scaling_in_settings_replaces_the_files(tmp_path, name, scaling, rotary):
-    assert load(tmp_path, name, settings={"rope_scaling": scaling}).rotary == HALF | rotary
+    assert rotary_of(load(tmp_path, name, settings={"rope_scaling": scaling})) == HALF | rotary
 
 
 def test_what_a_config_leaves_out_is_the_architectures(tmp_path):
     kept = CASES["phi"]["settings"] | {"rope_parameters": None}
     found = load_embedder(checkpoint(tmp_path, CASES["phi"], settings=kept))
-    assert found.rotary == HALF | {"base": 1e4, "rotary_dim": 8}
+    assert rotary_of(found) == HALF | {"base": 1e4, "rotary_dim": 8}
     assert load(tmp_path, "opt, no padding").config.scheme == te.Learned(12, start=2)
 
 
@@ -201,26 +210,27 @@ BESIDE = {
 LEFT_OUT = {"layer_norm_eps", "rope_theta", "rope_parameters", "pad_token_id"}
 
 
-@pytest.mark.parametrize("part", ["text_config", "text"])
 @pytest.mark.parametrize("name", few(ARCHITECTURES, 6))
-def test_of_a_composite_config_only_the_text_models_entries_are_read(tmp_path, name, part):
+def test_of_a_composite_config_only_the_text_models_entries_are_read(tmp_path, name):
     """Entries that the text model leaves out are its defaults; the output layer is the whole's."""
     case = CASES[name]
     text = case["settings"].get("text_config", case["settings"])
     text = {key: value for key, value in text.items() if key not in LEFT_OUT}
     alone, reason = found_or_refused(tmp_path, case, text)
-    whole = BESIDE | {"model_type": "an outer model", part: text}
+    whole = BESIDE | {"model_type": "an outer model", "text_config": text}
     found, message = found_or_refused(tmp_path, case, whole)
     assert (found is None, message) == (alone is None, reason)
     if found is not None:
         config = dataclasses.replace(found.config, output=alone.config.output)
-        assert (config, found.rotary, found.bias) == (alone.config, alone.rotary, alone.bias)
+        assert (config, found.layers, found.bias) == (alone.config, alone.layers, alone.bias)
 
 
-@pytest.mark.parametrize("field", ["text", 3])
-def test_a_text_config_that_is_not_an_object_is_no_text_model(tmp_path, field):
+@pytest.mark.parametrize(
+    "part", [{"text_config": {}}, {"text_config": 3}, {"text": {"prompt": "a"}}]
+)
+def test_only_a_text_config_with_entries_hides_those_beside_it(tmp_path, part):
     entries = CASES["bert"]["settings"]
-    found, _ = found_or_refused(tmp_path, CASES["bert"], entries | {"text": field})
+    found, _ = found_or_refused(tmp_path, CASES["bert"], entries | part)
     assert found.config == load(tmp_path, "bert").config
 
 
@@ -240,18 +250,32 @@ def test_sections_rotate_by_time_height_and_width(tmp_path, name, entry, kind, p
     sections = {"rope_type": "default", "mrope_section": [4, 2, 2]} | kind
     entries = {"model_type": name, "rope_theta": 70.0, entry: sections}
     found = load_embedder(table(tmp_path, entries | {"partial_rotary_factor": 1.0}))
-    assert found.rotary == HALF | {"base": 70.0, "pair_axes": pair_axes}
+    assert rotary_of(found) == HALF | {"base": 70.0, "pair_axes": pair_axes}
 
 
-@pytest.mark.parametrize(("sizes", "rotated"), [({}, 4), ({"global_head_dim": 32}, 8)])
+@pytest.mark.parametrize(
+    ("sizes", "rotated"),
+    [
+        ({}, 128),
+        ({"global_head_dim": 32}, 8),
+        # As the library saves it.
+        ({"per_layer_config": {"05": {"head_dim": 32, "num_key_value_heads": 1}}}, 8),
+    ],
+)
 def test_full_layers_may_have_wider_heads_of_which_a_share_rotates(tmp_path, sizes, rotated):
     """As in Gemma 4, whose pairs span the whole head."""
     share = {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.25}
-    layers = {rope.FULL: share, rope.SLIDING: {"rope_type": "default", "rope_theta": 10.0}}
+    layers = {
+        architecture.FULL: share,
+        architecture.SLIDING: {"rope_type": "default", "rope_theta": 10.0},
+    }
     entries = {"model_type": "gemma4_text", "head_dim": 16, "rope_parameters": layers}
     full = HALF | {"base": 100.0, "partial": "proportional", "rotary_dim": rotated}
     found = load_embedder(table(tmp_path, entries | sizes))
-    assert found.rotary == {rope.FULL: full, rope.SLIDING: HALF | {"base": 10.0}}
+    assert rotary_of(found) == {
+        architecture.FULL: full,
+        architecture.SLIDING: HALF | {"base": 10.0},
+    }
 
 
 # --- Errors.
@@ -280,7 +304,7 @@ IN_FILE = [
     ("opt", {"max_position_embeddings": 9}, r"embed_positions\.weight: wanted shape \[11, 8\]"),
     ("t5", {"num_heads": 3}, r"relative_attention_bias\.weight: wanted shape \[32, 3\]"),
     ("bert", {"layer_norm_eps": -1}, "for a model bert: .*wanted a finite number above 0, got -1"),
-    ("bert", {"model_type": ["bert"]}, r", got \['bert'\]; tensors and entries fit a model bert"),
+    ("bert", {"model_type": ["bert"]}, r", got \['bert'\]; load its table"),
     ("llama, dynamic", {"hidden_size": float("inf"), "partial_rotary_factor": 0.5}, r"config\.json, for a model llama: "),
     ("llama", {"rope_parameters": {"rope_type": "quantum"}}, f"{OF_TYPE} 'quantum'"),
     ("llama", {"rope_parameters": {"factor": 4.0}}, f"rope_scaling: {OF_TYPE} None$"),

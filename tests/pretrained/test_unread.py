@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from checkpoints import GOLDEN, load_embedder, table
+from checkpoints import GOLDEN, load_embedder, rotary_of, table
 
 import transformer_embed as te
 from transformer_embed._src.pretrained import architectures, description
@@ -71,9 +71,11 @@ OF_NEW_ROWS = [
      "its table of tokens alone: load_embedder.*, got a norm without parameters follows"),
     ({"model_type": "t5gemma", "encoder": {}, "decoder": {}}, "model.encoder.embed_tokens.weight",
      "its table of tokens alone: load_embedder.*, got config.json describes each stack apart$"),
-    (BY_BASE | {"layer_rope_theta": [1e4, 0], "layer_types": ["a", "a"]}, EMBED_TOKENS,
-     r"layer_rope_theta: wanted one base for each kind of layer in layer_types, \['a', 'a'\], got \[10000.0, 0\]$"),
-    (BY_BASE | {"layer_rope_theta": [1e4]}, EMBED_TOKENS, "for a model granite_swa: .*NoneType"),
+    (BY_BASE | {"layer_rope_theta": [1e4]}, EMBED_TOKENS, "layer_rope_theta: wanted a value for each layer, 6, got 1"),
+    (LLAMA | {"layer_types": ["sliding_attention"] * 6}, EMBED_TOKENS, "layer_types: wanted full_attention, since a model llama has no windows"),
+    (LLAMA | {"per_layer_config": {"3": {"rope_theta": 1e4}}}, EMBED_TOKENS,
+     "per_layer_config: 3: wanted no entries but head_dim, sliding_window, .*, got 'rope_theta'$"),
+    (LLAMA | {"num_hidden_layers": None}, EMBED_TOKENS, "num_hidden_layers: wanted the number of layers, from settings or"),
     ({"model_type": "xlm", "asm": True}, "embeddings.weight position_embeddings.weight layer_norm_emb.weight layer_norm_emb.bias",
      "is not read .*, got asm: True$"),
     ({"text_config": {"model_type": "mllama_text_model", "vocab_size": 4}}, "language_model.model.embed_tokens.weight",
@@ -102,7 +104,7 @@ def test_entries_that_say_nothing_or_concern_other_parts_are_left_out(tmp_path):
         "rope_scaling": {"type": "linear", "factor": 2.0, "finetuned": True},
     }
     found = load_embedder(table(tmp_path, LLAMA | entries))
-    assert found.rotary == HALF | {"base": 10_000.0, "scaling": te.LinearScaling(2.0)}
+    assert rotary_of(found) == HALF | {"base": 10_000.0, "scaling": te.LinearScaling(2.0)}
 
 
 def test_meaningless_entries_concern_the_layer():
@@ -131,9 +133,9 @@ HUB = [
      "embeddings.word_embeddings.weight embeddings.token_type_embeddings.weight emb_ln",
      {"layer_norm_eps": 1e-5, "dropout_rate": 0.25, "rotary": TURNED | {"base": 1e4, "rotary_dim": 4}}),
     ({"model_type": "granitemoehybrid", "position_embedding_type": "nope", "rope_theta": 1e4}, EMBED_TOKENS, {"rotary": None}),
-    ({"model_type": "granitemoehybrid", "position_embedding_type": "rope", "rope_theta": 1e7}, EMBED_TOKENS,
+    ({"model_type": "granitemoehybrid", "position_embedding_type": "rope", "rope_theta": 1e7, "layer_types": ["attention"] * 6}, EMBED_TOKENS,
      {"rotary": HALF | {"base": 1e7}}),
-    (BY_BASE | {"layer_rope_theta": [7e3, 0, 7e3], "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    (BY_BASE | {"num_hidden_layers": 3, "layer_rope_theta": [7e3, 0, 7e3], "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
      EMBED_TOKENS, {"rotary": {"sliding_attention": HALF | {"base": 7e3}, "full_attention": None}}),
     ({"model_type": "starcoder2", "embedding_dropout": 0.25}, EMBED_TOKENS, {"dropout_rate": 0.25}),
     ({"model_type": "gptj", "rotary": True, "rotary_dim": 4}, WTE,
@@ -157,8 +159,8 @@ HUB = [
      {"rotary": TURNED | {"base": 70.0}}),
     ({"model_type": "mistral4", "rope_interleave": False, "qk_rope_head_dim": 4,
       "rope_parameters": {"rope_theta": 70.0, "rope_type": "default"}}, EMBED_TOKENS, {"rotary": HALF | {"base": 70.0}}),
-    ({"model_type": "cohere2_moe", "mlp_layer_types": ["dense", "sparse"]}, EMBED_TOKENS,
-     {"output": te.OutputConfig(scale=0.0625), "rotary": {"rope": TURNED | {"base": 1e4}, "no_rope": None}}),
+    ({"model_type": "cohere2_moe", "num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"], "layer_types": ["sliding_attention", "full_attention"]}, EMBED_TOKENS,
+     {"output": te.OutputConfig(scale=0.0625), "rotary": {"sliding_attention": TURNED | {"base": 1e4}, "full_attention": None}}),
     ({"model_type": "new", "rope_theta": 70.0, "type_vocab_size": 0},
      "new.embeddings.word_embeddings.weight new.embeddings.LayerNorm",
      {"rotary": HALF | {"base": 70.0}, "num_token_types": None, "layer_norm_eps": 1e-12}),
@@ -183,4 +185,7 @@ def test_published_forms_are_read(tmp_path, entries, tensors, expected):
     }
     found = load_embedder(table(tmp_path, entries, *tables, **norms))
     for field, value in expected.items():
-        assert getattr(found if field in found._fields else found.config, field) == value
+        if field == "rotary":
+            assert rotary_of(found) == value
+        else:
+            assert getattr(found if field in found._fields else found.config, field) == value

@@ -22,7 +22,8 @@ import transformer_embed as te
 NOTEBOOK = pathlib.Path(__file__).parents[2] / "notebooks" / "08_a_whole_decoder.ipynb"
 # Names of tensors and traits beside those of the notebook's families.
 ROLES = {
-    r"experts\.\d+\.\w+": None,
+    # Read by `experts_of` and `attend_with_sinks`.
+    r"experts(\.\d+)?\.\w+|experts|\w+\.(gate|router)|self_attn(?=\.sinks)": None,
     r"Wqkv": "query key value",
     r"fc_in": "up",
     r"fc_out|ffn\.down_proj": "down",
@@ -105,8 +106,6 @@ ENCODERS = (
     "altclip_text_model chinese_clip_text_model flava_text_model bridgetower_text_model "
     f"clap_text_model visual_bert {CAUSAL}"
 )
-# Those that config.json calls so, or its text model.
-CAUSAL_TEXT = {*CAUSAL.split(), *(name + "_text_model" for name in CAUSAL.split())}
 STACKS = (
     "t5 mt5 bart mbart mvp plbart marian pegasus m2m_100 blenderbot fsmt whisper speech_to_text"
 )
@@ -156,8 +155,10 @@ def logits(folder, ids, pad_id):
     parts = notebook()
     model = parts.load(folder)
     # For text, the three positions of a token are equal.
-    for options in filter(None, model.rotary):
-        options.pop("pair_axes", None)
+    model.rotary = [
+        options and {key: value for key, value in options.items() if key != "pair_axes"}
+        for options in model.rotary
+    ]
     tensors = safetensors.numpy.load_file(folder / "model.safetensors")
     options = {}
     if sinks := [tensors[name] for name in sorted(tensors) if name.endswith(".sinks")]:
@@ -267,23 +268,17 @@ def read_stack(folder, side):
         values = [entries.get(name) for name in names.split()]
         return next((value for value in values if value is not None), default)
 
-    depth = said("num_hidden_layers", len(layers))
-    half = said("local_attention", 0) // 2
-    kinds = said("layer_types", [""] * depth)
     eps = 1e-12 if entries["model_type"] == "distilbert" else 1e-5
     activation = "hidden_act hidden_activation activation_function activation dense_act_fn"
     return types.SimpleNamespace(
         found=found,
         # ALBERT has one layer, and uses it again.
-        layers=[layers[number % len(layers)] for number in range(depth)],
+        layers=[layers[number % len(layers)] for number in range(len(found.layers))],
         last=last,
         is_t5="dense_act_fn" in entries,
-        is_causal=side == "decoder" or entries["model_type"] in CAUSAL_TEXT,
         heads=said(f"{side}_attention_heads num_attention_heads n_heads num_heads"),
         eps=said("layer_norm_eps layer_norm_epsilon norm_eps", eps),
         activation=notebook().ACTIVATIONS[said(activation)],
-        windows=[(half, half) if "sliding" in kind else None for kind in kinds],
-        rotary=[(found.rotary or {}).get(kind, found.rotary) for kind in kinds],
     )
 
 
@@ -334,9 +329,9 @@ def hidden(folder, ids, pad_id, *, side=None, memory=None, token_types=None):
     options = {} if found.config.num_token_types is None else {"token_types": token_types}
     x = te.Embedder(found.config).apply(found.params, None, ids, is_training=False, **options)
     bias = bias_of(found, places)
-    for layer, window, rotary in zip(model.layers, model.windows, model.rotary, strict=True):
-        mask = te.AttentionMask(tokens, causal=model.is_causal, window=window).dense()
-        given = functools.partial(attend, mask=mask, bias=bias, rotary=rotary)
+    for layer, kind in zip(model.layers, found.layers, strict=True):
+        mask = te.AttentionMask(tokens, **kind.mask).dense()
+        given = functools.partial(attend, mask=mask, bias=bias, rotary=kind.rotary)
         parts = {"norm_mix": lambda x, given=given: given(x, x)}
         if memory is not None:
             parts["norm_cross"] = lambda x: attend(x, *memory, cross="cross_")

@@ -8,8 +8,8 @@ import numpy as np
 
 from transformer_embed._src.arguments import shown
 from transformer_embed._src.layers.embedder import ROOT
-from transformer_embed._src.pretrained import rope
 from transformer_embed._src.pretrained.architecture import BIAS
+from transformer_embed._src.pretrained.layers import alike
 from transformer_embed._src.pretrained.parameters import by_path
 from transformer_embed.cli.checkpoint import add_checkpoint_flags, read_checkpoint
 
@@ -50,11 +50,11 @@ def run(args: argparse.Namespace) -> None:
         print(f"{shown(name)}\n  {array.dtype}{list(array.shape)}, from {shown(tensor)}")
     if len(own) < len(names):
         print(f"beside the layer\n  {len(names) - len(own)} parameters")
-    for layer, options in rope.by_layer(found.rotary or {}).items():
-        call = "not rotated"
-        if options is not None:
-            call = f"apply_rotary(x, positions, {_arguments(options)})"
-        print(f"rotary, {shown(layer)}\n  {call}")
+    for layer, numbers in alike(found.layers):
+        print(f"{shown(layer.type)}, in layers {', '.join(map(str, numbers))}")
+        if layer.rotary is not None:
+            print(f"  apply_rotary(x, positions, {_arguments(layer.rotary)})")
+        print(f"  AttentionMask(tokens, {_arguments(layer.mask)})")
     if found.bias:
         call = "alibi_bias(query_positions, key_positions, "
         if "num_buckets" in found.bias:

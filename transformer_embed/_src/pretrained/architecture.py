@@ -27,8 +27,11 @@ LOGITS_BIAS = "final_logits_bias"
 # Parameters that a published model may lack; zeros are equivalent.
 OFFSETS = (NORM_OFFSET, WIDEN_OFFSET)
 STACKS = ("encoder", "decoder")
-# Kinds of layers, where config.json lists the layers that do not rotate.
-ROTATED, UNROTATED = "rope", "no_rope"
+# Kinds of layers, as config.json's `layer_types` names them.
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+# Besides SLIDING: all layers rotate if there is no window.
+WINDOWLESS = "windowless"
+INDEXED, LINEAR, CROSS = "indexed_attention", "linear_attention", "cross_attention"
 
 
 # --- Parts of a layer, by the field of `Architecture` that names them.
@@ -49,7 +52,8 @@ TENSORS = {
 }
 # The entries that describe each part, or that another entry needs.
 READS = {
-    "tokens": "vocab_size hidden_size tie_word_embeddings",
+    "tokens": "vocab_size hidden_size tie_word_embeddings num_hidden_layers layer_types "
+    "per_layer_config",
     "positions": "max_position_embeddings",
     "norm": "layer_norm_eps",
     "token_types": "type_vocab_size",
@@ -62,6 +66,8 @@ READS = {
     "rope_local_base_freq": "sliding_rope_scaling partial_rotary_factor sliding_rotary_factor "
     "num_attention_heads head_dim global_head_dim",
 }
+# Names of an entry in any model.
+ALIASES = {"num_hidden_layers": "n_layer n_layers num_layers"}
 
 
 class Architecture(NamedTuple):
@@ -83,8 +89,12 @@ class Architecture(NamedTuple):
         dropout: the entry that has its rate.
         rotary: the layout, as for `apply_rotary`, or the entry that says whether it is interleaved;
             "": nothing is rotated.
-        rotated_kinds: the kind of layers that rotate and the kind that does not; None: all rotate,
-            as they do if the entry sliding_window is read and null.
+        kinds: if config.json does not list them, the kinds of the layers between and of every nth,
+            where n is the entry sliding_window_pattern; one: that of all; (): they are not known.
+        phase: the number of the first layer of the second kind; below 0, from the nth.
+        rotates: SLIDING: only these layers rotate; WINDOWLESS: and if there is no window, all; "":
+            all.
+        is_causal: whether a token sees only those before it.
         sections: how pairs are shared out to time, height and width: CONSECUTIVE or IN_TURNS.
         has_alibi: whether attention is biased by `alibi_bias`.
         entries: those that it reads, besides those of its parts (`READS`) and those that the other
@@ -114,7 +124,10 @@ class Architecture(NamedTuple):
     scale: Any = False
     dropout: str = ""
     rotary: str = ""
-    rotated_kinds: tuple[str, str] | None = None
+    kinds: tuple[str, ...] = (SLIDING, FULL)
+    phase: int = -1
+    rotates: str = ""
+    is_causal: bool = True
     sections: str = ""
     has_alibi: bool = False
     entries: Mapping[str, Any] = {}
@@ -176,7 +189,8 @@ class Architecture(NamedTuple):
             if part in self.entries or getattr(self, part, None):
                 reads += entries.split()
         known = [name for name in ENTRIES if name in reads and name not in self.fixed]
-        return {name: (*self.aliases.get(name, "").split(), name) for name in known}
+        aliases = {**ALIASES, **self.aliases}
+        return {name: (*aliases.get(name, "").split(), name) for name in known}
 
     def concerns(self, entry: str, value: Any) -> bool:
         """Whether an entry that is not read may change the layer or its output layer."""

@@ -7,21 +7,21 @@ import functools
 from typing import Any
 
 from transformer_embed._src.pretrained.architecture import (
-    ROTATED,
-    UNROTATED,
+    FULL,
+    INDEXED,
+    LINEAR,
+    SLIDING,
+    WINDOWLESS,
     Architecture,
 )
 from transformer_embed._src.pretrained.entries import REQUIRED
-from transformer_embed._src.pretrained.rope import CONSECUTIVE, FULL, IN_TURNS, SLIDING
+from transformer_embed._src.pretrained.rope import CONSECUTIVE, IN_TURNS, LOCAL
 
-# As in Cohere 2: layers with a sliding window rotate, those with full attention do not.
-_SLIDING_ROTATES = (SLIDING, FULL)
+# Kinds of layers, for `Architecture.kinds`.
+_HYBRID = (LINEAR, FULL)
 _SIN_COS = {"layout": "sin_cos"}
 _FAIRSEQ = {"layout": "sin_cos", "shift": 1, "odd": "zero"}
 _PLACES = "it adds tables of places on a page"
-# They list the layers, whose kinds `PretrainedInput.rotary` names.
-_UNROTATED_LAYERS = "no_rope_layers no_rope_layer_interval"
-
 _IGNORED = "the transformers library ignores what config.json says"
 # The default rotation has a scaling.
 _SCALED: Any = {"rope_theta": REQUIRED, "rope_scaling": REQUIRED}
@@ -45,6 +45,8 @@ _bert = functools.partial(
     token_types="embeddings.token_type_embeddings",
     norm="embeddings.LayerNorm",
     dropout="hidden_dropout_prob",
+    is_causal=False,
+    is_decoder=None,
     no_output="a dense layer and a norm come before it",
 )
 _albert = functools.partial(
@@ -76,8 +78,6 @@ _gpt2 = functools.partial(
     aliases={
         "hidden_size": "n_embd",
         "max_position_embeddings": "n_positions",
-        # Of GPT-Neo.
-        "embd_pdrop": "embed_dropout",
     },
 )
 _gpt2_itself = functools.partial(_gpt2, positions="wpe", known_below=r"^$|\btransformer\.$")
@@ -121,6 +121,13 @@ _t5 = functools.partial(
         )
     },
 )
+_clip = functools.partial(
+    _row,
+    tokens="embeddings.token_embedding",
+    positions="embeddings.position_embedding",
+    no_output="it has none",
+    known_below="",
+)
 _mamba = functools.partial(_row, tokens="embeddings", meaningless="rope_theta")
 _llama = functools.partial(_row, tokens="embed_tokens", rotary="half", tie_word_embeddings=False)
 _like_llama = functools.partial(
@@ -130,22 +137,65 @@ _like_llama = functools.partial(
 )
 _interleaved = functools.partial(_llama, rotary="interleaved")
 _deepseek = functools.partial(_llama, rotary="rope_interleave")
+# Windows that the layers above `max_window_layers` have, if they are used.
+_windows = {"sliding_window": 4096, "use_sliding_window": False}
 _qwen2_vl = functools.partial(_llama, sections=CONSECUTIVE)
 _qwen3_vl = functools.partial(
     _llama, sections=IN_TURNS, meaningless="mrope_interleaved interleaved"
 )
 _by_layer = functools.partial(_llama, rope_local_base_freq=10_000.0)
+_modernbert = functools.partial(
+    _by_layer,
+    tokens="embeddings.tok_embeddings",
+    norm="embeddings.norm",
+    dropout="embedding_dropout",
+    may_lack="layer_norm/offset",
+    aliases={
+        "layer_norm_eps": "norm_eps",
+        "rope_theta": "global_rope_theta",
+        "rope_local_base_freq": "local_rope_theta",
+        "sliding_window_pattern": "global_attn_every_n_layers",
+    },
+    no_output="a dense layer and a norm come before it",
+    known_below="",
+    phase=0,
+    embedding_dropout=0.0,
+    layer_norm_eps=1e-5,
+    local_attention=128,
+    rope_theta=160_000.0,
+    sliding_window_pattern=3,
+    tie_word_embeddings=True,
+)
 _gemma = functools.partial(
     _llama, scale=True, final_logit_softcapping=None, tie_word_embeddings=True
 )
 _gemma3 = functools.partial(
     _gemma,
+    sliding_window_pattern=6,
+    use_bidirectional_attention=None,
     rope_local_base_freq=10_000.0,
     rope_theta=1_000_000.0,
     refused={"embed_tokens_per_layer.weight": "every layer adds a row of embed_tokens_per_layer"},
 )
+# Its full layers have wider heads.
+_gemma4 = functools.partial(
+    _gemma3,
+    global_head_dim=512,
+    head_dim=256,
+    partial_rotary_factor=0.25,
+    rope_theta=REQUIRED,
+    rope_scaling=REQUIRED,
+)
 _granite = functools.partial(_llama, scale="embedding_multiplier", logits_scaling=1.0)
-_granite_swa = functools.partial(_granite, layer_rope_theta=None, layer_types=None)
+_granite_swa = functools.partial(
+    _granite, layer_rope_theta=None, sliding_window=128, sliding_window_pattern=4, phase=0
+)
+_hyperclovax = functools.partial(
+    _llama,
+    scale="embedding_multiplier",
+    aliases={"logit_scale": "lm_head_multiplier logits_scaling"},
+    logit_scale=1.0,
+)
 _minicpm = functools.partial(
     _llama, scale="scale_emb", meaningless="mup_denominator", tie_word_embeddings=True
 )
@@ -181,7 +231,8 @@ ARCHITECTURES = (
             "embeddings.token_type_embeddings_0.weight": "it adds several tables of token types",
         },
     ),
-    _bert("big_bird", scale="rescale_embeddings"),
+    # Its attention is sparse.
+    _bert("big_bird", scale="rescale_embeddings", kinds=()),
     _bert(
         "deberta deberta-v2",
         may_lack="learned_positional_encoding/embeddings token_type_embedding/embeddings",
@@ -191,9 +242,11 @@ ARCHITECTURES = (
         layer_norm_eps=1e-7,
     ),
     _roberta(
-        "roberta xlm-roberta camembert data2vec-text luke xmod longformer roberta-prelayernorm "
+        "roberta xlm-roberta camembert data2vec-text luke xmod roberta-prelayernorm "
         "clap_text_model lilt"
     ),
+    # Some of its tokens see all.
+    _roberta("longformer", kinds=()),
     _roberta("altclip_text_model bridgetower_text_model layoutlmv3", layer_norm_eps=1e-5),
     _bert("xlm-roberta-xl", start="pad_token_id", norm=""),
     _bert("megatron-bert", norm=""),
@@ -205,9 +258,10 @@ ARCHITECTURES = (
         fixed={"pad_token_id": 1},
     ),
     _bert("flava_text_model", hidden_dropout_prob=0.0),
-    _bert("blip_text_model", token_types="", hidden_dropout_prob=0.0),
+    # Its caller says whether it is a decoder.
+    _bert("blip_text_model", token_types="", fixed={"is_decoder": None}, hidden_dropout_prob=0.0),
     _generation("bert-generation"),
-    _generation("git", tie_word_embeddings=False),
+    _generation("git", is_causal=True, tie_word_embeddings=False),
     _rotated_bert(
         "nomic_bert",
         norm="emb_ln",
@@ -268,6 +322,7 @@ ARCHITECTURES = (
         dropout="hidden_dropout_prob",
         meaningless="use_lang_emb sinusoidal_embeddings share_inout_emb",
         aliases={"hidden_size": "emb_dim"},
+        is_causal=False,
         head="pred_layer.proj",
     ),
     _row(
@@ -277,10 +332,24 @@ ARCHITECTURES = (
         # Its attention adds sinusoids of distances. The embedding of what a query is to predict.
         meaningless="mask_emb untie_r",
         aliases={"hidden_size": "d_model"},
+        is_causal=False,
         head="lm_loss",
     ),
     _gpt2_itself("gpt2 gpt_bigcode gpt-sw3"),
-    _gpt2_itself("gpt_neo", embd_pdrop=0.0),
+    _gpt2_itself(
+        "gpt_neo",
+        aliases={
+            "hidden_size": "n_embd",
+            "max_position_embeddings": "n_positions",
+            "embd_pdrop": "embed_dropout",
+            "layer_types": "attention_layers",
+            "sliding_window": "window_size",
+        },
+        phase=0,
+        sliding_window=256,
+        sliding_window_pattern=2,
+        embd_pdrop=0.0,
+    ),
     _gpt2("openai-gpt", tokens="tokens_embed", positions="positions_embed"),
     _gpt2("ctrl", tokens="w", scale=True, sinusoids=_SIN_COS),
     _gpt2(
@@ -349,7 +418,8 @@ ARCHITECTURES = (
         scale_embedding=True,
     ),
     # A tied output layer of T5 divides by the root of d_model; mT5's does not.
-    _t5("t5 switch_transformers umt5 longt5", scale_decoder_outputs=True),
+    _t5("t5 switch_transformers umt5", scale_decoder_outputs=True),
+    _t5("longt5", kinds=(), scale_decoder_outputs=True),
     _t5("mt5", scale_decoder_outputs=False),
     _seq2seq(
         "marian pegasus",
@@ -357,12 +427,14 @@ ARCHITECTURES = (
         decoder_vocab_size=None,
         share_encoder_decoder_embeddings=True,
     ),
-    _seq2seq("pegasus_x", sinusoids={"layout": "sin_cos", "shift": 1}, scale_embedding=True),
+    _seq2seq(
+        "pegasus_x", kinds=(), sinusoids={"layout": "sin_cos", "shift": 1}, scale_embedding=True
+    ),
     _m2m("m2m_100 nllb-moe"),
     _m2m("fsmt", tie_word_embeddings=False),
     _bart("bart mbart mvp", start=2),
     _bart("plbart", start=2, scale_embedding=True),
-    _bart("led"),
+    _bart("led", kinds=()),
     # Its decoder adds positions after the norm.
     _bart(
         "blenderbot-small",
@@ -375,48 +447,90 @@ ARCHITECTURES = (
     _bart(
         "bigbird_pegasus",
         norm="",
+        kinds=(),
         meaningless=f"{_OLD} layernorm_embedding",
         scale_embedding=True,
     ),
-    _row(
-        "clip clip_text_model siglip_text_model siglip2_text_model clipseg_text_model "
-        "groupvit_text_model metaclip_2_text_model owlv2_text_model owlvit_text_model "
-        "xclip_text_model aimv2_text_model",
-        tokens="embeddings.token_embedding",
-        positions="embeddings.position_embedding",
-        no_output="it has none",
-        known_below="",
+    _clip(
+        "clip clip_text_model clipseg_text_model groupvit_text_model metaclip_2_text_model "
+        "owlv2_text_model owlvit_text_model xclip_text_model aimv2_text_model"
     ),
-    _mamba("jamba kimi_linear", tokens="embed_tokens", tie_word_embeddings=False),
-    _mamba("mamba falcon_mamba"),
-    _mamba("mamba2 nemotron_h", tie_word_embeddings=False),
+    _clip("siglip_text_model siglip2_text_model", is_causal=False),
+    _mamba(
+        "jamba",
+        tokens="embed_tokens",
+        kinds=_HYBRID,
+        aliases={"sliding_window_pattern": "attn_layer_period"},
+        attn_layer_offset=4,
+        sliding_window_pattern=8,
+        tie_word_embeddings=False,
+    ),
+    _mamba("kimi_linear", tokens="embed_tokens", kinds=(), tie_word_embeddings=False),
+    _mamba("mamba falcon_mamba", kinds=(LINEAR,)),
+    _mamba("mamba2", tie_word_embeddings=False, kinds=(LINEAR,)),
+    _mamba(
+        "nemotron_h",
+        kinds=(),
+        aliases={"layer_types": "layers_block_type hybrid_override_pattern"},
+        tie_word_embeddings=False,
+    ),
     _like_llama(
-        "llama mistral qwen2 qwen3 qwen2_moe qwen3_moe olmo olmo2 olmoe olmo_hybrid seed_oss arcee "
-        "internlm3 aria_text diffllama doge eurobert iquestcoder jais2 voxtral_realtime_text "
-        "unlimited_ocr_text"
+        "llama olmo olmo2 olmoe seed_oss arcee internlm3 aria_text diffllama iquestcoder jais2"
     ),
-    _like_llama("gpt_oss ministral3 apertus cwm higgs_audio_v2", **_SCALED),
-    _like_llama("flex_olmo bitnet mllama_text_model", rope_theta=500_000.0),
-    _like_llama("mixtral phimoe minimax solar_open emu3_text_model", rope_theta=1_000_000.0),
+    _like_llama("mistral voxtral_realtime_text", sliding_window=4096),
+    _like_llama("qwen2 qwen3 qwen2_moe", max_window_layers=28, **_windows),
+    _like_llama("qwen3_moe", **_windows),
+    _like_llama("doge", sliding_window=None),
+    _like_llama("eurobert", is_causal=False),
+    _like_llama("olmo_hybrid", kinds=_HYBRID, sliding_window_pattern=4),
+    _like_llama("unlimited_ocr_text", kinds=("reference_sliding_attention",)),
+    _like_llama("gpt_oss", sliding_window=128, sliding_window_pattern=2, **_SCALED),
+    _like_llama("ministral3", sliding_window=None, **_SCALED),
+    _like_llama("apertus higgs_audio_v2", **_SCALED),
+    _like_llama("cwm", phase=0, sliding_window=8192, sliding_window_pattern=4, **_SCALED),
+    _like_llama("flex_olmo bitnet", rope_theta=500_000.0),
+    _like_llama(
+        "mllama_text_model",
+        cross_attention_layers=(3, 8, 13, 18, 23, 28, 33, 38),
+        rope_theta=500_000.0,
+    ),
+    _like_llama("mixtral phimoe", rope_theta=1_000_000.0, sliding_window=None),
+    _like_llama("solar_open emu3_text_model", rope_theta=1_000_000.0),
+    _like_llama(
+        "minimax", kinds=_HYBRID, phase=0, rope_theta=1_000_000.0, sliding_window_pattern=2
+    ),
     _like_llama("hy_v3", rope_theta=11_158_840.0),
     _like_llama("jetmoe", tie_word_embeddings=True),
     _llama(
         "starcoder2",
         dropout="embedding_dropout",
         embedding_dropout=0.0,
+        sliding_window=None,
         tie_word_embeddings=True,
     ),
     _llama(
         "lfm2",
         meaningless="use_pos_enc theta",
-        aliases={"tie_word_embeddings": "tie_embedding"},
+        aliases={
+            "tie_word_embeddings": "tie_embedding",
+            "attention_layers": "full_attn_idxs",
+        },
+        attention_layers=None,
         rope_theta=1_000_000.0,
         tie_word_embeddings=True,
     ),
     _llama("minimax_m2", partial_rotary_factor=1.0, rope_theta=5_000_000.0, rotary_dim=None),
     _qwen2_vl(
-        "qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text qwen2_vl qwen2_5_vl",
+        "qwen2_vl_text qwen2_5_vl_text qwen2_vl qwen2_5_vl",
+        max_window_layers=80,
         rope_theta=1_000_000.0,
+        **_windows,
+    ),
+    _qwen2_vl(
+        "qwen2_5_omni_text",
+        max_window_layers=28,
+        rope_theta=1_000_000.0,
+        **_windows | {"sliding_window": 32768},
     ),
     _qwen2_vl("paddleocr_vl_text", rope_theta=500_000.0, tie_word_embeddings=True),
     _qwen3_vl("qwen3_vl_text qwen3_vl_moe_text", rope_theta=500_000.0),
@@ -424,8 +538,9 @@ ARCHITECTURES = (
     _qwen3_vl("cosmos3_edge_text", rope_theta=100_000_000.0),
     _interleaved("helium", rope_theta=100_000.0),
     _interleaved("ernie4_5 ernie4_5_moe", rope_theta=500_000.0, tie_word_embeddings=True),
-    _interleaved("deepseek_v2 deepseek_v32 glm_moe_dsa"),
-    _interleaved("openai_privacy_filter", **_SCALED),
+    _interleaved("deepseek_v2"),
+    _interleaved("deepseek_v32 glm_moe_dsa", kinds=(INDEXED,)),
+    _interleaved("openai_privacy_filter", is_causal=False, sliding_window=128, **_SCALED),
     _deepseek("deepseek_v3 axk1 glm4_moe_lite"),
     _deepseek("youtu", tie_word_embeddings=True),
     _deepseek(
@@ -437,47 +552,85 @@ ARCHITECTURES = (
     _interleaved("cohere", logit_scale=0.0625, rope_theta=500_000.0, tie_word_embeddings=True),
     _interleaved(
         "cohere2",
-        rotated_kinds=_SLIDING_ROTATES,
+        rotates=SLIDING,
         meaningless="position_embedding_type use_embedding_sharing",
         logit_scale=0.0625,
+        sliding_window=4096,
+        sliding_window_pattern=4,
         tie_word_embeddings=True,
     ),
     # Its first layers may be dense, which rotate with full attention too.
     _interleaved(
         "cohere2_moe",
-        rotated_kinds=(ROTATED, UNROTATED),
+        rotates=SLIDING,
+        layer_types=REQUIRED,
         logit_scale=0.0625,
+        mlp_layer_types=None,
+        first_k_dense_replace=None,
+        sliding_window=4096,
         tie_word_embeddings=True,
     ),
-    _llama("exaone4 exaone_moe", rotated_kinds=_SLIDING_ROTATES, sliding_window=4096),
-    _llama("afmoe", scale="mup_enabled", rotated_kinds=_SLIDING_ROTATES),
-    _llama("flint", rotated_kinds=_SLIDING_ROTATES),
+    _llama("exaone4 exaone_moe", rotates=WINDOWLESS, sliding_window=4096, sliding_window_pattern=4),
+    _llama(
+        "afmoe",
+        scale="mup_enabled",
+        rotates=SLIDING,
+        aliases={"sliding_window_pattern": "global_attn_every_n_layers"},
+        sliding_window=1024,
+        sliding_window_pattern=4,
+    ),
+    _llama("flint", rotates=SLIDING, layer_types=REQUIRED, sliding_window=513),
     _llama(
         "smollm3",
-        rotated_kinds=(ROTATED, UNROTATED),
-        meaningless=_UNROTATED_LAYERS,
+        no_rope_layer_interval=4,
+        no_rope_layers=None,
+        sliding_window=None,
+        use_sliding_window=False,
         rope_theta=2_000_000.0,
         tie_word_embeddings=True,
     ),
     _interleaved(
         "llama4 llama4_text",
-        rotated_kinds=(ROTATED, UNROTATED),
         # It scales the queries of layers that are not rotated.
-        meaningless=f"floor_scale {_UNROTATED_LAYERS}",
+        meaningless="floor_scale",
+        attention_chunk_size=8192,
+        no_rope_layer_interval=4,
+        no_rope_layers=None,
         rope_theta=500_000.0,
     ),
-    _gemma("gemma"),
-    _gemma("gemma2 vaultgemma", final_logit_softcapping=30.0),
+    _gemma("gemma", use_bidirectional_attention=None),
+    _gemma(
+        "gemma2 vaultgemma",
+        final_logit_softcapping=30.0,
+        sliding_window=4096,
+        sliding_window_pattern=2,
+        use_bidirectional_attention=None,
+    ),
     _gemma(
         "recurrent_gemma",
         meaningless="embeddings_scale_by_sqrt_dim",
-        aliases={"final_logit_softcapping": "logits_soft_cap"},
+        kinds=(LINEAR, SLIDING),
+        aliases={
+            "final_logit_softcapping": "logits_soft_cap",
+            "sliding_window": "attention_window_size",
+        },
         final_logit_softcapping=30.0,
         partial_rotary_factor=0.5,
+        sliding_window=2048,
+        sliding_window_pattern=3,
     ),
-    _gemma3("gemma3 gemma3_text embedding_gemma2_text"),
-    _gemma3("gemma3n_text", final_logit_softcapping=30.0),
-    _gemma3("gemma4_text gemma4_unified_text", partial_rotary_factor=0.25, **_SCALED),
+    _gemma3("gemma3 gemma3_text", sliding_window=4096),
+    _gemma3(
+        "gemma3n_text", final_logit_softcapping=30.0, sliding_window=512, sliding_window_pattern=5
+    ),
+    _gemma4("gemma4_text", sliding_window=512),
+    _gemma4("gemma4_unified_text", sliding_window=1024),
+    _gemma4(
+        "embedding_gemma2_text",
+        is_causal=False,
+        partial_rotary_factor=1.0,
+        sliding_window=512,
+    ),
     _llama(
         "nanochat",
         refused={
@@ -490,32 +643,26 @@ ARCHITECTURES = (
         tokens="{stack}.embed_tokens",
         refused={"{stack}.embed_tokens.weight": "config.json describes each stack apart"},
     ),
-    _by_layer("olmo3", rope_local_base_freq=500_000.0, rope_theta=500_000.0),
-    _by_layer("mellum", rope_theta=500_000.0),
+    _by_layer(
+        "olmo3",
+        rope_local_base_freq=500_000.0,
+        rope_theta=500_000.0,
+        sliding_window=4096,
+        sliding_window_pattern=4,
+    ),
+    _by_layer("mellum", rope_theta=500_000.0, sliding_window=1024, kinds=(FULL,)),
     _by_layer(
         "mimo_v2_flash",
+        aliases={"layer_types": "hybrid_layer_pattern", LOCAL: "swa_rope_theta"},
+        layer_types=REQUIRED,
+        sliding_window=129,
+        sliding_window_size=None,
         partial_rotary_factor=0.334,
         rope_theta=5_000_000.0,
         sliding_rotary_factor=0.334,
     ),
-    _by_layer(
-        "modernbert modernbert-decoder",
-        tokens="embeddings.tok_embeddings",
-        norm="embeddings.norm",
-        dropout="embedding_dropout",
-        may_lack="layer_norm/offset",
-        aliases={
-            "layer_norm_eps": "norm_eps",
-            "rope_theta": "global_rope_theta",
-            "rope_local_base_freq": "local_rope_theta",
-        },
-        no_output="a dense layer and a norm come before it",
-        known_below="",
-        embedding_dropout=0.0,
-        layer_norm_eps=1e-5,
-        rope_theta=160_000.0,
-        tie_word_embeddings=True,
-    ),
+    _modernbert("modernbert", is_causal=False),
+    _modernbert("modernbert-decoder"),
     _granite("granite granitemoe granitemoeshared"),
     _granite_swa("granitemoe_swa"),
     _granite_swa("granite_swa", tie_word_embeddings=True),
@@ -525,19 +672,29 @@ ARCHITECTURES = (
         logits_scaling=4.0,
         tie_word_embeddings=True,
     ),
-    _granite("granitemoehybrid", position_embedding_type=None),
-    _llama(
-        "hyperclovax falcon_h1",
-        scale="embedding_multiplier",
-        aliases={"logit_scale": "lm_head_multiplier logits_scaling"},
-        logit_scale=1.0,
-    ),
+    _granite("granitemoehybrid", position_embedding_type=None, kinds=(LINEAR,)),
+    _hyperclovax("hyperclovax"),
+    _hyperclovax("falcon_h1", kinds=("hybrid",)),
     _minicpm("minicpm", dim_model_base=1),
     _minicpm("minicpm3", dim_model_base=256),
-    _phi("phi glm4_moe nemotron persimmon bamba", partial_rotary_factor=0.5),
-    _phi("stablelm qwen3_next", partial_rotary_factor=0.25),
+    _phi("phi glm4_moe nemotron persimmon", partial_rotary_factor=0.5),
+    _phi(
+        "bamba",
+        aliases={"attention_layers": "attn_layer_indices"},
+        attention_layers=(),
+        partial_rotary_factor=0.5,
+    ),
+    _phi("stablelm", partial_rotary_factor=0.25),
+    _phi(
+        "qwen3_next",
+        kinds=_HYBRID,
+        aliases={"sliding_window_pattern": "full_attention_interval"},
+        partial_rotary_factor=0.25,
+        sliding_window_pattern=4,
+    ),
     _phi(
         "phi3 phi4_multimodal",
+        sliding_window=None,
         original_max_position_embeddings=4096,
         partial_rotary_factor=1.0,
     ),
@@ -546,8 +703,11 @@ ARCHITECTURES = (
     _interleaved("glm4v_text glm_ocr_text", sections=CONSECUTIVE, partial_rotary_factor=1.0),
     _llama(
         "qwen3_5_text qwen3_5_moe_text",
+        kinds=_HYBRID,
         sections=IN_TURNS,
         meaningless="mrope_interleaved",
+        aliases={"sliding_window_pattern": "full_attention_interval"},
+        sliding_window_pattern=4,
         partial_rotary_factor=0.25,
     ),
     _interleaved("glm glm4", partial_rotary_factor=0.5),

@@ -1,5 +1,6 @@
 """What config.json and tensors say together: the description of a published model's layer."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformer_embed._src.pretrained.architecture import (
 )
 from transformer_embed._src.pretrained.entries import ENTRIES, HARMLESS, REQUIRED, count
 from transformer_embed._src.pretrained.files import DTYPES
+from transformer_embed._src.pretrained.layers import layers_of
 from transformer_embed._src.pretrained.messages import call_with_named_errors, short_repr
 from transformer_embed._src.pretrained.parameters import (
     PretrainedInput,
@@ -62,16 +64,28 @@ def describe(
     if table and value["tie_word_embeddings"] and tensors.are_equal(table, names[TOKENS]):
         del names[OUTPUT_TABLE]
     shapes = {name: (1, 1, *tensors.entry(names[name]).shape)[-2:] for name in names}
-    options, rotary, bias = call_with_named_errors(where, _parts, kind, value, shapes, file)
+    options, bias = call_with_named_errors(where, _parts, kind, value, shapes, file)
+    count = number_of_layers(file, match)
+    layers = call_with_named_errors(
+        where, layers_of, kind, value, count, options["d_model"], file.side
+    )
     # Another dtype is refused by `check_tensors`, which names the tensor.
     dtype = DTYPES.get(tensors.entry(names[TOKENS]).dtype, jnp.dtype("float32"))
     config = call_with_named_errors(where, EmbedderConfig, **options, param_dtype=dtype)
-    parameters = parameters_of(where, config, rotary, bias)
+    parameters = parameters_of(where, config, layers, bias)
     # An output layer that the config does not have is not read, and an offset that the file does
     # not have is zeros. (In a file that `save_embedder` wrote, a missing offset is damage.)
     stored = {name: tensor for name, tensor in names.items() if name in parameters}
     check_tensors(tensors, stored, parameters, may_lack=OFFSETS)
-    return PretrainedInput(config, {}, rotary, bias, stored), parameters
+    return PretrainedInput(config, {}, layers, bias, stored), parameters
+
+
+def number_of_layers(file: Published, match: Match) -> int:
+    """How many numbered layers a checkpoint has of the stack that is read."""
+    start = match.prefix + (file.side if match.kind.has_stacks else "")
+    pattern = re.compile(rf"{re.escape(start)}\D*?\b(\d+)\.")
+    found = filter(None, map(pattern.match, file.tensors.files))
+    return 1 + max((int(name[1]) for name in found), default=-1)
 
 
 # --- Entries of config.json.
@@ -155,8 +169,8 @@ def _with_defaults(kind: Architecture, file: Published, found: Options) -> dict[
 
 def _parts(
     kind: Architecture, value: Options, shapes: Shapes, file: Published
-) -> tuple[dict[str, Any], Options | None, Options | None]:
-    """The arguments of `EmbedderConfig`, of `apply_rotary` and of the bias."""
+) -> tuple[dict[str, Any], Options | None]:
+    """The arguments of `EmbedderConfig` and of the bias."""
     for name, reason in kind.refused_entries.items():
         default = kind.default(name)
         if value[name] not in (None, default):
@@ -184,8 +198,7 @@ def _parts(
         "embedding_width": width if WIDEN in shapes else None,
         "output": _output(kind, value, shapes, file),
     }
-    rotary = rope.rotary(kind, value, d_model)
-    return options, rotary, _bias(kind, value, shapes, file.side)
+    return options, _bias(kind, value, shapes, file.side)
 
 
 def _scheme(kind: Architecture, value: Options, shapes: Shapes) -> Scheme | None:

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from transformer_embed._src import arguments
@@ -26,6 +26,25 @@ def _or_null(check: Check) -> Check:
     return lambda name, value: None if value is None else check(name, value)
 
 
+def _names(name: str, value: Any) -> tuple[Any, ...]:
+    # Nemotron-H writes a letter for each layer, MiMo a 0 or a 1.
+    letters = [*value] if isinstance(value, str) else value
+    check = functools.partial(arguments.instance, kinds=str | int, want="a kind of layers")
+    return arguments.entries(name, letters, check)
+
+
+def _by_layer(name: str, value: Any) -> dict[int, Mapping[str, Any]]:
+    arguments.instance(name, value, Mapping, "an object")
+    return {
+        int(layer): arguments.instance(f"{name}: {layer}", own, Mapping, "an object")
+        for layer, own in value.items()
+    }
+
+
+_integers: Check = functools.partial(arguments.entries, convert=arguments.integer)
+_bases: Check = functools.partial(arguments.entries, convert=arguments.not_negative)
+
+
 def _unchecked(_: str, value: Any) -> Any:
     return value
 
@@ -40,9 +59,11 @@ ENTRIES = {
             None,
             "vocab_size decoder_vocab_size hidden_size embedding_size max_position_embeddings "
             "original_max_position_embeddings num_attention_heads head_dim global_head_dim "
-            "relative_attention_num_buckets rotary_dim dim_model_base",
+            "relative_attention_num_buckets rotary_dim dim_model_base num_hidden_layers "
+            "max_window_layers no_rope_layer_interval attention_chunk_size local_attention "
+            "sliding_window_size attn_layer_offset",
         ),
-        (_or_null(arguments.integer), None, "sliding_window type_vocab_size"),
+        (_or_null(arguments.integer), None, "type_vocab_size sliding_window first_k_dense_replace"),
         (_or_null(arguments.integer), 1, "pad_token_id"),
         (arguments.integer, 128, "relative_attention_max_distance"),
         (arguments.rate, 0.1, _RATES),
@@ -68,12 +89,17 @@ ENTRIES = {
             "rope_interleave tie_word_embeddings share_encoder_decoder_embeddings "
             "scale_decoder_outputs use_learned_position_embeddings",
         ),
-        # rope.py checks them.
+        (_or_null(arguments.flag), None, "use_sliding_window is_decoder"),
+        (_or_null(_names), None, "layer_types mlp_layer_types"),
+        (_or_null(_integers), None, "no_rope_layers attention_layers cross_attention_layers"),
+        (_or_null(_by_layer), None, "per_layer_config"),
+        (_or_null(_bases), None, "layer_rope_theta"),
+        # Checked where they are used.
         (
             _unchecked,
             None,
-            "rope_scaling rope_parameters sliding_rope_scaling layer_rope_theta layer_types "
-            "position_embedding_type",
+            "rope_scaling rope_parameters sliding_rope_scaling position_embedding_type "
+            "sliding_window_pattern use_bidirectional_attention",
         ),
     )
     for name in names.split()

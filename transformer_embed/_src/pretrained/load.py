@@ -60,7 +60,7 @@ def load_embedder(
             the config's `param_dtype`.
 
     Returns:
-        PretrainedInput(config, params, rotary, bias, names). Parameters have the dtypes of their
+        PretrainedInput(config, params, layers, bias, names). Parameters have the dtypes of their
         tensors, `config.param_dtype` is that of the token table, and `config.dtype` is None.
         `config.pad_id` is None, because the padding row is read as it is stored. `config.output` is
         the model's output layer, with its table and bias if the file has them, or says in words why

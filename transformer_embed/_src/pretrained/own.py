@@ -10,7 +10,7 @@ import json
 import os
 import pathlib
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ from transformer_embed._src.pretrained.files import (
     as_tensors,
     write_tensors,
 )
+from transformer_embed._src.pretrained.layers import Layer, alike
 from transformer_embed._src.pretrained.messages import (
     call_with_named_errors,
     check_mappings,
@@ -57,7 +58,7 @@ MOST_OBJECTS = 64
 # What a file names is looked up here alone: it can make no other object.
 KINDS = {
     kind.__name__: kind
-    for kind in (OutputConfig, *typing.get_args(Scheme), *typing.get_args(Scaling))
+    for kind in (OutputConfig, Layer, *typing.get_args(Scheme), *typing.get_args(Scaling))
 }
 # Its name in files of older versions.
 KINDS["OutputLayer"] = OutputConfig
@@ -67,7 +68,7 @@ def save_embedder(
     path: str | os.PathLike[str],
     config: EmbedderConfig,
     params: Params,
-    rotary: Mapping[str, Any] | None = None,
+    layers: Sequence[Layer] = (),
     bias: Mapping[str, Any] | None = None,
     names: Mapping[str, str] | None = None,
 ) -> None:
@@ -85,7 +86,7 @@ def save_embedder(
         params: a Haiku parameter tree with one layer of the config, at any path, as in a whole
             model; arrays of float32, bfloat16 or float16. The layer, and T5's table if `bias` has
             buckets, are written with the paths of `load_embedder`, other parameters with their own.
-        rotary: see `PretrainedInput`.
+        layers: see `PretrainedInput`.
         bias: see `PretrainedInput`.
         names: a tensor name for each parameter; see `load_embedder` for shortened paths. Parameters
             that are left out keep their own names.
@@ -93,7 +94,7 @@ def save_embedder(
     Raises:
         OSError: the file cannot be written.
         ValueError: params do not hold one layer of the config; a name is used twice or cannot be
-            stored; a dtype is not supported; `rotary` or `bias` has arguments that their functions
+            stored; a dtype is not supported; a layer or `bias` has arguments that their functions
             do not take; the path is a folder, a pipe or a device.
 
     Example:
@@ -111,14 +112,14 @@ def save_embedder(
         The safetensors format, https://github.com/huggingface/safetensors
     """
     arguments.instance("config", config, EmbedderConfig, "an EmbedderConfig")
-    check_mappings(rotary=rotary, bias=bias, names=names)
+    _check_extras(layers, bias, names)
     params = as_params("params", params)
     if slashed := [name for group in params.values() for name in group if "/" in name]:
         raise arguments.value_error("params", "names without a slash", short_repr(slashed[0]))
     leaves = by_path(_with_own_paths(config, params, bias))
     tensor_names = {name: name for name in leaves} | full_paths(names or {}, leaves)
     arrays = _by_tensor_name(leaves, tensor_names)
-    extras = {"rotary": rotary, "bias": bias, "names": tensor_names}
+    extras = {"layers": alike(layers), "bias": bias, "names": tensor_names}
     texts = {
         CONFIG: json.dumps(vars(config), default=encoded),
         EXTRAS: json.dumps(extras, default=encoded),
@@ -127,6 +128,13 @@ def save_embedder(
     # What is written can be loaded.
     describe_own(file)
     write_tensors(file, arrays)
+
+
+def _check_extras(layers: Any, bias: Any, names: Any) -> None:
+    """Raises a TypeError for extras of another type."""
+    check_mappings(bias=bias, names=names)
+    check = functools.partial(arguments.instance, kinds=Layer, want="a Layer")
+    arguments.entries("layers", layers, check)
 
 
 def _by_tensor_name(leaves: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -172,20 +180,30 @@ def describe_own(tensors: Tensors) -> tuple[PretrainedInput, Specs]:
     decode = functools.partial(decoded, itertools.count())
     options = parse(f"{path}: {CONFIG}", tensors.metadata[CONFIG], decode)
     entries = parse(f"{path}: {EXTRAS}", tensors.metadata.get(EXTRAS, "{}"), decode)
-    extras = call_with_named_errors(path, PretrainedInput, None, {}, **entries)
-    call_with_named_errors(path, check_mappings, **extras._asdict())
+    if entries.pop("rotary", None):
+        want = "layers, which files have today (or load it with config and names)"
+        raise arguments.value_error(f"{path}: {EXTRAS}", want, "rotary")
+    layers = call_with_named_errors(f"{path}: layers", _in_order, entries.pop("layers", ()))
+    extras = call_with_named_errors(path, PretrainedInput, None, {}, layers, **entries)
+    call_with_named_errors(path, _check_extras, *extras[2:])
     names = {name: str(tensor) for name, tensor in (extras.names or {}).items()}
     # Compared first: the time to make a config grows with its width.
     width = options.get("embedding_width") or options.get("d_model")
     check_entry(tensors, names.get(TOKENS, TOKENS), (options.get("vocab_size"), width))
     config = call_with_named_errors(path, EmbedderConfig, **options)
-    parameters = parameters_of(path, config, extras.rotary, extras.bias)
+    parameters = parameters_of(path, config, extras.layers, extras.bias)
     for name in names.keys() - parameters.keys():
         # It stands beside the input layer.
         shape = tensors.entry(names[name]).shape
         parameters[name] = jax.ShapeDtypeStruct(shape, config.param_dtype)
     check_tensors(tensors, names, parameters)
     return extras._replace(config=config, names=names), parameters
+
+
+def _in_order(alike: Any) -> tuple[Any, ...]:
+    """The layers, from each one and the numbers of those that are like it."""
+    by_number = {number: layer for layer, numbers in alike for number in numbers}
+    return tuple(by_number[number] for number in sorted(by_number))
 
 
 def encoded(value: Any) -> Any:

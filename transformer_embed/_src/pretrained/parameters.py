@@ -1,6 +1,6 @@
 """The parameters of an input layer: their paths, shapes, tensors, and how they are read."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -13,9 +13,9 @@ from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.embedder import Embedder, Params
 from transformer_embed._src.layers.relative_position_bias import RelativePositionBias
 from transformer_embed._src.positions.relative_bias import alibi_bias
-from transformer_embed._src.pretrained import rope
 from transformer_embed._src.pretrained.architecture import WIDEN
 from transformer_embed._src.pretrained.files import DTYPES, Tensors
+from transformer_embed._src.pretrained.layers import Layer, check_layers
 from transformer_embed._src.pretrained.messages import call_with_named_errors, short_repr
 
 # The time to trace a bias grows with its buckets or heads. Real models have up to some hundred.
@@ -34,12 +34,8 @@ class PretrainedInput(NamedTuple):
         config: for `Embedder` and `TransformerEmbedding`.
         params: for the `apply` of that embedder; T5's table of biases is under
             `relative_position_bias`.
-        rotary: the keyword arguments of `apply_rotary`; None if the model has no rotary embeddings.
-            If layers differ (Gemma 3, Cohere 2), a dict with such arguments for each kind of layer,
-            as config.json's `layer_types` names them, and None for a kind that is not rotated.
-            (Where config.json lists `no_rope_layers`: "rope" for its 1, "no_rope" for its 0.) With
-            `pair_axes` (Qwen-VL), positions have three axes, time, height and width, which are
-            equal for text.
+        layers: what each layer rotates by and may attend to. Empty if the file says neither how
+            many layers there are nor how they rotate, or if they differ in a way that is not known.
         bias: the keyword arguments of `RelativePositionBias` (T5) or `alibi_bias` (Bloom); None if
             the model has no bias.
         names: the name of the tensor that each parameter came from.
@@ -47,12 +43,12 @@ class PretrainedInput(NamedTuple):
     Example:
         >>> import transformer_embed as te
         >>> te.pretrained.PretrainedInput._fields
-        ('config', 'params', 'rotary', 'bias', 'names')
+        ('config', 'params', 'layers', 'bias', 'names')
     """
 
     config: EmbedderConfig
     params: Params
-    rotary: Mapping[str, Any] | None = None
+    layers: Sequence[Layer] = ()
     bias: Mapping[str, Any] | None = None
     names: Mapping[str, str] | None = None
 
@@ -60,15 +56,14 @@ class PretrainedInput(NamedTuple):
 def parameters_of(
     where: Any,
     config: EmbedderConfig,
-    rotary: Mapping[str, Any] | None = None,
+    layers: Sequence[Layer] = (),
     bias: Mapping[str, Any] | None = None,
 ) -> Specs:
     """The shape and dtype of each parameter, by its path, computed without allocating any array.
 
     Raises a ValueError for arguments that `apply_rotary` or the bias refuses.
     """
-    for layer, options in rope.by_layer(rotary or {}).items():
-        call_with_named_errors(f"{where}: rotary, {layer}", rope.check, options or {})
+    check_layers(where, layers)
     init, key = Embedder(config).init, jax.random.key(0)
     tree = call_with_named_errors(where, jax.eval_shape, init, key)
     tree |= call_with_named_errors(f"{where}: bias", _bias_parameters, bias)

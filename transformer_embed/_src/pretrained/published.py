@@ -47,9 +47,9 @@ def open_published(tensors: Tensors, stack: str | None) -> Published:
     path = tensors.path.parent / "config.json"
     # A link that leads nowhere is an error, not a file that is missing.
     whole = read_json(path) if os.path.lexists(path) else {}
-    # A config.json of several models has the text model's own.
-    parts = [whole.get("text_config"), whole.get("text"), whole]
-    entries = next(part for part in parts if isinstance(part, dict))
+    # A config.json of several models has the text model's own; an empty one says nothing.
+    part = whole.get("text_config")
+    entries = part if part and isinstance(part, dict) else whole
     model_type = entries.get("model_type") or whole.get("model_type")
     outer = None if entries is whole else str(whole.get("model_type"))
     if isinstance(is_tied := whole.get("tie_word_embeddings"), bool):

@@ -14,7 +14,6 @@ from transformer_embed._src.pretrained.architecture import (
     Architecture,
 )
 from transformer_embed._src.pretrained.architectures import ARCHITECTURES, by_model_type
-from transformer_embed._src.pretrained.description import describe
 from transformer_embed._src.pretrained.entries import ENTRIES
 from transformer_embed._src.pretrained.messages import short_repr
 from transformer_embed._src.pretrained.published import Match, Published
@@ -50,7 +49,9 @@ def recognised(file: Published, model_type: Any) -> Match:
     if kind is None:
         want = f"that of a known model, from settings or a config.json beside {where}"
         raise arguments.value_error(
-            "model_type", want, f"{short_repr(model_type)}; {_advice(file, beside)}"
+            "model_type",
+            want,
+            f"{short_repr(model_type)}; load {_by_hand(file)} ({tensors.listed()})",
         )
     found = matches([kind], file)
     if not found:
@@ -142,42 +143,6 @@ def _reason(match: Match, file: Published, beside: Iterable[str]) -> str:
 
 
 # --- What to do with one that is not known.
-
-
-def _advice(file: Published, beside: Iterable[str]) -> str:
-    """What a model of an unknown type may be loaded as."""
-    fitting = {}
-    for match in matches(ARCHITECTURES, file):
-        # Of the rows that say the same, the first.
-        fitting.setdefault(_said_by(match, file, beside), match)
-    fitting.pop("", None)
-    if not fitting:
-        return f"load {_by_hand(file)}, which has {file.tensors.listed()}"
-    most = max(len(match.names) for match in fitting.values())
-    kinds = [match.kind.name for match in fitting.values() if len(match.names) == most]
-    return (
-        f"tensors and entries fit a model {' or '.join(kinds[:3])}: pass that model_type in "
-        f"settings if it computes the same, or load {_by_hand(file)}"
-    )
-
-
-def _said_by(match: Match, file: Published, beside: Iterable[str]) -> str:
-    """The layer that a row describes if it reads what concerns it and guesses nothing, or ""."""
-    if (file.stack and not match.kind.has_stacks) or _reason(match, file, beside):
-        return ""
-    # Types that differ only in whether they tie their output layer are the same here.
-    entries = {"tie_word_embeddings": True, **file.entries}
-    try:
-        said, parameters = describe(file._replace(entries=entries, model_type=None), match, {})
-    except ValueError:
-        return ""
-    # A table alone, of which nothing is said, is any model's.
-    is_alone = (
-        parameters.keys() <= {TOKENS, OUTPUT_TABLE, OUTPUT_BIAS}
-        and said.rotary is None
-        and said.bias is None
-    )
-    return "" if is_alone else str(said)
 
 
 def _by_hand(file: Published, kind: Architecture | None = None, table: str | None = None) -> str:

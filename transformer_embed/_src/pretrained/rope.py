@@ -1,7 +1,6 @@
 """The entries of config.json for rotary embeddings, as arguments of `apply_rotary`."""
 
 import functools
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,13 +11,12 @@ import numpy as np
 from transformer_embed._src import arguments
 from transformer_embed._src.positions import rotary_scaling
 from transformer_embed._src.positions.rotary import apply_rotary
-from transformer_embed._src.pretrained.architecture import Architecture
+from transformer_embed._src.pretrained.architecture import FULL, SLIDING, Architecture
 from transformer_embed._src.pretrained.entries import count
 from transformer_embed._src.pretrained.messages import short_repr
 
 Options = Mapping[str, Any]
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 LOCAL = "rope_local_base_freq"
 # For each kind of layer, the entries of config.json that have its base, its share of the channels
 # that rotate, and its scaling.
@@ -70,48 +68,16 @@ def check(options: Mapping[str, Any]) -> None:
     jax.eval_shape(functools.partial(apply_rotary, **options), heads, positions)
 
 
-def rotary(kind: Architecture, value: Options, width: int) -> Options | None:
-    """The arguments of `apply_rotary`, or those of each kind of layer; None: nothing rotates."""
-    # Granite's hybrids say whether they rotate at all.
-    is_said = "position_embedding_type" in kind.entries
-    if not kind.rotary or (is_said and value["position_embedding_type"] != "rope"):
-        return None
-    if LOCAL in kind.entries:
-        return {layer: _rotation(kind, value, width, layer) for layer in LAYERS}
-    if value["layer_rope_theta"]:
-        return _by_base(kind, value, width)
-    rotation = _rotation(kind, value, width, FULL)
-    # EXAONE 4 rotates in all layers if it has no window.
-    has_window = "sliding_window" not in kind.entries or value["sliding_window"] is not None
-    if kind.rotated_kinds is None or not has_window:
-        return rotation
-    rotated, unrotated = kind.rotated_kinds
-    return {rotated: rotation, unrotated: None}
-
-
-def _by_base(kind: Architecture, value: Options, width: int) -> Options:
-    """The arguments for each kind of layer, where each layer has a base; 0: it does not rotate."""
-    layers, bases = value["layer_types"], value["layer_rope_theta"]
-    base_of = {*zip(layers, bases, strict=True)}
-    if len(base_of) > len({*layers}):
-        want = f"one base for each kind of layer in layer_types, {short_repr(layers)}"
-        raise arguments.value_error("layer_rope_theta", want, short_repr(bases))
-    rotations = {}
-    for layer, base in base_of:
-        said = {**value, "rope_theta": base}
-        rotations[layer] = _rotation(kind, said, width, FULL) if base else None
-    return rotations
-
-
-def _rotation(kind: Architecture, value: Options, width: int, layer: str) -> dict[str, Any]:
+def rotation(kind: Architecture, value: Options, width: int, layer_type: str) -> dict[str, Any]:
     """The arguments of `apply_rotary` for a kind of layer."""
-    base, share, scaling_name = LAYERS[layer]
+    is_local = layer_type == SLIDING and LOCAL in kind.entries
+    base, share, scaling_name = LAYERS[SLIDING if is_local else FULL]
     entries = value[scaling_name] or {}
     layout = kind.rotary
     if layout in value:
         layout = "interleaved" if value[layout] else "half"
     is_proportional = entries.get("rope_type") == PROPORTIONAL
-    rotary_dim = _rotary_dim(value, width, share, is_proportional=is_proportional)
+    rotary_dim = _rotary_dim(value, width, share)
     options = {
         # A base that sliding layers do not have is the full ones'.
         "base": value[base] or value["rope_theta"],
@@ -124,13 +90,11 @@ def _rotation(kind: Architecture, value: Options, width: int, layer: str) -> dic
     return {name: option for name, option in options.items() if option is not None}
 
 
-def _rotary_dim(value: Options, width: int, share: str, *, is_proportional: bool) -> int | None:
+def _rotary_dim(value: Options, width: int, share: str) -> int | None:
     """The number of a head's channels that rotate; None: all."""
     if value["rotary_dim"] is not None or value[share] in (None, 1):
         return value["rotary_dim"]
     head_dim = value["head_dim"]
-    if is_proportional:
-        head_dim = value["global_head_dim"] or head_dim
     if head_dim is None:
         head_dim = width // count("num_attention_heads", value["num_attention_heads"])
     # Rounded down: the share of MiMo V2 Flash is 0.334.
@@ -153,14 +117,6 @@ def _pair_axes(kind: Architecture, entries: Options) -> tuple[int, ...] | None:
     # Those that are left when the turns of an axis have ended are the first axis's.
     turn, axis = np.divmod(np.arange(sum(sections)), max(len(sections), 1))
     return tuple(np.where(turn < np.take(sections, axis), axis, 0).tolist())
-
-
-def by_layer(rotary: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any] | None]:
-    """The arguments for each kind of layer; None: not rotated."""
-    # {"base": None} names an argument, not a kind of layer that does not rotate.
-    names_arguments = rotary.keys() & inspect.signature(apply_rotary).parameters.keys()
-    differs = all(isinstance(options, Mapping | None) for options in rotary.values())
-    return rotary if differs and not names_arguments else {"all layers": rotary}
 
 
 def scaling(

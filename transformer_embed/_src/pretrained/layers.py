@@ -1,0 +1,231 @@
+"""The layers of a published model: which kind each is of, its rotation and its mask."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformer_embed._src import arguments
+from transformer_embed._src.attention.attention_mask import AttentionMask
+from transformer_embed._src.attention.token_positions import TokenPositions
+from transformer_embed._src.pretrained import rope
+from transformer_embed._src.pretrained.architecture import (
+    CHUNKED,
+    CROSS,
+    FULL,
+    INDEXED,
+    LINEAR,
+    SLIDING,
+    STACKS,
+    WINDOWLESS,
+    Architecture,
+)
+from transformer_embed._src.pretrained.entries import ENTRIES
+from transformer_embed._src.pretrained.messages import call_with_named_errors, short_repr
+
+Options = Mapping[str, Any]
+
+# Names of older files, by those of today.
+RENAMED: Mapping[Any, str] = {
+    "attention": FULL,
+    "global": FULL,
+    "local": SLIDING,
+    "mamba": LINEAR,
+    "recurrent": LINEAR,
+    "deepseek_sparse_attention": INDEXED,
+    # Of Nemotron-H and MiMo.
+    "*": FULL,
+    "M": LINEAR,
+    "E": "moe",
+    "-": "mlp",
+    0: FULL,
+    1: SLIDING,
+}
+# Kinds of layers that rotate nothing.
+UNROTATED = (LINEAR, CROSS, "conv", "moe", "mlp")
+# What an object for one layer may say besides sizes that tensors have.
+OWN = ("head_dim", "sliding_window")
+SIZES = ("num_key_value_heads", "intermediate_size")
+BY_LAYER = ("layer_types", "layer_rope_theta", "no_rope_layers", "mlp_layer_types")
+# Of a file that anyone may have written: the time to check a layer.
+MOST_KINDS = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A layer of a published model.
+
+    Args:
+        type: its kind, as config.json's `layer_types` names it: "full_attention",
+            "sliding_attention", "linear_attention" and so on.
+        rotary: the keyword arguments of `apply_rotary`; None if it does not rotate. With
+            `pair_axes` (Qwen-VL), positions have three axes, time, height and width, which are
+            equal for text.
+        mask: the keyword arguments of `AttentionMask`: `causal`, and `window` or `chunk` if it has
+            one.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> mask = {"causal": True, "window": (511, 0)}
+        >>> layer = te.pretrained.Layer("sliding_attention", {"base": 1e4}, mask)
+        >>> tokens = te.TokenPositions.from_offset(0, 600)
+        >>> te.AttentionMask(tokens, **layer.mask).dense().shape
+        (1, 1, 600, 600)
+    """
+
+    type: str
+    rotary: Mapping[str, Any] | None
+    mask: Mapping[str, Any]
+
+
+def alike(layers: Sequence[Layer]) -> list[tuple[Layer, list[int]]]:
+    """The different layers, each with the numbers of those that are like it."""
+    found: dict[str, tuple[Layer, list[int]]] = {}
+    for number, layer in enumerate(layers):
+        # A mapping has no hash, and an array in it no truth value.
+        found.setdefault(repr(layer), (layer, []))[1].append(number)
+    arguments.integer("kinds of layers", len(found), at_most=MOST_KINDS)
+    return [*found.values()]
+
+
+def check_layers(where: Any, layers: Sequence[Layer]) -> None:
+    """Raises a ValueError for arguments that `apply_rotary` or `AttentionMask` refuses."""
+    tokens = TokenPositions.from_offset(0, 1)
+    for layer, numbers in call_with_named_errors(where, alike, layers):
+        name = f"{where}: layer {numbers[0]}"
+        call_with_named_errors(f"{name}: rotary", rope.check, layer.rotary or {})
+        call_with_named_errors(f"{name}: mask", AttentionMask, tokens, **layer.mask)
+
+
+def layers_of(
+    kind: Architecture, value: Options, count: int, width: int, stack: str
+) -> tuple[Layer, ...]:
+    """The layers of a model whose tensors are those of `count` layers.
+
+    config.json goes before the tensors: a file may have a layer that predicts further tokens, or
+    one layer that is used several times.
+    """
+    if value["num_hidden_layers"] and not kind.has_stacks:
+        count = value["num_hidden_layers"]
+    if not count and kind.rotary:
+        want = "the number of layers, from settings or config.json"
+        raise arguments.value_error("num_hidden_layers", want, None)
+    for name in BY_LAYER:
+        if value[name]:
+            arguments.check_same(name, "a value for each layer", len(value[name]), count)
+    found: dict[Any, Layer] = {}
+    layers, types = [], _types(kind, value, count)
+    for number, layer_type in enumerate(types):
+        own = {**value, **_own(value, number, layer_type)}
+        rotates = _rotates(kind, own, number, layer_type)
+        key = (layer_type, rotates, *(own[name] for name in (*OWN, "rope_theta")))
+        if key not in found:
+            rotary = rope.rotation(kind, own, width, layer_type) if rotates else None
+            mask = _mask(kind, own, layer_type, stack)
+            found[key] = Layer(layer_type, rotary, mask)
+        layers.append(found[key])
+    return tuple(layers)
+
+
+def _types(kind: Architecture, value: Options, count: int) -> list[str]:
+    """The kind of each layer: as config.json lists them, or as the model type does."""
+    said, period = value["layer_types"], value["sliding_window_pattern"]
+    has_window = value["sliding_window"] and value["use_sliding_window"] is not False
+    if said is not None:
+        return [RENAMED.get(each, each) for each in said]
+    if not kind.kinds:
+        return []
+    if value["attention_layers"] is not None:
+        full = value["attention_layers"]
+        types = [FULL if number in full else LINEAR for number in range(count)]
+    elif period and (has_window or kind.rotates != WINDOWLESS):
+        # EXAONE 4 writes a period out: LLLG.
+        period = len(period) if isinstance(period, str) else period
+        place = kind.phase if value["attn_layer_offset"] is None else value["attn_layer_offset"]
+        is_nth = [number % period == place % period for number in range(count)]
+        types = [kind.kinds[is_one] for is_one in is_nth]
+    elif len(kind.kinds) == 1:
+        types = [*kind.kinds] * count
+    elif value["no_rope_layer_interval"]:
+        # Llama 4 has chunks where it rotates, SmolLM 3 windows where it does not.
+        chunked = CHUNKED if value["attention_chunk_size"] else FULL
+        sliding = SLIDING if has_window else FULL
+        is_rotated = [_is_in_rope_layers(value, number) for number in range(count)]
+        types = [chunked if is_one else sliding for is_one in is_rotated]
+    else:
+        # The lowest layers of Qwen 2 have no window.
+        first = (value["max_window_layers"] or 0) if has_window else count
+        types = [FULL if number < first else SLIDING for number in range(count)]
+    cross = value["cross_attention_layers"] or ()
+    return [CROSS if number in cross else each for number, each in enumerate(types)]
+
+
+def _own(value: Options, number: int, layer_type: str) -> dict[str, Any]:
+    """The entries that a layer has of its own."""
+    own = {}
+    if value["per_layer_config"] is None and layer_type == FULL and value["global_head_dim"]:
+        own["head_dim"] = value["global_head_dim"]
+    for name, said in (value["per_layer_config"] or {}).get(number, {}).items():
+        if name not in (*OWN, *SIZES):
+            want = f"no entries but {', '.join((*OWN, *SIZES))}"
+            raise arguments.value_error(f"per_layer_config: {number}", want, short_repr(name))
+        if name in OWN:
+            own[name] = ENTRIES[name].check(name, said)
+    if value["layer_rope_theta"] is not None:
+        own["rope_theta"] = value["layer_rope_theta"][number]
+    return own
+
+
+def _rotates(kind: Architecture, value: Options, number: int, layer_type: str) -> bool:
+    """Whether a layer rotates its heads."""
+    # Granite's hybrids say whether they rotate at all; a base of 0 says that a layer does not.
+    is_said = "position_embedding_type" in kind.entries
+    if not kind.rotary or (is_said and value["position_embedding_type"] != "rope"):
+        return False
+    if layer_type in UNROTATED or not value["rope_theta"]:
+        return False
+    if value["no_rope_layer_interval"]:
+        return _is_in_rope_layers(value, number)
+    if not kind.rotates or layer_type == SLIDING:
+        return True
+    # EXAONE 4 rotates in all layers if it has no window, Cohere 2's MoE in dense ones too.
+    is_windowless = WINDOWLESS in kind.rotates and value["sliding_window"] is None
+    return is_windowless or _is_dense(value, number)
+
+
+def _is_in_rope_layers(value: Options, number: int) -> bool:
+    """Whether `no_rope_layers` has a 1 for a layer, or if it is missing, the interval leaves it."""
+    if value["no_rope_layers"]:
+        return bool(value["no_rope_layers"][number])
+    return (number + 1) % value["no_rope_layer_interval"] != 0
+
+
+def _is_dense(value: Options, number: int) -> bool:
+    """Whether a layer is one of the first, which have no experts."""
+    if value["mlp_layer_types"]:
+        return value["mlp_layer_types"][number] == "dense"
+    return number < (value["first_k_dense_replace"] or 0)
+
+
+def _mask(kind: Architecture, value: Options, layer_type: str, stack: str) -> dict[str, Any]:
+    """The arguments of `AttentionMask` for a layer."""
+    is_causal = stack == STACKS[1] if kind.has_stacks else kind.is_causal or value["is_decoder"]
+    window = value["sliding_window"]
+    # Gemma 4 says "all", or "vision": only within images.
+    if value["use_bidirectional_attention"] in (True, "all"):
+        is_causal = False
+        window = window and window // 2 + 1
+    mask: dict[str, Any] = {"causal": bool(is_causal)}
+    if layer_type == SLIDING:
+        if value["local_attention"]:
+            window = value["local_attention"] // 2
+        if value["sliding_window_size"]:
+            window = value["sliding_window_size"] + 1
+        if window is None and "sliding_window" not in kind.names():
+            want = f"{FULL}, since a model {kind.name} has no windows"
+            raise arguments.value_error("layer_types", want, layer_type)
+        if window:
+            # A causal window counts the query's own token, one of both sides does not.
+            mask["window"] = (window - 1, 0) if is_causal else (window, window)
+    if layer_type == CHUNKED:
+        mask["chunk"] = value["attention_chunk_size"]
+    return mask
