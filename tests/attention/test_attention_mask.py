@@ -151,6 +151,22 @@ def test_kinds_of_tiles_without_a_rule():
     expect_kinds(AttentionMask(tokens, keys, causal=False), (2, 2), is_exact=True)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16])
+def test_batches_of_a_short_dtype_mean_the_same(dtype):
+    """Row indices, chunks and names of segments may not fit the dtype of a smaller transfer."""
+    length = 2 * (np.iinfo(dtype).max + 1)
+    segments = np.arange(length) * 4 // length + 1
+    tokens = TokenPositions(np.arange(length) % (length // 4), segments)
+    short = jax.tree.map(lambda array: array.astype(dtype), tokens)
+    for rule in ({"window": (length // 9, 0)}, {"chunk": length}):
+        wide, narrow = (AttentionMask(each, causal=True, **rule) for each in (tokens, short))
+        equal(narrow.tile_kinds((length // 16,) * 2), wide.tile_kinds((length // 16,) * 2))
+        equal(narrow.tile(9, 0, (90, 90)), wide.tile(9, 0, (90, 90)))
+        said = [te.kernels.splash_attention(each, 1, order="packed")[1] for each in (wide, narrow)]
+        equal(said[0].q, said[1].q)
+
+
 # --- tiles
 
 

@@ -195,6 +195,16 @@ def test_queries_that_are_a_part_of_their_keys(rule):
                 assert_said(said_by_splash(mask, "packed", query_start=start), mask)
 
 
+def test_queries_without_segments_are_no_part_of_packed_keys():
+    """They see all sequences by position, and a kernel compares indices of the row."""
+    queries = TokenPositions(PACKED.positions[:, 130:170])
+    options = {"order": "packed", "query_start": 130}
+    with pytest.raises(ValueError, match=r"^queries.segment_ids: wanted those of the keys"):
+        said_by_splash(AttentionMask(queries, PACKED, causal=True), **options)
+    mask = AttentionMask(queries, PACKED, causal=False)
+    assert_said(said_by_splash(mask, **options), mask)
+
+
 def test_a_rule_without_limits_needs_no_promise():
     mask = AttentionMask(TokenPositions(range(9)), causal=False)
     assert te.kernels.dot_product_attention(mask) == {"is_causal": False}

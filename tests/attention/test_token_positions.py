@@ -117,6 +117,11 @@ def test_tokens_that_do_not_fit_overwrite_nothing(slot):
     equal(written, CACHE)
 
 
+def test_a_position_that_a_short_cache_cannot_hold_is_written():
+    cache = jax.tree.map(lambda array: array.astype(jnp.uint8), CACHE)
+    equal(cache.write(TokenPositions.from_offset(300, 1), 0).positions[:, 0], [300, 300])
+
+
 # --- orders
 
 ORDERS = {

@@ -24,6 +24,7 @@ from transformer_embed._src.attention.token_positions import (
     TokenPositions,
     arrays_of,
     as_indices,
+    as_made,
     check_numbers_of_rows,
     check_token_positions,
 )
@@ -201,8 +202,9 @@ register_pytree(AttentionMask, "causal", "window", "chunk")
 
 
 def sides(mask: AttentionMask) -> tuple[TokenPositions, TokenPositions]:
-    """The queries and the keys."""
-    return mask.queries, mask.queries if mask.keys is None else mask.keys
+    """The queries and the keys, one object in self-attention."""
+    queries = as_made(mask.queries)
+    return queries, queries if mask.keys is None else as_made(mask.keys)
 
 
 def lengths(mask: AttentionMask) -> tuple[int, int]:

@@ -76,6 +76,10 @@ def reach_in_rows(
         if mask.keys is not None and query_start is None:
             raise refusal("keys", f"None (self-attention) for {parts}", "another sequence")
         check_order_is_given(order, parts)
+        # Queries without segments see every sequence by position, each of which counts its own.
+        queries, keys = sides(mask)
+        if order == "packed" and queries.segment_ids is None and keys.segment_ids is not None:
+            raise refusal("queries.segment_ids", f"those of the keys, for {parts}", None)
     return limits
 
 

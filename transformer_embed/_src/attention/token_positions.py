@@ -343,18 +343,17 @@ register_pytree(TokenPositions)
 
 
 def arrays_of(tokens: TokenPositions) -> dict[str, Any]:
-    """The arrays of tokens by their names, those that are not None, as [B or 1, length].
+    """The arrays of tokens by their names, those that are not None, as [B or 1, length]."""
+    return dict(vars(as_made(tokens)))
 
-    Inside vmap they may be [length].
+
+def as_made(tokens: TokenPositions) -> TokenPositions:
+    """The tokens as their class makes them.
+
+    `jax.tree.map` may have made their arrays of a shorter dtype, in which indices and names of
+    segments would wrap. Inside vmap they may be [length].
     """
-    arrays = {}
-    for name in ("positions", "segment_ids", "block_ids"):
-        array = getattr(tokens, name)
-        if array is not None:
-            # `jax.tree.map` may have made it of any dtype.
-            _check_ordered(name, array.dtype)
-            arrays[name] = _rows(name, array)
-    return arrays
+    return TokenPositions(tokens.positions, tokens.segment_ids, tokens.block_ids)
 
 
 def segments_of(tokens: TokenPositions) -> Array:
@@ -388,16 +387,11 @@ def as_comparable(name: str, value: ArrayLike) -> Integer[Array, "..."]:
     return _ordered(name, arguments.as_integers(name, value))
 
 
-def _ordered(name: str, array: Any) -> Integer[Array, "..."]:
-    _check_ordered(name, array.dtype)
-    return arguments.on_device(array)
-
-
-def _check_ordered(name: str, dtype: jnp.dtype) -> None:
-    """A TypeError unless int32 or a wider signed dtype holds the integers of a dtype."""
-    is_short = jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize < 4
-    if not (is_short or jnp.issubdtype(dtype, jnp.signedinteger)):
-        raise arguments.type_error(name, "a signed integer dtype", dtype)
+def _ordered(name: str, integers: Any) -> Integer[Array, "..."]:
+    """A TypeError for integers of `as_integers` that are unsigned, and so may be beyond int32."""
+    if not jnp.issubdtype(integers.dtype, jnp.signedinteger):
+        raise arguments.type_error(name, "a signed integer dtype", integers.dtype)
+    return arguments.on_device(integers)
 
 
 def _rows(name: str, array: Any) -> Any:
