@@ -397,11 +397,11 @@ def whole_losses(
     counted = np.broadcast_to(True if mask is None else mask, labels.shape)
     counted = counted & np.not_equal(labels, pad_id)
     if shift:
-        # The first label of a row and of a segment is that of no token.
-        x = np.roll(x, 1, -2)
+        # The first labels of a row and of a segment are those of no token.
+        x, length = np.roll(x, shift, -2), labels.shape[-1]
         segments = np.broadcast_to(1 if segment_ids is None else segment_ids, labels.shape)
-        follows = (segments[..., 1:] == segments[..., :-1]) & (segments[..., 1:] != 0)
-        counted &= np.insert(follows, 0, False, axis=-1)[..., : labels.shape[-1]]
+        earlier = np.concatenate([0 * segments[..., :shift], segments], -1)[..., :length]
+        counted &= (segments == earlier) & (segments != 0)
     x, labels = np.where(counted[..., None], x, 0), np.where(counted, labels, 0)
     logits, rise = whole_logits(x, table, **of_logits)
     logits = logits / float(temperature)

@@ -59,7 +59,7 @@ def oracle(
     loss = (losses * weights).sum()
     slopes *= weights[..., None] / total
     of_x = slopes @ np.float64(table)
-    of_x = np.roll(of_x, -1, -2) if shift else of_x
+    of_x = np.roll(of_x, -shift, -2)
     of_weights = np.where(counted, losses - loss / total * (reduction == "mean"), 0)
     of_logits = slopes.reshape(-1, len(table))
     of_table = of_logits.T @ x.reshape(len(of_logits), -1)
@@ -121,6 +121,9 @@ SETTINGS = [
     {"mask": MASK[0], "segment_ids": SEGMENTS[0], "shift": True},
     ALL,
     ALL | {"reduction": "none"},
+    ALL | {"shift": 2},
+    {"shift": 3, "reduction": "none"},
+    {"shift": 9, "reduction": "none"},
 ]
 
 
@@ -298,6 +301,15 @@ def test_packed_sequences_train_alike_by_segment_ids_and_by_next_token_mask():
     near(found, [oracle(X, TABLE, LABELS, **PACKED)[0]] * 2, rtol=ERROR)
 
 
+def test_a_shift_by_2_finds_labels_of_its_own_document_behind_another_one():
+    """Shifts by 1 of labels that were rolled lose those, and take others."""
+    segments, labels = np.int32([[1, 1, 2, 1, 1, 0]]), np.int32([[0, 1, 2, 3, 4, 5]])
+    find = functools.partial(linear_cross_entropy, X[:1, [0, 1, 2, 3, 4, 0]], TABLE)
+    losses = find(labels, shift=2, segment_ids=segments, reduction="none")
+    assert np.flatnonzero(losses).tolist() == [3]
+    near(losses[0, 3], find(np.roll(labels, -2, 1), reduction="none")[0, 1], rtol=ERROR)
+
+
 # --- transformations and cost
 
 
@@ -412,7 +424,7 @@ TYPE_ERRORS = [
     ({"pad_id": 0.0}, "pad_id: wanted a Python int, got float 0.0"),
     ({"bias": np.ones(7, int)}, f"bias: {FLOATING} int64"),
     ({"weights": MASK}, f"weights: {FLOATING} bool"),
-    ({"shift": 1}, "shift: wanted a Python bool, got int 1"),
+    ({"shift": 1.0}, "shift: wanted a Python int, got float 1.0"),
     ({"shift": True, "segment_ids": WEIGHTS}, "segment_ids: wanted an integer dtype, got float32"),
 ]  # fmt: skip
 VALUE_ERRORS = [
@@ -424,8 +436,9 @@ VALUE_ERRORS = [
     # No hint for positions.
     ({"weights": 2.0}, f"weights: {ENDS} []"),
     (PACKED | {"segment_ids": SEGMENTS[:, :4]}, f"segment_ids: {ENDS} [4, 4]"),
-    ({"segment_ids": SEGMENTS}, "segment_ids: wanted None, since shift is False, got an array int32[4, 5]"),
+    ({"segment_ids": SEGMENTS}, "segment_ids: wanted None, since shift is 0, got an array int32[4, 5]"),
     ({"bias": BIAS[:-1]}, "bias: wanted a number for each row, (7,), got (6,)"),
+    ({"shift": -1}, "shift: wanted an int of at least 0, got -1"),
     ({"label_smoothing": 1.0}, "label_smoothing: wanted a number in [0, 1), got 1.0"),
     ({"reduction": "all"}, "reduction: wanted one of 'mean', 'sum', 'none', got 'all'"),
     ({"chunk_size": 0}, "chunk_size: wanted an int of at least 1, got 0"),

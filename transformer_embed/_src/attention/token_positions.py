@@ -448,26 +448,26 @@ def _is_token(segment_ids: Integer[Array, "... t"]) -> Bool[Array, "... t"]:
     return segment_ids != 0
 
 
-@compiled()
-def has_next_token(segment_ids: Integer[Array, "... t"]) -> Bool[Array, "... t"]:
-    """Whether a token is followed by another one of its sequence; 0 is padding."""
-    return _is_token(segment_ids) & (of_next_token(segment_ids) == segment_ids)
+@compiled(1)
+def has_next_token(segment_ids: Integer[Array, "... t"], steps: int = 1) -> Bool[Array, "... t"]:
+    """Whether another token of its sequence is this many steps after a token; 0 is padding."""
+    return _is_token(segment_ids) & (of_next_token(segment_ids, steps) == segment_ids)
 
 
 # The two functions below do not pad one side and cut the other: XLA gave wrong values, before jax
 # 0.10, where it split such an array over devices.
 
 
-def of_next_token(values: Shaped[Array, "... t"]) -> Shaped[Array, "... t"]:
-    """At each token, the value of the token to its right; 0 at the last one."""
+def of_next_token(values: Shaped[Array, "... t"], steps: int = 1) -> Shaped[Array, "... t"]:
+    """At each token, the value of the one so many steps to its right; 0 at the end."""
     values = with_whole_rows(values)
-    return jnp.concatenate([values[..., 1:], jnp.zeros_like(values[..., :1])], axis=-1)
+    return jnp.concatenate([values[..., steps:], jnp.zeros_like(values[..., :steps])], axis=-1)
 
 
-def of_previous_token(values: Shaped[Array, "... t"]) -> Shaped[Array, "... t"]:
-    """At each token, the value of the token to its left; 0 at the first one."""
+def of_previous_token(values: Shaped[Array, "... t"], steps: int = 1) -> Shaped[Array, "... t"]:
+    """At each token, the value of the one so many steps to its left; 0 at the start."""
     values = with_whole_rows(values)
-    return jnp.concatenate([jnp.zeros_like(values[..., :1]), values[..., :-1]], axis=-1)
+    return jnp.concatenate([jnp.zeros_like(values[..., :steps]), values[..., :-steps]], axis=-1)
 
 
 @compiled(1, 2)

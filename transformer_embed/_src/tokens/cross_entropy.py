@@ -41,6 +41,7 @@ from transformer_embed._src.tokens.losses import (
     LossOptions,
     array_and_split,
     as_batch,
+    as_steps,
     cut_into_chunks,
     join_chunks,
     losses_and_logit_gradients,
@@ -61,7 +62,7 @@ def linear_cross_entropy(
     *,
     mask: ArrayLike | None = None,
     weights: ArrayLike | None = None,
-    shift: bool = False,
+    shift: int = False,
     segment_ids: ArrayLike | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -87,11 +88,12 @@ def linear_cross_entropy(
             counted; `labels != -100` for example. None: all.
         weights: floating, with axes as in mask: each label's loss is multiplied by its weight.
             None: 1.
-        shift: True: token t predicts `labels[..., t + 1]`, which brings its mask and weight; the
-            last token predicts nothing.
+        shift: a Python int k of at least 0: token t predicts `labels[..., t + k]`, which brings its
+            mask and weight; the last k tokens predict nothing. True is 1. A head that predicts
+            several tokens ahead has its own k.
         segment_ids: integers, with axes as in mask, for packed sequences, with shift: those of
-            `TokenPositions` (0 = padding). The last token of a sequence predicts nothing. None: one
-            sequence a row.
+            `TokenPositions` (0 = padding). A token predicts nothing if `labels[..., t + k]` has
+            another segment id, such as the last k tokens of a sequence. None: one sequence a row.
         label_smoothing: in [0, 1), a Python float: the part of each label that is spread evenly
             over the vocabulary.
         z_loss: a Python number of at least 0, which keeps log_z near 0 (PaLM: 1e-4).
@@ -132,10 +134,11 @@ def linear_cross_entropy(
         Large-Vocabulary Language Models" (2024), https://arxiv.org/abs/2411.09009
     """
     x, output = as_output_layer(x, output)
-    batch = as_batch(x, labels, mask, weights, shift, segment_ids)
+    steps = as_steps(shift)
+    batch = as_batch(x, labels, mask, weights, steps, segment_ids)
     options = LossOptions(
         output._options,
-        shift,
+        steps,
         None if chunk_size is None else arguments.size("chunk_size", chunk_size),
         arguments.rate("label_smoothing", label_smoothing),
         arguments.not_negative("z_loss", z_loss),

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.tokens.lookup import Table
-from transformer_embed._src.tokens.losses import LossOptions, as_batch
+from transformer_embed._src.tokens.losses import LossOptions, as_batch, as_steps
 from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
 from transformer_embed._src.tokens.token_losses import token_losses
 
@@ -20,7 +20,7 @@ def linear_log_probs(
     *,
     temperature: float = 1.0,
     mask: ArrayLike | None = None,
-    shift: bool = False,
+    shift: int = False,
     segment_ids: ArrayLike | None = None,
     with_entropy: bool = False,
     chunk_size: int | None = None,
@@ -45,8 +45,8 @@ def linear_log_probs(
     Returns:
         [...], in float32 (float64 if x or the table is): at each label, its log-probability given
         the token that predicts it. With shift, that of `labels[..., t]` is at t, and the first
-        label of a sequence has none. With `with_entropy=True` it is a pair, whose second array has
-        at each label the entropy, in nats, of the distribution that predicts it.
+        labels of a sequence have none. With `with_entropy=True` it is a pair, whose second array
+        has at each label the entropy, in nats, of the distribution that predicts it.
 
         Both are 0 at labels that are not counted, where x has no effect. The log-probability of a
         counted label outside the vocabulary is NaN.
@@ -80,10 +80,11 @@ def linear_log_probs(
     """
     x, output = as_output_layer(x, output)
     temperature = arguments.positive("temperature", temperature)
-    batch = as_batch(x, labels, mask, None, shift, segment_ids)
+    steps = as_steps(shift)
+    batch = as_batch(x, labels, mask, None, steps, segment_ids)
     options = LossOptions(
         output._options.at_temperature(temperature),
-        shift,
+        steps,
         None if chunk_size is None else arguments.size("chunk_size", chunk_size),
         with_entropy=arguments.flag("with_entropy", with_entropy),
     )

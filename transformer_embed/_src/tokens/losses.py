@@ -34,7 +34,7 @@ class LossOptions(NamedTuple):
     """The static arguments of `linear_cross_entropy` and `linear_log_probs`."""
 
     output: OutputOptions
-    shift: bool
+    shift: int
     chunk_size: int | None
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -57,20 +57,20 @@ def as_batch(
     labels: ArrayLike,
     mask: ArrayLike | None,
     weights: ArrayLike | None,
-    shift: bool,
+    shift: int,
     segment_ids: ArrayLike | None,
 ) -> Batch:
-    """The checked arguments of a loss, each with as many axes as the labels."""
+    """The checked arrays of a loss, each with as many axes as the labels."""
     ids = arguments.as_int32("labels", labels)
     arguments.check_same("labels", "x's shape without its last axis", ids.shape, x.shape[:-1])
     if any(map(export.is_symbolic_dim, ids.shape)):
         want = "a shape of known sizes, for the loss is computed in chunks"
         raise arguments.value_error("labels", want, f"shape {list(ids.shape)}")
-    if arguments.flag("shift", shift):
+    if shift:
         if not ids.ndim:
             raise arguments.value_error("labels", "shape [..., length], to shift", "shape []")
     else:
-        arguments.check_left_out("segment_ids", segment_ids, "shift is False")
+        arguments.check_left_out("segment_ids", segment_ids, "shift is 0")
     as_mask = functools.partial(arguments.as_mask, is_true="counted")
     return Batch(
         x,
@@ -79,6 +79,12 @@ def as_batch(
         _aligned("weights", weights, arguments.as_floats, ids),
         _aligned("segment_ids", segment_ids, as_comparable, ids),
     )
+
+
+def as_steps(shift: Any) -> int:
+    """How many tokens after its own each token predicts: `shift`, True is 1."""
+    steps = int(shift) if isinstance(shift, bool | np.bool_) else shift
+    return arguments.integer("shift", steps, at_least=0)
 
 
 def _aligned(
@@ -109,8 +115,10 @@ def targets(options: LossOptions, batch: Batch, dtype: jnp.dtype) -> Targets:
     # Made from x, so that under explicit axes it has x's sharding.
     counted = ~jnp.zeros_like(x, bool).any(-1)
     if options.shift:
-        counted &= has_next_token(jnp.ones_like(labels) if segment_ids is None else segment_ids)
-        labels, mask, weights = jax.tree.map(of_next_token, (labels, mask, weights))
+        segment_ids = jnp.ones_like(labels) if segment_ids is None else segment_ids
+        counted &= has_next_token(segment_ids, options.shift)
+        follow = functools.partial(of_next_token, steps=options.shift)
+        labels, mask, weights = jax.tree.map(follow, (labels, mask, weights))
     if pad_id is not None:
         counted &= labels != pad_id
     if mask is not None:

@@ -63,7 +63,8 @@ def token_losses(
     if options.with_entropy:
         entropies = jnp.where(counted, entropies, 0)
     if options.shift:
-        losses, entropies = jax.tree.map(of_previous_token, (losses, entropies))
+        back = functools.partial(of_previous_token, steps=options.shift)
+        losses, entropies = jax.tree.map(back, (losses, entropies))
     return losses, entropies
 
 
