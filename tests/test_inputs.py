@@ -17,9 +17,9 @@ from refused import each_refused
 
 import transformer_embed as te
 from transformer_embed._src import arguments
-from transformer_embed._src.attention import token_positions
 from transformer_embed._src.positions import rotary
 from transformer_embed._src.positions.phase import as_positions
+from transformer_embed._src.sequences import token_positions
 
 every_function = pytest.mark.parametrize("name", CALLS)
 

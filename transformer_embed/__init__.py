@@ -10,8 +10,6 @@ from transformer_embed._src.attention.masks import (
     mask_to_bias,
     padding_mask,
 )
-from transformer_embed._src.attention.token_order import check_order
-from transformer_embed._src.attention.token_positions import TokenPositions
 from transformer_embed._src.layers.config import EmbedderConfig, OutputConfig
 from transformer_embed._src.layers.embedder import Embedder
 from transformer_embed._src.layers.positional_encoding import PositionalEncoding
@@ -39,6 +37,8 @@ from transformer_embed._src.positions.sinusoidal import (
     sinusoidal_grid,
     sinusoidal_table,
 )
+from transformer_embed._src.sequences.token_order import check_order
+from transformer_embed._src.sequences.token_positions import TokenPositions
 from transformer_embed._src.tokens.cross_entropy import linear_cross_entropy
 from transformer_embed._src.tokens.dropout import dropout
 from transformer_embed._src.tokens.log_probs import linear_log_probs

@@ -225,7 +225,7 @@ def test_bad_options():
 
 @every_function
 def test_bad_positions(function, options):
-    """The errors of each array are in tests/attention/test_token_positions.py."""
+    """The errors of each array are in tests/sequences/test_token_positions.py."""
     for side in ("query_positions", "key_positions"):
         arguments = {"query_positions": [0, 1], "key_positions": [0, 1]} | {side: 1}
         with refused(ValueError, f"{side}: wanted shape [length] or [batch, length], got shape []"):

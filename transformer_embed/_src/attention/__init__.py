@@ -1,1 +1,1 @@
-"""Which tokens attend to which: token positions, masks and the arguments of kernels."""
+"""Which tokens attend to which: masks and the arguments of kernels."""

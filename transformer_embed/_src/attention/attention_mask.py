@@ -20,7 +20,9 @@ from transformer_embed._src.attention.attention_rule import (
     with_conditions,
 )
 from transformer_embed._src.attention.tile_kinds import tile_kinds
-from transformer_embed._src.attention.token_positions import (
+from transformer_embed._src.compiled import compiled
+from transformer_embed._src.pytrees import register_pytree
+from transformer_embed._src.sequences.token_positions import (
     TokenPositions,
     arrays_of,
     as_indices,
@@ -28,8 +30,6 @@ from transformer_embed._src.attention.token_positions import (
     check_numbers_of_rows,
     check_token_positions,
 )
-from transformer_embed._src.compiled import compiled
-from transformer_embed._src.pytrees import register_pytree
 
 
 # Not compared by its fields: equality of arrays is an array, which has no truth value.

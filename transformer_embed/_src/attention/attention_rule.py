@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from transformer_embed._src.attention.token_positions import TokenPositions, arrays_of
 from transformer_embed._src.partitioning import with_whole_rows
+from transformer_embed._src.sequences.token_positions import TokenPositions, arrays_of
 
 # How many positions before and after its own a query sees; None: no limit.
 Window = tuple[int | None, int | None]

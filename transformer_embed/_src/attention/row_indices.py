@@ -10,9 +10,9 @@ from jaxtyping import Array, Int32, Integer
 from transformer_embed._src import arguments
 from transformer_embed._src.attention.attention_mask import AttentionMask, lengths, reach, sides
 from transformer_embed._src.attention.attention_rule import Window
-from transformer_embed._src.attention.token_order import ORDERS, check_order, is_on_host
-from transformer_embed._src.attention.token_positions import arrays_of, segments_of
 from transformer_embed._src.compiled import compiled
+from transformer_embed._src.sequences.token_order import ORDERS, check_order, is_on_host
+from transformer_embed._src.sequences.token_positions import arrays_of, segments_of
 
 WAY_OUT = "; mask.dense() and mask.tile() can express it"
 # What a query reaches without a window, with and without a causal mask.

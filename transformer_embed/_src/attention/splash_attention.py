@@ -20,8 +20,8 @@ from transformer_embed._src.attention.row_indices import (
     refusal,
     segment_ids,
 )
-from transformer_embed._src.attention.token_positions import TokenPositions
 from transformer_embed._src.compiled import compiled
+from transformer_embed._src.sequences.token_positions import TokenPositions
 
 KERNEL = "splash attention"
 # Of one core, from v4 to v6e.

@@ -14,8 +14,8 @@ from transformer_embed._src.attention.attention_rule import (
     whole_fields,
     with_conditions,
 )
-from transformer_embed._src.attention.token_positions import TokenPositions, of_previous_token
 from transformer_embed._src.compiled import compiled
+from transformer_embed._src.sequences.token_positions import TokenPositions, of_previous_token
 
 
 class Interval(NamedTuple):  # noqa: PLW1641 (no set or dict holds one)

@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Integer, UInt
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
-from transformer_embed._src.attention.token_positions import comparable_rows
 from transformer_embed._src.compiled import compiled
+from transformer_embed._src.sequences.token_positions import comparable_rows
 
 
 def alibi_slopes(num_heads: int, *, max_bias: float = 8.0) -> Float32[Array, "h"]:

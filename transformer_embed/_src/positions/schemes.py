@@ -11,10 +11,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
-from transformer_embed._src.attention.token_positions import (
-    check_last_position,
-    positions_of_tokens,
-)
 from transformer_embed._src.positions.phase import as_positions
 from transformer_embed._src.positions.sinusoidal import (
     CONVERTERS,
@@ -25,6 +21,10 @@ from transformer_embed._src.positions.sinusoidal import (
     encode,
     encode_grid,
     part_width,
+)
+from transformer_embed._src.sequences.token_positions import (
+    check_last_position,
+    positions_of_tokens,
 )
 
 _reals = functools.partial(arguments.entries, convert=arguments.real)

@@ -6,7 +6,6 @@ from typing import Any
 
 from transformer_embed._src import arguments
 from transformer_embed._src.attention.attention_mask import AttentionMask
-from transformer_embed._src.attention.token_positions import TokenPositions
 from transformer_embed._src.pretrained import rope
 from transformer_embed._src.pretrained.architecture import (
     CHUNKED,
@@ -21,6 +20,7 @@ from transformer_embed._src.pretrained.architecture import (
 )
 from transformer_embed._src.pretrained.entries import ENTRIES
 from transformer_embed._src.pretrained.messages import call_with_named_errors, short_repr
+from transformer_embed._src.sequences.token_positions import TokenPositions
 
 Options = Mapping[str, Any]
 

@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
-from transformer_embed._src.attention.token_positions import of_previous_token
 from transformer_embed._src.partitioning import (
     OutputSplit,
     all_gather,
@@ -26,6 +25,7 @@ from transformer_embed._src.partitioning import (
     varying,
     varying_axes,
 )
+from transformer_embed._src.sequences.token_positions import of_previous_token
 from transformer_embed._src.tokens.losses import (
     Batch,
     ChunkLosses,

@@ -5,7 +5,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from transformer_embed._src import arguments
-from transformer_embed._src.attention.token_positions import (
+from transformer_embed._src.sequences.token_positions import (
     TokenPositions,
     arrays_of,
     check_token_positions,
