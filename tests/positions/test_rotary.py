@@ -220,6 +220,22 @@ def test_without_jit_it_compiles_once():
     assert rotary._rotated._cache_size() == before
 
 
+@pytest.mark.parametrize(
+    "scaling",
+    [LongRopeScaling([1.0] * 4, [2.0] * 4, 4.0, 64, 64), DynamicNTKScaling(2.0, 64, 64)],
+)
+def test_lengths_that_scale_alike_compile_once(scaling):
+    rotate = lambda length: apply_rotary(
+        normal(0, 4, 2, 8), np.arange(4), scaling=dataclasses.replace(scaling, length=length)
+    )
+    for lengths in ([1, 40, 64], [65, 90][: 1 + hasattr(scaling, "long_factor")]):
+        first = rotate(lengths[0])
+        before = rotary._rotated._cache_size()
+        for length in lengths:
+            np.testing.assert_array_equal(rotate(length), first)
+        assert rotary._rotated._cache_size() == before
+
+
 @pytest.mark.slow
 def test_phases_are_computed_once_for_all_heads():
     """On a CPU, XLA computes what it fuses again for each head: only the loop's result is ready

@@ -86,6 +86,10 @@ def checkpoint(folder, case, *, settings=None, drop=(), change=None):
     return folder / "model.safetensors"
 
 
+# Of the longest text; scalings of the cases were trained on more.
+LENGTH = 8
+
+
 def table(folder, entries, *tensors, **others):
     """A checkpoint of 12 tokens with 16 channels, and other tensors by name and shape."""
     shapes = dict.fromkeys(tensors or ["model.embed_tokens.weight"], (12, 16)) | others
@@ -96,7 +100,8 @@ def table(folder, entries, *tensors, **others):
 
 def load(folder, name, **options):
     case = CASES[name]
-    return load_embedder(checkpoint(folder, case), stack=case["stack"], **options)
+    options = {"stack": case["stack"], "length": LENGTH} | options
+    return load_embedder(checkpoint(folder, case), **options)
 
 
 def rotary_of(found):

@@ -185,8 +185,6 @@ def resized(entries, *, is_odd):  # noqa: PLR0912 (a rule for each kind of entry
             small[key] = value[1:4]
         if key == "num_key_value_heads" and value is None:
             small[key] = 2
-        if key == "per_layer_config":
-            small[key] = {}
         if value is not None and key in (
             "pad_token_id",
             "bos_token_id",
@@ -205,6 +203,11 @@ def resized(entries, *, is_odd):  # noqa: PLR0912 (a rule for each kind of entry
     if isinstance(small.get("layer_types"), list):
         kinds = list(dict.fromkeys(small["layer_types"]))
         small["layer_types"] = (kinds * 3)[:3]
+    if own := small.get("per_layer_config"):
+        # As the library writes Gemma 4: what full layers have of their own.
+        wide = dict(next(iter(own.values()))) | {"head_dim": 48}
+        full = [n for n, kind in enumerate(small["layer_types"]) if kind == "full_attention"]
+        small["per_layer_config"] = {str(number): wide for number in full}
     if "qk_rope_head_dim" in entries:
         small |= {"head_dim": 8, "num_key_value_heads": 4}
     small |= SPECIAL.get(entries.get("model_type"), {})
@@ -239,7 +242,13 @@ def config_of(model_type, *, is_odd):
     if not texts(default):
         raise NotSweptError("no vocabulary")
     small = resized(default, is_odd=is_odd)
-    if is_odd and model_type not in UNSCALED:
+    if is_odd and model_type in LONG:
+        share = small["rope_parameters"].get("partial_rotary_factor", 1)
+        pairs = int(small["hidden_size"] // small["num_attention_heads"] * share) // 2
+        factors = {"short_factor": [1.5] * pairs, "long_factor": [7.0] * pairs}
+        small["rope_parameters"] |= {"rope_type": "longrope"} | factors
+        small["original_max_position_embeddings"] = 8
+    elif is_odd and model_type not in UNSCALED:
         text = small.get("text_config", small)
         text["rope_parameters"] = scaled(text.get("rope_parameters"))
         if text.get("head_dim", 0) is None:
@@ -585,8 +594,10 @@ def joined(lines):
 DECODERS, ENCODERS = whole_models.DECODERS.split(), whole_models.ENCODERS.split()
 STACKS = whole_models.STACKS.split()
 WHOLE = {*DECODERS, *ENCODERS, *STACKS}
-# They have scalings of their own only, or do not say how many positions they have.
-UNSCALED = {"phi3", "phi4_multimodal", "phimoe", "recurrent_gemma"}
+# They rotate other pairs in long texts.
+LONG = {"phi3", "phi4_multimodal"}
+# They have a scaling of their own only, or do not say how many positions they have.
+UNSCALED = {"phimoe", "recurrent_gemma"}
 IS_SCALED = r'"rope_type": "(yarn|llama3|linear|dynamic|longrope)"'
 
 
@@ -634,7 +645,7 @@ def whole_error(model, folder, model_type):
 def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911, PLR0912 (outcomes)
     """A line for one stack."""
     try:
-        found = whole_models.load(folder, stack)
+        found = whole_models.load(folder, stack, LENGTH)
     except ValueError as error:
         return "refused", None, str(error).replace(folder, ""), {}
     except Exception as error:
@@ -663,7 +674,7 @@ def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911, PLR09
         return "wrong", np.inf, f"shape {outputs[0].shape} for {theirs.shape}", {}
     ours = min(outputs, key=lambda each: ulps(each[is_token], theirs[is_token]))
     worst = ulps(ours[is_token], theirs[is_token])
-    complete = whole_models.load(f"{folder}/whole", stack)
+    complete = whole_models.load(f"{folder}/whole", stack, LENGTH)
     if not same(found, complete):
         return "wrong", worst, "other defaults than the library's", {}
     turns = rotation_error(found, blocks, ROTATIONS, config, model)
@@ -677,7 +688,8 @@ def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911, PLR09
     if any(layer.rotary for layer in found.layers):
         errors["rotation"] = turns
         if any(layer and layer[0] == blocks for layer, *_ in FAR_ROTATIONS):
-            far = rotation_error(found, blocks, FAR_ROTATIONS, config, model, [FAR])
+            long = whole_models.load(folder, stack, FAR[-1] + 1)
+            far = rotation_error(long, blocks, FAR_ROTATIONS, config, model, [FAR])
             errors["far"] = far
             if not far <= FAR_SCORE:
                 return "wrong", worst, f"rotation off by {far:.3g} at 100,000", {}

@@ -76,3 +76,23 @@ def test_tensors_say_how_many_layers_there_are_if_config_json_does_not(tmp_path)
     entries = {"model_type": "llama", "num_hidden_layers": None}
     found = load_embedder(table(tmp_path, entries, "model.embed_tokens.weight", **others))
     assert len(found.layers) == 11
+
+
+@pytest.mark.parametrize(
+    ("entries", "bound"),
+    [
+        ({"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}, 4096),
+        ({"rope_type": "dynamic", "factor": 2.0}, 131072),
+    ],
+)
+def test_a_rotation_that_depends_on_the_length_is_that_of_the_length(tmp_path, entries, bound):
+    """Phi-3's 128k model was given the rotation of texts of up to 4,096 tokens."""
+    said = {"model_type": "phi3", "num_attention_heads": 2, "max_position_embeddings": 131072}
+    path = table(tmp_path, said | {"rope_scaling": entries})
+    with pytest.raises(
+        ValueError, match=r"length: wanted that of the longest text, since a .*None"
+    ):
+        load_embedder(path)
+    for length in (100, 200_000):
+        scaling = load_embedder(path, length=length).layers[0].rotary["scaling"]
+        assert (scaling.length, scaling.original_length) == (length, bound)

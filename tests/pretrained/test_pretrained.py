@@ -1,7 +1,6 @@
 """The numbers of the original: small models of the transformers library, made by
 tests/golden/make_pretrained.py and make_heads.py, which name versions and seed."""
 
-import dataclasses
 import importlib.util
 import json
 import pathlib
@@ -17,6 +16,7 @@ from cases import few
 from checkpoints import (
     CASES,
     GOLDEN,
+    LENGTH,
     PAD,
     ROOT,
     ULPS,
@@ -106,12 +106,11 @@ ROTARY = [(name, n) for name, case in CASES.items() for n in range(len(case.get(
 @pytest.mark.parametrize(("name", "n"), few(ROTARY, 10))
 def test_rotated_heads_are_the_originals(tmp_path, name, n):
     """[positions, 1, head_dim]."""
-    case, found = CASES[name]["rotary"][n], load(tmp_path, name)
-    options = dict(
-        next(layer.rotary for layer in found.layers if layer.type == (case["layer"] or layer.type))
+    case = CASES[name]["rotary"][n]
+    found = load(tmp_path, name, length=case["length"] or LENGTH)
+    options = next(
+        layer.rotary for layer in found.layers if layer.type == (case["layer"] or layer.type)
     )
-    if case["length"] is not None:
-        options["scaling"] = dataclasses.replace(options["scaling"], length=case["length"])
     theirs, positions = unpack(case["rotated"]), np.asarray(case["positions"])
     heads = np.arange(theirs.size, dtype=np.float32).reshape(theirs.shape)
     heads = (heads * 5 % 17 - 8) / 8

@@ -212,7 +212,7 @@ def test_a_stack_that_is_not_there(tmp_path):
         with pytest.raises(ValueError, match=message):
             load(tmp_path, name) and load_embedder(tmp_path, stack=stack)
     save_embedder(tmp_path / "own", *load(tmp_path, "t5"))
-    said = r"^stack: wanted None, since names or metadata say each parameter's tensor, got str 'dec"
+    said = r"^stack: wanted None, since names or metadata say what it would, got str 'dec"
     with pytest.raises(ValueError, match=said):
         load_embedder(tmp_path / "own", stack="decoder")
 

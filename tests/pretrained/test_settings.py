@@ -12,6 +12,7 @@ import pytest
 from cases import few
 from checkpoints import (
     CASES,
+    LENGTH,
     checkpoint,
     kind_of,
     load,
@@ -46,7 +47,8 @@ def found_or_refused(folder, case, in_file, said=None):
     """What a checkpoint with this config.json and these settings gives, and the error."""
     path = checkpoint(Path(folder), case, settings=in_file)
     try:
-        return load_embedder(path, stack=case["stack"], settings=said)._replace(params={}), ""
+        found = load_embedder(path, stack=case["stack"], settings=said, length=LENGTH)
+        return found._replace(params={}), ""
     except ValueError as error:
         return None, str(error)
 
@@ -171,7 +173,7 @@ def test_settings_of_ones_own_file_may_be_empty(tmp_path):
     found = load(tmp_path, "bert")
     save_embedder(tmp_path / "x", *found)
     assert load_embedder(tmp_path / "x", settings={}).config == found.config
-    want = r"^settings: wanted None, since names or metadata say what they would, got dict {'model"
+    want = r"^settings: wanted None, since names or metadata say what it would, got dict {'model"
     with pytest.raises(ValueError, match=want):
         load_embedder(tmp_path / "x", settings={"model_type": "mamba9"})
 

@@ -140,20 +140,20 @@ def write_entries(path, model_type, text_config):
     path.write_text(json.dumps(entries))
 
 
-def load(folder, stack=None):
+def load(folder, stack=None, length=24):
     """What `load_embedder` returns; a type with one stack is asked for no other."""
     try:
-        return te.pretrained.load_embedder(folder, stack=stack)
+        return te.pretrained.load_embedder(folder, stack=stack, length=int(length))
     except ValueError as error:
         if "stack: wanted None" not in str(error):
             raise
-    return te.pretrained.load_embedder(folder)
+    return te.pretrained.load_embedder(folder, length=int(length))
 
 
 def logits(folder, ids, pad_id):
     """Of a checkpoint's decoder, [batch, length, vocab_size]; positions count the tokens."""
     parts = notebook()
-    model = parts.load(folder)
+    model = parts.load(folder, ids.shape[1])
     # For text, the three positions of a token are equal.
     model.rotary = [
         options and {key: value for key, value in options.items() if key != "pair_axes"}

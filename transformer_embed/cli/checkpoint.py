@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from transformer_embed import pretrained
-from transformer_embed.cli.arguments import UserError, contents, unreadable
+from transformer_embed.cli.arguments import COUNT, UserError, contents, unreadable
 
 
 def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
@@ -25,13 +25,21 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.json",
         help="entries of a config.json, which override those beside the checkpoint",
     )
+    parser.add_argument(
+        "--length",
+        type=COUNT,
+        metavar="TOKENS",
+        help="tokens of the longest text, for models whose rotation depends on it (Phi-3 128k)",
+    )
 
 
 def read_checkpoint(path: str, args: argparse.Namespace) -> pretrained.PretrainedInput:
     """The input layer of a checkpoint, which the flags may describe."""
     settings = _settings(args.settings, args.model_type)
     try:
-        return pretrained.load_embedder(path, stack=args.stack, settings=settings)
+        return pretrained.load_embedder(
+            path, stack=args.stack, settings=settings, length=args.length
+        )
     except OSError as error:
         raise unreadable(path, error) from error
     except ValueError as error:

@@ -111,6 +111,7 @@ def apply_rotary(
             raise arguments.value_error("positions", want, f"shape {list(points.shape)}")
     arguments.check_ends_in_length("positions", points.shape[:-1], x.shape[:-2], "x's tokens")
     base = arguments.positive("base", base)
+    scaling = scaling and scaling.at_its_length()
     return _rotated(x, points, layout, _Options(dim, rotated // 2, base, scaling, axes))
 
 

@@ -5,6 +5,7 @@ import decimal
 import functools
 from collections.abc import Sequence
 from decimal import Decimal
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +42,10 @@ class _Scaling:
     def _usual_attention_factor(self) -> float:
         """The factor of cosines and sines if `attention_factor` is not set."""
         return 1.0
+
+    def at_its_length(self) -> Any:
+        """A scaling that is the same for all lengths that scale alike."""
+        return self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +114,8 @@ class DynamicNTKScaling(_Scaling):
     """NTK-aware scaling by the current length.
 
     `alpha = factor * length / original_length - (factor - 1)`, or 1 if length <= original_length.
-    The length is a Python int, so each new length recompiles. Keys rotated for one length do not
-    fit queries rotated for another.
+    The length is a Python int, so each new length above original_length recompiles. Keys rotated
+    for one length do not fit queries rotated for another.
 
     Args:
         factor: above 0.
@@ -139,9 +144,13 @@ class DynamicNTKScaling(_Scaling):
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
         """The frequencies, scaled; decimals, as they are in `phase.geometric_frequencies`."""
-        longer = Decimal(max(self.length, self.original_length)) / Decimal(self.original_length)
-        factor = Decimal(self.factor)
+        length = self.at_its_length().length
+        longer, factor = Decimal(length) / Decimal(self.original_length), Decimal(self.factor)
         return _ntk(frequencies, factor * longer - (factor - 1))
+
+    def at_its_length(self) -> "DynamicNTKScaling":
+        """See `_Scaling`."""
+        return dataclasses.replace(self, length=max(self.length, self.original_length))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,7 +295,8 @@ class LongRopeScaling(_Scaling):
 
     The long factors are used if length > original_length, otherwise the short ones. Cosines and
     sines are multiplied by an attention factor, sqrt(1 + ln(factor) / ln(original_length)), or 1
-    for a factor up to 1. The length is a Python int, so each new length recompiles.
+    for a factor up to 1. The length is a Python int: only lengths on the other side of
+    original_length recompile.
 
     Args:
         short_factor: d / 2 numbers above 0, for d rotated channels.
@@ -329,6 +339,11 @@ class LongRopeScaling(_Scaling):
         what = "half as many numbers as rotated channels"
         arguments.check_same(name, what, len(factors), len(frequencies))
         return frequencies / [Decimal(factor) for factor in factors]
+
+    def at_its_length(self) -> "LongRopeScaling":
+        """See `_Scaling`."""
+        is_long = self.length > self.original_length
+        return dataclasses.replace(self, length=self.original_length + is_long)
 
     def _usual_attention_factor(self) -> float:
         """See `_Scaling`."""

@@ -150,7 +150,7 @@ def _with_defaults(kind: Architecture, file: Published, found: Options) -> dict[
     Raises a ValueError for entries that must be said. If config.json does not name this type, its
     defaults may be another model's.
     """
-    value, missing = {**dict.fromkeys(ENTRIES), **kind.fixed}, []
+    value, missing = {**dict.fromkeys(ENTRIES), **kind.fixed, "length": file.length}, []
     for entry, aliases in kind.names().items():
         default = kind.default(entry)
         value[entry] = found.get(entry, default)

@@ -29,6 +29,7 @@ def load_embedder(
     settings: Mapping[str, Any] | None = None,
     config: EmbedderConfig | None = None,
     names: Mapping[str, str] | None = None,
+    length: int | None = None,
 ) -> PretrainedInput:
     """Loads the parameters and the configuration of a checkpoint's input layer.
 
@@ -58,6 +59,9 @@ def load_embedder(
             instead of a name gives zeros, for models without an offset in the layer norm or in the
             linear layer of `embedding_width`. Leading axes of 1 are dropped; float64 is rounded to
             the config's `param_dtype`.
+        length: the number of tokens of the longest text that the model will read. Required if the
+            rotation depends on it (LongRoPE, as in Phi-3's 128k models, and dynamic NTK), without
+            effect otherwise.
 
     Returns:
         PretrainedInput(config, params, layers, bias, names). Parameters have the dtypes of their
@@ -94,10 +98,9 @@ def load_embedder(
     is_own = CONFIG in tensors.metadata
     if config is not None or is_own:
         # Empty settings say nothing.
-        arguments.check_left_out("stack", stack, "names or metadata say each parameter's tensor")
-        arguments.check_left_out(
-            "settings", settings or None, "names or metadata say what they would"
-        )
+        left_out = {"stack": stack, "settings": settings or None, "length": length}
+        for name, value in left_out.items():
+            arguments.check_left_out(name, value, "names or metadata say what it would")
     if config is not None and names is not None:
         parameters = parameters_of("config", config)
         full = full_paths(names, parameters)
@@ -109,7 +112,7 @@ def load_embedder(
     elif is_own:
         found, parameters = describe_own(tensors)
     else:
-        file, said = open_published(tensors, stack), dict(settings or {})
+        file, said = open_published(tensors, stack, length), dict(settings or {})
         match = recognised(file, said.pop("model_type", None))
         found, parameters = describe(file, match, said)
     return found._replace(params=read_parameters(tensors, found.names or {}, parameters))

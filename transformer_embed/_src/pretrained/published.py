@@ -19,6 +19,7 @@ class Published(NamedTuple):
         entries: of config.json, those of the text model.
         model_type: of the text model, as config.json says.
         outer: the type of the whole model, if the text model is a part of it.
+        length: of the longest text, or None: not said.
     """
 
     tensors: Tensors
@@ -27,6 +28,7 @@ class Published(NamedTuple):
     entries: Mapping[str, Any] = {}
     model_type: Any = None
     outer: str | None = None
+    length: int | None = None
 
     @property
     def side(self) -> str:
@@ -42,7 +44,7 @@ class Match(NamedTuple):
     names: dict[str, str]
 
 
-def open_published(tensors: Tensors, stack: str | None) -> Published:
+def open_published(tensors: Tensors, stack: str | None, length: int | None) -> Published:
     """The files of a published model, with the entries of the config.json beside the tensors."""
     path = tensors.path.parent / "config.json"
     # A link that leads nowhere is an error, not a file that is missing.
@@ -55,4 +57,4 @@ def open_published(tensors: Tensors, stack: str | None) -> Published:
     if isinstance(is_tied := whole.get("tie_word_embeddings"), bool):
         # The output layer is the whole model's.
         entries = entries | {"tie_word_embeddings": is_tied}
-    return Published(tensors, stack, path, entries, model_type, outer)
+    return Published(tensors, stack, path, entries, model_type, outer, length)

@@ -82,7 +82,7 @@ def rotation(kind: Architecture, value: Options, width: int, layer_type: str) ->
         # A base that sliding layers do not have is the full ones'.
         "base": value[base] or value["rope_theta"],
         "layout": layout,
-        "scaling": scaling(entries, value["max_position_embeddings"], value[ORIGINAL]),
+        "scaling": scaling(entries, value),
         "pair_axes": _pair_axes(kind, entries),
         "partial": PROPORTIONAL if is_proportional and rotary_dim else None,
         "rotary_dim": rotary_dim,
@@ -119,14 +119,8 @@ def _pair_axes(kind: Architecture, entries: Options) -> tuple[int, ...] | None:
     return tuple(np.where(turn < np.take(sections, axis), axis, 0).tolist())
 
 
-def scaling(
-    entries: Mapping[str, Any], max_len: int | None, original: int | None
-) -> rotary_scaling.Scaling | None:
-    """The scaling that entries of `rope_scaling` describe.
-
-    The model has `max_len` positions and was first trained on `original` (None: as the entries
-    say).
-    """
+def scaling(entries: Options, value: Options) -> rotary_scaling.Scaling | None:
+    """The scaling that entries of `rope_scaling` describe."""
     if not entries:
         return None
     kind = arguments.choice("rope_scaling: rope_type", entries.get("rope_type"), tuple(SCALINGS))
@@ -136,13 +130,18 @@ def scaling(
     values = dict(entries)
     taken = made.__dataclass_fields__
     if "original_length" in taken:
+        longest = value["max_position_embeddings"]
+        original = value[ORIGINAL] or entries.get(ORIGINAL) or longest
         # Dynamic scaling counts from the model's own length.
-        length = max_len if kind == "dynamic" else original or entries.get(ORIGINAL) or max_len
-        length = arguments.integer(ORIGINAL, length, at_least=1)
-        # Factors are chosen for the trained length; replace `length` for longer ones.
-        values |= {"original_length": length, "length": length}
+        original = longest if kind == "dynamic" else original
+        values["original_length"] = arguments.integer(ORIGINAL, original, at_least=1)
         if kind in ("yarn", "longrope"):
-            values.setdefault("factor", (max_len or 0) / length)
+            values.setdefault("factor", (longest or 0) / values["original_length"])
+    if "length" in taken:
+        values["length"] = value["length"]
+        if values["length"] is None:
+            want = f"that of the longest text, since a {kind} rotation depends on it"
+            raise arguments.value_error("length", want, None)
     if not (values.get("mscale") and values.get("mscale_all_dim")):
         # The transformers library uses these two only if both are given.
         values |= {"mscale": 1.0, "mscale_all_dim": 0.0}
