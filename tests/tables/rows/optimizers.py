@@ -243,6 +243,9 @@ Training by rows is lazy: rows with a gradient get the same update as from the d
 other rows and their optimizer state do not change. A table that is also the output layer has a gradient in every row, so no optimizer
 can train it by rows: train it densely.
 
+A schedule may be 0 for a while. But an optimizer must not sum gradients and apply the sum in some steps only, as `apply_every` does: a
+row without a gradient in such a step would miss it.
+
 ## These can train by rows
 
 {can}.

@@ -103,11 +103,19 @@ def test_what_is_one_row_in_a_table_trains_as_the_dense_step():
         lambda count: jnp.where(count < 1, 0.5, 0.25) + 0.1 * (count > 5),
         lambda count: 0.5 * (count < 100) + 0.25 * (count >= 100),
         lambda count: 0.5 * 0.5 ** (count > 0),
+        optax.join_schedules([optax.constant_schedule(0.5), optax.constant_schedule(0.0)], [9]),
     ],
 )
-def test_a_schedule_may_choose_a_step_size(schedule):
-    after, _ = step(optax.sgd(schedule))
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_a_schedule_may_choose_a_step_size(schedule, momentum):
+    after, _ = step(optax.sgd(schedule, momentum))
     equal(after["t"][np.array([0, 1, 3]), 0], [0.5, 1, 0])
+
+
+def test_a_schedule_may_choose_how_much_of_a_state_is_kept():
+    choices = optax.inject_hyperparams(optax.sgd)(0.5, lambda n: jnp.where(n < 9, 0.5, 0.9))
+    for optimizer in (choices, optax.inject_hyperparams(optax.sgd)(0.5, lambda n: 1 / (n + 1))):
+        equal(step(optimizer)[0]["t"][:4, 0], [0.5, 1, 1, 0])
 
 
 @pytest.mark.slow
@@ -179,6 +187,32 @@ def as_many_arrays_as_the_size_asks(params):
     return jax.tree.map(lambda p: (jnp.zeros_like(p),) * (2 if p.shape[0] == 1000 else 1), params)
 
 
+def accumulator(emitted, emptied=lambda acc, emit: (1 - emit) * acc):
+    """Sums gradients, and applies the sum in the steps in which a number is not 0."""
+
+    def update(updates, state):
+        count, sums, last = state
+        emit, sums = emitted(count, last), jax.tree.map(jnp.add, sums, updates)
+        after = jax.tree.map(lambda acc: emptied(acc, emit), sums)
+        last = jnp.where(count % 3 == 1, 1.0, 0.0)
+        return jax.tree.map(lambda acc: -0.1 * emit * acc, sums), (count + 1, after, last)
+
+    return transformation(update, lambda params: (jnp.int32(0), zeros(params), jnp.float32(0)))
+
+
+SWITCHES = {
+    "where": lambda n, _: jnp.where(n % 3 == 2, 1.0, 0.0),
+    "rem": lambda n, _: n % 2,
+    "square": lambda n, _: (n % 2) ** 2,
+    "exp": lambda n, _: jnp.exp(jnp.where(n % 3 == 2, 0, -jnp.inf)),
+    "cond": lambda n, _: jax.lax.cond(n % 3 == 2, lambda: 1.0, lambda: 0.0),
+    "by index": lambda n, _: jnp.array([0.0, 0.0, 1.0])[n % 3],
+    "less one": lambda n, _: jnp.where(n % 3 == 2, 2.0, 1.0) - 1,
+    "floor": lambda n, _: jnp.floor((n + 1) / 3) - jnp.floor(n / 3),
+    "in the state": lambda n, last: last,
+}
+
+
 def one_of_all_rows(g):
     index = jax.lax.GatherDimensionNumbers((0, 1), (), (0,))
     return jax.lax.gather(g, jnp.array([1]), index, g.shape, mode="clip")
@@ -195,7 +229,7 @@ def as_many_columns_as_rows(g):
 
 
 DECIDES = "by a condition outside of the row decides whether its gradient or state is used"
-UNKNOWN = "it cannot be traced for an unknown number of rows"
+UNKNOWN = "it cannot be traced for another number of rows"
 REFUSED = {
     # Rows told apart by their place.
     "rows from 700 on": (
@@ -209,14 +243,14 @@ REFUSED = {
     "labels by size": (labelled_by_size(), "row alone, got "),
     # Rows that meet.
     "novograd": (optax.novograd(0.1), "scale_by_novograd: reduce_sum over the rows"),
-    "a block's norm": (optax.adaptive_grad_clip(0.1), UNKNOWN),
+    "a block's norm": (optax.adaptive_grad_clip(0.1), "reduce_sum over the rows"),
     "another parameter": (
         transformation(by_the_largest_row),
         "got transformation: reduce_max over the rows",
     ),
     "gather": (stateless(one_of_all_rows), "gather over the rows"),
     "slice": (stateless(without_the_first), "slice over the rows"),
-    "slice of columns": (stateless(as_many_columns_as_rows), "slice over the rows"),
+    "slice of columns": (stateless(as_many_columns_as_rows), UNKNOWN),
     "reshape": (stateless(lambda g: g.reshape(2, -1).T), "reshape over the rows"),
     "a matrix of rows": (stateless(lambda g: (g @ g.T) @ g), "dot_general over the rows"),
     "rev": (stateless(lambda g: jnp.flip(g, 0)), "rev is not known to keep rows apart"),
@@ -235,19 +269,29 @@ REFUSED = {
     "an emptied state": (transformation(emptied, zeros), f"select_n {DECIDES}"),
     "a product": (counted(lambda count, g: (1 - (count % 3 == 2)) * g), DECIDES),
     "a choice by index": (
-        counted(lambda count, g: jnp.stack([g * 0, g], 1)[:, (count % 3 == 2) * 1]),
+        counted(lambda n, g: jnp.take(jnp.stack([g * 0, g], 1), (n % 3 == 2) * 1, 1)),
         f"gather {DECIDES}",
     ),
     # States.
     "a narrow state": (
         transformation(narrowed, zeros),
-        "a state float32[table0_rows, 2] becomes float32[table0_rows, 1]",
+        "a state float32[1000, 2] becomes float32[1000, 1]",
     ),
     "a state of another structure": (
         transformation(lambda *both: both, as_many_arrays_as_the_size_asks),
         "init depends on the number of rows",
     ),
 }
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_sum_that_a_number_applies_and_empties_is_refused(name):
+    """A row without a gradient in the step that applies it would miss its turn."""
+    reason = "mul by a switch outside of the row decides when the sum in its state is used"
+    ways = lambda acc, emit: (1 - emit) * acc, lambda acc, emit: acc - emit * acc
+    for optimizer in (accumulator(SWITCHES[name], emptied) for emptied in ways):
+        refuse(optimizer, reason)
+    refuse(optax.chain(optax.scale_by_adam(), optimizer), reason)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -334,7 +378,7 @@ def test_a_state_keeps_its_dtype_or_is_refused(state_dtype, added):
         after, state = step(optimizer, params)
         assert (after["t"].dtype, state["t"].dtype) == ("bfloat16", state_dtype)
     else:
-        message = f"a state {state_dtype}[table0_rows, 2] becomes {widened}["
+        message = f"a state {state_dtype}[1000, 2] becomes {widened}["
         refuse(optimizer, message, params=params)
 
 

@@ -6,7 +6,7 @@ numbers. Constants count by their bytes, wherever a program or those that it cal
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -47,8 +47,47 @@ def opened(program: Any) -> Any:
     return getattr(program, "jaxpr", program)
 
 
+def equations(program: Any, sources: tuple = ()) -> Iterator[tuple[Any, tuple]]:
+    """All equations, those of inner programs first; with each, where the calls to it stand."""
+    for equation in opened(program).eqns:
+        stack = (*sources, equation.source_info)
+        for inner in inner_programs(equation):
+            yield from equations(inner, stack)
+        yield equation, stack
+
+
+def walk(
+    program: Any, operands: Sequence[Any], constant: Callable, visit: Callable, sources: tuple = ()
+) -> list[Any]:
+    """What is known of a program's results, from what is known of its operands.
+
+    Args:
+        program: the program; those that it only calls are entered.
+        operands: what is known of each operand.
+        constant: what is known of a constant.
+        visit: what is known of an equation's results, from the equation, what is known of its
+            operands, and where it and the calls to it stand.
+        sources: where the calls to the program stand.
+    """
+    jaxpr = opened(program)
+    values = dict(zip(jaxpr.invars, operands, strict=True))
+    values |= zip(jaxpr.constvars, map(constant, getattr(program, "consts", ())), strict=True)
+
+    def read(variable: Any) -> Any:
+        return constant(variable.val) if isinstance(variable, Literal) else values[variable]
+
+    for equation in jaxpr.eqns:
+        stack, known = (*sources, equation.source_info), list(map(read, equation.invars))
+        if inner := called(equation):
+            results = walk(inner, known, constant, visit, stack)
+        else:
+            results = visit(equation, known, stack)
+        values |= zip(equation.outvars, results, strict=True)
+    return list(map(read, jaxpr.outvars))
+
+
 def are_same(program: Any, other: Any, sizes: Mapping[Any, int]) -> bool:
-    """Whether two programs compute the same, with a number in place of each symbol in the first."""
+    """Whether two programs compute the same, with a number in place of some sizes of the first."""
     numbering = _Numbering(sizes)
     return numbering.results(program) == numbering.results(other)
 
@@ -57,44 +96,26 @@ class _Numbering:
     """The numbers of values; see above.
 
     Args:
-        sizes: a number in place of each symbol.
+        sizes: a number in place of some sizes.
     """
 
     def __init__(self, sizes: Mapping[Any, int]):
         self._sizes = sizes
         self._numbers: dict[Any, int] = {}
 
-    def results(self, program: Any, operands: Sequence[int] | None = None) -> tuple[int, ...]:
-        """The numbers of a program's results, from those of its operands or for any operands."""
-        jaxpr = opened(program)
-        if operands is None:
-            operands = [self._number("operand", n) for n, _ in enumerate(jaxpr.invars)]
-        constants = map(self._constant, getattr(program, "consts", ()))
-        values = dict(zip(jaxpr.invars, operands, strict=True))
-        values |= zip(jaxpr.constvars, constants, strict=True)
+    def results(self, program: Any) -> list[int]:
+        """The numbers of a program's results, for any operands."""
+        operands = [self._number("operand", n) for n, _ in enumerate(opened(program).invars)]
+        return walk(program, operands, self._constant, self._results)
 
-        def read(variable: Any) -> int:
-            if isinstance(variable, Literal):
-                return self._constant(variable.val)
-            return values[variable]
-
-        sources = {result: equation for equation in jaxpr.eqns for result in equation.outvars}
-        for equation in jaxpr.eqns:
-            operands = list(map(read, equation.invars))
-            if inner := called(equation):
-                results = self.results(inner, operands)
-            elif inner := _of_columns(equation, sources, self._sizes):
-                results = self.results(inner, operands[:1])
-            else:
-                params, treedef = jax.tree.flatten(equation.params)
-                key = (equation.primitive.name, treedef, *map(self._param, params), *operands)
-                results = [self._number(key, n) for n, _ in enumerate(equation.outvars)]
-            values |= zip(equation.outvars, results, strict=True)
-        return tuple(map(read, jaxpr.outvars))
+    def _results(self, equation: Any, operands: Sequence[int], _: Any) -> list[int]:
+        params, treedef = jax.tree.flatten(equation.params)
+        key = (equation.primitive.name, treedef, *map(self._param, params), *operands)
+        return [self._number(key, n) for n, _ in enumerate(equation.outvars)]
 
     def _param(self, param: Any) -> Any:
         if isinstance(param, PROGRAMS):
-            return self.results(param)
+            return tuple(self.results(param))
         # By bytes: 0.0 equals -0.0, and an array is not hashable.
         if isinstance(param, float | np.ndarray | jax.Array):
             return self._constant(param)
@@ -111,35 +132,3 @@ class _Numbering:
 
     def _number(self, *key: Any) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
-
-
-def _of_columns(equation: Any, sources: Mapping[Any, Any], sizes: Mapping[Any, int]) -> Any:
-    """The program of `x[:, 0]`, which jax writes as a gather where a size is a symbol, or None.
-
-    Args:
-        equation: the equation.
-        sources: the equation that made each variable.
-        sizes: a number in place of each symbol.
-    """
-    if equation.primitive.name != "gather" or isinstance(equation.invars[1], Literal):
-        return None
-    source = sources.get(equation.invars[1])
-    if source is None or source.primitive.name != "broadcast_in_dim":
-        return None
-    (index,), axes = source.invars, equation.params["dimension_numbers"]
-    if not isinstance(index, Literal) or source.params["shape"] != (1,):
-        return None
-
-    def columns(x: jax.Array) -> jax.Array:
-        starts: Any = np.zeros(x.ndim, int)
-        starts[list(axes.start_index_map)] = index.val
-        limits: Any = starts + [sizes.get(size, size) for size in equation.params["slice_sizes"]]
-        return jax.lax.squeeze(jax.lax.slice(x, starts, limits), axes.collapsed_slice_dims)
-
-    x = equation.invars[0].aval
-    shape = [sizes.get(size, size) for size in x.shape]
-    try:
-        return jax.make_jaxpr(columns)(jax.ShapeDtypeStruct(shape, x.dtype))
-    except TypeError:
-        # Out of range.
-        return None

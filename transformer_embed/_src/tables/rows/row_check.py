@@ -1,14 +1,13 @@
 """Checks that an optimizer updates each row of a table from that row alone.
 
-The step is traced with a symbol in place of each table's number of rows; nothing is computed. An
-axis of rows is an axis whose size is a symbol. Each row of a value must be computed from the same
+The step is traced with a prime in place of each table's number of rows; nothing is computed. An
+axis of rows is an axis whose size is that prime. Each row of a value must be computed from the same
 row of other values and from values that all rows share. The programs for the whole table and for a
 block of its rows must compute the same as that one. Then a block's program gives the rows that the
 whole program would. (The proved program itself does not run: inside shard_map and under explicit
 axes, arrays have types that it was not traced with.)
 
-One more rule: a condition that all rows share (a schedule that emits on every third step) must not
-decide whether a row's gradient or state is used, because a row without a gradient would miss it.
+What all rows share must not decide whether a row's gradient or state is used; see `switches`.
 """
 
 import itertools
@@ -19,21 +18,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax import export
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr
 
 from transformer_embed._src import arguments
 from transformer_embed._src.tables.rows.distinct_ids import BLOCK, most_distinct
 from transformer_embed._src.tables.rows.gathered_rows import is_leaf
-from transformer_embed._src.tables.rows.programs import (
-    are_same,
-    called,
-    inner_programs,
-    opened,
-    words,
-)
+from transformer_embed._src.tables.rows.programs import are_same, called, equations, words
 from transformer_embed._src.tables.rows.row_gradient import RowGradient, is_gradient
+from transformer_embed._src.tables.rows.switches import find_loss
 
 # Each row of the results is computed from the same row of the operands, if every result has an axis
 # of rows. Nothing else has that size, so an axis of rows that an equation takes away and makes anew
@@ -56,21 +48,11 @@ TAKE = words("gather slice")
 REASONS = {"cond": "one condition for the whole table decides how its rows are updated"}
 # The params of an equation that contain sizes of arrays.
 SIZES = words("shape new_sizes limit_indices sizes slice_sizes")
-# A number that is computed from conditions and constants by only these is still a condition:
-# `1 - emit`. Times a constant it is a step size: `0.1 * emit`.
-KEEP_CONDITIONS = words(
-    "add broadcast_in_dim convert_element_type copy max min mul neg reshape squeeze sub"
-)
-# A condition among the operands of these may decide whether the others are used.
-DECIDE = words("and mul or select_n")
-# Kinds of values: the same for all rows, or computed from a row. Of several operands, the last kind
-# counts.
-CONSTANT, CONDITION, SHARED, ROW = range(4)
-# Among the inputs that a value is computed from: any that is not a table.
-DATA = -1
+# Sizes of arrays are seldom above it, so a prime above is the size of nothing else.
+LARGE = 2**16
 
 DIFFERS = "a program that depends on the number of rows"
-SYMBOLIC = "it cannot be traced for an unknown number of rows"
+UNTRACED = "it cannot be traced for another number of rows"
 ADVICE = (
     "Train the table densely, or keep that transformation off it with optax.multi_transform. "
     "To clip by a global norm, clip the gradients before update"
@@ -81,22 +63,8 @@ UPDATE = re.compile(r"(?:^|\.)(\w+)(?:\.<locals>)?\.update\w*(?:\.|$)")
 Shape = jax.ShapeDtypeStruct
 
 
-class Fact(NamedTuple):
-    """What is known about a value.
-
-    Attributes:
-        kind: one of the kinds above.
-        uses: the inputs that a value is computed from, whatever the shared conditions are.
-        loss: the error for the first shared condition that may leave out another input.
-    """
-
-    kind: int = SHARED
-    uses: frozenset[int] = frozenset()
-    loss: ValueError | None = None
-
-
 class Tables(NamedTuple):
-    """The tables of a step, each by a symbol for its number of rows.
+    """The tables of a step, each by a prime in place of its number of rows.
 
     Attributes:
         leaves: those of (gradients, parameters, state, other arguments).
@@ -109,18 +77,18 @@ class Tables(NamedTuple):
     @property
     def vocab_sizes(self) -> dict[Any, int]:
         """The number of rows of each table."""
-        return {symbol: self.leaves[n].vocab_size for symbol, (n, *_) in self.indices.items()}
+        return {prime: self.leaves[n].vocab_size for prime, (n, *_) in self.indices.items()}
 
     @property
     def block_sizes(self) -> dict[Any, int]:
         """How many of them are updated at a time."""
-        return {symbol: _block_size(self.leaves[n]) for symbol, (n, *_) in self.indices.items()}
+        return {prime: _block_size(self.leaves[n]) for prime, (n, *_) in self.indices.items()}
 
     def rows(self, sizes: Mapping[Any, int]) -> dict[int, Shape]:
-        """The shape at each index of a table, with a number in place of its symbol, if given."""
+        """The shape at each index of a table, with a number in place of its prime, if given."""
         return {
-            n: Shape((sizes.get(symbol, symbol), *self.leaves[n].shape[1:]), self.leaves[n].dtype)
-            for symbol, indices in self.indices.items()
+            n: Shape((sizes.get(prime, prime), *self.leaves[n].shape[1:]), self.leaves[n].dtype)
+            for prime, indices in self.indices.items()
             for n in indices
         }
 
@@ -137,16 +105,13 @@ def find_tables(init: Callable, treedef: Any, leaves: dict[int, Any]) -> Tables:
         treedef: that of (gradients, parameters, state, other arguments).
         leaves: its leaves.
     """
-    size, bounds = treedef.children()[0].num_leaves, []
+    size = treedef.children()[0].num_leaves
     gradients = [n for n in range(size) if is_gradient(leaves[n])]
     for n in gradients:
         leaves[n].check(leaves[size + n].shape)
-        rows = f"table{n}_rows"
-        bounds += [f"{rows} >= {_block_size(leaves[n])}", f"{rows} <= {leaves[n].vocab_size}"]
-    names = ",".join(f"table{n}_rows" for n in gradients)
-    symbols = export.symbolic_shape(names, constraints=bounds)
-    indices = {symbol: [n, size + n] for symbol, n in zip(symbols, gradients, strict=True)}
-    tables = Tables(leaves, indices)
+    largest = max([LARGE, *(max(leaf.shape, default=0) for leaf in leaves.values())])
+    primes = filter(_is_prime, itertools.count(largest + 1))
+    tables = Tables(leaves, {next(primes): [n, size + n] for n in gradients})
 
     def first_state(sizes: Mapping[Any, int], problem: str) -> Any:
         _, params, *_ = jax.tree.unflatten(treedef, tables.shapes(sizes).values())
@@ -155,14 +120,18 @@ def find_tables(init: Callable, treedef: Any, leaves: dict[int, Any]) -> Tables:
     sizes = tables.vocab_sizes
     expected = first_state(sizes, "init cannot be traced")
     _check_state(treedef.unflatten(leaves.values())[2], expected)
-    state = first_state({}, SYMBOLIC)
+    state = first_state({}, "init cannot be traced")
     if jax.tree.structure(state, is_leaf=is_leaf) != treedef.children()[2]:
         raise _refusal("init depends on the number of rows", init)
     for index, leaf in enumerate(jax.tree.leaves(state, is_leaf=is_leaf), 2 * size):
-        symbol, *columns = leaf.shape or (0,)
-        if (sizes.get(symbol), *columns) == leaves[index].shape:
-            indices[symbol].append(index)
+        prime, *columns = leaf.shape or (0,)
+        if (sizes.get(prime), *columns) == leaves[index].shape:
+            tables.indices[prime].append(index)
     return tables
+
+
+def _is_prime(number: int) -> bool:
+    return all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
 
 
 def _block_size(gradient: RowGradient) -> int:
@@ -194,40 +163,47 @@ def check(step: Callable[[Any], Sequence[Any]], tables: Tables, update: Callable
         update: the optimizer's function, to name in an error.
     """
 
-    def traced(sizes: Mapping[Any, int], problem: str = SYMBOLIC) -> ClosedJaxpr:
-        return _traced(step, tables.shapes(sizes), update, problem)[0]
-
-    # The whole table first, for an error that has nothing to do with an unknown number of rows.
-    of_all_rows = traced(tables.vocab_sizes, "update cannot be traced")
-    program, block = traced({}), traced(tables.block_sizes)
+    # The whole table first, for an error that has nothing to do with another number of rows.
+    of_all_rows, program, block = (
+        _traced(step, tables.shapes(sizes), update, problem)[0]
+        for sizes, problem in (
+            (tables.vocab_sizes, "update cannot be traced"),
+            ({}, UNTRACED),
+            (tables.block_sizes, UNTRACED),
+        )
+    )
     _check_rows_apart(program, tables, update)
     is_same = are_same(program, of_all_rows, tables.vocab_sizes)
-    # An optimizer may choose by the number of rows, which a symbol never equals.
+    # An optimizer may choose by the number of rows, which no prime above equals.
     if not is_same or not are_same(program, block, tables.block_sizes):
         raise _refusal(DIFFERS, update)
 
 
 def _check_rows_apart(program: ClosedJaxpr, tables: Tables, update: Callable) -> None:
     """Raises a ValueError unless a step computes each row from that row alone; see `check`."""
-    rows, operands = tables.rows({}), []
-    for index, leaf in tables.shapes({}).items():
-        is_table = index in rows
-        fact = Fact(ROW, frozenset([index])) if is_table else Fact(SHARED, frozenset([DATA]))
-        operands += [fact] * len(jax.tree.leaves(leaf))
-    facts = _follow(program, operands, [update])
-    # New rows of the table must use their gradient, and those of a state the old ones.
-    needs = {table: gradient for gradient, table, *_ in tables.indices.values()}
-    for index, (new, fact) in enumerate(zip(program.out_avals, facts, strict=True)):
+    rows, sizes = tables.rows({}), tables.vocab_sizes
+    for equation, sources in equations(program):
+        is_passed = called(equation) or equation.primitive.name == "optimization_barrier"
+        if not is_passed and (problem := _problem(equation, {*sizes})):
+            raise _refusal(problem, update, sources)
+
+    def described(shape: Any) -> str:
+        return f"{shape.dtype}{[sizes.get(size, size) for size in shape.shape]}"
+
+    for index, new in enumerate(program.out_avals):
         old = rows.get(index)
-        if old is None:
-            if any(map(export.is_symbolic_dim, new.shape)):
-                what = "parameters or state outside the table"
-                raise _refusal(f"{what} become one row for each of its rows", update)
-        elif (new.shape, new.dtype) != (old.shape, old.dtype):
-            what = f"a state {old.dtype}{list(old.shape)}"
-            raise _refusal(f"{what} becomes {new.dtype}{list(new.shape)}", update)
-        elif fact.loss and needs.get(index, index) not in fact.uses:
-            raise fact.loss
+        if old is None and not sizes.keys().isdisjoint(new.shape):
+            what = "parameters or state outside the table"
+            raise _refusal(f"{what} become one row for each of its rows", update)
+        if old is not None and (new.shape, new.dtype) != (old.shape, old.dtype):
+            raise _refusal(f"a state {described(old)} becomes {described(new)}", update)
+    operands = [
+        index if index in rows else None
+        for index, leaf in tables.shapes({}).items()
+        for _ in jax.tree.leaves(leaf)
+    ]
+    if loss := find_loss(program, operands, [*tables.indices.values()]):
+        raise _refusal(loss[0], update, loss[1])
 
 
 def _traced(
@@ -241,76 +217,28 @@ def _traced(
         raise _refusal(f"{problem} ({summary})", blamed) from error
 
 
-def _follow(program: Any, operands: Sequence[Fact], blamed: Sequence[Any]) -> list[Fact]:
-    """What is known about the results of a program; raises if it mixes rows.
-
-    Args:
-        program: the program.
-        operands: what is known about its operands; without any, all rows share them.
-        blamed: the optimizer's function, then where the calls around the program were written.
-    """
-    program = opened(program)
-    facts = dict(zip(program.invars, operands, strict=False))
-
-    def read(variable: Any) -> Fact:
-        return Fact(CONSTANT) if isinstance(variable, Literal) else facts.get(variable, Fact())
-
-    for equation in program.eqns:
-        sources = [*blamed, equation.source_info]
-        results = _results(equation, list(map(read, equation.invars)), sources)
-        facts.update(zip(equation.outvars, results, strict=True))
-    return list(map(read, program.outvars))
-
-
-def _results(equation: Any, operands: Sequence[Fact], blamed: Sequence[Any]) -> Sequence[Fact]:
-    """What is known about the results of an equation; see `_follow`."""
-    name, kinds = equation.primitive.name, [fact.kind for fact in operands]
-    if inner := called(equation):
-        return _follow(inner, operands, blamed)
-    if name == "optimization_barrier":
-        return operands
-    for program in inner_programs(equation):
-        # Control flow by what all rows share; what a branch does to rows is the better reason.
-        _follow(program, operands[1:] if name == "cond" else [], blamed)
-    if problem := _problem(equation):
-        raise _refusal(problem, *blamed)
-    kind = max(kinds, default=SHARED)
-    uses = frozenset().union(*(fact.uses for fact in operands))
-    if kind < ROW:
-        if name not in KEEP_CONDITIONS or (name == "mul" and CONSTANT in kinds):
-            kind = SHARED
-        types = (variable.aval.dtype for variable in equation.outvars)
-        return [Fact(CONDITION if dtype == jnp.bool_ else kind, uses) for dtype in types]
-    loss = next((fact.loss for fact in operands if fact.loss), None)
-    is_choice = name == "gather" and kinds[1] < ROW and operands[1].uses
-    if is_choice or (name in DECIDE and CONDITION in kinds):
-        # select_n(condition, a, b) uses what both use; a product with 0 uses nothing.
-        cases = operands[1:] if name == "select_n" else operands
-        before, uses = uses, frozenset.intersection(*(fact.uses for fact in cases))
-        if not loss and before - uses - {DATA}:
-            how = "by a condition outside of the row decides whether its gradient or state is used"
-            loss = _refusal(f"{name} {how}", *blamed)
-    return [Fact(ROW, uses, loss)] * len(equation.outvars)
-
-
-def _problem(equation: Any) -> str | None:
+def _problem(equation: Any, primes: set[int]) -> str | None:
     """Why rows of the results may not be made from the same rows of the operands, if so."""
     name, params = equation.primitive.name, equation.params
-    rows = {*map(_rows_of, equation.invars)} - {()}
-    results = {*map(_rows_of, equation.outvars)}
+
+    def rows_of(variable: Any) -> tuple[int, ...]:
+        return tuple(size for size in variable.aval.shape if size in primes)
+
+    rows = {*map(rows_of, equation.invars)} - {()}
+    results = {*map(rows_of, equation.outvars)}
     if (rows and name not in KEEP_ROWS_APART) or (results and name.endswith("callback")):
         return REASONS.get(name, f"{name} is not known to keep rows apart")
     others = [param for key, param in params.items() if key not in SIZES]
-    if any(map(export.is_symbolic_dim, jax.tree.leaves(others))):
+    if any(isinstance(param, int) and param in primes for param in jax.tree.leaves(others)):
         return DIFFERS
     if not rows:
         is_alike = name == "broadcast_in_dim"
         if name == "iota":
             size = equation.outvars[0].aval.shape[params["dimension"]]
-            is_alike = not export.is_symbolic_dim(size)
+            is_alike = size not in primes
         if results - {()} and not is_alike:
             return f"{name} tells rows apart by their place in the table"
-    elif len(rows | results) > 1 or (name in TAKE and not _takes_rows_apart(equation)):
+    elif len(rows | results) > 1 or (name in TAKE and not _takes_rows_apart(equation, primes)):
         return f"{name} over the rows"
     elif name == "reshape":
         # A row keeps its place if as many entries come before it.
@@ -321,7 +249,7 @@ def _problem(equation: Any) -> str | None:
     return None
 
 
-def _takes_rows_apart(equation: Any) -> bool:
+def _takes_rows_apart(equation: Any, primes: set[int]) -> bool:
     """Whether a slice or gather takes a part of every row: whole axes of rows, without an index."""
     x, window = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     indexed = ()
@@ -331,16 +259,11 @@ def _takes_rows_apart(equation: Any) -> bool:
     return all(
         size == part and axis not in indexed
         for axis, (size, part) in enumerate(zip(x, window, strict=True))
-        if export.is_symbolic_dim(size) or export.is_symbolic_dim(part)
+        if {size, part} & primes
     )
 
 
-def _rows_of(variable: Any) -> tuple[Any, ...]:
-    """The symbols in the shape of a variable."""
-    return tuple(filter(export.is_symbolic_dim, variable.aval.shape))
-
-
-def _refusal(reason: str, function: Callable, *sources: Any) -> ValueError:
+def _refusal(reason: str, function: Callable, sources: Sequence[Any] = ()) -> ValueError:
     """The error for an optimizer that is not row-wise.
 
     It names the transformation that wrote an equation, or one of the optimizer's functions.
