@@ -801,7 +801,7 @@ def page_of(table, page):
         r"(used most\n.*?\| whole model \|\n[-|]+\n).*?(\n\n)": "\n".join(used),
         r"(All types\n.*?\| whole model \|\n[-|]+\n).*?(\n\n)": "\n".join(rows),
         r"(\| reason \|\n[-|]+\n).*?(\n\n)": "\n".join(said),
-        r"(certain\.\n\n).*?(\n)": names_of(name for name in reasons if not reasons[name]),
+        r"(is not known\n\n).*?(\n)": names_of(name for name in reasons if not reasons[name]),
         r"(Not measured\n\n).*?(\n)": names_of(types["not measured"]),
     }
     for words in COMPARED.values():

@@ -2,7 +2,6 @@
 
 import json
 
-import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import GOLDEN, load_embedder
@@ -26,11 +25,14 @@ def described(tmp_path, monkeypatch):
     monkeypatch.setattr(files.Tensors, "are_equal", lambda _, name, other: name == other)
 
     def described(repository, tensors, **options):
-        zero = np.zeros((), ml_dtypes.bfloat16)
-        arrays = {name: np.broadcast_to(zero, shape) for name, shape in tensors.items()}
-        monkeypatch.setattr(load, "open_tensors", lambda path: files.as_tensors(path, arrays, {}))
-        (tmp_path / "config.json").write_text(json.dumps(CONFIGS[repository]))
         path = tmp_path / "model.safetensors"
+        entries = {
+            name: files.TensorInfo(path, "BF16", tuple(shape), 0, 0)
+            for name, shape in tensors.items()
+        }
+        opened = files.Tensors(path, dict.fromkeys(entries, path), {}, lambda _: (entries, {}))
+        monkeypatch.setattr(load, "open_tensors", lambda path: opened)
+        (tmp_path / "config.json").write_text(json.dumps(CONFIGS[repository]))
         return load_embedder(path, **{"settings": SAID.get(repository)} | options)
 
     return described

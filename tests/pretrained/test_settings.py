@@ -306,7 +306,7 @@ IN_FILE = [
     ("opt", {"max_position_embeddings": 9}, r"embed_positions\.weight: wanted shape \[11, 8\]"),
     ("t5", {"num_heads": 3}, r"relative_attention_bias\.weight: wanted shape \[32, 3\]"),
     ("bert", {"layer_norm_eps": -1}, "for a model bert: .*wanted a finite number above 0, got -1"),
-    ("bert", {"model_type": ["bert"]}, r", got \['bert'\]; load its table"),
+    ("bert", {"model_type": ["bert"]}, r", got \['bert'\]; load any table"),
     ("llama, dynamic", {"hidden_size": float("inf"), "partial_rotary_factor": 0.5}, r"config\.json, for a model llama: "),
     ("llama", {"rope_parameters": {"rope_type": "quantum"}}, f"{OF_TYPE} 'quantum'"),
     ("llama", {"rope_parameters": {"factor": 4.0}}, f"rope_scaling: {OF_TYPE} None$"),

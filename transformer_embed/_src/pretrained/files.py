@@ -23,7 +23,6 @@ from transformer_embed._src import arguments
 from transformer_embed._src.pretrained.messages import parse, short_repr
 
 DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp.dtype("float16")}
-CODES = {dtype: code for code, dtype in DTYPES.items()}
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Bytes that are read at once.
 PIECE = 2**23
@@ -212,40 +211,21 @@ def _header(path: pathlib.Path) -> Header:
     return entries, metadata
 
 
-def as_tensors(
-    path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
-) -> Tensors:
-    """The tensors of the file that `write_tensors` writes."""
-    entries, end = {}, 0
-    # Wider dtypes first, so that each array starts at a multiple of its item size.
-    for name in sorted(arrays, key=lambda name: -arrays[name].dtype.itemsize):
-        array = arrays[name]
-        start, end = end, end + array.nbytes
-        code = CODES.get(array.dtype, array.dtype.name)
-        entries[name] = TensorInfo(path, code, array.shape, start, end)
-    return Tensors(path, dict.fromkeys(entries, path), metadata, lambda _: (entries, metadata))
+def write_tensors(
+    path: pathlib.Path,
+    arrays: Mapping[str, np.ndarray],
+    metadata: dict[str, str],
+    check: Callable[[Tensors], Any],
+) -> None:
+    """Writes a safetensors file whole, or not at all if the check of what was written raises."""
+    from safetensors.numpy import save  # noqa: PLC0415 (slow to load)
 
-
-def write_tensors(tensors: Tensors, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes a safetensors file, whole or not at all.
-
-    `save_file` of safetensors reports a full disk without an errno, and before 0.8 it copies all
-    arrays.
-    """
-    entries, metadata = tensors.header(tensors.path)
-    header: dict[str, Any] = {"__metadata__": metadata}
-    for name, entry in entries.items():
-        offsets = (entry.start, entry.stop)
-        header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
-    # Names as they are: a lone surrogate fails here, before the file is touched.
-    text = json.dumps(header, ensure_ascii=False).encode()
-    # Arrays then start at a multiple of eight bytes.
-    text += b" " * (-len(text) % 8)
-    with open_whole(tensors.path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in entries:
-            # As bytes, since a bfloat16 array has no buffer that a file takes.
-            file.write(np.ascontiguousarray(arrays[name]).view(np.uint8).data)
+    with open_whole(path) as file:
+        # Not `save_file`, which has another temporary file, a mode and errors of its own.
+        file.write(save({**arrays}, metadata))
+        file.flush()
+        # Errors name the path.
+        check(open_tensors(file.name)._replace(path=path))
 
 
 @contextlib.contextmanager

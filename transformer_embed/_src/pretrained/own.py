@@ -26,7 +26,6 @@ from transformer_embed._src.positions.schemes import Scheme
 from transformer_embed._src.pretrained.architecture import BIAS, LOGITS_BIAS, TOKENS
 from transformer_embed._src.pretrained.files import (
     Tensors,
-    as_tensors,
     write_tensors,
 )
 from transformer_embed._src.pretrained.layers import Layer, alike
@@ -124,10 +123,8 @@ def save_embedder(
         CONFIG: json.dumps(vars(config), default=encoded),
         EXTRAS: json.dumps(extras, default=encoded),
     }
-    file = as_tensors(pathlib.Path(path).resolve(), arrays, {"format": "pt"} | texts)
     # What is written can be loaded.
-    describe_own(file)
-    write_tensors(file, arrays)
+    write_tensors(pathlib.Path(path).resolve(), arrays, {"format": "pt"} | texts, describe_own)
 
 
 def _check_extras(layers: Any, bias: Any, names: Any) -> None:
@@ -144,7 +141,9 @@ def _by_tensor_name(leaves: Mapping[str, Any], names: Mapping[str, Any]) -> dict
         array = _on_host(leaves[name])
         array = array.T if is_transposed(name, tensor) else array
         # BART's own has an axis of 1 before it.
-        arrays[tensor] = array[None] if str(tensor).endswith(LOGITS_BIAS) else array
+        array = array[None] if str(tensor).endswith(LOGITS_BIAS) else array
+        # Its bytes are written as they lie.
+        arrays[tensor] = np.asarray(array, order="C")
     # Parameters that share a name leave one array; the header keeps its metadata under the other.
     tensors = [name for name in arrays if isinstance(name, str) and name != "__metadata__"]
     if len(tensors) < len(leaves):

@@ -1,6 +1,5 @@
 """Which model a file holds: by its type, by names of tensors, or an error that says what to try."""
 
-import contextlib
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -14,14 +13,11 @@ from transformer_embed._src.pretrained.architecture import (
     Architecture,
 )
 from transformer_embed._src.pretrained.architectures import ARCHITECTURES, by_model_type
-from transformer_embed._src.pretrained.entries import ENTRIES
 from transformer_embed._src.pretrained.messages import short_repr
 from transformer_embed._src.pretrained.published import Match, Published
 
-# Tensors that may be a table of tokens, if no row has their names.
-TABLE = re.compile(
-    r"(?!.*\b\d+\b)(.*\.)?(embed_tokens|(word_|tok(en)?s?_)?emb(ed(ding)?s?)?|wte|shared|embed_in)\.weight"
-)
+# Not a ready call: neither a table's name nor its config.json says how its tokens are scaled.
+BY_HAND = "load any table with config and names"
 WORDS = "emb|pos_|posit|rel_|relative|token_type|wte|wpe"
 # Tensors that may stand beside that table: its siblings, outside of numbered layers. Not buffers,
 # second streams, or what only attention or the end of the model reads.
@@ -32,8 +28,6 @@ BESIDE = re.compile(
 )
 # Tables of tokens of one name; a file that anyone wrote may have as many as tensors.
 MOST_PREFIXES = 100
-# Entries that may say that tokens are scaled.
-SCALE = re.compile(r"(?=.*(emb|input))(?=.*(scal|multiplier))|mup_")
 
 
 def recognised(file: Published, model_type: Any) -> Match:
@@ -48,26 +42,22 @@ def recognised(file: Published, model_type: Any) -> Match:
     kind = by_model_type(model_type)
     if kind is None:
         want = f"that of a known model, from settings or a config.json beside {where}"
-        raise arguments.value_error(
-            "model_type",
-            want,
-            f"{short_repr(model_type)}; load {_by_hand(file)} ({tensors.listed()})",
-        )
+        got = f"{short_repr(model_type)}; {BY_HAND} ({tensors.listed()})"
+        raise arguments.value_error("model_type", want, got)
     found = matches([kind], file)
     if not found:
-        want = f"the tensors of a model {kind.name}, or {_by_hand(file, kind)}"
+        want = f"the tensors of a model {kind.name}, or {BY_HAND}"
         if matches([kind], file._replace(stack=STACKS[1])):
             want = f"the encoder of {kind.name}; pass stack='decoder' for its decoder"
         raise arguments.value_error(where, want, tensors.listed())
     if len(found) > 1:
-        want = f"one model {kind.name} in a file (or load one with config and names)"
+        want = f"one model {kind.name} in a file ({BY_HAND})"
         got = short_repr([match.prefix for match in found])
         raise arguments.value_error(where, want, f"those under {got}")
     if not kind.has_stacks:
         arguments.check_left_out("stack", file.stack, f"{kind.name} has one stack")
     if reason := _reason(found[0], file, beside):
-        alone = _by_hand(file, kind, found[0].names[TOKENS])
-        want = f"an input layer like that of {kind.name}, or {alone}"
+        want = f"an input layer like that of {kind.name}, or {BY_HAND}"
         raise arguments.value_error(where, want, reason)
     return found[0]
 
@@ -140,38 +130,3 @@ def _reason(match: Match, file: Published, beside: Iterable[str]) -> str:
         if is_own and BESIDE.match(below):
             return f"also {name}, which is not read"
     return ""
-
-
-# --- What to do with one that is not known.
-
-
-def _by_hand(file: Published, kind: Architecture | None = None, table: str | None = None) -> str:
-    """The call that loads the table of tokens alone, if the table and its scale are certain."""
-    tensors = file.tensors
-    tables = [name for name in tensors.files if TABLE.fullmatch(name)]
-    if table is None and tables and all(tensors.are_equal(tables[0], each) for each in tables):
-        table = tables[0]
-    shape, scale = tensors.entry(table).shape if table else (), _scale(file, kind)
-    if len(shape) != 2 or scale is None:
-        return "any table with config and names"
-    return (
-        f"its table of tokens alone: load_embedder(path, config=EmbedderConfig({shape[0]}, "
-        f"{shape[1]}, scheme=None, scale={scale}, output=None), "
-        f"names={{'token_embedding/embeddings': {table!r}}})"
-    )
-
-
-def _scale(file: Published, kind: Architecture | None) -> bool | float | None:
-    """The scale of tokens, as the row or the entries of any row say; None: it is not certain."""
-    # Without a type, the first row whose scale is one of the entries that the file has.
-    rows = [row for row in ARCHITECTURES if row.scale in file.entries]
-    kind = kind or [*rows, Architecture("", "")][0]
-    for name, value in file.entries.items():
-        if name != kind.scale and SCALE.search(name) and kind.concerns(name, value):
-            return None
-    if isinstance(kind.scale, bool):
-        return kind.scale
-    said = file.entries.get(kind.scale, kind.default(kind.scale))
-    with contextlib.suppress(TypeError, ValueError):
-        return ENTRIES[kind.scale].check("", said)
-    return None
