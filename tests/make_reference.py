@@ -136,7 +136,9 @@ def _fields(kind: type) -> list[str]:
         if base.__module__.startswith("transformer_embed."):
             node, source = _parsed(base)
             fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
-            lines |= {each.target.id: _text(each, source) for each in fields}
+            # Such a field has no default.
+            texts = (_text(each, source).removesuffix(" = dataclasses.field()") for each in fields)
+            lines |= {each.target.id: text for each, text in zip(fields, texts, strict=True)}
     if not dataclasses.is_dataclass(kind):
         return list(lines.values())
     fields = [field for field in dataclasses.fields(kind) if field.init]

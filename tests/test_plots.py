@@ -217,6 +217,8 @@ WRONG = [
     (plots.plot_wavelengths, 0, {}, "d_model: wanted an int of at least 1, got 0"),
     (plots.plot_wavelengths, 4, {"base": 0}, "base: wanted a finite number above 0, got 0"),
     (plots.plot_wavelengths, 63, {"scaling": te.NTKScaling(2.0)}, "d_model: wanted an even number of channels, to make pairs, got 63"),
+    (plots.plot_wavelengths, 64, {"scaling": "linear"}, "scaling: wanted LinearScaling(...), another scaling of this package, or None, got str 'linear'"),
+    (plots.plot_mask, [[True]], {"query_tokens": 5}, "tokens: wanted a sequence, got int 5"),
     (plots.plot_encoding, [[1.0]], {"tokens": []}, "tokens: wanted a name for each position, 1, got 0"),
 ]  # fmt: skip
 

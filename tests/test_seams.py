@@ -220,11 +220,11 @@ def test_training_goes_on_after_an_exchange_that_overflows():
     ],
     ids=["mask", "order", "cache"],
 )
-@pytest.mark.parametrize("dtype", [np.uint32, np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_what_a_loader_makes_of_positions_is_asked_for_its_dtype(read, dtype):
     tokens = te.TokenPositions.from_segment_ids([1, 1, 2, 0])
     tokens = jax.tree.map(lambda array: np.asarray(array).astype(dtype), tokens)
-    with pytest.raises(TypeError, match="positions: wanted a signed integer dtype"):
+    with pytest.raises(TypeError, match="positions: wanted an integer dtype"):
         read(tokens)
 
 

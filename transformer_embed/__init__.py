@@ -10,7 +10,7 @@ from transformer_embed._src.attention.masks import (
     mask_to_bias,
     padding_mask,
 )
-from transformer_embed._src.layers.config import EmbedderConfig, OutputConfig
+from transformer_embed._src.layers.config import EmbedderConfig, NoOutput, OutputConfig
 from transformer_embed._src.layers.embedder import Embedder
 from transformer_embed._src.layers.positional_encoding import PositionalEncoding
 from transformer_embed._src.layers.relative_position_bias import RelativePositionBias
@@ -57,6 +57,7 @@ __all__ = [
     "Llama3Scaling",
     "LongRopeScaling",
     "NTKScaling",
+    "NoOutput",
     "OutputConfig",
     "OutputLayer",
     "PositionalEncoding",

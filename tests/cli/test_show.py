@@ -134,3 +134,10 @@ def test_a_picture_is_written_whole_or_not_at_all(monkeypatch, fails, tmp_path):
     out.write_bytes(b"old")
     assert "No space" in fails("show", "mask", "--out", out)
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
+
+
+def test_a_tilde_that_the_shell_left_is_the_home(prints, fails, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    prints("show", "mask", "--out=~/x.png")
+    assert (tmp_path / "x.png").exists()
+    assert f"cannot read {tmp_path}/y: " in fails("inspect", "~/y")

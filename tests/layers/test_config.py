@@ -109,7 +109,7 @@ POLICIES = "one of 'nan', 'clip', 'zero'"
 FLOATING = "a floating dtype of 16 to 64 bits"
 SCALE = "True, False, or a number above 0 (1.0 is a number, the int 1 could mean True)"
 SCHEMES = "Sinusoidal(...), SinusoidalGrid(...) or Learned(max_len=...), or None"
-IN_WORDS = "te.OutputConfig(...), None, or the reason why there is none, in words"
+OUTPUT = "te.OutputConfig(...), te.NoOutput(reason), or None"
 FIELDS = [
     ("vocab_size", 0, ValueError, POSITIVE, "0"),
     ("d_model", -1, ValueError, POSITIVE, "-1"),
@@ -128,15 +128,15 @@ FIELDS = [
     ("lookup_style", "matmul", ValueError, "one of 'gather', 'one_hot'", "'matmul'"),
     ("param_dtype", jnp.int32, TypeError, FLOATING, "int32"),
     ("dtype", "int8", TypeError, FLOATING, "int8"),
-    ("output", False, TypeError, "an OutputConfig, a str, or None", "bool False"),
-    ("output", "tied", ValueError, IN_WORDS, "'tied'"),
+    ("output", False, TypeError, OUTPUT, "bool False"),
+    ("output", "a reason", TypeError, OUTPUT, "str 'a reason'"),
 ]
 OUTPUT_FIELDS = [
     ("tied", 0, TypeError, "a Python bool", "int 0"),
-    ("bias", None, TypeError, "a Python bool", "NoneType None"),
+    ("bias", None, TypeError, "a Python bool", "None"),
     ("softcap", 0.0, ValueError, ABOVE_0, "0.0"),
     ("scale", 0, ValueError, ABOVE_0, "0"),
-    ("scale", None, TypeError, "a Python number", "NoneType None"),
+    ("scale", None, TypeError, "a Python number", "None"),
 ]
 
 
@@ -165,6 +165,7 @@ AS_LONG = "axis_positions: wanted arrays as long as the axes, [[2], [3]], got"
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
+        (lambda: te.Learned(), TypeError, "Learned.__init__() missing 1 required positional argument: 'max_len'"),
         (lambda: te.Learned(0), ValueError, "max_len: wanted an int of at least 1, got 0"),
         (lambda: te.Learned(9, at_padding=True), TypeError, "at_padding: wanted a Python int, got bool True"),
         (lambda: te.Learned(9, start=9), ValueError, "start: wanted an int in [0, max_len = 9), got 9"),

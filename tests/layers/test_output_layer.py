@@ -155,7 +155,7 @@ def test_a_sharded_output_layer_gives_the_logits_and_the_loss_of_one_device(spec
 
 
 @pytest.mark.parametrize(
-    ("output", "got"), [(None, "None"), ("it has none", "none, since it has none")]
+    ("output", "got"), [(None, "None"), (te.NoOutput("it has none"), "none, since it has none")]
 )
 def test_a_config_without_an_output_layer_says_why(output, got):
     embedder = te.Embedder(config(output))

@@ -340,7 +340,7 @@ TYPE_ERRORS = [
     (lambda: LinearScaling("2"), "factor: wanted a Python number, got str '2'"),
     (lambda: YarnScaling(2.0, 8, truncate=1), "truncate: wanted a Python bool"),
     (lambda: LongRopeScaling([1], ["a"], 2.0, 8, 8), "long_factor[0]: wanted a Python number, got str 'a'"),
-    (lambda: LongRopeScaling(None, [1], 2.0, 8, 8), "short_factor: wanted a sequence, got NoneType None"),
+    (lambda: LongRopeScaling(None, [1], 2.0, 8, 8), "short_factor: wanted a sequence, got None"),
     (lambda: jax.jit(lambda n: DynamicNTKScaling(2.0, 8, n))(9), "length: wanted a Python int, got a traced int32[]"),
 ]  # fmt: skip
 VALUE_ERRORS = [

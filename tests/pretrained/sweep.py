@@ -604,7 +604,7 @@ IS_SCALED = r'"rope_type": "(yarn|llama3|linear|dynamic|longrope)"'
 def same(found, other):
     """Whether two checkpoints are read alike; one may say why it has no output layer."""
     config = found.config
-    if isinstance(config.output, str):
+    if not isinstance(config.output, te.OutputConfig):
         config = dataclasses.replace(config, output=other.config.output)
     # Hybrids that list their layers say nothing of them without the list.
     are_layers_same = not found.layers or found.layers == other.layers
@@ -699,7 +699,10 @@ def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911, PLR09
         errors["bias"] = error
         if error:
             return "wrong", worst, f"bias off at {error:.1%} of all distances", {}
-    if not isinstance(complete.config.output, str) and (error := head_error(complete)) is not None:
+    if (
+        isinstance(complete.config.output, te.OutputConfig)
+        and (error := head_error(complete)) is not None
+    ):
         errors["head"] = error
         if not error <= LOGIT:
             return "wrong", worst, f"logits of the last hidden state off by {error:.3g}", {}

@@ -100,8 +100,15 @@ def test_a_folder_without_the_usual_file_says_what_to_do(tmp_path, name, content
 def test_a_model_name_in_place_of_a_path_says_to_download_it():
     message = "No such file or directory (for a model's name, pass the folder that huggingface_hub"
     assert message in refused("meta-llama/Llama-3.2-1B")
-    with pytest.raises(TypeError, match=r"str.* or (an )?os.PathLike object"):
+    with pytest.raises(TypeError, match=r"^path: wanted a str or another path, got None$"):
         load_embedder(None)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800b", "~nobody-of-this-name/a"])
+def test_a_path_that_no_file_can_have_is_refused(name):
+    for function in (load_embedder, lambda path: save_embedder(path, SMALL, PARAMS)):
+        with pytest.raises(ValueError, match=r"^path: wanted a path that a file may have, got '"):
+            function(name)
 
 
 def test_a_whole_disk_is_not_searched_for_a_message(monkeypatch):

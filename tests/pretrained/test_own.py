@@ -260,7 +260,7 @@ HOSTILE = [
     ({"unknown": 1}, {}, "EmbedderConfig.__init__() got an unexpected keyword argument 'unknown'"),
     ({"scheme": {"kind": "SinusoidalGrid", "shape": [2] * 500}}, {}, "shape: its number of points: wanted an int of at most 2147483647, got "),
     ({"scheme": {"kind": "Learned", "max_len": 2**60}}, {}, "max_len: wanted an int of at most"),
-    ({"scheme": {"kind": ["Learned"]}}, {}, "kind: wanted one of 'OutputConfig', 'Layer', 'Sinusoidal', 'SinusoidalGrid', 'Learned', "),
+    ({"scheme": {"kind": ["Learned"]}}, {}, "kind: wanted one of 'OutputConfig', 'NoOutput', 'Layer', 'Sinusoidal', 'SinusoidalGrid', 'Learned', "),
     ({}, {"names": ["a"]}, "names: wanted a mapping, or None, got tuple"),
     ({}, {"names": {"a": ["b"]}}, "wanted a tensor ('b',), got 1 tensors: "),
     ({}, {"names": {"a/b": TOKENS}}, f"{ALSO}['a/b']"),

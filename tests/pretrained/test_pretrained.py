@@ -198,7 +198,7 @@ NOT_THERE = "the file has no lm_head.weight, and it is not tied to the table"
 )
 def test_what_is_not_an_output_layer_is_not_read(tmp_path, name, reason):
     found = load(tmp_path, name)
-    assert found.config.output == reason
+    assert found.config.output == te.NoOutput(reason)
     assert [key for key in found.names if "output" in key] == []
 
 
@@ -208,9 +208,9 @@ def test_what_is_not_an_output_layer_is_not_read(tmp_path, name, reason):
         ("granite", {"model_type": "llava_next"}, te.OutputConfig(tied=False)),
         ("gemma2", {"model_type": "llava"}, te.OutputConfig()),
         ("gemma2", {"model_type": "paligemma"}, te.OutputConfig(softcap=0.75)),
-        ("cohere", {"model_type": "another"}, UNKNOWN),
+        ("cohere", {"model_type": "another"}, te.NoOutput(UNKNOWN)),
         ("llama", {"model_type": "another"}, te.OutputConfig(tied=False)),
-        ("qwen2, tied", {"tie_word_embeddings": False}, NOT_THERE),
+        ("qwen2, tied", {"tie_word_embeddings": False}, te.NoOutput(NOT_THERE)),
         ("qwen2, tied", {"tie_word_embeddings": None}, te.OutputConfig()),
         ("phi", {"tie_word_embeddings": True, "lm_head": None}, te.OutputConfig(bias=True)),
     ],
@@ -230,7 +230,7 @@ def test_tables_that_differ_are_not_tied(tmp_path):
     for change, output in (
         ({}, te.OutputConfig(tied=False)),
         ({"lm_head.weight": table}, te.OutputConfig()),
-        ({"lm_head.weight": table[:-1]}, "its shape is [11, 8], not [12, 8]"),
+        ({"lm_head.weight": table[:-1]}, te.NoOutput("its shape is [11, 8], not [12, 8]")),
     ):
         found = load_embedder(checkpoint(tmp_path, tied, change=change))
         assert found.config.output == output
@@ -299,7 +299,12 @@ def test_a_new_architecture_is_one_row(tmp_path, monkeypatch):
     entries |= {"num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(entries))
     found = load_embedder(tmp_path)
-    options = {"scale": 1.5, "layer_norm_eps": 0.5, "dropout_rate": 0.0, "output": NOT_THERE}
+    options = {
+        "scale": 1.5,
+        "layer_norm_eps": 0.5,
+        "dropout_rate": 0.0,
+        "output": te.NoOutput(NOT_THERE),
+    }
     assert found.config == te.EmbedderConfig(3, 4, scheme=None, **options)
     assert rotary_of(found) == {"base": 70.0, "layout": "interleaved"}
     save_embedder(tmp_path / "saved", *found)

@@ -310,11 +310,11 @@ IN_FILE = [
     ("llama, dynamic", {"hidden_size": float("inf"), "partial_rotary_factor": 0.5}, r"config\.json, for a model llama: "),
     ("llama", {"rope_parameters": {"rope_type": "quantum"}}, f"{OF_TYPE} 'quantum'"),
     ("llama", {"rope_parameters": {"factor": 4.0}}, f"rope_scaling: {OF_TYPE} None$"),
-    ("llama", {"rope_parameters": {"rope_type": "linear"}}, "for a model llama: factor: wanted a Python number, got NoneType None"),
+    ("llama", {"rope_parameters": {"rope_type": "linear"}}, "for a model llama: factor: wanted a Python number, got None"),
     ("llama", {"rope_parameters": [1]}, r"for a model llama: rope_parameters: wanted an object, got \[1\]"),
     ("phi3", {"rope_scaling": LONG}, "head_dim: wanted an int of at most 8192, got 10000"),
     ("phi", {"num_attention_heads": 0, "rope_parameters": None}, "num_attention_heads: wanted an int of at least 1, got 0"),
-    ("bloom", {"n_head": None}, "for a model bloom: num_attention_heads: wanted a Python int, got NoneType None$"),
+    ("bloom", {"n_head": None}, "for a model bloom: num_attention_heads: wanted a Python int, got None$"),
     ("llama", {"rope_scaling": {"type": "mrope", "mrope_section": [4, 4]}}, "mrope_section: wanted none, since a model llama is not known to have them, got"),
     ("llama", sectioned([8192] * 10**5), "mrope_section: its sum: wanted an int of at most 8192, got 819200000"),
     ("llama", sectioned([3, -1, 2]), r"mrope_section\[1\]: wanted an int of at least 0, got -1"),
@@ -329,7 +329,7 @@ IN_SETTINGS = [
     ("llama", {"rope_theta": 0}, "^settings: rope_theta: wanted a finite number above 0, got 0"),
     ("llama", {"rope_scaling": YARN}, "factor: wanted a finite number above 0, got 0"),
     ("phi", {"partial_rotary_factor": 2.0}, "^settings and .*: partial_rotary_factor: wanted an int of at most 16, got 32"),
-    ("roberta", {"pad_token_id": None}, "^settings and .*: pad_token_id: wanted a Python int, got NoneType None$"),
+    ("roberta", {"pad_token_id": None}, "^settings and .*: pad_token_id: wanted a Python int, got None$"),
 ]  # fmt: skip
 TABLE = [(False, *row) for row in IN_FILE] + [(True, *row) for row in IN_SETTINGS]
 

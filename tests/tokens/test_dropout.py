@@ -133,7 +133,7 @@ ERRORS = [
     (ValueError, "rate: wanted a finite number, got nan", {"rate": math.nan}),
     (TypeError, "rate: wanted a Python number, got str '0.1'", {"rate": "0.1"}),
     (TypeError, "x: wanted a floating dtype of 16 to 64 bits, got int64", {"x": np.arange(4)}),
-    (TypeError, KEY + "NoneType", {"rng": None}),
+    (TypeError, KEY + "None", {"rng": None}),
     (TypeError, KEY + "int", {"rng": 3}),
     (TypeError, KEY + "keys of shape [2]", {"rng": jax.random.split(jax.random.key(0))}),
 ]

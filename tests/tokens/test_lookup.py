@@ -133,7 +133,7 @@ ERRORS = [
     (TypeError, {"ids": [1.0]}, "ids: wanted an integer dtype, got float64"),
     (TypeError, {"ids": [True]}, "ids: wanted an integer dtype, got bool"),
     (ValueError, {"ids": [[1, 2], [3]]}, "ids: wanted an array, or nested lists of equal lengths, got lists of unequal lengths"),
-    (TypeError, {"ids": None}, NUMBERS + "NoneType None"),
+    (TypeError, {"ids": None}, NUMBERS + "None"),
     (TypeError, {"table": IDS}, "table: wanted a floating dtype of 16 to 64 bits, got int64"),
     (ValueError, {"table": TABLE[0]}, TABLES + "[3]"),
     (ValueError, {"table": TABLE[:0]}, TABLES + "[0, 3]"),

@@ -9,6 +9,8 @@ import dataclasses
 import functools
 import math
 import numbers
+import os
+import pathlib
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, TypeGuard
@@ -179,6 +181,20 @@ def entries(name: str, value: Any, convert: Callable, **options: Any) -> tuple[A
     return tuple(convert(f"{name}[{n}]", entry, **options) for n, entry in enumerate(value))
 
 
+def path(name: str, value: Any) -> pathlib.Path:
+    """A path that a file may have; a first ~ is the user's home."""
+    try:
+        path = pathlib.Path(value).expanduser()
+        if b"\0" not in os.fsencode(path):
+            return path
+    except TypeError as error:
+        raise type_error(name, "a str or another path", describe(value)) from error
+    # No home of that name, or letters that no file system has.
+    except (ValueError, RuntimeError):
+        pass
+    raise value_error(name, "a path that a file may have", reprlib.repr(value))
+
+
 def choice(name: str, value: Any, choices: Sequence[str]) -> str:
     """One of a few words."""
     if not isinstance(value, str) or value not in choices:
@@ -246,7 +262,7 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
         return as_array(name, unwrapped(value))
     # numpy would stack the fields of a named tuple into one array.
     if hasattr(value, "_fields") or dataclasses.is_dataclass(value):
-        raise type_error(name, "an array", f"a {type(value).__name__}: pass one of its fields")
+        raise type_error(name, "an array", f"{type(value).__name__}: pass one of its fields")
     try:
         array = np.asarray(native(name, value))
     except jax.errors.TracerArrayConversionError as error:
@@ -362,6 +378,8 @@ def is_int32(value: Any) -> TypeGuard[jax.Array]:
 
 
 def describe(value: Any) -> str:
+    if value is None:
+        return "None"
     if is_traced(value):
         return f"a traced {value.dtype}{list(value.shape)}"
     if isinstance(value, jax.Array | np.ndarray):

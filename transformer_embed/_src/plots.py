@@ -425,9 +425,10 @@ def _image(
         axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         if names is not None:
             each = label.split(" (")[0]
-            arguments.check_same("tokens", f"a name for each {each}", len(names), size)
+            named = arguments.entries("tokens", names, lambda _, token: token)
+            arguments.check_same("tokens", f"a name for each {each}", len(named), size)
             # "$x$" is a token, not a formula.
-            axis.set_ticks(range(size), names, parse_math=False, rotation=rotation)
+            axis.set_ticks(range(size), named, parse_math=False, rotation=rotation)
     return image
 
 

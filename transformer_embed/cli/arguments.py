@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import os
 import pathlib
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
@@ -34,6 +33,8 @@ def number(lowest: int, highest: int, kind: type = int) -> Callable[[str], Any]:
 MOST_BYTES = 2**30
 # Steps or tokens, and the distance between two tokens.
 COUNT, DISTANCE = number(1, 10**9), number(0, 10**9)
+# A shell leaves the ~ of `--out=~/x` as it is.
+PATH: dict[str, Any] = {"type": os.path.expanduser}
 
 
 def contents(path: str) -> bytes:
@@ -59,11 +60,14 @@ def unreadable(path: str, error: Exception) -> UserError:
     )
 
 
+class _TriedError(Exception):
+    """Leaves a file as it was."""
+
+
 def writable(name: str, suffixes: Sequence[str], *inputs: str | None) -> pathlib.Path:
     """The path of a file to write, which has such a suffix, is not read, and can be written.
 
-    A temporary file tests the folder, so that hours of work are not lost because the result cannot
-    be written.
+    What will write it tries at once, so that hours of work are not lost.
     """
     if pathlib.Path(name).suffix.lower() not in suffixes:
         raise UserError(f"--out: wanted a name that ends in {', '.join(suffixes)}, got {name!r}")
@@ -77,8 +81,8 @@ def writable(name: str, suffixes: Sequence[str], *inputs: str | None) -> pathlib
         # `realpath` leaves a loop of links as a link, of which `exists` says that it is not there.
         if path.is_symlink() or (path.exists() and not path.is_file()):
             raise UserError(f"cannot write {name}: it is not a regular file; name a file")
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
+        with contextlib.suppress(_TriedError), _files.open_whole(path):
+            raise _TriedError
     except (OSError, ValueError) as error:
         raise UserError(
             f"cannot write {name}: {reason(error)}; name a file in a folder that exists and that "

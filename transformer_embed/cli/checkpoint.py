@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from transformer_embed import pretrained
-from transformer_embed.cli.arguments import COUNT, UserError, contents, unreadable
+from transformer_embed.cli.arguments import COUNT, PATH, UserError, contents, unreadable
 
 
 def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +23,7 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--settings",
         metavar="FILE.json",
+        **PATH,
         help="entries of a config.json, which override those beside the checkpoint",
     )
     parser.add_argument(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import transformer_embed as te
-from transformer_embed.cli.arguments import UserError, contents, writable, write_whole
+from transformer_embed.cli.arguments import PATH, UserError, contents, writable, write_whole
 from transformer_embed.cli.checkpoint import add_checkpoint_flags, read_checkpoint
 from transformer_embed.cli.progress import progress
 
@@ -33,6 +33,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "file",
         metavar="FILE",
+        **PATH,
         help="lines of text, each byte a token; or, with --ids, lines of token ids",
     )
     parser.add_argument(
@@ -40,11 +41,14 @@ def add_to(commands: Any) -> None:
         required=True,
         dest="checkpoint",
         metavar="CHECKPOINT",
+        **PATH,
         help="the model: a file that `train --out` wrote, or any checkpoint that `inspect` reads; "
         "a published model needs --ids",
     )
     add_checkpoint_flags(parser)
-    parser.add_argument("--out", required=True, metavar="X.npz", help="file to write the arrays to")
+    parser.add_argument(
+        "--out", required=True, metavar="X.npz", help="file to write the arrays to", **PATH
+    )
     parser.add_argument(
         "--ids", action="store_true", help="FILE holds integer token ids, separated by spaces"
     )

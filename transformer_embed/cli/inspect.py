@@ -11,6 +11,7 @@ from transformer_embed._src.layers.embedder import ROOT
 from transformer_embed._src.pretrained.architecture import BIAS
 from transformer_embed._src.pretrained.layers import alike
 from transformer_embed._src.pretrained.parameters import by_path
+from transformer_embed.cli.arguments import PATH
 from transformer_embed.cli.checkpoint import add_checkpoint_flags, read_checkpoint
 
 
@@ -28,6 +29,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
+        **PATH,
         help="a safetensors file, the index file of a sharded checkpoint, or a folder with one of "
         "them",
     )

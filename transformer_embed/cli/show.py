@@ -11,6 +11,7 @@ import transformer_embed as te
 from transformer_embed.cli.arguments import (
     COUNT,
     DISTANCE,
+    PATH,
     UserError,
     number,
     writable,
@@ -24,6 +25,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "out": {
         "required": True,
         "metavar": "X.png",
+        **PATH,
         "help": "file to write; X.svg and X.pdf choose those formats",
     },
     "width": {

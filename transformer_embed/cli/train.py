@@ -13,6 +13,7 @@ import transformer_embed as te
 from transformer_embed import pretrained
 from transformer_embed.cli.arguments import (
     COUNT,
+    PATH,
     UserError,
     contents,
     number,
@@ -41,11 +42,13 @@ def add_to(commands: Any) -> None:
         "files",
         nargs="*",
         metavar="FILE",
+        **PATH,
         help="text to train on (default: the source of Python's standard library)",
     )
     parser.add_argument(
         "--out",
         metavar="PARAMS.safetensors",
+        **PATH,
         help="file to write the model with sinusoidal positions to; `embed` reads it",
     )
     parser.add_argument(

@@ -76,6 +76,13 @@ def test_gradients_of_other_tables_are_not_added():
             TypeError, match=r"^grads: wanted rows of the same table, \[5, 2\], got "
         ):
             te.rows.add({"t": one}, {"t": other})
+    with pytest.raises(ValueError, match=r"^more: wanted the tree of grads, PyTreeDef\({'t': "):
+        te.rows.add({"t": one}, 3)
+
+
+def test_a_number_is_no_rows_of_values():
+    with pytest.raises(ValueError, match=r"^values: wanted shape \[k, d\], got shape \[\]"):
+        te.rows.RowGradient([1], 1.5, 9)
 
 
 @pytest.mark.slow

@@ -107,6 +107,21 @@ def test_bad_arguments_raise_errors(message):
     assert message in str(error.value)
 
 
+def test_a_loss_is_a_function_and_has_aux_a_bool():
+    with pytest.raises(TypeError, match=r"^loss: wanted a function, got None$"):
+        te.rows.value_and_grad(None, ids={})
+    with pytest.raises(TypeError, match=r"^has_aux: wanted a Python bool, got int 2$"):
+        te.rows.value_and_grad(jnp.sum, ids={}, has_aux=2)
+
+
+def test_an_error_of_others_that_a_table_meets_says_what_stands_in_its_place():
+    step = te.rows.value_and_grad(optax.global_norm, ids={"t": [1]})
+    with pytest.raises(Exception) as error:  # noqa: PT011, of the library's own type
+        step({"t": jnp.ones([5, 2])})
+    note = "In the loss, the rows of `ids` stand in the place of params['t']."
+    assert note in str(error.value) or note in error.value.__notes__
+
+
 def test_the_largest_table_that_int32_can_count_is_taken():
     largest = {"t": Shape([2**31 - 3, 1], jnp.float32)}
     jax.eval_shape(functools.partial(taken, ids={"t": [1, 2]}), largest)

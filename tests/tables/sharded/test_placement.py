@@ -138,6 +138,11 @@ ERRORS = {
         {},
     ),
     "patterns: wanted each to match one of .*, got 'u'$": ({}, {"stripe": "u"}),
+    # An empty pattern is not the absence of one.
+    "patterns: wanted each to match one of .*, got ''$": ({}, {"stripe": ""}),
+    "stripe: wanted a pattern, or None, got bool True$": ({}, {"stripe": True}),
+    "mesh: wanted a jax.sharding.Mesh, got None$": ({}, {"mesh": None}),
+    "rules: wanted a mapping of patterns to PartitionSpecs, got list ": ([("*", SPEC())], {}),
     rf"{FITS} embed/embeddings of shape \[13, 8\], got .*'tensor'.*: .*tensor .*not found in mesh": (
         {"embed/*": SPEC("tensor")},
         {},
@@ -163,7 +168,7 @@ ERRORS = {
         for got, axes in {r"\('tensor',\)": ("tensor",), "'data'": "data", "''": ""}.items()
     },
     "rng: wanted None, since params is not a function, got ": ({}, {"rng": jax.random.key(0)}),
-    r"rng: wanted one key of jax.random.key or jax.random.PRNGKey, got NoneType None$": (
+    r"rng: wanted one key of jax.random.key or jax.random.PRNGKey, got None$": (
         {},
         {"params": lambda rng: PARAMS},
     ),

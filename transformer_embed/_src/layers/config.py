@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 import numbers
-import reprlib
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -64,6 +63,25 @@ class OutputConfig:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class NoOutput:
+    """In place of an `OutputConfig`: there is no output layer, for a reason that errors repeat.
+
+    `load_embedder` gives one where `OutputConfig` cannot describe the output layer, or the file has
+    none.
+
+    Args:
+        reason: a sentence, without its full stop.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> te.EmbedderConfig(9, 4, output=te.NoOutput("it is an encoder")).output.reason
+        'it is an encoder'
+    """
+
+    reason: str
+
+
 class Stddevs(NamedTuple):
     """The standard deviations with which tables are drawn."""
 
@@ -90,6 +108,10 @@ class EmbedderConfig:
             token, wherever padding is. It has a position too (see the scheme's `at_padding`), which
             the mask hides. None: no padding.
 
+            It must be no id of the text. Where padding is the end of the text, that id would be
+            hidden, and never predicted, at the end of each text too: leave pad_id out, and make
+            positions and masks with `TokenPositions.from_lengths`.
+
             Each row then has positions of its own, and on a CPU the layer's evaluation with
             sinusoids takes 1.2 to 1.8 times as long. `positions=np.arange(length)` avoids this: it
             counts padding like tokens, as BERT does, which is the same for right padding.
@@ -106,9 +128,8 @@ class EmbedderConfig:
             norm's parameters are float32.
         dtype: of the result. None: the dtype of the token table, after a Haiku mixed-precision
             policy has cast it.
-        output: the output layer. None: there is none, and asking for it raises an error. A str of
-            two words or more: the error has this reason; `load_embedder` gives one where
-            `OutputConfig` cannot describe the output layer or the file has none.
+        output: the output layer. None or a `NoOutput`: there is none, and asking for it raises an
+            error.
         init_stddev: standard deviation of all tables when they are drawn, a number above 0 (0.02 in
             BERT, GPT-2 and Llama, where it is called initializer_range). None: chosen so that
             training starts well. With the factors m of `scale` and o of `output.scale`, and w =
@@ -142,7 +163,7 @@ class EmbedderConfig:
     lookup_style: str = "gather"
     param_dtype: DTypeLike = jnp.float32
     dtype: DTypeLike | None = None
-    output: OutputConfig | str | None = OutputConfig()
+    output: OutputConfig | NoOutput | None = OutputConfig()
     init_stddev: float | None = None
 
     def __post_init__(self):
@@ -162,12 +183,8 @@ class EmbedderConfig:
             dtype=arguments.floating_dtype,
             init_stddev=arguments.positive,
         )
-        want = "an OutputConfig, a str, or None"
-        arguments.instance("output", self.output, OutputConfig | str | None, want)
-        # A single word is more likely a mistaken name than a reason.
-        if isinstance(self.output, str) and len(self.output.split()) < 2:
-            want = "te.OutputConfig(...), None, or the reason why there is none, in words"
-            raise arguments.value_error("output", want, reprlib.repr(self.output))
+        want = "te.OutputConfig(...), te.NoOutput(reason), or None"
+        arguments.instance("output", self.output, OutputConfig | NoOutput | None, want)
         # After the conversions above, because a scheme is checked against the width.
         if self.scheme is not None:
             arguments.instance("scheme", self.scheme, Scheme, f"{SCHEMES}, or None")

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike, Ids
-from transformer_embed._src.layers.config import EmbedderConfig, OutputConfig
+from transformer_embed._src.layers.config import EmbedderConfig, NoOutput, OutputConfig
 from transformer_embed._src.layers.parameters import Initializer, as_initializer
 from transformer_embed._src.tokens.lookup import as_table, look_up
 from transformer_embed._src.tokens.output_layer import OutputLayer
@@ -65,7 +65,7 @@ class TokenEmbedding(hk.Module):
         pad_id: int | None = None,
         out_of_range: str = "nan",
         lookup_style: str = "gather",
-        output: OutputConfig | str | None = OutputConfig(),
+        output: OutputConfig | NoOutput | None = OutputConfig(),
         init_stddev: float | None = None,
         w_init: Initializer | None = None,
         param_dtype: DTypeLike = jnp.float32,
@@ -127,7 +127,7 @@ def output_layer(config: EmbedderConfig, parameter: Callable[[str], Any]) -> Out
     output = config.output
     if not isinstance(output, OutputConfig):
         want = "config.output, an OutputConfig (or make a te.OutputLayer of other weights)"
-        got = "None" if output is None else f"none, since {output}"
+        got = "None" if output is None else f"none, since {output.reason}"
         raise arguments.value_error("output", want, got)
     # An untied model, too, has a table of tokens.
     table = parameter("embeddings")

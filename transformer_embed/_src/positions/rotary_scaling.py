@@ -361,6 +361,8 @@ def scaled_frequencies(scaling: Scaling | None, dim: int, base: float) -> tuple[
 
     dim must be even if there is a scaling.
     """
+    want = "LinearScaling(...), another scaling of this package, or None"
+    arguments.instance("scaling", scaling, Scaling | None, want)
     frequencies = unscaled(dim, base)
     if scaling is None:
         return frequencies, 1.0

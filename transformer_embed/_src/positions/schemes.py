@@ -219,7 +219,8 @@ class Learned(_Scheme):
         https://arxiv.org/abs/1705.03122
     """
 
-    max_len: int
+    # Without the default of other schemes.
+    max_len: int = dataclasses.field()
     _: dataclasses.KW_ONLY
     start: int = 0
     at_padding: int | None = None

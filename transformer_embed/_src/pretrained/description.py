@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from transformer_embed._src import arguments
-from transformer_embed._src.layers.config import EmbedderConfig, OutputConfig
+from transformer_embed._src.layers.config import EmbedderConfig, NoOutput, OutputConfig
 from transformer_embed._src.positions.schemes import Learned, Scheme, Sinusoidal
 from transformer_embed._src.pretrained import rope
 from transformer_embed._src.pretrained.architecture import (
@@ -224,11 +224,11 @@ def _scheme(kind: Architecture, value: Options, shapes: Shapes) -> Scheme | None
 
 def _output(
     kind: Architecture, value: Options, shapes: Shapes, file: Published
-) -> OutputConfig | str:
+) -> OutputConfig | NoOutput:
     """The output layer, or why there is none."""
     is_tied = value["tie_word_embeddings"] and OUTPUT_TABLE not in shapes
     if reason := _no_output(kind, value, shapes, file.side, is_tied=is_tied):
-        return reason
+        return NoOutput(reason)
     _, width = shapes[TOKENS]
     # Cohere multiplies logits, Granite divides them.
     scale = (value["logit_scale"] or 1.0) / (value["logits_scaling"] or 1.0)
@@ -244,7 +244,7 @@ def _output(
         return output
     if file.outer in UNSCALED_WITHIN.split():
         return plain
-    return (
+    return NoOutput(
         f"whether a model {file.outer} scales or bounds the logits like its text model is not known"
     )
 

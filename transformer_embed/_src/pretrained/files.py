@@ -135,9 +135,9 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
 
     An index file lists shards, which are beside it.
     """
-    found = pathlib.Path(path)
+    found = arguments.path("path", path)
     if not found.exists():
-        raise FileNotFoundError(errno.ENOENT, NO_FILE, path)
+        raise FileNotFoundError(errno.ENOENT, NO_FILE, str(found))
     if found.is_dir():
         names = [name for name in (WHOLE, INDEX) if (found / name).exists()]
         if not names:

@@ -8,7 +8,6 @@ import functools
 import itertools
 import json
 import os
-import pathlib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ import jax
 import numpy as np
 
 from transformer_embed._src import arguments
-from transformer_embed._src.layers.config import EmbedderConfig, OutputConfig
+from transformer_embed._src.layers.config import EmbedderConfig, NoOutput, OutputConfig
 from transformer_embed._src.layers.embedder import ROOT, Params
 from transformer_embed._src.layers.parameters import as_params, table_path
 from transformer_embed._src.layers.transformer_embedding import layer_paths
@@ -57,7 +56,7 @@ MOST_OBJECTS = 64
 # What a file names is looked up here alone: it can make no other object.
 KINDS = {
     kind.__name__: kind
-    for kind in (OutputConfig, Layer, *typing.get_args(Scheme), *typing.get_args(Scaling))
+    for kind in (OutputConfig, NoOutput, Layer, *typing.get_args(Scheme), *typing.get_args(Scaling))
 }
 # Its name in files of older versions.
 KINDS["OutputLayer"] = OutputConfig
@@ -124,7 +123,9 @@ def save_embedder(
         EXTRAS: json.dumps(extras, default=encoded),
     }
     # What is written can be loaded.
-    write_tensors(pathlib.Path(path).resolve(), arrays, {"format": "pt"} | texts, describe_own)
+    write_tensors(
+        arguments.path("path", path).resolve(), arrays, {"format": "pt"} | texts, describe_own
+    )
 
 
 def _check_extras(layers: Any, bias: Any, names: Any) -> None:

@@ -87,7 +87,8 @@ def linear_cross_entropy(
         mask: bool, [length], or more axes that broadcast to the labels'. True = the label is
             counted; `labels != -100` for example. None: all.
         weights: floating, with axes as in mask: each label's loss is multiplied by its weight.
-            None: 1.
+            None: 1. With negative ones, do not take the mean: the sum of weights that divides it
+            may be 0 or less.
         shift: a Python int k of at least 0: token t predicts `labels[..., t + k]`, which brings its
             mask and weight; the last k tokens predict nothing. True is 1. A head that predicts
             several tokens ahead has its own k.

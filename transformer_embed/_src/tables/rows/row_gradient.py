@@ -86,6 +86,9 @@ class RowGradient(SomeRows):
 
     def __post_init__(self):
         arguments.convert_fields(self, ids=arguments.as_int32, values=arguments.as_floats)
+        if self.values.ndim != 2:
+            got = f"shape {list(self.values.shape)}"
+            raise arguments.value_error("values", "shape [k, d]", got)
         self.check(self.shape)
         _check_ascending(self)
         arguments.set_fields(self, fingerprint=self._on_shards(fingerprint)(self.ids))
@@ -270,5 +273,7 @@ def add(grads: Tree, more: Tree) -> Tree:
         >>> total.ids[:3].tolist(), total.values[:3].tolist()
         ([1, 3, 8], [[1.0], [3.5], [8.0]])
     """
-    trees = (as_arrays("grads", tree, is_gradient) for tree in (grads, more))
+    trees = [as_arrays("grads", tree, is_gradient) for tree in (grads, more)]
+    one, other = (jax.tree.structure(tree, is_leaf=is_gradient) for tree in trees)
+    arguments.check_same("more", "the tree of grads", other, one)
     return jax.tree.map(operator.add, *trees, is_leaf=is_gradient)

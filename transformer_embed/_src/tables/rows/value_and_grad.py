@@ -70,6 +70,9 @@ def value_and_grad(
         (67.0, [2, 7, 12], [[1.0, 1.0], [2.0, 2.0], [0.0, 0.0]])
     """
 
+    loss = arguments.instance("loss", loss, Callable, "a function")
+    has_aux = arguments.flag("has_aux", has_aux)
+
     @functools.wraps(loss)
     def value_and_row_grads(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
         params = as_arrays("params", params, is_leaf)
@@ -80,7 +83,12 @@ def value_and_grad(
             read = {
                 n: dataclasses.replace(rows, values=leaves[n]) for n, (rows, _) in taken.items()
             }
-            return loss(jax.tree.unflatten(treedef, (leaves | read).values()), *args, **kwargs)
+            try:
+                return loss(jax.tree.unflatten(treedef, (leaves | read).values()), *args, **kwargs)
+            except Exception as error:
+                names = ", ".join(rows.name for rows in read.values())
+                error.add_note(f"In the loss, the rows of `ids` stand in the place of {names}.")
+                raise
 
         # Of rows, only the values: jax.grad refuses keys.
         leaves = dict(enumerate(trees)) | {n: rows.values for n, (rows, _) in taken.items()}

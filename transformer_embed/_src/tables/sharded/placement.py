@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from transformer_embed._src import arguments
@@ -100,7 +100,10 @@ def shard_params(
         Xu et al., "GSPMD: General and Scalable Parallelization for ML Computation Graphs" (2021),
         https://arxiv.org/abs/2105.04663
     """
-    axes = mesh.axis_names
+    axes = arguments.instance("mesh", mesh, Mesh | AbstractMesh, "a jax.sharding.Mesh").axis_names
+    want = "a mapping of patterns to PartitionSpecs"
+    rules = arguments.instance("rules", rules, Mapping, want)
+    stripe = arguments.instance("stripe", stripe, str | None, "a pattern, or None")
     if not isinstance(batch_axes, tuple | None) or not all(i in axes for i in batch_axes or ()):
         want = f"a tuple of axes of the mesh, {axes}, or None"
         raise arguments.value_error("batch_axes", want, repr(batch_axes))
@@ -132,7 +135,7 @@ class _Placement(NamedTuple):
         arguments.check_open("params", params)
         paths, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)
         leaves = {jax.tree_util.keystr(k, simple=True, separator="/"): leaf for k, leaf in paths}
-        for pattern in (*self.rules, *filter(None, [self.stripe])):
+        for pattern in (*self.rules, *(() if self.stripe is None else (self.stripe,))):
             if not fnmatch.filter(leaves, pattern):
                 want = f"each to match one of {', '.join(leaves)}"
                 raise arguments.value_error("patterns", want, repr(pattern))
