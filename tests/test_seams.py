@@ -101,11 +101,7 @@ def test_an_empty_cache_is_the_carry_of_a_scan_that_decodes(params, bias):
     embedder = te.Embedder(CONFIG)
 
     def attend_to_cache(cache, tokens, slot, new, queries, keys, values):
-        def write(held, part):
-            return jax.lax.dynamic_update_slice_in_dim(held, part, slot, axis=1)
-
-        slots, *held = cache
-        new += [slots.write(tokens, slot), write(held[0], keys), write(held[1], values)]
+        new += te.write_cache(cache, [tokens, keys, values], slot)[0]
         mask = te.AttentionMask(tokens, new[0], causal=True).dense()
         biases = BIASES[bias](tokens.positions, new[0].positions)
         return jax.nn.dot_product_attention(queries, new[1], new[2], bias=biases, mask=mask)
@@ -139,11 +135,11 @@ def test_an_empty_cache_is_the_carry_of_a_scan_that_decodes(params, bias):
 
 
 def test_the_first_steps_of_a_loop_share_one_compilation():
-    """A cache from the constructor and one that `write` made are the same tree."""
+    """A cache from the constructor and one that `write_cache` made are the same tree."""
 
     @jax.jit
     def step(slots, slot):
-        return slots.write(te.TokenPositions.from_offset(slot, 1), slot)
+        return te.write_cache(slots, te.TokenPositions.from_offset(slot, 1), slot)[0]
 
     slots = te.TokenPositions.empty(2, 4)
     for slot in range(3):
@@ -216,7 +212,7 @@ def test_training_goes_on_after_an_exchange_that_overflows():
     [
         lambda tokens: te.AttentionMask(tokens, causal=True).dense(),
         lambda tokens: te.check_order(tokens, "packed"),
-        lambda tokens: te.TokenPositions.empty(1, 4).write(tokens, 0),
+        lambda tokens: te.write_cache(te.TokenPositions.empty(1, 4), tokens, 0),
     ],
     ids=["mask", "order", "cache"],
 )
@@ -364,11 +360,13 @@ def test_a_cache_that_explicit_axes_split_takes_tokens_that_they_do_not_split(sp
     """As the offset of a step of decoding, which all rows may share."""
     mesh = mesh_of((2, 4), ("y", "x"), EXPLICIT)
     tokens = te.TokenPositions.from_offset(np.arange(rows), 3)
-    expected = te.TokenPositions.empty(4, 8).write(tokens, 2)
+    cache = te.TokenPositions.empty(4, 8), jnp.zeros((4, 8, 4, 2))
+    new, slot = (tokens, jnp.ones((rows, 3, 4, 2))), jnp.array([2, 0, 7, 8])
+    expected = te.write_cache(cache, new, slot)
     with jax.set_mesh(mesh):
-        cache = put(mesh, te.TokenPositions.empty(4, 8), *spec)
-        written = jax.jit(te.TokenPositions.write)(cache, tokens, 2)
-    equal(written, expected)
+        cache = put(mesh, cache[0], *spec), put(mesh, cache[1], *spec[:1], None, *spec[1:])
+        written, is_written = jax.jit(te.write_cache)(cache, new, slot)
+    equal((written, is_written), expected)
     for before, after in zip(*map(jax.tree.leaves, (cache, written)), strict=True):
         assert jax.typeof(after) == jax.typeof(before)
 

@@ -37,6 +37,7 @@ from transformer_embed._src.positions.sinusoidal import (
     sinusoidal_grid,
     sinusoidal_table,
 )
+from transformer_embed._src.sequences.cache import write_cache
 from transformer_embed._src.sequences.token_order import check_order
 from transformer_embed._src.sequences.token_positions import TokenPositions
 from transformer_embed._src.tokens.cross_entropy import linear_cross_entropy
@@ -94,4 +95,5 @@ __all__ = [
     "sinusoidal_encoding",
     "sinusoidal_grid",
     "sinusoidal_table",
+    "write_cache",
 ]

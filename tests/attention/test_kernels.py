@@ -381,11 +381,11 @@ def test_attention_to_another_sequence():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["right", "full"])
-def test_decoding_from_a_cache_that_write_made(order):
+def test_decoding_from_a_cache_that_write_cache_made(order):
     """is_causal aligns queries with the first keys, so it is never passed for a cache."""
     written, length = (5, 8) if order == "right" else (8, 8)
     prompt = TokenPositions.from_offset([4, 0], written)
-    cache = TokenPositions.empty(BATCH, length).write(prompt, 0)
+    cache, _ = te.write_cache(TokenPositions.empty(BATCH, length), prompt, 0)
     mask = AttentionMask(TokenPositions.from_offset([6, 2], 1), cache, causal=True)
     attend = functools.partial(dot_product_attend, mask, order=order)
     check(mask, attend, size=8)

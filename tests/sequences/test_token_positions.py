@@ -94,34 +94,6 @@ def test_tokens_split_over_explicit_axes(spec):
             equal(function(*arrays), expected)
 
 
-# --- a cache
-
-
-CACHE = TokenPositions.from_lengths([3, 1], 5)
-
-
-def test_tokens_are_written_into_slots_of_a_cache():
-    tokens = TokenPositions.from_offset([3, 1], 2)
-    for slot in (3, jnp.int32(3)):
-        written = CACHE.write(tokens, slot)
-        equal(written.positions, [[0, 1, 2, 3, 4], [0, 0, 0, 1, 2]])
-        equal(written.segment_ids, [[1, 1, 1, 1, 1], [1, 0, 0, 1, 1]])
-
-
-@pytest.mark.parametrize("slot", [4, -1, 2**31 - 1])
-def test_tokens_that_do_not_fit_overwrite_nothing(slot):
-    tokens = TokenPositions.from_offset(3, 2)
-    with pytest.raises(ValueError, match=rf"^slot: wanted .* 0\.\.3, got {slot}$"):
-        CACHE.write(tokens, slot)
-    written = CACHE.write(tokens, jnp.int32(slot))
-    equal(written, CACHE)
-
-
-def test_a_position_that_a_short_cache_cannot_hold_is_written():
-    cache = jax.tree.map(lambda array: array.astype(jnp.uint8), CACHE)
-    equal(cache.write(TokenPositions.from_offset(300, 1), 0).positions[:, 0], [300, 300])
-
-
 # --- orders
 
 ORDERS = {
@@ -162,7 +134,6 @@ def test_check_order_finds_positions_that_do_not_rise_by_one(positions, place):
 
 # --- errors
 
-write = jax.jit(CACHE.write)
 from_ids = functools.partial(TokenPositions.from_ids, pad_id=0)
 from_lengths, from_offset = TokenPositions.from_lengths, TokenPositions.from_offset
 ROWS = "wanted shape [length] or [batch, length], got shape"
@@ -171,7 +142,6 @@ TYPE_ERRORS = [
     (lambda: jax.jit(TokenPositions)(np.zeros(2, np.uint32)), "positions: wanted a signed integer dtype, got uint32"),
     (lambda: TokenPositions([0, 1], block_ids=[True, False]), "block_ids: wanted an integer dtype, got bool"),
     (lambda: from_ids([1], start=0.5), "start: wanted a Python int, got float 0.5"),
-    (lambda: CACHE.write(3, 0), "tokens: wanted a TokenPositions, from te.TokenPositions.from_ids(ids, pad_id=0) for example, got int 3"),
     (lambda: jax.jit(lambda tokens: te.check_order(tokens, "full"))(from_offset(0, 3)), "tokens: wanted values on the host, outside of jit, got a traced int32[1, 3]"),
 ]  # fmt: skip
 VALUE_ERRORS = [
@@ -189,9 +159,6 @@ VALUE_ERRORS = [
     (lambda: from_offset([0, 2**31 - 2], 3), "offset: wanted an int of at most 2147483645, for 3 positions inside int32, got 2147483646"),
     (lambda: TokenPositions.from_segment_ids([[2**40, 2**41]]), "segment_ids: wanted integers inside int32, -2147483648..2147483647, got 1099511627776 at index [0, 0]"),
     (lambda: TokenPositions.from_segment_ids(COMES_BACK), "segment_ids: wanted one run of tokens for each number, got two runs of one in row 1"),
-    (lambda: write(from_offset([3] * 5, 1), 0), "tokens.positions: wanted 1 row, or 2 as the cache, got 5"),
-    (lambda: write(from_offset(3, 9), 0), "tokens: wanted at most 5, the cache's length, got 9"),
-    (lambda: CACHE.write(TokenPositions([0]), 0), "tokens: wanted the arrays that the cache has, positions, segment_ids, got positions"),
 ]  # fmt: skip
 
 

@@ -110,14 +110,17 @@ def on_every_device(array: Array) -> Array:
     return replicated(array, mesh) if is_explicit(mesh) else array
 
 
-def with_whole_rows(array: Array) -> Array:
-    """The array, all-gathered along its last axis if explicit mesh axes split it.
+def with_whole_rows(array: Array, axis: int = -1) -> Array:
+    """The array, all-gathered along an axis if explicit mesh axes split it.
 
     A split axis has neither a cumulative sum nor a neighbour at its ends.
     """
     sharding = jax.typeof(array).sharding
-    *leading, last = spec_axes(sharding.spec, array.ndim)
-    return reshard(array, NamedSharding(sharding.mesh, PartitionSpec(*leading))) if last else array
+    axes = spec_axes(sharding.spec, array.ndim)
+    if not axes[axis]:
+        return array
+    axes[axis] = ()
+    return reshard(array, NamedSharding(sharding.mesh, PartitionSpec(*axes)))
 
 
 def reshard(array: Array, sharding: NamedSharding) -> Array:

@@ -113,52 +113,36 @@ class TokenPositions:
         """
         return TokenPositions(self.positions, self.segment_ids, block_ids)
 
-    def write(self, tokens: "TokenPositions", slot: ArrayLike) -> "TokenPositions":
-        """These slots of a cache, with tokens written into them.
+    def clear(self, rows: ArrayLike) -> "TokenPositions":
+        """These slots of a cache, without tokens in some rows: each of them for a new text.
+
+        The keys and values of these rows need not be cleared: the mask hides them.
 
         Args:
-            tokens: the new tokens; one row of them may serve all rows of the cache.
-            slot: the slot of the first token, as for `jax.lax.dynamic_update_slice_in_dim`, which
-                writes the keys and values. It may be traced; a traced slot that leaves no room for
-                the tokens writes none of them, so the mask hides them.
+            rows: bool [batch], True = clear this row.
 
         Returns:
             TokenPositions of the shape of these.
 
         Raises:
-            TypeError: tokens is not a TokenPositions.
-            ValueError: only one side has segment ids or block ids; tokens have another number of
-                rows, and not 1; they do not fit into the cache at this slot (only the host can
-                check a slot).
+            TypeError: rows are not bool.
+            ValueError: rows do not have the shape [batch]; there are no segment ids.
 
         Example:
             >>> import transformer_embed as te
-            >>> slots = te.TokenPositions.empty(1, 4)
-            >>> slots = slots.write(te.TokenPositions.from_offset(0, 3), 0)
-            >>> slots.positions.tolist(), slots.padding_mask.tolist()
-            ([[0, 1, 2, 0]], [[True, True, True, False]])
+            >>> slots = te.TokenPositions.from_lengths([3, 2], 4)
+            >>> slots.clear([True, False]).padding_mask.sum(1).tolist()
+            [0, 2]
         """
-        check_token_positions("tokens", tokens)
-        held, new = arrays_of(self), arrays_of(tokens)
-        if held.keys() != new.keys():
-            want = "the arrays that the cache has, " + ", ".join(held)
-            raise arguments.value_error("tokens", want, ", ".join(new))
-        for name, array in held.items():
-            if new[name].shape[0] not in (1, array.shape[0]):
-                want = f"1 row, or {array.shape[0]} as the cache"
-                raise arguments.value_error(f"tokens.{name}", want, new[name].shape[0])
-        length, slots = (arrays["positions"].shape[-1] for arrays in (new, held))
-        room = slots - length
-        if room < 0:
-            raise arguments.value_error("tokens", f"at most {slots}, the cache's length", length)
-        slot = as_indices("slot", slot, room, f"the cache, for {length} tokens")
-        return TokenPositions(
-            **{name: _written(array, new[name], slot) for name, array in held.items()}
-        )
+        held, rows = arrays_of(self), arguments.as_mask("rows", rows, "clear this row")
+        if "segment_ids" not in held:
+            raise arguments.value_error("segment_ids", "an array (0 is an empty slot)", None)
+        arguments.check_same("rows", "shape [batch]", [*rows.shape], [len(held["positions"])])
+        return TokenPositions(**_cleared(held, rows))
 
     @classmethod
     def empty(cls, batch_size: int, length: int) -> "TokenPositions":
-        """The slots of a cache that holds no tokens yet; `write` fills them.
+        """The slots of a cache that holds no tokens yet; `te.write_cache` fills them.
 
         Args:
             batch_size: number of rows, at least 1.
@@ -176,7 +160,7 @@ class TokenPositions:
             >>> import transformer_embed as te
             >>> def step(slots, position):
             ...     token = te.TokenPositions.from_offset(position, 1)
-            ...     slots = slots.write(token, position)
+            ...     slots, _ = te.write_cache(slots, token, position)
             ...     return slots, te.AttentionMask(token, slots, causal=True).dense()[0, 0, 0]
             >>> _, masks = jax.lax.scan(step, te.TokenPositions.empty(1, 4), jax.numpy.arange(3))
             >>> masks.astype(int).tolist()
@@ -432,15 +416,10 @@ def second_runs(segment_ids: np.ndarray) -> np.ndarray:
 
 
 @compiled()
-def _written(
-    held: Integer[Array, "b t"], new: Integer[Array, "n s"], slot: Int32[Array, ""]
-) -> Integer[Array, "b t"]:
-    rows = with_whole_rows(held)
-    new = jnp.broadcast_to(new, (rows.shape[0], new.shape[1])).astype(rows.dtype)
-    new = split_like(with_whole_rows(new), rows)
-    written = split_like(jax.lax.dynamic_update_slice_in_dim(rows, new, slot, axis=1), held)
-    # dynamic_update_slice shifts an update that does not fit, and would overwrite other tokens.
-    return jnp.where((slot >= 0) & (slot <= held.shape[1] - new.shape[1]), written, held)
+def _cleared(held: dict[str, Array], rows: Bool[Array, "b"]) -> dict[str, Array]:
+    return {
+        name: jnp.where(split_like(rows[:, None], array), 0, array) for name, array in held.items()
+    }
 
 
 @compiled()

@@ -1,0 +1,128 @@
+"""Writes tokens into a cache: their positions, keys and values by one rule."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from transformer_embed._src import arguments
+from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.compiled import compiled
+from transformer_embed._src.partitioning import split_like, with_whole_rows
+from transformer_embed._src.sequences.token_positions import TokenPositions, as_made
+
+
+def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array, "b t"]]:
+    """A cache with new tokens written into it, and which of the tokens were written.
+
+    A cache is a tree of arrays [batch, slots, ...]: a `TokenPositions`, which says what each slot
+    holds, and the keys and values of any number of layers. Each of them is written by this rule,
+    so that no slot shows a token whose key is another's: a token that has a slot is written, and
+    the others are not.
+
+    Args:
+        cache: the tree.
+        new: the tree of the new tokens, with arrays [batch, length, ...]; one row of them may serve
+            all rows of the cache.
+        slot: integers, traced or not. [] or [batch]: the slot of the first token of each row, and
+            the others follow it; a row whose slot is outside the cache, such as -1, stays as it is.
+            [batch, length]: the slot of each token, no two of a row in one slot; a token whose slot
+            is outside is not written. `positions % slots` makes the cache a ring.
+
+    Returns:
+        The cache, and bool [batch, length], True = written. A token that was not written does not
+        see itself.
+
+    Raises:
+        TypeError: slot does not hold integers.
+        ValueError: the trees differ, or arrays in their dtypes or shapes; a slot on the host is
+            outside int32, or has another shape.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> cache = te.TokenPositions.empty(2, 4), jnp.zeros([2, 4, 1, 8])
+        >>> tokens = te.TokenPositions.from_offset(0, 3)
+        >>> (slots, keys), written = te.write_cache(cache, (tokens, jnp.ones([1, 3, 1, 8])), [0, 2])
+        >>> slots.positions.tolist(), written.astype(int).tolist()
+        ([[0, 1, 2, 0], [0, 0, 0, 1]], [[1, 1, 1], [1, 1, 0]])
+        >>> keys[:, :, 0, 0].tolist()
+        [[1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0]]
+    """
+    held, tokens = _arrays("cache", cache), _arrays("new", new)
+    if not held or held.keys() != tokens.keys():
+        want, got = (", ".join(names) or "none" for names in (held, tokens))
+        raise arguments.value_error("new", f"the arrays of the cache, {want}", got)
+    (rows, slots), (_, length) = (next(iter(side.values())).shape[:2] for side in (held, tokens))
+    if length > slots:
+        raise arguments.value_error("new", f"at most {slots} tokens, as the cache", length)
+    for name, array in held.items():
+        layout = array.shape[2:], array.dtype
+        _check_layout(f"cache{name}", array, (rows,), slots, *layout)
+        _check_layout(f"new{name}", tokens[name], (rows, 1), length, *layout)
+    slot = arguments.as_int32("slot", arguments.as_integers("slot", slot))
+    if slot.shape not in ((), (rows,), (rows, length)):
+        want = f"shape [], [{rows}] or [{rows}, {length}]"
+        raise arguments.value_error("slot", want, f"shape {list(slot.shape)}")
+    arrays, is_written = _written([*held.values()], [*tokens.values()], slot)
+    return jax.tree.unflatten(jax.tree.structure(cache), arrays), is_written
+
+
+def _arrays(name: str, tree: Any) -> dict[str, Array]:
+    """The arrays of a tree by their paths."""
+
+    def is_tokens(part: Any) -> bool:
+        return isinstance(part, TokenPositions)
+
+    tree = jax.tree.map(
+        lambda part: as_made(part) if is_tokens(part) else part, tree, is_leaf=is_tokens
+    )
+    arrays = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        key = jax.tree_util.keystr(path)
+        array = arrays[key] = arguments.on_device(arguments.as_array(name + key, leaf))
+        if array.ndim < 2:
+            got = arguments.describe(leaf)
+            raise arguments.value_error(name + key, "an array [batch, length, ...]", got)
+    return arrays
+
+
+def _check_layout(
+    name: str,
+    array: Array,
+    rows: tuple[int, ...],
+    length: int,
+    rest: tuple[int, ...],
+    dtype: jnp.dtype,
+) -> None:
+    if len(array) not in rows or array.shape[1:] != (length, *rest) or array.dtype != dtype:
+        numbers = " or ".join(map(str, rows))
+        want = f"{dtype}[{', '.join([numbers, *map(str, (length, *rest))])}]"
+        raise arguments.value_error(name, want, arguments.describe(array))
+
+
+# Compiled even if the caller is not.
+@compiled()
+def _written(
+    cache: list[Array], new: list[Array], slot: Int32[Array, "..."]
+) -> tuple[list[Array], Bool[Array, "b t"]]:
+    (rows, slots), length = cache[0].shape[:2], new[0].shape[1]
+    places = slot
+    if slot.ndim < 2:
+        first = jnp.broadcast_to(slot, rows)[:, None]
+        places = first + jnp.arange(length, dtype=jnp.int32)[None]
+        # A row whose first token is before the cache is left out, not only this token.
+        places = jnp.where((first >= 0) & (first < slots), places, slots)
+    is_written = (places >= 0) & (places < slots)
+    # Of indices outside, only those past the end are dropped: -1 would be the last slot.
+    places = jnp.where(is_written, places, slots)
+
+    def write(held: Array, tokens: Array) -> Array:
+        whole = with_whole_rows(held, 1)
+        tokens = jnp.broadcast_to(tokens, (rows, *tokens.shape[1:]))
+        sides = (split_like(with_whole_rows(array, 1), whole) for array in (tokens, places))
+        put = jax.vmap(lambda row, tokens, places: row.at[places].set(tokens, mode="drop"))
+        return split_like(put(whole, *sides), held)
+
+    return [*map(write, cache, new)], is_written
