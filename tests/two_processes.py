@@ -3,10 +3,11 @@ or many on a cluster.
 
 Run `python tests/two_processes.py ADDRESS:PORT NUM_PROCESSES PROCESS_ID [OUT.npz]` once for each
 process; ADDRESS:PORT is a free port on the machine of process 0. Each process prints the losses of
-two trainings, which fall and are the same in all processes.
+three trainings, which fall and are the same in all processes.
 """
 
 import functools
+import json
 import os
 import sys
 
@@ -29,6 +30,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import transformer_embed as te
 
 STEPS, VOCAB_SIZE, D_MODEL = 4, 1001, 16
+CONFIG = te.EmbedderConfig(VOCAB_SIZE, D_MODEL, pad_id=0)
+LEARNED = te.EmbedderConfig(VOCAB_SIZE, D_MODEL, pad_id=0, scheme=te.Learned(8))
 DENSE, BY_ROWS, BY_EXCHANGE = "dense", "by_rows", "by_exchange"
 TABLE = "transformer_embedding/~/token_embedding"
 
@@ -58,6 +61,9 @@ def main():
             end=" ",
         )
         say("The dense training has another loss than the two by rows.")
+    if OUT:
+        with open(f"{OUT[0]}.{jax.process_index()}.json", "w") as file:
+            json.dump(surface(OUT[0] + ".safetensors"), file)
     if OUT and jax.process_index() == 0:
         np.savez(OUT[0], **found)
 
@@ -91,6 +97,8 @@ def trained(name):
     for i in range(STEPS):
         params, state, loss = step(params, state, jax.random.key(i), ids)
         losses.append(float(loss))
+    if OUT:
+        te.pretrained.save_embedder(OUT[0] + ".trained.safetensors", CONFIG, params)
     table = params[TABLE]["embeddings"]
     everywhere = jax.jit(lambda array: array, out_shardings=NamedSharding(mesh, PartitionSpec()))(
         table.array
@@ -100,7 +108,81 @@ def trained(name):
     ]
 
 
-EMBEDDER = te.Embedder(te.EmbedderConfig(VOCAB_SIZE, D_MODEL, pad_id=0))
+ROWS = np.random.default_rng(0).normal(size=(300, 8)).astype(np.float32)
+
+
+def surface(path):
+    """What each function that takes parameters or ids does with those of several processes."""
+    automatic = {"axis_types": (AxisType.Auto,) * 2}
+    mesh = jax.make_mesh((2, NUM_DEVICES // 2), ("data", "model"), **automatic)
+    other = jax.make_mesh((1, NUM_DEVICES), ("data", "model"), **automatic)
+    backwards = jax.sharding.Mesh(mesh.devices[::-1], mesh.axis_names)
+    both, me = PartitionSpec(("data", "model")), jax.process_index()
+    rules = {"*/token_embedding/embeddings": both}
+    striped = {"stripe": "t", "virtual_shards": 16}
+
+    def place(tree, on=mesh, **options):
+        return te.sharding.shard_params(tree, on, {"t": both}, tables="t", **options)
+
+    def everywhere(array, *axes):
+        sharding = NamedSharding(mesh, PartitionSpec(*axes))
+        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+
+    def moved(on, options, back):
+        return place(place({"t": ROWS}, **back), on, **options)["t"].in_vocabulary_order()
+
+    def embedder():
+        return te.sharding.shard_params(
+            te.Embedder(LEARNED).init, mesh, rules, rng=jax.random.key(0)
+        )
+
+    rows_of = lambda params: params[TABLE]["embeddings"].in_vocabulary_order()
+    batch = everywhere(np.arange(16, dtype=np.int32).reshape(8, 2), ("data", "model"))
+
+    def saved():
+        te.pretrained.save_embedder(path, LEARNED, embedder())
+        return rows_of(embedder()), te.pretrained.load_embedder(path).params[TABLE]["embeddings"]
+
+    def resized():
+        larger = te.resize_vocabulary(embedder(), VOCAB_SIZE + 9, rng=jax.random.key(1))
+        return rows_of(embedder()), rows_of(larger)[:VOCAB_SIZE]
+
+    draw = lambda key: {"t": jax.random.normal(key, ROWS.shape)}
+    calls = {
+        "another key": lambda: place(draw, rng=jax.random.key(me)),
+        "another tree": lambda: place({"t": ROWS} | ({"u": ROWS} if me else {})),
+        "other rules": lambda: place({"t": ROWS}, **(striped if me else {})),
+        "another leaf": lambda: place({"t": ROWS + me}),
+        "another mesh": lambda: (ROWS, moved(other, {}, {})),
+        "devices in another order": lambda: (ROWS, moved(backwards, {}, {})),
+        "striped": lambda: (ROWS, moved(other, striped, {})),
+        "striped before": lambda: (ROWS, moved(mesh, {}, striped)),
+        "a global array": lambda: (
+            ROWS,
+            place({"t": everywhere(ROWS, None, ("data", "model"))})["t"].in_vocabulary_order(),
+        ),
+        "save_embedder": saved,
+        "resize_vocabulary": resized,
+        "resize_positions": lambda: te.resize_positions(embedder(), 16),
+        "check_ids": lambda: te.check_ids(batch, 300),
+        "check_order": lambda: te.check_order(te.TokenPositions(batch), "full"),
+        "exchange_load": lambda: te.sharding.exchange_load(
+            place({"t": ROWS}, **striped)["t"], batch
+        ),
+    }
+    return {name: told(call) for name, call in calls.items()}
+
+
+def told(call):
+    """The message of an error, or whether the arrays that a call gives are equal."""
+    try:
+        found = call()
+    except ValueError as error:
+        return str(error)
+    return not isinstance(found, tuple) or bool(np.array_equal(*found))
+
+
+EMBEDDER = te.Embedder(CONFIG)
 OPTIMIZER = optax.adam(0.01)
 
 

@@ -246,6 +246,13 @@ def on_host(name: str, array: jax.Array | np.ndarray) -> np.ndarray:
     """The values of an array that is not traced."""
     if is_traced(array):
         raise type_error(name, "values on the host, outside of jit", describe(array))
+    if isinstance(array, jax.Array) and not (
+        array.is_fully_addressable or array.is_fully_replicated
+    ):
+        want = (
+            "values that this process has (each checks its own part, before they are put on a mesh)"
+        )
+        raise value_error(name, want, "an array of several processes")
     return jax.device_get(array)
 
 

@@ -7,8 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
+
+from transformer_embed._src import arguments
 
 Axes = tuple[str, ...]
 
@@ -102,6 +105,17 @@ def varying(array: Array, axes: Iterable[str]) -> Array:
 def replicated(array: Array, mesh: Any) -> Array:
     """The array, whole on every device."""
     return reshard(array, NamedSharding(mesh, PartitionSpec()))
+
+
+def gathered(array: Any) -> np.ndarray:
+    """All values of an array, on the host; if several processes hold it, each of them must ask."""
+    is_known = isinstance(array, jax.Array) and not arguments.is_traced(array)
+    if is_known and not array.is_fully_addressable:
+        # Slow to load, and only several processes need it.
+        from jax.experimental import multihost_utils  # noqa: PLC0415
+
+        return multihost_utils.process_allgather(array, tiled=True)
+    return np.asarray(array)
 
 
 def on_every_device(array: Array) -> Array:

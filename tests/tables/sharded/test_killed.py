@@ -15,6 +15,8 @@ from compare import equal
 from sharded_tables import SPEC, mesh_of, on_host, restored, stripe
 from test_processes import ROOT, SCRIPT, free_port
 
+import transformer_embed as te
+
 # The runtime gives up a process whose heartbeats it misses for so long (its own default is 100 s);
 # the rest is for a busy machine.
 HEARTBEATS, TIMEOUT = 4, 60
@@ -53,8 +55,9 @@ def environment(devices):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def killed_run():
-    """The first line of the killed process, the process that is left, and when it must have failed.
+def killed_run(tmp_path_factory):
+    """The first line of the killed process, the process that is left, when it must have failed, and
+    the checkpoint that both wrote.
 
     It waits for heartbeats while the test before its own runs.
     """
@@ -62,9 +65,10 @@ def killed_run():
         yield None
         return
     command = [sys.executable, "-c", RUN, f"127.0.0.1:{free_port()}", "2"]
+    out = tmp_path_factory.mktemp("killed") / "2"
     survivor, victim = (
         subprocess.Popen(
-            [*command, str(i)],
+            [*command, str(i), str(out)],
             env=environment(4),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -76,7 +80,8 @@ def killed_run():
         # After the first training of three.
         first = victim.stdout.readline()
         victim.kill()
-        yield first, survivor, time.monotonic() + HEARTBEATS + TIMEOUT
+        saved = out.with_suffix(".trained.safetensors")
+        yield first, survivor, time.monotonic() + HEARTBEATS + TIMEOUT, saved
     finally:
         for process in (survivor, victim):
             process.kill()
@@ -116,10 +121,13 @@ def test_a_checkpoint_that_a_killed_process_was_writing_is_not_there_and_the_one
 
 @pytest.mark.gate
 @pytest.mark.skipif(not HAS_HEARTBEATS, reason="this jax waits for heartbeats as long as it likes")
-def test_a_run_whose_other_process_is_killed_fails_within_the_timeout_of_the_runtime(killed_run):
-    first, survivor, end = killed_run
+def test_a_run_whose_other_process_is_killed_fails_and_leaves_its_last_checkpoint(killed_run):
+    """Within the timeout of the runtime."""
+    first, survivor, end, saved = killed_run
     # Or TimeoutExpired.
     printed, _ = survivor.communicate(timeout=end - time.monotonic())
     assert first.startswith("process 1 of 2, 8 devices, dense Adam")
     assert survivor.returncode != 0
     assert "by exchanged rows" not in printed
+    table = te.pretrained.load_embedder(saved).params["transformer_embedding/~/token_embedding"]
+    assert np.isfinite(table["embeddings"]).all()

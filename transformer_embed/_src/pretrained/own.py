@@ -20,6 +20,7 @@ from transformer_embed._src.layers.config import EmbedderConfig, NoOutput, Outpu
 from transformer_embed._src.layers.embedder import ROOT, Params
 from transformer_embed._src.layers.parameters import as_params, table_path
 from transformer_embed._src.layers.transformer_embedding import layer_paths
+from transformer_embed._src.partitioning import gathered
 from transformer_embed._src.positions.rotary_scaling import Scaling
 from transformer_embed._src.positions.schemes import Scheme
 from transformer_embed._src.pretrained.architecture import BIAS, LOGITS_BIAS, TOKENS
@@ -76,7 +77,8 @@ def save_embedder(
     names that `load_embedder` returned, other libraries find the tensors under their original
     names. The checks of `load_embedder` run before anything is written. A replaced file keeps its
     permissions. If a save was killed, a later one in the same folder removes the temporary file
-    that it left, once that file is a day old.
+    that it left, once that file is a day old. If parameters lie on the devices of several
+    processes, all must call it: each gathers them, the first one writes, and the others wait.
 
     Args:
         path: the file to write or replace.
@@ -122,10 +124,18 @@ def save_embedder(
         CONFIG: json.dumps(vars(config), default=encoded),
         EXTRAS: json.dumps(extras, default=encoded),
     }
-    # What is written can be loaded.
-    write_tensors(
-        arguments.path("path", path).resolve(), arrays, {"format": "pt"} | texts, describe_own
+    path, metadata = arguments.path("path", path).resolve(), {"format": "pt"} | texts
+    is_shared = not all(
+        getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves(params)
     )
+    if not is_shared or jax.process_index() == 0:
+        # What is written can be loaded.
+        write_tensors(path, arrays, metadata, describe_own)
+    if is_shared:
+        # Slow to load, and only several processes need it.
+        from jax.experimental import multihost_utils  # noqa: PLC0415
+
+        multihost_utils.sync_global_devices("save_embedder")
 
 
 def _check_extras(layers: Any, bias: Any, names: Any) -> None:
@@ -165,13 +175,13 @@ def _with_own_paths(
 
 
 def _on_host(leaf: Any) -> np.ndarray:
-    """An array of this process in its own dtype."""
+    """An array, whole and in its own dtype."""
     # A wrapper such as nnx.Param may hold a Sharded, which raises if it is asked for one array.
     if not isinstance(leaf, Sharded):
         leaf = arguments.unwrapped(leaf)
     if isinstance(leaf, Sharded):
         leaf = leaf.in_vocabulary_order()
-    return np.asarray(leaf)
+    return gathered(leaf)
 
 
 def describe_own(tensors: Tensors) -> tuple[PretrainedInput, Specs]:

@@ -1,6 +1,7 @@
 """Parameter trees on a device mesh, split by a rule for each parameter's name."""
 
 import fnmatch
+import hashlib
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from transformer_embed._src import arguments
-from transformer_embed._src.partitioning import Axes, devices_along, spec_axes
+from transformer_embed._src.partitioning import Axes, devices_along, gathered, spec_axes
 from transformer_embed._src.tables.rows.gathered_rows import is_leaf
 from transformer_embed._src.tables.sharded.row_order import RowOrder
 from transformer_embed._src.tables.sharded.table import Sharded, put, sharded
@@ -52,8 +53,8 @@ def shard_params(
     Args:
         params: a function that draws parameters from a key, such as `Embedder.init`; or a tree of
             parameters, an optimizer state (its paths end in the parameters' names), or shapes from
-            jax.eval_shape. A tree may hold `Sharded` tables of another mesh. With many processes,
-            every process passes the same tree.
+            jax.eval_shape. A tree may hold `Sharded` tables of another mesh, whose rows go from
+            device to device. With several processes, all pass the same tree, rules and key.
         mesh: of any shape, with automatic or explicit axes.
         rules: patterns and their specs: for each dimension a mesh axis, a tuple of them, or None.
         rng: a key, required if params is a function; otherwise must be None.
@@ -79,11 +80,12 @@ def shard_params(
 
     Raises:
         TypeError: a rule is not a PartitionSpec; params is a function and rng is None.
-        ValueError: a pattern that matches no parameter; a spec that does not fit its parameter or
-            the mesh (only a table's rows are padded); batch_axes that are not a tuple of the mesh's
-            axes; rng without a function; a striped table whose columns are split, whose batch
-            is not split over the axes of its rows, or whose virtual shards the devices do not
-            divide; virtual_shards or a capacity out of range.
+        ValueError: parameters, rules or a key that are not the same in every process; a pattern
+            that matches no parameter; a spec that does not fit its parameter or the mesh (only a
+            table's rows are padded); batch_axes that are not a tuple of the mesh's axes; rng
+            without a function; a striped table whose columns are split, whose batch is not split
+            over the axes of its rows, or whose virtual shards the devices do not divide;
+            virtual_shards or a capacity out of range.
 
     Example:
         >>> import jax, numpy as np
@@ -114,9 +116,34 @@ def shard_params(
     place = _Placement(mesh, rules, tables, batch_axes, stripe, virtual_shards, capacity)
     if callable(params):
         key = arguments.as_key("rng", rng)
+        _check_alike(mesh, {"rng": np.asarray(jax.random.key_data(key))})
         return _draw(params, key, mesh, place.tree(jax.eval_shape(params, key)))
     arguments.check_left_out("rng", rng, "params is not a function")
     return place.tree(params)
+
+
+def _is_of_this_process(leaf: Any) -> bool:
+    """Whether a leaf has numbers, and this process has all of them."""
+    if isinstance(leaf, Sharded | jax.ShapeDtypeStruct) or arguments.is_traced(leaf):
+        return False
+    return getattr(leaf, "is_fully_addressable", True)
+
+
+def _check_alike(mesh: Mesh | AbstractMesh, parts: Mapping[str, Any]) -> None:
+    """Raises a ValueError unless all processes of a mesh have the same parts; all must ask."""
+    if not (parts and isinstance(mesh, Mesh) and mesh.is_multi_process):
+        return
+    contents = (np.asarray(part).tobytes() for part in parts.values())
+    hashes = b"".join(hashlib.blake2b(each, digest_size=8).digest() for each in contents)
+    numbers = np.frombuffer(hashes, np.uint32).reshape(1, -1, 2)
+    devices = mesh.devices.reshape(-1)
+    sharding = NamedSharding(Mesh(devices, ["devices"]), PartitionSpec("devices"))
+    shape = (len(devices), *numbers.shape[1:])
+    found = gathered(jax.make_array_from_callback(shape, sharding, lambda _: numbers))
+    for name, others in zip(parts, (found != found[:1]).any(-1).T, strict=True):
+        if others.any():
+            got = f"another in {sorted({device.process_index for device in devices[others]})}"
+            raise arguments.value_error(name, "the same in every process", got)
 
 
 class _Placement(NamedTuple):
@@ -135,6 +162,11 @@ class _Placement(NamedTuple):
         arguments.check_open("params", params)
         paths, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)
         leaves = {jax.tree_util.keystr(k, simple=True, separator="/"): leaf for k, leaf in paths}
+        shapes = {name: np.shape(leaf) for name, leaf in leaves.items()}
+        _check_alike(self.mesh, {"params": repr((self, shapes)).encode()})
+        _check_alike(
+            self.mesh, {k: leaf for k, leaf in leaves.items() if _is_of_this_process(leaf)}
+        )
         for pattern in (*self.rules, *(() if self.stripe is None else (self.stripe,))):
             if not fnmatch.filter(leaves, pattern):
                 want = f"each to match one of {', '.join(leaves)}"
@@ -162,10 +194,13 @@ class _Placement(NamedTuple):
             want = f"a PartitionSpec that fits {name} of shape {list(shape)}"
             raise arguments.value_error("rules", want, f"{spec}: {error}") from error
         rows: Any = leaf
-        if isinstance(leaf, Sharded):
+        is_table = isinstance(leaf, Sharded)
+        if is_table and is_rows and not isinstance(leaf.array, jax.ShapeDtypeStruct):
+            return leaf.moved(self.split_of(name, shape[0], sharding))
+        if is_table:
             rows = leaf.in_vocabulary_order()
         elif not isinstance(leaf, jax.ShapeDtypeStruct):
-            rows = np.asarray(leaf)
+            rows = gathered(leaf)
         if is_rows:
             return sharded(rows, self.split_of(name, shape[0], sharding))
         return put(rows, shape, sharding, lambda index: rows[index])

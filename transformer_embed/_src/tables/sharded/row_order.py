@@ -108,6 +108,23 @@ class RowOrder(NamedTuple):
         dealt = reshard(reshard(hands, by_device).swapaxes(0, 1), by_device)
         return dealt[:, : self.rounds].reshape(-1, *rows.shape[1:])
 
+    def in_vocabulary_order(
+        self, array: Float[Array, "m ..."], mesh: Mesh, axes: Axes
+    ) -> Float[Array, "v ..."]:
+        """The inverse of `to_array`, under jit."""
+        if self.is_striped:
+            by_device = NamedSharding(mesh, PartitionSpec(axes))
+            rounds = -(-self.rounds // devices_along(mesh, axes)) * devices_along(mesh, axes)
+            dealt = array.reshape(self.virtual_shards, self.rounds, -1)
+            dealt = jnp.pad(dealt, [(0, 0), (0, rounds - self.rounds), (0, 0)])
+            hands = reshard(reshard(dealt, by_device).swapaxes(0, 1), by_device)
+            numbers = jnp.arange(rounds, dtype=jnp.int32)[:, None]
+            cards = jnp.arange(self.virtual_shards, dtype=jnp.int32)
+            shards = self._reversed(cards) ^ self._hash(numbers)
+            hands = jnp.take_along_axis(hands, shards[..., None], axis=1)
+            array = reshard(hands, by_device).reshape(-1, *array.shape[1:])
+        return array[: self.vocab_size]
+
     def _reversed(self, cards: Any) -> Any:
         """The binary digits of numbers below virtual_shards in reverse order."""
         digits = self.virtual_shards.bit_length() - 1

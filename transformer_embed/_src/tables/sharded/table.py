@@ -7,8 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
@@ -16,6 +15,7 @@ from transformer_embed._src.partitioning import (
     OutputSplit,
     array_axes,
     free_axes,
+    gathered,
     on_every_device,
     reshard,
 )
@@ -170,12 +170,27 @@ class Sharded(Table):
         return [dataclasses.replace(table, array=array) for table, array in tables]
 
     def in_vocabulary_order(self) -> Any:
-        """All rows, on the host, or their shape. This process must be able to see all shards."""
+        """All rows, on the host, or their shape; each process that has a shard must ask."""
         if isinstance(self.array, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(self.shape, self.dtype)
-        return self.split.order.from_array(np.asarray(self.array))
+        return self.split.order.from_array(gathered(self.array))
 
     _all_rows = in_vocabulary_order
+
+    def moved(self, split: TableSplit) -> "Sharded":
+        """The same rows, split otherwise. They go from device to device."""
+        array, mesh = self.array, Mesh(self.split.mesh.devices, self.split.mesh.axis_names)
+        if split.order != self.split.order:
+            # In an order of rows, columns stay where they are.
+            sharding = NamedSharding(mesh, self.split.sharding.spec)
+
+            def reorder(array: Array) -> Array:
+                rows = self.split.order.in_vocabulary_order(array, mesh, self.split.rows)
+                return split.order.to_array(rows, mesh, self.split.rows)
+
+            with jax.set_mesh(mesh):
+                array = jax.jit(reorder)(jax.device_put(array, sharding))
+        return Sharded(jax.device_put(array, split.sharding), split)
 
     def _with_rows(self, rows: Any) -> "Sharded":
         """See `Table`."""
