@@ -13,6 +13,7 @@ the last hidden vectors of an encoder) are compared too. --page writes notebooks
 import argparse
 import collections
 import contextlib
+import copy
 import dataclasses
 import importlib
 import inspect
@@ -251,9 +252,10 @@ def config_of(model_type, *, is_odd):
     elif is_odd and model_type not in UNSCALED:
         text = small.get("text_config", small)
         text["rope_parameters"] = scaled(text.get("rope_parameters"))
-        if text.get("head_dim", 0) is None:
-            # YaRN in the library does not expect it.
-            text["head_dim"] = text["hidden_size"] // text["num_attention_heads"]
+    text = small.get("text_config", small)
+    if text.get("head_dim", 0) is None:
+        # Neither YaRN in the library nor some of its models expect it.
+        text["head_dim"] = text["hidden_size"] // text["num_attention_heads"]
     return kind.from_dict(small)
 
 
@@ -282,6 +284,35 @@ def without_defaults(entries, config):
     return rest
 
 
+def as_published(entries, config):
+    """The entries as they were published before, if the library reads them alike.
+
+    One rotation stands beside the other entries, and kinds of layers that follow are not listed.
+    """
+    old = dict(entries)
+    if isinstance(rope := old.get("rope_parameters"), dict) and "rope_type" in rope:
+        scaling = {"type" if key == "rope_type" else key: value for key, value in rope.items()}
+        del old["rope_parameters"]
+        for key in ("rope_theta", "partial_rotary_factor"):
+            if key in scaling:
+                old[key] = scaling.pop(key)
+        old["rope_scaling"] = None if scaling == {"type": "default"} else scaling
+        old = old if is_read_alike(old, entries, config) else dict(entries)
+    if old.get("layer_types"):
+        unlisted = {key: value for key, value in old.items() if key != "layer_types"}
+        old = unlisted if is_read_alike(unlisted, entries, config) else old
+    return old
+
+
+def is_read_alike(old, entries, config):
+    """Whether the library reads the same of two config.json."""
+    with contextlib.suppress(Exception):
+        one, other = (type(config).from_dict(copy.deepcopy(each)) for each in (old, entries))
+        names = ("rope_parameters", "layer_types", "partial_rotary_factor")
+        return all(getattr(one, name, None) == getattr(other, name, None) for name in names)
+    return False
+
+
 def classes(config):
     """Model classes of a configuration, those with a head first."""
     for mapping in MAPPINGS:
@@ -303,7 +334,7 @@ def classes(config):
 
 def built(config):
     """A model with random weights."""
-    problem = NotSweptError("no model class")
+    problems = []
     for kind in dict.fromkeys(classes(config)):
         try:
             with torch.device("meta"):
@@ -315,11 +346,7 @@ def built(config):
             torch.manual_seed(0)
             model = kind._from_config(config).eval().float()
         except Exception as error:
-            problem = (
-                error
-                if isinstance(error, NotSweptError)
-                else NotSweptError(f"not built: {error!r:.90}")
-            )
+            problems.append(error)
             continue
         fixed = {
             id(parameter)
@@ -332,7 +359,9 @@ def built(config):
             if parameter.requires_grad and id(parameter) not in fixed:
                 parameter.data += 0.1 * torch.randn_like(parameter)
         return model
-    raise problem
+    # The first is that of the class that was meant.
+    first = next(iter(problems), NotSweptError("no model class"))
+    raise first if isinstance(first, NotSweptError) else NotSweptError(f"not built: {first!r:.90}")
 
 
 ROTATIONS = []
@@ -570,6 +599,8 @@ def compare(model_type, *, is_odd):
             if "far" in line[3] and re.search(IS_SCALED, complete):
                 line[3]["past"] = line[3]["far"]
         if line[0] == "exact" and model_type in WHOLE:
+            if "text_config" not in (entries := json.loads(complete)):
+                (whole / "config.json").write_text(json.dumps(as_published(entries, config)))
             if model_type in DECODERS:
                 text = config.get_text_config(decoder=True)
                 whole_models.write_entries(whole / "config.json", model_type, text)
@@ -677,6 +708,14 @@ def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911, PLR09
     complete = whole_models.load(f"{folder}/whole", stack, LENGTH)
     if not same(found, complete):
         return "wrong", worst, "other defaults than the library's", {}
+    entries = json.loads(pathlib.Path(folder, "whole/config.json").read_text())
+    published = {}
+    if "text_config" not in entries and (old := as_published(entries, config)) != entries:
+        pathlib.Path(folder, "whole/config.json").write_text(json.dumps(old))
+        if not same(whole_models.load(f"{folder}/whole", stack, LENGTH), complete):
+            return "wrong", worst, "read otherwise as it was published", {}
+        pathlib.Path(folder, "whole/config.json").write_text(json.dumps(entries))
+        published = {"published": 0.0}
     turns = rotation_error(found, blocks, ROTATIONS, config, model)
     if not worst <= (ULPS if found.config.embedding_width is None else WIDENED_ULPS):
         return "wrong", worst, f"embeddings off by {np.abs(ours - theirs)[is_token].max():.3g}", {}
@@ -684,7 +723,7 @@ def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911, PLR09
         return "not measured", worst, "its rotation", {}
     if turns > SCORE:
         return "wrong", worst, f"rotation off by {turns:.3g}", {}
-    errors = {"why": reasons_of(found.config)}
+    errors = {"why": reasons_of(found.config)} | published
     if any(layer.rotary for layer in found.layers):
         errors["rotation"] = turns
         if any(layer and layer[0] == blocks for layer, *_ in FAR_ROTATIONS):
@@ -795,8 +834,8 @@ def page_of(table, page):
     said = [f"| `{name}` | {reason} |" for name, reason in reasons.items() if reason]
     names_of = lambda names: ", ".join(f"`{name}`" for name in names) + "."
     written = {
-        r"(library )[\d.]+(\. Each of its\n)": transformers.__version__,
-        r"(\n)\d+( model types is)": len(table),
+        r"(library )[\d.]+(\.\n)": transformers.__version__,
+        r"(library has )\d+( model types)": len(table),
         r"(\n)\d+( types agree)": len(exact),
         r"(\n)\d+( types are refused)": len(reasons),
         r"(words, and )\d+( load, but)": len(types["not measured"]),
@@ -831,7 +870,9 @@ def row_of(name, lines):
     ulps = max(line[1] for line in lines)
     why = f" ({', '.join(errors[0]['why'])})" if ulps and errors[0]["why"] else ""
     whole = worst("logits", "hidden") or NOT_WHOLE.get(name, "")
-    cells = [f"`{name}`", ", ".join([*compared, "input"]), f"{ulps:g}{why}"]
+    forms = ["saved", *["defaults"] * (len(lines) - 1)]
+    forms += ["published"] * any("published" in each for each in errors)
+    cells = [f"`{name}`", ", ".join([*compared, "input"]), ", ".join(forms), f"{ulps:g}{why}"]
     cells += [worst("far") or worst("rotation"), worst("head"), whole]
     return f"| {' | '.join(cells)} |"
 

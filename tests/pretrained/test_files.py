@@ -53,7 +53,7 @@ def follow(advice):
     torch = SimpleNamespace(load=lambda file, weights_only: {"head": tied, file: tied})
     save = SimpleNamespace(save_file=lambda tensors, file: saved.update({file: tensors}))
     names = {"torch": torch, "glob": glob, "safetensors": SimpleNamespace(torch=save)}
-    eval(re.search(r"convert it with (safetensors.*?'model\.safetensors'\))\)", advice)[1], names)
+    eval(re.search(r"convert it with (safetensors.*'model\.safetensors'\))$", advice)[1], names)
     return saved
 
 
@@ -81,9 +81,14 @@ def test_pickles_are_not_opened_and_the_message_says_how_to_convert_them(
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("adapter_model.bin", b"{}", "save an adapter with its model by peft's model.merge_and_unload().save_"),
-        ("x.safetensors", b"version https://git-lfs.github.com/spec/v1\noid 0\n", "fetch a pointer of git-lfs with"),
+        ("adapter_model.bin", b"{}", "an adapter: merge it, by peft's model.merge_and_unload().save_pretrained"),
+        ("adapter_model.safetensors", b"{}", "an adapter: merge it, by peft's model.merge_and_unload().save_"),
+        ("model.Q4.gguf", b"{}", "save it as safetensors with the library that reads it"),
+        ("onnx/model.onnx", b"{}", "save it as safetensors with the library that reads it"),
+        ("flax_model.msgpack", b"{}", "save it as safetensors with the library that reads it"),
+        ("model-00001-of-00002.safetensors", b"{}", "a shard: put the index file of all shards beside it"),
         ("model.fp16.safetensors", b"", "model.fp16.safetensors: pass it"),
+        ("model.safetensors.index.fp16.json", b"", "index.fp16.json: pass it"),
         ("0_Transformer/model.safetensors", b"", "0_Transformer/model.safetensors: pass it"),
         ("other", b"", "wanted a folder with model.safetensors or model.safetensors.index.json"),
     ],
@@ -92,9 +97,19 @@ def test_a_folder_without_the_usual_file_says_what_to_do(tmp_path, name, content
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content)
+    if "index" in name:
+        (tmp_path / "model.fp16-00001-of-00002.safetensors").touch()
     assert message in refused(tmp_path)
-    if content:
+    if content and "-of-" not in name:
         assert message in refused(path)
+
+
+def test_files_that_are_elsewhere_say_how_to_get_them(tmp_path):
+    (tmp_path / "x").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid 0\n")
+    assert "fetch it with `git lfs pull`" in refused(tmp_path / "x")
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "blobs")
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        assert "its link leads nowhere; download it again" in refused(path)
 
 
 def test_a_model_name_in_place_of_a_path_says_to_download_it():
@@ -161,7 +176,7 @@ def test_an_index_of_many_names_of_an_unknown_model_is_read_fast(tmp_path, monke
 def test_a_truncated_file(tmp_path, keep):
     path = checkpoint(tmp_path, CASES["bert"])
     path.write_bytes(path.read_bytes()[:keep])
-    assert "model.safetensors: wanted a whole safetensors file (" in refused(path)
+    assert "model.safetensors: wanted a whole safetensors file, got one" in refused(path)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +192,7 @@ def test_a_truncated_file(tmp_path, keep):
 def test_a_wrong_header(tmp_path, header):
     path = tmp_path / "x.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
-    assert "), got one that cannot be read (" in refused(path)
+    assert "file, got one that cannot be read (" in refused(path)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +215,9 @@ def test_a_damaged_config(tmp_path, text, message):
 def test_a_dtype_that_is_not_read(tmp_path, dtype, code):
     tensors = {name: array.astype(dtype) for name, array in tensors_of(CASES["gpt2"]).items()}
     path = checkpoint(tmp_path, CASES["gpt2"], change=tensors)
-    message = rf", as the configuration says, of F32 or BF16 or F16, got {code}\[.*\]: convert it first \(a quantized"
+    message = (
+        rf"wte\.weight: wanted F32 or BF16 or F16, got {code}\[.*\]: convert it first \(a quantized"
+    )
     assert re.search(message, refused(path))
 
 

@@ -16,14 +16,15 @@ EMBED_TOKENS, WTE = "model.embed_tokens.weight", "transformer.wte.weight"
 
 def test_an_entry_that_concerns_the_layer_is_refused_by_name(tmp_path):
     """Unless settings say that it means nothing."""
-    path = table(tmp_path, LLAMA | {"rotary_fancy": 3})
+    path = table(tmp_path, LLAMA | {"rotary_fancy": 3, "rope_odd": 4})
     message = (
         r"config.json, for a model llama: wanted no entry that concerns the layer and is not read "
-        r"\(if it means nothing here: settings=\{'rotary_fancy': None\}\), got rotary_fancy: 3$"
+        r"\(if they mean nothing here: settings=\{'rotary_fancy': None, 'rope_odd': None\}\), got "
+        r"rotary_fancy: 3, rope_odd: 4$"
     )
     with pytest.raises(ValueError, match=message):
         load_embedder(path)
-    load_embedder(path, settings={"rotary_fancy": None})
+    load_embedder(path, settings={"rotary_fancy": None, "rope_odd": None})
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,7 @@ def test_an_entry_that_concerns_the_layer_is_refused_by_name(tmp_path):
         {"position_embedding_type": "relative_key"},
         {"no_rope_layers": [1, 0]},
         {"share_tables": True},
-        {"rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 1000.0}},
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1000.0}},
     ],
 )
 def test_entries_of_other_models_are_refused_in_a_llama(tmp_path, entries):
@@ -64,6 +65,7 @@ def test_alibi_inside_the_attention_of_mpt_is_read(tmp_path, attention, message)
 
 
 OF_NEW_ROWS = [
+    (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 9.0}}, EMBED_TOKENS, "alpha: wanted none, since a model llama is not"),
     # The library adds the scaling of the type's default.
     ({"model_type": "gpt_oss", "rope_theta": 150_000.0}, EMBED_TOKENS,
      "wanted rope_scaling of gpt_oss, from settings or a config.json"),
@@ -128,6 +130,13 @@ def test_published_files_are_not_refused():
 
 # Of published files: what each says, its tensors, and what differs from the library's own names.
 HUB = [
+    ({"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 9.0}}, EMBED_TOKENS,
+     {"rotary": HALF | {"base": 1e4, "scaling": te.NTKScaling(9.0)}}),
+    ({"model_type": "dbrx", "d_model": 16, "attn_config": {"rope_theta": 5e5, "clip_qkv": 8}}, WTE, {"rotary": HALF | {"base": 5e5}}),
+    ({"model_type": "sarvam_mla", "rope_scaling": {"type": "deepseek_yarn", "factor": 4.0, "original_max_position_embeddings": 8}}, EMBED_TOKENS,
+     {"rotary": TURNED | {"base": 1e4, "scaling": te.YarnScaling(4.0, 8)}}),
+    ({"model_type": "glm_moe_dsa", "indexer_rope_interleave": True, "index_share_for_mtp_iteration": True}, EMBED_TOKENS, {"rotary": TURNED | {"base": 1e4}}),
+    ({"model_type": "phi", "rotary_dim": 32, "partial_rotary_factor": 0.5, "num_attention_heads": 2}, EMBED_TOKENS, {"rotary": HALF | {"base": 1e4, "rotary_dim": 4}}),
     ({"model_type": "nomic_bert", "n_embd": 16, "n_head": 2, "layer_norm_epsilon": 1e-5, "resid_pdrop": 0.25, "embd_pdrop": 0.0,
       "rotary_emb_base": 10_000, "rotary_emb_fraction": 0.5, "rotary_emb_interleaved": True},
      "embeddings.word_embeddings.weight embeddings.token_type_embeddings.weight emb_ln",

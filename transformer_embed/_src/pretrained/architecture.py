@@ -96,6 +96,7 @@ class Architecture(NamedTuple):
             all.
         is_causal: whether a token sees only those before it.
         sections: how pairs are shared out to time, height and width: CONSECUTIVE or IN_TURNS.
+        has_alpha: whether the scaling "dynamic" may have the alpha of `NTKScaling`.
         has_alibi: whether attention is biased by `alibi_bias`.
         entries: those that it reads, besides those of its parts (`READS`) and those that the other
             fields name, and those whose default is not the one in `ENTRIES`; with the defaults.
@@ -129,6 +130,7 @@ class Architecture(NamedTuple):
     rotates: str = ""
     is_causal: bool = True
     sections: str = ""
+    has_alpha: bool = False
     has_alibi: bool = False
     entries: Mapping[str, Any] = {}
     fixed: Mapping[str, Any] = {}

@@ -477,7 +477,7 @@ ARCHITECTURES = (
     _like_llama(
         "llama olmo olmo2 olmoe seed_oss arcee internlm3 aria_text diffllama iquestcoder jais2"
     ),
-    _like_llama("mistral voxtral_realtime_text", sliding_window=4096),
+    _like_llama("mistral ministral voxtral_realtime_text", sliding_window=4096),
     _like_llama("qwen2 qwen3 qwen2_moe", max_window_layers=28, **_windows),
     _like_llama("qwen3_moe", **_windows),
     _like_llama("doge", sliding_window=None),
@@ -486,7 +486,7 @@ ARCHITECTURES = (
     _like_llama("unlimited_ocr_text", kinds=("reference_sliding_attention",)),
     _like_llama("gpt_oss", sliding_window=128, sliding_window_pattern=2, **_SCALED),
     _like_llama("ministral3", sliding_window=None, **_SCALED),
-    _like_llama("apertus higgs_audio_v2", **_SCALED),
+    _like_llama("apertus apertus1p5_text higgs_audio_v2", **_SCALED),
     _like_llama("cwm", phase=0, sliding_window=8192, sliding_window_pattern=4, **_SCALED),
     _like_llama("flex_olmo bitnet", rope_theta=500_000.0),
     _like_llama(
@@ -500,6 +500,23 @@ ARCHITECTURES = (
         "minimax", kinds=_HYBRID, phase=0, rope_theta=1_000_000.0, sliding_window_pattern=2
     ),
     _like_llama("hy_v3", rope_theta=11_158_840.0),
+    _llama("hunyuan_v1_dense hunyuan_v1_moe", has_alpha=True),
+    _llama("exaone", tokens="wte", rope_theta=500_000.0),
+    _llama(
+        "dbrx",
+        tokens="wte",
+        aliases={
+            "hidden_size": "d_model",
+            "max_position_embeddings": "max_seq_len",
+        },
+    ),
+    _llama(
+        "lara_mini",
+        rotates=SLIDING,
+        layer_types=REQUIRED,
+        sliding_window=512,
+        tie_word_embeddings=True,
+    ),
     _like_llama("jetmoe", tie_word_embeddings=True),
     _llama(
         "starcoder2",
@@ -541,7 +558,7 @@ ARCHITECTURES = (
     _interleaved("deepseek_v2"),
     _interleaved("deepseek_v32 glm_moe_dsa", kinds=(INDEXED,)),
     _interleaved("openai_privacy_filter", is_causal=False, sliding_window=128, **_SCALED),
-    _deepseek("deepseek_v3 axk1 glm4_moe_lite"),
+    _deepseek("deepseek_v3 axk1 glm4_moe_lite kimi_k2 sarvam_mla"),
     _deepseek("youtu", tie_word_embeddings=True),
     _deepseek(
         "mistral4",
@@ -677,7 +694,9 @@ ARCHITECTURES = (
     _hyperclovax("falcon_h1", kinds=("hybrid",)),
     _minicpm("minicpm", dim_model_base=1),
     _minicpm("minicpm3", dim_model_base=256),
-    _phi("phi glm4_moe nemotron persimmon", partial_rotary_factor=0.5),
+    # The library reads the share, not Phi's `rotary_dim` beside it.
+    _phi("phi", meaningless="rotary_dim", partial_rotary_factor=0.5),
+    _phi("glm4_moe nemotron persimmon", partial_rotary_factor=0.5),
     _phi(
         "bamba",
         aliases={"attention_layers": "attn_layer_indices"},

@@ -4,8 +4,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig, NoOutput, OutputConfig
 from transformer_embed._src.positions.schemes import Learned, Scheme, Sinusoidal
@@ -30,6 +28,7 @@ from transformer_embed._src.pretrained.messages import call_with_named_errors, s
 from transformer_embed._src.pretrained.parameters import (
     PretrainedInput,
     Specs,
+    check_dtype,
     check_tensors,
     parameters_of,
 )
@@ -63,14 +62,16 @@ def describe(
     # As in the library: two tables that differ are not tied, whatever config.json says.
     if table and value["tie_word_embeddings"] and tensors.are_equal(table, names[TOKENS]):
         del names[OUTPUT_TABLE]
+    # The shapes of quantized tensors are not those of the layer.
+    for tensor in names.values():
+        check_dtype(tensors, tensor)
     shapes = {name: (1, 1, *tensors.entry(names[name]).shape)[-2:] for name in names}
     options, bias = call_with_named_errors(where, _parts, kind, value, shapes, file)
     count = number_of_layers(file, match)
     layers = call_with_named_errors(
         where, layers_of, kind, value, count, options["d_model"], file.side
     )
-    # Another dtype is refused by `check_tensors`, which names the tensor.
-    dtype = DTYPES.get(tensors.entry(names[TOKENS]).dtype, jnp.dtype("float32"))
+    dtype = DTYPES[tensors.entry(names[TOKENS]).dtype]
     config = call_with_named_errors(where, EmbedderConfig, **options, param_dtype=dtype)
     parameters = parameters_of(where, config, layers, bias)
     # An output layer that the config does not have is not read, and an offset that the file does
@@ -93,11 +94,9 @@ def number_of_layers(file: Published, match: Match) -> int:
 
 def read(kind: Architecture, where: str, given: Options) -> tuple[dict[str, Any], dict[str, Any]]:
     """The checked values of the entries of a config.json or `settings=`, and those not read."""
-    names, attention = kind.names(), given.get("attn_config")
-    # MPT says its ALiBi inside of `attn_config`; what stands outside goes first.
-    within = attention if isinstance(attention, Mapping) else {}
-    unread = {**{entry: within[entry] for entry in names if entry in within}, **given}
-    found = {}
+    names, attention, found = kind.names(), given.get("attn_config"), {}
+    # MPT and DBRX say some inside of `attn_config`; what stands outside goes first.
+    unread = {**(attention if isinstance(attention, Mapping) else {}), **given}
     for entry, aliases in names.items():
         said = [unread.pop(name) for name in aliases if name in unread]
         if said:
@@ -123,20 +122,24 @@ def _entries(
     """
     entries, unread = read(kind, place, in_file)
     said, unknown = read(kind, "settings", settings)
-    for name, value in unknown.items():
-        # Null takes away an entry of config.json that is not read; there must be one of that name.
-        if value is not None or unread.pop(name, None) is None:
-            reads = ", ".join(aliases[0] for aliases in kind.names().values())
-            hint = "a whole config.json goes beside the file"
-            want = f"entries that a model {kind.name} reads ({reads}; {hint})"
-            raise arguments.value_error("settings", want, short_repr(name))
-    for name, value in unread.items():
-        if kind.concerns(name, value):
-            want = (
-                "no entry that concerns the layer and is not read (if it means nothing here: "
-                f"settings={{{name!r}: None}})"
-            )
-            raise arguments.value_error(place, want, f"{name}: {short_repr(value)}")
+    # Null takes away an entry of config.json that is not read; there must be one of that name.
+    unknown = [
+        name
+        for name, value in unknown.items()
+        if value is not None or unread.pop(name, None) is None
+    ]
+    if unknown:
+        reads = ", ".join(aliases[0] for aliases in kind.names().values())
+        want = f"entries that a model {kind.name} reads ({reads})"
+        raise arguments.value_error("settings", want, ", ".join(map(short_repr, unknown)))
+    concerned = {name: value for name, value in unread.items() if kind.concerns(name, value)}
+    if concerned:
+        want = (
+            "no entry that concerns the layer and is not read (if they mean nothing here: "
+            f"settings={dict.fromkeys(concerned)})"
+        )
+        said = [f"{name}: {short_repr(value)}" for name, value in concerned.items()]
+        raise arguments.value_error(place, want, ", ".join(said))
     # What settings say inside a scaling goes before what config.json says beside it.
     length = said.get("rope_scaling", {}).get(rope.ORIGINAL)
     if length is not None:
@@ -227,7 +230,7 @@ def _output(
 ) -> OutputConfig | NoOutput:
     """The output layer, or why there is none."""
     is_tied = value["tie_word_embeddings"] and OUTPUT_TABLE not in shapes
-    if reason := _no_output(kind, value, shapes, file.side, is_tied=is_tied):
+    if reason := _no_output(kind, value, shapes, file, is_tied=is_tied):
         return NoOutput(reason)
     _, width = shapes[TOKENS]
     # Cohere multiplies logits, Granite divides them.
@@ -250,17 +253,22 @@ def _output(
 
 
 def _no_output(
-    kind: Architecture, value: Options, shapes: Shapes, stack: str, *, is_tied: bool
+    kind: Architecture, value: Options, shapes: Shapes, file: Published, *, is_tied: bool
 ) -> str:
     """Why a model has no output layer; an empty string if it has one."""
     rows, width = shapes[TOKENS]
     is_the_decoders = not is_tied or value["share_encoder_decoder_embeddings"] is False
     if kind.no_output:
         return kind.no_output
-    if kind.has_stacks and stack == STACKS[0] and is_the_decoders:
+    if kind.has_stacks and file.side == STACKS[0] and is_the_decoders:
         return f"it is the decoder's, which stack={STACKS[1]!r} loads"
     if not is_tied and OUTPUT_TABLE not in shapes:
-        return f"the file has no {kind.head.split()[0]}.weight, and it is not tied to the table"
+        head = kind.head.split()[0]
+        for name in file.tensors.files:
+            # As GPTQ has it.
+            if f"{head}.qweight" in name:
+                return f"{name} is quantized: dequantize the model first"
+        return f"the file has no {head}.weight, and it is not tied to the table"
     # An `OutputConfig` has the vocabulary and the width of the table.
     for name, shape in ((OUTPUT_TABLE, (rows, width)), (OUTPUT_BIAS, (1, rows))):
         if shapes.get(name, shape) != shape:

@@ -119,6 +119,6 @@ CONCERNS = re.compile(
     r"tie_|tying|tied|share_|sharing|padding_idx|soft_?cap|lm_head|^asm$"
 )
 ELSEWHERE = re.compile(
-    r"(?<!relative_)att|key|query|kv_|qk_|mlp|ffn|ssm|resid|rout|depth|time|init|vision|visual|image|"
+    r"(?<!relative_)att|key|query|kv_|qk_|softmax|index|mlp|ffn|ssm|resid|rout|depth|time|init|vision|visual|image|"
     r"audio|video|pool|emb[a-z]*(_proj)?_(dim|size)|\bn_embe?d|\b(n|max)_\w*pos|_ids?\b|lm_head_bias|finetuned"
 )

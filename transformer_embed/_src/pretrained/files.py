@@ -39,14 +39,25 @@ NO_FILE = (
     "No such file or directory (for a model's name, pass the folder that "
     "huggingface_hub.snapshot_download(name) returns)"
 )
-# Tied tensors share memory, which save_file refuses: each is cloned.
-OTHER_FORMATS = (
-    "fetch a pointer of git-lfs with `git lfs pull`; save an adapter with its model by peft's "
-    "model.merge_and_unload().save_pretrained(folder); a pickle may run code and is not opened: "
-    "convert it with safetensors.torch.save_file({k: v.clone().contiguous() "
-    "for f in glob.glob('pytorch_model*.bin') "
-    "for k, v in torch.load(f, weights_only=True).items()}, 'model.safetensors')"
-)
+POINTER = "a pointer of git-lfs: fetch it with `git lfs pull`"
+# What to do with other files, by their names; of those in a folder, the first of these counts. An
+# index file names all shards, those of a variant such as fp16 too. (Tied tensors share memory,
+# which save_file refuses: each is cloned.)
+STEPS = {
+    r"\.safetensors\.index\.": "pass it",
+    r"(^|/)adapter_": (
+        "an adapter: merge it, by peft's model.merge_and_unload().save_pretrained(folder)"
+    ),
+    r"-of-\d+\.safetensors$": "a shard: put the index file of all shards beside it",
+    r"\.safetensors$": "pass it",
+    r"\.(bin|pth?)$": (
+        "a pickle may run code and is not opened: convert it with "
+        "safetensors.torch.save_file({k: v.clone().contiguous() "
+        "for f in glob.glob('pytorch_model*.bin') "
+        "for k, v in torch.load(f, weights_only=True).items()}, 'model.safetensors')"
+    ),
+    r"\.(gguf|onnx|h5|msgpack)$": "save it as safetensors with the library that reads it",
+}
 
 
 class TensorInfo(NamedTuple):
@@ -136,15 +147,17 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
     An index file lists shards, which are beside it.
     """
     found = arguments.path("path", path)
-    if not found.exists():
+    if not os.path.lexists(found):
         raise FileNotFoundError(errno.ENOENT, NO_FILE, str(found))
     if found.is_dir():
-        names = [name for name in (WHOLE, INDEX) if (found / name).exists()]
+        # A link that leads nowhere is there too.
+        names = [name for name in (WHOLE, INDEX) if os.path.lexists(found / name)]
         if not names:
-            want = f"a folder with {WHOLE} or {INDEX} ({OTHER_FORMATS})"
-            other = next(_safetensors_below(found), None)
-            raise arguments.value_error(found, want, f"{other}: pass it" if other else "neither")
+            got = _step(*_files_below(found)) or "neither"
+            raise arguments.value_error(found, f"a folder with {WHOLE} or {INDEX}", got)
         found /= names[0]
+    if found.name.startswith("adapter_"):
+        raise arguments.value_error(found, "a whole model", _step(found.name))
     # The header of a shard is read once, when its first tensor is asked for.
     header = functools.cache(_header)
     if found.name.endswith(".json"):
@@ -153,11 +166,20 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
     return Tensors(found, dict.fromkeys(entries, found), metadata, header)
 
 
-def _safetensors_below(folder: pathlib.Path) -> Iterator[str]:
-    """Safetensors files in a folder and below it, in the first of its folders."""
+def _step(*names: str) -> str:
+    """A file that is not read and what to do with it; an empty string for unknown ones."""
+    for pattern, step in STEPS.items():
+        for name in names:
+            if re.search(pattern, name):
+                return f"{name}: {step}"
+    return ""
+
+
+def _files_below(folder: pathlib.Path) -> Iterator[str]:
+    """Files in a folder and below it, in the first of its folders."""
     # What cannot be listed is skipped.
     for place, _, names in itertools.islice(os.walk(folder), MOST_FOLDERS):
-        yield from (os.path.join(place, name) for name in names if name.endswith(".safetensors"))
+        yield from (os.path.relpath(os.path.join(place, name), folder) for name in names)
 
 
 def _shards(path: pathlib.Path) -> dict[str, pathlib.Path]:
@@ -197,9 +219,11 @@ def _header(path: pathlib.Path) -> Header:
         with safe_open(path, framework="numpy"):
             pass
     except SafetensorError as error:
-        want = f"a whole safetensors file ({OTHER_FORMATS})"
-        got = f"one that cannot be read ({error})"
-        raise arguments.value_error(path, want, got) from error
+        with open(path, "rb") as file:
+            is_pointer = file.read(7) == b"version"
+        step = POINTER if is_pointer else _step(path.name.removesuffix(".safetensors"))
+        got = step or f"one that cannot be read ({error})"
+        raise arguments.value_error(path, "a whole safetensors file", got) from error
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -265,6 +289,9 @@ def _regular_mode(path: pathlib.Path) -> int:
 
     A ValueError for anything else: to open a pipe is to wait for its other end.
     """
+    if path.is_symlink() and not path.exists():
+        # As in a cache of the hub whose download was cut short.
+        raise FileNotFoundError(errno.ENOENT, "its link leads nowhere; download it again", path)
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
         got = f"a folder, a pipe or a device, {path}"

@@ -157,10 +157,16 @@ def check_entry(
     tensors: Tensors, tensor: str, shape: tuple[Any, ...], dtypes: Collection[str] = DTYPES
 ) -> None:
     """Raises unless a tensor has this shape, apart from leading axes of 1, and such a dtype."""
+    check_dtype(tensors, tensor, dtypes)
     entry = tensors.entry(tensor)
-    is_same = entry.shape == (1,) * (len(entry.shape) - len(shape)) + shape
-    if not is_same or entry.dtype not in dtypes:
-        sizes, types = short_repr(list(shape)), " or ".join(dtypes)
-        want = f"shape {sizes}, as the configuration says, of {types}"
+    if entry.shape != (1,) * (len(entry.shape) - len(shape)) + shape:
+        want = f"shape {short_repr(list(shape))}, as the configuration says"
+        raise arguments.value_error(f"{tensors.path}: {tensor}", want, entry)
+
+
+def check_dtype(tensors: Tensors, tensor: str, dtypes: Collection[str] = DTYPES) -> None:
+    """Raises unless a tensor has such a dtype."""
+    entry = tensors.entry(tensor)
+    if entry.dtype not in dtypes:
         got = f"{entry}: convert it first (a quantized model by its dequantize())"
-        raise arguments.value_error(f"{tensors.path}: {tensor}", want, got if is_same else entry)
+        raise arguments.value_error(f"{tensors.path}: {tensor}", " or ".join(dtypes), got)

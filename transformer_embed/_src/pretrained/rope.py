@@ -32,6 +32,7 @@ SCALINGS = {
     "linear": rotary_scaling.LinearScaling,
     "dynamic": rotary_scaling.DynamicNTKScaling,
     "yarn": rotary_scaling.YarnScaling,
+    "deepseek_yarn": rotary_scaling.YarnScaling,
     "llama3": rotary_scaling.Llama3Scaling,
     "longrope": rotary_scaling.LongRopeScaling,
     PROPORTIONAL: rotary_scaling.LinearScaling,
@@ -41,7 +42,7 @@ SCALINGS = {
 # Entries that config.json must say if the scaling has such an argument.
 NEEDED = "factor low_freq_factor high_freq_factor short_factor long_factor"
 NAMES = (
-    f"{NEEDED} rope_type beta_fast beta_slow truncate mscale mscale_all_dim attention_factor "
+    f"{NEEDED} alpha rope_type beta_fast beta_slow truncate mscale mscale_all_dim attention_factor "
     f"{ORIGINAL} mrope_section"
 )
 CONSECUTIVE, IN_TURNS = "consecutive", "in turns"
@@ -73,6 +74,10 @@ def rotation(kind: Architecture, value: Options, width: int, layer_type: str) ->
     is_local = layer_type == SLIDING and LOCAL in kind.entries
     base, share, scaling_name = LAYERS[SLIDING if is_local else FULL]
     entries = value[scaling_name] or {}
+    for name, is_read in (("mrope_section", kind.sections), ("alpha", kind.has_alpha)):
+        if name in entries and not is_read:
+            want = f"none, since a model {kind.name} is not known to have them"
+            raise arguments.value_error(name, want, short_repr(entries))
     layout = kind.rotary
     if layout in value:
         layout = "interleaved" if value[layout] else "half"
@@ -105,9 +110,6 @@ def _pair_axes(kind: Architecture, entries: Options) -> tuple[int, ...] | None:
     """The axis that rotates each pair, where each axis rotates a number of pairs."""
     if "mrope_section" not in entries:
         return None
-    if not kind.sections:
-        want = f"none, since a model {kind.name} is not known to have them"
-        raise arguments.value_error("mrope_section", want, short_repr(entries))
     name = "rope_scaling: mrope_section"
     sections = arguments.entries(name, entries["mrope_section"], arguments.integer, at_least=0)
     # All of them, since memory is taken for each pair.
@@ -124,7 +126,8 @@ def scaling(entries: Options, value: Options) -> rotary_scaling.Scaling | None:
     if not entries:
         return None
     kind = arguments.choice("rope_scaling: rope_type", entries.get("rope_type"), tuple(SCALINGS))
-    made = SCALINGS[kind]
+    # A fixed alpha, as HunYuan has, leaves nothing dynamic.
+    made = rotary_scaling.NTKScaling if entries.get("alpha") else SCALINGS[kind]
     if made is None or (kind == PROPORTIONAL and entries.get("factor", 1) == 1):
         return None
     values = dict(entries)
